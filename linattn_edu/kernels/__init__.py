@@ -1,0 +1,1 @@
+"""The speed: every stage as a Triton kernel, under the name and signature of its reference."""

@@ -1,0 +1,1 @@
+"""Triton stages of the gated delta rule, one file a stage."""

@@ -1,0 +1,95 @@
+"""Stage output: read the state and the chunk's own writes."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from linattn_edu.kernels.tiles import (
+    block,
+    cast,
+    decay_matrix,
+    device_of,
+    dot,
+    load_row,
+    load_tile,
+    row,
+    store_tile,
+)
+
+
+@triton.jit(do_not_specialize=["T"])
+def output_kernel(
+    q_ptr,  # [B, T, H, K]
+    k_ptr,  # [B, T, H, K]
+    v_new_ptr,  # [B, T, HV, V]
+    h_ptr,  # [B, NT, HV, K, V]
+    gc_ptr,  # [B, T, HV] log2
+    o_ptr,  # [B, T, HV, V] out
+    scale,
+    T,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+):
+    """One program: one chunk of one head, BV of its columns.  Grid (B * NT * HV, V / BV).
+
+    Reference: linattn_edu.reference.delta.output.
+    """
+    pid, i_v = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    NT = tl.cdiv(T, BT)
+    i_h, i_t, i_b = pid % HV, pid // HV % NT, pid // HV // NT
+    first = i_b * T + i_t * BT
+    n_t = (T - i_t * BT).to(tl.int32)
+    q_ptr += (first * H + i_h // (HV // H)) * K
+    k_ptr += (first * H + i_h // (HV // H)) * K
+    h_ptr += pid // HV * HV * K * V + i_h * K * V
+
+    o_t = tl.arange(0, BT)
+    o_v = i_v * BV + tl.arange(0, BV)
+    b_o = tl.zeros([BT, BV], dtype=tl.float32)
+    b_P = tl.zeros([BT, BT], dtype=tl.float32)
+    for i_k in range(tl.cdiv(K, BK)):
+        o_k = i_k * BK + tl.arange(0, BK)
+        b_q = load_tile(q_ptr, o_t, o_k, H * K, n_t, K)  # [BT, BK]
+        b_k = load_tile(k_ptr, o_t, o_k, H * K, n_t, K)  # [BT, BK]
+        b_h = load_tile(h_ptr, o_k, o_v, V, K, V)  # [BK, BV]
+        b_o = dot(b_q, b_h, b_o)
+        b_P = dot(b_q, tl.trans(b_k), b_P)
+
+    # eq:delta-inter   diag(2^gc) Q h
+    b_gc = load_row(gc_ptr + first * HV + i_h, o_t, HV, n_t)
+    b_o *= tl.exp2(b_gc)[:, None]
+    # eq:delta-intra   P = Q K^T * G
+    b_P *= decay_matrix(b_gc, o_t)
+    # eq:delta-output   o = scale (inter + P v_new)
+    b_v = load_tile(v_new_ptr + (first * HV + i_h) * V, o_t, o_v, HV * V, n_t, V)  # [BT, BV]
+    b_o = dot(cast(b_P, b_v.dtype), b_v, b_o) * scale
+    store_tile(o_ptr + (first * HV + i_h) * V, b_o, o_t, o_v, HV * V, n_t, V)
+
+
+# generation -> bytes of an element -> row
+CONFIGS = {
+    "turing": {2: row(4, 1, BK=64, BV=64), 4: row(4, 1, BK=32, BV=32)},
+    "ampere": {2: row(4, 2, BK=64, BV=64), 4: row(4, 1, BK=32, BV=32)},
+    "hopper": {2: row(4, 1, BK=128, BV=128), 4: row(4, 1, BK=64, BV=64)},
+}
+
+
+def output(
+    q: Tensor, k: Tensor, v_new: Tensor, h: Tensor, gc: Tensor, *, scale: float, chunk_size: int
+) -> Tensor:
+    """Launch output_kernel; arguments and result as in the reference."""
+    B, T, H, K = q.shape
+    HV, V = v_new.shape[2:]
+    o = torch.empty_like(v_new)
+    config = CONFIGS[device_of(q)[0]][q.element_size()].launch()
+    config["BK"], config["BV"] = min(config["BK"], block(K)), min(config["BV"], block(V))
+    output_kernel[(B * triton.cdiv(T, chunk_size) * HV, triton.cdiv(V, config["BV"]))](
+        q, k, v_new, h, gc, o, scale, T, H, HV, K, V, BT=chunk_size, **config
+    )
+    return o

@@ -1,0 +1,126 @@
+"""Stage state: carry the state through the chunks."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from linattn_edu.kernels.tiles import block, cast, device_of, dot, load_row, load_tile, row, store_tile
+
+
+@triton.jit(do_not_specialize=["T"])
+def state_kernel(
+    k_ptr,  # [B, T, H, K]
+    w_ptr,  # [B, T, HV, K]
+    u_ptr,  # [B, T, HV, V]
+    gc_ptr,  # [B, T, HV] log2
+    h0_ptr,  # [B, HV, K, V] or None
+    h_ptr,  # [B, NT, HV, K, V] out: state entering each chunk
+    v_new_ptr,  # [B, T, HV, V] out
+    ht_ptr,  # [B, HV, K, V] out, or None
+    T,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+):
+    """One program: S[:, v-tile] of one head, through all chunks.  Grid (V / BV, B * HV).
+
+    Reference: linattn_edu.reference.delta.state.
+    """
+    i_v, i_bh = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    i_b, i_h = i_bh // HV, i_bh % HV
+    NT = tl.cdiv(T, BT)
+    k_ptr += (i_b * T * H + i_h // (HV // H)) * K
+    w_ptr += (i_b * T * HV + i_h) * K
+    u_ptr += (i_b * T * HV + i_h) * V
+    v_new_ptr += (i_b * T * HV + i_h) * V
+    gc_ptr += i_b * T * HV + i_h
+    h_ptr += (i_b * NT * HV + i_h) * K * V
+
+    o_t = tl.arange(0, BT)
+    o_k = tl.arange(0, BK)
+    o_v = i_v * BV + tl.arange(0, BV)
+    b_S = tl.zeros([BK, BV], dtype=tl.float32)
+    if h0_ptr is not None:
+        b_S += load_tile(h0_ptr + i_bh * K * V, o_k, o_v, V, K, V).to(tl.float32)
+
+    for i_t in range(NT):
+        n_t = T - i_t * BT
+        store_tile(h_ptr, b_S, o_k, o_v, V, K, V)
+
+        # eq:delta-v-new   v_new = u - w S
+        b_w = load_tile(w_ptr, o_t, o_k, HV * K, n_t, K)  # [BT, BK]
+        b_u = load_tile(u_ptr, o_t, o_v, HV * V, n_t, V)  # [BT, BV]
+        b_v = b_u.to(tl.float32) - dot(b_w, cast(b_S, b_w.dtype))
+        store_tile(v_new_ptr, b_v, o_t, o_v, HV * V, n_t, V)
+
+        # eq:delta-state   S <- 2^gc_last S + (diag(2^(gc_last - gc)) K)^T v_new
+        b_last = tl.load(gc_ptr + (tl.minimum(BT, n_t) - 1) * HV)
+        b_gc = load_row(gc_ptr, o_t, HV, n_t)  # [BT]
+        b_v *= tl.where(o_t < n_t, tl.exp2(b_last - b_gc), 0.0)[:, None]
+        b_k = load_tile(k_ptr, o_t, o_k, H * K, n_t, K)  # [BT, BK]
+        b_S = dot(tl.trans(b_k), cast(b_v, b_k.dtype), b_S * tl.exp2(b_last))
+
+        k_ptr += BT * H * K
+        w_ptr += BT * HV * K
+        u_ptr += BT * HV * V
+        v_new_ptr += BT * HV * V
+        gc_ptr += BT * HV
+        h_ptr += HV * K * V
+
+    if ht_ptr is not None:
+        store_tile(ht_ptr + i_bh * K * V, b_S, o_k, o_v, V, K, V)
+
+
+# generation -> bytes of an element -> BK -> rows, widest BV first: the widest that still gives
+# every multiprocessor a program is taken, since a chunk's w and k are read once a program
+CONFIGS = {
+    "turing": {
+        2: {128: [row(4, 1, BV=32)], 256: [row(4, 1, BV=16)]},
+        4: {128: [row(4, 1, BV=16)], 256: [row(4, 1, BV=16)]},
+    },
+    "ampere": {
+        2: {128: [row(4, 2, BV=32)], 256: [row(4, 1, BV=32)]},
+        4: {128: [row(4, 1, BV=16)], 256: [row(4, 1, BV=16)]},
+    },
+    "hopper": {
+        2: {128: [row(4, 2, BV=64), row(4, 2, BV=32)], 256: [row(4, 2, BV=32)]},
+        4: {128: [row(4, 1, BV=32)], 256: [row(4, 1, BV=16)]},
+    },
+}
+
+
+def state(
+    k: Tensor,
+    w: Tensor,
+    u: Tensor,
+    gc: Tensor,
+    initial_state: Tensor | None = None,
+    *,
+    chunk_size: int,
+    output_final_state: bool = False,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Launch state_kernel; arguments and result as in the reference."""
+    B, T, H, K = k.shape
+    HV, V = u.shape[2:]
+    h = k.new_empty(B, triton.cdiv(T, chunk_size), HV, K, V)
+    v_new = torch.empty_like(u)
+    final_state = k.new_empty(B, HV, K, V, dtype=torch.float32) if output_final_state else None
+    config = choose(k, B * HV, K, V)
+    state_kernel[(triton.cdiv(V, config["BV"]), B * HV)](
+        k, w, u, gc, initial_state, h, v_new, final_state,
+        T, H, HV, K, V, BT=chunk_size, BK=block(K), **config,
+    )  # fmt: skip
+    return h, v_new, final_state
+
+
+def choose(k: Tensor, heads: int, K: int, V: int) -> dict[str, int]:
+    """The row for `heads` = B * HV heads of a [K, V] state on k's device."""
+    gen, processors = device_of(k)
+    rows = CONFIGS[gen][k.element_size()][max(128, block(K))]
+    launches = [dict(r.launch(), BV=min(r.launch()["BV"], block(V))) for r in rows]
+    return next((c for c in launches if heads * triton.cdiv(V, c["BV"]) >= processors), launches[-1])

@@ -1,0 +1,105 @@
+"""The few device functions all kernels share, and the choice of a configuration row."""
+
+import functools
+import os
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+
+
+@triton.jit
+def cast(x, dtype: tl.constexpr):
+    """x.to(dtype), rounded to nearest even: the interpreter's own cast to bf16 truncates."""
+    if INTERPRETED and dtype == tl.bfloat16:
+        bits = x.to(tl.float32).to(tl.uint32, bitcast=True)
+        bits += 0x7FFF + ((bits >> 16) & 1)
+        x = (bits & 0xFFFF0000).to(tl.float32, bitcast=True)
+    return x.to(dtype)
+
+
+@triton.jit
+def load_tile(x_ptr, o_row, o_col, stride, n_row, n_col):
+    """x[o_row, o_col] of a row-major matrix; out-of-range lanes read 0."""
+    mask = (o_row[:, None] < n_row) & (o_col[None, :] < n_col)
+    return tl.load(x_ptr + o_row[:, None] * stride + o_col[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def store_tile(x_ptr, b_x, o_row, o_col, stride, n_row, n_col):
+    """x[o_row, o_col] = b_x, cast to x's dtype; out-of-range lanes are dropped."""
+    mask = (o_row[:, None] < n_row) & (o_col[None, :] < n_col)
+    b_x = cast(b_x, x_ptr.dtype.element_ty)
+    tl.store(x_ptr + o_row[:, None] * stride + o_col[None, :], b_x, mask=mask)
+
+
+@triton.jit
+def load_row(x_ptr, o_row, stride, n_row):
+    """x[o_row] of a strided vector in fp32; out-of-range lanes read 0."""
+    return tl.load(x_ptr + o_row * stride, mask=o_row < n_row, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def dot(a, b, acc=None, precision: tl.constexpr = "tf32x3"):
+    """a @ b (+ acc) in fp32; `precision` is that of fp32 operands.
+
+    The interpreter's bf16 product is wrong, so there the operands go up to fp32, which is exact.
+    """
+    if INTERPRETED:
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, acc=acc, input_precision=precision)
+
+
+@triton.jit
+def decay_matrix(b_gc, o_t):
+    """G_ij = 2^(gc_i - gc_j) for i >= j, else 0; the mask comes first, so nothing overflows."""
+    causal = o_t[:, None] >= o_t[None, :]
+    return tl.exp2(tl.where(causal, b_gc[:, None] - b_gc[None, :], float("-inf")))
+
+
+@dataclass(frozen=True)
+class Config:
+    """Tile widths and launch options of one row of a kernel's table."""
+
+    tiles: tuple[tuple[str, int], ...]
+    num_warps: int
+    num_stages: int
+
+    def launch(self) -> dict[str, int]:
+        """The row as keyword arguments of a kernel launch."""
+        return dict(self.tiles, num_warps=self.num_warps, num_stages=self.num_stages)
+
+
+def row(num_warps: int, num_stages: int, **tiles: int) -> Config:
+    """Config(tiles, num_warps, num_stages), written as the tables write it."""
+    return Config(tuple(tiles.items()), num_warps, num_stages)
+
+
+def generation(capability: tuple[int, int]) -> str:
+    """The table's name of a GPU generation, by compute capability."""
+    if capability < (8, 0):
+        return "turing"
+    if capability in ((9, 0), (10, 0), (10, 3)):
+        return "hopper"  # data-centre Blackwell has the same 227 KiB of shared memory
+    return "ampere"
+
+
+@functools.cache
+def _device(index: int) -> tuple[str, int]:
+    properties = torch.cuda.get_device_properties(index)
+    return generation((properties.major, properties.minor)), properties.multi_processor_count
+
+
+def device_of(x: torch.Tensor) -> tuple[str, int]:
+    """(generation, number of multiprocessors) of x's device; the interpreter counts as Hopper."""
+    return _device(x.device.index) if x.is_cuda else ("hopper", 1)
+
+
+def block(n: int) -> int:
+    """The tile that holds n columns: the next power of two, 16 at least, as tl.dot needs."""
+    return max(16, triton.next_power_of_2(n))

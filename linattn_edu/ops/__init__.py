@@ -1,0 +1,1 @@
+"""Public operators: validation, autograd and the composition of stages."""

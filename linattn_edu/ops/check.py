@@ -1,0 +1,110 @@
+"""Argument checks of the public operators: everything that can be refused is refused here."""
+
+import importlib.util
+import math
+import os
+
+import torch
+from torch import Tensor
+
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+KERNEL_FLOATS = FLOATS[1:]
+IMPLS = ("auto", "triton", "reference")
+
+
+def tensor(name: str, x: object, shape: tuple[str, ...], sizes: dict[str, int]) -> None:
+    """Check that x is a floating-point tensor of the named shape; bind or compare each size.
+
+    `shape` names the axes ("B", "T", ...). A name met for the first time is bound in `sizes`;
+    one met before must agree.
+    """
+    expected = "[" + ", ".join(shape) + "]"
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor of shape {expected}, got {type(x).__name__}")
+    if x.ndim != len(shape):
+        raise ValueError(
+            f"{name} must have {len(shape)} dimensions {expected}, got {x.ndim}: {tuple(x.shape)}"
+        )
+    for axis, size in zip(shape, x.shape, strict=True):
+        if sizes.setdefault(axis, size) != size:
+            want = "[" + ", ".join(f"{a}={sizes[a]}" if a in sizes else a for a in shape) + "]"
+            raise ValueError(f"{name} must have shape {want}, got {tuple(x.shape)}")
+    if x.dtype not in FLOATS:
+        raise TypeError(f"{name} must be float64, float32, float16 or bfloat16, got {x.dtype}")
+
+
+def same_device(first: tuple[str, Tensor], *others: tuple[str, Tensor | None]) -> None:
+    """Check that all tensors lie on the device of the first."""
+    for name, x in others:
+        if x is not None and x.device != first[1].device:
+            raise ValueError(
+                f"{name} must be on {first[1].device} like {first[0]}, got {x.device}"
+            )
+
+
+def same_dtype(first: tuple[str, Tensor], *others: tuple[str, Tensor]) -> None:
+    """Check that all tensors have the dtype of the first."""
+    for name, x in others:
+        if x.dtype != first[1].dtype:
+            raise TypeError(f"{name} must be {first[1].dtype} like {first[0]}, got {x.dtype}")
+
+
+def log_decay(name: str, g: Tensor) -> None:
+    """Check g <= 0 where reading it costs nothing: on the CPU. (NaN passes: it shows in the result.)"""
+    if g.device.type == "cpu" and bool((g > 0).any()):
+        raise ValueError(
+            f"{name} must be a log decay, <= 0 everywhere, got a maximum of {g.max().item():.4g}"
+        )
+
+
+def head_counts(sizes: dict[str, int], max_dim: int = 256) -> None:
+    """Check B, T, H, HV, K, V: positive, HV a multiple of H, K and V at most max_dim."""
+    for axis, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"the size {axis} must be at least 1, got {size}")
+    if sizes["HV"] % sizes["H"]:
+        raise ValueError(
+            f"v must have a multiple of q's {sizes['H']} heads (HV % H == 0), got HV={sizes['HV']}"
+        )
+    for axis, name in (("K", "q and k"), ("V", "v")):
+        if sizes[axis] > max_dim:
+            raise ValueError(f"{name} must have {axis} <= {max_dim}, got {axis}={sizes[axis]}")
+
+
+def number(name: str, value: object) -> None:
+    """Check that value is None or a finite number."""
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be a number or None, got {type(value).__name__}")
+    if not math.isfinite(value):
+        raise ValueError(f"{name} must be finite, got {value}")
+
+
+def flag(name: str, value: object) -> None:
+    """Check that value is True or False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {value!r}")
+
+
+def choice(name: str, value: object, allowed: tuple) -> None:
+    """Check that value is one of the allowed ones."""
+    if value not in allowed or isinstance(value, bool):
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+
+
+def resolve_impl(impl: str, device: torch.device, dtypes: tuple[torch.dtype, ...]) -> str:
+    """Turn impl into "triton" or "reference"; a "triton" that cannot run here is a ValueError."""
+    choice("impl", impl, IMPLS)
+    why_not = None
+    if importlib.util.find_spec("triton") is None:
+        why_not = "the package triton is not installed"
+    elif device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        why_not = "the tensors are on the CPU and TRITON_INTERPRET=1 is not set"
+    elif device.type not in ("cpu", "cuda"):
+        why_not = f"there is no kernel for the device {device}"
+    elif any(dtype not in KERNEL_FLOATS for dtype in dtypes):
+        why_not = "the kernels compute in float32 at most, and float64 was given"
+    if impl == "triton" and why_not:
+        raise ValueError(f"impl='triton' cannot run here: {why_not}; impl='reference' can")
+    return impl if impl != "auto" else "reference" if why_not else "triton"

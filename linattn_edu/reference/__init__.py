@@ -1,0 +1,1 @@
+"""The specification: every stage in plain PyTorch, without Triton."""

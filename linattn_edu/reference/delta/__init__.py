@@ -1,0 +1,1 @@
+"""Reference stages of the gated delta rule, one file a stage."""

@@ -1,0 +1,41 @@
+"""Stage gate_cumsum: the decay accumulated inside each chunk."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from linattn_edu.reference.tiles import compute_dtype, from_chunks, to_chunks
+
+LOG2E = math.log2(math.e)
+# the log2 of a factor that is zero in the dtype: decays below it need not be told apart,
+# and leaving them in would cost the sum the low bits of every later decay of the chunk
+FLOOR = {torch.float32: -150.0, torch.float64: -1080.0}
+
+
+def gate_cumsum(g: Tensor, *, chunk_size: int) -> Tensor:
+    """Accumulate the log decay inside each chunk, in base 2.
+
+        gc_i = sum over j <= i in the chunk of max(log2(e) g_j, floor)
+
+    so that 2^(gc_i - gc_j) is the decay from token j to token i of one chunk. The floor is -150
+    (fp64: -1080): 2^-150 is zero in fp32.
+
+    Args:
+        g: [B, T, HV] natural-log decay of one token, <= 0.  chunk_size: C.
+    Returns:
+        gc [B, T, HV] log2 units, fp32 (fp64 for fp64 input).
+    Source: chapter 02.
+    """
+    dtype = compute_dtype(g)
+    # eq:delta-gate-cumsum   gc = log2(e) cumsum(g)
+    gc = to_chunks((g.to(dtype) * LOG2E).clamp(min=FLOOR[dtype]), chunk_size).cumsum(-1)
+    return from_chunks(gc, g.shape[1])
+
+
+def decay_matrix(gc: Tensor) -> Tensor:
+    """gc [..., C] -> G [..., C, C] with G_ij = 2^(gc_i - gc_j) for i >= j and 0 above."""
+    # eq:delta-decay-matrix   G = 2^(gc_i - gc_j), i >= j
+    diff = gc[..., :, None] - gc[..., None, :]
+    causal = torch.ones(diff.shape[-2:], dtype=torch.bool, device=gc.device).tril()
+    return torch.exp2(diff.masked_fill(~causal, -torch.inf))

@@ -1,0 +1,49 @@
+"""Stage solve: the inverse of each chunk's unit lower-triangular matrix, without the gate."""
+
+import torch
+from torch import Tensor
+
+from linattn_edu.reference.tiles import compute_dtype, from_chunks, repeat_heads, to_chunks
+
+BLOCK = 16
+
+
+def solve(k: Tensor, beta: Tensor, *, chunk_size: int) -> Tensor:
+    """Invert I + L in each chunk, L = diag(beta) tril(K K^T, -1).
+
+    The gate is not in it: the gated inverse is A * G (chapter 03).
+
+    Args:
+        k: [B, T, H, K], beta * |k|^2 <= 2 (rows of unit norm).  beta: [B, T, HV].  chunk_size: C.
+    Returns:
+        A [B, T, HV, C] in k.dtype: row i of a chunk is row i of (I + L)^-1.
+    Source: arXiv:2406.06484 (WY form), chapter 03.
+    """
+    dtype = compute_dtype(k, beta)
+    T, HV = beta.shape[1:]
+    K = to_chunks(repeat_heads(k, HV).to(dtype), chunk_size)
+    # eq:delta-kkt   L = diag(beta) tril(K K^T, -1)
+    L = to_chunks(beta.to(dtype), chunk_size)[..., None] * (K @ K.mT).tril(-1)
+    return from_chunks(unit_lower_inverse(L), T).to(k.dtype)
+
+
+def unit_lower_inverse(L: Tensor) -> Tensor:
+    """(I + L)^-1 for strictly lower-triangular L [..., C, C], C a multiple of 16.
+
+    Substitution inside the 16 x 16 diagonal blocks, then block merges that double the block.
+    """
+    C = L.shape[-1]
+    i = torch.arange(C, device=L.device)
+    X = torch.eye(C, dtype=L.dtype, device=L.device).expand_as(L)
+    for r in range(1, BLOCK):
+        # eq:delta-substitution   x_r = e_r - sum_{j < r} L_rj x_j
+        row = (i % BLOCK == r)[:, None] & (i[:, None] // BLOCK == i // BLOCK)
+        X = X - (L * row) @ X
+    size = BLOCK
+    while size < C:
+        # eq:delta-merge   X <- X - X L_m X, L_m the blocks that join two neighbours
+        joined = (i[:, None] // size) == (i // size) + 1
+        joined &= (i[:, None] // (2 * size)) == (i // (2 * size))
+        X = X - X @ (L * joined) @ X
+        size *= 2
+    return X

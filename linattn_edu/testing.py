@@ -1,0 +1,154 @@
+"""Comparison and inputs shared by the tests, the chapters and the benchmarks."""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def relative_rms(x: Tensor, ref: Tensor) -> float:
+    """||x - ref|| / ||ref|| in float64; inf if x holds a NaN or inf, ||x|| if ref is zero.
+
+    NaN or inf in ref is a ValueError: nothing can be measured against it.
+    """
+    x, ref = x.detach().double().cpu(), ref.detach().double().cpu()
+    if x.shape != ref.shape:
+        raise ValueError(f"x must have ref's shape {tuple(ref.shape)}, got {tuple(x.shape)}")
+    if not ref.isfinite().all():
+        raise ValueError("ref must be finite")
+    if not x.isfinite().all():
+        return math.inf
+    norm = ref.norm().item()
+    return (x - ref).norm().item() / (norm or 1.0)
+
+
+def assert_close(name: str, x: Tensor, ref: Tensor, tol: float) -> float:
+    """Raise AssertionError with a report unless relative_rms(x, ref) <= tol; return the error."""
+    error = relative_rms(x, ref)
+    if not error <= tol:
+        raise AssertionError(_report(name, x, ref, error, tol))
+    return error
+
+
+def _report(name: str, x: Tensor, ref: Tensor, error: float, tol: float) -> str:
+    x, ref = x.detach().double().cpu(), ref.detach().double().cpu()
+    diff = (x - ref).abs()
+    bad = ~x.isfinite()
+    worst = int(torch.where(bad, torch.inf, diff).argmax())
+    where = tuple(int(i) for i in torch.unravel_index(torch.tensor(worst), x.shape))
+    lines = [
+        f"{name}: relative RMS error {error:.3e} exceeds {tol:.1e}",
+        f"  shape {tuple(x.shape)}, not finite: {int(bad.sum())} of {x.numel()}",
+        f"  worst at {where}: got {x[where].item():.6g}, expected {ref[where].item():.6g}",
+        f"  rms of the reference {ref.square().mean().sqrt().item():.3e}",
+    ]
+    return "\n".join(lines)
+
+
+def verdict(name: str, x: Tensor, ref: Tensor, tol: float) -> None:
+    """assert_close, then one line without measured digits: the same text wherever it holds."""
+    assert_close(name, x, ref, tol)
+    print(f"{name:<32} OK  <= {tol:.0e}")
+
+
+@dataclass
+class GDNInputs:
+    """Arguments of the gated delta rule, with q and k of unit length."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor
+    initial_state: Tensor | None = None
+
+    def asdict(self) -> dict[str, Tensor | None]:
+        """The fields by name, to be passed on with **."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+    def double(self) -> "GDNInputs":
+        """The same values in float64."""
+        return self._map(lambda x: x.double())
+
+    def prefix(self, T: int) -> "GDNInputs":
+        """The first T tokens."""
+        out = {n: x[:, :T] for n, x in self.asdict().items() if n != "initial_state"}
+        return GDNInputs(**out, initial_state=self.initial_state)
+
+    def _map(self, f) -> "GDNInputs":
+        return GDNInputs(**{n: x if x is None else f(x) for n, x in self.asdict().items()})
+
+
+def gdn_inputs(
+    B: int,
+    T: int,
+    H: int,
+    HV: int,
+    K: int,
+    V: int,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+    initial_state: bool = False,
+    gate: str = "trained",
+) -> GDNInputs:
+    """Random inputs of the gated delta rule; the same seed gives the same inputs.
+
+    q and k have unit length, v is normal, beta = sigmoid(normal). gate: "trained" draws
+    g = -e^a softplus(normal - 4), mean about -0.05; "none" is g = 0; "reset" is "trained" with
+    g = -1e4 at one token in eight; "closed" is g = -1e4 everywhere. g is float32 (float64 if
+    dtype is), the others are of `dtype`, the initial state float32 or float64.
+    """
+    generator = torch.Generator(device=device).manual_seed(seed)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, device=device, dtype=wide)
+
+    def rand(*shape: int) -> Tensor:
+        return torch.rand(*shape, generator=generator, device=device, dtype=wide)
+
+    q, k = (F.normalize(randn(B, T, H, K), dim=-1).to(dtype) for _ in range(2))
+    v, beta = randn(B, T, HV, V).to(dtype), torch.sigmoid(randn(B, T, HV)).to(dtype)
+    g = -torch.exp(rand(HV) * math.log(4.0)) * F.softplus(randn(B, T, HV) - 4)
+    reset = rand(B, T, HV)
+    if gate == "none":
+        g = torch.zeros_like(g)
+    elif gate == "closed":
+        g = torch.full_like(g, -1e4)
+    elif gate == "reset":
+        g = torch.where(reset < 0.125, -1e4, g)
+    elif gate != "trained":
+        raise ValueError(f"gate must be 'trained', 'none', 'reset' or 'closed', got {gate!r}")
+    h0 = randn(B, HV, K, V) if initial_state else None
+    return GDNInputs(q, k, v, g, beta, h0)
+
+
+@contextmanager
+def poison() -> Iterator[None]:
+    """Make torch.empty, torch.empty_like and Tensor.new_empty return NaN.
+
+    An output element that a kernel leaves unwritten then fails every comparison.
+    """
+    owners = ((torch, "empty"), (torch, "empty_like"), (Tensor, "new_empty"))
+    originals = [getattr(owner, name) for owner, name in owners]
+
+    def filled(f):
+        def wrapper(*args, **kwargs):
+            x = f(*args, **kwargs)
+            return x.fill_(torch.nan) if x.is_floating_point() else x
+
+        return wrapper
+
+    try:
+        for (owner, name), original in zip(owners, originals, strict=True):
+            setattr(owner, name, filled(original))
+        yield
+    finally:
+        for (owner, name), original in zip(owners, originals, strict=True):
+            setattr(owner, name, original)

@@ -1,0 +1,109 @@
+"""Compile every kernel for a GPU that need not be present, once for each row its launcher picks.
+
+Run as a program: `compile_rows.py CC` prints one JSON line a compilation. It stands apart from the
+tests because a process that interprets kernels cannot compile them.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+os.environ.pop("TRITON_INTERPRET", None)
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime import JITFunction
+
+from linattn_edu.kernels import tiles
+from linattn_edu.kernels.delta import gate_cumsum, output, recurrent, solve, state, wy
+
+TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
+CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+
+
+def launches(K, V, dtype, chunk_size, heads):
+    """Call every launcher on empty CPU tensors; the patched run() below records the launches."""
+    B, T, H, HV = heads, chunk_size, 1, 1
+    qk = torch.empty(B, T, H, K, dtype=dtype)
+    v = torch.empty(B, T, HV, V, dtype=dtype)
+    g = torch.empty(B, T, HV)
+    A = torch.empty(B, T, HV, chunk_size, dtype=dtype)
+    h0 = torch.empty(B, HV, K, V)
+    h = torch.empty(B, 1, HV, K, V, dtype=dtype)
+    gate_cumsum.gate_cumsum(g, chunk_size=chunk_size)
+    recurrent.recurrent(qk, qk, v, g, g, initial_state=h0)
+    solve.solve(qk, g, chunk_size=chunk_size)
+    wy.wy(qk, v, g, g, A)
+    state.state(qk, qk, v, g, h0, chunk_size=chunk_size, output_final_state=True)
+    output.output(qk, qk, v, h, g, scale=1.0, chunk_size=chunk_size)
+
+
+def record(cc):
+    """Every distinct (kernel, arguments) the launchers ask for on a GPU of capability cc."""
+    seen = {}
+
+    def run(self, *args, grid, warmup, **kwargs):
+        bound = dict(zip(self.arg_names, args, strict=False)) | kwargs
+        key = [self.fn.__name__]
+        key += [f"{n}={x.dtype if isinstance(x, torch.Tensor) else x}" for n, x in bound.items()]
+        seen[" ".join(key)] = (self, bound)
+
+    original, JITFunction.run = JITFunction.run, run
+    device, tiles.device_of = tiles.device_of, None
+    modules = [m for m in (gate_cumsum, output, recurrent, solve, state, wy) if hasattr(m, "device_of")]
+    try:
+        for processors in (1, 10**6):  # few programs and many: both ends of a list of rows
+            for module in modules:
+                module.device_of = lambda x: (tiles.generation(divmod(cc, 10)), processors)
+            for dtype, sizes in ((torch.bfloat16, (64, 128, 256)), (torch.float32, (64, 128, 256))):
+                for size in sizes:
+                    launches(size, size, dtype, 64, heads=1)
+    finally:
+        JITFunction.run, tiles.device_of = original, device
+        for module in modules:
+            module.device_of = device
+    return seen
+
+
+def compile_row(kernel, bound, cc):
+    """Compile one launch; return its resources, and whether it uses the tensor cores."""
+    options = {n: bound.pop(n) for n in ("num_warps", "num_stages") if n in bound}
+    signature, constants, attrs = {}, {}, {}
+    for i, p in enumerate(kernel.params):
+        x = bound[p.name]
+        if p.is_constexpr or x is None:
+            signature[p.name], constants[(i,)] = "constexpr", x
+        elif isinstance(x, torch.Tensor):
+            signature[p.name], attrs[(i,)] = TYPES[x.dtype], [["tt.divisibility", 16]]
+        else:
+            signature[p.name] = "fp32" if isinstance(x, float) else "i32"
+    source = ASTSource(kernel, signature, constants, attrs)
+    start = time.perf_counter()
+    compiled = triton.compile(source, target=GPUTarget("cuda", cc, 32), options=options)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as f:
+        f.write(compiled.asm["cubin"])
+        f.flush()
+        usage = subprocess.run(
+            [CUOBJDUMP, "--dump-resource-usage", f.name], capture_output=True, text=True, check=True
+        ).stdout
+    numbers = dict(re.findall(r"(REG|STACK):(\d+)", usage))
+    return {
+        "shared": compiled.metadata.shared,
+        "registers": int(numbers["REG"]),
+        "seconds": round(time.perf_counter() - start, 1),
+        "stack": int(numbers["STACK"]),
+        "mma": bool(re.search(r"\bw?g?mma\.|mma\.sync|tcgen05\.mma", compiled.asm["ptx"])),
+    }
+
+
+if __name__ == "__main__":
+    cc = int(sys.argv[1])
+    for name, (kernel, bound) in record(cc).items():
+        print(json.dumps({"row": name, **compile_row(kernel, bound, cc)}), flush=True)
