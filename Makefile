@@ -1,0 +1,40 @@
+# Every command makes or reuses .venv; `make help` lists them.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PIP_INSTALL_FLAGS ?=
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: help venv book test lint chapters gpu-test bench
+.DEFAULT_GOAL := help
+
+help: ## list the commands
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet $(PIP_INSTALL_FLAGS) -c constraints.txt -e '.[book,test,bench]'
+	touch $@
+
+venv: $(STAMP) ## make .venv and install the pinned set (reused until pyproject or constraints change)
+
+book: $(STAMP) ## run every chapter, render the book to _build/html
+	$(BIN)/python tools/book.py
+
+test: $(STAMP) ## run all checks
+	$(BIN)/python tools/check.py
+
+lint: $(STAMP) ## ruff: lint and format, check only
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+chapters: $(STAMP) ## sync each chapters/*.md to its .ipynb and execute what changed
+	$(BIN)/python tools/chapters.py $(ARGS)
+
+gpu-test: $(STAMP) ## the tests that need a CUDA device
+	$(BIN)/python -m pytest -m gpu tests
+
+bench: $(STAMP) ## run the benchmarks (ARGS="CASE..."; needs a CUDA device)
+	$(BIN)/python -m benchmarks $(ARGS)
