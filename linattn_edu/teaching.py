@@ -62,9 +62,14 @@ def _inline_svg() -> None:
             return
         import matplotlib
         from matplotlib_inline.backend_inline import set_matplotlib_formats
+        from matplotlib_inline.config import InlineBackend
     except ImportError:
         return
-    set_matplotlib_formats("svg", metadata={"Date": None}, bbox_inches="tight")
+    # in the configuration as well as in the shell: pyplot's first import reads it again
+    config = InlineBackend.instance()
+    config.print_figure_kwargs = {"metadata": {"Date": None}, "bbox_inches": "tight"}
+    config.figure_formats = {"svg"}
+    set_matplotlib_formats("svg")
     matplotlib.rcParams.update(
         {
             # ids inside the file are hashes of this salt instead of random numbers
@@ -101,7 +106,7 @@ def figure(width: float = 5.2, height: float = 3.2, **kwargs):
 _BOXES = {
     "gate_cumsum": (46, "g", "decay inside the chunk"),
     "solve": (118, "k β", "inverse of the chunk"),
-    "wy": (190, "k v β", "writes, without the state"),
+    "wy": (190, "k v β", "what the chunk writes"),
     "state": (262, "k S₀", "chunk to chunk"),
     "output": (334, "q k", "read state and chunk"),
 }
@@ -189,7 +194,7 @@ def _box(
         f'<text x="{x + width / 2:g}" y="{middle - 3:g}" text-anchor="middle" font-size="15" '
         f'font-weight="bold">{name}</text>',
         f'<text x="{x + width / 2:g}" y="{middle + 14:g}" text-anchor="middle" '
-        f'font-size="11">{note}</text>',
+        f'font-size="12">{note}</text>',
         "</g>",
     ]
 
@@ -359,3 +364,9 @@ def _display(plain: str, *, html_text: str | None = None, markdown: str | None =
         return
     data = {"text/plain": plain, "text/html": html_text, "text/markdown": markdown}
     display({mime: text for mime, text in data.items() if text is not None}, raw=True)
+
+
+if __name__ == "__main__":
+    # the map that the book's pages include: drawn from here, so that it cannot go its own way
+    figures = Path(__file__).resolve().parents[1] / "book" / "_static" / "figures"
+    (figures / "pipeline.svg").write_text(pipeline_svg() + "\n")

@@ -1,0 +1,22 @@
+"""``python -m linattn_edu doctor``."""
+
+import argparse
+import sys
+
+from linattn_edu import __version__
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a command and return its exit code."""
+    parser = argparse.ArgumentParser(prog="python -m linattn_edu")
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands.add_parser("doctor", help="say what runs on this machine, and how")
+    parser.parse_args(argv)
+    from linattn_edu.doctor import main as doctor
+
+    return doctor()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,117 @@
+"""The doctor: its notes for made-up machines, and its report on this one."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from linattn_edu import doctor
+from linattn_edu.doctor import Machine, notes, unavailable
+
+ROOT = Path(__file__).resolve().parents[1]
+H200 = {"gpu": "NVIDIA H200", "capability": (9, 0), "cuda_build": True, "nvidia_driver": True}
+T4 = {"gpu": "Tesla T4", "capability": (7, 5), "cuda_build": True, "nvidia_driver": True}
+P100 = {"gpu": "Tesla P100", "capability": (6, 0), "cuda_build": True, "nvidia_driver": True}
+
+
+def machine(**facts) -> Machine:
+    return Machine(**{"torch": (2, 13, 0), "triton": (3, 7, 1), "numpy": (2, 4, 6), **facts})
+
+
+@pytest.mark.parametrize(
+    ("facts", "says"),
+    [
+        ({"triton": None}, "Triton is not installed"),
+        ({"triton": (3, 5, 1)}, "older than 3.6"),
+        ({"triton": (3, 6, 0), "numpy": (2, 4, 0)}, "fails with NumPy 2.4.0"),
+        ({"numpy": None}, "NumPy is not installed"),
+        ({"nvidia_driver": True}, "built for the CPU only"),
+        ({"nvidia_driver": True, "cuda_build": True}, "sees no GPU"),
+        ({"hip_build": True, "gpu": "MI300", "capability": (9, 4)}, "AMD"),
+        (T4, "does not use the tensor cores"),
+        (P100, "need 7.5"),
+        ({**H200, "ptxas": (12, 8, 93)}, "ptxas 12.8.93"),
+        ({**H200, "c_compiler": False}, "C compiler"),
+        ({**H200, "interpret": True}, "TRITON_INTERPRET=1 is set"),
+    ],
+)
+def test_a_known_problem_gets_one_note_with_advice(facts, says):
+    (note,) = notes(machine(**facts))
+    assert says in note.text
+    assert note.advice
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {},
+        H200,
+        {**H200, "ptxas": (13, 1, 80)},
+        {"triton": (3, 6, 0), "numpy": (2, 3, 5)},
+        {"triton": (3, 8, 0)},
+        {"c_compiler": False},
+    ],
+)
+def test_a_good_machine_gets_no_note(facts):
+    assert notes(machine(**facts)) == []
+
+
+@pytest.mark.parametrize(
+    ("facts", "runs"),
+    [
+        ({}, {"interpreter", "reference"}),
+        ({"triton": None}, {"reference"}),
+        (H200, {"compiled", "interpreter", "reference"}),
+        (P100, {"interpreter", "reference"}),
+    ],
+)
+def test_what_runs_where(facts, runs):
+    assert {way for way in doctor.WAYS if unavailable(way, machine(**facts)) is None} == runs
+
+
+def test_a_failing_way_is_named_with_its_note_and_the_reason():
+    results = {
+        "compiled": (None, "no CUDA GPU"),
+        "interpreter": (False, "TypeError: only length-1 arrays"),
+        "reference": (True, "float32"),
+    }
+    text = doctor.report(machine(triton=(3, 6, 0)), results)
+    assert "interpreter  FAILS  TypeError: only length-1 arrays (see below)" in text
+    assert 'pip install "numpy<2.4"' in text
+    assert "Failing: interpreter; right: reference." in text
+
+
+def test_an_attempt_reports_the_error_of_its_process(monkeypatch):
+    monkeypatch.setattr(doctor.sys, "executable", "/bin/false")
+    assert doctor.attempt("reference") == (False, "the process ended with code 1")
+
+
+def run(*command: str) -> subprocess.CompletedProcess:
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    return subprocess.run(
+        [sys.executable, *command], cwd=ROOT, env=env, capture_output=True, text=True, timeout=300
+    )
+
+
+def test_the_command_runs_each_way_that_is_here():
+    done = run("-m", "linattn_edu", "doctor")
+    assert done.returncode == 0, done.stdout + done.stderr
+    for way in ("interpreter", "reference"):
+        assert f"{way:<12} right  float32, float16, bfloat16" in done.stdout
+    assert "Usable" in done.stdout
+
+
+def test_the_command_runs_without_triton():
+    hide = "import sys; sys.modules['triton'] = None; from linattn_edu.__main__ import main; "
+    done = run("-c", hide + "sys.exit(main(['doctor']))")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Triton is not installed" in done.stdout
+    assert f"{'reference':<12} right" in done.stdout
+
+
+def test_an_unknown_command_is_refused():
+    done = run("-m", "linattn_edu", "docter")
+    assert done.returncode == 2
+    assert "doctor" in done.stderr

@@ -1,0 +1,219 @@
+"""The helpers of the chapters: set-up, map, listings, measured tables."""
+
+import json
+import os
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+import torch
+
+from linattn_edu import teaching
+
+ROOT = Path(__file__).resolve().parents[1]
+STAGES = ("recurrent", *teaching.STAGES)
+
+
+def run(code: str, **env: str) -> subprocess.CompletedProcess:
+    keep = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env={**keep, **env},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+# ---- setup
+
+needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this is about no GPU")
+
+
+@needs_no_gpu
+def test_setup_without_a_gpu_turns_the_interpreter_on():
+    done = run(
+        "from linattn_edu import teaching; print(teaching.setup())\n"
+        "from linattn_edu.kernels import tiles; print(tiles.INTERPRETED.value)"
+    )
+    assert done.stdout.split() == ["cpu", "True"], done.stderr
+
+
+@needs_no_gpu
+@pytest.mark.parametrize(
+    "before",
+    ["import triton", "import linattn_edu.kernels.delta.solve",
+     "import triton, os; os.environ['TRITON_INTERPRET'] = '1'"],
+)  # fmt: skip
+def test_setup_after_triton_says_what_to_do(before):
+    pytest.importorskip("triton")
+    done = run(f"{before}\nfrom linattn_edu import teaching; teaching.setup()")
+    assert "RuntimeError" in done.stderr and "restart the kernel" in done.stderr
+
+
+@needs_no_gpu
+def test_setup_may_follow_an_import_made_with_the_interpreter():
+    done = run(
+        "import linattn_edu.kernels.tiles; from linattn_edu import teaching; teaching.setup()",
+        TRITON_INTERPRET="1",
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_setup_seeds_torch():
+    code = "from linattn_edu import teaching\nimport torch\n"
+    code += "for s in (3, 3, 4): teaching.setup(s); print(torch.rand(()).item())"
+    first, second, third = run(code).stdout.split()
+    assert first == second != third
+
+
+# ---- the pipeline map
+
+
+@pytest.mark.parametrize("lit", [None, *STAGES])
+def test_the_map_is_svg_with_every_stage_and_one_lit(lit):
+    svg = teaching.pipeline_svg(lit)
+    root = ET.fromstring(svg)
+    texts = {e.text for e in root.iter("{http://www.w3.org/2000/svg}text")}
+    assert set(STAGES) <= texts
+    assert svg.count("#f2a33a") == (lit is not None)
+    assert "id=" not in svg, "ids would clash when a page shows two maps"
+
+
+def test_an_unknown_stage_is_refused():
+    with pytest.raises(ValueError, match="lit must be"):
+        teaching.pipeline_svg("stat")
+
+
+def test_the_drawn_map_of_the_book_is_current():
+    drawn = (ROOT / "book" / "_static" / "figures" / "pipeline.svg").read_text()
+    assert drawn.strip() == teaching.pipeline_svg(), "run: python -m linattn_edu.teaching"
+
+
+# ---- listings
+
+
+def test_show_source_of_a_function(capsys):
+    teaching.show_source(teaching.measured)
+    assert capsys.readouterr().out.startswith("def measured(")
+
+
+def test_show_source_unwraps_a_kernel():
+    pytest.importorskip("triton")
+    for interpret in ("0", "1"):
+        done = run(
+            "from linattn_edu.kernels.delta.state import state_kernel as f\n"
+            "from linattn_edu import teaching; teaching.show_source(f)",
+            TRITON_INTERPRET=interpret,
+        )
+        assert "def state_kernel(" in done.stdout, done.stderr
+
+
+# ---- measured tables
+
+ROW = {
+    "case": "gdn_train", "library": "linattn_edu", "what": "stage:solve", "ms": 0.05,
+    "bytes": 2e8, "flops": 1e10, "floor_ms": 0.04, "error": 1e-3, "first_call_s": 2.5,
+    "peak_mib": 100,
+}  # fmt: skip
+DATA = {
+    "gpu": "NVIDIA H200", "torch": "2.11.0", "triton": "3.6.0", "date": "2026-01-01",
+    "rows": [ROW, {**ROW, "what": "forward", "ms": 0.4},
+             {"case": "gdn_train", "library": "fla", "what": "forward", "ms": 0.8, "bytes": 2e8,
+              "flops": 1e10, "floor_ms": 0.04}],
+}  # fmt: skip
+
+
+@pytest.fixture
+def results(tmp_path, monkeypatch):
+    folder = tmp_path / "chapters" / "data"
+    folder.mkdir(parents=True)
+    (folder / "made_up.json").write_text(json.dumps(DATA))
+    monkeypatch.chdir(tmp_path / "chapters")
+    return "made_up"
+
+
+def test_measured_is_found_from_a_chapter(results):
+    assert teaching.measured(results) == DATA
+
+
+def test_measured_without_results_names_the_file():
+    with pytest.raises(FileNotFoundError, match=r"chapters/data/no_such\.json"):
+        teaching.measured("no_such")
+
+
+def test_stage_table(results, capsys):
+    teaching.measured_stage("solve", results)
+    heads, row, caption = capsys.readouterr().out.splitlines()
+    assert heads.split() == ["case", "ms", "floor", "ms", "GB/s", "TFLOP/s"]
+    assert row.split() == ["gdn_train", "0.050", "0.040", "4000", "200.0"]
+    assert caption == "Stage solve. NVIDIA H200, torch 2.11.0, Triton 3.6.0, 2026-01-01."
+
+
+def test_forward_table(results, capsys):
+    teaching.measured_forward(results)
+    _, ours, fla, caption = capsys.readouterr().out.splitlines()
+    assert ours.split() == ["gdn_train", "linattn_edu", "0.400", "0.040", "1.0e-03", "2.5", "100"]
+    assert fla.split() == ["gdn_train", "fla", "0.800", "0.040"]
+    assert "NVIDIA H200" in caption
+
+
+@pytest.mark.parametrize(
+    "show", [lambda: teaching.measured_stage("solve", "no_such"),
+             lambda: teaching.measured_forward("no_such")]
+)  # fmt: skip
+def test_tables_say_not_measured_yet(show, capsys):
+    show()
+    assert capsys.readouterr().out == "not measured yet\n"
+
+
+# ---- in a notebook
+
+NOTEBOOK = """
+from IPython.testing.globalipapp import start_ipython
+shell = start_ipython()
+from unittest import mock
+from linattn_edu import teaching
+with mock.patch("IPython.display.display") as display:
+    {call}
+import json
+print(json.dumps(display.call_args.args[0]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("call", "mime", "holds"),
+    [
+        ("teaching.pipeline_map('wy')", "text/html", "<svg"),
+        ("teaching.show_source(teaching.figure)", "text/markdown", "```python\ndef figure("),
+        ("teaching._table(['case', 'ms'], [['a<b', '1']], 'c')", "text/html", "a&lt;b"),
+    ],
+)
+def test_rich_output_in_a_notebook(call, mime, holds):
+    pytest.importorskip("IPython")
+    done = run(NOTEBOOK.format(call=call))
+    data = json.loads(done.stdout.strip().splitlines()[-1])
+    assert holds in data[mime] and data["text/plain"]
+
+
+def test_figures_are_the_same_svg_every_time():
+    pytest.importorskip("matplotlib_inline")
+    code = """
+from IPython.testing.globalipapp import start_ipython
+start_ipython()
+import hashlib
+from IPython import get_ipython
+from linattn_edu import teaching
+teaching.setup()
+fig, ax = teaching.figure()
+ax.plot([1, 2]); ax.fill_between([0, 1], [0, 1], hatch="/")
+svg = get_ipython().display_formatter.formatters["image/svg+xml"]
+svg.enabled = True  # a terminal's shell leaves it off
+text = svg(fig)
+print("<dc:date>" in text, hashlib.sha256(text.encode()).hexdigest())
+"""
+    first, second = (run(code, MPLBACKEND="agg").stdout.strip() for _ in range(2))
+    assert first.startswith("False ") and first == second
