@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
+TF32X3 = tl.constexpr("tf32x3")
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 
@@ -44,7 +45,7 @@ def load_row(x_ptr, o_row, stride, n_row):
 
 
 @triton.jit
-def dot(a, b, acc=None, precision: tl.constexpr = "tf32x3"):
+def dot(a, b, acc=None, precision: tl.constexpr = TF32X3):
     """a @ b (+ acc) in fp32; `precision` is that of fp32 operands.
 
     The interpreter's bf16 product is wrong, so there the operands go up to fp32, which is exact.
@@ -103,3 +104,15 @@ def device_of(x: torch.Tensor) -> tuple[str, int]:
 def block(n: int) -> int:
     """The tile that holds n columns: the next power of two, 16 at least, as tl.dot needs."""
     return max(16, triton.next_power_of_2(n))
+
+
+def widest(table: dict, k: torch.Tensor, heads: int, V: int) -> dict[str, int]:
+    """The first row whose tiles of V, over `heads` heads, give every multiprocessor a program.
+
+    The last row if none does. `table` is generation -> bytes of an element -> BK -> rows.
+    """
+    gen, processors = device_of(k)
+    rows = table[gen][k.element_size()][max(128, block(k.shape[-1]))]
+    launches = [dict(r.launch(), BV=min(dict(r.tiles)["BV"], block(V))) for r in rows]
+    enough = (c for c in launches if heads * triton.cdiv(V, c["BV"]) >= processors)
+    return next(enough, launches[-1])

@@ -20,7 +20,9 @@ def tensor(name: str, x: object, shape: tuple[str, ...], sizes: dict[str, int]) 
     """
     expected = "[" + ", ".join(shape) + "]"
     if not isinstance(x, Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor of shape {expected}, got {type(x).__name__}")
+        raise TypeError(
+            f"{name} must be a torch.Tensor of shape {expected}, got {type(x).__name__}"
+        )
     if x.ndim != len(shape):
         raise ValueError(
             f"{name} must have {len(shape)} dimensions {expected}, got {x.ndim}: {tuple(x.shape)}"
@@ -37,9 +39,7 @@ def same_device(first: tuple[str, Tensor], *others: tuple[str, Tensor | None]) -
     """Check that all tensors lie on the device of the first."""
     for name, x in others:
         if x is not None and x.device != first[1].device:
-            raise ValueError(
-                f"{name} must be on {first[1].device} like {first[0]}, got {x.device}"
-            )
+            raise ValueError(f"{name} must be on {first[1].device} like {first[0]}, got {x.device}")
 
 
 def same_dtype(first: tuple[str, Tensor], *others: tuple[str, Tensor]) -> None:

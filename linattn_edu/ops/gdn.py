@@ -22,8 +22,17 @@ class Stages:
     output: Callable
 
 
+@dataclass(frozen=True)
+class FusedStages:
+    """The same forward pass in fused stages: intra for solve, scan for wy, state and output."""
+
+    gate_cumsum: Callable
+    intra: Callable
+    scan: Callable
+
+
 def stages(impl: str) -> Stages:
-    """The set of stages of an implementation, "reference" or "triton"."""
+    """The five stages of an implementation, "reference" or "triton"."""
     if impl == "reference":
         from linattn_edu.reference.delta import gate_cumsum, output, solve, state, wy
     elif impl == "triton":
@@ -33,8 +42,19 @@ def stages(impl: str) -> Stages:
     return Stages(gate_cumsum.gate_cumsum, solve.solve, wy.wy, state.state, output.output)
 
 
+def fused_stages(impl: str) -> FusedStages:
+    """The fused stages of an implementation, "reference" or "triton"."""
+    if impl == "reference":
+        from linattn_edu.reference.delta import fused, gate_cumsum
+    elif impl == "triton":
+        from linattn_edu.kernels.delta import fused, gate_cumsum
+    else:
+        raise ValueError(f"impl must be 'reference' or 'triton', got {impl!r}")
+    return FusedStages(gate_cumsum.gate_cumsum, fused.intra, fused.scan)
+
+
 def forward(
-    stages: Stages,
+    stages: Stages | FusedStages,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -51,6 +71,11 @@ def forward(
     Source: chapter 06.
     """
     gc = stages.gate_cumsum(g, chunk_size=chunk_size)
+    if isinstance(stages, FusedStages):
+        P, R = stages.intra(q, k, beta, gc, scale=scale, chunk_size=chunk_size)
+        return stages.scan(
+            q, k, v, gc, P, R, initial_state, scale=scale, output_final_state=output_final_state
+        )
     A = stages.solve(k, beta, chunk_size=chunk_size)
     w, u = stages.wy(k, v, beta, gc, A)
     h, v_new, final_state = stages.state(
@@ -146,7 +171,8 @@ class _KernelForward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, options, q, k, v, g, beta, initial_state):
-        return forward(stages("triton"), q, k, v, g, beta, initial_state=initial_state, **options)
+        kernels = fused_stages("triton")
+        return forward(kernels, q, k, v, g, beta, initial_state=initial_state, **options)
 
     @staticmethod
     def backward(ctx, do, dht):

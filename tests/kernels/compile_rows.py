@@ -22,7 +22,7 @@ from triton.compiler import ASTSource
 from triton.runtime import JITFunction
 
 from linattn_edu.kernels import tiles
-from linattn_edu.kernels.delta import gate_cumsum, output, recurrent, solve, state, wy
+from linattn_edu.kernels.delta import fused, gate_cumsum, output, recurrent, solve, state, wy
 
 TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -43,6 +43,8 @@ def launches(K, V, dtype, chunk_size, heads):
     wy.wy(qk, v, g, g, A)
     state.state(qk, qk, v, g, h0, chunk_size=chunk_size, output_final_state=True)
     output.output(qk, qk, v, h, g, scale=1.0, chunk_size=chunk_size)
+    P, R = fused.intra(qk, qk, g, g, scale=1.0, chunk_size=chunk_size)
+    fused.scan(qk, qk, v, g, P, R, h0, scale=1.0, output_final_state=True)
 
 
 def record(cc):
@@ -56,8 +58,12 @@ def record(cc):
         seen[" ".join(key)] = (self, bound)
 
     original, JITFunction.run = JITFunction.run, run
-    device, tiles.device_of = tiles.device_of, None
-    modules = [m for m in (gate_cumsum, output, recurrent, solve, state, wy) if hasattr(m, "device_of")]
+    device = tiles.device_of
+    modules = [
+        m
+        for m in (tiles, fused, gate_cumsum, output, recurrent, solve, state, wy)
+        if hasattr(m, "device_of")
+    ]
     try:
         for processors in (1, 10**6):  # few programs and many: both ends of a list of rows
             for module in modules:
@@ -66,7 +72,7 @@ def record(cc):
                 for size in sizes:
                     launches(size, size, dtype, 64, heads=1)
     finally:
-        JITFunction.run, tiles.device_of = original, device
+        JITFunction.run = original
         for module in modules:
             module.device_of = device
     return seen

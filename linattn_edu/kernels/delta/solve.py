@@ -9,34 +9,43 @@ from linattn_edu.kernels.tiles import block, device_of, dot, load_row, load_tile
 
 @triton.jit
 def unit_lower_inverse(L, BT: tl.constexpr, PRECISION: tl.constexpr):
-    """(I + L)^-1 of a strictly lower-triangular tile [BT, BT]."""
-    NB: tl.constexpr = BT // 16
-    i, b = tl.arange(0, 16), tl.arange(0, NB)
+    """(I + L)^-1 of a strictly lower-triangular tile [BT, BT] in fp32."""
+    NB: tl.constexpr = BT // 8
+    i, b = tl.arange(0, 8), tl.arange(0, NB)
     diagonal = b[:, None, None, None] == b[None, None, :, None]
-    D = tl.sum(tl.where(diagonal, tl.reshape(L, (NB, 16, NB, 16)), 0.0), 2)  # [NB, 16, 16]
+    D = tl.sum(tl.where(diagonal, tl.reshape(L, (NB, 8, NB, 8)), 0.0), 2)  # [NB, 8, 8]
+    D = tl.permute(D, (0, 2, 1))  # so that a row of L meets the rows of X without a new layout
     X = tl.where(i[:, None] == i[None, :], 1.0, 0.0)[None, :, :] + tl.zeros_like(D)
-    for r in range(1, 16):
+    for r in range(1, 8):
         # eq:delta-substitution   x_r = e_r - sum_{j < r} L_rj x_j
-        b_l = tl.sum(tl.where((i == r)[None, :, None], D, 0.0), 1)  # [NB, 16]
-        b_x = tl.sum(b_l[:, :, None] * X, 1)  # [NB, 16]
+        b_l = tl.sum(tl.where((i == r)[None, None, :], D, 0.0), 2)  # [NB, 8]
+        b_x = tl.sum(b_l[:, :, None] * X, 1)  # [NB, 8]
         X = tl.where((i == r)[None, :, None], X - b_x[:, None, :], X)
-    X = tl.reshape(tl.where(diagonal, X[:, :, None, :], 0.0), (BT, BT))
-
+    X = merge(X, L, 8, BT, PRECISION)
     if BT > 16:
         X = merge(X, L, 16, BT, PRECISION)
     if BT > 32:
         X = merge(X, L, 32, BT, PRECISION)
-    return X
+    return tl.reshape(X, (BT, BT))
 
 
 @triton.jit
-def merge(X, L, SIZE: tl.constexpr, BT: tl.constexpr, PRECISION: tl.constexpr):
-    """Inverses of diagonal blocks of 2 SIZE from those of SIZE."""
-    block = tl.arange(0, BT) // SIZE
-    joined = (block[:, None] == block[None, :] + 1) & (block[:, None] // 2 == block[None, :] // 2)
-    # eq:delta-merge   X <- X - X L_m X, L_m the blocks that join two neighbours
-    XL = dot(X, tl.where(joined, L, 0.0), precision=PRECISION)
-    return X - dot(XL, X, precision=PRECISION)
+def merge(X, L, S: tl.constexpr, BT: tl.constexpr, PRECISION: tl.constexpr):
+    """Inverses [NP, 2S, 2S] of the diagonal blocks of size 2S from those of size S, [2 NP, S, S]."""
+    NP: tl.constexpr = BT // (2 * S)
+    p = tl.arange(0, NP)
+    X1, X2 = tl.split(tl.permute(tl.reshape(X, (NP, 2, S, S)), (0, 2, 3, 1)))  # [NP, S, S]
+    left, _ = tl.split(tl.permute(tl.reshape(L, (NP, 2, S, NP, 2, S)), (0, 2, 3, 5, 1, 4)))
+    _, L21 = tl.split(left)  # [NP, S, NP, S]: lower left blocks
+    L21 = tl.sum(tl.where(p[:, None, None, None] == p[None, None, :, None], L21, 0.0), 2)
+    # eq:delta-merge   X_21 = -X_22 L_21 X_11
+    if S < 16:  # tl.dot starts at 16
+        X21 = tl.sum(X2[:, :, :, None] * L21[:, None, :, :], 2)
+        X21 = tl.sum(X21[:, :, :, None] * X1[:, None, :, :], 2)
+    else:
+        X21 = dot(dot(X2, L21, precision=PRECISION), X1, precision=PRECISION)
+    X = tl.join(tl.join(X1, -X21), tl.join(tl.zeros_like(X1), X2))  # [NP, S, S, row, column]
+    return tl.reshape(tl.permute(X, (0, 3, 1, 4, 2)), (NP, 2 * S, 2 * S))
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -76,11 +85,12 @@ def solve_kernel(
     store_tile(A_ptr + (first * HV + i_h) * BT, A, o_t, o_t, HV * BT, n_t, BT)
 
 
-# generation -> bytes of an element -> row
+# generation -> bytes of an element -> row. One warp where its registers hold the tile: the
+# substitution is a chain of reductions, and within a warp these need no barrier.
 CONFIGS = {
     "turing": {2: row(4, 1, BK=64), 4: row(4, 1, BK=32)},
-    "ampere": {2: row(4, 1, BK=64), 4: row(4, 1, BK=32)},
-    "hopper": {2: row(4, 1, BK=128), 4: row(4, 1, BK=64)},
+    "ampere": {2: row(1, 1, BK=128), 4: row(4, 1, BK=32)},
+    "hopper": {2: row(1, 1, BK=128), 4: row(4, 1, BK=32)},
 }
 
 

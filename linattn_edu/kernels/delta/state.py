@@ -5,7 +5,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from linattn_edu.kernels.tiles import block, cast, device_of, dot, load_row, load_tile, row, store_tile
+from linattn_edu.kernels.tiles import (
+    block,
+    cast,
+    dot,
+    load_row,
+    load_tile,
+    row,
+    store_tile,
+    widest,
+)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -110,17 +119,9 @@ def state(
     h = k.new_empty(B, triton.cdiv(T, chunk_size), HV, K, V)
     v_new = torch.empty_like(u)
     final_state = k.new_empty(B, HV, K, V, dtype=torch.float32) if output_final_state else None
-    config = choose(k, B * HV, K, V)
+    config = widest(CONFIGS, k, B * HV, V)
     state_kernel[(triton.cdiv(V, config["BV"]), B * HV)](
         k, w, u, gc, initial_state, h, v_new, final_state,
         T, H, HV, K, V, BT=chunk_size, BK=block(K), **config,
     )  # fmt: skip
     return h, v_new, final_state
-
-
-def choose(k: Tensor, heads: int, K: int, V: int) -> dict[str, int]:
-    """The row for `heads` = B * HV heads of a [K, V] state on k's device."""
-    gen, processors = device_of(k)
-    rows = CONFIGS[gen][k.element_size()][max(128, block(K))]
-    launches = [dict(r.launch(), BV=min(r.launch()["BV"], block(V))) for r in rows]
-    return next((c for c in launches if heads * triton.cdiv(V, c["BV"]) >= processors), launches[-1])

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from linattn_edu.reference.tiles import compute_dtype, from_chunks, repeat_heads, to_chunks
 
-BLOCK = 16
+BLOCK = 8
 
 
 def solve(k: Tensor, beta: Tensor, *, chunk_size: int) -> Tensor:
@@ -28,9 +28,9 @@ def solve(k: Tensor, beta: Tensor, *, chunk_size: int) -> Tensor:
 
 
 def unit_lower_inverse(L: Tensor) -> Tensor:
-    """(I + L)^-1 for strictly lower-triangular L [..., C, C], C a multiple of 16.
+    """(I + L)^-1 for strictly lower-triangular L [..., C, C], C = 8, 16, 32, ...
 
-    Substitution inside the 16 x 16 diagonal blocks, then block merges that double the block.
+    Substitution inside the 8 x 8 diagonal blocks, then block merges that double the block.
     """
     C = L.shape[-1]
     i = torch.arange(C, device=L.device)
@@ -41,9 +41,9 @@ def unit_lower_inverse(L: Tensor) -> Tensor:
         X = X - (L * row) @ X
     size = BLOCK
     while size < C:
-        # eq:delta-merge   X <- X - X L_m X, L_m the blocks that join two neighbours
-        joined = (i[:, None] // size) == (i // size) + 1
-        joined &= (i[:, None] // (2 * size)) == (i // (2 * size))
+        # eq:delta-merge   X_21 = -X_22 L_21 X_11, for all pairs of neighbours: X <- X - X L_m X
+        pair = (i[:, None] // (2 * size)) == (i // (2 * size))
+        joined = pair & ((i[:, None] // size) > (i // size))
         X = X - X @ (L * joined) @ X
         size *= 2
     return X

@@ -32,7 +32,8 @@ def state(
     dtype = compute_dtype(k, w, u, gc)
     T, HV = gc.shape[1:]
     K, w_, u_, gc = (
-        to_chunks(x.to(dtype), chunk_size) for x in (repeat_heads(k, HV), w, u, pad_gate(gc, chunk_size))
+        to_chunks(x.to(dtype), chunk_size)
+        for x in (repeat_heads(k, HV), w, u, pad_gate(gc, chunk_size))
     )
     B, _, NT, _, DK = K.shape
     S = K.new_zeros(B, HV, DK, u.shape[-1]) if initial_state is None else initial_state.to(dtype)

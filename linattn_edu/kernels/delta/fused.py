@@ -1,0 +1,226 @@
+"""The forward pass in two fused kernels: all that needs no state, then all that does.
+
+Against the five stages nothing of size [T, K] or [T, V] is written between kernels: w, u, v_new and
+the states h stay on the chip.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from linattn_edu.kernels.delta.solve import unit_lower_inverse
+from linattn_edu.kernels.tiles import (
+    block,
+    cast,
+    decay_matrix,
+    device_of,
+    dot,
+    load_row,
+    load_tile,
+    row,
+    store_tile,
+    widest,
+)
+
+
+@triton.jit(do_not_specialize=["T"])
+def intra_kernel(
+    q_ptr,  # [B, T, H, K]
+    k_ptr,  # [B, T, H, K]
+    beta_ptr,  # [B, T, HV]
+    gc_ptr,  # [B, T, HV] log2
+    P_ptr,  # [B, T, HV, BT] out
+    R_ptr,  # [B, T, HV, BT] out
+    scale,
+    T,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One program: one chunk of one head.  Grid (B * NT * HV).
+
+    Reference: linattn_edu.reference.delta.fused.intra.
+    """
+    pid = tl.program_id(0).to(tl.int64)
+    NT = tl.cdiv(T, BT)
+    i_h, i_t, i_b = pid % HV, pid // HV % NT, pid // HV // NT
+    first = i_b * T + i_t * BT
+    n_t = (T - i_t * BT).to(tl.int32)
+    q_ptr += (first * H + i_h // (HV // H)) * K
+    k_ptr += (first * H + i_h // (HV // H)) * K
+    o_t = tl.arange(0, BT)
+    b_gc = load_row(gc_ptr + first * HV + i_h, o_t, HV, n_t)
+
+    P = tl.zeros([BT, BT], dtype=tl.float32)
+    for i_k in range(tl.cdiv(K, BK)):
+        o_k = i_k * BK + tl.arange(0, BK)
+        b_q = load_tile(q_ptr, o_t, o_k, H * K, n_t, K)  # [BT, BK]
+        b_k = load_tile(k_ptr, o_t, o_k, H * K, n_t, K)  # [BT, BK]
+        P = dot(b_q, tl.trans(b_k), P)
+    # eq:delta-decay-matrix   G = 2^(gc_i - gc_j), i >= j
+    P *= scale * decay_matrix(b_gc, o_t)
+    # eq:delta-intra   P = Q K^T * G
+    store_tile(P_ptr + (first * HV + i_h) * BT, P, o_t, o_t, HV * BT, n_t, BT)
+
+    # a second pass over k, from the cache: two tiles at once would not fit the registers
+    L = tl.zeros([BT, BT], dtype=tl.float32)
+    for i_k in range(tl.cdiv(K, BK)):
+        b_k = load_tile(k_ptr, o_t, i_k * BK + tl.arange(0, BK), H * K, n_t, K)  # [BT, BK]
+        L = dot(b_k, tl.trans(b_k), L)
+    # eq:delta-kkt   L = diag(beta) tril(K K^T, -1)
+    b_beta = load_row(beta_ptr + first * HV + i_h, o_t, HV, n_t)
+    L = tl.where(o_t[:, None] > o_t[None, :], b_beta[:, None] * L, 0.0)
+    # eq:delta-resolvent   R = (A * G) diag(beta)
+    R = unit_lower_inverse(L, BT, PRECISION) * decay_matrix(b_gc, o_t) * b_beta[None, :]
+    store_tile(R_ptr + (first * HV + i_h) * BT, R, o_t, o_t, HV * BT, n_t, BT)
+
+
+@triton.jit(do_not_specialize=["T"])
+def scan_kernel(
+    q_ptr,  # [B, T, H, K]
+    k_ptr,  # [B, T, H, K]
+    v_ptr,  # [B, T, HV, V]
+    gc_ptr,  # [B, T, HV] log2
+    P_ptr,  # [B, T, HV, BT]
+    R_ptr,  # [B, T, HV, BT]
+    h0_ptr,  # [B, HV, K, V] or None
+    o_ptr,  # [B, T, HV, V] out
+    ht_ptr,  # [B, HV, K, V] out, or None
+    scale,
+    T,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+):
+    """One program: S[:, v-tile] of one head, through all chunks.  Grid (V / BV, B * HV).
+
+    Reference: linattn_edu.reference.delta.fused.scan.
+    """
+    i_v, i_bh = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    i_b, i_h = i_bh // HV, i_bh % HV
+    first = i_b * T
+    q_ptr += (first * H + i_h // (HV // H)) * K
+    k_ptr += (first * H + i_h // (HV // H)) * K
+    v_ptr += (first * HV + i_h) * V
+    o_ptr += (first * HV + i_h) * V
+    P_ptr += (first * HV + i_h) * BT
+    R_ptr += (first * HV + i_h) * BT
+    gc_ptr += first * HV + i_h
+
+    o_t = tl.arange(0, BT)
+    o_k = tl.arange(0, BK)
+    o_v = i_v * BV + tl.arange(0, BV)
+    b_S = tl.zeros([BK, BV], dtype=tl.float32)
+    if h0_ptr is not None:
+        b_S += load_tile(h0_ptr + i_bh * K * V, o_k, o_v, V, K, V).to(tl.float32)
+
+    for i_t in range(tl.cdiv(T, BT)):
+        n_t = T - i_t * BT
+        b_k = load_tile(k_ptr, o_t, o_k, H * K, n_t, K)  # [BT, BK]
+        b_q = load_tile(q_ptr, o_t, o_k, H * K, n_t, K)  # [BT, BK]
+        b_v = load_tile(v_ptr, o_t, o_v, HV * V, n_t, V)  # [BT, BV]
+        b_R = load_tile(R_ptr, o_t, o_t, HV * BT, n_t, BT)  # [BT, BT]
+        b_P = load_tile(P_ptr, o_t, o_t, HV * BT, n_t, BT)  # [BT, BT]
+        b_gc = load_row(gc_ptr, o_t, HV, n_t)  # [BT]
+        b_last = tl.load(gc_ptr + (tl.minimum(BT, n_t) - 1) * HV)
+        b_h = cast(b_S, b_k.dtype)
+
+        # eq:delta-residual   W = V - diag(2^gc) K S
+        b_W = b_v.to(tl.float32) - tl.exp2(b_gc)[:, None] * dot(b_k, b_h)
+        # eq:delta-v-new   v_new = R W
+        b_v = dot(b_R, cast(b_W, b_R.dtype))
+        # eq:delta-inter   diag(2^gc) Q S
+        b_o = (scale * tl.exp2(b_gc))[:, None] * dot(b_q, b_h)
+        # eq:delta-output   o = inter + P v_new
+        b_o = dot(b_P, cast(b_v, b_P.dtype), b_o)
+        store_tile(o_ptr, b_o, o_t, o_v, HV * V, n_t, V)
+        # eq:delta-state   S <- 2^gc_last S + (diag(2^(gc_last - gc)) K)^T v_new
+        b_v *= tl.where(o_t < n_t, tl.exp2(b_last - b_gc), 0.0)[:, None]
+        b_S = dot(tl.trans(b_k), cast(b_v, b_k.dtype), b_S * tl.exp2(b_last))
+
+        q_ptr += BT * H * K
+        k_ptr += BT * H * K
+        v_ptr += BT * HV * V
+        o_ptr += BT * HV * V
+        P_ptr += BT * HV * BT
+        R_ptr += BT * HV * BT
+        gc_ptr += BT * HV
+
+    if ht_ptr is not None:
+        store_tile(ht_ptr + i_bh * K * V, b_S, o_k, o_v, V, K, V)
+
+
+# generation -> bytes of an element -> row
+INTRA_CONFIGS = {
+    "turing": {2: row(4, 1, BK=64), 4: row(4, 1, BK=32)},
+    "ampere": {2: row(1, 1, BK=64), 4: row(4, 1, BK=32)},
+    "hopper": {2: row(1, 1, BK=128), 4: row(4, 1, BK=32)},
+}
+# generation -> bytes of an element -> BK -> rows, widest BV first: the widest that still gives
+# every multiprocessor a program is taken, since all but v and o is read once a program
+SCAN_CONFIGS = {
+    "turing": {
+        2: {128: [row(4, 1, BV=16)], 256: [row(4, 1, BV=16)]},
+        4: {128: [row(4, 1, BV=16)], 256: [row(4, 1, BV=16)]},
+    },
+    "ampere": {
+        2: {128: [row(4, 1, BV=32)], 256: [row(4, 1, BV=16)]},
+        4: {128: [row(4, 1, BV=16)], 256: [row(4, 1, BV=16)]},
+    },
+    "hopper": {
+        2: {
+            128: [row(4, 3, BV=64), row(4, 3, BV=32), row(4, 3, BV=16)],
+            256: [row(4, 2, BV=32), row(4, 2, BV=16)],
+        },
+        4: {128: [row(4, 1, BV=32), row(4, 1, BV=16)], 256: [row(4, 1, BV=16)]},
+    },
+}
+
+
+def intra(
+    q: Tensor, k: Tensor, beta: Tensor, gc: Tensor, *, scale: float, chunk_size: int
+) -> tuple[Tensor, Tensor]:
+    """Launch intra_kernel; arguments and result as in the reference."""
+    B, T, H, K = k.shape
+    HV = beta.shape[-1]
+    P, R = (q.new_empty(B, T, HV, chunk_size) for _ in range(2))
+    config = INTRA_CONFIGS[device_of(k)[0]][k.element_size()].launch()
+    config["BK"] = min(config["BK"], block(K))
+    intra_kernel[(B * triton.cdiv(T, chunk_size) * HV,)](
+        q, k, beta, gc, P, R, scale, T, H, HV, K, BT=chunk_size,
+        PRECISION="tf32x3" if k.element_size() == 4 else "tf32", **config,
+    )  # fmt: skip
+    return P, R
+
+
+def scan(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gc: Tensor,
+    P: Tensor,
+    R: Tensor,
+    initial_state: Tensor | None = None,
+    *,
+    scale: float,
+    output_final_state: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Launch scan_kernel; arguments and result as in the reference."""
+    B, T, H, K = q.shape
+    HV, V = v.shape[2:]
+    o = torch.empty_like(v)
+    final_state = q.new_empty(B, HV, K, V, dtype=torch.float32) if output_final_state else None
+    config = widest(SCAN_CONFIGS, k, B * HV, V)
+    scan_kernel[(triton.cdiv(V, config["BV"]), B * HV)](
+        q, k, v, gc, P, R, initial_state, o, final_state,
+        scale, T, H, HV, K, V, BT=P.shape[-1], BK=block(K), **config,
+    )  # fmt: skip
+    return o, final_state

@@ -1,0 +1,92 @@
+"""The forward pass in two fused stages: all that needs no state, then all that does."""
+
+import torch
+from torch import Tensor
+
+from linattn_edu.reference.delta.gate_cumsum import decay_matrix
+from linattn_edu.reference.delta.solve import unit_lower_inverse
+from linattn_edu.reference.delta.state import pad_gate
+from linattn_edu.reference.tiles import compute_dtype, from_chunks, repeat_heads, to_chunks
+
+
+def intra(
+    q: Tensor, k: Tensor, beta: Tensor, gc: Tensor, *, scale: float, chunk_size: int
+) -> tuple[Tensor, Tensor]:
+    """The two C x C matrices of each chunk, which need no state.
+
+        P = scale (Q K^T * G)
+        R = (A * G) diag(beta),  A = (I + diag(beta) tril(K K^T, -1))^-1
+
+    Args:
+        q, k: [B, T, H, K]. beta: [B, T, HV]. gc: [B, T, HV] from gate_cumsum (log2).
+    Returns:
+        P and R [B, T, HV, C] in q.dtype: row i of a chunk is row i of its matrix.
+    Source: chapter 06.
+    """
+    dtype = compute_dtype(q, k, beta, gc)
+    T, HV = beta.shape[1:]
+    Q, K, b, gc = (
+        to_chunks(x.to(dtype), chunk_size)
+        for x in (repeat_heads(q, HV), repeat_heads(k, HV), beta[..., None], gc)
+    )
+    # eq:delta-decay-matrix   G = 2^(gc_i - gc_j), i >= j
+    G = decay_matrix(gc)
+    # eq:delta-intra   P = Q K^T * G
+    P = scale * (Q @ K.mT) * G
+    # eq:delta-kkt   L = diag(beta) tril(K K^T, -1)
+    L = b * (K @ K.mT).tril(-1)
+    # eq:delta-resolvent   R = (A * G) diag(beta)
+    R = unit_lower_inverse(L) * G * b.mT
+    return from_chunks(P, T).to(q.dtype), from_chunks(R, T).to(q.dtype)
+
+
+def scan(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gc: Tensor,
+    P: Tensor,
+    R: Tensor,
+    initial_state: Tensor | None = None,
+    *,
+    scale: float,
+    output_final_state: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Carry the state through the chunks and read the output on the way.
+
+        v_new = R (V - diag(2^gc) K S)
+        o     = scale diag(2^gc) Q S + P v_new
+        S    <- 2^(gc_last) S + (diag(2^(gc_last - gc)) K)^T v_new
+
+    Args:
+        q, k: [B, T, H, K]. v: [B, T, HV, V]. gc: [B, T, HV] (log2).  P, R: [B, T, HV, C] from intra.
+        initial_state: [B, HV, K, V], zero if None.
+    Returns:
+        o [B, T, HV, V] in q.dtype; the final state [B, HV, K, V] in fp32 (fp64 for fp64 input) or None.
+    Source: chapter 06.
+    """
+    dtype = compute_dtype(q, k, v, gc)
+    T, HV = gc.shape[1:]
+    C = P.shape[-1]
+    Q, K, V, gc, P, R = (
+        to_chunks(x.to(dtype), C)
+        for x in (repeat_heads(q, HV), repeat_heads(k, HV), v, pad_gate(gc, C), P, R)
+    )
+    B, _, NT, _, DK = K.shape
+    S = K.new_zeros(B, HV, DK, v.shape[-1]) if initial_state is None else initial_state.to(dtype)
+    o = []
+    for c in range(NT):
+        decay = torch.exp2(gc[:, :, c])[..., None]
+        # eq:delta-residual   W = V - diag(2^gc) K S
+        W = V[:, :, c] - decay * (K[:, :, c] @ S)
+        # eq:delta-v-new   v_new = R W
+        v_new = R[:, :, c] @ W
+        # eq:delta-inter   diag(2^gc) Q S
+        inter = scale * decay * (Q[:, :, c] @ S)
+        # eq:delta-output   o = inter + P v_new
+        o.append(inter + P[:, :, c] @ v_new)
+        # eq:delta-state   S <- 2^gc_last S + (diag(2^(gc_last - gc)) K)^T v_new
+        last = gc[:, :, c, -1:]
+        decayed = torch.exp2(last - gc[:, :, c])[..., None] * v_new
+        S = torch.exp2(last)[..., None] * S + K[:, :, c].mT @ decayed
+    return from_chunks(torch.stack(o, 2), T).to(q.dtype), S if output_final_state else None
