@@ -1,0 +1,166 @@
+"""Make each chapter's executed .ipynb from its .md.
+
+    python tools/chapters.py                 chapters whose code changed
+    python tools/chapters.py 05_state --all  this chapter, changed or not
+    python tools/chapters.py --check         say what is out of step, change nothing
+
+The .md is the source and is never written.  A notebook is replaced at once and only after all of its
+cells have run, so a failing cell leaves the old one as it was.
+"""
+
+import argparse
+import copy
+import hashlib
+import os
+import sys
+from collections import Counter
+from pathlib import Path
+
+import jupytext
+import nbformat
+from notebooks import CHAPTERS, ChapterError, cell_name, execute
+
+METADATA = {
+    "accelerator": "GPU",
+    "colab": {"gpuType": "T4", "provenance": []},
+    "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+    "language_info": {"name": "python", "pygments_lexer": "ipython3"},
+}
+
+
+def from_markdown(md: Path) -> nbformat.NotebookNode:
+    """The chapter as a notebook without outputs, with ids that follow from the cells' text."""
+    nb = jupytext.read(md, fmt="md:myst")
+    nb.metadata = nbformat.from_dict(METADATA)
+    nb.nbformat, nb.nbformat_minor = 4, 5
+    seen = Counter()
+    for cell in nb.cells:
+        digest = hashlib.sha256(f"{cell.cell_type}\n{cell.source}".encode()).hexdigest()[:10]
+        cell.id = digest + (f"-{seen[digest]}" if seen[digest] else "")
+        seen[digest] += 1
+    return nb
+
+
+def text(nb: nbformat.NotebookNode) -> list[tuple]:
+    """What must agree between the pair: kind, text and tags of every cell."""
+    return [(c.cell_type, c.source, tuple(c.metadata.get("tags", ()))) for c in nb.cells]
+
+
+def code(nb: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
+    """The code cells that have text."""
+    return [c for c in nb.cells if c.cell_type == "code" and c.source.strip()]
+
+
+def problems(md: Path) -> list[str]:
+    """How a chapter's .ipynb falls short of its .md; empty when it does not."""
+    path = md.with_suffix(".ipynb")
+    if not path.exists():
+        return [f"{path.name} is missing"]
+    nb, source = nbformat.read(path, as_version=4), from_markdown(md)
+    found = []
+    if text(nb) != text(source):
+        pairs = zip(text(source), text(nb), strict=False)
+        shorter = min(len(nb.cells), len(source.cells))
+        first = next((i for i, (a, b) in enumerate(pairs) if a != b), shorter)
+        in_md = first < len(source.cells)
+        where = cell_name(source, first) if in_md else f"cell {first} of the .ipynb alone"
+        found.append(f"{md.name} and {path.name} differ, first at {where}")
+    if [c.execution_count for c in code(nb)] != list(range(1, len(code(nb)) + 1)):
+        found.append(f"{path.name} was not executed from top to bottom")
+    found += [
+        f"{path.name} holds an error at {cell_name(nb, i)}"
+        for i, c in enumerate(nb.cells)
+        if c.cell_type == "code"
+        and "raises-exception" not in c.metadata.get("tags", ())
+        and any(o.output_type == "error" for o in c.outputs)
+    ]
+    if {k: nb.metadata.get(k) for k in METADATA} != METADATA:
+        found.append(f"{path.name} has other metadata than tools/chapters.py writes")
+    return found
+
+
+def take_outputs(nb: nbformat.NotebookNode, old: nbformat.NotebookNode) -> bool:
+    """Copy the old outputs if the code did not change; whether that was possible."""
+    if [(c.source, c.metadata.get("tags")) for c in code(nb)] != [
+        (c.source, c.metadata.get("tags")) for c in code(old)
+    ] or any(c.execution_count is None for c in code(old)):
+        return False
+    for new_cell, old_cell in zip(code(nb), code(old), strict=True):
+        new_cell.outputs = old_cell.outputs
+        new_cell.execution_count = old_cell.execution_count
+    return True
+
+
+def tidy(nb: nbformat.NotebookNode) -> None:
+    """Drop what changes from run to run without meaning anything."""
+    nb.metadata = nbformat.from_dict(copy.deepcopy(METADATA))
+    for cell in code(nb):
+        cell.metadata.pop("execution", None)
+        merged = []
+        for output in cell.outputs:
+            output.get("metadata", {}).clear()
+            last = merged[-1] if merged else None
+            if (
+                last
+                and last.output_type == output.output_type == "stream"
+                and last.name == output.name
+            ):
+                last.text += output.text
+            else:
+                merged.append(output)
+        cell.outputs = merged
+
+
+def write(nb: nbformat.NotebookNode, path: Path) -> None:
+    """Replace the notebook in one step."""
+    nbformat.validate(nb)
+    new = path.with_suffix(".ipynb.new")
+    new.write_text(nbformat.writes(nb).rstrip("\n") + "\n", encoding="utf-8")
+    os.replace(new, path)
+
+
+def update(md: Path, always: bool) -> str:
+    """Bring one chapter's .ipynb up to its .md; return what was done."""
+    path = md.with_suffix(".ipynb")
+    if not always and not problems(md):
+        return "up to date"
+    nb = from_markdown(md)
+    old = nbformat.read(path, as_version=4) if path.exists() else None
+    if old is None or always or not take_outputs(nb, old):
+        seconds = execute(nb, md.stem, CHAPTERS)
+        done = f"executed, {seconds:.1f} s"
+    else:
+        done = "text only"
+    tidy(nb)
+    write(nb, path)
+    return done
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="sync and execute the chapters")
+    parser.add_argument("names", nargs="*", help="chapters, such as 05_state; all if none")
+    parser.add_argument("--all", action="store_true", help="execute even what did not change")
+    parser.add_argument("--check", action="store_true", help="change nothing; fail if out of step")
+    args = parser.parse_args()
+    available = {md.stem: md for md in sorted(CHAPTERS.glob("*.md"))}
+    names = [Path(n).stem for n in args.names] or list(available)
+    if unknown := [n for n in names if n not in available]:
+        parser.error(f"no such chapter: {', '.join(unknown)}; there are {', '.join(available)}")
+    failed = 0
+    for i, name in enumerate(names, 1):
+        print(f"[{i}/{len(names)}] chapters/{name}", end="  ", flush=True)
+        if args.check:
+            found = problems(available[name])
+            print("; ".join(found) or "in step")
+            failed += bool(found)
+            continue
+        try:
+            print(update(available[name], args.all), flush=True)
+        except ChapterError as error:
+            print(f"FAILED, notebook left as it was\n{error}", flush=True)
+            failed += 1
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
