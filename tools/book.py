@@ -27,7 +27,7 @@ def stage() -> None:
     SOURCE.mkdir(parents=True)
     for name in ("_config.yml", "_toc.yml"):
         shutil.copy2(ROOT / name, SOURCE / name)
-    for name in ("book", "chapters"):
+    for name in ("book", "chapters", "linattn_edu"):  # pages include listings of the package
         if (ROOT / name).is_dir():
             shutil.copytree(ROOT / name, SOURCE / name, ignore=SKIP)
 

@@ -4,8 +4,8 @@
     python tools/chapters.py 05_state --all  this chapter, changed or not
     python tools/chapters.py --check         say what is out of step, change nothing
 
-The .md is the source and is never written.  A notebook is replaced at once and only after all of its
-cells have run, so a failing cell leaves the old one as it was.
+The .md is the source and is never written.  A notebook is replaced at once and only after all of
+its cells have run, so a failing cell leaves the old one as it was.
 """
 
 import argparse

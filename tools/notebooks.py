@@ -64,6 +64,7 @@ def execute(nb: nbformat.NotebookNode, name: str, folder: Path) -> float:
         timeout=CELL_TIMEOUT,
         kernel_name="python3",
         record_timing=False,
+        extra_arguments=["--log-level=40"],  # a loopback kernel needs no warning about TCP
         resources={"metadata": {"path": str(folder)}},
         on_cell_start=on_start,
     )
