@@ -10,8 +10,10 @@ from pathlib import Path
 
 import torch
 
-STAGES = ("gate_cumsum", "solve", "wy", "state", "output")
+from linattn_edu.pipeline import STAGES, pipeline_svg
+
 HASH_SALT = "linattn_edu"
+TEXTS = ("case", "library")  # columns of words, aligned to the left
 
 
 def setup(seed: int = 0) -> torch.device:
@@ -100,117 +102,6 @@ def figure(width: float = 5.2, height: float = 3.2, **kwargs):
     return plt.subplots(figsize=(width, height), **kwargs)
 
 
-# ---- the pipeline map
-
-# stage -> (top of its box, what it reads from the arguments, what it computes)
-_BOXES = {
-    "gate_cumsum": (46, "g", "decay inside the chunk"),
-    "solve": (118, "k β", "inverse of the chunk"),
-    "wy": (190, "k v β", "what the chunk writes"),
-    "state": (262, "k S₀", "chunk to chunk"),
-    "output": (334, "q k", "read state and chunk"),
-}
-_X, _WIDTH, _HEIGHT, _BUS = 70, 168, 44, 262
-_STYLE = (
-    "svg.la-map{display:block;width:100%;max-width:430px;height:auto;margin:0.5em auto;"
-    "font-family:ui-monospace,SFMono-Regular,Menlo,Consolas,monospace}"
-)
-
-
-def pipeline_svg(lit: str | None = None) -> str:
-    """The pipeline of chunk_gated_delta_rule as SVG text, with one stage lit.
-
-    Lines and letters take the colour of the surrounding text, so it fits a dark page.
-
-    Args:
-        lit: "recurrent", "gate_cumsum", "solve", "wy", "state", "output", or None for none.
-    """
-    if lit is not None and lit != "recurrent" and lit not in STAGES:
-        raise ValueError(f"lit must be 'recurrent', one of {STAGES} or None, got {lit!r}")
-    parts = []
-    for name, (y, inputs, note) in _BOXES.items():
-        middle = y + _HEIGHT / 2
-        parts += _box(_X, y, _WIDTH, _HEIGHT, name, note, name == lit)
-        side = middle - 9 if name == "state" else middle
-        parts += _arrow([(6, side), (_X, side)])
-        parts.append(_text(34, side - 6, inputs))
-    state_y = _BOXES["state"][0] + _HEIGHT / 2 + 12
-    parts += _arrow([(_X, state_y), (6, state_y)])
-    parts.append(_text(34, state_y + 15, "final S"))
-    x = _X + _WIDTH / 2
-    for above, below, label in (
-        ("solve", "wy", "A"),
-        ("wy", "state", "w  u"),
-        ("state", "output", "h  v_new"),
-    ):
-        parts += _arrow([(x, _BOXES[above][0] + _HEIGHT), (x, _BOXES[below][0])])
-        parts.append(_text(x + 8, _BOXES[below][0] - 10, label, anchor="start"))
-    right = _X + _WIDTH
-    parts.append(_text(_BUS + 6, _BOXES["gate_cumsum"][0] + 48, "gc", anchor="start"))
-    top = _BOXES["gate_cumsum"][0] + _HEIGHT / 2
-    for name in ("wy", "state", "output"):
-        end = _BOXES[name][0] + _HEIGHT / 2
-        parts += _arrow([(right, top), (_BUS, top), (_BUS, end), (right, end)])
-    bottom = _BOXES["output"][0] + _HEIGHT
-    parts += _arrow([(x, bottom), (x, bottom + 32)])
-    parts.append(_text(x, bottom + 48, "o"))
-    parts.append(_text(x, 18, "in chunks", small=True))
-    # the definition beside it
-    left, width = 302, 112
-    centre = left + width / 2
-    parts.append(_text(centre, 18, "the definition", small=True))
-    parts.append(_text(centre, 84, "q k v g β  S₀"))
-    parts += _arrow([(centre, 92), (centre, 170)])
-    parts += _box(left, 170, width, 60, "recurrent", "token by token", lit == "recurrent")
-    parts += _arrow([(centre, 230), (centre, bottom + 32)])
-    parts.append(_text(centre, bottom + 48, "o  final S"))
-    parts.append(_text((x + centre) / 2 - 6, bottom + 48, "="))
-    title = "Stages of chunk_gated_delta_rule" + (f", {lit} lit" if lit else "")
-    return (
-        f'<svg class="la-map" xmlns="http://www.w3.org/2000/svg" viewBox="0 0 420 436" role="img" '
-        f'width="420" aria-label="{title}" fill="currentColor"><title>{title}</title>'
-        f"<style>{_STYLE}</style>{''.join(parts)}</svg>"
-    )
-
-
-def _text(x: float, y: float, text: str, anchor: str = "middle", small: bool = False) -> str:
-    size = 12 if small else 14
-    return (
-        f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}" font-size="{size}" '
-        f'xml:space="preserve">{html.escape(text)}</text>'
-    )
-
-
-def _box(
-    x: float, y: float, width: float, height: float, name: str, note: str, lit: bool
-) -> list[str]:
-    paint = 'fill="#f2a33a"' if lit else 'fill-opacity="0.07"'
-    ink = ' fill="#1b1b1b"' if lit else ""
-    middle = y + height / 2
-    return [
-        f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="6" {paint} '
-        f'stroke="currentColor" stroke-width="{2 if lit else 1}"/>',
-        f"<g{ink}>",
-        f'<text x="{x + width / 2:g}" y="{middle - 3:g}" text-anchor="middle" font-size="15" '
-        f'font-weight="bold">{name}</text>',
-        f'<text x="{x + width / 2:g}" y="{middle + 14:g}" text-anchor="middle" '
-        f'font-size="12">{note}</text>',
-        "</g>",
-    ]
-
-
-def _arrow(points: list[tuple[float, float]]) -> list[str]:
-    (x0, y0), (x, y) = points[-2:]
-    line = " ".join(f"{a:g},{b:g}" for a, b in points)
-    dx, dy = (x > x0) - (x < x0), (y > y0) - (y < y0)
-    head = f"{x:g},{y:g} {x - 8 * dx - 4 * dy:g},{y - 8 * dy - 4 * dx:g} "
-    head += f"{x - 8 * dx + 4 * dy:g},{y - 8 * dy + 4 * dx:g}"
-    return [
-        f'<polyline points="{line}" fill="none" stroke="currentColor" stroke-width="1.3"/>',
-        f'<polygon points="{head}"/>',
-    ]
-
-
 def pipeline_map(lit: str | None = None) -> None:
     """Show pipeline_svg(lit) in the notebook; print its title elsewhere."""
     title = "linattn_edu pipeline: gate_cumsum, solve -> wy -> state -> output -> o"
@@ -258,25 +149,12 @@ def measured_stage(stage: str, name: str = "gdn_h200") -> None:
     Args:
         stage: Name of the stage.  name: Of the file of results.
     """
-
-    def columns(row: dict) -> list[str]:
-        return [
-            row["case"],
-            *([row["library"]] if mixed else []),
-            f"{row['ms']:.3f}",
-            f"{row['floor_ms']:.3f}",
-            f"{row['bytes'] / row['ms'] / 1e6:.0f}",
-            f"{row['flops'] / row['ms'] / 1e9:.1f}",
-        ]
-
     data = _load(name)
-    rows = [r for r in data["rows"] if r["what"] == f"stage:{stage}"] if data else []
-    if not rows:
+    rows = _rows(data, f"stage:{stage}")
+    if rows:
+        _table(*_stage_cells(rows), f"Stage {stage}. {_provenance(data)}")
+    else:
         print("not measured yet")
-        return
-    mixed = len({r["library"] for r in rows}) > 1
-    heads = ["case", *(["library"] if mixed else []), "ms", "floor ms", "GB/s", "TFLOP/s"]
-    _table(heads, [columns(r) for r in rows], f"Stage {stage}. {_provenance(data)}")
 
 
 def measured_forward(name: str = "gdn_h200") -> None:
@@ -285,29 +163,89 @@ def measured_forward(name: str = "gdn_h200") -> None:
     Args:
         name: Of the file of results.
     """
+    data = _load(name)
+    rows = _rows(data, "forward")
+    if rows:
+        _table(*_forward_cells(rows), f"Forward pass. {_provenance(data)}")
+    else:
+        print("not measured yet")
+
+
+def _rows(data: dict | None, what: str) -> list[dict]:
+    return [row for row in data["rows"] if row["what"] == what] if data else []
+
+
+def _stage_cells(rows: list[dict]) -> tuple[list[str], list[list[str]]]:
+    """Heads and lines of a stage's table; the library is named where there are several."""
+    several = len({row["library"] for row in rows}) > 1
+    heads = ["case", *(["library"] if several else []), "ms", "floor ms", "GB/s", "TFLOP/s"]
+    lines = [
+        [
+            row["case"],
+            *([row["library"]] if several else []),
+            f"{row['ms']:.3f}",
+            f"{row['floor_ms']:.3f}",
+            f"{row['bytes'] / row['ms'] / 1e6:.0f}",
+            f"{row['flops'] / row['ms'] / 1e9:.1f}",
+        ]
+        for row in rows
+    ]
+    return heads, lines
+
+
+def _forward_cells(rows: list[dict]) -> tuple[list[str], list[list[str]]]:
+    """Heads and lines of the forward table; what was not measured stays empty."""
 
     def optional(row: dict, key: str, form: str) -> str:
         return format(row[key], form) if row.get(key) is not None else ""
 
-    data = _load(name)
-    rows = [r for r in data["rows"] if r["what"] == "forward"] if data else []
-    if not rows:
-        print("not measured yet")
-        return
     heads = ["case", "library", "ms", "floor ms", "error", "first call s", "peak MiB"]
-    cells = [
+    lines = [
         [
-            r["case"],
-            r["library"],
-            f"{r['ms']:.3f}",
-            f"{r['floor_ms']:.3f}",
-            optional(r, "error", ".1e"),
-            optional(r, "first_call_s", ".1f"),
-            optional(r, "peak_mib", ".0f"),
+            row["case"],
+            row["library"],
+            f"{row['ms']:.3f}",
+            f"{row['floor_ms']:.3f}",
+            optional(row, "error", ".1e"),
+            optional(row, "first_call_s", ".1f"),
+            optional(row, "peak_mib", ".0f"),
         ]
-        for r in rows
+        for row in rows
     ]
-    _table(heads, cells, f"Forward pass. {_provenance(data)}")
+    return heads, lines
+
+
+def performance_page(name: str = "gdn_h200", figures: Path | None = None) -> str:
+    """The results as MyST text, included by the book's page on performance.
+
+    Args:
+        name: Of the file of results.  figures: Folder of the figures to show where they exist.
+    """
+    data = _load(name)
+    if data is None:
+        return "Nothing has been measured yet.\n"
+    parts = [f"Measured on {_provenance(data)}"]
+    rows = _rows(data, "forward")
+    if rows:
+        parts += ["## The forward pass", _figure(figures, "forward", "Time of the forward pass")]
+        parts.append(_markdown(*_forward_cells(rows)))
+    shown = [(stage, _rows(data, f"stage:{stage}")) for stage in ("recurrent", *STAGES)]
+    shown = [(stage, rows) for stage, rows in shown if rows]
+    if shown:
+        parts += ["## The stages", _figure(figures, "roofline", "Stages against the roofline")]
+    for stage, rows in shown:
+        parts += [f"### {stage}", _markdown(*_stage_cells(rows))]
+    return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def _figure(figures: Path | None, name: str, alt: str) -> str:
+    there = figures is not None and (figures / f"{name}.svg").is_file()
+    return f"![{alt}](_static/figures/{name}.svg)" if there else ""
+
+
+def _markdown(heads: list[str], rows: list[list[str]]) -> str:
+    rule = ["---" if head in TEXTS else "---:" for head in heads]
+    return "\n".join(f"| {' | '.join(line)} |" for line in [heads, rule, *rows])
 
 
 def _load(name: str) -> dict | None:
@@ -325,7 +263,7 @@ def _table(heads: list[str], rows: Iterable[list[str]], caption: str) -> None:
     """Show a table: HTML in a notebook, aligned text elsewhere."""
     rows = list(rows)
     widths = [max(len(line[i]) for line in [heads, *rows]) for i in range(len(heads))]
-    texts = {i for i, head in enumerate(heads) if head in ("case", "library")}
+    texts = {i for i, head in enumerate(heads) if head in TEXTS}
 
     def aligned(line: list[str]) -> str:
         cells = (
@@ -366,7 +304,18 @@ def _display(plain: str, *, html_text: str | None = None, markdown: str | None =
     display({mime: text for mime, text in data.items() if text is not None}, raw=True)
 
 
+def page_parts(figures: Path) -> dict[str, str]:
+    """The files in `figures` that the book's pages include, by name: drawn, measured or shipped."""
+    from linattn_edu.ops import gdn
+
+    return {
+        "pipeline.svg": pipeline_svg() + "\n",
+        "composition.txt": inspect.getsource(gdn.forward),
+        "performance.md": performance_page(figures=figures),
+    }
+
+
 if __name__ == "__main__":
-    # the map that the book's pages include: drawn from here, so that it cannot go its own way
-    figures = Path(__file__).resolve().parents[1] / "book" / "_static" / "figures"
-    (figures / "pipeline.svg").write_text(pipeline_svg() + "\n")
+    folder = Path(__file__).resolve().parents[1] / "book" / "_static" / "figures"
+    for file, text in page_parts(folder).items():
+        (folder / file).write_text(text, encoding="utf-8")

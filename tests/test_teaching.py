@@ -88,9 +88,16 @@ def test_an_unknown_stage_is_refused():
         teaching.pipeline_svg("stat")
 
 
-def test_the_drawn_map_of_the_book_is_current():
-    drawn = (ROOT / "book" / "_static" / "figures" / "pipeline.svg").read_text()
-    assert drawn.strip() == teaching.pipeline_svg(), "run: python -m linattn_edu.teaching"
+FIGURES = ROOT / "book" / "_static" / "figures"
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), teaching.page_parts(FIGURES).items(), ids=lambda x: x[:16]
+)
+def test_what_the_pages_include_is_current(name, text):
+    assert (FIGURES / name).read_text(encoding="utf-8") == text, (
+        "run: python -m linattn_edu.teaching"
+    )
 
 
 # ---- listings
@@ -168,6 +175,16 @@ def test_forward_table(results, capsys):
 def test_tables_say_not_measured_yet(show, capsys):
     show()
     assert capsys.readouterr().out == "not measured yet\n"
+
+
+def test_the_page_of_the_book(results, tmp_path):
+    (tmp_path / "forward.svg").touch()
+    text = teaching.performance_page(results, tmp_path)
+    assert "Measured on NVIDIA H200, torch 2.11.0, Triton 3.6.0, 2026-01-01." in text
+    assert "| gdn_train | fla | 0.800 | 0.040 |  |  |  |" in text
+    assert "### solve\n\n| case | ms |" in text
+    assert "](_static/figures/forward.svg)" in text and "roofline.svg" not in text
+    assert teaching.performance_page("no_such") == "Nothing has been measured yet.\n"
 
 
 # ---- in a notebook

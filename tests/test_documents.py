@@ -1,0 +1,47 @@
+"""README and CONTRIBUTING: their Python runs, their links and commands exist."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCUMENTS = ("README.md", "CONTRIBUTING.md")
+PYTHON = [
+    (name, i, code)
+    for name in DOCUMENTS
+    for i, code in enumerate(re.findall(r"```python\n(.*?)```", (ROOT / name).read_text(), re.S))
+]
+
+
+@pytest.mark.parametrize(("name", "i", "code"), PYTHON, ids=[f"{n}-{i}" for n, i, _ in PYTHON])
+def test_python_examples_run(name, i, code):
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    for said in re.findall(r"print\(.*# (.*)$", code, re.M):
+        shapes = re.findall(r"\[[\d, ]+\]", said)
+        assert re.findall(r"\[[\d, ]+\]", done.stdout) == shapes
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_linked_files_exist(name):
+    links = re.findall(r"\]\(([^)#]+)\)|src=\"([^\"]+)\"", (ROOT / name).read_text())
+    local = [a or b for a, b in links if "://" not in (a or b)]
+    assert [link for link in local if not (ROOT / link).exists()] == []
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_named_make_targets_exist(name):
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
+    assert set(re.findall(r"make ([a-z-]+)\b(?=[`\s])", code_of(name))) <= targets
+
+
+def code_of(name: str) -> str:
+    """Blocks and spans of code of a document."""
+    text = (ROOT / name).read_text()
+    return "\n".join(re.findall(r"```bash\n.*?```|`[^`\n]+`", text, re.S))
