@@ -45,6 +45,12 @@ def load_row(x_ptr, o_row, stride, n_row):
 
 
 @triton.jit
+def load_gate(gc_ptr, o_t, stride, n_t):
+    """gc[o_t] of one chunk; a missing token repeats the last one's, as if it did not decay."""
+    return tl.load(gc_ptr + tl.minimum(o_t, n_t - 1) * stride)
+
+
+@triton.jit
 def dot(a, b, acc=None, precision: tl.constexpr = TF32X3):
     """a @ b (+ acc) in fp32; `precision` is that of fp32 operands.
 

@@ -50,7 +50,7 @@ def same_dtype(first: tuple[str, Tensor], *others: tuple[str, Tensor]) -> None:
 
 
 def log_decay(name: str, g: Tensor) -> None:
-    """Check g <= 0 where reading it costs nothing: on the CPU. (NaN passes: it shows in the result.)"""
+    """Check g <= 0 where reading it costs nothing: on the CPU. NaN passes: the result shows it."""
     if g.device.type == "cpu" and bool((g > 0).any()):
         raise ValueError(
             f"{name} must be a log decay, <= 0 everywhere, got a maximum of {g.max().item():.4g}"

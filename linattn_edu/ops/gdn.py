@@ -108,12 +108,13 @@ def chunk_gated_delta_rule(
     than value heads (GVA), value head j reads q/k head ``j // (HV // H)``.
 
     Args:
-        q: Queries ``[B, T, H, K]``, float32, float16 or bfloat16 (float64: reference only). K <= 256.
+        q: Queries ``[B, T, H, K]``, float32, float16 or bfloat16 (float64: reference only),
+            K <= 256.
         k: Keys ``[B, T, H, K]`` of q's dtype. Rows must satisfy ``beta * |k|^2 <= 2``: normalise
             them to unit length. Longer keys make the recurrence itself unstable.
         v: Values ``[B, T, HV, V]`` of q's dtype, HV a multiple of H, V <= 256.
         g: Natural-log decay of each token ``[B, T, HV]``, <= 0, any of these dtypes. A positive g
-            is refused on the CPU; on a GPU it is not looked for, since that would wait for the device.
+            is refused on the CPU; on a GPU it is not looked for: that would wait for the device.
         beta: Write strength ``[B, T, HV]`` in [0, 2], any of these dtypes.
         scale: Factor of the output, ``K ** -0.5`` if None.
         initial_state: State before the first token ``[B, HV, K, V]``, zero if None.
@@ -125,13 +126,13 @@ def chunk_gated_delta_rule(
     Non-contiguous tensors are copied to contiguous ones first.
 
     Returns:
-        ``(o, final_state)``: o ``[B, T, HV, V]`` in q's dtype; final_state ``[B, HV, K, V]`` in float32
-        (float64 where an input is float64), or None.
+        ``(o, final_state)``: o ``[B, T, HV, V]`` in q's dtype; final_state ``[B, HV, K, V]`` in
+        float32 (float64 where an input is float64), or None.
 
     Raises:
         TypeError: an argument is no tensor, or not of a dtype listed above.
-        ValueError: a shape, device, head count, chunk_size, scale or impl does not fit; the message names
-            the argument, what was expected and what came. No kernel has run then.
+        ValueError: a shape, device, head count, chunk_size, scale or impl does not fit; the message
+            names the argument, what was expected and what came. No kernel has run then.
         NotImplementedError: in ``backward()`` of the kernels, which have no backward pass yet;
             ``impl="reference"`` is differentiable.
 
@@ -147,7 +148,8 @@ def chunk_gated_delta_rule(
         check.tensor("initial_state", initial_state, ("B", "HV", "K", "V"), sizes)
     check.head_counts(sizes)
     check.same_dtype(("q", q), ("k", k), ("v", v))
-    check.same_device(("q", q), ("k", k), ("v", v), ("g", g), ("beta", beta), ("initial_state", initial_state))  # fmt: skip
+    others = {"k": k, "v": v, "g": g, "beta": beta, "initial_state": initial_state}
+    check.same_device(("q", q), *others.items())
     check.log_decay("g", g)
     check.choice("chunk_size", chunk_size, CHUNK_SIZES)
     check.number("scale", scale)

@@ -67,7 +67,7 @@ def record(cc):
     try:
         for processors in (1, 10**6):  # few programs and many: both ends of a list of rows
             for module in modules:
-                module.device_of = lambda x: (tiles.generation(divmod(cc, 10)), processors)
+                module.device_of = lambda x, n=processors: (tiles.generation(divmod(cc, 10)), n)
             for dtype, sizes in ((torch.bfloat16, (64, 128, 256)), (torch.float32, (64, 128, 256))):
                 for size in sizes:
                     launches(size, size, dtype, 64, heads=1)

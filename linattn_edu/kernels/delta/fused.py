@@ -16,6 +16,7 @@ from linattn_edu.kernels.tiles import (
     decay_matrix,
     device_of,
     dot,
+    load_gate,
     load_row,
     load_tile,
     row,
@@ -53,7 +54,7 @@ def intra_kernel(
     q_ptr += (first * H + i_h // (HV // H)) * K
     k_ptr += (first * H + i_h // (HV // H)) * K
     o_t = tl.arange(0, BT)
-    b_gc = load_row(gc_ptr + first * HV + i_h, o_t, HV, n_t)
+    b_gc = load_gate(gc_ptr + first * HV + i_h, o_t, HV, n_t)
 
     P = tl.zeros([BT, BT], dtype=tl.float32)
     for i_k in range(tl.cdiv(K, BK)):
@@ -129,7 +130,7 @@ def scan_kernel(
         b_v = load_tile(v_ptr, o_t, o_v, HV * V, n_t, V)  # [BT, BV]
         b_R = load_tile(R_ptr, o_t, o_t, HV * BT, n_t, BT)  # [BT, BT]
         b_P = load_tile(P_ptr, o_t, o_t, HV * BT, n_t, BT)  # [BT, BT]
-        b_gc = load_row(gc_ptr, o_t, HV, n_t)  # [BT]
+        b_gc = load_gate(gc_ptr, o_t, HV, n_t)  # [BT]
         b_last = tl.load(gc_ptr + (tl.minimum(BT, n_t) - 1) * HV)
         b_h = cast(b_S, b_k.dtype)
 
@@ -143,7 +144,7 @@ def scan_kernel(
         b_o = dot(b_P, cast(b_v, b_P.dtype), b_o)
         store_tile(o_ptr, b_o, o_t, o_v, HV * V, n_t, V)
         # eq:delta-state   S <- 2^gc_last S + (diag(2^(gc_last - gc)) K)^T v_new
-        b_v *= tl.where(o_t < n_t, tl.exp2(b_last - b_gc), 0.0)[:, None]
+        b_v *= tl.exp2(b_last - b_gc)[:, None]
         b_S = dot(tl.trans(b_k), cast(b_v, b_k.dtype), b_S * tl.exp2(b_last))
 
         q_ptr += BT * H * K

@@ -11,7 +11,7 @@ from linattn_edu.kernels.tiles import (
     decay_matrix,
     device_of,
     dot,
-    load_row,
+    load_gate,
     load_tile,
     row,
     store_tile,
@@ -62,7 +62,7 @@ def output_kernel(
         b_P = dot(b_q, tl.trans(b_k), b_P)
 
     # eq:delta-inter   diag(2^gc) Q h
-    b_gc = load_row(gc_ptr + first * HV + i_h, o_t, HV, n_t)
+    b_gc = load_gate(gc_ptr + first * HV + i_h, o_t, HV, n_t)
     b_o *= tl.exp2(b_gc)[:, None]
     # eq:delta-intra   P = Q K^T * G
     b_P *= decay_matrix(b_gc, o_t)

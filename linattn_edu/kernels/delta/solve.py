@@ -31,7 +31,7 @@ def unit_lower_inverse(L, BT: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def merge(X, L, S: tl.constexpr, BT: tl.constexpr, PRECISION: tl.constexpr):
-    """Inverses [NP, 2S, 2S] of the diagonal blocks of size 2S from those of size S, [2 NP, S, S]."""
+    """From the inverses [2 NP, S, S] of the diagonal blocks those of twice the size."""
     NP: tl.constexpr = BT // (2 * S)
     p = tl.arange(0, NP)
     X1, X2 = tl.split(tl.permute(tl.reshape(X, (NP, 2, S, S)), (0, 2, 3, 1)))  # [NP, S, S]

@@ -9,7 +9,7 @@ from linattn_edu.kernels.tiles import (
     block,
     cast,
     dot,
-    load_row,
+    load_gate,
     load_tile,
     row,
     store_tile,
@@ -69,8 +69,8 @@ def state_kernel(
 
         # eq:delta-state   S <- 2^gc_last S + (diag(2^(gc_last - gc)) K)^T v_new
         b_last = tl.load(gc_ptr + (tl.minimum(BT, n_t) - 1) * HV)
-        b_gc = load_row(gc_ptr, o_t, HV, n_t)  # [BT]
-        b_v *= tl.where(o_t < n_t, tl.exp2(b_last - b_gc), 0.0)[:, None]
+        b_gc = load_gate(gc_ptr, o_t, HV, n_t)  # [BT]
+        b_v *= tl.exp2(b_last - b_gc)[:, None]
         b_k = load_tile(k_ptr, o_t, o_k, H * K, n_t, K)  # [BT, BK]
         b_S = dot(tl.trans(b_k), cast(b_v, b_k.dtype), b_S * tl.exp2(b_last))
 

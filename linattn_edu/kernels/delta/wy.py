@@ -11,6 +11,7 @@ from linattn_edu.kernels.tiles import (
     decay_matrix,
     device_of,
     dot,
+    load_gate,
     load_row,
     load_tile,
     row,
@@ -51,7 +52,7 @@ def wy_kernel(
     u_ptr += (first * HV + i_h) * V
 
     o_t = tl.arange(0, BT)
-    b_gc = load_row(gc_ptr + first * HV + i_h, o_t, HV, n_t)
+    b_gc = load_gate(gc_ptr + first * HV + i_h, o_t, HV, n_t)
     b_beta = load_row(beta_ptr + first * HV + i_h, o_t, HV, n_t)
     b_A = load_tile(A_ptr + (first * HV + i_h) * BT, o_t, o_t, HV * BT, n_t, BT)
     b_Ab = b_A.to(tl.float32) * b_beta[None, :]  # A diag(beta)

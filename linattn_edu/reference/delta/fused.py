@@ -59,10 +59,11 @@ def scan(
         S    <- 2^(gc_last) S + (diag(2^(gc_last - gc)) K)^T v_new
 
     Args:
-        q, k: [B, T, H, K]. v: [B, T, HV, V]. gc: [B, T, HV] (log2).  P, R: [B, T, HV, C] from intra.
+        q, k: [B, T, H, K]. v: [B, T, HV, V]. gc: [B, T, HV] (log2). P, R: from intra.
         initial_state: [B, HV, K, V], zero if None.
     Returns:
-        o [B, T, HV, V] in q.dtype; the final state [B, HV, K, V] in fp32 (fp64 for fp64 input) or None.
+        o [B, T, HV, V] in q.dtype; the final state [B, HV, K, V] in fp32 (fp64 for fp64 input)
+        or None.
     Source: chapter 06.
     """
     dtype = compute_dtype(q, k, v, gc)

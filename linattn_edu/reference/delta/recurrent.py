@@ -1,4 +1,4 @@
-"""The gated delta rule, one token at a time: the definition all other forms are measured against."""
+"""The gated delta rule, one token at a time: what all other forms are measured against."""
 
 import torch
 from torch import Tensor

@@ -1,0 +1,33 @@
+"""One suite for both: compiled kernels where there is a GPU, else Triton's interpreter."""
+
+import os
+
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # Triton 3.10 will change the default
+
+import pytest
+
+from linattn_edu import testing
+
+
+def pytest_collection_modifyitems(items):
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+
+
+@pytest.fixture
+def device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture
+def poison():
+    """Uninitialised memory reads as NaN: an output left unwritten fails."""
+    with testing.poison():
+        yield

@@ -1,0 +1,64 @@
+"""The grid and the tolerances every stage of the delta rule is held to."""
+
+import itertools
+
+import pytest
+import torch
+
+from linattn_edu.testing import assert_close, gdn_inputs, relative_rms
+
+TOKENS = (1, 15, 63, 64, 65, 100, 257)
+DIMS = (16, 33, 64, 100, 128)
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+CHUNKS = (64, 32, 16)
+
+
+def _grid():
+    """On a GPU every combination; in the interpreter every pair of values at least once."""
+    for dtype in DTYPES:
+        for (a, T), (b, K) in itertools.product(enumerate(TOKENS), enumerate(DIMS)):
+            if torch.cuda.is_available():
+                for V, C in itertools.product(DIMS, CHUNKS):
+                    yield T, K, V, C, dtype
+            else:
+                yield T, K, DIMS[(a + b) % len(DIMS)], CHUNKS[(a + b) % len(CHUNKS)], dtype
+
+
+def _name(value):
+    return str(value).removeprefix("torch.")
+
+
+grid = pytest.mark.parametrize(("T", "K", "V", "C", "dtype"), list(_grid()), ids=_name)
+
+
+def inputs(T, K, V, dtype, device, **kwargs):
+    """Two value heads on one q/k head, with an initial state; a new draw for every shape."""
+    seed = hash((T, K, V)) % 2**31
+    return gdn_inputs(
+        1, T, 1, 2, K, V, dtype=dtype, device=device, seed=seed, initial_state=True, **kwargs
+    )
+
+
+def check_stage(kernel, reference, args, **options):
+    """Kernel against reference on the same arguments.
+
+    fp32: relative RMS <= 5e-6. fp16 and bf16: error against float64 at most twice the rounding
+    error of the reference run in that dtype, the largest over the stage's outputs, since an fp32
+    output of rounded operands cannot be closer than these.
+    """
+    wide = [x.double() if isinstance(x, torch.Tensor) else x for x in args]
+    got, low = _outputs(kernel(*args, **options)), _outputs(reference(*args, **options))
+    exact = _outputs(reference(*wide, **options))
+    assert [x.dtype for x in got] == [x.dtype for x in low]
+    assert [x.shape for x in got] == [x.shape for x in low]
+    half = args[0].dtype != torch.float32
+    budget = 2 * max(relative_rms(x, ref) for x, ref in zip(low, exact, strict=True))
+    for i, (x, y, ref) in enumerate(zip(got, low, exact, strict=True)):
+        if half:
+            assert_close(f"output {i}", x, ref, budget)
+        else:
+            assert_close(f"output {i}", x, y, 5e-6)
+
+
+def _outputs(result):
+    return tuple(x for x in (result if isinstance(result, tuple) else (result,)) if x is not None)

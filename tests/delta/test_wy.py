@@ -1,0 +1,18 @@
+"""Stage wy: kernel against reference."""
+
+import pytest
+from delta.stage_checks import check_stage, grid, inputs
+
+from linattn_edu.kernels.delta.wy import wy as kernel
+from linattn_edu.reference.delta.gate_cumsum import gate_cumsum
+from linattn_edu.reference.delta.solve import solve
+from linattn_edu.reference.delta.wy import wy as reference
+
+pytestmark = pytest.mark.usefixtures("poison")
+
+
+@grid
+def test_kernel_matches_reference(T, K, V, C, dtype, device):
+    x = inputs(T, K, V, dtype, device)
+    gc, A = gate_cumsum(x.g, chunk_size=C), solve(x.k, x.beta, chunk_size=C)
+    check_stage(kernel, reference, (x.k, x.v, x.beta, gc, A))

@@ -1,0 +1,112 @@
+"""Bad input: one case each; the message names the argument, what was expected, what came."""
+
+import pytest
+import torch
+
+import linattn_edu.ops.gdn as gdn
+from linattn_edu import chunk_gated_delta_rule
+from linattn_edu.testing import gdn_inputs
+
+SIZES = (2, 20, 2, 4, 16, 24)  # B, T, H, HV, K, V
+
+
+def arguments(**changes):
+    return gdn_inputs(*SIZES, initial_state=True).asdict() | changes
+
+
+def new(*shape, **kwargs):
+    return torch.zeros(*shape, **kwargs)
+
+
+CASES = {
+    "q no tensor": ({"q": [1.0]}, TypeError, "q must be a torch.Tensor .*got list"),
+    "k missing": ({"k": None}, TypeError, "k must be a torch.Tensor .*got NoneType"),
+    "q rank": (
+        {"q": new(2, 20, 16)},
+        ValueError,
+        r"q must have 4 dimensions \[B, T, H, K\], got 3",
+    ),
+    "k shape": ({"k": new(2, 20, 2, 8)}, ValueError, r"k must have shape \[B=2, T=20, H=2, K=16\]"),
+    "v tokens": ({"v": new(2, 19, 4, 24)}, ValueError, r"v must have shape \[B=2, T=20"),
+    "head first": ({"v": new(2, 4, 20, 24)}, ValueError, r"v must have shape \[B=2, T=20"),
+    "g rank": ({"g": new(2, 20)}, ValueError, r"g must have 3 dimensions \[B, T, HV\]"),
+    "g heads": ({"g": new(2, 20, 2)}, ValueError, r"g must have shape \[B=2, T=20, HV=4\]"),
+    "beta shape": ({"beta": new(2, 20, 5)}, ValueError, r"beta must have shape .*HV=4"),
+    "state shape": (
+        {"initial_state": new(2, 4, 24, 16)},
+        ValueError,
+        r"initial_state must have shape \[B=2, HV=4, K=16, V=24\], got \(2, 4, 24, 16\)",
+    ),
+    "head counts": (
+        {"v": new(2, 20, 3, 24), "g": new(2, 20, 3), "beta": new(2, 20, 3), "initial_state": None},
+        ValueError,
+        r"multiple of q's 2 heads .*HV=3",
+    ),
+    "q dtype": ({"q": new(*SIZES[:3], 16, dtype=torch.int32)}, TypeError, "q must be float.*int32"),
+    "k dtype": (
+        {"k": new(2, 20, 2, 16).half()},
+        TypeError,
+        "k must be torch.float32 like q.*float16",
+    ),
+    "g dtype": ({"g": new(2, 20, 4, dtype=torch.bool)}, TypeError, "g must be float.*bool"),
+    "device": (
+        {"beta": new(2, 20, 4, device="meta")},
+        ValueError,
+        "beta must be on cpu like q.*meta",
+    ),
+    "positive g": ({"g": new(2, 20, 4) + 0.5}, ValueError, "g must be a log decay, <= 0.*0.5"),
+    "chunk_size": ({"chunk_size": 48}, ValueError, "chunk_size must be one of 16, 32, 64, got 48"),
+    "chunk_size bool": ({"chunk_size": True}, ValueError, "chunk_size must be one of"),
+    "scale": ({"scale": float("nan")}, ValueError, "scale must be finite, got nan"),
+    "scale type": ({"scale": "big"}, TypeError, "scale must be a number or None, got str"),
+    "flag": (
+        {"output_final_state": 1},
+        TypeError,
+        "output_final_state must be True or False, got 1",
+    ),
+    "impl": ({"impl": "cuda"}, ValueError, "impl must be one of 'auto', 'triton', 'reference'"),
+    "misspelt": ({"output_finl_state": True}, TypeError, "unexpected keyword argument"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_refused_before_any_kernel(case, monkeypatch):
+    changes, error, message = CASES[case]
+    ran = []
+    monkeypatch.setattr(gdn, "forward", lambda *a, **k: ran.append(1))
+    with pytest.raises(error, match=message):
+        chunk_gated_delta_rule(**arguments(**changes))
+    assert not ran
+
+
+@pytest.mark.parametrize("sizes", [(2, 20, 2, 2, 257, 8), (2, 20, 2, 2, 8, 300)])
+def test_head_dimension_too_large(sizes):
+    with pytest.raises(ValueError, match=r"must have [KV] <= 256, got [KV]=(257|300)"):
+        chunk_gated_delta_rule(**gdn_inputs(*sizes).asdict())
+
+
+@pytest.mark.parametrize("sizes", [(0, 20, 2, 2, 8, 8), (2, 0, 2, 2, 8, 8), (2, 20, 2, 2, 8, 0)])
+def test_empty_input(sizes):
+    with pytest.raises(ValueError, match=r"the size [BTV] must be at least 1, got 0"):
+        chunk_gated_delta_rule(**gdn_inputs(*sizes).asdict())
+
+
+def test_triton_where_it_cannot_run(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(
+        ValueError, match="impl='triton' cannot run here: the tensors are on the CPU"
+    ):
+        chunk_gated_delta_rule(**arguments(impl="triton"))
+
+
+def test_triton_has_no_float64():
+    x = gdn_inputs(*SIZES, dtype=torch.float64)
+    with pytest.raises(ValueError, match="float64 was given"):
+        chunk_gated_delta_rule(**x.asdict(), impl="triton")
+
+
+def test_auto_takes_the_reference_where_kernels_cannot_run(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(gdn, "fused_stages", lambda impl: pytest.fail("kernels were chosen"))
+    o, _ = chunk_gated_delta_rule(**arguments())
+    assert o.isfinite().all()

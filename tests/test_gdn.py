@@ -1,0 +1,179 @@
+"""The public function: against the recurrence, and the properties a user relies on."""
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from linattn_edu import chunk_gated_delta_rule
+from linattn_edu.ops.gdn import forward, stages
+from linattn_edu.reference.delta.recurrent import recurrent
+from linattn_edu.testing import assert_close, gdn_inputs, poison
+
+GATES = ("trained", "none", "reset", "closed")
+# relative RMS of o against float64, for outputs of ordinary size
+TOLERANCE = {torch.float32: 5e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+
+
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("C", [16, 32, 64])
+@pytest.mark.parametrize("T", [1, 15, 63, 64, 65, 100, 257])
+def test_chunked_equals_recurrent_in_float64(T, C, gate):
+    x = gdn_inputs(2, T, 2, 4, 33, 20, dtype=torch.float64, initial_state=True, seed=T, gate=gate)
+    want = recurrent(**x.asdict())
+    got = chunk_gated_delta_rule(**x.asdict(), output_final_state=True, chunk_size=C)
+    for name, a, b in zip(("o", "final_state"), got, want, strict=True):
+        assert_close(name, a, b, 1e-12)
+
+
+def test_reference_gradient_is_the_recurrence_s():
+    x = gdn_inputs(1, 65, 1, 2, 16, 12, dtype=torch.float64, initial_state=True)
+    leaves = {n: t.clone().requires_grad_() for n, t in x.asdict().items()}
+    do, dht = torch.randn(1, 65, 2, 12).double(), torch.randn(1, 2, 16, 12).double()
+
+    def gradients(f, **options):
+        o, ht = f(**leaves, **options)
+        return torch.autograd.grad((o * do).sum() + (ht * dht).sum(), leaves.values())
+
+    got = gradients(chunk_gated_delta_rule, impl="reference", output_final_state=True)
+    for name, a, b in zip(leaves, got, gradients(recurrent), strict=True):
+        assert_close(f"d{name}", a, b, 1e-10)
+
+
+def test_kernels_refuse_backward(device):
+    x = gdn_inputs(1, 16, 1, 1, 16, 16, device=device)
+    x.q.requires_grad_()
+    o, _ = chunk_gated_delta_rule(**x.asdict(), impl="triton")
+    with pytest.raises(NotImplementedError, match="impl='reference'"):
+        o.sum().backward()
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize(
+    "shape", [(2, 130, 2, 4, 24, 40), (1, 70, 1, 1, 256, 256), (3, 5, 3, 3, 2, 3)]
+)
+def test_kernels_match_the_recurrence(shape, dtype, device):
+    x = gdn_inputs(*shape, dtype=dtype, device=device, initial_state=True)
+    want = recurrent(**x.double().asdict())
+    with poison():
+        got = chunk_gated_delta_rule(**x.asdict(), output_final_state=True, impl="triton")
+    assert got[0].dtype == dtype and got[1].dtype == torch.float32
+    for name, a, b in zip(("o", "final_state"), got, want, strict=True):
+        assert_close(name, a, b, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("stage", [f.name for f in dataclasses.fields(stages("reference"))])
+def test_any_one_stage_can_be_swapped(stage, device):
+    x = gdn_inputs(1, 100, 1, 2, 24, 40, device=device, initial_state=True)
+    mixed = dataclasses.replace(stages("reference"), **{stage: getattr(stages("triton"), stage)})
+    options = {"scale": 0.2, "output_final_state": True}
+    want = forward(stages("reference"), **x.double().asdict(), **options)
+    for name, a, b in zip(("o", "S"), forward(mixed, **x.asdict(), **options), want, strict=True):
+        assert_close(name, a, b, 5e-6)
+
+
+@pytest.mark.parametrize("impl", ["reference", "triton"])
+@pytest.mark.parametrize("cut", [1, 64, 77])
+def test_splitting_a_sequence_equals_one_call(impl, cut, device):
+    x = gdn_inputs(1, 130, 1, 2, 24, 40, device=device, initial_state=True)
+    o, final = chunk_gated_delta_rule(**x.asdict(), output_final_state=True, impl=impl)
+    first = x.prefix(cut)
+    o1, middle = chunk_gated_delta_rule(**first.asdict(), output_final_state=True, impl=impl)
+    rest = {n: t[:, cut:] for n, t in x.asdict().items() if n != "initial_state"}
+    o2, end = chunk_gated_delta_rule(
+        **rest, initial_state=middle, output_final_state=True, impl=impl
+    )
+    assert_close("o", torch.cat([o1, o2], 1), o, 2e-6)
+    assert_close("final_state", end, final, 2e-6)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("cut", [1, 40, 64, 100])
+def test_causal_to_the_bit(cut, dtype, device):
+    """Other tokens after the cut, gates included, or none at all: the outputs before it stay."""
+    x = gdn_inputs(1, 130, 1, 2, 24, 40, dtype=dtype, device=device, initial_state=True)
+    y = gdn_inputs(1, 130, 1, 2, 24, 40, dtype=dtype, device=device, seed=1, gate="reset")
+    joined = {
+        n: torch.cat([getattr(x, n)[:, :cut], getattr(y, n)[:, cut:]], 1)
+        for n in ("q", "k", "v", "g", "beta")
+    }
+    o, _ = chunk_gated_delta_rule(**x.asdict(), impl="triton")
+    other, _ = chunk_gated_delta_rule(**joined, initial_state=x.initial_state, impl="triton")
+    short, _ = chunk_gated_delta_rule(**x.prefix(cut).asdict(), impl="triton")
+    assert torch.equal(o[:, :cut], other[:, :cut])
+    assert torch.equal(o[:, :cut], short)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_same_bits_every_run_and_in_any_batch(dtype, device):
+    size = (40, 300, 2, 4, 64, 128) if device.type == "cuda" else (3, 100, 1, 2, 24, 40)
+    x = gdn_inputs(*size, dtype=dtype, device=device, initial_state=True)
+    runs = [
+        chunk_gated_delta_rule(**x.asdict(), output_final_state=True, impl="triton")
+        for _ in range(2)
+    ]
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+    one = {n: t[1:2] for n, t in x.asdict().items()}
+    alone = chunk_gated_delta_rule(**one, output_final_state=True, impl="triton")
+    assert all(torch.equal(a[1:2], b) for a, b in zip(runs[0], alone, strict=True))
+
+
+@pytest.mark.parametrize("impl", ["reference", "triton"])
+def test_non_contiguous_arguments_are_copied(impl, device):
+    x = gdn_inputs(1, 20, 2, 2, 16, 24, device=device, initial_state=True)
+    strided = {n: t.transpose(1, 2).contiguous().transpose(1, 2) for n, t in x.asdict().items()}
+    assert not strided["q"].is_contiguous()
+    got, _ = chunk_gated_delta_rule(**strided, impl=impl)
+    want, _ = chunk_gated_delta_rule(**x.asdict(), impl=impl)
+    assert torch.equal(got, want)
+
+
+def test_state_is_returned_only_on_request(device):
+    x = gdn_inputs(1, 8, 1, 1, 8, 8, device=device)
+    assert chunk_gated_delta_rule(**x.asdict())[1] is None
+
+
+def test_scale_is_a_factor_of_the_output(device):
+    x = gdn_inputs(1, 40, 1, 1, 16, 8, device=device)
+    o, _ = chunk_gated_delta_rule(**x.asdict())
+    doubled, _ = chunk_gated_delta_rule(**x.asdict(), scale=2 * 16**-0.5)
+    assert_close("o", doubled, 2 * o, 1e-6)
+
+
+@settings(
+    max_examples=300 if torch.cuda.is_available() else 15,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
+@given(
+    T=st.integers(1, 70),
+    heads=st.sampled_from([(1, 1), (1, 3), (2, 4)]),
+    K=st.integers(1, 40),
+    V=st.integers(1, 40),
+    C=st.sampled_from([16, 32, 64]),
+    dtype=st.sampled_from(list(TOLERANCE)),
+    gate=st.sampled_from(GATES),
+    beta=st.sampled_from([None, 0.0, 1.0]),
+    repeated=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
+def test_any_valid_arguments(T, heads, K, V, C, dtype, gate, beta, repeated, seed):
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    x = gdn_inputs(
+        1, T, *heads, K, V, dtype=dtype, device=device, initial_state=True, gate=gate, seed=seed
+    )
+    if beta is not None:
+        x.beta[:] = beta
+    if repeated:
+        x.k[:] = x.k[:, :1]
+    want = recurrent(**x.double().asdict())
+    with poison():
+        got = chunk_gated_delta_rule(**x.asdict(), output_final_state=True, chunk_size=C)
+    # a reset costs fp32 the spacing at the floor, 150 (chapter 02)
+    tol = max(TOLERANCE[dtype], 1e-3 if gate == "reset" else 0)
+    sizes = (("o", K**-0.5), ("final_state", 1.0))  # what v and the initial state, of rms 1, give
+    for (name, size), a, b in zip(sizes, got, want, strict=True):
+        rms = b.square().mean().sqrt().item()
+        assert_close(name, a, b, tol * max(1.0, size / rms if rms else size))
