@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from linattn_edu.pipeline import STAGES, pipeline_svg
+from linattn_edu.pipeline import pipeline_svg
 
 HASH_SALT = "linattn_edu"
 TEXTS = ("case", "library")  # columns of words, aligned to the left
@@ -229,8 +229,8 @@ def performance_page(name: str = "gdn_h200", figures: Path | None = None) -> str
     if rows:
         parts += ["## The forward pass", _figure(figures, "forward", "Time of the forward pass")]
         parts.append(_markdown(*_forward_cells(rows)))
-    shown = [(stage, _rows(data, f"stage:{stage}")) for stage in ("recurrent", *STAGES)]
-    shown = [(stage, rows) for stage, rows in shown if rows]
+    stages = dict.fromkeys(r["what"] for r in data["rows"] if r["what"].startswith("stage:"))
+    shown = [(what.removeprefix("stage:"), _rows(data, what)) for what in stages]
     if shown:
         parts += ["## The stages", _figure(figures, "roofline", "Stages against the roofline")]
     for stage, rows in shown:

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from linattn_edu import teaching
+from linattn_edu import pipeline, teaching
 
 ROOT = Path(__file__).resolve().parents[1]
-STAGES = ("recurrent", *teaching.STAGES)
+STAGES = ("recurrent", *pipeline.STAGES)
 
 
 def run(code: str, **env: str) -> subprocess.CompletedProcess:
