@@ -1,0 +1,254 @@
+"""The built book in a browser: all from one host, formulas set, legible on a phone."""
+
+import functools
+import http.server
+import os
+import re
+import shutil
+import threading
+from urllib.parse import unquote, urldefrag, urljoin, urlparse
+
+import pytest
+from book.layout import HTML, toc
+from bs4 import BeautifulSoup
+
+CI = os.environ.get("CI") == "true"
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+PAGES = sorted(str(p.relative_to(HTML)) for p in HTML.rglob("*.html") if "_static" not in p.parts)
+FLAGS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--no-first-run",
+]
+PHONE, DESK = {"width": 390, "height": 844}, {"width": 1280, "height": 900}
+
+
+def test_the_book_is_built():
+    if not PAGES and not CI:
+        pytest.skip("no _build/html; `make book` builds it")
+    assert PAGES
+    assert [c for c in toc() if f"chapters/{c}.html" not in PAGES] == []
+
+
+# ---- without a browser
+
+
+@functools.cache
+def soup(page):
+    return BeautifulSoup((HTML / page).read_text(), "html.parser")
+
+
+@functools.cache
+def anchors(page):
+    return {tag["id"] for tag in soup(page).select("[id]")} | {
+        tag["name"] for tag in soup(page).select("a[name]")
+    }
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_internal_links_lead_somewhere(page):
+    broken = []
+    for link in soup(page).select("a[href]"):
+        url = urlparse(link["href"])
+        if url.scheme or url.netloc or link["href"] == "#":
+            continue
+        target, anchor = urldefrag(urljoin(page, link["href"]))
+        target = unquote(target.split("?")[0]) or page
+        if not (HTML / target).is_file() or (
+            anchor and target.endswith(".html") and unquote(anchor) not in anchors(target)
+        ):
+            broken.append(link["href"])
+    assert broken == []
+
+
+@pytest.mark.parametrize("name", toc())
+def test_chapter_is_numbered_and_opens_its_source(name):
+    page = soup(f"chapters/{name}.html")
+    number = page.select_one("article h1 .section-number").text.strip(". \u00a0")
+    assert int(number) == int(name.split("_")[0])
+    links = [a["href"] for a in page.select("a[href]")]
+    assert any(re.search(rf"colab\..*/blob/main/chapters/{name}\.ipynb$", h) for h in links)
+    assert any(h.endswith(f"/edit/main/chapters/{name}.md") for h in links)
+    assert page.select("article .output"), "the page shows no output"
+
+
+# ---- in a browser
+
+
+@pytest.fixture(scope="session")
+def site():
+    """The book on a port of this machine."""
+
+    class Quiet(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, *args):
+            pass
+
+    handler = functools.partial(Quiet, directory=str(HTML))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+@pytest.fixture(scope="session")
+def browser():
+    path = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if path is None:
+        message = f"none of {', '.join(BROWSERS)} is installed"
+        pytest.fail(message) if CI else pytest.skip(message)
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(executable_path=path, args=FLAGS)
+        yield chromium
+        chromium.close()
+
+
+class Visit:
+    """A page in a tab that reaches this machine alone, and what went wrong in it."""
+
+    def __init__(self, browser, home, **options):
+        self.elsewhere, self.missing, self.errors = [], [], []
+        self.home = home
+        self.context = browser.new_context(**({"viewport": DESK} | options))
+        self.context.route("**/*", self._route)
+        self.tab = self.context.new_page()
+        self.tab.on("console", lambda m: m.type == "error" and self.errors.append(m.text))
+        self.tab.on("pageerror", lambda e: self.errors.append(str(e)))
+        self.tab.on("response", lambda r: r.status >= 400 and self.missing.append(r.url))
+        self.tab.on("requestfailed", lambda r: self.missing.append(r.url))
+
+    def _route(self, route):
+        if route.request.url.startswith((self.home, "data:", "blob:")):
+            route.continue_()
+        else:
+            self.elsewhere.append(route.request.url)
+            route.abort()
+
+    def go(self, page):
+        self.tab.goto(f"{self.home}/{page}", wait_until="load")
+        self.tab.evaluate(
+            "async () => { if (window.MathJax?.startup) await MathJax.startup.promise;"
+            " await document.fonts.ready }"
+        )
+        return self.tab
+
+    def close(self):
+        self.context.close()
+
+
+@pytest.fixture
+def visit(browser, site):
+    visits = []
+
+    def make(home=site, **options):
+        visits.append(Visit(browser, home, **options))
+        return visits[-1]
+
+    yield make
+    for v in visits:
+        v.close()
+
+
+# formulas that are still TeX, or that MathJax could not read
+UNSET = """() => {
+  const bad = [...document.querySelectorAll('mjx-merror')].map(e => e.textContent);
+  for (const e of document.querySelectorAll('.math'))
+    if (!e.querySelector('mjx-container')) bad.push(e.textContent);
+  const tex = /\\$\\$|\\\\[(\\[]|\\\\begin\\{|(^|\\s)\\$[^\\s$][^$]*\\$/;
+  const walk = document.createTreeWalker(document.querySelector('main'), NodeFilter.SHOW_TEXT);
+  for (let n = walk.nextNode(); n; n = walk.nextNode())
+    if (!n.parentElement.closest('pre, code, script, style, mjx-container')
+        && tex.test(n.data)) bad.push(n.data.trim());
+  return bad;
+}"""
+
+# what sticks out of the window and cannot be scrolled to
+WIDE = """() => {
+  const room = document.documentElement.clientWidth + 1, bad = [];
+  if (document.documentElement.scrollWidth > room) bad.push('the page itself');
+  for (const e of document.querySelectorAll('main *')) {
+    if (!e.getClientRects().length || e.getBoundingClientRect().right <= room) continue;
+    let box = e;
+    while (box && !/auto|scroll/.test(getComputedStyle(box).overflowX)) box = box.parentElement;
+    const hidden = e.closest('mjx-assistive-mml, .visually-hidden, .headerlink');
+    if ((!box || box.matches('html, body, main')) && !hidden)
+      bad.push(e.tagName + '.' + e.getAttribute('class') + ' ' + e.textContent.trim().slice(0, 40));
+  }
+  return bad.slice(0, 5);
+}"""
+
+IMAGES = """() => [...document.images].filter(i => i.src && !(i.complete && i.naturalWidth))
+  .map(i => i.src)"""
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_page(page, visit):
+    v = visit()
+    tab = v.go(page)
+    assert tab.evaluate(UNSET) == []
+    # a lazy image loads when it is scrolled to
+    tab.evaluate("() => document.querySelectorAll('img').forEach(i => { i.loading = 'eager' })")
+    tab.wait_for_load_state("networkidle")
+    assert tab.evaluate(IMAGES) == []
+    assert tab.evaluate(WIDE) == []
+    tab.set_viewport_size(PHONE)
+    assert tab.evaluate(WIDE) == [], "at 390 px"
+    assert v.elsewhere == []
+    assert v.missing == []
+    assert v.errors == []
+
+
+def test_opened_as_a_file(visit):
+    """`make book` prints the path of a file: it must read well without a server."""
+    for page in ("index.html", *(f"chapters/{name}.html" for name in toc()[:1])):
+        v = visit(home=HTML.as_uri())
+        assert v.go(page).evaluate(UNSET) == []
+        v.tab.wait_for_load_state("networkidle")
+        assert (v.elsewhere, v.missing, v.errors) == ([], [], [])
+
+
+def test_search_finds_a_word(visit):
+    v = visit()
+    tab = v.go("search.html?q=recurrence")
+    tab.wait_for_selector("#search-results li a", timeout=15000)
+    assert v.elsewhere == []
+
+
+# the ratio of WCAG between the colours of an element's text and of what lies behind it
+CONTRAST = """(selector) => {
+  const light = c => { const [r, g, b] = c.match(/[\\d.]+/g).map(x => x / 255)
+    .map(x => x <= 0.04045 ? x / 12.92 : ((x + 0.055) / 1.055) ** 2.4);
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b };
+  const e = document.querySelector(selector);
+  let box = e;
+  while (/, 0\\)|transparent/.test(getComputedStyle(box).backgroundColor) && box.parentElement)
+    box = box.parentElement;
+  const [a, b] = [getComputedStyle(e).color, getComputedStyle(box).backgroundColor].map(light);
+  return (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
+}"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_follows_the_readers_colour_scheme(scheme, visit):
+    tab = visit(color_scheme=scheme).go("index.html")
+    assert tab.evaluate("document.documentElement.dataset.theme") == scheme
+    assert tab.evaluate(CONTRAST, "article p") > 7
+
+
+def test_solutions_unfold(visit):
+    """A solution is closed at first; a click shows it and the cells in it."""
+    for name in toc():
+        tab = visit(viewport=PHONE).go(f"chapters/{name}.html")
+        assert tab.locator(".solution.dropdown, .solution.toggle").count() >= 4
+        button = tab.locator(".solution button.toggle-button").first
+        button.scroll_into_view_if_needed()
+        panel = tab.locator(".solution").first
+        closed = panel.bounding_box()["height"]
+        button.click()
+        tab.wait_for_timeout(600)
+        assert panel.bounding_box()["height"] > closed
+        assert tab.evaluate(WIDE) == []

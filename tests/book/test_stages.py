@@ -1,0 +1,116 @@
+"""Book and library in step: every stage has its four rooms, every tag its equation."""
+
+import ast
+import dataclasses
+import re
+
+import pytest
+from book.layout import CHAPTERS, ROOT, toc
+
+from linattn_edu.ops import gdn
+
+REFERENCE = ROOT / "linattn_edu" / "reference"
+KERNELS = ROOT / "linattn_edu" / "kernels"
+TAG = re.compile(r"#\s*(eq:[\w-]+)")
+
+STAGES = ["recurrent", *(f.name for f in dataclasses.fields(gdn.Stages))]
+# sets that compute several stages at once belong to the chapter that joins the stages
+JOINED = {"delta/fused": "06_output"}
+
+
+def modules(root):
+    """Every stage file under reference/ or kernels/, as "delta/state"."""
+    files = root.glob("*/*.py")
+    return sorted(str(p.relative_to(root).with_suffix("")) for p in files if p.stem != "__init__")
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_stage_has_its_four_rooms(stage):
+    chapters = [name for name in toc() if name.split("_", 1)[1] == stage]
+    assert len(chapters) == 1
+    rooms = [
+        CHAPTERS / f"{chapters[0]}.md",
+        CHAPTERS / f"{chapters[0]}.ipynb",
+        REFERENCE / "delta" / f"{stage}.py",
+        KERNELS / "delta" / f"{stage}.py",
+        ROOT / "tests" / "delta" / f"test_{stage}.py",
+    ]
+    assert [str(r) for r in rooms if not r.exists()] == []
+
+
+def test_reference_and_kernels_hold_the_same_files():
+    assert modules(REFERENCE) == modules(KERNELS)
+
+
+@pytest.mark.parametrize("module", modules(KERNELS))
+def test_module_has_a_test_and_a_chapter(module):
+    folder, name = module.split("/")
+    assert (ROOT / "tests" / folder / f"test_{name}.py").exists()
+    chapter = JOINED.get(module) or next((c for c in toc() if c.split("_", 1)[1] == name), None)
+    assert chapter in toc()
+    assert name in (CHAPTERS / f"{chapter}.md").read_text()
+
+
+def labels():
+    """Every equation label of the book."""
+    text = "\n".join(p.read_text() for p in CHAPTERS.glob("*.md"))
+    return re.findall(r"\$\$ *\((eq:[\w-]+)\)", text)
+
+
+def test_labels_are_unique():
+    assert sorted(set(labels())) == sorted(labels())
+
+
+@pytest.mark.parametrize("root", [REFERENCE, KERNELS], ids=["reference", "kernels"])
+def test_tags_are_labels_of_the_book(root):
+    files = sorted(root.rglob("*.py"))
+    unknown = {
+        f"{p.name}: {tag}"
+        for p in files
+        for tag in TAG.findall(p.read_text())
+        if tag not in labels()
+    }
+    assert unknown == set()
+
+
+class Module:
+    """The tags of a file's functions, in the order in which a call comes by them."""
+
+    def __init__(self, text):
+        self.lines = text.splitlines()
+        functions = [n for n in ast.parse(text).body if isinstance(n, ast.FunctionDef)]
+        self.functions = {f.name: f for f in functions}
+
+    def tags(self, name):
+        """Tags of a function and of those it calls, each once, at its first appearance."""
+        return list(dict.fromkeys(self._walk(name, ())))
+
+    def _walk(self, name, above):
+        function = self.functions[name]
+        events = []
+        for number in range(function.lineno, function.end_lineno + 1):
+            events += [(number, 0, [tag]) for tag in TAG.findall(self.lines[number - 1])]
+        for node in ast.walk(function):
+            callee = self.functions.get(getattr(node, "id", None))
+            if callee and callee.name not in (*above, name):
+                inner = self._walk(callee.name, (*above, name))
+                events.append((node.lineno, node.col_offset, inner))
+        return [tag for *_, tags in sorted(events, key=lambda e: e[:2]) for tag in tags]
+
+
+@pytest.mark.parametrize("module", modules(KERNELS))
+def test_kernel_takes_the_steps_of_its_reference(module):
+    reference = Module((REFERENCE / f"{module}.py").read_text())
+    kernel = Module((KERNELS / f"{module}.py").read_text())
+    shared = [f for f in kernel.functions if f in reference.functions and reference.tags(f)]
+    assert shared, "the kernel shares no tagged function with its reference"
+    for name in shared:
+        assert kernel.tags(name) == reference.tags(name), f"{module}.{name}"
+
+
+def test_a_swapped_or_missing_step_is_noticed():
+    text = "def f():\n    # eq:a\n    g()\n    # eq:c\n    return\n"
+    text += "\ndef g():\n    # eq:b\n    return\n"
+    assert Module(text).tags("f") == ["eq:a", "eq:b", "eq:c"]
+    assert Module(text.replace("eq:a", "eq:d")).tags("f") == ["eq:d", "eq:b", "eq:c"]
+    assert Module(text.replace("    g()\n", "")).tags("f") == ["eq:a", "eq:c"]
