@@ -1,0 +1,1 @@
+"""Benchmarks: one registry of cases, every library that imports, on one GPU in one run."""

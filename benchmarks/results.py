@@ -1,0 +1,104 @@
+"""The file of results: its rows, how runs are merged, how it is written."""
+
+import json
+import os
+import re
+import tempfile
+from datetime import date
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from benchmarks.adapters import DISTRIBUTIONS, NAMES
+from benchmarks.cases import ALL_STAGES, CASES, SCALING, SCALING_FORMS
+
+DATA = Path(__file__).resolve().parents[1] / "chapters" / "data"
+ENVIRONMENT = ("gpu", "torch", "triton", *DISTRIBUTIONS)
+
+
+def default_path(gpu: str) -> Path:
+    """chapters/data/gdn_<gpu>.json: "NVIDIA H200" -> gdn_h200.json."""
+    slug = re.sub(r"[^a-z0-9]+", "_", gpu.lower().removeprefix("nvidia")).strip("_")
+    return DATA / f"gdn_{slug}.json"
+
+
+def new(gpu: str, rates: tuple[float, float]) -> dict:
+    """An empty set of results that says where and with what it was measured."""
+    import torch
+    import triton
+
+    data = {"gpu": gpu, "torch": torch.__version__, "triton": triton.__version__}
+    for library, distribution in DISTRIBUTIONS.items():
+        try:
+            data[library] = version(distribution)
+        except PackageNotFoundError:
+            data[library] = None
+    data["cuda"] = torch.version.cuda
+    data["bytes_per_s"], data["flops_per_s"] = rates
+    return {**data, "date": date.today().isoformat(), "rows": []}
+
+
+def differences(old: dict, new: dict) -> list[str]:
+    """What of the environment differs; a library that one of the two did not have does not."""
+    return [
+        f"{name} {old[name]} -> {new[name]}"
+        for name in ENVIRONMENT
+        if old.get(name) and new.get(name) and old[name] != new[name]
+    ]
+
+
+def merge(old: dict | None, new: dict) -> dict:
+    """`new` over `old`, row by row; only `new` where the two were measured in different places.
+
+    A row measured again keeps what only the older run measured (a first call, say).
+    """
+    if old is None or differences(old, new):
+        return {**new, "rows": sorted(new["rows"], key=_order)}
+    rows = {_key(row): row for row in old["rows"]}
+    for row in new["rows"]:
+        rows[_key(row)] = {**rows.get(_key(row), {}), **row}
+    known = {name: value for name, value in old.items() if value is not None}
+    top = {**known, **{name: value for name, value in new.items() if value is not None}}
+    return {**new, **top, "rows": sorted(rows.values(), key=_order)}
+
+
+def _key(row: dict) -> tuple:
+    return row["case"], row["library"], row["what"], row.get("T")
+
+
+def _order(row: dict) -> tuple:
+    cases = [*CASES, SCALING]
+    whats = ["forward", *(f"stage:{name}" for name in ALL_STAGES), *SCALING_FORMS]
+
+    def place(names, name):
+        names = list(names)
+        return (names.index(name), "") if name in names else (len(names), name)
+
+    key = (row["case"], cases), (row["what"], whats), (row["library"], NAMES)
+    return (*(place(names, name) for name, names in key), row.get("T") or 0)
+
+
+def load(path: Path) -> dict | None:
+    """The results in a file, None if there is none."""
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+
+
+def save(path: Path, data: dict) -> None:
+    """Write whole or not at all: a run that is stopped leaves the older file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(_text(data))
+        os.chmod(name, 0o644)  # mkstemp makes it private
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise
+
+
+def _text(data: dict) -> str:
+    """JSON with a line a row, so that a diff shows which rows changed."""
+    top = {name: value for name, value in data.items() if name != "rows"}
+    lines = [f" {json.dumps(name)}: {json.dumps(value)}," for name, value in top.items()]
+    rows = ",\n".join(f"  {json.dumps(row)}" for row in data["rows"])
+    return "\n".join(["{", *lines, ' "rows": [', *([rows] if rows else []), " ]", "}", ""])
