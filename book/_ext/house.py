@@ -1,5 +1,6 @@
-"""Small repairs to the theme: where "suggest edit" leads, and one search box in place of two."""
+"""Small repairs: where "suggest edit" and "[docs]" lead, one search box in place of two."""
 
+import re
 from pathlib import Path
 
 
@@ -21,9 +22,28 @@ def edit_source(app, pagename, templatename, context, doctree):
     context["get_edit_provider_and_url"] = edit_provider_and_url
 
 
+def docs_links(app, pagename, templatename, context, doctree):
+    """Mend viewcode's "[docs]" links on the source of a module.
+
+    One name documented under an alias, such as linattn_edu.chunk_gated_delta_rule, makes viewcode
+    write the alias's module before every name of the page.
+    """
+    if not pagename.startswith("_modules/") or "body" not in context:
+        return
+    module = pagename.removeprefix("_modules/").replace("/", ".")
+    known = {name for name, *_ in app.env.get_domain("py").get_objects()}
+
+    def mend(match):
+        full = f"{module}.{match[2].rsplit('.', 1)[-1]}"
+        return match[0] if match[2] in known or full not in known else f"{match[1]}#{full}"
+
+    context["body"] = re.sub(r"(\w\.html)#(linattn_edu[\w.]*)", mend, context["body"])
+
+
 def setup(app):
     """Register with Sphinx."""
     app.connect("config-inited", one_search_box)
     # after pydata_sphinx_theme (500) sets the link; before sphinx_book_theme (501, listed later)
     app.connect("html-page-context", edit_source, priority=501)
+    app.connect("html-page-context", docs_links)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
