@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from linattn_edu import doctor
 from linattn_edu.doctor import Machine, notes, unavailable
@@ -83,6 +84,29 @@ def test_a_failing_way_is_named_with_its_note_and_the_reason():
     assert "Failing: interpreter; right: reference." in text
 
 
+@pytest.mark.parametrize(
+    ("compiled", "interpreter", "reference", "usable"),
+    [
+        (True, True, True, True),
+        (True, False, True, True),  # with a GPU nothing needs the interpreter
+        (False, True, True, False),
+        (None, True, True, True),
+        (None, False, True, False),  # the chapters need it
+        (None, None, True, True),
+        (True, True, False, False),
+    ],
+)
+def test_usable_is_what_this_machine_needs(
+    compiled, interpreter, reference, usable, monkeypatch, capsys
+):
+    holds = {"compiled": compiled, "interpreter": interpreter, "reference": reference}
+    monkeypatch.setattr(doctor, "examine", machine)
+    monkeypatch.setattr(doctor, "unavailable", lambda way, _: holds[way] is None and "absent")
+    monkeypatch.setattr(doctor, "attempt", lambda way: (holds[way], "float32"))
+    assert doctor.main() == (not usable)
+    assert capsys.readouterr().out.splitlines()[-1].startswith("Usable" if usable else "Not usable")
+
+
 def test_an_attempt_reports_the_error_of_its_process(monkeypatch):
     monkeypatch.setattr(doctor.sys, "executable", "/bin/false")
     assert doctor.attempt("reference") == (False, "the process ended with code 1")
@@ -98,7 +122,8 @@ def run(*command: str) -> subprocess.CompletedProcess:
 def test_the_command_runs_each_way_that_is_here():
     done = run("-m", "linattn_edu", "doctor")
     assert done.returncode == 0, done.stdout + done.stderr
-    for way in ("interpreter", "reference"):
+    used = "compiled" if torch.cuda.is_available() else "interpreter"
+    for way in (used, "reference"):
         assert f"{way:<12} right  float32, float16, bfloat16" in done.stdout
     assert "Usable" in done.stdout
 
