@@ -7,6 +7,10 @@ from torch import Tensor
 
 from linattn_edu.testing import GDNInputs
 
+# fla hands the work to flash_qla where that is installed; here it runs its own kernels. It may be
+# imported by another library first, so this is set before any of them is.
+os.environ["FLA_FLASH_QLA"] = "0"
+
 Adapter = Callable[[GDNInputs], Tensor]
 
 
@@ -17,8 +21,6 @@ def linattn_edu() -> Adapter:
 
 
 def fla() -> Adapter:
-    # fla hands the work to flash_qla where that is installed; here it runs its own kernels
-    os.environ["FLA_FLASH_QLA"] = "0"
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
     return lambda i: chunk_gated_delta_rule(i.q, i.k, i.v, i.g, i.beta)[0]

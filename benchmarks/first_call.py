@@ -58,7 +58,8 @@ def child(library: str, case: Case, folder: Path, stages: bool) -> dict:
     lines = [line for line in done.stdout.splitlines() if line.startswith('{"first_call_s"')]
     if lines:
         return json.loads(lines[-1])
-    return {"why": (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]}
+    said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+    return {"why": said[-1][:200]}
 
 
 def first_calls(

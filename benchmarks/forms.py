@@ -1,6 +1,7 @@
 """What is timed beside whole libraries: single stages, and the three forms of GDN."""
 
 from collections.abc import Callable
+from importlib import import_module
 
 import torch
 from torch import Tensor
@@ -11,36 +12,51 @@ from linattn_edu.testing import GDNInputs
 QUADRATIC_BYTES = 2**31  # of one [heads, T, T] matrix in fp32; heads are taken in groups to fit
 
 
-def stage_calls(
-    i: GDNInputs,
-    chunk_size: int,
-    staged: gdn.Stages | None = None,
-    fused: gdn.FusedStages | None = None,
-) -> dict[str, Callable[[], object]]:
-    """Each stage of both sets as a call on its own inputs, which are computed here once.
+def stage_function(name: str, impl: str) -> Callable:
+    """A stage of either set, or the recurrence, of "reference" or "triton"."""
+    if name == "recurrent":
+        package = "kernels" if impl == "triton" else "reference"
+        return import_module(f"linattn_edu.{package}.delta.recurrent").recurrent
+    fused = gdn.fused_stages(impl)
+    return getattr(fused if hasattr(fused, name) else gdn.stages(impl), name)
 
-    Args:
-        i: Inputs of the operator.  staged, fused: The kernels if None.
+
+def stage_arguments(i: GDNInputs, chunk_size: int, impl: str = "triton") -> dict[str, tuple]:
+    """Stage -> (its arguments, its keyword arguments), each made by the stages before it.
+
+    With an initial state in `i`, the stages that carry the state start from it and return the last.
     """
-    staged = staged or gdn.stages("triton")
-    fused = fused or gdn.fused_stages("triton")
+    staged, fused = gdn.stages(impl), gdn.fused_stages(impl)
     options = {"chunk_size": chunk_size}
-    scale = i.q.shape[-1] ** -0.5
+    scaled = {**options, "scale": i.q.shape[-1] ** -0.5}
+    S = i.initial_state
+    last = {"output_final_state": S is not None}
     gc = staged.gate_cumsum(i.g, **options)
     A = staged.solve(i.k, i.beta, **options)
     w, u = staged.wy(i.k, i.v, i.beta, gc, A)
-    h, v_new, _ = staged.state(i.k, w, u, gc, **options)
-    P, R = fused.intra(i.q, i.k, i.beta, gc, scale=scale, **options)
+    h, v_new, _ = staged.state(i.k, w, u, gc, S, **options)
+    P, R = fused.intra(i.q, i.k, i.beta, gc, **scaled)
     return {
-        "gate_cumsum": lambda: staged.gate_cumsum(i.g, **options),
-        "solve": lambda: staged.solve(i.k, i.beta, **options),
-        "wy": lambda: staged.wy(i.k, i.v, i.beta, gc, A),
-        "state": lambda: staged.state(i.k, w, u, gc, **options),
-        "output": lambda: staged.output(i.q, i.k, v_new, h, gc, scale=scale, **options),
-        "intra": lambda: fused.intra(i.q, i.k, i.beta, gc, scale=scale, **options),
-        "scan": lambda: fused.scan(i.q, i.k, i.v, gc, P, R, scale=scale),
-        "recurrent": lambda: recurrent(i),
+        "gate_cumsum": ((i.g,), options),
+        "solve": ((i.k, i.beta), options),
+        "wy": ((i.k, i.v, i.beta, gc, A), {}),
+        "state": ((i.k, w, u, gc, S), options | last),
+        "output": ((i.q, i.k, v_new, h, gc), scaled),
+        "intra": ((i.q, i.k, i.beta, gc), scaled),
+        "scan": ((i.q, i.k, i.v, gc, P, R, S), {"scale": scaled["scale"], **last}),
+        "recurrent": ((i.q, i.k, i.v, i.g, i.beta), {"initial_state": S}),
     }
+
+
+def stage_calls(i: GDNInputs, chunk_size: int) -> dict[str, Callable[[], object]]:
+    """Every stage's kernel as a call on its own inputs, which are computed here once."""
+
+    def call(name: str, args: tuple, kwargs: dict) -> Callable[[], object]:
+        f = stage_function(name, "triton")
+        return lambda: f(*args, **kwargs)
+
+    arguments = stage_arguments(i, chunk_size)
+    return {name: call(name, args, kwargs) for name, (args, kwargs) in arguments.items()}
 
 
 def recurrent(i: GDNInputs) -> tuple[Tensor, Tensor]:

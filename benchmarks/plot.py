@@ -1,0 +1,200 @@
+"""python -m benchmarks plot: draw the figures of the book from chapters/data/*.json.
+
+The same results give the same files, byte for byte, with the same matplotlib.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from benchmarks import results
+from benchmarks.adapters import NAMES
+from benchmarks.cases import ALL_STAGES, CASES, COPY_RATE, PRODUCT_RATE, SCALING_FORMS
+
+FIGURES = results.DATA.parents[1] / "book" / "_static" / "figures"
+MAIN = "gdn_h200"  # its figures have the plain names
+
+# readable on a white and on a black page
+INK = "#767676"
+OURS, FLOOR, PEERS = "#1f8fd1", "#d9822b", ("#a0a0a0", "#6f6f6f")
+COLOURS = (
+    "#1f8fd1", "#d9822b", "#2e9e5b", "#c2557f", "#8a6fd1", "#a08a2e", "#3aa6a6", "#b5483a", "#767676",
+)  # fmt: skip
+MARKERS = "osD^vP*Xp"
+WIDTH = 4.4  # inches: shown at 360 px on a phone the letters still have 11 px
+STYLE = {
+    "svg.hashsalt": "linattn_edu",
+    "font.size": 10,
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "axes.edgecolor": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": INK,
+    "grid.alpha": 0.25,
+    "figure.facecolor": "none",
+    "axes.facecolor": "none",
+    "savefig.facecolor": "none",
+    "legend.frameon": False,
+    "lines.linewidth": 1.8,
+}
+
+
+def forward(data: dict, plt):
+    """Bars of the forward pass, a group a case, with the floor as a line across it."""
+    rows = [row for row in data["rows"] if row["what"] == "forward"]
+    cases = [name for name in CASES if any(row["case"] == name for row in rows)]
+    if not rows:
+        return None
+    libraries = [name for name in NAMES if any(row["library"] == name for row in rows)]
+    colours = dict(zip(libraries, _library_colours(libraries), strict=True))
+    height = 0.8 / len(libraries)
+    fig, ax = plt.subplots(figsize=(WIDTH, 1.0 + len(cases) * (0.25 + 0.22 * len(libraries))))
+    longest = max(row["ms"] for row in rows)
+    for n, case in enumerate(cases):
+        here = {row["library"]: row for row in rows if row["case"] == case}
+        for j, library in enumerate(libraries):
+            y = n + (j - (len(libraries) - 1) / 2) * height
+            row = here.get(library)
+            if row is None:
+                ax.text(0.12 * longest, y, f"no {library}", va="center", fontsize=8)
+                continue
+            ax.barh(y, row["ms"], 0.92 * height, color=colours[library])
+            ax.text(row["ms"] + 0.01 * longest, y, f"{row['ms']:.2f}", va="center", fontsize=9)
+        floor = next(iter(here.values()))["floor_ms"]
+        ax.plot([floor, floor], [n - 0.45, n + 0.45], color=FLOOR, lw=1.4)
+    handles = [plt.Rectangle((0, 0), 1, 1, color=colours[name]) for name in libraries]
+    handles.append(plt.Line2D([], [], color=FLOOR, lw=1.4))
+    _legend(ax, handles, [*libraries, "floor"], columns=4)
+    ax.set_yticks(range(len(cases)), cases)
+    ax.invert_yaxis()
+    ax.grid(visible=False, axis="y")
+    ax.set_xlim(0, 1.12 * longest)
+    ax.set_xlabel("forward, ms")
+    return fig
+
+
+def _library_colours(libraries: list[str]) -> list[str]:
+    peers = iter(PEERS * len(libraries))
+    return [OURS if name == "linattn_edu" else next(peers) for name in libraries]
+
+
+def roofline(data: dict, plt):
+    """Operations a second against operations a byte: stages and forward passes under the roof."""
+    points = {}
+    for row in data["rows"]:
+        stage = row["what"].startswith("stage:")
+        if stage or (row["what"] == "forward" and row["library"] == "linattn_edu"):
+            points.setdefault(row["what"].removeprefix("stage:"), []).append(row)
+    if not points:
+        return None
+    copy = data.get("bytes_per_s", COPY_RATE)
+    product = data.get("flops_per_s", PRODUCT_RATE)
+    fig, ax = plt.subplots(figsize=(WIDTH, 4.4))
+    shown = [row for rows in points.values() for row in rows]
+    left = 0.5 * min(row["flops"] / row["bytes"] for row in shown)
+    right = 3 * max(product / copy, *(row["flops"] / row["bytes"] for row in shown))
+    ax.plot([left, product / copy, right], [left * copy / 1e12, *[product / 1e12] * 2], color=INK)
+    names = [name for name in ("forward", *ALL_STAGES) if name in points]
+    for n, name in enumerate(names):
+        x = [row["flops"] / row["bytes"] for row in points[name]]
+        y = [row["flops"] / row["ms"] / 1e9 for row in points[name]]
+        ax.plot(
+            x, y, ls="", marker=MARKERS[n % len(MARKERS)], ms=6, alpha=0.85, mew=0,
+            color=COLOURS[n % len(COLOURS)], label=name,
+        )  # fmt: skip
+    ax.set_xscale("log")
+    ax.set_yscale("log")
+    ax.set_xlim(left, right)
+    ax.set_ylim(top=2.5 * product / 1e12)
+    ax.set_xlabel("operations a byte")
+    ax.set_ylabel("TFLOP/s")
+    text = {"fontsize": 8.5, "ha": "right"}
+    ax.text(right, product / 1e12 * 1.15, f"{product / 1e12:.0f} TFLOP/s", **text)
+    x = left * 4
+    text = {"fontsize": 8.5, "ha": "right", "va": "bottom"}
+    ax.text(x, x * copy / 1e12 * 1.2, f"{copy / 1e12:.1f} TB/s", **text)
+    _legend(ax, *ax.get_legend_handles_labels())
+    return fig
+
+
+def scaling(data: dict, plt):
+    """Time of the three forms against the length of the sequence."""
+    series = {
+        form: sorted((row["T"], row["ms"]) for row in data["rows"] if row["what"] == form)
+        for form in SCALING_FORMS
+    }
+    series = {form: points for form, points in series.items() if points}
+    if not series:
+        return None
+    fig, ax = plt.subplots(figsize=(WIDTH, 3.4))
+    for n, (form, points) in enumerate(series.items()):
+        x, y = zip(*points, strict=True)
+        ax.plot(x, y, color=COLOURS[n], marker=MARKERS[n], ms=4.5, mew=0, label=form)
+    lengths = sorted({T for points in series.values() for T, _ in points})
+    ax.set_xscale("log", base=2)
+    ax.set_yscale("log")
+    ax.set_xticks(lengths, [f"{T // 1024}k" if T >= 1024 else str(T) for T in lengths])
+    ax.set_xlabel("tokens")
+    ax.set_ylabel("ms")
+    _legend(ax, *ax.get_legend_handles_labels())
+    return fig
+
+
+def _legend(ax, handles: list, labels: list[str], columns: int = 3) -> None:
+    """Above the axes."""
+    ax.legend(
+        handles, labels, ncols=columns, loc="lower left", bbox_to_anchor=(-0.12, 1.0),
+        fontsize=9, handlelength=1.4, columnspacing=1.1, handletextpad=0.5,
+    )  # fmt: skip
+
+
+DRAWINGS: dict[str, Callable] = {"forward": forward, "roofline": roofline, "scaling": scaling}
+
+
+def draw(data: dict, folder: Path, suffix: str = "") -> list[Path]:
+    """Draw what the results hold; the files written."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    import matplotlib.pyplot as plt
+
+    written = []
+    folder.mkdir(parents=True, exist_ok=True)
+    with matplotlib.rc_context(STYLE):
+        for name, drawing in DRAWINGS.items():
+            fig = drawing(data, plt)
+            if fig is None:
+                continue
+            path = folder / f"{name}{suffix}.svg"
+            fig.savefig(path, metadata={"Date": None, "Creator": None}, bbox_inches="tight")
+            plt.close(fig)
+            written.append(path)
+    return written
+
+
+def main(argv: list[str]) -> int:
+    p = argparse.ArgumentParser(prog="python -m benchmarks plot", description=__doc__)
+    p.add_argument("--data", type=Path, default=results.DATA, help="folder of the results")
+    p.add_argument("--out", type=Path, default=FIGURES, help="folder of the figures")
+    args = p.parse_args(argv)
+    files = sorted(args.data.glob("*.json"), key=lambda path: (path.stem != MAIN, path.stem))
+    if not files:
+        print(f"error: {args.data} holds no results: run python -m benchmarks", file=sys.stderr)
+        return 2
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        print("error: matplotlib is missing: pip install 'linattn_edu[bench]'", file=sys.stderr)
+        return 2
+    for n, path in enumerate(files):
+        data = results.load(path)
+        print(f"{path.name}: {data['gpu']}, torch {data['torch']}, {data['date']}")
+        for file in draw(data, args.out, f"_{path.stem}" if n else ""):
+            print(f"  {file}")
+    return 0
