@@ -14,6 +14,12 @@ from linattn_edu.pipeline import pipeline_svg
 
 HASH_SALT = "linattn_edu"
 TEXTS = ("case", "library")  # columns of words, aligned to the left
+PEERS = {"fla": "fla-core", "flash_qla": "flash-qla"}  # key of the results -> distribution
+SCALING = (
+    "One layer with 16 heads and K = V = 128, from 256 to 32768 tokens: the recurrence token by "
+    "token, the chunked form, and the quadratic form that keeps no state "
+    "({doc}`/chapters/06_output`)."
+)
 
 
 def setup(seed: int = 0) -> torch.device:
@@ -196,17 +202,17 @@ def _stage_cells(rows: list[dict]) -> tuple[list[str], list[list[str]]]:
 def _forward_cells(rows: list[dict]) -> tuple[list[str], list[list[str]]]:
     """Heads and lines of the forward table; what was not measured stays empty."""
 
-    def optional(row: dict, key: str, form: str) -> str:
-        return format(row[key], form) if row.get(key) is not None else ""
+    def optional(row: dict, key: str, form: str, factor: float = 1) -> str:
+        return format(factor * row[key], form) if row.get(key) is not None else ""
 
-    heads = ["case", "library", "ms", "floor ms", "error", "first call s", "peak MiB"]
+    heads = ["case", "library", "ms", "floor ms", "error %", "first call s", "peak MiB"]
     lines = [
         [
             row["case"],
             row["library"],
             f"{row['ms']:.3f}",
             f"{row['floor_ms']:.3f}",
-            optional(row, "error", ".1e"),
+            optional(row, "error", ".2g", 100),
             optional(row, "first_call_s", ".1f"),
             optional(row, "peak_mib", ".0f"),
         ]
@@ -225,10 +231,17 @@ def performance_page(name: str = "gdn_h200", figures: Path | None = None) -> str
     if data is None:
         return "Nothing has been measured yet.\n"
     parts = [f"Measured on {_provenance(data)}"]
+    if "bytes_per_s" in data and "flops_per_s" in data:
+        parts[0] += (
+            f" Floors are reckoned with {data['bytes_per_s'] / 1e12:.1f} TB/s "
+            f"and {data['flops_per_s'] / 1e12:.0f} TFLOP/s."
+        )
     rows = _rows(data, "forward")
     if rows:
         parts += ["## The forward pass", _figure(figures, "forward", "Time of the forward pass")]
         parts.append(_markdown(*_forward_cells(rows)))
+    if drawn := _figure(figures, "scaling", "Time against the length of the sequence"):
+        parts += ["## Three forms of one layer", SCALING, drawn]
     stages = dict.fromkeys(r["what"] for r in data["rows"] if r["what"].startswith("stage:"))
     shown = [(what.removeprefix("stage:"), _rows(data, what)) for what in stages]
     if shown:
@@ -240,7 +253,9 @@ def performance_page(name: str = "gdn_h200", figures: Path | None = None) -> str
 
 def _figure(figures: Path | None, name: str, alt: str) -> str:
     there = figures is not None and (figures / f"{name}.svg").is_file()
-    return f"![{alt}](_static/figures/{name}.svg)" if there else ""
+    # the class says that the drawing can be read on a dark page as it is
+    image = f"```{{image}} _static/figures/{name}.svg\n:alt: {alt}\n:class: dark-light\n```"
+    return image if there else ""
 
 
 def _markdown(heads: list[str], rows: list[list[str]]) -> str:
@@ -256,7 +271,9 @@ def _load(name: str) -> dict | None:
 
 
 def _provenance(data: dict) -> str:
-    return f"{data['gpu']}, torch {data['torch']}, Triton {data['triton']}, {data['date']}."
+    versions = [f"torch {data['torch']}", f"Triton {data['triton']}"]
+    versions += [f"{name} {data[key]}" for key, name in PEERS.items() if data.get(key)]
+    return f"{data['gpu']}, {', '.join(versions)}, {data['date']}."
 
 
 def _table(heads: list[str], rows: Iterable[list[str]], caption: str) -> None:

@@ -47,3 +47,20 @@ def code_of(name: str) -> str:
     """Blocks and spans of code of a document."""
     text = (ROOT / name).read_text()
     return "\n".join(re.findall(r"```bash\n.*?```|`[^`\n]+`", text, re.S))
+
+
+def test_the_interface_lists_every_stage_and_kernel():
+    """Functions of the stage files without an underscore, read without importing Triton."""
+    listed = set(re.findall(r"autofunction:: ([\w.]+)", (ROOT / "book" / "api.md").read_text()))
+    for side in ("reference", "kernels"):
+        files = [
+            p for p in (ROOT / "linattn_edu" / side / "delta").glob("*.py") if p.stem[0] != "_"
+        ]
+        stages = {f"linattn_edu.{side}.delta.{p.stem}.{p.stem}" for p in files if p.stem != "fused"}
+        kernels = {
+            f"linattn_edu.{side}.delta.{p.stem}.{name}"
+            for p in files
+            for name in re.findall(r"^def (\w+_kernel|intra|scan)\(", p.read_text(), re.M)
+        }
+        ours = {name for name in listed if name.startswith(f"linattn_edu.{side}.delta.")}
+        assert stages | kernels <= ours

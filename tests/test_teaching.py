@@ -128,6 +128,7 @@ ROW = {
 }  # fmt: skip
 DATA = {
     "gpu": "NVIDIA H200", "torch": "2.11.0", "triton": "3.6.0", "date": "2026-01-01",
+    "fla": "0.6.0", "flash_qla": None, "bytes_per_s": 4.3e12, "flops_per_s": 7.9e14,
     "rows": [ROW, {**ROW, "what": "forward", "ms": 0.4},
              {"case": "gdn_train", "library": "fla", "what": "forward", "ms": 0.8, "bytes": 2e8,
               "flops": 1e10, "floor_ms": 0.04}],
@@ -157,13 +158,14 @@ def test_stage_table(results, capsys):
     heads, row, caption = capsys.readouterr().out.splitlines()
     assert heads.split() == ["case", "ms", "floor", "ms", "GB/s", "TFLOP/s"]
     assert row.split() == ["gdn_train", "0.050", "0.040", "4000", "200.0"]
-    assert caption == "Stage solve. NVIDIA H200, torch 2.11.0, Triton 3.6.0, 2026-01-01."
+    assert caption.startswith("Stage solve. NVIDIA H200, torch 2.11.0, Triton 3.6.0, fla-core ")
+    assert caption.endswith(" 0.6.0, 2026-01-01.")
 
 
 def test_forward_table(results, capsys):
     teaching.measured_forward(results)
     _, ours, fla, caption = capsys.readouterr().out.splitlines()
-    assert ours.split() == ["gdn_train", "linattn_edu", "0.400", "0.040", "1.0e-03", "2.5", "100"]
+    assert ours.split() == ["gdn_train", "linattn_edu", "0.400", "0.040", "0.1", "2.5", "100"]
     assert fla.split() == ["gdn_train", "fla", "0.800", "0.040"]
     assert "NVIDIA H200" in caption
 
@@ -180,10 +182,11 @@ def test_tables_say_not_measured_yet(show, capsys):
 def test_the_page_of_the_book(results, tmp_path):
     (tmp_path / "forward.svg").touch()
     text = teaching.performance_page(results, tmp_path)
-    assert "Measured on NVIDIA H200, torch 2.11.0, Triton 3.6.0, 2026-01-01." in text
+    assert "Measured on NVIDIA H200, torch 2.11.0, Triton 3.6.0, fla-core 0.6.0, 2026" in text
+    assert "with 4.3 TB/s and 790 TFLOP/s." in text
     assert "| gdn_train | fla | 0.800 | 0.040 |  |  |  |" in text
     assert "### solve\n\n| case | ms |" in text
-    assert "](_static/figures/forward.svg)" in text and "roofline.svg" not in text
+    assert " _static/figures/forward.svg\n" in text and "roofline.svg" not in text
     assert teaching.performance_page("no_such") == "Nothing has been measured yet.\n"
 
 
