@@ -77,9 +77,13 @@ class Config:
     num_warps: int
     num_stages: int
 
-    def launch(self) -> dict[str, int]:
-        """The row as keyword arguments of a kernel launch."""
-        return dict(self.tiles, num_warps=self.num_warps, num_stages=self.num_stages)
+    def launch(self, K: int | None = None, V: int | None = None) -> dict[str, int]:
+        """The row as keyword arguments of a launch; BK and BV no wider than K and V need."""
+        tiles = dict(self.tiles)
+        for name, dim in (("BK", K), ("BV", V)):
+            if name in tiles and dim is not None:
+                tiles[name] = min(tiles[name], block(dim))
+        return dict(tiles, num_warps=self.num_warps, num_stages=self.num_stages)
 
 
 def row(num_warps: int, num_stages: int, **tiles: int) -> Config:
@@ -112,13 +116,23 @@ def block(n: int) -> int:
     return max(16, triton.next_power_of_2(n))
 
 
-def widest(table: dict, k: torch.Tensor, heads: int, V: int) -> dict[str, int]:
-    """The first row whose tiles of V, over `heads` heads, give every multiprocessor a program.
+# Rows of K elements that are not whole 4-byte words cannot be copied ahead asynchronously. The loop
+# is then not pipelined, and on Hopper such a loop is miscompiled for narrow tiles with 4 or 8 warps
+# (tests/gpu); 2 warps take another matrix instruction and are right.
+UNPIPELINED = row(2, 1, BV=16)
 
-    The last row if none does. `table` is generation -> bytes of an element -> BK -> rows.
+
+def widest(table: dict, k: torch.Tensor, heads: int, V: int) -> dict[str, int]:
+    """The widest BV whose tiles, over `heads` heads, still occupy 7 of 10 multiprocessors.
+
+    Everything but the columns of V is read once a program, so wide tiles read less; too few
+    programs leave the GPU idle. `table` is generation -> bytes of an element -> BK -> rows, widest
+    first; the last is taken if none has enough programs. The result does not depend on the choice.
     """
     gen, processors = device_of(k)
-    rows = table[gen][k.element_size()][max(128, block(k.shape[-1]))]
-    launches = [dict(r.launch(), BV=min(dict(r.tiles)["BV"], block(V))) for r in rows]
-    enough = (c for c in launches if heads * triton.cdiv(V, c["BV"]) >= processors)
+    K, size = k.shape[-1], k.element_size()
+    if K * size % 4 and gen == "hopper":
+        return UNPIPELINED.launch(V=V)
+    launches = [r.launch(V=V) for r in table[gen][size][max(128, block(K))]]
+    enough = (c for c in launches if 10 * heads * triton.cdiv(V, c["BV"]) >= 7 * processors)
     return next(enough, launches[-1])

@@ -1,4 +1,4 @@
-"""The forward pass in two fused kernels: all that needs no state, then all that does.
+"""The forward pass in fused kernels: all that needs no state (scores, resolvent), then the scan.
 
 Against the five stages nothing of size [T, K] or [T, V] is written between kernels: w, u, v_new and
 the states h stay on the chip.
@@ -26,14 +26,50 @@ from linattn_edu.kernels.tiles import (
 
 
 @triton.jit(do_not_specialize=["T"])
-def intra_kernel(
+def scores_kernel(
     q_ptr,  # [B, T, H, K]
+    k_ptr,  # [B, T, H, K]
+    gc_ptr,  # [B, T, HV] log2
+    P_ptr,  # [B, T, HV, BT] out
+    scale,
+    T,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+):
+    """One program: one chunk of one head.  Grid (B * NT * HV).
+
+    Reference: linattn_edu.reference.delta.fused.intra.
+    """
+    pid = tl.program_id(0).to(tl.int64)
+    NT = tl.cdiv(T, BT)
+    i_h, i_t, i_b = pid % HV, pid // HV % NT, pid // HV // NT
+    first = i_b * T + i_t * BT
+    n_t = (T - i_t * BT).to(tl.int32)
+    q_ptr += (first * H + i_h // (HV // H)) * K
+    k_ptr += (first * H + i_h // (HV // H)) * K
+    o_t = tl.arange(0, BT)
+
+    P = tl.zeros([BT, BT], dtype=tl.float32)
+    for i_k in range(tl.cdiv(K, BK)):
+        o_k = i_k * BK + tl.arange(0, BK)
+        b_q = load_tile(q_ptr, o_t, o_k, H * K, n_t, K)  # [BT, BK]
+        b_k = load_tile(k_ptr, o_t, o_k, H * K, n_t, K)  # [BT, BK]
+        P = dot(b_q, tl.trans(b_k), P)
+    # eq:delta-decay-matrix   G = 2^(gc_i - gc_j), i >= j
+    G = decay_matrix(load_gate(gc_ptr + first * HV + i_h, o_t, HV, n_t), o_t)
+    # eq:delta-intra   P = Q K^T * G
+    store_tile(P_ptr + (first * HV + i_h) * BT, scale * P * G, o_t, o_t, HV * BT, n_t, BT)
+
+
+@triton.jit(do_not_specialize=["T"])
+def resolvent_kernel(
     k_ptr,  # [B, T, H, K]
     beta_ptr,  # [B, T, HV]
     gc_ptr,  # [B, T, HV] log2
-    P_ptr,  # [B, T, HV, BT] out
     R_ptr,  # [B, T, HV, BT] out
-    scale,
     T,
     H: tl.constexpr,
     HV: tl.constexpr,
@@ -51,23 +87,9 @@ def intra_kernel(
     i_h, i_t, i_b = pid % HV, pid // HV % NT, pid // HV // NT
     first = i_b * T + i_t * BT
     n_t = (T - i_t * BT).to(tl.int32)
-    q_ptr += (first * H + i_h // (HV // H)) * K
     k_ptr += (first * H + i_h // (HV // H)) * K
     o_t = tl.arange(0, BT)
-    b_gc = load_gate(gc_ptr + first * HV + i_h, o_t, HV, n_t)
 
-    P = tl.zeros([BT, BT], dtype=tl.float32)
-    for i_k in range(tl.cdiv(K, BK)):
-        o_k = i_k * BK + tl.arange(0, BK)
-        b_q = load_tile(q_ptr, o_t, o_k, H * K, n_t, K)  # [BT, BK]
-        b_k = load_tile(k_ptr, o_t, o_k, H * K, n_t, K)  # [BT, BK]
-        P = dot(b_q, tl.trans(b_k), P)
-    # eq:delta-decay-matrix   G = 2^(gc_i - gc_j), i >= j
-    P *= scale * decay_matrix(b_gc, o_t)
-    # eq:delta-intra   P = Q K^T * G
-    store_tile(P_ptr + (first * HV + i_h) * BT, P, o_t, o_t, HV * BT, n_t, BT)
-
-    # a second pass over k, from the cache: two tiles at once would not fit the registers
     L = tl.zeros([BT, BT], dtype=tl.float32)
     for i_k in range(tl.cdiv(K, BK)):
         b_k = load_tile(k_ptr, o_t, i_k * BK + tl.arange(0, BK), H * K, n_t, K)  # [BT, BK]
@@ -76,7 +98,8 @@ def intra_kernel(
     b_beta = load_row(beta_ptr + first * HV + i_h, o_t, HV, n_t)
     L = tl.where(o_t[:, None] > o_t[None, :], b_beta[:, None] * L, 0.0)
     # eq:delta-resolvent   R = (A * G) diag(beta)
-    R = unit_lower_inverse(L, BT, PRECISION) * decay_matrix(b_gc, o_t) * b_beta[None, :]
+    G = decay_matrix(load_gate(gc_ptr + first * HV + i_h, o_t, HV, n_t), o_t)
+    R = unit_lower_inverse(L, BT, PRECISION) * G * b_beta[None, :]
     store_tile(R_ptr + (first * HV + i_h) * BT, R, o_t, o_t, HV * BT, n_t, BT)
 
 
@@ -160,13 +183,18 @@ def scan_kernel(
 
 
 # generation -> bytes of an element -> row
-INTRA_CONFIGS = {
+SCORES_CONFIGS = {
+    "turing": {2: row(4, 1, BK=64), 4: row(4, 1, BK=32)},
+    "ampere": {2: row(4, 1, BK=64), 4: row(4, 1, BK=32)},
+    "hopper": {2: row(4, 1, BK=128), 4: row(4, 1, BK=32)},
+}
+# one warp, as in solve
+RESOLVENT_CONFIGS = {
     "turing": {2: row(4, 1, BK=64), 4: row(4, 1, BK=32)},
     "ampere": {2: row(1, 1, BK=64), 4: row(4, 1, BK=32)},
-    "hopper": {2: row(1, 1, BK=128), 4: row(4, 1, BK=32)},
+    "hopper": {2: row(1, 1, BK=64), 4: row(4, 1, BK=32)},
 }
-# generation -> bytes of an element -> BK -> rows, widest BV first: the widest that still gives
-# every multiprocessor a program is taken, since all but v and o is read once a program
+# generation -> bytes of an element -> BK -> rows, widest BV first
 SCAN_CONFIGS = {
     "turing": {
         2: {128: [row(4, 1, BV=16)], 256: [row(4, 1, BV=16)]},
@@ -176,10 +204,12 @@ SCAN_CONFIGS = {
         2: {128: [row(4, 1, BV=32)], 256: [row(4, 1, BV=16)]},
         4: {128: [row(4, 1, BV=16)], 256: [row(4, 1, BV=16)]},
     },
+    # on Hopper a loop that is not pipelined (1 stage) is miscompiled by Triton 3.6 for BV < 64 and
+    # 4 or 8 warps: wrong results, or an illegal access, in 16 bit
     "hopper": {
         2: {
             128: [row(4, 3, BV=64), row(4, 3, BV=32), row(4, 3, BV=16)],
-            256: [row(4, 2, BV=32), row(4, 2, BV=16)],
+            256: [row(4, 2, BV=64), row(4, 2, BV=32), row(4, 2, BV=16)],
         },
         4: {128: [row(4, 1, BV=32), row(4, 1, BV=16)], 256: [row(4, 1, BV=16)]},
     },
@@ -189,15 +219,18 @@ SCAN_CONFIGS = {
 def intra(
     q: Tensor, k: Tensor, beta: Tensor, gc: Tensor, *, scale: float, chunk_size: int
 ) -> tuple[Tensor, Tensor]:
-    """Launch intra_kernel; arguments and result as in the reference."""
+    """Launch scores_kernel and resolvent_kernel; arguments and result as in the reference."""
     B, T, H, K = k.shape
     HV = beta.shape[-1]
+    grid = (B * triton.cdiv(T, chunk_size) * HV,)
+    generation, size = device_of(k)[0], k.element_size()
     P, R = (q.new_empty(B, T, HV, chunk_size) for _ in range(2))
-    config = INTRA_CONFIGS[device_of(k)[0]][k.element_size()].launch()
-    config["BK"] = min(config["BK"], block(K))
-    intra_kernel[(B * triton.cdiv(T, chunk_size) * HV,)](
-        q, k, beta, gc, P, R, scale, T, H, HV, K, BT=chunk_size,
-        PRECISION="tf32x3" if k.element_size() == 4 else "tf32", **config,
+    config = SCORES_CONFIGS[generation][size].launch(K)
+    scores_kernel[grid](q, k, gc, P, scale, T, H, HV, K, BT=chunk_size, **config)
+    config = RESOLVENT_CONFIGS[generation][size].launch(K)
+    resolvent_kernel[grid](
+        k, beta, gc, R, T, H, HV, K, BT=chunk_size,
+        PRECISION="tf32x3" if size == 4 else "tf32", **config,
     )  # fmt: skip
     return P, R
 

@@ -6,7 +6,6 @@ import triton.language as tl
 from torch import Tensor
 
 from linattn_edu.kernels.tiles import (
-    block,
     cast,
     decay_matrix,
     device_of,
@@ -72,11 +71,20 @@ def output_kernel(
     store_tile(o_ptr + (first * HV + i_h) * V, b_o, o_t, o_v, HV * V, n_t, V)
 
 
-# generation -> bytes of an element -> row
+# generation -> bytes of an element -> BV -> row: 8 warps share a wide tile, 4 a narrow one
 CONFIGS = {
-    "turing": {2: row(4, 1, BK=64, BV=64), 4: row(4, 1, BK=32, BV=32)},
-    "ampere": {2: row(4, 2, BK=64, BV=64), 4: row(4, 1, BK=32, BV=32)},
-    "hopper": {2: row(4, 1, BK=128, BV=128), 4: row(4, 1, BK=64, BV=64)},
+    "turing": {
+        2: {64: row(4, 1, BK=64, BV=64), 128: row(4, 1, BK=64, BV=64)},
+        4: {64: row(4, 1, BK=32, BV=32), 128: row(4, 1, BK=32, BV=32)},
+    },
+    "ampere": {
+        2: {64: row(4, 2, BK=64, BV=64), 128: row(4, 2, BK=64, BV=64)},
+        4: {64: row(4, 1, BK=32, BV=32), 128: row(4, 1, BK=32, BV=32)},
+    },
+    "hopper": {
+        2: {64: row(4, 1, BK=64, BV=64), 128: row(8, 3, BK=64, BV=128)},
+        4: {64: row(4, 1, BK=32, BV=64), 128: row(4, 1, BK=32, BV=64)},
+    },
 }
 
 
@@ -87,8 +95,8 @@ def output(
     B, T, H, K = q.shape
     HV, V = v_new.shape[2:]
     o = torch.empty_like(v_new)
-    config = CONFIGS[device_of(q)[0]][q.element_size()].launch()
-    config["BK"], config["BV"] = min(config["BK"], block(K)), min(config["BV"], block(V))
+    by_width = CONFIGS[device_of(q)[0]][q.element_size()]
+    config = by_width[64 if V <= 64 else 128].launch(K, V)
     output_kernel[(B * triton.cdiv(T, chunk_size) * HV, triton.cdiv(V, config["BV"]))](
         q, k, v_new, h, gc, o, scale, T, H, HV, K, V, BT=chunk_size, **config
     )

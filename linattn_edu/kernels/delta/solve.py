@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from linattn_edu.kernels.tiles import block, device_of, dot, load_row, load_tile, row, store_tile
+from linattn_edu.kernels.tiles import device_of, dot, load_row, load_tile, row, store_tile
 
 
 @triton.jit
@@ -99,8 +99,7 @@ def solve(k: Tensor, beta: Tensor, *, chunk_size: int) -> Tensor:
     B, T, H, K = k.shape
     HV = beta.shape[-1]
     A = k.new_empty(B, T, HV, chunk_size)
-    config = CONFIGS[device_of(k)[0]][k.element_size()].launch()
-    config["BK"] = min(config["BK"], block(K))
+    config = CONFIGS[device_of(k)[0]][k.element_size()].launch(K)
     solve_kernel[(B * triton.cdiv(T, chunk_size) * HV,)](
         k, beta, A, T, H, HV, K, BT=chunk_size,
         PRECISION="tf32x3" if k.element_size() == 4 else "tf32", **config,

@@ -85,11 +85,10 @@ def state_kernel(
         store_tile(ht_ptr + i_bh * K * V, b_S, o_k, o_v, V, K, V)
 
 
-# generation -> bytes of an element -> BK -> rows, widest BV first: the widest that still gives
-# every multiprocessor a program is taken, since a chunk's w and k are read once a program
+# generation -> bytes of an element -> BK -> rows, widest BV first
 CONFIGS = {
     "turing": {
-        2: {128: [row(4, 1, BV=32)], 256: [row(4, 1, BV=16)]},
+        2: {128: [row(4, 1, BV=16)], 256: [row(4, 1, BV=16)]},
         4: {128: [row(4, 1, BV=16)], 256: [row(4, 1, BV=16)]},
     },
     "ampere": {
@@ -97,8 +96,11 @@ CONFIGS = {
         4: {128: [row(4, 1, BV=16)], 256: [row(4, 1, BV=16)]},
     },
     "hopper": {
-        2: {128: [row(4, 2, BV=64), row(4, 2, BV=32)], 256: [row(4, 2, BV=32)]},
-        4: {128: [row(4, 1, BV=32)], 256: [row(4, 1, BV=16)]},
+        2: {
+            128: [row(4, 3, BV=64), row(4, 3, BV=32), row(4, 3, BV=16)],
+            256: [row(4, 2, BV=32), row(4, 2, BV=16)],
+        },
+        4: {128: [row(4, 1, BV=32), row(4, 1, BV=16)], 256: [row(4, 1, BV=16)]},
     },
 }
 

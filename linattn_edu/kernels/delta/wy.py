@@ -6,7 +6,6 @@ import triton.language as tl
 from torch import Tensor
 
 from linattn_edu.kernels.tiles import (
-    block,
     cast,
     decay_matrix,
     device_of,
@@ -77,7 +76,7 @@ def wy_kernel(
 CONFIGS = {
     "turing": {2: row(4, 1, BK=64, BV=64), 4: row(4, 1, BK=32, BV=32)},
     "ampere": {2: row(4, 1, BK=64, BV=64), 4: row(4, 1, BK=32, BV=32)},
-    "hopper": {2: row(4, 1, BK=128, BV=128), 4: row(4, 1, BK=64, BV=64)},
+    "hopper": {2: row(4, 2, BK=64, BV=64), 4: row(4, 1, BK=64, BV=64)},
 }
 
 
@@ -87,8 +86,7 @@ def wy(k: Tensor, v: Tensor, beta: Tensor, gc: Tensor, A: Tensor) -> tuple[Tenso
     HV, V = v.shape[2:]
     chunk_size = A.shape[-1]
     w, u = k.new_empty(B, T, HV, K), torch.empty_like(v)
-    config = CONFIGS[device_of(k)[0]][k.element_size()].launch()
-    config["BK"], config["BV"] = min(config["BK"], block(K)), min(config["BV"], block(V))
+    config = CONFIGS[device_of(k)[0]][k.element_size()].launch(K, V)
     wy_kernel[(B * triton.cdiv(T, chunk_size) * HV,)](
         k, v, beta, gc, A, w, u, T, H, HV, K, V, BT=chunk_size, **config
     )
