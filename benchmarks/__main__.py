@@ -58,7 +58,10 @@ def measure(args: argparse.Namespace) -> int:
     from benchmarks.run import run
 
     out = args.out or results.default_path(gpu_name())
-    old = results.load(out)
+    try:
+        old = results.load(out)
+    except ValueError as error:
+        return fail(f"{out} is not JSON: {error}")
     if old and old["gpu"] != gpu_name():
         return fail(f"{out} was measured on {old['gpu']}, this is {gpu_name()}: give another --out")
     return run(

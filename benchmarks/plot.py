@@ -19,7 +19,8 @@ MAIN = "gdn_h200"  # its figures have the plain names
 INK = "#767676"
 OURS, FLOOR, PEERS = "#1f8fd1", "#d9822b", ("#a0a0a0", "#6f6f6f")
 COLOURS = (
-    "#1f8fd1", "#d9822b", "#2e9e5b", "#c2557f", "#8a6fd1", "#a08a2e", "#3aa6a6", "#b5483a", "#767676",
+    "#1f8fd1", "#d9822b", "#2e9e5b", "#c2557f", "#8a6fd1",
+    "#a08a2e", "#3aa6a6", "#b5483a", "#767676",
 )  # fmt: skip
 MARKERS = "osD^vP*Xp"
 WIDTH = 4.4  # inches: shown at 360 px on a phone the letters still have 11 px

@@ -144,6 +144,8 @@ def run(
     print(f"{data['gpu']}, torch {data['torch']}, Triton {data['triton']}, {data['date']}")
     if old and results.differences(old, data):
         print(f"{out} will be replaced: {', '.join(results.differences(old, data))}")
+    if first_call:
+        data["first_call_jobs"] = jobs
     wanted = [(x, c) for c in cases for x in libraries if x in LIBRARIES[c.op]] * first_call
     total = len(wanted) + len(cases) * (len(libraries) + stages * len(ALL_STAGES))
     progress = Progress(total + scaling * len(SCALING_T) * len(SCALING_FORMS))

@@ -1,6 +1,6 @@
-"""The tuner: searches the rows of the kernels' tables, stage by stage and case by case.
+"""The tuner: searches the rows of the kernels' tables, kernel by kernel and case by case.
 
-    python -m benchmarks.tune [STAGE...] [--cases CASE...] [--out rows.json]
+    python -m benchmarks.tune [KERNEL...] [--cases CASE...] [--out rows.json]
 
 Each candidate is first compared with the float64 reference stage on a small shape, several worker
 processes at a time, then timed alone on the shapes of the case. A bad kernel can end the GPU's
@@ -26,6 +26,7 @@ from benchmarks import results
 from benchmarks.cases import CHUNK, Case, select
 from benchmarks.progress import Progress
 
+ROOT = Path(__file__).resolve().parents[1]
 LIMITS = {2: 5e-3, 4: 5e-6}  # relative RMS error of any output, by bytes of an element
 LIMIT_S = 120  # a candidate that takes longer never returns
 SMALL_T = 500
@@ -35,40 +36,44 @@ WARMUP_MS, REPEAT_MS = 10, 40
 
 @dataclass(frozen=True)
 class Place:
-    """Where a stage's configuration lives and which values are tried."""
+    """Where a kernel's configuration lives and which values are tried."""
 
+    stage: str
     module: str
-    table: str = "CONFIGS"
-    kind: str = "row"  # "row": a row; "rows": rows by BK; "constant": a module's constant
-    tiles: tuple[tuple[str, ...], ...] = ()  # names that change together
+    table: str = "CONFIGS"  # of the module; or an integer of it, which is tried alone
+    tiles: tuple[tuple[str, ...], ...] = (("BV",),)  # names that change together
     sizes: tuple[int, ...] = (32, 64, 128)
     warps: tuple[int, ...] = (1, 2, 4, 8)
     stages: tuple[int, ...] = (1, 2, 3)
 
 
-_LOOP = {"kind": "rows", "tiles": (("BV",),), "sizes": (16, 32, 64, 128), "warps": (2, 4, 8)}
+_SCAN = {"sizes": (16, 32, 64, 128), "warps": (2, 4, 8), "stages": (1, 2, 3, 4)}
+_CONSTANT = {"warps": (), "stages": ()}
 PLACES = {
-    "gate_cumsum": Place("gate_cumsum", "BH", "constant", (("BH",),), (4, 8, 16, 32, 64), (), ()),
-    "solve": Place("solve", tiles=(("BK",),)),
-    "wy": Place("wy", tiles=(("BK", "BV"),), stages=(1, 2)),
-    "state": Place("state", **_LOOP, stages=(1, 2, 3, 4)),
-    "output": Place("output", tiles=(("BK",), ("BV",)), warps=(2, 4, 8)),
-    "intra": Place("fused", "INTRA_CONFIGS", tiles=(("BK",),)),
-    "scan": Place("fused", "SCAN_CONFIGS", **_LOOP, stages=(1, 2, 3, 4)),
-    "recurrent": Place("recurrent", "BV", "constant", (("BV",),), (8, 16, 32, 64, 128), (), ()),
+    "gate_cumsum": Place(
+        "gate_cumsum", "gate_cumsum", "BH", (("BH",),), (4, 8, 16, 32, 64), **_CONSTANT
+    ),
+    "solve": Place("solve", "solve", tiles=(("BK",),)),
+    "wy": Place("wy", "wy", tiles=(("BK", "BV"),), stages=(1, 2)),
+    "state": Place("state", "state", **_SCAN),
+    "output": Place("output", "output", tiles=(("BK",), ("BV",)), warps=(2, 4, 8)),
+    "scores": Place("intra", "fused", "SCORES_CONFIGS", (("BK",),)),
+    "resolvent": Place("intra", "fused", "RESOLVENT_CONFIGS", (("BK",),)),
+    "scan": Place("scan", "fused", "SCAN_CONFIGS", **_SCAN),
+    "recurrent": Place("recurrent", "recurrent", "BV", sizes=(8, 16, 32, 64, 128), **_CONSTANT),
 }
 
 
-def candidates(stage: str, case: Case) -> Iterator[dict[str, int]]:
-    """The rows tried for a stage on a case."""
-    place = PLACES[stage]
+def candidates(kernel: str, case: Case) -> Iterator[dict[str, int]]:
+    """The rows tried for a kernel on a case."""
+    place = PLACES[kernel]
     widths = {"BK": case.K, "BV": case.V, "BH": max(16, case.HV)}
     for tiles in itertools.product(place.sizes, repeat=len(place.tiles)):
         sizes = {n: x for names, x in zip(place.tiles, tiles, strict=True) for n in names}
         if any(x > widths[name] for name, x in sizes.items()):
             continue
         # a loop over K that runs once has nothing to pipeline
-        once = place.kind == "row" and sizes.get("BK", 0) >= case.K
+        once = sizes.get("BK", 0) >= case.K
         for warps, stages in itertools.product(place.warps or (0,), place.stages or (0,)):
             if once and stages > 1:
                 continue
@@ -76,20 +81,23 @@ def candidates(stage: str, case: Case) -> Iterator[dict[str, int]]:
 
 
 @contextmanager
-def installed(stage: str, case: Case, row: dict[str, int], generation: str) -> Iterator[None]:
-    """The stage's launcher uses this row in this process, then its own again."""
+def installed(kernel: str, case: Case, row: dict[str, int], generation: str) -> Iterator[None]:
+    """The kernel's launcher uses this row in this process, then its own again."""
     from linattn_edu.kernels import tiles
 
-    place = PLACES[stage]
+    def replaced(entry):
+        """A table's entry with the row in every place, whatever it is chosen by."""
+        if isinstance(entry, dict):
+            return {key: replaced(value) for key, value in entry.items()}
+        return [tiles.row(**row)] if isinstance(entry, list) else tiles.row(**row)
+
+    place = PLACES[kernel]
     module = import_module(f"linattn_edu.kernels.delta.{place.module}")
     before = getattr(module, place.table)
-    if place.kind == "constant":
-        value = row[place.table]
+    if isinstance(before, dict):
+        value = {generation: {case.size: replaced(before[generation][case.size])}}
     else:
-        entry = tiles.row(**row)
-        if place.kind == "rows":
-            entry = {max(128, tiles.block(case.K)): [entry]}
-        value = {generation: {case.size: entry}}
+        value = row[place.table]
     setattr(module, place.table, value)
     try:
         yield
@@ -106,15 +114,16 @@ class Worker:
     def __init__(self, device: str = "cuda"):
         self.device, self.key, self.arguments = device, None, {}
 
-    def run(self, stage: str, case: Case, row: dict[str, int], timed: bool) -> dict:
+    def run(self, kernel: str, case: Case, row: dict[str, int], timed: bool) -> dict:
         """{"error": ...} against the reference, or {"ms": ...}."""
         from benchmarks.forms import stage_function
         from linattn_edu.kernels import tiles
 
+        stage = PLACES[kernel].stage
         args, kwargs = self._arguments(case, timed)[stage]
         generation, _ = tiles.device_of(args[0])
         f = stage_function(stage, "triton")
-        with installed(stage, case, row, generation):
+        with installed(kernel, case, row, generation):
             if timed:
                 return {"ms": self._time(lambda: f(*args, **kwargs))}
             return {"error": self._error(stage, f(*args, **kwargs), args, kwargs)}
@@ -128,7 +137,7 @@ class Worker:
             self.arguments = {}  # so that the memory is free before more is taken
             shape = case.shape if timed else small(case).shape
             dtype = DTYPES[case.size]
-            i = gdn_inputs(*shape, dtype=dtype, device=self.device, initial_state=not timed)
+            i = gdn_inputs(*shape, dtype=dtype, device=self.device, initial_state=True)
             impl = "triton" if timed else "reference"
             self.key, self.arguments = (case, timed), stage_arguments(i, CHUNK, impl)
         return self.arguments
@@ -156,9 +165,11 @@ class Worker:
 
 
 def small(case: Case) -> Case:
-    """A shape of the same kind on which the reference is quick; its last chunk is not full."""
-    heads = {"H": 2, "HV": 2 * (case.HV // case.H)}
-    return replace(case, B=1, T=SMALL_T, **heads)
+    """A shape on which the reference is quick; its last chunk is not full.
+
+    The heads stay, so the kernels compiled for the check are those that are timed.
+    """
+    return replace(case, B=1, T=SMALL_T)
 
 
 def work(items: list[dict], timed: bool) -> None:
@@ -168,7 +179,7 @@ def work(items: list[dict], timed: bool) -> None:
         print(json.dumps({"n": item["n"], "started": True}), flush=True)
         try:
             case = Case(**item["case"])
-            result = worker.run(item["stage"], case, item["row"], timed)
+            result = worker.run(item["kernel"], case, item["row"], timed)
         except Exception as error:
             text = f"{type(error).__name__}: {error}"
             result = {"failed": " ".join(text.split())[:160]}
@@ -203,45 +214,48 @@ def lines_of(process: subprocess.Popen) -> Iterator[dict]:
             yield json.loads(line)
 
 
-def drive(items: list[dict], timed: bool, report: Callable[[dict], None]) -> None:
+def drive(
+    items: list[dict],
+    timed: bool,
+    report: Callable[[dict], None],
+    command: tuple[str, ...] = (sys.executable, "-m", "benchmarks.tune", "--worker"),
+) -> None:
     """Run items in a worker; after one that dies in a new worker, from the next item on."""
-    command = [sys.executable, "-m", "benchmarks.tune", "--worker", "time" if timed else "check"]
     while items:
         process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            stderr=subprocess.DEVNULL, cwd=results.DATA.parents[1],
+            [*command, "time" if timed else "check"], stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=ROOT,
         )  # fmt: skip
         process.stdin.write(json.dumps(items))
         process.stdin.close()
-        by_number = {item["n"]: item for item in items}
-        running = None
+        running, ended = None, 0
         for line in lines_of(process):
-            item = by_number[line.pop("n")]
+            running = items[ended]  # a worker takes them in order
             if line.pop("started", False):
-                running = item
                 continue
-            item.update(line)
-            report(item)
-            running = None
-            items = items[items.index(item) + 1 :]
-        process.wait()
-        if running is None and items and process.returncode == 0:
-            return
-        if running is None and items and items[0]["n"] == min(by_number):
-            running = items[0]  # it died before it began: not started means not importable
-        if running is not None:
-            running["failed"] = f"the worker died (exit code {process.returncode})"
+            running.update(line)
             report(running)
-            items = items[items.index(running) + 1 :]
+            running, ended = None, ended + 1
+        code = process.wait()
+        if running is not None:
+            running["failed"] = f"the worker died (exit code {code})"
+            report(running)
+            ended += 1
+        elif ended == 0:  # it never began, and another would not either
+            for item in items:
+                item["failed"] = f"the worker did not start (exit code {code})"
+                report(item)
+            return
+        items = items[ended:]
 
 
-def search(stages: list[str], cases: list[Case], jobs: int) -> list[dict]:
+def search(kernels: list[str], cases: list[Case], jobs: int) -> list[dict]:
     """All candidates with their error and, where that is small enough, their time."""
     items = [
-        {"stage": stage, "case": vars(case), "row": row}
+        {"kernel": kernel, "case": vars(case), "row": row}
         for case in cases
-        for stage in stages
-        for row in candidates(stage, case)
+        for kernel in kernels
+        for row in candidates(kernel, case)
     ]
     for n, item in enumerate(items):
         item["n"] = n
@@ -259,14 +273,14 @@ def search(stages: list[str], cases: list[Case], jobs: int) -> list[dict]:
 
 def line_of(item: dict) -> str:
     row = " ".join(f"{name}={x}" for name, x in item["row"].items())
-    text = f"{item['case']['name']:10s} {item['stage']:11s} {row:42s}"
+    text = f"{item['case']['name']:10s} {item['kernel']:11s} {row:42s}"
     text += f" {item['ms']:.4f} ms" if "ms" in item else ""
     text += f" error {item['error']:.1e}" if "error" in item else ""
     return text + (f" -- {item['failed']}" if "failed" in item else "")
 
 
 def summary(items: list[dict]) -> str:
-    """What is wrong, what does not fit, and the best rows of each case and stage."""
+    """What is wrong, what does not fit, and the best rows of each case and kernel."""
     failed = [x for x in items if "failed" in x and "OutOfResources" not in x["failed"]]
     wrong = [x for x in items if x.get("error", 0.0) > LIMITS[x["case"]["size"]]]
     fits = sum("OutOfResources" in x.get("failed", "") for x in items)
@@ -274,16 +288,16 @@ def summary(items: list[dict]) -> str:
     lines += ["wrong results:", *map(line_of, wrong)] if wrong else []
     lines += ["failed:", *map(line_of, failed)] if failed else []
     timed = sorted((x for x in items if "ms" in x), key=lambda x: x["ms"])
-    for key in dict.fromkeys((x["case"]["name"], x["stage"]) for x in items):
+    for key in dict.fromkeys((x["case"]["name"], x["kernel"]) for x in items):
         lines.append(f"best of {key[0]}, {key[1]}:")
-        here = [x for x in timed if (x["case"]["name"], x["stage"]) == key]
+        here = [x for x in timed if (x["case"]["name"], x["kernel"]) == key]
         lines += [line_of(x) for x in here[:BEST]] or ["  none"]
     return "\n".join(lines)
 
 
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="python -m benchmarks.tune", description=__doc__)
-    p.add_argument("stages", nargs="*", metavar="STAGE", help=f"of {', '.join(PLACES)}")
+    p.add_argument("kernels", nargs="*", metavar="KERNEL", help=f"of {', '.join(PLACES)}")
     p.add_argument("--cases", nargs="*", default=[], metavar="CASE", help="all if not given")
     p.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     p.add_argument("--jobs", type=int, default=8, help="workers that check (default 8)")
@@ -302,19 +316,19 @@ def main(argv: list[str] | None = None) -> int:
         cases = select(args.cases)
     except ValueError as error:
         return fail(str(error))
-    if unknown := [name for name in args.stages if name not in PLACES]:
-        return fail(f"no stage is called {unknown[0]!r}; there are {', '.join(PLACES)}")
-    stages = args.stages or list(PLACES)
+    if unknown := [name for name in args.kernels if name not in PLACES]:
+        return fail(f"no kernel is called {unknown[0]!r}; there are {', '.join(PLACES)}")
+    kernels = args.kernels or list(PLACES)
     cases = [replace(case, size=4 if args.dtype == "float32" else 2) for case in cases]
     if args.list:
-        for case, stage in itertools.product(cases, stages):
-            print(f"{case.name:10s} {stage:11s} {len(list(candidates(stage, case))):4d}")
+        for case, kernel in itertools.product(cases, kernels):
+            print(f"{case.name:10s} {kernel:11s} {len(list(candidates(kernel, case))):4d}")
         return 0
     from benchmarks.measure import usable_gpu
 
     if reason := usable_gpu():
         return fail(f"the tuner runs on a CUDA GPU: {reason}")
-    items = search(stages, cases, args.jobs)
+    items = search(kernels, cases, args.jobs)
     if args.out:
         results.save(args.out, {"rows": items})
     print(summary(items))
