@@ -136,3 +136,19 @@ def widest(table: dict, k: torch.Tensor, heads: int, V: int) -> dict[str, int]:
     launches = [r.launch(V=V) for r in table[gen][size][max(128, block(K))]]
     enough = (c for c in launches if 10 * heads * triton.cdiv(V, c["BV"]) >= 7 * processors)
     return next(enough, launches[-1])
+
+
+# generation -> bytes of an element -> BK -> the longest chunk whose tiles fit shared memory and
+# registers; 64 where nothing is said. Turing has no tensor cores in Triton, and its products
+# keep whole operands in registers; fp32 products split each operand in three (tf32x3).
+CHUNK_LIMITS = {
+    "turing": {2: {128: 32, 256: 16}, 4: {128: 16, 256: 16}},
+    "ampere": {4: {128: 32, 256: 16}},
+    "hopper": {4: {128: 64, 256: 32}},
+}
+
+
+def chunk_limit(k: torch.Tensor) -> int:
+    """The longest chunk for k's device, dtype and head size."""
+    by_size = CHUNK_LIMITS[device_of(k)[0]].get(k.element_size(), {})
+    return by_size.get(max(128, block(k.shape[-1])), 64)

@@ -119,7 +119,8 @@ def chunk_gated_delta_rule(
         scale: Factor of the output, ``K ** -0.5`` if None.
         initial_state: State before the first token ``[B, HV, K, V]``, zero if None.
         output_final_state: Whether to return the state after the last token.
-        chunk_size: Tokens a chunk: 16, 32 or 64. It changes the speed and the rounding only.
+        chunk_size: Tokens a chunk at most: 16, 32 or 64. It changes the speed and the rounding
+            only; the kernels take shorter ones where longer do not fit the GPU (fp32, Turing).
         impl: "triton", "reference", or "auto": the kernels for CUDA tensors and under
             ``TRITON_INTERPRET=1``, else (and for float64) the reference stages.
 
@@ -173,7 +174,10 @@ class _KernelForward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, options, q, k, v, g, beta, initial_state):
+        from linattn_edu.kernels.tiles import chunk_limit
+
         kernels = fused_stages("triton")
+        options = options | {"chunk_size": min(options["chunk_size"], chunk_limit(k))}
         return forward(kernels, q, k, v, g, beta, initial_state=initial_state, **options)
 
     @staticmethod

@@ -70,7 +70,8 @@ def record(cc):
                 module.device_of = lambda x, n=processors: (tiles.generation(divmod(cc, 10)), n)
             for dtype, sizes in ((torch.bfloat16, (64, 128, 256)), (torch.float32, (64, 128, 256))):
                 for size in sizes:
-                    launches(size, size, dtype, 64, heads=1)
+                    k = torch.empty(1, 1, 1, size, dtype=dtype)
+                    launches(size, size, dtype, tiles.chunk_limit(k), heads=1)
     finally:
         JITFunction.run = original
         for module in modules:

@@ -88,8 +88,8 @@ def state_kernel(
 # generation -> bytes of an element -> BK -> rows, widest BV first
 CONFIGS = {
     "turing": {
-        2: {128: [row(4, 1, BV=16)], 256: [row(4, 1, BV=16)]},
-        4: {128: [row(4, 1, BV=16)], 256: [row(4, 1, BV=16)]},
+        2: {128: [row(8, 1, BV=16)], 256: [row(8, 1, BV=16)]},
+        4: {128: [row(4, 1, BV=16)], 256: [row(8, 1, BV=16)]},
     },
     "ampere": {
         2: {128: [row(4, 2, BV=32)], 256: [row(4, 1, BV=32)]},
