@@ -127,7 +127,7 @@ def update(md: Path, always: bool) -> str:
     nb = from_markdown(md)
     old = nbformat.read(path, as_version=4) if path.exists() else None
     if old is None or always or not take_outputs(nb, old):
-        seconds = execute(nb, md.stem, CHAPTERS)
+        seconds = execute(nb, md.stem, md.parent)
         done = f"executed, {seconds:.1f} s"
     else:
         done = "text only"

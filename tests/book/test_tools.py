@@ -1,0 +1,56 @@
+"""tools/: a notebook is replaced only when all of its cells ran, and names the one that did not."""
+
+import nbformat
+import pytest
+from book.layout import tool
+
+HEADER = """---
+jupytext:
+  text_representation: {extension: .md, format_name: myst}
+kernelspec: {display_name: Python 3, language: python, name: python3}
+---
+"""
+CHAPTER = HEADER + "\n# Title\n\nText.\n\n```{code-cell} ipython3\nx = 6 * 7\nprint(x)\n```\n"
+
+
+@pytest.fixture
+def chapter(tmp_path):
+    md = tmp_path / "01_one.md"
+    md.write_text(CHAPTER)
+    return md
+
+
+def test_a_chapter_from_first_run_to_failure(chapter):
+    chapters = tool("chapters")
+    notebook = chapter.with_suffix(".ipynb")
+    assert chapters.problems(chapter) == ["01_one.ipynb is missing"]
+    assert chapters.update(chapter, always=False).startswith("executed")
+    assert chapters.problems(chapter) == []
+    assert "42" in notebook.read_text()
+    assert chapters.update(chapter, always=False) == "up to date"
+
+    # other text: the outputs stay, nothing runs
+    chapter.write_text(CHAPTER.replace("Text.", "Other text."))
+    assert "differ, first at cell 0" in chapters.problems(chapter)[0]
+    assert chapters.update(chapter, always=False) == "text only"
+    assert chapters.problems(chapter) == []
+
+    # a failing cell: named, and the notebook stays as it was
+    before = notebook.read_bytes()
+    chapter.write_text(CHAPTER.replace("6 * 7", "6 / 0"))
+    with pytest.raises(Exception, match=r"01_one\.ipynb, cell 1 under 'Title': 'x = 6 / 0'"):
+        chapters.update(chapter, always=False)
+    assert notebook.read_bytes() == before
+
+
+def test_an_unexecuted_notebook_is_noticed(chapter):
+    chapters = tool("chapters")
+    nbformat.write(chapters.from_markdown(chapter), chapter.with_suffix(".ipynb"))
+    assert chapters.problems(chapter) == ["01_one.ipynb was not executed from top to bottom"]
+
+
+def test_ids_follow_from_the_text(chapter):
+    chapters = tool("chapters")
+    first = [c.id for c in chapters.from_markdown(chapter).cells]
+    chapter.write_text(CHAPTER.replace("# Title", "# Title\n\n+++\n\nA cell between."))
+    assert set(first[1:]) < {c.id for c in chapters.from_markdown(chapter).cells}
