@@ -67,7 +67,7 @@ class GDNInputs:
     initial_state: Tensor | None = None
 
     def asdict(self) -> dict[str, Tensor | None]:
-        """The fields by name, to be passed on with **."""
+        """The fields by name, to be passed on with ``**``."""
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
     def double(self) -> "GDNInputs":

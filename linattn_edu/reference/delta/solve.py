@@ -14,7 +14,7 @@ def solve(k: Tensor, beta: Tensor, *, chunk_size: int) -> Tensor:
     The gate is not in it: the gated inverse is A * G (chapter 03).
 
     Args:
-        k: [B, T, H, K], beta * |k|^2 <= 2 (rows of unit norm).  beta: [B, T, HV].  chunk_size: C.
+        k: [B, T, H, K], ``beta * |k|^2 <= 2`` (unit norm).  beta: [B, T, HV].  chunk_size: C.
     Returns:
         A [B, T, HV, C] in k.dtype: row i of a chunk is row i of (I + L)^-1.
     Source: arXiv:2406.06484 (WY form), chapter 03.
