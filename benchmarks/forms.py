@@ -35,14 +35,14 @@ def stage_arguments(i: GDNInputs, chunk_size: int, impl: str = "triton") -> dict
     A = staged.solve(i.k, i.beta, **options)
     w, u = staged.wy(i.k, i.v, i.beta, gc, A)
     h, v_new, _ = staged.state(i.k, w, u, gc, S, **options)
-    P, R = fused.intra(i.q, i.k, i.beta, gc, **scaled)
+    P, R = fused.intra(i.q, i.k, i.beta, gc, **options)
     return {
         "gate_cumsum": ((i.g,), options),
         "solve": ((i.k, i.beta), options),
         "wy": ((i.k, i.v, i.beta, gc, A), {}),
         "state": ((i.k, w, u, gc, S), options | last),
         "output": ((i.q, i.k, v_new, h, gc), scaled),
-        "intra": ((i.q, i.k, i.beta, gc), scaled),
+        "intra": ((i.q, i.k, i.beta, gc), options),
         "scan": ((i.q, i.k, i.v, gc, P, R, S), {"scale": scaled["scale"], **last}),
         "recurrent": ((i.q, i.k, i.v, i.g, i.beta), {"initial_state": S}),
     }

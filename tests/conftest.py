@@ -21,6 +21,16 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
 
 
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item, call):
+    """An illegal access ends the CUDA context: end the worker too, or every later test fails."""
+    yield
+    if call.excinfo is not None and "illegal memory access" in str(call.excinfo.value):
+        if os.environ.get("PYTEST_XDIST_WORKER"):
+            os._exit(3)
+        pytest.exit(f"{item.nodeid}: illegal memory access", returncode=3)
+
+
 @pytest.fixture
 def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")

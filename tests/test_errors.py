@@ -99,8 +99,8 @@ def test_triton_where_it_cannot_run(monkeypatch):
         chunk_gated_delta_rule(**arguments(impl="triton"))
 
 
-def test_triton_has_no_float64():
-    x = gdn_inputs(*SIZES, dtype=torch.float64)
+def test_triton_has_no_float64(device):
+    x = gdn_inputs(*SIZES, dtype=torch.float64, device=device)
     with pytest.raises(ValueError, match="float64 was given"):
         chunk_gated_delta_rule(**x.asdict(), impl="triton")
 

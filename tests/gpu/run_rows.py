@@ -31,21 +31,19 @@ def rows():
     """(stage, dtype, K, row) of every table; a K below the tile too, and one that is odd."""
     generation = device_of(torch.empty(0, device="cuda"))[0]
     for stage, module, table in TABLES:
-        for size, entry in getattr(module, table)[generation].items():
-            for dtype in DTYPES[size]:
-                for K, entry in cases(stage, entry):
-                    yield stage, dtype, K, entry
+        for size, by_case in getattr(module, table)[generation].items():
+            for dtype, (K, entry) in itertools.product(DTYPES[size], cases(stage, by_case)):
+                yield stage, dtype, K, entry
 
 
-def cases(stage, entry):
-    """(K, row) of one entry of a table."""
+def cases(stage, by_case):
+    """(K, row) of a table's part for one generation and element size."""
     if stage in BY_DIM:
-        for limit, entries in entry.items():
-            for K in (limit, 200 if limit == 256 else 64):
-                yield from ((K, one) for one in entries)
+        for limit, entries in by_case.items():
+            yield from itertools.product((limit, 200 if limit == 256 else 64), entries)
         yield 33, UNPIPELINED
     else:
-        entries = entry.values() if isinstance(entry, dict) else [entry]
+        entries = by_case.values() if isinstance(by_case, dict) else [by_case]
         yield from itertools.product((33, 64, 128, 200, 256), entries)
 
 

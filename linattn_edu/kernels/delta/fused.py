@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from linattn_edu.kernels.delta.solve import unit_lower_inverse
+from linattn_edu.kernels.delta.solve import merge_precision, unit_lower_inverse
 from linattn_edu.kernels.tiles import (
     block,
     cast,
@@ -31,7 +31,6 @@ def scores_kernel(
     k_ptr,  # [B, T, H, K]
     gc_ptr,  # [B, T, HV] log2
     P_ptr,  # [B, T, HV, BT] out
-    scale,
     T,
     H: tl.constexpr,
     HV: tl.constexpr,
@@ -61,7 +60,7 @@ def scores_kernel(
     # eq:delta-decay-matrix   G = 2^(gc_i - gc_j), i >= j
     G = decay_matrix(load_gate(gc_ptr + first * HV + i_h, o_t, HV, n_t), o_t)
     # eq:delta-intra   P = Q K^T * G
-    store_tile(P_ptr + (first * HV + i_h) * BT, scale * P * G, o_t, o_t, HV * BT, n_t, BT)
+    store_tile(P_ptr + (first * HV + i_h) * BT, P * G, o_t, o_t, HV * BT, n_t, BT)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -162,9 +161,9 @@ def scan_kernel(
         # eq:delta-v-new   v_new = R W
         b_v = dot(b_R, cast(b_W, b_R.dtype))
         # eq:delta-inter   diag(2^gc) Q S
-        b_o = (scale * tl.exp2(b_gc))[:, None] * dot(b_q, b_h)
-        # eq:delta-output   o = inter + P v_new
-        b_o = dot(b_P, cast(b_v, b_P.dtype), b_o)
+        b_o = tl.exp2(b_gc)[:, None] * dot(b_q, b_h)
+        # eq:delta-output   o = scale (inter + P v_new)
+        b_o = scale * dot(b_P, cast(b_v, b_P.dtype), b_o)
         store_tile(o_ptr, b_o, o_t, o_v, HV * V, n_t, V)
         # eq:delta-state   S <- 2^gc_last S + (diag(2^(gc_last - gc)) K)^T v_new
         b_v *= tl.exp2(b_last - b_gc)[:, None]
@@ -217,7 +216,7 @@ SCAN_CONFIGS = {
 
 
 def intra(
-    q: Tensor, k: Tensor, beta: Tensor, gc: Tensor, *, scale: float, chunk_size: int
+    q: Tensor, k: Tensor, beta: Tensor, gc: Tensor, *, chunk_size: int
 ) -> tuple[Tensor, Tensor]:
     """Launch scores_kernel and resolvent_kernel; arguments and result as in the reference."""
     B, T, H, K = k.shape
@@ -226,11 +225,10 @@ def intra(
     generation, size = device_of(k)[0], k.element_size()
     P, R = (q.new_empty(B, T, HV, chunk_size) for _ in range(2))
     config = SCORES_CONFIGS[generation][size].launch(K)
-    scores_kernel[grid](q, k, gc, P, scale, T, H, HV, K, BT=chunk_size, **config)
+    scores_kernel[grid](q, k, gc, P, T, H, HV, K, BT=chunk_size, **config)
     config = RESOLVENT_CONFIGS[generation][size].launch(K)
     resolvent_kernel[grid](
-        k, beta, gc, R, T, H, HV, K, BT=chunk_size,
-        PRECISION="tf32x3" if size == 4 else "tf32", **config,
+        k, beta, gc, R, T, H, HV, K, BT=chunk_size, PRECISION=merge_precision(k.dtype), **config
     )  # fmt: skip
     return P, R
 

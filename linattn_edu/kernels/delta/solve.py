@@ -1,5 +1,6 @@
 """Stage solve: the inverse of each chunk's unit lower-triangular matrix, without the gate."""
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -94,6 +95,11 @@ CONFIGS = {
 }
 
 
+def merge_precision(dtype: torch.dtype) -> str:
+    """tf32 has the bits of fp16 but none to spare: only a bf16 result hides its rounding."""
+    return "tf32" if dtype == torch.bfloat16 else "tf32x3"
+
+
 def solve(k: Tensor, beta: Tensor, *, chunk_size: int) -> Tensor:
     """Launch solve_kernel; arguments and result as in the reference."""
     B, T, H, K = k.shape
@@ -102,6 +108,6 @@ def solve(k: Tensor, beta: Tensor, *, chunk_size: int) -> Tensor:
     config = CONFIGS[device_of(k)[0]][k.element_size()].launch(K)
     solve_kernel[(B * triton.cdiv(T, chunk_size) * HV,)](
         k, beta, A, T, H, HV, K, BT=chunk_size,
-        PRECISION="tf32x3" if k.element_size() == 4 else "tf32", **config,
+        PRECISION=merge_precision(k.dtype), **config,
     )  # fmt: skip
     return A

@@ -10,11 +10,11 @@ from linattn_edu.reference.tiles import compute_dtype, from_chunks, repeat_heads
 
 
 def intra(
-    q: Tensor, k: Tensor, beta: Tensor, gc: Tensor, *, scale: float, chunk_size: int
+    q: Tensor, k: Tensor, beta: Tensor, gc: Tensor, *, chunk_size: int
 ) -> tuple[Tensor, Tensor]:
     """The two C x C matrices of each chunk, which need no state.
 
-        P = scale (Q K^T * G)
+        P = Q K^T * G
         R = (A * G) diag(beta),  A = (I + diag(beta) tril(K K^T, -1))^-1
 
     Args:
@@ -32,7 +32,7 @@ def intra(
     # eq:delta-decay-matrix   G = 2^(gc_i - gc_j), i >= j
     G = decay_matrix(gc)
     # eq:delta-intra   P = Q K^T * G
-    P = scale * (Q @ K.mT) * G
+    P = (Q @ K.mT) * G
     # eq:delta-kkt   L = diag(beta) tril(K K^T, -1)
     L = b * (K @ K.mT).tril(-1)
     # eq:delta-resolvent   R = (A * G) diag(beta)
@@ -55,7 +55,7 @@ def scan(
     """Carry the state through the chunks and read the output on the way.
 
         v_new = R (V - diag(2^gc) K S)
-        o     = scale diag(2^gc) Q S + P v_new
+        o     = scale (diag(2^gc) Q S + P v_new)
         S    <- 2^(gc_last) S + (diag(2^(gc_last - gc)) K)^T v_new
 
     Args:
@@ -83,9 +83,9 @@ def scan(
         # eq:delta-v-new   v_new = R W
         v_new = R[:, :, c] @ W
         # eq:delta-inter   diag(2^gc) Q S
-        inter = scale * decay * (Q[:, :, c] @ S)
-        # eq:delta-output   o = inter + P v_new
-        o.append(inter + P[:, :, c] @ v_new)
+        inter = decay * (Q[:, :, c] @ S)
+        # eq:delta-output   o = scale (inter + P v_new)
+        o.append(scale * (inter + P[:, :, c] @ v_new))
         # eq:delta-state   S <- 2^gc_last S + (diag(2^(gc_last - gc)) K)^T v_new
         last = gc[:, :, c, -1:]
         decayed = torch.exp2(last - gc[:, :, c])[..., None] * v_new
