@@ -157,7 +157,9 @@ def visit(browser, site):
 
 # formulas that are still TeX, or that MathJax could not read
 UNSET = """() => {
-  const bad = [...document.querySelectorAll('mjx-merror')].map(e => e.textContent);
+  // MathJax marks what it cannot read, and sets an unknown command in red
+  const marks = 'mjx-merror, [data-mjx-error], mjx-mtext[style*="color: red"]';
+  const bad = [...document.querySelectorAll(marks)].map(e => e.textContent);
   for (const e of document.querySelectorAll('.math'))
     if (!e.querySelector('mjx-container')) bad.push(e.textContent);
   const tex = /\\$\\$|\\\\[(\\[]|\\\\begin\\{|(^|\\s)\\$[^\\s$][^$]*\\$/;
