@@ -33,8 +33,10 @@ lint: $(STAMP) ## ruff: lint and format, check only
 chapters: $(STAMP) ## sync each chapters/*.md to its .ipynb and execute what changed
 	$(BIN)/python tools/chapters.py $(ARGS)
 
-gpu-test: $(STAMP) ## the tests that need a CUDA device
-	$(BIN)/python -m pytest -m gpu tests
+gpu-test: $(STAMP) ## the kernels compiled: tests, every configuration row, the chapters (needs a CUDA GPU)
+	$(BIN)/python -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "gpu-test needs a CUDA GPU")'
+	$(BIN)/python -m pytest -q tests --ignore tests/book
+	$(BIN)/python -m pytest -q --nbval-lax chapters/*.ipynb
 
 bench: $(STAMP) ## run the benchmarks (ARGS="CASE..."; needs a CUDA device)
 	$(BIN)/python -m benchmarks $(ARGS)
