@@ -1,6 +1,6 @@
 """Make each chapter's executed .ipynb from its .md.
 
-    python tools/chapters.py                 chapters whose code changed
+    python tools/chapters.py                 chapters whose code, or a listing in them, changed
     python tools/chapters.py 05_state --all  this chapter, changed or not
     python tools/chapters.py --check         say what is out of step, change nothing
 
@@ -12,13 +12,14 @@ import argparse
 import copy
 import hashlib
 import os
+import re
 import sys
 from collections import Counter
 from pathlib import Path
 
 import jupytext
 import nbformat
-from notebooks import CHAPTERS, ChapterError, cell_name, execute
+from notebooks import CHAPTERS, ROOT, ChapterError, cell_name, execute
 
 METADATA = {
     "accelerator": "GPU",
@@ -51,6 +52,18 @@ def code(nb: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
     return [c for c in nb.cells if c.cell_type == "code" and c.source.strip()]
 
 
+def stale(nb: nbformat.NotebookNode) -> list[str]:
+    """Listings of the package in the outputs that are not its text of today."""
+    form = re.compile(r"`(linattn_edu/\S+\.py)`\n+```python\n(.*?)\n```", re.DOTALL)
+    found = []
+    for output in (o for c in code(nb) for o in c.outputs):
+        for name, listing in form.findall(output.get("data", {}).get("text/markdown", "")):
+            path = ROOT / name
+            if not path.exists() or listing not in path.read_text():
+                found.append(f"{name}: {listing.splitlines()[0]}")
+    return found
+
+
 def problems(md: Path) -> list[str]:
     """How a chapter's .ipynb falls short of its .md; empty when it does not."""
     path = md.with_suffix(".ipynb")
@@ -74,6 +87,7 @@ def problems(md: Path) -> list[str]:
         and "raises-exception" not in c.metadata.get("tags", ())
         and any(o.output_type == "error" for o in c.outputs)
     ]
+    found += [f"{path.name} shows an old listing of {listing}" for listing in stale(nb)]
     if {k: nb.metadata.get(k) for k in METADATA} != METADATA:
         found.append(f"{path.name} has other metadata than tools/chapters.py writes")
     return found
@@ -126,7 +140,7 @@ def update(md: Path, always: bool) -> str:
         return "up to date"
     nb = from_markdown(md)
     old = nbformat.read(path, as_version=4) if path.exists() else None
-    if old is None or always or not take_outputs(nb, old):
+    if old is None or always or stale(old) or not take_outputs(nb, old):
         seconds = execute(nb, md.stem, md.parent)
         done = f"executed, {seconds:.1f} s"
     else:

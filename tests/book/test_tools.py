@@ -49,6 +49,21 @@ def test_an_unexecuted_notebook_is_noticed(chapter):
     assert chapters.problems(chapter) == ["01_one.ipynb was not executed from top to bottom"]
 
 
+def test_an_old_listing_is_noticed(chapter):
+    """Committed outputs show the package; when that changes, the chapter has to run again."""
+    chapters = tool("chapters")
+    chapters.update(chapter, always=False)
+    nb = nbformat.read(chapter.with_suffix(".ipynb"), as_version=4)
+    for said, known in (('"""Linear attention', True), ("no such line", False)):
+        text = f"`linattn_edu/__init__.py`\n\n```python\n{said}\n```"
+        nb.cells[1].outputs = [
+            nbformat.v4.new_output("display_data", {"text/markdown": text, "text/plain": said})
+        ]
+        nbformat.write(nb, chapter.with_suffix(".ipynb"))
+        assert (chapters.problems(chapter) == []) == known
+    assert chapters.update(chapter, always=False).startswith("executed")
+
+
 def test_ids_follow_from_the_text(chapter):
     chapters = tool("chapters")
     first = [c.id for c in chapters.from_markdown(chapter).cells]
