@@ -116,9 +116,10 @@ def block(n: int) -> int:
     return max(16, triton.next_power_of_2(n))
 
 
-# Rows of K elements that are not whole 4-byte words cannot be copied ahead asynchronously. The loop
-# is then not pipelined, and on Hopper such a loop is miscompiled for narrow tiles with 4 or 8 warps
-# (tests/gpu); 2 warps take another matrix instruction and are right.
+# Rows of K elements that are not whole 4-byte words cannot be copied ahead asynchronously, so the
+# loop is not pipelined. ptxas 12.8, which Triton 3.6 brings, then miscompiles 16-bit wgmma products
+# of fewer than 64 columns: wrong results or an illegal access (ptxas 13.0 is right on the same
+# PTX). 2 warps take another instruction, mma.sync, and are right with both.
 UNPIPELINED = row(2, 1, BV=16)
 
 

@@ -36,7 +36,8 @@ def test_near_collinear_keys(beta, noise, device):
     b = torch.full((1, 64, 1), beta, device=device)
     exact = reference(k.double(), b.double(), chunk_size=64)
     assert exact.abs().max() <= max(1.0, beta) + 1e-9
-    assert_close("A", kernel(k, b, chunk_size=64), exact, 5e-6)
+    # the condition number of I + L grows as (beta C)^2 / 2: 8e3 at beta = 2 (chapter 03)
+    assert_close("A", kernel(k, b, chunk_size=64), exact, 2e-5 if beta == 2 else 5e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -68,7 +68,10 @@ def record(cc):
         for processors in (1, 10**6):  # few programs and many: both ends of a list of rows
             for module in modules:
                 module.device_of = lambda x, n=processors: (tiles.generation(divmod(cc, 10)), n)
-            for dtype, sizes in ((torch.bfloat16, (64, 128, 256)), (torch.float32, (64, 128, 256))):
+            for dtype, sizes in (
+                (torch.bfloat16, (33, 64, 128, 256)),
+                (torch.float32, (64, 128, 256)),
+            ):
                 for size in sizes:
                     k = torch.empty(1, 1, 1, size, dtype=dtype)
                     launches(size, size, dtype, tiles.chunk_limit(k), heads=1)

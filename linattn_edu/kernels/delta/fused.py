@@ -203,8 +203,7 @@ SCAN_CONFIGS = {
         2: {128: [row(4, 1, BV=32)], 256: [row(4, 1, BV=16)]},
         4: {128: [row(4, 1, BV=16)], 256: [row(4, 1, BV=16)]},
     },
-    # on Hopper a loop that is not pipelined (1 stage) is miscompiled by Triton 3.6 for BV < 64 and
-    # 4 or 8 warps: wrong results, or an illegal access, in 16 bit
+    # never 1 stage in 16 bit with BV < 64: miscompiled by ptxas 12.8, see tiles.UNPIPELINED
     "hopper": {
         2: {
             128: [row(4, 3, BV=64), row(4, 3, BV=32), row(4, 3, BV=16)],

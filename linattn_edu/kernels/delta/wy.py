@@ -72,8 +72,7 @@ def wy_kernel(
         store_tile(u_ptr, dot(b_Au, b_v), o_t, o_v, HV * V, n_t, V)
 
 
-# generation -> bytes of an element -> row. Narrower heads keep these tiles: on Hopper, products of
-# fewer than 64 columns by 4 warps are miscompiled where the loop is not pipelined (tests/gpu).
+# generation -> bytes of an element -> row. Narrower heads keep these tiles: see tiles.UNPIPELINED.
 CONFIGS = {
     "turing": {2: row(4, 1, BK=64, BV=64), 4: row(4, 1, BK=32, BV=32)},
     "ampere": {2: row(4, 1, BK=64, BV=64), 4: row(4, 1, BK=32, BV=32)},

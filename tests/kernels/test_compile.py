@@ -1,0 +1,60 @@
+"""Every kernel, every row its launcher picks, compiled for GPUs that are not here."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from linattn_edu.kernels.tiles import generation
+
+pytest.importorskip("triton")
+
+# shared memory one program may use, in bytes: CUDA C++ programming guide, compute capabilities
+SHARED = {75: 64 << 10, 80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}
+# The state's kernels keep S [BK, BV] and a chunk in registers. In fp32 each operand is split in
+# three (tf32x3), and without tensor cores whole operands are held: these spill, by at most this.
+STACK = {"half": 512, "float32": 2 << 10, "float32, K=256": 10 << 10, "turing": 4 << 10}
+
+
+def bound(cc, row):
+    if generation(divmod(cc, 10)) == "turing":
+        return STACK["turing"]
+    if "ptr=torch.float32" in row and "ptr=torch.bfloat16" not in row:
+        return STACK["float32, K=256" if "K=256" in row else "float32"]
+    return STACK["half"]
+
+
+@pytest.mark.parametrize("cc", SHARED)
+def test_rows_compile(cc, record_property):
+    environment = {n: v for n, v in os.environ.items() if n != "TRITON_INTERPRET"}
+    worker = Path(__file__).with_name("compile_rows.py")
+    result = subprocess.run(
+        [sys.executable, worker, str(cc)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+    )
+    assert result.returncode == 0, result.stderr[-2000:]
+    rows = [json.loads(line) for line in result.stdout.splitlines()]
+    kernels = {row["row"].split()[0] for row in rows}
+    assert kernels >= {
+        f"{name}_kernel"
+        for name in (
+            "recurrent", "gate_cumsum", "solve", "wy", "state", "output",
+            "scores", "resolvent", "scan",
+        )
+    }  # fmt: skip
+    spilling = []
+    for row in rows:
+        assert row["shared"] <= SHARED[cc], row
+        assert row["stack"] <= bound(cc, row["row"]), row
+        if cc >= 80 and not row["row"].startswith(("gate_cumsum", "recurrent")):
+            assert row["mma"], row
+        if row["stack"]:
+            spilling.append(f"{row['stack']} B: {row['row']}")
+    record_property("spills", spilling)
+    print(f"cc {cc}: {len(rows)} rows, {len(spilling)} spill", *spilling, sep="\n  ")
