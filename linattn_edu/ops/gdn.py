@@ -178,7 +178,8 @@ class _KernelForward(torch.autograd.Function):
 
         kernels = fused_stages("triton")
         options = options | {"chunk_size": min(options["chunk_size"], chunk_limit(k))}
-        return forward(kernels, q, k, v, g, beta, initial_state=initial_state, **options)
+        with torch.cuda.device_of(q):  # Triton launches on the current device, not on q's
+            return forward(kernels, q, k, v, g, beta, initial_state=initial_state, **options)
 
     @staticmethod
     def backward(ctx, do, dht):

@@ -123,11 +123,12 @@ def scan_kernel(
     BK: tl.constexpr,
     BV: tl.constexpr,
 ):
-    """One program: S[:, v-tile] of one head, through all chunks.  Grid (V / BV, B * HV).
+    """One program: S[:, v-tile] of one head, through all chunks.  Grid (B * HV * V / BV).
 
     Reference: linattn_edu.reference.delta.fused.scan.
     """
-    i_v, i_bh = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    NV: tl.constexpr = (V + BV - 1) // BV
+    i_v, i_bh = tl.program_id(0) % NV, (tl.program_id(0) // NV).to(tl.int64)
     i_b, i_h = i_bh // HV, i_bh % HV
     first = i_b * T
     q_ptr += (first * H + i_h // (HV // H)) * K
@@ -250,7 +251,7 @@ def scan(
     o = torch.empty_like(v)
     final_state = q.new_empty(B, HV, K, V, dtype=torch.float32) if output_final_state else None
     config = widest(SCAN_CONFIGS, k, B * HV, V)
-    scan_kernel[(triton.cdiv(V, config["BV"]), B * HV)](
+    scan_kernel[(B * HV * triton.cdiv(V, config["BV"]),)](
         q, k, v, gc, P, R, initial_state, o, final_state,
         scale, T, H, HV, K, V, BT=P.shape[-1], BK=block(K), **config,
     )  # fmt: skip

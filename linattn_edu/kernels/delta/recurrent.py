@@ -29,11 +29,12 @@ def recurrent_kernel(
     BK: tl.constexpr,
     BV: tl.constexpr,
 ):
-    """One program: S[:, v-tile] of one head, through all tokens.  Grid (V / BV, B * HV).
+    """One program: S[:, v-tile] of one head, through all tokens.  Grid (B * HV * V / BV).
 
     Reference: linattn_edu.reference.delta.recurrent.
     """
-    i_v, i_bh = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    NV: tl.constexpr = (V + BV - 1) // BV
+    i_v, i_bh = tl.program_id(0) % NV, (tl.program_id(0) // NV).to(tl.int64)
     i_b, i_h = i_bh // HV, i_bh % HV
     o_k = tl.arange(0, BK)
     o_v = i_v * BV + tl.arange(0, BV)
@@ -86,7 +87,7 @@ def recurrent(
     scale = K**-0.5 if scale is None else scale
     o = torch.empty_like(v)
     final_state = q.new_empty(B, HV, K, V, dtype=torch.float32)
-    recurrent_kernel[(triton.cdiv(V, BV), B * HV)](
+    recurrent_kernel[(B * HV * triton.cdiv(V, BV),)](
         q, k, v, g, beta, initial_state, o, final_state,
         scale, T, H, HV, K, V, BK=block(K), BV=BV, num_warps=4,
     )  # fmt: skip

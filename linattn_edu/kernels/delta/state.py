@@ -36,11 +36,12 @@ def state_kernel(
     BK: tl.constexpr,
     BV: tl.constexpr,
 ):
-    """One program: S[:, v-tile] of one head, through all chunks.  Grid (V / BV, B * HV).
+    """One program: S[:, v-tile] of one head, through all chunks.  Grid (B * HV * V / BV).
 
     Reference: linattn_edu.reference.delta.state.
     """
-    i_v, i_bh = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    NV: tl.constexpr = (V + BV - 1) // BV
+    i_v, i_bh = tl.program_id(0) % NV, (tl.program_id(0) // NV).to(tl.int64)
     i_b, i_h = i_bh // HV, i_bh % HV
     NT = tl.cdiv(T, BT)
     k_ptr += (i_b * T * H + i_h // (HV // H)) * K
@@ -122,7 +123,7 @@ def state(
     v_new = torch.empty_like(u)
     final_state = k.new_empty(B, HV, K, V, dtype=torch.float32) if output_final_state else None
     config = widest(CONFIGS, k, B * HV, V)
-    state_kernel[(triton.cdiv(V, config["BV"]), B * HV)](
+    state_kernel[(B * HV * triton.cdiv(V, config["BV"]),)](
         k, w, u, gc, initial_state, h, v_new, final_state,
         T, H, HV, K, V, BT=chunk_size, BK=block(K), **config,
     )  # fmt: skip
