@@ -57,6 +57,17 @@ CASES = {
     "positive g": ({"g": new(2, 20, 4) + 0.5}, ValueError, "g must be a log decay, <= 0.*0.5"),
     "chunk_size": ({"chunk_size": 48}, ValueError, "chunk_size must be one of 16, 32, 64, got 48"),
     "chunk_size bool": ({"chunk_size": True}, ValueError, "chunk_size must be one of"),
+    "chunk_size float": ({"chunk_size": 64.0}, ValueError, "chunk_size must be one of .*64.0"),
+    "state device": (
+        {"initial_state": new(2, 4, 16, 24, device="meta")},
+        ValueError,
+        "initial_state must be on cpu like q, got meta",
+    ),
+    "beta dtype": (
+        {"beta": new(2, 20, 4, dtype=torch.int64)},
+        TypeError,
+        "beta must be float.*int64",
+    ),
     "scale": ({"scale": float("nan")}, ValueError, "scale must be finite, got nan"),
     "scale type": ({"scale": "big"}, TypeError, "scale must be a number or None, got str"),
     "flag": (
@@ -87,12 +98,12 @@ def test_head_dimension_too_large(sizes):
 
 @pytest.mark.parametrize("sizes", [(0, 20, 2, 2, 8, 8), (2, 0, 2, 2, 8, 8), (2, 20, 2, 2, 8, 0)])
 def test_empty_input(sizes):
-    with pytest.raises(ValueError, match=r"the size [BTV] must be at least 1, got 0"):
+    with pytest.raises(ValueError, match=r"(q|v) must have ([BTV]) >= 1, got \2=0"):
         chunk_gated_delta_rule(**gdn_inputs(*sizes).asdict())
 
 
 def test_triton_where_it_cannot_run(monkeypatch):
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(gdn.check, "interpreted", lambda: False)
     with pytest.raises(
         ValueError, match="impl='triton' cannot run here: the tensors are on the CPU"
     ):
@@ -106,7 +117,19 @@ def test_triton_has_no_float64(device):
 
 
 def test_auto_takes_the_reference_where_kernels_cannot_run(monkeypatch):
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(gdn.check, "interpreted", lambda: False)
     monkeypatch.setattr(gdn, "fused_stages", lambda impl: pytest.fail("kernels were chosen"))
     o, _ = chunk_gated_delta_rule(**arguments())
     assert o.isfinite().all()
+
+
+def test_triton_without_triton(monkeypatch):
+    monkeypatch.setattr(gdn.check.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="the package triton is not installed"):
+        chunk_gated_delta_rule(**arguments(impl="triton"))
+
+
+def test_triton_on_another_device():
+    x = {n: t.to("meta") for n, t in arguments().items()}
+    with pytest.raises(ValueError, match="no kernel for the device meta"):
+        chunk_gated_delta_rule(**x, impl="triton")

@@ -1,7 +1,6 @@
 """The few device functions all kernels share, and the choice of a configuration row."""
 
 import functools
-import os
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +9,7 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 TF32X3 = tl.constexpr("tf32x3")
-INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 @triton.jit

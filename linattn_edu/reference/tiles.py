@@ -4,9 +4,10 @@ import torch
 from torch import Tensor
 
 
-def compute_dtype(*tensors: Tensor) -> torch.dtype:
+def compute_dtype(*tensors: Tensor | None) -> torch.dtype:
     """float64 if any input is float64, else float32: the dtype a reference stage computes in."""
-    return torch.float64 if any(x.dtype == torch.float64 for x in tensors) else torch.float32
+    wide = any(x is not None and x.dtype == torch.float64 for x in tensors)
+    return torch.float64 if wide else torch.float32
 
 
 def to_chunks(x: Tensor, chunk_size: int) -> Tensor:

@@ -21,7 +21,7 @@ def _grid():
                 for c, V in enumerate(DIMS):
                     yield T, K, V, CHUNKS[(a + b + c) % len(CHUNKS)], dtype
             else:
-                yield T, K, DIMS[(a + b) % len(DIMS)], CHUNKS[(a + b) % len(CHUNKS)], dtype
+                yield T, K, DIMS[(a + b) % len(DIMS)], CHUNKS[(a + 2 * b) % len(CHUNKS)], dtype
 
 
 def _name(value):

@@ -41,7 +41,7 @@ def cases(stage, by_case):
     if stage in BY_DIM:
         for limit, entries in by_case.items():
             yield from itertools.product((limit, 200 if limit == 256 else 64), entries)
-        yield 33, UNPIPELINED
+        yield from ((K, UNPIPELINED) for K in (33, 201, 255))
     else:
         entries = by_case.values() if isinstance(by_case, dict) else [by_case]
         yield from itertools.product((33, 64, 128, 200, 256), entries)

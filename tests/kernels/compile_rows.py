@@ -69,7 +69,8 @@ def record(cc):
             for module in modules:
                 module.device_of = lambda x, n=processors: (tiles.generation(divmod(cc, 10)), n)
             for dtype, sizes in (
-                (torch.bfloat16, (33, 64, 128, 256)),
+                (torch.bfloat16, (33, 64, 128, 255, 256)),
+                (torch.float16, (128,)),
                 (torch.float32, (64, 128, 256)),
             ):
                 for size in sizes:

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from linattn_edu.kernels.delta.solve import merge_precision, unit_lower_inverse
+from linattn_edu.kernels.delta.solve import kkt, merge_precision, unit_lower_inverse
 from linattn_edu.kernels.tiles import (
     block,
     cast,
@@ -89,13 +89,8 @@ def resolvent_kernel(
     k_ptr += (first * H + i_h // (HV // H)) * K
     o_t = tl.arange(0, BT)
 
-    L = tl.zeros([BT, BT], dtype=tl.float32)
-    for i_k in range(tl.cdiv(K, BK)):
-        b_k = load_tile(k_ptr, o_t, i_k * BK + tl.arange(0, BK), H * K, n_t, K)  # [BT, BK]
-        L = dot(b_k, tl.trans(b_k), L)
-    # eq:delta-kkt   L = diag(beta) tril(K K^T, -1)
     b_beta = load_row(beta_ptr + first * HV + i_h, o_t, HV, n_t)
-    L = tl.where(o_t[:, None] > o_t[None, :], b_beta[:, None] * L, 0.0)
+    L = kkt(k_ptr, b_beta, H * K, n_t, K, BT, BK)
     # eq:delta-resolvent   R = (A * G) diag(beta)
     G = decay_matrix(load_gate(gc_ptr + first * HV + i_h, o_t, HV, n_t), o_t)
     R = unit_lower_inverse(L, BT, PRECISION) * G * b_beta[None, :]
@@ -186,13 +181,13 @@ def scan_kernel(
 SCORES_CONFIGS = {
     "turing": {2: row(4, 1, BK=64), 4: row(4, 1, BK=32)},
     "ampere": {2: row(4, 1, BK=64), 4: row(4, 1, BK=32)},
-    "hopper": {2: row(4, 1, BK=128), 4: row(4, 1, BK=32)},
+    "hopper": {2: row(2, 3, BK=64), 4: row(4, 1, BK=32)},
 }
 # one warp, as in solve
 RESOLVENT_CONFIGS = {
     "turing": {2: row(4, 1, BK=64), 4: row(4, 1, BK=32)},
     "ampere": {2: row(1, 1, BK=64), 4: row(4, 1, BK=32)},
-    "hopper": {2: row(1, 1, BK=64), 4: row(4, 1, BK=32)},
+    "hopper": {2: row(1, 3, BK=64), 4: row(4, 1, BK=32)},
 }
 # generation -> bytes of an element -> BK -> rows, widest BV first
 SCAN_CONFIGS = {

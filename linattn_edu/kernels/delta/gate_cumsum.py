@@ -30,7 +30,8 @@ def gate_cumsum_kernel(
     o_h = tl.program_id(1) * BH + tl.arange(0, BH)
     b_g = load_tile(g_ptr + first * HV, o_t, o_h, HV, T - i_t * BT, HV)  # [BT, BH]
     # 2^-150 is zero in fp32; without the floor a closed gate would cost later sums their low bits
-    b_g = tl.maximum(b_g.to(tl.float32) * LOG2E, -150.0)
+    b_g = b_g.to(tl.float32) * LOG2E
+    b_g = tl.where(b_g < -150.0, -150.0, b_g)  # not tl.maximum, which would drop a NaN
     # eq:delta-gate-cumsum   gc = log2(e) cumsum(g)
     b_gc = tl.cumsum(b_g, axis=0)
     store_tile(gc_ptr + first * HV, b_gc, o_t, o_h, HV, T - i_t * BT, HV)

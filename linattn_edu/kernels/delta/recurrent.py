@@ -87,8 +87,9 @@ def recurrent(
     scale = K**-0.5 if scale is None else scale
     o = torch.empty_like(v)
     final_state = q.new_empty(B, HV, K, V, dtype=torch.float32)
-    recurrent_kernel[(B * HV * triton.cdiv(V, BV),)](
-        q, k, v, g, beta, initial_state, o, final_state,
-        scale, T, H, HV, K, V, BK=block(K), BV=BV, num_warps=4,
-    )  # fmt: skip
+    with torch.cuda.device_of(q):
+        recurrent_kernel[(B * HV * triton.cdiv(V, BV),)](
+            q, k, v, g, beta, initial_state, o, final_state,
+            scale, T, H, HV, K, V, BK=block(K), BV=BV, num_warps=4,
+        )  # fmt: skip
     return o, final_state

@@ -66,7 +66,7 @@ def scan(
         or None.
     Source: chapter 06.
     """
-    dtype = compute_dtype(q, k, v, gc)
+    dtype = compute_dtype(q, k, v, gc, initial_state)
     T, HV = gc.shape[1:]
     C = P.shape[-1]
     Q, K, V, gc, P, R = (

@@ -31,7 +31,7 @@ def recurrent(
         (fp64 if any input is fp64; all arithmetic is done in that dtype).
     Source: arXiv:2412.06464; chapter 01.
     """
-    dtype = compute_dtype(q, k, v, g, beta)
+    dtype = compute_dtype(q, k, v, g, beta, initial_state)
     HV = v.shape[2]
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     out_dtype = q.dtype

@@ -29,7 +29,7 @@ def state(
         k.dtype; the final state [B, HV, K, V] in fp32 (fp64 for fp64 input) or None.
     Source: arXiv:2412.06464 section 3.3, chapter 05.
     """
-    dtype = compute_dtype(k, w, u, gc)
+    dtype = compute_dtype(k, w, u, gc, initial_state)
     T, HV = gc.shape[1:]
     K, w_, u_, gc = (
         to_chunks(x.to(dtype), chunk_size)
