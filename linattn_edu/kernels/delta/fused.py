@@ -90,6 +90,7 @@ def resolvent_kernel(
     o_t = tl.arange(0, BT)
 
     b_beta = load_row(beta_ptr + first * HV + i_h, o_t, HV, n_t)
+    # eq:delta-kkt   L = diag(beta) tril(K K^T, -1)
     L = kkt(k_ptr, b_beta, H * K, n_t, K, BT, BK)
     # eq:delta-resolvent   R = (A * G) diag(beta)
     G = decay_matrix(load_gate(gc_ptr + first * HV + i_h, o_t, HV, n_t), o_t)

@@ -10,13 +10,12 @@ from linattn_edu.kernels.tiles import device_of, dot, load_row, load_tile, row, 
 
 @triton.jit
 def kkt(k_ptr, b_beta, stride, n_t, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr):
-    """L [BT, BT] of the chunk whose keys start at k_ptr."""
+    """L = diag(beta) tril(K K^T, -1), [BT, BT], of the chunk whose keys start at k_ptr."""
     o_t = tl.arange(0, BT)
     L = tl.zeros([BT, BT], dtype=tl.float32)
     for i_k in range(tl.cdiv(K, BK)):
         b_k = load_tile(k_ptr, o_t, i_k * BK + tl.arange(0, BK), stride, n_t, K)  # [BT, BK]
         L = dot(b_k, tl.trans(b_k), L)
-    # eq:delta-kkt   L = diag(beta) tril(K K^T, -1)
     return tl.where(o_t[:, None] > o_t[None, :], b_beta[:, None] * L, 0.0)
 
 
@@ -87,6 +86,7 @@ def solve_kernel(
     o_t = tl.arange(0, BT)
 
     b_beta = load_row(beta_ptr + first * HV + i_h, o_t, HV, n_t)
+    # eq:delta-kkt   L = diag(beta) tril(K K^T, -1)
     L = kkt(k_ptr, b_beta, H * K, n_t, K, BT, BK)
     A = unit_lower_inverse(L, BT, PRECISION)
     store_tile(A_ptr + (first * HV + i_h) * BT, A, o_t, o_t, HV * BT, n_t, BT)
