@@ -222,7 +222,7 @@ def test_scale_is_a_factor_of_the_output(device):
 
 
 @settings(
-    max_examples=300 if torch.cuda.is_available() else 15,
+    max_examples=40 if torch.cuda.is_available() else 15,  # each new shape is compiled there
     derandomize=not torch.cuda.is_available(),
     deadline=None,
 )
