@@ -205,7 +205,7 @@ def _forward_cells(rows: list[dict]) -> tuple[list[str], list[list[str]]]:
     def optional(row: dict, key: str, form: str, factor: float = 1) -> str:
         return format(factor * row[key], form) if row.get(key) is not None else ""
 
-    heads = ["case", "library", "ms", "floor ms", "error %", "first call s", "peak MiB"]
+    heads = ["case", "library", "ms", "floor ms", "error %", "first s", "MiB"]
     lines = [
         [
             row["case"],
