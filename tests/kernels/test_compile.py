@@ -15,8 +15,8 @@ pytest.importorskip("triton")
 # shared memory one program may use, in bytes: CUDA C++ programming guide, compute capabilities
 SHARED = {75: 64 << 10, 80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}
 # The state's kernels keep S [BK, BV] and a chunk in registers. In fp32 each operand is split in
-# three (tf32x3), without tensor cores whole operands are held, and 2 warps (tiles.UNPIPELINED) share
-# a state of 256 rows: these spill, by at most this.
+# three (tf32x3), without tensor cores whole operands are held, and two warps alone
+# (tiles.UNPIPELINED) hold a state of 256 rows: these spill, by at most this many bytes.
 STACK = {
     "half": 512,
     "half, 2 warps": 2 << 10,
