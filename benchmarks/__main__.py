@@ -4,7 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from benchmarks.cases import CASES, RATES, SCALING, select, work
+from benchmarks.cases import AWAITED, CASES, RATES, SCALING, select, work
 
 EXIT_USAGE = 2
 
@@ -36,7 +36,9 @@ def listing() -> str:
         shape = " ".join(map(str, case.shape))
         floor = work(case, "forward").floor_ms(*rates)
         lines.append(f"{case.name:11s} {shape:28s} {floor:.3f}  {case.note}")
-    return "\n".join([*lines, f"{SCALING:11s} with --scaling: 256 to 32768 tokens, three forms"])
+    lines.append(f"{SCALING:11s} with --scaling: 256 to 32768 tokens, three forms")
+    lines += [f"{name:11s} waits for {function}" for name, function in AWAITED.items()]
+    return "\n".join(lines)
 
 
 def measure(args: argparse.Namespace) -> int:

@@ -17,7 +17,7 @@ sys.path.insert(0, str(ROOT))
 
 # ruff: noqa: E402
 from benchmarks import adapters, first_call, forms, measure, plot, results, run, tune
-from benchmarks.cases import ALL_STAGES, CASES, SCALING_T, Case, scaling_case, select, work
+from benchmarks.cases import ALL_STAGES, AWAITED, CASES, SCALING_T, Case, scaling_case, select, work
 from benchmarks.progress import Progress
 from linattn_edu.reference.delta.recurrent import recurrent
 from linattn_edu.testing import gdn_inputs, relative_rms
@@ -516,7 +516,12 @@ def test_tuner_summary_lists_the_bad_ones_and_the_best():
 def test_list_works_anywhere():
     done = module("benchmarks", "--list")
     assert done.returncode == 0, done.stderr
-    assert all(name in done.stdout for name in CASES)
+    assert all(name in done.stdout for name in (*CASES, *AWAITED))
+
+
+def test_a_case_that_waits_for_its_operator_says_so():
+    with pytest.raises(ValueError, match="kda_train waits for chunk_kda"):
+        select(["kda_train"])
 
 
 @needs_no_gpu
