@@ -14,6 +14,8 @@ from pathlib import Path
 
 import torch
 
+from linattn_edu.ops.check import interpreted
+
 TRITON_MIN = (3, 6)
 MIN_CAPABILITY = (7, 5)
 WAYS = ("compiled", "interpreter", "reference")
@@ -91,7 +93,7 @@ def examine() -> Machine:
         capability=torch.cuda.get_device_capability() if usable else None,
         ptxas=_ptxas() if usable else None,
         c_compiler=bool(os.environ.get("CC") or any(map(shutil.which, ("gcc", "clang", "cc")))),
-        interpret=os.environ.get("TRITON_INTERPRET") == "1",
+        interpret=interpreted(),
     )
 
 

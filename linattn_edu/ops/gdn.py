@@ -166,19 +166,7 @@ def chunk_gated_delta_rule(
 
     Source: Yang et al. 2024 (arXiv:2412.06464); chapters 01 to 06.
     """
-    sizes: dict[str, int] = {}
-    check.tensor("q", q, ("B", "T", "H", "K"), sizes)
-    check.tensor("k", k, ("B", "T", "H", "K"), sizes)
-    check.tensor("v", v, ("B", "T", "HV", "V"), sizes)
-    check.tensor("g", g, ("B", "T", "HV"), sizes)
-    check.tensor("beta", beta, ("B", "T", "HV"), sizes)
-    if initial_state is not None:
-        check.tensor("initial_state", initial_state, ("B", "HV", "K", "V"), sizes)
-    check.head_counts(sizes)
-    check.same_dtype(("q", q), ("k", k), ("v", v))
-    others = {"k": k, "v": v, "g": g, "beta": beta, "initial_state": initial_state}
-    check.same_device(("q", q), *others.items())
-    check.log_decay("g", g)
+    sizes = _check_tensors(q, k, v, g, beta, initial_state)
     check.choice("chunk_size", chunk_size, CHUNK_SIZES)
     check.number("scale", scale)
     check.flag("output_final_state", output_final_state)
@@ -194,6 +182,24 @@ def chunk_gated_delta_rule(
         return _KernelForward.apply(options, *tensors)
     q, k, v, g, beta, initial_state = tensors
     return forward(stages(impl), q, k, v, g, beta, initial_state=initial_state, **options)
+
+
+def _check_tensors(q, k, v, g, beta, initial_state) -> dict[str, int]:
+    """Refuse tensors that do not fit; return the sizes B, T, H, HV, K, V."""
+    sizes: dict[str, int] = {}
+    check.tensor("q", q, ("B", "T", "H", "K"), sizes)
+    check.tensor("k", k, ("B", "T", "H", "K"), sizes)
+    check.tensor("v", v, ("B", "T", "HV", "V"), sizes)
+    check.tensor("g", g, ("B", "T", "HV"), sizes)
+    check.tensor("beta", beta, ("B", "T", "HV"), sizes)
+    if initial_state is not None:
+        check.tensor("initial_state", initial_state, ("B", "HV", "K", "V"), sizes)
+    check.head_counts(sizes)
+    check.same_dtype(("q", q), ("k", k), ("v", v))
+    others = {"k": k, "v": v, "g": g, "beta": beta, "initial_state": initial_state}
+    check.same_device(("q", q), *others.items())
+    check.log_decay("g", g)
+    return sizes
 
 
 def _aligned(x: Tensor) -> Tensor:
