@@ -27,3 +27,8 @@ def from_chunks(x: Tensor, T: int) -> Tensor:
 def repeat_heads(x: Tensor, HV: int) -> Tensor:
     """[B, T, H, D] -> [B, T, HV, D]: value head j reads q/k head j // (HV // H)."""
     return x.repeat_interleave(HV // x.shape[2], dim=2)
+
+
+def sum_heads(x: Tensor, H: int) -> Tensor:
+    """[B, T, HV, D] -> [B, T, H, D]: the adjoint of `repeat_heads`."""
+    return x.unflatten(2, (H, -1)).sum(3)

@@ -3,6 +3,7 @@
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from linattn_edu.reference.tiles import compute_dtype, from_chunks, to_chunks
@@ -13,7 +14,21 @@ LOG2E = math.log2(math.e)
 FLOOR = {torch.float32: -150.0, torch.float64: -1080.0}
 
 
-def gate_cumsum(g: Tensor, *, chunk_size: int) -> Tensor:
+def gate(a: Tensor, A_log: Tensor, dt_bias: Tensor | None = None) -> Tensor:
+    """The log decay a layer computes from its raw gate: -e^A_log softplus(a + dt_bias), fp32."""
+    dtype = compute_dtype(a, A_log, dt_bias)
+    a = a.to(dtype) if dt_bias is None else a.to(dtype) + dt_bias.to(dtype)
+    # eq:delta-gate   gate = -e^A_log softplus(a + dt_bias)
+    return -A_log.to(dtype).exp() * F.softplus(a)
+
+
+def gate_cumsum(
+    g: Tensor,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    *,
+    chunk_size: int,
+) -> Tensor:
     """Accumulate the log decay inside each chunk, in base 2.
 
         gc_i = sum over j <= i in the chunk of max(log2(e) g_j, floor)
@@ -22,12 +37,16 @@ def gate_cumsum(g: Tensor, *, chunk_size: int) -> Tensor:
     (fp64: -1080): 2^-150 is zero in fp32.
 
     Args:
-        g: [B, T, HV] natural-log decay of one token, <= 0.  chunk_size: C.
+        g: [B, T, HV] natural-log decay of one token, <= 0; with A_log, the raw gate of a layer,
+            from which the decay is -e^A_log softplus(g + dt_bias).
+        A_log, dt_bias: [HV]. dt_bias may be left out.  chunk_size: C.
     Returns:
         gc [B, T, HV] log2 units, fp32 (fp64 for fp64 input).
-    Source: chapter 02.
+    Source: chapter 02; the gate of a layer: chapter 12.
     """
-    dtype = compute_dtype(g)
+    dtype = compute_dtype(g, A_log, dt_bias)
+    if A_log is not None:
+        g = gate(g, A_log, dt_bias)
     # eq:delta-gate-cumsum   gc = log2(e) cumsum(g)
     gc = to_chunks((g.to(dtype) * LOG2E).clamp(min=FLOOR[dtype]), chunk_size).cumsum(-1)
     return from_chunks(gc, g.shape[1])
