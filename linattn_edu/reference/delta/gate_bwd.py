@@ -1,6 +1,5 @@
 """Stage gate_bwd: the adjoint of gate_cumsum, and of the gate a layer computes."""
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -18,7 +17,7 @@ def gate_bwd(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """From the gradient of the accumulated decay to that of each token's, and of the gate.
 
-        dg_i  = sum over j >= i in the chunk of dgc_j       (0 where gate_cumsum held g at its floor)
+        dg_i = sum over j >= i in the chunk of dgc_j,  0 where gate_cumsum held g at its floor,
 
     and with A_log, where g is the raw gate a: gate = -e^A_log softplus(a + dt_bias),
 

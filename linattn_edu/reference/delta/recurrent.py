@@ -3,16 +3,20 @@
 import torch
 from torch import Tensor
 
-from linattn_edu.reference.tiles import compute_dtype, repeat_heads
+from linattn_edu.reference.tiles import compute_dtype, repeat_heads, sum_heads
+
+BLOCK = 64  # tokens between two states that the backward pass keeps
 
 
 def recurrent(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    g: Tensor,
+    g: Tensor | None,
     beta: Tensor,
     *,
+    gk: Tensor | None = None,
+    gv: Tensor | None = None,
     scale: float | None = None,
     initial_state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -25,24 +29,26 @@ def recurrent(
 
     Args:
         q, k: [B, T, H, K]. v: [B, T, HV, V]. g: [B, T, HV] natural-log decay. beta: [B, T, HV].
+        gk: [B, T, HV, K], a decay for each row of the state; gv: [B, T, HV, V], for each column.
+            The logs of all gates given are added; g may be None.
         scale: K**-0.5 if None.  initial_state: [B, HV, K, V], zero if None.
     Returns:
         o [B, T, HV, V] in q.dtype and the final state [B, HV, K, V] in fp32
         (fp64 if any input is fp64; all arithmetic is done in that dtype).
     Source: arXiv:2412.06464; chapter 01.
     """
-    dtype = compute_dtype(q, k, v, g, beta, initial_state)
+    dtype = compute_dtype(q, k, v, g, beta, gk, gv, initial_state)
     HV = v.shape[2]
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     out_dtype = q.dtype
     q, k = repeat_heads(q, HV).to(dtype), repeat_heads(k, HV).to(dtype)
-    v, g, beta = v.to(dtype), g.to(dtype), beta.to(dtype)
+    v, beta, a = v.to(dtype), beta.to(dtype), decay(v, g, gk, gv, dtype)
     B, T, _, K = q.shape
     S = q.new_zeros(B, HV, K, v.shape[-1]) if initial_state is None else initial_state.to(dtype)
     o = []
     for t in range(T):
         # eq:delta-decay   S <- a S
-        S = S * g[:, t].exp()[..., None, None]
+        S = S * a[:, t]
         # eq:delta-error   e = v - k S
         e = v[:, t] - torch.einsum("bhk,bhkv->bhv", k[:, t], S)
         # eq:delta-write   S <- S + k^T beta e
@@ -50,3 +56,103 @@ def recurrent(
         # eq:delta-read   o = scale q S
         o.append(scale * torch.einsum("bhk,bhkv->bhv", q[:, t], S))
     return torch.stack(o, 1).to(out_dtype), S
+
+
+def decay(
+    v: Tensor, g: Tensor | None, gk: Tensor | None, gv: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """e^(g + gk + gv), [B, T, HV, 1 or K, 1 or V]: the factor of each entry of the state."""
+    log = v.new_zeros(*v.shape[:3], 1, 1, dtype=dtype)
+    for x, shape in ((g, (1, 1)), (gk, (-1, 1)), (gv, (1, -1))):
+        if x is not None:
+            log = log + x.to(dtype).reshape(*v.shape[:3], *shape)
+    return log.exp()
+
+
+def recurrent_bwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    beta: Tensor,
+    do: Tensor,
+    dht: Tensor | None = None,
+    *,
+    gk: Tensor | None = None,
+    gv: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+) -> tuple[Tensor | None, ...]:
+    """The recurrence in reverse, with the states recomputed a block of tokens at a time.
+
+        dq    = scale S do^T,       dS <- dS + scale q^T do
+        dbeta = <k dS, e>,          de = beta k dS
+        dv    = de,                 dk = (dS (beta e)^T - S' de^T)^T,  dS <- dS - k^T de
+        dg    = <dS, S'>,           dS <- e^g dS
+
+    S' is the decayed state, before token t writes; S the one after. Only every BLOCK-th state is
+    kept from the way forward: T / BLOCK + BLOCK states at a time, in place of T.
+
+    Args:
+        q, k, v, g, beta, gk, gv, scale, initial_state: the arguments of recurrent.
+        do: [B, T, HV, V], gradient of o. dht: [B, HV, K, V], of the final state, zero if None.
+    Returns:
+        dq, dk [B, T, H, K], dv [B, T, HV, V] in q.dtype; dg, dbeta [B, T, HV], dgk [B, T, HV, K],
+        dgv [B, T, HV, V] and dh0 [B, HV, K, V] in fp32 (fp64 for fp64 input); dg, dgk and dgv are
+        None where the gate is.
+    Source: chapter 01.
+    """
+    dtype = compute_dtype(q, k, v, g, beta, do, dht, gk, gv, initial_state)
+    H, HV, out_dtype = q.shape[2], v.shape[2], q.dtype
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    q, k = repeat_heads(q, HV).to(dtype), repeat_heads(k, HV).to(dtype)
+    v, beta, do, a = v.to(dtype), beta.to(dtype), do.to(dtype), decay(v, g, gk, gv, dtype)
+    B, T, _, K = q.shape
+    S = q.new_zeros(B, HV, K, v.shape[-1]) if initial_state is None else initial_state.to(dtype)
+    kept = [S]
+    for t in range(T - 1):
+        S, _, _ = _step(S, k, v, beta, a, t)
+        if t % BLOCK == BLOCK - 1:
+            kept.append(S)
+    dS = torch.zeros_like(S) if dht is None else dht.to(dtype)
+    dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    dbeta, dlog = torch.zeros_like(beta), [None] * T
+    for first in reversed(range(0, T, BLOCK)):
+        S, states = kept.pop(), []
+        for t in range(first, min(first + BLOCK, T)):
+            S, decayed, e = _step(S, k, v, beta, a, t)
+            states.append((decayed, e, S))
+        for t in reversed(range(first, min(first + BLOCK, T))):
+            decayed, e, S = states.pop()
+            # eq:delta-read-bwd   dq = scale S do^T, dS <- dS + scale q^T do
+            dq[:, t] = scale * torch.einsum("bhkv,bhv->bhk", S, do[:, t])
+            dS = dS + scale * torch.einsum("bhk,bhv->bhkv", q[:, t], do[:, t])
+            # eq:delta-write-bwd   dbeta = <k dS, e>, de = beta k dS
+            dr = torch.einsum("bhk,bhkv->bhv", k[:, t], dS)
+            dbeta[:, t] = (dr * e).sum(-1)
+            de = beta[:, t, :, None] * dr
+            # eq:delta-error-bwd   dv = de, dk = dS (beta e)^T - S' de^T, dS <- dS - k^T de
+            dv[:, t] = de
+            dk[:, t] = torch.einsum("bhkv,bhv->bhk", dS, beta[:, t, :, None] * e)
+            dk[:, t] -= torch.einsum("bhkv,bhv->bhk", decayed, de)
+            dS = dS - torch.einsum("bhk,bhv->bhkv", k[:, t], de)
+            # eq:delta-decay-bwd   dg = <dS, S'>, dS <- a dS
+            product = dS * decayed
+            dlog[t] = (product.sum((-1, -2)), product.sum(-1), product.sum(-2))
+            dS = a[:, t] * dS
+    dq, dk = sum_heads(dq, H).to(out_dtype), sum_heads(dk, H).to(out_dtype)
+    dg, dgk, dgv = (
+        None if x is None else torch.stack([d[i] for d in dlog], 1)
+        for i, x in enumerate((g, gk, gv))
+    )
+    return dq, dk, dv.to(out_dtype), dg, dbeta, dgk, dgv, dS
+
+
+def _step(
+    S: Tensor, k: Tensor, v: Tensor, beta: Tensor, a: Tensor, t: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Token t of the recurrence: the state after it, the decayed state before it, the error."""
+    decayed = a[:, t] * S
+    e = v[:, t] - torch.einsum("bhk,bhkv->bhv", k[:, t], decayed)
+    S = decayed + torch.einsum("bhk,bhv->bhkv", k[:, t], beta[:, t, :, None] * e)
+    return S, decayed, e
