@@ -1,8 +1,9 @@
-"""The picture of the pipeline, drawn by code so that every chapter shows the same one."""
+"""The pictures of the pipeline, drawn by code so that every chapter shows the same ones."""
 
 import html
 
 STAGES = ("gate_cumsum", "solve", "wy", "state", "output")
+BACKWARD = ("output_bwd", "state_bwd", "wy_bwd", "gate_bwd")
 
 # stage -> (top of its box, what it reads from the arguments, what it computes)
 _BOXES = {
@@ -12,7 +13,15 @@ _BOXES = {
     "state": (262, "k S₀", "chunk to chunk"),
     "output": (334, "q k", "read state and chunk"),
 }
+# stage -> (top of its box, what it computes), each about where its forward stage is
+_BACKWARD_BOXES = {
+    "gate_bwd": (46, "decay of each token"),
+    "wy_bwd": (136, "through the inverse"),
+    "state_bwd": (226, "chunk to chunk, back"),
+    "output_bwd": (316, "through the output"),
+}
 _X, _WIDTH, _HEIGHT, _BUS = 70, 168, 44, 262
+_KEPT = ("from what", "was kept:", "q k v g β", "gc A S₀")
 _STYLE = (
     "svg.la-map{display:block;width:100%;max-width:430px;height:auto;margin:0.5em auto;"
     "font-family:ui-monospace,SFMono-Regular,Menlo,Consolas,monospace}"
@@ -25,10 +34,14 @@ def pipeline_svg(lit: str | None = None) -> str:
     Lines and letters take the colour of the surrounding text, so it fits a dark page.
 
     Args:
-        lit: "recurrent", "gate_cumsum", "solve", "wy", "state", "output", or None for none.
+        lit: "recurrent", "gate_cumsum", "solve", "wy", "state", "output", or None for none; with
+            "output_bwd", "state_bwd", "wy_bwd" or "gate_bwd" it is the drawing of backward_svg.
     """
-    if lit is not None and lit != "recurrent" and lit not in STAGES:
-        raise ValueError(f"lit must be 'recurrent', one of {STAGES} or None, got {lit!r}")
+    if lit in BACKWARD:
+        return backward_svg(lit)
+    known = ("recurrent", *STAGES)
+    if lit is not None and lit not in known:
+        raise ValueError(f"lit must be one of {(*known, *BACKWARD)} or None, got {lit!r}")
     parts = []
     for name, (y, inputs, note) in _BOXES.items():
         middle = y + _HEIGHT / 2
@@ -67,10 +80,70 @@ def pipeline_svg(lit: str | None = None) -> str:
     parts += _arrow([(centre, 230), (centre, bottom + 32)])
     parts.append(_text(centre, bottom + 48, "o  final S"))
     parts.append(_text((x + centre) / 2 - 6, bottom + 48, "="))
-    title = "Stages of chunk_gated_delta_rule" + (f", {lit} lit" if lit else "")
+    return _svg(parts, 436, "Stages of chunk_gated_delta_rule", lit)
+
+
+def backward_svg(lit: str | None = None) -> str:
+    """The backward stages of chunk_gated_delta_rule as SVG text, with one of them lit.
+
+    The first stage is at the bottom and the arrows go up, against those of pipeline_svg.
+
+    Args:
+        lit: "output_bwd", "state_bwd", "wy_bwd", "gate_bwd", or None for none.
+    """
+    if lit is not None and lit not in BACKWARD:
+        raise ValueError(f"lit must be one of {BACKWARD} or None, got {lit!r}")
+    x, right = _X + _WIDTH / 2, _X + _WIDTH
+    middle = {name: y + _HEIGHT / 2 for name, (y, _) in _BACKWARD_BOXES.items()}
+    parts = [_text(x, 18, "gradients", small=True)]
+    for name, (y, note) in _BACKWARD_BOXES.items():
+        parts += _box(_X, y, _WIDTH, _HEIGHT, name, note, name == lit)
+    for name, label in (("gate_bwd", "dg"), ("wy_bwd", "dk dv"), ("output_bwd", "dq")):
+        parts += _arrow([(_X, middle[name]), (6, middle[name])])
+        parts.append(_text(36, middle[name] - 6, label))
+    parts.append(_text(36, middle["wy_bwd"] + 16, "dβ"))
+    y = middle["state_bwd"]
+    parts += _arrow([(6, y - 9), (_X, y - 9)]) + _arrow([(_X, y + 9), (6, y + 9)])
+    parts += [_text(34, y - 15, "do dht"), _text(36, y + 25, "dh0")]
+    for below, above, label in (
+        ("output_bwd", "state_bwd", "dv_new"),
+        ("state_bwd", "wy_bwd", "dh  dv_new"),
+        ("wy_bwd", "gate_bwd", "dgc"),
+    ):
+        end = _BACKWARD_BOXES[above][0] + _HEIGHT
+        parts += _arrow([(x, _BACKWARD_BOXES[below][0]), (x, end)])
+        parts.append(_text(x + 8, end + 28, label, anchor="start"))
+    bottom = _BACKWARD_BOXES["output_bwd"][0] + _HEIGHT
+    parts += _arrow([(x, bottom + 32), (x, bottom)])
+    parts.append(_text(x, bottom + 48, "do"))
+    start, end = middle["output_bwd"] - 11, middle["wy_bwd"] + 11
+    parts += _arrow([(right, start), (_BUS, start), (_BUS, end), (right, end)])
+    for label_y, label in ((y + 36, "dk"), (y + 52, "dgc")):
+        parts.append(_text(_BUS + 6, label_y, label, anchor="start"))
+    # the part of the forward pass that is done again, beside it
+    left, width, edge = 318, 86, 414
+    centre = left + width / 2
+    parts.append(_text(centre, 18, "done again", small=True))
+    parts += [_text(centre, 48 + 18 * i, line, small=True) for i, line in enumerate(_KEPT)]
+    parts += _box(left, _BACKWARD_BOXES["state_bwd"][0], width, _HEIGHT, "wy", "k v β gc A", False)
+    parts += _box(left, _BACKWARD_BOXES["output_bwd"][0], width, _HEIGHT, "state", "k gc S₀", False)
+    parts += _arrow([(left, y), (right, y)])
+    parts.append(_text(_BUS + 28, y - 6, "w"))
+    parts += _arrow([(centre, y + _HEIGHT / 2), (centre, _BACKWARD_BOXES["output_bwd"][0])])
+    parts.append(_text(centre + 8, y + 50, "w  u", anchor="start"))
+    start, end = middle["output_bwd"] + 11, middle["wy_bwd"] - 11
+    parts += _arrow([(left, start), (right, start)])
+    parts += _arrow([(left + width, start), (edge, start), (edge, end), (right, end)])
+    for label_y in (start + 20, end - 6):
+        parts.append(_text(_BUS + 22, label_y, "h v_new", small=True))
+    return _svg(parts, 420, "Backward stages of chunk_gated_delta_rule", lit)
+
+
+def _svg(parts: list[str], height: float, title: str, lit: str | None) -> str:
+    title += f", {lit} lit" if lit else ""
     return (
-        f'<svg class="la-map" xmlns="http://www.w3.org/2000/svg" viewBox="0 0 420 436" role="img" '
-        f'width="420" aria-label="{title}" fill="currentColor"><title>{title}</title>'
+        f'<svg class="la-map" xmlns="http://www.w3.org/2000/svg" viewBox="0 0 420 {height}" '
+        f'role="img" width="420" aria-label="{title}" fill="currentColor"><title>{title}</title>'
         f"<style>{_STYLE}</style>{''.join(parts)}</svg>"
     )
 

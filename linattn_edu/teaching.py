@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from linattn_edu.pipeline import pipeline_svg
+from linattn_edu.pipeline import BACKWARD, backward_svg, pipeline_svg
 
 HASH_SALT = "linattn_edu"
 TEXTS = ("case", "library")  # columns of words, aligned to the left
@@ -110,7 +110,10 @@ def figure(width: float = 5.2, height: float = 3.2, **kwargs):
 
 def pipeline_map(lit: str | None = None) -> None:
     """Show pipeline_svg(lit) in the notebook; print its title elsewhere."""
-    title = "linattn_edu pipeline: gate_cumsum, solve -> wy -> state -> output -> o"
+    stages = "gate_cumsum, solve -> wy -> state -> output -> o"
+    if lit in BACKWARD:
+        stages = f"do -> {' -> '.join(BACKWARD)} -> dg"
+    title = f"linattn_edu pipeline: {stages}"
     _display(title + (f"   [here: {lit}]" if lit else ""), html_text=pipeline_svg(lit))
 
 
@@ -327,6 +330,7 @@ def page_parts(figures: Path) -> dict[str, str]:
 
     return {
         "pipeline.svg": pipeline_svg() + "\n",
+        "backward.svg": backward_svg() + "\n",
         "composition.txt": inspect.getsource(gdn.forward),
         "performance.md": performance_page(figures=figures),
     }

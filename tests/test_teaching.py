@@ -83,9 +83,31 @@ def test_the_map_is_svg_with_every_stage_and_one_lit(lit):
     assert "id=" not in svg, "ids would clash when a page shows two maps"
 
 
-def test_an_unknown_stage_is_refused():
+@pytest.mark.parametrize("lit", [None, *pipeline.BACKWARD])
+def test_the_backward_map_has_its_stages_and_what_goes_in_and_out(lit):
+    svg = pipeline.backward_svg(lit)
+    root = ET.fromstring(svg)
+    words = {w for e in root.iter("{http://www.w3.org/2000/svg}text") for w in e.text.split()}
+    assert set(pipeline.BACKWARD) <= words
+    assert {"do", "dht", "dq", "dk", "dv", "dβ", "dg", "dh0"} <= words
+    assert {"w", "u", "h", "v_new"} <= words, "what is recomputed"
+    assert svg.count("#f2a33a") == (lit is not None)
+    assert "id=" not in svg
+    if lit is not None:
+        assert teaching.pipeline_svg(lit) == svg
+
+
+def test_the_map_names_the_lit_stage_outside_a_notebook(capsys):
+    for lit in ("state", "state_bwd"):
+        teaching.pipeline_map(lit)
+        line = capsys.readouterr().out
+        assert line.endswith(f"[here: {lit}]\n") and f"-> {lit} ->" in line
+
+
+@pytest.mark.parametrize("draw", [pipeline.pipeline_svg, pipeline.backward_svg])
+def test_an_unknown_stage_is_refused(draw):
     with pytest.raises(ValueError, match="lit must be"):
-        teaching.pipeline_svg("stat")
+        draw("stat")
 
 
 FIGURES = ROOT / "book" / "_static" / "figures"
