@@ -1,12 +1,43 @@
-"""Small repairs: where "suggest edit" and "[docs]" lead, one search box in place of two."""
+"""Small repairs: chapter numbers, where "suggest edit" and "[docs]" lead, one search box."""
 
+import functools
 import re
 from pathlib import Path
+
+from docutils import nodes
+from sphinx.environment.collectors.toctree import TocTreeCollector
 
 
 def one_search_box(app, config):
     """Leave the search box in the sidebar, drop the one in a header of its own."""
     config.html_theme_options["navbar_persistent"] = []
+
+
+def number_by_file(env):
+    """Number a chapter as its file: sections, theorems and equations of 08_output_bwd begin with 8.
+
+    Sphinx counts the chapters in the table of contents, where 07 may be missing.
+    """
+    for page, numbers in env.toc_secnumbers.items():
+        if found := re.fullmatch(r"chapters/(\d+)_\w+", page):
+            chapter = int(found[1])
+            for anchor, number in numbers.items():
+                numbers[anchor] = number and (chapter, *number[1:])
+            for node in (env.titles[page], *env.tocs[page].findall(nodes.reference)):
+                if number := node.get("secnumber"):
+                    node["secnumber"] = [chapter, *number[1:]]
+
+
+def between_sections_and_figures(number):
+    """Have number(env) called when sections are counted, and figures and equations are not yet."""
+    count = TocTreeCollector.assign_figure_numbers
+
+    @functools.wraps(count)
+    def assign(self, env):
+        number(env)
+        return count(self, env)
+
+    TocTreeCollector.assign_figure_numbers = assign
 
 
 def edit_source(app, pagename, templatename, context, doctree):
@@ -43,6 +74,7 @@ def docs_links(app, pagename, templatename, context, doctree):
 def setup(app):
     """Register with Sphinx."""
     app.connect("config-inited", one_search_box)
+    between_sections_and_figures(number_by_file)
     # after pydata_sphinx_theme (500) sets the link; before sphinx_book_theme (501, listed later)
     app.connect("html-page-context", edit_source, priority=501)
     app.connect("html-page-context", docs_links)
