@@ -7,6 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
+from linattn_edu.packing import Packing
+
 LOG2E = tl.constexpr(1.4426950408889634)
 TF32X3 = tl.constexpr("tf32x3")
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
@@ -68,6 +70,50 @@ def decay_matrix(b_gc, o_t):
     return tl.exp2(tl.where(causal, b_gc[:, None] - b_gc[None, :], float("-inf")))
 
 
+@triton.jit
+def decay_matrix_transposed(b_gc, o_t):
+    """The transpose of `decay_matrix`, computed as such."""
+    causal = o_t[None, :] >= o_t[:, None]
+    return tl.exp2(tl.where(causal, b_gc[None, :] - b_gc[:, None], float("-inf")))
+
+
+@triton.jit
+def chunk_of(pid, cu_ptr, chunks_ptr, T, HV: tl.constexpr, BT: tl.constexpr):
+    """What program pid of a chunk-parallel kernel works on, heads varying fastest.
+
+    cu_ptr, chunks_ptr: Packing.cu_seqlens and .chunk_indices, or None for B sequences of T tokens.
+    Returns the head, the number of the chunk (through all sequences), its first token (through all
+    sequences), and the tokens from there to the end of its sequence.
+    """
+    i_h, i_c = pid % HV, (pid // HV).to(tl.int64)
+    if cu_ptr is not None:
+        i_n, i_t = tl.load(chunks_ptr + 2 * i_c), tl.load(chunks_ptr + 2 * i_c + 1)
+        first = tl.load(cu_ptr + i_n) + i_t * BT
+        n_t = (tl.load(cu_ptr + i_n + 1) - first).to(tl.int32)
+    else:
+        NT = tl.cdiv(T, BT)
+        first = i_c // NT * T + i_c % NT * BT
+        n_t = (T - i_c % NT * BT).to(tl.int32)
+    return i_h, i_c, first, n_t
+
+
+@triton.jit
+def sequence_of(i_n, cu_ptr, offsets_ptr, T, BT: tl.constexpr):
+    """Sequence i_n: its first token, its tokens, and the number of its first chunk.
+
+    cu_ptr, offsets_ptr: Packing.cu_seqlens and .chunk_offsets, or None for B sequences of T tokens.
+    """
+    if cu_ptr is not None:
+        first = tl.load(cu_ptr + i_n)
+        n_t = (tl.load(cu_ptr + i_n + 1) - first).to(tl.int32)
+        i_c = i_n if offsets_ptr is None else tl.load(offsets_ptr + i_n)
+    else:
+        first = i_n * T
+        n_t = T
+        i_c = i_n * tl.cdiv(T, BT)
+    return first, n_t, i_c  # without offsets_ptr, the last means nothing
+
+
 @dataclass(frozen=True)
 class Config:
     """Tile widths and launch options of one row of a kernel's table."""
@@ -110,6 +156,27 @@ def device_of(x: torch.Tensor) -> tuple[str, int]:
     return _device(x.device.index) if x.is_cuda else ("hopper", 1)
 
 
+def chunk_args(x: torch.Tensor, chunk_size: int, packing: Packing | None):
+    """(number of chunks, cu_ptr, chunks_ptr) of a chunk-parallel kernel on x [B, T, ...]."""
+    if packing is None:
+        return x.shape[0] * triton.cdiv(x.shape[1], chunk_size), None, None
+    return packing.chunks, packing.cu_seqlens, packing.chunk_indices
+
+
+def sequence_args(x: torch.Tensor, packing: Packing | None):
+    """(number of sequences, cu_ptr, offsets_ptr) of a sequential kernel on x [B, T, ...]."""
+    if packing is None:
+        return x.shape[0], None, None
+    return packing.sequences, packing.cu_seqlens, packing.chunk_offsets
+
+
+def states(x: torch.Tensor, chunk_size: int, packing: Packing | None) -> tuple[int, int]:
+    """(B, NT) of the states h of x [B, T, ...]: one for each chunk."""
+    if packing is None:
+        return x.shape[0], triton.cdiv(x.shape[1], chunk_size)
+    return 1, packing.chunks
+
+
 def block(n: int) -> int:
     """The tile that holds n columns: the next power of two, 16 at least, as tl.dot needs."""
     return max(16, triton.next_power_of_2(n))
@@ -136,6 +203,18 @@ def widest(table: dict, k: torch.Tensor, heads: int, V: int) -> dict[str, int]:
     launches = [r.launch(V=V) for r in table[gen][size][max(128, block(K))]]
     enough = (c for c in launches if 10 * heads * triton.cdiv(V, c["BV"]) >= 7 * processors)
     return next(enough, launches[-1])
+
+
+def by_key(table: dict, k: torch.Tensor) -> tuple[int, dict[str, int]]:
+    """(limit, launch) of the first row of a table "keys up to -> row" that holds k's head size."""
+    rows = table[device_of(k)[0]][k.element_size()]
+    limit = next(limit for limit in rows if limit >= k.shape[-1])
+    return limit, rows[limit].launch()
+
+
+def sum_heads(x: torch.Tensor, H: int, dtype: torch.dtype) -> torch.Tensor:
+    """[B, T, HV, D] -> [B, T, H, D] in `dtype`: the sum over the value heads of each q/k head."""
+    return x if x.shape[2] == H else x.unflatten(2, (H, -1)).sum(3).to(dtype)
 
 
 # generation -> bytes of an element -> BK -> the longest chunk whose tiles fit shared memory and

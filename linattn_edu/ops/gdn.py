@@ -91,7 +91,7 @@ def forward(
     """
     gc = stages.gate_cumsum(g, chunk_size=chunk_size)
     if isinstance(stages, FusedStages):
-        P, R = stages.intra(q, k, beta, gc, chunk_size=chunk_size)
+        P, R, _ = stages.intra(q, k, beta, gc, chunk_size=chunk_size)
         return stages.scan(
             q, k, v, gc, P, R, initial_state, scale=scale, output_final_state=output_final_state
         )

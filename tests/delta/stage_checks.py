@@ -1,10 +1,17 @@
 """The grid and the tolerances every stage of the delta rule is held to."""
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from linattn_edu.reference.delta.gate_cumsum import gate_cumsum
+from linattn_edu.reference.delta.output_bwd import output_bwd
+from linattn_edu.reference.delta.solve import solve
+from linattn_edu.reference.delta.state import state
+from linattn_edu.reference.delta.state_bwd import state_bwd
+from linattn_edu.reference.delta.wy import wy
 from linattn_edu.testing import assert_close, gdn_inputs, relative_rms
 
 TOKENS = (1, 15, 63, 64, 65, 100, 257)
@@ -50,6 +57,22 @@ def inputs(T, K, V, dtype, device, **kwargs):
         initial_state=True,
         **kwargs,
     )
+
+
+def backward_inputs(T, K, V, C, dtype, device, H=1):
+    """(inputs, everything the stages of the backward pass read), by the reference stages."""
+    x = inputs(T, K, V, dtype, device) if H == 1 else gdn_inputs(
+        2, T, H, H, K, V, dtype=dtype, device=device, initial_state=True
+    )  # fmt: skip
+    options = {"chunk_size": C}
+    r = SimpleNamespace(do=torch.randn_like(x.v), dht=torch.randn_like(x.initial_state))
+    r.gc, r.A = gate_cumsum(x.g, **options), solve(x.k, x.beta, **options)
+    r.w, r.u = wy(x.k, x.v, x.beta, r.gc, r.A)
+    r.h, r.v_new, _ = state(x.k, r.w, r.u, r.gc, x.initial_state, **options)
+    options["scale"] = 0.3
+    _, r.dk_out, r.dv_out, r.dgc_out = output_bwd(x.q, x.k, r.v_new, r.h, r.gc, r.do, **options)
+    r.dh, r.dv_new, _ = state_bwd(x.q, x.k, r.w, r.gc, r.do, r.dv_out, r.dht, **options)
+    return x, r
 
 
 def check_stage(kernel, reference, args, **options):

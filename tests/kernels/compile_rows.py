@@ -43,7 +43,7 @@ def launches(K, V, dtype, chunk_size, heads):
     wy.wy(qk, v, g, g, A)
     state.state(qk, qk, v, g, h0, chunk_size=chunk_size, output_final_state=True)
     output.output(qk, qk, v, h, g, scale=1.0, chunk_size=chunk_size)
-    P, R = fused.intra(qk, qk, g, g, chunk_size=chunk_size)
+    P, R, _ = fused.intra(qk, qk, g, g, chunk_size=chunk_size)
     fused.scan(qk, qk, v, g, P, R, h0, scale=1.0, output_final_state=True)
 
 

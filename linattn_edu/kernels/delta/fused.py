@@ -13,6 +13,8 @@ from linattn_edu.kernels.delta.solve import kkt, merge_precision, unit_lower_inv
 from linattn_edu.kernels.tiles import (
     block,
     cast,
+    chunk_args,
+    chunk_of,
     decay_matrix,
     device_of,
     dot,
@@ -20,9 +22,12 @@ from linattn_edu.kernels.tiles import (
     load_row,
     load_tile,
     row,
+    sequence_args,
+    sequence_of,
     store_tile,
     widest,
 )
+from linattn_edu.packing import Packing
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -31,6 +36,8 @@ def scores_kernel(
     k_ptr,  # [B, T, H, K]
     gc_ptr,  # [B, T, HV] log2
     P_ptr,  # [B, T, HV, BT] out
+    cu_ptr,  # [N + 1] or None
+    chunks_ptr,  # [NT, 2] or None
     T,
     H: tl.constexpr,
     HV: tl.constexpr,
@@ -42,11 +49,7 @@ def scores_kernel(
 
     Reference: linattn_edu.reference.delta.fused.intra.
     """
-    pid = tl.program_id(0).to(tl.int64)
-    NT = tl.cdiv(T, BT)
-    i_h, i_t, i_b = pid % HV, pid // HV % NT, pid // HV // NT
-    first = i_b * T + i_t * BT
-    n_t = (T - i_t * BT).to(tl.int32)
+    i_h, _, first, n_t = chunk_of(tl.program_id(0), cu_ptr, chunks_ptr, T, HV, BT)
     q_ptr += (first * H + i_h // (HV // H)) * K
     k_ptr += (first * H + i_h // (HV // H)) * K
     o_t = tl.arange(0, BT)
@@ -69,6 +72,9 @@ def resolvent_kernel(
     beta_ptr,  # [B, T, HV]
     gc_ptr,  # [B, T, HV] log2
     R_ptr,  # [B, T, HV, BT] out
+    A_ptr,  # [B, T, HV, BT] out, or None
+    cu_ptr,  # [N + 1] or None
+    chunks_ptr,  # [NT, 2] or None
     T,
     H: tl.constexpr,
     HV: tl.constexpr,
@@ -81,20 +87,19 @@ def resolvent_kernel(
 
     Reference: linattn_edu.reference.delta.fused.intra.
     """
-    pid = tl.program_id(0).to(tl.int64)
-    NT = tl.cdiv(T, BT)
-    i_h, i_t, i_b = pid % HV, pid // HV % NT, pid // HV // NT
-    first = i_b * T + i_t * BT
-    n_t = (T - i_t * BT).to(tl.int32)
+    i_h, _, first, n_t = chunk_of(tl.program_id(0), cu_ptr, chunks_ptr, T, HV, BT)
     k_ptr += (first * H + i_h // (HV // H)) * K
     o_t = tl.arange(0, BT)
 
     b_beta = load_row(beta_ptr + first * HV + i_h, o_t, HV, n_t)
     # eq:delta-kkt   L = diag(beta) tril(K K^T, -1)
     L = kkt(k_ptr, b_beta, H * K, n_t, K, BT, BK)
+    A = unit_lower_inverse(L, BT, PRECISION)
+    if A_ptr is not None:
+        store_tile(A_ptr + (first * HV + i_h) * BT, A, o_t, o_t, HV * BT, n_t, BT)
     # eq:delta-resolvent   R = (A * G) diag(beta)
     G = decay_matrix(load_gate(gc_ptr + first * HV + i_h, o_t, HV, n_t), o_t)
-    R = unit_lower_inverse(L, BT, PRECISION) * G * b_beta[None, :]
+    R = A * G * b_beta[None, :]
     store_tile(R_ptr + (first * HV + i_h) * BT, R, o_t, o_t, HV * BT, n_t, BT)
 
 
@@ -110,6 +115,8 @@ def scan_kernel(
     o_ptr,  # [B, T, HV, V] out
     ht_ptr,  # [B, HV, K, V] out, or None
     scale,
+    cu_ptr,  # [N + 1] or None
+    offsets_ptr,  # [N + 1] or None
     T,
     H: tl.constexpr,
     HV: tl.constexpr,
@@ -119,14 +126,14 @@ def scan_kernel(
     BK: tl.constexpr,
     BV: tl.constexpr,
 ):
-    """One program: S[:, v-tile] of one head, through all chunks.  Grid (B * HV * V / BV).
+    """One program: S[:, v-tile] of one head, through all chunks.  Grid (N * HV * V / BV).
 
     Reference: linattn_edu.reference.delta.fused.scan.
     """
     NV: tl.constexpr = (V + BV - 1) // BV
-    i_v, i_bh = tl.program_id(0) % NV, (tl.program_id(0) // NV).to(tl.int64)
-    i_b, i_h = i_bh // HV, i_bh % HV
-    first = i_b * T
+    i_v, i_nh = tl.program_id(0) % NV, (tl.program_id(0) // NV).to(tl.int64)
+    i_h = i_nh % HV
+    first, n_seq, _ = sequence_of(i_nh // HV, cu_ptr, offsets_ptr, T, BT)
     q_ptr += (first * H + i_h // (HV // H)) * K
     k_ptr += (first * H + i_h // (HV // H)) * K
     v_ptr += (first * HV + i_h) * V
@@ -140,10 +147,10 @@ def scan_kernel(
     o_v = i_v * BV + tl.arange(0, BV)
     b_S = tl.zeros([BK, BV], dtype=tl.float32)
     if h0_ptr is not None:
-        b_S += load_tile(h0_ptr + i_bh * K * V, o_k, o_v, V, K, V).to(tl.float32)
+        b_S += load_tile(h0_ptr + i_nh * K * V, o_k, o_v, V, K, V).to(tl.float32)
 
-    for i_t in range(tl.cdiv(T, BT)):
-        n_t = T - i_t * BT
+    for i_t in range(tl.cdiv(n_seq, BT)):
+        n_t = n_seq - i_t * BT
         b_k = load_tile(k_ptr, o_t, o_k, H * K, n_t, K)  # [BT, BK]
         b_q = load_tile(q_ptr, o_t, o_k, H * K, n_t, K)  # [BT, BK]
         b_v = load_tile(v_ptr, o_t, o_v, HV * V, n_t, V)  # [BT, BV]
@@ -175,7 +182,7 @@ def scan_kernel(
         gc_ptr += BT * HV
 
     if ht_ptr is not None:
-        store_tile(ht_ptr + i_bh * K * V, b_S, o_k, o_v, V, K, V)
+        store_tile(ht_ptr + i_nh * K * V, b_S, o_k, o_v, V, K, V)
 
 
 # generation -> bytes of an element -> row
@@ -212,21 +219,30 @@ SCAN_CONFIGS = {
 
 
 def intra(
-    q: Tensor, k: Tensor, beta: Tensor, gc: Tensor, *, chunk_size: int
-) -> tuple[Tensor, Tensor]:
+    q: Tensor,
+    k: Tensor,
+    beta: Tensor,
+    gc: Tensor,
+    *,
+    chunk_size: int,
+    return_inverse: bool = False,
+    packing: Packing | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Launch scores_kernel and resolvent_kernel; arguments and result as in the reference."""
     B, T, H, K = k.shape
     HV = beta.shape[-1]
-    grid = (B * triton.cdiv(T, chunk_size) * HV,)
+    NT, *chunks = chunk_args(k, chunk_size, packing)
     generation, size = device_of(k)[0], k.element_size()
     P, R = (q.new_empty(B, T, HV, chunk_size) for _ in range(2))
+    A = torch.empty_like(R) if return_inverse else None
     config = SCORES_CONFIGS[generation][size].launch(K)
-    scores_kernel[grid](q, k, gc, P, T, H, HV, K, BT=chunk_size, **config)
+    scores_kernel[(NT * HV,)](q, k, gc, P, *chunks, T, H, HV, K, BT=chunk_size, **config)
     config = RESOLVENT_CONFIGS[generation][size].launch(K)
-    resolvent_kernel[grid](
-        k, beta, gc, R, T, H, HV, K, BT=chunk_size, PRECISION=merge_precision(k.dtype), **config
+    resolvent_kernel[(NT * HV,)](
+        k, beta, gc, R, A, *chunks, T, H, HV, K, BT=chunk_size,
+        PRECISION=merge_precision(k.dtype), **config,
     )  # fmt: skip
-    return P, R
+    return P, R, A
 
 
 def scan(
@@ -240,15 +256,17 @@ def scan(
     *,
     scale: float,
     output_final_state: bool = False,
+    packing: Packing | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Launch scan_kernel; arguments and result as in the reference."""
-    B, T, H, K = q.shape
+    _, T, H, K = q.shape
     HV, V = v.shape[2:]
+    N, *sequences = sequence_args(q, packing)
     o = torch.empty_like(v)
-    final_state = q.new_empty(B, HV, K, V, dtype=torch.float32) if output_final_state else None
-    config = widest(SCAN_CONFIGS, k, B * HV, V)
-    scan_kernel[(B * HV * triton.cdiv(V, config["BV"]),)](
+    final_state = q.new_empty(N, HV, K, V, dtype=torch.float32) if output_final_state else None
+    config = widest(SCAN_CONFIGS, k, N * HV, V)
+    scan_kernel[(N * HV * triton.cdiv(V, config["BV"]),)](
         q, k, v, gc, P, R, initial_state, o, final_state,
-        scale, T, H, HV, K, V, BT=P.shape[-1], BK=block(K), **config,
+        scale, *sequences, T, H, HV, K, V, BT=P.shape[-1], BK=block(K), **config,
     )  # fmt: skip
     return o, final_state

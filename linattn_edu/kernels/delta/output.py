@@ -7,6 +7,8 @@ from torch import Tensor
 
 from linattn_edu.kernels.tiles import (
     cast,
+    chunk_args,
+    chunk_of,
     decay_matrix,
     device_of,
     dot,
@@ -15,6 +17,7 @@ from linattn_edu.kernels.tiles import (
     row,
     store_tile,
 )
+from linattn_edu.packing import Packing
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -26,6 +29,8 @@ def output_kernel(
     gc_ptr,  # [B, T, HV] log2
     o_ptr,  # [B, T, HV, V] out
     scale,
+    cu_ptr,  # [N + 1] or None
+    chunks_ptr,  # [NT, 2] or None
     T,
     H: tl.constexpr,
     HV: tl.constexpr,
@@ -39,14 +44,11 @@ def output_kernel(
 
     Reference: linattn_edu.reference.delta.output.
     """
-    pid, i_v = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    NT = tl.cdiv(T, BT)
-    i_h, i_t, i_b = pid % HV, pid // HV % NT, pid // HV // NT
-    first = i_b * T + i_t * BT
-    n_t = (T - i_t * BT).to(tl.int32)
+    i_v = tl.program_id(1)
+    i_h, i_c, first, n_t = chunk_of(tl.program_id(0), cu_ptr, chunks_ptr, T, HV, BT)
     q_ptr += (first * H + i_h // (HV // H)) * K
     k_ptr += (first * H + i_h // (HV // H)) * K
-    h_ptr += pid // HV * HV * K * V + i_h * K * V
+    h_ptr += (i_c * HV + i_h) * K * V
 
     o_t = tl.arange(0, BT)
     o_v = i_v * BV + tl.arange(0, BV)
@@ -90,15 +92,24 @@ CONFIGS = {
 
 
 def output(
-    q: Tensor, k: Tensor, v_new: Tensor, h: Tensor, gc: Tensor, *, scale: float, chunk_size: int
+    q: Tensor,
+    k: Tensor,
+    v_new: Tensor,
+    h: Tensor,
+    gc: Tensor,
+    *,
+    scale: float,
+    chunk_size: int,
+    packing: Packing | None = None,
 ) -> Tensor:
     """Launch output_kernel; arguments and result as in the reference."""
-    B, T, H, K = q.shape
+    _, T, H, K = q.shape
     HV, V = v_new.shape[2:]
     o = torch.empty_like(v_new)
     by_width = CONFIGS[device_of(q)[0]][q.element_size()]
     config = by_width[64 if V <= 64 else 128].launch()
-    output_kernel[(B * triton.cdiv(T, chunk_size) * HV, triton.cdiv(V, config["BV"]))](
-        q, k, v_new, h, gc, o, scale, T, H, HV, K, V, BT=chunk_size, **config
+    NT, *chunks = chunk_args(q, chunk_size, packing)
+    output_kernel[(NT * HV, triton.cdiv(V, config["BV"]))](
+        q, k, v_new, h, gc, o, scale, *chunks, T, H, HV, K, V, BT=chunk_size, **config
     )
     return o

@@ -1,13 +1,57 @@
-"""The recurrence as one kernel: a token at a time, the state in registers."""
+"""The recurrence as one kernel, and its reverse: a token at a time, the state in registers."""
+
+import math
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from linattn_edu.kernels.tiles import block, cast, load_tile, store_tile
+from linattn_edu.kernels.delta.gate_cumsum import softplus
+from linattn_edu.kernels.tiles import (
+    block,
+    cast,
+    device_of,
+    sequence_args,
+    sequence_of,
+    store_tile,
+    sum_heads,
+)
+from linattn_edu.packing import Packing, pack
 
-BV = 16  # columns of the state a program: narrow, so that a short batch still fills the GPU
+
+@triton.jit
+def load_vector(x_ptr, o, n):
+    """x[o] in fp32; out-of-range lanes read 0."""
+    return tl.load(x_ptr + o, mask=o < n, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def load_state(x_ptr, o_k, o_v, K: tl.constexpr, V: tl.constexpr, V_FIRST: tl.constexpr):
+    """A tile of a state [K, V], or [V, K] if V_FIRST, in fp32 and as [BK, BV]."""
+    o = o_k[:, None] + o_v[None, :] * K if V_FIRST else o_k[:, None] * V + o_v[None, :]
+    mask = (o_k[:, None] < K) & (o_v[None, :] < V)
+    return tl.load(x_ptr + o, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store_state(x_ptr, b_S, o_k, o_v, K: tl.constexpr, V: tl.constexpr, V_FIRST: tl.constexpr):
+    """The inverse of `load_state`."""
+    o = o_k[:, None] + o_v[None, :] * K if V_FIRST else o_k[:, None] * V + o_v[None, :]
+    mask = (o_k[:, None] < K) & (o_v[None, :] < V)
+    tl.store(x_ptr + o, cast(b_S, x_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def decay(b_S, g_ptr, gk_ptr, gv_ptr, i, o_k, o_v, K: tl.constexpr, V: tl.constexpr):
+    """S times e^(g + gk + gv) of token and head i, for the gates that are given."""
+    if g_ptr is not None:
+        b_S *= tl.exp(tl.load(g_ptr + i).to(tl.float32))
+    if gk_ptr is not None:
+        b_S *= tl.exp(load_vector(gk_ptr + i * K, o_k, K))[:, None]
+    if gv_ptr is not None:
+        b_S *= tl.exp(load_vector(gv_ptr + i * V, o_v, V))[None, :]
+    return b_S
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -15,12 +59,17 @@ def recurrent_kernel(
     q_ptr,  # [B, T, H, K]
     k_ptr,  # [B, T, H, K]
     v_ptr,  # [B, T, HV, V]
-    g_ptr,  # [B, T, HV] natural log
-    beta_ptr,  # [B, T, HV]
-    h0_ptr,  # [B, HV, K, V] or None
+    g_ptr,  # [B, T, HV] natural log, or None; with A_log, the raw gate
+    gk_ptr,  # [B, T, HV, K] natural log, or None
+    gv_ptr,  # [B, T, HV, V] natural log, or None
+    beta_ptr,  # [B, T, HV] or None: 1
+    A_log_ptr,  # [HV] or None
+    bias_ptr,  # [HV] or None
+    h0_ptr,  # [N, HV, K, V] or None
     o_ptr,  # [B, T, HV, V] out
-    ht_ptr,  # [B, HV, K, V] out
+    ht_ptr,  # [N, HV, K, V] out, or None; may be h0
     scale,
+    cu_ptr,  # [N + 1] or None
     T,
     H: tl.constexpr,
     HV: tl.constexpr,
@@ -28,68 +77,282 @@ def recurrent_kernel(
     V: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    NORM: tl.constexpr,  # divide q and k by their length
+    SIGMOID: tl.constexpr,  # beta is SIGMOID times the sigmoid of what is stored; 0: it is stored
+    V_FIRST: tl.constexpr,  # states are [V, K]
 ):
-    """One program: S[:, v-tile] of one head, through all tokens.  Grid (B * HV * V / BV).
+    """One program: S[:, v-tile] of one head, through all tokens.  Grid (N * HV * V / BV).
 
     Reference: linattn_edu.reference.delta.recurrent.
     """
     NV: tl.constexpr = (V + BV - 1) // BV
-    i_v, i_bh = tl.program_id(0) % NV, (tl.program_id(0) // NV).to(tl.int64)
-    i_b, i_h = i_bh // HV, i_bh % HV
+    i_v, i_nh = tl.program_id(0) % NV, (tl.program_id(0) // NV).to(tl.int64)
+    i_h = i_nh % HV
+    first, n_seq, _ = sequence_of(i_nh // HV, cu_ptr, None, T, 1)
     o_k = tl.arange(0, BK)
     o_v = i_v * BV + tl.arange(0, BV)
-    q_ptr += (i_b * T * H + i_h // (HV // H)) * K + o_k
-    k_ptr += (i_b * T * H + i_h // (HV // H)) * K + o_k
-    v_ptr += (i_b * T * HV + i_h) * V + o_v
-    o_ptr += (i_b * T * HV + i_h) * V + o_v
-    g_ptr += i_b * T * HV + i_h
-    beta_ptr += i_b * T * HV + i_h
+    i_qk, i = first * H + i_h // (HV // H), first * HV + i_h
     b_S = tl.zeros([BK, BV], dtype=tl.float32)
     if h0_ptr is not None:
-        b_S += load_tile(h0_ptr + i_bh * K * V, o_k, o_v, V, K, V).to(tl.float32)
+        b_S += load_state(h0_ptr + i_nh * K * V, o_k, o_v, K, V, V_FIRST)
 
-    for _ in range(T):
-        b_q = tl.load(q_ptr, mask=o_k < K, other=0.0).to(tl.float32)
-        b_k = tl.load(k_ptr, mask=o_k < K, other=0.0).to(tl.float32)
-        b_v = tl.load(v_ptr, mask=o_v < V, other=0.0).to(tl.float32)
+    for _ in range(n_seq):
+        b_q = load_vector(q_ptr + i_qk * K, o_k, K)
+        b_k = load_vector(k_ptr + i_qk * K, o_k, K)
+        b_v = load_vector(v_ptr + i * V, o_v, V)
+        if NORM:
+            b_q *= tl.rsqrt(tl.sum(b_q * b_q, 0) + 1e-6)
+            b_k *= tl.rsqrt(tl.sum(b_k * b_k, 0) + 1e-6)
+        b_beta = 1.0
+        if beta_ptr is not None:
+            b_beta = tl.load(beta_ptr + i).to(tl.float32)
+            if SIGMOID:
+                b_beta = SIGMOID * tl.sigmoid(b_beta)
         # eq:delta-decay   S <- a S
-        b_S *= tl.exp(tl.load(g_ptr).to(tl.float32))
+        if A_log_ptr is not None:
+            b_a = tl.load(g_ptr + i).to(tl.float32)
+            if bias_ptr is not None:
+                b_a += tl.load(bias_ptr + i_h).to(tl.float32)
+            b_S *= tl.exp(-tl.exp(tl.load(A_log_ptr + i_h).to(tl.float32)) * softplus(b_a))
+            b_S = decay(b_S, None, gk_ptr, gv_ptr, i, o_k, o_v, K, V)
+        else:
+            b_S = decay(b_S, g_ptr, gk_ptr, gv_ptr, i, o_k, o_v, K, V)
         # eq:delta-error   e = v - k S
         b_e = b_v - tl.sum(b_k[:, None] * b_S, 0)
         # eq:delta-write   S <- S + k^T beta e
-        b_S += b_k[:, None] * (tl.load(beta_ptr).to(tl.float32) * b_e)[None, :]
+        b_S += b_k[:, None] * (b_beta * b_e)[None, :]
         # eq:delta-read   o = scale q S
         b_o = scale * tl.sum(b_q[:, None] * b_S, 0)
-        tl.store(o_ptr, cast(b_o, o_ptr.dtype.element_ty), mask=o_v < V)
-        q_ptr += H * K
-        k_ptr += H * K
-        v_ptr += HV * V
-        o_ptr += HV * V
-        g_ptr += HV
-        beta_ptr += HV
+        tl.store(o_ptr + i * V + o_v, cast(b_o, o_ptr.dtype.element_ty), mask=o_v < V)
+        i_qk += H
+        i += HV
 
-    store_tile(ht_ptr + i_bh * K * V, b_S, o_k, o_v, V, K, V)
+    if ht_ptr is not None:
+        store_state(ht_ptr + i_nh * K * V, b_S, o_k, o_v, K, V, V_FIRST)
+
+
+@triton.jit
+def step(b_S, k_ptr, v_ptr, g_ptr, gk_ptr, gv_ptr, beta_ptr, i_qk, i, o_k, o_v,
+         K: tl.constexpr, V: tl.constexpr):  # fmt: skip
+    """One token of the recurrence: the state after it, the decayed state before it, e, beta."""
+    b_k = load_vector(k_ptr + i_qk * K, o_k, K)
+    b_decayed = decay(b_S, g_ptr, gk_ptr, gv_ptr, i, o_k, o_v, K, V)
+    b_e = load_vector(v_ptr + i * V, o_v, V) - tl.sum(b_k[:, None] * b_decayed, 0)
+    b_beta = tl.load(beta_ptr + i).to(tl.float32)
+    return b_decayed + b_k[:, None] * (b_beta * b_e)[None, :], b_decayed, b_e, b_beta
+
+
+@triton.jit(do_not_specialize=["T", "total", "BLOCK"])
+def recurrent_bwd_kernel(
+    q_ptr,  # [B, T, H, K]
+    k_ptr,  # [B, T, H, K]
+    v_ptr,  # [B, T, HV, V]
+    g_ptr,  # [B, T, HV] natural log, or None
+    gk_ptr,  # [B, T, HV, K] natural log, or None
+    gv_ptr,  # [B, T, HV, V] natural log, or None
+    beta_ptr,  # [B, T, HV]
+    h0_ptr,  # [N, HV, K, V] or None
+    do_ptr,  # [B, T, HV, V]
+    dht_ptr,  # [N, HV, K, V] or None
+    kept_ptr,  # [number of blocks, HV, K, V]: the state before each block
+    inner_ptr,  # [N, HV, BLOCK, K, V]: the states of one block
+    dq_ptr,  # [NV, B, T, HV, K] out
+    dk_ptr,  # [NV, B, T, HV, K] out
+    dv_ptr,  # [B, T, HV, V] out
+    dg_ptr,  # [NV, B, T, HV] out
+    dbeta_ptr,  # [NV, B, T, HV] out
+    dgk_ptr,  # [NV, B, T, HV, K] out, or None
+    dgv_ptr,  # [B, T, HV, V] out, or None
+    dh0_ptr,  # [N, HV, K, V] out
+    scale,
+    cu_ptr,  # [N + 1] or None
+    offsets_ptr,  # [N + 1] or None
+    T,
+    total,  # B * T
+    BLOCK,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+):
+    """One program: dS[:, v-tile] of one head, back through all tokens.  Grid (N * HV * V / BV).
+
+    Reference: linattn_edu.reference.delta.recurrent.recurrent_bwd.
+    """
+    NV: tl.constexpr = (V + BV - 1) // BV
+    i_v, i_nh = tl.program_id(0) % NV, (tl.program_id(0) // NV).to(tl.int64)
+    i_h = i_nh % HV
+    first, n_seq, _ = sequence_of(i_nh // HV, cu_ptr, None, T, 1)
+    i_block = i_nh // HV * tl.cdiv(T, BLOCK)
+    if cu_ptr is not None:
+        i_block = tl.load(offsets_ptr + i_nh // HV)
+    o_k = tl.arange(0, BK)
+    o_v = i_v * BV + tl.arange(0, BV)
+    kept_ptr += (i_block * HV + i_h) * K * V
+    inner_ptr += i_nh * BLOCK * K * V
+    i_out = i_v.to(tl.int64) * total * HV
+    h_qk = i_h // (HV // H)
+    NB = tl.cdiv(n_seq, BLOCK)
+
+    b_S = tl.zeros([BK, BV], dtype=tl.float32)
+    if h0_ptr is not None:
+        b_S += load_state(h0_ptr + i_nh * K * V, o_k, o_v, K, V, False)
+    for i_b in range(NB):
+        store_tile(kept_ptr, b_S, o_k, o_v, V, K, V)
+        kept_ptr += HV * K * V
+        if i_b < NB - 1:  # the last block is run below
+            for j in range(BLOCK):
+                t = first + i_b * BLOCK + j
+                b_S, _, _, _ = step(b_S, k_ptr, v_ptr, g_ptr, gk_ptr, gv_ptr, beta_ptr,
+                                    t * H + h_qk, t * HV + i_h, o_k, o_v, K, V)  # fmt: skip
+
+    b_dS = tl.zeros([BK, BV], dtype=tl.float32)
+    if dht_ptr is not None:
+        b_dS += load_state(dht_ptr + i_nh * K * V, o_k, o_v, K, V, False)
+    for r_b in range(NB):
+        begin = (NB - 1 - r_b) * BLOCK
+        n = tl.minimum(BLOCK, n_seq - begin)
+        kept_ptr -= HV * K * V
+        tl.debug_barrier()  # what other threads of the program stored is read below
+        b_S = load_state(kept_ptr, o_k, o_v, K, V, False)
+        for j in range(n):
+            store_tile(inner_ptr, b_S, o_k, o_v, V, K, V)
+            inner_ptr += K * V
+            t = first + begin + j
+            b_S, _, _, _ = step(b_S, k_ptr, v_ptr, g_ptr, gk_ptr, gv_ptr, beta_ptr,
+                                t * H + h_qk, t * HV + i_h, o_k, o_v, K, V)  # fmt: skip
+        tl.debug_barrier()
+        for j in range(n):
+            inner_ptr -= K * V
+            t = first + begin + (n - 1 - j)
+            i_qk, i = t * H + h_qk, t * HV + i_h
+            b_S = load_state(inner_ptr, o_k, o_v, K, V, False)
+            b_S, b_decayed, b_e, b_beta = step(
+                b_S, k_ptr, v_ptr, g_ptr, gk_ptr, gv_ptr, beta_ptr, i_qk, i, o_k, o_v, K, V
+            )
+            b_q = load_vector(q_ptr + i_qk * K, o_k, K)
+            b_k = load_vector(k_ptr + i_qk * K, o_k, K)
+            b_do = load_vector(do_ptr + i * V, o_v, V) * scale
+            # eq:delta-read-bwd   dq = scale S do^T, dS <- dS + scale q^T do
+            tl.store(dq_ptr + (i_out + i) * K + o_k, tl.sum(b_S * b_do[None, :], 1), mask=o_k < K)
+            b_dS += b_q[:, None] * b_do[None, :]
+            # eq:delta-write-bwd   dbeta = <k dS, e>, de = beta k dS
+            b_dr = tl.sum(b_k[:, None] * b_dS, 0)
+            tl.store(dbeta_ptr + i_out + i, tl.sum(b_dr * b_e, 0))
+            b_de = b_beta * b_dr
+            # eq:delta-error-bwd   dv = de, dk = dS (beta e)^T - S' de^T, dS <- dS - k^T de
+            tl.store(dv_ptr + i * V + o_v, cast(b_de, dv_ptr.dtype.element_ty), mask=o_v < V)
+            b_dk = tl.sum(b_dS * (b_beta * b_e)[None, :] - b_decayed * b_de[None, :], 1)
+            tl.store(dk_ptr + (i_out + i) * K + o_k, b_dk, mask=o_k < K)
+            b_dS -= b_k[:, None] * b_de[None, :]
+            # eq:delta-decay-bwd   dg = <dS, S'>, dS <- a dS
+            b_product = b_dS * b_decayed
+            b_rows = tl.sum(b_product, 1)
+            tl.store(dg_ptr + i_out + i, tl.sum(b_rows, 0))
+            if dgk_ptr is not None:
+                tl.store(dgk_ptr + (i_out + i) * K + o_k, b_rows, mask=o_k < K)
+            if dgv_ptr is not None:
+                tl.store(dgv_ptr + i * V + o_v, tl.sum(b_product, 0), mask=o_v < V)
+            b_dS = decay(b_dS, g_ptr, gk_ptr, gv_ptr, i, o_k, o_v, K, V)
+        tl.debug_barrier()
+
+    store_tile(dh0_ptr + i_nh * K * V, b_dS, o_k, o_v, V, K, V)
+
+
+BV = 16  # columns of the state a program: narrow, so that a short batch still fills the GPU
+WIDE = 32  # with heads enough: rows of 128 bytes, and q and k are read less often
 
 
 def recurrent(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    g: Tensor,
-    beta: Tensor,
+    g: Tensor | None,
+    beta: Tensor | None,
     *,
+    gk: Tensor | None = None,
+    gv: Tensor | None = None,
     scale: float | None = None,
     initial_state: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Launch recurrent_kernel; arguments and result as in the reference."""
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    normalise: bool = False,
+    sigmoid: int = 0,
+    v_first: bool = False,
+    inplace: bool = False,
+    output_final_state: bool = True,
+    packing: Packing | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Launch recurrent_kernel; arguments and result as in the reference, and in the kernel:
+
+    A_log, dt_bias: [HV]; g is then the raw gate. normalise: divide q and k by their length.
+    sigmoid: beta is this factor times the sigmoid of what is given; 0: as given. v_first: states
+    are [V, K]. inplace: the final state is written to initial_state.
+    """
+    _, T, H, K = q.shape
+    HV, V = v.shape[2:]
+    scale = K**-0.5 if scale is None else scale
+    N, cu, _ = sequence_args(q, packing)
+    o = torch.empty_like(v)
+    final_state = initial_state if inplace else None
+    if output_final_state and not inplace:
+        shape = (V, K) if v_first else (K, V)
+        final_state = q.new_empty(N, HV, *shape, dtype=torch.float32)
+    width = min(block(V), WIDE if 4 * device_of(q)[1] <= N * HV else BV)
+    with torch.cuda.device_of(q):
+        recurrent_kernel[(N * HV * triton.cdiv(V, width),)](
+            q, k, v, g, gk, gv, beta, A_log, dt_bias, initial_state, o, final_state,
+            scale, cu, T, H, HV, K, V, BK=block(K), BV=width,
+            NORM=normalise, SIGMOID=sigmoid, V_FIRST=v_first, num_warps=4,
+        )  # fmt: skip
+    return o, final_state
+
+
+def recurrent_bwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    beta: Tensor,
+    do: Tensor,
+    dht: Tensor | None = None,
+    *,
+    gk: Tensor | None = None,
+    gv: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    packing: Packing | None = None,
+) -> tuple[Tensor | None, ...]:
+    """Launch recurrent_bwd_kernel; arguments and result as in the reference."""
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
     scale = K**-0.5 if scale is None else scale
-    o = torch.empty_like(v)
-    final_state = q.new_empty(B, HV, K, V, dtype=torch.float32)
+    length = math.isqrt(T - 1) + 1
+    if packing is None:
+        N, cu, offsets, blocks = B, None, None, B * triton.cdiv(T, length)
+    else:
+        packing = pack(packing.cu_seqlens, length)
+        N, cu, offsets = sequence_args(q, packing)
+        blocks = packing.chunks
+    NV = triton.cdiv(V, BV)
+
+    def new(*shape: int) -> Tensor:
+        return q.new_empty(*shape, dtype=torch.float32)
+
+    kept, inner = new(blocks, HV, K, V), new(N, HV, length, K, V)
+    dq, dk = (new(NV, B, T, HV, K) for _ in range(2))
+    dg, dbeta = (new(NV, B, T, HV) for _ in range(2))
+    dv, dh0 = torch.empty_like(v), new(N, HV, K, V)
+    dgk = None if gk is None else new(NV, B, T, HV, K)
+    dgv = None if gv is None else new(B, T, HV, V)
     with torch.cuda.device_of(q):
-        recurrent_kernel[(B * HV * triton.cdiv(V, BV),)](
-            q, k, v, g, beta, initial_state, o, final_state,
-            scale, T, H, HV, K, V, BK=block(K), BV=BV, num_warps=4,
+        recurrent_bwd_kernel[(N * HV * NV,)](
+            q, k, v, g, gk, gv, beta, initial_state, do, dht, kept, inner,
+            dq, dk, dv, dg, dbeta, dgk, dgv, dh0, scale, cu, offsets, T, B * T, length,
+            H, HV, K, V, BK=block(K), BV=BV, num_warps=4,
         )  # fmt: skip
-    return o, final_state
+    dq, dk = (sum_heads(x.sum(0), H, q.dtype).to(q.dtype) for x in (dq, dk))
+    dgk = None if gk is None else dgk.sum(0)
+    return dq, dk, dv, None if g is None else dg.sum(0), dbeta.sum(0), dgk, dgv, dh0

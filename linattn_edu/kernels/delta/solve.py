@@ -5,7 +5,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from linattn_edu.kernels.tiles import device_of, dot, load_row, load_tile, row, store_tile
+from linattn_edu.kernels.tiles import (
+    chunk_args,
+    chunk_of,
+    device_of,
+    dot,
+    load_row,
+    load_tile,
+    row,
+    store_tile,
+)
+from linattn_edu.packing import Packing
 
 
 @triton.jit
@@ -65,6 +75,8 @@ def solve_kernel(
     k_ptr,  # [B, T, H, K]
     beta_ptr,  # [B, T, HV]
     A_ptr,  # [B, T, HV, BT] out
+    cu_ptr,  # [N + 1] or None
+    chunks_ptr,  # [NT, 2] or None
     T,
     H: tl.constexpr,
     HV: tl.constexpr,
@@ -77,11 +89,7 @@ def solve_kernel(
 
     Reference: linattn_edu.reference.delta.solve.
     """
-    pid = tl.program_id(0).to(tl.int64)
-    NT = tl.cdiv(T, BT)
-    i_h, i_t, i_b = pid % HV, pid // HV % NT, pid // HV // NT
-    first = i_b * T + i_t * BT
-    n_t = (T - i_t * BT).to(tl.int32)
+    i_h, _, first, n_t = chunk_of(tl.program_id(0), cu_ptr, chunks_ptr, T, HV, BT)
     k_ptr += (first * H + i_h // (HV // H)) * K
     o_t = tl.arange(0, BT)
 
@@ -106,14 +114,15 @@ def merge_precision(dtype: torch.dtype) -> str:
     return "tf32" if dtype == torch.bfloat16 else "tf32x3"
 
 
-def solve(k: Tensor, beta: Tensor, *, chunk_size: int) -> Tensor:
+def solve(k: Tensor, beta: Tensor, *, chunk_size: int, packing: Packing | None = None) -> Tensor:
     """Launch solve_kernel; arguments and result as in the reference."""
     B, T, H, K = k.shape
     HV = beta.shape[-1]
     A = k.new_empty(B, T, HV, chunk_size)
     config = CONFIGS[device_of(k)[0]][k.element_size()].launch(K)
-    solve_kernel[(B * triton.cdiv(T, chunk_size) * HV,)](
-        k, beta, A, T, H, HV, K, BT=chunk_size,
+    NT, *chunks = chunk_args(k, chunk_size, packing)
+    solve_kernel[(NT * HV,)](
+        k, beta, A, *chunks, T, H, HV, K, BT=chunk_size,
         PRECISION=merge_precision(k.dtype), **config,
     )  # fmt: skip
     return A

@@ -12,9 +12,13 @@ from linattn_edu.kernels.tiles import (
     load_gate,
     load_tile,
     row,
+    sequence_args,
+    sequence_of,
+    states,
     store_tile,
     widest,
 )
+from linattn_edu.packing import Packing
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -27,6 +31,8 @@ def state_kernel(
     h_ptr,  # [B, NT, HV, K, V] out: state entering each chunk
     v_new_ptr,  # [B, T, HV, V] out
     ht_ptr,  # [B, HV, K, V] out, or None
+    cu_ptr,  # [N + 1] or None
+    offsets_ptr,  # [N + 1] or None
     T,
     H: tl.constexpr,
     HV: tl.constexpr,
@@ -36,30 +42,30 @@ def state_kernel(
     BK: tl.constexpr,
     BV: tl.constexpr,
 ):
-    """One program: S[:, v-tile] of one head, through all chunks.  Grid (B * HV * V / BV).
+    """One program: S[:, v-tile] of one head, through all chunks.  Grid (N * HV * V / BV).
 
     Reference: linattn_edu.reference.delta.state.
     """
     NV: tl.constexpr = (V + BV - 1) // BV
-    i_v, i_bh = tl.program_id(0) % NV, (tl.program_id(0) // NV).to(tl.int64)
-    i_b, i_h = i_bh // HV, i_bh % HV
-    NT = tl.cdiv(T, BT)
-    k_ptr += (i_b * T * H + i_h // (HV // H)) * K
-    w_ptr += (i_b * T * HV + i_h) * K
-    u_ptr += (i_b * T * HV + i_h) * V
-    v_new_ptr += (i_b * T * HV + i_h) * V
-    gc_ptr += i_b * T * HV + i_h
-    h_ptr += (i_b * NT * HV + i_h) * K * V
+    i_v, i_nh = tl.program_id(0) % NV, (tl.program_id(0) // NV).to(tl.int64)
+    i_h = i_nh % HV
+    first, n_seq, i_c = sequence_of(i_nh // HV, cu_ptr, offsets_ptr, T, BT)
+    k_ptr += (first * H + i_h // (HV // H)) * K
+    w_ptr += (first * HV + i_h) * K
+    u_ptr += (first * HV + i_h) * V
+    v_new_ptr += (first * HV + i_h) * V
+    gc_ptr += first * HV + i_h
+    h_ptr += (i_c * HV + i_h) * K * V
 
     o_t = tl.arange(0, BT)
     o_k = tl.arange(0, BK)
     o_v = i_v * BV + tl.arange(0, BV)
     b_S = tl.zeros([BK, BV], dtype=tl.float32)
     if h0_ptr is not None:
-        b_S += load_tile(h0_ptr + i_bh * K * V, o_k, o_v, V, K, V).to(tl.float32)
+        b_S += load_tile(h0_ptr + i_nh * K * V, o_k, o_v, V, K, V).to(tl.float32)
 
-    for i_t in range(NT):
-        n_t = T - i_t * BT
+    for i_t in range(tl.cdiv(n_seq, BT)):
+        n_t = n_seq - i_t * BT
         store_tile(h_ptr, b_S, o_k, o_v, V, K, V)
 
         # eq:delta-v-new   v_new = u - w S
@@ -83,7 +89,7 @@ def state_kernel(
         h_ptr += HV * K * V
 
     if ht_ptr is not None:
-        store_tile(ht_ptr + i_bh * K * V, b_S, o_k, o_v, V, K, V)
+        store_tile(ht_ptr + i_nh * K * V, b_S, o_k, o_v, V, K, V)
 
 
 # generation -> bytes of an element -> BK -> rows, widest BV first
@@ -115,16 +121,18 @@ def state(
     *,
     chunk_size: int,
     output_final_state: bool = False,
+    packing: Packing | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Launch state_kernel; arguments and result as in the reference."""
-    B, T, H, K = k.shape
+    _, T, H, K = k.shape
     HV, V = u.shape[2:]
-    h = k.new_empty(B, triton.cdiv(T, chunk_size), HV, K, V)
+    N, *sequences = sequence_args(k, packing)
+    h = k.new_empty(*states(k, chunk_size, packing), HV, K, V)
     v_new = torch.empty_like(u)
-    final_state = k.new_empty(B, HV, K, V, dtype=torch.float32) if output_final_state else None
-    config = widest(CONFIGS, k, B * HV, V)
-    state_kernel[(B * HV * triton.cdiv(V, config["BV"]),)](
-        k, w, u, gc, initial_state, h, v_new, final_state,
+    final_state = k.new_empty(N, HV, K, V, dtype=torch.float32) if output_final_state else None
+    config = widest(CONFIGS, k, N * HV, V)
+    state_kernel[(N * HV * triton.cdiv(V, config["BV"]),)](
+        k, w, u, gc, initial_state, h, v_new, final_state, *sequences,
         T, H, HV, K, V, BT=chunk_size, BK=block(K), **config,
     )  # fmt: skip
     return h, v_new, final_state

@@ -7,6 +7,8 @@ from torch import Tensor
 
 from linattn_edu.kernels.tiles import (
     cast,
+    chunk_args,
+    chunk_of,
     decay_matrix,
     device_of,
     dot,
@@ -16,6 +18,7 @@ from linattn_edu.kernels.tiles import (
     row,
     store_tile,
 )
+from linattn_edu.packing import Packing
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -27,6 +30,8 @@ def wy_kernel(
     A_ptr,  # [B, T, HV, BT]
     w_ptr,  # [B, T, HV, K] out
     u_ptr,  # [B, T, HV, V] out
+    cu_ptr,  # [N + 1] or None
+    chunks_ptr,  # [NT, 2] or None
     T,
     H: tl.constexpr,
     HV: tl.constexpr,
@@ -40,11 +45,7 @@ def wy_kernel(
 
     Reference: linattn_edu.reference.delta.wy.
     """
-    pid = tl.program_id(0).to(tl.int64)
-    NT = tl.cdiv(T, BT)
-    i_h, i_t, i_b = pid % HV, pid // HV % NT, pid // HV // NT
-    first = i_b * T + i_t * BT
-    n_t = (T - i_t * BT).to(tl.int32)
+    i_h, _, first, n_t = chunk_of(tl.program_id(0), cu_ptr, chunks_ptr, T, HV, BT)
     k_ptr += (first * H + i_h // (HV // H)) * K
     w_ptr += (first * HV + i_h) * K
     v_ptr += (first * HV + i_h) * V
@@ -80,14 +81,21 @@ CONFIGS = {
 }
 
 
-def wy(k: Tensor, v: Tensor, beta: Tensor, gc: Tensor, A: Tensor) -> tuple[Tensor, Tensor]:
+def wy(
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    gc: Tensor,
+    A: Tensor,
+    *,
+    packing: Packing | None = None,
+) -> tuple[Tensor, Tensor]:
     """Launch wy_kernel; arguments and result as in the reference."""
     B, T, H, K = k.shape
     HV, V = v.shape[2:]
     chunk_size = A.shape[-1]
     w, u = k.new_empty(B, T, HV, K), torch.empty_like(v)
     config = CONFIGS[device_of(k)[0]][k.element_size()].launch()
-    wy_kernel[(B * triton.cdiv(T, chunk_size) * HV,)](
-        k, v, beta, gc, A, w, u, T, H, HV, K, V, BT=chunk_size, **config
-    )
+    NT, *chunks = chunk_args(k, chunk_size, packing)
+    wy_kernel[(NT * HV,)](k, v, beta, gc, A, w, u, *chunks, T, H, HV, K, V, BT=chunk_size, **config)
     return w, u

@@ -10,8 +10,14 @@ from linattn_edu.reference.tiles import compute_dtype, from_chunks, repeat_heads
 
 
 def intra(
-    q: Tensor, k: Tensor, beta: Tensor, gc: Tensor, *, chunk_size: int
-) -> tuple[Tensor, Tensor]:
+    q: Tensor,
+    k: Tensor,
+    beta: Tensor,
+    gc: Tensor,
+    *,
+    chunk_size: int,
+    return_inverse: bool = False,
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """The two C x C matrices of each chunk, which need no state.
 
         P = Q K^T * G
@@ -20,7 +26,8 @@ def intra(
     Args:
         q, k: [B, T, H, K]. beta: [B, T, HV]. gc: [B, T, HV] from gate_cumsum (log2).
     Returns:
-        P and R [B, T, HV, C] in q.dtype: row i of a chunk is row i of its matrix.
+        P, R and, with return_inverse, A (else None), each [B, T, HV, C] in q.dtype: row i of a
+        chunk is row i of its matrix. The backward pass starts from A.
     Source: chapter 06.
     """
     dtype = compute_dtype(q, k, beta, gc)
@@ -35,9 +42,11 @@ def intra(
     P = (Q @ K.mT) * G
     # eq:delta-kkt   L = diag(beta) tril(K K^T, -1)
     L = b * (K @ K.mT).tril(-1)
+    A = unit_lower_inverse(L)
     # eq:delta-resolvent   R = (A * G) diag(beta)
-    R = unit_lower_inverse(L) * G * b.mT
-    return from_chunks(P, T).to(q.dtype), from_chunks(R, T).to(q.dtype)
+    R = A * G * b.mT
+    P, R, A = (from_chunks(x, T).to(q.dtype) for x in (P, R, A))
+    return P, R, A if return_inverse else None
 
 
 def scan(

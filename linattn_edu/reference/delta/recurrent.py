@@ -1,11 +1,16 @@
 """The gated delta rule, one token at a time: what all other forms are measured against."""
 
+import math
+
 import torch
 from torch import Tensor
 
 from linattn_edu.reference.tiles import compute_dtype, repeat_heads, sum_heads
 
-BLOCK = 64  # tokens between two states that the backward pass keeps
+
+def block_length(T: int) -> int:
+    """Tokens between two states that the backward pass keeps: ceil(sqrt(T))."""
+    return math.isqrt(T - 1) + 1 if T else 1
 
 
 def recurrent(
@@ -90,8 +95,8 @@ def recurrent_bwd(
         dv    = de,                 dk = (dS (beta e)^T - S' de^T)^T,  dS <- dS - k^T de
         dg    = <dS, S'>,           dS <- e^g dS
 
-    S' is the decayed state, before token t writes; S the one after. Only every BLOCK-th state is
-    kept from the way forward: T / BLOCK + BLOCK states at a time, in place of T.
+    S' is the decayed state, before token t writes; S the one after. Only the states at the ends of
+    blocks of sqrt(T) tokens are kept from the way forward: 2 sqrt(T) states at a time, not T.
 
     Args:
         q, k, v, g, beta, gk, gv, scale, initial_state: the arguments of recurrent.
@@ -109,20 +114,20 @@ def recurrent_bwd(
     v, beta, do, a = v.to(dtype), beta.to(dtype), do.to(dtype), decay(v, g, gk, gv, dtype)
     B, T, _, K = q.shape
     S = q.new_zeros(B, HV, K, v.shape[-1]) if initial_state is None else initial_state.to(dtype)
-    kept = [S]
+    block, kept = block_length(T), [S]
     for t in range(T - 1):
         S, _, _ = _step(S, k, v, beta, a, t)
-        if t % BLOCK == BLOCK - 1:
+        if t % block == block - 1:
             kept.append(S)
     dS = torch.zeros_like(S) if dht is None else dht.to(dtype)
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     dbeta, dlog = torch.zeros_like(beta), [None] * T
-    for first in reversed(range(0, T, BLOCK)):
+    for first in reversed(range(0, T, block)):
         S, states = kept.pop(), []
-        for t in range(first, min(first + BLOCK, T)):
+        for t in range(first, min(first + block, T)):
             S, decayed, e = _step(S, k, v, beta, a, t)
             states.append((decayed, e, S))
-        for t in reversed(range(first, min(first + BLOCK, T))):
+        for t in reversed(range(first, min(first + block, T))):
             decayed, e, S = states.pop()
             # eq:delta-read-bwd   dq = scale S do^T, dS <- dS + scale q^T do
             dq[:, t] = scale * torch.einsum("bhkv,bhv->bhk", S, do[:, t])

@@ -58,11 +58,13 @@ def wy_bwd(
     G, e, last = decay_matrix(gc), torch.exp2(gc)[..., None], gc[..., -1:]
     # eq:delta-dk-state   dK = diag(2^(gc_last - gc)) v_new dS^T
     dK_state = torch.exp2(last - gc)[..., None] * (v_new @ dS.mT)
+    # eq:delta-dw   dw = -dv_new S^T
+    edw = e * -(dv_new @ S.mT)
+    # eq:delta-dv   dV = diag(beta) (A * G)^T dv_new
+    dV = b * ((A * G).mT @ dv_new)
     # eq:delta-dgc-state   dgc_i -= k_i dk_i;  dgc_last += sum_i k_i dk_i + 2^gc_last <dS, S>
     t = (K * dK_state).sum(-1)
     through = t.sum(-1) + torch.exp2(last[..., 0]) * (dS * S).sum((-1, -2))
-    # eq:delta-dw   dw = -dv_new S^T
-    edw = e * -(dv_new @ S.mT)
     # eq:delta-da   dA = E diag(beta), E = diag(2^gc) dw K^T + (dv_new V^T) * G
     E1, E2 = edw @ K.mT, (dv_new @ V.mT) * G
     dA = (E1 + E2) * b.mT
@@ -72,8 +74,6 @@ def wy_bwd(
     dbeta = (A * (E1 + E2)).sum(-2) + (dL * (K @ K.mT)).sum(-1)
     # eq:delta-dgc-wy   dgc += rowsum(A * dA) - colsum(A * G-part of dA)
     dgc = dgc - t + (A * dA).sum(-1) - (A * E2 * b.mT).sum(-2)
-    # eq:delta-dv   dV = diag(beta) (A * G)^T dv_new
-    dV = b * ((A * G).mT @ dv_new)
     # eq:delta-dk   dK += dK_state + diag(beta) A^T diag(2^gc) dw + (N + N^T) K, N = diag(beta) dL
     N = b * dL
     dK = dK_state + b * (A.mT @ edw) + (N + N.mT) @ K

@@ -1,0 +1,152 @@
+"""Stage state_bwd: carry the gradient of the state back through the chunks."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from linattn_edu.kernels.tiles import (
+    block,
+    cast,
+    dot,
+    load_gate,
+    load_tile,
+    row,
+    sequence_args,
+    sequence_of,
+    states,
+    store_tile,
+    widest,
+)
+from linattn_edu.packing import Packing
+
+
+@triton.jit(do_not_specialize=["T"])
+def state_bwd_kernel(
+    q_ptr,  # [B, T, H, K]
+    k_ptr,  # [B, T, H, K]
+    w_ptr,  # [B, T, HV, K]
+    gc_ptr,  # [B, T, HV] log2
+    do_ptr,  # [B, T, HV, V]
+    dv_out_ptr,  # [B, T, HV, V]: the part of dv_new that output_bwd found
+    dht_ptr,  # [B, HV, K, V] or None
+    dh_ptr,  # [B, NT, HV, K, V] out: gradient of the state leaving each chunk
+    dv_ptr,  # [B, T, HV, V] out
+    dh0_ptr,  # [B, HV, K, V] out
+    scale,
+    cu_ptr,  # [N + 1] or None
+    offsets_ptr,  # [N + 1] or None
+    T,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+):
+    """One program: dS[:, v-tile] of one head, back through all chunks.  Grid (N * HV * V / BV).
+
+    Reference: linattn_edu.reference.delta.state_bwd.
+    """
+    NV: tl.constexpr = (V + BV - 1) // BV
+    i_v, i_nh = tl.program_id(0) % NV, (tl.program_id(0) // NV).to(tl.int64)
+    i_h = i_nh % HV
+    first, n_seq, i_c = sequence_of(i_nh // HV, cu_ptr, offsets_ptr, T, BT)
+    NT = tl.cdiv(n_seq, BT)
+    first += (NT - 1) * BT
+    q_ptr += (first * H + i_h // (HV // H)) * K
+    k_ptr += (first * H + i_h // (HV // H)) * K
+    w_ptr += (first * HV + i_h) * K
+    do_ptr += (first * HV + i_h) * V
+    dv_out_ptr += (first * HV + i_h) * V
+    dv_ptr += (first * HV + i_h) * V
+    gc_ptr += first * HV + i_h
+    dh_ptr += ((i_c + NT - 1) * HV + i_h) * K * V
+
+    o_t = tl.arange(0, BT)
+    o_k = tl.arange(0, BK)
+    o_v = i_v * BV + tl.arange(0, BV)
+    b_dS = tl.zeros([BK, BV], dtype=tl.float32)
+    if dht_ptr is not None:
+        b_dS += load_tile(dht_ptr + i_nh * K * V, o_k, o_v, V, K, V).to(tl.float32)
+
+    for i_t in range(NT):
+        n_t = n_seq - (NT - 1 - i_t) * BT
+        b_h = cast(b_dS, dh_ptr.dtype.element_ty)
+        store_tile(dh_ptr, b_h, o_k, o_v, V, K, V)
+
+        # eq:delta-dv-new   dv_new += diag(2^(gc_last - gc)) K dS
+        b_k = load_tile(k_ptr, o_t, o_k, H * K, n_t, K)  # [BT, BK]
+        b_last = tl.load(gc_ptr + (tl.minimum(BT, n_t) - 1) * HV)
+        b_gc = load_gate(gc_ptr, o_t, HV, n_t)  # [BT]
+        b_dv = load_tile(dv_out_ptr, o_t, o_v, HV * V, n_t, V).to(tl.float32)  # [BT, BV]
+        b_dv += tl.exp2(b_last - b_gc)[:, None] * dot(b_k, b_h)
+        store_tile(dv_ptr, b_dv, o_t, o_v, HV * V, n_t, V)
+
+        # eq:delta-ds   dS <- 2^gc_last dS + scale (diag(2^gc) Q)^T dO - w^T dv_new
+        b_q = load_tile(q_ptr, o_t, o_k, H * K, n_t, K)  # [BT, BK]
+        b_w = load_tile(w_ptr, o_t, o_k, HV * K, n_t, K)  # [BT, BK]
+        b_do = load_tile(do_ptr, o_t, o_v, HV * V, n_t, V).to(tl.float32)  # [BT, BV]
+        b_do *= scale * tl.exp2(b_gc)[:, None]
+        b_dS = dot(tl.trans(b_q), cast(b_do, b_q.dtype), b_dS * tl.exp2(b_last))
+        b_dS = dot(tl.trans(b_w), cast(-b_dv, b_w.dtype), b_dS)
+
+        q_ptr -= BT * H * K
+        k_ptr -= BT * H * K
+        w_ptr -= BT * HV * K
+        do_ptr -= BT * HV * V
+        dv_out_ptr -= BT * HV * V
+        dv_ptr -= BT * HV * V
+        gc_ptr -= BT * HV
+        dh_ptr -= HV * K * V
+
+    store_tile(dh0_ptr + i_nh * K * V, b_dS, o_k, o_v, V, K, V)
+
+
+# generation -> bytes of an element -> BK -> rows, widest BV first
+CONFIGS = {
+    "turing": {
+        2: {128: [row(8, 1, BV=16)], 256: [row(8, 1, BV=16)]},
+        4: {128: [row(4, 1, BV=16)], 256: [row(8, 1, BV=16)]},
+    },
+    "ampere": {
+        2: {128: [row(4, 1, BV=32)], 256: [row(4, 1, BV=16)]},
+        4: {128: [row(4, 1, BV=16)], 256: [row(4, 1, BV=16)]},
+    },
+    "hopper": {
+        2: {
+            128: [row(4, 2, BV=64), row(4, 2, BV=32), row(4, 3, BV=16)],
+            256: [row(4, 2, BV=32), row(4, 2, BV=16)],
+        },
+        4: {128: [row(4, 1, BV=32), row(4, 1, BV=16)], 256: [row(4, 1, BV=16)]},
+    },
+}
+
+
+def state_bwd(
+    q: Tensor,
+    k: Tensor,
+    w: Tensor,
+    gc: Tensor,
+    do: Tensor,
+    dv_new: Tensor,
+    dht: Tensor | None = None,
+    *,
+    scale: float,
+    chunk_size: int,
+    packing: Packing | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Launch state_bwd_kernel; arguments and result as in the reference."""
+    _, T, H, K = k.shape
+    HV, V = do.shape[2:]
+    N, *sequences = sequence_args(k, packing)
+    dh = k.new_empty(*states(k, chunk_size, packing), HV, K, V)
+    dv_out, dv_new = dv_new, torch.empty_like(dv_new)
+    dh0 = k.new_empty(N, HV, K, V, dtype=torch.float32)
+    config = widest(CONFIGS, k, N * HV, V)
+    state_bwd_kernel[(N * HV * triton.cdiv(V, config["BV"]),)](
+        q, k, w, gc, do, dv_out, dht, dh, dv_new, dh0,
+        scale, *sequences, T, H, HV, K, V, BT=chunk_size, BK=block(K), **config,
+    )  # fmt: skip
+    return dh, dv_new, dh0

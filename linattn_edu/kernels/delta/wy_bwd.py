@@ -1,0 +1,177 @@
+"""Stage wy_bwd: the adjoint of solve and wy, and of the keys that went through the state."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from linattn_edu.kernels.tiles import (
+    by_key,
+    cast,
+    chunk_args,
+    chunk_of,
+    decay_matrix,
+    decay_matrix_transposed,
+    dot,
+    load_gate,
+    load_row,
+    load_tile,
+    row,
+    store_tile,
+    sum_heads,
+)
+from linattn_edu.packing import Packing
+
+
+@triton.jit(do_not_specialize=["T"])
+def wy_bwd_kernel(
+    k_ptr,  # [B, T, H, K]
+    v_ptr,  # [B, T, HV, V]
+    beta_ptr,  # [B, T, HV]
+    gc_ptr,  # [B, T, HV] log2
+    A_ptr,  # [B, T, HV, BT]
+    h_ptr,  # [B, NT, HV, K, V]
+    v_new_ptr,  # [B, T, HV, V]
+    dh_ptr,  # [B, NT, HV, K, V]
+    dv_new_ptr,  # [B, T, HV, V]
+    dk_out_ptr,  # [B, T, H, K] what output_bwd found, or None: left to the caller
+    dk_ptr,  # [B, T, HV, K] out
+    dv_ptr,  # [B, T, HV, V] out
+    dbeta_ptr,  # [B, T, HV] out
+    dgc_ptr,  # [B, T, HV] added to
+    cu_ptr,  # [N + 1] or None
+    chunks_ptr,  # [NT, 2] or None
+    T,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+):
+    """One program: one chunk of one head.  Grid (NT * HV).
+
+    Reference: linattn_edu.reference.delta.wy_bwd.
+    """
+    i_h, i_c, first, n_t = chunk_of(tl.program_id(0), cu_ptr, chunks_ptr, T, HV, BT)
+    k_ptr += (first * H + i_h // (HV // H)) * K
+    v_ptr += (first * HV + i_h) * V
+    v_new_ptr += (first * HV + i_h) * V
+    dv_new_ptr += (first * HV + i_h) * V
+    dv_ptr += (first * HV + i_h) * V
+    h_ptr += (i_c * HV + i_h) * K * V
+    dh_ptr += (i_c * HV + i_h) * K * V
+
+    o_t, o_k = tl.arange(0, BT), tl.arange(0, BK)
+    b_gc = load_gate(gc_ptr + first * HV + i_h, o_t, HV, n_t)
+    b_last = tl.load(gc_ptr + (first + tl.minimum(BT, n_t) - 1) * HV + i_h)
+    b_beta = load_row(beta_ptr + first * HV + i_h, o_t, HV, n_t)
+    b_A = load_tile(A_ptr + (first * HV + i_h) * BT, o_t, o_t, HV * BT, n_t, BT)
+    b_AGT = cast(tl.trans(b_A).to(tl.float32) * decay_matrix_transposed(b_gc, o_t), b_A.dtype)
+    b_dk = tl.zeros([BT, BK], dtype=tl.float32)
+    b_dw = tl.zeros([BT, BK], dtype=tl.float32)
+    b_E2 = tl.zeros([BT, BT], dtype=tl.float32)
+    b_dSS = tl.zeros([BK], dtype=tl.float32)
+    for i_v in range(tl.cdiv(V, BV)):
+        o_v = i_v * BV + tl.arange(0, BV)
+        b_h = load_tile(h_ptr, o_k, o_v, V, K, V)  # [BK, BV]
+        b_dh = load_tile(dh_ptr, o_k, o_v, V, K, V)  # [BK, BV]
+        b_v_new = load_tile(v_new_ptr, o_t, o_v, HV * V, n_t, V)  # [BT, BV]
+        b_dv = load_tile(dv_new_ptr, o_t, o_v, HV * V, n_t, V)  # [BT, BV]
+        b_v = load_tile(v_ptr, o_t, o_v, HV * V, n_t, V)  # [BT, BV]
+        b_dSS += tl.sum(b_dh.to(tl.float32) * b_h.to(tl.float32), 1)
+        # eq:delta-dk-state   dK = diag(2^(gc_last - gc)) v_new dS^T
+        b_dk = dot(b_v_new, tl.trans(b_dh), b_dk)
+        # eq:delta-dw   dw = -dv_new S^T
+        b_dw = dot(b_dv, tl.trans(b_h), b_dw)
+        # eq:delta-dv   dV = diag(beta) (A * G)^T dv_new
+        b_E2 = dot(b_dv, tl.trans(b_v), b_E2)
+        b_dv = b_beta[:, None] * dot(b_AGT, b_dv)
+        store_tile(dv_ptr, b_dv, o_t, o_v, HV * V, n_t, V)
+
+    b_k = load_tile(k_ptr, o_t, o_k, H * K, n_t, K)  # [BT, BK]
+    b_dk *= tl.exp2(b_last - b_gc)[:, None]
+    # eq:delta-dgc-state   dgc_i -= k_i dk_i;  dgc_last += sum_i k_i dk_i + 2^gc_last <dS, S>
+    b_t = tl.sum(b_k.to(tl.float32) * b_dk, 1)
+    b_through = tl.sum(b_t, 0) + tl.exp2(b_last) * tl.sum(b_dSS, 0)
+    b_dgc = tl.where(o_t == tl.minimum(BT, n_t) - 1, b_through, 0.0) - b_t
+    # eq:delta-da   dA = E diag(beta), E = diag(2^gc) dw K^T + (dv_new V^T) * G
+    b_edw = cast(-tl.exp2(b_gc)[:, None] * b_dw, b_k.dtype)
+    b_E2 *= decay_matrix(b_gc, o_t)
+    b_E = dot(b_edw, tl.trans(b_k)) + b_E2
+    b_dA = b_E * b_beta[None, :]
+    # eq:delta-dl   dL = -tril(A^T dA A^T, -1)
+    b_AT = tl.trans(b_A)
+    b_dL = dot(b_AT, cast(dot(cast(b_dA, b_A.dtype), b_AT), b_A.dtype))
+    b_dL = tl.where(o_t[:, None] > o_t[None, :], -b_dL, 0.0)
+    # eq:delta-dbeta   dbeta = colsum(A * E) + rowsum(dL * K K^T)
+    b_A = b_A.to(tl.float32)
+    b_dbeta = tl.sum(b_A * b_E, 0) + tl.sum(b_dL * dot(b_k, tl.trans(b_k)), 1)
+    tl.store(dbeta_ptr + (first + o_t) * HV + i_h, b_dbeta, mask=o_t < n_t)
+    # eq:delta-dgc-wy   dgc += rowsum(A * dA) - colsum(A * G-part of dA)
+    b_dgc += tl.sum(b_A * b_dA, 1) - tl.sum(b_A * b_E2 * b_beta[None, :], 0)
+    dgc_ptr += first * HV + i_h
+    b_dgc += load_row(dgc_ptr, o_t, HV, n_t)
+    tl.store(dgc_ptr + o_t * HV, b_dgc, mask=o_t < n_t)
+    # eq:delta-dk   dK += dK_state + diag(beta) A^T diag(2^gc) dw + (N + N^T) K, N = diag(beta) dL
+    b_N = b_beta[:, None] * b_dL
+    b_dk += b_beta[:, None] * dot(b_AT, b_edw)
+    b_dk = dot(cast(b_N + tl.trans(b_N), b_k.dtype), b_k, b_dk)
+    if dk_out_ptr is not None:
+        dk_out_ptr += (first * HV + i_h) * K
+        b_dk += load_tile(dk_out_ptr, o_t, o_k, HV * K, n_t, K).to(tl.float32)
+    store_tile(dk_ptr + (first * HV + i_h) * K, b_dk, o_t, o_k, HV * K, n_t, K)
+
+
+# generation -> bytes of an element -> BK -> row. BK holds a whole key; narrower heads keep these
+# tiles: see tiles.UNPIPELINED.
+CONFIGS = {
+    "turing": {
+        2: {64: row(4, 1, BV=32), 128: row(4, 1, BV=32), 256: row(8, 1, BV=16)},
+        4: {64: row(4, 1, BV=32), 128: row(4, 1, BV=16), 256: row(8, 1, BV=16)},
+    },
+    "ampere": {
+        2: {64: row(4, 1, BV=32), 128: row(8, 1, BV=32), 256: row(8, 1, BV=16)},
+        4: {64: row(4, 1, BV=32), 128: row(8, 1, BV=16), 256: row(8, 1, BV=16)},
+    },
+    "hopper": {
+        2: {64: row(4, 2, BV=64), 128: row(8, 2, BV=64), 256: row(8, 1, BV=64)},
+        4: {64: row(4, 1, BV=32), 128: row(8, 1, BV=32), 256: row(8, 1, BV=32)},
+    },
+}
+
+
+def wy_bwd(
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    gc: Tensor,
+    A: Tensor,
+    h: Tensor,
+    v_new: Tensor,
+    dh: Tensor,
+    dv_new: Tensor,
+    dk: Tensor,
+    dgc: Tensor,
+    *,
+    packing: Packing | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Launch wy_bwd_kernel; arguments and result as in the reference, but dgc, and dk if HV = H,
+    are added to in place.
+    """
+    B, T, H, K = k.shape
+    HV, V = v.shape[2:]
+    chunk_size = A.shape[-1]
+    BK, config = by_key(CONFIGS, k)
+    shared = H != HV  # several value heads add to the gradient of one key
+    partial = k.new_empty(B, T, HV, K, dtype=torch.float32) if shared else dk
+    dv, dbeta = torch.empty_like(v), torch.empty_like(gc)
+    NT, *chunks = chunk_args(k, chunk_size, packing)
+    wy_bwd_kernel[(NT * HV,)](
+        k, v, beta, gc, A, h, v_new, dh, dv_new, None if shared else dk, partial, dv, dbeta, dgc,
+        *chunks, T, H, HV, K, V, BT=chunk_size, BK=BK, **config,
+    )  # fmt: skip
+    if shared:
+        dk = (sum_heads(partial, H, torch.float32) + dk).to(k.dtype)
+    return dk, dv, dbeta, dgc

@@ -1,0 +1,60 @@
+"""Sequences of different lengths, one after the other in a batch of one."""
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Where each sequence and each chunk of a packed batch begins; on the device of the data.
+
+    Sequence n holds the tokens cu_seqlens[n] to cu_seqlens[n + 1] - 1. Chunks are counted through
+    all sequences; no chunk reaches over the end of its sequence.
+    """
+
+    cu_seqlens: Tensor  # [N + 1] int64
+    chunk_indices: Tensor  # [NT, 2] int64: sequence of each chunk, and its number in the sequence
+    chunk_offsets: Tensor  # [N + 1] int64: number of the first chunk of each sequence
+
+    @property
+    def sequences(self) -> int:
+        """N, the number of sequences."""
+        return len(self.cu_seqlens) - 1
+
+    @property
+    def chunks(self) -> int:
+        """NT, the number of chunks of all sequences."""
+        return len(self.chunk_indices)
+
+
+def pack(
+    cu_seqlens: Tensor,
+    chunk_size: int,
+    *,
+    lengths: list[int] | None = None,
+    chunk_indices: Tensor | None = None,
+) -> Packing:
+    """The Packing of cu_seqlens, made on its device.
+
+    Args:
+        cu_seqlens: [N + 1], int32 or int64.
+        chunk_size: C.
+        lengths: The same numbers as cu_seqlens, known to the host: then nothing waits for the
+            device.
+        chunk_indices: [NT, 2], made before for the same cu_seqlens and chunk_size.
+    """
+    cu_seqlens = cu_seqlens.long()
+    counts = (cu_seqlens.diff() + chunk_size - 1).div(chunk_size, rounding_mode="floor")
+    offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+    if chunk_indices is None:
+        if lengths is None:
+            lengths = cu_seqlens.tolist()
+        total = sum(-(-(b - a) // chunk_size) for a, b in pairwise(lengths))
+        sequence = torch.arange(len(counts), device=counts.device)
+        sequence = sequence.repeat_interleave(counts, output_size=total)
+        number = torch.arange(total, device=counts.device) - offsets[sequence]
+        chunk_indices = torch.stack([sequence, number], 1)
+    return Packing(cu_seqlens, chunk_indices.long().contiguous(), offsets)

@@ -1,0 +1,93 @@
+"""Stage gate_bwd, and the gate a layer computes: kernels against references and autograd."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from delta.stage_checks import CHUNKS, TOKENS
+
+from linattn_edu.kernels.delta.gate_bwd import gate_bwd as kernel
+from linattn_edu.kernels.delta.gate_cumsum import gate_cumsum
+from linattn_edu.reference.delta.gate_bwd import gate_bwd as reference
+from linattn_edu.reference.delta.gate_cumsum import gate
+from linattn_edu.reference.delta.gate_cumsum import gate_cumsum as gate_cumsum_reference
+from linattn_edu.testing import assert_close, gdn_inputs
+
+pytestmark = pytest.mark.usefixtures("poison")
+
+
+def raw_gate(T, HV, device, dtype=torch.float32):
+    """Raw gates on both sides of zero, A_log and dt_bias; no decay reaches the floor of fp32."""
+    torch.manual_seed(T)
+    a = (3 * torch.randn(2, T, HV, device=device)).to(dtype)
+    return a, 0.5 * torch.randn(HV, device=device), torch.randn(HV, device=device)
+
+
+@pytest.mark.parametrize("gate", ["trained", "reset", "closed"])
+@pytest.mark.parametrize("C", CHUNKS)
+@pytest.mark.parametrize("T", TOKENS)
+def test_kernel_matches_reference(T, C, gate, device):
+    for HV in (1, 5, 17):
+        g = gdn_inputs(2, T, 1, HV, 1, 1, device=device, seed=T, gate=gate).g
+        dgc = torch.randn_like(g)
+        assert_close(
+            "dg", kernel(dgc, g, chunk_size=C)[0], reference(dgc, g, chunk_size=C)[0], 5e-6
+        )
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("T", [1, 65, 130])
+@pytest.mark.parametrize("HV", [1, 5, 17])
+def test_gate_of_a_layer(HV, T, bias, device):
+    a, A_log, dt_bias = raw_gate(T, HV, device)
+    parameters = (A_log, dt_bias if bias else None)
+    exact = [x if x is None else x.double() for x in parameters]
+    gc = gate_cumsum(a, *parameters, chunk_size=32)
+    assert_close("gc", gc, gate_cumsum_reference(a.double(), *exact, chunk_size=32), 5e-6)
+    dgc = torch.randn_like(a)
+    got = kernel(dgc, a, *parameters, chunk_size=32)
+    want = reference(dgc.double(), a.double(), *exact, chunk_size=32)
+    for name, x, y in zip(("da", "dA_log", "ddt_bias"), got, want, strict=True):
+        assert (x is None) == (y is None)
+        if x is not None:
+            # a sum of T terms of either sign has the rounding of its terms
+            assert_close(name, x, y, 1e-5 * max(1.0, T / 16 if name != "da" else 1.0))
+
+
+def test_a_small_gate_keeps_its_digits(device):
+    """softplus(-20) is 2e-9: log(1 + e^-20) would lose it all."""
+    a = torch.linspace(-20, 25, 64, device=device).view(1, 64, 1)
+    one = torch.zeros(1, device=device)
+    got = gate_cumsum(a, one, chunk_size=64)
+    want = gate_cumsum_reference(a.double(), one.double(), chunk_size=64)
+    first = (got[0, 0, 0].double() / want[0, 0, 0] - 1).abs().item()
+    assert first < 1e-6
+    assert_close("gc", got, want, 1e-6)
+
+
+def test_reference_is_the_gradient_of_the_cumulative_sum():
+    a, A_log, dt_bias = (x.double().requires_grad_() for x in raw_gate(50, 3, "cpu"))
+    gc = gate_cumsum_reference(a, A_log, dt_bias, chunk_size=16)
+    dgc = torch.randn_like(gc)
+    # dgc is in natural units: by ln(2) gc
+    want = torch.autograd.grad(
+        gc * torch.log(torch.tensor(2.0, dtype=torch.float64)), (a, A_log, dt_bias), dgc
+    )
+    with torch.no_grad():
+        got = reference(dgc, a, A_log, dt_bias, chunk_size=16)
+    for name, x, y in zip(("da", "dA_log", "ddt_bias"), got, want, strict=True):
+        assert_close(name, x, y, 1e-12)
+
+
+def test_gate_is_that_of_the_formula():
+    a, A_log, dt_bias = raw_gate(9, 3, "cpu", torch.float64)
+    want = -A_log.double().exp() * F.softplus(a + dt_bias)
+    assert_close("gate", gate(a, A_log.double(), dt_bias.double()), want, 1e-14)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_low_precision_gates(dtype, device):
+    g = gdn_inputs(1, 100, 1, 3, 1, 1, device=device).g.to(dtype)
+    dgc = torch.randn(1, 100, 3, device=device)
+    dg, _, _ = kernel(dgc, g, chunk_size=64)
+    assert dg.dtype == dtype
+    assert_close("dg", dg, reference(dgc.double(), g.double(), chunk_size=64)[0], 5e-3)
