@@ -330,7 +330,7 @@ def page_parts(figures: Path) -> dict[str, str]:
 
     return {
         "pipeline.svg": pipeline_svg() + "\n",
-        "backward.svg": backward_svg() + "\n",
+        "pipeline_bwd.svg": backward_svg() + "\n",
         "composition.txt": inspect.getsource(gdn.forward),
         "performance.md": performance_page(figures=figures),
     }
