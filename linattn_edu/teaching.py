@@ -10,10 +10,10 @@ from pathlib import Path
 
 import torch
 
+from linattn_edu import tables
 from linattn_edu.pipeline import BACKWARD, backward_svg, pipeline_svg
 
 HASH_SALT = "linattn_edu"
-TEXTS = ("case", "library")  # columns of words, aligned to the left
 PEERS = {"fla": "fla-core", "flash_qla": "flash-qla"}  # key of the results -> distribution
 SCALING = (
     "One layer with 16 heads and K = V = 128, from 256 to 32768 tokens: the recurrence token by "
@@ -140,7 +140,8 @@ def measured(name: str = "gdn_h200") -> dict:
 
     Returns:
         {"gpu", "torch", "triton", "date", "rows": [{"case", "library", "what", "ms", "bytes",
-        "flops", "floor_ms", ...}]}; "what" is "forward" or "stage:<name>".
+        "flops", "floor_ms", ...}]}; "what" is "forward", "forward_backward", "decode",
+        "decode_inplace" or "stage:<name>".
     Raises:
         FileNotFoundError: nothing has been measured under this name.
     """
@@ -161,7 +162,7 @@ def measured_stage(stage: str, name: str = "gdn_h200") -> None:
     data = _load(name)
     rows = _rows(data, f"stage:{stage}")
     if rows:
-        _table(*_stage_cells(rows), f"Stage {stage}. {_provenance(data)}")
+        _table(*tables.stage_cells(rows), f"Stage {stage}. {_provenance(data)}")
     else:
         print("not measured yet")
 
@@ -172,56 +173,40 @@ def measured_forward(name: str = "gdn_h200") -> None:
     Args:
         name: Of the file of results.
     """
+    _measured_calls(("forward",), tables.forward_cells, "Forward pass.", name)
+
+
+def measured_backward(name: str = "gdn_h200") -> None:
+    """Show forward and backward pass together, as measured_forward.
+
+    Args:
+        name: Of the file of results.
+    """
+    whats = ("forward_backward",)
+    _measured_calls(whats, tables.backward_cells, "Forward and backward pass.", name)
+
+
+def measured_decode(name: str = "gdn_h200") -> None:
+    """Show the decoding of one token of many sequences, as measured_forward.
+
+    Args:
+        name: Of the file of results.
+    """
+    _measured_calls(tables.DECODE, tables.decode_cells, "One token of each sequence.", name)
+
+
+def _measured_calls(whats: Iterable[str], cells: Callable, caption: str, name: str) -> None:
     data = _load(name)
-    rows = _rows(data, "forward")
+    rows = _rows(data, *whats)
     if rows:
-        _table(*_forward_cells(rows), f"Forward pass. {_provenance(data)}")
+        _table(*cells(rows), f"{caption} {_provenance(data)}")
     else:
         print("not measured yet")
 
 
-def _rows(data: dict | None, what: str) -> list[dict]:
-    return [row for row in data["rows"] if row["what"] == what] if data else []
-
-
-def _stage_cells(rows: list[dict]) -> tuple[list[str], list[list[str]]]:
-    """Heads and lines of a stage's table; the library is named where there are several."""
-    several = len({row["library"] for row in rows}) > 1
-    heads = ["case", *(["library"] if several else []), "ms", "floor ms", "GB/s", "TFLOP/s"]
-    lines = [
-        [
-            row["case"],
-            *([row["library"]] if several else []),
-            f"{row['ms']:.3f}",
-            f"{row['floor_ms']:.3f}",
-            f"{row['bytes'] / row['ms'] / 1e6:.0f}",
-            f"{row['flops'] / row['ms'] / 1e9:.1f}",
-        ]
-        for row in rows
-    ]
-    return heads, lines
-
-
-def _forward_cells(rows: list[dict]) -> tuple[list[str], list[list[str]]]:
-    """Heads and lines of the forward table; what was not measured stays empty."""
-
-    def optional(row: dict, key: str, form: str, factor: float = 1) -> str:
-        return format(factor * row[key], form) if row.get(key) is not None else ""
-
-    heads = ["case", "library", "ms", "floor ms", "error %", "first s", "MiB"]
-    lines = [
-        [
-            row["case"],
-            row["library"],
-            f"{row['ms']:.3f}",
-            f"{row['floor_ms']:.3f}",
-            optional(row, "error", ".2g", 100),
-            optional(row, "first_call_s", ".1f"),
-            optional(row, "peak_mib", ".0f"),
-        ]
-        for row in rows
-    ]
-    return heads, lines
+def _rows(data: dict | None, *whats: str) -> list[dict]:
+    """The timed rows of `whats`; of some calls only the first may have been measured."""
+    return [row for row in data["rows"] if row["what"] in whats and "ms" in row] if data else []
 
 
 def performance_page(name: str = "gdn_h200", figures: Path | None = None) -> str:
@@ -239,18 +224,26 @@ def performance_page(name: str = "gdn_h200", figures: Path | None = None) -> str
             f" Floors are reckoned with {data['bytes_per_s'] / 1e12:.1f} TB/s "
             f"and {data['flops_per_s'] / 1e12:.0f} TFLOP/s."
         )
-    rows = _rows(data, "forward")
-    if rows:
+    if rows := _rows(data, "forward"):
         parts += ["## The forward pass", _figure(figures, "forward", "Time of the forward pass")]
-        parts.append(_markdown(*_forward_cells(rows)))
+        parts.append(tables.markdown(*tables.forward_cells(rows)))
+    if rows := _rows(data, "forward_backward"):
+        drawn = _figure(figures, "backward", "Time of the forward and the backward pass")
+        parts += ["## Forward and backward", drawn, tables.markdown(*tables.backward_cells(rows))]
+        parts.append("Errors of the output and of each gradient:")
+        parts.append(tables.markdown(*tables.gradient_cells(rows)))
+    if rows := _rows(data, *tables.DECODE):
+        parts += ["## Decoding", tables.markdown(*tables.decode_cells(rows))]
     if drawn := _figure(figures, "scaling", "Time against the length of the sequence"):
         parts += ["## Three forms of one layer", SCALING, drawn]
     stages = dict.fromkeys(r["what"] for r in data["rows"] if r["what"].startswith("stage:"))
     shown = [(what.removeprefix("stage:"), _rows(data, what)) for what in stages]
     if shown:
         parts += ["## The stages", _figure(figures, "roofline", "Stages against the roofline")]
+        there = "Stages of the backward pass against the roofline"
+        parts.append(_figure(figures, "roofline_backward", there))
     for stage, rows in shown:
-        parts += [f"### {stage}", _markdown(*_stage_cells(rows))]
+        parts += [f"### {stage}", tables.markdown(*tables.stage_cells(rows))]
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
@@ -259,11 +252,6 @@ def _figure(figures: Path | None, name: str, alt: str) -> str:
     # the class says that the drawing can be read on a dark page as it is
     image = f"```{{image}} _static/figures/{name}.svg\n:alt: {alt}\n:class: dark-light\n```"
     return image if there else ""
-
-
-def _markdown(heads: list[str], rows: list[list[str]]) -> str:
-    rule = ["---" if head in TEXTS else "---:" for head in heads]
-    return "\n".join(f"| {' | '.join(line)} |" for line in [heads, rule, *rows])
 
 
 def _load(name: str) -> dict | None:
@@ -283,7 +271,7 @@ def _table(heads: list[str], rows: Iterable[list[str]], caption: str) -> None:
     """Show a table: HTML in a notebook, aligned text elsewhere."""
     rows = list(rows)
     widths = [max(len(line[i]) for line in [heads, *rows]) for i in range(len(heads))]
-    texts = {i for i, head in enumerate(heads) if head in TEXTS}
+    texts = {i for i, head in enumerate(heads) if head in tables.TEXTS}
 
     def aligned(line: list[str]) -> str:
         cells = (

@@ -4,6 +4,7 @@ import importlib.util
 import math
 import os
 import sys
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -108,6 +109,8 @@ def interpreted() -> bool:
 def resolve_impl(impl: str, device: torch.device, dtypes: tuple[torch.dtype, ...]) -> str:
     """Turn impl into "triton" or "reference"; a "triton" that cannot run here is a ValueError."""
     choice("impl", impl, IMPLS)
+    if torch.compiler.is_compiling():
+        return impl  # asked again when the operator runs
     why_not = None
     if importlib.util.find_spec("triton") is None:
         why_not = "the package triton is not installed"
@@ -122,3 +125,36 @@ def resolve_impl(impl: str, device: torch.device, dtypes: tuple[torch.dtype, ...
     if impl == "triton" and why_not:
         raise ValueError(f"impl='triton' cannot run here: {why_not}; impl='reference' can")
     return impl if impl != "auto" else "reference" if why_not else "triton"
+
+
+def boundaries(name: str, x: object) -> int:
+    """Check that x is a vector of at least two integers; return how many sequences it bounds."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor of shape [N + 1], got {type(x).__name__}")
+    if x.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{name} must be int32 or int64, got {x.dtype}")
+    if x.ndim != 1 or x.shape[0] < 2:
+        raise ValueError(f"{name} must have shape [N + 1] with N >= 1, got {tuple(x.shape)}")
+    return x.shape[0] - 1
+
+
+def lengths(name: str, bounds: list[int], T: int) -> list[int]:
+    """Check that the bounds of packed sequences begin at 0, never fall and end at T."""
+    if bounds[0] != 0:
+        raise ValueError(f"{name} must begin with 0, got {bounds[0]}")
+    for n, (a, b) in enumerate(pairwise(bounds)):
+        if b < a:
+            raise ValueError(f"{name} must not decrease, got {a} and then {b} at position {n + 1}")
+    if bounds[-1] != T:
+        raise ValueError(f"{name} must end at T={T}, got {bounds[-1]}")
+    return bounds
+
+
+def chunk_count(chunk_indices: Tensor, bounds: list[int], chunk_size: int) -> None:
+    """Check that chunk_indices has a row for each chunk."""
+    count = sum(-(-(b - a) // chunk_size) for a, b in pairwise(bounds))
+    if chunk_indices.shape[0] != count:
+        raise ValueError(
+            f"chunk_indices must have {count} rows, one for each chunk of {chunk_size} tokens, "
+            f"got {chunk_indices.shape[0]}"
+        )

@@ -1,13 +1,16 @@
-"""Gated DeltaNet: the public function, its checks and the composition of its stages."""
+"""Gated DeltaNet in chunks: the public function and the composition of its stages."""
 
 import functools
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from linattn_edu.ops import check
+from linattn_edu.ops import arguments, autograd, check
+from linattn_edu.ops.l2norm import l2norm
+from linattn_edu.packing import Packing
 
 CHUNK_SIZES = (16, 32, 64)
 
@@ -36,6 +39,10 @@ class Stages:
     wy: Callable
     state: Callable
     output: Callable
+    output_bwd: Callable
+    state_bwd: Callable
+    wy_bwd: Callable
+    gate_bwd: Callable
 
 
 @dataclass(frozen=True)
@@ -49,26 +56,35 @@ class FusedStages:
 
 @functools.cache
 def stages(impl: str) -> Stages:
-    """The five stages of an implementation, "reference" or "triton"."""
+    """The stages of an implementation, "reference" or "triton"."""
     if impl == "reference":
-        from linattn_edu.reference.delta import gate_cumsum, output, solve, state, wy
+        from linattn_edu.reference import delta
     elif impl == "triton":
-        from linattn_edu.kernels.delta import gate_cumsum, output, solve, state, wy
+        from linattn_edu.kernels import delta
     else:
         raise ValueError(f"impl must be 'reference' or 'triton', got {impl!r}")
-    return Stages(gate_cumsum.gate_cumsum, solve.solve, wy.wy, state.state, output.output)
+    names = Stages.__dataclass_fields__
+    return Stages(*(_stage(delta, name, name) for name in names))
 
 
 @functools.cache
 def fused_stages(impl: str) -> FusedStages:
     """The fused stages of an implementation, "reference" or "triton"."""
     if impl == "reference":
-        from linattn_edu.reference.delta import fused, gate_cumsum
+        from linattn_edu.reference import delta
     elif impl == "triton":
-        from linattn_edu.kernels.delta import fused, gate_cumsum
+        from linattn_edu.kernels import delta
     else:
         raise ValueError(f"impl must be 'reference' or 'triton', got {impl!r}")
-    return FusedStages(gate_cumsum.gate_cumsum, fused.intra, fused.scan)
+    return FusedStages(
+        _stage(delta, "gate_cumsum", "gate_cumsum"),
+        _stage(delta, "fused", "intra"),
+        _stage(delta, "fused", "scan"),
+    )
+
+
+def _stage(package, module: str, name: str) -> Callable:
+    return getattr(importlib.import_module(f"{package.__name__}.{module}"), name)
 
 
 @_on_the_device_of_q
@@ -83,24 +99,79 @@ def forward(
     scale: float,
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
     chunk_size: int = 64,
-) -> tuple[Tensor, Tensor | None]:
+    packing: Packing | None = None,
+    return_residuals: bool = False,
+) -> tuple[Tensor | None, ...]:
     """The chunked forward pass as a composition of stages (shapes as in chunk_gated_delta_rule).
+
+    Returns o and the final state or None; with return_residuals also gc and A, which the backward
+    pass starts from. Only the kernels take a packing.
 
     Source: chapter 06.
     """
-    gc = stages.gate_cumsum(g, chunk_size=chunk_size)
+    packed = {} if packing is None else {"packing": packing}
+    options = {"chunk_size": chunk_size, **packed}
+    gc = stages.gate_cumsum(g, A_log, dt_bias, **options)
     if isinstance(stages, FusedStages):
-        P, R, _ = stages.intra(q, k, beta, gc, chunk_size=chunk_size)
-        return stages.scan(
-            q, k, v, gc, P, R, initial_state, scale=scale, output_final_state=output_final_state
+        P, R, A = stages.intra(q, k, beta, gc, return_inverse=return_residuals, **options)
+        o, final_state = stages.scan(
+            q, k, v, gc, P, R, initial_state, scale=scale, output_final_state=output_final_state,
+            **packed,
+        )  # fmt: skip
+    else:
+        A = stages.solve(k, beta, **options)
+        w, u = stages.wy(k, v, beta, gc, A, **packed)
+        h, v_new, final_state = stages.state(
+            k, w, u, gc, initial_state, output_final_state=output_final_state, **options
         )
-    A = stages.solve(k, beta, chunk_size=chunk_size)
-    w, u = stages.wy(k, v, beta, gc, A)
-    h, v_new, final_state = stages.state(
-        k, w, u, gc, initial_state, chunk_size=chunk_size, output_final_state=output_final_state
-    )
-    return stages.output(q, k, v_new, h, gc, scale=scale, chunk_size=chunk_size), final_state
+        o = stages.output(q, k, v_new, h, gc, scale=scale, **options)
+    return (o, final_state, gc, A) if return_residuals else (o, final_state)
+
+
+@_on_the_device_of_q
+def backward(
+    stages: Stages,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    gc: Tensor,
+    A: Tensor,
+    do: Tensor,
+    dht: Tensor | None = None,
+    *,
+    scale: float,
+    initial_state: Tensor | None = None,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    packing: Packing | None = None,
+) -> tuple[Tensor | None, ...]:
+    """The chunked backward pass as a composition of stages.
+
+    Starts from the arguments of the forward pass and its gc and A; w, u, h and v_new are computed
+    again, so that no state is held between the two passes.
+
+    Args:
+        do: Gradient of o.  dht: Gradient of the final state, or None.
+    Returns:
+        dq, dk, dv, dg, dbeta, dA_log and ddt_bias (or None), and the gradient of the initial state.
+    Source: chapter 12.
+    """
+    packed = {} if packing is None else {"packing": packing}
+    options = {"chunk_size": A.shape[-1], **packed}
+    w, u = stages.wy(k, v, beta, gc, A, **packed)
+    h, v_new, _ = stages.state(k, w, u, gc, initial_state, **options)
+    del u
+    dq, dk, dv_new, dgc = stages.output_bwd(q, k, v_new, h, gc, do, scale=scale, **options)
+    dh, dv_new, dh0 = stages.state_bwd(q, k, w, gc, do, dv_new, dht, scale=scale, **options)
+    del w
+    dk, dv, dbeta, dgc = stages.wy_bwd(k, v, beta, gc, A, h, v_new, dh, dv_new, dk, dgc, **packed)
+    dg, dA_log, ddt_bias = stages.gate_bwd(dgc, g, A_log, dt_bias, **options)
+    return dq, dk, dv, dg, dbeta, dA_log, ddt_bias, dh0
 
 
 def chunk_gated_delta_rule(
@@ -112,8 +183,19 @@ def chunk_gated_delta_rule(
     scale: float | None = None,
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    chunk_indices: Tensor | None = None,
     *,
+    use_gate_in_kernel: bool = False,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
     chunk_size: int = 64,
+    transpose_state_layout: bool | None = None,
     impl: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
     r"""Gated delta rule in chunks: training and prefill of Gated DeltaNet.
@@ -124,7 +206,8 @@ def chunk_gated_delta_rule(
         o_t = \mathrm{scale} \cdot q_t S_t
 
     for each batch entry and value head; q, k, v are rows, S is ``[K, V]``. With fewer q/k heads
-    than value heads (GVA), value head j reads q/k head ``j // (HV // H)``.
+    than value heads (GVA), value head j reads q/k head ``j // (HV // H)``. Differentiable by q, k,
+    v, g, beta, initial_state, A_log and dt_bias, from o and from the final state.
 
     Args:
         q: Queries ``[B, T, H, K]``, float32, float16 or bfloat16 (float64: reference only),
@@ -136,10 +219,29 @@ def chunk_gated_delta_rule(
             is refused on the CPU; on a GPU it is not looked for: that would wait for the device.
         beta: Write strength ``[B, T, HV]`` in [0, 2], any of these dtypes.
         scale: Factor of the output, ``K ** -0.5`` if None.
-        initial_state: State before the first token ``[B, HV, K, V]``, zero if None.
+        initial_state: State before the first token ``[N, HV, K, V]``, zero if None. N is B, or the
+            number of sequences of cu_seqlens.
         output_final_state: Whether to return the state after the last token.
+        use_qk_l2norm_in_kernel: Whether to divide the rows of q and k by their length first
+            (:func:`l2norm`, eps 1e-6).
+        use_beta_sigmoid_in_kernel: Whether beta is given before its sigmoid.
+        allow_neg_eigval: With use_beta_sigmoid_in_kernel: take twice the sigmoid, so that
+            ``1 - beta`` may be negative.
+        state_v_first: Whether states are ``[N, HV, V, K]``. Costs a copy of them.
+        cu_seqlens: Boundaries ``[N + 1]``, int32 or int64, of N sequences packed one after the
+            other into a batch of one: 0 first, T last, none smaller than the one before. Each
+            sequence gives the same bits as alone.
+        cu_seqlens_cpu: The same numbers on the CPU. Without them a cu_seqlens on a GPU is read
+            once, and the call waits for the device; with them it does not.
+        chunk_indices: ``[NT, 2]``, int32 or int64: sequence of every chunk of 64 tokens (or
+            chunk_size) and its number in the sequence, where the caller has it already. Taken on
+            trust if cu_seqlens_cpu is not given.
+        use_gate_in_kernel: Whether g is the raw gate of a layer, from which the log decay is
+            ``-exp(A_log) * softplus(g + dt_bias)``.
+        A_log, dt_bias: ``[HV]``, with use_gate_in_kernel only; dt_bias may be left out.
         chunk_size: Tokens a chunk at most: 16, 32 or 64. It changes the speed and the rounding
             only; the kernels take shorter ones where longer do not fit the GPU (fp32, Turing).
+        transpose_state_layout: Deprecated name of state_v_first.
         impl: "triton", "reference", or "auto": the kernels for CUDA tensors and under
             ``TRITON_INTERPRET=1``, else (and for float64) the reference stages.
 
@@ -148,79 +250,49 @@ def chunk_gated_delta_rule(
     Accuracy: products are accumulated in float32; 16-bit inputs are rounded where a product needs
     them. In float16 every value written, about ``2 |v|``, must stay below 65504: beyond it the
     whole chunk turns to NaN. A token whose decay is shut (``g`` below -104, a zero in float32)
-    costs the later decays of its chunk digits: up to 1e-3 in relative terms with many of them.
+    costs the later decays of its chunk digits: up to 1e-3 in relative terms with many of them; its
+    own g has the gradient 0.
 
-    Arguments of fla-core's function that are not listed (``cu_seqlens``,
-    ``use_qk_l2norm_in_kernel`` and others) do not exist yet and raise a TypeError.
+    Memory: between the passes it keeps its inputs and, of each token and head, chunk_size numbers
+    of q's dtype. Works under ``torch.compile(fullgraph=True)``, in CUDA graphs (with cu_seqlens
+    only together with cu_seqlens_cpu), with activation checkpointing and under autocast, which
+    does not change its precision. Gradients of gradients are an error.
 
     Returns:
-        ``(o, final_state)``: o ``[B, T, HV, V]`` in q's dtype; final_state ``[B, HV, K, V]`` in
+        ``(o, final_state)``: o ``[B, T, HV, V]`` in q's dtype; final_state ``[N, HV, K, V]`` in
         float32 (float64 where q, g or initial_state is float64), or None.
 
     Raises:
         TypeError: an argument is no tensor, or not of a dtype listed above.
-        ValueError: a shape, device, head count, chunk_size, scale or impl does not fit; the message
-            names the argument, what was expected and what came. No kernel has run then.
-        NotImplementedError: in ``backward()`` of the kernels, which have no backward pass yet;
-            ``impl="reference"`` is differentiable.
+        ValueError: a shape, device, head count, chunk_size, scale, impl or combination of arguments
+            does not fit; the message names the argument, what was expected and what came. No
+            kernel has run then.
 
-    Source: Yang et al. 2024 (arXiv:2412.06464); chapters 01 to 06.
+    Source: Yang et al. 2024 (arXiv:2412.06464); chapters 01 to 12.
     """
-    sizes = _check_tensors(q, k, v, g, beta, initial_state)
+    state_v_first = arguments.v_first(state_v_first, transpose_state_layout)
+    sizes = arguments.check_tensors(q, k, v, g, beta, initial_state, cu_seqlens, state_v_first)
+    arguments.check_packing(sizes, q, cu_seqlens, cu_seqlens_cpu, chunk_indices)
+    arguments.check_gate(sizes, q, g, use_gate_in_kernel, A_log, dt_bias)
+    arguments.check_beta(use_beta_sigmoid_in_kernel, allow_neg_eigval)
     check.choice("chunk_size", chunk_size, CHUNK_SIZES)
     check.number("scale", scale)
     check.flag("output_final_state", output_final_state)
-    tensors = (q, k, v, g, beta, initial_state)
+    check.flag("use_qk_l2norm_in_kernel", use_qk_l2norm_in_kernel)
+    tensors = (q, k, v, g, beta, initial_state, A_log, dt_bias)
     impl = check.resolve_impl(impl, q.device, tuple(x.dtype for x in tensors if x is not None))
-    options = {
-        "scale": sizes["K"] ** -0.5 if scale is None else float(scale),
-        "output_final_state": output_final_state,
-        "chunk_size": chunk_size,
-    }
-    tensors = tuple(x if x is None else _aligned(x.contiguous()) for x in tensors)
-    if impl == "triton":
-        return _KernelForward.apply(options, *tensors)
-    q, k, v, g, beta, initial_state = tensors
-    return forward(stages(impl), q, k, v, g, beta, initial_state=initial_state, **options)
-
-
-def _check_tensors(q, k, v, g, beta, initial_state) -> dict[str, int]:
-    """Refuse tensors that do not fit; return the sizes B, T, H, HV, K, V."""
-    sizes: dict[str, int] = {}
-    check.tensor("q", q, ("B", "T", "H", "K"), sizes)
-    check.tensor("k", k, ("B", "T", "H", "K"), sizes)
-    check.tensor("v", v, ("B", "T", "HV", "V"), sizes)
-    check.tensor("g", g, ("B", "T", "HV"), sizes)
-    check.tensor("beta", beta, ("B", "T", "HV"), sizes)
-    if initial_state is not None:
-        check.tensor("initial_state", initial_state, ("B", "HV", "K", "V"), sizes)
-    check.head_counts(sizes)
-    check.same_dtype(("q", q), ("k", k), ("v", v))
-    others = {"k": k, "v": v, "g": g, "beta": beta, "initial_state": initial_state}
-    check.same_device(("q", q), *others.items())
-    check.log_decay("g", g)
-    return sizes
-
-
-def _aligned(x: Tensor) -> Tensor:
-    """x, or a copy if it does not start at 16 bytes: narrower loads would make another kernel."""
-    return x.clone() if x.is_cuda and x.data_ptr() % 16 else x
-
-
-class _KernelForward(torch.autograd.Function):
-    """The kernels' forward pass; its backward says what to use instead."""
-
-    @staticmethod
-    def forward(ctx, options, q, k, v, g, beta, initial_state):
-        from linattn_edu.kernels.tiles import chunk_limit
-
-        kernels = fused_stages("triton")
-        options = options | {"chunk_size": min(options["chunk_size"], chunk_limit(k))}
-        return forward(kernels, q, k, v, g, beta, initial_state=initial_state, **options)
-
-    @staticmethod
-    def backward(ctx, do, dht):
-        raise NotImplementedError(
-            "chunk_gated_delta_rule has no backward kernels yet: "
-            "call it with impl='reference' to differentiate, or under torch.no_grad()"
-        )
+    if cu_seqlens is not None and cu_seqlens_cpu is None and chunk_indices is None:
+        cu_seqlens_cpu = cu_seqlens.cpu()
+    if use_qk_l2norm_in_kernel:
+        q, k = l2norm(q, impl=impl), l2norm(k, impl=impl)
+    if use_beta_sigmoid_in_kernel:
+        beta = arguments.sigmoid(beta, allow_neg_eigval)
+    if state_v_first and initial_state is not None:
+        initial_state = initial_state.transpose(-1, -2)
+    o, final_state = autograd.chunk(
+        q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu, chunk_indices,
+        sizes["K"] ** -0.5 if scale is None else float(scale), output_final_state, chunk_size, impl,
+    )  # fmt: skip
+    if final_state is not None and state_v_first:
+        final_state = final_state.transpose(-1, -2).contiguous()
+    return o, final_state

@@ -22,7 +22,19 @@ from triton.compiler import ASTSource
 from triton.runtime import JITFunction
 
 from linattn_edu.kernels import tiles
-from linattn_edu.kernels.delta import fused, gate_cumsum, output, recurrent, solve, state, wy
+from linattn_edu.kernels.delta import (
+    fused,
+    gate_bwd,
+    gate_cumsum,
+    output,
+    output_bwd,
+    recurrent,
+    solve,
+    state,
+    state_bwd,
+    wy,
+    wy_bwd,
+)
 
 TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -43,8 +55,14 @@ def launches(K, V, dtype, chunk_size, heads):
     wy.wy(qk, v, g, g, A)
     state.state(qk, qk, v, g, h0, chunk_size=chunk_size, output_final_state=True)
     output.output(qk, qk, v, h, g, scale=1.0, chunk_size=chunk_size)
-    P, R, _ = fused.intra(qk, qk, g, g, chunk_size=chunk_size)
+    P, R, _ = fused.intra(qk, qk, g, g, chunk_size=chunk_size, return_inverse=True)
     fused.scan(qk, qk, v, g, P, R, h0, scale=1.0, output_final_state=True)
+    options = {"scale": 1.0, "chunk_size": chunk_size}
+    output_bwd.output_bwd(qk, qk, v, h, g, v, **options)
+    state_bwd.state_bwd(qk, qk, qk, g, v, v, h0, **options)
+    wy_bwd.wy_bwd(qk, v, g, g, A, h, v, h, v, qk.clone(), g.clone())
+    gate_bwd.gate_bwd(g, g, one := torch.empty(1), one, chunk_size=chunk_size)
+    recurrent.recurrent_bwd(qk, qk, v, g, g, v, h0, gk=qk.float(), gv=v.float(), initial_state=h0)
 
 
 def record(cc):
@@ -61,7 +79,20 @@ def record(cc):
     device = tiles.device_of
     modules = [
         m
-        for m in (tiles, fused, gate_cumsum, output, recurrent, solve, state, wy)
+        for m in (
+            tiles,
+            fused,
+            gate_bwd,
+            gate_cumsum,
+            output,
+            output_bwd,
+            recurrent,
+            solve,
+            state,
+            state_bwd,
+            wy,
+            wy_bwd,
+        )  # fmt: skip
         if hasattr(m, "device_of")
     ]
     try:

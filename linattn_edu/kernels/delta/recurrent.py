@@ -184,7 +184,7 @@ def recurrent_bwd_kernel(
     NV: tl.constexpr = (V + BV - 1) // BV
     i_v, i_nh = tl.program_id(0) % NV, (tl.program_id(0) // NV).to(tl.int64)
     i_h = i_nh % HV
-    first, n_seq, _ = sequence_of(i_nh // HV, cu_ptr, None, T, 1)
+    first, n_seq, i_block = sequence_of(i_nh // HV, cu_ptr, None, T, 1)
     i_block = i_nh // HV * tl.cdiv(T, BLOCK)
     if cu_ptr is not None:
         i_block = tl.load(offsets_ptr + i_nh // HV)

@@ -1,0 +1,60 @@
+"""Rows of unit length, and their adjoint."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from linattn_edu.kernels.tiles import load_row, load_tile, store_tile
+
+ELEMENTS = 4096  # of a program's tile
+
+
+@triton.jit
+def l2norm_kernel(x_ptr, y_ptr, rstd_ptr, n, eps, D: tl.constexpr, BR: tl.constexpr,
+                  BD: tl.constexpr):  # fmt: skip
+    """One program: BR rows.  Grid (n / BR).  Reference: linattn_edu.reference.delta.l2norm."""
+    first = tl.program_id(0).to(tl.int64) * BR
+    o_r, o_d = tl.arange(0, BR), tl.arange(0, BD)
+    b_x = load_tile(x_ptr + first * D, o_r, o_d, D, n - first, D).to(tl.float32)  # [BR, BD]
+    # eq:delta-l2norm   y = x / sqrt(sum x^2 + eps)
+    b_rstd = tl.rsqrt(tl.sum(b_x * b_x, 1) + eps)
+    store_tile(y_ptr + first * D, b_rstd[:, None] * b_x, o_r, o_d, D, n - first, D)
+    tl.store(rstd_ptr + first + o_r, b_rstd, mask=o_r < n - first)
+
+
+@triton.jit
+def l2norm_bwd_kernel(x_ptr, rstd_ptr, dy_ptr, dx_ptr, n, D: tl.constexpr, BR: tl.constexpr,
+                      BD: tl.constexpr):  # fmt: skip
+    """One program: BR rows.  Grid (n / BR).  Reference: linattn_edu.reference.delta.l2norm."""
+    first = tl.program_id(0).to(tl.int64) * BR
+    o_r, o_d = tl.arange(0, BR), tl.arange(0, BD)
+    b_rstd = load_row(rstd_ptr + first, o_r, 1, n - first)[:, None]
+    b_y = b_rstd * load_tile(x_ptr + first * D, o_r, o_d, D, n - first, D).to(tl.float32)
+    b_dy = load_tile(dy_ptr + first * D, o_r, o_d, D, n - first, D).to(tl.float32)  # [BR, BD]
+    # eq:delta-l2norm-bwd   dx = rstd (dy - y <y, dy>)
+    b_dx = b_rstd * (b_dy - b_y * tl.sum(b_y * b_dy, 1)[:, None])
+    store_tile(dx_ptr + first * D, b_dx, o_r, o_d, D, n - first, D)
+
+
+def _tiles(D: int) -> dict[str, int]:
+    BD = triton.next_power_of_2(D)
+    return {"D": D, "BD": BD, "BR": max(1, ELEMENTS // BD)}
+
+
+def l2norm(x: Tensor, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
+    """Launch l2norm_kernel; arguments and result as in the reference."""
+    y, rstd = torch.empty_like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)
+    n, tiles = rstd.numel(), _tiles(x.shape[-1])
+    with torch.cuda.device_of(x):
+        l2norm_kernel[(triton.cdiv(n, tiles["BR"]),)](x, y, rstd, n, eps, **tiles, num_warps=4)
+    return y, rstd
+
+
+def l2norm_bwd(x: Tensor, rstd: Tensor, dy: Tensor) -> Tensor:
+    """Launch l2norm_bwd_kernel; arguments and result as in the reference."""
+    dx = torch.empty_like(x)
+    n, tiles = rstd.numel(), _tiles(x.shape[-1])
+    with torch.cuda.device_of(x):
+        l2norm_bwd_kernel[(triton.cdiv(n, tiles["BR"]),)](x, rstd, dy, dx, n, **tiles, num_warps=4)
+    return dx

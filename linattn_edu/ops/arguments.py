@@ -1,0 +1,149 @@
+"""Checks of the arguments that the forms of the gated delta rule share."""
+
+import warnings
+
+import torch
+from torch import Tensor
+
+from linattn_edu.ops import check
+
+INTEGERS = (torch.int32, torch.int64)
+
+
+def v_first(state_v_first: bool, transpose_state_layout: bool | None) -> bool:
+    """state_v_first, or its deprecated name."""
+    check.flag("state_v_first", state_v_first)
+    if transpose_state_layout is None:
+        return state_v_first
+    check.flag("transpose_state_layout", transpose_state_layout)
+    if state_v_first:
+        raise ValueError(
+            "state_v_first and transpose_state_layout are one argument: give the first"
+        )
+    warnings.warn(
+        "transpose_state_layout is deprecated: use state_v_first", DeprecationWarning, stacklevel=3
+    )
+    return transpose_state_layout
+
+
+def check_tensors(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    beta: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    state_v_first: bool,
+    gk: Tensor | None = None,
+    gv: Tensor | None = None,
+) -> dict[str, int]:
+    """Refuse tensors that do not fit; return the sizes B, T, H, HV, K, V and N."""
+    sizes: dict[str, int] = {}
+    check.tensor("q", q, ("B", "T", "H", "K"), sizes)
+    check.tensor("k", k, ("B", "T", "H", "K"), sizes)
+    check.tensor("v", v, ("B", "T", "HV", "V"), sizes)
+    for name, x, shape in (
+        ("g", g, ("B", "T", "HV")),
+        ("gk", gk, ("B", "T", "HV", "K")),
+        ("gv", gv, ("B", "T", "HV", "V")),
+        ("beta", beta, ("B", "T", "HV")),
+    ):
+        if x is not None:
+            check.tensor(name, x, shape, sizes)
+    check.head_counts(sizes)
+    if cu_seqlens is None:
+        sizes["N"] = sizes["B"]
+    else:
+        sizes["N"] = check.boundaries("cu_seqlens", cu_seqlens)
+        if sizes["B"] != 1:
+            raise ValueError(
+                f"q must have B = 1 with cu_seqlens, which packs all sequences into one, "
+                f"got B={sizes['B']}"
+            )
+    if initial_state is not None:
+        shape = ("N", "HV", "V", "K") if state_v_first else ("N", "HV", "K", "V")
+        check.tensor("initial_state", initial_state, shape, sizes)
+    check.same_dtype(("q", q), ("k", k), ("v", v))
+    others = {
+        "k": k, "v": v, "g": g, "gk": gk, "gv": gv, "beta": beta, "initial_state": initial_state,
+        "cu_seqlens": cu_seqlens,
+    }  # fmt: skip
+    check.same_device(("q", q), *others.items())
+    return sizes
+
+
+def check_packing(
+    sizes: dict[str, int],
+    q: Tensor,
+    cu_seqlens: Tensor | None,
+    cu_seqlens_cpu: Tensor | None,
+    chunk_indices: Tensor | None = None,
+) -> None:
+    """Refuse cu_seqlens_cpu and chunk_indices that do not go with cu_seqlens.
+
+    The numbers themselves are checked by `check.lengths`, where they are first read.
+    """
+    for name, x in (("cu_seqlens_cpu", cu_seqlens_cpu), ("chunk_indices", chunk_indices)):
+        if x is not None and cu_seqlens is None:
+            raise ValueError(f"{name} belongs to cu_seqlens, which is None")
+    if cu_seqlens_cpu is not None:
+        if check.boundaries("cu_seqlens_cpu", cu_seqlens_cpu) != sizes["N"]:
+            raise ValueError(
+                f"cu_seqlens_cpu must have the shape of cu_seqlens, {tuple(cu_seqlens.shape)}, "
+                f"got {tuple(cu_seqlens_cpu.shape)}"
+            )
+        if cu_seqlens_cpu.device.type != "cpu":
+            raise ValueError(f"cu_seqlens_cpu must be on cpu, got {cu_seqlens_cpu.device}")
+    if chunk_indices is not None:
+        if not isinstance(chunk_indices, Tensor) or chunk_indices.dtype not in INTEGERS:
+            got = getattr(chunk_indices, "dtype", type(chunk_indices).__name__)
+            raise TypeError(f"chunk_indices must be a tensor of int32 or int64, got {got}")
+        if chunk_indices.ndim != 2 or chunk_indices.shape[1] != 2:
+            raise ValueError(
+                f"chunk_indices must have shape [NT, 2], got {tuple(chunk_indices.shape)}"
+            )
+        check.same_device(("q", q), ("chunk_indices", chunk_indices))
+
+
+def check_gate(
+    sizes: dict[str, int],
+    q: Tensor,
+    g: Tensor | None,
+    use_gate_in_kernel: bool,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+) -> None:
+    """Refuse a log decay that is positive, or parameters of a gate that do not fit."""
+    check.flag("use_gate_in_kernel", use_gate_in_kernel)
+    if not use_gate_in_kernel:
+        for name, x in (("A_log", A_log), ("dt_bias", dt_bias)):
+            if x is not None:
+                raise ValueError(f"{name} is used with use_gate_in_kernel=True only")
+        if g is not None:
+            check.log_decay("g", g)
+        return
+    for name, x in (("g", g), ("A_log", A_log)):
+        if x is None:
+            raise ValueError(f"{name} must be given with use_gate_in_kernel=True, got None")
+    for name, x in (("A_log", A_log), ("dt_bias", dt_bias)):
+        if x is not None:
+            check.tensor(name, x, ("HV",), sizes)
+    check.same_device(("q", q), ("A_log", A_log), ("dt_bias", dt_bias))
+
+
+def check_beta(use_beta_sigmoid_in_kernel: bool, allow_neg_eigval: bool) -> None:
+    """Refuse flags of beta that do not go together."""
+    check.flag("use_beta_sigmoid_in_kernel", use_beta_sigmoid_in_kernel)
+    check.flag("allow_neg_eigval", allow_neg_eigval)
+    if allow_neg_eigval and not use_beta_sigmoid_in_kernel:
+        raise ValueError(
+            "allow_neg_eigval=True takes twice the sigmoid of beta and needs "
+            "use_beta_sigmoid_in_kernel=True, got False"
+        )
+
+
+def sigmoid(beta: Tensor, allow_neg_eigval: bool) -> Tensor:
+    """The write strength of a raw beta, in float32 (float64 for float64)."""
+    beta = torch.sigmoid(beta.double() if beta.dtype == torch.float64 else beta.float())
+    return 2 * beta if allow_neg_eigval else beta

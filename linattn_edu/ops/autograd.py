@@ -1,0 +1,210 @@
+"""chunk_gated_delta_rule as PyTorch knows it: implementation, shapes for tracing, gradient.
+
+Registered with torch.library, so that torch.compile takes it whole. Such an operator may not return
+None: an empty tensor stands for what was not asked for.
+"""
+
+import torch
+from torch import Tensor
+
+from linattn_edu.ops import library
+
+
+def chunk(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    initial_state: Tensor | None,
+    *rest,
+) -> tuple[Tensor, Tensor | None]:
+    """chunk_gated_delta_rule, its arguments checked and its flags resolved (see `_chunk`)."""
+    tensors = (q, k, v, g, beta, A_log, dt_bias, initial_state)
+    o, final_state, _, _ = _chunk(*tensors, *rest, library.needs_gradient(*tensors))
+    *_, output_final_state, _, _ = rest
+    return o, final_state if output_final_state else None
+
+
+@torch.library.custom_op("linattn_edu::chunk_gated_delta_rule", mutates_args=())
+def _chunk(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    cu_seqlens_cpu: Tensor | None,
+    chunk_indices: Tensor | None,
+    scale: float,
+    output_final_state: bool,
+    chunk_size: int,
+    impl: str,
+    save: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """o, the final state, and with `save` gc and A, which the backward pass starts from."""
+    from linattn_edu.ops import gdn
+
+    tensors = (q, k, v, g, beta, A_log, dt_bias, initial_state)
+    q, k, v, g, beta, A_log, dt_bias, initial_state = map(library.contiguous, tensors)
+    impl = library.implementation(impl, *tensors)
+    length = library.chunk_length(k, chunk_size, impl)
+    options = {
+        "scale": scale, "A_log": A_log, "dt_bias": dt_bias, "chunk_size": length,
+        "output_final_state": output_final_state, "return_residuals": save,
+    }  # fmt: skip
+    if cu_seqlens is None or impl == "triton":
+        packing = library.packing(cu_seqlens, cu_seqlens_cpu, chunk_indices, k, chunk_size, length)
+        stages = gdn.fused_stages(impl) if impl == "triton" else gdn.stages(impl)
+        results = gdn.forward(
+            stages, q, k, v, g, beta, initial_state=initial_state, packing=packing, **options
+        )
+        return _results(tensors, cu_seqlens, length, output_final_state, save, results)
+    results = _results(tensors, cu_seqlens, length, output_final_state, save)
+    o, final_state, gc, A = results
+    if output_final_state:  # what a sequence without tokens leaves
+        final_state.copy_(torch.tensor(0.0) if initial_state is None else initial_state)
+    for n, t in library.sequences(cu_seqlens, cu_seqlens_cpu, q.shape[1]):
+        state = None if initial_state is None else initial_state[n : n + 1]
+        one = gdn.forward(
+            gdn.stages(impl), *(x[:, t] for x in (q, k, v, g, beta)), initial_state=state, **options
+        )
+        o[:, t] = one[0]
+        if output_final_state:
+            final_state[n] = one[1][0]
+        if save:
+            gc[:, t], A[:, t] = one[2:]
+    return results
+
+
+def _results(tensors, cu_seqlens, length, output_final_state, save, given=(None,) * 4):
+    """What `_chunk` returns: the given tensors, and new ones of the right shape for the others."""
+    q, _, v, g, _, A_log, dt_bias, initial_state = tensors
+    (B, T, _, K), (HV, V) = q.shape, v.shape[2:]
+    N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    gate, every = library.wide(g, A_log, dt_bias), library.wide(q, g, A_log, dt_bias, initial_state)
+    shapes = (
+        ((B, T, HV, V), q.dtype),
+        ((N, HV, K, V) if output_final_state else (0,), every),
+        ((B, T, HV) if save else (0,), gate),
+        ((B, T, HV, length) if save else (0,), q.dtype),
+    )
+    given = (*given, None, None)[:4]
+    return tuple(
+        q.new_empty(shape, dtype=dtype) if x is None else x
+        for (shape, dtype), x in zip(shapes, given, strict=True)
+    )
+
+
+@_chunk.register_fake
+def _(
+    q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu, chunk_indices,
+    scale, output_final_state, chunk_size, impl, save,
+):  # fmt: skip
+    tensors = (q, k, v, g, beta, A_log, dt_bias, initial_state)
+    length = library.chunk_length(k, chunk_size, library.implementation(impl, *tensors))
+    return _results(tensors, cu_seqlens, length, output_final_state, save)
+
+
+@torch.library.custom_op("linattn_edu::chunk_gated_delta_rule_backward", mutates_args=())
+def _chunk_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    cu_seqlens_cpu: Tensor | None,
+    chunk_indices: Tensor | None,
+    gc: Tensor,
+    A: Tensor,
+    do: Tensor,
+    dht: Tensor | None,
+    scale: float,
+    chunk_size: int,
+    impl: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v, g, beta, A_log, dt_bias and initial_state."""
+    from linattn_edu.ops import gdn
+
+    tensors = (q, k, v, g, beta, A_log, dt_bias, initial_state)
+    q, k, v, g, beta, A_log, dt_bias, initial_state = map(library.contiguous, tensors)
+    do, dht = library.contiguous(do), library.contiguous(dht)
+    impl = library.implementation(impl, *tensors)
+    stages, options = gdn.stages(impl), {"scale": scale, "A_log": A_log, "dt_bias": dt_bias}
+    if cu_seqlens is None or impl == "triton":
+        packing = library.packing(
+            cu_seqlens, cu_seqlens_cpu, chunk_indices, k, chunk_size, A.shape[-1]
+        )
+        got = gdn.backward(
+            stages, q, k, v, g, beta, gc, A, do, dht,
+            initial_state=initial_state, packing=packing, **options,
+        )  # fmt: skip
+        return _gradients(tensors, got)
+    gradients = _gradients(tensors)
+    for x in gradients[5:]:
+        x.zero_()
+    if dht is not None and initial_state is not None:  # through a sequence without tokens
+        gradients[7].copy_(dht)
+    for n, t in library.sequences(cu_seqlens, cu_seqlens_cpu, q.shape[1]):
+        state, dstate = (x if x is None else x[n : n + 1] for x in (initial_state, dht))
+        one = gdn.backward(
+            stages, *(x[:, t] for x in (q, k, v, g, beta, gc, A, do)), dstate,
+            initial_state=state, **options,
+        )  # fmt: skip
+        for whole, part in zip(gradients[:5], one[:5], strict=True):
+            whole[:, t] = part
+        for whole, part in zip(gradients[5:7], one[5:7], strict=True):
+            if part is not None:
+                whole += part
+        if initial_state is not None:
+            gradients[7][n] = one[7][0]
+    return gradients
+
+
+def _gradients(tensors, given=(None,) * 8) -> tuple[Tensor, ...]:
+    """What `_chunk_backward` returns: the given ones in the dtypes of the tensors, or new ones."""
+    like = [tensors[0].new_empty(0) if x is None else x for x in tensors]
+    return tuple(
+        torch.empty_like(x, memory_format=torch.contiguous_format)
+        if y is None or not x.numel()
+        else y.to(x.dtype)
+        for x, y in zip(like, given, strict=True)
+    )
+
+
+@_chunk_backward.register_fake
+def _(q, k, v, g, beta, A_log, dt_bias, initial_state, *rest):
+    return _gradients((q, k, v, g, beta, A_log, dt_bias, initial_state))
+
+
+def _setup(ctx, inputs, output):
+    *tensors, ctx.scale, _, ctx.chunk_size, ctx.impl, _ = inputs
+    _, _, gc, A = output
+    ctx.save_for_backward(*tensors, gc, A)
+    ctx.mark_non_differentiable(gc, A)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx, do, dht, _dgc, _dA):
+    *tensors, gc, A = ctx.saved_tensors
+    if do is None:
+        do = torch.zeros_like(tensors[2])
+    if dht is not None and not dht.numel():
+        dht = None
+    gradients = _chunk_backward(*tensors, gc, A, do, dht, ctx.scale, ctx.chunk_size, ctx.impl)
+    gradients = [
+        dx if x is not None else None for x, dx in zip(tensors[:8], gradients, strict=True)
+    ]
+    return *gradients, *(None,) * 8
+
+
+_chunk.register_autograd(_backward, setup_context=_setup)

@@ -1,0 +1,82 @@
+"""What the registered operators share: which implementation, how long a chunk, where it begins."""
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from linattn_edu.ops import check
+from linattn_edu.packing import Packing, pack
+
+
+def needs_gradient(*tensors: Tensor | None) -> bool:
+    """Whether autograd will ask for a gradient of one of the tensors."""
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
+def wide(*tensors: Tensor | None) -> torch.dtype:
+    """float64 if any of the tensors is, else float32."""
+    doubled = any(x is not None and x.dtype == torch.float64 for x in tensors)
+    return torch.float64 if doubled else torch.float32
+
+
+def contiguous(x: Tensor | None) -> Tensor | None:
+    """x, or a copy if it has gaps or does not start at 16 bytes on a GPU.
+
+    Narrower loads would make another kernel than the one that was tested.
+    """
+    if x is None:
+        return None
+    x = x.contiguous()
+    return x.clone() if x.is_cuda and x.data_ptr() % 16 else x
+
+
+def implementation(impl: str, q: Tensor, *tensors: Tensor | None) -> str:
+    """impl, with "auto" resolved: inside a compiled graph that is left to the operator."""
+    if impl != "auto":
+        return impl
+    dtypes = tuple(x.dtype for x in (q, *tensors) if x is not None)
+    return check.resolve_impl(impl, q.device, dtypes)
+
+
+def chunk_length(k: Tensor, chunk_size: int, impl: str) -> int:
+    """Tokens of a chunk: chunk_size, or less where the kernels do not fit the GPU."""
+    if impl == "reference":
+        return chunk_size
+    from linattn_edu.kernels.tiles import chunk_limit
+
+    return min(chunk_size, chunk_limit(k))
+
+
+def packing(
+    cu_seqlens: Tensor | None,
+    cu_seqlens_cpu: Tensor | None,
+    chunk_indices: Tensor | None,
+    k: Tensor,
+    chunk_size: int,
+    length: int,
+) -> Packing | None:
+    """The Packing for chunks of `length` tokens; chunk_indices were made for chunk_size."""
+    if cu_seqlens is None:
+        return None
+    if length != chunk_size:
+        chunk_indices = None
+    lengths = None
+    if cu_seqlens_cpu is not None or not cu_seqlens.is_cuda or chunk_indices is None:
+        known = cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu
+        lengths = check.lengths("cu_seqlens", known.tolist(), k.shape[1])
+        if chunk_indices is not None:
+            check.chunk_count(chunk_indices, lengths, chunk_size)
+    return pack(cu_seqlens, length, lengths=lengths, chunk_indices=chunk_indices)
+
+
+def sequences(
+    cu_seqlens: Tensor, cu_seqlens_cpu: Tensor | None, T: int
+) -> Iterator[tuple[int, slice]]:
+    """(number, tokens) of every sequence that has tokens."""
+    known = cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu
+    bounds = check.lengths("cu_seqlens", known.tolist(), T)
+    for n, (begin, end) in enumerate(pairwise(bounds)):
+        if end > begin:
+            yield n, slice(begin, end)

@@ -1,0 +1,105 @@
+"""Tables of measured results: rows of the file of results -> heads and lines of text."""
+
+from collections.abc import Callable
+
+TEXTS = ("case", "library", "state")  # columns of words, aligned to the left
+GRADIENTS = {f"d{x}": f"error_d{x}" for x in ("q", "k", "v", "g", "beta")}  # -> key of a row
+DECODE = {"decode": "new", "decode_inplace": "in place"}  # "what" -> the final state
+Cells = tuple[list[str], list[list[str]]]  # heads, lines
+
+
+def stage_cells(rows: list[dict]) -> Cells:
+    """Heads and lines of a stage's table; the library is named where there are several."""
+    several = len({row["library"] for row in rows}) > 1
+    heads = ["case", *(["library"] if several else []), "ms", "floor ms", "GB/s", "TFLOP/s"]
+    lines = [
+        [
+            row["case"],
+            *([row["library"]] if several else []),
+            f"{row['ms']:.3f}",
+            f"{row['floor_ms']:.3f}",
+            f"{row['bytes'] / row['ms'] / 1e6:.0f}",
+            f"{row['flops'] / row['ms'] / 1e9:.1f}",
+        ]
+        for row in rows
+    ]
+    return heads, lines
+
+
+def _optional(x: float | None, form: str) -> str:
+    """A number as text; what was not measured stays empty."""
+    return "" if x is None else format(x, form)
+
+
+def _percent(error: float | None) -> str:
+    return "" if error is None else f"{100 * error:.2g}"
+
+
+def _call_cells(rows: list[dict], errors: dict[str, Callable[[dict], float | None]]) -> Cells:
+    """Heads and lines of a table of calls; `errors` makes its columns of errors."""
+    heads = ["case", "library", "ms", "floor ms", *errors, "first s", "MiB"]
+    lines = [
+        [
+            row["case"],
+            row["library"],
+            f"{row['ms']:.3f}",
+            f"{row['floor_ms']:.3f}",
+            *(_percent(error(row)) for error in errors.values()),
+            _optional(row.get("first_call_s"), ".1f"),
+            _optional(row.get("peak_mib"), ".0f"),
+        ]
+        for row in rows
+    ]
+    return heads, lines
+
+
+def forward_cells(rows: list[dict]) -> Cells:
+    """Heads and lines of the forward table."""
+    return _call_cells(rows, {"error %": lambda row: row.get("error")})
+
+
+def backward_cells(rows: list[dict]) -> Cells:
+    """Heads and lines of the table of both passes, with the largest error of a gradient."""
+
+    def worst(row: dict) -> float | None:
+        return max((row[key] for key in GRADIENTS.values() if key in row), default=None)
+
+    return _call_cells(rows, {"gradient error %": worst})
+
+
+def gradient_cells(rows: list[dict]) -> Cells:
+    """Heads and lines of the errors of the output and of each gradient."""
+    keys = {"o": "error", **GRADIENTS}
+    heads = ["case", "library", *(f"{name} %" for name in keys)]
+    lines = [
+        [row["case"], row["library"], *(_percent(row.get(key)) for key in keys.values())]
+        for row in rows
+    ]
+    return heads, lines
+
+
+def decode_cells(rows: list[dict]) -> Cells:
+    """Heads and lines of the decoding table, with the bandwidth that is reached."""
+    heads = ["case", "library", "state", "ms", "floor ms", "GB/s"]
+    heads += ["error %", "state error %", "MiB"]
+    lines = [
+        [
+            row["case"],
+            row["library"],
+            DECODE[row["what"]],
+            f"{row['ms']:.3f}",
+            f"{row['floor_ms']:.3f}",
+            f"{row['bytes'] / row['ms'] / 1e6:.0f}",
+            _percent(row.get("error")),
+            _percent(row.get("error_state")),
+            _optional(row.get("peak_mib"), ".0f"),
+        ]
+        for row in rows
+    ]
+    return heads, lines
+
+
+def markdown(heads: list[str], rows: list[list[str]]) -> str:
+    """The table in Markdown."""
+    rule = ["---" if head in TEXTS else "---:" for head in heads]
+    return "\n".join(f"| {' | '.join(line)} |" for line in [heads, rule, *rows])

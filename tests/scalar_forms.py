@@ -1,0 +1,203 @@
+"""The chunked forms one multiply-add at a time, counted by what they are for."""
+
+import math
+
+import torch
+
+from linattn_edu.reference.delta import gate_cumsum, solve, state, wy
+
+
+class Scalars:
+    """The forward pass."""
+
+    def __init__(self):
+        self.count = dict.fromkeys(("kkt", "qkt", "inverse", "state", "w", "lower"), 0)
+
+    def dot(self, what, xs, ys):
+        self.count[what] += len(xs)
+        return sum(x * y for x, y in zip(xs, ys, strict=True))
+
+    def pairs(self, q, k):
+        """K K^T below the diagonal and Q K^T up to it, of one q/k head."""
+        n = range(len(k))
+        kk = {(i, j): self.dot("kkt", k[i], k[j]) for i in n for j in range(i)}
+        qk = {(i, j): self.dot("qkt", q[i], k[j]) for i in n for j in range(i + 1)}
+        return kk, qk
+
+    def chunk(self, q, k, v, g, beta, S, kk, qk):
+        """Outputs of one chunk of one value head; S[d][e] is updated."""
+        n, K, V, s = len(v), len(S), len(S[0]), len(S) ** -0.5
+        gc = [sum(g[: i + 1]) for i in range(n)]
+        L = {key: beta[key[0]] * x for key, x in kk.items()}
+        X = {(i, i): 1.0 for i in range(n)}
+        for i in range(n):
+            for m in range(i):
+                between = range(m + 1, i)
+                inner = [L[i, j] for j in between], [X[j, m] for j in between]
+                X[i, m] = -L[i, m] - self.dot("inverse", *inner)
+        for i in range(n):  # w of the five stages, not needed here
+            for d in range(K):
+                self.dot("w", [X[i, j] for j in range(i + 1)], [k[j][d] for j in range(i + 1)])
+        column = [[S[d][e] for d in range(K)] for e in range(V)]
+        W = [
+            [v[i][e] - math.exp(gc[i]) * self.dot("state", k[i], column[e]) for e in range(V)]
+            for i in range(n)
+        ]
+        R = {(i, j): x * math.exp(gc[i] - gc[j]) * beta[j] for (i, j), x in X.items()}
+        P = {(i, j): s * x * math.exp(gc[i] - gc[j]) for (i, j), x in qk.items()}
+        new = [[self.lower(R, W, i, e) for e in range(V)] for i in range(n)]
+        o = [
+            [
+                s * math.exp(gc[i]) * self.dot("state", q[i], column[e]) + self.lower(P, new, i, e)
+                for e in range(V)
+            ]
+            for i in range(n)
+        ]
+        for d in range(K):
+            for e in range(V):
+                rows = [math.exp(gc[-1] - gc[i]) * new[i][e] for i in range(n)]
+                written = self.dot("state", [k[i][d] for i in range(n)], rows)
+                S[d][e] = math.exp(gc[-1]) * S[d][e] + written
+        return o
+
+    def lower(self, M, x, i, e):
+        return self.dot("lower", [M[i, j] for j in range(i + 1)], [x[j][e] for j in range(i + 1)])
+
+
+class Adjoints:
+    """The backward pass of all heads; what it needs of the forward pass is computed by stages."""
+
+    def __init__(self, i, do, chunk_size):
+        self.count = dict.fromkeys(("output_bwd", "state_bwd", "wy_bwd"), 0)
+        self.i, self.do, self.C = i, do, chunk_size
+        self.dq, self.dk, self.dv = (torch.zeros_like(x) for x in (i.q, i.k, i.v))
+        self.dg, self.dbeta = torch.zeros_like(i.g), torch.zeros_like(i.beta)
+        options = {"chunk_size": chunk_size}
+        self.gc = gate_cumsum.gate_cumsum(i.g, **options)
+        self.A = solve.solve(i.k, i.beta, **options)
+        self.w, u = wy.wy(i.k, i.v, i.beta, self.gc, self.A)
+        self.h, self.v_new, _ = state.state(i.k, self.w, u, self.gc, **options)
+
+    def dot(self, what, xs, ys):
+        xs, ys = list(xs), list(ys)
+        self.count[what] += len(xs)
+        return sum(x * y for x, y in zip(xs, ys, strict=True))
+
+    def run(self):
+        (B, T, H, K), (HV, V) = self.i.q.shape, self.i.v.shape[2:]
+        for b in range(B):
+            dS = [[[0.0] * V for _ in range(K)] for _ in range(HV)]
+            for first in reversed(range(0, T, self.C)):
+                rows = slice(first, min(first + self.C, T))
+                for h in range(H):
+                    self.chunk(b, rows, h, HV // H, dS)
+
+    def chunk(self, b, rows, h, group, dS):
+        q, k = (x[b, rows, h].tolist() for x in (self.i.q, self.i.k))
+        n, K, s = range(len(k)), len(k[0]), len(k[0]) ** -0.5
+        lower = [(i, j) for i in n for j in range(i + 1)]
+        qk = {(i, j): self.dot("output_bwd", q[i], k[j]) for i, j in lower}
+        kk = {(i, j): self.dot("wy_bwd", k[i], k[j]) for i, j in lower if i > j}
+        dM, N = dict.fromkeys(lower, 0.0), dict.fromkeys(kk, 0.0)  # sums over the value heads
+        for head in range(h * group, (h + 1) * group):
+            self.head(b, rows, head, q, k, qk, kk, dS[head], dM, N, s)
+        out = "output_bwd"
+        for i in n:
+            before, after = range(i + 1), range(i, len(k))
+            for d in range(K):
+                dq = self.dot(out, (dM[i, j] for j in before), (k[j][d] for j in before))
+                dk = self.dot(out, (dM[j, i] for j in after), (q[j][d] for j in after))
+                dk += self.dot("wy_bwd", (N[i, j] for j in range(i)), (k[j][d] for j in range(i)))
+                later = after[1:]
+                dk += self.dot("wy_bwd", (N[j, i] for j in later), (k[j][d] for j in later))
+                self.dq[b, rows.start + i, h, d] += dq
+                self.dk[b, rows.start + i, h, d] += dk
+
+    def head(self, b, rows, head, q, k, qk, kk, dS, dM, N, s):
+        """One value head of a chunk: dS[d][e] is updated, dM and N are added to."""
+        h = head // (self.i.v.shape[2] // self.i.q.shape[2])
+        v, v_new, do, w, A, beta, gc = (
+            x[b, rows, head].tolist()
+            for x in (self.i.v, self.v_new, self.do, self.w, self.A, self.i.beta, self.gc)
+        )
+        S = self.h[b, rows.start // self.C, head].tolist()
+        n, K, V = range(len(v)), len(S), len(S[0])
+        lower = [(i, j) for i in n for j in range(i + 1)]
+        G = {(i, j): 2 ** (gc[i] - gc[j]) for i, j in lower}
+        e, fade = [2**x for x in gc], [2 ** (gc[-1] - x) for x in gc]
+        dgc = [0.0 for _ in n]
+
+        def column(x, j):
+            return [row[j] for row in x]
+
+        # output_bwd
+        inter = [[s * e[i] * self.dot("output_bwd", do[i], S[d]) for d in range(K)] for i in n]
+        own = {(i, j): s * self.dot("output_bwd", do[i], v_new[j]) * G[i, j] for i, j in lower}
+        P = {key: s * qk[key] * G[key] for key in lower}
+        dv = [
+            [
+                self.dot(
+                    "output_bwd",
+                    (P[i, j] for i in range(j, len(v))),
+                    (do[i][c] for i in range(j, len(v))),
+                )
+                for c in range(V)
+            ]
+            for j in n
+        ]
+        for i, j in lower:
+            dM[i, j] += own[i, j]
+            dgc[i] += own[i, j] * qk[i, j]
+            dgc[j] -= own[i, j] * qk[i, j]
+        for i in n:
+            dgc[i] += sum(x * y for x, y in zip(q[i], inter[i], strict=True))
+            self.dq[b, rows.start + i, h] += torch.tensor(inter[i])
+        # state_bwd
+        for i in n:
+            for c in range(V):
+                dv[i][c] += fade[i] * self.dot("state_bwd", k[i], column(dS, c))
+        leaving = [list(row) for row in dS]
+        for d in range(K):
+            for c in range(V):
+                decayed = [s * e[i] * do[i][c] for i in n]
+                dS[d][c] = e[-1] * dS[d][c] + self.dot("state_bwd", column(q, d), decayed)
+                dS[d][c] -= self.dot("state_bwd", column(w, d), column(dv, c))
+        # wy_bwd
+        own = "wy_bwd"
+        through = [[fade[i] * self.dot(own, v_new[i], leaving[d]) for d in range(K)] for i in n]
+        edw = [[-e[i] * self.dot(own, dv[i], S[d]) for d in range(K)] for i in n]
+        E1 = {(i, j): self.dot(own, edw[i], k[j]) for i, j in lower}
+        E2 = {(i, j): self.dot(own, dv[i], v[j]) * G[i, j] for i, j in lower}
+        dA = {(i, j): (E1[i, j] + E2[i, j]) * beta[j] for i, j in lower}
+        X = {
+            (i, j): dA[i, j] + self.dot(own, (dA[i, m] for m in range(j)), A[j][:j]) for i, j in kk
+        }
+        dL = {}
+        for i, j in kk:
+            later = range(i + 1, len(v))
+            inner = self.dot(own, (A[m][i] for m in later), (X[m, j] for m in later))
+            dL[i, j] = -X[i, j] - inner
+            N[i, j] += beta[i] * dL[i, j]
+        dbeta = [0.0 for _ in n]
+        for i, j in lower:
+            dbeta[j] += A[i][j] * (E1[i, j] + E2[i, j])
+            dbeta[i] += dL[i, j] * kk[i, j] if i > j else 0.0
+            dgc[i] += A[i][j] * dA[i, j]
+            dgc[j] -= A[i][j] * E2[i, j] * beta[j]
+        for i in n:
+            t = sum(x * y for x, y in zip(k[i], through[i], strict=True))
+            dgc[i] -= t
+            dgc[-1] += t
+        dgc[-1] += e[-1] * sum(leaving[d][c] * S[d][c] for d in range(K) for c in range(V))
+        for j in n:
+            later = range(j, len(v))
+            for c in range(V):
+                AG = (A[i][j] * G[i, j] for i in later)
+                self.dv[b, rows.start + j, head, c] = beta[j] * self.dot(
+                    own, AG, (dv[i][c] for i in later)
+                )
+            for d in range(K):
+                dk = beta[j] * self.dot(own, (A[i][j] for i in later), (edw[i][d] for i in later))
+                self.dk[b, rows.start + j, h, d] += through[j][d] + dk
+            self.dbeta[b, rows.start + j, head] = dbeta[j]
+            self.dg[b, rows.start + j, head] = sum(dgc[j:])
