@@ -33,7 +33,7 @@ def wy_bwd(
         E   = diag(2^gc) dw K^T + (dv_new V^T) * G,  dA = E diag(beta)
         dL  = -tril(A^T dA A^T, -1)
         dK += diag(2^(gc_last - gc)) v_new dh^T + diag(beta) A^T diag(2^gc) dw
-              + (diag(beta) dL + dL^T diag(beta)) K
+        dK += (diag(beta) dL + dL^T diag(beta)) K
         dV  = diag(beta) (A * G)^T dv_new
         dbeta = colsum(A * E) + rowsum(dL * K K^T)
 
