@@ -1,10 +1,12 @@
 """python -m benchmarks [CASE...]   measure;   python -m benchmarks plot   draw the figures."""
 
 import argparse
+import json
+import subprocess
 import sys
 from pathlib import Path
 
-from benchmarks.cases import AWAITED, CASES, RATES, SCALING, select, work
+from benchmarks.cases import ALL_CALLS, AWAITED, CALLS, CASES, RATES, SCALING, select, work
 
 EXIT_USAGE = 2
 
@@ -12,36 +14,44 @@ EXIT_USAGE = 2
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="python -m benchmarks",
-        description="Time linattn_edu beside other libraries on the GPU of this machine.",
+        description="Time linattn_edu beside other libraries on the GPU of this machine. Without "
+        "any of --calls, --stages, --scaling, --first-call and --all it is --calls.",
         epilog="'python -m benchmarks plot' draws the figures; "
         "'python -m benchmarks.tune' searches the tables of tile sizes.",
     )
     p.add_argument("cases", nargs="*", metavar="CASE", help="names or beginnings; all if none")
     p.add_argument("--list", action="store_true", help="print the cases and their floors, and end")
     p.add_argument("--libraries", help="comma-separated; all that import if not given")
-    p.add_argument("--stages", action="store_true", help="time every stage too")
+    p.add_argument("--calls", action="store_true", help="time whole calls of every library")
+    p.add_argument("--what", help=f"comma-separated calls, of {', '.join(ALL_CALLS)}; all if none")
+    p.add_argument("--stages", action="store_true", help="time every stage")
     p.add_argument("--scaling", action="store_true", help=f"time {SCALING}: length by length")
     p.add_argument("--first-call", action="store_true", help="time first calls in fresh processes")
-    p.add_argument("--jobs", type=int, default=1, help="fresh processes at a time (default 1)")
-    p.add_argument("--all", action="store_true", help="--stages --scaling --first-call")
+    p.add_argument(
+        "--jobs", type=int, default=1,
+        help="fresh processes at a time (default 1); with more, they compile before what is timed",
+    )  # fmt: skip
+    p.add_argument("--all", action="store_true", help="all of these")
     p.add_argument("--out", type=Path, help="file of results (chapters/data/gdn_<gpu>.json)")
+    p.add_argument("--begun", type=json.loads, help=argparse.SUPPRESS)
     return p
 
 
 def listing() -> str:
     """The cases with their shapes and floors on the GPU whose rates are known."""
     gpu, rates = next(iter(RATES.items()))
-    lines = [f"{'case':11s} {'B T H HV K V':28s} floor ms on {gpu}"]
+    lines = [f"{'case':11s} {'B T H HV K V':24s} {'call':16s} floor ms on {gpu}"]
     for case in CASES.values():
         shape = " ".join(map(str, case.shape))
-        floor = work(case, "forward").floor_ms(*rates)
-        lines.append(f"{case.name:11s} {shape:28s} {floor:.3f}  {case.note}")
+        for what in CALLS[case.op]:
+            floor = work(case, what).floor_ms(*rates)
+            lines.append(f"{case.name:11s} {shape:24s} {what:16s} {floor:.3f}  {case.note}")
     lines.append(f"{SCALING:11s} with --scaling: 256 to 32768 tokens, three forms")
     lines += [f"{name:11s} waits for {function}" for name, function in AWAITED.items()]
     return "\n".join(lines)
 
 
-def measure(args: argparse.Namespace) -> int:
+def measure(args: argparse.Namespace, argv: list[str]) -> int:
     try:
         cases = select(args.cases)
     except ValueError as error:
@@ -54,10 +64,13 @@ def measure(args: argparse.Namespace) -> int:
     libraries = args.libraries.split(",") if args.libraries else list(NAMES)
     if unknown := [name for name in libraries if name not in NAMES]:
         return fail(f"no library is called {unknown[0]!r}; there are {', '.join(NAMES)}")
+    calls = tuple(args.what.split(",")) if args.what else ALL_CALLS
+    if unknown := [name for name in calls if name not in ALL_CALLS]:
+        return fail(f"no call is called {unknown[0]!r}; there are {', '.join(ALL_CALLS)}")
     if reason := usable_gpu():
         return fail(f"benchmarks run on a CUDA GPU: {reason}")
     from benchmarks import results
-    from benchmarks.run import run
+    from benchmarks.run import PARTS, run
 
     out = args.out or results.default_path(gpu_name())
     try:
@@ -66,9 +79,15 @@ def measure(args: argparse.Namespace) -> int:
         return fail(f"{out} is not JSON: {error}")
     if old and old["gpu"] != gpu_name():
         return fail(f"{out} was measured on {old['gpu']}, this is {gpu_name()}: give another --out")
+    parts = tuple(name for name in PARTS if args.all or getattr(args, name)) or ("calls",)
+
+    def again(begun: list) -> int:
+        command = [sys.executable, "-m", "benchmarks", *argv, "--begun", json.dumps(begun)]
+        return subprocess.call(command)
+
     return run(
-        cases, libraries, out, jobs=args.jobs, stages=args.stages or args.all,
-        scaling=args.scaling or args.all, first_call=args.first_call or args.all,
+        cases, libraries, out, parts=parts, jobs=args.jobs, calls=calls, begun=args.begun,
+        again=again,
     )  # fmt: skip
 
 
@@ -87,7 +106,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.list:
         print(listing())
         return 0
-    return measure(args)
+    return measure(args, argv)
 
 
 if __name__ == "__main__":

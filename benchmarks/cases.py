@@ -3,12 +3,16 @@
 Counted from shapes alone, per call:
 
 - bytes: each input read once, each output written once. q, k, v, beta and everything a stage hands
-  to the next has the size of the case's dtype; g and gc are float32; the state that the recurrence
-  returns is float32.
+  to the next has the size of the case's dtype; g and gc, dgc and the dbeta of a stage are float32;
+  the state that the recurrence takes or returns is float32. A forward and a backward pass are two
+  calls: the second reads the inputs again.
 - flops: the multiply-adds that the matrix products of the chunked form need, two operations each.
-  Products with a triangular matrix are counted without its zeros, and K K^T and Q K^T once for each
-  q/k head. Elementwise work is left out, except where there is nothing else: gate_cumsum and the
-  recurrence.
+  Products with a triangular matrix are counted without its zeros. What the value heads of a q/k
+  head share is counted once for each q/k head: K K^T and Q K^T, and the products dM K, dM^T Q and
+  (N + N^T) K of the adjoints, whose factors can be added up first. Elementwise work is left out,
+  except where there is nothing else: the stages of the gate and the recurrence. A forward and a
+  backward pass have the forward stages and their adjoints; what a backward pass computes again
+  because it was not kept is not counted.
 - floor_ms: the larger of bytes / (bytes per second) and flops / (operations per second).
 """
 
@@ -16,7 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 CHUNK = 64
-GATE_BYTES = 4  # of an element of g, gc and the final state
+GATE_BYTES = 4  # of an element of g, gc, their gradients, and a state outside the chunks
 
 # Measured on one H200, not read off the data sheet: a copy, and a dense bfloat16 product.
 COPY_RATE, PRODUCT_RATE = 4.3e12, 790e12
@@ -62,14 +66,19 @@ CASES = {
         Case("gdn_gva", "gdn", 1, 32768, 16, 32, 128, 128, note="long, grouped value heads"),
         Case("gdn_long", "gdn", 1, 32768, 4, 4, 128, 128, note="long, few heads"),
         Case("gdn_d64", "gdn", 8, 4096, 32, 32, 64, 64, note="small heads"),
+        Case("gdn_decode", "gdn_decode", 128, 1, 16, 32, 128, 128, note="the next token of many"),
     )
 }
+
+# the calls of a whole library that are timed, by operator
+TRAINING = "forward_backward"
+CALLS = {"gdn": ("forward", TRAINING), "gdn_decode": ("decode", "decode_inplace")}
+ALL_CALLS = tuple(call for calls in CALLS.values() for call in calls)
 
 # cases of operators that the library does not have yet: case -> the function it waits for
 AWAITED = {
     **dict.fromkeys(("kda_train", "kda_kimi", "kda_long"), "chunk_kda"),
     **dict.fromkeys(("ssd_2.7b", "ssd_long"), "mamba_chunk_scan_combined"),
-    "gdn_decode": "fused_recurrent_gated_delta_rule",
     "kda_decode": "fused_recurrent_kda",
 }
 
@@ -80,7 +89,9 @@ SCALING_FORMS = ("chunked", "recurrent", "quadratic")
 
 STAGES = ("gate_cumsum", "solve", "wy", "state", "output")
 FUSED_STAGES = ("intra", "scan")
-ALL_STAGES = (*STAGES, *FUSED_STAGES, "recurrent")
+FORWARD_STAGES = (*STAGES, *FUSED_STAGES, "recurrent")
+ADJOINT_STAGES = ("output_bwd", "state_bwd", "wy_bwd", "gate_bwd", "recurrent_bwd")
+ALL_STAGES = (*FORWARD_STAGES, *ADJOINT_STAGES)
 
 
 def scaling_case(T: int) -> Case:
@@ -109,22 +120,23 @@ def select(names: list[str]) -> list[Case]:
 
 
 def work(case: Case, what: str, chunk: int = CHUNK) -> Work:
-    """Bytes and operations of "forward", of "stage:<name>", or of a form of the scaling plot."""
+    """Bytes and operations of a call, of "stage:<name>", or of a form of the scaling plot."""
     name = what.removeprefix("stage:")
     return Work(_bytes(case, name, chunk), _flops(case, name, chunk))
 
 
 def _bytes(c: Case, what: str, chunk: int) -> int:
     tokens = c.B * c.T
-    q = k = tokens * c.H * c.K * c.size
-    v = o = u = v_new = tokens * c.HV * c.V * c.size
+    q = k = dq = dk = tokens * c.H * c.K * c.size
+    v = o = u = v_new = do = dv = tokens * c.HV * c.V * c.size
     w = tokens * c.HV * c.K * c.size
-    g = gc = tokens * c.HV * GATE_BYTES
+    g = gc = dg = dgc = dbeta = tokens * c.HV * GATE_BYTES
     beta = tokens * c.HV * c.size
     A = P = R = tokens * c.HV * chunk * c.size
-    h = c.B * -(-c.T // chunk) * c.HV * c.K * c.V * c.size
-    final_state = c.B * c.HV * c.K * c.V * GATE_BYTES
-    forward = q + k + v + g + beta + o
+    h = dh = c.B * -(-c.T // chunk) * c.HV * c.K * c.V * c.size
+    state = dh0 = c.B * c.HV * c.K * c.V * GATE_BYTES
+    inputs = q + k + v + g + beta
+    forward = inputs + o
     return {
         "gate_cumsum": g + gc,
         "solve": k + beta + A,
@@ -133,17 +145,29 @@ def _bytes(c: Case, what: str, chunk: int) -> int:
         "output": q + k + v_new + h + gc + o,
         "intra": q + k + beta + gc + P + R,
         "scan": q + k + v + gc + P + R + o,
+        "output_bwd": q + k + v_new + h + gc + do + dq + dk + v_new + dgc,
+        "state_bwd": q + k + w + gc + do + v_new + dh + v_new + dh0,
+        "wy_bwd": k + v + beta + gc + A + h + v_new + dh + v_new + dk + dgc + dk + dv + dbeta + dgc,
+        "gate_bwd": dgc + g + dg,
         "forward": forward,
+        "forward_backward": forward + inputs + do + inputs,  # the gradients are like the inputs
         "chunked": forward,
         "quadratic": forward,
-        "recurrent": forward + final_state,
+        "recurrent": forward + state,
+        "recurrent_bwd": inputs + do + dq + dk + dv + dg + dbeta + dh0,
+        "decode": forward + 2 * state,
+        "decode_inplace": forward + 2 * state,
     }[what]
 
 
 def _flops(c: Case, what: str, chunk: int) -> int:
-    if what == "recurrent":
+    if what in ("recurrent", "decode", "decode_inplace"):
         # decay KV, k S 2KV, k^T e 2KV, q S 2KV; beta (v - k S) and the scale of o 3V
         return c.B * c.T * c.HV * (7 * c.K * c.V + 3 * c.V)
+    if what == "recurrent_bwd":
+        # the states again: 5KV + 2V; S do, q^T do, k dS, the two products of dk and k^T de
+        # 2KV each, <dS, S> 2KV, decay KV; the scale of do, <k dS, e> and de 4V
+        return c.B * c.T * c.HV * (20 * c.K * c.V + 6 * c.V)
     if what == "quadratic":
         return c.B * _quadratic(c)
     return c.B * sum(count * _chunk_flops(c, what, n) for n, count in _chunks(c.T, chunk))
@@ -164,6 +188,7 @@ def _chunk_flops(c: Case, what: str, n: int) -> int:
     inverse = 2 * (n * (n - 1) * (n - 2) // 6) * c.HV
     lower_v, lower_k = 2 * c.V * lower * c.HV, 2 * c.K * lower * c.HV
     state = 2 * n * c.K * c.V * c.HV  # a product of n rows with the state
+    shared_k, shared_n = 2 * c.K * lower * c.H, 2 * 2 * c.K * below * c.H  # dM K, (N + N^T) K
     stages = {
         "gate_cumsum": 2 * n * c.HV,
         "solve": kkt + inverse,
@@ -172,8 +197,17 @@ def _chunk_flops(c: Case, what: str, n: int) -> int:
         "output": state + qkt + lower_v,
         "intra": kkt + qkt + inverse,
         "scan": 3 * state + 2 * lower_v,
+        # dO h^T; Q K^T; dO v_new^T and P^T dO; dM K and dM^T Q
+        "output_bwd": state + qkt + 2 * lower_v + 2 * shared_k,
+        # K dS, Q^T dO, w^T dv_new
+        "state_bwd": 3 * state,
+        # v_new dS^T and dv_new S^T; dw K^T and A^T dw; dv_new V^T and (A G)^T dv_new; A^T dA A^T
+        "wy_bwd": 2 * state + 2 * lower_k + 2 * lower_v + 2 * inverse + kkt + shared_n,
+        "gate_bwd": n * c.HV,
     }
     stages["forward"] = stages["chunked"] = stages["intra"] + stages["scan"]
+    adjoints = ("output_bwd", "state_bwd", "wy_bwd")
+    stages[TRAINING] = stages["forward"] + sum(stages[name] for name in adjoints)
     return stages[what]
 
 

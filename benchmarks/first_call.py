@@ -1,8 +1,9 @@
 """The first call of a library: a fresh process, empty caches of compiled kernels.
 
-    python -m benchmarks.first_call LIBRARY CASE [--stages]
+    python -m benchmarks.first_call LIBRARY CASE CALL...
 
-prints one line of JSON. The clock runs from before the library is imported until its output is
+prints one line of JSON about the first of the calls; the others are made so that their kernels are
+compiled. The clock runs from before the library is imported until its output, or the gradients, are
 there; torch is imported, the GPU is set up and the inputs are made before that.
 """
 
@@ -13,41 +14,71 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.cases import CASES, CHUNK, Case
+from benchmarks.cases import ALL_STAGES, CASES, CHUNK, Case
 
 ROOT = Path(__file__).resolve().parents[1]
 CACHES = {"triton": "TRITON_CACHE_DIR", "tilelang": "TILELANG_CACHE_DIR"}
 LIMIT_S = 300
 
 
-def measure(case: Case, library: str, device: str = "cuda") -> float:
+@dataclass(frozen=True)
+class FirstCall:
+    """What one fresh process does."""
+
+    library: str
+    case: Case
+    whats: tuple[str, ...]  # calls, or "stages"
+
+    @property
+    def folder(self) -> str:
+        return "-".join((self.library, self.case.name, *self.whats))
+
+
+def measure(case: Case, library: str, what: str, device: str = "cuda") -> float:
     """Seconds of the first call, import of the library included, in this process."""
     import torch
 
     from benchmarks import adapters
-    from benchmarks.measure import inputs, synchronize
+    from benchmarks.measure import inputs, prepare, synchronize
 
     with torch.no_grad():
-        i = inputs(case, device)
+        call = prepare(what, inputs(case, device))
         synchronize()
         start = time.perf_counter()
-        adapters.LIBRARIES[case.op][library]()(i)
+        call(adapters.LIBRARIES[what][library]())
         synchronize()
         return time.perf_counter() - start
 
 
-def child(library: str, case: Case, folder: Path, stages: bool) -> dict:
+def compile_stages(case: Case, device: str = "cuda") -> float:
+    """Launch every stage once; the seconds. A stage that fails is left to the run itself."""
+    from benchmarks.forms import StageArguments, stage_call
+    from benchmarks.measure import inputs, synchronize
+
+    start = time.perf_counter()
+    arguments = StageArguments(inputs(case, device), CHUNK)
+    for name in ALL_STAGES:
+        try:
+            stage_call(arguments, name)()
+            synchronize()
+        except Exception as error:
+            print(f"{name}: {error}", file=sys.stderr)
+    return time.perf_counter() - start
+
+
+def child(item: FirstCall, folder: Path) -> dict:
     """Run this module with its caches in `folder`; its result, or {"why": ...}."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     caches = {variable: str(folder / name) for name, variable in CACHES.items()}
-    command = [sys.executable, "-m", __spec__.name, library, case.name]
     try:
         done = subprocess.run(
-            command + ["--stages"] * stages,
+            [sys.executable, "-m", __spec__.name, item.library, item.case.name, *item.whats],
             env={**os.environ, **caches, "PYTHONPATH": path},
             capture_output=True,
             text=True,
@@ -62,57 +93,42 @@ def child(library: str, case: Case, folder: Path, stages: bool) -> dict:
     return {"why": said[-1][:200]}
 
 
+@contextmanager
 def first_calls(
-    wanted: list[tuple[str, Case]],
-    *,
-    jobs: int,
-    stages: bool,
-    report: Callable[[str, Case, dict], None],
-) -> tuple[dict[tuple[str, str], float], tempfile.TemporaryDirectory]:
-    """First calls of all (library, case), `jobs` at a time.
+    wanted: list[FirstCall], *, jobs: int, report: Callable[[FirstCall, dict], None]
+) -> Iterator[None]:
+    """Make all first calls, `jobs` at a time; inside the block their kernels are this process's.
 
-    Returns:
-        (library, case name) -> seconds; and a folder that holds the kernels they compiled. This
-        process is set to use that, so they are not compiled again. Choices of a library's tuner
-        are left out of it: those made beside other processes may be bad ones.
+    So they are not compiled again. Choices of a library's tuner are left out: those made beside
+    other processes may be bad ones.
+
+    Args:
+        report: Called with each item and {"first_call_s": seconds} or {"why": reason}.
     """
-    folder = tempfile.TemporaryDirectory(prefix="linattn_edu_bench_")
-    root = Path(folder.name)
-
-    def one(item: tuple[str, Case]) -> tuple[tuple[str, str], dict]:
-        library, case = item
-        result = child(
-            library, case, root / f"{library}-{case.name}", stages and library == "linattn_edu"
-        )
-        report(library, case, result)
-        return (library, case.name), result
-
-    with ThreadPoolExecutor(jobs) as pool:
-        results = dict(pool.map(one, wanted))
-    for name, variable in CACHES.items():
-        merged = root / "merged" / name
-        for library, case in wanted:
-            part = root / f"{library}-{case.name}" / name
-            if part.is_dir():
-                skip = shutil.ignore_patterns("*.autotune.json")
-                shutil.copytree(part, merged, ignore=skip, dirs_exist_ok=True)
-        if merged.is_dir():
-            os.environ[variable] = str(merged)
-    seconds = {key: r["first_call_s"] for key, r in results.items() if "first_call_s" in r}
-    return seconds, folder
+    with tempfile.TemporaryDirectory(prefix="linattn_edu_bench_") as folder:
+        root = Path(folder)
+        with ThreadPoolExecutor(jobs) as pool:
+            list(pool.map(lambda x: report(x, child(x, root / x.folder)), wanted))
+        for name, variable in CACHES.items():
+            merged = root / "merged" / name
+            for item in wanted:
+                part = root / item.folder / name
+                if part.is_dir():
+                    skip = shutil.ignore_patterns("*.autotune.json")
+                    shutil.copytree(part, merged, ignore=skip, dirs_exist_ok=True)
+            if merged.is_dir():
+                os.environ[variable] = str(merged)
+        yield
 
 
 def main(argv: list[str]) -> None:
-    library, case = argv[0], CASES[argv[1]]
-    seconds = measure(case, library)
-    print(json.dumps({"first_call_s": seconds}), flush=True)
-    if "--stages" in argv:  # compiled here, beside others, instead of one by one later
-        from benchmarks.forms import stage_calls
-        from benchmarks.measure import inputs, synchronize
-
-        for call in stage_calls(inputs(case), CHUNK).values():
-            call()
-        synchronize()
+    library, case, *whats = argv
+    for n, what in enumerate(whats):
+        stages = what == "stages"
+        case_ = CASES[case]
+        seconds = compile_stages(case_) if stages else measure(case_, library, what)
+        if n == 0:
+            print(json.dumps({"first_call_s": seconds}), flush=True)
 
 
 if __name__ == "__main__":

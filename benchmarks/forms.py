@@ -1,11 +1,14 @@
 """What is timed beside whole libraries: single stages, and the three forms of GDN."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
 from importlib import import_module
 
 import torch
 from torch import Tensor
 
+from benchmarks.cases import ADJOINT_STAGES, ALL_STAGES
+from benchmarks.measure import gradient
 from linattn_edu.ops import gdn
 from linattn_edu.testing import GDNInputs
 
@@ -13,50 +16,119 @@ QUADRATIC_BYTES = 2**31  # of one [heads, T, T] matrix in fp32; heads are taken 
 
 
 def stage_function(name: str, impl: str) -> Callable:
-    """A stage of either set, or the recurrence, of "reference" or "triton"."""
-    if name == "recurrent":
-        package = "kernels" if impl == "triton" else "reference"
-        return import_module(f"linattn_edu.{package}.delta.recurrent").recurrent
-    fused = gdn.fused_stages(impl)
-    return getattr(fused if hasattr(fused, name) else gdn.stages(impl), name)
+    """A stage of any set, or the recurrence, of "reference" or "triton"."""
+    for stages in (gdn.fused_stages(impl), gdn.stages(impl)):
+        if hasattr(stages, name):
+            return getattr(stages, name)
+    package = "kernels" if impl == "triton" else "reference"
+    module = name if name in ADJOINT_STAGES and name != "recurrent_bwd" else "recurrent"
+    return getattr(import_module(f"linattn_edu.{package}.delta.{module}"), name)
 
 
-def stage_arguments(i: GDNInputs, chunk_size: int, impl: str = "triton") -> dict[str, tuple]:
-    """Stage -> (its arguments, its keyword arguments), each made by the stages before it.
+class StageArguments(Mapping):
+    """Stage -> (its arguments, its keyword arguments), made by the stages before it when asked for.
 
-    With an initial state in `i`, the stages that carry the state start from it and return the last.
+    So a stage that fails takes with it only those that need what it makes. With an initial state
+    in `i`, the stages that carry the state start from it and return the last, and those of the
+    backward pass start from a gradient of the final state.
     """
-    staged, fused = gdn.stages(impl), gdn.fused_stages(impl)
-    options = {"chunk_size": chunk_size}
-    scaled = {**options, "scale": i.q.shape[-1] ** -0.5}
-    S = i.initial_state
-    last = {"output_final_state": S is not None}
-    gc = staged.gate_cumsum(i.g, **options)
-    A = staged.solve(i.k, i.beta, **options)
-    w, u = staged.wy(i.k, i.v, i.beta, gc, A)
-    h, v_new, _ = staged.state(i.k, w, u, gc, S, **options)
-    P, R = fused.intra(i.q, i.k, i.beta, gc, **options)
-    return {
-        "gate_cumsum": ((i.g,), options),
-        "solve": ((i.k, i.beta), options),
-        "wy": ((i.k, i.v, i.beta, gc, A), {}),
-        "state": ((i.k, w, u, gc, S), options | last),
-        "output": ((i.q, i.k, v_new, h, gc), scaled),
-        "intra": ((i.q, i.k, i.beta, gc), options),
-        "scan": ((i.q, i.k, i.v, gc, P, R, S), {"scale": scaled["scale"], **last}),
-        "recurrent": ((i.q, i.k, i.v, i.g, i.beta), {"initial_state": S}),
-    }
+
+    def __init__(self, i: GDNInputs, chunk_size: int, impl: str = "triton"):
+        self.i, self.impl, self._made = i, impl, {}
+        self.options = {"chunk_size": chunk_size}
+        self.scaled = {**self.options, "scale": i.q.shape[-1] ** -0.5}
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(ALL_STAGES)
+
+    def __len__(self) -> int:
+        return len(ALL_STAGES)
+
+    def __getitem__(self, name: str) -> tuple[tuple, dict]:
+        if name not in ALL_STAGES:
+            raise KeyError(name)
+        return getattr(self, f"_{name}")()
+
+    def made(self, name: str) -> object:
+        """What a stage makes of its arguments."""
+        if name not in self._made:
+            args, kwargs = self[name]
+            if name == "wy_bwd":  # the kernel adds to dk and dgc in place
+                args = tuple(x.clone() for x in args)
+            self._made[name] = stage_function(name, self.impl)(*args, **kwargs)
+        return self._made[name]
+
+    @cached_property
+    def do(self) -> Tensor:
+        return gradient(self.i.v)
+
+    @cached_property
+    def dht(self) -> Tensor | None:
+        S = self.i.initial_state
+        return None if S is None else gradient(S)
+
+    def _gate_cumsum(self):
+        return (self.i.g,), self.options
+
+    def _solve(self):
+        return (self.i.k, self.i.beta), self.options
+
+    def _wy(self):
+        i = self.i
+        return (i.k, i.v, i.beta, self.made("gate_cumsum"), self.made("solve")), {}
+
+    def _state(self):
+        S = self.i.initial_state
+        args = (self.i.k, *self.made("wy"), self.made("gate_cumsum"), S)
+        return args, self.options | {"output_final_state": S is not None}
+
+    def _output(self):
+        h, v_new, _ = self.made("state")
+        return (self.i.q, self.i.k, v_new, h, self.made("gate_cumsum")), self.scaled
+
+    def _intra(self):
+        return (self.i.q, self.i.k, self.i.beta, self.made("gate_cumsum")), self.options
+
+    def _scan(self):
+        i, (P, R, *_) = self.i, self.made("intra")
+        kwargs = {"scale": self.scaled["scale"], "output_final_state": i.initial_state is not None}
+        return (i.q, i.k, i.v, self.made("gate_cumsum"), P, R, i.initial_state), kwargs
+
+    def _recurrent(self):
+        i = self.i
+        return (i.q, i.k, i.v, i.g, i.beta), {"initial_state": i.initial_state}
+
+    def _output_bwd(self):
+        args, kwargs = self._output()
+        return (*args, self.do), kwargs
+
+    def _state_bwd(self):
+        w, _ = self.made("wy")
+        _, _, dv_new, _ = self.made("output_bwd")
+        gc = self.made("gate_cumsum")
+        return (self.i.q, self.i.k, w, gc, self.do, dv_new, self.dht), self.scaled
+
+    def _wy_bwd(self):
+        args, _ = self._wy()
+        h, v_new, _ = self.made("state")
+        _, dk, _, dgc = self.made("output_bwd")
+        dh, dv_new, _ = self.made("state_bwd")
+        return (*args, h, v_new, dh, dv_new, dk, dgc), {}
+
+    def _gate_bwd(self):
+        dgc = self.made("wy_bwd")[-1]
+        return (dgc, self.i.g), self.options
+
+    def _recurrent_bwd(self):
+        (*args,), kwargs = self._recurrent()
+        return (*args, self.do, self.dht), kwargs
 
 
-def stage_calls(i: GDNInputs, chunk_size: int) -> dict[str, Callable[[], object]]:
-    """Every stage's kernel as a call on its own inputs, which are computed here once."""
-
-    def call(name: str, args: tuple, kwargs: dict) -> Callable[[], object]:
-        f = stage_function(name, "triton")
-        return lambda: f(*args, **kwargs)
-
-    arguments = stage_arguments(i, chunk_size)
-    return {name: call(name, args, kwargs) for name, (args, kwargs) in arguments.items()}
+def stage_call(arguments: StageArguments, name: str) -> Callable[[], object]:
+    """A stage's kernel as a call on its own inputs, which are computed here once."""
+    args, kwargs = arguments[name]
+    f = stage_function(name, "triton")
+    return lambda: f(*args, **kwargs)
 
 
 def recurrent(i: GDNInputs) -> tuple[Tensor, Tensor]:

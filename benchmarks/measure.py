@@ -1,15 +1,18 @@
 """Measurements of one callable: time, memory, error, rates of the GPU."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from benchmarks.cases import RATES, Case
-from linattn_edu.reference.delta.recurrent import recurrent
+from benchmarks.cases import RATES, TRAINING, Case
+from linattn_edu.reference.delta.recurrent import recurrent, recurrent_bwd
 from linattn_edu.testing import GDNInputs, gdn_inputs, relative_rms
 
 PREFIX = 2048  # tokens of the float64 recurrence
+SHORT_H = 2  # q/k heads of the inputs on which gradients are compared
+GRADIENTS = ("q", "k", "v", "g", "beta")
 WARMUP_MS, REPEAT_MS = 30, 150
 DTYPES = {2: torch.bfloat16, 4: torch.float32}
 
@@ -41,7 +44,10 @@ def synchronize() -> None:
 
 
 def peak_mib(f: Callable[[], object]) -> float:
-    """Memory that a call allocates at most, its outputs included, beside what is there before."""
+    """Memory that a call allocates at most, its outputs included, beside what is there before.
+
+    For a training step the gradients of the step before are there: it frees them first.
+    """
     synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -66,7 +72,39 @@ def rates() -> tuple[float, float]:
 
 def inputs(case: Case, device: str = "cuda") -> GDNInputs:
     """The inputs of a case, the same in every run."""
-    return gdn_inputs(*case.shape, dtype=DTYPES[case.size], device=device)
+    decode = case.op == "gdn_decode"
+    dtype = DTYPES[case.size]
+    i = gdn_inputs(*case.shape, dtype=dtype, device=device, initial_state=decode)
+    return replace(i, initial_state=0.1 * i.initial_state) if decode else i
+
+
+def gradient(x: Tensor) -> Tensor:
+    """A gradient of x from which a backward pass starts, the same in every run."""
+    generator = torch.Generator(device=x.device).manual_seed(1)
+    return torch.randn(x.shape, generator=generator, device=x.device).to(x.dtype)
+
+
+class TrainingStep:
+    """Forward and backward pass of a function o = f(inputs), all float inputs requiring grad."""
+
+    def __init__(self, i: GDNInputs):
+        tensors = {n: x.detach().clone() for n, x in i.asdict().items() if x is not None}
+        self.i = GDNInputs(**{n: x.requires_grad_() for n, x in tensors.items()})
+        self.do = gradient(i.v)  # o is like v
+
+    def __call__(self, f: Callable[[GDNInputs], Tensor]) -> Tensor:
+        for x in self.i.asdict().values():
+            if x is not None:
+                x.grad = None
+        with torch.enable_grad():
+            o = f(self.i)
+            o.backward(self.do)
+        return o
+
+
+def prepare(what: str, i: GDNInputs) -> Callable[[Callable], object]:
+    """The call `what` as a function of a library's adapter, its inputs made beforehand."""
+    return TrainingStep(i) if what == TRAINING else lambda f: f(i)
 
 
 class Oracle:
@@ -80,9 +118,44 @@ class Oracle:
         self.tokens = min(tokens, i.q.shape[1])
         q, k = (x[:1, : self.tokens, heads].double() for x in (i.q, i.k))
         v, g, beta = (x[:1, : self.tokens, self.heads].double() for x in (i.v, i.g, i.beta))
-        self.o = recurrent(q, k, v, g, beta)[0]
+        S = i.initial_state
+        S = S if S is None else S[:1, self.heads].double()
+        self.o, self.final_state = recurrent(q, k, v, g, beta, initial_state=S)
 
     def error(self, o: Tensor) -> float:
         """Relative RMS error of o on that slice."""
         tokens = min(self.tokens, o.shape[1])
         return relative_rms(o[:1, :tokens, self.heads], self.o[:, :tokens])
+
+    def state_error(self, final_state: Tensor) -> float:
+        """Relative RMS error of the final state on that slice; of all tokens only."""
+        return relative_rms(final_state[:1, self.heads], self.final_state)
+
+
+def short(case: Case) -> Case:
+    """The case with few tokens and heads, so that the float64 gradients are quick."""
+    H = min(case.H, SHORT_H)
+    return replace(case, B=1, T=min(case.T, PREFIX), H=H, HV=H * case.HV // case.H)
+
+
+class GradientOracle:
+    """Output and gradients of the float64 recurrence on the inputs of short(case)."""
+
+    def __init__(self, case: Case, device: str = "cuda"):
+        i = inputs(short(case), device)
+        self.step = TrainingStep(i)
+        double = [x.double() for x in (i.q, i.k, i.v, i.g, i.beta)]
+        with torch.no_grad():
+            self.o = recurrent(*double)[0]
+            gradients = recurrent_bwd(*double, self.step.do.double())
+        self.gradients = dict(zip(GRADIENTS, gradients, strict=False))
+
+    def errors(self, f: Callable[[GDNInputs], Tensor]) -> dict[str, float]:
+        """Relative RMS errors of o, as "error", and of the gradients, as "error_dq" and so on."""
+        errors = {"error": relative_rms(self.step(f), self.o)}
+        for name, reference in self.gradients.items():
+            gradient = getattr(self.step.i, name).grad
+            if gradient is None:
+                raise ArithmeticError(f"no gradient came back for {name}")
+            errors[f"error_d{name}"] = relative_rms(gradient, reference)
+        return errors

@@ -10,7 +10,15 @@ from pathlib import Path
 
 from benchmarks import results
 from benchmarks.adapters import NAMES
-from benchmarks.cases import ALL_STAGES, CASES, COPY_RATE, PRODUCT_RATE, SCALING_FORMS
+from benchmarks.cases import (
+    ADJOINT_STAGES,
+    CASES,
+    COPY_RATE,
+    FORWARD_STAGES,
+    PRODUCT_RATE,
+    SCALING_FORMS,
+    TRAINING,
+)
 
 FIGURES = results.DATA.parents[1] / "book" / "_static" / "figures"
 MAIN = "gdn_h200"  # its figures have the plain names
@@ -46,9 +54,9 @@ STYLE = {
 }
 
 
-def forward(data: dict, plt):
-    """Bars of the forward pass, a group a case, with the floor as a line across it."""
-    rows = [row for row in data["rows"] if row["what"] == "forward"]
+def bars(data: dict, plt, what: str, axis: str):
+    """Bars of a call of each library, a group a case, with the floor as a line across it."""
+    rows = [row for row in data["rows"] if row["what"] == what]
     cases = [name for name in CASES if any(row["case"] == name for row in rows)]
     if not rows:
         return None
@@ -76,7 +84,7 @@ def forward(data: dict, plt):
     ax.invert_yaxis()
     ax.grid(visible=False, axis="y")
     ax.set_xlim(0, 1.12 * longest)
-    ax.set_xlabel("forward, ms")
+    ax.set_xlabel(axis)
     return fig
 
 
@@ -85,13 +93,13 @@ def _library_colours(libraries: list[str]) -> list[str]:
     return [OURS if name == "linattn_edu" else next(peers) for name in libraries]
 
 
-def roofline(data: dict, plt):
-    """Operations a second against operations a byte: stages and forward passes under the roof."""
+def roofline(data: dict, plt, call: str, stages: tuple[str, ...]):
+    """Operations a second against operations a byte: stages and the whole call under the roof."""
+    whats = {call: call, **{f"stage:{name}": name for name in stages}}
     points = {}
     for row in data["rows"]:
-        stage = row["what"].startswith("stage:")
-        if stage or (row["what"] == "forward" and row["library"] == "linattn_edu"):
-            points.setdefault(row["what"].removeprefix("stage:"), []).append(row)
+        if row["what"] in whats and row["library"] == "linattn_edu":
+            points.setdefault(whats[row["what"]], []).append(row)
     if not points:
         return None
     copy = data.get("bytes_per_s", COPY_RATE)
@@ -101,13 +109,13 @@ def roofline(data: dict, plt):
     left = 0.5 * min(row["flops"] / row["bytes"] for row in shown)
     right = 3 * max(product / copy, *(row["flops"] / row["bytes"] for row in shown))
     ax.plot([left, product / copy, right], [left * copy / 1e12, *[product / 1e12] * 2], color=INK)
-    names = [name for name in ("forward", *ALL_STAGES) if name in points]
+    names = [name for name in whats.values() if name in points]
     for n, name in enumerate(names):
         x = [row["flops"] / row["bytes"] for row in points[name]]
         y = [row["flops"] / row["ms"] / 1e9 for row in points[name]]
         ax.plot(
             x, y, ls="", marker=MARKERS[n % len(MARKERS)], ms=6, alpha=0.85, mew=0,
-            color=COLOURS[n % len(COLOURS)], label=name,
+            color=COLOURS[n % len(COLOURS)], label=name.replace("_backward", " + backward"),
         )  # fmt: skip
     ax.set_xscale("log")
     ax.set_yscale("log")
@@ -155,7 +163,13 @@ def _legend(ax, handles: list, labels: list[str], columns: int = 3) -> None:
     )  # fmt: skip
 
 
-DRAWINGS: dict[str, Callable] = {"forward": forward, "roofline": roofline, "scaling": scaling}
+DRAWINGS: dict[str, Callable] = {
+    "forward": lambda data, plt: bars(data, plt, "forward", "forward, ms"),
+    "backward": lambda data, plt: bars(data, plt, TRAINING, "forward and backward, ms"),
+    "roofline": lambda data, plt: roofline(data, plt, "forward", FORWARD_STAGES),
+    "roofline_backward": lambda data, plt: roofline(data, plt, TRAINING, ADJOINT_STAGES),
+    "scaling": scaling,
+}
 
 
 def draw(data: dict, folder: Path, suffix: str = "") -> list[Path]:
@@ -166,6 +180,7 @@ def draw(data: dict, folder: Path, suffix: str = "") -> list[Path]:
     import matplotlib.pyplot as plt
 
     written = []
+    data = {**data, "rows": [row for row in data["rows"] if "ms" in row]}
     folder.mkdir(parents=True, exist_ok=True)
     with matplotlib.rc_context(STYLE):
         for name, drawing in DRAWINGS.items():

@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from benchmarks.adapters import DISTRIBUTIONS, NAMES
-from benchmarks.cases import ALL_STAGES, CASES, SCALING, SCALING_FORMS
+from benchmarks.cases import ALL_CALLS, ALL_STAGES, CASES, SCALING, SCALING_FORMS
 
 DATA = Path(__file__).resolve().parents[1] / "chapters" / "data"
 ENVIRONMENT = ("gpu", "torch", "triton", *DISTRIBUTIONS)
@@ -49,13 +49,15 @@ def differences(old: dict, new: dict) -> list[str]:
 def merge(old: dict | None, new: dict) -> dict:
     """`new` over `old`, row by row; only `new` where the two were measured in different places.
 
-    A row measured again keeps what only the older run measured (a first call, say).
+    A row measured again keeps what only the older run measured (a first call, say); a row without
+    "ms" is one of which only the first call has been measured.
     """
     if old is None or differences(old, new):
-        return {**new, "rows": sorted(new["rows"], key=_order)}
-    rows = {_key(row): row for row in old["rows"]}
-    for row in new["rows"]:
-        rows[_key(row)] = {**rows.get(_key(row), {}), **row}
+        old = {"rows": []}
+    rows = {}
+    for row in (*old["rows"], *new["rows"]):
+        both = {**rows.get(_key(row), {}), **row}
+        rows[_key(row)] = dict(sorted(both.items(), key=lambda item: item[0] == "first_call_s"))
     known = {name: value for name, value in old.items() if value is not None}
     top = {**known, **{name: value for name, value in new.items() if value is not None}}
     return {**new, **top, "rows": sorted(rows.values(), key=_order)}
@@ -67,7 +69,7 @@ def _key(row: dict) -> tuple:
 
 def _order(row: dict) -> tuple:
     cases = [*CASES, SCALING]
-    whats = ["forward", *(f"stage:{name}" for name in ALL_STAGES), *SCALING_FORMS]
+    whats = [*ALL_CALLS, *(f"stage:{name}" for name in ALL_STAGES), *SCALING_FORMS]
 
     def place(names, name):
         names = list(names)

@@ -1,186 +1,123 @@
-"""Run cases and record their rows."""
+"""Run the parts of the benchmarks and record their rows as they come."""
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
 
-from benchmarks import forms, measure, results
+from benchmarks import measure, results
 from benchmarks.adapters import LIBRARIES
-from benchmarks.cases import (
-    ALL_STAGES,
-    CHUNK,
-    SCALING,
-    SCALING_FORMS,
-    SCALING_T,
-    Case,
-    scaling_case,
-    work,
-)
-from benchmarks.first_call import first_calls
+from benchmarks.cases import ALL_CALLS, ALL_STAGES, CALLS, SCALING, SCALING_FORMS, SCALING_T, Case
+from benchmarks.first_call import FirstCall, first_calls
 from benchmarks.progress import Progress
+from benchmarks.rows import (
+    OURS,
+    DeviceLost,
+    Rows,
+    Steps,
+    call_rows,
+    label,
+    scaling_rows,
+    stage_rows,
+)
 
-OURS = "linattn_edu"
-SLOW_MS = 1000.0  # a form that takes longer is not tried on a longer sequence
-
-
-class DeviceLost(RuntimeError):
-    """The GPU's context is gone: nothing more can be measured in this process."""
-
-
-def why(error: Exception) -> str:
-    """One line that says why a library or a case was left out."""
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text}"[:200]
-
-
-def check_device(error: Exception) -> None:
-    """Raise DeviceLost if the error ended the GPU's context."""
-    if "CUDA error" in str(error) or "an illegal memory access" in str(error):
-        raise DeviceLost(why(error)) from error
+PARTS = ("calls", "stages", "scaling", "first_call")
 
 
-def significant(x: float) -> float:
-    """x to five digits: more is noise."""
-    return float(f"{x:.5g}")
+class Record:
+    """The file of results while it grows: whole after every row."""
 
+    def __init__(self, path: Path, data: dict):
+        self.path, self.data, self.old = path, data, results.load(path)
+        self.lock = threading.Lock()
 
-def make_row(case: Case, library: str, what: str, ms: float, rates: tuple, **more) -> dict:
-    """A row of the results; what was not measured is left out."""
-    w = work(case, what)
-    row = {"case": case.name, "library": library, "what": what, "ms": significant(ms)}
-    row |= {"bytes": w.bytes, "flops": w.flops, "floor_ms": significant(w.floor_ms(*rates))}
-    return row | {k: significant(x) for k, x in more.items() if x is not None}
-
-
-def line_of(row: dict) -> str:
-    """A row as a line of text."""
-    what = f"{row['what']} T={row['T']}" if "T" in row else row["what"]
-    text = f"{row['case']:11s} {row['library']:11s} {what:18s}"
-    text += f" {row['ms']:9.4f} ms  floor {row['floor_ms']:7.4f}"
-    for key, form in (
-        ("error", "  error {:.2e}"),
-        ("peak_mib", "  peak {:6.0f} MiB"),
-        ("first_call_s", "  first call {:5.1f} s"),
-    ):
-        text += form.format(row[key]) if key in row else ""
-    return text
-
-
-def forward_rows(
-    case: Case, libraries: list[str], first: dict, rates: tuple, device: str = "cuda"
-) -> Iterator[tuple[dict | None, str]]:
-    """The forward pass of every library: (row, line), or (None, why there is none)."""
-    i = measure.inputs(case, device)
-    oracle = measure.Oracle(i)
-    for library in libraries:
-        try:
-            f = LIBRARIES[case.op][library]()
-            error = oracle.error(f(i))  # the first call, so compilation is not timed
-            if error == float("inf"):
-                raise ArithmeticError("the output holds NaN or inf")
-            peak = measure.peak_mib(lambda f=f: f(i))
-            ms = measure.time_ms(lambda f=f: f(i))
-        except Exception as e:
-            check_device(e)
-            yield None, f"{case.name:11s} {library:11s} forward            -- {why(e)}"
-            continue
-        more = {"error": error, "peak_mib": peak, "first_call_s": first.get((library, case.name))}
-        row = make_row(case, library, "forward", ms, rates, **more)
-        yield row, line_of(row)
-
-
-def stage_rows(case: Case, rates: tuple, device: str = "cuda") -> Iterator[tuple[dict | None, str]]:
-    """Every stage of both sets, and the recurrence, as forward_rows."""
-    calls = {}
-    for name in ALL_STAGES:
-        what = f"stage:{name}"
-        try:
-            calls = calls or forms.stage_calls(measure.inputs(case, device), CHUNK)
-            calls[name]()
-            ms = measure.time_ms(calls[name])
-        except Exception as e:
-            check_device(e)
-            yield None, f"{case.name:11s} {OURS:11s} {what:18s} -- {why(e)}"
-            continue
-        row = make_row(case, OURS, what, ms, rates)
-        yield row, line_of(row)
-
-
-def scaling_rows(
-    rates: tuple, lengths: tuple[int, ...] = SCALING_T, device: str = "cuda"
-) -> Iterator[tuple[dict | None, str]]:
-    """The three forms against the length of the sequence, as forward_rows."""
-    longest = measure.inputs(scaling_case(max(lengths)), device)
-    oracle = measure.Oracle(longest)
-    for what in SCALING_FORMS:
-        ms = 0.0
-        for T in lengths:
-            case = scaling_case(T)
-            label = f"{case.name:11s} {OURS:11s} {f'{what} T={T}':18s}"
-            if ms > SLOW_MS:
-                yield None, f"{label} -- left out: half the length took {ms:.0f} ms"
-                continue
-            i = longest.prefix(T)
-            try:
-                error = oracle.error(forms.FORMS[what](i))
-                ms = measure.time_ms(lambda i=i, what=what: forms.FORMS[what](i))
-            except Exception as e:
-                check_device(e)
-                yield None, f"{label} -- {why(e)}"
-                continue
-            row = make_row(case, OURS, what, ms, rates, error=error) | {"T": T}
-            yield row, line_of(row)
+    def add(self, row: dict) -> None:
+        with self.lock:
+            self.data["rows"].append(row)
+            results.save(self.path, results.merge(self.old, self.data))
 
 
 def run(
     cases: list[Case], libraries: list[str], out: Path, *,
-    stages: bool, scaling: bool, first_call: bool, jobs: int,
+    parts: tuple[str, ...], jobs: int = 1, calls: tuple[str, ...] = ALL_CALLS,
+    begun: list | None = None, again: Callable[[list], int] | None = None,
 ) -> int:  # fmt: skip
-    """Measure, printing a line a row, and save after every case; the exit code."""
-    old = results.load(out)
-    rates = measure.rates()
-    data = results.new(measure.gpu_name(), rates)
+    """Measure, printing a line a row and saving each; the exit code.
+
+    Args:
+        parts: Of PARTS.  calls: Those of "calls" and "first_call".
+        begun: Measurements not to begin again.  again: Goes on in a fresh process, with a list of
+            what was begun, after a kernel that ended the GPU's context.
+    """
+    data = results.new(measure.gpu_name(), measure.rates())
+    rates = data["bytes_per_s"], data["flops_per_s"]
+    record, steps = Record(out, data), Steps(begun or ())
     print(f"{data['gpu']}, torch {data['torch']}, Triton {data['triton']}, {data['date']}")
-    if old and results.differences(old, data):
-        print(f"{out} will be replaced: {', '.join(results.differences(old, data))}")
-    if first_call:
-        data["first_call_jobs"] = jobs
-    wanted = [(x, c) for c in cases for x in libraries if x in LIBRARIES[c.op]] * first_call
-    total = len(wanted) + len(cases) * (len(libraries) + stages * len(ALL_STAGES))
-    progress = Progress(total + scaling * len(SCALING_T) * len(SCALING_FORMS))
+    if record.old and results.differences(record.old, data):
+        print(f"{out} will be replaced: {', '.join(results.differences(record.old, data))}")
+    timed = {c: [x for x in CALLS[c.op] if x in calls] for c in cases if "calls" in parts}
+    staged = [c for c in cases if c.op == "gdn" and "stages" in parts]
+    fresh = [] if begun is not None else _fresh(cases, libraries, parts, calls, jobs)
+    total = len(fresh) + len(staged) * len(ALL_STAGES)
+    total += sum(x in LIBRARIES[what] for c in timed for what in timed[c] for x in libraries)
+    total += ("scaling" in parts) * len(SCALING_T) * len(SCALING_FORMS)
+    progress = Progress(total)
 
-    def report(library: str, case: Case, result: dict) -> None:
-        said = f"{result['first_call_s']:.1f} s" if "why" not in result else result["why"]
-        progress.step(f"{case.name:11s} {library:11s} first call         {said}")
+    def collect(rows: Rows, name: str) -> None:
+        progress.at(name)
+        for row, line in rows:
+            if row is not None:
+                record.add(row)
+            progress.step(line)
+        torch.cuda.empty_cache()
 
-    first, folder = first_calls(wanted, jobs=jobs, stages=stages, report=report)
-    try:
-        with torch.no_grad():
-            for case in cases:
-                present = [x for x in libraries if x in LIBRARIES[case.op]]
-                _collect(forward_rows(case, present, first, rates), case.name, data, progress)
-                if stages:
-                    _collect(stage_rows(case, rates), case.name, data, progress)
-                results.save(out, results.merge(old, data))
-                torch.cuda.empty_cache()
-            if scaling:
-                _collect(scaling_rows(rates), SCALING, data, progress)
-                results.save(out, results.merge(old, data))
-    except DeviceLost as error:
-        results.save(out, results.merge(old, data))
-        print(f"stopped, the GPU's context is lost: {error}\n{out} holds what was measured before")
-        return 1
-    finally:
-        progress.close()
-        folder.cleanup()
+    def report(item: FirstCall, result: dict) -> None:
+        said = result.get("why") or f"{result['first_call_s']:.1f} s"
+        if "first_call" in parts and "why" not in result:
+            row = {"case": item.case.name, "library": item.library, "what": item.whats[0]}
+            record.add(row | {"first_call_s": float(f"{result['first_call_s']:.5g}")})
+        progress.step(f"{label(item.case, item.library, item.whats[0])} first call {said}")
+
+    with ExitStack() as stack:
+        stack.callback(progress.close)
+        try:
+            if fresh:
+                if "first_call" in parts:
+                    data["first_call_jobs"] = jobs
+                stack.enter_context(first_calls(fresh, jobs=jobs, report=report))
+            with torch.no_grad():
+                for case in cases:
+                    for what in timed.get(case, ()):
+                        collect(call_rows(case, what, libraries, rates, steps=steps), case.name)
+                    if case in staged:
+                        collect(stage_rows(case, rates, steps=steps), case.name)
+                if "scaling" in parts:
+                    collect(scaling_rows(rates, steps=steps), SCALING)
+        except DeviceLost as error:
+            print(f"the GPU's context is lost: {error}\n{out} holds what was measured before")
+            if again is not None:
+                again(steps.begun)
+            return 1
     print(f"wrote {out}")
     return 0
 
 
-def _collect(rows: Iterator[tuple[dict | None, str]], name: str, data: dict, progress) -> None:
-    progress.at(name)
-    for row, line in rows:
-        if row is not None:
-            data["rows"].append(row)
-        progress.step(line)
+def _fresh(
+    cases: list[Case], libraries: list[str], parts: tuple[str, ...], calls: tuple[str, ...],
+    jobs: int,
+) -> list[FirstCall]:  # fmt: skip
+    """What fresh processes do: first calls; or, several at a time, compile for this one."""
+    fresh = []
+    for case in cases:
+        for library in libraries:
+            whats = tuple(x for x in CALLS[case.op] if x in calls and library in LIBRARIES[x])
+            stages = library == OURS and case.op == "gdn" and "stages" in parts
+            if "first_call" in parts:
+                fresh += [FirstCall(library, case, (what,)) for what in whats]
+            elif jobs > 1 and whats and "calls" in parts:
+                fresh.append(FirstCall(library, case, whats))
+            if stages and jobs > 1:
+                fresh.append(FirstCall(library, case, ("stages",)))
+    return sorted(fresh, key=lambda item: item.library == OURS)  # the slow ones first

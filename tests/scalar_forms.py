@@ -151,7 +151,7 @@ class Adjoints:
             dgc[j] -= own[i, j] * qk[i, j]
         for i in n:
             dgc[i] += sum(x * y for x, y in zip(q[i], inter[i], strict=True))
-            self.dq[b, rows.start + i, h] += torch.tensor(inter[i])
+            self.dq[b, rows.start + i, h] += torch.tensor(inter[i], dtype=self.dq.dtype)
         # state_bwd
         for i in n:
             for c in range(V):

@@ -153,7 +153,11 @@ DATA = {
     "fla": "0.6.0", "flash_qla": None, "bytes_per_s": 4.3e12, "flops_per_s": 7.9e14,
     "rows": [ROW, {**ROW, "what": "forward", "ms": 0.4},
              {"case": "gdn_train", "library": "fla", "what": "forward", "ms": 0.8, "bytes": 2e8,
-              "flops": 1e10, "floor_ms": 0.04}],
+              "flops": 1e10, "floor_ms": 0.04},
+             {**ROW, "what": "forward_backward", "ms": 1.25, "error_dq": 2e-3, "error_dg": 5e-3},
+             {"case": "gdn_long", "library": "fla", "what": "forward_backward", "first_call_s": 9},
+             {**ROW, "case": "gdn_decode", "what": "decode", "error_state": 1e-7},
+             {**ROW, "case": "gdn_decode", "what": "decode_inplace", "peak_mib": 1.0}],
 }  # fmt: skip
 
 
@@ -192,11 +196,31 @@ def test_forward_table(results, capsys):
     assert "NVIDIA H200" in caption
 
 
+def test_backward_table(results, capsys):
+    teaching.measured_backward(results)
+    heads, ours, caption = capsys.readouterr().out.splitlines()  # no line for a first call alone
+    assert "gradient error %" in heads
+    assert ours.split() == ["gdn_train", "linattn_edu", "1.250", "0.040", "0.5", "2.5", "100"]
+    assert caption.startswith("Forward and backward pass. NVIDIA H200")
+
+
+def test_decode_table(results, capsys):
+    teaching.measured_decode(results)
+    _, new, in_place, caption = capsys.readouterr().out.splitlines()
+    assert new.split()[:6] == ["gdn_decode", "linattn_edu", "new", "0.050", "0.040", "4000"]
+    assert new.split()[6:] == ["0.1", "1e-05", "100"]
+    assert in_place.split()[2:4] == ["in", "place"] and in_place.split()[-1] == "1"
+    assert caption.startswith("One token of each sequence. NVIDIA H200")
+
+
 @pytest.mark.parametrize(
     "show", [lambda: teaching.measured_stage("solve", "no_such"),
-             lambda: teaching.measured_forward("no_such")]
+             lambda: teaching.measured_stage("output_bwd", "made_up"),
+             lambda: teaching.measured_forward("no_such"),
+             lambda: teaching.measured_backward("no_such"),
+             lambda: teaching.measured_decode("no_such")]
 )  # fmt: skip
-def test_tables_say_not_measured_yet(show, capsys):
+def test_tables_say_not_measured_yet(show, results, capsys):
     show()
     assert capsys.readouterr().out == "not measured yet\n"
 
@@ -208,6 +232,9 @@ def test_the_page_of_the_book(results, tmp_path):
     assert "with 4.3 TB/s and 790 TFLOP/s." in text
     assert "| gdn_train | fla | 0.800 | 0.040 |  |  |  |" in text
     assert "### solve\n\n| case | ms |" in text
+    assert "## Forward and backward\n\n| case | library | ms |" in text
+    assert "| gdn_train | linattn_edu | 0.1 | 0.2 |  |  | 0.5 |  |" in text  # o dq dk dv dg dbeta
+    assert "## Decoding\n\n| case | library | state | ms |" in text
     assert " _static/figures/forward.svg\n" in text and "roofline.svg" not in text
     assert teaching.performance_page("no_such") == "Nothing has been measured yet.\n"
 

@@ -1,0 +1,170 @@
+"""The rows of the results: each measurement as (row, line), or (None, why there is none)."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+from benchmarks import forms, measure
+from benchmarks.adapters import LIBRARIES
+from benchmarks.cases import (
+    ALL_STAGES,
+    CHUNK,
+    SCALING_FORMS,
+    SCALING_T,
+    TRAINING,
+    Case,
+    scaling_case,
+    work,
+)
+
+OURS = "linattn_edu"
+SLOW_MS = 1000.0  # a form that takes longer is not tried on a longer sequence
+Rows = Iterator[tuple[dict | None, str]]
+
+
+class DeviceLost(RuntimeError):
+    """The GPU's context is gone: nothing more can be measured in this process."""
+
+
+class Steps:
+    """The measurements that were begun, so that none is begun twice."""
+
+    def __init__(self, begun: list | tuple = ()):
+        self.begun = [tuple(key) for key in begun]
+
+    def begin(self, *key) -> bool:
+        """Whether the measurement is new."""
+        if key in self.begun:
+            return False
+        self.begun.append(key)
+        return True
+
+
+def why(error: Exception) -> str:
+    """One line that says why a library or a case was left out."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}"[:200]
+
+
+def check_device(error: Exception) -> None:
+    """Raise DeviceLost if the error ended the GPU's context."""
+    if "CUDA error" in str(error) or "an illegal memory access" in str(error):
+        raise DeviceLost(why(error)) from error
+
+
+def significant(x: float) -> float:
+    """x to five digits: more is noise."""
+    return float(f"{x:.5g}")
+
+
+def make_row(case: Case, library: str, what: str, ms: float, rates: tuple, **more) -> dict:
+    """A row of the results; what was not measured is left out."""
+    w = work(case, what)
+    row = {"case": case.name, "library": library, "what": what, "ms": significant(ms)}
+    row |= {"bytes": w.bytes, "flops": w.flops, "floor_ms": significant(w.floor_ms(*rates))}
+    return row | {k: significant(x) for k, x in more.items() if x is not None}
+
+
+def label(case: Case, library: str, what: str) -> str:
+    return f"{case.name:11s} {library:11s} {what:19s}"
+
+
+def line_of(row: dict) -> str:
+    """A row as a line of text."""
+    what = f"{row['what']} T={row['T']}" if "T" in row else row["what"]
+    text = f"{row['case']:11s} {row['library']:11s} {what:19s}"
+    text += f" {row['ms']:9.4f} ms  floor {row['floor_ms']:7.4f}"
+    errors = {key: x for key, x in row.items() if key.startswith("error")}
+    text += "".join(f"  {key.replace('error_', '')} {x:.2e}" for key, x in errors.items())
+    return text + (f"  peak {row['peak_mib']:6.0f} MiB" if "peak_mib" in row else "")
+
+
+def call_rows(
+    case: Case, what: str, libraries: list[str], rates: tuple, device: str = "cuda",
+    steps: Steps | None = None,
+) -> Rows:  # fmt: skip
+    """One call, a forward pass say, of every library that has it."""
+    steps = steps or Steps()
+    libraries = [x for x in libraries if x in LIBRARIES[what]]
+    libraries = [x for x in libraries if steps.begin(case.name, what, x)]
+    if not libraries:
+        return
+    i = measure.inputs(case, device)
+    oracle = measure.GradientOracle(case, device) if what == TRAINING else measure.Oracle(i)
+    call = measure.prepare(what, i)
+    for library in libraries:
+        try:
+            f = LIBRARIES[what][library]()
+            errors = _errors(what, f, i, oracle)
+            if bad := [name for name, x in errors.items() if x == math.inf]:
+                raise ArithmeticError(f"NaN or inf in what is compared: {', '.join(bad)}")
+            call(f)  # compilation and tuning for these shapes are not timed
+            peak = measure.peak_mib(lambda f=f: call(f))
+            ms = measure.time_ms(lambda f=f: call(f))
+        except Exception as e:
+            check_device(e)
+            yield None, f"{label(case, library, what)} -- {why(e)}"
+            continue
+        row = make_row(case, library, what, ms, rates, **errors, peak_mib=peak)
+        yield row, line_of(row)
+
+
+def _errors(what: str, f, i, oracle) -> dict[str, float]:
+    """Relative RMS errors by the key of the row."""
+    if what == TRAINING:
+        return oracle.errors(f)
+    if not what.startswith("decode"):
+        return {"error": oracle.error(f(i))}
+    state = i.initial_state.clone()  # it may be updated in place
+    o, final_state = f(replace(i, initial_state=state))
+    return {"error": oracle.error(o), "error_state": oracle.state_error(final_state)}
+
+
+def stage_rows(case: Case, rates: tuple, device: str = "cuda", steps: Steps | None = None) -> Rows:
+    """Every stage of every set, and the recurrence."""
+    steps, arguments = steps or Steps(), None
+    for name in ALL_STAGES:
+        what = f"stage:{name}"
+        if not steps.begin(case.name, what, OURS):
+            continue
+        try:
+            arguments = arguments or forms.StageArguments(measure.inputs(case, device), CHUNK)
+            call = forms.stage_call(arguments, name)
+            call()
+            ms = measure.time_ms(call)
+        except Exception as e:
+            check_device(e)
+            yield None, f"{label(case, OURS, what)} -- {why(e)}"
+            continue
+        row = make_row(case, OURS, what, ms, rates)
+        yield row, line_of(row)
+
+
+def scaling_rows(
+    rates: tuple, lengths: tuple[int, ...] = SCALING_T, device: str = "cuda",
+    steps: Steps | None = None,
+) -> Rows:  # fmt: skip
+    """The three forms against the length of the sequence."""
+    steps = steps or Steps()
+    longest = measure.inputs(scaling_case(max(lengths)), device)
+    oracle = measure.Oracle(longest)
+    for what in SCALING_FORMS:
+        ms = 0.0
+        for T in lengths:
+            case = scaling_case(T)
+            if not steps.begin(case.name, what, OURS, T):
+                continue
+            at = label(case, OURS, f"{what} T={T}")
+            if ms > SLOW_MS:
+                yield None, f"{at} -- left out: half the length took {ms:.0f} ms"
+                continue
+            i = longest.prefix(T)
+            try:
+                error = oracle.error(forms.FORMS[what](i))
+                ms = measure.time_ms(lambda i=i, what=what: forms.FORMS[what](i))
+            except Exception as e:
+                check_device(e)
+                yield None, f"{at} -- {why(e)}"
+                continue
+            row = make_row(case, OURS, what, ms, rates, error=error) | {"T": T}
+            yield row, line_of(row)

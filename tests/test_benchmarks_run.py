@@ -1,0 +1,339 @@
+"""Runs of the benchmarks, measured by nothing: rows, first calls, what is saved."""
+
+import json
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from benchmarking import DECODE, RATES, SMALL, needs_no_gpu, stop_the_clock
+
+from benchmarks import __main__ as command
+from benchmarks import adapters, first_call, forms, measure, results, rows, run
+from benchmarks.cases import ALL_STAGES, CASES, TRAINING, Case, work
+from benchmarks.first_call import FirstCall
+from linattn_edu import chunk_gated_delta_rule
+from linattn_edu.reference.delta.recurrent import recurrent
+
+
+@pytest.fixture
+def no_clock(monkeypatch):
+    stop_the_clock(monkeypatch)
+
+
+def reference():
+    return lambda i: chunk_gated_delta_rule(i.q, i.k, i.v, i.g, i.beta, impl="reference")[0]
+
+
+def decode():
+    return lambda i: recurrent(i.q, i.k, i.v, i.g, i.beta, initial_state=i.initial_state)
+
+
+def decode_inplace():
+    def f(i):
+        o, final_state = decode()(i)
+        return o, i.initial_state.copy_(final_state)
+
+    return f
+
+
+@pytest.fixture
+def stand_ins(monkeypatch):
+    """Adapters that need no GPU and no other library."""
+    monkeypatch.setitem(adapters.LIBRARIES, "forward", {"linattn_edu": reference})
+    monkeypatch.setitem(adapters.LIBRARIES, TRAINING, {"linattn_edu": reference, "fla": reference})
+    monkeypatch.setitem(adapters.LIBRARIES, "decode", {"linattn_edu": decode})
+    monkeypatch.setitem(adapters.LIBRARIES, "decode_inplace", {"linattn_edu": decode_inplace})
+
+
+# ---- rows
+
+
+def test_every_call_of_a_case_has_adapters():
+    for case in CASES.values():
+        for what in run.CALLS[case.op]:
+            assert "linattn_edu" in adapters.LIBRARIES[what]
+    assert adapters.NAMES == ("linattn_edu", "fla", "flash_qla")
+
+
+def test_forward_rows(no_clock):
+    ((row, line),) = rows.call_rows(SMALL, "forward", ["linattn_edu"], RATES, "cpu")
+    assert (row["case"], row["what"]) == ("gdn_train", "forward")
+    assert (row["ms"], row["peak_mib"]) == (0.25, 3.0)
+    assert 0 < row["error"] < 5e-3
+    assert row["bytes"] == work(SMALL, "forward").bytes
+    assert "0.2500 ms" in line and "error" in line
+
+
+def test_training_rows(no_clock, stand_ins):
+    with torch.no_grad():  # as in a run
+        got = list(rows.call_rows(SMALL, TRAINING, ["linattn_edu", "flash_qla"], RATES, "cpu"))
+    ((row, line),) = got
+    assert (row["what"], row["library"], row["peak_mib"]) == (TRAINING, "linattn_edu", 3.0)
+    errors = {key: x for key, x in row.items() if key.startswith("error_d")}
+    assert set(errors) == {f"error_d{x}" for x in ("q", "k", "v", "g", "beta")}
+    assert all(0 < x < 2e-2 for x in errors.values())
+    assert "dbeta" in line
+
+
+def test_a_training_step_starts_without_gradients():
+    step = measure.TrainingStep(measure.inputs(SMALL, "cpu"))
+    with torch.no_grad():
+        step(reference())
+        first = step.i.k.grad
+        step(reference())
+    assert step.i.k.grad is not first and torch.equal(step.i.k.grad, first)
+    assert all(x.is_leaf for x in (step.i.q, step.i.g, step.i.beta))
+
+
+@pytest.mark.parametrize("what", ["decode", "decode_inplace"])
+def test_decode_rows(what, no_clock, stand_ins):
+    inputs = measure.inputs(DECODE, "cpu")
+    ((row, _),) = rows.call_rows(DECODE, what, ["linattn_edu", "flash_qla"], RATES, "cpu")
+    assert row["error"] < 5e-3 and row["error_state"] < 1e-6
+    assert torch.equal(inputs.initial_state, measure.inputs(DECODE, "cpu").initial_state)
+
+
+def test_a_library_that_fails_says_why_and_leaves_no_row(no_clock, monkeypatch):
+    def missing():
+        raise ImportError("No module named 'fla'")
+
+    makers = {
+        "fla": missing,
+        "flash_qla": lambda: lambda i: torch.full_like(i.v, torch.nan),
+        "linattn_edu": adapters.linattn_edu,
+    }
+    monkeypatch.setitem(adapters.LIBRARIES, "forward", makers)
+    out = list(rows.call_rows(SMALL, "forward", list(makers), RATES, "cpu"))
+    assert [row is not None for row, _ in out] == [False, False, True]
+    assert "No module named 'fla'" in out[0][1] and "NaN" in out[1][1]
+
+
+def test_a_backward_pass_that_fails_leaves_the_others(no_clock, monkeypatch):
+    class Broken(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, v):
+            return v.clone()
+
+        @staticmethod
+        def backward(ctx, do):
+            raise NotImplementedError("no backward pass")
+
+    makers = {"fla": lambda: lambda i: Broken.apply(i.v), "linattn_edu": reference}
+    monkeypatch.setitem(adapters.LIBRARIES, TRAINING, makers)
+    out = list(rows.call_rows(SMALL, TRAINING, list(makers), RATES, "cpu"))
+    assert [row is not None for row, _ in out] == [False, True]
+    assert "no backward pass" in out[0][1]
+
+
+def test_a_lost_context_stops_the_process(no_clock, monkeypatch):
+    def f(i):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setitem(adapters.LIBRARIES, "forward", {"fla": lambda: f})
+    with pytest.raises(rows.DeviceLost):
+        list(rows.call_rows(SMALL, "forward", ["fla"], RATES, "cpu"))
+
+
+def test_stage_rows(no_clock):
+    got = [row for row, _ in rows.stage_rows(SMALL, RATES, "cpu")]
+    assert [row["what"] for row in got] == [f"stage:{name}" for name in ALL_STAGES]
+    assert all(row["library"] == "linattn_edu" and row["ms"] == 0.25 for row in got)
+
+
+def test_stage_rows_without_a_kernel(no_clock, monkeypatch):
+    original = forms.stage_function
+
+    def stage_function(name, impl):
+        if name == "output_bwd":
+            raise ModuleNotFoundError("No module named 'output_bwd'")
+        return original(name, "reference")
+
+    monkeypatch.setattr(forms, "stage_function", stage_function)
+    got = list(rows.stage_rows(SMALL, RATES, "cpu"))
+    missing = {name for name, (row, _) in zip(ALL_STAGES, got, strict=True) if row is None}
+    assert missing == {"output_bwd", "state_bwd", "wy_bwd", "gate_bwd"}
+
+
+def test_scaling_rows(no_clock, monkeypatch):
+    monkeypatch.setattr(
+        rows, "scaling_case", lambda T: Case("gdn_scaling", "gdn", 1, T, 2, 2, 16, 16)
+    )
+    got = [row for row, _ in rows.scaling_rows(RATES, (32, 64), "cpu")]
+    whats = ["chunked"] * 2 + ["recurrent"] * 2 + ["quadratic"] * 2
+    assert [(row["what"], row["T"]) for row in got] == list(zip(whats, [32, 64] * 3, strict=True))
+    assert all(row["error"] < 5e-3 for row in got)
+    monkeypatch.setattr(measure, "time_ms", lambda f: 5000.0)
+    got = [row for row, _ in rows.scaling_rows(RATES, (32, 64), "cpu")]
+    assert [row and row["T"] for row in got] == [32, None] * 3  # too slow to be doubled
+
+
+# ---- a run
+
+
+@pytest.fixture
+def on_the_cpu(no_clock, stand_ins, monkeypatch):
+    inputs, oracle = measure.inputs, measure.GradientOracle
+    monkeypatch.setattr(measure, "gpu_name", lambda: "NVIDIA H200")
+    monkeypatch.setattr(measure, "inputs", lambda case, device: inputs(case, "cpu"))
+    monkeypatch.setattr(measure, "GradientOracle", lambda case, device: oracle(case, "cpu"))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(first_call, "child", lambda item, folder: {"first_call_s": 2.0})
+
+
+def test_run_saves_and_merges(on_the_cpu, tmp_path, capsys):
+    out, libraries = tmp_path / "gdn_h200.json", ["linattn_edu"]
+    assert run.run([SMALL, DECODE], libraries, out, parts=("calls",)) == 0
+    assert "[  4/4" in capsys.readouterr().out
+    again = Case("gdn_long", *list(vars(SMALL).values())[1:])
+    assert run.run([SMALL, again], libraries, out, parts=("first_call",), jobs=2) == 0
+    assert results.load(out)["first_call_jobs"] == 2
+    got = results.load(out)["rows"]
+    assert [(r["case"], r["what"], "ms" in r, r.get("first_call_s")) for r in got] == [
+        ("gdn_train", "forward", True, 2.0),
+        ("gdn_train", "forward_backward", True, 2.0),
+        ("gdn_long", "forward", False, 2.0),
+        ("gdn_long", "forward_backward", False, 2.0),
+        ("gdn_decode", "decode", True, None),
+        ("gdn_decode", "decode_inplace", True, None),
+    ]
+    assert run.run([again], libraries, out, parts=("calls",), calls=("forward",)) == 0
+    got = results.load(out)["rows"]
+    assert [("ms" in r, r["first_call_s"]) for r in got[2:4]] == [(True, 2.0), (False, 2.0)]
+
+
+def test_a_run_is_saved_row_by_row(on_the_cpu, monkeypatch, tmp_path):
+    seen = []
+    save = results.save
+    monkeypatch.setattr(
+        results, "save", lambda path, data: (seen.append(len(data["rows"])), save(path, data))
+    )
+    parts = ("calls", "stages")
+    assert run.run([SMALL], ["linattn_edu"], tmp_path / "x.json", parts=parts) == 0
+    assert seen == list(range(1, 3 + len(ALL_STAGES)))
+
+
+def test_after_a_lost_context_another_process_goes_on(on_the_cpu, monkeypatch, tmp_path):
+    def f(i):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    makers = {"linattn_edu": lambda: f, "fla": reference}
+    monkeypatch.setitem(adapters.LIBRARIES, "forward", makers)
+    out, libraries = tmp_path / "x.json", ["linattn_edu", "fla"]
+    options = {"parts": ("calls",), "jobs": 3}
+
+    def again(begun):
+        return run.run([SMALL], libraries, out, begun=json.loads(json.dumps(begun)), **options)
+
+    assert run.run([SMALL], libraries, out, again=again, **options) == 1
+    got = results.load(out)["rows"]
+    assert [(r["library"], r["what"]) for r in got] == [
+        ("linattn_edu", TRAINING), ("fla", TRAINING),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("given", "parts"),
+    [
+        ([], ("calls",)),
+        (["--first-call"], ("first_call",)),
+        (["--stages", "--scaling"], ("stages", "scaling")),
+        (["--all"], run.PARTS),
+    ],
+)
+def test_the_parts_of_a_run(given, parts, monkeypatch, tmp_path):
+    seen = []
+    monkeypatch.setattr(measure, "usable_gpu", lambda: None)
+    monkeypatch.setattr(measure, "gpu_name", lambda: "NVIDIA H200")
+    monkeypatch.setattr(run, "run", lambda *a, **k: seen.append((a, k)) or 0)
+    argv = [*given, "gdn_decode", "--what", "decode", "--out", str(tmp_path / "x.json")]
+    assert command.main(argv) == 0
+    ((cases, libraries, _), options) = seen[0]
+    assert [case.name for case in cases] == ["gdn_decode"] and "fla" in libraries
+    assert options["parts"] == parts and options["calls"] == ("decode",)
+    calls = []
+    monkeypatch.setattr(command.subprocess, "call", lambda c: calls.append(c) or 0)
+    options["again"]([("gdn_decode", "decode", "fla")])
+    args = command.parser().parse_args(calls[0][3:])
+    assert args.begun == [["gdn_decode", "decode", "fla"]] and args.cases == ["gdn_decode"]
+
+
+# ---- first calls
+
+
+def test_what_fresh_processes_do(stand_ins):
+    def fresh(*parts, jobs=1, calls=("forward", TRAINING)):
+        got = run._fresh([SMALL], ["linattn_edu", "fla"], parts, calls, jobs)
+        return [(item.library, *item.whats) for item in got]
+
+    assert fresh("calls", "stages") == []  # compiled where they are timed
+    assert fresh("calls", "stages", jobs=2) == [
+        ("fla", TRAINING),
+        ("linattn_edu", "forward", TRAINING),
+        ("linattn_edu", "stages"),
+    ]
+    assert fresh("first_call", calls=(TRAINING,)) == [("fla", TRAINING), ("linattn_edu", TRAINING)]
+
+
+@pytest.mark.parametrize("what", ["forward", TRAINING])
+def test_a_first_call_in_this_process(what, no_clock, stand_ins):
+    assert 0 < first_call.measure(SMALL, "linattn_edu", what, "cpu") < 60
+
+
+def test_a_process_says_how_long_the_first_of_its_calls_took(monkeypatch, capsys):
+    monkeypatch.setattr(first_call, "measure", lambda case, library, what: {"forward": 1.5}[what])
+    monkeypatch.setattr(first_call, "compile_stages", lambda case: 9.0)
+    first_call.main(["linattn_edu", "gdn_train", "forward", "stages"])
+    assert capsys.readouterr().out == '{"first_call_s": 1.5}\n'
+
+
+def test_stages_are_compiled_although_one_fails(monkeypatch, no_clock, capsys):
+    inputs = measure.inputs
+    monkeypatch.setattr(measure, "inputs", lambda case, device: inputs(SMALL, "cpu"))
+    ran = []
+
+    def stage_call(arguments, name):
+        if name == "wy":
+            raise RuntimeError("wy is broken")
+        return lambda: ran.append(name)
+
+    monkeypatch.setattr(forms, "stage_call", stage_call)
+    first_call.compile_stages(SMALL)
+    assert ran == [name for name in ALL_STAGES if name != "wy"]
+    assert "wy is broken" in capsys.readouterr().err
+
+
+@needs_no_gpu
+def test_a_first_call_that_fails_says_why(tmp_path):
+    item = FirstCall("linattn_edu", CASES["gdn_train"], ("forward",))
+    assert "why" in first_call.child(item, tmp_path)
+
+
+def test_a_process_that_says_nothing_is_given_up(monkeypatch, tmp_path):
+    done = SimpleNamespace(stdout="", stderr="", returncode=-9)
+    monkeypatch.setattr(first_call.subprocess, "run", lambda *a, **k: done)
+    item = FirstCall("fla", CASES["gdn_train"], (TRAINING,))
+    assert first_call.child(item, tmp_path) == {"why": "exit code -9"}
+
+
+def test_first_calls_share_their_kernels_but_not_what_a_tuner_chose(monkeypatch):
+    def child(item, folder):
+        for name in (f"{item.library}/kernel.cubin", f"{item.library}/kernel.autotune.json"):
+            (folder / "triton" / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / "triton" / name).write_text("x")
+        return {"first_call_s": 3.0} if item.library == "fla" else {"why": "no"}
+
+    monkeypatch.setattr(first_call, "child", child)
+    monkeypatch.setenv("TRITON_CACHE_DIR", "elsewhere")
+    wanted = [FirstCall(x, CASES["gdn_train"], ("forward",)) for x in ("fla", "linattn_edu")]
+    seen = {}
+
+    def report(item, result):
+        seen[item.library] = result
+
+    with first_call.first_calls(wanted, jobs=2, report=report):
+        assert seen == {"fla": {"first_call_s": 3.0}, "linattn_edu": {"why": "no"}}
+        merged = Path(os.environ["TRITON_CACHE_DIR"])
+        files = sorted(str(p.relative_to(merged)) for p in merged.rglob("*") if p.is_file())
+        assert files == ["fla/kernel.cubin", "linattn_edu/kernel.cubin"]
