@@ -48,7 +48,12 @@ def why(error: Exception) -> str:
 
 def check_device(error: Exception) -> None:
     """Raise DeviceLost if the error ended the GPU's context."""
-    if "CUDA error" in str(error) or "an illegal memory access" in str(error):
+    lost = "CUDA error" in str(error) or "an illegal memory access" in str(error)
+    try:
+        measure.synchronize()
+    except Exception:  # what went wrong in a kernel is reported by any later call
+        lost = True
+    if lost:
         raise DeviceLost(why(error)) from error
 
 
