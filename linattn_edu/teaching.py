@@ -320,6 +320,7 @@ def page_parts(figures: Path) -> dict[str, str]:
         "pipeline.svg": pipeline_svg() + "\n",
         "pipeline_bwd.svg": backward_svg() + "\n",
         "composition.txt": inspect.getsource(gdn.forward),
+        "composition_bwd.txt": inspect.getsource(gdn.backward),
         "performance.md": performance_page(figures=figures),
     }
 

@@ -305,7 +305,7 @@ def recurrent(
         recurrent_kernel[(N * HV * triton.cdiv(V, width),)](
             q, k, v, g, gk, gv, beta, A_log, dt_bias, initial_state, o, final_state,
             scale, cu, T, H, HV, K, V, BK=block(K), BV=width,
-            NORM=normalise, SIGMOID=sigmoid, V_FIRST=v_first, num_warps=4,
+            NORM=normalise, SIGMOID=sigmoid, V_FIRST=v_first, num_warps=2 if width == WIDE else 4,
         )  # fmt: skip
     return o, final_state
 

@@ -1,4 +1,4 @@
-"""Stage wy_bwd: the adjoint of solve and wy, and of the keys that went through the state."""
+"""Stage wy_bwd: the adjoint of what a chunk writes, and of the keys that go through the state."""
 
 import torch
 import triton
@@ -70,8 +70,9 @@ def wy_bwd_kernel(
     b_A = load_tile(A_ptr + (first * HV + i_h) * BT, o_t, o_t, HV * BT, n_t, BT)
     b_AGT = cast(tl.trans(b_A).to(tl.float32) * decay_matrix_transposed(b_gc, o_t), b_A.dtype)
     b_dk = tl.zeros([BT, BK], dtype=tl.float32)
-    b_dw = tl.zeros([BT, BK], dtype=tl.float32)
-    b_E2 = tl.zeros([BT, BT], dtype=tl.float32)
+    b_ZS = tl.zeros([BT, BK], dtype=tl.float32)
+    b_dL = tl.zeros([BT, BT], dtype=tl.float32)
+    b_dbeta = tl.zeros([BT], dtype=tl.float32)
     b_dSS = tl.zeros([BK], dtype=tl.float32)
     for i_v in range(tl.cdiv(V, BV)):
         o_v = i_v * BV + tl.arange(0, BV)
@@ -81,42 +82,40 @@ def wy_bwd_kernel(
         b_dv = load_tile(dv_new_ptr, o_t, o_v, HV * V, n_t, V)  # [BT, BV]
         b_v = load_tile(v_ptr, o_t, o_v, HV * V, n_t, V)  # [BT, BV]
         b_dSS += tl.sum(b_dh.to(tl.float32) * b_h.to(tl.float32), 1)
+        # eq:delta-z   Z = (A * G)^T dv_new
+        b_Z = dot(b_AGT, b_dv)
+        b_dbeta += tl.sum(b_Z * b_v.to(tl.float32), 1)
+        # eq:delta-dv   dV = diag(beta) Z
+        store_tile(dv_ptr, b_beta[:, None] * b_Z, o_t, o_v, HV * V, n_t, V)
         # eq:delta-dk-state   dK = diag(2^(gc_last - gc)) v_new dS^T
         b_dk = dot(b_v_new, tl.trans(b_dh), b_dk)
-        # eq:delta-dw   dw = -dv_new S^T
-        b_dw = dot(b_dv, tl.trans(b_h), b_dw)
-        # eq:delta-dv   dV = diag(beta) (A * G)^T dv_new
-        b_E2 = dot(b_dv, tl.trans(b_v), b_E2)
-        b_dv = b_beta[:, None] * dot(b_AGT, b_dv)
-        store_tile(dv_ptr, b_dv, o_t, o_v, HV * V, n_t, V)
+        # eq:delta-dk-read   dK = -diag(beta 2^gc) Z S^T
+        b_Z = cast(b_Z, b_h.dtype)
+        b_ZS = dot(b_Z, tl.trans(b_h), b_ZS)
+        # eq:delta-dl   dL = -tril(Z v_new^T, -1) * G
+        b_dL = dot(b_Z, tl.trans(b_v_new), b_dL)
 
+    b_dL = tl.where(o_t[:, None] > o_t[None, :], -b_dL, 0.0) * decay_matrix(b_gc, o_t)
     b_k = load_tile(k_ptr, o_t, o_k, H * K, n_t, K)  # [BT, BK]
     b_dk *= tl.exp2(b_last - b_gc)[:, None]
+    b_ZS *= tl.exp2(b_gc)[:, None]
     # eq:delta-dgc-state   dgc_i -= k_i dk_i;  dgc_last += sum_i k_i dk_i + 2^gc_last <dS, S>
     b_t = tl.sum(b_k.to(tl.float32) * b_dk, 1)
     b_through = tl.sum(b_t, 0) + tl.exp2(b_last) * tl.sum(b_dSS, 0)
     b_dgc = tl.where(o_t == tl.minimum(BT, n_t) - 1, b_through, 0.0) - b_t
-    # eq:delta-da   dA = E diag(beta), E = diag(2^gc) dw K^T + (dv_new V^T) * G
-    b_edw = cast(-tl.exp2(b_gc)[:, None] * b_dw, b_k.dtype)
-    b_E2 *= decay_matrix(b_gc, o_t)
-    b_E = dot(b_edw, tl.trans(b_k)) + b_E2
-    b_dA = b_E * b_beta[None, :]
-    # eq:delta-dl   dL = -tril(A^T dA A^T, -1)
-    b_AT = tl.trans(b_A)
-    b_dL = dot(b_AT, cast(dot(cast(b_dA, b_A.dtype), b_AT), b_A.dtype))
-    b_dL = tl.where(o_t[:, None] > o_t[None, :], -b_dL, 0.0)
-    # eq:delta-dbeta   dbeta = colsum(A * E) + rowsum(dL * K K^T)
-    b_A = b_A.to(tl.float32)
-    b_dbeta = tl.sum(b_A * b_E, 0) + tl.sum(b_dL * dot(b_k, tl.trans(b_k)), 1)
+    # eq:delta-dbeta   dbeta = rowsum(Z * W) + rowsum(X), W = V - diag(2^gc) K S, X = dL * K K^T
+    X = b_dL * dot(b_k, tl.trans(b_k))
+    b_read = tl.sum(b_k.to(tl.float32) * b_ZS, 1)
+    b_dbeta += tl.sum(X, 1) - b_read
     tl.store(dbeta_ptr + (first + o_t) * HV + i_h, b_dbeta, mask=o_t < n_t)
-    # eq:delta-dgc-wy   dgc += rowsum(A * dA) - colsum(A * G-part of dA)
-    b_dgc += tl.sum(b_A * b_dA, 1) - tl.sum(b_A * b_E2 * b_beta[None, :], 0)
+    # eq:delta-dgc-wy   dgc += k dk_read + rowsum(diag(beta) X) - colsum(diag(beta) X)
+    X *= b_beta[:, None]
     dgc_ptr += first * HV + i_h
-    b_dgc += load_row(dgc_ptr, o_t, HV, n_t)
+    b_dgc += load_row(dgc_ptr, o_t, HV, n_t) - b_beta * b_read + tl.sum(X, 1) - tl.sum(X, 0)
     tl.store(dgc_ptr + o_t * HV, b_dgc, mask=o_t < n_t)
-    # eq:delta-dk   dK += dK_state + diag(beta) A^T diag(2^gc) dw + (N + N^T) K, N = diag(beta) dL
+    # eq:delta-dk   dK += dK_state + dK_read + (N + N^T) K, N = diag(beta) dL
     b_N = b_beta[:, None] * b_dL
-    b_dk += b_beta[:, None] * dot(b_AT, b_edw)
+    b_dk -= b_beta[:, None] * b_ZS
     b_dk = dot(cast(b_N + tl.trans(b_N), b_k.dtype), b_k, b_dk)
     if dk_out_ptr is not None:
         dk_out_ptr += (first * HV + i_h) * K

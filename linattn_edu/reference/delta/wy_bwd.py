@@ -1,4 +1,4 @@
-"""Stage wy_bwd: the adjoint of solve and wy, and of the keys that went through the state."""
+"""Stage wy_bwd: the adjoint of what a chunk writes, and of the keys that go through the state."""
 
 import torch
 from torch import Tensor
@@ -29,13 +29,19 @@ def wy_bwd(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """From the gradients of v_new and of the states to those of k, v, beta and the decay.
 
-        dw  = -dv_new h^T
-        E   = diag(2^gc) dw K^T + (dv_new V^T) * G,  dA = E diag(beta)
-        dL  = -tril(A^T dA A^T, -1)
-        dK += diag(2^(gc_last - gc)) v_new dh^T + diag(beta) A^T diag(2^gc) dw
-        dK += (diag(beta) dL + dL^T diag(beta)) K
-        dV  = diag(beta) (A * G)^T dv_new
-        dbeta = colsum(A * E) + rowsum(dL * K K^T)
+    The values a chunk writes solve a triangular system,
+
+        (I + L * G) v_new = diag(beta) W,  W = V - diag(2^gc) K S,  L = diag(beta) tril(K K^T, -1)
+
+    and the adjoint of a system is the transposed system:
+
+        Z  = (A * G)^T dv_new
+        dV = diag(beta) Z
+        dL = -tril(Z v_new^T, -1) * G
+        dbeta = rowsum(Z * W) + rowsum(dL * K K^T)
+        dK += diag(2^(gc_last - gc)) v_new dS^T - diag(beta 2^gc) Z S^T + (N + N^T) K
+
+    with N = diag(beta) dL. Nothing is divided by beta.
 
     Args:
         k, v, beta, gc, A: the arguments of wy. h, v_new: from state. dh, dv_new: from state_bwd.
@@ -56,30 +62,32 @@ def wy_bwd(
     )  # fmt: skip
     S, dS = (x.to(dtype).transpose(1, 2) for x in (h, dh))
     G, e, last = decay_matrix(gc), torch.exp2(gc)[..., None], gc[..., -1:]
+    # eq:delta-z   Z = (A * G)^T dv_new
+    Z = (A * G).mT @ dv_new
+    # eq:delta-dv   dV = diag(beta) Z
+    dV = b * Z
     # eq:delta-dk-state   dK = diag(2^(gc_last - gc)) v_new dS^T
     dK_state = torch.exp2(last - gc)[..., None] * (v_new @ dS.mT)
-    # eq:delta-dw   dw = -dv_new S^T
-    edw = e * -(dv_new @ S.mT)
-    # eq:delta-dv   dV = diag(beta) (A * G)^T dv_new
-    dV = b * ((A * G).mT @ dv_new)
+    # eq:delta-dk-read   dK = -diag(beta 2^gc) Z S^T
+    ZS = e * (Z @ S.mT)
+    dK_read = -b * ZS
+    # eq:delta-dl   dL = -tril(Z v_new^T, -1) * G
+    dL = -(Z @ v_new.mT).tril(-1) * G
     # eq:delta-dgc-state   dgc_i -= k_i dk_i;  dgc_last += sum_i k_i dk_i + 2^gc_last <dS, S>
     t = (K * dK_state).sum(-1)
     through = t.sum(-1) + torch.exp2(last[..., 0]) * (dS * S).sum((-1, -2))
-    # eq:delta-da   dA = E diag(beta), E = diag(2^gc) dw K^T + (dv_new V^T) * G
-    E1, E2 = edw @ K.mT, (dv_new @ V.mT) * G
-    dA = (E1 + E2) * b.mT
-    # eq:delta-dl   dL = -tril(A^T dA A^T, -1)
-    dL = -(A.mT @ dA @ A.mT).tril(-1)
-    # eq:delta-dbeta   dbeta = colsum(A * E) + rowsum(dL * K K^T)
-    dbeta = (A * (E1 + E2)).sum(-2) + (dL * (K @ K.mT)).sum(-1)
-    # eq:delta-dgc-wy   dgc += rowsum(A * dA) - colsum(A * G-part of dA)
-    dgc = dgc - t + (A * dA).sum(-1) - (A * E2 * b.mT).sum(-2)
-    # eq:delta-dk   dK += dK_state + diag(beta) A^T diag(2^gc) dw + (N + N^T) K, N = diag(beta) dL
+    # eq:delta-dbeta   dbeta = rowsum(Z * W) + rowsum(X), W = V - diag(2^gc) K S, X = dL * K K^T
+    X = dL * (K @ K.mT)
+    read = (K * ZS).sum(-1)
+    dbeta = (Z * V).sum(-1) - read + X.sum(-1)
+    # eq:delta-dgc-wy   dgc += k dk_read + rowsum(diag(beta) X) - colsum(diag(beta) X)
+    b_, X = b[..., 0], b * X
+    dgc = dgc - t - b_ * read + X.sum(-1) - X.sum(-2)
+    # eq:delta-dk   dK += dK_state + dK_read + (N + N^T) K, N = diag(beta) dL
     N = b * dL
-    dK = dK_state + b * (A.mT @ edw) + (N + N.mT) @ K
+    dK = dK_state + dK_read + (N + N.mT) @ K
     dk = (dk.to(dtype) + sum_heads(from_chunks(dK, T), H)).to(k.dtype)
-    dgc = from_chunks(dgc, T)
-    dgc = dgc + at_last_token(through, T, C)
+    dgc = from_chunks(dgc, T) + at_last_token(through, T, C)
     return dk, from_chunks(dV, T).to(k.dtype), from_chunks(dbeta, T), dgc
 
 
