@@ -3,9 +3,10 @@
 import warnings
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from linattn_edu.ops import check
+from linattn_edu.ops import check, library
 
 INTEGERS = (torch.int32, torch.int64)
 
@@ -147,3 +148,10 @@ def sigmoid(beta: Tensor, allow_neg_eigval: bool) -> Tensor:
     """The write strength of a raw beta, in float32 (float64 for float64)."""
     beta = torch.sigmoid(beta.double() if beta.dtype == torch.float64 else beta.float())
     return 2 * beta if allow_neg_eigval else beta
+
+
+def gate(a: Tensor, A_log: Tensor, dt_bias: Tensor | None) -> Tensor:
+    """The log decay of a raw gate, -exp(A_log) softplus(a + dt_bias), in float32 (float64)."""
+    dtype = library.wide(a, A_log, dt_bias)
+    a = a.to(dtype) if dt_bias is None else a.to(dtype) + dt_bias.to(dtype)
+    return -A_log.to(dtype).exp() * F.softplus(a)

@@ -148,8 +148,8 @@ def _chunk_backward(
             stages, q, k, v, g, beta, gc, A, do, dht,
             initial_state=initial_state, packing=packing, **options,
         )  # fmt: skip
-        return _gradients(tensors, got)
-    gradients = _gradients(tensors)
+        return library.gradients(tensors, got)
+    gradients = library.gradients(tensors)
     for x in gradients[5:]:
         x.zero_()
     if dht is not None and initial_state is not None:  # through a sequence without tokens
@@ -170,20 +170,9 @@ def _chunk_backward(
     return gradients
 
 
-def _gradients(tensors, given=(None,) * 8) -> tuple[Tensor, ...]:
-    """What `_chunk_backward` returns: the given ones in the dtypes of the tensors, or new ones."""
-    like = [tensors[0].new_empty(0) if x is None else x for x in tensors]
-    return tuple(
-        torch.empty_like(x, memory_format=torch.contiguous_format)
-        if y is None or not x.numel()
-        else y.to(x.dtype)
-        for x, y in zip(like, given, strict=True)
-    )
-
-
 @_chunk_backward.register_fake
 def _(q, k, v, g, beta, A_log, dt_bias, initial_state, *rest):
-    return _gradients((q, k, v, g, beta, A_log, dt_bias, initial_state))
+    return library.gradients((q, k, v, g, beta, A_log, dt_bias, initial_state))
 
 
 def _setup(ctx, inputs, output):

@@ -80,3 +80,17 @@ def sequences(
     for n, (begin, end) in enumerate(pairwise(bounds)):
         if end > begin:
             yield n, slice(begin, end)
+
+
+def gradients(
+    tensors: tuple[Tensor | None, ...], given: tuple[Tensor | None, ...] | None = None
+) -> tuple[Tensor, ...]:
+    """The given gradients in the dtypes of the tensors, or new ones; empty for a None."""
+    given = (None,) * len(tensors) if given is None else given
+    like = [tensors[0].new_empty(0) if x is None else x for x in tensors]
+    return tuple(
+        torch.empty_like(x, memory_format=torch.contiguous_format)
+        if y is None or not x.numel()
+        else y.to(x.dtype)
+        for x, y in zip(like, given, strict=True)
+    )

@@ -92,7 +92,7 @@ def record(cc):
             state_bwd,
             wy,
             wy_bwd,
-        )  # fmt: skip
+        )
         if hasattr(m, "device_of")
     ]
     try:

@@ -71,5 +71,4 @@ def gate_bwd(
     )
     if sums is None:
         return dg, None, None
-    dA_log, ddt_bias = sums.sum(0)
-    return dg, dA_log, None if dt_bias is None else ddt_bias
+    return dg, sums[:, 0].sum(0), None if dt_bias is None else sums[:, 1].sum(0)

@@ -12,12 +12,10 @@ from linattn_edu.kernels.tiles import (
     block,
     cast,
     device_of,
-    sequence_args,
     sequence_of,
     store_tile,
     sum_heads,
 )
-from linattn_edu.packing import Packing, pack
 
 
 @triton.jit
@@ -283,18 +281,18 @@ def recurrent(
     v_first: bool = False,
     inplace: bool = False,
     output_final_state: bool = True,
-    packing: Packing | None = None,
+    cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Launch recurrent_kernel; arguments and result as in the reference, and in the kernel:
 
     A_log, dt_bias: [HV]; g is then the raw gate. normalise: divide q and k by their length.
     sigmoid: beta is this factor times the sigmoid of what is given; 0: as given. v_first: states
-    are [V, K]. inplace: the final state is written to initial_state.
+    are [V, K]. inplace: the final state is written to initial_state. cu_seqlens: [N + 1] int64.
     """
     _, T, H, K = q.shape
     HV, V = v.shape[2:]
     scale = K**-0.5 if scale is None else scale
-    N, cu, _ = sequence_args(q, packing)
+    N = q.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
     o = torch.empty_like(v)
     final_state = initial_state if inplace else None
     if output_final_state and not inplace:
@@ -304,7 +302,7 @@ def recurrent(
     with torch.cuda.device_of(q):
         recurrent_kernel[(N * HV * triton.cdiv(V, width),)](
             q, k, v, g, gk, gv, beta, A_log, dt_bias, initial_state, o, final_state,
-            scale, cu, T, H, HV, K, V, BK=block(K), BV=width,
+            scale, cu_seqlens, T, H, HV, K, V, BK=block(K), BV=width,
             NORM=normalise, SIGMOID=sigmoid, V_FIRST=v_first, num_warps=2 if width == WIDE else 4,
         )  # fmt: skip
     return o, final_state
@@ -323,19 +321,22 @@ def recurrent_bwd(
     gv: Tensor | None = None,
     scale: float | None = None,
     initial_state: Tensor | None = None,
-    packing: Packing | None = None,
+    cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor | None, ...]:
-    """Launch recurrent_bwd_kernel; arguments and result as in the reference."""
+    """Launch recurrent_bwd_kernel; arguments and result as in the reference.
+
+    cu_seqlens: [N + 1] int64, of sequences packed into a batch of one.
+    """
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
     scale = K**-0.5 if scale is None else scale
     length = math.isqrt(T - 1) + 1
-    if packing is None:
-        N, cu, offsets, blocks = B, None, None, B * triton.cdiv(T, length)
-    else:
-        packing = pack(packing.cu_seqlens, length)
-        N, cu, offsets = sequence_args(q, packing)
-        blocks = packing.chunks
+    N, blocks, offsets = B, B * triton.cdiv(T, length), None
+    if cu_seqlens is not None:
+        counts = (cu_seqlens.diff() + length - 1).div(length, rounding_mode="floor")
+        offsets = counts.cumsum(0) - counts
+        N = len(counts)
+        blocks = T // length + N  # as many as there can be: how many there are, the device knows
     NV = triton.cdiv(V, BV)
 
     def new(*shape: int) -> Tensor:
@@ -350,7 +351,7 @@ def recurrent_bwd(
     with torch.cuda.device_of(q):
         recurrent_bwd_kernel[(N * HV * NV,)](
             q, k, v, g, gk, gv, beta, initial_state, do, dht, kept, inner,
-            dq, dk, dv, dg, dbeta, dgk, dgv, dh0, scale, cu, offsets, T, B * T, length,
+            dq, dk, dv, dg, dbeta, dgk, dgv, dh0, scale, cu_seqlens, offsets, T, B * T, length,
             H, HV, K, V, BK=block(K), BV=BV, num_warps=4,
         )  # fmt: skip
     dq, dk = (sum_heads(x.sum(0), H, q.dtype).to(q.dtype) for x in (dq, dk))

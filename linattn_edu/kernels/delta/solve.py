@@ -100,6 +100,28 @@ def solve_kernel(
     store_tile(A_ptr + (first * HV + i_h) * BT, A, o_t, o_t, HV * BT, n_t, BT)
 
 
+@triton.jit(do_not_specialize=["T"])
+def solve_tril_kernel(
+    L_ptr,  # [B, T, HV, BT]
+    A_ptr,  # [B, T, HV, BT] out
+    cu_ptr,  # [N + 1] or None
+    chunks_ptr,  # [NT, 2] or None
+    T,
+    HV: tl.constexpr,
+    BT: tl.constexpr,
+):
+    """One program: one chunk of one head.  Grid (NT * HV).
+
+    Reference: linattn_edu.reference.delta.solve.solve_tril.
+    """
+    i_h, _, first, n_t = chunk_of(tl.program_id(0), cu_ptr, chunks_ptr, T, HV, BT)
+    o_t = tl.arange(0, BT)
+    L = load_tile(L_ptr + (first * HV + i_h) * BT, o_t, o_t, HV * BT, n_t, tl.minimum(n_t, BT))
+    L = tl.where(o_t[:, None] > o_t[None, :], L.to(tl.float32), 0.0)
+    A = unit_lower_inverse(L, BT, "tf32x3")
+    store_tile(A_ptr + (first * HV + i_h) * BT, A, o_t, o_t, HV * BT, n_t, BT)
+
+
 # generation -> bytes of an element -> row. One warp where its registers hold the tile: the
 # substitution is a chain of reductions, and within a warp these need no barrier.
 CONFIGS = {
@@ -126,3 +148,13 @@ def solve(k: Tensor, beta: Tensor, *, chunk_size: int, packing: Packing | None =
         PRECISION=merge_precision(k.dtype), **config,
     )  # fmt: skip
     return A
+
+
+def solve_tril(A: Tensor, *, packing: Packing | None = None) -> Tensor:
+    """Launch solve_tril_kernel; arguments and result as in the reference."""
+    _, T, HV, C = A.shape
+    X = torch.empty_like(A, dtype=torch.float32)
+    NT, *chunks = chunk_args(A, C, packing)
+    with torch.cuda.device_of(A):
+        solve_tril_kernel[(NT * HV,)](A, X, *chunks, T, HV, BT=C, num_warps=4)
+    return X

@@ -27,6 +27,33 @@ def solve(k: Tensor, beta: Tensor, *, chunk_size: int) -> Tensor:
     return from_chunks(unit_lower_inverse(L), T).to(k.dtype)
 
 
+def solve_tril(A: Tensor) -> Tensor:
+    """Invert I + A for the strictly lower-triangular matrix of each chunk.
+
+    Args:
+        A: [B, T, H, C], row i of a chunk is row i of its matrix; what stands on or above the
+            diagonal is not read.
+    Returns:
+        (I + A)^-1 [B, T, H, C] in fp32 (fp64 for fp64 input).
+    Source: chapter 03.
+    """
+    L = to_chunks(A.to(compute_dtype(A)), A.shape[-1])
+    return from_chunks(unit_lower_inverse(L.tril(-1)), A.shape[1])
+
+
+def solve_tril_bwd(X: Tensor, dX: Tensor) -> Tensor:
+    """The adjoint of solve_tril: dA = -tril(X^T dX X^T, -1), X = (I + A)^-1.
+
+    Args:
+        X, dX: [B, T, H, C].
+    Returns:
+        dA [B, T, H, C] in X.dtype.
+    Source: chapters 08 and 10.
+    """
+    X_, dX = (to_chunks(x.to(X.dtype), X.shape[-1]) for x in (X, dX))
+    return from_chunks(-(X_.mT @ dX @ X_.mT).tril(-1), X.shape[1])
+
+
 def unit_lower_inverse(L: Tensor) -> Tensor:
     """(I + L)^-1 for strictly lower-triangular L [..., C, C], C = 8, 16, 32, ...
 

@@ -1,0 +1,358 @@
+"""Gated DeltaNet token by token: decoding, and prefill of short prompts."""
+
+import torch
+from torch import Tensor
+
+from linattn_edu.ops import arguments, check, library
+from linattn_edu.ops.l2norm import l2norm
+
+
+def fused_recurrent_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    gk: Tensor | None = None,
+    gv: Tensor | None = None,
+    beta: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    *,
+    inplace_final_state: bool = False,
+    transpose_state_layout: bool | None = None,
+    impl: str = "auto",
+) -> tuple[Tensor, Tensor | None]:
+    r"""Gated delta rule one token after the other: decoding, and prefill of short prompts.
+
+    The same result as :func:`chunk_gated_delta_rule`, in one kernel that takes a step a token: the
+    faster form for a few tokens, T = 1 in particular, and without the rounding of chunks. All
+    arithmetic is in float32. Differentiable by every tensor; the backward pass computes the states
+    again in blocks of sqrt(T) tokens.
+
+    Args:
+        q, k, v, scale, output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel, A_log,
+            dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, cu_seqlens,
+            transpose_state_layout, impl: As in :func:`chunk_gated_delta_rule`. cu_seqlens is never
+            read by the host, so its numbers are checked on the CPU only.
+        g: Natural-log decay of each token ``[B, T, HV]``, <= 0, or None: no decay.
+        gk: Natural-log decay of each row of the state ``[B, T, HV, K]``, <= 0, or None.
+        gv: Natural-log decay of each column ``[B, T, HV, V]``, <= 0, or None. The decays given
+            multiply.
+        beta: Write strength ``[B, T, HV]`` in [0, 2], or None: 1.
+        initial_state: State before the first token, as in :func:`chunk_gated_delta_rule`.
+        inplace_final_state: Whether to write the final state to initial_state, which must be a
+            contiguous float32 tensor (float64 where the reference runs in it), and return it. Not
+            while a gradient is recorded.
+
+    Returns:
+        ``(o, final_state)`` as of :func:`chunk_gated_delta_rule`; final_state is initial_state with
+        inplace_final_state, whatever output_final_state says.
+
+    Raises:
+        TypeError, ValueError: as :func:`chunk_gated_delta_rule`, before any kernel runs.
+
+    Source: Yang et al. 2024 (arXiv:2412.06464); chapter 01.
+    """
+    state_v_first = arguments.v_first(state_v_first, transpose_state_layout)
+    sizes = arguments.check_tensors(
+        q, k, v, g, beta, initial_state, cu_seqlens, state_v_first, gk, gv
+    )
+    arguments.check_gate(sizes, q, g, use_gate_in_kernel, A_log, dt_bias)
+    for name, x in (("gk", gk), ("gv", gv)):
+        if x is not None:
+            check.log_decay(name, x)
+    arguments.check_beta(use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    if use_beta_sigmoid_in_kernel and beta is None:
+        raise ValueError("beta must be given with use_beta_sigmoid_in_kernel=True, got None")
+    check.number("scale", scale)
+    check.flag("output_final_state", output_final_state)
+    check.flag("use_qk_l2norm_in_kernel", use_qk_l2norm_in_kernel)
+    check.flag("inplace_final_state", inplace_final_state)
+    if cu_seqlens is not None and cu_seqlens.device.type == "cpu" and not _compiling():
+        check.lengths("cu_seqlens", cu_seqlens.tolist(), sizes["T"])
+    tensors = (q, k, v, g, gk, gv, beta, A_log, dt_bias, initial_state)
+    gradient = library.needs_gradient(*tensors)
+    if inplace_final_state:
+        _check_inplace(initial_state, library.wide(*tensors), gradient)
+    impl = check.resolve_impl(impl, q.device, tuple(x.dtype for x in tensors if x is not None))
+    scale = sizes["K"] ** -0.5 if scale is None else float(scale)
+    if gradient or library.implementation(impl, *tensors) == "reference":
+        if use_gate_in_kernel:
+            g = arguments.gate(g, A_log, dt_bias)
+        if use_qk_l2norm_in_kernel:
+            q, k = l2norm(q, impl=impl), l2norm(k, impl=impl)
+        if use_beta_sigmoid_in_kernel:
+            beta = arguments.sigmoid(beta, allow_neg_eigval)
+        if beta is None:
+            beta = torch.ones_like(v[..., 0])
+        state = initial_state
+        if state_v_first and state is not None:
+            state = state.transpose(-1, -2)
+        o, final_state = _recurrent(q, k, v, g, gk, gv, beta, state, cu_seqlens, scale, impl)
+        if state_v_first:
+            final_state = final_state.transpose(-1, -2).contiguous()
+        if inplace_final_state:
+            return o, initial_state.copy_(final_state)
+        return o, final_state if output_final_state else None
+    sigmoid = int(use_beta_sigmoid_in_kernel) * (2 if allow_neg_eigval else 1)
+    rest = (cu_seqlens, scale, use_qk_l2norm_in_kernel, sigmoid, state_v_first)
+    if inplace_final_state:
+        # outside of a graph without the dispatcher, which costs a short call much of its time
+        step = _step_inplace_op if _compiling() else _step_inplace
+        return step(*tensors, *rest), initial_state
+    step = _step_op if _compiling() else _step
+    o, final_state = step(*tensors, *rest, output_final_state)
+    return o, final_state if output_final_state else None
+
+
+def _compiling() -> bool:
+    return torch.compiler.is_compiling()
+
+
+def _check_inplace(state: Tensor | None, dtype: torch.dtype, gradient: bool) -> None:
+    """Refuse an initial_state that cannot take the final state."""
+    if state is None:
+        raise ValueError("initial_state must be given with inplace_final_state=True, got None")
+    if state.dtype != dtype:
+        raise TypeError(
+            f"initial_state must be {dtype} with inplace_final_state=True, got {state.dtype}"
+        )
+    if not state.is_contiguous():
+        raise ValueError("initial_state must be contiguous with inplace_final_state=True")
+    if gradient:
+        raise ValueError(
+            "inplace_final_state=True overwrites what a gradient needs: "
+            "call it under torch.no_grad(), or without"
+        )
+
+
+def _step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    gk: Tensor | None,
+    gv: Tensor | None,
+    beta: Tensor | None,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    scale: float,
+    normalise: bool,
+    sigmoid: int,
+    v_first: bool,
+    output_final_state: bool,
+) -> tuple[Tensor, Tensor]:
+    """The kernel with everything in it; the final state is empty if not asked for."""
+    from linattn_edu.kernels.delta.recurrent import recurrent
+
+    tensors = (q, k, v, g, gk, gv, beta, A_log, dt_bias, initial_state)
+    q, k, v, g, gk, gv, beta, A_log, dt_bias, initial_state = map(library.contiguous, tensors)
+    o, final_state = recurrent(
+        q, k, v, g, beta, gk=gk, gv=gv, scale=scale, initial_state=initial_state, A_log=A_log,
+        dt_bias=dt_bias, normalise=normalise, sigmoid=sigmoid, v_first=v_first,
+        output_final_state=output_final_state, cu_seqlens=_int64(cu_seqlens),
+    )  # fmt: skip
+    return o, q.new_empty(0, dtype=torch.float32) if final_state is None else final_state
+
+
+def _step_inplace(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    gk: Tensor | None,
+    gv: Tensor | None,
+    beta: Tensor | None,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    state: Tensor,
+    cu_seqlens: Tensor | None,
+    scale: float,
+    normalise: bool,
+    sigmoid: int,
+    v_first: bool,
+) -> Tensor:
+    """The same; the final state goes where the initial one is."""
+    from linattn_edu.kernels.delta.recurrent import recurrent
+
+    tensors = (q, k, v, g, gk, gv, beta, A_log, dt_bias)
+    q, k, v, g, gk, gv, beta, A_log, dt_bias = map(library.contiguous, tensors)
+    aligned = library.contiguous(state)
+    o, _ = recurrent(
+        q, k, v, g, beta, gk=gk, gv=gv, scale=scale, initial_state=aligned, A_log=A_log,
+        dt_bias=dt_bias, normalise=normalise, sigmoid=sigmoid, v_first=v_first,
+        inplace=True, cu_seqlens=_int64(cu_seqlens),
+    )  # fmt: skip
+    if aligned is not state:
+        state.copy_(aligned)
+    return o
+
+
+def _int64(cu_seqlens: Tensor | None) -> Tensor | None:
+    return None if cu_seqlens is None else cu_seqlens.long()
+
+
+_step_op = torch.library.custom_op("linattn_edu::recurrent_step", _step, mutates_args=())
+_step_inplace_op = torch.library.custom_op(
+    "linattn_edu::recurrent_step_", _step_inplace, mutates_args={"state"}
+)
+
+
+@_step_op.register_fake
+def _(q, k, v, g, gk, gv, beta, A_log, dt_bias, initial_state, cu_seqlens, scale, normalise,
+      sigmoid, v_first, output_final_state):  # fmt: skip
+    N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    K, V = q.shape[-1], v.shape[-1]
+    shape = (N, v.shape[2], V, K) if v_first else (N, v.shape[2], K, V)
+    state = q.new_empty(shape if output_final_state else 0, dtype=torch.float32)
+    return torch.empty_like(v, memory_format=torch.contiguous_format), state
+
+
+@_step_inplace_op.register_fake
+def _(q, k, v, *rest):
+    return torch.empty_like(v, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("linattn_edu::recurrent", mutates_args=())
+def _recurrent(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    gk: Tensor | None,
+    gv: Tensor | None,
+    beta: Tensor,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    scale: float,
+    impl: str,
+) -> tuple[Tensor, Tensor]:
+    """o and the final state: what has a gradient."""
+    tensors = (q, k, v, g, gk, gv, beta, initial_state)
+    q, k, v, g, gk, gv, beta, initial_state = map(library.contiguous, tensors)
+    if library.implementation(impl, *tensors) == "triton":
+        from linattn_edu.kernels.delta.recurrent import recurrent
+
+        return recurrent(
+            q, k, v, g, beta, gk=gk, gv=gv, scale=scale, initial_state=initial_state,
+            cu_seqlens=_int64(cu_seqlens),
+        )  # fmt: skip
+    from linattn_edu.reference.delta.recurrent import recurrent
+
+    if cu_seqlens is None:
+        return recurrent(q, k, v, g, beta, gk=gk, gv=gv, scale=scale, initial_state=initial_state)
+    o, final_state = _results(tensors, cu_seqlens)
+    final_state.copy_(torch.tensor(0.0) if initial_state is None else initial_state)
+    for n, t in library.sequences(cu_seqlens, None, q.shape[1]):
+        g_, gk_, gv_ = (x if x is None else x[:, t] for x in (g, gk, gv))
+        state = None if initial_state is None else initial_state[n : n + 1]
+        o[:, t], S = recurrent(
+            q[:, t], k[:, t], v[:, t], g_, beta[:, t], gk=gk_, gv=gv_, scale=scale,
+            initial_state=state,
+        )  # fmt: skip
+        final_state[n] = S[0]
+    return o, final_state
+
+
+def _results(tensors, cu_seqlens) -> tuple[Tensor, Tensor]:
+    q, _, v, *_ = tensors
+    N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    state = q.new_empty(N, v.shape[2], q.shape[-1], v.shape[-1], dtype=library.wide(*tensors))
+    return torch.empty_like(v, memory_format=torch.contiguous_format), state
+
+
+@_recurrent.register_fake
+def _(q, k, v, g, gk, gv, beta, initial_state, cu_seqlens, scale, impl):
+    return _results((q, k, v, g, gk, gv, beta, initial_state), cu_seqlens)
+
+
+@torch.library.custom_op("linattn_edu::recurrent_backward", mutates_args=())
+def _recurrent_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    gk: Tensor | None,
+    gv: Tensor | None,
+    beta: Tensor,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    do: Tensor,
+    dht: Tensor | None,
+    scale: float,
+    impl: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v, g, gk, gv, beta and initial_state."""
+    tensors = (q, k, v, g, gk, gv, beta, initial_state)
+    q, k, v, g, gk, gv, beta, initial_state = map(library.contiguous, tensors)
+    do, dht = library.contiguous(do), library.contiguous(dht)
+    if library.implementation(impl, *tensors) == "triton":
+        from linattn_edu.kernels.delta.recurrent import recurrent_bwd
+
+        options = {"scale": scale, "initial_state": initial_state, "gk": gk, "gv": gv}
+        got = recurrent_bwd(q, k, v, g, beta, do, dht, cu_seqlens=_int64(cu_seqlens), **options)
+        return _gradients(tensors, got)
+    from linattn_edu.reference.delta.recurrent import recurrent_bwd
+
+    if cu_seqlens is None:
+        options = {"scale": scale, "initial_state": initial_state, "gk": gk, "gv": gv}
+        return _gradients(tensors, recurrent_bwd(q, k, v, g, beta, do, dht, **options))
+    gradients = _gradients(tensors)
+    if initial_state is not None:  # through a sequence without tokens
+        gradients[7].copy_(torch.tensor(0.0) if dht is None else dht)
+    for n, t in library.sequences(cu_seqlens, None, q.shape[1]):
+        g_, gk_, gv_ = (x if x is None else x[:, t] for x in (g, gk, gv))
+        state, dstate = (x if x is None else x[n : n + 1] for x in (initial_state, dht))
+        one = recurrent_bwd(
+            q[:, t], k[:, t], v[:, t], g_, beta[:, t], do[:, t], dstate, gk=gk_, gv=gv_,
+            scale=scale, initial_state=state,
+        )  # fmt: skip
+        dq, dk, dv, dg, dbeta, dgk, dgv, dh0 = one
+        for whole, part in zip(gradients, (dq, dk, dv, dg, dgk, dgv, dbeta), strict=False):
+            if part is not None:
+                whole[:, t] = part
+        if initial_state is not None:
+            gradients[7][n] = dh0[0]
+    return gradients
+
+
+def _gradients(tensors, given=None) -> tuple[Tensor, ...]:
+    """What `_recurrent_backward` returns: the given ones in the tensors' dtypes, or new ones."""
+    if given is not None:
+        dq, dk, dv, dg, dbeta, dgk, dgv, dh0 = given
+        given = (dq, dk, dv, dg, dgk, dgv, dbeta, dh0)
+    return library.gradients(tensors, given)
+
+
+@_recurrent_backward.register_fake
+def _(q, k, v, g, gk, gv, beta, initial_state, *rest):
+    return _gradients((q, k, v, g, gk, gv, beta, initial_state))
+
+
+def _setup(ctx, inputs, output):
+    *tensors, ctx.scale, ctx.impl = inputs
+    ctx.save_for_backward(*tensors)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx, do, dht):
+    tensors = ctx.saved_tensors
+    if do is None:
+        do = torch.zeros_like(tensors[2])
+    got = _recurrent_backward(*tensors, do, dht, ctx.scale, ctx.impl)
+    gradients = [x if x is None else dx for x, dx in zip(tensors[:8], got, strict=True)]
+    return *gradients, None, None, None
+
+
+_recurrent.register_autograd(_backward, setup_context=_setup)

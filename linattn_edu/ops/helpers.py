@@ -1,0 +1,239 @@
+"""Two stages as functions of their own: the cumulative sum in chunks, the triangular inverse."""
+
+import torch
+from torch import Tensor
+
+from linattn_edu.ops import arguments, check, library
+
+CHUNK_SIZES = (16, 32, 64)
+
+
+def chunk_local_cumsum(
+    g: Tensor,
+    chunk_size: int,
+    reverse: bool = False,
+    scale: float | None = None,
+    cu_seqlens: Tensor | None = None,
+    output_dtype: torch.dtype | None = torch.float,
+    chunk_indices: Tensor | None = None,
+    *,
+    cu_seqlens_cpu: Tensor | None = None,
+    impl: str = "auto",
+) -> Tensor:
+    """Cumulative sum over the tokens of each chunk by itself.
+
+        y_i = scale * sum over j <= i (reverse: j >= i) in the chunk of g_j
+
+    Differentiable: the adjoint is the same sum the other way round.
+
+    Args:
+        g: ``[B, T, H]`` or ``[B, T, H, D]``, any float dtype.
+        chunk_size: Tokens of a chunk: a power of two, 16 to 256.
+        reverse: Whether to add up from the end of the chunk.
+        scale: Factor of the result, 1 if None; ``log2(e)`` turns natural logarithms into base 2.
+        cu_seqlens, cu_seqlens_cpu, chunk_indices: As in :func:`chunk_gated_delta_rule`.
+        output_dtype: Dtype of the result, g's if None. Sums are in float32 (float64 for float64).
+        impl: "triton", "reference" or "auto".
+
+    Returns:
+        y of g's shape.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit; no kernel has run then.
+
+    Source: chapters 02 and 12.
+    """
+    sizes: dict[str, int] = {}
+    axes = ("B", "T", "H", "D") if isinstance(g, Tensor) and g.ndim == 4 else ("B", "T", "H")
+    check.tensor("g", g, axes, sizes)
+    if 0 in g.shape:
+        raise ValueError(f"g must have no empty axis, got {tuple(g.shape)}")
+    check.choice("chunk_size", chunk_size, (16, 32, 64, 128, 256))
+    check.flag("reverse", reverse)
+    check.number("scale", scale)
+    if output_dtype is not None and output_dtype not in check.FLOATS:
+        raise TypeError(f"output_dtype must be a floating-point dtype, got {output_dtype}")
+    sizes["N"] = sizes["B"]
+    if cu_seqlens is not None:
+        sizes["N"] = check.boundaries("cu_seqlens", cu_seqlens)
+        check.same_device(("g", g), ("cu_seqlens", cu_seqlens))
+        if sizes["B"] != 1:
+            raise ValueError(f"g must have B = 1 with cu_seqlens, got B={sizes['B']}")
+    arguments.check_packing(sizes, g, cu_seqlens, cu_seqlens_cpu, chunk_indices)
+    impl = check.resolve_impl(impl, g.device, (g.dtype,))
+    if cu_seqlens is not None and cu_seqlens_cpu is None and chunk_indices is None:
+        cu_seqlens_cpu = cu_seqlens.cpu()
+    y = _cumsum(
+        g.flatten(2), cu_seqlens, cu_seqlens_cpu, chunk_indices, chunk_size, reverse,
+        1.0 if scale is None else float(scale), impl,
+    ).view(g.shape)  # fmt: skip
+    return y.to(g.dtype if output_dtype is None else output_dtype)
+
+
+@torch.library.custom_op("linattn_edu::chunk_local_cumsum", mutates_args=())
+def _cumsum(
+    x: Tensor,
+    cu_seqlens: Tensor | None,
+    cu_seqlens_cpu: Tensor | None,
+    chunk_indices: Tensor | None,
+    chunk_size: int,
+    reverse: bool,
+    scale: float,
+    impl: str,
+) -> Tensor:
+    """The sum of x [B, T, D] in float32 or float64."""
+    options = {"chunk_size": chunk_size, "reverse": reverse, "scale": scale}
+    x = library.contiguous(x)
+    if library.implementation(impl, x) == "triton":
+        from linattn_edu.kernels.delta.cumsum import cumsum
+
+        bounds = (cu_seqlens, cu_seqlens_cpu, chunk_indices)
+        packing = library.packing(*bounds, x, chunk_size, chunk_size)
+        return cumsum(x, packing=packing, **options)
+    from linattn_edu.reference.delta.cumsum import cumsum
+
+    if cu_seqlens is None:
+        return cumsum(x, **options)
+    y = torch.empty_like(x, dtype=library.wide(x))
+    for _, t in library.sequences(cu_seqlens, cu_seqlens_cpu, x.shape[1]):
+        y[:, t] = cumsum(x[:, t], **options)
+    return y
+
+
+@_cumsum.register_fake
+def _(x, *rest):
+    return torch.empty_like(x, dtype=library.wide(x), memory_format=torch.contiguous_format)
+
+
+def _setup_cumsum(ctx, inputs, output):
+    x, *bounds, ctx.chunk_size, ctx.reverse, ctx.scale, ctx.impl = inputs
+    ctx.dtype = x.dtype
+    ctx.save_for_backward(*bounds)
+
+
+def _cumsum_backward(ctx, dy):
+    bounds = ctx.saved_tensors
+    dx = _cumsum(dy, *bounds, ctx.chunk_size, not ctx.reverse, ctx.scale, ctx.impl)
+    return dx.to(ctx.dtype), *(None,) * 7
+
+
+_cumsum.register_autograd(_cumsum_backward, setup_context=_setup_cumsum)
+
+
+def solve_tril(
+    A: Tensor,
+    cu_seqlens: Tensor | None = None,
+    chunk_indices: Tensor | None = None,
+    output_dtype: torch.dtype = torch.float,
+    *,
+    cu_seqlens_cpu: Tensor | None = None,
+    impl: str = "auto",
+) -> Tensor:
+    """Invert I + A for the strictly lower-triangular matrix A of each chunk.
+
+    Differentiable: dA = -tril(X^T dX X^T, -1) with X = (I + A)^-1.
+
+    Args:
+        A: ``[B, T, H, C]``, float32, float16 or bfloat16 (float64: reference only), C = 16, 32 or
+            64: row i of a chunk is row i of its matrix. What stands on or above the diagonal is not
+            read, nor are the columns past the end of a chunk that has fewer than C tokens.
+        cu_seqlens, cu_seqlens_cpu, chunk_indices: As in :func:`chunk_gated_delta_rule`.
+        output_dtype: Dtype of the result. The arithmetic is in float32 (float64 for float64).
+        impl: "triton", "reference" or "auto".
+
+    Returns:
+        X ``[B, T, H, C]``.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit; no kernel has run then.
+
+    Source: chapters 03 and 10.
+    """
+    sizes: dict[str, int] = {}
+    check.tensor("A", A, ("B", "T", "H", "C"), sizes)
+    if 0 in A.shape:
+        raise ValueError(f"A must have no empty axis, got {tuple(A.shape)}")
+    if sizes["C"] not in CHUNK_SIZES:
+        raise ValueError(f"A must have C = 16, 32 or 64, got C={sizes['C']}")
+    if output_dtype not in check.FLOATS:
+        raise TypeError(f"output_dtype must be a floating-point dtype, got {output_dtype}")
+    sizes["N"] = sizes["B"]
+    if cu_seqlens is not None:
+        sizes["N"] = check.boundaries("cu_seqlens", cu_seqlens)
+        check.same_device(("A", A), ("cu_seqlens", cu_seqlens))
+        if sizes["B"] != 1:
+            raise ValueError(f"A must have B = 1 with cu_seqlens, got B={sizes['B']}")
+    arguments.check_packing(sizes, A, cu_seqlens, cu_seqlens_cpu, chunk_indices)
+    impl = check.resolve_impl(impl, A.device, (A.dtype,))
+    if cu_seqlens is not None and cu_seqlens_cpu is None and chunk_indices is None:
+        cu_seqlens_cpu = cu_seqlens.cpu()
+    return _solve(A, cu_seqlens, cu_seqlens_cpu, chunk_indices, impl).to(output_dtype)
+
+
+def _solve_module(impl: str, A: Tensor):
+    if library.implementation(impl, A) == "triton":
+        from linattn_edu.kernels.delta import solve as module
+    else:
+        from linattn_edu.reference.delta import solve as module
+    return module
+
+
+@torch.library.custom_op("linattn_edu::solve_tril", mutates_args=())
+def _solve(
+    A: Tensor,
+    cu_seqlens: Tensor | None,
+    cu_seqlens_cpu: Tensor | None,
+    chunk_indices: Tensor | None,
+    impl: str,
+) -> Tensor:
+    """The inverse in float32 or float64."""
+    A = library.contiguous(A)
+    if library.implementation(impl, A) == "triton":
+        C = A.shape[-1]
+        packing = library.packing(cu_seqlens, cu_seqlens_cpu, chunk_indices, A, C, C)
+        return _solve_module(impl, A).solve_tril(A, packing=packing)
+    return _each(_solve_module(impl, A).solve_tril, cu_seqlens, cu_seqlens_cpu, A)
+
+
+@torch.library.custom_op("linattn_edu::solve_tril_backward", mutates_args=())
+def _solve_backward(
+    X: Tensor, dX: Tensor, cu_seqlens: Tensor | None, cu_seqlens_cpu: Tensor | None
+) -> Tensor:
+    """-tril(X^T dX X^T, -1), by matrix products of PyTorch."""
+    from linattn_edu.reference.delta.solve import solve_tril_bwd
+
+    return _each(solve_tril_bwd, cu_seqlens, cu_seqlens_cpu, X, dX)
+
+
+def _each(f, cu_seqlens, cu_seqlens_cpu, x, *others):
+    """f of every sequence by itself."""
+    if cu_seqlens is None:
+        return f(x, *others)
+    y = torch.empty_like(x, dtype=library.wide(x))
+    for _, t in library.sequences(cu_seqlens, cu_seqlens_cpu, x.shape[1]):
+        y[:, t] = f(x[:, t], *(z[:, t] for z in others))
+    return y
+
+
+@_solve.register_fake
+def _(A, *rest):
+    return torch.empty_like(A, dtype=library.wide(A), memory_format=torch.contiguous_format)
+
+
+@_solve_backward.register_fake
+def _(X, *rest):
+    return torch.empty_like(X, memory_format=torch.contiguous_format)
+
+
+def _setup_solve(ctx, inputs, output):
+    A, *bounds, _, _ = inputs
+    ctx.dtype = A.dtype
+    ctx.save_for_backward(output, *bounds)
+
+
+def _solve_gradient(ctx, dX):
+    X, *bounds = ctx.saved_tensors
+    return _solve_backward(X, dX, *bounds).to(ctx.dtype), *(None,) * 4
+
+
+_solve.register_autograd(_solve_gradient, setup_context=_setup_solve)
