@@ -82,7 +82,7 @@ def number(name: str, value: object) -> None:
         return
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a number or None, got {type(value).__name__}")
-    if not math.isfinite(value):
+    if not abs(value) < math.inf:  # math.isfinite ends a graph where numbers are symbols
         raise ValueError(f"{name} must be finite, got {value}")
 
 

@@ -15,7 +15,11 @@ TAG = re.compile(r"#\s*(eq:[\w-]+)")
 
 STAGES = ["recurrent", *(f.name for f in dataclasses.fields(gdn.Stages))]
 # sets that compute several stages at once belong to the chapter that joins the stages
-JOINED = {"delta/fused": "06_output"}
+JOINED = {
+    "delta/fused": "06_output",
+    "delta/l2norm": "08_output_bwd",
+    "delta/cumsum": "12_gate_bwd",
+}
 
 
 def modules(root):

@@ -46,7 +46,7 @@ def gate_bwd_kernel(
         b_da = tl.where(m_t, b_slope * b_dg, 0.0)
         # eq:delta-dgate-sums   dA_log = sum dg gate, ddt_bias = sum da
         sums_ptr += 2 * i_c * HV + o_h
-        tl.store(sums_ptr, tl.sum(tl.where(m_t, b_dg * b_g, 0.0), 0), mask=o_h < HV)
+        tl.store(sums_ptr, tl.sum(tl.where(m_t & (b_dg != 0.0), b_dg * b_g, 0.0), 0), mask=o_h < HV)
         tl.store(sums_ptr + HV, tl.sum(b_da, 0), mask=o_h < HV)
         b_dg = b_da
     store_tile(dg_ptr + first * HV, b_dg, o_t, o_h, HV, n_t, HV)

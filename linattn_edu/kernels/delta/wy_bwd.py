@@ -18,7 +18,6 @@ from linattn_edu.kernels.tiles import (
     load_tile,
     row,
     store_tile,
-    sum_heads,
 )
 from linattn_edu.packing import Packing
 
@@ -34,8 +33,7 @@ def wy_bwd_kernel(
     v_new_ptr,  # [B, T, HV, V]
     dh_ptr,  # [B, NT, HV, K, V]
     dv_new_ptr,  # [B, T, HV, V]
-    dk_out_ptr,  # [B, T, H, K] what output_bwd found, or None: left to the caller
-    dk_ptr,  # [B, T, HV, K] out
+    dk_ptr,  # [B, T, H, K] added to
     dv_ptr,  # [B, T, HV, V] out
     dbeta_ptr,  # [B, T, HV] out
     dgc_ptr,  # [B, T, HV] added to
@@ -50,77 +48,76 @@ def wy_bwd_kernel(
     BK: tl.constexpr,
     BV: tl.constexpr,
 ):
-    """One program: one chunk of one head.  Grid (NT * HV).
+    """One program: one chunk of one key head, with all value heads that share it.  Grid (NT * H).
 
     Reference: linattn_edu.reference.delta.wy_bwd.
     """
-    i_h, i_c, first, n_t = chunk_of(tl.program_id(0), cu_ptr, chunks_ptr, T, HV, BT)
-    k_ptr += (first * H + i_h // (HV // H)) * K
-    v_ptr += (first * HV + i_h) * V
-    v_new_ptr += (first * HV + i_h) * V
-    dv_new_ptr += (first * HV + i_h) * V
-    dv_ptr += (first * HV + i_h) * V
-    h_ptr += (i_c * HV + i_h) * K * V
-    dh_ptr += (i_c * HV + i_h) * K * V
-
+    i_h, i_c, first, n_t = chunk_of(tl.program_id(0), cu_ptr, chunks_ptr, T, H, BT)
+    k_ptr += (first * H + i_h) * K
+    dk_ptr += (first * H + i_h) * K
     o_t, o_k = tl.arange(0, BT), tl.arange(0, BK)
-    b_gc = load_gate(gc_ptr + first * HV + i_h, o_t, HV, n_t)
-    b_last = tl.load(gc_ptr + (first + tl.minimum(BT, n_t) - 1) * HV + i_h)
-    b_beta = load_row(beta_ptr + first * HV + i_h, o_t, HV, n_t)
-    b_A = load_tile(A_ptr + (first * HV + i_h) * BT, o_t, o_t, HV * BT, n_t, BT)
-    b_AGT = cast(tl.trans(b_A).to(tl.float32) * decay_matrix_transposed(b_gc, o_t), b_A.dtype)
-    b_dk = tl.zeros([BT, BK], dtype=tl.float32)
-    b_ZS = tl.zeros([BT, BK], dtype=tl.float32)
-    b_dL = tl.zeros([BT, BT], dtype=tl.float32)
-    b_dbeta = tl.zeros([BT], dtype=tl.float32)
-    b_dSS = tl.zeros([BK], dtype=tl.float32)
-    for i_v in range(tl.cdiv(V, BV)):
-        o_v = i_v * BV + tl.arange(0, BV)
-        b_h = load_tile(h_ptr, o_k, o_v, V, K, V)  # [BK, BV]
-        b_dh = load_tile(dh_ptr, o_k, o_v, V, K, V)  # [BK, BV]
-        b_v_new = load_tile(v_new_ptr, o_t, o_v, HV * V, n_t, V)  # [BT, BV]
-        b_dv = load_tile(dv_new_ptr, o_t, o_v, HV * V, n_t, V)  # [BT, BV]
-        b_v = load_tile(v_ptr, o_t, o_v, HV * V, n_t, V)  # [BT, BV]
-        b_dSS += tl.sum(b_dh.to(tl.float32) * b_h.to(tl.float32), 1)
-        # eq:delta-z   Z = (A * G)^T dv_new
-        b_Z = dot(b_AGT, b_dv)
-        b_dbeta += tl.sum(b_Z * b_v.to(tl.float32), 1)
-        # eq:delta-dv   dV = diag(beta) Z
-        store_tile(dv_ptr, b_beta[:, None] * b_Z, o_t, o_v, HV * V, n_t, V)
-        # eq:delta-dk-state   dK = diag(2^(gc_last - gc)) v_new dS^T
-        b_dk = dot(b_v_new, tl.trans(b_dh), b_dk)
-        # eq:delta-dk-read   dK = -diag(beta 2^gc) Z S^T
-        b_Z = cast(b_Z, b_h.dtype)
-        b_ZS = dot(b_Z, tl.trans(b_h), b_ZS)
-        # eq:delta-dl   dL = -tril(Z v_new^T, -1) * G
-        b_dL = dot(b_Z, tl.trans(b_v_new), b_dL)
-
-    b_dL = tl.where(o_t[:, None] > o_t[None, :], -b_dL, 0.0) * decay_matrix(b_gc, o_t)
     b_k = load_tile(k_ptr, o_t, o_k, H * K, n_t, K)  # [BT, BK]
-    b_dk *= tl.exp2(b_last - b_gc)[:, None]
-    b_ZS *= tl.exp2(b_gc)[:, None]
-    # eq:delta-dgc-state   dgc_i -= k_i dk_i;  dgc_last += sum_i k_i dk_i + 2^gc_last <dS, S>
-    b_t = tl.sum(b_k.to(tl.float32) * b_dk, 1)
-    b_through = tl.sum(b_t, 0) + tl.exp2(b_last) * tl.sum(b_dSS, 0)
-    b_dgc = tl.where(o_t == tl.minimum(BT, n_t) - 1, b_through, 0.0) - b_t
-    # eq:delta-dbeta   dbeta = rowsum(Z * W) + rowsum(X), W = V - diag(2^gc) K S, X = dL * K K^T
-    X = b_dL * dot(b_k, tl.trans(b_k))
-    b_read = tl.sum(b_k.to(tl.float32) * b_ZS, 1)
-    b_dbeta += tl.sum(X, 1) - b_read
-    tl.store(dbeta_ptr + (first + o_t) * HV + i_h, b_dbeta, mask=o_t < n_t)
-    # eq:delta-dgc-wy   dgc += k dk_read + rowsum(diag(beta) X) - colsum(diag(beta) X)
-    X *= b_beta[:, None]
-    dgc_ptr += first * HV + i_h
-    b_dgc += load_row(dgc_ptr, o_t, HV, n_t) - b_beta * b_read + tl.sum(X, 1) - tl.sum(X, 0)
-    tl.store(dgc_ptr + o_t * HV, b_dgc, mask=o_t < n_t)
-    # eq:delta-dk   dK += dK_state + dK_read + (N + N^T) K, N = diag(beta) dL
-    b_N = b_beta[:, None] * b_dL
-    b_dk -= b_beta[:, None] * b_ZS
-    b_dk = dot(cast(b_N + tl.trans(b_N), b_k.dtype), b_k, b_dk)
-    if dk_out_ptr is not None:
-        dk_out_ptr += (first * HV + i_h) * K
-        b_dk += load_tile(dk_out_ptr, o_t, o_k, HV * K, n_t, K).to(tl.float32)
-    store_tile(dk_ptr + (first * HV + i_h) * K, b_dk, o_t, o_k, HV * K, n_t, K)
+    b_dk = load_tile(dk_ptr, o_t, o_k, H * K, n_t, K).to(tl.float32)  # [BT, BK]
+    b_KK = dot(b_k, tl.trans(b_k))
+    last = tl.minimum(BT, n_t) - 1
+
+    for i_hv in range(i_h * (HV // H), (i_h + 1) * (HV // H)):
+        i = first * HV + i_hv
+        i_S = (i_c * HV + i_hv) * K * V
+        b_gc = load_gate(gc_ptr + i, o_t, HV, n_t)
+        b_last = tl.load(gc_ptr + i + last * HV)
+        b_beta = load_row(beta_ptr + i, o_t, HV, n_t)
+        b_A = load_tile(A_ptr + i * BT, o_t, o_t, HV * BT, n_t, BT)
+        b_AGT = cast(tl.trans(b_A).to(tl.float32) * decay_matrix_transposed(b_gc, o_t), b_A.dtype)
+        b_state = tl.zeros([BT, BK], dtype=tl.float32)
+        b_ZS = tl.zeros([BT, BK], dtype=tl.float32)
+        b_dL = tl.zeros([BT, BT], dtype=tl.float32)
+        b_dbeta = tl.zeros([BT], dtype=tl.float32)
+        b_dSS = tl.zeros([BK], dtype=tl.float32)
+        for j in range(tl.cdiv(V, BV)):
+            o_v = j * BV + tl.arange(0, BV)
+            b_h = load_tile(h_ptr + i_S, o_k, o_v, V, K, V)  # [BK, BV]
+            b_dh = load_tile(dh_ptr + i_S, o_k, o_v, V, K, V)  # [BK, BV]
+            b_v_new = load_tile(v_new_ptr + i * V, o_t, o_v, HV * V, n_t, V)  # [BT, BV]
+            b_dv = load_tile(dv_new_ptr + i * V, o_t, o_v, HV * V, n_t, V)  # [BT, BV]
+            b_v = load_tile(v_ptr + i * V, o_t, o_v, HV * V, n_t, V)  # [BT, BV]
+            b_dSS += tl.sum(b_dh.to(tl.float32) * b_h.to(tl.float32), 1)
+            # eq:delta-z   Z = (A * G)^T dv_new
+            b_Z = dot(b_AGT, b_dv)
+            b_dbeta += tl.sum(b_Z * b_v.to(tl.float32), 1)
+            # eq:delta-dv   dV = diag(beta) Z
+            store_tile(dv_ptr + i * V, b_beta[:, None] * b_Z, o_t, o_v, HV * V, n_t, V)
+            # eq:delta-dk-state   dK = diag(2^(gc_last - gc)) v_new dS^T
+            b_state = dot(b_v_new, tl.trans(b_dh), b_state)
+            # eq:delta-dk-read   dK = -diag(beta 2^gc) Z S^T
+            b_Z = cast(b_Z, b_h.dtype)
+            b_ZS = dot(b_Z, tl.trans(b_h), b_ZS)
+            # eq:delta-dl   dL = -tril(Z v_new^T, -1) * G
+            b_dL = dot(b_Z, tl.trans(b_v_new), b_dL)
+
+        b_dL = tl.where(o_t[:, None] > o_t[None, :], -b_dL, 0.0) * decay_matrix(b_gc, o_t)
+        b_state *= tl.exp2(b_last - b_gc)[:, None]
+        b_ZS *= tl.exp2(b_gc)[:, None]
+        # eq:delta-dgc-state   dgc_i -= k_i dk_i;  dgc_last += sum_i k_i dk_i + 2^gc_last <dS, S>
+        b_t = tl.where(o_t == last, 0.0, tl.sum(b_k.to(tl.float32) * b_state, 1))
+        b_through = tl.sum(b_t, 0) + tl.exp2(b_last) * tl.sum(b_dSS, 0)
+        b_dgc = tl.where(o_t == last, b_through, 0.0) - b_t
+        # eq:delta-dbeta   dbeta = rowsum(Z * W) + rowsum(X), W = V - diag(2^gc) K S, X = dL * K K^T
+        X = b_dL * b_KK
+        b_read = tl.sum(b_k.to(tl.float32) * b_ZS, 1)
+        b_dbeta += tl.sum(X, 1) - b_read
+        tl.store(dbeta_ptr + i + o_t * HV, b_dbeta, mask=o_t < n_t)
+        # eq:delta-dgc-wy   dgc += k dk_read + rowsum(diag(beta) X) - colsum(diag(beta) X)
+        X *= b_beta[:, None]
+        b_dgc += load_row(dgc_ptr + i, o_t, HV, n_t) - b_beta * b_read
+        b_dgc += tl.sum(X, 1) - tl.sum(X, 0)
+        tl.store(dgc_ptr + i + o_t * HV, b_dgc, mask=o_t < n_t)
+        # eq:delta-dk   dK += dK_state + dK_read + (N + N^T) K, N = diag(beta) dL
+        b_N = b_beta[:, None] * b_dL
+        b_dk += b_state - b_beta[:, None] * b_ZS
+        b_dk = dot(cast(b_N + tl.trans(b_N), b_k.dtype), b_k, b_dk)
+
+    store_tile(dk_ptr, b_dk, o_t, o_k, H * K, n_t, K)
 
 
 # generation -> bytes of an element -> BK -> row. BK holds a whole key; narrower heads keep these
@@ -156,21 +153,17 @@ def wy_bwd(
     *,
     packing: Packing | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Launch wy_bwd_kernel; arguments and result as in the reference, but dgc, and dk if HV = H,
-    are added to in place.
+    """Launch wy_bwd_kernel; arguments and result as in the reference, but dk and dgc are added to
+    in place.
     """
-    B, T, H, K = k.shape
+    _, T, H, K = k.shape
     HV, V = v.shape[2:]
     chunk_size = A.shape[-1]
     BK, config = by_key(CONFIGS, k)
-    shared = H != HV  # several value heads add to the gradient of one key
-    partial = k.new_empty(B, T, HV, K, dtype=torch.float32) if shared else dk
     dv, dbeta = torch.empty_like(v), torch.empty_like(gc)
     NT, *chunks = chunk_args(k, chunk_size, packing)
-    wy_bwd_kernel[(NT * HV,)](
-        k, v, beta, gc, A, h, v_new, dh, dv_new, None if shared else dk, partial, dv, dbeta, dgc,
+    wy_bwd_kernel[(NT * H,)](
+        k, v, beta, gc, A, h, v_new, dh, dv_new, dk, dv, dbeta, dgc,
         *chunks, T, H, HV, K, V, BT=chunk_size, BK=BK, **config,
     )  # fmt: skip
-    if shared:
-        dk = (sum_heads(partial, H, torch.float32) + dk).to(k.dtype)
     return dk, dv, dbeta, dgc

@@ -1,5 +1,6 @@
 """Stage gate_bwd: the adjoint of gate_cumsum, and of the gate a layer computes."""
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -40,5 +41,5 @@ def gate_bwd(
     a = g.to(dtype) if dt_bias is None else g.to(dtype) + dt_bias.to(dtype)
     da = -A_log.to(dtype).exp() * F.sigmoid(a) * dg
     # eq:delta-dgate-sums   dA_log = sum dg gate, ddt_bias = sum da
-    dA_log = (dg * log_decay).sum((0, 1))
+    dA_log = torch.where(dg == 0, 0, dg * log_decay).sum((0, 1))
     return da.to(g.dtype), dA_log, None if dt_bias is None else da.sum((0, 1))

@@ -74,27 +74,26 @@ def wy_bwd(
     # eq:delta-dl   dL = -tril(Z v_new^T, -1) * G
     dL = -(Z @ v_new.mT).tril(-1) * G
     # eq:delta-dgc-state   dgc_i -= k_i dk_i;  dgc_last += sum_i k_i dk_i + 2^gc_last <dS, S>
-    t = (K * dK_state).sum(-1)
+    end = last_tokens(T, C, gc.device)
+    t = (K * dK_state).sum(-1).masked_fill(end, 0)  # for i = last the two would cancel
     through = t.sum(-1) + torch.exp2(last[..., 0]) * (dS * S).sum((-1, -2))
+    dgc = dgc - t + end * through[..., None]
     # eq:delta-dbeta   dbeta = rowsum(Z * W) + rowsum(X), W = V - diag(2^gc) K S, X = dL * K K^T
     X = dL * (K @ K.mT)
     read = (K * ZS).sum(-1)
     dbeta = (Z * V).sum(-1) - read + X.sum(-1)
     # eq:delta-dgc-wy   dgc += k dk_read + rowsum(diag(beta) X) - colsum(diag(beta) X)
     b_, X = b[..., 0], b * X
-    dgc = dgc - t - b_ * read + X.sum(-1) - X.sum(-2)
+    dgc = dgc - b_ * read + X.sum(-1) - X.sum(-2)
     # eq:delta-dk   dK += dK_state + dK_read + (N + N^T) K, N = diag(beta) dL
     N = b * dL
     dK = dK_state + dK_read + (N + N.mT) @ K
     dk = (dk.to(dtype) + sum_heads(from_chunks(dK, T), H)).to(k.dtype)
-    dgc = from_chunks(dgc, T) + at_last_token(through, T, C)
-    return dk, from_chunks(dV, T).to(k.dtype), from_chunks(dbeta, T), dgc
+    return dk, from_chunks(dV, T).to(k.dtype), from_chunks(dbeta, T), from_chunks(dgc, T)
 
 
-def at_last_token(x: Tensor, T: int, chunk_size: int) -> Tensor:
-    """[B, HV, NT], one number a chunk -> [B, T, HV], at the chunk's last token, else 0."""
-    B, HV, NT = x.shape
-    out = x.new_zeros(B, T, HV)
-    last = torch.arange(1, NT + 1, device=x.device).mul(chunk_size).clamp(max=T) - 1
-    out[:, last] = x.transpose(1, 2)
-    return out
+def last_tokens(T: int, chunk_size: int, device: torch.device) -> Tensor:
+    """[NT, C]: whether a token is the last of its chunk, which may be short."""
+    i = torch.arange(chunk_size, device=device)
+    first = torch.arange(0, T, chunk_size, device=device)[:, None]
+    return i == (T - first).clamp(max=chunk_size) - 1
