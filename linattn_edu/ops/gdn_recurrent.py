@@ -39,10 +39,11 @@ def fused_recurrent_gated_delta_rule(
     again in blocks of sqrt(T) tokens.
 
     Args:
-        q, k, v, scale, output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel, A_log,
-            dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, cu_seqlens,
-            transpose_state_layout, impl: As in :func:`chunk_gated_delta_rule`. cu_seqlens is never
-            read by the host, so its numbers are checked on the CPU only.
+        q, k, v, scale, output_final_state, state_v_first, transpose_state_layout, impl: As in
+            :func:`chunk_gated_delta_rule`.
+        use_qk_l2norm_in_kernel, use_gate_in_kernel, A_log, dt_bias: Likewise.
+        use_beta_sigmoid_in_kernel, allow_neg_eigval: Likewise.
+        cu_seqlens: Likewise, but never read by the host: its numbers are checked on the CPU only.
         g: Natural-log decay of each token ``[B, T, HV]``, <= 0, or None: no decay.
         gk: Natural-log decay of each row of the state ``[B, T, HV, K]``, <= 0, or None.
         gv: Natural-log decay of each column ``[B, T, HV, V]``, <= 0, or None. The decays given
