@@ -109,22 +109,26 @@ def interpreted() -> bool:
 def resolve_impl(impl: str, device: torch.device, dtypes: tuple[torch.dtype, ...]) -> str:
     """Turn impl into "triton" or "reference"; a "triton" that cannot run here is a ValueError."""
     choice("impl", impl, IMPLS)
-    if torch.compiler.is_compiling():
-        return impl  # asked again when the operator runs
-    why_not = None
-    if importlib.util.find_spec("triton") is None:
-        why_not = "the package triton is not installed"
-    elif device.type == "cpu" and not interpreted():
-        why_not = "the tensors are on the CPU and TRITON_INTERPRET=1 was not set in time"
-    elif device.type not in ("cpu", "cuda"):
-        why_not = f"there is no kernel for the device {device}"
-    elif device.type == "cuda" and torch.cuda.get_device_capability(device) < (7, 5):
-        why_not = "the GPU is older than compute capability 7.5"
-    elif any(dtype not in KERNEL_FLOATS for dtype in dtypes):
-        why_not = "the kernels compute in float32 at most, and float64 was given"
+    why_not = _why_not(device, dtypes)
     if impl == "triton" and why_not:
         raise ValueError(f"impl='triton' cannot run here: {why_not}; impl='reference' can")
     return impl if impl != "auto" else "reference" if why_not else "triton"
+
+
+@torch.compiler.assume_constant_result
+def _why_not(device: torch.device, dtypes: tuple[torch.dtype, ...]) -> str | None:
+    """Why the kernels cannot run, or None; in a compiled graph asked while it is traced."""
+    if importlib.util.find_spec("triton") is None:
+        return "the package triton is not installed"
+    if device.type == "cpu" and not interpreted():
+        return "the tensors are on the CPU and TRITON_INTERPRET=1 was not set in time"
+    if device.type not in ("cpu", "cuda"):
+        return f"there is no kernel for the device {device}"
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (7, 5):
+        return "the GPU is older than compute capability 7.5"
+    if any(dtype not in KERNEL_FLOATS for dtype in dtypes):
+        return "the kernels compute in float32 at most, and float64 was given"
+    return None
 
 
 def boundaries(name: str, x: object) -> int:
