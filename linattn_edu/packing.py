@@ -41,7 +41,7 @@ def pack(
 
     Args:
         cu_seqlens: [N + 1], int32 or int64.
-        chunk_size: C.
+        chunk_size: Tokens of a chunk.
         lengths: The same numbers as cu_seqlens, known to the host: then nothing waits for the
             device.
         chunk_indices: [NT, 2], made before for the same cu_seqlens and chunk_size.
