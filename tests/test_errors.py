@@ -124,7 +124,7 @@ def test_auto_takes_the_reference_where_kernels_cannot_run(monkeypatch):
 
 
 def test_triton_without_triton(monkeypatch):
-    monkeypatch.setattr(gdn.check.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(gdn.check, "has_triton", lambda: False)
     with pytest.raises(ValueError, match="the package triton is not installed"):
         chunk_gated_delta_rule(**arguments(impl="triton"))
 

@@ -205,11 +205,16 @@ def widest(table: dict, k: torch.Tensor, heads: int, V: int) -> dict[str, int]:
     return next(enough, launches[-1])
 
 
-def by_key(table: dict, k: torch.Tensor) -> tuple[int, dict[str, int]]:
-    """(limit, launch) of the first row of a table "keys up to -> row" that holds k's head size."""
-    rows = table[device_of(k)[0]][k.element_size()]
-    limit = next(limit for limit in rows if limit >= k.shape[-1])
-    return limit, rows[limit].launch()
+def by_width(table: dict, v: torch.Tensor) -> tuple[int, dict[str, int]]:
+    """(BV, launch) of the first row of a table "values up to -> row" that holds v's values."""
+    rows = table[device_of(v)[0]][v.element_size()]
+    width = next(width for width in rows if width >= v.shape[-1])
+    return width, rows[width].launch()
+
+
+def shared_dtype(q: torch.Tensor, HV: int) -> torch.dtype:
+    """Dtype of a gradient of q or k [B, T, H, K] to which value heads add one after the other."""
+    return q.dtype if q.shape[2] == HV else torch.float32
 
 
 def sum_heads(x: torch.Tensor, H: int, dtype: torch.dtype) -> torch.Tensor:

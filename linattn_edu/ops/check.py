@@ -115,10 +115,14 @@ def resolve_impl(impl: str, device: torch.device, dtypes: tuple[torch.dtype, ...
     return impl if impl != "auto" else "reference" if why_not else "triton"
 
 
-@torch.compiler.assume_constant_result
+def has_triton() -> bool:
+    """Whether triton is installed. Looking for a package takes longer than a short kernel."""
+    return "triton" in sys.modules or importlib.util.find_spec("triton") is not None
+
+
 def _why_not(device: torch.device, dtypes: tuple[torch.dtype, ...]) -> str | None:
     """Why the kernels cannot run, or None; in a compiled graph asked while it is traced."""
-    if importlib.util.find_spec("triton") is None:
+    if not has_triton():
         return "the package triton is not installed"
     if device.type == "cpu" and not interpreted():
         return "the tensors are on the CPU and TRITON_INTERPRET=1 was not set in time"
@@ -129,6 +133,11 @@ def _why_not(device: torch.device, dtypes: tuple[torch.dtype, ...]) -> str | Non
     if any(dtype not in KERNEL_FLOATS for dtype in dtypes):
         return "the kernels compute in float32 at most, and float64 was given"
     return None
+
+
+# what torch.compiler.assume_constant_result does, which imports triton when it is called: too
+# early for TRITON_INTERPRET
+_why_not._dynamo_marked_constant = True
 
 
 def boundaries(name: str, x: object) -> int:

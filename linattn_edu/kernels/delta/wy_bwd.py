@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from linattn_edu.kernels.tiles import (
-    by_key,
+    by_width,
     cast,
     chunk_args,
     chunk_of,
@@ -48,92 +48,89 @@ def wy_bwd_kernel(
     BK: tl.constexpr,
     BV: tl.constexpr,
 ):
-    """One program: one chunk of one key head, with all value heads that share it.  Grid (NT * H).
+    """One program: one chunk of one key head, value head after value head.  Grid (NT * H).
 
-    Reference: linattn_edu.reference.delta.wy_bwd.
+    BV holds a whole value.  Reference: linattn_edu.reference.delta.wy_bwd.
     """
     i_h, i_c, first, n_t = chunk_of(tl.program_id(0), cu_ptr, chunks_ptr, T, H, BT)
-    k_ptr += (first * H + i_h) * K
-    dk_ptr += (first * H + i_h) * K
-    o_t, o_k = tl.arange(0, BT), tl.arange(0, BK)
-    b_k = load_tile(k_ptr, o_t, o_k, H * K, n_t, K)  # [BT, BK]
-    b_dk = load_tile(dk_ptr, o_t, o_k, H * K, n_t, K).to(tl.float32)  # [BT, BK]
-    b_KK = dot(b_k, tl.trans(b_k))
+    i_k = (first * H + i_h) * K
+    o_t, o_v = tl.arange(0, BT), tl.arange(0, BV)
     last = tl.minimum(BT, n_t) - 1
+    b_KK = tl.zeros([BT, BT], dtype=tl.float32)
+    for j in range(tl.cdiv(K, BK)):
+        b_k = load_tile(k_ptr + i_k, o_t, j * BK + tl.arange(0, BK), H * K, n_t, K)  # [BT, BK]
+        b_KK = dot(b_k, tl.trans(b_k), b_KK)
 
-    for i_hv in range(i_h * (HV // H), (i_h + 1) * (HV // H)):
+    for i_g in range(HV // H):
+        i_hv = i_h * (HV // H) + i_g
         i = first * HV + i_hv
-        i_S = (i_c * HV + i_hv) * K * V
         b_gc = load_gate(gc_ptr + i, o_t, HV, n_t)
         b_last = tl.load(gc_ptr + i + last * HV)
         b_beta = load_row(beta_ptr + i, o_t, HV, n_t)
         b_A = load_tile(A_ptr + i * BT, o_t, o_t, HV * BT, n_t, BT)
-        b_AGT = cast(tl.trans(b_A).to(tl.float32) * decay_matrix_transposed(b_gc, o_t), b_A.dtype)
-        b_state = tl.zeros([BT, BK], dtype=tl.float32)
-        b_ZS = tl.zeros([BT, BK], dtype=tl.float32)
-        b_dL = tl.zeros([BT, BT], dtype=tl.float32)
-        b_dbeta = tl.zeros([BT], dtype=tl.float32)
-        b_dSS = tl.zeros([BK], dtype=tl.float32)
-        for j in range(tl.cdiv(V, BV)):
-            o_v = j * BV + tl.arange(0, BV)
-            b_h = load_tile(h_ptr + i_S, o_k, o_v, V, K, V)  # [BK, BV]
-            b_dh = load_tile(dh_ptr + i_S, o_k, o_v, V, K, V)  # [BK, BV]
-            b_v_new = load_tile(v_new_ptr + i * V, o_t, o_v, HV * V, n_t, V)  # [BT, BV]
-            b_dv = load_tile(dv_new_ptr + i * V, o_t, o_v, HV * V, n_t, V)  # [BT, BV]
-            b_v = load_tile(v_ptr + i * V, o_t, o_v, HV * V, n_t, V)  # [BT, BV]
-            b_dSS += tl.sum(b_dh.to(tl.float32) * b_h.to(tl.float32), 1)
-            # eq:delta-z   Z = (A * G)^T dv_new
-            b_Z = dot(b_AGT, b_dv)
-            b_dbeta += tl.sum(b_Z * b_v.to(tl.float32), 1)
-            # eq:delta-dv   dV = diag(beta) Z
-            store_tile(dv_ptr + i * V, b_beta[:, None] * b_Z, o_t, o_v, HV * V, n_t, V)
-            # eq:delta-dk-state   dK = diag(2^(gc_last - gc)) v_new dS^T
-            b_state = dot(b_v_new, tl.trans(b_dh), b_state)
-            # eq:delta-dk-read   dK = -diag(beta 2^gc) Z S^T
-            b_Z = cast(b_Z, b_h.dtype)
-            b_ZS = dot(b_Z, tl.trans(b_h), b_ZS)
-            # eq:delta-dl   dL = -tril(Z v_new^T, -1) * G
-            b_dL = dot(b_Z, tl.trans(b_v_new), b_dL)
-
-        b_dL = tl.where(o_t[:, None] > o_t[None, :], -b_dL, 0.0) * decay_matrix(b_gc, o_t)
-        b_state *= tl.exp2(b_last - b_gc)[:, None]
-        b_ZS *= tl.exp2(b_gc)[:, None]
-        # eq:delta-dgc-state   dgc_i -= k_i dk_i;  dgc_last += sum_i k_i dk_i + 2^gc_last <dS, S>
-        b_t = tl.where(o_t == last, 0.0, tl.sum(b_k.to(tl.float32) * b_state, 1))
-        b_through = tl.sum(b_t, 0) + tl.exp2(b_last) * tl.sum(b_dSS, 0)
-        b_dgc = tl.where(o_t == last, b_through, 0.0) - b_t
+        b_v_new = load_tile(v_new_ptr + i * V, o_t, o_v, HV * V, n_t, V)  # [BT, BV]
+        b_dv = load_tile(dv_new_ptr + i * V, o_t, o_v, HV * V, n_t, V)  # [BT, BV]
+        b_v = load_tile(v_ptr + i * V, o_t, o_v, HV * V, n_t, V)  # [BT, BV]
+        # eq:delta-z   Z = (A * G)^T dv_new
+        b_AGT = tl.trans(b_A).to(tl.float32) * decay_matrix_transposed(b_gc, o_t)
+        b_Z = dot(cast(b_AGT, b_A.dtype), b_dv)
+        b_dbeta = tl.sum(b_Z * b_v.to(tl.float32), 1)
+        # eq:delta-dv   dV = diag(beta) Z
+        store_tile(dv_ptr + i * V, b_beta[:, None] * b_Z, o_t, o_v, HV * V, n_t, V)
+        # eq:delta-dl   dL = -tril(Z v_new^T, -1) * G
+        b_Z = cast(b_Z, b_v_new.dtype)
+        b_dL = dot(b_Z, tl.trans(b_v_new)) * decay_matrix(b_gc, o_t)
+        b_dL = tl.where(o_t[:, None] > o_t[None, :], -b_dL, 0.0)
+        b_N = b_beta[:, None] * b_dL
+        b_N = cast(b_N + tl.trans(b_N), b_v_new.dtype)
         # eq:delta-dbeta   dbeta = rowsum(Z * W) + rowsum(X), W = V - diag(2^gc) K S, X = dL * K K^T
         X = b_dL * b_KK
-        b_read = tl.sum(b_k.to(tl.float32) * b_ZS, 1)
-        b_dbeta += tl.sum(X, 1) - b_read
-        tl.store(dbeta_ptr + i + o_t * HV, b_dbeta, mask=o_t < n_t)
+        b_dbeta += tl.sum(X, 1)
         # eq:delta-dgc-wy   dgc += k dk_read + rowsum(diag(beta) X) - colsum(diag(beta) X)
         X *= b_beta[:, None]
-        b_dgc += load_row(dgc_ptr + i, o_t, HV, n_t) - b_beta * b_read
-        b_dgc += tl.sum(X, 1) - tl.sum(X, 0)
+        b_dgc = load_row(dgc_ptr + i, o_t, HV, n_t) + tl.sum(X, 1) - tl.sum(X, 0)
+        b_through = 0.0
+        for j in range(tl.cdiv(K, BK)):
+            o_k = j * BK + tl.arange(0, BK)
+            b_h = load_tile(h_ptr + (i_c * HV + i_hv) * K * V, o_k, o_v, V, K, V)  # [BK, BV]
+            b_dh = load_tile(dh_ptr + (i_c * HV + i_hv) * K * V, o_k, o_v, V, K, V)  # [BK, BV]
+            b_k = load_tile(k_ptr + i_k, o_t, o_k, H * K, n_t, K)  # [BT, BK]
+            b_dk = load_tile(dk_ptr + i_k, o_t, o_k, H * K, n_t, K).to(tl.float32)  # [BT, BK]
+            # eq:delta-dk-state   dK = diag(2^(gc_last - gc)) v_new dS^T
+            b_state = dot(b_v_new, tl.trans(b_dh)) * tl.exp2(b_last - b_gc)[:, None]
+            # eq:delta-dk-read   dK = -diag(beta 2^gc) Z S^T
+            b_ZS = dot(b_Z, tl.trans(b_h)) * tl.exp2(b_gc)[:, None]
+            # eq:delta-dgc-state   dgc_i -= k_i dk_i; dgc_last += sum k_i dk_i + 2^gc_last <dS, S>
+            b_t = tl.where(o_t == last, 0.0, tl.sum(b_k.to(tl.float32) * b_state, 1))
+            b_dSS = tl.sum(tl.sum(b_dh.to(tl.float32) * b_h.to(tl.float32), 1), 0)
+            b_through += tl.sum(b_t, 0) + tl.exp2(b_last) * b_dSS
+            b_read = tl.sum(b_k.to(tl.float32) * b_ZS, 1)
+            b_dbeta -= b_read
+            b_dgc -= b_t + b_beta * b_read
+            # eq:delta-dk   dK += dK_state + dK_read + (N + N^T) K, N = diag(beta) dL
+            b_dk = dot(b_N, b_k, b_dk + b_state - b_beta[:, None] * b_ZS)
+            store_tile(dk_ptr + i_k, b_dk, o_t, o_k, H * K, n_t, K)
+        b_dgc += tl.where(o_t == last, b_through, 0.0)
         tl.store(dgc_ptr + i + o_t * HV, b_dgc, mask=o_t < n_t)
-        # eq:delta-dk   dK += dK_state + dK_read + (N + N^T) K, N = diag(beta) dL
-        b_N = b_beta[:, None] * b_dL
-        b_dk += b_state - b_beta[:, None] * b_ZS
-        b_dk = dot(cast(b_N + tl.trans(b_N), b_k.dtype), b_k, b_dk)
-
-    store_tile(dk_ptr, b_dk, o_t, o_k, H * K, n_t, K)
+        tl.store(dbeta_ptr + i + o_t * HV, b_dbeta, mask=o_t < n_t)
+        if HV > H:
+            tl.debug_barrier()  # the next head reads what other threads stored
 
 
-# generation -> bytes of an element -> BK -> row. BK holds a whole key; narrower heads keep these
-# tiles: see tiles.UNPIPELINED.
+# generation -> bytes of an element -> values up to -> row. Narrower heads keep these tiles: see
+# tiles.UNPIPELINED.
 CONFIGS = {
     "turing": {
-        2: {64: row(4, 1, BV=32), 128: row(4, 1, BV=32), 256: row(8, 1, BV=16)},
-        4: {64: row(4, 1, BV=32), 128: row(4, 1, BV=16), 256: row(8, 1, BV=16)},
+        2: {64: row(4, 1, BK=32), 128: row(4, 1, BK=32), 256: row(8, 1, BK=32)},
+        4: {64: row(4, 1, BK=32), 128: row(4, 1, BK=16), 256: row(8, 1, BK=16)},
     },
     "ampere": {
-        2: {64: row(4, 1, BV=32), 128: row(8, 1, BV=32), 256: row(8, 1, BV=16)},
-        4: {64: row(4, 1, BV=32), 128: row(8, 1, BV=16), 256: row(8, 1, BV=16)},
+        2: {64: row(4, 1, BK=64), 128: row(4, 1, BK=32), 256: row(8, 1, BK=32)},
+        4: {64: row(4, 1, BK=32), 128: row(8, 1, BK=16), 256: row(8, 1, BK=16)},
     },
     "hopper": {
-        2: {64: row(4, 2, BV=64), 128: row(8, 2, BV=64), 256: row(8, 1, BV=64)},
-        4: {64: row(4, 1, BV=32), 128: row(8, 1, BV=32), 256: row(8, 1, BV=32)},
+        2: {64: row(4, 2, BK=64), 128: row(4, 2, BK=64), 256: row(8, 2, BK=64)},
+        4: {64: row(4, 1, BK=32), 128: row(8, 1, BK=32), 256: row(8, 1, BK=32)},
     },
 }
 
@@ -159,11 +156,11 @@ def wy_bwd(
     _, T, H, K = k.shape
     HV, V = v.shape[2:]
     chunk_size = A.shape[-1]
-    BK, config = by_key(CONFIGS, k)
+    BV, config = by_width(CONFIGS, v)
     dv, dbeta = torch.empty_like(v), torch.empty_like(gc)
     NT, *chunks = chunk_args(k, chunk_size, packing)
     wy_bwd_kernel[(NT * H,)](
         k, v, beta, gc, A, h, v_new, dh, dv_new, dk, dv, dbeta, dgc,
-        *chunks, T, H, HV, K, V, BT=chunk_size, BK=BK, **config,
+        *chunks, T, H, HV, K, V, BT=chunk_size, BV=BV, **config,
     )  # fmt: skip
-    return dk, dv, dbeta, dgc
+    return dk.to(k.dtype), dv, dbeta, dgc

@@ -38,8 +38,8 @@ def output_bwd(
     Args:
         q, k, v_new, h, gc: the arguments of output. do: [B, T, HV, V], gradient of o.
     Returns:
-        dq and dk [B, T, H, K] in q.dtype, summed over the value heads of each q/k head; dk is the
-        part that comes through the output. dv_new [B, T, HV, V] in q.dtype, likewise a part.
+        dq and dk [B, T, H, K], summed over the value heads of each q/k head; dk is the part that
+        comes through the output. In q.dtype, but dk in fp32 where H < HV. dv_new [B, T, HV, V] in q.dtype, likewise a part.
         dgc [B, T, HV] in fp32 (fp64 for fp64 input): gradient by ln(2) gc, natural units.
     Source: chapter 08.
     """
@@ -64,5 +64,6 @@ def output_bwd(
     dQ = inter + dM @ K
     # eq:delta-dk-out   dK = dM^T Q
     dK = dM.mT @ Q
-    dq, dk = (sum_heads(from_chunks(x, T), H).to(q.dtype) for x in (dQ, dK))
-    return dq, dk, from_chunks(dV, T).to(q.dtype), from_chunks(dgc, T)
+    dq, dk = (sum_heads(from_chunks(x, T), H) for x in (dQ, dK))
+    dk = dk if H < HV else dk.to(q.dtype)
+    return dq.to(q.dtype), dk, from_chunks(dV, T).to(q.dtype), from_chunks(dgc, T)

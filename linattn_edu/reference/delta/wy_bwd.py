@@ -66,25 +66,26 @@ def wy_bwd(
     Z = (A * G).mT @ dv_new
     # eq:delta-dv   dV = diag(beta) Z
     dV = b * Z
+    # eq:delta-dl   dL = -tril(Z v_new^T, -1) * G
+    dL = -(Z @ v_new.mT).tril(-1) * G
+    # eq:delta-dbeta   dbeta = rowsum(Z * W) + rowsum(X), W = V - diag(2^gc) K S, X = dL * K K^T
+    X = dL * (K @ K.mT)
+    dbeta = (Z * V).sum(-1) + X.sum(-1)
+    # eq:delta-dgc-wy   dgc += k dk_read + rowsum(diag(beta) X) - colsum(diag(beta) X)
+    X = b * X
+    dgc = dgc + X.sum(-1) - X.sum(-2)
     # eq:delta-dk-state   dK = diag(2^(gc_last - gc)) v_new dS^T
     dK_state = torch.exp2(last - gc)[..., None] * (v_new @ dS.mT)
     # eq:delta-dk-read   dK = -diag(beta 2^gc) Z S^T
     ZS = e * (Z @ S.mT)
     dK_read = -b * ZS
-    # eq:delta-dl   dL = -tril(Z v_new^T, -1) * G
-    dL = -(Z @ v_new.mT).tril(-1) * G
-    # eq:delta-dgc-state   dgc_i -= k_i dk_i;  dgc_last += sum_i k_i dk_i + 2^gc_last <dS, S>
+    read = (K * ZS).sum(-1)
+    dbeta, dgc = dbeta - read, dgc - b[..., 0] * read
+    # eq:delta-dgc-state   dgc_i -= k_i dk_i; dgc_last += sum k_i dk_i + 2^gc_last <dS, S>
     end = last_tokens(T, C, gc.device)
     t = (K * dK_state).sum(-1).masked_fill(end, 0)  # for i = last the two would cancel
     through = t.sum(-1) + torch.exp2(last[..., 0]) * (dS * S).sum((-1, -2))
     dgc = dgc - t + end * through[..., None]
-    # eq:delta-dbeta   dbeta = rowsum(Z * W) + rowsum(X), W = V - diag(2^gc) K S, X = dL * K K^T
-    X = dL * (K @ K.mT)
-    read = (K * ZS).sum(-1)
-    dbeta = (Z * V).sum(-1) - read + X.sum(-1)
-    # eq:delta-dgc-wy   dgc += k dk_read + rowsum(diag(beta) X) - colsum(diag(beta) X)
-    b_, X = b[..., 0], b * X
-    dgc = dgc - b_ * read + X.sum(-1) - X.sum(-2)
     # eq:delta-dk   dK += dK_state + dK_read + (N + N^T) K, N = diag(beta) dL
     N = b * dL
     dK = dK_state + dK_read + (N + N.mT) @ K
