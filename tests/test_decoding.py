@@ -1,0 +1,191 @@
+"""Decoding with fused_recurrent_gated_delta_rule: token by token, in place, for a long time."""
+
+import pytest
+import torch
+from recurrent_cases import case, double, options, oracle
+
+from linattn_edu import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
+from linattn_edu.ops import gdn_recurrent
+from linattn_edu.reference.delta.recurrent import recurrent
+from linattn_edu.testing import assert_close, gdn_inputs
+
+ALL = ("norm", "gate", "sigmoid", "neg", "v_first")
+IMPLS = ("triton", "reference")
+CUDA = torch.cuda.is_available()
+STEPS = 10_000
+
+
+def tokens(x, part):
+    """The arguments of some tokens, without the state."""
+    whole = ("A_log", "dt_bias")
+    kept = {n: t if t is None or n in whole else t[:, part] for n, t in x.items()}
+    return {n: t for n, t in kept.items() if n != "initial_state"}
+
+
+def decode(x, state, length=1, **options):
+    """Outputs of calls of `length` tokens each, the state written in place."""
+    outputs = []
+    with torch.no_grad():
+        for t in range(0, x["q"].shape[1], length):
+            o, same = fused_recurrent_gated_delta_rule(
+                **tokens(x, slice(t, t + length)), initial_state=state, inplace_final_state=True,
+                **options,
+            )  # fmt: skip
+            assert same is state
+            outputs.append(o)
+    return torch.cat(outputs, 1)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("flags", [(), ALL], ids=len)
+def test_steps_equal_one_call(flags, impl, device):
+    """The same bits: the state between two steps loses nothing."""
+    x = case(6, B=2, device=device, flags=flags, gates="g gk gv", dtype=torch.bfloat16)
+    x["initial_state"] = x["initial_state"].float()
+    o, S = fused_recurrent_gated_delta_rule(**x, **options(flags), impl=impl)
+    state = x["initial_state"].clone()
+    got = decode(x, state, **options(flags), impl=impl)
+    assert torch.equal(got, o) and torch.equal(state, S)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_prefill_in_chunks_and_then_steps(impl, device):
+    x = case(40, B=2, device=device, flags=ALL)
+    want, last = oracle(**double(x), flags=ALL)
+    start = {n: t for n, t in tokens(x, slice(0, 35)).items() if n not in ("gk", "gv")}
+    o, state = chunk_gated_delta_rule(
+        **start, initial_state=x["initial_state"], **options(ALL), impl=impl
+    )
+    rest = decode(tokens(x, slice(35, 40)), state, **options(ALL), impl=impl)
+    assert_close("o", torch.cat([o, rest], 1), want, 1e-5)
+    assert_close("final_state", state, last, 1e-5)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("flags", [(), ALL], ids=len)
+def test_in_place_is_out_of_place(flags, impl, packed, device):
+    """The same tensor comes back, with the bits that would have come in a new one."""
+    cu_seqlens = torch.tensor([0, 2, 2, 5], device=device) if packed else None
+    x = case(5, N=3, B=1 if packed else 3, device=device, flags=flags)
+    rest = options(flags) | {"impl": impl, "cu_seqlens": cu_seqlens}
+    o, S = fused_recurrent_gated_delta_rule(**x, **rest)
+    state = x.pop("initial_state")
+    buffer = torch.full((state.numel() + 8,), 7.0, device=device)
+    view = buffer[4:-4].view(state.shape).copy_(state)
+    rest["output_final_state"] = False
+    got, same = fused_recurrent_gated_delta_rule(
+        **x, **rest, initial_state=view, inplace_final_state=True
+    )
+    assert same is view
+    assert torch.equal(got, o) and torch.equal(view, S)
+    assert (buffer[:4] == 7).all() and (buffer[-4:] == 7).all()
+
+
+def test_in_place_at_any_address(device):
+    """A state that does not start at 16 bytes, which the kernel is not handed, is written too."""
+    x = case(2, device=device)
+    o, S = fused_recurrent_gated_delta_rule(**x, output_final_state=True)
+    state = x["initial_state"]
+    shifted = torch.empty(state.numel() + 1, device=device)[1:].view(state.shape).copy_(state)
+    assert shifted.data_ptr() % 16
+    x["initial_state"] = shifted
+    got, same = fused_recurrent_gated_delta_rule(**x, inplace_final_state=True)
+    assert same is shifted and torch.equal(got, o) and torch.equal(shifted, S)
+
+
+def test_in_place_where_no_gradient_is_recorded(device):
+    x = case(2, device=device)
+    x["v"].requires_grad_()
+    with torch.no_grad():
+        o, S = fused_recurrent_gated_delta_rule(**x, inplace_final_state=True)
+    assert S is x["initial_state"] and not o.requires_grad
+
+
+def test_in_place_in_float64(device):
+    x = case(3, device=device, dtype=torch.float64)
+    want, last = oracle(**x)
+    o, S = fused_recurrent_gated_delta_rule(**x, inplace_final_state=True)
+    assert S is x["initial_state"]
+    assert_close("o", o, want, 1e-13)
+    assert_close("S", S, last, 1e-13)
+
+
+REFUSED = {
+    "no state": ({"initial_state": None}, ValueError, "initial_state must be given with inplace"),
+    "gaps": (
+        {"initial_state": torch.zeros(1, 2, 12, 16).mT},
+        ValueError,
+        "initial_state must be contiguous with inplace_final_state=True",
+    ),
+    "dtype": (
+        {"initial_state": torch.zeros(1, 2, 16, 12).bfloat16()},
+        TypeError,
+        r"initial_state must be torch.float32 with inplace_final_state=True, got torch.bfloat16",
+    ),
+    "too wide": (
+        {"initial_state": torch.zeros(1, 2, 12, 16).double()},
+        ValueError,
+        r"initial_state must have shape \[N=1, HV=2, K=16, V=12\]",
+    ),
+    "gradient of v": (
+        {"v": torch.zeros(1, 3, 2, 12, requires_grad=True)},
+        ValueError,
+        "overwrites what a gradient needs: call it under torch.no_grad",
+    ),
+    "gradient of the state": (
+        {"initial_state": torch.zeros(1, 2, 16, 12, requires_grad=True)},
+        ValueError,
+        "overwrites what a gradient needs",
+    ),
+    "no flag": ({"inplace_final_state": None}, TypeError, "inplace_final_state must be True or"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_in_place_is_refused(name, monkeypatch):
+    changes, error, message = REFUSED[name]
+    for step in ("_step_inplace", "_recurrent"):
+        monkeypatch.setattr(gdn_recurrent, step, lambda *a: pytest.fail("a kernel ran"))
+    with pytest.raises(error, match=message):
+        fused_recurrent_gated_delta_rule(**({"inplace_final_state": True} | case(3) | changes))
+
+
+def long_case(device, heads, K, V):
+    x = gdn_inputs(1, STEPS, *heads, K, V, dtype=torch.bfloat16, device=device, initial_state=True)
+    with torch.no_grad():
+        want, last = recurrent(**x.double().asdict())
+    x.initial_state = x.initial_state.float()
+    return x.asdict(), want, last
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("impl", ["triton"])
+def test_state_held_for_10000_steps(impl):
+    """10,000 calls of one token, bfloat16 inputs, the state in place: no drift."""
+    x, want, last = long_case("cuda", (2, 4), 64, 64)
+    state = x["initial_state"].clone()
+    got = decode(x, state, impl=impl)
+    assert_close("o", got, want, 1e-2)
+    assert_close("o at the end", got[:, -100:], want[:, -100:], 1e-2)
+    assert_close("state", state, last, 1e-5)
+
+
+@pytest.mark.skipif(CUDA, reason="there every step runs in the kernel")
+def test_state_held_for_10000_steps_without_a_gpu():
+    """The reference takes 10,000 steps of one token; the kernel the last 1,000 again.
+
+    bfloat16 inputs, one head of 8 x 8, the state in place. The interpreter needs 5 ms a token, so
+    the kernel starts from the state that the reference has held for 9,000 steps, and takes 20
+    tokens a call.
+    """
+    x, want, last = long_case("cpu", (1, 1), 8, 8)
+    state, cut = x["initial_state"].clone(), STEPS - 1000
+    got = [decode(tokens(x, slice(0, cut)), state, impl="reference")]
+    held = state.clone()
+    got.append(decode(tokens(x, slice(cut, STEPS)), state, impl="reference"))
+    assert_close("o", torch.cat(got, 1), want, 1e-2)
+    assert_close("state", state, last, 1e-5)
+    kernel = decode(tokens(x, slice(cut, STEPS)), held, 20, impl="triton")
+    assert_close("o of the kernel", kernel, want[:, cut:], 1e-2)
+    assert_close("state of the kernel", held, last, 1e-5)
