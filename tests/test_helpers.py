@@ -1,0 +1,249 @@
+"""Bad input of the functions that are no chunked form: the message names argument and case."""
+
+import pytest
+import torch
+
+from linattn_edu import (
+    chunk_local_cumsum,
+    fused_recurrent_gated_delta_rule,
+    l2norm,
+    solve_tril,
+)
+from linattn_edu.ops import check, gdn_recurrent
+from linattn_edu.testing import gdn_inputs
+
+SIZES = (2, 20, 2, 4, 16, 24)  # B, T, H, HV, K, V
+RAW = {"use_gate_in_kernel": True, "A_log": torch.zeros(4)}
+
+
+def new(*shape, **kwargs):
+    return torch.zeros(*shape, **kwargs)
+
+
+def bounds(*numbers):
+    return torch.tensor(numbers)
+
+
+def packed(*numbers, **changes):
+    """A call with cu_seqlens; its states are left out, so that nothing else is wrong."""
+    x = gdn_inputs(1, *SIZES[1:]).asdict()
+    return x | {"cu_seqlens": bounds(*numbers)} | changes
+
+
+RECURRENT = {
+    "q no tensor": ({"q": [1.0]}, TypeError, "q must be a torch.Tensor .*got list"),
+    "v missing": ({"v": None}, TypeError, "v must be a torch.Tensor .*got NoneType"),
+    "k rank": (
+        {"k": new(2, 20, 16)},
+        ValueError,
+        r"k must have 4 dimensions \[B, T, H, K\], got 3",
+    ),
+    "k shape": ({"k": new(2, 20, 2, 8)}, ValueError, r"k must have shape \[B=2, T=20, H=2, K=16\]"),
+    "v tokens": ({"v": new(2, 19, 4, 24)}, ValueError, r"v must have shape \[B=2, T=20"),
+    "g shape": ({"g": new(2, 20, 2)}, ValueError, r"g must have shape \[B=2, T=20, HV=4\]"),
+    "gk shape": (
+        {"gk": new(2, 20, 4, 24)},
+        ValueError,
+        r"gk must have shape \[B=2, T=20, HV=4, K=16\], got \(2, 20, 4, 24\)",
+    ),
+    "gv rank": ({"gv": new(2, 20, 4)}, ValueError, r"gv must have 4 dimensions \[B, T, HV, V\]"),
+    "beta shape": ({"beta": new(2, 20)}, ValueError, r"beta must have 3 dimensions \[B, T, HV\]"),
+    "state shape": ({"state_v_first": True}, ValueError, "initial_state must have shape .*V=24, K"),
+    "k dtype": ({"k": new(2, 20, 2, 16).half()}, TypeError, "k must be torch.float32 like q"),
+    "gk dtype": ({"gk": new(2, 20, 4, 16).long()}, TypeError, "gk must be float.*int64"),
+    "gv device": (
+        {"gv": new(2, 20, 4, 24, device="meta")},
+        ValueError,
+        "gv must be on cpu like q, got meta",
+    ),
+    "positive g": ({"g": new(2, 20, 4) + 0.5}, ValueError, "g must be a log decay, <= 0.*0.5"),
+    "positive gk": ({"gk": new(2, 20, 4, 16) + 2}, ValueError, "gk must be a log decay.* of 2"),
+    "positive gv": ({"gv": new(2, 20, 4, 24) + 2}, ValueError, "gv must be a log decay.* of 2"),
+    "A_log alone": ({"A_log": new(4)}, ValueError, "A_log is used with use_gate_in_kernel=True"),
+    "A_log missing": (
+        {"use_gate_in_kernel": True},
+        ValueError,
+        "A_log must be given with use_gate",
+    ),
+    "raw g missing": (
+        RAW | {"g": None},
+        ValueError,
+        "g must be given with use_gate_in_kernel=True",
+    ),
+    "dt_bias shape": (RAW | {"dt_bias": new(2)}, ValueError, r"dt_bias must have shape \[HV=4\]"),
+    "negative alone": ({"allow_neg_eigval": True}, ValueError, "needs use_beta_sigmoid_in_kernel"),
+    "no beta": (
+        {"beta": None, "use_beta_sigmoid_in_kernel": True},
+        ValueError,
+        "beta must be given with use_beta_sigmoid_in_kernel=True, got None",
+    ),
+    "two layouts": (
+        {"state_v_first": True, "transpose_state_layout": True},
+        ValueError,
+        "state_v_first and transpose_state_layout are one argument",
+    ),
+    "scale": ({"scale": float("inf")}, ValueError, "scale must be finite, got inf"),
+    "scale type": ({"scale": True}, TypeError, "scale must be a number or None, got bool"),
+    "norm": ({"use_qk_l2norm_in_kernel": 1}, TypeError, "use_qk_l2norm_in_kernel must be True or"),
+    "state flag": ({"output_final_state": None}, TypeError, "output_final_state must be True or"),
+    "impl": ({"impl": "cuda"}, ValueError, "impl must be one of 'auto', 'triton', 'reference'"),
+    "misspelt": ({"output_finl_state": True}, TypeError, "unexpected keyword argument"),
+    "bounds dtype": (packed(0, 20) | {"cu_seqlens": new(2)}, TypeError, "cu_seqlens must be int32"),
+    "bounds rank": (packed(20), ValueError, r"cu_seqlens must have shape \[N \+ 1\] .*got \(1,\)"),
+    "bounds batch": (
+        {"cu_seqlens": bounds(0, 20)},
+        ValueError,
+        "q must have B = 1 with cu_seqlens",
+    ),
+    "bounds begin": (packed(1, 20), ValueError, "cu_seqlens must begin with 0, got 1"),
+    "bounds fall": (packed(0, 9, 5, 20), ValueError, "must not decrease, got 9 and then 5"),
+    "bounds end": (packed(0, 19), ValueError, "cu_seqlens must end at T=20, got 19"),
+    "states": (
+        packed(0, 5, 20, initial_state=new(1, 4, 16, 24)),
+        ValueError,
+        r"initial_state must have shape \[N=2, HV=4, K=16, V=24\], got \(1, 4, 16, 24\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", RECURRENT)
+def test_recurrent_form_refuses(case, monkeypatch):
+    changes, error, message = RECURRENT[case]
+    for operator in ("_recurrent", "_step", "_step_inplace"):
+        monkeypatch.setattr(gdn_recurrent, operator, lambda *a: pytest.fail("a kernel ran"))
+    arguments = gdn_inputs(*SIZES, initial_state=True).asdict() | changes
+    with pytest.raises(error, match=message):
+        fused_recurrent_gated_delta_rule(**arguments)
+
+
+def test_old_name_of_the_layout():
+    x = gdn_inputs(*SIZES).asdict() | {"output_final_state": True}
+    with pytest.warns(DeprecationWarning, match="use state_v_first"):
+        _, S = fused_recurrent_gated_delta_rule(**x, transpose_state_layout=True)
+    assert torch.equal(S, fused_recurrent_gated_delta_rule(**x, state_v_first=True)[1])
+
+
+G = {"g": new(1, 20, 2), "chunk_size": 16}
+CUMSUM = {
+    "g no tensor": ({"g": None}, TypeError, "g must be a torch.Tensor .*got NoneType"),
+    "g rank": ({"g": new(20, 2)}, ValueError, r"g must have 3 dimensions \[B, T, H\], got 2"),
+    "g dtype": ({"g": new(1, 20, 2).int()}, TypeError, "g must be float.*int32"),
+    "g empty": ({"g": new(1, 0, 2)}, ValueError, r"g must have no empty axis, got \(1, 0, 2\)"),
+    "chunk_size": ({"chunk_size": 48}, ValueError, "chunk_size must be one of 16, 32, .*got 48"),
+    "reverse": ({"reverse": 1}, TypeError, "reverse must be True or False, got 1"),
+    "scale": ({"scale": float("nan")}, ValueError, "scale must be finite, got nan"),
+    "output_dtype": ({"output_dtype": torch.int8}, TypeError, "output_dtype must be a floating"),
+    "batch": ({"g": new(2, 9, 1), "cu_seqlens": bounds(0, 9)}, ValueError, "g must have B = 1"),
+    "end": ({"cu_seqlens": bounds(0, 9)}, ValueError, "cu_seqlens must end at T=20, got 9"),
+    "cpu alone": ({"cu_seqlens_cpu": bounds(0, 9)}, ValueError, "cu_seqlens_cpu belongs to cu_seq"),
+    "lengths": (
+        {"cu_seqlens": bounds(0, 20), "cu_seqlens_cpu": bounds(0, 5, 20)},
+        ValueError,
+        r"cu_seqlens_cpu must have the shape of cu_seqlens, \(2,\), got \(3,\)",
+    ),
+    "indices": (
+        {"cu_seqlens": bounds(0, 20), "chunk_indices": bounds(0, 1)},
+        ValueError,
+        r"chunk_indices must have shape \[NT, 2\], got \(2,\)",
+    ),
+    "number of chunks": (
+        {"cu_seqlens": bounds(0, 20), "chunk_indices": bounds([0, 0])},
+        ValueError,
+        "chunk_indices must have 2 rows, one for each chunk of 16 tokens, got 1",
+    ),
+    "impl": ({"impl": "gpu"}, ValueError, "impl must be one of"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CUMSUM)
+def test_chunk_local_cumsum_refuses(case):
+    changes, error, message = CUMSUM[case]
+    with pytest.raises(error, match=message):
+        chunk_local_cumsum(**(G | changes))
+
+
+A = {"A": new(1, 20, 2, 16)}
+SOLVE = {
+    "A no tensor": ({"A": 1}, TypeError, "A must be a torch.Tensor .*got int"),
+    "A rank": (
+        {"A": new(20, 2, 16)},
+        ValueError,
+        r"A must have 4 dimensions \[B, T, H, C\], got 3",
+    ),
+    "A dtype": ({"A": new(1, 20, 2, 16).bool()}, TypeError, "A must be float.*bool"),
+    "A empty": ({"A": new(1, 20, 0, 16)}, ValueError, "A must have no empty axis"),
+    "C": ({"A": new(1, 20, 2, 8)}, ValueError, "A must have C = 16, 32 or 64, got C=8"),
+    "output_dtype": ({"output_dtype": None}, TypeError, "output_dtype must be a floating.*None"),
+    "batch": (
+        {"A": new(2, 9, 1, 16), "cu_seqlens": bounds(0, 9)},
+        ValueError,
+        "A must have B = 1 with cu_seqlens, got B=2",
+    ),
+    "fall": ({"cu_seqlens": bounds(0, 9, 8, 20)}, ValueError, "cu_seqlens must not decrease"),
+    "cpu device": (
+        {"cu_seqlens": bounds(0, 20), "cu_seqlens_cpu": bounds(0, 20).to("meta")},
+        ValueError,
+        "cu_seqlens_cpu must be on cpu, got meta",
+    ),
+    "device": (
+        {"cu_seqlens": bounds(0, 20).to("meta")},
+        ValueError,
+        "cu_seqlens must be on cpu like A, got meta",
+    ),
+    "indices alone": ({"chunk_indices": bounds([0, 0])}, ValueError, "chunk_indices belongs to cu"),
+}
+
+
+@pytest.mark.parametrize("case", SOLVE)
+def test_solve_tril_refuses(case):
+    changes, error, message = SOLVE[case]
+    with pytest.raises(error, match=message):
+        solve_tril(**(A | changes))
+
+
+L2NORM = {
+    "x no tensor": ({"x": [3.0, 4.0]}, TypeError, "x must be a torch.Tensor .*got list"),
+    "x dtype": ({"x": bounds(1, 2)}, TypeError, "x must be float.*int64"),
+    "x number": ({"x": torch.tensor(1.0)}, ValueError, r"x must have shape \[..., D\] .*got \(\)"),
+    "x empty": ({"x": new(3, 0)}, ValueError, r"without an empty axis, got \(3, 0\)"),
+    "eps": ({"eps": -1e-6}, ValueError, "eps must be >= 0, got -1e-06"),
+    "eps missing": ({"eps": None}, ValueError, "eps must be >= 0, got None"),
+    "eps type": ({"eps": "small"}, TypeError, "eps must be a number or None, got str"),
+    "eps finite": ({"eps": float("inf")}, ValueError, "eps must be finite, got inf"),
+    "output_dtype": ({"output_dtype": torch.bool}, TypeError, "output_dtype must be a floating"),
+    "impl": ({"impl": None}, ValueError, "impl must be one of .*got None"),
+}
+
+
+@pytest.mark.parametrize("case", L2NORM)
+def test_l2norm_refuses(case):
+    changes, error, message = L2NORM[case]
+    with pytest.raises(error, match=message):
+        l2norm(**({"x": new(2, 3)} | changes))
+
+
+CALLS = {
+    "recurrent": lambda **o: fused_recurrent_gated_delta_rule(**gdn_inputs(*SIZES).asdict(), **o),
+    "cumsum": lambda **o: chunk_local_cumsum(**G, **o),
+    "solve_tril": lambda **o: solve_tril(**A, **o),
+    "l2norm": lambda **o: l2norm(new(2, 3), **o),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_triton_where_it_cannot_run(name, monkeypatch):
+    monkeypatch.setattr(check, "interpreted", lambda: False)
+    with pytest.raises(ValueError, match="impl='triton' cannot run here: the tensors are on the C"):
+        CALLS[name](impl="triton")
+    CALLS[name](impl="auto")
+
+
+def test_triton_has_no_float64(device):
+    x = new(2, 16, 1, 16, dtype=torch.float64, device=device)
+    for call in (l2norm, solve_tril, lambda x, impl: chunk_local_cumsum(x, 16, impl=impl)):
+        with pytest.raises(ValueError, match="float64 was given"):
+            call(x, impl="triton")
+    mixed = gdn_inputs(*SIZES, device=device).asdict()
+    mixed["beta"] = mixed["beta"].double()
+    with pytest.raises(ValueError, match="float64 was given"):
+        fused_recurrent_gated_delta_rule(**mixed, impl="triton")
