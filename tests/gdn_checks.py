@@ -1,0 +1,206 @@
+"""chunk_gated_delta_rule as a whole: inputs, gradients by autograd and in float64, tolerances."""
+
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from linattn_edu import chunk_gated_delta_rule
+from linattn_edu.reference.delta.recurrent import recurrent, recurrent_bwd
+from linattn_edu.testing import assert_close
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+# relative RMS against float64: (o, final state), (dq, dk, dv, dh0), (dbeta, dg and its parameters)
+TOLERANCES = {
+    torch.float32: (1e-5, 1e-5, 3e-5),
+    torch.float16: (5e-3, 8e-3, 2e-2),
+    torch.bfloat16: (5e-3, 8e-3, 2e-2),
+}
+TINY = 1e-6
+SCALARS = ("dg", "dbeta", "dA_log", "ddt_bias")
+
+
+def tolerance(name: str, dtype: torch.dtype) -> float:
+    """The tolerance of an output ("o", "ht") or of a gradient ("dq", ...)."""
+    kind = 0 if name in ("o", "ht") else 2 if name in SCALARS else 1
+    return TOLERANCES[dtype][kind]
+
+
+def inputs(
+    B: int,
+    T: int,
+    H: int,
+    HV: int,
+    K: int,
+    V: int,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    *,
+    seed: int = 0,
+    norm: float = 1.0,
+    mask: float = 0.0,
+    raw_qk: bool = False,
+    raw_beta: bool = False,
+    raw_gate: bool = False,
+    dt_bias: bool = True,
+    state: bool = True,
+    N: int | None = None,
+) -> dict[str, Tensor]:
+    """Tensor arguments by name; the gate is logsigmoid(normal) / norm, open at a share `mask`.
+
+    raw_*: before the l2norm, the sigmoid, the gate of a layer. N: initial states, B if None.
+    """
+    generator = torch.Generator(device=device).manual_seed(seed)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, device=device, dtype=wide)
+
+    x = {"q": randn(B, T, H, K), "k": randn(B, T, H, K), "v": randn(B, T, HV, V)}
+    if not raw_qk:
+        x |= {n: F.normalize(x[n], dim=-1) for n in ("q", "k")}
+    x = {n: t.to(dtype) for n, t in x.items()}
+    x["beta"] = randn(B, T, HV) if raw_beta else randn(B, T, HV).sigmoid()
+    drawn = torch.rand(B, T, HV, generator=generator, device=device)
+    x["g"] = randn(B, T, HV) if raw_gate else F.logsigmoid(randn(B, T, HV)) / norm * (drawn > mask)
+    if raw_gate:
+        x["A_log"] = randn(HV)
+        x |= {"dt_bias": randn(HV)} if dt_bias else {}
+    if state:
+        x["initial_state"] = randn(B if N is None else N, HV, K, V)
+    return x
+
+
+def cotangents(x: dict[str, Tensor], N: int | None = None, seed: int = 1) -> tuple[Tensor, Tensor]:
+    """Random gradients of o and of the final state."""
+    v, K = x["v"], x["q"].shape[-1]
+    generator = torch.Generator(device=v.device).manual_seed(seed)
+    wide = torch.float64 if v.dtype == torch.float64 else torch.float32
+    options = {"generator": generator, "device": v.device, "dtype": wide}
+    do = torch.randn(v.shape, **options).to(v.dtype)
+    return do, torch.randn(N or v.shape[0], v.shape[2], K, v.shape[3], **options)
+
+
+def run(
+    x: dict[str, Tensor], do: Tensor | None, dht: Tensor | None, f=chunk_gated_delta_rule, **options
+) -> dict[str, Tensor]:
+    """Outputs of f and, by autograd, the gradient of every tensor of x; None: no gradient in."""
+    leaves = {n: t.detach().clone().requires_grad_() for n, t in x.items()}
+    o, ht = f(**leaves, **options)
+    pairs = [(y, dy) for y, dy in ((o, do), (ht, dht)) if dy is not None]
+    outputs, given = zip(*pairs, strict=True)
+    gradients = torch.autograd.grad(outputs, leaves.values(), given)
+    got = {"o": o.detach()} | ({} if ht is None else {"ht": ht.detach()})
+    return got | {f"d{n}": dx for n, dx in zip(leaves, gradients, strict=True)}
+
+
+def triton(x: dict[str, Tensor], do: Tensor | None, dht: Tensor | None, **options):
+    """`run` with the kernels, returning the final state."""
+    return run(x, do, dht, output_final_state=True, impl="triton", **options)
+
+
+def recurrence_arguments(
+    x: dict[str, Tensor],
+    *,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    use_gate_in_kernel: bool = False,
+    state_v_first: bool = False,
+) -> list[Tensor | None]:
+    """q, k, v, g, beta and the initial state of the plain recurrence, as the flags define them."""
+    q, k, v, g, beta = (x[n] for n in ("q", "k", "v", "g", "beta"))
+    if use_qk_l2norm_in_kernel:
+        q, k = (y / (y.square().sum(-1, keepdim=True) + 1e-6).sqrt() for y in (q, k))
+    if use_beta_sigmoid_in_kernel:
+        beta = torch.sigmoid(beta) * (2 if allow_neg_eigval else 1)
+    if use_gate_in_kernel:
+        raw = g + x["dt_bias"] if "dt_bias" in x else g
+        g = -x["A_log"].exp() * torch.logaddexp(raw, torch.zeros_like(raw))
+    state = x.get("initial_state")
+    return [q, k, v, g, beta, state.mT if state_v_first and state is not None else state]
+
+
+def exact(
+    x: dict[str, Tensor],
+    do: Tensor,
+    dht: Tensor | None,
+    *,
+    scale: float | None = None,
+    cu_seqlens: Tensor | None = None,
+    **flags: bool,
+) -> dict[str, Tensor]:
+    """What `run` should give, in float64: the recurrence, its adjoint, autograd of the flags."""
+    leaves = {n: t.detach().double().requires_grad_() for n, t in x.items()}
+    arguments = recurrence_arguments(leaves, **flags)
+    do = do.double()
+    dht = dht if dht is None else dht.double()
+    if flags.get("state_v_first") and dht is not None:
+        dht = dht.mT
+    given = [y if y is None else y.detach() for y in arguments]
+    o, ht, *gradients = _packed(given, do, dht, scale, cu_seqlens)
+    pairs = [(y, dy) for y, dy in zip(arguments, gradients, strict=True) if y is not None]
+    values, gradients = zip(*pairs, strict=True)
+    gradients = torch.autograd.grad(values, leaves.values(), gradients)
+    want = {"o": o, "ht": ht.mT if flags.get("state_v_first") else ht}
+    return want | {f"d{n}": dx for n, dx in zip(leaves, gradients, strict=True)}
+
+
+def _packed(arguments, do, dht, scale, cu_seqlens) -> list[Tensor]:
+    """o, the final state, dq, dk, dv, dg, dbeta, dh0 of the sequences, each by itself."""
+    if cu_seqlens is None:
+        return _alone(arguments, do, dht, scale)
+    *tokens, state = arguments
+    parts = []
+    for n, (a, b) in enumerate(pairwise(cu_seqlens.tolist())):
+        one = [y[:, a:b] for y in tokens] + [None if state is None else state[n : n + 1]]
+        parts.append(_alone(one, do[:, a:b], None if dht is None else dht[n : n + 1], scale))
+    sequence_axis = (1, 0, 1, 1, 1, 1, 1, 0)
+    return [torch.cat(p, d) for p, d in zip(zip(*parts, strict=True), sequence_axis, strict=True)]
+
+
+def _alone(arguments, do, dht, scale) -> list[Tensor]:
+    q, k, v, g, beta, state = arguments
+    if not q.shape[1]:
+        zero = v.new_zeros(1, v.shape[2], q.shape[-1], v.shape[-1])
+        ht, dh0 = (zero if y is None else y for y in (state, dht))
+        return [do, ht, q, k, v, g, beta, dh0]  # no tokens: empty, and the state goes through
+    options = {"scale": scale, "initial_state": state}
+    o, ht = recurrent(q, k, v, g, beta, **options)
+    dq, dk, dv, dg, dbeta, _, _, dh0 = recurrent_bwd(q, k, v, g, beta, do, dht, **options)
+    return [o, ht, dq, dk, dv, dg, dbeta, dh0]
+
+
+def check(
+    got: dict[str, Tensor], want: dict[str, Tensor], dtype: torch.dtype, **at_least: float
+) -> None:
+    """Compare every output and gradient by name; all errors are in the one report.
+
+    What is smaller than TINY in rms, as the gradient of a state behind closed gates, is compared
+    as if it were of that size: numbers of float16 and decays below 2^-150 end there.
+    """
+    failed = []
+    for name, y in got.items():
+        tol = max(tolerance(name, dtype), at_least.get(name, 0))
+        rms = want[name].square().mean().sqrt().item() if want[name].numel() else 0
+        try:
+            if rms < TINY:
+                assert_close(name, y + TINY, want[name] + TINY, tol)
+            else:
+                assert_close(name, y, want[name], tol)
+        except AssertionError as error:
+            failed.append(str(error))
+    assert not failed, "\n" + "\n".join(failed)
+
+
+def spacing(g: Tensor, chunk_size: int = 64) -> float:
+    """How well float32 tells apart the decays of a chunk: they are differences of sums of g."""
+    sums = torch.stack([x.sum(1).abs().max() for x in g.double().split(chunk_size, 1)])
+    return 2**-24 * sums.max().item()
+
+
+def same_bits(got: dict[str, Tensor], want: dict[str, Tensor], *without: str):
+    """Assert that all but the named ones are equal to the bit."""
+    different = [n for n in want if n not in without and not torch.equal(got[n], want[n])]
+    assert not different, f"other bits: {different}"

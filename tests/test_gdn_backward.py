@@ -1,0 +1,281 @@
+"""Gradients of the public function: against the float64 recurrence, and what a user relies on."""
+
+import pytest
+import torch
+from gdn_checks import DTYPES, check, cotangents, exact, inputs, run, same_bits, spacing, triton
+from torch.utils.checkpoint import checkpoint
+
+from linattn_edu import chunk_gated_delta_rule
+from linattn_edu.reference.delta.recurrent import recurrent
+from linattn_edu.testing import assert_close
+
+pytestmark = pytest.mark.usefixtures("poison")
+
+GPU = torch.cuda.is_available()
+IMPLS = ("reference", "triton")
+# the rows of fla's test_chunk: B, T, H, HV, D, scale, norm of the gate, share of open gates, l2norm
+ROWS = (
+    (4, 1024, 4, 4, 128, 0.1, 1, 1.0, False),
+    (2, 75, 4, 4, 64, 1, 0.01, 0, False),
+    (2, 500, 3, 3, 60, 1, 1, 0, False),
+    (2, 1000, 3, 3, 64, 0.1, 1, 0.5, False),
+    (3, 1024, 4, 4, 100, 1, 0.1, 0, False),
+    (4, 1024, 4, 4, 128, 0.1, 1, 0, True),
+    (2, 1500, 4, 4, 128, 0.1, 10, 0, False),
+    (4, 2048, 8, 8, 64, 0.1, 1, 0, False),
+    (2, 256, 2, 4, 64, 1, 1, 0, False),
+    (2, 512, 2, 8, 64, 1, 0.1, 0, True),
+    (2, 1024, 4, 8, 128, 0.1, 1, 0, False),
+)
+# B, T, H, HV, D; heads enough for an error of A_log and dt_bias, which have one number each
+GATE_ROWS = (
+    (1, 63, 1, 6, 24),
+    (2, 500, 6, 6, 60),
+    (2, 1000, 3, 6, 64),
+    (3, 1024, 8, 8, 100),
+    (4, 1024, 4, 8, 128),
+    (4, 2048, 2, 8, 64),
+)
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+def fit(B, T, H, HV):
+    """The shape itself on a GPU; in the interpreter one q/k head and as much of T as two chunks."""
+    if GPU:
+        return B, T, H, HV
+    return 1, T if T < 100 else 64 + (T % 64 or 20), 1, min(2, HV // H)
+
+
+def check_row(shape, dtype, device, *, scale=None, chunk_size=64, flags=None, **kinds):
+    x = inputs(*shape, dtype, device, **kinds)
+    do, dht = cotangents(x)
+    flags = flags or {}
+    want = exact(x, do, dht, scale=scale, **flags)
+    got = triton(x, do, dht, scale=scale, chunk_size=chunk_size, **flags)
+    check(got, want, dtype, dg=0 if flags.get("use_gate_in_kernel") else spacing(x["g"]))
+
+
+@dtypes
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_fla_s_grid(row, dtype, device):
+    B, T, H, HV, D, scale, norm, mask, l2norm = row
+    check_row(
+        (*fit(B, T, H, HV), D, D), dtype, device, scale=scale, norm=norm, mask=mask, raw_qk=l2norm,
+        flags={"use_qk_l2norm_in_kernel": l2norm},
+    )  # fmt: skip
+
+
+@dtypes
+@pytest.mark.parametrize("row", GATE_ROWS if GPU else GATE_ROWS[:1], ids=str)
+def test_the_gate_of_a_layer(row, dtype, device):
+    *shape, D = row
+    flags = {"use_gate_in_kernel": True}
+    check_row((*shape, D, D), dtype, device, raw_gate=True, flags=flags)
+
+
+@dtypes
+@pytest.mark.parametrize("C", [16, 32, 64])
+def test_chunk_sizes(C, dtype, device):
+    shape = (4, 1000, 2, 4, 32, 32) if GPU else (1, C + 6, 1, 2, 32, 32)
+    check_row(shape, dtype, device, chunk_size=C)
+
+
+@dtypes
+@pytest.mark.parametrize(
+    ("T", "K", "V"), [(70, 256, 256), (65, 16, 100), (100, 128, 33), (70, 24, 40), (9, 3, 2)]
+)
+def test_head_sizes(T, K, V, dtype, device):
+    shape = (2, 10 * T, 2, 4) if GPU else (1, T, 1, 1 if K > 100 else 2)
+    check_row((*shape, K, V), dtype, device)
+
+
+@dtypes
+@pytest.mark.parametrize("negative", [False, True])
+def test_beta_before_its_sigmoid(negative, dtype, device):
+    flags = {"use_beta_sigmoid_in_kernel": True, "allow_neg_eigval": negative}
+    shape = (2, 1000, 2, 4, 64, 64) if GPU else (1, 40, 1, 2, 24, 40)
+    check_row(shape, dtype, device, raw_beta=True, flags=flags)
+
+
+@dtypes
+def test_states_with_v_first(dtype, device):
+    x, do, dht = small(dtype, device)
+    want = triton(x, do, dht)
+    x["initial_state"] = x["initial_state"].mT.contiguous()
+    got = triton(x, do, dht.mT.contiguous(), state_v_first=True)
+    for name in ("ht", "dinitial_state"):
+        got[name] = got[name].mT
+    same_bits(got, want)
+
+
+FLAGS = (
+    {},
+    {"use_qk_l2norm_in_kernel": True},
+    {"use_gate_in_kernel": True},
+    {"use_beta_sigmoid_in_kernel": True, "allow_neg_eigval": True},
+    {"state_v_first": True},
+)
+
+
+@pytest.mark.parametrize("flags", FLAGS, ids=str)
+@pytest.mark.parametrize("C", [16, 64])
+def test_reference_in_float64_equals_autograd_of_the_recurrence(C, flags):
+    x = inputs(
+        2, 100, 2, 4, 12, 12, torch.float64,
+        raw_qk="use_qk_l2norm_in_kernel" in flags, raw_gate="use_gate_in_kernel" in flags,
+    )  # fmt: skip
+    do, dht = cotangents(x)
+    got = run(x, do, dht, output_final_state=True, chunk_size=C, impl="reference", **flags)
+    for name, want in exact(x, do, dht, **flags).items():
+        assert_close(name, got[name], want, 1e-10)
+
+
+def test_the_adjoint_compared_with_is_autograd_s():
+    x = inputs(2, 70, 2, 4, 12, 9, torch.float64)
+    do, dht = cotangents(x)
+    want = run(x, do, dht, f=recurrent)
+    for name, got in exact(x, do, dht).items():
+        assert_close(name, got, want[name], 1e-12)
+
+
+@pytest.mark.parametrize("raw", [False, True], ids=["plain", "flags"])
+def test_gradcheck(raw):
+    x = inputs(1, 18, 1, 2, 2, 2, torch.float64, raw_qk=raw, raw_beta=raw, raw_gate=raw)
+    names = ("use_qk_l2norm_in_kernel", "use_beta_sigmoid_in_kernel", "use_gate_in_kernel")
+    options = {"output_final_state": True, "chunk_size": 16, "impl": "reference"}
+    options |= dict.fromkeys(names, raw)
+
+    def f(*tensors):
+        return chunk_gated_delta_rule(**dict(zip(x, tensors, strict=True)), **options)
+
+    assert torch.autograd.gradcheck(f, [t.requires_grad_() for t in x.values()], fast_mode=raw)
+
+
+def small(dtype, device, **kinds):
+    """(arguments, do, dht) of one short sequence."""
+    x = inputs(1, 40, 1, 2, 24, 40, dtype, device, **kinds)
+    return x, *cotangents(x)
+
+
+@dtypes
+def test_same_bits_every_run_and_in_any_batch(dtype, device):
+    size = (40, 300, 2, 4, 64, 128) if GPU else (2, 66, 1, 1, 24, 40)
+    x = inputs(*size, dtype, device)
+    do, dht = cotangents(x)
+    whole = triton(x, do, dht)
+    same_bits(triton(x, do, dht), whole)
+    one = slice(1, 2)
+    alone = triton({n: t[one] for n, t in x.items()}, do[one], dht[one])
+    same_bits(alone, {n: t[one] for n, t in whole.items()})
+
+
+@dtypes
+def test_gradients_of_the_gate_s_parameters_have_the_same_bits(dtype, device):
+    x, do, dht = small(dtype, device, raw_gate=True)
+    runs = [triton(x, do, dht, use_gate_in_kernel=True) for _ in range(2)]
+    same_bits(*runs)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_autocast_changes_nothing(impl, device):
+    x, do, dht = small(torch.float32, device, raw_qk=True, raw_gate=True, raw_beta=True)
+    names = ("use_qk_l2norm_in_kernel", "use_beta_sigmoid_in_kernel", "use_gate_in_kernel")
+    options = dict.fromkeys((*names, "output_final_state"), True) | {"impl": impl}
+    want = run(x, do, dht, **options)
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        same_bits(run(x, do, dht, **options), want)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("used", ["o", "ht"])
+def test_only_one_output_is_used(used, impl, device):
+    x, do, dht = small(torch.float32, device)
+    zeros = (do, 0 * dht) if used == "o" else (0 * do, dht)
+    given = (do, None) if used == "o" else (None, dht)
+    options = {"output_final_state": True, "impl": impl}
+    check(run(x, *given, **options), exact(x, *zeros), torch.float32)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_without_a_state(impl, device):
+    x, do, _ = small(torch.float32, device, state=False)
+    got = run(x, do, None, impl=impl)
+    assert "ht" not in got
+    check(got, exact(x, do, None), torch.float32)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("name", ["q", "initial_state", "A_log"])
+def test_one_tensor_alone_needs_a_gradient(name, impl, device):
+    x, do, dht = small(torch.float32, device, raw_gate=True)
+    options = {"output_final_state": True, "impl": impl, "use_gate_in_kernel": True}
+    leaf = x[name].clone().requires_grad_()
+    outputs = chunk_gated_delta_rule(**x | {name: leaf}, **options)
+    (got,) = torch.autograd.grad(outputs, leaf, (do, dht))
+    assert torch.equal(got, run(x, do, dht, **options)[f"d{name}"])
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_gradients_that_are_not_contiguous(impl, device):
+    """As sum().backward() and a transposed output give them."""
+    x, _, dht = small(torch.float32, device)
+    do = torch.ones((), device=device).expand(x["v"].shape)
+    dht = dht.mT.contiguous().mT
+    options = {"output_final_state": True, "impl": impl}
+    want = run(x, do.contiguous(), dht.contiguous(), **options)
+    same_bits(run(x, do, dht, **options), want)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_arguments_and_their_gradients_are_left_alone(impl, device):
+    x, do, dht = small(torch.float32, device, raw_gate=True)
+    kept = {n: t.clone() for n, t in (x | {"do": do, "dht": dht}).items()}
+    leaves = {n: t.requires_grad_() for n, t in x.items()}
+    options = {"output_final_state": True, "impl": impl, "use_gate_in_kernel": True}
+    outputs = chunk_gated_delta_rule(**leaves, **options)
+    torch.autograd.grad(outputs, list(leaves.values()), (do, dht))
+    same_bits(x | {"do": do, "dht": dht}, kept)
+
+
+@pytest.mark.parametrize("wide", ["g", "beta", "initial_state"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_gradients_have_the_dtypes_of_their_tensors(wide, dtype, device):
+    x, do, dht = small(dtype, device)
+    for name in ("g", "beta", "initial_state"):
+        x[name] = x[name].to(torch.float32 if name == wide else dtype)
+    got = triton(x, do, dht)
+    assert {n: got[f"d{n}"].dtype for n in x} == {n: t.dtype for n, t in x.items()}
+    assert got["ht"].dtype == torch.float32
+    check(got, exact(x, do, dht), dtype)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_activation_checkpointing(impl, device):
+    x, do, dht = small(torch.float32, device)
+
+    def f(**arguments):
+        return checkpoint(chunk_gated_delta_rule, **arguments, use_reentrant=False)
+
+    options = {"output_final_state": True, "impl": impl}
+    same_bits(run(x, do, dht, f=f, **options), run(x, do, dht, **options))
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_second_backward_pass_needs_retain_graph(impl, device):
+    x, do, _ = small(torch.float32, device)
+    leaf = x["k"].requires_grad_()
+    o, _ = chunk_gated_delta_rule(**x, impl=impl)
+    first = torch.autograd.grad(o, leaf, do, retain_graph=True)
+    assert torch.equal(*first, *torch.autograd.grad(o, leaf, do))
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(o, leaf, do)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_gradients_of_gradients_are_refused(impl, device):
+    x, do, _ = small(torch.float32, device)
+    leaf = x["k"].requires_grad_()
+    o, _ = chunk_gated_delta_rule(**x, impl=impl)
+    (dk,) = torch.autograd.grad(o, leaf, do, create_graph=True)
+    with pytest.raises(RuntimeError, match="autograd"):
+        torch.autograd.grad(dk.sum(), leaf)
