@@ -272,6 +272,8 @@ def chunk_gated_delta_rule(
     """
     state_v_first = arguments.v_first(state_v_first, transpose_state_layout)
     sizes = arguments.check_tensors(q, k, v, g, beta, initial_state, cu_seqlens, state_v_first)
+    for name, x in (("g", g), ("beta", beta)):  # which the recurrent form may do without
+        check.tensor(name, x, ("B", "T", "HV"), sizes)
     arguments.check_packing(sizes, q, cu_seqlens, cu_seqlens_cpu, chunk_indices)
     arguments.check_gate(sizes, q, g, use_gate_in_kernel, A_log, dt_bias)
     arguments.check_beta(use_beta_sigmoid_in_kernel, allow_neg_eigval)
@@ -283,6 +285,8 @@ def chunk_gated_delta_rule(
     impl = check.resolve_impl(impl, q.device, tuple(x.dtype for x in tensors if x is not None))
     if cu_seqlens is not None and cu_seqlens_cpu is None and chunk_indices is None:
         cu_seqlens_cpu = cu_seqlens.cpu()
+    if cu_seqlens_cpu is not None and not torch.compiler.is_compiling():  # there, in the operator
+        check.lengths("cu_seqlens", cu_seqlens_cpu.tolist(), sizes["T"])
     if use_qk_l2norm_in_kernel:
         q, k = l2norm(q, impl=impl), l2norm(k, impl=impl)
     if use_beta_sigmoid_in_kernel:
