@@ -159,7 +159,7 @@ def device_of(x: torch.Tensor) -> tuple[str, int]:
 def chunk_args(x: torch.Tensor, chunk_size: int, packing: Packing | None):
     """(number of chunks, cu_ptr, chunks_ptr) of a chunk-parallel kernel on x [B, T, ...]."""
     if packing is None:
-        return x.shape[0] * triton.cdiv(x.shape[1], chunk_size), None, None
+        return x.shape[0] * cdiv(x.shape[1], chunk_size), None, None
     return packing.chunks, packing.cu_seqlens, packing.chunk_indices
 
 
@@ -173,13 +173,18 @@ def sequence_args(x: torch.Tensor, packing: Packing | None):
 def states(x: torch.Tensor, chunk_size: int, packing: Packing | None) -> tuple[int, int]:
     """(B, NT) of the states h of x [B, T, ...]: one for each chunk."""
     if packing is None:
-        return x.shape[0], triton.cdiv(x.shape[1], chunk_size)
+        return x.shape[0], cdiv(x.shape[1], chunk_size)
     return 1, packing.chunks
+
+
+def cdiv(a: int, b: int) -> int:
+    """a / b rounded up. triton.cdiv serves kernels too, and costs the host microseconds a call."""
+    return -(-a // b)
 
 
 def block(n: int) -> int:
     """The tile that holds n columns: the next power of two, 16 at least, as tl.dot needs."""
-    return max(16, triton.next_power_of_2(n))
+    return max(16, 1 << (n - 1).bit_length())
 
 
 # Rows of K elements that are not whole 4-byte words cannot be copied ahead asynchronously, so the
@@ -201,15 +206,15 @@ def widest(table: dict, k: torch.Tensor, heads: int, V: int) -> dict[str, int]:
     if K * size % 4 and gen == "hopper":
         return UNPIPELINED.launch(V=V)
     launches = [r.launch(V=V) for r in table[gen][size][max(128, block(K))]]
-    enough = (c for c in launches if 10 * heads * triton.cdiv(V, c["BV"]) >= 7 * processors)
+    enough = (c for c in launches if 10 * heads * cdiv(V, c["BV"]) >= 7 * processors)
     return next(enough, launches[-1])
 
 
-def by_width(table: dict, v: torch.Tensor) -> tuple[int, dict[str, int]]:
-    """(BV, launch) of the first row of a table "values up to -> row" that holds v's values."""
+def by_width(table: dict, v: torch.Tensor) -> dict[str, int]:
+    """The first row of a table "values up to -> row" that holds v's values."""
     rows = table[device_of(v)[0]][v.element_size()]
     width = next(width for width in rows if width >= v.shape[-1])
-    return width, rows[width].launch()
+    return rows[width].launch()
 
 
 def shared_dtype(q: torch.Tensor, HV: int) -> torch.dtype:

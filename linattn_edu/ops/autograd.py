@@ -23,13 +23,14 @@ def chunk(
 ) -> tuple[Tensor, Tensor | None]:
     """chunk_gated_delta_rule, its arguments checked and its flags resolved (see `_chunk`)."""
     tensors = (q, k, v, g, beta, A_log, dt_bias, initial_state)
-    o, final_state, _, _ = _chunk(*tensors, *rest, library.needs_gradient(*tensors))
+    gradient = library.needs_gradient(*tensors)
+    f = _chunk if gradient or library.traced(q) else _chunk_forward
+    o, final_state, _, _ = f(*tensors, *rest, gradient)
     *_, output_final_state, _, _ = rest
     return o, final_state if output_final_state else None
 
 
-@torch.library.custom_op("linattn_edu::chunk_gated_delta_rule", mutates_args=())
-def _chunk(
+def _chunk_forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -99,6 +100,11 @@ def _results(tensors, cu_seqlens, length, output_final_state, save, given=(None,
         q.new_empty(shape, dtype=dtype) if x is None else x
         for (shape, dtype), x in zip(shapes, given, strict=True)
     )
+
+
+_chunk = torch.library.custom_op(
+    "linattn_edu::chunk_gated_delta_rule", _chunk_forward, mutates_args=()
+)
 
 
 @_chunk.register_fake

@@ -78,7 +78,11 @@ def fused_recurrent_gated_delta_rule(
     check.flag("output_final_state", output_final_state)
     check.flag("use_qk_l2norm_in_kernel", use_qk_l2norm_in_kernel)
     check.flag("inplace_final_state", inplace_final_state)
-    if cu_seqlens is not None and cu_seqlens.device.type == "cpu" and not _compiling():
+    if (
+        cu_seqlens is not None
+        and cu_seqlens.device.type == "cpu"
+        and not torch.compiler.is_compiling()
+    ):
         check.lengths("cu_seqlens", cu_seqlens.tolist(), sizes["T"])
     tensors = (q, k, v, g, gk, gv, beta, A_log, dt_bias, initial_state)
     gradient = library.needs_gradient(*tensors)
@@ -107,16 +111,11 @@ def fused_recurrent_gated_delta_rule(
     sigmoid = int(use_beta_sigmoid_in_kernel) * (2 if allow_neg_eigval else 1)
     rest = (cu_seqlens, scale, use_qk_l2norm_in_kernel, sigmoid, state_v_first)
     if inplace_final_state:
-        # outside of a graph without the dispatcher, which costs a short call much of its time
-        step = _step_inplace_op if _compiling() else _step_inplace
+        step = _step_inplace_op if library.traced(q) else _step_inplace
         return step(*tensors, *rest), initial_state
-    step = _step_op if _compiling() else _step
+    step = _step_op if library.traced(q) else _step
     o, final_state = step(*tensors, *rest, output_final_state)
     return o, final_state if output_final_state else None
-
-
-def _compiling() -> bool:
-    return torch.compiler.is_compiling()
 
 
 def _check_inplace(state: Tensor | None, dtype: torch.dtype, gradient: bool) -> None:
@@ -226,6 +225,7 @@ def _(q, k, v, *rest):
 
 
 @torch.library.custom_op("linattn_edu::recurrent", mutates_args=())
+@library.without_autocast
 def _recurrent(
     q: Tensor,
     k: Tensor,
@@ -279,6 +279,7 @@ def _(q, k, v, g, gk, gv, beta, initial_state, cu_seqlens, scale, impl):
 
 
 @torch.library.custom_op("linattn_edu::recurrent_backward", mutates_args=())
+@library.without_autocast
 def _recurrent_backward(
     q: Tensor,
     k: Tensor,

@@ -1,6 +1,7 @@
 """What the registered operators share: which implementation, how long a chunk, where it begins."""
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 
 import torch
@@ -13,6 +14,15 @@ from linattn_edu.packing import Packing, pack
 def needs_gradient(*tensors: Tensor | None) -> bool:
     """Whether autograd will ask for a gradient of one of the tensors."""
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
+def traced(x: Tensor) -> bool:
+    """Whether x is traced or wrapped, so that only a registered operator can take it.
+
+    Elsewhere a call without a gradient goes past PyTorch's dispatcher, which costs a short one
+    much of its time.
+    """
+    return torch.compiler.is_compiling() or type(x) not in (Tensor, torch.nn.Parameter)
 
 
 def wide(*tensors: Tensor | None) -> torch.dtype:
@@ -30,6 +40,18 @@ def contiguous(x: Tensor | None) -> Tensor | None:
         return None
     x = x.contiguous()
     return x.clone() if x.is_cuda and x.data_ptr() % 16 else x
+
+
+def without_autocast(f: Callable) -> Callable:
+    """f(x, ...) with autocast off: matrix products of the reference keep their precision."""
+
+    @functools.wraps(f)
+    def wrapped(x, *args, **kwargs):
+        kind = x.device.type if torch.amp.is_autocast_available(x.device.type) else "cpu"
+        with torch.autocast(kind, enabled=False):
+            return f(x, *args, **kwargs)
+
+    return wrapped
 
 
 def implementation(impl: str, q: Tensor, *tensors: Tensor | None) -> str:

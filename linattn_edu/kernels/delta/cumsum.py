@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from linattn_edu.kernels.delta.gate_cumsum import BH
-from linattn_edu.kernels.tiles import chunk_args, chunk_of, load_tile, store_tile
+from linattn_edu.kernels.tiles import cdiv, chunk_args, chunk_of, load_tile, store_tile
 from linattn_edu.packing import Packing
 
 
@@ -50,7 +50,7 @@ def cumsum(
     y = torch.empty_like(x, dtype=torch.float32)
     NT, *chunks = chunk_args(x, chunk_size, packing)
     with torch.cuda.device_of(x):
-        cumsum_kernel[(NT * triton.cdiv(D, BH),)](
+        cumsum_kernel[(NT * cdiv(D, BH),)](
             x, y, scale, *chunks, T, D, BT=chunk_size, BD=BH, REVERSE=reverse, num_warps=4
         )
     return y

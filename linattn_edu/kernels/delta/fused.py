@@ -13,6 +13,7 @@ from linattn_edu.kernels.delta.solve import kkt, merge_precision, unit_lower_inv
 from linattn_edu.kernels.tiles import (
     block,
     cast,
+    cdiv,
     chunk_args,
     chunk_of,
     decay_matrix,
@@ -265,7 +266,7 @@ def scan(
     o = torch.empty_like(v)
     final_state = q.new_empty(N, HV, K, V, dtype=torch.float32) if output_final_state else None
     config = widest(SCAN_CONFIGS, k, N * HV, V)
-    scan_kernel[(N * HV * triton.cdiv(V, config["BV"]),)](
+    scan_kernel[(N * HV * cdiv(V, config["BV"]),)](
         q, k, v, gc, P, R, initial_state, o, final_state,
         scale, *sequences, T, H, HV, K, V, BT=P.shape[-1], BK=block(K), **config,
     )  # fmt: skip

@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from linattn_edu.kernels.delta.gate_cumsum import BH, gate
-from linattn_edu.kernels.tiles import LOG2E, chunk_args, chunk_of, load_tile, store_tile
+from linattn_edu.kernels.tiles import LOG2E, cdiv, chunk_args, chunk_of, load_tile, store_tile
 from linattn_edu.packing import Packing
 
 
@@ -66,7 +66,7 @@ def gate_bwd(
     dg = torch.empty_like(g)
     NT, *chunks = chunk_args(g, chunk_size, packing)
     sums = None if A_log is None else dgc.new_empty(NT, 2, HV)
-    gate_bwd_kernel[(NT * triton.cdiv(HV, BH),)](
+    gate_bwd_kernel[(NT * cdiv(HV, BH),)](
         dgc, g, A_log, dt_bias, dg, sums, *chunks, T, HV, BT=chunk_size, BH=BH, num_warps=4
     )
     if sums is None:

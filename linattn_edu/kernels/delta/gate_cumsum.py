@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from linattn_edu.kernels.tiles import LOG2E, chunk_args, chunk_of, load_tile, store_tile
+from linattn_edu.kernels.tiles import LOG2E, cdiv, chunk_args, chunk_of, load_tile, store_tile
 from linattn_edu.packing import Packing
 
 BH = 16  # heads a program: 64 contiguous bytes of g, so that whole memory sectors are used
@@ -75,7 +75,7 @@ def gate_cumsum(
     _, T, HV = g.shape
     gc = torch.empty_like(g, dtype=torch.float32)
     NT, *chunks = chunk_args(g, chunk_size, packing)
-    gate_cumsum_kernel[(NT * triton.cdiv(HV, BH),)](
+    gate_cumsum_kernel[(NT * cdiv(HV, BH),)](
         g, A_log, dt_bias, gc, *chunks, T, HV, BT=chunk_size, BH=BH, num_warps=4
     )
     return gc

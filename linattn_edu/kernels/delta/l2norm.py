@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from linattn_edu.kernels.tiles import load_row, load_tile, store_tile
+from linattn_edu.kernels.tiles import cdiv, load_row, load_tile, store_tile
 
 ELEMENTS = 4096  # of a program's tile
 
@@ -47,7 +47,7 @@ def l2norm(x: Tensor, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
     y, rstd = torch.empty_like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)
     n, tiles = rstd.numel(), _tiles(x.shape[-1])
     with torch.cuda.device_of(x):
-        l2norm_kernel[(triton.cdiv(n, tiles["BR"]),)](x, y, rstd, n, eps, **tiles, num_warps=4)
+        l2norm_kernel[(cdiv(n, tiles["BR"]),)](x, y, rstd, n, eps, **tiles, num_warps=4)
     return y, rstd
 
 
@@ -56,5 +56,5 @@ def l2norm_bwd(x: Tensor, rstd: Tensor, dy: Tensor) -> Tensor:
     dx = torch.empty_like(x)
     n, tiles = rstd.numel(), _tiles(x.shape[-1])
     with torch.cuda.device_of(x):
-        l2norm_bwd_kernel[(triton.cdiv(n, tiles["BR"]),)](x, rstd, dy, dx, n, **tiles, num_warps=4)
+        l2norm_bwd_kernel[(cdiv(n, tiles["BR"]),)](x, rstd, dy, dx, n, **tiles, num_warps=4)
     return dx

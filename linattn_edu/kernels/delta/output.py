@@ -7,6 +7,7 @@ from torch import Tensor
 
 from linattn_edu.kernels.tiles import (
     cast,
+    cdiv,
     chunk_args,
     chunk_of,
     decay_matrix,
@@ -109,7 +110,7 @@ def output(
     by_width = CONFIGS[device_of(q)[0]][q.element_size()]
     config = by_width[64 if V <= 64 else 128].launch()
     NT, *chunks = chunk_args(q, chunk_size, packing)
-    output_kernel[(NT * HV, triton.cdiv(V, config["BV"]))](
+    output_kernel[(NT * HV, cdiv(V, config["BV"]))](
         q, k, v_new, h, gc, o, scale, *chunks, T, H, HV, K, V, BT=chunk_size, **config
     )
     return o

@@ -48,13 +48,13 @@ def output_bwd_kernel(
 ):
     """One program: one chunk of one q/k head, value head after value head.  Grid (NT * H).
 
-    BV holds a whole value. Matrices that a product needs transposed are computed so: see chapter
-    08.
+    Matrices that a product needs transposed are computed so: see chapter 08.
     Reference: linattn_edu.reference.delta.output_bwd.
     """
     i_h, i_c, first, n_t = chunk_of(tl.program_id(0), cu_ptr, chunks_ptr, T, H, BT)
+    NV: tl.constexpr = (V + BV - 1) // BV
     i_qk = (first * H + i_h) * K
-    o_t, o_v = tl.arange(0, BT), tl.arange(0, BV)
+    o_t = tl.arange(0, BT)
     b_MT = tl.zeros([BT, BT], dtype=tl.float32)  # K Q^T
     for j in range(tl.cdiv(K, BK)):
         o_k = j * BK + tl.arange(0, BK)
@@ -64,28 +64,40 @@ def output_bwd_kernel(
 
     for i_g in range(HV // H):
         i = first * HV + i_h * (HV // H) + i_g
+        i_S = (i_c * HV + i_h * (HV // H) + i_g) * K * V
         b_gc = load_gate(gc_ptr + i, o_t, HV, n_t)
-        b_do = load_tile(do_ptr + i * V, o_t, o_v, HV * V, n_t, V)  # [BT, BV]
-        b_v = load_tile(v_new_ptr + i * V, o_t, o_v, HV * V, n_t, V)  # [BT, BV]
-        # eq:delta-dv-out   dv_new = scale P^T dO
         GT = decay_matrix_transposed(b_gc, o_t) * scale
-        b_dv = dot(cast(b_MT * GT, b_do.dtype), b_do)
-        store_tile(dv_ptr + i * V, b_dv, o_t, o_v, HV * V, n_t, V)
-        # eq:delta-dm   dM = scale (dO v_new^T) * G
-        b_dM = dot(b_do, tl.trans(b_v)) * decay_matrix(b_gc, o_t) * scale
-        b_dMT = dot(b_v, tl.trans(b_do)) * GT
+        b_PT = cast(b_MT * GT, do_ptr.dtype.element_ty)
+        b_dM = tl.zeros([BT, BT], dtype=tl.float32)
+        b_dMT = tl.zeros([BT, BT], dtype=tl.float32)
+        for j_v in tl.static_range(NV):
+            o_v = j_v * BV + tl.arange(0, BV)
+            b_do = load_tile(do_ptr + i * V, o_t, o_v, HV * V, n_t, V)  # [BT, BV]
+            b_v = load_tile(v_new_ptr + i * V, o_t, o_v, HV * V, n_t, V)  # [BT, BV]
+            # eq:delta-dv-out   dv_new = scale P^T dO
+            store_tile(dv_ptr + i * V, dot(b_PT, b_do), o_t, o_v, HV * V, n_t, V)
+            # eq:delta-dm   dM = scale (dO v_new^T) * G
+            b_dM = dot(b_do, tl.trans(b_v), b_dM)
+            b_dMT = dot(b_v, tl.trans(b_do), b_dMT)
+        b_dM *= decay_matrix(b_gc, o_t) * scale
+        b_dMT *= GT
         # without the diagonal, which is in both sums of dgc and would only be rounded
         X = tl.where(o_t[:, None] != o_t[None, :], b_dMT * b_MT, 0.0)
         b_dgc = tl.sum(X, 0) - tl.sum(X, 1)
         b_dM, b_dMT = cast(b_dM, b_do.dtype), cast(b_dMT, b_do.dtype)
         for j in range(tl.cdiv(K, BK)):
             o_k = j * BK + tl.arange(0, BK)
-            i_S = (i_c * HV + i_h * (HV // H) + i_g) * K * V
-            b_h = load_tile(h_ptr + i_S, o_k, o_v, V, K, V)  # [BK, BV]
+            b_dq = tl.zeros([BT, BK], dtype=tl.float32)
+            for j_v in tl.static_range(NV):
+                o_v = j_v * BV + tl.arange(0, BV)
+                if NV > 1:
+                    b_do = load_tile(do_ptr + i * V, o_t, o_v, HV * V, n_t, V)  # [BT, BV]
+                b_h = load_tile(h_ptr + i_S, o_k, o_v, V, K, V)  # [BK, BV]
+                b_dq = dot(b_do, tl.trans(b_h), b_dq)
             b_q = load_tile(q_ptr + i_qk, o_t, o_k, H * K, n_t, K)  # [BT, BK]
             b_k = load_tile(k_ptr + i_qk, o_t, o_k, H * K, n_t, K)  # [BT, BK]
             # eq:delta-dq-inter   scale diag(2^gc) dO h^T
-            b_dq = dot(b_do, tl.trans(b_h)) * (tl.exp2(b_gc) * scale)[:, None]
+            b_dq *= (tl.exp2(b_gc) * scale)[:, None]
             # eq:delta-dgc-out   dgc = rowsum(Q * inter) + rowsum(dM * M) - colsum(dM * M)
             b_dgc += tl.sum(b_q.to(tl.float32) * b_dq, 1)
             # eq:delta-dq   dQ = inter + dM K
@@ -102,20 +114,22 @@ def output_bwd_kernel(
             tl.debug_barrier()  # the next head reads what other threads stored
 
 
-# generation -> bytes of an element -> values up to -> row. Narrower heads keep these tiles: see
-# tiles.UNPIPELINED.
+# generation -> bytes of an element -> values up to -> row. On Hopper in 16 bit BV holds a value,
+# so that it is read once; elsewhere whole values would not fit the registers. Narrower heads keep
+# these tiles: see tiles.UNPIPELINED.
 CONFIGS = {
     "turing": {
-        2: {64: row(4, 1, BK=32), 128: row(4, 1, BK=32), 256: row(8, 1, BK=32)},
-        4: {64: row(4, 1, BK=32), 128: row(4, 1, BK=16), 256: row(8, 1, BK=16)},
+        2: {128: row(4, 1, BK=32, BV=32), 256: row(4, 1, BK=32, BV=64)},
+        4: {256: row(4, 1, BK=16, BV=32)},
     },
-    "ampere": {
-        2: {64: row(4, 1, BK=64), 128: row(4, 1, BK=32), 256: row(8, 1, BK=32)},
-        4: {64: row(4, 1, BK=32), 128: row(8, 1, BK=16), 256: row(8, 1, BK=16)},
-    },
+    "ampere": {2: {256: row(4, 1, BK=64, BV=64)}, 4: {256: row(4, 1, BK=32, BV=64)}},
     "hopper": {
-        2: {64: row(4, 2, BK=64), 128: row(4, 2, BK=64), 256: row(8, 2, BK=64)},
-        4: {64: row(4, 1, BK=32), 128: row(8, 1, BK=32), 256: row(8, 1, BK=32)},
+        2: {
+            64: row(4, 3, BK=64, BV=64),
+            128: row(4, 3, BK=64, BV=128),
+            256: row(4, 3, BK=64, BV=256),
+        },
+        4: {256: row(4, 1, BK=32, BV=64)},
     },
 }
 
@@ -135,13 +149,13 @@ def output_bwd(
     """Launch output_bwd_kernel; arguments and result as in the reference."""
     _, T, H, K = q.shape
     HV, V = v_new.shape[2:]
-    BV, config = by_width(CONFIGS, v_new)
+    config = by_width(CONFIGS, v_new)
     partial = shared_dtype(q, HV)
     dq, dk = (torch.empty_like(q, dtype=partial) for _ in range(2))
     dv_new, dgc = torch.empty_like(v_new), torch.empty_like(gc)
     NT, *chunks = chunk_args(q, chunk_size, packing)
     output_bwd_kernel[(NT * H,)](
         q, k, v_new, h, gc, do, dq, dk, dv_new, dgc,
-        scale, *chunks, T, H, HV, K, V, BT=chunk_size, BV=BV, **config,
+        scale, *chunks, T, H, HV, K, V, BT=chunk_size, **config,
     )  # fmt: skip
     return dq.to(q.dtype), dk, dv_new, dgc

@@ -11,6 +11,7 @@ from linattn_edu.kernels.delta.gate_cumsum import softplus
 from linattn_edu.kernels.tiles import (
     block,
     cast,
+    cdiv,
     device_of,
     sequence_of,
     store_tile,
@@ -300,7 +301,7 @@ def recurrent(
         final_state = q.new_empty(N, HV, *shape, dtype=torch.float32)
     width = min(block(V), WIDE if 4 * device_of(q)[1] <= N * HV else BV)
     with torch.cuda.device_of(q):
-        recurrent_kernel[(N * HV * triton.cdiv(V, width),)](
+        recurrent_kernel[(N * HV * cdiv(V, width),)](
             q, k, v, g, gk, gv, beta, A_log, dt_bias, initial_state, o, final_state,
             scale, cu_seqlens, T, H, HV, K, V, BK=block(K), BV=width,
             NORM=normalise, SIGMOID=sigmoid, V_FIRST=v_first, num_warps=2 if width == WIDE else 4,
@@ -331,13 +332,13 @@ def recurrent_bwd(
     HV, V = v.shape[2:]
     scale = K**-0.5 if scale is None else scale
     length = math.isqrt(T - 1) + 1
-    N, blocks, offsets = B, B * triton.cdiv(T, length), None
+    N, blocks, offsets = B, B * cdiv(T, length), None
     if cu_seqlens is not None:
         counts = (cu_seqlens.diff() + length - 1).div(length, rounding_mode="floor")
         offsets = counts.cumsum(0) - counts
         N = len(counts)
         blocks = T // length + N  # as many as there can be: how many there are, the device knows
-    NV = triton.cdiv(V, BV)
+    NV = cdiv(V, BV)
 
     def new(*shape: int) -> Tensor:
         return q.new_empty(*shape, dtype=torch.float32)

@@ -8,6 +8,7 @@ from torch import Tensor
 from linattn_edu.kernels.tiles import (
     block,
     cast,
+    cdiv,
     dot,
     load_gate,
     load_tile,
@@ -131,7 +132,7 @@ def state(
     v_new = torch.empty_like(u)
     final_state = k.new_empty(N, HV, K, V, dtype=torch.float32) if output_final_state else None
     config = widest(CONFIGS, k, N * HV, V)
-    state_kernel[(N * HV * triton.cdiv(V, config["BV"]),)](
+    state_kernel[(N * HV * cdiv(V, config["BV"]),)](
         k, w, u, gc, initial_state, h, v_new, final_state, *sequences,
         T, H, HV, K, V, BT=chunk_size, BK=block(K), **config,
     )  # fmt: skip

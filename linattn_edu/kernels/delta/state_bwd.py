@@ -8,6 +8,7 @@ from torch import Tensor
 from linattn_edu.kernels.tiles import (
     block,
     cast,
+    cdiv,
     dot,
     load_gate,
     load_tile,
@@ -145,7 +146,7 @@ def state_bwd(
     dv_out, dv_new = dv_new, torch.empty_like(dv_new)
     dh0 = k.new_empty(N, HV, K, V, dtype=torch.float32)
     config = widest(CONFIGS, k, N * HV, V)
-    state_bwd_kernel[(N * HV * triton.cdiv(V, config["BV"]),)](
+    state_bwd_kernel[(N * HV * cdiv(V, config["BV"]),)](
         q, k, w, gc, do, dv_out, dht, dh, dv_new, dh0,
         scale, *sequences, T, H, HV, K, V, BT=chunk_size, BK=block(K), **config,
     )  # fmt: skip

@@ -77,7 +77,7 @@ def wy_kernel(
 CONFIGS = {
     "turing": {2: row(4, 1, BK=64, BV=64), 4: row(4, 1, BK=32, BV=32)},
     "ampere": {2: row(4, 1, BK=64, BV=64), 4: row(4, 1, BK=32, BV=32)},
-    "hopper": {2: row(4, 2, BK=64, BV=64), 4: row(4, 1, BK=64, BV=64)},
+    "hopper": {2: row(4, 3, BK=64, BV=64), 4: row(4, 1, BK=64, BV=64)},
 }
 
 

@@ -50,11 +50,12 @@ def wy_bwd_kernel(
 ):
     """One program: one chunk of one key head, value head after value head.  Grid (NT * H).
 
-    BV holds a whole value.  Reference: linattn_edu.reference.delta.wy_bwd.
+    Reference: linattn_edu.reference.delta.wy_bwd.
     """
     i_h, i_c, first, n_t = chunk_of(tl.program_id(0), cu_ptr, chunks_ptr, T, H, BT)
+    NV: tl.constexpr = (V + BV - 1) // BV
     i_k = (first * H + i_h) * K
-    o_t, o_v = tl.arange(0, BT), tl.arange(0, BV)
+    o_t = tl.arange(0, BT)
     last = tl.minimum(BT, n_t) - 1
     b_KK = tl.zeros([BT, BT], dtype=tl.float32)
     for j in range(tl.cdiv(K, BK)):
@@ -64,22 +65,29 @@ def wy_bwd_kernel(
     for i_g in range(HV // H):
         i_hv = i_h * (HV // H) + i_g
         i = first * HV + i_hv
+        i_S = (i_c * HV + i_hv) * K * V
         b_gc = load_gate(gc_ptr + i, o_t, HV, n_t)
         b_last = tl.load(gc_ptr + i + last * HV)
         b_beta = load_row(beta_ptr + i, o_t, HV, n_t)
         b_A = load_tile(A_ptr + i * BT, o_t, o_t, HV * BT, n_t, BT)
-        b_v_new = load_tile(v_new_ptr + i * V, o_t, o_v, HV * V, n_t, V)  # [BT, BV]
-        b_dv = load_tile(dv_new_ptr + i * V, o_t, o_v, HV * V, n_t, V)  # [BT, BV]
-        b_v = load_tile(v_ptr + i * V, o_t, o_v, HV * V, n_t, V)  # [BT, BV]
-        # eq:delta-z   Z = (A * G)^T dv_new
         b_AGT = tl.trans(b_A).to(tl.float32) * decay_matrix_transposed(b_gc, o_t)
-        b_Z = dot(cast(b_AGT, b_A.dtype), b_dv)
-        b_dbeta = tl.sum(b_Z * b_v.to(tl.float32), 1)
-        # eq:delta-dv   dV = diag(beta) Z
-        store_tile(dv_ptr + i * V, b_beta[:, None] * b_Z, o_t, o_v, HV * V, n_t, V)
-        # eq:delta-dl   dL = -tril(Z v_new^T, -1) * G
-        b_Z = cast(b_Z, b_v_new.dtype)
-        b_dL = dot(b_Z, tl.trans(b_v_new)) * decay_matrix(b_gc, o_t)
+        b_AGT = cast(b_AGT, b_A.dtype)
+        b_dL = tl.zeros([BT, BT], dtype=tl.float32)
+        b_dbeta = tl.zeros([BT], dtype=tl.float32)
+        for j_v in tl.static_range(NV):
+            o_v = j_v * BV + tl.arange(0, BV)
+            b_v_new = load_tile(v_new_ptr + i * V, o_t, o_v, HV * V, n_t, V)  # [BT, BV]
+            b_dv = load_tile(dv_new_ptr + i * V, o_t, o_v, HV * V, n_t, V)  # [BT, BV]
+            b_v = load_tile(v_ptr + i * V, o_t, o_v, HV * V, n_t, V)  # [BT, BV]
+            # eq:delta-z   Z = (A * G)^T dv_new
+            b_Z = dot(b_AGT, b_dv)
+            b_dbeta += tl.sum(b_Z * b_v.to(tl.float32), 1)
+            # eq:delta-dv   dV = diag(beta) Z
+            store_tile(dv_ptr + i * V, b_beta[:, None] * b_Z, o_t, o_v, HV * V, n_t, V)
+            # eq:delta-dl   dL = -tril(Z v_new^T, -1) * G
+            b_Z = cast(b_Z, b_v_new.dtype)
+            b_dL = dot(b_Z, tl.trans(b_v_new), b_dL)
+        b_dL *= decay_matrix(b_gc, o_t)
         b_dL = tl.where(o_t[:, None] > o_t[None, :], -b_dL, 0.0)
         b_N = b_beta[:, None] * b_dL
         b_N = cast(b_N + tl.trans(b_N), b_v_new.dtype)
@@ -92,18 +100,29 @@ def wy_bwd_kernel(
         b_through = 0.0
         for j in range(tl.cdiv(K, BK)):
             o_k = j * BK + tl.arange(0, BK)
-            b_h = load_tile(h_ptr + (i_c * HV + i_hv) * K * V, o_k, o_v, V, K, V)  # [BK, BV]
-            b_dh = load_tile(dh_ptr + (i_c * HV + i_hv) * K * V, o_k, o_v, V, K, V)  # [BK, BV]
+            b_state = tl.zeros([BT, BK], dtype=tl.float32)
+            b_ZS = tl.zeros([BT, BK], dtype=tl.float32)
+            b_dSS = tl.zeros([BK], dtype=tl.float32)
+            for j_v in tl.static_range(NV):
+                o_v = j_v * BV + tl.arange(0, BV)
+                if NV > 1:
+                    b_v_new = load_tile(v_new_ptr + i * V, o_t, o_v, HV * V, n_t, V)  # [BT, BV]
+                    b_dv = load_tile(dv_new_ptr + i * V, o_t, o_v, HV * V, n_t, V)  # [BT, BV]
+                    b_Z = cast(dot(b_AGT, b_dv), b_v_new.dtype)
+                b_h = load_tile(h_ptr + i_S, o_k, o_v, V, K, V)  # [BK, BV]
+                b_dh = load_tile(dh_ptr + i_S, o_k, o_v, V, K, V)  # [BK, BV]
+                # eq:delta-dk-state   dK = diag(2^(gc_last - gc)) v_new dS^T
+                b_state = dot(b_v_new, tl.trans(b_dh), b_state)
+                # eq:delta-dk-read   dK = -diag(beta 2^gc) Z S^T
+                b_ZS = dot(b_Z, tl.trans(b_h), b_ZS)
+                b_dSS += tl.sum(b_dh.to(tl.float32) * b_h.to(tl.float32), 1)
+            b_state *= tl.exp2(b_last - b_gc)[:, None]
+            b_ZS *= tl.exp2(b_gc)[:, None]
             b_k = load_tile(k_ptr + i_k, o_t, o_k, H * K, n_t, K)  # [BT, BK]
             b_dk = load_tile(dk_ptr + i_k, o_t, o_k, H * K, n_t, K).to(tl.float32)  # [BT, BK]
-            # eq:delta-dk-state   dK = diag(2^(gc_last - gc)) v_new dS^T
-            b_state = dot(b_v_new, tl.trans(b_dh)) * tl.exp2(b_last - b_gc)[:, None]
-            # eq:delta-dk-read   dK = -diag(beta 2^gc) Z S^T
-            b_ZS = dot(b_Z, tl.trans(b_h)) * tl.exp2(b_gc)[:, None]
             # eq:delta-dgc-state   dgc_i -= k_i dk_i; dgc_last += sum k_i dk_i + 2^gc_last <dS, S>
             b_t = tl.where(o_t == last, 0.0, tl.sum(b_k.to(tl.float32) * b_state, 1))
-            b_dSS = tl.sum(tl.sum(b_dh.to(tl.float32) * b_h.to(tl.float32), 1), 0)
-            b_through += tl.sum(b_t, 0) + tl.exp2(b_last) * b_dSS
+            b_through += tl.sum(b_t, 0) + tl.exp2(b_last) * tl.sum(b_dSS, 0)
             b_read = tl.sum(b_k.to(tl.float32) * b_ZS, 1)
             b_dbeta -= b_read
             b_dgc -= b_t + b_beta * b_read
@@ -117,20 +136,22 @@ def wy_bwd_kernel(
             tl.debug_barrier()  # the next head reads what other threads stored
 
 
-# generation -> bytes of an element -> values up to -> row. Narrower heads keep these tiles: see
-# tiles.UNPIPELINED.
+# generation -> bytes of an element -> values up to -> row. On Hopper in 16 bit BV holds a value,
+# so that it is read once; elsewhere whole values would not fit the registers. Narrower heads keep
+# these tiles: see tiles.UNPIPELINED.
 CONFIGS = {
     "turing": {
-        2: {64: row(4, 1, BK=32), 128: row(4, 1, BK=32), 256: row(8, 1, BK=32)},
-        4: {64: row(4, 1, BK=32), 128: row(4, 1, BK=16), 256: row(8, 1, BK=16)},
+        2: {128: row(4, 1, BK=32, BV=32), 256: row(4, 1, BK=32, BV=64)},
+        4: {256: row(4, 1, BK=16, BV=32)},
     },
-    "ampere": {
-        2: {64: row(4, 1, BK=64), 128: row(4, 1, BK=32), 256: row(8, 1, BK=32)},
-        4: {64: row(4, 1, BK=32), 128: row(8, 1, BK=16), 256: row(8, 1, BK=16)},
-    },
+    "ampere": {2: {256: row(4, 1, BK=64, BV=64)}, 4: {256: row(4, 1, BK=32, BV=64)}},
     "hopper": {
-        2: {64: row(4, 2, BK=64), 128: row(4, 2, BK=64), 256: row(8, 2, BK=64)},
-        4: {64: row(4, 1, BK=32), 128: row(8, 1, BK=32), 256: row(8, 1, BK=32)},
+        2: {
+            64: row(4, 3, BK=64, BV=64),
+            128: row(4, 3, BK=64, BV=128),
+            256: row(4, 2, BK=64, BV=256),
+        },
+        4: {256: row(4, 1, BK=32, BV=64)},
     },
 }
 
@@ -156,11 +177,11 @@ def wy_bwd(
     _, T, H, K = k.shape
     HV, V = v.shape[2:]
     chunk_size = A.shape[-1]
-    BV, config = by_width(CONFIGS, v)
+    config = by_width(CONFIGS, v)
     dv, dbeta = torch.empty_like(v), torch.empty_like(gc)
     NT, *chunks = chunk_args(k, chunk_size, packing)
     wy_bwd_kernel[(NT * H,)](
         k, v, beta, gc, A, h, v_new, dh, dv_new, dk, dv, dbeta, dgc,
-        *chunks, T, H, HV, K, V, BT=chunk_size, BV=BV, **config,
+        *chunks, T, H, HV, K, V, BT=chunk_size, **config,
     )  # fmt: skip
     return dk.to(k.dtype), dv, dbeta, dgc

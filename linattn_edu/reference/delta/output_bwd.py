@@ -39,7 +39,8 @@ def output_bwd(
         q, k, v_new, h, gc: the arguments of output. do: [B, T, HV, V], gradient of o.
     Returns:
         dq and dk [B, T, H, K], summed over the value heads of each q/k head; dk is the part that
-        comes through the output. In q.dtype, but dk in fp32 where H < HV. dv_new [B, T, HV, V] in q.dtype, likewise a part.
+        comes through the output. In q.dtype, but dk in fp32 where H < HV. dv_new [B, T, HV, V] in
+        q.dtype, likewise a part.
         dgc [B, T, HV] in fp32 (fp64 for fp64 input): gradient by ln(2) gc, natural units.
     Source: chapter 08.
     """
