@@ -117,7 +117,7 @@ def resolve_impl(impl: str, device: torch.device, dtypes: tuple[torch.dtype, ...
 
 def has_triton() -> bool:
     """Whether triton is installed. Looking for a package takes longer than a short kernel."""
-    return "triton" in sys.modules or importlib.util.find_spec("triton") is not None
+    return sys.modules.get("triton") is not None or importlib.util.find_spec("triton") is not None
 
 
 def _why_not(device: torch.device, dtypes: tuple[torch.dtype, ...]) -> str | None:
