@@ -1,10 +1,14 @@
 """chunk_gated_delta_rule as a whole: inputs, gradients by autograd and in float64, tolerances."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from triton.runtime.interpreter import InterpretedFunction
+from triton.runtime.jit import JITFunction
 
 from linattn_edu import chunk_gated_delta_rule
 from linattn_edu.reference.delta.recurrent import recurrent, recurrent_bwd
@@ -204,3 +208,25 @@ def same_bits(got: dict[str, Tensor], want: dict[str, Tensor], *without: str):
     """Assert that all but the named ones are equal to the bit."""
     different = [n for n in want if n not in without and not torch.equal(got[n], want[n])]
     assert not different, f"other bits: {different}"
+
+
+@contextmanager
+def launches() -> Iterator[list]:
+    """The list of the kernels launched meanwhile."""
+    ran, kinds = [], (InterpretedFunction, JITFunction)
+    originals = [kind.run for kind in kinds]
+
+    def counted(original):
+        def run(self, *args, **kwargs):
+            ran.append(self)
+            return original(self, *args, **kwargs)
+
+        return run
+
+    try:
+        for kind, original in zip(kinds, originals, strict=True):
+            kind.run = counted(original)
+        yield ran
+    finally:
+        for kind, original in zip(kinds, originals, strict=True):
+            kind.run = original

@@ -1,16 +1,13 @@
 """The whole argument list: every valid call against float64, every invalid one refused in time."""
 
 import warnings
-from contextlib import contextmanager
 
 import pytest
 import torch
 import torch.nn.functional as F
-from gdn_checks import DTYPES, check, cotangents, exact, inputs, run, spacing
+from gdn_checks import DTYPES, check, cotangents, exact, inputs, launches, run, spacing
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from triton.runtime.interpreter import InterpretedFunction
-from triton.runtime.jit import JITFunction
 
 from linattn_edu import chunk_gated_delta_rule
 from linattn_edu.testing import poison, relative_rms
@@ -34,8 +31,10 @@ def calls(draw):
     N = draw(st.integers(1, 2)) if lengths is None else len(lengths)
     B, T = (N, draw(st.integers(1, 2 * LONGEST))) if lengths is None else (1, sum(lengths))
     heads, dtype = draw(st.sampled_from([(1, 1), (1, 3), (2, 2)])), draw(st.sampled_from(DTYPES))
-    K, V = (draw(st.sampled_from([1, 8, 16, 27, 40])) for _ in range(2))
+    V = draw(st.sampled_from([1, 8, 16, 27, 40]))
     raw = [draw(flag) for _ in NAMES]
+    # a key of one number has unit length whatever it is, and the gradient of that is rounding alone
+    K = draw(st.sampled_from([8, 16, 27, 40] if raw[0] else [1, 8, 16, 27, 40]))
     options = dict(zip(NAMES, raw, strict=True)) | {"state_v_first": draw(flag)}
     options["allow_neg_eigval"] = raw[1] and draw(flag)
     options["scale"] = draw(st.none() | st.floats(0.1, 2))
@@ -205,28 +204,6 @@ CASES = {
     "no beta": (TypeError, "beta must be a torch.Tensor .*got NoneType", lambda a: {"beta": None}),
     "no g": (TypeError, "g must be a torch.Tensor .*got NoneType", lambda a: {"g": None}),
 }  # fmt: skip
-
-
-@contextmanager
-def launches():
-    """The list of the kernels launched meanwhile."""
-    ran, kinds = [], (InterpretedFunction, JITFunction)
-    originals = [kind.run for kind in kinds]
-
-    def counted(original):
-        def run(self, *args, **kwargs):
-            ran.append(self)
-            return original(self, *args, **kwargs)
-
-        return run
-
-    try:
-        for kind, original in zip(kinds, originals, strict=True):
-            kind.run = counted(original)
-        yield ran
-    finally:
-        for kind, original in zip(kinds, originals, strict=True):
-            kind.run = original
 
 
 def refused(case, x, options):
