@@ -226,7 +226,6 @@ def _(q, k, v, *rest):
 
 @torch.library.custom_op("linattn_edu::recurrent", mutates_args=())
 @library.without_autocast
-@library.without_autocast
 def _recurrent(
     q: Tensor,
     k: Tensor,
@@ -280,7 +279,6 @@ def _(q, k, v, g, gk, gv, beta, initial_state, cu_seqlens, scale, impl):
 
 
 @torch.library.custom_op("linattn_edu::recurrent_backward", mutates_args=())
-@library.without_autocast
 @library.without_autocast
 def _recurrent_backward(
     q: Tensor,

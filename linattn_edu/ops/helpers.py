@@ -180,7 +180,6 @@ def _solve_module(impl: str, A: Tensor):
 
 @torch.library.custom_op("linattn_edu::solve_tril", mutates_args=())
 @library.without_autocast
-@library.without_autocast
 def _solve(
     A: Tensor,
     cu_seqlens: Tensor | None,
@@ -198,7 +197,6 @@ def _solve(
 
 
 @torch.library.custom_op("linattn_edu::solve_tril_backward", mutates_args=())
-@library.without_autocast
 @library.without_autocast
 def _solve_backward(
     X: Tensor, dX: Tensor, cu_seqlens: Tensor | None, cu_seqlens_cpu: Tensor | None

@@ -54,18 +54,6 @@ def without_autocast(f: Callable) -> Callable:
     return wrapped
 
 
-def without_autocast(f: Callable) -> Callable:
-    """f(x, ...) with autocast off: matrix products of the reference keep their precision."""
-
-    @functools.wraps(f)
-    def wrapped(x, *args, **kwargs):
-        kind = x.device.type if torch.amp.is_autocast_available(x.device.type) else "cpu"
-        with torch.autocast(kind, enabled=False):
-            return f(x, *args, **kwargs)
-
-    return wrapped
-
-
 def implementation(impl: str, q: Tensor, *tensors: Tensor | None) -> str:
     """impl, with "auto" resolved: inside a compiled graph that is left to the operator."""
     if impl != "auto":
