@@ -9,9 +9,18 @@ import sys
 
 import torch
 
-from linattn_edu.kernels.delta import fused, output, solve, state, wy
+from linattn_edu.kernels.delta import (
+    fused,
+    output,
+    output_bwd,
+    solve,
+    state,
+    state_bwd,
+    wy,
+    wy_bwd,
+)
 from linattn_edu.kernels.tiles import UNPIPELINED, chunk_limit, device_of
-from linattn_edu.ops.gdn import forward, fused_stages, stages
+from linattn_edu.ops.gdn import backward, forward, fused_stages, stages
 from linattn_edu.testing import gdn_inputs, poison, relative_rms
 
 TABLES = (
@@ -22,9 +31,14 @@ TABLES = (
     ("scores", fused, "SCORES_CONFIGS"),
     ("resolvent", fused, "RESOLVENT_CONFIGS"),
     ("scan", fused, "SCAN_CONFIGS"),
+    ("output_bwd", output_bwd, "CONFIGS"),
+    ("state_bwd", state_bwd, "CONFIGS"),
+    ("wy_bwd", wy_bwd, "CONFIGS"),
 )
 FUSED = ("scores", "resolvent", "scan")
-BY_DIM = ("state", "scan")
+BACKWARD = ("output_bwd", "state_bwd", "wy_bwd")
+BY_DIM = ("state", "scan", "state_bwd")
+BY_VALUE = ("output_bwd", "wy_bwd")  # rows for values up to a width
 
 
 def rows():
@@ -42,37 +56,61 @@ def cases(stage, by_case):
         for limit, entries in by_case.items():
             yield from itertools.product((limit, 200 if limit == 256 else 64), entries)
         yield from ((K, UNPIPELINED) for K in (33, 201, 255))
+    elif stage in BY_VALUE:
+        for limit, entry in by_case.items():
+            sizes = (33, 64) if limit == 64 else (100, 128) if limit == 128 else (33, 128, 200, 256)
+            yield from ((K, entry) for K in sizes)
     else:
         entries = by_case.values() if isinstance(by_case, dict) else [by_case]
         yield from itertools.product((33, 64, 128, 200, 256), entries)
 
 
 DTYPES = {2: (torch.bfloat16, torch.float16), 4: (torch.float32,)}
-TOLERANCE = {torch.float32: 5e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+# the largest relative error of o, the final state and the gradients
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 
 
 def run(stage, dtype, K, entry):
-    """The forward pass with this row in place of its table, against the float64 reference."""
+    """The forward or the backward pass with this row in place of its table, against float64."""
     ((module, table),) = [(m, t) for s, m, t in TABLES if s == stage]
     only = {64: entry, 128: entry} if stage == "output" else entry
     only = {128: [entry], 256: [entry]} if stage in BY_DIM else only
+    only = {256: entry} if stage in BY_VALUE else only
     tables = {g: {2: only, 4: only} for g in ("turing", "ampere", "hopper")}
+    kept = getattr(module, table)
     worst = 0.0
-    for T, chunk_size, seed in ((500, 64, 0), (129, 32, 1), (65, 16, 2)):
-        x = gdn_inputs(2, T, 2, 4, K, K, dtype=dtype, device="cuda", initial_state=True, seed=seed)
+    for T, chunk_size, seed, H in ((500, 64, 0, 2), (129, 32, 1, 4), (65, 16, 2, 2)):
+        x = gdn_inputs(2, T, H, 4, K, K, dtype=dtype, device="cuda", initial_state=True, seed=seed)
         chunk_size = min(chunk_size, chunk_limit(x.k))
-        options = {"scale": 0.3, "output_final_state": True, "chunk_size": chunk_size}
-        exact = forward(stages("reference"), **x.double().asdict(), **options)
-        kernels = fused_stages("triton") if stage in FUSED else stages("triton")
-        kept = getattr(module, table)
+        exact = results(x.double(), "reference", stage in FUSED, stage in BACKWARD, chunk_size)
         setattr(module, table, tables)
         try:
             with poison():
-                got = forward(kernels, **x.asdict(), **options)
+                got = results(x, "triton", stage in FUSED, stage in BACKWARD, chunk_size)
         finally:
             setattr(module, table, kept)
         worst = max(worst, *(relative_rms(a, b) for a, b in zip(got, exact, strict=True)))
     return worst
+
+
+def results(x, impl, fused, gradients, chunk_size):
+    """o and the final state, or all gradients of a fixed linear function of the two."""
+    options = {"scale": 0.3, "chunk_size": chunk_size}
+    used = fused_stages(impl) if fused else stages(impl)
+    o, final_state, gc, A = forward(
+        used, **x.asdict(), output_final_state=True, return_residuals=True, **options
+    )
+    if not gradients:
+        return o, final_state
+    generator = torch.Generator("cuda").manual_seed(1)
+    do, dht = (torch.randn(y.shape, device="cuda", generator=generator) for y in (o, final_state))
+    # the same values in both precisions, and those of the input dtype
+    do = do.bfloat16().to(o.dtype)
+    got = backward(
+        stages(impl), x.q, x.k, x.v, x.g, x.beta, gc, A, do, dht.to(final_state.dtype),
+        scale=0.3, initial_state=x.initial_state,
+    )  # fmt: skip
+    return [dx for dx in got if dx is not None]
 
 
 if __name__ == "__main__":

@@ -2,15 +2,46 @@
 
 import torch
 
-from linattn_edu.kernels.delta.recurrent import recurrent
-from linattn_edu.ops.gdn import forward, fused_stages, stages
+from linattn_edu import (
+    chunk_gated_delta_rule,
+    chunk_local_cumsum,
+    fused_recurrent_gated_delta_rule,
+    l2norm,
+    solve_tril,
+)
+from linattn_edu.ops.gdn import forward, stages
 from linattn_edu.testing import gdn_inputs
 
+
+def differentiate(f, x, **flags):
+    """f and its gradient by every tensor."""
+    leaves = {n: t.clone().requires_grad_() for n, t in x.asdict().items()}
+    if flags.get("use_gate_in_kernel"):
+        heads = x.g.shape[-1]
+        leaves |= {n: torch.zeros(heads, device="cuda", requires_grad=True) for n in GATE}
+    o, final_state = f(**leaves, output_final_state=True, **flags)
+    (o.float().sum() + final_state.sum()).backward()
+
+
+GATE = ("A_log", "dt_bias")
+FLAGS = {
+    "use_qk_l2norm_in_kernel": True,
+    "use_beta_sigmoid_in_kernel": True,
+    "use_gate_in_kernel": True,
+}
 for dtype in (torch.float32, torch.float16, torch.bfloat16):
     for T, K, V, C in ((70, 33, 65, 64), (37, 128, 16, 32), (17, 100, 128, 16)):
         x = gdn_inputs(1, T, 1, 2, K, V, dtype=dtype, device="cuda", initial_state=True)
         options = {"scale": 0.3, "output_final_state": True, "chunk_size": C}
         forward(stages("triton"), **x.asdict(), **options)
-        forward(fused_stages("triton"), **x.asdict(), **options)
-        recurrent(**x.asdict())
+        differentiate(chunk_gated_delta_rule, x, chunk_size=C)
+        cu_seqlens = torch.tensor([0, 0, 5, T], device="cuda")
+        packed = gdn_inputs(1, T, 2, 2, K, V, dtype=dtype, device="cuda")
+        packed.initial_state = torch.randn(3, 2, K, V, device="cuda")
+        differentiate(chunk_gated_delta_rule, packed, chunk_size=C, cu_seqlens=cu_seqlens, **FLAGS)
+        short = x.prefix(5)
+        differentiate(fused_recurrent_gated_delta_rule, short)
+        fused_recurrent_gated_delta_rule(**short.asdict(), output_final_state=True)
+        A = solve_tril(torch.randn(1, T, 2, C, device="cuda", dtype=dtype), cu_seqlens)
+        chunk_local_cumsum(l2norm(A), C, reverse=True)
 torch.cuda.synchronize()

@@ -23,9 +23,11 @@ from triton.runtime import JITFunction
 
 from linattn_edu.kernels import tiles
 from linattn_edu.kernels.delta import (
+    cumsum,
     fused,
     gate_bwd,
     gate_cumsum,
+    l2norm,
     output,
     output_bwd,
     recurrent,
@@ -36,6 +38,13 @@ from linattn_edu.kernels.delta import (
     wy_bwd,
 )
 
+# head sizes; heads of odd size and fp16 take rows of their own on Hopper alone, or none
+SIZES = (
+    (torch.bfloat16, (33, 64, 128, 255, 256)),
+    (torch.float16, (128,)),
+    (torch.float32, (64, 128, 256)),
+)
+SIZES_ELSEWHERE = ((torch.bfloat16, (64, 128, 256)), (torch.float32, (128, 256)))
 TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
@@ -62,6 +71,10 @@ def launches(K, V, dtype, chunk_size, heads):
     state_bwd.state_bwd(qk, qk, qk, g, v, v, h0, **options)
     wy_bwd.wy_bwd(qk, v, g, g, A, h, v, h, v, qk.clone(), g.clone())
     gate_bwd.gate_bwd(g, g, one := torch.empty(1), one, chunk_size=chunk_size)
+    solve.solve_tril(A)
+    cumsum.cumsum(g, chunk_size=chunk_size)
+    y, rstd = l2norm.l2norm(qk)
+    l2norm.l2norm_bwd(qk, rstd, y)
     recurrent.recurrent_bwd(qk, qk, v, g, g, v, h0, gk=qk.float(), gv=v.float(), initial_state=h0)
 
 
@@ -99,11 +112,7 @@ def record(cc):
         for processors in (1, 2, 5, 10, 10**6):  # so that every row of a list is the choice once
             for module in modules:
                 module.device_of = lambda x, n=processors: (tiles.generation(divmod(cc, 10)), n)
-            for dtype, sizes in (
-                (torch.bfloat16, (33, 64, 128, 255, 256)),
-                (torch.float16, (128,)),
-                (torch.float32, (64, 128, 256)),
-            ):
+            for dtype, sizes in SIZES if cc == 90 else SIZES_ELSEWHERE:
                 for size in sizes:
                     k = torch.empty(1, 1, 1, size, dtype=dtype)
                     launches(size, size, dtype, tiles.chunk_limit(k), heads=1)
