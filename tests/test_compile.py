@@ -1,0 +1,260 @@
+"""torch.compile in one graph, checkpoints, shared tensors, autocast, second derivatives."""
+
+import pytest
+import torch
+from recurrent_cases import case, check_all, cotangents, double, options, oracle, run
+from torch.utils.checkpoint import checkpoint
+
+from linattn_edu import (
+    chunk_gated_delta_rule,
+    chunk_local_cumsum,
+    fused_recurrent_gated_delta_rule,
+    l2norm,
+    solve_tril,
+)
+from linattn_edu.testing import assert_close
+
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")
+
+CUDA = torch.cuda.is_available()
+ALL = ("norm", "gate", "sigmoid", "neg", "v_first")
+IMPLS = ("triton", "reference")
+
+
+def chunk(flags=(), **arguments):
+    return chunk_gated_delta_rule(**arguments, **options(flags), chunk_size=16)
+
+
+def recurrent(flags=(), **arguments):
+    return fused_recurrent_gated_delta_rule(**arguments, **options(flags))
+
+
+def with_flags(f):
+    return lambda **arguments: f(ALL, **arguments)
+
+
+def packed(f):
+    """The first tokens as a sequence of their own, and one without tokens."""
+
+    def g(q, **arguments):
+        T = q.shape[1]
+        cu_seqlens = torch.tensor([0, 3, 3, T], device=q.device)
+        if f is chunk:
+            arguments["cu_seqlens_cpu"] = torch.tensor([0, 3, 3, T])
+        return f(q=q, **arguments, cu_seqlens=cu_seqlens)
+
+    return g
+
+
+def helpers(g, v, q, **_):
+    A = v[..., :16] / 4
+    return (
+        chunk_local_cumsum(g, 16, reverse=True, scale=2.0),
+        chunk_local_cumsum(v, 32),
+        solve_tril(A, output_dtype=torch.float32),
+        l2norm(q, 1e-5, output_dtype=torch.float32),
+    )
+
+
+# function, flags of its arguments, number of states, the two lengths it is traced for
+FUNCTIONS = {
+    "chunk": (chunk, (), 1, (17, 33)),
+    "chunk, flags": (with_flags(chunk), ALL, 1, (17, 33)),
+    "chunk, packed": (packed(chunk), (), 3, (17, 33)),
+    "recurrent": (recurrent, (), 1, (4, 6)),
+    "recurrent, flags": (with_flags(recurrent), ALL, 1, (4, 6)),
+    "recurrent, packed": (packed(recurrent), (), 3, (5, 7)),
+    "helpers": (helpers, (), 1, (17, 33)),
+}
+# the interpreter is slow, and so is tracing
+MOST = tuple(FUNCTIONS) if CUDA else tuple(FUNCTIONS)[1:3] + tuple(FUNCTIONS)[4:]
+SOME = tuple(FUNCTIONS) if CUDA else ("chunk, flags", "recurrent, packed", "helpers")
+
+
+def arguments(name, T, device, dtype=torch.float32):
+    """What the function reads, so that everything has a gradient."""
+    _, flags, N, _ = FUNCTIONS[name]
+    gates = "g gk gv" if name.startswith("recurrent") else "g"
+    x = case(T, (1, 2), 8, 16, N=N, flags=flags, gates=gates, device=device, dtype=dtype)
+    if name == "helpers":
+        return {n: x[n] for n in ("g", "v", "q")}
+    return {n: t for n, t in x.items() if t is not None}
+
+
+def same(got, want, tol):
+    for a, b in zip(flat(got), flat(want), strict=True):
+        assert a.dtype == b.dtype
+        assert_close("value", a, b, tol)
+
+
+def flat(result):
+    outputs, gradients = result
+    return [*outputs, *gradients.values()]
+
+
+def compiled(f, backend):
+    torch._dynamo.reset()
+    return torch.compile(f, fullgraph=True, dynamic=True, backend=backend)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("name", MOST)
+def test_fullgraph_forward_and_backward(name, backend, device):
+    """One graph for two lengths, and the values of eager mode."""
+    f, _, _, lengths = FUNCTIONS[name]
+    g = compiled(f, backend)
+    for T in lengths:
+        x = arguments(name, T, device)
+        with torch._dynamo.config.patch(error_on_recompile=lengths[0] != T):
+            got = run(g, x)
+        same(got, run(f, x), 1e-6)
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_fullgraph_without_a_gradient(name, device):
+    f, _, _, lengths = FUNCTIONS[name]
+    g = compiled(f, "aot_eager")
+    for T in lengths:
+        x = arguments(name, T, device)
+        with torch.no_grad():
+            got, want = g(**x), f(**x)
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_inductor(device):
+    """On the CPU too: what surrounds the operators is fused there as well."""
+    name = "recurrent, flags"
+    f, _, _, (T, _) = FUNCTIONS[name]
+    x = arguments(name, T, device)
+    same(run(compiled(f, "inductor"), x), run(f, x), 2e-6)
+
+
+@pytest.mark.parametrize("name", ["chunk", "recurrent", "helpers"])
+def test_fullgraph_in_float64(name, device):
+    """The implementation is chosen while the graph is traced: float64 is the reference's."""
+    f, _, _, (T, _) = FUNCTIONS[name]
+    x = arguments(name, T, device, torch.float64)
+    g = compiled(f, "aot_eager")
+    same(run(g, x), run(f, x), 1e-14)
+    with torch.no_grad():
+        assert all(torch.equal(a, b) for a, b in zip(g(**x), f(**x), strict=True))
+
+
+def test_fullgraph_of_a_layer(device):
+    """Between other operations, with lengths that the graph first takes to be fixed."""
+
+    def layer(x, weight):
+        q, k, v = (x @ weight).unflatten(-1, (3, 2, 16)).unbind(-3)
+        g = -torch.nn.functional.softplus(x[..., :2])
+        o, _ = chunk_gated_delta_rule(q, k, v, g, x[..., 2:4], use_qk_l2norm_in_kernel=True,
+                                      use_beta_sigmoid_in_kernel=True)  # fmt: skip
+        return (x + l2norm(o.flatten(-2)),)
+
+    torch._dynamo.reset()
+    g = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    for T in (17, 20, 33):
+        x = {
+            "x": torch.randn(1, T, 32, device=device),
+            "weight": torch.randn(32, 96, device=device),
+        }
+        with torch._dynamo.config.patch(error_on_recompile=T == 33):
+            got = run(g, x)
+        same(got, run(layer, x), 1e-6)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_fullgraph_in_place(backend, device):
+    def decode(state, **x):
+        return fused_recurrent_gated_delta_rule(
+            **x, **options(ALL), initial_state=state, inplace_final_state=True
+        )
+
+    g = compiled(decode, backend)
+    x = case(1, device=device, flags=ALL)
+    states = [x["initial_state"].clone(), x.pop("initial_state")]
+    for _ in range(3):
+        with torch.no_grad():
+            (o, S), (want, _) = g(states[0], **x), decode(states[1], **x)
+        assert S is states[0]
+        assert torch.equal(o, want) and torch.equal(*states)
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_checkpoint_gives_the_same_gradients(name, device):
+    f, _, _, (T, _) = FUNCTIONS[name]
+    x = arguments(name, T, device)
+    again = lambda **leaves: checkpoint(lambda: f(**leaves), use_reentrant=False)
+    got, want = run(again, x), run(f, x)
+    assert all(torch.equal(a, b) for a, b in zip(flat(got), flat(want), strict=True))
+
+
+@pytest.mark.parametrize("name", ["chunk", "recurrent"])
+def test_one_tensor_as_q_and_k(name, device):
+    f, _, _, (T, _) = FUNCTIONS[name]
+    x = arguments(name, T, device)
+    del x["q"]
+    tied = lambda f: lambda k, **rest: f(q=k, k=k, **rest)
+    want = run(tied(oracle), double(x))
+    check_all(run(tied(f), x, cotangents(want[0])), want, torch.float32)
+
+
+@pytest.mark.parametrize("name", ["chunk", "recurrent"])
+def test_tensors_used_twice(name, device):
+    """Two calls on the same tensors, the second reading what the first gave."""
+    f, _, _, (T, _) = FUNCTIONS[name]
+    x = arguments(name, T, device)
+
+    def twice(f):
+        def g(v, initial_state, **rest):
+            o, S = f(v=v, initial_state=initial_state, **rest)
+            return f(v=v + o, initial_state=S, **rest)
+
+        return g
+
+    want = run(twice(oracle), double(x))
+    check_all(run(twice(f), x, cotangents(want[0])), want, torch.float32)
+
+
+@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize("impl", IMPLS)
+def test_autocast_changes_nothing(impl, name, device):
+    """Forward and backward keep the precision of the arguments."""
+    if name == "helpers":
+        f = lambda g, v, q: (
+            chunk_local_cumsum(g, 16, impl=impl),
+            solve_tril(v, impl=impl),
+            l2norm(q, impl=impl),
+        )
+    else:
+        f = lambda **a: FUNCTIONS[name][0](**a, impl=impl)
+    T = FUNCTIONS[name][3][0]
+    x = arguments(name, T, device)
+    want = run(f, x)
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        got = run(f, x)
+    same(got, want, 1e-6)
+
+
+SECOND = {
+    "chunk": lambda x: chunk_gated_delta_rule(x, x, x, -x[..., 0].abs(), x[..., 1].abs())[0],
+    "recurrent": lambda x: fused_recurrent_gated_delta_rule(x, x, x)[0],
+    "l2norm": l2norm,
+    "solve_tril": solve_tril,
+}
+
+
+@pytest.mark.parametrize("name", SECOND)
+def test_gradient_of_a_gradient_is_refused(name, device):
+    x = (torch.randn(1, 3, 1, 16, device=device) / 4).requires_grad_()
+    (dx,) = torch.autograd.grad(SECOND[name](x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"Trying to backward through linattn_edu.*_backward"):
+        dx.sum().backward()
+
+
+def test_cumulative_sum_has_a_second_gradient(device):
+    x = torch.randn(1, 3, 2, device=device, requires_grad=True)
+    y = lambda: chunk_local_cumsum(x, 16).square().sum()
+    (dx,) = torch.autograd.grad(y(), x, create_graph=True)
+    (ddx,) = torch.autograd.grad(dx.sum(), x)
+    L = torch.ones(3, 3, device=device).tril()
+    assert_close("ddx", ddx, (2 * L.mT @ L).sum(0)[None, :, None].expand_as(x), 1e-6)

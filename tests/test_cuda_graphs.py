@@ -1,0 +1,130 @@
+"""Calls recorded in a CUDA graph and replayed on other numbers of the same shapes."""
+
+import pytest
+import torch
+from recurrent_cases import case, options
+
+from linattn_edu import (
+    chunk_gated_delta_rule,
+    chunk_local_cumsum,
+    fused_recurrent_gated_delta_rule,
+    l2norm,
+    solve_tril,
+)
+
+pytestmark = pytest.mark.gpu
+
+ALL = ("norm", "gate", "sigmoid", "neg", "v_first")
+BOUNDS = (0, 70, 70, 200)
+
+
+def chunk(**arguments):
+    return chunk_gated_delta_rule(**arguments, **options(ALL))
+
+
+def recurrent(**arguments):
+    return fused_recurrent_gated_delta_rule(**arguments, **options(ALL))
+
+
+def helpers(g, v, q, **_):
+    return chunk_local_cumsum(g, 64), solve_tril(v / 8), l2norm(q)
+
+
+def inputs(seed, N=1, dtype=torch.bfloat16):
+    x = case(200, (2, 4), 64, 64, N=N, device="cuda", dtype=dtype, flags=ALL, seed=seed)
+    return {n: t for n, t in x.items() if t is not None}
+
+
+def copy_into(leaves, x):
+    with torch.no_grad():
+        for n, t in leaves.items():
+            t.copy_(x[n])
+
+
+def record(work):
+    """Run work on a side stream until everything is compiled, then record it."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            work()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = work()
+    return graph, results
+
+
+def forward_and_backward(f, leaves, cotangents):
+    outputs = f(**leaves)
+    used = [x for x in leaves.values() if x.requires_grad]
+    return [*outputs, *torch.autograd.grad(outputs, used, cotangents, allow_unused=True)]
+
+
+def check_replay(f, N=1):
+    """Forward and backward of two other sets of inputs: the bits of eager mode."""
+    leaves = {n: t.requires_grad_() for n, t in inputs(0, N).items()}
+    cotangents = [torch.randn_like(x) for x in f(**leaves)]
+    graph, results = record(lambda: forward_and_backward(f, leaves, cotangents))
+    for seed in (1, 2):
+        copy_into(leaves, inputs(seed, N))
+        for d in cotangents:
+            d.normal_()
+        graph.replay()
+        got = [x if x is None else x.clone() for x in results]
+        want = forward_and_backward(f, leaves, cotangents)
+        for a, b in zip(got, want, strict=True):
+            assert (a is None) == (b is None)
+            assert a is None or torch.equal(a, b)
+
+
+@pytest.mark.parametrize("f", [chunk, recurrent, helpers])
+def test_replay(f):
+    check_replay(f)
+
+
+@pytest.mark.parametrize("f", [chunk, recurrent])
+def test_replay_of_packed_sequences(f):
+    """The chunked form is told the lengths, so that it does not wait for the device."""
+    known = torch.tensor(BOUNDS)
+    bounds = {"cu_seqlens": known.cuda()}
+    if f is chunk:
+        bounds["cu_seqlens_cpu"] = known
+    check_replay(lambda **x: f(**x, **bounds), N=3)
+
+
+@pytest.mark.parametrize("name", ["cumsum", "solve_tril"])
+def test_replay_of_packed_helpers(name):
+    known = torch.tensor(BOUNDS)
+    bounds = {"cu_seqlens": known.cuda(), "cu_seqlens_cpu": known}
+    f = {
+        "cumsum": lambda g, **_: (chunk_local_cumsum(g, 64, **bounds),),
+        "solve_tril": lambda v, **_: (solve_tril(v / 8, **bounds),),
+    }[name]
+    check_replay(f)
+
+
+def test_replay_of_decoding():
+    """A recorded step advances the state in place, as many times as it is replayed."""
+    x = case(1, (2, 4), 64, 64, B=3, device="cuda", dtype=torch.bfloat16, flags=ALL)
+    x = {n: t for n, t in x.items() if t is not None}
+    state = x.pop("initial_state")
+    start = state.clone()
+
+    def step():
+        return fused_recurrent_gated_delta_rule(
+            **x, **options(ALL), initial_state=state, inplace_final_state=True
+        )[0]
+
+    with torch.no_grad():
+        graph, o = record(step)
+        state.copy_(start)
+        got = []
+        for _ in range(5):
+            graph.replay()
+            got.append(o.clone())
+        last = state.clone()
+        state.copy_(start)
+        for replayed in got:
+            assert torch.equal(replayed, step())
+        assert torch.equal(state, last)

@@ -1,0 +1,159 @@
+"""The operators registered with torch.library: schema, shapes for tracing, gradient, dispatch."""
+
+import pytest
+import torch
+from recurrent_cases import case
+
+from linattn_edu.ops import autograd, gdn_recurrent, helpers
+from linattn_edu.ops import l2norm as norm
+
+IMPLS = ("triton", "reference")
+T, HV, K, V = 3, 2, 8, 6
+ALL = ("norm", "gate", "sigmoid", "neg", "v_first")
+
+
+def leaves(tensors):
+    """Copies that ask for a gradient, except of what is no floating-point tensor."""
+    return tuple(x.clone().requires_grad_() if is_float(x) else x for x in tensors)
+
+
+def is_float(x):
+    return isinstance(x, torch.Tensor) and x.is_floating_point()
+
+
+def every(options):
+    """Each with the kernels, the second, of packed sequences, with the reference."""
+    return [("triton", o) for o in options] + [("reference", options[1])]
+
+
+def check(operator, *arguments):
+    torch.library.opcheck(operator, arguments)
+
+
+def check_shapes(operator, *arguments):
+    """The same of what has no gradient of its own: it mutates nothing, and is traced aright."""
+    torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+def chunk_arguments(device, packed=False, dtype=torch.float32, gate=False, state=True):
+    """The tensors of the chunked form; cu_seqlens and what goes with it."""
+    flags, N = ("gate",) * gate, 3 if packed else 1
+    x = case(T, (1, HV), K, V, N=N, device=device, dtype=dtype, flags=flags, state=state)
+    names = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
+    cu_seqlens = bounds(device) if packed else None
+    return tuple(x.get(n) for n in names), (
+        cu_seqlens,
+        cu_seqlens if cu_seqlens is None else cu_seqlens.cpu(),
+        None,
+    )
+
+
+def bounds(device):
+    return torch.tensor([0, 2, 2, T], device=device)
+
+
+CHUNK = ({}, {"packed": True}, {"gate": True, "state": False}, {"dtype": torch.bfloat16})
+
+
+@pytest.mark.parametrize(("impl", "options"), every(CHUNK), ids=str)
+def test_chunk(impl, options, device):
+    tensors, packing = chunk_arguments(device, **options)
+    wants_state = tensors[-1] is not None
+    check(autograd._chunk, *leaves(tensors), *packing, 0.5, wants_state, 16, impl, True)
+    check_shapes(autograd._chunk, *tensors, *packing, 0.5, not wants_state, 16, impl, False)
+
+
+@pytest.mark.parametrize(("impl", "options"), every(CHUNK), ids=str)
+def test_chunk_backward(impl, options, device):
+    tensors, packing = chunk_arguments(device, **options)
+    o, S, gc, A = autograd._chunk(*tensors, *packing, 0.5, True, 16, impl, True)
+    dS = torch.randn_like(S) if tensors[-1] is not None else None
+    do = torch.randn_like(o)
+    check_shapes(autograd._chunk_backward, *tensors, *packing, gc, A, do, dS, 0.5, 16, impl)
+
+
+def recurrent_arguments(device, gates="g", packed=False, dtype=torch.float32, state=True):
+    """q, k, v, g, gk, gv, beta, initial_state, cu_seqlens."""
+    x = case(
+        T, (1, HV), K, V, N=3 if packed else 1, gates=gates, state=state, device=device, dtype=dtype
+    )
+    names = ("q", "k", "v", "g", "gk", "gv", "beta", "initial_state")
+    cu_seqlens = bounds(device) if packed else None
+    return *(x[n] for n in names), cu_seqlens
+
+
+RECURRENT = (
+    {"gates": "g"},
+    {"gates": "gk gv", "packed": True},
+    {"gates": "", "state": False},
+    {"gates": "g gk gv", "dtype": torch.float16},
+)
+
+
+@pytest.mark.parametrize(("impl", "options"), every(RECURRENT), ids=str)
+def test_recurrent(impl, options, device):
+    tensors = recurrent_arguments(device, **options)
+    check(gdn_recurrent._recurrent, *leaves(tensors), 0.5, impl)
+    o, S = gdn_recurrent._recurrent(*tensors, 0.5, impl)
+    for dS in (torch.randn_like(S), None):
+        check_shapes(
+            gdn_recurrent._recurrent_backward, *tensors, torch.randn_like(o), dS, 0.5, impl
+        )
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("flags", [(), ALL], ids=len)
+def test_steps(flags, packed, device):
+    x = case(T, (1, HV), K, V, N=3 if packed else 1, gates="g gk gv", flags=flags, device=device)
+    names = ("q", "k", "v", "g", "gk", "gv", "beta", "A_log", "dt_bias", "initial_state")
+    cu_seqlens = bounds(device) if packed else None
+    rest = (cu_seqlens, 0.5, bool(flags), 2 * bool(flags), bool(flags))
+    tensors = tuple(x.get(n) for n in names)
+    for output_final_state in (True, False):
+        check_shapes(gdn_recurrent._step_op, *tensors, *rest, output_final_state)
+    check(gdn_recurrent._step_inplace_op, *tensors, *rest)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("shape", [(7,), (3, 4, 5)], ids=str)
+def test_l2norm(shape, dtype, device):
+    x = torch.randn(shape, device=device, dtype=dtype)
+    for impl in IMPLS[dtype == torch.float64 :]:
+        check(norm._l2norm, *leaves((x,)), 1e-6, impl)
+        _, rstd = norm._l2norm(x, 1e-6, impl)
+        check_shapes(norm._l2norm_backward, x, rstd, torch.randn_like(x), impl)
+
+
+def helper_bounds(device, given):
+    """cu_seqlens, cu_seqlens_cpu and chunk_indices of sequences of 3, 0 and 17 tokens."""
+    cu_seqlens = torch.tensor([0, 3, 3, 20], device=device)
+    indices = torch.tensor([[0, 0], [2, 0], [2, 1]], device=device)
+    return {
+        "nothing": (None, None, None),
+        "cpu": (cu_seqlens, cu_seqlens.cpu(), None),
+        "indices": (cu_seqlens, None, indices),
+    }[given]
+
+
+@pytest.mark.parametrize("given", ["nothing", "cpu", "indices"])
+@pytest.mark.parametrize("impl", IMPLS)
+def test_cumsum_and_solve(impl, given, device):
+    packing = helper_bounds(device, given)
+    x = torch.randn(1, 20, 3, device=device)
+    check(helpers._cumsum, *leaves((x,)), *packing, 16, True, 2.0, impl)
+    check_shapes(helpers._cumsum, x.bfloat16(), *packing, 16, False, 1.0, impl)
+    A = torch.randn(1, 20, 1, 16, device=device) / 4
+    check(helpers._solve, *leaves((A,)), *packing, impl)
+    X = helpers._solve(A, *packing, impl)
+    check_shapes(helpers._solve_backward, X, torch.randn_like(X), *packing[:2])
+
+
+def test_every_operator_is_checked():
+    """The names this file knows are those the library registers."""
+    registered = {str(s.name).split("::")[1] for s in torch._C._jit_get_all_schemas()
+                  if str(s.name).startswith("linattn_edu::")}  # fmt: skip
+    assert registered == {
+        "chunk_gated_delta_rule", "chunk_gated_delta_rule_backward", "chunk_local_cumsum",
+        "l2norm", "l2norm_backward", "recurrent", "recurrent_backward", "recurrent_step",
+        "recurrent_step_", "solve_tril", "solve_tril_backward",
+    }  # fmt: skip
