@@ -117,7 +117,7 @@ def test_without_a_gradient_the_same_result(flags, dtype, device):
     with poison(), torch.no_grad():
         got = rec(**x, **options(flags))
     # the operator l2norm rounds q and k to their dtype
-    tol = 2e-6 if dtype == torch.float32 or not flags else TOLERANCE[dtype][0]
+    tol = 5e-6 if dtype == torch.float32 or not flags else TOLERANCE[dtype][0]
     for name, a, b in zip(("o", "final_state"), got, want, strict=True):
         assert a.dtype == b.dtype
         assert_close(name, a, b, tol)

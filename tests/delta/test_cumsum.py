@@ -37,7 +37,7 @@ def plain(x, chunk_size, reverse=False, scale=1.0, lengths=None):
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("C", CHUNKS)
-@pytest.mark.parametrize("T", TOKENS)
+@pytest.mark.parametrize("T", TOKENS if torch.cuda.is_available() else TOKENS[:6])
 def test_kernel_matches_reference(T, C, dtype, reverse, device):
     for D in (1, 5, 40) if T < 70 or device.type == "cuda" else (5,):
         x = torch.randn(2, T, D, device=device).to(dtype)

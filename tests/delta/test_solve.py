@@ -89,7 +89,7 @@ def unread(A, lengths=None):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("C", CHUNKS)
-@pytest.mark.parametrize("T", TOKENS)
+@pytest.mark.parametrize("T", TOKENS if torch.cuda.is_available() else TOKENS[:6])
 def test_solve_tril_kernel(T, C, dtype, device):
     A = matrices(T, C, 1 if T > 64 else 2, dtype, device)
     got = kernels.solve_tril(A)
