@@ -14,11 +14,11 @@ from linattn_edu.testing import poison, relative_rms
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
-LONGEST = 40 if GPU else 20  # tokens of a sequence
+LONGEST = 40 if GPU else 18  # tokens of a sequence
 UNIT = {torch.float32: 2**-24, torch.float16: 2**-11, torch.bfloat16: 2**-8}
 INTEGERS = (torch.int32, torch.int64)
 NAMES = ("use_qk_l2norm_in_kernel", "use_beta_sigmoid_in_kernel", "use_gate_in_kernel")
-few = settings(max_examples=30 if GPU else 15, derandomize=not GPU, deadline=None)
+few = settings(max_examples=20 if GPU else 12, derandomize=not GPU, deadline=None)
 
 
 @st.composite

@@ -64,7 +64,7 @@ def one_by_one(x, do, dht, lengths, **options):
 @impls
 @dtypes
 def test_packed_sequences_equal_each_by_itself(dtype, impl, device):
-    x, do, dht = packed(LENGTHS, dtype, device)
+    x, do, dht = packed(LENGTHS, dtype, device, HV=HEADS)
     options = {"output_final_state": True, "impl": impl}
     got = run(x, do, dht, cu_seqlens=boundaries(LENGTHS, device), **options)
     for n, tokens, want in one_by_one(x, do, dht, LENGTHS, **options):
@@ -201,7 +201,7 @@ def halves(dtype, device, cut, T=100):
     return x, y, *cotangents(x)
 
 
-cuts = pytest.mark.parametrize("cut", [1, 40, 64, 77] if GPU else [40, 64, 77])
+cuts = pytest.mark.parametrize("cut", [1, 40, 64, 77] if GPU else [40, 64])
 
 
 @cuts
