@@ -141,7 +141,8 @@ def poison() -> Iterator[None]:
     def filled(f):
         def wrapper(*args, **kwargs):
             x = f(*args, **kwargs)
-            return x.fill_(torch.nan) if x.is_floating_point() else x
+            with torch.no_grad():  # a leaf that requires a gradient may be filled too
+                return x.fill_(torch.nan) if x.is_floating_point() else x
 
         return wrapper
 

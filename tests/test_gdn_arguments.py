@@ -265,3 +265,17 @@ def test_the_deprecated_name_of_state_v_first(device):
     with warnings.catch_warnings(), pytest.raises(TypeError, match="transpose_state_layout must"):
         warnings.simplefilter("error")
         chunk_gated_delta_rule(**x, **options, transpose_state_layout="no")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"cu_seqlens_cpu": [0, 5, 20]}, "cu_seqlens_cpu must be cu_seqlens"),
+        ({"chunk_indices": [[1, 0], [0, 0]]}, "chunk_indices must hold the sequence of each chunk"),
+        ({"chunk_indices": [[0, 0]]}, "chunk_indices must have 2 rows"),
+    ],
+)
+def test_numbers_that_cost_nothing_to_read_are_compared(changes, message):
+    x = gdn_inputs(1, 20, 1, 1, 8, 8).asdict() | {"cu_seqlens": torch.tensor([0, 10, 20])}
+    with pytest.raises(ValueError, match=message):
+        chunk_gated_delta_rule(**x, **{n: torch.tensor(v) for n, v in changes.items()})

@@ -53,15 +53,7 @@ def check_tensors(
         if x is not None:
             check.tensor(name, x, shape, sizes)
     check.head_counts(sizes)
-    if cu_seqlens is None:
-        sizes["N"] = sizes["B"]
-    else:
-        sizes["N"] = check.boundaries("cu_seqlens", cu_seqlens)
-        if sizes["B"] != 1:
-            raise ValueError(
-                f"q must have B = 1 with cu_seqlens, which packs all sequences into one, "
-                f"got B={sizes['B']}"
-            )
+    count_sequences("q", q, cu_seqlens, sizes)
     if initial_state is not None:
         shape = ("N", "HV", "V", "K") if state_v_first else ("N", "HV", "K", "V")
         check.tensor("initial_state", initial_state, shape, sizes)
@@ -74,20 +66,39 @@ def check_tensors(
     return sizes
 
 
+def count_sequences(name: str, x: Tensor, cu_seqlens: Tensor | None, sizes: dict[str, int]) -> None:
+    """Set sizes["N"], the number of sequences of x [B, T, ...]; with cu_seqlens, B must be 1."""
+    sizes["N"] = sizes["B"]
+    if cu_seqlens is None:
+        return
+    sizes["N"] = check.boundaries("cu_seqlens", cu_seqlens)
+    check.same_device((name, x), ("cu_seqlens", cu_seqlens))
+    if sizes["B"] != 1:
+        raise ValueError(
+            f"{name} must have B = 1 with cu_seqlens, which packs all sequences into one, "
+            f"got B={sizes['B']}"
+        )
+
+
 def check_packing(
+    name: str,
+    x: Tensor,
     sizes: dict[str, int],
-    q: Tensor,
     cu_seqlens: Tensor | None,
     cu_seqlens_cpu: Tensor | None,
-    chunk_indices: Tensor | None = None,
-) -> None:
-    """Refuse cu_seqlens_cpu and chunk_indices that do not go with cu_seqlens.
+    chunk_indices: Tensor | None,
+    chunk_size: int,
+) -> Tensor | None:
+    """Refuse boundaries and chunks that do not fit; return cu_seqlens on the CPU, if needed.
 
-    The numbers themselves are checked by `check.lengths`, where they are first read.
+    They are read from the device only where neither cu_seqlens_cpu nor chunk_indices is given. In
+    a graph that is being traced there are no numbers yet: the operator checks them when it runs.
     """
-    for name, x in (("cu_seqlens_cpu", cu_seqlens_cpu), ("chunk_indices", chunk_indices)):
-        if x is not None and cu_seqlens is None:
-            raise ValueError(f"{name} belongs to cu_seqlens, which is None")
+    for other, y in (("cu_seqlens_cpu", cu_seqlens_cpu), ("chunk_indices", chunk_indices)):
+        if y is not None and cu_seqlens is None:
+            raise ValueError(f"{other} belongs to cu_seqlens, which is None")
+    if cu_seqlens is None:
+        return None
     if cu_seqlens_cpu is not None:
         if check.boundaries("cu_seqlens_cpu", cu_seqlens_cpu) != sizes["N"]:
             raise ValueError(
@@ -104,7 +115,17 @@ def check_packing(
             raise ValueError(
                 f"chunk_indices must have shape [NT, 2], got {tuple(chunk_indices.shape)}"
             )
-        check.same_device(("q", q), ("chunk_indices", chunk_indices))
+        check.same_device((name, x), ("chunk_indices", chunk_indices))
+    on_cpu = cu_seqlens.device.type == "cpu"
+    if cu_seqlens_cpu is None and (chunk_indices is None or on_cpu):
+        cu_seqlens_cpu = cu_seqlens.cpu()
+    if cu_seqlens_cpu is not None and not torch.compiler.is_compiling():
+        bounds = check.lengths("cu_seqlens", cu_seqlens_cpu.tolist(), sizes["T"])
+        if on_cpu and cu_seqlens.tolist() != bounds:
+            raise ValueError(f"cu_seqlens_cpu must be cu_seqlens, {cu_seqlens}, got {bounds}")
+        if chunk_indices is not None:
+            check.chunks(chunk_indices, bounds, chunk_size)
+    return cu_seqlens_cpu
 
 
 def check_gate(

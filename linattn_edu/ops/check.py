@@ -163,11 +163,18 @@ def lengths(name: str, bounds: list[int], T: int) -> list[int]:
     return bounds
 
 
-def chunk_count(chunk_indices: Tensor, bounds: list[int], chunk_size: int) -> None:
-    """Check that chunk_indices has a row for each chunk."""
-    count = sum(-(-(b - a) // chunk_size) for a, b in pairwise(bounds))
-    if chunk_indices.shape[0] != count:
+def chunks(chunk_indices: Tensor, bounds: list[int], chunk_size: int) -> None:
+    """Check that chunk_indices has a row for each chunk, and on the CPU that it is the right one."""
+    counts = [-(-(b - a) // chunk_size) for a, b in pairwise(bounds)]
+    if chunk_indices.shape[0] != sum(counts):
         raise ValueError(
-            f"chunk_indices must have {count} rows, one for each chunk of {chunk_size} tokens, "
-            f"got {chunk_indices.shape[0]}"
+            f"chunk_indices must have {sum(counts)} rows, one for each chunk of {chunk_size} "
+            f"tokens, got {chunk_indices.shape[0]}"
         )
+    if chunk_indices.device.type == "cpu":
+        rows = [[n, i] for n, count in enumerate(counts) for i in range(count)]
+        if chunk_indices.tolist() != rows:
+            raise ValueError(
+                "chunk_indices must hold the sequence of each chunk and its number in the "
+                f"sequence, {rows}, got {chunk_indices.tolist()}"
+            )

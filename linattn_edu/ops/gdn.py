@@ -234,8 +234,8 @@ def chunk_gated_delta_rule(
         cu_seqlens_cpu: The same numbers on the CPU. Without them a cu_seqlens on a GPU is read
             once, and the call waits for the device; with them it does not.
         chunk_indices: ``[NT, 2]``, int32 or int64: sequence of every chunk of 64 tokens (or
-            chunk_size) and its number in the sequence, where the caller has it already. Taken on
-            trust if cu_seqlens_cpu is not given.
+            chunk_size) and its number in the sequence, where the caller has it already. On a GPU
+            its numbers are taken on trust, and without cu_seqlens_cpu its length too.
         use_gate_in_kernel: Whether g is the raw gate of a layer, from which the log decay is
             ``-exp(A_log) * softplus(g + dt_bias)``.
         A_log, dt_bias: ``[HV]``, with use_gate_in_kernel only; dt_bias may be left out.
@@ -274,7 +274,6 @@ def chunk_gated_delta_rule(
     sizes = arguments.check_tensors(q, k, v, g, beta, initial_state, cu_seqlens, state_v_first)
     for name, x in (("g", g), ("beta", beta)):  # which the recurrent form may do without
         check.tensor(name, x, ("B", "T", "HV"), sizes)
-    arguments.check_packing(sizes, q, cu_seqlens, cu_seqlens_cpu, chunk_indices)
     arguments.check_gate(sizes, q, g, use_gate_in_kernel, A_log, dt_bias)
     arguments.check_beta(use_beta_sigmoid_in_kernel, allow_neg_eigval)
     check.choice("chunk_size", chunk_size, CHUNK_SIZES)
@@ -283,10 +282,9 @@ def chunk_gated_delta_rule(
     check.flag("use_qk_l2norm_in_kernel", use_qk_l2norm_in_kernel)
     tensors = (q, k, v, g, beta, initial_state, A_log, dt_bias)
     impl = check.resolve_impl(impl, q.device, tuple(x.dtype for x in tensors if x is not None))
-    if cu_seqlens is not None and cu_seqlens_cpu is None and chunk_indices is None:
-        cu_seqlens_cpu = cu_seqlens.cpu()
-    if cu_seqlens_cpu is not None and not torch.compiler.is_compiling():  # there, in the operator
-        check.lengths("cu_seqlens", cu_seqlens_cpu.tolist(), sizes["T"])
+    cu_seqlens_cpu = arguments.check_packing(
+        "q", q, sizes, cu_seqlens, cu_seqlens_cpu, chunk_indices, chunk_size
+    )
     if use_qk_l2norm_in_kernel:
         q, k = l2norm(q, impl=impl), l2norm(k, impl=impl)
     if use_beta_sigmoid_in_kernel:

@@ -53,16 +53,11 @@ def chunk_local_cumsum(
     check.number("scale", scale)
     if output_dtype is not None and output_dtype not in check.FLOATS:
         raise TypeError(f"output_dtype must be a floating-point dtype, got {output_dtype}")
-    sizes["N"] = sizes["B"]
-    if cu_seqlens is not None:
-        sizes["N"] = check.boundaries("cu_seqlens", cu_seqlens)
-        check.same_device(("g", g), ("cu_seqlens", cu_seqlens))
-        if sizes["B"] != 1:
-            raise ValueError(f"g must have B = 1 with cu_seqlens, got B={sizes['B']}")
-    arguments.check_packing(sizes, g, cu_seqlens, cu_seqlens_cpu, chunk_indices)
+    arguments.count_sequences("g", g, cu_seqlens, sizes)
     impl = check.resolve_impl(impl, g.device, (g.dtype,))
-    if cu_seqlens is not None and cu_seqlens_cpu is None and chunk_indices is None:
-        cu_seqlens_cpu = cu_seqlens.cpu()
+    cu_seqlens_cpu = arguments.check_packing(
+        "g", g, sizes, cu_seqlens, cu_seqlens_cpu, chunk_indices, chunk_size
+    )
     y = _cumsum(
         g.flatten(2), cu_seqlens, cu_seqlens_cpu, chunk_indices, chunk_size, reverse,
         1.0 if scale is None else float(scale), impl,
@@ -157,16 +152,11 @@ def solve_tril(
         raise ValueError(f"A must have C = 16, 32 or 64, got C={sizes['C']}")
     if output_dtype not in check.FLOATS:
         raise TypeError(f"output_dtype must be a floating-point dtype, got {output_dtype}")
-    sizes["N"] = sizes["B"]
-    if cu_seqlens is not None:
-        sizes["N"] = check.boundaries("cu_seqlens", cu_seqlens)
-        check.same_device(("A", A), ("cu_seqlens", cu_seqlens))
-        if sizes["B"] != 1:
-            raise ValueError(f"A must have B = 1 with cu_seqlens, got B={sizes['B']}")
-    arguments.check_packing(sizes, A, cu_seqlens, cu_seqlens_cpu, chunk_indices)
+    arguments.count_sequences("A", A, cu_seqlens, sizes)
     impl = check.resolve_impl(impl, A.device, (A.dtype,))
-    if cu_seqlens is not None and cu_seqlens_cpu is None and chunk_indices is None:
-        cu_seqlens_cpu = cu_seqlens.cpu()
+    cu_seqlens_cpu = arguments.check_packing(
+        "A", A, sizes, cu_seqlens, cu_seqlens_cpu, chunk_indices, sizes["C"]
+    )
     return _solve(A, cu_seqlens, cu_seqlens_cpu, chunk_indices, impl).to(output_dtype)
 
 

@@ -89,7 +89,7 @@ def packing(
         known = cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu
         lengths = check.lengths("cu_seqlens", known.tolist(), k.shape[1])
         if chunk_indices is not None:
-            check.chunk_count(chunk_indices, lengths, chunk_size)
+            check.chunks(chunk_indices, lengths, chunk_size)
     return pack(cu_seqlens, length, lengths=lengths, chunk_indices=chunk_indices)
 
 
