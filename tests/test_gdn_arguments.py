@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from linattn_edu import chunk_gated_delta_rule
-from linattn_edu.testing import poison, relative_rms
+from linattn_edu.testing import gdn_inputs, poison, relative_rms
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"

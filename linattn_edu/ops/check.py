@@ -164,7 +164,7 @@ def lengths(name: str, bounds: list[int], T: int) -> list[int]:
 
 
 def chunks(chunk_indices: Tensor, bounds: list[int], chunk_size: int) -> None:
-    """Check that chunk_indices has a row for each chunk, and on the CPU that it is the right one."""
+    """Check that chunk_indices has a row for each chunk, and on the CPU that they are right."""
     counts = [-(-(b - a) // chunk_size) for a, b in pairwise(bounds)]
     if chunk_indices.shape[0] != sum(counts):
         raise ValueError(
