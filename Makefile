@@ -5,6 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP_INSTALL_FLAGS ?=
+GPU_WORKERS ?= 8
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: help venv book test lint chapters gpu-test bench
@@ -35,8 +36,9 @@ chapters: $(STAMP) ## sync each chapters/*.md to its .ipynb and execute what cha
 
 gpu-test: $(STAMP) ## the kernels compiled: tests, every configuration row, the chapters (needs a CUDA GPU)
 	$(BIN)/python -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "gpu-test needs a CUDA GPU")'
-	$(BIN)/python -m pytest -q tests --ignore tests/book
-	$(BIN)/python -m pytest -q --nbval-lax chapters/*.ipynb
+	$(BIN)/python -m pytest -q -n $(GPU_WORKERS) --dist worksteal tests --ignore tests/book --ignore tests/gpu
+	$(BIN)/python -m pytest -q tests/gpu
+	$(BIN)/python -m pytest -q -n $(GPU_WORKERS) --dist loadscope --nbval-lax chapters/*.ipynb
 
 bench: $(STAMP) ## run the benchmarks (ARGS="CASE..."; needs a CUDA device)
 	$(BIN)/python -m benchmarks $(ARGS)
