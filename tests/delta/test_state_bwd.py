@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from delta.stage_checks import backward_inputs, check_stage, grid
+from delta.stage_checks import backward_inputs, check_stage, short_grid
 
 from linattn_edu.kernels.delta.state_bwd import state_bwd as kernel
 from linattn_edu.reference.delta.state_bwd import state_bwd as reference
@@ -10,7 +10,7 @@ from linattn_edu.reference.delta.state_bwd import state_bwd as reference
 pytestmark = pytest.mark.usefixtures("poison")
 
 
-@grid
+@short_grid
 def test_kernel_matches_reference(T, K, V, C, dtype, device):
     x, r = backward_inputs(T, K, V, C, dtype, device)
     args = (x.q, x.k, r.w, r.gc, r.do, r.dv_out, r.dht)
