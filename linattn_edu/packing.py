@@ -46,7 +46,7 @@ def pack(
             device.
         chunk_indices: [NT, 2], made before for the same cu_seqlens and chunk_size.
     """
-    cu_seqlens = cu_seqlens.long()
+    cu_seqlens = cu_seqlens.long().contiguous()
     counts = (cu_seqlens.diff() + chunk_size - 1).div(chunk_size, rounding_mode="floor")
     offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
     if chunk_indices is None:

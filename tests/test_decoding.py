@@ -94,6 +94,21 @@ def test_in_place_at_any_address(device):
     assert same is shifted and torch.equal(got, o) and torch.equal(shifted, S)
 
 
+@pytest.mark.parametrize("impl", IMPLS)
+def test_in_place_is_seen_by_autograd(impl, device):
+    """A gradient that needs the state as it was is refused, and not computed from the new one."""
+    x = case(1, device=device)
+    weight = torch.ones_like(x["initial_state"], requires_grad=True)
+    y = (weight * x["initial_state"]).sum()
+    fused_recurrent_gated_delta_rule(**x, inplace_final_state=True, impl=impl)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()
+    with torch.inference_mode():  # whose tensors have no version
+        x["initial_state"] = x["initial_state"].clone()
+        _, state = fused_recurrent_gated_delta_rule(**x, inplace_final_state=True, impl=impl)
+    assert state is x["initial_state"]
+
+
 def test_in_place_where_no_gradient_is_recorded(device):
     x = case(2, device=device)
     x["v"].requires_grad_()

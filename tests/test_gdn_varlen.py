@@ -6,6 +6,8 @@ import pytest
 import torch
 from gdn_checks import DTYPES, check, cotangents, exact, inputs, run, same_bits, spacing, triton
 
+from linattn_edu import fused_recurrent_gated_delta_rule
+
 pytestmark = pytest.mark.usefixtures("poison")
 
 GPU = torch.cuda.is_available()
@@ -104,6 +106,20 @@ def test_however_the_boundaries_are_given(dtype, impl, device):
     given = ({}, {"cu_seqlens_cpu": host}, {"chunk_indices": chunks})
     for extra in (*given, given[1] | given[2]):
         same_bits(run(x, do, dht, **options, **extra), want)
+
+
+@impls
+def test_boundaries_with_gaps(impl, device):
+    """A column of a table: every other number in memory is none of cu_seqlens."""
+    x, do, dht = packed((15, 0, 20), torch.float32, device, HV=1)
+    bounds = boundaries((15, 0, 20), device, torch.int64)
+    column = torch.stack([bounds, torch.full_like(bounds, 35)], 1)[:, 0]
+    options = {"output_final_state": True, "impl": impl}
+    want = run(x, do, dht, cu_seqlens=bounds, **options)
+    same_bits(run(x, do, dht, cu_seqlens=column, **options), want)
+    want = fused_recurrent_gated_delta_rule(**x, cu_seqlens=bounds, impl=impl)
+    got = fused_recurrent_gated_delta_rule(**x, cu_seqlens=column, impl=impl)
+    assert torch.equal(got[0], want[0])
 
 
 @impls

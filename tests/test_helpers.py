@@ -173,7 +173,7 @@ SOLVE = {
     "A dtype": ({"A": new(1, 20, 2, 16).bool()}, TypeError, "A must be float.*bool"),
     "A empty": ({"A": new(1, 20, 0, 16)}, ValueError, "A must have no empty axis"),
     "C": ({"A": new(1, 20, 2, 8)}, ValueError, "A must have C = 16, 32 or 64, got C=8"),
-    "output_dtype": ({"output_dtype": None}, TypeError, "output_dtype must be a floating.*None"),
+    "output_dtype": ({"output_dtype": torch.int8}, TypeError, "output_dtype must be a floating"),
     "batch": (
         {"A": new(2, 9, 1, 16), "cu_seqlens": bounds(0, 9)},
         ValueError,

@@ -53,7 +53,6 @@ def _chunk_forward(
 
     tensors = (q, k, v, g, beta, A_log, dt_bias, initial_state)
     q, k, v, g, beta, A_log, dt_bias, initial_state = map(library.contiguous, tensors)
-    impl = library.implementation(impl, *tensors)
     length = library.chunk_length(k, chunk_size, impl)
     options = {
         "scale": scale, "A_log": A_log, "dt_bias": dt_bias, "chunk_size": length,
@@ -113,7 +112,7 @@ def _(
     scale, output_final_state, chunk_size, impl, save,
 ):  # fmt: skip
     tensors = (q, k, v, g, beta, A_log, dt_bias, initial_state)
-    length = library.chunk_length(k, chunk_size, library.implementation(impl, *tensors))
+    length = library.chunk_length(k, chunk_size, impl)
     return _results(tensors, cu_seqlens, length, output_final_state, save)
 
 
@@ -144,7 +143,6 @@ def _chunk_backward(
     tensors = (q, k, v, g, beta, A_log, dt_bias, initial_state)
     q, k, v, g, beta, A_log, dt_bias, initial_state = map(library.contiguous, tensors)
     do, dht = library.contiguous(do), library.contiguous(dht)
-    impl = library.implementation(impl, *tensors)
     stages, options = gdn.stages(impl), {"scale": scale, "A_log": A_log, "dt_bias": dt_bias}
     if cu_seqlens is None or impl == "triton":
         packing = library.packing(

@@ -260,7 +260,7 @@ def chunk_gated_delta_rule(
 
     Returns:
         ``(o, final_state)``: o ``[B, T, HV, V]`` in q's dtype; final_state ``[N, HV, K, V]`` in
-        float32 (float64 where q, g or initial_state is float64), or None.
+        float32 (float64 where q, g, A_log, dt_bias or initial_state is), or None.
 
     Raises:
         TypeError: an argument is no tensor, or not of a dtype listed above.

@@ -43,7 +43,8 @@ def fused_recurrent_gated_delta_rule(
             :func:`chunk_gated_delta_rule`.
         use_qk_l2norm_in_kernel, use_gate_in_kernel, A_log, dt_bias: Likewise.
         use_beta_sigmoid_in_kernel, allow_neg_eigval: Likewise.
-        cu_seqlens: Likewise, but never read by the host: its numbers are checked on the CPU only.
+        cu_seqlens: Likewise, but the kernels' numbers are never read by the host: they are checked
+            on the CPU only.
         g: Natural-log decay of each token ``[B, T, HV]``, <= 0, or None: no decay.
         gk: Natural-log decay of each row of the state ``[B, T, HV, K]``, <= 0, or None.
         gv: Natural-log decay of each column ``[B, T, HV, V]``, <= 0, or None. The decays given
@@ -55,8 +56,9 @@ def fused_recurrent_gated_delta_rule(
             while a gradient is recorded.
 
     Returns:
-        ``(o, final_state)`` as of :func:`chunk_gated_delta_rule`; final_state is initial_state with
-        inplace_final_state, whatever output_final_state says.
+        ``(o, final_state)`` as of :func:`chunk_gated_delta_rule`, but final_state is float64 where
+        any argument is; it is initial_state with inplace_final_state, whatever output_final_state
+        says.
 
     Raises:
         TypeError, ValueError: as :func:`chunk_gated_delta_rule`, before any kernel runs.
@@ -90,11 +92,14 @@ def fused_recurrent_gated_delta_rule(
         _check_inplace(initial_state, library.wide(*tensors), gradient)
     impl = check.resolve_impl(impl, q.device, tuple(x.dtype for x in tensors if x is not None))
     scale = sizes["K"] ** -0.5 if scale is None else float(scale)
-    if gradient or library.implementation(impl, *tensors) == "reference":
+    if gradient or impl == "reference":
         if use_gate_in_kernel:
             g = arguments.gate(g, A_log, dt_bias)
-        if use_qk_l2norm_in_kernel:
-            q, k = l2norm(q, impl=impl), l2norm(k, impl=impl)
+        dtype = q.dtype
+        if use_qk_l2norm_in_kernel:  # not rounded to 16 bit, as in the kernel
+            wide = library.wide(q)
+            q, k = (l2norm(x, output_dtype=wide, impl=impl) for x in (q, k))
+            v = v.to(wide)
         if use_beta_sigmoid_in_kernel:
             beta = arguments.sigmoid(beta, allow_neg_eigval)
         if beta is None:
@@ -106,13 +111,17 @@ def fused_recurrent_gated_delta_rule(
         if state_v_first:
             final_state = final_state.transpose(-1, -2).contiguous()
         if inplace_final_state:
-            return o, initial_state.copy_(final_state)
-        return o, final_state if output_final_state else None
+            return o.to(dtype), initial_state.copy_(final_state)
+        return o.to(dtype), final_state if output_final_state else None
     sigmoid = int(use_beta_sigmoid_in_kernel) * (2 if allow_neg_eigval else 1)
     rest = (cu_seqlens, scale, use_qk_l2norm_in_kernel, sigmoid, state_v_first)
     if inplace_final_state:
-        step = _step_inplace_op if library.traced(q) else _step_inplace
-        return step(*tensors, *rest), initial_state
+        if library.traced(q):
+            return _step_inplace_op(*tensors, *rest), initial_state
+        o = _step_inplace(*tensors, *rest)
+        if not initial_state.is_inference():  # which are never saved for a gradient
+            torch.autograd.graph.increment_version(initial_state)
+        return o, initial_state
     step = _step_op if library.traced(q) else _step
     o, final_state = step(*tensors, *rest, output_final_state)
     return o, final_state if output_final_state else None
@@ -200,7 +209,7 @@ def _step_inplace(
 
 
 def _int64(cu_seqlens: Tensor | None) -> Tensor | None:
-    return None if cu_seqlens is None else cu_seqlens.long()
+    return None if cu_seqlens is None else cu_seqlens.long().contiguous()
 
 
 _step_op = torch.library.custom_op("linattn_edu::recurrent_step", _step, mutates_args=())
@@ -242,7 +251,7 @@ def _recurrent(
     """o and the final state: what has a gradient."""
     tensors = (q, k, v, g, gk, gv, beta, initial_state)
     q, k, v, g, gk, gv, beta, initial_state = map(library.contiguous, tensors)
-    if library.implementation(impl, *tensors) == "triton":
+    if impl == "triton":
         from linattn_edu.kernels.delta.recurrent import recurrent
 
         return recurrent(
@@ -299,7 +308,7 @@ def _recurrent_backward(
     tensors = (q, k, v, g, gk, gv, beta, initial_state)
     q, k, v, g, gk, gv, beta, initial_state = map(library.contiguous, tensors)
     do, dht = library.contiguous(do), library.contiguous(dht)
-    if library.implementation(impl, *tensors) == "triton":
+    if impl == "triton":
         from linattn_edu.kernels.delta.recurrent import recurrent_bwd
 
         options = {"scale": scale, "initial_state": initial_state, "gk": gk, "gv": gv}

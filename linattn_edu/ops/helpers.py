@@ -79,7 +79,7 @@ def _cumsum(
     """The sum of x [B, T, D] in float32 or float64."""
     options = {"chunk_size": chunk_size, "reverse": reverse, "scale": scale}
     x = library.contiguous(x)
-    if library.implementation(impl, x) == "triton":
+    if impl == "triton":
         from linattn_edu.kernels.delta.cumsum import cumsum
 
         bounds = (cu_seqlens, cu_seqlens_cpu, chunk_indices)
@@ -119,7 +119,7 @@ def solve_tril(
     A: Tensor,
     cu_seqlens: Tensor | None = None,
     chunk_indices: Tensor | None = None,
-    output_dtype: torch.dtype = torch.float,
+    output_dtype: torch.dtype | None = torch.float,
     *,
     cu_seqlens_cpu: Tensor | None = None,
     impl: str = "auto",
@@ -133,7 +133,8 @@ def solve_tril(
             64: row i of a chunk is row i of its matrix. What stands on or above the diagonal is not
             read, nor are the columns past the end of a chunk that has fewer than C tokens.
         cu_seqlens, cu_seqlens_cpu, chunk_indices: As in :func:`chunk_gated_delta_rule`.
-        output_dtype: Dtype of the result. The arithmetic is in float32 (float64 for float64).
+        output_dtype: Dtype of the result, A's if None. The arithmetic is in float32 (float64 for
+            float64).
         impl: "triton", "reference" or "auto".
 
     Returns:
@@ -150,22 +151,15 @@ def solve_tril(
         raise ValueError(f"A must have no empty axis, got {tuple(A.shape)}")
     if sizes["C"] not in CHUNK_SIZES:
         raise ValueError(f"A must have C = 16, 32 or 64, got C={sizes['C']}")
-    if output_dtype not in check.FLOATS:
+    if output_dtype is not None and output_dtype not in check.FLOATS:
         raise TypeError(f"output_dtype must be a floating-point dtype, got {output_dtype}")
     arguments.count_sequences("A", A, cu_seqlens, sizes)
     impl = check.resolve_impl(impl, A.device, (A.dtype,))
     cu_seqlens_cpu = arguments.check_packing(
         "A", A, sizes, cu_seqlens, cu_seqlens_cpu, chunk_indices, sizes["C"]
     )
-    return _solve(A, cu_seqlens, cu_seqlens_cpu, chunk_indices, impl).to(output_dtype)
-
-
-def _solve_module(impl: str, A: Tensor):
-    if library.implementation(impl, A) == "triton":
-        from linattn_edu.kernels.delta import solve as module
-    else:
-        from linattn_edu.reference.delta import solve as module
-    return module
+    X = _solve(A, cu_seqlens, cu_seqlens_cpu, chunk_indices, impl)
+    return X.to(A.dtype if output_dtype is None else output_dtype)
 
 
 @torch.library.custom_op("linattn_edu::solve_tril", mutates_args=())
@@ -179,11 +173,15 @@ def _solve(
 ) -> Tensor:
     """The inverse in float32 or float64."""
     A = library.contiguous(A)
-    if library.implementation(impl, A) == "triton":
+    if impl == "triton":
+        from linattn_edu.kernels.delta.solve import solve_tril
+
         C = A.shape[-1]
         packing = library.packing(cu_seqlens, cu_seqlens_cpu, chunk_indices, A, C, C)
-        return _solve_module(impl, A).solve_tril(A, packing=packing)
-    return _each(_solve_module(impl, A).solve_tril, cu_seqlens, cu_seqlens_cpu, A)
+        return solve_tril(A, packing=packing)
+    from linattn_edu.reference.delta.solve import solve_tril
+
+    return _each(solve_tril, cu_seqlens, cu_seqlens_cpu, A)
 
 
 @torch.library.custom_op("linattn_edu::solve_tril_backward", mutates_args=())

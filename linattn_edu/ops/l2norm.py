@@ -40,12 +40,14 @@ def l2norm(
     if output_dtype is not None and output_dtype not in check.FLOATS:
         raise TypeError(f"output_dtype must be a floating-point dtype, got {output_dtype}")
     impl = check.resolve_impl(impl, x.device, (x.dtype,))
+    if output_dtype not in (None, x.dtype):
+        x = x.to(library.wide(x))  # so that y is rounded once
     y, _ = _l2norm(x, float(eps), impl)
     return y if output_dtype is None else y.to(output_dtype)
 
 
-def _module(impl: str, x: Tensor):
-    if library.implementation(impl, x) == "triton":
+def _module(impl: str):
+    if impl == "triton":
         from linattn_edu.kernels.delta import l2norm as module
     else:
         from linattn_edu.reference.delta import l2norm as module
@@ -55,7 +57,7 @@ def _module(impl: str, x: Tensor):
 @torch.library.custom_op("linattn_edu::l2norm", mutates_args=())
 def _l2norm(x: Tensor, eps: float, impl: str) -> tuple[Tensor, Tensor]:
     """y and 1 / sqrt(sum x^2 + eps)."""
-    return _module(impl, x).l2norm(library.contiguous(x), eps)
+    return _module(impl).l2norm(library.contiguous(x), eps)
 
 
 @_l2norm.register_fake
@@ -67,7 +69,7 @@ def _(x, eps, impl):
 @torch.library.custom_op("linattn_edu::l2norm_backward", mutates_args=())
 def _l2norm_backward(x: Tensor, rstd: Tensor, dy: Tensor, impl: str) -> Tensor:
     """dx."""
-    return _module(impl, x).l2norm_bwd(*map(library.contiguous, (x, rstd, dy)))
+    return _module(impl).l2norm_bwd(*map(library.contiguous, (x, rstd, dy)))
 
 
 @_l2norm_backward.register_fake

@@ -1,4 +1,4 @@
-"""What the registered operators share: which implementation, how long a chunk, where it begins."""
+"""What the registered operators share: their arguments, how long a chunk is, where it begins."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -52,14 +52,6 @@ def without_autocast(f: Callable) -> Callable:
             return f(x, *args, **kwargs)
 
     return wrapped
-
-
-def implementation(impl: str, q: Tensor, *tensors: Tensor | None) -> str:
-    """impl, with "auto" resolved: inside a compiled graph that is left to the operator."""
-    if impl != "auto":
-        return impl
-    dtypes = tuple(x.dtype for x in (q, *tensors) if x is not None)
-    return check.resolve_impl(impl, q.device, dtypes)
 
 
 def chunk_length(k: Tensor, chunk_size: int, impl: str) -> int:
