@@ -128,6 +128,7 @@ def work(case: Case, what: str, chunk: int = CHUNK) -> Work:
 def _bytes(c: Case, what: str, chunk: int) -> int:
     tokens = c.B * c.T
     q = k = dq = dk = tokens * c.H * c.K * c.size
+    dk_out = tokens * c.H * c.K * (c.size if c.H == c.HV else 4)  # added to, head after head
     v = o = u = v_new = do = dv = tokens * c.HV * c.V * c.size
     w = tokens * c.HV * c.K * c.size
     g = gc = dg = dgc = dbeta = tokens * c.HV * GATE_BYTES
@@ -145,9 +146,23 @@ def _bytes(c: Case, what: str, chunk: int) -> int:
         "output": q + k + v_new + h + gc + o,
         "intra": q + k + beta + gc + P + R,
         "scan": q + k + v + gc + P + R + o,
-        "output_bwd": q + k + v_new + h + gc + do + dq + dk + v_new + dgc,
+        "output_bwd": q + k + v_new + h + gc + do + dq + dk_out + v_new + dgc,
         "state_bwd": q + k + w + gc + do + v_new + dh + v_new + dh0,
-        "wy_bwd": k + v + beta + gc + A + h + v_new + dh + v_new + dk + dgc + dk + dv + dbeta + dgc,
+        "wy_bwd": k
+        + v
+        + beta
+        + gc
+        + A
+        + h
+        + v_new
+        + dh
+        + v_new
+        + dk_out
+        + dgc
+        + dk
+        + dv
+        + dbeta
+        + dgc,
         "gate_bwd": dgc + g + dg,
         "forward": forward,
         "forward_backward": forward + inputs + do + inputs,  # the gradients are like the inputs

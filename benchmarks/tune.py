@@ -62,7 +62,7 @@ PLACES = {
     "scan": Place("scan", "fused", "SCAN_CONFIGS", **_SCAN),
     "output_bwd": Place("output_bwd", "output_bwd", tiles=(("BK",), ("BV",)), warps=(4, 8)),
     "state_bwd": Place("state_bwd", "state_bwd", **_SCAN),
-    "wy_bwd": Place("wy_bwd", "wy_bwd", warps=(4, 8), stages=(1, 2)),
+    "wy_bwd": Place("wy_bwd", "wy_bwd", tiles=(("BK",), ("BV",)), warps=(4, 8)),
     "recurrent": Place("recurrent", "recurrent", "BV", sizes=(8, 16, 32, 64, 128), **_CONSTANT),
 }
 

@@ -46,7 +46,7 @@ def scores_kernel(
     BT: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """One program: one chunk of one head.  Grid (B * NT * HV).
+    """One program: one chunk of one head.  Grid (NT * HV).
 
     Reference: linattn_edu.reference.delta.fused.intra.
     """
@@ -84,7 +84,7 @@ def resolvent_kernel(
     BK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One program: one chunk of one head.  Grid (B * NT * HV).
+    """One program: one chunk of one head.  Grid (NT * HV).
 
     Reference: linattn_edu.reference.delta.fused.intra.
     """
@@ -112,9 +112,9 @@ def scan_kernel(
     gc_ptr,  # [B, T, HV] log2
     P_ptr,  # [B, T, HV, BT]
     R_ptr,  # [B, T, HV, BT]
-    h0_ptr,  # [B, HV, K, V] or None
+    h0_ptr,  # [N, HV, K, V] or None
     o_ptr,  # [B, T, HV, V] out
-    ht_ptr,  # [B, HV, K, V] out, or None
+    ht_ptr,  # [N, HV, K, V] out, or None
     scale,
     cu_ptr,  # [N + 1] or None
     offsets_ptr,  # [N + 1] or None

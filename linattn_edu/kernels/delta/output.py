@@ -41,7 +41,7 @@ def output_kernel(
     BK: tl.constexpr,
     BV: tl.constexpr,
 ):
-    """One program: one chunk of one head, BV of its columns.  Grid (B * NT * HV, V / BV).
+    """One program: one chunk of one head, BV of its columns.  Grid (NT * HV, V / BV).
 
     Reference: linattn_edu.reference.delta.output.
     """

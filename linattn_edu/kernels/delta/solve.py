@@ -85,7 +85,7 @@ def solve_kernel(
     BK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One program: one chunk of one head.  Grid (B * NT * HV).
+    """One program: one chunk of one head.  Grid (NT * HV).
 
     Reference: linattn_edu.reference.delta.solve.
     """

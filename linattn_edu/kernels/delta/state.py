@@ -28,10 +28,10 @@ def state_kernel(
     w_ptr,  # [B, T, HV, K]
     u_ptr,  # [B, T, HV, V]
     gc_ptr,  # [B, T, HV] log2
-    h0_ptr,  # [B, HV, K, V] or None
+    h0_ptr,  # [N, HV, K, V] or None
     h_ptr,  # [B, NT, HV, K, V] out: state entering each chunk
     v_new_ptr,  # [B, T, HV, V] out
-    ht_ptr,  # [B, HV, K, V] out, or None
+    ht_ptr,  # [N, HV, K, V] out, or None
     cu_ptr,  # [N + 1] or None
     offsets_ptr,  # [N + 1] or None
     T,

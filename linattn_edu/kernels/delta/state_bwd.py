@@ -30,10 +30,10 @@ def state_bwd_kernel(
     gc_ptr,  # [B, T, HV] log2
     do_ptr,  # [B, T, HV, V]
     dv_out_ptr,  # [B, T, HV, V]: the part of dv_new that output_bwd found
-    dht_ptr,  # [B, HV, K, V] or None
+    dht_ptr,  # [N, HV, K, V] or None
     dh_ptr,  # [B, NT, HV, K, V] out: gradient of the state leaving each chunk
     dv_ptr,  # [B, T, HV, V] out
-    dh0_ptr,  # [B, HV, K, V] out
+    dh0_ptr,  # [N, HV, K, V] out
     scale,
     cu_ptr,  # [N + 1] or None
     offsets_ptr,  # [N + 1] or None

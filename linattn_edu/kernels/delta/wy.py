@@ -41,7 +41,7 @@ def wy_kernel(
     BK: tl.constexpr,
     BV: tl.constexpr,
 ):
-    """One program: one chunk of one head.  Grid (B * NT * HV).
+    """One program: one chunk of one head.  Grid (NT * HV).
 
     Reference: linattn_edu.reference.delta.wy.
     """
