@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import gdn_checks
 import pytest
 import torch
 from gdn_checks import tolerance
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from linattn_edu import chunk_gated_delta_rule
 from linattn_edu.kernels import tiles
-from linattn_edu.kernels.delta import fused, solve
+from linattn_edu.kernels.delta import fused, solve, wy
 from linattn_edu.ops.gdn import backward, forward, stages
 from linattn_edu.reference.delta.recurrent import recurrent
 from linattn_edu.testing import assert_close, gdn_inputs, poison
@@ -111,8 +112,13 @@ def test_rows_of_other_generations(gen, dtype, device, monkeypatch):
     """Their tiles compute the same; that they compile is tests/kernels."""
     if device.type == "cuda":
         pytest.skip("a row is right only on the generation it is for")
-    for module in (tiles, fused, solve):
+    for module in (tiles, fused, solve, wy):
         monkeypatch.setattr(module, "device_of", lambda x: (gen, 1))
+    # values wider than a tile of the backward kernels: they take more than one of them
+    x = gdn_checks.inputs(1, 40, 1, 2, 72, 100, dtype)
+    do, dht = gdn_checks.cotangents(x)
+    got = gdn_checks.run(x, do, dht, impl="triton", output_final_state=True)
+    gdn_checks.check(got, gdn_checks.exact(x, do, dht), dtype)
     for K, V in ((100, 40), (200, 16)):
         x = gdn_inputs(1, 70, 1, 2, K, V, dtype=dtype, initial_state=True)
         want, _ = recurrent(**x.double().asdict())

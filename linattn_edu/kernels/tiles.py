@@ -222,11 +222,6 @@ def shared_dtype(q: torch.Tensor, HV: int) -> torch.dtype:
     return q.dtype if q.shape[2] == HV else torch.float32
 
 
-def sum_heads(x: torch.Tensor, H: int, dtype: torch.dtype) -> torch.Tensor:
-    """[B, T, HV, D] -> [B, T, H, D] in `dtype`: the sum over the value heads of each q/k head."""
-    return x if x.shape[2] == H else x.unflatten(2, (H, -1)).sum(3).to(dtype)
-
-
 # generation -> bytes of an element -> BK -> the longest chunk whose tiles fit shared memory and
 # registers; 64 where nothing is said. Turing has no tensor cores in Triton, and its products
 # keep whole operands in registers; fp32 products split each operand in three (tf32x3).

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from linattn_edu.ops import check, library
 
+CHUNK_SIZES = (16, 32, 64)
 INTEGERS = (torch.int32, torch.int64)
 
 

@@ -5,26 +5,19 @@ import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from linattn_edu.ops import arguments, autograd, check
+from linattn_edu.ops import arguments, autograd, check, library
 from linattn_edu.ops.l2norm import l2norm
 from linattn_edu.packing import Packing
 
-CHUNK_SIZES = (16, 32, 64)
-
 
 def _on_the_device_of_q(f: Callable) -> Callable:
-    """Run f(stages, q, ...) on q's GPU, where Triton launches, and without autocast.
-
-    The stages choose the precision of every product themselves.
-    """
+    """Run f(stages, q, ...) on q's GPU and without autocast."""
 
     @functools.wraps(f)
     def wrapped(stages, q, *args, **kwargs):
-        kind = q.device.type if torch.amp.is_autocast_available(q.device.type) else "cpu"
-        with torch.cuda.device_of(q), torch.autocast(kind, enabled=False):
+        with library.at(q):
             return f(stages, q, *args, **kwargs)
 
     return wrapped
@@ -57,34 +50,21 @@ class FusedStages:
 @functools.cache
 def stages(impl: str) -> Stages:
     """The stages of an implementation, "reference" or "triton"."""
-    if impl == "reference":
-        from linattn_edu.reference import delta
-    elif impl == "triton":
-        from linattn_edu.kernels import delta
-    else:
-        raise ValueError(f"impl must be 'reference' or 'triton', got {impl!r}")
-    names = Stages.__dataclass_fields__
-    return Stages(*(_stage(delta, name, name) for name in names))
+    return Stages(*(_stage(impl, name, name) for name in Stages.__dataclass_fields__))
 
 
 @functools.cache
 def fused_stages(impl: str) -> FusedStages:
     """The fused stages of an implementation, "reference" or "triton"."""
-    if impl == "reference":
-        from linattn_edu.reference import delta
-    elif impl == "triton":
-        from linattn_edu.kernels import delta
-    else:
+    modules = {"gate_cumsum": "gate_cumsum", "intra": "fused", "scan": "fused"}
+    return FusedStages(*(_stage(impl, module, name) for name, module in modules.items()))
+
+
+def _stage(impl: str, module: str, name: str) -> Callable:
+    packages = {"reference": "linattn_edu.reference.delta", "triton": "linattn_edu.kernels.delta"}
+    if impl not in packages:
         raise ValueError(f"impl must be 'reference' or 'triton', got {impl!r}")
-    return FusedStages(
-        _stage(delta, "gate_cumsum", "gate_cumsum"),
-        _stage(delta, "fused", "intra"),
-        _stage(delta, "fused", "scan"),
-    )
-
-
-def _stage(package, module: str, name: str) -> Callable:
-    return getattr(importlib.import_module(f"{package.__name__}.{module}"), name)
+    return getattr(importlib.import_module(f"{packages[impl]}.{module}"), name)
 
 
 @_on_the_device_of_q
@@ -276,7 +256,7 @@ def chunk_gated_delta_rule(
         check.tensor(name, x, ("B", "T", "HV"), sizes)
     arguments.check_gate(sizes, q, g, use_gate_in_kernel, A_log, dt_bias)
     arguments.check_beta(use_beta_sigmoid_in_kernel, allow_neg_eigval)
-    check.choice("chunk_size", chunk_size, CHUNK_SIZES)
+    check.choice("chunk_size", chunk_size, arguments.CHUNK_SIZES)
     check.number("scale", scale)
     check.flag("output_final_state", output_final_state)
     check.flag("use_qk_l2norm_in_kernel", use_qk_l2norm_in_kernel)

@@ -163,16 +163,22 @@ def _step(
     output_final_state: bool,
 ) -> tuple[Tensor, Tensor]:
     """The kernel with everything in it; the final state is empty if not asked for."""
+    tensors = (q, k, v, g, gk, gv, beta, A_log, dt_bias, initial_state)
+    flags = {"normalise": normalise, "sigmoid": sigmoid, "v_first": v_first}
+    o, final_state = _launch(
+        tensors, cu_seqlens, scale=scale, output_final_state=output_final_state, **flags
+    )
+    return o, q.new_empty(0, dtype=torch.float32) if final_state is None else final_state
+
+
+def _launch(tensors: tuple, cu_seqlens: Tensor | None, **options) -> tuple[Tensor, Tensor | None]:
     from linattn_edu.kernels.delta.recurrent import recurrent
 
-    tensors = (q, k, v, g, gk, gv, beta, A_log, dt_bias, initial_state)
-    q, k, v, g, gk, gv, beta, A_log, dt_bias, initial_state = map(library.contiguous, tensors)
-    o, final_state = recurrent(
-        q, k, v, g, beta, gk=gk, gv=gv, scale=scale, initial_state=initial_state, A_log=A_log,
-        dt_bias=dt_bias, normalise=normalise, sigmoid=sigmoid, v_first=v_first,
-        output_final_state=output_final_state, cu_seqlens=_int64(cu_seqlens),
+    q, k, v, g, gk, gv, beta, A_log, dt_bias, state = map(library.contiguous, tensors)
+    return recurrent(
+        q, k, v, g, beta, gk=gk, gv=gv, initial_state=state, A_log=A_log, dt_bias=dt_bias,
+        cu_seqlens=_int64(cu_seqlens), **options,
     )  # fmt: skip
-    return o, q.new_empty(0, dtype=torch.float32) if final_state is None else final_state
 
 
 def _step_inplace(
@@ -193,16 +199,10 @@ def _step_inplace(
     v_first: bool,
 ) -> Tensor:
     """The same; the final state goes where the initial one is."""
-    from linattn_edu.kernels.delta.recurrent import recurrent
-
-    tensors = (q, k, v, g, gk, gv, beta, A_log, dt_bias)
-    q, k, v, g, gk, gv, beta, A_log, dt_bias = map(library.contiguous, tensors)
     aligned = library.contiguous(state)
-    o, _ = recurrent(
-        q, k, v, g, beta, gk=gk, gv=gv, scale=scale, initial_state=aligned, A_log=A_log,
-        dt_bias=dt_bias, normalise=normalise, sigmoid=sigmoid, v_first=v_first,
-        inplace=True, cu_seqlens=_int64(cu_seqlens),
-    )  # fmt: skip
+    tensors = (q, k, v, g, gk, gv, beta, A_log, dt_bias, aligned)
+    flags = {"normalise": normalise, "sigmoid": sigmoid, "v_first": v_first}
+    o, _ = _launch(tensors, cu_seqlens, scale=scale, inplace=True, **flags)
     if aligned is not state:
         state.copy_(aligned)
     return o
@@ -234,7 +234,7 @@ def _(q, k, v, *rest):
 
 
 @torch.library.custom_op("linattn_edu::recurrent", mutates_args=())
-@library.without_autocast
+@library.at_first
 def _recurrent(
     q: Tensor,
     k: Tensor,
@@ -288,7 +288,7 @@ def _(q, k, v, g, gk, gv, beta, initial_state, cu_seqlens, scale, impl):
 
 
 @torch.library.custom_op("linattn_edu::recurrent_backward", mutates_args=())
-@library.without_autocast
+@library.at_first
 def _recurrent_backward(
     q: Tensor,
     k: Tensor,

@@ -5,8 +5,6 @@ from torch import Tensor
 
 from linattn_edu.ops import arguments, check, library
 
-CHUNK_SIZES = (16, 32, 64)
-
 
 def chunk_local_cumsum(
     g: Tensor,
@@ -149,7 +147,7 @@ def solve_tril(
     check.tensor("A", A, ("B", "T", "H", "C"), sizes)
     if 0 in A.shape:
         raise ValueError(f"A must have no empty axis, got {tuple(A.shape)}")
-    if sizes["C"] not in CHUNK_SIZES:
+    if sizes["C"] not in arguments.CHUNK_SIZES:
         raise ValueError(f"A must have C = 16, 32 or 64, got C={sizes['C']}")
     if output_dtype is not None and output_dtype not in check.FLOATS:
         raise TypeError(f"output_dtype must be a floating-point dtype, got {output_dtype}")
@@ -163,7 +161,7 @@ def solve_tril(
 
 
 @torch.library.custom_op("linattn_edu::solve_tril", mutates_args=())
-@library.without_autocast
+@library.at_first
 def _solve(
     A: Tensor,
     cu_seqlens: Tensor | None,
@@ -185,7 +183,7 @@ def _solve(
 
 
 @torch.library.custom_op("linattn_edu::solve_tril_backward", mutates_args=())
-@library.without_autocast
+@library.at_first
 def _solve_backward(
     X: Tensor, dX: Tensor, cu_seqlens: Tensor | None, cu_seqlens_cpu: Tensor | None
 ) -> Tensor:

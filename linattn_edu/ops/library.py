@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 
 import torch
@@ -42,13 +43,23 @@ def contiguous(x: Tensor | None) -> Tensor | None:
     return x.clone() if x.is_cuda and x.data_ptr() % 16 else x
 
 
-def without_autocast(f: Callable) -> Callable:
-    """f(x, ...) with autocast off: matrix products of the reference keep their precision."""
+@contextmanager
+def at(x: Tensor) -> Iterator[None]:
+    """x's GPU is the current one, where Triton launches, and autocast is off.
+
+    The stages choose the precision of every product themselves.
+    """
+    kind = x.device.type if torch.amp.is_autocast_available(x.device.type) else "cpu"
+    with torch.cuda.device_of(x), torch.autocast(kind, enabled=False):
+        yield
+
+
+def at_first(f: Callable) -> Callable:
+    """f(x, ...), run `at` x."""
 
     @functools.wraps(f)
     def wrapped(x, *args, **kwargs):
-        kind = x.device.type if torch.amp.is_autocast_available(x.device.type) else "cpu"
-        with torch.autocast(kind, enabled=False):
+        with at(x):
             return f(x, *args, **kwargs)
 
     return wrapped

@@ -15,7 +15,6 @@ from linattn_edu.kernels.tiles import (
     device_of,
     sequence_of,
     store_tile,
-    sum_heads,
 )
 
 
@@ -355,6 +354,6 @@ def recurrent_bwd(
             dq, dk, dv, dg, dbeta, dgk, dgv, dh0, scale, cu_seqlens, offsets, T, B * T, length,
             H, HV, K, V, BK=block(K), BV=BV, num_warps=4,
         )  # fmt: skip
-    dq, dk = (sum_heads(x.sum(0), H, q.dtype).to(q.dtype) for x in (dq, dk))
+    dq, dk = (x.sum(0).unflatten(2, (H, -1)).sum(3).to(q.dtype) for x in (dq, dk))
     dgk = None if gk is None else dgk.sum(0)
     return dq, dk, dv, None if g is None else dg.sum(0), dbeta.sum(0), dgk, dgv, dh0
