@@ -1,4 +1,9 @@
-"""Every kernel once on small, ragged shapes: what compute-sanitizer watches."""
+"""Every kernel once on one small, ragged shape: what compute-sanitizer watches.
+
+`sanitize.py DTYPE N` takes the N-th of SHAPES.
+"""
+
+import sys
 
 import torch
 
@@ -12,6 +17,15 @@ from linattn_edu import (
 from linattn_edu.ops.gdn import forward, stages
 from linattn_edu.testing import gdn_inputs
 
+DTYPES = ("float32", "float16", "bfloat16")
+SHAPES = ((70, 33, 65, 64), (37, 128, 16, 32), (17, 100, 128, 16))  # T, K, V, chunk_size
+GATE = ("A_log", "dt_bias")
+FLAGS = {
+    "use_qk_l2norm_in_kernel": True,
+    "use_beta_sigmoid_in_kernel": True,
+    "use_gate_in_kernel": True,
+}
+
 
 def differentiate(f, x, **flags):
     """f and its gradient by every tensor."""
@@ -23,25 +37,22 @@ def differentiate(f, x, **flags):
     (o.float().sum() + final_state.sum()).backward()
 
 
-GATE = ("A_log", "dt_bias")
-FLAGS = {
-    "use_qk_l2norm_in_kernel": True,
-    "use_beta_sigmoid_in_kernel": True,
-    "use_gate_in_kernel": True,
-}
-for dtype in (torch.float32, torch.float16, torch.bfloat16):
-    for T, K, V, C in ((70, 33, 65, 64), (37, 128, 16, 32), (17, 100, 128, 16)):
-        x = gdn_inputs(1, T, 1, 2, K, V, dtype=dtype, device="cuda", initial_state=True)
-        options = {"scale": 0.3, "output_final_state": True, "chunk_size": C}
-        forward(stages("triton"), **x.asdict(), **options)
-        differentiate(chunk_gated_delta_rule, x, chunk_size=C)
-        cu_seqlens = torch.tensor([0, 0, 5, T], device="cuda")
-        packed = gdn_inputs(1, T, 2, 2, K, V, dtype=dtype, device="cuda")
-        packed.initial_state = torch.randn(3, 2, K, V, device="cuda")
-        differentiate(chunk_gated_delta_rule, packed, chunk_size=C, cu_seqlens=cu_seqlens, **FLAGS)
-        short = x.prefix(5)
-        differentiate(fused_recurrent_gated_delta_rule, short)
-        fused_recurrent_gated_delta_rule(**short.asdict(), output_final_state=True)
-        A = solve_tril(torch.randn(1, T, 2, C, device="cuda", dtype=dtype), cu_seqlens)
-        chunk_local_cumsum(l2norm(A), C, reverse=True)
-torch.cuda.synchronize()
+def main(dtype, T, K, V, C):
+    x = gdn_inputs(1, T, 1, 2, K, V, dtype=dtype, device="cuda", initial_state=True)
+    options = {"scale": 0.3, "output_final_state": True, "chunk_size": C}
+    forward(stages("triton"), **x.asdict(), **options)
+    differentiate(chunk_gated_delta_rule, x, chunk_size=C)
+    cu_seqlens = torch.tensor([0, 0, 5, T], device="cuda")
+    packed = gdn_inputs(1, T, 2, 2, K, V, dtype=dtype, device="cuda")
+    packed.initial_state = torch.randn(3, 2, K, V, device="cuda")
+    differentiate(chunk_gated_delta_rule, packed, chunk_size=C, cu_seqlens=cu_seqlens, **FLAGS)
+    short = x.prefix(5)
+    differentiate(fused_recurrent_gated_delta_rule, short)
+    fused_recurrent_gated_delta_rule(**short.asdict(), output_final_state=True)
+    A = solve_tril(torch.randn(1, T, 2, C, device="cuda", dtype=dtype), cu_seqlens)
+    chunk_local_cumsum(l2norm(A), C, reverse=True)
+    torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    main(getattr(torch, sys.argv[1]), *SHAPES[int(sys.argv[2])])

@@ -97,12 +97,12 @@ def wy_bwd_kernel(
         # eq:delta-dgc-wy   dgc += k dk_read + rowsum(diag(beta) X) - colsum(diag(beta) X)
         X *= b_beta[:, None]
         b_dgc = load_row(dgc_ptr + i, o_t, HV, n_t) + tl.sum(X, 1) - tl.sum(X, 0)
-        b_ts = tl.zeros([BT], dtype=tl.float32)
-        b_dSS = tl.zeros([BK], dtype=tl.float32)
+        b_through = tl.zeros([1], dtype=tl.float32)
         for j in range(tl.cdiv(K, BK)):
             o_k = j * BK + tl.arange(0, BK)
             b_state = tl.zeros([BT, BK], dtype=tl.float32)
             b_ZS = tl.zeros([BT, BK], dtype=tl.float32)
+            b_dSS = tl.zeros([BK], dtype=tl.float32)
             for j_v in tl.static_range(NV):
                 o_v = j_v * BV + tl.arange(0, BV)
                 if NV > 1:
@@ -121,17 +121,16 @@ def wy_bwd_kernel(
             b_k = load_tile(k_ptr + i_k, o_t, o_k, H * K, n_t, K)  # [BT, BK]
             b_dk = load_tile(dk_ptr + i_k, o_t, o_k, H * K, n_t, K).to(tl.float32)  # [BT, BK]
             # eq:delta-dgc-state   dgc_i -= k_i dk_i; dgc_last += sum k_i dk_i + 2^gc_last <dS, S>
-            b_ts += tl.sum(b_k.to(tl.float32) * b_state, 1)
+            b_t = tl.where(o_t == last, 0.0, tl.sum(b_k.to(tl.float32) * b_state, 1))
+            # [:, None]: the sum of a vector of sums stops Triton 3.7.1's compiler for Blackwell
+            b_through += tl.sum(b_t[:, None], 0) + tl.exp2(b_last) * tl.sum(b_dSS[:, None], 0)
             b_read = tl.sum(b_k.to(tl.float32) * b_ZS, 1)
             b_dbeta -= b_read
-            b_dgc -= b_beta * b_read
+            b_dgc -= b_t + b_beta * b_read
             # eq:delta-dk   dK += dK_state + dK_read + (N + N^T) K, N = diag(beta) dL
             b_dk = dot(b_N, b_k, b_dk + b_state - b_beta[:, None] * b_ZS)
             store_tile(dk_ptr + i_k, b_dk, o_t, o_k, H * K, n_t, K)
-        b_ts = tl.where(o_t == last, 0.0, b_ts)
-        # [:, None]: the sum of a vector of sums stops Triton 3.7.1's compiler for Blackwell
-        b_through = tl.sum(b_ts[:, None], 0) + tl.exp2(b_last) * tl.sum(b_dSS, 0)
-        b_dgc += tl.where(o_t == last, b_through, 0.0) - b_ts
+        b_dgc += tl.where(o_t == last, b_through, 0.0)
         tl.store(dgc_ptr + i + o_t * HV, b_dgc, mask=o_t < n_t)
         tl.store(dbeta_ptr + i + o_t * HV, b_dbeta, mask=o_t < n_t)
         if HV > H:
