@@ -14,12 +14,27 @@ LOG2E = math.log2(math.e)
 FLOOR = {torch.float32: -150.0, torch.float64: -1080.0}
 
 
-def gate(a: Tensor, A_log: Tensor, dt_bias: Tensor | None = None) -> Tensor:
-    """The log decay a layer computes from its raw gate: -e^A_log softplus(a + dt_bias), fp32."""
+def gate(
+    a: Tensor,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None = None,
+    lower_bound: float | None = None,
+) -> Tensor:
+    """The log decay a layer computes from its raw gate, fp32 (arguments as in gate_cumsum)."""
+    a, rate = raw_gate(a, A_log, dt_bias)
+    if lower_bound is None:
+        # eq:delta-gate   gate = -e^A_log softplus(a + dt_bias)
+        return -rate * F.softplus(a)
+    # eq:kda-gate   gate = lower_bound sigmoid(e^A_log (a + dt_bias))
+    return lower_bound * F.sigmoid(rate * a)
+
+
+def raw_gate(a: Tensor, A_log: Tensor | None, dt_bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """a + dt_bias, and e^A_log (1 without A_log) with an axis for each of a's behind the heads."""
     dtype = compute_dtype(a, A_log, dt_bias)
-    a = a.to(dtype) if dt_bias is None else a.to(dtype) + dt_bias.to(dtype)
-    # eq:delta-gate   gate = -e^A_log softplus(a + dt_bias)
-    return -A_log.to(dtype).exp() * F.softplus(a)
+    a = a.to(dtype) if dt_bias is None else a.to(dtype) + dt_bias.to(dtype).view(a.shape[2:])
+    rate = a.new_ones(a.shape[2]) if A_log is None else A_log.to(dtype).exp()
+    return a, rate.view(-1, *[1] * (a.ndim - 3))
 
 
 def gate_cumsum(
@@ -27,6 +42,7 @@ def gate_cumsum(
     A_log: Tensor | None = None,
     dt_bias: Tensor | None = None,
     *,
+    lower_bound: float | None = None,
     chunk_size: int,
 ) -> Tensor:
     """Accumulate the log decay inside each chunk, in base 2.
@@ -37,18 +53,20 @@ def gate_cumsum(
     (fp64: -1080): 2^-150 is zero in fp32.
 
     Args:
-        g: [B, T, HV] natural-log decay of one token, <= 0; with A_log, the raw gate of a layer,
-            from which the decay is -e^A_log softplus(g + dt_bias).
-        A_log, dt_bias: [HV]. dt_bias may be left out.  chunk_size: C.
+        g: [B, T, HV] natural-log decay of one token, <= 0, or [B, T, HV, K], one for each row of
+            the state; with A_log or lower_bound, the raw gate of a layer, from which the decay is
+            -e^A_log softplus(g + dt_bias), or lower_bound sigmoid(e^A_log (g + dt_bias)).
+        A_log: [HV]. dt_bias: [HV] or [HV * K], may be left out.  lower_bound: < 0.
+        chunk_size: C.
     Returns:
-        gc [B, T, HV] log2 units, fp32 (fp64 for fp64 input).
+        gc, of g's shape, log2 units, fp32 (fp64 for fp64 input).
     Source: chapter 02; the gate of a layer: chapter 12.
     """
     dtype = compute_dtype(g, A_log, dt_bias)
-    if A_log is not None:
-        g = gate(g, A_log, dt_bias)
+    if A_log is not None or lower_bound is not None:
+        g = gate(g, A_log, dt_bias, lower_bound)
     # eq:delta-gate-cumsum   gc = log2(e) cumsum(g)
-    gc = to_chunks((g.to(dtype) * LOG2E).clamp(min=FLOOR[dtype]), chunk_size).cumsum(-1)
+    gc = to_chunks((g.to(dtype) * LOG2E).clamp(min=FLOOR[dtype]), chunk_size).cumsum(3)
     return from_chunks(gc, g.shape[1])
 
 

@@ -24,8 +24,12 @@ def state_bwd(
         dv_new += diag(2^(gc_last - gc)) K dS
         dS     <- 2^(gc_last) dS + scale (diag(2^gc) Q)^T dO - w^T dv_new
 
+    or, with a gate for each row of the state, dv_new += kg dS and dS <- diag(2^(gc_last)) dS
+    + scale qg^T dO - w^T dv_new.
+
     Args:
-        q, k, w, gc: as in the forward stages. do: [B, T, HV, V], gradient of o.
+        q, k, w, gc: as in the forward stages; with gc [B, T, HV, K], q and k are qg and kg of wy.
+            do: [B, T, HV, V], gradient of o.
         dv_new: [B, T, HV, V], the part of the gradient of v_new that output_bwd found.
         dht: [B, HV, K, V], gradient of the final state, zero if None.
     Returns:
@@ -35,7 +39,7 @@ def state_bwd(
     Source: chapter 09.
     """
     dtype = compute_dtype(q, k, w, gc, do, dv_new, dht)
-    T, HV = gc.shape[1:]
+    T, HV = gc.shape[1:3]
     Q, K, W, dO, dV, gc = (
         to_chunks(x.to(dtype), chunk_size)
         for x in (
@@ -52,13 +56,15 @@ def state_bwd(
     dh, dv_new = [], []
     for c in reversed(range(NT)):
         dh.append(dS)
-        last = gc[:, :, c, -1:]
+        last, written, decayed = gc[:, :, c, -1:], K[:, :, c] @ dS, scale * dO[:, :, c]
+        if gc.ndim == 4:  # one gate for all rows; Q and K are not decayed yet
+            written = torch.exp2(last - gc[:, :, c])[..., None] * written
+            decayed = torch.exp2(gc[:, :, c])[..., None] * decayed
         # eq:delta-dv-new   dv_new += diag(2^(gc_last - gc)) K dS
-        fade = torch.exp2(last - gc[:, :, c])[..., None]
-        dv_new.append(dV[:, :, c] + fade * (K[:, :, c] @ dS))
+        dv_new.append(dV[:, :, c] + written)
         # eq:delta-ds   dS <- 2^gc_last dS + scale (diag(2^gc) Q)^T dO - w^T dv_new
-        decayed = scale * torch.exp2(gc[:, :, c])[..., None] * dO[:, :, c]
-        dS = torch.exp2(last)[..., None] * dS + Q[:, :, c].mT @ decayed
+        dS = torch.exp2(last).mT * dS if gc.ndim > 4 else torch.exp2(last)[..., None] * dS
+        dS = dS + Q[:, :, c].mT @ decayed
         dS = dS - W[:, :, c].mT @ dv_new[-1]
     dv_new = from_chunks(torch.stack(dv_new[::-1], 2), T).to(k.dtype)
     return torch.stack(dh[::-1], 1).to(k.dtype), dv_new, dS

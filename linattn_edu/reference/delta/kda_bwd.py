@@ -1,0 +1,73 @@
+"""The adjoints of output and of wy where their operands have the gate in them already."""
+
+from torch import Tensor
+
+from linattn_edu.reference.tiles import compute_dtype, from_chunks, to_chunks
+
+
+def kda_output_bwd(
+    P: Tensor, v_new: Tensor, h: Tensor, do: Tensor, *, scale: float, chunk_size: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What the output's gradient says about qg, P and v_new, o = scale (qg h + P v_new).
+
+        dqg = scale dO h^T,  dP = scale tril(dO v_new^T),  dv_new = scale P^T dO
+
+    Args:
+        P, v_new, h: as in the forward stages. do: [B, T, HV, V], gradient of o.
+    Returns:
+        dqg [B, T, HV, K], dP [B, T, HV, C], and the part of the gradient of v_new that comes
+        through the output, [B, T, HV, V]; all in v_new.dtype.
+    Source: chapter 11.
+    """
+    dtype = compute_dtype(P, v_new, h, do)
+    T = v_new.shape[1]
+    P, V, dO = (to_chunks(x.to(dtype), chunk_size) for x in (P, v_new, do))
+    # eq:kda-dv-out   dv_new = scale P^T dO
+    dV = scale * P.mT @ dO
+    # eq:kda-dp   dP = scale tril(dO v_new^T)
+    dP = scale * (dO @ V.mT).tril()
+    # eq:kda-dqg   dqg = scale dO h^T
+    dqg = scale * dO @ h.to(dtype).transpose(1, 2).mT
+    return tuple(from_chunks(x, T).to(v_new.dtype) for x in (dqg, dP, dV))
+
+
+def kda_wy_bwd(
+    v: Tensor, beta: Tensor, A: Tensor, h: Tensor, v_new: Tensor, dh: Tensor, dv_new: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The adjoint of (I + L) v_new = diag(beta) V - kb S and of S <- diag(2^gc_last) S + kg^T v_new.
+
+        Z   = A^T dv_new
+        dV  = diag(beta) Z,      dkb = -Z S^T,          dL = -tril(Z v_new^T, -1)
+        dkg = v_new dS^T,        dgl = rowsum(dS * S)
+
+    kb = diag(beta) (2^gc * K) are the keys that read the state.
+
+    Args:
+        v, beta, A, h, v_new: as in the forward stages. dh and dv_new: from state_bwd.
+    Returns:
+        dkb, dkg [B, T, HV, K], dv [B, T, HV, V], dL [B, T, HV, C] in v.dtype; dbeta [B, T, HV],
+        the part rowsum(Z * V), and dgl [B, NT, HV, K], the gradient of 2^gc_last, in fp32
+        (fp64 for fp64 input).
+    Source: chapter 11.
+    """
+    dtype = compute_dtype(v, beta, A, h, v_new, dh, dv_new)
+    T = beta.shape[1]
+    V, b, A, Vn, dVn = (
+        to_chunks(x.to(dtype), A.shape[-1]) for x in (v, beta[..., None], A, v_new, dv_new)
+    )
+    S, dS = (x.to(dtype).transpose(1, 2) for x in (h, dh))
+    # eq:kda-z   Z = A^T dv_new
+    Z = A.mT @ dVn
+    # eq:kda-dv   dV = diag(beta) Z
+    dV = b * Z
+    # eq:kda-dl   dL = -tril(Z v_new^T, -1)
+    dL = -(Z @ Vn.mT).tril(-1)
+    # eq:kda-dkb   dkb = -Z S^T
+    dkb = -Z @ S.mT
+    # eq:kda-dkg   dkg = v_new dS^T
+    dkg = Vn @ dS.mT
+    # eq:kda-dgl   dgl = rowsum(dS * S)
+    dgl = (dS * S).sum(-1).transpose(1, 2)
+    dbeta = from_chunks((Z * V).sum(-1), T)
+    dkb, dkg, dV, dL = (from_chunks(x, T).to(v.dtype) for x in (dkb, dkg, dV, dL))
+    return dkb, dkg, dV, dL, dbeta, dgl
