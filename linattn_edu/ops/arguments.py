@@ -39,14 +39,21 @@ def check_tensors(
     state_v_first: bool,
     gk: Tensor | None = None,
     gv: Tensor | None = None,
+    *,
+    channels: bool = False,
+    pool: bool = False,
 ) -> dict[str, int]:
-    """Refuse tensors that do not fit; return the sizes B, T, H, HV, K, V and N."""
+    """Refuse tensors that do not fit; return the sizes B, T, H, HV, K, V and N.
+
+    channels: g is a decay for each row of the state. pool: initial_state holds any number of
+    states, sizes["slots"].
+    """
     sizes: dict[str, int] = {}
     check.tensor("q", q, ("B", "T", "H", "K"), sizes)
     check.tensor("k", k, ("B", "T", "H", "K"), sizes)
     check.tensor("v", v, ("B", "T", "HV", "V"), sizes)
     for name, x, shape in (
-        ("g", g, ("B", "T", "HV")),
+        ("g", g, ("B", "T", "HV", "K") if channels else ("B", "T", "HV")),
         ("gk", gk, ("B", "T", "HV", "K")),
         ("gv", gv, ("B", "T", "HV", "V")),
         ("beta", beta, ("B", "T", "HV")),
@@ -56,8 +63,8 @@ def check_tensors(
     check.head_counts(sizes)
     count_sequences("q", q, cu_seqlens, sizes)
     if initial_state is not None:
-        shape = ("N", "HV", "V", "K") if state_v_first else ("N", "HV", "K", "V")
-        check.tensor("initial_state", initial_state, shape, sizes)
+        shape = ("HV", "V", "K") if state_v_first else ("HV", "K", "V")
+        check.tensor("initial_state", initial_state, ("slots" if pool else "N", *shape), sizes)
     check.same_dtype(("q", q), ("k", k), ("v", v))
     others = {
         "k": k, "v": v, "g": g, "gk": gk, "gv": gv, "beta": beta, "initial_state": initial_state,
@@ -155,6 +162,37 @@ def check_gate(
     check.same_device(("q", q), ("A_log", A_log), ("dt_bias", dt_bias))
 
 
+def check_channel_gate(
+    sizes: dict[str, int],
+    q: Tensor,
+    g: Tensor,
+    use_gate_in_kernel: bool,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    lower_bound: float | None,
+) -> None:
+    """The same of a gate for each row of the state: see `channel_gate`."""
+    check.flag("use_gate_in_kernel", use_gate_in_kernel)
+    if not use_gate_in_kernel:
+        for name, x in (("A_log", A_log), ("dt_bias", dt_bias), ("lower_bound", lower_bound)):
+            if x is not None:
+                raise ValueError(f"{name} is used with use_gate_in_kernel=True only")
+        check.log_decay("g", g)
+        return
+    check.number("lower_bound", lower_bound)
+    if lower_bound is None and A_log is None:
+        raise ValueError(
+            "A_log or lower_bound must be given with use_gate_in_kernel=True, got None for both"
+        )
+    if lower_bound is not None and lower_bound >= 0:
+        raise ValueError(f"lower_bound must be < 0, the least log decay, got {lower_bound}")
+    sizes = sizes | {"HV*K": sizes["HV"] * sizes["K"]}
+    for name, x, axis in (("A_log", A_log, "HV"), ("dt_bias", dt_bias, "HV*K")):
+        if x is not None:
+            check.tensor(name, x, (axis,), sizes)
+    check.same_device(("q", q), ("A_log", A_log), ("dt_bias", dt_bias))
+
+
 def check_beta(use_beta_sigmoid_in_kernel: bool, allow_neg_eigval: bool) -> None:
     """Refuse flags of beta that do not go together."""
     check.flag("use_beta_sigmoid_in_kernel", use_beta_sigmoid_in_kernel)
@@ -172,8 +210,24 @@ def sigmoid(beta: Tensor, allow_neg_eigval: bool) -> Tensor:
     return 2 * beta if allow_neg_eigval else beta
 
 
-def gate(a: Tensor, A_log: Tensor, dt_bias: Tensor | None) -> Tensor:
-    """The log decay of a raw gate, -exp(A_log) softplus(a + dt_bias), in float32 (float64)."""
+def gate(
+    a: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None = None
+) -> Tensor:
+    """The log decay of a raw gate, -exp(A_log) softplus(a + dt_bias), in float32 (float64).
+
+    With lower_bound: lower_bound sigmoid(exp(A_log) (a + dt_bias)); A_log None: the factor is 1.
+    """
     dtype = library.wide(a, A_log, dt_bias)
     a = a.to(dtype) if dt_bias is None else a.to(dtype) + dt_bias.to(dtype)
-    return -A_log.to(dtype).exp() * F.softplus(a)
+    if lower_bound is None:
+        return -A_log.to(dtype).exp() * F.softplus(a)
+    return lower_bound * torch.sigmoid(a if A_log is None else A_log.to(dtype).exp() * a)
+
+
+def channel_gate(
+    a: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None = None
+) -> Tensor:
+    """The same for each row of the state: a [B, T, HV, K], A_log [HV], dt_bias [HV * K]."""
+    A_log = None if A_log is None else A_log[:, None]
+    dt_bias = None if dt_bias is None else dt_bias.view(a.shape[2:])
+    return gate(a, A_log, dt_bias, lower_bound)
