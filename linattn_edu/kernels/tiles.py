@@ -52,6 +52,13 @@ def load_gate(gc_ptr, o_t, stride, n_t):
 
 
 @triton.jit
+def load_gates(gc_ptr, o_t, o_k, stride, n_t, K):
+    """gc[o_t, o_k] of one chunk with a gate for each channel; a missing token as in `load_gate`."""
+    o_t = tl.minimum(o_t, n_t - 1)
+    return tl.load(gc_ptr + o_t[:, None] * stride + o_k[None, :], mask=o_k[None, :] < K, other=0.0)
+
+
+@triton.jit
 def dot(a, b, acc=None, precision: tl.constexpr = TF32X3):
     """a @ b (+ acc) in fp32; `precision` is that of fp32 operands.
 

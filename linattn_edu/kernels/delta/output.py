@@ -28,6 +28,7 @@ def output_kernel(
     v_new_ptr,  # [B, T, HV, V]
     h_ptr,  # [B, NT, HV, K, V]
     gc_ptr,  # [B, T, HV] log2
+    P_ptr,  # [B, T, HV, BT], and q is qg of HV heads; or None: from q, k and gc
     o_ptr,  # [B, T, HV, V] out
     scale,
     cu_ptr,  # [N + 1] or None
@@ -58,16 +59,21 @@ def output_kernel(
     for i_k in range(tl.cdiv(K, BK)):
         o_k = i_k * BK + tl.arange(0, BK)
         b_q = load_tile(q_ptr, o_t, o_k, H * K, n_t, K)  # [BT, BK]
-        b_k = load_tile(k_ptr, o_t, o_k, H * K, n_t, K)  # [BT, BK]
         b_h = load_tile(h_ptr, o_k, o_v, V, K, V)  # [BK, BV]
         b_o = dot(b_q, b_h, b_o)
-        b_P = dot(b_q, tl.trans(b_k), b_P)
+        if P_ptr is None:
+            b_k = load_tile(k_ptr, o_t, o_k, H * K, n_t, K)  # [BT, BK]
+            b_P = dot(b_q, tl.trans(b_k), b_P)
 
-    # eq:delta-inter   diag(2^gc) Q h
-    b_gc = load_gate(gc_ptr + first * HV + i_h, o_t, HV, n_t)
-    b_o *= tl.exp2(b_gc)[:, None]
-    # eq:delta-intra   P = Q K^T * G
-    b_P *= decay_matrix(b_gc, o_t)
+    if P_ptr is not None:
+        # eq:kda-output   o = scale (qg h + P v_new)
+        b_P = load_tile(P_ptr + (first * HV + i_h) * BT, o_t, o_t, HV * BT, n_t, BT)
+    else:
+        # eq:delta-inter   diag(2^gc) Q h
+        b_gc = load_gate(gc_ptr + first * HV + i_h, o_t, HV, n_t)
+        b_o *= tl.exp2(b_gc)[:, None]
+        # eq:delta-intra   P = Q K^T * G
+        b_P *= decay_matrix(b_gc, o_t)
     # eq:delta-output   o = scale (inter + P v_new)
     b_v = load_tile(v_new_ptr + (first * HV + i_h) * V, o_t, o_v, HV * V, n_t, V)  # [BT, BV]
     b_o = dot(cast(b_P, b_v.dtype), b_v, b_o) * scale
@@ -94,10 +100,11 @@ CONFIGS = {
 
 def output(
     q: Tensor,
-    k: Tensor,
+    k: Tensor | None,
     v_new: Tensor,
     h: Tensor,
-    gc: Tensor,
+    gc: Tensor | None,
+    P: Tensor | None = None,
     *,
     scale: float,
     chunk_size: int,
@@ -111,6 +118,6 @@ def output(
     config = by_width[64 if V <= 64 else 128].launch()
     NT, *chunks = chunk_args(q, chunk_size, packing)
     output_kernel[(NT * HV, cdiv(V, config["BV"]))](
-        q, k, v_new, h, gc, o, scale, *chunks, T, H, HV, K, V, BT=chunk_size, **config
+        q, k, v_new, h, gc, P, o, scale, *chunks, T, H, HV, K, V, BT=chunk_size, **config
     )
     return o

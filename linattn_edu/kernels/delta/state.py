@@ -27,7 +27,7 @@ def state_kernel(
     k_ptr,  # [B, T, H, K]
     w_ptr,  # [B, T, HV, K]
     u_ptr,  # [B, T, HV, V]
-    gc_ptr,  # [B, T, HV] log2
+    gc_ptr,  # [B, T, HV] log2; or [B, T, HV, K], and k has HV heads and is decayed already
     h0_ptr,  # [N, HV, K, V] or None
     h_ptr,  # [B, NT, HV, K, V] out: state entering each chunk
     v_new_ptr,  # [B, T, HV, V] out
@@ -42,6 +42,7 @@ def state_kernel(
     BT: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    CHANNEL: tl.constexpr,  # a gate for each row of S
 ):
     """One program: S[:, v-tile] of one head, through all chunks.  Grid (N * HV * V / BV).
 
@@ -55,7 +56,8 @@ def state_kernel(
     w_ptr += (first * HV + i_h) * K
     u_ptr += (first * HV + i_h) * V
     v_new_ptr += (first * HV + i_h) * V
-    gc_ptr += first * HV + i_h
+    NG: tl.constexpr = K if CHANNEL else 1  # gates of a token
+    gc_ptr += (first * HV + i_h) * NG
     h_ptr += (i_c * HV + i_h) * K * V
 
     o_t = tl.arange(0, BT)
@@ -76,9 +78,13 @@ def state_kernel(
         store_tile(v_new_ptr, b_v, o_t, o_v, HV * V, n_t, V)
 
         # eq:delta-state   S <- 2^gc_last S + (diag(2^(gc_last - gc)) K)^T v_new
-        b_last = tl.load(gc_ptr + (tl.minimum(BT, n_t) - 1) * HV)
-        b_gc = load_gate(gc_ptr, o_t, HV, n_t)  # [BT]
-        b_v *= tl.exp2(b_last - b_gc)[:, None]
+        last = (tl.minimum(BT, n_t) - 1) * HV * NG
+        if CHANNEL:
+            b_last = tl.load(gc_ptr + last + o_k, mask=o_k < K, other=0.0)[:, None]
+        else:
+            b_last = tl.load(gc_ptr + last)
+            b_gc = load_gate(gc_ptr, o_t, HV, n_t)  # [BT]
+            b_v *= tl.exp2(b_last - b_gc)[:, None]
         b_k = load_tile(k_ptr, o_t, o_k, H * K, n_t, K)  # [BT, BK]
         b_S = dot(tl.trans(b_k), cast(b_v, b_k.dtype), b_S * tl.exp2(b_last))
 
@@ -86,7 +92,7 @@ def state_kernel(
         w_ptr += BT * HV * K
         u_ptr += BT * HV * V
         v_new_ptr += BT * HV * V
-        gc_ptr += BT * HV
+        gc_ptr += BT * HV * NG
         h_ptr += HV * K * V
 
     if ht_ptr is not None:
@@ -134,6 +140,7 @@ def state(
     config = widest(CONFIGS, k, N * HV, V)
     state_kernel[(N * HV * cdiv(V, config["BV"]),)](
         k, w, u, gc, initial_state, h, v_new, final_state, *sequences,
-        T, H, HV, K, V, BT=chunk_size, BK=block(K), **config,
+        T, H, HV, K, V, BT=chunk_size, BK=block(K), CHANNEL=gc.ndim == 4,
+        **config,
     )  # fmt: skip
     return h, v_new, final_state

@@ -27,7 +27,7 @@ def state_bwd_kernel(
     q_ptr,  # [B, T, H, K]
     k_ptr,  # [B, T, H, K]
     w_ptr,  # [B, T, HV, K]
-    gc_ptr,  # [B, T, HV] log2
+    gc_ptr,  # [B, T, HV] log2; or [B, T, HV, K], and q and k are qg and kg of HV heads
     do_ptr,  # [B, T, HV, V]
     dv_out_ptr,  # [B, T, HV, V]: the part of dv_new that output_bwd found
     dht_ptr,  # [N, HV, K, V] or None
@@ -45,6 +45,7 @@ def state_bwd_kernel(
     BT: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    CHANNEL: tl.constexpr,  # a gate for each row of dS
 ):
     """One program: dS[:, v-tile] of one head, back through all chunks.  Grid (N * HV * V / BV).
 
@@ -62,7 +63,8 @@ def state_bwd_kernel(
     do_ptr += (first * HV + i_h) * V
     dv_out_ptr += (first * HV + i_h) * V
     dv_ptr += (first * HV + i_h) * V
-    gc_ptr += first * HV + i_h
+    NG: tl.constexpr = K if CHANNEL else 1  # gates of a token
+    gc_ptr += (first * HV + i_h) * NG
     dh_ptr += ((i_c + NT - 1) * HV + i_h) * K * V
 
     o_t = tl.arange(0, BT)
@@ -79,17 +81,24 @@ def state_bwd_kernel(
 
         # eq:delta-dv-new   dv_new += diag(2^(gc_last - gc)) K dS
         b_k = load_tile(k_ptr, o_t, o_k, H * K, n_t, K)  # [BT, BK]
-        b_last = tl.load(gc_ptr + (tl.minimum(BT, n_t) - 1) * HV)
-        b_gc = load_gate(gc_ptr, o_t, HV, n_t)  # [BT]
+        last = (tl.minimum(BT, n_t) - 1) * HV * NG
         b_dv = load_tile(dv_out_ptr, o_t, o_v, HV * V, n_t, V).to(tl.float32)  # [BT, BV]
-        b_dv += tl.exp2(b_last - b_gc)[:, None] * dot(b_k, b_h)
+        if CHANNEL:
+            b_last = tl.load(gc_ptr + last + o_k, mask=o_k < K, other=0.0)[:, None]
+            b_dv += dot(b_k, b_h)
+        else:
+            b_last = tl.load(gc_ptr + last)
+            b_gc = load_gate(gc_ptr, o_t, HV, n_t)  # [BT]
+            b_dv += tl.exp2(b_last - b_gc)[:, None] * dot(b_k, b_h)
         store_tile(dv_ptr, b_dv, o_t, o_v, HV * V, n_t, V)
 
         # eq:delta-ds   dS <- 2^gc_last dS + scale (diag(2^gc) Q)^T dO - w^T dv_new
         b_q = load_tile(q_ptr, o_t, o_k, H * K, n_t, K)  # [BT, BK]
         b_w = load_tile(w_ptr, o_t, o_k, HV * K, n_t, K)  # [BT, BK]
         b_do = load_tile(do_ptr, o_t, o_v, HV * V, n_t, V).to(tl.float32)  # [BT, BV]
-        b_do *= scale * tl.exp2(b_gc)[:, None]
+        b_do *= scale
+        if not CHANNEL:
+            b_do *= tl.exp2(b_gc)[:, None]
         b_dS = dot(tl.trans(b_q), cast(b_do, b_q.dtype), b_dS * tl.exp2(b_last))
         b_dS = dot(tl.trans(b_w), cast(-b_dv, b_w.dtype), b_dS)
 
@@ -99,7 +108,7 @@ def state_bwd_kernel(
         do_ptr -= BT * HV * V
         dv_out_ptr -= BT * HV * V
         dv_ptr -= BT * HV * V
-        gc_ptr -= BT * HV
+        gc_ptr -= BT * HV * NG
         dh_ptr -= HV * K * V
 
     store_tile(dh0_ptr + i_nh * K * V, b_dS, o_k, o_v, V, K, V)
@@ -148,6 +157,7 @@ def state_bwd(
     config = widest(CONFIGS, k, N * HV, V)
     state_bwd_kernel[(N * HV * cdiv(V, config["BV"]),)](
         q, k, w, gc, do, dv_out, dht, dh, dv_new, dh0,
-        scale, *sequences, T, H, HV, K, V, BT=chunk_size, BK=block(K), **config,
+        scale, *sequences, T, H, HV, K, V, BT=chunk_size, BK=block(K), CHANNEL=gc.ndim == 4,
+        **config,
     )  # fmt: skip
     return dh, dv_new, dh0

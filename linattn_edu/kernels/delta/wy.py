@@ -13,6 +13,7 @@ from linattn_edu.kernels.tiles import (
     device_of,
     dot,
     load_gate,
+    load_gates,
     load_row,
     load_tile,
     row,
@@ -26,8 +27,11 @@ def wy_kernel(
     k_ptr,  # [B, T, H, K]
     v_ptr,  # [B, T, HV, V]
     beta_ptr,  # [B, T, HV]
-    gc_ptr,  # [B, T, HV] log2
+    gc_ptr,  # [B, T, HV] log2; or [B, T, HV, K]: a gate for each channel, which A has in it
     A_ptr,  # [B, T, HV, BT]
+    q_ptr,  # [B, T, H, K], or None: one gate for all channels
+    kg_ptr,  # [B, T, HV, K] out, or None
+    qg_ptr,  # [B, T, HV, K] out, or None
     w_ptr,  # [B, T, HV, K] out
     u_ptr,  # [B, T, HV, V] out
     cu_ptr,  # [N + 1] or None
@@ -46,29 +50,47 @@ def wy_kernel(
     Reference: linattn_edu.reference.delta.wy.
     """
     i_h, _, first, n_t = chunk_of(tl.program_id(0), cu_ptr, chunks_ptr, T, HV, BT)
-    k_ptr += (first * H + i_h // (HV // H)) * K
-    w_ptr += (first * HV + i_h) * K
+    i_k = (first * H + i_h // (HV // H)) * K
+    i_w = (first * HV + i_h) * K
     v_ptr += (first * HV + i_h) * V
     u_ptr += (first * HV + i_h) * V
 
     o_t = tl.arange(0, BT)
-    b_gc = load_gate(gc_ptr + first * HV + i_h, o_t, HV, n_t)
     b_beta = load_row(beta_ptr + first * HV + i_h, o_t, HV, n_t)
     b_A = load_tile(A_ptr + (first * HV + i_h) * BT, o_t, o_t, HV * BT, n_t, BT)
     b_Ab = b_A.to(tl.float32) * b_beta[None, :]  # A diag(beta)
 
-    # eq:delta-w   w = diag(2^gc) A diag(beta) K
     b_Aw = cast(b_Ab, b_A.dtype)
-    for i_k in range(tl.cdiv(K, BK)):
-        o_k = i_k * BK + tl.arange(0, BK)
-        b_k = load_tile(k_ptr, o_t, o_k, H * K, n_t, K)  # [BT, BK]
-        b_w = dot(b_Aw, b_k) * tl.exp2(b_gc)[:, None]
-        store_tile(w_ptr, b_w, o_t, o_k, HV * K, n_t, K)
+    if q_ptr is None:
+        b_gc = load_gate(gc_ptr + first * HV + i_h, o_t, HV, n_t)
+        b_Au = cast(b_Ab * decay_matrix(b_gc, o_t), b_A.dtype)
+    else:
+        gc_ptr += i_w
+        last = (tl.minimum(BT, n_t) - 1) * HV * K
+        b_Au = b_Aw
+    for j in range(tl.cdiv(K, BK)):
+        o_k = j * BK + tl.arange(0, BK)
+        b_k = load_tile(k_ptr + i_k, o_t, o_k, H * K, n_t, K)  # [BT, BK]
+        if q_ptr is not None:
+            b_g = load_gates(gc_ptr, o_t, o_k, HV * K, n_t, K)  # [BT, BK]
+            b_q = load_tile(q_ptr + i_k, o_t, o_k, H * K, n_t, K).to(tl.float32)  # [BT, BK]
+            b_last = tl.load(gc_ptr + last + o_k, mask=o_k < K, other=0.0)
+            # eq:kda-w   w = A diag(beta) (2^gc * K)
+            b_w = dot(b_Aw, cast(b_k.to(tl.float32) * tl.exp2(b_g), b_k.dtype))
+            # eq:kda-kg   kg = 2^(gc_last - gc) * K
+            b_kg = b_k.to(tl.float32) * tl.exp2(b_last[None, :] - b_g)
+            store_tile(kg_ptr + i_w, b_kg, o_t, o_k, HV * K, n_t, K)
+            # eq:kda-qg   qg = 2^gc * Q
+            store_tile(qg_ptr + i_w, b_q * tl.exp2(b_g), o_t, o_k, HV * K, n_t, K)
+        else:
+            # eq:delta-w   w = diag(2^gc) A diag(beta) K
+            b_w = dot(b_Aw, b_k) * tl.exp2(b_gc)[:, None]
+        store_tile(w_ptr + i_w, b_w, o_t, o_k, HV * K, n_t, K)
 
+    # eq:kda-u   u = A diag(beta) V
     # eq:delta-u   u = (A * G) diag(beta) V
-    b_Au = cast(b_Ab * decay_matrix(b_gc, o_t), b_A.dtype)
-    for i_v in range(tl.cdiv(V, BV)):
-        o_v = i_v * BV + tl.arange(0, BV)
+    for j in range(tl.cdiv(V, BV)):
+        o_v = j * BV + tl.arange(0, BV)
         b_v = load_tile(v_ptr, o_t, o_v, HV * V, n_t, V)  # [BT, BV]
         store_tile(u_ptr, dot(b_Au, b_v), o_t, o_v, HV * V, n_t, V)
 
@@ -87,15 +109,19 @@ def wy(
     beta: Tensor,
     gc: Tensor,
     A: Tensor,
+    q: Tensor | None = None,
     *,
     packing: Packing | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """Launch wy_kernel; arguments and result as in the reference."""
     B, T, H, K = k.shape
     HV, V = v.shape[2:]
     chunk_size = A.shape[-1]
     w, u = k.new_empty(B, T, HV, K), torch.empty_like(v)
+    kg, qg = (None, None) if q is None else (torch.empty_like(w), torch.empty_like(w))
     config = CONFIGS[device_of(k)[0]][k.element_size()].launch()
     NT, *chunks = chunk_args(k, chunk_size, packing)
-    wy_kernel[(NT * HV,)](k, v, beta, gc, A, w, u, *chunks, T, H, HV, K, V, BT=chunk_size, **config)
-    return w, u
+    wy_kernel[(NT * HV,)](
+        k, v, beta, gc, A, q, kg, qg, w, u, *chunks, T, H, HV, K, V, BT=chunk_size, **config
+    )
+    return (w, u) if q is None else (w, u, kg, qg)

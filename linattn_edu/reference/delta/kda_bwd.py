@@ -34,7 +34,11 @@ def kda_output_bwd(
 def kda_wy_bwd(
     v: Tensor, beta: Tensor, A: Tensor, h: Tensor, v_new: Tensor, dh: Tensor, dv_new: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The adjoint of (I + L) v_new = diag(beta) V - kb S and of S <- diag(2^gc_last) S + kg^T v_new.
+    """The adjoint of what a chunk writes, and of what it leaves in the state.
+
+        (I + L) v_new = diag(beta) V - kb S,  S <- diag(2^gc_last) S + kg^T v_new
+
+    give
 
         Z   = A^T dv_new
         dV  = diag(beta) Z,      dkb = -Z S^T,          dL = -tril(Z v_new^T, -1)

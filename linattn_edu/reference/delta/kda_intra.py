@@ -1,9 +1,10 @@
-"""Stage kda_intra: what the tokens of a chunk read from each other, with a gate for each channel."""
+"""Stage kda_intra: what the tokens of a chunk read from each other, with a gate a channel."""
 
 import torch
 from torch import Tensor
 
 from linattn_edu.reference.delta.solve import unit_lower_inverse
+from linattn_edu.reference.delta.state import pad_gate
 from linattn_edu.reference.tiles import compute_dtype, from_chunks, repeat_heads, to_chunks
 
 
@@ -35,7 +36,7 @@ def kda_intra(
     T, HV = beta.shape[1:]
     Q, K, b, gc = (
         to_chunks(x.to(dtype), chunk_size)
-        for x in (repeat_heads(q, HV), repeat_heads(k, HV), beta, gc)
+        for x in (repeat_heads(q, HV), repeat_heads(k, HV), beta, pad_gate(gc, chunk_size))
     )
     P, L = [], []
     for j in range(chunk_size):

@@ -1,4 +1,4 @@
-"""Stage kda_intra_bwd: the gradients of q, k, beta and the gate, from those of all that is gated."""
+"""Stage kda_intra_bwd: gradients of q, k, beta and the gate, from those of all that is gated."""
 
 import torch
 from torch import Tensor
@@ -42,8 +42,8 @@ def kda_intra_bwd(
     gate and is left out of dgc, where its two parts would cancel.
 
     Args:
-        q, k, beta, gc: as in kda_intra. dP, dqg: from kda_output_bwd. dL, dkb, dkg, dgl, dbeta: from
-        kda_wy_bwd.
+        q, k, beta, gc: as in kda_intra. dP, dqg: from kda_output_bwd.
+        dL, dkb, dkg, dgl, dbeta: from kda_wy_bwd.
     Returns:
         dq, dk [B, T, H, K] in q.dtype; dbeta [B, T, HV] and dgc [B, T, HV, K], natural units, in
         fp32 (fp64 for fp64 input).

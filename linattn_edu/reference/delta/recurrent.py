@@ -1,6 +1,7 @@
 """The gated delta rule, one token at a time: what all other forms are measured against."""
 
 import math
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -61,6 +62,56 @@ def recurrent(
         # eq:delta-read   o = scale q S
         o.append(scale * torch.einsum("bhk,bhkv->bhv", q[:, t], S))
     return torch.stack(o, 1).to(out_dtype), S
+
+
+def recurrent_pool(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    beta: Tensor,
+    pool: Tensor,
+    indices: Tensor,
+    accepted: Tensor | None = None,
+    *,
+    gk: Tensor | None = None,
+    gv: Tensor | None = None,
+    scale: float | None = None,
+    bounds: list[int],
+) -> Tensor:
+    """The recurrence of sequences whose states lie in a pool, which is read and written in place.
+
+    Sequence n starts from the state in slot indices[n, accepted[n] - 1] (accepted None: 1), and
+    leaves the state after its token t in slot indices[n, t]. With more tokens than columns the last
+    slot is left with the last state. Nothing is kept in a negative slot. A sequence that would
+    start from one is no sequence: its outputs are zero, and it writes nothing.
+
+    Args:
+        q, k, v, g, beta, gk, gv, scale: as in recurrent, with B = 1: sequences one after the other.
+        pool: [slots, HV, K, V].  indices: [N] or [N, S].  accepted: [N] or None.
+        bounds: the N + 1 boundaries of the sequences.
+    Returns:
+        o [1, T, HV, V] in q.dtype.
+    Source: chapter 01.
+    """
+    o = torch.zeros_like(v)
+    rows = indices.reshape(len(bounds) - 1, -1).tolist()
+    for n, (first, last) in enumerate(pairwise(bounds)):
+        before = rows[n][0 if accepted is None else int(accepted[n]) - 1]
+        if before < 0:
+            continue
+        S = pool[before : before + 1]
+        for t in range(first, last):
+            now = slice(t, t + 1)
+            gates = {"gk": gk if gk is None else gk[:, now], "gv": gv if gv is None else gv[:, now]}
+            o[:, now], S = recurrent(
+                q[:, now], k[:, now], v[:, now], g if g is None else g[:, now], beta[:, now],
+                scale=scale, initial_state=S, **gates,
+            )  # fmt: skip
+            slot = rows[n][min(t - first, len(rows[n]) - 1)]
+            if slot >= 0:
+                pool[slot] = S[0]
+    return o
 
 
 def decay(

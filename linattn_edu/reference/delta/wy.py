@@ -37,18 +37,19 @@ def wy(
         to_chunks(x.to(dtype), C)
         for x in (repeat_heads(k, HV), v, beta[..., None], pad_gate(gc, C), A)
     )
+    gated, Au = (), A
     if gc.ndim == 5:
         # eq:kda-w   w = A diag(beta) (2^gc * K)
         w = A @ (b * torch.exp2(gc) * K)
-        # eq:kda-u   u = A diag(beta) V
-        u = A @ (b * V)
         # eq:kda-kg   kg = 2^(gc_last - gc) * K
         kg = torch.exp2(gc[:, :, :, -1:] - gc) * K
         # eq:kda-qg   qg = 2^gc * Q
-        qg = torch.exp2(gc) * to_chunks(repeat_heads(q, HV).to(dtype), C)
-        return tuple(from_chunks(x, T).to(k.dtype) for x in (w, u, kg, qg))
-    # eq:delta-w   w = diag(2^gc) A diag(beta) K
-    w = torch.exp2(gc)[..., None] * (A @ (b * K))
+        gated = kg, torch.exp2(gc) * to_chunks(repeat_heads(q, HV).to(dtype), C)
+    else:
+        # eq:delta-w   w = diag(2^gc) A diag(beta) K
+        w = torch.exp2(gc)[..., None] * (A @ (b * K))
+        Au = A * decay_matrix(gc)
+    # eq:kda-u   u = A diag(beta) V
     # eq:delta-u   u = (A * G) diag(beta) V
-    u = (A * decay_matrix(gc)) @ (b * V)
-    return from_chunks(w, T).to(k.dtype), from_chunks(u, T).to(k.dtype)
+    u = Au @ (b * V)
+    return tuple(from_chunks(x, T).to(k.dtype) for x in (w, u, *gated))
