@@ -22,19 +22,17 @@ from linattn_edu.kernels.tiles import (
 )
 from linattn_edu.packing import Packing
 
-BLOCK = 16  # tokens of the blocks on the diagonal that one anchor serves under a safe gate
+
+@triton.jit
+def halves(o_t, s):
+    """(first row of the second block, whether in the second) in pairs of blocks of 2^s tokens."""
+    return ((o_t >> s) | 1) << s, ((o_t >> s) & 1) == 1
 
 
 @triton.jit
-def halves(o_t, S: tl.constexpr):
-    """(first row of the second block, whether in the second) in pairs of blocks of S tokens."""
-    return o_t // (2 * S) * (2 * S) + S, o_t // S % 2 == 1
-
-
-@triton.jit
-def pairs(o_t, S: tl.constexpr):
+def pairs(o_t, s):
     """[BT, BT]: i in the second and j in the first block of the same pair."""
-    anchor, second = halves(o_t, S)
+    anchor, second = halves(o_t, s)
     return (anchor[:, None] == anchor[None, :]) & second[:, None] & ~second[None, :]
 
 
@@ -54,8 +52,8 @@ def kda_scores_kernel(
     K: tl.constexpr,
     BT: tl.constexpr,
     BK: tl.constexpr,
-    LEVELS: tl.constexpr,  # halvings of the chunk
-    BLOCK: tl.constexpr,  # tokens of the blocks left on the diagonal; 1: none
+    FIRST: tl.constexpr,  # blocks of 2^FIRST tokens are left on the diagonal
+    LAST: tl.constexpr,  # log2(BT)
 ):
     """One program: one chunk of one head.  Grid (NT * HV).
 
@@ -80,17 +78,17 @@ def kda_scores_kernel(
         # eq:kda-scores   P_ij = sum_d q_id k_jd 2^(gc_id - gc_jd), i >= j
         # eq:kda-kk   L_ij = beta_i sum_d k_id k_jd 2^(gc_id - gc_jd), i > j
         b_P += tl.where(diagonal, tl.sum(b_q * b_k, 1)[:, None], 0.0)
-        for n in tl.static_range(LEVELS):
-            anchor, _ = halves(o_t, BT >> (n + 1))
+        for s in range(FIRST, LAST):
             # 2^(gc_i - gc_a) 2^(gc_a - gc_j) with j < a <= i: no exponent is positive
-            b_E = tl.exp2(-tl.abs(b_g - load_gates(gc_ptr, anchor, o_k, HV * K, n_t, K)))
+            b_E = load_gates(gc_ptr, halves(o_t, s)[0], o_k, HV * K, n_t, K)
+            b_E = tl.exp2(-tl.abs(b_g - b_E))
             b_kE = cast(b_k * b_E, dtype)
-            m = pairs(o_t, BT >> (n + 1))
+            m = pairs(o_t, s)
             b_P += tl.where(m, dot(cast(b_q * b_E, dtype), tl.trans(b_kE)), 0.0)
             b_L += tl.where(m, dot(b_kE, tl.trans(b_kE)), 0.0)
-        if BLOCK > 1:
-            # the anchor is the block's first row: 2^(gc_a - gc_j) grows to 2^-(BLOCK - 1) bound
-            o_a = o_t // BLOCK * BLOCK
+        if FIRST > 0:
+            # the anchor is the block's first row: 2^(gc_a - gc_j) may be large, but is finite
+            o_a = (o_t >> FIRST) << FIRST
             b_x = b_g - load_gates(gc_ptr, o_a, o_k, HV * K, n_t, K)
             b_kj = tl.trans(cast(b_k * tl.exp2(-b_x), dtype))
             m = (o_a[:, None] == o_a[None, :]) & (o_t[:, None] > o_t[None, :])
@@ -109,18 +107,15 @@ CONFIGS = {
 }
 
 
-def levels(chunk_size: int, dtype: torch.dtype, lower_bound: float | None) -> tuple[int, int]:
-    """How often a chunk is halved, and the tokens of the diagonal blocks that one anchor serves.
+def first_level(dtype: torch.dtype, lower_bound: float | None) -> int:
+    """log2 of the tokens of the diagonal blocks that one anchor serves: 0, none, or 4.
 
-    With a lower bound of the log decay, the exponent of such a block is at most 15 |lower_bound|:
-    it must leave 2^126, which fp16 cannot hold.
+    With a lower bound of the log decay, the exponent in such a block of 16 is at most
+    15 log2(e) |lower_bound|: that must leave fp32 and bf16 room, and fp16 has none.
     """
-    halvings = chunk_size.bit_length() - 1
     if lower_bound is None or dtype == torch.float16:
-        return halvings, 1
-    if -(BLOCK - 1) * lower_bound * math.log2(math.e) > 110:
-        return halvings, 1
-    return halvings - 4, BLOCK
+        return 0
+    return 4 if -15 * math.log2(math.e) * lower_bound < 110 else 0
 
 
 def kda_intra(
@@ -138,12 +133,11 @@ def kda_intra(
     HV = beta.shape[-1]
     P = k.new_empty(B, T, HV, chunk_size)
     L = torch.empty_like(P, dtype=torch.float32)
-    halvings, length = levels(chunk_size, k.dtype, lower_bound)
     config = CONFIGS[device_of(k)[0]][k.element_size()].launch()
     NT, *chunks = chunk_args(k, chunk_size, packing)
     kda_scores_kernel[(NT * HV,)](
-        q, k, beta, gc, P, L, *chunks, T, H, HV, K, BT=chunk_size, LEVELS=halvings, BLOCK=length,
-        **config,
+        q, k, beta, gc, P, L, *chunks, T, H, HV, K, BT=chunk_size,
+        FIRST=first_level(k.dtype, lower_bound), LAST=chunk_size.bit_length() - 1, **config,
     )  # fmt: skip
     # eq:kda-inverse   A = (I + L)^-1
     return P, solve_tril(L, dtype=k.dtype, packing=packing)

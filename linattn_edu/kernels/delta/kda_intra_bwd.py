@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from linattn_edu.kernels.delta.kda_intra import halves
+from linattn_edu.kernels.delta.kda_intra import halves, pairs
 from linattn_edu.kernels.tiles import (
     cast,
     chunk_args,
@@ -20,18 +20,6 @@ from linattn_edu.kernels.tiles import (
     store_tile,
 )
 from linattn_edu.packing import Packing
-
-
-@triton.jit
-def load_pairs(x_ptr, o_t, S: tl.constexpr, stride, n_t, LOWER: tl.constexpr, UPPER: tl.constexpr):
-    """X, or X + X^T, or X^T, of a lower-triangular X [BT, BT], where i and j are in the two blocks
-    of one pair: below the diagonal if LOWER, above it if UPPER; 0 elsewhere."""
-    anchor, second = halves(o_t, S)
-    m = (anchor[:, None] == anchor[None, :]) & (second[:, None] != second[None, :])
-    m &= (LOWER & second[:, None]) | (UPPER & ~second[:, None])
-    o_i = tl.where(second[:, None], o_t[:, None], o_t[None, :])
-    o_j = tl.where(second[:, None], o_t[None, :], o_t[:, None])
-    return tl.load(x_ptr + o_i * stride + o_j, mask=m & (o_i < n_t), other=0.0)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -91,31 +79,37 @@ def kda_intra_bwd_kernel(
         b_dk = b_beta[:, None] * b_Y + b_R
         # eq:kda-dgc-last   dgc_last += colsum(K * R) + 2^gc_last dgl
         b_R = tl.where(o_t[:, None] == last, 0.0, b_R)
-        b_dgc = b_k * (b_beta[:, None] * b_Y - b_R)
+        b_dgc = b_q * b_dq + b_k * (b_beta[:, None] * b_Y - b_R)
         b_dgl = tl.load(dgl_ptr + (i_c * HV + i_h) * K + o_k, mask=o_k < K, other=0.0)
         b_dgl = tl.exp2(b_gl) * b_dgl + tl.sum(b_k * b_R, 0)
         b_dgc += tl.where(o_t[:, None] == last, b_dgl[None, :], 0.0)
-        for n in tl.static_range(LEVELS):
-            S: tl.constexpr = BT >> (n + 1)
-            anchor, second = halves(o_t, S)
+        for s in range(LEVELS):
+            anchor, second = halves(o_t, s)
             b_E = load_gates(gc_ptr + i * K, anchor, o_k, HV * K, n_t, K)
             b_E = tl.exp2(-tl.abs(b_g - b_E))
+            o_ij = i * BT + o_t[:, None] * (HV * BT) + o_t[None, :]
+            m = pairs(o_t, s) & (o_t[:, None] < n_t)
+            b_dP = tl.load(dP_ptr + o_ij, mask=m, other=0.0)  # [BT, BT]
+            b_dL = tl.load(dL_ptr + o_ij, mask=m, other=0.0)  # [BT, BT]
             # of a pair the first block is read by Y, the second, times beta, by R
-            b_B = cast(b_k * b_E * tl.where(second, b_beta, 1.0)[:, None], dtype)
-            b_dP = load_pairs(dP_ptr + i * BT, o_t, S, HV * BT, n_t, True, False)  # [BT, BT]
+            b_w = tl.where(second, b_beta, 1.0)[:, None]
+            b_kE = cast(b_k * b_E * b_w, dtype)
+            b_qE = cast(b_q * b_E, dtype)
             # eq:kda-dq   dQ_i += sum over j < i of dP_ij k_j 2^(gc_i - gc_j)
-            b_dq += b_E * dot(b_dP, b_B)
+            b_x = dot(b_dP, b_kE)
+            b_dq += b_E * b_x
+            # with the rounded operand, what i gains here is what j loses below, to the last bit
+            b_dgc += b_qE.to(tl.float32) * b_x
             # eq:kda-y   Y_i += sum over j < i of dL_ij k_j 2^(gc_i - gc_j)
+            b_x = dot(b_dL, b_kE)
             # eq:kda-r   R_j += sum over i > j of (dP_ij q_i + beta_i dL_ij k_i) 2^(gc_i - gc_j)
-            b_dL = load_pairs(dL_ptr + i * BT, o_t, S, HV * BT, n_t, True, True)  # [BT, BT]
-            b_dP = load_pairs(dP_ptr + i * BT, o_t, S, HV * BT, n_t, False, True)  # [BT, BT]
-            b_YR = dot(b_dP, cast(b_q * b_E, dtype), dot(b_dL, b_B)) * b_E
-            b_dbeta += tl.sum(tl.where(second[:, None], b_k * b_YR, 0.0), 1)
-            b_YR *= tl.where(second, b_beta, 1.0)[:, None]
-            b_dk += b_YR
-            b_dgc += b_k * tl.where(second[:, None], b_YR, -b_YR)
+            b_x = dot(tl.trans(b_dL), b_kE, b_x)
+            b_x = dot(tl.trans(b_dP), b_qE, b_x)
+            b_dgc += b_kE.to(tl.float32) * tl.where(second[:, None], b_x, -b_x)
+            b_x *= b_E
+            b_dbeta += tl.sum(tl.where(second[:, None], b_k * b_x, 0.0), 1)
+            b_dk += b_w * b_x
         # eq:kda-dgc   dgc = Q * dQ + K * (diag(beta) Y - R)
-        b_dgc += b_q * b_dq
         store_tile(dgc_ptr + i * K, b_dgc, o_t, o_k, HV * K, n_t, K)
         # eq:kda-dbeta   dbeta += rowsum(K * Y)
         # eq:kda-dk   dK = diag(beta) Y + R + diag(dP) Q

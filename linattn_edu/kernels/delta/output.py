@@ -48,21 +48,20 @@ def output_kernel(
     """
     i_v = tl.program_id(1)
     i_h, i_c, first, n_t = chunk_of(tl.program_id(0), cu_ptr, chunks_ptr, T, HV, BT)
-    q_ptr += (first * H + i_h // (HV // H)) * K
-    k_ptr += (first * H + i_h // (HV // H)) * K
+    i_k = (first * H + i_h // (HV // H)) * K
     h_ptr += (i_c * HV + i_h) * K * V
 
     o_t = tl.arange(0, BT)
     o_v = i_v * BV + tl.arange(0, BV)
     b_o = tl.zeros([BT, BV], dtype=tl.float32)
     b_P = tl.zeros([BT, BT], dtype=tl.float32)
-    for i_k in range(tl.cdiv(K, BK)):
-        o_k = i_k * BK + tl.arange(0, BK)
-        b_q = load_tile(q_ptr, o_t, o_k, H * K, n_t, K)  # [BT, BK]
+    for j in range(tl.cdiv(K, BK)):
+        o_k = j * BK + tl.arange(0, BK)
+        b_q = load_tile(q_ptr + i_k, o_t, o_k, H * K, n_t, K)  # [BT, BK]
         b_h = load_tile(h_ptr, o_k, o_v, V, K, V)  # [BK, BV]
         b_o = dot(b_q, b_h, b_o)
         if P_ptr is None:
-            b_k = load_tile(k_ptr, o_t, o_k, H * K, n_t, K)  # [BT, BK]
+            b_k = load_tile(k_ptr + i_k, o_t, o_k, H * K, n_t, K)  # [BT, BK]
             b_P = dot(b_q, tl.trans(b_k), b_P)
 
     if P_ptr is not None:
