@@ -61,17 +61,21 @@ def log_decay(name: str, g: Tensor) -> None:
         )
 
 
-def head_counts(sizes: dict[str, int], max_dim: int = 256) -> None:
+def head_counts(
+    sizes: dict[str, int], names: tuple[str, str, str] = ("q", "k", "v"), max_dim: int = 256
+) -> None:
     """Check B, T, H, HV, K, V: positive, HV a multiple of H, K and V at most max_dim."""
-    owners = {"HV": "v", "V": "v"}
+    q, k, v = names
+    owners = {"HV": v, "V": v}
     for axis, size in sizes.items():
         if size < 1:
-            raise ValueError(f"{owners.get(axis, 'q')} must have {axis} >= 1, got {axis}={size}")
+            raise ValueError(f"{owners.get(axis, q)} must have {axis} >= 1, got {axis}={size}")
     if sizes["HV"] % sizes["H"]:
         raise ValueError(
-            f"v must have a multiple of q's {sizes['H']} heads (HV % H == 0), got HV={sizes['HV']}"
+            f"{v} must have a multiple of {q}'s {sizes['H']} heads (HV % H == 0), "
+            f"got HV={sizes['HV']}"
         )
-    for axis, name in (("K", "q and k"), ("V", "v")):
+    for axis, name in (("K", f"{q} and {k}"), ("V", v)):
         if sizes[axis] > max_dim:
             raise ValueError(f"{name} must have {axis} <= {max_dim}, got {axis}={sizes[axis]}")
 

@@ -1,4 +1,7 @@
-"""Gated DeltaNet token by token: decoding, and prefill of short prompts."""
+"""Gated DeltaNet token by token: decoding, and prefill of short prompts.
+
+`compute` serves Kimi Delta Attention too, whose gate is the gk of this module.
+"""
 
 import torch
 from torch import Tensor
@@ -28,6 +31,8 @@ def fused_recurrent_gated_delta_rule(
     cu_seqlens: Tensor | None = None,
     *,
     inplace_final_state: bool = False,
+    ssm_state_indices: Tensor | None = None,
+    num_accepted_tokens: Tensor | None = None,
     transpose_state_layout: bool | None = None,
     impl: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
@@ -54,6 +59,17 @@ def fused_recurrent_gated_delta_rule(
         inplace_final_state: Whether to write the final state to initial_state, which must be a
             contiguous float32 tensor (float64 where the reference runs in it), and return it. Not
             while a gradient is recorded.
+        ssm_state_indices: Slot of each sequence ``[N]``, int32 or int64, in a pool of states:
+            initial_state is then ``[slots, HV, K, V]``, of which each slot is contiguous, and
+            inplace_final_state must be True. Slots that are not named keep their bits. A negative
+            slot is none: nothing is read or written there, and a sequence that would start from one
+            is padding, whose outputs are zero. Or ``[N, S]``, for tokens that may be rejected
+            later: the state after token t of sequence n goes to slot ``[n, t]``. With more tokens
+            than columns the last slot is left with the last state. No slot may be named by two
+            sequences; slots are checked on the CPU only.
+        num_accepted_tokens: How many tokens of the previous call were kept ``[N]``, 1 to S, with
+            ssm_state_indices ``[N, S]``: sequence n starts from the state in slot
+            ``[n, num_accepted_tokens[n] - 1]``. None: from slot ``[n, 0]``.
 
     Returns:
         ``(o, final_state)`` as of :func:`chunk_gated_delta_rule`, but final_state is float64 where
@@ -67,55 +83,92 @@ def fused_recurrent_gated_delta_rule(
     """
     state_v_first = arguments.v_first(state_v_first, transpose_state_layout)
     sizes = arguments.check_tensors(
-        q, k, v, g, beta, initial_state, cu_seqlens, state_v_first, gk, gv
-    )
+        q, k, v, g, beta, initial_state, cu_seqlens, state_v_first, gk, gv,
+        pool=ssm_state_indices is not None,
+    )  # fmt: skip
     arguments.check_gate(sizes, q, g, use_gate_in_kernel, A_log, dt_bias)
     for name, x in (("gk", gk), ("gv", gv)):
         if x is not None:
             check.log_decay(name, x)
-    arguments.check_beta(use_beta_sigmoid_in_kernel, allow_neg_eigval)
     if use_beta_sigmoid_in_kernel and beta is None:
         raise ValueError("beta must be given with use_beta_sigmoid_in_kernel=True, got None")
+    return compute(
+        (q, k, v, g, gk, gv, beta, A_log, dt_bias, initial_state), cu_seqlens, sizes,
+        scale=scale, output_final_state=output_final_state, normalise=use_qk_l2norm_in_kernel,
+        gate=use_gate_in_kernel, sigmoid=use_beta_sigmoid_in_kernel, double=allow_neg_eigval,
+        v_first=state_v_first, inplace=inplace_final_state, indices=ssm_state_indices,
+        accepted=num_accepted_tokens, impl=impl,
+    )  # fmt: skip
+
+
+def compute(
+    tensors: tuple[Tensor | None, ...],
+    cu_seqlens: Tensor | None,
+    sizes: dict[str, int],
+    *,
+    scale: float | None,
+    output_final_state: bool,
+    normalise: bool,
+    gate: bool,
+    sigmoid: bool,
+    double: bool,
+    v_first: bool,
+    inplace: bool,
+    indices: Tensor | None,
+    accepted: Tensor | None,
+    impl: str,
+    lower_bound: float | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Check what the operators share, then run the recurrence.
+
+    tensors: q, k, v, g, gk, gv, beta, A_log, dt_bias, initial_state, in shapes that fit. gate: g,
+    or gk if g is None, is the raw gate of a layer. double: twice the sigmoid of beta.
+    """
+    q, k, v, g, gk, gv, beta, A_log, dt_bias, initial_state = tensors
+    arguments.check_beta(sigmoid, double)
     check.number("scale", scale)
     check.flag("output_final_state", output_final_state)
-    check.flag("use_qk_l2norm_in_kernel", use_qk_l2norm_in_kernel)
-    check.flag("inplace_final_state", inplace_final_state)
-    if (
-        cu_seqlens is not None
-        and cu_seqlens.device.type == "cpu"
-        and not torch.compiler.is_compiling()
-    ):
+    check.flag("use_qk_l2norm_in_kernel", normalise)
+    check.flag("inplace_final_state", inplace)
+    if _known(cu_seqlens):
         check.lengths("cu_seqlens", cu_seqlens.tolist(), sizes["T"])
-    tensors = (q, k, v, g, gk, gv, beta, A_log, dt_bias, initial_state)
     gradient = library.needs_gradient(*tensors)
-    if inplace_final_state:
-        _check_inplace(initial_state, library.wide(*tensors), gradient)
+    _check_pool(q, initial_state, indices, accepted, sizes, inplace)
+    if inplace:
+        _check_inplace(initial_state, library.wide(*tensors), gradient, indices is not None)
     impl = check.resolve_impl(impl, q.device, tuple(x.dtype for x in tensors if x is not None))
     scale = sizes["K"] ** -0.5 if scale is None else float(scale)
+    lower_bound = None if lower_bound is None else float(lower_bound)
     if gradient or impl == "reference":
-        if use_gate_in_kernel:
-            g = arguments.gate(g, A_log, dt_bias)
+        if gate and g is None:
+            gk = arguments.channel_gate(gk, A_log, dt_bias, lower_bound)
+        elif gate:
+            g = arguments.gate(g, A_log, dt_bias, lower_bound)
         dtype = q.dtype
-        if use_qk_l2norm_in_kernel:  # not rounded to 16 bit, as in the kernel
+        if normalise:  # not rounded to 16 bit, as in the kernel
             wide = library.wide(q)
             q, k = (l2norm(x, output_dtype=wide, impl=impl) for x in (q, k))
             v = v.to(wide)
-        if use_beta_sigmoid_in_kernel:
-            beta = arguments.sigmoid(beta, allow_neg_eigval)
+        if sigmoid:
+            beta = arguments.sigmoid(beta, double)
         if beta is None:
             beta = torch.ones_like(v[..., 0])
+        tensors = (q, k, v, g, gk, gv, beta)
+        if indices is not None:
+            rest = (cu_seqlens, indices, accepted, scale, v_first)
+            return _pool(*tensors, initial_state, *rest).to(dtype), initial_state
         state = initial_state
-        if state_v_first and state is not None:
+        if v_first and state is not None:
             state = state.transpose(-1, -2)
-        o, final_state = _recurrent(q, k, v, g, gk, gv, beta, state, cu_seqlens, scale, impl)
-        if state_v_first:
+        o, final_state = _recurrent(*tensors, state, cu_seqlens, scale, impl)
+        if v_first:
             final_state = final_state.transpose(-1, -2).contiguous()
-        if inplace_final_state:
+        if inplace:
             return o.to(dtype), initial_state.copy_(final_state)
         return o.to(dtype), final_state if output_final_state else None
-    sigmoid = int(use_beta_sigmoid_in_kernel) * (2 if allow_neg_eigval else 1)
-    rest = (cu_seqlens, scale, use_qk_l2norm_in_kernel, sigmoid, state_v_first)
-    if inplace_final_state:
+    rest = (cu_seqlens, scale, normalise, int(sigmoid) * (2 if double else 1), v_first)
+    if inplace:
+        rest = (*rest, lower_bound, indices, accepted)
         if library.traced(q):
             return _step_inplace_op(*tensors, *rest), initial_state
         o = _step_inplace(*tensors, *rest)
@@ -123,11 +176,78 @@ def fused_recurrent_gated_delta_rule(
             torch.autograd.graph.increment_version(initial_state)
         return o, initial_state
     step = _step_op if library.traced(q) else _step
-    o, final_state = step(*tensors, *rest, output_final_state)
+    o, final_state = step(*tensors, *rest, output_final_state, lower_bound)
     return o, final_state if output_final_state else None
 
 
-def _check_inplace(state: Tensor | None, dtype: torch.dtype, gradient: bool) -> None:
+def _known(x: Tensor | None) -> bool:
+    """Whether the numbers of x can be read without waiting for a device."""
+    return x is not None and x.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+def _check_pool(
+    q: Tensor,
+    state: Tensor | None,
+    indices: Tensor | None,
+    accepted: Tensor | None,
+    sizes: dict[str, int],
+    inplace: bool,
+) -> None:
+    """Refuse slots of a pool, and numbers of accepted tokens, that do not fit."""
+    if indices is None:
+        if accepted is not None:
+            raise ValueError("num_accepted_tokens belongs to ssm_state_indices, which is None")
+        return
+    for name, x in (("ssm_state_indices", indices), ("num_accepted_tokens", accepted)):
+        if x is not None and (not isinstance(x, Tensor) or x.dtype not in arguments.INTEGERS):
+            got = getattr(x, "dtype", type(x).__name__)
+            raise TypeError(f"{name} must be a tensor of int32 or int64, got {got}")
+    if not inplace:
+        raise ValueError(
+            "ssm_state_indices names slots of a pool that is written in place: it needs "
+            "inplace_final_state=True, got False"
+        )
+    N = sizes["N"]
+    if indices.ndim not in (1, 2) or indices.shape[0] != N or not indices.numel():
+        raise ValueError(
+            f"ssm_state_indices must have shape [N={N}] or [N={N}, S], got {tuple(indices.shape)}"
+        )
+    if accepted is not None and indices.ndim == 1:
+        raise ValueError(
+            "num_accepted_tokens needs ssm_state_indices of shape [N, S], a slot for each token, "
+            f"got {tuple(indices.shape)}"
+        )
+    if accepted is not None and accepted.shape != (N,):
+        raise ValueError(
+            f"num_accepted_tokens must have shape [N={N}], got {tuple(accepted.shape)}"
+        )
+    check.same_device(("q", q), ("ssm_state_indices", indices), ("num_accepted_tokens", accepted))
+    if _known(indices) and state is not None:
+        rows = indices.reshape(N, -1).tolist()
+        _check_slots(rows, None if accepted is None else accepted.tolist(), state.shape[0])
+
+
+def _check_slots(rows: list[list[int]], accepted: list[int] | None, slots: int) -> None:
+    owner: dict[int, int] = {}
+    for n, row in enumerate(rows):
+        if max(row) >= slots:
+            raise ValueError(
+                f"ssm_state_indices must be below the {slots} slots of initial_state, "
+                f"got {max(row)} for sequence {n}"
+            )
+        for slot in row:
+            if slot >= 0 and owner.setdefault(slot, n) != n:
+                raise ValueError(
+                    "ssm_state_indices must name a slot for one sequence only, "
+                    f"got {slot} for {owner[slot]} and {n}"
+                )
+        if accepted is not None and not 1 <= accepted[n] <= len(row):
+            raise ValueError(
+                f"num_accepted_tokens must be 1 to S={len(row)}, got {accepted[n]} for sequence {n}"
+            )
+
+
+def _check_inplace(state: Tensor | None, dtype: torch.dtype, gradient: bool, pool: bool) -> None:
     """Refuse an initial_state that cannot take the final state."""
     if state is None:
         raise ValueError("initial_state must be given with inplace_final_state=True, got None")
@@ -135,7 +255,15 @@ def _check_inplace(state: Tensor | None, dtype: torch.dtype, gradient: bool) -> 
         raise TypeError(
             f"initial_state must be {dtype} with inplace_final_state=True, got {state.dtype}"
         )
-    if not state.is_contiguous():
+    if pool:  # slots may lie apart, as in the pages of a cache
+        apart = state.stride(0) >= state[:1].numel() or state.shape[0] == 1
+        fits = state[:1].is_contiguous() and apart
+        if not fits:
+            raise ValueError(
+                "initial_state must be contiguous in every slot with ssm_state_indices, and slots "
+                f"must not overlap, got strides {state.stride()} for {tuple(state.shape)}"
+            )
+    elif not state.is_contiguous():
         raise ValueError("initial_state must be contiguous with inplace_final_state=True")
     if gradient:
         raise ValueError(
@@ -161,20 +289,23 @@ def _step(
     sigmoid: int,
     v_first: bool,
     output_final_state: bool,
+    lower_bound: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The kernel with everything in it; the final state is empty if not asked for."""
+    initial_state = library.contiguous(initial_state)
     tensors = (q, k, v, g, gk, gv, beta, A_log, dt_bias, initial_state)
-    flags = {"normalise": normalise, "sigmoid": sigmoid, "v_first": v_first}
     o, final_state = _launch(
-        tensors, cu_seqlens, scale=scale, output_final_state=output_final_state, **flags
-    )
+        tensors, cu_seqlens, scale=scale, normalise=normalise, sigmoid=sigmoid, v_first=v_first,
+        output_final_state=output_final_state, lower_bound=lower_bound,
+    )  # fmt: skip
     return o, q.new_empty(0, dtype=torch.float32) if final_state is None else final_state
 
 
 def _launch(tensors: tuple, cu_seqlens: Tensor | None, **options) -> tuple[Tensor, Tensor | None]:
     from linattn_edu.kernels.delta.recurrent import recurrent
 
-    q, k, v, g, gk, gv, beta, A_log, dt_bias, state = map(library.contiguous, tensors)
+    *tensors, state = tensors
+    q, k, v, g, gk, gv, beta, A_log, dt_bias = map(library.contiguous, tensors)
     return recurrent(
         q, k, v, g, beta, gk=gk, gv=gv, initial_state=state, A_log=A_log, dt_bias=dt_bias,
         cu_seqlens=_int64(cu_seqlens), **options,
@@ -197,12 +328,18 @@ def _step_inplace(
     normalise: bool,
     sigmoid: int,
     v_first: bool,
+    lower_bound: float | None = None,
+    indices: Tensor | None = None,
+    accepted: Tensor | None = None,
 ) -> Tensor:
-    """The same; the final state goes where the initial one is."""
-    aligned = library.contiguous(state)
+    """The same; the final state goes where the initial one is, or to a slot of the pool."""
+    aligned = state if indices is not None else library.contiguous(state)
+    indices, accepted = (x if x is None else x.contiguous() for x in (indices, accepted))
     tensors = (q, k, v, g, gk, gv, beta, A_log, dt_bias, aligned)
-    flags = {"normalise": normalise, "sigmoid": sigmoid, "v_first": v_first}
-    o, _ = _launch(tensors, cu_seqlens, scale=scale, inplace=True, **flags)
+    o, _ = _launch(
+        tensors, cu_seqlens, scale=scale, normalise=normalise, sigmoid=sigmoid, v_first=v_first,
+        lower_bound=lower_bound, inplace=True, indices=indices, accepted=accepted,
+    )  # fmt: skip
     if aligned is not state:
         state.copy_(aligned)
     return o
@@ -220,7 +357,7 @@ _step_inplace_op = torch.library.custom_op(
 
 @_step_op.register_fake
 def _(q, k, v, g, gk, gv, beta, A_log, dt_bias, initial_state, cu_seqlens, scale, normalise,
-      sigmoid, v_first, output_final_state):  # fmt: skip
+      sigmoid, v_first, output_final_state, lower_bound=None):  # fmt: skip
     N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     K, V = q.shape[-1], v.shape[-1]
     shape = (N, v.shape[2], V, K) if v_first else (N, v.shape[2], K, V)
@@ -229,6 +366,44 @@ def _(q, k, v, g, gk, gv, beta, A_log, dt_bias, initial_state, cu_seqlens, scale
 
 
 @_step_inplace_op.register_fake
+def _(q, k, v, *rest):
+    return torch.empty_like(v, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("linattn_edu::recurrent_pool", mutates_args={"pool"})
+@library.at_first
+def _pool(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    gk: Tensor | None,
+    gv: Tensor | None,
+    beta: Tensor,
+    pool: Tensor,
+    cu_seqlens: Tensor | None,
+    indices: Tensor,
+    accepted: Tensor | None,
+    scale: float,
+    v_first: bool,
+) -> Tensor:
+    """o of the reference, which reads and writes the pool."""
+    from linattn_edu.reference.delta.recurrent import recurrent_pool
+
+    B, T = q.shape[:2]
+    shape = v.shape
+    bounds = list(range(0, B * T + 1, T))
+    if cu_seqlens is not None:
+        bounds = check.lengths("cu_seqlens", cu_seqlens.tolist(), T)
+    tensors = (x if x is None else x.flatten(0, 1)[None] for x in (q, k, v, g, beta, gk, gv))
+    q, k, v, g, beta, gk, gv = tensors
+    return recurrent_pool(
+        q, k, v, g, beta, pool.mT if v_first else pool, indices, accepted, gk=gk, gv=gv,
+        scale=scale, bounds=bounds,
+    ).view(shape)  # fmt: skip
+
+
+@_pool.register_fake
 def _(q, k, v, *rest):
     return torch.empty_like(v, memory_format=torch.contiguous_format)
 

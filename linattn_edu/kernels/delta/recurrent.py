@@ -52,20 +52,64 @@ def decay(b_S, g_ptr, gk_ptr, gv_ptr, i, o_k, o_v, K: tl.constexpr, V: tl.conste
     return b_S
 
 
+@triton.jit
+def layer_decay(b_S, g_ptr, gk_ptr, gv_ptr, A_log_ptr, bias_ptr, lower_bound, i, i_h, o_k, o_v,
+                K: tl.constexpr, V: tl.constexpr):  # fmt: skip
+    """The same where g, or gk if there is no g, is the raw gate of a layer."""
+    b_rate = 1.0
+    if g_ptr is not None:
+        b_a = tl.load(g_ptr + i).to(tl.float32)
+        if bias_ptr is not None:
+            b_a += tl.load(bias_ptr + i_h).to(tl.float32)
+    else:
+        b_a = load_vector(gk_ptr + i * K, o_k, K)
+        if bias_ptr is not None:
+            b_a += load_vector(bias_ptr + i_h * K, o_k, K)
+    if A_log_ptr is not None:
+        b_rate = tl.exp(tl.load(A_log_ptr + i_h).to(tl.float32))
+    if lower_bound is None:
+        b_a = tl.exp(-b_rate * softplus(b_a))
+    else:
+        b_a = tl.exp(lower_bound * tl.sigmoid(b_rate * b_a))
+    if g_ptr is not None:
+        return decay(b_S * b_a, None, gk_ptr, gv_ptr, i, o_k, o_v, K, V)
+    return decay(b_S * b_a[:, None], None, None, gv_ptr, i, o_k, o_v, K, V)
+
+
+@triton.jit
+def slot_of(indices_ptr, i_n, column, SLOTS: tl.constexpr):
+    """Where sequence i_n has its state of this column in the pool; negative: nowhere."""
+    return tl.load(indices_ptr + i_n * SLOTS + column).to(tl.int64)
+
+
+@triton.jit
+def keep(b_S, pool_ptr, slot_stride, indices_ptr, i_n, t, n_seq, o_k, o_v, K: tl.constexpr,
+         V: tl.constexpr, V_FIRST: tl.constexpr, SLOTS: tl.constexpr):  # fmt: skip
+    """Store the state after token t in its slot; past the last column, that of the last token."""
+    if (t < SLOTS - 1) | (t == n_seq - 1):
+        slot = slot_of(indices_ptr, i_n, tl.minimum(t, SLOTS - 1), SLOTS)
+        if slot >= 0:
+            store_state(pool_ptr + slot * slot_stride, b_S, o_k, o_v, K, V, V_FIRST)
+
+
 @triton.jit(do_not_specialize=["T"])
 def recurrent_kernel(
     q_ptr,  # [B, T, H, K]
     k_ptr,  # [B, T, H, K]
     v_ptr,  # [B, T, HV, V]
     g_ptr,  # [B, T, HV] natural log, or None; with A_log, the raw gate
-    gk_ptr,  # [B, T, HV, K] natural log, or None
+    gk_ptr,  # [B, T, HV, K] natural log, or None; with A_log or lower_bound, but no g, raw
     gv_ptr,  # [B, T, HV, V] natural log, or None
     beta_ptr,  # [B, T, HV] or None: 1
     A_log_ptr,  # [HV] or None
-    bias_ptr,  # [HV] or None
-    h0_ptr,  # [N, HV, K, V] or None
+    bias_ptr,  # [HV], of gk [HV, K], or None
+    lower_bound,  # or None
+    h0_ptr,  # [N, HV, K, V] or None; with indices, the pool [slots, HV, K, V]
     o_ptr,  # [B, T, HV, V] out
     ht_ptr,  # [N, HV, K, V] out, or None; may be h0
+    indices_ptr,  # [N, SLOTS] or None
+    accepted_ptr,  # [N] or None
+    slot_stride,  # from one slot of the pool to the next
     scale,
     cu_ptr,  # [N + 1] or None
     T,
@@ -78,6 +122,7 @@ def recurrent_kernel(
     NORM: tl.constexpr,  # divide q and k by their length
     SIGMOID: tl.constexpr,  # beta is SIGMOID times the sigmoid of what is stored; 0: it is stored
     V_FIRST: tl.constexpr,  # states are [V, K]
+    SLOTS: tl.constexpr,  # columns of indices
 ):
     """One program: S[:, v-tile] of one head, through all tokens.  Grid (N * HV * V / BV).
 
@@ -91,10 +136,20 @@ def recurrent_kernel(
     o_v = i_v * BV + tl.arange(0, BV)
     i_qk, i = first * H + i_h // (HV // H), first * HV + i_h
     b_S = tl.zeros([BK, BV], dtype=tl.float32)
-    if h0_ptr is not None:
+    if indices_ptr is not None:
+        h0_ptr += i_h * K * V
+        before = 0 if accepted_ptr is None else tl.load(accepted_ptr + i_nh // HV) - 1
+        slot = slot_of(indices_ptr, i_nh // HV, before, SLOTS)
+        if slot >= 0:
+            b_S += load_state(h0_ptr + slot * slot_stride, o_k, o_v, K, V, V_FIRST)
+        else:  # no sequence: zeros come out
+            for t in range(n_seq):
+                tl.store(o_ptr + (i + t * HV) * V + o_v, tl.zeros([BV], tl.float32), mask=o_v < V)
+            n_seq *= 0
+    elif h0_ptr is not None:
         b_S += load_state(h0_ptr + i_nh * K * V, o_k, o_v, K, V, V_FIRST)
 
-    for _ in range(n_seq):
+    for t in range(n_seq):
         b_q = load_vector(q_ptr + i_qk * K, o_k, K)
         b_k = load_vector(k_ptr + i_qk * K, o_k, K)
         b_v = load_vector(v_ptr + i * V, o_v, V)
@@ -107,14 +162,11 @@ def recurrent_kernel(
             if SIGMOID:
                 b_beta = SIGMOID * tl.sigmoid(b_beta)
         # eq:delta-decay   S <- a S
-        if A_log_ptr is not None:
-            b_a = tl.load(g_ptr + i).to(tl.float32)
-            if bias_ptr is not None:
-                b_a += tl.load(bias_ptr + i_h).to(tl.float32)
-            b_S *= tl.exp(-tl.exp(tl.load(A_log_ptr + i_h).to(tl.float32)) * softplus(b_a))
-            b_S = decay(b_S, None, gk_ptr, gv_ptr, i, o_k, o_v, K, V)
-        else:
+        if A_log_ptr is None and lower_bound is None:
             b_S = decay(b_S, g_ptr, gk_ptr, gv_ptr, i, o_k, o_v, K, V)
+        else:
+            b_S = layer_decay(b_S, g_ptr, gk_ptr, gv_ptr, A_log_ptr, bias_ptr, lower_bound,
+                              i, i_h, o_k, o_v, K, V)  # fmt: skip
         # eq:delta-error   e = v - k S
         b_e = b_v - tl.sum(b_k[:, None] * b_S, 0)
         # eq:delta-write   S <- S + k^T beta e
@@ -124,6 +176,9 @@ def recurrent_kernel(
         tl.store(o_ptr + i * V + o_v, cast(b_o, o_ptr.dtype.element_ty), mask=o_v < V)
         i_qk += H
         i += HV
+        if indices_ptr is not None:
+            keep(b_S, h0_ptr, slot_stride, indices_ptr, i_nh // HV, t, n_seq, o_k, o_v,
+                 K, V, V_FIRST, SLOTS)  # fmt: skip
 
     if ht_ptr is not None:
         store_state(ht_ptr + i_nh * K * V, b_S, o_k, o_v, K, V, V_FIRST)
@@ -276,34 +331,44 @@ def recurrent(
     initial_state: Tensor | None = None,
     A_log: Tensor | None = None,
     dt_bias: Tensor | None = None,
+    lower_bound: float | None = None,
     normalise: bool = False,
     sigmoid: int = 0,
     v_first: bool = False,
     inplace: bool = False,
     output_final_state: bool = True,
     cu_seqlens: Tensor | None = None,
+    indices: Tensor | None = None,
+    accepted: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Launch recurrent_kernel; arguments and result as in the reference, and in the kernel:
 
-    A_log, dt_bias: [HV]; g is then the raw gate. normalise: divide q and k by their length.
+    A_log, dt_bias: [HV]; g is then the raw gate. Without g it is gk, dt_bias is [HV * K], and with
+    lower_bound the gate is a sigmoid, A_log may be None. normalise: divide q and k by their length.
     sigmoid: beta is this factor times the sigmoid of what is given; 0: as given. v_first: states
     are [V, K]. inplace: the final state is written to initial_state. cu_seqlens: [N + 1] int64.
+    indices, accepted: as in the reference recurrent_pool; initial_state is the pool, and what is
+    between its slots does not matter.
     """
     _, T, H, K = q.shape
     HV, V = v.shape[2:]
     scale = K**-0.5 if scale is None else scale
     N = q.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
     o = torch.empty_like(v)
-    final_state = initial_state if inplace else None
+    stride, slots = None, 0
+    if indices is not None:
+        stride, slots = initial_state.stride(0), indices.shape[1] if indices.ndim == 2 else 1
+    final_state = initial_state if inplace and indices is None else None
     if output_final_state and not inplace:
         shape = (V, K) if v_first else (K, V)
         final_state = q.new_empty(N, HV, *shape, dtype=torch.float32)
     width = min(block(V), WIDE if 4 * device_of(q)[1] <= N * HV else BV)
     with torch.cuda.device_of(q):
         recurrent_kernel[(N * HV * cdiv(V, width),)](
-            q, k, v, g, gk, gv, beta, A_log, dt_bias, initial_state, o, final_state,
-            scale, cu_seqlens, T, H, HV, K, V, BK=block(K), BV=width,
-            NORM=normalise, SIGMOID=sigmoid, V_FIRST=v_first, num_warps=2 if width == WIDE else 4,
+            q, k, v, g, gk, gv, beta, A_log, dt_bias, lower_bound, initial_state, o, final_state,
+            indices, accepted, stride, scale, cu_seqlens, T, H, HV, K, V, BK=block(K), BV=width,
+            NORM=normalise, SIGMOID=sigmoid, V_FIRST=v_first, SLOTS=slots,
+            num_warps=2 if width == WIDE else 4,
         )  # fmt: skip
     return o, final_state
 

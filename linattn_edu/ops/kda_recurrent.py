@@ -1,0 +1,82 @@
+"""Kimi Delta Attention token by token: decoding, and prefill of short prompts."""
+
+from torch import Tensor
+
+from linattn_edu.ops import arguments, check
+from linattn_edu.ops.gdn_recurrent import compute
+
+
+def fused_recurrent_kda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    lower_bound: float | None = None,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    *,
+    inplace_final_state: bool = False,
+    ssm_state_indices: Tensor | None = None,
+    num_accepted_tokens: Tensor | None = None,
+    transpose_state_layout: bool | None = None,
+    impl: str = "auto",
+) -> tuple[Tensor, Tensor | None]:
+    r"""Kimi Delta Attention one token after the other: decoding, and prefill of short prompts.
+
+    .. math::
+
+        S_t = \tilde S_t + k_t^\top \beta_t (v_t - k_t \tilde S_t), \qquad
+        \tilde S_t = \mathrm{diag}(e^{g_t})\, S_{t-1}, \qquad o_t = \mathrm{scale} \cdot q_t S_t
+
+    The gated delta rule with a decay for each row of the state, each channel of the key. The same
+    kernel as :func:`fused_recurrent_gated_delta_rule`, whose ``gk`` this g is. Differentiable by
+    every tensor; the backward pass computes the states again in blocks of sqrt(T) tokens.
+
+    Args:
+        q, k, v, beta, scale, output_final_state: As in :func:`chunk_gated_delta_rule`.
+        use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval: Likewise.
+        state_v_first, transpose_state_layout, impl: Likewise.
+        cu_seqlens, initial_state, inplace_final_state, ssm_state_indices, num_accepted_tokens: As
+            in :func:`fused_recurrent_gated_delta_rule`.
+        g: Natural-log decay of each row of the state ``[B, T, HV, K]``, <= 0, any float dtype.
+        use_gate_in_kernel: Whether g is the raw gate of a layer, from which the log decay is
+            ``-exp(A_log) * softplus(g + dt_bias)``, or with lower_bound
+            ``lower_bound * sigmoid(exp(A_log) * (g + dt_bias))``.
+        A_log: ``[HV]``, with use_gate_in_kernel only. May be left out with lower_bound: the factor
+            is 1 then.
+        dt_bias: ``[HV * K]``, with use_gate_in_kernel only; may be left out.
+        lower_bound: The least log decay, < 0, with use_gate_in_kernel only.
+
+    Returns:
+        ``(o, final_state)`` as of :func:`fused_recurrent_gated_delta_rule`.
+
+    Raises:
+        TypeError, ValueError: as :func:`chunk_gated_delta_rule`, before any kernel runs.
+
+    Source: Kimi Team 2025 (arXiv:2510.26692); chapter 01.
+    """
+    state_v_first = arguments.v_first(state_v_first, transpose_state_layout)
+    sizes = arguments.check_tensors(
+        q, k, v, g, beta, initial_state, cu_seqlens, state_v_first,
+        channels=True, pool=ssm_state_indices is not None,
+    )  # fmt: skip
+    for name, x, shape in (("g", g, ("B", "T", "HV", "K")), ("beta", beta, ("B", "T", "HV"))):
+        check.tensor(name, x, shape, sizes)  # which the gated delta rule may do without
+    arguments.check_channel_gate(sizes, q, g, use_gate_in_kernel, A_log, dt_bias, lower_bound)
+    return compute(
+        (q, k, v, None, g, None, beta, A_log, dt_bias, initial_state), cu_seqlens, sizes,
+        scale=scale, output_final_state=output_final_state, normalise=use_qk_l2norm_in_kernel,
+        gate=use_gate_in_kernel, sigmoid=use_beta_sigmoid_in_kernel, double=allow_neg_eigval,
+        v_first=state_v_first, inplace=inplace_final_state, indices=ssm_state_indices,
+        accepted=num_accepted_tokens, impl=impl, lower_bound=lower_bound,
+    )  # fmt: skip
