@@ -1,0 +1,327 @@
+"""Kimi Delta Attention in chunks: the public function and the composition of its stages."""
+
+import functools
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from linattn_edu.ops import arguments, check, kda_autograd, library
+from linattn_edu.ops.l2norm import l2norm
+from linattn_edu.packing import Packing
+
+SAFE_BOUND = -5.0  # of the log decay, where safe_gate is given without another
+
+
+@dataclass(frozen=True)
+class Stages:
+    """One implementation of each stage; `dataclasses.replace` swaps a single one."""
+
+    gate_cumsum: Callable
+    kda_intra: Callable
+    wy: Callable
+    state: Callable
+    output: Callable
+    kda_output_bwd: Callable
+    state_bwd: Callable
+    kda_wy_bwd: Callable
+    kda_intra_bwd: Callable
+    gate_bwd: Callable
+
+
+@functools.cache
+def stages(impl: str) -> Stages:
+    """The stages of an implementation, "reference" or "triton"."""
+    packages = {"reference": "linattn_edu.reference.delta", "triton": "linattn_edu.kernels.delta"}
+    if impl not in packages:
+        raise ValueError(f"impl must be 'reference' or 'triton', got {impl!r}")
+    modules = {name: name for name in Stages.__dataclass_fields__}
+    modules |= {"kda_output_bwd": "kda_bwd", "kda_wy_bwd": "kda_bwd"}
+    return Stages(
+        *(
+            getattr(importlib.import_module(f"{packages[impl]}.{module}"), name)
+            for name, module in modules.items()
+        )
+    )
+
+
+class Residuals(NamedTuple):
+    """What the backward pass reads beside the arguments of the forward pass."""
+
+    P: Tensor
+    A: Tensor
+    gc: Tensor
+    w: Tensor
+    kg: Tensor
+    qg: Tensor
+    h: Tensor
+    v_new: Tensor
+
+
+def forward(
+    stages: Stages,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    scale: float,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    lower_bound: float | None = None,
+    safe_bound: float | None = None,
+    chunk_size: int = 64,
+    packing: Packing | None = None,
+) -> tuple[Tensor, Tensor | None, Residuals]:
+    """The chunked forward pass as a composition of stages (shapes as in chunk_kda).
+
+    safe_bound: a promise that no log decay of a token is below it.
+    Returns o, the final state or None, and what the backward pass may read. Only the kernels take a
+    packing.
+
+    Source: chapter 07.
+    """
+    packed = {} if packing is None else {"packing": packing}
+    options = {"chunk_size": chunk_size, **packed}
+    with library.at(q):
+        gc = stages.gate_cumsum(g, A_log, dt_bias, lower_bound=lower_bound, **options)
+        P, A = stages.kda_intra(q, k, beta, gc, lower_bound=safe_bound, **options)
+        w, u, kg, qg = stages.wy(k, v, beta, gc, A, q, **packed)
+        h, v_new, final_state = stages.state(
+            kg, w, u, gc, initial_state, output_final_state=output_final_state, **options
+        )
+        o = stages.output(qg, kg, v_new, h, gc, P, scale=scale, **options)
+    return o, final_state, Residuals(P, A, gc, w, kg, qg, h, v_new)
+
+
+def backward(
+    stages: Stages,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    residuals: Residuals,
+    do: Tensor,
+    dht: Tensor | None = None,
+    *,
+    scale: float,
+    initial_state: Tensor | None = None,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    lower_bound: float | None = None,
+    packing: Packing | None = None,
+) -> tuple[Tensor | None, ...]:
+    """The chunked backward pass as a composition of stages.
+
+    Starts from the arguments of the forward pass and its P and A; where the other residuals are
+    None they are computed again, so that no state is held between the two passes.
+
+    Args:
+        do: Gradient of o.  dht: Gradient of the final state, or None.
+    Returns:
+        dq, dk, dv, dg, dbeta, dA_log and ddt_bias (or None), and the gradient of the initial state.
+    Source: chapters 11 and 12.
+    """
+    packed = {} if packing is None else {"packing": packing}
+    P, A, gc, w, kg, qg, h, v_new = residuals
+    options = {"chunk_size": A.shape[-1], **packed}
+    gate = {"lower_bound": lower_bound, **options}
+    with library.at(q):
+        if gc is None:
+            gc = stages.gate_cumsum(g, A_log, dt_bias, **gate)
+            w, u, kg, qg = stages.wy(k, v, beta, gc, A, q, **packed)
+            h, v_new, _ = stages.state(kg, w, u, gc, initial_state, **options)
+            del u
+        dqg, dP, dv_new = stages.kda_output_bwd(P, v_new, h, do, scale=scale, **options)
+        dh, dv_new, dh0 = stages.state_bwd(qg, kg, w, gc, do, dv_new, dht, scale=scale, **options)
+        del w, kg, qg
+        dkb, dkg, dv, dL, dbeta, dgl = stages.kda_wy_bwd(v, beta, A, h, v_new, dh, dv_new, **packed)
+        del h, v_new, dh, dv_new
+        dq, dk, dbeta, dgc = stages.kda_intra_bwd(
+            q, k, beta, gc, dP, dL, dqg, dkb, dkg, dgl, dbeta, **packed
+        )
+        del gc, dP, dL, dqg, dkb, dkg
+        dg, dA_log, ddt_bias = stages.gate_bwd(dgc, g, A_log, dt_bias, **gate)
+    return dq, dk, dv, dg, dbeta, dA_log, ddt_bias, dh0
+
+
+def chunk_kda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    safe_gate: bool = False,
+    lower_bound: float | None = None,
+    disable_recompute: bool = False,
+    return_intermediate_states: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    *,
+    chunk_indices: Tensor | None = None,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    chunk_size: int = 64,
+    transpose_state_layout: bool | None = None,
+    impl: str = "auto",
+) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
+    r"""Kimi Delta Attention in chunks: the delta rule with a gate for each key channel.
+
+    .. math::
+
+        S_t = \mathrm{diag}(e^{g_t}) S_{t-1}
+              + k_t^\top \beta_t (v_t - k_t\, \mathrm{diag}(e^{g_t}) S_{t-1}), \qquad
+        o_t = \mathrm{scale} \cdot q_t S_t
+
+    for each batch entry and value head; q, k, v are rows, S is ``[K, V]``, g_t a row of K numbers.
+    With fewer q/k heads than value heads (GVA), value head j reads q/k head ``j // (HV // H)``.
+    Differentiable by q, k, v, g, beta, initial_state, A_log and dt_bias, from o and from the final
+    state. Right for any gate, from 0 to a closed one, mixed in any way within a chunk.
+
+    Args:
+        q: Queries ``[B, T, H, K]``, float32, float16 or bfloat16 (float64: reference only),
+            K <= 256.
+        k: Keys ``[B, T, H, K]`` of q's dtype. Rows must satisfy ``beta * |k|^2 <= 2``: normalise
+            them to unit length.
+        v: Values ``[B, T, HV, V]`` of q's dtype, HV a multiple of H, V <= 256.
+        g: Natural-log decay of each token and channel ``[B, T, HV, K]``, <= 0, any of these
+            dtypes. A positive g is refused on the CPU; on a GPU it is not looked for: that would
+            wait for the device.
+        beta: Write strength ``[B, T, HV]`` in [0, 2], any of these dtypes.
+        scale: Factor of the output, ``K ** -0.5`` if None.
+        initial_state: State before the first token ``[N, HV, K, V]``, zero if None. N is B, or the
+            number of sequences of cu_seqlens.
+        output_final_state: Whether to return the state after the last token.
+        use_qk_l2norm_in_kernel: Whether to divide the rows of q and k by their length first
+            (:func:`l2norm`, eps 1e-6).
+        use_gate_in_kernel: Whether g is the raw gate of a layer, from which the log decay is
+            ``-exp(A_log) * softplus(g + dt_bias)``, or, with lower_bound,
+            ``lower_bound * sigmoid(exp(A_log) * (g + dt_bias))``.
+        use_beta_sigmoid_in_kernel: Whether beta is given before its sigmoid.
+        allow_neg_eigval: With use_beta_sigmoid_in_kernel: take twice the sigmoid.
+        safe_gate: A promise that every log decay is at least lower_bound (-5 if None), in [-5, 0):
+            in bfloat16 and float32 the forward pass is faster for it. With use_gate_in_kernel it
+            needs lower_bound, which keeps it; without, g is checked on the CPU and taken on trust
+            on a GPU, where a g below the bound makes the output wrong or not finite.
+        lower_bound: Least log decay, < 0: of the gate with use_gate_in_kernel, of g with
+            safe_gate.
+        disable_recompute: Whether to keep what the backward pass would compute again: about four
+            times the memory of q, k and v between the passes for a fifth of the backward time.
+        return_intermediate_states: Whether to return the state entering each chunk too; no gradient
+            flows through it.
+        state_v_first: Whether states are ``[N, HV, V, K]``. Costs a copy of them.
+        cu_seqlens, cu_seqlens_cpu, chunk_indices: Packed sequences, as in
+            :func:`chunk_gated_delta_rule`.
+        A_log, dt_bias: ``[HV]`` and ``[HV * K]``, with use_gate_in_kernel only; dt_bias may be left
+            out, and with lower_bound A_log too.
+        chunk_size: Tokens a chunk at most: 16, 32 or 64. It changes the speed and the rounding
+            only; the kernels take shorter ones where longer do not fit the GPU (fp32, Turing).
+        transpose_state_layout: Deprecated name of state_v_first.
+        impl: "triton", "reference", or "auto": the kernels for CUDA tensors and under
+            ``TRITON_INTERPRET=1``, else (and for float64) the reference stages.
+
+    Non-contiguous tensors, and on a GPU those that do not start at 16 bytes, are copied first.
+
+    Causal to the bit: changing a token, its gate included, changes no output before it.
+
+    Accuracy: as of :func:`chunk_gated_delta_rule`.
+
+    Memory: between the passes it keeps its inputs and, of each token and head, 2 chunk_size numbers
+    of q's dtype. Works under ``torch.compile(fullgraph=True)``, in CUDA graphs (with cu_seqlens
+    only together with cu_seqlens_cpu), with activation checkpointing and under autocast, which
+    does not change its precision. Gradients of gradients are an error.
+
+    Returns:
+        ``(o, final_state)``: o ``[B, T, HV, V]`` in q's dtype; final_state ``[N, HV, K, V]`` in
+        float32 (float64 where q, g, A_log, dt_bias or initial_state is), or None. With
+        return_intermediate_states also h ``[B, NT, HV, K, V]`` in q's dtype.
+
+    Raises:
+        TypeError: an argument is no tensor, or not of a dtype listed above.
+        ValueError: a shape, device, head count, chunk_size, scale, impl or combination of arguments
+            does not fit; the message names the argument, what was expected and what came. No
+            kernel has run then.
+
+    Source: Kimi Team 2025 (arXiv:2510.26692); chapters 07, 11 and 12.
+    """
+    state_v_first = arguments.v_first(state_v_first, transpose_state_layout)
+    sizes = arguments.check_tensors(
+        q, k, v, g, beta, initial_state, cu_seqlens, state_v_first, channels=True
+    )
+    for name, x, shape in (("g", g, ("B", "T", "HV", "K")), ("beta", beta, ("B", "T", "HV"))):
+        check.tensor(name, x, shape, sizes)
+    gate_bound, safe_bound = _bounds(g, use_gate_in_kernel, safe_gate, lower_bound)
+    arguments.check_channel_gate(sizes, q, g, use_gate_in_kernel, A_log, dt_bias, gate_bound)
+    arguments.check_beta(use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    check.choice("chunk_size", chunk_size, arguments.CHUNK_SIZES)
+    check.number("scale", scale)
+    for name, value in (
+        ("output_final_state", output_final_state),
+        ("use_qk_l2norm_in_kernel", use_qk_l2norm_in_kernel),
+        ("disable_recompute", disable_recompute),
+        ("return_intermediate_states", return_intermediate_states),
+    ):
+        check.flag(name, value)
+    tensors = (q, k, v, g, beta, initial_state, A_log, dt_bias)
+    impl = check.resolve_impl(impl, q.device, tuple(x.dtype for x in tensors if x is not None))
+    cu_seqlens_cpu = arguments.check_packing(
+        "q", q, sizes, cu_seqlens, cu_seqlens_cpu, chunk_indices, chunk_size
+    )
+    if use_qk_l2norm_in_kernel:
+        q, k = l2norm(q, impl=impl), l2norm(k, impl=impl)
+    if use_beta_sigmoid_in_kernel:
+        beta = arguments.sigmoid(beta, allow_neg_eigval)
+    if state_v_first and initial_state is not None:
+        initial_state = initial_state.transpose(-1, -2)
+    o, final_state, h = kda_autograd.chunk(
+        q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu, chunk_indices,
+        sizes["K"] ** -0.5 if scale is None else float(scale), gate_bound, safe_bound,
+        output_final_state, chunk_size, impl,
+        keep=disable_recompute, return_states=return_intermediate_states,
+    )  # fmt: skip
+    if state_v_first:
+        final_state, h = (
+            None if x is None else x.transpose(-1, -2).contiguous() for x in (final_state, h)
+        )
+    return (o, final_state, h) if return_intermediate_states else (o, final_state)
+
+
+def _bounds(
+    g: Tensor, use_gate_in_kernel: bool, safe_gate: bool, lower_bound: float | None
+) -> tuple[float | None, float | None]:
+    """The bound that the gate is made with, and the one that is promised; refuse others."""
+    check.flag("use_gate_in_kernel", use_gate_in_kernel)
+    check.flag("safe_gate", safe_gate)
+    check.number("lower_bound", lower_bound)
+    if not safe_gate:
+        return None if lower_bound is None else float(lower_bound), None
+    if use_gate_in_kernel and lower_bound is None:
+        raise ValueError(
+            "safe_gate=True with use_gate_in_kernel=True needs lower_bound: the softplus gate has "
+            "none, got None"
+        )
+    bound = SAFE_BOUND if lower_bound is None else float(lower_bound)
+    if not SAFE_BOUND <= bound < 0:
+        raise ValueError(f"lower_bound must be in [-5, 0) with safe_gate=True, got {lower_bound}")
+    if use_gate_in_kernel:
+        return bound, bound
+    if g.device.type == "cpu" and not torch.compiler.is_compiling() and bool((g < bound).any()):
+        raise ValueError(
+            f"g must be >= {bound} with safe_gate=True, got a minimum of {g.min().item():.4g}"
+        )
+    return None, bound
