@@ -8,6 +8,7 @@ from linattn_edu import (
     chunk_gated_delta_rule,
     chunk_local_cumsum,
     fused_recurrent_gated_delta_rule,
+    fused_recurrent_kda,
     l2norm,
     solve_tril,
 )
@@ -128,3 +129,43 @@ def test_replay_of_decoding():
         for replayed in got:
             assert torch.equal(replayed, step())
         assert torch.equal(state, last)
+
+
+def test_replay_of_decoding_over_a_pool():
+    """A recorded step of drafts follows the slots and the accepted tokens that it finds."""
+    x = case(3, (2, 4), 64, 64, B=4, N=40, device="cuda", dtype=torch.bfloat16, gates="gk")
+    pool = x["initial_state"]
+    start = pool.clone()
+    slots = torch.arange(12, device="cuda", dtype=torch.int32).view(4, 3)
+    accepted = torch.ones(4, device="cuda", dtype=torch.int32)
+
+    def step():
+        return fused_recurrent_kda(
+            x["q"], x["k"], x["v"], x["gk"], x["beta"], initial_state=pool,
+            inplace_final_state=True, use_gate_in_kernel=True, lower_bound=-5.0,
+            use_qk_l2norm_in_kernel=True, ssm_state_indices=slots, num_accepted_tokens=accepted,
+        )[0]  # fmt: skip
+
+    def draft(i):
+        """Other slots, padding among them, other tokens."""
+        generator = torch.Generator(device="cuda").manual_seed(i)
+        order = torch.randperm(40, device="cuda", generator=generator)[:12].view(4, 3)
+        order[i % 4] = -1
+        slots.copy_(order)
+        accepted.random_(1, 4, generator=generator)
+        x["v"].normal_(generator=generator)
+
+    with torch.no_grad():
+        graph, o = record(step)
+        pool.copy_(start)
+        got = []
+        for i in range(5):
+            draft(i)
+            graph.replay()
+            got.append(o.clone())
+        last = pool.clone()
+        pool.copy_(start)
+        for i, replayed in enumerate(got):
+            draft(i)
+            assert torch.equal(replayed, step())
+        assert torch.equal(pool, last)

@@ -138,7 +138,9 @@ def test_everything_at_once(gate, dtype, impl, device):
     check(run(fused_recurrent_kda, x, cotangents(want[0]), **rest, impl=impl), want, dtype)
 
 
-@pytest.mark.parametrize(("gate", "dtype"), zip(GATES, 2 * list(TOLERANCE), strict=True), ids=str)
+@pytest.mark.parametrize(
+    ("gate", "dtype"), list(zip(GATES, 2 * list(TOLERANCE), strict=True)), ids=str
+)
 def test_without_a_gradient_the_same_result(gate, dtype, device):
     """All in one kernel, or the norms, the gate and the sigmoid as operators of their own."""
     x, rest = kda_case(5, B=2, dtype=dtype, device=device, gate=gate, flags=ALL)
@@ -256,6 +258,19 @@ def test_non_contiguous_arguments_are_copied(device):
     assert not strided["dt_bias"].is_contiguous()
     got, want = (run(fused_recurrent_kda, y, **rest) for y in (strided, x))
     assert all(torch.equal(a, b) for a, b in zip(flat(got), flat(want), strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")
+def test_fullgraph(device):
+    """Forward and backward in one graph, and without a gradient."""
+    x, rest = kda_case(3, device=device, gate="bounded", flags=ALL)
+    f = lambda **y: fused_recurrent_kda(**y, **rest)
+    torch._dynamo.reset()
+    g = torch.compile(f, fullgraph=True, backend="aot_eager")
+    for a, b in zip(flat(run(g, x)), flat(run(f, x)), strict=True):
+        assert_close("value", a, b, 1e-6)
+    with torch.no_grad():
+        assert all(torch.equal(a, b) for a, b in zip(g(**x), f(**x), strict=True))
 
 
 def test_arguments_stand_where_fla_has_them():

@@ -114,6 +114,26 @@ def test_steps(flags, packed, device):
     check(gdn_recurrent._step_inplace_op, *tensors, *rest)
 
 
+@pytest.mark.parametrize("lower_bound", [None, -5.0])
+def test_steps_of_a_pool(lower_bound, device):
+    """With a raw gate for each channel; slots for each token, of which some were rejected."""
+    x = case(T, (1, HV), K, V, N=5, gates="gk", flags=("v_first",), device=device)
+    x |= {"A_log": torch.zeros(HV, device=device), "dt_bias": torch.zeros(HV * K, device=device)}
+    names = ("q", "k", "v", "g", "gk", "gv", "beta", "A_log", "dt_bias", "initial_state")
+    tensors = tuple(x[n] for n in names)
+    indices = torch.tensor([[3, 1], [-1, 0], [4, -1]], device=device)
+    slots = (indices, torch.tensor([2, 1, 1], device=device))
+    flags = (0.5, True, 0, True)
+    for rest in ((None, None), slots):
+        states = (*tensors[:-1], x["initial_state"][:3] if rest[0] is None else x["initial_state"])
+        step = gdn_recurrent._step_inplace_op
+        check(step, *states, bounds(device), *flags, lower_bound, *rest)
+    states = (*tensors[:-1], x["initial_state"][:3])
+    check_shapes(gdn_recurrent._step_op, *states, bounds(device), *flags, True, lower_bound)
+    unraw = (*tensors[:7], x["initial_state"])
+    check(gdn_recurrent._pool, *unraw, bounds(device), *slots, 0.5, True)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("shape", [(7,), (3, 4, 5)], ids=str)
 def test_l2norm(shape, dtype, device):
@@ -154,6 +174,6 @@ def test_every_operator_is_checked():
                   if str(s.name).startswith("linattn_edu::")}  # fmt: skip
     assert registered == {
         "chunk_gated_delta_rule", "chunk_gated_delta_rule_backward", "chunk_local_cumsum",
-        "l2norm", "l2norm_backward", "recurrent", "recurrent_backward", "recurrent_step",
-        "recurrent_step_", "solve_tril", "solve_tril_backward",
+        "l2norm", "l2norm_backward", "recurrent", "recurrent_backward", "recurrent_pool",
+        "recurrent_step", "recurrent_step_", "solve_tril", "solve_tril_backward",
     }  # fmt: skip

@@ -27,6 +27,9 @@ from linattn_edu.kernels.delta import (
     fused,
     gate_bwd,
     gate_cumsum,
+    kda_bwd,
+    kda_intra,
+    kda_intra_bwd,
     l2norm,
     output,
     output_bwd,
@@ -45,7 +48,9 @@ SIZES = (
     (torch.float32, (64, 128, 256)),
 )
 SIZES_ELSEWHERE = ((torch.bfloat16, (64, 128, 256)), (torch.float32, (128, 256)))
-TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
+TYPES = {
+    torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int32: "*i32"
+}  # fmt: skip
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
 
@@ -60,6 +65,16 @@ def launches(K, V, dtype, chunk_size, heads):
     h = torch.empty(B, 1, HV, K, V, dtype=dtype)
     gate_cumsum.gate_cumsum(g, chunk_size=chunk_size)
     recurrent.recurrent(qk, qk, v, g, g, initial_state=h0)
+    channels, one = qk.expand(B, T, HV, K), torch.empty(1)
+    slots = torch.empty(B, 2, dtype=torch.int32)
+    recurrent.recurrent(
+        qk, qk, v, None, g, gk=channels, initial_state=h0, A_log=one, dt_bias=torch.empty(K)
+    )
+    recurrent.recurrent(
+        qk, qk, v, None, g, gk=channels, initial_state=h0, A_log=one, dt_bias=torch.empty(K),
+        lower_bound=-5.0, normalise=True, v_first=True, inplace=True, indices=slots,
+        accepted=slots[:, 0],
+    )  # fmt: skip
     solve.solve(qk, g, chunk_size=chunk_size)
     wy.wy(qk, v, g, g, A)
     state.state(qk, qk, v, g, h0, chunk_size=chunk_size, output_final_state=True)
@@ -76,6 +91,33 @@ def launches(K, V, dtype, chunk_size, heads):
     y, rstd = l2norm.l2norm(qk)
     l2norm.l2norm_bwd(qk, rstd, y)
     recurrent.recurrent_bwd(qk, qk, v, g, g, v, h0, gk=qk.float(), gv=v.float(), initial_state=h0)
+    channel_launches(qk, v, g, qk.float(), A, h0, h, chunk_size)
+
+
+def channel_launches(qk, v, beta, g, A, h0, h, chunk_size):
+    """The same with a gate for each row of the state: every stage of Kimi Delta Attention."""
+    options = {"chunk_size": chunk_size}
+    one, bias = torch.empty(1), torch.empty(g.shape[-1])
+    for gate in (
+        {},
+        {"A_log": one, "dt_bias": bias},
+        {"A_log": one, "dt_bias": bias, "lower_bound": -5.0},
+        {"dt_bias": bias, "lower_bound": -5.0},
+    ):
+        gate_cumsum.gate_cumsum(g, **gate, **options)
+        gate_bwd.gate_bwd(g, g, **gate, **options)
+    for lower_bound in (None, -5.0):
+        kda_intra.kda_intra(qk, qk, beta, g, lower_bound=lower_bound, **options)
+    wy.wy(qk, v, beta, g, A, qk)
+    state.state(qk, qk, v, g, h0, output_final_state=True, **options)
+    output.output(qk, qk, v, h, g, A, scale=1.0, **options)
+    kda_bwd.kda_output_bwd(A, v, h, v, scale=1.0, **options)
+    state_bwd.state_bwd(qk, qk, qk, g, v, v, h0, scale=1.0, **options)
+    kda_bwd.kda_wy_bwd(v, beta, A, h, v, h, v)
+    dgl = h[..., 0].float()
+    kda_intra_bwd.kda_intra_bwd(qk, qk, beta, g, A, A, qk, qk, qk, dgl, beta)
+    two = [torch.cat([x, x], 2) for x in (beta, g, A, A, qk, qk, qk, dgl, beta)]
+    kda_intra_bwd.kda_intra_bwd(qk, qk, *two)
 
 
 def record(cc):
@@ -97,6 +139,9 @@ def record(cc):
             fused,
             gate_bwd,
             gate_cumsum,
+            kda_bwd,
+            kda_intra,
+            kda_intra_bwd,
             output,
             output_bwd,
             recurrent,

@@ -1,0 +1,345 @@
+"""Decoding over a pool of states: slots, padding, tokens that are rejected later."""
+
+import pytest
+import torch
+from gdn_checks import launches
+from recurrent_cases import case, options
+from test_kda_recurrent import kda_case
+
+from linattn_edu import fused_recurrent_gated_delta_rule, fused_recurrent_kda
+from linattn_edu.testing import assert_close, poison
+
+CUDA = torch.cuda.is_available()
+IMPLS = ("triton", "reference")
+ALL = ("norm", "sigmoid", "neg", "v_first")
+WHOLE = ("A_log", "dt_bias", "initial_state")
+SLOTS = 12
+
+
+def kda(T, B, device, *, gate="bounded", flags=ALL, dtype=torch.float32):
+    x, rest = kda_case(T, B=B, device=device, gate=gate, flags=flags, dtype=dtype, N=SLOTS)
+    return fused_recurrent_kda, x, rest
+
+
+def gdn(T, B, device, flags=(*ALL, "gate"), dtype=torch.float32):
+    x = case(T, B=B, device=device, gates="g gk gv", flags=flags, dtype=dtype, N=SLOTS)
+    return fused_recurrent_gated_delta_rule, x, options(flags)
+
+
+def tokens(x, *, n=None, t=slice(None)):
+    """The arguments of some tokens, without the state; of the sequence n alone if given."""
+    rows = slice(None) if n is None else slice(n, n + 1)
+    kept = {m: y if y is None or m in WHOLE else y[rows, t] for m, y in x.items()}
+    return {m: y for m, y in kept.items() if m != "initial_state"}
+
+
+def ints(rows, device, dtype=torch.int32):
+    return torch.tensor(rows, dtype=dtype, device=device)
+
+
+def pooled(call, pool, indices, accepted=None, **changes):
+    """Outputs of the call; the pool must come back. What the call does not name keeps its bits."""
+    f, x, rest = call
+    before = pool.clone()
+    with poison(), torch.no_grad():
+        o, same = f(
+            **tokens(x), **(rest | changes), initial_state=pool, inplace_final_state=True,
+            ssm_state_indices=indices, num_accepted_tokens=accepted,
+        )  # fmt: skip
+    assert same is pool
+    named = indices.flatten().tolist()
+    others = [s for s in range(len(pool)) if s not in named]
+    assert torch.equal(pool[others], before[others])
+    return o
+
+
+def alone(call, n, T, start, **changes):
+    """Outputs and all states of the first T tokens of sequence n, a call for each of them."""
+    f, x, rest = call
+    outputs, states = [], [start[None]]
+    for t in range(T):
+        part = tokens(x, n=n, t=slice(t, t + 1))
+        with torch.no_grad():
+            o, S = f(**part, **(rest | changes), initial_state=states[-1])
+        outputs.append(o[0])
+        states.append(S)
+    return torch.cat(outputs), [S[0] for S in states]
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("make", [kda, gdn], ids=["kda", "gdn"])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_a_slot_for_each_sequence(dtype, make, impl, device):
+    """The bits of calls without a pool; padding gives zeros and touches nothing."""
+    call = make(2, 4, device)
+    pool = call[1]["initial_state"].clone()
+    start = pool.clone()
+    slots = [7, -1, 0, 11]
+    o = pooled(call, pool, ints(slots, device, dtype), impl=impl)
+    for n, slot in enumerate(slots):
+        if slot < 0:
+            assert not o[n].any()
+            continue
+        want, states = alone(call, n, 2, start[slot], impl=impl)
+        assert torch.equal(o[n], want) and torch.equal(pool[slot], states[-1])
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("make", [kda, gdn], ids=["kda", "gdn"])
+def test_a_slot_for_each_token(make, impl, device):
+    """Each state where its token has a slot; past the last column, the last state alone."""
+    call = make(4, 3, device)
+    pool = call[1]["initial_state"].clone()
+    start = pool.clone()
+    rows = [[3, 5, 1, 0], [-1, 2, 4, 6], [8, 9, -1, 10]]
+    o = pooled(call, pool, ints(rows, device), impl=impl)
+    assert not o[1].any() and torch.equal(pool[[2, 4, 6]], start[[2, 4, 6]])
+    for n in (0, 2):
+        want, states = alone(call, n, 4, start[rows[n][0]], impl=impl)
+        assert torch.equal(o[n], want)
+        for slot, S in zip(rows[n], states[1:], strict=True):
+            assert slot < 0 or torch.equal(pool[slot], S)
+    narrow = start.clone()
+    o_narrow = pooled(call, narrow, ints([r[:2] for r in rows], device), impl=impl)
+    assert torch.equal(o_narrow, o)
+    for n in (0, 2):
+        _, states = alone(call, n, 4, start[rows[n][0]], impl=impl)
+        assert torch.equal(narrow[rows[n][0]], states[1])
+        assert torch.equal(narrow[rows[n][1]], states[4])
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("make", [kda, gdn], ids=["kda", "gdn"])
+def test_packed_sequences_and_rows_past_them(make, impl, device):
+    """Sequences of 2, 0 and 1 tokens; the one without tokens leaves its slot as it is."""
+    f, x, rest = make(3, 1, device)
+    pool = x["initial_state"].clone()
+    start, indices = pool.clone(), ints([[4, 2], [5, 6], [0, 1]], device)
+    rest = rest | {"impl": impl}
+    o = pooled((f, x, rest), pool, indices, cu_seqlens=ints([0, 2, 2, 3], device))
+    first, states = alone((f, x, rest), 0, 2, start[4])
+    assert torch.equal(o[0, :2], first) and torch.equal(pool[[4, 2]], torch.stack(states[1:]))
+    assert torch.equal(pool[[5, 6, 1]], start[[5, 6, 1]])
+    with torch.no_grad():
+        last, S = f(**tokens(x, t=slice(2, 3)), **rest, initial_state=start[:1])
+    assert torch.equal(o[:, 2:], last) and torch.equal(pool[0], S[0])
+
+
+def speculate(call, T, accepted, pool, columns, device, impl):
+    """Decode T tokens of one sequence in drafts of `columns`, of which `accepted` are kept."""
+    f, x, rest = call
+    slots = ints([list(range(3, 3 + columns))], device)
+    outputs, done, kept = [], 0, 1
+    generator = torch.Generator(device=device).manual_seed(9)
+    while done < T:
+        part = tokens(x, t=slice(done, done + columns))
+        n = part["q"].shape[1]
+        now = min(accepted[len(outputs) % len(accepted)], n)
+        for name in ("k", "v"):  # the tokens that will be rejected were bad guesses
+            guess = torch.randn(part[name].shape, generator=generator, device=device)
+            part[name] = torch.cat([part[name][:, :now], guess.to(part[name])[:, now:]], 1)
+        o = pooled((f, part, rest), pool, slots, ints([kept], device), impl=impl)
+        outputs.append(o[:, :now])
+        done, kept = done + now, now
+    return torch.cat(outputs, 1), pool[3 + kept - 1]
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("make", [kda, gdn], ids=["kda", "gdn"])
+def test_rejected_tokens_leave_no_trace(make, impl, device):
+    """Drafts of 3 tokens of which 1 to 3 are kept: the bits of decoding token by token."""
+    call = make(9, 1, device, dtype=torch.bfloat16)
+    pool = call[1]["initial_state"].float()
+    want, states = alone(call, 0, 9, pool[3], impl=impl)
+    o, S = speculate(call, 9, (2, 1, 3, 1), pool, 3, device, impl)
+    assert torch.equal(o[0], want) and torch.equal(S, states[-1])
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_slots_lie_apart_in_memory(impl, device):
+    """As in the pages of a cache: what is between the slots is left as it is."""
+    call = kda(2, 2, device)
+    start = call[1]["initial_state"]
+    pages = torch.full((SLOTS, start[0].numel() + 21), 7.0, device=device)
+    pool = pages[:, :-21].view(start.shape).copy_(start)
+    whole = start.clone()
+    rows = ints([[3, 8], [0, 1]], device)
+    o, want = (pooled(call, p, rows, impl=impl) for p in (pool, whole))
+    assert torch.equal(o, want) and torch.equal(pool, whole)
+    assert (pages[:, -21:] == 7).all()
+
+
+def test_float64_runs_in_the_reference(device):
+    call = kda(3, 2, device, dtype=torch.float64)
+    pool = call[1]["initial_state"].clone()
+    start = pool.clone()
+    o = pooled(call, pool, ints([2, 5], device))
+    f, x, rest = call
+    want, S = f(**tokens(x), **rest, initial_state=start[[2, 5]])
+    assert o.dtype == torch.float64
+    assert_close("o", o, want, 1e-14)
+    assert_close("S", pool[[2, 5]], S, 1e-14)
+
+
+def test_many_sequences_in_any_order(device):
+    """On a GPU all at once; each gives the bits it has in its own call."""
+    B = 300 if CUDA else 6
+    call = kda(1, B, device, gate="softplus")
+    _, x, _ = call
+    pool = x["initial_state"][:1].repeat(2 * B, 1, 1, 1)
+    pool += torch.randn(2 * B, device=device)[:, None, None, None]
+    start = pool.clone()
+    slots = torch.randperm(2 * B, generator=torch.Generator().manual_seed(0))[:B]
+    o = pooled(call, pool, slots.to(device))
+    for n in range(0, B, max(1, B // 10)):
+        want, states = alone(call, n, 1, start[slots[n]])
+        assert torch.equal(o[n], want) and torch.equal(pool[slots[n]], states[-1])
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_writing_is_seen_by_autograd(impl, device):
+    call = kda(1, 1, device)
+    pool = call[1]["initial_state"].clone()
+    weight = torch.ones_like(pool, requires_grad=True)
+    y = (weight * pool).sum()
+    pooled(call, pool, ints([2], device), impl=impl)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")
+def test_fullgraph(impl, device):
+    f, x, rest = kda(2, 2, device)
+    rest = rest | {"inplace_final_state": True, "impl": impl}
+    pools = [x["initial_state"].clone(), x["initial_state"].clone()]
+    rows, kept = ints([[3, 8], [0, 1]], device), ints([2, 1], device)
+    step = lambda pool, x: f(
+        **x, **rest, initial_state=pool, ssm_state_indices=rows, num_accepted_tokens=kept
+    )[0]
+    torch._dynamo.reset()
+    g = torch.compile(step, fullgraph=True, backend="aot_eager")
+    for _ in range(2):
+        with torch.no_grad():
+            got, want = g(pools[0], tokens(x)), step(pools[1], tokens(x))
+        assert torch.equal(got, want) and torch.equal(*pools)
+
+
+def new(*shape, **kwargs):
+    return torch.zeros(*shape, **kwargs)
+
+
+I64 = {"dtype": torch.int64}
+PAIRS = torch.tensor([[3, 1], [0, 2]])
+REFUSED = {
+    "in place only": (
+        {"inplace_final_state": False},
+        ValueError,
+        "ssm_state_indices .* needs inplace_final_state=True, got False",
+    ),
+    "no pool": ({"initial_state": None}, ValueError, "initial_state must be given with inplace"),
+    "pool rank": (
+        {"initial_state": new(2, 16, 12)},
+        ValueError,
+        r"initial_state must have 4 dimensions \[slots, HV, K, V\]",
+    ),
+    "pool shape": (
+        {"initial_state": new(5, 2, 12, 16)},
+        ValueError,
+        r"initial_state must have shape \[slots=5, HV=2, K=16, V=12\]",
+    ),
+    "pool dtype": (
+        {"initial_state": new(5, 2, 16, 12).half()},
+        TypeError,
+        "initial_state must be torch.float32 with inplace_final_state=True, got torch.float16",
+    ),
+    "gaps in a slot": (
+        {"initial_state": new(5, 2, 16, 24)[..., ::2]},
+        ValueError,
+        "initial_state must be contiguous in every slot",
+    ),
+    "one memory for all slots": (
+        {"initial_state": new(1, 2, 16, 12).expand(5, 2, 16, 12)},
+        ValueError,
+        "slots must not overlap",
+    ),
+    "list": ({"ssm_state_indices": [3, 1]}, TypeError, "ssm_state_indices must be a tensor of int"),
+    "float": (
+        {"ssm_state_indices": new(2)},
+        TypeError,
+        "ssm_state_indices must be a tensor of int32 or int64, got torch.float32",
+    ),
+    "too few": (
+        {"ssm_state_indices": new(1, **I64)},
+        ValueError,
+        r"ssm_state_indices must have shape \[N=2\] or \[N=2, S\], got \(1,\)",
+    ),
+    "rank": ({"ssm_state_indices": new(2, 1, 1, **I64)}, ValueError, r"must have shape \[N=2\] or"),
+    "no column": ({"ssm_state_indices": new(2, 0, **I64)}, ValueError, r"got \(2, 0\)"),
+    "device": (
+        {"ssm_state_indices": new(2, device="meta", **I64)},
+        ValueError,
+        "ssm_state_indices must be on cpu like q, got meta",
+    ),
+    "out of the pool": (
+        {"ssm_state_indices": torch.tensor([1, 5])},
+        ValueError,
+        "below the 5 slots of initial_state, got 5 for sequence 1",
+    ),
+    "shared": (
+        {"ssm_state_indices": torch.tensor([[1, 2], [3, 1]])},
+        ValueError,
+        "must name a slot for one sequence only, got 1 for 0 and 1",
+    ),
+    "accepted alone": (
+        {"ssm_state_indices": None, "initial_state": None, "num_accepted_tokens": new(2, **I64)},
+        ValueError,
+        "num_accepted_tokens belongs to ssm_state_indices, which is None",
+    ),
+    "accepted of one slot": (
+        {"num_accepted_tokens": torch.tensor([1, 1])},
+        ValueError,
+        r"num_accepted_tokens needs ssm_state_indices of shape \[N, S\]",
+    ),
+    "accepted dtype": (
+        {"ssm_state_indices": PAIRS, "num_accepted_tokens": new(2)},
+        TypeError,
+        "num_accepted_tokens must be a tensor of int32 or int64, got torch.float32",
+    ),
+    "accepted shape": (
+        {"ssm_state_indices": PAIRS, "num_accepted_tokens": new(2, 1, **I64)},
+        ValueError,
+        r"num_accepted_tokens must have shape \[N=2\], got \(2, 1\)",
+    ),
+    "accepted device": (
+        {"ssm_state_indices": PAIRS, "num_accepted_tokens": new(2, device="meta", **I64)},
+        ValueError,
+        "num_accepted_tokens must be on cpu like q, got meta",
+    ),
+    "none accepted": (
+        {"ssm_state_indices": PAIRS, "num_accepted_tokens": torch.tensor([1, 0])},
+        ValueError,
+        "num_accepted_tokens must be 1 to S=2, got 0 for sequence 1",
+    ),
+    "all accepted": (
+        {"ssm_state_indices": PAIRS, "num_accepted_tokens": torch.tensor([3, 1])},
+        ValueError,
+        "num_accepted_tokens must be 1 to S=2, got 3 for sequence 0",
+    ),
+    "gradient": (
+        {"v": new(2, 1, 2, 12, requires_grad=True)},
+        ValueError,
+        "overwrites what a gradient needs: call it under torch.no_grad",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_before_any_kernel(name):
+    changes, error, message = REFUSED[name]
+    f, x, _ = kda(1, 2, "cpu", gate="log", flags=())
+    given = {"initial_state": new(5, 2, 16, 12), "ssm_state_indices": torch.tensor([3, 1])}
+    given |= {"inplace_final_state": True}
+    with launches() as ran, pytest.raises(error, match=message):
+        f(**(x | given | changes))
+    assert not ran
