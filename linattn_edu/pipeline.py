@@ -4,6 +4,8 @@ import html
 
 STAGES = ("gate_cumsum", "solve", "wy", "state", "output")
 BACKWARD = ("output_bwd", "state_bwd", "wy_bwd", "gate_bwd")
+KDA_STAGES = ("gate_cumsum", "kda_intra", "wy", "state", "output")
+KDA_BACKWARD = ("kda_output_bwd", "state_bwd", "kda_wy_bwd", "kda_intra_bwd", "gate_bwd")
 
 # stage -> (top of its box, what it reads from the arguments, what it computes)
 _BOXES = {
@@ -20,8 +22,24 @@ _BACKWARD_BOXES = {
     "state_bwd": (226, "chunk to chunk, back"),
     "output_bwd": (316, "through the output"),
 }
+# the same of Kimi Delta Attention
+_KDA_BOXES = {
+    "gate_cumsum": (46, "g", "decay inside the chunk"),
+    "kda_intra": (118, "q k β", "scores, inverse"),
+    "wy": (190, "q k v β", "what the chunk writes"),
+    "state": (262, "S₀", "chunk to chunk"),
+    "output": (334, "", "read state and chunk"),
+}
+_KDA_BACKWARD_BOXES = {
+    "gate_bwd": (46, "decay of each token"),
+    "kda_intra_bwd": (126, "through the gate"),
+    "kda_wy_bwd": (206, "through the inverse"),
+    "state_bwd": (286, "chunk to chunk, back"),
+    "kda_output_bwd": (366, "through the output"),
+}
 _X, _WIDTH, _HEIGHT, _BUS = 70, 168, 44, 262
 _KEPT = ("from what", "was kept:", "q k v g β", "gc A S₀")
+_KDA_KEPT = ("from what", "was kept:", "q k v g β", "P A S₀")
 _STYLE = (
     "svg.la-map{display:block;width:100%;max-width:430px;height:auto;margin:0.5em auto;"
     "font-family:ui-monospace,SFMono-Regular,Menlo,Consolas,monospace}"
@@ -35,13 +53,19 @@ def pipeline_svg(lit: str | None = None) -> str:
 
     Args:
         lit: "recurrent", "gate_cumsum", "solve", "wy", "state", "output", or None for none; with
-            "output_bwd", "state_bwd", "wy_bwd" or "gate_bwd" it is the drawing of backward_svg.
+            "output_bwd", "state_bwd", "wy_bwd" or "gate_bwd" it is the drawing of backward_svg,
+            with a stage of Kimi Delta Attention alone that of kda_svg or kda_backward_svg.
     """
     if lit in BACKWARD:
         return backward_svg(lit)
+    if lit in KDA_BACKWARD:
+        return kda_backward_svg(lit)
     known = ("recurrent", *STAGES)
+    if lit in KDA_STAGES and lit not in known:
+        return kda_svg(lit)
     if lit is not None and lit not in known:
-        raise ValueError(f"lit must be one of {(*known, *BACKWARD)} or None, got {lit!r}")
+        every = dict.fromkeys((*known, *KDA_STAGES, *BACKWARD, *KDA_BACKWARD))
+        raise ValueError(f"lit must be one of {tuple(every)} or None, got {lit!r}")
     parts = []
     for name, (y, inputs, note) in _BOXES.items():
         middle = y + _HEIGHT / 2
@@ -69,18 +93,68 @@ def pipeline_svg(lit: str | None = None) -> str:
     bottom = _BOXES["output"][0] + _HEIGHT
     parts += _arrow([(x, bottom), (x, bottom + 32)])
     parts.append(_text(x, bottom + 48, "o"))
+    parts += _definition(x, bottom, lit == "recurrent")
+    return _svg(parts, 436, "Stages of chunk_gated_delta_rule", lit)
+
+
+def kda_svg(lit: str | None = None) -> str:
+    """The pipeline of chunk_kda as SVG text, with one stage lit.
+
+    Args:
+        lit: "recurrent", "gate_cumsum", "kda_intra", "wy", "state", "output", or None for none.
+    """
+    known = ("recurrent", *KDA_STAGES)
+    if lit is not None and lit not in known:
+        raise ValueError(f"lit must be one of {known} or None, got {lit!r}")
+    parts = []
+    for name, (y, inputs, note) in _KDA_BOXES.items():
+        middle = y + _HEIGHT / 2
+        parts += _box(_X, y, _WIDTH, _HEIGHT, name, note, name == lit)
+        side = middle - 9 if name == "state" else middle
+        if inputs:
+            parts += [*_arrow([(6, side), (_X, side)]), _text(34, side - 6, inputs)]
+    state_y = _KDA_BOXES["state"][0] + _HEIGHT / 2 + 12
+    parts += _arrow([(_X, state_y), (6, state_y)])
+    parts.append(_text(34, state_y + 15, "final S"))
+    x, right = _X + _WIDTH / 2, _X + _WIDTH
+    for above, below, label in (
+        ("kda_intra", "wy", "A"),
+        ("wy", "state", "w  u  kg"),
+        ("state", "output", "h  v_new"),
+    ):
+        parts += _arrow([(x, _KDA_BOXES[above][0] + _HEIGHT), (x, _KDA_BOXES[below][0])])
+        parts.append(_text(x + 8, _KDA_BOXES[below][0] - 10, label, anchor="start"))
+    parts.append(_text(_BUS + 6, _KDA_BOXES["gate_cumsum"][0] + 36, "gc", anchor="start"))
+    top = _KDA_BOXES["gate_cumsum"][0] + _HEIGHT / 2
+    for name in ("kda_intra", "wy", "state"):
+        end = _KDA_BOXES[name][0] + _HEIGHT / 2 - 9
+        parts += _arrow([(right, top), (_BUS, top), (_BUS, end), (right, end)])
+    end, bus = _KDA_BOXES["output"][0] + _HEIGHT / 2, _BUS + 22
+    for name in ("kda_intra", "wy"):
+        start = _KDA_BOXES[name][0] + _HEIGHT / 2 + 10
+        parts += _arrow([(right, start), (bus, start), (bus, end), (right, end)])
+    parts.append(_text(bus + 6, end - 26, "P  qg", anchor="start"))
+    bottom = _KDA_BOXES["output"][0] + _HEIGHT
+    parts += _arrow([(x, bottom), (x, bottom + 32)])
+    parts.append(_text(x, bottom + 48, "o"))
     parts.append(_text(x, 18, "in chunks", small=True))
-    # the definition beside it
+    parts += _definition(x, bottom, lit == "recurrent")
+    return _svg(parts, 436, "Stages of chunk_kda", lit)
+
+
+def _definition(x: float, bottom: float, lit: bool) -> list[str]:
+    """The recurrence, to the right of stages in a column about x that end at `bottom`."""
     left, width = 302, 112
     centre = left + width / 2
-    parts.append(_text(centre, 18, "the definition", small=True))
-    parts.append(_text(centre, 84, "q k v g β  S₀"))
-    parts += _arrow([(centre, 92), (centre, 170)])
-    parts += _box(left, 170, width, 60, "recurrent", "token by token", lit == "recurrent")
-    parts += _arrow([(centre, 230), (centre, bottom + 32)])
-    parts.append(_text(centre, bottom + 48, "o  final S"))
-    parts.append(_text((x + centre) / 2 - 6, bottom + 48, "="))
-    return _svg(parts, 436, "Stages of chunk_gated_delta_rule", lit)
+    return [
+        _text(centre, 18, "the definition", small=True),
+        _text(centre, 84, "q k v g β  S₀"),
+        *_arrow([(centre, 92), (centre, 170)]),
+        *_box(left, 170, width, 60, "recurrent", "token by token", lit),
+        *_arrow([(centre, 230), (centre, bottom + 32)]),
+        _text(centre, bottom + 48, "o  final S"),
+        _text((x + centre) / 2 - 6, bottom + 48, "="),
+    ]
 
 
 def backward_svg(lit: str | None = None) -> str:
@@ -137,6 +211,62 @@ def backward_svg(lit: str | None = None) -> str:
     for label_y in (start + 20, end - 6):
         parts.append(_text(_BUS + 22, label_y, "h v_new", small=True))
     return _svg(parts, 420, "Backward stages of chunk_gated_delta_rule", lit)
+
+
+def kda_backward_svg(lit: str | None = None) -> str:
+    """The backward stages of chunk_kda as SVG text, with one of them lit; drawn as backward_svg.
+
+    Args:
+        lit: "kda_output_bwd", "state_bwd", "kda_wy_bwd", "kda_intra_bwd", "gate_bwd", or None.
+    """
+    if lit is not None and lit not in KDA_BACKWARD:
+        raise ValueError(f"lit must be one of {KDA_BACKWARD} or None, got {lit!r}")
+    boxes = _KDA_BACKWARD_BOXES
+    x, right = _X + _WIDTH / 2, _X + _WIDTH
+    middle = {name: y + _HEIGHT / 2 for name, (y, _) in boxes.items()}
+    parts = [_text(x, 18, "gradients", small=True)]
+    for name, (y, note) in boxes.items():
+        parts += _box(_X, y, _WIDTH, _HEIGHT, name, note, name == lit)
+    for name, label in (("gate_bwd", "dg"), ("kda_intra_bwd", "dq dk"), ("kda_wy_bwd", "dv")):
+        parts += _arrow([(_X, middle[name]), (6, middle[name])])
+        parts.append(_text(36, middle[name] - 6, label))
+    parts.append(_text(36, middle["kda_intra_bwd"] + 16, "dβ"))
+    y = middle["state_bwd"]
+    parts += _arrow([(6, y - 9), (_X, y - 9)]) + _arrow([(_X, y + 9), (6, y + 9)])
+    parts += [_text(34, y - 15, "do dht"), _text(36, y + 25, "dh0")]
+    for below, above, label in (
+        ("kda_output_bwd", "state_bwd", "dv_new"),
+        ("state_bwd", "kda_wy_bwd", "dh  dv_new"),
+        ("kda_wy_bwd", "kda_intra_bwd", "dkb dkg dL"),
+        ("kda_intra_bwd", "gate_bwd", "dgc"),
+    ):
+        end = boxes[above][0] + _HEIGHT
+        parts += _arrow([(x, boxes[below][0]), (x, end)])
+        parts.append(_text(x + 8, end + 23, label, anchor="start"))
+    bottom = boxes["kda_output_bwd"][0] + _HEIGHT
+    parts += _arrow([(x, bottom + 32), (x, bottom)])
+    parts.append(_text(x, bottom + 48, "do"))
+    start, end = middle["kda_output_bwd"] - 11, middle["kda_intra_bwd"]
+    parts += _arrow([(right, start), (_BUS, start), (_BUS, end), (right, end)])
+    for label_y, label in ((end + 28, "dqg"), (end + 44, "dP")):
+        parts.append(_text(_BUS + 6, label_y, label, anchor="start"))
+    # the part of the forward pass that is done again, beside it
+    left, width, edge = 310, 98, 414
+    centre = left + width / 2
+    parts.append(_text(centre, 18, "done again", small=True))
+    parts += [_text(centre, 48 + 18 * i, line, small=True) for i, line in enumerate(_KDA_KEPT)]
+    parts += _box(left, boxes["state_bwd"][0], width, _HEIGHT, "wy", "q k v β gc A", False)
+    parts += _box(left, boxes["kda_output_bwd"][0], width, _HEIGHT, "state", "gc S₀", False)
+    parts += _arrow([(left, y), (right, y)])
+    parts.append(_text(_BUS + 24, y - 6, "w kg qg", small=True))
+    parts += _arrow([(centre, y + _HEIGHT / 2), (centre, boxes["kda_output_bwd"][0])])
+    parts.append(_text(centre - 6, y + 42, "w u kg", anchor="end", small=True))
+    start, end = middle["kda_output_bwd"] + 11, middle["kda_wy_bwd"] + 4
+    parts += _arrow([(left, start), (right, start)])
+    parts += _arrow([(left + width, start), (edge, start), (edge, end), (right, end)])
+    for label_y in (start + 20, end - 6):
+        parts.append(_text(_BUS + 28, label_y, "h v_new", small=True))
+    return _svg(parts, 468, "Backward stages of chunk_kda", lit)
 
 
 def _svg(parts: list[str], height: float, title: str, lit: str | None) -> str:

@@ -11,7 +11,16 @@ from pathlib import Path
 import torch
 
 from linattn_edu import tables
-from linattn_edu.pipeline import BACKWARD, backward_svg, pipeline_svg
+from linattn_edu.pipeline import (
+    BACKWARD,
+    KDA_BACKWARD,
+    KDA_STAGES,
+    STAGES,
+    backward_svg,
+    kda_backward_svg,
+    kda_svg,
+    pipeline_svg,
+)
 
 HASH_SALT = "linattn_edu"
 PEERS = {"fla": "fla-core", "flash_qla": "flash-qla"}  # key of the results -> distribution
@@ -111,8 +120,10 @@ def figure(width: float = 5.2, height: float = 3.2, **kwargs):
 def pipeline_map(lit: str | None = None) -> None:
     """Show pipeline_svg(lit) in the notebook; print its title elsewhere."""
     stages = "gate_cumsum, solve -> wy -> state -> output -> o"
-    if lit in BACKWARD:
-        stages = f"do -> {' -> '.join(BACKWARD)} -> dg"
+    if lit in BACKWARD or lit in KDA_BACKWARD:
+        stages = f"do -> {' -> '.join(BACKWARD if lit in BACKWARD else KDA_BACKWARD)} -> dg"
+    elif lit in KDA_STAGES and lit not in STAGES:
+        stages = f"g -> {' -> '.join(KDA_STAGES)} -> o"
     title = f"linattn_edu pipeline: {stages}"
     _display(title + (f"   [here: {lit}]" if lit else ""), html_text=pipeline_svg(lit))
 
@@ -314,13 +325,17 @@ def _display(plain: str, *, html_text: str | None = None, markdown: str | None =
 
 def page_parts(figures: Path) -> dict[str, str]:
     """The files in `figures` that the book's pages include, by name: drawn, measured or shipped."""
-    from linattn_edu.ops import gdn
+    from linattn_edu.ops import gdn, kda
 
     return {
         "pipeline.svg": pipeline_svg() + "\n",
         "pipeline_bwd.svg": backward_svg() + "\n",
+        "kda_pipeline.svg": kda_svg() + "\n",
+        "kda_pipeline_bwd.svg": kda_backward_svg() + "\n",
         "composition.txt": inspect.getsource(gdn.forward),
         "composition_bwd.txt": inspect.getsource(gdn.backward),
+        "kda_composition.txt": inspect.getsource(kda.forward),
+        "kda_composition_bwd.txt": inspect.getsource(kda.backward),
         "performance.md": performance_page(figures=figures),
     }
 
