@@ -64,7 +64,7 @@ def backward_cells(rows: list[dict]) -> Cells:
     def worst(row: dict) -> float | None:
         return max((row[key] for key in GRADIENTS.values() if key in row), default=None)
 
-    return _call_cells(rows, {"gradient error %": worst})
+    return _call_cells(rows, {"grad %": worst})
 
 
 def gradient_cells(rows: list[dict]) -> Cells:
@@ -79,13 +79,14 @@ def gradient_cells(rows: list[dict]) -> Cells:
 
 
 def decode_cells(rows: list[dict]) -> Cells:
-    """Heads and lines of the decoding table, with the bandwidth that is reached."""
-    heads = ["case", "library", "state", "ms", "floor ms", "GB/s"]
-    heads += ["error %", "state error %", "MiB"]
+    """Heads and lines of the decoding table; the library is named where there are several."""
+    several = len({row["library"] for row in rows}) > 1
+    heads = ["case", *(["library"] if several else []), "state", "ms", "floor ms", "GB/s"]
+    heads += ["o %", "S %", "MiB"]
     lines = [
         [
             row["case"],
-            row["library"],
+            *([row["library"]] if several else []),
             DECODE[row["what"]],
             f"{row['ms']:.3f}",
             f"{row['floor_ms']:.3f}",
