@@ -102,8 +102,8 @@ def kda_scores_kernel(
 # generation -> bytes of an element -> row. Narrower heads keep these tiles: see tiles.UNPIPELINED.
 CONFIGS = {
     "turing": {2: row(4, 1, BK=32), 4: row(4, 1, BK=16)},
-    "ampere": {2: row(4, 1, BK=64), 4: row(4, 1, BK=32)},
-    "hopper": {2: row(4, 1, BK=64), 4: row(4, 1, BK=32)},
+    "ampere": {2: row(4, 1, BK=32), 4: row(4, 1, BK=32)},
+    "hopper": {2: row(4, 1, BK=32), 4: row(4, 1, BK=32)},
 }
 
 
