@@ -165,7 +165,8 @@ def test_slots_lie_apart_in_memory(impl, device):
     whole = start.clone()
     rows = ints([[3, 8], [0, 1]], device)
     o, want = (pooled(call, p, rows, impl=impl) for p in (pool, whole))
-    assert torch.equal(o, want) and torch.equal(pool, whole)
+    assert_close("o", o, want, 1e-6)  # narrower loads make another kernel
+    assert_close("pool", pool, whole, 1e-6)
     assert (pages[:, -21:] == 7).all()
 
 
