@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from linattn_edu import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
-from linattn_edu.testing import gdn_inputs
+from linattn_edu.testing import assert_close, gdn_inputs
 
 pytestmark = pytest.mark.gpu
 T, H, D = 2**17 + 65, 128, 128
@@ -26,18 +26,22 @@ def inputs():
 
 
 def test_last_head(inputs):
-    """A head's result and gradients are the same to the bit when it is computed alone."""
+    """A head's result and gradients when it is computed alone, from small tensors.
+
+    Not to the bit: with another number of heads the decay is summed in another order.
+    """
     alone = [x[:, :, -1:].clone().requires_grad_() for x in inputs]
     for x in inputs:
         x.requires_grad_()
     o, _ = chunk_gated_delta_rule(*inputs)
     o_alone, _ = chunk_gated_delta_rule(*alone)
-    assert torch.equal(o[:, :, -1:], o_alone)
+    assert_close("o", o[:, :, -1:], o_alone, 1e-3)
     do = torch.randn_like(o)
     grads = torch.autograd.grad(o, inputs, do)
     grads_alone = torch.autograd.grad(o_alone, alone, do[:, :, -1:].contiguous())
-    for got, expected in zip(grads, grads_alone, strict=True):
-        assert torch.equal(got[:, :, -1:], expected)
+    names = ("dq", "dk", "dv", "dg", "dbeta")
+    for name, got, expected in zip(names, grads, grads_alone, strict=True):
+        assert_close(name, got[:, :, -1:], expected, 1e-3)
 
 
 def test_last_tokens_of_a_batch():
