@@ -6,7 +6,17 @@ import subprocess
 import sys
 from pathlib import Path
 
-from benchmarks.cases import ALL_CALLS, AWAITED, CALLS, CASES, RATES, SCALING, select, work
+from benchmarks.cases import (
+    ALL_CALLS,
+    AWAITED,
+    CALLS,
+    CASES,
+    OPERATORS,
+    RATES,
+    SCALING,
+    select,
+    work,
+)
 
 EXIT_USAGE = 2
 
@@ -25,15 +35,21 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--calls", action="store_true", help="time whole calls of every library")
     p.add_argument("--what", help=f"comma-separated calls, of {', '.join(ALL_CALLS)}; all if none")
     p.add_argument("--stages", action="store_true", help="time every stage")
-    p.add_argument("--scaling", action="store_true", help=f"time {SCALING}: length by length")
+    p.add_argument(
+        "--scaling", action="store_true", help=f"time {SCALING}, length by length: with gdn cases"
+    )
     p.add_argument("--first-call", action="store_true", help="time first calls in fresh processes")
     p.add_argument(
         "--jobs", type=int, default=1,
         help="fresh processes at a time (default 1); with more, they compile before what is timed",
     )  # fmt: skip
     p.add_argument("--all", action="store_true", help="all of these")
-    p.add_argument("--out", type=Path, help="file of results (chapters/data/gdn_<gpu>.json)")
+    p.add_argument(
+        "--out", type=Path,
+        help="file of results (chapters/data/<operator>_<gpu>.json, a file an operator)",
+    )  # fmt: skip
     p.add_argument("--begun", type=json.loads, help=argparse.SUPPRESS)
+    p.add_argument("--left", type=json.loads, help=argparse.SUPPRESS)
     return p
 
 
@@ -72,23 +88,36 @@ def measure(args: argparse.Namespace, argv: list[str]) -> int:
     from benchmarks import results
     from benchmarks.run import PARTS, run
 
-    out = args.out or results.default_path(gpu_name())
-    try:
-        old = results.load(out)
-    except ValueError as error:
-        return fail(f"{out} is not JSON: {error}")
-    if old and old["gpu"] != gpu_name():
-        return fail(f"{out} was measured on {old['gpu']}, this is {gpu_name()}: give another --out")
     parts = tuple(name for name in PARTS if args.all or getattr(args, name)) or ("calls",)
+    operators = [x for x in OPERATORS if any(case.operator == x for case in cases)]
+    outs = {x: args.out or results.default_path(gpu_name(), x) for x in operators}
+    for out in outs.values():
+        try:
+            old = results.load(out)
+        except ValueError as error:
+            return fail(f"{out} is not JSON: {error}")
+        if old and old["gpu"] != gpu_name():
+            here = f"{out} was measured on {old['gpu']}, this is {gpu_name()}"
+            return fail(f"{here}: give another --out")
+    if parts == ("scaling",) and "gdn" not in operators:
+        return fail(f"{SCALING} is measured with cases of gdn only")
+    begun = args.begun  # of the first operator that is left
+    for operator in args.left or operators:
+        left = operators[operators.index(operator) :]
 
-    def again(begun: list) -> int:
-        command = [sys.executable, "-m", "benchmarks", *argv, "--begun", json.dumps(begun)]
-        return subprocess.call(command)
+        def again(begun: list, left: list[str] = left) -> int:
+            going_on = ["--begun", json.dumps(begun), "--left", json.dumps(left)]
+            return subprocess.call([sys.executable, "-m", "benchmarks", *argv, *going_on])
 
-    return run(
-        cases, libraries, out, parts=parts, jobs=args.jobs, calls=calls, begun=args.begun,
-        again=again,
-    )  # fmt: skip
+        code = run(
+            [case for case in cases if case.operator == operator], libraries, outs[operator],
+            parts=tuple(x for x in parts if x != "scaling" or operator == "gdn"),
+            jobs=args.jobs, calls=calls, begun=begun, again=again,
+        )  # fmt: skip
+        begun = None
+        if code:
+            return code
+    return 0
 
 
 def fail(message: str) -> int:

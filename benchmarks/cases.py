@@ -5,14 +5,15 @@ Counted from shapes alone, per call:
 - bytes: each input read once, each output written once. q, k, v, beta and everything a stage hands
   to the next has the size of the case's dtype; g and gc, dgc and the dbeta of a stage are float32;
   the state that the recurrence takes or returns is float32. A forward and a backward pass are two
-  calls: the second reads the inputs again.
+  calls: the second reads the inputs again. With a gate for each channel (KDA) g has the size of two
+  of q, and of gc the stages that carry the state read the last token of each chunk only.
 - flops: the multiply-adds that the matrix products of the chunked form need, two operations each.
   Products with a triangular matrix are counted without its zeros. What the value heads of a q/k
   head share is counted once for each q/k head: K K^T and Q K^T, and the products dM K, dM^T Q and
-  (N + N^T) K of the adjoints, whose factors can be added up first. Elementwise work is left out,
-  except where there is nothing else: the stages of the gate and the recurrence. A forward and a
-  backward pass have the forward stages and their adjoints; what a backward pass computes again
-  because it was not kept is not counted.
+  (N + N^T) K of the adjoints, whose factors can be added up first; a gate for each channel leaves
+  nothing to share. Elementwise work is left out, except where there is nothing else: the stages of
+  the gate and the recurrence. A forward and a backward pass have the forward stages and their
+  adjoints; what a backward pass computes again because it was not kept is not counted.
 - floor_ms: the larger of bytes / (bytes per second) and flops / (operations per second).
 """
 
@@ -43,6 +44,11 @@ class Case:
     note: str = ""
 
     @property
+    def operator(self) -> str:
+        """Which operator it is, whichever way it is computed: "gdn" or "kda"."""
+        return self.op.removesuffix("_decode")
+
+    @property
     def shape(self) -> tuple[int, int, int, int, int, int]:
         return self.B, self.T, self.H, self.HV, self.K, self.V
 
@@ -67,31 +73,47 @@ CASES = {
         Case("gdn_long", "gdn", 1, 32768, 4, 4, 128, 128, note="long, few heads"),
         Case("gdn_d64", "gdn", 8, 4096, 32, 32, 64, 64, note="small heads"),
         Case("gdn_decode", "gdn_decode", 128, 1, 16, 32, 128, 128, note="the next token of many"),
+        Case("kda_train", "kda", 8, 4096, 16, 16, 128, 128, note="a training batch"),
+        Case("kda_kimi", "kda", 1, 32768, 32, 32, 128, 128, note="long, the heads of Kimi Linear"),
+        Case("kda_long", "kda", 1, 32768, 4, 4, 128, 128, note="long, few heads"),
+        Case("kda_decode", "kda_decode", 128, 1, 32, 32, 128, 128, note="the next token of many"),
     )
 }
 
-# the calls of a whole library that are timed, by operator
+OPERATORS = tuple(dict.fromkeys(case.operator for case in CASES.values()))
+
+# the calls of a whole library that are timed, by op
 TRAINING = "forward_backward"
-CALLS = {"gdn": ("forward", TRAINING), "gdn_decode": ("decode", "decode_inplace")}
-ALL_CALLS = tuple(call for calls in CALLS.values() for call in calls)
+CALLS = {
+    "gdn": ("forward", TRAINING),
+    "gdn_decode": ("decode", "decode_inplace"),
+    "kda": ("forward", TRAINING),
+    "kda_decode": ("decode", "decode_inplace"),
+}
+ALL_CALLS = tuple(dict.fromkeys(call for calls in CALLS.values() for call in calls))
 
 # cases of operators that the library does not have yet: case -> the function it waits for
-AWAITED = {
-    **dict.fromkeys(("kda_train", "kda_kimi", "kda_long"), "chunk_kda"),
-    **dict.fromkeys(("ssd_2.7b", "ssd_long"), "mamba_chunk_scan_combined"),
-    "kda_decode": "fused_recurrent_kda",
-}
+AWAITED = dict.fromkeys(("ssd_2.7b", "ssd_long"), "mamba_chunk_scan_combined")
 
 # the cost of the three forms of GDN against the length of the sequence
 SCALING = "gdn_scaling"
 SCALING_T = tuple(256 << i for i in range(8))
 SCALING_FORMS = ("chunked", "recurrent", "quadratic")
 
-STAGES = ("gate_cumsum", "solve", "wy", "state", "output")
-FUSED_STAGES = ("intra", "scan")
-FORWARD_STAGES = (*STAGES, *FUSED_STAGES, "recurrent")
-ADJOINT_STAGES = ("output_bwd", "state_bwd", "wy_bwd", "gate_bwd", "recurrent_bwd")
-ALL_STAGES = (*FORWARD_STAGES, *ADJOINT_STAGES)
+# by op
+FORWARD_STAGES = {
+    "gdn": ("gate_cumsum", "solve", "wy", "state", "output", "intra", "scan", "recurrent"),
+    "kda": ("gate_cumsum", "kda_intra", "wy", "state", "output"),
+}
+ADJOINT_STAGES = {
+    "gdn": ("output_bwd", "state_bwd", "wy_bwd", "gate_bwd", "recurrent_bwd"),
+    "kda": ("kda_output_bwd", "state_bwd", "kda_wy_bwd", "kda_intra_bwd", "gate_bwd"),
+}
+STAGES = {op: (*FORWARD_STAGES[op], *ADJOINT_STAGES[op]) for op in FORWARD_STAGES}
+
+# of KDA, with the promise that no log decay of a token is below the bound
+SAFE_BOUND = -5.0
+SAFE_STAGES = {"kda": ("kda_intra",)}
 
 
 def scaling_case(T: int) -> Case:
@@ -116,7 +138,7 @@ def select(names: list[str]) -> list[Case]:
     return [c for c in CASES.values() if c.name in chosen or not names]
 
 
-# ---- bytes and operations of GDN
+# ---- bytes and operations
 
 
 def work(case: Case, what: str, chunk: int = CHUNK) -> Work:
@@ -126,6 +148,8 @@ def work(case: Case, what: str, chunk: int = CHUNK) -> Work:
 
 
 def _bytes(c: Case, what: str, chunk: int) -> int:
+    if c.operator == "kda":
+        return _kda_bytes(c, what, chunk)
     tokens = c.B * c.T
     q = k = dq = dk = tokens * c.H * c.K * c.size
     dk_out = tokens * c.H * c.K * (c.size if c.H == c.HV else 4)  # added to, head after head
@@ -175,6 +199,38 @@ def _bytes(c: Case, what: str, chunk: int) -> int:
     }[what]
 
 
+def _kda_bytes(c: Case, what: str, chunk: int) -> int:
+    tokens, chunks = c.B * c.T, c.B * -(-c.T // chunk)
+    q = k = dq = dk = tokens * c.H * c.K * c.size
+    v = o = u = v_new = do = dv = tokens * c.HV * c.V * c.size
+    w = kg = qg = dqg = dkb = dkg = tokens * c.HV * c.K * c.size
+    g = gc = dg = dgc = tokens * c.HV * c.K * GATE_BYTES
+    last = dgl = chunks * c.HV * c.K * GATE_BYTES  # gc of the last tokens
+    beta, dbeta = tokens * c.HV * c.size, tokens * c.HV * GATE_BYTES
+    P = A = dP = dL = tokens * c.HV * chunk * c.size
+    h = dh = chunks * c.HV * c.K * c.V * c.size
+    state = dh0 = c.B * c.HV * c.K * c.V * GATE_BYTES
+    inputs = q + k + v + g + beta
+    forward = inputs + o
+    gathered = dP + dL + dqg + dkb + dkg + dgl + dbeta  # what kda_intra_bwd brings together
+    return {
+        "gate_cumsum": g + gc,
+        "kda_intra": q + k + beta + gc + P + A,
+        "wy": q + k + v + beta + gc + A + w + u + kg + qg,
+        "state": kg + w + u + last + h + v_new,
+        "output": qg + v_new + h + P + o,
+        "kda_output_bwd": P + v_new + h + do + dqg + dP + v_new,
+        "state_bwd": qg + kg + w + last + do + v_new + dh + v_new + dh0,
+        "kda_wy_bwd": v + beta + A + h + v_new + dh + v_new + dkb + dkg + dv + dL + dbeta + dgl,
+        "kda_intra_bwd": q + k + beta + gc + gathered + dq + dk + dbeta + dgc,
+        "gate_bwd": dgc + g + dg,
+        "forward": forward,
+        "forward_backward": forward + inputs + do + inputs,  # the gradients are like the inputs
+        "decode": forward + 2 * state,
+        "decode_inplace": forward + 2 * state,
+    }[what]
+
+
 def _flops(c: Case, what: str, chunk: int) -> int:
     if what in ("recurrent", "decode", "decode_inplace"):
         # decay KV, k S 2KV, k^T e 2KV, q S 2KV; beta (v - k S) and the scale of o 3V
@@ -185,7 +241,8 @@ def _flops(c: Case, what: str, chunk: int) -> int:
         return c.B * c.T * c.HV * (20 * c.K * c.V + 6 * c.V)
     if what == "quadratic":
         return c.B * _quadratic(c)
-    return c.B * sum(count * _chunk_flops(c, what, n) for n, count in _chunks(c.T, chunk))
+    of_chunk = _kda_chunk_flops if c.operator == "kda" else _chunk_flops
+    return c.B * sum(count * of_chunk(c, what, n) for n, count in _chunks(c.T, chunk))
 
 
 def _chunks(T: int, chunk: int) -> Iterator[tuple[int, int]]:
@@ -222,6 +279,37 @@ def _chunk_flops(c: Case, what: str, n: int) -> int:
     }
     stages["forward"] = stages["chunked"] = stages["intra"] + stages["scan"]
     adjoints = ("output_bwd", "state_bwd", "wy_bwd")
+    stages[TRAINING] = stages["forward"] + sum(stages[name] for name in adjoints)
+    return stages[what]
+
+
+def _kda_chunk_flops(c: Case, what: str, n: int) -> int:
+    """As _chunk_flops, with a gate for each channel: every product is one of a value head."""
+    below, lower = n * (n - 1) // 2, n * (n + 1) // 2
+    below_k, lower_k = 2 * c.K * below * c.HV, 2 * c.K * lower * c.HV
+    below_v, lower_v = 2 * c.V * below * c.HV, 2 * c.V * lower * c.HV
+    inverse = 2 * (n * (n - 1) * (n - 2) // 6) * c.HV
+    state = 2 * n * c.K * c.V * c.HV
+    stages = {
+        "gate_cumsum": 2 * n * c.HV * c.K,
+        # the scores of the keys and of the queries
+        "kda_intra": below_k + lower_k + inverse,
+        "wy": lower_k + lower_v,
+        "state": 2 * state,
+        "output": state + lower_v,
+        # dO h^T; dO v_new^T and P^T dO
+        "kda_output_bwd": state + 2 * lower_v,
+        # kg dS, qg^T dO, w^T dv_new
+        "state_bwd": 3 * state,
+        # Z S^T and v_new dS^T; Z = A^T dv_new; Z v_new^T
+        "kda_wy_bwd": 2 * state + lower_v + below_v,
+        # dP and dL, each with rows before and after
+        "kda_intra_bwd": 2 * lower_k + 2 * below_k,
+        "gate_bwd": n * c.HV * c.K,
+    }
+    # without w: v_new = A diag(beta) (V - (2^gc * K) S)
+    stages["forward"] = stages["kda_intra"] + 3 * state + 2 * lower_v
+    adjoints = ("kda_output_bwd", "state_bwd", "kda_wy_bwd", "kda_intra_bwd")
     stages[TRAINING] = stages["forward"] + sum(stages[name] for name in adjoints)
     return stages[what]
 

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.cases import ALL_STAGES, CASES, CHUNK, Case
+from benchmarks.cases import CASES, CHUNK, Case
 
 ROOT = Path(__file__).resolve().parents[1]
 CACHES = {"triton": "TRITON_CACHE_DIR", "tilelang": "TILELANG_CACHE_DIR"}
@@ -51,21 +51,22 @@ def measure(case: Case, library: str, what: str, device: str = "cuda") -> float:
         call = prepare(what, inputs(case, device))
         synchronize()
         start = time.perf_counter()
-        call(adapters.LIBRARIES[what][library]())
+        call(adapters.makers(case, what)[library]())
         synchronize()
         return time.perf_counter() - start
 
 
 def compile_stages(case: Case, device: str = "cuda") -> float:
     """Launch every stage once; the seconds. A stage that fails is left to the run itself."""
-    from benchmarks.forms import StageArguments, stage_call
+    from benchmarks.forms import stage_arguments, stage_call
     from benchmarks.measure import inputs, synchronize
+    from benchmarks.rows import OURS_SAFE, staged
 
     start = time.perf_counter()
-    arguments = StageArguments(inputs(case, device), CHUNK)
-    for name in ALL_STAGES:
+    arguments = stage_arguments(inputs(case, device), CHUNK)
+    for name, library in staged(case):
         try:
-            stage_call(arguments, name)()
+            stage_call(arguments, name, safe=library == OURS_SAFE)()
             synchronize()
         except Exception as error:
             print(f"{name}: {error}", file=sys.stderr)

@@ -7,9 +7,9 @@ from importlib import import_module
 import torch
 from torch import Tensor
 
-from benchmarks.cases import ADJOINT_STAGES, ALL_STAGES
+from benchmarks.cases import SAFE_BOUND, STAGES
 from benchmarks.measure import gradient
-from linattn_edu.ops import gdn
+from linattn_edu.ops import gdn, kda
 from linattn_edu.testing import GDNInputs
 
 QUADRATIC_BYTES = 2**31  # of one [heads, T, T] matrix in fp32; heads are taken in groups to fit
@@ -17,11 +17,11 @@ QUADRATIC_BYTES = 2**31  # of one [heads, T, T] matrix in fp32; heads are taken 
 
 def stage_function(name: str, impl: str) -> Callable:
     """A stage of any set, or the recurrence, of "reference" or "triton"."""
-    for stages in (gdn.fused_stages(impl), gdn.stages(impl)):
+    for stages in (gdn.fused_stages(impl), gdn.stages(impl), kda.stages(impl)):
         if hasattr(stages, name):
             return getattr(stages, name)
     package = "kernels" if impl == "triton" else "reference"
-    module = name if name in ADJOINT_STAGES and name != "recurrent_bwd" else "recurrent"
+    module = "recurrent" if name.startswith("recurrent") else name
     return getattr(import_module(f"linattn_edu.{package}.delta.{module}"), name)
 
 
@@ -33,19 +33,22 @@ class StageArguments(Mapping):
     backward pass start from a gradient of the final state.
     """
 
+    names = STAGES["gdn"]
+    in_place = ("wy_bwd",)  # whose kernel adds to some of its arguments
+
     def __init__(self, i: GDNInputs, chunk_size: int, impl: str = "triton"):
         self.i, self.impl, self._made = i, impl, {}
         self.options = {"chunk_size": chunk_size}
         self.scaled = {**self.options, "scale": i.q.shape[-1] ** -0.5}
 
     def __iter__(self) -> Iterator[str]:
-        return iter(ALL_STAGES)
+        return iter(self.names)
 
     def __len__(self) -> int:
-        return len(ALL_STAGES)
+        return len(self.names)
 
     def __getitem__(self, name: str) -> tuple[tuple, dict]:
-        if name not in ALL_STAGES:
+        if name not in self.names:
             raise KeyError(name)
         return getattr(self, f"_{name}")()
 
@@ -53,7 +56,7 @@ class StageArguments(Mapping):
         """What a stage makes of its arguments."""
         if name not in self._made:
             args, kwargs = self[name]
-            if name == "wy_bwd":  # the kernel adds to dk and dgc in place
+            if name in self.in_place:
                 args = tuple(x.clone() for x in args)
             self._made[name] = stage_function(name, self.impl)(*args, **kwargs)
         return self._made[name]
@@ -124,9 +127,67 @@ class StageArguments(Mapping):
         return (*args, self.do, self.dht), kwargs
 
 
-def stage_call(arguments: StageArguments, name: str) -> Callable[[], object]:
-    """A stage's kernel as a call on its own inputs, which are computed here once."""
+class KDAStageArguments(StageArguments):
+    """The same for Kimi Delta Attention."""
+
+    names = STAGES["kda"]
+    in_place = ("kda_intra_bwd",)
+
+    def _kda_intra(self):
+        i = self.i
+        return (i.q, i.k, i.beta, self.made("gate_cumsum")), self.options
+
+    def _wy(self):
+        i, (_, A) = self.i, self.made("kda_intra")
+        return (i.k, i.v, i.beta, self.made("gate_cumsum"), A, i.q), {}
+
+    def _state(self):
+        S, (w, u, kg, _) = self.i.initial_state, self.made("wy")
+        args = (kg, w, u, self.made("gate_cumsum"), S)
+        return args, self.options | {"output_final_state": S is not None}
+
+    def _output(self):
+        (P, _), (h, v_new, _) = self.made("kda_intra"), self.made("state")
+        qg = self.made("wy")[-1]
+        return (qg, None, v_new, h, None, P), self.scaled  # k and gc are not used
+
+    def _kda_output_bwd(self):
+        (P, _), (h, v_new, _) = self.made("kda_intra"), self.made("state")
+        return (P, v_new, h, self.do), self.scaled
+
+    def _state_bwd(self):
+        (w, _, kg, qg), (_, _, dv_new) = self.made("wy"), self.made("kda_output_bwd")
+        return (qg, kg, w, self.made("gate_cumsum"), self.do, dv_new, self.dht), self.scaled
+
+    def _kda_wy_bwd(self):
+        i, (_, A) = self.i, self.made("kda_intra")
+        (h, v_new, _), (dh, dv_new, _) = self.made("state"), self.made("state_bwd")
+        return (i.v, i.beta, A, h, v_new, dh, dv_new), {}
+
+    def _kda_intra_bwd(self):
+        i, (dqg, dP, _) = self.i, self.made("kda_output_bwd")
+        dkb, dkg, _, dL, dbeta, dgl = self.made("kda_wy_bwd")
+        gc = self.made("gate_cumsum")
+        return (i.q, i.k, i.beta, gc, dP, dL, dqg, dkb, dkg, dgl, dbeta), {}
+
+    def _gate_bwd(self):
+        return (self.made("kda_intra_bwd")[-1], self.i.g), self.options
+
+
+def stage_arguments(i: GDNInputs, chunk_size: int, impl: str = "triton") -> StageArguments:
+    """The arguments of the stages of the operator whose gate `i` has."""
+    kind = StageArguments if i.g.ndim == 3 else KDAStageArguments
+    return kind(i, chunk_size, impl)
+
+
+def stage_call(arguments: StageArguments, name: str, *, safe: bool = False) -> Callable[[], object]:
+    """A stage's kernel as a call on its own inputs, which are computed here once.
+
+    safe: With the promise that no log decay is below SAFE_BOUND.
+    """
     args, kwargs = arguments[name]
+    if safe:
+        kwargs = kwargs | {"lower_bound": SAFE_BOUND}
     f = stage_function(name, "triton")
     return lambda: f(*args, **kwargs)
 

@@ -6,13 +6,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from benchmarks.cases import RATES, TRAINING, Case
+from benchmarks.cases import RATES, SAFE_BOUND, TRAINING, Case
 from linattn_edu.reference.delta.recurrent import recurrent, recurrent_bwd
-from linattn_edu.testing import GDNInputs, gdn_inputs, relative_rms
+from linattn_edu.testing import GDNInputs, gdn_inputs, kda_inputs, relative_rms
 
 PREFIX = 2048  # tokens of the float64 recurrence
 SHORT_H = 2  # q/k heads of the inputs on which gradients are compared
-GRADIENTS = ("q", "k", "v", "g", "beta")
 WARMUP_MS, REPEAT_MS = 30, 150
 DTYPES = {2: torch.bfloat16, 4: torch.float32}
 
@@ -71,11 +70,36 @@ def rates() -> tuple[float, float]:
 
 
 def inputs(case: Case, device: str = "cuda") -> GDNInputs:
-    """The inputs of a case, the same in every run."""
-    decode = case.op == "gdn_decode"
-    dtype = DTYPES[case.size]
-    i = gdn_inputs(*case.shape, dtype=dtype, device=device, initial_state=decode)
+    """The inputs of a case, the same in every run.
+
+    Those of KDA keep the bound that some libraries are promised, so that all have the same.
+    """
+    decode = case.op.endswith("_decode")
+    i = drawn(case, device, initial_state=decode)
     return replace(i, initial_state=0.1 * i.initial_state) if decode else i
+
+
+def drawn(case: Case, device: str, *, initial_state: bool) -> GDNInputs:
+    """Random inputs of a case's operator, with a gate like that of a trained layer."""
+    options = {"dtype": DTYPES[case.size], "device": device, "initial_state": initial_state}
+    if case.operator == "gdn":
+        return gdn_inputs(*case.shape, **options)
+    i = kda_inputs(*case.shape, **options)
+    i.g.clamp_(min=SAFE_BOUND)
+    return i
+
+
+def reference(i: GDNInputs, **kwargs) -> tuple[Tensor, Tensor]:
+    """The recurrence, whose g is a gate for each channel if it has an axis for them."""
+    g, gk = (i.g, None) if i.g.ndim == 3 else (None, i.g)
+    return recurrent(i.q, i.k, i.v, g, i.beta, gk=gk, **kwargs)
+
+
+def reference_gradients(i: GDNInputs, do: Tensor) -> dict[str, Tensor]:
+    """Gradients of the recurrence by the name of the input."""
+    g, gk = (i.g, None) if i.g.ndim == 3 else (None, i.g)
+    dq, dk, dv, dg, dbeta, dgk, _, _ = recurrent_bwd(i.q, i.k, i.v, g, i.beta, do, gk=gk)
+    return {"q": dq, "k": dk, "v": dv, "g": dg if gk is None else dgk, "beta": dbeta}
 
 
 def gradient(x: Tensor) -> Tensor:
@@ -120,7 +144,7 @@ class Oracle:
         v, g, beta = (x[:1, : self.tokens, self.heads].double() for x in (i.v, i.g, i.beta))
         S = i.initial_state
         S = S if S is None else S[:1, self.heads].double()
-        self.o, self.final_state = recurrent(q, k, v, g, beta, initial_state=S)
+        self.o, self.final_state = reference(GDNInputs(q, k, v, g, beta), initial_state=S)
 
     def error(self, o: Tensor) -> float:
         """Relative RMS error of o on that slice."""
@@ -144,11 +168,9 @@ class GradientOracle:
     def __init__(self, case: Case, device: str = "cuda"):
         i = inputs(short(case), device)
         self.step = TrainingStep(i)
-        double = [x.double() for x in (i.q, i.k, i.v, i.g, i.beta)]
         with torch.no_grad():
-            self.o = recurrent(*double)[0]
-            gradients = recurrent_bwd(*double, self.step.do.double())
-        self.gradients = dict(zip(GRADIENTS, gradients, strict=False))
+            self.o = reference(i.double())[0]
+            self.gradients = reference_gradients(i.double(), self.step.do.double())
 
     def errors(self, f: Callable[[GDNInputs], Tensor]) -> dict[str, float]:
         """Relative RMS errors of o, as "error", and of the gradients, as "error_dq" and so on."""

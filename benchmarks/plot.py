@@ -15,6 +15,7 @@ from benchmarks.cases import (
     CASES,
     COPY_RATE,
     FORWARD_STAGES,
+    OPERATORS,
     PRODUCT_RATE,
     SCALING_FORMS,
     TRAINING,
@@ -93,9 +94,10 @@ def _library_colours(libraries: list[str]) -> list[str]:
     return [OURS if name == "linattn_edu" else next(peers) for name in libraries]
 
 
-def roofline(data: dict, plt, call: str, stages: tuple[str, ...]):
+def roofline(data: dict, plt, call: str, stages: dict[str, tuple[str, ...]]):
     """Operations a second against operations a byte: stages and the whole call under the roof."""
-    whats = {call: call, **{f"stage:{name}": name for name in stages}}
+    names = dict.fromkeys(name for op in _operators(data) for name in stages[op])
+    whats = {call: call, **{f"stage:{name}": name for name in names}}
     points = {}
     for row in data["rows"]:
         if row["what"] in whats and row["library"] == "linattn_edu":
@@ -130,6 +132,13 @@ def roofline(data: dict, plt, call: str, stages: tuple[str, ...]):
     ax.text(x, x * copy / 1e12 * 1.2, f"{copy / 1e12:.1f} TB/s", **text)
     _legend(ax, *ax.get_legend_handles_labels())
     return fig
+
+
+def _operators(data: dict) -> list[str]:
+    """The operators whose cases have rows."""
+    cases = {row["case"] for row in data["rows"]}
+    here = {case.operator for case in CASES.values() if case.name in cases}
+    return [op for op in OPERATORS if op in here]
 
 
 def scaling(data: dict, plt):

@@ -9,16 +9,16 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from benchmarks.adapters import DISTRIBUTIONS, NAMES
-from benchmarks.cases import ALL_CALLS, ALL_STAGES, CASES, SCALING, SCALING_FORMS
+from benchmarks.cases import ALL_CALLS, CASES, SCALING, SCALING_FORMS, STAGES
 
 DATA = Path(__file__).resolve().parents[1] / "chapters" / "data"
 ENVIRONMENT = ("gpu", "torch", "triton", *DISTRIBUTIONS)
 
 
-def default_path(gpu: str) -> Path:
-    """chapters/data/gdn_<gpu>.json: "NVIDIA H200" -> gdn_h200.json."""
+def default_path(gpu: str, operator: str) -> Path:
+    """chapters/data/<operator>_<gpu>.json: "NVIDIA H200", "gdn" -> gdn_h200.json."""
     slug = re.sub(r"[^a-z0-9]+", "_", gpu.lower().removeprefix("nvidia")).strip("_")
-    return DATA / f"gdn_{slug}.json"
+    return DATA / f"{operator}_{slug}.json"
 
 
 def new(gpu: str, rates: tuple[float, float]) -> dict:
@@ -69,7 +69,8 @@ def _key(row: dict) -> tuple:
 
 def _order(row: dict) -> tuple:
     cases = [*CASES, SCALING]
-    whats = [*ALL_CALLS, *(f"stage:{name}" for name in ALL_STAGES), *SCALING_FORMS]
+    stages = STAGES[CASES[row["case"]].operator] if row["case"] in CASES else ()
+    whats = [*ALL_CALLS, *(f"stage:{name}" for name in stages), *SCALING_FORMS]
 
     def place(names, name):
         names = list(names)

@@ -5,19 +5,20 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from benchmarks import forms, measure
-from benchmarks.adapters import LIBRARIES
+from benchmarks.adapters import makers
 from benchmarks.cases import (
-    ALL_STAGES,
     CHUNK,
+    SAFE_STAGES,
     SCALING_FORMS,
     SCALING_T,
+    STAGES,
     TRAINING,
     Case,
     scaling_case,
     work,
 )
 
-OURS = "linattn_edu"
+OURS, OURS_SAFE = "linattn_edu", "linattn_edu_safe"
 SLOW_MS = 1000.0  # a form that takes longer is not tried on a longer sequence
 Rows = Iterator[tuple[dict | None, str]]
 
@@ -71,13 +72,13 @@ def make_row(case: Case, library: str, what: str, ms: float, rates: tuple, **mor
 
 
 def label(case: Case, library: str, what: str) -> str:
-    return f"{case.name:11s} {library:11s} {what:19s}"
+    return f"{case.name:11s} {library:16s} {what:20s}"
 
 
 def line_of(row: dict) -> str:
     """A row as a line of text."""
     what = f"{row['what']} T={row['T']}" if "T" in row else row["what"]
-    text = f"{row['case']:11s} {row['library']:11s} {what:19s}"
+    text = f"{row['case']:11s} {row['library']:16s} {what:20s}"
     text += f" {row['ms']:9.4f} ms  floor {row['floor_ms']:7.4f}"
     errors = {key: x for key, x in row.items() if key.startswith("error")}
     text += "".join(f"  {key.replace('error_', '')} {x:.2e}" for key, x in errors.items())
@@ -90,7 +91,8 @@ def call_rows(
 ) -> Rows:  # fmt: skip
     """One call, a forward pass say, of every library that has it."""
     steps = steps or Steps()
-    libraries = [x for x in libraries if x in LIBRARIES[what]]
+    adapters = makers(case, what)
+    libraries = [x for x in libraries if x in adapters]
     libraries = [x for x in libraries if steps.begin(case.name, what, x)]
     if not libraries:
         return
@@ -99,7 +101,7 @@ def call_rows(
     call = measure.prepare(what, i)
     for library in libraries:
         try:
-            f = LIBRARIES[what][library]()
+            f = adapters[library]()
             errors = _errors(what, f, i, oracle)
             if bad := [name for name, x in errors.items() if x == math.inf]:
                 raise ArithmeticError(f"NaN or inf in what is compared: {', '.join(bad)}")
@@ -128,21 +130,31 @@ def _errors(what: str, f, i, oracle) -> dict[str, float]:
 def stage_rows(case: Case, rates: tuple, device: str = "cuda", steps: Steps | None = None) -> Rows:
     """Every stage of every set, and the recurrence."""
     steps, arguments = steps or Steps(), None
-    for name in ALL_STAGES:
+    for name, library in staged(case):
         what = f"stage:{name}"
-        if not steps.begin(case.name, what, OURS):
+        if not steps.begin(case.name, what, library):
             continue
         try:
-            arguments = arguments or forms.StageArguments(measure.inputs(case, device), CHUNK)
-            call = forms.stage_call(arguments, name)
+            arguments = arguments or forms.stage_arguments(measure.inputs(case, device), CHUNK)
+            call = forms.stage_call(arguments, name, safe=library == OURS_SAFE)
             call()
             ms = measure.time_ms(call)
         except Exception as e:
             check_device(e)
-            yield None, f"{label(case, OURS, what)} -- {why(e)}"
+            yield None, f"{label(case, library, what)} -- {why(e)}"
             continue
-        row = make_row(case, OURS, what, ms, rates)
+        row = make_row(case, library, what, ms, rates)
         yield row, line_of(row)
+
+
+def staged(case: Case) -> list[tuple[str, str]]:
+    """The stages of a case that are timed, each with the library it is part of."""
+    return [
+        (name, library)
+        for name in STAGES.get(case.op, ())
+        for library in (OURS, OURS_SAFE)
+        if library == OURS or name in SAFE_STAGES.get(case.op, ())
+    ]
 
 
 def scaling_rows(

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 
 from benchmarks import measure, results
-from benchmarks.adapters import LIBRARIES
-from benchmarks.cases import ALL_CALLS, ALL_STAGES, CALLS, SCALING, SCALING_FORMS, SCALING_T, Case
+from benchmarks.adapters import makers
+from benchmarks.cases import ALL_CALLS, CALLS, SCALING, SCALING_FORMS, SCALING_T, STAGES, Case
 from benchmarks.first_call import FirstCall, first_calls
 from benchmarks.progress import Progress
 from benchmarks.rows import (
@@ -21,6 +21,7 @@ from benchmarks.rows import (
     label,
     scaling_rows,
     stage_rows,
+    staged,
 )
 
 PARTS = ("calls", "stages", "scaling", "first_call")
@@ -58,10 +59,10 @@ def run(
     if record.old and results.differences(record.old, data):
         print(f"{out} will be replaced: {', '.join(results.differences(record.old, data))}")
     timed = {c: [x for x in CALLS[c.op] if x in calls] for c in cases if "calls" in parts}
-    staged = [c for c in cases if c.op == "gdn" and "stages" in parts]
+    in_stages = [c for c in cases if c.op in STAGES and "stages" in parts]
     fresh = [] if begun is not None else _fresh(cases, libraries, parts, calls, jobs)
-    total = len(fresh) + len(staged) * len(ALL_STAGES)
-    total += sum(x in LIBRARIES[what] for c in timed for what in timed[c] for x in libraries)
+    total = len(fresh) + sum(len(staged(c)) for c in in_stages)
+    total += sum(x in makers(c, what) for c in timed for what in timed[c] for x in libraries)
     total += ("scaling" in parts) * len(SCALING_T) * len(SCALING_FORMS)
     progress = Progress(total)
 
@@ -91,7 +92,7 @@ def run(
                 for case in cases:
                     for what in timed.get(case, ()):
                         collect(call_rows(case, what, libraries, rates, steps=steps), case.name)
-                    if case in staged:
+                    if case in in_stages:
                         collect(stage_rows(case, rates, steps=steps), case.name)
                 if "scaling" in parts:
                     collect(scaling_rows(rates, steps=steps), SCALING)
@@ -112,12 +113,12 @@ def _fresh(
     fresh = []
     for case in cases:
         for library in libraries:
-            whats = tuple(x for x in CALLS[case.op] if x in calls and library in LIBRARIES[x])
-            stages = library == OURS and case.op == "gdn" and "stages" in parts
+            whats = tuple(x for x in CALLS[case.op] if x in calls and library in makers(case, x))
+            stages = library == OURS and case.op in STAGES and "stages" in parts
             if "first_call" in parts:
                 fresh += [FirstCall(library, case, (what,)) for what in whats]
             elif jobs > 1 and whats and "calls" in parts:
                 fresh.append(FirstCall(library, case, whats))
             if stages and jobs > 1:
                 fresh.append(FirstCall(library, case, ("stages",)))
-    return sorted(fresh, key=lambda item: item.library == OURS)  # the slow ones first
+    return sorted(fresh, key=lambda item: item.library.startswith(OURS))  # the slow ones first

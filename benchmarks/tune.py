@@ -1,11 +1,12 @@
 """The tuner: searches the rows of the kernels' tables, kernel by kernel and case by case.
 
-    python -m benchmarks.tune [KERNEL...] [--cases CASE...] [--out rows.json]
+    python -m benchmarks.tune [KERNEL...] [--cases CASE...] [--jobs 12] [--out rows.json]
 
-Each candidate is first compared with the float64 reference stage on a small shape, several worker
-processes at a time, then timed alone on the shapes of the case. A bad kernel can end the GPU's
-context or never return: then its worker is gone, the candidate is listed as bad, and a new worker
-goes on with the next one. The best rows are printed; the tables are edited by hand.
+A kernel that serves several operators is tuned for that of the case: of KDA, with a gate for each
+channel. Each candidate is first compared with the float64 reference stage on a small shape,
+several worker processes at a time, then timed alone on the shapes of the case. A bad kernel can end
+the GPU's context or never return: then its worker is gone, the candidate is listed as bad, and a
+new worker goes on with the next one. The best rows are printed; the tables are edited by hand.
 """
 
 import argparse
@@ -23,7 +24,7 @@ from importlib import import_module
 from pathlib import Path
 
 from benchmarks import results
-from benchmarks.cases import CHUNK, Case, select
+from benchmarks.cases import CHUNK, SAFE_BOUND, Case, select
 from benchmarks.progress import Progress
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -45,38 +46,58 @@ class Place:
     sizes: tuple[int, ...] = (32, 64, 128)
     warps: tuple[int, ...] = (1, 2, 4, 8)
     stages: tuple[int, ...] = (1, 2, 3)
+    ops: tuple[str, ...] = ("gdn",)  # of the cases it is tuned on
+    inner: bool = False  # whether there is a loop inside that over K, which may be pipelined
+    options: tuple[tuple[str, float], ...] = ()  # keyword arguments of the stage
 
 
+_BOTH = ("gdn", "kda")
 _SCAN = {"sizes": (16, 32, 64, 128), "warps": (2, 4, 8), "stages": (1, 2, 3, 4)}
 _CONSTANT = {"warps": (), "stages": ()}
+_CHANNELS = {"tiles": (("BD",),), "sizes": (16, 32, 64, 128, 256), "ops": ("kda",), **_CONSTANT}
+_PAIRS = {
+    "tiles": (("BK",),), "sizes": (16, 32, 64, 128), "warps": (2, 4, 8), "ops": ("kda",),
+    "inner": True,
+}  # fmt: skip
+_ADJOINT = {"tiles": (("BK",), ("BV",)), "warps": (4, 8), "ops": ("kda",)}
 PLACES = {
     "gate_cumsum": Place(
         "gate_cumsum", "gate_cumsum", "BH", (("BH",),), (4, 8, 16, 32, 64), **_CONSTANT
     ),
     "solve": Place("solve", "solve", tiles=(("BK",),)),
-    "wy": Place("wy", "wy", tiles=(("BK", "BV"),), stages=(1, 2)),
-    "state": Place("state", "state", **_SCAN),
-    "output": Place("output", "output", tiles=(("BK",), ("BV",)), warps=(2, 4, 8)),
+    "wy": Place("wy", "wy", tiles=(("BK", "BV"),), ops=_BOTH),
+    "state": Place("state", "state", ops=_BOTH, **_SCAN),
+    "output": Place("output", "output", tiles=(("BK",), ("BV",)), warps=(2, 4, 8), ops=_BOTH),
     "scores": Place("intra", "fused", "SCORES_CONFIGS", (("BK",),)),
     "resolvent": Place("intra", "fused", "RESOLVENT_CONFIGS", (("BK",),)),
     "scan": Place("scan", "fused", "SCAN_CONFIGS", **_SCAN),
     "output_bwd": Place("output_bwd", "output_bwd", tiles=(("BK",), ("BV",)), warps=(4, 8)),
-    "state_bwd": Place("state_bwd", "state_bwd", **_SCAN),
+    "state_bwd": Place("state_bwd", "state_bwd", ops=_BOTH, **_SCAN),
     "wy_bwd": Place("wy_bwd", "wy_bwd", tiles=(("BK",), ("BV",)), warps=(4, 8)),
     "recurrent": Place("recurrent", "recurrent", "BV", sizes=(8, 16, 32, 64, 128), **_CONSTANT),
+    "gate_cumsum_channels": Place("gate_cumsum", "gate_cumsum", "BD", **_CHANNELS),
+    "gate_bwd_channels": Place("gate_bwd", "gate_bwd", "BD", **_CHANNELS),
+    "kda_intra": Place("kda_intra", "kda_intra", **_PAIRS),
+    "kda_intra_safe": Place(
+        "kda_intra", "kda_intra", options=(("lower_bound", SAFE_BOUND),), **_PAIRS
+    ),
+    "solve_tril": Place("kda_intra", "solve", tiles=(), stages=(1,), ops=("kda",)),
+    "kda_output_bwd": Place("kda_output_bwd", "kda_bwd", **_ADJOINT),
+    "kda_wy_bwd": Place("kda_wy_bwd", "kda_bwd", **_ADJOINT),
+    "kda_intra_bwd": Place("kda_intra_bwd", "kda_intra_bwd", **_PAIRS | {"warps": (4, 8)}),
 }
 
 
 def candidates(kernel: str, case: Case) -> Iterator[dict[str, int]]:
     """The rows tried for a kernel on a case."""
     place = PLACES[kernel]
-    widths = {"BK": case.K, "BV": case.V, "BH": max(16, case.HV)}
+    widths = {"BK": case.K, "BV": case.V, "BH": max(16, case.HV), "BD": case.HV * case.K}
     for tiles in itertools.product(place.sizes, repeat=len(place.tiles)):
         sizes = {n: x for names, x in zip(place.tiles, tiles, strict=True) for n in names}
         if any(x > widths[name] for name, x in sizes.items()):
             continue
         # a loop over K that runs once has nothing to pipeline
-        once = sizes.get("BK", 0) >= case.K
+        once = sizes.get("BK", 0) >= case.K and not place.inner
         for warps, stages in itertools.product(place.warps or (0,), place.stages or (0,)):
             if once and stages > 1:
                 continue
@@ -115,15 +136,16 @@ class Worker:
     """Runs candidates; keeps the arguments of the case that it was last asked for."""
 
     def __init__(self, device: str = "cuda"):
-        self.device, self.key, self.arguments = device, None, {}
+        self.device, self.key, self.arguments, self.wanted = device, None, {}, {}
 
     def run(self, kernel: str, case: Case, row: dict[str, int], timed: bool) -> dict:
         """{"error": ...} against the reference, or {"ms": ...}."""
         from benchmarks.forms import stage_function
         from linattn_edu.kernels import tiles
 
-        stage = PLACES[kernel].stage
+        stage, options = PLACES[kernel].stage, dict(PLACES[kernel].options)
         args, kwargs = self._arguments(case, timed)[stage]
+        kwargs = kwargs | options
         generation, _ = tiles.device_of(args[0])
         f = stage_function(stage, "triton")
         with installed(kernel, case, row, generation):
@@ -133,17 +155,14 @@ class Worker:
             return {"error": self._error(stage, got, args, kwargs)}
 
     def _arguments(self, case: Case, timed: bool) -> dict[str, tuple]:
-        from benchmarks.forms import StageArguments
-        from benchmarks.measure import DTYPES
-        from linattn_edu.testing import gdn_inputs
+        from benchmarks.forms import stage_arguments
+        from benchmarks.measure import drawn
 
         if self.key != (case, timed):
-            self.arguments = {}  # so that the memory is free before more is taken
-            shape = case.shape if timed else small(case).shape
-            dtype = DTYPES[case.size]
-            i = gdn_inputs(*shape, dtype=dtype, device=self.device, initial_state=True)
+            self.arguments, self.wanted = {}, {}  # the memory is free before more is taken
+            i = drawn(case if timed else small(case), self.device, initial_state=True)
             impl = "triton" if timed else "reference"
-            self.key, self.arguments = (case, timed), StageArguments(i, CHUNK, impl)
+            self.key, self.arguments = (case, timed), stage_arguments(i, CHUNK, impl)
         return self.arguments
 
     def _error(self, stage: str, got: object, args: tuple, kwargs: dict) -> float:
@@ -156,10 +175,11 @@ class Worker:
         def double(x):
             return x.double() if isinstance(x, torch.Tensor) else x
 
-        want = stage_function(stage, "reference")(
-            *map(double, args), **{name: double(x) for name, x in kwargs.items()}
-        )
-        got, want = ((x,) if isinstance(x, torch.Tensor) else x for x in (got, want))
+        if stage not in self.wanted:
+            self.wanted[stage] = stage_function(stage, "reference")(
+                *map(double, args), **{name: double(x) for name, x in kwargs.items()}
+            )
+        got, want = ((x,) if isinstance(x, torch.Tensor) else x for x in (got, self.wanted[stage]))
         pairs = [(x, y) for x, y in zip(got, want, strict=True) if y is not None]
         return max(relative_rms(x, y) for x, y in pairs)
 
@@ -170,8 +190,8 @@ class Worker:
 
 
 def copy(x):
-    """x, a copy of it if it is a tensor."""
-    return x.clone() if hasattr(x, "clone") else x
+    """x, a copy of it if it is a tensor; whole, as the kernels want it."""
+    return x.contiguous().clone() if hasattr(x, "clone") else x
 
 
 def small(case: Case) -> Case:
@@ -265,6 +285,7 @@ def search(kernels: list[str], cases: list[Case], jobs: int) -> list[dict]:
         {"kernel": kernel, "case": vars(case), "row": row}
         for case in cases
         for kernel in kernels
+        if case.op in PLACES[kernel].ops
         for row in candidates(kernel, case)
     ]
     for n, item in enumerate(items):
@@ -283,7 +304,7 @@ def search(kernels: list[str], cases: list[Case], jobs: int) -> list[dict]:
 
 def line_of(item: dict) -> str:
     row = " ".join(f"{name}={x}" for name, x in item["row"].items())
-    text = f"{item['case']['name']:10s} {item['kernel']:11s} {row:42s}"
+    text = f"{item['case']['name']:10s} {item['kernel']:20s} {row:42s}"
     text += f" {item['ms']:.4f} ms" if "ms" in item else ""
     text += f" error {item['error']:.1e}" if "error" in item else ""
     return text + (f" -- {item['failed']}" if "failed" in item else "")
@@ -323,7 +344,7 @@ def main(argv: list[str] | None = None) -> int:
         work(json.load(sys.stdin), args.worker == "time")
         return 0
     try:
-        cases = [case for case in select(args.cases) if case.op == "gdn"]
+        cases = [case for case in select(args.cases) if case.op == case.operator]
     except ValueError as error:
         return fail(str(error))
     if unknown := [name for name in args.kernels if name not in PLACES]:
@@ -332,7 +353,8 @@ def main(argv: list[str] | None = None) -> int:
     cases = [replace(case, size=4 if args.dtype == "float32" else 2) for case in cases]
     if args.list:
         for case, kernel in itertools.product(cases, kernels):
-            print(f"{case.name:10s} {kernel:11s} {len(list(candidates(kernel, case))):4d}")
+            if case.op in PLACES[kernel].ops:
+                print(f"{case.name:10s} {kernel:20s} {len(list(candidates(kernel, case))):4d}")
         return 0
     from benchmarks.measure import usable_gpu
 

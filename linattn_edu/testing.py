@@ -57,7 +57,10 @@ def verdict(name: str, x: Tensor, ref: Tensor, tol: float) -> None:
 
 @dataclass
 class GDNInputs:
-    """Arguments of the gated delta rule, with q and k of unit length."""
+    """Arguments of the gated delta rule, with q and k of unit length.
+
+    With a gate for each channel, g is [B, T, HV, K]: Kimi Delta Attention.
+    """
 
     q: Tensor
     k: Tensor
@@ -104,6 +107,48 @@ def gdn_inputs(
     g = -1e4 at one token in eight; "closed" is g = -1e4 everywhere. g is float32 (float64 if
     dtype is), the others are of `dtype`, the initial state float32 or float64.
     """
+    kinds = ("trained", "none", "reset", "closed")
+    if gate not in kinds:
+        raise ValueError(f"gate must be 'trained', 'none', 'reset' or 'closed', got {gate!r}")
+    return _inputs((B, T, H, HV, K, V), (), dtype, device, seed, initial_state, gate)
+
+
+def kda_inputs(
+    B: int,
+    T: int,
+    H: int,
+    HV: int,
+    K: int,
+    V: int,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+    initial_state: bool = False,
+    gate: str = "trained",
+) -> GDNInputs:
+    """As gdn_inputs with a gate for each channel, g [B, T, HV, K].
+
+    gate: "reset" is g = -1e4 at one in eight of all tokens and channels; "safe" is
+    g = -5 sigmoid(4 normal), between -5 and 0 and often near either.
+    """
+    kinds = ("trained", "none", "reset", "closed", "safe")
+    if gate not in kinds:
+        raise ValueError(f"gate must be one of {', '.join(map(repr, kinds))}, got {gate!r}")
+    return _inputs((B, T, H, HV, K, V), (K,), dtype, device, seed, initial_state, gate)
+
+
+def _inputs(
+    shape: tuple[int, ...],
+    channels: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device | str,
+    seed: int,
+    initial_state: bool,
+    gate: str,
+) -> GDNInputs:
+    """Inputs whose g is [B, T, HV, *channels]."""
+    B, T, H, HV, K, V = shape
     generator = torch.Generator(device=device).manual_seed(seed)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
 
@@ -115,16 +160,18 @@ def gdn_inputs(
 
     q, k = (F.normalize(randn(B, T, H, K), dim=-1).to(dtype) for _ in range(2))
     v, beta = randn(B, T, HV, V).to(dtype), torch.sigmoid(randn(B, T, HV)).to(dtype)
-    g = -torch.exp(rand(HV) * math.log(4.0)) * F.softplus(randn(B, T, HV) - 4)
-    reset = rand(B, T, HV)
+    rate = torch.exp(rand(HV) * math.log(4.0)).view(HV, *(1 for _ in channels))
+    x = randn(B, T, HV, *channels)
+    g = -rate * F.softplus(x - 4)
+    reset = rand(B, T, HV, *channels)
     if gate == "none":
         g = torch.zeros_like(g)
     elif gate == "closed":
         g = torch.full_like(g, -1e4)
     elif gate == "reset":
         g = torch.where(reset < 0.125, -1e4, g)
-    elif gate != "trained":
-        raise ValueError(f"gate must be 'trained', 'none', 'reset' or 'closed', got {gate!r}")
+    elif gate == "safe":
+        g = -5 * torch.sigmoid(4 * x)
     h0 = randn(B, HV, K, V) if initial_state else None
     return GDNInputs(q, k, v, g, beta, h0)
 

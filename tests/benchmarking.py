@@ -18,6 +18,8 @@ from benchmarks.cases import CASES, Case, scaling_case, work
 TINY = Case("tiny", "gdn", 2, 7, 1, 2, 3, 2)
 SMALL = Case("gdn_train", "gdn", 1, 80, 1, 2, 16, 16)
 DECODE = Case("gdn_decode", "gdn_decode", 3, 1, 2, 4, 16, 8)
+KDA_SMALL = Case("kda_train", "kda", 1, 80, 1, 2, 16, 16)
+KDA_DECODE = Case("kda_decode", "kda_decode", 3, 1, 2, 4, 16, 8)
 RATES = (4.3e12, 790e12)
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this is about no GPU")
 

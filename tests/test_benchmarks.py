@@ -7,27 +7,39 @@ import xml.etree.ElementTree as ET
 
 import pytest
 import torch
-from benchmarking import DECODE, SMALL, TINY, module, needs_no_gpu, some, some_row
+from benchmarking import (
+    DECODE,
+    KDA_DECODE,
+    KDA_SMALL,
+    SMALL,
+    TINY,
+    module,
+    needs_no_gpu,
+    some,
+    some_row,
+)
 from scalar_forms import Adjoints, Scalars
 
 from benchmarks import forms, measure, plot, results
 from benchmarks.cases import (
     ALL_CALLS,
-    ALL_STAGES,
     AWAITED,
     CALLS,
     CASES,
     SCALING_T,
+    STAGES,
     Case,
     scaling_case,
     select,
     work,
 )
 from benchmarks.progress import Progress
+from linattn_edu import chunk_kda
 from linattn_edu.reference.delta.recurrent import recurrent, recurrent_bwd
 from linattn_edu.testing import gdn_inputs, relative_rms
 
 CHUNK = 4
+SAFE = ("linattn_edu_safe", "fla_safe")
 
 
 # ---- the registry
@@ -40,6 +52,10 @@ def test_the_cases_are_those_that_the_peers_are_measured_on():
         "gdn_long": (1, 32768, 4, 4, 128, 128),
         "gdn_d64": (8, 4096, 32, 32, 64, 64),
         "gdn_decode": (128, 1, 16, 32, 128, 128),
+        "kda_train": (8, 4096, 16, 16, 128, 128),
+        "kda_kimi": (1, 32768, 32, 32, 128, 128),
+        "kda_long": (1, 32768, 4, 4, 128, 128),
+        "kda_decode": (128, 1, 32, 32, 128, 128),
     }
     assert SCALING_T == (256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
     assert scaling_case(512).shape == (1, 512, 16, 16, 128, 128)
@@ -48,41 +64,52 @@ def test_the_cases_are_those_that_the_peers_are_measured_on():
 def test_select():
     assert [c.name for c in select([])] == list(CASES)
     assert [c.name for c in select(["gdn_l", "gdn_train"])] == ["gdn_train", "gdn_long"]
-    with pytest.raises(ValueError, match="'kda'"):
-        select(["kda"])
+    assert [c.name for c in select(["kda"])] == ["kda_train", "kda_kimi", "kda_long", "kda_decode"]
+    with pytest.raises(ValueError, match="'kdb'"):
+        select(["kdb"])
 
 
 def nbytes(*values) -> int:
     return sum(x.numel() * x.element_size() for x in values if isinstance(x, torch.Tensor))
 
 
-@pytest.mark.parametrize("stage", ALL_STAGES)
-def test_bytes_of_a_stage_are_those_of_its_tensors(stage):
-    i = gdn_inputs(*SMALL.shape, dtype=torch.bfloat16)
-    args, kwargs = forms.StageArguments(i, 16, "reference")[stage]
+@pytest.mark.parametrize(
+    ("case", "stage"), [(case, stage) for case in (SMALL, KDA_SMALL) for stage in STAGES[case.op]]
+)
+def test_bytes_of_a_stage_are_those_of_its_tensors(case, stage):
+    i = measure.inputs(case, "cpu")
+    args, kwargs = forms.stage_arguments(i, 16, "reference")[stage]
     out = forms.stage_function(stage, "reference")(*args, **kwargs)
     out = out if isinstance(out, tuple) else (out,)
-    assert work(SMALL, f"stage:{stage}", 16).bytes == nbytes(*args, *out)
+    moved = nbytes(*args, *out)
+    if case is KDA_SMALL and stage in ("state", "state_bwd"):
+        gc = next(x for x in args if x.shape == i.g.shape and x.dtype == i.g.dtype)
+        moved += nbytes(gc[:, 15::16]) - nbytes(gc)  # of gc the last tokens only
+    assert work(case, f"stage:{stage}", 16).bytes == moved
 
 
-def test_bytes_of_the_forward_pass():
-    i = gdn_inputs(*SMALL.shape, dtype=torch.bfloat16)
+@pytest.mark.parametrize("case", [SMALL, KDA_SMALL])
+def test_bytes_of_the_forward_pass(case):
+    i = measure.inputs(case, "cpu")
     moved = nbytes(*i.asdict().values()) + nbytes(i.v)  # o has the shape of v
-    assert work(SMALL, "forward").bytes == moved
-    assert work(SMALL, "quadratic").bytes == moved
+    assert work(case, "forward").bytes == moved
+    if case is SMALL:
+        assert work(case, "quadratic").bytes == moved
 
 
-def test_bytes_of_both_passes_are_those_of_two_calls():
-    i = gdn_inputs(*SMALL.shape, dtype=torch.bfloat16)
+@pytest.mark.parametrize("case", [SMALL, KDA_SMALL])
+def test_bytes_of_both_passes_are_those_of_two_calls(case):
+    i = measure.inputs(case, "cpu")
     inputs = nbytes(*i.asdict().values())
     forward, backward = inputs + nbytes(i.v), inputs + nbytes(i.v) + inputs
-    assert work(SMALL, "forward_backward").bytes == forward + backward
+    assert work(case, "forward_backward").bytes == forward + backward
 
 
+@pytest.mark.parametrize("case", [DECODE, KDA_DECODE])
 @pytest.mark.parametrize("what", ["decode", "decode_inplace"])
-def test_bytes_of_a_decoded_token(what):
-    i = measure.inputs(DECODE, "cpu")
-    assert work(DECODE, what).bytes == nbytes(*i.asdict().values(), i.v, i.initial_state)
+def test_bytes_of_a_decoded_token(case, what):
+    i = measure.inputs(case, "cpu")
+    assert work(case, what).bytes == nbytes(*i.asdict().values(), i.v, i.initial_state)
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +161,7 @@ def test_flops_of_the_adjoints_are_the_multiply_adds_of_the_scalar_form(shape):
     scalars = Adjoints(i, do, CHUNK)
     scalars.run()
     expected = recurrent_bwd(i.q, i.k, i.v, i.g, i.beta, do)
-    for name, gradient in zip(measure.GRADIENTS, expected, strict=False):
+    for name, gradient in zip(("q", "k", "v", "g", "beta"), expected, strict=False):
         assert relative_rms(getattr(scalars, f"d{name}"), gradient) < 1e-12, name
     assert {stage: work(case, f"stage:{stage}", CHUNK).flops for stage in scalars.count} == {
         stage: 2 * n for stage, n in scalars.count.items()
@@ -159,9 +186,11 @@ def test_floor_is_the_larger_time():
     assert w.floor_ms(1e12, math.inf) == pytest.approx(w.bytes / 1e9)
     assert w.floor_ms(math.inf, 1e12) == pytest.approx(w.flops / 1e9)
     known = {"gdn_train": 0.125, "gdn_gva": 0.19, "gdn_long": 0.03, "gdn_d64": 0.125}
+    known |= {"kda_train": 0.19, "kda_kimi": 0.38, "kda_long": 0.047}
     for name, floor in known.items():
         assert work(CASES[name], "forward").floor_ms() == pytest.approx(floor, rel=0.05)
-    assert work(CASES["gdn_decode"], "decode").floor_ms() == pytest.approx(0.125, rel=0.05)
+    for name in ("gdn_decode", "kda_decode"):
+        assert work(CASES[name], "decode").floor_ms() == pytest.approx(0.125, rel=0.05)
 
 
 # ---- forms
@@ -208,6 +237,20 @@ def test_gradient_oracle_is_short_and_knows_each_gradient():
         oracle.errors(lambda i: recurrent(i.q.detach(), i.k, i.v, i.g, i.beta)[0])
 
 
+@pytest.mark.parametrize("case", [KDA_SMALL, KDA_DECODE])
+def test_the_oracles_of_a_gate_for_each_channel(case):
+    i = measure.inputs(case, "cpu")
+    assert i.g.shape == (*i.v.shape[:3], case.K) and i.g.min() >= -5
+    o, state = recurrent(i.q, i.k, i.v, None, i.beta, gk=i.g, initial_state=i.initial_state)
+    oracle = measure.Oracle(i)
+    assert oracle.error(o) < 5e-3 and oracle.state_error(state) < 1e-6
+    if i.initial_state is None:
+        oracle = measure.GradientOracle(case, "cpu")
+        errors = oracle.errors(lambda i: chunk_kda(i.q, i.k, i.v, i.g, i.beta, impl="reference")[0])
+        assert list(errors) == ["error", *(f"error_d{x}" for x in ("q", "k", "v", "g", "beta"))]
+        assert max(errors.values()) < 1e-2
+
+
 def test_a_stage_is_only_stopped_by_those_it_needs(monkeypatch):
     original = forms.stage_function
 
@@ -219,7 +262,7 @@ def test_a_stage_is_only_stopped_by_those_it_needs(monkeypatch):
     monkeypatch.setattr(forms, "stage_function", stage_function)
     arguments = forms.StageArguments(gdn_inputs(*SMALL.shape), 16)
     broken = {}
-    for name in ALL_STAGES:
+    for name in STAGES["gdn"]:
         try:
             forms.stage_call(arguments, name)()
         except RuntimeError as error:
@@ -280,23 +323,29 @@ def test_save_is_whole_or_not_at_all(tmp_path, monkeypatch):
 
 
 def test_default_file_is_named_after_the_gpu():
-    assert results.default_path("NVIDIA H200").name == "gdn_h200.json"
-    assert results.default_path("NVIDIA A100-SXM4-80GB").name == "gdn_a100_sxm4_80gb.json"
+    assert results.default_path("NVIDIA H200", "gdn").name == "gdn_h200.json"
+    assert results.default_path("NVIDIA A100-SXM4-80GB", "kda").name == "kda_a100_sxm4_80gb.json"
 
 
 # ---- figures
 
 
-def made_up() -> dict:
+def made_up(operator: str = "gdn") -> dict:
+    cases = [case for case in CASES.values() if case.operator == operator]
     rows = [
         some_row(case.name, library, what)
-        for case in CASES.values()
+        for case in cases
         for what in CALLS[case.op]
         for library in ("linattn_edu", "fla")
     ]
+    rows += [
+        some_row(case.name, "linattn_edu", f"stage:{s}")
+        for case in cases
+        for s in STAGES.get(case.op, ())
+    ]
+    if operator == "kda":
+        return some(rows + [some_row("kda_train", x, ms=0.4) for x in SAFE])
     rows += [some_row("gdn_train", "flash_qla", ms=0.4)]
-    gdn = [case.name for case in CASES.values() if case.op == "gdn"]
-    rows += [some_row(case, "linattn_edu", f"stage:{s}") for case in gdn for s in ALL_STAGES]
     rows += [{"case": "gdn_gva", "library": "fla", "what": "forward", "first_call_s": 1.0}]
     rows += [
         some_row("gdn_scaling", "linattn_edu", what, T / 1e3, T=T)
@@ -311,13 +360,15 @@ def test_plot(tmp_path, capsys):
     data = tmp_path / "data"
     results.save(data / "gdn_a100.json", made_up() | {"gpu": "NVIDIA A100"})
     results.save(data / "gdn_h200.json", made_up())
+    results.save(data / "kda_h200.json", made_up("kda"))
     texts = []
     for name in ("one", "two"):
         assert plot.main(["--data", str(data), "--out", str(tmp_path / name)]) == 0
         files = sorted((tmp_path / name).iterdir())
         texts.append([file.read_bytes() for file in files])
     names = {"forward", "backward", "roofline", "roofline_backward", "scaling"}
-    assert {p.stem for p in files} == names | {f"{name}_gdn_a100" for name in names}
+    kda = {f"{name}_kda_h200" for name in names - {"scaling"}}
+    assert {p.stem for p in files} == names | kda | {f"{name}_gdn_a100" for name in names}
     assert texts[0] == texts[1]  # no date, no random ids
     for file in files:
         assert ET.parse(file).getroot().tag.endswith("svg")
@@ -347,8 +398,8 @@ def test_list_works_anywhere():
 
 
 def test_a_case_that_waits_for_its_operator_says_so():
-    with pytest.raises(ValueError, match="kda_train waits for chunk_kda"):
-        select(["kda_train"])
+    with pytest.raises(ValueError, match="ssd_long waits for mamba_chunk_scan_combined"):
+        select(["ssd_long"])
 
 
 @needs_no_gpu

@@ -2,19 +2,27 @@
 
 import json
 import os
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from benchmarking import DECODE, RATES, SMALL, needs_no_gpu, stop_the_clock
+from benchmarking import (
+    DECODE,
+    KDA_DECODE,
+    KDA_SMALL,
+    RATES,
+    SMALL,
+    needs_no_gpu,
+    stop_the_clock,
+)
 
 from benchmarks import __main__ as command
 from benchmarks import adapters, first_call, forms, measure, results, rows, run
-from benchmarks.cases import ALL_STAGES, CASES, TRAINING, Case, work
+from benchmarks.cases import CASES, STAGES, TRAINING, Case, work
 from benchmarks.first_call import FirstCall
-from linattn_edu import chunk_gated_delta_rule
-from linattn_edu.reference.delta.recurrent import recurrent
+from linattn_edu import chunk_gated_delta_rule, chunk_kda
 
 
 @pytest.fixture
@@ -23,11 +31,15 @@ def no_clock(monkeypatch):
 
 
 def reference():
-    return lambda i: chunk_gated_delta_rule(i.q, i.k, i.v, i.g, i.beta, impl="reference")[0]
+    def f(i):
+        chunked = chunk_gated_delta_rule if i.g.ndim == 3 else chunk_kda
+        return chunked(i.q, i.k, i.v, i.g, i.beta, impl="reference")[0]
+
+    return f
 
 
 def decode():
-    return lambda i: recurrent(i.q, i.k, i.v, i.g, i.beta, initial_state=i.initial_state)
+    return lambda i: measure.reference(i, initial_state=i.initial_state)
 
 
 def decode_inplace():
@@ -41,10 +53,12 @@ def decode_inplace():
 @pytest.fixture
 def stand_ins(monkeypatch):
     """Adapters that need no GPU and no other library."""
-    monkeypatch.setitem(adapters.LIBRARIES, "forward", {"linattn_edu": reference})
-    monkeypatch.setitem(adapters.LIBRARIES, TRAINING, {"linattn_edu": reference, "fla": reference})
-    monkeypatch.setitem(adapters.LIBRARIES, "decode", {"linattn_edu": decode})
-    monkeypatch.setitem(adapters.LIBRARIES, "decode_inplace", {"linattn_edu": decode_inplace})
+    both = {"linattn_edu": reference, "fla": reference}
+    chunked = {"forward": {"linattn_edu": reference}, TRAINING: both}
+    token = {"decode": {"linattn_edu": decode}, "decode_inplace": {"linattn_edu": decode_inplace}}
+    for operator in ("gdn", "kda"):
+        monkeypatch.setitem(adapters.LIBRARIES, operator, chunked)
+        monkeypatch.setitem(adapters.LIBRARIES, f"{operator}_decode", token)
 
 
 # ---- rows
@@ -53,22 +67,50 @@ def stand_ins(monkeypatch):
 def test_every_call_of_a_case_has_adapters():
     for case in CASES.values():
         for what in run.CALLS[case.op]:
-            assert "linattn_edu" in adapters.LIBRARIES[what]
-    assert adapters.NAMES == ("linattn_edu", "fla", "flash_qla")
+            made = adapters.makers(case, what)
+            assert "linattn_edu" in made and set(made) <= set(adapters.NAMES)
+    every = ("linattn_edu", "linattn_edu_safe", "fla", "fla_safe")
+    assert tuple(adapters.makers(CASES["kda_kimi"], TRAINING)) == every
 
 
-def test_forward_rows(no_clock):
-    ((row, line),) = rows.call_rows(SMALL, "forward", ["linattn_edu"], RATES, "cpu")
-    assert (row["case"], row["what"]) == ("gdn_train", "forward")
+@pytest.mark.parametrize(
+    ("case", "library"),
+    [(SMALL, "linattn_edu"), (KDA_SMALL, "linattn_edu"), (KDA_SMALL, "linattn_edu_safe")],
+)
+def test_forward_rows(case, library, no_clock):
+    ((row, line),) = rows.call_rows(case, "forward", [library], RATES, "cpu")
+    assert (row["case"], row["what"]) == (case.name, "forward")
     assert (row["ms"], row["peak_mib"]) == (0.25, 3.0)
     assert 0 < row["error"] < 5e-3
-    assert row["bytes"] == work(SMALL, "forward").bytes
+    assert row["bytes"] == work(case, "forward").bytes
     assert "0.2500 ms" in line and "error" in line
 
 
-def test_training_rows(no_clock, stand_ins):
+@pytest.mark.parametrize("safe", [False, True])
+def test_every_library_of_kda_is_called_alike(safe, monkeypatch):
+    """The other library stands in: fla cannot run here."""
+    import linattn_edu
+
+    seen = []
+    stand_in = SimpleNamespace(chunk_kda=lambda *a, **k: seen.append((a, k)) or ("o", None))
+    for name in ("fla", "fla.ops"):
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "fla.ops.kda", stand_in)
+    monkeypatch.setattr(linattn_edu, "chunk_kda", stand_in.chunk_kda)
+    i = measure.inputs(KDA_SMALL, "cpu")
+    made = adapters.makers(KDA_SMALL, "forward")
+    for library in ("linattn_edu", "fla"):
+        assert made[f"{library}_safe" if safe else library]()(i) == "o"
+    (ours, options), (theirs, given) = seen
+    assert all(x is y for x, y in zip(ours, theirs, strict=True))
+    assert options == given | {"impl": "triton"}
+    assert given == ({"safe_gate": True, "lower_bound": -5.0} if safe else {})
+
+
+@pytest.mark.parametrize("case", [SMALL, KDA_SMALL])
+def test_training_rows(case, no_clock, stand_ins):
     with torch.no_grad():  # as in a run
-        got = list(rows.call_rows(SMALL, TRAINING, ["linattn_edu", "flash_qla"], RATES, "cpu"))
+        got = list(rows.call_rows(case, TRAINING, ["linattn_edu", "flash_qla"], RATES, "cpu"))
     ((row, line),) = got
     assert (row["what"], row["library"], row["peak_mib"]) == (TRAINING, "linattn_edu", 3.0)
     errors = {key: x for key, x in row.items() if key.startswith("error_d")}
@@ -87,12 +129,19 @@ def test_a_training_step_starts_without_gradients():
     assert all(x.is_leaf for x in (step.i.q, step.i.g, step.i.beta))
 
 
+@pytest.mark.parametrize("case", [DECODE, KDA_DECODE])
 @pytest.mark.parametrize("what", ["decode", "decode_inplace"])
-def test_decode_rows(what, no_clock, stand_ins):
-    inputs = measure.inputs(DECODE, "cpu")
-    ((row, _),) = rows.call_rows(DECODE, what, ["linattn_edu", "flash_qla"], RATES, "cpu")
+def test_decode_rows(case, what, no_clock, stand_ins):
+    inputs = measure.inputs(case, "cpu")
+    ((row, _),) = rows.call_rows(case, what, ["linattn_edu", "flash_qla"], RATES, "cpu")
     assert row["error"] < 5e-3 and row["error_state"] < 1e-6
-    assert torch.equal(inputs.initial_state, measure.inputs(DECODE, "cpu").initial_state)
+    assert torch.equal(inputs.initial_state, measure.inputs(case, "cpu").initial_state)
+
+
+@pytest.mark.parametrize("what", ["decode", "decode_inplace"])
+def test_the_kernel_decodes_a_token_of_kda(what, no_clock):
+    ((row, _),) = rows.call_rows(KDA_DECODE, what, ["linattn_edu"], RATES, "cpu")
+    assert row["error"] < 5e-3 and row["error_state"] < 1e-6
 
 
 def test_a_library_that_fails_says_why_and_leaves_no_row(no_clock, monkeypatch):
@@ -104,7 +153,7 @@ def test_a_library_that_fails_says_why_and_leaves_no_row(no_clock, monkeypatch):
         "flash_qla": lambda: lambda i: torch.full_like(i.v, torch.nan),
         "linattn_edu": adapters.linattn_edu,
     }
-    monkeypatch.setitem(adapters.LIBRARIES, "forward", makers)
+    monkeypatch.setitem(adapters.LIBRARIES["gdn"], "forward", makers)
     out = list(rows.call_rows(SMALL, "forward", list(makers), RATES, "cpu"))
     assert [row is not None for row, _ in out] == [False, False, True]
     assert "No module named 'fla'" in out[0][1] and "NaN" in out[1][1]
@@ -121,7 +170,7 @@ def test_a_backward_pass_that_fails_leaves_the_others(no_clock, monkeypatch):
             raise NotImplementedError("no backward pass")
 
     makers = {"fla": lambda: lambda i: Broken.apply(i.v), "linattn_edu": reference}
-    monkeypatch.setitem(adapters.LIBRARIES, TRAINING, makers)
+    monkeypatch.setitem(adapters.LIBRARIES["gdn"], TRAINING, makers)
     out = list(rows.call_rows(SMALL, TRAINING, list(makers), RATES, "cpu"))
     assert [row is not None for row, _ in out] == [False, True]
     assert "no backward pass" in out[0][1]
@@ -133,15 +182,20 @@ def test_a_lost_context_stops_the_process(said, no_clock, monkeypatch):
         monkeypatch.setattr(measure, "synchronize", lambda: 1 / 0)  # fails as all that follows
         raise RuntimeError(said)
 
-    monkeypatch.setitem(adapters.LIBRARIES, "forward", {"fla": lambda: f})
+    monkeypatch.setitem(adapters.LIBRARIES["gdn"], "forward", {"fla": lambda: f})
     with pytest.raises(rows.DeviceLost):
         list(rows.call_rows(SMALL, "forward", ["fla"], RATES, "cpu"))
 
 
-def test_stage_rows(no_clock):
-    got = [row for row, _ in rows.stage_rows(SMALL, RATES, "cpu")]
-    assert [row["what"] for row in got] == [f"stage:{name}" for name in ALL_STAGES]
-    assert all(row["library"] == "linattn_edu" and row["ms"] == 0.25 for row in got)
+@pytest.mark.parametrize("case", [SMALL, KDA_SMALL])
+def test_stage_rows(case, no_clock):
+    got = [row for row, _ in rows.stage_rows(case, RATES, "cpu")]
+    expected = [(f"stage:{name}", "linattn_edu") for name in STAGES[case.op]]
+    if case is KDA_SMALL:
+        expected.insert(2, ("stage:kda_intra", "linattn_edu_safe"))
+    assert [(row["what"], row["library"]) for row in got] == expected
+    assert all(row["ms"] == 0.25 for row in got)
+    assert [*rows.stage_rows(KDA_DECODE, RATES, "cpu")] == []
 
 
 def test_stage_rows_without_a_kernel(no_clock, monkeypatch):
@@ -154,7 +208,7 @@ def test_stage_rows_without_a_kernel(no_clock, monkeypatch):
 
     monkeypatch.setattr(forms, "stage_function", stage_function)
     got = list(rows.stage_rows(SMALL, RATES, "cpu"))
-    missing = {name for name, (row, _) in zip(ALL_STAGES, got, strict=True) if row is None}
+    missing = {name for name, (row, _) in zip(STAGES["gdn"], got, strict=True) if row is None}
     assert missing == {"output_bwd", "state_bwd", "wy_bwd", "gate_bwd"}
 
 
@@ -213,7 +267,7 @@ def test_a_run_is_saved_row_by_row(on_the_cpu, monkeypatch, tmp_path):
     )
     parts = ("calls", "stages")
     assert run.run([SMALL], ["linattn_edu"], tmp_path / "x.json", parts=parts) == 0
-    assert seen == list(range(1, 3 + len(ALL_STAGES)))
+    assert seen == list(range(1, 3 + len(STAGES["gdn"])))
 
 
 def test_after_a_lost_context_another_process_goes_on(on_the_cpu, monkeypatch, tmp_path):
@@ -221,7 +275,7 @@ def test_after_a_lost_context_another_process_goes_on(on_the_cpu, monkeypatch, t
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     makers = {"linattn_edu": lambda: f, "fla": reference}
-    monkeypatch.setitem(adapters.LIBRARIES, "forward", makers)
+    monkeypatch.setitem(adapters.LIBRARIES["gdn"], "forward", makers)
     out, libraries = tmp_path / "x.json", ["linattn_edu", "fla"]
     options = {"parts": ("calls",), "jobs": 3}
 
@@ -261,6 +315,28 @@ def test_the_parts_of_a_run(given, parts, monkeypatch, tmp_path):
     assert args.begun == [["gdn_decode", "decode", "fla"]] and args.cases == ["gdn_decode"]
 
 
+def test_each_operator_has_its_file(monkeypatch, tmp_path):
+    seen, calls = [], []
+
+    def one(cases, libraries, out, **options):
+        seen.append(({case.operator for case in cases}, out.name, options))
+        return 1 if options["begun"] is None and out.name == "kda_h200.json" else 0
+
+    monkeypatch.setattr(results, "DATA", tmp_path)
+    monkeypatch.setattr(measure, "usable_gpu", lambda: None)
+    monkeypatch.setattr(measure, "gpu_name", lambda: "NVIDIA H200")
+    monkeypatch.setattr(run, "run", one)
+    assert command.main(["--all"]) == 1
+    assert [x[:2] for x in seen] == [({"gdn"}, "gdn_h200.json"), ({"kda"}, "kda_h200.json")]
+    assert [x[2]["parts"] == run.PARTS for x in seen] == [True, False]  # one has the scaling
+    monkeypatch.setattr(command.subprocess, "call", lambda c: calls.append(c) or 0)
+    seen[1][2]["again"]([("kda_train", "forward", "fla")])
+    assert command.main(calls[0][3:]) == 0  # what is left, in a fresh process
+    assert seen[2][:2] == ({"kda"}, "kda_h200.json")
+    assert seen[2][2]["begun"] == [["kda_train", "forward", "fla"]] and len(seen) == 3
+    assert command.main(["kda", "--scaling"]) == 2
+
+
 # ---- first calls
 
 
@@ -275,6 +351,8 @@ def test_what_fresh_processes_do(stand_ins):
         ("linattn_edu", "forward", TRAINING),
         ("linattn_edu", "stages"),
     ]
+    got = run._fresh([KDA_SMALL, KDA_DECODE], ["linattn_edu"], ("stages",), (), 2)
+    assert [(item.case.name, *item.whats) for item in got] == [("kda_train", "stages")]
     assert fresh("first_call", calls=(TRAINING,)) == [("fla", TRAINING), ("linattn_edu", TRAINING)]
 
 
@@ -295,14 +373,14 @@ def test_stages_are_compiled_although_one_fails(monkeypatch, no_clock, capsys):
     monkeypatch.setattr(measure, "inputs", lambda case, device: inputs(SMALL, "cpu"))
     ran = []
 
-    def stage_call(arguments, name):
+    def stage_call(arguments, name, *, safe):
         if name == "wy":
             raise RuntimeError("wy is broken")
-        return lambda: ran.append(name)
+        return lambda: ran.append((name, safe))
 
     monkeypatch.setattr(forms, "stage_call", stage_call)
     first_call.compile_stages(SMALL)
-    assert ran == [name for name in ALL_STAGES if name != "wy"]
+    assert ran == [(name, False) for name in STAGES["gdn"] if name != "wy"]
     assert "wy is broken" in capsys.readouterr().err
 
 

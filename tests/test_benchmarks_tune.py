@@ -12,13 +12,15 @@ from benchmarks import tune
 from benchmarks.cases import CASES, Case
 
 
-@pytest.mark.parametrize("kernel", tune.PLACES)
-def test_tuner_checks_a_row_and_puts_the_shipped_one_back(kernel, monkeypatch):
+@pytest.mark.parametrize(
+    ("op", "kernel"), [(op, name) for name, place in tune.PLACES.items() for op in place.ops]
+)
+def test_tuner_checks_a_row_and_puts_the_shipped_one_back(op, kernel, monkeypatch):
     monkeypatch.setattr(tune, "SMALL_T", 70)
-    case = Case("tiny", "gdn", 2, 128, 1, 2, 16, 16)
-    rows = list(tune.candidates(kernel, CASES["gdn_train"]))
+    case = Case("tiny", op, 2, 128, 1, 2, 16, 16)
+    rows = list(tune.candidates(kernel, CASES[f"{op}_train"]))
     assert len(rows) == len({json.dumps(row) for row in rows}) > 1
-    sizes = {"BK": 16, "BV": 16, "BH": 16}
+    sizes = {"BK": 16, "BV": 16, "BH": 16, "BD": 32}
     row = {name: sizes.get(name, x) for name, x in rows[0].items()}
     place = tune.PLACES[kernel]
     module = import_module(f"linattn_edu.kernels.delta.{place.module}")

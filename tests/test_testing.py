@@ -5,7 +5,14 @@ import math
 import pytest
 import torch
 
-from linattn_edu.testing import assert_close, gdn_inputs, poison, relative_rms, verdict
+from linattn_edu.testing import (
+    assert_close,
+    gdn_inputs,
+    kda_inputs,
+    poison,
+    relative_rms,
+    verdict,
+)
 
 
 def test_relative_rms():
@@ -52,6 +59,19 @@ def test_inputs_are_reproducible_and_trained_like():
     assert torch.allclose(a.k.norm(dim=-1), torch.ones(2, 300, 2))
     with pytest.raises(ValueError, match="gate"):
         gdn_inputs(1, 1, 1, 1, 1, 1, gate="open")
+
+
+def test_gates_for_each_channel():
+    def drawn(gate):
+        return kda_inputs(2, 300, 2, 4, 16, 8, gate=gate).g
+
+    assert drawn("trained").shape == (2, 300, 4, 16)
+    assert (drawn("trained") <= 0).all() and -0.12 < drawn("trained").mean() < -0.01
+    assert (drawn("none") == 0).all() and (drawn("closed") == -1e4).all()
+    assert 0.12 < (drawn("reset") == -1e4).float().mean() < 0.13
+    assert -5 <= drawn("safe").min() < -4.9 and -0.1 < drawn("safe").max() < 0
+    with pytest.raises(ValueError, match="gate"):
+        drawn("open")
 
 
 def test_poison_fills_and_restores():
