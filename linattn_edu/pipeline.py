@@ -137,7 +137,6 @@ def kda_svg(lit: str | None = None) -> str:
     bottom = _KDA_BOXES["output"][0] + _HEIGHT
     parts += _arrow([(x, bottom), (x, bottom + 32)])
     parts.append(_text(x, bottom + 48, "o"))
-    parts.append(_text(x, 18, "in chunks", small=True))
     parts += _definition(x, bottom, lit == "recurrent")
     return _svg(parts, 436, "Stages of chunk_kda", lit)
 
@@ -147,6 +146,7 @@ def _definition(x: float, bottom: float, lit: bool) -> list[str]:
     left, width = 302, 112
     centre = left + width / 2
     return [
+        _text(x, 18, "in chunks", small=True),
         _text(centre, 18, "the definition", small=True),
         _text(centre, 84, "q k v g β  S₀"),
         *_arrow([(centre, 92), (centre, 170)]),
@@ -258,7 +258,10 @@ def kda_backward_svg(lit: str | None = None) -> str:
     parts += _box(left, boxes["state_bwd"][0], width, _HEIGHT, "wy", "q k v β gc A", False)
     parts += _box(left, boxes["kda_output_bwd"][0], width, _HEIGHT, "state", "gc S₀", False)
     parts += _arrow([(left, y), (right, y)])
-    parts.append(_text(_BUS + 24, y - 6, "w kg qg", small=True))
+    parts += [
+        _text(_BUS + 24, y - 6, "w kg", small=True),
+        _text(_BUS + 24, y + 14, "qg", small=True),
+    ]
     parts += _arrow([(centre, y + _HEIGHT / 2), (centre, boxes["kda_output_bwd"][0])])
     parts.append(_text(centre - 6, y + 42, "w u kg", anchor="end", small=True))
     start, end = middle["kda_output_bwd"] + 11, middle["kda_wy_bwd"] + 4

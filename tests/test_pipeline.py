@@ -1,0 +1,59 @@
+"""The maps of Kimi Delta Attention's stages."""
+
+import xml.etree.ElementTree as ET
+
+import pytest
+
+from linattn_edu import pipeline, teaching
+from linattn_edu.ops import kda
+
+
+def words(svg):
+    root = ET.fromstring(svg)
+    return {w for e in root.iter("{http://www.w3.org/2000/svg}text") for w in e.text.split()}
+
+
+def test_the_maps_show_the_stages_of_the_composition():
+    known = {*pipeline.KDA_STAGES, *pipeline.KDA_BACKWARD}
+    assert known == set(kda.Stages.__dataclass_fields__)
+
+
+@pytest.mark.parametrize("lit", [None, "recurrent", *pipeline.KDA_STAGES])
+def test_the_forward_map_has_its_stages_and_one_lit(lit):
+    svg = pipeline.kda_svg(lit)
+    assert {"recurrent", *pipeline.KDA_STAGES, "P", "A", "w", "u", "kg", "qg", "gc"} <= words(svg)
+    assert svg.count("#f2a33a") == (lit is not None)
+    assert "id=" not in svg, "ids would clash when a page shows two maps"
+
+
+@pytest.mark.parametrize("lit", [None, *pipeline.KDA_BACKWARD])
+def test_the_backward_map_has_its_stages_and_what_goes_in_and_out(lit):
+    svg = pipeline.kda_backward_svg(lit)
+    assert {*pipeline.KDA_BACKWARD, "do", "dht", "dq", "dk", "dv", "dβ", "dg", "dh0"} <= words(svg)
+    assert {"dqg", "dP", "dkb", "dkg", "dL", "dgc"} <= words(svg)
+    assert svg.count("#f2a33a") == (lit is not None)
+    assert "id=" not in svg
+
+
+@pytest.mark.parametrize(
+    ("lit", "draw"),
+    [
+        ("kda_intra", pipeline.kda_svg),
+        ("kda_output_bwd", pipeline.kda_backward_svg),
+        ("kda_wy_bwd", pipeline.kda_backward_svg),
+        ("kda_intra_bwd", pipeline.kda_backward_svg),
+        ("state", pipeline.pipeline_svg),
+        ("state_bwd", pipeline.backward_svg),
+    ],
+)
+def test_a_stage_chooses_its_map(lit, draw, capsys):
+    assert pipeline.pipeline_svg(lit) == draw(lit)
+    teaching.pipeline_map(lit)
+    line = capsys.readouterr().out
+    assert line.endswith(f"[here: {lit}]\n") and f"-> {lit} ->" in line
+
+
+@pytest.mark.parametrize("draw", [pipeline.kda_svg, pipeline.kda_backward_svg])
+def test_an_unknown_stage_is_refused(draw):
+    with pytest.raises(ValueError, match="lit must be"):
+        draw("solve")
