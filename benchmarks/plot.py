@@ -26,7 +26,8 @@ MAIN = "gdn_h200"  # its figures have the plain names
 
 # readable on a white and on a black page
 INK = "#767676"
-OURS, FLOOR, PEERS = "#1f8fd1", "#d9822b", ("#a0a0a0", "#6f6f6f")
+FLOOR, PEERS = "#d9822b", ("#a0a0a0", "#6f6f6f")
+OURS = {"linattn_edu": "#1f8fd1", "linattn_edu_safe": "#7fbde6"}
 COLOURS = (
     "#1f8fd1", "#d9822b", "#2e9e5b", "#c2557f", "#8a6fd1",
     "#a08a2e", "#3aa6a6", "#b5483a", "#767676",
@@ -91,7 +92,7 @@ def bars(data: dict, plt, what: str, axis: str):
 
 def _library_colours(libraries: list[str]) -> list[str]:
     peers = iter(PEERS * len(libraries))
-    return [OURS if name == "linattn_edu" else next(peers) for name in libraries]
+    return [OURS[name] if name in OURS else next(peers) for name in libraries]
 
 
 def roofline(data: dict, plt, call: str, stages: dict[str, tuple[str, ...]]):
@@ -217,9 +218,9 @@ def main(argv: list[str]) -> int:
     except ImportError:
         print("error: matplotlib is missing: pip install 'linattn_edu[bench]'", file=sys.stderr)
         return 2
-    for n, path in enumerate(files):
+    for path in files:
         data = results.load(path)
         print(f"{path.name}: {data['gpu']}, torch {data['torch']}, {data['date']}")
-        for file in draw(data, args.out, f"_{path.stem}" if n else ""):
+        for file in draw(data, args.out, "" if path.stem == MAIN else f"_{path.stem}"):
             print(f"  {file}")
     return 0

@@ -23,6 +23,7 @@ from linattn_edu.pipeline import (
 )
 
 HASH_SALT = "linattn_edu"
+RESULTS, KDA_RESULTS = "gdn_h200", "kda_h200"  # chapters/data/<name>.json
 PEERS = {"fla": "fla-core", "flash_qla": "flash-qla"}  # key of the results -> distribution
 SCALING = (
     "One layer with 16 heads and K = V = 128, from 256 to 32768 tokens: the recurrence token by "
@@ -146,7 +147,7 @@ def show_source(fn: Callable) -> None:
 # ---- measured results
 
 
-def measured(name: str = "gdn_h200") -> dict:
+def measured(name: str = RESULTS) -> dict:
     """The measured results ``chapters/data/<name>.json`` of ``python -m benchmarks``.
 
     Returns:
@@ -164,12 +165,17 @@ def measured(name: str = "gdn_h200") -> dict:
     raise FileNotFoundError(f"chapters/data/{name}.json: not measured yet")
 
 
-def measured_stage(stage: str, name: str = "gdn_h200") -> None:
+def measured_stage(stage: str, name: str | None = None) -> None:
     """Show what a stage takes on the GPU: a table of its cases beside their floors.
 
     Args:
-        stage: Name of the stage.  name: Of the file of results.
+        stage: Name of the stage.  name: Of the file of results; if None, that of Gated DeltaNet,
+            or of Kimi Delta Attention for a stage which it alone has.
     """
+    if name is None:
+        shared = (*STAGES, *BACKWARD)
+        only_kda = stage in (*KDA_STAGES, *KDA_BACKWARD) and stage not in shared
+        name = KDA_RESULTS if only_kda else RESULTS
     data = _load(name)
     rows = _rows(data, f"stage:{stage}")
     if rows:
@@ -178,7 +184,7 @@ def measured_stage(stage: str, name: str = "gdn_h200") -> None:
         print("not measured yet")
 
 
-def measured_forward(name: str = "gdn_h200") -> None:
+def measured_forward(name: str = RESULTS) -> None:
     """Show the forward pass beside other libraries, measured in one run on one GPU.
 
     Args:
@@ -187,7 +193,7 @@ def measured_forward(name: str = "gdn_h200") -> None:
     _measured_calls(("forward",), tables.forward_cells, "Forward pass.", name)
 
 
-def measured_backward(name: str = "gdn_h200") -> None:
+def measured_backward(name: str = RESULTS) -> None:
     """Show forward and backward pass together, as measured_forward.
 
     Args:
@@ -197,7 +203,7 @@ def measured_backward(name: str = "gdn_h200") -> None:
     _measured_calls(whats, tables.backward_cells, "Forward and backward pass.", name)
 
 
-def measured_decode(name: str = "gdn_h200") -> None:
+def measured_decode(name: str = RESULTS) -> None:
     """Show the decoding of one token of many sequences, as measured_forward.
 
     Args:
@@ -220,13 +226,19 @@ def _rows(data: dict | None, *whats: str) -> list[dict]:
     return [row for row in data["rows"] if row["what"] in whats and "ms" in row] if data else []
 
 
-def performance_page(name: str = "gdn_h200", figures: Path | None = None) -> str:
+def performance_page(name: str = RESULTS, figures: Path | None = None, under: int = 0) -> str:
     """The results as MyST text, included by the book's page on performance.
 
     Args:
         name: Of the file of results.  figures: Folder of the figures to show where they exist.
+        under: How many levels deeper the headings are than those of a section.
     """
+    section, suffix = "##" + "#" * under, "" if name == RESULTS else f"_{name}"
     data = _load(name)
+
+    def drawn(figure: str, alt: str) -> str:
+        return _figure(figures, figure + suffix, alt)
+
     if data is None:
         return "Nothing has been measured yet.\n"
     parts = [f"Measured on {_provenance(data)}"]
@@ -236,25 +248,26 @@ def performance_page(name: str = "gdn_h200", figures: Path | None = None) -> str
             f"and {data['flops_per_s'] / 1e12:.0f} TFLOP/s."
         )
     if rows := _rows(data, "forward"):
-        parts += ["## The forward pass", _figure(figures, "forward", "Time of the forward pass")]
+        parts += [f"{section} The forward pass", drawn("forward", "Time of the forward pass")]
         parts.append(tables.markdown(*tables.forward_cells(rows)))
     if rows := _rows(data, "forward_backward"):
-        drawn = _figure(figures, "backward", "Time of the forward and the backward pass")
-        parts += ["## Forward and backward", drawn, tables.markdown(*tables.backward_cells(rows))]
+        parts.append(f"{section} Forward and backward")
+        parts.append(drawn("backward", "Time of the forward and the backward pass"))
+        parts.append(tables.markdown(*tables.backward_cells(rows)))
         parts.append("Errors of the output and of each gradient:")
         parts.append(tables.markdown(*tables.gradient_cells(rows)))
     if rows := _rows(data, *tables.DECODE):
-        parts += ["## Decoding", tables.markdown(*tables.decode_cells(rows))]
-    if drawn := _figure(figures, "scaling", "Time against the length of the sequence"):
-        parts += ["## Three forms of one layer", SCALING, drawn]
+        parts += [f"{section} Decoding", tables.markdown(*tables.decode_cells(rows))]
+    if scaling := drawn("scaling", "Time against the length of the sequence"):
+        parts += [f"{section} Three forms of one layer", SCALING, scaling]
     stages = dict.fromkeys(r["what"] for r in data["rows"] if r["what"].startswith("stage:"))
     shown = [(what.removeprefix("stage:"), _rows(data, what)) for what in stages]
     if shown:
-        parts += ["## The stages", _figure(figures, "roofline", "Stages against the roofline")]
+        parts += [f"{section} The stages", drawn("roofline", "Stages against the roofline")]
         there = "Stages of the backward pass against the roofline"
-        parts.append(_figure(figures, "roofline_backward", there))
+        parts.append(drawn("roofline_backward", there))
     for stage, rows in shown:
-        parts += [f"### {stage}", tables.markdown(*tables.stage_cells(rows))]
+        parts += [f"{section}# {stage}", tables.markdown(*tables.stage_cells(rows))]
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
@@ -337,6 +350,7 @@ def page_parts(figures: Path) -> dict[str, str]:
         "kda_composition.txt": inspect.getsource(kda.forward),
         "kda_composition_bwd.txt": inspect.getsource(kda.backward),
         "performance.md": performance_page(figures=figures),
+        "performance_kda.md": performance_page(KDA_RESULTS, figures, under=1),
     }
 
 

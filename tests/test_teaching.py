@@ -225,8 +225,25 @@ def test_tables_say_not_measured_yet(show, results, capsys):
     assert capsys.readouterr().out == "not measured yet\n"
 
 
+def test_a_stage_of_kda_alone_is_looked_for_in_its_results(results, tmp_path, capsys):
+    safe = {**ROW, "what": "stage:kda_intra", "case": "kda_train", "library": "linattn_edu_safe"}
+    rows = [{**safe, "library": "linattn_edu"}, safe, {**ROW, "what": "stage:wy", "ms": 7.0}]
+    for name in ("gdn_h200", "kda_h200"):
+        data = {**DATA, "gpu": name, "rows": [*rows, {**rows[2], "what": "stage:state_bwd"}]}
+        (tmp_path / "chapters" / "data" / f"{name}.json").write_text(json.dumps(data))
+    teaching.measured_stage("kda_intra")
+    heads, _, safe, caption = capsys.readouterr().out.splitlines()
+    assert heads.split()[:2] == ["case", "library"] and "Stage kda_intra. kda_h200" in caption
+    assert safe.split()[:3] == ["kda_train", "linattn_edu_safe", "0.050"]
+    for stage in ("wy", "state_bwd"):  # Gated DeltaNet has them too
+        teaching.measured_stage(stage)
+        assert f"Stage {stage}. gdn_h200" in capsys.readouterr().out
+        teaching.measured_stage(stage, "kda_h200")
+        assert f"Stage {stage}. kda_h200" in capsys.readouterr().out
+
+
 def test_the_page_of_the_book(results, tmp_path):
-    (tmp_path / "forward.svg").touch()
+    (tmp_path / "forward_made_up.svg").touch()
     text = teaching.performance_page(results, tmp_path)
     assert "Measured on NVIDIA H200, torch 2.11.0, Triton 3.6.0, fla-core 0.6.0, 2026" in text
     assert "with 4.3 TB/s and 790 TFLOP/s." in text
@@ -235,7 +252,12 @@ def test_the_page_of_the_book(results, tmp_path):
     assert "## Forward and backward\n\n| case | library | ms |" in text
     assert "| gdn_train | linattn_edu | 0.1 | 0.2 |  |  | 0.5 |  |" in text  # o dq dk dv dg dbeta
     assert "## Decoding\n\n| case | state | ms |" in text
-    assert " _static/figures/forward.svg\n" in text and "roofline.svg" not in text
+    assert " _static/figures/forward_made_up.svg\n" in text and "roofline" not in text
+    (tmp_path / "backward_made_up.svg").touch()
+    text = teaching.performance_page(results, tmp_path, under=1)
+    assert "### Forward and backward\n\n```{image} _static/figures/backward_made_up.svg" in text
+    assert "\n### The stages\n" in text and "\n#### solve\n" in text
+    assert "\n## " not in text
     assert teaching.performance_page("no_such") == "Nothing has been measured yet.\n"
 
 
