@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from linattn_edu.reference.delta import gate_cumsum, solve, state, wy
+from linattn_edu.reference.delta import gate_cumsum, kda_intra, solve, state, wy
 
 
 class Scalars:
@@ -201,3 +201,146 @@ class Adjoints:
                 self.dk[b, rows.start + j, h, d] += through[j][d] + dk
             self.dbeta[b, rows.start + j, head] = dbeta[j]
             self.dg[b, rows.start + j, head] = sum(dgc[j:])
+
+
+class Channels:
+    """Both passes with a gate for each channel; between stages as their references hand it on."""
+
+    def __init__(self, i, do, chunk_size):
+        self.i, self.do, self.C, self.count = i, do, chunk_size, {}
+        self.o, self.dq, self.dk, self.dv = (torch.zeros_like(x) for x in (i.v, i.q, i.k, i.v))
+        self.dg, self.dbeta = torch.zeros_like(i.g), torch.zeros_like(i.beta)
+        options = {"chunk_size": chunk_size}
+        self.gc = gate_cumsum.gate_cumsum(i.g, **options)
+        self.P, self.A = kda_intra.kda_intra(i.q, i.k, i.beta, self.gc, **options)
+        self.w, self.u, self.kg, self.qg = wy.wy(i.k, i.v, i.beta, self.gc, self.A, i.q)
+        self.h, self.v_new, _ = state.state(self.kg, self.w, self.u, self.gc, **options)
+
+    def dot(self, what, xs, ys):
+        xs, ys = list(xs), list(ys)
+        self.count[what] = self.count.get(what, 0) + len(xs)
+        return sum(x * y for x, y in zip(xs, ys, strict=True))
+
+    def run(self):
+        B, T, HV, V = self.i.v.shape
+        K = self.i.q.shape[-1]
+        for b in range(B):
+            for head in range(HV):
+                dS = [[0.0] * V for _ in range(K)]
+                for first in reversed(range(0, T, self.C)):
+                    dS = self.chunk(b, slice(first, min(first + self.C, T)), head, dS)
+
+    def chunk(self, b, rows, head, dS):
+        """One chunk of one value head; the gradient of the state that enters it."""
+        h = head // (self.i.v.shape[2] // self.i.q.shape[2])
+        q, k = (x[b, rows, h].tolist() for x in (self.i.q, self.i.k))
+        v, beta, gc, P, A, w, u, kg, qg, v_new, do = (
+            x[b, rows, head].tolist()
+            for x in (
+                self.i.v, self.i.beta, self.gc, self.P, self.A, self.w, self.u, self.kg, self.qg,
+                self.v_new, self.do,
+            )
+        )  # fmt: skip
+        S = self.h[b, rows.start // self.C, head].tolist()
+        n, ks, vs, s = range(len(v)), range(len(S)), range(len(S[0])), len(S) ** -0.5
+        lower = [(i, j) for i in n for j in range(i + 1)]
+        below = [(i, j) for i, j in lower if i > j]
+        D = {(i, j): [2 ** (gc[i][d] - gc[j][d]) for d in ks] for i, j in lower}
+
+        def column(x, c):
+            return [row[c] for row in x]
+
+        def gated(i, j, x):
+            return [y * e for y, e in zip(x, D[i, j], strict=True)]
+
+        # kda_intra, wy, state, output
+        L = {(i, j): beta[i] * self.dot("kda_intra", k[i], gated(i, j, k[j])) for i, j in below}
+        for i, j in lower:
+            same(self.dot("kda_intra", q[i], gated(i, j, k[j])), P[i][j])
+        for i, m in below:
+            between = range(m + 1, i)
+            inner = self.dot("kda_intra", (L[i, j] for j in between), (A[j][m] for j in between))
+            same(-L[i, m] - inner, A[i][m])
+        kb = [[beta[i] * 2 ** gc[i][d] * k[i][d] for d in ks] for i in n]
+        for i in n:
+            before = range(i + 1)
+            for d in ks:
+                same(self.dot("w", A[i][: i + 1], (kb[j][d] for j in before)), w[i][d])
+            for c in vs:
+                written = self.dot("u", A[i][: i + 1], (beta[j] * v[j][c] for j in before))
+                same(written, u[i][c])
+                same(u[i][c] - self.dot("state", w[i], column(S, c)), v_new[i][c])
+                read = self.dot("output", qg[i], column(S, c))
+                read += self.dot("output", P[i][: i + 1], column(v_new[: i + 1], c))
+                self.o[b, rows.start + i, head, c] = s * read
+        after = [
+            [2 ** gc[-1][d] * S[d][c] + self.dot("state", column(kg, d), column(v_new, c))
+             for c in vs] for d in ks
+        ]  # fmt: skip
+        if rows.stop < self.i.v.shape[1]:
+            following = self.h[b, rows.start // self.C + 1, head]
+            same(torch.tensor(after, dtype=following.dtype), following)
+
+        # kda_output_bwd, state_bwd, kda_wy_bwd
+        out, own = "kda_output_bwd", "kda_wy_bwd"
+        dqg = [[s * self.dot(out, do[i], S[d]) for d in ks] for i in n]
+        dP = {(i, j): s * self.dot(out, do[i], v_new[j]) for i, j in lower}
+        dv = [
+            [s * self.dot(out, (P[i][j] for i in n[j:]), (do[i][c] for i in n[j:]))
+             + self.dot("state_bwd", kg[j], column(dS, c)) for c in vs] for j in n
+        ]  # fmt: skip
+        before = [
+            [2 ** gc[-1][d] * dS[d][c] + s * self.dot("state_bwd", column(qg, d), column(do, c))
+             - self.dot("state_bwd", column(w, d), column(dv, c)) for c in vs] for d in ks
+        ]  # fmt: skip
+        Z = [
+            [self.dot(own, (A[i][j] for i in n[j:]), (dv[i][c] for i in n[j:])) for c in vs]
+            for j in n
+        ]
+        dL = {(i, j): -self.dot(own, Z[i], v_new[j]) for i, j in below}
+        dkb = [[-self.dot(own, Z[i], S[d]) for d in ks] for i in n]
+        dkg = [[self.dot(own, v_new[i], dS[d]) for d in ks] for i in n]
+
+        # kda_intra_bwd, gate_bwd
+        dgc = [[0.0] * len(ks) for _ in n]
+        for t in n:
+            earlier, later = range(t + 1), n[t:]
+            Y_row, at = [], rows.start + t
+            for d in ks:
+                dq = self.dot(
+                    "kda_intra_bwd", (dP[t, j] for j in earlier),
+                    (k[j][d] * D[t, j][d] for j in earlier),
+                )  # fmt: skip
+                R = self.dot(
+                    "kda_intra_bwd", (dP[i, t] for i in later),
+                    (q[i][d] * D[i, t][d] for i in later),
+                )  # fmt: skip
+                Y = self.dot(
+                    "kda_intra_bwd", (dL[t, j] for j in earlier[:-1]),
+                    (k[j][d] * D[t, j][d] for j in earlier[:-1]),
+                )  # fmt: skip
+                R += self.dot(
+                    "kda_intra_bwd", (beta[i] * dL[i, t] for i in later[1:]),
+                    (k[i][d] * D[i, t][d] for i in later[1:]),
+                )  # fmt: skip
+                dq += 2 ** gc[t][d] * dqg[t][d]
+                Y += 2 ** gc[t][d] * dkb[t][d]
+                last = 2 ** (gc[-1][d] - gc[t][d]) * dkg[t][d]
+                self.dq[b, at, h, d] += dq
+                self.dk[b, at, h, d] += beta[t] * Y + R + last
+                dgc[t][d] += q[t][d] * dq + k[t][d] * (beta[t] * Y - R - last)
+                dgc[-1][d] += k[t][d] * last
+                Y_row.append(Y)
+            pairs = ((k[t], Y_row), (Z[t], v[t]))
+            self.dbeta[b, at, head] = sum(sum(map(float.__mul__, x, y)) for x, y in pairs)
+            self.dv[b, at, head] = beta[t] * torch.tensor(Z[t], dtype=self.dv.dtype)
+        for d in ks:
+            dgc[-1][d] += 2 ** gc[-1][d] * sum(map(float.__mul__, dS[d], S[d]))
+        dgc = torch.tensor(dgc, dtype=self.dg.dtype)
+        self.dg[b, rows, head] = dgc.flip(0).cumsum(0).flip(0)
+        return before
+
+
+def same(x, y):
+    """What a stage handed on is what the scalar form computes."""
+    assert abs(torch.as_tensor(x) - torch.as_tensor(y)).max() < 1e-12

@@ -18,7 +18,7 @@ from benchmarking import (
     some,
     some_row,
 )
-from scalar_forms import Adjoints, Scalars
+from scalar_forms import Adjoints, Channels, Scalars
 
 from benchmarks import forms, measure, plot, results
 from benchmarks.cases import (
@@ -36,7 +36,7 @@ from benchmarks.cases import (
 from benchmarks.progress import Progress
 from linattn_edu import chunk_kda
 from linattn_edu.reference.delta.recurrent import recurrent, recurrent_bwd
-from linattn_edu.testing import gdn_inputs, relative_rms
+from linattn_edu.testing import gdn_inputs, kda_inputs, relative_rms
 
 CHUNK = 4
 SAFE = ("linattn_edu_safe", "fla_safe")
@@ -168,6 +168,29 @@ def test_flops_of_the_adjoints_are_the_multiply_adds_of_the_scalar_form(shape):
     }
     both = work(case, "forward", CHUNK).flops + 2 * sum(scalars.count.values())
     assert work(case, "forward_backward", CHUNK).flops == both
+
+
+@pytest.mark.parametrize("shape", [TINY.shape, (1, 9, 2, 4, 2, 3)])
+def test_flops_of_kda_are_the_multiply_adds_of_the_scalar_form(shape):
+    case = Case("tiny", "kda", *shape)
+    i = kda_inputs(*case.shape, dtype=torch.float64)
+    do = measure.gradient(i.v)
+    scalars = Channels(i, do, CHUNK)
+    scalars.run()
+    assert relative_rms(scalars.o, measure.reference(i)[0]) < 1e-12
+    for name, gradient in measure.reference_gradients(i, do).items():
+        assert relative_rms(getattr(scalars, f"d{name}"), gradient) < 1e-12, name
+    count = scalars.count
+    w, u = count.pop("w"), count.pop("u")
+    expected = {**count, "wy": w + u}
+    assert {stage: work(case, f"stage:{stage}", CHUNK).flops for stage in expected} == {
+        stage: 2 * n for stage, n in expected.items()
+    }
+    assert {*expected, "gate_cumsum", "gate_bwd"} == set(STAGES["kda"])
+    both = sum(2 * n for n in (*count.values(), u))  # v_new needs no w
+    assert work(case, "forward_backward", CHUNK).flops == both
+    forward = sum(2 * count[stage] for stage in ("kda_intra", "state", "output")) + 2 * u
+    assert work(case, "forward", CHUNK).flops == forward
 
 
 def test_flops_of_one_token():
