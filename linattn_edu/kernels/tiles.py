@@ -46,6 +46,12 @@ def load_row(x_ptr, o_row, stride, n_row):
 
 
 @triton.jit
+def load_vector(x_ptr, o, n):
+    """x[o] in fp32; out-of-range lanes read 0."""
+    return tl.load(x_ptr + o, mask=o < n, other=0.0).to(tl.float32)
+
+
+@triton.jit
 def load_gate(gc_ptr, o_t, stride, n_t):
     """gc[o_t] of one chunk; a missing token repeats the last one's, as if it did not decay."""
     return tl.load(gc_ptr + tl.minimum(o_t, n_t - 1) * stride)

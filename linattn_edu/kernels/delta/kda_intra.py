@@ -1,4 +1,8 @@
-"""Stage kda_intra: what the tokens of a chunk read from each other, with a gate a channel."""
+"""Stage kda_intra: what the tokens of a chunk read from each other, with a gate a channel.
+
+A chunk is cut into blocks of 16 tokens. One warp takes the 16 rows of a block: the blocks to their
+left are anchored at its first row; the block on the diagonal is halved again and again.
+"""
 
 import math
 
@@ -7,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from linattn_edu.kernels.delta.solve import solve_tril
+from linattn_edu.kernels.delta.solve import merge_precision, unit_lower_inverse
 from linattn_edu.kernels.tiles import (
     cast,
     chunk_args,
@@ -24,15 +28,15 @@ from linattn_edu.packing import Packing
 
 
 @triton.jit
-def halves(o_t, s):
+def halves(o, s):
     """(first row of the second block, whether in the second) in pairs of blocks of 2^s tokens."""
-    return ((o_t >> s) | 1) << s, ((o_t >> s) & 1) == 1
+    return ((o >> s) | 1) << s, ((o >> s) & 1) == 1
 
 
 @triton.jit
-def pairs(o_t, s):
-    """[BT, BT]: i in the second and j in the first block of the same pair."""
-    anchor, second = halves(o_t, s)
+def pairs(o, s):
+    """[16, 16]: i in the second and j in the first block of the same pair."""
+    anchor, second = halves(o, s)
     return (anchor[:, None] == anchor[None, :]) & second[:, None] & ~second[None, :]
 
 
@@ -43,7 +47,7 @@ def kda_scores_kernel(
     beta_ptr,  # [B, T, HV]
     gc_ptr,  # [B, T, HV, K] log2
     P_ptr,  # [B, T, HV, BT] out
-    L_ptr,  # [B, T, HV, BT] out, fp32
+    L_ptr,  # [B, T, HV, BT] out, fp32: L left of the diagonal's blocks; in these (I + L)^-1
     cu_ptr,  # [N + 1] or None
     chunks_ptr,  # [NT, 2] or None
     T,
@@ -52,65 +56,145 @@ def kda_scores_kernel(
     K: tl.constexpr,
     BT: tl.constexpr,
     BK: tl.constexpr,
-    FIRST: tl.constexpr,  # blocks of 2^FIRST tokens are left on the diagonal
-    LAST: tl.constexpr,  # log2(BT)
+    FIRST: tl.constexpr,  # halvings begin with blocks of 2^FIRST tokens; 4: there are none
+    PRECISION: tl.constexpr,
+):
+    """One program: 16 rows of one chunk of one head.  Grid (NT * HV * BT / 16).
+
+    Reference: linattn_edu.reference.delta.kda_intra.
+    """
+    NB: tl.constexpr = BT // 16
+    b = tl.program_id(0) % NB
+    i_h, _, first, n_t = chunk_of(tl.program_id(0) // NB, cu_ptr, chunks_ptr, T, HV, BT)
+    if b * 16 >= n_t:
+        return
+    q_ptr += (first * H + i_h // (HV // H)) * K
+    k_ptr += (first * H + i_h // (HV // H)) * K
+    gc_ptr += (first * HV + i_h) * K
+    P_ptr += (first * HV + i_h) * BT
+    L_ptr += (first * HV + i_h) * BT
+    o = tl.arange(0, 16)
+    o_i = b * 16 + o
+    b_beta = load_row(beta_ptr + first * HV + i_h, o_i, HV, n_t)
+    dtype: tl.constexpr = k_ptr.dtype.element_ty
+
+    for c in range(b):
+        o_j = c * 16 + o
+        b_P = tl.zeros([16, 16], dtype=tl.float32)
+        b_L = tl.zeros([16, 16], dtype=tl.float32)
+        for j in range(tl.cdiv(K, BK)):
+            o_k = j * BK + tl.arange(0, BK)
+            # 2^(gc_i - gc_a) 2^(gc_a - gc_j) with j < a <= i: no exponent is positive
+            b_ga = tl.load(gc_ptr + b * 16 * HV * K + o_k, mask=o_k < K, other=0.0)[None, :]
+            b_E = tl.exp2(load_gates(gc_ptr, o_i, o_k, HV * K, n_t, K) - b_ga)
+            b_q = load_tile(q_ptr, o_i, o_k, H * K, n_t, K).to(tl.float32) * b_E  # [16, BK]
+            b_k = load_tile(k_ptr, o_i, o_k, H * K, n_t, K).to(tl.float32) * b_E  # [16, BK]
+            b_E = tl.exp2(b_ga - load_gates(gc_ptr, o_j, o_k, HV * K, n_t, K))
+            b_kj = load_tile(k_ptr, o_j, o_k, H * K, n_t, K).to(tl.float32) * b_E  # [16, BK]
+            b_kj = tl.trans(cast(b_kj, dtype))
+            # eq:kda-scores   P_ij = sum_d q_id k_jd 2^(gc_id - gc_jd), i >= j
+            b_P = dot(cast(b_q, dtype), b_kj, b_P)
+            # eq:kda-kk   L_ij = beta_i sum_d k_id k_jd 2^(gc_id - gc_jd), i > j
+            b_L = dot(cast(b_k, dtype), b_kj, b_L)
+        store_tile(P_ptr + c * 16, b_P, o_i, o, HV * BT, n_t, 16)
+        store_tile(L_ptr + c * 16, b_beta[:, None] * b_L, o_i, o, HV * BT, n_t, 16)
+
+    b_P = tl.zeros([16, 16], dtype=tl.float32)
+    b_L = tl.zeros([16, 16], dtype=tl.float32)
+    for j in range(tl.cdiv(K, BK)):
+        o_k = j * BK + tl.arange(0, BK)
+        b_q = load_tile(q_ptr, o_i, o_k, H * K, n_t, K).to(tl.float32)  # [16, BK]
+        b_k = load_tile(k_ptr, o_i, o_k, H * K, n_t, K).to(tl.float32)  # [16, BK]
+        b_g = load_gates(gc_ptr, o_i, o_k, HV * K, n_t, K)  # [16, BK]
+        b_P += tl.where(o[:, None] == o[None, :], tl.sum(b_q * b_k, 1)[:, None], 0.0)
+        for s in range(FIRST, 4):
+            b_E = load_gates(gc_ptr, b * 16 + halves(o, s)[0], o_k, HV * K, n_t, K)
+            b_E = tl.exp2(-tl.abs(b_g - b_E))
+            b_kE = cast(b_k * b_E, dtype)
+            m = pairs(o, s)
+            b_P += tl.where(m, dot(cast(b_q * b_E, dtype), tl.trans(b_kE)), 0.0)
+            b_L += tl.where(m, dot(b_kE, tl.trans(b_kE)), 0.0)
+        if FIRST == 4:
+            # one anchor, the first row: 2^(gc_a - gc_j) may be large, but is finite
+            b_E = b_g - load_gates(gc_ptr, b * 16 + o * 0, o_k, HV * K, n_t, K)
+            b_kj = tl.trans(cast(b_k * tl.exp2(-b_E), dtype))
+            b_E = tl.exp2(b_E)
+            m = o[:, None] > o[None, :]
+            b_P += tl.where(m, dot(cast(b_q * b_E, dtype), b_kj), 0.0)
+            b_L += tl.where(m, dot(cast(b_k * b_E, dtype), b_kj), 0.0)
+    store_tile(P_ptr + b * 16, b_P, o_i, o, HV * BT, n_t, 16)
+    b_L = unit_lower_inverse(b_beta[:, None] * b_L, 16, PRECISION)
+    store_tile(L_ptr + b * 16, b_L, o_i, o, HV * BT, n_t, 16)
+    for c in range(b + 1, NB):
+        store_tile(P_ptr + c * 16, tl.zeros_like(b_P), o_i, o, HV * BT, n_t, 16)
+
+
+@triton.jit
+def load_block(x_ptr, i: tl.constexpr, j: tl.constexpr, stride, n_t):
+    """Block (i, j) of a matrix in blocks of 16 x 16, of which n_t rows exist."""
+    o = tl.arange(0, 16)
+    return load_tile(x_ptr + j * 16, i * 16 + o, o, stride, n_t, 16)
+
+
+@triton.jit
+def store_block(x_ptr, b_x, i: tl.constexpr, j: tl.constexpr, stride, n_t):
+    """The inverse of `load_block`."""
+    o = tl.arange(0, 16)
+    store_tile(x_ptr + j * 16, b_x, i * 16 + o, o, stride, n_t, 16)
+
+
+@triton.jit(do_not_specialize=["T"])
+def kda_inverse_kernel(
+    L_ptr,  # [B, T, HV, BT] fp32, as kda_scores_kernel leaves it
+    A_ptr,  # [B, T, HV, BT] out
+    cu_ptr,  # [N + 1] or None
+    chunks_ptr,  # [NT, 2] or None
+    T,
+    HV: tl.constexpr,
+    BT: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """One program: one chunk of one head.  Grid (NT * HV).
 
     Reference: linattn_edu.reference.delta.kda_intra.
     """
     i_h, _, first, n_t = chunk_of(tl.program_id(0), cu_ptr, chunks_ptr, T, HV, BT)
-    q_ptr += (first * H + i_h // (HV // H)) * K
-    k_ptr += (first * H + i_h // (HV // H)) * K
-    gc_ptr += (first * HV + i_h) * K
-    o_t = tl.arange(0, BT)
-    diagonal = o_t[:, None] == o_t[None, :]
-
-    b_P = tl.zeros([BT, BT], dtype=tl.float32)
-    b_L = tl.zeros([BT, BT], dtype=tl.float32)
-    for j in range(tl.cdiv(K, BK)):
-        o_k = j * BK + tl.arange(0, BK)
-        b_q = load_tile(q_ptr, o_t, o_k, H * K, n_t, K)  # [BT, BK]
-        b_k = load_tile(k_ptr, o_t, o_k, H * K, n_t, K)  # [BT, BK]
-        dtype: tl.constexpr = b_k.dtype
-        b_q, b_k = b_q.to(tl.float32), b_k.to(tl.float32)
-        b_g = load_gates(gc_ptr, o_t, o_k, HV * K, n_t, K)  # [BT, BK]
-        # eq:kda-scores   P_ij = sum_d q_id k_jd 2^(gc_id - gc_jd), i >= j
-        # eq:kda-kk   L_ij = beta_i sum_d k_id k_jd 2^(gc_id - gc_jd), i > j
-        b_P += tl.where(diagonal, tl.sum(b_q * b_k, 1)[:, None], 0.0)
-        for s in range(FIRST, LAST):
-            # 2^(gc_i - gc_a) 2^(gc_a - gc_j) with j < a <= i: no exponent is positive
-            b_E = load_gates(gc_ptr, halves(o_t, s)[0], o_k, HV * K, n_t, K)
-            b_E = tl.exp2(-tl.abs(b_g - b_E))
-            b_kE = cast(b_k * b_E, dtype)
-            m = pairs(o_t, s)
-            b_P += tl.where(m, dot(cast(b_q * b_E, dtype), tl.trans(b_kE)), 0.0)
-            b_L += tl.where(m, dot(b_kE, tl.trans(b_kE)), 0.0)
-        if FIRST > 0:
-            # the anchor is the block's first row: 2^(gc_a - gc_j) may be large, but is finite
-            o_a = (o_t >> FIRST) << FIRST
-            b_x = b_g - load_gates(gc_ptr, o_a, o_k, HV * K, n_t, K)
-            b_kj = tl.trans(cast(b_k * tl.exp2(-b_x), dtype))
-            m = (o_a[:, None] == o_a[None, :]) & (o_t[:, None] > o_t[None, :])
-            b_P += tl.where(m, dot(cast(b_q * tl.exp2(b_x), dtype), b_kj), 0.0)
-            b_L += tl.where(m, dot(cast(b_k * tl.exp2(b_x), dtype), b_kj), 0.0)
-    b_L *= load_row(beta_ptr + first * HV + i_h, o_t, HV, n_t)[:, None]
-    store_tile(P_ptr + (first * HV + i_h) * BT, b_P, o_t, o_t, HV * BT, n_t, BT)
-    store_tile(L_ptr + (first * HV + i_h) * BT, b_L, o_t, o_t, HV * BT, n_t, BT)
+    L_ptr += (first * HV + i_h) * BT
+    A_ptr += (first * HV + i_h) * BT
+    NB: tl.constexpr = BT // 16
+    X = ()
+    # eq:kda-inverse   A = (I + L)^-1, by blocks: X_ij = -X_ii (sum over j <= m < i of L_im X_mj)
+    for i in tl.static_range(NB):
+        X_ii = load_block(L_ptr, i, i, HV * BT, n_t)
+        for j in tl.static_range(NB):
+            if j < i:
+                b_x = tl.zeros([16, 16], dtype=tl.float32)
+                for m in tl.static_range(NB):
+                    if j <= m and m < i:
+                        b_L = load_block(L_ptr, i, m, HV * BT, n_t)
+                        b_x = dot(b_L, X[m * NB + j], b_x, precision=PRECISION)
+                b_x = -dot(X_ii, b_x, precision=PRECISION)
+            elif j == i:
+                b_x = X_ii
+            else:
+                b_x = tl.zeros([16, 16], dtype=tl.float32)
+            X = X + (b_x,)  # noqa: RUF005  (Triton has no starred tuples)
+            store_block(A_ptr, b_x, i, j, HV * BT, n_t)
 
 
-# generation -> bytes of an element -> row. Narrower heads keep these tiles: see tiles.UNPIPELINED.
+# generation -> bytes of an element -> row of kda_scores: one warp, so that nothing waits at a
+# barrier, and its products are mma.sync
 CONFIGS = {
-    "turing": {2: row(4, 1, BK=32), 4: row(4, 1, BK=16)},
-    "ampere": {2: row(4, 1, BK=32), 4: row(4, 1, BK=32)},
-    "hopper": {2: row(4, 1, BK=32), 4: row(4, 1, BK=32)},
+    "turing": {2: row(1, 1, BK=32), 4: row(1, 1, BK=32)},
+    "ampere": {2: row(1, 1, BK=64), 4: row(1, 1, BK=32)},
+    "hopper": {2: row(1, 1, BK=64), 4: row(1, 1, BK=32)},
 }
 
 
 def first_level(dtype: torch.dtype, lower_bound: float | None) -> int:
-    """log2 of the tokens of the diagonal blocks that one anchor serves: 0, none, or 4.
+    """0: halve the blocks on the diagonal; 4: a lower bound lets one anchor serve each.
 
-    With a lower bound of the log decay, the exponent in such a block of 16 is at most
+    With a lower bound of the log decay, the exponent in a block of 16 is at most
     15 log2(e) |lower_bound|: that must leave fp32 and bf16 room, and fp16 has none.
     """
     if lower_bound is None or dtype == torch.float16:
@@ -128,16 +212,17 @@ def kda_intra(
     lower_bound: float | None = None,
     packing: Packing | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Launch kda_scores_kernel and solve_tril; arguments and result as in the reference."""
+    """Launch both kernels; arguments and result as in the reference."""
     B, T, H, K = k.shape
     HV = beta.shape[-1]
-    P = k.new_empty(B, T, HV, chunk_size)
+    P, A = (k.new_empty(B, T, HV, chunk_size) for _ in range(2))
     L = torch.empty_like(P, dtype=torch.float32)
-    config = CONFIGS[device_of(k)[0]][k.element_size()].launch()
+    config = CONFIGS[device_of(k)[0]][k.element_size()].launch(K)
+    options = {"BT": chunk_size, "PRECISION": merge_precision(k.dtype)}
     NT, *chunks = chunk_args(k, chunk_size, packing)
-    kda_scores_kernel[(NT * HV,)](
-        q, k, beta, gc, P, L, *chunks, T, H, HV, K, BT=chunk_size,
-        FIRST=first_level(k.dtype, lower_bound), LAST=chunk_size.bit_length() - 1, **config,
+    kda_scores_kernel[(NT * HV * (chunk_size // 16),)](
+        q, k, beta, gc, P, L, *chunks, T, H, HV, K,
+        FIRST=first_level(k.dtype, lower_bound), **options, **config,
     )  # fmt: skip
-    # eq:kda-inverse   A = (I + L)^-1
-    return P, solve_tril(L, dtype=k.dtype, packing=packing)
+    kda_inverse_kernel[(NT * HV,)](L, A, *chunks, T, HV, **options, num_warps=1)
+    return P, A

@@ -13,15 +13,10 @@ from linattn_edu.kernels.tiles import (
     cast,
     cdiv,
     device_of,
+    load_vector,
     sequence_of,
     store_tile,
 )
-
-
-@triton.jit
-def load_vector(x_ptr, o, n):
-    """x[o] in fp32; out-of-range lanes read 0."""
-    return tl.load(x_ptr + o, mask=o < n, other=0.0).to(tl.float32)
 
 
 @triton.jit

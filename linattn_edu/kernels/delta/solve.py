@@ -109,7 +109,6 @@ def solve_tril_kernel(
     T,
     HV: tl.constexpr,
     BT: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
     """One program: one chunk of one head.  Grid (NT * HV).
 
@@ -119,7 +118,7 @@ def solve_tril_kernel(
     o_t = tl.arange(0, BT)
     L = load_tile(L_ptr + (first * HV + i_h) * BT, o_t, o_t, HV * BT, n_t, tl.minimum(n_t, BT))
     L = tl.where(o_t[:, None] > o_t[None, :], L.to(tl.float32), 0.0)
-    A = unit_lower_inverse(L, BT, PRECISION)
+    A = unit_lower_inverse(L, BT, "tf32x3")
     store_tile(A_ptr + (first * HV + i_h) * BT, A, o_t, o_t, HV * BT, n_t, BT)
 
 
@@ -151,17 +150,11 @@ def solve(k: Tensor, beta: Tensor, *, chunk_size: int, packing: Packing | None =
     return A
 
 
-def solve_tril(
-    A: Tensor, *, dtype: torch.dtype = torch.float32, packing: Packing | None = None
-) -> Tensor:
-    """Launch solve_tril_kernel; arguments and result as in the reference, but in `dtype`."""
+def solve_tril(A: Tensor, *, packing: Packing | None = None) -> Tensor:
+    """Launch solve_tril_kernel; arguments and result as in the reference."""
     _, T, HV, C = A.shape
-    X = torch.empty_like(A, dtype=dtype)
+    X = torch.empty_like(A, dtype=torch.float32)
     NT, *chunks = chunk_args(A, C, packing)
-    warps = 2 if dtype.itemsize == 2 and device_of(A)[0] != "turing" else 4
     with torch.cuda.device_of(A):
-        solve_tril_kernel[(NT * HV,)](
-            A, X, *chunks, T, HV, BT=C, PRECISION=merge_precision(dtype),
-            num_warps=warps,
-        )  # fmt: skip
+        solve_tril_kernel[(NT * HV,)](A, X, *chunks, T, HV, BT=C, num_warps=4)
     return X

@@ -12,6 +12,7 @@ from linattn_edu.kernels.tiles import (
     dot,
     load_gate,
     load_tile,
+    load_vector,
     row,
     sequence_args,
     sequence_of,
@@ -67,6 +68,9 @@ def state_kernel(
     if h0_ptr is not None:
         b_S += load_tile(h0_ptr + i_nh * K * V, o_k, o_v, V, K, V).to(tl.float32)
 
+    if CHANNEL:  # the load of a chunk's gates runs one chunk ahead: the state waits for them
+        n_k = tl.where(n_seq > 0, K, 0)
+        b_last = load_vector(gc_ptr + (tl.minimum(BT, n_seq) - 1) * HV * K, o_k, n_k)
     for i_t in range(tl.cdiv(n_seq, BT)):
         n_t = n_seq - i_t * BT
         store_tile(h_ptr, b_S, o_k, o_v, V, K, V)
@@ -78,15 +82,17 @@ def state_kernel(
         store_tile(v_new_ptr, b_v, o_t, o_v, HV * V, n_t, V)
 
         # eq:delta-state   S <- 2^gc_last S + (diag(2^(gc_last - gc)) K)^T v_new
-        last = (tl.minimum(BT, n_t) - 1) * HV * NG
         if CHANNEL:
-            b_last = tl.load(gc_ptr + last + o_k, mask=o_k < K, other=0.0)[:, None]
+            b_a = tl.exp2(b_last)[:, None]
+            n_k = tl.where(n_t > BT, K, 0)
+            b_last = load_vector(gc_ptr + (tl.minimum(2 * BT, n_t) - 1) * HV * K, o_k, n_k)
         else:
-            b_last = tl.load(gc_ptr + last)
+            b_last = tl.load(gc_ptr + (tl.minimum(BT, n_t) - 1) * HV)
+            b_a = tl.exp2(b_last)
             b_gc = load_gate(gc_ptr, o_t, HV, n_t)  # [BT]
             b_v *= tl.exp2(b_last - b_gc)[:, None]
         b_k = load_tile(k_ptr, o_t, o_k, H * K, n_t, K)  # [BT, BK]
-        b_S = dot(tl.trans(b_k), cast(b_v, b_k.dtype), b_S * tl.exp2(b_last))
+        b_S = dot(tl.trans(b_k), cast(b_v, b_k.dtype), b_S * b_a)
 
         k_ptr += BT * H * K
         w_ptr += BT * HV * K

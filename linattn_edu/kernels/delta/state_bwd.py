@@ -12,6 +12,7 @@ from linattn_edu.kernels.tiles import (
     dot,
     load_gate,
     load_tile,
+    load_vector,
     row,
     sequence_args,
     sequence_of,
@@ -74,6 +75,9 @@ def state_bwd_kernel(
     if dht_ptr is not None:
         b_dS += load_tile(dht_ptr + i_nh * K * V, o_k, o_v, V, K, V).to(tl.float32)
 
+    if CHANNEL:  # the load of a chunk's gates runs one chunk ahead, as in state
+        n_k = tl.where(n_seq > 0, K, 0)
+        b_last = load_vector(gc_ptr + (n_seq - (NT - 1) * BT - 1) * HV * K, o_k, n_k)
     for i_t in range(NT):
         n_t = n_seq - (NT - 1 - i_t) * BT
         b_h = cast(b_dS, dh_ptr.dtype.element_ty)
@@ -81,13 +85,14 @@ def state_bwd_kernel(
 
         # eq:delta-dv-new   dv_new += diag(2^(gc_last - gc)) K dS
         b_k = load_tile(k_ptr, o_t, o_k, H * K, n_t, K)  # [BT, BK]
-        last = (tl.minimum(BT, n_t) - 1) * HV * NG
         b_dv = load_tile(dv_out_ptr, o_t, o_v, HV * V, n_t, V).to(tl.float32)  # [BT, BV]
         if CHANNEL:
-            b_last = tl.load(gc_ptr + last + o_k, mask=o_k < K, other=0.0)[:, None]
+            b_a = tl.exp2(b_last)[:, None]
+            b_last = load_vector(gc_ptr - HV * K, o_k, tl.where(i_t < NT - 1, K, 0))
             b_dv += dot(b_k, b_h)
         else:
-            b_last = tl.load(gc_ptr + last)
+            b_last = tl.load(gc_ptr + (tl.minimum(BT, n_t) - 1) * HV)
+            b_a = tl.exp2(b_last)
             b_gc = load_gate(gc_ptr, o_t, HV, n_t)  # [BT]
             b_dv += tl.exp2(b_last - b_gc)[:, None] * dot(b_k, b_h)
         store_tile(dv_ptr, b_dv, o_t, o_v, HV * V, n_t, V)
@@ -99,7 +104,7 @@ def state_bwd_kernel(
         b_do *= scale
         if not CHANNEL:
             b_do *= tl.exp2(b_gc)[:, None]
-        b_dS = dot(tl.trans(b_q), cast(b_do, b_q.dtype), b_dS * tl.exp2(b_last))
+        b_dS = dot(tl.trans(b_q), cast(b_do, b_q.dtype), b_dS * b_a)
         b_dS = dot(tl.trans(b_w), cast(-b_dv, b_w.dtype), b_dS)
 
         q_ptr -= BT * H * K

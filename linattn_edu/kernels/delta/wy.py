@@ -101,6 +101,8 @@ CONFIGS = {
     "ampere": {2: row(4, 1, BK=64, BV=64), 4: row(4, 1, BK=32, BV=32)},
     "hopper": {2: row(4, 3, BK=64, BV=64), 4: row(4, 1, BK=64, BV=64)},
 }
+# with a gate for each channel, where it differs: every tile of the gate is read once
+CHANNEL_CONFIGS = {"hopper": {2: row(4, 2, BK=128, BV=128)}}
 
 
 def wy(
@@ -119,7 +121,10 @@ def wy(
     chunk_size = A.shape[-1]
     w, u = k.new_empty(B, T, HV, K), torch.empty_like(v)
     kg, qg = (None, None) if q is None else (torch.empty_like(w), torch.empty_like(w))
-    config = CONFIGS[device_of(k)[0]][k.element_size()].launch()
+    generation, size = device_of(k)[0], k.element_size()
+    config = CONFIGS[generation][size].launch()
+    if q is not None and size in CHANNEL_CONFIGS.get(generation, {}):
+        config = CHANNEL_CONFIGS[generation][size].launch(max(64, K), max(64, V))
     NT, *chunks = chunk_args(k, chunk_size, packing)
     wy_kernel[(NT * HV,)](
         k, v, beta, gc, A, q, kg, qg, w, u, *chunks, T, H, HV, K, V, BT=chunk_size, **config
