@@ -71,7 +71,7 @@ def kda_wy_bwd(
     # eq:kda-dkg   dkg = v_new dS^T
     dkg = Vn @ dS.mT
     # eq:kda-dgl   dgl = rowsum(dS * S)
-    dgl = (dS * S).sum(-1).transpose(1, 2)
+    dgl = (dS * S).sum(-1).transpose(1, 2).contiguous()
     dbeta = from_chunks((Z * V).sum(-1), T)
     dkb, dkg, dV, dL = (from_chunks(x, T).to(v.dtype) for x in (dkb, dkg, dV, dL))
     return dkb, dkg, dV, dL, dbeta, dgl
