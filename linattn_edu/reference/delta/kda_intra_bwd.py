@@ -32,8 +32,8 @@ def kda_intra_bwd(
 
         dQ    = 2^gc * dqg + sum over j of dP_ij k_j 2^(gc_i - gc_j)
         Y     = 2^gc * dkb + sum over j < i of dL_ij k_j 2^(gc_i - gc_j)
-        R     = 2^(gc_last - gc) * dkg + sum over i > j of (dP_ij q_i + beta_i dL_ij k_i)
-                2^(gc_i - gc_j)
+        R     = 2^(gc_last - gc) * dkg + sum over i > j of D_ij
+        D_ij  = (dP_ij q_i + beta_i dL_ij k_i) 2^(gc_i - gc_j)
         dK    = diag(beta) Y + R + diag(dP) Q
         dbeta = dbeta + rowsum(K * Y)
         dgc   = Q * dQ + K * (diag(beta) Y - R), and what goes through gc_last
