@@ -112,7 +112,7 @@ def kda_intra_bwd_kernel(
             b_y = dot(load_tile(dL_ptr + c * 16, o_i, o, HV * BT, n_t, 16), b_kj, b_y)
         b_E = tl.exp2(b_g - b_ga)
         b_dq += b_E * b_x
-        # with the rounded operands, what i gains here is what j loses below, to the last bit
+        # with the rounded operands, what i gains here is what j loses below, term by term
         b_dgc += cast(b_q * b_E, dtype).to(tl.float32) * b_x
         b_dgc += cast(b_k * b_E * b_beta, dtype).to(tl.float32) * b_y
         b_y *= b_E
