@@ -1,8 +1,11 @@
 """Stage gate_bwd, and the gate a layer computes: kernels against references and autograd."""
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
+from delta import channel_checks
 from delta.stage_checks import CHUNKS, TOKENS
 
 from linattn_edu.kernels.delta.gate_bwd import gate_bwd as kernel
@@ -91,3 +94,72 @@ def test_low_precision_gates(dtype, device):
     dg, _, _ = kernel(dgc, g, chunk_size=64)
     assert dg.dtype == dtype
     assert_close("dg", dg, reference(dgc.double(), g.double(), chunk_size=64)[0], 5e-3)
+
+
+@pytest.mark.parametrize("gate", ["mixed", "shut"])
+@pytest.mark.parametrize(("T", "C"), zip(TOKENS, itertools.cycle(CHUNKS), strict=False))
+def test_a_gate_for_each_channel(T, C, gate, device):
+    for HV, K in ((1, 1), (3, 33)):  # in one tile of channels, in two
+        g = channel_checks.channel_gate(gate, 2, T, HV, K, seed=T, device=device)
+        dgc = torch.randn_like(g)
+        got, *none = kernel(dgc, g, chunk_size=C)
+        assert none == [None, None]
+        assert_close("dg", got, reference(dgc, g, chunk_size=C)[0], 5e-6)
+
+
+@pytest.mark.parametrize("kind", channel_checks.RAW)
+@pytest.mark.parametrize("T", [1, 65, 130])
+def test_raw_gates_of_channels(T, kind, device):
+    a, A_log, dt_bias, bound = channel_checks.raw_gate(kind, T, 3, 33, device)
+    dgc, options = torch.randn_like(a), {"chunk_size": 32, **bound}
+    exact = (x if x is None else x.double() for x in (dgc, a, A_log, dt_bias))
+    got = kernel(dgc, a, A_log, dt_bias, **options)
+    for name, x, y in zip(("da", "dA_log", "ddt_bias"), got, reference(*exact, **options),
+                          strict=True):  # fmt: skip
+        assert (x is None) == (y is None)
+        if x is not None:
+            # a sum of terms of either sign has the rounding of its terms
+            assert_close(name, x, y, 1e-5 * max(1.0, T / 16 if name != "da" else 1.0))
+
+
+@pytest.mark.parametrize("kind", channel_checks.RAW)
+def test_reference_is_the_gradient_of_the_sum_of_channels(kind):
+    *given, bound = channel_checks.raw_gate(kind, 50, 3, 5, "cpu")
+    given = [x if x is None else x.double().requires_grad_() for x in given]
+    gc = gate_cumsum_reference(*given, chunk_size=16, **bound)
+    dgc = torch.randn_like(gc)
+    used = [x for x in given if x is not None]
+    want = torch.autograd.grad(gc * torch.log(torch.tensor(2.0, dtype=gc.dtype)), used, dgc)
+    with torch.no_grad():
+        got = [x for x in reference(dgc, *given, chunk_size=16, **bound) if x is not None]
+    for x, y in zip(got, want, strict=True):
+        assert_close("gradient", x, y, 1e-12)
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # of NumPy, in the interpreter
+@pytest.mark.parametrize("lower_bound", [None, -5.0])
+def test_no_gradient_and_no_nan_at_the_ends(lower_bound, device):
+    """Raw gates so large that the decay is shut, or at its bound, or absent."""
+    a = torch.tensor([-1e4, -200.0, 200.0, 1e4], device=device).view(1, 4, 1, 1)
+    zero = torch.zeros(1, device=device)
+    da, dA_log, ddt_bias = kernel(
+        torch.ones_like(a), a, zero, zero, lower_bound=lower_bound, chunk_size=16
+    )
+    for x in (da, dA_log, ddt_bias):
+        torch.testing.assert_close(x, torch.zeros_like(x), rtol=0, atol=1e-30)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("kind", channel_checks.RAW)
+def test_low_precision_gates_of_channels(kind, dtype, device):
+    a, A_log, dt_bias, bound = channel_checks.raw_gate(kind, 40, 3, 33, device, dtype)
+    dgc, options = torch.randn(a.shape, device=device), {"chunk_size": 32, **bound}
+    da, *sums = kernel(dgc, a, A_log, dt_bias, **options)
+    exact = [x if x is None else x.double() for x in (dgc, a, A_log, dt_bias)]
+    want, *exact_sums = reference(*exact, **options)
+    assert da.dtype == dtype
+    assert_close("da", da, want, 5e-3)
+    for x, y in zip(sums, exact_sums, strict=True):
+        if x is not None:  # of the terms before they are rounded
+            assert x.dtype == torch.float32
+            assert_close("sum", x, y, 3e-5)

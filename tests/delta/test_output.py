@@ -1,6 +1,7 @@
 """Stage output: kernel against reference."""
 
 import pytest
+from delta import channel_checks
 from delta.stage_checks import check_stage, grid, inputs
 
 from linattn_edu.kernels.delta.output import output as kernel
@@ -20,3 +21,11 @@ def test_kernel_matches_reference(T, K, V, C, dtype, device):
     w, u = wy(x.k, x.v, x.beta, gc, A)
     h, v_new, _ = state(x.k, w, u, gc, x.initial_state, chunk_size=C)
     check_stage(kernel, reference, (x.q, x.k, v_new, h, gc), scale=0.3, chunk_size=C)
+
+
+@channel_checks.grid
+def test_a_gate_for_each_channel(T, K, V, C, dtype, device):
+    x = channel_checks.channel_inputs(T, K, V, dtype, device)
+    r = channel_checks.forward_parts(x, C)
+    args = (r.qg, r.kg, r.v_new, r.h, r.gc, r.P)
+    check_stage(kernel, reference, args, scale=0.3, chunk_size=C)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from delta import channel_checks
 from delta.stage_checks import backward_inputs, check_stage, short_grid
 
 from linattn_edu.kernels.delta.state_bwd import state_bwd as kernel
@@ -30,3 +31,17 @@ def test_last_gradient_is_that_of_the_final_state(device):
     x, r = backward_inputs(70, 16, 16, 32, torch.float32, device)
     dh, _, _ = kernel(x.q, x.k, r.w, r.gc, r.do, r.dv_out, r.dht, scale=0.3, chunk_size=32)
     assert torch.equal(dh[:, -1], r.dht)
+
+
+@channel_checks.once
+def test_a_gate_for_each_channel(T, K, V, C, dtype, device):
+    _, r = channel_checks.backward_parts(T, K, V, C, dtype, device)
+    args = (r.qg, r.kg, r.w, r.gc, r.do, r.dv_out, r.dht)
+    check_stage(kernel, reference, args, scale=0.3, chunk_size=C)
+
+
+@pytest.mark.parametrize("gate", channel_checks.GATES)
+def test_channels_without_a_gradient_of_the_final_state(gate, device):
+    _, r = channel_checks.backward_parts(70, 33, 65, 32, torch.float32, device, H=2, gate=gate)
+    args = (r.qg, r.kg, r.w, r.gc, r.do, r.dv_out)
+    check_stage(kernel, reference, args, scale=0.3, chunk_size=32)

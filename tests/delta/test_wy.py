@@ -1,6 +1,8 @@
 """Stage wy: kernel against reference."""
 
 import pytest
+import torch
+from delta import channel_checks
 from delta.stage_checks import check_stage, grid, inputs
 
 from linattn_edu.kernels.delta.wy import wy as kernel
@@ -16,3 +18,19 @@ def test_kernel_matches_reference(T, K, V, C, dtype, device):
     x = inputs(T, K, V, dtype, device)
     gc, A = gate_cumsum(x.g, chunk_size=C), solve(x.k, x.beta, chunk_size=C)
     check_stage(kernel, reference, (x.k, x.v, x.beta, gc, A))
+
+
+def check_channels(x, C):
+    r = channel_checks.forward_parts(x, C)
+    check_stage(kernel, reference, (x.k, x.v, x.beta, r.gc, r.A, x.q))
+
+
+@channel_checks.grid
+def test_a_gate_for_each_channel(T, K, V, C, dtype, device):
+    check_channels(channel_checks.channel_inputs(T, K, V, dtype, device), C)
+
+
+@pytest.mark.parametrize("gate", channel_checks.GATES)
+def test_one_value_head_a_key_head(gate, device):
+    x = channel_checks.channel_inputs(70, 33, 65, torch.float32, device, H=2, gate=gate)
+    check_channels(x, 32)

@@ -29,6 +29,7 @@ STACK = {
 }
 # kernels without a matrix product, or with small ones only
 SCALAR = ("gate_", "recurrent", "cumsum", "l2norm", "solve_tril")
+ONE_BLOCK = re.compile(r"^kda_inverse.*\bBT=16\b")  # nothing is left to merge
 
 
 def bound(cc, row):
@@ -61,13 +62,14 @@ def test_rows_compile(cc, record_property):
             "recurrent", "gate_cumsum", "solve", "wy", "state", "output",
             "scores", "resolvent", "scan", "output_bwd", "state_bwd", "wy_bwd", "gate_bwd",
             "recurrent_bwd", "solve_tril", "cumsum", "l2norm", "l2norm_bwd",
+            "kda_scores", "kda_inverse", "kda_output_bwd", "kda_wy_bwd", "kda_intra_bwd",
         )
     }  # fmt: skip
     spilling = []
     for row in rows:
         assert row["shared"] <= SHARED[cc], row
         assert row["stack"] <= bound(cc, row["row"]), row
-        if cc >= 80 and not row["row"].startswith(SCALAR):
+        if cc >= 80 and not row["row"].startswith(SCALAR) and not ONE_BLOCK.match(row["row"]):
             assert row["mma"], row
         if row["stack"]:
             spilling.append(f"{row['stack']} B: {row['row']}")

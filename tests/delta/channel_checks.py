@@ -1,0 +1,156 @@
+"""A gate for each channel: what the stages of Kimi Delta Attention read, on stage_checks' grid."""
+
+import itertools
+from types import SimpleNamespace
+
+import pytest
+import torch
+from delta.stage_checks import CHUNKS, DIMS, DTYPES, SIZES, TOKENS, inputs, short_grid
+
+from linattn_edu.reference.delta.gate_cumsum import gate_cumsum
+from linattn_edu.reference.delta.kda_bwd import kda_output_bwd, kda_wy_bwd
+from linattn_edu.reference.delta.kda_intra import kda_intra
+from linattn_edu.reference.delta.state import state
+from linattn_edu.reference.delta.state_bwd import state_bwd
+from linattn_edu.reference.delta.wy import wy
+from linattn_edu.testing import gdn_inputs
+
+GATES = ("mixed", "shut", "bounded", "open")
+SCALE = 0.3
+
+
+def _name(value):
+    return str(value).removeprefix("torch.")
+
+
+def _brief_grid():
+    """Two dtypes for each T, two T or more for each K; many programs get little work each."""
+    for a, T in enumerate(TOKENS):
+        for d in (a, a + 1):
+            K, V = DIMS[(a + 3 * d) % len(DIMS)], DIMS[(2 * a + d + 1) % len(DIMS)]
+            C = 64 if T > 100 else CHUNKS[(a + d) % len(CHUNKS)]
+            yield T, min(K, 33) if T in (1, 257) else K, V, C, DTYPES[d % len(DTYPES)]
+
+
+def _once():
+    """One dtype for each T."""
+    return list(_brief_grid())[::2]
+
+
+# on a GPU the whole grid; the interpreter takes the kernels with a level for each halving longer
+grid = short_grid if torch.cuda.is_available() else pytest.mark.parametrize(
+    SIZES, list(_brief_grid()), ids=_name
+)  # fmt: skip
+once = short_grid if torch.cuda.is_available() else pytest.mark.parametrize(
+    SIZES, _once(), ids=_name
+)  # fmt: skip
+gates = pytest.mark.parametrize(
+    ("gate", "C", "dtype"),
+    [
+        (gate, C, dtype)
+        for (g, gate), (c, C), (d, dtype) in itertools.product(
+            enumerate(GATES), enumerate(CHUNKS), enumerate(DTYPES)
+        )
+        if torch.cuda.is_available() or (g + c + d) % len(CHUNKS) == 0
+    ],
+    ids=_name,
+)
+
+
+def _name(value):
+    return str(value).removeprefix("torch.")
+
+
+def _brief_grid():
+    """Two dtypes for each T, two T or more for each K; many programs get little work each."""
+    for a, T in enumerate(TOKENS):
+        for d in (a, a + 1):
+            K, V = DIMS[(a + 3 * d) % len(DIMS)], DIMS[(2 * a + d + 1) % len(DIMS)]
+            C = 64 if T > 100 else CHUNKS[(a + d) % len(CHUNKS)]
+            yield T, min(K, 33) if T in (1, 257) else K, V, C, DTYPES[d % len(DTYPES)]
+
+
+# on a GPU the whole grid; the interpreter takes the kernels with a level for each halving longer
+grid = short_grid if torch.cuda.is_available() else pytest.mark.parametrize(
+    SIZES, list(_brief_grid()), ids=_name
+)  # fmt: skip
+gates = pytest.mark.parametrize(
+    ("gate", "C", "dtype"),
+    [
+        (gate, C, dtype)
+        for (g, gate), (c, C), (d, dtype) in itertools.product(
+            enumerate(GATES), enumerate(CHUNKS), enumerate(DTYPES)
+        )
+        if torch.cuda.is_available() or (g + c + d) % len(CHUNKS) == 0
+    ],
+    ids=_name,
+)
+
+
+def channel_gate(gate, *shape, seed, device):
+    """Log decays. mixed: from 1e-4 to 10 in size, as trained channels are; shut: one of eight of
+    these at -1e4; bounded: down to -5, which one channel of three has at every token; open: 0.
+    """
+    generator = torch.Generator(device=device).manual_seed(seed)
+    options = {"generator": generator, "device": device}
+    g = -(2 * torch.randn(*shape, **options) - 2).exp()
+    if gate == "shut":
+        g = torch.where(torch.rand(*shape, **options) < 0.125, -1e4, g)
+    elif gate == "bounded":
+        g = g.clamp(min=-5)
+        g[..., ::3] = -5
+    return torch.zeros_like(g) if gate == "open" else g
+
+
+# A_log and dt_bias given or not, the lower bound
+RAW = {
+    "softplus": (True, True, None),
+    "softplus, no bias": (True, False, None),
+    "bounded": (True, True, -5.0),
+    "bounded, no bias": (True, False, -5.0),
+    "bounded, bias alone": (False, True, -0.5),
+    "bounded, bare": (False, False, -2.0),
+}
+
+
+def raw_gate(kind, T, HV, K, device, dtype=torch.float32):
+    """Raw gates on both sides of zero and what makes them a log decay, which no floor reaches."""
+    generator = torch.Generator(device=device).manual_seed(T + K)
+    rate, bias, lower_bound = RAW[kind]
+
+    def randn(*shape):
+        return torch.randn(*shape, generator=generator, device=device)
+
+    a, A_log, dt_bias = (2 * randn(2, T, HV, K)).to(dtype), randn(HV) / 2, randn(HV * K)
+    return a, A_log if rate else None, dt_bias if bias else None, {"lower_bound": lower_bound}
+
+
+def channel_inputs(T, K, V, dtype, device, H=1, gate="mixed"):
+    """stage_checks.inputs with a gate for each channel."""
+    x = inputs(T, K, V, dtype, device) if H == 1 else gdn_inputs(
+        1, T, H, H, K, V, dtype=dtype, device=device, initial_state=True
+    )  # fmt: skip
+    x.g = channel_gate(gate, *x.g.shape, K, seed=T + K, device=device)
+    return x
+
+
+def forward_parts(x, C):
+    """What the stages of the forward pass leave, by the reference."""
+    r, options = SimpleNamespace(), {"chunk_size": C}
+    r.gc = gate_cumsum(x.g, **options)
+    r.P, r.A = kda_intra(x.q, x.k, x.beta, r.gc, **options)
+    r.w, r.u, r.kg, r.qg = wy(x.k, x.v, x.beta, r.gc, r.A, x.q)
+    r.h, r.v_new, _ = state(r.kg, r.w, r.u, r.gc, x.initial_state, **options)
+    return r
+
+
+def backward_parts(T, K, V, C, dtype, device, **kinds):
+    """(inputs, everything the stages of the backward pass read), by the reference."""
+    x = channel_inputs(T, K, V, dtype, device, **kinds)
+    r, options = forward_parts(x, C), {"scale": SCALE, "chunk_size": C}
+    r.do, r.dht = torch.randn_like(x.v), torch.randn_like(x.initial_state)
+    r.dqg, r.dP, r.dv_out = kda_output_bwd(r.P, r.v_new, r.h, r.do, **options)
+    r.dh, r.dv_new, _ = state_bwd(r.qg, r.kg, r.w, r.gc, r.do, r.dv_out, r.dht, **options)
+    parts = kda_wy_bwd(x.v, x.beta, r.A, r.h, r.v_new, r.dh, r.dv_new)
+    r.dkb, r.dkg, _, r.dL, r.dbeta, r.dgl = (y.contiguous() for y in parts)
+    return x, r

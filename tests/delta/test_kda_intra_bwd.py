@@ -1,0 +1,67 @@
+"""Stage kda_intra_bwd: kernel against reference, and what cancels to the bit."""
+
+import pytest
+import torch
+from delta.channel_checks import backward_parts, gates, once
+from delta.stage_checks import DTYPES, check_stage
+
+from linattn_edu.kernels.delta.kda_intra_bwd import kda_intra_bwd
+from linattn_edu.reference.delta.gate_cumsum import gate_cumsum
+from linattn_edu.reference.delta.kda_intra_bwd import kda_intra_bwd as reference
+
+pytestmark = pytest.mark.usefixtures("poison")
+
+
+def kernel(*args):
+    """The kernel on a copy of dbeta, to which it adds in place."""
+    *args, dbeta = args
+    return kda_intra_bwd(*args, dbeta.clone())
+
+
+def arguments(x, r):
+    return x.q, x.k, x.beta, r.gc, r.dP, r.dL, r.dqg, r.dkb, r.dkg, r.dgl, r.dbeta
+
+
+@once
+def test_kernel_matches_reference(T, K, V, C, dtype, device):
+    check_stage(kernel, reference, arguments(*backward_parts(T, K, V, C, dtype, device)))
+
+
+@gates
+def test_any_gate(C, gate, dtype, device):
+    """One value head a key head; channels that are shut, open, or decay by any factor."""
+    x, r = backward_parts(40, 33, 16, C, dtype, device, H=2, gate=gate)
+    check_stage(kernel, reference, arguments(x, r))
+
+
+def test_dbeta_is_added_to(device):
+    x, r = backward_parts(40, 16, 16, 32, torch.float32, device)
+    *args, dbeta = arguments(x, r)
+    _, _, alone, _ = kernel(*args, torch.zeros_like(dbeta))
+    _, _, got, _ = kernel(*args, dbeta)
+    torch.testing.assert_close(got, alone + dbeta, rtol=0, atol=1e-5)
+
+
+def test_beta_zero_leaves_no_key_s_own_read(device):
+    x, r = backward_parts(70, 16, 16, 32, torch.float32, device)
+    x.beta[:] = 0
+    check_stage(kernel, reference, arguments(x, r))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_pair_gives_and_takes_the_same(dtype, device):
+    """A pair's part of dgc is +x at the later token and -x at the earlier one. With one channel
+    and dP at one pair alone nothing is added to either: the two are equal to the bit.
+    """
+    x, r = backward_parts(64, 1, 16, 64, dtype, device, H=2)
+    *args, dbeta = arguments(x, r)
+    x.q, x.k, x.beta, _, _, *others = (y[:, :, :1].contiguous() for y in args)
+    r.gc = gate_cumsum(-torch.rand(1, 64, 1, 1, device=device) / 8, chunk_size=64)
+    zeros = [torch.zeros_like(y) for y in (*others, dbeta[:, :, :1])]
+    for i, j in ((1, 0), (17, 3), (63, 31)):
+        dP = torch.zeros_like(zeros[0])
+        dP[:, i, :, j] = 1
+        *_, dgc = kernel(x.q, x.k, x.beta, r.gc, dP, *zeros)
+        assert dgc[:, i].any() and torch.equal(dgc[:, i], -dgc[:, j])
+        dgc[:, [i, j]] = 0
+        assert not dgc.any()
