@@ -46,6 +46,7 @@ class Place:
     sizes: tuple[int, ...] = (32, 64, 128)
     warps: tuple[int, ...] = (1, 2, 4, 8)
     stages: tuple[int, ...] = (1, 2, 3)
+    registers: tuple[int | None, ...] = (None,)  # limits of a thread
     ops: tuple[str, ...] = ("gdn",)  # of the cases it is tuned on
     inner: bool = False  # whether there is a loop inside that over K, which may be pipelined
     options: tuple[tuple[str, float], ...] = ()  # keyword arguments of the stage
@@ -55,9 +56,9 @@ _BOTH = ("gdn", "kda")
 _SCAN = {"sizes": (16, 32, 64, 128), "warps": (2, 4, 8), "stages": (1, 2, 3, 4)}
 _CONSTANT = {"warps": (), "stages": ()}
 _CHANNELS = {"tiles": (("BD",),), "sizes": (16, 32, 64, 128, 256), "ops": ("kda",), **_CONSTANT}
-_PAIRS = {
-    "tiles": (("BK",),), "sizes": (16, 32, 64, 128), "warps": (2, 4, 8), "ops": ("kda",),
-    "inner": True,
+_ROWS = {
+    "tiles": (("BK",),), "sizes": (16, 32, 64, 128), "warps": (1, 2), "ops": ("kda",),
+    "registers": (None, 128, 168), "inner": True,
 }  # fmt: skip
 _ADJOINT = {"tiles": (("BK",), ("BV",)), "warps": (4, 8), "ops": ("kda",)}
 PLACES = {
@@ -65,7 +66,8 @@ PLACES = {
         "gate_cumsum", "gate_cumsum", "BH", (("BH",),), (4, 8, 16, 32, 64), **_CONSTANT
     ),
     "solve": Place("solve", "solve", tiles=(("BK",),)),
-    "wy": Place("wy", "wy", tiles=(("BK", "BV"),), ops=_BOTH),
+    "wy": Place("wy", "wy", tiles=(("BK", "BV"),)),
+    "wy_channels": Place("wy", "wy", "CHANNEL_CONFIGS", (("BK", "BV"),), ops=("kda",)),
     "state": Place("state", "state", ops=_BOTH, **_SCAN),
     "output": Place("output", "output", tiles=(("BK",), ("BV",)), warps=(2, 4, 8), ops=_BOTH),
     "scores": Place("intra", "fused", "SCORES_CONFIGS", (("BK",),)),
@@ -77,14 +79,13 @@ PLACES = {
     "recurrent": Place("recurrent", "recurrent", "BV", sizes=(8, 16, 32, 64, 128), **_CONSTANT),
     "gate_cumsum_channels": Place("gate_cumsum", "gate_cumsum", "BD", **_CHANNELS),
     "gate_bwd_channels": Place("gate_bwd", "gate_bwd", "BD", **_CHANNELS),
-    "kda_intra": Place("kda_intra", "kda_intra", **_PAIRS),
+    "kda_intra": Place("kda_intra", "kda_intra", **_ROWS),
     "kda_intra_safe": Place(
-        "kda_intra", "kda_intra", options=(("lower_bound", SAFE_BOUND),), **_PAIRS
+        "kda_intra", "kda_intra", options=(("lower_bound", SAFE_BOUND),), **_ROWS
     ),
-    "solve_tril": Place("kda_intra", "solve", tiles=(), stages=(1,), ops=("kda",)),
     "kda_output_bwd": Place("kda_output_bwd", "kda_bwd", **_ADJOINT),
     "kda_wy_bwd": Place("kda_wy_bwd", "kda_bwd", **_ADJOINT),
-    "kda_intra_bwd": Place("kda_intra_bwd", "kda_intra_bwd", **_PAIRS | {"warps": (4, 8)}),
+    "kda_intra_bwd": Place("kda_intra_bwd", "kda_intra_bwd", **_ROWS),
 }
 
 
@@ -98,10 +99,15 @@ def candidates(kernel: str, case: Case) -> Iterator[dict[str, int]]:
             continue
         # a loop over K that runs once has nothing to pipeline
         once = sizes.get("BK", 0) >= case.K and not place.inner
-        for warps, stages in itertools.product(place.warps or (0,), place.stages or (0,)):
+        launches = itertools.product(
+            place.warps or (0,), place.stages or (0,), place.registers or (None,)
+        )
+        for warps, stages, registers in launches:
             if once and stages > 1:
                 continue
-            yield {**sizes, **({"num_warps": warps, "num_stages": stages} if warps else {})}
+            launch = {"num_warps": warps, "num_stages": stages} if warps else {}
+            limit = {} if registers is None else {"maxnreg": registers}
+            yield {**sizes, **launch, **limit}
 
 
 @contextmanager

@@ -134,6 +134,7 @@ class Config:
     tiles: tuple[tuple[str, int], ...]
     num_warps: int
     num_stages: int
+    maxnreg: int | None = None  # registers of a thread; None: as many as the compiler likes
 
     def launch(self, K: int | None = None, V: int | None = None) -> dict[str, int]:
         """The row as keyword arguments of a launch; BK and BV no wider than K and V need."""
@@ -141,12 +142,13 @@ class Config:
         for name, dim in (("BK", K), ("BV", V)):
             if name in tiles and dim is not None:
                 tiles[name] = min(tiles[name], block(dim))
-        return dict(tiles, num_warps=self.num_warps, num_stages=self.num_stages)
+        limit = {} if self.maxnreg is None else {"maxnreg": self.maxnreg}
+        return dict(tiles, num_warps=self.num_warps, num_stages=self.num_stages, **limit)
 
 
-def row(num_warps: int, num_stages: int, **tiles: int) -> Config:
-    """Config(tiles, num_warps, num_stages), written as the tables write it."""
-    return Config(tuple(tiles.items()), num_warps, num_stages)
+def row(num_warps: int, num_stages: int, maxnreg: int | None = None, **tiles: int) -> Config:
+    """Config(tiles, num_warps, num_stages, maxnreg), written as the tables write it."""
+    return Config(tuple(tiles.items()), num_warps, num_stages, maxnreg)
 
 
 def generation(capability: tuple[int, int]) -> str:

@@ -170,7 +170,7 @@ def record(cc):
 
 def compile_row(kernel, bound, cc):
     """Compile one launch; return its resources, and whether it uses the tensor cores."""
-    options = {n: bound.pop(n) for n in ("num_warps", "num_stages") if n in bound}
+    options = {n: bound.pop(n) for n in ("num_warps", "num_stages", "maxnreg") if n in bound}
     signature, constants, attrs = {}, {}, {}
     for i, p in enumerate(kernel.params):
         x = bound[p.name]
