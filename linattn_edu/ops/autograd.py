@@ -65,21 +65,21 @@ def _chunk_forward(
             stages, q, k, v, g, beta, initial_state=initial_state, packing=packing, **options
         )
         return _results(tensors, cu_seqlens, length, output_final_state, save, results)
-    results = _results(tensors, cu_seqlens, length, output_final_state, save)
-    o, final_state, gc, A = results
-    if output_final_state:  # what a sequence without tokens leaves
-        final_state.copy_(torch.tensor(0.0) if initial_state is None else initial_state)
-    for n, t in library.sequences(cu_seqlens, cu_seqlens_cpu, q.shape[1]):
-        state = None if initial_state is None else initial_state[n : n + 1]
-        one = gdn.forward(
-            gdn.stages(impl), *(x[:, t] for x in (q, k, v, g, beta)), initial_state=state, **options
-        )
-        o[:, t] = one[0]
-        if output_final_state:
-            final_state[n] = one[1][0]
-        if save:
-            gc[:, t], A[:, t] = one[2:]
-    return results
+
+    def run(*sequence):
+        *given, state = sequence
+        o, S, *residuals = gdn.forward(
+            gdn.stages(impl), *given, initial_state=state,
+            **options | {"output_final_state": True, "return_residuals": True},
+        )  # fmt: skip
+        return o, S, residuals
+
+    state = _results(tensors, cu_seqlens, length, True, False)[1]
+    o, state, residuals = library.forward_by_sequence(
+        run, (q, k, v, g, beta, initial_state), cu_seqlens, cu_seqlens_cpu, state
+    )
+    results = (o, state if output_final_state else None, *(residuals if save else ()))
+    return _results(tensors, cu_seqlens, length, output_final_state, save, results)
 
 
 def _results(tensors, cu_seqlens, length, output_final_state, save, given=(None,) * 4):
@@ -153,25 +153,16 @@ def _chunk_backward(
             initial_state=initial_state, packing=packing, **options,
         )  # fmt: skip
         return library.gradients(tensors, got)
-    gradients = library.gradients(tensors)
-    for x in gradients[5:]:
-        x.zero_()
-    if dht is not None and initial_state is not None:  # through a sequence without tokens
-        gradients[7].copy_(dht)
-    for n, t in library.sequences(cu_seqlens, cu_seqlens_cpu, q.shape[1]):
-        state, dstate = (x if x is None else x[n : n + 1] for x in (initial_state, dht))
-        one = gdn.backward(
-            stages, *(x[:, t] for x in (q, k, v, g, beta, gc, A, do)), dstate,
-            initial_state=state, **options,
-        )  # fmt: skip
-        for whole, part in zip(gradients[:5], one[:5], strict=True):
-            whole[:, t] = part
-        for whole, part in zip(gradients[5:7], one[5:7], strict=True):
-            if part is not None:
-                whole += part
-        if initial_state is not None:
-            gradients[7][n] = one[7][0]
-    return gradients
+
+    def run(q, k, v, g, beta, residuals, do, dht, state):
+        return gdn.backward(
+            stages, q, k, v, g, beta, *residuals, do, dht, initial_state=state, **options
+        )
+
+    return library.backward_by_sequence(
+        run, (q, k, v, g, beta, A_log, dt_bias, initial_state), (gc, A), do, dht,
+        cu_seqlens, cu_seqlens_cpu, A.shape[-1],
+    )  # fmt: skip
 
 
 @_chunk_backward.register_fake

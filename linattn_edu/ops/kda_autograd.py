@@ -73,19 +73,17 @@ def _chunk_forward(
             stages, q, k, v, g, beta, initial_state=initial_state, packing=packing, **options
         )
     else:
-        o, final_state, residuals = [], _states(tensors, cu_seqlens), []
-        # what a sequence without tokens leaves
-        final_state.copy_(torch.tensor(0.0) if initial_state is None else initial_state)
-        for n, t in library.sequences(cu_seqlens, cu_seqlens_cpu, q.shape[1]):
-            state = None if initial_state is None else initial_state[n : n + 1]
-            one, S, parts = kda.forward(
-                stages, *(x[:, t] for x in (q, k, v, g, beta)), initial_state=state, **options
+
+        def run(*sequence):
+            *given, state = sequence
+            return kda.forward(
+                stages, *given, initial_state=state, **options | {"output_final_state": True}
             )
-            o.append(one)
-            residuals.append(parts)
-            if output_final_state:
-                final_state[n] = S[0]
-        o, residuals = torch.cat(o, 1), [torch.cat(x, 1) for x in zip(*residuals, strict=True)]
+
+        o, final_state, residuals = library.forward_by_sequence(
+            run, (q, k, v, g, beta, initial_state), cu_seqlens, cu_seqlens_cpu,
+            _states(tensors, cu_seqlens),
+        )  # fmt: skip
     final_state = final_state if output_final_state else None
     given = (o, final_state, *_kept(residuals, keep, return_states))
     return tuple(q.new_empty(0) if x is None else x for x in given)
@@ -179,30 +177,17 @@ def _chunk_backward(
             initial_state=initial_state, packing=packing, **options,
         )  # fmt: skip
         return library.gradients(tensors, got)
-    gradients = library.gradients(tensors)
-    for x in gradients[5:]:
-        x.zero_()
-    if dht is not None and initial_state is not None:  # through a sequence without tokens
-        gradients[7].copy_(dht)
-    first = 0
-    for n, t in library.sequences(cu_seqlens, cu_seqlens_cpu, q.shape[1]):
-        state, dstate = (x if x is None else x[n : n + 1] for x in (initial_state, dht))
-        chunks = slice(first, first := first - (t.start - t.stop) // length)
-        one = kda.backward(
-            stages, *(x[:, t] for x in (q, k, v, g, beta)),
-            kda.Residuals(*(
-                None if x is None else x[:, chunks if x is residuals.h else t] for x in residuals
-            )),
-            do[:, t], dstate, initial_state=state, **options,
+
+    def run(q, k, v, g, beta, residuals, do, dht, state):
+        return kda.backward(
+            stages, q, k, v, g, beta, kda.Residuals(*residuals), do, dht,
+            initial_state=state, **options,
         )  # fmt: skip
-        for whole, part in zip(gradients[:5], one[:5], strict=True):
-            whole[:, t] = part
-        for whole, part in zip(gradients[5:7], one[5:7], strict=True):
-            if part is not None:
-                whole += part
-        if initial_state is not None:
-            gradients[7][n] = one[7][0]
-    return gradients
+
+    return library.backward_by_sequence(
+        run, (q, k, v, g, beta, A_log, dt_bias, initial_state), residuals, do, dht,
+        cu_seqlens, cu_seqlens_cpu, length, by_chunk=(kda.Residuals._fields.index("h"),),
+    )  # fmt: skip
 
 
 @_chunk_backward.register_fake

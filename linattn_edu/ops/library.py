@@ -119,3 +119,69 @@ def gradients(
         else y.to(x.dtype)
         for x, y in zip(like, given, strict=True)
     )
+
+
+def forward_by_sequence(
+    run: Callable,
+    tensors: tuple[Tensor | None, ...],
+    cu_seqlens: Tensor,
+    cu_seqlens_cpu: Tensor | None,
+    final_state: Tensor,
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """A forward pass that knows no packing, run(q, k, v, g, beta, initial_state), on each sequence.
+
+    tensors: q, k, v, g, beta and the initial state. run gives o, the final state and a tuple of
+    residuals, [1, T or NT, ...]. Returns the same of all sequences; the states in final_state.
+    """
+    *tokens, initial_state = tensors
+    # what a sequence without tokens leaves
+    final_state.copy_(torch.tensor(0.0) if initial_state is None else initial_state)
+    parts = []
+    for n, t in sequences(cu_seqlens, cu_seqlens_cpu, tokens[0].shape[1]):
+        state = None if initial_state is None else initial_state[n : n + 1]
+        o, S, residuals = run(*(x[:, t] for x in tokens), state)
+        parts.append((o, *residuals))
+        final_state[n] = S[0]
+    o, *residuals = (torch.cat(x, 1) for x in zip(*parts, strict=True))
+    return o, final_state, residuals
+
+
+def backward_by_sequence(
+    run: Callable,
+    tensors: tuple[Tensor | None, ...],
+    residuals: tuple[Tensor | None, ...],
+    do: Tensor,
+    dht: Tensor | None,
+    cu_seqlens: Tensor,
+    cu_seqlens_cpu: Tensor | None,
+    length: int,
+    by_chunk: tuple[int, ...] = (),
+) -> tuple[Tensor, ...]:
+    """The same of a backward pass, run(q, k, v, g, beta, residuals, do, dht, initial_state).
+
+    tensors: q, k, v, g, beta, A_log, dt_bias and the initial state, whose gradients are returned.
+    by_chunk: which residuals have a row for each chunk of `length` tokens, not for each token.
+    """
+    whole = gradients(tensors)
+    initial_state = tensors[7]
+    for x in whole[5:]:
+        x.zero_()
+    if dht is not None and initial_state is not None:  # through a sequence without tokens
+        whole[7].copy_(dht)
+    first = 0
+    for n, t in sequences(cu_seqlens, cu_seqlens_cpu, do.shape[1]):
+        chunks = slice(first, first := first - (t.start - t.stop) // length)
+        inner = [
+            x if x is None else x[:, chunks if i in by_chunk else t]
+            for i, x in enumerate(residuals)
+        ]
+        state, dstate = (x if x is None else x[n : n + 1] for x in (initial_state, dht))
+        one = run(*(x[:, t] for x in tensors[:5]), inner, do[:, t], dstate, state)
+        for dx, part in zip(whole[:5], one[:5], strict=True):
+            dx[:, t] = part
+        for dx, part in zip(whole[5:7], one[5:7], strict=True):
+            if part is not None:
+                dx += part
+        if initial_state is not None:
+            whole[7][n] = one[7][0]
+    return whole
