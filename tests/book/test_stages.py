@@ -7,19 +7,22 @@ import re
 import pytest
 from book.layout import CHAPTERS, ROOT, toc
 
-from linattn_edu.ops import gdn
+from linattn_edu.ops import gdn, kda
 
 REFERENCE = ROOT / "linattn_edu" / "reference"
 KERNELS = ROOT / "linattn_edu" / "kernels"
 TAG = re.compile(r"#\s*(eq:[\w-]+)")
 
-STAGES = ["recurrent", *(f.name for f in dataclasses.fields(gdn.Stages))]
-# sets that compute several stages at once belong to the chapter that joins the stages
+# files of several stages, and those that compute several at once, and the chapter of each
 JOINED = {
+    "delta/kda_bwd": "11_kda_intra_bwd",
     "delta/fused": "06_output",
     "delta/l2norm": "08_output_bwd",
     "delta/cumsum": "12_gate_bwd",
 }
+IN_JOINED = {"kda_output_bwd", "kda_wy_bwd"}
+STAGES = {f.name for set_ in (gdn.Stages, kda.Stages) for f in dataclasses.fields(set_)}
+STAGES = ["recurrent", *sorted(STAGES - IN_JOINED)]
 
 
 def modules(root):
