@@ -6,6 +6,7 @@ from recurrent_cases import case, options
 
 from linattn_edu import (
     chunk_gated_delta_rule,
+    chunk_kda,
     chunk_local_cumsum,
     fused_recurrent_gated_delta_rule,
     fused_recurrent_kda,
@@ -21,6 +22,17 @@ BOUNDS = (0, 70, 70, 200)
 
 def chunk(**arguments):
     return chunk_gated_delta_rule(**arguments, **options(ALL))
+
+
+def kda(q, **arguments):
+    """Raw gates of channels, made of those of the heads; twice: with all kept, and with little."""
+    HV, K = arguments["v"].shape[2], q.shape[-1]
+    channels = torch.linspace(0.1, 2, K, device=q.device)
+    arguments["g"] = arguments["g"][..., None] * channels
+    arguments["dt_bias"] = arguments["dt_bias"].repeat_interleave(K)
+    arguments = {"q": q, **arguments, **options(ALL), "lower_bound": -5.0, "safe_gate": True}
+    assert arguments["dt_bias"].shape == (HV * K,)
+    return [y for keep in (False, True) for y in chunk_kda(**arguments, disable_recompute=keep)]
 
 
 def recurrent(**arguments):
@@ -79,17 +91,17 @@ def check_replay(f, N=1):
             assert a is None or torch.equal(a, b)
 
 
-@pytest.mark.parametrize("f", [chunk, recurrent, helpers])
+@pytest.mark.parametrize("f", [chunk, kda, recurrent, helpers])
 def test_replay(f):
     check_replay(f)
 
 
-@pytest.mark.parametrize("f", [chunk, recurrent])
+@pytest.mark.parametrize("f", [chunk, kda, recurrent])
 def test_replay_of_packed_sequences(f):
-    """The chunked form is told the lengths, so that it does not wait for the device."""
+    """The chunked forms are told the lengths, so that they do not wait for the device."""
     known = torch.tensor(BOUNDS)
     bounds = {"cu_seqlens": known.cuda()}
-    if f is chunk:
+    if f is not recurrent:
         bounds["cu_seqlens_cpu"] = known
     check_replay(lambda **x: f(**x, **bounds), N=3)
 

@@ -103,7 +103,7 @@ def test_gates_shut_here_and_there(shut, dtype, device):
     ]
     + [(8192, 128, dtype) for dtype in DTYPES]
     if GPU
-    else [(1, 60, DTYPES[1]), (17, 256, DTYPES[0]), (17, 128, DTYPES[2]), (20, 100, DTYPES[0])],
+    else [(1, 60, DTYPES[1]), (9, 256, DTYPES[0]), (9, 128, DTYPES[2]), (17, 64, DTYPES[0])],
     ids=str,
 )
 @pytest.mark.parametrize("safe", [False, True] if GPU else [True])
@@ -132,7 +132,7 @@ KINDS = (
 def test_the_gate_of_a_layer(kind, dtype, device):
     """With heads enough for an error of A_log, which has one number each."""
     parameters, bound = kind
-    shape = (2, 500, 4, 8, 64, 64) if GPU else (1, 20, 2, 4, 8, 8)
+    shape = (2, 500, 4, 8, 64, 64) if GPU else (1, 17, 1, 3, 8, 8)
     safe = bound is not None and bound >= -5
     flags = {"use_gate_in_kernel": True, "lower_bound": bound, "safe_gate": safe}
     check_row(shape, dtype, device, flags=flags, kinds={"raw_gate": True, "parameters": parameters})
@@ -153,7 +153,7 @@ def test_beta_before_its_sigmoid(negative, dtype, device):
 
 def small(dtype, device, **kinds):
     """(arguments, do, dht) of one short sequence: two chunks of 16."""
-    x = inputs(1, 20, 1, 2, 12, 8, dtype, device, **kinds)
+    x = inputs(1, 20, 1, 2 if GPU else 1, 12, 8, dtype, device, **kinds)
     return x, *cotangents(x)
 
 
@@ -250,7 +250,7 @@ def test_gradcheck(raw, keep):
     assert torch.autograd.gradcheck(f, leaves, fast_mode=True)
 
 
-@pytest.mark.parametrize("dtype", DTYPES if GPU else DTYPES[::2], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES if GPU else DTYPES[2:], ids=str)
 def test_same_bits_every_run_and_in_any_batch(dtype, device):
     size = (40, 300, 2, 4, 64, 128) if GPU else (2, 20, 1, 1, 12, 8)
     x = inputs(*size, dtype, device)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from recurrent_cases import case
 
-from linattn_edu.ops import autograd, gdn_recurrent, helpers
+from linattn_edu.ops import autograd, gdn_recurrent, helpers, kda_autograd
 from linattn_edu.ops import l2norm as norm
 
 IMPLS = ("triton", "reference")
@@ -70,6 +70,53 @@ def test_chunk_backward(impl, options, device):
     dS = torch.randn_like(S) if tensors[-1] is not None else None
     do = torch.randn_like(o)
     check_shapes(autograd._chunk_backward, *tensors, *packing, gc, A, do, dS, 0.5, 16, impl)
+
+
+def kda_arguments(device, packed=False, dtype=torch.float32, gate=(), state=True):
+    """The tensors of chunk_kda; cu_seqlens and what goes with it."""
+    N = 3 if packed else 1
+    x = case(T, (1, HV), K, V, N=N, device=device, dtype=dtype, gates="gk", state=state)
+    x |= {"g": x["gk"], "A_log": torch.zeros(HV, device=device)}
+    x["dt_bias"] = torch.zeros(HV * K, device=device)
+    names = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
+    cu_seqlens = bounds(device) if packed else None
+    packing = (cu_seqlens, cu_seqlens if cu_seqlens is None else cu_seqlens.cpu(), None)
+    unused = {"A_log", "dt_bias"} - set(gate)
+    return tuple(None if n in unused else x[n] for n in names), packing
+
+
+# what there is, the gate's lower bound and the one that is promised, what is kept, states of chunks
+KDA = (
+    ({}, None, -5.0, 1, True),
+    ({"packed": True, "gate": ("A_log", "dt_bias")}, -5.0, -5.0, 2, False),
+    ({"packed": True}, None, None, 1, True),
+    ({"gate": ("A_log",), "state": False}, None, None, 1, False),
+    ({"gate": ("dt_bias",), "dtype": torch.bfloat16}, -5.0, None, 2, False),
+)
+
+
+@pytest.mark.parametrize(("impl", "options"), every(KDA), ids=str)
+def test_chunk_kda(impl, options, device):
+    given, bound, safe, keep, states = options
+    tensors, packing = kda_arguments(device, **given)
+    wants_state = tensors[-1] is not None
+    numbers = (*packing, 0.5, bound, safe)
+    check(kda_autograd._chunk, *leaves(tensors), *numbers, wants_state, 16, impl, keep, states)
+    check_shapes(kda_autograd._chunk, *tensors, *numbers, not wants_state, 16, impl, 0, states)
+
+
+@pytest.mark.parametrize(("impl", "options"), every(KDA), ids=str)
+def test_chunk_kda_backward(impl, options, device):
+    given, bound, safe, keep, _ = options
+    tensors, packing = kda_arguments(device, **given)
+    o, S, *residuals = kda_autograd._chunk(
+        *tensors, *packing, 0.5, bound, safe, True, 16, impl, keep, False
+    )
+    dS = torch.randn_like(S) if tensors[-1] is not None else None
+    check_shapes(
+        kda_autograd._chunk_backward, *tensors, *packing, *residuals, torch.randn_like(o), dS,
+        0.5, bound, 16, impl,
+    )  # fmt: skip
 
 
 def recurrent_arguments(device, gates="g", packed=False, dtype=torch.float32, state=True):
@@ -173,7 +220,8 @@ def test_every_operator_is_checked():
     registered = {str(s.name).split("::")[1] for s in torch._C._jit_get_all_schemas()
                   if str(s.name).startswith("linattn_edu::")}  # fmt: skip
     assert registered == {
-        "chunk_gated_delta_rule", "chunk_gated_delta_rule_backward", "chunk_local_cumsum",
+        "chunk_gated_delta_rule", "chunk_gated_delta_rule_backward", "chunk_kda",
+        "chunk_kda_backward", "chunk_local_cumsum",
         "l2norm", "l2norm_backward", "recurrent", "recurrent_backward", "recurrent_pool",
         "recurrent_step", "recurrent_step_", "solve_tril", "solve_tril_backward",
     }  # fmt: skip

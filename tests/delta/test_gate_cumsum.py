@@ -47,7 +47,7 @@ def test_floor_keeps_later_decays(device):
 
 
 @pytest.mark.parametrize("gate", ["mixed", "shut"])
-@pytest.mark.parametrize(("T", "C"), zip(TOKENS, itertools.cycle(CHUNKS), strict=False))
+@pytest.mark.parametrize(("T", "C"), list(zip(TOKENS, itertools.cycle(CHUNKS), strict=False)))
 def test_a_gate_for_each_channel(T, C, gate, device):
     for HV, K in ((1, 1), (3, 33)):  # in one tile of channels, in two
         g = channel_gate(gate, 2, T, HV, K, seed=T, device=device)

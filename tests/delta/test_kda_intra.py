@@ -35,7 +35,7 @@ def test_with_a_promise(T, K, V, C, dtype, device):
 @gates
 def test_any_gate(C, gate, dtype, device):
     """One value head a key head; channels that are shut, open, or decay by any factor."""
-    args = arguments(40, 33, C, dtype, device, H=2, gate=gate)
+    args = arguments(33, 20, C, dtype, device, H=2, gate=gate)
     check_stage(kernel, reference, args, chunk_size=C)
 
 
@@ -60,7 +60,7 @@ def test_whom_a_promise_serves(dtype, bound, device, monkeypatch):
         return used[-1]
 
     monkeypatch.setattr(module, "first_level", noted)
-    args = arguments(33, 16, 32, dtype, device, gate="bounded")
+    args = arguments(17, 16, 32, dtype, device, gate="bounded")
     got = kernel(*args, chunk_size=32, lower_bound=bound)
     assert used == [4 if bound >= -5 and dtype != torch.float16 else 0]
     if used == [0]:

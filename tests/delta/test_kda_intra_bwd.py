@@ -30,7 +30,7 @@ def test_kernel_matches_reference(T, K, V, C, dtype, device):
 @gates
 def test_any_gate(C, gate, dtype, device):
     """One value head a key head; channels that are shut, open, or decay by any factor."""
-    x, r = backward_parts(40, 33, 16, C, dtype, device, H=2, gate=gate)
+    x, r = backward_parts(33, 20, 16, C, dtype, device, H=2, gate=gate)
     check_stage(kernel, reference, arguments(x, r))
 
 

@@ -11,6 +11,9 @@ import torch
 
 from linattn_edu.kernels.delta import (
     fused,
+    kda_bwd,
+    kda_intra,
+    kda_intra_bwd,
     output,
     output_bwd,
     solve,
@@ -20,6 +23,7 @@ from linattn_edu.kernels.delta import (
     wy_bwd,
 )
 from linattn_edu.kernels.tiles import UNPIPELINED, chunk_limit, device_of
+from linattn_edu.ops import kda
 from linattn_edu.ops.gdn import backward, forward, fused_stages, stages
 from linattn_edu.testing import gdn_inputs, poison, relative_rms
 
@@ -34,18 +38,29 @@ TABLES = (
     ("output_bwd", output_bwd, "CONFIGS"),
     ("state_bwd", state_bwd, "CONFIGS"),
     ("wy_bwd", wy_bwd, "CONFIGS"),
+    # with a gate for each channel
+    ("kda_intra", kda_intra, "CONFIGS"),
+    ("kda_wy", wy, "CHANNEL_CONFIGS"),
+    ("kda_state", state, "CONFIGS"),
+    ("kda_output", output, "CONFIGS"),
+    ("kda_bwd", kda_bwd, "CONFIGS"),
+    ("kda_state_bwd", state_bwd, "CONFIGS"),
+    ("kda_intra_bwd", kda_intra_bwd, "CONFIGS"),
 )
 FUSED = ("scores", "resolvent", "scan")
-BACKWARD = ("output_bwd", "state_bwd", "wy_bwd")
-BY_DIM = ("state", "scan", "state_bwd")
-BY_VALUE = ("output_bwd", "wy_bwd")  # rows for values up to a width
+BACKWARD = ("output_bwd", "state_bwd", "wy_bwd", "kda_bwd", "kda_state_bwd", "kda_intra_bwd")
+BY_DIM = ("state", "scan", "state_bwd", "kda_state", "kda_state_bwd")
+BY_VALUE = ("output_bwd", "wy_bwd", "kda_bwd")  # rows for values up to a width
 
 
 def rows():
     """(stage, dtype, K, row) of every table; a K below the tile too, and one that is odd."""
     generation = device_of(torch.empty(0, device="cuda"))[0]
     for stage, module, table in TABLES:
-        for size, by_case in getattr(module, table)[generation].items():
+        # where a table says nothing, the module's first one holds
+        by_size = module.CONFIGS[generation] if stage not in FUSED else {}
+        by_size = by_size | getattr(module, table).get(generation, {})
+        for size, by_case in by_size.items():
             for dtype, (K, entry) in itertools.product(DTYPES[size], cases(stage, by_case)):
                 yield stage, dtype, K, entry
 
@@ -73,7 +88,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 def run(stage, dtype, K, entry):
     """The forward or the backward pass with this row in place of its table, against float64."""
     ((module, table),) = [(m, t) for s, m, t in TABLES if s == stage]
-    only = {64: entry, 128: entry} if stage == "output" else entry
+    only = {64: entry, 128: entry} if stage.endswith("output") else entry
     only = {128: [entry], 256: [entry]} if stage in BY_DIM else only
     only = {256: entry} if stage in BY_VALUE else only
     tables = {g: {2: only, 4: only} for g in ("turing", "ampere", "hopper")}
@@ -82,35 +97,63 @@ def run(stage, dtype, K, entry):
     for T, chunk_size, seed, H in ((500, 64, 0, 2), (129, 32, 1, 4), (65, 16, 2, 2)):
         x = gdn_inputs(2, T, H, 4, K, K, dtype=dtype, device="cuda", initial_state=True, seed=seed)
         chunk_size = min(chunk_size, chunk_limit(x.k))
-        exact = results(x.double(), "reference", stage in FUSED, stage in BACKWARD, chunk_size)
-        setattr(module, table, tables)
-        try:
-            with poison():
-                got = results(x, "triton", stage in FUSED, stage in BACKWARD, chunk_size)
-        finally:
-            setattr(module, table, kept)
-        worst = max(worst, *(relative_rms(a, b) for a, b in zip(got, exact, strict=True)))
+        if stage.startswith("kda_"):
+            generator = torch.Generator("cuda").manual_seed(seed)
+            g = torch.randn(*x.g.shape, K, device="cuda", generator=generator)
+            x.g = -(2 * g - 3).exp().clamp(max=5)
+        # with a promise other products are made, on tiles of the same size
+        for safe in (None, -5.0) if stage.startswith("kda_intra") else (None,):
+            exact = results(x.double(), "reference", stage, chunk_size, safe)
+            setattr(module, table, tables)
+            try:
+                with poison():
+                    got = results(x, "triton", stage, chunk_size, safe)
+            finally:
+                setattr(module, table, kept)
+            worst = max(worst, *(relative_rms(a, b) for a, b in zip(got, exact, strict=True)))
     return worst
 
 
-def results(x, impl, fused, gradients, chunk_size):
+def results(x, impl, stage, chunk_size, safe):
     """o and the final state, or all gradients of a fixed linear function of the two."""
+    gradients = stage in BACKWARD
     options = {"scale": 0.3, "chunk_size": chunk_size}
-    used = fused_stages(impl) if fused else stages(impl)
+    if stage.startswith("kda_"):
+        return channel_results(x, impl, gradients, options, safe)
+    used = fused_stages(impl) if stage in FUSED else stages(impl)
     o, final_state, gc, A = forward(
         used, **x.asdict(), output_final_state=True, return_residuals=True, **options
     )
     if not gradients:
         return o, final_state
-    generator = torch.Generator("cuda").manual_seed(1)
-    do, dht = (torch.randn(y.shape, device="cuda", generator=generator) for y in (o, final_state))
-    # the same values in both precisions, and those of the input dtype
-    do = do.bfloat16().to(o.dtype)
     got = backward(
-        stages(impl), x.q, x.k, x.v, x.g, x.beta, gc, A, do, dht.to(final_state.dtype),
+        stages(impl), x.q, x.k, x.v, x.g, x.beta, gc, A, *cotangents(o, final_state),
         scale=0.3, initial_state=x.initial_state,
     )  # fmt: skip
     return [dx for dx in got if dx is not None]
+
+
+def channel_results(x, impl, gradients, options, safe):
+    """The same of Kimi Delta Attention."""
+    used, tensors = kda.stages(impl), (x.q, x.k, x.v, x.g, x.beta)
+    o, final_state, residuals = kda.forward(
+        used, *tensors, initial_state=x.initial_state, output_final_state=True, safe_bound=safe,
+        **options,
+    )  # fmt: skip
+    if not gradients:
+        return o, final_state
+    got = kda.backward(
+        used, *tensors, residuals._replace(gc=None), *cotangents(o, final_state),
+        scale=0.3, initial_state=x.initial_state,
+    )  # fmt: skip
+    return [dx for dx in got if dx is not None]
+
+
+def cotangents(o, final_state):
+    """Gradients of the two: the same values in both precisions, and those of the input dtype."""
+    generator = torch.Generator("cuda").manual_seed(1)
+    do, dht = (torch.randn(y.shape, device="cuda", generator=generator) for y in (o, final_state))
+    return do.bfloat16().to(o.dtype), dht.to(final_state.dtype)
 
 
 if __name__ == "__main__":

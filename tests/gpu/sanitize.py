@@ -9,6 +9,7 @@ import torch
 
 from linattn_edu import (
     chunk_gated_delta_rule,
+    chunk_kda,
     chunk_local_cumsum,
     fused_recurrent_gated_delta_rule,
     l2norm,
@@ -31,8 +32,8 @@ def differentiate(f, x, **flags):
     """f and its gradient by every tensor."""
     leaves = {n: t.clone().requires_grad_() for n, t in x.asdict().items()}
     if flags.get("use_gate_in_kernel"):
-        heads = x.g.shape[-1]
-        leaves |= {n: torch.zeros(heads, device="cuda", requires_grad=True) for n in GATE}
+        sizes = zip(GATE, (x.g.shape[2], x.g[0, 0].numel()), strict=True)
+        leaves |= {n: torch.zeros(size, device="cuda", requires_grad=True) for n, size in sizes}
     o, final_state = f(**leaves, output_final_state=True, **flags)
     (o.float().sum() + final_state.sum()).backward()
 
@@ -46,6 +47,12 @@ def main(dtype, T, K, V, C):
     packed = gdn_inputs(1, T, 2, 2, K, V, dtype=dtype, device="cuda")
     packed.initial_state = torch.randn(3, 2, K, V, device="cuda")
     differentiate(chunk_gated_delta_rule, packed, chunk_size=C, cu_seqlens=cu_seqlens, **FLAGS)
+    for y in (x, packed):  # a gate for each channel
+        y.g = y.g[..., None] * torch.linspace(0.1, 2, K, device="cuda")
+    differentiate(chunk_kda, x, chunk_size=C)
+    for gate in ({}, {"lower_bound": -5.0, "safe_gate": True}):
+        differentiate(chunk_kda, packed, chunk_size=C, cu_seqlens=cu_seqlens, **FLAGS, **gate)
+    x.g = x.g[..., 0].contiguous()
     short = x.prefix(5)
     differentiate(fused_recurrent_gated_delta_rule, short)
     fused_recurrent_gated_delta_rule(**short.asdict(), output_final_state=True)

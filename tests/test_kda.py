@@ -1,0 +1,388 @@
+"""chunk_kda: against the recurrence, what other operators it contains, what a user relies on."""
+
+import dataclasses
+
+import pytest
+import torch
+import torch.nn.functional as F
+from gdn_checks import DTYPES, cotangents, same_bits
+from kda_checks import GATE, check, exact, inputs, spacing, tolerance, triton
+
+from linattn_edu import chunk_gated_delta_rule, chunk_kda, fused_recurrent_kda
+from linattn_edu.kernels import tiles
+from linattn_edu.kernels.delta import kda_intra, kda_intra_bwd, output, state, state_bwd, wy
+from linattn_edu.ops.kda import backward, forward, stages
+from linattn_edu.reference.delta.recurrent import recurrent
+from linattn_edu.testing import assert_close, relative_rms
+
+pytestmark = pytest.mark.usefixtures("poison")
+
+GPU = torch.cuda.is_available()
+IMPLS = ("reference", "triton")
+GATES = {"trained": {}, "open": {"mask": 1.0}, "shut": {"shut": 1.0}, "some": {"shut": 0.125}}
+C16 = {"chunk_size": 16}
+
+
+def small(dtype, device, **kinds):
+    """Two chunks of 16."""
+    return inputs(1, 20, 1, 2, 12, 8, dtype, device, **kinds)
+
+
+def recurrence(x, **options):
+    x = {n: t.double() for n, t in x.items()}
+    return recurrent(g=None, gk=x.pop("g"), **x, **options)
+
+
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("C", [16, 32, 64])
+@pytest.mark.parametrize("T", [1, 15, 63, 64, 65, 100])
+def test_chunked_equals_recurrent_in_float64(T, C, gate):
+    x = inputs(1, T, 2, 4, 33, 20, torch.float64, seed=T, **GATES[gate])
+    got = chunk_kda(**x, output_final_state=True, chunk_size=C)
+    for name, a, b in zip(("o", "final_state"), got, recurrence(x), strict=True):
+        assert_close(name, a, b, 1e-12)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize(("C", "dtype"), list(zip((16, 32, 64), DTYPES, strict=True)), ids=str)
+def test_intermediate_states_are_those_of_the_recurrence(C, dtype, impl, device):
+    T = 300 if GPU else 2 * C + 3
+    HV = 2 if GPU else 1
+    x = inputs(2 if GPU else 1, T, 1, HV, 20, 16, dtype, device)
+    options = {"return_intermediate_states": True, "chunk_size": C, "impl": impl}
+    o, S, h = chunk_kda(**x, **options)
+    assert S is None
+    assert h.dtype == dtype and h.shape == (len(x["q"]), -(-T // C), HV, 20, 16)
+    assert_close("h 0", h[:, 0], x["initial_state"], tolerance("h", dtype))
+    for c in range(1, h.shape[1]):
+        before = {n: t if n == "initial_state" else t[:, : c * C] for n, t in x.items()}
+        assert_close(f"h {c}", h[:, c], recurrence(before)[1], tolerance("h", dtype))
+    plain, _ = chunk_kda(**x, chunk_size=C, impl=impl)
+    assert torch.equal(o, plain)
+    x["initial_state"] = x["initial_state"].mT.contiguous()
+    _, _, turned = chunk_kda(**x, **options, state_v_first=True)
+    assert torch.equal(turned, h.mT)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("impl", IMPLS)
+def test_intermediate_states_beside_a_gradient(impl, keep, device):
+    """The same states where the backward pass asks for residuals, all or two of them."""
+    x = small(torch.float32, device)
+    options = {"return_intermediate_states": True, "impl": impl, **C16}
+    o, _, h = chunk_kda(**x, **options)
+    x["v"].requires_grad_()
+    got = chunk_kda(**x, **options, disable_recompute=keep)
+    assert torch.equal(got[0], o) and torch.equal(got[2], h)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_gate_that_is_nan_shows(impl, device):
+    x = small(torch.float32, device)
+    x["g"][0, 5, 0, 3] = torch.nan
+    o, S = chunk_kda(**x, output_final_state=True, impl=impl, **C16)
+    assert o[:, 5:].isnan().any() and S.isnan().any()
+
+
+def test_unaligned_storage(device):
+    """Tensors that do not start at 16 bytes give the same bits as those that do."""
+    x, shifted = small(torch.bfloat16, device), {}
+    for name, t in x.items():
+        storage = torch.empty(t.numel() + 1, dtype=t.dtype, device=device)
+        shifted[name] = storage[1:].view(t.shape).copy_(t)
+    assert shifted["q"].is_contiguous() and shifted["q"].data_ptr() % 16
+    got, _ = chunk_kda(**shifted, impl="triton", **C16)
+    want, _ = chunk_kda(**x, impl="triton", **C16)
+    assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_non_contiguous_arguments_are_copied(impl, device):
+    x = small(torch.float32, device)
+    strided = {n: t.transpose(1, 2).contiguous().transpose(1, 2) for n, t in x.items()}
+    assert not strided["g"].is_contiguous()
+    got, _ = chunk_kda(**strided, impl=impl, **C16)
+    want, _ = chunk_kda(**x, impl=impl, **C16)
+    assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("gen", ["turing", "ampere"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_of_other_generations(gen, dtype, device, monkeypatch):
+    """Their tiles compute the same; that they compile is tests/kernels."""
+    if device.type == "cuda":
+        pytest.skip("a row is right only on the generation it is for")
+    for module in (tiles, kda_intra, kda_intra_bwd, output, state, state_bwd, wy):
+        if hasattr(module, "device_of"):
+            monkeypatch.setattr(module, "device_of", lambda x: (gen, 1))
+    x = inputs(1, 9, 1, 1, 40, 72, dtype)
+    do, dht = cotangents(x)
+    check(triton(x, do, dht), exact(x, do, dht), dtype)
+
+
+@pytest.mark.gpu
+def test_more_heads_than_a_grid_axis_holds():
+    x = inputs(40000, 1, 1, 2, 16, 16, torch.float32, "cuda", state=False)
+    o, _ = chunk_kda(**x)
+    assert_close("o", o, recurrence(x)[0], 5e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs a second GPU")
+def test_tensors_on_another_gpu_than_the_current_one():
+    x = inputs(1, 70, 1, 2, 24, 40, torch.float32, "cuda:1")
+    o, _ = chunk_kda(**x)
+    assert_close("o", o, recurrence(x)[0], 5e-6)
+
+
+def both_passes(stages, x, do, dht):
+    """Outputs and gradients of the composition, by name."""
+    options = {"scale": 0.2, "initial_state": x["initial_state"], "lower_bound": -4.0}
+    options |= {n: x[n] for n in GATE}
+    tensors = [x[n] for n in ("q", "k", "v", "g", "beta")]
+    o, S, residuals = forward(stages, *tensors, output_final_state=True, chunk_size=16, **options)
+    residuals = residuals._replace(gc=None)
+    gradients = backward(stages, *tensors, residuals, do, dht, **options)
+    names = ("dq", "dk", "dv", "dg", "dbeta", "dA_log", "ddt_bias", "dh0")
+    return {"o": o, "ht": S} | dict(zip(names, gradients, strict=True))
+
+
+@pytest.mark.parametrize("stage", [f.name for f in dataclasses.fields(stages("reference"))])
+def test_any_one_stage_can_be_swapped(stage, device):
+    x = inputs(1, 40, 1, 2, 24, 40, torch.float32, device, raw_gate=True)
+    do, dht = cotangents(x)
+    mixed = dataclasses.replace(stages("reference"), **{stage: getattr(stages("triton"), stage)})
+    exact = {n: t.double() for n, t in x.items()}
+    want = both_passes(stages("reference"), exact, do.double(), dht.double())
+    for name, got in both_passes(mixed, x, do, dht).items():
+        assert_close(name, got, want[name], tolerance(name, torch.float32))
+
+
+def test_stages_of_an_unknown_implementation():
+    with pytest.raises(ValueError, match="impl must be 'reference' or 'triton', got 'cuda'"):
+        stages("cuda")
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("cut", [1, 16, 21])
+def test_splitting_a_sequence_equals_one_call(impl, cut, device):
+    x = inputs(1, 36, 1, 1, 24, 16, torch.float32, device)
+    options = {"output_final_state": True, "impl": impl, **C16}
+    o, final = chunk_kda(**x, **options)
+    first, rest = ({n: t if n == "initial_state" else t[:, part] for n, t in x.items()}
+                   for part in (slice(cut), slice(cut, None)))  # fmt: skip
+    o1, middle = chunk_kda(**first, **options)
+    o2, end = chunk_kda(**rest | {"initial_state": middle}, **options)
+    assert_close("o", torch.cat([o1, o2], 1), o, 2e-6)
+    assert_close("final_state", end, final, 2e-6)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_equal_channels_are_gated_deltanet(impl, device):
+    """Outputs and gradients; the sum of g's over the channels is that of the one gate."""
+    x = small(torch.float32, device)
+    x["g"] = x["g"][..., 0].contiguous()
+    do, dht = cotangents(x)
+    want = triton(x, do, dht, f=chunk_gated_delta_rule)
+    channels = x | {"g": x["g"][..., None].expand(-1, -1, -1, 12).contiguous()}
+    got = triton(channels, do, dht, **C16)
+    got["dg"] = got["dg"].sum(-1)
+    check(got, {n: t.double() for n, t in want.items()}, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_open_gates_are_the_delta_rule(dtype, device):
+    x = small(dtype, device, mask=1.0)
+    assert not x["g"].any()
+    do, dht = cotangents(x)
+    got = triton(x, do, dht, **C16)
+    del got["dg"], x["g"]
+    want = exact(x | {"g": x["beta"].new_zeros(1, 20, 2, 12)}, do, dht)
+    check(got, want, dtype)
+    rule = recurrent(x.pop("q").double(), g=None, **{n: t.double() for n, t in x.items()})
+    assert_close("o", got["o"], rule[0], tolerance("o", dtype))
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_without_writes_the_state_decays(impl, device):
+    x = small(torch.float32, device)
+    x["beta"].zero_()
+    o, S = chunk_kda(**x, output_final_state=True, impl=impl, **C16)
+    decay = x["g"].double().cumsum(1).exp()
+    states = decay[..., None] * x["initial_state"].double()[:, None]
+    q = x["q"].double().expand(-1, -1, 2, -1) * 12**-0.5
+    assert_close("o", o, torch.einsum("bthk,bthkv->bthv", q, states), 2e-6)
+    assert_close("S", S, states[:, -1], 2e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("bound", [None, -5.0])
+def test_token_by_token_is_the_same(bound, dtype, device):
+    """fused_recurrent_kda, with every flag that both take; each has an error of its own."""
+    x = small(dtype, device, raw_qk=True, raw_beta=True, raw_gate=True)
+    flags = ("qk_l2norm", "gate", "beta_sigmoid")
+    options = {f"use_{n}_in_kernel": True for n in flags} | {"lower_bound": bound}
+    options |= {"allow_neg_eigval": True, "output_final_state": True}
+    with torch.no_grad():
+        got = chunk_kda(**x, **options, safe_gate=bound is not None, **C16)
+        want = fused_recurrent_kda(**x, **options)
+    for name, a, b in zip(("o", "ht"), got, want, strict=True):
+        assert_close(name, a, b, 2 * tolerance(name, dtype))
+
+
+def test_state_is_returned_only_on_request(device):
+    x = small(torch.float32, device)
+    assert chunk_kda(**x, **C16)[1] is None
+
+
+def test_scale_is_a_factor_of_the_output(device):
+    x = small(torch.float32, device)
+    o, _ = chunk_kda(**x, **C16)
+    doubled, _ = chunk_kda(**x, scale=2 * 12**-0.5, **C16)
+    assert_close("o", doubled, 2 * o, 1e-6)
+
+
+LATER = ("q", "k", "v", "g", "beta")
+CUTS = (1, 5, 15, 16, 17, 31, 33, 47, 64, 65, 77, 96) if GPU else (5, 16, 33)
+causal = pytest.mark.parametrize(
+    ("safe", "C", "dtype"),
+    [(safe, C, dtype) for safe in (False, True) for C in (32, 64) for dtype in DTYPES],
+    ids=str,
+)
+
+promised = pytest.mark.parametrize(
+    ("safe", "dtype"), list(zip((False, True, True), DTYPES, strict=True)), ids=str
+)
+
+
+def prefixes(safe, dtype, device):
+    """(x, y): a sequence; as a batch, for each cut one that has other tokens from there on, and
+    for the first cuts one that has other gates alone.
+
+    The gates that come later are as strong as they may be, or open: an anchor that saw one of them
+    would move the exponents of the tokens before it.
+    """
+    T, cuts = (130, CUTS) if GPU else (36, CUTS[:1])
+    x = inputs(1, T, 1, 1, 16, 16, dtype, device, safe=safe)
+    y = inputs(len(CUTS + cuts), T, 1, 1, 16, 16, dtype, device, safe=safe, seed=7, mask=0.2)
+    y["g"] = torch.where(y["v"][..., :1] > 0.5, -5 if safe else -1000, y["g"])
+    y["initial_state"] = x["initial_state"].expand_as(y["initial_state"]).contiguous()
+    before = torch.arange(T, device=device) < torch.tensor(CUTS + cuts, device=device)[:, None]
+    for name in LATER:
+        kept = before.clone()
+        if name != "g":
+            kept[len(CUTS) :] = True
+        y[name] = torch.where(kept.view(*kept.shape, *[1] * (x[name].ndim - 2)), x[name], y[name])
+    return x, y
+
+
+@causal
+def test_causal_to_the_bit(safe, C, dtype, device):
+    """Other tokens after the cut, gates included: every output before it stays, to the bit."""
+    options = {"safe_gate": safe, "chunk_size": C, "impl": "triton"}
+    x, y = prefixes(safe, dtype, device)
+    (o, _), (others, _) = chunk_kda(**x, **options), chunk_kda(**y, **options)
+    for cut, other in zip(CUTS + CUTS, others, strict=False):
+        assert torch.equal(o[0, :cut], other[:cut]), cut
+        assert not torch.equal(o[0, cut:], other[cut:])
+
+
+@pytest.mark.parametrize("cut", CUTS if GPU else (16, 23))
+@pytest.mark.parametrize(
+    ("safe", "dtype"), list(zip((False, True, True), DTYPES, strict=True)), ids=str
+)
+def test_nothing_after_the_cut(safe, dtype, cut, device):
+    """The tokens before it alone: the same outputs and states of chunks, to the bit."""
+    x, _ = prefixes(safe, dtype, device)
+    options = {"safe_gate": safe, "chunk_size": 32, "impl": "triton"}
+    options["return_intermediate_states"] = True
+    short = {n: t if n == "initial_state" else t[:, :cut] for n, t in x.items()}
+    (o, _, h), (o_short, _, h_short) = chunk_kda(**x, **options), chunk_kda(**short, **options)
+    assert torch.equal(o[:, :cut], o_short)
+    assert torch.equal(h[:, : h_short.shape[1]], h_short)
+
+
+@pytest.mark.parametrize(
+    ("safe", "dtype"), list(zip((False, True, True), DTYPES, strict=True)), ids=str
+)
+def test_no_gradient_after_the_last_output_used(safe, dtype, device):
+    """do is zero from the cut on, dht is not given: exact zeros there, and the prefix's before."""
+    x, _ = prefixes(safe, dtype, device)
+    x = {n: t.expand(len(CUTS), *t.shape[1:]).contiguous() for n, t in x.items()}
+    do, _ = cotangents(x)
+    for n, cut in enumerate(CUTS):
+        do[n, cut:] = 0
+    options = {"safe_gate": safe, "chunk_size": 32}
+    got = triton(x, do, None, **options)
+    for n, cut in enumerate(CUTS):
+        for name in LATER:
+            assert not got[f"d{name}"][n, cut:].any(), (name, cut)
+    n, cut = 1, CUTS[1]
+    one = {m: t[n : n + 1] if m == "initial_state" else t[n : n + 1, :cut] for m, t in x.items()}
+    want = triton(one, do[n : n + 1, :cut], None, **options)
+    names = ("dq", "dv")
+    same_bits({m: got[m][n : n + 1, :cut] for m in names}, {m: want[m] for m in names})
+
+
+@pytest.mark.parametrize("dtype", DTYPES if GPU else DTYPES[::2], ids=str)
+def test_what_a_later_token_sends_back_passes_no_earlier_output(dtype, device):
+    """dq of a token depends on no later token, and on no other output's gradient."""
+    x, y = prefixes(False, dtype, device)
+    n, cut = 1, CUTS[1]
+    y = {m: t[n : n + 1] for m, t in y.items()}
+    do, dht = cotangents(x)
+    other = torch.randn_like(do)
+    other[:, cut - 1] = do[:, cut - 1]
+    a, b = (triton(z, d, s, chunk_size=32) for z, d, s in ((x, do, dht), (y, other, 2 * dht)))
+    assert torch.equal(a["dq"][:, cut - 1], b["dq"][:, cut - 1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:] if GPU else DTYPES[2:], ids=str)
+@pytest.mark.parametrize("safe", [False, True] if GPU else [True])
+def test_the_error_does_not_grow_with_the_context(safe, dtype, device):
+    """Against float64, of every output and gradient, at lengths that grow by factors of four."""
+    lengths, size = ((256, 1024, 4096, 16384, 65536), 64) if GPU else ((64, 256), 8)
+    options = {"safe_gate": safe, "chunk_size": 64 if GPU else 16}
+    errors = {}
+    for T in lengths:
+        x = inputs(1, T, 2 if GPU else 1, 2 if GPU else 1, size, size, dtype, device, safe=safe)
+        do, dht = cotangents(x)
+        got = triton(x, do, dht, **options)
+        wide = {n: t.double() for n, t in x.items()}
+        # the reference's float64 is the recurrence's to 1e-12, and has a step for each chunk
+        want = triton_free(wide, do.double(), dht.double(), **options)
+        for name, y in got.items():
+            errors.setdefault(name, []).append(relative_rms(y, want[name]))
+    # a final state and the gradient of the first have the numbers of one state, whatever T is
+    for name, (first, *others) in errors.items():
+        slack = 2.0 if name in ("ht", "dinitial_state") else 1.3
+        assert max(others) < slack * first, (name, errors[name])
+
+
+def triton_free(x, do, dht, **options):
+    leaves = {n: t.requires_grad_() for n, t in x.items()}
+    o, ht = chunk_kda(**leaves, output_final_state=True, impl="reference", **options)
+    gradients = torch.autograd.grad([o, ht], list(leaves.values()), [do, dht])
+    return {"o": o, "ht": ht} | {f"d{n}": dx for n, dx in zip(leaves, gradients, strict=True)}
+
+
+def test_keys_far_from_unit_length(device):
+    """Raw keys of any size, normalised by the call: fla's inputs of context parallelism."""
+    x = inputs(1, 20, 1, 2, 12, 8, torch.bfloat16, device, raw_qk=True, raw_gate=True)
+    x["k"] = (10 * x["k"] - 50).to(torch.bfloat16)
+    x["q"] = x["q"] + 1
+    x["A_log"] = torch.linspace(1, 8, 2, device=device).log()
+    flags = {"use_qk_l2norm_in_kernel": True, "use_gate_in_kernel": True}
+    flags |= {"lower_bound": -5.0, "safe_gate": True}
+    do, dht = cotangents(x)
+    got, want = triton(x, do, dht, **flags, **C16), exact(x, do, dht, **flags)
+    # all keys nearly point the same way, so dk is what is left of far larger terms
+    normal = F.normalize(x["k"].double(), dim=-1)
+    assert torch.einsum("bihd,bjhd->bij", normal, normal).min() > 0.8
+    del got["dk"]
+    check(got, want, torch.bfloat16)
+
+
+def test_spacing_is_of_floored_gates():
+    g = torch.full((1, 64, 1, 1), -1000.0)
+    assert spacing(g) == pytest.approx(2**-24 * 64 * 104, rel=1e-3)
