@@ -12,12 +12,18 @@ from linattn_edu.reference.delta.recurrent import recurrent, recurrent_bwd
 from linattn_edu.testing import assert_close
 
 GATE = ("A_log", "dt_bias")
+GRADIENTS_OF_GATE = ("dA_log", "ddt_bias")
 FLOOR = 150.0  # gate_cumsum holds a token's log2 decay above it
 
 
 def tolerance(name: str, dtype: torch.dtype) -> float:
-    """Relative RMS against float64: o, ht; dg, dbeta; the other gradients."""
-    kind = 0 if name in ("o", "ht", "h") else 2 if name in ("dg", "dbeta") else 1
+    """Relative RMS against float64: o, ht, h; dg, dbeta; the other gradients.
+
+    In float32 dA_log and ddt_bias are within the tolerance of dg, whose sums they are: of a head's
+    single number the terms cancel up to ten times over.
+    """
+    of_gates = ("dg", "dbeta") + GRADIENTS_OF_GATE * (dtype == torch.float32)
+    kind = 0 if name in ("o", "ht", "h") else 2 if name in of_gates else 1
     return gdn_checks.TOLERANCES[dtype][kind]
 
 

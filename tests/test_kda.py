@@ -243,7 +243,10 @@ def test_scale_is_a_factor_of_the_output(device):
 
 
 LATER = ("q", "k", "v", "g", "beta")
-CUTS = (1, 5, 15, 16, 17, 31, 33, 47, 64, 65, 77, 96) if GPU else (5, 16, 33)
+# chunk_size -> tokens, and cuts among them; in the interpreter one cut before the middle of a block
+# of 16, one in another block or chunk
+CUTS = dict.fromkeys((32, 64), (130, (1, 5, 15, 16, 17, 31, 33, 47, 64, 65, 77, 96)))
+CUTS = CUTS if GPU else {32: (36, (5, 33)), 64: (20, (5, 17))}
 causal = pytest.mark.parametrize(
     ("safe", "C", "dtype"),
     [(safe, C, dtype) for safe in (False, True) for C in (32, 64) for dtype in DTYPES],
@@ -255,45 +258,46 @@ promised = pytest.mark.parametrize(
 )
 
 
-def prefixes(safe, dtype, device):
-    """(x, y): a sequence; as a batch, for each cut one that has other tokens from there on, and
-    for the first cuts one that has other gates alone.
+def prefixes(safe, C, dtype, device):
+    """(x, y, cuts): a sequence; as a batch, for each cut one that has other tokens from there on,
+    and for the first cuts one that has other gates alone.
 
     The gates that come later are as strong as they may be, or open: an anchor that saw one of them
     would move the exponents of the tokens before it.
     """
-    T, cuts = (130, CUTS) if GPU else (36, CUTS[:1])
+    T, cuts = CUTS[C]
+    n, cuts = len(cuts), cuts + cuts[: None if GPU else 1]
     x = inputs(1, T, 1, 1, 16, 16, dtype, device, safe=safe)
-    y = inputs(len(CUTS + cuts), T, 1, 1, 16, 16, dtype, device, safe=safe, seed=7, mask=0.2)
+    y = inputs(len(cuts), T, 1, 1, 16, 16, dtype, device, safe=safe, seed=7, mask=0.2)
     y["g"] = torch.where(y["v"][..., :1] > 0.5, -5 if safe else -1000, y["g"])
     y["initial_state"] = x["initial_state"].expand_as(y["initial_state"]).contiguous()
-    before = torch.arange(T, device=device) < torch.tensor(CUTS + cuts, device=device)[:, None]
+    before = torch.arange(T, device=device) < torch.tensor(cuts, device=device)[:, None]
     for name in LATER:
         kept = before.clone()
         if name != "g":
-            kept[len(CUTS) :] = True
+            kept[n:] = True
         y[name] = torch.where(kept.view(*kept.shape, *[1] * (x[name].ndim - 2)), x[name], y[name])
-    return x, y
+    return x, y, cuts
 
 
 @causal
 def test_causal_to_the_bit(safe, C, dtype, device):
     """Other tokens after the cut, gates included: every output before it stays, to the bit."""
     options = {"safe_gate": safe, "chunk_size": C, "impl": "triton"}
-    x, y = prefixes(safe, dtype, device)
+    x, y, cuts = prefixes(safe, C, dtype, device)
     (o, _), (others, _) = chunk_kda(**x, **options), chunk_kda(**y, **options)
-    for cut, other in zip(CUTS + CUTS, others, strict=False):
+    for cut, other in zip(cuts, others, strict=True):
         assert torch.equal(o[0, :cut], other[:cut]), cut
         assert not torch.equal(o[0, cut:], other[cut:])
 
 
-@pytest.mark.parametrize("cut", CUTS if GPU else (16, 23))
+@pytest.mark.parametrize("cut", CUTS[32][1] if GPU else (16, 23))
 @pytest.mark.parametrize(
     ("safe", "dtype"), list(zip((False, True, True), DTYPES, strict=True)), ids=str
 )
 def test_nothing_after_the_cut(safe, dtype, cut, device):
     """The tokens before it alone: the same outputs and states of chunks, to the bit."""
-    x, _ = prefixes(safe, dtype, device)
+    x, _, _ = prefixes(safe, 32, dtype, device)
     options = {"safe_gate": safe, "chunk_size": 32, "impl": "triton"}
     options["return_intermediate_states"] = True
     short = {n: t if n == "initial_state" else t[:, :cut] for n, t in x.items()}
@@ -307,17 +311,17 @@ def test_nothing_after_the_cut(safe, dtype, cut, device):
 )
 def test_no_gradient_after_the_last_output_used(safe, dtype, device):
     """do is zero from the cut on, dht is not given: exact zeros there, and the prefix's before."""
-    x, _ = prefixes(safe, dtype, device)
-    x = {n: t.expand(len(CUTS), *t.shape[1:]).contiguous() for n, t in x.items()}
+    x, _, cuts = prefixes(safe, 32, dtype, device)
+    x = {n: t.expand(len(cuts), *t.shape[1:]).contiguous() for n, t in x.items()}
     do, _ = cotangents(x)
-    for n, cut in enumerate(CUTS):
+    for n, cut in enumerate(cuts):
         do[n, cut:] = 0
     options = {"safe_gate": safe, "chunk_size": 32}
     got = triton(x, do, None, **options)
-    for n, cut in enumerate(CUTS):
+    for n, cut in enumerate(cuts):
         for name in LATER:
             assert not got[f"d{name}"][n, cut:].any(), (name, cut)
-    n, cut = 1, CUTS[1]
+    n, cut = 1, cuts[1]
     one = {m: t[n : n + 1] if m == "initial_state" else t[n : n + 1, :cut] for m, t in x.items()}
     want = triton(one, do[n : n + 1, :cut], None, **options)
     names = ("dq", "dv")
@@ -327,8 +331,8 @@ def test_no_gradient_after_the_last_output_used(safe, dtype, device):
 @pytest.mark.parametrize("dtype", DTYPES if GPU else DTYPES[::2], ids=str)
 def test_what_a_later_token_sends_back_passes_no_earlier_output(dtype, device):
     """dq of a token depends on no later token, and on no other output's gradient."""
-    x, y = prefixes(False, dtype, device)
-    n, cut = 1, CUTS[1]
+    x, y, cuts = prefixes(False, 32, dtype, device)
+    n, cut = 1, cuts[1]
     y = {m: t[n : n + 1] for m, t in y.items()}
     do, dht = cotangents(x)
     other = torch.randn_like(do)

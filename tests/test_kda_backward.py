@@ -12,7 +12,10 @@ from linattn_edu import chunk_kda
 from linattn_edu.reference.delta.recurrent import recurrent
 from linattn_edu.testing import assert_close
 
-pytestmark = pytest.mark.usefixtures("poison")
+pytestmark = [
+    pytest.mark.usefixtures("poison"),
+    pytest.mark.filterwarnings("ignore:overflow encountered in exp"),  # of NumPy's, interpreted
+]
 
 GPU = torch.cuda.is_available()
 IMPLS = ("reference", "triton")
