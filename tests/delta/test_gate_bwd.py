@@ -67,6 +67,19 @@ def test_a_small_gate_keeps_its_digits(device):
     assert_close("gc", got, want, 1e-6)
 
 
+@pytest.mark.parametrize("lower_bound", [None, -5.0])
+def test_an_infinite_raw_gate_is_no_nan(lower_bound, device):
+    """The gate is flat there: it adds nothing to the gradients."""
+    a = torch.randn(1, 20, 2, device=device)
+    a[0, 3, 0], a[0, 5, 1] = torch.inf, -torch.inf
+    A_log, dt_bias = torch.zeros(2, device=device), torch.ones(2, device=device)
+    dgc = torch.ones_like(a)
+    for f in (kernel, reference):
+        got = f(dgc, a, A_log, dt_bias, lower_bound=lower_bound, chunk_size=16)
+        assert all(x.isfinite().all() for x in got), f.__module__
+        assert got[0][0, 3, 0] == 0 and got[0][0, 5, 1] == 0
+
+
 def test_reference_is_the_gradient_of_the_cumulative_sum():
     a, A_log, dt_bias = (x.double().requires_grad_() for x in raw_gate(50, 3, "cpu"))
     gc = gate_cumsum_reference(a, A_log, dt_bias, chunk_size=16)

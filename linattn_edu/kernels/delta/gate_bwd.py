@@ -53,7 +53,7 @@ def gate_bwd_kernel(
             # eq:kda-dgate   da = lower_bound e^A_log y (1 - y) dg
             b_da = tl.where(m_t, b_slope * b_dg, 0.0)
             # eq:kda-dgate-sums   dA_log = sum da (a + dt_bias), ddt_bias = sum da
-            b_dA = b_da * b_a
+            b_dA = tl.where(b_da != 0.0, b_da * b_a, 0.0)
         sums_ptr += 2 * i_c * D + o_d
         tl.store(sums_ptr, tl.sum(b_dA, 0), mask=o_d < D)
         tl.store(sums_ptr + D, tl.sum(b_da, 0), mask=o_d < D)

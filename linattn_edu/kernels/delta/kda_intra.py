@@ -21,6 +21,7 @@ from linattn_edu.kernels.tiles import (
     load_gates,
     load_row,
     load_tile,
+    load_vector,
     row,
     store_tile,
 )
@@ -85,7 +86,7 @@ def kda_scores_kernel(
         for j in range(tl.cdiv(K, BK)):
             o_k = j * BK + tl.arange(0, BK)
             # 2^(gc_i - gc_a) 2^(gc_a - gc_j) with j < a <= i: no exponent is positive
-            b_ga = tl.load(gc_ptr + b * 16 * HV * K + o_k, mask=o_k < K, other=0.0)[None, :]
+            b_ga = load_vector(gc_ptr + b * 16 * HV * K, o_k, K)[None, :]
             b_E = tl.exp2(load_gates(gc_ptr, o_i, o_k, HV * K, n_t, K) - b_ga)
             b_q = load_tile(q_ptr, o_i, o_k, H * K, n_t, K).to(tl.float32) * b_E  # [16, BK]
             b_k = load_tile(k_ptr, o_i, o_k, H * K, n_t, K).to(tl.float32) * b_E  # [16, BK]
@@ -116,7 +117,7 @@ def kda_scores_kernel(
             b_L += tl.where(m, dot(b_kE, tl.trans(b_kE)), 0.0)
         if FIRST == 4:
             # one anchor, the first row: 2^(gc_a - gc_j) may be large, but is finite
-            b_E = b_g - load_gates(gc_ptr, b * 16 + o * 0, o_k, HV * K, n_t, K)
+            b_E = b_g - load_vector(gc_ptr + b * 16 * HV * K, o_k, K)[None, :]
             b_kj = tl.trans(cast(b_k * tl.exp2(-b_E), dtype))
             b_E = tl.exp2(b_E)
             m = o[:, None] > o[None, :]

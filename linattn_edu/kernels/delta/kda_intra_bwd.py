@@ -15,6 +15,7 @@ from linattn_edu.kernels.tiles import (
     load_gates,
     load_row,
     load_tile,
+    load_vector,
     row,
     shared_dtype,
     store_tile,
@@ -75,7 +76,7 @@ def kda_intra_bwd_kernel(
         b_q = load_tile(q_ptr, o_i, o_k, H * K, n_t, K).to(tl.float32)  # [16, BK]
         b_k = load_tile(k_ptr, o_i, o_k, H * K, n_t, K).to(tl.float32)  # [16, BK]
         b_g = load_gates(gc_ptr, o_i, o_k, HV * K, n_t, K)  # [16, BK]
-        b_gl = tl.load(gc_ptr + last * HV * K + o_k, mask=o_k < K, other=0.0)
+        b_gl = load_vector(gc_ptr + last * HV * K, o_k, K)
         # eq:kda-outer   dQ = 2^gc * dqg, Y = 2^gc * dkb, R = 2^(gc_last - gc) * dkg
         b_E = tl.exp2(b_g)
         b_dq = b_E * load_tile(dqg_ptr + i * K, o_i, o_k, HV * K, n_t, K).to(tl.float32)
@@ -88,7 +89,7 @@ def kda_intra_bwd_kernel(
         b_dgc = b_q * b_dq + b_k * (b_beta * b_Y - b_R)
         if b == last // 16:
             # eq:kda-dgc-last   dgc_last += colsum(K * R) + 2^gc_last dgl
-            b_dgl = tl.load(dgl_ptr + (i_c * HV + i_h) * K + o_k, mask=o_k < K, other=0.0)
+            b_dgl = load_vector(dgl_ptr + (i_c * HV + i_h) * K, o_k, K)
             b_dgl = tl.exp2(b_gl) * b_dgl + tl.sum(b_k * b_R, 0)
             for c in range(b):
                 o_j = c * 16 + o
@@ -99,7 +100,7 @@ def kda_intra_bwd_kernel(
             b_dgc += tl.where(o_i[:, None] == last, b_dgl[None, :], 0.0)
 
         # the blocks to the left, which these rows read: anchored at the first of these
-        b_ga = tl.load(gc_ptr + b * 16 * HV * K + o_k, mask=o_k < K, other=0.0)[None, :]
+        b_ga = load_vector(gc_ptr + b * 16 * HV * K, o_k, K)[None, :]
         b_x = tl.zeros([16, BK], dtype=tl.float32)
         b_y = tl.zeros([16, BK], dtype=tl.float32)
         for c in range(b):
@@ -122,7 +123,7 @@ def kda_intra_bwd_kernel(
         # the blocks below, which read these rows: each anchored at its first row
         for c in range(b + 1, tl.minimum(NB, tl.cdiv(n_t, 16))):
             o_c = c * 16 + o
-            b_ga = tl.load(gc_ptr + c * 16 * HV * K + o_k, mask=o_k < K, other=0.0)[None, :]
+            b_ga = load_vector(gc_ptr + c * 16 * HV * K, o_k, K)[None, :]
             b_E = tl.exp2(load_gates(gc_ptr, o_c, o_k, HV * K, n_t, K) - b_ga)
             b_qc = cast(load_tile(q_ptr, o_c, o_k, H * K, n_t, K).to(tl.float32) * b_E, dtype)
             b_kc = load_tile(k_ptr, o_c, o_k, H * K, n_t, K).to(tl.float32) * b_E

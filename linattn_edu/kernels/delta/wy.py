@@ -16,6 +16,7 @@ from linattn_edu.kernels.tiles import (
     load_gates,
     load_row,
     load_tile,
+    load_vector,
     row,
     store_tile,
 )
@@ -74,7 +75,7 @@ def wy_kernel(
         if q_ptr is not None:
             b_g = load_gates(gc_ptr, o_t, o_k, HV * K, n_t, K)  # [BT, BK]
             b_q = load_tile(q_ptr + i_k, o_t, o_k, H * K, n_t, K).to(tl.float32)  # [BT, BK]
-            b_last = tl.load(gc_ptr + last + o_k, mask=o_k < K, other=0.0)
+            b_last = load_vector(gc_ptr + last, o_k, K)
             # eq:kda-w   w = A diag(beta) (2^gc * K)
             b_w = dot(b_Aw, cast(b_k.to(tl.float32) * tl.exp2(b_g), b_k.dtype))
             # eq:kda-kg   kg = 2^(gc_last - gc) * K

@@ -55,7 +55,7 @@ def gate_bwd(
         # eq:kda-dgate   da = lower_bound e^A_log y (1 - y) dg
         da = lower_bound * rate * F.sigmoid(rate * a) * F.sigmoid(-rate * a) * dg
         # eq:kda-dgate-sums   dA_log = sum da (a + dt_bias), ddt_bias = sum da
-        dA_log = da * a
+        dA_log = torch.where(da == 0, 0, da * a)
     dA_log = None if A_log is None else dA_log.sum((0, 1, *range(3, g.ndim)))
     ddt_bias = None if dt_bias is None else da.sum((0, 1)).view(dt_bias.shape)
     return da.to(g.dtype), dA_log, ddt_bias
