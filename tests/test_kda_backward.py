@@ -185,8 +185,11 @@ def test_what_is_kept_changes_no_bit(dtype, impl, device):
 
 @dtypes
 def test_the_promise_changes_no_bit_in_fp16(dtype, device):
-    """In bf16 and fp32 other products; the gradients are within the tolerance (fla's grid)."""
+    """In bf16 and fp32 other products for the rows that decay beyond 2^-60 in their block; the
+    gradients are within the tolerance (fla's grid).
+    """
     x, do, dht = small(dtype, device, safe=True)
+    x["g"][..., ::2] = -5
     got, want = (triton(x, do, dht, safe_gate=safe, **C16) for safe in (True, False))
     if dtype == torch.float16:
         same_bits(got, want)

@@ -36,41 +36,12 @@ def _once():
     return list(_brief_grid())[::2]
 
 
-# on a GPU the whole grid; the interpreter takes the kernels with a level for each halving longer
+# on a GPU the whole grid; the interpreter takes longer for the kernels that go by blocks of 16
 grid = short_grid if torch.cuda.is_available() else pytest.mark.parametrize(
     SIZES, list(_brief_grid()), ids=_name
 )  # fmt: skip
 once = short_grid if torch.cuda.is_available() else pytest.mark.parametrize(
     SIZES, _once(), ids=_name
-)  # fmt: skip
-gates = pytest.mark.parametrize(
-    ("gate", "C", "dtype"),
-    [
-        (gate, C, dtype)
-        for (g, gate), (c, C), (d, dtype) in itertools.product(
-            enumerate(GATES), enumerate(CHUNKS), enumerate(DTYPES)
-        )
-        if torch.cuda.is_available() or (g + c + d) % len(CHUNKS) == 0
-    ],
-    ids=_name,
-)
-
-
-def _name(value):
-    return str(value).removeprefix("torch.")
-
-
-def _brief_grid():
-    """Two dtypes for each T up to two chunks, two T or more for each K."""
-    for a, T in enumerate(TOKENS[:-1]):
-        for d in (a, a + 1):
-            K, V = DIMS[(a + 3 * d) % len(DIMS)], DIMS[(2 * a + d + 1) % len(DIMS)]
-            yield T, K, V, CHUNKS[(a + d) % len(CHUNKS)], DTYPES[d % len(DTYPES)]
-
-
-# on a GPU the whole grid; the interpreter takes the kernels with a level for each halving longer
-grid = short_grid if torch.cuda.is_available() else pytest.mark.parametrize(
-    SIZES, list(_brief_grid()), ids=_name
 )  # fmt: skip
 gates = pytest.mark.parametrize(
     ("gate", "C", "dtype"),

@@ -6,7 +6,7 @@ from delta.channel_checks import channel_inputs, gates, grid, once
 from delta.stage_checks import DTYPES, check_stage
 
 from linattn_edu.kernels.delta import kda_intra as module
-from linattn_edu.kernels.delta.kda_intra import first_level
+from linattn_edu.kernels.delta.kda_intra import ALL, FAR, NONE, halve
 from linattn_edu.kernels.delta.kda_intra import kda_intra as kernel
 from linattn_edu.reference.delta.gate_cumsum import gate_cumsum
 from linattn_edu.reference.delta.kda_intra import kda_intra as reference
@@ -56,16 +56,31 @@ def test_whom_a_promise_serves(dtype, bound, device, monkeypatch):
     used = []
 
     def noted(*asked):
-        used.append(first_level(*asked))
+        used.append(halve(*asked))
         return used[-1]
 
-    monkeypatch.setattr(module, "first_level", noted)
+    monkeypatch.setattr(module, "halve", noted)
     args = arguments(17, 16, 32, dtype, device, gate="bounded")
     got = kernel(*args, chunk_size=32, lower_bound=bound)
-    assert used == [4 if bound >= -5 and dtype != torch.float16 else 0]
-    if used == [0]:
+    serves = bound >= -5 and dtype != torch.float16
+    assert used == [NONE if serves else ALL if dtype == torch.float16 else FAR]
+    if not serves:
         want = kernel(*args, chunk_size=32)
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("t", [1, 18, 40])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_far_row_changes_no_earlier_one(dtype, t, device):
+    """A block with near rows alone, and the same one with a shut gate: to the bit."""
+    x = channel_inputs(64, 40, 16, dtype, device, H=2)
+    x.g = -torch.rand_like(x.g)
+    before = kernel(x.q, x.k, x.beta, gate_cumsum(x.g, chunk_size=64), chunk_size=64)
+    x.g[:, t, :, ::7] = -1e4
+    after = x.q, x.k, x.beta, gate_cumsum(x.g, chunk_size=64)
+    check_stage(kernel, reference, after, chunk_size=64)
+    for a, b in zip(before, kernel(*after, chunk_size=64), strict=True):
+        assert torch.equal(a[:, :t], b[:, :t]) and not torch.equal(a[:, t:], b[:, t:])
 
 
 def test_equal_channels_are_the_scalar_gate(device):

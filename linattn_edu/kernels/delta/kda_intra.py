@@ -27,6 +27,12 @@ from linattn_edu.kernels.tiles import (
 )
 from linattn_edu.packing import Packing
 
+# which rows of a diagonal block are halved
+NONE, FAR, ALL = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+# a row is near its block's first if no channel has decayed by more than 2^-60 between the two:
+# bf16 and fp32 then hold 2^(gc_a - gc_j) and its inverse, with room for the rest of the product
+NEAR = tl.constexpr(60.0)
+
 
 @triton.jit
 def halves(o, s):
@@ -39,6 +45,33 @@ def pairs(o, s):
     """[16, 16]: i in the second and j in the first block of the same pair."""
     anchor, second = halves(o, s)
     return (anchor[:, None] == anchor[None, :]) & second[:, None] & ~second[None, :]
+
+
+@triton.jit
+def halved(
+    q_ptr, k_ptr, gc_ptr, b, n_t,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """P, and L without beta, of block b on the diagonal: right for any gate."""
+    o = tl.arange(0, 16)
+    o_i = b * 16 + o
+    dtype: tl.constexpr = k_ptr.dtype.element_ty
+    b_P = tl.zeros([16, 16], dtype=tl.float32)
+    b_L = tl.zeros([16, 16], dtype=tl.float32)
+    for j in range(tl.cdiv(K, BK)):
+        o_k = j * BK + tl.arange(0, BK)
+        b_q = load_tile(q_ptr, o_i, o_k, H * K, n_t, K).to(tl.float32)  # [16, BK]
+        b_k = load_tile(k_ptr, o_i, o_k, H * K, n_t, K).to(tl.float32)  # [16, BK]
+        b_g = load_gates(gc_ptr, o_i, o_k, HV * K, n_t, K)  # [16, BK]
+        b_P += tl.where(o[:, None] == o[None, :], tl.sum(b_q * b_k, 1)[:, None], 0.0)
+        for s in range(4):
+            b_E = load_gates(gc_ptr, b * 16 + halves(o, s)[0], o_k, HV * K, n_t, K)
+            b_E = tl.exp2(-tl.abs(b_g - b_E))
+            b_kE = cast(b_k * b_E, dtype)
+            m = pairs(o, s)
+            b_P += tl.where(m, dot(cast(b_q * b_E, dtype), tl.trans(b_kE)), 0.0)
+            b_L += tl.where(m, dot(b_kE, tl.trans(b_kE)), 0.0)
+    return b_P, b_L
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -57,7 +90,7 @@ def kda_scores_kernel(
     K: tl.constexpr,
     BT: tl.constexpr,
     BK: tl.constexpr,
-    FIRST: tl.constexpr,  # halvings begin with blocks of 2^FIRST tokens; 4: there are none
+    HALVE: tl.constexpr,  # rows of the blocks on the diagonal: NONE, those that are FAR, or ALL
     PRECISION: tl.constexpr,
 ):
     """One program: 16 rows of one chunk of one head.  Grid (NT * HV * BT / 16).
@@ -65,6 +98,7 @@ def kda_scores_kernel(
     Reference: linattn_edu.reference.delta.kda_intra.
     """
     NB: tl.constexpr = BT // 16
+    NK: tl.constexpr = (K + BK - 1) // BK
     b = tl.program_id(0) % NB
     i_h, _, first, n_t = chunk_of(tl.program_id(0) // NB, cu_ptr, chunks_ptr, T, HV, BT)
     if b * 16 >= n_t:
@@ -78,51 +112,55 @@ def kda_scores_kernel(
     o_i = b * 16 + o
     b_beta = load_row(beta_ptr + first * HV + i_h, o_i, HV, n_t)
     dtype: tl.constexpr = k_ptr.dtype.element_ty
+    a_ptr = gc_ptr + b * 16 * HV * K  # the anchor: the first of these rows
 
-    for c in range(b):
+    # 2^(gc_i - gc_a) 2^(gc_a - gc_j): the readers' factors, once for all blocks
+    QE = ()
+    KE = ()
+    b_far = tl.zeros([16], dtype=tl.float32)
+    for j in tl.static_range(NK):
+        o_k = j * BK + tl.arange(0, BK)
+        b_E = load_gates(gc_ptr, o_i, o_k, HV * K, n_t, K) - load_vector(a_ptr, o_k, K)[None, :]
+        b_far = tl.minimum(b_far, tl.min(b_E, 1))
+        b_E = tl.exp2(b_E)
+        b_q = load_tile(q_ptr, o_i, o_k, H * K, n_t, K).to(tl.float32)  # [16, BK]
+        b_k = load_tile(k_ptr, o_i, o_k, H * K, n_t, K).to(tl.float32)  # [16, BK]
+        QE = QE + (cast(b_q * b_E, dtype),)  # noqa: RUF005  (Triton has no starred tuples)
+        KE = KE + (cast(b_k * b_E, dtype),)  # noqa: RUF005
+
+    # the blocks to the left, where no exponent is positive, and at last the one on the diagonal
+    b_P = tl.zeros([16, 16], dtype=tl.float32)
+    b_L = tl.zeros([16, 16], dtype=tl.float32)
+    for c in range(b if HALVE == ALL else b + 1):
         o_j = c * 16 + o
         b_P = tl.zeros([16, 16], dtype=tl.float32)
         b_L = tl.zeros([16, 16], dtype=tl.float32)
-        for j in range(tl.cdiv(K, BK)):
+        for j in tl.static_range(NK):
             o_k = j * BK + tl.arange(0, BK)
-            # 2^(gc_i - gc_a) 2^(gc_a - gc_j) with j < a <= i: no exponent is positive
-            b_ga = load_vector(gc_ptr + b * 16 * HV * K, o_k, K)[None, :]
-            b_E = tl.exp2(load_gates(gc_ptr, o_i, o_k, HV * K, n_t, K) - b_ga)
-            b_q = load_tile(q_ptr, o_i, o_k, H * K, n_t, K).to(tl.float32) * b_E  # [16, BK]
-            b_k = load_tile(k_ptr, o_i, o_k, H * K, n_t, K).to(tl.float32) * b_E  # [16, BK]
-            b_E = tl.exp2(b_ga - load_gates(gc_ptr, o_j, o_k, HV * K, n_t, K))
+            b_E = load_vector(a_ptr, o_k, K)[None, :]
+            b_E -= load_gates(gc_ptr, o_j, o_k, HV * K, n_t, K)
+            b_E = tl.exp2(tl.minimum(b_E, NEAR) if HALVE == FAR else b_E)
             b_kj = load_tile(k_ptr, o_j, o_k, H * K, n_t, K).to(tl.float32) * b_E  # [16, BK]
             b_kj = tl.trans(cast(b_kj, dtype))
             # eq:kda-scores   P_ij = sum_d q_id k_jd 2^(gc_id - gc_jd), i >= j
-            b_P = dot(cast(b_q, dtype), b_kj, b_P)
+            b_P = dot(QE[j], b_kj, b_P)
             # eq:kda-kk   L_ij = beta_i sum_d k_id k_jd 2^(gc_id - gc_jd), i > j
-            b_L = dot(cast(b_k, dtype), b_kj, b_L)
-        store_tile(P_ptr + c * 16, b_P, o_i, o, HV * BT, n_t, 16)
-        store_tile(L_ptr + c * 16, b_beta[:, None] * b_L, o_i, o, HV * BT, n_t, 16)
+            b_L = dot(KE[j], b_kj, b_L)
+        if c < b:
+            store_tile(P_ptr + c * 16, b_P, o_i, o, HV * BT, n_t, 16)
+            store_tile(L_ptr + c * 16, b_beta[:, None] * b_L, o_i, o, HV * BT, n_t, 16)
 
-    b_P = tl.zeros([16, 16], dtype=tl.float32)
-    b_L = tl.zeros([16, 16], dtype=tl.float32)
-    for j in range(tl.cdiv(K, BK)):
-        o_k = j * BK + tl.arange(0, BK)
-        b_q = load_tile(q_ptr, o_i, o_k, H * K, n_t, K).to(tl.float32)  # [16, BK]
-        b_k = load_tile(k_ptr, o_i, o_k, H * K, n_t, K).to(tl.float32)  # [16, BK]
-        b_g = load_gates(gc_ptr, o_i, o_k, HV * K, n_t, K)  # [16, BK]
-        b_P += tl.where(o[:, None] == o[None, :], tl.sum(b_q * b_k, 1)[:, None], 0.0)
-        for s in range(FIRST, 4):
-            b_E = load_gates(gc_ptr, b * 16 + halves(o, s)[0], o_k, HV * K, n_t, K)
-            b_E = tl.exp2(-tl.abs(b_g - b_E))
-            b_kE = cast(b_k * b_E, dtype)
-            m = pairs(o, s)
-            b_P += tl.where(m, dot(cast(b_q * b_E, dtype), tl.trans(b_kE)), 0.0)
-            b_L += tl.where(m, dot(b_kE, tl.trans(b_kE)), 0.0)
-        if FIRST == 4:
-            # one anchor, the first row: 2^(gc_a - gc_j) may be large, but is finite
-            b_E = b_g - load_vector(gc_ptr + b * 16 * HV * K, o_k, K)[None, :]
-            b_kj = tl.trans(cast(b_k * tl.exp2(-b_E), dtype))
-            b_E = tl.exp2(b_E)
-            m = o[:, None] > o[None, :]
-            b_P += tl.where(m, dot(cast(b_q * b_E, dtype), b_kj), 0.0)
-            b_L += tl.where(m, dot(cast(b_k * b_E, dtype), b_kj), 0.0)
+    if HALVE == ALL or (HALVE == FAR and tl.min(b_far) < -NEAR):
+        b_Ph, b_Lh = halved(q_ptr, k_ptr, gc_ptr, b, n_t, H, HV, K, 16)
+        if HALVE == ALL:
+            b_P = b_Ph
+            b_L = b_Lh
+        else:
+            # row by row, so that nothing depends on a later row
+            b_P = tl.where(b_far[:, None] < -NEAR, b_Ph, b_P)
+            b_L = tl.where(b_far[:, None] < -NEAR, b_Lh, b_L)
+    b_P = tl.where(o[:, None] >= o[None, :], b_P, 0.0)
+    b_L = tl.where(o[:, None] > o[None, :], b_L, 0.0)
     store_tile(P_ptr + b * 16, b_P, o_i, o, HV * BT, n_t, 16)
     b_L = unit_lower_inverse(b_beta[:, None] * b_L, 16, PRECISION)
     store_tile(L_ptr + b * 16, b_L, o_i, o, HV * BT, n_t, 16)
@@ -187,20 +225,21 @@ def kda_inverse_kernel(
 # barrier, and its products are mma.sync
 CONFIGS = {
     "turing": {2: row(1, 1, BK=32), 4: row(1, 1, BK=32)},
-    "ampere": {2: row(1, 1, BK=64), 4: row(1, 1, BK=32)},
-    "hopper": {2: row(1, 1, BK=64), 4: row(1, 1, BK=32)},
+    "ampere": {2: row(1, 1, BK=64, maxnreg=128), 4: row(1, 1, BK=32)},
+    "hopper": {2: row(1, 1, BK=64, maxnreg=128), 4: row(1, 1, BK=32)},
 }
 
 
-def first_level(dtype: torch.dtype, lower_bound: float | None) -> int:
-    """0: halve the blocks on the diagonal; 4: a lower bound lets one anchor serve each.
+def halve(dtype: torch.dtype, lower_bound: float | None = None) -> int:
+    """The rows of a block on the diagonal that are halved: NONE, FAR or ALL.
 
     With a lower bound of the log decay, the exponent in a block of 16 is at most
     15 log2(e) |lower_bound|: that must leave fp32 and bf16 room, and fp16 has none.
     """
-    if lower_bound is None or dtype == torch.float16:
-        return 0
-    return 4 if -15 * math.log2(math.e) * lower_bound < 110 else 0
+    if dtype == torch.float16:
+        return ALL.value
+    safe = lower_bound is not None and -15 * math.log2(math.e) * lower_bound < 110
+    return (NONE if safe else FAR).value
 
 
 def kda_intra(
@@ -223,7 +262,7 @@ def kda_intra(
     NT, *chunks = chunk_args(k, chunk_size, packing)
     kda_scores_kernel[(NT * HV * (chunk_size // 16),)](
         q, k, beta, gc, P, L, *chunks, T, H, HV, K,
-        FIRST=first_level(k.dtype, lower_bound), **options, **config,
+        HALVE=halve(k.dtype, lower_bound), **options, **config,
     )  # fmt: skip
     kda_inverse_kernel[(NT * HV,)](L, A, *chunks, T, HV, **options, num_warps=1)
     return P, A

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from linattn_edu.kernels.delta.kda_intra import halves, pairs
+from linattn_edu.kernels.delta.kda_intra import FAR, NEAR, halve, halves, pairs
 from linattn_edu.kernels.tiles import (
     cast,
     chunk_args,
@@ -47,6 +47,7 @@ def kda_intra_bwd_kernel(
     K: tl.constexpr,
     BT: tl.constexpr,
     BK: tl.constexpr,
+    HALVE: tl.constexpr,  # rows of the blocks on the diagonal: those that are FAR, or ALL
 ):
     """One program: 16 rows of one chunk of one head.  Grid (NT * HV * BT / 16).
 
@@ -73,31 +74,26 @@ def kda_intra_bwd_kernel(
     b_dbeta = load_row(dbeta_ptr + i, o_i, HV, n_t)
     for j in range(tl.cdiv(K, BK)):
         o_k = j * BK + tl.arange(0, BK)
-        b_q = load_tile(q_ptr, o_i, o_k, H * K, n_t, K).to(tl.float32)  # [16, BK]
         b_k = load_tile(k_ptr, o_i, o_k, H * K, n_t, K).to(tl.float32)  # [16, BK]
         b_g = load_gates(gc_ptr, o_i, o_k, HV * K, n_t, K)  # [16, BK]
-        b_gl = load_vector(gc_ptr + last * HV * K, o_k, K)
-        # eq:kda-outer   dQ = 2^gc * dqg, Y = 2^gc * dkb, R = 2^(gc_last - gc) * dkg
-        b_E = tl.exp2(b_g)
-        b_dq = b_E * load_tile(dqg_ptr + i * K, o_i, o_k, HV * K, n_t, K).to(tl.float32)
-        b_Y = b_E * load_tile(dkb_ptr + i * K, o_i, o_k, HV * K, n_t, K).to(tl.float32)
-        b_R = load_tile(dkg_ptr + i * K, o_i, o_k, HV * K, n_t, K).to(tl.float32)
-        b_R *= tl.exp2(b_gl[None, :] - b_g)
-        b_dbeta += tl.sum(b_k * b_Y, 1)
-        b_dk = b_beta * b_Y + b_R
-        b_R = tl.where(o_i[:, None] == last, 0.0, b_R)
-        b_dgc = b_q * b_dq + b_k * (b_beta * b_Y - b_R)
-        if b == last // 16:
-            # eq:kda-dgc-last   dgc_last += colsum(K * R) + 2^gc_last dgl
-            b_dgl = load_vector(dgl_ptr + (i_c * HV + i_h) * K, o_k, K)
-            b_dgl = tl.exp2(b_gl) * b_dgl + tl.sum(b_k * b_R, 0)
-            for c in range(b):
-                o_j = c * 16 + o
-                b_R = load_tile(dkg_ptr + i * K, o_j, o_k, HV * K, n_t, K).to(tl.float32)
-                b_R *= tl.exp2(b_gl[None, :] - load_gates(gc_ptr, o_j, o_k, HV * K, n_t, K))
-                b_kj = load_tile(k_ptr, o_j, o_k, H * K, n_t, K).to(tl.float32)
-                b_dgl += tl.sum(b_kj * b_R, 0)
-            b_dgc += tl.where(o_i[:, None] == last, b_dgl[None, :], 0.0)
+
+        # the blocks below, which read these rows: each anchored at its own first row
+        b_R = tl.zeros([16, BK], dtype=tl.float32)
+        b_dgc = tl.zeros([16, BK], dtype=tl.float32)
+        for c in range(b + 1, tl.minimum(NB, tl.cdiv(n_t, 16))):
+            o_c = c * 16 + o
+            b_ga = load_vector(gc_ptr + c * 16 * HV * K, o_k, K)[None, :]
+            b_E = tl.exp2(load_gates(gc_ptr, o_c, o_k, HV * K, n_t, K) - b_ga)
+            b_qE = cast(load_tile(q_ptr, o_c, o_k, H * K, n_t, K).to(tl.float32) * b_E, dtype)
+            b_kE = load_tile(k_ptr, o_c, o_k, H * K, n_t, K).to(tl.float32) * b_E
+            b_kE = cast(b_kE * load_row(beta_ptr, o_c, HV, n_t)[:, None], dtype)
+            # eq:kda-r   R_j += sum over i > j of (dP_ij q_i + beta_i dL_ij k_i) 2^(gc_i - gc_j)
+            b_dP = load_tile(dP_ptr + b * 16, o_c, o, HV * BT, n_t, 16)
+            b_dL = load_tile(dL_ptr + b * 16, o_c, o, HV * BT, n_t, 16)
+            b_x = dot(tl.trans(b_dL), b_kE, dot(tl.trans(b_dP), b_qE))
+            b_E = tl.exp2(b_ga - b_g)
+            b_R += b_E * b_x
+            b_dgc -= cast(b_k * b_E, dtype).to(tl.float32) * b_x
 
         # the blocks to the left, which these rows read: anchored at the first of these
         b_ga = load_vector(gc_ptr + b * 16 * HV * K, o_k, K)[None, :]
@@ -106,46 +102,50 @@ def kda_intra_bwd_kernel(
         for c in range(b):
             o_j = c * 16 + o
             b_E = tl.exp2(b_ga - load_gates(gc_ptr, o_j, o_k, HV * K, n_t, K))
-            b_kj = cast(load_tile(k_ptr, o_j, o_k, H * K, n_t, K).to(tl.float32) * b_E, dtype)
+            b_kE = cast(load_tile(k_ptr, o_j, o_k, H * K, n_t, K).to(tl.float32) * b_E, dtype)
             # eq:kda-dq   dQ_i += sum over j < i of dP_ij k_j 2^(gc_i - gc_j)
-            b_x = dot(load_tile(dP_ptr + c * 16, o_i, o, HV * BT, n_t, 16), b_kj, b_x)
+            b_x = dot(load_tile(dP_ptr + c * 16, o_i, o, HV * BT, n_t, 16), b_kE, b_x)
             # eq:kda-y   Y_i += sum over j < i of dL_ij k_j 2^(gc_i - gc_j)
-            b_y = dot(load_tile(dL_ptr + c * 16, o_i, o, HV * BT, n_t, 16), b_kj, b_y)
-        b_E = tl.exp2(b_g - b_ga)
-        b_dq += b_E * b_x
-        # with the rounded operands, what i gains here is what j loses below, term by term
-        b_dgc += cast(b_q * b_E, dtype).to(tl.float32) * b_x
-        b_dgc += cast(b_k * b_E * b_beta, dtype).to(tl.float32) * b_y
-        b_y *= b_E
-        b_dbeta += tl.sum(b_k * b_y, 1)
-        b_dk += b_beta * b_y
+            b_y = dot(load_tile(dL_ptr + c * 16, o_i, o, HV * BT, n_t, 16), b_kE, b_y)
 
-        # the blocks below, which read these rows: each anchored at its first row
-        for c in range(b + 1, tl.minimum(NB, tl.cdiv(n_t, 16))):
-            o_c = c * 16 + o
-            b_ga = load_vector(gc_ptr + c * 16 * HV * K, o_k, K)[None, :]
-            b_E = tl.exp2(load_gates(gc_ptr, o_c, o_k, HV * K, n_t, K) - b_ga)
-            b_qc = cast(load_tile(q_ptr, o_c, o_k, H * K, n_t, K).to(tl.float32) * b_E, dtype)
-            b_kc = load_tile(k_ptr, o_c, o_k, H * K, n_t, K).to(tl.float32) * b_E
-            b_kc = cast(b_kc * load_row(beta_ptr, o_c, HV, n_t)[:, None], dtype)
-            # eq:kda-r   R_j += sum over i > j of (dP_ij q_i + beta_i dL_ij k_i) 2^(gc_i - gc_j)
-            b_dP = load_tile(dP_ptr + b * 16, o_c, o, HV * BT, n_t, 16)
-            b_dL = load_tile(dL_ptr + b * 16, o_c, o, HV * BT, n_t, 16)
-            b_x = dot(tl.trans(b_dL), b_kc, dot(tl.trans(b_dP), b_qc))
-            b_E = tl.exp2(b_ga - b_g)
-            b_dk += b_E * b_x
-            b_dgc -= cast(b_k * b_E, dtype).to(tl.float32) * b_x
-
-        # the block on the diagonal, in halves: the first is read by Y, the second by R
+        # the block on the diagonal, with the same anchor where the rows are near it
+        b_q = load_tile(q_ptr, o_i, o_k, H * K, n_t, K).to(tl.float32)  # [16, BK]
         b_dP = load_tile(dP_ptr + b * 16, o_i, o, HV * BT, n_t, 16)
         b_dL = load_tile(dL_ptr + b * 16, o_i, o, HV * BT, n_t, 16)
-        for s in range(4):
+        b_E = b_g - b_ga
+        b_far = tl.min(b_E, 1)[:, None] < -NEAR
+        b_F = tl.exp2(tl.minimum(-b_E, NEAR))
+        b_E = tl.exp2(b_E)
+        b_qE = cast(b_q * b_E, dtype)
+        b_kE = cast(b_k * b_E * b_beta, dtype)
+        if HALVE == FAR:
+            near = (o[:, None] > o[None, :]) & ~b_far
+            b_dPn = tl.where(near, b_dP, 0.0)
+            b_dLn = tl.where(near, b_dL, 0.0)
+            b_kF = cast(b_k * b_F, dtype)
+            b_x = dot(b_dPn, b_kF, b_x)
+            b_y = dot(b_dLn, b_kF, b_y)
+            b_r = dot(tl.trans(b_dLn), b_kE, dot(tl.trans(b_dPn), b_qE))
+            b_R += b_F * b_r
+            # with the rounded operands, what i gains is what j loses, term by term
+            b_dgc -= b_kF.to(tl.float32) * b_r
+        b_dgc += b_qE.to(tl.float32) * b_x
+        b_dgc += b_kE.to(tl.float32) * b_y
+        b_dq = b_E * b_x
+        b_Y = b_E * b_y
+        # the rows far from the anchor, in halves: the second reads (Y) what the first wrote (R)
+        halvings = 4
+        if HALVE == FAR:
+            halvings *= tl.max(b_far.to(tl.int32))
+            b_dP = tl.where(b_far, b_dP, 0.0)
+            b_dL = tl.where(b_far, b_dL, 0.0)
+        for s in range(halvings):
             anchor, second = halves(o, s)
-            b_w = tl.where(second[:, None], b_beta, 1.0)
+            second = second[:, None]
             b_E = load_gates(gc_ptr, b * 16 + anchor, o_k, HV * K, n_t, K)
             b_E = tl.exp2(-tl.abs(b_g - b_E))
             b_qE = cast(b_q * b_E, dtype)
-            b_kE = cast(b_k * b_E * b_w, dtype)
+            b_kE = cast(b_k * b_E * tl.where(second, b_beta, 1.0), dtype)
             b_dPs = tl.where(pairs(o, s), b_dP, 0.0)
             b_dLs = tl.where(pairs(o, s), b_dL, 0.0)
             b_x = dot(b_dPs, b_kE)
@@ -154,16 +154,42 @@ def kda_intra_bwd_kernel(
             b_x = dot(b_dLs, b_kE)
             b_x = dot(tl.trans(b_dLs), b_kE, b_x)
             b_x = dot(tl.trans(b_dPs), b_qE, b_x)
-            b_dgc += b_kE.to(tl.float32) * tl.where(second[:, None], b_x, -b_x)
+            b_dgc += b_kE.to(tl.float32) * tl.where(second, b_x, -b_x)
             b_x *= b_E
-            b_dbeta += tl.sum(tl.where(second[:, None], b_k * b_x, 0.0), 1)
-            b_dk += b_w * b_x
+            b_Y += tl.where(second, b_x, 0.0)
+            b_R += tl.where(second, 0.0, b_x)
+
+        # eq:kda-outer   dQ = 2^gc * dqg, Y = 2^gc * dkb, R = 2^(gc_last - gc) * dkg
+        b_E = tl.exp2(b_g)
+        b_x = b_E * load_tile(dqg_ptr + i * K, o_i, o_k, HV * K, n_t, K).to(tl.float32)
+        b_y = b_E * load_tile(dkb_ptr + i * K, o_i, o_k, HV * K, n_t, K).to(tl.float32)
+        b_gl = load_vector(gc_ptr + last * HV * K, o_k, K)
+        b_r = load_tile(dkg_ptr + i * K, o_i, o_k, HV * K, n_t, K).to(tl.float32)
+        b_r *= tl.exp2(b_gl[None, :] - b_g)
+        b_dq += b_x
+        b_Y += b_y
+        b_R += b_r
+        b_r = tl.where(o_i[:, None] == last, 0.0, b_r)
+        b_dgc += b_q * b_x + b_k * (b_beta * b_y - b_r)
+        if b == last // 16:
+            # eq:kda-dgc-last   dgc_last += colsum(K * R) + 2^gc_last dgl
+            b_dgl = load_vector(dgl_ptr + (i_c * HV + i_h) * K, o_k, K)
+            b_dgl = tl.exp2(b_gl) * b_dgl + tl.sum(b_k * b_r, 0)
+            for c in range(b):
+                o_j = c * 16 + o
+                b_r = load_tile(dkg_ptr + i * K, o_j, o_k, HV * K, n_t, K).to(tl.float32)
+                b_r *= tl.exp2(b_gl[None, :] - load_gates(gc_ptr, o_j, o_k, HV * K, n_t, K))
+                b_kj = load_tile(k_ptr, o_j, o_k, H * K, n_t, K).to(tl.float32)
+                b_dgl += tl.sum(b_kj * b_r, 0)
+            b_dgc += tl.where(o_i[:, None] == last, b_dgl[None, :], 0.0)
 
         # eq:kda-dgc   dgc = Q * dQ + K * (diag(beta) Y - R)
         store_tile(dgc_ptr + i * K, b_dgc, o_i, o_k, HV * K, n_t, K)
         # eq:kda-dbeta   dbeta += rowsum(K * Y)
+        b_dbeta += tl.sum(b_k * b_Y, 1)
         # eq:kda-dk   dK = diag(beta) Y + R + diag(dP) Q
-        store_tile(dk_ptr + i * K, b_dk + b_dP_ii * b_q, o_i, o_k, HV * K, n_t, K)
+        b_R += b_beta * b_Y + b_dP_ii * b_q
+        store_tile(dk_ptr + i * K, b_R, o_i, o_k, HV * K, n_t, K)
         store_tile(dq_ptr + i * K, b_dq + b_dP_ii * b_k, o_i, o_k, HV * K, n_t, K)
     tl.store(dbeta_ptr + i + o_i * HV, b_dbeta, mask=o_i < n_t)
 
@@ -171,8 +197,8 @@ def kda_intra_bwd_kernel(
 # generation -> bytes of an element -> row: one warp, as in kda_intra
 CONFIGS = {
     "turing": {2: row(1, 1, BK=16), 4: row(1, 1, BK=16)},
-    "ampere": {2: row(1, 1, BK=32), 4: row(1, 1, BK=16)},
-    "hopper": {2: row(1, 1, BK=32), 4: row(1, 1, BK=16)},
+    "ampere": {2: row(1, 1, BK=16, maxnreg=168), 4: row(1, 1, BK=16)},
+    "hopper": {2: row(1, 1, BK=16, maxnreg=168), 4: row(1, 1, BK=16)},
 }
 
 
@@ -202,7 +228,7 @@ def kda_intra_bwd(
     NT, *chunks = chunk_args(k, chunk_size, packing)
     kda_intra_bwd_kernel[(NT * HV * (chunk_size // 16),)](
         q, k, beta, gc, dP, dL, dqg, dkb, dkg, dgl, dq, dk, dbeta, dgc, *chunks, T, H, HV, K,
-        BT=chunk_size, **config,
+        BT=chunk_size, HALVE=halve(k.dtype), **config,
     )  # fmt: skip
     if H < HV:
         dq, dk = (x.unflatten(2, (H, -1)).sum(3).to(q.dtype) for x in (dq, dk))
