@@ -162,7 +162,7 @@ def kda_intra_bwd_kernel(
             b_Y += tl.where(second, b_x, 0.0)
             b_R += tl.where(second, 0.0, b_x)
 
-        # eq:kda-outer   dQ = 2^gc * dqg, Y = 2^gc * dkb, R = 2^(gc_last - gc) * dkg
+        # eq:kda-outer   dQ += 2^gc * dqg, Y += 2^gc * dkb, R += 2^(gc_last - gc) * dkg
         b_E = tl.exp2(b_g)
         b_x = b_E * load_tile(dqg_ptr + i * K, o_i, o_k, HV * K, n_t, K).to(tl.float32)
         b_y = b_E * load_tile(dkb_ptr + i * K, o_i, o_k, HV * K, n_t, K).to(tl.float32)

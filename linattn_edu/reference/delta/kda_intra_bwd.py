@@ -58,31 +58,31 @@ def kda_intra_bwd(
             dP, dL, dqg, dkb, dkg,
         )
     )  # fmt: skip
-    last = gc[..., -1:, :]
-    # eq:kda-outer   dQ = 2^gc * dqg, Y = 2^gc * dkb, R = 2^(gc_last - gc) * dkg
-    dQ, Y, R = torch.exp2(gc) * dqg, torch.exp2(gc) * dkb, torch.exp2(last - gc) * dkg
-    # eq:kda-dgc-last   dgc_last += colsum(K * R) + 2^gc_last dgl
-    end = last_tokens(T, C, q.device)[..., None]
-    R_gate = R.masked_fill(end, 0)  # the last token's own part would cancel
-    through = (K * R_gate).sum(-2) + torch.exp2(last[..., 0, :]) * dgl.to(dtype).transpose(1, 2)
     dP_diagonal, dP = dP.diagonal(dim1=-2, dim2=-1)[..., None], dP.tril(-1)
-    inner = []
+    dQ, Y, R = torch.zeros_like(Q), torch.zeros_like(K), []
     for j in range(C):
         decay, k_j = pair_decay(gc, j), K[..., j : j + 1, :]
         dP_j, dL_j = dP[..., j : j + 1], dL[..., j : j + 1]
+        # eq:kda-r   R_j += sum over i > j of (dP_ij q_i + beta_i dL_ij k_i) 2^(gc_i - gc_j)
+        R.append((decay * (dP_j * Q + b * dL_j * K)).sum(-2))
         # eq:kda-dq   dQ_i += sum over j < i of dP_ij k_j 2^(gc_i - gc_j)
         dQ = dQ + dP_j * k_j * decay
         # eq:kda-y   Y_i += sum over j < i of dL_ij k_j 2^(gc_i - gc_j)
         Y = Y + dL_j * k_j * decay
-        # eq:kda-r   R_j += sum over i > j of (dP_ij q_i + beta_i dL_ij k_i) 2^(gc_i - gc_j)
-        inner.append((decay * (dP_j * Q + b * dL_j * K)).sum(-2))
-    inner = torch.stack(inner, -2)
+    # eq:kda-outer   dQ += 2^gc * dqg, Y += 2^gc * dkb, R += 2^(gc_last - gc) * dkg
+    last = gc[..., -1:, :]
+    dQ, Y = dQ + torch.exp2(gc) * dqg, Y + torch.exp2(gc) * dkb
+    R_inner, R_outer = torch.stack(R, -2), torch.exp2(last - gc) * dkg
+    # eq:kda-dgc-last   dgc_last += colsum(K * R) + 2^gc_last dgl
+    end = last_tokens(T, C, q.device)[..., None]
+    R_gate = R_outer.masked_fill(end, 0)  # the last token's own part would cancel
+    through = (K * R_gate).sum(-2) + torch.exp2(last[..., 0, :]) * dgl.to(dtype).transpose(1, 2)
     # eq:kda-dgc   dgc = Q * dQ + K * (diag(beta) Y - R)
-    dgc = Q * dQ + K * (b * Y - R_gate - inner) + end * through[..., None, :]
+    dgc = Q * dQ + K * (b * Y - R_gate - R_inner) + end * through[..., None, :]
     # eq:kda-dbeta   dbeta += rowsum(K * Y)
     dbeta = dbeta.to(dtype) + from_chunks((K * Y).sum(-1), T)
     # eq:kda-dk   dK = diag(beta) Y + R + diag(dP) Q
-    dK = b * Y + R + inner + dP_diagonal * Q
+    dK = b * Y + R_inner + R_outer + dP_diagonal * Q
     dQ = dQ + dP_diagonal * K
     dq, dk = (sum_heads(from_chunks(x, T), H).to(q.dtype) for x in (dQ, dK))
     return dq, dk, dbeta, from_chunks(dgc, T)
