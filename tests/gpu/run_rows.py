@@ -101,6 +101,8 @@ def run(stage, dtype, K, entry):
             generator = torch.Generator("cuda").manual_seed(seed)
             g = torch.randn(*x.g.shape, K, device="cuda", generator=generator)
             x.g = -(2 * g - 3).exp().clamp(max=5)
+            # in one head the last rows of each chunk's first block are far from its first row
+            x.g[:, torch.arange(T, device="cuda") % chunk_size < 16, 0] = -4.9
         # with a promise other products are made, on tiles of the same size
         for safe in (None, -5.0) if stage.startswith("kda_intra") else (None,):
             exact = results(x.double(), "reference", stage, chunk_size, safe)
