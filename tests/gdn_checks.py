@@ -1,9 +1,14 @@
-"""chunk_gated_delta_rule as a whole: inputs, gradients by autograd and in float64, tolerances."""
+"""The chunked operators as a whole: inputs, gradients by autograd and in float64, tolerances.
 
-from collections.abc import Iterator
+The inputs are those of chunk_gated_delta_rule; kda_checks has those of chunk_kda. What should come
+out is told from the shape of the gates.
+"""
+
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -11,6 +16,7 @@ from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
 from linattn_edu import chunk_gated_delta_rule
+from linattn_edu.kernels.tiles import device_of
 from linattn_edu.reference.delta.recurrent import recurrent, recurrent_bwd
 from linattn_edu.testing import assert_close
 
@@ -22,6 +28,12 @@ TOLERANCES = {
     torch.bfloat16: (5e-3, 8e-3, 2e-2),
 }
 TINY = 1e-6
+# a row of a kernel's table is right only on the generation it is for; the interpreter has none
+GENERATIONS = (
+    [device_of(torch.empty(0, device="cuda"))[0]]
+    if torch.cuda.is_available()
+    else ["turing", "ampere"]
+)
 SCALARS = ("dg", "dbeta", "dA_log", "ddt_bias")
 
 
@@ -104,6 +116,16 @@ def triton(x: dict[str, Tensor], do: Tensor | None, dht: Tensor | None, **option
     return run(x, do, dht, output_final_state=True, impl="triton", **options)
 
 
+def log_decay(x: dict[str, Tensor], lower_bound: float | None) -> Tensor:
+    """The gates of fla-core 0.6.0, by their formulas."""
+    a, rate = x["g"], x["A_log"].exp() if "A_log" in x else torch.ones_like(x["g"][0, 0, :, ..., 0])
+    a = a + x["dt_bias"].view(a.shape[2:]) if "dt_bias" in x else a
+    rate = rate.view(-1, *(1,) * (a.ndim - 3))
+    if lower_bound is None:
+        return -rate * torch.logaddexp(a, torch.zeros_like(a))
+    return lower_bound * torch.sigmoid(rate * a)
+
+
 def recurrence_arguments(
     x: dict[str, Tensor],
     *,
@@ -111,6 +133,8 @@ def recurrence_arguments(
     use_beta_sigmoid_in_kernel: bool = False,
     allow_neg_eigval: bool = False,
     use_gate_in_kernel: bool = False,
+    lower_bound: float | None = None,
+    safe_gate: bool = False,
     state_v_first: bool = False,
 ) -> list[Tensor | None]:
     """q, k, v, g, beta and the initial state of the plain recurrence, as the flags define them."""
@@ -120,8 +144,7 @@ def recurrence_arguments(
     if use_beta_sigmoid_in_kernel:
         beta = torch.sigmoid(beta) * (2 if allow_neg_eigval else 1)
     if use_gate_in_kernel:
-        raw = g + x["dt_bias"] if "dt_bias" in x else g
-        g = -x["A_log"].exp() * torch.logaddexp(raw, torch.zeros_like(raw))
+        g = log_decay(x, lower_bound)
     state = x.get("initial_state")
     return [q, k, v, g, beta, state.mT if state_v_first and state is not None else state]
 
@@ -133,7 +156,7 @@ def exact(
     *,
     scale: float | None = None,
     cu_seqlens: Tensor | None = None,
-    **flags: bool,
+    **flags: bool | float | None,
 ) -> dict[str, Tensor]:
     """What `run` should give, in float64: the recurrence, its adjoint, autograd of the flags."""
     leaves = {n: t.detach().double().requires_grad_() for n, t in x.items()}
@@ -170,29 +193,35 @@ def _alone(arguments, do, dht, scale) -> list[Tensor]:
         zero = v.new_zeros(1, v.shape[2], q.shape[-1], v.shape[-1])
         ht, dh0 = (zero if y is None else y for y in (state, dht))
         return [do, ht, q, k, v, g, beta, dh0]  # no tokens: empty, and the state goes through
-    options = {"scale": scale, "initial_state": state}
+    g, gk = (g, None) if g.ndim == 3 else (None, g)
+    options = {"gk": gk, "scale": scale, "initial_state": state}
     o, ht = recurrent(q, k, v, g, beta, **options)
-    dq, dk, dv, dg, dbeta, _, _, dh0 = recurrent_bwd(q, k, v, g, beta, do, dht, **options)
-    return [o, ht, dq, dk, dv, dg, dbeta, dh0]
+    dq, dk, dv, dg, dbeta, dgk, _, dh0 = recurrent_bwd(q, k, v, g, beta, do, dht, **options)
+    return [o, ht, dq, dk, dv, dg if gk is None else dgk, dbeta, dh0]
 
 
 def check(
-    got: dict[str, Tensor], want: dict[str, Tensor], dtype: torch.dtype, **at_least: float
+    got: dict[str, Tensor],
+    want: dict[str, Tensor],
+    dtype: torch.dtype,
+    every: float = 0.0,
+    *,
+    tolerance: Callable[[str, torch.dtype], float] = tolerance,
+    **at_least: float,
 ) -> None:
     """Compare every output and gradient by name; all errors are in the one report.
 
-    What is smaller than TINY in rms, as the gradient of a state behind closed gates, is compared
-    as if it were of that size: numbers of float16 and decays below 2^-150 end there.
+    every, at_least: what the tolerance is at least, of all and of the named ones. What is smaller
+    than TINY in rms, as the gradient of a state behind closed gates, is compared as if it were of
+    that size: numbers of float16 and decays below 2^-150 end there.
     """
     failed = []
     for name, y in got.items():
-        tol = max(tolerance(name, dtype), at_least.get(name, 0))
+        tol = max(tolerance(name, dtype), every, at_least.get(name, 0))
         rms = want[name].square().mean().sqrt().item() if want[name].numel() else 0
+        shift = TINY if rms < TINY else 0
         try:
-            if rms < TINY:
-                assert_close(name, y + TINY, want[name] + TINY, tol)
-            else:
-                assert_close(name, y, want[name], tol)
+            assert_close(name, y + shift, want[name] + shift, tol)
         except AssertionError as error:
             failed.append(str(error))
     assert not failed, "\n" + "\n".join(failed)
@@ -208,6 +237,32 @@ def same_bits(got: dict[str, Tensor], want: dict[str, Tensor], *without: str):
     """Assert that all but the named ones are equal to the bit."""
     different = [n for n in want if n not in without and not torch.equal(got[n], want[n])]
     assert not different, f"other bits: {different}"
+
+
+def refused(f, change: tuple, x: dict[str, Tensor], options: dict) -> bool:
+    """Call f with a change that it must refuse, (error, message, arguments -> other arguments),
+    before any kernel runs; False if the change needs an argument that is not there.
+    """
+    error, message, changes = change
+    given = {n: v for n, v in (x | options).items() if v is not None}
+    try:
+        changed = given | changes(given)
+    except KeyError:
+        return False
+    with launches() as ran, pytest.raises(error, match=message):
+        f(**changed)
+    assert not ran
+    return True
+
+
+@contextmanager
+def no_wait() -> Iterator[None]:
+    """Any wait of the host for the GPU is an error."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 @contextmanager

@@ -1,6 +1,6 @@
-"""chunk_kda as a whole: inputs, gradients by autograd and in float64, tolerances."""
+"""chunk_kda as a whole: inputs and tolerances; gdn_checks has the rest."""
 
-from itertools import pairwise
+from functools import partial
 
 import gdn_checks
 import torch
@@ -8,8 +8,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from linattn_edu import chunk_kda
-from linattn_edu.reference.delta.recurrent import recurrent, recurrent_bwd
-from linattn_edu.testing import assert_close
 
 GATE = ("A_log", "dt_bias")
 GRADIENTS_OF_GATE = ("dA_log", "ddt_bias")
@@ -62,101 +60,9 @@ def inputs(
     return x | {"g": g.clamp(min=-5) if safe else g}
 
 
-def run(x: dict[str, Tensor], do: Tensor | None, dht: Tensor | None, f=chunk_kda, **options):
-    """gdn_checks.run of chunk_kda."""
-    return gdn_checks.run(x, do, dht, f=f, **options)
-
-
-def triton(x: dict[str, Tensor], do: Tensor | None, dht: Tensor | None, **options):
-    """`run` with the kernels, returning the final state."""
-    return run(x, do, dht, output_final_state=True, impl="triton", **options)
-
-
-def log_decay(x: dict[str, Tensor], lower_bound: float | None) -> Tensor:
-    """The gates of fla-core 0.6.0, by their formulas."""
-    a = x["g"] + x["dt_bias"].view(x["g"].shape[2:]) if "dt_bias" in x else x["g"]
-    rate = x["A_log"].exp()[:, None] if "A_log" in x else 1
-    if lower_bound is None:
-        return -rate * torch.logaddexp(a, torch.zeros_like(a))
-    return lower_bound * torch.sigmoid(rate * a)
-
-
-def exact(
-    x: dict[str, Tensor],
-    do: Tensor,
-    dht: Tensor | None,
-    *,
-    scale: float | None = None,
-    cu_seqlens: Tensor | None = None,
-    use_gate_in_kernel: bool = False,
-    lower_bound: float | None = None,
-    safe_gate: bool = False,
-    **flags: bool,
-) -> dict[str, Tensor]:
-    """What `run` should give, in float64: the recurrence, its adjoint, autograd of the flags."""
-    leaves = {n: t.detach().double().requires_grad_() for n, t in x.items()}
-    q, k, v, g, beta, state = gdn_checks.recurrence_arguments(leaves, **flags)
-    if use_gate_in_kernel:
-        g = log_decay(leaves, lower_bound)
-    arguments = [q, k, v, g, beta, state]
-    v_first = flags.get("state_v_first")
-    dht = dht if dht is None else dht.double().mT if v_first else dht.double()
-    given = [y if y is None else y.detach() for y in arguments]
-    o, ht, *gradients = _packed(given, do.double(), dht, scale, cu_seqlens)
-    pairs = [(y, dy) for y, dy in zip(arguments, gradients, strict=True) if y is not None]
-    values, gradients = zip(*pairs, strict=True)
-    gradients = torch.autograd.grad(values, leaves.values(), gradients)
-    want = {"o": o, "ht": ht.mT if v_first else ht}
-    return want | {f"d{n}": dx for n, dx in zip(leaves, gradients, strict=True)}
-
-
-def _packed(arguments, do, dht, scale, cu_seqlens) -> list[Tensor]:
-    """o, the final state, dq, dk, dv, dg, dbeta, dh0 of the sequences, each by itself."""
-    if cu_seqlens is None:
-        return _alone(arguments, do, dht, scale)
-    *tokens, state = arguments
-    parts = []
-    for n, (a, b) in enumerate(pairwise(cu_seqlens.tolist())):
-        one = [y[:, a:b] for y in tokens] + [None if state is None else state[n : n + 1]]
-        parts.append(_alone(one, do[:, a:b], None if dht is None else dht[n : n + 1], scale))
-    sequence_axis = (1, 0, 1, 1, 1, 1, 1, 0)
-    return [torch.cat(p, d) for p, d in zip(zip(*parts, strict=True), sequence_axis, strict=True)]
-
-
-def _alone(arguments, do, dht, scale) -> list[Tensor]:
-    q, k, v, g, beta, state = arguments
-    if not q.shape[1]:
-        zero = v.new_zeros(1, v.shape[2], q.shape[-1], v.shape[-1])
-        ht, dh0 = (zero if y is None else y for y in (state, dht))
-        return [do, ht, q, k, v, g, beta, dh0]  # no tokens: empty, and the state goes through
-    options = {"gk": g, "scale": scale, "initial_state": state}
-    o, ht = recurrent(q, k, v, None, beta, **options)
-    dq, dk, dv, _, dbeta, dg, _, dh0 = recurrent_bwd(q, k, v, None, beta, do, dht, **options)
-    return [o, ht, dq, dk, dv, dg, dbeta, dh0]
-
-
-def check(
-    got: dict[str, Tensor],
-    want: dict[str, Tensor],
-    dtype: torch.dtype,
-    every: float = 0.0,
-    **at_least: float,
-) -> None:
-    """Compare every output and gradient by name; all errors are in the one report.
-
-    every, at_least: what the tolerance is at least, of all and of the named ones. What is smaller
-    than TINY in rms is compared as if it were of that size: see gdn_checks.check.
-    """
-    failed, tiny = [], gdn_checks.TINY
-    for name, y in got.items():
-        tol = max(tolerance(name, dtype), every, at_least.get(name, 0))
-        rms = want[name].square().mean().sqrt().item() if want[name].numel() else 0
-        shift = tiny if rms < tiny else 0
-        try:
-            assert_close(name, y + shift, want[name] + shift, tol)
-        except AssertionError as error:
-            failed.append(str(error))
-    assert not failed, "\n" + "\n".join(failed)
+run = partial(gdn_checks.run, f=chunk_kda)
+triton = partial(gdn_checks.triton, f=chunk_kda)
+check = partial(gdn_checks.check, tolerance=tolerance)
 
 
 def spacing(g: Tensor, chunk_size: int = 64) -> float:

@@ -5,7 +5,7 @@ import dataclasses
 import gdn_checks
 import pytest
 import torch
-from gdn_checks import tolerance
+from gdn_checks import GENERATIONS, tolerance
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -104,14 +104,6 @@ def test_unaligned_storage(device):
     got, _ = chunk_gated_delta_rule(**shifted, impl="triton")
     want, _ = chunk_gated_delta_rule(**x.asdict(), impl="triton")
     assert torch.equal(got, want)
-
-
-# on a GPU a row is right only on the generation it is for
-GENERATIONS = (
-    [tiles.device_of(torch.empty(0, device="cuda"))[0]]
-    if torch.cuda.is_available()
-    else ["turing", "ampere"]
-)
 
 
 @pytest.mark.parametrize("gen", GENERATIONS)

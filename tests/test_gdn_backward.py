@@ -3,7 +3,6 @@
 import pytest
 import torch
 from gdn_checks import DTYPES, check, cotangents, exact, inputs, run, same_bits, spacing, triton
-from torch.utils.checkpoint import checkpoint
 
 from linattn_edu import chunk_gated_delta_rule
 from linattn_edu.reference.delta.recurrent import recurrent
@@ -108,28 +107,6 @@ def test_states_with_v_first(dtype, device):
     same_bits(got, want)
 
 
-FLAGS = (
-    {},
-    {"use_qk_l2norm_in_kernel": True},
-    {"use_gate_in_kernel": True},
-    {"use_beta_sigmoid_in_kernel": True, "allow_neg_eigval": True},
-    {"state_v_first": True},
-)
-
-
-@pytest.mark.parametrize("flags", FLAGS, ids=str)
-@pytest.mark.parametrize("C", [16, 64])
-def test_reference_in_float64_equals_autograd_of_the_recurrence(C, flags):
-    x = inputs(
-        2, 100, 2, 4, 12, 12, torch.float64,
-        raw_qk="use_qk_l2norm_in_kernel" in flags, raw_gate="use_gate_in_kernel" in flags,
-    )  # fmt: skip
-    do, dht = cotangents(x)
-    got = run(x, do, dht, output_final_state=True, chunk_size=C, impl="reference", **flags)
-    for name, want in exact(x, do, dht, **flags).items():
-        assert_close(name, got[name], want, 1e-10)
-
-
 def test_the_adjoint_compared_with_is_autograd_s():
     x = inputs(2, 70, 2, 4, 12, 9, torch.float64)
     do, dht = cotangents(x)
@@ -174,108 +151,3 @@ def test_gradients_of_the_gate_s_parameters_have_the_same_bits(dtype, device):
     x, do, dht = small(dtype, device, raw_gate=True)
     runs = [triton(x, do, dht, use_gate_in_kernel=True) for _ in range(2)]
     same_bits(*runs)
-
-
-@pytest.mark.parametrize("impl", IMPLS)
-def test_autocast_changes_nothing(impl, device):
-    x, do, dht = small(torch.float32, device, raw_qk=True, raw_gate=True, raw_beta=True)
-    names = ("use_qk_l2norm_in_kernel", "use_beta_sigmoid_in_kernel", "use_gate_in_kernel")
-    options = dict.fromkeys((*names, "output_final_state"), True) | {"impl": impl}
-    want = run(x, do, dht, **options)
-    with torch.autocast(device.type, dtype=torch.bfloat16):
-        same_bits(run(x, do, dht, **options), want)
-
-
-@pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("used", ["o", "ht"])
-def test_only_one_output_is_used(used, impl, device):
-    x, do, dht = small(torch.float32, device)
-    zeros = (do, 0 * dht) if used == "o" else (0 * do, dht)
-    given = (do, None) if used == "o" else (None, dht)
-    options = {"output_final_state": True, "impl": impl}
-    check(run(x, *given, **options), exact(x, *zeros), torch.float32)
-
-
-@pytest.mark.parametrize("impl", IMPLS)
-def test_without_a_state(impl, device):
-    x, do, _ = small(torch.float32, device, state=False)
-    got = run(x, do, None, impl=impl)
-    assert "ht" not in got
-    check(got, exact(x, do, None), torch.float32)
-
-
-@pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("name", ["q", "initial_state", "A_log"])
-def test_one_tensor_alone_needs_a_gradient(name, impl, device):
-    x, do, dht = small(torch.float32, device, raw_gate=True)
-    options = {"output_final_state": True, "impl": impl, "use_gate_in_kernel": True}
-    leaf = x[name].clone().requires_grad_()
-    outputs = chunk_gated_delta_rule(**x | {name: leaf}, **options)
-    (got,) = torch.autograd.grad(outputs, leaf, (do, dht))
-    assert torch.equal(got, run(x, do, dht, **options)[f"d{name}"])
-
-
-@pytest.mark.parametrize("impl", IMPLS)
-def test_gradients_that_are_not_contiguous(impl, device):
-    """As sum().backward() and a transposed output give them."""
-    x, _, dht = small(torch.float32, device)
-    do = torch.ones((), device=device).expand(x["v"].shape)
-    dht = dht.mT.contiguous().mT
-    options = {"output_final_state": True, "impl": impl}
-    want = run(x, do.contiguous(), dht.contiguous(), **options)
-    same_bits(run(x, do, dht, **options), want)
-
-
-@pytest.mark.parametrize("impl", IMPLS)
-def test_arguments_and_their_gradients_are_left_alone(impl, device):
-    x, do, dht = small(torch.float32, device, raw_gate=True)
-    kept = {n: t.clone() for n, t in (x | {"do": do, "dht": dht}).items()}
-    leaves = {n: t.requires_grad_() for n, t in x.items()}
-    options = {"output_final_state": True, "impl": impl, "use_gate_in_kernel": True}
-    outputs = chunk_gated_delta_rule(**leaves, **options)
-    torch.autograd.grad(outputs, list(leaves.values()), (do, dht))
-    same_bits(x | {"do": do, "dht": dht}, kept)
-
-
-@pytest.mark.parametrize("wide", ["g", "beta", "initial_state"])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_gradients_have_the_dtypes_of_their_tensors(wide, dtype, device):
-    x, do, dht = small(dtype, device)
-    for name in ("g", "beta", "initial_state"):
-        x[name] = x[name].to(torch.float32 if name == wide else dtype)
-    got = triton(x, do, dht)
-    assert {n: got[f"d{n}"].dtype for n in x} == {n: t.dtype for n, t in x.items()}
-    assert got["ht"].dtype == torch.float32
-    check(got, exact(x, do, dht), dtype)
-
-
-@pytest.mark.parametrize("impl", IMPLS)
-def test_activation_checkpointing(impl, device):
-    x, do, dht = small(torch.float32, device)
-
-    def f(**arguments):
-        return checkpoint(chunk_gated_delta_rule, **arguments, use_reentrant=False)
-
-    options = {"output_final_state": True, "impl": impl}
-    same_bits(run(x, do, dht, f=f, **options), run(x, do, dht, **options))
-
-
-@pytest.mark.parametrize("impl", IMPLS)
-def test_a_second_backward_pass_needs_retain_graph(impl, device):
-    x, do, _ = small(torch.float32, device)
-    leaf = x["k"].requires_grad_()
-    o, _ = chunk_gated_delta_rule(**x, impl=impl)
-    first = torch.autograd.grad(o, leaf, do, retain_graph=True)
-    assert torch.equal(*first, *torch.autograd.grad(o, leaf, do))
-    with pytest.raises(RuntimeError, match="second time"):
-        torch.autograd.grad(o, leaf, do)
-
-
-@pytest.mark.parametrize("impl", IMPLS)
-def test_gradients_of_gradients_are_refused(impl, device):
-    x, do, _ = small(torch.float32, device)
-    leaf = x["k"].requires_grad_()
-    o, _ = chunk_gated_delta_rule(**x, impl=impl)
-    (dk,) = torch.autograd.grad(o, leaf, do, create_graph=True)
-    with pytest.raises(RuntimeError, match="autograd"):
-        torch.autograd.grad(dk.sum(), leaf)

@@ -4,7 +4,18 @@ from itertools import pairwise
 
 import pytest
 import torch
-from gdn_checks import DTYPES, check, cotangents, exact, inputs, run, same_bits, spacing, triton
+from gdn_checks import (
+    DTYPES,
+    check,
+    cotangents,
+    exact,
+    inputs,
+    no_wait,
+    run,
+    same_bits,
+    spacing,
+    triton,
+)
 
 from linattn_edu import fused_recurrent_gated_delta_rule
 
@@ -201,11 +212,8 @@ def test_no_wait_for_the_device(chunks):
     if chunks:
         options["chunk_indices"] = indices(LENGTHS, "cuda")
     triton(x, do, dht, **options)  # compiles
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_wait():
         got = triton(x, do, dht, **options)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     same_bits(got, triton(x, do, dht, **options))
 
 

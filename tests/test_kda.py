@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 import torch
 import torch.nn.functional as F
-from gdn_checks import DTYPES, cotangents, same_bits
-from kda_checks import GATE, check, exact, inputs, spacing, tolerance, triton
+from gdn_checks import DTYPES, GENERATIONS, cotangents, exact, same_bits
+from kda_checks import GATE, check, inputs, spacing, tolerance, triton
 
 from linattn_edu import chunk_gated_delta_rule, chunk_kda, fused_recurrent_kda
 from linattn_edu.kernels import tiles
@@ -104,14 +104,6 @@ def test_non_contiguous_arguments_are_copied(impl, device):
     got, _ = chunk_kda(**strided, impl=impl, **C16)
     want, _ = chunk_kda(**x, impl=impl, **C16)
     assert torch.equal(got, want)
-
-
-# on a GPU a row is right only on the generation it is for
-GENERATIONS = (
-    [tiles.device_of(torch.empty(0, device="cuda"))[0]]
-    if torch.cuda.is_available()
-    else ["turing", "ampere"]
-)
 
 
 @pytest.mark.parametrize("gen", GENERATIONS)

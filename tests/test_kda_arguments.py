@@ -4,10 +4,10 @@ import inspect
 
 import pytest
 import torch
-from gdn_checks import DTYPES, cotangents, launches
+from gdn_checks import DTYPES, cotangents, exact, launches, refused
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from kda_checks import GATE, check, exact, inputs, run, spacing
+from kda_checks import GATE, check, inputs, run, spacing
 from test_gdn_arguments import CASES as OF_GDN
 from test_gdn_arguments import INTEGERS, NAMES, other, packing, rounded
 
@@ -159,20 +159,6 @@ CASES = {n: case for n, case in OF_GDN.items() if n not in ELSEWHERE} | {
 }  # fmt: skip
 
 
-def refused(case, x, options):
-    """Make the call with the case's changes; False if these need an argument that is not there."""
-    error, message, changes = CASES[case]
-    given_ = {n: v for n, v in (x | options).items() if v is not None}
-    try:
-        changed = given_ | changes(given_)
-    except KeyError:
-        return False
-    with launches() as ran, pytest.raises(error, match=message):
-        chunk_kda(**changed)
-    assert not ran
-    return True
-
-
 def everything(device):
     """(tensors, options) of a call that uses every argument."""
     x = inputs(1, 20, 2, 4, 16, 24, torch.float32, device, N=3, raw_gate=True)
@@ -183,14 +169,14 @@ def everything(device):
 
 @pytest.mark.parametrize("case", CASES)
 def test_refused_before_any_kernel(case, device):
-    assert refused(case, *everything(device))
+    assert refused(chunk_kda, CASES[case], *everything(device))
 
 
 @few
 @given(call=calls(), case=st.sampled_from(list(CASES)), impl=st.sampled_from(["auto", "reference"]))
 def test_any_invalid_call(call, case, impl):
     x, _, _, options = call
-    assume(refused(case, x, options | {"impl": impl}))
+    assume(refused(chunk_kda, CASES[case], x, options | {"impl": impl}))
 
 
 def test_kernels_are_counted(device):

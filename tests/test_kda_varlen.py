@@ -4,8 +4,8 @@ from itertools import pairwise
 
 import pytest
 import torch
-from gdn_checks import DTYPES, cotangents, same_bits
-from kda_checks import check, exact, inputs, run, spacing, triton
+from gdn_checks import DTYPES, cotangents, exact, no_wait, same_bits
+from kda_checks import check, inputs, run, spacing, triton
 from test_gdn_varlen import SUMMED, boundaries, indices, part
 
 from linattn_edu import chunk_kda
@@ -213,9 +213,6 @@ def test_no_wait_for_the_device(keep, chunks):
     if chunks:
         options["chunk_indices"] = indices(LENGTHS, "cuda")
     triton(x, do, dht, **options)  # compiles
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_wait():
         got = triton(x, do, dht, **options)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     same_bits(got, triton(x, do, dht, **options))
