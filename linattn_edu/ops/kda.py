@@ -215,9 +215,9 @@ def chunk_kda(
         use_beta_sigmoid_in_kernel: Whether beta is given before its sigmoid.
         allow_neg_eigval: With use_beta_sigmoid_in_kernel: take twice the sigmoid.
         safe_gate: A promise that every log decay is at least lower_bound (-5 if None), in [-5, 0):
-            in bfloat16 and float32 the forward pass need not look for channels that decay by more
-            than 2^-80 in 16 tokens, and is faster for it. With use_gate_in_kernel it
-            needs lower_bound, which keeps it; without, g is checked on the CPU and taken on trust
+            in bfloat16 and float32 the forward pass need not look for channels that fade by more
+            than 2^80 in 16 tokens, and is faster for it. With use_gate_in_kernel it needs
+            lower_bound, which keeps it; without, g is checked on the CPU and taken on trust
             on a GPU, where a g below the bound makes the output wrong or not finite.
         lower_bound: Least log decay, < 0: of the gate with use_gate_in_kernel, of g with
             safe_gate.

@@ -29,7 +29,7 @@ from linattn_edu.packing import Packing
 
 # which rows of a diagonal block are halved
 NONE, FAR, ALL = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-# a row is near its block's first if no channel has decayed by more than 2^-80 between the two: in
+# a row is near its block's first if no channel has faded by more than 2^80 between the two: in
 # bf16 and fp32 the factors of such rows leave 2^46 for the queries and keys that they multiply
 NEAR = tl.constexpr(80.0)
 
