@@ -4,6 +4,8 @@ Registered with torch.library, so that torch.compile takes it whole. Such an ope
 None: an empty tensor stands for what was not asked for.
 """
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -24,7 +26,7 @@ def chunk(
     """chunk_gated_delta_rule, its arguments checked and its flags resolved (see `_chunk`)."""
     tensors = (q, k, v, g, beta, A_log, dt_bias, initial_state)
     gradient = library.needs_gradient(*tensors)
-    f = _chunk if gradient or library.traced(q) else _chunk_forward
+    f = library.form(_chunk, _chunk_eager, _chunk_forward, *tensors)
     o, final_state, _, _ = f(*tensors, *rest, gradient)
     *_, output_final_state, _, _ = rest
     return o, final_state if output_final_state else None
@@ -116,8 +118,7 @@ def _(
     return _results(tensors, cu_seqlens, length, output_final_state, save)
 
 
-@torch.library.custom_op("linattn_edu::chunk_gated_delta_rule_backward", mutates_args=())
-def _chunk_backward(
+def _chunk_gradients(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -165,6 +166,11 @@ def _chunk_backward(
     )  # fmt: skip
 
 
+_chunk_backward = torch.library.custom_op(
+    "linattn_edu::chunk_gated_delta_rule_backward", _chunk_gradients, mutates_args=()
+)
+
+
 @_chunk_backward.register_fake
 def _(q, k, v, g, beta, A_log, dt_bias, initial_state, *rest):
     return library.gradients((q, k, v, g, beta, A_log, dt_bias, initial_state))
@@ -178,13 +184,13 @@ def _setup(ctx, inputs, output):
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx, do, dht, _dgc, _dA):
+def _backward(ctx, do, dht, _dgc, _dA, f=_chunk_backward):
     *tensors, gc, A = ctx.saved_tensors
     if do is None:
         do = torch.zeros_like(tensors[2])
     if dht is not None and not dht.numel():
         dht = None
-    gradients = _chunk_backward(*tensors, gc, A, do, dht, ctx.scale, ctx.chunk_size, ctx.impl)
+    gradients = f(*tensors, gc, A, do, dht, ctx.scale, ctx.chunk_size, ctx.impl)
     gradients = [
         dx if x is not None else None for x, dx in zip(tensors[:8], gradients, strict=True)
     ]
@@ -192,3 +198,6 @@ def _backward(ctx, do, dht, _dgc, _dA):
 
 
 _chunk.register_autograd(_backward, setup_context=_setup)
+_chunk_eager = library.eager(
+    _chunk_forward, _setup, functools.partial(_backward, f=_chunk_gradients)
+)

@@ -3,6 +3,8 @@
 `compute` serves Kimi Delta Attention too, whose gate is the gk of this module.
 """
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -160,7 +162,8 @@ def compute(
         state = initial_state
         if v_first and state is not None:
             state = state.transpose(-1, -2)
-        o, final_state = _recurrent(*tensors, state, cu_seqlens, scale, impl)
+        f = library.form(_recurrent, _eager, _forward, *tensors, state)
+        o, final_state = f(*tensors, state, cu_seqlens, scale, impl)
         if v_first:
             final_state = final_state.transpose(-1, -2).contiguous()
         if inplace:
@@ -408,9 +411,8 @@ def _(q, k, v, *rest):
     return torch.empty_like(v, memory_format=torch.contiguous_format)
 
 
-@torch.library.custom_op("linattn_edu::recurrent", mutates_args=())
 @library.at_first
-def _recurrent(
+def _forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -457,14 +459,16 @@ def _results(tensors, cu_seqlens) -> tuple[Tensor, Tensor]:
     return torch.empty_like(v, memory_format=torch.contiguous_format), state
 
 
+_recurrent = torch.library.custom_op("linattn_edu::recurrent", _forward, mutates_args=())
+
+
 @_recurrent.register_fake
 def _(q, k, v, g, gk, gv, beta, initial_state, cu_seqlens, scale, impl):
     return _results((q, k, v, g, gk, gv, beta, initial_state), cu_seqlens)
 
 
-@torch.library.custom_op("linattn_edu::recurrent_backward", mutates_args=())
 @library.at_first
-def _recurrent_backward(
+def _recurrent_gradients(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -514,11 +518,16 @@ def _recurrent_backward(
 
 
 def _gradients(tensors, given=None) -> tuple[Tensor, ...]:
-    """What `_recurrent_backward` returns: the given ones in the tensors' dtypes, or new ones."""
+    """What `_recurrent_gradients` returns: the given ones in the tensors' dtypes, or new ones."""
     if given is not None:
         dq, dk, dv, dg, dbeta, dgk, dgv, dh0 = given
         given = (dq, dk, dv, dg, dgk, dgv, dbeta, dh0)
     return library.gradients(tensors, given)
+
+
+_recurrent_backward = torch.library.custom_op(
+    "linattn_edu::recurrent_backward", _recurrent_gradients, mutates_args=()
+)
 
 
 @_recurrent_backward.register_fake
@@ -532,13 +541,14 @@ def _setup(ctx, inputs, output):
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx, do, dht):
+def _backward(ctx, do, dht, f=_recurrent_backward):
     tensors = ctx.saved_tensors
     if do is None:
         do = torch.zeros_like(tensors[2])
-    got = _recurrent_backward(*tensors, do, dht, ctx.scale, ctx.impl)
+    got = f(*tensors, do, dht, ctx.scale, ctx.impl)
     gradients = [x if x is None else dx for x, dx in zip(tensors[:8], got, strict=True)]
     return *gradients, None, None, None
 
 
 _recurrent.register_autograd(_backward, setup_context=_setup)
+_eager = library.eager(_forward, _setup, functools.partial(_backward, f=_recurrent_gradients))

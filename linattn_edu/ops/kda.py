@@ -2,7 +2,7 @@
 
 import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -49,16 +49,16 @@ def stages(impl: str) -> Stages:
 
 
 class Residuals(NamedTuple):
-    """What the backward pass reads beside the arguments of the forward pass."""
+    """What the backward pass reads beside the arguments of the forward pass; None: not kept."""
 
-    P: Tensor
-    A: Tensor
-    gc: Tensor
-    w: Tensor
-    kg: Tensor
-    qg: Tensor
-    h: Tensor
-    v_new: Tensor
+    P: Tensor | None
+    A: Tensor | None
+    gc: Tensor | None
+    w: Tensor | None
+    kg: Tensor | None
+    qg: Tensor | None
+    h: Tensor | None
+    v_new: Tensor | None
 
 
 def forward(
@@ -78,10 +78,12 @@ def forward(
     safe_bound: float | None = None,
     chunk_size: int = 64,
     packing: Packing | None = None,
+    keep: Collection[str] = Residuals._fields,
 ) -> tuple[Tensor, Tensor | None, Residuals]:
     """The chunked forward pass as a composition of stages (shapes as in chunk_kda).
 
-    safe_bound: a promise that no log decay of a token is below it.
+    safe_bound: a promise that no log decay of a token is below it. keep: the residuals that are
+    returned; the others are freed as soon as no stage reads them.
     Returns o, the final state or None, and what the backward pass may read. Only the kernels take a
     packing.
 
@@ -93,11 +95,16 @@ def forward(
         gc = stages.gate_cumsum(g, A_log, dt_bias, lower_bound=lower_bound, **options)
         P, A = stages.kda_intra(q, k, beta, gc, lower_bound=safe_bound, **options)
         w, u, kg, qg = stages.wy(k, v, beta, gc, A, q, **packed)
+        A = A if "A" in keep else None
         h, v_new, final_state = stages.state(
             kg, w, u, gc, initial_state, output_final_state=output_final_state, **options
         )
-        o = stages.output(qg, kg, v_new, h, gc, P, scale=scale, **options)
-    return o, final_state, Residuals(P, A, gc, w, kg, qg, h, v_new)
+        del u
+        kept = Residuals(P, A, gc, w, kg, qg, h, v_new)
+        kept = Residuals(*(x if n in keep else None for n, x in kept._asdict().items()))
+        del A, gc, w, kg
+        o = stages.output(qg, None, v_new, h, None, P, scale=scale, **options)
+    return o, final_state, kept
 
 
 def backward(

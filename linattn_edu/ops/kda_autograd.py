@@ -3,10 +3,14 @@
 Registered with torch.library as `autograd.py` does it for chunk_gated_delta_rule.
 """
 
+import functools
+
 import torch
 from torch import Tensor
 
 from linattn_edu.ops import library
+
+FIELDS = ("P", "A", "gc", "w", "kg", "qg", "h", "v_new")  # of ops.kda.Residuals
 
 
 def chunk(
@@ -25,11 +29,11 @@ def chunk(
     """chunk_kda, its arguments checked and its flags resolved (see `_chunk_forward`)."""
     tensors = (q, k, v, g, beta, A_log, dt_bias, initial_state)
     gradient = library.needs_gradient(*tensors)
-    f = _chunk if gradient or library.traced(q) else _chunk_forward
+    f = library.form(_chunk, _chunk_eager, _chunk_forward, *tensors)
     kept = 2 if gradient and keep else int(gradient)
     o, final_state, *residuals = f(*tensors, *rest, kept, return_states)
     *_, output_final_state, _, _ = rest
-    h = residuals[6] if return_states else None
+    h = residuals[FIELDS.index("h")] if return_states else None
     return o, final_state if output_final_state else None, h
 
 
@@ -66,6 +70,7 @@ def _chunk_forward(
     stages, options = kda.stages(impl), {
         "scale": scale, "A_log": A_log, "dt_bias": dt_bias, "lower_bound": lower_bound,
         "safe_bound": safe_bound, "chunk_size": length, "output_final_state": output_final_state,
+        "keep": _kept(keep, return_states),
     }  # fmt: skip
     if cu_seqlens is None or impl == "triton":
         packing = library.packing(cu_seqlens, cu_seqlens_cpu, chunk_indices, k, chunk_size, length)
@@ -85,16 +90,14 @@ def _chunk_forward(
             _states(tensors, cu_seqlens),
         )  # fmt: skip
     final_state = final_state if output_final_state else None
-    given = (o, final_state, *_kept(residuals, keep, return_states))
+    given = (o, final_state, *residuals)
     return tuple(q.new_empty(0) if x is None else x for x in given)
 
 
-def _kept(residuals, keep: int, return_states: bool) -> list[Tensor | None]:
-    """The residuals that are returned: all, P and A, none; and h, the seventh, if asked for."""
-    wanted = {0: (), 1: (0, 1), 2: range(8)}[keep]
-    return [
-        x if i in wanted or (i == 6 and return_states) else None for i, x in enumerate(residuals)
-    ]
+def _kept(keep: int, return_states: bool) -> tuple[str, ...]:
+    """The residuals that are returned: none, P and A, or all; and h, if asked for."""
+    kept = {0: (), 1: ("P", "A"), 2: FIELDS}[keep]
+    return (*kept, "h") if return_states else kept
 
 
 def _states(tensors, cu_seqlens: Tensor | None) -> Tensor:
@@ -122,15 +125,15 @@ def _(
     tokens, channels = q.new_empty(B, T, HV, length), q.new_empty(B, T, HV, K)
     gc = channels.to(library.wide(g, A_log, dt_bias))
     h, v_new = q.new_empty(B, NT, HV, K, V), q.new_empty(B, T, HV, V)
-    residuals = (tokens, tokens, gc, channels, channels, channels, h, v_new)
+    every = zip(FIELDS, (tokens, tokens, gc, channels, channels, channels, h, v_new), strict=True)
+    residuals = (x if n in _kept(keep, return_states) else None for n, x in every)
     o = torch.empty_like(v, memory_format=torch.contiguous_format)
     final_state = _states(tensors, cu_seqlens) if output_final_state else None
-    given = (o, final_state, *_kept(residuals, keep, return_states))
+    given = (o, final_state, *residuals)
     return tuple(q.new_empty(0) if x is None else torch.empty_like(x) for x in given)
 
 
-@torch.library.custom_op("linattn_edu::chunk_kda_backward", mutates_args=())
-def _chunk_backward(
+def _chunk_gradients(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -186,8 +189,13 @@ def _chunk_backward(
 
     return library.backward_by_sequence(
         run, (q, k, v, g, beta, A_log, dt_bias, initial_state), residuals, do, dht,
-        cu_seqlens, cu_seqlens_cpu, length, by_chunk=(kda.Residuals._fields.index("h"),),
+        cu_seqlens, cu_seqlens_cpu, length, by_chunk=(FIELDS.index("h"),),
     )  # fmt: skip
+
+
+_chunk_backward = torch.library.custom_op(
+    "linattn_edu::chunk_kda_backward", _chunk_gradients, mutates_args=()
+)
 
 
 @_chunk_backward.register_fake
@@ -206,7 +214,7 @@ def _setup(ctx, inputs, output):
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx, do, dht, *_):
+def _backward(ctx, do, dht, *_, f=_chunk_backward):
     saved = ctx.saved_tensors  # asked for once: activation checkpointing allows no more
     tensors, residuals = saved[:11], saved[11:]
     residuals = (*residuals, *[residuals[0].new_empty(0)] * (8 - len(residuals)))
@@ -214,7 +222,7 @@ def _backward(ctx, do, dht, *_):
         do = torch.zeros_like(tensors[2])
     if dht is not None and not dht.numel():
         dht = None
-    gradients = _chunk_backward(
+    gradients = f(
         *tensors, *residuals, do, dht, ctx.scale, ctx.lower_bound, ctx.chunk_size, ctx.impl
     )
     gradients = [
@@ -224,3 +232,6 @@ def _backward(ctx, do, dht, *_):
 
 
 _chunk.register_autograd(_backward, setup_context=_setup)
+_chunk_eager = library.eager(
+    _chunk_forward, _setup, functools.partial(_backward, f=_chunk_gradients)
+)

@@ -1,5 +1,7 @@
 """l2norm: the public function and its gradient."""
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -42,7 +44,7 @@ def l2norm(
     impl = check.resolve_impl(impl, x.device, (x.dtype,))
     if output_dtype not in (None, x.dtype):
         x = x.to(library.wide(x))  # so that y is rounded once
-    y, _ = _l2norm(x, float(eps), impl)
+    y, _ = library.form(_l2norm, _eager, _rows, x)(x, float(eps), impl)
     return y if output_dtype is None else y.to(output_dtype)
 
 
@@ -54,10 +56,12 @@ def _module(impl: str):
     return module
 
 
-@torch.library.custom_op("linattn_edu::l2norm", mutates_args=())
-def _l2norm(x: Tensor, eps: float, impl: str) -> tuple[Tensor, Tensor]:
+def _rows(x: Tensor, eps: float, impl: str) -> tuple[Tensor, Tensor]:
     """y and 1 / sqrt(sum x^2 + eps)."""
     return _module(impl).l2norm(library.contiguous(x), eps)
+
+
+_l2norm = torch.library.custom_op("linattn_edu::l2norm", _rows, mutates_args=())
 
 
 @_l2norm.register_fake
@@ -66,10 +70,14 @@ def _(x, eps, impl):
     return y, x.new_empty(x.shape[:-1], dtype=library.wide(x))
 
 
-@torch.library.custom_op("linattn_edu::l2norm_backward", mutates_args=())
-def _l2norm_backward(x: Tensor, rstd: Tensor, dy: Tensor, impl: str) -> Tensor:
+def _rows_gradient(x: Tensor, rstd: Tensor, dy: Tensor, impl: str) -> Tensor:
     """dx."""
     return _module(impl).l2norm_bwd(*map(library.contiguous, (x, rstd, dy)))
+
+
+_l2norm_backward = torch.library.custom_op(
+    "linattn_edu::l2norm_backward", _rows_gradient, mutates_args=()
+)
 
 
 @_l2norm_backward.register_fake
@@ -83,9 +91,10 @@ def _setup(ctx, inputs, output):
     ctx.mark_non_differentiable(output[1])
 
 
-def _backward(ctx, dy, _):
+def _backward(ctx, dy, _, f=_l2norm_backward):
     x, rstd = ctx.saved_tensors
-    return _l2norm_backward(x, rstd, dy, ctx.impl), None, None
+    return f(x, rstd, dy, ctx.impl), None, None
 
 
 _l2norm.register_autograd(_backward, setup_context=_setup)
+_eager = library.eager(_rows, _setup, functools.partial(_backward, f=_rows_gradient))

@@ -7,6 +7,8 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from linattn_edu.ops import check
 from linattn_edu.packing import Packing, pack
@@ -18,12 +20,35 @@ def needs_gradient(*tensors: Tensor | None) -> bool:
 
 
 def traced(x: Tensor) -> bool:
-    """Whether x is traced or wrapped, so that only a registered operator can take it.
+    """Whether somebody looks on: x is traced or wrapped, or every operator is watched.
 
-    Elsewhere a call without a gradient goes past PyTorch's dispatcher, which costs a short one
-    much of its time.
+    Only then a registered operator is called. Elsewhere PyTorch's dispatcher would cost a short
+    call much of its time, and the first one the import of PyTorch's compiler.
     """
-    return torch.compiler.is_compiling() or type(x) not in (Tensor, torch.nn.Parameter)
+    if torch.compiler.is_compiling() or type(x) not in (Tensor, torch.nn.Parameter):
+        return True
+    return _get_current_dispatch_mode() is not None
+
+
+def eager(forward: Callable, setup: Callable, backward: Callable) -> Callable:
+    """forward with a gradient, for calls that are not traced.
+
+    setup(ctx, inputs, output) and backward(ctx, *gradients) as torch.library's register_autograd
+    wants them.
+    """
+    members = {
+        "forward": staticmethod(forward),
+        "setup_context": staticmethod(setup),
+        "backward": staticmethod(once_differentiable(backward)),
+    }
+    return type(forward.__name__, (torch.autograd.Function,), members).apply
+
+
+def form(operator: Callable, eager: Callable, plain: Callable, *tensors: Tensor | None) -> Callable:
+    """Which of the three forms of an operator these tensors go through."""
+    if traced(tensors[0]):
+        return operator
+    return eager if needs_gradient(*tensors) else plain
 
 
 def wide(*tensors: Tensor | None) -> torch.dtype:
@@ -127,7 +152,7 @@ def forward_by_sequence(
     cu_seqlens: Tensor,
     cu_seqlens_cpu: Tensor | None,
     final_state: Tensor,
-) -> tuple[Tensor, Tensor, list[Tensor]]:
+) -> tuple[Tensor, Tensor, list[Tensor | None]]:
     """A forward pass that knows no packing, run(q, k, v, g, beta, initial_state), on each sequence.
 
     tensors: q, k, v, g, beta and the initial state. run gives o, the final state and a tuple of
@@ -142,7 +167,7 @@ def forward_by_sequence(
         o, S, residuals = run(*(x[:, t] for x in tokens), state)
         parts.append((o, *residuals))
         final_state[n] = S[0]
-    o, *residuals = (torch.cat(x, 1) for x in zip(*parts, strict=True))
+    o, *residuals = (None if x[0] is None else torch.cat(x, 1) for x in zip(*parts, strict=True))
     return o, final_state, residuals
 
 

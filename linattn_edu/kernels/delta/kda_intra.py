@@ -226,7 +226,7 @@ def kda_inverse_kernel(
 CONFIGS = {
     "turing": {2: row(1, 1, BK=32), 4: row(1, 1, BK=32)},
     "ampere": {2: row(1, 1, BK=64, maxnreg=128), 4: row(1, 1, BK=32)},
-    "hopper": {2: row(1, 1, BK=64, maxnreg=128), 4: row(1, 1, BK=32)},
+    "hopper": {2: row(1, 2, BK=64, maxnreg=168), 4: row(1, 1, BK=32)},
 }
 
 

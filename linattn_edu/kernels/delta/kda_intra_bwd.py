@@ -201,7 +201,7 @@ def kda_intra_bwd_kernel(
 CONFIGS = {
     "turing": {2: row(1, 1, BK=16), 4: row(1, 1, BK=16)},
     "ampere": {2: row(1, 1, BK=16, maxnreg=168), 4: row(1, 1, BK=16)},
-    "hopper": {2: row(1, 1, BK=16, maxnreg=168), 4: row(1, 1, BK=16)},
+    "hopper": {2: row(2, 2, BK=64), 4: row(1, 1, BK=16)},
 }
 
 

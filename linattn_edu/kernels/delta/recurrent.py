@@ -36,39 +36,48 @@ def store_state(x_ptr, b_S, o_k, o_v, K: tl.constexpr, V: tl.constexpr, V_FIRST:
 
 
 @triton.jit
-def decay(b_S, g_ptr, gk_ptr, gv_ptr, i, o_k, o_v, K: tl.constexpr, V: tl.constexpr):
-    """S times e^(g + gk + gv) of token and head i, for the gates that are given."""
+def load(x_ptr, i, o, n):
+    """Numbers o, below n, of row i, in the dtype of the tensor; 0 without a tensor.
+
+    A change of dtype is where Triton changes a layout, and there it waits for the load: a token's
+    loads are all issued before the first change.
+    """
+    if x_ptr is None:
+        return 0.0
+    else:
+        return tl.load(x_ptr + i * n + o, mask=o < n, other=0.0)
+
+
+@triton.jit
+def load_number(x_ptr, i):
+    """Number i in the dtype of the tensor; 0 without a tensor."""
+    if x_ptr is None:
+        return 0.0
+    else:
+        return tl.load(x_ptr + i)
+
+
+@triton.jit
+def decay(b_S, g_ptr, gk_ptr, gv_ptr, b_g, b_gk, b_gv):
+    """S times e^(g + gk + gv), for the gates that are given."""
     if g_ptr is not None:
-        b_S *= tl.exp(tl.load(g_ptr + i).to(tl.float32))
+        b_S *= tl.exp(b_g.to(tl.float32))
     if gk_ptr is not None:
-        b_S *= tl.exp(load_vector(gk_ptr + i * K, o_k, K))[:, None]
+        b_S *= tl.exp(b_gk.to(tl.float32))[:, None]
     if gv_ptr is not None:
-        b_S *= tl.exp(load_vector(gv_ptr + i * V, o_v, V))[None, :]
+        b_S *= tl.exp(b_gv.to(tl.float32))[None, :]
     return b_S
 
 
 @triton.jit
-def layer_decay(b_S, g_ptr, gk_ptr, gv_ptr, A_log_ptr, bias_ptr, lower_bound, i, i_h, o_k, o_v,
-                K: tl.constexpr, V: tl.constexpr):  # fmt: skip
-    """The same where g, or gk if there is no g, is the raw gate of a layer."""
-    b_rate = 1.0
-    if g_ptr is not None:
-        b_a = tl.load(g_ptr + i).to(tl.float32)
-        if bias_ptr is not None:
-            b_a += tl.load(bias_ptr + i_h).to(tl.float32)
-    else:
-        b_a = load_vector(gk_ptr + i * K, o_k, K)
-        if bias_ptr is not None:
-            b_a += load_vector(bias_ptr + i_h * K, o_k, K)
-    if A_log_ptr is not None:
-        b_rate = tl.exp(tl.load(A_log_ptr + i_h).to(tl.float32))
+def layer_decay(b_a, b_rate, b_bias, lower_bound):
+    """e^g of the raw gate of a layer, from the log of its rate."""
+    b_a = b_a.to(tl.float32) + b_bias.to(tl.float32)
+    b_rate = tl.exp(b_rate.to(tl.float32))
     if lower_bound is None:
-        b_a = tl.exp(-b_rate * softplus(b_a))
+        return tl.exp(-b_rate * softplus(b_a))
     else:
-        b_a = tl.exp(lower_bound * tl.sigmoid(b_rate * b_a))
-    if g_ptr is not None:
-        return decay(b_S * b_a, None, gk_ptr, gv_ptr, i, o_k, o_v, K, V)
-    return decay(b_S * b_a[:, None], None, None, gv_ptr, i, o_k, o_v, K, V)
+        return tl.exp(lower_bound * tl.sigmoid(b_rate * b_a))
 
 
 @triton.jit
@@ -85,6 +94,12 @@ def keep(b_S, pool_ptr, slot_stride, indices_ptr, i_n, t, n_seq, o_k, o_v, K: tl
         slot = slot_of(indices_ptr, i_n, tl.minimum(t, SLOTS - 1), SLOTS)
         if slot >= 0:
             store_state(pool_ptr + slot * slot_stride, b_S, o_k, o_v, K, V, V_FIRST)
+
+
+@triton.jit
+def add_pairs(x, y, x_other, y_other):
+    """The sum of two pairs, as a reduction wants it."""
+    return x + x_other, y + y_other
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -145,29 +160,39 @@ def recurrent_kernel(
         b_S += load_state(h0_ptr + i_nh * K * V, o_k, o_v, K, V, V_FIRST)
 
     for t in range(n_seq):
-        b_q = load_vector(q_ptr + i_qk * K, o_k, K)
-        b_k = load_vector(k_ptr + i_qk * K, o_k, K)
-        b_v = load_vector(v_ptr + i * V, o_v, V)
+        b_q, b_k = load(q_ptr, i_qk, o_k, K), load(k_ptr, i_qk, o_k, K)
+        b_v, b_beta = load(v_ptr, i, o_v, V), load_number(beta_ptr, i)
+        b_g, b_gk, b_gv = load_number(g_ptr, i), load(gk_ptr, i, o_k, K), load(gv_ptr, i, o_v, V)
+        b_A_log = load_number(A_log_ptr, i_h)
+        b_bias = load(bias_ptr, i_h, o_k, K) if g_ptr is None else load_number(bias_ptr, i_h)
+
+        b_q, b_k, b_v = b_q.to(tl.float32), b_k.to(tl.float32), b_v.to(tl.float32)
         if NORM:
             b_q *= tl.rsqrt(tl.sum(b_q * b_q, 0) + 1e-6)
             b_k *= tl.rsqrt(tl.sum(b_k * b_k, 0) + 1e-6)
-        b_beta = 1.0
-        if beta_ptr is not None:
-            b_beta = tl.load(beta_ptr + i).to(tl.float32)
+        b_qk = tl.sum(b_q * b_k, 0)
+        if beta_ptr is None:
+            b_beta = 1.0
+        else:
+            b_beta = b_beta.to(tl.float32)
             if SIGMOID:
                 b_beta = SIGMOID * tl.sigmoid(b_beta)
         # eq:delta-decay   S <- a S
         if A_log_ptr is None and lower_bound is None:
-            b_S = decay(b_S, g_ptr, gk_ptr, gv_ptr, i, o_k, o_v, K, V)
+            b_S = decay(b_S, g_ptr, gk_ptr, gv_ptr, b_g, b_gk, b_gv)
+        elif g_ptr is not None:
+            b_S *= layer_decay(b_g, b_A_log, b_bias, lower_bound)
+            b_S = decay(b_S, None, gk_ptr, gv_ptr, b_g, b_gk, b_gv)
         else:
-            b_S = layer_decay(b_S, g_ptr, gk_ptr, gv_ptr, A_log_ptr, bias_ptr, lower_bound,
-                              i, i_h, o_k, o_v, K, V)  # fmt: skip
-        # eq:delta-error   e = v - k S
-        b_e = b_v - tl.sum(b_k[:, None] * b_S, 0)
+            b_S *= layer_decay(b_gk, b_A_log, b_bias, lower_bound)[:, None]
+            b_S = decay(b_S, None, None, gv_ptr, b_g, b_gk, b_gv)
+        # eq:delta-error   e = v - k S;  one reduction for k S and q S: a wait less a token
+        b_kS, b_qS = tl.reduce((b_k[:, None] * b_S, b_q[:, None] * b_S), 0, add_pairs)
+        b_e = b_beta * (b_v - b_kS)
         # eq:delta-write   S <- S + k^T beta e
-        b_S += b_k[:, None] * (b_beta * b_e)[None, :]
-        # eq:delta-read   o = scale q S
-        b_o = scale * tl.sum(b_q[:, None] * b_S, 0)
+        b_S += b_k[:, None] * b_e[None, :]
+        # eq:delta-read   o = scale q S,  with the S of before: scale (q S + (q k^T) beta e)
+        b_o = scale * (b_qS + b_qk * b_e)
         tl.store(o_ptr + i * V + o_v, cast(b_o, o_ptr.dtype.element_ty), mask=o_v < V)
         i_qk += H
         i += HV
@@ -183,10 +208,11 @@ def recurrent_kernel(
 def step(b_S, k_ptr, v_ptr, g_ptr, gk_ptr, gv_ptr, beta_ptr, i_qk, i, o_k, o_v,
          K: tl.constexpr, V: tl.constexpr):  # fmt: skip
     """One token of the recurrence: the state after it, the decayed state before it, e, beta."""
-    b_k = load_vector(k_ptr + i_qk * K, o_k, K)
-    b_decayed = decay(b_S, g_ptr, gk_ptr, gv_ptr, i, o_k, o_v, K, V)
-    b_e = load_vector(v_ptr + i * V, o_v, V) - tl.sum(b_k[:, None] * b_decayed, 0)
-    b_beta = tl.load(beta_ptr + i).to(tl.float32)
+    b_k, b_v, b_beta = load(k_ptr, i_qk, o_k, K), load(v_ptr, i, o_v, V), tl.load(beta_ptr + i)
+    b_g, b_gk, b_gv = load_number(g_ptr, i), load(gk_ptr, i, o_k, K), load(gv_ptr, i, o_v, V)
+    b_decayed = decay(b_S, g_ptr, gk_ptr, gv_ptr, b_g, b_gk, b_gv)
+    b_k, b_beta = b_k.to(tl.float32), b_beta.to(tl.float32)
+    b_e = b_v.to(tl.float32) - tl.sum(b_k[:, None] * b_decayed, 0)
     return b_decayed + b_k[:, None] * (b_beta * b_e)[None, :], b_decayed, b_e, b_beta
 
 
@@ -303,14 +329,16 @@ def recurrent_bwd_kernel(
                 tl.store(dgk_ptr + (i_out + i) * K + o_k, b_rows, mask=o_k < K)
             if dgv_ptr is not None:
                 tl.store(dgv_ptr + i * V + o_v, tl.sum(b_product, 0), mask=o_v < V)
-            b_dS = decay(b_dS, g_ptr, gk_ptr, gv_ptr, i, o_k, o_v, K, V)
+            b_g, b_gk = load_number(g_ptr, i), load(gk_ptr, i, o_k, K)
+            b_gv = load(gv_ptr, i, o_v, V)
+            b_dS = decay(b_dS, g_ptr, gk_ptr, gv_ptr, b_g, b_gk, b_gv)
         tl.debug_barrier()
 
     store_tile(dh0_ptr + i_nh * K * V, b_dS, o_k, o_v, V, K, V)
 
 
 BV = 16  # columns of the state a program: narrow, so that a short batch still fills the GPU
-WIDE = 32  # with heads enough: rows of 128 bytes, and q and k are read less often
+WIDE = 64  # with heads enough: rows of 256 bytes, and q and k are read less often
 
 
 def recurrent(
@@ -363,7 +391,7 @@ def recurrent(
             q, k, v, g, gk, gv, beta, A_log, dt_bias, lower_bound, initial_state, o, final_state,
             indices, accepted, stride, scale, cu_seqlens, T, H, HV, K, V, BK=block(K), BV=width,
             NORM=normalise, SIGMOID=sigmoid, V_FIRST=v_first, SLOTS=slots,
-            num_warps=2 if width == WIDE else 4,
+            num_warps=4,
         )  # fmt: skip
     return o, final_state
 
