@@ -247,9 +247,7 @@ SECOND = {
 def test_gradient_of_a_gradient_is_refused(name, device):
     x = (torch.randn(1, 3, 1, 16, device=device) / 4).requires_grad_()
     (dx,) = torch.autograd.grad(SECOND[name](x).square().sum(), x, create_graph=True)
-    with pytest.raises(
-        RuntimeError, match="differentiate twice|Trying to backward through linattn_edu"
-    ):
+    with pytest.raises(RuntimeError, match=r"Trying to backward through linattn_edu.*_backward"):
         dx.sum().backward()
 
 

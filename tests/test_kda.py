@@ -349,6 +349,9 @@ def test_the_error_does_not_grow_with_the_context(safe, dtype, device):
     for T in lengths:
         x = inputs(1, T, 2 if GPU else 1, 2 if GPU else 1, size, size, dtype, device, safe=safe)
         do, dht = cotangents(x)
+        # what comes in at the ends is far larger than what a token brings, in a share of the
+        # tokens that falls with the length: its error would be compared with theirs
+        x["initial_state"].zero_(), dht.zero_()
         got = triton(x, do, dht, **options)
         wide = {n: t.double() for n, t in x.items()}
         # the reference's float64 is the recurrence's to 1e-12, and has a step for each chunk
@@ -370,10 +373,11 @@ def triton_free(x, do, dht, **options):
 
 def test_keys_far_from_unit_length(device):
     """Raw keys of any size, normalised by the call: fla's inputs of context parallelism."""
-    x = inputs(1, 20, 1, 2, 12, 8, torch.bfloat16, device, raw_qk=True, raw_gate=True)
+    B, HV = (16, 8) if GPU else (4, 2)  # the error of a handful of numbers is no yardstick
+    x = inputs(B, 20, 1, HV, 12, 8, torch.bfloat16, device, raw_qk=True, raw_gate=True)
     x["k"] = (10 * x["k"] - 50).to(torch.bfloat16)
     x["q"] = x["q"] + 1
-    x["A_log"] = torch.linspace(1, 8, 2, device=device).log()
+    x["A_log"] = torch.linspace(1, 8, HV, device=device).log()
     flags = {"use_qk_l2norm_in_kernel": True, "use_gate_in_kernel": True}
     flags |= {"lower_bound": -5.0, "safe_gate": True}
     do, dht = cotangents(x)

@@ -1,9 +1,20 @@
 """The operators registered with torch.library: schema, shapes for tracing, gradient, dispatch."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from recurrent_cases import case
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from linattn_edu import (
+    chunk_gated_delta_rule,
+    chunk_kda,
+    fused_recurrent_gated_delta_rule,
+    l2norm,
+)
 from linattn_edu.ops import autograd, gdn_recurrent, helpers, kda_autograd
 from linattn_edu.ops import l2norm as norm
 
@@ -225,3 +236,59 @@ def test_every_operator_is_checked():
         "l2norm", "l2norm_backward", "recurrent", "recurrent_backward", "recurrent_pool",
         "recurrent_step", "recurrent_step_", "solve_tril", "solve_tril_backward",
     }  # fmt: skip
+
+
+WATCHED = {
+    "chunk_kda": lambda x: chunk_kda(x, x, x, -x.abs(), x[..., 0].abs())[0],
+    "chunk_gated_delta_rule": lambda x: chunk_gated_delta_rule(
+        x, x, x, -x[..., 0].abs(), x[..., 1].abs()
+    )[0],
+    "recurrent": lambda x: fused_recurrent_gated_delta_rule(x, x, x)[0],
+    "l2norm": l2norm,
+}
+
+
+class Watch(TorchDispatchMode):
+    """Notes the operators of this library that are called."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, f, types, args=(), kwargs=None):
+        if f.namespace == "linattn_edu":
+            self.seen.append(f.name().removeprefix("linattn_edu::"))
+        return f(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("name", WATCHED)
+def test_who_watches_sees_the_operator(name, device):
+    """Selective checkpointing, say, sees it by its name; the results are the same."""
+    x = (torch.randn(1, 5, 1, 16, device=device) / 4).requires_grad_()
+    plain = WATCHED[name](x)
+    (dx,) = torch.autograd.grad(plain.sum(), x)
+    with Watch() as watch:
+        y = WATCHED[name](x)
+        (watched,) = torch.autograd.grad(y.sum(), x)
+    assert watch.seen == [name, f"{name}_backward"]
+    assert torch.equal(y, plain) and torch.equal(watched, dx)
+
+
+def test_calls_that_nobody_watches_import_no_compiler():
+    """PyTorch's compiler takes seconds to import, and is imported by an operator's first call."""
+    program = """
+import sys, torch
+from linattn_edu import chunk_gated_delta_rule, chunk_kda, fused_recurrent_kda
+x = torch.rand(1, 5, 1, 16, requires_grad=True)
+options = {"use_qk_l2norm_in_kernel": True}
+chunk_kda(x, x, x, -x, x[..., 0], **options)[0].sum().backward()
+chunk_gated_delta_rule(x, x, x, -x[..., 0], x[..., 0], **options)[0].sum().backward()
+fused_recurrent_kda(x, x, x, -x, x[..., 0], **options)[0].sum().backward()
+assert x.grad.isfinite().all()
+print("torch._dynamo" in sys.modules)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True,
+        env=os.environ | {"TRITON_INTERPRET": "0"},
+    )  # fmt: skip
+    assert done.stdout.strip() == "False"

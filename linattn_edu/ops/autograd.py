@@ -4,8 +4,6 @@ Registered with torch.library, so that torch.compile takes it whole. Such an ope
 None: an empty tensor stands for what was not asked for.
 """
 
-import functools
-
 import torch
 from torch import Tensor
 
@@ -184,12 +182,13 @@ def _setup(ctx, inputs, output):
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx, do, dht, _dgc, _dA, f=_chunk_backward):
+def _backward(ctx, do, dht, _dgc, _dA):
     *tensors, gc, A = ctx.saved_tensors
     if do is None:
         do = torch.zeros_like(tensors[2])
     if dht is not None and not dht.numel():
         dht = None
+    f = library.adjoint(_chunk_backward, _chunk_gradients, tensors[0])
     gradients = f(*tensors, gc, A, do, dht, ctx.scale, ctx.chunk_size, ctx.impl)
     gradients = [
         dx if x is not None else None for x, dx in zip(tensors[:8], gradients, strict=True)
@@ -198,6 +197,4 @@ def _backward(ctx, do, dht, _dgc, _dA, f=_chunk_backward):
 
 
 _chunk.register_autograd(_backward, setup_context=_setup)
-_chunk_eager = library.eager(
-    _chunk_forward, _setup, functools.partial(_backward, f=_chunk_gradients)
-)
+_chunk_eager = library.eager(_chunk_forward, _setup, _backward)

@@ -3,8 +3,6 @@
 `compute` serves Kimi Delta Attention too, whose gate is the gk of this module.
 """
 
-import functools
-
 import torch
 from torch import Tensor
 
@@ -541,14 +539,15 @@ def _setup(ctx, inputs, output):
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx, do, dht, f=_recurrent_backward):
+def _backward(ctx, do, dht):
     tensors = ctx.saved_tensors
     if do is None:
         do = torch.zeros_like(tensors[2])
+    f = library.adjoint(_recurrent_backward, _recurrent_gradients, tensors[0])
     got = f(*tensors, do, dht, ctx.scale, ctx.impl)
     gradients = [x if x is None else dx for x, dx in zip(tensors[:8], got, strict=True)]
     return *gradients, None, None, None
 
 
 _recurrent.register_autograd(_backward, setup_context=_setup)
-_eager = library.eager(_forward, _setup, functools.partial(_backward, f=_recurrent_gradients))
+_eager = library.eager(_forward, _setup, _backward)

@@ -3,8 +3,6 @@
 Registered with torch.library as `autograd.py` does it for chunk_gated_delta_rule.
 """
 
-import functools
-
 import torch
 from torch import Tensor
 
@@ -214,7 +212,7 @@ def _setup(ctx, inputs, output):
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx, do, dht, *_, f=_chunk_backward):
+def _backward(ctx, do, dht, *_):
     saved = ctx.saved_tensors  # asked for once: activation checkpointing allows no more
     tensors, residuals = saved[:11], saved[11:]
     residuals = (*residuals, *[residuals[0].new_empty(0)] * (8 - len(residuals)))
@@ -222,6 +220,7 @@ def _backward(ctx, do, dht, *_, f=_chunk_backward):
         do = torch.zeros_like(tensors[2])
     if dht is not None and not dht.numel():
         dht = None
+    f = library.adjoint(_chunk_backward, _chunk_gradients, tensors[0])
     gradients = f(
         *tensors, *residuals, do, dht, ctx.scale, ctx.lower_bound, ctx.chunk_size, ctx.impl
     )
@@ -232,6 +231,4 @@ def _backward(ctx, do, dht, *_, f=_chunk_backward):
 
 
 _chunk.register_autograd(_backward, setup_context=_setup)
-_chunk_eager = library.eager(
-    _chunk_forward, _setup, functools.partial(_backward, f=_chunk_gradients)
-)
+_chunk_eager = library.eager(_chunk_forward, _setup, _backward)

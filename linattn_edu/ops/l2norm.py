@@ -1,7 +1,5 @@
 """l2norm: the public function and its gradient."""
 
-import functools
-
 import torch
 from torch import Tensor
 
@@ -91,10 +89,11 @@ def _setup(ctx, inputs, output):
     ctx.mark_non_differentiable(output[1])
 
 
-def _backward(ctx, dy, _, f=_l2norm_backward):
+def _backward(ctx, dy, _):
     x, rstd = ctx.saved_tensors
+    f = library.adjoint(_l2norm_backward, _rows_gradient, x)
     return f(x, rstd, dy, ctx.impl), None, None
 
 
 _l2norm.register_autograd(_backward, setup_context=_setup)
-_eager = library.eager(_rows, _setup, functools.partial(_backward, f=_rows_gradient))
+_eager = library.eager(_rows, _setup, _backward)

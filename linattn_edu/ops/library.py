@@ -7,7 +7,6 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from linattn_edu.ops import check
@@ -39,7 +38,7 @@ def eager(forward: Callable, setup: Callable, backward: Callable) -> Callable:
     members = {
         "forward": staticmethod(forward),
         "setup_context": staticmethod(setup),
-        "backward": staticmethod(once_differentiable(backward)),
+        "backward": staticmethod(backward),
     }
     return type(forward.__name__, (torch.autograd.Function,), members).apply
 
@@ -49,6 +48,11 @@ def form(operator: Callable, eager: Callable, plain: Callable, *tensors: Tensor 
     if traced(tensors[0]):
         return operator
     return eager if needs_gradient(*tensors) else plain
+
+
+def adjoint(operator: Callable, plain: Callable, x: Tensor) -> Callable:
+    """The same of a backward pass; the operator refuses to be differentiated again."""
+    return operator if torch.is_grad_enabled() or traced(x) else plain
 
 
 def wide(*tensors: Tensor | None) -> torch.dtype:
