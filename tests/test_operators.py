@@ -7,13 +7,16 @@ import sys
 import pytest
 import torch
 from recurrent_cases import case
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from linattn_edu import (
     chunk_gated_delta_rule,
     chunk_kda,
+    chunk_local_cumsum,
     fused_recurrent_gated_delta_rule,
     l2norm,
+    solve_tril,
 )
 from linattn_edu.ops import autograd, gdn_recurrent, helpers, kda_autograd
 from linattn_edu.ops import l2norm as norm
@@ -245,6 +248,8 @@ WATCHED = {
     )[0],
     "recurrent": lambda x: fused_recurrent_gated_delta_rule(x, x, x)[0],
     "l2norm": l2norm,
+    "solve_tril": solve_tril,
+    "chunk_local_cumsum": lambda x: chunk_local_cumsum(x, 16),
 }
 
 
@@ -270,8 +275,20 @@ def test_who_watches_sees_the_operator(name, device):
     with Watch() as watch:
         y = WATCHED[name](x)
         (watched,) = torch.autograd.grad(y.sum(), x)
-    assert watch.seen == [name, f"{name}_backward"]
+    backward = f"{name}_backward" if name != "chunk_local_cumsum" else name
+    assert watch.seen == [name, backward]
     assert torch.equal(y, plain) and torch.equal(watched, dx)
+
+
+@pytest.mark.parametrize("name", WATCHED)
+@pytest.mark.parametrize("leaf", [False, True])
+def test_forward_mode_is_refused(leaf, name, device):
+    """And no tangent is lost without a word."""
+    x = torch.randn(1, 5, 1, 16, device=device, requires_grad=leaf) / 4
+    with forward_ad.dual_level():
+        x = forward_ad.make_dual(x, torch.ones_like(x))
+        with pytest.raises(NotImplementedError, match="forward mode"):
+            WATCHED[name](x)
 
 
 def test_calls_that_nobody_watches_import_no_compiler():

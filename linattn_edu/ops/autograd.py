@@ -197,4 +197,4 @@ def _backward(ctx, do, dht, _dgc, _dA):
 
 
 _chunk.register_autograd(_backward, setup_context=_setup)
-_chunk_eager = library.eager(_chunk_forward, _setup, _backward)
+_chunk_eager = library.eager("chunk_gated_delta_rule", _chunk_forward, _setup, _backward)

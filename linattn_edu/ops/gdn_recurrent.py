@@ -550,4 +550,4 @@ def _backward(ctx, do, dht):
 
 
 _recurrent.register_autograd(_backward, setup_context=_setup)
-_eager = library.eager(_forward, _setup, _backward)
+_eager = library.eager("recurrent", _forward, _setup, _backward)

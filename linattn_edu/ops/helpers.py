@@ -56,15 +56,15 @@ def chunk_local_cumsum(
     cu_seqlens_cpu = arguments.check_packing(
         "g", g, sizes, cu_seqlens, cu_seqlens_cpu, chunk_indices, chunk_size
     )
-    y = _cumsum(
+    f = library.form(_cumsum, _cumsum_eager, _sums, g)
+    y = f(
         g.flatten(2), cu_seqlens, cu_seqlens_cpu, chunk_indices, chunk_size, reverse,
         1.0 if scale is None else float(scale), impl,
     ).view(g.shape)  # fmt: skip
     return y.to(g.dtype if output_dtype is None else output_dtype)
 
 
-@torch.library.custom_op("linattn_edu::chunk_local_cumsum", mutates_args=())
-def _cumsum(
+def _sums(
     x: Tensor,
     cu_seqlens: Tensor | None,
     cu_seqlens_cpu: Tensor | None,
@@ -93,6 +93,9 @@ def _cumsum(
     return y
 
 
+_cumsum = torch.library.custom_op("linattn_edu::chunk_local_cumsum", _sums, mutates_args=())
+
+
 @_cumsum.register_fake
 def _(x, *rest):
     return torch.empty_like(x, dtype=library.wide(x), memory_format=torch.contiguous_format)
@@ -106,11 +109,13 @@ def _setup_cumsum(ctx, inputs, output):
 
 def _cumsum_backward(ctx, dy):
     bounds = ctx.saved_tensors
-    dx = _cumsum(dy, *bounds, ctx.chunk_size, not ctx.reverse, ctx.scale, ctx.impl)
+    f = library.adjoint(_cumsum, _sums, dy)
+    dx = f(dy, *bounds, ctx.chunk_size, not ctx.reverse, ctx.scale, ctx.impl)
     return dx.to(ctx.dtype), *(None,) * 7
 
 
 _cumsum.register_autograd(_cumsum_backward, setup_context=_setup_cumsum)
+_cumsum_eager = library.eager("chunk_local_cumsum", _sums, _setup_cumsum, _cumsum_backward)
 
 
 def solve_tril(
@@ -156,13 +161,13 @@ def solve_tril(
     cu_seqlens_cpu = arguments.check_packing(
         "A", A, sizes, cu_seqlens, cu_seqlens_cpu, chunk_indices, sizes["C"]
     )
-    X = _solve(A, cu_seqlens, cu_seqlens_cpu, chunk_indices, impl)
+    f = library.form(_solve, _solve_eager, _inverses, A)
+    X = f(A, cu_seqlens, cu_seqlens_cpu, chunk_indices, impl)
     return X.to(A.dtype if output_dtype is None else output_dtype)
 
 
-@torch.library.custom_op("linattn_edu::solve_tril", mutates_args=())
 @library.at_first
-def _solve(
+def _inverses(
     A: Tensor,
     cu_seqlens: Tensor | None,
     cu_seqlens_cpu: Tensor | None,
@@ -182,9 +187,8 @@ def _solve(
     return _each(solve_tril, cu_seqlens, cu_seqlens_cpu, A)
 
 
-@torch.library.custom_op("linattn_edu::solve_tril_backward", mutates_args=())
 @library.at_first
-def _solve_backward(
+def _solve_adjoint(
     X: Tensor, dX: Tensor, cu_seqlens: Tensor | None, cu_seqlens_cpu: Tensor | None
 ) -> Tensor:
     """-tril(X^T dX X^T, -1), by matrix products of PyTorch."""
@@ -201,6 +205,12 @@ def _each(f, cu_seqlens, cu_seqlens_cpu, x, *others):
     for _, t in library.sequences(cu_seqlens, cu_seqlens_cpu, x.shape[1]):
         y[:, t] = f(x[:, t], *(z[:, t] for z in others))
     return y
+
+
+_solve = torch.library.custom_op("linattn_edu::solve_tril", _inverses, mutates_args=())
+_solve_backward = torch.library.custom_op(
+    "linattn_edu::solve_tril_backward", _solve_adjoint, mutates_args=()
+)
 
 
 @_solve.register_fake
@@ -221,7 +231,9 @@ def _setup_solve(ctx, inputs, output):
 
 def _solve_gradient(ctx, dX):
     X, *bounds = ctx.saved_tensors
-    return _solve_backward(X, dX, *bounds).to(ctx.dtype), *(None,) * 4
+    f = library.adjoint(_solve_backward, _solve_adjoint, X)
+    return f(X, dX, *bounds).to(ctx.dtype), *(None,) * 4
 
 
 _solve.register_autograd(_solve_gradient, setup_context=_setup_solve)
+_solve_eager = library.eager("solve_tril", _inverses, _setup_solve, _solve_gradient)

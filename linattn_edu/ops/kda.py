@@ -252,7 +252,8 @@ def chunk_kda(
     Memory: between the passes it keeps its inputs and, of each token and head, 2 chunk_size numbers
     of q's dtype. Works under ``torch.compile(fullgraph=True)``, in CUDA graphs (with cu_seqlens
     only together with cu_seqlens_cpu), with activation checkpointing and under autocast, which
-    does not change its precision. Gradients of gradients are an error.
+    does not change its precision. Gradients of gradients and forward-mode differentiation are
+    errors.
 
     Returns:
         ``(o, final_state)``: o ``[B, T, HV, V]`` in q's dtype; final_state ``[N, HV, K, V]`` in

@@ -231,4 +231,4 @@ def _backward(ctx, do, dht, *_):
 
 
 _chunk.register_autograd(_backward, setup_context=_setup)
-_chunk_eager = library.eager(_chunk_forward, _setup, _backward)
+_chunk_eager = library.eager("chunk_kda", _chunk_forward, _setup, _backward)

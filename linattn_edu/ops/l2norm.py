@@ -96,4 +96,4 @@ def _backward(ctx, dy, _):
 
 
 _l2norm.register_autograd(_backward, setup_context=_setup)
-_eager = library.eager(_rows, _setup, _backward)
+_eager = library.eager("l2norm", _rows, _setup, _backward)

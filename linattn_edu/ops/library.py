@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from linattn_edu.ops import check
@@ -14,8 +15,15 @@ from linattn_edu.packing import Packing, pack
 
 
 def needs_gradient(*tensors: Tensor | None) -> bool:
-    """Whether autograd will ask for a gradient of one of the tensors."""
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+    """Whether autograd will ask for a gradient of one of the tensors, or, in forward mode, has a
+    tangent of one: it is to find an operator without forward mode, and to say so.
+    """
+    given = [x for x in tensors if x is not None]
+    if forward_ad._current_level >= 0 and any(
+        forward_ad.unpack_dual(x)[1] is not None for x in given
+    ):
+        return True
+    return torch.is_grad_enabled() and any(x.requires_grad for x in given)
 
 
 def traced(x: Tensor) -> bool:
@@ -29,8 +37,8 @@ def traced(x: Tensor) -> bool:
     return _get_current_dispatch_mode() is not None
 
 
-def eager(forward: Callable, setup: Callable, backward: Callable) -> Callable:
-    """forward with a gradient, for calls that are not traced.
+def eager(name: str, forward: Callable, setup: Callable, backward: Callable) -> Callable:
+    """forward with a gradient, for calls that are not traced; autograd knows it by this name.
 
     setup(ctx, inputs, output) and backward(ctx, *gradients) as torch.library's register_autograd
     wants them.
@@ -40,7 +48,7 @@ def eager(forward: Callable, setup: Callable, backward: Callable) -> Callable:
         "setup_context": staticmethod(setup),
         "backward": staticmethod(backward),
     }
-    return type(forward.__name__, (torch.autograd.Function,), members).apply
+    return type(name, (torch.autograd.Function,), members).apply
 
 
 def form(operator: Callable, eager: Callable, plain: Callable, *tensors: Tensor | None) -> Callable:
