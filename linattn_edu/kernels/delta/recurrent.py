@@ -9,6 +9,7 @@ from torch import Tensor
 
 from linattn_edu.kernels.delta.gate_cumsum import softplus
 from linattn_edu.kernels.tiles import (
+    INTERPRETED,
     block,
     cast,
     cdiv,
@@ -98,8 +99,16 @@ def keep(b_S, pool_ptr, slot_stride, indices_ptr, i_n, t, n_seq, o_k, o_v, K: tl
 
 @triton.jit
 def add_pairs(x, y, x_other, y_other):
-    """The sum of two pairs, as a reduction wants it."""
     return x + x_other, y + y_other
+
+
+@triton.jit
+def column_sums(x, y):
+    """The sums of the columns of x and of y."""
+    if INTERPRETED:  # where tl.reduce goes from element to element
+        return tl.sum(x, 0), tl.sum(y, 0)
+    else:  # in one reduction: its threads meet once
+        return tl.reduce((x, y), 0, add_pairs)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -186,8 +195,8 @@ def recurrent_kernel(
         else:
             b_S *= layer_decay(b_gk, b_A_log, b_bias, lower_bound)[:, None]
             b_S = decay(b_S, None, None, gv_ptr, b_g, b_gk, b_gv)
-        # eq:delta-error   e = v - k S;  one reduction for k S and q S: a wait less a token
-        b_kS, b_qS = tl.reduce((b_k[:, None] * b_S, b_q[:, None] * b_S), 0, add_pairs)
+        # eq:delta-error   e = v - k S
+        b_kS, b_qS = column_sums(b_k[:, None] * b_S, b_q[:, None] * b_S)
         b_e = b_beta * (b_v - b_kS)
         # eq:delta-write   S <- S + k^T beta e
         b_S += b_k[:, None] * b_e[None, :]
