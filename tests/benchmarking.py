@@ -21,6 +21,7 @@ DECODE = Case("gdn_decode", "gdn_decode", 3, 1, 2, 4, 16, 8)
 KDA_SMALL = Case("kda_train", "kda", 1, 80, 1, 2, 16, 16)
 KDA_DECODE = Case("kda_decode", "kda_decode", 3, 1, 2, 4, 16, 8)
 RATES = (4.3e12, 790e12)
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this is about no GPU")
 
 
@@ -34,7 +35,7 @@ def module(*args: str) -> subprocess.CompletedProcess:
 
 
 def stop_the_clock(monkeypatch) -> None:
-    """Calls run on the CPU; times and sizes are made up."""
+    """Calls run, on a GPU or in the interpreter; times and sizes are made up."""
     monkeypatch.setattr(measure, "time_ms", lambda f: (f(), 0.25)[1])
     monkeypatch.setattr(measure, "peak_mib", lambda f: (f(), 3.0)[1])
     monkeypatch.setattr(measure, "synchronize", lambda: None)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from benchmarking import (
     DECODE,
+    DEVICE,
     KDA_DECODE,
     KDA_SMALL,
     RATES,
@@ -78,7 +79,7 @@ def test_every_call_of_a_case_has_adapters():
     [(SMALL, "linattn_edu"), (KDA_SMALL, "linattn_edu"), (KDA_SMALL, "linattn_edu_safe")],
 )
 def test_forward_rows(case, library, no_clock):
-    ((row, line),) = rows.call_rows(case, "forward", [library], RATES, "cpu")
+    ((row, line),) = rows.call_rows(case, "forward", [library], RATES, DEVICE)
     assert (row["case"], row["what"]) == (case.name, "forward")
     assert (row["ms"], row["peak_mib"]) == (0.25, 3.0)
     assert 0 < row["error"] < 5e-3
@@ -97,7 +98,7 @@ def test_every_library_of_kda_is_called_alike(safe, monkeypatch):
         monkeypatch.setitem(sys.modules, name, SimpleNamespace())
     monkeypatch.setitem(sys.modules, "fla.ops.kda", stand_in)
     monkeypatch.setattr(linattn_edu, "chunk_kda", stand_in.chunk_kda)
-    i = measure.inputs(KDA_SMALL, "cpu")
+    i = measure.inputs(KDA_SMALL, DEVICE)
     made = adapters.makers(KDA_SMALL, "forward")
     for library in ("linattn_edu", "fla"):
         assert made[f"{library}_safe" if safe else library]()(i) == "o"
@@ -110,7 +111,7 @@ def test_every_library_of_kda_is_called_alike(safe, monkeypatch):
 @pytest.mark.parametrize("case", [SMALL, KDA_SMALL])
 def test_training_rows(case, no_clock, stand_ins):
     with torch.no_grad():  # as in a run
-        got = list(rows.call_rows(case, TRAINING, ["linattn_edu", "flash_qla"], RATES, "cpu"))
+        got = list(rows.call_rows(case, TRAINING, ["linattn_edu", "flash_qla"], RATES, DEVICE))
     ((row, line),) = got
     assert (row["what"], row["library"], row["peak_mib"]) == (TRAINING, "linattn_edu", 3.0)
     errors = {key: x for key, x in row.items() if key.startswith("error_d")}
@@ -120,7 +121,7 @@ def test_training_rows(case, no_clock, stand_ins):
 
 
 def test_a_training_step_starts_without_gradients():
-    step = measure.TrainingStep(measure.inputs(SMALL, "cpu"))
+    step = measure.TrainingStep(measure.inputs(SMALL, DEVICE))
     with torch.no_grad():
         step(reference())
         first = step.i.k.grad
@@ -132,15 +133,15 @@ def test_a_training_step_starts_without_gradients():
 @pytest.mark.parametrize("case", [DECODE, KDA_DECODE])
 @pytest.mark.parametrize("what", ["decode", "decode_inplace"])
 def test_decode_rows(case, what, no_clock, stand_ins):
-    inputs = measure.inputs(case, "cpu")
-    ((row, _),) = rows.call_rows(case, what, ["linattn_edu", "flash_qla"], RATES, "cpu")
+    inputs = measure.inputs(case, DEVICE)
+    ((row, _),) = rows.call_rows(case, what, ["linattn_edu", "flash_qla"], RATES, DEVICE)
     assert row["error"] < 5e-3 and row["error_state"] < 1e-6
-    assert torch.equal(inputs.initial_state, measure.inputs(case, "cpu").initial_state)
+    assert torch.equal(inputs.initial_state, measure.inputs(case, DEVICE).initial_state)
 
 
 @pytest.mark.parametrize("what", ["decode", "decode_inplace"])
 def test_the_kernel_decodes_a_token_of_kda(what, no_clock):
-    ((row, _),) = rows.call_rows(KDA_DECODE, what, ["linattn_edu"], RATES, "cpu")
+    ((row, _),) = rows.call_rows(KDA_DECODE, what, ["linattn_edu"], RATES, DEVICE)
     assert row["error"] < 5e-3 and row["error_state"] < 1e-6
 
 
@@ -154,7 +155,7 @@ def test_a_library_that_fails_says_why_and_leaves_no_row(no_clock, monkeypatch):
         "linattn_edu": adapters.linattn_edu,
     }
     monkeypatch.setitem(adapters.LIBRARIES["gdn"], "forward", makers)
-    out = list(rows.call_rows(SMALL, "forward", list(makers), RATES, "cpu"))
+    out = list(rows.call_rows(SMALL, "forward", list(makers), RATES, DEVICE))
     assert [row is not None for row, _ in out] == [False, False, True]
     assert "No module named 'fla'" in out[0][1] and "NaN" in out[1][1]
 
@@ -171,7 +172,7 @@ def test_a_backward_pass_that_fails_leaves_the_others(no_clock, monkeypatch):
 
     makers = {"fla": lambda: lambda i: Broken.apply(i.v), "linattn_edu": reference}
     monkeypatch.setitem(adapters.LIBRARIES["gdn"], TRAINING, makers)
-    out = list(rows.call_rows(SMALL, TRAINING, list(makers), RATES, "cpu"))
+    out = list(rows.call_rows(SMALL, TRAINING, list(makers), RATES, DEVICE))
     assert [row is not None for row, _ in out] == [False, True]
     assert "no backward pass" in out[0][1]
 
@@ -184,18 +185,18 @@ def test_a_lost_context_stops_the_process(said, no_clock, monkeypatch):
 
     monkeypatch.setitem(adapters.LIBRARIES["gdn"], "forward", {"fla": lambda: f})
     with pytest.raises(rows.DeviceLost):
-        list(rows.call_rows(SMALL, "forward", ["fla"], RATES, "cpu"))
+        list(rows.call_rows(SMALL, "forward", ["fla"], RATES, DEVICE))
 
 
 @pytest.mark.parametrize("case", [SMALL, KDA_SMALL])
 def test_stage_rows(case, no_clock):
-    got = [row for row, _ in rows.stage_rows(case, RATES, "cpu")]
+    got = [row for row, _ in rows.stage_rows(case, RATES, DEVICE)]
     expected = [(f"stage:{name}", "linattn_edu") for name in STAGES[case.op]]
     if case is KDA_SMALL:
         expected.insert(2, ("stage:kda_intra", "linattn_edu_safe"))
     assert [(row["what"], row["library"]) for row in got] == expected
     assert all(row["ms"] == 0.25 for row in got)
-    assert [*rows.stage_rows(KDA_DECODE, RATES, "cpu")] == []
+    assert [*rows.stage_rows(KDA_DECODE, RATES, DEVICE)] == []
 
 
 def test_stage_rows_without_a_kernel(no_clock, monkeypatch):
@@ -207,7 +208,7 @@ def test_stage_rows_without_a_kernel(no_clock, monkeypatch):
         return original(name, "reference")
 
     monkeypatch.setattr(forms, "stage_function", stage_function)
-    got = list(rows.stage_rows(SMALL, RATES, "cpu"))
+    got = list(rows.stage_rows(SMALL, RATES, DEVICE))
     missing = {name for name, (row, _) in zip(STAGES["gdn"], got, strict=True) if row is None}
     assert missing == {"output_bwd", "state_bwd", "wy_bwd", "gate_bwd"}
 
@@ -216,12 +217,12 @@ def test_scaling_rows(no_clock, monkeypatch):
     monkeypatch.setattr(
         rows, "scaling_case", lambda T: Case("gdn_scaling", "gdn", 1, T, 2, 2, 16, 16)
     )
-    got = [row for row, _ in rows.scaling_rows(RATES, (32, 64), "cpu")]
+    got = [row for row, _ in rows.scaling_rows(RATES, (32, 64), DEVICE)]
     whats = ["chunked"] * 2 + ["recurrent"] * 2 + ["quadratic"] * 2
     assert [(row["what"], row["T"]) for row in got] == list(zip(whats, [32, 64] * 3, strict=True))
     assert all(row["error"] < 5e-3 for row in got)
     monkeypatch.setattr(measure, "time_ms", lambda f: 5000.0)
-    got = [row for row, _ in rows.scaling_rows(RATES, (32, 64), "cpu")]
+    got = [row for row, _ in rows.scaling_rows(RATES, (32, 64), DEVICE)]
     assert [row and row["T"] for row in got] == [32, None] * 3  # too slow to be doubled
 
 
@@ -229,16 +230,16 @@ def test_scaling_rows(no_clock, monkeypatch):
 
 
 @pytest.fixture
-def on_the_cpu(no_clock, stand_ins, monkeypatch):
+def on_this_device(no_clock, stand_ins, monkeypatch):
     inputs, oracle = measure.inputs, measure.GradientOracle
     monkeypatch.setattr(measure, "gpu_name", lambda: "NVIDIA H200")
-    monkeypatch.setattr(measure, "inputs", lambda case, device: inputs(case, "cpu"))
-    monkeypatch.setattr(measure, "GradientOracle", lambda case, device: oracle(case, "cpu"))
+    monkeypatch.setattr(measure, "inputs", lambda case, device: inputs(case, DEVICE))
+    monkeypatch.setattr(measure, "GradientOracle", lambda case, device: oracle(case, DEVICE))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(first_call, "child", lambda item, folder: {"first_call_s": 2.0})
 
 
-def test_run_saves_and_merges(on_the_cpu, tmp_path, capsys):
+def test_run_saves_and_merges(on_this_device, tmp_path, capsys):
     out, libraries = tmp_path / "gdn_h200.json", ["linattn_edu"]
     assert run.run([SMALL, DECODE], libraries, out, parts=("calls",)) == 0
     assert "[  4/4" in capsys.readouterr().out
@@ -259,7 +260,7 @@ def test_run_saves_and_merges(on_the_cpu, tmp_path, capsys):
     assert [("ms" in r, r["first_call_s"]) for r in got[2:4]] == [(True, 2.0), (False, 2.0)]
 
 
-def test_a_run_is_saved_row_by_row(on_the_cpu, monkeypatch, tmp_path):
+def test_a_run_is_saved_row_by_row(on_this_device, monkeypatch, tmp_path):
     seen = []
     save = results.save
     monkeypatch.setattr(
@@ -270,7 +271,7 @@ def test_a_run_is_saved_row_by_row(on_the_cpu, monkeypatch, tmp_path):
     assert seen == list(range(1, 3 + len(STAGES["gdn"])))
 
 
-def test_after_a_lost_context_another_process_goes_on(on_the_cpu, monkeypatch, tmp_path):
+def test_after_a_lost_context_another_process_goes_on(on_this_device, monkeypatch, tmp_path):
     def f(i):
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
@@ -358,7 +359,7 @@ def test_what_fresh_processes_do(stand_ins):
 
 @pytest.mark.parametrize("what", ["forward", TRAINING])
 def test_a_first_call_in_this_process(what, no_clock, stand_ins):
-    assert 0 < first_call.measure(SMALL, "linattn_edu", what, "cpu") < 60
+    assert 0 < first_call.measure(SMALL, "linattn_edu", what, DEVICE) < 60
 
 
 def test_a_process_says_how_long_the_first_of_its_calls_took(monkeypatch, capsys):
@@ -370,7 +371,7 @@ def test_a_process_says_how_long_the_first_of_its_calls_took(monkeypatch, capsys
 
 def test_stages_are_compiled_although_one_fails(monkeypatch, no_clock, capsys):
     inputs = measure.inputs
-    monkeypatch.setattr(measure, "inputs", lambda case, device: inputs(SMALL, "cpu"))
+    monkeypatch.setattr(measure, "inputs", lambda case, device: inputs(SMALL, DEVICE))
     ran = []
 
     def stage_call(arguments, name, *, safe):

@@ -51,7 +51,8 @@ def test_beta_zero_leaves_no_key_s_own_read(device):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_pair_gives_and_takes_the_same(dtype, device):
     """A pair's part of dgc is +x at the later token and -x at the earlier one. With one channel
-    and dP at one pair alone nothing is added to either: the two are equal to the bit.
+    and dP at one pair alone nothing is added to either: the two are equal to the bit, but for
+    float32 on a GPU, where a factor of a product is two numbers of TF32, 22 bits.
     """
     x, r = backward_parts(64, 1, 16, 64, dtype, device, H=2)
     *args, dbeta = arguments(x, r)
@@ -62,6 +63,8 @@ def test_a_pair_gives_and_takes_the_same(dtype, device):
         dP = torch.zeros_like(zeros[0])
         dP[:, i, :, j] = 1
         *_, dgc = kernel(x.q, x.k, x.beta, r.gc, dP, *zeros)
-        assert dgc[:, i].any() and torch.equal(dgc[:, i], -dgc[:, j])
+        given, taken = dgc[:, i].clone(), -dgc[:, j]
+        exact = 2**-21 if dgc.is_cuda and dtype == torch.float32 else 0
+        assert given.all() and ((given - taken).abs() <= exact * given.abs()).all(), (given, taken)
         dgc[:, [i, j]] = 0
         assert not dgc.any()
