@@ -1,9 +1,11 @@
 """chunk_kda in torch.compile's one graph: both passes, packed, states of chunks, autocast."""
 
+from functools import partial
+
 import pytest
 import torch
 from gdn_checks import cotangents
-from kda_checks import inputs, run
+from kda_checks import inputs, run, tolerance
 from test_compile import compiled
 
 from linattn_edu import chunk_kda, l2norm
@@ -56,7 +58,7 @@ def same(got, want, tol):
     assert got.keys() == want.keys()
     for name, a in got.items():
         assert a.dtype == want[name].dtype
-        assert_close(name, a, want[name], tol)
+        assert_close(name, a, want[name], tol(name))
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.gpu)])
@@ -69,7 +71,10 @@ def test_fullgraph_forward_and_backward(name, backend, device):
         x, *given = arguments(name, T, device)
         with torch._dynamo.config.patch(error_on_recompile=LENGTHS[0] != T):
             got = run(x, *given, f=g, output_final_state=True)
-        same(got, run(x, *given, f=f, output_final_state=True), 1e-6)
+        want = run(x, *given, f=f, output_final_state=True)
+        # inductor's own exp and sigmoid round the gates, and their sums carry that on
+        gates = backend == "inductor" and name == "flags"
+        same(got, want, partial(tolerance, dtype=torch.float32) if gates else lambda _: 1e-6)
 
 
 @pytest.mark.parametrize(
@@ -108,7 +113,7 @@ def test_fullgraph_in_float64(name, device):
     f = FUNCTIONS[name][0]
     x, *given = arguments(name, 17, device, torch.float64)
     got = run(x, *given, f=compiled(f, "aot_eager"), output_final_state=True)
-    same(got, run(x, *given, f=f, output_final_state=True), 1e-14)
+    same(got, run(x, *given, f=f, output_final_state=True), lambda _: 1e-14)
 
 
 def test_fullgraph_of_a_layer(device):
