@@ -212,6 +212,7 @@ L2NORM = {
     "eps finite": ({"eps": float("inf")}, ValueError, "eps must be finite, got inf"),
     "output_dtype": ({"output_dtype": torch.bool}, TypeError, "output_dtype must be a floating"),
     "impl": ({"impl": None}, ValueError, "impl must be one of .*got None"),
+    "width": ({"x": new(1, 65537), "impl": "triton"}, ValueError, "D up to 65536, got 65537"),
 }
 
 

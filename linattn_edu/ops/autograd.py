@@ -188,7 +188,7 @@ def _backward(ctx, do, dht, _dgc, _dA):
         do = torch.zeros_like(tensors[2])
     if dht is not None and not dht.numel():
         dht = None
-    f = library.adjoint(_chunk_backward, _chunk_gradients, tensors[0])
+    f = library.adjoint(_chunk_backward, _chunk_once, _chunk_gradients, tensors[0])
     gradients = f(*tensors, gc, A, do, dht, ctx.scale, ctx.chunk_size, ctx.impl)
     gradients = [
         dx if x is not None else None for x, dx in zip(tensors[:8], gradients, strict=True)
@@ -198,3 +198,4 @@ def _backward(ctx, do, dht, _dgc, _dA):
 
 _chunk.register_autograd(_backward, setup_context=_setup)
 _chunk_eager = library.eager("chunk_gated_delta_rule", _chunk_forward, _setup, _backward)
+_chunk_once = library.once("chunk_gated_delta_rule", _chunk_gradients)

@@ -543,7 +543,7 @@ def _backward(ctx, do, dht):
     tensors = ctx.saved_tensors
     if do is None:
         do = torch.zeros_like(tensors[2])
-    f = library.adjoint(_recurrent_backward, _recurrent_gradients, tensors[0])
+    f = library.adjoint(_recurrent_backward, _once, _recurrent_gradients, tensors[0])
     got = f(*tensors, do, dht, ctx.scale, ctx.impl)
     gradients = [x if x is None else dx for x, dx in zip(tensors[:8], got, strict=True)]
     return *gradients, None, None, None
@@ -551,3 +551,4 @@ def _backward(ctx, do, dht):
 
 _recurrent.register_autograd(_backward, setup_context=_setup)
 _eager = library.eager("recurrent", _forward, _setup, _backward)
+_once = library.once("recurrent", _recurrent_gradients)

@@ -109,7 +109,7 @@ def _setup_cumsum(ctx, inputs, output):
 
 def _cumsum_backward(ctx, dy):
     bounds = ctx.saved_tensors
-    f = library.adjoint(_cumsum, _sums, dy)
+    f = library.adjoint(_cumsum, _cumsum_eager, _sums, dy)
     dx = f(dy, *bounds, ctx.chunk_size, not ctx.reverse, ctx.scale, ctx.impl)
     return dx.to(ctx.dtype), *(None,) * 7
 
@@ -231,9 +231,10 @@ def _setup_solve(ctx, inputs, output):
 
 def _solve_gradient(ctx, dX):
     X, *bounds = ctx.saved_tensors
-    f = library.adjoint(_solve_backward, _solve_adjoint, X)
+    f = library.adjoint(_solve_backward, _solve_once, _solve_adjoint, X)
     return f(X, dX, *bounds).to(ctx.dtype), *(None,) * 4
 
 
 _solve.register_autograd(_solve_gradient, setup_context=_setup_solve)
 _solve_eager = library.eager("solve_tril", _inverses, _setup_solve, _solve_gradient)
+_solve_once = library.once("solve_tril", _solve_adjoint)

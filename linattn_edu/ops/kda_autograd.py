@@ -220,7 +220,7 @@ def _backward(ctx, do, dht, *_):
         do = torch.zeros_like(tensors[2])
     if dht is not None and not dht.numel():
         dht = None
-    f = library.adjoint(_chunk_backward, _chunk_gradients, tensors[0])
+    f = library.adjoint(_chunk_backward, _chunk_once, _chunk_gradients, tensors[0])
     gradients = f(
         *tensors, *residuals, do, dht, ctx.scale, ctx.lower_bound, ctx.chunk_size, ctx.impl
     )
@@ -232,3 +232,4 @@ def _backward(ctx, do, dht, *_):
 
 _chunk.register_autograd(_backward, setup_context=_setup)
 _chunk_eager = library.eager("chunk_kda", _chunk_forward, _setup, _backward)
+_chunk_once = library.once("chunk_kda", _chunk_gradients)

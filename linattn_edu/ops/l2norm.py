@@ -5,6 +5,8 @@ from torch import Tensor
 
 from linattn_edu.ops import check, library
 
+WIDEST = 2**16  # a program of the kernel holds a row
+
 
 def l2norm(
     x: Tensor, eps: float = 1e-6, output_dtype: torch.dtype | None = None, *, impl: str = "auto"
@@ -14,7 +16,7 @@ def l2norm(
     Differentiable.
 
     Args:
-        x: ``[..., D]``, float32, float16 or bfloat16 (float64: reference only).
+        x: ``[..., D]``, float32, float16 or bfloat16 (float64, or D above 65536: reference only).
         eps: Added to the sum of squares, so that a row of zeros stays one.
         output_dtype: Dtype of the result, x's if None. The arithmetic is in float32 (float64).
         impl: "triton", "reference" or "auto", as in :func:`chunk_gated_delta_rule`.
@@ -39,6 +41,10 @@ def l2norm(
         raise ValueError(f"eps must be >= 0, got {eps}")
     if output_dtype is not None and output_dtype not in check.FLOATS:
         raise TypeError(f"output_dtype must be a floating-point dtype, got {output_dtype}")
+    if x.shape[-1] > WIDEST and impl == "triton":
+        raise ValueError(f"impl='triton' takes D up to {WIDEST}, got {x.shape[-1]}")
+    if x.shape[-1] > WIDEST and impl == "auto":
+        impl = "reference"
     impl = check.resolve_impl(impl, x.device, (x.dtype,))
     if output_dtype not in (None, x.dtype):
         x = x.to(library.wide(x))  # so that y is rounded once
@@ -91,9 +97,10 @@ def _setup(ctx, inputs, output):
 
 def _backward(ctx, dy, _):
     x, rstd = ctx.saved_tensors
-    f = library.adjoint(_l2norm_backward, _rows_gradient, x)
+    f = library.adjoint(_l2norm_backward, _once, _rows_gradient, x)
     return f(x, rstd, dy, ctx.impl), None, None
 
 
 _l2norm.register_autograd(_backward, setup_context=_setup)
 _eager = library.eager("l2norm", _rows, _setup, _backward)
+_once = library.once("l2norm", _rows_gradient)

@@ -58,9 +58,20 @@ def form(operator: Callable, eager: Callable, plain: Callable, *tensors: Tensor 
     return eager if needs_gradient(*tensors) else plain
 
 
-def adjoint(operator: Callable, plain: Callable, x: Tensor) -> Callable:
-    """The same of a backward pass; the operator refuses to be differentiated again."""
-    return operator if torch.is_grad_enabled() or traced(x) else plain
+def once(name: str, plain: Callable) -> Callable:
+    """A backward pass, for calls that are not traced, that refuses to be differentiated again."""
+
+    def refuse(ctx, *_):
+        raise NotImplementedError(f"the gradient of {name} cannot be differentiated again")
+
+    return eager(f"{name}_backward", plain, lambda ctx, inputs, output: None, refuse)
+
+
+def adjoint(operator: Callable, once: Callable, plain: Callable, x: Tensor) -> Callable:
+    """Which of its three forms a backward pass takes."""
+    if traced(x):
+        return operator
+    return once if torch.is_grad_enabled() else plain
 
 
 def wide(*tensors: Tensor | None) -> torch.dtype:

@@ -46,6 +46,16 @@ def test_formula(impl, eps, device):
     assert_close("y", l2norm(x, eps, impl=impl), want, 5e-7)
 
 
+def test_rows_too_wide_for_the_kernel(device):
+    x, dy = rows((2, 65537), torch.float32, device)
+    y = l2norm(x.requires_grad_())
+    (dx,) = torch.autograd.grad(y, x, dy)
+    x64 = x.detach().double().requires_grad_()
+    want = x64 / (x64.square().sum(-1, keepdim=True) + 1e-6).sqrt()
+    assert_close("y", y, want, 5e-7)
+    assert_close("dx", dx, torch.autograd.grad(want, x64, dy.double())[0], 5e-7)
+
+
 @pytest.mark.parametrize("impl", IMPLS)
 def test_a_row_of_zeros_stays_one(impl, device):
     x, dy = rows((5, 12), torch.float32, device)
