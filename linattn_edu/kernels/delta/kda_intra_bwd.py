@@ -197,7 +197,7 @@ def kda_intra_bwd_kernel(
     tl.store(dbeta_ptr + i + o_i * HV, b_dbeta, mask=o_i < n_t)
 
 
-# generation -> bytes of an element -> row: one warp, as in kda_intra
+# generation -> bytes of an element -> row: few warps, as the products have 16 rows
 CONFIGS = {
     "turing": {2: row(1, 1, BK=16), 4: row(1, 1, BK=16)},
     "ampere": {2: row(1, 1, BK=16, maxnreg=168), 4: row(1, 1, BK=16)},
