@@ -259,6 +259,7 @@ def _chunk_flops(c: Case, what: str, n: int) -> int:
     # one multiply-add for each i > j > m: X_im -= L_ij X_jm
     inverse = 2 * (n * (n - 1) * (n - 2) // 6) * c.HV
     lower_v, lower_k = 2 * c.V * lower * c.HV, 2 * c.K * lower * c.HV
+    below_v = 2 * c.V * below * c.HV
     state = 2 * n * c.K * c.V * c.HV  # a product of n rows with the state
     shared_k, shared_n = 2 * c.K * lower * c.H, 2 * 2 * c.K * below * c.H  # dM K, (N + N^T) K
     stages = {
@@ -273,8 +274,8 @@ def _chunk_flops(c: Case, what: str, n: int) -> int:
         "output_bwd": state + qkt + 2 * lower_v + 2 * shared_k,
         # K dS, Q^T dO, w^T dv_new
         "state_bwd": 3 * state,
-        # v_new dS^T and dv_new S^T; dw K^T and A^T dw; dv_new V^T and (A G)^T dv_new; A^T dA A^T
-        "wy_bwd": 2 * state + 2 * lower_k + 2 * lower_v + 2 * inverse + kkt + shared_n,
+        # Z S^T and v_new dS^T; Z = (A G)^T dv_new; Z v_new^T; K K^T; (N + N^T) K
+        "wy_bwd": 2 * state + lower_v + below_v + kkt + shared_n,
         "gate_bwd": n * c.HV,
     }
     stages["forward"] = stages["chunked"] = stages["intra"] + stages["scan"]

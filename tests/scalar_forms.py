@@ -165,42 +165,40 @@ class Adjoints:
         # wy_bwd
         own = "wy_bwd"
         through = [[fade[i] * self.dot(own, v_new[i], leaving[d]) for d in range(K)] for i in n]
-        edw = [[-e[i] * self.dot(own, dv[i], S[d]) for d in range(K)] for i in n]
-        E1 = {(i, j): self.dot(own, edw[i], k[j]) for i, j in lower}
-        E2 = {(i, j): self.dot(own, dv[i], v[j]) * G[i, j] for i, j in lower}
-        dA = {(i, j): (E1[i, j] + E2[i, j]) * beta[j] for i, j in lower}
-        X = {
-            (i, j): dA[i, j] + self.dot(own, (dA[i, m] for m in range(j)), A[j][:j]) for i, j in kk
-        }
-        dL = {}
-        for i, j in kk:
-            later = range(i + 1, len(v))
-            inner = self.dot(own, (A[m][i] for m in later), (X[m, j] for m in later))
-            dL[i, j] = -X[i, j] - inner
-            N[i, j] += beta[i] * dL[i, j]
+        Z = [
+            [
+                self.dot(
+                    own,
+                    (A[i][j] * G[i, j] for i in range(j, len(v))),
+                    (dv[i][c] for i in range(j, len(v))),
+                )
+                for c in range(V)
+            ]
+            for j in n
+        ]
+        read = [[-beta[i] * e[i] * self.dot(own, Z[i], S[d]) for d in range(K)] for i in n]
         dbeta = [0.0 for _ in n]
-        for i, j in lower:
-            dbeta[j] += A[i][j] * (E1[i, j] + E2[i, j])
-            dbeta[i] += dL[i, j] * kk[i, j] if i > j else 0.0
-            dgc[i] += A[i][j] * dA[i, j]
-            dgc[j] -= A[i][j] * E2[i, j] * beta[j]
+        for i, j in kk:
+            dL = -self.dot(own, Z[i], v_new[j]) * G[i, j]
+            N[i, j] += beta[i] * dL
+            dbeta[i] += dL * kk[i, j]
+            dgc[i] += beta[i] * dL * kk[i, j]
+            dgc[j] -= beta[i] * dL * kk[i, j]
         for i in n:
             t = sum(x * y for x, y in zip(k[i], through[i], strict=True))
-            dgc[i] -= t
             dgc[-1] += t
+            dgc[i] += sum(x * y for x, y in zip(k[i], read[i], strict=True)) - t
+            held = [sum(k[i][d] * S[d][c] for d in range(K)) for c in range(V)]
+            dbeta[i] += sum(Z[i][c] * (v[i][c] - e[i] * held[c]) for c in range(V))
         dgc[-1] += e[-1] * sum(leaving[d][c] * S[d][c] for d in range(K) for c in range(V))
-        for j in n:
-            later = range(j, len(v))
-            for c in range(V):
-                AG = (A[i][j] * G[i, j] for i in later)
-                self.dv[b, rows.start + j, head, c] = beta[j] * self.dot(
-                    own, AG, (dv[i][c] for i in later)
-                )
+        for i in n:
+            t = rows.start + i
             for d in range(K):
-                dk = beta[j] * self.dot(own, (A[i][j] for i in later), (edw[i][d] for i in later))
-                self.dk[b, rows.start + j, h, d] += through[j][d] + dk
-            self.dbeta[b, rows.start + j, head] = dbeta[j]
-            self.dg[b, rows.start + j, head] = sum(dgc[j:])
+                self.dk[b, t, h, d] += through[i][d] + read[i][d]
+            for c in range(V):
+                self.dv[b, t, head, c] = beta[i] * Z[i][c]
+            self.dbeta[b, t, head] = dbeta[i]
+            self.dg[b, t, head] = sum(dgc[i:])
 
 
 class Channels:
