@@ -206,3 +206,27 @@ def test_a_nan_shows(device):
     o, S = rec(**x, output_final_state=True)
     assert o[:, 2:, 0].isnan().all() and S[:, 0].isnan().any()
     assert o[:, :2].isfinite().all() and o[:, :, 1].isfinite().all()
+
+
+def test_packed_sequences_keep_no_more_states_than_a_batch(device, monkeypatch):
+    """States of blocks are kept by the length of a sequence, not of them all."""
+    original, sizes = torch.Tensor.new_empty, []
+
+    def new_empty(self, *shape, **options):
+        sizes.append(original(self, *shape, **options).numel())
+        return original(self, *shape, **options)
+
+    largest = []
+    for B, T, lengths in ((9, 4, None), (1, 36, [4] * 9)):
+        x = case(T, B=B, N=9, device=device)
+        x = {name: y for name, y in x.items() if y is not None}
+        x["v"].requires_grad_()
+        cu_seqlens = None if lengths is None else bounds(lengths, device)
+        o, _ = rec(**x, cu_seqlens=cu_seqlens, impl="triton")
+        with monkeypatch.context() as m:
+            m.setattr(torch.Tensor, "new_empty", new_empty)
+            o.sum().backward()
+        largest.append(max(sizes))
+        sizes.clear()
+    in_a_batch, packed = largest
+    assert packed <= 2 * in_a_batch

@@ -121,7 +121,7 @@ CASES = {n: case for n, case in OF_GDN.items() if n not in ELSEWHERE} | {
                              lambda a: ungated(a, A_log=a["A_log"])),
     "bias without a gate": (ValueError, "dt_bias is used with use_gate_in_kernel=True only",
                             lambda a: ungated(a, dt_bias=a["g"][0, 0].flatten())),
-    "bound without a gate": (ValueError, "lower_bound is used with use_gate_in_kernel=True only",
+    "bound without a gate": (ValueError, "lower_bound is used with use_gate_in_kernel or safe_gate",
                              lambda a: ungated(a, lower_bound=-5.0)),
     "neither rate nor bound": (ValueError, "A_log or lower_bound must be given with use_gate_in_k",
                                raw(A_log=None, lower_bound=None, safe_gate=False)),

@@ -179,6 +179,9 @@ REFUSED = {
                     "value must have V <= 256, got V=257"),
     "chunk_size": ({"chunk_size": 48}, ValueError, "chunk_size must be one of 16, 32, 64, got 48"),
     "scale": ({"softmax_scale": "1"}, TypeError, "softmax_scale must be a number or None, got str"),
+    "scale beyond floats": ({"softmax_scale": 10**400}, ValueError, "must be finite, got 1000"),
+    "sparse": ({"value": new(2, 5, 2, 12).to_sparse()}, TypeError,
+               "value must be a dense tensor, got layout torch.sparse_coo"),
     "norm": ({"use_qk_l2norm": None}, TypeError, "use_qk_l2norm must be True or False, got None"),
     "chunked": ({"use_chunked": 0}, TypeError, "use_chunked must be True or False, got 0"),
     "impl": ({"impl": "xla"}, ValueError, "impl must be one of 'auto', 'triton', 'reference'"),
@@ -192,6 +195,14 @@ def test_refused_before_any_kernel(name, chunked):
     with launches() as ran, pytest.raises(error, match=message):
         kernel_delta_attention(**(inputs(5, "cpu") | {"use_chunked": chunked} | changes))
     assert not ran
+
+
+@pytest.mark.parametrize("chunked", [True, False])
+def test_a_beta_in_float64_makes_the_state_so(chunked, device):
+    x = inputs(5, device)
+    x["beta"] = x["beta"].double()
+    o, S = kernel_delta_attention(**x, use_chunked=chunked)
+    assert (o.dtype, S.dtype) == (torch.float32, torch.float64)
 
 
 def test_decay_is_refused():

@@ -127,9 +127,9 @@ def check_packing(
     on_cpu = cu_seqlens.device.type == "cpu"
     if cu_seqlens_cpu is None and (chunk_indices is None or on_cpu):
         cu_seqlens_cpu = cu_seqlens.cpu()
-    if cu_seqlens_cpu is not None and not torch.compiler.is_compiling():
+    if check.known(cu_seqlens_cpu):
         bounds = check.lengths("cu_seqlens", cu_seqlens_cpu.tolist(), sizes["T"])
-        if on_cpu and cu_seqlens.tolist() != bounds:
+        if check.known(cu_seqlens) and cu_seqlens.tolist() != bounds:
             raise ValueError(f"cu_seqlens_cpu must be cu_seqlens, {cu_seqlens}, got {bounds}")
         if chunk_indices is not None:
             check.chunks(chunk_indices, bounds, chunk_size)

@@ -1,7 +1,6 @@
 """Argument checks of the public operators: everything that can be refused is refused here."""
 
 import importlib.util
-import math
 import os
 import sys
 from itertools import pairwise
@@ -12,6 +11,7 @@ from torch import Tensor
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 KERNEL_FLOATS = FLOATS[1:]
 IMPLS = ("auto", "triton", "reference")
+LARGEST = sys.float_info.max
 
 
 def tensor(name: str, x: object, shape: tuple[str, ...], sizes: dict[str, int]) -> None:
@@ -35,6 +35,8 @@ def tensor(name: str, x: object, shape: tuple[str, ...], sizes: dict[str, int]) 
             raise ValueError(f"{name} must have shape {want}, got {tuple(x.shape)}")
     if x.dtype not in FLOATS:
         raise TypeError(f"{name} must be float64, float32, float16 or bfloat16, got {x.dtype}")
+    if x.layout != torch.strided:
+        raise TypeError(f"{name} must be a dense tensor, got layout {x.layout}")
 
 
 def same_device(first: tuple[str, Tensor], *others: tuple[str, Tensor | None]) -> None:
@@ -51,11 +53,16 @@ def same_dtype(first: tuple[str, Tensor], *others: tuple[str, Tensor]) -> None:
             raise TypeError(f"{name} must be {first[1].dtype} like {first[0]}, got {x.dtype}")
 
 
+def known(x: Tensor | None) -> bool:
+    """Whether the numbers of x can be read without waiting for a device: not while it is traced."""
+    if x is None or x.device.type != "cpu" or torch.compiler.is_compiling():
+        return False
+    return type(x) in (Tensor, torch.nn.Parameter)
+
+
 def log_decay(name: str, g: Tensor) -> None:
-    """Check g <= 0 where reading it costs nothing: on the CPU. NaN passes: the result shows it."""
-    if g.device.type != "cpu" or torch.compiler.is_compiling():
-        return
-    if bool((g > 0).any()):
+    """Check g <= 0 where its numbers are known. NaN passes: the result shows it."""
+    if known(g) and bool((g > 0).any()):
         raise ValueError(
             f"{name} must be a log decay, <= 0 everywhere, got a maximum of {g.max().item():.4g}"
         )
@@ -86,7 +93,7 @@ def number(name: str, value: object) -> None:
         return
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a number or None, got {type(value).__name__}")
-    if not abs(value) < math.inf:  # math.isfinite ends a graph where numbers are symbols
+    if not abs(value) <= LARGEST:  # math.isfinite ends a graph where numbers are symbols
         raise ValueError(f"{name} must be finite, got {value}")
 
 

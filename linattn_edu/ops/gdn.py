@@ -196,7 +196,8 @@ def chunk_gated_delta_rule(
             them to unit length. Longer keys make the recurrence itself unstable.
         v: Values ``[B, T, HV, V]`` of q's dtype, HV a multiple of H, V <= 256.
         g: Natural-log decay of each token ``[B, T, HV]``, <= 0, any of these dtypes. A positive g
-            is refused on the CPU; on a GPU it is not looked for: that would wait for the device.
+            is refused on the CPU; on a GPU, where that would wait for the device, and under
+            torch.compile it is not looked for.
         beta: Write strength ``[B, T, HV]`` in [0, 2], any of these dtypes.
         scale: Factor of the output, ``K ** -0.5`` if None.
         initial_state: State before the first token ``[N, HV, K, V]``, zero if None. N is B, or the
@@ -229,22 +230,25 @@ def chunk_gated_delta_rule(
 
     Accuracy: products are accumulated in float32; 16-bit inputs are rounded where a product needs
     them. In float16 every value written, about ``2 |v|``, must stay below 65504: beyond it the
-    whole chunk turns to NaN. A token whose decay is shut (``g`` below -104, a zero in float32)
-    costs the later decays of its chunk digits: up to 1e-3 in relative terms with many of them; its
-    own g has the gradient 0.
+    whole chunk turns to NaN. A decay between two tokens is the difference of two sums of g over the
+    chunk, in float32, and has about 1e-7 times the larger of them as its relative error: 2e-5 after
+    32 tokens with ``g = -5``, up to 1e-3 after many that are shut. A token whose decay is shut
+    (``g`` below -104, a zero in float32) counts as -104, and its g has the gradient 0.
 
     Memory: between the passes it keeps its inputs and, of each token and head, chunk_size numbers
-    of q's dtype. Works under ``torch.compile(fullgraph=True)``, in CUDA graphs (with cu_seqlens
-    only together with cu_seqlens_cpu), with activation checkpointing and under autocast, which
-    does not change its precision. Gradients of gradients and forward-mode differentiation are
-    errors.
+    of q's dtype. With use_qk_l2norm_in_kernel it keeps q and k twice, as given and divided, and
+    with use_beta_sigmoid_in_kernel beta.
+
+    Works under ``torch.compile(fullgraph=True)``, in CUDA graphs (with cu_seqlens only together
+    with cu_seqlens_cpu), with activation checkpointing and under autocast, which does not change
+    its precision. Gradients of gradients and forward-mode differentiation are errors.
 
     Returns:
         ``(o, final_state)``: o ``[B, T, HV, V]`` in q's dtype; final_state ``[N, HV, K, V]`` in
         float32 (float64 where q, g, A_log, dt_bias or initial_state is), or None.
 
     Raises:
-        TypeError: an argument is no tensor, or not of a dtype listed above.
+        TypeError: an argument is not of a type or dtype listed above.
         ValueError: a shape, device, head count, chunk_size, scale, impl or combination of arguments
             does not fit; the message names the argument, what was expected and what came. No
             kernel has run then.

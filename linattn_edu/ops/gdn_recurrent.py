@@ -41,7 +41,7 @@ def fused_recurrent_gated_delta_rule(
     The same result as :func:`chunk_gated_delta_rule`, in one kernel that takes a step a token: the
     faster form for a few tokens, T = 1 in particular, and without the rounding of chunks. All
     arithmetic is in float32. Differentiable by every tensor; the backward pass computes the states
-    again in blocks of sqrt(T) tokens.
+    again in blocks of sqrt(T) tokens (sqrt(T / N), of N packed sequences).
 
     Args:
         q, k, v, scale, output_final_state, state_v_first, transpose_state_layout, impl: As in
@@ -130,7 +130,7 @@ def compute(
     check.flag("output_final_state", output_final_state)
     check.flag("use_qk_l2norm_in_kernel", normalise)
     check.flag("inplace_final_state", inplace)
-    if _known(cu_seqlens):
+    if check.known(cu_seqlens):
         check.lengths("cu_seqlens", cu_seqlens.tolist(), sizes["T"])
     gradient = library.needs_gradient(*tensors)
     _check_pool(q, initial_state, indices, accepted, sizes, inplace)
@@ -181,11 +181,6 @@ def compute(
     return o, final_state if output_final_state else None
 
 
-def _known(x: Tensor | None) -> bool:
-    """Whether the numbers of x can be read without waiting for a device."""
-    return x is not None and x.device.type == "cpu" and not torch.compiler.is_compiling()
-
-
 def _check_pool(
     q: Tensor,
     state: Tensor | None,
@@ -223,7 +218,7 @@ def _check_pool(
             f"num_accepted_tokens must have shape [N={N}], got {tuple(accepted.shape)}"
         )
     check.same_device(("q", q), ("ssm_state_indices", indices), ("num_accepted_tokens", accepted))
-    if _known(indices) and state is not None:
+    if check.known(indices) and state is not None:
         rows = indices.reshape(N, -1).tolist()
         _check_slots(rows, None if accepted is None else accepted.tolist(), state.shape[0])
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from linattn_edu.ops import arguments, check, kda_autograd, library
@@ -207,8 +206,8 @@ def chunk_kda(
             them to unit length.
         v: Values ``[B, T, HV, V]`` of q's dtype, HV a multiple of H, V <= 256.
         g: Natural-log decay of each token and channel ``[B, T, HV, K]``, <= 0, any of these
-            dtypes. A positive g is refused on the CPU; on a GPU it is not looked for: that would
-            wait for the device.
+            dtypes. A positive g is refused on the CPU; on a GPU, where that would wait for the
+            device, and under torch.compile it is not looked for.
         beta: Write strength ``[B, T, HV]`` in [0, 2], any of these dtypes.
         scale: Factor of the output, ``K ** -0.5`` if None.
         initial_state: State before the first token ``[N, HV, K, V]``, zero if None. N is B, or the
@@ -225,7 +224,8 @@ def chunk_kda(
             in bfloat16 and float32 the forward pass need not look for channels that fade by more
             than 2^80 in 16 tokens, and is faster for it. With use_gate_in_kernel it needs
             lower_bound, which keeps it; without, g is checked on the CPU and taken on trust
-            on a GPU, where a g below the bound makes the output wrong or not finite.
+            on a GPU and under torch.compile, where a g below the bound makes the output wrong or
+            not finite.
         lower_bound: Least log decay, < 0: of the gate with use_gate_in_kernel, of g with
             safe_gate.
         disable_recompute: Whether to keep what the backward pass would compute again: about four
@@ -245,15 +245,18 @@ def chunk_kda(
 
     Non-contiguous tensors, and on a GPU those that do not start at 16 bytes, are copied first.
 
-    Causal to the bit: changing a token, its gate included, changes no output before it.
+    Causal to the bit, while all values stay finite: changing a token, its gate included, changes
+    no output before it. An infinity or NaN spoils the chunk it is in from its first token on, and
+    all that follows.
 
     Accuracy: as of :func:`chunk_gated_delta_rule`.
 
     Memory: between the passes it keeps its inputs and, of each token and head, 2 chunk_size numbers
-    of q's dtype. Works under ``torch.compile(fullgraph=True)``, in CUDA graphs (with cu_seqlens
-    only together with cu_seqlens_cpu), with activation checkpointing and under autocast, which
-    does not change its precision. Gradients of gradients and forward-mode differentiation are
-    errors.
+    of q's dtype; more with the flags named in :func:`chunk_gated_delta_rule`.
+
+    Works under ``torch.compile(fullgraph=True)``, in CUDA graphs (with cu_seqlens only together
+    with cu_seqlens_cpu), with activation checkpointing and under autocast, which does not change
+    its precision. Gradients of gradients and forward-mode differentiation are errors.
 
     Returns:
         ``(o, final_state)``: o ``[B, T, HV, V]`` in q's dtype; final_state ``[N, HV, K, V]`` in
@@ -261,7 +264,7 @@ def chunk_kda(
         return_intermediate_states also h ``[B, NT, HV, K, V]`` in q's dtype.
 
     Raises:
-        TypeError: an argument is no tensor, or not of a dtype listed above.
+        TypeError: an argument is not of a type or dtype listed above.
         ValueError: a shape, device, head count, chunk_size, scale, impl or combination of arguments
             does not fit; the message names the argument, what was expected and what came. No
             kernel has run then.
@@ -318,6 +321,8 @@ def _bounds(
     check.flag("safe_gate", safe_gate)
     check.number("lower_bound", lower_bound)
     if not safe_gate:
+        if lower_bound is not None and not use_gate_in_kernel:
+            raise ValueError("lower_bound is used with use_gate_in_kernel or safe_gate only")
         return None if lower_bound is None else float(lower_bound), None
     if use_gate_in_kernel and lower_bound is None:
         raise ValueError(
@@ -329,7 +334,7 @@ def _bounds(
         raise ValueError(f"lower_bound must be in [-5, 0) with safe_gate=True, got {lower_bound}")
     if use_gate_in_kernel:
         return bound, bound
-    if g.device.type == "cpu" and not torch.compiler.is_compiling() and bool((g < bound).any()):
+    if check.known(g) and bool((g < bound).any()):
         raise ValueError(
             f"g must be >= {bound} with safe_gate=True, got a minimum of {g.min().item():.4g}"
         )

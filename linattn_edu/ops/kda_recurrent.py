@@ -40,7 +40,8 @@ def fused_recurrent_kda(
 
     The gated delta rule with a decay for each row of the state, each channel of the key. The same
     kernel as :func:`fused_recurrent_gated_delta_rule`, whose ``gk`` this g is. Differentiable by
-    every tensor; the backward pass computes the states again in blocks of sqrt(T) tokens.
+    every tensor; the backward pass computes the states again in blocks of sqrt(T)
+    tokens (sqrt(T / N), of N packed sequences).
 
     Args:
         q, k, v, beta, scale, output_final_state: As in :func:`chunk_gated_delta_rule`.

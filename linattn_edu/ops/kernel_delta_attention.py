@@ -1,5 +1,6 @@
 """kernel_delta_attention: the gated delta rule under ejkernel's name, arguments and defaults."""
 
+import torch
 from torch import Tensor
 
 from linattn_edu.ops import arguments, check
@@ -85,8 +86,9 @@ def kernel_delta_attention(
     }  # fmt: skip
     if not use_chunked or (sizes["T"] == 1 and initial_state is not None):
         return fused_recurrent_gated_delta_rule(query, key, value, decay, beta=beta, **options)
-    if decay is None:
-        decay = beta.new_zeros(beta.shape)
+    decay = beta.new_zeros(beta.shape) if decay is None else decay
+    if beta.dtype == torch.float64:  # as the recurrent form: the state is too
+        decay = decay.double()
     return chunk_gated_delta_rule(query, key, value, decay, beta, **options, chunk_size=chunk_size)
 
 

@@ -427,12 +427,12 @@ def recurrent_bwd(
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
     scale = K**-0.5 if scale is None else scale
-    length = math.isqrt(T - 1) + 1
-    N, blocks, offsets = B, B * cdiv(T, length), None
+    N = B if cu_seqlens is None else len(cu_seqlens) - 1
+    length = math.isqrt((B * T - 1) // N) + 1  # the root of a sequence's length, or of the average
+    blocks, offsets = B * cdiv(T, length), None
     if cu_seqlens is not None:
         counts = (cu_seqlens.diff() + length - 1).div(length, rounding_mode="floor")
         offsets = counts.cumsum(0) - counts
-        N = len(counts)
         blocks = T // length + N  # as many as there can be: how many there are, the device knows
     NV = cdiv(V, BV)
 
