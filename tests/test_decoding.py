@@ -107,6 +107,10 @@ def test_in_place_is_seen_by_autograd(impl, device):
         x["initial_state"] = x["initial_state"].clone()
         _, state = fused_recurrent_gated_delta_rule(**x, inplace_final_state=True, impl=impl)
     assert state is x["initial_state"]
+    # and outside of it
+    want, _ = fused_recurrent_gated_delta_rule(**x | {"initial_state": state.clone()}, impl=impl)
+    o, _ = fused_recurrent_gated_delta_rule(**x, inplace_final_state=True, impl=impl)
+    assert torch.equal(o, want)
 
 
 def test_in_place_where_no_gradient_is_recorded(device):

@@ -3,6 +3,8 @@
 `compute` serves Kimi Delta Attention too, whose gate is the gk of this module.
 """
 
+from contextlib import nullcontext
+
 import torch
 from torch import Tensor
 
@@ -165,7 +167,11 @@ def compute(
         if v_first:
             final_state = final_state.transpose(-1, -2).contiguous()
         if inplace:
-            return o.to(dtype), initial_state.copy_(final_state)
+            # a state made in inference mode may be written in inference mode alone
+            made_there = not library.traced(q) and initial_state.is_inference()
+            with torch.inference_mode() if made_there else nullcontext():
+                initial_state.copy_(final_state)
+            return o.to(dtype), initial_state
         return o.to(dtype), final_state if output_final_state else None
     rest = (cu_seqlens, scale, normalise, int(sigmoid) * (2 if double else 1), v_first)
     if inplace:
