@@ -68,8 +68,8 @@ def test_outputs_and_gradients(dtype, chunked, impl, device):
 @pytest.mark.parametrize("decay", [True, False])
 def test_what_may_be_left_out(decay, state, T, impl, device):
     """Both come back whatever is given: o in the dtype of the query, the state in float32."""
-    # so many heads since of one token q k may cancel in any of them
-    x = inputs(T, device, B=4, H=8, decay=decay, state=state, dtype=torch.bfloat16)
+    H = 16 if T == 1 else 2  # of one token q k may cancel in any head
+    x = inputs(T, device, H=H, decay=decay, state=state, dtype=torch.bfloat16)
     want = recurrence(**double(x), scale=0.5)
     for chunked in (True, False):
         got = kernel_delta_attention(**x, softmax_scale=0.5, use_chunked=chunked, impl=impl)
