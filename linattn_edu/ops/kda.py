@@ -4,11 +4,11 @@ import functools
 import importlib
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from torch import Tensor
 
 from linattn_edu.ops import arguments, check, kda_autograd, library
+from linattn_edu.ops.kda_autograd import Residuals
 from linattn_edu.ops.l2norm import l2norm
 from linattn_edu.packing import Packing
 
@@ -45,19 +45,6 @@ def stages(impl: str) -> Stages:
             for name, module in modules.items()
         )
     )
-
-
-class Residuals(NamedTuple):
-    """What the backward pass reads beside the arguments of the forward pass; None: not kept."""
-
-    P: Tensor | None
-    A: Tensor | None
-    gc: Tensor | None
-    w: Tensor | None
-    kg: Tensor | None
-    qg: Tensor | None
-    h: Tensor | None
-    v_new: Tensor | None
 
 
 def forward(

@@ -3,12 +3,25 @@
 Registered with torch.library as `autograd.py` does it for chunk_gated_delta_rule.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from linattn_edu.ops import library
 
-FIELDS = ("P", "A", "gc", "w", "kg", "qg", "h", "v_new")  # of ops.kda.Residuals
+
+class Residuals(NamedTuple):
+    """What the backward pass reads beside the arguments of the forward pass; None: not kept."""
+
+    P: Tensor | None
+    A: Tensor | None
+    gc: Tensor | None
+    w: Tensor | None
+    kg: Tensor | None
+    qg: Tensor | None
+    h: Tensor | None
+    v_new: Tensor | None
 
 
 def chunk(
@@ -31,7 +44,7 @@ def chunk(
     kept = 2 if gradient and keep else int(gradient)
     o, final_state, *residuals = f(*tensors, *rest, kept, return_states)
     *_, output_final_state, _, _ = rest
-    h = residuals[FIELDS.index("h")] if return_states else None
+    h = residuals[Residuals._fields.index("h")] if return_states else None
     return o, final_state if output_final_state else None, h
 
 
@@ -56,7 +69,7 @@ def _chunk_forward(
     keep: int,
     return_states: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """o, the final state and the Residuals of ops.kda, empty where they are not kept.
+    """o, the final state and the Residuals, empty where they are not kept.
 
     keep: 0, nothing; 1, P and A, from which the backward pass starts; 2, all.
     """
@@ -94,7 +107,7 @@ def _chunk_forward(
 
 def _kept(keep: int, return_states: bool) -> tuple[str, ...]:
     """The residuals that are returned: none, P and A, or all; and h, if asked for."""
-    kept = {0: (), 1: ("P", "A"), 2: FIELDS}[keep]
+    kept = {0: (), 1: ("P", "A"), 2: Residuals._fields}[keep]
     return (*kept, "h") if return_states else kept
 
 
@@ -123,8 +136,8 @@ def _(
     tokens, channels = q.new_empty(B, T, HV, length), q.new_empty(B, T, HV, K)
     gc = channels.to(library.wide(g, A_log, dt_bias))
     h, v_new = q.new_empty(B, NT, HV, K, V), q.new_empty(B, T, HV, V)
-    every = zip(FIELDS, (tokens, tokens, gc, channels, channels, channels, h, v_new), strict=True)
-    residuals = (x if n in _kept(keep, return_states) else None for n, x in every)
+    every = Residuals(tokens, tokens, gc, channels, channels, channels, h, v_new)._asdict()
+    residuals = (x if n in _kept(keep, return_states) else None for n, x in every.items())
     o = torch.empty_like(v, memory_format=torch.contiguous_format)
     final_state = _states(tensors, cu_seqlens) if output_final_state else None
     given = (o, final_state, *residuals)
@@ -164,9 +177,9 @@ def _chunk_gradients(
     tensors = (q, k, v, g, beta, A_log, dt_bias, initial_state)
     q, k, v, g, beta, A_log, dt_bias, initial_state = map(library.contiguous, tensors)
     do, dht = library.contiguous(do), library.contiguous(dht)
-    residuals = kda.Residuals(P, A, gc, w, kg, qg, h, v_new)
+    residuals = Residuals(P, A, gc, w, kg, qg, h, v_new)
     if not gc.numel():
-        residuals = kda.Residuals(P, A, *[None] * 6)
+        residuals = Residuals(P, A, *[None] * 6)
     stages, options = kda.stages(impl), {
         "scale": scale, "A_log": A_log, "dt_bias": dt_bias, "lower_bound": lower_bound
     }  # fmt: skip
@@ -181,13 +194,13 @@ def _chunk_gradients(
 
     def run(q, k, v, g, beta, residuals, do, dht, state):
         return kda.backward(
-            stages, q, k, v, g, beta, kda.Residuals(*residuals), do, dht,
+            stages, q, k, v, g, beta, Residuals(*residuals), do, dht,
             initial_state=state, **options,
         )  # fmt: skip
 
     return library.backward_by_sequence(
         run, (q, k, v, g, beta, A_log, dt_bias, initial_state), residuals, do, dht,
-        cu_seqlens, cu_seqlens_cpu, length, by_chunk=(FIELDS.index("h"),),
+        cu_seqlens, cu_seqlens_cpu, length, by_chunk=(Residuals._fields.index("h"),),
     )  # fmt: skip
 
 

@@ -62,7 +62,7 @@ def once(name: str, plain: Callable) -> Callable:
     """A backward pass, for calls that are not traced, that refuses to be differentiated again."""
 
     def refuse(ctx, *_):
-        raise NotImplementedError(f"the gradient of {name} cannot be differentiated again")
+        raise RuntimeError(f"the gradient of {name} cannot be differentiated again")
 
     return eager(f"{name}_backward", plain, lambda ctx, inputs, output: None, refuse)
 
