@@ -6,7 +6,7 @@ import pytest
 import torch
 from gdn_checks import cotangents, log_decay
 from kda_checks import GRADIENTS_OF_GATE, inputs, run, spacing
-from test_compile import compiled
+from ops.test_compile import compiled
 
 from linattn_edu import chunk_kda, l2norm
 from linattn_edu.testing import assert_close

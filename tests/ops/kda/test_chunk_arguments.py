@@ -8,8 +8,8 @@ from gdn_checks import DTYPES, cotangents, exact, launches, refused
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from kda_checks import GATE, check, inputs, run, spacing
-from test_gdn_arguments import CASES as OF_GDN
-from test_gdn_arguments import INTEGERS, NAMES, other, packing, rounded
+from ops.gdn.test_chunk_arguments import CASES as OF_GDN
+from ops.gdn.test_chunk_arguments import INTEGERS, NAMES, other, packing, rounded
 
 from linattn_edu import chunk_kda
 from linattn_edu.testing import poison, relative_rms

@@ -6,7 +6,7 @@ import pytest
 import torch
 from gdn_checks import DTYPES, cotangents, exact, no_wait, same_bits
 from kda_checks import check, inputs, run, spacing, triton
-from test_gdn_varlen import SUMMED, boundaries, indices, part
+from ops.gdn.test_chunk_varlen import SUMMED, boundaries, indices, part
 
 from linattn_edu import chunk_kda
 
