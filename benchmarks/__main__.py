@@ -17,8 +17,7 @@ from benchmarks.cases import (
     select,
     work,
 )
-
-EXIT_USAGE = 2
+from benchmarks.progress import fail
 
 
 def parser() -> argparse.ArgumentParser:
@@ -118,11 +117,6 @@ def measure(args: argparse.Namespace, argv: list[str]) -> int:
         if code:
             return code
     return 0
-
-
-def fail(message: str) -> int:
-    print(f"error: {message}", file=sys.stderr)
-    return EXIT_USAGE
 
 
 def main(argv: list[str] | None = None) -> int:

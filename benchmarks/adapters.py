@@ -146,5 +146,16 @@ def makers(case: Case, what: str) -> dict[str, Callable[[], Adapter]]:
     return LIBRARIES[case.op][what]
 
 
+def refusal(case: Case, what: str, library: str) -> str | None:
+    """Why a library cannot run a call of a case, or None: then a number that is not there was
+    not measured.
+    """
+    if library not in makers(case, what):
+        return "no such call"
+    if library == "flash_qla" and (case.K, case.V) != (128, 128):
+        return "K = V = 128 only"
+    return None
+
+
 # library -> distribution whose version is recorded
 DISTRIBUTIONS = {"fla": "fla-core", "flash_qla": "flash-qla"}

@@ -20,11 +20,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.cases import CASES, CHUNK, Case
+from benchmarks.adapters import NAMES, refusal
+from benchmarks.cases import CALLS, CASES, CHUNK, TRAINING, Case
+from benchmarks.progress import fail
 
 ROOT = Path(__file__).resolve().parents[1]
 CACHES = {"triton": "TRITON_CACHE_DIR", "tilelang": "TILELANG_CACHE_DIR"}
 LIMIT_S = 300
+EXTRAS = ("stages", "gradients")  # no calls: what else a run launches, to be compiled with them
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,7 @@ class FirstCall:
 
     library: str
     case: Case
-    whats: tuple[str, ...]  # calls, or "stages"
+    whats: tuple[str, ...]  # calls, or of EXTRAS
 
     @property
     def folder(self) -> str:
@@ -44,16 +47,23 @@ def measure(case: Case, library: str, what: str, device: str = "cuda") -> float:
     """Seconds of the first call, import of the library included, in this process."""
     import torch
 
-    from benchmarks import adapters
+    from benchmarks.adapters import makers
     from benchmarks.measure import inputs, prepare, synchronize
 
     with torch.no_grad():
         call = prepare(what, inputs(case, device))
         synchronize()
         start = time.perf_counter()
-        call(adapters.makers(case, what)[library]())
+        call(makers(case, what)[library]())
         synchronize()
         return time.perf_counter() - start
+
+
+def compile_gradients(case: Case, library: str, device: str = "cuda") -> float:
+    """Make the call by which gradients are compared, whose shapes are its own; the seconds."""
+    from benchmarks.measure import short
+
+    return measure(short(case), library, TRAINING, device)
 
 
 def compile_stages(case: Case, device: str = "cuda") -> float:
@@ -122,15 +132,45 @@ def first_calls(
         yield
 
 
-def main(argv: list[str]) -> None:
+def unusable(library: str, case: str, whats: list[str]) -> str | None:
+    """Why this module cannot do what its arguments ask for, None if it can."""
+    if library not in NAMES:
+        return f"no library is called {library!r}; there are {', '.join(NAMES)}"
+    if case not in CASES:
+        return f"no case is called {case!r}; there are {', '.join(CASES)}"
+    known = CALLS[CASES[case].op]
+    for what in whats:
+        if what in EXTRAS:
+            continue
+        if what not in known:
+            return f"{case} has no call {what!r}; it has {', '.join(known)}"
+        if reason := refusal(CASES[case], what, library):
+            return f"{library} does not run {what} of {case}: {reason}"
+    import torch
+
+    # triton is not asked for here: its import is a part of a first call
+    if not torch.cuda.is_available():
+        return "first calls are made on a CUDA GPU: no CUDA GPU is visible to torch"
+    return None
+
+
+def main(argv: list[str]) -> int:
+    if len(argv) < 3:
+        return fail("usage: python -m benchmarks.first_call LIBRARY CASE CALL...")
     library, case, *whats = argv
+    if problem := unusable(library, case, whats):
+        return fail(problem)
     for n, what in enumerate(whats):
-        stages = what == "stages"
-        case_ = CASES[case]
-        seconds = compile_stages(case_) if stages else measure(case_, library, what)
+        if what == "stages":
+            seconds = compile_stages(CASES[case])
+        elif what == "gradients":
+            seconds = compile_gradients(CASES[case], library)
+        else:
+            seconds = measure(CASES[case], library, what)
         if n == 0:
             print(json.dumps({"first_call_s": seconds}), flush=True)
+    return 0
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(main(sys.argv[1:]))

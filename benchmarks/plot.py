@@ -4,12 +4,11 @@ The same results give the same files, byte for byte, with the same matplotlib.
 """
 
 import argparse
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks import results
-from benchmarks.adapters import NAMES
+from benchmarks.adapters import NAMES, refusal
 from benchmarks.cases import (
     ADJOINT_STAGES,
     CASES,
@@ -20,6 +19,7 @@ from benchmarks.cases import (
     SCALING_FORMS,
     TRAINING,
 )
+from benchmarks.progress import fail
 
 FIGURES = results.DATA.parents[1] / "book" / "_static" / "figures"
 MAIN = "gdn_h200"  # its figures have the plain names
@@ -73,7 +73,7 @@ def bars(data: dict, plt, what: str, axis: str):
             y = n + (j - (len(libraries) - 1) / 2) * height
             row = here.get(library)
             if row is None:
-                ax.text(0.12 * longest, y, f"no {library}", va="center", fontsize=8)
+                ax.text(0.12 * longest, y, absence(case, what, library), va="center", fontsize=8)
                 continue
             ax.barh(y, row["ms"], 0.92 * height, color=colours[library])
             ax.text(row["ms"] + 0.01 * longest, y, f"{row['ms']:.2f}", va="center", fontsize=9)
@@ -88,6 +88,11 @@ def bars(data: dict, plt, what: str, axis: str):
     ax.set_xlim(0, 1.12 * longest)
     ax.set_xlabel(axis)
     return fig
+
+
+def absence(case: str, what: str, library: str) -> str:
+    """Why a library has no bar: it refuses the case, or nobody has measured it."""
+    return f"{library}: {refusal(CASES[case], what, library) or 'not measured'}"
 
 
 def _library_colours(libraries: list[str]) -> list[str]:
@@ -211,13 +216,11 @@ def main(argv: list[str]) -> int:
     args = p.parse_args(argv)
     files = sorted(args.data.glob("*.json"), key=lambda path: (path.stem != MAIN, path.stem))
     if not files:
-        print(f"error: {args.data} holds no results: run python -m benchmarks", file=sys.stderr)
-        return 2
+        return fail(f"{args.data} holds no results: run python -m benchmarks")
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        print("error: matplotlib is missing: pip install 'linattn_edu[bench]'", file=sys.stderr)
-        return 2
+        return fail("matplotlib is missing: pip install 'linattn_edu[bench]'")
     for path in files:
         data = results.load(path)
         print(f"{path.name}: {data['gpu']}, torch {data['torch']}, {data['date']}")

@@ -1,8 +1,16 @@
-"""A progress bar where there is a terminal and tqdm, plain lines elsewhere."""
+"""What a command prints: a bar where there is a terminal and tqdm, lines elsewhere, errors."""
 
 import sys
 import threading
 import time
+
+EXIT_USAGE = 2
+
+
+def fail(message: str) -> int:
+    """Say on one line why a command cannot run; its exit code."""
+    print(f"error: {message}", file=sys.stderr)
+    return EXIT_USAGE
 
 
 class Progress:

@@ -8,8 +8,8 @@ from datetime import date
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from benchmarks.adapters import DISTRIBUTIONS, NAMES
-from benchmarks.cases import ALL_CALLS, CASES, SCALING, SCALING_FORMS, STAGES
+from benchmarks.adapters import DISTRIBUTIONS, NAMES, makers, refusal
+from benchmarks.cases import ALL_CALLS, CALLS, CASES, SCALING, SCALING_FORMS, STAGES
 
 DATA = Path(__file__).resolve().parents[1] / "chapters" / "data"
 ENVIRONMENT = ("gpu", "torch", "triton", *DISTRIBUTIONS)
@@ -61,6 +61,24 @@ def merge(old: dict | None, new: dict) -> dict:
     known = {name: value for name, value in old.items() if value is not None}
     top = {**known, **{name: value for name, value in new.items() if value is not None}}
     return {**new, **top, "rows": sorted(rows.values(), key=_order)}
+
+
+def missing(data: dict) -> list[tuple[str, str, str]]:
+    """(case, call, library) of what a library that was there can run and has no time for.
+
+    Of the operators that have rows. A figure without these says less than could be known.
+    """
+    timed = {(row["case"], row["what"], row["library"]) for row in data["rows"] if "ms" in row}
+    here = {CASES[name].operator for name, _, _ in timed if name in CASES}
+    every = [
+        (case, what, library)
+        for case in CASES.values()
+        if case.operator in here
+        for what in CALLS[case.op]
+        for library in makers(case, what)
+        if data.get(library.removesuffix("_safe"), True) and not refusal(case, what, library)
+    ]
+    return [(c.name, what, x) for c, what, x in every if (c.name, what, x) not in timed]
 
 
 def _key(row: dict) -> tuple:

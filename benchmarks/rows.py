@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from benchmarks import forms, measure
-from benchmarks.adapters import makers
+from benchmarks.adapters import makers, refusal
 from benchmarks.cases import (
     CHUNK,
     SAFE_STAGES,
@@ -94,6 +94,9 @@ def call_rows(
     adapters = makers(case, what)
     libraries = [x for x in libraries if x in adapters]
     libraries = [x for x in libraries if steps.begin(case.name, what, x)]
+    for library in [x for x in libraries if refusal(case, what, x)]:
+        libraries.remove(library)
+        yield None, f"{label(case, library, what)} -- {refusal(case, what, library)}"
     if not libraries:
         return
     i = measure.inputs(case, device)

@@ -8,8 +8,17 @@ from pathlib import Path
 import torch
 
 from benchmarks import measure, results
-from benchmarks.adapters import makers
-from benchmarks.cases import ALL_CALLS, CALLS, SCALING, SCALING_FORMS, SCALING_T, STAGES, Case
+from benchmarks.adapters import makers, refusal
+from benchmarks.cases import (
+    ALL_CALLS,
+    CALLS,
+    SCALING,
+    SCALING_FORMS,
+    SCALING_T,
+    STAGES,
+    TRAINING,
+    Case,
+)
 from benchmarks.first_call import FirstCall, first_calls
 from benchmarks.progress import Progress
 from benchmarks.rows import (
@@ -102,6 +111,8 @@ def run(
                 again(steps.begun)
             return 1
     print(f"wrote {out}")
+    for name, what, library in results.missing(results.load(out) or data):
+        print(f"not measured yet: {name} {what} {library}")
     return 0
 
 
@@ -113,12 +124,13 @@ def _fresh(
     fresh = []
     for case in cases:
         for library in libraries:
-            whats = tuple(x for x in CALLS[case.op] if x in calls and library in makers(case, x))
+            whats = [x for x in CALLS[case.op] if x in calls and not refusal(case, x, library)]
             stages = library == OURS and case.op in STAGES and "stages" in parts
             if "first_call" in parts:
                 fresh += [FirstCall(library, case, (what,)) for what in whats]
             elif jobs > 1 and whats and "calls" in parts:
-                fresh.append(FirstCall(library, case, whats))
+                compared = ("gradients",) if TRAINING in whats else ()
+                fresh.append(FirstCall(library, case, (*whats, *compared)))
             if stages and jobs > 1:
                 fresh.append(FirstCall(library, case, ("stages",)))
     return sorted(fresh, key=lambda item: item.library.startswith(OURS))  # the slow ones first

@@ -25,7 +25,7 @@ from pathlib import Path
 
 from benchmarks import results
 from benchmarks.cases import CHUNK, SAFE_BOUND, Case, select
-from benchmarks.progress import Progress
+from benchmarks.progress import Progress, fail
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMITS = {2: 5e-3, 4: 5e-6}  # relative RMS error of any output, by bytes of an element
@@ -371,11 +371,6 @@ def main(argv: list[str] | None = None) -> int:
         results.save(args.out, {"rows": items})
     print(summary(items))
     return 0
-
-
-def fail(message: str) -> int:
-    print(f"error: {message}", file=sys.stderr)
-    return 2
 
 
 if __name__ == "__main__":

@@ -3,7 +3,9 @@
 import json
 import math
 import os
+import re
 import xml.etree.ElementTree as ET
+from pathlib import Path
 
 import pytest
 import torch
@@ -28,6 +30,7 @@ from benchmarks.cases import (
     CASES,
     SCALING_T,
     STAGES,
+    TRAINING,
     Case,
     scaling_case,
     select,
@@ -399,6 +402,57 @@ def test_plot(tmp_path, capsys):
     assert "gdn_h200.json: NVIDIA H200, torch 2.11.0, 2026-01-01" in capsys.readouterr().out
 
 
+def drawn(data: dict, folder: Path) -> dict[str, list[str]]:
+    """The texts of the figures, which matplotlib leaves beside their outlines."""
+    files = plot.draw(data, folder)
+    return {p.stem: re.findall(r"<!-- (.*?) -->", p.read_text(encoding="utf-8")) for p in files}
+
+
+def test_a_bar_that_is_not_there_says_why(tmp_path):
+    """A library that can run a case was not measured; only one that cannot has no bar for good."""
+    pytest.importorskip("matplotlib")
+    data = made_up()
+    data["rows"] += [some_row("gdn_long", "flash_qla", TRAINING)]
+    texts = drawn(data, tmp_path)
+    for figure in ("forward", "backward"):
+        said = sorted(text for text in texts[figure] if text.startswith("flash_qla: "))
+        assert said == ["flash_qla: K = V = 128 only"] + ["flash_qla: not measured"] * 2
+    assert not [text for every in texts.values() for text in every if text.startswith("no ")]
+
+
+def test_what_is_missing_is_what_a_library_can_run():
+    data = some([some_row("gdn_train", "linattn_edu", "forward")], fla="0.6.0", flash_qla="0.1.3")
+    missing = results.missing(data)
+    assert ("gdn_gva", TRAINING, "flash_qla") in missing
+    assert ("gdn_train", "forward", "linattn_edu") not in missing
+    assert not [x for x in missing if x[0] == "gdn_d64" and x[2] == "flash_qla"]
+    assert not [x for x in missing if x[0].startswith("kda")]  # they have a file of their own
+    alone = results.missing(data | {"fla": None, "flash_qla": None})
+    assert {library for _, _, library in alone} == {"linattn_edu"}
+
+
+COMMITTED = sorted(results.DATA.glob("*.json"))
+UNMEASURED = {
+    "gdn_h200": [(case, TRAINING, "flash_qla") for case in ("gdn_gva", "gdn_long")],
+}
+
+
+@pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.stem)
+def test_the_committed_results_leave_nothing_out(path):
+    """Every library has a number for every case that its adapter can run."""
+    assert results.missing(results.load(path)) == UNMEASURED.get(path.stem, [])
+
+
+@pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.stem)
+def test_the_committed_figures_are_those_of_the_results(path, tmp_path):
+    """By their texts: the outlines depend on the version of matplotlib and its fonts."""
+    pytest.importorskip("matplotlib")
+    suffix = "" if path.stem == plot.MAIN else f"_{path.stem}"
+    for figure, texts in drawn(results.load(path), tmp_path).items():
+        committed = (plot.FIGURES / f"{figure}{suffix}.svg").read_text(encoding="utf-8")
+        assert re.findall(r"<!-- (.*?) -->", committed) == texts, "run: python -m benchmarks plot"
+
+
 def test_plot_draws_only_what_there_is(tmp_path):
     pytest.importorskip("matplotlib")
     results.save(tmp_path / "gdn_h200.json", some([some_row()]))
@@ -426,11 +480,20 @@ def test_a_case_that_waits_for_its_operator_says_so():
 
 
 @needs_no_gpu
-@pytest.mark.parametrize("args", [("benchmarks",), ("benchmarks.tune", "solve")])
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("benchmarks",),
+        ("benchmarks", "--all"),
+        ("benchmarks.tune", "solve"),
+        ("benchmarks.first_call", "linattn_edu", "gdn_train", "forward"),
+    ],
+)
 def test_without_a_gpu_it_says_so(args):
     done = module(*args)
-    assert done.returncode == 2
-    assert "CUDA GPU" in done.stderr and "Traceback" not in done.stderr
+    assert done.returncode == 2 and done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: ") and "CUDA GPU" in line
 
 
 @pytest.mark.parametrize(
@@ -440,6 +503,11 @@ def test_without_a_gpu_it_says_so(args):
         (("benchmarks", "--libraries", "fla,flsa"), "flsa"),
         (("benchmarks", "--what", "forward,backwards"), "backwards"),
         (("benchmarks.tune", "slove"), "slove"),
+        (("benchmarks.first_call",), "LIBRARY CASE CALL"),
+        (("benchmarks.first_call", "flsa", "gdn_train", "forward"), "flsa"),
+        (("benchmarks.first_call", "fla", "gdn_trian", "forward"), "gdn_trian"),
+        (("benchmarks.first_call", "fla", "gdn_train", "decode"), "decode"),
+        (("benchmarks.first_call", "flash_qla", "gdn_d64", "forward"), "K = V = 128 only"),
     ],
 )
 def test_a_wrong_name_is_named(args, named):

@@ -151,13 +151,27 @@ def test_a_library_that_fails_says_why_and_leaves_no_row(no_clock, monkeypatch):
 
     makers = {
         "fla": missing,
-        "flash_qla": lambda: lambda i: torch.full_like(i.v, torch.nan),
+        "fla_safe": lambda: lambda i: torch.full_like(i.v, torch.nan),
         "linattn_edu": adapters.linattn_edu,
     }
     monkeypatch.setitem(adapters.LIBRARIES["gdn"], "forward", makers)
     out = list(rows.call_rows(SMALL, "forward", list(makers), RATES, DEVICE))
     assert [row is not None for row, _ in out] == [False, False, True]
     assert "No module named 'fla'" in out[0][1] and "NaN" in out[1][1]
+
+
+def test_a_case_that_a_library_refuses_is_not_tried():
+    ((row, line),) = rows.call_rows(CASES["gdn_d64"], "forward", ["flash_qla"], RATES, "meta")
+    assert row is None and "K = V = 128 only" in line
+    refused = {
+        (case.name, what, library)
+        for case in CASES.values()
+        for what in run.CALLS[case.op]
+        for library in adapters.makers(case, what)
+        if adapters.refusal(case, what, library)
+    }
+    assert refused == {("gdn_d64", what, "flash_qla") for what in ("forward", TRAINING)}
+    assert adapters.refusal(CASES["gdn_decode"], "decode", "flash_qla") == "no such call"
 
 
 def test_a_backward_pass_that_fails_leaves_the_others(no_clock, monkeypatch):
@@ -242,7 +256,9 @@ def on_this_device(no_clock, stand_ins, monkeypatch):
 def test_run_saves_and_merges(on_this_device, tmp_path, capsys):
     out, libraries = tmp_path / "gdn_h200.json", ["linattn_edu"]
     assert run.run([SMALL, DECODE], libraries, out, parts=("calls",)) == 0
-    assert "[  4/4" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "[  4/4" in said and "not measured yet: gdn_gva forward linattn_edu" in said
+    assert "gdn_train forward linattn_edu" not in said
     again = Case("gdn_long", *list(vars(SMALL).values())[1:])
     assert run.run([SMALL, again], libraries, out, parts=("first_call",), jobs=2) == 0
     assert results.load(out)["first_call_jobs"] == 2
@@ -348,8 +364,8 @@ def test_what_fresh_processes_do(stand_ins):
 
     assert fresh("calls", "stages") == []  # compiled where they are timed
     assert fresh("calls", "stages", jobs=2) == [
-        ("fla", TRAINING),
-        ("linattn_edu", "forward", TRAINING),
+        ("fla", TRAINING, "gradients"),
+        ("linattn_edu", "forward", TRAINING, "gradients"),
         ("linattn_edu", "stages"),
     ]
     got = run._fresh([KDA_SMALL, KDA_DECODE], ["linattn_edu"], ("stages",), (), 2)
@@ -365,8 +381,15 @@ def test_a_first_call_in_this_process(what, no_clock, stand_ins):
 def test_a_process_says_how_long_the_first_of_its_calls_took(monkeypatch, capsys):
     monkeypatch.setattr(first_call, "measure", lambda case, library, what: {"forward": 1.5}[what])
     monkeypatch.setattr(first_call, "compile_stages", lambda case: 9.0)
-    first_call.main(["linattn_edu", "gdn_train", "forward", "stages"])
+    monkeypatch.setattr(first_call, "compile_gradients", lambda case, library: 9.0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    argv = ["linattn_edu", "gdn_train", "forward", "gradients", "stages"]
+    assert first_call.main(argv) == 0
     assert capsys.readouterr().out == '{"first_call_s": 1.5}\n'
+
+
+def test_what_gradients_are_compared_on_is_compiled_too(no_clock, stand_ins):
+    assert 0 < first_call.compile_gradients(SMALL, "linattn_edu", DEVICE) < 60
 
 
 def test_stages_are_compiled_although_one_fails(monkeypatch, no_clock, capsys):
@@ -388,7 +411,7 @@ def test_stages_are_compiled_although_one_fails(monkeypatch, no_clock, capsys):
 @needs_no_gpu
 def test_a_first_call_that_fails_says_why(tmp_path):
     item = FirstCall("linattn_edu", CASES["gdn_train"], ("forward",))
-    assert "why" in first_call.child(item, tmp_path)
+    assert "no CUDA GPU" in first_call.child(item, tmp_path)["why"]
 
 
 def test_a_process_that_says_nothing_is_given_up(monkeypatch, tmp_path):
