@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from linattn_edu.kernels.delta.gate_cumsum import BH
+from linattn_edu.kernels.delta.gate import BH
 from linattn_edu.kernels.tiles import cdiv, chunk_args, chunk_of, load_tile, store_tile
 from linattn_edu.packing import Packing
 

@@ -5,43 +5,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from linattn_edu.kernels.delta.gate import columns, gate_tile
 from linattn_edu.kernels.tiles import LOG2E, cdiv, chunk_args, chunk_of, load_tile, store_tile
 from linattn_edu.packing import Packing
-
-BH = 16  # heads a program: 64 contiguous bytes of g, so that whole memory sectors are used
-BD = 64  # channels a program
-
-
-@triton.jit
-def softplus(x):
-    """log(1 + e^x), to full relative precision: e^-|x| may be too small to change 1."""
-    y = tl.exp(-tl.abs(x))
-    u = 1.0 + y
-    # log1p(y) = log(u) y / (u - 1): the rounding of u cancels
-    log1p = tl.where(u == 1.0, y, tl.log(u) * (y / tl.where(u == 1.0, 1.0, u - 1.0)))
-    return tl.where(x > 0.0, x, 0.0) + log1p
-
-
-@triton.jit
-def gate(b_a, A_log_ptr, bias_ptr, bound, o_d, D: tl.constexpr, PER: tl.constexpr):
-    """(gate, its derivative by a, a + dt_bias) of a tile of raw gates, whose columns are o_d.
-
-    PER columns share a head's A_log.  bound: the lower bound, or None: no bound.
-    """
-    b_rate = 1.0
-    if A_log_ptr is not None:
-        b_rate = tl.load(A_log_ptr + o_d // PER, mask=o_d < D, other=0.0).to(tl.float32)
-        b_rate = tl.exp(b_rate)[None, :]
-    if bias_ptr is not None:
-        b_a += tl.load(bias_ptr + o_d, mask=o_d < D, other=0.0).to(tl.float32)[None, :]
-    if bound is None:
-        # eq:delta-gate   gate = -e^A_log softplus(a + dt_bias)
-        b_g, b_slope = -b_rate * softplus(b_a), -b_rate * tl.sigmoid(b_a)
-    else:
-        # eq:kda-gate   gate = lower_bound sigmoid(e^A_log (a + dt_bias))
-        b_y = bound * tl.sigmoid(b_rate * b_a)
-        b_g, b_slope = b_y, b_y * b_rate * tl.sigmoid(-b_rate * b_a)
-    return b_g, b_slope, b_a
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -69,7 +35,7 @@ def gate_cumsum_kernel(
     o_d = i_d * BD + tl.arange(0, BD)
     b_g = load_tile(g_ptr + first * D, o_t, o_d, D, n_t, D).to(tl.float32)  # [BT, BD]
     if A_log_ptr is not None or bound is not None:
-        b_g, _, _ = gate(b_g, A_log_ptr, bias_ptr, bound, o_d, D, PER)
+        b_g, _, _ = gate_tile(b_g, A_log_ptr, bias_ptr, bound, o_d, D, PER)
     # 2^-150 is zero in fp32; without the floor a closed gate would cost later sums their low bits
     b_g *= LOG2E
     b_g = tl.where(b_g < -150.0, -150.0, b_g)  # not tl.maximum, which would drop a NaN
@@ -88,13 +54,11 @@ def gate_cumsum(
     packing: Packing | None = None,
 ) -> Tensor:
     """Launch gate_cumsum_kernel; arguments and result as in the reference."""
-    _, T, HV, *channels = g.shape
-    PER = channels[0] if channels else 1
+    D, PER, width = columns(g)
     gc = torch.empty_like(g, dtype=torch.float32)
     NT, *chunks = chunk_args(g, chunk_size, packing)
-    width = BD if channels else BH
-    gate_cumsum_kernel[(NT * cdiv(HV * PER, width),)](
-        g, A_log, dt_bias, gc, lower_bound, *chunks, T, HV * PER, PER, BT=chunk_size, BD=width,
+    gate_cumsum_kernel[(NT * cdiv(D, width),)](
+        g, A_log, dt_bias, gc, lower_bound, *chunks, g.shape[1], D, PER, BT=chunk_size, BD=width,
         num_warps=4,
     )  # fmt: skip
     return gc

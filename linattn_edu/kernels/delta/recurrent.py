@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from linattn_edu.kernels.delta.gate_cumsum import softplus
+from linattn_edu.kernels.delta.gate import log_decay
 from linattn_edu.kernels.tiles import (
     INTERPRETED,
     block,
@@ -75,10 +75,7 @@ def layer_decay(b_a, b_rate, b_bias, lower_bound):
     """e^g of the raw gate of a layer, from the log of its rate."""
     b_a = b_a.to(tl.float32) + b_bias.to(tl.float32)
     b_rate = tl.exp(b_rate.to(tl.float32))
-    if lower_bound is None:
-        return tl.exp(-b_rate * softplus(b_a))
-    else:
-        return tl.exp(lower_bound * tl.sigmoid(b_rate * b_a))
+    return tl.exp(log_decay(b_a, b_rate, lower_bound))
 
 
 @triton.jit

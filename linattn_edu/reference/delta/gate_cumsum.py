@@ -3,38 +3,15 @@
 import math
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from linattn_edu.reference.delta.gate import gate
 from linattn_edu.reference.tiles import compute_dtype, from_chunks, to_chunks
 
 LOG2E = math.log2(math.e)
 # the log2 of a factor that is zero in the dtype: decays below it need not be told apart,
 # and leaving them in would cost the sum the low bits of every later decay of the chunk
 FLOOR = {torch.float32: -150.0, torch.float64: -1080.0}
-
-
-def gate(
-    a: Tensor,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None = None,
-    lower_bound: float | None = None,
-) -> Tensor:
-    """The log decay a layer computes from its raw gate, fp32 (arguments as in gate_cumsum)."""
-    a, rate = raw_gate(a, A_log, dt_bias)
-    if lower_bound is None:
-        # eq:delta-gate   gate = -e^A_log softplus(a + dt_bias)
-        return -rate * F.softplus(a)
-    # eq:kda-gate   gate = lower_bound sigmoid(e^A_log (a + dt_bias))
-    return lower_bound * F.sigmoid(rate * a)
-
-
-def raw_gate(a: Tensor, A_log: Tensor | None, dt_bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """a + dt_bias, and e^A_log (1 without A_log) with an axis for each of a's behind the heads."""
-    dtype = compute_dtype(a, A_log, dt_bias)
-    a = a.to(dtype) if dt_bias is None else a.to(dtype) + dt_bias.to(dtype).view(a.shape[2:])
-    rate = a.new_ones(a.shape[2]) if A_log is None else A_log.to(dtype).exp()
-    return a, rate.view(-1, *[1] * (a.ndim - 3))
 
 
 def gate_cumsum(
@@ -64,7 +41,7 @@ def gate_cumsum(
     """
     dtype = compute_dtype(g, A_log, dt_bias)
     if A_log is not None or lower_bound is not None:
-        g = gate(g, A_log, dt_bias, lower_bound)
+        g = gate(g, A_log, dt_bias, lower_bound=lower_bound)
     # eq:delta-gate-cumsum   gc = log2(e) cumsum(g)
     gc = to_chunks((g.to(dtype) * LOG2E).clamp(min=FLOOR[dtype]), chunk_size).cumsum(3)
     return from_chunks(gc, g.shape[1])
