@@ -2,8 +2,10 @@
 
 from collections.abc import Callable
 
-TEXTS = ("case", "library", "state")  # columns of words, aligned to the left
+TEXTS = ("case", "passes", "library", "state")  # columns of words, aligned to the left
 GRADIENTS = {f"d{x}": f"error_d{x}" for x in ("q", "k", "v", "g", "beta")}  # -> key of a row
+PASSES = {"forward": "forward", "forward_backward": "forward and backward"}  # "what" -> name
+OURS, FASTEST = "linattn_edu", "flash_qla"
 DECODE = {"decode": "new", "decode_inplace": "in place"}  # "what" -> the final state
 Cells = tuple[list[str], list[list[str]]]  # heads, lines
 
@@ -98,6 +100,27 @@ def decode_cells(rows: list[dict]) -> Cells:
         for row in rows
     ]
     return heads, lines
+
+
+def beside_cells(rows: list[dict]) -> Cells:
+    """Heads and lines of our times beside those of FASTEST, wherever both were measured.
+
+    "ratio" is our time divided by that of FASTEST.
+    """
+    libraries = {OURS: "linattn_edu ms", "fla": "fla ms", FASTEST: "FlashQLA ms"}
+    times = {(row["case"], row["what"], row["library"]): row["ms"] for row in rows}
+    both = [key[:2] for key in times if key[2] == OURS and (*key[:2], FASTEST) in times]
+    lines = [
+        [
+            case,
+            PASSES[what],
+            *(_optional(times.get((case, what, name)), ".3f") for name in libraries),
+            f"{times[case, what, OURS] / times[case, what, FASTEST]:.2f}",
+        ]
+        for case, what in both
+        if what in PASSES
+    ]
+    return ["case", "passes", *libraries.values(), "ratio"], lines
 
 
 def markdown(heads: list[str], rows: list[list[str]]) -> str:

@@ -271,6 +271,24 @@ def performance_page(name: str = RESULTS, figures: Path | None = None, under: in
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
+README_PART = ("<!-- measured: written by python -m linattn_edu.teaching -->", "<!-- end -->")
+
+
+def readme_with_results(readme: str, name: str = RESULTS) -> str:
+    """The README's text with our times beside the fastest library's between its two marks.
+
+    Args:
+        readme: The text.  name: Of the file of results.
+    Raises:
+        FileNotFoundError: nothing has been measured under this name.
+    """
+    data, (begin, end) = measured(name), README_PART
+    table = tables.markdown(*tables.beside_cells(_rows(data, *tables.PASSES)))
+    before, rest = readme.split(begin)
+    after = rest.split(end)[1]
+    return f"{before}{begin}\n{table}\n\nInputs in bfloat16; {_provenance(data)}\n{end}{after}"
+
+
 def _figure(figures: Path | None, name: str, alt: str) -> str:
     there = figures is not None and (figures / f"{name}.svg").is_file()
     # the class says that the drawing can be read on a dark page as it is
@@ -355,6 +373,10 @@ def page_parts(figures: Path) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    folder = Path(__file__).resolve().parents[1] / "book" / "_static" / "figures"
+    root = Path(__file__).resolve().parents[1]
+    folder = root / "book" / "_static" / "figures"
     for file, text in page_parts(folder).items():
         (folder / file).write_text(text, encoding="utf-8")
+    readme = root / "README.md"
+    text = readme_with_results(readme.read_text(encoding="utf-8"))
+    readme.write_text(text, encoding="utf-8")

@@ -1,5 +1,6 @@
 """README and CONTRIBUTING: their Python runs, their links and commands exist."""
 
+import json
 import os
 import re
 import subprocess
@@ -7,6 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+import linattn_edu
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = ("README.md", "CONTRIBUTING.md")
@@ -47,6 +50,37 @@ def code_of(name: str) -> str:
     """Blocks and spans of code of a document."""
     text = (ROOT / name).read_text()
     return "\n".join(re.findall(r"```bash\n.*?```|`[^`\n]+`", text, re.S))
+
+
+def paragraph(begins: str) -> str:
+    """The paragraph of the README that begins like this."""
+    return next(x for x in (ROOT / "README.md").read_text().split("\n\n") if x.startswith(begins))
+
+
+def test_what_the_readme_says_about_speed_is_measured():
+    """Faster than fla everywhere, slower than FlashQLA wherever it runs."""
+    ratios = {"fla": [], "flash_qla": []}
+    for path in (ROOT / "chapters" / "data").glob("*_h200.json"):
+        rows = [row for row in json.loads(path.read_text())["rows"] if "ms" in row]
+        ms = {(row["case"], row["what"], row["library"]): row["ms"] for row in rows}
+        for case, what, library in ms:
+            peer = library.removesuffix("_safe")
+            if peer in ratios:
+                ours = library.replace(peer, "linattn_edu")
+                ratios[peer].append(ms[case, what, ours] / ms[case, what, library])
+    said = paragraph("On an NVIDIA H200")
+    assert "faster than flash-linear-attention in every case measured" in said
+    assert len(ratios["fla"]) >= 22 and max(ratios["fla"]) < 1
+    assert "slower than FlashQLA in every case that FlashQLA runs" in said
+    assert len(ratios["flash_qla"]) >= 4 and min(ratios["flash_qla"]) > 1
+
+
+def test_the_names_of_fla_that_the_readme_lists_are_there_and_the_others_not():
+    names = re.compile(r"`([a-zA-Z_0-9]+)`")
+    there, absent = paragraph("These names are there too").split("These are not")
+    there, absent = names.findall(there), names.findall(absent)
+    assert len(there) >= 14 and [x for x in there if not hasattr(linattn_edu, x)] == []
+    assert len(absent) >= 3 and [x for x in absent if hasattr(linattn_edu, x)] == []
 
 
 JOINED = {"fused": ("intra", "scan"), "kda_bwd": ("kda_output_bwd", "kda_wy_bwd")}

@@ -122,6 +122,11 @@ def test_what_the_pages_include_is_current(name, text):
     )
 
 
+def test_the_readme_has_the_measured_times():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert teaching.readme_with_results(text) == text, "run: python -m linattn_edu.teaching"
+
+
 # ---- listings
 
 
@@ -259,6 +264,24 @@ def test_the_page_of_the_book(results, tmp_path):
     assert "\n### The stages\n" in text and "\n#### solve\n" in text
     assert "\n## " not in text
     assert teaching.performance_page("no_such") == "Nothing has been measured yet.\n"
+
+
+def test_our_times_beside_the_fastest_library(results, tmp_path):
+    begin, end = teaching.README_PART
+    readme = f"before\n{begin}\nold\n{end}\nafter\n"
+    rows = [
+        *DATA["rows"],
+        {**ROW, "library": "flash_qla", "what": "forward", "ms": 0.25},
+        {**ROW, "library": "flash_qla", "what": "forward_backward", "ms": 2.5},
+        {**ROW, "library": "flash_qla", "what": "forward", "case": "gdn_long", "ms": 1.0},
+    ]
+    (tmp_path / "chapters" / "data" / "made_up.json").write_text(json.dumps({**DATA, "rows": rows}))
+    text = teaching.readme_with_results(readme, results)
+    assert "| gdn_train | forward | 0.400 | 0.800 | 0.250 | 1.60 |\n" in text
+    assert "| gdn_train | forward and backward | 1.250 |  | 2.500 | 0.50 |\n" in text
+    assert "gdn_long" not in text and "old" not in text  # where both were measured
+    assert text.startswith(f"before\n{begin}\n|") and text.endswith(f"\n{end}\nafter\n")
+    assert teaching.readme_with_results(text, results) == text
 
 
 # ---- in a notebook
