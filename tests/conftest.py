@@ -1,5 +1,6 @@
 """One suite for both: compiled kernels where there is a GPU, else Triton's interpreter."""
 
+import importlib.util
 import os
 
 import torch
@@ -11,6 +12,11 @@ os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # Triton 3.10 will chang
 import pytest
 
 from linattn_edu import testing
+
+if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton"):
+    from interpreter import quicken
+
+    quicken()
 
 
 def pytest_collection_modifyitems(items):
