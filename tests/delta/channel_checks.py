@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from delta.stage_checks import CHUNKS, DIMS, DTYPES, SIZES, TOKENS, inputs, short_grid
+from delta.stage_checks import CHUNKS, DIMS, DTYPES, SIZES, TOKENS, WIDE, inputs, short_grid
 
 from linattn_edu.reference.delta.gate_cumsum import gate_cumsum
 from linattn_edu.reference.delta.kda_bwd import kda_output_bwd, kda_wy_bwd
@@ -38,10 +38,10 @@ def _once():
 
 # on a GPU the whole grid; the interpreter takes longer for the kernels that go by blocks of 16
 grid = short_grid if torch.cuda.is_available() else pytest.mark.parametrize(
-    SIZES, list(_brief_grid()), ids=_name
+    SIZES, [*_brief_grid(), *WIDE], ids=_name
 )  # fmt: skip
 once = short_grid if torch.cuda.is_available() else pytest.mark.parametrize(
-    SIZES, _once(), ids=_name
+    SIZES, [*_once(), *WIDE], ids=_name
 )  # fmt: skip
 gates = pytest.mark.parametrize(
     ("gate", "C", "dtype"),

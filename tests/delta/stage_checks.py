@@ -18,6 +18,12 @@ TOKENS = (1, 15, 63, 64, 65, 100, 257)
 DIMS = (16, 33, 64, 100, 128)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 CHUNKS = (64, 32, 16)
+# T, K, V, C, dtype of values wider than any tile that holds a head whole
+WIDE = (
+    (20, 33, 300, 16, torch.float32),
+    (40, 64, 512, 32, torch.bfloat16),
+    (18, 16, 512, 16, torch.float16),
+)
 
 
 def _grid():
@@ -42,9 +48,9 @@ def _name(value):
 
 
 SIZES = ("T", "K", "V", "C", "dtype")
-grid = pytest.mark.parametrize(SIZES, list(_grid()), ids=_name)
+grid = pytest.mark.parametrize(SIZES, [*_grid(), *WIDE], ids=_name)
 # for the stages of the backward pass, which take the interpreter three times as long
-short_grid = pytest.mark.parametrize(SIZES, list(_short_grid()), ids=_name)
+short_grid = pytest.mark.parametrize(SIZES, [*_short_grid(), *WIDE], ids=_name)
 
 
 def inputs(T, K, V, dtype, device, **kwargs):

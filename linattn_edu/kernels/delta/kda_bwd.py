@@ -155,17 +155,18 @@ def kda_wy_bwd_kernel(
 # generation -> bytes of an element -> values up to -> row, as in output_bwd and wy_bwd
 CONFIGS = {
     "turing": {
-        2: {128: row(4, 1, BK=32, BV=32), 256: row(4, 1, BK=32, BV=64)},
-        4: {256: row(4, 1, BK=16, BV=32)},
+        2: {128: row(4, 1, BK=32, BV=32), 512: row(4, 1, BK=32, BV=64)},
+        4: {512: row(4, 1, BK=16, BV=32)},
     },
-    "ampere": {2: {256: row(4, 1, BK=64, BV=64)}, 4: {256: row(4, 1, BK=32, BV=64)}},
+    "ampere": {2: {512: row(4, 1, BK=64, BV=64)}, 4: {512: row(4, 1, BK=32, BV=64)}},
     "hopper": {
         2: {
             64: row(4, 3, BK=64, BV=64),
             128: row(4, 3, BK=64, BV=128),
             256: row(4, 2, BK=64, BV=256),
+            512: row(4, 1, BK=64, BV=64),
         },
-        4: {256: row(4, 1, BK=32, BV=64)},
+        4: {512: row(4, 1, BK=32, BV=64)},
     },
 }
 

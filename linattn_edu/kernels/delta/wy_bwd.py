@@ -138,21 +138,23 @@ def wy_bwd_kernel(
 
 
 # generation -> bytes of an element -> values up to -> row. On Hopper in 16 bit BV holds a value,
-# so that it is read once; elsewhere whole values would not fit the registers. Narrower heads keep
-# these tiles: see tiles.UNPIPELINED.
+# so that it is read once; elsewhere, and past 256, whole values would not fit the registers, and
+# a value's tiles side by side in flight would not fit shared memory. Narrower heads keep these
+# tiles: see tiles.UNPIPELINED.
 CONFIGS = {
     "turing": {
-        2: {128: row(4, 1, BK=32, BV=32), 256: row(4, 1, BK=32, BV=64)},
-        4: {256: row(4, 1, BK=16, BV=32)},
+        2: {128: row(4, 1, BK=32, BV=32), 512: row(4, 1, BK=32, BV=64)},
+        4: {512: row(4, 1, BK=16, BV=32)},
     },
-    "ampere": {2: {256: row(4, 1, BK=64, BV=64)}, 4: {256: row(4, 1, BK=32, BV=64)}},
+    "ampere": {2: {512: row(4, 1, BK=64, BV=64)}, 4: {512: row(4, 1, BK=32, BV=64)}},
     "hopper": {
         2: {
             64: row(4, 3, BK=64, BV=64),
             128: row(4, 3, BK=64, BV=128),
             256: row(4, 2, BK=64, BV=256),
+            512: row(4, 1, BK=64, BV=64),
         },
-        4: {256: row(4, 1, BK=32, BV=64)},
+        4: {512: row(4, 1, BK=32, BV=64)},
     },
 }
 
