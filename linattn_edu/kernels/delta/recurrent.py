@@ -344,7 +344,7 @@ def recurrent_bwd_kernel(
 
 
 BV = 16  # columns of the state a program: narrow, so that a short batch still fills the GPU
-WIDE = 64  # with heads enough: rows of 256 bytes, and q and k are read less often
+WIDE = 64  # with heads enough: rows of 256 bytes, and q and k are read less often; half past K 256
 
 
 def recurrent(
@@ -391,11 +391,12 @@ def recurrent(
     if output_final_state and not inplace:
         shape = (V, K) if v_first else (K, V)
         final_state = q.new_empty(N, HV, *shape, dtype=torch.float32)
-    width = min(block(V), WIDE if 4 * device_of(q)[1] <= N * HV else BV)
+    BK, wide = block(K), WIDE // 2 if K > 256 else WIDE
+    width = min(block(V), wide if 4 * device_of(q)[1] <= N * HV else BV)
     with torch.cuda.device_of(q):
         recurrent_kernel[(N * HV * cdiv(V, width),)](
             q, k, v, g, gk, gv, beta, A_log, dt_bias, lower_bound, initial_state, o, final_state,
-            indices, accepted, stride, scale, cu_seqlens, T, H, HV, K, V, BK=block(K), BV=width,
+            indices, accepted, stride, scale, cu_seqlens, T, H, HV, K, V, BK=BK, BV=width,
             NORM=normalise, SIGMOID=sigmoid, V_FIRST=v_first, SLOTS=slots,
             num_warps=4,
         )  # fmt: skip
