@@ -54,30 +54,39 @@ BY_VALUE = ("output_bwd", "wy_bwd", "kda_bwd")  # rows for values up to a width
 
 
 def rows():
-    """(stage, dtype, K, row) of every table; a K below the tile too, and one that is odd."""
+    """(stage, dtype, (K, V), row) of every table; a K below the tile too, and one that is odd."""
     generation = device_of(torch.empty(0, device="cuda"))[0]
     for stage, module, table in TABLES:
         # where a table says nothing, the module's first one holds
         by_size = module.CONFIGS[generation] if stage not in FUSED else {}
         by_size = by_size | getattr(module, table).get(generation, {})
         for size, by_case in by_size.items():
-            for dtype, (K, entry) in itertools.product(DTYPES[size], cases(stage, by_case)):
-                yield stage, dtype, K, entry
+            for dtype, (sizes, entry) in itertools.product(DTYPES[size], cases(stage, by_case)):
+                yield stage, dtype, sizes, entry
 
 
 def cases(stage, by_case):
-    """(K, row) of a table's part for one generation and element size."""
+    """((K, V), row) of a table's part for one generation and element size."""
     if stage in BY_DIM:
         for limit, entries in by_case.items():
-            yield from itertools.product((limit, 200 if limit == 256 else 64), entries)
-        yield from ((K, UNPIPELINED) for K in (33, 201, 255))
+            sizes = (*equal(256, 200), WIDE) if limit == 256 else equal(limit, 64)
+            yield from itertools.product(sizes, entries)
+        yield from itertools.product(equal(33, 201, 255), [UNPIPELINED])
     elif stage in BY_VALUE:
+        sizes = {64: equal(33, 64), 128: equal(100, 128), 256: equal(33, 128, 200, 256)}
+        sizes[512] = (*sizes[256], (64, 300), WIDE)
         for limit, entry in by_case.items():
-            sizes = (33, 64) if limit == 64 else (100, 128) if limit == 128 else (33, 128, 200, 256)
-            yield from ((K, entry) for K in sizes)
+            yield from itertools.product(sizes[limit], [entry])
     else:
         entries = by_case.values() if isinstance(by_case, dict) else [by_case]
-        yield from itertools.product((33, 64, 128, 200, 256), entries)
+        yield from itertools.product((*equal(33, 64, 128, 200, 256), WIDE), entries)
+
+
+WIDE = (256, 512)  # K, V
+
+
+def equal(*sizes):
+    return tuple((size, size) for size in sizes)
 
 
 DTYPES = {2: (torch.bfloat16, torch.float16), 4: (torch.float32,)}
@@ -85,21 +94,23 @@ DTYPES = {2: (torch.bfloat16, torch.float16), 4: (torch.float32,)}
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 
 
-def run(stage, dtype, K, entry):
+def run(stage, dtype, sizes, entry):
     """The forward or the backward pass with this row in place of its table, against float64."""
     ((module, table),) = [(m, t) for s, m, t in TABLES if s == stage]
     only = {64: entry, 128: entry} if stage.endswith("output") else entry
     only = {128: [entry], 256: [entry]} if stage in BY_DIM else only
-    only = {256: entry} if stage in BY_VALUE else only
+    only = {512: entry} if stage in BY_VALUE else only
     tables = {g: {2: only, 4: only} for g in ("turing", "ampere", "hopper")}
     kept = getattr(module, table)
     worst = 0.0
     for T, chunk_size, seed, H in ((500, 64, 0, 2), (129, 32, 1, 4), (65, 16, 2, 2)):
-        x = gdn_inputs(2, T, H, 4, K, K, dtype=dtype, device="cuda", initial_state=True, seed=seed)
+        x = gdn_inputs(
+            2, T, H, 4, *sizes, dtype=dtype, device="cuda", initial_state=True, seed=seed
+        )
         chunk_size = min(chunk_size, chunk_limit(x.k))
         if stage.startswith("kda_"):
             generator = torch.Generator("cuda").manual_seed(seed)
-            g = torch.randn(*x.g.shape, K, device="cuda", generator=generator)
+            g = torch.randn(*x.g.shape, sizes[0], device="cuda", generator=generator)
             x.g = -(2 * g - 3).exp().clamp(max=5)
             # in one head the last rows of each chunk's first block are far from its first row
             x.g[:, torch.arange(T, device="cuda") % chunk_size < 16, 0] = -4.9
