@@ -6,6 +6,7 @@ from delta.stage_checks import DTYPES, check_stage
 
 from linattn_edu import l2norm
 from linattn_edu.kernels.delta import l2norm as kernels
+from linattn_edu.kernels.delta.recurrent import recurrent
 from linattn_edu.reference.delta import l2norm as references
 from linattn_edu.testing import assert_close
 
@@ -115,3 +116,92 @@ def test_strided_rows(impl, device):
 def test_same_bits_wherever_a_row_stands(device):
     x, _ = rows((500, 20), torch.float32, device)
     assert torch.equal(l2norm(x)[300:311], l2norm(x[300:311].clone()))
+
+
+def extreme(dtype, device):
+    """Rows of lengths up to the largest of the dtype and down to its smallest, and a cotangent."""
+    torch.manual_seed(5)
+    top, bottom = torch.finfo(dtype).max, torch.finfo(dtype).smallest_normal
+    sizes = (top / 40, top**0.9, top**0.5, 1.0, bottom**0.5, bottom**0.9, 2**12 * bottom)
+    lengths = torch.tensor(sizes, dtype=torch.float64)
+    x = torch.nn.functional.normalize(torch.randn(7, 24, dtype=torch.float64), dim=-1)
+    x = (x * lengths[:, None]).to(dtype)
+    x[0, 3] = top  # a length beyond the dtype
+    return x.to(device), torch.randn(7, 24, device=device).to(dtype)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # rows past the end, which are not stored
+@pytest.mark.parametrize("eps", [1e-6, 0.0, 1e-30])
+@pytest.mark.parametrize(
+    ("room", "dtype"),
+    [(kernels, d) for d in DTYPES] + [(references, d) for d in (*DTYPES, torch.float64)],
+    ids=lambda x: getattr(x, "__name__", str(x)),
+)
+def test_rows_whose_squares_leave_the_dtype(room, dtype, eps, device):
+    """Row by row, the largest among them: relative to its own length, and so is its gradient."""
+    x, dy = extreme(dtype, device)
+    y, rstd = room.l2norm(x, eps)
+    dx = room.l2norm_bwd(x, rstd, dy)
+    assert y.isfinite().all() and y.dtype == dx.dtype == dtype
+    # float64 itself has no squares of its own extremes: there, of x / 2^k, exactly
+    shift = x.double().abs().amax(-1, keepdim=True)
+    shift = torch.exp2(-torch.frexp(shift).exponent.double())
+    x64 = shift * x.double()
+    exact = (x64.square().sum(-1, keepdim=True) + eps * shift * shift).rsqrt()
+    want = exact * x64
+    tol = {torch.float32: 1e-6, torch.float64: 1e-14, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+    for i in range(len(x)):
+        assert_close(f"y of row {i}", y[i], want[i], tol[dtype])
+    dwant = dy.double() - want * (want * dy.double()).sum(-1, keepdim=True)
+    for i in range(len(x)):
+        row = (shift * exact * dwant)[i]
+        # where the dtype holds the gradient as a normal number, and rstd
+        sizes = row.abs().amax().item(), (shift * exact)[i].item()
+        info = torch.finfo(dtype), torch.finfo(rstd.dtype)
+        if all(32 * f.tiny / f.eps < z < f.max / 32 for f, z in zip(info, sizes, strict=True)):
+            assert_close(f"dx of row {i}", dx[i], row, 4 * tol[dtype])
+        else:
+            assert not dx[i].isnan().any() or eps == 0.0
+
+
+@pytest.mark.parametrize("room", [kernels, references], ids=["kernel", "reference"])
+def test_one_huge_number_among_ordinary_ones(room, device):
+    """The squares of the others vanish beside its own, and their gradient with them."""
+    x = torch.ones(2, 50, device=device)
+    x[0, 7] = 1e30
+    y, rstd = room.l2norm(x)
+    want = torch.zeros(50, device=device)
+    want[7] = 1
+    assert_close("y", y[0], want, 1e-6)
+    assert rstd[0].item() == pytest.approx(1e-30, rel=1e-6)
+    alone, _ = room.l2norm(x[1:])
+    assert torch.equal(y[1:], alone)
+
+
+@pytest.mark.parametrize("room", [kernels, references], ids=["kernel", "reference"])
+@pytest.mark.parametrize("eps", [1e-6, 0.0])
+def test_ordinary_rows_keep_the_bits_of_the_plain_formula(eps, room, device):
+    """Scaling is by powers of two, or not at all."""
+    x, _ = rows((300, 33), torch.float32, device)
+    y, rstd = room.l2norm(x, eps)
+    unscaled = torch.rsqrt(x.square().sum(-1) + eps)
+    same = (rstd == unscaled).float().mean().item()
+    assert same == 1.0 if room is references else same > 0.5  # NumPy and CUDA add in other orders
+    assert torch.equal(y, rstd[:, None] * x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_huge_rows_in_the_recurrent_kernel(dtype, device):
+    """It normalises q and k itself, and to the same."""
+    torch.manual_seed(3)
+    q, k = (torch.randn(2, 3, 1, 24, device=device).to(dtype) for _ in range(2))
+    v, beta = torch.randn(2, 3, 1, 16, device=device).to(dtype), torch.ones(2, 3, 1, device=device)
+    state = torch.randn(2, 1, 24, 16, device=device)
+    options = {"scale": 1.0, "initial_state": state}
+    want, S_want = recurrent(*(l2norm(x.float()) for x in (q, k)), v.float(), None, beta, **options)
+    for size in (2.0**60, 2.0**100, 2.0**120):
+        o, S = recurrent(q * size, k * size, v, None, beta, normalise=True, **options)
+        small, S_small = recurrent(q, k * size, v, None, beta, normalise=True, **options)
+        tol = 1e-6 if dtype == torch.float32 else 4e-3
+        for x, y in ((o, want), (S, S_want), (small, want), (S_small, S_want)):
+            assert_close(f"times {size:.0e}", x, y, tol)

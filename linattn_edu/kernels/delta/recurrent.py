@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from linattn_edu.kernels.delta.gate import log_decay
+from linattn_edu.kernels.delta.l2norm import reciprocal_lengths
 from linattn_edu.kernels.tiles import (
     INTERPRETED,
     block,
@@ -174,8 +175,9 @@ def recurrent_kernel(
 
         b_q, b_k, b_v = b_q.to(tl.float32), b_k.to(tl.float32), b_v.to(tl.float32)
         if NORM:
-            b_q *= tl.rsqrt(tl.sum(b_q * b_q, 0) + 1e-6)
-            b_k *= tl.rsqrt(tl.sum(b_k * b_k, 0) + 1e-6)
+            b_rq, b_rk = reciprocal_lengths(b_q, b_k)
+            b_q *= b_rq
+            b_k *= b_rk
         b_qk = tl.sum(b_q * b_k, 0)
         if beta_ptr is None:
             b_beta = 1.0
