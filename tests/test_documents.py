@@ -8,8 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import linattn_edu
+from linattn_edu import testing
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = ("README.md", "CONTRIBUTING.md")
@@ -81,6 +83,59 @@ def test_the_names_of_fla_that_the_readme_lists_are_there_and_the_others_not():
     there, absent = names.findall(there), names.findall(absent)
     assert len(there) >= 14 and [x for x in there if not hasattr(linattn_edu, x)] == []
     assert len(absent) >= 3 and [x for x in absent if hasattr(linattn_edu, x)] == []
+
+
+def call(function, **more):
+    """A recurrence or a chunked operator on two heads of 4 tokens, with other arguments."""
+    inputs = testing.kda_inputs if "kda" in function else testing.gdn_inputs
+    i = inputs(1, 4, 2, 2, 8, 8)
+    return getattr(linattn_edu, function)(**{**i.asdict(), **more})
+
+
+CHUNKED, RECURRENT = "chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"
+
+
+def test_what_the_readme_says_that_is_taken():
+    """A flag written otherwise, any shape of A_log and dt_bias, fla's defaults, short chunks."""
+    o, state = call(CHUNKED)
+    assert state is None and torch.equal(call(CHUNKED, output_final_state=None)[0], o)
+    assert call(CHUNKED, output_final_state=1)[1] is not None
+    assert torch.equal(call(CHUNKED, cp_context=None)[0], o)
+    call("chunk_kda", cp_context=None, use_graph=False, max_num_seqs=None, chunk_size=16)
+    gate = {"use_gate_in_kernel": True, "A_log": torch.zeros(1, 1, 2, 1)}
+    for function, size in (("chunk_kda", 8), ("fused_recurrent_kda", 8), (RECURRENT, 1)):
+        call(function, **gate, dt_bias=torch.zeros(2, size))
+    i = testing.gdn_inputs(1, 4, 1, 1, 8, 512)
+    assert linattn_edu.chunk_gated_delta_rule(i.q, i.k, i.v, i.g, i.beta)[0].shape[-1] == 512
+    q = torch.randn(1, 1, 2, 8).requires_grad_()
+    state = torch.zeros(1, 2, 8, 8)
+    i = testing.gdn_inputs(1, 1, 2, 2, 8, 8)
+    o, _ = linattn_edu.fused_recurrent_gated_delta_rule(
+        q, i.k, i.v, i.g, beta=i.beta, initial_state=state
+    )
+    o.sum().backward()
+    assert q.grad is not None
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "said"),
+    [
+        (CHUNKED, {"cp_context": object()}, "cp_context"),
+        ("chunk_kda", {"use_graph": True}, "use_graph"),
+        ("chunk_kda", {"max_num_seqs": 4}, "max_num_seqs"),
+        (CHUNKED, {"use_gate": True}, "use_gate"),
+        (CHUNKED, {"A_log": torch.zeros(2)}, "A_log"),
+        ("chunk_kda", {"lower_bound": -5.0}, "lower_bound"),
+        ("chunk_kda", {"safe_gate": True, "lower_bound": -6.0}, "lower_bound"),
+        (CHUNKED, {"cu_seqlens": torch.tensor([0, 3])}, "cu_seqlens must end at T=4"),
+        (RECURRENT, {"v": torch.zeros(1, 4, 2, 513)}, "V <= 512"),
+        (CHUNKED, {"v": torch.zeros(1, 4, 2, 513)}, "V <= 512"),
+        (RECURRENT, {"beta": torch.zeros(1, 4, 2, 8)}, "beta"),
+    ],
+)
+def test_what_the_readme_says_that_is_refused(function, arguments, said):
+    with pytest.raises((ValueError, TypeError), match=said):
+        call(function, **arguments)
 
 
 JOINED = {"fused": ("intra", "scan"), "kda_bwd": ("kda_output_bwd", "kda_wy_bwd")}
