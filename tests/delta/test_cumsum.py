@@ -1,12 +1,16 @@
 """The cumulative sum in chunks: kernel against reference, both directions, packed sequences."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from delta.stage_checks import CHUNKS, DTYPES, TOKENS, check_stage
 
 from linattn_edu import chunk_local_cumsum
+from linattn_edu.kernels.delta import cumsum as kernels
 from linattn_edu.kernels.delta.cumsum import cumsum as kernel
 from linattn_edu.packing import pack
+from linattn_edu.reference.delta import cumsum as references
 from linattn_edu.reference.delta.cumsum import cumsum as reference
 from linattn_edu.testing import assert_close
 
@@ -65,6 +69,64 @@ def test_kernel_on_packed_sequences(C, reverse, device):
     packing = pack(bounds(LENGTHS, device), C)
     got = kernel(x, chunk_size=C, reverse=reverse, packing=packing)
     assert_close("y", got, plain(x.double(), C, reverse, lengths=LENGTHS), 5e-6)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("C", [1, 2, 4, 8, 512, 4096])
+def test_chunks_of_any_power_of_two(C, reverse, device):
+    for T in (0, 1, 37) if C < 16 else (0, 37, 512, 700):
+        x = torch.randn(2, T, 18, device=device)
+        got = kernel(x, chunk_size=C, reverse=reverse, scale=0.7)
+        want = plain(x.double(), C, reverse, 0.7) if C < 16 else reference(
+            x.double(), chunk_size=C, reverse=reverse, scale=0.7
+        )  # fmt: skip
+        assert_close("y", got, want, 5e-6)
+    packing = pack(bounds(LENGTHS, device), C)
+    x = torch.randn(1, sum(LENGTHS), 5, device=device)
+    got = kernel(x, chunk_size=C, reverse=reverse, packing=packing)
+    assert_close("y", got, plain(x.double(), C, reverse, lengths=LENGTHS), 5e-6)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("T", [0, 1, 255, 256, 257, 700])
+def test_sums_of_whole_sequences(T, dtype, reverse, device):
+    """The kernel adds in float32, whatever the input; a block of 256 tokens at a time."""
+    for D in (1, 18):
+        x = torch.randn(2, T, D, device=device).to(dtype)
+        got = kernels.global_cumsum(x, reverse=reverse, scale=-0.5)
+        want = references.global_cumsum(x.double(), reverse=reverse, scale=-0.5)
+        assert got.dtype == torch.float32
+        assert_close("y", got, want, 5e-6)
+
+
+def test_the_reference_of_whole_sequences():
+    x = torch.randn(2, 33, 3, dtype=torch.float64)
+    for reverse in (False, True):
+        got = references.global_cumsum(x, reverse=reverse, scale=1.5)
+        assert_close("y", got, plain(x, 33, reverse, 1.5), 1e-13)
+    assert references.global_cumsum(x[:, :0]).shape == (2, 0, 3)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_whole_packed_sequences(reverse, device):
+    """A sequence has the bits that it has alone."""
+    lengths = (0, 20, 1, 0, 300, 256, 0)
+    x = torch.randn(1, sum(lengths), 5, device=device)
+    cu_seqlens = bounds(lengths, device)
+    got = kernels.global_cumsum(x, reverse=reverse, packing=pack(cu_seqlens, 64))
+    for a, b in pairwise(cu_seqlens.tolist()):
+        alone = x[:, a:b].contiguous()
+        assert torch.equal(got[:, a:b], kernels.global_cumsum(alone, reverse=reverse))
+        want = references.global_cumsum(alone.double(), reverse=reverse)
+        assert_close("y", got[:, a:b], want, 5e-6)
+
+
+def test_no_sequence_at_all(device):
+    x = torch.empty(1, 0, 3, device=device)
+    for packing in (None, pack(bounds((), device), 16), pack(bounds((0, 0), device), 16)):
+        assert kernels.global_cumsum(x, packing=packing).shape == x.shape
+        assert kernel(x, chunk_size=16, packing=packing).shape == x.shape
 
 
 @pytest.mark.parametrize("shape", [(2, 70, 3), (2, 70, 3, 8), (1, 1, 1), (1, 40, 1, 1)], ids=str)

@@ -1,4 +1,4 @@
-"""The cumulative sum inside each chunk, forwards or backwards."""
+"""The cumulative sum inside each chunk, or of each sequence, forwards or backwards."""
 
 import torch
 import triton
@@ -6,8 +6,37 @@ import triton.language as tl
 from torch import Tensor
 
 from linattn_edu.kernels.delta.gate import BH
-from linattn_edu.kernels.tiles import cdiv, chunk_args, chunk_of, load_tile, store_tile
+from linattn_edu.kernels.tiles import (
+    cdiv,
+    chunk_args,
+    chunk_of,
+    load_tile,
+    sequence_args,
+    sequence_of,
+    store_tile,
+)
 from linattn_edu.packing import Packing
+
+BLOCK = 256  # tokens of a tile; longer chunks and sequences take several, one after the other
+
+
+@triton.jit
+def running_sum(x_ptr, y_ptr, scale, n_t, blocks, o_d, D: tl.constexpr, BT: tl.constexpr,
+                BD: tl.constexpr, REVERSE: tl.constexpr):  # fmt: skip
+    """Columns o_d of y [n_t, D], the sums of x, a block of BT tokens at a time."""
+    o_t = tl.arange(0, BT)
+    begin = tl.cast(blocks - 1, tl.int64) * BT * D if REVERSE else 0
+    x_ptr, y_ptr = x_ptr + begin, y_ptr + begin
+    b_sum = tl.zeros([1, BD], dtype=tl.float32)  # of the blocks behind
+    for i in range(blocks):
+        n = n_t - (blocks - 1 - i if REVERSE else i) * BT
+        b_x = load_tile(x_ptr, o_t, o_d, D, n, D).to(tl.float32)  # [BT, BD]
+        # eq:delta-dg   dg = reverse cumsum(dgc)
+        b_y = b_sum + tl.cumsum(b_x, axis=0, reverse=REVERSE)
+        store_tile(y_ptr, scale * b_y, o_t, o_d, D, n, D)
+        b_sum += tl.sum(b_x, 0)[None, :]
+        x_ptr += -BT * D if REVERSE else BT * D
+        y_ptr += -BT * D if REVERSE else BT * D
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -19,6 +48,7 @@ def cumsum_kernel(
     chunks_ptr,  # [NT, 2] or None
     T,
     D: tl.constexpr,
+    BC: tl.constexpr,  # tokens of a chunk
     BT: tl.constexpr,
     BD: tl.constexpr,
     REVERSE: tl.constexpr,
@@ -28,13 +58,36 @@ def cumsum_kernel(
     Reference: linattn_edu.reference.delta.cumsum.
     """
     ND: tl.constexpr = (D + BD - 1) // BD
-    i_d, _, first, n_t = chunk_of(tl.program_id(0), cu_ptr, chunks_ptr, T, ND, BT)
-    o_t = tl.arange(0, BT)
+    i_d, _, first, n_t = chunk_of(tl.program_id(0), cu_ptr, chunks_ptr, T, ND, BC)
     o_d = i_d * BD + tl.arange(0, BD)
-    b_x = load_tile(x_ptr + first * D, o_t, o_d, D, n_t, D).to(tl.float32)  # [BT, BD]
-    # eq:delta-dg   dg = reverse cumsum(dgc)
-    b_y = scale * tl.cumsum(b_x, axis=0, reverse=REVERSE)
-    store_tile(y_ptr + first * D, b_y, o_t, o_d, D, n_t, D)
+    n_t = tl.minimum(n_t, BC)
+    blocks = tl.cdiv(n_t, BT) if BC > BT else 1
+    running_sum(x_ptr + first * D, y_ptr + first * D, scale, n_t, blocks, o_d, D, BT, BD,
+                REVERSE)  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["T"])
+def global_cumsum_kernel(
+    x_ptr,  # [B, T, D]
+    y_ptr,  # [B, T, D] out
+    scale,
+    cu_ptr,  # [N + 1] or None
+    T,
+    D: tl.constexpr,
+    BT: tl.constexpr,
+    BD: tl.constexpr,
+    REVERSE: tl.constexpr,
+):
+    """One program: BD columns of one sequence, all its tokens.  Grid (N * D / BD).
+
+    Reference: linattn_edu.reference.delta.cumsum.
+    """
+    ND: tl.constexpr = (D + BD - 1) // BD
+    i_d, i_n = tl.program_id(0) % ND, (tl.program_id(0) // ND).to(tl.int64)
+    first, n_t, _ = sequence_of(i_n, cu_ptr, None, T, BT)
+    o_d = i_d * BD + tl.arange(0, BD)
+    running_sum(x_ptr + first * D, y_ptr + first * D, scale, n_t, tl.cdiv(n_t, BT), o_d, D, BT,
+                BD, REVERSE)  # fmt: skip
 
 
 def cumsum(
@@ -51,6 +104,21 @@ def cumsum(
     NT, *chunks = chunk_args(x, chunk_size, packing)
     with torch.cuda.device_of(x):
         cumsum_kernel[(NT * cdiv(D, BH),)](
-            x, y, scale, *chunks, T, D, BT=chunk_size, BD=BH, REVERSE=reverse, num_warps=4
+            x, y, scale, *chunks, T, D, BC=chunk_size, BT=min(chunk_size, BLOCK), BD=BH,
+            REVERSE=reverse, num_warps=4,
+        )  # fmt: skip
+    return y
+
+
+def global_cumsum(
+    x: Tensor, *, reverse: bool = False, scale: float = 1.0, packing: Packing | None = None
+) -> Tensor:
+    """Launch global_cumsum_kernel; arguments and result as in the reference."""
+    _, T, D = x.shape
+    y = torch.empty_like(x, dtype=torch.float32)
+    N, cu, _ = sequence_args(x, packing)
+    with torch.cuda.device_of(x):
+        global_cumsum_kernel[(N * cdiv(D, BH),)](
+            x, y, scale, cu, T, D, BT=BLOCK, BD=BH, REVERSE=reverse, num_warps=4
         )
     return y
