@@ -14,14 +14,20 @@ from pathlib import Path
 
 import torch
 
-from linattn_edu.ops.check import interpreted
+from linattn_edu.ops.check import (
+    has_triton,
+    imported_for_compilation,
+    interpreted,
+    interpreter_wanted,
+)
 
 TRITON_MIN = (3, 6)
+UNKNOWN = (0,)  # a version that nothing says
 MIN_CAPABILITY = (7, 5)
 WAYS = ("compiled", "interpreter", "reference")
 WHAT = {
     "compiled": "the Triton kernels, compiled for the GPU: CUDA tensors",
-    "interpreter": "the Triton kernels on the CPU, slow: CPU tensors, TRITON_INTERPRET=1",
+    "interpreter": "the Triton kernels on the CPU, slow, one thread at a time: TRITON_INTERPRET=1",
     "reference": 'plain PyTorch: CPU tensors, or impl="reference"',
 }
 # relative RMS error against the float64 recurrence on the same rounded inputs
@@ -34,7 +40,7 @@ class Machine:
     """The facts that the notes are drawn from; versions as tuples, None where absent."""
 
     system: str = "Linux"
-    torch: tuple[int, ...] = (0,)
+    torch: tuple[int, ...] = UNKNOWN
     triton: tuple[int, ...] | None = None
     numpy: tuple[int, ...] | None = None
     cuda_build: bool = False
@@ -45,6 +51,8 @@ class Machine:
     ptxas: tuple[int, ...] | None = None
     c_compiler: bool = True
     interpret: bool = False
+    triton_problem: str | None = None  # what importing it fails with
+    too_late: bool = False  # TRITON_INTERPRET was set after triton was imported
 
 
 @dataclass(frozen=True)
@@ -68,7 +76,7 @@ def version(name: str) -> tuple[int, ...] | None:
 def numbers(text: str) -> tuple[int, ...]:
     """ "3.7.1+cpu" -> (3, 7, 1)"""
     found = re.match(r"\d+(\.\d+)*", text)
-    return tuple(int(n) for n in found.group().split(".")) if found else (0,)
+    return tuple(int(n) for n in found.group().split(".")) if found else UNKNOWN
 
 
 def dotted(numbers: tuple[int, ...]) -> str:
@@ -82,8 +90,8 @@ def examine() -> Machine:
     return Machine(
         system=platform.system(),
         torch=numbers(torch.__version__),
-        # a module that cannot be imported does not count, whatever is installed
-        triton=version("triton") if importlib.util.find_spec("triton") else None,
+        # a module that is not found does not count, whatever is installed
+        triton=version("triton") or UNKNOWN if has_triton() else None,
         numpy=version("numpy"),
         cuda_build=torch.version.cuda is not None,
         hip_build=torch.version.hip is not None,
@@ -94,6 +102,31 @@ def examine() -> Machine:
         ptxas=_ptxas() if usable else None,
         c_compiler=bool(os.environ.get("CC") or any(map(shutil.which, ("gcc", "clang", "cc")))),
         interpret=interpreted(),
+        triton_problem=_triton_problem() if has_triton() else None,
+        too_late=interpreter_wanted() and imported_for_compilation(),
+    )
+
+
+def _triton_problem() -> str | None:
+    """Why Triton cannot be imported, asked in a process of its own; None if it can.
+
+    A broken one may end its process, and in this one it is too early to import it: whoever asks
+    the doctor first may still set TRITON_INTERPRET.
+    """
+    code = "from linattn_edu.ops.check import triton_problem; print(triton_problem() or '')"
+    done = _process(code)
+    if done.returncode:
+        return f"importing the package triton ends the process with code {done.returncode}"
+    return textwrap.shorten(done.stdout, 300) or None
+
+
+def _process(code: str, **env: str) -> subprocess.CompletedProcess:
+    """Run code in a fresh Python with this library, without TRITON_INTERPRET unless it is given."""
+    env = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"} | env
+    root = str(Path(__file__).resolve().parents[1])
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, [root, env.get("PYTHONPATH")]))
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=TIMEOUT
     )
 
 
@@ -146,7 +179,16 @@ def notes(machine: Machine) -> list[Note]:
                 advice,
             )
         )
-    elif m.triton < TRITON_MIN:
+    elif m.triton_problem is not None:
+        out.append(
+            Note(
+                f"Triton cannot be used: {m.triton_problem}. The library works with its reference "
+                "stages; the chapters, which build kernels, do not run.",
+                "pip install --force-reinstall triton; if that does not help, look for a file or "
+                "a folder called triton that is found before the package",
+            )
+        )
+    elif UNKNOWN < m.triton < TRITON_MIN:
         out.append(
             Note(
                 f"Triton {dotted(m.triton)} is older than {dotted(TRITON_MIN)}, the oldest version "
@@ -195,6 +237,14 @@ def notes(machine: Machine) -> list[Note]:
         )
     if m.capability is not None and not m.hip_build:
         out += _gpu_notes(m)
+    if m.too_late:
+        out.append(
+            Note(
+                "TRITON_INTERPRET=1 was set after Triton had been imported, too late for this "
+                "process: its CPU tensors run the reference stages.",
+                "restart Python, and set it before anything imports triton",
+            )
+        )
     if m.interpret and m.gpu is not None:
         out.append(
             Note(
@@ -251,6 +301,8 @@ def unavailable(way: str, machine: Machine) -> str | None:
         return None
     if machine.triton is None:
         return "Triton is not installed"
+    if machine.triton_problem is not None:
+        return "Triton cannot be imported (see below)"
     if way == "compiled" and machine.gpu is None:
         return "no CUDA GPU"
     if way == "compiled" and machine.capability < MIN_CAPABILITY:
@@ -290,17 +342,9 @@ def attempt(way: str) -> tuple[bool, str]:
     Returns:
         Whether it holds, and the dtypes or the reason.
     """
-    env = dict(os.environ)
-    env.pop("TRITON_INTERPRET", None)
-    if way == "interpreter":
-        env["TRITON_INTERPRET"] = "1"
-    root = str(Path(__file__).resolve().parents[1])
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, [root, env.get("PYTHONPATH")]))
-    code = f"from linattn_edu.doctor import check; print(check({way!r}))"
+    env = {"TRITON_INTERPRET": "1"} if way == "interpreter" else {}
     try:
-        done = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=TIMEOUT
-        )
+        done = _process(f"from linattn_edu.doctor import check; print(check({way!r}))", **env)
     except subprocess.TimeoutExpired:
         return False, f"not finished after {TIMEOUT} s"
     if done.returncode == 0:
@@ -314,7 +358,7 @@ def report(machine: Machine, results: dict[str, tuple[bool | None, str]]) -> str
     from linattn_edu import __version__
 
     def absent(v: tuple[int, ...] | None) -> str:
-        return "not installed" if v is None else dotted(v)
+        return {None: "not installed", UNKNOWN: "of unknown version"}.get(v) or dotted(v)
 
     gpu = "none that torch can use"
     if machine.gpu is not None:
@@ -324,7 +368,7 @@ def report(machine: Machine, results: dict[str, tuple[bool | None, str]]) -> str
         f"linattn_edu {__version__}",
         f"  Python  {platform.python_version()} on {platform.system()} {platform.machine()}",
         f"  torch   {torch.__version__}",
-        f"  Triton  {absent(machine.triton)}",
+        f"  Triton  {absent(machine.triton)}{', broken' if machine.triton_problem else ''}",
         f"  NumPy   {absent(machine.numpy)}",
         f"  GPU     {gpu}",
         "",

@@ -26,6 +26,9 @@ def machine(**facts) -> Machine:
     [
         ({"triton": None}, "Triton is not installed"),
         ({"triton": (3, 5, 1)}, "older than 3.6"),
+        ({"triton": (3, 5, 1), "triton_problem": "it is broken"}, "cannot be used: it is broken. "),
+        ({"triton": doctor.UNKNOWN, "triton_problem": "it is broken"}, "it is broken. "),
+        ({"too_late": True}, "after Triton had been imported"),
         ({"triton": (3, 6, 0), "numpy": (2, 4, 0)}, "fails with NumPy 2.4.0"),
         ({"numpy": None}, "NumPy is not installed"),
         ({"nvidia_driver": True}, "built for the CPU only"),
@@ -53,6 +56,7 @@ def test_a_known_problem_gets_one_note_with_advice(facts, says):
         {"triton": (3, 6, 0), "numpy": (2, 3, 5)},
         {"triton": (3, 8, 0)},
         {"c_compiler": False},
+        {"triton": doctor.UNKNOWN},
     ],
 )
 def test_a_good_machine_gets_no_note(facts):
@@ -64,6 +68,7 @@ def test_a_good_machine_gets_no_note(facts):
     [
         ({}, {"interpreter", "reference"}),
         ({"triton": None}, {"reference"}),
+        ({**H200, "triton_problem": "it is broken"}, {"reference"}),
         (H200, {"compiled", "interpreter", "reference"}),
         (P100, {"interpreter", "reference"}),
     ],
@@ -134,6 +139,56 @@ def test_the_command_runs_without_triton():
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Triton is not installed" in done.stdout
     assert f"{'reference':<12} right" in done.stdout
+
+
+BROKEN = {
+    "raise ImportError('libcuda is not\\n  there')": "(ImportError: libcuda is not there)",
+    "raise RuntimeError('libcuda is not there')": "(RuntimeError: libcuda is not there)",
+    "import os; os.no_such_thing": "(AttributeError: module 'os' has no attribute",
+    "import os; os._exit(3)": "ends the process with code 3",
+}
+
+
+@pytest.fixture
+def broken(request, tmp_path, monkeypatch) -> str:
+    """The one line of a package triton that is found before the others."""
+    (tmp_path / "triton").mkdir()
+    (tmp_path / "triton" / "__init__.py").write_text(request.param)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    return request.param
+
+
+@pytest.mark.parametrize("broken", BROKEN, indirect=True)
+def test_what_importing_triton_fails_with(broken):
+    assert BROKEN[broken] in doctor._triton_problem()
+
+
+@pytest.mark.parametrize("broken", [next(iter(BROKEN))], indirect=True)
+def test_the_command_goes_on_where_triton_is_broken(broken):
+    """One sentence says so; the reference works, in the doctor and in the library."""
+    done = run("-m", "linattn_edu", "doctor")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+    text = " ".join(done.stdout.split())
+    assert text.count("Triton cannot be used: ") == 1 and BROKEN[broken] in text
+    assert f"{'reference':<12} right  float32, float16, bfloat16" in done.stdout
+    for way in ("compiled", "interpreter"):
+        assert f"{way:<12} -      Triton cannot be imported (see below)" in done.stdout
+    assert done.stdout.splitlines()[-1] == "Usable: CPU tensors run the reference stages."
+
+
+def test_the_doctor_sees_that_the_interpreter_was_asked_for_too_late():
+    pytest.importorskip("triton")
+    late = "import os, sys, triton; os.environ['TRITON_INTERPRET'] = '1'; "
+    done = run("-c", late + "from linattn_edu.doctor import examine; sys.exit(examine().too_late)")
+    assert done.returncode == 1, done.stderr
+
+
+def test_asking_the_doctor_does_not_import_triton():
+    """Else TRITON_INTERPRET could no longer be set in that process."""
+    code = "import sys; from linattn_edu.doctor import examine; examine(); "
+    done = run("-c", code + "sys.exit('triton.language' in sys.modules)")
+    assert done.returncode == 0, done.stderr
 
 
 def test_an_unknown_command_is_refused():
