@@ -74,7 +74,7 @@ def test_kernel_on_packed_sequences(C, reverse, device):
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("C", [1, 2, 4, 8, 512, 4096])
 def test_chunks_of_any_power_of_two(C, reverse, device):
-    for T in (0, 1, 37) if C < 16 else (0, 37, 512, 700):
+    for T in (0, 1, 13) if C < 16 else (0, 37, 700):
         x = torch.randn(2, T, 18, device=device)
         got = kernel(x, chunk_size=C, reverse=reverse, scale=0.7)
         want = plain(x.double(), C, reverse, 0.7) if C < 16 else reference(
@@ -114,7 +114,7 @@ def test_whole_packed_sequences(reverse, device):
     lengths = (0, 20, 1, 0, 300, 256, 0)
     x = torch.randn(1, sum(lengths), 5, device=device)
     cu_seqlens = bounds(lengths, device)
-    got = kernels.global_cumsum(x, reverse=reverse, packing=pack(cu_seqlens, 64))
+    got = kernels.global_cumsum(x, reverse=reverse, cu_seqlens=cu_seqlens)
     for a, b in pairwise(cu_seqlens.tolist()):
         alone = x[:, a:b].contiguous()
         assert torch.equal(got[:, a:b], kernels.global_cumsum(alone, reverse=reverse))
@@ -124,8 +124,9 @@ def test_whole_packed_sequences(reverse, device):
 
 def test_no_sequence_at_all(device):
     x = torch.empty(1, 0, 3, device=device)
-    for packing in (None, pack(bounds((), device), 16), pack(bounds((0, 0), device), 16)):
-        assert kernels.global_cumsum(x, packing=packing).shape == x.shape
+    for cu_seqlens in (None, bounds((), device), bounds((0, 0), device)):
+        packing = None if cu_seqlens is None else pack(cu_seqlens, 16)
+        assert kernels.global_cumsum(x, cu_seqlens=cu_seqlens).shape == x.shape
         assert kernel(x, chunk_size=16, packing=packing).shape == x.shape
 
 
