@@ -138,12 +138,23 @@ def test_what_the_readme_says_that_is_refused(function, arguments, said):
         call(function, **arguments)
 
 
-JOINED = {"fused": ("intra", "scan"), "kda_bwd": ("kda_output_bwd", "kda_wy_bwd")}
+JOINED = {
+    "cumsum": ("cumsum", "global_cumsum"),
+    "fused": ("intra", "scan"),
+    "gate": ("gate", "layer_gate_bwd"),
+    "kda_bwd": ("kda_output_bwd", "kda_wy_bwd"),
+}
+
+
+def test_the_interface_lists_every_public_name():
+    text = (ROOT / "book" / "api.md").read_text()
+    listed = {*re.findall(r"auto\w+:: linattn_edu\.(\w+)\n", text), *re.findall(r"`(\w+)`", text)}
+    assert [name for name in linattn_edu.__all__ if name not in listed] == []
 
 
 def test_the_interface_lists_every_stage_and_kernel():
     """Functions of the stage files without an underscore, read without importing Triton."""
-    listed = set(re.findall(r"autofunction:: ([\w.]+)", (ROOT / "book" / "api.md").read_text()))
+    listed = set(re.findall(r"auto\w+:: ([\w.]+)", (ROOT / "book" / "api.md").read_text()))
     for side in ("reference", "kernels"):
         files = [
             p for p in (ROOT / "linattn_edu" / side / "delta").glob("*.py") if p.stem[0] != "_"
