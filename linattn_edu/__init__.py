@@ -1,23 +1,47 @@
 """Linear attention, from the recurrence to the kernels: the library of the book linattn_edu."""
 
-from linattn_edu.ops.gdn import chunk_gated_delta_rule
-from linattn_edu.ops.gdn_recurrent import fused_recurrent_gated_delta_rule
-from linattn_edu.ops.helpers import chunk_local_cumsum, solve_tril
-from linattn_edu.ops.kda import chunk_kda
-from linattn_edu.ops.kda_recurrent import fused_recurrent_kda
-from linattn_edu.ops.kernel_delta_attention import kda, kda_decay, kernel_delta_attention
+from linattn_edu.ops.cumsum import chunk_global_cumsum, chunk_local_cumsum
+from linattn_edu.ops.gdn import (
+    chunk_gated_delta_rule,
+    fused_gdn_gate,
+    fused_recurrent_gated_delta_rule,
+)
+from linattn_edu.ops.gdn.kernel_delta_attention import kda, kda_decay, kernel_delta_attention
+from linattn_edu.ops.kda import chunk_kda, fused_kda_gate, fused_recurrent_kda
 from linattn_edu.ops.l2norm import l2norm
+from linattn_edu.ops.names import (
+    L2Norm,
+    chunk_gdn,
+    fused_recurrent_gdn,
+    l2_norm,
+    naive_kda_gate,
+    naive_recurrent_gated_delta_rule,
+    naive_recurrent_kda,
+    prepare_chunk_indices,
+)
+from linattn_edu.ops.solve_tril import solve_tril
 
 __version__ = "0.1.0"
 __all__ = [
+    "L2Norm",
     "chunk_gated_delta_rule",
+    "chunk_gdn",
+    "chunk_global_cumsum",
     "chunk_kda",
     "chunk_local_cumsum",
+    "fused_gdn_gate",
+    "fused_kda_gate",
     "fused_recurrent_gated_delta_rule",
+    "fused_recurrent_gdn",
     "fused_recurrent_kda",
     "kda",
     "kda_decay",
     "kernel_delta_attention",
+    "l2_norm",
     "l2norm",
+    "naive_kda_gate",
+    "naive_recurrent_gated_delta_rule",
+    "naive_recurrent_kda",
+    "prepare_chunk_indices",
     "solve_tril",
 ]

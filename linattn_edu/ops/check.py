@@ -1,16 +1,22 @@
 """Argument checks of the public operators: everything that can be refused is refused here."""
 
+import functools
 import importlib.util
+import math
 import os
 import sys
 from itertools import pairwise
+from numbers import Real
 
 import torch
 from torch import Tensor
 
+from linattn_edu.ops.tensors import known
+
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 KERNEL_FLOATS = FLOATS[1:]
-IMPLS = ("auto", "triton", "reference")
+STAGES = ("reference", "triton")
+IMPLS = ("auto", *STAGES)
 LARGEST = sys.float_info.max
 
 
@@ -21,10 +27,7 @@ def tensor(name: str, x: object, shape: tuple[str, ...], sizes: dict[str, int]) 
     one met before must agree.
     """
     expected = "[" + ", ".join(shape) + "]"
-    if not isinstance(x, Tensor):
-        raise TypeError(
-            f"{name} must be a torch.Tensor of shape {expected}, got {type(x).__name__}"
-        )
+    dense(name, x, expected)
     if x.ndim != len(shape):
         raise ValueError(
             f"{name} must have {len(shape)} dimensions {expected}, got {x.ndim}: {tuple(x.shape)}"
@@ -33,10 +36,36 @@ def tensor(name: str, x: object, shape: tuple[str, ...], sizes: dict[str, int]) 
         if sizes.setdefault(axis, size) != size:
             want = "[" + ", ".join(f"{a}={sizes[a]}" if a in sizes else a for a in shape) + "]"
             raise ValueError(f"{name} must have shape {want}, got {tuple(x.shape)}")
-    if x.dtype not in FLOATS:
-        raise TypeError(f"{name} must be float64, float32, float16 or bfloat16, got {x.dtype}")
+
+
+def dense(name: str, x: object, shape: str) -> None:
+    """Check that x is a floating-point tensor whose numbers lie in memory by strides."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor of shape {shape}, got {type(x).__name__}")
+    if x.is_nested:  # which has no shape to speak of
+        raise TypeError(f"{name} must be a dense tensor, got a nested one")
     if x.layout != torch.strided:
         raise TypeError(f"{name} must be a dense tensor, got layout {x.layout}")
+    if x.dtype not in FLOATS:
+        raise TypeError(f"{name} must be float64, float32, float16 or bfloat16, got {x.dtype}")
+
+
+def dtype(name: str, value: object) -> None:
+    """Check that value is a floating-point dtype."""
+    if value not in FLOATS:
+        raise TypeError(f"{name} must be a floating-point dtype, got {value}")
+
+
+def elements(name: str, x: object, shape: tuple[str, ...], sizes: dict[str, int]) -> Tensor:
+    """x of any shape with as many elements as the named one, as a tensor of that shape."""
+    wanted = [sizes[axis] for axis in shape]
+    expected = ", ".join(f"{axis}={sizes[axis]}" for axis in shape)
+    dense(name, x, f"[{expected}]")
+    if x.numel() != math.prod(wanted):
+        raise ValueError(
+            f"{name} must have the elements of [{expected}], in any shape, got {tuple(x.shape)}"
+        )
+    return x.reshape(wanted)
 
 
 def same_device(first: tuple[str, Tensor], *others: tuple[str, Tensor | None]) -> None:
@@ -53,13 +82,6 @@ def same_dtype(first: tuple[str, Tensor], *others: tuple[str, Tensor]) -> None:
             raise TypeError(f"{name} must be {first[1].dtype} like {first[0]}, got {x.dtype}")
 
 
-def known(x: Tensor | None) -> bool:
-    """Whether the numbers of x can be read without waiting for a device: not while it is traced."""
-    if x is None or x.device.type != "cpu" or torch.compiler.is_compiling():
-        return False
-    return type(x) in (Tensor, torch.nn.Parameter)
-
-
 def log_decay(name: str, g: Tensor) -> None:
     """Check g <= 0 where its numbers are known. NaN passes: the result shows it."""
     if known(g) and bool((g > 0).any()):
@@ -69,38 +91,52 @@ def log_decay(name: str, g: Tensor) -> None:
 
 
 def head_counts(
-    sizes: dict[str, int], names: tuple[str, str, str] = ("q", "k", "v"), max_dim: int = 256
+    sizes: dict[str, int],
+    names: tuple[str, str, str] = ("q", "k", "v"),
+    largest: tuple[int, int] = (256, 512),
 ) -> None:
-    """Check B, T, H, HV, K, V: positive, HV a multiple of H, K and V at most max_dim."""
+    """Check B, H, HV, K, V: positive, HV a multiple of H, K and V at most the largest."""
     q, k, v = names
     owners = {"HV": v, "V": v}
     for axis, size in sizes.items():
-        if size < 1:
+        if size < 1 and axis != "T":
             raise ValueError(f"{owners.get(axis, q)} must have {axis} >= 1, got {axis}={size}")
     if sizes["HV"] % sizes["H"]:
         raise ValueError(
             f"{v} must have a multiple of {q}'s {sizes['H']} heads (HV % H == 0), "
             f"got HV={sizes['HV']}"
         )
-    for axis, name in (("K", f"{q} and {k}"), ("V", v)):
-        if sizes[axis] > max_dim:
-            raise ValueError(f"{name} must have {axis} <= {max_dim}, got {axis}={sizes[axis]}")
+    for axis, name, limit in zip(("K", "V"), (f"{q} and {k}", v), largest, strict=True):
+        if sizes[axis] > limit:
+            raise ValueError(f"{name} must have {axis} <= {limit}, got {axis}={sizes[axis]}")
 
 
-def number(name: str, value: object) -> None:
-    """Check that value is None or a finite number."""
+def number(name: str, value: object) -> float | None:
+    """value, None or a finite number (of Python, of NumPy, a tensor of one), as a float."""
     if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    if isinstance(value, Tensor) and value.ndim == 0 and not value.is_complex():
+        value = value.item()
+    if isinstance(value, bool) or not isinstance(value, (int, float, Real)):
         raise TypeError(f"{name} must be a number or None, got {type(value).__name__}")
     if not abs(value) <= LARGEST:  # math.isfinite ends a graph where numbers are symbols
         raise ValueError(f"{name} must be finite, got {value}")
+    return float(value)
 
 
-def flag(name: str, value: object) -> None:
-    """Check that value is True or False."""
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} must be True or False, got {value!r}")
+def flag(name: str, value: object) -> bool:
+    """value, True or False or a way to write them (1, 0, None), as a bool."""
+    if isinstance(value, bool):
+        return value
+    if value is None or (isinstance(value, int) and value in (0, 1)):
+        return bool(value)
+    raise TypeError(f"{name} must be True or False, got {value!r}")
+
+
+def absent(name: str, value: object, default: object = None) -> None:
+    """Check that an argument of fla-core that does not exist here has fla-core's default value."""
+    if value is not default:
+        raise ValueError(f"{name} is not supported: leave it out, or give {default}, got {value!r}")
 
 
 def choice(name: str, value: object, allowed: tuple) -> None:
@@ -109,21 +145,45 @@ def choice(name: str, value: object, allowed: tuple) -> None:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
 
 
+def power_of_two(name: str, value: object) -> None:
+    """Check that value is 1, 2, 4, ..."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an integer, got {value!r}")
+    if value < 1 or value & (value - 1):
+        raise ValueError(f"{name} must be a power of two, got {value}")
+
+
 def interpreted() -> bool:
     """Whether the kernels run in Triton's interpreter: decided when they are first imported."""
     kernels = sys.modules.get("linattn_edu.kernels.tiles")
     if kernels is not None:
         return kernels.INTERPRETED.value
+    return interpreter_wanted() and not imported_for_compilation()
+
+
+def interpreter_wanted() -> bool:
+    """Whether TRITON_INTERPRET is set."""
     return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
+
+
+def imported_for_compilation() -> bool:
+    """Whether triton is loaded with its own library decorated for the compiler.
+
+    Decorating happens at import, so a TRITON_INTERPRET set later would reach half the functions.
+    """
+    standard = sys.modules.get("triton.language.standard")
+    return standard is not None and type(standard.cdiv).__name__ == "JITFunction"
 
 
 def resolve_impl(impl: str, device: torch.device, dtypes: tuple[torch.dtype, ...]) -> str:
     """Turn impl into "triton" or "reference"; a "triton" that cannot run here is a ValueError."""
     choice("impl", impl, IMPLS)
+    if impl == "reference":
+        return impl
     why_not = _why_not(device, dtypes)
     if impl == "triton" and why_not:
         raise ValueError(f"impl='triton' cannot run here: {why_not}; impl='reference' can")
-    return impl if impl != "auto" else "reference" if why_not else "triton"
+    return "reference" if why_not else "triton"
 
 
 def has_triton() -> bool:
@@ -131,10 +191,27 @@ def has_triton() -> bool:
     return sys.modules.get("triton") is not None or importlib.util.find_spec("triton") is not None
 
 
+def triton_problem() -> str | None:
+    """Why Triton cannot be used here, in one sentence without a full stop; None: it can."""
+    if not has_triton():
+        return "the package triton is not installed"
+    return _import_error()
+
+
+@functools.cache
+def _import_error() -> str | None:
+    """What importing triton fails with; a broken installation can raise anything."""
+    try:
+        import triton.language  # noqa: F401
+    except Exception as e:
+        return f"the package triton is installed but cannot be imported ({type(e).__name__}: {e})"
+    return None
+
+
 def _why_not(device: torch.device, dtypes: tuple[torch.dtype, ...]) -> str | None:
     """Why the kernels cannot run, or None; in a compiled graph asked while it is traced."""
     if not has_triton():
-        return "the package triton is not installed"
+        return triton_problem()
     if device.type == "cpu" and not interpreted():
         return "the tensors are on the CPU and TRITON_INTERPRET=1 was not set in time"
     if device.type not in ("cpu", "cuda"):
@@ -143,7 +220,7 @@ def _why_not(device: torch.device, dtypes: tuple[torch.dtype, ...]) -> str | Non
         return "the GPU is older than compute capability 7.5"
     if any(dtype not in KERNEL_FLOATS for dtype in dtypes):
         return "the kernels compute in float32 at most, and float64 was given"
-    return None
+    return triton_problem()
 
 
 # what torch.compiler.assume_constant_result does, which imports triton when it is called: too

@@ -19,8 +19,12 @@ from linattn_edu import (
     l2norm,
     solve_tril,
 )
-from linattn_edu.ops import autograd, gdn_recurrent, helpers, kda_autograd
+from linattn_edu.ops import cumsum
 from linattn_edu.ops import l2norm as norm
+from linattn_edu.ops import solve_tril as inverse
+from linattn_edu.ops.delta import decode, gate, recurrence
+from linattn_edu.ops.gdn import chunk as gdn
+from linattn_edu.ops.kda import chunk as kda
 
 IMPLS = ("triton", "reference")
 T, HV, K, V = 3, 2, 8, 6
@@ -42,12 +46,30 @@ def every(options):
 
 
 def check(operator, *arguments):
-    torch.library.opcheck(operator, arguments)
+    """The forward pass: schema, shapes for tracing, and the gradient if it has one."""
+    given = leaves(arguments) if operator.backward_names else arguments
+    torch.library.opcheck(operator.registered, given)
 
 
 def check_shapes(operator, *arguments):
     """The same of what has no gradient of its own: it mutates nothing, and is traced aright."""
-    torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))
+    utils = ("test_schema", "test_faketensor")
+    torch.library.opcheck(operator.registered, arguments, test_utils=utils)
+
+
+def check_backward(operator, *arguments, without=()):
+    """The backward pass, for random gradients of the outputs but those named."""
+    given = dict(zip(operator.names, arguments, strict=True))
+    outputs = dict(zip(operator.outputs, operator._run(*arguments), strict=True))
+    for n, out in operator.outputs.items():
+        given[n] = outputs[n]
+        if out.gradient:
+            absent = outputs[n] is None or n in without
+            given[out.gradient] = None if absent else torch.randn_like(outputs[n])
+    utils = ("test_schema", "test_faketensor")
+    torch.library.opcheck(
+        operator.registered_backward, [given[n] for n in operator.backward_names], test_utils=utils
+    )
 
 
 def chunk_arguments(device, packed=False, dtype=torch.float32, gate=False, state=True):
@@ -74,17 +96,10 @@ CHUNK = ({}, {"packed": True}, {"gate": True, "state": False}, {"dtype": torch.b
 def test_chunk(impl, options, device):
     tensors, packing = chunk_arguments(device, **options)
     wants_state = tensors[-1] is not None
-    check(autograd._chunk, *leaves(tensors), *packing, 0.5, wants_state, 16, impl, True)
-    check_shapes(autograd._chunk, *tensors, *packing, 0.5, not wants_state, 16, impl, False)
-
-
-@pytest.mark.parametrize(("impl", "options"), every(CHUNK), ids=str)
-def test_chunk_backward(impl, options, device):
-    tensors, packing = chunk_arguments(device, **options)
-    o, S, gc, A = autograd._chunk(*tensors, *packing, 0.5, True, 16, impl, True)
-    dS = torch.randn_like(S) if tensors[-1] is not None else None
-    do = torch.randn_like(o)
-    check_shapes(autograd._chunk_backward, *tensors, *packing, gc, A, do, dS, 0.5, 16, impl)
+    rest = (*packing, 0.5, wants_state, 16, impl, "")
+    check(gdn.chunk, *tensors, *rest, "gc A")
+    check_shapes(gdn.chunk, *tensors, *packing, 0.5, not wants_state, 16, impl, "", "")
+    check_backward(gdn.chunk, *tensors, *rest, "gc A")
 
 
 def kda_arguments(device, packed=False, dtype=torch.float32, gate=(), state=True):
@@ -92,7 +107,7 @@ def kda_arguments(device, packed=False, dtype=torch.float32, gate=(), state=True
     N = 3 if packed else 1
     x = case(T, (1, HV), K, V, N=N, device=device, dtype=dtype, gates="gk", state=state)
     x |= {"g": x["gk"], "A_log": torch.zeros(HV, device=device)}
-    x["dt_bias"] = torch.zeros(HV * K, device=device)
+    x["dt_bias"] = torch.zeros(HV, K, device=device)
     names = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
     cu_seqlens = bounds(device) if packed else None
     packing = (cu_seqlens, cu_seqlens if cu_seqlens is None else cu_seqlens.cpu(), None)
@@ -100,46 +115,34 @@ def kda_arguments(device, packed=False, dtype=torch.float32, gate=(), state=True
     return tuple(None if n in unused else x[n] for n in names), packing
 
 
-# what there is, the gate's lower bound and the one that is promised, what is kept, states of chunks
+ALL_KEPT = " ".join(kda.Residuals._fields)
+# what there is, the gate's lower bound and the one that is promised, what is saved and kept
 KDA = (
-    ({}, None, -5.0, 1, True),
-    ({"packed": True, "gate": ("A_log", "dt_bias")}, -5.0, -5.0, 2, False),
-    ({"packed": True}, None, None, 1, True),
-    ({"gate": ("A_log",), "state": False}, None, None, 1, False),
-    ({"gate": ("dt_bias",), "dtype": torch.bfloat16}, -5.0, None, 2, False),
+    ({}, None, -5.0, "P A", "h"),
+    ({"packed": True, "gate": ("A_log", "dt_bias")}, -5.0, -5.0, ALL_KEPT, ""),
+    ({"packed": True}, None, None, "P A", "h"),
+    ({"gate": ("A_log",), "state": False}, None, None, "P A", ""),
+    ({"gate": ("dt_bias",), "dtype": torch.bfloat16}, -5.0, None, ALL_KEPT, ""),
 )
 
 
 @pytest.mark.parametrize(("impl", "options"), every(KDA), ids=str)
 def test_chunk_kda(impl, options, device):
-    given, bound, safe, keep, states = options
+    given, bound, safe, save, keep = options
     tensors, packing = kda_arguments(device, **given)
     wants_state = tensors[-1] is not None
     numbers = (*packing, 0.5, bound, safe)
-    check(kda_autograd._chunk, *leaves(tensors), *numbers, wants_state, 16, impl, keep, states)
-    check_shapes(kda_autograd._chunk, *tensors, *numbers, not wants_state, 16, impl, 0, states)
-
-
-@pytest.mark.parametrize(("impl", "options"), every(KDA), ids=str)
-def test_chunk_kda_backward(impl, options, device):
-    given, bound, safe, keep, _ = options
-    tensors, packing = kda_arguments(device, **given)
-    o, S, *residuals = kda_autograd._chunk(
-        *tensors, *packing, 0.5, bound, safe, True, 16, impl, keep, False
-    )
-    dS = torch.randn_like(S) if tensors[-1] is not None else None
-    check_shapes(
-        kda_autograd._chunk_backward, *tensors, *packing, *residuals, torch.randn_like(o), dS,
-        0.5, bound, 16, impl,
-    )  # fmt: skip
+    check(kda.chunk, *tensors, *numbers, wants_state, 16, impl, keep, save)
+    check_shapes(kda.chunk, *tensors, *numbers, not wants_state, 16, impl, keep, "")
+    check_backward(kda.chunk, *tensors, *numbers, wants_state, 16, impl, keep, save)
 
 
 def recurrent_arguments(device, gates="g", packed=False, dtype=torch.float32, state=True):
-    """q, k, v, g, gk, gv, beta, initial_state, cu_seqlens."""
+    """q, k, v, g, beta, gk, gv, initial_state, cu_seqlens."""
     x = case(
         T, (1, HV), K, V, N=3 if packed else 1, gates=gates, state=state, device=device, dtype=dtype
     )
-    names = ("q", "k", "v", "g", "gk", "gv", "beta", "initial_state")
+    names = ("q", "k", "v", "g", "beta", "gk", "gv", "initial_state")
     cu_seqlens = bounds(device) if packed else None
     return *(x[n] for n in names), cu_seqlens
 
@@ -154,46 +157,54 @@ RECURRENT = (
 
 @pytest.mark.parametrize(("impl", "options"), every(RECURRENT), ids=str)
 def test_recurrent(impl, options, device):
-    tensors = recurrent_arguments(device, **options)
-    check(gdn_recurrent._recurrent, *leaves(tensors), 0.5, impl)
-    o, S = gdn_recurrent._recurrent(*tensors, 0.5, impl)
-    for dS in (torch.randn_like(S), None):
-        check_shapes(
-            gdn_recurrent._recurrent_backward, *tensors, torch.randn_like(o), dS, 0.5, impl
-        )
+    arguments = (*recurrent_arguments(device, **options), 0.5, impl)
+    check(recurrence.recurrence, *arguments)
+    for without in ((), ("final_state",)):
+        check_backward(recurrence.recurrence, *arguments, without=without)
 
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("flags", [(), ALL], ids=len)
 def test_steps(flags, packed, device):
     x = case(T, (1, HV), K, V, N=3 if packed else 1, gates="g gk gv", flags=flags, device=device)
-    names = ("q", "k", "v", "g", "gk", "gv", "beta", "A_log", "dt_bias", "initial_state")
-    cu_seqlens = bounds(device) if packed else None
-    rest = (cu_seqlens, 0.5, bool(flags), 2 * bool(flags), bool(flags))
-    tensors = tuple(x.get(n) for n in names)
+    x = {n: t.view(HV, 1) if n == "dt_bias" and t is not None else t for n, t in x.items()}
+    cu_seqlens, slots = bounds(device) if packed else None, (None, None)
+    rest = (cu_seqlens, 0.5, bool(flags), 2 * bool(flags), None)
+    step = recurrence.steps[bool(flags)]
+    tensors = tuple(x.get(n) for n in step.inputs)
     for output_final_state in (True, False):
-        check_shapes(gdn_recurrent._step_op, *tensors, *rest, output_final_state)
-    check(gdn_recurrent._step_inplace_op, *tensors, *rest)
+        check_shapes(step, *tensors, *rest, output_final_state, "triton")
+    check(decode.step_, *tensors, *slots, *rest, bool(flags), "triton")
 
 
 @pytest.mark.parametrize("lower_bound", [None, -5.0])
 def test_steps_of_a_pool(lower_bound, device):
     """With a raw gate for each channel; slots for each token, of which some were rejected."""
     x = case(T, (1, HV), K, V, N=5, gates="gk", flags=("v_first",), device=device)
-    x |= {"A_log": torch.zeros(HV, device=device), "dt_bias": torch.zeros(HV * K, device=device)}
-    names = ("q", "k", "v", "g", "gk", "gv", "beta", "A_log", "dt_bias", "initial_state")
-    tensors = tuple(x[n] for n in names)
+    x |= {"A_log": torch.zeros(HV, device=device), "dt_bias": torch.zeros(HV, K, device=device)}
+    step = recurrence.steps[True]
+    *tensors, pool = (x[n] for n in step.inputs)
     indices = torch.tensor([[3, 1], [-1, 0], [4, -1]], device=device)
     slots = (indices, torch.tensor([2, 1, 1], device=device))
-    flags = (0.5, True, 0, True)
-    for rest in ((None, None), slots):
-        states = (*tensors[:-1], x["initial_state"][:3] if rest[0] is None else x["initial_state"])
-        step = gdn_recurrent._step_inplace_op
-        check(step, *states, bounds(device), *flags, lower_bound, *rest)
-    states = (*tensors[:-1], x["initial_state"][:3])
-    check_shapes(gdn_recurrent._step_op, *states, bounds(device), *flags, True, lower_bound)
-    unraw = (*tensors[:7], x["initial_state"])
-    check(gdn_recurrent._pool, *unraw, bounds(device), *slots, 0.5, True)
+    flags = (bounds(device), 0.5, True, 0, lower_bound)
+    for state, where in ((pool[:3], (None, None)), (pool, slots)):
+        check(decode.step_, *tensors, state, *where, *flags, True, "triton")
+    check_shapes(step, *tensors, pool[:3], *flags, True, "triton")
+    check(decode.pool_, *tensors[:7], pool, *slots, bounds(device), 0.5, True, "reference")
+
+
+@pytest.mark.parametrize("channels", [False, True])
+@pytest.mark.parametrize("impl", IMPLS)
+def test_gates(impl, channels, device):
+    shape = (HV, K) if channels else (HV,)
+    a, A_log = torch.randn(1, T, *shape, device=device), torch.zeros(HV, device=device)
+    operator = gate.gates[a.ndim]
+    for bias in (torch.randn(shape, device=device), None):
+        check(operator, a, A_log, bias, None, impl)
+        check_backward(operator, a, A_log, bias, None, impl)
+    if channels:
+        check(operator, a, None, None, -5.0, impl)
+        check_backward(operator, a, None, None, -5.0, impl)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
@@ -201,9 +212,8 @@ def test_steps_of_a_pool(lower_bound, device):
 def test_l2norm(shape, dtype, device):
     x = torch.randn(shape, device=device, dtype=dtype)
     for impl in IMPLS[dtype == torch.float64 :]:
-        check(norm._l2norm, *leaves((x,)), 1e-6, impl)
-        _, rstd = norm._l2norm(x, 1e-6, impl)
-        check_shapes(norm._l2norm_backward, x, rstd, torch.randn_like(x), impl)
+        check(norm.norm, x, 1e-6, impl)
+        check_backward(norm.norm, x, 1e-6, impl)
 
 
 def helper_bounds(device, given):
@@ -222,23 +232,27 @@ def helper_bounds(device, given):
 def test_cumsum_and_solve(impl, given, device):
     packing = helper_bounds(device, given)
     x = torch.randn(1, 20, 3, device=device)
-    check(helpers._cumsum, *leaves((x,)), *packing, 16, True, 2.0, impl)
-    check_shapes(helpers._cumsum, x.bfloat16(), *packing, 16, False, 1.0, impl)
+    check(cumsum.local, x, *packing, 2.0, True, 16, impl)
+    check_shapes(cumsum.local, x.bfloat16(), *packing, 1.0, False, 16, impl)
+    check_backward(cumsum.local, x, *packing, 2.0, True, 16, impl)
+    check(cumsum.whole, x, packing[0], 2.0, True, impl)
+    check_backward(cumsum.whole, x, packing[0], 2.0, True, impl)
     A = torch.randn(1, 20, 1, 16, device=device) / 4
-    check(helpers._solve, *leaves((A,)), *packing, impl)
-    X = helpers._solve(A, *packing, impl)
-    check_shapes(helpers._solve_backward, X, torch.randn_like(X), *packing[:2])
+    check(inverse.solve, A, *packing, impl)
+    check_backward(inverse.solve, A, *packing, impl)
 
 
 def test_every_operator_is_checked():
     """The names this file knows are those the library registers."""
     registered = {str(s.name).split("::")[1] for s in torch._C._jit_get_all_schemas()
                   if str(s.name).startswith("linattn_edu::")}  # fmt: skip
+    differentiable = (
+        "chunk_gated_delta_rule", "chunk_kda", "chunk_local_cumsum", "chunk_global_cumsum",
+        "l2norm", "recurrent", "solve_tril", "gdn_gate", "kda_gate",
+    )  # fmt: skip
     assert registered == {
-        "chunk_gated_delta_rule", "chunk_gated_delta_rule_backward", "chunk_kda",
-        "chunk_kda_backward", "chunk_local_cumsum",
-        "l2norm", "l2norm_backward", "recurrent", "recurrent_backward", "recurrent_pool",
-        "recurrent_step", "recurrent_step_", "solve_tril", "solve_tril_backward",
+        *differentiable, *(f"{n}_backward" for n in differentiable),
+        "recurrent_pool", "recurrent_step", "recurrent_step_v_first", "recurrent_step_",
     }  # fmt: skip
 
 
@@ -276,8 +290,7 @@ def test_who_watches_sees_the_operator(name, device):
     with Watch() as watch:
         y = WATCHED[name](x)
         (watched,) = torch.autograd.grad(y.sum(), x)
-    backward = f"{name}_backward" if name != "chunk_local_cumsum" else name
-    assert watch.seen == [name, backward]
+    assert watch.seen == [name, f"{name}_backward"]
     assert torch.equal(y, plain) and torch.equal(watched, dx)
 
 

@@ -11,7 +11,6 @@ from linattn_edu.kernels.tiles import (
     chunk_args,
     chunk_of,
     load_tile,
-    sequence_args,
     sequence_of,
     store_tile,
 )
@@ -111,14 +110,17 @@ def cumsum(
 
 
 def global_cumsum(
-    x: Tensor, *, reverse: bool = False, scale: float = 1.0, packing: Packing | None = None
+    x: Tensor, *, reverse: bool = False, scale: float = 1.0, cu_seqlens: Tensor | None = None
 ) -> Tensor:
-    """Launch global_cumsum_kernel; arguments and result as in the reference."""
-    _, T, D = x.shape
+    """Launch global_cumsum_kernel; arguments and result as in the reference.
+
+    cu_seqlens: [N + 1] int64, of sequences packed into a batch of one.
+    """
+    B, T, D = x.shape
     y = torch.empty_like(x, dtype=torch.float32)
-    N, cu, _ = sequence_args(x, packing)
+    N = B if cu_seqlens is None else len(cu_seqlens) - 1
     with torch.cuda.device_of(x):
         global_cumsum_kernel[(N * cdiv(D, BH),)](
-            x, y, scale, cu, T, D, BT=BLOCK, BD=BH, REVERSE=reverse, num_warps=4
+            x, y, scale, cu_seqlens, T, D, BT=BLOCK, BD=BH, REVERSE=reverse, num_warps=4
         )
     return y

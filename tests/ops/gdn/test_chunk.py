@@ -144,11 +144,8 @@ def both_passes(stages, x, do, dht):
     """Outputs and gradients of the composition, by name."""
     arguments, options = x.asdict(), {"scale": 0.2, "initial_state": x.initial_state}
     del arguments["initial_state"]
-    outputs = forward(
-        stages, **arguments, **options, output_final_state=True, return_residuals=True
-    )
-    o, S, gc, A = outputs
-    gradients = backward(stages, **arguments, gc=gc, A=A, do=do, dht=dht, **options)
+    o, S, residuals = forward(stages, **arguments, **options, output_final_state=True)
+    gradients = backward(stages, **arguments, residuals=residuals, do=do, dht=dht, **options)
     names = ("dq", "dk", "dv", "dg", "dbeta", "dA_log", "ddt_bias", "dh0")
     return {"o": o, "S": S} | dict(zip(names, gradients, strict=True))
 

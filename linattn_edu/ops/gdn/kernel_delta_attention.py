@@ -3,9 +3,11 @@
 import torch
 from torch import Tensor
 
-from linattn_edu.ops import arguments, check
-from linattn_edu.ops.gdn import chunk_gated_delta_rule
-from linattn_edu.ops.gdn_recurrent import fused_recurrent_gated_delta_rule
+from linattn_edu.ops import check, tensors
+from linattn_edu.ops.delta import arguments
+from linattn_edu.ops.gdn.chunk import chunk_gated_delta_rule
+from linattn_edu.ops.gdn.gate import fused_gdn_gate
+from linattn_edu.ops.gdn.recurrent import fused_recurrent_gated_delta_rule
 
 
 def kernel_delta_attention(
@@ -76,10 +78,11 @@ def kernel_delta_attention(
     check.same_device(("query", query), *others.items(), ("initial_state", initial_state))
     if decay is not None:
         check.log_decay("decay", decay)
-    check.number("softmax_scale", softmax_scale)
+    softmax_scale = check.number("softmax_scale", softmax_scale)
     check.choice("chunk_size", chunk_size, arguments.CHUNK_SIZES)
-    check.flag("use_qk_l2norm", use_qk_l2norm)
-    check.flag("use_chunked", use_chunked)
+    use_qk_l2norm, use_chunked = arguments.flags(
+        use_qk_l2norm=use_qk_l2norm, use_chunked=use_chunked
+    )
     options = {
         "scale": softmax_scale, "initial_state": initial_state, "output_final_state": True,
         "use_qk_l2norm_in_kernel": use_qk_l2norm, "impl": impl,
@@ -100,8 +103,8 @@ def kda_decay(gate: Tensor, A_log: Tensor, dt_bias: Tensor) -> Tensor:
 
         decay = -exp(A_log) softplus(gate + dt_bias)
 
-    Differentiable. In PyTorch; ``use_gate_in_kernel`` of :func:`chunk_gated_delta_rule` computes
-    the same in its kernels.
+    Differentiable: :func:`fused_gdn_gate`. ``use_gate_in_kernel`` of
+    :func:`chunk_gated_delta_rule` computes the same in its kernels.
 
     Args:
         gate: ``[B, T, H]``, any float dtype.
@@ -120,4 +123,5 @@ def kda_decay(gate: Tensor, A_log: Tensor, dt_bias: Tensor) -> Tensor:
     for name, x in (("A_log", A_log), ("dt_bias", dt_bias)):
         check.tensor(name, x, ("H",), sizes)
     check.same_device(("gate", gate), ("A_log", A_log), ("dt_bias", dt_bias))
-    return arguments.gate(gate, A_log, dt_bias)
+    wide = tensors.wide(gate, A_log, dt_bias)
+    return fused_gdn_gate(gate, A_log, dt_bias, output_dtype=wide)

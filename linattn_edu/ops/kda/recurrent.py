@@ -2,8 +2,8 @@
 
 from torch import Tensor
 
-from linattn_edu.ops import arguments, check
-from linattn_edu.ops.gdn_recurrent import compute
+from linattn_edu.ops import check
+from linattn_edu.ops.delta import arguments, decode, recurrence
 
 
 def fused_recurrent_kda(
@@ -29,6 +29,7 @@ def fused_recurrent_kda(
     ssm_state_indices: Tensor | None = None,
     num_accepted_tokens: Tensor | None = None,
     transpose_state_layout: bool | None = None,
+    cp_context: None = None,
     impl: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
     r"""Kimi Delta Attention one token after the other: decoding, and prefill of short prompts.
@@ -66,18 +67,32 @@ def fused_recurrent_kda(
 
     Source: Kimi Team 2025 (arXiv:2510.26692); chapter 01.
     """
+    check.absent("cp_context", cp_context)
     state_v_first = arguments.v_first(state_v_first, transpose_state_layout)
     sizes = arguments.check_tensors(
         q, k, v, g, beta, initial_state, cu_seqlens, state_v_first,
-        channels=True, pool=ssm_state_indices is not None,
+        channels=True, pool=ssm_state_indices is not None, largest=recurrence.LARGEST,
     )  # fmt: skip
     for name, x, shape in (("g", g, ("B", "T", "HV", "K")), ("beta", beta, ("B", "T", "HV"))):
         check.tensor(name, x, shape, sizes)  # which the gated delta rule may do without
-    arguments.check_channel_gate(sizes, q, g, use_gate_in_kernel, A_log, dt_bias, lower_bound)
-    return compute(
-        (q, k, v, None, g, None, beta, A_log, dt_bias, initial_state), cu_seqlens, sizes,
-        scale=scale, output_final_state=output_final_state, normalise=use_qk_l2norm_in_kernel,
-        gate=use_gate_in_kernel, sigmoid=use_beta_sigmoid_in_kernel, double=allow_neg_eigval,
-        v_first=state_v_first, inplace=inplace_final_state, indices=ssm_state_indices,
-        accepted=num_accepted_tokens, impl=impl, lower_bound=lower_bound,
-    )  # fmt: skip
+    output_final_state, normalise, raw_gate, inplace = arguments.flags(
+        output_final_state=output_final_state,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        use_gate_in_kernel=use_gate_in_kernel,
+        inplace_final_state=inplace_final_state,
+    )
+    lower_bound = check.number("lower_bound", lower_bound)
+    A_log, dt_bias = arguments.check_gate(
+        sizes, q, g, raw_gate, A_log, dt_bias, lower_bound, channels=True
+    )
+    sigmoid = arguments.sigmoid_factor(use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    tensors = (q, k, v, None, g, None, beta, A_log, dt_bias, initial_state)
+    how = recurrence.How(
+        check.number("scale", scale), normalise, raw_gate, sigmoid, state_v_first, lower_bound, impl
+    )
+    if inplace or ssm_state_indices is not None:
+        return decode.in_place(
+            tensors, cu_seqlens, sizes, how, inplace, ssm_state_indices, num_accepted_tokens
+        )
+    decode.no_pool(num_accepted_tokens)
+    return recurrence.run(tensors, cu_seqlens, sizes, how, output_final_state)

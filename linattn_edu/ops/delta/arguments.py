@@ -1,23 +1,26 @@
-"""Checks of the arguments that the forms of the gated delta rule share."""
+"""Arguments that the forms of the delta rule share: checked, and brought to one form."""
 
 import warnings
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from linattn_edu.ops import check, library
+from linattn_edu.ops import check, tensors
 
 CHUNK_SIZES = (16, 32, 64)
 INTEGERS = (torch.int32, torch.int64)
 
 
+def flags(**given: object) -> list[bool]:
+    """The values of flags, in order; refuse what is no flag."""
+    return [check.flag(name, value) for name, value in given.items()]
+
+
 def v_first(state_v_first: bool, transpose_state_layout: bool | None) -> bool:
     """state_v_first, or its deprecated name."""
-    check.flag("state_v_first", state_v_first)
+    state_v_first = check.flag("state_v_first", state_v_first)
     if transpose_state_layout is None:
         return state_v_first
-    check.flag("transpose_state_layout", transpose_state_layout)
     if state_v_first:
         raise ValueError(
             "state_v_first and transpose_state_layout are one argument: give the first"
@@ -25,7 +28,7 @@ def v_first(state_v_first: bool, transpose_state_layout: bool | None) -> bool:
     warnings.warn(
         "transpose_state_layout is deprecated: use state_v_first", DeprecationWarning, stacklevel=3
     )
-    return transpose_state_layout
+    return check.flag("transpose_state_layout", transpose_state_layout)
 
 
 def check_tensors(
@@ -42,11 +45,12 @@ def check_tensors(
     *,
     channels: bool = False,
     pool: bool = False,
+    largest: tuple[int, int] = (256, 512),
 ) -> dict[str, int]:
     """Refuse tensors that do not fit; return the sizes B, T, H, HV, K, V and N.
 
     channels: g is a decay for each row of the state. pool: initial_state holds any number of
-    states, sizes["slots"].
+    states, sizes["slots"]. largest: K and V.
     """
     sizes: dict[str, int] = {}
     check.tensor("q", q, ("B", "T", "H", "K"), sizes)
@@ -60,12 +64,11 @@ def check_tensors(
     ):
         if x is not None:
             check.tensor(name, x, shape, sizes)
-    check.head_counts(sizes)
+    check.head_counts(sizes, largest=largest)
     count_sequences("q", q, cu_seqlens, sizes)
     if initial_state is not None:
         shape = ("HV", "V", "K") if state_v_first else ("HV", "K", "V")
         check.tensor("initial_state", initial_state, ("slots" if pool else "N", *shape), sizes)
-    check.same_dtype(("q", q), ("k", k), ("v", v))
     others = {
         "k": k, "v": v, "g": g, "gk": gk, "gv": gv, "beta": beta, "initial_state": initial_state,
         "cu_seqlens": cu_seqlens,
@@ -143,91 +146,71 @@ def check_gate(
     use_gate_in_kernel: bool,
     A_log: Tensor | None,
     dt_bias: Tensor | None,
-) -> None:
-    """Refuse a log decay that is positive, or parameters of a gate that do not fit."""
-    check.flag("use_gate_in_kernel", use_gate_in_kernel)
+    lower_bound: float | None = None,
+    *,
+    channels: bool = False,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Refuse a log decay that is positive, or parameters of a gate that do not fit.
+
+    Returns A_log [HV] and dt_bias [HV], or with a gate for each channel [HV, K].
+    """
+    parameters = {"A_log": A_log, "dt_bias": dt_bias, "lower_bound": lower_bound}
     if not use_gate_in_kernel:
-        for name, x in (("A_log", A_log), ("dt_bias", dt_bias)):
+        for name, x in parameters.items():
             if x is not None:
                 raise ValueError(f"{name} is used with use_gate_in_kernel=True only")
         if g is not None:
             check.log_decay("g", g)
-        return
-    for name, x in (("g", g), ("A_log", A_log)):
-        if x is None:
-            raise ValueError(f"{name} must be given with use_gate_in_kernel=True, got None")
-    for name, x in (("A_log", A_log), ("dt_bias", dt_bias)):
-        if x is not None:
-            check.tensor(name, x, ("HV",), sizes)
-    check.same_device(("q", q), ("A_log", A_log), ("dt_bias", dt_bias))
-
-
-def check_channel_gate(
-    sizes: dict[str, int],
-    q: Tensor,
-    g: Tensor,
-    use_gate_in_kernel: bool,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
-    lower_bound: float | None,
-) -> None:
-    """The same of a gate for each row of the state: see `channel_gate`."""
-    check.flag("use_gate_in_kernel", use_gate_in_kernel)
-    if not use_gate_in_kernel:
-        for name, x in (("A_log", A_log), ("dt_bias", dt_bias), ("lower_bound", lower_bound)):
-            if x is not None:
-                raise ValueError(f"{name} is used with use_gate_in_kernel=True only")
-        check.log_decay("g", g)
-        return
-    check.number("lower_bound", lower_bound)
-    if lower_bound is None and A_log is None:
-        raise ValueError(
-            "A_log or lower_bound must be given with use_gate_in_kernel=True, got None for both"
-        )
+        return None, None
+    if g is None:
+        raise ValueError("g must be given with use_gate_in_kernel=True, got None")
+    if A_log is None and lower_bound is None:
+        wanted, got = ("A_log or lower_bound", "None for both") if channels else ("A_log", "None")
+        raise ValueError(f"{wanted} must be given with use_gate_in_kernel=True, got {got}")
     if lower_bound is not None and lower_bound >= 0:
         raise ValueError(f"lower_bound must be < 0, the least log decay, got {lower_bound}")
-    sizes = sizes | {"HV*K": sizes["HV"] * sizes["K"]}
-    for name, x, axis in (("A_log", A_log, "HV"), ("dt_bias", dt_bias, "HV*K")):
-        if x is not None:
-            check.tensor(name, x, (axis,), sizes)
-    check.same_device(("q", q), ("A_log", A_log), ("dt_bias", dt_bias))
+    return layer_parameters(("q", q), sizes, A_log, dt_bias, channels=channels)
 
 
-def check_beta(use_beta_sigmoid_in_kernel: bool, allow_neg_eigval: bool) -> None:
-    """Refuse flags of beta that do not go together."""
-    check.flag("use_beta_sigmoid_in_kernel", use_beta_sigmoid_in_kernel)
-    check.flag("allow_neg_eigval", allow_neg_eigval)
-    if allow_neg_eigval and not use_beta_sigmoid_in_kernel:
+def layer_parameters(
+    like: tuple[str, Tensor],
+    sizes: dict[str, int],
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    *,
+    channels: bool,
+) -> tuple[Tensor | None, Tensor | None]:
+    """A_log [HV] and dt_bias [HV] or [HV, K], given in any shape, on the device of another."""
+    if A_log is not None:
+        A_log = check.elements("A_log", A_log, ("HV",), sizes)
+    if dt_bias is not None:
+        shape = ("HV", "K") if channels else ("HV",)
+        dt_bias = check.elements("dt_bias", dt_bias, shape, sizes)
+    check.same_device(like, ("A_log", A_log), ("dt_bias", dt_bias))
+    return A_log, dt_bias
+
+
+def sigmoid_factor(use_beta_sigmoid_in_kernel: bool, allow_neg_eigval: bool) -> int:
+    """How many times the sigmoid of beta is its value, 1 or 2; 0: beta is its value."""
+    sigmoid, double = flags(
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel, allow_neg_eigval=allow_neg_eigval
+    )
+    if double and not sigmoid:
         raise ValueError(
             "allow_neg_eigval=True takes twice the sigmoid of beta and needs "
             "use_beta_sigmoid_in_kernel=True, got False"
         )
+    return int(sigmoid) + int(double)
 
 
-def sigmoid(beta: Tensor, allow_neg_eigval: bool) -> Tensor:
-    """The write strength of a raw beta, in float32 (float64 for float64)."""
-    beta = torch.sigmoid(beta.double() if beta.dtype == torch.float64 else beta.float())
-    return 2 * beta if allow_neg_eigval else beta
+def transposed(x: Tensor | None, v_first: bool) -> Tensor | None:
+    """States [..., K, V] of states [..., V, K], and the reverse; as they are without v_first."""
+    return x if x is None or not v_first else x.transpose(-1, -2)
 
 
-def gate(
-    a: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None = None
-) -> Tensor:
-    """The log decay of a raw gate, -exp(A_log) softplus(a + dt_bias), in float32 (float64).
-
-    With lower_bound: lower_bound sigmoid(exp(A_log) (a + dt_bias)); A_log None: the factor is 1.
-    """
-    dtype = library.wide(a, A_log, dt_bias)
-    a = a.to(dtype) if dt_bias is None else a.to(dtype) + dt_bias.to(dtype)
-    if lower_bound is None:
-        return -A_log.to(dtype).exp() * F.softplus(a)
-    return lower_bound * torch.sigmoid(a if A_log is None else A_log.to(dtype).exp() * a)
-
-
-def channel_gate(
-    a: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None = None
-) -> Tensor:
-    """The same for each row of the state: a [B, T, HV, K], A_log [HV], dt_bias [HV * K]."""
-    A_log = None if A_log is None else A_log[:, None]
-    dt_bias = None if dt_bias is None else dt_bias.view(a.shape[2:])
-    return gate(a, A_log, dt_bias, lower_bound)
+def write_strength(beta: Tensor, factor: int) -> Tensor:
+    """beta, or this factor times its sigmoid, in float32 (float64 for float64)."""
+    if not factor:
+        return beta
+    beta = torch.sigmoid(beta.to(tensors.wide(beta)))
+    return 2 * beta if factor == 2 else beta

@@ -1,0 +1,205 @@
+"""Cumulative sums over the tokens, in chunks and over whole sequences."""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from linattn_edu.ops import check
+from linattn_edu.ops.delta import arguments
+from linattn_edu.ops.operator import Operator, widened
+from linattn_edu.packing import Packing
+from linattn_edu.reference.delta.cumsum import cumsum, global_cumsum
+
+
+def chunk_local_cumsum(
+    g: Tensor,
+    chunk_size: int,
+    reverse: bool = False,
+    scale: float | None = None,
+    cu_seqlens: Tensor | None = None,
+    output_dtype: torch.dtype | None = torch.float,
+    chunk_indices: Tensor | None = None,
+    *,
+    cu_seqlens_cpu: Tensor | None = None,
+    impl: str = "auto",
+) -> Tensor:
+    """Cumulative sum over the tokens of each chunk by itself.
+
+        y_i = scale * sum over j <= i (reverse: j >= i) in the chunk of g_j
+
+    Differentiable: the adjoint is the same sum the other way round.
+
+    Args:
+        g: ``[B, T, H]`` or ``[B, T, H, D]``, any float dtype.
+        chunk_size: Tokens of a chunk: a power of two.
+        reverse: Whether to add up from the end of the chunk.
+        scale: Factor of the result, 1 if None; ``log2(e)`` turns natural logarithms into base 2.
+        cu_seqlens, cu_seqlens_cpu, chunk_indices: As in :func:`chunk_gated_delta_rule`.
+        output_dtype: Dtype of the result, g's if None. Sums are in float32 (float64 for float64).
+        impl: "triton", "reference" or "auto".
+
+    Returns:
+        y of g's shape.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit; no kernel has run then.
+
+    Source: chapters 02 and 12.
+    """
+    sizes = _check_summands("g", g, cu_seqlens, output_dtype)
+    check.power_of_two("chunk_size", chunk_size)
+    reverse, scale = check.flag("reverse", reverse), check.number("scale", scale)
+    impl = check.resolve_impl(impl, g.device, (g.dtype,))
+    cu_seqlens_cpu = arguments.check_packing(
+        "g", g, sizes, cu_seqlens, cu_seqlens_cpu, chunk_indices, chunk_size
+    )
+    (y,) = local(
+        g.flatten(2), cu_seqlens, cu_seqlens_cpu, chunk_indices,
+        1.0 if scale is None else scale, reverse, chunk_size, impl,
+    )  # fmt: skip
+    return y.view(g.shape).to(g.dtype if output_dtype is None else output_dtype)
+
+
+def chunk_global_cumsum(
+    s: Tensor,
+    reverse: bool = False,
+    scale: float | None = None,
+    cu_seqlens: Tensor | None = None,
+    output_dtype: torch.dtype | None = torch.float,
+    *,
+    impl: str = "auto",
+) -> Tensor:
+    """Cumulative sum over all tokens of each sequence.
+
+        y_i = scale * sum over j <= i (reverse: j >= i) of s_j
+
+    Differentiable: the adjoint is the same sum the other way round.
+
+    Args:
+        s: ``[B, T, H]`` or ``[B, T, H, D]``, any float dtype.
+        reverse: Whether to add up from the end.
+        scale: Factor of the result, 1 if None.
+        cu_seqlens: As in :func:`fused_recurrent_gated_delta_rule`.
+        output_dtype: Dtype of the result, s's if None. Sums are in float32 (float64 for float64).
+        impl: "triton", "reference" or "auto".
+
+    Returns:
+        y of s's shape.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit; no kernel has run then.
+
+    Source: chapter 02.
+    """
+    sizes = _check_summands("s", s, cu_seqlens, output_dtype)
+    reverse, scale = check.flag("reverse", reverse), check.number("scale", scale)
+    impl = check.resolve_impl(impl, s.device, (s.dtype,))
+    if check.known(cu_seqlens):
+        check.lengths("cu_seqlens", cu_seqlens.tolist(), sizes["T"])
+    (y,) = whole(
+        s.flatten(2), cu_seqlens, 1.0 if scale is None else scale, reverse,
+        impl,
+    )  # fmt: skip
+    return y.view(s.shape).to(s.dtype if output_dtype is None else output_dtype)
+
+
+def _check_summands(
+    name: str, x: Tensor, cu_seqlens: Tensor | None, output_dtype: torch.dtype | None
+) -> dict[str, int]:
+    """Refuse summands, and a dtype of their sums, that do not fit; return the sizes."""
+    sizes: dict[str, int] = {}
+    axes = ("B", "T", "H", "D") if isinstance(x, Tensor) and x.ndim == 4 else ("B", "T", "H")
+    check.tensor(name, x, axes, sizes)
+    if any(size == 0 for axis, size in sizes.items() if axis != "T"):
+        raise ValueError(f"{name} must have no empty axis but T, got {tuple(x.shape)}")
+    if output_dtype is not None:
+        check.dtype("output_dtype", output_dtype)
+    arguments.count_sequences(name, x, cu_seqlens, sizes)
+    return sizes
+
+
+class Stages(NamedTuple):
+    """The sums within chunks, and over whole sequences."""
+
+    cumsum: Callable
+    global_cumsum: Callable
+
+
+@functools.cache
+def stages(impl: str) -> Stages:
+    """The sums of an implementation, "reference" or "triton"."""
+    return _kernels() if impl == "triton" else Stages(cumsum, global_cumsum)
+
+
+def _kernels() -> Stages:
+    """The stages in Triton, which may be missing."""
+    from linattn_edu.kernels.delta.cumsum import cumsum, global_cumsum
+
+    return Stages(cumsum, global_cumsum)
+
+
+local = Operator(
+    "chunk_local_cumsum",
+    {"x": "B T D"},
+    {"y": widened("B T D", "x", gradient="dy")},
+    options={"scale": "float", "reverse": "bool", "chunk_size": "int"},
+    stages=stages,
+    packed="chunks",
+)
+
+
+@local.forward
+def forward(
+    stages: Stages,
+    x: Tensor,
+    scale: float,
+    reverse: bool,
+    chunk_size: int,
+    packing: Packing | None = None,
+) -> Tensor:
+    """y."""
+    packed = {} if packing is None else {"packing": packing}
+    return stages.cumsum(x, chunk_size=chunk_size, reverse=reverse, scale=scale, **packed)
+
+
+@local.backward
+def backward(
+    stages: Stages,
+    dy: Tensor,
+    scale: float,
+    reverse: bool,
+    chunk_size: int,
+    packing: Packing | None = None,
+) -> Tensor:
+    """dx."""
+    return forward(stages, dy, scale, not reverse, chunk_size, packing)
+
+
+whole = Operator(
+    "chunk_global_cumsum",
+    {"x": "B T D"},
+    {"y": widened("B T D", "x", gradient="dy")},
+    options={"scale": "float", "reverse": "bool"},
+    stages=stages,
+    packed="tokens",
+)
+
+
+@whole.forward
+def forward_whole(
+    stages: Stages, x: Tensor, scale: float, reverse: bool, cu_seqlens: Tensor | None = None
+) -> Tensor:
+    """y."""
+    packed = {} if cu_seqlens is None else {"cu_seqlens": cu_seqlens}
+    return stages.global_cumsum(x, reverse=reverse, scale=scale, **packed)
+
+
+@whole.backward
+def backward_whole(
+    stages: Stages, dy: Tensor, scale: float, reverse: bool, cu_seqlens: Tensor | None = None
+) -> Tensor:
+    """dx."""
+    return forward_whole(stages, dy, scale, not reverse, cu_seqlens)

@@ -1,0 +1,1 @@
+"""What the forms of the delta rule share: arguments, gate, recurrence, decoding."""

@@ -1,0 +1,264 @@
+"""Decoding: states written in place, one a sequence or in the slots of a pool."""
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+from linattn_edu.ops import check, sequences
+from linattn_edu.ops.delta import arguments, recurrence
+from linattn_edu.ops.delta.recurrence import FLAGS, GIVEN, How, Stages
+from linattn_edu.ops.operator import Operator, like
+from linattn_edu.ops.tensors import contiguous, needs_gradient, traced, transformed, wide
+from linattn_edu.reference.delta.recurrent import recurrent_pool
+
+
+def in_place(
+    tensors: tuple[Tensor | None, ...],
+    cu_seqlens: Tensor | None,
+    sizes: dict[str, int],
+    how: How,
+    inplace: bool,
+    indices: Tensor | None,
+    accepted: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """o and the initial state, in which the final one stands; arguments as in recurrence.run."""
+    state = tensors[-1]
+    no_pool(accepted) if indices is None else _check_pool(sizes, inplace, indices, accepted)
+    _check_state(tensors, indices is not None)
+    if indices is not None:
+        check.same_device(
+            ("q", tensors[0]), ("ssm_state_indices", indices), ("num_accepted_tokens", accepted)
+        )
+        indices = indices.reshape(sizes["N"], -1)
+    tensors, dtype = recurrence.prepare(tensors, cu_seqlens, sizes, how)
+    if how.impl == "triton":
+        (o,) = step_(
+            *recurrence.given(tensors), indices, accepted, cu_seqlens, how.scale, how.normalise,
+            how.sigmoid, how.lower_bound, how.v_first, how.impl,
+        )  # fmt: skip
+        if not traced(state) and not state.is_inference():  # which has no version to count
+            torch.autograd.graph.increment_version(state)
+    elif indices is not None:
+        with _written(state):
+            (o,) = pool_(
+                *recurrence.plain(tensors, how), state, indices, accepted, cu_seqlens, how.scale,
+                how.v_first, how.impl,
+            )  # fmt: skip
+    else:
+        o, final_state = recurrence.differentiable(tensors, cu_seqlens, how)
+        with _written(state):
+            state.copy_(final_state)
+    return o.to(dtype), state
+
+
+def no_pool(accepted: Tensor | None) -> None:
+    """Refuse accepted tokens without slots."""
+    if accepted is not None:
+        raise ValueError("num_accepted_tokens belongs to ssm_state_indices, which is None")
+
+
+def _written(state: Tensor) -> AbstractContextManager:
+    """Where a state may be written: one made in inference mode, in inference mode alone."""
+    made_there = not traced(state) and state.is_inference()
+    return torch.inference_mode() if made_there else nullcontext()
+
+
+def _check_pool(
+    sizes: dict[str, int], inplace: bool, indices: Tensor, accepted: Tensor | None
+) -> None:
+    """Refuse slots of a pool, and numbers of accepted tokens, of a shape that does not fit."""
+    for name, x in (("ssm_state_indices", indices), ("num_accepted_tokens", accepted)):
+        if x is not None and (not isinstance(x, Tensor) or x.dtype not in arguments.INTEGERS):
+            got = getattr(x, "dtype", type(x).__name__)
+            raise TypeError(f"{name} must be a tensor of int32 or int64, got {got}")
+    if not inplace:
+        raise ValueError(
+            "ssm_state_indices names slots of a pool that is written in place: it needs "
+            "inplace_final_state=True, got False"
+        )
+    N = sizes["N"]
+    if indices.ndim not in (1, 2) or indices.shape[0] != N or not indices.numel():
+        raise ValueError(
+            f"ssm_state_indices must have shape [N={N}] or [N={N}, S], got {tuple(indices.shape)}"
+        )
+    if accepted is not None and indices.ndim == 1:
+        raise ValueError(
+            "num_accepted_tokens needs ssm_state_indices of shape [N, S], a slot for each token, "
+            f"got {tuple(indices.shape)}"
+        )
+    if accepted is not None and accepted.shape != (N,):
+        raise ValueError(
+            f"num_accepted_tokens must have shape [N={N}], got {tuple(accepted.shape)}"
+        )
+
+
+def _check_state(tensors: tuple[Tensor | None, ...], pool: bool) -> None:
+    """Refuse an initial_state that cannot take the final state."""
+    *others, state = tensors
+    if state is None:
+        raise ValueError("initial_state must be given with inplace_final_state=True, got None")
+    if state.dtype != wide(*others):
+        raise TypeError(
+            f"initial_state must be {wide(*others)} with inplace_final_state=True, "
+            f"got {state.dtype}"
+        )
+    if pool:  # slots may lie apart, as in the pages of a cache
+        apart = state.stride(0) >= state[:1].numel() or state.shape[0] == 1
+        if not (state[:1].is_contiguous() and apart):
+            raise ValueError(
+                "initial_state must be contiguous in every slot with ssm_state_indices, and slots "
+                f"must not overlap, got strides {state.stride()} for {tuple(state.shape)}"
+            )
+    elif not state.is_contiguous():
+        raise ValueError("initial_state must be contiguous with inplace_final_state=True")
+    if transformed():
+        raise ValueError(
+            "inplace_final_state=True writes one state, which a transform of torch.func (vmap, "
+            "grad) cannot follow: call it outside, or without"
+        )
+    if needs_gradient(*tensors):
+        raise ValueError(
+            "inplace_final_state=True overwrites what a gradient needs: "
+            "call it under torch.no_grad(), or without"
+        )
+    if not traced(state):
+        begin, end = _memory(state)
+        for x in others:
+            if x is not None and x.numel():
+                first, last = _memory(x)
+                if first < end and begin < last:
+                    raise ValueError(
+                        "initial_state must not share memory with another argument with "
+                        "inplace_final_state=True: it would be overwritten while it is read"
+                    )
+
+
+def _memory(x: Tensor) -> tuple[int, int]:
+    """The addresses between which the elements of x lie."""
+    begin, size = x.data_ptr(), x.element_size()
+    if x.is_contiguous():
+        return begin, begin + x.numel() * size
+    far = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
+    return begin, begin + (far + 1) * size
+
+
+def _check_slots(indices: Tensor | None, accepted: Tensor | None, slots: int) -> None:
+    """Refuse slots that are not there, or named twice, where their numbers can be read: when the
+    operator runs, so that a compiled graph checks them too.
+    """
+    if not check.known(indices):
+        return
+    rows, counts = indices.tolist(), None if accepted is None else accepted.tolist()
+    owner: dict[int, int] = {}
+    for n, row in enumerate(rows):
+        if max(row) >= slots:
+            raise ValueError(
+                f"ssm_state_indices must be below the {slots} slots of initial_state, "
+                f"got {max(row)} for sequence {n}"
+            )
+        for slot in row:
+            if slot >= 0 and owner.setdefault(slot, n) != n:
+                raise ValueError(
+                    "ssm_state_indices must name a slot for one sequence only, "
+                    f"got {slot} for {owner[slot]} and {n}"
+                )
+        if counts is not None and not 1 <= counts[n] <= len(row):
+            raise ValueError(
+                f"num_accepted_tokens must be 1 to S={len(row)}, got {counts[n]} for sequence {n}"
+            )
+
+
+_POOL = {"initial_state": "slots HV X Y", "indices": "N S?", "accepted": "N?"}
+
+step_ = Operator(
+    "recurrent_step_",
+    GIVEN | _POOL,
+    {"o": like("B T HV V", "v")},
+    options=FLAGS | {"v_first": "bool"},
+    stages=recurrence.stages,
+    packed="tokens",
+    mutates="initial_state",
+)
+
+
+@step_.forward
+def _step(
+    stages: Stages,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    gk: Tensor | None,
+    gv: Tensor | None,
+    beta: Tensor | None,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    initial_state: Tensor,
+    indices: Tensor | None,
+    accepted: Tensor | None,
+    scale: float,
+    normalise: bool,
+    sigmoid: int,
+    lower_bound: float | None,
+    v_first: bool,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor:
+    """The recurrence in one kernel; the final state goes where the initial one is, or to a slot."""
+    _check_slots(indices, accepted, initial_state.shape[0])
+    aligned = initial_state if indices is not None else contiguous(initial_state)
+    o, _ = stages.recurrent(
+        q, k, v, g, beta, gk=gk, gv=gv, A_log=A_log, dt_bias=dt_bias, scale=scale,
+        normalise=normalise, sigmoid=sigmoid, lower_bound=lower_bound, v_first=v_first,
+        initial_state=aligned, inplace=True, indices=indices, accepted=accepted,
+        cu_seqlens=cu_seqlens,
+    )  # fmt: skip
+    if aligned is not initial_state:
+        initial_state.copy_(aligned)
+    return o
+
+
+pool_ = Operator(
+    "recurrent_pool",
+    {
+        **{n: axes for n, axes in GIVEN.items() if n not in ("A_log", "dt_bias")},
+        **_POOL,
+        "cu_seqlens": "bounds?",
+    },
+    {"o": like("B T HV V", "v")},
+    options={"scale": "float", "v_first": "bool"},
+    stages=lambda impl: recurrent_pool,
+    mutates="initial_state",
+)
+
+
+@pool_.forward
+def _pool(
+    recurrent_pool,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    gk: Tensor | None,
+    gv: Tensor | None,
+    beta: Tensor,
+    initial_state: Tensor,
+    indices: Tensor,
+    accepted: Tensor | None,
+    cu_seqlens: Tensor | None,
+    scale: float,
+    v_first: bool,
+) -> Tensor:
+    """The reference over a pool, which it reads and writes."""
+    _check_slots(indices, accepted, initial_state.shape[0])
+    B, T = q.shape[:2]
+    bounds = list(range(0, B * T + 1, T))
+    if cu_seqlens is not None:
+        bounds = sequences.bounds(cu_seqlens, None, T)
+    one = (x if x is None else x.flatten(0, 1)[None] for x in (q, k, v, g, beta, gk, gv))
+    q, k, v_, g, beta, gk, gv = one
+    o = recurrent_pool(
+        q, k, v_, g, beta, arguments.transposed(initial_state, v_first), indices, accepted,
+        gk=gk, gv=gv, scale=scale, bounds=bounds,
+    )  # fmt: skip
+    return o.view(v.shape)

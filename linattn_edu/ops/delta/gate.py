@@ -1,0 +1,77 @@
+"""The gate of a layer: the log decay of a raw gate, for each head or each channel."""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+from torch import Tensor
+
+from linattn_edu.ops.operator import Operator, widened
+from linattn_edu.reference.delta.gate import gate, layer_gate_bwd
+
+
+def layer_gate(
+    g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None, impl: str
+) -> Tensor:
+    """The log decay in float32 (float64): g [B, T, HV] or [B, T, HV, K], A_log [HV], dt_bias [HV]
+    or [HV, K].
+    """
+    (y,) = gates[g.ndim](g, A_log, dt_bias, lower_bound, impl)
+    return y
+
+
+class Stages(NamedTuple):
+    """The gate and its adjoint."""
+
+    gate: Callable
+    layer_gate_bwd: Callable
+
+
+@functools.cache
+def stages(impl: str) -> Stages:
+    """The gate of an implementation, "reference" or "triton"."""
+    return _kernels() if impl == "triton" else Stages(gate, layer_gate_bwd)
+
+
+def _kernels() -> Stages:
+    """The stages in Triton, which may be missing."""
+    from linattn_edu.kernels.delta.gate import gate, layer_gate_bwd
+
+    return Stages(gate, layer_gate_bwd)
+
+
+def _declare(name: str, channels: str) -> Operator:
+    """The gate of a head, or with the axis of its channels."""
+    operator = Operator(
+        name,
+        {"g": f"B T HV{channels}", "A_log": "HV?", "dt_bias": f"HV{channels}?"},
+        {"y": widened(f"B T HV{channels}", "g A_log dt_bias", gradient="dy")},
+        options={"lower_bound": "float?"},
+        stages=stages,
+    )
+
+    @operator.forward
+    def forward(
+        stages: Stages,
+        g: Tensor,
+        A_log: Tensor | None,
+        dt_bias: Tensor | None,
+        lower_bound: float | None,
+    ) -> Tensor:
+        return stages.gate(g, A_log, dt_bias, lower_bound=lower_bound)
+
+    @operator.backward
+    def backward(
+        stages: Stages,
+        dy: Tensor,
+        g: Tensor,
+        A_log: Tensor | None,
+        dt_bias: Tensor | None,
+        lower_bound: float | None,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        return stages.layer_gate_bwd(dy, g, A_log, dt_bias, lower_bound=lower_bound)
+
+    return operator
+
+
+gates = {3: _declare("gdn_gate", ""), 4: _declare("kda_gate", " K")}  # by the axes of g

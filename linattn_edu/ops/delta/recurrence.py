@@ -1,0 +1,268 @@
+"""The delta rule token by token, with any of its gates: the recurrence, with and without gradients.
+
+The public functions are those of Gated DeltaNet (gate g; gk, gv) and of Kimi Delta Attention (gk).
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from linattn_edu.ops import check
+from linattn_edu.ops.delta import arguments
+from linattn_edu.ops.delta.gate import layer_gate
+from linattn_edu.ops.l2norm import l2norm
+from linattn_edu.ops.operator import Operator, like, widened
+from linattn_edu.ops.tensors import needs_gradient, transformed, wide
+from linattn_edu.reference.delta.recurrent import recurrent, recurrent_bwd
+
+LARGEST = (256, 512)  # K and V
+
+
+@dataclass(slots=True)
+class How:
+    """What is done to the arguments on the way, and where.
+
+    normalise: divide q and k by their length. raw_gate: g, or gk if g is None, is the raw gate of a
+    layer, with lower_bound or without. sigmoid: beta is this factor times the sigmoid of what is
+    given; 0: as given. v_first: states are [V, K]. impl: "auto" until the arguments are checked.
+    """
+
+    scale: float | None
+    normalise: bool
+    raw_gate: bool
+    sigmoid: int
+    v_first: bool
+    lower_bound: float | None = None
+    impl: str = "auto"
+
+
+def run(
+    tensors: tuple[Tensor | None, ...],
+    cu_seqlens: Tensor | None,
+    sizes: dict[str, int],
+    how: How,
+    output_final_state: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """o and the final state or None, in new tensors.
+
+    tensors: q, k, v, g, gk, gv, beta, A_log, dt_bias, initial_state, in shapes that fit.
+    """
+    tensors, dtype = prepare(tensors, cu_seqlens, sizes, how)
+    if how.impl == "reference" or transformed() or needs_gradient(*tensors):
+        o, final_state = differentiable(tensors, cu_seqlens, how)
+    else:
+        step = steps[how.v_first]
+        o, final_state = step(
+            *given(tensors), cu_seqlens, how.scale, how.normalise, how.sigmoid, how.lower_bound,
+            output_final_state, how.impl,
+        )  # fmt: skip
+    return o.to(dtype), final_state if output_final_state else None
+
+
+def prepare(
+    tensors: tuple[Tensor | None, ...], cu_seqlens: Tensor | None, sizes: dict[str, int], how: How
+) -> tuple[tuple[Tensor | None, ...], torch.dtype]:
+    """Check what all forms share; return the tensors, q, k and v in one dtype, and that of o."""
+    if check.known(cu_seqlens):
+        check.lengths("cu_seqlens", cu_seqlens.tolist(), sizes["T"])
+    q, k, v, *rest = tensors
+    how.impl = check.resolve_impl(
+        how.impl, q.device, tuple(x.dtype for x in tensors if x is not None)
+    )
+    how.scale = sizes["K"] ** -0.5 if how.scale is None else how.scale
+    dtype = v.dtype
+    if not q.dtype == k.dtype == dtype:
+        common = functools.reduce(torch.promote_types, (q.dtype, k.dtype, dtype))
+        tensors = (q.to(common), k.to(common), v.to(common), *rest)
+    return tensors, dtype
+
+
+def given(tensors: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    """The tensors as the kernel that has everything in it takes them."""
+    *others, dt_bias, initial_state = tensors
+    bias = None if dt_bias is None else dt_bias.view(dt_bias.shape[0], -1)
+    return *others, bias, initial_state
+
+
+def plain(tensors: tuple[Tensor | None, ...], how: How) -> tuple[Tensor | None, ...]:
+    """q, k, v, g, gk, gv, beta of the recurrence itself: what the kernel does inside of it."""
+    q, k, v, g, gk, gv, beta, A_log, dt_bias, _ = tensors
+    if how.raw_gate and g is None:
+        gk = layer_gate(gk, A_log, dt_bias, how.lower_bound, how.impl)
+    elif how.raw_gate:
+        g = layer_gate(g, A_log, dt_bias, how.lower_bound, how.impl)
+    if how.normalise:  # not rounded to 16 bit, as in the kernel
+        q, k = (l2norm(x, output_dtype=wide(q), impl=how.impl) for x in (q, k))
+        v = v.to(wide(q))
+    beta = torch.ones_like(v[..., 0]) if beta is None else beta
+    return q, k, v, g, gk, gv, arguments.write_strength(beta, how.sigmoid)
+
+
+def differentiable(
+    tensors: tuple[Tensor | None, ...], cu_seqlens: Tensor | None, how: How
+) -> tuple[Tensor, Tensor]:
+    """o and the final state, with gradients."""
+    q, k, v, g, gk, gv, beta = plain(tensors, how)
+    state = arguments.transposed(tensors[-1], how.v_first)
+    o, final_state = recurrence(q, k, v, g, beta, gk, gv, state, cu_seqlens, how.scale, how.impl)
+    return o, arguments.transposed(final_state, how.v_first).contiguous()
+
+
+class Stages(NamedTuple):
+    """The recurrence and its reverse."""
+
+    recurrent: Callable
+    recurrent_bwd: Callable
+
+
+@functools.cache
+def stages(impl: str) -> Stages:
+    """The recurrence of an implementation, "reference" or "triton"."""
+    return _kernels() if impl == "triton" else Stages(recurrent, recurrent_bwd)
+
+
+def _kernels() -> Stages:
+    """The stages in Triton, which may be missing."""
+    from linattn_edu.kernels.delta.recurrent import recurrent, recurrent_bwd
+
+    return Stages(recurrent, recurrent_bwd)
+
+
+def _operations(s: dict) -> tuple[int, int]:
+    """Operations, forward and backward: two for each multiply-add with a number of the state."""
+    state = 2 * s["B"] * s["T"] * s["HV"] * s["K"] * s["V"]
+    return 3 * state, 10 * state
+
+
+_GATES = {"g": "B T HV?", "gk": "B T HV K?", "gv": "B T HV V?"}
+_EVERY = "q g beta gk gv initial_state"
+
+recurrence = Operator(
+    "recurrent",
+    {
+        "q": "B T H K",
+        "k": "B T H K",
+        "v": "B T HV V",
+        "g": _GATES["g"],
+        "beta": "B T HV",
+        "gk": _GATES["gk"],
+        "gv": _GATES["gv"],
+        "initial_state": "N HV K V?",
+    },
+    {
+        "o": like("B T HV V", "q", gradient="do"),
+        "final_state": widened("N HV K V", _EVERY, gradient="dht"),
+    },
+    options={"scale": "float"},
+    stages=stages,
+    packed="tokens",
+    flops=_operations,
+)
+
+
+@recurrence.forward
+def forward(
+    stages: Stages,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    beta: Tensor,
+    *,
+    gk: Tensor | None,
+    gv: Tensor | None,
+    scale: float,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """o and the final state.  Only the kernels take cu_seqlens."""
+    packed = {} if cu_seqlens is None else {"cu_seqlens": cu_seqlens}
+    return stages.recurrent(
+        q, k, v, g, beta, gk=gk, gv=gv, scale=scale, initial_state=initial_state, **packed
+    )
+
+
+@recurrence.backward
+def backward(
+    stages: Stages,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    beta: Tensor,
+    do: Tensor,
+    dht: Tensor | None,
+    *,
+    gk: Tensor | None,
+    gv: Tensor | None,
+    scale: float,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor | None, ...]:
+    """dq, dk, dv, dg, dbeta, dgk, dgv and the gradient of the initial state."""
+    packed = {} if cu_seqlens is None else {"cu_seqlens": cu_seqlens}
+    return stages.recurrent_bwd(
+        q, k, v, g, beta, do, dht,
+        gk=gk, gv=gv, scale=scale, initial_state=initial_state, **packed,
+    )  # fmt: skip
+
+
+# the tensors as they are given: what `plain` does to them, the kernel does inside
+GIVEN = {
+    "q": "B T H K",
+    "k": "B T H K",
+    "v": "B T HV V",
+    **_GATES,
+    "beta": "B T HV?",
+    "A_log": "HV?",
+    "dt_bias": "HV PER?",  # of each gate of a head
+}
+FLAGS = {"scale": "float", "normalise": "bool", "sigmoid": "int", "lower_bound": "float?"}
+
+
+def _step(name: str, state: str, v_first: bool) -> Operator:
+    """The recurrence without gradients in one kernel; states have the axes `state`."""
+    step = Operator(
+        name,
+        GIVEN | {"initial_state": f"N HV {state}?"},
+        {"o": like("B T HV V", "v"), "final_state": widened(f"N HV {state}", "initial_state")},
+        options=FLAGS | {"output_final_state": "bool"},
+        stages=stages,
+        packed="tokens",
+    )
+
+    @step.forward
+    def forward(
+        stages: Stages,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor | None,
+        gk: Tensor | None,
+        gv: Tensor | None,
+        beta: Tensor | None,
+        A_log: Tensor | None,
+        dt_bias: Tensor | None,
+        initial_state: Tensor | None,
+        scale: float,
+        normalise: bool,
+        sigmoid: int,
+        lower_bound: float | None,
+        output_final_state: bool,
+        cu_seqlens: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        return stages.recurrent(
+            q, k, v, g, beta, gk=gk, gv=gv, A_log=A_log, dt_bias=dt_bias, scale=scale,
+            normalise=normalise, sigmoid=sigmoid, lower_bound=lower_bound, v_first=v_first,
+            initial_state=initial_state, output_final_state=output_final_state,
+            cu_seqlens=cu_seqlens,
+        )  # fmt: skip
+
+    return step
+
+
+steps = (_step("recurrent_step", "K V", False), _step("recurrent_step_v_first", "V K", True))

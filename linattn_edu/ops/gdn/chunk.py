@@ -1,0 +1,354 @@
+"""Gated DeltaNet in chunks: the public function, its declaration, the composition of its stages."""
+
+import functools
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+from linattn_edu.ops import check
+from linattn_edu.ops.delta import arguments
+from linattn_edu.ops.l2norm import l2norm
+from linattn_edu.ops.operator import Operator, like, widened
+from linattn_edu.packing import Packing
+from linattn_edu.reference.delta.fused import intra, scan
+from linattn_edu.reference.delta.gate_bwd import gate_bwd
+from linattn_edu.reference.delta.gate_cumsum import gate_cumsum
+from linattn_edu.reference.delta.output import output
+from linattn_edu.reference.delta.output_bwd import output_bwd
+from linattn_edu.reference.delta.solve import solve
+from linattn_edu.reference.delta.state import state
+from linattn_edu.reference.delta.state_bwd import state_bwd
+from linattn_edu.reference.delta.wy import wy
+from linattn_edu.reference.delta.wy_bwd import wy_bwd
+
+
+def chunk_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    chunk_indices: Tensor | None = None,
+    *,
+    use_gate_in_kernel: bool = False,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    chunk_size: int = 64,
+    transpose_state_layout: bool | None = None,
+    cp_context: None = None,
+    impl: str = "auto",
+) -> tuple[Tensor, Tensor | None]:
+    r"""Gated delta rule in chunks: training and prefill of Gated DeltaNet.
+
+    .. math::
+
+        S_t = e^{g_t} S_{t-1} + k_t^\top \beta_t (v_t - k_t e^{g_t} S_{t-1}), \qquad
+        o_t = \mathrm{scale} \cdot q_t S_t
+
+    for each batch entry and value head; q, k, v are rows, S is ``[K, V]``. With fewer q/k heads
+    than value heads (GVA), value head j reads q/k head ``j // (HV // H)``. Differentiable by q, k,
+    v, g, beta, initial_state, A_log and dt_bias, from o and from the final state.
+
+    Args:
+        q: Queries ``[B, T, H, K]``, float32, float16 or bfloat16 (float64: reference only),
+            K <= 256.
+        k: Keys ``[B, T, H, K]`` of q's dtype. Rows must satisfy ``beta * |k|^2 <= 2``: normalise
+            them to unit length. Longer keys make the recurrence itself unstable.
+        v: Values ``[B, T, HV, V]`` of q's dtype, HV a multiple of H, V <= 256.
+        g: Natural-log decay of each token ``[B, T, HV]``, <= 0, any of these dtypes. A positive g
+            is refused on the CPU; on a GPU, where that would wait for the device, and under
+            torch.compile it is not looked for.
+        beta: Write strength ``[B, T, HV]`` in [0, 2], any of these dtypes.
+        scale: Factor of the output, ``K ** -0.5`` if None.
+        initial_state: State before the first token ``[N, HV, K, V]``, zero if None. N is B, or the
+            number of sequences of cu_seqlens.
+        output_final_state: Whether to return the state after the last token.
+        use_qk_l2norm_in_kernel: Whether to divide the rows of q and k by their length first
+            (:func:`l2norm`, eps 1e-6).
+        use_beta_sigmoid_in_kernel: Whether beta is given before its sigmoid.
+        allow_neg_eigval: With use_beta_sigmoid_in_kernel: take twice the sigmoid, so that
+            ``1 - beta`` may be negative.
+        state_v_first: Whether states are ``[N, HV, V, K]``. Costs a copy of them.
+        cu_seqlens: Boundaries ``[N + 1]``, int32 or int64, of N sequences packed one after the
+            other into a batch of one: 0 first, T last, none smaller than the one before. Each
+            sequence gives the same bits as alone.
+        cu_seqlens_cpu: The same numbers on the CPU. Without them a cu_seqlens on a GPU is read
+            once, and the call waits for the device; with them it does not.
+        chunk_indices: ``[NT, 2]``, int32 or int64: sequence of every chunk of 64 tokens (or
+            chunk_size) and its number in the sequence, where the caller has it already. On a GPU
+            its numbers are taken on trust, and without cu_seqlens_cpu its length too.
+        use_gate_in_kernel: Whether g is the raw gate of a layer, from which the log decay is
+            ``-exp(A_log) * softplus(g + dt_bias)``.
+        A_log, dt_bias: ``[HV]``, with use_gate_in_kernel only; dt_bias may be left out.
+        chunk_size: Tokens a chunk at most: 16, 32 or 64. It changes the speed and the rounding
+            only; the kernels take shorter ones where longer do not fit the GPU (fp32, Turing).
+        transpose_state_layout: Deprecated name of state_v_first.
+        impl: "triton", "reference", or "auto": the kernels for CUDA tensors and under
+            ``TRITON_INTERPRET=1``, else (and for float64) the reference stages.
+
+    Non-contiguous tensors, and on a GPU those that do not start at 16 bytes, are copied first.
+
+    Accuracy: products are accumulated in float32; 16-bit inputs are rounded where a product needs
+    them. In float16 every value written, about ``2 |v|``, must stay below 65504: beyond it the
+    whole chunk turns to NaN. A decay between two tokens is the difference of two sums of g over the
+    chunk, in float32, and has about 1e-7 times the larger of them as its relative error: 2e-5 after
+    32 tokens with ``g = -5``, up to 1e-3 after many that are shut. A token whose decay is shut
+    (``g`` below -104, a zero in float32) counts as -104, and its g has the gradient 0.
+
+    Memory: between the passes it keeps its inputs and, of each token and head, chunk_size numbers
+    of q's dtype. With use_qk_l2norm_in_kernel it keeps q and k twice, as given and divided, and
+    with use_beta_sigmoid_in_kernel beta.
+
+    Works under ``torch.compile(fullgraph=True)``, in CUDA graphs (with cu_seqlens only together
+    with cu_seqlens_cpu), with activation checkpointing and under autocast, which does not change
+    its precision. Gradients of gradients and forward-mode differentiation are errors.
+
+    Returns:
+        ``(o, final_state)``: o ``[B, T, HV, V]`` in q's dtype; final_state ``[N, HV, K, V]`` in
+        float32 (float64 where q, g, A_log, dt_bias or initial_state is), or None.
+
+    Raises:
+        TypeError: an argument is not of a type or dtype listed above.
+        ValueError: a shape, device, head count, chunk_size, scale, impl or combination of arguments
+            does not fit; the message names the argument, what was expected and what came. No
+            kernel has run then.
+
+    Source: Yang et al. 2024 (arXiv:2412.06464); chapters 01 to 12.
+    """
+    check.absent("cp_context", cp_context)
+    state_v_first = arguments.v_first(state_v_first, transpose_state_layout)
+    sizes = arguments.check_tensors(q, k, v, g, beta, initial_state, cu_seqlens, state_v_first)
+    for name, x in (("g", g), ("beta", beta)):  # which the recurrent form may do without
+        check.tensor(name, x, ("B", "T", "HV"), sizes)
+    check.same_dtype(("q", q), ("k", k), ("v", v))
+    output_final_state, normalise, raw_gate = arguments.flags(
+        output_final_state=output_final_state,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        use_gate_in_kernel=use_gate_in_kernel,
+    )
+    A_log, dt_bias = arguments.check_gate(sizes, q, g, raw_gate, A_log, dt_bias)
+    sigmoid = arguments.sigmoid_factor(use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    check.choice("chunk_size", chunk_size, arguments.CHUNK_SIZES)
+    scale = check.number("scale", scale)
+    tensors = (q, k, v, g, beta, initial_state, A_log, dt_bias)
+    impl = check.resolve_impl(impl, q.device, tuple(x.dtype for x in tensors if x is not None))
+    cu_seqlens_cpu = arguments.check_packing(
+        "q", q, sizes, cu_seqlens, cu_seqlens_cpu, chunk_indices, chunk_size
+    )
+    if normalise:
+        q, k = l2norm(q, impl=impl), l2norm(k, impl=impl)
+    o, final_state, *_ = chunk(
+        q, k, v, g, arguments.write_strength(beta, sigmoid), A_log, dt_bias,
+        arguments.transposed(initial_state, state_v_first),
+        cu_seqlens, cu_seqlens_cpu, chunk_indices,
+        sizes["K"] ** -0.5 if scale is None else scale, output_final_state, chunk_size, impl,
+        "", save="gc A",
+    )  # fmt: skip
+    final_state = arguments.transposed(final_state, state_v_first)
+    return o, final_state if final_state is None else final_state.contiguous()
+
+
+@dataclass(frozen=True)
+class Stages:
+    """One implementation of each stage; `dataclasses.replace` swaps a single one."""
+
+    gate_cumsum: Callable
+    solve: Callable
+    wy: Callable
+    state: Callable
+    output: Callable
+    output_bwd: Callable
+    state_bwd: Callable
+    wy_bwd: Callable
+    gate_bwd: Callable
+
+
+@dataclass(frozen=True)
+class FusedStages:
+    """The same forward pass in fused stages: intra for solve, scan for wy, state and output."""
+
+    gate_cumsum: Callable
+    intra: Callable
+    scan: Callable
+
+
+@functools.cache
+def stages(impl: str) -> Stages:
+    """The stages of an implementation, "reference" or "triton"."""
+    check.choice("impl", impl, check.STAGES)
+    return _kernels()[0] if impl == "triton" else _REFERENCE
+
+
+@functools.cache
+def fused_stages(impl: str) -> FusedStages:
+    """The fused stages of an implementation, "reference" or "triton"."""
+    check.choice("impl", impl, check.STAGES)
+    return _kernels()[1] if impl == "triton" else FusedStages(gate_cumsum, intra, scan)
+
+
+_REFERENCE = Stages(gate_cumsum, solve, wy, state, output, output_bwd, state_bwd, wy_bwd, gate_bwd)
+
+
+def _kernels() -> tuple[Stages, FusedStages]:
+    """The stages in Triton, which may be missing."""
+    from linattn_edu.kernels.delta.fused import intra, scan
+    from linattn_edu.kernels.delta.gate_bwd import gate_bwd
+    from linattn_edu.kernels.delta.gate_cumsum import gate_cumsum
+    from linattn_edu.kernels.delta.output import output
+    from linattn_edu.kernels.delta.output_bwd import output_bwd
+    from linattn_edu.kernels.delta.solve import solve
+    from linattn_edu.kernels.delta.state import state
+    from linattn_edu.kernels.delta.state_bwd import state_bwd
+    from linattn_edu.kernels.delta.wy import wy
+    from linattn_edu.kernels.delta.wy_bwd import wy_bwd
+
+    staged = Stages(gate_cumsum, solve, wy, state, output, output_bwd, state_bwd, wy_bwd, gate_bwd)
+    return staged, FusedStages(gate_cumsum, intra, scan)
+
+
+def _fastest(impl: str) -> Stages | FusedStages:
+    """The stages of the forward pass: fused where they are kernels."""
+    return fused_stages(impl) if impl == "triton" else stages(impl)
+
+
+class Residuals(NamedTuple):
+    """What the backward pass reads beside the arguments of the forward pass; None: not kept."""
+
+    gc: Tensor | None
+    A: Tensor | None
+
+
+def _operations(s: dict) -> tuple[int, int]:
+    """Operations of the matrix products, forward and backward: two for each multiply-add."""
+    token, C, K, V = 2 * s["B"] * s["T"] * s["HV"], s["C"], s["K"], s["V"]
+    forward = token * (C * (3 * K + 2 * V) + 3 * K * V)
+    again = token * (C * (K + V) + 2 * K * V)  # wy and state
+    return forward, again + token * (C * (8 * K + 5 * V + 2 * C) + 6 * K * V)
+
+
+chunk = Operator(
+    "chunk_gated_delta_rule",
+    {
+        "q": "B T H K",
+        "k": "B T H K",
+        "v": "B T HV V",
+        "g": "B T HV",
+        "beta": "B T HV",
+        "A_log": "HV?",
+        "dt_bias": "HV?",
+        "initial_state": "N HV K V?",
+    },
+    {
+        "o": like("B T HV V", "q", gradient="do"),
+        "final_state": widened("N HV K V", "q g A_log dt_bias initial_state", gradient="dht"),
+        "gc": widened("B T HV", "g A_log dt_bias"),
+        "A": like("B T HV C", "q"),
+    },
+    options={"scale": "float", "output_final_state": "bool", "chunk_size": "int"},
+    residuals=Residuals,
+    stages=stages,
+    forward_stages=_fastest,
+    packed="chunks",
+    limited="k",
+    flops=_operations,
+)
+
+
+@chunk.forward
+def forward(
+    stages: Stages | FusedStages,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    scale: float,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    chunk_size: int = 64,
+    packing: Packing | None = None,
+    keep: Collection[str] = Residuals._fields,
+) -> tuple[Tensor, Tensor | None, Residuals]:
+    """The chunked forward pass as a composition of stages (shapes as in chunk_gated_delta_rule).
+
+    keep: the residuals that are returned.
+    Returns o, the final state or None, and what the backward pass starts from. Only the kernels
+    take a packing.
+
+    Source: chapter 06.
+    """
+    packed = {} if packing is None else {"packing": packing}
+    options = {"chunk_size": chunk_size, **packed}
+    gc = stages.gate_cumsum(g, A_log, dt_bias, **options)
+    if isinstance(stages, FusedStages):
+        P, R, A = stages.intra(q, k, beta, gc, return_inverse="A" in keep, **options)
+        o, final_state = stages.scan(
+            q, k, v, gc, P, R, initial_state, scale=scale, output_final_state=output_final_state,
+            **packed,
+        )  # fmt: skip
+    else:
+        A = stages.solve(k, beta, **options)
+        w, u = stages.wy(k, v, beta, gc, A, **packed)
+        h, v_new, final_state = stages.state(
+            k, w, u, gc, initial_state, output_final_state=output_final_state, **options
+        )
+        o = stages.output(q, k, v_new, h, gc, scale=scale, **options)
+    kept = Residuals(gc, A)._asdict()
+    return o, final_state, Residuals(*(x if n in keep else None for n, x in kept.items()))
+
+
+@chunk.backward
+def backward(
+    stages: Stages,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    residuals: Residuals,
+    do: Tensor,
+    dht: Tensor | None = None,
+    *,
+    scale: float,
+    initial_state: Tensor | None = None,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    packing: Packing | None = None,
+) -> tuple[Tensor | None, ...]:
+    """The chunked backward pass as a composition of stages.
+
+    Starts from the arguments of the forward pass and its residuals; w, u, h and v_new are computed
+    again, so that no state is held between the two passes.
+
+    Args:
+        do: Gradient of o.  dht: Gradient of the final state, or None.
+    Returns:
+        dq, dk, dv, dg, dbeta, dA_log and ddt_bias (or None), and the gradient of the initial state.
+    Source: chapter 12.
+    """
+    gc, A = residuals
+    packed = {} if packing is None else {"packing": packing}
+    options = {"chunk_size": A.shape[-1], **packed}
+    w, u = stages.wy(k, v, beta, gc, A, **packed)
+    h, v_new, _ = stages.state(k, w, u, gc, initial_state, **options)
+    del u
+    dq, dk, dv_new, dgc = stages.output_bwd(q, k, v_new, h, gc, do, scale=scale, **options)
+    dh, dv_new, dh0 = stages.state_bwd(q, k, w, gc, do, dv_new, dht, scale=scale, **options)
+    del w
+    dk, dv, dbeta, dgc = stages.wy_bwd(k, v, beta, gc, A, h, v_new, dh, dv_new, dk, dgc, **packed)
+    dg, dA_log, ddt_bias = stages.gate_bwd(dgc, g, A_log, dt_bias, **options)
+    return dq, dk, dv, dg, dbeta, dA_log, ddt_bias, dh0

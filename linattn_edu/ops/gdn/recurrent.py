@@ -1,0 +1,109 @@
+"""Gated DeltaNet token by token: decoding, and prefill of short prompts."""
+
+from torch import Tensor
+
+from linattn_edu.ops import check
+from linattn_edu.ops.delta import arguments, decode, recurrence
+
+
+def fused_recurrent_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    gk: Tensor | None = None,
+    gv: Tensor | None = None,
+    beta: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    *,
+    inplace_final_state: bool = False,
+    ssm_state_indices: Tensor | None = None,
+    num_accepted_tokens: Tensor | None = None,
+    transpose_state_layout: bool | None = None,
+    cp_context: None = None,
+    impl: str = "auto",
+) -> tuple[Tensor, Tensor | None]:
+    r"""Gated delta rule one token after the other: decoding, and prefill of short prompts.
+
+    The same result as :func:`chunk_gated_delta_rule`, in one kernel that takes a step a token: the
+    faster form for a few tokens, T = 1 in particular, and without the rounding of chunks. All
+    arithmetic is in float32. Differentiable by every tensor; the backward pass computes the states
+    again in blocks of sqrt(T) tokens (sqrt(T / N), of N packed sequences).
+
+    Args:
+        q, k, v, scale, output_final_state, state_v_first, transpose_state_layout, impl: As in
+            :func:`chunk_gated_delta_rule`.
+        use_qk_l2norm_in_kernel, use_gate_in_kernel, A_log, dt_bias: Likewise.
+        use_beta_sigmoid_in_kernel, allow_neg_eigval: Likewise.
+        cu_seqlens: Likewise, but the kernels' numbers are never read by the host: they are checked
+            on the CPU only.
+        g: Natural-log decay of each token ``[B, T, HV]``, <= 0, or None: no decay.
+        gk: Natural-log decay of each row of the state ``[B, T, HV, K]``, <= 0, or None.
+        gv: Natural-log decay of each column ``[B, T, HV, V]``, <= 0, or None. The decays given
+            multiply.
+        beta: Write strength ``[B, T, HV]`` in [0, 2], or None: 1.
+        initial_state: State before the first token, as in :func:`chunk_gated_delta_rule`.
+        inplace_final_state: Whether to write the final state to initial_state, which must be a
+            contiguous float32 tensor (float64 where the reference runs in it), and return it. Not
+            while a gradient is recorded.
+        ssm_state_indices: Slot of each sequence ``[N]``, int32 or int64, in a pool of states:
+            initial_state is then ``[slots, HV, K, V]``, of which each slot is contiguous, and
+            inplace_final_state must be True. Slots that are not named keep their bits. A negative
+            slot is none: nothing is read or written there, and a sequence that would start from one
+            is padding, whose outputs are zero. Or ``[N, S]``, for tokens that may be rejected
+            later: the state after token t of sequence n goes to slot ``[n, t]``. With more tokens
+            than columns the last slot is left with the last state. No slot may be named by two
+            sequences; slots are checked on the CPU only.
+        num_accepted_tokens: How many tokens of the previous call were kept ``[N]``, 1 to S, with
+            ssm_state_indices ``[N, S]``: sequence n starts from the state in slot
+            ``[n, num_accepted_tokens[n] - 1]``. None: from slot ``[n, 0]``.
+
+    Returns:
+        ``(o, final_state)`` as of :func:`chunk_gated_delta_rule`, but final_state is float64 where
+        any argument is; it is initial_state with inplace_final_state, whatever output_final_state
+        says.
+
+    Raises:
+        TypeError, ValueError: as :func:`chunk_gated_delta_rule`, before any kernel runs.
+
+    Source: Yang et al. 2024 (arXiv:2412.06464); chapter 01.
+    """
+    check.absent("cp_context", cp_context)
+    state_v_first = arguments.v_first(state_v_first, transpose_state_layout)
+    sizes = arguments.check_tensors(
+        q, k, v, g, beta, initial_state, cu_seqlens, state_v_first, gk, gv,
+        pool=ssm_state_indices is not None, largest=recurrence.LARGEST,
+    )  # fmt: skip
+    output_final_state, normalise, raw_gate, inplace = arguments.flags(
+        output_final_state=output_final_state,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        use_gate_in_kernel=use_gate_in_kernel,
+        inplace_final_state=inplace_final_state,
+    )
+    A_log, dt_bias = arguments.check_gate(sizes, q, g, raw_gate, A_log, dt_bias)
+    for name, x in (("gk", gk), ("gv", gv)):
+        if x is not None:
+            check.log_decay(name, x)
+    sigmoid = arguments.sigmoid_factor(use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    if sigmoid and beta is None:
+        raise ValueError("beta must be given with use_beta_sigmoid_in_kernel=True, got None")
+    tensors = (q, k, v, g, gk, gv, beta, A_log, dt_bias, initial_state)
+    how = recurrence.How(
+        check.number("scale", scale), normalise, raw_gate, sigmoid, state_v_first, impl=impl
+    )
+    if inplace or ssm_state_indices is not None:
+        return decode.in_place(
+            tensors, cu_seqlens, sizes, how, inplace, ssm_state_indices, num_accepted_tokens
+        )
+    decode.no_pool(num_accepted_tokens)
+    return recurrence.run(tensors, cu_seqlens, sizes, how, output_final_state)

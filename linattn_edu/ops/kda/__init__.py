@@ -1,0 +1,16 @@
+"""Kimi Delta Attention."""
+
+from linattn_edu.ops.kda.chunk import Residuals, Stages, backward, chunk_kda, forward, stages
+from linattn_edu.ops.kda.gate import fused_kda_gate
+from linattn_edu.ops.kda.recurrent import fused_recurrent_kda
+
+__all__ = [
+    "Residuals",
+    "Stages",
+    "backward",
+    "chunk_kda",
+    "forward",
+    "fused_kda_gate",
+    "fused_recurrent_kda",
+    "stages",
+]

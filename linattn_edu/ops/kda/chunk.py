@@ -1,0 +1,423 @@
+"""Kimi Delta Attention in chunks: the public function, its declaration, the composition."""
+
+import functools
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+from linattn_edu.ops import check
+from linattn_edu.ops.delta import arguments
+from linattn_edu.ops.l2norm import l2norm
+from linattn_edu.ops.operator import Operator, like, widened
+from linattn_edu.packing import Packing
+from linattn_edu.reference.delta.gate_bwd import gate_bwd
+from linattn_edu.reference.delta.gate_cumsum import gate_cumsum
+from linattn_edu.reference.delta.kda_bwd import kda_output_bwd, kda_wy_bwd
+from linattn_edu.reference.delta.kda_intra import kda_intra
+from linattn_edu.reference.delta.kda_intra_bwd import kda_intra_bwd
+from linattn_edu.reference.delta.output import output
+from linattn_edu.reference.delta.state import state
+from linattn_edu.reference.delta.state_bwd import state_bwd
+from linattn_edu.reference.delta.wy import wy
+
+SAFE_BOUND = -5.0  # of the log decay, where safe_gate is given without another
+
+
+def chunk_kda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    safe_gate: bool = False,
+    lower_bound: float | None = None,
+    disable_recompute: bool = False,
+    return_intermediate_states: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    *,
+    chunk_indices: Tensor | None = None,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    chunk_size: int = 64,
+    transpose_state_layout: bool | None = None,
+    cp_context: None = None,
+    use_graph: bool = False,
+    max_num_seqs: None = None,
+    impl: str = "auto",
+) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
+    r"""Kimi Delta Attention in chunks: the delta rule with a gate for each key channel.
+
+    .. math::
+
+        S_t = \mathrm{diag}(e^{g_t}) S_{t-1}
+              + k_t^\top \beta_t (v_t - k_t\, \mathrm{diag}(e^{g_t}) S_{t-1}), \qquad
+        o_t = \mathrm{scale} \cdot q_t S_t
+
+    for each batch entry and value head; q, k, v are rows, S is ``[K, V]``, g_t a row of K numbers.
+    With fewer q/k heads than value heads (GVA), value head j reads q/k head ``j // (HV // H)``.
+    Differentiable by q, k, v, g, beta, initial_state, A_log and dt_bias, from o and from the final
+    state. Right for any gate, from 0 to a closed one, mixed in any way within a chunk.
+
+    Args:
+        q: Queries ``[B, T, H, K]``, float32, float16 or bfloat16 (float64: reference only),
+            K <= 256.
+        k: Keys ``[B, T, H, K]`` of q's dtype. Rows must satisfy ``beta * |k|^2 <= 2``: normalise
+            them to unit length.
+        v: Values ``[B, T, HV, V]`` of q's dtype, HV a multiple of H, V <= 256.
+        g: Natural-log decay of each token and channel ``[B, T, HV, K]``, <= 0, any of these
+            dtypes. A positive g is refused on the CPU; on a GPU, where that would wait for the
+            device, and under torch.compile it is not looked for.
+        beta: Write strength ``[B, T, HV]`` in [0, 2], any of these dtypes.
+        scale: Factor of the output, ``K ** -0.5`` if None.
+        initial_state: State before the first token ``[N, HV, K, V]``, zero if None. N is B, or the
+            number of sequences of cu_seqlens.
+        output_final_state: Whether to return the state after the last token.
+        use_qk_l2norm_in_kernel: Whether to divide the rows of q and k by their length first
+            (:func:`l2norm`, eps 1e-6).
+        use_gate_in_kernel: Whether g is the raw gate of a layer, from which the log decay is
+            ``-exp(A_log) * softplus(g + dt_bias)``, or, with lower_bound,
+            ``lower_bound * sigmoid(exp(A_log) * (g + dt_bias))``.
+        use_beta_sigmoid_in_kernel: Whether beta is given before its sigmoid.
+        allow_neg_eigval: With use_beta_sigmoid_in_kernel: take twice the sigmoid.
+        safe_gate: A promise that every log decay is at least lower_bound (-5 if None), in [-5, 0):
+            in bfloat16 and float32 the forward pass need not look for channels that fade by more
+            than 2^80 in 16 tokens, and is faster for it. With use_gate_in_kernel it needs
+            lower_bound, which keeps it; without, g is checked on the CPU and taken on trust
+            on a GPU and under torch.compile, where a g below the bound makes the output wrong or
+            not finite.
+        lower_bound: Least log decay, < 0: of the gate with use_gate_in_kernel, of g with
+            safe_gate.
+        disable_recompute: Whether to keep what the backward pass would compute again: about four
+            times the memory of q, k and v between the passes for a fifth of the backward time.
+        return_intermediate_states: Whether to return the state entering each chunk too; no gradient
+            flows through it.
+        state_v_first: Whether states are ``[N, HV, V, K]``. Costs a copy of them.
+        cu_seqlens, cu_seqlens_cpu, chunk_indices: Packed sequences, as in
+            :func:`chunk_gated_delta_rule`.
+        A_log, dt_bias: ``[HV]`` and ``[HV * K]``, with use_gate_in_kernel only; dt_bias may be left
+            out, and with lower_bound A_log too.
+        chunk_size: Tokens a chunk at most: 16, 32 or 64. It changes the speed and the rounding
+            only; the kernels take shorter ones where longer do not fit the GPU (fp32, Turing).
+        transpose_state_layout: Deprecated name of state_v_first.
+        impl: "triton", "reference", or "auto": the kernels for CUDA tensors and under
+            ``TRITON_INTERPRET=1``, else (and for float64) the reference stages.
+
+    Non-contiguous tensors, and on a GPU those that do not start at 16 bytes, are copied first.
+
+    Causal to the bit, while all values stay finite: changing a token, its gate included, changes
+    no output before it. An infinity or NaN spoils the chunk it is in from its first token on, and
+    all that follows.
+
+    Accuracy: as of :func:`chunk_gated_delta_rule`.
+
+    Memory: between the passes it keeps its inputs and, of each token and head, 2 chunk_size numbers
+    of q's dtype; more with the flags named in :func:`chunk_gated_delta_rule`.
+
+    Works under ``torch.compile(fullgraph=True)``, in CUDA graphs (with cu_seqlens only together
+    with cu_seqlens_cpu), with activation checkpointing and under autocast, which does not change
+    its precision. Gradients of gradients and forward-mode differentiation are errors.
+
+    Returns:
+        ``(o, final_state)``: o ``[B, T, HV, V]`` in q's dtype; final_state ``[N, HV, K, V]`` in
+        float32 (float64 where q, g, A_log, dt_bias or initial_state is), or None. With
+        return_intermediate_states also h ``[B, NT, HV, K, V]`` in q's dtype.
+
+    Raises:
+        TypeError: an argument is not of a type or dtype listed above.
+        ValueError: a shape, device, head count, chunk_size, scale, impl or combination of arguments
+            does not fit; the message names the argument, what was expected and what came. No
+            kernel has run then.
+
+    Source: Kimi Team 2025 (arXiv:2510.26692); chapters 07, 11 and 12.
+    """
+    for name, value, default in (
+        ("cp_context", cp_context, None),
+        ("use_graph", use_graph, False),
+        ("max_num_seqs", max_num_seqs, None),
+    ):
+        check.absent(name, value, default)
+    state_v_first = arguments.v_first(state_v_first, transpose_state_layout)
+    sizes = arguments.check_tensors(
+        q, k, v, g, beta, initial_state, cu_seqlens, state_v_first, channels=True
+    )
+    for name, x, shape in (("g", g, ("B", "T", "HV", "K")), ("beta", beta, ("B", "T", "HV"))):
+        check.tensor(name, x, shape, sizes)
+    check.same_dtype(("q", q), ("k", k), ("v", v))
+    output_final_state, normalise, raw_gate, safe_gate, keep_all, return_states = arguments.flags(
+        output_final_state=output_final_state,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        use_gate_in_kernel=use_gate_in_kernel,
+        safe_gate=safe_gate,
+        disable_recompute=disable_recompute,
+        return_intermediate_states=return_intermediate_states,
+    )
+    gate_bound, safe_bound = _bounds(
+        g, raw_gate, safe_gate, check.number("lower_bound", lower_bound)
+    )
+    A_log, dt_bias = arguments.check_gate(
+        sizes, q, g, raw_gate, A_log, dt_bias, gate_bound, channels=True
+    )
+    sigmoid = arguments.sigmoid_factor(use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    check.choice("chunk_size", chunk_size, arguments.CHUNK_SIZES)
+    scale = check.number("scale", scale)
+    tensors = (q, k, v, g, beta, initial_state, A_log, dt_bias)
+    impl = check.resolve_impl(impl, q.device, tuple(x.dtype for x in tensors if x is not None))
+    cu_seqlens_cpu = arguments.check_packing(
+        "q", q, sizes, cu_seqlens, cu_seqlens_cpu, chunk_indices, chunk_size
+    )
+    if normalise:
+        q, k = l2norm(q, impl=impl), l2norm(k, impl=impl)
+    o, final_state, *kept = chunk(
+        q, k, v, g, arguments.write_strength(beta, sigmoid), A_log, dt_bias,
+        arguments.transposed(initial_state, state_v_first),
+        cu_seqlens, cu_seqlens_cpu, chunk_indices,
+        sizes["K"] ** -0.5 if scale is None else scale, gate_bound, safe_bound,
+        output_final_state, chunk_size, impl,
+        "h" if return_states else "", save=" ".join(Residuals._fields) if keep_all else "P A",
+    )  # fmt: skip
+    final_state, h = (
+        x if x is None else arguments.transposed(x, state_v_first).contiguous()
+        for x in (final_state, Residuals(*kept).h)
+    )
+    return (o, final_state, h) if return_states else (o, final_state)
+
+
+def _bounds(
+    g: Tensor, use_gate_in_kernel: bool, safe_gate: bool, lower_bound: float | None
+) -> tuple[float | None, float | None]:
+    """The bound that the gate is made with, and the one that is promised; refuse others."""
+    if not safe_gate:
+        if lower_bound is not None and not use_gate_in_kernel:
+            raise ValueError("lower_bound is used with use_gate_in_kernel or safe_gate only")
+        return lower_bound, None
+    if use_gate_in_kernel and lower_bound is None:
+        raise ValueError(
+            "safe_gate=True with use_gate_in_kernel=True needs lower_bound: the softplus gate has "
+            "none, got None"
+        )
+    bound = SAFE_BOUND if lower_bound is None else lower_bound
+    if not SAFE_BOUND <= bound < 0:
+        raise ValueError(f"lower_bound must be in [-5, 0) with safe_gate=True, got {lower_bound}")
+    if use_gate_in_kernel:
+        return bound, bound
+    if check.known(g) and bool((g < bound).any()):
+        raise ValueError(
+            f"g must be >= {bound} with safe_gate=True, got a minimum of {g.min().item():.4g}"
+        )
+    return None, bound
+
+
+@dataclass(frozen=True)
+class Stages:
+    """One implementation of each stage; `dataclasses.replace` swaps a single one."""
+
+    gate_cumsum: Callable
+    kda_intra: Callable
+    wy: Callable
+    state: Callable
+    output: Callable
+    kda_output_bwd: Callable
+    state_bwd: Callable
+    kda_wy_bwd: Callable
+    kda_intra_bwd: Callable
+    gate_bwd: Callable
+
+
+@functools.cache
+def stages(impl: str) -> Stages:
+    """The stages of an implementation, "reference" or "triton"."""
+    check.choice("impl", impl, check.STAGES)
+    return _kernels() if impl == "triton" else _REFERENCE
+
+
+_REFERENCE = Stages(
+    gate_cumsum, kda_intra, wy, state, output,
+    kda_output_bwd, state_bwd, kda_wy_bwd, kda_intra_bwd, gate_bwd,
+)  # fmt: skip
+
+
+def _kernels() -> Stages:
+    """The stages in Triton, which may be missing."""
+    from linattn_edu.kernels.delta.gate_bwd import gate_bwd
+    from linattn_edu.kernels.delta.gate_cumsum import gate_cumsum
+    from linattn_edu.kernels.delta.kda_bwd import kda_output_bwd, kda_wy_bwd
+    from linattn_edu.kernels.delta.kda_intra import kda_intra
+    from linattn_edu.kernels.delta.kda_intra_bwd import kda_intra_bwd
+    from linattn_edu.kernels.delta.output import output
+    from linattn_edu.kernels.delta.state import state
+    from linattn_edu.kernels.delta.state_bwd import state_bwd
+    from linattn_edu.kernels.delta.wy import wy
+
+    return Stages(
+        gate_cumsum, kda_intra, wy, state, output,
+        kda_output_bwd, state_bwd, kda_wy_bwd, kda_intra_bwd, gate_bwd,
+    )  # fmt: skip
+
+
+class Residuals(NamedTuple):
+    """What the backward pass reads beside the arguments of the forward pass; None: not kept."""
+
+    P: Tensor | None
+    A: Tensor | None
+    gc: Tensor | None
+    w: Tensor | None
+    kg: Tensor | None
+    qg: Tensor | None
+    h: Tensor | None
+    v_new: Tensor | None
+
+
+def _operations(s: dict) -> tuple[int, int]:
+    """Operations of the matrix products, forward and backward: two for each multiply-add."""
+    token, C, K, V = 2 * s["B"] * s["T"] * s["HV"], s["C"], s["K"], s["V"]
+    forward = token * (C * (3 * K + 2 * V) + 3 * K * V)
+    again = token * (C * (K + V) + 2 * K * V)  # wy and state
+    return forward, again + token * (C * (6 * K + 5 * V + 2 * C) + 6 * K * V)
+
+
+chunk = Operator(
+    "chunk_kda",
+    {
+        "q": "B T H K",
+        "k": "B T H K",
+        "v": "B T HV V",
+        "g": "B T HV K",
+        "beta": "B T HV",
+        "A_log": "HV?",
+        "dt_bias": "HV K?",
+        "initial_state": "N HV K V?",
+    },
+    {
+        "o": like("B T HV V", "q", gradient="do"),
+        "final_state": widened("N HV K V", "q g A_log dt_bias initial_state", gradient="dht"),
+        "P": like("B T HV C", "q"),
+        "A": like("B T HV C", "q"),
+        "gc": widened("B T HV K", "g A_log dt_bias"),
+        "w": like("B T HV K", "q"),
+        "kg": like("B T HV K", "q"),
+        "qg": like("B T HV K", "q"),
+        "h": like("B NT HV K V", "q"),
+        "v_new": like("B T HV V", "q"),
+    },
+    options={
+        "scale": "float",
+        "lower_bound": "float?",
+        "safe_bound": "float?",
+        "output_final_state": "bool",
+        "chunk_size": "int",
+    },
+    residuals=Residuals,
+    stages=stages,
+    packed="chunks",
+    limited="k",
+    flops=_operations,
+)
+
+
+@chunk.forward
+def forward(
+    stages: Stages,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    scale: float,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    lower_bound: float | None = None,
+    safe_bound: float | None = None,
+    chunk_size: int = 64,
+    packing: Packing | None = None,
+    keep: Collection[str] = Residuals._fields,
+) -> tuple[Tensor, Tensor | None, Residuals]:
+    """The chunked forward pass as a composition of stages (shapes as in chunk_kda).
+
+    safe_bound: a promise that no log decay of a token is below it. keep: the residuals that are
+    returned; the others are freed as soon as no stage reads them.
+    Returns o, the final state or None, and what the backward pass may read. Only the kernels take a
+    packing.
+
+    Source: chapter 07.
+    """
+    packed = {} if packing is None else {"packing": packing}
+    options = {"chunk_size": chunk_size, **packed}
+    gc = stages.gate_cumsum(g, A_log, dt_bias, lower_bound=lower_bound, **options)
+    P, A = stages.kda_intra(q, k, beta, gc, lower_bound=safe_bound, **options)
+    w, u, kg, qg = stages.wy(k, v, beta, gc, A, q, **packed)
+    A = A if "A" in keep else None
+    h, v_new, final_state = stages.state(
+        kg, w, u, gc, initial_state, output_final_state=output_final_state, **options
+    )
+    del u
+    kept = Residuals(P, A, gc, w, kg, qg, h, v_new)
+    kept = Residuals(*(x if n in keep else None for n, x in kept._asdict().items()))
+    del A, gc, w, kg
+    o = stages.output(qg, None, v_new, h, None, P, scale=scale, **options)
+    return o, final_state, kept
+
+
+@chunk.backward
+def backward(
+    stages: Stages,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    residuals: Residuals,
+    do: Tensor,
+    dht: Tensor | None = None,
+    *,
+    scale: float,
+    initial_state: Tensor | None = None,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    lower_bound: float | None = None,
+    packing: Packing | None = None,
+) -> tuple[Tensor | None, ...]:
+    """The chunked backward pass as a composition of stages.
+
+    Starts from the arguments of the forward pass and its P and A; where the other residuals are
+    None they are computed again, so that no state is held between the two passes.
+
+    Args:
+        do: Gradient of o.  dht: Gradient of the final state, or None.
+    Returns:
+        dq, dk, dv, dg, dbeta, dA_log and ddt_bias (or None), and the gradient of the initial state.
+    Source: chapters 11 and 12.
+    """
+    packed = {} if packing is None else {"packing": packing}
+    P, A, gc, w, kg, qg, h, v_new = residuals
+    options = {"chunk_size": A.shape[-1], **packed}
+    gate = {"lower_bound": lower_bound, **options}
+    if gc is None:
+        gc = stages.gate_cumsum(g, A_log, dt_bias, **gate)
+        w, u, kg, qg = stages.wy(k, v, beta, gc, A, q, **packed)
+        h, v_new, _ = stages.state(kg, w, u, gc, initial_state, **options)
+        del u
+    dqg, dP, dv_new = stages.kda_output_bwd(P, v_new, h, do, scale=scale, **options)
+    dh, dv_new, dh0 = stages.state_bwd(qg, kg, w, gc, do, dv_new, dht, scale=scale, **options)
+    del w, kg, qg
+    dkb, dkg, dv, dL, dbeta, dgl = stages.kda_wy_bwd(v, beta, A, h, v_new, dh, dv_new, **packed)
+    del h, v_new, dh, dv_new
+    dq, dk, dbeta, dgc = stages.kda_intra_bwd(
+        q, k, beta, gc, dP, dL, dqg, dkb, dkg, dgl, dbeta, **packed
+    )
+    del gc, dP, dL, dqg, dkb, dkg
+    dg, dA_log, ddt_bias = stages.gate_bwd(dgc, g, A_log, dt_bias, **gate)
+    return dq, dk, dv, dg, dbeta, dA_log, ddt_bias, dh0

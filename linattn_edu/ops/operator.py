@@ -1,0 +1,594 @@
+"""One declaration an operator; the forms in which PyTorch meets it follow from it.
+
+An operator is declared by the axes of its tensors, and completed by its composition of stages:
+
+    twice = Operator("twice", {"x": "B T D"}, {"y": like("B T D", "x")}, stages=stages)
+
+    @twice.forward
+    def forward(stages, x): ...
+
+    @twice.backward
+    def backward(stages, dy): ...
+
+What a function takes is told by the names of its arguments.  A call then takes one of three forms:
+plain, the composition itself; eager, an autograd.Function, where a gradient is asked for or a
+transform of torch.func is at work; registered with torch.library, where somebody looks on
+(torch.compile, fake tensors, DTensors, a dispatch mode).  From the axes follow the shapes for
+tracing, the reference's loop over packed sequences, vmap, and how DTensors may be sharded.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from linattn_edu.ops import sequences, sharding
+from linattn_edu.ops.tensors import (
+    at_device,
+    contiguous,
+    needs_gradient,
+    traced,
+    transformed,
+    wide,
+)
+
+# how sequences are packed -> the arguments that say it
+BOUNDS = {
+    None: (),
+    "tokens": ("cu_seqlens",),
+    "chunks": ("cu_seqlens", "cu_seqlens_cpu", "chunk_indices"),
+}
+PACKED = ("cu_seqlens", "packing")  # by which a composition says that it knows packed sequences
+BATCH = ("B", "N")  # axes along which everything is independent
+
+
+@dataclass(frozen=True)
+class Output:
+    """An output: its axes, whose dtype it has, and the name of its gradient."""
+
+    axes: tuple[str, ...]
+    of: tuple[str, ...]
+    wide: bool
+    gradient: str | None
+
+
+def like(axes: str, of: str, gradient: str | None = None) -> Output:
+    """An output of the dtype of a tensor."""
+    return Output(tuple(axes.split()), (of,), False, gradient)
+
+
+def widened(axes: str, of: str, gradient: str | None = None) -> Output:
+    """An output in float32, or float64 where one of the tensors is."""
+    return Output(tuple(axes.split()), tuple(of.split()), True, gradient)
+
+
+class Operator:
+    """An operator of the library, called with its tensors, bounds and options in this order.
+
+    Args:
+        name: Of the operator, in torch.library and in autograd's graph.
+        tensors: Name -> axes, "B T H K", with "?" at the end where None may come.  B, N and T are
+            the batch, the sequences and their tokens, H and HV heads, C the tokens of a chunk, NT
+            the chunks; "..." any axes in front.
+        outputs: Name -> what `like` or `widened` give.  "final_state" is made with the option
+            output_final_state alone, and is the initial_state where there are no tokens.
+        stages: "reference" or "triton" -> the stages that the composition takes first.
+        forward_stages: The same of the forward pass, if it has others.
+        options: Name -> type in the schema of torch.library.  "impl" is the last of all operators.
+        residuals: The NamedTuple of outputs that only the backward pass and who asks for them see.
+            With one, a call names in `keep` those it wants and in `save` those that the backward
+            pass starts from; the others are None.
+        packed: How a batch of one holds several sequences: "tokens", known to the kernels by
+            cu_seqlens; "chunks", by a Packing; None, not at all.
+        limited: The tensor whose head size limits the tokens of a chunk.
+        mutates: The tensor that is written in place.
+        flops: sizes -> operations of the matrix products, forward and backward.
+
+    Returns of a call: the outputs, None for what was not asked for.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        tensors: dict[str, str],
+        outputs: dict[str, Output],
+        *,
+        stages: Callable,
+        forward_stages: Callable | None = None,
+        options: dict[str, str] | None = None,
+        residuals: type | None = None,
+        packed: str | None = None,
+        limited: str | None = None,
+        mutates: str | None = None,
+        flops: Callable | None = None,
+    ):
+        self.name, self.stages, self.forward_stages = name, stages, forward_stages or stages
+        self.inputs = tuple(tensors)
+        self.optional = {n for n, axes in tensors.items() if axes.endswith("?")}
+        self.axes = {n: tuple(axes.rstrip("?").split()) for n, axes in tensors.items()}
+        self.axes |= {n: out.axes for n, out in outputs.items()}
+        self.outputs, self.residuals, self.flops = outputs, residuals, flops
+        self.packed, self.bounds = packed, BOUNDS[packed]
+        self.limited, self.mutates = limited, mutates
+        self.with_tokens = self.axes[self.inputs[0]][:2] == ("B", "T")
+        self.options = {**(options or {}), "impl": "str"}
+        if residuals:
+            self.options |= {"keep": "str", "save": "str"}
+        self.names = (*self.inputs, *self.bounds, *self.options)
+        self.backward_names: tuple[str, ...] = ()
+
+    # -- the declaration is completed
+
+    def forward(self, f: Callable) -> Callable:
+        """Take f as the forward pass; return it, made to run where its tensors are."""
+        self._forward = at_device(f)
+        self._forward_takes = _taken(f, (*self.inputs[1:], *self.options))
+        self._forward_packs = bool(_taken(f, PACKED))
+        self.registered = self._register(
+            self.name, self.names, self.inputs, tuple(self.outputs), self._run, self._fake
+        )
+        self._vmap = self._batched(self._call, self.names, tuple(self.outputs), sums=False)
+        self.registered.register_vmap(self._vmap)
+        refuse = _refuse(f"{self.name} has no gradient")
+        self._eager = _function(self.name, self._run, _no_setup, refuse, self._vmap)
+        return self._forward
+
+    def backward(self, f: Callable) -> Callable:
+        """Take f as the backward pass, which returns a gradient for each tensor, in their order."""
+        self._backward = at_device(f)
+        gradients = {out.gradient: n for n, out in self.outputs.items() if out.gradient}
+        saved = (*self.inputs, *self.outputs)
+        names = list(inspect.signature(f).parameters)[1:]
+        self._saved = tuple(
+            x for n in names for x in (self.residuals._fields if n == "residuals" else (n,))
+            if x in saved
+        )  # fmt: skip
+        self._backward_packs = bool(_taken(f, PACKED))
+        self._given = tuple(n for n in names if n in gradients)
+        self.axes |= {d: self.axes[n] for d, n in gradients.items()}
+        self.backward_names = (*self._saved, *self.bounds, *self._given, *self.options)
+        takes = {*self._saved, *self._given, *self.options, "residuals"}
+        self._backward_takes = [n for n in names if n in takes]
+        name, tensors = f"{self.name}_backward", (*self._saved, *self._given)
+        self.registered_backward = self._register(
+            name, self.backward_names, tensors, self.inputs, self._run_backward, self._fake_backward
+        )
+        vmap = self._batched(self._call_backward, self.backward_names, self.inputs, sums=True)
+        self.registered_backward.register_vmap(vmap)
+        refuse = _refuse(f"the gradient of {self.name} cannot be differentiated again")
+        self._once = _function(name, self._run_backward, _no_setup, refuse, vmap)
+        self._eager = _function(self.name, self._run, self._setup, self._gradients, self._vmap)
+        self.registered.register_autograd(self._gradients, setup_context=self._setup)
+        return self._backward
+
+    def _register(self, name, names, tensors, outputs, run, fake):
+        """An operator of torch.library, which returns an empty tensor in the place of None."""
+        must = set(self.inputs) - self.optional if names is self.names else {*self._given[:1]}
+        parts = []
+        for n in names:
+            if n in tensors or n in self.bounds:
+                alias = "(a0!)" if n == self.mutates else ""
+                parts.append(f"Tensor{alias}{'' if n in must else '?'} {n}")
+            else:
+                parts.append(f"{self.options[n]} {n}")
+        schema = f"({', '.join(parts)}) -> ({', '.join('Tensor' for _ in outputs)})"
+
+        def whole(*args):
+            given = dict(zip(names, args, strict=True))
+            like = next(given[n] for n in tensors if given[n] is not None)
+            results = tuple(like.new_empty(0) if x is None else x for x in run(*args))
+            return results if len(results) > 1 else results[0]
+
+        def shapes(*args):
+            results = fake(*args)
+            return results if len(results) > 1 else results[0]
+
+        mutated = () if self.mutates is None or names is not self.names else (self.mutates,)
+        registered = torch.library.custom_op(
+            f"linattn_edu::{name}", whole, mutates_args=mutated, schema=schema
+        )
+        registered.register_fake(shapes)
+        return registered
+
+    # -- a call
+
+    def __call__(self, *args, save: str = "") -> tuple[Tensor | None, ...]:
+        """The outputs; None for what was not asked for."""
+        if self.residuals:
+            args = (*args, save if self._differentiable(args) else "")
+        return self._call(*args)
+
+    def _differentiable(self, args: tuple) -> bool:
+        return transformed() or needs_gradient(*args[: len(self.inputs)])
+
+    def _call(self, *args) -> tuple[Tensor | None, ...]:
+        """A call in the form that fits."""
+        if traced(args[0]):
+            if sharding.sharded(*args[: len(self.inputs)]):
+                return sharding.on_shards(self, args)
+            self._count_operations()
+            made = self._made(dict(zip(self.names, args, strict=True)))
+            results = zip(self.outputs, _several(self.registered(*args)), strict=True)
+            return tuple(x if n in made else None for n, x in results)
+        return self._eager(*args) if self._differentiable(args) else self._run(*args)
+
+    def _call_backward(self, *args) -> tuple[Tensor | None, ...]:
+        """A backward pass in the form that fits."""
+        if traced(next(x for x in args if x is not None)):
+            self._count_operations()
+            return _several(self.registered_backward(*args))
+        f = self._once if transformed() or torch.is_grad_enabled() else self._run_backward
+        return f(*args)
+
+    def _made(self, given: dict) -> set[str]:
+        """The outputs that this call makes."""
+        made = set(self.outputs)
+        if self.residuals:
+            made -= {*self.residuals._fields} - {*f"{given['keep']} {given['save']}".split()}
+        if not given.get("output_final_state", True):
+            made.discard("final_state")
+        return made
+
+    # -- the composition is run
+
+    def _run(self, *args) -> tuple[Tensor | None, ...]:
+        """The forward pass; None for what is not asked for."""
+        given = dict(zip(self.names, args, strict=True))
+        for n in self.inputs:
+            if n != self.mutates:
+                given[n] = contiguous(given[n])
+        made = self._made(given) if self.residuals else ()
+        options = {n: given[n] for n in self._forward_takes}
+        if "keep" in options:
+            options["keep"] = tuple(n for n in self.residuals._fields if n in made)
+        first, length = given[self.inputs[0]], self._length(given)
+        if "chunk_size" in options:
+            options["chunk_size"] = length
+        stages = self.forward_stages(given["impl"])
+        alone = self._alone(given, first, length, self._forward_packs)
+        if alone is None:
+            options |= self._packing(given, first, length)
+            results = _flat(self._forward(stages, first, **options))
+        else:
+            results = self._run_each(stages, given, options, alone, length)
+        return tuple(_owned(x) for x in results)
+
+    def _run_each(self, stages, given, options, alone, length):
+        """The forward pass of each sequence by itself."""
+        made = self._made(given)
+        sizes = self._sizes(given, length)
+        whole = {n: self._new(n, given, sizes) if n in made else None for n in self.outputs}
+        if whole.get("final_state") is not None:  # what a sequence without tokens leaves
+            _fill(whole["final_state"], given["initial_state"])
+        for where in alone:
+            one = {n: _part(given[n], self.axes[n], where) for n in self.inputs}
+            own = options | {n: one[n] for n in self.inputs if n in options}
+            parts = _flat(self._forward(stages, one[self.inputs[0]], **own))
+            for n, part in zip(self.outputs, parts, strict=True):
+                if whole[n] is not None:
+                    _part(whole[n], self.axes[n], where).copy_(part)
+        return tuple(whole.values())
+
+    def _run_backward(self, *args) -> tuple[Tensor | None, ...]:
+        """The backward pass: a gradient for each tensor, in its dtype; None for one not given."""
+        given = dict(zip(self.backward_names, args, strict=True))
+        kept = self.residuals._fields if self.residuals else ()
+        for n in (*self._saved, *self._given):
+            x = given[n]
+            given[n] = None if n in kept and x is not None and not x.numel() else contiguous(x)
+        options = {n: given[n] for n in self._backward_takes if n != "residuals"}
+        if "residuals" in self._backward_takes:
+            options["residuals"] = self.residuals(*(given[n] for n in kept))
+        name = self._backward_takes[0]
+        length, stages = self._length(given), self.stages(given["impl"])
+        tokens = given[self._given[0]]
+        alone = self._alone(given, tokens, length, self._backward_packs)
+        if alone is None:
+            options |= self._packing(given, tokens, length)
+            results = self._backward(stages, options.pop(name), **options)
+            results = results if isinstance(results, tuple) else (results,)
+        else:
+            results = self._run_each_backward(stages, given, options, alone)
+        return tuple(
+            None if x is None or given.get(n, x) is None else x.to(given.get(n, x).dtype)
+            for n, x in zip(self.inputs, results, strict=True)
+        )
+
+    def _run_each_backward(self, stages, given, options, alone):
+        """The backward pass of each sequence by itself."""
+        sums = {n for n in self.inputs if not {"T", "N"} & {*self.axes[n]}}
+        sizes = self._sizes(given, None)
+        whole = {
+            n: None if n in given and given[n] is None else self._new(n, given, sizes)
+            for n in self.inputs
+        }
+        for n, x in whole.items():
+            if x is not None and "T" not in self.axes[n]:  # also through a sequence without tokens
+                _fill(x, given.get("dht") if n == "initial_state" else None)
+        for where in alone:
+            one = {n: _part(x, self.axes.get(n), where) for n, x in given.items()}
+            own = {n: one.get(n) for n in options}
+            if "residuals" in own:
+                own["residuals"] = self.residuals(*(one[n] for n in self.residuals._fields))
+            parts = self._backward(stages, own.pop(self._backward_takes[0]), **own)
+            for n, part in zip(self.inputs, _several(parts), strict=True):
+                if whole[n] is not None and n in sums:
+                    whole[n] += part
+                elif whole[n] is not None:
+                    _part(whole[n], self.axes[n], where).copy_(part)
+        return tuple(whole.values())
+
+    def _length(self, given: dict) -> int | None:
+        """Tokens of a chunk: chunk_size, or less where the kernels do not fit the GPU."""
+        for n, x in given.items():
+            if x is not None and "C" in self.axes.get(n, ()):
+                return x.shape[self.axes[n].index("C")]
+        if self.limited is None or given["impl"] == "reference":
+            return given.get("chunk_size")
+        from linattn_edu.kernels.tiles import chunk_limit
+
+        return min(given["chunk_size"], chunk_limit(given[self.limited]))
+
+    def _packing(self, given: dict, tokens: Tensor, length: int | None) -> dict:
+        """What tells the kernels where the sequences are."""
+        if given.get("cu_seqlens") is None:
+            return {}
+        if self.packed == "tokens":
+            return {"cu_seqlens": given["cu_seqlens"].long().contiguous()}
+        bounds = (given[n] for n in self.bounds)
+        size = given.get("chunk_size", length)
+        return {"packing": sequences.packing(*bounds, tokens.shape[1], size, length)}
+
+    def _alone(
+        self, given: dict, tokens: Tensor, length: int | None, packs: bool
+    ) -> Iterator | None:
+        """The sequences that the stages must be given one by one; None: all at once.
+
+        The reference knows no packing, and no stage an empty sequence.
+        """
+        if self.with_tokens and tokens.shape[1] == 0:
+            return iter(())
+        if not self.bounds or given["cu_seqlens"] is None:
+            return None
+        if packs and given["impl"] != "reference":
+            return None
+        bounds = given["cu_seqlens"], given.get("cu_seqlens_cpu"), tokens.shape[1]
+        return sequences.each(sequences.bounds(*bounds), length or 1)
+
+    # -- shapes
+
+    def _sizes(self, given: dict, length: int | None) -> dict:
+        """Axis -> size, as the tensors have it."""
+        sizes = {"C": length}
+        for n, x in given.items():
+            axes = self.axes.get(n)
+            if axes is None or x is None:
+                continue
+            if axes[0] == "...":
+                sizes["..."], axes = x.shape[: x.ndim - len(axes) + 1], axes[1:]
+            sizes |= zip(axes, x.shape[x.ndim - len(axes) :], strict=True)
+        cu_seqlens = given.get("cu_seqlens")
+        if "B" in sizes:
+            sizes["N"] = sizes["B"] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        return sizes
+
+    def _new(self, name: str, given: dict, sizes: dict) -> Tensor:
+        """A new tensor in the place of an output, or of the gradient of a tensor."""
+        axes = self.axes[name]
+        if "NT" in axes:
+            sizes = sizes | {"NT": self._chunks(given, sizes)}
+        shape = [s for a in axes for s in (sizes[a] if a == "..." else (sizes[a],))]
+        like = next(x for n, x in given.items() if n in self.axes and x is not None)
+        out = self.outputs.get(name)
+        if out is None:
+            dtype = given[name].dtype if name in given else wide(like)
+        elif out.wide:
+            dtype = wide(*(given[n] for n in out.of))
+        else:
+            dtype = given[out.of[0]].dtype
+        return like.new_empty(shape, dtype=dtype)
+
+    def _chunks(self, given: dict, sizes: dict) -> int:
+        """How many chunks there are."""
+        cu_seqlens, T, C = given.get("cu_seqlens"), sizes["T"], sizes["C"]
+        if cu_seqlens is None:
+            return -(-T // C)
+        if traced(cu_seqlens):  # as many as its numbers say
+            return torch.library.get_ctx().new_dynamic_size()
+        bounds = sequences.bounds(cu_seqlens, given["cu_seqlens_cpu"], T)
+        return sum(chunks.stop - chunks.start for *_, chunks in sequences.each(bounds, C))
+
+    def _fake(self, *args):
+        given = dict(zip(self.names, args, strict=True))
+        made, sizes = self._made(given), self._sizes(given, self._length(given))
+        first = given[self.inputs[0]]
+        return tuple(
+            self._new(n, given, sizes) if n in made else first.new_empty(0) for n in self.outputs
+        )
+
+    def _fake_backward(self, *args):
+        given = dict(zip(self.backward_names, args, strict=True))
+        sizes, like = self._sizes(given, None), given[self._given[0]]
+        return tuple(
+            like.new_empty(0) if n in given and given[n] is None else self._new(n, given, sizes)
+            for n in self.inputs
+        )
+
+    # -- autograd
+
+    def _setup(self, ctx, inputs, output):
+        given = dict(zip(self.names, inputs, strict=True))
+        made = dict(zip(self.outputs, _several(output), strict=True))
+        kept = {*self.residuals._fields} if self.residuals else set()
+        dropped = kept - {*given["save"].split()} if kept else ()
+        given |= {n: None if n in dropped else x for n, x in made.items()}
+        ctx.save_for_backward(*(given[n] for n in (*self._saved, *self.bounds)))
+        ctx.options = inputs[len(inputs) - len(self.options) :]
+        ctx.dtypes = [None if given[n] is None else given[n].dtype for n in self.inputs]
+        first = next(iter(made.values()))
+        ctx.shape, ctx.dtype = first.shape, first.dtype
+        without = [x for n, x in made.items() if x is not None and self.outputs[n].gradient is None]
+        ctx.mark_non_differentiable(*without)
+        ctx.set_materialize_grads(False)
+
+    def _gradients(self, ctx, *outer):
+        """Gradients of the outputs -> gradients of the inputs."""
+        outer = [None if x is None or not x.numel() else x for x in outer]
+        saved = ctx.saved_tensors  # asked for once: activation checkpointing allows no more
+        named = {out.gradient: x for out, x in zip(self.outputs.values(), outer, strict=True)}
+        if named[self._given[0]] is None:
+            like = next(x for x in (*outer, *saved) if x is not None)
+            named[self._given[0]] = like.new_zeros(ctx.shape, dtype=ctx.dtype)
+        results = self._call_backward(*saved, *(named[n] for n in self._given), *ctx.options)
+        results = (
+            None if dtype is None or x is None else x.to(dtype)
+            for dtype, x in zip(ctx.dtypes, results, strict=True)
+        )
+        return *results, *(None for _ in self.names[len(self.inputs) :])
+
+    # -- torch.func
+
+    def _batched(self, call: Callable, names: tuple, outputs: tuple, *, sums: bool) -> Callable:
+        """The rule of vmap: the mapped axis becomes part of B and N; else one call after the other.
+
+        One by one where sequences are packed, where a tensor that belongs to the whole batch is
+        mapped, and, if the operator sums over the batch, where there is one at all.
+        """
+
+        def apart(n, x, mapped):
+            return n in self.axes and (mapped or sums) and not {*self.axes[n][:1]} & {*BATCH, "..."}
+
+        def rule(info, in_dims, *args):
+            size = info.batch_size
+            given = [
+                x if d is None or not isinstance(x, Tensor) else x.movedim(d, 0)
+                for x, d in zip(args, in_dims, strict=True)
+            ]
+            mapped = [
+                d is not None and isinstance(x, Tensor) for x, d in zip(args, in_dims, strict=True)
+            ]
+            if self.mutates is not None:
+                raise ValueError(f"{self.mutates} cannot be written in place under torch.vmap")
+            triples = list(zip(names, given, mapped, strict=True))
+            whole = any(
+                x is not None and (n in self.bounds or apart(n, x, m)) for n, x, m in triples
+            )
+            if whole:
+                each = [call(*(x[i] if m else x for _, x, m in triples)) for i in range(size)]
+                results = [
+                    None if parts[0] is None else torch.stack(parts)
+                    for parts in zip(*each, strict=True)
+                ]
+            else:
+                results = call(*(_folded(self.axes.get(n), x, m, size) for n, x, m in triples))
+                results = [
+                    x if x is None or self.axes[n][0] not in BATCH or x.ndim < 2
+                    else x.unflatten(0, (size, -1))
+                    for n, x in zip(outputs, results, strict=True)
+                ]  # fmt: skip
+            dims = tuple(None if x is None or (not whole and x.ndim < 2) else 0 for x in results)
+            return tuple(results), dims
+
+        return rule
+
+    # -- torch.utils.flop_counter
+
+    def _count_operations(self) -> None:
+        """Tell a FlopCounterMode that looks on, which has its own copy of what is registered."""
+        if self.flops is None or torch.compiler.is_compiling():
+            return
+        for mode in _get_current_dispatch_mode_stack():
+            registry = getattr(getattr(mode, "counter", None), "flop_registry", None)
+            if registry is not None:
+                registry.update(self._counts())
+
+    def _counts(self) -> dict:
+        """Operator of torch.library -> its count of operations."""
+
+        def count(names, which):
+            def operations(*args, out_val=None, **kwargs):
+                given = dict(zip(names, args, strict=True))
+                sizes = self._sizes(given, self._length(given))
+                return int(self.flops(sizes)[which])
+
+            return operations
+
+        library = torch.ops.linattn_edu
+        return {
+            getattr(library, self.name): count(self.names, 0),
+            getattr(library, f"{self.name}_backward"): count(self.backward_names, 1),
+        }
+
+
+def _taken(f: Callable, names: tuple[str, ...]) -> list[str]:
+    """Those of the names that f has an argument for."""
+    return [n for n in names if n in inspect.signature(f).parameters]
+
+
+def _function(name, run, setup, backward, vmap) -> Callable:
+    """run with a gradient, for calls that are not traced; autograd knows it by this name."""
+    members = {
+        "forward": staticmethod(lambda *args: run(*args)),
+        "setup_context": staticmethod(setup),
+        "backward": staticmethod(backward),
+        "vmap": staticmethod(vmap),
+    }
+    return type(name, (torch.autograd.Function,), members).apply
+
+
+def _no_setup(ctx, inputs, output):
+    pass
+
+
+def _refuse(message: str) -> Callable:
+    def refuse(ctx, *_):
+        raise RuntimeError(message)
+
+    return refuse
+
+
+def _flat(results) -> tuple[Tensor | None, ...]:
+    """The outputs of a composition, whose residuals are a tuple of their own."""
+    if isinstance(results, Tensor):
+        return (results,)
+    *first, last = results
+    return (*first, *last) if isinstance(last, tuple) else tuple(results)
+
+
+def _several(results) -> tuple:
+    return results if isinstance(results, (tuple, list)) else (results,)
+
+
+def _owned(x: Tensor | None) -> Tensor | None:
+    """x, which autograd does not take for a view: else it could not be changed in place."""
+    return x.data if x is not None and x._is_view() else x
+
+
+def _fill(x: Tensor, value: Tensor | None) -> None:
+    if value is None:
+        x.zero_()
+    else:
+        x.copy_(value)
+
+
+def _part(x, axes: tuple[str, ...] | None, where: tuple[int, slice, slice]):
+    """What of x belongs to a sequence; the rest as it is."""
+    n, tokens, chunks = where
+    if x is None or axes is None:
+        return x
+    if "T" in axes:
+        return x[:, tokens]
+    if "NT" in axes:
+        return x[:, chunks]
+    return x[n : n + 1] if "N" in axes else x
+
+
+def _folded(axes: tuple[str, ...] | None, x, mapped: bool, size: int):
+    """x with the mapped axis, its first, as part of the batch."""
+    if axes is None or x is None or axes[0] not in (*BATCH, "..."):
+        return x
+    x = x if mapped else x.expand(size, *x.shape)
+    return x.flatten(0, 1) if axes[0] in BATCH else x

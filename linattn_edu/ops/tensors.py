@@ -1,0 +1,91 @@
+"""Facts about tensors that decide how an operator runs: who looks on, what it computes in."""
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+
+def needs_gradient(*tensors: Tensor | None) -> bool:
+    """Whether autograd will ask for a gradient of one of the tensors, or, in forward mode, has a
+    tangent of one: it is to find an operator without forward mode, and to say so.
+    """
+    given = [x for x in tensors if x is not None]
+    if forward_ad._current_level >= 0 and any(
+        forward_ad.unpack_dual(x)[1] is not None for x in given
+    ):
+        return True
+    return torch.is_grad_enabled() and any(x.requires_grad for x in given)
+
+
+def traced(x: Tensor) -> bool:
+    """Whether somebody looks on: x is traced or wrapped, or every operator is watched.
+
+    Only then a registered operator is called. Elsewhere PyTorch's dispatcher would cost a short
+    call much of its time, and the first one the import of PyTorch's compiler.
+    """
+    if torch.compiler.is_compiling() or type(x) not in (Tensor, torch.nn.Parameter):
+        return True
+    return _get_current_dispatch_mode() is not None
+
+
+def transformed() -> bool:
+    """Whether a transform of torch.func (vmap, grad, ...) is at work: tensors may be wrapped."""
+    return torch._C._are_functorch_transforms_active()
+
+
+def known(x: Tensor | None) -> bool:
+    """Whether the numbers of x can be read without waiting for a device: not while it is traced."""
+    if x is None or x.device.type != "cpu" or traced(x):
+        return False
+    return not transformed()
+
+
+def wide(*tensors: Tensor | None) -> torch.dtype:
+    """float64 if any of the tensors is, else float32."""
+    doubled = any(x is not None and x.dtype == torch.float64 for x in tensors)
+    return torch.float64 if doubled else torch.float32
+
+
+def contiguous(x: Tensor | None) -> Tensor | None:
+    """x, or a copy if it has gaps or does not start at 16 bytes on a GPU.
+
+    Narrower loads would make another kernel than the one that was tested.
+    """
+    if x is None:
+        return None
+    x = x.contiguous()
+    return x.clone() if x.is_cuda and x.data_ptr() % 16 else x
+
+
+def at(x: Tensor) -> AbstractContextManager:
+    """x's GPU is the current one, where Triton launches, and autocast is off.
+
+    The stages choose the precision of every product themselves.
+    """
+    kind = x.device.type if torch.amp.is_autocast_available(x.device.type) else "cpu"
+    here = not x.is_cuda or x.device.index == torch.cuda.current_device()
+    if here and not torch.is_autocast_enabled(kind):
+        return nullcontext()
+    return _at(x, kind)
+
+
+@contextmanager
+def _at(x: Tensor, kind: str) -> Iterator[None]:
+    with torch.cuda.device_of(x), torch.autocast(kind, enabled=False):
+        yield
+
+
+def at_device(f: Callable) -> Callable:
+    """f(stages, x, ...), run `at` x."""
+
+    @functools.wraps(f)
+    def wrapped(stages, x, *args, **kwargs):
+        with at(x):
+            return f(stages, x, *args, **kwargs)
+
+    return wrapped
