@@ -67,6 +67,7 @@ def test_a_small_gate_keeps_its_digits(device):
     assert_close("gc", got, want, 1e-6)
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy, in the interpreter
 @pytest.mark.parametrize("lower_bound", [None, -5.0])
 def test_an_infinite_raw_gate_is_no_nan(lower_bound, device):
     """The gate is flat there: it adds nothing to the gradients."""

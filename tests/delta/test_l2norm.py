@@ -178,6 +178,7 @@ def test_one_huge_number_among_ordinary_ones(room, device):
     assert torch.equal(y[1:], alone)
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy, in the interpreter
 @pytest.mark.parametrize("room", [kernels, references], ids=["kernel", "reference"])
 @pytest.mark.parametrize("eps", [1e-6, 0.0])
 def test_ordinary_rows_keep_the_bits_of_the_plain_formula(eps, room, device):
@@ -190,6 +191,7 @@ def test_ordinary_rows_keep_the_bits_of_the_plain_formula(eps, room, device):
     assert torch.equal(y, rstd[:, None] * x)
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy, in the interpreter
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_huge_rows_in_the_recurrent_kernel(dtype, device):
     """It normalises q and k itself, and to the same."""
