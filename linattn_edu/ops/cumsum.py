@@ -165,17 +165,11 @@ def forward(
     return stages.cumsum(x, chunk_size=chunk_size, reverse=reverse, scale=scale, **packed)
 
 
-@local.backward
-def backward(
-    stages: Stages,
-    dy: Tensor,
-    scale: float,
-    reverse: bool,
-    chunk_size: int,
-    packing: Packing | None = None,
-) -> Tensor:
-    """dx."""
-    return forward(stages, dy, scale, not reverse, chunk_size, packing)
+@local.adjoint
+def adjoint(dy: Tensor, *rest) -> Tensor:
+    """dx: the same sum the other way round."""
+    *bounds, scale, reverse, chunk_size, impl = rest
+    return local(dy, *bounds, scale, not reverse, chunk_size, impl)[0]
 
 
 whole = Operator(
@@ -197,9 +191,8 @@ def forward_whole(
     return stages.global_cumsum(x, reverse=reverse, scale=scale, **packed)
 
 
-@whole.backward
-def backward_whole(
-    stages: Stages, dy: Tensor, scale: float, reverse: bool, cu_seqlens: Tensor | None = None
-) -> Tensor:
-    """dx."""
-    return forward_whole(stages, dy, scale, not reverse, cu_seqlens)
+@whole.adjoint
+def adjoint_of_whole(dy: Tensor, *rest) -> Tensor:
+    """dx: the same sum the other way round."""
+    cu_seqlens, scale, reverse, impl = rest
+    return whole(dy, cu_seqlens, scale, not reverse, impl)[0]

@@ -164,6 +164,22 @@ class Operator:
         self.registered.register_autograd(self._gradients, setup_context=self._setup)
         return self._backward
 
+    def adjoint(self, f: Callable) -> Callable:
+        """Take f as the backward pass of a linear operator of one tensor: a call of an operator.
+
+        f(dy, *bounds, *options) returns dx, which has gradients again.
+        """
+        self._saved, self._given = (), (next(iter(self.outputs.values())).gradient,)
+
+        def call(*args):
+            n = len(self.bounds)
+            return (f(args[n], *args[:n], *args[n + 1 :]),)
+
+        self._call_backward = call
+        self._eager = _function(self.name, self._run, self._setup, self._gradients, self._vmap)
+        self.registered.register_autograd(self._gradients, setup_context=self._setup)
+        return f
+
     def _register(self, name, names, tensors, outputs, run, fake):
         """An operator of torch.library, which returns an empty tensor in the place of None."""
         must = set(self.inputs) - self.optional if names is self.names else {*self._given[:1]}

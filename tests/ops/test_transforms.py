@@ -1,0 +1,199 @@
+"""Operators under PyTorch's tools: vmap, per-sample gradients, make_fx, flops, DTensors."""
+
+import pytest
+import torch
+from gdn_checks import inputs
+from torch.func import functional_call, grad, jacrev, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.flop_counter import FlopCounterMode
+
+from linattn_edu import (
+    chunk_gated_delta_rule,
+    chunk_global_cumsum,
+    chunk_kda,
+    chunk_local_cumsum,
+    fused_gdn_gate,
+    fused_kda_gate,
+    fused_recurrent_gated_delta_rule,
+    fused_recurrent_kda,
+    l2norm,
+    solve_tril,
+)
+from linattn_edu.ops import gdn, kda
+from linattn_edu.testing import assert_close
+
+B, T, H, HV, K, V = 2, 9, 1, 2, 6, 4
+IMPLS = ("reference", "triton")
+
+
+def delta(f, channels=False, **options):
+    """f on x [B, T, 32], of which all its arguments are made; o and the final state as one."""
+
+    def call(x, state=None, A_log=None, dt_bias=None):
+        n = x.shape[0]
+        q, k = (l2norm(y) for y in x[..., : 2 * K].view(n, T, 2, K).unbind(2))
+        v = x[..., 12:20].view(n, T, HV, V)
+        raw = x[..., :12].view(n, T, HV, K) if channels else x[..., 20:22]
+        gate = {"use_gate_in_kernel": True, "A_log": A_log, "dt_bias": dt_bias}
+        g, gate = (raw, gate) if A_log is not None else (-raw.square(), {})
+        o, S = f(
+            q[:, :, None], k[:, :, None], v, g, beta=x[..., 22:24].sigmoid(),
+            initial_state=state, output_final_state=True, **gate, **options,
+        )  # fmt: skip
+        return torch.cat([o.flatten(1), S.flatten(1)], 1)
+
+    return call
+
+
+FORMS = {
+    "chunk_gated_delta_rule": delta(chunk_gated_delta_rule),
+    "chunk_kda": delta(chunk_kda, channels=True),
+    "fused_recurrent_gated_delta_rule": delta(fused_recurrent_gated_delta_rule),
+    "fused_recurrent_kda": delta(fused_recurrent_kda, channels=True),
+}
+OTHERS = {
+    "l2norm": l2norm,
+    "chunk_local_cumsum": lambda x: chunk_local_cumsum(x, 4),
+    "chunk_global_cumsum": chunk_global_cumsum,
+    "solve_tril": lambda x: solve_tril(x[..., :16].unflatten(-1, (1, 16)) / 8),
+    "fused_gdn_gate": lambda x: fused_gdn_gate(x, x.new_zeros(32)),
+    "fused_kda_gate": lambda x: fused_kda_gate(x.unflatten(-1, (4, 8)), x.new_zeros(4)),
+}
+
+
+def draw(*shape, device="cpu", seed=0):
+    generator = torch.Generator(device).manual_seed(seed)
+    return torch.randn(*shape, generator=generator, device=device)
+
+
+def one_by_one(f, *stacked):
+    return torch.stack([f(*one) for one in zip(*stacked, strict=True)])
+
+
+@pytest.mark.parametrize("name", [*FORMS, *OTHERS])
+def test_vmap(name, device):
+    f = (FORMS | OTHERS)[name]
+    x = draw(3, B, T, 32, device=device)
+    assert_close("y", vmap(f)(x), one_by_one(f, x), 1e-6)
+    inner = x.movedim(0, 2)  # mapped along an axis within, and twice
+    assert_close("within", vmap(f, in_dims=2)(inner), one_by_one(f, x), 1e-6)
+    twice = vmap(vmap(f))(torch.stack([x, -x]))
+    assert_close("twice", twice[1], one_by_one(f, -x), 1e-6)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_vmap_of_some_arguments(name, device):
+    """States are mapped, tokens and the gate's parameters are not; and the reverse."""
+    f = FORMS[name]
+    x, state = draw(B, T, 32, device=device), draw(3, B, HV, K, V, device=device)
+    A_log = draw(3, HV, device=device)
+    got = vmap(lambda s: f(x, s))(state)
+    assert_close("states", got, torch.stack([f(x, s) for s in state]), 1e-6)
+    got = vmap(lambda a: f(x, state[0], a))(A_log)
+    assert_close("A_log", got, torch.stack([f(x, state[0], a) for a in A_log]), 1e-6)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_gradients_of_each_sample(name, device):
+    """Of a parameter that the samples share: as torch.func's own example takes them."""
+    f = FORMS[name]
+    x, A_log = draw(3, 1, T, 32, device=device), draw(HV, device=device, seed=1)
+
+    def loss(A_log, x):
+        return f(x, None, A_log).square().sum()
+
+    got = vmap(grad(loss), in_dims=(None, 0))(A_log, x)
+    want = []
+    for sample in x:
+        leaf = A_log.clone().requires_grad_()
+        want += torch.autograd.grad(loss(leaf, sample), leaf)
+    assert_close("dA_log", got, torch.stack(want), 3e-6)
+
+
+@pytest.mark.parametrize("name", [*FORMS, *OTHERS])
+def test_jacobians(name, device):
+    """jacrev, and autograd with a batch of gradients."""
+    f = (FORMS | OTHERS)[name]
+    x = draw(1, T, 32, device=device).requires_grad_()
+    rows = f(x).flatten()[:3]
+    want = torch.stack([torch.autograd.grad(y, x, retain_graph=True)[0] for y in rows])
+    got = jacrev(lambda x: f(x).flatten()[:3])(x.detach())
+    assert_close("jacrev", got, want, 3e-6)
+    (got,) = torch.autograd.grad(rows, x, torch.eye(3, device=device), is_grads_batched=True)
+    assert_close("batch of gradients", got, want, 3e-6)
+
+
+def test_a_module_of_several_weights(device):
+    """An ensemble: the layer's parameters are mapped, the input is shared."""
+    layers = [torch.nn.Linear(8, 32, device=device) for _ in range(3)]
+    given = [dict(m.named_parameters()) for m in layers]
+    weights = {n: torch.stack([one[n] for one in given]) for n in ("weight", "bias")}
+    x, f = draw(B, T, 8, device=device), FORMS["chunk_gated_delta_rule"]
+
+    def call(weights):
+        return f(functional_call(layers[0], weights, (x,)))
+
+    want = torch.stack([f(m(x)) for m in layers])
+    assert_close("y", vmap(call)(weights), want, 1e-5)
+
+
+def test_packed_sequences_under_vmap(device):
+    x = {n: draw(3, *t.shape, seed=i) for i, (n, t) in enumerate(packed_inputs().items())}
+    x["g"], x["beta"] = -x["g"].abs(), x["beta"].sigmoid()
+    x = {n: t.to(device) for n, t in x.items()}
+    cu_seqlens = torch.tensor([0, 4, 4, T], device=device)
+
+    def f(*given):
+        return chunk_gated_delta_rule(*given, cu_seqlens=cu_seqlens)[0]
+
+    assert torch.equal(vmap(f)(*x.values()), one_by_one(f, *x.values()))
+
+
+def packed_inputs():
+    return inputs(1, T, H, HV, K, V, torch.float32, state=False)
+
+
+def test_in_place_is_refused_under_a_transform(device):
+    x = inputs(1, 1, H, HV, K, V, torch.float32, device)
+
+    def f(q):
+        return fused_recurrent_gated_delta_rule(**x | {"q": q}, inplace_final_state=True)[0]
+
+    before = x["initial_state"].clone()
+    with pytest.raises(ValueError, match=r"a transform of torch.func \(vmap, grad\) cannot"):
+        vmap(f)(x["q"][None])
+    assert torch.equal(x["initial_state"], before)
+
+
+@pytest.mark.parametrize("name", [*FORMS, *OTHERS])
+def test_make_fx_takes_an_operator_whole(name, device):
+    f = (FORMS | OTHERS)[name]
+    x = draw(B, T, 32, device=device)
+    graph = make_fx(f)(x)
+    ours = [n for n in graph.graph.nodes if str(n.target).startswith("linattn_edu")]
+    assert ours
+    assert torch.equal(graph(2 * x), f(2 * x))
+
+
+def operations(f):
+    with FlopCounterMode(display=False) as counter:
+        f()
+    return counter.get_flop_counts()["Global"]
+
+
+@pytest.mark.parametrize("name", ["chunk_gated_delta_rule", "chunk_kda"])
+def test_flops(name, device):
+    """Near the products that PyTorch counts when the reference stages run one by one."""
+    x = inputs(2, 128, 1, 2, 32, 48, torch.float32, device, state=False)
+    channels = name == "chunk_kda"
+    if channels:
+        x["g"] = x["g"][..., None].expand(*x["g"].shape, 32).contiguous()
+    f, room = (chunk_kda, kda) if channels else (chunk_gated_delta_rule, gdn)
+    leaves = {n: t.clone().requires_grad_() for n, t in x.items()}
+    forward = operations(lambda: f(**x))
+    both = operations(lambda: torch.autograd.grad(f(**leaves)[0].sum(), leaves.values()))
+    staged = operations(lambda: room.forward(room.stages("reference"), **x, scale=1.0))
+    assert forward.keys() == {getattr(torch.ops.linattn_edu, name)}
+    count, staged = sum(forward.values()), sum(staged.values())
+    assert 0.6 * staged < count < staged / 0.6
+    assert 3 * count < sum(both.values()) < 5 * count
