@@ -1,11 +1,12 @@
 """A gate for each channel: what the stages of Kimi Delta Attention read, on stage_checks' grid."""
 
-import itertools
 from types import SimpleNamespace
 
 import pytest
 import torch
-from delta.stage_checks import CHUNKS, DIMS, DTYPES, SIZES, TOKENS, WIDE, inputs, short_grid
+from delta import stage_checks
+from delta.stage_checks import CHUNKS, DIMS, DTYPES, SIZES, TOKENS, WIDE, inputs
+from grids import EVERY, name, parametrize
 
 from linattn_edu.reference.delta.gate_cumsum import gate_cumsum
 from linattn_edu.reference.delta.kda_bwd import kda_output_bwd, kda_wy_bwd
@@ -19,41 +20,29 @@ GATES = ("mixed", "shut", "bounded", "open")
 SCALE = 0.3
 
 
-def _name(value):
-    return str(value).removeprefix("torch.")
-
-
 def _brief_grid():
     """Two dtypes for each T up to two chunks, two T or more for each K."""
-    for a, T in enumerate(TOKENS[:-1]):
-        for d in (a, a + 1):
-            K, V = DIMS[(a + 3 * d) % len(DIMS)], DIMS[(2 * a + d + 1) % len(DIMS)]
-            yield T, K, V, CHUNKS[(a + d) % len(CHUNKS)], DTYPES[d % len(DTYPES)]
-
-
-def _once():
-    """One dtype for each T."""
-    return list(_brief_grid())[::2]
-
-
-# on a GPU the whole grid; the interpreter takes longer for the kernels that go by blocks of 16
-grid = short_grid if torch.cuda.is_available() else pytest.mark.parametrize(
-    SIZES, [*_brief_grid(), *WIDE], ids=_name
-)  # fmt: skip
-once = short_grid if torch.cuda.is_available() else pytest.mark.parametrize(
-    SIZES, [*_once(), *WIDE], ids=_name
-)  # fmt: skip
-gates = pytest.mark.parametrize(
-    ("gate", "C", "dtype"),
-    [
-        (gate, C, dtype)
-        for (g, gate), (c, C), (d, dtype) in itertools.product(
-            enumerate(GATES), enumerate(CHUNKS), enumerate(DTYPES)
+    return [
+        (
+            T,
+            DIMS[(a + 3 * d) % len(DIMS)],
+            DIMS[(2 * a + d + 1) % len(DIMS)],
+            CHUNKS[(a + d) % len(CHUNKS)],
+            DTYPES[d % len(DTYPES)],
         )
-        if torch.cuda.is_available() or (g + c + d) % len(CHUNKS) == 0
-    ],
-    ids=_name,
-)
+        for a, T in enumerate(TOKENS[:-1])
+        for d in (a, a + 1)
+    ]
+
+
+def _brief(cases):
+    """The whole grid where it runs; the interpreter takes longer for kernels of blocks of 16."""
+    return stage_checks.grid if EVERY else pytest.mark.parametrize(SIZES, [*cases, *WIDE], ids=name)
+
+
+grid = _brief(_brief_grid())
+once = _brief(_brief_grid()[::2])  # one dtype for each T
+gates = parametrize(gate=GATES, C=CHUNKS, dtype=DTYPES)
 
 
 def channel_gate(gate, *shape, seed, device):

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from grids import EVERY, name, pairs
 
 from linattn_edu.reference.delta.gate_cumsum import gate_cumsum
 from linattn_edu.reference.delta.output_bwd import output_bwd
@@ -27,43 +28,34 @@ WIDE = (
 
 
 def _grid():
-    """Every T, K and dtype, and every pair of values; on a GPU with two V each."""
-    for dtype in DTYPES:
-        for (a, T), (b, K) in itertools.product(enumerate(TOKENS), enumerate(DIMS)):
-            for c in (0, 2) if torch.cuda.is_available() else (0,):
-                V, C = DIMS[(a + b + c) % len(DIMS)], CHUNKS[(a + 2 * b + c) % len(CHUNKS)]
-                yield T, K, V, C, dtype
-
-
-def _short_grid():
-    """The grid; in the interpreter with one dtype for each T and K, in turns."""
-    for T, K, V, C, dtype in _grid():
-        turn = (TOKENS.index(T) + DIMS.index(K)) % len(DTYPES)
-        if torch.cuda.is_available() or dtype == DTYPES[turn]:
-            yield T, K, V, C, dtype
-
-
-def _name(value):
-    return str(value).removeprefix("torch.")
+    """Every T, K and dtype, on a GPU with two V each; or `grids.pairs`, of V and C too."""
+    if not EVERY:
+        return pairs(T=TOKENS, K=DIMS, V=DIMS, C=CHUNKS, dtype=DTYPES)
+    cases = itertools.product(enumerate(TOKENS), enumerate(DIMS), DTYPES, (0, 2))
+    return [
+        (T, K, DIMS[(a + b + c) % len(DIMS)], CHUNKS[(a + 2 * b + c) % len(CHUNKS)], dtype)
+        for (a, T), (b, K), dtype, c in cases
+        if c == 0 or torch.cuda.is_available()
+    ]
 
 
 SIZES = ("T", "K", "V", "C", "dtype")
-grid = pytest.mark.parametrize(SIZES, [*_grid(), *WIDE], ids=_name)
-# for the stages of the backward pass, which take the interpreter three times as long
-short_grid = pytest.mark.parametrize(SIZES, [*_short_grid(), *WIDE], ids=_name)
+grid = pytest.mark.parametrize(SIZES, [*_grid(), *WIDE], ids=name)
 
 
 def inputs(T, K, V, dtype, device, **kwargs):
-    """Two value heads on one q/k head, with an initial state; a new draw for every shape.
+    """Two value heads on each q/k head, with an initial state; a new draw for every shape.
 
-    Short sequences come in a batch: the rounding error of a handful of numbers is no yardstick.
+    Short sequences come in a batch, with two q/k heads: the rounding error of a handful of numbers
+    is no yardstick.
     """
     seed = hash((T, K, V)) % 2**31
+    H = 2 if T < 16 else 1
     return gdn_inputs(
-        max(1, (256 if torch.cuda.is_available() else 16) // T),
+        max(1, (256 if torch.cuda.is_available() else 16) // (H * T)),
         T,
-        1,
-        2,
+        H,
+        2 * H,
         K,
         V,
         dtype=dtype,

@@ -5,6 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 from delta.stage_checks import CHUNKS, DTYPES, TOKENS, check_stage
+from grids import parametrize
 
 from linattn_edu import chunk_local_cumsum
 from linattn_edu.kernels.delta import cumsum as kernels
@@ -38,10 +39,12 @@ def plain(x, chunk_size, reverse=False, scale=1.0, lengths=None):
     return y
 
 
-@pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("C", CHUNKS)
-@pytest.mark.parametrize("T", TOKENS if torch.cuda.is_available() else TOKENS[:6])
+@parametrize(
+    T=TOKENS,
+    C=CHUNKS,
+    dtype=DTYPES,
+    reverse=(False, True),
+)
 def test_kernel_matches_reference(T, C, dtype, reverse, device):
     for D in (1, 5, 40) if T < 70 or device.type == "cuda" else (5,):
         x = torch.randn(2, T, D, device=device).to(dtype)

@@ -5,6 +5,8 @@ import math
 import pytest
 import torch
 from delta.channel_checks import RAW, raw_gate
+from delta.stage_checks import DTYPES
+from grids import parametrize
 
 from linattn_edu.kernels.delta import gate as kernels
 from linattn_edu.kernels.delta.gate_bwd import gate_bwd as gate_bwd_kernel
@@ -38,10 +40,7 @@ def given(kind, T, channels, device, dtype=torch.float32):
     return (a if channels else a[..., 0]), A_log, dt_bias, bound
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("channels", [False, True])
-@pytest.mark.parametrize("kind", RAW)
-@pytest.mark.parametrize("T", [0, 1, 65])
+@parametrize(T=(0, 1, 65), kind=RAW, channels=(False, True), dtype=DTYPES)
 def test_kernels_match_references(T, kind, channels, dtype, device):
     a, A_log, dt_bias, bound = given(kind, T, channels, device, dtype)
     exact = [x if x is None else x.double() for x in (a, A_log, dt_bias)]

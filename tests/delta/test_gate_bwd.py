@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from delta import channel_checks
 from delta.stage_checks import CHUNKS, TOKENS
+from grids import parametrize
 
 from linattn_edu.kernels.delta.gate_bwd import gate_bwd as kernel
 from linattn_edu.kernels.delta.gate_cumsum import gate_cumsum
@@ -25,9 +26,7 @@ def raw_gate(T, HV, device, dtype=torch.float32):
     return a, 0.5 * torch.randn(HV, device=device), torch.randn(HV, device=device)
 
 
-@pytest.mark.parametrize("gate", ["trained", "reset", "closed"])
-@pytest.mark.parametrize("C", CHUNKS)
-@pytest.mark.parametrize("T", TOKENS)
+@parametrize(T=TOKENS, C=CHUNKS, gate=("trained", "reset", "closed"))
 def test_kernel_matches_reference(T, C, gate, device):
     for HV in (1, 5, 17):
         g = gdn_inputs(2, T, 1, HV, 1, 1, device=device, seed=T, gate=gate).g
@@ -37,9 +36,7 @@ def test_kernel_matches_reference(T, C, gate, device):
         )
 
 
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("T", [1, 65, 130])
-@pytest.mark.parametrize("HV", [1, 5, 17])
+@parametrize(HV=(1, 5, 17), T=(1, 65, 130), bias=(True, False))
 def test_gate_of_a_layer(HV, T, bias, device):
     a, A_log, dt_bias = raw_gate(T, HV, device)
     parameters = (A_log, dt_bias if bias else None)

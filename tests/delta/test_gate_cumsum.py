@@ -6,7 +6,8 @@ import math
 import pytest
 import torch
 from delta.channel_checks import RAW, channel_gate, raw_gate
-from delta.stage_checks import CHUNKS, TOKENS
+from delta.stage_checks import CHUNKS, DTYPES, TOKENS
+from grids import parametrize
 
 from linattn_edu.kernels.delta.gate_cumsum import gate_cumsum as kernel
 from linattn_edu.reference.delta.gate_cumsum import decay_matrix
@@ -16,9 +17,7 @@ from linattn_edu.testing import assert_close, gdn_inputs
 pytestmark = pytest.mark.usefixtures("poison")
 
 
-@pytest.mark.parametrize("gate", ["trained", "reset", "closed"])
-@pytest.mark.parametrize("C", CHUNKS)
-@pytest.mark.parametrize("T", TOKENS)
+@parametrize(T=TOKENS, C=CHUNKS, gate=("trained", "reset", "closed"))
 def test_kernel_matches_reference(T, C, gate, device):
     for HV in (1, 5, 17):
         g = gdn_inputs(2, T, 1, HV, 1, 1, device=device, seed=T, gate=gate).g
@@ -54,9 +53,7 @@ def test_a_gate_for_each_channel(T, C, gate, device):
         assert_close("gc", kernel(g, chunk_size=C), reference(g, chunk_size=C), 5e-6)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("kind", RAW)
-@pytest.mark.parametrize("T", [1, 65, 130])
+@parametrize(T=(1, 65, 130), kind=RAW, dtype=DTYPES)
 def test_raw_gates_of_channels(T, kind, dtype, device):
     a, A_log, dt_bias, bound = raw_gate(kind, T, 3, 33, device, dtype)
     exact = (x if x is None else x.double() for x in (a, A_log, dt_bias))

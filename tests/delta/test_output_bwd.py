@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from delta.stage_checks import backward_inputs, check_stage, short_grid
+from delta.stage_checks import backward_inputs, check_stage, grid
 
 from linattn_edu.kernels.delta.output_bwd import output_bwd as kernel
 from linattn_edu.reference.delta.output_bwd import output_bwd as reference
@@ -10,7 +10,7 @@ from linattn_edu.reference.delta.output_bwd import output_bwd as reference
 pytestmark = pytest.mark.usefixtures("poison")
 
 
-@short_grid
+@grid
 def test_kernel_matches_reference(T, K, V, C, dtype, device):
     x, r = backward_inputs(T, K, V, C, dtype, device)
     args = (x.q, x.k, r.v_new, r.h, r.gc, r.do)

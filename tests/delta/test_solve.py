@@ -3,6 +3,7 @@
 import pytest
 import torch
 from delta.stage_checks import CHUNKS, DTYPES, TOKENS, check_stage, grid, inputs
+from grids import parametrize
 
 from linattn_edu import solve_tril
 from linattn_edu.kernels.delta import solve as kernels
@@ -87,9 +88,7 @@ def unread(A, lengths=None):
     return mask
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("C", CHUNKS)
-@pytest.mark.parametrize("T", TOKENS if torch.cuda.is_available() else TOKENS[:6])
+@parametrize(T=TOKENS, C=CHUNKS, dtype=DTYPES)
 def test_solve_tril_kernel(T, C, dtype, device):
     A = matrices(T, C, 1 if T > 64 else 2, dtype, device)
     got = kernels.solve_tril(A)

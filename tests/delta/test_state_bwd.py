@@ -3,7 +3,7 @@
 import pytest
 import torch
 from delta import channel_checks
-from delta.stage_checks import backward_inputs, check_stage, short_grid
+from delta.stage_checks import backward_inputs, check_stage, grid
 
 from linattn_edu.kernels.delta.state_bwd import state_bwd as kernel
 from linattn_edu.reference.delta.state_bwd import state_bwd as reference
@@ -11,7 +11,7 @@ from linattn_edu.reference.delta.state_bwd import state_bwd as reference
 pytestmark = pytest.mark.usefixtures("poison")
 
 
-@short_grid
+@grid
 def test_kernel_matches_reference(T, K, V, C, dtype, device):
     x, r = backward_inputs(T, K, V, C, dtype, device)
     args = (x.q, x.k, r.w, r.gc, r.do, r.dv_out, r.dht)

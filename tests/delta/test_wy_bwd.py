@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from delta.stage_checks import backward_inputs, check_stage, short_grid
+from delta.stage_checks import backward_inputs, check_stage, grid
 
 from linattn_edu.kernels.delta.wy_bwd import wy_bwd
 from linattn_edu.reference.delta.wy_bwd import wy_bwd as reference
@@ -20,7 +20,7 @@ def arguments(x, r):
     return (x.k, x.v, x.beta, r.gc, r.A, r.h, r.v_new, r.dh, r.dv_new, r.dk_out, r.dgc_out)
 
 
-@short_grid
+@grid
 def test_kernel_matches_reference(T, K, V, C, dtype, device):
     x, r = backward_inputs(T, K, V, C, dtype, device)
     check_stage(kernel, reference, arguments(x, r))

@@ -6,6 +6,7 @@ import gdn_checks
 import pytest
 import torch
 from gdn_checks import GENERATIONS, tolerance
+from grids import parametrize
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -21,9 +22,7 @@ GATES = ("trained", "none", "reset", "closed")
 TOLERANCE = {torch.float32: 5e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 
 
-@pytest.mark.parametrize("gate", GATES)
-@pytest.mark.parametrize("C", [16, 32, 64])
-@pytest.mark.parametrize("T", [1, 15, 63, 64, 65, 100, 257])
+@parametrize(T=(1, 15, 63, 64, 65, 100, 257), C=(16, 32, 64), gate=GATES)
 def test_chunked_equals_recurrent_in_float64(T, C, gate):
     x = gdn_inputs(2, T, 2, 4, 33, 20, dtype=torch.float64, initial_state=True, seed=T, gate=gate)
     want = recurrent(**x.asdict())

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from gdn_checks import DTYPES, GENERATIONS, cotangents, exact, same_bits
+from grids import parametrize
 from kda_checks import GATE, check, inputs, spacing, tolerance, triton
 
 from linattn_edu import chunk_gated_delta_rule, chunk_kda, fused_recurrent_kda
@@ -33,9 +34,7 @@ def recurrence(x, **options):
     return recurrent(g=None, gk=x.pop("g"), **x, **options)
 
 
-@pytest.mark.parametrize("gate", GATES)
-@pytest.mark.parametrize("C", [16, 32, 64])
-@pytest.mark.parametrize("T", [1, 15, 63, 64, 65, 100])
+@parametrize(T=(1, 15, 63, 64, 65, 100), C=(16, 32, 64), gate=GATES)
 def test_chunked_equals_recurrent_in_float64(T, C, gate):
     x = inputs(1, T, 2, 4, 33, 20, torch.float64, seed=T, **GATES[gate])
     got = chunk_kda(**x, output_final_state=True, chunk_size=C)
