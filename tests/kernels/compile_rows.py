@@ -1,20 +1,28 @@
-"""Compile every kernel for a GPU that need not be present, once for each row its launcher picks.
+"""Compile every kernel for GPUs that need not be present, once for each row its launcher picks.
 
-Run as a program: `compile_rows.py CC` prints one JSON line a compilation. It stands apart from the
-tests because a process that interprets kernels cannot compile them.
+    python tests/kernels/compile_rows.py             compile what is not kept, and a sample
+    python tests/kernels/compile_rows.py --all       compile every row
+    python tests/kernels/compile_rows.py --write     (`make compile`) and keep the results
+
+Prints a JSON line a row. The sample is another thirtieth of the rows every day. A program, because
+a process that interprets kernels cannot compile them.
 """
 
+import argparse
+import datetime
 import json
+import multiprocessing
 import os
 import re
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 os.environ.pop("TRITON_INTERPRET", None)
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # as in conftest.py
 
+import kept
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
@@ -25,6 +33,7 @@ from linattn_edu.kernels import tiles
 from linattn_edu.kernels.delta import (
     cumsum,
     fused,
+    gate,
     gate_bwd,
     gate_cumsum,
     kda_bwd,
@@ -41,6 +50,8 @@ from linattn_edu.kernels.delta import (
     wy_bwd,
 )
 
+CAPABILITIES = (75, 80, 89, 90, 100)
+SAMPLES = 60  # parts of the rows, of which a day's sample is one
 # head sizes; heads of odd size and fp16 take rows of their own on Hopper alone, or none
 SIZES = (
     (torch.bfloat16, (33, 64, 128, 255, 256)),
@@ -48,6 +59,7 @@ SIZES = (
     (torch.float32, (64, 128, 256)),
 )
 SIZES_ELSEWHERE = ((torch.bfloat16, (64, 128, 256)), (torch.float32, (128, 256)))
+WIDE = 512  # values beside 256 keys; and keys of the recurrence
 TYPES = {
     torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int32: "*i32"
 }  # fmt: skip
@@ -64,17 +76,7 @@ def launches(K, V, dtype, chunk_size, heads):
     h0 = torch.empty(B, HV, K, V)
     h = torch.empty(B, 1, HV, K, V, dtype=dtype)
     gate_cumsum.gate_cumsum(g, chunk_size=chunk_size)
-    recurrent.recurrent(qk, qk, v, g, g, initial_state=h0)
-    channels, one = qk.expand(B, T, HV, K), torch.empty(1)
-    slots = torch.empty(B, 2, dtype=torch.int32)
-    recurrent.recurrent(
-        qk, qk, v, None, g, gk=channels, initial_state=h0, A_log=one, dt_bias=torch.empty(K)
-    )
-    recurrent.recurrent(
-        qk, qk, v, None, g, gk=channels, initial_state=h0, A_log=one, dt_bias=torch.empty(K),
-        lower_bound=-5.0, normalise=True, v_first=True, inplace=True, indices=slots,
-        accepted=slots[:, 0],
-    )  # fmt: skip
+    recurrences(qk, v, g, h0)
     solve.solve(qk, g, chunk_size=chunk_size)
     wy.wy(qk, v, g, g, A)
     state.state(qk, qk, v, g, h0, chunk_size=chunk_size, output_final_state=True)
@@ -86,26 +88,47 @@ def launches(K, V, dtype, chunk_size, heads):
     state_bwd.state_bwd(qk, qk, qk, g, v, v, h0, **options)
     wy_bwd.wy_bwd(qk, v, g, g, A, h, v, h, v, qk.clone(), g.clone())
     gate_bwd.gate_bwd(g, g, one := torch.empty(1), one, chunk_size=chunk_size)
+    gate.gate(g, one, one)
+    gate.layer_gate_bwd(g, g, one, one)
     solve.solve_tril(A)
-    cumsum.cumsum(g, chunk_size=chunk_size)
+    for size in (1, chunk_size, 512):
+        cumsum.cumsum(g, chunk_size=size)
+    for reverse in (False, True):
+        cumsum.global_cumsum(g, reverse=reverse)
     y, rstd = l2norm.l2norm(qk)
     l2norm.l2norm_bwd(qk, rstd, y)
-    recurrent.recurrent_bwd(qk, qk, v, g, g, v, h0, gk=qk.float(), gv=v.float(), initial_state=h0)
     channel_launches(qk, v, g, qk.float(), A, h0, h, chunk_size)
+
+
+def recurrences(qk, v, g, h0):
+    """The recurrence with one gate, with the gates of a layer, from a pool; backward with all."""
+    channels, one, bias = qk.expand(*g.shape, -1), torch.empty(1), torch.empty(qk.shape[-1])
+    slots = torch.empty(len(qk), 2, dtype=torch.int32)
+    recurrent.recurrent(qk, qk, v, g, g, initial_state=h0)
+    recurrent.recurrent(qk, qk, v, None, g, gk=channels, initial_state=h0, A_log=one, dt_bias=bias)
+    recurrent.recurrent(
+        qk, qk, v, None, g, gk=channels, initial_state=h0, A_log=one, dt_bias=bias,
+        lower_bound=-5.0, normalise=True, v_first=True, inplace=True, indices=slots,
+        accepted=slots[:, 0],
+    )  # fmt: skip
+    recurrent.recurrent_bwd(qk, qk, v, g, g, v, h0, gk=qk.float(), gv=v.float(), initial_state=h0)
 
 
 def channel_launches(qk, v, beta, g, A, h0, h, chunk_size):
     """The same with a gate for each row of the state: every stage of Kimi Delta Attention."""
     options = {"chunk_size": chunk_size}
     one, bias = torch.empty(1), torch.empty(g.shape[-1])
-    for gate in (
+    for given in (
         {},
         {"A_log": one, "dt_bias": bias},
         {"A_log": one, "dt_bias": bias, "lower_bound": -5.0},
         {"dt_bias": bias, "lower_bound": -5.0},
     ):
-        gate_cumsum.gate_cumsum(g, **gate, **options)
-        gate_bwd.gate_bwd(g, g, **gate, **options)
+        gate_cumsum.gate_cumsum(g, **given, **options)
+        gate_bwd.gate_bwd(g, g, **given, **options)
+        if given:
+            gate.gate(g, **{"A_log": None, **given})
+            gate.layer_gate_bwd(g, g, **{"A_log": None, **given})
     for lower_bound in (None, -5.0):
         kda_intra.kda_intra(qk, qk, beta, g, lower_bound=lower_bound, **options)
     wy.wy(qk, v, beta, g, A, qk)
@@ -132,35 +155,19 @@ def record(cc):
 
     original, JITFunction.run = JITFunction.run, run
     device = tiles.device_of
-    modules = [
-        m
-        for m in (
-            tiles,
-            fused,
-            gate_bwd,
-            gate_cumsum,
-            kda_bwd,
-            kda_intra,
-            kda_intra_bwd,
-            output,
-            output_bwd,
-            recurrent,
-            solve,
-            state,
-            state_bwd,
-            wy,
-            wy_bwd,
-        )
-        if hasattr(m, "device_of")
-    ]
+    ours = [m for n, m in sys.modules.items() if n.startswith("linattn_edu.kernels.")]
+    modules = [m for m in ours if hasattr(m, "device_of")]
     try:
         for processors in (1, 2, 5, 10, 10**6):  # so that every row of a list is the choice once
             for module in modules:
                 module.device_of = lambda x, n=processors: (tiles.generation(divmod(cc, 10)), n)
             for dtype, sizes in SIZES if cc == 90 else SIZES_ELSEWHERE:
-                for size in sizes:
-                    k = torch.empty(1, 1, 1, size, dtype=dtype)
-                    launches(size, size, dtype, tiles.chunk_limit(k), heads=1)
+                for K, V in [(n, n) for n in sizes] + [(256, WIDE)] * (256 in sizes):
+                    k = torch.empty(1, 1, 1, K, dtype=dtype)
+                    launches(K, V, dtype, tiles.chunk_limit(k), heads=1)
+                if 256 in sizes:
+                    qk = torch.empty(1, 1, 1, WIDE, dtype=dtype)
+                    recurrences(qk, qk, torch.empty(1, 1, 1), torch.empty(1, 1, WIDE, WIDE))
     finally:
         JITFunction.run = original
         for module in modules:
@@ -168,9 +175,8 @@ def record(cc):
     return seen
 
 
-def compile_row(kernel, bound, cc):
-    """Compile one launch; return its resources, and whether it uses the tensor cores."""
-    options = {n: bound.pop(n) for n in ("num_warps", "num_stages", "maxnreg") if n in bound}
+def source_of(kernel, bound):
+    """(what is compiled, launch options) of one launch."""
     signature, constants, attrs = {}, {}, {}
     for i, p in enumerate(kernel.params):
         x = bound[p.name]
@@ -180,8 +186,25 @@ def compile_row(kernel, bound, cc):
             signature[p.name], attrs[(i,)] = TYPES[x.dtype], [["tt.divisibility", 16]]
         else:
             signature[p.name] = "fp32" if isinstance(x, float) else "i32"
-    source = ASTSource(kernel, signature, constants, attrs)
-    start = time.perf_counter()
+    options = {n: x for n, x in bound.items() if n not in kernel.arg_names}
+    return ASTSource(kernel, signature, constants, attrs), options
+
+
+def all_rows():
+    """kept.Row -> (name in words, source, options) of every compilation."""
+    found = {}
+    for cc in CAPABILITIES:
+        for name, (kernel, bound) in record(cc).items():
+            source, options = source_of(kernel, bound)
+            parts = source.signature, source.constants, source.attrs, sorted(options.items())
+            row = kept.Row(cc, kernel.fn.__name__, kept.key(kernel, *map(repr, parts)))
+            found[row] = name, source, options
+    return found
+
+
+def compile_row(cc, source, options, anew):
+    """Compile one launch, or with anew=False take it from Triton's cache; return what it needs."""
+    triton.knobs.compilation.always_compile = anew
     compiled = triton.compile(source, target=GPUTarget("cuda", cc, 32), options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as f:
         f.write(compiled.asm["cubin"])
@@ -190,16 +213,46 @@ def compile_row(kernel, bound, cc):
             [CUOBJDUMP, "--dump-resource-usage", f.name], capture_output=True, text=True, check=True
         ).stdout
     numbers = dict(re.findall(r"(REG|STACK):(\d+)", usage))
-    return {
-        "shared": compiled.metadata.shared,
-        "registers": int(numbers["REG"]),
-        "seconds": round(time.perf_counter() - start, 1),
-        "stack": int(numbers["STACK"]),
-        "mma": bool(re.search(r"\bw?g?mma\.|mma\.sync|tcgen05\.mma", compiled.asm["ptx"])),
-    }
+    return kept.Result(
+        registers=int(numbers["REG"]),
+        stack=int(numbers["STACK"]),
+        shared=compiled.metadata.shared,
+        mma=bool(re.search(r"\bw?g?mma\.|mma\.sync|tcgen05\.mma", compiled.asm["ptx"])),
+    )
+
+
+def compile_rows(rows, anew):
+    """kept.Row -> kept.Result, on every core."""
+    tasks = [(row.cc, *launch, row in anew) for row, (_, *launch) in rows.items()]
+    # a fork has the kernels already; they cannot be sent
+    with multiprocessing.get_context("fork").Pool(initializer=TASKS.extend, initargs=(tasks,)) as p:
+        return dict(zip(rows, p.map(compile_task, range(len(tasks)), chunksize=1), strict=True))
+
+
+TASKS = []  # of a process of the pool
+
+
+def compile_task(i):
+    return compile_row(*TASKS[i])
+
+
+def main():
+    parser = argparse.ArgumentParser(description="compile the rows of every kernel")
+    parser.add_argument("--all", action="store_true", help="also rows whose results are kept")
+    parser.add_argument("--write", action="store_true", help="keep the results")
+    args = parser.parse_args()
+    rows, results = all_rows(), kept.read(triton.__version__)
+    today = datetime.date.today().toordinal() % SAMPLES
+    again = {row for i, row in enumerate(sorted(rows)) if args.all or i % SAMPLES == today}
+    wanted = {row: launch for row, launch in rows.items() if row in again or row not in results}
+    compiled = compile_rows(wanted, again)
+    for row in rows | results:
+        name = rows[row][0] if row in rows else None  # None: no launcher picks it any more
+        line = {"cc": row.cc, "kernel": row.kernel, "name": name}
+        print(json.dumps(line | {"kept": results.get(row), "compiled": compiled.get(row)}))
+    if args.write:
+        kept.write(triton.__version__, {row: compiled.get(row, results.get(row)) for row in rows})
 
 
 if __name__ == "__main__":
-    cc = int(sys.argv[1])
-    for name, (kernel, bound) in record(cc).items():
-        print(json.dumps({"row": name, **compile_row(kernel, bound, cc)}), flush=True)
+    main()

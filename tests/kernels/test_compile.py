@@ -1,17 +1,27 @@
-"""Every kernel, every row its launcher picks, compiled for GPUs that are not here."""
+"""Every kernel, every row its launcher picks, compiled for GPUs that are not here.
 
+The results are kept (kept.py): what has none is compiled, and every day another part of the rest.
+With LINATTN_EDU_FULL set, and where the file is another Triton's, every row is compiled.
+"""
+
+import importlib.util
 import json
 import os
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
+from grids import FULL
+from kernels import kept
 
 from linattn_edu.kernels.tiles import generation
 
-pytest.importorskip("triton")
+triton = pytest.importorskip("triton")
+
+KEPT = kept.read(triton.__version__)
 
 # shared memory one program may use, in bytes: CUDA C++ programming guide, compute capabilities
 SHARED = {75: 64 << 10, 80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}
@@ -42,12 +52,45 @@ def bound(cc, row):
     return STACK["half, K=256" if "K=256" in row else "half"]
 
 
-@pytest.mark.parametrize("cc", SHARED)
-def test_rows_compile(cc, record_property):
+KERNELS = {
+    f"{name}_kernel"
+    for name in (
+        "recurrent", "gate_cumsum", "solve", "wy", "state", "output",
+        "scores", "resolvent", "scan", "output_bwd", "state_bwd", "wy_bwd", "gate_bwd",
+        "recurrent_bwd", "solve_tril", "cumsum", "l2norm", "l2norm_bwd",
+        "kda_scores", "kda_inverse", "kda_output_bwd", "kda_wy_bwd", "kda_intra_bwd",
+    )
+}  # fmt: skip
+
+
+def complaints(row):
+    """What is wrong with a row: not kept, kept for nothing, not as kept, or out of bounds."""
+    cc, name = row["cc"], row["name"]
+    results = [kept.Result(*x) for x in (row["kept"], row["compiled"]) if x is not None]
+    if name is None:
+        yield "kept, but no launcher picks it"
+    elif KEPT and row["kept"] is None:
+        yield "not kept"
+    if results[0] != results[-1]:
+        yield f"kept are {results[0]}, found {results[-1]}"
+    if name is not None:
+        registers, stack, shared, mma = results[-1]
+        if shared > SHARED[cc]:
+            yield f"{shared} bytes of shared memory, there are {SHARED[cc]}"
+        if stack > bound(cc, name):
+            yield f"{stack} bytes spilled, at most {bound(cc, name)} may be"
+        if registers > 255:
+            yield f"{registers} registers"
+        if not mma and cc >= 80 and not name.startswith(SCALAR) and not ONE_BLOCK.match(name):
+            yield "no matrix instruction"
+
+
+def test_rows():
+    """Every row is within bounds; the results kept are those of today's kernels."""
     environment = {n: v for n, v in os.environ.items() if n != "TRITON_INTERPRET"}
     worker = Path(__file__).with_name("compile_rows.py")
     result = subprocess.run(
-        [sys.executable, worker, str(cc)],
+        [sys.executable, worker, *(["--all"] if FULL else [])],
         capture_output=True,
         text=True,
         check=False,
@@ -55,23 +98,71 @@ def test_rows_compile(cc, record_property):
     )
     assert result.returncode == 0, result.stderr[-2000:]
     rows = [json.loads(line) for line in result.stdout.splitlines()]
-    kernels = {row["row"].split()[0] for row in rows}
-    assert kernels >= {
-        f"{name}_kernel"
-        for name in (
-            "recurrent", "gate_cumsum", "solve", "wy", "state", "output",
-            "scores", "resolvent", "scan", "output_bwd", "state_bwd", "wy_bwd", "gate_bwd",
-            "recurrent_bwd", "solve_tril", "cumsum", "l2norm", "l2norm_bwd",
-            "kda_scores", "kda_inverse", "kda_output_bwd", "kda_wy_bwd", "kda_intra_bwd",
-        )
-    }  # fmt: skip
-    spilling = []
-    for row in rows:
-        assert row["shared"] <= SHARED[cc], row
-        assert row["stack"] <= bound(cc, row["row"]), row
-        if cc >= 80 and not row["row"].startswith(SCALAR) and not ONE_BLOCK.match(row["row"]):
-            assert row["mma"], row
-        if row["stack"]:
-            spilling.append(f"{row['stack']} B: {row['row']}")
-    record_property("spills", spilling)
-    print(f"cc {cc}: {len(rows)} rows, {len(spilling)} spill", *spilling, sep="\n  ")
+    for cc in SHARED:
+        assert {row["kernel"] for row in rows if row["cc"] == cc and row["name"]} >= KERNELS
+    found = {f"cc {r['cc']} {r['name'] or r['kernel']}: {x}" for r in rows for x in complaints(r)}
+    assert not found, "\n".join([*sorted(found), "`make compile` compiles and keeps what changed"])
+    assert any(row["compiled"] for row in rows), "no sample was compiled"
+
+
+def test_key_changes_with_what_is_compiled(tmp_path, monkeypatch):
+    """With the code of a kernel, of what it calls and its constants, not with words about it."""
+
+    def key(*changes, rest=()):
+        text = textwrap.dedent(SOURCE)
+        for before, after in changes:
+            assert before in text
+            text = text.replace(before, after)
+        path = tmp_path / f"m{len(list(tmp_path.iterdir()))}.py"
+        path.write_text(text)
+        spec = importlib.util.spec_from_file_location("m", path)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return kept.key(module.f, *rest)
+
+    same = [
+        ("Its docstring.", "Another."),
+        ("# why", "# or\n    # why else"),
+        ("import triton\n", "import triton\n\n\nN = 3\n"),
+    ]
+    assert {key(change) for change in same} == {key()}
+    for change in (("x + 1", "x + 2"), ("g(x)", "g(x,)"), ("* TWO", "- TWO"), ("(2.0)", "(2)")):
+        assert key(change) != key()
+    assert key(rest=("*fp32",)) != key()
+
+
+SOURCE = """
+    import triton
+    import triton.language as tl
+
+    TWO = tl.constexpr(2.0)
+
+    @triton.jit
+    def g(x):
+        return x * TWO
+
+    @triton.jit
+    def f(x):
+        \"\"\"Its docstring.\"\"\"
+        # why
+        if x:
+            x = g(x)
+        return x + 1
+"""
+
+
+def test_complaints():
+    """Each way in which a row can be wrong is said."""
+    name = "state_kernel k_ptr=torch.bfloat16 K=128"
+    row = {"cc": 90, "name": name, "kernel": "state_kernel", "compiled": None}
+    fine = [200, 0, 1000, True]
+    assert list(complaints(row | {"kept": fine})) == []
+    assert list(complaints(row | {"kept": fine, "compiled": fine})) == []
+    for change in (
+        {"kept": fine, "name": None},
+        {"kept": fine, "compiled": [201, 0, 1000, True]},
+        {"kept": [200, 2000, 1000, True]},
+        {"kept": [200, 0, 228 << 10, True]},
+        {"kept": [200, 0, 1000, False]},
+    ):
+        assert len(list(complaints(row | change))) == 1

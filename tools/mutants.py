@@ -1,0 +1,296 @@
+"""Plant mistakes, one at a time, in a copy of the tree: each must turn the tests beside it red.
+
+    python tools/mutants.py              all of them (what `make mutants` does)
+    python tools/mutants.py head gate    those with one of these words in their name
+    python tools/mutants.py --list       what there is; fails if a mistake has no place any more
+
+The tests are run on a sound copy first: red without a mistake is no proof.
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+from notebooks import ROOT
+
+LEFT_OUT = shutil.ignore_patterns(
+    ".git", ".venv", ".*_cache", ".hypothesis", "_build", "__pycache__"
+)
+KERNELS, REFERENCE, OPS = (f"linattn_edu/{name}" for name in ("kernels", "reference", "ops"))
+
+
+class Mutant(NamedTuple):
+    """A mistake: in this file, which has it once, `before` becomes `after`; one of the tests of the
+    quick suite named here must fail."""
+
+    name: str
+    file: str
+    before: str
+    after: str
+    tests: str  # arguments of pytest
+
+
+MUTANTS = [
+    # masks and lengths
+    Mutant(
+        "a tile reads one row too many",
+        f"{KERNELS}/tiles.py",
+        "(o_row[:, None] < n_row) & (o_col[None, :] < n_col)\n    return tl.load",
+        "(o_row[:, None] <= n_row) & (o_col[None, :] < n_col)\n    return tl.load",
+        "tests/delta/test_state.py",
+    ),
+    Mutant(
+        "a token does not read itself",
+        f"{KERNELS}/tiles.py",
+        "causal = o_t[:, None] >= o_t[None, :]",
+        "causal = o_t[:, None] > o_t[None, :]",
+        "tests/delta/test_output.py",
+    ),
+    Mutant(
+        "a chunk of a packed sequence is one token too long",
+        f"{KERNELS}/tiles.py",
+        "n_t = (tl.load(cu_ptr + i_n + 1) - first).to(tl.int32)\n    else:\n        NT =",
+        "n_t = (tl.load(cu_ptr + i_n + 1) - first + 1).to(tl.int32)\n    else:\n        NT =",
+        "tests/ops/gdn/test_chunk_varlen.py",
+    ),
+    Mutant(
+        "sequences of a batch share their last chunk's state",
+        f"{KERNELS}/tiles.py",
+        "i_c = i_n * tl.cdiv(T, BT)",
+        "i_c = i_n * (T // BT)",
+        "tests/delta/test_state.py",
+    ),
+    Mutant(
+        "a short last chunk is taken for a whole one",
+        f"{KERNELS}/delta/kda_intra_bwd.py",
+        "if b == last // 16:",
+        "if b == NB - 1:",
+        "tests/delta/test_kda_intra_bwd.py",
+    ),
+    # heads, offsets, scales
+    Mutant(
+        "value heads read the wrong query heads",
+        f"{KERNELS}/delta/output.py",
+        "i_k = (first * H + i_h // (HV // H)) * K",
+        "i_k = (first * H + i_h % H) * K",
+        "tests/delta/test_output.py",
+    ),
+    Mutant(
+        "chunks of a later sequence begin one chunk late",
+        "linattn_edu/packing.py",
+        "- offsets[sequence]",
+        "- offsets[sequence] + (sequence > 0)",
+        "tests/ops/gdn/test_chunk_varlen.py",
+    ),
+    Mutant(
+        "the reference's scale misses what comes from the state",
+        f"{REFERENCE}/delta/output.py",
+        "scale * (inter + P @ V)",
+        "inter + scale * (P @ V)",
+        "tests/delta/test_output.py",
+    ),
+    # gradients
+    Mutant(
+        "dgc lacks the sum over the columns",
+        f"{REFERENCE}/delta/output_bwd.py",
+        "+ X.sum(-1) - X.sum(-2)",
+        "+ X.sum(-1)",
+        "tests/delta/test_output_bwd.py",
+    ),
+    Mutant(
+        "dgc lacks what is read through the state",
+        f"{KERNELS}/delta/wy_bwd.py",
+        "b_dgc -= b_t + b_beta * b_read",
+        "b_dgc -= b_t",
+        "tests/delta/test_wy_bwd.py",
+    ),
+    Mutant(
+        "the gradient of the state takes do without the scale",
+        f"{KERNELS}/delta/state_bwd.py",
+        "        b_do *= scale\n",
+        "",
+        "tests/delta/test_state_bwd.py",
+    ),
+    Mutant(
+        "a gradient of shared heads is rounded after each of them",
+        f"{KERNELS}/tiles.py",
+        "return q.dtype if q.shape[2] == HV else torch.float32",
+        "return q.dtype",
+        "tests/delta/test_output_bwd.py tests/delta/test_kda_intra_bwd.py",
+    ),
+    Mutant(
+        "l2norm's gradient has its projection without the length",
+        f"{REFERENCE}/delta/l2norm.py",
+        "y = rstd * x.to(dtype)",
+        "y = x.to(dtype)",
+        "tests/delta/test_l2norm.py",
+    ),
+    # numbers
+    Mutant(
+        "float64 is computed in float32",
+        f"{REFERENCE}/tiles.py",
+        "return torch.float64 if wide else torch.float32",
+        "return torch.float32",
+        "tests/delta/test_solve.py tests/ops/test_training.py",
+    ),
+    Mutant(
+        "what fades by 2^800 counts as near",
+        f"{KERNELS}/delta/kda_intra.py",
+        "NEAR = tl.constexpr(80.0)",
+        "NEAR = tl.constexpr(800.0)",
+        "tests/delta/test_kda_intra.py",
+    ),
+    # decoding
+    Mutant(
+        "the state after the last accepted token is that of the next",
+        f"{KERNELS}/delta/recurrent.py",
+        "tl.load(accepted_ptr + i_nh // HV) - 1",
+        "tl.load(accepted_ptr + i_nh // HV)",
+        "tests/ops/test_decode_pool.py",
+    ),
+    Mutant(
+        "slot 0 of the pool is never written",
+        f"{KERNELS}/delta/recurrent.py",
+        "if slot >= 0:\n            store_state",
+        "if slot > 0:\n            store_state",
+        "tests/ops/test_decode_pool.py",
+    ),
+    # what compares and counts
+    Mutant(
+        "a NaN is no error",
+        "linattn_edu/testing.py",
+        "    if not x.isfinite().all():\n        return math.inf\n",
+        "    x, ref = x[x.isfinite()], ref[x.isfinite()]\n",
+        "tests/test_testing.py",
+    ),
+    Mutant(
+        "a row needs more shared memory than there is",
+        f"{KERNELS}/delta/output.py",
+        "4: {64: row(4, 1, BK=32, BV=64), 128: row(4, 1, BK=32, BV=64)},\n    },\n}",
+        "4: {64: row(4, 4, BK=128, BV=128), 128: row(4, 1, BK=32, BV=64)},\n    },\n}",
+        "tests/kernels/test_compile.py",
+    ),
+    # the book
+    Mutant(
+        "a kernel takes two steps in another order",
+        f"{KERNELS}/delta/output.py",
+        "# eq:delta-intra   P = Q K^T * G",
+        "# eq:delta-output   P = Q K^T * G",
+        "tests/book/test_stages.py",
+    ),
+    Mutant(
+        "an equation's label is not the notebook's",
+        "chapters/06_output.md",
+        "(eq:delta-intra)",
+        "(eq:delta-intra-chunk)",
+        "tests/book/test_chapters.py",
+    ),
+    Mutant(
+        "a chapter's kernel is wrong by one percent",
+        f"{KERNELS}/delta/gate_cumsum.py",
+        "b_gc = tl.cumsum(b_g, axis=0)",
+        "b_gc = tl.cumsum(b_g, axis=0) * 1.01",
+        "--nbval-lax chapters/02_gate_cumsum.ipynb",
+    ),
+]
+
+
+def places(mutant: Mutant, root: Path = ROOT) -> int:
+    """How often the mutant's text is in its file."""
+    path = root / mutant.file
+    return path.read_text().count(mutant.before) if path.exists() else 0
+
+
+def copy(target: Path, root: Path = ROOT) -> None:
+    """What the tests read, in `target`."""
+    shutil.copytree(root, target, ignore=LEFT_OUT, dirs_exist_ok=True)
+
+
+def pytest(folder: Path, tests: str) -> subprocess.CompletedProcess:
+    """Run tests of a copy until the first failure."""
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "COV_"))}
+    options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", *options, *tests.split()],
+        cwd=folder,
+        env=env | {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+
+
+def plant(mutant: Mutant, folder: Path) -> subprocess.CompletedProcess:
+    """The mutant's tests on a copy with the mistake in it, which is taken out again."""
+    path = folder / mutant.file
+    sound = path.read_text()
+    path.write_text(sound.replace(mutant.before, mutant.after))
+    try:
+        return pytest(folder, mutant.tests)
+    finally:
+        path.write_text(sound)
+
+
+def verdict(done: subprocess.CompletedProcess, red: bool) -> str:
+    """Empty if the tests failed (red) or passed as they should, else what happened."""
+    if done.returncode == int(red):
+        return ""
+    said = (done.stdout + done.stderr).strip().splitlines()
+    return {0: "SURVIVED", 1: "RED WITHOUT A MISTAKE"}.get(done.returncode, "NO TESTS") + "".join(
+        f"\n    {line}" for line in said[-5:] if done.returncode
+    )
+
+
+def run(mutants: list[Mutant], workers: int, root: Path = ROOT) -> int:
+    """Sound copies first, then every mutant; the number of those that something is wrong with."""
+    local, wrong = threading.local(), []
+
+    def task(job):
+        name, mutant = job
+        if not hasattr(local, "folder"):
+            local.folder = Path(tempfile.mkdtemp(dir=top))
+            copy(local.folder, root)
+        start = time.perf_counter()
+        red = isinstance(mutant, Mutant)
+        done = plant(mutant, local.folder) if red else pytest(local.folder, mutant)
+        said = verdict(done, red)
+        wrong.extend([name] * bool(said))
+        seconds = time.perf_counter() - start
+        print(f"{said or ('seen' if red else 'green'):10s} {seconds:4.0f} s  {name}", flush=True)
+
+    sound = dict.fromkeys(m.tests for m in mutants)
+    jobs = [(f"without a mistake: {tests}", tests) for tests in sound]
+    jobs += [(m.name, m) for m in mutants]
+    with tempfile.TemporaryDirectory() as top, ThreadPoolExecutor(workers) as pool:
+        list(pool.map(task, jobs))
+    return len(wrong)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="mistakes that the tests must see")
+    parser.add_argument("words", nargs="*", help="of the names of mutants; all if none")
+    parser.add_argument("--list", action="store_true", help="run nothing")
+    parser.add_argument("--root", type=Path, default=ROOT, help="the tree to copy")
+    parser.add_argument("--workers", type=int, default=os.cpu_count())
+    args = parser.parse_args()
+    chosen = [m for m in MUTANTS if not args.words or any(w in m.name for w in args.words)]
+    lost = [m for m in chosen if places(m, args.root) != 1]
+    for mutant in chosen if args.list else ():
+        print(f"{mutant.name}\n    {mutant.file}: {mutant.tests}")
+    for mutant in lost:
+        print(f"NO PLACE for: {mutant.name} ({mutant.file})")
+    found = [m for m in chosen if m not in lost]
+    failed = 0 if args.list else run(found, args.workers, args.root)
+    print(f"{len(chosen)} mistakes, {len(lost)} without a place, {failed} failures")
+    return 1 if lost or failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
