@@ -15,7 +15,7 @@ from linattn_edu.ops.tensors import known
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 KERNEL_FLOATS = FLOATS[1:]
-STAGES = ("reference", "triton")
+STAGES = ("triton", "reference")
 IMPLS = ("auto", *STAGES)
 LARGEST = sys.float_info.max
 
@@ -187,8 +187,16 @@ def resolve_impl(impl: str, device: torch.device, dtypes: tuple[torch.dtype, ...
 
 
 def has_triton() -> bool:
-    """Whether triton is installed. Looking for a package takes longer than a short kernel."""
-    return sys.modules.get("triton") is not None or importlib.util.find_spec("triton") is not None
+    """Whether triton is installed."""
+    if "triton" in sys.modules:
+        return sys.modules["triton"] is not None
+    return _found()
+
+
+@functools.cache
+def _found() -> bool:
+    """Looking for a package takes longer than a short kernel."""
+    return importlib.util.find_spec("triton") is not None
 
 
 def triton_problem() -> str | None:

@@ -105,7 +105,7 @@ def raw(**changes):
 
 
 # of the cases of chunk_gated_delta_rule: those whose arguments mean something else here
-ELSEWHERE = ("A_log alone", "dt_bias alone", "gate without A_log", "dt_bias shape", "no g")
+ELSEWHERE = ("A_log alone", "dt_bias alone", "gate without A_log", "dt_bias elements", "no g")
 CASES = {n: case for n, case in OF_GDN.items() if n not in ELSEWHERE} | {
     "no g": (TypeError, "g must be a torch.Tensor .*got NoneType", lambda a: {"g": None}),
     "g of heads": (ValueError, r"g must have 4 dimensions \[B, T, HV, K\], got 3",
@@ -143,19 +143,23 @@ CASES = {n: case for n, case in OF_GDN.items() if n not in ELSEWHERE} | {
                         raw(lower_bound=0.0, safe_gate=True)),
     "safe without a gate": (ValueError, r"lower_bound must be in \[-5, 0\) .*, got -6",
                             lambda a: ungated(a, safe_gate=True, lower_bound=-6)),
-    "bias of heads": (ValueError, r"dt_bias must have shape \[HV\*K=\d+\], got \(\d+,\)",
-                      other("dt_bias", lambda x: torch.cat([x, x]))),
+    "dt_bias elements": (ValueError, r"dt_bias must have the elements of \[HV=\d, K=\d+\], in any ",
+                         other("dt_bias", lambda x: torch.cat([x, x]))),
     "chunk_size": (ValueError, "chunk_size must be one of 16, 32, 64, got 128",
                    lambda a: {"chunk_size": 128}),
     "scale": (ValueError, "scale must be finite, got nan", lambda a: {"scale": float("nan")}),
     "impl": (ValueError, "impl must be one of", lambda a: {"impl": "cuda"}),
     **{flag: (TypeError, f"{flag} must be True or False, got {value!r}",
               lambda a, flag=flag, value=value: {flag: value})
-       for flag, value in (("use_qk_l2norm_in_kernel", 1), ("use_beta_sigmoid_in_kernel", "yes"),
-                           ("allow_neg_eigval", None), ("use_gate_in_kernel", 0),
-                           ("safe_gate", 1), ("disable_recompute", "no"),
-                           ("return_intermediate_states", None), ("output_final_state", 1),
-                           ("state_v_first", 1), ("transpose_state_layout", 1))},
+       for flag, value in (("use_qk_l2norm_in_kernel", 2), ("use_beta_sigmoid_in_kernel", "yes"),
+                           ("allow_neg_eigval", 0.0), ("use_gate_in_kernel", -1),
+                           ("safe_gate", "1"), ("disable_recompute", "no"),
+                           ("return_intermediate_states", 2), ("output_final_state", 1.0),
+                           ("state_v_first", "1"), ("transpose_state_layout", 2))},
+    **{name: (ValueError, f"{name} is not supported: leave it out, or give {default}, got {value}",
+              lambda a, name=name, value=value: {name: value})
+       for name, default, value in (("cp_context", None, 1), ("use_graph", False, True),
+                                    ("max_num_seqs", None, 4))},
 }  # fmt: skip
 
 
@@ -239,8 +243,8 @@ def test_the_deprecated_name_of_state_v_first(device):
 
 def test_an_unknown_argument_is_refused(device):
     x, options = everything(device)
-    with pytest.raises(TypeError, match="unexpected keyword argument 'cp_context'"):
-        chunk_kda(**x, **options, cp_context=None)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'cp_contexts'"):
+        chunk_kda(**x, **options, cp_contexts=None)
 
 
 def test_arguments_stand_where_fla_has_them():
