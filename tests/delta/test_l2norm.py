@@ -134,7 +134,7 @@ def extreme(dtype, device):
 @pytest.mark.parametrize("eps", [1e-6, 0.0, 1e-30])
 @pytest.mark.parametrize(
     ("room", "dtype"),
-    [(kernels, d) for d in DTYPES] + [(references, d) for d in (*DTYPES, torch.float64)],
+    [(room, d) for room in (kernels, references) for d in DTYPES],
     ids=lambda x: getattr(x, "__name__", str(x)),
 )
 def test_rows_whose_squares_leave_the_dtype(room, dtype, eps, device):
@@ -149,7 +149,7 @@ def test_rows_whose_squares_leave_the_dtype(room, dtype, eps, device):
     x64 = shift * x.double()
     exact = (x64.square().sum(-1, keepdim=True) + eps * shift * shift).rsqrt()
     want = exact * x64
-    tol = {torch.float32: 1e-6, torch.float64: 1e-14, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+    tol = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
     for i in range(len(x)):
         assert_close(f"y of row {i}", y[i], want[i], tol[dtype])
     dwant = dy.double() - want * (want * dy.double()).sum(-1, keepdim=True)
@@ -182,12 +182,12 @@ def test_one_huge_number_among_ordinary_ones(room, device):
 @pytest.mark.parametrize("room", [kernels, references], ids=["kernel", "reference"])
 @pytest.mark.parametrize("eps", [1e-6, 0.0])
 def test_ordinary_rows_keep_the_bits_of_the_plain_formula(eps, room, device):
-    """Scaling is by powers of two, or not at all."""
+    """The kernel scales by powers of two, or not at all; the reference adds up in float64."""
     x, _ = rows((300, 33), torch.float32, device)
     y, rstd = room.l2norm(x, eps)
-    unscaled = torch.rsqrt(x.square().sum(-1) + eps)
-    same = (rstd == unscaled).float().mean().item()
-    assert same == 1.0 if room is references else same > 0.5  # NumPy and CUDA add in other orders
+    squares = x.square().sum(-1) if room is kernels else x.double().square().sum(-1)
+    same = (rstd == torch.rsqrt(squares + eps).float()).float().mean().item()
+    assert same > (0.5 if room is kernels else 0.99)  # NumPy and CUDA add in other orders
     assert torch.equal(y, rstd[:, None] * x)
 
 

@@ -1,7 +1,5 @@
 """Rows of unit length, and their adjoint."""
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -13,10 +11,8 @@ def l2norm(x: Tensor, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
 
         rstd = 1 / sqrt(sum x^2 + eps),  y = rstd x
 
-    The squares are those of s x, with s the power of two that brings the row's largest number, or
-    sqrt(eps) if it is larger, to between 1/2 and 1: no row is too large or too small for its dtype.
-    Only rstd, and the gradient with it, overflows for rows shorter than 2^-128 (fp64: 2^-1024)
-    where eps is 0.
+    The squares are added in fp64: those of no fp32 number overflow there. Only rstd, and the
+    gradient with it, overflows for rows shorter than 2^-128 where eps is 0.
 
     Args:
         x: [..., D].
@@ -25,14 +21,10 @@ def l2norm(x: Tensor, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
     Source: chapter 08.
     """
     x_ = x.to(compute_dtype(x))
-    limits = torch.finfo(x_.dtype)
-    largest = torch.maximum(x_.amax(-1), -x_.amin(-1))
-    largest = largest.clamp(max(math.sqrt(eps), limits.tiny), limits.max)
-    s = torch.exp2(-torch.frexp(largest).exponent.to(x_.dtype))
-    x_ = s[..., None] * x_
     # eq:delta-l2norm   y = x / sqrt(sum x^2 + eps)
-    rstd = torch.rsqrt(x_.square().sum(-1) + eps * s * s)
-    return (rstd[..., None] * x_).to(x.dtype), s * rstd
+    length = torch.linalg.vector_norm(x_, dim=-1, dtype=torch.float64)
+    rstd = torch.rsqrt(length.square() + eps).to(x_.dtype)
+    return (rstd[..., None] * x_).to(x.dtype), rstd
 
 
 def l2norm_bwd(x: Tensor, rstd: Tensor, dy: Tensor) -> Tensor:
