@@ -113,6 +113,7 @@ class Operator:
         self.outputs, self.residuals, self.flops = outputs, residuals, flops
         self.packed, self.bounds = packed, BOUNDS[packed]
         self.limited, self.mutates = limited, mutates
+        self._in_chunks = [n for n, axes in self.axes.items() if "C" in axes]
         self.with_tokens = self.axes[self.inputs[0]][:2] == ("B", "T")
         self.options = {**(options or {}), "impl": "str"}
         if residuals:
@@ -339,9 +340,9 @@ class Operator:
 
     def _length(self, given: dict) -> int | None:
         """Tokens of a chunk: chunk_size, or less where the kernels do not fit the GPU."""
-        for n, x in given.items():
-            if x is not None and "C" in self.axes.get(n, ()):
-                return x.shape[self.axes[n].index("C")]
+        for n in self._in_chunks:
+            if given.get(n) is not None:
+                return given[n].shape[self.axes[n].index("C")]
         if self.limited is None or given["impl"] == "reference":
             return given.get("chunk_size")
         from linattn_edu.kernels.tiles import chunk_limit

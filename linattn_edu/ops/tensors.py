@@ -1,8 +1,7 @@
 """Facts about tensors that decide how an operator runs: who looks on, what it computes in."""
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -62,30 +61,18 @@ def contiguous(x: Tensor | None) -> Tensor | None:
     return x.clone() if x.is_cuda and x.data_ptr() % 16 else x
 
 
-def at(x: Tensor) -> AbstractContextManager:
-    """x's GPU is the current one, where Triton launches, and autocast is off.
-
-    The stages choose the precision of every product themselves.
-    """
-    kind = x.device.type if torch.amp.is_autocast_available(x.device.type) else "cpu"
-    here = not x.is_cuda or x.device.index == torch.cuda.current_device()
-    if here and not torch.is_autocast_enabled(kind):
-        return nullcontext()
-    return _at(x, kind)
-
-
-@contextmanager
-def _at(x: Tensor, kind: str) -> Iterator[None]:
-    with torch.cuda.device_of(x), torch.autocast(kind, enabled=False):
-        yield
-
-
 def at_device(f: Callable) -> Callable:
-    """f(stages, x, ...), run `at` x."""
+    """f(stages, x, ...), run where x's GPU is the current one, on which Triton launches, and
+    without autocast: the stages choose the precision of every product themselves.
+    """
 
     @functools.wraps(f)
     def wrapped(stages, x, *args, **kwargs):
-        with at(x):
+        kind = x.device.type if torch.amp.is_autocast_available(x.device.type) else "cpu"
+        here = not x.is_cuda or x.device.index == torch.cuda.current_device()
+        if here and not torch.is_autocast_enabled(kind):
+            return f(stages, x, *args, **kwargs)
+        with torch.cuda.device_of(x), torch.autocast(kind, enabled=False):
             return f(stages, x, *args, **kwargs)
 
     return wrapped
