@@ -351,7 +351,7 @@ class Operator:
 
     def _packing(self, given: dict, tokens: Tensor, length: int | None) -> dict:
         """What tells the kernels where the sequences are."""
-        if given.get("cu_seqlens") is None:
+        if not self.bounds or given["cu_seqlens"] is None:
             return {}
         if self.packed == "tokens":
             return {"cu_seqlens": given["cu_seqlens"].long().contiguous()}

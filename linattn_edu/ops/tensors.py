@@ -1,6 +1,7 @@
 """Facts about tensors that decide how an operator runs: who looks on, what it computes in."""
 
 import functools
+import inspect
 from collections.abc import Callable
 
 import torch
@@ -62,17 +63,20 @@ def contiguous(x: Tensor | None) -> Tensor | None:
 
 
 def at_device(f: Callable) -> Callable:
-    """f(stages, x, ...), run where x's GPU is the current one, on which Triton launches, and
+    """f(stages, x, ...), run where the GPU of x is the current one, on which Triton launches, and
     without autocast: the stages choose the precision of every product themselves.
     """
 
+    first = list(inspect.signature(f).parameters)[1]
+
     @functools.wraps(f)
-    def wrapped(stages, x, *args, **kwargs):
+    def wrapped(stages, *args, **kwargs):
+        x = args[0] if args else kwargs[first]
         kind = x.device.type if torch.amp.is_autocast_available(x.device.type) else "cpu"
         here = not x.is_cuda or x.device.index == torch.cuda.current_device()
         if here and not torch.is_autocast_enabled(kind):
-            return f(stages, x, *args, **kwargs)
+            return f(stages, *args, **kwargs)
         with torch.cuda.device_of(x), torch.autocast(kind, enabled=False):
-            return f(stages, x, *args, **kwargs)
+            return f(stages, *args, **kwargs)
 
     return wrapped

@@ -94,18 +94,8 @@ RECURRENT = {
     "impl": ({"impl": "cuda"}, ValueError, "impl must be one of 'auto', 'triton', 'reference'"),
     "misspelt": ({"output_finl_state": True}, TypeError, "unexpected keyword argument"),
     "cp_context": ({"cp_context": 1}, ValueError, "cp_context is not supported: .* got 1"),
-    "K": (
-        {"q": new(1, 1, 1, 257), "k": new(1, 1, 1, 257), "v": new(1, 1, 1, 2), "g": None,
-         "beta": None, "initial_state": None},
-        ValueError,
-        "q and k must have K <= 256, got K=257",
-    ),
-    "V": (
-        {"q": new(1, 1, 1, 2), "k": new(1, 1, 1, 2), "v": new(1, 1, 1, 513), "g": None,
-         "beta": None, "initial_state": None},
-        ValueError,
-        "v must have V <= 512, got V=513",
-    ),
+    "K": (gdn_inputs(1, 1, 1, 1, 257, 2).asdict(), ValueError, "q and k must have K <= 256, .*257"),
+    "V": (gdn_inputs(1, 1, 1, 1, 2, 513).asdict(), ValueError, "v must have V <= 512, got V=513"),
     "bounds dtype": (packed(0, 20) | {"cu_seqlens": new(2)}, TypeError, "cu_seqlens must be int32"),
     "bounds rank": (packed(20), ValueError, r"cu_seqlens must have shape \[N \+ 1\] .*got \(1,\)"),
     "bounds batch": (

@@ -25,10 +25,11 @@ def v_first(state_v_first: bool, transpose_state_layout: bool | None) -> bool:
         raise ValueError(
             "state_v_first and transpose_state_layout are one argument: give the first"
         )
+    state_v_first = check.flag("transpose_state_layout", transpose_state_layout)
     warnings.warn(
         "transpose_state_layout is deprecated: use state_v_first", DeprecationWarning, stacklevel=3
     )
-    return check.flag("transpose_state_layout", transpose_state_layout)
+    return state_v_first
 
 
 def check_tensors(
