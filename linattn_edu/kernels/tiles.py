@@ -127,6 +127,19 @@ def sequence_of(i_n, cu_ptr, offsets_ptr, T, BT: tl.constexpr):
     return first, n_t, i_c  # without offsets_ptr, the last means nothing
 
 
+@triton.jit
+def columns_of(pid, cu_ptr, offsets_ptr, T, HV: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
+               BV: tl.constexpr):  # fmt: skip
+    """What program pid of a sequential kernel works on: BV columns of one state.
+
+    Returns which columns, which state and which head, then what `sequence_of` says.
+    """
+    NV: tl.constexpr = (V + BV - 1) // BV
+    i_v, i_nh = pid % NV, (pid // NV).to(tl.int64)
+    first, n_t, i_c = sequence_of(i_nh // HV, cu_ptr, offsets_ptr, T, BT)
+    return i_v, i_nh, i_nh % HV, first, n_t, i_c
+
+
 @dataclass(frozen=True)
 class Config:
     """Tile widths and launch options of one row of a kernel's table."""
@@ -202,6 +215,11 @@ def block(n: int) -> int:
     return max(16, 1 << (n - 1).bit_length())
 
 
+def entry(table: dict, x: torch.Tensor):
+    """What a table "generation -> bytes of an element" has for x's device and dtype."""
+    return table[device_of(x)[0]][x.element_size()]
+
+
 # Rows of K elements that are not whole 4-byte words cannot be copied ahead asynchronously, so the
 # loop is not pipelined. ptxas 12.8, which Triton 3.6 brings, then miscompiles 16-bit wgmma products
 # of fewer than 64 columns: wrong results or an illegal access (ptxas 13.0 is right on the same
@@ -209,25 +227,67 @@ def block(n: int) -> int:
 UNPIPELINED = row(2, 1, BV=16)
 
 
+def scan_table(ampere: dict[int, list[Config]], hopper: dict[int, list[Config]]) -> dict:
+    """The rows of a kernel that carries S [K, BV] through a sequence, for `widest`.
+
+    generation -> bytes of an element -> BK -> rows, widest BV first. ampere, hopper: those of 16
+    bit. The others are as wide as the registers allow, whatever else the kernel does.
+    """
+    narrow = [row(4, 1, BV=16)]
+    turing = {128: narrow, 256: [row(8, 1, BV=16)]}
+    return {
+        "turing": {2: turing | {128: [row(8, 1, BV=16)]}, 4: turing},
+        "ampere": {2: ampere, 4: {128: narrow, 256: narrow}},
+        "hopper": {2: hopper, 4: {128: [row(4, 1, BV=32), *narrow], 256: narrow}},
+    }
+
+
 def widest(table: dict, k: torch.Tensor, heads: int, V: int) -> dict[str, int]:
     """The widest BV whose tiles, over `heads` heads, still occupy 7 of 10 multiprocessors.
 
     Everything but the columns of V is read once a program, so wide tiles read less; too few
-    programs leave the GPU idle. `table` is generation -> bytes of an element -> BK -> rows, widest
-    first; the last is taken if none has enough programs. The result does not depend on the choice.
+    programs leave the GPU idle. `table` is a `scan_table`; the last row is taken if none has enough
+    programs. The result does not depend on the choice.
     """
     gen, processors = device_of(k)
     K, size = k.shape[-1], k.element_size()
     if K * size % 4 and gen == "hopper":
         return UNPIPELINED.launch(V=V)
-    launches = [r.launch(V=V) for r in table[gen][size][max(128, block(K))]]
-    enough = (c for c in launches if 10 * heads * cdiv(V, c["BV"]) >= 7 * processors)
-    return next(enough, launches[-1])
+    for candidate in table[gen][size][max(128, block(K))]:
+        config = candidate.launch(V=V)
+        if 10 * heads * cdiv(V, config["BV"]) >= 7 * processors:
+            break
+    return config
+
+
+def scan_launch(table: dict, k: torch.Tensor, heads: int, V: int) -> tuple[tuple[int], dict]:
+    """(grid, BK and the row that `widest` chooses) of a kernel that carries S [K, BV]."""
+    config = widest(table, k, heads, V)
+    return (heads * cdiv(V, config["BV"]),), {"BK": block(k.shape[-1]), **config}
+
+
+def value_table(whole: Config) -> dict:
+    """The rows of a kernel that sums over the values of a chunk, for `by_width`.
+
+    generation -> bytes of an element -> values up to -> row. On Hopper in 16 bit BV holds a value,
+    so that it is read once; whole: the row of values past 128. Elsewhere, and past 256, whole
+    values would not fit the registers, and their tiles in flight not shared memory. Narrower heads
+    keep these tiles: see UNPIPELINED.
+    """
+    hopper = {64: row(4, 3, BK=64, BV=64), 128: row(4, 3, BK=64, BV=128), 256: whole}
+    return {
+        "turing": {
+            2: {128: row(4, 1, BK=32, BV=32), 512: row(4, 1, BK=32, BV=64)},
+            4: {512: row(4, 1, BK=16, BV=32)},
+        },
+        "ampere": {2: {512: row(4, 1, BK=64, BV=64)}, 4: {512: row(4, 1, BK=32, BV=64)}},
+        "hopper": {2: hopper | {512: row(4, 1, BK=64, BV=64)}, 4: {512: row(4, 1, BK=32, BV=64)}},
+    }
 
 
 def by_width(table: dict, v: torch.Tensor) -> dict[str, int]:
-    """The first row of a table "values up to -> row" that holds v's values."""
-    rows = table[device_of(v)[0]][v.element_size()]
+    """The first row of a `value_table` that holds v's values."""
+    rows = entry(table, v)
     width = next(width for width in rows if width >= v.shape[-1])
     return rows[width].launch()
 

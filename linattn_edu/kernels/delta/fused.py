@@ -11,22 +11,21 @@ from torch import Tensor
 
 from linattn_edu.kernels.delta.solve import kkt, merge_precision, unit_lower_inverse
 from linattn_edu.kernels.tiles import (
-    block,
     cast,
-    cdiv,
     chunk_args,
     chunk_of,
+    columns_of,
     decay_matrix,
-    device_of,
     dot,
+    entry,
     load_gate,
     load_row,
     load_tile,
     row,
+    scan_launch,
+    scan_table,
     sequence_args,
-    sequence_of,
     store_tile,
-    widest,
 )
 from linattn_edu.packing import Packing
 
@@ -40,12 +39,9 @@ def scores_kernel(
     cu_ptr,  # [N + 1] or None
     chunks_ptr,  # [NT, 2] or None
     T,
-    H: tl.constexpr,
-    HV: tl.constexpr,
-    K: tl.constexpr,
-    BT: tl.constexpr,
-    BK: tl.constexpr,
-):
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
+    BT: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
     """One program: one chunk of one head.  Grid (NT * HV).
 
     Reference: linattn_edu.reference.delta.fused.intra.
@@ -77,13 +73,9 @@ def resolvent_kernel(
     cu_ptr,  # [N + 1] or None
     chunks_ptr,  # [NT, 2] or None
     T,
-    H: tl.constexpr,
-    HV: tl.constexpr,
-    K: tl.constexpr,
-    BT: tl.constexpr,
-    BK: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
+    BT: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """One program: one chunk of one head.  Grid (NT * HV).
 
     Reference: linattn_edu.reference.delta.fused.intra.
@@ -119,22 +111,16 @@ def scan_kernel(
     cu_ptr,  # [N + 1] or None
     offsets_ptr,  # [N + 1] or None
     T,
-    H: tl.constexpr,
-    HV: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BT: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-):
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+):  # fmt: skip
     """One program: S[:, v-tile] of one head, through all chunks.  Grid (N * HV * V / BV).
 
     Reference: linattn_edu.reference.delta.fused.scan.
     """
-    NV: tl.constexpr = (V + BV - 1) // BV
-    i_v, i_nh = tl.program_id(0) % NV, (tl.program_id(0) // NV).to(tl.int64)
-    i_h = i_nh % HV
-    first, n_seq, _ = sequence_of(i_nh // HV, cu_ptr, offsets_ptr, T, BT)
+    i_v, i_nh, i_h, first, n_seq, _ = columns_of(
+        tl.program_id(0), cu_ptr, offsets_ptr, T, HV, V, BT, BV
+    )
     q_ptr += (first * H + i_h // (HV // H)) * K
     k_ptr += (first * H + i_h // (HV // H)) * K
     v_ptr += (first * HV + i_h) * V
@@ -198,25 +184,14 @@ RESOLVENT_CONFIGS = {
     "ampere": {2: row(1, 1, BK=64), 4: row(4, 1, BK=32)},
     "hopper": {2: row(1, 3, BK=64), 4: row(4, 1, BK=32)},
 }
-# generation -> bytes of an element -> BK -> rows, widest BV first
-SCAN_CONFIGS = {
-    "turing": {
-        2: {128: [row(8, 1, BV=16)], 256: [row(8, 1, BV=16)]},
-        4: {128: [row(4, 1, BV=16)], 256: [row(8, 1, BV=16)]},
-    },
-    "ampere": {
-        2: {128: [row(4, 1, BV=32)], 256: [row(4, 1, BV=16)]},
-        4: {128: [row(4, 1, BV=16)], 256: [row(4, 1, BV=16)]},
-    },
+SCAN_CONFIGS = scan_table(
+    ampere={128: [row(4, 1, BV=32)], 256: [row(4, 1, BV=16)]},
     # never 1 stage in 16 bit with BV < 64: miscompiled by ptxas 12.8, see tiles.UNPIPELINED
-    "hopper": {
-        2: {
-            128: [row(4, 3, BV=64), row(4, 3, BV=32), row(4, 3, BV=16)],
-            256: [row(4, 2, BV=64), row(4, 2, BV=32), row(4, 2, BV=16)],
-        },
-        4: {128: [row(4, 1, BV=32), row(4, 1, BV=16)], 256: [row(4, 1, BV=16)]},
+    hopper={
+        128: [row(4, 3, BV=64), row(4, 3, BV=32), row(4, 3, BV=16)],
+        256: [row(4, 2, BV=64), row(4, 2, BV=32), row(4, 2, BV=16)],
     },
-}
+)
 
 
 def intra(
@@ -233,12 +208,11 @@ def intra(
     B, T, H, K = k.shape
     HV = beta.shape[-1]
     NT, *chunks = chunk_args(k, chunk_size, packing)
-    generation, size = device_of(k)[0], k.element_size()
     P, R = (q.new_empty(B, T, HV, chunk_size) for _ in range(2))
     A = torch.empty_like(R) if return_inverse else None
-    config = SCORES_CONFIGS[generation][size].launch(K)
+    config = entry(SCORES_CONFIGS, k).launch(K)
     scores_kernel[(NT * HV,)](q, k, gc, P, *chunks, T, H, HV, K, BT=chunk_size, **config)
-    config = RESOLVENT_CONFIGS[generation][size].launch(K)
+    config = entry(RESOLVENT_CONFIGS, k).launch(K)
     resolvent_kernel[(NT * HV,)](
         k, beta, gc, R, A, *chunks, T, H, HV, K, BT=chunk_size,
         PRECISION=merge_precision(k.dtype), **config,
@@ -265,9 +239,9 @@ def scan(
     N, *sequences = sequence_args(q, packing)
     o = torch.empty_like(v)
     final_state = q.new_empty(N, HV, K, V, dtype=torch.float32) if output_final_state else None
-    config = widest(SCAN_CONFIGS, k, N * HV, V)
-    scan_kernel[(N * HV * cdiv(V, config["BV"]),)](
+    grid, config = scan_launch(SCAN_CONFIGS, k, N * HV, V)
+    scan_kernel[grid](
         q, k, v, gc, P, R, initial_state, o, final_state,
-        scale, *sequences, T, H, HV, K, V, BT=P.shape[-1], BK=block(K), **config,
+        scale, *sequences, T, H, HV, K, V, BT=P.shape[-1], **config,
     )  # fmt: skip
     return o, final_state

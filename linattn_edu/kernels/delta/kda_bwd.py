@@ -15,6 +15,7 @@ from linattn_edu.kernels.tiles import (
     load_tile,
     row,
     store_tile,
+    value_table,
 )
 from linattn_edu.packing import Packing
 
@@ -32,13 +33,9 @@ def kda_output_bwd_kernel(
     cu_ptr,  # [N + 1] or None
     chunks_ptr,  # [NT, 2] or None
     T,
-    HV: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BT: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-):
+    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+):  # fmt: skip
     """One program: one chunk of one head.  Grid (NT * HV).
 
     Reference: linattn_edu.reference.delta.kda_bwd.kda_output_bwd.
@@ -92,13 +89,9 @@ def kda_wy_bwd_kernel(
     cu_ptr,  # [N + 1] or None
     chunks_ptr,  # [NT, 2] or None
     T,
-    HV: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BT: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-):
+    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+):  # fmt: skip
     """One program: one chunk of one head.  Grid (NT * HV).
 
     Reference: linattn_edu.reference.delta.kda_bwd.kda_wy_bwd.
@@ -152,23 +145,7 @@ def kda_wy_bwd_kernel(
         tl.store(dgl_ptr + (i_c * HV + i_h) * K + o_k, b_dgl, mask=o_k < K)
 
 
-# generation -> bytes of an element -> values up to -> row, as in output_bwd and wy_bwd
-CONFIGS = {
-    "turing": {
-        2: {128: row(4, 1, BK=32, BV=32), 512: row(4, 1, BK=32, BV=64)},
-        4: {512: row(4, 1, BK=16, BV=32)},
-    },
-    "ampere": {2: {512: row(4, 1, BK=64, BV=64)}, 4: {512: row(4, 1, BK=32, BV=64)}},
-    "hopper": {
-        2: {
-            64: row(4, 3, BK=64, BV=64),
-            128: row(4, 3, BK=64, BV=128),
-            256: row(4, 2, BK=64, BV=256),
-            512: row(4, 1, BK=64, BV=64),
-        },
-        4: {512: row(4, 1, BK=32, BV=64)},
-    },
-}
+CONFIGS = value_table(row(4, 2, BK=64, BV=256))
 
 
 def kda_output_bwd(

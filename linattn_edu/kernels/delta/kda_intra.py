@@ -16,8 +16,8 @@ from linattn_edu.kernels.tiles import (
     cast,
     chunk_args,
     chunk_of,
-    device_of,
     dot,
+    entry,
     load_gates,
     load_row,
     load_tile,
@@ -85,14 +85,10 @@ def kda_scores_kernel(
     cu_ptr,  # [N + 1] or None
     chunks_ptr,  # [NT, 2] or None
     T,
-    H: tl.constexpr,
-    HV: tl.constexpr,
-    K: tl.constexpr,
-    BT: tl.constexpr,
-    BK: tl.constexpr,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
+    BT: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
     HALVE: tl.constexpr,  # rows of the blocks on the diagonal: NONE, those that are FAR, or ALL
-    PRECISION: tl.constexpr,
-):
+):  # fmt: skip
     """One program: 16 rows of one chunk of one head.  Grid (NT * HV * BT / 16).
 
     Reference: linattn_edu.reference.delta.kda_intra.
@@ -190,9 +186,8 @@ def kda_inverse_kernel(
     chunks_ptr,  # [NT, 2] or None
     T,
     HV: tl.constexpr,
-    BT: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    BT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """One program: one chunk of one head.  Grid (NT * HV).
 
     Reference: linattn_edu.reference.delta.kda_intra.
@@ -257,7 +252,7 @@ def kda_intra(
     HV = beta.shape[-1]
     P, A = (k.new_empty(B, T, HV, chunk_size) for _ in range(2))
     L = torch.empty_like(P, dtype=torch.float32)
-    config = CONFIGS[device_of(k)[0]][k.element_size()].launch(K)
+    config = entry(CONFIGS, k).launch(K)
     options = {"BT": chunk_size, "PRECISION": merge_precision(k.dtype)}
     NT, *chunks = chunk_args(k, chunk_size, packing)
     kda_scores_kernel[(NT * HV * (chunk_size // 16),)](

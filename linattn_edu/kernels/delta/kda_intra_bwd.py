@@ -10,8 +10,8 @@ from linattn_edu.kernels.tiles import (
     cast,
     chunk_args,
     chunk_of,
-    device_of,
     dot,
+    entry,
     load_gates,
     load_row,
     load_tile,
@@ -45,13 +45,10 @@ def kda_intra_bwd_kernel(
     cu_ptr,  # [N + 1] or None
     chunks_ptr,  # [NT, 2] or None
     T,
-    H: tl.constexpr,
-    HV: tl.constexpr,
-    K: tl.constexpr,
-    BT: tl.constexpr,
-    BK: tl.constexpr,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
+    BT: tl.constexpr, BK: tl.constexpr,
     HALVE: tl.constexpr,  # rows of the blocks on the diagonal: those that are FAR, or ALL
-):
+):  # fmt: skip
     """One program: 16 rows of one chunk of one head.  Grid (NT * HV * BT / 16).
 
     Reference: linattn_edu.reference.delta.kda_intra_bwd.
@@ -227,7 +224,7 @@ def kda_intra_bwd(
     HV, chunk_size = dP.shape[2:]
     dq, dk = (torch.empty_like(dqg, dtype=shared_dtype(q, HV)) for _ in range(2))
     dgc = torch.empty_like(gc)
-    config = CONFIGS[device_of(k)[0]][k.element_size()].launch(K)
+    config = entry(CONFIGS, k).launch(K)
     NT, *chunks = chunk_args(k, chunk_size, packing)
     kda_intra_bwd_kernel[(NT * HV * (chunk_size // 16),)](
         q, k, beta, gc, dP, dL, dqg, dkb, dkg, dgl, dq, dk, dbeta, dgc, *chunks, T, H, HV, K,

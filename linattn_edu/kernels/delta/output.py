@@ -11,8 +11,8 @@ from linattn_edu.kernels.tiles import (
     chunk_args,
     chunk_of,
     decay_matrix,
-    device_of,
     dot,
+    entry,
     load_gate,
     load_tile,
     row,
@@ -34,14 +34,9 @@ def output_kernel(
     cu_ptr,  # [N + 1] or None
     chunks_ptr,  # [NT, 2] or None
     T,
-    H: tl.constexpr,
-    HV: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BT: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-):
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+):  # fmt: skip
     """One program: one chunk of one head, BV of its columns.  Grid (NT * HV, V / BV).
 
     Reference: linattn_edu.reference.delta.output.
@@ -113,8 +108,7 @@ def output(
     _, T, H, K = q.shape
     HV, V = v_new.shape[2:]
     o = torch.empty_like(v_new)
-    by_width = CONFIGS[device_of(q)[0]][q.element_size()]
-    config = by_width[64 if V <= 64 else 128].launch()
+    config = entry(CONFIGS, q)[64 if V <= 64 else 128].launch()
     NT, *chunks = chunk_args(q, chunk_size, packing)
     output_kernel[(NT * HV, cdiv(V, config["BV"]))](
         q, k, v_new, h, gc, P, o, scale, *chunks, T, H, HV, K, V, BT=chunk_size, **config

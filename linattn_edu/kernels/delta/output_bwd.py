@@ -18,6 +18,7 @@ from linattn_edu.kernels.tiles import (
     row,
     shared_dtype,
     store_tile,
+    value_table,
 )
 from linattn_edu.packing import Packing
 
@@ -38,14 +39,9 @@ def output_bwd_kernel(
     cu_ptr,  # [N + 1] or None
     chunks_ptr,  # [NT, 2] or None
     T,
-    H: tl.constexpr,
-    HV: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BT: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-):
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+):  # fmt: skip
     """One program: one chunk of one q/k head, value head after value head.  Grid (NT * H).
 
     Matrices that a product needs transposed are computed so: see chapter 08.
@@ -114,26 +110,7 @@ def output_bwd_kernel(
             tl.debug_barrier()  # the next head reads what other threads stored
 
 
-# generation -> bytes of an element -> values up to -> row. On Hopper in 16 bit BV holds a value,
-# so that it is read once; elsewhere, and past 256, whole values would not fit the registers, and
-# a value's tiles side by side in flight would not fit shared memory. Narrower heads keep these
-# tiles: see tiles.UNPIPELINED.
-CONFIGS = {
-    "turing": {
-        2: {128: row(4, 1, BK=32, BV=32), 512: row(4, 1, BK=32, BV=64)},
-        4: {512: row(4, 1, BK=16, BV=32)},
-    },
-    "ampere": {2: {512: row(4, 1, BK=64, BV=64)}, 4: {512: row(4, 1, BK=32, BV=64)}},
-    "hopper": {
-        2: {
-            64: row(4, 3, BK=64, BV=64),
-            128: row(4, 3, BK=64, BV=128),
-            256: row(4, 3, BK=64, BV=256),
-            512: row(4, 1, BK=64, BV=64),
-        },
-        4: {512: row(4, 1, BK=32, BV=64)},
-    },
-}
+CONFIGS = value_table(row(4, 3, BK=64, BV=256))
 
 
 def output_bwd(

@@ -14,9 +14,9 @@ from linattn_edu.kernels.tiles import (
     block,
     cast,
     cdiv,
+    columns_of,
     device_of,
     load_vector,
-    sequence_of,
     store_tile,
 )
 
@@ -130,25 +130,18 @@ def recurrent_kernel(
     scale,
     cu_ptr,  # [N + 1] or None
     T,
-    H: tl.constexpr,
-    HV: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr,
     NORM: tl.constexpr,  # divide q and k by their length
     SIGMOID: tl.constexpr,  # beta is SIGMOID times the sigmoid of what is stored; 0: it is stored
     V_FIRST: tl.constexpr,  # states are [V, K]
     SLOTS: tl.constexpr,  # columns of indices
-):
+):  # fmt: skip
     """One program: S[:, v-tile] of one head, through all tokens.  Grid (N * HV * V / BV).
 
     Reference: linattn_edu.reference.delta.recurrent.
     """
-    NV: tl.constexpr = (V + BV - 1) // BV
-    i_v, i_nh = tl.program_id(0) % NV, (tl.program_id(0) // NV).to(tl.int64)
-    i_h = i_nh % HV
-    first, n_seq, _ = sequence_of(i_nh // HV, cu_ptr, None, T, 1)
+    i_v, i_nh, i_h, first, n_seq, _ = columns_of(tl.program_id(0), cu_ptr, None, T, HV, V, 1, BV)
     o_k = tl.arange(0, BK)
     o_v = i_v * BV + tl.arange(0, BV)
     i_qk, i = first * H + i_h // (HV // H), first * HV + i_h
@@ -252,21 +245,16 @@ def recurrent_bwd_kernel(
     T,
     total,  # B * T
     BLOCK,
-    H: tl.constexpr,
-    HV: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-):
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr,
+):  # fmt: skip
     """One program: dS[:, v-tile] of one head, back through all tokens.  Grid (N * HV * V / BV).
 
     Reference: linattn_edu.reference.delta.recurrent.recurrent_bwd.
     """
-    NV: tl.constexpr = (V + BV - 1) // BV
-    i_v, i_nh = tl.program_id(0) % NV, (tl.program_id(0) // NV).to(tl.int64)
-    i_h = i_nh % HV
-    first, n_seq, i_block = sequence_of(i_nh // HV, cu_ptr, None, T, 1)
+    i_v, i_nh, i_h, first, n_seq, i_block = columns_of(
+        tl.program_id(0), cu_ptr, None, T, HV, V, 1, BV
+    )
     i_block = i_nh // HV * tl.cdiv(T, BLOCK)
     if cu_ptr is not None:
         i_block = tl.load(offsets_ptr + i_nh // HV)

@@ -8,8 +8,8 @@ from torch import Tensor
 from linattn_edu.kernels.tiles import (
     chunk_args,
     chunk_of,
-    device_of,
     dot,
+    entry,
     load_row,
     load_tile,
     row,
@@ -78,13 +78,9 @@ def solve_kernel(
     cu_ptr,  # [N + 1] or None
     chunks_ptr,  # [NT, 2] or None
     T,
-    H: tl.constexpr,
-    HV: tl.constexpr,
-    K: tl.constexpr,
-    BT: tl.constexpr,
-    BK: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
+    BT: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """One program: one chunk of one head.  Grid (NT * HV).
 
     Reference: linattn_edu.reference.delta.solve.
@@ -109,7 +105,7 @@ def solve_tril_kernel(
     T,
     HV: tl.constexpr,
     BT: tl.constexpr,
-):
+):  # fmt: skip
     """One program: one chunk of one head.  Grid (NT * HV).
 
     Reference: linattn_edu.reference.delta.solve.solve_tril.
@@ -141,7 +137,7 @@ def solve(k: Tensor, beta: Tensor, *, chunk_size: int, packing: Packing | None =
     B, T, H, K = k.shape
     HV = beta.shape[-1]
     A = k.new_empty(B, T, HV, chunk_size)
-    config = CONFIGS[device_of(k)[0]][k.element_size()].launch(K)
+    config = entry(CONFIGS, k).launch(K)
     NT, *chunks = chunk_args(k, chunk_size, packing)
     solve_kernel[(NT * HV,)](
         k, beta, A, *chunks, T, H, HV, K, BT=chunk_size,

@@ -6,19 +6,18 @@ import triton.language as tl
 from torch import Tensor
 
 from linattn_edu.kernels.tiles import (
-    block,
     cast,
-    cdiv,
+    columns_of,
     dot,
     load_gate,
     load_tile,
     load_vector,
     row,
+    scan_launch,
+    scan_table,
     sequence_args,
-    sequence_of,
     states,
     store_tile,
-    widest,
 )
 from linattn_edu.packing import Packing
 
@@ -36,23 +35,17 @@ def state_kernel(
     cu_ptr,  # [N + 1] or None
     offsets_ptr,  # [N + 1] or None
     T,
-    H: tl.constexpr,
-    HV: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BT: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     CHANNEL: tl.constexpr,  # a gate for each row of S
-):
+):  # fmt: skip
     """One program: S[:, v-tile] of one head, through all chunks.  Grid (N * HV * V / BV).
 
     Reference: linattn_edu.reference.delta.state.
     """
-    NV: tl.constexpr = (V + BV - 1) // BV
-    i_v, i_nh = tl.program_id(0) % NV, (tl.program_id(0) // NV).to(tl.int64)
-    i_h = i_nh % HV
-    first, n_seq, i_c = sequence_of(i_nh // HV, cu_ptr, offsets_ptr, T, BT)
+    i_v, i_nh, i_h, first, n_seq, i_c = columns_of(
+        tl.program_id(0), cu_ptr, offsets_ptr, T, HV, V, BT, BV
+    )
     k_ptr += (first * H + i_h // (HV // H)) * K
     w_ptr += (first * HV + i_h) * K
     u_ptr += (first * HV + i_h) * V
@@ -105,24 +98,13 @@ def state_kernel(
         store_tile(ht_ptr + i_nh * K * V, b_S, o_k, o_v, V, K, V)
 
 
-# generation -> bytes of an element -> BK -> rows, widest BV first
-CONFIGS = {
-    "turing": {
-        2: {128: [row(8, 1, BV=16)], 256: [row(8, 1, BV=16)]},
-        4: {128: [row(4, 1, BV=16)], 256: [row(8, 1, BV=16)]},
+CONFIGS = scan_table(
+    ampere={128: [row(4, 2, BV=32)], 256: [row(4, 1, BV=32)]},
+    hopper={
+        128: [row(4, 3, BV=64), row(4, 3, BV=32), row(4, 3, BV=16)],
+        256: [row(4, 2, BV=32), row(4, 2, BV=16)],
     },
-    "ampere": {
-        2: {128: [row(4, 2, BV=32)], 256: [row(4, 1, BV=32)]},
-        4: {128: [row(4, 1, BV=16)], 256: [row(4, 1, BV=16)]},
-    },
-    "hopper": {
-        2: {
-            128: [row(4, 3, BV=64), row(4, 3, BV=32), row(4, 3, BV=16)],
-            256: [row(4, 2, BV=32), row(4, 2, BV=16)],
-        },
-        4: {128: [row(4, 1, BV=32), row(4, 1, BV=16)], 256: [row(4, 1, BV=16)]},
-    },
-}
+)
 
 
 def state(
@@ -143,10 +125,9 @@ def state(
     h = k.new_empty(*states(k, chunk_size, packing), HV, K, V)
     v_new = torch.empty_like(u)
     final_state = k.new_empty(N, HV, K, V, dtype=torch.float32) if output_final_state else None
-    config = widest(CONFIGS, k, N * HV, V)
-    state_kernel[(N * HV * cdiv(V, config["BV"]),)](
+    grid, config = scan_launch(CONFIGS, k, N * HV, V)
+    state_kernel[grid](
         k, w, u, gc, initial_state, h, v_new, final_state, *sequences,
-        T, H, HV, K, V, BT=chunk_size, BK=block(K), CHANNEL=gc.ndim == 4,
-        **config,
+        T, H, HV, K, V, BT=chunk_size, CHANNEL=gc.ndim == 4, **config,
     )  # fmt: skip
     return h, v_new, final_state
