@@ -4,6 +4,7 @@ The inputs are those of chunk_gated_delta_rule; kda_checks has those of chunk_kd
 out is told from the shape of the gates.
 """
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
@@ -17,6 +18,7 @@ from triton.runtime.jit import JITFunction
 
 from linattn_edu import chunk_gated_delta_rule
 from linattn_edu.kernels.tiles import device_of
+from linattn_edu.ops import gdn, kda
 from linattn_edu.reference.delta.recurrent import recurrent, recurrent_bwd
 from linattn_edu.testing import assert_close
 
@@ -35,6 +37,15 @@ GENERATIONS = (
     else ["turing", "ampere"]
 )
 SCALARS = ("dg", "dbeta", "dA_log", "ddt_bias")
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, generation: str) -> None:
+    """The kernels take the rows of this generation, for a GPU of one multiprocessor."""
+    for operator in (gdn, kda):
+        operator.stages("triton")  # loads them all
+    for name, module in list(sys.modules.items()):
+        if name.startswith("linattn_edu.kernels") and hasattr(module, "device_of"):
+            monkeypatch.setattr(module, "device_of", lambda x: (generation, 1))
 
 
 def tolerance(name: str, dtype: torch.dtype) -> float:

@@ -11,8 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from linattn_edu import chunk_gated_delta_rule
-from linattn_edu.kernels import tiles
-from linattn_edu.kernels.delta import fused, solve, wy
 from linattn_edu.ops.gdn import backward, forward, stages
 from linattn_edu.reference.delta.recurrent import recurrent
 from linattn_edu.testing import assert_close, gdn_inputs, poison
@@ -109,8 +107,7 @@ def test_unaligned_storage(device):
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_rows_of_a_generation(gen, dtype, device, monkeypatch):
     """Its tiles compute the same; that they compile is tests/kernels."""
-    for module in (tiles, fused, solve, wy):
-        monkeypatch.setattr(module, "device_of", lambda x: (gen, 1))
+    gdn_checks.pretend(monkeypatch, gen)
     # values wider than a tile of the backward kernels: they take more than one of them
     x = gdn_checks.inputs(1, 40, 1, 2, 72, 100, dtype, device)
     do, dht = gdn_checks.cotangents(x)

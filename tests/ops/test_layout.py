@@ -1,0 +1,244 @@
+"""How the package lies: imports point one way, and a tensor goes down the floors, file by file."""
+
+import ast
+import functools
+from pathlib import Path
+
+import pytest
+
+import linattn_edu
+
+PACKAGE = Path(linattn_edu.__file__).parent
+FILES = sorted(PACKAGE.rglob("*.py"))
+OPS = "linattn_edu.ops"
+
+
+def name_of(path):
+    """The name of a module: linattn_edu.ops.check."""
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+PATHS = {name_of(path): path for path in FILES}
+
+
+@functools.cache
+def tree(module):
+    return ast.parse(PATHS[module].read_text())
+
+
+def modules_of(node):
+    """The modules that an import statement names: of `from a import b`, a.b if it is one."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    full = (f"{node.module}.{alias.name}" for alias in node.names)
+    return [name if name in PATHS else node.module for name in full]
+
+
+def imports(module):
+    """(imported module, whether in a function), for every import statement."""
+    inside = {
+        id(node)
+        for f in ast.walk(tree(module)) if isinstance(f, (ast.FunctionDef, ast.AsyncFunctionDef))
+        for node in ast.walk(f)
+    }  # fmt: skip
+    for node in ast.walk(tree(module)):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            assert getattr(node, "level", 0) == 0, f"{module}: a relative import"
+            for name in modules_of(node):
+                yield name, id(node) in inside
+
+
+def below(name, *packages):
+    return any(name == p or name.startswith(p + ".") for p in packages)
+
+
+def test_no_two_modules_import_each_other():
+    """Nor three in a circle; what functions import counts too."""
+    left = {m: {name for name, _ in imports(m) if name in PATHS} - {m} for m in PATHS}
+    while free := [m for m, needs in left.items() if not needs]:
+        left = {m: needs - {*free} for m, needs in left.items() if m not in free}
+    assert not left
+
+
+@pytest.mark.parametrize("module", [m for m in PATHS if below(m, OPS)])
+def test_functions_of_ops_import_kernels_and_triton_alone(module):
+    late = [name for name, in_function in imports(module) if in_function]
+    assert all(below(name, "linattn_edu.kernels", "triton") for name in late), late
+
+
+# who imports from here -> does not import from there
+ONE_WAY = {
+    "linattn_edu.reference": ("linattn_edu.kernels", OPS, "triton"),
+    "linattn_edu.kernels": ("linattn_edu.reference", OPS),
+    OPS: ("linattn_edu.teaching", "linattn_edu.doctor", "linattn_edu.testing"),
+    f"{OPS}.delta": (f"{OPS}.gdn", f"{OPS}.kda"),
+    f"{OPS}.gdn": (f"{OPS}.kda",),
+    f"{OPS}.kda": (f"{OPS}.gdn",),
+}
+
+
+@pytest.mark.parametrize("here", ONE_WAY)
+def test_imports_point_one_way(here):
+    wrong = [
+        (m, name) for m in PATHS if below(m, here)
+        for name, _ in imports(m) if below(name, *ONE_WAY[here])
+    ]  # fmt: skip
+    assert not wrong
+
+
+# -- a follower: from an argument of a public function to the load in a kernel
+
+
+class Text:
+    """A file as a reader has it: its functions, what it imports, what its names stand for."""
+
+    def __init__(self, module):
+        self.module, nodes = module, list(ast.walk(tree(module)))
+        self.every = [f for f in nodes if isinstance(f, ast.FunctionDef)]
+        self.functions = {f.name: f for f in tree(module).body if isinstance(f, ast.FunctionDef)}
+        self.imported, self.kernels = {}, {}
+        for f in [tree(module), *self.functions.values()]:
+            into = self.kernels if getattr(f, "name", "").startswith("_kernel") else self.imported
+            for node in f.body:
+                if isinstance(node, ast.ImportFrom) and below(node.module, "linattn_edu"):
+                    into |= {a.asname or a.name: (node.module, a.name) for a in node.names}
+        self.values = {
+            node.targets[0].id: node.value for node in tree(module).body
+            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
+        }  # fmt: skip
+
+    def forward(self, operator):
+        """The function under @operator.forward, and whose stages it takes."""
+        f = next(f for f in self.every if f"{operator}.forward" in decorators(f))
+        return [(self, f)]
+
+    def called(self, name):
+        """What a name of this file stands for, as far as it can be called: (file, function)."""
+        if name in self.functions and decorators(self.functions[name]) <= {"triton.jit"}:
+            inner = {d for f in ast.walk(self.functions[name]) if f is not self.functions[name]
+                     and isinstance(f, ast.FunctionDef) for d in decorators(f)}  # fmt: skip
+            made = [d.removesuffix(".forward") for d in inner if d.endswith(".forward")]
+            return [hit for operator in made for hit in self.forward(operator)] or [
+                (self, self.functions[name])
+            ]
+        if name in self.imported:
+            module, symbol = self.imported[name]
+            return text(module).called(symbol) if f"{module}.{symbol}" not in PATHS else []
+        return self.meaning(self.values[name], name) if name in self.values else []
+
+    def meaning(self, value, name=None):
+        """The same of an expression."""
+        if isinstance(value, ast.Call) and ast.unparse(value.func) == "Operator":
+            return self.forward(name)
+        if isinstance(value, (ast.Tuple, ast.Dict)):
+            parts = value.elts if isinstance(value, ast.Tuple) else value.values
+            return [hit for part in parts for hit in self.meaning(part)]
+        if isinstance(value, (ast.Call, ast.Subscript)):  # a factory; one of several; a launch
+            return self.meaning(value.func if isinstance(value, ast.Call) else value.value)
+        if isinstance(value, ast.Attribute) and isinstance(value.value, ast.Name):
+            owner = value.value.id
+            if owner == "stages":
+                module, symbol = self.stages()[value.attr]
+                return text(module).called(symbol)
+            module = ".".join(self.imported.get(owner, ()))
+            return text(module).called(value.attr) if module in PATHS else []
+        return self.called(value.id) if isinstance(value, ast.Name) else []
+
+    def stages(self):
+        """Stage -> (file, function): what _kernels imports, here or where the stages come from."""
+        if self.kernels:
+            return self.kernels
+        given = (k.value for node in ast.walk(tree(self.module)) if isinstance(node, ast.Call)
+                 for k in node.keywords if k.arg == "stages")  # fmt: skip
+        owner = next(v.value.id for v in given if isinstance(v, ast.Attribute))
+        return text(".".join(self.imported[owner])).kernels
+
+
+text = functools.cache(Text)
+
+
+def decorators(f):
+    return {ast.unparse(d) for d in f.decorator_list}
+
+
+def carries(node, names):
+    return any(isinstance(n, ast.Name) and n.id in names for n in ast.walk(node))
+
+
+def parameter(f, call, names):
+    """The parameter of f by which a call hands on one of the names, or None."""
+    positional = [a.arg for a in f.args.posonlyargs + f.args.args]
+    positional = positional[1:] if positional[:1] == ["stages"] else positional
+    rest = f.args.vararg and f.args.vararg.arg
+    for i, argument in enumerate(call.args):
+        if carries(argument, names) and isinstance(argument, ast.Starred):
+            return "q" if "q" in positional else rest
+        if carries(argument, names):
+            return positional[i] if i < len(positional) else rest
+    return next((k.arg for k in call.keywords if carries(k.value, names)), None)
+
+
+def paths(file, f, name, letter, before=()):
+    """Every way of the argument `name` of f to a load: the (module, function) it goes through."""
+    here = (*before, (file.module, f.name))
+    names, local = {name}, {}
+    for node in sorted(ast.walk(f), key=lambda n: (getattr(n, "lineno", 0), n is not f)):
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            local[node.targets[0].id] = node.value
+            if isinstance(node.value, ast.Tuple) and carries(node.value, names):
+                names.add(node.targets[0].id)
+        elif isinstance(node, ast.Assign) and carries(node.value, names):
+            names |= {t.id for t in ast.walk(node.targets[0])
+                      if isinstance(t, ast.Name) and t.id == letter}  # fmt: skip
+        elif isinstance(node, ast.comprehension) and carries(node.iter, names):
+            names.add(node.target.id)
+    for node in ast.walk(f):
+        if not isinstance(node, ast.Call) or not carries(node, names):
+            continue
+        if ast.unparse(node.func) == "tl.load" and carries(node.args[0], names):
+            yield here
+            continue
+        value = local.get(node.func.id) if isinstance(node.func, ast.Name) else None
+        for next_file, g in file.meaning(value or node.func):
+            argument = parameter(g, node, names)
+            if argument is not None and (next_file.module, g.name) not in here:
+                yield from paths(next_file, g, argument, letter, here)
+
+
+FAMILY, SHARED, STAGE, TILES = range(4)
+
+
+def floor(module):
+    if below(module, "linattn_edu.kernels"):
+        return TILES if module == "linattn_edu.kernels.tiles" else STAGE
+    return FAMILY if below(module, f"{OPS}.gdn", f"{OPS}.kda") else SHARED
+
+
+@pytest.mark.parametrize(
+    ("start", "kernels"),
+    [
+        (
+            f"{OPS}.gdn.chunk.chunk_gated_delta_rule",
+            {"l2norm_kernel", "scores_kernel", "scan_kernel", "output_kernel"},
+        ),
+        (f"{OPS}.kda.chunk.chunk_kda", {"l2norm_kernel", "kda_scores_kernel", "wy_kernel"}),
+        (
+            f"{OPS}.gdn.recurrent.fused_recurrent_gated_delta_rule",
+            {"l2norm_kernel", "recurrent_kernel"},
+        ),
+        (f"{OPS}.kda.recurrent.fused_recurrent_kda", {"l2norm_kernel", "recurrent_kernel"}),
+    ],
+)
+def test_q_goes_down_the_floors(start, kernels):
+    """Each file once, none above the one before, to every kernel that reads q."""
+    module, _, name = start.rpartition(".")
+    file = text(module)
+    reached = set()
+    for path in paths(file, file.functions[name], "q", "q"):
+        modules = [m for m, _ in path]
+        visits = [m for i, m in enumerate(modules) if modules[i - 1 : i] != [m]]
+        assert len(visits) == len({*visits}), visits
+        assert [floor(m) for m in visits] == sorted(floor(m) for m in visits), visits
+        reached |= {f for _, f in path if f.endswith("_kernel")}
+    assert reached == kernels
