@@ -61,10 +61,13 @@ def test_no_two_modules_import_each_other():
     assert not left
 
 
-@pytest.mark.parametrize("module", [m for m in PATHS if below(m, OPS)])
-def test_functions_of_ops_import_kernels_and_triton_alone(module):
-    late = [name for name, in_function in imports(module) if in_function]
-    assert all(below(name, "linattn_edu.kernels", "triton") for name in late), late
+def test_functions_of_ops_import_kernels_and_triton_alone():
+    late = {
+        (module, name) for module in PATHS if below(module, OPS)
+        for name, in_function in imports(module) if in_function
+    }  # fmt: skip
+    assert late
+    assert not [(m, n) for m, n in late if not below(n, "linattn_edu.kernels", "triton")]
 
 
 # who imports from here -> does not import from there
@@ -115,13 +118,10 @@ class Text:
 
     def called(self, name):
         """What a name of this file stands for, as far as it can be called: (file, function)."""
-        if name in self.functions and decorators(self.functions[name]) <= {"triton.jit"}:
-            inner = {d for f in ast.walk(self.functions[name]) if f is not self.functions[name]
-                     and isinstance(f, ast.FunctionDef) for d in decorators(f)}  # fmt: skip
-            made = [d.removesuffix(".forward") for d in inner if d.endswith(".forward")]
-            return [hit for operator in made for hit in self.forward(operator)] or [
-                (self, self.functions[name])
-            ]
+        if name in self.functions:
+            inner = [f for f in ast.walk(self.functions[name]) if isinstance(f, ast.FunctionDef)]
+            made = [f for f in inner if any(d.endswith(".forward") for d in decorators(f))]
+            return [(self, f) for f in made or inner[:1]]
         if name in self.imported:
             module, symbol = self.imported[name]
             return text(module).called(symbol) if f"{module}.{symbol}" not in PATHS else []
@@ -183,7 +183,7 @@ def paths(file, f, name, letter, before=()):
     """Every way of the argument `name` of f to a load: the (module, function) it goes through."""
     here = (*before, (file.module, f.name))
     names, local = {name}, {}
-    for node in sorted(ast.walk(f), key=lambda n: (getattr(n, "lineno", 0), n is not f)):
+    for node in sorted(ast.walk(f), key=lambda n: getattr(getattr(n, "iter", n), "lineno", 0)):
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
             local[node.targets[0].id] = node.value
             if isinstance(node.value, ast.Tuple) and carries(node.value, names):
@@ -216,29 +216,41 @@ def floor(module):
 
 
 @pytest.mark.parametrize(
-    ("start", "kernels"),
+    ("start", "floors", "kernels"),
     [
         (
             f"{OPS}.gdn.chunk.chunk_gated_delta_rule",
+            {"ops.l2norm", "kernels.delta.fused", "kernels.delta.output"},
             {"l2norm_kernel", "scores_kernel", "scan_kernel", "output_kernel"},
         ),
-        (f"{OPS}.kda.chunk.chunk_kda", {"l2norm_kernel", "kda_scores_kernel", "wy_kernel"}),
+        (
+            f"{OPS}.kda.chunk.chunk_kda",
+            {"ops.l2norm", "kernels.delta.kda_intra", "kernels.delta.wy"},
+            {"l2norm_kernel", "kda_scores_kernel", "wy_kernel"},
+        ),
         (
             f"{OPS}.gdn.recurrent.fused_recurrent_gated_delta_rule",
+            {"ops.delta.recurrence", "ops.delta.decode", "kernels.delta.recurrent"},
             {"l2norm_kernel", "recurrent_kernel"},
         ),
-        (f"{OPS}.kda.recurrent.fused_recurrent_kda", {"l2norm_kernel", "recurrent_kernel"}),
+        (
+            f"{OPS}.kda.recurrent.fused_recurrent_kda",
+            {"ops.delta.recurrence", "ops.delta.decode", "kernels.delta.recurrent"},
+            {"l2norm_kernel", "recurrent_kernel"},
+        ),
     ],
 )
-def test_q_goes_down_the_floors(start, kernels):
+def test_q_goes_down_the_floors(start, floors, kernels):
     """Each file once, none above the one before, to every kernel that reads q."""
     module, _, name = start.rpartition(".")
     file = text(module)
-    reached = set()
+    reached, entered = set(), set()
     for path in paths(file, file.functions[name], "q", "q"):
         modules = [m for m, _ in path]
         visits = [m for i, m in enumerate(modules) if modules[i - 1 : i] != [m]]
         assert len(visits) == len({*visits}), visits
         assert [floor(m) for m in visits] == sorted(floor(m) for m in visits), visits
         reached |= {f for _, f in path if f.endswith("_kernel")}
+        entered |= {m.removeprefix("linattn_edu.") for m in visits}
     assert reached == kernels
+    assert floors <= entered
