@@ -15,7 +15,7 @@ from benchmarking import (
     KDA_SMALL,
     SMALL,
     TINY,
-    module,
+    modules,
     needs_no_gpu,
     some,
     some_row,
@@ -469,9 +469,9 @@ def test_plot_without_results(tmp_path, capsys):
 
 
 def test_list_works_anywhere():
-    done = module("benchmarks", "--list")
-    assert done.returncode == 0, done.stderr
-    assert all(name in done.stdout for name in (*CASES, *AWAITED, *ALL_CALLS))
+    code, out, err = modules([("benchmarks", "--list")])["benchmarks", "--list"]
+    assert code == 0, err
+    assert all(name in out for name in (*CASES, *AWAITED, *ALL_CALLS))
 
 
 def test_a_case_that_waits_for_its_operator_says_so():
@@ -479,41 +479,37 @@ def test_a_case_that_waits_for_its_operator_says_so():
         select(["ssd_long"])
 
 
+NEED_A_GPU = [
+    ("benchmarks",),
+    ("benchmarks", "--all"),
+    ("benchmarks.tune", "solve"),
+    ("benchmarks.first_call", "linattn_edu", "gdn_train", "forward"),
+]
+WRONG = {
+    ("benchmarks", "gdn_trian"): "gdn_trian",
+    ("benchmarks", "--libraries", "fla,flsa"): "flsa",
+    ("benchmarks", "--what", "forward,backwards"): "backwards",
+    ("benchmarks.tune", "slove"): "slove",
+    ("benchmarks.first_call",): "LIBRARY CASE CALL",
+    ("benchmarks.first_call", "flsa", "gdn_train", "forward"): "flsa",
+    ("benchmarks.first_call", "fla", "gdn_trian", "forward"): "gdn_trian",
+    ("benchmarks.first_call", "fla", "gdn_train", "decode"): "decode",
+    ("benchmarks.first_call", "flash_qla", "gdn_d64", "forward"): "K = V = 128 only",
+}
+
+
 @needs_no_gpu
-@pytest.mark.parametrize(
-    "args",
-    [
-        ("benchmarks",),
-        ("benchmarks", "--all"),
-        ("benchmarks.tune", "solve"),
-        ("benchmarks.first_call", "linattn_edu", "gdn_train", "forward"),
-    ],
-)
-def test_without_a_gpu_it_says_so(args):
-    done = module(*args)
-    assert done.returncode == 2 and done.stdout == ""
-    (line,) = done.stderr.splitlines()
-    assert line.startswith("error: ") and "CUDA GPU" in line
+def test_without_a_gpu_it_says_so():
+    for args, (code, out, err) in modules(NEED_A_GPU).items():
+        assert (code, out) == (2, ""), args
+        (line,) = err.splitlines()
+        assert line.startswith("error: ") and "CUDA GPU" in line, args
 
 
-@pytest.mark.parametrize(
-    ("args", "named"),
-    [
-        (("benchmarks", "gdn_trian"), "gdn_trian"),
-        (("benchmarks", "--libraries", "fla,flsa"), "flsa"),
-        (("benchmarks", "--what", "forward,backwards"), "backwards"),
-        (("benchmarks.tune", "slove"), "slove"),
-        (("benchmarks.first_call",), "LIBRARY CASE CALL"),
-        (("benchmarks.first_call", "flsa", "gdn_train", "forward"), "flsa"),
-        (("benchmarks.first_call", "fla", "gdn_trian", "forward"), "gdn_trian"),
-        (("benchmarks.first_call", "fla", "gdn_train", "decode"), "decode"),
-        (("benchmarks.first_call", "flash_qla", "gdn_d64", "forward"), "K = V = 128 only"),
-    ],
-)
-def test_a_wrong_name_is_named(args, named):
-    done = module(*args)
-    assert done.returncode == 2
-    assert named in done.stderr and "Traceback" not in done.stderr
+def test_a_wrong_name_is_named():
+    for args, (code, _, err) in modules(list(WRONG)).items():
+        assert code == 2, args
+        assert WRONG[args] in err and "Traceback" not in err, args
 
 
 def test_progress_without_a_terminal(capsys):
