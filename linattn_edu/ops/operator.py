@@ -234,7 +234,7 @@ class Operator:
 
     def _call_backward(self, *args) -> tuple[Tensor | None, ...]:
         """A backward pass in the form that fits."""
-        if traced(next(x for x in args if x is not None)):
+        if traced(args[len(self._saved) + len(self.bounds)]):  # the first gradient
             self._count_operations()
             return _several(self.registered_backward(*args))
         f = self._once if transformed() or torch.is_grad_enabled() else self._run_backward

@@ -1,5 +1,6 @@
 """Operators on DTensors: the batch and the heads may lie apart, each device computes its own."""
 
+import math
 import sys
 
 import torch
@@ -25,7 +26,9 @@ def on_shards(operator, args: tuple) -> tuple:
     given = dict(zip(operator.names, args, strict=True))
     tensors = {n: given[n] for n in (*operator.inputs, *operator.bounds) if given[n] is not None}
     mesh = next(x.device_mesh for x in tensors.values() if isinstance(x, module.DTensor))
-    kinds = [_kind(operator, tensors, mesh, i) for i in range(mesh.ndim)]
+    kinds: list = []
+    for i in range(mesh.ndim):
+        kinds.append(_kind(operator, tensors, mesh, i, kinds))
 
     def placements(n: str, x: Tensor) -> list:
         dims = [_dim(operator.axes.get(n, ()), kind, x.ndim) for kind in kinds]
@@ -35,12 +38,13 @@ def on_shards(operator, args: tuple) -> tuple:
         want = placements(n, x)
         if not isinstance(x, module.DTensor):
             x = module.DTensor.from_local(x, mesh, [module.Replicate()] * mesh.ndim)
-        if n == operator.mutates and list(x.placements) != want:
-            raise ValueError(f"{n} is written in place and must be sharded as {want}")
-        of_gradient = [
-            module.Partial() if kind is not None and isinstance(p, module.Replicate) else p
-            for kind, p in zip(kinds, want, strict=True)
-        ]
+        shared = [k is not None and p.is_replicate() for k, p in zip(kinds, want, strict=True)]
+        if n == operator.mutates and (any(shared) or list(x.placements) != want):
+            raise ValueError(
+                f"{n} is written in place and must be sharded as the other tensors are, got "
+                f"{x.placements}"
+            )
+        of_gradient = [module.Partial() if s else p for s, p in zip(shared, want, strict=True)]
         given[n] = x.redistribute(mesh, want).to_local(grad_placements=of_gradient)
     results = operator._call(*given.values())
     return tuple(
@@ -49,8 +53,17 @@ def on_shards(operator, args: tuple) -> tuple:
     )
 
 
-def _kind(operator, tensors: dict, mesh, i: int) -> tuple[str, ...] | int | None:
-    """The axes that are sharded along dimension i of the mesh: by name, by place, or none."""
+def _kind(operator, tensors: dict, mesh, i: int, before: list) -> tuple[str, ...] | int | None:
+    """The axes that are sharded along dimension i of the mesh: by name, by place, or none.
+
+    before: those along the dimensions before it.
+    """
+
+    def even(kind, sizes) -> bool:
+        earlier = (mesh.size(j) for j, other in enumerate(before) if other == kind)
+        parts = math.prod(earlier, start=mesh.size(i))
+        return all(size % parts == 0 for size in sizes)
+
     packed = any(n in operator.bounds for n in tensors)
     for n, x in tensors.items():
         placement = getattr(x, "placements", (None,) * mesh.ndim)[i]
@@ -59,7 +72,7 @@ def _kind(operator, tensors: dict, mesh, i: int) -> tuple[str, ...] | int | None
         axes = operator.axes[n]
         free = x.ndim - len(axes) + 1 if axes[0] == "..." else 0
         if placement.dim < free:
-            return placement.dim if x.shape[placement.dim] % mesh.size() == 0 else None
+            return placement.dim if even(placement.dim, [x.shape[placement.dim]]) else None
         axis = axes[placement.dim - free + 1 if free else placement.dim]
         for kind in (BATCH, HEADS):
             if axis in kind and not (packed and kind == BATCH):
@@ -68,7 +81,7 @@ def _kind(operator, tensors: dict, mesh, i: int) -> tuple[str, ...] | int | None
                     for m, x in tensors.items()
                     if (d := _dim(operator.axes.get(m, ()), kind, x.ndim)) is not None
                 )
-                return kind if all(size % mesh.size() == 0 for size in sizes) else None
+                return kind if even(kind, sizes) else None
     return None
 
 

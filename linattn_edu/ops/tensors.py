@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_legacy_batchedtensor
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
@@ -25,12 +26,14 @@ def needs_gradient(*tensors: Tensor | None) -> bool:
 def traced(x: Tensor) -> bool:
     """Whether somebody looks on: x is traced or wrapped, or every operator is watched.
 
+    Wrapped are also the gradients of autograd.grad(..., is_grads_batched=True).
+
     Only then a registered operator is called. Elsewhere PyTorch's dispatcher would cost a short
     call much of its time, and the first one the import of PyTorch's compiler.
     """
     if torch.compiler.is_compiling() or type(x) not in (Tensor, torch.nn.Parameter):
         return True
-    return _get_current_dispatch_mode() is not None
+    return _get_current_dispatch_mode() is not None or is_legacy_batchedtensor(x)
 
 
 def transformed() -> bool:

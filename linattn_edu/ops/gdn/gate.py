@@ -50,5 +50,6 @@ def fused_gdn_gate(
     A_log, dt_bias = arguments.layer_parameters(("g", g), sizes, A_log, dt_bias, channels=False)
     given = (x.dtype for x in (g, A_log, dt_bias) if x is not None)
     impl = check.resolve_impl(impl, g.device, tuple(given))
-    y = layer_gate(g.reshape(1, -1, g.shape[-1]), A_log, dt_bias, None, impl)
+    rows = g if g.ndim == 3 and g.numel() else g.reshape(1, -1, g.shape[-1])
+    y = layer_gate(rows, A_log, dt_bias, None, impl)
     return y.view(g.shape).to(output_dtype)

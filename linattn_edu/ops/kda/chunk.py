@@ -283,7 +283,7 @@ def _operations(s: dict) -> tuple[int, int]:
     token, C, K, V = 2 * s["B"] * s["T"] * s["HV"], s["C"], s["K"], s["V"]
     forward = token * (C * (3 * K + 2 * V) + 3 * K * V)
     again = token * (C * (K + V) + 2 * K * V)  # wy and state
-    return forward, again + token * (C * (6 * K + 5 * V + 2 * C) + 6 * K * V)
+    return forward, again + token * (C * (4 * K + 4 * V) + 6 * K * V)
 
 
 chunk = Operator(

@@ -87,7 +87,8 @@ def fused_kda_gate(
     A_log, dt_bias = arguments.layer_parameters(("g", g), sizes, A_log, dt_bias, channels=True)
     given = (x.dtype for x in (g, A_log, dt_bias) if x is not None)
     impl = check.resolve_impl(impl, g.device, tuple(given))
-    y = layer_gate(g.reshape(1, -1, *g.shape[-2:]), A_log, dt_bias, lower_bound, impl)
+    rows = g if g.ndim == 4 and g.numel() else g.reshape(1, -1, *g.shape[-2:])
+    y = layer_gate(rows, A_log, dt_bias, lower_bound, impl)
     y = y.view(g.shape).to(output_dtype)
     if b is None:
         return y

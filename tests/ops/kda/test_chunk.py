@@ -152,7 +152,7 @@ def test_any_one_stage_can_be_swapped(stage, device):
 
 
 def test_stages_of_an_unknown_implementation():
-    with pytest.raises(ValueError, match="impl must be 'reference' or 'triton', got 'cuda'"):
+    with pytest.raises(ValueError, match="impl must be one of 'triton', 'reference', got 'cuda'"):
         stages("cuda")
 
 
