@@ -15,6 +15,7 @@ from linattn_edu.ops.tensors import known
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 KERNEL_FLOATS = FLOATS[1:]
+INTEGERS = (torch.int32, torch.int64)
 STAGES = ("triton", "reference")
 IMPLS = ("auto", *STAGES)
 LARGEST = sys.float_info.max
@@ -42,12 +43,25 @@ def dense(name: str, x: object, shape: str) -> None:
     """Check that x is a floating-point tensor whose numbers lie in memory by strides."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor of shape {shape}, got {type(x).__name__}")
+    _strided(name, x)
+    if x.dtype not in FLOATS:
+        raise TypeError(f"{name} must be float64, float32, float16 or bfloat16, got {x.dtype}")
+
+
+def _strided(name: str, x: Tensor) -> None:
+    """Check that the numbers of x lie in memory by strides."""
     if x.is_nested:  # which has no shape to speak of
         raise TypeError(f"{name} must be a dense tensor, got a nested one")
     if x.layout != torch.strided:
         raise TypeError(f"{name} must be a dense tensor, got layout {x.layout}")
-    if x.dtype not in FLOATS:
-        raise TypeError(f"{name} must be float64, float32, float16 or bfloat16, got {x.dtype}")
+
+
+def integers(name: str, x: object) -> None:
+    """Check that x is a dense tensor of integers."""
+    if not isinstance(x, Tensor) or x.dtype not in INTEGERS:
+        got = getattr(x, "dtype", type(x).__name__)
+        raise TypeError(f"{name} must be a tensor of int32 or int64, got {got}")
+    _strided(name, x)
 
 
 def dtype(name: str, value: object) -> None:
@@ -119,6 +133,8 @@ def number(name: str, value: object) -> float | None:
         value = value.item()
     if isinstance(value, bool) or not isinstance(value, (int, float, Real)):
         raise TypeError(f"{name} must be a number or None, got {type(value).__name__}")
+    if not isinstance(value, (int, float)):
+        value = float(value)
     if not abs(value) <= LARGEST:  # math.isfinite ends a graph where numbers are symbols
         raise ValueError(f"{name} must be finite, got {value}")
     return float(value)
@@ -240,8 +256,9 @@ def boundaries(name: str, x: object) -> int:
     """Check that x is a vector of at least two integers; return how many sequences it bounds."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor of shape [N + 1], got {type(x).__name__}")
-    if x.dtype not in (torch.int32, torch.int64):
+    if x.dtype not in INTEGERS:
         raise TypeError(f"{name} must be int32 or int64, got {x.dtype}")
+    _strided(name, x)
     if x.ndim != 1 or x.shape[0] < 2:
         raise ValueError(f"{name} must have shape [N + 1] with N >= 1, got {tuple(x.shape)}")
     return x.shape[0] - 1

@@ -18,7 +18,7 @@ tracing, the reference's loop over packed sequences, vmap, and how DTensors may 
 """
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -126,8 +126,9 @@ class Operator:
     def forward(self, f: Callable) -> Callable:
         """Take f as the forward pass; return it, made to run where its tensors are."""
         self._forward = at_device(f)
-        self._forward_takes = _taken(f, (*self.inputs[1:], *self.options))
-        self._forward_packs = bool(_taken(f, PACKED))
+        names = self._declared(f, (*self.inputs, *self.options, *PACKED))
+        self._forward_takes = [n for n in names if n in (*self.inputs, *self.options)]
+        self._forward_packs = self._forward_takes != names
         self.registered = self._register(
             self.name, self.names, self.inputs, tuple(self.outputs), self._run, self._fake
         )
@@ -142,17 +143,17 @@ class Operator:
         self._backward = at_device(f)
         gradients = {out.gradient: n for n, out in self.outputs.items() if out.gradient}
         saved = (*self.inputs, *self.outputs)
-        names = list(inspect.signature(f).parameters)[1:]
+        known = {*saved, *gradients, *self.options, "residuals", *PACKED}
+        names = self._declared(f, known)
         self._saved = tuple(
             x for n in names for x in (self.residuals._fields if n == "residuals" else (n,))
             if x in saved
         )  # fmt: skip
-        self._backward_packs = bool(_taken(f, PACKED))
-        self._given = tuple(n for n in names if n in gradients)
+        self._backward_packs = any(n in PACKED for n in names)
+        self._given = tuple(d for d in gradients if d in names)
         self.axes |= {d: self.axes[n] for d, n in gradients.items()}
         self.backward_names = (*self._saved, *self.bounds, *self._given, *self.options)
-        takes = {*self._saved, *self._given, *self.options, "residuals"}
-        self._backward_takes = [n for n in names if n in takes]
+        self._backward_takes = [n for n in names if n not in PACKED]
         name, tensors = f"{self.name}_backward", (*self._saved, *self._given)
         self.registered_backward = self._register(
             name, self.backward_names, tensors, self.inputs, self._run_backward, self._fake_backward
@@ -164,6 +165,13 @@ class Operator:
         self._eager = _function(self.name, self._run, self._setup, self._gradients, self._vmap)
         self.registered.register_autograd(self._gradients, setup_context=self._setup)
         return self._backward
+
+    def _declared(self, f: Callable, known: Collection[str]) -> list[str]:
+        """The names of f's arguments after the stages; refuse one that the declaration lacks."""
+        names = list(inspect.signature(f).parameters)[1:]
+        if unknown := [n for n in names if n not in known]:
+            raise TypeError(f"{self.name}: nothing declares {', '.join(unknown)} of {f.__name__}")
+        return names
 
     def adjoint(self, f: Callable) -> Callable:
         """Take f as the backward pass of a linear operator of one tensor: a call of an operator.
@@ -268,7 +276,7 @@ class Operator:
         alone = self._alone(given, first, length, self._forward_packs)
         if alone is None:
             options |= self._packing(given, first, length)
-            results = _flat(self._forward(stages, first, **options))
+            results = _flat(self._forward(stages, **options))
         else:
             results = self._run_each(stages, given, options, alone, length)
         return tuple(_owned(x) for x in results)
@@ -283,7 +291,7 @@ class Operator:
         for where in alone:
             one = {n: _part(given[n], self.axes[n], where) for n in self.inputs}
             own = options | {n: one[n] for n in self.inputs if n in options}
-            parts = _flat(self._forward(stages, one[self.inputs[0]], **own))
+            parts = _flat(self._forward(stages, **own))
             for n, part in zip(self.outputs, parts, strict=True):
                 if whole[n] is not None:
                     _part(whole[n], self.axes[n], where).copy_(part)
@@ -322,9 +330,11 @@ class Operator:
             n: None if n in given and given[n] is None else self._new(n, given, sizes)
             for n in self.inputs
         }
+        final = self.outputs.get("final_state")
+        through = final and final.gradient
         for n, x in whole.items():
             if x is not None and "T" not in self.axes[n]:  # also through a sequence without tokens
-                _fill(x, given.get("dht") if n == "initial_state" else None)
+                _fill(x, given.get(through) if n == "initial_state" else None)
         for where in alone:
             one = {n: _part(x, self.axes.get(n), where) for n, x in given.items()}
             own = {n: one.get(n) for n in options}
@@ -453,9 +463,11 @@ class Operator:
 
     def _gradients(self, ctx, *outer):
         """Gradients of the outputs -> gradients of the inputs."""
-        outer = [None if x is None or not x.numel() else x for x in outer]
         saved = ctx.saved_tensors  # asked for once: activation checkpointing allows no more
-        named = {out.gradient: x for out, x in zip(self.outputs.values(), outer, strict=True)}
+        named = {
+            out.gradient: None if x is None or not x.numel() else x
+            for out, x in zip(self.outputs.values(), outer, strict=True)
+        }
         if named[self._given[0]] is None:
             like = next(x for x in (*outer, *saved) if x is not None)
             named[self._given[0]] = like.new_zeros(ctx.shape, dtype=ctx.dtype)
@@ -538,11 +550,6 @@ class Operator:
             getattr(library, self.name): count(self.names, 0),
             getattr(library, f"{self.name}_backward"): count(self.backward_names, 1),
         }
-
-
-def _taken(f: Callable, names: tuple[str, ...]) -> list[str]:
-    """Those of the names that f has an argument for."""
-    return [n for n in names if n in inspect.signature(f).parameters]
 
 
 def _function(name, run, setup, backward, vmap) -> Callable:

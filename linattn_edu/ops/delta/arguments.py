@@ -8,7 +8,6 @@ from torch import Tensor
 from linattn_edu.ops import check, tensors
 
 CHUNK_SIZES = (16, 32, 64)
-INTEGERS = (torch.int32, torch.int64)
 
 
 def flags(**given: object) -> list[bool]:
@@ -120,9 +119,7 @@ def check_packing(
         if cu_seqlens_cpu.device.type != "cpu":
             raise ValueError(f"cu_seqlens_cpu must be on cpu, got {cu_seqlens_cpu.device}")
     if chunk_indices is not None:
-        if not isinstance(chunk_indices, Tensor) or chunk_indices.dtype not in INTEGERS:
-            got = getattr(chunk_indices, "dtype", type(chunk_indices).__name__)
-            raise TypeError(f"chunk_indices must be a tensor of int32 or int64, got {got}")
+        check.integers("chunk_indices", chunk_indices)
         if chunk_indices.ndim != 2 or chunk_indices.shape[1] != 2:
             raise ValueError(
                 f"chunk_indices must have shape [NT, 2], got {tuple(chunk_indices.shape)}"

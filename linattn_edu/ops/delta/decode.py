@@ -69,9 +69,8 @@ def _check_pool(
 ) -> None:
     """Refuse slots of a pool, and numbers of accepted tokens, of a shape that does not fit."""
     for name, x in (("ssm_state_indices", indices), ("num_accepted_tokens", accepted)):
-        if x is not None and (not isinstance(x, Tensor) or x.dtype not in arguments.INTEGERS):
-            got = getattr(x, "dtype", type(x).__name__)
-            raise TypeError(f"{name} must be a tensor of int32 or int64, got {got}")
+        if x is not None:
+            check.integers(name, x)
     if not inplace:
         raise ValueError(
             "ssm_state_indices names slots of a pool that is written in place: it needs "
