@@ -130,6 +130,55 @@ def test_in_place_in_float64(device):
     assert_close("S", S, last, 1e-13)
 
 
+def overlapping(name, device):
+    """Arguments of which one is a view of the state, or lies in the same memory beside it."""
+    x = case(3, (2, 2), 16, 16, device=device, gates="g gk gv")
+    size, state = x[name].numel(), x["initial_state"]
+    arena = torch.zeros(state.numel() + size, device=device)
+    views = {
+        "first": arena[:size],
+        "within": arena[7 : 7 + size],
+        "last": arena[state.numel() - 1 :][:size],
+        "beside": arena[state.numel() :],
+    }
+    views = {where: y.view(x[name].shape) for where, y in views.items()}
+    x["initial_state"] = arena[: state.numel()].view(state.shape)
+    return x, views, state
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("name", ["q", "k", "v", "g", "gk", "gv", "beta"])
+def test_an_argument_in_the_memory_of_the_state_is_refused(name, impl, device):
+    """It would be overwritten while it is read; beside the state it is none of its business."""
+    x, views, start = overlapping(name, device)
+    want, last = fused_recurrent_gated_delta_rule(
+        **x | {"initial_state": start}, output_final_state=True, impl=impl
+    )
+    for where, view in views.items():
+        x["initial_state"].copy_(start)
+        given = x | {name: view}
+        if where == "beside":
+            view.copy_(x[name])
+            o, S = fused_recurrent_gated_delta_rule(**given, inplace_final_state=True, impl=impl)
+            assert torch.equal(o, want) and torch.equal(S, last)
+            continue
+        view.fill_(-0.5) if name[0] == "g" else None  # a decay
+        before = x["initial_state"].clone()
+        with launches() as ran, pytest.raises(ValueError, match="must not share memory with anoth"):
+            fused_recurrent_gated_delta_rule(**given, inplace_final_state=True, impl=impl)
+        assert not ran and torch.equal(x["initial_state"], before)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_wider_state_is_refused_everywhere(impl, device):
+    """The kernel could not write it, so the reference does not either."""
+    x = case(1, device=device)
+    x["initial_state"] = x["initial_state"].double()
+    message = "initial_state must be torch.float32 with inplace_final_state=True, got torch.float64"
+    with pytest.raises(TypeError, match=message):
+        fused_recurrent_gated_delta_rule(**x, inplace_final_state=True, impl=impl)
+
+
 REFUSED = {
     "no state": ({"initial_state": None}, ValueError, "initial_state must be given with inplace"),
     "gaps": (

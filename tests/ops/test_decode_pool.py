@@ -234,6 +234,102 @@ def test_fullgraph(impl, device):
         assert torch.equal(got, want) and torch.equal(*pools)
 
 
+WRONG = {
+    "slot named twice": ([[3, 8], [8, 1]], [1, 1], "must name a slot for one sequence only, got 8"),
+    "slot beyond": (
+        [[3, 8], [0, SLOTS]],
+        [1, 1],
+        f"below the {SLOTS} slots .*, got {SLOTS}",
+    ),
+    "count of 0": ([[3, 8], [0, 1]], [1, 0], "num_accepted_tokens must be 1 to S=2, got 0 for seq"),
+    "count of -1": ([[3, 8], [0, 1]], [-1, 1], "num_accepted_tokens must be 1 to S=2, got -1"),
+    "count beyond": ([[3, 8], [0, 1]], [1, 3], "num_accepted_tokens must be 1 to S=2, got 3"),
+}
+
+
+@pytest.mark.skipif(CUDA, reason="there the numbers are taken on trust")
+@pytest.mark.parametrize("make", [kda, gdn], ids=["kda", "gdn"])
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")
+def test_a_graph_refuses_wrong_numbers_when_it_runs(impl, make, device):
+    """They are not known while it is traced; nothing is written then, and it serves again."""
+    f, x, rest = make(2, 2, device)
+    rest = rest | {"inplace_final_state": True, "impl": impl}
+    x, pool = tokens(x), x["initial_state"].clone()
+
+    def step(pool, rows, kept):
+        return f(**x, **rest, initial_state=pool, ssm_state_indices=rows, num_accepted_tokens=kept)[
+            0
+        ]
+
+    torch._dynamo.reset()
+    g = torch.compile(step, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        g(pool, ints([[3, 8], [0, 1]], device), ints([2, 1], device))
+        start = pool.clone()
+        for rows, kept, message in WRONG.values():
+            for call in (g, step):
+                with pytest.raises(ValueError, match=message):
+                    call(pool, ints(rows, device), ints(kept, device))
+                assert torch.equal(pool, start)
+        again = ints([[-1, 8], [0, 1]], device), ints([1, 2], device)
+        got, want = g(pool, *again), step(start, *again)
+    assert torch.equal(got, want) and torch.equal(pool, start)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_pool_made_in_inference_mode(impl, device):
+    """It is written outside of it too: it has no version that anybody could ask for."""
+    call = kda(2, 2, device)
+    start, rows = call[1]["initial_state"], ints([3, 8], device)
+    whole = start.clone()
+    want = pooled(call, whole, rows, impl=impl)
+    with torch.inference_mode():
+        pool = start.clone()
+    f, x, rest = call
+    o, same = f(
+        **tokens(x), **rest, initial_state=pool, inplace_final_state=True, ssm_state_indices=rows,
+        impl=impl,
+    )  # fmt: skip
+    assert same is pool and torch.equal(o, want) and torch.equal(pool, whole)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("name", ["q", "k", "v", "g", "beta"])
+def test_an_argument_in_a_slot_is_refused(name, impl, device):
+    f, x, rest = kda(1, 2, device, gate="log", flags=())
+    start = x["initial_state"]
+    arena = torch.cat([start.flatten(), x[name].flatten()])
+    pool = arena[: start.numel()].view(start.shape)
+    beside = arena[start.numel() :].view(x[name].shape)
+    rest = rest | {"ssm_state_indices": ints([3, 8], device), "inplace_final_state": True}
+    rest["impl"] = impl
+    x = tokens(x)
+    want, S = f(**x, **rest, initial_state=start.clone())
+    inside = -arena[: x[name].numel()].abs() if name == "g" else arena[: x[name].numel()]
+    arena[: x[name].numel()] = inside
+    before = pool.clone()
+    view = arena[: x[name].numel()].view(x[name].shape)
+    with launches() as ran, pytest.raises(ValueError, match="must not share memory with another"):
+        f(**x | {name: view}, **rest, initial_state=pool)
+    assert not ran and torch.equal(pool, before)
+    pool.copy_(start)
+    o, same = f(**x | {name: beside}, **rest, initial_state=pool)
+    assert torch.equal(o, want) and torch.equal(same, S)
+
+
+def test_a_pool_under_a_transform_is_refused(device):
+    f, x, rest = kda(1, 2, device)
+    pool, x = x["initial_state"], tokens(x)
+    before = pool.clone()
+    rest = rest | {"ssm_state_indices": ints([3, 8], device), "inplace_final_state": True}
+    for wrapped in (torch.func.vmap, lambda f: torch.func.grad(lambda q: f(q).sum())):
+        with pytest.raises(ValueError, match=r"a transform of torch.func \(vmap, grad\) cannot"):
+            g = wrapped(lambda q: f(**x | {"q": q}, **rest, initial_state=pool)[0])
+            g(x["q"][None] if wrapped is torch.func.vmap else x["q"])
+        assert torch.equal(pool, before)
+
+
 def new(*shape, **kwargs):
     return torch.zeros(*shape, **kwargs)
 
