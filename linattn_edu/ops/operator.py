@@ -154,6 +154,8 @@ class Operator:
         self.axes |= {d: self.axes[n] for d, n in gradients.items()}
         self.backward_names = (*self._saved, *self.bounds, *self._given, *self.options)
         self._backward_takes = [n for n in names if n not in PACKED]
+        if self.limited and not any(n == self.limited or "C" in self.axes[n] for n in self._saved):
+            raise TypeError(f"{self.name}: {f.__name__} must take {self.limited}, for its chunks")
         name, tensors = f"{self.name}_backward", (*self._saved, *self._given)
         self.registered_backward = self._register(
             name, self.backward_names, tensors, self.inputs, self._run_backward, self._fake_backward
@@ -307,14 +309,14 @@ class Operator:
         options = {n: given[n] for n in self._backward_takes if n != "residuals"}
         if "residuals" in self._backward_takes:
             options["residuals"] = self.residuals(*(given[n] for n in kept))
-        name = self._backward_takes[0]
         length, stages = self._length(given), self.stages(given["impl"])
+        if "chunk_size" in options:
+            options["chunk_size"] = length
         tokens = given[self._given[0]]
         alone = self._alone(given, tokens, length, self._backward_packs)
         if alone is None:
             options |= self._packing(given, tokens, length)
-            results = self._backward(stages, options.pop(name), **options)
-            results = results if isinstance(results, tuple) else (results,)
+            results = _several(self._backward(stages, **options))
         else:
             results = self._run_each_backward(stages, given, options, alone)
         return tuple(
@@ -337,10 +339,10 @@ class Operator:
                 _fill(x, given.get(through) if n == "initial_state" else None)
         for where in alone:
             one = {n: _part(x, self.axes.get(n), where) for n, x in given.items()}
-            own = {n: one.get(n) for n in options}
+            own = options | {n: one[n] for n in (*self._saved, *self._given) if n in options}
             if "residuals" in own:
                 own["residuals"] = self.residuals(*(one[n] for n in self.residuals._fields))
-            parts = self._backward(stages, own.pop(self._backward_takes[0]), **own)
+            parts = self._backward(stages, **own)
             for n, part in zip(self.inputs, _several(parts), strict=True):
                 if whole[n] is not None and n in sums:
                     whole[n] += part
