@@ -8,7 +8,7 @@ PIP_INSTALL_FLAGS ?=
 GPU_WORKERS ?= 8
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help venv book test lint chapters gpu-test bench
+.PHONY: help venv book test test-full compile mutants lint chapters gpu-test bench
 .DEFAULT_GOAL := help
 
 help: ## list the commands
@@ -24,8 +24,17 @@ venv: $(STAMP) ## make .venv and install the pinned set (reused until pyproject 
 book: $(STAMP) ## run every chapter, render the book to _build/html
 	$(BIN)/python tools/book.py
 
-test: $(STAMP) ## run all checks
+test: $(STAMP) ## the checks of every push
 	$(BIN)/python tools/check.py
+
+test-full: $(STAMP) ## the same with whole grids, every row compiled anew, and mutants (hours)
+	$(BIN)/python tools/check.py --full
+
+compile: $(STAMP) ## compile the rows of kernels that changed, keep the results (ARGS=--all: all rows)
+	$(BIN)/python tests/kernels/compile_rows.py --write $(ARGS)
+
+mutants: $(STAMP) ## plant mistakes in a copy, one at a time: the tests must see each (ARGS="WORD...")
+	$(BIN)/python tools/mutants.py $(ARGS)
 
 lint: $(STAMP) ## ruff: lint and format, check only
 	$(BIN)/ruff check .

@@ -1,12 +1,14 @@
 """Run all checks, the cheap ones first (what `make test` does).
 
-    python tools/check.py          everything
+    python tools/check.py              everything that runs on every push
     python tools/check.py ruff nbval   only the steps with one of these words in their name
+    python tools/check.py --full       with whole grids, every row compiled, mistakes planted
 
 All steps run even if one fails; the exit code is 0 only if none did.
 """
 
 import os
+import resource
 import subprocess
 import sys
 import time
@@ -35,42 +37,52 @@ STEPS = {
     # a notebook's cells share a kernel, so they stay on one worker
     "nbval": [*PYTEST, *WORKERS, "--dist", "loadscope", "--nbval-lax", *NOTEBOOKS],
     "book": [sys.executable, "tools/book.py", "--no-execute"],
-    "pages": [*PYTEST, *WORKERS, "--dist", "worksteal", PAGES],
+    # a page spends half of its time waiting: two browsers a core
+    "pages": [*PYTEST, "-n", "4", "--dist", "worksteal", PAGES],
 }
+ALLOWED = 120  # seconds of one core a chapter: 27 chapters in half an hour on two
+FULL = {"mutants": [sys.executable, "tools/mutants.py"]}
 
 
-def run(name: str) -> tuple[bool, float]:
-    """Run one step; whether it passed, and its seconds."""
+def run(name: str, command: list[str], full: bool) -> tuple[bool, float, float]:
+    """Run one step; whether it passed, its seconds, and those of all cores together."""
     print(f"\n=== {name}", flush=True)
-    start = time.perf_counter()
+    start, before = time.perf_counter(), cpu_seconds()
     if name == "nbval" and not NOTEBOOKS:
         print("there are no chapters/*.ipynb")
-        return False, 0.0
-    # two workers share the cores; more threads than that only get in each other's way
-    env = os.environ | {"OMP_NUM_THREADS": "1"} if WORKERS[0] in STEPS[name] else None
-    code = subprocess.run(STEPS[name], cwd=ROOT, env=env).returncode
-    seconds = time.perf_counter() - start
+        return False, 0.0, 0.0
+    env = dict(os.environ)
+    if "-n" in command:  # the workers share the cores; more threads only get in each other's way
+        env["OMP_NUM_THREADS"] = "1"
+    if full:
+        env["LINATTN_EDU_FULL"] = "1"
+    code = subprocess.run(command, cwd=ROOT, env=env).returncode
+    seconds, cpu = time.perf_counter() - start, cpu_seconds() - before
     print(f"=== {name}: {'passed' if code == 0 else 'FAILED'} in {seconds:.0f} s", flush=True)
-    return code == 0, seconds
+    return code == 0, seconds, cpu
+
+
+def cpu_seconds() -> float:
+    """What the steps have taken of all cores so far."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 def main(words: list[str]) -> int:
-    names = [n for n in STEPS if not words or any(w in n for w in words)]
-    results = {}
-    for name in names:
-        if name == names[-1] and len(names) > 1:
-            summary(results)
-        results[name] = run(name)
-    failed = [n for n, (passed, _) in results.items() if not passed]
+    full = "--full" in words
+    words = [w for w in words if w != "--full"]
+    steps = STEPS | (FULL if full else {})
+    names = [n for n in steps if not words or any(w in n for w in words)]
+    results = {n: run(n, steps[n], full) for n in names}
+    print("\n=== seconds, and of all cores together")
+    for name, (passed, seconds, cpu) in results.items():
+        print(f"{name:12s} {'passed' if passed else 'FAILED'} {seconds:5.0f} {cpu:5.0f}")
+    chapters = len(NOTEBOOKS)
+    taken = sum(cpu for *_, cpu in results.values())
+    print(f"{taken / chapters:.0f} s of one core a chapter; {ALLOWED} are allowed (CONTRIBUTING)")
+    failed = [n for n, (passed, *_) in results.items() if not passed]
     print(f"failed: {', '.join(failed)}" if failed else "all checks passed")
     return 1 if failed else 0
-
-
-def summary(results: dict[str, tuple[bool, float]]) -> None:
-    """A line a step, before the last one runs."""
-    print("\n=== so far")
-    for name, (passed, seconds) in results.items():
-        print(f"{name:12s} {'passed' if passed else 'FAILED'} {seconds:5.0f} s")
 
 
 if __name__ == "__main__":

@@ -163,6 +163,43 @@ MUTANTS = [
         "if slot > 0:\n            store_state",
         "tests/ops/test_decode_pool.py",
     ),
+    # the public functions
+    Mutant(
+        "cu_seqlens may end before the last token",
+        f"{OPS}/check.py",
+        "    if bounds[-1] != T:",
+        "    if bounds[-1] > T:",
+        "tests/ops/gdn/test_chunk_arguments.py::test_refused_before_any_kernel",
+    ),
+    Mutant(
+        "nobody looks at the dtype of v",
+        f"{OPS}/gdn/chunk.py",
+        'check.same_dtype(("q", q), ("k", k), ("v", v))',
+        'check.same_dtype(("q", q), ("k", k))',
+        "tests/ops/gdn/test_chunk_arguments.py::test_refused_before_any_kernel "
+        "tests/ops/gdn/test_errors.py",
+    ),
+    Mutant(
+        "the scale that is left out is 1 / K",
+        f"{OPS}/gdn/chunk.py",
+        'sizes["K"] ** -0.5 if scale is None',
+        'sizes["K"] ** -1.0 if scale is None',
+        "tests/ops/gdn/test_chunk.py::test_kernels_match_the_recurrence",
+    ),
+    Mutant(
+        "a sequence's part of a chunk is not counted",
+        f"{OPS}/sequences.py",
+        "first := first - (begin - end) // length",
+        "first := first + (end - begin) // length",
+        "tests/ops/gdn/test_chunk_varlen.py tests/ops/kda/test_chunk_varlen.py",
+    ),
+    Mutant(
+        "a traced graph takes the inverse for one of the dtype of the gate",
+        f"{OPS}/gdn/chunk.py",
+        '"A": like("B T HV C", "q")',
+        '"A": like("B T HV C", "g")',
+        "tests/ops/test_operators.py::test_chunk",
+    ),
     # what compares and counts
     Mutant(
         "a NaN is no error",
@@ -216,7 +253,8 @@ def copy(target: Path, root: Path = ROOT) -> None:
 
 def pytest(folder: Path, tests: str) -> subprocess.CompletedProcess:
     """Run tests of a copy until the first failure."""
-    env = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "COV_"))}
+    ours = ("PYTEST_", "COV_", "LINATTN_EDU_")
+    env = {k: v for k, v in os.environ.items() if not k.startswith(ours)}
     options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
     return subprocess.run(
         [sys.executable, "-m", "pytest", *options, *tests.split()],
