@@ -1,0 +1,310 @@
+"""fla-core's other names: each against its formula in float64, its gradients against autograd."""
+
+import inspect
+
+import pytest
+import torch
+import torch.nn.functional as F
+from gdn_checks import launches
+from recurrent_cases import case, cotangents, double, oracle, run
+
+import linattn_edu
+from linattn_edu import (
+    L2Norm,
+    fused_gdn_gate,
+    fused_kda_gate,
+    l2norm,
+    naive_kda_gate,
+    naive_recurrent_gated_delta_rule,
+    naive_recurrent_kda,
+    prepare_chunk_indices,
+)
+from linattn_edu.testing import assert_close
+
+IMPLS = ("reference", "triton")
+impls = pytest.mark.parametrize("impl", IMPLS)
+dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+
+
+def test_names_of_one_function():
+    assert linattn_edu.chunk_gdn is linattn_edu.chunk_gated_delta_rule
+    assert linattn_edu.fused_recurrent_gdn is linattn_edu.fused_recurrent_gated_delta_rule
+    assert linattn_edu.l2_norm is l2norm
+
+
+def test_arguments_stand_where_fla_has_them():
+    recurrence = ["scale", "initial_state", "output_final_state"]
+    for f, names in (
+        (naive_recurrent_gated_delta_rule, ["q", "k", "v", "beta", "g", *recurrence]),
+        (naive_recurrent_kda, ["q", "k", "v", "g", "beta", *recurrence]),
+        (naive_kda_gate, ["g", "A_log", "dt_bias", "output_dtype"]),
+        (fused_gdn_gate, ["g", "A_log", "dt_bias", "output_dtype"]),
+        (fused_kda_gate, ["g", "A_log", "dt_bias", "lower_bound", "output_dtype"]),
+        (prepare_chunk_indices, ["cu_seqlens", "chunk_size", "cu_seqlens_cpu"]),
+        (L2Norm, ["eps", "output_dtype"]),
+    ):
+        assert list(inspect.signature(f).parameters)[: len(names)] == names
+
+
+@pytest.mark.parametrize("channels", [False, True])
+def test_naive_recurrences(channels, device):
+    """Of tensors in the order that fla has, without a kernel."""
+    gates = "gk" if channels else "g"
+    x = {n: t for n, t in case(6, B=2, device=device, gates=gates).items() if t is not None}
+    want = run(oracle, double(x), scale=0.5)
+    if channels:
+        x["g"] = x.pop("gk")
+        want[1]["g"] = want[1].pop("gk")
+    order = ("q", "k", "v", "g", "beta") if channels else ("q", "k", "v", "beta", "g")
+    naive = naive_recurrent_kda if channels else naive_recurrent_gated_delta_rule
+
+    def f(initial_state, **tensors):
+        return naive(*(tensors[n] for n in order), 0.5, initial_state, True)
+
+    with launches() as ran:
+        got = run(f, x, cotangents(want[0]))
+    assert not ran
+    for name, a, b in zip(("o", "S"), got[0], want[0], strict=True):
+        assert_close(name, a, b, 1e-5)
+    for name, dx in got[1].items():
+        assert_close(f"d{name}", dx, want[1][name], 3e-5)
+    o, S = naive(*(x[n] for n in order))
+    assert S is None and o.dtype == x["v"].dtype
+
+
+def gate_inputs(shape, parameters, dtype, device):
+    """A raw gate of this shape, A_log and a bias, of which the gate has this dtype."""
+    generator = torch.Generator(device=device).manual_seed(0)
+    new = lambda *s: torch.randn(s, generator=generator, device=device)
+    HV = parameters[0]
+    return {"g": 4 * new(*shape).to(dtype), "A_log": new(HV), "dt_bias": new(*parameters)}
+
+
+def gate_formula(lower_bound=None, channels=False):
+    """The gates of fla-core 0.6.0."""
+
+    def f(g, A_log=None, dt_bias=None):
+        rate = torch.ones((), dtype=g.dtype) if A_log is None else A_log.exp()
+        rate = rate[..., None] if channels and A_log is not None else rate
+        a = g if dt_bias is None else g + dt_bias
+        return (-rate * F.softplus(a) if lower_bound is None else
+                lower_bound * torch.sigmoid(rate * a),)  # fmt: skip
+
+    return f
+
+
+def check_gate(f, formula, x, dtype, **options):
+    """The value, and the gradients of x."""
+    want = run(formula, double(x))
+    got = run(lambda **a: (f(**a, **options),), x, cotangents(want[0]))
+    assert got[0][0].dtype == torch.float32
+    assert_close("y", got[0][0], want[0][0], 1e-6)
+    for name, dx in got[1].items():
+        assert dx.dtype == x[name].dtype
+        assert_close(f"d{name}", dx, want[1][name], 5e-3 if dx.dtype == torch.bfloat16 else 1e-5)
+
+
+@impls
+@dtypes
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(2, 7, 3), (3,), (2, 2, 3, 3)], ids=str)
+def test_fused_gdn_gate(shape, bias, dtype, impl, device):
+    x = gate_inputs(shape, (3,), dtype, device)
+    if not bias:
+        del x["dt_bias"]
+    check_gate(fused_gdn_gate, gate_formula(), x, dtype, impl=impl)
+
+
+# what is given beside the raw gate, and the lower bound
+KDA_GATES = (
+    (("A_log", "dt_bias"), None), (("A_log",), None), (("A_log", "dt_bias"), -5.0),
+    (("dt_bias",), -2.0), ((), -0.5),
+)  # fmt: skip
+
+
+@impls
+@dtypes
+@pytest.mark.parametrize(("given", "bound"), KDA_GATES, ids=str)
+@pytest.mark.parametrize("shape", [(2, 7, 3, 4), (3, 4)], ids=str)
+def test_fused_kda_gate(shape, given, bound, dtype, impl, device):
+    x = gate_inputs(shape, (3, 4), dtype, device)
+    x = {n: t for n, t in x.items() if n == "g" or n in given}
+    formula = gate_formula(bound, channels=True)
+    check_gate(fused_kda_gate, formula, x, dtype, lower_bound=bound, impl=impl)
+
+
+@impls
+@dtypes
+@pytest.mark.parametrize("bias", [True, False])
+def test_fused_kda_gate_as_it_was_called(bias, dtype, impl, device):
+    """Before fla-core 0.5: heads and channels in one axis, head_k_dim third, the sigmoid of b."""
+    x = gate_inputs((2, 7, 12), (12,), dtype, device)
+    x["A_log"] = x["A_log"][:3].reshape(1, 1, 3, 1)
+    b = torch.randn(2, 7, 3, device=device).to(dtype)
+    if not bias:
+        del x["dt_bias"]
+    x["b"] = b
+
+    def old(g, A_log, b, dt_bias=None):
+        return fused_kda_gate(g, A_log, 4, g_bias=dt_bias, b=b, impl=impl)
+
+    def formula(g, A_log, b, dt_bias=None):
+        a = (g if dt_bias is None else g + dt_bias).unflatten(-1, (3, 4))
+        return -A_log.exp() * F.softplus(a), b.sigmoid()
+
+    want = run(formula, double(x))
+    got = run(old, x, cotangents(want[0]))
+    for name, a, y in zip(("y", "beta"), got[0], want[0], strict=True):
+        assert a.dtype == torch.float32
+        assert_close(name, a, y, 1e-6)
+    for name, dx in got[1].items():
+        assert_close(f"d{name}", dx, want[1][name], 5e-3 if dx.dtype == torch.bfloat16 else 1e-5)
+    alone = fused_kda_gate(x["g"], x["A_log"], 4, g_bias=x.get("dt_bias"), impl=impl)
+    by_name = fused_kda_gate(
+        x["g"], x["A_log"], g_bias=x.get("dt_bias"), head_k_dim=4, beta=1.0, threshold=20.0,
+        impl=impl,
+    )  # fmt: skip
+    assert torch.equal(alone, got[0][0]) and torch.equal(by_name, alone)
+
+
+@impls
+def test_gates_in_the_dtype_that_is_asked_for(impl):
+    g, A_log = torch.randn(2, 3, 4), torch.randn(4)
+    y = fused_gdn_gate(g, A_log, output_dtype=torch.float16, impl=impl)
+    assert torch.equal(y, fused_gdn_gate(g, A_log, impl=impl).half())
+    y = fused_kda_gate(g, A_log[:3], output_dtype=torch.bfloat16, impl=impl)
+    assert torch.equal(y, fused_kda_gate(g, A_log[:3], impl=impl).bfloat16())
+
+
+def test_gates_in_float64():
+    x = gate_inputs((2, 3, 4), (3, 4), torch.float64, "cpu")
+    x = double(x)
+    y = fused_kda_gate(**x, output_dtype=torch.float64)
+    assert_close("y", y, gate_formula(channels=True)(**x)[0], 1e-14)
+
+
+def test_naive_kda_gate(device):
+    x = gate_inputs((2, 7, 3, 4), (3, 4), torch.float32, device)
+    check_gate(naive_kda_gate, gate_formula(channels=True), x, torch.float32)
+    with launches() as ran:
+        naive_kda_gate(**x)
+    assert not ran
+
+
+REFUSED = {
+    "g alone": (fused_kda_gate, {}, ValueError, "A_log or lower_bound must be given"),
+    "bound": (fused_kda_gate, {"lower_bound": 0.0}, ValueError, "lower_bound must be < 0"),
+    "bound type": (fused_kda_gate, {"lower_bound": "x"}, TypeError, "lower_bound must be a number"),
+    "A_log": (
+        fused_kda_gate,
+        {"A_log": torch.zeros(3)},
+        ValueError,
+        r"A_log must have the elements of \[HV=2\], in any shape, got \(3,\)",
+    ),
+    "dt_bias": (
+        fused_kda_gate,
+        {"A_log": torch.zeros(2), "dt_bias": torch.zeros(2)},
+        ValueError,
+        r"dt_bias must have the elements of \[HV=2, K=4\], in any shape, got \(2,\)",
+    ),
+    "device": (
+        fused_kda_gate,
+        {"A_log": torch.zeros(2, device="meta")},
+        ValueError,
+        "A_log must be on cpu like g, got meta",
+    ),
+    "head_k_dim": (
+        fused_kda_gate,
+        {"A_log": torch.zeros(2), "head_k_dim": 3},
+        ValueError,
+        r"g must have shape \[..., HV \* K\] with K = head_k_dim = 3, got \(5, 2, 4\)",
+    ),
+    "head_k_dim twice": (
+        fused_kda_gate,
+        {"A_log": torch.zeros(2), "dt_bias": 4, "head_k_dim": 4},
+        ValueError,
+        "head_k_dim is given twice",
+    ),
+    "two biases": (
+        fused_kda_gate,
+        {"A_log": torch.zeros(2), "dt_bias": torch.zeros(8), "g_bias": torch.zeros(8)},
+        ValueError,
+        "dt_bias and g_bias are one argument",
+    ),
+    "beta": (
+        fused_kda_gate,
+        {"A_log": torch.zeros(2), "head_k_dim": 4, "beta": 2.0},
+        ValueError,
+        "beta must be 1.0, got 2.0",
+    ),
+    "threshold": (
+        fused_kda_gate,
+        {"A_log": torch.zeros(2), "head_k_dim": 4, "threshold": 10.0},
+        ValueError,
+        "threshold must be 20.0, got 10.0",
+    ),
+    "output_dtype": (
+        fused_kda_gate,
+        {"A_log": torch.zeros(2), "output_dtype": torch.int8},
+        TypeError,
+        "output_dtype must be a floating-point dtype",
+    ),
+    "a number": (
+        fused_gdn_gate, {"g": torch.tensor(1.0), "A_log": torch.zeros(1)}, ValueError,
+        r"g must have shape \[..., HV\]",
+    ),
+    "no A_log": (fused_gdn_gate, {"A_log": None}, TypeError, "A_log must be a torch.Tensor .*None"),
+    "A_log of gdn": (
+        fused_gdn_gate, {"A_log": torch.zeros(3)}, ValueError,
+        r"A_log must have the elements of \[HV=4\]",
+    ),
+    "dtype": (fused_gdn_gate, {"g": torch.zeros(2).int(), "A_log": None}, TypeError, "g must be f"),
+    "float64": (
+        fused_gdn_gate, {"A_log": torch.zeros(4).double(), "impl": "triton"}, ValueError,
+        "float64 was given",
+    ),
+    "impl": (fused_gdn_gate, {"A_log": torch.zeros(4), "impl": "x"}, ValueError, "impl must be o"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_gates_refuse(case):
+    f, changes, error, message = REFUSED[case]
+    with launches() as ran, pytest.raises(error, match=message):
+        f(**({"g": torch.zeros(5, 2, 4)} | changes))
+    assert not ran
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_prepare_chunk_indices(dtype):
+    """Sequence and number of every chunk, of sequences of 5, 0 and 15 tokens."""
+    cu_seqlens = torch.tensor([0, 5, 5, 20], dtype=dtype)
+    want = [[0, 0], [0, 1], [2, 0], [2, 1], [2, 2], [2, 3]]
+    for known in ((), (cu_seqlens,)):
+        rows = prepare_chunk_indices(cu_seqlens, 4, *known)
+        assert rows.tolist() == want and rows.dtype == dtype
+    x = {n: t for n, t in case(20, N=3).items() if n not in ("gk", "gv")}
+    rows = prepare_chunk_indices(cu_seqlens, 16)
+    packed = {"cu_seqlens": cu_seqlens, "chunk_indices": rows, "chunk_size": 16}
+    o, _ = linattn_edu.chunk_gated_delta_rule(**x, **packed, impl="reference")
+    del packed["chunk_indices"]
+    want, _ = linattn_edu.chunk_gated_delta_rule(**x, **packed, impl="reference")
+    assert torch.equal(o, want)
+    with pytest.raises(ValueError, match="cu_seqlens must not decrease"):
+        prepare_chunk_indices(torch.tensor([0, 5, 4]), 4)
+    with pytest.raises(TypeError, match="cu_seqlens must be int32 or int64"):
+        prepare_chunk_indices(torch.zeros(2), 4)
+
+
+@dtypes
+def test_l2norm_as_a_module(dtype, device):
+    x = torch.randn(2, 3, 8, device=device).to(dtype)
+    module = L2Norm(eps=1e-3, output_dtype=torch.float32)
+    assert not list(module.parameters()) and module(x).dtype == torch.float32
+    formula = lambda x: (x / (x.square().sum(-1, keepdim=True) + 1e-3).sqrt(),)
+    want = run(formula, {"x": x.double()})
+    got = run(lambda x: (module(x),), {"x": x}, cotangents(want[0]))
+    assert_close("y", got[0][0], want[0][0], 1e-6)
+    tol = 5e-3 if dtype == torch.bfloat16 else 1e-5
+    assert_close("dx", got[1]["x"], want[1]["x"], tol)
+    assert torch.equal(L2Norm()(x), l2norm(x))
