@@ -80,17 +80,23 @@ def layer_decay(b_a, b_rate, b_bias, lower_bound):
 
 
 @triton.jit
-def slot_of(indices_ptr, i_n, column, SLOTS: tl.constexpr):
-    """Where sequence i_n has its state of this column in the pool; negative: nowhere."""
-    return tl.load(indices_ptr + i_n * SLOTS + column).to(tl.int64)
+def slot_of(indices_ptr, i_n, column, pool_slots, SLOTS: tl.constexpr):
+    """Where sequence i_n has its state of this column in the pool; negative: nowhere.
+
+    Nothing outside of the pool is read or written, whatever the indices and counts are.
+    """
+    there = (column >= 0) & (column < SLOTS)
+    slot = tl.load(indices_ptr + i_n * SLOTS + column, mask=there, other=-1).to(tl.int64)
+    return tl.where(slot < pool_slots, slot, -1)
 
 
 @triton.jit
-def keep(b_S, pool_ptr, slot_stride, indices_ptr, i_n, t, n_seq, o_k, o_v, K: tl.constexpr,
-         V: tl.constexpr, V_FIRST: tl.constexpr, SLOTS: tl.constexpr):  # fmt: skip
+def keep(b_S, pool_ptr, slot_stride, pool_slots, indices_ptr, i_n, t, n_seq, o_k, o_v,
+         K: tl.constexpr, V: tl.constexpr, V_FIRST: tl.constexpr,
+         SLOTS: tl.constexpr):  # fmt: skip
     """Store the state after token t in its slot; past the last column, that of the last token."""
     if (t < SLOTS - 1) | (t == n_seq - 1):
-        slot = slot_of(indices_ptr, i_n, tl.minimum(t, SLOTS - 1), SLOTS)
+        slot = slot_of(indices_ptr, i_n, tl.minimum(t, SLOTS - 1), pool_slots, SLOTS)
         if slot >= 0:
             store_state(pool_ptr + slot * slot_stride, b_S, o_k, o_v, K, V, V_FIRST)
 
@@ -109,7 +115,7 @@ def column_sums(x, y):
         return tl.reduce((x, y), 0, add_pairs)
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["T", "pool_slots"])
 def recurrent_kernel(
     q_ptr,  # [B, T, H, K]
     k_ptr,  # [B, T, H, K]
@@ -127,6 +133,7 @@ def recurrent_kernel(
     indices_ptr,  # [N, SLOTS] or None
     accepted_ptr,  # [N] or None
     slot_stride,  # from one slot of the pool to the next
+    pool_slots,  # how many there are
     scale,
     cu_ptr,  # [N + 1] or None
     T,
@@ -149,7 +156,7 @@ def recurrent_kernel(
     if indices_ptr is not None:
         h0_ptr += i_h * K * V
         before = 0 if accepted_ptr is None else tl.load(accepted_ptr + i_nh // HV) - 1
-        slot = slot_of(indices_ptr, i_nh // HV, before, SLOTS)
+        slot = slot_of(indices_ptr, i_nh // HV, before, pool_slots, SLOTS)
         if slot >= 0:
             b_S += load_state(h0_ptr + slot * slot_stride, o_k, o_v, K, V, V_FIRST)
         else:  # no sequence: zeros come out
@@ -198,7 +205,7 @@ def recurrent_kernel(
         i_qk += H
         i += HV
         if indices_ptr is not None:
-            keep(b_S, h0_ptr, slot_stride, indices_ptr, i_nh // HV, t, n_seq, o_k, o_v,
+            keep(b_S, h0_ptr, slot_stride, pool_slots, indices_ptr, i_nh // HV, t, n_seq, o_k, o_v,
                  K, V, V_FIRST, SLOTS)  # fmt: skip
 
     if ht_ptr is not None:
@@ -374,9 +381,10 @@ def recurrent(
     scale = K**-0.5 if scale is None else scale
     N = q.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
     o = torch.empty_like(v)
-    stride, slots = None, 0
+    stride, pool_slots, slots = None, None, 0
     if indices is not None:
-        stride, slots = initial_state.stride(0), indices.shape[1] if indices.ndim == 2 else 1
+        pool_slots, stride = initial_state.shape[0], initial_state.stride(0)
+        slots = indices.shape[1] if indices.ndim == 2 else 1
     final_state = initial_state if inplace and indices is None else None
     if output_final_state and not inplace:
         shape = (V, K) if v_first else (K, V)
@@ -386,9 +394,8 @@ def recurrent(
     with torch.cuda.device_of(q):
         recurrent_kernel[(N * HV * cdiv(V, width),)](
             q, k, v, g, gk, gv, beta, A_log, dt_bias, lower_bound, initial_state, o, final_state,
-            indices, accepted, stride, scale, cu_seqlens, T, H, HV, K, V, BK=BK, BV=width,
-            NORM=normalise, SIGMOID=sigmoid, V_FIRST=v_first, SLOTS=slots,
-            num_warps=4,
+            indices, accepted, stride, pool_slots, scale, cu_seqlens, T, H, HV, K, V, BK=BK,
+            BV=width, NORM=normalise, SIGMOID=sigmoid, V_FIRST=v_first, SLOTS=slots, num_warps=4,
         )  # fmt: skip
     return o, final_state
 

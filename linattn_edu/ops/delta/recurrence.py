@@ -19,7 +19,7 @@ from linattn_edu.ops.operator import Operator, like, widened
 from linattn_edu.ops.tensors import needs_gradient, transformed, wide
 from linattn_edu.reference.delta.recurrent import recurrent, recurrent_bwd
 
-LARGEST = (256, 512)  # K and V
+LARGEST = (512, 512)  # K and V
 
 
 @dataclass(slots=True)

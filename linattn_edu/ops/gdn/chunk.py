@@ -61,16 +61,17 @@ def chunk_gated_delta_rule(
     v, g, beta, initial_state, A_log and dt_bias, from o and from the final state.
 
     Args:
-        q: Queries ``[B, T, H, K]``, float32, float16 or bfloat16 (float64: reference only),
+        q: Queries ``[B, T, H, K]``, T from 0 on, float32, float16 or bfloat16 (float64: reference only),
             K <= 256.
         k: Keys ``[B, T, H, K]`` of q's dtype. Rows must satisfy ``beta * |k|^2 <= 2``: normalise
             them to unit length. Longer keys make the recurrence itself unstable.
-        v: Values ``[B, T, HV, V]`` of q's dtype, HV a multiple of H, V <= 256.
+        v: Values ``[B, T, HV, V]`` of q's dtype, HV a multiple of H, V <= 512.
         g: Natural-log decay of each token ``[B, T, HV]``, <= 0, any of these dtypes. A positive g
             is refused on the CPU; on a GPU, where that would wait for the device, and under
             torch.compile it is not looked for.
         beta: Write strength ``[B, T, HV]`` in [0, 2], any of these dtypes.
-        scale: Factor of the output, ``K ** -0.5`` if None.
+        scale: Factor of the output, ``K ** -0.5`` if None; a number of Python or NumPy, or a tensor
+            of one.
         initial_state: State before the first token ``[N, HV, K, V]``, zero if None. N is B, or the
             number of sequences of cu_seqlens.
         output_final_state: Whether to return the state after the last token.
@@ -90,10 +91,12 @@ def chunk_gated_delta_rule(
             its numbers are taken on trust, and without cu_seqlens_cpu its length too.
         use_gate_in_kernel: Whether g is the raw gate of a layer, from which the log decay is
             ``-exp(A_log) * softplus(g + dt_bias)``.
-        A_log, dt_bias: ``[HV]``, with use_gate_in_kernel only; dt_bias may be left out.
+        A_log, dt_bias: HV numbers in any shape, with use_gate_in_kernel only; dt_bias may be left
+            out.
         chunk_size: Tokens a chunk at most: 16, 32 or 64. It changes the speed and the rounding
             only; the kernels take shorter ones where longer do not fit the GPU (fp32, Turing).
         transpose_state_layout: Deprecated name of state_v_first.
+        cp_context: An argument of fla-core: None alone is taken.
         impl: "triton", "reference", or "auto": the kernels for CUDA tensors and under
             ``TRITON_INTERPRET=1``, else (and for float64) the reference stages.
 
@@ -101,7 +104,8 @@ def chunk_gated_delta_rule(
 
     Accuracy: products are accumulated in float32; 16-bit inputs are rounded where a product needs
     them. In float16 every value written, about ``2 |v|``, must stay below 65504: beyond it the
-    whole chunk turns to NaN. A decay between two tokens is the difference of two sums of g over the
+    whole chunk turns to NaN; and v of 1e-6 and less, with two or three bits left, is a quarter
+    wrong: multiply such values by a power of two, and o by its inverse. A decay between two tokens is the difference of two sums of g over the
     chunk, in float32, and has about 1e-7 times the larger of them as its relative error: 2e-5 after
     32 tokens with ``g = -5``, up to 1e-3 after many that are shut. A token whose decay is shut
     (``g`` below -104, a zero in float32) counts as -104, and its g has the gradient 0.

@@ -39,7 +39,7 @@ def kernel_delta_attention(
     Args:
         query, key: ``[B, T, H, K]``, float32, float16 or bfloat16 (float64: reference only),
             K <= 256.
-        value: ``[B, T, H, V]`` of query's dtype, V <= 256.
+        value: ``[B, T, H, V]`` of query's dtype, V <= 512.
         beta: Write strength ``[B, T, H]``, any of these dtypes.
         decay: Natural-log decay of each token ``[B, T, H]``, <= 0, or None: no decay.
         softmax_scale: Factor of the output, ``K ** -0.5`` if None.

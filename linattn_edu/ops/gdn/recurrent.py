@@ -41,8 +41,9 @@ def fused_recurrent_gated_delta_rule(
     again in blocks of sqrt(T) tokens (sqrt(T / N), of N packed sequences).
 
     Args:
-        q, k, v, scale, output_final_state, state_v_first, transpose_state_layout, impl: As in
-            :func:`chunk_gated_delta_rule`.
+        q, k, v, scale, output_final_state, state_v_first, transpose_state_layout, cp_context, impl:
+            As in :func:`chunk_gated_delta_rule`, with K <= 512. q, k, v may differ in dtype: o has
+            that of v, and the arithmetic is at least as wide as each.
         use_qk_l2norm_in_kernel, use_gate_in_kernel, A_log, dt_bias: Likewise.
         use_beta_sigmoid_in_kernel, allow_neg_eigval: Likewise.
         cu_seqlens: Likewise, but the kernels' numbers are never read by the host: they are checked
@@ -54,8 +55,9 @@ def fused_recurrent_gated_delta_rule(
         beta: Write strength ``[B, T, HV]`` in [0, 2], or None: 1.
         initial_state: State before the first token, as in :func:`chunk_gated_delta_rule`.
         inplace_final_state: Whether to write the final state to initial_state, which must be a
-            contiguous float32 tensor (float64 where the reference runs in it), and return it. Not
-            while a gradient is recorded.
+            contiguous float32 tensor (float64 where another argument is), and return it. It must
+            share no memory with another argument. Not while a gradient is recorded, and not inside
+            a transform of torch.func.
         ssm_state_indices: Slot of each sequence ``[N]``, int32 or int64, in a pool of states:
             initial_state is then ``[slots, HV, K, V]``, of which each slot is contiguous, and
             inplace_final_state must be True. Slots that are not named keep their bits. A negative
@@ -63,7 +65,9 @@ def fused_recurrent_gated_delta_rule(
             is padding, whose outputs are zero. Or ``[N, S]``, for tokens that may be rejected
             later: the state after token t of sequence n goes to slot ``[n, t]``. With more tokens
             than columns the last slot is left with the last state. No slot may be named by two
-            sequences; slots are checked on the CPU only.
+            sequences. On the CPU slots and counts are checked, when a compiled graph runs too. On a
+            GPU they are not read; there a slot past the pool's end counts as negative, so does a
+            count that is not 1 to S, and a slot named twice is left with either state.
         num_accepted_tokens: How many tokens of the previous call were kept ``[N]``, 1 to S, with
             ssm_state_indices ``[N, S]``: sequence n starts from the state in slot
             ``[n, num_accepted_tokens[n] - 1]``. None: from slot ``[n, 0]``.

@@ -74,12 +74,13 @@ def chunk_kda(
             K <= 256.
         k: Keys ``[B, T, H, K]`` of q's dtype. Rows must satisfy ``beta * |k|^2 <= 2``: normalise
             them to unit length.
-        v: Values ``[B, T, HV, V]`` of q's dtype, HV a multiple of H, V <= 256.
+        v: Values ``[B, T, HV, V]`` of q's dtype, HV a multiple of H, V <= 512.
         g: Natural-log decay of each token and channel ``[B, T, HV, K]``, <= 0, any of these
             dtypes. A positive g is refused on the CPU; on a GPU, where that would wait for the
             device, and under torch.compile it is not looked for.
         beta: Write strength ``[B, T, HV]`` in [0, 2], any of these dtypes.
-        scale: Factor of the output, ``K ** -0.5`` if None.
+        scale: Factor of the output, ``K ** -0.5`` if None; a number of Python or NumPy, or a tensor
+            of one.
         initial_state: State before the first token ``[N, HV, K, V]``, zero if None. N is B, or the
             number of sequences of cu_seqlens.
         output_final_state: Whether to return the state after the last token.
@@ -105,11 +106,13 @@ def chunk_kda(
         state_v_first: Whether states are ``[N, HV, V, K]``. Costs a copy of them.
         cu_seqlens, cu_seqlens_cpu, chunk_indices: Packed sequences, as in
             :func:`chunk_gated_delta_rule`.
-        A_log, dt_bias: ``[HV]`` and ``[HV * K]``, with use_gate_in_kernel only; dt_bias may be left
-            out, and with lower_bound A_log too.
+        A_log, dt_bias: HV and HV * K numbers in any shape, with use_gate_in_kernel only; dt_bias
+            may be left out, and with lower_bound A_log too.
         chunk_size: Tokens a chunk at most: 16, 32 or 64. It changes the speed and the rounding
             only; the kernels take shorter ones where longer do not fit the GPU (fp32, Turing).
         transpose_state_layout: Deprecated name of state_v_first.
+        cp_context, use_graph, max_num_seqs: Arguments of fla-core: None, False and None alone are
+            taken.
         impl: "triton", "reference", or "auto": the kernels for CUDA tensors and under
             ``TRITON_INTERPRET=1``, else (and for float64) the reference stages.
 

@@ -45,7 +45,8 @@ def fused_recurrent_kda(
     tokens (sqrt(T / N), of N packed sequences).
 
     Args:
-        q, k, v, beta, scale, output_final_state: As in :func:`chunk_gated_delta_rule`.
+        q, k, v: As in :func:`fused_recurrent_gated_delta_rule`.
+        beta, scale, output_final_state, cp_context: As in :func:`chunk_gated_delta_rule`.
         use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval: Likewise.
         state_v_first, transpose_state_layout, impl: Likewise.
         cu_seqlens, initial_state, inplace_final_state, ssm_state_indices, num_accepted_tokens: As
@@ -54,9 +55,9 @@ def fused_recurrent_kda(
         use_gate_in_kernel: Whether g is the raw gate of a layer, from which the log decay is
             ``-exp(A_log) * softplus(g + dt_bias)``, or with lower_bound
             ``lower_bound * sigmoid(exp(A_log) * (g + dt_bias))``.
-        A_log: ``[HV]``, with use_gate_in_kernel only. May be left out with lower_bound: the factor
+        A_log: HV numbers in any shape, with use_gate_in_kernel only. May be left out with lower_bound: the factor
             is 1 then.
-        dt_bias: ``[HV * K]``, with use_gate_in_kernel only; may be left out.
+        dt_bias: HV * K numbers in any shape, with use_gate_in_kernel only; may be left out.
         lower_bound: The least log decay, < 0, with use_gate_in_kernel only.
 
     Returns:
