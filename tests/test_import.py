@@ -1,15 +1,19 @@
 """Importing the package: quick, without Triton, without a look at any device."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def run(code: str) -> str:
+def run(code: str, **variables: str) -> str:
+    env = os.environ | variables
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
@@ -39,6 +43,59 @@ x = gdn_inputs(1, 5, 1, 1, 3, 2)
 print(tuple(chunk_gated_delta_rule(**x.asdict())[0].shape))
 """
     assert run(code) == "(1, 5, 1, 2)"
+
+
+# every public function on the CPU: with impl="auto", both passes, and what it says to impl="triton"
+EVERY_FUNCTION = """
+import torch
+from linattn_edu import *
+from linattn_edu.testing import gdn_inputs, kda_inputs
+
+A, gate = torch.zeros(1, 5, 1, 16), torch.zeros(1, 5, 2)
+sentences = set()
+for f, given in (
+    (chunk_gated_delta_rule, gdn_inputs(1, 5, 1, 2, 8, 8).asdict()),
+    (fused_recurrent_gated_delta_rule, gdn_inputs(1, 5, 1, 2, 8, 8).asdict()),
+    (chunk_kda, kda_inputs(1, 5, 1, 2, 8, 8).asdict()),
+    (fused_recurrent_kda, kda_inputs(1, 5, 1, 2, 8, 8).asdict()),
+    (kernel_delta_attention, dict(query=A, key=A, value=A, beta=A[..., 0])),
+    (l2norm, {"x": A}),
+    (solve_tril, {"A": A}),
+    (chunk_local_cumsum, {"g": gate, "chunk_size": 16}),
+    (chunk_global_cumsum, {"s": gate}),
+    (fused_gdn_gate, {"g": gate, "A_log": gate[0, 0]}),
+    (fused_kda_gate, {"g": A, "A_log": gate[0, 0, :1]}),
+):
+    leaves = {n: x.requires_grad_() if isinstance(x, torch.Tensor) else x for n, x in given.items()}
+    y = f(**leaves)
+    y = y[0] if isinstance(y, tuple) else y
+    y.sum().backward()
+    assert y.isfinite().all()
+    try:
+        f(**given, impl="triton")
+    except ValueError as error:
+        sentences.add(str(error))
+print(*sentences, sep="\\n")
+"""
+CANNOT = "impl='triton' cannot run here: {}; impl='reference' can"
+
+
+@pytest.mark.parametrize("error", ["OSError('no libtriton.so')", "AttributeError('x')"])
+def test_the_library_works_with_a_triton_that_is_broken(error, tmp_path):
+    (tmp_path / "triton").mkdir()
+    (tmp_path / "triton" / "__init__.py").write_text(f"raise {error}")
+    path = {"PYTHONPATH": str(tmp_path)}
+    kind, why = error.removesuffix("')").split("('")
+    broken = f"the package triton is installed but cannot be imported ({kind}: {why})"
+    assert run(EVERY_FUNCTION, **path, TRITON_INTERPRET="1") == CANNOT.format(broken)
+
+
+def test_an_interpreter_that_was_asked_for_too_late():
+    """Who imported triton before the variable was set has it decorated for the compiler."""
+    pytest.importorskip("triton")
+    late = "import os, triton; os.environ['TRITON_INTERPRET'] = '1'\n"
+    too_late = "the tensors are on the CPU and TRITON_INTERPRET=1 was not set in time"
+    assert run(late + EVERY_FUNCTION, TRITON_INTERPRET="0") == CANNOT.format(too_late)
 
 
 def test_the_version_is_given_once():
