@@ -134,13 +134,11 @@ def results(x, impl, stage, chunk_size, safe):
     if stage.startswith("kda_"):
         return channel_results(x, impl, gradients, options, safe)
     used = fused_stages(impl) if stage in FUSED else stages(impl)
-    o, final_state, gc, A = forward(
-        used, **x.asdict(), output_final_state=True, return_residuals=True, **options
-    )
+    o, final_state, residuals = forward(used, **x.asdict(), output_final_state=True, **options)
     if not gradients:
         return o, final_state
     got = backward(
-        stages(impl), x.q, x.k, x.v, x.g, x.beta, gc, A, *cotangents(o, final_state),
+        stages(impl), x.q, x.k, x.v, x.g, x.beta, residuals, *cotangents(o, final_state),
         scale=0.3, initial_state=x.initial_state,
     )  # fmt: skip
     return [dx for dx in got if dx is not None]

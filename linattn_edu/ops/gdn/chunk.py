@@ -61,8 +61,8 @@ def chunk_gated_delta_rule(
     v, g, beta, initial_state, A_log and dt_bias, from o and from the final state.
 
     Args:
-        q: Queries ``[B, T, H, K]``, T from 0 on, float32, float16 or bfloat16 (float64: reference only),
-            K <= 256.
+        q: Queries ``[B, T, H, K]``, float32, float16 or bfloat16 (float64: reference only),
+            K <= 256; T may be 0.
         k: Keys ``[B, T, H, K]`` of q's dtype. Rows must satisfy ``beta * |k|^2 <= 2``: normalise
             them to unit length. Longer keys make the recurrence itself unstable.
         v: Values ``[B, T, HV, V]`` of q's dtype, HV a multiple of H, V <= 512.
@@ -105,10 +105,11 @@ def chunk_gated_delta_rule(
     Accuracy: products are accumulated in float32; 16-bit inputs are rounded where a product needs
     them. In float16 every value written, about ``2 |v|``, must stay below 65504: beyond it the
     whole chunk turns to NaN; and v of 1e-6 and less, with two or three bits left, is a quarter
-    wrong: multiply such values by a power of two, and o by its inverse. A decay between two tokens is the difference of two sums of g over the
-    chunk, in float32, and has about 1e-7 times the larger of them as its relative error: 2e-5 after
-    32 tokens with ``g = -5``, up to 1e-3 after many that are shut. A token whose decay is shut
-    (``g`` below -104, a zero in float32) counts as -104, and its g has the gradient 0.
+    wrong: multiply such values by a power of two, and o by its inverse. A decay between two tokens
+    is the difference of two sums of g over the chunk, in float32, and has about 1e-7 times the
+    larger of them as its relative error: 2e-5 after 32 tokens with ``g = -5``, up to 1e-3 after
+    many that are shut. A token whose decay is shut (``g`` below -104, a zero in float32) counts as
+    -104, and its g has the gradient 0.
 
     Memory: between the passes it keeps its inputs and, of each token and head, chunk_size numbers
     of q's dtype. With use_qk_l2norm_in_kernel it keeps q and k twice, as given and divided, and

@@ -55,8 +55,8 @@ def fused_recurrent_kda(
         use_gate_in_kernel: Whether g is the raw gate of a layer, from which the log decay is
             ``-exp(A_log) * softplus(g + dt_bias)``, or with lower_bound
             ``lower_bound * sigmoid(exp(A_log) * (g + dt_bias))``.
-        A_log: HV numbers in any shape, with use_gate_in_kernel only. May be left out with lower_bound: the factor
-            is 1 then.
+        A_log: HV numbers in any shape, with use_gate_in_kernel only. May be left out with
+            lower_bound: the factor is 1 then.
         dt_bias: HV * K numbers in any shape, with use_gate_in_kernel only; may be left out.
         lower_bound: The least log decay, < 0, with use_gate_in_kernel only.
 
