@@ -250,8 +250,10 @@ class Operator:
         f = self._once if transformed() or torch.is_grad_enabled() else self._run_backward
         return f(*args)
 
-    def _made(self, given: dict) -> set[str]:
+    def _made(self, given: dict) -> Collection[str]:
         """The outputs that this call makes."""
+        if not self.residuals and "output_final_state" not in given:
+            return self.outputs
         made = set(self.outputs)
         if self.residuals:
             made -= {*self.residuals._fields} - {*f"{given['keep']} {given['save']}".split()}
@@ -267,7 +269,7 @@ class Operator:
         for n in self.inputs:
             if n != self.mutates:
                 given[n] = contiguous(given[n])
-        made = self._made(given) if self.residuals else ()
+        made = self._made(given)
         options = {n: given[n] for n in self._forward_takes}
         if "keep" in options:
             options["keep"] = tuple(n for n in self.residuals._fields if n in made)
@@ -281,7 +283,8 @@ class Operator:
             results = _flat(self._forward(stages, **options))
         else:
             results = self._run_each(stages, given, options, alone, length)
-        return tuple(_owned(x) for x in results)
+        results = zip(self.outputs, results, strict=True)
+        return tuple(_owned(x) if n in made else None for n, x in results)
 
     def _run_each(self, stages, given, options, alone, length):
         """The forward pass of each sequence by itself."""

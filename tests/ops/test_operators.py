@@ -244,6 +244,7 @@ def test_every_operator_is_checked():
     """The names this file knows are those the library registers."""
     registered = {str(s.name).split("::")[1] for s in torch._C._jit_get_all_schemas()
                   if str(s.name).startswith("linattn_edu::")}  # fmt: skip
+    registered = {n for n in registered if not n.startswith("toy_")}  # of test_operator
     differentiable = (
         "chunk_gated_delta_rule", "chunk_kda", "l2norm", "recurrent", "solve_tril", "gdn_gate",
         "kda_gate",
