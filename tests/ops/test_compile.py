@@ -1,5 +1,7 @@
 """torch.compile in one graph, checkpoints, shared tensors, autocast, second derivatives."""
 
+from functools import partial
+
 import pytest
 import torch
 from recurrent_cases import case, check_all, cotangents, double, options, oracle, run
@@ -160,6 +162,33 @@ def test_fullgraph_of_a_layer(device):
         with torch._dynamo.config.patch(error_on_recompile=T == 33):
             got = run(g, x)
         same(got, run(layer, x), 1e-6)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("factor", [True, False])
+def test_a_scale_that_changes(factor, backend, device):
+    """A factor of o is a symbol of the graph; as an argument each value is a graph of its own.
+
+    PyTorch keeps numbers apart only as factors of tensors: what an operator is given, it fixes.
+    """
+    x = arguments("chunk", 5, device)
+    options = {"impl": "auto" if CUDA else "reference"}
+    inner, graphs = torch._dynamo.lookup_backend(backend), []
+
+    def counted(graph, inputs):
+        graphs.append(graph)
+        return inner(graph, inputs)
+
+    def f(scale, **x):
+        o, _ = chunk_gated_delta_rule(**x, scale=1.0 if factor else scale, **options)
+        return (scale * o if factor else o,)
+
+    torch._dynamo.reset()
+    g = torch.compile(f, fullgraph=True, backend=counted)
+    for n, scale in enumerate((0.5, 0.3, 0.7, 1.1)[: 4 if factor else 3]):
+        got, want = (run(partial(h, scale), x) for h in (g, f))
+        same(got, want, 1e-6)
+        assert len(graphs) == min(n + 1, 2) or not factor
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])

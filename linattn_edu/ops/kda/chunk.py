@@ -80,7 +80,8 @@ def chunk_kda(
             device, and under torch.compile it is not looked for.
         beta: Write strength ``[B, T, HV]`` in [0, 2], any of these dtypes.
         scale: Factor of the output, ``K ** -0.5`` if None; a number of Python or NumPy, or a tensor
-            of one.
+            of one. Under torch.compile each value is a graph of its own: where it changes from
+            call to call, give 1 and multiply o.
         initial_state: State before the first token ``[N, HV, K, V]``, zero if None. N is B, or the
             number of sequences of cu_seqlens.
         output_final_state: Whether to return the state after the last token.

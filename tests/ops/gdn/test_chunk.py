@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from linattn_edu import chunk_gated_delta_rule
 from linattn_edu.ops.gdn import backward, forward, stages
 from linattn_edu.reference.delta.recurrent import recurrent
-from linattn_edu.testing import assert_close, gdn_inputs, poison
+from linattn_edu.testing import assert_close, gdn_inputs, poison, relative_rms
 
 GATES = ("trained", "none", "reset", "closed")
 # relative RMS of o against float64, for outputs of ordinary size
@@ -212,6 +212,21 @@ def test_non_contiguous_arguments_are_copied(impl, device):
     got, _ = chunk_gated_delta_rule(**strided, impl=impl)
     want, _ = chunk_gated_delta_rule(**x.asdict(), impl=impl)
     assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("impl", ["reference", "triton"])
+def test_values_too_small_for_float16(impl, device):
+    """A quarter wrong, as the documentation says; a power of two lifts them exactly."""
+    x = gdn_inputs(1, 70, 1, 2, 24, 40, dtype=torch.float16, device=device)
+    x.v, lift = (1e-6 * x.v.double()).half(), 2.0**20
+    want, S = recurrent(**x.double().asdict())
+    options = {"output_final_state": True, "impl": impl}
+    got, _ = chunk_gated_delta_rule(**x.asdict(), **options)
+    assert 0.01 < relative_rms(got, want) < 0.5
+    x.v = x.v * lift
+    got, state = chunk_gated_delta_rule(**x.asdict(), **options)
+    assert_close("o", got.double() / lift, want, TOLERANCE[torch.float16])
+    assert_close("final_state", state.double() / lift, S, TOLERANCE[torch.float16])
 
 
 def test_state_is_returned_only_on_request(device):
