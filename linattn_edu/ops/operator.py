@@ -519,11 +519,10 @@ class Operator:
             else:
                 results = call(*(_folded(self.axes.get(n), x, m, size) for n, x, m in triples))
                 results = [
-                    x if x is None or self.axes[n][0] not in BATCH or x.ndim < 2
-                    else x.unflatten(0, (size, -1))
+                    x if _absent(x) or self.axes[n][0] not in BATCH else x.unflatten(0, (size, -1))
                     for n, x in zip(outputs, results, strict=True)
-                ]  # fmt: skip
-            dims = tuple(None if x is None or (not whole and x.ndim < 2) else 0 for x in results)
+                ]
+            dims = tuple(None if x is None or (not whole and _absent(x)) else 0 for x in results)
             return tuple(results), dims
 
         return rule
@@ -594,6 +593,11 @@ def _several(results) -> tuple:
 def _owned(x: Tensor | None) -> Tensor | None:
     """x, which autograd does not take for a view: else it could not be changed in place."""
     return x.data if x is not None and x._is_view() else x
+
+
+def _absent(x: Tensor | None) -> bool:
+    """Whether x stands for an output that was not asked for."""
+    return x is None or x.shape == (0,)
 
 
 def _fill(x: Tensor, value: Tensor | None) -> None:

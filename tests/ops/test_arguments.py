@@ -202,10 +202,13 @@ def test_mixed_dtypes_in_chunks_are_refused(f):
         f(**x | {"v": x["v"].half()})
 
 
-@pytest.mark.parametrize("sizes", [(6, 300), (6, 512), (256, 20)], ids=str)
+WIDE = [(f, sizes) for f in FORMS for sizes in ((6, 300), (6, 512), (256, 20))]
+WIDE += [(f, (512, 20)) for f in (GDN[1], KDA[1])]
+
+
+@pytest.mark.parametrize(("f", "sizes"), WIDE, ids=lambda x: getattr(x, "__name__", str(x)))
 @impls
-@forms
-def test_wide_heads(f, impl, sizes, device):
+def test_wide_heads(f, sizes, impl, device):
     """fla's GatedDeltaNet and its models default to head_dim 256 and expand_v 2."""
     x = arguments(f, 3, 1, 1, *sizes, device=device)
     tensors = {"gk" if f in KDA and n == "g" else n: t for n, t in x.items()}

@@ -94,7 +94,7 @@ RECURRENT = {
     "impl": ({"impl": "cuda"}, ValueError, "impl must be one of 'auto', 'triton', 'reference'"),
     "misspelt": ({"output_finl_state": True}, TypeError, "unexpected keyword argument"),
     "cp_context": ({"cp_context": 1}, ValueError, "cp_context is not supported: .* got 1"),
-    "K": (gdn_inputs(1, 1, 1, 1, 257, 2).asdict(), ValueError, "q and k must have K <= 256, .*257"),
+    "K": (gdn_inputs(1, 1, 1, 1, 513, 2).asdict(), ValueError, "q and k must have K <= 512, .*513"),
     "V": (gdn_inputs(1, 1, 1, 1, 2, 513).asdict(), ValueError, "v must have V <= 512, got V=513"),
     "bounds dtype": (packed(0, 20) | {"cu_seqlens": new(2)}, TypeError, "cu_seqlens must be int32"),
     "bounds rank": (packed(20), ValueError, r"cu_seqlens must have shape \[N \+ 1\] .*got \(1,\)"),

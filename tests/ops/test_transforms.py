@@ -82,6 +82,26 @@ def test_vmap(name, device):
     assert_close("twice", twice[1], one_by_one(f, -x), 1e-6)
 
 
+ROWS = {
+    "l2norm": l2norm,
+    "fused_gdn_gate": lambda x: fused_gdn_gate(x, x.new_zeros(4)),
+    "fused_kda_gate": lambda x: fused_kda_gate(x.view(2, 2), x.new_zeros(2)),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_vmap_of_a_single_row(name, device):
+    """What is mapped may be all the batch there is; so may what is saved for the gradient."""
+    f, x, weight = ROWS[name], draw(3, 4, device=device), draw(4, device=device, seed=1)
+    loss = lambda x: (f(x).square().flatten() * weight).sum()
+    assert_close("y", vmap(f)(x), one_by_one(f, x), 1e-6)
+    leaves = [row.clone().requires_grad_() for row in x]
+    want = torch.stack([torch.autograd.grad(loss(row), row)[0] for row in leaves])
+    assert_close("grad of each", vmap(grad(loss))(x), want, 1e-6)
+    leaf = x.clone().requires_grad_()
+    assert_close("grad of all", torch.autograd.grad(vmap(loss)(leaf).sum(), leaf)[0], want, 1e-6)
+
+
 @pytest.mark.parametrize("name", FORMS)
 def test_vmap_of_some_arguments(name, device):
     """States are mapped, tokens and the gate's parameters are not; and the reverse."""

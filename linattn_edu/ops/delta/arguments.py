@@ -20,15 +20,15 @@ def v_first(state_v_first: bool, transpose_state_layout: bool | None) -> bool:
     state_v_first = check.flag("state_v_first", state_v_first)
     if transpose_state_layout is None:
         return state_v_first
+    old = check.flag("transpose_state_layout", transpose_state_layout)
     if state_v_first:
         raise ValueError(
             "state_v_first and transpose_state_layout are one argument: give the first"
         )
-    state_v_first = check.flag("transpose_state_layout", transpose_state_layout)
     warnings.warn(
         "transpose_state_layout is deprecated: use state_v_first", DeprecationWarning, stacklevel=3
     )
-    return state_v_first
+    return old
 
 
 def check_tensors(
