@@ -265,4 +265,7 @@ def _step(name: str, state: str, v_first: bool) -> Operator:
     return step
 
 
-steps = (_step("recurrent_step", "K V", False), _step("recurrent_step_v_first", "V K", True))
+steps = {  # by v_first
+    False: _step("recurrent_step", "K V", False),
+    True: _step("recurrent_step_v_first", "V K", True),
+}
