@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from linattn_edu.ops import sequences, sharding
+from linattn_edu.ops import batching, sequences, sharding
 from linattn_edu.ops.tensors import (
     at_device,
     contiguous,
@@ -42,7 +42,6 @@ BOUNDS = {
     "chunks": ("cu_seqlens", "cu_seqlens_cpu", "chunk_indices"),
 }
 PACKED = ("cu_seqlens", "packing")  # by which a composition says that it knows packed sequences
-BATCH = ("B", "N")  # axes along which everything is independent
 
 
 @dataclass(frozen=True)
@@ -132,7 +131,7 @@ class Operator:
         self.registered = self._register(
             self.name, self.names, self.inputs, tuple(self.outputs), self._run, self._fake
         )
-        self._vmap = self._batched(self._call, self.names, tuple(self.outputs), sums=False)
+        self._vmap = batching.rule(self, self._call, self.names, tuple(self.outputs), sums=False)
         self.registered.register_vmap(self._vmap)
         refuse = _refuse(f"{self.name} has no gradient")
         self._eager = _function(self.name, self._run, _no_setup, refuse, self._vmap)
@@ -160,7 +159,8 @@ class Operator:
         self.registered_backward = self._register(
             name, self.backward_names, tensors, self.inputs, self._run_backward, self._fake_backward
         )
-        vmap = self._batched(self._call_backward, self.backward_names, self.inputs, sums=True)
+        call, names = self._call_backward, self.backward_names
+        vmap = batching.rule(self, call, names, self.inputs, sums=True)
         self.registered_backward.register_vmap(vmap)
         refuse = _refuse(f"the gradient of {self.name} cannot be differentiated again")
         self._once = _function(name, self._run_backward, _no_setup, refuse, vmap)
@@ -483,50 +483,6 @@ class Operator:
         )
         return *results, *(None for _ in self.names[len(self.inputs) :])
 
-    # -- torch.func
-
-    def _batched(self, call: Callable, names: tuple, outputs: tuple, *, sums: bool) -> Callable:
-        """The rule of vmap: the mapped axis becomes part of B and N; else one call after the other.
-
-        One by one where sequences are packed, where a tensor that belongs to the whole batch is
-        mapped, and, if the operator sums over the batch, where there is one at all.
-        """
-
-        def apart(n, x, mapped):
-            return n in self.axes and (mapped or sums) and not {*self.axes[n][:1]} & {*BATCH, "..."}
-
-        def rule(info, in_dims, *args):
-            size = info.batch_size
-            given = [
-                x if d is None or not isinstance(x, Tensor) else x.movedim(d, 0)
-                for x, d in zip(args, in_dims, strict=True)
-            ]
-            mapped = [
-                d is not None and isinstance(x, Tensor) for x, d in zip(args, in_dims, strict=True)
-            ]
-            if self.mutates is not None:
-                raise ValueError(f"{self.mutates} cannot be written in place under torch.vmap")
-            triples = list(zip(names, given, mapped, strict=True))
-            whole = any(
-                x is not None and (n in self.bounds or apart(n, x, m)) for n, x, m in triples
-            )
-            if whole:
-                each = [call(*(x[i] if m else x for _, x, m in triples)) for i in range(size)]
-                results = [
-                    None if parts[0] is None else torch.stack(parts)
-                    for parts in zip(*each, strict=True)
-                ]
-            else:
-                results = call(*(_folded(self.axes.get(n), x, m, size) for n, x, m in triples))
-                results = [
-                    x if _absent(x) or self.axes[n][0] not in BATCH else x.unflatten(0, (size, -1))
-                    for n, x in zip(outputs, results, strict=True)
-                ]
-            dims = tuple(None if x is None or (not whole and _absent(x)) else 0 for x in results)
-            return tuple(results), dims
-
-        return rule
-
     # -- torch.utils.flop_counter
 
     def _count_operations(self) -> None:
@@ -595,11 +551,6 @@ def _owned(x: Tensor | None) -> Tensor | None:
     return x.data if x is not None and x._is_view() else x
 
 
-def _absent(x: Tensor | None) -> bool:
-    """Whether x stands for an output that was not asked for."""
-    return x is None or x.shape == (0,)
-
-
 def _fill(x: Tensor, value: Tensor | None) -> None:
     if value is None:
         x.zero_()
@@ -617,11 +568,3 @@ def _part(x, axes: tuple[str, ...] | None, where: tuple[int, slice, slice]):
     if "NT" in axes:
         return x[:, chunks]
     return x[n : n + 1] if "N" in axes else x
-
-
-def _folded(axes: tuple[str, ...] | None, x, mapped: bool, size: int):
-    """x with the mapped axis, its first, as part of the batch."""
-    if axes is None or x is None or axes[0] not in (*BATCH, "..."):
-        return x
-    x = x if mapped else x.expand(size, *x.shape)
-    return x.flatten(0, 1) if axes[0] in BATCH else x

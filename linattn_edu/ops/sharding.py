@@ -6,7 +6,9 @@ import sys
 import torch
 from torch import Tensor
 
-BATCH, HEADS = ("B", "N"), ("H", "HV")
+from linattn_edu.ops.batching import BATCH
+
+HEADS = ("H", "HV")
 
 
 def sharded(*tensors: Tensor | None) -> bool:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from linattn_edu.ops import check, sequences
 from linattn_edu.ops.delta import arguments, recurrence
-from linattn_edu.ops.delta.recurrence import FLAGS, GIVEN, How, Stages
+from linattn_edu.ops.delta.recurrence import FLAGS, GIVEN, How
 from linattn_edu.ops.operator import Operator, like
 from linattn_edu.ops.tensors import contiguous, needs_gradient, traced, transformed, wide
 from linattn_edu.reference.delta.recurrent import recurrent_pool
@@ -183,26 +183,9 @@ step_ = Operator(
 
 @step_.forward
 def _step(
-    stages: Stages,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    gk: Tensor | None,
-    gv: Tensor | None,
-    beta: Tensor | None,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
-    initial_state: Tensor,
-    indices: Tensor | None,
-    accepted: Tensor | None,
-    scale: float,
-    normalise: bool,
-    sigmoid: int,
-    lower_bound: float | None,
-    v_first: bool,
-    cu_seqlens: Tensor | None = None,
-) -> Tensor:
+    stages, q, k, v, g, gk, gv, beta, A_log, dt_bias, initial_state, indices, accepted, scale,
+    normalise, sigmoid, lower_bound, v_first, cu_seqlens=None,
+):  # fmt: skip
     """The recurrence in one kernel; the final state goes where the initial one is, or to a slot."""
     _check_slots(indices, accepted, initial_state.shape[0])
     aligned = initial_state if indices is not None else contiguous(initial_state)
@@ -233,21 +216,9 @@ pool_ = Operator(
 
 @pool_.forward
 def _pool(
-    recurrent_pool,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    gk: Tensor | None,
-    gv: Tensor | None,
-    beta: Tensor,
-    initial_state: Tensor,
-    indices: Tensor,
-    accepted: Tensor | None,
-    cu_seqlens: Tensor | None,
-    scale: float,
-    v_first: bool,
-) -> Tensor:
+    recurrent_pool, q, k, v, g, gk, gv, beta, initial_state, indices, accepted, cu_seqlens, scale,
+    v_first,
+):  # fmt: skip
     """The reference over a pool, which it reads and writes."""
     _check_slots(indices, accepted, initial_state.shape[0])
     B, T = q.shape[:2]

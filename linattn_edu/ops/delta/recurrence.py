@@ -237,24 +237,9 @@ def _step(name: str, state: str, v_first: bool) -> Operator:
 
     @step.forward
     def forward(
-        stages: Stages,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        g: Tensor | None,
-        gk: Tensor | None,
-        gv: Tensor | None,
-        beta: Tensor | None,
-        A_log: Tensor | None,
-        dt_bias: Tensor | None,
-        initial_state: Tensor | None,
-        scale: float,
-        normalise: bool,
-        sigmoid: int,
-        lower_bound: float | None,
-        output_final_state: bool,
-        cu_seqlens: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
+        stages, q, k, v, g, gk, gv, beta, A_log, dt_bias, initial_state, scale, normalise, sigmoid,
+        lower_bound, output_final_state, cu_seqlens=None,
+    ):  # fmt: skip
         return stages.recurrent(
             q, k, v, g, beta, gk=gk, gv=gv, A_log=A_log, dt_bias=dt_bias, scale=scale,
             normalise=normalise, sigmoid=sigmoid, lower_bound=lower_bound, v_first=v_first,
