@@ -28,10 +28,11 @@ KDA = (chunk_kda, fused_recurrent_kda)
 FORMS = (*GDN, *KDA)
 forms = pytest.mark.parametrize("f", FORMS, ids=lambda f: f.__name__)
 impls = pytest.mark.parametrize("impl", IMPLS)
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 RAW = {"use_gate_in_kernel": True}
 
 
-def arguments(f, T=5, H=1, HV=2, K=6, V=4, device="cpu", *, raw=False, **kinds):
+def arguments(f, T=5, H=1, HV=2, K=6, V=4, device=DEVICE, *, raw=False, **kinds):
     """Tensors of a call by name; raw: the parameters of a gate, too."""
     make = gdn_inputs if f in GDN else kda_inputs
     x = make(1, T, H, HV, K, V, device=device, initial_state=True, **kinds).asdict()
@@ -270,8 +271,8 @@ def test_no_tokens_in_place(f, impl):
     o, S = f(**x, inplace_final_state=True, impl=impl)
     assert not o.numel() and S is x["initial_state"] and torch.equal(S, before)
     o, S = f(
-        **x, inplace_final_state=True, ssm_state_indices=torch.zeros(1, dtype=torch.int32),
-        impl=impl,
+        **x, inplace_final_state=True, impl=impl,
+        ssm_state_indices=torch.zeros(1, dtype=torch.int32, device=DEVICE),
     )  # fmt: skip
     assert not o.numel() and S is x["initial_state"] and torch.equal(S, before)
 
@@ -292,7 +293,7 @@ HELPERS = {
 @impls
 def test_no_tokens_elsewhere(name, impl):
     f, shape = HELPERS[name]
-    x = torch.randn(shape, requires_grad=True)
+    x = torch.randn(shape, device=DEVICE, requires_grad=True)
     y = f(x, impl=impl)
     assert y.shape == shape
     (dx,) = torch.autograd.grad(y.sum(), x)
@@ -375,8 +376,8 @@ def test_numbers_of_sequences_that_are_not_dense_are_refused_by_name(kind):
 @forms
 def test_the_default_device_is_not_asked(f, impl):
     """What a function makes on its way lies where its tensors are."""
-    x, bounds = arguments(f), torch.tensor([0, 2, 2, 5])
-    x["initial_state"] = torch.randn(3, 2, 6, 4)
+    x, bounds = arguments(f), torch.tensor([0, 2, 2, 5], device=DEVICE)
+    x["initial_state"] = torch.randn(3, 2, 6, 4, device=DEVICE)
     options = {"cu_seqlens": bounds, "output_final_state": True, "impl": impl}
     want = run(f, x, **options)
     d_outputs = [torch.ones_like(y) for y in want[0]]
@@ -388,7 +389,8 @@ def test_the_default_device_is_not_asked(f, impl):
 
 @impls
 def test_the_default_device_is_not_asked_elsewhere(impl):
-    g, A, bounds = -torch.rand(1, 9, 2), torch.randn(1, 9, 2, 16) / 4, torch.tensor([0, 4, 9])
+    g, A = -torch.rand(1, 9, 2, device=DEVICE), torch.randn(1, 9, 2, 16, device=DEVICE) / 4
+    bounds = torch.tensor([0, 4, 9], device=DEVICE)
     calls = (
         lambda: chunk_local_cumsum(g, 4, cu_seqlens=bounds, impl=impl),
         lambda: chunk_global_cumsum(g, cu_seqlens=bounds, impl=impl),

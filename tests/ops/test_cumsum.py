@@ -15,7 +15,10 @@ BOUNDS = {"alone": [0, 75], "packed": [0, 1, 1, 40, 75, 75]}
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def draw(T, tail, dtype=torch.float32, device="cpu"):
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def draw(T, tail, dtype=torch.float32, device=DEVICE):
     generator = torch.Generator(device=device).manual_seed(0)
     return torch.randn(1, T, *tail, generator=generator, device=device).to(dtype)
 
@@ -74,9 +77,11 @@ def test_the_square_of_a_sum_has_a_second_gradient(impl, reverse):
 
 def test_float64():
     s = draw(75, (3,)).double()
-    y = chunk_global_cumsum(s, cu_seqlens=torch.tensor(BOUNDS["packed"]))
+    y = chunk_global_cumsum(s, cu_seqlens=torch.tensor(BOUNDS["packed"], device=DEVICE))
     assert y.dtype == torch.float32
-    y = chunk_global_cumsum(s, cu_seqlens=torch.tensor(BOUNDS["packed"]), output_dtype=None)
+    y = chunk_global_cumsum(
+        s, cu_seqlens=torch.tensor(BOUNDS["packed"], device=DEVICE), output_dtype=None
+    )
     assert_close("y", y, sums(matrix(BOUNDS["packed"], False), s), 1e-14)
 
 

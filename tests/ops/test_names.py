@@ -168,8 +168,8 @@ def test_fused_kda_gate_as_it_was_called(bias, dtype, impl, device):
 
 
 @impls
-def test_gates_in_the_dtype_that_is_asked_for(impl):
-    g, A_log = torch.randn(2, 3, 4), torch.randn(4)
+def test_gates_in_the_dtype_that_is_asked_for(impl, device):
+    g, A_log = torch.randn(2, 3, 4, device=device), torch.randn(4, device=device)
     y = fused_gdn_gate(g, A_log, output_dtype=torch.float16, impl=impl)
     assert torch.equal(y, fused_gdn_gate(g, A_log, impl=impl).half())
     y = fused_kda_gate(g, A_log[:3], output_dtype=torch.bfloat16, impl=impl)
@@ -267,11 +267,15 @@ REFUSED = {
 }  # fmt: skip
 
 
+def on(device, arguments):
+    return {n: x.to(device) if isinstance(x, torch.Tensor) else x for n, x in arguments.items()}
+
+
 @pytest.mark.parametrize("case", REFUSED)
-def test_gates_refuse(case):
+def test_gates_refuse(case, device):
     f, changes, error, message = REFUSED[case]
     with launches() as ran, pytest.raises(error, match=message):
-        f(**({"g": torch.zeros(5, 2, 4)} | changes))
+        f(**on(device, {"g": torch.zeros(5, 2, 4)} | changes))
     assert not ran
 
 

@@ -20,6 +20,7 @@ from linattn_edu import (
 from linattn_edu.testing import assert_close, gdn_inputs, kda_inputs
 
 IMPLS = ("reference", "triton")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FLAGS = {
     "use_qk_l2norm_in_kernel": True,
     "use_beta_sigmoid_in_kernel": True,
@@ -29,18 +30,18 @@ FLAGS = {
 
 def delta(f, inputs, **options):
     """A form of the delta rule, of all its tensors."""
-    x = inputs(1, 5, 1, 2, 6, 4, initial_state=True).asdict()
+    x = inputs(1, 5, 1, 2, 6, 4, device=DEVICE, initial_state=True).asdict()
     if options.pop("packed", False):
-        options["cu_seqlens"] = torch.tensor([0, 2, 5])
-        x["initial_state"] = torch.randn(2, 2, 6, 4)
+        options["cu_seqlens"] = torch.tensor([0, 2, 5], device=DEVICE)
+        x["initial_state"] = torch.randn(2, 2, 6, 4, device=DEVICE)
     return x, lambda impl, **x: f(**x, **FLAGS, **options, impl=impl)
 
 
 def one(f, *shape):
-    return {"x": torch.randn(shape) / 4}, f
+    return {"x": torch.randn(shape, device=DEVICE) / 4}, f
 
 
-GATE = torch.tensor([0.5, 1.0])
+GATE = torch.tensor([0.5, 1.0], device=DEVICE)
 OPERATORS = {
     "chunk_gated_delta_rule": delta(chunk_gated_delta_rule, gdn_inputs),
     "chunk_gated_delta_rule, packed": delta(chunk_gated_delta_rule, gdn_inputs, packed=True),
@@ -87,7 +88,7 @@ def test_an_output_may_be_changed_in_place(name, impl):
 @pytest.mark.parametrize("impl", IMPLS)
 def test_the_inverse_is_needed_for_its_gradient(impl):
     """As with torch.sigmoid: PyTorch says so, and nothing is computed from what it has become."""
-    A = (torch.randn(1, 5, 1, 16) / 4).requires_grad_()
+    A = (torch.randn(1, 5, 1, 16, device=DEVICE) / 4).requires_grad_()
     X = solve_tril(A, impl=impl).mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         X.sum().backward()
