@@ -38,7 +38,7 @@ STACK = {
     "turing": 4 << 10,
 }
 # kernels without a matrix product, or with small ones only
-SCALAR = ("gate_", "recurrent", "cumsum", "l2norm", "solve_tril")
+SCALAR = ("gate_", "layer_gate_", "recurrent", "cumsum", "global_cumsum", "l2norm", "solve_tril")
 ONE_BLOCK = re.compile(r"^kda_inverse.*\bBT=16\b")  # nothing is left to merge
 
 
@@ -57,7 +57,8 @@ KERNELS = {
     for name in (
         "recurrent", "gate_cumsum", "solve", "wy", "state", "output",
         "scores", "resolvent", "scan", "output_bwd", "state_bwd", "wy_bwd", "gate_bwd",
-        "recurrent_bwd", "solve_tril", "cumsum", "l2norm", "l2norm_bwd",
+        "recurrent_bwd", "solve_tril", "cumsum", "global_cumsum", "l2norm", "l2norm_bwd",
+        "gate", "layer_gate_bwd",
         "kda_scores", "kda_inverse", "kda_output_bwd", "kda_wy_bwd", "kda_intra_bwd",
     )
 }  # fmt: skip
