@@ -168,9 +168,9 @@ def generation(capability: tuple[int, int]) -> str:
     """The table's name of a GPU generation, by compute capability."""
     if capability < (8, 0):
         return "turing"
-    if capability in ((9, 0), (10, 0), (10, 3)):
-        return "hopper"  # data-centre Blackwell has the same 227 KiB of shared memory
-    return "ampere"
+    if capability in ((10, 0), (10, 3)):
+        return "blackwell"
+    return "hopper" if capability == (9, 0) else "ampere"
 
 
 @functools.cache
@@ -215,9 +215,18 @@ def block(n: int) -> int:
     return max(16, 1 << (n - 1).bit_length())
 
 
+def of_generation(table: dict, generation: str) -> dict:
+    """A table's part for a generation.  Data-centre Blackwell has as much shared memory as Hopper,
+    and takes Hopper's part where it has none of its own.
+    """
+    if generation == "blackwell" and generation not in table:
+        generation = "hopper"
+    return table.get(generation, {})
+
+
 def entry(table: dict, x: torch.Tensor):
     """What a table "generation -> bytes of an element" has for x's device and dtype."""
-    return table[device_of(x)[0]][x.element_size()]
+    return of_generation(table, device_of(x)[0])[x.element_size()]
 
 
 # Rows of K elements that are not whole 4-byte words cannot be copied ahead asynchronously, so the
@@ -251,9 +260,9 @@ def widest(table: dict, k: torch.Tensor, heads: int, V: int) -> dict[str, int]:
     """
     gen, processors = device_of(k)
     K, size = k.shape[-1], k.element_size()
-    if K * size % 4 and gen == "hopper":
+    if K * size % 4 and gen in ("hopper", "blackwell"):
         return UNPIPELINED.launch(V=V)
-    for candidate in table[gen][size][max(128, block(K))]:
+    for candidate in of_generation(table, gen)[size][max(128, block(K))]:
         config = candidate.launch(V=V)
         if 10 * heads * cdiv(V, config["BV"]) >= 7 * processors:
             break
@@ -272,7 +281,8 @@ def value_table(whole: Config) -> dict:
     generation -> bytes of an element -> values up to -> row. On Hopper in 16 bit BV holds a value,
     so that it is read once; whole: the row of values past 128. Elsewhere, and past 256, whole
     values would not fit the registers, and their tiles in flight not shared memory. Narrower heads
-    keep these tiles: see UNPIPELINED.
+    keep these tiles: see UNPIPELINED. On Blackwell Triton 3.7 leaves nothing but a trap of wy_bwd
+    and kda_wy_bwd in 64 columns and one stage.
     """
     hopper = {64: row(4, 3, BK=64, BV=64), 128: row(4, 3, BK=64, BV=128), 256: whole}
     return {
@@ -282,6 +292,10 @@ def value_table(whole: Config) -> dict:
         },
         "ampere": {2: {512: row(4, 1, BK=64, BV=64)}, 4: {512: row(4, 1, BK=32, BV=64)}},
         "hopper": {2: hopper | {512: row(4, 1, BK=64, BV=64)}, 4: {512: row(4, 1, BK=32, BV=64)}},
+        "blackwell": {
+            2: hopper | {512: row(4, 1, BK=32, BV=128)},
+            4: {512: row(4, 1, BK=32, BV=64)},
+        },
     }
 
 
@@ -309,5 +323,5 @@ CHUNK_LIMITS = {
 
 def chunk_limit(k: torch.Tensor) -> int:
     """The longest chunk for k's device, dtype and head size."""
-    by_size = CHUNK_LIMITS[device_of(k)[0]].get(k.element_size(), {})
+    by_size = of_generation(CHUNK_LIMITS, device_of(k)[0]).get(k.element_size(), {})
     return by_size.get(max(128, block(k.shape[-1])), 64)

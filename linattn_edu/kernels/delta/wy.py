@@ -12,11 +12,13 @@ from linattn_edu.kernels.tiles import (
     decay_matrix,
     device_of,
     dot,
+    entry,
     load_gate,
     load_gates,
     load_row,
     load_tile,
     load_vector,
+    of_generation,
     row,
     store_tile,
 )
@@ -117,10 +119,10 @@ def wy(
     chunk_size = A.shape[-1]
     w, u = k.new_empty(B, T, HV, K), torch.empty_like(v)
     kg, qg = (None, None) if q is None else (torch.empty_like(w), torch.empty_like(w))
-    generation, size = device_of(k)[0], k.element_size()
-    config = CONFIGS[generation][size].launch()
-    if q is not None and size in CHANNEL_CONFIGS.get(generation, {}):
-        config = CHANNEL_CONFIGS[generation][size].launch(max(64, K), max(64, V))
+    config = entry(CONFIGS, k).launch()
+    channels = of_generation(CHANNEL_CONFIGS, device_of(k)[0])
+    if q is not None and k.element_size() in channels:
+        config = channels[k.element_size()].launch(max(64, K), max(64, V))
     NT, *chunks = chunk_args(k, chunk_size, packing)
     wy_kernel[(NT * HV,)](
         k, v, beta, gc, A, q, kg, qg, w, u, *chunks, T, H, HV, K, V, BT=chunk_size, **config
