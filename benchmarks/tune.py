@@ -62,9 +62,7 @@ _ROWS = {
 }  # fmt: skip
 _ADJOINT = {"tiles": (("BK",), ("BV",)), "warps": (4, 8), "ops": ("kda",)}
 PLACES = {
-    "gate_cumsum": Place(
-        "gate_cumsum", "gate_cumsum", "BH", (("BH",),), (4, 8, 16, 32, 64), **_CONSTANT
-    ),
+    "gate_cumsum": Place("gate_cumsum", "gate", "BH", (("BH",),), (4, 8, 16, 32, 64), **_CONSTANT),
     "solve": Place("solve", "solve", tiles=(("BK",),)),
     "wy": Place("wy", "wy", tiles=(("BK", "BV"),)),
     "wy_channels": Place("wy", "wy", "CHANNEL_CONFIGS", (("BK", "BV"),), ops=("kda",)),
@@ -77,8 +75,8 @@ PLACES = {
     "state_bwd": Place("state_bwd", "state_bwd", ops=_BOTH, **_SCAN),
     "wy_bwd": Place("wy_bwd", "wy_bwd", tiles=(("BK",), ("BV",)), warps=(4, 8)),
     "recurrent": Place("recurrent", "recurrent", "BV", sizes=(8, 16, 32, 64, 128), **_CONSTANT),
-    "gate_cumsum_channels": Place("gate_cumsum", "gate_cumsum", "BD", **_CHANNELS),
-    "gate_bwd_channels": Place("gate_bwd", "gate_bwd", "BD", **_CHANNELS),
+    "gate_cumsum_channels": Place("gate_cumsum", "gate", "BD", **_CHANNELS),
+    "gate_bwd_channels": Place("gate_bwd", "gate", "BD", **_CHANNELS),
     "kda_intra": Place("kda_intra", "kda_intra", **_ROWS),
     "kda_intra_safe": Place(
         "kda_intra", "kda_intra", options=(("lower_bound", SAFE_BOUND),), **_ROWS
