@@ -50,6 +50,11 @@ CASES = {
         TypeError,
         "k must be torch.float32 like q.*float16",
     ),
+    "v dtype": (
+        {"v": new(2, 20, 4, 24).half()},
+        TypeError,
+        "v must be torch.float32 like q.*float16",
+    ),
     "g dtype": ({"g": new(2, 20, 4, dtype=torch.bool)}, TypeError, "g must be float.*bool"),
     "device": (
         {"beta": new(2, 20, 4, device="meta")},
