@@ -1,0 +1,1 @@
+"""Triton stages of Mamba-2 (SSD), one file a stage."""

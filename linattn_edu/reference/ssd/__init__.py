@@ -1,0 +1,1 @@
+"""Reference stages of Mamba-2 (SSD), one file a stage."""
