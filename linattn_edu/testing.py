@@ -176,6 +176,84 @@ def _inputs(
     return GDNInputs(q, k, v, g, beta, h0)
 
 
+@dataclass
+class SSDInputs:
+    """Arguments of Mamba-2's scan; A and D as its layers have them."""
+
+    x: Tensor
+    dt: Tensor
+    A: Tensor
+    B: Tensor
+    C: Tensor
+    D: Tensor
+    z: Tensor
+    dt_bias: Tensor
+    initial_states: Tensor
+    seq_idx: Tensor
+
+    def asdict(self) -> dict[str, Tensor]:
+        """The fields by name."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+    def double(self) -> "SSDInputs":
+        """The same values in float64."""
+        return SSDInputs(
+            **{n: x.double() if x.is_floating_point() else x for n, x in self.asdict().items()}
+        )
+
+
+def ssd_inputs(
+    B: int,
+    T: int,
+    H: int,
+    G: int,
+    P: int,
+    N: int,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+    decay: str = "trained",
+) -> SSDInputs:
+    """Random inputs of Mamba-2's scan; the same seed gives the same inputs.
+
+    x [B, T, H, P], B and C [B, T, G, N], D [H] and z like x are normal; dt + dt_bias with
+    dt [B, T, H] and dt_bias [H] is normal - 2 before the softplus, A = -e^a with a in [0, log 16];
+    initial_states [B, H, P, N]; seq_idx [B, T] changes at one token in thirty. decay: "trained";
+    "none" is A = 0; "reset" is "trained" with dt = 1e4 at one token in eight; "closed" is
+    A = -1e4. dt_bias, A, D and the states are float32 (float64 if dtype is), dt is of `dtype`.
+    """
+    kinds = ("trained", "none", "reset", "closed")
+    if decay not in kinds:
+        raise ValueError(f"decay must be 'trained', 'none', 'reset' or 'closed', got {decay!r}")
+    generator = torch.Generator(device=device).manual_seed(seed)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, device=device, dtype=wide)
+
+    def rand(*shape: int) -> Tensor:
+        return torch.rand(*shape, generator=generator, device=device, dtype=wide)
+
+    A = -torch.exp(rand(H) * math.log(16.0))
+    A = {"none": torch.zeros_like(A), "closed": torch.full_like(A, -1e4)}.get(decay, A)
+    dt = randn(B, T, H)
+    if decay == "reset":
+        dt = torch.where(rand(B, T, H) < 0.125, 1e4, dt)
+    return SSDInputs(
+        x=randn(B, T, H, P).to(dtype),
+        dt=dt.to(dtype),
+        A=A,
+        B=randn(B, T, G, N).to(dtype),
+        C=randn(B, T, G, N).to(dtype),
+        D=randn(H),
+        z=randn(B, T, H, P).to(dtype),
+        dt_bias=0.1 * randn(H) - 2,
+        initial_states=randn(B, H, P, N),
+        seq_idx=(rand(B, T) < 1 / 30).int().cumsum(1).int(),
+    )
+
+
 @contextmanager
 def poison() -> Iterator[None]:
     """Make torch.empty, torch.empty_like and Tensor.new_empty return NaN.

@@ -90,8 +90,8 @@ def check_stage(kernel, reference, args, **options):
     output of rounded operands cannot be closer than these.
     """
     wide = [x.double() if isinstance(x, torch.Tensor) else x for x in args]
-    got, low = _outputs(kernel(*args, **options)), _outputs(reference(*args, **options))
-    exact = _outputs(reference(*wide, **options))
+    got, low = outputs(kernel(*args, **options)), outputs(reference(*args, **options))
+    exact = outputs(reference(*wide, **options))
     assert [x.dtype for x in got] == [x.dtype for x in low]
     assert [x.shape for x in got] == [x.shape for x in low]
     half = args[0].dtype != torch.float32
@@ -103,5 +103,5 @@ def check_stage(kernel, reference, args, **options):
             assert_close(f"output {i}", x, y, 5e-6)
 
 
-def _outputs(result):
+def outputs(result):
     return tuple(x for x in (result if isinstance(result, tuple) else (result,)) if x is not None)

@@ -1,0 +1,120 @@
+"""Stage chunk_cumsum: the step sizes of Mamba-2, and the decay accumulated inside each chunk."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from linattn_edu.kernels.delta.gate import BH, softplus
+from linattn_edu.kernels.tiles import (
+    LOG2E,
+    cdiv,
+    chunk_args,
+    chunk_of,
+    decay_matrix,
+    load_gate,
+    load_tile,
+    load_vector,
+    store_tile,
+)
+from linattn_edu.packing import Packing
+
+
+@triton.jit
+def step_tile(b_dt, bias_ptr, o_h, low, high, H: tl.constexpr, SOFTPLUS: tl.constexpr):
+    """(step, dt + dt_bias, the step before the clamp) of a tile of dt, whose columns are o_h."""
+    if bias_ptr is not None:
+        b_dt += load_vector(bias_ptr, o_h, H)[None, :]
+    # eq:ssd-step   step = clamp(softplus(dt + dt_bias))
+    b_free = softplus(b_dt) if SOFTPLUS else b_dt
+    b_step = tl.where(b_free < low, low, b_free)  # not tl.clamp, which would drop a NaN
+    return tl.where(b_step > high, high, b_step), b_dt, b_free
+
+
+@triton.jit(do_not_specialize=["T"])
+def chunk_cumsum_kernel(
+    dt_ptr,  # [B, T, H]
+    A_ptr,  # [H]
+    bias_ptr,  # [H] or None
+    step_ptr,  # [B, T, H] out
+    gc_ptr,  # [B, T, H] out: log2, cumulative within a chunk
+    low,
+    high,
+    cu_ptr,  # [N + 1] or None
+    chunks_ptr,  # [NT, 2] or None
+    T,
+    H: tl.constexpr,
+    SOFTPLUS: tl.constexpr,
+    BT: tl.constexpr,
+    BH: tl.constexpr,
+):
+    """One program: one chunk of BH heads.  Grid (NT * H / BH).
+
+    Reference: linattn_edu.reference.ssd.chunk_cumsum.
+    """
+    NH: tl.constexpr = (H + BH - 1) // BH
+    i_h, _, first, n_t = chunk_of(tl.program_id(0), cu_ptr, chunks_ptr, T, NH, BT)
+    o_t = tl.arange(0, BT)
+    o_h = i_h * BH + tl.arange(0, BH)
+    b_dt = load_tile(dt_ptr + first * H, o_t, o_h, H, n_t, H).to(tl.float32)  # [BT, BH]
+    b_step, _, _ = step_tile(b_dt, bias_ptr, o_h, low, high, H, SOFTPLUS)
+    store_tile(step_ptr + first * H, b_step, o_t, o_h, H, n_t, H)
+    # eq:ssd-cumsum   gc = log2(e) cumsum(step A)
+    b_g = b_step * load_vector(A_ptr, o_h, H)[None, :] * LOG2E
+    b_g = tl.where(b_g < -150.0, -150.0, b_g)  # 2^-150 is zero, as in gate_cumsum
+    store_tile(gc_ptr + first * H, tl.cumsum(b_g, axis=0), o_t, o_h, H, n_t, H)
+
+
+@triton.jit
+def decays(gc_ptr, seq_ptr, chunks_ptr, i_c, first, o_t, n_t, T, H: tl.constexpr):
+    """What a chunk's kernel knows of its decay: gc, e, r, a, and the documents of its tokens.
+
+    gc_ptr: at the chunk's first token and the head.  seq_ptr: [B, T] or None.
+    e and r [BT] and a are as in the reference, zero between documents.
+    """
+    n = tl.minimum(o_t.shape[0], n_t)
+    b_gc = load_gate(gc_ptr, o_t, H, n_t)
+    b_last = tl.load(gc_ptr + (n - 1) * H)
+    # eq:ssd-decays   e = 2^gc, G = 2^(gc_i - gc_j), r = 2^(gc_last - gc), a = 2^gc_last
+    b_e, b_r, b_a = tl.exp2(b_gc), tl.exp2(b_last - b_gc), tl.exp2(b_last)
+    b_id = o_t
+    if seq_ptr is not None:
+        i_t = first % T if chunks_ptr is None else tl.load(chunks_ptr + 2 * i_c + 1)
+        seq_ptr += first
+        b_id = tl.load(seq_ptr + tl.minimum(o_t, n_t - 1))
+        end = tl.load(seq_ptr + n - 1)
+        before = tl.load(seq_ptr - tl.minimum(i_t, 1))  # the document whose state comes in
+        b_e = tl.where(b_id == before, b_e, 0.0)
+        b_r = tl.where(b_id == end, b_r, 0.0)
+        b_a = tl.where(end == before, b_a, 0.0)
+    return b_gc, b_e, b_r, b_a, b_id
+
+
+@triton.jit
+def decay_within(b_gc, b_id, o_t, seq_ptr):
+    """G [BT, BT], zero between documents; b_gc and b_id of `decays`."""
+    G = decay_matrix(b_gc, o_t)
+    if seq_ptr is not None:
+        G = tl.where(b_id[:, None] == b_id[None, :], G, 0.0)
+    return G
+
+
+def chunk_cumsum(
+    dt: Tensor,
+    A: Tensor,
+    dt_bias: Tensor | None = None,
+    *,
+    softplus: bool = False,
+    limit: tuple[float, float] = (0.0, float("inf")),
+    chunk_size: int,
+    packing: Packing | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Launch chunk_cumsum_kernel; arguments and result as in the reference."""
+    _, T, H = dt.shape
+    step, gc = (torch.empty_like(dt, dtype=torch.float32) for _ in range(2))
+    NT, *chunks = chunk_args(dt, chunk_size, packing)
+    chunk_cumsum_kernel[(NT * cdiv(H, BH),)](
+        dt, A, dt_bias, step, gc, *limit, *chunks, T, H, softplus, BT=chunk_size, BH=BH,
+        num_warps=4,
+    )  # fmt: skip
+    return step, gc

@@ -1,0 +1,84 @@
+"""The grid every stage of Mamba-2 is held to, and what its stages read."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from delta.stage_checks import CHUNKS, DIMS, DTYPES, TOKENS, outputs
+from grids import EVERY, name, pairs
+
+from linattn_edu.reference.ssd.chunk_cumsum import chunk_cumsum
+from linattn_edu.reference.ssd.chunk_scan_bwd_dstates import chunk_scan_bwd_dstates
+from linattn_edu.reference.ssd.chunk_state import chunk_state
+from linattn_edu.reference.ssd.chunk_state_bwd_db import chunk_state_bwd_db
+from linattn_edu.reference.ssd.state_passing import state_passing
+from linattn_edu.reference.ssd.state_passing_bwd import state_passing_bwd
+from linattn_edu.testing import assert_close, relative_rms, ssd_inputs
+
+WIDE = [(70, 256, 256, 16, "all", torch.float32), (40, 16, 256, 32, "all", torch.bfloat16)]
+# what there is beside x, step, B and C
+GIVEN = ("all", "none", "documents", "channels")
+
+
+def _grid():
+    """Pairs; on a GPU and in the full suite, twice as many."""
+    some = pairs(T=TOKENS, N=DIMS, P=DIMS, C=CHUNKS, given=GIVEN, dtype=DTYPES)
+    more = pairs(dtype=DTYPES, given=GIVEN, C=CHUNKS, P=DIMS, N=DIMS, T=TOKENS) if EVERY else []
+    return list(dict.fromkeys([*some, *(case[::-1] for case in more), *WIDE]))
+
+
+grid = pytest.mark.parametrize(("T", "N", "P", "C", "given", "dtype"), _grid(), ids=name)
+
+
+def parts(T, N, P, C, given, dtype, device, H=4, G=2):
+    """What the stages read, by the reference stages: two heads on each group.
+
+    given: "all", D a number a head, z, states and documents; "none" of them; "documents" alone;
+    "channels": D a number a channel, and states.
+    Short sequences come in a batch: the rounding error of a handful of numbers is no yardstick.
+    """
+    seed = hash((T, N, P)) % 2**31
+    batch = max(1, (256 if torch.cuda.is_available() else 16) // T)
+    x = ssd_inputs(batch, T, H, G, P, N, dtype=dtype, device=device, seed=seed)
+    r = SimpleNamespace(x=x.x, B=x.B, C=x.C, dt=x.dt, A=x.A, dt_bias=x.dt_bias)
+    r.D = {"all": x.D, "channels": torch.randn_like(x.x[0, 0], dtype=x.D.dtype)}.get(given)
+    r.z = x.z if given == "all" else None
+    r.seq_idx = x.seq_idx if given in ("all", "documents") else None
+    states = given in ("all", "channels")
+    r.h0 = x.initial_states.mT.contiguous() if states else None
+    r.dht = torch.randn_like(r.h0) if states else None
+    r.dy = torch.randn_like(x.x)
+    r.step, r.gc = chunk_cumsum(x.dt, x.A, x.dt_bias, softplus=True, chunk_size=C)
+    options = {"chunk_size": C}
+    r.s = chunk_state(r.B, r.x, r.step, r.gc, r.seq_idx, **options)
+    r.h, _ = state_passing(r.s, r.gc, r.h0, r.seq_idx, **options)
+    r.dh_out = chunk_scan_bwd_dstates(r.C, r.gc, r.dy, r.seq_idx, **options)
+    r.ds, r.dlast, _ = state_passing_bwd(r.dh_out, r.gc, r.h, r.dht, r.seq_idx, **options)
+    r.dB_state, *_ = chunk_state_bwd_db(r.B, r.x, r.step, r.gc, r.ds, r.seq_idx, **options)
+    return r
+
+
+def check_stage(kernel, reference, args, **options):
+    """Kernel against reference on the same arguments.
+
+    fp32: relative RMS <= 5e-6. fp16 and bf16: error against float64 at most twice the rounding
+    error of the reference run in that dtype, the largest over the stage's outputs, or half the
+    dtype's epsilon, since a kernel rounds the operands of its products.
+    """
+    wide = [x.double() if _rounded(x) else x for x in args]
+    got, low = outputs(kernel(*args, **options)), outputs(reference(*args, **options))
+    exact = outputs(reference(*wide, **options))
+    assert [(x.dtype, x.shape) for x in got] == [(x.dtype, x.shape) for x in low]
+    half = next((x.dtype for x in args if _rounded(x) and x.element_size() == 2), None)
+    if half is not None:
+        rounding = 2 * max(relative_rms(x, ref) for x, ref in zip(low, exact, strict=True))
+        budget = max(rounding, torch.finfo(half).eps / 2)
+    for i, (x, y, ref) in enumerate(zip(got, low, exact, strict=True)):
+        if half is not None:
+            assert_close(f"output {i}", x, ref, budget)
+        else:
+            assert_close(f"output {i}", x, y, 5e-6)
+
+
+def _rounded(x):
+    return isinstance(x, torch.Tensor) and x.is_floating_point()

@@ -1,0 +1,41 @@
+"""Stage chunk_cumsum: kernel against reference, with every form of the step."""
+
+import pytest
+import torch
+from grids import parametrize
+from ssd import ssd_checks
+
+from linattn_edu.kernels.ssd.chunk_cumsum import chunk_cumsum as kernel
+from linattn_edu.reference.ssd.chunk_cumsum import chunk_cumsum as reference
+from linattn_edu.testing import assert_close, ssd_inputs
+
+pytestmark = pytest.mark.usefixtures("poison")
+
+
+@parametrize(
+    T=ssd_checks.TOKENS,
+    H=(1, 5, 16, 33),
+    C=ssd_checks.CHUNKS,
+    softplus=(True, False),
+    limit=((0.0, float("inf")), (0.05, 0.3)),
+    decay=("trained", "none", "reset", "closed"),
+    dtype=ssd_checks.DTYPES,
+)
+def test_kernel(T, H, C, softplus, limit, decay, dtype, device):
+    x = ssd_inputs(2, T, H, 1, 16, 16, dtype=dtype, device=device, decay=decay)
+    bias = x.dt_bias if T % 2 else None
+    options = {"softplus": softplus, "limit": limit, "chunk_size": C}
+    args = (x.dt, x.A, bias)
+    wanted = reference(*args, **options)
+    for name, got, ref in zip(("step", "gc"), kernel(*args, **options), wanted, strict=True):
+        assert got.dtype == torch.float32 and got.shape == ref.shape
+        assert_close(name, got, ref, 1e-6)
+
+
+def test_a_missing_number_stays_missing(device):
+    x = ssd_inputs(1, 20, 2, 1, 16, 16, device=device)
+    x.dt[0, 7, 1] = torch.nan
+    for stage in (kernel, reference):
+        step, gc = stage(x.dt, x.A, softplus=True, limit=(0.1, 0.5), chunk_size=16)
+        assert step.isnan().nonzero().tolist() == [[0, 7, 1]]
+        assert gc[0, 7:16, 1].isnan().all() and not gc[..., 0].isnan().any()
