@@ -49,6 +49,7 @@ from linattn_edu.kernels.delta import (
     wy,
     wy_bwd,
 )
+from linattn_edu.kernels.ssd import chunk_cumsum_bwd
 
 CAPABILITIES = (75, 80, 89, 90, 100)
 SAMPLES = 60  # parts of the rows, of which a day's sample is one
@@ -143,6 +144,18 @@ def channel_launches(qk, v, beta, g, A, h0, h, chunk_size):
     kda_intra_bwd.kda_intra_bwd(qk, qk, *two)
 
 
+def ssd_launches(N, P, dtype, chunk_size):
+    """Every stage of Mamba-2: two heads on a group, with all that may be given and with nothing."""
+    B, T, H = 1, chunk_size, 2
+    dt, A = torch.empty(B, T, H, dtype=dtype), torch.empty(H)
+    step, dlast = torch.empty(B, T, H), torch.empty(B, 1, H)
+    options = {"chunk_size": chunk_size}
+    for bias, softplus in ((A, True), (None, False)):
+        chunk_cumsum_bwd.chunk_cumsum_bwd(
+            step, dlast, step, dt, A, bias, softplus=softplus, **options
+        )
+
+
 def record(cc):
     """Every distinct (kernel, arguments) the launchers ask for on a GPU of capability cc."""
     seen = {}
@@ -165,6 +178,8 @@ def record(cc):
                 for K, V in [(n, n) for n in sizes] + [(256, WIDE)] * (256 in sizes):
                     k = torch.empty(1, 1, 1, K, dtype=dtype)
                     launches(K, V, dtype, tiles.chunk_limit(k), heads=1)
+                    if V <= 256:
+                        ssd_launches(K, V, dtype, tiles.chunk_limit(k))
                 if 256 in sizes:
                     qk = torch.empty(1, 1, 1, WIDE, dtype=dtype)
                     recurrences(qk, qk, torch.empty(1, 1, 1), torch.empty(1, 1, WIDE, WIDE))

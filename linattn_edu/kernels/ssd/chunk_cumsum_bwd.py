@@ -1,0 +1,92 @@
+"""Stage chunk_cumsum_bwd: from the gradients of step and gc to those of dt, A and dt_bias."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from linattn_edu.kernels.delta.gate import BH, parameter_gradients, store_sums
+from linattn_edu.kernels.ssd.chunk_cumsum import step_tile
+from linattn_edu.kernels.tiles import (
+    LOG2E,
+    cdiv,
+    chunk_args,
+    chunk_of,
+    load_tile,
+    load_vector,
+    store_tile,
+)
+from linattn_edu.packing import Packing
+
+
+@triton.jit(do_not_specialize=["T"])
+def chunk_cumsum_bwd_kernel(
+    dgc_ptr,  # [B, T, H] natural units
+    dlast_ptr,  # [B, NT, H] natural units
+    dstep_ptr,  # [B, T, H]
+    dt_ptr,  # [B, T, H]
+    A_ptr,  # [H]
+    bias_ptr,  # [H] or None
+    ddt_ptr,  # [B, T, H] out
+    sums_ptr,  # [NT, 2, H] out: of dA, and of ddt, over the chunk
+    low,
+    high,
+    cu_ptr,  # [N + 1] or None
+    chunks_ptr,  # [NT, 2] or None
+    T,
+    H: tl.constexpr,
+    SOFTPLUS: tl.constexpr,
+    BT: tl.constexpr,
+    BH: tl.constexpr,
+):
+    """One program: one chunk of BH heads.  Grid (NT * H / BH).
+
+    Reference: linattn_edu.reference.ssd.chunk_cumsum_bwd.
+    """
+    NH: tl.constexpr = (H + BH - 1) // BH
+    i_h, i_c, first, n_t = chunk_of(tl.program_id(0), cu_ptr, chunks_ptr, T, NH, BT)
+    o_t = tl.arange(0, BT)
+    o_h = i_h * BH + tl.arange(0, BH)
+    b_dgc = load_tile(dgc_ptr + first * H, o_t, o_h, H, n_t, H)  # [BT, BH]
+    b_dstep = load_tile(dstep_ptr + first * H, o_t, o_h, H, n_t, H)  # [BT, BH]
+    b_dt = load_tile(dt_ptr + first * H, o_t, o_h, H, n_t, H).to(tl.float32)  # [BT, BH]
+    b_A = load_vector(A_ptr, o_h, H)[None, :]
+    b_step, b_dt, b_free = step_tile(b_dt, bias_ptr, o_h, low, high, H, SOFTPLUS)
+    # eq:ssd-da   da_i = dlast + reverse cumsum(dgc)
+    b_da = tl.cumsum(b_dgc, axis=0, reverse=True)
+    b_da += load_vector(dlast_ptr + i_c * H, o_h, H)[None, :]
+    # 0 where chunk_cumsum held step A at its floor, and for tokens that do not exist
+    b_da = tl.where((b_step * b_A * LOG2E < -150.0) | (o_t >= n_t)[:, None], 0.0, b_da)
+    # eq:ssd-da-head   dA = sum(step da)
+    b_dA = b_step * b_da
+    # eq:ssd-ddt   ddt = (dstep + A da) softplus'(dt + dt_bias), 0 where clamped
+    b_ddt = tl.where(b_free != b_step, 0.0, b_dstep + b_A * b_da)
+    if SOFTPLUS:
+        b_ddt *= tl.sigmoid(b_dt)
+    store_tile(ddt_ptr + first * H, b_ddt, o_t, o_h, H, n_t, H)
+    store_sums(sums_ptr, b_dA, b_ddt, i_c, o_h, H)
+
+
+def chunk_cumsum_bwd(
+    dgc: Tensor,
+    dlast: Tensor,
+    dstep: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    dt_bias: Tensor | None = None,
+    *,
+    softplus: bool = False,
+    limit: tuple[float, float] = (0.0, float("inf")),
+    chunk_size: int,
+    packing: Packing | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Launch chunk_cumsum_bwd_kernel; arguments and result as in the reference."""
+    _, T, H = dt.shape
+    ddt = torch.empty_like(dt)
+    NT, *chunks = chunk_args(dt, chunk_size, packing)
+    sums = dgc.new_empty(NT, 2, H)
+    chunk_cumsum_bwd_kernel[(NT * cdiv(H, BH),)](
+        dgc, dlast, dstep, dt, A, dt_bias, ddt, sums, *limit, *chunks, T, H, softplus,
+        BT=chunk_size, BH=BH, num_warps=4,
+    )  # fmt: skip
+    return ddt, *parameter_gradients(sums, A, dt_bias)
