@@ -1,0 +1,48 @@
+"""Stage ema: the exponential moving average of every channel, Mamba-2 without B and C."""
+
+import torch
+from torch import Tensor
+
+from linattn_edu.reference.ssd.chunk_cumsum import decays
+from linattn_edu.reference.tiles import compute_dtype, from_chunks, to_chunks
+
+
+def ema(
+    x: Tensor,
+    g: Tensor,
+    gc: Tensor,
+    weight: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    *,
+    chunk_size: int,
+    output_final_state: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """The moving average of all channels of a head, which share its decay.
+
+        h_t = e^g_t h_(t-1) + w_t x_t,   y_t = h_t,   w_t = 1 - e^g_t without a weight;
+
+    in chunks, with e, G, r, a of chunk_cumsum.decays,
+
+        Y  = diag(e) h + (G * w) X,   h <- a h + (r * w)^T X
+
+    Args:
+        x: [B, T, H, D].  g: [B, T, H], natural log, <= 0.  gc: [B, T, H] of gate_cumsum (log2).
+        weight: [B, T, H], or None.  initial_state: [B, H, D], zero if None.
+    Returns:
+        y [B, T, H, D] in x.dtype; the final state [B, H, D] in fp32 (fp64 for fp64 input) or None.
+    Source: arXiv:2405.21060 section 6 with N = 1 and B = C = 1, chapter 20.
+    """
+    dtype = compute_dtype(x, g, gc, weight, initial_state)
+    # eq:ema-weight   w = 1 - e^g
+    w = -torch.expm1(g.to(dtype)) if weight is None else weight.to(dtype)
+    e, G, r, a = decays(gc.to(dtype), None, chunk_size)
+    X, w = to_chunks(x.to(dtype), chunk_size), to_chunks(w, chunk_size)[..., None, :]
+    h = torch.zeros_like(X[:, :, 0, :1]) if initial_state is None else initial_state[:, :, None]
+    h, y = h.to(dtype), []  # [B, H, 1, D]
+    for c in range(X.shape[2]):
+        # eq:ema-output   Y = diag(e) h + (G * w) X
+        y.append(e[:, :, c] * h + (G * w)[:, :, c] @ X[:, :, c])
+        # eq:ema-state   h <- a h + (r * w)^T X
+        h = a[:, :, c] * h + (r.mT * w)[:, :, c] @ X[:, :, c]
+    y = from_chunks(torch.stack(y, 2), x.shape[1]).to(x.dtype)
+    return y, h[:, :, 0] if output_final_state else None
