@@ -91,6 +91,18 @@ def decay_matrix_transposed(b_gc, o_t):
 
 
 @triton.jit
+def documents(seq_ptr, i_t, o_t, n_t):
+    """Documents of a chunk: of each token, of the state that enters it, of the one that leaves.
+
+    seq_ptr: at the chunk's first token.  i_t: the chunk's number in its sequence: no document goes
+    on from before a sequence, whose initial state belongs to the first token's.
+    """
+    b_id = tl.load(seq_ptr + tl.minimum(o_t, n_t - 1))
+    before = tl.load(seq_ptr - tl.minimum(i_t, 1))
+    return b_id, before, tl.load(seq_ptr + tl.minimum(o_t.shape[0], n_t) - 1)
+
+
+@triton.jit
 def chunk_of(pid, cu_ptr, chunks_ptr, T, HV: tl.constexpr, BT: tl.constexpr):
     """What program pid of a chunk-parallel kernel works on, heads varying fastest.
 

@@ -18,6 +18,27 @@ def to_chunks(x: Tensor, chunk_size: int) -> Tensor:
     return x.view(B, -1, chunk_size, H, *rest).movedim(3, 1)
 
 
+def pad_gate(gc: Tensor, chunk_size: int) -> Tensor:
+    """Repeat the last token's gate up to the chunk's end: a missing token does not decay."""
+    pad = -gc.shape[1] % chunk_size
+    return torch.cat([gc, gc[:, -1:].expand(-1, pad, *gc.shape[2:])], 1)
+
+
+def documents(seq_idx: Tensor, chunk_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Documents of each chunk: of its tokens, of the state that enters it, of the one that leaves.
+
+    The state before the first token belongs to that token's document.
+
+    Args:
+        seq_idx: [B, T]; equal numbers are neighbours.
+    Returns:
+        [B, 1, NT, C], [B, 1, NT, 1], [B, 1, NT, 1].
+    """
+    ids = to_chunks(pad_gate(seq_idx[..., None], chunk_size), chunk_size)
+    end = ids[..., -1:]
+    return ids, torch.cat([ids[:, :, :1, :1], end[:, :, :-1]], 2), end
+
+
 def from_chunks(x: Tensor, T: int) -> Tensor:
     """[B, H, NT, C, ...] -> [B, T, H, ...], contiguous: the inverse of `to_chunks`."""
     B, H, NT, C, *rest = x.shape

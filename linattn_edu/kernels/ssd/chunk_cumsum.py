@@ -12,6 +12,7 @@ from linattn_edu.kernels.tiles import (
     chunk_args,
     chunk_of,
     decay_matrix,
+    documents,
     load_gate,
     load_tile,
     load_vector,
@@ -80,10 +81,7 @@ def decays(gc_ptr, seq_ptr, chunks_ptr, i_c, first, o_t, n_t, T, H: tl.constexpr
     b_id = o_t
     if seq_ptr is not None:
         i_t = first % T if chunks_ptr is None else tl.load(chunks_ptr + 2 * i_c + 1)
-        seq_ptr += first
-        b_id = tl.load(seq_ptr + tl.minimum(o_t, n_t - 1))
-        end = tl.load(seq_ptr + n - 1)
-        before = tl.load(seq_ptr - tl.minimum(i_t, 1))  # the document whose state comes in
+        b_id, before, end = documents(seq_ptr + first, i_t, o_t, n_t)
         b_e = tl.where(b_id == before, b_e, 0.0)
         b_r = tl.where(b_id == end, b_r, 0.0)
         b_a = tl.where(end == before, b_a, 0.0)

@@ -4,11 +4,11 @@ import torch
 from torch import Tensor
 
 from linattn_edu.reference.delta.kda_intra import pair_decay
-from linattn_edu.reference.delta.state import pad_gate
 from linattn_edu.reference.delta.wy_bwd import last_tokens
 from linattn_edu.reference.tiles import (
     compute_dtype,
     from_chunks,
+    pad_gate,
     repeat_heads,
     sum_heads,
     to_chunks,

@@ -4,8 +4,13 @@ import torch
 from torch import Tensor
 
 from linattn_edu.reference.delta.gate_cumsum import decay_matrix
-from linattn_edu.reference.delta.state import pad_gate
-from linattn_edu.reference.tiles import compute_dtype, from_chunks, repeat_heads, to_chunks
+from linattn_edu.reference.tiles import (
+    compute_dtype,
+    from_chunks,
+    pad_gate,
+    repeat_heads,
+    to_chunks,
+)
 
 
 def wy(

@@ -4,10 +4,10 @@ import torch
 from torch import Tensor
 
 from linattn_edu.reference.delta.gate_cumsum import decay_matrix
-from linattn_edu.reference.delta.state import pad_gate
 from linattn_edu.reference.tiles import (
     compute_dtype,
     from_chunks,
+    pad_gate,
     repeat_heads,
     sum_heads,
     to_chunks,

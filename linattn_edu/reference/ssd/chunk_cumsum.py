@@ -6,8 +6,13 @@ from torch import Tensor
 
 from linattn_edu.reference.delta.gate_cumsum import FLOOR, LOG2E
 from linattn_edu.reference.delta.gate_cumsum import decay_matrix as causal_decay
-from linattn_edu.reference.delta.state import pad_gate
-from linattn_edu.reference.tiles import compute_dtype, from_chunks, to_chunks
+from linattn_edu.reference.tiles import (
+    compute_dtype,
+    documents,
+    from_chunks,
+    pad_gate,
+    to_chunks,
+)
 
 
 def chunk_cumsum(
@@ -75,9 +80,7 @@ def decays(
     # eq:ssd-decays   e = 2^gc, G = 2^(gc_i - gc_j), r = 2^(gc_last - gc), a = 2^gc_last
     e, G, r, a = torch.exp2(gc), causal_decay(gc), torch.exp2(last - gc), torch.exp2(last)
     if seq_idx is not None:
-        ids = to_chunks(pad_gate(seq_idx[..., None], chunk_size), chunk_size)  # [B, 1, NT, C]
-        end = ids[..., -1:]
-        before = torch.cat([ids[:, :, :1, :1], end[:, :, :-1]], 2)  # whose state comes in
+        ids, before, end = documents(seq_idx, chunk_size)
         e, r, a = e * (ids == before), r * (ids == end), a * (end == before)
         G = G * (ids[..., :, None] == ids[..., None, :])
     return e[..., None], G, r[..., None], a[..., None]
