@@ -6,6 +6,16 @@ STAGES = ("gate_cumsum", "solve", "wy", "state", "output")
 BACKWARD = ("output_bwd", "state_bwd", "wy_bwd", "gate_bwd")
 KDA_STAGES = ("gate_cumsum", "kda_intra", "wy", "state", "output")
 KDA_BACKWARD = ("kda_output_bwd", "state_bwd", "kda_wy_bwd", "kda_intra_bwd", "gate_bwd")
+SSD_STAGES = ("chunk_cumsum", "chunk_state", "state_passing", "chunk_scan")
+SSD_BACKWARD = (
+    "chunk_scan_bwd_dstates",
+    "state_passing_bwd",
+    "chunk_state_bwd_db",
+    "chunk_scan_bwd_dc",
+    "chunk_scan_chunk_state_bwd_dx",
+    "chunk_scan_bwd_da_cs",
+    "chunk_cumsum_bwd",
+)
 
 # stage -> (top of its box, what it reads from the arguments, what it computes)
 _BOXES = {
@@ -37,7 +47,24 @@ _KDA_BACKWARD_BOXES = {
     "state_bwd": (286, "chunk to chunk, back"),
     "kda_output_bwd": (366, "through the output"),
 }
+# the same of Mamba-2
+_SSD_BOXES = {
+    "chunk_cumsum": (46, "dt A", "step and decay"),
+    "chunk_state": (126, "B x", "what the chunk writes"),
+    "state_passing": (206, "S₀", "chunk to chunk"),
+    "chunk_scan": (286, "C B x", "read state and chunk"),
+}
+_SSD_BACKWARD_BOXES = {
+    "chunk_cumsum_bwd": (46, "step of each token"),
+    "chunk_scan_bwd_da_cs": (124, "scores by their decay"),
+    "chunk_scan_chunk_state_bwd_dx": (202, "scores and state by x"),
+    "chunk_scan_bwd_dc": (280, "output by C, scores by B"),
+    "chunk_state_bwd_db": (358, "state by B and its decay"),
+    "state_passing_bwd": (436, "chunk to chunk, back"),
+    "chunk_scan_bwd_dstates": (514, "output by the state"),
+}
 _X, _WIDTH, _HEIGHT, _BUS = 70, 168, 44, 262
+_SSD_KNOWN = ("ssd", "selective_state_update", *SSD_STAGES)
 _KEPT = ("from what", "was kept:", "q k v g β", "gc A S₀")
 _KDA_KEPT = ("from what", "was kept:", "q k v g β", "P A S₀")
 _STYLE = (
@@ -54,17 +81,23 @@ def pipeline_svg(lit: str | None = None) -> str:
     Args:
         lit: "recurrent", "gate_cumsum", "solve", "wy", "state", "output", or None for none; with
             "output_bwd", "state_bwd", "wy_bwd" or "gate_bwd" it is the drawing of backward_svg,
-            with a stage of Kimi Delta Attention alone that of kda_svg or kda_backward_svg.
+            with a stage of Kimi Delta Attention alone that of kda_svg or kda_backward_svg, with
+            "ssd" or a stage of Mamba-2 that of ssd_svg or ssd_backward_svg.
     """
     if lit in BACKWARD:
         return backward_svg(lit)
     if lit in KDA_BACKWARD:
         return kda_backward_svg(lit)
+    if lit in _SSD_KNOWN:
+        return ssd_svg(lit)
+    if lit in SSD_BACKWARD:
+        return ssd_backward_svg(lit)
     known = ("recurrent", *STAGES)
     if lit in KDA_STAGES and lit not in known:
         return kda_svg(lit)
     if lit is not None and lit not in known:
         every = dict.fromkeys((*known, *KDA_STAGES, *BACKWARD, *KDA_BACKWARD))
+        every |= dict.fromkeys((*_SSD_KNOWN, *SSD_BACKWARD))
         raise ValueError(f"lit must be one of {tuple(every)} or None, got {lit!r}")
     parts = []
     for name, (y, inputs, note) in _BOXES.items():
@@ -93,7 +126,7 @@ def pipeline_svg(lit: str | None = None) -> str:
     bottom = _BOXES["output"][0] + _HEIGHT
     parts += _arrow([(x, bottom), (x, bottom + 32)])
     parts.append(_text(x, bottom + 48, "o"))
-    parts += _definition(x, bottom, lit == "recurrent")
+    parts += _definition(x, bottom, ["q k v g β  S₀"], "recurrent", "o", lit == "recurrent")
     return _svg(parts, 436, "Stages of chunk_gated_delta_rule", lit)
 
 
@@ -137,22 +170,62 @@ def kda_svg(lit: str | None = None) -> str:
     bottom = _KDA_BOXES["output"][0] + _HEIGHT
     parts += _arrow([(x, bottom), (x, bottom + 32)])
     parts.append(_text(x, bottom + 48, "o"))
-    parts += _definition(x, bottom, lit == "recurrent")
+    parts += _definition(x, bottom, ["q k v g β  S₀"], "recurrent", "o", lit == "recurrent")
     return _svg(parts, 436, "Stages of chunk_kda", lit)
 
 
-def _definition(x: float, bottom: float, lit: bool) -> list[str]:
+def ssd_svg(lit: str | None = None) -> str:
+    """The pipeline of mamba_chunk_scan_combined as SVG text, with stages lit.
+
+    Args:
+        lit: "chunk_cumsum", "chunk_state", "state_passing", "chunk_scan"; "ssd", all of these;
+            "selective_state_update", the recurrence; or None for none.
+    """
+    if lit is not None and lit not in _SSD_KNOWN:
+        raise ValueError(f"lit must be one of {_SSD_KNOWN} or None, got {lit!r}")
+    x, right = _X + _WIDTH / 2, _X + _WIDTH
+    middle = {name: y + _HEIGHT / 2 for name, (y, *_) in _SSD_BOXES.items()}
+    parts = []
+    for name, (y, inputs, note) in _SSD_BOXES.items():
+        side = middle[name] - 9 if name == "state_passing" else middle[name]
+        parts += _box(_X, y, _WIDTH, _HEIGHT, name, note, lit in (name, "ssd"))
+        parts += [*_arrow([(6, side), (_X, side)]), _text(34, side - 6, inputs)]
+    parts.append(_text(34, middle["chunk_scan"] + 16, "D z"))
+    state_y = middle["state_passing"] + 12
+    parts += [*_arrow([(_X, state_y), (6, state_y)]), _text(34, state_y + 15, "final S")]
+    for above, below, label in (
+        ("chunk_state", "state_passing", "s"),
+        ("state_passing", "chunk_scan", "h"),
+    ):
+        end = _SSD_BOXES[below][0]
+        parts += _arrow([(x, _SSD_BOXES[above][0] + _HEIGHT), (x, end)])
+        parts.append(_text(x + 8, end - 13, label, anchor="start"))
+    top = middle["chunk_cumsum"]
+    for i, label in enumerate(("gc", "step")):
+        parts.append(_text(_BUS + 6, top + 24 + 18 * i, label, anchor="start"))
+    for name in SSD_STAGES[1:]:
+        parts += _arrow([(right, top), (_BUS, top), (_BUS, middle[name]), (right, middle[name])])
+    bottom = _SSD_BOXES["chunk_scan"][0] + _HEIGHT
+    parts += [*_arrow([(x, bottom), (x, bottom + 32)]), _text(x, bottom + 48, "out")]
+    reads, here = ["x dt A B C", "D z  S₀"], lit == "selective_state_update"
+    parts += _definition(x, bottom, reads, "recurrence", "out", here)
+    return _svg(parts, 388, "Stages of mamba_chunk_scan_combined", lit)
+
+
+def _definition(
+    x: float, bottom: float, reads: list[str], name: str, out: str, lit: bool
+) -> list[str]:
     """The recurrence, to the right of stages in a column about x that end at `bottom`."""
     left, width = 302, 112
     centre = left + width / 2
     return [
         _text(x, 18, "in chunks", small=True),
         _text(centre, 18, "the definition", small=True),
-        _text(centre, 84, "q k v g β  S₀"),
+        *(_text(centre, 84 - 18 * i, line) for i, line in enumerate(reversed(reads))),
         *_arrow([(centre, 92), (centre, 170)]),
-        *_box(left, 170, width, 60, "recurrent", "token by token", lit),
+        *_box(left, 170, width, 60, name, "token by token", lit),
         *_arrow([(centre, 230), (centre, bottom + 32)]),
-        _text(centre, bottom + 48, "o  final S"),
+        _text(centre, bottom + 48, f"{out}  final S"),
         _text((x + centre) / 2 - 6, bottom + 48, "="),
     ]
 
@@ -272,6 +345,50 @@ def kda_backward_svg(lit: str | None = None) -> str:
     return _svg(parts, 468, "Backward stages of chunk_kda", lit)
 
 
+def ssd_backward_svg(lit: str | None = None) -> str:
+    """The backward stages of mamba_chunk_scan_combined as SVG text, with one of them lit.
+
+    The first stage is at the bottom and the arrows go up, against those of ssd_svg.
+
+    Args:
+        lit: One of SSD_BACKWARD, or None for none.
+    """
+    if lit is not None and lit not in SSD_BACKWARD:
+        raise ValueError(f"lit must be one of {SSD_BACKWARD} or None, got {lit!r}")
+    boxes, width = _SSD_BACKWARD_BOXES, 250
+    x, right, inner, outer = _X + width / 2, _X + width, _X + width + 22, _X + width + 48
+    middle = {name: y + _HEIGHT / 2 for name, (y, _) in boxes.items()}
+    top, da_cs, dx, dc, db, passing, dstates = middle.values()
+    parts = [_text(x, 18, "gradients", small=True)]
+    for name, (y, note) in boxes.items():
+        parts += _box(_X, y, width, _HEIGHT, name, note, name == lit, size=13)
+    for y, label in ((dstates, "dy"), (passing, "dht"), (dc, "dy"), (dx, "dy"), (da_cs, "dy")):
+        side = y if y in (dstates, da_cs) else y - 9
+        parts += [*_arrow([(6, side), (_X, side)]), _text(34, side - 6, label)]
+    for y, label in ((passing, "dh0"), (dc, "dC dB"), (dx, "dx dD"), (top, "ddt dA")):
+        side = y if y == top else y + 9
+        parts += [*_arrow([(_X, side), (6, side)]), _text(34, side + 16, label)]
+    for below, above, label in (
+        (dstates, passing, "dh_out"),
+        (passing, db, "ds"),
+        (db, dc, "dB_state"),
+        (da_cs, top, "dgc"),
+    ):
+        parts += _arrow([(x, below - _HEIGHT / 2), (x, above + _HEIGHT / 2)])
+        parts.append(_text(x + 8, (below + above) / 2 + 5, label, anchor="start"))
+    parts += _arrow([(right, passing - 9), (inner, passing - 9), (inner, dx + 9), (right, dx + 9)])
+    parts.append(_text(inner + 4, dx + 50, "ds", anchor="start"))
+    # what the other stages say of dt: one line to the stage that gathers it
+    for y, label in ((passing + 9, "dlast"), (db, "dgc"), (dc, "dgc"), (dx - 9, "dstep")):
+        parts.append(f'<circle cx="{outer:g}" cy="{y:g}" r="2.5"/>')
+        parts += [_line([(right, y), (outer, y)]), _text(outer + 5, y + 5, label, anchor="start")]
+    parts.append(_text(outer + 5, db + 21, "dlast", anchor="start"))
+    parts += _arrow([(outer, passing + 9), (outer, top), (right, top)])
+    reads = "each reads what it needs of C B x step gc h"
+    parts.append(_text(x, boxes["chunk_scan_bwd_dstates"][0] + _HEIGHT + 24, reads, small=True))
+    return _svg(parts, 592, "Backward stages of mamba_chunk_scan_combined", lit)
+
+
 def _svg(parts: list[str], height: float, title: str, lit: str | None) -> str:
     title += f", {lit} lit" if lit else ""
     return (
@@ -290,7 +407,14 @@ def _text(x: float, y: float, text: str, anchor: str = "middle", small: bool = F
 
 
 def _box(
-    x: float, y: float, width: float, height: float, name: str, note: str, lit: bool
+    x: float,
+    y: float,
+    width: float,
+    height: float,
+    name: str,
+    note: str,
+    lit: bool,
+    size: int = 15,
 ) -> list[str]:
     paint = 'fill="#f2a33a"' if lit else 'fill-opacity="0.07"'
     ink = ' fill="#1b1b1b"' if lit else ""
@@ -299,7 +423,7 @@ def _box(
         f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="6" {paint} '
         f'stroke="currentColor" stroke-width="{2 if lit else 1}"/>',
         f"<g{ink}>",
-        f'<text x="{x + width / 2:g}" y="{middle - 3:g}" text-anchor="middle" font-size="15" '
+        f'<text x="{x + width / 2:g}" y="{middle - 3:g}" text-anchor="middle" font-size="{size}" '
         f'font-weight="bold">{name}</text>',
         f'<text x="{x + width / 2:g}" y="{middle + 14:g}" text-anchor="middle" '
         f'font-size="12">{note}</text>',
@@ -309,11 +433,12 @@ def _box(
 
 def _arrow(points: list[tuple[float, float]]) -> list[str]:
     (x0, y0), (x, y) = points[-2:]
-    line = " ".join(f"{a:g},{b:g}" for a, b in points)
     dx, dy = (x > x0) - (x < x0), (y > y0) - (y < y0)
     head = f"{x:g},{y:g} {x - 8 * dx - 4 * dy:g},{y - 8 * dy - 4 * dx:g} "
     head += f"{x - 8 * dx + 4 * dy:g},{y - 8 * dy + 4 * dx:g}"
-    return [
-        f'<polyline points="{line}" fill="none" stroke="currentColor" stroke-width="1.3"/>',
-        f'<polygon points="{head}"/>',
-    ]
+    return [_line(points), f'<polygon points="{head}"/>']
+
+
+def _line(points: list[tuple[float, float]]) -> str:
+    line = " ".join(f"{a:g},{b:g}" for a, b in points)
+    return f'<polyline points="{line}" fill="none" stroke="currentColor" stroke-width="1.3"/>'

@@ -15,15 +15,20 @@ from linattn_edu.pipeline import (
     BACKWARD,
     KDA_BACKWARD,
     KDA_STAGES,
+    SSD_BACKWARD,
+    SSD_STAGES,
     STAGES,
     backward_svg,
     kda_backward_svg,
     kda_svg,
     pipeline_svg,
+    ssd_backward_svg,
+    ssd_svg,
 )
 
 HASH_SALT = "linattn_edu"
-RESULTS, KDA_RESULTS = "gdn_h200", "kda_h200"  # chapters/data/<name>.json
+# chapters/data/<name>.json
+RESULTS, KDA_RESULTS, SSD_RESULTS = "gdn_h200", "kda_h200", "ssd_h200"
 PEERS = {"fla": "fla-core", "flash_qla": "flash-qla"}  # key of the results -> distribution
 SCALING = (
     "One layer with 16 heads and K = V = 128, from 256 to 32768 tokens: the recurrence token by "
@@ -125,6 +130,10 @@ def pipeline_map(lit: str | None = None) -> None:
         stages = f"do -> {' -> '.join(BACKWARD if lit in BACKWARD else KDA_BACKWARD)} -> dg"
     elif lit in KDA_STAGES and lit not in STAGES:
         stages = f"g -> {' -> '.join(KDA_STAGES)} -> o"
+    elif lit in SSD_BACKWARD:
+        stages = f"dy -> {' -> '.join(SSD_BACKWARD)} -> ddt"
+    elif lit in ("ssd", "selective_state_update", *SSD_STAGES):
+        stages = f"dt -> {' -> '.join(SSD_STAGES)} -> out"
     title = f"linattn_edu pipeline: {stages}"
     _display(title + (f"   [here: {lit}]" if lit else ""), html_text=pipeline_svg(lit))
 
@@ -170,12 +179,13 @@ def measured_stage(stage: str, name: str | None = None) -> None:
 
     Args:
         stage: Name of the stage.  name: Of the file of results; if None, that of Gated DeltaNet,
-            or of Kimi Delta Attention for a stage which it alone has.
+            or of Kimi Delta Attention or Mamba-2 for a stage which it alone has.
     """
     if name is None:
         shared = (*STAGES, *BACKWARD)
         only_kda = stage in (*KDA_STAGES, *KDA_BACKWARD) and stage not in shared
-        name = KDA_RESULTS if only_kda else RESULTS
+        only_ssd = stage in (*SSD_STAGES, *SSD_BACKWARD)
+        name = KDA_RESULTS if only_kda else SSD_RESULTS if only_ssd else RESULTS
     data = _load(name)
     rows = _rows(data, f"stage:{stage}")
     if rows:
@@ -363,6 +373,8 @@ def page_parts(figures: Path) -> dict[str, str]:
         "pipeline_bwd.svg": backward_svg() + "\n",
         "kda_pipeline.svg": kda_svg() + "\n",
         "kda_pipeline_bwd.svg": kda_backward_svg() + "\n",
+        "ssd_pipeline.svg": ssd_svg() + "\n",
+        "ssd_pipeline_bwd.svg": ssd_backward_svg() + "\n",
         "composition.txt": inspect.getsource(gdn.forward),
         "composition_bwd.txt": inspect.getsource(gdn.backward),
         "kda_composition.txt": inspect.getsource(kda.forward),

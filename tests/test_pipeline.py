@@ -1,4 +1,4 @@
-"""The maps of Kimi Delta Attention's stages."""
+"""The maps of the stages of Kimi Delta Attention and of Mamba-2."""
 
 import xml.etree.ElementTree as ET
 
@@ -35,6 +35,28 @@ def test_the_backward_map_has_its_stages_and_what_goes_in_and_out(lit):
     assert "id=" not in svg
 
 
+@pytest.mark.parametrize("lit", [None, "selective_state_update", *pipeline.SSD_STAGES])
+def test_the_forward_map_of_mamba2_has_its_stages_and_one_lit(lit):
+    svg = pipeline.ssd_svg(lit)
+    assert {"recurrence", *pipeline.SSD_STAGES, "dt", "A", "B", "C", "D", "z", "x"} <= words(svg)
+    assert {"step", "gc", "s", "h", "S₀", "out"} <= words(svg)
+    assert svg.count("#f2a33a") == (lit is not None)
+    assert "id=" not in svg
+
+
+def test_the_whole_forward_pass_of_mamba2_can_be_lit():
+    assert pipeline.ssd_svg("ssd").count("#f2a33a") == len(pipeline.SSD_STAGES)
+
+
+@pytest.mark.parametrize("lit", [None, *pipeline.SSD_BACKWARD])
+def test_the_backward_map_of_mamba2_has_its_stages_and_what_goes_in_and_out(lit):
+    svg = pipeline.ssd_backward_svg(lit)
+    assert {*pipeline.SSD_BACKWARD, "dy", "dht", "dx", "dD", "dC", "dB", "ddt", "dA"} <= words(svg)
+    assert {"dh0", "dh_out", "ds", "dB_state", "dgc", "dlast", "dstep"} <= words(svg)
+    assert svg.count("#f2a33a") == (lit is not None)
+    assert "id=" not in svg
+
+
 @pytest.mark.parametrize(
     ("lit", "draw"),
     [
@@ -44,6 +66,8 @@ def test_the_backward_map_has_its_stages_and_what_goes_in_and_out(lit):
         ("kda_intra_bwd", pipeline.kda_backward_svg),
         ("state", pipeline.pipeline_svg),
         ("state_bwd", pipeline.backward_svg),
+        *((stage, pipeline.ssd_svg) for stage in pipeline.SSD_STAGES),
+        *((stage, pipeline.ssd_backward_svg) for stage in pipeline.SSD_BACKWARD),
     ],
 )
 def test_a_stage_chooses_its_map(lit, draw, capsys):
@@ -53,7 +77,22 @@ def test_a_stage_chooses_its_map(lit, draw, capsys):
     assert line.endswith(f"[here: {lit}]\n") and f"-> {lit} ->" in line
 
 
-@pytest.mark.parametrize("draw", [pipeline.kda_svg, pipeline.kda_backward_svg])
+@pytest.mark.parametrize("lit", ["ssd", "selective_state_update"])
+def test_mamba2_as_a_whole_and_its_recurrence_choose_the_forward_map(lit, capsys):
+    assert pipeline.pipeline_svg(lit) == pipeline.ssd_svg(lit)
+    teaching.pipeline_map(lit)
+    assert capsys.readouterr().out.endswith(f"-> chunk_scan -> out   [here: {lit}]\n")
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        pipeline.kda_svg,
+        pipeline.kda_backward_svg,
+        pipeline.ssd_svg,
+        pipeline.ssd_backward_svg,
+    ],
+)
 def test_an_unknown_stage_is_refused(draw):
     with pytest.raises(ValueError, match="lit must be"):
         draw("solve")

@@ -7,6 +7,7 @@ import re
 import pytest
 from book.layout import CHAPTERS, ROOT, toc
 
+from linattn_edu import pipeline
 from linattn_edu.ops import gdn, kda
 
 REFERENCE = ROOT / "linattn_edu" / "reference"
@@ -20,10 +21,16 @@ JOINED = {
     "delta/gate": "12_gate_bwd",
     "delta/l2norm": "08_output_bwd",
     "delta/cumsum": "12_gate_bwd",
+    **{f"ssd/{stage}": "13_ssd" for stage in pipeline.SSD_STAGES},
+    "ssd/selective_state_update": "13_ssd",
+    "ssd/chunk_cumsum_bwd": "19_chunk_scan_bwd_da_cs",
+    "ssd/fused": "18_chunk_scan_chunk_state_bwd_dx",
+    "ssd/ema_bwd": "20_ema",
 }
 IN_JOINED = {"kda_output_bwd", "kda_wy_bwd"}
 STAGES = {f.name for set_ in (gdn.Stages, kda.Stages) for f in dataclasses.fields(set_)}
-STAGES = ["recurrent", *sorted(STAGES - IN_JOINED)]
+STAGES = [f"delta/{stage}" for stage in ("recurrent", *sorted(STAGES - IN_JOINED))]
+STAGES += [x for x in map("ssd/{}".format, pipeline.SSD_BACKWARD) if x not in JOINED]
 
 
 def modules(root):
@@ -34,14 +41,15 @@ def modules(root):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_stage_has_its_four_rooms(stage):
-    chapters = [name for name in toc() if name.split("_", 1)[1] == stage]
+    folder, name = stage.split("/")
+    chapters = [chapter for chapter in toc() if chapter.split("_", 1)[1] == name]
     assert len(chapters) == 1
     rooms = [
         CHAPTERS / f"{chapters[0]}.md",
         CHAPTERS / f"{chapters[0]}.ipynb",
-        REFERENCE / "delta" / f"{stage}.py",
-        KERNELS / "delta" / f"{stage}.py",
-        ROOT / "tests" / "delta" / f"test_{stage}.py",
+        REFERENCE / f"{stage}.py",
+        KERNELS / f"{stage}.py",
+        ROOT / "tests" / folder / f"test_{name}.py",
     ]
     assert [str(r) for r in rooms if not r.exists()] == []
 
