@@ -49,7 +49,11 @@ from linattn_edu.kernels.delta import (
     wy,
     wy_bwd,
 )
-from linattn_edu.kernels.ssd import chunk_cumsum_bwd
+from linattn_edu.kernels.ssd import (
+    chunk_cumsum_bwd,
+    chunk_scan_bwd_da_cs,
+    chunk_scan_chunk_state_bwd_dx,
+)
 
 CAPABILITIES = (75, 80, 89, 90, 100)
 SAMPLES = 60  # parts of the rows, of which a day's sample is one
@@ -146,14 +150,22 @@ def channel_launches(qk, v, beta, g, A, h0, h, chunk_size):
 
 def ssd_launches(N, P, dtype, chunk_size):
     """Every stage of Mamba-2: two heads on a group, with all that may be given and with nothing."""
-    B, T, H = 1, chunk_size, 2
-    dt, A = torch.empty(B, T, H, dtype=dtype), torch.empty(H)
-    step, dlast = torch.empty(B, T, H), torch.empty(B, 1, H)
+    T, H = chunk_size, 2
+    x, BC = torch.empty(1, T, H, P, dtype=dtype), torch.empty(1, T, 1, N, dtype=dtype)
+    dt, step, A = torch.empty(1, T, H, dtype=dtype), torch.empty(1, T, H), torch.empty(H)
+    h, dlast = torch.empty(1, 1, H, N, P), torch.empty(1, 1, H)
+    ids, D = torch.empty(1, T, dtype=torch.int32), torch.empty(H, P)
     options = {"chunk_size": chunk_size}
     for bias, softplus in ((A, True), (None, False)):
         chunk_cumsum_bwd.chunk_cumsum_bwd(
             step, dlast, step, dt, A, bias, softplus=softplus, **options
         )
+    for given in ((None, None), (A, ids), (D, None)):
+        chunk_scan_chunk_state_bwd_dx.chunk_scan_chunk_state_bwd_dx(
+            BC, BC, x, step, step, h, x, *given, **options
+        )
+    for seq_idx in (None, ids):
+        chunk_scan_bwd_da_cs.chunk_scan_bwd_da_cs(BC, BC, x, step, step, x, seq_idx, **options)
 
 
 def record(cc):

@@ -38,7 +38,10 @@ STACK = {
     "turing": 4 << 10,
 }
 # kernels without a matrix product, or with small ones only
-SCALAR = ("gate_", "layer_gate_", "recurrent", "cumsum", "global_cumsum", "l2norm", "solve_tril")
+SCALAR = (
+    "gate_", "layer_gate_", "recurrent", "cumsum", "global_cumsum", "l2norm", "solve_tril",
+    "chunk_cumsum",
+)  # fmt: skip
 ONE_BLOCK = re.compile(r"^kda_inverse.*\bBT=16\b")  # nothing is left to merge
 
 
@@ -60,6 +63,7 @@ KERNELS = {
         "recurrent_bwd", "solve_tril", "cumsum", "global_cumsum", "l2norm", "l2norm_bwd",
         "gate", "layer_gate_bwd",
         "kda_scores", "kda_inverse", "kda_output_bwd", "kda_wy_bwd", "kda_intra_bwd",
+        "chunk_cumsum_bwd", "chunk_scan_chunk_state_bwd_dx", "chunk_scan_bwd_da_cs",
     )
 }  # fmt: skip
 

@@ -1,0 +1,20 @@
+"""Stage chunk_scan_chunk_state_bwd_dx: kernel against reference."""
+
+import pytest
+from ssd.ssd_checks import check_stage, grid, parts
+
+from linattn_edu.kernels.ssd.chunk_scan_chunk_state_bwd_dx import (
+    chunk_scan_chunk_state_bwd_dx as kernel,
+)
+from linattn_edu.reference.ssd.chunk_scan_chunk_state_bwd_dx import (
+    chunk_scan_chunk_state_bwd_dx as reference,
+)
+
+pytestmark = pytest.mark.usefixtures("poison")
+
+
+@grid
+def test_kernel(T, N, P, C, given, dtype, device):
+    r = parts(T, N, P, C, given, dtype, device)
+    args = (r.C, r.B, r.x, r.step, r.gc, r.ds, r.dy, r.D, r.seq_idx)
+    check_stage(kernel, reference, args, chunk_size=C)
