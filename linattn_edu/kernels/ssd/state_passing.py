@@ -16,7 +16,7 @@ def decay_of_chunk(gc_ptr, seq_ptr, i_t, first, n_t, H: tl.constexpr, BT: tl.con
     gc_ptr: at the chunk's first token and the head.  seq_ptr: [B, T] or None.
     """
     n = tl.minimum(BT, n_t)
-    # eq:ssd-decays   a = 2^gc_last
+    # a = 2^gc_last, as in `decays`
     a = tl.exp2(tl.load(gc_ptr + (n - 1) * H))
     if seq_ptr is not None:
         seq_ptr += first
