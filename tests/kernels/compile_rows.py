@@ -52,7 +52,9 @@ from linattn_edu.kernels.delta import (
 from linattn_edu.kernels.ssd import (
     chunk_cumsum_bwd,
     chunk_scan_bwd_da_cs,
+    chunk_scan_bwd_dstates,
     chunk_scan_chunk_state_bwd_dx,
+    state_passing_bwd,
 )
 
 CAPABILITIES = (75, 80, 89, 90, 100)
@@ -166,6 +168,9 @@ def ssd_launches(N, P, dtype, chunk_size):
         )
     for seq_idx in (None, ids):
         chunk_scan_bwd_da_cs.chunk_scan_bwd_da_cs(BC, BC, x, step, step, x, seq_idx, **options)
+        chunk_scan_bwd_dstates.chunk_scan_bwd_dstates(BC, step, x, seq_idx, **options)
+    for given in ((h[0], ids), (None, None)):
+        state_passing_bwd.state_passing_bwd(h, step, h, *given, **options)
 
 
 def record(cc):
