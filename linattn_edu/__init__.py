@@ -20,6 +20,7 @@ from linattn_edu.ops.names import (
     prepare_chunk_indices,
 )
 from linattn_edu.ops.solve_tril import solve_tril
+from linattn_edu.ops.ssd import selective_state_update
 
 __version__ = "0.1.0"
 __all__ = [
@@ -43,5 +44,6 @@ __all__ = [
     "naive_recurrent_gated_delta_rule",
     "naive_recurrent_kda",
     "prepare_chunk_indices",
+    "selective_state_update",
     "solve_tril",
 ]

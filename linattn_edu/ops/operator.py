@@ -29,6 +29,7 @@ from linattn_edu.ops import batching, sequences, sharding
 from linattn_edu.ops.tensors import (
     at_device,
     contiguous,
+    contiguous_rows,
     needs_gradient,
     traced,
     transformed,
@@ -84,6 +85,7 @@ class Operator:
             cu_seqlens; "chunks", by a Packing; None, not at all.
         limited: The tensor whose head size limits the tokens of a chunk.
         mutates: The tensor that is written in place.
+        apart: The tensors whose rows, along the first axis, the stages take wherever they lie.
         flops: sizes -> operations of the matrix products, forward and backward.
 
     Returns of a call: the outputs, None for what was not asked for.
@@ -102,6 +104,7 @@ class Operator:
         packed: str | None = None,
         limited: str | None = None,
         mutates: str | None = None,
+        apart: Collection[str] = (),
         flops: Callable | None = None,
     ):
         self.name, self.stages, self.forward_stages = name, stages, forward_stages or stages
@@ -111,7 +114,7 @@ class Operator:
         self.axes |= {n: out.axes for n, out in outputs.items()}
         self.outputs, self.residuals, self.flops = outputs, residuals, flops
         self.packed, self.bounds = packed, BOUNDS[packed]
-        self.limited, self.mutates = limited, mutates
+        self.limited, self.mutates, self.apart = limited, mutates, apart
         self._in_chunks = [n for n, axes in self.axes.items() if "C" in axes]
         self.with_tokens = self.axes[self.inputs[0]][:2] == ("B", "T")
         self.options = {**(options or {}), "impl": "str"}
@@ -268,7 +271,7 @@ class Operator:
         given = dict(zip(self.names, args, strict=True))
         for n in self.inputs:
             if n != self.mutates:
-                given[n] = contiguous(given[n])
+                given[n] = (contiguous_rows if n in self.apart else contiguous)(given[n])
         made = self._made(given)
         options = {n: given[n] for n in self._forward_takes}
         if "keep" in options:

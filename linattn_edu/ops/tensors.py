@@ -65,6 +65,21 @@ def contiguous(x: Tensor | None) -> Tensor | None:
     return x.clone() if x.is_cuda and x.data_ptr() % 16 else x
 
 
+def contiguous_rows(x: Tensor | None) -> Tensor | None:
+    """x, if its rows x[i] have no gaps and start at 16 bytes on a GPU, however far apart they are,
+    as slices of a projection's rows are; else as `contiguous`.
+    """
+    if x is None:
+        return None
+    stride, size = x.stride(), 1
+    for d in range(x.ndim - 1, 0, -1):
+        if x.shape[d] != 1 and stride[d] != size:
+            return contiguous(x)
+        size *= x.shape[d]
+    far = stride[0] * x.element_size() if x.shape[0] > 1 else 0
+    return contiguous(x) if x.is_cuda and (x.data_ptr() % 16 or far % 16) else x
+
+
 def at_device(f: Callable) -> Callable:
     """f(stages, x, ...), run where the GPU of x is the current one, on which Triton launches, and
     without autocast: the stages choose the precision of every product themselves.

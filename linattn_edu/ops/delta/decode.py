@@ -1,15 +1,12 @@
 """Decoding: states written in place, one a sequence or in the slots of a pool."""
 
-from contextlib import AbstractContextManager, nullcontext
-
-import torch
 from torch import Tensor
 
-from linattn_edu.ops import check, sequences
+from linattn_edu.ops import check, inplace, sequences
 from linattn_edu.ops.delta import arguments, recurrence
 from linattn_edu.ops.delta.recurrence import FLAGS, GIVEN, How
 from linattn_edu.ops.operator import Operator, like
-from linattn_edu.ops.tensors import contiguous, needs_gradient, traced, transformed, wide
+from linattn_edu.ops.tensors import contiguous, wide
 from linattn_edu.reference.delta.recurrent import recurrent_pool
 
 
@@ -18,13 +15,13 @@ def in_place(
     cu_seqlens: Tensor | None,
     sizes: dict[str, int],
     how: How,
-    inplace: bool,
+    asked: bool,
     indices: Tensor | None,
     accepted: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """o and the initial state, in which the final one stands; arguments as in recurrence.run."""
     state = tensors[-1]
-    no_pool(accepted) if indices is None else _check_pool(sizes, inplace, indices, accepted)
+    no_pool(accepted) if indices is None else _check_pool(sizes, asked, indices, accepted)
     _check_state(tensors, indices is not None)
     if indices is not None:
         check.same_device(
@@ -37,17 +34,16 @@ def in_place(
             *recurrence.given(tensors), indices, accepted, cu_seqlens, how.scale, how.normalise,
             how.sigmoid, how.lower_bound, how.v_first, how.impl,
         )  # fmt: skip
-        if not traced(state) and not state.is_inference():  # which has no version to count
-            torch.autograd.graph.increment_version(state)
+        inplace.written(state)
     elif indices is not None:
-        with _written(state):
+        with inplace.writable(state):
             (o,) = pool_(
                 *recurrence.plain(tensors, how), state, indices, accepted, cu_seqlens, how.scale,
                 how.v_first, how.impl,
             )  # fmt: skip
     else:
         o, final_state = recurrence.differentiable(tensors, cu_seqlens, how)
-        with _written(state):
+        with inplace.writable(state):
             state.copy_(final_state)
     return o.to(dtype), state
 
@@ -58,20 +54,14 @@ def no_pool(accepted: Tensor | None) -> None:
         raise ValueError("num_accepted_tokens belongs to ssm_state_indices, which is None")
 
 
-def _written(state: Tensor) -> AbstractContextManager:
-    """Where a state may be written: one made in inference mode, in inference mode alone."""
-    made_there = not traced(state) and state.is_inference()
-    return torch.inference_mode() if made_there else nullcontext()
-
-
 def _check_pool(
-    sizes: dict[str, int], inplace: bool, indices: Tensor, accepted: Tensor | None
+    sizes: dict[str, int], asked: bool, indices: Tensor, accepted: Tensor | None
 ) -> None:
     """Refuse slots of a pool, and numbers of accepted tokens, of a shape that does not fit."""
     for name, x in (("ssm_state_indices", indices), ("num_accepted_tokens", accepted)):
         if x is not None:
             check.integers(name, x)
-    if not inplace:
+    if not asked:
         raise ValueError(
             "ssm_state_indices names slots of a pool that is written in place: it needs "
             "inplace_final_state=True, got False"
@@ -102,69 +92,28 @@ def _check_state(tensors: tuple[Tensor | None, ...], pool: bool) -> None:
             f"initial_state must be {wide(*others)} with inplace_final_state=True, "
             f"got {state.dtype}"
         )
-    if pool:  # slots may lie apart, as in the pages of a cache
-        apart = state.stride(0) >= state[:1].numel() or state.shape[0] == 1
-        if not (state[:1].is_contiguous() and apart):
-            raise ValueError(
-                "initial_state must be contiguous in every slot with ssm_state_indices, and slots "
-                f"must not overlap, got strides {state.stride()} for {tuple(state.shape)}"
-            )
-    elif not state.is_contiguous():
+    if pool and not inplace.dense(state):
+        raise ValueError(
+            "initial_state must be contiguous in every slot with ssm_state_indices, and slots "
+            f"must not overlap, got strides {state.stride()} for {tuple(state.shape)}"
+        )
+    if not pool and not state.is_contiguous():
         raise ValueError("initial_state must be contiguous with inplace_final_state=True")
-    if transformed():
-        raise ValueError(
-            "inplace_final_state=True writes one state, which a transform of torch.func (vmap, "
-            "grad) cannot follow: call it outside, or without"
-        )
-    if needs_gradient(*tensors):
-        raise ValueError(
-            "inplace_final_state=True overwrites what a gradient needs: "
-            "call it under torch.no_grad(), or without"
-        )
-    if not traced(state):
-        begin, end = _memory(state)
-        for x in others:
-            if x is not None and x.numel():
-                first, last = _memory(x)
-                if first < end and begin < last:
-                    raise ValueError(
-                        "initial_state must not share memory with another argument with "
-                        "inplace_final_state=True: it would be overwritten while it is read"
-                    )
-
-
-def _memory(x: Tensor) -> tuple[int, int]:
-    """The addresses between which the elements of x lie."""
-    begin, size = x.data_ptr(), x.element_size()
-    if x.is_contiguous():
-        return begin, begin + x.numel() * size
-    far = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
-    return begin, begin + (far + 1) * size
+    inplace.check("initial_state", state, tuple(others), "inplace_final_state=True", ", or without")
 
 
 def _check_slots(indices: Tensor | None, accepted: Tensor | None, slots: int) -> None:
-    """Refuse slots that are not there, or named twice, where their numbers can be read: when the
-    operator runs, so that a compiled graph checks them too.
-    """
+    """Refuse slots and numbers of accepted tokens that cannot be, where they can be read."""
     if not check.known(indices):
         return
-    rows, counts = indices.tolist(), None if accepted is None else accepted.tolist()
-    owner: dict[int, int] = {}
-    for n, row in enumerate(rows):
-        if max(row) >= slots:
+    rows = indices.tolist()
+    inplace.check_slots("ssm_state_indices", "initial_state", rows, slots)
+    if accepted is None:
+        return
+    for n, (row, count) in enumerate(zip(rows, accepted.tolist(), strict=True)):
+        if not 1 <= count <= len(row):
             raise ValueError(
-                f"ssm_state_indices must be below the {slots} slots of initial_state, "
-                f"got {max(row)} for sequence {n}"
-            )
-        for slot in row:
-            if slot >= 0 and owner.setdefault(slot, n) != n:
-                raise ValueError(
-                    "ssm_state_indices must name a slot for one sequence only, "
-                    f"got {slot} for {owner[slot]} and {n}"
-                )
-        if counts is not None and not 1 <= counts[n] <= len(row):
-            raise ValueError(
-                f"num_accepted_tokens must be 1 to S={len(row)}, got {counts[n]} for sequence {n}"
+                f"num_accepted_tokens must be 1 to S={len(row)}, got {count} for sequence {n}"
             )
 
 

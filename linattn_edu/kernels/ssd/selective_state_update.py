@@ -1,0 +1,166 @@
+"""One token of Mamba-2 as one kernel: every state is read once and written once."""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from linattn_edu.kernels.delta.gate import softplus as softplus_of
+from linattn_edu.kernels.delta.recurrent import slot_of
+from linattn_edu.kernels.tiles import cast, cdiv, device_of, load_tile, of_generation
+
+
+@triton.jit
+def load_part(x_ptr, i, o_p, o_n, P: tl.constexpr, N: tl.constexpr):
+    """x[o_p, o_n] of the [P, N] that begins at number i, in the tensor's dtype; 0 without a tensor.
+
+    Where P or N is 1, one number stands for all: a row [1, BN], a column [BP, 1], a scalar.
+    """
+    if x_ptr is None:
+        return 0.0
+    elif P == 1 and N == 1:
+        return tl.load(x_ptr + i)
+    elif P == 1:
+        return tl.load(x_ptr + i + o_n, mask=o_n < N, other=0.0)[None, :]
+    elif N == 1:
+        return tl.load(x_ptr + i + o_p, mask=o_p < P, other=0.0)[:, None]
+    else:
+        return load_tile(x_ptr + i, o_p, o_n, N, P, N)
+
+
+STRIDES = [f"{x}_stride" for x in ("slot", "x", "dt", "B", "C", "z")]
+
+
+@triton.jit(do_not_specialize=["slots", *STRIDES])
+def selective_state_update_kernel(
+    state_ptr,  # [B, H, P, N], with indices [slots, H, P, N]; in and out
+    x_ptr,  # [B, H, P]
+    dt_ptr,  # [B, H, P_DT]
+    A_ptr,  # [H, P_A, N_A]
+    B_ptr,  # [B, G, N]
+    C_ptr,  # [B, G, N]
+    D_ptr,  # [H, P_D] or None
+    z_ptr,  # [B, H, P] or None
+    bias_ptr,  # [H, P_BIAS] or None
+    out_ptr,  # [B, H, P] out
+    indices_ptr,  # [B] or None
+    slot_stride,  # from one state to the next
+    slots,  # how many states there are
+    x_stride, dt_stride, B_stride, C_stride, z_stride,  # from one sequence to the next
+    H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
+    P_DT: tl.constexpr, P_A: tl.constexpr, N_A: tl.constexpr, P_D: tl.constexpr,
+    P_BIAS: tl.constexpr,  # P, N, or 1: one number stands for all
+    SOFTPLUS: tl.constexpr,
+    ALIGNED: tl.constexpr,  # divides the strides of states, B and C
+    BP: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """One program: BP rows of one state, whole.  Grid (B * H * P / BP).
+
+    Reference: linattn_edu.reference.ssd.selective_state_update.
+    """
+    NP: tl.constexpr = (P + BP - 1) // BP
+    i_nh = tl.program_id(0) // NP
+    i_n, i_h = (i_nh // H).to(tl.int64), i_nh % H
+    o_p, o_n = tl.program_id(0) % NP * BP + tl.arange(0, BP), tl.arange(0, BN)
+    slot = i_n if indices_ptr is None else slot_of(indices_ptr, i_n, 0, slots, 1)
+    m_p = o_p[:, None] < P
+    m_S = m_p & (o_n[None, :] < N) & (slot >= 0)
+    state_ptr += tl.multiple_of(slot * slot_stride, ALIGNED) + i_h * P * N
+    state_ptr += o_p[:, None] * N + o_n[None, :]
+
+    # a change of dtype waits for its load: all are issued before the first, the state's in front
+    b_S = tl.load(state_ptr, mask=m_S, other=0.0)
+    i_group = i_h // (H // G) * N
+    b_B = load_part(B_ptr, tl.multiple_of(i_n * B_stride, ALIGNED) + i_group, o_p, o_n, 1, N)
+    b_C = load_part(C_ptr, tl.multiple_of(i_n * C_stride, ALIGNED) + i_group, o_p, o_n, 1, N)
+    b_x = load_part(x_ptr, i_n * x_stride + i_h * P, o_p, o_n, P, 1)
+    b_z = load_part(z_ptr, i_n * z_stride + i_h * P, o_p, o_n, P, 1)
+    b_dt = load_part(dt_ptr, i_n * dt_stride + i_h * P_DT, o_p, o_n, P_DT, 1)
+    b_A = load_part(A_ptr, i_h * P_A * N_A, o_p, o_n, P_A, N_A)
+    b_bias = load_part(bias_ptr, i_h * P_BIAS, o_p, o_n, P_BIAS, 1)
+    b_D = load_part(D_ptr, i_h * P_D, o_p, o_n, P_D, 1)
+
+    # eq:ssd-step   step = softplus(dt + dt_bias)
+    b_step, b_x = b_dt.to(tl.float32), b_x.to(tl.float32)
+    if bias_ptr is not None:
+        b_step += b_bias.to(tl.float32)
+    if SOFTPLUS:
+        b_step = softplus_of(b_step)
+    # eq:ssd-update   S <- exp(step A) S + step B x
+    b_S = tl.exp(b_step * b_A.to(tl.float32)) * b_S.to(tl.float32)
+    b_S += (b_step * b_x) * b_B.to(tl.float32)
+    tl.store(state_ptr, cast(b_S, state_ptr.dtype.element_ty), mask=m_S)
+    # eq:ssd-read   out = C S + D x
+    b_out = tl.sum(b_S * b_C.to(tl.float32), 1, keep_dims=True)
+    if D_ptr is not None:
+        b_out += b_D.to(tl.float32) * b_x
+    # eq:ssd-gate   out = out silu(z)
+    if z_ptr is not None:
+        b_out *= b_z.to(tl.float32) * tl.sigmoid(b_z.to(tl.float32))
+    b_out = tl.where(slot >= 0, b_out, 0.0)  # no sequence: zeros come out
+    out_ptr += i_nh.to(tl.int64) * P + o_p[:, None]
+    tl.store(out_ptr, cast(b_out, out_ptr.dtype.element_ty), mask=m_p)
+
+
+WORD = 8  # numbers of 16 bit in a load
+
+# Bytes of a state that a program holds, by generation, with programs enough for every
+# multiprocessor and without. Bandwidth times latency says how many must be on their way at a time:
+# 6 KiB a multiprocessor of a T4, 15 of an A100, 33 of an H200, 54 of a B200. Registers allow 8 to
+# 12 programs of 8 KiB, four vectors of 16 bytes a thread: enough, and B and C are read for many
+# rows at once. The narrow tile has one vector a thread: a row's numbers then lie on the same
+# threads, and a batch of one gives the bits that it gives among others.
+TILES = {
+    "turing": (8 << 10, 2 << 10),
+    "ampere": (8 << 10, 2 << 10),
+    "hopper": (8 << 10, 2 << 10),
+}
+
+
+def _rows(state: Tensor, sequences: int) -> tuple[int, int]:
+    """BP and BN of the first tile that gives every multiprocessor four programs, or of the last."""
+    H, P, N = state.shape[1:]
+    generation, processors = device_of(state)
+    BN, whole = 1 << (N - 1).bit_length(), 1 << (P - 1).bit_length()
+    for size in of_generation(TILES, generation):
+        BP = min(whole, max(1, size // (state.element_size() * BN)))
+        if 4 * processors <= sequences * H * cdiv(P, BP):
+            break
+    return BP, BN
+
+
+def selective_state_update(
+    state: Tensor,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    indices: Tensor | None = None,
+    *,
+    softplus: bool = False,
+) -> Tensor:
+    """Launch selective_state_update_kernel; arguments and result as in the reference.
+
+    What is between the states, and between the rows x[i], dt[i], B[i], C[i], z[i] of the sequences,
+    does not matter.
+    """
+    (sequences, H, P), (G, N) = x.shape, B.shape[1:]
+    out = x.new_empty(x.shape)
+    BP, BN = _rows(state, sequences)
+    apart = (state, x, dt, B, C, z)
+    strides = [0 if y is None or y.shape[0] == 1 else y.stride(0) for y in apart]
+    aligned = math.gcd(WORD, strides[0], *strides[3:5])
+    with torch.cuda.device_of(x):
+        selective_state_update_kernel[(sequences * H * cdiv(P, BP),)](
+            state, x, dt, A, B, C, D, z, dt_bias, out, indices, strides[0], state.shape[0],
+            *strides[1:], H, G, P, N, dt.shape[2], *A.shape[1:],
+            *(1 if y is None else y.shape[1] for y in (D, dt_bias)),
+            SOFTPLUS=softplus, ALIGNED=aligned, BP=BP, BN=BN, num_warps=4,
+        )  # fmt: skip
+    return out

@@ -1,0 +1,85 @@
+"""What operators share that write a state in place, one a sequence or in the slots of a pool."""
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+from linattn_edu.ops.tensors import needs_gradient, traced, transformed
+
+
+def check(
+    name: str, state: Tensor, others: tuple[Tensor | None, ...], writer: str, instead: str = ""
+) -> None:
+    """Refuse to write a state where a transform or a gradient would not notice, or where another
+    argument lies.
+
+    writer: who writes it, and `instead` what else there is, in the words of the refusals.
+    """
+    if transformed():
+        raise ValueError(
+            f"{writer} writes one state, which a transform of torch.func (vmap, grad) cannot "
+            f"follow: call it outside{instead}"
+        )
+    if needs_gradient(state, *others):
+        raise ValueError(
+            f"{writer} overwrites what a gradient needs: call it under torch.no_grad(){instead}"
+        )
+    if not traced(state):
+        begin, end = _memory(state)
+        for x in others:
+            if x is not None and x.numel():
+                first, last = _memory(x)
+                if first < end and begin < last:
+                    raise ValueError(
+                        f"{name} must not share memory with another argument: {writer} would "
+                        "overwrite it while it is read"
+                    )
+
+
+def dense(pool: Tensor) -> bool:
+    """Whether each state of a pool is contiguous and no two overlap; they may lie apart, as in the
+    pages of a cache.
+    """
+    apart = pool.stride(0) >= pool[:1].numel() or pool.shape[0] == 1
+    return pool[:1].is_contiguous() and apart
+
+
+def check_slots(name: str, pool: str, rows: list[list[int]], slots: int) -> None:
+    """Refuse slots of sequences, a row each, that are not in the pool, or named by two of them.
+
+    Called when the operator runs, so that a compiled graph checks them too.
+    """
+    owner: dict[int, int] = {}
+    for n, row in enumerate(rows):
+        if max(row) >= slots:
+            raise ValueError(
+                f"{name} must be below the {slots} slots of {pool}, got {max(row)} for sequence {n}"
+            )
+        for slot in row:
+            if slot >= 0 and owner.setdefault(slot, n) != n:
+                raise ValueError(
+                    f"{name} must name a slot for one sequence only, "
+                    f"got {slot} for {owner[slot]} and {n}"
+                )
+
+
+def writable(state: Tensor) -> AbstractContextManager:
+    """Where a state may be written: one made in inference mode, in inference mode alone."""
+    made_there = not traced(state) and state.is_inference()
+    return torch.inference_mode() if made_there else nullcontext()
+
+
+def written(state: Tensor) -> None:
+    """Tell autograd that a kernel has written a state; one of inference mode has no version."""
+    if not traced(state) and not state.is_inference():
+        torch.autograd.graph.increment_version(state)
+
+
+def _memory(x: Tensor) -> tuple[int, int]:
+    """The addresses between which the elements of x lie."""
+    begin, size = x.data_ptr(), x.element_size()
+    if x.is_contiguous():
+        return begin, begin + x.numel() * size
+    far = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
+    return begin, begin + (far + 1) * size

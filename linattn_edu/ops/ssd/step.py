@@ -1,0 +1,232 @@
+"""Mamba-2 token by token: decoding, with the state written in place."""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+from torch import Tensor
+
+from linattn_edu.ops import check, inplace
+from linattn_edu.ops.operator import Operator, like
+from linattn_edu.ops.tensors import contiguous_rows
+from linattn_edu.reference.ssd.selective_state_update import selective_state_update as reference
+
+LARGEST = 256  # N: a program of the kernel holds rows of a state whole
+SHAPES = {
+    "x": ("B", "H", "P"),
+    "dt": ("B", "H", "P"),
+    "A": ("H", "P", "N"),
+    "B": ("B", "G", "N"),
+    "C": ("B", "G", "N"),
+    "D": ("H", "P"),
+    "z": ("B", "H", "P"),
+    "dt_bias": ("H", "P"),
+}
+OPTIONAL = ("D", "z", "dt_bias")
+
+
+def selective_state_update(
+    state: Tensor,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    state_batch_indices: Tensor | None = None,
+    *,
+    impl: str = "auto",
+) -> Tensor:
+    r"""Mamba-2, one token: decoding. The new state is written over the old one.
+
+    For each sequence and head, with its state S of P rows and N columns:
+
+    .. math::
+
+        \Delta &= \mathrm{softplus}(dt + dt\_bias) \\
+        S &\leftarrow e^{\Delta A} \odot S + (\Delta\, x)^\top B \\
+        out &= (C S^\top + D\, x)\, \mathrm{silu}(z)
+
+    A, dt, D and dt_bias may have a number for each row (A: each number) of a state. As a rule they
+    have one a head, expanded: what is expanded (stride 0) is never copied, and one exponential
+    serves a head. All arithmetic is in float32.
+
+    Args:
+        state: ``[B, H, P, N]``, float32, float16 or bfloat16 (float64: reference only), N at most
+            256; overwritten. Each of its B states must be contiguous, and they must not overlap,
+            nor share memory with another argument. out is read before it is rounded to its dtype.
+        x: ``[B, H, P]``, of these dtypes too, as all that follow; each may have its own.
+        dt: Raw step size ``[B, H, P]``.
+        A: Rate of the log decay, ``[H, P, N]``, <= 0.
+        B, C: What is written with, and read with, ``[B, G, N]``, H a multiple of G: head h has that
+            of group h // (H // G). Or ``[B, N]``: one group.
+        D: Weight of x in out ``[H, P]``, or None: 0.
+        z: Gate of out ``[B, H, P]``, or None: out is not gated.
+        dt_bias: Added to dt ``[H, P]``, or None: 0.
+        dt_softplus: Whether the step size is the softplus of dt + dt_bias, or that itself.
+        state_batch_indices: Slot of each sequence ``[B]``, int32 or int64, in a pool of states:
+            state is then ``[slots, H, P, N]``. Slots that are not named keep their bits. A negative
+            slot is none: nothing is read or written there, and its row of out is zero. No slot may
+            be named by two sequences. On the CPU slots are checked, when a compiled graph runs too.
+            On a GPU they are not read; there a slot past the pool's end counts as negative, and one
+            named twice is left with either state.
+        impl: "triton", "reference" or "auto", as in :func:`chunk_gated_delta_rule`.
+
+        The axis H may be left out where it is 1, in all of them or in some.
+
+    Returns:
+        out ``[B, H, P]``, or as x is ``[B, P]``, in the dtype of x.
+
+    Raises:
+        TypeError: An argument is no tensor of such a dtype, or dt_softplus is no flag.
+        ValueError: Shapes, devices, strides or slots do not fit; a gradient is recorded, or a
+            transform of torch.func is at work; impl cannot run. Before any kernel runs.
+
+    Source: Dao and Gu 2024 (arXiv:2405.21060); mamba_ssm 2.3.2, whose arguments these are; chapter
+    13.
+    """
+    given = {"x": x, "dt": dt, "A": A, "B": B, "C": C, "D": D, "z": z, "dt_bias": dt_bias}
+    whole, tensors, indices = _checked(state, given, state_batch_indices)
+    softplus = check.flag("dt_softplus", dt_softplus)
+    impl = check.resolve_impl(
+        impl, x.device, tuple(y.dtype for y in (whole, *tensors.values()) if y is not None)
+    )
+    inplace.check("state", state, tuple(given.values()), "selective_state_update")
+    for name, first in (("dt", 2), ("A", 1), ("D", 1), ("dt_bias", 1)):
+        tensors[name] = _once(tensors[name], first)
+    with inplace.writable(state):
+        (out,) = update(*tensors.values(), whole, indices, softplus, impl)
+    if impl == "triton":
+        inplace.written(state)
+    return out[:, 0] if x.ndim == 2 else out
+
+
+def _checked(
+    state: Tensor, given: dict[str, Tensor | None], indices: Tensor | None
+) -> tuple[Tensor, dict[str, Tensor | None], Tensor | None]:
+    """Refuse tensors that do not fit; return them with their axis of heads or groups."""
+    sizes: dict[str, int] = {}
+    first = "B" if indices is None else "slots"
+    whole = _with_heads("state", state, (first, "H", "P", "N"), sizes)
+    tensors = {
+        name: None if x is None and name in OPTIONAL else _with_heads(name, x, SHAPES[name], sizes)
+        for name, x in given.items()
+    }
+    for axis, size in sizes.items():
+        if size < 1:
+            owner = "B" if axis == "G" else "x" if axis == "B" else "state"
+            raise ValueError(f"{owner} must have {axis} >= 1, got {axis}={size}")
+    if sizes["H"] % sizes["G"]:
+        raise ValueError(
+            f"B must have a number of groups G that divides H={sizes['H']}, got G={sizes['G']}"
+        )
+    if sizes["N"] > LARGEST:
+        raise ValueError(f"state must have N <= {LARGEST}, got N={sizes['N']}")
+    if indices is not None:
+        check.integers("state_batch_indices", indices)
+        if indices.shape != (sizes["B"],):
+            raise ValueError(
+                f"state_batch_indices must have shape [B={sizes['B']}], got {tuple(indices.shape)}"
+            )
+    check.same_device(("state", state), *given.items(), ("state_batch_indices", indices))
+    if not inplace.dense(whole):
+        raise ValueError(
+            "state must be contiguous in every sequence or slot, and they must not overlap, "
+            f"got strides {state.stride()} for {tuple(state.shape)}"
+        )
+    return whole, tensors, indices
+
+
+def _with_heads(name: str, x: object, shape: tuple[str, ...], sizes: dict[str, int]) -> Tensor:
+    """x, checked, with an axis of one head or group if it is left out."""
+    axis = next(i for i, a in enumerate(shape) if a in ("H", "G"))
+    short = isinstance(x, Tensor) and x.ndim == len(shape) - 1
+    if not (short and sizes.get(shape[axis], 1) == 1):
+        check.tensor(name, x, shape, sizes)
+        return x
+    sizes[shape[axis]] = 1
+    check.tensor(name, x, shape[:axis] + shape[axis + 1 :], sizes)
+    return x.unsqueeze(axis)
+
+
+def _once(x: Tensor | None, first: int) -> Tensor | None:
+    """x, with one number along each axis from `first` on where an expansion repeats it."""
+    if x is None:
+        return None
+    for d in range(first, x.ndim):
+        if x.stride(d) == 0:
+            x = x.narrow(d, 0, 1)
+    return x
+
+
+class Stages(NamedTuple):
+    """The recurrence of one token, in place."""
+
+    selective_state_update: Callable
+
+
+@functools.cache
+def stages(impl: str) -> Stages:
+    """The recurrence of an implementation, "reference" or "triton"."""
+    return _kernels() if impl == "triton" else Stages(reference)
+
+
+def _kernels() -> Stages:
+    """The stage in Triton, which may be missing."""
+    from linattn_edu.kernels.ssd.selective_state_update import selective_state_update
+
+    return Stages(selective_state_update)
+
+
+# H: the groups of B and C, HV: the heads, S: N.  P_.., N_..: P and N, or 1, one number for all
+update = Operator(
+    "selective_state_update",
+    {
+        "x": "B HV P",
+        "dt": "B HV P_DT",
+        "A": "HV P_A N_A",
+        "B": "B H S",
+        "C": "B H S",
+        "D": "HV P_D?",
+        "z": "B HV P?",
+        "dt_bias": "HV P_BIAS?",
+        "state": "slots HV P S",
+        "indices": "B?",
+    },
+    {"out": like("B HV P", "x")},
+    options={"softplus": "bool"},
+    stages=stages,
+    mutates="state",
+    apart=("x", "dt", "B", "C", "z"),
+)
+
+
+@update.forward
+def forward(
+    stages: Stages,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    z: Tensor | None,
+    dt_bias: Tensor | None,
+    state: Tensor,
+    indices: Tensor | None,
+    softplus: bool,
+) -> Tensor:
+    """out; the new states go where the old ones are."""
+    if check.known(indices):
+        rows = [[slot] for slot in indices.tolist()]
+        inplace.check_slots("state_batch_indices", "state", rows, state.shape[0])
+    aligned = state if indices is not None else contiguous_rows(state)
+    out = stages.selective_state_update(
+        aligned, x, dt, A, B, C, D, z, dt_bias, indices, softplus=softplus
+    )
+    if aligned is not state:
+        state.copy_(aligned)
+    return out
