@@ -1,0 +1,293 @@
+"""Stage ema: the exponential moving average of every channel, Mamba-2 without B and C.
+
+A sequence is cut into segments of SEGMENT chunks, counted from its first token, and the segments
+run side by side.  `segment_kernel` finds first what each of them adds to the state.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from linattn_edu.kernels.tiles import (
+    cast,
+    cdiv,
+    decay_matrix,
+    dot,
+    entry,
+    load_gate,
+    load_row,
+    load_tile,
+    load_vector,
+    row,
+    sequence_args,
+    sequence_of,
+    store_tile,
+)
+from linattn_edu.packing import Packing
+
+# Chunks of a segment. One chain of 64 short steps is about as long as reading x once takes on a
+# full GPU, and a sequence of up to 64 chunks is read once only. The length follows from nothing but
+# chunk_size: the bits of a sequence do not depend on what is beside it.
+SEGMENT = 64
+
+
+@triton.jit
+def weights(g_ptr, w_ptr, start, o_t, n_t, H: tl.constexpr):
+    """w [BT] of the chunk whose first number stands at `start`; 0 for missing tokens."""
+    if w_ptr is not None:
+        return load_row(w_ptr + start, o_t, H, n_t)
+    else:
+        # eq:ema-weight   w = 1 - e^g
+        b_g = load_row(g_ptr + start, o_t, H, n_t)
+        b_a = tl.exp(b_g)
+        b_in = tl.where((b_a > 0.0) & (b_a < 1.0), b_a, 0.5)
+        # (1 - a) g / log(a): where a is near 1, its rounding cancels
+        b_w = (1.0 - b_in) * (b_g / tl.log(b_in))
+        return tl.where(b_a == 0.0, 1.0, tl.where(b_a < 1.0, b_w, -b_g))
+
+
+@triton.jit
+def later_segment(i_w, N, T, offsets_ptr, chunks_ptr, BT: tl.constexpr, L: tl.constexpr):
+    """(sequence, number in it) of the segment that begins in the i_w-th L chunks of all; number 0:
+    none does, but for those at the head of a sequence.
+
+    There cannot be two: each has L chunks of its own sequence before it.
+    """
+    o_c = i_w * L + tl.arange(0, L)
+    if chunks_ptr is not None:
+        m_c = o_c < tl.load(offsets_ptr + N)
+        b_n = tl.load(chunks_ptr + 2 * o_c, mask=m_c, other=0)
+        b_t = tl.load(chunks_ptr + 2 * o_c + 1, mask=m_c, other=0)
+    else:
+        NT = tl.cdiv(T, BT)
+        m_c = o_c < N * NT
+        b_n, b_t = o_c // NT, o_c % NT
+    b_begins = m_c & (b_t % L == 0) & (b_t > 0)
+    return tl.max(tl.where(b_begins, b_n, 0), 0), tl.max(tl.where(b_begins, b_t // L, 0), 0)
+
+
+@triton.jit
+def segment_of(i_s, N, T, offsets_ptr, chunks_ptr, BT: tl.constexpr, L: tl.constexpr):
+    """(sequence, number in it) of the i_s-th segment: first those at the head of the N sequences,
+    then `later_segment`.  Number -1: there is none.
+    """
+    i_n, i_l = later_segment(tl.maximum(i_s - N, 0), N, T, offsets_ptr, chunks_ptr, BT, L)
+    i_l = tl.where(i_l > 0, i_l, -1)
+    return tl.where(i_s < N, i_s, i_n), tl.where(i_s < N, 0, i_l)
+
+
+@triton.jit
+def fold(b_h, s_ptr, a_ptr, i_w, n, i_h, o_d, H: tl.constexpr, D: tl.constexpr,
+         REVERSE: tl.constexpr):  # fmt: skip
+    """The state after n segments, whose own parts and decays stand at i_w + 1, ..., i_w + n."""
+    for j in range(n):
+        i = (i_w + (n - j if REVERSE else j + 1)) * H + i_h
+        b_h = tl.load(a_ptr + i) * b_h + load_vector(s_ptr + i * D, o_d, D)
+    return b_h
+
+
+@triton.jit(do_not_specialize=["N", "T"])
+def segment_kernel(
+    x_ptr,  # [B, T, H, D]; backwards: dy
+    g_ptr,  # [B, T, H] natural log; backwards: None
+    w_ptr,  # [B, T, H] or None
+    gc_ptr,  # [B, T, H] log2
+    s_ptr,  # [NW, H, D] out: what a segment adds to the state
+    a_ptr,  # [NW, H] out: its decay
+    cu_ptr,  # [N + 1] or None
+    offsets_ptr,  # [N + 1] or None
+    chunks_ptr,  # [NT, 2] or None
+    N,
+    T,
+    H: tl.constexpr, D: tl.constexpr,
+    BT: tl.constexpr, BD: tl.constexpr,
+    L: tl.constexpr,  # chunks of a segment
+    REVERSE: tl.constexpr,
+):  # fmt: skip
+    """One program: BD channels of one head, a segment.  Grid (NT / L * H * D / BD).
+
+    Forwards the segment before a `later_segment`, backwards that segment itself.
+    """
+    ND: tl.constexpr = (D + BD - 1) // BD
+    pid = tl.program_id(0)
+    i_d, i_h, i_w = pid % ND, pid // ND % H, (pid // (ND * H)).to(tl.int64)
+    i_n, i_l = later_segment(i_w, N, T, offsets_ptr, chunks_ptr, BT, L)
+    if i_l == 0:
+        return
+    first, n_seq, _ = sequence_of(i_n, cu_ptr, None, T, BT)
+    i_l = i_l if REVERSE else i_l - 1
+    first += i_l * L * BT
+    n_seg = tl.minimum(n_seq - i_l * L * BT, L * BT)
+    o_t = tl.arange(0, BT)
+    o_d = i_d * BD + tl.arange(0, BD)
+    b_s = tl.zeros([BD], tl.float32)
+    a_all = 1.0
+    NT = tl.cdiv(n_seg, BT)
+    for i in range(NT):
+        i_t = NT - 1 - i if REVERSE else i
+        n_t, start = n_seg - i_t * BT, (first + i_t * BT) * H + i_h
+        b_x = load_tile(x_ptr + start * D, o_t, o_d, H * D, n_t, D)  # [BT, BD]
+        b_gc = load_gate(gc_ptr + start, o_t, H, n_t)  # [BT]
+        last = tl.load(gc_ptr + start + (tl.minimum(BT, n_t) - 1) * H)
+        if REVERSE:
+            b_r = tl.exp2(b_gc)
+        else:
+            b_w = weights(g_ptr, w_ptr, start, o_t, n_t, H)
+            b_r = tl.exp2(last - b_gc) * b_w
+        # as the last step of ema_kernel, or of ema_bwd_kernel
+        b_s = tl.exp2(last) * b_s + tl.sum(b_r[:, None] * b_x.to(tl.float32), 0)
+        a_all *= tl.exp2(last)
+    i = i_w * H + i_h
+    tl.store(s_ptr + i * D + o_d, b_s, mask=o_d < D)
+    tl.store(a_ptr + i, a_all, mask=i_d == 0)
+
+
+@triton.jit(do_not_specialize=["N", "T"])
+def ema_kernel(
+    x_ptr,  # [B, T, H, D]
+    g_ptr,  # [B, T, H] natural log
+    w_ptr,  # [B, T, H] or None
+    gc_ptr,  # [B, T, H] log2
+    h0_ptr,  # [N, H, D] or None
+    s_ptr,  # [NW, H, D] of segment_kernel, or None: every sequence is one segment
+    a_ptr,  # [NW, H] of segment_kernel, or None
+    y_ptr,  # [B, T, H, D] out
+    ht_ptr,  # [N, H, D] out, or None
+    cu_ptr,  # [N + 1] or None
+    offsets_ptr,  # [N + 1] or None
+    chunks_ptr,  # [NT, 2] or None
+    N,
+    T,
+    H: tl.constexpr, D: tl.constexpr,
+    BT: tl.constexpr, BD: tl.constexpr,
+    L: tl.constexpr,  # chunks of a segment
+):  # fmt: skip
+    """One program: BD channels of one head, through a segment.  Grid ((N + NT / L) * H * D / BD).
+
+    Reference: linattn_edu.reference.ssd.ema.
+    """
+    ND: tl.constexpr = (D + BD - 1) // BD
+    pid = tl.program_id(0)
+    i_d, i_h, i_n = pid % ND, pid // ND % H, (pid // (ND * H)).to(tl.int64)
+    i_l = 0
+    if s_ptr is not None:
+        i_n, i_l = segment_of(i_n, N, T, offsets_ptr, chunks_ptr, BT, L)
+        if i_l < 0:
+            return
+    first, n_seq, i_c = sequence_of(i_n, cu_ptr, offsets_ptr, T, BT)
+    o_t = tl.arange(0, BT)
+    o_d = i_d * BD + tl.arange(0, BD)
+    b_h = tl.zeros([BD], tl.float32)
+    if h0_ptr is not None:
+        b_h += load_vector(h0_ptr + (i_n * H + i_h) * D, o_d, D)
+    if s_ptr is not None:
+        b_h = fold(b_h, s_ptr, a_ptr, i_c // L, i_l, i_h, o_d, H, D, REVERSE=False)
+    n_seq -= i_l * L * BT
+    start = (first + i_l * L * BT) * H + i_h
+
+    for i_t in range(tl.cdiv(tl.minimum(n_seq, L * BT), BT)):
+        n_t = n_seq - i_t * BT
+        b_x = load_tile(x_ptr + start * D, o_t, o_d, H * D, n_t, D)  # [BT, BD]
+        b_gc = load_gate(gc_ptr + start, o_t, H, n_t)  # [BT]
+        last = tl.load(gc_ptr + start + (tl.minimum(BT, n_t) - 1) * H)
+        b_w = weights(g_ptr, w_ptr, start, o_t, n_t, H)
+        # in units of the chunk's largest weight, which may be too small for float16
+        unit = tl.maximum(tl.max(tl.abs(b_w), 0), 1e-30)
+        # eq:ema-output   Y = diag(e) h + (G * w) X
+        b_M = decay_matrix(b_gc, o_t) * (b_w / unit)[None, :]
+        b_y = tl.exp2(b_gc)[:, None] * b_h[None, :] + unit * dot(cast(b_M, b_x.dtype), b_x)
+        store_tile(y_ptr + start * D, b_y, o_t, o_d, H * D, n_t, D)
+        # eq:ema-state   h <- a h + (r * w)^T X
+        b_r = tl.exp2(last - b_gc) * b_w
+        b_h = tl.exp2(last) * b_h + tl.sum(b_r[:, None] * b_x.to(tl.float32), 0)
+        start += BT * H
+
+    if ht_ptr is not None:
+        m_d = (o_d < D) & (n_seq <= L * BT)  # of the last segment
+        tl.store(ht_ptr + (i_n * H + i_h) * D + o_d, b_h, mask=m_d)
+
+
+# generation -> bytes of an element -> channels -> row, for these kernels and those of ema_bwd. The
+# channels of a tile share G, which costs more than the product itself: so on Hopper 128 of them where
+# there are as many. Heads of fewer keep their tile, for the reason given in kernels/delta/wy.py.
+CONFIGS = {
+    "turing": {
+        2: {64: row(4, 1, BD=32), 128: row(4, 1, BD=32)},
+        4: {64: row(4, 1, BD=32), 128: row(4, 1, BD=32)},
+    },
+    "ampere": {
+        2: {64: row(4, 2, BD=64), 128: row(4, 2, BD=64)},
+        4: {64: row(4, 1, BD=32), 128: row(4, 1, BD=32)},
+    },
+    "hopper": {
+        2: {64: row(4, 3, BD=64), 128: row(8, 3, BD=128)},
+        4: {64: row(4, 1, BD=64), 128: row(4, 1, BD=64)},
+    },
+}
+
+
+def width(x: Tensor) -> dict[str, int]:
+    """The row for x [B, T, H, D]; it depends on D alone, and so do the parts of dg and dw."""
+    return entry(CONFIGS, x)[64 if x.shape[-1] <= 64 else 128].launch()
+
+
+def segments(x: Tensor, chunk_size: int, packing: Packing | None) -> int:
+    """How many later segments there may be in x [B, T, ...]; 0: there are none."""
+    if packing is None:
+        B, NT = x.shape[0], cdiv(x.shape[1], chunk_size)
+        return cdiv(B * NT, SEGMENT) if NT > SEGMENT else 0
+    return cdiv(packing.chunks, SEGMENT) if packing.chunks > SEGMENT else 0
+
+
+def segment_parts(
+    x: Tensor,
+    g: Tensor | None,
+    gc: Tensor,
+    weight: Tensor | None,
+    *,
+    chunk_size: int,
+    packing: Packing | None,
+    reverse: bool = False,
+) -> tuple[Tensor | None, Tensor | None, int]:
+    """Launch segment_kernel where there are later segments; return its results, and how many."""
+    H, D = x.shape[2:]
+    NW = segments(x, chunk_size, packing)
+    if not NW:
+        return None, None, 0
+    s, a = gc.new_empty(NW, H, D), gc.new_empty(NW, H)
+    config = width(x)
+    N, cu_seqlens, offsets = sequence_args(x, packing)
+    chunks = None if packing is None else packing.chunk_indices
+    segment_kernel[(NW * H * cdiv(D, config["BD"]),)](
+        x, g, weight, gc, s, a, cu_seqlens, offsets, chunks, N, x.shape[1], H, D, BT=chunk_size,
+        L=SEGMENT, REVERSE=reverse, **config,
+    )  # fmt: skip
+    return s, a, NW
+
+
+def ema(
+    x: Tensor,
+    g: Tensor,
+    gc: Tensor,
+    weight: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    *,
+    chunk_size: int,
+    output_final_state: bool = False,
+    packing: Packing | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Launch segment_kernel and ema_kernel; arguments and result as in the reference."""
+    _, T, H, D = x.shape
+    y = torch.empty_like(x)
+    N, *sequences = sequence_args(x, packing)
+    final_state = gc.new_empty(N, H, D) if output_final_state else None
+    options = {"chunk_size": chunk_size, "packing": packing}
+    s, a, NW = segment_parts(x, g, gc, weight, **options)
+    config = width(x)
+    chunks = None if packing is None else packing.chunk_indices
+    ema_kernel[((N + NW) * H * cdiv(D, config["BD"]),)](
+        x, g, weight, gc, initial_state, s, a, y, final_state, *sequences, chunks, N, T, H, D,
+        BT=chunk_size, L=SEGMENT, **config,
+    )  # fmt: skip
+    return y, final_state

@@ -1,0 +1,168 @@
+"""Stage ema_bwd: the adjoint of ema, the same scan from the last token to the first."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from linattn_edu.kernels.ssd.ema import SEGMENT, fold, segment_of, segment_parts, weights, width
+from linattn_edu.kernels.tiles import (
+    cast,
+    cdiv,
+    decay_matrix_transposed,
+    dot,
+    load_gate,
+    load_row,
+    load_tile,
+    load_vector,
+    sequence_args,
+    sequence_of,
+    store_tile,
+)
+from linattn_edu.packing import Packing
+
+
+@triton.jit(do_not_specialize=["N", "T"])
+def ema_bwd_kernel(
+    x_ptr,  # [B, T, H, D]
+    g_ptr,  # [B, T, H] natural log
+    w_ptr,  # [B, T, H] or None
+    gc_ptr,  # [B, T, H] log2
+    h0_ptr,  # [N, H, D] or None
+    y_ptr,  # [B, T, H, D] of ema
+    dy_ptr,  # [B, T, H, D]
+    dht_ptr,  # [N, H, D] or None
+    s_ptr,  # [NW, H, D] of segment_kernel, or None: every sequence is one segment
+    a_ptr,  # [NW, H] of segment_kernel, or None
+    dx_ptr,  # [B, T, H, D] out
+    dg_ptr,  # [D / BD, B, T, H] out: parts of dg
+    dw_ptr,  # [D / BD, B, T, H] out: parts of dw, or None
+    dh0_ptr,  # [N, H, D] out
+    cu_ptr,  # [N + 1] or None
+    offsets_ptr,  # [N + 1] or None
+    chunks_ptr,  # [NT, 2] or None
+    N,
+    T,
+    H: tl.constexpr, D: tl.constexpr,
+    BT: tl.constexpr, BD: tl.constexpr,
+    L: tl.constexpr,  # chunks of a segment
+):  # fmt: skip
+    """One program: BD channels of one head, back through a segment.  Grid as of ema_kernel.
+
+    Reference: linattn_edu.reference.ssd.ema_bwd.
+    """
+    ND: tl.constexpr = (D + BD - 1) // BD
+    pid = tl.program_id(0)
+    i_d, i_h, i_n = pid % ND, pid // ND % H, (pid // (ND * H)).to(tl.int64)
+    i_l = 0
+    if s_ptr is not None:
+        i_n, i_l = segment_of(i_n, N, T, offsets_ptr, chunks_ptr, BT, L)
+        if i_l < 0:
+            return
+    first, n_seq, i_c = sequence_of(i_n, cu_ptr, offsets_ptr, T, BT)
+    o_t = tl.arange(0, BT)
+    o_d = i_d * BD + tl.arange(0, BD)
+    b_dh = tl.zeros([BD], tl.float32)
+    if dht_ptr is not None:
+        b_dh += load_vector(dht_ptr + (i_n * H + i_h) * D, o_d, D)
+    if s_ptr is not None:
+        later = tl.maximum(tl.cdiv(n_seq, L * BT) - 1 - i_l, 0)
+        b_dh = fold(b_dh, s_ptr, a_ptr, i_c // L + i_l, later, i_h, o_d, H, D, REVERSE=True)
+    if h0_ptr is not None:
+        b_h0 = load_vector(h0_ptr + (i_n * H + i_h) * D, o_d, D)
+    i_p = i_d * (T if cu_ptr is not None else N.to(tl.int64) * T) * H  # this tile's parts
+    n_seq -= i_l * L * BT
+    NT = tl.cdiv(tl.minimum(n_seq, L * BT), BT)
+
+    for i in range(NT):
+        i_t = NT - 1 - i
+        n_t, start = n_seq - i_t * BT, (first + (i_l * L + i_t) * BT) * H + i_h
+        b_dy = load_tile(dy_ptr + start * D, o_t, o_d, H * D, n_t, D)  # [BT, BD]
+        b_gc = load_gate(gc_ptr + start, o_t, H, n_t)  # [BT]
+        last = tl.load(gc_ptr + start + (tl.minimum(BT, n_t) - 1) * H)
+        # eq:ema-dh   dH = G^T dY + diag(r) dh
+        b_dH = tl.exp2(last - b_gc)[:, None] * b_dh[None, :]
+        b_dH += dot(cast(decay_matrix_transposed(b_gc, o_t), b_dy.dtype), b_dy)
+        # eq:ema-dh-before   dh <- a dh + e^T dY
+        b_dh = tl.exp2(last) * b_dh + tl.sum(tl.exp2(b_gc)[:, None] * b_dy.to(tl.float32), 0)
+        # eq:ema-dx   dX = diag(w) dH
+        b_w = weights(g_ptr, w_ptr, start, o_t, n_t, H)
+        store_tile(dx_ptr + start * D, b_w[:, None] * b_dH, o_t, o_d, H * D, n_t, D)
+        # eq:ema-dg   dg = e^g (y_(t-1) [- x]) . dH
+        b_x = load_tile(x_ptr + start * D, o_t, o_d, H * D, n_t, D).to(tl.float32)
+        head = i_l * L + i_t == 0
+        m_t = (o_t < n_t) & ((o_t > 0) | (i_l * L + i_t > 0))
+        b_before = tl.load(
+            y_ptr + start * D + (o_t[:, None] - 1) * (H * D) + o_d[None, :],
+            mask=m_t[:, None] & (o_d < D)[None, :], other=0.0,
+        ).to(tl.float32)  # fmt: skip
+        if h0_ptr is not None:
+            b_before = tl.where(head & (o_t == 0)[:, None], b_h0[None, :], b_before)
+        b_change = b_before - b_x if w_ptr is None else b_before
+        b_a = tl.exp(load_row(g_ptr + start, o_t, H, n_t))
+        tl.store(dg_ptr + i_p + start + o_t * H, b_a * tl.sum(b_change * b_dH, 1), mask=o_t < n_t)
+        # eq:ema-dw   dw = x . dH
+        if dw_ptr is not None:
+            tl.store(dw_ptr + i_p + start + o_t * H, tl.sum(b_x * b_dH, 1), mask=o_t < n_t)
+
+    if i_l == 0:
+        tl.store(dh0_ptr + (i_n * H + i_h) * D + o_d, b_dh, mask=o_d < D)
+
+
+@triton.jit(do_not_specialize=["n"])
+def total_kernel(
+    parts_ptr,  # [ND, n]
+    y_ptr,  # [n] out
+    n,
+    ND: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program: BLOCK sums of ND parts, added in their order.  Grid (n / BLOCK)."""
+    o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    b_y = tl.zeros([BLOCK], tl.float32)
+    for i in range(ND):
+        b_y += load_vector(parts_ptr + i * n.to(tl.int64), o, n)
+    tl.store(y_ptr + o, cast(b_y, y_ptr.dtype.element_ty), mask=o < n)
+
+
+BLOCK = 256  # sums a program
+
+
+def total(parts: Tensor, like: Tensor) -> Tensor:
+    """Launch total_kernel: the sum of the parts [ND, ...], of like's dtype.
+
+    PyTorch's own sum adds in another order where there are more tokens.
+    """
+    y, n = torch.empty_like(like), like.numel()
+    total_kernel[(cdiv(n, BLOCK),)](parts, y, n, len(parts), BLOCK=BLOCK, num_warps=4)
+    return y
+
+
+def ema_bwd(
+    x: Tensor,
+    g: Tensor,
+    gc: Tensor,
+    weight: Tensor | None,
+    initial_state: Tensor | None,
+    y: Tensor,
+    dy: Tensor,
+    dht: Tensor | None = None,
+    *,
+    chunk_size: int,
+    packing: Packing | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """Launch segment_kernel, ema_bwd_kernel, total_kernel; the rest as in the reference."""
+    B, T, H, D = x.shape
+    config = width(x)
+    ND, (N, *sequences) = cdiv(D, config["BD"]), sequence_args(x, packing)
+    dx, dh0 = torch.empty_like(x), gc.new_empty(N, H, D)
+    dg = gc.new_empty(ND, B, T, H)
+    dw = None if weight is None else torch.empty_like(dg)
+    options = {"chunk_size": chunk_size, "packing": packing}
+    s, a, NW = segment_parts(dy, None, gc, None, reverse=True, **options)
+    chunks = None if packing is None else packing.chunk_indices
+    ema_bwd_kernel[((N + NW) * H * ND,)](
+        x, g, weight, gc, initial_state, y, dy, dht, s, a, dx, dg, dw, dh0, *sequences, chunks,
+        N, T, H, D, BT=chunk_size, L=SEGMENT, **config,
+    )  # fmt: skip
+    return dx, total(dg, g), None if dw is None else total(dw, weight), dh0
