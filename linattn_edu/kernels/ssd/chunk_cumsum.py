@@ -12,6 +12,7 @@ from linattn_edu.kernels.tiles import (
     chunk_args,
     chunk_of,
     decay_matrix,
+    decay_matrix_transposed,
     documents,
     load_gate,
     load_tile,
@@ -95,6 +96,15 @@ def decay_within(b_gc, b_id, o_t, seq_ptr):
     if seq_ptr is not None:
         G = tl.where(b_id[:, None] == b_id[None, :], G, 0.0)
     return G
+
+
+@triton.jit
+def decay_within_transposed(b_gc, b_id, o_t, seq_ptr):
+    """The transpose of `decay_within`, computed as such."""
+    GT = decay_matrix_transposed(b_gc, o_t)
+    if seq_ptr is not None:
+        GT = tl.where(b_id[:, None] == b_id[None, :], GT, 0.0)
+    return GT
 
 
 def chunk_cumsum(

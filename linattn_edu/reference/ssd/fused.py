@@ -12,9 +12,26 @@ from linattn_edu.reference.tiles import (
 )
 
 
+def chunk_scores(C: Tensor, B: Tensor, *, chunk_size: int) -> Tensor:
+    """The scores of a chunk, which all heads of a group share.
+
+        S_ij = C_i . B_j   for all tokens j of i's chunk
+
+    Args:
+        C, B: [B, T, G, N].
+    Returns:
+        S [B, T, G, chunk_size] in C.dtype; columns past the last token are zero.
+    Source: chapter 13.
+    """
+    C_, B_ = (to_chunks(y.to(compute_dtype(C, B)), chunk_size) for y in (C, B))
+    # eq:ssd-cb   S = C B^T
+    return from_chunks(C_ @ B_.mT, C.shape[1]).to(C.dtype)
+
+
 def ssd_bwd(
     C: Tensor,
     B: Tensor,
+    S: Tensor,
     x: Tensor,
     step: Tensor,
     gc: Tensor,
@@ -23,13 +40,12 @@ def ssd_bwd(
     dy: Tensor,
     D: Tensor | None = None,
     seq_idx: Tensor | None = None,
-    *,
-    chunk_size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     """The gradients of x, step, the log decay, B, C and D: chapters 15 to 19 in one stage.
 
     Args:
-        C, B, x, step, gc, D, seq_idx: as in chunk_scan.  dy: [B, T, H, P], gradient of y.
+        C, B, x, step, gc, D, seq_idx: as in chunk_scan.  S: [B, T, G, C] of chunk_scores, C the
+            tokens of a chunk.  dy: [B, T, H, P], gradient of y.
         h: [B, NT, H, N, P] of state.  dh: like h, of state_bwd.
     Returns:
         dx [B, T, H, P], dB and dC [B, T, G, N], in the dtypes of x, B and C; dstep [B, T, H], the
@@ -37,34 +53,29 @@ def ssd_bwd(
         (natural units); dD of D's shape, or None; these in fp32 (fp64 for fp64 input).
     Source: chapters 15 to 19.
     """
-    dtype = compute_dtype(C, B, x, step, gc, h, dh, dy, D)
+    dtype, chunk_size = compute_dtype(C, B, x, step, gc, h, dh, dy, D), S.shape[3]
     T, H = x.shape[1:3]
     e, G, r, a = decays(gc.to(dtype), seq_idx, chunk_size)
-    C_, B_, X, dY, step = (
+    C_, B_, S, X, dY, step = (
         to_chunks(y.to(dtype), chunk_size)
-        for y in (repeat_heads(C, H), repeat_heads(B, H), x, dy, step[..., None])
+        for y in (*(repeat_heads(y, H) for y in (C, B, S)), x, dy, step[..., None])
     )
     h, ds = (y.to(dtype).transpose(1, 2) for y in (h, dh))
     # eq:ssd-dlast   dlast = a <h, ds>
     dlast = (a * h * ds).sum((-1, -2))
-    # eq:ssd-dc-inter   inter = diag(e) dY h^T
-    dC = e * (dY @ h.mT)
-    # eq:ssd-dgc-inter   dgc_i = C_i . inter_i
-    dgc = (C_ * dC).sum(-1)
-    # eq:ssd-db-state   dB_head = diag(r * step) X ds^T
-    dB = r * step * (X @ ds.mT)
-    # eq:ssd-dgc-state   dgc = -m, dlast = sum(m), m_j = B_j . dB_head_j
-    m = (B_ * dB).sum(-1)
+    # eq:ssd-dgc-inter   dgc_i = C_i . inter_i = e_i dY_i . (C h)_i
+    dgc = (e * dY * (C_ @ h)).sum(-1)
+    # eq:ssd-dgc-state   dgc = -m, dlast = sum(m), m_j = B_j . dB_head_j = step_j r_j x_j . (B ds)_j
+    m = (step * r * X * (B_ @ ds)).sum(-1)
     dgc, dlast = dgc - m, dlast + m.sum(-1)
-    # eq:ssd-dscores   dscores = sum over heads of dY X^T * G * step
-    scores, dscores = C_ @ B_.mT, (dY @ X.mT) * G * step.mT
     # eq:ssd-dgc-scores   dgc = rowsum(X) - colsum(X), X = M * dY X^T below the diagonal
-    M = (scores * dscores).tril(-1)
+    dscores = (dY @ X.mT) * G * step.mT
+    M = (S * dscores).tril(-1)
     dgc = dgc + M.sum(-1) - M.sum(-2)
     # eq:ssd-da   da_i = dlast + reverse cumsum(dgc)
     da = dlast[..., None] + dgc.flip(3).cumsum(3).flip(3)
     # eq:ssd-dxs   dXs = (C B^T * G)^T dY + diag(r) B ds
-    dXs = (scores * G).mT @ dY + r * (B_ @ ds)
+    dXs = (S * G).mT @ dY + r * (B_ @ ds)
     # eq:ssd-dstep   dstep_j = x_j . dXs_j
     dstep = (X * dXs).sum(-1)
     # eq:ssd-dx   dX = diag(step) dXs + D dY
@@ -74,10 +85,13 @@ def ssd_bwd(
         # eq:ssd-dd   dD = sum over tokens of dY * X
         dD = (dy.to(dtype) * x.to(dtype)).sum((0, 1))
         dD = dD if D.ndim == 2 else dD.sum(-1)
+    # eq:ssd-dc-inter   inter = diag(e) dY h^T
+    # eq:ssd-db-state   dB_head = diag(r * step) X ds^T
+    inter, dB = e * (dY @ h.mT), r * step * (X @ ds.mT)
+    # eq:ssd-dscores   dscores = sum over heads of dY X^T * G * step
     # eq:ssd-dc   dC = inter + dscores B
-    dC = dC + dscores @ B_
     # eq:ssd-db   dB = dB_state + dscores^T C
-    dB = dB + dscores.mT @ C_
+    dC, dB = inter + dscores @ B_, dB + dscores.mT @ C_
     dB, dC = (sum_heads(from_chunks(y, T), B.shape[2]) for y in (dB, dC))
     return (
         dx.to(x.dtype), dB.to(B.dtype), dC.to(C.dtype), from_chunks(dstep, T), from_chunks(da, T),
