@@ -209,8 +209,9 @@ def ema_kernel(
 
 
 # generation -> bytes of an element -> channels -> row, for these kernels and those of ema_bwd. The
-# channels of a tile share G, which costs more than the product itself: so on Hopper 128 of them where
-# there are as many. Heads of fewer keep their tile, for the reason given in kernels/delta/wy.py.
+# channels of a tile share G, which costs more than the product itself: so on Hopper 128 of them,
+# where there are as many. Heads of fewer keep the tile, for the reason given in
+# kernels/delta/wy.py.
 CONFIGS = {
     "turing": {
         2: {64: row(4, 1, BD=32), 128: row(4, 1, BD=32)},

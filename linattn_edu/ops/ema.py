@@ -1,0 +1,230 @@
+"""ema_scan: the public function, its declaration, the composition of its stages."""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+from torch import Tensor
+
+from linattn_edu.ops import check
+from linattn_edu.ops.delta import arguments
+from linattn_edu.ops.operator import Operator, like, widened
+from linattn_edu.packing import Packing
+from linattn_edu.reference.delta.gate_cumsum import gate_cumsum
+from linattn_edu.reference.ssd.ema import ema
+from linattn_edu.reference.ssd.ema_bwd import ema_bwd
+
+
+def ema_scan(
+    x: Tensor,
+    g: Tensor,
+    weight: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    *,
+    cu_seqlens_cpu: Tensor | None = None,
+    chunk_indices: Tensor | None = None,
+    chunk_size: int = 64,
+    impl: str = "auto",
+) -> tuple[Tensor, Tensor | None]:
+    r"""Exponential moving average with a decay of its own for each token.
+
+    .. math::
+
+        h_t = e^{g_t} h_{t-1} + w_t x_t, \qquad y_t = h_t, \qquad
+        w_t = 1 - e^{g_t} \ \text{without a weight}
+
+    for each channel of x; the channels of a head share the decay and the weight. It is Mamba-2's
+    recurrence without B and C. Differentiable by x, g, weight and initial_state, from y and from
+    the final state.
+
+    Args:
+        x: ``[B, T, H, D]``, or ``[B, T, D]`` for one head: float32, float16 or bfloat16 (float64:
+            reference only), any D >= 1; T may be 0. Many channels of few heads are what the
+            kernels are made for: a head takes as long as one of 64 channels.
+        g: Natural-log decay of each token ``[B, T, H]``, or ``[B, T]`` with x ``[B, T, D]``, <= 0,
+            any of these dtypes. ``-inf`` is a reset: nothing is left of the tokens before. A
+            positive g is refused on the CPU; on a GPU, where that would wait for the device, and
+            under torch.compile it is not looked for.
+        weight: Factor of each token, of g's shape, any of these dtypes and any numbers; if None
+            ``1 - exp(g)``, computed without loss where g is small.
+        initial_state: State before the first token ``[N, H, D]``, or ``[N, D]``, zero if None. N is
+            B, or the number of sequences of cu_seqlens.
+        output_final_state: Whether to return the state after the last token.
+        cu_seqlens, cu_seqlens_cpu, chunk_indices: As in :func:`chunk_gated_delta_rule`. Each
+            sequence gives the same bits as alone.
+        chunk_size: Tokens a chunk: 16, 32 or 64. It changes the speed and the rounding only.
+        impl: "triton", "reference" or "auto", as in :func:`chunk_gated_delta_rule`.
+
+    Non-contiguous tensors, and on a GPU those that do not start at 16 bytes, are copied first.
+
+    Accuracy: states and sums are float32; with 16-bit inputs the products inside a chunk have
+    rounded operands, and y is rounded. A decay between two tokens is the difference of two sums of
+    g over the chunk, as in :func:`chunk_gated_delta_rule`. One below ``e^-104`` is 0, and its g has
+    the gradient 0. The gradient of g, without a weight, is that of ``e^g (y_(t-1) - x_t)``: where
+    the two are large and nearly equal, 16 bits have few digits for the difference. Then subtract
+    the level from x and the state and add it to y, which gives the same numbers, or use float32.
+
+    A probability p that sets ``g = log(1 - p)`` may be 1, but PyTorch then multiplies g's gradient
+    0 by the slope of the logarithm, which is infinite: give
+    ``g = log1p(-p.clamp(max=1 - 2**-20))`` and ``weight=p``.
+
+    Memory: between the passes it keeps its inputs, y, and one number of each token and head.
+
+    Works under ``torch.compile(fullgraph=True)``, in CUDA graphs (with cu_seqlens only together
+    with cu_seqlens_cpu), with activation checkpointing and under autocast, which does not change
+    its precision. Gradients of gradients and forward-mode differentiation are errors.
+
+    Returns:
+        ``(y, final_state)``: y of x's shape and dtype; final_state ``[N, H, D]``, or ``[N, D]``, in
+        float32 (float64 where an input is), or None.
+
+    Raises:
+        TypeError: an argument is not of a type or dtype listed above.
+        ValueError: a shape, device, chunk_size, impl or combination of arguments does not fit; the
+            message names the argument, what was expected and what came. No kernel has run then.
+
+    Source: Dao and Gu 2024 (arXiv:2405.21060) section 6; chapter 20.
+    """
+    sizes = _check_tensors(x, g, weight, initial_state, cu_seqlens)
+    check.log_decay("g", g)
+    output_final_state = check.flag("output_final_state", output_final_state)
+    check.choice("chunk_size", chunk_size, arguments.CHUNK_SIZES)
+    tensors = (x, g, weight, initial_state)
+    impl = check.resolve_impl(impl, x.device, tuple(t.dtype for t in tensors if t is not None))
+    cu_seqlens_cpu = arguments.check_packing(
+        "x", x, sizes, cu_seqlens, cu_seqlens_cpu, chunk_indices, chunk_size
+    )
+    one_head = x.ndim == 3
+    if one_head:
+        axes = (2, 2, 2, 1)
+        tensors = (t if t is None else t.unsqueeze(i) for t, i in zip(tensors, axes, strict=True))
+    y, final_state, _ = scan(
+        *tensors, cu_seqlens, cu_seqlens_cpu, chunk_indices, output_final_state, chunk_size, impl
+    )
+    if one_head:
+        return y.squeeze(2), final_state if final_state is None else final_state.squeeze(1)
+    return y, final_state
+
+
+def _check_tensors(
+    x: Tensor,
+    g: Tensor,
+    weight: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> dict[str, int]:
+    """Refuse tensors that do not fit; return the sizes B, T, D, N, and H where heads are given."""
+    sizes: dict[str, int] = {}
+    head = () if isinstance(x, Tensor) and x.ndim == 3 else ("H",)
+    check.tensor("x", x, ("B", "T", *head, "D"), sizes)
+    for axis, size in sizes.items():
+        if size < 1 and axis != "T":
+            raise ValueError(f"x must have {axis} >= 1, got {axis}={size}")
+    check.tensor("g", g, ("B", "T", *head), sizes)
+    if weight is not None:
+        check.tensor("weight", weight, ("B", "T", *head), sizes)
+    arguments.count_sequences("x", x, cu_seqlens, sizes)
+    if initial_state is not None:
+        check.tensor("initial_state", initial_state, ("N", *head, "D"), sizes)
+    others = {"g": g, "weight": weight, "initial_state": initial_state}
+    check.same_device(("x", x), *others.items())
+    return sizes
+
+
+class Stages(NamedTuple):
+    """One implementation of each stage."""
+
+    gate_cumsum: Callable
+    ema: Callable
+    ema_bwd: Callable
+
+
+@functools.cache
+def stages(impl: str) -> Stages:
+    """The stages of an implementation, "reference" or "triton"."""
+    check.choice("impl", impl, check.STAGES)
+    return _kernels() if impl == "triton" else Stages(gate_cumsum, ema, ema_bwd)
+
+
+def _kernels() -> Stages:
+    """The stages in Triton, which may be missing."""
+    from linattn_edu.kernels.delta.gate_cumsum import gate_cumsum
+    from linattn_edu.kernels.ssd.ema import ema
+    from linattn_edu.kernels.ssd.ema_bwd import ema_bwd
+
+    return Stages(gate_cumsum, ema, ema_bwd)
+
+
+def _operations(s: dict) -> tuple[int, int]:
+    """Operations of the matrix products, forward and backward: two for each multiply-add."""
+    return (2 * s["B"] * s["T"] * s["H"] * (s["C"] + 1) * s["D"],) * 2
+
+
+scan = Operator(
+    "ema_scan",
+    {"x": "B T H D", "g": "B T H", "weight": "B T H?", "initial_state": "N H D?"},
+    {
+        "y": like("B T H D", "x", gradient="dy"),
+        "final_state": widened("N H D", "x g weight initial_state", gradient="dht"),
+        "gc": widened("B T H", "g"),
+    },
+    options={"output_final_state": "bool", "chunk_size": "int"},
+    stages=stages,
+    packed="chunks",
+    flops=_operations,
+)
+
+
+@scan.forward
+def forward(
+    stages: Stages,
+    x: Tensor,
+    g: Tensor,
+    *,
+    weight: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    chunk_size: int = 64,
+    packing: Packing | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """The forward pass as a composition of stages (shapes as in ema_scan, with heads).
+
+    Returns y, the final state or None, and the decay accumulated in each chunk.
+
+    Source: chapter 20.
+    """
+    options = {"chunk_size": chunk_size} | ({} if packing is None else {"packing": packing})
+    gc = stages.gate_cumsum(g, **options)
+    y, final_state = stages.ema(
+        x, g, gc, weight, initial_state, output_final_state=output_final_state, **options
+    )
+    return y, final_state, gc
+
+
+@scan.backward
+def backward(
+    stages: Stages,
+    x: Tensor,
+    g: Tensor,
+    gc: Tensor,
+    y: Tensor,
+    dy: Tensor,
+    dht: Tensor | None = None,
+    *,
+    weight: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    chunk_size: int = 64,
+    packing: Packing | None = None,
+) -> tuple[Tensor | None, ...]:
+    """The backward pass as a composition of stages: one, since y holds every state.
+
+    Args:
+        gc, y: Of the forward pass.  dy: Gradient of y.  dht: Gradient of the final state, or None.
+    Returns:
+        dx, dg, the gradient of the weight (or None) and that of the initial state.
+    Source: chapter 20.
+    """
+    options = {"chunk_size": chunk_size} | ({} if packing is None else {"packing": packing})
+    return stages.ema_bwd(x, g, gc, weight, initial_state, y, dy, dht, **options)
