@@ -52,8 +52,10 @@ from linattn_edu.kernels.delta import (
 from linattn_edu.kernels.ssd import (
     chunk_cumsum_bwd,
     chunk_scan_bwd_da_cs,
+    chunk_scan_bwd_dc,
     chunk_scan_bwd_dstates,
     chunk_scan_chunk_state_bwd_dx,
+    chunk_state_bwd_db,
     state_passing_bwd,
 )
 
@@ -169,6 +171,9 @@ def ssd_launches(N, P, dtype, chunk_size):
     for seq_idx in (None, ids):
         chunk_scan_bwd_da_cs.chunk_scan_bwd_da_cs(BC, BC, x, step, step, x, seq_idx, **options)
         chunk_scan_bwd_dstates.chunk_scan_bwd_dstates(BC, step, x, seq_idx, **options)
+        dB, _, _ = chunk_state_bwd_db.chunk_state_bwd_db(BC, x, step, step, h, seq_idx, **options)
+        given = BC, BC, x, step, step, h, x, dB, seq_idx
+        chunk_scan_bwd_dc.chunk_scan_bwd_dc(*given, **options)
     for given in ((h[0], ids), (None, None)):
         state_passing_bwd.state_passing_bwd(h, step, h, *given, **options)
 

@@ -64,7 +64,7 @@ KERNELS = {
         "gate", "layer_gate_bwd",
         "kda_scores", "kda_inverse", "kda_output_bwd", "kda_wy_bwd", "kda_intra_bwd",
         "chunk_cumsum_bwd", "chunk_scan_chunk_state_bwd_dx", "chunk_scan_bwd_da_cs",
-        "chunk_scan_bwd_dstates", "state_passing_bwd",
+        "chunk_scan_bwd_dstates", "state_passing_bwd", "chunk_state_bwd_db", "chunk_scan_bwd_dc",
     )
 }  # fmt: skip
 
