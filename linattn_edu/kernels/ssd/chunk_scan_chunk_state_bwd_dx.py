@@ -5,13 +5,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from linattn_edu.kernels.ssd.chunk_cumsum import decays
+from linattn_edu.kernels.ssd.chunk_cumsum import decay_within_transposed, decays
 from linattn_edu.kernels.ssd.chunk_scan import past_state
 from linattn_edu.kernels.tiles import (
     cast,
     chunk_args,
     chunk_of,
-    decay_matrix_transposed,
     dot,
     entry,
     load_row,
@@ -61,9 +60,7 @@ def chunk_scan_chunk_state_bwd_dx_kernel(
         b_C = load_tile(C_ptr + i_B, o_t, o_n, G * N, n_t, N)  # [BT, BN]
         b_B = load_tile(B_ptr + i_B, o_t, o_n, G * N, n_t, N)  # [BT, BN]
         b_MT = dot(b_B, tl.trans(b_C), b_MT)
-    b_MT *= decay_matrix_transposed(b_gc, o_t)
-    if seq_ptr is not None:
-        b_MT = tl.where(b_id[:, None] == b_id[None, :], b_MT, 0.0)
+    b_MT *= decay_within_transposed(b_gc, b_id, o_t, seq_ptr)
     b_MT = cast(b_MT, dy_ptr.dtype.element_ty)
     b_dstep = tl.zeros([BT], dtype=tl.float32)
     dD = 0.0
