@@ -20,7 +20,7 @@ from linattn_edu.ops.names import (
     prepare_chunk_indices,
 )
 from linattn_edu.ops.solve_tril import solve_tril
-from linattn_edu.ops.ssd import selective_state_update
+from linattn_edu.ops.ssd import mamba_chunk_scan_combined, selective_state_update
 
 __version__ = "0.1.0"
 __all__ = [
@@ -40,6 +40,7 @@ __all__ = [
     "kernel_delta_attention",
     "l2_norm",
     "l2norm",
+    "mamba_chunk_scan_combined",
     "naive_kda_gate",
     "naive_recurrent_gated_delta_rule",
     "naive_recurrent_kda",

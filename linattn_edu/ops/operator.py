@@ -85,6 +85,7 @@ class Operator:
             cu_seqlens; "chunks", by a Packing; None, not at all.
         limited: The tensor whose head size limits the tokens of a chunk.
         mutates: The tensor that is written in place.
+        constants: The tensors that have no gradient, being no numbers to be changed.
         apart: The tensors whose rows, along the first axis, the stages take wherever they lie.
         flops: sizes -> operations of the matrix products, forward and backward.
 
@@ -104,6 +105,7 @@ class Operator:
         packed: str | None = None,
         limited: str | None = None,
         mutates: str | None = None,
+        constants: Collection[str] = (),
         apart: Collection[str] = (),
         flops: Callable | None = None,
     ):
@@ -115,6 +117,7 @@ class Operator:
         self.outputs, self.residuals, self.flops = outputs, residuals, flops
         self.packed, self.bounds = packed, BOUNDS[packed]
         self.limited, self.mutates, self.apart = limited, mutates, apart
+        self.constants = constants
         self._in_chunks = [n for n, axes in self.axes.items() if "C" in axes]
         self.with_tokens = self.axes[self.inputs[0]][:2] == ("B", "T")
         self.options = {**(options or {}), "impl": "str"}
@@ -335,7 +338,7 @@ class Operator:
         sums = {n for n in self.inputs if not {"T", "N"} & {*self.axes[n]}}
         sizes = self._sizes(given, None)
         whole = {
-            n: None if n in given and given[n] is None else self._new(n, given, sizes)
+            n: None if self._without(n, given) else self._new(n, given, sizes)
             for n in self.inputs
         }
         final = self.outputs.get("final_state")
@@ -448,9 +451,13 @@ class Operator:
         given = dict(zip(self.backward_names, args, strict=True))
         sizes, like = self._sizes(given, None), given[self._given[0]]
         return tuple(
-            like.new_empty(0) if n in given and given[n] is None else self._new(n, given, sizes)
+            like.new_empty(0) if self._without(n, given) else self._new(n, given, sizes)
             for n in self.inputs
         )
+
+    def _without(self, name: str, given: dict) -> bool:
+        """Whether a tensor has no gradient: it was not given, or is a constant."""
+        return name in self.constants or (name in given and given[name] is None)
 
     # -- autograd
 
@@ -462,7 +469,7 @@ class Operator:
         given |= {n: None if n in dropped else x for n, x in made.items()}
         ctx.save_for_backward(*(given[n] for n in (*self._saved, *self.bounds)))
         ctx.options = inputs[len(inputs) - len(self.options) :]
-        ctx.dtypes = [None if given[n] is None else given[n].dtype for n in self.inputs]
+        ctx.dtypes = [None if self._without(n, given) else given[n].dtype for n in self.inputs]
         first = next(iter(made.values()))
         ctx.shape, ctx.dtype = first.shape, first.dtype
         without = [x for n, x in made.items() if x is not None and self.outputs[n].gradient is None]

@@ -117,7 +117,7 @@ def chunk_scan(
     config = entry(CONFIGS, x).launch()
     NT, *chunks = chunk_args(x, chunk_size, packing)
     chunk_scan_kernel[(NT * H, cdiv(P, config["BP"]))](
-        C, B, x, step, gc, h, D, z, seq_idx, S, out, *chunks, T, 1 if D is None or D.ndim == 1 else P,
+        C, B, x, step, gc, h, D, z, seq_idx, S, out, *chunks, T, 1 if D is None else D.numel() // H,
         G, H, N, P, BT=chunk_size, **config,
     )  # fmt: skip
     return out

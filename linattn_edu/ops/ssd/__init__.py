@@ -1,5 +1,23 @@
 """Mamba-2 (SSD)."""
 
+from linattn_edu.ops.ssd.chunk import (
+    FusedStages,
+    Stages,
+    backward,
+    forward,
+    fused_stages,
+    mamba_chunk_scan_combined,
+    stages,
+)
 from linattn_edu.ops.ssd.step import selective_state_update
 
-__all__ = ["selective_state_update"]
+__all__ = [
+    "FusedStages",
+    "Stages",
+    "backward",
+    "forward",
+    "fused_stages",
+    "mamba_chunk_scan_combined",
+    "selective_state_update",
+    "stages",
+]

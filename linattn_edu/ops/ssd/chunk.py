@@ -1,0 +1,485 @@
+"""Mamba-2 in chunks: the public function, its declaration, the composition of its stages."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from linattn_edu.ops import check
+from linattn_edu.ops.delta import arguments
+from linattn_edu.ops.operator import Operator, like, widened
+from linattn_edu.ops.tensors import wide
+from linattn_edu.packing import Packing
+from linattn_edu.reference.delta.state import state
+from linattn_edu.reference.delta.state_bwd import state_bwd
+from linattn_edu.reference.ssd.chunk_cumsum import chunk_cumsum
+from linattn_edu.reference.ssd.chunk_cumsum_bwd import chunk_cumsum_bwd
+from linattn_edu.reference.ssd.chunk_scan import chunk_scan
+from linattn_edu.reference.ssd.chunk_scan_bwd_da_cs import chunk_scan_bwd_da_cs
+from linattn_edu.reference.ssd.chunk_scan_bwd_dc import chunk_scan_bwd_dc
+from linattn_edu.reference.ssd.chunk_scan_bwd_dstates import chunk_scan_bwd_dstates
+from linattn_edu.reference.ssd.chunk_scan_chunk_state_bwd_dx import chunk_scan_chunk_state_bwd_dx
+from linattn_edu.reference.ssd.chunk_state import chunk_state
+from linattn_edu.reference.ssd.chunk_state_bwd_db import chunk_state_bwd_db
+from linattn_edu.reference.ssd.fused import chunk_scores, ssd_bwd
+from linattn_edu.reference.ssd.state_passing import state_passing
+from linattn_edu.reference.ssd.state_passing_bwd import state_passing_bwd
+
+LARGEST = 256  # P and N
+
+
+def mamba_chunk_scan_combined(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    chunk_size: int,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    initial_states: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    return_final_states: bool = False,
+    return_varlen_states: bool = False,
+    *,
+    cu_seqlens_cpu: Tensor | None = None,
+    impl: str = "auto",
+) -> Tensor | tuple[Tensor, ...]:
+    r"""Mamba-2 (SSD) in chunks: training and prefill.
+
+    .. math::
+
+        \Delta_t &= \mathrm{clamp}(\mathrm{softplus}(dt_t + dt\_bias)), \\
+        S_t &= e^{\Delta_t A} S_{t-1} + \Delta_t\, x_t^\top B_t, \qquad
+        out_t = (S_t C_t^\top + D x_t)\, \mathrm{silu}(z_t)
+
+    for each batch entry and head; x, B and C are rows, S is ``[P, N]``, and head h reads B and C of
+    group ``h // (H // G)``. Differentiable by x, dt, A, B, C, D, z, dt_bias and initial_states,
+    from out and from the final states.
+
+    Args:
+        x: Values ``[B, T, H, P]``, float32, float16 or bfloat16 (float64: reference only),
+            P <= 256; T may be 0.
+        dt: Raw step sizes ``[B, T, H]``, any of these dtypes, as all that follow but B and C.
+        A: Rate of the log decay of each head ``[H]``, <= 0. A positive number is refused on the
+            CPU; on a GPU, where that would wait for the device, it is not looked for.
+        B, C: What is written with, and read with, ``[B, T, G, N]`` of x's dtype; H a multiple of G,
+            N <= 256.
+        chunk_size: Tokens of a chunk at most: a power of two, 16 at least. It changes the speed and
+            the rounding only; the kernels take shorter ones, of 128 tokens or less.
+        D: Weight of x in out, ``[H]`` or ``[H, P]``, or None: 0.
+        z: Gate ``[B, T, H, P]``, or None: out is not gated.
+        dt_bias: Added to dt ``[H]``, or None: 0.
+        initial_states: States before the first token ``[B, H, P, N]`` (with cu_seqlens one for each
+            sequence), zero if None.
+        seq_idx: Document of each token ``[B, T]``, int32 or int64: where it changes, the state
+            starts anew from zero. initial_states belong to the first token's document, and the
+            final states to the last token's.
+        cu_seqlens: Boundaries ``[N + 1]``, int32 or int64, of sequences packed into a batch of one:
+            0 first, T last. Each sequence gives the same bits as alone; seq_idx is not needed.
+        dt_softplus: Whether the step is the softplus of dt + dt_bias, or that itself.
+        dt_limit: Least and largest step; a step beyond them gives dt no gradient.
+        return_final_states: Whether to return the states after the last token.
+        return_varlen_states: Whether to return those of every sequence of cu_seqlens.
+        cu_seqlens_cpu: The numbers of cu_seqlens on the CPU. Without them a cu_seqlens on a GPU is
+            read once, and the call waits for the device; with them it does not.
+        impl: "triton", "reference" or "auto", as in :func:`chunk_gated_delta_rule`.
+
+    Accuracy: products are accumulated in float32; 16-bit inputs are rounded where a product needs
+    them, and the states between chunks are kept in x's dtype.
+
+    Memory: between the passes it keeps its inputs alone.
+
+    Works under ``torch.compile(fullgraph=True)``, in CUDA graphs (with cu_seqlens only together
+    with cu_seqlens_cpu), with activation checkpointing and under autocast, which does not change
+    its precision. Gradients of gradients and forward-mode differentiation are errors.
+
+    Returns:
+        out ``[B, T, H, P]`` in x's dtype. With return_final_states ``(out, states)``, the states
+        ``[B, H, P, N]`` after the last token; with return_varlen_states ``(out, states)``, those
+        of each sequence ``[N, H, P, N]``; with both ``(out, final, varlen)``. In float32 (float64
+        where x, dt, A or initial_states is).
+
+    Raises:
+        TypeError: an argument is not of a type or dtype listed above.
+        ValueError: a shape, device, chunk_size, limit, impl or combination of arguments does not
+            fit; the message names the argument, what was expected and what came. No kernel has run
+            then.
+
+    Source: Dao and Gu 2024 (arXiv:2405.21060), section 6; the arguments are those of mamba_ssm
+    2.3.2, which sees the boundaries of cu_seqlens only through seq_idx; chapters 13 to 19.
+    """
+    given = {"dt": dt, "A": A, "D": D, "z": z, "dt_bias": dt_bias, "initial_states": initial_states}
+    sizes = _check_tensors(x, B, C, given, seq_idx, cu_seqlens)
+    softplus, final, varlen = arguments.flags(
+        dt_softplus=dt_softplus,
+        return_final_states=return_final_states,
+        return_varlen_states=return_varlen_states,
+    )
+    if varlen and cu_seqlens is None:
+        raise ValueError("return_varlen_states=True needs cu_seqlens, got None")
+    low, high = _limits(dt_limit)
+    check.power_of_two("chunk_size", chunk_size)
+    if chunk_size < 16:
+        raise ValueError(f"chunk_size must be at least 16, got {chunk_size}")
+    tensors = (x, B, C, *given.values())
+    impl = check.resolve_impl(impl, x.device, tuple(y.dtype for y in tensors if y is not None))
+    cu_seqlens_cpu = arguments.check_packing(
+        "x", x, sizes, cu_seqlens, cu_seqlens_cpu, None, chunk_size
+    )
+    impl, chunk_size = _form(impl, x, B, chunk_size)
+    out, states = scan(
+        x, dt, A, B, C, None if D is None else D.reshape(sizes["H"], -1), z, dt_bias,
+        arguments.transposed(initial_states, True), _runs(seq_idx),
+        cu_seqlens, cu_seqlens_cpu, None, softplus, low, high, final or varlen, chunk_size, impl,
+    )  # fmt: skip
+    if not (final or varlen):
+        return out
+    states = states.mT.contiguous()
+    last = states if cu_seqlens is None else states[-1:]
+    return (out, *([last] if final else []), *([states] if varlen else []))
+
+
+def _check_tensors(
+    x: Tensor,
+    B: Tensor,
+    C: Tensor,
+    given: dict[str, Tensor | None],
+    seq_idx: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> dict[str, int]:
+    """Refuse tensors that do not fit; return the sizes B, T, H, P, G, S (the states' N) and N."""
+    sizes: dict[str, int] = {}
+    check.tensor("x", x, ("B", "T", "H", "P"), sizes)
+    check.tensor("dt", given["dt"], ("B", "T", "H"), sizes)
+    check.tensor("A", given["A"], ("H",), sizes)
+    for name, y in (("B", B), ("C", C)):
+        check.tensor(name, y, ("B", "T", "G", "S"), sizes)
+    for axis, owner in (("B", "x"), ("H", "x"), ("P", "x"), ("G", "B"), ("S", "B")):
+        if sizes[axis] < 1:
+            raise ValueError(f"{owner} must have no empty axis but T, got {axis}=0")
+    for axis, owner in (("P", "x"), ("S", "B")):
+        if sizes[axis] > LARGEST:
+            raise ValueError(f"{owner}'s last axis must be <= {LARGEST}, got {sizes[axis]}")
+    if sizes["H"] % sizes["G"]:
+        raise ValueError(
+            f"B must have a number of groups G that divides H={sizes['H']}, got G={sizes['G']}"
+        )
+    D = given["D"]
+    shapes = {
+        "D": ("H", "P") if isinstance(D, Tensor) and D.ndim == 2 else ("H",),
+        "z": ("B", "T", "H", "P"),
+        "dt_bias": ("H",),
+        "initial_states": ("N", "H", "P", "S"),
+    }
+    arguments.count_sequences("x", x, cu_seqlens, sizes)
+    for name, shape in shapes.items():
+        if given[name] is not None:
+            check.tensor(name, given[name], shape, sizes)
+    check.same_dtype(("x", x), ("B", B), ("C", C))
+    if seq_idx is not None:
+        check.integers("seq_idx", seq_idx)
+        if seq_idx.shape != x.shape[:2]:
+            raise ValueError(
+                f"seq_idx must have shape [B, T] = {tuple(x.shape[:2])}, got {tuple(seq_idx.shape)}"
+            )
+    check.same_device(("x", x), ("B", B), ("C", C), *given.items(), ("seq_idx", seq_idx))
+    check.log_decay("A", given["A"])
+    return sizes
+
+
+def _limits(dt_limit: tuple[float, float]) -> tuple[float, float]:
+    """Least and largest step, as floats."""
+    try:
+        low, high = (float(y) for y in dt_limit)
+    except (TypeError, ValueError):
+        raise TypeError(f"dt_limit must be two numbers, got {dt_limit!r}") from None
+    if not low <= high:
+        raise ValueError(f"dt_limit must be (least, largest), got {dt_limit}")
+    return low, high
+
+
+def _runs(seq_idx: Tensor | None) -> Tensor | None:
+    """The number of the document of each token, counted along each row."""
+    if seq_idx is None:
+        return None
+    changes = seq_idx[:, 1:] != seq_idx[:, :-1]
+    return torch.cat([torch.zeros_like(changes[:, :1]), changes], 1)[:, : seq_idx.shape[1]].cumsum(
+        1, dtype=torch.int32
+    )
+
+
+def _form(impl: str, x: Tensor, B: Tensor, chunk_size: int) -> tuple[str, int]:
+    """(which stages, tokens of a chunk): kernels fused where they hold the heads."""
+    if impl == "reference":
+        return impl, chunk_size
+    from linattn_edu.kernels.ssd.fused import fits
+    from linattn_edu.kernels.tiles import chunk_limit
+
+    return (
+        ("fused", min(chunk_size, 128)) if fits(x, B) else (impl, min(chunk_size, chunk_limit(B)))
+    )
+
+
+@dataclass(frozen=True)
+class Stages:
+    """One implementation of each stage; `dataclasses.replace` swaps a single one."""
+
+    chunk_cumsum: Callable
+    chunk_state: Callable
+    state_passing: Callable
+    chunk_scan: Callable
+    chunk_scan_bwd_dstates: Callable
+    state_passing_bwd: Callable
+    chunk_state_bwd_db: Callable
+    chunk_scan_bwd_dc: Callable
+    chunk_scan_chunk_state_bwd_dx: Callable
+    chunk_scan_bwd_da_cs: Callable
+    chunk_cumsum_bwd: Callable
+
+
+@dataclass(frozen=True)
+class FusedStages:
+    """Both passes in fused stages: the delta rule's scans, and all gradients of a chunk at once."""
+
+    chunk_cumsum: Callable
+    chunk_scores: Callable
+    state: Callable
+    chunk_scan: Callable
+    state_bwd: Callable
+    ssd_bwd: Callable
+    chunk_cumsum_bwd: Callable
+
+
+_REFERENCE = Stages(
+    chunk_cumsum, chunk_state, state_passing, chunk_scan, chunk_scan_bwd_dstates,
+    state_passing_bwd, chunk_state_bwd_db, chunk_scan_bwd_dc, chunk_scan_chunk_state_bwd_dx,
+    chunk_scan_bwd_da_cs, chunk_cumsum_bwd,
+)  # fmt: skip
+_FUSED_REFERENCE = FusedStages(
+    chunk_cumsum, chunk_scores, state, chunk_scan, state_bwd, ssd_bwd, chunk_cumsum_bwd
+)
+
+
+@functools.cache
+def stages(impl: str) -> Stages:
+    """The stages of an implementation, "reference" or "triton"."""
+    check.choice("impl", impl, check.STAGES)
+    return _kernels()[0] if impl == "triton" else _REFERENCE
+
+
+@functools.cache
+def fused_stages(impl: str) -> FusedStages:
+    """The fused stages of an implementation, "reference" or "triton"."""
+    check.choice("impl", impl, check.STAGES)
+    return _kernels()[1] if impl == "triton" else _FUSED_REFERENCE
+
+
+def _chosen(form: str) -> Stages | FusedStages:
+    """The stages that `_form` chose."""
+    return fused_stages("triton") if form == "fused" else stages(form)
+
+
+def _kernels() -> tuple[Stages, FusedStages]:
+    """The stages in Triton, which may be missing."""
+    from linattn_edu.kernels.delta.state import state
+    from linattn_edu.kernels.delta.state_bwd import state_bwd
+    from linattn_edu.kernels.ssd.chunk_cumsum import chunk_cumsum
+    from linattn_edu.kernels.ssd.chunk_cumsum_bwd import chunk_cumsum_bwd
+    from linattn_edu.kernels.ssd.chunk_scan import chunk_scan
+    from linattn_edu.kernels.ssd.chunk_scan_bwd_da_cs import chunk_scan_bwd_da_cs
+    from linattn_edu.kernels.ssd.chunk_scan_bwd_dc import chunk_scan_bwd_dc
+    from linattn_edu.kernels.ssd.chunk_scan_bwd_dstates import chunk_scan_bwd_dstates
+    from linattn_edu.kernels.ssd.chunk_scan_chunk_state_bwd_dx import chunk_scan_chunk_state_bwd_dx
+    from linattn_edu.kernels.ssd.chunk_state import chunk_state
+    from linattn_edu.kernels.ssd.chunk_state_bwd_db import chunk_state_bwd_db
+    from linattn_edu.kernels.ssd.fused import chunk_scores, ssd_bwd
+    from linattn_edu.kernels.ssd.state_passing import state_passing
+    from linattn_edu.kernels.ssd.state_passing_bwd import state_passing_bwd
+
+    staged = Stages(
+        chunk_cumsum, chunk_state, state_passing, chunk_scan, chunk_scan_bwd_dstates,
+        state_passing_bwd, chunk_state_bwd_db, chunk_scan_bwd_dc, chunk_scan_chunk_state_bwd_dx,
+        chunk_scan_bwd_da_cs, chunk_cumsum_bwd,
+    )  # fmt: skip
+    fused = FusedStages(
+        chunk_cumsum, chunk_scores, state, chunk_scan, state_bwd, ssd_bwd, chunk_cumsum_bwd
+    )
+    return staged, fused
+
+
+scan = Operator(
+    "mamba_chunk_scan_combined",
+    {
+        "x": "B T H P",
+        "dt": "B T H",
+        "A": "H",
+        "B": "B T G S",
+        "C": "B T G S",
+        "D": "H PER?",
+        "z": "B T H P?",
+        "dt_bias": "H?",
+        "initial_state": "N H S P?",
+        "seq_idx": "B T?",
+    },
+    {
+        "out": like("B T H P", "x", gradient="dout"),
+        "final_state": widened("N H S P", "x dt A initial_state", gradient="dht"),
+    },
+    options={
+        "softplus": "bool",
+        "low": "float",
+        "high": "float",
+        "output_final_state": "bool",
+        "chunk_size": "int",
+    },
+    stages=_chosen,
+    packed="chunks",
+    constants=("seq_idx",),
+)
+
+
+@scan.forward
+def forward(
+    stages: Stages | FusedStages,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    *,
+    softplus: bool = False,
+    low: float = 0.0,
+    high: float = float("inf"),
+    output_final_state: bool = False,
+    chunk_size: int = 64,
+    packing: Packing | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """The forward pass as a composition of stages (shapes as in mamba_chunk_scan_combined).
+
+    D is [H, 1] or [H, P], initial_state [N, H, N, P]. Only the kernels take a packing.
+    Returns out and the final state, or None.
+
+    Source: chapter 13.
+    """
+    packed = {} if packing is None else {"packing": packing}
+    options = {"chunk_size": chunk_size, **packed}
+    step, gc = stages.chunk_cumsum(dt, A, dt_bias, softplus=softplus, limit=(low, high), **options)
+    final = {"output_final_state": output_final_state}
+    h, final_state, S = _states(
+        stages, B, C, x, step, gc, initial_state, seq_idx, **final, **options
+    )
+    out = stages.chunk_scan(C, B, x, step, gc, h, D, z, seq_idx, S, **options)
+    return out, final_state
+
+
+def _states(
+    stages: Stages | FusedStages,
+    B: Tensor,
+    C: Tensor,
+    x: Tensor,
+    step: Tensor,
+    gc: Tensor,
+    initial_state: Tensor | None,
+    seq_idx: Tensor | None,
+    *,
+    output_final_state: bool = False,
+    **options,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The state entering each chunk, the final state, and of the fused stages the scores."""
+    final = {"output_final_state": output_final_state, **options}
+    if isinstance(stages, FusedStages):
+        S = stages.chunk_scores(C, B, **options)
+        h, _, final_state = stages.state(B, None, x, gc, initial_state, step, seq_idx, **final)
+        return h, final_state, S
+    s = stages.chunk_state(B, x, step, gc, seq_idx, **options)
+    return *stages.state_passing(s, gc, initial_state, seq_idx, **final), None
+
+
+@scan.backward
+def backward(
+    stages: Stages | FusedStages,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    dout: Tensor,
+    dht: Tensor | None = None,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    *,
+    softplus: bool = False,
+    low: float = 0.0,
+    high: float = float("inf"),
+    chunk_size: int = 64,
+    packing: Packing | None = None,
+) -> tuple[Tensor | None, ...]:
+    """The backward pass as a composition of stages.
+
+    Starts from the arguments of the forward pass alone: the states are computed again, so that none
+    is held between the two passes.
+
+    Args:
+        dout: Gradient of out.  dht: Gradient of the final state, or None.
+    Returns:
+        Gradients of x, dt, A, B, C, D, z, dt_bias and initial_state, or None; None for seq_idx.
+    Source: chapters 14 to 19.
+    """
+    packed = {} if packing is None else {"packing": packing}
+    options = {"chunk_size": chunk_size, **packed}
+    steps = {"softplus": softplus, "limit": (low, high), **options}
+    step, gc = stages.chunk_cumsum(dt, A, dt_bias, **steps)
+    h, _, S = _states(stages, B, C, x, step, gc, initial_state, seq_idx, **options)
+    dy, dz = dout, None
+    if z is not None:
+        y = stages.chunk_scan(C, B, x, step, gc, h, D, None, seq_idx, S, **options)
+        dy, dz = _through_gate(dout, y, z)
+    if isinstance(stages, FusedStages):
+        dh, _, dh0 = stages.state_bwd(
+            C, None, None, gc, dy, None, dht, seq_idx, scale=1.0, **options
+        )
+        dx, dB, dC, dstep, dgc, dD = stages.ssd_bwd(
+            C, B, S, x, step, gc, h, dh, dy, D, seq_idx, **packed
+        )
+        dlast = None
+    else:
+        dh_out = stages.chunk_scan_bwd_dstates(C, gc, dy, seq_idx, **options)
+        ds, dlast, dh0 = stages.state_passing_bwd(dh_out, gc, h, dht, seq_idx, **options)
+        del dh_out
+        dB, dgc_state, dlast_state = stages.chunk_state_bwd_db(
+            B, x, step, gc, ds, seq_idx, **options
+        )
+        dC, dB, dgc_inter = stages.chunk_scan_bwd_dc(
+            C, B, x, step, gc, h, dy, dB, seq_idx, **options
+        )
+        dx, dstep, dD = stages.chunk_scan_chunk_state_bwd_dx(
+            C, B, x, step, gc, ds, dy, D, seq_idx, **options
+        )
+        dgc = stages.chunk_scan_bwd_da_cs(C, B, x, step, gc, dy, seq_idx, **options)
+        dgc, dlast = dgc + dgc_inter + dgc_state, dlast + dlast_state
+    ddt, dA, ddt_bias = stages.chunk_cumsum_bwd(dgc, dlast, dstep, dt, A, dt_bias, **steps)
+    return dx, ddt, dA, dB, dC, dD, dz, ddt_bias, dh0, None
+
+
+def _through_gate(dout: Tensor, y: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+    """dy and dz of out = y silu(z)."""
+    dtype = wide(dout, y, z)
+    do, z = dout.to(dtype), z.to(dtype)
+    sigmoid = torch.sigmoid(z)
+    dz = do * y.to(dtype) * sigmoid * (1 + z * (1 - sigmoid))
+    return (do * z * sigmoid).to(dout.dtype), dz
