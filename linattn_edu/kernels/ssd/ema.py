@@ -41,10 +41,10 @@ def weights(g_ptr, w_ptr, start, o_t, n_t, H: tl.constexpr):
         # eq:ema-weight   w = 1 - e^g
         b_g = load_row(g_ptr + start, o_t, H, n_t)
         b_a = tl.exp(b_g)
-        b_in = tl.where((b_a > 0.0) & (b_a < 1.0), b_a, 0.5)
         # (1 - a) g / log(a): where a is near 1, its rounding cancels
+        b_in = tl.where((b_a > 0.5) & (b_a < 1.0), b_a, 0.75)
         b_w = (1.0 - b_in) * (b_g / tl.log(b_in))
-        return tl.where(b_a == 0.0, 1.0, tl.where(b_a < 1.0, b_w, -b_g))
+        return tl.where(b_a > 0.5, tl.where(b_a < 1.0, b_w, -b_g), 1.0 - b_a)
 
 
 @triton.jit
