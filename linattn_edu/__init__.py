@@ -1,6 +1,7 @@
 """Linear attention, from the recurrence to the kernels: the library of the book linattn_edu."""
 
 from linattn_edu.ops.cumsum import chunk_global_cumsum, chunk_local_cumsum
+from linattn_edu.ops.ema import ema_scan
 from linattn_edu.ops.gdn import (
     chunk_gated_delta_rule,
     fused_gdn_gate,
@@ -30,6 +31,7 @@ __all__ = [
     "chunk_global_cumsum",
     "chunk_kda",
     "chunk_local_cumsum",
+    "ema_scan",
     "fused_gdn_gate",
     "fused_kda_gate",
     "fused_recurrent_gated_delta_rule",

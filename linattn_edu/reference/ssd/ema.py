@@ -33,10 +33,9 @@ def ema(
     Source: arXiv:2405.21060 section 6 with N = 1 and B = C = 1, chapter 20.
     """
     dtype = compute_dtype(x, g, gc, weight, initial_state)
-    # eq:ema-weight   w = 1 - e^g
-    w = -torch.expm1(g.to(dtype)) if weight is None else weight.to(dtype)
+    w = to_chunks(weights(g, weight, dtype), chunk_size)[..., None, :]
     e, G, r, a = decays(gc.to(dtype), None, chunk_size)
-    X, w = to_chunks(x.to(dtype), chunk_size), to_chunks(w, chunk_size)[..., None, :]
+    X = to_chunks(x.to(dtype), chunk_size)
     h = torch.zeros_like(X[:, :, 0, :1]) if initial_state is None else initial_state[:, :, None]
     h, y = h.to(dtype), []  # [B, H, 1, D]
     for c in range(X.shape[2]):
@@ -46,3 +45,9 @@ def ema(
         h = a[:, :, c] * h + (r.mT * w)[:, :, c] @ X[:, :, c]
     y = from_chunks(torch.stack(y, 2), x.shape[1]).to(x.dtype)
     return y, h[:, :, 0] if output_final_state else None
+
+
+def weights(g: Tensor, weight: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """w of each token: the weight, or 1 - e^g with all digits of a small g."""
+    # eq:ema-weight   w = 1 - e^g
+    return -torch.expm1(g.to(dtype)) if weight is None else weight.to(dtype)

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from linattn_edu.reference.ssd.chunk_cumsum import decays
+from linattn_edu.reference.ssd.ema import weights
 from linattn_edu.reference.tiles import compute_dtype, from_chunks, to_chunks
 
 
@@ -41,8 +42,6 @@ def ema_bwd(
     """
     dtype = compute_dtype(x, g, gc, weight, initial_state, dy, dht)
     x_, g_, y, dy = (z.to(dtype) for z in (x, g, y, dy))
-    # eq:ema-weight   w = 1 - e^g
-    w = -torch.expm1(g_) if weight is None else weight.to(dtype)
     e, G, r, a = decays(gc.to(dtype), None, chunk_size)
     dY = to_chunks(dy, chunk_size)
     dh = torch.zeros_like(dY[:, :, 0, :1]) if dht is None else dht[:, :, None].to(dtype)
@@ -54,7 +53,7 @@ def ema_bwd(
         dh = a[:, :, c] * dh + e[:, :, c].mT @ dY[:, :, c]
     dH = from_chunks(torch.stack(dH[::-1], 2), x.shape[1])
     # eq:ema-dx   dX = diag(w) dH
-    dx = w[..., None] * dH
+    dx = weights(g, weight, dtype)[..., None] * dH
     before = torch.zeros_like(y[:, :1]) if initial_state is None else initial_state[:, None]
     before = torch.cat([before.to(dtype), y[:, :-1]], 1)
     # eq:ema-dg   dg = e^g (y_(t-1) [- x]) . dH
