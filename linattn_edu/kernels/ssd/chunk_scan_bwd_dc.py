@@ -5,14 +5,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from linattn_edu.kernels.ssd.chunk_cumsum import decay_within, decays
+from linattn_edu.kernels.ssd.chunk_cumsum import (
+    decay_within,
+    decay_within_transposed,
+    decays,
+)
 from linattn_edu.kernels.ssd.chunk_state_bwd_db import sum_tiles
 from linattn_edu.kernels.tiles import (
     cast,
     cdiv,
     chunk_args,
     chunk_of,
-    decay_matrix_transposed,
     dot,
     entry,
     load_row,
@@ -82,10 +85,7 @@ def chunk_scan_bwd_dc_kernel(
         tl.store(dgc_ptr + i + o_t * H, tl.sum(b_C * b_inter, 1), mask=o_t < n_t)
         # eq:ssd-dscores   dscores = sum over heads of dY X^T * G * step
         b_dM += b_YX * decay_within(b_gc, b_id, o_t, seq_ptr) * b_step[None, :]
-        b_XY *= decay_matrix_transposed(b_gc, o_t) * b_step[:, None]
-        if seq_ptr is not None:
-            b_XY = tl.where(b_id[:, None] == b_id[None, :], b_XY, 0.0)
-        b_dMT += b_XY
+        b_dMT += b_XY * decay_within_transposed(b_gc, b_id, o_t, seq_ptr) * b_step[:, None]
     b_C = load_tile(C_ptr + i_B, o_t, o_n, G * N, n_t, N)  # [BT, BN]
     b_B = load_tile(B_ptr + i_B, o_t, o_n, G * N, n_t, N)  # [BT, BN]
     # eq:ssd-dc   dC = inter + dscores B
