@@ -366,7 +366,7 @@ def _display(plain: str, *, html_text: str | None = None, markdown: str | None =
 
 def page_parts(figures: Path) -> dict[str, str]:
     """The files in `figures` that the book's pages include, by name: drawn, measured or shipped."""
-    from linattn_edu.ops import gdn, kda
+    from linattn_edu.ops import gdn, kda, ssd
 
     return {
         "pipeline.svg": pipeline_svg() + "\n",
@@ -379,6 +379,8 @@ def page_parts(figures: Path) -> dict[str, str]:
         "composition_bwd.txt": inspect.getsource(gdn.backward),
         "kda_composition.txt": inspect.getsource(kda.forward),
         "kda_composition_bwd.txt": inspect.getsource(kda.backward),
+        "ssd_composition.txt": inspect.getsource(ssd.forward),
+        "ssd_composition_bwd.txt": inspect.getsource(ssd.backward),
         "performance.md": performance_page(figures=figures),
         "performance_kda.md": performance_page(KDA_RESULTS, figures, under=1),
     }
