@@ -25,6 +25,8 @@ from linattn_edu.ops import solve_tril as inverse
 from linattn_edu.ops.delta import decode, gate, recurrence
 from linattn_edu.ops.gdn import chunk as gdn
 from linattn_edu.ops.kda import chunk as kda
+from linattn_edu.ops.ssd import step
+from linattn_edu.testing import ssd_inputs
 
 IMPLS = ("triton", "reference")
 T, HV, K, V = 3, 2, 8, 6
@@ -193,6 +195,18 @@ def test_steps_of_a_pool(lower_bound, device):
     check(decode.pool_, *tensors[:7], pool, *slots, bounds(device), 0.5, True, "reference")
 
 
+@pytest.mark.parametrize("pool", [False, True])
+@pytest.mark.parametrize("impl", IMPLS)
+def test_step_of_ssd(impl, pool, device):
+    """One number a head, and one for each row; with all that may be left out, and without."""
+    x = ssd_inputs(2, 1, 4, 2, K, V, device=device)
+    tokens = (x.x[:, 0], x.dt[:, 0, :, None], x.A[:, None, None], x.B[:, 0], x.C[:, 0])
+    rest = (x.D[:, None].expand(-1, K), x.z[:, 0], x.dt_bias[:, None])
+    indices = torch.tensor([-1, 1], device=device) if pool else None
+    for given in (rest, (None, None, None)):
+        check(step.update, *tokens, *given, x.initial_states, indices, True, impl)
+
+
 @pytest.mark.parametrize("channels", [False, True])
 @pytest.mark.parametrize("impl", IMPLS)
 def test_gates(impl, channels, device):
@@ -253,6 +267,7 @@ def test_every_operator_is_checked():
         *differentiable, *(f"{n}_backward" for n in differentiable),
         "chunk_local_cumsum", "chunk_global_cumsum",  # whose adjoints they are themselves
         "recurrent_pool", "recurrent_step", "recurrent_step_v_first", "recurrent_step_",
+        "selective_state_update",
     }  # fmt: skip
 
 

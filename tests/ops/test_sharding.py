@@ -21,6 +21,7 @@ from linattn_edu import (
     fused_recurrent_gated_delta_rule,
     fused_recurrent_kda,
     l2norm,
+    selective_state_update,
     solve_tril,
 )
 from linattn_edu.testing import assert_close, gdn_inputs, kda_inputs
@@ -145,7 +146,33 @@ def refuse_copies(mesh):
     assert not pool.full_tensor().any()
 
 
-POOLS = {"decoding, heads": decode, "decoding, copies": refuse_copies}
+def decode_ssd(mesh):
+    """The same of Mamba-2, with the heads of two groups; one number a head is expanded."""
+    torch.manual_seed(0)
+    H, P, N = 4, 6, 8
+    x, dt, B, C = (torch.randn(2, *shape) for shape in ((H, P), (H, 1), (2, N), (2, N)))
+    A, pool, slots = -torch.rand(H, 1, 1), torch.randn(5, H, P, N), torch.tensor([3, 1])
+    options = {"state_batch_indices": slots, "dt_softplus": True, "impl": "reference"}
+
+    def step(state, x, dt, A, B, C):
+        A, dt = A.expand(-1, P, N), dt.expand(-1, -1, P)
+        return selective_state_update(state, x, dt, A, B, C, **options)
+
+    apart = distribute_tensor(pool.clone(), mesh, [STATE_HEADS])
+    out = step(pool, x, dt, A, B, C)
+    parts = [distribute_tensor(t, mesh, [Shard(1)]) for t in (x, dt)]
+    parts += [distribute_tensor(A, mesh, [Shard(0)])]
+    parts += [distribute_tensor(t, mesh, [Shard(1)]) for t in (B, C)]
+    got = step(apart, *parts)
+    assert_close("out", got.full_tensor(), out, 1e-6)
+    assert_close("pool", apart.full_tensor(), pool, 1e-6)
+
+
+POOLS = {
+    "decoding, heads": decode,
+    "decoding of Mamba-2, heads": decode_ssd,
+    "decoding, copies": refuse_copies,
+}
 
 
 def work(rank, folder):

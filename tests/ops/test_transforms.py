@@ -17,6 +17,7 @@ from linattn_edu import (
     fused_recurrent_gated_delta_rule,
     fused_recurrent_kda,
     l2norm,
+    selective_state_update,
     solve_tril,
 )
 from linattn_edu.ops import gdn, kda
@@ -185,6 +186,18 @@ def test_in_place_is_refused_under_a_transform(device):
     with pytest.raises(ValueError, match=r"a transform of torch.func \(vmap, grad\) cannot"):
         vmap(f)(x["q"][None])
     assert torch.equal(x["initial_state"], before)
+
+
+def test_who_traces_takes_a_step_in_place_whole(device):
+    """make_fx sees one operator, which writes the state."""
+    state, x = draw(2, 4, 16, 8, device=device), draw(2, 4, 16, device=device)
+    A, B = -torch.ones(4, 16, 8, device=device), draw(2, 1, 8, device=device)
+    f = lambda state, x: selective_state_update(state, x, x, A, B, B, dt_softplus=True)
+    graph = make_fx(f)(state.clone(), x)
+    ours = [n for n in graph.graph.nodes if "selective_state_update" in str(n.target)]
+    assert len(ours) == 1
+    other = state.clone()
+    assert torch.equal(graph(state, 2 * x), f(other, 2 * x)) and torch.equal(state, other)
 
 
 @pytest.mark.parametrize("name", [*FORMS, *OTHERS])
