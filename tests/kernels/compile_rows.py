@@ -56,6 +56,7 @@ from linattn_edu.kernels.ssd import (
     chunk_scan_bwd_dstates,
     chunk_scan_chunk_state_bwd_dx,
     chunk_state_bwd_db,
+    selective_state_update,
     state_passing_bwd,
 )
 
@@ -176,6 +177,18 @@ def ssd_launches(N, P, dtype, chunk_size):
         chunk_scan_bwd_dc.chunk_scan_bwd_dc(*given, **options)
     for given in ((h[0], ids), (None, None)):
         state_passing_bwd.state_passing_bwd(h, step, h, *given, **options)
+    updates(x[0], dt[0], BC[0], A, D)
+
+
+def updates(x, dt, BC, A, D):
+    """One token of Mamba-2: with one number a head; with one for each row and entry, in a pool."""
+    (B, H, P), N = x.shape, BC.shape[2]
+    state, rates = torch.empty(B, H, P, N), torch.empty(H, P, N)
+    slots = torch.empty(B, dtype=torch.int32)
+    update = selective_state_update.selective_state_update
+    one = dt[..., None], A[:, None, None], BC, BC, D[:, :1], x, A[:, None]
+    update(state, x, *one, softplus=True)
+    update(state.to(x.dtype), x, x, rates, BC, BC, indices=slots)
 
 
 def record(cc):
