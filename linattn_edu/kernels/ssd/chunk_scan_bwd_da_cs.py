@@ -56,9 +56,9 @@ def chunk_scan_bwd_da_cs_kernel(
         b_dy = load_tile(dy_ptr + i * P, o_t, o_p, H * P, n_t, P)  # [BT, BP]
         b_x = load_tile(x_ptr + i * P, o_t, o_p, H * P, n_t, P)  # [BT, BP]
         b_dM = dot(b_dy, tl.trans(b_x), b_dM)
-    # eq:ssd-dgc-scores   dgc = rowsum(X) - colsum(X), X = M * dY X^T below the diagonal
-    X = tl.where(o_t[:, None] > o_t[None, :], b_M * b_dM, 0.0)
-    tl.store(dgc_ptr + i + o_t * H, tl.sum(X, 1) - tl.sum(X, 0), mask=o_t < n_t)
+    # eq:ssd-dgc-scores   dgc = rowsum(W) - colsum(W), W = M * dY X^T below the diagonal
+    b_W = tl.where(o_t[:, None] > o_t[None, :], b_M * b_dM, 0.0)
+    tl.store(dgc_ptr + i + o_t * H, tl.sum(b_W, 1) - tl.sum(b_W, 0), mask=o_t < n_t)
 
 
 # generation -> bytes of an element -> row. Two matrices of the chunk in fp32 are what a program

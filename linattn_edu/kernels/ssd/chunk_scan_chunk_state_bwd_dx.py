@@ -120,7 +120,7 @@ def chunk_scan_chunk_state_bwd_dx(
     """Launch chunk_scan_chunk_state_bwd_dx_kernel; arguments and result as in the reference."""
     _, T, H, P = x.shape
     G, N = B.shape[2:]
-    PER = 1 if D is None or D.ndim == 1 else P
+    PER = 1 if D is None else D.numel() // H
     dx, dstep = torch.empty_like(x), torch.empty_like(step)
     config = entry(CONFIGS, x).launch()
     NT, *chunks = chunk_args(x, chunk_size, packing)

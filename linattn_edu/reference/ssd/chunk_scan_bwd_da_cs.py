@@ -19,7 +19,7 @@ def chunk_scan_bwd_da_cs(
 ) -> Tensor:
     """The gradient of gc through M = C B^T * G * step, below the diagonal.
 
-        X_ij = M_ij (dY X^T)_ij for i > j,   dgc = rowsum(X) - colsum(X)
+        W_ij = M_ij (dY X^T)_ij for i > j,   dgc = rowsum(W) - colsum(W)
 
     Args:
         C, B, x, step, gc, seq_idx: as in chunk_scan.  dy: [B, T, H, P], gradient of y.
@@ -34,6 +34,6 @@ def chunk_scan_bwd_da_cs(
         to_chunks(y.to(dtype), chunk_size)
         for y in (repeat_heads(C, H), repeat_heads(B, H), x, dy, step)
     )
-    # eq:ssd-dgc-scores   dgc = rowsum(X) - colsum(X), X = M * dY X^T below the diagonal
-    X = ((C_ @ B_.mT) * G * step[..., None, :] * (dY @ X.mT)).tril(-1)
-    return from_chunks(X.sum(-1) - X.sum(-2), T)
+    # eq:ssd-dgc-scores   dgc = rowsum(W) - colsum(W), W = M * dY X^T below the diagonal
+    W = ((C_ @ B_.mT) * G * step[..., None, :] * (dY @ X.mT)).tril(-1)
+    return from_chunks(W.sum(-1) - W.sum(-2), T)

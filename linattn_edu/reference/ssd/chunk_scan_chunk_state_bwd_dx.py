@@ -25,7 +25,7 @@ def chunk_scan_chunk_state_bwd_dx(
         dX  = diag(step) dXs + D dY,   dstep_j = x_j . dXs_j,   dD = sum over tokens of dY * X
 
     Args:
-        C, B, x, step, gc, D, seq_idx: as in chunk_scan.  ds: [B, NT, H, N, P] of
+        C, B, x, step, gc, D, seq_idx: as in chunk_scan, D also [H, 1].  ds: [B, NT, H, N, P] of
             state_passing_bwd.  dy: [B, T, H, P], gradient of y.
     Returns:
         dx [B, T, H, P] in x.dtype; dstep [B, T, H]; dD of D's shape, or None; both fp32 (fp64 for
@@ -47,7 +47,9 @@ def chunk_scan_chunk_state_bwd_dx(
     dx = from_chunks(step * dXs, T)
     if D is None:
         return dx.to(x.dtype), dstep, None
-    dx = dx + (D if D.ndim == 2 else D[:, None]).to(dtype) * dy.to(dtype)
+    D_ = D.to(dtype).view(H, -1)
+    dx = dx + D_ * dy.to(dtype)
     # eq:ssd-dd   dD = sum over tokens of dY * X
     dD = (dy.to(dtype) * x.to(dtype)).sum((0, 1))
-    return dx.to(x.dtype), dstep, dD if D.ndim == 2 else dD.sum(-1)
+    dD = dD if D_.shape[1] > 1 else dD.sum(1)
+    return dx.to(x.dtype), dstep, dD.view(D.shape)
