@@ -1,7 +1,7 @@
 """ema_scan: the public function, its declaration, the composition of its stages."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 from torch import Tensor
@@ -70,7 +70,8 @@ def ema_scan(
     0 by the slope of the logarithm, which is infinite: give
     ``g = log1p(-p.clamp(max=1 - 2**-20))`` and ``weight=p``.
 
-    Memory: between the passes it keeps its inputs, y, and one number of each token and head.
+    Memory: between the passes it keeps its inputs, one number of each token and head, and the state
+    at the head of every chunk, in float32: with 16 bits a thirtieth of x in chunks of 64.
 
     Works under ``torch.compile(fullgraph=True)``, in CUDA graphs (with cu_seqlens only together
     with cu_seqlens_cpu), with activation checkpointing and under autocast, which does not change
@@ -100,9 +101,10 @@ def ema_scan(
     if one_head:
         axes = (2, 2, 2, 1)
         tensors = (t if t is None else t.unsqueeze(i) for t, i in zip(tensors, axes, strict=True))
-    y, final_state, _ = scan(
-        *tensors, cu_seqlens, cu_seqlens_cpu, chunk_indices, output_final_state, chunk_size, impl
-    )
+    y, final_state, *_ = scan(
+        *tensors, cu_seqlens, cu_seqlens_cpu, chunk_indices, output_final_state, chunk_size, impl,
+        "", save="gc h",
+    )  # fmt: skip
     if one_head:
         return y.squeeze(2), final_state if final_state is None else final_state.squeeze(1)
     return y, final_state
@@ -157,9 +159,17 @@ def _kernels() -> Stages:
     return Stages(gate_cumsum, ema, ema_bwd)
 
 
+class Residuals(NamedTuple):
+    """What the backward pass reads beside the arguments of the forward pass; None: not kept."""
+
+    gc: Tensor | None
+    h: Tensor | None
+
+
 def _operations(s: dict) -> tuple[int, int]:
     """Operations of the matrix products, forward and backward: two for each multiply-add."""
-    return (2 * s["B"] * s["T"] * s["H"] * (s["C"] + 1) * s["D"],) * 2
+    channels, C = 2 * s["B"] * s["T"] * s["H"] * s["D"], s["C"]
+    return channels * (C + 1), channels * (2 * C + 1)
 
 
 scan = Operator(
@@ -169,8 +179,10 @@ scan = Operator(
         "y": like("B T H D", "x", gradient="dy"),
         "final_state": widened("N H D", "x g weight initial_state", gradient="dht"),
         "gc": widened("B T H", "g"),
+        "h": widened("B NT H D", "x g weight initial_state"),
     },
     options={"output_final_state": "bool", "chunk_size": "int"},
+    residuals=Residuals,
     stages=stages,
     packed="chunks",
     flops=_operations,
@@ -188,19 +200,22 @@ def forward(
     output_final_state: bool = False,
     chunk_size: int = 64,
     packing: Packing | None = None,
-) -> tuple[Tensor, Tensor | None, Tensor]:
+    keep: Collection[str] = Residuals._fields,
+) -> tuple[Tensor, Tensor | None, Residuals]:
     """The forward pass as a composition of stages (shapes as in ema_scan, with heads).
 
-    Returns y, the final state or None, and the decay accumulated in each chunk.
+    keep: the residuals that are returned.
+    Returns y, the final state or None, and what the backward pass starts from.
 
     Source: chapter 20.
     """
     options = {"chunk_size": chunk_size} | ({} if packing is None else {"packing": packing})
     gc = stages.gate_cumsum(g, **options)
-    y, final_state = stages.ema(
-        x, g, gc, weight, initial_state, output_final_state=output_final_state, **options
-    )
-    return y, final_state, gc
+    y, h, final_state = stages.ema(
+        x, g, gc, weight, initial_state, output_final_state=output_final_state,
+        return_states="h" in keep, **options,
+    )  # fmt: skip
+    return y, final_state, Residuals(gc if "gc" in keep else None, h)
 
 
 @scan.backward
@@ -208,8 +223,7 @@ def backward(
     stages: Stages,
     x: Tensor,
     g: Tensor,
-    gc: Tensor,
-    y: Tensor,
+    residuals: Residuals,
     dy: Tensor,
     dht: Tensor | None = None,
     *,
@@ -218,13 +232,16 @@ def backward(
     chunk_size: int = 64,
     packing: Packing | None = None,
 ) -> tuple[Tensor | None, ...]:
-    """The backward pass as a composition of stages: one, since y holds every state.
+    """The backward pass as a composition of stages, of which there is one.
+
+    Starts from the arguments of the forward pass and its residuals.
 
     Args:
-        gc, y: Of the forward pass.  dy: Gradient of y.  dht: Gradient of the final state, or None.
+        dy: Gradient of y.  dht: Gradient of the final state, or None.
     Returns:
-        dx, dg, the gradient of the weight (or None) and that of the initial state.
+        dx, dg, and the gradients of the weight and of the initial state (or None).
     Source: chapter 20.
     """
     options = {"chunk_size": chunk_size} | ({} if packing is None else {"packing": packing})
-    return stages.ema_bwd(x, g, gc, weight, initial_state, y, dy, dht, **options)
+    *gradients, dh0 = stages.ema_bwd(x, g, residuals.gc, weight, residuals.h, dy, dht, **options)
+    return *gradients, None if initial_state is None else dh0

@@ -56,5 +56,5 @@ def parts(T, D, C, given, gate, dtype, device, **sizes):
     r = SimpleNamespace(x=x, g=g, weight=weight, h0=h0, dy=torch.randn_like(x))
     r.dht = None if h0 is None else torch.randn_like(h0)
     r.gc = gate_cumsum(g, chunk_size=C)
-    r.y, _ = ema(x, g, r.gc, weight, h0, chunk_size=C)
+    _, r.h, _ = ema(x, g, r.gc, weight, h0, chunk_size=C)
     return r

@@ -34,10 +34,12 @@ def test_reference_is_the_recurrence(given, gate):
     x, g, weight, h0 = draw(100, 5, given, gate, torch.float64)
     gc = gate_cumsum(g, chunk_size=16)
     options = {"chunk_size": 16, "output_final_state": True}
-    for name, got, want in zip(
-        ("y", "ht"), reference(x, g, gc, weight, h0, **options), loop(x, g, weight, h0), strict=True
-    ):
-        assert_close(name, got, want, 1e-12)
+    y, h, ht = reference(x, g, gc, weight, h0, **options)
+    want, last = loop(x, g, weight, h0)
+    first = torch.zeros_like(want[:, :1]) if h0 is None else h0[:, None]
+    assert_close("y", y, want, 1e-12)
+    assert_close("h", h, torch.cat([first, want[:, 15:-1:16]], 1), 1e-12)
+    assert_close("ht", ht, last, 1e-12)
 
 
 def test_reference_is_mamba_without_b_and_c():
@@ -52,7 +54,7 @@ def test_reference_is_mamba_without_b_and_c():
     h, ht = state_passing(s, gc, h0[..., None, :], **options)
     y = chunk_scan(one, one, x, weight, gc, h, chunk_size=16)
     got = reference(x, g, gc, weight, h0, **options)
-    for name, a, b in zip(("y", "ht"), got, (y, ht[..., 0, :]), strict=True):
+    for name, a, b in zip(("y", "h", "ht"), got, (y, h[..., 0, :], ht[..., 0, :]), strict=True):
         assert_close(name, a, b, 1e-13)
 
 
@@ -89,28 +91,30 @@ def test_packed_sequences_are_each_by_itself(chunks, device, monkeypatch):
     packing = pack(bounds, 16)
     gc = torch.cat([gate_cumsum(t, chunk_size=16) for t in g.split(lengths, 1) if t.shape[1]], 1)
     options = {"chunk_size": 16, "output_final_state": True}
-    y, ht = kernel(x, g, gc, weight, h0, packing=packing, **options)
+    y, h, ht = kernel(x, g, gc, weight, h0, packing=packing, **options)
+    chunks = packing.chunk_offsets.tolist()
     for n, (a, b) in enumerate(pairwise(bounds.tolist())):
         if a == b:
             assert torch.equal(ht[n], h0[n])
             continue
         one = [t[:, a:b].contiguous() for t in (x, g, gc, weight)]
-        y_n, ht_n = kernel(*one, h0[n : n + 1], **options)
+        y_n, h_n, ht_n = kernel(*one, h0[n : n + 1], **options)
         assert torch.equal(y[:, a:b], y_n) and torch.equal(ht[n], ht_n[0])
+        assert torch.equal(h[:, chunks[n] : chunks[n + 1]], h_n)
 
 
 def test_weight_of_a_slow_average(device):
     """1 - e^g keeps the digits of a small g; a weight too small for float16 is not lost."""
     g = -torch.logspace(-12, 2, 64, device=device, dtype=torch.float64).view(64, 1, 1)
     x = torch.ones(64, 1, 1, 3, device=device)
-    y, _ = kernel(x, g.float(), g.float(), chunk_size=16)
+    y, *_ = kernel(x, g.float(), g.float(), chunk_size=16)
     relative = y.double() / -torch.expm1(g.float().double())[..., None] - 1
     assert relative.abs().max() < 1e-6
     x, g, _, _ = draw(64, 20, "neither", "trained", torch.float16, device)
     g = 1e-6 * g
     args = (x, g, gate_cumsum(g, chunk_size=64))
-    want, _ = reference(*(t.double() for t in args), chunk_size=64)
-    got, ht = kernel(*args, chunk_size=64, output_final_state=True)
+    want, *_ = reference(*(t.double() for t in args), chunk_size=64)
+    _, _, ht = kernel(*args, chunk_size=64, output_final_state=True)
     assert_close("ht", ht, want[:, -1], 1e-6)
     got = kernel(x, g, args[2], torch.full_like(g, 1e-7), chunk_size=64)[0]
     want = reference(*(t.double() for t in (*args, torch.full_like(g, 1e-7))), chunk_size=64)[0]
@@ -124,4 +128,5 @@ def test_one_launch_gives_the_bits_of_another(device):
     first = kernel(*args, chunk_size=32, output_final_state=True)
     again = kernel(*args, chunk_size=32, output_final_state=True)
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
-    assert torch.equal(kernel(*args[:3], chunk_size=32)[0], kernel(*args[:3], chunk_size=32)[0])
+    y, *none = kernel(*args, chunk_size=32, return_states=False)
+    assert torch.equal(y, first[0]) and none == [None, None]

@@ -14,6 +14,7 @@ from linattn_edu.kernels.ssd.ema_bwd import ema_bwd as kernel
 from linattn_edu.kernels.ssd.ema_bwd import total
 from linattn_edu.packing import pack
 from linattn_edu.reference.delta.gate_cumsum import gate_cumsum
+from linattn_edu.reference.ssd.ema import ema
 from linattn_edu.reference.ssd.ema_bwd import ema_bwd as reference
 from linattn_edu.testing import assert_close
 
@@ -25,7 +26,7 @@ NAMES = ("dx", "dg", "dw", "dh0")
 @grid
 def test_kernel(T, D, C, given, gate, dtype, device):
     r = parts(T, D, C, given, gate, dtype, device)
-    args = (r.x, r.g, r.gc, r.weight, r.h0, r.y, r.dy, r.dht)
+    args = (r.x, r.g, r.gc, r.weight, r.h, r.dy, r.dht)
     check_stage(kernel, reference, args, chunk_size=C)
 
 
@@ -43,7 +44,8 @@ def test_reference_is_the_gradient_of_the_recurrence(given, gate):
                     strict=True))  # fmt: skip
     with torch.no_grad():
         gc = gate_cumsum(leaves[1], chunk_size=16)
-        got = dict(zip(NAMES, reference(*leaves[:2], gc, *leaves[2:], y, dy, dht, chunk_size=16),
+        _, h, _ = ema(*leaves[:2], gc, *leaves[2:], chunk_size=16)
+        got = dict(zip(NAMES, reference(*leaves[:2], gc, leaves[2], h, dy, dht, chunk_size=16),
                        strict=True))  # fmt: skip
     for n, dx in want.items():
         assert_close(n, got[n], dx, 1e-12)
@@ -54,7 +56,7 @@ def test_reference_is_the_gradient_of_the_recurrence(given, gate):
 def test_segments(T, dtype, device, monkeypatch):
     in_segments(monkeypatch, kernels, backward_kernels)
     r = parts(T, 20, 16, "both", "trained", dtype, device, B=2)
-    args = (r.x, r.g, r.gc, r.weight, r.h0, r.y, r.dy, r.dht)
+    args = (r.x, r.g, r.gc, r.weight, r.h, r.dy, r.dht)
     check_stage(kernel, reference, args, chunk_size=16)
 
 
@@ -64,21 +66,22 @@ def test_packed_sequences_are_each_by_itself(chunks, device, monkeypatch):
     in_segments(monkeypatch, kernels, backward_kernels, chunks=chunks)
     lengths = (33, 0, 16, 150, 1, 64, 0, 97)
     x, g, weight, _ = draw(sum(lengths), 20, "both", "trained", device=device, B=1)
-    h0, dht = torch.randn(2, len(lengths), 3, 20, device=device)
-    y, dy = torch.randn_like(x), torch.randn_like(x)
+    dht, dy = torch.randn(len(lengths), 3, 20, device=device), torch.randn_like(x)
     bounds = torch.tensor([0, *lengths], device=device).cumsum(0)
     gc = torch.cat([gate_cumsum(t, chunk_size=16) for t in g.split(lengths, 1) if t.shape[1]], 1)
-    got = kernel(x, g, gc, weight, h0, y, dy, dht, chunk_size=16, packing=pack(bounds, 16))
+    packing = pack(bounds, 16)
+    chunks = packing.chunk_offsets.tolist()
+    h = torch.randn(1, packing.chunks, 3, 20, device=device)
+    got = kernel(x, g, gc, weight, h, dy, dht, chunk_size=16, packing=packing)
     for n, (a, b) in enumerate(pairwise(bounds.tolist())):
         if a == b:
             assert torch.equal(got[3][n], dht[n])
             continue
-        x_n, g_n, gc_n, w_n, y_n, dy_n = (t[:, a:b].contiguous() for t in (x, g, gc, weight, y, dy))
-        states = h0[n : n + 1], dht[n : n + 1]
-        want = kernel(x_n, g_n, gc_n, w_n, states[0], y_n, dy_n, states[1], chunk_size=16)
-        for name, one, all_ in zip(NAMES, want, got, strict=True):
+        *one, dy_n = (t[:, a:b].contiguous() for t in (x, g, gc, weight, dy))
+        want = kernel(*one, h[:, chunks[n] : chunks[n + 1]], dy_n, dht[n : n + 1], chunk_size=16)
+        for name, alone, all_ in zip(NAMES, want, got, strict=True):
             part = all_[n : n + 1] if name == "dh0" else all_[:, a:b]
-            assert torch.equal(one, part), f"{name} of sequence {n}"
+            assert torch.equal(alone, part), f"{name} of sequence {n}"
 
 
 def test_the_parts_of_a_sum_are_added_in_their_order(device):

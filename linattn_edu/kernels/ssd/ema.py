@@ -22,6 +22,7 @@ from linattn_edu.kernels.tiles import (
     row,
     sequence_args,
     sequence_of,
+    states,
     store_tile,
 )
 from linattn_edu.packing import Packing
@@ -45,6 +46,16 @@ def weights(g_ptr, w_ptr, start, o_t, n_t, H: tl.constexpr):
         b_in = tl.where((b_a > 0.5) & (b_a < 1.0), b_a, 0.75)
         b_w = (1.0 - b_in) * (b_g / tl.log(b_in))
         return tl.where(b_a > 0.5, tl.where(b_a < 1.0, b_w, -b_g), 1.0 - b_a)
+
+
+@triton.jit
+def mixed(b_M, b_x):
+    """M X; float16 has no digits for small weights, and takes each row by its largest number."""
+    if b_x.dtype == tl.float16:
+        b_unit = tl.maximum(tl.max(tl.abs(b_M), 1), 1e-30)[:, None]
+        return b_unit * dot(cast(b_M / b_unit, b_x.dtype), b_x)
+    else:
+        return dot(cast(b_M, b_x.dtype), b_x)
 
 
 @triton.jit
@@ -153,6 +164,7 @@ def ema_kernel(
     s_ptr,  # [NW, H, D] of segment_kernel, or None: every sequence is one segment
     a_ptr,  # [NW, H] of segment_kernel, or None
     y_ptr,  # [B, T, H, D] out
+    h_ptr,  # [NT, H, D] out: state entering each chunk, or None
     ht_ptr,  # [N, H, D] out, or None
     cu_ptr,  # [N + 1] or None
     offsets_ptr,  # [N + 1] or None
@@ -192,11 +204,12 @@ def ema_kernel(
         b_gc = load_gate(gc_ptr + start, o_t, H, n_t)  # [BT]
         last = tl.load(gc_ptr + start + (tl.minimum(BT, n_t) - 1) * H)
         b_w = weights(g_ptr, w_ptr, start, o_t, n_t, H)
-        # in units of the chunk's largest weight, which may be too small for float16
-        unit = tl.maximum(tl.max(tl.abs(b_w), 0), 1e-30)
+        if h_ptr is not None:
+            i = ((i_c + i_l * L + i_t) * H + i_h) * D
+            tl.store(h_ptr + i + o_d, b_h, mask=o_d < D)
         # eq:ema-output   Y = diag(e) h + (G * w) X
-        b_M = decay_matrix(b_gc, o_t) * (b_w / unit)[None, :]
-        b_y = tl.exp2(b_gc)[:, None] * b_h[None, :] + unit * dot(cast(b_M, b_x.dtype), b_x)
+        b_M = decay_matrix(b_gc, o_t) * b_w[None, :]
+        b_y = tl.exp2(b_gc)[:, None] * b_h[None, :] + mixed(b_M, b_x)
         store_tile(y_ptr + start * D, b_y, o_t, o_d, H * D, n_t, D)
         # eq:ema-state   h <- a h + (r * w)^T X
         b_r = tl.exp2(last - b_gc) * b_w
@@ -214,8 +227,8 @@ def ema_kernel(
 # kernels/delta/wy.py.
 CONFIGS = {
     "turing": {
-        2: {64: row(4, 1, BD=32), 128: row(4, 1, BD=32)},
-        4: {64: row(4, 1, BD=32), 128: row(4, 1, BD=32)},
+        2: {64: row(8, 1, BD=32), 128: row(8, 1, BD=32)},
+        4: {64: row(8, 1, BD=32), 128: row(8, 1, BD=32)},
     },
     "ampere": {
         2: {64: row(4, 2, BD=64), 128: row(4, 2, BD=64)},
@@ -276,11 +289,13 @@ def ema(
     *,
     chunk_size: int,
     output_final_state: bool = False,
+    return_states: bool = True,
     packing: Packing | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """Launch segment_kernel and ema_kernel; arguments and result as in the reference."""
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Launch segment_kernel and ema_kernel; arguments and results as in the reference."""
     _, T, H, D = x.shape
     y = torch.empty_like(x)
+    h = gc.new_empty(*states(x, chunk_size, packing), H, D) if return_states else None
     N, *sequences = sequence_args(x, packing)
     final_state = gc.new_empty(N, H, D) if output_final_state else None
     options = {"chunk_size": chunk_size, "packing": packing}
@@ -288,7 +303,7 @@ def ema(
     config = width(x)
     chunks = None if packing is None else packing.chunk_indices
     ema_kernel[((N + NW) * H * cdiv(D, config["BD"]),)](
-        x, g, weight, gc, initial_state, s, a, y, final_state, *sequences, chunks, N, T, H, D,
+        x, g, weight, gc, initial_state, s, a, y, h, final_state, *sequences, chunks, N, T, H, D,
         BT=chunk_size, L=SEGMENT, **config,
     )  # fmt: skip
-    return y, final_state
+    return y, h, final_state

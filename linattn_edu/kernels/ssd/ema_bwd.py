@@ -5,10 +5,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from linattn_edu.kernels.ssd.ema import SEGMENT, fold, segment_of, segment_parts, weights, width
+from linattn_edu.kernels.ssd.ema import (
+    SEGMENT,
+    fold,
+    mixed,
+    segment_of,
+    segment_parts,
+    weights,
+    width,
+)
 from linattn_edu.kernels.tiles import (
     cast,
     cdiv,
+    decay_matrix,
     decay_matrix_transposed,
     dot,
     load_gate,
@@ -28,8 +37,7 @@ def ema_bwd_kernel(
     g_ptr,  # [B, T, H] natural log
     w_ptr,  # [B, T, H] or None
     gc_ptr,  # [B, T, H] log2
-    h0_ptr,  # [N, H, D] or None
-    y_ptr,  # [B, T, H, D] of ema
+    h_ptr,  # [NT, H, D] of ema
     dy_ptr,  # [B, T, H, D]
     dht_ptr,  # [N, H, D] or None
     s_ptr,  # [NW, H, D] of segment_kernel, or None: every sequence is one segment
@@ -68,8 +76,6 @@ def ema_bwd_kernel(
     if s_ptr is not None:
         later = tl.maximum(tl.cdiv(n_seq, L * BT) - 1 - i_l, 0)
         b_dh = fold(b_dh, s_ptr, a_ptr, i_c // L + i_l, later, i_h, o_d, H, D, REVERSE=True)
-    if h0_ptr is not None:
-        b_h0 = load_vector(h0_ptr + (i_n * H + i_h) * D, o_d, D)
     i_p = i_d * (T if cu_ptr is not None else N.to(tl.int64) * T) * H  # this tile's parts
     n_seq -= i_l * L * BT
     NT = tl.cdiv(tl.minimum(n_seq, L * BT), BT)
@@ -88,19 +94,16 @@ def ema_bwd_kernel(
         # eq:ema-dx   dX = diag(w) dH
         b_w = weights(g_ptr, w_ptr, start, o_t, n_t, H)
         store_tile(dx_ptr + start * D, b_w[:, None] * b_dH, o_t, o_d, H * D, n_t, D)
-        # eq:ema-dg   dg = e^g (y_(t-1) [- x]) . dH
-        b_x = load_tile(x_ptr + start * D, o_t, o_d, H * D, n_t, D).to(tl.float32)
-        head = i_l * L + i_t == 0
-        m_t = (o_t < n_t) & ((o_t > 0) | (i_l * L + i_t > 0))
-        b_before = tl.load(
-            y_ptr + start * D + (o_t[:, None] - 1) * (H * D) + o_d[None, :],
-            mask=m_t[:, None] & (o_d < D)[None, :], other=0.0,
-        ).to(tl.float32)  # fmt: skip
-        if h0_ptr is not None:
-            b_before = tl.where(head & (o_t == 0)[:, None], b_h0[None, :], b_before)
-        b_change = b_before - b_x if w_ptr is None else b_before
-        b_a = tl.exp(load_row(g_ptr + start, o_t, H, n_t))
-        tl.store(dg_ptr + i_p + start + o_t * H, b_a * tl.sum(b_change * b_dH, 1), mask=o_t < n_t)
+        # eq:ema-kept   e^g h_(t-1) = diag(e) h + (G * w below the diagonal) X
+        b_x = load_tile(x_ptr + start * D, o_t, o_d, H * D, n_t, D)  # [BT, BD]
+        b_h = load_vector(h_ptr + ((i_c + i_l * L + i_t) * H + i_h) * D, o_d, D)  # [BD]
+        b_M = tl.where(o_t[:, None] > o_t[None, :], decay_matrix(b_gc, o_t) * b_w[None, :], 0.0)
+        b_kept = tl.exp2(b_gc)[:, None] * b_h[None, :] + mixed(b_M, b_x)
+        b_x = b_x.to(tl.float32)
+        if w_ptr is None:
+            b_kept -= tl.exp(load_row(g_ptr + start, o_t, H, n_t))[:, None] * b_x
+        # eq:ema-dg   dg = e^g (h_(t-1) [- x]) . dH
+        tl.store(dg_ptr + i_p + start + o_t * H, tl.sum(b_kept * b_dH, 1), mask=o_t < n_t)
         # eq:ema-dw   dw = x . dH
         if dw_ptr is not None:
             tl.store(dw_ptr + i_p + start + o_t * H, tl.sum(b_x * b_dH, 1), mask=o_t < n_t)
@@ -143,8 +146,7 @@ def ema_bwd(
     g: Tensor,
     gc: Tensor,
     weight: Tensor | None,
-    initial_state: Tensor | None,
-    y: Tensor,
+    h: Tensor,
     dy: Tensor,
     dht: Tensor | None = None,
     *,
@@ -162,7 +164,7 @@ def ema_bwd(
     s, a, NW = segment_parts(dy, None, gc, None, reverse=True, **options)
     chunks = None if packing is None else packing.chunk_indices
     ema_bwd_kernel[((N + NW) * H * ND,)](
-        x, g, weight, gc, initial_state, y, dy, dht, s, a, dx, dg, dw, dh0, *sequences, chunks,
+        x, g, weight, gc, h, dy, dht, s, a, dx, dg, dw, dh0, *sequences, chunks,
         N, T, H, D, BT=chunk_size, L=SEGMENT, **config,
     )  # fmt: skip
     return dx, total(dg, g), None if dw is None else total(dw, weight), dh0

@@ -16,7 +16,8 @@ def ema(
     *,
     chunk_size: int,
     output_final_state: bool = False,
-) -> tuple[Tensor, Tensor | None]:
+    return_states: bool = True,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The moving average of all channels of a head, which share its decay.
 
         h_t = e^g_t h_(t-1) + w_t x_t,   y_t = h_t,   w_t = 1 - e^g_t without a weight;
@@ -29,22 +30,25 @@ def ema(
         x: [B, T, H, D].  g: [B, T, H], natural log, <= 0.  gc: [B, T, H] of gate_cumsum (log2).
         weight: [B, T, H], or None.  initial_state: [B, H, D], zero if None.
     Returns:
-        y [B, T, H, D] in x.dtype; the final state [B, H, D] in fp32 (fp64 for fp64 input) or None.
+        y [B, T, H, D] in x.dtype; h [B, NT, H, D], the state entering each chunk, and the final
+        state [B, H, D], both in fp32 (fp64 for fp64 input), or None.
     Source: arXiv:2405.21060 section 6 with N = 1 and B = C = 1, chapter 20.
     """
     dtype = compute_dtype(x, g, gc, weight, initial_state)
     w = to_chunks(weights(g, weight, dtype), chunk_size)[..., None, :]
     e, G, r, a = decays(gc.to(dtype), None, chunk_size)
     X = to_chunks(x.to(dtype), chunk_size)
-    h = torch.zeros_like(X[:, :, 0, :1]) if initial_state is None else initial_state[:, :, None]
-    h, y = h.to(dtype), []  # [B, H, 1, D]
+    S = torch.zeros_like(X[:, :, 0, :1]) if initial_state is None else initial_state[:, :, None]
+    S, y, h = S.to(dtype), [], []  # S: [B, H, 1, D]
     for c in range(X.shape[2]):
+        h.append(S[:, :, 0])
         # eq:ema-output   Y = diag(e) h + (G * w) X
-        y.append(e[:, :, c] * h + (G * w)[:, :, c] @ X[:, :, c])
+        y.append(e[:, :, c] * S + (G * w)[:, :, c] @ X[:, :, c])
         # eq:ema-state   h <- a h + (r * w)^T X
-        h = a[:, :, c] * h + (r.mT * w)[:, :, c] @ X[:, :, c]
+        S = a[:, :, c] * S + (r.mT * w)[:, :, c] @ X[:, :, c]
     y = from_chunks(torch.stack(y, 2), x.shape[1]).to(x.dtype)
-    return y, h[:, :, 0] if output_final_state else None
+    final_state = S[:, :, 0] if output_final_state else None
+    return y, torch.stack(h, 1) if return_states else None, final_state
 
 
 def weights(g: Tensor, weight: Tensor | None, dtype: torch.dtype) -> Tensor:

@@ -13,8 +13,7 @@ def ema_bwd(
     g: Tensor,
     gc: Tensor,
     weight: Tensor | None,
-    initial_state: Tensor | None,
-    y: Tensor,
+    h: Tensor,
     dy: Tensor,
     dht: Tensor | None = None,
     *,
@@ -23,27 +22,26 @@ def ema_bwd(
     """The gradients of x, g, weight and the initial state.
 
         dh_t = dy_t + e^g_(t+1) dh_(t+1)
-        dx_t = w_t dh_t,   dw_t = x_t . dh_t,   dg_t = e^g_t (y_(t-1) . dh_t)
+        dx_t = w_t dh_t,   dw_t = x_t . dh_t,   dg_t = e^g_t h_(t-1) . dh_t
 
-    and without a weight, where g makes w too, dg_t = e^g_t ((y_(t-1) - x_t) . dh_t); in chunks,
-    with the dh of the token after the chunk,
+    and without a weight, where g makes w too, dg_t = e^g_t (h_(t-1) - x_t) . dh_t; in chunks, from
+    the dh of the token after the chunk and the h of the token before it,
 
         dH = G^T dY + diag(r) dh,   dh <- a dh + e^T dY
-
-    y_(t-1) is the state before token t: none has to be kept beside the output.
+        e^g_t h_(t-1) = row t of diag(e) h + (G * w below the diagonal) X
 
     Args:
-        x, g, gc, weight, initial_state: as in ema.  y: its output.  dy: [B, T, H, D].
+        x, g, gc, weight: as in ema.  h: [B, NT, H, D] of ema.  dy: [B, T, H, D].
         dht: [B, H, D], zero if None.
     Returns:
         dx, dg, dweight (or None) in the dtypes of x, g and weight; the gradient of the initial
         state [B, H, D] in fp32 (fp64 for fp64 input).
     Source: chapter 20.
     """
-    dtype = compute_dtype(x, g, gc, weight, initial_state, dy, dht)
-    x_, g_, y, dy = (z.to(dtype) for z in (x, g, y, dy))
+    dtype = compute_dtype(x, g, gc, weight, h, dy, dht)
     e, G, r, a = decays(gc.to(dtype), None, chunk_size)
-    dY = to_chunks(dy, chunk_size)
+    w = to_chunks(weights(g, weight, dtype), chunk_size)[..., None]
+    X, dY = (to_chunks(z.to(dtype), chunk_size) for z in (x, dy))
     dh = torch.zeros_like(dY[:, :, 0, :1]) if dht is None else dht[:, :, None].to(dtype)
     dH = []
     for c in reversed(range(dY.shape[2])):
@@ -51,14 +49,16 @@ def ema_bwd(
         dH.append(G[:, :, c].mT @ dY[:, :, c] + r[:, :, c] * dh)
         # eq:ema-dh-before   dh <- a dh + e^T dY
         dh = a[:, :, c] * dh + e[:, :, c].mT @ dY[:, :, c]
-    dH = from_chunks(torch.stack(dH[::-1], 2), x.shape[1])
+    dH = torch.stack(dH[::-1], 2)
     # eq:ema-dx   dX = diag(w) dH
-    dx = weights(g, weight, dtype)[..., None] * dH
-    before = torch.zeros_like(y[:, :1]) if initial_state is None else initial_state[:, None]
-    before = torch.cat([before.to(dtype), y[:, :-1]], 1)
-    # eq:ema-dg   dg = e^g (y_(t-1) [- x]) . dH
-    change = before - x_ if weight is None else before
-    dg = g_.exp() * (change * dH).sum(-1)
+    dx = from_chunks(w * dH, x.shape[1])
+    # eq:ema-kept   e^g h_(t-1) = diag(e) h + (G * w below the diagonal) X
+    kept = e * h.to(dtype).transpose(1, 2)[..., None, :] + (G * w.mT).tril(-1) @ X
+    if weight is None:
+        kept = kept - to_chunks(g.to(dtype).exp(), chunk_size)[..., None] * X
+    # eq:ema-dg   dg = e^g (h_(t-1) [- x]) . dH
+    dg = from_chunks((kept * dH).sum(-1), x.shape[1])
     # eq:ema-dw   dw = x . dH
-    dw = None if weight is None else (x_ * dH).sum(-1).to(weight.dtype)
+    dw = from_chunks((X * dH).sum(-1), x.shape[1])
+    dw = None if weight is None else dw.to(weight.dtype)
     return dx.to(x.dtype), dg.to(g.dtype), dw, dh[:, :, 0]
