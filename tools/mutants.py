@@ -164,6 +164,20 @@ MUTANTS = [
         "if slot > 0:\n            store_state",
         "tests/ops/test_decode_pool.py",
     ),
+    Mutant(
+        "what is expanded over a state is copied",
+        f"{OPS}/ssd/step.py",
+        "if x.stride(d) == 0:",
+        "if x.stride(d) < 0:",
+        "tests/ops/ssd/test_step.py::test_what_is_expanded_is_not_copied",
+    ),
+    Mutant(
+        "every head reads the first group",
+        f"{KERNELS}/ssd/selective_state_update.py",
+        "i_group = i_h // (H // G) * N",
+        "i_group = i_h // H * N",
+        "tests/ssd/test_selective_state_update.py::test_groups",
+    ),
     # the public functions
     Mutant(
         "cu_seqlens may end before the last token",
