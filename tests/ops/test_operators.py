@@ -15,11 +15,12 @@ from linattn_edu import (
     chunk_gated_delta_rule,
     chunk_kda,
     chunk_local_cumsum,
+    ema_scan,
     fused_recurrent_gated_delta_rule,
     l2norm,
     solve_tril,
 )
-from linattn_edu.ops import cumsum
+from linattn_edu.ops import cumsum, ema
 from linattn_edu.ops import l2norm as norm
 from linattn_edu.ops import solve_tril as inverse
 from linattn_edu.ops.delta import decode, gate, recurrence
@@ -207,6 +208,28 @@ def test_step_of_ssd(impl, pool, device):
         check(step.update, *tokens, *given, x.initial_states, indices, True, impl)
 
 
+EMA = (
+    {},
+    {"packed": True},
+    {"weight": False, "state": False},
+    {"weight": False, "dtype": torch.bfloat16},
+)
+
+
+@pytest.mark.parametrize(("impl", "options"), every(EMA), ids=str)
+def test_ema(impl, options, device):
+    options = {"weight": True, "state": True, "packed": False, "dtype": torch.float32} | options
+    x = torch.randn(1, T, HV, V, device=device).to(options["dtype"])
+    g, weight = -torch.rand(1, T, HV, device=device), torch.rand(1, T, HV, device=device)
+    cu_seqlens = bounds(device) if options["packed"] else None
+    state = torch.randn(3 if options["packed"] else 1, HV, V, device=device)
+    tensors = x, g, weight if options["weight"] else None, state if options["state"] else None
+    packing = cu_seqlens, cu_seqlens if cu_seqlens is None else cu_seqlens.cpu(), None
+    check(ema.scan, *tensors, *packing, options["state"], 16, impl, "", "gc h")
+    check_shapes(ema.scan, *tensors, *packing, not options["state"], 16, impl, "", "")
+    check_backward(ema.scan, *tensors, *packing, options["state"], 16, impl, "", "gc h")
+
+
 @pytest.mark.parametrize("channels", [False, True])
 @pytest.mark.parametrize("impl", IMPLS)
 def test_gates(impl, channels, device):
@@ -261,7 +284,7 @@ def test_every_operator_is_checked():
     registered = {n for n in registered if not n.startswith("toy_")}  # of test_operator
     differentiable = (
         "chunk_gated_delta_rule", "chunk_kda", "l2norm", "recurrent", "solve_tril", "gdn_gate",
-        "kda_gate",
+        "kda_gate", "ema_scan",
     )  # fmt: skip
     assert registered == {
         *differentiable, *(f"{n}_backward" for n in differentiable),
@@ -277,6 +300,7 @@ WATCHED = {
         x, x, x, -x[..., 0].abs(), x[..., 1].abs()
     )[0],
     "recurrent": lambda x: fused_recurrent_gated_delta_rule(x, x, x)[0],
+    "ema_scan": lambda x: ema_scan(x, -x[..., 0].abs(), x[..., 1])[0],
     "l2norm": l2norm,
     "solve_tril": solve_tril,
     "chunk_local_cumsum": lambda x: chunk_local_cumsum(x, 16),

@@ -8,6 +8,7 @@ from linattn_edu import (
     chunk_global_cumsum,
     chunk_kda,
     chunk_local_cumsum,
+    ema_scan,
     fused_gdn_gate,
     fused_kda_gate,
     fused_recurrent_gated_delta_rule,
@@ -55,6 +56,9 @@ OPERATORS = {
     ),
     "kernel_delta_attention": one(
         lambda x, impl: kernel_delta_attention(x, x, x, x[..., 0].sigmoid(), impl=impl), 1, 5, 2, 4
+    ),
+    "ema_scan": one(
+        lambda x, impl: ema_scan(x, -x[..., 0].abs(), None, x[:, 0], True, impl=impl), 1, 5, 2, 4
     ),
     "l2norm": one(l2norm, 5, 4),
     "chunk_local_cumsum": one(lambda x, impl: chunk_local_cumsum(x, 4, impl=impl), 1, 9, 2),

@@ -12,6 +12,7 @@ from linattn_edu import (
     chunk_global_cumsum,
     chunk_kda,
     chunk_local_cumsum,
+    ema_scan,
     fused_gdn_gate,
     fused_kda_gate,
     fused_recurrent_gated_delta_rule,
@@ -54,6 +55,7 @@ FORMS = {
     "fused_recurrent_kda": delta(fused_recurrent_kda, channels=True),
 }
 OTHERS = {
+    "ema_scan": lambda x: ema_scan(x.unflatten(-1, (2, 16)), -x[..., :2].abs(), x[..., 2:4])[0],
     "l2norm": l2norm,
     "chunk_local_cumsum": lambda x: chunk_local_cumsum(x, 4),
     "chunk_global_cumsum": chunk_global_cumsum,
