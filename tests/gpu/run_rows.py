@@ -22,8 +22,10 @@ from linattn_edu.kernels.delta import (
     wy,
     wy_bwd,
 )
-from linattn_edu.kernels.tiles import UNPIPELINED, chunk_limit, device_of
-from linattn_edu.ops import kda
+from linattn_edu.kernels.ssd import ema as ema_kernels
+from linattn_edu.kernels.ssd import ema_bwd as ema_bwd_kernels
+from linattn_edu.kernels.tiles import UNPIPELINED, chunk_limit, device_of, of_generation
+from linattn_edu.ops import ema, kda
 from linattn_edu.ops.gdn import backward, forward, fused_stages, stages
 from linattn_edu.testing import gdn_inputs, poison, relative_rms
 
@@ -63,6 +65,10 @@ def rows():
         for size, by_case in by_size.items():
             for dtype, (sizes, entry) in itertools.product(DTYPES[size], cases(stage, by_case)):
                 yield stage, dtype, sizes, entry
+    for size, by_channels in of_generation(ema_kernels.CONFIGS, generation).items():
+        for (limit, entry), dtype in itertools.product(by_channels.items(), DTYPES[size]):
+            for D in {64: (1, 33, 64), 128: (100, 128, 300)}[limit]:
+                yield "ema", dtype, D, entry
 
 
 def cases(stage, by_case):
@@ -96,6 +102,10 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 
 def run(stage, dtype, sizes, entry):
     """The forward or the backward pass with this row in place of its table, against float64."""
+    if stage == "ema":  # both passes; the channels choose the row
+        return max(
+            run_ema(dtype, sizes, *case) for case in ((500, 64, 2), (129, 16, 2), (65, 32, 64))
+        )
     ((module, table),) = [(m, t) for s, m, t in TABLES if s == stage]
     only = {64: entry, 128: entry} if stage.endswith("output") else entry
     only = {128: [entry], 256: [entry]} if stage in BY_DIM else only
@@ -142,6 +152,36 @@ def results(x, impl, stage, chunk_size, safe):
         scale=0.3, initial_state=x.initial_state,
     )  # fmt: skip
     return [dx for dx in got if dx is not None]
+
+
+def run_ema(dtype, D, T, chunk_size, segment):
+    """The largest error of ema_scan's outputs and gradients, in segments of so many chunks."""
+    generator = torch.Generator("cuda").manual_seed(T)
+
+    def randn(*shape):
+        return torch.randn(*shape, device="cuda", generator=generator)
+
+    x = {"x": randn(2, T, 3, D).to(dtype), "g": -(randn(2, T, 3) - 2).exp()}
+    x |= {"weight": randn(2, T, 3) if T % 2 else None, "initial_state": randn(2, 3, D)}
+    dy, dht = randn(2, T, 3, D).to(dtype), randn(2, 3, D)
+    kept = ema_kernels.SEGMENT
+    ema_kernels.SEGMENT = ema_bwd_kernels.SEGMENT = segment
+    found = []
+    try:
+        for impl, to in (("triton", lambda t: t), ("reference", torch.Tensor.double)):
+            given = {n: t if t is None else to(t) for n, t in x.items()}
+            options, stages = {"chunk_size": chunk_size}, ema.stages(impl)
+            with poison():
+                *outputs, residuals = ema.forward(
+                    stages, **given, output_final_state=True, **options
+                )
+                gradients = ema.backward(
+                    stages, **given, residuals=residuals, dy=to(dy), dht=to(dht), **options
+                )
+            found.append([t for t in (*outputs, *gradients) if t is not None])
+    finally:
+        ema_kernels.SEGMENT = ema_bwd_kernels.SEGMENT = kept
+    return max(relative_rms(a, b) for a, b in zip(*found, strict=True))
 
 
 def channel_results(x, impl, gradients, options, safe):

@@ -11,6 +11,7 @@ from linattn_edu import (
     chunk_gated_delta_rule,
     chunk_kda,
     chunk_local_cumsum,
+    ema_scan,
     fused_recurrent_gated_delta_rule,
     l2norm,
     solve_tril,
@@ -38,6 +39,19 @@ def differentiate(f, x, **flags):
     (o.float().sum() + final_state.sum()).backward()
 
 
+def averages(dtype, T, D, C):
+    """ema_scan of a batch, and of packed sequences of which one has several segments."""
+    for N, bounds in ((2, None), (3, [0, 0, 5, 70 * C])):
+        B, T = (2, T) if bounds is None else (1, bounds[-1])
+        x = torch.randn(B, T, 2, D, device="cuda").to(dtype).requires_grad_()
+        g, weight = -torch.rand(B, T, 2, device="cuda"), torch.rand(B, T, 2, device="cuda")
+        state = torch.randn(N, 2, D, device="cuda", requires_grad=True)
+        packed = {} if bounds is None else {"cu_seqlens": torch.tensor(bounds, device="cuda")}
+        given = (g.requires_grad_(), weight.requires_grad_() if packed else None, state, True)
+        y, final_state = ema_scan(x, *given, **packed, chunk_size=C)
+        (y.float().sum() + final_state.sum()).backward()
+
+
 def main(dtype, T, K, V, C):
     x = gdn_inputs(1, T, 1, 2, K, V, dtype=dtype, device="cuda", initial_state=True)
     options = {"scale": 0.3, "output_final_state": True, "chunk_size": C}
@@ -57,6 +71,7 @@ def main(dtype, T, K, V, C):
     short = x.prefix(5)
     differentiate(fused_recurrent_gated_delta_rule, short)
     fused_recurrent_gated_delta_rule(**short.asdict(), output_final_state=True)
+    averages(dtype, T, V, C)
     A = solve_tril(torch.randn(1, T, 2, C, device="cuda", dtype=dtype), cu_seqlens)
     chunk_local_cumsum(l2norm(A), C, reverse=True)
     torch.cuda.synchronize()

@@ -56,6 +56,8 @@ from linattn_edu.kernels.ssd import (
     chunk_scan_bwd_dstates,
     chunk_scan_chunk_state_bwd_dx,
     chunk_state_bwd_db,
+    ema,
+    ema_bwd,
     selective_state_update,
     state_passing_bwd,
 )
@@ -191,6 +193,17 @@ def updates(x, dt, BC, A, D):
     update(state.to(x.dtype), x, x, rates, BC, BC, indices=slots)
 
 
+def averages(D, dtype):
+    """Exponential moving averages: short and with nothing given; long and with everything."""
+    for T, given in ((64, False), (64 * (ema.SEGMENT + 1), True)):
+        x, g = torch.empty(1, T, 1, D, dtype=dtype), torch.empty(1, T, 1)
+        weight, state = (g, torch.empty(1, 1, D)) if given else (None, None)
+        options = {"chunk_size": 64, "output_final_state": given, "return_states": given}
+        ema.ema(x, g, g, weight, state, **options)
+        h = torch.empty(1, T // 64, 1, D)
+        ema_bwd.ema_bwd(x, g, g, weight, h, x, state, chunk_size=64)
+
+
 def record(cc):
     """Every distinct (kernel, arguments) the launchers ask for on a GPU of capability cc."""
     seen = {}
@@ -215,6 +228,8 @@ def record(cc):
                     launches(K, V, dtype, tiles.chunk_limit(k), heads=1)
                     if V <= 256:
                         ssd_launches(K, V, dtype, tiles.chunk_limit(k))
+                    if V <= 128:
+                        averages(V, dtype)
                 if 256 in sizes:
                     qk = torch.empty(1, 1, 1, WIDE, dtype=dtype)
                     recurrences(qk, qk, torch.empty(1, 1, 1), torch.empty(1, 1, WIDE, WIDE))

@@ -40,7 +40,7 @@ STACK = {
 # kernels without a matrix product, or with small ones only
 SCALAR = (
     "gate_", "layer_gate_", "recurrent", "cumsum", "global_cumsum", "l2norm", "solve_tril",
-    "chunk_cumsum", "state_passing", "selective_state_update",
+    "chunk_cumsum", "state_passing", "selective_state_update", "segment", "total",
 )  # fmt: skip
 ONE_BLOCK = re.compile(r"^kda_inverse.*\bBT=16\b")  # nothing is left to merge
 
@@ -65,7 +65,7 @@ KERNELS = {
         "kda_scores", "kda_inverse", "kda_output_bwd", "kda_wy_bwd", "kda_intra_bwd",
         "chunk_cumsum_bwd", "chunk_scan_chunk_state_bwd_dx", "chunk_scan_bwd_da_cs",
         "chunk_scan_bwd_dstates", "state_passing_bwd", "chunk_state_bwd_db", "chunk_scan_bwd_dc",
-        "selective_state_update",
+        "selective_state_update", "ema", "ema_bwd", "segment", "total",
     )
 }  # fmt: skip
 
