@@ -6,6 +6,7 @@ from ssd.ssd_checks import check_stage, grid, parts
 
 from linattn_edu.kernels.ssd.state_passing_bwd import state_passing_bwd as kernel
 from linattn_edu.packing import pack
+from linattn_edu.reference.ssd.chunk_cumsum import decays
 from linattn_edu.reference.ssd.state_passing import state_passing
 from linattn_edu.reference.ssd.state_passing_bwd import state_passing_bwd as reference
 from linattn_edu.testing import assert_close
@@ -15,8 +16,22 @@ pytestmark = pytest.mark.usefixtures("poison")
 
 @grid
 def test_kernel(T, N, P, C, given, dtype, device):
+    """dlast is an inner product of terms of either sign: they are its yardstick, for each entry."""
     r = parts(T, N, P, C, given, dtype, device)
-    check_stage(kernel, reference, (r.dh_out, r.gc, r.h, r.dht, r.seq_idx), chunk_size=C)
+    args, options = (r.dh_out, r.gc, r.h, r.dht, r.seq_idx), {"chunk_size": C}
+    got_ds, dlast, got_dh0 = kernel(*args, **options)
+    check_stage(
+        lambda *_, **__: (got_ds, got_dh0),
+        lambda *x, **y: reference(*x, **y)[::2],
+        args,
+        **options,
+    )
+    ds, exact, _ = reference(r.dh_out.double(), r.gc.double(), *args[2:], **options)
+    a = decays(r.gc.double(), r.seq_idx, C)[3][..., 0, 0].transpose(1, 2)
+    terms = (r.h.double() * ds).abs().sum((-1, -2))
+    assert dlast.dtype == torch.float32 and dlast.shape == exact.shape
+    bound = (1e-6 * a + torch.finfo(torch.float32).tiny * (a > 0)) * terms
+    assert ((dlast - exact).abs() <= bound).all()
 
 
 def test_reference_is_the_gradient_of_state_passing():
