@@ -178,6 +178,28 @@ MUTANTS = [
         "i_group = i_h // H * N",
         "tests/ssd/test_selective_state_update.py::test_groups",
     ),
+    # gradients of Mamba-2
+    Mutant(
+        "the diagonal is in both sums of the decay's gradient",
+        f"{KERNELS}/ssd/chunk_scan_bwd_da_cs.py",
+        "tl.where(o_t[:, None] > o_t[None, :], b_M",
+        "tl.where(o_t[:, None] >= o_t[None, :], b_M",
+        "tests/ssd/test_chunk_scan_bwd_da_cs.py::test_a_strong_decay_keeps_its_digits",
+    ),
+    Mutant(
+        "a step at its limit moves",
+        f"{KERNELS}/ssd/chunk_cumsum_bwd.py",
+        "tl.where(b_free != b_step, 0.0, b_dstep + b_A * b_da)",
+        "b_dstep + b_A * b_da",
+        "tests/ssd/test_chunk_cumsum_bwd.py",
+    ),
+    Mutant(
+        "D has no gradient through x",
+        f"{KERNELS}/ssd/chunk_scan_chunk_state_bwd_dx.py",
+        "b_dx += b_dy * past_state(",
+        "b_dx += 0.0 * past_state(",
+        "tests/ssd/test_chunk_scan_chunk_state_bwd_dx.py",
+    ),
     # the public functions
     Mutant(
         "cu_seqlens may end before the last token",
