@@ -109,7 +109,7 @@ WORD = 8  # numbers of 16 bit in a load
 # Bytes of a state that a program holds, by generation, with programs enough for every
 # multiprocessor and without. Bandwidth times latency says how many must be on their way at a time:
 # 6 KiB a multiprocessor of a T4, 15 of an A100, 33 of an H200, 54 of a B200. Registers allow 8 to
-# 12 programs of 8 KiB, four vectors of 16 bytes a thread: enough, and B and C are read for many
+# 10 programs of 8 KiB, four vectors of 16 bytes a thread: enough, and B and C are read for many
 # rows at once. The narrow tile has one vector a thread: a row's numbers then lie on the same
 # threads, and a batch of one gives the bits that it gives among others.
 TILES = {
