@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from grids import parametrize
+from grids import name, pairs
 from ssd import ssd_checks
 
 from linattn_edu.kernels.ssd.chunk_cumsum import chunk_cumsum as kernel
@@ -12,24 +12,27 @@ from linattn_edu.testing import assert_close, ssd_inputs
 pytestmark = pytest.mark.usefixtures("poison")
 
 
-@parametrize(
-    T=ssd_checks.TOKENS,
-    H=(1, 5, 16, 33),
-    C=ssd_checks.CHUNKS,
-    softplus=(True, False),
-    limit=((0.0, float("inf")), (0.05, 0.3)),
-    decay=("trained", "none", "reset", "closed"),
-    dtype=ssd_checks.DTYPES,
-)
+AXES = {
+    "T": ssd_checks.TOKENS,
+    "H": (1, 5, 16, 33),
+    "C": ssd_checks.CHUNKS,
+    "softplus": (True, False),
+    "limit": ((0.0, float("inf")), (0.05, 0.3)),
+    "decay": ("trained", "none", "reset", "closed"),
+    "dtype": ssd_checks.DTYPES,
+}
+
+
+@pytest.mark.parametrize(tuple(AXES), pairs(**AXES), ids=name)
 def test_kernel(T, H, C, softplus, limit, decay, dtype, device):
     x = ssd_inputs(2, T, H, 1, 16, 16, dtype=dtype, device=device, decay=decay)
     bias = x.dt_bias if T % 2 else None
     options = {"softplus": softplus, "limit": limit, "chunk_size": C}
     args = (x.dt, x.A, bias)
     wanted = reference(*args, **options)
-    for name, got, ref in zip(("step", "gc"), kernel(*args, **options), wanted, strict=True):
+    for what, got, ref in zip(("step", "gc"), kernel(*args, **options), wanted, strict=True):
         assert got.dtype == torch.float32 and got.shape == ref.shape
-        assert_close(name, got, ref, 1e-6)
+        assert_close(what, got, ref, 1e-6)
 
 
 def test_a_missing_number_stays_missing(device):

@@ -1,31 +1,39 @@
-"""The fused gradients of a chunk: kernel against reference, whole chunks and halves."""
+"""The fused stages of Mamba-2: kernel against reference, chunks of one tile and of two."""
 
 import pytest
 import torch
-from grids import parametrize
+from grids import EVERY, name, pairs
 from ssd.ssd_checks import GIVEN, TOKENS, check_stage, parts
 
 from linattn_edu.kernels.ssd import fused as kernels
-from linattn_edu.reference.ssd.fused import chunk_scores
-from linattn_edu.reference.ssd.fused import ssd_bwd as reference
+from linattn_edu.reference.ssd import fused as reference
 
 pytestmark = pytest.mark.usefixtures("poison")
+AXES = {
+    "T": (*TOKENS, 130, 192),
+    "N": (16, 33, 64, 100, 128),
+    "P": (16, 33, 64),
+    "C": (128, 64, 32),
+    "heads": ((4, 2), (3, 3), (5, 1)),
+    "given": GIVEN,
+    "dtype": (torch.float16, torch.bfloat16),
+}
+CASES = pairs(**AXES) + ([c[::-1] for c in pairs(**dict(reversed(AXES.items())))] if EVERY else [])
 
 
-@parametrize(
-    T=(*TOKENS, 130, 192),
-    N=(16, 33, 64, 100, 128),
-    P=(16, 33, 64),
-    C=(128, 64, 32),
-    heads=((4, 2), (3, 3), (5, 1)),
-    given=GIVEN,
-    dtype=(torch.float16, torch.bfloat16),
-)
-def test_kernel(T, N, P, C, heads, given, dtype, device, monkeypatch):
-    monkeypatch.setattr(kernels, "HEADS", 2)
+@pytest.fixture
+def few(monkeypatch):
+    """Two heads a program, so that heads are split."""
+    monkeypatch.setattr(kernels, "FEW", 2)
+    monkeypatch.setattr(kernels, "MANY", 2)
+
+
+@pytest.mark.parametrize(tuple(AXES), CASES, ids=name)
+def test_kernels(T, N, P, C, heads, given, dtype, device, few):
     r = parts(T, N, P, C, given, dtype, device, *heads)
-    h, dh = r.h.to(dtype), r.ds.to(dtype)
-    S = chunk_scores(r.C, r.B, chunk_size=C)
+    check_stage(kernels.chunk_scores, reference.chunk_scores, (r.C, r.B), chunk_size=C)
+    S, h, dh = reference.chunk_scores(r.C, r.B, chunk_size=C), r.h.to(dtype), r.ds.to(dtype)
+    args = (r.C, S, r.x, r.step, r.gc, h, r.D, r.z, r.seq_idx)
+    check_stage(kernels.ssd_fwd, reference.ssd_fwd, args)
     args = (r.C, r.B, S, r.x, r.step, r.gc, h, dh, r.dy, r.D, r.seq_idx)
-    check_stage(kernels.ssd_bwd, reference, args)
-    check_stage(kernels.chunk_scores, chunk_scores, (r.C, r.B), chunk_size=C)
+    check_stage(kernels.ssd_bwd, reference.ssd_bwd, args)

@@ -22,7 +22,7 @@ from linattn_edu.packing import Packing
 @triton.jit(do_not_specialize=["T"])
 def chunk_cumsum_bwd_kernel(
     dgc_ptr,  # [B, T, H] natural units
-    dlast_ptr,  # [B, NT, H] natural units, or None: dgc is da
+    dlast_ptr,  # [B, NT, H] natural units
     dstep_ptr,  # [B, T, H]
     dt_ptr,  # [B, T, H]
     A_ptr,  # [H]
@@ -53,10 +53,8 @@ def chunk_cumsum_bwd_kernel(
     b_A = load_vector(A_ptr, o_h, H)[None, :]
     b_step, b_dt, b_free = step_tile(b_dt, bias_ptr, o_h, low, high, H, SOFTPLUS)
     # eq:ssd-da   da_i = dlast + reverse cumsum(dgc)
-    b_da = b_dgc
-    if dlast_ptr is not None:
-        b_da = tl.cumsum(b_dgc, axis=0, reverse=True)
-        b_da += load_vector(dlast_ptr + i_c * H, o_h, H)[None, :]
+    b_da = tl.cumsum(b_dgc, axis=0, reverse=True)
+    b_da += load_vector(dlast_ptr + i_c * H, o_h, H)[None, :]
     # 0 where chunk_cumsum held step A at its floor, and for tokens that do not exist
     b_da = tl.where((b_step * b_A * LOG2E < -150.0) | (o_t >= n_t)[:, None], 0.0, b_da)
     # eq:ssd-da-head   dA = sum(step da)
@@ -71,7 +69,7 @@ def chunk_cumsum_bwd_kernel(
 
 def chunk_cumsum_bwd(
     dgc: Tensor,
-    dlast: Tensor | None,
+    dlast: Tensor,
     dstep: Tensor,
     dt: Tensor,
     A: Tensor,

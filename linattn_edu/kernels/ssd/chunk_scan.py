@@ -38,7 +38,6 @@ def chunk_scan_kernel(
     D_ptr,  # [H, PER] or None
     z_ptr,  # [B, T, H, P] or None
     seq_ptr,  # [B, T] or None
-    S_ptr,  # [B, T, G, BT] or None: from C and B
     out_ptr,  # [B, T, H, P] out
     cu_ptr,  # [N + 1] or None
     chunks_ptr,  # [NT, 2] or None
@@ -63,13 +62,10 @@ def chunk_scan_kernel(
     for j in range(tl.cdiv(N, BN)):
         o_n = j * BN + tl.arange(0, BN)
         b_C = load_tile(C_ptr + i_B, o_t, o_n, G * N, n_t, N)  # [BT, BN]
+        b_B = load_tile(B_ptr + i_B, o_t, o_n, G * N, n_t, N)  # [BT, BN]
         b_h = load_tile(h_ptr, o_n, o_p, P, N, P)  # [BN, BP]
         b_y = dot(b_C, cast(b_h, b_C.dtype), b_y)
-        if S_ptr is None:
-            b_B = load_tile(B_ptr + i_B, o_t, o_n, G * N, n_t, N)  # [BT, BN]
-            b_M = dot(b_C, tl.trans(b_B), b_M)
-    if S_ptr is not None:
-        b_M += load_tile(S_ptr + i_B // N * BT, o_t, o_t, G * BT, n_t, BT).to(tl.float32)
+        b_M = dot(b_C, tl.trans(b_B), b_M)
     # eq:ssd-inter   diag(e) C h
     b_y *= b_e[:, None]
     # eq:ssd-scores   M = C B^T * G * step
@@ -105,7 +101,6 @@ def chunk_scan(
     D: Tensor | None = None,
     z: Tensor | None = None,
     seq_idx: Tensor | None = None,
-    S: Tensor | None = None,
     *,
     chunk_size: int,
     packing: Packing | None = None,
@@ -117,7 +112,7 @@ def chunk_scan(
     config = entry(CONFIGS, x).launch()
     NT, *chunks = chunk_args(x, chunk_size, packing)
     chunk_scan_kernel[(NT * H, cdiv(P, config["BP"]))](
-        C, B, x, step, gc, h, D, z, seq_idx, S, out, *chunks, T, 1 if D is None else D.numel() // H,
+        C, B, x, step, gc, h, D, z, seq_idx, out, *chunks, T, 1 if D is None else D.numel() // H,
         G, H, N, P, BT=chunk_size, **config,
     )  # fmt: skip
     return out

@@ -1,21 +1,24 @@
-"""Every gradient of a chunk at once, from the states at its ends."""
+"""Mamba-2 in few stages: the output from shared scores, and every gradient of a chunk at once."""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from linattn_edu.kernels.ssd.chunk_cumsum import decay_within_transposed, decays
+from linattn_edu.kernels.ssd.chunk_cumsum import decays
 from linattn_edu.kernels.ssd.chunk_scan import past_state
 from linattn_edu.kernels.tiles import (
     cast,
     cdiv,
     chunk_args,
     chunk_of,
+    decay_matrix,
+    decay_matrix_transposed,
     device_of,
     dot,
     load_row,
     load_tile,
+    row,
     store_tile,
 )
 from linattn_edu.packing import Packing
@@ -48,11 +51,120 @@ def chunk_scores_kernel(
     store_tile(S_ptr + i * BT, b_S, o_t, o_t, G * BT, n_t, BT)
 
 
+@triton.jit
+def tile_decays(gc_ptr, start, o_t, n_t, H: tl.constexpr):
+    """gc, e, r, a of the tokens start + o_t of a chunk with n_t tokens, as of a chunk of their own.
+
+    gc_ptr: at the chunk's first token and the head.
+    """
+    b_gc = tl.load(gc_ptr + tl.minimum(start + o_t, n_t - 1) * H)
+    b_last = tl.load(gc_ptr + (tl.minimum(start + o_t.shape[0], n_t) - 1) * H)
+    b_first = tl.load(gc_ptr + (tl.maximum(tl.minimum(start, n_t), 1) - 1) * H)
+    b_first = tl.where(start > 0, b_first, 0.0)
+    # eq:ssd-decays   e = 2^gc, G = 2^(gc_i - gc_j), r = 2^(gc_last - gc), a = 2^gc_last
+    return b_gc, tl.exp2(b_gc - b_first), tl.exp2(b_last - b_gc), tl.exp2(b_last - b_first)
+
+
+@triton.jit
+def tile_documents(seq_ptr, i_t, start, o_t, n_t):
+    """Documents of those tokens, of the state before them, of the state after them.
+
+    seq_ptr: at the chunk's first token.  i_t: the chunk's number in its sequence.
+    """
+    b_id = tl.load(seq_ptr + tl.minimum(start + o_t, n_t - 1))
+    before = tl.load(seq_ptr + tl.minimum(start, n_t) - tl.minimum(start + i_t, 1))
+    end = tl.load(seq_ptr + tl.minimum(start + o_t.shape[0], n_t) - 1)
+    return b_id, before, end
+
+
+@triton.jit(do_not_specialize=["T"])
+def ssd_fwd_kernel(
+    C_ptr,  # [B, T, G, N]
+    S_ptr,  # [B, T, G, BC]
+    x_ptr,  # [B, T, H, P]
+    step_ptr,  # [B, T, H]
+    gc_ptr,  # [B, T, H] log2
+    h_ptr,  # [B, NT, H, N, P]
+    D_ptr,  # [H, PER] or None
+    z_ptr,  # [B, T, H, P] or None
+    seq_ptr,  # [B, T] or None
+    out_ptr,  # [B, T, H, P] out
+    cu_ptr,  # [N + 1] or None
+    chunks_ptr,  # [NT, 2] or None
+    T,
+    PER: tl.constexpr,
+    G: tl.constexpr, H: tl.constexpr, N: tl.constexpr, P: tl.constexpr,
+    BC: tl.constexpr, SPLITS: tl.constexpr,
+    BT: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr,
+):  # fmt: skip
+    """One program: a tile of BT tokens of a chunk of BC, some heads of a group.
+
+    Grid (NT * G * SPLITS * BC / BT).  A chunk has one tile, or two: off the diagonal the decay is
+    the product of one factor a row and one a column.
+    Reference: linattn_edu.reference.ssd.fused.
+    """
+    TILES: tl.constexpr = BC // BT
+    i_tile = tl.program_id(0) % TILES
+    i_gs, i_c, first, n_t = chunk_of(
+        tl.program_id(0) // TILES, cu_ptr, chunks_ptr, T, G * SPLITS, BC
+    )
+    i_g, i_split = i_gs // SPLITS, i_gs % SPLITS
+    HEADS: tl.constexpr = H // G
+    PART: tl.constexpr = (HEADS + SPLITS - 1) // SPLITS
+    start = i_tile * BT
+    own, n_own = first + start, n_t - start
+    o_t, o_n, o_p = tl.arange(0, BT), tl.arange(0, BN), tl.arange(0, BP)
+    i_B = own * G + i_g
+    b_C = load_tile(C_ptr + i_B * N, o_t, o_n, G * N, n_own, N)  # [BT, BN]
+    b_S = load_tile(S_ptr + i_B * BC + start, o_t, o_t, G * BC, n_own, BT).to(tl.float32)
+    if TILES == 2:
+        b_far = load_tile(S_ptr + i_B * BC, o_t, o_t, G * BC, n_own, BT)  # [BT, BT], of tile 1
+    if seq_ptr is not None:
+        i_t = first % T if chunks_ptr is None else tl.load(chunks_ptr + 2 * i_c + 1)
+        b_id, before, _ = tile_documents(seq_ptr + first, i_t, start, o_t, n_t)
+        b_id0, before0, end0 = tile_documents(seq_ptr + first, i_t, 0, o_t, n_t)
+
+    for i_s in range(i_split * PART, tl.minimum(i_split * PART + PART, HEADS)):
+        i_h = i_g * HEADS + i_s
+        i = own * H + i_h
+        b_x = load_tile(x_ptr + i * P, o_t, o_p, H * P, n_own, P)  # [BT, BP]
+        b_h = load_tile(h_ptr + (i_c * H + i_h) * N * P, o_n, o_p, P, N, P)  # [BN, BP]
+        b_step = load_row(step_ptr + i, o_t, H, n_own)
+        b_gc, b_e, _, _ = tile_decays(gc_ptr + first * H + i_h, start, o_t, n_t, H)
+        b_G = decay_matrix(b_gc, o_t)
+        if seq_ptr is not None:
+            b_e = tl.where(b_id == before, b_e, 0.0)
+            b_G = tl.where(b_id[:, None] == b_id[None, :], b_G, 0.0)
+        # eq:ssd-inter   diag(e) C h
+        b_y = dot(b_C, b_h)
+        if TILES == 2:  # tile 1: what tile 0 leaves of the state before it, and writes
+            i_0 = first * H + i_h
+            b_x0 = load_tile(x_ptr + i_0 * P, o_t, o_p, H * P, tl.where(start > 0, n_t, 0), P)
+            _, _, b_r0, b_a0 = tile_decays(gc_ptr + i_0, 0, o_t, n_t, H)
+            b_r0 *= load_row(step_ptr + i_0, o_t, H, n_t)
+            if seq_ptr is not None:
+                b_r0 = tl.where(b_id0 == end0, b_r0, 0.0)
+                b_a0 = tl.where(end0 == before0, b_a0, 0.0)
+            b_y *= tl.where(start > 0, b_a0, 1.0)
+            b_y = dot(b_far, cast(b_x0.to(tl.float32) * b_r0[:, None], b_x0.dtype), b_y)
+        b_y *= b_e[:, None]
+        # eq:ssd-scores   M = C B^T * G * step
+        b_M = b_S * b_G * b_step[None, :]
+        # eq:ssd-output   y = inter + M X + D X
+        b_y = dot(cast(b_M, b_x.dtype), b_x, b_y)
+        if D_ptr is not None:
+            b_y += b_x.to(tl.float32) * past_state(D_ptr, i_h, o_p, P, PER)[None, :]
+        # eq:ssd-gate   out = y silu(z)
+        if z_ptr is not None:
+            b_z = load_tile(z_ptr + i * P, o_t, o_p, H * P, n_own, P).to(tl.float32)
+            b_y *= b_z * tl.sigmoid(b_z)
+        store_tile(out_ptr + i * P, b_y, o_t, o_p, H * P, n_own, P)
+
+
 @triton.jit(do_not_specialize=["T"])
 def ssd_bwd_dx_kernel(
-    C_ptr,  # [B, T, G, N]
     B_ptr,  # [B, T, G, N]
-    S_ptr,  # [B, T, G, BT]
+    S_ptr,  # [B, T, G, BC]
     x_ptr,  # [B, T, H, P]
     step_ptr,  # [B, T, H]
     gc_ptr,  # [B, T, H] log2
@@ -63,66 +175,202 @@ def ssd_bwd_dx_kernel(
     seq_ptr,  # [B, T] or None
     dx_ptr,  # [B, T, H, P] out
     dstep_ptr,  # [B, T, H] out
-    da_ptr,  # [B, T, H] out
-    dD_ptr,  # [NT, H, PER] out, or None
+    dgc_ptr,  # [B, T, H] out: to be taken from dgc
+    dlast_ptr,  # [NT, TILES, H] out
+    dD_ptr,  # [NT, TILES, H, PER] out, or None
     cu_ptr,  # [N + 1] or None
     chunks_ptr,  # [NT, 2] or None
     T,
     PER: tl.constexpr,
     G: tl.constexpr, H: tl.constexpr, N: tl.constexpr, P: tl.constexpr,
+    BC: tl.constexpr, SPLITS: tl.constexpr,
     BT: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr,
 ):  # fmt: skip
-    """One program: one chunk of one head.  Grid (NT * H).
+    """One program: dx of a tile of BT tokens of a chunk of BC, some heads of a group.
 
+    Grid (NT * G * SPLITS * BC / BT).  Of two tiles the first has what the second reads of it, as a
+    product of its own: there the decay is one factor a row and one a column.
     Reference: linattn_edu.reference.ssd.fused.
     """
-    i_h, i_c, first, n_t = chunk_of(tl.program_id(0), cu_ptr, chunks_ptr, T, H, BT)
-    i, i_S = first * H + i_h, (i_c * H + i_h) * N * P
-    i_g = first * G + i_h // (H // G)
+    TILES: tl.constexpr = BC // BT
+    i_tile = tl.program_id(0) % TILES
+    i_gs, i_c, first, n_t = chunk_of(
+        tl.program_id(0) // TILES, cu_ptr, chunks_ptr, T, G * SPLITS, BC
+    )
+    i_g, i_split = i_gs // SPLITS, i_gs % SPLITS
+    HEADS: tl.constexpr = H // G
+    PART: tl.constexpr = (HEADS + SPLITS - 1) // SPLITS
+    start = i_tile * BT
+    own, n_own = first + start, n_t - start
+    n_far = tl.where(i_tile == 0, n_t - BT, 0)  # tokens of the second tile, for the first
     o_t, o_n, o_p = tl.arange(0, BT), tl.arange(0, BN), tl.arange(0, BP)
-    b_gc, b_e, b_r, b_a, b_id = decays(gc_ptr + i, seq_ptr, chunks_ptr, i_c, first, o_t, n_t, T, H)
-    b_step = load_row(step_ptr + i, o_t, H, n_t)
-    b_x = load_tile(x_ptr + i * P, o_t, o_p, H * P, n_t, P)  # [BT, BP]
-    b_dy = load_tile(dy_ptr + i * P, o_t, o_p, H * P, n_t, P)  # [BT, BP]
-    b_h = load_tile(h_ptr + i_S, o_n, o_p, P, N, P)  # [BN, BP]
-    b_ds = load_tile(dh_ptr + i_S, o_n, o_p, P, N, P)  # [BN, BP]
-    # eq:ssd-dlast   dlast = a <h, ds>
-    b_dlast = b_a * tl.sum(tl.sum(b_h.to(tl.float32) * b_ds.to(tl.float32), 1), 0)
-    # eq:ssd-dgc-inter   dgc_i = C_i . inter_i = e_i dY_i . (C h)_i
-    b_C = load_tile(C_ptr + i_g * N, o_t, o_n, G * N, n_t, N)  # [BT, BN]
-    b_dgc = b_e * tl.sum(b_dy.to(tl.float32) * dot(b_C, b_h), 1)
-    # eq:ssd-dgc-state   dgc = -m, dlast = sum(m), m_j = B_j . dB_head_j = step_j r_j x_j . (B ds)_j
-    b_B = load_tile(B_ptr + i_g * N, o_t, o_n, G * N, n_t, N)  # [BT, BN]
-    b_dxs = dot(b_B, b_ds) * b_r[:, None]
-    b_m = b_step * tl.sum(b_x.to(tl.float32) * b_dxs, 1)
-    b_dgc -= b_m
-    b_dlast += tl.sum(b_m, 0)
-    # eq:ssd-dgc-scores   dgc = rowsum(X) - colsum(X), X = M * dY X^T below the diagonal
-    o_S = o_t[:, None] + o_t[None, :] * G * BT
-    b_ST = tl.load(S_ptr + i_g * BT + o_S, mask=o_t[None, :] < n_t, other=0.0)  # [BT, BT]
-    b_ST = b_ST.to(tl.float32) * decay_within_transposed(b_gc, b_id, o_t, seq_ptr)
-    b_X = tl.where(o_t[:, None] != o_t[None, :], dot(b_x, tl.trans(b_dy)) * b_ST, 0.0)
-    b_X *= b_step[:, None]
-    b_dgc += tl.sum(b_X, 0) - tl.sum(b_X, 1)
-    # eq:ssd-da   da_i = dlast + reverse cumsum(dgc)
-    b_da = tl.cumsum(b_dgc, 0, reverse=True) + b_dlast
-    tl.store(da_ptr + i + o_t * H, b_da, mask=o_t < n_t)
-    # eq:ssd-dxs   dXs = (C B^T * G)^T dY + diag(r) B ds
-    b_dxs = dot(cast(b_ST, b_dy.dtype), b_dy, b_dxs)
-    # eq:ssd-dstep   dstep_j = x_j . dXs_j
-    tl.store(dstep_ptr + i + o_t * H, tl.sum(b_x.to(tl.float32) * b_dxs, 1), mask=o_t < n_t)
-    # eq:ssd-dx   dX = diag(step) dXs + D dY
-    b_dx = b_dxs * b_step[:, None]
-    if D_ptr is not None:
-        b_dx += b_dy.to(tl.float32) * past_state(D_ptr, i_h, o_p, P, PER)[None, :]
-        # eq:ssd-dd   dD = sum over tokens of dY * X
-        b_dD = tl.sum(b_dy.to(tl.float32) * b_x.to(tl.float32), 0)
-        dD_ptr += (i_c * H + i_h) * PER
-        if PER == 1:
-            tl.store(dD_ptr, tl.sum(b_dD, 0))
-        else:
-            tl.store(dD_ptr + o_p, b_dD, mask=o_p < P)
-    store_tile(dx_ptr + i * P, b_dx, o_t, o_p, H * P, n_t, P)
+    i_B = own * G + i_g
+    b_B = load_tile(B_ptr + i_B * N, o_t, o_n, G * N, n_own, N)  # [BT, BN]
+    o_ST = o_t[:, None] + o_t[None, :] * G * BC
+    b_ST = tl.load(S_ptr + i_B * BC + start + o_ST, mask=o_t[None, :] < n_own, other=0.0)
+    b_ST = b_ST.to(tl.float32)  # [BT, BT], of the tile's own tokens, transposed
+    if TILES == 2:
+        i_far = ((first + BT) * G + i_g) * BC
+        b_far = tl.load(S_ptr + i_far + o_ST, mask=o_t[None, :] < n_far, other=0.0)  # [BT, BT]
+    if seq_ptr is not None:
+        i_t = first % T if chunks_ptr is None else tl.load(chunks_ptr + 2 * i_c + 1)
+        b_id, before, end = tile_documents(seq_ptr + first, i_t, start, o_t, n_t)
+        b_id1, before1, end1 = tile_documents(seq_ptr + first, i_t, BT, o_t, n_t)
+
+    for i_s in range(i_split * PART, tl.minimum(i_split * PART + PART, HEADS)):
+        i_h = i_g * HEADS + i_s
+        i, i_S = own * H + i_h, (i_c * H + i_h) * N * P
+        b_x = load_tile(x_ptr + i * P, o_t, o_p, H * P, n_own, P)  # [BT, BP]
+        b_dy = load_tile(dy_ptr + i * P, o_t, o_p, H * P, n_own, P)  # [BT, BP]
+        b_ds = load_tile(dh_ptr + i_S, o_n, o_p, P, N, P)  # [BN, BP]
+        b_step = load_row(step_ptr + i, o_t, H, n_own)
+        b_gc, _, b_r, b_a = tile_decays(gc_ptr + first * H + i_h, start, o_t, n_t, H)
+        GT = decay_matrix_transposed(b_gc, o_t)
+        if seq_ptr is not None:
+            b_r = tl.where(b_id == end, b_r, 0.0)
+            b_a = tl.where(end == before, b_a, 0.0)
+            GT = tl.where(b_id[:, None] == b_id[None, :], GT, 0.0)
+        # eq:ssd-dlast   dlast = a <h, ds>
+        b_h = load_tile(h_ptr + i_S, o_n, o_p, P, tl.where(i_tile == 0, N, 0), P)  # [BN, BP]
+        b_hds = tl.sum(tl.sum(b_h.to(tl.float32) * b_ds.to(tl.float32), 1), 0)
+        # eq:ssd-dgc-state   dgc = -m, dlast = sum(m), m_j = B_j . dB_j = step_j r_j x_j . (B ds)_j
+        b_dxs = dot(b_B, b_ds)
+        b_m = b_r * b_step * tl.sum(b_x.to(tl.float32) * b_dxs, 1)
+        if TILES == 2:
+            i_1 = (first + BT) * H + i_h
+            b_v = load_tile(dy_ptr + i_1 * P, o_t, o_p, H * P, n_far, P)  # [BT, BP]
+            _, b_e1, _, b_a1 = tile_decays(gc_ptr + first * H + i_h, BT, o_t, n_t, H)
+            if seq_ptr is not None:
+                b_e1 = tl.where(b_id1 == before1, b_e1, 0.0)
+                b_a1 = tl.where(end1 == before1, b_a1, 0.0)
+            b_a1 = tl.where(i_tile == 0, b_a1, 1.0)
+            b_a *= b_a1
+            b_m *= b_a1
+            b_v = cast(b_v.to(tl.float32) * b_e1[:, None], b_v.dtype)
+            b_dxs = dot(b_far, b_v, b_dxs * b_a1)
+        tl.store(dgc_ptr + i + o_t * H, b_m, mask=o_t < n_own)
+        tl.store(dlast_ptr + (i_c * TILES + i_tile) * H + i_h, b_a * b_hds + tl.sum(b_m, 0))
+        # eq:ssd-dxs   dXs = (C B^T * G)^T dY + diag(r) B ds
+        b_dxs = dot(cast(b_ST * GT, b_dy.dtype), b_dy, b_dxs * b_r[:, None])
+        # eq:ssd-dstep   dstep_j = x_j . dXs_j
+        b_dstep = tl.sum(b_x.to(tl.float32) * b_dxs, 1)
+        tl.store(dstep_ptr + i + o_t * H, b_dstep, mask=o_t < n_own)
+        # eq:ssd-dx   dX = diag(step) dXs + D dY
+        b_dx = b_dxs * b_step[:, None]
+        if D_ptr is not None:
+            b_dx += b_dy.to(tl.float32) * past_state(D_ptr, i_h, o_p, P, PER)[None, :]
+            # eq:ssd-dd   dD = sum over tokens of dY * X
+            b_dD = tl.sum(b_dy.to(tl.float32) * b_x.to(tl.float32), 0)
+            dD = dD_ptr + ((i_c * TILES + i_tile) * H + i_h) * PER
+            if PER == 1:
+                tl.store(dD, tl.sum(b_dD, 0))
+            else:
+                tl.store(dD + o_p, b_dD, mask=o_p < P)
+        store_tile(dx_ptr + i * P, b_dx, o_t, o_p, H * P, n_own, P)
+
+
+@triton.jit(do_not_specialize=["T"])
+def ssd_bwd_da_kernel(
+    C_ptr,  # [B, T, G, N]
+    S_ptr,  # [B, T, G, BC]
+    x_ptr,  # [B, T, H, P]
+    step_ptr,  # [B, T, H]
+    gc_ptr,  # [B, T, H] log2
+    h_ptr,  # [B, NT, H, N, P]
+    dy_ptr,  # [B, T, H, P]
+    seq_ptr,  # [B, T] or None
+    dgc_ptr,  # [B, T, H] out
+    dfar_ptr,  # [B, T, H] out: to be taken from dgc; or None: chunks of one tile
+    dS_ptr,  # [SPLITS, B, T, G, BC] out: rows of dscores^T
+    cu_ptr,  # [N + 1] or None
+    chunks_ptr,  # [NT, 2] or None
+    T,
+    tokens,  # B * T
+    G: tl.constexpr, H: tl.constexpr, N: tl.constexpr, P: tl.constexpr,
+    BC: tl.constexpr, SPLITS: tl.constexpr,
+    BT: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr,
+):  # fmt: skip
+    """One program: what a tile of BT tokens reads, by its decay, and by the scores of some heads.
+
+    Grid (NT * G * SPLITS * BC / BT).  Of two tiles the second has what it reads of the first.
+    Reference: linattn_edu.reference.ssd.fused.
+    """
+    TILES: tl.constexpr = BC // BT
+    i_tile = tl.program_id(0) % TILES
+    i_gs, i_c, first, n_t = chunk_of(
+        tl.program_id(0) // TILES, cu_ptr, chunks_ptr, T, G * SPLITS, BC
+    )
+    i_g, i_split = i_gs // SPLITS, i_gs % SPLITS
+    HEADS: tl.constexpr = H // G
+    PART: tl.constexpr = (HEADS + SPLITS - 1) // SPLITS
+    start = i_tile * BT
+    own, n_own = first + start, n_t - start
+    n_0 = tl.where(i_tile == 1, n_t, 0)  # tokens from the first tile on, for the second
+    o_t, o_n, o_p = tl.arange(0, BT), tl.arange(0, BN), tl.arange(0, BP)
+    i_B = own * G + i_g
+    b_C = load_tile(C_ptr + i_B * N, o_t, o_n, G * N, n_own, N)  # [BT, BN]
+    o_ST = o_t[:, None] + o_t[None, :] * G * BC
+    b_ST = tl.load(S_ptr + i_B * BC + start + o_ST, mask=o_t[None, :] < n_own, other=0.0)
+    b_ST = tl.where(o_t[:, None] != o_t[None, :], b_ST.to(tl.float32), 0.0)
+    if TILES == 2:
+        b_far = tl.load(S_ptr + i_B * BC + o_ST, mask=o_t[None, :] < n_own, other=0.0)
+        b_far = b_far.to(tl.float32)  # [BT, BT], columns of tile 0, transposed
+        b_dfar = tl.zeros([BT, BT], dtype=tl.float32)
+    if seq_ptr is not None:
+        i_t = first % T if chunks_ptr is None else tl.load(chunks_ptr + 2 * i_c + 1)
+        b_id, before, _ = tile_documents(seq_ptr + first, i_t, start, o_t, n_t)
+        b_id0, before0, end0 = tile_documents(seq_ptr + first, i_t, 0, o_t, n_t)
+    b_dST = tl.zeros([BT, BT], dtype=tl.float32)
+
+    for i_s in range(i_split * PART, tl.minimum(i_split * PART + PART, HEADS)):
+        i_h = i_g * HEADS + i_s
+        i, i_0 = own * H + i_h, first * H + i_h
+        b_x = load_tile(x_ptr + i * P, o_t, o_p, H * P, n_own, P)  # [BT, BP]
+        b_dy = load_tile(dy_ptr + i * P, o_t, o_p, H * P, n_own, P)  # [BT, BP]
+        b_h = load_tile(h_ptr + (i_c * H + i_h) * N * P, o_n, o_p, P, N, P)  # [BN, BP]
+        b_step = load_row(step_ptr + i, o_t, H, n_own)
+        b_gc, b_e, _, _ = tile_decays(gc_ptr + i_0, start, o_t, n_t, H)
+        GT = decay_matrix_transposed(b_gc, o_t) * b_step[:, None]
+        if seq_ptr is not None:
+            b_e = tl.where(b_id == before, b_e, 0.0)
+            GT = tl.where(b_id[:, None] == b_id[None, :], GT, 0.0)
+        # eq:ssd-dgc-inter   dgc_i = C_i . inter_i = e_i dY_i . (C h)_i
+        b_dgc = b_e * tl.sum(b_dy.to(tl.float32) * dot(b_C, b_h), 1)
+        # eq:ssd-dscores   dscores = sum over heads of dY X^T * G * step
+        b_W = dot(b_x, tl.trans(b_dy)) * GT
+        b_dST += b_W
+        # eq:ssd-dgc-scores   dgc = rowsum(X) - colsum(X), X = M * dY X^T below the diagonal
+        b_W *= b_ST
+        b_sums = tl.sum(b_W, 0)
+        if TILES == 2:
+            b_v = load_tile(x_ptr + i_0 * P, o_t, o_p, H * P, n_0, P)  # [BT, BP]
+            _, _, b_r0, b_a0 = tile_decays(gc_ptr + i_0, 0, o_t, n_t, H)
+            b_r0 *= load_row(step_ptr + i_0, o_t, H, n_0)
+            if seq_ptr is not None:
+                b_r0 = tl.where(b_id0 == end0, b_r0, 0.0)
+                b_a0 = tl.where(end0 == before0, b_a0, 0.0)
+            b_dgc *= tl.where(i_tile == 1, b_a0, 1.0)
+            b_v = cast(b_v.to(tl.float32) * b_r0[:, None], b_v.dtype)
+            b_dye = cast(b_dy.to(tl.float32) * b_e[:, None], b_dy.dtype)
+            b_off = dot(b_v, tl.trans(b_dye))
+            b_dfar += b_off
+            # rows and columns of one matrix, so that what cancels between them does
+            b_off *= b_far
+            b_sums += tl.sum(b_off, 0)
+            tl.store(dfar_ptr + i_0 + o_t * H, tl.sum(b_off, 1), mask=o_t < n_0)
+            tl.store(dfar_ptr + i + o_t * H, 0.0 * b_e, mask=o_t < tl.where(i_tile == 1, n_own, 0))
+        b_dgc += b_sums - tl.sum(b_W, 1)
+        tl.store(dgc_ptr + i + o_t * H, b_dgc, mask=o_t < n_own)
+
+    dS_ptr += (i_split * tokens * G + i_B) * BC
+    store_tile(dS_ptr + start, b_dST, o_t, o_t, G * BC, n_own, BT)
+    if (
+        TILES == 2
+    ):  # the second tile writes all that is off the diagonal, of the first one's rows too
+        dS_far = dS_ptr - BT * G * BC + BT
+        store_tile(dS_far, b_dfar, o_t, o_t, G * BC, n_0, BT)
+        n = tl.where(i_tile == 1, n_own, 0)
+        store_tile(dS_ptr, 0.0 * b_dST, o_t, o_t, G * BC, n, BT)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -174,44 +422,6 @@ def ssd_bwd_states_kernel(
 
 
 @triton.jit(do_not_specialize=["T"])
-def ssd_bwd_scores_kernel(
-    x_ptr,  # [B, T, H, P]
-    dy_ptr,  # [B, T, H, P]
-    step_ptr,  # [B, T, H]
-    gc_ptr,  # [B, T, H] log2
-    seq_ptr,  # [B, T] or None
-    dS_ptr,  # [SPLITS, B, T, G, BT] out: rows of S^T
-    cu_ptr,  # [N + 1] or None
-    chunks_ptr,  # [NT, 2] or None
-    T,
-    tokens,  # B * T
-    G: tl.constexpr, H: tl.constexpr, P: tl.constexpr, SPLITS: tl.constexpr,
-    BT: tl.constexpr, BP: tl.constexpr,
-):  # fmt: skip
-    """One program: the gradient of one chunk's scores, of some heads.  Grid (NT * G * SPLITS).
-
-    Reference: linattn_edu.reference.ssd.fused.
-    """
-    i_gs, i_c, first, n_t = chunk_of(tl.program_id(0), cu_ptr, chunks_ptr, T, G * SPLITS, BT)
-    i_split, i_g = i_gs % SPLITS, i_gs // SPLITS
-    HEADS: tl.constexpr = H // G
-    PART: tl.constexpr = (HEADS + SPLITS - 1) // SPLITS
-    o_t, o_p = tl.arange(0, BT), tl.arange(0, BP)
-    b_dST = tl.zeros([BT, BT], dtype=tl.float32)
-    for i_s in range(i_split * PART, tl.minimum(i_split * PART + PART, HEADS)):
-        i = first * H + i_g * HEADS + i_s
-        b_gc, _, _, _, b_id = decays(gc_ptr + i, seq_ptr, chunks_ptr, i_c, first, o_t, n_t, T, H)
-        b_step = load_row(step_ptr + i, o_t, H, n_t)
-        b_x = load_tile(x_ptr + i * P, o_t, o_p, H * P, n_t, P)  # [BT, BP]
-        b_dy = load_tile(dy_ptr + i * P, o_t, o_p, H * P, n_t, P)  # [BT, BP]
-        # eq:ssd-dscores   dscores = sum over heads of dY X^T * G * step
-        GT = decay_within_transposed(b_gc, b_id, o_t, seq_ptr) * b_step[:, None]
-        b_dST += dot(b_x, tl.trans(b_dy)) * GT
-    dS_ptr += (i_split * tokens * G + first * G + i_g) * BT
-    store_tile(dS_ptr, b_dST, o_t, o_t, G * BT, n_t, BT)
-
-
-@triton.jit(do_not_specialize=["T"])
 def ssd_bwd_sum_kernel(
     C_ptr,  # [B, T, G, N]
     B_ptr,  # [B, T, G, N]
@@ -255,7 +465,12 @@ def ssd_bwd_sum_kernel(
     store_tile(d_ptr + i * N, b_d, o_t, o_n, G * N, n_t, N)
 
 
-HEADS = 20  # of a program: enough programs for few chunks, and few sums of parts
+# chunks of more than 64 tokens -> row: 8 warps share a tile of 128 tokens
+STATES = {False: row(4, 3), True: row(8, 3)}
+SUM = {False: row(4, 1), True: row(8, 1)}
+FWD, DX, DA = row(4, 2), row(4, 2), row(4, 2)
+TOKENS = 64  # of a tile of ssd_fwd, dx and da
+FEW, MANY = 8, 80  # heads of a program: of ssd_fwd, and where sums over heads are kept
 LARGEST = (128, 64)  # N and P of one tile
 
 
@@ -278,6 +493,37 @@ def chunk_scores(
     return S
 
 
+def ssd_fwd(
+    C: Tensor,
+    S: Tensor,
+    x: Tensor,
+    step: Tensor,
+    gc: Tensor,
+    h: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    *,
+    packing: Packing | None = None,
+) -> Tensor:
+    """Launch ssd_fwd_kernel; arguments and result as in the reference."""
+    _, T, H, P = x.shape
+    G, N = C.shape[2:]
+    out, BC = torch.empty_like(x), S.shape[3]
+    BT, splits = min(BC, TOKENS), cdiv(H // G, FEW)
+    NT, *chunks = chunk_args(x, BC, packing)
+    ssd_fwd_kernel[(NT * G * splits * (BC // BT),)](
+        C, S, x, step, gc, h, D, z, seq_idx, out, *chunks, T, 1 if D is None else D.numel() // H,
+        G, H, N, P, BC, splits, BT, *_widths(N), **FWD.launch(),
+    )  # fmt: skip
+    return out
+
+
+def _widths(N: int) -> tuple[int, int]:
+    """BN and BP: whole heads."""
+    return 128 if N > 64 else 64, 64
+
+
 def ssd_bwd(
     C: Tensor,
     B: Tensor,
@@ -292,32 +538,38 @@ def ssd_bwd(
     seq_idx: Tensor | None = None,
     *,
     packing: Packing | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     """Launch ssd_bwd's kernels; arguments and result as in the reference."""
     _, T, H, P = x.shape
     G, N = B.shape[2:]
-    BT, tokens, splits = S.shape[3], gc.numel() // H, cdiv(H // G, HEADS)
-    NT, *chunks = chunk_args(x, BT, packing)
-    dx, dB, dC = (torch.empty_like(y) for y in (x, B, C))
-    dstep, da = torch.empty_like(step), torch.empty_like(gc)
+    BC, tokens, splits = S.shape[3], gc.numel() // H, cdiv(H // G, MANY)
+    BT, (BN, BP) = min(BC, TOKENS), _widths(N)
+    NT, *chunks = chunk_args(x, BC, packing)
+    dB, dC, dstep, dgc = (torch.empty_like(y) for y in (B, C, step, gc))
     parts, dS = gc.new_empty(splits, 2, *B.shape), gc.new_empty(splits, *S.shape)
-    per = 1 if D is None or D.ndim == 1 else P
-    dD = None if D is None else gc.new_empty(NT, H, per)
-    BN, BP = 128 if N > 64 else 64, 64
-    wide = {"num_warps": 8 if BT > 64 else 4}
-    ssd_bwd_dx_kernel[(NT * H,)](
-        C, B, S, x, step, gc, h, dh, dy, D, seq_idx, dx, dstep, da, dD, *chunks, T,
-        per, G, H, N, P, BT, BN, BP, num_stages=1, **wide,
-    )  # fmt: skip
+    dlast = gc.new_empty(NT, BC // BT, H)
+    dfar = torch.empty_like(gc) if BC > BT else None
+    per = 1 if D is None else D.numel() // H
+    dD = None if D is None else gc.new_empty(NT * BC // BT, H, per)
     ssd_bwd_states_kernel[(NT * G * splits * 2,)](
-        x, dy, step, gc, h, dh, seq_idx, parts, *chunks, T, tokens, G, H, N, P, splits, BT, BN, BP,
-        num_stages=3, **wide,
+        x, dy, step, gc, h, dh, seq_idx, parts, *chunks, T, tokens, G, H, N, P, splits, BC, BN, BP,
+        **STATES[BC > 64].launch(),
     )  # fmt: skip
-    ssd_bwd_scores_kernel[(NT * G * splits,)](
-        x, dy, step, gc, seq_idx, dS, *chunks, T, tokens, G, H, P, splits, BT, BP, num_stages=3,
-        **wide,
+    tiles = NT * G * (BC // BT)
+    ssd_bwd_da_kernel[(tiles * splits,)](
+        C, S, x, step, gc, h, dy, seq_idx, dgc, dfar, dS, *chunks, T, tokens, G, H, N, P, BC,
+        splits, BT, BN, BP, **DA.launch(),
     )  # fmt: skip
     ssd_bwd_sum_kernel[(NT * G * 2,)](
-        C, B, parts, dS, dB, dC, *chunks, T, tokens, G, N, splits, BT, BN, num_stages=1, **wide,
+        C, B, parts, dS, dB, dC, *chunks, T, tokens, G, N, splits, BC, BN, **SUM[BC > 64].launch()
+    )
+    del parts, dS  # before dx is made
+    dx, dm = torch.empty_like(x), torch.empty_like(gc)
+    few = cdiv(H // G, FEW)
+    ssd_bwd_dx_kernel[(tiles * few,)](
+        B, S, x, step, gc, h, dh, dy, D, seq_idx, dx, dstep, dm, dlast, dD, *chunks, T, per, G, H,
+        N, P, BC, few, BT, BN, BP, **DX.launch(),
     )  # fmt: skip
-    return dx, dB, dC, dstep, da, None if dD is None else dD.sum(0).view(D.shape)
+    dgc = dgc - dm if dfar is None else dgc - dm - dfar
+    dlast = dlast.sum(1).view(*h.shape[:3])
+    return dx, dB, dC, dstep, dgc, dlast, None if dD is None else dD.sum(0).view(D.shape)

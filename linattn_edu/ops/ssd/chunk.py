@@ -23,7 +23,7 @@ from linattn_edu.reference.ssd.chunk_scan_bwd_dstates import chunk_scan_bwd_dsta
 from linattn_edu.reference.ssd.chunk_scan_chunk_state_bwd_dx import chunk_scan_chunk_state_bwd_dx
 from linattn_edu.reference.ssd.chunk_state import chunk_state
 from linattn_edu.reference.ssd.chunk_state_bwd_db import chunk_state_bwd_db
-from linattn_edu.reference.ssd.fused import chunk_scores, ssd_bwd
+from linattn_edu.reference.ssd.fused import chunk_scores, ssd_bwd, ssd_fwd
 from linattn_edu.reference.ssd.state_passing import state_passing
 from linattn_edu.reference.ssd.state_passing_bwd import state_passing_bwd
 
@@ -251,7 +251,7 @@ class FusedStages:
     chunk_cumsum: Callable
     chunk_scores: Callable
     state: Callable
-    chunk_scan: Callable
+    ssd_fwd: Callable
     state_bwd: Callable
     ssd_bwd: Callable
     chunk_cumsum_bwd: Callable
@@ -263,7 +263,7 @@ _REFERENCE = Stages(
     chunk_scan_bwd_da_cs, chunk_cumsum_bwd,
 )  # fmt: skip
 _FUSED_REFERENCE = FusedStages(
-    chunk_cumsum, chunk_scores, state, chunk_scan, state_bwd, ssd_bwd, chunk_cumsum_bwd
+    chunk_cumsum, chunk_scores, state, ssd_fwd, state_bwd, ssd_bwd, chunk_cumsum_bwd
 )
 
 
@@ -299,7 +299,7 @@ def _kernels() -> tuple[Stages, FusedStages]:
     from linattn_edu.kernels.ssd.chunk_scan_chunk_state_bwd_dx import chunk_scan_chunk_state_bwd_dx
     from linattn_edu.kernels.ssd.chunk_state import chunk_state
     from linattn_edu.kernels.ssd.chunk_state_bwd_db import chunk_state_bwd_db
-    from linattn_edu.kernels.ssd.fused import chunk_scores, ssd_bwd
+    from linattn_edu.kernels.ssd.fused import chunk_scores, ssd_bwd, ssd_fwd
     from linattn_edu.kernels.ssd.state_passing import state_passing
     from linattn_edu.kernels.ssd.state_passing_bwd import state_passing_bwd
 
@@ -309,7 +309,7 @@ def _kernels() -> tuple[Stages, FusedStages]:
         chunk_scan_bwd_da_cs, chunk_cumsum_bwd,
     )  # fmt: skip
     fused = FusedStages(
-        chunk_cumsum, chunk_scores, state, chunk_scan, state_bwd, ssd_bwd, chunk_cumsum_bwd
+        chunk_cumsum, chunk_scores, state, ssd_fwd, state_bwd, ssd_bwd, chunk_cumsum_bwd
     )
     return staged, fused
 
@@ -380,8 +380,7 @@ def forward(
     h, final_state, S = _states(
         stages, B, C, x, step, gc, initial_state, seq_idx, **final, **options
     )
-    out = stages.chunk_scan(C, B, x, step, gc, h, D, z, seq_idx, S, **options)
-    return out, final_state
+    return _output(stages, C, B, S, x, step, gc, h, D, z, seq_idx, **options), final_state
 
 
 def _states(
@@ -405,6 +404,16 @@ def _states(
         return h, final_state, S
     s = stages.chunk_state(B, x, step, gc, seq_idx, **options)
     return *stages.state_passing(s, gc, initial_state, seq_idx, **final), None
+
+
+def _output(
+    stages: Stages | FusedStages, C: Tensor, B: Tensor, S: Tensor | None, *rest, **options
+) -> Tensor:
+    """out, from the scores S where the stages are fused."""
+    if isinstance(stages, FusedStages):
+        packed = {n: x for n, x in options.items() if n == "packing"}
+        return stages.ssd_fwd(C, S, *rest, **packed)
+    return stages.chunk_scan(C, B, *rest, **options)
 
 
 @scan.backward
@@ -447,16 +456,15 @@ def backward(
     h, _, S = _states(stages, B, C, x, step, gc, initial_state, seq_idx, **options)
     dy, dz = dout, None
     if z is not None:
-        y = stages.chunk_scan(C, B, x, step, gc, h, D, None, seq_idx, S, **options)
+        y = _output(stages, C, B, S, x, step, gc, h, D, None, seq_idx, **options)
         dy, dz = _through_gate(dout, y, z)
     if isinstance(stages, FusedStages):
         dh, _, dh0 = stages.state_bwd(
             C, None, None, gc, dy, None, dht, seq_idx, scale=1.0, **options
         )
-        dx, dB, dC, dstep, dgc, dD = stages.ssd_bwd(
+        dx, dB, dC, dstep, dgc, dlast, dD = stages.ssd_bwd(
             C, B, S, x, step, gc, h, dh, dy, D, seq_idx, **packed
         )
-        dlast = None
     else:
         dh_out = stages.chunk_scan_bwd_dstates(C, gc, dy, seq_idx, **options)
         ds, dlast, dh0 = stages.state_passing_bwd(dh_out, gc, h, dht, seq_idx, **options)

@@ -10,7 +10,7 @@ from linattn_edu.reference.tiles import compute_dtype, from_chunks, to_chunks
 
 def chunk_cumsum_bwd(
     dgc: Tensor,
-    dlast: Tensor | None,
+    dlast: Tensor,
     dstep: Tensor,
     dt: Tensor,
     A: Tensor,
@@ -28,8 +28,7 @@ def chunk_cumsum_bwd(
 
     Args:
         dgc: [B, T, H] and dlast: [B, NT, H], gradients of gc and of its last entry in each chunk,
-            natural units; or da and None.
-        dstep: [B, T, H], the gradient of the step where it multiplies x.
+            natural units.  dstep: [B, T, H], the gradient of the step where it multiplies x.
         dt, A, dt_bias, softplus, limit: as in chunk_cumsum.
     Returns:
         ddt in dt.dtype; dA [H] and ddt_bias [H] in fp32 (fp64 for fp64 input), or None.
@@ -38,10 +37,8 @@ def chunk_cumsum_bwd(
     dtype = compute_dtype(dgc, dlast, dstep, dt, A, dt_bias)
     step = steps(dt, dt_bias, softplus=softplus, limit=limit, dtype=dtype)
     # eq:ssd-da   da_i = dlast + reverse cumsum(dgc)
-    da = dgc.to(dtype)
-    if dlast is not None:
-        da = to_chunks(da, chunk_size).flip(3).cumsum(3).flip(3)
-        da = from_chunks(da + dlast.to(dtype).transpose(1, 2)[..., None], dt.shape[1])
+    da = to_chunks(dgc.to(dtype), chunk_size).flip(3).cumsum(3).flip(3)
+    da = from_chunks(da + dlast.to(dtype).transpose(1, 2)[..., None], dt.shape[1])
     da = da.masked_fill(step * A.to(dtype) * LOG2E < FLOOR[dtype], 0)
     # eq:ssd-da-head   dA = sum(step da)
     dA = (step * da).sum((0, 1))

@@ -17,7 +17,6 @@ def chunk_scan(
     D: Tensor | None = None,
     z: Tensor | None = None,
     seq_idx: Tensor | None = None,
-    S: Tensor | None = None,
     *,
     chunk_size: int,
 ) -> Tensor:
@@ -29,7 +28,6 @@ def chunk_scan(
         C, B: [B, T, G, N].  x: [B, T, H, P].  step, gc: [B, T, H].  h: [B, NT, H, N, P].
         D: [H] or [H, P], or None.  z: [B, T, H, P], or None: out = y.
         seq_idx: as in chunk_state: e and G are zero between documents.
-        S: [B, T, G, chunk_size], C B^T of chunk_scores; computed if None.
     Returns:
         out [B, T, H, P] in x.dtype.
     Source: arXiv:2405.21060 section 6, chapter 13.
@@ -44,8 +42,7 @@ def chunk_scan(
     # eq:ssd-inter   diag(e) C h
     y = e * (C_ @ h.to(dtype).transpose(1, 2))
     # eq:ssd-scores   M = C B^T * G * step
-    S = C_ @ B_.mT if S is None else to_chunks(repeat_heads(S.to(dtype), H), chunk_size)
-    M = S * G * step[..., None, :]
+    M = (C_ @ B_.mT) * G * step[..., None, :]
     # eq:ssd-output   y = inter + M X + D X
     y = from_chunks(y + M @ X, T)
     if D is not None:

@@ -1,5 +1,6 @@
-"""Every gradient of a chunk at once, from the states at its ends."""
+"""Mamba-2 in few stages: the output from shared scores, and every gradient of a chunk at once."""
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from linattn_edu.reference.ssd.chunk_cumsum import decays
@@ -28,6 +29,49 @@ def chunk_scores(C: Tensor, B: Tensor, *, chunk_size: int) -> Tensor:
     return from_chunks(C_ @ B_.mT, C.shape[1]).to(C.dtype)
 
 
+def ssd_fwd(
+    C: Tensor,
+    S: Tensor,
+    x: Tensor,
+    step: Tensor,
+    gc: Tensor,
+    h: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+) -> Tensor:
+    """chunk_scan, from scores that are there already.
+
+        y = diag(e) C h + (S * G * step) X + D X,   out = y silu(z)
+
+    Args:
+        C, x, step, gc, h, D, z, seq_idx: as in chunk_scan.  S: [B, T, G, C] of chunk_scores, C the
+            tokens of a chunk.
+    Returns:
+        out [B, T, H, P] in x.dtype.
+    Source: chapter 13.
+    """
+    dtype, chunk_size = compute_dtype(C, x, step, gc, h), S.shape[3]
+    T, H = x.shape[1:3]
+    e, G, _, _ = decays(gc.to(dtype), seq_idx, chunk_size)
+    C_, S, X, step = (
+        to_chunks(y.to(dtype), chunk_size)
+        for y in (repeat_heads(C, H), repeat_heads(S, H), x, step)
+    )
+    # eq:ssd-inter   diag(e) C h
+    y = e * (C_ @ h.to(dtype).transpose(1, 2))
+    # eq:ssd-scores   M = C B^T * G * step
+    M = S * G * step[..., None, :]
+    # eq:ssd-output   y = inter + M X + D X
+    y = from_chunks(y + M @ X, T)
+    if D is not None:
+        y = y + (D if D.ndim == 2 else D[:, None]).to(dtype) * x.to(dtype)
+    # eq:ssd-gate   out = y silu(z)
+    if z is not None:
+        y = y * F.silu(z.to(dtype))
+    return y.to(x.dtype)
+
+
 def ssd_bwd(
     C: Tensor,
     B: Tensor,
@@ -40,8 +84,8 @@ def ssd_bwd(
     dy: Tensor,
     D: Tensor | None = None,
     seq_idx: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """The gradients of x, step, the log decay, B, C and D: chapters 15 to 19 in one stage.
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """The gradients of x, step, gc, B, C and D: chapters 15 to 19 in one stage.
 
     Args:
         C, B, x, step, gc, D, seq_idx: as in chunk_scan.  S: [B, T, G, C] of chunk_scores, C the
@@ -49,8 +93,9 @@ def ssd_bwd(
         h: [B, NT, H, N, P] of state.  dh: like h, of state_bwd.
     Returns:
         dx [B, T, H, P], dB and dC [B, T, G, N], in the dtypes of x, B and C; dstep [B, T, H], the
-        gradient of the step where it multiplies x, and da [B, T, H], that of each token's log decay
-        (natural units); dD of D's shape, or None; these in fp32 (fp64 for fp64 input).
+        gradient of the step where it multiplies x; dgc [B, T, H] and dlast [B, NT, H], those of gc
+        and of its last entry in each chunk (natural units); dD of D's shape, or None; these in fp32
+        (fp64 for fp64 input).
     Source: chapters 15 to 19.
     """
     dtype, chunk_size = compute_dtype(C, B, x, step, gc, h, dh, dy, D), S.shape[3]
@@ -72,8 +117,6 @@ def ssd_bwd(
     dscores = (dY @ X.mT) * G * step.mT
     M = (S * dscores).tril(-1)
     dgc = dgc + M.sum(-1) - M.sum(-2)
-    # eq:ssd-da   da_i = dlast + reverse cumsum(dgc)
-    da = dlast[..., None] + dgc.flip(3).cumsum(3).flip(3)
     # eq:ssd-dxs   dXs = (C B^T * G)^T dY + diag(r) B ds
     dXs = (S * G).mT @ dY + r * (B_ @ ds)
     # eq:ssd-dstep   dstep_j = x_j . dXs_j
@@ -94,6 +137,6 @@ def ssd_bwd(
     dC, dB = inter + dscores @ B_, dB + dscores.mT @ C_
     dB, dC = (sum_heads(from_chunks(y, T), B.shape[2]) for y in (dB, dC))
     return (
-        dx.to(x.dtype), dB.to(B.dtype), dC.to(C.dtype), from_chunks(dstep, T), from_chunks(da, T),
-        dD,
+        dx.to(x.dtype), dB.to(B.dtype), dC.to(C.dtype), from_chunks(dstep, T), from_chunks(dgc, T),
+        dlast.transpose(1, 2).contiguous(), dD,
     )  # fmt: skip
