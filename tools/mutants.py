@@ -200,6 +200,27 @@ MUTANTS = [
         "b_dx += 0.0 * past_state(",
         "tests/ssd/test_chunk_scan_chunk_state_bwd_dx.py",
     ),
+    Mutant(
+        "the decay of a head hears the heads before it",
+        f"{KERNELS}/ssd/chunk_state_bwd_db.py",
+        "b_m = tl.sum(b_B.to(tl.float32) * b_dB, 1)",
+        "b_m = tl.sum(b_B.to(tl.float32) * b_sum, 1)",
+        "tests/ssd/test_chunk_state_bwd_db.py::test_heads_of_a_group",
+    ),
+    Mutant(
+        "of the tiles of N only the first is in the decay",
+        f"{KERNELS}/ssd/chunk_state_bwd_db.py",
+        "else x.sum(0)",
+        "else x[0]",
+        "tests/ssd/test_chunk_scan_bwd_dc.py::test_heads_of_a_group",
+    ),
+    Mutant(
+        "B hears the tokens before it",
+        f"{KERNELS}/ssd/chunk_scan_bwd_dc.py",
+        "cast(b_dMT, b_C.dtype)",
+        "cast(b_dM, b_C.dtype)",
+        "tests/ssd/test_chunk_scan_bwd_dc.py::test_heads_of_a_group",
+    ),
     # the public functions
     Mutant(
         "cu_seqlens may end before the last token",
