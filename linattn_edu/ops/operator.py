@@ -338,8 +338,7 @@ class Operator:
         sums = {n for n in self.inputs if not {"T", "N"} & {*self.axes[n]}}
         sizes = self._sizes(given, None)
         whole = {
-            n: None if self._without(n, given) else self._new(n, given, sizes)
-            for n in self.inputs
+            n: None if self._without(n, given) else self._new(n, given, sizes) for n in self.inputs
         }
         final = self.outputs.get("final_state")
         through = final and final.gradient

@@ -27,6 +27,7 @@ def chunk_cumsum_bwd_kernel(
     dt_ptr,  # [B, T, H]
     A_ptr,  # [H]
     bias_ptr,  # [H] or None
+    m_ptr,  # [B, T, H] or None: taken from dgc and added to dlast
     ddt_ptr,  # [B, T, H] out
     sums_ptr,  # [NT, 2, H] out: of dA, and of ddt, over the chunk
     low,
@@ -53,8 +54,12 @@ def chunk_cumsum_bwd_kernel(
     b_A = load_vector(A_ptr, o_h, H)[None, :]
     b_step, b_dt, b_free = step_tile(b_dt, bias_ptr, o_h, low, high, H, SOFTPLUS)
     # eq:ssd-da   da_i = dlast + reverse cumsum(dgc)
-    b_da = tl.cumsum(b_dgc, axis=0, reverse=True)
-    b_da += load_vector(dlast_ptr + i_c * H, o_h, H)[None, :]
+    b_dlast = load_vector(dlast_ptr + i_c * H, o_h, H)
+    if m_ptr is not None:
+        b_m = load_tile(m_ptr + first * H, o_t, o_h, H, n_t, H)  # [BT, BH]
+        b_dgc -= b_m
+        b_dlast += tl.sum(b_m, 0)
+    b_da = tl.cumsum(b_dgc, axis=0, reverse=True) + b_dlast[None, :]
     # 0 where chunk_cumsum held step A at its floor, and for tokens that do not exist
     b_da = tl.where((b_step * b_A * LOG2E < -150.0) | (o_t >= n_t)[:, None], 0.0, b_da)
     # eq:ssd-da-head   dA = sum(step da)
@@ -74,6 +79,7 @@ def chunk_cumsum_bwd(
     dt: Tensor,
     A: Tensor,
     dt_bias: Tensor | None = None,
+    m: Tensor | None = None,
     *,
     softplus: bool = False,
     limit: tuple[float, float] = (0.0, float("inf")),
@@ -86,7 +92,7 @@ def chunk_cumsum_bwd(
     NT, *chunks = chunk_args(dt, chunk_size, packing)
     sums = dgc.new_empty(NT, 2, H)
     chunk_cumsum_bwd_kernel[(NT * cdiv(H, BH),)](
-        dgc, dlast, dstep, dt, A, dt_bias, ddt, sums, *limit, *chunks, T, H, softplus,
+        dgc, dlast, dstep, dt, A, dt_bias, m, ddt, sums, *limit, *chunks, T, H, softplus,
         BT=chunk_size, BH=BH, num_warps=4,
     )  # fmt: skip
     return ddt, *parameter_gradients(sums, A, dt_bias)

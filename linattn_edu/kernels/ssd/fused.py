@@ -121,7 +121,7 @@ def ssd_fwd_kernel(
         b_far = load_tile(S_ptr + i_B * BC, o_t, o_t, G * BC, n_own, BT)  # [BT, BT], of tile 1
     if seq_ptr is not None:
         i_t = first % T if chunks_ptr is None else tl.load(chunks_ptr + 2 * i_c + 1)
-        b_id, before, _ = tile_documents(seq_ptr + first, i_t, start, o_t, n_t)
+        b_id, before, _end = tile_documents(seq_ptr + first, i_t, start, o_t, n_t)
         b_id0, before0, end0 = tile_documents(seq_ptr + first, i_t, 0, o_t, n_t)
 
     for i_s in range(i_split * PART, tl.minimum(i_split * PART + PART, HEADS)):
@@ -130,7 +130,7 @@ def ssd_fwd_kernel(
         b_x = load_tile(x_ptr + i * P, o_t, o_p, H * P, n_own, P)  # [BT, BP]
         b_h = load_tile(h_ptr + (i_c * H + i_h) * N * P, o_n, o_p, P, N, P)  # [BN, BP]
         b_step = load_row(step_ptr + i, o_t, H, n_own)
-        b_gc, b_e, _, _ = tile_decays(gc_ptr + first * H + i_h, start, o_t, n_t, H)
+        b_gc, b_e, _r, _a = tile_decays(gc_ptr + first * H + i_h, start, o_t, n_t, H)
         b_G = decay_matrix(b_gc, o_t)
         if seq_ptr is not None:
             b_e = tl.where(b_id == before, b_e, 0.0)
@@ -140,13 +140,14 @@ def ssd_fwd_kernel(
         if TILES == 2:  # tile 1: what tile 0 leaves of the state before it, and writes
             i_0 = first * H + i_h
             b_x0 = load_tile(x_ptr + i_0 * P, o_t, o_p, H * P, tl.where(start > 0, n_t, 0), P)
-            _, _, b_r0, b_a0 = tile_decays(gc_ptr + i_0, 0, o_t, n_t, H)
+            _gc, _e, b_r0, b_a0 = tile_decays(gc_ptr + i_0, 0, o_t, n_t, H)
             b_r0 *= load_row(step_ptr + i_0, o_t, H, n_t)
             if seq_ptr is not None:
                 b_r0 = tl.where(b_id0 == end0, b_r0, 0.0)
                 b_a0 = tl.where(end0 == before0, b_a0, 0.0)
-            b_y *= tl.where(start > 0, b_a0, 1.0)
-            b_y = dot(b_far, cast(b_x0.to(tl.float32) * b_r0[:, None], b_x0.dtype), b_y)
+            if i_tile == 1:
+                b_x0 = cast(b_x0.to(tl.float32) * b_r0[:, None], b_x0.dtype)
+                b_y = dot(b_far, b_x0, b_y * b_a0)
         b_y *= b_e[:, None]
         # eq:ssd-scores   M = C B^T * G * step
         b_M = b_S * b_G * b_step[None, :]
@@ -175,9 +176,9 @@ def ssd_bwd_dx_kernel(
     seq_ptr,  # [B, T] or None
     dx_ptr,  # [B, T, H, P] out
     dstep_ptr,  # [B, T, H] out
-    dgc_ptr,  # [B, T, H] out: to be taken from dgc
-    dlast_ptr,  # [NT, TILES, H] out
-    dD_ptr,  # [NT, TILES, H, PER] out, or None
+    dm_ptr,  # [B, T, H] out: m, to be taken from dgc and added to dlast
+    dlast_ptr,  # [NT, H, BN] out: rows of a h ds
+    dD_ptr,  # [B, T, H] out: each token's part of D [H]; [NT, TILES, H, P]: of D [H, P]; or None
     cu_ptr,  # [N + 1] or None
     chunks_ptr,  # [NT, 2] or None
     T,
@@ -224,22 +225,23 @@ def ssd_bwd_dx_kernel(
         b_dy = load_tile(dy_ptr + i * P, o_t, o_p, H * P, n_own, P)  # [BT, BP]
         b_ds = load_tile(dh_ptr + i_S, o_n, o_p, P, N, P)  # [BN, BP]
         b_step = load_row(step_ptr + i, o_t, H, n_own)
-        b_gc, _, b_r, b_a = tile_decays(gc_ptr + first * H + i_h, start, o_t, n_t, H)
+        b_gc, _e, b_r, b_a = tile_decays(gc_ptr + first * H + i_h, start, o_t, n_t, H)
         GT = decay_matrix_transposed(b_gc, o_t)
         if seq_ptr is not None:
             b_r = tl.where(b_id == end, b_r, 0.0)
             b_a = tl.where(end == before, b_a, 0.0)
             GT = tl.where(b_id[:, None] == b_id[None, :], GT, 0.0)
         # eq:ssd-dlast   dlast = a <h, ds>
-        b_h = load_tile(h_ptr + i_S, o_n, o_p, P, tl.where(i_tile == 0, N, 0), P)  # [BN, BP]
-        b_hds = tl.sum(tl.sum(b_h.to(tl.float32) * b_ds.to(tl.float32), 1), 0)
+        n_S = tl.where(i_tile == 0, N, 0)
+        b_h = load_tile(h_ptr + i_S, o_n, o_p, P, n_S, P)  # [BN, BP]
+        b_hds = tl.sum(b_h.to(tl.float32) * b_ds.to(tl.float32), 1)
         # eq:ssd-dgc-state   dgc = -m, dlast = sum(m), m_j = B_j . dB_j = step_j r_j x_j . (B ds)_j
         b_dxs = dot(b_B, b_ds)
         b_m = b_r * b_step * tl.sum(b_x.to(tl.float32) * b_dxs, 1)
         if TILES == 2:
             i_1 = (first + BT) * H + i_h
             b_v = load_tile(dy_ptr + i_1 * P, o_t, o_p, H * P, n_far, P)  # [BT, BP]
-            _, b_e1, _, b_a1 = tile_decays(gc_ptr + first * H + i_h, BT, o_t, n_t, H)
+            _gc, b_e1, _r, b_a1 = tile_decays(gc_ptr + first * H + i_h, BT, o_t, n_t, H)
             if seq_ptr is not None:
                 b_e1 = tl.where(b_id1 == before1, b_e1, 0.0)
                 b_a1 = tl.where(end1 == before1, b_a1, 0.0)
@@ -248,8 +250,8 @@ def ssd_bwd_dx_kernel(
             b_m *= b_a1
             b_v = cast(b_v.to(tl.float32) * b_e1[:, None], b_v.dtype)
             b_dxs = dot(b_far, b_v, b_dxs * b_a1)
-        tl.store(dgc_ptr + i + o_t * H, b_m, mask=o_t < n_own)
-        tl.store(dlast_ptr + (i_c * TILES + i_tile) * H + i_h, b_a * b_hds + tl.sum(b_m, 0))
+        tl.store(dm_ptr + i + o_t * H, b_m, mask=o_t < n_own)
+        tl.store(dlast_ptr + (i_c * H + i_h) * BN + o_n, b_a * b_hds, mask=o_n < n_S)
         # eq:ssd-dxs   dXs = (C B^T * G)^T dY + diag(r) B ds
         b_dxs = dot(cast(b_ST * GT, b_dy.dtype), b_dy, b_dxs * b_r[:, None])
         # eq:ssd-dstep   dstep_j = x_j . dXs_j
@@ -260,12 +262,12 @@ def ssd_bwd_dx_kernel(
         if D_ptr is not None:
             b_dx += b_dy.to(tl.float32) * past_state(D_ptr, i_h, o_p, P, PER)[None, :]
             # eq:ssd-dd   dD = sum over tokens of dY * X
-            b_dD = tl.sum(b_dy.to(tl.float32) * b_x.to(tl.float32), 0)
-            dD = dD_ptr + ((i_c * TILES + i_tile) * H + i_h) * PER
+            b_dD = b_dy.to(tl.float32) * b_x.to(tl.float32)
             if PER == 1:
-                tl.store(dD, tl.sum(b_dD, 0))
+                tl.store(dD_ptr + i + o_t * H, tl.sum(b_dD, 1), mask=o_t < n_own)
             else:
-                tl.store(dD + o_p, b_dD, mask=o_p < P)
+                i_D = ((i_c * TILES + i_tile) * H + i_h) * P
+                tl.store(dD_ptr + i_D + o_p, tl.sum(b_dD, 0), mask=o_p < P)
         store_tile(dx_ptr + i * P, b_dx, o_t, o_p, H * P, n_own, P)
 
 
@@ -280,8 +282,7 @@ def ssd_bwd_da_kernel(
     dy_ptr,  # [B, T, H, P]
     seq_ptr,  # [B, T] or None
     dgc_ptr,  # [B, T, H] out
-    dfar_ptr,  # [B, T, H] out: to be taken from dgc; or None: chunks of one tile
-    dS_ptr,  # [SPLITS, B, T, G, BC] out: rows of dscores^T
+    dS_ptr,  # [SPLITS, B, T, G, BC] out: rows of dscores^T, on the diagonal
     cu_ptr,  # [N + 1] or None
     chunks_ptr,  # [NT, 2] or None
     T,
@@ -292,7 +293,7 @@ def ssd_bwd_da_kernel(
 ):  # fmt: skip
     """One program: what a tile of BT tokens reads, by its decay, and by the scores of some heads.
 
-    Grid (NT * G * SPLITS * BC / BT).  Of two tiles the second has what it reads of the first.
+    Grid (NT * G * SPLITS * BC / BT).
     Reference: linattn_edu.reference.ssd.fused.
     """
     TILES: tl.constexpr = BC // BT
@@ -305,21 +306,16 @@ def ssd_bwd_da_kernel(
     PART: tl.constexpr = (HEADS + SPLITS - 1) // SPLITS
     start = i_tile * BT
     own, n_own = first + start, n_t - start
-    n_0 = tl.where(i_tile == 1, n_t, 0)  # tokens from the first tile on, for the second
     o_t, o_n, o_p = tl.arange(0, BT), tl.arange(0, BN), tl.arange(0, BP)
     i_B = own * G + i_g
     b_C = load_tile(C_ptr + i_B * N, o_t, o_n, G * N, n_own, N)  # [BT, BN]
     o_ST = o_t[:, None] + o_t[None, :] * G * BC
     b_ST = tl.load(S_ptr + i_B * BC + start + o_ST, mask=o_t[None, :] < n_own, other=0.0)
     b_ST = tl.where(o_t[:, None] != o_t[None, :], b_ST.to(tl.float32), 0.0)
-    if TILES == 2:
-        b_far = tl.load(S_ptr + i_B * BC + o_ST, mask=o_t[None, :] < n_own, other=0.0)
-        b_far = b_far.to(tl.float32)  # [BT, BT], columns of tile 0, transposed
-        b_dfar = tl.zeros([BT, BT], dtype=tl.float32)
     if seq_ptr is not None:
         i_t = first % T if chunks_ptr is None else tl.load(chunks_ptr + 2 * i_c + 1)
-        b_id, before, _ = tile_documents(seq_ptr + first, i_t, start, o_t, n_t)
-        b_id0, before0, end0 = tile_documents(seq_ptr + first, i_t, 0, o_t, n_t)
+        b_id, before, _end = tile_documents(seq_ptr + first, i_t, start, o_t, n_t)
+        _id, before0, end0 = tile_documents(seq_ptr + first, i_t, 0, o_t, n_t)
     b_dST = tl.zeros([BT, BT], dtype=tl.float32)
 
     for i_s in range(i_split * PART, tl.minimum(i_split * PART + PART, HEADS)):
@@ -329,7 +325,7 @@ def ssd_bwd_da_kernel(
         b_dy = load_tile(dy_ptr + i * P, o_t, o_p, H * P, n_own, P)  # [BT, BP]
         b_h = load_tile(h_ptr + (i_c * H + i_h) * N * P, o_n, o_p, P, N, P)  # [BN, BP]
         b_step = load_row(step_ptr + i, o_t, H, n_own)
-        b_gc, b_e, _, _ = tile_decays(gc_ptr + i_0, start, o_t, n_t, H)
+        b_gc, b_e, _r, _a = tile_decays(gc_ptr + i_0, start, o_t, n_t, H)
         GT = decay_matrix_transposed(b_gc, o_t) * b_step[:, None]
         if seq_ptr is not None:
             b_e = tl.where(b_id == before, b_e, 0.0)
@@ -339,38 +335,79 @@ def ssd_bwd_da_kernel(
         # eq:ssd-dscores   dscores = sum over heads of dY X^T * G * step
         b_W = dot(b_x, tl.trans(b_dy)) * GT
         b_dST += b_W
-        # eq:ssd-dgc-scores   dgc = rowsum(X) - colsum(X), X = M * dY X^T below the diagonal
+        # eq:ssd-dgc-scores   dgc = rowsum(W) - colsum(W), W = M * dY X^T below the diagonal
         b_W *= b_ST
-        b_sums = tl.sum(b_W, 0)
         if TILES == 2:
-            b_v = load_tile(x_ptr + i_0 * P, o_t, o_p, H * P, n_0, P)  # [BT, BP]
-            _, _, b_r0, b_a0 = tile_decays(gc_ptr + i_0, 0, o_t, n_t, H)
-            b_r0 *= load_row(step_ptr + i_0, o_t, H, n_0)
+            _gc, _e, _r, b_a0 = tile_decays(gc_ptr + i_0, 0, o_t, n_t, H)
             if seq_ptr is not None:
-                b_r0 = tl.where(b_id0 == end0, b_r0, 0.0)
                 b_a0 = tl.where(end0 == before0, b_a0, 0.0)
             b_dgc *= tl.where(i_tile == 1, b_a0, 1.0)
-            b_v = cast(b_v.to(tl.float32) * b_r0[:, None], b_v.dtype)
-            b_dye = cast(b_dy.to(tl.float32) * b_e[:, None], b_dy.dtype)
-            b_off = dot(b_v, tl.trans(b_dye))
-            b_dfar += b_off
-            # rows and columns of one matrix, so that what cancels between them does
-            b_off *= b_far
-            b_sums += tl.sum(b_off, 0)
-            tl.store(dfar_ptr + i_0 + o_t * H, tl.sum(b_off, 1), mask=o_t < n_0)
-            tl.store(dfar_ptr + i + o_t * H, 0.0 * b_e, mask=o_t < tl.where(i_tile == 1, n_own, 0))
-        b_dgc += b_sums - tl.sum(b_W, 1)
+        b_dgc += tl.sum(b_W, 0) - tl.sum(b_W, 1)
         tl.store(dgc_ptr + i + o_t * H, b_dgc, mask=o_t < n_own)
 
     dS_ptr += (i_split * tokens * G + i_B) * BC
     store_tile(dS_ptr + start, b_dST, o_t, o_t, G * BC, n_own, BT)
-    if (
-        TILES == 2
-    ):  # the second tile writes all that is off the diagonal, of the first one's rows too
-        dS_far = dS_ptr - BT * G * BC + BT
-        store_tile(dS_far, b_dfar, o_t, o_t, G * BC, n_0, BT)
-        n = tl.where(i_tile == 1, n_own, 0)
-        store_tile(dS_ptr, 0.0 * b_dST, o_t, o_t, G * BC, n, BT)
+
+
+@triton.jit(do_not_specialize=["T"])
+def ssd_bwd_far_kernel(
+    S_ptr,  # [B, T, G, 2 * BT]
+    x_ptr,  # [B, T, H, P]
+    step_ptr,  # [B, T, H]
+    gc_ptr,  # [B, T, H] log2
+    dy_ptr,  # [B, T, H, P]
+    seq_ptr,  # [B, T] or None
+    dfar_ptr,  # [B, T, H] out: added to dgc
+    dS_ptr,  # [SPLITS, B, T, G, 2 * BT] out: rows of dscores^T, off the diagonal
+    cu_ptr,  # [N + 1] or None
+    chunks_ptr,  # [NT, 2] or None
+    T,
+    tokens,  # B * T
+    G: tl.constexpr, H: tl.constexpr, P: tl.constexpr, SPLITS: tl.constexpr,
+    BT: tl.constexpr, BP: tl.constexpr,
+):  # fmt: skip
+    """One program: what the second tile of a chunk reads of the first, of some heads.
+
+    Grid (NT * G * SPLITS).  The decay is one factor a row and one a column.
+    Reference: linattn_edu.reference.ssd.fused.
+    """
+    i_gs, i_c, first, n_t = chunk_of(tl.program_id(0), cu_ptr, chunks_ptr, T, G * SPLITS, 2 * BT)
+    i_g, i_split = i_gs // SPLITS, i_gs % SPLITS
+    HEADS: tl.constexpr = H // G
+    PART: tl.constexpr = (HEADS + SPLITS - 1) // SPLITS
+    o_t, o_p = tl.arange(0, BT), tl.arange(0, BP)
+    n_1 = n_t - BT
+    i_B = first * G + i_g
+    o_ST = o_t[:, None] + (BT + o_t[None, :]) * G * 2 * BT
+    b_ST = tl.load(S_ptr + i_B * 2 * BT + o_ST, mask=o_t[None, :] < n_1, other=0.0)
+    b_ST = b_ST.to(tl.float32)  # [BT, BT], rows of the first tile
+    if seq_ptr is not None:
+        i_t = first % T if chunks_ptr is None else tl.load(chunks_ptr + 2 * i_c + 1)
+        b_id0, _before, end0 = tile_documents(seq_ptr + first, i_t, 0, o_t, n_t)
+        b_id1, before1, _end = tile_documents(seq_ptr + first, i_t, BT, o_t, n_t)
+    b_dST = tl.zeros([BT, BT], dtype=tl.float32)
+    for i_s in range(i_split * PART, tl.minimum(i_split * PART + PART, HEADS)):
+        i_0 = first * H + i_g * HEADS + i_s
+        i_1 = i_0 + BT * H
+        b_x = load_tile(x_ptr + i_0 * P, o_t, o_p, H * P, n_t, P)  # [BT, BP]
+        b_dy = load_tile(dy_ptr + i_1 * P, o_t, o_p, H * P, n_1, P)  # [BT, BP]
+        b_step = load_row(step_ptr + i_0, o_t, H, n_t)
+        _gc0, _e0, b_r, _a0 = tile_decays(gc_ptr + i_0, 0, o_t, n_t, H)
+        _gc1, b_e, _r1, _a1 = tile_decays(gc_ptr + i_0, BT, o_t, n_t, H)
+        b_r *= b_step
+        if seq_ptr is not None:
+            b_r = tl.where(b_id0 == end0, b_r, 0.0)
+            b_e = tl.where(b_id1 == before1, b_e, 0.0)
+        # eq:ssd-dscores   dscores = sum over heads of dY X^T * G * step
+        b_W = dot(b_x, tl.trans(b_dy)) * b_r[:, None] * b_e[None, :]
+        b_dST += b_W
+        # eq:ssd-dgc-scores   dgc = rowsum(W) - colsum(W), W = M * dY X^T below the diagonal
+        b_W *= b_ST
+        tl.store(dfar_ptr + i_0 + o_t * H, -tl.sum(b_W, 1), mask=o_t < n_t)
+        tl.store(dfar_ptr + i_1 + o_t * H, tl.sum(b_W, 0), mask=o_t < n_1)
+    dS_ptr += (i_split * tokens * G + i_B) * 2 * BT
+    store_tile(dS_ptr + BT, b_dST, o_t, o_t, G * 2 * BT, n_t, BT)
+    store_tile(dS_ptr + BT * G * 2 * BT, 0.0 * b_dST, o_t, o_t, G * 2 * BT, n_1, BT)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -468,9 +505,9 @@ def ssd_bwd_sum_kernel(
 # chunks of more than 64 tokens -> row: 8 warps share a tile of 128 tokens
 STATES = {False: row(4, 3), True: row(8, 3)}
 SUM = {False: row(4, 1), True: row(8, 1)}
-FWD, DX, DA = row(4, 2), row(4, 2), row(4, 2)
+FWD, DX, DA, FAR = row(4, 2), row(4, 2), row(4, 3), row(4, 3)
 TOKENS = 64  # of a tile of ssd_fwd, dx and da
-FEW, MANY = 8, 80  # heads of a program: of ssd_fwd, and where sums over heads are kept
+FEW, MANY = 16, 80  # heads of a program: of ssd_fwd, and where sums over heads are kept
 LARGEST = (128, 64)  # N and P of one tile
 
 
@@ -538,7 +575,7 @@ def ssd_bwd(
     seq_idx: Tensor | None = None,
     *,
     packing: Packing | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     """Launch ssd_bwd's kernels; arguments and result as in the reference."""
     _, T, H, P = x.shape
     G, N = B.shape[2:]
@@ -547,29 +584,32 @@ def ssd_bwd(
     NT, *chunks = chunk_args(x, BC, packing)
     dB, dC, dstep, dgc = (torch.empty_like(y) for y in (B, C, step, gc))
     parts, dS = gc.new_empty(splits, 2, *B.shape), gc.new_empty(splits, *S.shape)
-    dlast = gc.new_empty(NT, BC // BT, H)
-    dfar = torch.empty_like(gc) if BC > BT else None
+    dlast = gc.new_empty(NT, H, BN)
+    dfar = torch.empty_like(gc) if BC > BT else 0.0
     per = 1 if D is None else D.numel() // H
-    dD = None if D is None else gc.new_empty(NT * BC // BT, H, per)
+    dD = None if D is None else gc.new_empty(tokens if per == 1 else NT * (BC // BT), H, per)
     ssd_bwd_states_kernel[(NT * G * splits * 2,)](
         x, dy, step, gc, h, dh, seq_idx, parts, *chunks, T, tokens, G, H, N, P, splits, BC, BN, BP,
         **STATES[BC > 64].launch(),
     )  # fmt: skip
     tiles = NT * G * (BC // BT)
     ssd_bwd_da_kernel[(tiles * splits,)](
-        C, S, x, step, gc, h, dy, seq_idx, dgc, dfar, dS, *chunks, T, tokens, G, H, N, P, BC,
-        splits, BT, BN, BP, **DA.launch(),
+        C, S, x, step, gc, h, dy, seq_idx, dgc, dS, *chunks, T, tokens, G, H, N, P, BC, splits, BT,
+        BN, BP, **DA.launch(),
     )  # fmt: skip
+    if BC > BT:
+        ssd_bwd_far_kernel[(NT * G * splits,)](
+            S, x, step, gc, dy, seq_idx, dfar, dS, *chunks, T, tokens, G, H, P, splits, BT, BP,
+            **FAR.launch(),
+        )  # fmt: skip
     ssd_bwd_sum_kernel[(NT * G * 2,)](
         C, B, parts, dS, dB, dC, *chunks, T, tokens, G, N, splits, BC, BN, **SUM[BC > 64].launch()
     )
     del parts, dS  # before dx is made
-    dx, dm = torch.empty_like(x), torch.empty_like(gc)
-    few = cdiv(H // G, FEW)
+    dx, m, few = torch.empty_like(x), torch.empty_like(gc), cdiv(H // G, FEW)
     ssd_bwd_dx_kernel[(tiles * few,)](
-        B, S, x, step, gc, h, dh, dy, D, seq_idx, dx, dstep, dm, dlast, dD, *chunks, T, per, G, H,
+        B, S, x, step, gc, h, dh, dy, D, seq_idx, dx, dstep, m, dlast, dD, *chunks, T, per, G, H,
         N, P, BC, few, BT, BN, BP, **DX.launch(),
     )  # fmt: skip
-    dgc = dgc - dm if dfar is None else dgc - dm - dfar
-    dlast = dlast.sum(1).view(*h.shape[:3])
-    return dx, dB, dC, dstep, dgc, dlast, None if dD is None else dD.sum(0).view(D.shape)
+    dD = None if dD is None else dD.sum(0).view(D.shape)
+    return dx, dB, dC, dstep, dgc + dfar, m, dlast[..., :N].sum(-1).view(*h.shape[:3]), dD

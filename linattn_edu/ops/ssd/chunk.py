@@ -454,7 +454,7 @@ def backward(
     steps = {"softplus": softplus, "limit": (low, high), **options}
     step, gc = stages.chunk_cumsum(dt, A, dt_bias, **steps)
     h, _, S = _states(stages, B, C, x, step, gc, initial_state, seq_idx, **options)
-    dy, dz = dout, None
+    dy, dz, m = dout, None, None
     if z is not None:
         y = _output(stages, C, B, S, x, step, gc, h, D, None, seq_idx, **options)
         dy, dz = _through_gate(dout, y, z)
@@ -462,7 +462,7 @@ def backward(
         dh, _, dh0 = stages.state_bwd(
             C, None, None, gc, dy, None, dht, seq_idx, scale=1.0, **options
         )
-        dx, dB, dC, dstep, dgc, dlast, dD = stages.ssd_bwd(
+        dx, dB, dC, dstep, dgc, m, dlast, dD = stages.ssd_bwd(
             C, B, S, x, step, gc, h, dh, dy, D, seq_idx, **packed
         )
     else:
@@ -480,7 +480,7 @@ def backward(
         )
         dgc = stages.chunk_scan_bwd_da_cs(C, B, x, step, gc, dy, seq_idx, **options)
         dgc, dlast = dgc + dgc_inter + dgc_state, dlast + dlast_state
-    ddt, dA, ddt_bias = stages.chunk_cumsum_bwd(dgc, dlast, dstep, dt, A, dt_bias, **steps)
+    ddt, dA, ddt_bias = stages.chunk_cumsum_bwd(dgc, dlast, dstep, dt, A, dt_bias, m, **steps)
     return dx, ddt, dA, dB, dC, dD, dz, ddt_bias, dh0, None
 
 

@@ -15,6 +15,7 @@ def chunk_cumsum_bwd(
     dt: Tensor,
     A: Tensor,
     dt_bias: Tensor | None = None,
+    m: Tensor | None = None,
     *,
     softplus: bool = False,
     limit: tuple[float, float] = (0.0, float("inf")),
@@ -30,6 +31,7 @@ def chunk_cumsum_bwd(
         dgc: [B, T, H] and dlast: [B, NT, H], gradients of gc and of its last entry in each chunk,
             natural units.  dstep: [B, T, H], the gradient of the step where it multiplies x.
         dt, A, dt_bias, softplus, limit: as in chunk_cumsum.
+        m: [B, T, H], taken from dgc and added to dlast; or None, where that has been done.
     Returns:
         ddt in dt.dtype; dA [H] and ddt_bias [H] in fp32 (fp64 for fp64 input), or None.
     Source: chapter 19.
@@ -37,6 +39,8 @@ def chunk_cumsum_bwd(
     dtype = compute_dtype(dgc, dlast, dstep, dt, A, dt_bias)
     step = steps(dt, dt_bias, softplus=softplus, limit=limit, dtype=dtype)
     # eq:ssd-da   da_i = dlast + reverse cumsum(dgc)
+    if m is not None:
+        dgc, dlast = dgc - m, dlast + to_chunks(m, chunk_size).sum(-1).transpose(1, 2)
     da = to_chunks(dgc.to(dtype), chunk_size).flip(3).cumsum(3).flip(3)
     da = from_chunks(da + dlast.to(dtype).transpose(1, 2)[..., None], dt.shape[1])
     da = da.masked_fill(step * A.to(dtype) * LOG2E < FLOOR[dtype], 0)

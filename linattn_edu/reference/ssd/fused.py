@@ -84,7 +84,7 @@ def ssd_bwd(
     dy: Tensor,
     D: Tensor | None = None,
     seq_idx: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     """The gradients of x, step, gc, B, C and D: chapters 15 to 19 in one stage.
 
     Args:
@@ -93,9 +93,9 @@ def ssd_bwd(
         h: [B, NT, H, N, P] of state.  dh: like h, of state_bwd.
     Returns:
         dx [B, T, H, P], dB and dC [B, T, G, N], in the dtypes of x, B and C; dstep [B, T, H], the
-        gradient of the step where it multiplies x; dgc [B, T, H] and dlast [B, NT, H], those of gc
-        and of its last entry in each chunk (natural units); dD of D's shape, or None; these in fp32
-        (fp64 for fp64 input).
+        gradient of the step where it multiplies x; dgc [B, T, H], m [B, T, H] and dlast [B, NT, H],
+        from which chunk_cumsum_bwd goes on; dD of D's shape, or None; these in fp32 (fp64 for fp64
+        input).
     Source: chapters 15 to 19.
     """
     dtype, chunk_size = compute_dtype(C, B, x, step, gc, h, dh, dy, D), S.shape[3]
@@ -110,13 +110,12 @@ def ssd_bwd(
     dlast = (a * h * ds).sum((-1, -2))
     # eq:ssd-dgc-inter   dgc_i = C_i . inter_i = e_i dY_i . (C h)_i
     dgc = (e * dY * (C_ @ h)).sum(-1)
-    # eq:ssd-dgc-state   dgc = -m, dlast = sum(m), m_j = B_j . dB_head_j = step_j r_j x_j . (B ds)_j
+    # eq:ssd-dgc-state   dgc = -m, dlast = sum(m), m_j = B_j . dB_j = step_j r_j x_j . (B ds)_j
     m = (step * r * X * (B_ @ ds)).sum(-1)
-    dgc, dlast = dgc - m, dlast + m.sum(-1)
-    # eq:ssd-dgc-scores   dgc = rowsum(X) - colsum(X), X = M * dY X^T below the diagonal
+    # eq:ssd-dgc-scores   dgc = rowsum(W) - colsum(W), W = M * dY X^T below the diagonal
     dscores = (dY @ X.mT) * G * step.mT
-    M = (S * dscores).tril(-1)
-    dgc = dgc + M.sum(-1) - M.sum(-2)
+    W = (S * dscores).tril(-1)
+    dgc = dgc + W.sum(-1) - W.sum(-2)
     # eq:ssd-dxs   dXs = (C B^T * G)^T dY + diag(r) B ds
     dXs = (S * G).mT @ dY + r * (B_ @ ds)
     # eq:ssd-dstep   dstep_j = x_j . dXs_j
@@ -138,5 +137,5 @@ def ssd_bwd(
     dB, dC = (sum_heads(from_chunks(y, T), B.shape[2]) for y in (dB, dC))
     return (
         dx.to(x.dtype), dB.to(B.dtype), dC.to(C.dtype), from_chunks(dstep, T), from_chunks(dgc, T),
-        dlast.transpose(1, 2).contiguous(), dD,
+        from_chunks(m, T), dlast.transpose(1, 2).contiguous(), dD,
     )  # fmt: skip
