@@ -7,6 +7,7 @@ from torch import Tensor
 
 from linattn_edu.kernels.tiles import (
     cast,
+    cdiv,
     columns_of,
     documents,
     dot,
@@ -33,9 +34,11 @@ def state_bwd_kernel(
     dv_out_ptr,  # [B, T, HV, V]: the part of dv_new that output_bwd found; or None
     dht_ptr,  # [N, HV, K, V] or None
     seq_ptr,  # [B, T] or None
+    h_ptr,  # [B, NT, HV, K, V] of state, or None
     dh_ptr,  # [B, NT, HV, K, V] out: gradient of the state leaving each chunk
     dv_ptr,  # [B, T, HV, V] out, or None
     dh0_ptr,  # [N, HV, K, V] out
+    dlast_ptr,  # [B, NT, HV, V / BV, K] out: to be summed; or None
     scale,
     cu_ptr,  # [N + 1] or None
     offsets_ptr,  # [N + 1] or None
@@ -62,6 +65,9 @@ def state_bwd_kernel(
         dv_ptr += (first * HV + i_h) * V
     if seq_ptr is not None:
         seq_ptr += first
+    if h_ptr is not None:
+        h_ptr += ((i_c + NT - 1) * HV + i_h) * K * V
+        dlast_ptr += (((i_c + NT - 1) * HV + i_h) * ((V + BV - 1) // BV) + i_v) * K
     NG: tl.constexpr = K if CHANNEL else 1  # gates of a token
     gc_ptr += (first * HV + i_h) * NG
     dh_ptr += ((i_c + NT - 1) * HV + i_h) * K * V
@@ -110,6 +116,12 @@ def state_bwd_kernel(
                 b_a = tl.where(end == before, b_a, 0.0)
                 seq_ptr -= BT
             b_do *= b_e[:, None]
+        # eq:ssd-dlast   dlast = a <h, dS>
+        if h_ptr is not None:
+            b_hS = load_tile(h_ptr, o_k, o_v, V, K, V).to(tl.float32) * b_dS  # [BK, BV]
+            tl.store(dlast_ptr + o_k, b_a * tl.sum(b_hS, 1), mask=o_k < K)
+            h_ptr -= HV * K * V
+            dlast_ptr -= HV * ((V + BV - 1) // BV) * K
         b_dS = dot(tl.trans(b_q), cast(b_do, b_q.dtype), b_dS * b_a)
         if w_ptr is not None:
             b_w = load_tile(w_ptr, o_t, o_k, HV * K, n_t, K)  # [BT, BK]
@@ -141,7 +153,7 @@ CONFIGS = scan_table(
 FREE = scan_table(
     ampere={128: [row(4, 2, BV=32)], 256: [row(4, 1, BV=16)]},
     hopper={
-        128: [row(8, 3, BV=64)],
+        128: [row(8, 2, BV=64), row(8, 3, BV=64)],
         256: [row(4, 2, BV=32), row(4, 2, BV=16)],
     },
 )
@@ -156,11 +168,12 @@ def state_bwd(
     dv_new: Tensor | None,
     dht: Tensor | None = None,
     seq_idx: Tensor | None = None,
+    h: Tensor | None = None,
     *,
     scale: float,
     chunk_size: int,
     packing: Packing | None = None,
-) -> tuple[Tensor, Tensor | None, Tensor]:
+) -> tuple[Tensor | None, ...]:
     """Launch state_bwd_kernel; arguments and result as in the reference."""
     _, T, H, K = q.shape
     HV, V = do.shape[2:]
@@ -169,8 +182,9 @@ def state_bwd(
     dv_out, dv_new = dv_new, None if dv_new is None else torch.empty_like(dv_new)
     dh0 = q.new_empty(N, HV, K, V, dtype=torch.float32)
     grid, config = scan_launch(CONFIGS if w is not None else FREE, q, N * HV, V)
+    parts = None if h is None else gc.new_empty(*dh.shape[:3], cdiv(V, config["BV"]), K)
     state_bwd_kernel[grid](
-        q, k, w, gc, do, dv_out, dht, seq_idx, dh, dv_new, dh0,
+        q, k, w, gc, do, dv_out, dht, seq_idx, h, dh, dv_new, dh0, parts,
         scale, *sequences, T, H, HV, K, V, BT=chunk_size, CHANNEL=gc.ndim == 4, **config,
     )  # fmt: skip
-    return dh, dv_new, dh0
+    return (dh, dv_new, dh0) if h is None else (dh, dv_new, dh0, parts.sum((-1, -2)))

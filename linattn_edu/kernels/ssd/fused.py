@@ -130,6 +130,8 @@ def ssd_fwd_kernel(
         b_x = load_tile(x_ptr + i * P, o_t, o_p, H * P, n_own, P)  # [BT, BP]
         b_h = load_tile(h_ptr + (i_c * H + i_h) * N * P, o_n, o_p, P, N, P)  # [BN, BP]
         b_step = load_row(step_ptr + i, o_t, H, n_own)
+        if D_ptr is not None:
+            b_D = past_state(D_ptr, i_h, o_p, P, PER)
         b_gc, b_e, _r, _a = tile_decays(gc_ptr + first * H + i_h, start, o_t, n_t, H)
         b_G = decay_matrix(b_gc, o_t)
         if seq_ptr is not None:
@@ -154,7 +156,7 @@ def ssd_fwd_kernel(
         # eq:ssd-output   y = inter + M X + D X
         b_y = dot(cast(b_M, b_x.dtype), b_x, b_y)
         if D_ptr is not None:
-            b_y += b_x.to(tl.float32) * past_state(D_ptr, i_h, o_p, P, PER)[None, :]
+            b_y += b_x.to(tl.float32) * b_D[None, :]
         # eq:ssd-gate   out = y silu(z)
         if z_ptr is not None:
             b_z = load_tile(z_ptr + i * P, o_t, o_p, H * P, n_own, P).to(tl.float32)
@@ -169,7 +171,6 @@ def ssd_bwd_dx_kernel(
     x_ptr,  # [B, T, H, P]
     step_ptr,  # [B, T, H]
     gc_ptr,  # [B, T, H] log2
-    h_ptr,  # [B, NT, H, N, P]
     dh_ptr,  # [B, NT, H, N, P]
     dy_ptr,  # [B, T, H, P]
     D_ptr,  # [H, PER] or None
@@ -177,8 +178,7 @@ def ssd_bwd_dx_kernel(
     dx_ptr,  # [B, T, H, P] out
     dstep_ptr,  # [B, T, H] out
     dm_ptr,  # [B, T, H] out: m, to be taken from dgc and added to dlast
-    dlast_ptr,  # [NT, H, BN] out: rows of a h ds
-    dD_ptr,  # [B, T, H] out: each token's part of D [H]; [NT, TILES, H, P]: of D [H, P]; or None
+    dD_ptr,  # [NT, TILES, H, P] out: of D [H, P]; or None
     cu_ptr,  # [N + 1] or None
     chunks_ptr,  # [NT, 2] or None
     T,
@@ -215,7 +215,7 @@ def ssd_bwd_dx_kernel(
         b_far = tl.load(S_ptr + i_far + o_ST, mask=o_t[None, :] < n_far, other=0.0)  # [BT, BT]
     if seq_ptr is not None:
         i_t = first % T if chunks_ptr is None else tl.load(chunks_ptr + 2 * i_c + 1)
-        b_id, before, end = tile_documents(seq_ptr + first, i_t, start, o_t, n_t)
+        b_id, _before, end = tile_documents(seq_ptr + first, i_t, start, o_t, n_t)
         b_id1, before1, end1 = tile_documents(seq_ptr + first, i_t, BT, o_t, n_t)
 
     for i_s in range(i_split * PART, tl.minimum(i_split * PART + PART, HEADS)):
@@ -225,16 +225,13 @@ def ssd_bwd_dx_kernel(
         b_dy = load_tile(dy_ptr + i * P, o_t, o_p, H * P, n_own, P)  # [BT, BP]
         b_ds = load_tile(dh_ptr + i_S, o_n, o_p, P, N, P)  # [BN, BP]
         b_step = load_row(step_ptr + i, o_t, H, n_own)
-        b_gc, _e, b_r, b_a = tile_decays(gc_ptr + first * H + i_h, start, o_t, n_t, H)
+        if D_ptr is not None:
+            b_D = past_state(D_ptr, i_h, o_p, P, PER)
+        b_gc, _e, b_r, _a = tile_decays(gc_ptr + first * H + i_h, start, o_t, n_t, H)
         GT = decay_matrix_transposed(b_gc, o_t)
         if seq_ptr is not None:
             b_r = tl.where(b_id == end, b_r, 0.0)
-            b_a = tl.where(end == before, b_a, 0.0)
             GT = tl.where(b_id[:, None] == b_id[None, :], GT, 0.0)
-        # eq:ssd-dlast   dlast = a <h, ds>
-        n_S = tl.where(i_tile == 0, N, 0)
-        b_h = load_tile(h_ptr + i_S, o_n, o_p, P, n_S, P)  # [BN, BP]
-        b_hds = tl.sum(b_h.to(tl.float32) * b_ds.to(tl.float32), 1)
         # eq:ssd-dgc-state   dgc = -m, dlast = sum(m), m_j = B_j . dB_j = step_j r_j x_j . (B ds)_j
         b_dxs = dot(b_B, b_ds)
         b_m = b_r * b_step * tl.sum(b_x.to(tl.float32) * b_dxs, 1)
@@ -246,12 +243,10 @@ def ssd_bwd_dx_kernel(
                 b_e1 = tl.where(b_id1 == before1, b_e1, 0.0)
                 b_a1 = tl.where(end1 == before1, b_a1, 0.0)
             b_a1 = tl.where(i_tile == 0, b_a1, 1.0)
-            b_a *= b_a1
             b_m *= b_a1
             b_v = cast(b_v.to(tl.float32) * b_e1[:, None], b_v.dtype)
             b_dxs = dot(b_far, b_v, b_dxs * b_a1)
         tl.store(dm_ptr + i + o_t * H, b_m, mask=o_t < n_own)
-        tl.store(dlast_ptr + (i_c * H + i_h) * BN + o_n, b_a * b_hds, mask=o_n < n_S)
         # eq:ssd-dxs   dXs = (C B^T * G)^T dY + diag(r) B ds
         b_dxs = dot(cast(b_ST * GT, b_dy.dtype), b_dy, b_dxs * b_r[:, None])
         # eq:ssd-dstep   dstep_j = x_j . dXs_j
@@ -260,14 +255,12 @@ def ssd_bwd_dx_kernel(
         # eq:ssd-dx   dX = diag(step) dXs + D dY
         b_dx = b_dxs * b_step[:, None]
         if D_ptr is not None:
-            b_dx += b_dy.to(tl.float32) * past_state(D_ptr, i_h, o_p, P, PER)[None, :]
+            b_dx += b_dy.to(tl.float32) * b_D[None, :]
+        if dD_ptr is not None:
             # eq:ssd-dd   dD = sum over tokens of dY * X
-            b_dD = b_dy.to(tl.float32) * b_x.to(tl.float32)
-            if PER == 1:
-                tl.store(dD_ptr + i + o_t * H, tl.sum(b_dD, 1), mask=o_t < n_own)
-            else:
-                i_D = ((i_c * TILES + i_tile) * H + i_h) * P
-                tl.store(dD_ptr + i_D + o_p, tl.sum(b_dD, 0), mask=o_p < P)
+            b_dD = tl.sum(b_dy.to(tl.float32) * b_x.to(tl.float32), 0)
+            i_D = ((i_c * TILES + i_tile) * H + i_h) * P
+            tl.store(dD_ptr + i_D + o_p, b_dD, mask=o_p < P)
         store_tile(dx_ptr + i * P, b_dx, o_t, o_p, H * P, n_own, P)
 
 
@@ -283,6 +276,7 @@ def ssd_bwd_da_kernel(
     seq_ptr,  # [B, T] or None
     dgc_ptr,  # [B, T, H] out
     dS_ptr,  # [SPLITS, B, T, G, BC] out: rows of dscores^T, on the diagonal
+    dD_ptr,  # [B, T, H] out: each token's part of D [H]; or None
     cu_ptr,  # [N + 1] or None
     chunks_ptr,  # [NT, 2] or None
     T,
@@ -333,7 +327,12 @@ def ssd_bwd_da_kernel(
         # eq:ssd-dgc-inter   dgc_i = C_i . inter_i = e_i dY_i . (C h)_i
         b_dgc = b_e * tl.sum(b_dy.to(tl.float32) * dot(b_C, b_h), 1)
         # eq:ssd-dscores   dscores = sum over heads of dY X^T * G * step
-        b_W = dot(b_x, tl.trans(b_dy)) * GT
+        b_W = dot(b_x, tl.trans(b_dy))
+        # eq:ssd-dd   dD = sum over tokens of dY * X
+        if dD_ptr is not None:
+            b_dD = tl.sum(tl.where(o_t[:, None] == o_t[None, :], b_W, 0.0), 1)
+            tl.store(dD_ptr + i + o_t * H, b_dD, mask=o_t < n_own)
+        b_W *= GT
         b_dST += b_W
         # eq:ssd-dgc-scores   dgc = rowsum(W) - colsum(W), W = M * dY X^T below the diagonal
         b_W *= b_ST
@@ -505,7 +504,7 @@ def ssd_bwd_sum_kernel(
 # chunks of more than 64 tokens -> row: 8 warps share a tile of 128 tokens
 STATES = {False: row(4, 3), True: row(8, 3)}
 SUM = {False: row(4, 1), True: row(8, 1)}
-FWD, DX, DA, FAR = row(4, 2), row(4, 2), row(4, 3), row(4, 3)
+FWD, DX, DA, FAR = row(4, 3), row(4, 1), row(4, 3), row(4, 1)
 TOKENS = 64  # of a tile of ssd_fwd, dx and da
 FEW, MANY = 16, 80  # heads of a program: of ssd_fwd, and where sums over heads are kept
 LARGEST = (128, 64)  # N and P of one tile
@@ -575,7 +574,7 @@ def ssd_bwd(
     seq_idx: Tensor | None = None,
     *,
     packing: Packing | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     """Launch ssd_bwd's kernels; arguments and result as in the reference."""
     _, T, H, P = x.shape
     G, N = B.shape[2:]
@@ -584,18 +583,20 @@ def ssd_bwd(
     NT, *chunks = chunk_args(x, BC, packing)
     dB, dC, dstep, dgc = (torch.empty_like(y) for y in (B, C, step, gc))
     parts, dS = gc.new_empty(splits, 2, *B.shape), gc.new_empty(splits, *S.shape)
-    dlast = gc.new_empty(NT, H, BN)
     dfar = torch.empty_like(gc) if BC > BT else 0.0
     per = 1 if D is None else D.numel() // H
-    dD = None if D is None else gc.new_empty(tokens if per == 1 else NT * (BC // BT), H, per)
+    dD = dD_head = dD_channel = None
+    if D is not None:
+        dD = gc.new_empty(tokens if per == 1 else NT * (BC // BT), H, per)
+        dD_head, dD_channel = (dD, None) if per == 1 else (None, dD)
     ssd_bwd_states_kernel[(NT * G * splits * 2,)](
         x, dy, step, gc, h, dh, seq_idx, parts, *chunks, T, tokens, G, H, N, P, splits, BC, BN, BP,
         **STATES[BC > 64].launch(),
     )  # fmt: skip
     tiles = NT * G * (BC // BT)
     ssd_bwd_da_kernel[(tiles * splits,)](
-        C, S, x, step, gc, h, dy, seq_idx, dgc, dS, *chunks, T, tokens, G, H, N, P, BC, splits, BT,
-        BN, BP, **DA.launch(),
+        C, S, x, step, gc, h, dy, seq_idx, dgc, dS, dD_head, *chunks, T, tokens, G, H, N, P, BC,
+        splits, BT, BN, BP, **DA.launch(),
     )  # fmt: skip
     if BC > BT:
         ssd_bwd_far_kernel[(NT * G * splits,)](
@@ -608,8 +609,8 @@ def ssd_bwd(
     del parts, dS  # before dx is made
     dx, m, few = torch.empty_like(x), torch.empty_like(gc), cdiv(H // G, FEW)
     ssd_bwd_dx_kernel[(tiles * few,)](
-        B, S, x, step, gc, h, dh, dy, D, seq_idx, dx, dstep, m, dlast, dD, *chunks, T, per, G, H,
+        B, S, x, step, gc, dh, dy, D, seq_idx, dx, dstep, m, dD_channel, *chunks, T, per, G, H,
         N, P, BC, few, BT, BN, BP, **DX.launch(),
     )  # fmt: skip
     dD = None if dD is None else dD.sum(0).view(D.shape)
-    return dx, dB, dC, dstep, dgc + dfar, m, dlast[..., :N].sum(-1).view(*h.shape[:3]), dD
+    return dx, dB, dC, dstep, dgc + dfar, m, dD

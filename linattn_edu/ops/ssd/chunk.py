@@ -459,10 +459,10 @@ def backward(
         y = _output(stages, C, B, S, x, step, gc, h, D, None, seq_idx, **options)
         dy, dz = _through_gate(dout, y, z)
     if isinstance(stages, FusedStages):
-        dh, _, dh0 = stages.state_bwd(
-            C, None, None, gc, dy, None, dht, seq_idx, scale=1.0, **options
+        dh, _, dh0, dlast = stages.state_bwd(
+            C, None, None, gc, dy, None, dht, seq_idx, h, scale=1.0, **options
         )
-        dx, dB, dC, dstep, dgc, m, dlast, dD = stages.ssd_bwd(
+        dx, dB, dC, dstep, dgc, m, dD = stages.ssd_bwd(
             C, B, S, x, step, gc, h, dh, dy, D, seq_idx, **packed
         )
     else:

@@ -84,7 +84,7 @@ def ssd_bwd(
     dy: Tensor,
     D: Tensor | None = None,
     seq_idx: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     """The gradients of x, step, gc, B, C and D: chapters 15 to 19 in one stage.
 
     Args:
@@ -93,21 +93,19 @@ def ssd_bwd(
         h: [B, NT, H, N, P] of state.  dh: like h, of state_bwd.
     Returns:
         dx [B, T, H, P], dB and dC [B, T, G, N], in the dtypes of x, B and C; dstep [B, T, H], the
-        gradient of the step where it multiplies x; dgc [B, T, H], m [B, T, H] and dlast [B, NT, H],
-        from which chunk_cumsum_bwd goes on; dD of D's shape, or None; these in fp32 (fp64 for fp64
+        gradient of the step where it multiplies x; dgc and m [B, T, H], from which
+        chunk_cumsum_bwd goes on; dD of D's shape, or None; these in fp32 (fp64 for fp64
         input).
     Source: chapters 15 to 19.
     """
     dtype, chunk_size = compute_dtype(C, B, x, step, gc, h, dh, dy, D), S.shape[3]
     T, H = x.shape[1:3]
-    e, G, r, a = decays(gc.to(dtype), seq_idx, chunk_size)
+    e, G, r, _ = decays(gc.to(dtype), seq_idx, chunk_size)
     C_, B_, S, X, dY, step = (
         to_chunks(y.to(dtype), chunk_size)
         for y in (*(repeat_heads(y, H) for y in (C, B, S)), x, dy, step[..., None])
     )
     h, ds = (y.to(dtype).transpose(1, 2) for y in (h, dh))
-    # eq:ssd-dlast   dlast = a <h, ds>
-    dlast = (a * h * ds).sum((-1, -2))
     # eq:ssd-dgc-inter   dgc_i = C_i . inter_i = e_i dY_i . (C h)_i
     dgc = (e * dY * (C_ @ h)).sum(-1)
     # eq:ssd-dgc-state   dgc = -m, dlast = sum(m), m_j = B_j . dB_j = step_j r_j x_j . (B ds)_j
@@ -137,5 +135,5 @@ def ssd_bwd(
     dB, dC = (sum_heads(from_chunks(y, T), B.shape[2]) for y in (dB, dC))
     return (
         dx.to(x.dtype), dB.to(B.dtype), dC.to(C.dtype), from_chunks(dstep, T), from_chunks(dgc, T),
-        from_chunks(m, T), dlast.transpose(1, 2).contiguous(), dD,
+        from_chunks(m, T), dD,
     )  # fmt: skip
