@@ -209,10 +209,9 @@ def _runs(seq_idx: Tensor | None) -> Tensor | None:
     """The number of the document of each token, counted along each row."""
     if seq_idx is None:
         return None
+    first = torch.zeros_like(seq_idx[:, :1], dtype=torch.bool)
     changes = seq_idx[:, 1:] != seq_idx[:, :-1]
-    return torch.cat([torch.zeros_like(changes[:, :1]), changes], 1)[:, : seq_idx.shape[1]].cumsum(
-        1, dtype=torch.int32
-    )
+    return torch.cat([first, changes], 1).cumsum(1, dtype=torch.int32)
 
 
 def _form(impl: str, x: Tensor, B: Tensor, chunk_size: int) -> tuple[str, int]:
