@@ -98,6 +98,42 @@ MUTANTS = [
         "inter + scale * (P @ V)",
         "tests/delta/test_output.py",
     ),
+    # moving averages
+    Mutant(
+        "an average folds its segments in the wrong order",
+        f"{KERNELS}/ssd/ema.py",
+        "n - j if REVERSE else j + 1",
+        "j + 1 if REVERSE else n - j",
+        "tests/ssd/test_ema.py -k segments",
+    ),
+    Mutant(
+        "an average finds the parts of the segment after",
+        f"{KERNELS}/ssd/ema.py",
+        "i_l = i_l if REVERSE else i_l - 1",
+        "i_l = i_l",
+        "tests/ssd/test_ema.py -k segments",
+    ),
+    Mutant(
+        "an average's weights of later tokens change how an earlier row is rounded",
+        f"{KERNELS}/ssd/ema.py",
+        "tl.max(tl.abs(b_M), 1), 1e-30)[:, None]",
+        "tl.max(tl.max(tl.abs(b_M), 1), 0), 1e-30)",
+        "tests/ops/ema/test_ema_scan.py -k causal",
+    ),
+    Mutant(
+        "the decay of an average hears what its token has written",
+        f"{KERNELS}/ssd/ema_bwd.py",
+        "o_t[:, None] > o_t[None, :]",
+        "o_t[:, None] >= o_t[None, :]",
+        "tests/ssd/test_ema_bwd.py",
+    ),
+    Mutant(
+        "an average adds the parts of a gradient but for the first",
+        f"{KERNELS}/ssd/ema_bwd.py",
+        "for i in range(ND):",
+        "for i in range(1, ND):",
+        "tests/ssd/test_ema_bwd.py",
+    ),
     # gradients
     Mutant(
         "dgc lacks the sum over the columns",
