@@ -61,7 +61,6 @@ def tile_decays(gc_ptr, start, o_t, n_t, H: tl.constexpr):
     b_last = tl.load(gc_ptr + (tl.minimum(start + o_t.shape[0], n_t) - 1) * H)
     b_first = tl.load(gc_ptr + (tl.maximum(tl.minimum(start, n_t), 1) - 1) * H)
     b_first = tl.where(start > 0, b_first, 0.0)
-    # eq:ssd-decays   e = 2^gc, G = 2^(gc_i - gc_j), r = 2^(gc_last - gc), a = 2^gc_last
     return b_gc, tl.exp2(b_gc - b_first), tl.exp2(b_last - b_gc), tl.exp2(b_last - b_first)
 
 
@@ -506,7 +505,7 @@ STATES = {False: row(4, 3), True: row(8, 3)}
 SUM = {False: row(4, 1), True: row(8, 1)}
 FWD, DX, DA, FAR = row(4, 3), row(4, 1), row(4, 3), row(4, 1)
 TOKENS = 64  # of a tile of ssd_fwd, dx and da
-FEW, MANY = 16, 80  # heads of a program: of ssd_fwd, and where sums over heads are kept
+FEW, MANY = 8, 80  # heads of a program: of ssd_fwd, and where sums over heads are kept
 LARGEST = (128, 64)  # N and P of one tile
 
 

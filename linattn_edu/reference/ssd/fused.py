@@ -106,34 +106,35 @@ def ssd_bwd(
         for y in (*(repeat_heads(y, H) for y in (C, B, S)), x, dy, step[..., None])
     )
     h, ds = (y.to(dtype).transpose(1, 2) for y in (h, dh))
+    # eq:ssd-dc-inter   inter = diag(e) dY h^T
+    # eq:ssd-db-state   dB_head = diag(r * step) X ds^T
+    inter, dB = e * (dY @ h.mT), r * step * (X @ ds.mT)
     # eq:ssd-dgc-inter   dgc_i = C_i . inter_i = e_i dY_i . (C h)_i
     dgc = (e * dY * (C_ @ h)).sum(-1)
-    # eq:ssd-dgc-state   dgc = -m, dlast = sum(m), m_j = B_j . dB_j = step_j r_j x_j . (B ds)_j
-    m = (step * r * X * (B_ @ ds)).sum(-1)
-    # eq:ssd-dgc-scores   dgc = rowsum(W) - colsum(W), W = M * dY X^T below the diagonal
+    # eq:ssd-dscores   dscores = sum over heads of dY X^T * G * step
     dscores = (dY @ X.mT) * G * step.mT
+    # eq:ssd-dd   dD = sum over tokens of dY * X
+    if D is not None:
+        dD = (dy.to(dtype) * x.to(dtype)).sum((0, 1))
+        dD = dD if D.shape == dD.shape else dD.sum(-1).view(D.shape)
+    # eq:ssd-dgc-scores   dgc = rowsum(W) - colsum(W), W = M * dY X^T below the diagonal
     W = (S * dscores).tril(-1)
     dgc = dgc + W.sum(-1) - W.sum(-2)
+    # eq:ssd-dc   dC = inter + dscores B
+    # eq:ssd-db   dB = dB_state + dscores^T C
+    dC, dB = inter + dscores @ B_, dB + dscores.mT @ C_
+    dB, dC = (sum_heads(from_chunks(y, T), B.shape[2]) for y in (dB, dC))
+    # eq:ssd-dgc-state   dgc = -m, dlast = sum(m), m_j = B_j . dB_j = step_j r_j x_j . (B ds)_j
+    m = (step * r * X * (B_ @ ds)).sum(-1)
     # eq:ssd-dxs   dXs = (C B^T * G)^T dY + diag(r) B ds
     dXs = (S * G).mT @ dY + r * (B_ @ ds)
     # eq:ssd-dstep   dstep_j = x_j . dXs_j
     dstep = (X * dXs).sum(-1)
     # eq:ssd-dx   dX = diag(step) dXs + D dY
-    dx, dD = from_chunks(step * dXs, T), None
+    dx = from_chunks(step * dXs, T)
     if D is not None:
         dx = dx + (D if D.ndim == 2 else D[:, None]).to(dtype) * dy.to(dtype)
-        # eq:ssd-dd   dD = sum over tokens of dY * X
-        dD = (dy.to(dtype) * x.to(dtype)).sum((0, 1))
-        dD = dD if D.ndim == 2 else dD.sum(-1)
-    # eq:ssd-dc-inter   inter = diag(e) dY h^T
-    # eq:ssd-db-state   dB_head = diag(r * step) X ds^T
-    inter, dB = e * (dY @ h.mT), r * step * (X @ ds.mT)
-    # eq:ssd-dscores   dscores = sum over heads of dY X^T * G * step
-    # eq:ssd-dc   dC = inter + dscores B
-    # eq:ssd-db   dB = dB_state + dscores^T C
-    dC, dB = inter + dscores @ B_, dB + dscores.mT @ C_
-    dB, dC = (sum_heads(from_chunks(y, T), B.shape[2]) for y in (dB, dC))
     return (
         dx.to(x.dtype), dB.to(B.dtype), dC.to(C.dtype), from_chunks(dstep, T), from_chunks(dgc, T),
-        from_chunks(m, T), dD,
+        from_chunks(m, T), None if D is None else dD,
     )  # fmt: skip
