@@ -16,6 +16,7 @@ from linattn_edu import (
     chunk_global_cumsum,
     chunk_kda,
     chunk_local_cumsum,
+    ema_scan,
     fused_gdn_gate,
     fused_kda_gate,
     fused_recurrent_gated_delta_rule,
@@ -53,6 +54,18 @@ def delta(f, inputs, placements, *, B=2, H=2, N=None, gate=False, **options):
     return x, placements, call
 
 
+def average(placements):
+    """The same of ema_scan."""
+    x = {"x": torch.randn(2, 9, 4, 6), "g": -torch.rand(2, 9, 4), "weight": torch.rand(2, 9, 4)}
+    x["initial_state"] = torch.randn(2, 4, 6)
+
+    def call(**given):
+        y, S = ema_scan(**given, output_final_state=True, impl="reference")
+        return {"y": y, "S": S}
+
+    return x, placements, call
+
+
 def one(f, shape, place):
     """A function of one tensor."""
     return {"x": torch.randn(shape)}, {"x": place, "y": place}, lambda x: {"y": f(x)}
@@ -63,6 +76,8 @@ KDA = (chunk_kda, kda_inputs)
 GDN_STEPS = (fused_recurrent_gated_delta_rule, gdn_inputs)
 KDA_STEPS = (fused_recurrent_kda, kda_inputs)
 FORMS = {"chunk_gdn": GDN, "chunk_kda": KDA, "recurrent_gdn": GDN_STEPS, "recurrent_kda": KDA_STEPS}
+AVERAGE = ("x", "g", "weight", "initial_state", "y", "S")
+AVERAGE_BY_HEADS = dict.fromkeys(AVERAGE, HEADS) | {"initial_state": STATE_HEADS, "S": STATE_HEADS}
 EVERY = {"use_qk_l2norm_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
 BOUNDS = torch.tensor([0, 4, 4, 9])
 CASES = {
@@ -80,6 +95,8 @@ CASES = {
     "chunk_gdn, uneven batch": (delta, (*GDN, UNEVEN), {"B": 3}),
     "chunk_gdn, one key head": (delta, (*GDN, ONE_KEY_HEAD | {"o": R, "S": R}), {"H": 1}),
     "chunk_gdn, whole": (delta, (*GDN, dict.fromkeys(BY_BATCH, R)), {}),
+    "ema_scan, batch": (average, (dict.fromkeys(AVERAGE, BATCH),), {}),
+    "ema_scan, heads": (average, (AVERAGE_BY_HEADS,), {}),
     "l2norm, batch": (one, (l2norm, (2, 3, 4), BATCH), {}),
     "l2norm, tokens": (one, (l2norm, (3, 6, 4), Shard(1)), {}),
     "gdn gate": (one, (lambda x: fused_gdn_gate(x, torch.zeros(4)), (2, 5, 4), BATCH), {}),
