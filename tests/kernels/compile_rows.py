@@ -50,17 +50,22 @@ from linattn_edu.kernels.delta import (
     wy_bwd,
 )
 from linattn_edu.kernels.ssd import (
+    chunk_cumsum,
     chunk_cumsum_bwd,
+    chunk_scan,
     chunk_scan_bwd_da_cs,
     chunk_scan_bwd_dc,
     chunk_scan_bwd_dstates,
     chunk_scan_chunk_state_bwd_dx,
+    chunk_state,
     chunk_state_bwd_db,
     ema,
     ema_bwd,
     selective_state_update,
+    state_passing,
     state_passing_bwd,
 )
+from linattn_edu.kernels.ssd import fused as ssd_fused
 
 CAPABILITIES = (75, 80, 89, 90, 100)
 SAMPLES = 60  # parts of the rows, of which a day's sample is one
@@ -164,9 +169,15 @@ def ssd_launches(N, P, dtype, chunk_size):
     ids, D = torch.empty(1, T, dtype=torch.int32), torch.empty(H, P)
     options = {"chunk_size": chunk_size}
     for bias, softplus in ((A, True), (None, False)):
+        chunk_cumsum.chunk_cumsum(dt, A, bias, softplus=softplus, **options)
         chunk_cumsum_bwd.chunk_cumsum_bwd(
             step, dlast, step, dt, A, bias, softplus=softplus, **options
         )
+    for seq_idx in (None, ids):
+        chunk_state.chunk_state(BC, x, step, step, seq_idx, **options)
+        state_passing.state_passing(h, step, h[0], seq_idx, output_final_state=True, **options)
+    for given in ((None, None, None), (A, x, ids), (D, None, None)):
+        chunk_scan.chunk_scan(BC, BC, x, step, step, h, *given, **options)
     for given in ((None, None), (A, ids), (D, None)):
         chunk_scan_chunk_state_bwd_dx.chunk_scan_chunk_state_bwd_dx(
             BC, BC, x, step, step, h, x, *given, **options
@@ -180,6 +191,29 @@ def ssd_launches(N, P, dtype, chunk_size):
     for given in ((h[0], ids), (None, None)):
         state_passing_bwd.state_passing_bwd(h, step, h, *given, **options)
     updates(x[0], dt[0], BC[0], A, D)
+
+
+def fused_ssd_launches(N, P, dtype):
+    """The fused stages of Mamba-2, where they hold the heads: chunks of two tiles, and of one."""
+    for T in (128, 64):
+        x, BC = torch.empty(1, T, 2, P, dtype=dtype), torch.empty(1, T, 1, N, dtype=dtype)
+        if not ssd_fused.fits(x, BC):
+            return
+        step, A, D = torch.empty(1, T, 2), torch.empty(2), torch.empty(2, P)
+        h, dht = torch.empty(1, 1, 2, N, P, dtype=dtype), torch.empty(1, 2, N, P)
+        ids, options = torch.empty(1, T, dtype=torch.int32), {"chunk_size": T}
+        chunk_cumsum.chunk_cumsum(step, A, A, softplus=True, **options)
+        S = ssd_fused.chunk_scores(BC, BC, **options)
+        for seq_idx, D_, z in ((None, A, None), (ids, D, x), (ids, None, None)):
+            state.state(BC, None, x, step, dht, step, seq_idx, output_final_state=True, **options)
+            ssd_fused.ssd_fwd(BC, S, x, step, step, h, D_, z, seq_idx)
+            state_bwd.state_bwd(
+                BC, None, None, step, x, None, dht, seq_idx, h, scale=1.0, **options
+            )
+            ssd_fused.ssd_bwd(BC, BC, S, x, step, step, h, h, x, D_, seq_idx)
+        chunk_cumsum_bwd.chunk_cumsum_bwd(
+            step, torch.empty(1, 1, 2), step, step, A, A, step, softplus=True, **options
+        )
 
 
 def updates(x, dt, BC, A, D):
@@ -228,6 +262,7 @@ def record(cc):
                     launches(K, V, dtype, tiles.chunk_limit(k), heads=1)
                     if V <= 256:
                         ssd_launches(K, V, dtype, tiles.chunk_limit(k))
+                        fused_ssd_launches(K, V, dtype)
                     if V <= 128:
                         averages(V, dtype)
                 if 256 in sizes:
