@@ -1,0 +1,250 @@
+"""mamba_chunk_scan_combined: the properties that a user relies on, and its callers."""
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ops.ssd.ssd_cases import (
+    DTYPES,
+    GIVEN,
+    TOLERANCES,
+    cotangents,
+    exact,
+    forms,
+    impls,
+    inputs,
+    of_form,
+    recurrence,
+    scan,
+    wide,
+)
+from ops.ssd.ssd_cases import check as check_all
+
+from linattn_edu import (
+    chunk_gated_delta_rule,
+    fused_recurrent_gated_delta_rule,
+    mamba_chunk_scan_combined,
+)
+from linattn_edu.ops import ssd
+from linattn_edu.testing import assert_close, poison
+
+pytestmark = pytest.mark.usefixtures("poison")
+
+GPU = torch.cuda.is_available()
+# heads (a few of those there are), P, N, groups, chunk_size: the defaults of transformers'
+# configurations, and of Zamba2 the released sizes
+CALLERS = {
+    "mamba2": (8, 64, 128, 8, 256),
+    "bamba": (2, 64, 256, 1, 256),
+    "falcon_h1": (4, 8, 256, 1, 256),
+    "granitemoehybrid": (2, 64, 256, 1, 256),
+    "nemotron_h": (8, 64, 128, 8, 128),
+    "zamba2": (2, 64, 64, 1, 256),
+}
+
+
+def layer(H, P, N, G, dtype, device, B=1, T=70):
+    """The arguments of a layer: slices of what the convolution and the projection return."""
+    generator = torch.Generator(device=device).manual_seed(0)
+    randn = lambda *shape: torch.randn(*shape, generator=generator, device=device)
+    conv = randn(B, T, H * P + 2 * G * N).to(dtype)
+    projection = randn(B, T, H * P + H).to(dtype)
+    x, b, c = conv.split([H * P, G * N, G * N], -1)
+    b, c = (y.view(B, T, G, N) for y in (b, c))
+    A = -torch.exp(2 * torch.rand(H, generator=generator, device=device))
+    x = {"x": x.view(B, T, H, P), "dt": projection[..., -H:], "A": A, "B": b, "C": c}
+    x |= {"D": randn(H), "dt_bias": randn(H) / 10 - 2}
+    return x, randn(B, H, P, N)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[::2], ids=str)
+@pytest.mark.parametrize("model", CALLERS)
+def test_calls_of_transformers(model, dtype, device):
+    """Keyword for keyword; the prompt from a cache's states too, and rows of several documents."""
+    *sizes, chunk_size = CALLERS[model]
+    x, states = layer(*sizes, dtype, device)
+    seq_idx = torch.zeros(1, 70, dtype=torch.int32, device=device)
+    seq_idx[:, 30:] = 1
+    tokens = [x.pop(n) for n in ("x", "dt", "A", "B", "C")]
+    options = {"dt_softplus": True, "dt_limit": (0.0, float("inf"))}
+    for seq, initial in ((None, None), (seq_idx, states)):
+        out, last = mamba_chunk_scan_combined(
+            *tokens, chunk_size=chunk_size, z=None, seq_idx=seq, return_final_states=True,
+            initial_states=initial, **x, **options,
+        )  # fmt: skip
+        given = wide(x) | ({} if initial is None else {"initial_states": initial.double()})
+        want = recurrence(*(y.double() for y in tokens), **given, seq_idx=seq, **options)
+        assert out.dtype == dtype and out.shape == tokens[0].shape
+        assert last.dtype == torch.float32 and last.shape == states.shape
+        assert_close("out", out, want[0], TOLERANCES[dtype][0])
+        assert_close("states", last, want[1], TOLERANCES[dtype][0])
+
+
+def test_the_output_alone_is_a_tensor(device):
+    x, options = of_form("float32", 20, device)
+    out = mamba_chunk_scan_combined(**x, chunk_size=64, **options)
+    assert torch.equal(out, scan(**x, **options)[0]) and out.is_contiguous()
+
+
+@forms
+@pytest.mark.parametrize("given", ["all", "channels"])
+def test_chunk_sizes_agree(given, form, device):
+    """In 64, 128 and 256 tokens: a kernel takes at most 128 of them, the reference all."""
+    x, options = of_form(form, 300, device, given)
+    dtype = x["x"].dtype
+    want = recurrence(**wide(x), **options)
+    for impl in ("triton", "reference"):
+        for C in (64, 128, 256):
+            got = scan(**x, **options, chunk_size=C, impl=impl)
+            for n, a, b in zip(("out", "states"), got, want, strict=True):
+                assert_close(f"{n}, {C}", a, b, TOLERANCES[dtype][0])
+
+
+@forms
+@pytest.mark.parametrize("cut", [1, 40, 64, 128])
+def test_causal_to_the_bit(cut, form, device):
+    """Other tokens from the cut on, resets among them, or none: the outputs before it stay."""
+    x, options = of_form(form, 140, device, "limit")
+    y, _ = of_form(form, 140, device, "limit", seed=1, decay="reset")
+    options |= {"impl": "triton", "chunk_size": 128, "dt_limit": (0.0, 1e4)}
+    tokens = ("x", "dt", "B", "C", "z")
+    joined = x | {n: torch.cat([x[n][:, :cut], y[n][:, cut:]], 1) for n in tokens}
+    short = x | {n: x[n][:, :cut] for n in tokens}
+    out, _ = scan(**x, **options)
+    assert torch.equal(scan(**joined, **options)[0][:, :cut], out[:, :cut])
+    assert torch.equal(scan(**short, **options)[0], out[:, :cut])
+
+
+@forms
+def test_one_token_changes_nothing_before_it(form, device):
+    x, options = of_form(form, 100, device, "channels")
+    out, _ = scan(**x, **options, impl="triton")
+    for t, n in ((30, "x"), (70, "dt"), (64, "B"), (99, "C")):
+        other = x | {n: x[n].clone()}
+        other[n][:, t] += 1
+        got, _ = scan(**other, **options, impl="triton")
+        assert torch.equal(got[:, :t], out[:, :t]) and not torch.equal(got[:, t], out[:, t])
+
+
+@impls
+@pytest.mark.parametrize("cut", [1, 64, 77])
+def test_splitting_a_sequence_equals_one_call(cut, impl, device):
+    x, options = of_form("float32", 130, device, "channels")
+    options["impl"] = impl
+    out, last = scan(**x, **options)
+    tokens = ("x", "dt", "B", "C")
+    first, middle = scan(**x | {n: x[n][:, :cut] for n in tokens}, **options)
+    rest = x | {n: x[n][:, cut:] for n in tokens} | {"initial_states": middle}
+    second, end = scan(**rest, **options)
+    assert_close("out", torch.cat([first, second], 1), out, 2e-6)
+    assert_close("states", end, last, 2e-6)
+
+
+@impls
+@pytest.mark.parametrize("rule", [chunk_gated_delta_rule, fused_recurrent_gated_delta_rule])
+def test_is_the_delta_rule_without_its_correction(rule, impl, device):
+    """With orthogonal keys there is nothing to correct: q = C, k = B, v = step x, g = step A."""
+    dtype = torch.float64 if impl == "reference" else torch.float32
+    x, options = inputs(2, 16, 3, 3, 20, 16, dtype, device, "none")
+    keys = torch.linalg.qr(torch.randn(2, 3, 16, 16, dtype=dtype, device=device)).Q
+    x["B"] = keys.transpose(1, 2).contiguous()
+    states = torch.randn(2, 3, 20, 16, dtype=dtype, device=device)
+    # a state that holds nothing along the keys would be none: they span the space
+    for initial in (None, torch.zeros_like(states)):
+        out, last = scan(**x, initial_states=initial, **options, chunk_size=16, impl=impl)
+        step = x["dt"].clamp(min=0)
+        o, S = rule(
+            x["C"], x["B"], step[..., None] * x["x"], step * x["A"],
+            beta=torch.ones_like(step), scale=1.0, output_final_state=True, impl=impl,
+        )  # fmt: skip
+        tol = 1e-12 if impl == "reference" else 5e-6
+        assert_close("out", out, o, tol)
+        assert_close("states", last.mT, S, tol)
+
+
+@impls
+def test_a_step_that_is_nan_shows(impl, device):
+    x, options = of_form("float32", 70, device, "channels")
+    x["dt"][0, 5, 0] = torch.nan
+    out, last = scan(**x, **options, impl=impl)
+    assert out[:, 5:, 0].isnan().any() and last[:, 0].isnan().any()
+    assert out[:, :, 1].isfinite().all()
+
+
+@forms
+def test_unaligned_storage(form, device):
+    """Tensors that do not start at 16 bytes give the same bits as those that do."""
+    x, options = of_form(form, 70, device)
+    shifted = {}
+    for n, t in x.items():
+        storage = torch.empty(t.numel() + 1, dtype=t.dtype, device=device)
+        shifted[n] = storage[1:].view(t.shape).copy_(t)
+    assert shifted["x"].is_contiguous() and shifted["x"].data_ptr() % 16
+    got, want = (scan(**y, **options, impl="triton") for y in (shifted, x))
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_any_one_stage_can_be_swapped(fused, device):
+    """A stage of the one implementation among those of the other, in both passes."""
+    sets = ssd.fused_stages if fused else ssd.stages
+    dtype = torch.bfloat16 if fused else torch.float32
+    x, _ = inputs(1, 70, 2, 1, 24, 40, dtype, device)
+    do, dht = cotangents(x)
+    want = exact(x, do, dht, dt_softplus=True)
+    h0 = x.pop("initial_states").mT.contiguous()
+    options = {"initial_state": h0, "softplus": True, "chunk_size": 64}
+    x["D"] = x["D"][:, None]
+    names = ("x", "dt", "A", "B", "C", "D", "z", "dt_bias", "initial_states")
+    for stage in [f.name for f in dataclasses.fields(sets("reference"))]:
+        swapped = {stage: getattr(sets("triton"), stage)}
+        mixed = dataclasses.replace(sets("reference"), **swapped)
+        out, last = ssd.forward(mixed, **x, **options, output_final_state=True)
+        gradients = ssd.backward(mixed, **x, dout=do, dht=dht.mT.contiguous(), **options)[:-1]
+        got = {f"d{n}": y for n, y in zip(names, gradients, strict=True)}
+        got |= {"o": out, "ht": last.mT, "dinitial_states": got["dinitial_states"].mT}
+        got["dD"] = got["dD"].reshape(-1)
+        check_all(got, want, dtype)
+
+
+@pytest.mark.gpu
+def test_more_heads_than_a_grid_axis_holds():
+    x, options = inputs(40000, 1, 2, 1, 16, 16, torch.bfloat16, "cuda", "limit")
+    want = recurrence(**wide(x), **options)
+    assert_close("out", scan(**x, **options)[0], want[0], 5e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs a second GPU")
+def test_tensors_on_another_gpu_than_the_current_one():
+    x, options = of_form("fused", 70, "cuda:1")
+    assert_close("out", scan(**x, **options)[0], recurrence(**wide(x), **options)[0], 5e-3)
+
+
+@settings(max_examples=40 if GPU else 12, derandomize=not GPU, deadline=None)
+@given(
+    T=st.integers(1, 70),
+    heads=st.sampled_from([(1, 1), (3, 1), (4, 2)]),
+    P=st.integers(1, 40),
+    N=st.integers(1, 40),
+    C=st.sampled_from([16, 32, 64, 128]),
+    dtype=st.sampled_from(DTYPES),
+    kind=st.sampled_from(tuple(GIVEN)),
+    decay=st.sampled_from(("trained", "none", "closed")),
+    seed=st.integers(0, 2**31),
+)
+def test_any_valid_arguments(T, heads, P, N, C, dtype, kind, decay, seed):
+    x, options = inputs(
+        1, T, *heads, P, N, dtype, "cuda" if GPU else "cpu", kind, decay=decay, seed=seed
+    )
+    want = recurrence(**wide(x), **options)
+    with poison():
+        got = scan(**x, **options, chunk_size=C)
+    # what x, B and C of rms 1 and the steps give: a sum of few numbers may cancel
+    sizes = ((N**0.5 * want[1].square().mean().sqrt()).item() or 1.0, 0.0)
+    for n, size, a, b in zip(("out", "states"), sizes, got, want, strict=True):
+        rms = b.square().mean().sqrt().item()
+        tol = TOLERANCES[dtype][0] * max(1.0, size / rms if rms else 1.0)
+        assert_close(n, a, b, tol)
