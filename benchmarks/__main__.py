@@ -8,7 +8,6 @@ from pathlib import Path
 
 from benchmarks.cases import (
     ALL_CALLS,
-    AWAITED,
     CALLS,
     CASES,
     OPERATORS,
@@ -62,7 +61,6 @@ def listing() -> str:
             floor = work(case, what).floor_ms(*rates)
             lines.append(f"{case.name:11s} {shape:24s} {what:16s} {floor:.3f}  {case.note}")
     lines.append(f"{SCALING:11s} with --scaling: 256 to 32768 tokens, three forms")
-    lines += [f"{name:11s} waits for {function}" for name, function in AWAITED.items()]
     return "\n".join(lines)
 
 

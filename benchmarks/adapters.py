@@ -5,18 +5,27 @@ inputs -> o, and for the decoding of a token inputs -> (o, final state). "fla_sa
 """
 
 import os
+import re
+import sys
 from collections.abc import Callable
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
 
+import torch
 from torch import Tensor
 
 from benchmarks.cases import SAFE_BOUND, TRAINING, Case
+from benchmarks.mamba import Average, Inputs, Token
 from linattn_edu.testing import GDNInputs
 
 # fla hands the work to flash_qla where that is installed; here it runs its own kernels. It may be
 # imported by another library first, so this is set before any of them is.
 os.environ["FLA_FLASH_QLA"] = "0"
 
-Adapter = Callable[[GDNInputs], Tensor | tuple[Tensor, Tensor]]
+Adapter = Callable[[GDNInputs | Inputs], Tensor | tuple[Tensor, Tensor]]
 
 
 def linattn_edu() -> Adapter:
@@ -118,6 +127,93 @@ def fla_kda_decode() -> Adapter:
     )
 
 
+def linattn_edu_ssd() -> Adapter:
+    from linattn_edu import mamba_chunk_scan_combined
+
+    return lambda i: mamba_chunk_scan_combined(
+        i.x, i.dt, i.A, i.B, i.C, SSD_CHUNK, D=i.D, impl="triton"
+    )
+
+
+def mamba_ssm_ssd() -> Adapter:
+    scan = _mamba_ssm("ssd_combined").mamba_chunk_scan_combined
+    return lambda i: scan(i.x, i.dt, i.A, i.B, i.C, SSD_CHUNK, D=i.D)
+
+
+def linattn_edu_ssd_decode() -> Adapter:
+    from linattn_edu import selective_state_update
+
+    return _token(selective_state_update)
+
+
+def mamba_ssm_decode() -> Adapter:
+    return _token(_mamba_ssm("selective_state_update").selective_state_update)
+
+
+def _token(update: Callable) -> Adapter:
+    """A token by selective_state_update, whose arguments are the same in both libraries."""
+
+    def f(i: Token) -> tuple[Tensor, Tensor]:
+        dt, A, D, bias = i.expanded()
+        out = update(i.initial_state, i.x, dt, A, i.B, i.C, D, dt_bias=bias, dt_softplus=True)
+        return out[:, None], i.initial_state
+
+    return f
+
+
+def linattn_edu_ema() -> Adapter:
+    from linattn_edu import ema_scan
+
+    return lambda i: ema_scan(i.x, i.g, impl="triton")[0]
+
+
+def mamba_ssm_ema() -> Adapter:
+    scan = _mamba_ssm("ssd_combined").mamba_chunk_scan_combined
+    return lambda i: scan(*average_as_scan(i))
+
+
+def average_as_scan(i: Average) -> tuple[Tensor, ...]:
+    """x, dt, A, B, C and chunk_size of Mamba-2's scan that is the average, as H-Net calls it.
+
+    Heads of 64 channels, a state of one row: dt = -g, A = -1, B = 1 - e^g, C = 1 and x / dt.
+    """
+    (batch, T, _, channels), p = i.x.shape, 64
+    heads, dt = -(-channels // p), -i.g
+    x = (i.x / dt[..., None]).to(i.x.dtype).view(batch, T, heads, channels // heads)
+    b = -torch.expm1(i.g)[..., None].to(i.x.dtype)  # [B, T, 1, 1]
+    A = torch.full((heads,), -1.0, device=dt.device)
+    return x, dt.expand(-1, -1, heads), A, b, torch.ones_like(b), SSD_CHUNK
+
+
+def _mamba_ssm(name: str) -> ModuleType:
+    """A module of mamba_ssm.ops.triton.
+
+    The root of the package imports a CUDA extension which these do not need: a module without
+    contents stands for it, with the folder of its sources.
+    """
+    if "mamba_ssm" not in sys.modules:
+        folder = _mamba_ssm_folder()
+        if folder is None:
+            raise ModuleNotFoundError(
+                "No module named 'mamba_ssm', and MAMBA_SRC names no folder with its sources"
+            )
+        root = ModuleType("mamba_ssm")
+        root.__path__ = [str(folder)]
+        sys.modules["mamba_ssm"] = root
+    return import_module(f"mamba_ssm.ops.triton.{name}")
+
+
+def _mamba_ssm_folder() -> Path | None:
+    """Of the sources that MAMBA_SRC names, or of the package that is installed."""
+    named = Path(os.environ.get("MAMBA_SRC", ""), "mamba_ssm")
+    if os.environ.get("MAMBA_SRC"):
+        return named if named.is_dir() else None
+    spec = None if "mamba_ssm" in sys.modules else find_spec("mamba_ssm")
+    return Path(spec.submodule_search_locations[0]) if spec is not None else None
+
+
+SSD_CHUNK = 256  # as Mamba-2's layers call it; ours takes shorter ones
+
 _GDN = {"linattn_edu": linattn_edu, "fla": fla, "flash_qla": flash_qla}
 _KDA = {
     "linattn_edu": linattn_edu_kda,
@@ -125,6 +221,8 @@ _KDA = {
     "fla": fla_kda,
     "fla_safe": fla_kda_safe,
 }
+_SSD = {"linattn_edu": linattn_edu_ssd, "mamba_ssm": mamba_ssm_ssd}
+_EMA = {"linattn_edu": linattn_edu_ema, "mamba_ssm": mamba_ssm_ema}
 # op of a case -> call -> library -> maker of its adapter
 LIBRARIES: dict[str, dict[str, dict[str, Callable[[], Adapter]]]] = {
     "gdn": {"forward": dict(_GDN), TRAINING: dict(_GDN)},
@@ -137,8 +235,13 @@ LIBRARIES: dict[str, dict[str, dict[str, Callable[[], Adapter]]]] = {
         "decode": {"linattn_edu": linattn_edu_kda_decode, "fla": fla_kda_decode},
         "decode_inplace": {"linattn_edu": linattn_edu_kda_decode_inplace},
     },
+    "ssd": {"forward": dict(_SSD), TRAINING: dict(_SSD)},
+    "ssd_decode": {
+        "decode_inplace": {"linattn_edu": linattn_edu_ssd_decode, "mamba_ssm": mamba_ssm_decode}
+    },
+    "ema": {"forward": dict(_EMA), TRAINING: dict(_EMA)},
 }
-NAMES = ("linattn_edu", "linattn_edu_safe", "fla", "fla_safe", "flash_qla")
+NAMES = ("linattn_edu", "linattn_edu_safe", "fla", "fla_safe", "flash_qla", "mamba_ssm")
 
 
 def makers(case: Case, what: str) -> dict[str, Callable[[], Adapter]]:
@@ -158,4 +261,17 @@ def refusal(case: Case, what: str, library: str) -> str | None:
 
 
 # library -> distribution whose version is recorded
-DISTRIBUTIONS = {"fla": "fla-core", "flash_qla": "flash-qla"}
+DISTRIBUTIONS = {"fla": "fla-core", "flash_qla": "flash-qla", "mamba_ssm": "mamba-ssm"}
+
+
+def version_of(library: str) -> str | None:
+    """The version of another library, None if it is not there."""
+    if library == "mamba_ssm" and os.environ.get("MAMBA_SRC"):
+        folder = _mamba_ssm_folder()
+        text = (folder / "__init__.py").read_text(encoding="utf-8") if folder else ""
+        found = re.search(r'^__version__ = "(.*)"', text, re.MULTILINE)
+        return found[1] if found else None
+    try:
+        return version(DISTRIBUTIONS[library])
+    except PackageNotFoundError:
+        return None

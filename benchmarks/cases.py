@@ -14,6 +14,9 @@ Counted from shapes alone, per call:
   nothing to share. Elementwise work is left out, except where there is nothing else: the stages of
   the gate and the recurrence. A forward and a backward pass have the forward stages and their
   adjoints; what a backward pass computes again because it was not kept is not counted.
+  Mamba-2 is counted in the same letters: H are the groups of B and C, HV the heads, K and V the
+  sides of a state, and dt, A and D are float32 like a gate. The states that its staged form hands
+  on are float32. A moving average has no products: its recurrence is counted.
 - floor_ms: the larger of bytes / (bytes per second) and flops / (operations per second).
 """
 
@@ -45,8 +48,14 @@ class Case:
 
     @property
     def operator(self) -> str:
-        """Which operator it is, whichever way it is computed: "gdn" or "kda"."""
-        return self.op.removesuffix("_decode")
+        """Which operator it is, whichever way it is computed: "gdn", "kda", or "ssd", which is
+        Mamba-2 with its moving average."""
+        return "ssd" if self.op == "ema" else self.op.removesuffix("_decode")
+
+    @property
+    def state_bytes(self) -> int:
+        """Of one state of every sequence and head, outside the chunks."""
+        return self.B * self.HV * self.K * self.V * GATE_BYTES
 
     @property
     def shape(self) -> tuple[int, int, int, int, int, int]:
@@ -77,6 +86,11 @@ CASES = {
         Case("kda_kimi", "kda", 1, 32768, 32, 32, 128, 128, note="long, the heads of Kimi Linear"),
         Case("kda_long", "kda", 1, 32768, 4, 4, 128, 128, note="long, few heads"),
         Case("kda_decode", "kda_decode", 128, 1, 32, 32, 128, 128, note="the next token of many"),
+        Case("ssd_2.7b", "ssd", 8, 4096, 1, 80, 128, 64, note="the heads of Mamba-2 2.7b"),
+        Case("ssd_long", "ssd", 1, 32768, 1, 80, 128, 64, note="the same, one long sequence"),
+        Case("ssd_decode", "ssd_decode", 128, 1, 1, 80, 128, 64, note="the next token of many"),
+        Case("ema_train", "ema", 8, 4096, 1, 1, 1, 4096, note="a moving average, a batch"),
+        Case("ema_long", "ema", 1, 32768, 1, 1, 1, 4096, note="a moving average, long"),
     )
 }
 
@@ -89,11 +103,11 @@ CALLS = {
     "gdn_decode": ("decode", "decode_inplace"),
     "kda": ("forward", TRAINING),
     "kda_decode": ("decode", "decode_inplace"),
+    "ssd": ("forward", TRAINING),
+    "ssd_decode": ("decode_inplace",),
+    "ema": ("forward", TRAINING),
 }
 ALL_CALLS = tuple(dict.fromkeys(call for calls in CALLS.values() for call in calls))
-
-# cases of operators that the library does not have yet: case -> the function it waits for
-AWAITED = dict.fromkeys(("ssd_2.7b", "ssd_long"), "mamba_chunk_scan_combined")
 
 # the cost of the three forms of GDN against the length of the sequence
 SCALING = "gdn_scaling"
@@ -104,12 +118,24 @@ SCALING_FORMS = ("chunked", "recurrent", "quadratic")
 FORWARD_STAGES = {
     "gdn": ("gate_cumsum", "solve", "wy", "state", "output", "intra", "scan", "recurrent"),
     "kda": ("gate_cumsum", "kda_intra", "wy", "state", "output"),
-}
+    "ssd": (
+        "chunk_cumsum", "chunk_state", "state_passing", "chunk_scan",
+        "chunk_scores", "state", "ssd_fwd",
+    ),
+}  # fmt: skip
 ADJOINT_STAGES = {
     "gdn": ("output_bwd", "state_bwd", "wy_bwd", "gate_bwd", "recurrent_bwd"),
     "kda": ("kda_output_bwd", "state_bwd", "kda_wy_bwd", "kda_intra_bwd", "gate_bwd"),
-}
+    "ssd": (
+        "chunk_scan_bwd_dstates", "state_passing_bwd", "chunk_state_bwd_db", "chunk_scan_bwd_dc",
+        "chunk_scan_chunk_state_bwd_dx", "chunk_scan_bwd_da_cs", "chunk_cumsum_bwd",
+        "state_bwd", "ssd_bwd",
+    ),
+}  # fmt: skip
 STAGES = {op: (*FORWARD_STAGES[op], *ADJOINT_STAGES[op]) for op in FORWARD_STAGES}
+
+# of Mamba-2, in chunks twice as long as those of its other stages
+SSD_FUSED = ("chunk_scores", "state", "ssd_fwd", "state_bwd", "ssd_bwd")
 
 # of KDA, with the promise that no log decay of a token is below the bound
 SAFE_BOUND = -5.0
@@ -128,10 +154,6 @@ def select(names: list[str]) -> list[Case]:
         found = [c for c in CASES.values() if c.name == name] or [
             c for c in CASES.values() if c.name.startswith(name)
         ]
-        if name in AWAITED:
-            raise ValueError(
-                f"{name} waits for {AWAITED[name]}, which the library does not have yet"
-            )
         if not found:
             raise ValueError(f"no case is called {name!r}; there are {', '.join(CASES)}")
         chosen.update((c.name, c) for c in found)
@@ -150,6 +172,8 @@ def work(case: Case, what: str, chunk: int = CHUNK) -> Work:
 def _bytes(c: Case, what: str, chunk: int) -> int:
     if c.operator == "kda":
         return _kda_bytes(c, what, chunk)
+    if c.operator == "ssd":
+        return _ssd_bytes(c, what, chunk)
     tokens = c.B * c.T
     q = k = dq = dk = tokens * c.H * c.K * c.size
     dk_out = tokens * c.H * c.K * (c.size if c.H == c.HV else 4)  # added to, head after head
@@ -159,7 +183,7 @@ def _bytes(c: Case, what: str, chunk: int) -> int:
     beta = tokens * c.HV * c.size
     A = P = R = tokens * c.HV * chunk * c.size
     h = dh = c.B * -(-c.T // chunk) * c.HV * c.K * c.V * c.size
-    state = dh0 = c.B * c.HV * c.K * c.V * GATE_BYTES
+    state = dh0 = c.state_bytes
     inputs = q + k + v + g + beta
     forward = inputs + o
     return {
@@ -209,7 +233,7 @@ def _kda_bytes(c: Case, what: str, chunk: int) -> int:
     beta, dbeta = tokens * c.HV * c.size, tokens * c.HV * GATE_BYTES
     P = A = dP = dL = tokens * c.HV * chunk * c.size
     h = dh = chunks * c.HV * c.K * c.V * c.size
-    state = dh0 = c.B * c.HV * c.K * c.V * GATE_BYTES
+    state = dh0 = c.state_bytes
     inputs = q + k + v + g + beta
     forward = inputs + o
     gathered = dP + dL + dqg + dkb + dkg + dgl + dbeta  # what kda_intra_bwd brings together
@@ -231,7 +255,68 @@ def _kda_bytes(c: Case, what: str, chunk: int) -> int:
     }[what]
 
 
+def _ssd_bytes(c: Case, what: str, chunk: int) -> int:
+    chunk *= 2 if what in SSD_FUSED else 1
+    tokens, chunks = c.B * c.T, c.B * -(-c.T // chunk)
+    x = dx = dy = out = tokens * c.HV * c.V * c.size
+    B = C = dB = dC = tokens * c.H * c.K * c.size
+    dB_state = tokens * c.H * c.K * GATE_BYTES
+    dt = ddt = step = gc = dgc = dstep = m = tokens * c.HV * GATE_BYTES
+    A = dA = D = dD = c.HV * GATE_BYTES
+    S = tokens * c.H * chunk * c.size
+    dlast = chunks * c.HV * GATE_BYTES
+    s = chunks * c.HV * c.K * c.V * GATE_BYTES  # of the staged form: s, h, dh_out and ds
+    h = dh = chunks * c.HV * c.K * c.V * c.size
+    state = dh0 = c.state_bytes
+    if c.op == "ema":
+        inputs = x + dt
+    elif c.op == "ssd_decode":  # dt in the case's dtype, dt_bias like D
+        inputs = x + tokens * c.HV * c.size + A + B + C + D + D
+    else:
+        inputs = x + dt + A + B + C + D
+    forward = inputs + out
+    return {
+        "chunk_cumsum": dt + A + step + gc,
+        "chunk_state": B + x + step + gc + s,
+        "state_passing": s + gc + s,
+        "chunk_scan": C + B + x + step + gc + s + D + out,
+        "chunk_scores": C + B + S,
+        "state": B + x + gc + step + h,
+        "ssd_fwd": C + S + x + step + gc + h + D + out,
+        "chunk_scan_bwd_dstates": C + gc + dy + s,
+        "state_passing_bwd": s + gc + s + s + dlast + dh0,
+        "chunk_state_bwd_db": B + x + step + gc + s + dB_state + dgc + dlast,
+        "chunk_scan_bwd_dc": C + B + x + step + gc + s + dy + dB_state + dC + dB + dgc,
+        "chunk_scan_chunk_state_bwd_dx": C + B + x + step + gc + s + dy + D + dx + dstep + dD,
+        "chunk_scan_bwd_da_cs": C + B + x + step + gc + dy + dgc,
+        "chunk_cumsum_bwd": dgc + dlast + dstep + dt + A + ddt + dA,
+        "state_bwd": C + gc + dy + h + dh + dh0 + dlast,
+        "ssd_bwd": C
+        + B
+        + S
+        + x
+        + step
+        + gc
+        + h
+        + dh
+        + dy
+        + D
+        + dx
+        + dB
+        + dC
+        + dstep
+        + dgc
+        + m
+        + dD,
+        "forward": forward,
+        "forward_backward": forward + inputs + dy + inputs,  # the gradients are like the inputs
+        "decode_inplace": forward + 2 * state,
+    }[what]
+
+
 def _flops(c: Case, what: str, chunk: int) -> int:
+    if c.operator == "ssd":
+        return _ssd_flops(c, what, chunk)
     if what in ("recurrent", "decode", "decode_inplace"):
         # decay KV, k S 2KV, k^T e 2KV, q S 2KV; beta (v - k S) and the scale of o 3V
         return c.B * c.T * c.HV * (7 * c.K * c.V + 3 * c.V)
@@ -312,6 +397,52 @@ def _kda_chunk_flops(c: Case, what: str, n: int) -> int:
     stages["forward"] = stages["kda_intra"] + 3 * state + 2 * lower_v
     adjoints = ("kda_output_bwd", "state_bwd", "kda_wy_bwd", "kda_intra_bwd")
     stages[TRAINING] = stages["forward"] + sum(stages[name] for name in adjoints)
+    return stages[what]
+
+
+def _ssd_flops(c: Case, what: str, chunk: int) -> int:
+    tokens = c.B * c.T * c.HV
+    if what == "decode_inplace":
+        # decay KV, write 2KV, C S 2KV; step x, D x and its sum 3V
+        return tokens * (5 * c.K * c.V + 3 * c.V)
+    if c.op == "ema":
+        # e^g h + w x: 3V; h again 3V, the gradient of h 2V, dx V, dg 3V
+        return tokens * c.V * {"forward": 3, TRAINING: 3 + 9}[what]
+    chunk *= 2 if what in SSD_FUSED else 1
+    return c.B * sum(count * _ssd_chunk_flops(c, what, n) for n, count in _chunks(c.T, chunk))
+
+
+def _ssd_chunk_flops(c: Case, what: str, n: int) -> int:
+    """As _chunk_flops; what the heads of a group share are C B^T and the products with dscores."""
+    below, lower = n * (n - 1) // 2, n * (n + 1) // 2
+    scores, scores_below = 2 * c.K * lower * c.H, 2 * c.K * below * c.H
+    lower_v, below_v = 2 * c.V * lower * c.HV, 2 * c.V * below * c.HV
+    state, elements = 2 * n * c.K * c.V * c.HV, c.K * c.V * c.HV
+    stages = {
+        "chunk_cumsum": 2 * n * c.HV,
+        "chunk_state": state,
+        "state_passing": 2 * elements,
+        "chunk_scan": state + scores + lower_v,
+        "chunk_scores": 2 * c.K * n * n * c.H,  # all of them
+        "state": state,
+        "ssd_fwd": state + lower_v,
+        "chunk_scan_bwd_dstates": state,
+        # a dS + dh_out, <dS, a h>
+        "state_passing_bwd": 4 * elements,
+        "chunk_state_bwd_db": state,
+        # dY h^T; dY X^T; dscores B and dscores^T C
+        "chunk_scan_bwd_dc": state + lower_v + 2 * scores,
+        # B ds; C B^T and (C B^T * G)^T dY
+        "chunk_scan_chunk_state_bwd_dx": state + scores + lower_v,
+        "chunk_scan_bwd_da_cs": scores_below + below_v,
+        # the sum from behind, times A and added to dstep, times the step and summed
+        "chunk_cumsum_bwd": 5 * n * c.HV,
+        "state_bwd": state,
+        # dY h^T, X ds^T, B ds; dY X^T and (S * G)^T dY; dscores B and dscores^T C
+        "ssd_bwd": 3 * state + 2 * lower_v + 2 * scores,
+    }
+    stages["forward"] = scores + stages["state"] + stages["ssd_fwd"]
+    stages[TRAINING] = stages["forward"] + stages["state_bwd"] + stages["ssd_bwd"]
     return stages[what]
 
 

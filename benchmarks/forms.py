@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.cases import SAFE_BOUND, STAGES
+from benchmarks.mamba import Scan
 from benchmarks.measure import gradient
-from linattn_edu.ops import gdn, kda
+from linattn_edu.ops import gdn, kda, ssd
 from linattn_edu.testing import GDNInputs
 
 QUADRATIC_BYTES = 2**31  # of one [heads, T, T] matrix in fp32; heads are taken in groups to fit
@@ -17,7 +18,8 @@ QUADRATIC_BYTES = 2**31  # of one [heads, T, T] matrix in fp32; heads are taken 
 
 def stage_function(name: str, impl: str) -> Callable:
     """A stage of any set, or the recurrence, of "reference" or "triton"."""
-    for stages in (gdn.fused_stages(impl), gdn.stages(impl), kda.stages(impl)):
+    fused = gdn.fused_stages(impl), ssd.fused_stages(impl)
+    for stages in (*fused, gdn.stages(impl), kda.stages(impl), ssd.stages(impl)):
         if hasattr(stages, name):
             return getattr(stages, name)
     package = "kernels" if impl == "triton" else "reference"
@@ -174,8 +176,97 @@ class KDAStageArguments(StageArguments):
         return (self.made("kda_intra_bwd")[-1], self.i.g), self.options
 
 
-def stage_arguments(i: GDNInputs, chunk_size: int, impl: str = "triton") -> StageArguments:
-    """The arguments of the stages of the operator whose gate `i` has."""
+class SSDStageArguments(StageArguments):
+    """The same for Mamba-2: its staged form, and the fused stages in chunks twice as long."""
+
+    names = STAGES["ssd"]
+    in_place = ()
+
+    def __init__(self, i: Scan, chunk_size: int, impl: str = "triton"):
+        self.i, self.impl, self._made = i, impl, {}
+        self.options = {"chunk_size": chunk_size}
+        self.longer = {"chunk_size": 2 * chunk_size}
+
+    @cached_property
+    def dy(self) -> Tensor:
+        return gradient(self.i.x)
+
+    @cached_property
+    def steps(self) -> tuple[Tensor, Tensor]:
+        """step and gc of the longer chunks."""
+        return stage_function("chunk_cumsum", self.impl)(self.i.dt, self.i.A, **self.longer)
+
+    def _chunk_cumsum(self):
+        return (self.i.dt, self.i.A), self.options
+
+    def _chunk_state(self):
+        return (self.i.B, self.i.x, *self.made("chunk_cumsum")), self.options
+
+    def _state_passing(self):
+        _, gc = self.made("chunk_cumsum")
+        return (self.made("chunk_state"), gc), self.options
+
+    def _chunk_scan(self):
+        i, (h, _) = self.i, self.made("state_passing")
+        return (i.C, i.B, i.x, *self.made("chunk_cumsum"), h, i.D), self.options
+
+    def _chunk_scan_bwd_dstates(self):
+        _, gc = self.made("chunk_cumsum")
+        return (self.i.C, gc, self.dy), self.options
+
+    def _state_passing_bwd(self):
+        (_, gc), (h, _) = self.made("chunk_cumsum"), self.made("state_passing")
+        return (self.made("chunk_scan_bwd_dstates"), gc, h), self.options
+
+    def _chunk_state_bwd_db(self):
+        ds, *_ = self.made("state_passing_bwd")
+        return (self.i.B, self.i.x, *self.made("chunk_cumsum"), ds), self.options
+
+    def _chunk_scan_bwd_dc(self):
+        i, (h, _) = self.i, self.made("state_passing")
+        dB_state, *_ = self.made("chunk_state_bwd_db")
+        return (i.C, i.B, i.x, *self.made("chunk_cumsum"), h, self.dy, dB_state), self.options
+
+    def _chunk_scan_chunk_state_bwd_dx(self):
+        i, (ds, *_) = self.i, self.made("state_passing_bwd")
+        return (i.C, i.B, i.x, *self.made("chunk_cumsum"), ds, self.dy, i.D), self.options
+
+    def _chunk_scan_bwd_da_cs(self):
+        i = self.i
+        return (i.C, i.B, i.x, *self.made("chunk_cumsum"), self.dy), self.options
+
+    def _chunk_cumsum_bwd(self):
+        dgc, (_, dlast, _) = self.made("chunk_scan_bwd_da_cs"), self.made("state_passing_bwd")
+        _, dstep, _ = self.made("chunk_scan_chunk_state_bwd_dx")
+        return (dgc, dlast, dstep, self.i.dt, self.i.A), self.options
+
+    def _chunk_scores(self):
+        return (self.i.C, self.i.B), self.longer
+
+    def _state(self):
+        step, gc = self.steps
+        return (self.i.B, None, self.i.x, gc, None, step), self.longer
+
+    def _ssd_fwd(self):
+        i, (h, *_) = self.i, self.made("state")
+        return (i.C, self.made("chunk_scores"), i.x, *self.steps, h, i.D), {}
+
+    def _state_bwd(self):
+        (_, gc), (h, *_) = self.steps, self.made("state")
+        return (self.i.C, None, None, gc, self.dy, None, None, None, h), self.longer | {
+            "scale": 1.0
+        }
+
+    def _ssd_bwd(self):
+        i, (h, *_), (dh, *_) = self.i, self.made("state"), self.made("state_bwd")
+        S = self.made("chunk_scores")
+        return (i.C, i.B, S, i.x, *self.steps, h, dh, self.dy, i.D), {}
+
+
+def stage_arguments(i: GDNInputs | Scan, chunk_size: int, impl: str = "triton") -> StageArguments:
+    """The arguments of the stages of the operator whose inputs, or whose gate, `i` has."""
+    if isinstance(i, Scan):
+        return SSDStageArguments(i, chunk_size, impl)
     kind = StageArguments if i.g.ndim == 3 else KDAStageArguments
     return kind(i, chunk_size, impl)
 

@@ -6,10 +6,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from benchmarks import mamba
 from benchmarks.cases import RATES, SAFE_BOUND, TRAINING, Case
 from linattn_edu.reference.delta.recurrent import recurrent, recurrent_bwd
 from linattn_edu.testing import GDNInputs, gdn_inputs, kda_inputs, relative_rms
 
+Inputs = GDNInputs | mamba.Inputs
 PREFIX = 2048  # tokens of the float64 recurrence
 SHORT_H = 2  # q/k heads of the inputs on which gradients are compared
 WARMUP_MS, REPEAT_MS = 30, 150
@@ -69,11 +71,13 @@ def rates() -> tuple[float, float]:
     return copy, product
 
 
-def inputs(case: Case, device: str = "cuda") -> GDNInputs:
+def inputs(case: Case, device: str = "cuda") -> Inputs:
     """The inputs of a case, the same in every run.
 
     Those of KDA keep the bound that some libraries are promised, so that all have the same.
     """
+    if case.operator == "ssd":
+        return mamba.inputs(case, DTYPES[case.size], device)
     decode = case.op.endswith("_decode")
     i = drawn(case, device, initial_state=decode)
     return replace(i, initial_state=0.1 * i.initial_state) if decode else i
@@ -89,14 +93,18 @@ def drawn(case: Case, device: str, *, initial_state: bool) -> GDNInputs:
     return i
 
 
-def reference(i: GDNInputs, **kwargs) -> tuple[Tensor, Tensor]:
+def reference(i: Inputs, **kwargs) -> tuple[Tensor, Tensor | None]:
     """The recurrence, whose g is a gate for each channel if it has an axis for them."""
+    if isinstance(i, mamba.Inputs):
+        return i.recurrence()
     g, gk = (i.g, None) if i.g.ndim == 3 else (None, i.g)
     return recurrent(i.q, i.k, i.v, g, i.beta, gk=gk, **kwargs)
 
 
-def reference_gradients(i: GDNInputs, do: Tensor) -> dict[str, Tensor]:
+def reference_gradients(i: Inputs, do: Tensor) -> dict[str, Tensor]:
     """Gradients of the recurrence by the name of the input."""
+    if isinstance(i, mamba.Inputs):
+        return i.gradients(do)
     g, gk = (i.g, None) if i.g.ndim == 3 else (None, i.g)
     dq, dk, dv, dg, dbeta, dgk, _, _ = recurrent_bwd(i.q, i.k, i.v, g, i.beta, do, gk=gk)
     return {"q": dq, "k": dk, "v": dv, "g": dg if gk is None else dgk, "beta": dbeta}
@@ -111,12 +119,12 @@ def gradient(x: Tensor) -> Tensor:
 class TrainingStep:
     """Forward and backward pass of a function o = f(inputs), all float inputs requiring grad."""
 
-    def __init__(self, i: GDNInputs):
+    def __init__(self, i: Inputs):
         tensors = {n: x.detach().clone() for n, x in i.asdict().items() if x is not None}
-        self.i = GDNInputs(**{n: x.requires_grad_() for n, x in tensors.items()})
-        self.do = gradient(i.v)  # o is like v
+        self.i = type(i)(**{n: x.requires_grad_() for n, x in tensors.items()})
+        self.do = gradient(i.v if isinstance(i, GDNInputs) else i.x)  # o is like it
 
-    def __call__(self, f: Callable[[GDNInputs], Tensor]) -> Tensor:
+    def __call__(self, f: Callable[[Inputs], Tensor]) -> Tensor:
         for x in self.i.asdict().values():
             if x is not None:
                 x.grad = None
@@ -126,15 +134,20 @@ class TrainingStep:
         return o
 
 
-def prepare(what: str, i: GDNInputs) -> Callable[[Callable], object]:
+def prepare(what: str, i: Inputs) -> Callable[[Callable], object]:
     """The call `what` as a function of a library's adapter, its inputs made beforehand."""
     return TrainingStep(i) if what == TRAINING else lambda f: f(i)
 
 
 class Oracle:
-    """The float64 recurrence of the first tokens, on the first and the last q/k head."""
+    """The float64 recurrence of the first tokens, on the first and the last q/k head; of Mamba-2 on
+    all heads, which share a group."""
 
-    def __init__(self, i: GDNInputs, tokens: int = PREFIX):
+    def __init__(self, i: Inputs, tokens: int = PREFIX):
+        if isinstance(i, mamba.Inputs):
+            self.heads, self.tokens = slice(None), tokens
+            self.o, self.final_state = i.first(tokens).double().recurrence()
+            return
         H, HV = i.q.shape[2], i.v.shape[2]
         heads = sorted({0, H - 1})
         group = HV // H
@@ -172,7 +185,7 @@ class GradientOracle:
             self.o = reference(i.double())[0]
             self.gradients = reference_gradients(i.double(), self.step.do.double())
 
-    def errors(self, f: Callable[[GDNInputs], Tensor]) -> dict[str, float]:
+    def errors(self, f: Callable[[Inputs], Tensor]) -> dict[str, float]:
         """Relative RMS errors of o, as "error", and of the gradients, as "error_dq" and so on."""
         errors = {"error": relative_rms(self.step(f), self.o)}
         for name, reference in self.gradients.items():

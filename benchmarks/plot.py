@@ -122,7 +122,8 @@ def roofline(data: dict, plt, call: str, stages: dict[str, tuple[str, ...]]):
         x = [row["flops"] / row["bytes"] for row in points[name]]
         y = [row["flops"] / row["ms"] / 1e9 for row in points[name]]
         ax.plot(
-            x, y, ls="", marker=MARKERS[n % len(MARKERS)], ms=6, alpha=0.85, mew=0,
+            x, y, ls="", marker=MARKERS[(n + n // len(COLOURS)) % len(MARKERS)], ms=6,
+            alpha=0.85, mew=0,
             color=COLOURS[n % len(COLOURS)], label=name.replace("_backward", " + backward"),
         )  # fmt: skip
     ax.set_xscale("log")

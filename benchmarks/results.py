@@ -5,10 +5,9 @@ import os
 import re
 import tempfile
 from datetime import date
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from benchmarks.adapters import DISTRIBUTIONS, NAMES, makers, refusal
+from benchmarks.adapters import DISTRIBUTIONS, NAMES, makers, refusal, version_of
 from benchmarks.cases import ALL_CALLS, CALLS, CASES, SCALING, SCALING_FORMS, STAGES
 
 DATA = Path(__file__).resolve().parents[1] / "chapters" / "data"
@@ -27,11 +26,7 @@ def new(gpu: str, rates: tuple[float, float]) -> dict:
     import triton
 
     data = {"gpu": gpu, "torch": torch.__version__, "triton": triton.__version__}
-    for library, distribution in DISTRIBUTIONS.items():
-        try:
-            data[library] = version(distribution)
-        except PackageNotFoundError:
-            data[library] = None
+    data |= {library: version_of(library) for library in DISTRIBUTIONS}
     data["cuda"] = torch.version.cuda
     data["bytes_per_s"], data["flops_per_s"] = rates
     return {**data, "date": date.today().isoformat(), "rows": []}

@@ -71,6 +71,11 @@ def make_row(case: Case, library: str, what: str, ms: float, rates: tuple, **mor
     return row | {k: significant(x) for k, x in more.items() if x is not None}
 
 
+def state_share(case: Case, ms: float, copy: float) -> float:
+    """The part of a token's time in which the states alone could be read and written."""
+    return 1e3 * 2 * case.state_bytes / copy / ms
+
+
 def label(case: Case, library: str, what: str) -> str:
     return f"{case.name:11s} {library:16s} {what:20s}"
 
@@ -82,6 +87,7 @@ def line_of(row: dict) -> str:
     text += f" {row['ms']:9.4f} ms  floor {row['floor_ms']:7.4f}"
     errors = {key: x for key, x in row.items() if key.startswith("error")}
     text += "".join(f"  {key.replace('error_', '')} {x:.2e}" for key, x in errors.items())
+    text += f"  state {100 * row['state_share']:.0f}%" if "state_share" in row else ""
     return text + (f"  peak {row['peak_mib']:6.0f} MiB" if "peak_mib" in row else "")
 
 
@@ -115,7 +121,8 @@ def call_rows(
             check_device(e)
             yield None, f"{label(case, library, what)} -- {why(e)}"
             continue
-        row = make_row(case, library, what, ms, rates, **errors, peak_mib=peak)
+        share = state_share(case, ms, rates[0]) if case.op == "ssd_decode" else None
+        row = make_row(case, library, what, ms, rates, **errors, peak_mib=peak, state_share=share)
         yield row, line_of(row)
 
 

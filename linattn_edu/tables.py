@@ -3,9 +3,13 @@
 from collections.abc import Callable
 
 TEXTS = ("case", "passes", "library", "state")  # columns of words, aligned to the left
-GRADIENTS = {f"d{x}": f"error_d{x}" for x in ("q", "k", "v", "g", "beta")}  # -> key of a row
+INPUTS = ("q", "k", "v", "x", "dt", "A", "B", "C", "D", "g", "beta")  # of any operator
+GRADIENTS = {f"d{x}": f"error_d{x}" for x in INPUTS}  # -> key of a row
 PASSES = {"forward": "forward", "forward_backward": "forward and backward"}  # "what" -> name
-OURS, FASTEST = "linattn_edu", "flash_qla"
+OURS = "linattn_edu"
+# library -> head of its column; our times are divided by those of the last
+BESIDE = {OURS: "linattn_edu ms", "fla": "fla ms", "flash_qla": "FlashQLA ms"}
+BESIDE_SSD = {OURS: "linattn_edu ms", "mamba_ssm": "mamba_ssm ms"}
 DECODE = {"decode": "new", "decode_inplace": "in place"}  # "what" -> the final state
 Cells = tuple[list[str], list[list[str]]]  # heads, lines
 
@@ -70,8 +74,9 @@ def backward_cells(rows: list[dict]) -> Cells:
 
 
 def gradient_cells(rows: list[dict]) -> Cells:
-    """Heads and lines of the errors of the output and of each gradient."""
-    keys = {"o": "error", **GRADIENTS}
+    """Heads and lines of the errors of the output and of each gradient that there is."""
+    there = {key for row in rows for key in row}
+    keys = {"o": "error", **{name: key for name, key in GRADIENTS.items() if key in there}}
     heads = ["case", "library", *(f"{name} %" for name in keys)]
     lines = [
         [row["case"], row["library"], *(_percent(row.get(key)) for key in keys.values())]
@@ -84,7 +89,8 @@ def decode_cells(rows: list[dict]) -> Cells:
     """Heads and lines of the decoding table; the library is named where there are several."""
     several = len({row["library"] for row in rows}) > 1
     heads = ["case", *(["library"] if several else []), "state", "ms", "floor ms", "GB/s"]
-    heads += ["o %", "S %", "MiB"]
+    shares = any("state_share" in row for row in rows)
+    heads += [*(["state's %"] if shares else []), "o %", "S %", "MiB"]
     lines = [
         [
             row["case"],
@@ -93,6 +99,7 @@ def decode_cells(rows: list[dict]) -> Cells:
             f"{row['ms']:.3f}",
             f"{row['floor_ms']:.3f}",
             f"{row['bytes'] / row['ms'] / 1e6:.0f}",
+            *([f"{100 * row['state_share']:.0f}"] if shares else []),
             _percent(row.get("error")),
             _percent(row.get("error_state")),
             _optional(row.get("peak_mib"), ".0f"),
@@ -102,20 +109,21 @@ def decode_cells(rows: list[dict]) -> Cells:
     return heads, lines
 
 
-def beside_cells(rows: list[dict]) -> Cells:
-    """Heads and lines of our times beside those of FASTEST, wherever both were measured.
+def beside_cells(rows: list[dict], libraries: dict[str, str] = BESIDE) -> Cells:
+    """Heads and lines of our times beside those of `libraries`, wherever we and the last were
+    measured.
 
-    "ratio" is our time divided by that of FASTEST.
+    "ratio" is our time divided by that of the last.
     """
-    libraries = {OURS: "linattn_edu ms", "fla": "fla ms", FASTEST: "FlashQLA ms"}
+    *_, last = libraries
     times = {(row["case"], row["what"], row["library"]): row["ms"] for row in rows}
-    both = [key[:2] for key in times if key[2] == OURS and (*key[:2], FASTEST) in times]
+    both = [key[:2] for key in times if key[2] == OURS and (*key[:2], last) in times]
     lines = [
         [
             case,
             PASSES[what],
             *(_optional(times.get((case, what, name)), ".3f") for name in libraries),
-            f"{times[case, what, OURS] / times[case, what, FASTEST]:.2f}",
+            f"{times[case, what, OURS] / times[case, what, last]:.2f}",
         ]
         for case, what in both
         if what in PASSES

@@ -29,7 +29,8 @@ from linattn_edu.pipeline import (
 HASH_SALT = "linattn_edu"
 # chapters/data/<name>.json
 RESULTS, KDA_RESULTS, SSD_RESULTS = "gdn_h200", "kda_h200", "ssd_h200"
-PEERS = {"fla": "fla-core", "flash_qla": "flash-qla"}  # key of the results -> distribution
+# key of the results -> distribution
+PEERS = {"fla": "fla-core", "flash_qla": "flash-qla", "mamba_ssm": "mamba_ssm"}
 SCALING = (
     "One layer with 16 heads and K = V = 128, from 256 to 32768 tokens: the recurrence token by "
     "token, the chunked form, and the quadratic form that keeps no state "
@@ -282,21 +283,37 @@ def performance_page(name: str = RESULTS, figures: Path | None = None, under: in
 
 
 README_PART = ("<!-- measured: written by python -m linattn_edu.teaching -->", "<!-- end -->")
+README_SSD = (
+    "<!-- Mamba-2, measured: written by python -m linattn_edu.teaching -->",
+    "<!-- end -->",
+)
 
 
-def readme_with_results(readme: str, name: str = RESULTS) -> str:
-    """The README's text with our times beside the fastest library's between its two marks.
+def readme_with_results(
+    readme: str,
+    name: str = RESULTS,
+    marks: tuple[str, str] = README_PART,
+    libraries: dict[str, str] = tables.BESIDE,
+) -> str:
+    """The README's text with our times beside other libraries' between two marks.
 
     Args:
-        readme: The text.  name: Of the file of results.
-    Raises:
-        FileNotFoundError: nothing has been measured under this name.
+        readme: The text.  name: Of the file of results; without it there is nothing between them.
+        marks: First and last line of the part.  libraries: As in tables.beside_cells.
     """
-    data, (begin, end) = measured(name), README_PART
-    table = tables.markdown(*tables.beside_cells(_rows(data, *tables.PASSES)))
+    data, (begin, end), part = _load(name), marks, ""
+    if data is not None:
+        table = tables.markdown(*tables.beside_cells(_rows(data, *tables.PASSES), libraries))
+        part = f"{table}\n\nInputs in bfloat16; {_provenance(data)}\n"
     before, rest = readme.split(begin)
-    after = rest.split(end)[1]
-    return f"{before}{begin}\n{table}\n\nInputs in bfloat16; {_provenance(data)}\n{end}{after}"
+    after = rest.split(end, 1)[1]
+    return f"{before}{begin}\n{part}{end}{after}"
+
+
+def readme_with_all(readme: str) -> str:
+    """The README's text with every measured part."""
+    readme = readme_with_results(readme)
+    return readme_with_results(readme, SSD_RESULTS, README_SSD, tables.BESIDE_SSD)
 
 
 def _figure(figures: Path | None, name: str, alt: str) -> str:
@@ -383,6 +400,7 @@ def page_parts(figures: Path) -> dict[str, str]:
         "ssd_composition_bwd.txt": inspect.getsource(ssd.backward),
         "performance.md": performance_page(figures=figures),
         "performance_kda.md": performance_page(KDA_RESULTS, figures, under=1),
+        "performance_ssd.md": performance_page(SSD_RESULTS, figures, under=1),
     }
 
 
@@ -392,5 +410,5 @@ if __name__ == "__main__":
     for file, text in page_parts(folder).items():
         (folder / file).write_text(text, encoding="utf-8")
     readme = root / "README.md"
-    text = readme_with_results(readme.read_text(encoding="utf-8"))
+    text = readme_with_all(readme.read_text(encoding="utf-8"))
     readme.write_text(text, encoding="utf-8")

@@ -342,3 +342,100 @@ class Channels:
 def same(x, y):
     """What a stage handed on is what the scalar form computes."""
     assert abs(torch.as_tensor(x) - torch.as_tensor(y)).max() < 1e-12
+
+
+class Decays:
+    """Mamba-2 in chunks, both passes: y, and the gradients of x, B and C."""
+
+    def __init__(self, i, dy, chunk_size):
+        names = ("cb", "write", "read", "mx", "dstates", "db_state", "dc_state", "dx_state")
+        self.count = dict.fromkeys((*names, "mtdy", "dmx", "dscores"), 0)
+        self.i, self.dy, self.size = i, dy, chunk_size
+        self.y, self.dx, self.dB, self.dC = (torch.zeros_like(x) for x in (i.x, i.x, i.B, i.C))
+
+    def dot(self, what, xs, ys):
+        xs, ys = list(xs), list(ys)
+        self.count[what] += len(xs)
+        return sum(x * y for x, y in zip(xs, ys, strict=True))
+
+    def run(self):
+        i, heads = self.i, self.i.x.shape[2] // self.i.B.shape[2]
+        for b in range(len(i.x)):
+            chunks = [
+                slice(t, min(t + self.size, i.x.shape[1]))
+                for t in range(0, i.x.shape[1], self.size)
+            ]
+            for g in range(i.B.shape[2]):
+                part = range(g * heads, (g + 1) * heads)
+                scores, states = self.group(b, g, part, chunks)
+                self.adjoint(b, g, part, chunks, scores, states)
+
+    def parts(self, b, rows, h):
+        """x, dy, step and gc of a head's chunk."""
+        i = self.i
+        step, A = i.dt[b, rows, h].tolist(), i.A[h].item()
+        gc = [A * sum(step[: t + 1]) for t in range(len(step))]
+        return i.x[b, rows, h].tolist(), self.dy[b, rows, h].tolist(), step, gc
+
+    def group(self, b, g, heads, chunks):
+        """Scores of each chunk, and the state before it of each head."""
+        N, P = self.i.B.shape[3], self.i.x.shape[3]
+        S = {h: [[0.0] * P for _ in range(N)] for h in heads}
+        scores, states = [], []
+        for rows in chunks:
+            B, C = (y[b, rows, g].tolist() for y in (self.i.B, self.i.C))
+            n = range(len(B))
+            cb = {(i, j): self.dot("cb", C[i], B[j]) for i in n for j in range(i + 1)}
+            scores.append(cb)
+            states.append({h: [line[:] for line in S[h]] for h in heads})
+            for h in heads:
+                x, _, step, gc = self.parts(b, rows, h)
+                D = self.i.D[h].item()
+                for i in n:
+                    M = [cb[i, j] * math.exp(gc[i] - gc[j]) * step[j] for j in range(i + 1)]
+                    for p in range(P):
+                        y = self.dot("mx", M, (x[j][p] for j in range(i + 1))) + D * x[i][p]
+                        read = self.dot("read", C[i], (line[p] for line in S[h]))
+                        self.y[b, rows.start + i, h, p] = y + math.exp(gc[i]) * read
+                for d in range(N):
+                    for p in range(P):
+                        v = [math.exp(gc[-1] - gc[j]) * step[j] * x[j][p] for j in n]
+                        new = self.dot("write", (B[j][d] for j in n), v)
+                        S[h][d][p] = math.exp(gc[-1]) * S[h][d][p] + new
+        return scores, states
+
+    def adjoint(self, b, g, heads, chunks, scores, states):
+        N, P = self.i.B.shape[3], self.i.x.shape[3]
+        dS = {h: [[0.0] * P for _ in range(N)] for h in heads}
+        for rows, cb, S in reversed(list(zip(chunks, scores, states, strict=True))):
+            B, C = (y[b, rows, g].tolist() for y in (self.i.B, self.i.C))
+            n, t = range(len(B)), rows.start
+            dscores = dict.fromkeys(cb, 0.0)
+            for h in heads:
+                x, dy, step, gc = self.parts(b, rows, h)
+                D, r = self.i.D[h].item(), [math.exp(gc[-1] - y) for y in gc]
+                for i, j in cb:
+                    decay = math.exp(gc[i] - gc[j]) * step[j]
+                    dscores[i, j] += self.dot("dmx", dy[i], x[j]) * decay
+                for j in n:
+                    for d in range(N):
+                        read = self.dot("dc_state", dy[j], S[h][d])
+                        self.dC[b, t + j, g, d] += math.exp(gc[j]) * read
+                        write = self.dot("db_state", x[j], dS[h][d])
+                        self.dB[b, t + j, g, d] += r[j] * step[j] * write
+                    after = range(j, len(B))
+                    M = [cb[i, j] * math.exp(gc[i] - gc[j]) for i in after]
+                    for p in range(P):
+                        dxs = r[j] * self.dot("dx_state", B[j], (line[p] for line in dS[h]))
+                        dxs += self.dot("mtdy", M, (dy[i][p] for i in after))
+                        self.dx[b, t + j, h, p] = step[j] * dxs + D * dy[j][p]
+                for d in range(N):
+                    for p in range(P):
+                        v = [math.exp(gc[i]) * dy[i][p] for i in n]
+                        read = self.dot("dstates", (C[i][d] for i in n), v)
+                        dS[h][d][p] = math.exp(gc[-1]) * dS[h][d][p] + read
+            for i, j in cb:
+                for d in range(N):
+                    self.dC[b, t + i, g, d] += dscores[i, j] * B[j][d]
+                    self.dB[b, t + j, g, d] += dscores[i, j] * C[i][d]
+                self.count["dscores"] += N

@@ -124,7 +124,7 @@ def test_what_the_pages_include_is_current(name, text):
 
 def test_the_readme_has_the_measured_times():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert teaching.readme_with_results(text) == text, "run: python -m linattn_edu.teaching"
+    assert teaching.readme_with_all(text) == text, "run: python -m linattn_edu.teaching"
 
 
 # ---- listings
@@ -255,7 +255,7 @@ def test_the_page_of_the_book(results, tmp_path):
     assert "| gdn_train | fla | 0.800 | 0.040 |  |  |  |" in text
     assert "### solve\n\n| case | ms |" in text
     assert "## Forward and backward\n\n| case | library | ms |" in text
-    assert "| gdn_train | linattn_edu | 0.1 | 0.2 |  |  | 0.5 |  |" in text  # o dq dk dv dg dbeta
+    assert "| gdn_train | linattn_edu | 0.1 | 0.2 | 0.5 |" in text  # o dq dg
     assert "## Decoding\n\n| case | state | ms |" in text
     assert " _static/figures/forward_made_up.svg\n" in text and "roofline" not in text
     (tmp_path / "backward_made_up.svg").touch()
@@ -282,6 +282,28 @@ def test_our_times_beside_the_fastest_library(results, tmp_path):
     assert "gdn_long" not in text and "old" not in text  # where both were measured
     assert text.startswith(f"before\n{begin}\n|") and text.endswith(f"\n{end}\nafter\n")
     assert teaching.readme_with_results(text, results) == text
+    assert teaching.readme_with_results(text, "no_such") == f"before\n{begin}\n{end}\nafter\n"
+
+
+def test_mamba_2_stands_beside_mamba_ssm(results, tmp_path):
+    ours = {**ROW, "what": "forward", "case": "ssd_2.7b", "ms": 2.0}
+    rows = [ours, {**ours, "library": "mamba_ssm", "ms": 4.0}]
+    (tmp_path / "chapters" / "data" / "made_up.json").write_text(json.dumps({**DATA, "rows": rows}))
+    text = "\n".join(teaching.README_SSD)
+    text = teaching.readme_with_results(
+        text, results, teaching.README_SSD, teaching.tables.BESIDE_SSD
+    )
+    assert "| ssd_2.7b | forward | 2.000 | 4.000 | 0.50 |\n" in text and "fla ms" not in text
+
+
+def test_columns_are_those_that_were_measured():
+    errors = {"error": 1e-3, "error_dx": 2e-3, "error_dA": 3e-3}
+    heads, (line,) = teaching.tables.gradient_cells([{**ROW, **errors}])
+    assert heads[2:] == ["o %", "dx %", "dA %"] and line[2:] == ["0.1", "0.2", "0.3"]
+    token = {**ROW, "what": "decode_inplace", "case": "ssd_decode", "state_share": 0.756}
+    heads, (line,) = teaching.tables.decode_cells([token])
+    assert line[heads.index("state's %")] == "76"
+    assert "state's %" not in teaching.tables.decode_cells([{**ROW, "what": "decode"}])[0]
 
 
 # ---- in a notebook

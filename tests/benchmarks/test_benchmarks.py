@@ -11,21 +11,23 @@ import pytest
 import torch
 from benchmarking import (
     DECODE,
+    EMA_SMALL,
     KDA_DECODE,
     KDA_SMALL,
     SMALL,
+    SSD_DECODE,
+    SSD_SMALL,
     TINY,
     modules,
     needs_no_gpu,
     some,
     some_row,
 )
-from scalar_forms import Adjoints, Channels, Scalars
+from scalar_forms import Adjoints, Channels, Decays, Scalars
 
-from benchmarks import forms, measure, plot, results
+from benchmarks import adapters, forms, mamba, measure, plot, results
 from benchmarks.cases import (
     ALL_CALLS,
-    AWAITED,
     CALLS,
     CASES,
     SCALING_T,
@@ -37,11 +39,12 @@ from benchmarks.cases import (
     work,
 )
 from benchmarks.progress import Progress
-from linattn_edu import chunk_kda
+from linattn_edu import chunk_kda, ema_scan, mamba_chunk_scan_combined
 from linattn_edu.reference.delta.recurrent import recurrent, recurrent_bwd
 from linattn_edu.testing import gdn_inputs, kda_inputs, relative_rms
 
 CHUNK = 4
+EMA_WIDE = Case("x", "ema", 1, 5, 1, 1, 1, 192)
 SAFE = ("linattn_edu_safe", "fla_safe")
 
 
@@ -59,7 +62,14 @@ def test_the_cases_are_those_that_the_peers_are_measured_on():
         "kda_kimi": (1, 32768, 32, 32, 128, 128),
         "kda_long": (1, 32768, 4, 4, 128, 128),
         "kda_decode": (128, 1, 32, 32, 128, 128),
+        "ssd_2.7b": (8, 4096, 1, 80, 128, 64),
+        "ssd_long": (1, 32768, 1, 80, 128, 64),
+        "ssd_decode": (128, 1, 1, 80, 128, 64),
+        "ema_train": (8, 4096, 1, 1, 1, 4096),
+        "ema_long": (1, 32768, 1, 1, 1, 4096),
     }
+    ssd = ("ssd_2.7b", "ssd_long", "ssd_decode", "ema_train", "ema_long")
+    assert [name for name, case in CASES.items() if case.operator == "ssd"] == list(ssd)
     assert SCALING_T == (256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
     assert scaling_case(512).shape == (1, 512, 16, 16, 128, 128)
 
@@ -77,7 +87,8 @@ def nbytes(*values) -> int:
 
 
 @pytest.mark.parametrize(
-    ("case", "stage"), [(case, stage) for case in (SMALL, KDA_SMALL) for stage in STAGES[case.op]]
+    ("case", "stage"),
+    [(case, stage) for case in (SMALL, KDA_SMALL, SSD_SMALL) for stage in STAGES[case.op]],
 )
 def test_bytes_of_a_stage_are_those_of_its_tensors(case, stage):
     i = measure.inputs(case, "cpu")
@@ -91,20 +102,21 @@ def test_bytes_of_a_stage_are_those_of_its_tensors(case, stage):
     assert work(case, f"stage:{stage}", 16).bytes == moved
 
 
-@pytest.mark.parametrize("case", [SMALL, KDA_SMALL])
+@pytest.mark.parametrize("case", [SMALL, KDA_SMALL, SSD_SMALL, EMA_SMALL])
 def test_bytes_of_the_forward_pass(case):
     i = measure.inputs(case, "cpu")
-    moved = nbytes(*i.asdict().values()) + nbytes(i.v)  # o has the shape of v
+    out = i.x if case.operator == "ssd" else i.v  # o has its shape
+    moved = nbytes(*i.asdict().values()) + nbytes(out)
     assert work(case, "forward").bytes == moved
     if case is SMALL:
         assert work(case, "quadratic").bytes == moved
 
 
-@pytest.mark.parametrize("case", [SMALL, KDA_SMALL])
+@pytest.mark.parametrize("case", [SMALL, KDA_SMALL, SSD_SMALL, EMA_SMALL])
 def test_bytes_of_both_passes_are_those_of_two_calls(case):
     i = measure.inputs(case, "cpu")
-    inputs = nbytes(*i.asdict().values())
-    forward, backward = inputs + nbytes(i.v), inputs + nbytes(i.v) + inputs
+    inputs, out = nbytes(*i.asdict().values()), i.x if case.operator == "ssd" else i.v
+    forward, backward = inputs + nbytes(out), inputs + nbytes(out) + inputs
     assert work(case, "forward_backward").bytes == forward + backward
 
 
@@ -113,6 +125,13 @@ def test_bytes_of_both_passes_are_those_of_two_calls(case):
 def test_bytes_of_a_decoded_token(case, what):
     i = measure.inputs(case, "cpu")
     assert work(case, what).bytes == nbytes(*i.asdict().values(), i.v, i.initial_state)
+
+
+def test_bytes_of_a_decoded_token_of_mamba_2():
+    i = measure.inputs(SSD_DECODE, "cpu")
+    moved = nbytes(*i.asdict().values(), i.x, i.initial_state)
+    assert work(SSD_DECODE, "decode_inplace").bytes == moved
+    assert SSD_DECODE.state_bytes == nbytes(i.initial_state)
 
 
 @pytest.fixture(scope="module")
@@ -196,6 +215,45 @@ def test_flops_of_kda_are_the_multiply_adds_of_the_scalar_form(shape):
     assert work(case, "forward", CHUNK).flops == forward
 
 
+@pytest.mark.parametrize("shape", [(2, 7, 1, 2, 3, 2), (1, 9, 2, 4, 2, 3)])
+def test_flops_of_mamba_2_are_the_multiply_adds_of_the_scalar_form(shape):
+    case = Case("tiny", "ssd", *shape)
+    i = measure.inputs(case, "cpu").double()
+    dy = measure.gradient(i.x)
+    for chunk, fused in ((CHUNK, False), (2 * CHUNK, True)):
+        scalars = Decays(i, dy, chunk)
+        scalars.run()
+        assert relative_rms(scalars.y, i.recurrence()[0]) < 1e-12
+        gradients = i.gradients(dy)
+        for name in ("x", "B", "C"):
+            assert relative_rms(getattr(scalars, f"d{name}"), gradients[name]) < 1e-12, name
+        n = scalars.count
+        inner = n["dmx"] + 2 * n["dscores"]  # dscores from dY X^T, dscores B and dscores^T C
+        if fused:
+            gradient = n["db_state"] + n["dc_state"] + n["dx_state"] + n["mtdy"] + inner
+            expected = {
+                "stage:state": n["write"],
+                "stage:ssd_fwd": n["read"] + n["mx"],
+                "stage:state_bwd": n["dstates"],
+                "stage:ssd_bwd": gradient,
+            }
+        else:
+            expected = {
+                "stage:chunk_state": n["write"],
+                "stage:chunk_scan": n["read"] + n["cb"] + n["mx"],
+                "stage:chunk_scan_bwd_dstates": n["dstates"],
+                "stage:chunk_state_bwd_db": n["db_state"],
+                "stage:chunk_scan_bwd_dc": n["dc_state"] + inner,
+                "stage:chunk_scan_chunk_state_bwd_dx": n["dx_state"] + n["cb"] + n["mtdy"],
+            }
+            adjoints = sum(n[x] for x in ("dstates", "db_state", "dc_state", "dx_state", "mtdy"))
+            forward = n["cb"] + n["write"] + n["read"] + n["mx"]
+            expected |= {"forward": forward, TRAINING: forward + adjoints + inner}
+        assert {what: work(case, what, CHUNK).flops for what in expected} == {
+            what: 2 * x for what, x in expected.items()
+        }
+
+
 def test_flops_of_one_token():
     one = Case("one", "gdn", 1, 1, 1, 1, 8, 4)
     assert work(one, "recurrent").flops == 7 * 8 * 4 + 3 * 4
@@ -203,6 +261,14 @@ def test_flops_of_one_token():
     assert work(one, "decode").flops == work(one, "recurrent").flops
     assert work(one, "stage:recurrent_bwd").flops == 20 * 8 * 4 + 6 * 4
     assert work(one, "stage:gate_cumsum").flops == 2
+    token = Case("one", "ssd_decode", 1, 1, 1, 1, 8, 4)
+    assert work(token, "decode_inplace").flops == 5 * 8 * 4 + 3 * 4
+    average = Case("one", "ema", 1, 1, 1, 1, 1, 4)
+    assert (work(average, "forward").flops, work(average, TRAINING).flops) == (3 * 4, 12 * 4)
+    whole = Case("one", "ssd", 1, 5, 1, 1, 8, 4)
+    assert work(whole, "stage:chunk_scores").flops == 2 * 5 * 5 * 8
+    # of a pair of tokens below the diagonal C . B and dy . x, and nothing on it
+    assert work(whole, "stage:chunk_scan_bwd_da_cs").flops == 2 * 10 * (8 + 4)
     assert work(one, "stage:gate_bwd").flops == 1
     assert work(one, "quadratic").flops == 2 * (8 + 4)  # q k^T and its product with v
 
@@ -215,6 +281,9 @@ def test_floor_is_the_larger_time():
     known |= {"kda_train": 0.19, "kda_kimi": 0.38, "kda_long": 0.047}
     for name, floor in known.items():
         assert work(CASES[name], "forward").floor_ms() == pytest.approx(floor, rel=0.05)
+    assert work(CASES["ssd_2.7b"], "forward").floor_ms() == pytest.approx(0.166, rel=0.05)
+    assert work(CASES["ema_long"], "forward").floor_ms() == pytest.approx(0.125, rel=0.05)
+    assert work(CASES["ssd_decode"], "decode_inplace").floor_ms() == pytest.approx(0.157, rel=0.05)
     for name in ("gdn_decode", "kda_decode"):
         assert work(CASES[name], "decode").floor_ms() == pytest.approx(0.125, rel=0.05)
 
@@ -275,6 +344,57 @@ def test_the_oracles_of_a_gate_for_each_channel(case):
         errors = oracle.errors(lambda i: chunk_kda(i.q, i.k, i.v, i.g, i.beta, impl="reference")[0])
         assert list(errors) == ["error", *(f"error_d{x}" for x in ("q", "k", "v", "g", "beta"))]
         assert max(errors.values()) < 1e-2
+
+
+@pytest.mark.parametrize("case", [SSD_SMALL, EMA_SMALL])
+def test_the_oracles_of_mamba_2(case):
+    def reference(i):
+        if case.op == "ema":
+            return ema_scan(i.x, i.g, impl="reference")[0]
+        return mamba_chunk_scan_combined(i.x, i.dt, i.A, i.B, i.C, 32, D=i.D, impl="reference")
+
+    i = measure.inputs(case, "cpu")
+    oracle = measure.Oracle(i, tokens=70)
+    y = reference(i)
+    assert oracle.error(y) < 5e-3 and oracle.error(y[:, :40]) < 5e-3
+    y[0, 69] += 1
+    assert oracle.error(y) > 1e-2
+    oracle = measure.GradientOracle(case, "cpu")
+    errors = oracle.errors(reference)
+    assert list(errors) == ["error", *(f"error_d{name}" for name in i.asdict())]
+    assert max(errors.values()) < 1e-2
+
+
+def test_the_oracle_of_a_token_of_mamba_2():
+    i = measure.inputs(SSD_DECODE, "cpu")
+    out, state = i.recurrence()
+    oracle = measure.Oracle(i)
+    assert oracle.error(out) < 5e-3 and oracle.state_error(state) < 1e-6
+    state[0, 3] += 1
+    assert oracle.state_error(state) > 1e-3
+    assert all(y.stride(-1) == 0 for y in i.expanded())
+
+
+def test_a_recurrence_is_differentiated_in_segments(monkeypatch):
+    i = measure.inputs(SSD_SMALL, "cpu").double()
+    dy, found = measure.gradient(i.x), []
+    for tokens in (1, 32, 100):
+        monkeypatch.setattr(mamba, "SEGMENT", tokens)
+        found.append(i.gradients(dy))
+    for name, x in found[0].items():
+        assert relative_rms(found[1][name], x) < 1e-14 and relative_rms(found[2][name], x) < 1e-14
+
+
+def test_an_average_is_mamba_2s_scan():
+    i = measure.inputs(EMA_SMALL, "cpu").double()
+    x, dt, A, B, C, _ = adapters.average_as_scan(i)
+    assert x.shape == (2, 80, 1, 33) and dt.shape == (2, 80, 1)
+    zeros = torch.zeros_like(A)
+    y, _ = mamba.Scan(x, dt, A, B, C, zeros).recurrence()
+    assert relative_rms(y.flatten(2), i.recurrence()[0].flatten(2)) < 1e-12
+    wide = measure.inputs(EMA_WIDE, "cpu")
+    x, dt, *_ = adapters.average_as_scan(wide)
+    assert x.shape == (1, 5, 3, 64) and dt.shape == (1, 5, 3)
 
 
 def test_a_stage_is_only_stopped_by_those_it_needs(monkeypatch):
@@ -369,6 +489,8 @@ def made_up(operator: str = "gdn") -> dict:
         for case in cases
         for s in STAGES.get(case.op, ())
     ]
+    if operator == "ssd":
+        return some([r for r in rows if r["library"] != "fla"])
     if operator == "kda":
         return some(rows + [some_row("kda_train", x, ms=0.4) for x in SAFE])
     rows += [some_row("gdn_train", "flash_qla", ms=0.4)]
@@ -387,14 +509,15 @@ def test_plot(tmp_path, capsys):
     results.save(data / "gdn_a100.json", made_up() | {"gpu": "NVIDIA A100"})
     results.save(data / "gdn_h200.json", made_up())
     results.save(data / "kda_h200.json", made_up("kda"))
+    results.save(data / "ssd_h200.json", made_up("ssd"))
     texts = []
     for name in ("one", "two"):
         assert plot.main(["--data", str(data), "--out", str(tmp_path / name)]) == 0
         files = sorted((tmp_path / name).iterdir())
         texts.append([file.read_bytes() for file in files])
     names = {"forward", "backward", "roofline", "roofline_backward", "scaling"}
-    kda = {f"{name}_kda_h200" for name in names - {"scaling"}}
-    assert {p.stem for p in files} == names | kda | {f"{name}_gdn_a100" for name in names}
+    more = {f"{name}_{op}_h200" for op in ("kda", "ssd") for name in names - {"scaling"}}
+    assert {p.stem for p in files} == names | more | {f"{name}_gdn_a100" for name in names}
     assert texts[0] == texts[1]  # no date, no random ids
     for file in files:
         assert ET.parse(file).getroot().tag.endswith("svg")
@@ -468,12 +591,7 @@ def test_plot_without_results(tmp_path, capsys):
 def test_list_works_anywhere():
     code, out, err = modules([("benchmarks", "--list")])["benchmarks", "--list"]
     assert code == 0, err
-    assert all(name in out for name in (*CASES, *AWAITED, *ALL_CALLS))
-
-
-def test_a_case_that_waits_for_its_operator_says_so():
-    with pytest.raises(ValueError, match="ssd_long waits for mamba_chunk_scan_combined"):
-        select(["ssd_long"])
+    assert all(name in out for name in (*CASES, *ALL_CALLS))
 
 
 NEED_A_GPU = [

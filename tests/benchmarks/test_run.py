@@ -11,10 +11,13 @@ import torch
 from benchmarking import (
     DECODE,
     DEVICE,
+    EMA_SMALL,
     KDA_DECODE,
     KDA_SMALL,
     RATES,
     SMALL,
+    SSD_DECODE,
+    SSD_SMALL,
     needs_no_gpu,
     stop_the_clock,
 )
@@ -72,12 +75,17 @@ def test_every_call_of_a_case_has_adapters():
             assert "linattn_edu" in made and set(made) <= set(adapters.NAMES)
     every = ("linattn_edu", "linattn_edu_safe", "fla", "fla_safe")
     assert tuple(adapters.makers(CASES["kda_kimi"], TRAINING)) == every
+    for name in ("ssd_2.7b", "ema_long"):
+        assert tuple(adapters.makers(CASES[name], TRAINING)) == ("linattn_edu", "mamba_ssm")
 
 
 @pytest.mark.parametrize(
     ("case", "library"),
-    [(SMALL, "linattn_edu"), (KDA_SMALL, "linattn_edu"), (KDA_SMALL, "linattn_edu_safe")],
-)
+    [
+        (SMALL, "linattn_edu"), (KDA_SMALL, "linattn_edu"), (KDA_SMALL, "linattn_edu_safe"),
+        (SSD_SMALL, "linattn_edu"), (EMA_SMALL, "linattn_edu"),
+    ],
+)  # fmt: skip
 def test_forward_rows(case, library, no_clock):
     ((row, line),) = rows.call_rows(case, "forward", [library], RATES, DEVICE)
     assert (row["case"], row["what"]) == (case.name, "forward")
@@ -106,6 +114,85 @@ def test_every_library_of_kda_is_called_alike(safe, monkeypatch):
     assert all(x is y for x, y in zip(ours, theirs, strict=True))
     assert options == given | {"impl": "triton"}
     assert given == ({"safe_gate": True, "lower_bound": -5.0} if safe else {})
+
+
+@pytest.mark.parametrize("case", [SSD_SMALL, EMA_SMALL])
+def test_training_rows_of_mamba_2(case, no_clock):
+    with torch.no_grad():
+        ((row, _),) = rows.call_rows(case, TRAINING, ["linattn_edu"], RATES, DEVICE)
+    names = measure.inputs(case, DEVICE).asdict()
+    assert {key for key in row if key.startswith("error_d")} == {f"error_d{x}" for x in names}
+    assert all(0 < row[f"error_d{x}"] < 2e-2 for x in names)
+
+
+def test_the_kernel_decodes_a_token_of_mamba_2(no_clock):
+    inputs = measure.inputs(SSD_DECODE, DEVICE)
+    got = rows.call_rows(SSD_DECODE, "decode_inplace", ["linattn_edu"], RATES, DEVICE)
+    ((row, line),) = got
+    assert row["error"] < 5e-3 and row["error_state"] < 1e-6
+    traffic = 2 * inputs.initial_state.numel() * 4
+    assert row["state_share"] == pytest.approx(traffic / 4.3e12 / 0.25e-3, rel=1e-4)
+    assert "state" in line
+
+
+@pytest.fixture
+def mamba_ssm(monkeypatch, tmp_path):
+    """Sources of mamba_ssm made up, whose root cannot be imported."""
+    root = tmp_path / "mamba_ssm"
+    triton = root / "ops" / "triton"
+    triton.mkdir(parents=True)
+    for folder in (root / "ops", triton):
+        (folder / "__init__.py").touch()
+    text = '__version__ = "2.3.2"\nimport selective_scan_cuda_that_is_not_there\n'
+    (root / "__init__.py").write_text(text)
+    (triton / "ssd_combined.py").write_text(
+        "def mamba_chunk_scan_combined(*args, **kwargs):\n    return args, kwargs\n"
+    )
+    (triton / "selective_state_update.py").write_text(
+        "from linattn_edu import selective_state_update\n"
+    )
+    monkeypatch.setenv("MAMBA_SRC", str(tmp_path))
+    yield root
+    for name in [name for name in sys.modules if name.split(".")[0] == "mamba_ssm"]:
+        del sys.modules[name]
+
+
+def test_mamba_ssm_is_called_alike(mamba_ssm, monkeypatch):
+    import linattn_edu
+
+    seen = []
+    ours = SimpleNamespace(scan=lambda *a, **k: seen.append((a, k)))
+    monkeypatch.setattr(linattn_edu, "mamba_chunk_scan_combined", ours.scan)
+    i, made = measure.inputs(SSD_SMALL, DEVICE), adapters.makers(SSD_SMALL, "forward")
+    made["linattn_edu"]()(i)
+    ((args, options),), (theirs, given) = seen, made["mamba_ssm"]()(i)
+    assert len(args) == len(theirs) == 6 and theirs[5] == 256
+    assert all(x is y for x, y in zip(args, theirs, strict=True))
+    assert options == given | {"impl": "triton"} and given["D"] is i.D
+    (x, *_, chunk), _ = adapters.makers(EMA_SMALL, "forward")["mamba_ssm"]()(
+        measure.inputs(EMA_SMALL, DEVICE)
+    )
+    assert x.ndim == 4 and chunk == 256
+    assert adapters.version_of("mamba_ssm") == "2.3.2"
+    libraries = ["linattn_edu", "mamba_ssm"]
+    assert list(adapters.makers(SSD_DECODE, "decode_inplace")) == libraries
+
+
+def test_a_token_of_mamba_ssm(mamba_ssm, no_clock):
+    got = rows.call_rows(SSD_DECODE, "decode_inplace", ["mamba_ssm"], RATES, DEVICE)
+    ((row, _),) = got
+    assert row["error"] < 5e-3 and row["error_state"] < 1e-6
+
+
+def test_without_mamba_ssm(monkeypatch, tmp_path):
+    monkeypatch.setenv("MAMBA_SRC", str(tmp_path))
+    assert adapters.version_of("mamba_ssm") is None
+    with pytest.raises(ModuleNotFoundError, match="MAMBA_SRC names no folder"):
+        adapters.makers(SSD_SMALL, "forward")["mamba_ssm"]()
+    monkeypatch.delenv("MAMBA_SRC")
+    monkeypatch.setattr(adapters, "find_spec", lambda name: None)
+    with pytest.raises(ModuleNotFoundError, match="No module named 'mamba_ssm'"):
+        adapters.makers(EMA_SMALL, "forward")["mamba_ssm"]()
 
 
 @pytest.mark.parametrize("case", [SMALL, KDA_SMALL])
@@ -202,7 +289,7 @@ def test_a_lost_context_stops_the_process(said, no_clock, monkeypatch):
         list(rows.call_rows(SMALL, "forward", ["fla"], RATES, DEVICE))
 
 
-@pytest.mark.parametrize("case", [SMALL, KDA_SMALL])
+@pytest.mark.parametrize("case", [SMALL, KDA_SMALL, SSD_SMALL])
 def test_stage_rows(case, no_clock):
     got = [row for row, _ in rows.stage_rows(case, RATES, DEVICE)]
     expected = [(f"stage:{name}", "linattn_edu") for name in STAGES[case.op]]
@@ -343,7 +430,7 @@ def test_each_operator_has_its_file(monkeypatch, tmp_path):
     monkeypatch.setattr(measure, "usable_gpu", lambda: None)
     monkeypatch.setattr(measure, "gpu_name", lambda: "NVIDIA H200")
     monkeypatch.setattr(run, "run", one)
-    assert command.main(["--all"]) == 1
+    assert command.main(["gdn", "kda", "--all"]) == 1
     assert [x[:2] for x in seen] == [({"gdn"}, "gdn_h200.json"), ({"kda"}, "kda_h200.json")]
     assert [x[2]["parts"] == run.PARTS for x in seen] == [True, False]  # one has the scaling
     monkeypatch.setattr(command.subprocess, "call", lambda c: calls.append(c) or 0)
@@ -352,6 +439,8 @@ def test_each_operator_has_its_file(monkeypatch, tmp_path):
     assert seen[2][:2] == ({"kda"}, "kda_h200.json")
     assert seen[2][2]["begun"] == [["kda_train", "forward", "fla"]] and len(seen) == 3
     assert command.main(["kda", "--scaling"]) == 2
+    assert command.main(["ssd", "ema"]) == 0
+    assert seen[3][:2] == ({"ssd"}, "ssd_h200.json")
 
 
 # ---- first calls
