@@ -5,7 +5,11 @@ import torch
 from grids import EVERY, name, pairs
 from ssd.ssd_checks import GIVEN, TOKENS, check_stage, parts
 
+from linattn_edu.kernels.delta.state import state
+from linattn_edu.kernels.delta.state_bwd import state_bwd
 from linattn_edu.kernels.ssd import fused as kernels
+from linattn_edu.reference.delta.state import state as state_reference
+from linattn_edu.reference.delta.state_bwd import state_bwd as state_bwd_reference
 from linattn_edu.reference.ssd import fused as reference
 
 pytestmark = pytest.mark.usefixtures("poison")
@@ -37,3 +41,12 @@ def test_kernels(T, N, P, C, heads, given, dtype, device, few):
     check_stage(kernels.ssd_fwd, reference.ssd_fwd, args)
     args = (r.C, r.B, S, r.x, r.step, r.gc, h, dh, r.dy, r.D, r.seq_idx)
     check_stage(kernels.ssd_bwd, reference.ssd_bwd, args)
+
+
+@pytest.mark.parametrize(tuple(AXES), pairs(**AXES | {"P": (33, 64, 128)}), ids=name)
+def test_the_scans_without_a_correction(T, N, P, C, heads, given, dtype, device):
+    r = parts(T, N, P, C, given, dtype, device, *heads)
+    args = (r.B, None, r.x, r.gc, r.h0, r.step, r.seq_idx)
+    check_stage(state, state_reference, args, chunk_size=C, output_final_state=True)
+    args = (r.C, None, None, r.gc, r.dy, None, r.dht, r.seq_idx, r.h.to(dtype))
+    check_stage(state_bwd, state_bwd_reference, args, scale=1.0, chunk_size=C)
