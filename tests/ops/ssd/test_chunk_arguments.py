@@ -1,0 +1,231 @@
+"""What mamba_chunk_scan_combined refuses, before any kernel runs, and what it takes."""
+
+import pytest
+import torch
+from gdn_checks import launches, refused
+from ops.gdn.test_chunk_arguments import other
+from ops.ssd.ssd_cases import GIVEN, inputs
+
+from linattn_edu import mamba_chunk_scan_combined
+
+T, H, G, P, N = 20, 4, 2, 16, 24
+TENSORS = ("x", "dt", "A", "B", "C", *GIVEN["all"])
+
+
+def everything(device, packed=True):
+    """(tensors, options) of a call that uses every argument."""
+    x, options = inputs(1, T, H, G, P, N, device=device, states=3 if packed else 1)
+    options |= {"chunk_size": 64, "return_final_states": True}
+    if packed:
+        bounds = torch.tensor([0, 5, 5, T])
+        options |= {"cu_seqlens": bounds.to(device), "cu_seqlens_cpu": bounds}
+        options["return_varlen_states"] = True
+    return x, options
+
+
+def longer(name, axis):
+    """Changes: one more along an axis."""
+    return other(name, lambda t: torch.cat([t, t.narrow(axis, 0, 1)], axis))
+
+
+def to(name, where):
+    return other(name, lambda t: t.to(where))
+
+
+def wide(axis_of_states):
+    """Changes: P (2) or N (3) of 257."""
+    names = ("x", "z") if axis_of_states == 2 else ("B", "C")
+    grow = lambda t: t[..., :1].expand(*t.shape[:3], 257)
+    return lambda a: {"initial_states": None} | {n: grow(a[n]) for n in names}
+
+
+def batch(a):
+    tokens = ("x", "dt", "B", "C", "z", "seq_idx")
+    return {n: torch.cat([a[n], a[n]]) for n in tokens}
+
+
+def empty(name, axis):
+    names = {"H": ("x", "dt", "z"), "B": ("x", "dt", "z", "B", "C", "seq_idx")}.get(axis, (name,))
+    place = {"B": 0, "H": 2, "G": 2, "P": 3, "N": 3}[axis]
+
+    def change(a):
+        changed = {n: a[n].narrow(place, 0, 0) for n in names if place < a[n].ndim}
+        if axis == "H":
+            changed |= {n: a[n][:0] for n in ("A", "D", "dt_bias")}
+        if axis in ("G", "N"):
+            changed["C"] = a["C"].narrow(place, 0, 0)
+        if axis == "P":
+            changed["z"] = a["z"].narrow(place, 0, 0)
+        return (
+            {"initial_states": None, "cu_seqlens": None, "cu_seqlens_cpu": None}
+            | {"return_varlen_states": False}
+            | changed
+        )
+
+    return change
+
+
+def bounds(change):
+    """Changes of cu_seqlens, which the host does not know otherwise."""
+    return lambda a: {"cu_seqlens": change(a["cu_seqlens"]), "cu_seqlens_cpu": None}
+
+
+# what is wrong: the error, its message, the changes to a valid call
+CASES = {
+    **{f"{n} is a list": (TypeError, f"{n} must be a .*got list", other(n, lambda t: t.tolist()))
+       for n in TENSORS},
+    **{f"{n} is missing": (TypeError, f"{n} must be a torch.Tensor .*got NoneType",
+                           lambda a, n=n: {n: None}) for n in ("x", "dt", "A", "B", "C")},
+    **{f"{n} of integers": (TypeError, f"{n} must be float64, .*got torch.int32",
+                            to(n, torch.int32)) for n in TENSORS if n != "seq_idx"},
+    **{f"{n} elsewhere": (ValueError, f"{n} must be on .* like x, got meta", to(n, "meta"))
+       for n in TENSORS if n != "x"},
+    **{f"{n} in half": (TypeError, f"{n} must be torch.float32 like x, got torch.float16",
+                        to(n, torch.float16)) for n in ("B", "C")},
+    "x rank": (ValueError, r"x must have 4 dimensions \[B, T, H, P\], got 3",
+               other("x", lambda t: t[0])),
+    "dt tokens": (ValueError, r"dt must have shape \[B=1, T=20, H=4\], got \(1, 21, 4\)",
+                  longer("dt", 1)),
+    "dt heads": (ValueError, r"dt must have shape \[B=1, T=20, H=4\], got \(1, 20, 5\)",
+                 longer("dt", 2)),
+    "dt of channels": (ValueError, r"dt must have 3 dimensions \[B, T, H\], got 4",
+                       other("dt", lambda t: t[..., None])),
+    "A heads": (ValueError, r"A must have shape \[H=4\], got \(5,\)", longer("A", 0)),
+    "A of Mamba-1": (ValueError, r"A must have 1 dimensions \[H\], got 2",
+                     other("A", lambda t: t[:, None])),
+    "B tokens": (ValueError, r"B must have shape \[B=1, T=20, G, S\], got", longer("B", 1)),
+    "B without groups": (ValueError, r"B must have 4 dimensions", other("B", lambda t: t[:, :, 0])),
+    "C groups": (ValueError, r"C must have shape .*G=2.*, got \(1, 20, 3, 24\)", longer("C", 2)),
+    "C size": (ValueError, r"C must have shape .*, got \(1, 20, 2, 25\)", longer("C", 3)),
+    "groups": (ValueError, "number of groups G that divides H=4, got G=3",
+               lambda a: longer("B", 2)(a) | longer("C", 2)(a)),
+    "D heads": (ValueError, r"D must have shape \[H=4\], got \(5,\)", longer("D", 0)),
+    "D channels": (ValueError, r"D must have shape \[H=4, P=16\], got \(4, 17\)",
+                   other("D", lambda t: t[:, None].repeat(1, 17))),
+    "D rank": (ValueError, r"D must have 1 dimensions \[H\], got 3",
+               other("D", lambda t: t[:, None, None])),
+    "z": (ValueError, r"z must have shape \[B=1, T=20, H=4, P=16\], got", longer("z", 3)),
+    "dt_bias": (ValueError, r"dt_bias must have shape \[H=4\], got \(5,\)", longer("dt_bias", 0)),
+    "states": (ValueError, r"initial_states must have shape \[N=3, H=4, P=16, .*\], got \(4, ",
+               longer("initial_states", 0)),
+    "states turned": (ValueError, r"initial_states must have shape .*, got \(3, 4, 24, 16\)",
+                      other("initial_states", lambda t: t.mT)),
+    "seq_idx shape": (ValueError, r"seq_idx must have shape \[B, T\] = \(1, 20\), got \(1, 21\)",
+                      longer("seq_idx", 1)),
+    "seq_idx rank": (ValueError, r"seq_idx must have shape \[B, T\] = \(1, 20\), got \(20,\)",
+                     other("seq_idx", lambda t: t[0])),
+    "seq_idx dtype": (TypeError, "seq_idx must be a tensor of int32 or int64, got torch.float32",
+                      to("seq_idx", torch.float32)),
+    "seq_idx narrow": (TypeError, "seq_idx must be a tensor of int32 or int64, got torch.int16",
+                       to("seq_idx", torch.int16)),
+    "long x": (ValueError, "x's last axis must be <= 256, got 257", wide(2)),
+    "long B": (ValueError, "B's last axis must be <= 256, got 257", wide(3)),
+    **{f"no {axis}": (ValueError, rf"{n} must have no empty axis but T, got \w=0", empty(n, axis))
+       for n, axis in (("x", "B"), ("x", "H"), ("x", "P"), ("B", "G"), ("B", "N"))},
+    "sparse": (TypeError, "z must be a dense tensor, got layout torch.sparse_coo",
+               other("z", lambda t: t.to_sparse())),
+    **{f"chunk_size {value}": (error, message, lambda a, value=value: {"chunk_size": value})
+       for value, error, message in (
+           (8, ValueError, "chunk_size must be at least 16, got 8"),
+           (48, ValueError, "chunk_size must be a power of two, got 48"),
+           (0, ValueError, "chunk_size must be a power of two, got 0"),
+           (-64, ValueError, "chunk_size must be a power of two, got -64"),
+           (64.0, TypeError, "chunk_size must be an integer, got 64.0"),
+           (True, TypeError, "chunk_size must be an integer, got True"),
+           (None, TypeError, "chunk_size must be an integer, got None"),
+       )},
+    **{f"dt_limit {value}": (error, message, lambda a, value=value: {"dt_limit": value})
+       for value, error, message in (
+           (None, TypeError, "dt_limit must be two numbers, got None"),
+           (1.0, TypeError, "dt_limit must be two numbers, got 1.0"),
+           ((1.0,), TypeError, "dt_limit must be two numbers"),
+           ((0.0, 1.0, 2.0), TypeError, "dt_limit must be two numbers"),
+           ((0.0, "inf?"), TypeError, "dt_limit must be two numbers"),
+           ((1.0, 0.5), ValueError, r"dt_limit must be \(least, largest\), got \(1.0, 0.5\)"),
+           ((0.0, float("nan")), ValueError, r"dt_limit must be \(least, largest\)"),
+       )},
+    **{f"{flag} {value!r}": (TypeError, f"{flag} must be True or False, got {value!r}",
+                             lambda a, flag=flag, value=value: {flag: value})
+       for flag, value in (("dt_softplus", 2), ("return_final_states", "yes"),
+                           ("return_varlen_states", 1.0))},
+    "impl": (ValueError, "impl must be one of 'auto', 'triton', 'reference', got 'xla'",
+             lambda a: {"impl": "xla"}),
+    "unknown": (TypeError, "unexpected keyword argument 'headdim'", lambda a: {"headdim": 64}),
+    "float64 in a kernel": (ValueError, "impl='triton' cannot run here: .* float64 was given",
+                            lambda a: {"impl": "triton", "dt": a["dt"].double()}),
+    "batch": (ValueError, "x must have B = 1 with cu_seqlens, .*, got B=2", batch),
+    "bounds list": (TypeError, "cu_seqlens must be a torch.Tensor .*got list",
+                    other("cu_seqlens", lambda b: b.tolist())),
+    "bounds dtype": (TypeError, "cu_seqlens must be int32 or int64, got torch.float32",
+                     to("cu_seqlens", torch.float32)),
+    "bounds rank": (ValueError, r"cu_seqlens must have shape \[N \+ 1\] .*, got \(1, ",
+                    other("cu_seqlens", lambda b: b[None])),
+    "bounds elsewhere": (ValueError, "cu_seqlens must be on .* like x, got meta",
+                         to("cu_seqlens", "meta")),
+    "begin": (ValueError, "cu_seqlens must begin with 0, got 1", bounds(lambda b: b + 1)),
+    "end": (ValueError, "cu_seqlens must end at T=20, got 40", bounds(lambda b: 2 * b)),
+    "falling": (ValueError, "cu_seqlens must not decrease", bounds(lambda b: b[[0, 3, 1, 3]])),
+    "host alone": (ValueError, "cu_seqlens_cpu belongs to cu_seqlens, which is None",
+                   lambda a: {"cu_seqlens": None, "initial_states": None, "seq_idx": None,
+                              "return_varlen_states": False,
+                              "cu_seqlens_cpu": a["cu_seqlens_cpu"]}),
+    "host shape": (ValueError, "cu_seqlens_cpu must have the shape of cu_seqlens",
+                   other("cu_seqlens_cpu", lambda b: b.repeat(2))),
+    "varlen states of a batch": (ValueError, "return_varlen_states=True needs cu_seqlens, got None",
+                                 lambda a: {"cu_seqlens": None, "cu_seqlens_cpu": None,
+                                            "initial_states": None}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_refused_before_any_kernel(case, device):
+    assert refused(mamba_chunk_scan_combined, CASES[case], *everything(device))
+
+
+def test_states_of_a_batch_are_counted(device):
+    x, options = everything(device, packed=False)
+    x["initial_states"] = x["initial_states"].repeat(2, 1, 1, 1)
+    with launches() as ran, pytest.raises(ValueError, match=r"initial_states must have .*N=1, H=4"):
+        mamba_chunk_scan_combined(**x, **options)
+    assert not ran
+
+
+def test_a_positive_rate_is_refused_on_the_cpu():
+    """There its numbers cost nothing to read; a NaN passes, and shows in the result."""
+    x, options = everything("cpu")
+    x["A"][2] = 0.5
+    message = "A must be a log decay, <= 0 everywhere, got a maximum of 0.5"
+    with launches() as ran, pytest.raises(ValueError, match=message):
+        mamba_chunk_scan_combined(**x, **options)
+    assert not ran
+    x["A"][2] = torch.nan
+    assert mamba_chunk_scan_combined(**x, **options)[0][:, :, 2].isnan().all()
+
+
+def test_kernels_are_counted(device):
+    x, options = everything(device)
+    with launches() as ran:
+        mamba_chunk_scan_combined(**x, **options, impl="triton")
+    assert len(ran) > 2
+
+
+def test_other_ways_to_write_an_argument(device):
+    """A flag as 0 or 1, limits as a list of integers or an infinity, x and chunk_size by name."""
+    x, options = everything(device)
+    want = mamba_chunk_scan_combined(**x, **options)
+    options |= {"dt_softplus": 1, "dt_limit": [0, float("inf")], "return_final_states": 1}
+    tokens = (x.pop(n) for n in ("x", "dt", "A", "B", "C"))
+    got = mamba_chunk_scan_combined(*tokens, options.pop("chunk_size"), **x, **options)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("impl", ["reference", "triton"])
+def test_arguments_are_left_alone(impl, device):
+    x, options = everything(device)
+    kept = {n: t.clone() for n, t in x.items()}
+    leaves = {n: t.requires_grad_() if t.is_floating_point() else t for n, t in x.items()}
+    results = mamba_chunk_scan_combined(**leaves, **options, impl=impl)
+    torch.autograd.grad(
+        results, [t for t in leaves.values() if t.requires_grad], [y.clone() for y in results]
+    )
+    assert all(torch.equal(x[n], t) for n, t in kept.items())
