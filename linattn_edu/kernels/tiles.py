@@ -287,27 +287,6 @@ def scan_launch(table: dict, k: torch.Tensor, heads: int, V: int) -> tuple[tuple
     return (heads * cdiv(V, config["BV"]),), {"BK": block(k.shape[-1]), **config}
 
 
-def free_table(hopper: Config) -> dict:
-    """The row of a kernel that carries tiles of S which do not need each other, for `free_launch`.
-
-    generation -> bytes of an element -> row.  hopper: that of 16 bit; elsewhere as small as all
-    can hold.
-    """
-    small = row(4, 1, BK=32, BV=32)
-    return {
-        "turing": {2: small, 4: small},
-        "ampere": {2: small, 4: small},
-        "hopper": {2: hopper, 4: small},
-    }
-
-
-def free_launch(table: dict, k: torch.Tensor, heads: int, V: int) -> tuple[tuple[int], dict]:
-    """(grid, row) of a kernel that carries tiles [BK, BV] of S."""
-    K = k.shape[-1]
-    config = entry(table, k).launch(K, V)
-    return (heads * cdiv(V, config["BV"]) * cdiv(K, config["BK"]),), config
-
-
 def value_table(whole: Config) -> dict:
     """The rows of a kernel that sums over the values of a chunk, for `by_width`.
 

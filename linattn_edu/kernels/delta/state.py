@@ -10,8 +10,6 @@ from linattn_edu.kernels.tiles import (
     columns_of,
     documents,
     dot,
-    free_launch,
-    free_table,
     load_gate,
     load_row,
     load_tile,
@@ -45,13 +43,12 @@ def state_kernel(
     BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     CHANNEL: tl.constexpr,  # a gate for each row of S
 ):  # fmt: skip
-    """One program: S[:, v-tile] of one head, through all chunks.  Grid (N * HV * V / BV * K / BK).
+    """One program: S[:, v-tile] of one head, through all chunks.  Grid (N * HV * V / BV).
 
     Reference: linattn_edu.reference.delta.state.
     """
-    NK: tl.constexpr = (K + BK - 1) // BK  # 1 with w, whose product with S is over all rows
     i_v, i_nh, i_h, first, n_seq, i_c = columns_of(
-        tl.program_id(0) // NK, cu_ptr, offsets_ptr, T, HV, V, BT, BV
+        tl.program_id(0), cu_ptr, offsets_ptr, T, HV, V, BT, BV
     )
     k_ptr += (first * H + i_h // (HV // H)) * K
     u_ptr += (first * HV + i_h) * V
@@ -67,7 +64,7 @@ def state_kernel(
     h_ptr += (i_c * HV + i_h) * K * V
 
     o_t = tl.arange(0, BT)
-    o_k = tl.program_id(0) % NK * BK + tl.arange(0, BK)
+    o_k = tl.arange(0, BK)
     o_v = i_v * BV + tl.arange(0, BV)
     b_S = tl.zeros([BK, BV], dtype=tl.float32)
     if h0_ptr is not None:
@@ -132,9 +129,16 @@ CONFIGS = scan_table(
 )
 
 
-# without w no product takes whole columns of the state: tiles of 64 rows make programs enough for
-# few heads
-FREE = free_table(row(4, 3, BK=64, BV=64))
+# without w a program's chunks do not wait for each other but for one product: two programs on a
+# multiprocessor hide that, and where heads are few three chunks in flight. Narrower tiles were
+# slower: they read k again
+FREE = scan_table(
+    ampere={128: [row(4, 2, BV=32)], 256: [row(4, 1, BV=32)]},
+    hopper={
+        128: [row(8, 2, BV=64), row(8, 3, BV=64)],
+        256: [row(4, 2, BV=32), row(4, 2, BV=16)],
+    },
+)
 
 
 def state(
@@ -157,9 +161,7 @@ def state(
     h = k.new_empty(*states(k, chunk_size, packing), HV, K, V)
     v_new = None if w is None else torch.empty_like(u)
     final_state = k.new_empty(N, HV, K, V, dtype=torch.float32) if output_final_state else None
-    grid, config = (
-        free_launch(FREE, k, N * HV, V) if w is None else scan_launch(CONFIGS, k, N * HV, V)
-    )
+    grid, config = scan_launch(CONFIGS if w is not None else FREE, k, N * HV, V)
     state_kernel[grid](
         k, w, u, gc, initial_state, step, seq_idx, h, v_new, final_state, *sequences,
         T, H, HV, K, V, BT=chunk_size, CHANNEL=gc.ndim == 4, **config,

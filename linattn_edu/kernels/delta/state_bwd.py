@@ -11,8 +11,6 @@ from linattn_edu.kernels.tiles import (
     columns_of,
     documents,
     dot,
-    free_launch,
-    free_table,
     load_gate,
     load_tile,
     load_vector,
@@ -49,15 +47,12 @@ def state_bwd_kernel(
     BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     CHANNEL: tl.constexpr,  # a gate for each row of dS
 ):  # fmt: skip
-    """One program: dS[k-tile, v-tile] of one head, back through all chunks.
-
-    Grid (N * HV * V / BV * K / BK).
+    """One program: dS[:, v-tile] of one head, back through all chunks.  Grid (N * HV * V / BV).
 
     Reference: linattn_edu.reference.delta.state_bwd.
     """
-    NK: tl.constexpr = (K + BK - 1) // BK  # 1 with w, whose product with S is over all rows
     i_v, i_nh, i_h, first, n_seq, i_c = columns_of(
-        tl.program_id(0) // NK, cu_ptr, offsets_ptr, T, HV, V, BT, BV
+        tl.program_id(0), cu_ptr, offsets_ptr, T, HV, V, BT, BV
     )
     NT = tl.cdiv(n_seq, BT)
     first += (NT - 1) * BT
@@ -78,12 +73,14 @@ def state_bwd_kernel(
     dh_ptr += ((i_c + NT - 1) * HV + i_h) * K * V
 
     o_t = tl.arange(0, BT)
-    o_k = tl.program_id(0) % NK * BK + tl.arange(0, BK)
+    o_k = tl.arange(0, BK)
     o_v = i_v * BV + tl.arange(0, BV)
     b_dS = tl.zeros([BK, BV], dtype=tl.float32)
     if dht_ptr is not None:
         b_dS += load_tile(dht_ptr + i_nh * K * V, o_k, o_v, V, K, V).to(tl.float32)
 
+    if h_ptr is not None:  # the load runs one chunk ahead
+        b_S = load_tile(h_ptr, o_k, o_v, V, tl.where(n_seq > 0, K, 0), V)
     if CHANNEL:  # the load of a chunk's gates runs one chunk ahead, as in state
         n_k = tl.where(n_seq > 0, K, 0)
         b_last = load_vector(gc_ptr + (n_seq - (NT - 1) * BT - 1) * HV * K, o_k, n_k)
@@ -123,10 +120,11 @@ def state_bwd_kernel(
             b_do *= b_e[:, None]
         # eq:ssd-dlast   dlast = a <h, dS>
         if h_ptr is not None:
-            b_hS = load_tile(h_ptr, o_k, o_v, V, K, V).to(tl.float32) * b_dS  # [BK, BV]
+            b_hS = b_S.to(tl.float32) * b_dS
             tl.store(dlast_ptr + o_k, b_a * tl.sum(b_hS, 1), mask=o_k < K)
             h_ptr -= HV * K * V
             dlast_ptr -= HV * ((V + BV - 1) // BV) * K
+            b_S = load_tile(h_ptr, o_k, o_v, V, tl.where(i_t < NT - 1, K, 0), V)
         b_dS = dot(tl.trans(b_q), cast(b_do, b_q.dtype), b_dS * b_a)
         if w_ptr is not None:
             b_w = load_tile(w_ptr, o_t, o_k, HV * K, n_t, K)  # [BT, BK]
@@ -154,7 +152,14 @@ CONFIGS = scan_table(
 )
 
 
-FREE = free_table(row(4, 3, BK=64, BV=64))  # without w, as in state
+# without w, as in state
+FREE = scan_table(
+    ampere={128: [row(4, 2, BV=32)], 256: [row(4, 1, BV=16)]},
+    hopper={
+        128: [row(8, 2, BV=64), row(8, 3, BV=64)],
+        256: [row(4, 2, BV=32), row(4, 2, BV=16)],
+    },
+)
 
 
 def state_bwd(
@@ -179,9 +184,7 @@ def state_bwd(
     dh = q.new_empty(*states(q, chunk_size, packing), HV, K, V)
     dv_out, dv_new = dv_new, None if dv_new is None else torch.empty_like(dv_new)
     dh0 = q.new_empty(N, HV, K, V, dtype=torch.float32)
-    grid, config = (
-        free_launch(FREE, q, N * HV, V) if w is None else scan_launch(CONFIGS, q, N * HV, V)
-    )
+    grid, config = scan_launch(CONFIGS if w is not None else FREE, q, N * HV, V)
     parts = None if h is None else gc.new_empty(*dh.shape[:3], cdiv(V, config["BV"]), K)
     state_bwd_kernel[grid](
         q, k, w, gc, do, dv_out, dht, seq_idx, h, dh, dv_new, dh0, parts,
