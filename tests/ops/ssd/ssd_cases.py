@@ -73,6 +73,14 @@ def cotangents(x, N=None):
     return torch.randn(v.shape, **options).to(v.dtype), torch.randn(shape, **options)
 
 
+def steps(dt, dt_bias=None, dt_softplus=False, dt_limit=(0.0, float("inf"))):
+    """The step sizes, by their formula."""
+    step = dt if dt_bias is None else dt + dt_bias
+    if dt_softplus:
+        step = torch.logaddexp(step, torch.zeros_like(step))
+    return step.clamp(*dt_limit)
+
+
 def recurrence(
     x, dt, A, B, C, D=None, z=None, dt_bias=None, initial_states=None, seq_idx=None,
     dt_softplus=False, dt_limit=(0.0, float("inf")),
@@ -80,10 +88,7 @@ def recurrence(
     """(out, final states) token by token, in the dtype of the arguments; A [H] or like dt."""
     H = x.shape[2]
     B, C = (y.repeat_interleave(H // y.shape[2], 2) for y in (B, C))
-    step = dt if dt_bias is None else dt + dt_bias
-    if dt_softplus:
-        step = torch.logaddexp(step, torch.zeros_like(step))
-    step = step.clamp(*dt_limit)
+    step = steps(dt, dt_bias, dt_softplus, dt_limit)
     S = x.new_zeros(x.shape[0], *x.shape[2:], B.shape[3])
     S = S if initial_states is None else S + initial_states
     y = []
@@ -121,7 +126,8 @@ def wide(x):
 def exact(x, do, dht, **options):
     """What `run` should give: autograd of the recurrence in float64.
 
-    "terms" are the norms of what dA and ddt_bias are sums of, over tokens.
+    "terms" are the norms of what dA and ddt_bias are sums of, over tokens; "spacing" is how well
+    float32 tells apart the decays of a chunk.
     """
     do, dht = (y if y is None else y.double() for y in (do, dht))
     x = wide(x)
@@ -129,15 +135,17 @@ def exact(x, do, dht, **options):
     want = run(x, do, dht, recurrence, **options)
     want["terms"] = {n: want[d].norm().item() for n, d in (("dA", "dA"), ("ddt_bias", "ddt"))}
     want["dA"] = want["dA"].sum((0, 1))
+    step = steps(x["dt"], x.get("dt_bias"), **options)
+    want["spacing"] = gdn_checks.spacing(step * x["A"], 128)
     return want
 
 
 def check(got, want, dtype, **at_least):
-    """A sum over tokens that nearly cancels is as exact as its terms."""
+    """A sum over tokens that nearly cancels is as exact as its terms and the decays in them."""
     for n, norm in want["terms"].items():
-        if n in got:
-            size = want[n].norm().item()
-            at_least[n] = max(at_least.get(n, 0), tolerance(n, dtype) * norm / size if size else 0)
+        if n in got and (size := want[n].norm().item()):
+            spacing = 0 if dtype == torch.float64 else want["spacing"]
+            at_least[n] = (tolerance(n, dtype) + spacing) * max(1.0, norm / size)
     gdn_checks.check(got, want, dtype, tolerance=tolerance, **at_least)
 
 
