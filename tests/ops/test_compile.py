@@ -12,6 +12,7 @@ from linattn_edu import (
     chunk_local_cumsum,
     fused_recurrent_gated_delta_rule,
     l2norm,
+    mamba_chunk_scan_combined,
     solve_tril,
 )
 from linattn_edu.testing import assert_close
@@ -31,6 +32,16 @@ def recurrent(flags=(), **arguments):
     return fused_recurrent_gated_delta_rule(**arguments, **options(flags))
 
 
+def mamba(q, k, v, g, beta, initial_state, impl="auto", **bounds):
+    """Mamba-2 of these tensors, all of which it reads."""
+    ids = (torch.arange(q.shape[1], device=q.device) > 5).int()[None]
+    return mamba_chunk_scan_combined(
+        v, g, -beta[0, 0], k, q, 16, D=beta[0, 1], z=v, dt_bias=beta[0, 2], dt_softplus=True,
+        dt_limit=(1e-3, 1e3), initial_states=initial_state.mT, seq_idx=None if bounds else ids,
+        **{f"return_{'varlen' if bounds else 'final'}_states": True}, **bounds, impl=impl,
+    )  # fmt: skip
+
+
 def with_flags(f):
     return lambda **arguments: f(ALL, **arguments)
 
@@ -41,7 +52,7 @@ def packed(f):
     def g(q, **arguments):
         T = q.shape[1]
         cu_seqlens = torch.tensor([0, 3, 3, T], device=q.device)
-        if f is chunk:
+        if f is not recurrent:
             arguments["cu_seqlens_cpu"] = torch.tensor([0, 3, 3, T])
         return f(q=q, **arguments, cu_seqlens=cu_seqlens)
 
@@ -66,11 +77,13 @@ FUNCTIONS = {
     "recurrent": (recurrent, (), 1, (4, 6)),
     "recurrent, flags": (with_flags(recurrent), ALL, 1, (4, 6)),
     "recurrent, packed": (packed(recurrent), (), 3, (5, 7)),
+    "mamba": (mamba, (), 1, (17, 33)),
+    "mamba, packed": (packed(mamba), (), 3, (17, 33)),
     "helpers": (helpers, (), 1, (17, 33)),
 }
 # the interpreter is slow, and so is tracing
 MOST = tuple(FUNCTIONS) if CUDA else tuple(FUNCTIONS)[1:3] + tuple(FUNCTIONS)[4:]
-SOME = tuple(FUNCTIONS) if CUDA else ("chunk, flags", "recurrent, packed", "helpers")
+SOME = tuple(FUNCTIONS) if CUDA else ("chunk, flags", "recurrent, packed", "mamba", "helpers")
 
 
 def arguments(name, T, device, dtype=torch.float32):
@@ -131,7 +144,7 @@ def test_inductor(device):
     same(run(compiled(f, "inductor"), x), run(f, x), 2e-6)
 
 
-@pytest.mark.parametrize("name", ["chunk", "recurrent", "helpers"])
+@pytest.mark.parametrize("name", ["chunk", "recurrent", "mamba", "helpers"])
 def test_fullgraph_in_float64(name, device):
     """The implementation is chosen while the graph is traced: float64 is the reference's."""
     f, _, _, (T, _) = FUNCTIONS[name]
@@ -267,6 +280,7 @@ def test_autocast_changes_nothing(impl, name, device):
 SECOND = {
     "chunk": lambda x: chunk_gated_delta_rule(x, x, x, -x[..., 0].abs(), x[..., 1].abs())[0],
     "recurrent": lambda x: fused_recurrent_gated_delta_rule(x, x, x)[0],
+    "mamba": lambda x: mamba_chunk_scan_combined(x, x[..., 0], -x[0, 0, :, 0].abs(), x, x, 16),
     "l2norm": l2norm,
     "solve_tril": solve_tril,
 }

@@ -11,6 +11,7 @@ from linattn_edu import (
     fused_recurrent_gated_delta_rule,
     fused_recurrent_kda,
     l2norm,
+    mamba_chunk_scan_combined,
     solve_tril,
 )
 
@@ -37,6 +38,14 @@ def kda(q, **arguments):
 
 def recurrent(**arguments):
     return fused_recurrent_gated_delta_rule(**arguments, **options(ALL))
+
+
+def mamba(q, k, v, g, initial_state, A_log, dt_bias, beta=None, **bounds):
+    """Mamba-2 of these tensors; its state is rows of v and columns of k, as with state_v_first."""
+    return mamba_chunk_scan_combined(
+        v, g, -A_log.exp(), k, q, 64, D=A_log, z=v, dt_bias=dt_bias, initial_states=initial_state,
+        dt_softplus=True, **{f"return_{'varlen' if bounds else 'final'}_states": True}, **bounds,
+    )  # fmt: skip
 
 
 def helpers(g, v, q, **_):
@@ -91,12 +100,12 @@ def check_replay(f, N=1):
             assert a is None or torch.equal(a, b)
 
 
-@pytest.mark.parametrize("f", [chunk, kda, recurrent, helpers])
+@pytest.mark.parametrize("f", [chunk, kda, recurrent, mamba, helpers])
 def test_replay(f):
     check_replay(f)
 
 
-@pytest.mark.parametrize("f", [chunk, kda, recurrent])
+@pytest.mark.parametrize("f", [chunk, kda, recurrent, mamba])
 def test_replay_of_packed_sequences(f):
     """The chunked forms are told the lengths, so that they do not wait for the device."""
     known = torch.tensor(BOUNDS)

@@ -18,6 +18,7 @@ from linattn_edu import (
     ema_scan,
     fused_recurrent_gated_delta_rule,
     l2norm,
+    mamba_chunk_scan_combined,
     solve_tril,
 )
 from linattn_edu.ops import cumsum, ema
@@ -26,6 +27,7 @@ from linattn_edu.ops import solve_tril as inverse
 from linattn_edu.ops.delta import decode, gate, recurrence
 from linattn_edu.ops.gdn import chunk as gdn
 from linattn_edu.ops.kda import chunk as kda
+from linattn_edu.ops.ssd import chunk as ssd
 from linattn_edu.ops.ssd import step
 from linattn_edu.testing import ssd_inputs
 
@@ -208,6 +210,35 @@ def test_step_of_ssd(impl, pool, device):
         check(step.update, *tokens, *given, x.initial_states, indices, True, impl)
 
 
+SSD = (
+    {},
+    {"packed": True, "given": ("D", "z", "dt_bias", "initial_states", "seq_idx")},
+    {"given": ("D", "initial_states"), "dtype": torch.bfloat16},
+    {"packed": True, "given": ("dt_bias", "z"), "dtype": torch.bfloat16},
+)
+
+
+@pytest.mark.parametrize(("impl", "options"), every(SSD), ids=str)
+def test_ssd(impl, options, device):
+    """Kernels in stages for float32, fused for bfloat16."""
+    options = {"given": (), "packed": False, "dtype": torch.float32} | options
+    x, given = ssd_inputs(1, T, 4, 2, K, V, dtype=options["dtype"], device=device), options["given"]
+    x.D, states = x.D[:, None], x.initial_states.mT.contiguous()
+    if options["packed"]:
+        states = states.repeat(3, 1, 1, 1)
+    D, z, bias, idx = (getattr(x, n) if n in given else None
+                       for n in ("D", "z", "dt_bias", "seq_idx"))  # fmt: skip
+    wants_state = "initial_states" in given
+    tensors = x.x, x.dt, x.A, x.B, x.C, D, z, bias, states if wants_state else None, idx
+    cu_seqlens = bounds(device) if options["packed"] else None
+    packing = cu_seqlens, cu_seqlens if cu_seqlens is None else cu_seqlens.cpu(), None
+    form = "fused" if impl == "triton" and x.x.element_size() == 2 else impl
+    numbers = (True, 0.0, 1e9)
+    check(ssd.scan, *tensors, *packing, *numbers, wants_state, 16, form)
+    check_shapes(ssd.scan, *tensors, *packing, *numbers, not wants_state, 16, form)
+    check_backward(ssd.scan, *tensors, *packing, *numbers, wants_state, 16, form)
+
+
 EMA = (
     {},
     {"packed": True},
@@ -284,7 +315,7 @@ def test_every_operator_is_checked():
     registered = {n for n in registered if not n.startswith("toy_")}  # of test_operator
     differentiable = (
         "chunk_gated_delta_rule", "chunk_kda", "l2norm", "recurrent", "solve_tril", "gdn_gate",
-        "kda_gate", "ema_scan",
+        "kda_gate", "ema_scan", "mamba_chunk_scan_combined",
     )  # fmt: skip
     assert registered == {
         *differentiable, *(f"{n}_backward" for n in differentiable),
@@ -301,6 +332,9 @@ WATCHED = {
     )[0],
     "recurrent": lambda x: fused_recurrent_gated_delta_rule(x, x, x)[0],
     "ema_scan": lambda x: ema_scan(x, -x[..., 0].abs(), x[..., 1])[0],
+    "mamba_chunk_scan_combined": lambda x: mamba_chunk_scan_combined(
+        x, x[..., 1].square(), -x[0, 0, :, 0].abs(), x, x, 16, D=x[0, 0, :, 1], z=x
+    ),
     "l2norm": l2norm,
     "solve_tril": solve_tril,
     "chunk_local_cumsum": lambda x: chunk_local_cumsum(x, 16),

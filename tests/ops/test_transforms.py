@@ -18,12 +18,13 @@ from linattn_edu import (
     fused_recurrent_gated_delta_rule,
     fused_recurrent_kda,
     l2norm,
+    mamba_chunk_scan_combined,
     selective_state_update,
     solve_tril,
 )
-from linattn_edu.ops import gdn, kda
+from linattn_edu.ops import gdn, kda, ssd
 from linattn_edu.reference.delta.solve import unit_lower_inverse
-from linattn_edu.testing import assert_close
+from linattn_edu.testing import assert_close, ssd_inputs
 
 B, T, H, HV, K, V = 2, 9, 1, 2, 6, 4
 IMPLS = ("reference", "triton")
@@ -48,11 +49,25 @@ def delta(f, channels=False, **options):
     return call
 
 
+def mamba(x, state=None, A_log=None, dt_bias=None):
+    """The same of Mamba-2, with the documents 0 and 1 in each row."""
+    A = x.new_zeros(HV) if A_log is None else A_log
+    tokens = (x[..., :12].unflatten(-1, (HV, K)), x[..., 20:22], -A.exp())
+    B, C = x[..., 12:20].unflatten(-1, (2, 1, V)).unbind(-3)
+    documents = (torch.arange(T, device=x.device) > 4).int().repeat(len(x), 1)
+    out, S = mamba_chunk_scan_combined(
+        *tokens, B, C, 16, D=A, z=x[..., 10:22].unflatten(-1, (HV, K)), dt_bias=dt_bias,
+        initial_states=state, seq_idx=documents, dt_softplus=True, return_final_states=True,
+    )  # fmt: skip
+    return torch.cat([out.flatten(1), S.flatten(1)], 1)
+
+
 FORMS = {
     "chunk_gated_delta_rule": delta(chunk_gated_delta_rule),
     "chunk_kda": delta(chunk_kda, channels=True),
     "fused_recurrent_gated_delta_rule": delta(fused_recurrent_gated_delta_rule),
     "fused_recurrent_kda": delta(fused_recurrent_kda, channels=True),
+    "mamba_chunk_scan_combined": mamba,
 }
 OTHERS = {
     "ema_scan": lambda x: ema_scan(x.unflatten(-1, (2, 16)), -x[..., :2].abs(), x[..., 2:4])[0],
@@ -245,3 +260,29 @@ def test_flops(name, device):
     count, *_ = forward.values()
     assert count == sum(staged.values()) - sum(inverse.values()) + 2 * pairs
     assert sum(both.values()) - count == sum(staged_backward.values()) + 4 * pairs
+
+
+def test_flops_of_ssd(device):
+    """Those of the products in the fused reference stages, which make two of them twice, or once a
+    head where the kernels do once a group.
+    """
+    B, T, H, G, P, N, C = 2, 128, 4, 2, 16, 24, 64
+    x = {n: t for n, t in ssd_inputs(B, T, H, G, P, N, device=device).asdict().items()
+         if n in ("x", "dt", "A", "B", "C")}  # fmt: skip
+    x["dt"] = x["dt"].exp()
+    leaves = {n: t.clone().requires_grad_() for n, t in x.items()}
+    f = lambda x: mamba_chunk_scan_combined(**x, chunk_size=C, impl="reference")
+    forward = operations(lambda: f(x))
+    both = operations(lambda: torch.autograd.grad(f(leaves).sum(), leaves.values()))
+    names = ("mamba_chunk_scan_combined", "mamba_chunk_scan_combined_backward")
+    assert forward.keys() < both.keys() == {getattr(torch.ops.linattn_edu, n) for n in names}
+
+    stages = ssd.fused_stages("reference")
+    staged = operations(lambda: ssd.forward(stages, **x, chunk_size=C))
+    dout = torch.ones_like(x["x"])
+    staged_backward = operations(lambda: ssd.backward(stages, **x, dout=dout, chunk_size=C))
+    again = 2 * 2 * B * T * H * P * N  # C h and B ds
+    heads = 2 * 2 * B * T * (H - G) * C * N  # dscores B and dscores^T C
+    count, *_ = forward.values()
+    assert count == sum(staged.values())
+    assert sum(both.values()) - count == sum(staged_backward.values()) - again - heads

@@ -313,6 +313,13 @@ def _kernels() -> tuple[Stages, FusedStages]:
     return staged, fused
 
 
+def _operations(s: dict) -> tuple[int, int]:
+    """Operations of the matrix products of the fused kernels, for calls without a gate."""
+    token, C, H, P, N = 2 * s["B"] * s["T"], s["C"], s["H"], s["P"], s["S"]
+    scores, chunk, state = token * s["G"] * C * N, token * H * C * P, token * H * P * N
+    return scores + chunk + 2 * state, 3 * scores + 2 * chunk + 5 * state
+
+
 scan = Operator(
     "mamba_chunk_scan_combined",
     {
@@ -341,6 +348,7 @@ scan = Operator(
     stages=_chosen,
     packed="chunks",
     constants=("seq_idx",),
+    flops=_operations,
 )
 
 
