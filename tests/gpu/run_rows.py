@@ -24,10 +24,15 @@ from linattn_edu.kernels.delta import (
 )
 from linattn_edu.kernels.ssd import ema as ema_kernels
 from linattn_edu.kernels.ssd import ema_bwd as ema_bwd_kernels
+from linattn_edu.kernels.ssd import fused as ssd_fused
+from linattn_edu.kernels.ssd import selective_state_update as update
 from linattn_edu.kernels.tiles import UNPIPELINED, chunk_limit, device_of, of_generation
-from linattn_edu.ops import ema, kda
+from linattn_edu.ops import ema, kda, ssd
 from linattn_edu.ops.gdn import backward, forward, fused_stages, stages
-from linattn_edu.testing import gdn_inputs, poison, relative_rms
+from linattn_edu.reference.delta.state import state as state_reference
+from linattn_edu.reference.delta.state_bwd import state_bwd as state_bwd_reference
+from linattn_edu.reference.ssd.selective_state_update import selective_state_update
+from linattn_edu.testing import gdn_inputs, poison, relative_rms, ssd_inputs
 
 TABLES = (
     ("solve", solve, "CONFIGS"),
@@ -69,6 +74,28 @@ def rows():
         for (limit, entry), dtype in itertools.product(by_channels.items(), DTYPES[size]):
             for D in {64: (1, 33, 64), 128: (100, 128, 300)}[limit]:
                 yield "ema", dtype, D, entry
+    yield from ssd_rows(generation)
+
+
+def ssd_rows(generation):
+    """(stage, dtype, (N, P), row) of Mamba-2, whose tables have one row for a dtype each.
+
+    "ssd" are the rows of all its stages, taken together; "ssd_fused" those of the fused ones.
+    """
+    sizes = (*equal(16, 33, 64, 100, 128, 201, 256), (128, 64), (256, 40))
+    for dtype, size in itertools.product(itertools.chain(*DTYPES.values()), sizes):
+        yield "ssd", dtype, size, "shipped"
+    for stage, module in (("free_state", state), ("free_state_bwd", state_bwd)):
+        for size, entry in of_generation(module.FREE, generation).items():
+            for dtype, sides in itertools.product(DTYPES[size], (*sizes, WIDE)):
+                yield stage, dtype, sides, entry
+    for dtype, size in itertools.product(DTYPES[2], (*equal(16, 33, 64), (128, 64), (100, 40))):
+        x, B = (torch.empty(1, 1, 1, n, dtype=dtype, device="cuda") for n in size[::-1])
+        if ssd_fused.fits(x, B):
+            yield "ssd_fused", dtype, size, "shipped"
+    for dtype, size in itertools.product(itertools.chain(*DTYPES.values()), sizes):
+        for entry in of_generation(update.TILES, generation):
+            yield "selective_state_update", dtype, size, entry
 
 
 def cases(stage, by_case):
@@ -98,6 +125,8 @@ def equal(*sizes):
 DTYPES = {2: (torch.bfloat16, torch.float16), 4: (torch.float32,)}
 # the largest relative error of o, the final state and the gradients
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+# of Mamba-2's whole passes, whose gradients of A and dt_bias are sums that cancel
+TOLERANCE_SSD = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 
 
 def run(stage, dtype, sizes, entry):
@@ -106,6 +135,8 @@ def run(stage, dtype, sizes, entry):
         return max(
             run_ema(dtype, sizes, *case) for case in ((500, 64, 2), (129, 16, 2), (65, 32, 64))
         )
+    if stage in SSD_RUNS:
+        return SSD_RUNS[stage](dtype, *sizes, entry)
     ((module, table),) = [(m, t) for s, m, t in TABLES if s == stage]
     only = {64: entry, 128: entry} if stage.endswith("output") else entry
     only = {128: [entry], 256: [entry]} if stage in BY_DIM else only
@@ -184,6 +215,117 @@ def run_ema(dtype, D, T, chunk_size, segment):
     return max(relative_rms(a, b) for a, b in zip(*found, strict=True))
 
 
+def run_ssd(dtype, N, P, stages, chunks):
+    """The largest error of the outputs and the gradients of Mamba-2, from `stages`.
+
+    chunks: (tokens, of a chunk, what is given).
+    """
+    worst = 0.0
+    for T, chunk_size, given in chunks:
+        x = ssd_inputs(2, T, 4, 2, P, N, dtype=dtype, device="cuda", seed=T)
+        tensors = {n: getattr(x, n) for n in ("x", "dt", "A", "B", "C")}
+        if given != "nothing":
+            D = x.D[:, None] if given == "documents" else x.z[0, 0].to(x.D.dtype)
+            states = x.initial_states.mT.contiguous()
+            tensors |= {"D": D, "dt_bias": x.dt_bias, "initial_state": states}
+        ids = {}
+        if given == "documents":
+            tensors["z"], ids["seq_idx"] = x.z, x.seq_idx
+        found = []
+        for used, to in ((stages, lambda t: t), (ssd.stages("reference"), torch.Tensor.double)):
+            arguments = {n: to(t) for n, t in tensors.items()} | ids
+            options = {"softplus": True, "chunk_size": chunk_size}
+            with poison():
+                outputs = ssd.forward(used, **arguments, output_final_state=True, **options)
+                dout, dht = (to(y) for y in cotangents(x.x, outputs[1].float()))
+                gradients = ssd.backward(used, **arguments, dout=dout, dht=dht, **options)
+            found.append([*outputs, *(y for y in gradients if y is not None)])
+        worst = max(worst, *(relative_rms(a, b) for a, b in zip(*found, strict=True)))
+    return worst
+
+
+def run_staged(dtype, N, P, entry):
+    """Both passes in stages."""
+    B = torch.empty(1, 1, 1, N, dtype=dtype, device="cuda")
+    chunks = ((500, 64, "documents"), (129, 32, "channels"), (65, 16, "nothing"))
+    chunks = [(T, min(C, chunk_limit(B)), given) for T, C, given in chunks]
+    return run_ssd(dtype, N, P, ssd.stages("triton"), chunks)
+
+
+def run_fused(dtype, N, P, entry):
+    """Both passes in few stages: chunks of two tiles, and of one."""
+    chunks = ((500, 128, "documents"), (300, 128, "channels"), (129, 64, "nothing"))
+    return run_ssd(dtype, N, P, ssd.fused_stages("triton"), chunks)
+
+
+def run_free(dtype, N, P, entry, backwards):
+    """state, or state_bwd, where nothing is corrected, with this row in place of its table."""
+    module, worst = state_bwd if backwards else state, 0.0
+    tables = {g: {2: entry, 4: entry} for g in ("turing", "ampere", "hopper")}
+    kept = module.FREE
+    for T, chunk_size, documents in ((500, 64, True), (65, 16, False)):
+        x = ssd_inputs(2, T, 4, 2, P, N, dtype=dtype, device="cuda", seed=T)
+        chunk_size = min(chunk_size, chunk_limit(x.B))
+        step, gc = ssd.stages("reference").chunk_cumsum(
+            x.dt, x.A, x.dt_bias, softplus=True, chunk_size=chunk_size
+        )
+        S, ids = x.initial_states.mT.contiguous(), x.seq_idx if documents else None
+        if backwards:
+            h = torch.randn(2, -(-T // chunk_size), 4, N, P, device="cuda").to(dtype)
+            args = (x.C, None, None, gc, x.x, None, S, ids, h)
+            options = {"scale": 1.0, "chunk_size": chunk_size}
+            reference, kernel = state_bwd_reference, state_bwd.state_bwd
+        else:
+            args = (x.B, None, x.x, gc, S, step, ids)
+            options = {"chunk_size": chunk_size, "output_final_state": True}
+            reference, kernel = state_reference, state.state
+        exact = reference(*(widened(y) for y in args), **options)
+        module.FREE = tables
+        try:
+            with poison():
+                got = kernel(*args, **options)
+        finally:
+            module.FREE = kept
+        pairs = [(a, b) for a, b in zip(got, exact, strict=True) if b is not None]
+        worst = max(worst, *(relative_rms(a, b) for a, b in pairs))
+    return worst
+
+
+def widened(y):
+    """Numbers in float64; what is none, or counts, as it is."""
+    return y.double() if isinstance(y, torch.Tensor) and y.is_floating_point() else y
+
+
+def run_update(dtype, N, P, entry):
+    """A token of many sequences, or few, with tiles of `entry` bytes."""
+    kept, worst = update.TILES, 0.0
+    for sequences, slots in ((1, None), (40, 50)):
+        x = ssd_inputs(sequences, 1, 4, 2, P, N, dtype=dtype, device="cuda", seed=sequences)
+        indices = None if slots is None else torch.randperm(slots, device="cuda")[:sequences]
+        states = torch.randn(slots or sequences, 4, P, N, device="cuda")
+        tokens = (x.x[:, 0], x.dt[:, 0, :, None], x.A[:, None, None], x.B[:, 0], x.C[:, 0])
+        args = (*tokens, x.D[:, None], x.z[:, 0], x.dt_bias[:, None])
+        S = states.double()
+        out = selective_state_update(S, *map(widened, args), indices, softplus=True)
+        update.TILES = dict.fromkeys(("turing", "ampere", "hopper"), (entry,))
+        try:
+            with poison():
+                got = update.selective_state_update(states, *args, indices, softplus=True)
+        finally:
+            update.TILES = kept
+        worst = max(worst, relative_rms(got, out), relative_rms(states, S))
+    return worst
+
+
+SSD_RUNS = {
+    "ssd": run_staged,
+    "ssd_fused": run_fused,
+    "free_state": lambda *row: run_free(*row, backwards=False),
+    "free_state_bwd": lambda *row: run_free(*row, backwards=True),
+    "selective_state_update": run_update,
+}
+
+
 def channel_results(x, impl, gradients, options, safe):
     """The same of Kimi Delta Attention."""
     used, tensors = kda.stages(impl), (x.q, x.k, x.v, x.g, x.beta)
@@ -214,5 +356,6 @@ if __name__ == "__main__":
             print(n, *r)
     for n in map(int, sys.argv[1:]):
         error = run(*every[n])
-        verdict = "OK" if error <= TOLERANCE[every[n][1]] else "WRONG"
+        limits = TOLERANCE_SSD if every[n][0] in ("ssd", "ssd_fused") else TOLERANCE
+        verdict = "OK" if error <= limits[every[n][1]] else "WRONG"
         print(verdict, f"{error:.2e}", n, *every[n], flush=True)

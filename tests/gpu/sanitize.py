@@ -14,10 +14,12 @@ from linattn_edu import (
     ema_scan,
     fused_recurrent_gated_delta_rule,
     l2norm,
+    mamba_chunk_scan_combined,
+    selective_state_update,
     solve_tril,
 )
 from linattn_edu.ops.gdn import forward, stages
-from linattn_edu.testing import gdn_inputs
+from linattn_edu.testing import gdn_inputs, ssd_inputs
 
 DTYPES = ("float32", "float16", "bfloat16")
 SHAPES = ((70, 33, 65, 64), (37, 128, 16, 32), (17, 100, 128, 16))  # T, K, V, chunk_size
@@ -52,6 +54,31 @@ def averages(dtype, T, D, C):
         (y.float().sum() + final_state.sum()).backward()
 
 
+def mamba(dtype, T, N, P, C):
+    """Both passes of Mamba-2's scan with all that may be given, packed with little, and a token.
+
+    The first heads are those of the fused stages where dtype and GPU have them, the others not.
+    """
+    for P_, N_, C_ in ((min(P, 64), N, 2 * C), (max(P, 65), N, C)):
+        x = ssd_inputs(1, T, 4, 2, P_, N_, dtype=dtype, device="cuda")
+        given = {n: y.requires_grad_(y.is_floating_point()) for n, y in x.asdict().items()}
+        names = ("x", "dt", "A", "B", "C")
+        out, states = mamba_chunk_scan_combined(
+            *(given.pop(n) for n in names), C_, **given, dt_softplus=True, return_final_states=True
+        )
+        (out.float().sum() + states.sum()).backward()
+        cu_seqlens = torch.tensor([0, 0, 5, T], device="cuda")
+        leaves = (getattr(x, n).detach().requires_grad_() for n in names)
+        out = mamba_chunk_scan_combined(*leaves, C_, cu_seqlens=cu_seqlens, dt_softplus=True)
+        out.float().sum().backward()
+        with torch.no_grad():
+            head = (4, P_)
+            A, dt = x.A[:, None, None].expand(*head, N_), x.dt[:, 0, :, None].expand(1, *head)
+            D, bias = (y[:, None].expand(head) for y in (x.D, x.dt_bias))
+            token = (x.x[:, 0], dt, A, x.B[:, 0], x.C[:, 0], D, x.z[:, 0], bias, True)
+            selective_state_update(x.initial_states.contiguous(), *token)
+
+
 def main(dtype, T, K, V, C):
     x = gdn_inputs(1, T, 1, 2, K, V, dtype=dtype, device="cuda", initial_state=True)
     options = {"scale": 0.3, "output_final_state": True, "chunk_size": C}
@@ -72,6 +99,7 @@ def main(dtype, T, K, V, C):
     differentiate(fused_recurrent_gated_delta_rule, short)
     fused_recurrent_gated_delta_rule(**short.asdict(), output_final_state=True)
     averages(dtype, T, V, C)
+    mamba(dtype, T, K, V, C)
     A = solve_tril(torch.randn(1, T, 2, C, device="cuda", dtype=dtype), cu_seqlens)
     chunk_local_cumsum(l2norm(A), C, reverse=True)
     torch.cuda.synchronize()
