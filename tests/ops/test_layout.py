@@ -78,6 +78,7 @@ ONE_WAY = {
     f"{OPS}.delta": (f"{OPS}.gdn", f"{OPS}.kda"),
     f"{OPS}.gdn": (f"{OPS}.kda",),
     f"{OPS}.kda": (f"{OPS}.gdn",),
+    f"{OPS}.ssd": (f"{OPS}.gdn", f"{OPS}.kda"),
 }
 
 
@@ -166,14 +167,14 @@ def carries(node, names):
     return any(isinstance(n, ast.Name) and n.id in names for n in ast.walk(node))
 
 
-def parameter(f, call, names):
+def parameter(f, call, names, letter):
     """The parameter of f by which a call hands on one of the names, or None."""
     positional = [a.arg for a in f.args.posonlyargs + f.args.args]
     positional = positional[1:] if positional[:1] == ["stages"] else positional
     rest = f.args.vararg and f.args.vararg.arg
     for i, argument in enumerate(call.args):
         if carries(argument, names) and isinstance(argument, ast.Starred):
-            return "q" if "q" in positional else rest
+            return letter if letter in positional else rest
         if carries(argument, names):
             return positional[i] if i < len(positional) else rest
     return next((k.arg for k in call.keywords if carries(k.value, names)), None)
@@ -201,7 +202,7 @@ def paths(file, f, name, letter, before=()):
             continue
         value = local.get(node.func.id) if isinstance(node.func, ast.Name) else None
         for next_file, g in file.meaning(value or node.func):
-            argument = parameter(g, node, names)
+            argument = parameter(g, node, names, letter)
             if argument is not None and (next_file.module, g.name) not in here:
                 yield from paths(next_file, g, argument, letter, here)
 
@@ -212,40 +213,50 @@ FAMILY, SHARED, STAGE, TILES = range(4)
 def floor(module):
     if below(module, "linattn_edu.kernels"):
         return TILES if module == "linattn_edu.kernels.tiles" else STAGE
-    return FAMILY if below(module, f"{OPS}.gdn", f"{OPS}.kda") else SHARED
+    return FAMILY if below(module, f"{OPS}.gdn", f"{OPS}.kda", f"{OPS}.ssd") else SHARED
 
 
 @pytest.mark.parametrize(
-    ("start", "floors", "kernels"),
+    ("start", "letter", "floors", "kernels"),
     [
         (
             f"{OPS}.gdn.chunk.chunk_gated_delta_rule",
+            "q",
             {"ops.l2norm", "kernels.delta.fused", "kernels.delta.output"},
             {"l2norm_kernel", "scores_kernel", "scan_kernel", "output_kernel"},
         ),
         (
             f"{OPS}.kda.chunk.chunk_kda",
+            "q",
             {"ops.l2norm", "kernels.delta.kda_intra", "kernels.delta.wy"},
             {"l2norm_kernel", "kda_scores_kernel", "wy_kernel"},
         ),
         (
             f"{OPS}.gdn.recurrent.fused_recurrent_gated_delta_rule",
+            "q",
             {"ops.delta.recurrence", "ops.delta.decode", "kernels.delta.recurrent"},
             {"l2norm_kernel", "recurrent_kernel"},
         ),
         (
             f"{OPS}.kda.recurrent.fused_recurrent_kda",
+            "q",
             {"ops.delta.recurrence", "ops.delta.decode", "kernels.delta.recurrent"},
             {"l2norm_kernel", "recurrent_kernel"},
         ),
+        (
+            f"{OPS}.ssd.chunk.mamba_chunk_scan_combined",
+            "x",
+            {"kernels.ssd.fused", "kernels.delta.state"},
+            {"state_kernel", "ssd_fwd_kernel", "chunk_state_kernel", "chunk_scan_kernel"},
+        ),
     ],
 )
-def test_q_goes_down_the_floors(start, floors, kernels):
-    """Each file once, none above the one before, to every kernel that reads q."""
+def test_a_tensor_goes_down_the_floors(start, letter, floors, kernels):
+    """Each file once, none above the one before, to every kernel that reads q, or x."""
     module, _, name = start.rpartition(".")
     file = text(module)
     reached, entered = set(), set()
-    for path in paths(file, file.functions[name], "q", "q"):
+    for path in paths(file, file.functions[name], letter, letter):
         modules = [m for m, _ in path]
         visits = [m for i, m in enumerate(modules) if modules[i - 1 : i] != [m]]
         assert len(visits) == len({*visits}), visits

@@ -1,4 +1,4 @@
-"""What a training code relies on, of both chunked operators; their own tests have the rest."""
+"""What a training code relies on, of the chunked operators; their own tests have the rest."""
 
 from types import SimpleNamespace
 
@@ -9,8 +9,8 @@ import torch
 from gdn_checks import cotangents, exact, same_bits
 from torch.utils.checkpoint import checkpoint
 
-from linattn_edu import chunk_gated_delta_rule, chunk_kda
-from linattn_edu.testing import assert_close
+from linattn_edu import chunk_gated_delta_rule, chunk_kda, mamba_chunk_scan_combined
+from linattn_edu.testing import assert_close, ssd_inputs
 
 pytestmark = pytest.mark.usefixtures("poison")
 
@@ -175,3 +175,60 @@ def test_gradients_of_gradients_are_refused(impl, op):
     (dk,) = torch.autograd.grad(o, leaf, do, create_graph=True)
     with pytest.raises(RuntimeError, match="cannot be differentiated again"):
         torch.autograd.grad(dk.sum(), leaf)
+
+
+def scan(dtype, device, impl):
+    """(arguments that have gradients, Mamba-2 of them) of one short sequence with documents."""
+    x = ssd_inputs(1, 40, 2, 1, 12, 8, dtype=dtype, device=device).asdict()
+    seq_idx = x.pop("seq_idx")
+    leaves = {n: t.requires_grad_() for n, t in x.items()}
+    options = {"chunk_size": 16, "dt_softplus": True, "return_final_states": True, "impl": impl}
+    return leaves, lambda: mamba_chunk_scan_combined(**leaves, seq_idx=seq_idx, **options)
+
+
+def both(f, leaves):
+    """The outputs and the gradients of all arguments, from both outputs."""
+    outputs = f()
+    given = [torch.linspace(-1, 1, y.numel(), device=y.device).view_as(y) for y in outputs]
+    given = [d.to(y.dtype) for d, y in zip(given, outputs, strict=True)]
+    return [*outputs, *torch.autograd.grad(outputs, leaves.values(), given)]
+
+
+@impls
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_ssd_in_training(dtype, impl, device):
+    """Autocast and activation checkpointing change nothing; a second gradient is refused."""
+    leaves, f = scan(dtype, device, impl)
+    want = both(f, leaves)
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        got = both(f, leaves)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    got = both(lambda: checkpoint(f, use_reentrant=False), leaves)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    (dx,) = torch.autograd.grad(f()[0].sum(), leaves["x"], create_graph=True)
+    with pytest.raises(RuntimeError, match="cannot be differentiated again"):
+        dx.sum().backward()
+
+
+@impls
+def test_each_tensor_of_ssd_alone(impl, device):
+    """Only one needs a gradient: the same bits as when all do."""
+    leaves, f = scan(torch.float32, device, impl)
+    want = dict(zip(leaves, both(f, leaves)[2:], strict=True))
+    for name in ("x", "dt", "A", "D", "z", "dt_bias", "initial_states"):
+        for n, t in leaves.items():
+            t.requires_grad_(n == name)
+        *_, got = both(f, {name: leaves[name]})
+        assert torch.equal(got, want[name]), name
+
+
+def test_ssd_keeps_its_arguments_alone(device):
+    """Between the passes: no states, no scores."""
+    leaves, f = scan(torch.bfloat16, device, "triton")
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        f()
+    own = {t.untyped_storage().data_ptr() for t in leaves.values()}
+    others = [t for t in kept if t.untyped_storage().data_ptr() not in own]
+    small = leaves["initial_states"].numel() * 4
+    assert all(t.numel() * t.element_size() <= small for t in others)
