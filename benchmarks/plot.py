@@ -137,7 +137,8 @@ def roofline(data: dict, plt, call: str, stages: dict[str, tuple[str, ...]]):
     x = left * 4
     text = {"fontsize": 8.5, "ha": "right", "va": "bottom"}
     ax.text(x, x * copy / 1e12 * 1.2, f"{copy / 1e12:.1f} TB/s", **text)
-    _legend(ax, *ax.get_legend_handles_labels())
+    handles, labels = ax.get_legend_handles_labels()
+    _legend(ax, handles, labels, columns=2 if max(map(len, labels)) > 20 else 3)
     return fig
 
 
