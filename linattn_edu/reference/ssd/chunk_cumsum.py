@@ -26,7 +26,7 @@ def chunk_cumsum(
 ) -> tuple[Tensor, Tensor]:
     """Step sizes, and their log decay accumulated inside each chunk, in base 2.
 
-        step = clamp(softplus(dt + dt_bias), *limit)
+        step = clamp(softplus(dt + dt_bias), limit)
         gc_i = sum over j <= i in the chunk of max(log2(e) step_j A, floor)
 
     with the floor of gate_cumsum. The state decays by 2^(gc_i - gc_j) from token j to token i.
