@@ -44,7 +44,7 @@ AXES = {
 @pytest.mark.parametrize(tuple(AXES), pairs(**AXES), ids=name)
 def test_both_passes(T, size, given, dtype, C, heads, impl, device):
     """Short sequences come in a batch: a sum of a handful of numbers may cancel."""
-    x, options = inputs(max(1, 8 // T), T, *heads, *size, dtype, device, given)
+    x, options = inputs(max(1, 4 // T), T, *heads, *size, dtype, device, given)
     do, dht = cotangents(x)
     want = exact(x, do, dht, **options)
     check(run(x, do, dht, **options, chunk_size=C, impl=impl), want, dtype)
@@ -70,9 +70,8 @@ def test_gradcheck():
     assert torch.autograd.gradcheck(f, [t.requires_grad_() for t in x.values()], fast_mode=True)
 
 
-@pytest.mark.parametrize("P", [128, 256])
-@pytest.mark.parametrize("dtype", DTYPES[::2], ids=str)
-def test_largest_heads(dtype, P, device):
+@pytest.mark.parametrize(("P", "dtype"), [(128, torch.bfloat16), (256, torch.float32)], ids=str)
+def test_largest_heads(P, dtype, device):
     x, options = inputs(1, 70, 1, 1, P, 256, dtype, device)
     do, dht = cotangents(x)
     check(run(x, do, dht, **options, impl="triton"), exact(x, do, dht, **options), dtype)

@@ -73,10 +73,9 @@ def total(parts):
 
 
 @runs
-@pytest.mark.parametrize("given", ["all", "channels"])
-def test_packed_sequences_equal_each_by_itself(given, form, impl, device):
+def test_packed_sequences_equal_each_by_itself(form, impl, device):
     """To the bit, both passes, documents within a sequence too; but for sums over them all."""
-    x, options, do, dht = packed(form, LENGTHS, device, given)
+    x, options, do, dht = packed(form, LENGTHS, device)
     if not GPU:  # where the bits of PyTorch's sigmoid depend on where in memory a number lies
         x.pop("z", None)
     options["impl"] = impl
@@ -125,7 +124,7 @@ def test_states_that_are_returned(impl, device):
 
 
 @runs
-@pytest.mark.parametrize("lengths", [(64, 7, 57, 9), (5,) * 9], ids=str)
+@pytest.mark.parametrize("lengths", [(64, 7, 57, 9), (5,) * 6], ids=str)
 def test_documents_agree_with_packed_sequences(lengths, form, impl, device):
     """seq_idx on a row; ids that fall; documents that begin at a chunk's first token, and within.
 
@@ -136,7 +135,7 @@ def test_documents_agree_with_packed_sequences(lengths, form, impl, device):
     dht[:-1] = 0
     options |= {"impl": impl, "chunk_size": 64}
     want = together(x, do, dht, lengths, **options)
-    ids = torch.tensor([5, 2, 9, -1, 3, 2, 0, 1, 7][: len(lengths)], device=device)
+    ids = torch.tensor([5, 2, 9, -1, 3, 2][: len(lengths)], device=device)
     ids = ids.repeat_interleave(torch.tensor(lengths, device=device))[None]
     row = x | {"initial_states": x["initial_states"][:1]}
     got = run(row | {"seq_idx": ids}, do, dht[-1:], **options)
@@ -155,7 +154,7 @@ def test_only_where_ids_change_matters(form, device):
     ids = x["seq_idx"]
     options["impl"] = "triton"
     want = run(x, do, dht, **options)
-    for other in (ids.long(), 7 - 3 * ids, torch.where(ids % 2 == 0, 2, 2**31 - 1)):
+    for other in (7 - 3 * ids.long(), torch.where(ids % 2 == 0, 2, 2**31 - 1).int()):
         same_bits(run(x | {"seq_idx": other}, do, dht, **options), want)
 
 
@@ -195,7 +194,7 @@ def test_however_the_boundaries_are_given(impl, dtype, device):
         same_bits(got, want)
 
 
-@runs
+@pytest.mark.parametrize(("form", "impl"), [run for run in RUNS if run[0] != "staged"])
 def test_neighbours_change_nothing(form, impl, device):
     """Other tokens, gradients, lengths and more sequences around it: the same bits."""
     x, options, do, dht = packed(form, (20, 70, 9), device, "channels")
