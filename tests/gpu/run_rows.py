@@ -26,7 +26,7 @@ from linattn_edu.kernels.ssd import ema as ema_kernels
 from linattn_edu.kernels.ssd import ema_bwd as ema_bwd_kernels
 from linattn_edu.kernels.ssd import fused as ssd_fused
 from linattn_edu.kernels.ssd import selective_state_update as update
-from linattn_edu.kernels.tiles import UNPIPELINED, chunk_limit, device_of, of_generation
+from linattn_edu.kernels.tiles import UNPIPELINED, block, chunk_limit, device_of, of_generation
 from linattn_edu.ops import ema, kda, ssd
 from linattn_edu.ops.gdn import backward, forward, fused_stages, stages
 from linattn_edu.reference.delta.state import state as state_reference
@@ -86,9 +86,10 @@ def ssd_rows(generation):
     for dtype, size in itertools.product(itertools.chain(*DTYPES.values()), sizes):
         yield "ssd", dtype, size, "shipped"
     for stage, module in (("free_state", state), ("free_state_bwd", state_bwd)):
-        for size, entry in of_generation(module.FREE, generation).items():
+        for size, by_dim in of_generation(module.FREE, generation).items():
             for dtype, sides in itertools.product(DTYPES[size], (*sizes, WIDE)):
-                yield stage, dtype, sides, entry
+                for entry in by_dim[max(128, block(sides[0]))]:
+                    yield stage, dtype, sides, entry
     for dtype, size in itertools.product(DTYPES[2], (*equal(16, 33, 64), (128, 64), (100, 40))):
         x, B = (torch.empty(1, 1, 1, n, dtype=dtype, device="cuda") for n in size[::-1])
         if ssd_fused.fits(x, B):
@@ -261,7 +262,8 @@ def run_fused(dtype, N, P, entry):
 def run_free(dtype, N, P, entry, backwards):
     """state, or state_bwd, where nothing is corrected, with this row in place of its table."""
     module, worst = state_bwd if backwards else state, 0.0
-    tables = {g: {2: entry, 4: entry} for g in ("turing", "ampere", "hopper")}
+    by_dim = {128: [entry], 256: [entry]}
+    tables = {g: {2: by_dim, 4: by_dim} for g in ("turing", "ampere", "hopper")}
     kept = module.FREE
     for T, chunk_size, documents in ((500, 64, True), (65, 16, False)):
         x = ssd_inputs(2, T, 4, 2, P, N, dtype=dtype, device="cuda", seed=T)
