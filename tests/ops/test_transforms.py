@@ -263,8 +263,8 @@ def test_flops(name, device):
 
 
 def test_flops_of_ssd(device):
-    """Those of the products in the fused reference stages, which make two of them twice, or once a
-    head where the kernels do once a group.
+    """Those of the products in the fused reference stages, which make two of them once a head, the
+    kernels once a group.
     """
     B, T, H, G, P, N, C = 2, 128, 4, 2, 16, 24, 64
     x = {n: t for n, t in ssd_inputs(B, T, H, G, P, N, device=device).asdict().items()
@@ -281,8 +281,7 @@ def test_flops_of_ssd(device):
     staged = operations(lambda: ssd.forward(stages, **x, chunk_size=C))
     dout = torch.ones_like(x["x"])
     staged_backward = operations(lambda: ssd.backward(stages, **x, dout=dout, chunk_size=C))
-    again = 2 * 2 * B * T * H * P * N  # C h and B ds
     heads = 2 * 2 * B * T * (H - G) * C * N  # dscores B and dscores^T C
     count, *_ = forward.values()
     assert count == sum(staged.values())
-    assert sum(both.values()) - count == sum(staged_backward.values()) - again - heads
+    assert sum(both.values()) - count == sum(staged_backward.values()) - heads

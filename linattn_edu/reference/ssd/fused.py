@@ -125,9 +125,10 @@ def ssd_bwd(
     dC, dB = inter + dscores @ B_, dB + dscores.mT @ C_
     dB, dC = (sum_heads(from_chunks(y, T), B.shape[2]) for y in (dB, dC))
     # eq:ssd-dgc-state   dgc = -m, dlast = sum(m), m_j = B_j . dB_j = step_j r_j x_j . (B ds)_j
-    m = (step * r * X * (B_ @ ds)).sum(-1)
+    dXs = r * (B_ @ ds)
+    m = (step * X * dXs).sum(-1)
     # eq:ssd-dxs   dXs = (C B^T * G)^T dY + diag(r) B ds
-    dXs = (S * G).mT @ dY + r * (B_ @ ds)
+    dXs = dXs + (S * G).mT @ dY
     # eq:ssd-dstep   dstep_j = x_j . dXs_j
     dstep = (X * dXs).sum(-1)
     # eq:ssd-dx   dX = diag(step) dXs + D dY
