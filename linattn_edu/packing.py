@@ -29,6 +29,18 @@ class Packing:
         """NT, the number of chunks of all sequences."""
         return len(self.chunk_indices)
 
+    def parts(self, size: int, tokens: int) -> Tensor:
+        """[NP, 2]: as chunk_indices, for parts of `size` of all `tokens`.
+
+        NP is what may be needed, so that nothing waits for the device: the rows left over are of
+        parts after the last sequence's end.
+        """
+        counts = (self.cu_seqlens.diff() + size - 1).div(size, rounding_mode="floor")
+        ends = counts.cumsum(0)
+        i = torch.arange(len(counts) + tokens // size, device=counts.device)
+        sequence = torch.searchsorted(ends, i, right=True).clamp_(max=len(counts) - 1)
+        return torch.stack([sequence, i - (ends - counts)[sequence]], 1)
+
 
 def pack(
     cu_seqlens: Tensor,

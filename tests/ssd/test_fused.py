@@ -6,10 +6,8 @@ from grids import EVERY, name, pairs
 from ssd.ssd_checks import GIVEN, TOKENS, check_stage, parts
 
 from linattn_edu.kernels.delta.state import state
-from linattn_edu.kernels.delta.state_bwd import state_bwd
 from linattn_edu.kernels.ssd import fused as kernels
 from linattn_edu.reference.delta.state import state as state_reference
-from linattn_edu.reference.delta.state_bwd import state_bwd as state_bwd_reference
 from linattn_edu.reference.ssd import fused as reference
 
 pytestmark = pytest.mark.usefixtures("poison")
@@ -25,35 +23,35 @@ AXES = {
 CASES = pairs(**AXES) + ([c[::-1] for c in pairs(**dict(reversed(AXES.items())))] if EVERY else [])
 
 
-@pytest.fixture
-def few(monkeypatch):
-    """Two heads a program, so that heads are split."""
-    monkeypatch.setattr(kernels, "FEW", 2)
+@pytest.fixture(params=[4096, 128], ids="PART={}".format)
+def split(request, monkeypatch):
+    """Two heads a program where heads are summed; sequences of one part, or of several."""
     monkeypatch.setattr(kernels, "MANY", 2)
+    monkeypatch.setattr(kernels, "PART", request.param)
 
 
 @pytest.mark.parametrize(tuple(AXES), CASES, ids=name)
-def test_kernels(T, N, P, C, heads, given, dtype, device, few):
+def test_kernels(T, N, P, C, heads, given, dtype, device, split):
     r = parts(T, N, P, C, given, dtype, device, *heads)
     check_stage(kernels.chunk_scores, reference.chunk_scores, (r.C, r.B), chunk_size=C)
     S, h, dh = reference.chunk_scores(r.C, r.B, chunk_size=C), r.h.to(dtype), r.ds.to(dtype)
-    args = (r.C, S, r.x, r.step, r.gc, h, r.D, r.z, r.seq_idx)
-    check_stage(kernels.ssd_fwd, reference.ssd_fwd, args)
+    args = (r.C, r.B, S, r.x, r.step, r.gc, r.h0, r.D, r.z, r.seq_idx)
+    check_stage(kernels.ssd_fwd, reference.ssd_fwd, args, output_final_state=True)
+    args = (r.C, r.B, S, r.step, r.gc, h, r.dy, r.dht, r.D, r.seq_idx)
+    # all but dlast, an inner product that may cancel: beside the largest that it could be
+    stages = [(lambda *y, f=f: f(*y)[:3]) for f in (kernels.ssd_bwd_dx, reference.ssd_bwd_dx)]
+    check_stage(*stages, args)
+    wide = [y.double() if y is not None and y.is_floating_point() else y for y in args]
+    _, ds, _, exact = reference.ssd_bwd_dx(*wide)
+    largest = (h.double().square().sum((-1, -2)) * ds.square().sum((-1, -2))).sqrt()
+    dlast = kernels.ssd_bwd_dx(*args)[3]
+    assert ((dlast.double() - exact).abs() <= torch.finfo(dtype).eps / 8 * largest + 1e-30).all()
     args = (r.C, r.B, S, r.x, r.step, r.gc, h, dh, r.dy, r.D, r.seq_idx)
     check_stage(kernels.ssd_bwd, reference.ssd_bwd, args)
 
 
 @pytest.mark.parametrize(tuple(AXES), pairs(**AXES | {"P": (33, 64, 128)}), ids=name)
-def test_the_scans_without_a_correction(T, N, P, C, heads, given, dtype, device):
+def test_the_scan_without_a_correction(T, N, P, C, heads, given, dtype, device):
     r = parts(T, N, P, C, given, dtype, device, *heads)
     args = (r.B, None, r.x, r.gc, r.h0, r.step, r.seq_idx)
     check_stage(state, state_reference, args, chunk_size=C, output_final_state=True)
-    h = r.h.to(dtype)
-    args = (r.C, None, None, r.gc, r.dy, None, r.dht, r.seq_idx)
-    check_stage(state_bwd, state_bwd_reference, args, scale=1.0, chunk_size=C)
-    *_, dlast = state_bwd(*args, h, scale=1.0, chunk_size=C)
-    wide = [y.double() if y is not None and y.is_floating_point() else y for y in (*args, h)]
-    ds, *_, exact = state_bwd_reference(*wide, scale=1.0, chunk_size=C)
-    # an inner product that may cancel: beside the largest that it could be
-    largest = (h.double().square().sum((-1, -2)) * ds.square().sum((-1, -2))).sqrt()
-    assert ((dlast.double() - exact).abs() <= torch.finfo(dtype).eps / 8 * largest + 1e-30).all()

@@ -16,6 +16,7 @@ from linattn_edu.kernels.tiles import (
     decay_matrix_transposed,
     device_of,
     dot,
+    load_gate,
     load_row,
     load_tile,
     row,
@@ -76,340 +77,290 @@ def tile_documents(seq_ptr, i_t, start, o_t, n_t):
     return b_id, before, end
 
 
+@triton.jit
+def part_of(pid, cu_ptr, parts_ptr, offsets_ptr, T, H: tl.constexpr, PART: tl.constexpr,
+            BC: tl.constexpr):  # fmt: skip
+    """What program pid of a scan works on: PART tokens of one sequence of one head.
+
+    cu_ptr, parts_ptr, offsets_ptr: Packing.cu_seqlens, .parts(PART) and .chunk_offsets, or None.
+    Returns the head, the sequence, the number of the part (through all sequences) and of its first
+    chunk, the parts and chunks before it in its sequence, and, as `chunk_of`, its tokens.
+    """
+    i_h, i_part, first, n_t = chunk_of(pid, cu_ptr, parts_ptr, T, H, PART)
+    if cu_ptr is not None:
+        i_n = tl.load(parts_ptr + 2 * i_part)
+        before = tl.load(parts_ptr + 2 * i_part + 1).to(tl.int32)
+        i_c = tl.load(offsets_ptr + i_n)
+    else:
+        NP = tl.cdiv(T, PART)
+        i_n, before = i_part // NP, (i_part % NP).to(tl.int32)
+        i_c = i_n * tl.cdiv(T, BC)
+    return i_h, i_n, i_part, i_c + before * (PART // BC), before, before * (PART // BC), first, n_t
+
+
 @triton.jit(do_not_specialize=["T"])
-def ssd_fwd_kernel(
-    C_ptr,  # [B, T, G, N]
-    S_ptr,  # [B, T, G, BC]
-    x_ptr,  # [B, T, H, P]
+def ssd_ends_kernel(
+    B_ptr,  # [B, T, G, N]; in reverse C
+    x_ptr,  # [B, T, H, P]; in reverse dy
     step_ptr,  # [B, T, H]
     gc_ptr,  # [B, T, H] log2
-    h_ptr,  # [B, NT, H, N, P]
-    D_ptr,  # [H, PER] or None
-    z_ptr,  # [B, T, H, P] or None
     seq_ptr,  # [B, T] or None
-    out_ptr,  # [B, T, H, P] out
+    ends_ptr,  # [NP, H, N, P] out: the state after each part that began at zero
+    kept_ptr,  # [NP, H] out: what is left of the state before the part
     cu_ptr,  # [N + 1] or None
-    chunks_ptr,  # [NT, 2] or None
+    parts_ptr,  # [NP, 2] or None
+    offsets_ptr,  # [N + 1] or None
     T,
-    PER: tl.constexpr,
-    G: tl.constexpr, H: tl.constexpr, N: tl.constexpr, P: tl.constexpr,
-    BC: tl.constexpr, SPLITS: tl.constexpr,
-    BT: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr,
+    G: tl.constexpr, H: tl.constexpr, N: tl.constexpr, P: tl.constexpr, REVERSE: tl.constexpr,
+    PART: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr,
 ):  # fmt: skip
-    """One program: a tile of BT tokens of a chunk of BC, some heads of a group.
+    """One program: PART tokens of one head.  Grid (NP * H).
 
-    Grid (NT * G * SPLITS * BC / BT).  A chunk has one tile, or two: off the diagonal the decay is
-    the product of one factor a row and one a column.
     Reference: linattn_edu.reference.ssd.fused.
     """
-    TILES: tl.constexpr = BC // BT
-    i_tile = tl.program_id(0) % TILES
-    i_gs, i_c, first, n_t = chunk_of(
-        tl.program_id(0) // TILES, cu_ptr, chunks_ptr, T, G * SPLITS, BC
+    i_h, _, i_part, _, before, c_0, first, n_t = part_of(
+        tl.program_id(0), cu_ptr, parts_ptr, offsets_ptr, T, H, PART, BT
     )
-    i_g, i_split = i_gs // SPLITS, i_gs % SPLITS
-    HEADS: tl.constexpr = H // G
-    PART: tl.constexpr = (HEADS + SPLITS - 1) // SPLITS
-    start = i_tile * BT
-    own, n_own = first + start, n_t - start
     o_t, o_n, o_p = tl.arange(0, BT), tl.arange(0, BN), tl.arange(0, BP)
-    i_B = own * G + i_g
-    b_C = load_tile(C_ptr + i_B * N, o_t, o_n, G * N, n_own, N)  # [BT, BN]
-    b_S = load_tile(S_ptr + i_B * BC + start, o_t, o_t, G * BC, n_own, BT).to(tl.float32)
-    if TILES == 2:
-        b_far = load_tile(S_ptr + i_B * BC, o_t, o_t, G * BC, n_own, BT)  # [BT, BT], of tile 1
-    if seq_ptr is not None:
-        i_t = first % T if chunks_ptr is None else tl.load(chunks_ptr + 2 * i_c + 1)
-        b_id, before, _end = tile_documents(seq_ptr + first, i_t, start, o_t, n_t)
-        b_id0, before0, end0 = tile_documents(seq_ptr + first, i_t, 0, o_t, n_t)
-
-    for i_s in range(i_split * PART, tl.minimum(i_split * PART + PART, HEADS)):
-        i_h = i_g * HEADS + i_s
-        i = own * H + i_h
-        b_x = load_tile(x_ptr + i * P, o_t, o_p, H * P, n_own, P)  # [BT, BP]
-        b_h = load_tile(h_ptr + (i_c * H + i_h) * N * P, o_n, o_p, P, N, P)  # [BN, BP]
-        b_step = load_row(step_ptr + i, o_t, H, n_own)
-        if D_ptr is not None:
-            b_D = past_state(D_ptr, i_h, o_p, P, PER)
-        b_gc, b_e, _r, _a = tile_decays(gc_ptr + first * H + i_h, start, o_t, n_t, H)
-        b_G = decay_matrix(b_gc, o_t)
+    b_h = tl.zeros([BN, BP], dtype=tl.float32)
+    kept = 1.0
+    if REVERSE:  # nothing reads the end of a sequence's first part
+        n_chunks = tl.where(before > 0, tl.cdiv(tl.minimum(n_t, PART), BT), 0)
+    else:  # nor that of its last
+        n_chunks = tl.where(n_t > PART, PART // BT, 0)
+    for i in range(n_chunks):
+        i_t = n_chunks - 1 - i if REVERSE else i
+        own, n_own = first + i_t * BT, n_t - i_t * BT
+        i_gc = own * H + i_h
+        b_x = load_tile(x_ptr + i_gc * P, o_t, o_p, H * P, n_own, P).to(tl.float32)  # [BT, BP]
+        i_B = (own * G + i_h // (H // G)) * N
+        b_B = load_tile(B_ptr + i_B, o_t, o_n, G * N, n_own, N)  # [BT, BN]
+        _gc, b_e, b_r, b_a = tile_decays(gc_ptr + i_gc, 0, o_t, n_own, H)
+        if not REVERSE:
+            b_r *= load_row(step_ptr + i_gc, o_t, H, n_own)
         if seq_ptr is not None:
-            b_e = tl.where(b_id == before, b_e, 0.0)
-            b_G = tl.where(b_id[:, None] == b_id[None, :], b_G, 0.0)
-        # eq:ssd-inter   diag(e) C h
-        b_y = dot(b_C, b_h)
-        if TILES == 2:  # tile 1: what tile 0 leaves of the state before it, and writes
-            i_0 = first * H + i_h
-            b_x0 = load_tile(x_ptr + i_0 * P, o_t, o_p, H * P, tl.where(start > 0, n_t, 0), P)
-            _gc, _e, b_r0, b_a0 = tile_decays(gc_ptr + i_0, 0, o_t, n_t, H)
-            b_r0 *= load_row(step_ptr + i_0, o_t, H, n_t)
-            if seq_ptr is not None:
-                b_r0 = tl.where(b_id0 == end0, b_r0, 0.0)
-                b_a0 = tl.where(end0 == before0, b_a0, 0.0)
-            if i_tile == 1:
-                b_x0 = cast(b_x0.to(tl.float32) * b_r0[:, None], b_x0.dtype)
-                b_y = dot(b_far, b_x0, b_y * b_a0)
-        b_y *= b_e[:, None]
-        # eq:ssd-scores   M = C B^T * G * step
-        b_M = b_S * b_G * b_step[None, :]
-        # eq:ssd-output   y = inter + M X + D X
+            b_id, start, end = tile_documents(seq_ptr + own, c_0 + i_t, 0, o_t, n_own)
+            b_e = tl.where(b_id == start, b_e, 0.0)
+            b_r = tl.where(b_id == end, b_r, 0.0)
+            b_a = tl.where(end == start, b_a, 0.0)
+        # eq:ssd-state   h <- a h + (diag(r * step) B)^T X, and in reverse ds <- a ds + (diag(e) C)^T dY
+        b_w = b_e if REVERSE else b_r
+        b_h = dot(tl.trans(b_B), cast(b_x * b_w[:, None], b_B.dtype), b_h * b_a)
+        kept *= b_a
+    i_end = i_part * H + i_h
+    store_tile(ends_ptr + i_end * N * P, b_h, o_n, o_p, P, N, P)
+    tl.store(kept_ptr + i_end, kept)
+
+
+@triton.jit(do_not_specialize=["T"])
+def ssd_scan_kernel(
+    C_ptr,  # [B, T, G, N]: what reads the state; in reverse B
+    B_ptr,  # [B, T, G, N]: what writes it; in reverse C
+    S_ptr,  # [B, T, G, BC]
+    x_ptr,  # [B, T, H, P]; in reverse dy
+    step_ptr,  # [B, T, H]
+    gc_ptr,  # [B, T, H] log2
+    h0_ptr,  # [NS, H, N, P] or None; in reverse the gradient of the final state
+    ends_ptr,  # [NP, H, N, P] of ssd_ends, or None: sequences are of one part
+    kept_ptr,  # [NP, H] of ssd_ends, or None
+    D_ptr,  # [H, PER] or None
+    z_ptr,  # [B, T, H, P] or None; in reverse None
+    seq_ptr,  # [B, T] or None
+    h_ptr,  # [B, NT, H, N, P]: state entering each chunk; forward None
+    out_ptr,  # [B, T, H, P] out; in reverse dx
+    ht_ptr,  # [NS, H, N, P] out, or None; in reverse the gradient of the initial state
+    dh_ptr,  # [B, NT, H, N, P] out: gradient of the state leaving each chunk; forward None
+    dlast_ptr,  # [B, NT, H] out; forward None
+    cu_ptr,  # [NS + 1] or None
+    parts_ptr,  # [NP, 2] or None
+    offsets_ptr,  # [NS + 1] or None
+    T,
+    PER: tl.constexpr,
+    G: tl.constexpr, H: tl.constexpr, N: tl.constexpr, P: tl.constexpr, REVERSE: tl.constexpr,
+    PART: tl.constexpr, BC: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr,
+):  # fmt: skip
+    """One program: PART tokens of one head, BT at a time.  Grid (NP * H).
+
+    The adjoint is the same scan read backwards: C and B change places, e and r, G and G^T.
+    Reference: linattn_edu.reference.ssd.fused.
+    """
+    i_h, i_n, i_part, i_c, before, c_0, first, n_t = part_of(
+        tl.program_id(0), cu_ptr, parts_ptr, offsets_ptr, T, H, PART, BC
+    )
+    i_g = i_h // (H // G)
+    o_t, o_n, o_p = tl.arange(0, BT), tl.arange(0, BN), tl.arange(0, BP)
+    b_h = tl.zeros([BN, BP], dtype=tl.float32)
+    if h0_ptr is not None:
+        b_h += load_tile(h0_ptr + (i_n * H + i_h) * N * P, o_n, o_p, P, N, P).to(tl.float32)
+    if ends_ptr is not None:
+        n_ends = tl.cdiv(n_t, PART) - 1 if REVERSE else before
+        for j in range(n_ends):
+            i_end = (i_part + n_ends - j if REVERSE else i_part - n_ends + j) * H + i_h
+            b_h *= tl.load(kept_ptr + i_end)
+            b_h += load_tile(ends_ptr + i_end * N * P, o_n, o_p, P, N, P)
+    if D_ptr is not None:
+        b_D = past_state(D_ptr, i_h, o_p, P, PER)
+
+    n_tiles = tl.cdiv(tl.minimum(n_t, PART), BT)
+    for i in range(n_tiles):
+        i_tile = n_tiles - 1 - i if REVERSE else i
+        i_t, start = i_tile * BT // BC, i_tile * BT % BC
+        chunk, n_chunk = first + i_t * BC, n_t - i_t * BC
+        own, n_own = chunk + start, n_chunk - start
+        i_x, i_B = own * H + i_h, own * G + i_g
+        b_x = load_tile(x_ptr + i_x * P, o_t, o_p, H * P, n_own, P)  # [BT, BP]
+        b_C = load_tile(C_ptr + i_B * N, o_t, o_n, G * N, n_own, N)  # [BT, BN]
+        b_B = load_tile(B_ptr + i_B * N, o_t, o_n, G * N, n_own, N)  # [BT, BN]
+        b_S = load_tile(S_ptr + i_B * BC + start, o_t, o_t, G * BC, n_own, BT)  # [BT, BT]
+        b_step = load_row(step_ptr + i_x, o_t, H, n_own)
+        b_gc, b_e, b_r, b_a = tile_decays(gc_ptr + chunk * H + i_h, start, o_t, n_chunk, H)
+        if REVERSE:
+            b_M = tl.trans(b_S).to(tl.float32) * decay_matrix_transposed(b_gc, o_t)
+        else:
+            b_M = b_S.to(tl.float32) * (decay_matrix(b_gc, o_t) * b_step[None, :])
+        if seq_ptr is not None:
+            b_id, old, end = tile_documents(seq_ptr + chunk, c_0 + i_t, start, o_t, n_chunk)
+            b_e = tl.where(b_id == old, b_e, 0.0)
+            b_r = tl.where(b_id == end, b_r, 0.0)
+            b_a = tl.where(end == old, b_a, 0.0)
+            b_M = tl.where(b_id[:, None] == b_id[None, :], b_M, 0.0)
+        b_hs = cast(b_h, b_x.dtype)
+        if REVERSE:
+            if (i == 0) | (start == BC - BT):
+                i_S = (i_c + i_t) * H + i_h
+                store_tile(dh_ptr + i_S * N * P, b_hs, o_n, o_p, P, N, P)
+                b_h0 = load_tile(h_ptr + i_S * N * P, o_n, o_p, P, N, P)
+                # eq:ssd-dlast   dlast = a <h, ds>
+                n_last = tl.minimum(BC, n_chunk)
+                last = tl.exp2(tl.load(gc_ptr + (chunk + n_last - 1) * H + i_h))
+                if seq_ptr is not None:
+                    old = tl.load(seq_ptr + chunk - tl.minimum(c_0 + i_t, 1))
+                    last = tl.where(tl.load(seq_ptr + chunk + n_last - 1) == old, last, 0.0)
+                last *= tl.sum(tl.sum(b_h0.to(tl.float32) * b_h, 1), 0)
+                tl.store(dlast_ptr + i_S, last)
+            b_read, b_write = b_r, b_e
+        else:
+            b_read, b_write = b_e, b_r * b_step
+        # eq:ssd-inter   inter = diag(e) C h
+        b_y = dot(b_C, b_hs) * b_read[:, None]
+        # eq:ssd-output   y = inter + M X
         b_y = dot(cast(b_M, b_x.dtype), b_x, b_y)
+        # eq:ssd-state   h <- a h + (diag(r * step) B)^T X
+        b_u = cast(b_x.to(tl.float32) * b_write[:, None], b_x.dtype)
+        b_h = dot(tl.trans(b_B), b_u, b_h * b_a)
+        if REVERSE:
+            # eq:ssd-dx   dX = diag(step) dXs + D dY
+            b_y *= b_step[:, None]
         if D_ptr is not None:
             b_y += b_x.to(tl.float32) * b_D[None, :]
         # eq:ssd-gate   out = y silu(z)
         if z_ptr is not None:
-            b_z = load_tile(z_ptr + i * P, o_t, o_p, H * P, n_own, P).to(tl.float32)
+            b_z = load_tile(z_ptr + i_x * P, o_t, o_p, H * P, n_own, P).to(tl.float32)
             b_y *= b_z * tl.sigmoid(b_z)
-        store_tile(out_ptr + i * P, b_y, o_t, o_p, H * P, n_own, P)
+        store_tile(out_ptr + i_x * P, b_y, o_t, o_p, H * P, n_own, P)
+
+    if ht_ptr is not None:
+        if (before == 0) if REVERSE else ((n_t > 0) & (n_t <= PART)):
+            store_tile(ht_ptr + (i_n * H + i_h) * N * P, b_h, o_n, o_p, P, N, P)
 
 
 @triton.jit(do_not_specialize=["T"])
-def ssd_bwd_dx_kernel(
-    B_ptr,  # [B, T, G, N]
+def ssd_bwd_scores_kernel(
     S_ptr,  # [B, T, G, BC]
     x_ptr,  # [B, T, H, P]
+    dy_ptr,  # [B, T, H, P]
     step_ptr,  # [B, T, H]
     gc_ptr,  # [B, T, H] log2
-    dh_ptr,  # [B, NT, H, N, P]
-    dy_ptr,  # [B, T, H, P]
-    D_ptr,  # [H, PER] or None
     seq_ptr,  # [B, T] or None
-    dx_ptr,  # [B, T, H, P] out
-    dstep_ptr,  # [B, T, H] out
-    dm_ptr,  # [B, T, H] out: m, to be taken from dgc and added to dlast
-    dD_ptr,  # [NT, TILES, H, P] out: of D [H, P]; or None
-    cu_ptr,  # [N + 1] or None
-    chunks_ptr,  # [NT, 2] or None
-    T,
-    PER: tl.constexpr,
-    G: tl.constexpr, H: tl.constexpr, N: tl.constexpr, P: tl.constexpr,
-    BC: tl.constexpr, SPLITS: tl.constexpr,
-    BT: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr,
-):  # fmt: skip
-    """One program: dx of a tile of BT tokens of a chunk of BC, some heads of a group.
-
-    Grid (NT * G * SPLITS * BC / BT).  Of two tiles the first has what the second reads of it, as a
-    product of its own: there the decay is one factor a row and one a column.
-    Reference: linattn_edu.reference.ssd.fused.
-    """
-    TILES: tl.constexpr = BC // BT
-    i_tile = tl.program_id(0) % TILES
-    i_gs, i_c, first, n_t = chunk_of(
-        tl.program_id(0) // TILES, cu_ptr, chunks_ptr, T, G * SPLITS, BC
-    )
-    i_g, i_split = i_gs // SPLITS, i_gs % SPLITS
-    HEADS: tl.constexpr = H // G
-    PART: tl.constexpr = (HEADS + SPLITS - 1) // SPLITS
-    start = i_tile * BT
-    own, n_own = first + start, n_t - start
-    n_far = tl.where(i_tile == 0, n_t - BT, 0)  # tokens of the second tile, for the first
-    o_t, o_n, o_p = tl.arange(0, BT), tl.arange(0, BN), tl.arange(0, BP)
-    i_B = own * G + i_g
-    b_B = load_tile(B_ptr + i_B * N, o_t, o_n, G * N, n_own, N)  # [BT, BN]
-    o_ST = o_t[:, None] + o_t[None, :] * G * BC
-    b_ST = tl.load(S_ptr + i_B * BC + start + o_ST, mask=o_t[None, :] < n_own, other=0.0)
-    b_ST = b_ST.to(tl.float32)  # [BT, BT], of the tile's own tokens, transposed
-    if TILES == 2:
-        i_far = ((first + BT) * G + i_g) * BC
-        b_far = tl.load(S_ptr + i_far + o_ST, mask=o_t[None, :] < n_far, other=0.0)  # [BT, BT]
-    if seq_ptr is not None:
-        i_t = first % T if chunks_ptr is None else tl.load(chunks_ptr + 2 * i_c + 1)
-        b_id, _before, end = tile_documents(seq_ptr + first, i_t, start, o_t, n_t)
-        b_id1, before1, end1 = tile_documents(seq_ptr + first, i_t, BT, o_t, n_t)
-
-    for i_s in range(i_split * PART, tl.minimum(i_split * PART + PART, HEADS)):
-        i_h = i_g * HEADS + i_s
-        i, i_S = own * H + i_h, (i_c * H + i_h) * N * P
-        b_x = load_tile(x_ptr + i * P, o_t, o_p, H * P, n_own, P)  # [BT, BP]
-        b_dy = load_tile(dy_ptr + i * P, o_t, o_p, H * P, n_own, P)  # [BT, BP]
-        b_ds = load_tile(dh_ptr + i_S, o_n, o_p, P, N, P)  # [BN, BP]
-        b_step = load_row(step_ptr + i, o_t, H, n_own)
-        if D_ptr is not None:
-            b_D = past_state(D_ptr, i_h, o_p, P, PER)
-        b_gc, _e, b_r, _a = tile_decays(gc_ptr + first * H + i_h, start, o_t, n_t, H)
-        GT = decay_matrix_transposed(b_gc, o_t)
-        if seq_ptr is not None:
-            b_r = tl.where(b_id == end, b_r, 0.0)
-            GT = tl.where(b_id[:, None] == b_id[None, :], GT, 0.0)
-        # eq:ssd-dgc-state   dgc = -m, dlast = sum(m), m_j = B_j . dB_j = step_j r_j x_j . (B ds)_j
-        b_dxs = dot(b_B, b_ds)
-        b_m = b_r * b_step * tl.sum(b_x.to(tl.float32) * b_dxs, 1)
-        if TILES == 2:
-            i_1 = (first + BT) * H + i_h
-            b_v = load_tile(dy_ptr + i_1 * P, o_t, o_p, H * P, n_far, P)  # [BT, BP]
-            _gc, b_e1, _r, b_a1 = tile_decays(gc_ptr + first * H + i_h, BT, o_t, n_t, H)
-            if seq_ptr is not None:
-                b_e1 = tl.where(b_id1 == before1, b_e1, 0.0)
-                b_a1 = tl.where(end1 == before1, b_a1, 0.0)
-            b_a1 = tl.where(i_tile == 0, b_a1, 1.0)
-            b_m *= b_a1
-            b_v = cast(b_v.to(tl.float32) * b_e1[:, None], b_v.dtype)
-            b_dxs = dot(b_far, b_v, b_dxs * b_a1)
-        tl.store(dm_ptr + i + o_t * H, b_m, mask=o_t < n_own)
-        # eq:ssd-dxs   dXs = (C B^T * G)^T dY + diag(r) B ds
-        b_dxs = dot(cast(b_ST * GT, b_dy.dtype), b_dy, b_dxs * b_r[:, None])
-        # eq:ssd-dstep   dstep_j = x_j . dXs_j
-        b_dstep = tl.sum(b_x.to(tl.float32) * b_dxs, 1)
-        tl.store(dstep_ptr + i + o_t * H, b_dstep, mask=o_t < n_own)
-        # eq:ssd-dx   dX = diag(step) dXs + D dY
-        b_dx = b_dxs * b_step[:, None]
-        if D_ptr is not None:
-            b_dx += b_dy.to(tl.float32) * b_D[None, :]
-        if dD_ptr is not None:
-            # eq:ssd-dd   dD = sum over tokens of dY * X
-            b_dD = tl.sum(b_dy.to(tl.float32) * b_x.to(tl.float32), 0)
-            i_D = ((i_c * TILES + i_tile) * H + i_h) * P
-            tl.store(dD_ptr + i_D + o_p, b_dD, mask=o_p < P)
-        store_tile(dx_ptr + i * P, b_dx, o_t, o_p, H * P, n_own, P)
-
-
-@triton.jit(do_not_specialize=["T"])
-def ssd_bwd_da_kernel(
-    C_ptr,  # [B, T, G, N]
-    S_ptr,  # [B, T, G, BC]
-    x_ptr,  # [B, T, H, P]
-    step_ptr,  # [B, T, H]
-    gc_ptr,  # [B, T, H] log2
-    h_ptr,  # [B, NT, H, N, P]
-    dy_ptr,  # [B, T, H, P]
-    seq_ptr,  # [B, T] or None
-    dgc_ptr,  # [B, T, H] out
-    dS_ptr,  # [SPLITS, B, T, G, BC] out: rows of dscores^T, on the diagonal
+    dgc_ptr,  # [2, B, T, H] out: of the blocks on the diagonal, and off it; to be added
+    dstep_ptr,  # [2, B, T, H] out, likewise
+    dS_ptr,  # [SPLITS, B, T, G, BC] out
     dD_ptr,  # [B, T, H] out: each token's part of D [H]; or None
+    dD_channel_ptr,  # [NT, TILES, H, P] out: of D [H, P]; or None
     cu_ptr,  # [N + 1] or None
     chunks_ptr,  # [NT, 2] or None
     T,
     tokens,  # B * T
-    G: tl.constexpr, H: tl.constexpr, N: tl.constexpr, P: tl.constexpr,
-    BC: tl.constexpr, SPLITS: tl.constexpr,
-    BT: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr,
-):  # fmt: skip
-    """One program: what a tile of BT tokens reads, by its decay, and by the scores of some heads.
-
-    Grid (NT * G * SPLITS * BC / BT).
-    Reference: linattn_edu.reference.ssd.fused.
-    """
-    TILES: tl.constexpr = BC // BT
-    i_tile = tl.program_id(0) % TILES
-    i_gs, i_c, first, n_t = chunk_of(
-        tl.program_id(0) // TILES, cu_ptr, chunks_ptr, T, G * SPLITS, BC
-    )
-    i_g, i_split = i_gs // SPLITS, i_gs % SPLITS
-    HEADS: tl.constexpr = H // G
-    PART: tl.constexpr = (HEADS + SPLITS - 1) // SPLITS
-    start = i_tile * BT
-    own, n_own = first + start, n_t - start
-    o_t, o_n, o_p = tl.arange(0, BT), tl.arange(0, BN), tl.arange(0, BP)
-    i_B = own * G + i_g
-    b_C = load_tile(C_ptr + i_B * N, o_t, o_n, G * N, n_own, N)  # [BT, BN]
-    o_ST = o_t[:, None] + o_t[None, :] * G * BC
-    b_ST = tl.load(S_ptr + i_B * BC + start + o_ST, mask=o_t[None, :] < n_own, other=0.0)
-    b_ST = tl.where(o_t[:, None] != o_t[None, :], b_ST.to(tl.float32), 0.0)
-    if seq_ptr is not None:
-        i_t = first % T if chunks_ptr is None else tl.load(chunks_ptr + 2 * i_c + 1)
-        b_id, before, _end = tile_documents(seq_ptr + first, i_t, start, o_t, n_t)
-        _id, before0, end0 = tile_documents(seq_ptr + first, i_t, 0, o_t, n_t)
-    b_dST = tl.zeros([BT, BT], dtype=tl.float32)
-
-    for i_s in range(i_split * PART, tl.minimum(i_split * PART + PART, HEADS)):
-        i_h = i_g * HEADS + i_s
-        i, i_0 = own * H + i_h, first * H + i_h
-        b_x = load_tile(x_ptr + i * P, o_t, o_p, H * P, n_own, P)  # [BT, BP]
-        b_dy = load_tile(dy_ptr + i * P, o_t, o_p, H * P, n_own, P)  # [BT, BP]
-        b_h = load_tile(h_ptr + (i_c * H + i_h) * N * P, o_n, o_p, P, N, P)  # [BN, BP]
-        b_step = load_row(step_ptr + i, o_t, H, n_own)
-        b_gc, b_e, _r, _a = tile_decays(gc_ptr + i_0, start, o_t, n_t, H)
-        GT = decay_matrix_transposed(b_gc, o_t) * b_step[:, None]
-        if seq_ptr is not None:
-            b_e = tl.where(b_id == before, b_e, 0.0)
-            GT = tl.where(b_id[:, None] == b_id[None, :], GT, 0.0)
-        # eq:ssd-dgc-inter   dgc_i = C_i . inter_i = e_i dY_i . (C h)_i
-        b_dgc = b_e * tl.sum(b_dy.to(tl.float32) * dot(b_C, b_h), 1)
-        # eq:ssd-dscores   dscores = sum over heads of dY X^T * G * step
-        b_W = dot(b_x, tl.trans(b_dy))
-        # eq:ssd-dd   dD = sum over tokens of dY * X
-        if dD_ptr is not None:
-            b_dD = tl.sum(tl.where(o_t[:, None] == o_t[None, :], b_W, 0.0), 1)
-            tl.store(dD_ptr + i + o_t * H, b_dD, mask=o_t < n_own)
-        b_W *= GT
-        b_dST += b_W
-        # eq:ssd-dgc-scores   dgc = rowsum(W) - colsum(W), W = M * dY X^T below the diagonal
-        b_W *= b_ST
-        if TILES == 2:
-            _gc, _e, _r, b_a0 = tile_decays(gc_ptr + i_0, 0, o_t, n_t, H)
-            if seq_ptr is not None:
-                b_a0 = tl.where(end0 == before0, b_a0, 0.0)
-            b_dgc *= tl.where(i_tile == 1, b_a0, 1.0)
-        b_dgc += tl.sum(b_W, 0) - tl.sum(b_W, 1)
-        tl.store(dgc_ptr + i + o_t * H, b_dgc, mask=o_t < n_own)
-
-    dS_ptr += (i_split * tokens * G + i_B) * BC
-    store_tile(dS_ptr + start, b_dST, o_t, o_t, G * BC, n_own, BT)
-
-
-@triton.jit(do_not_specialize=["T"])
-def ssd_bwd_far_kernel(
-    S_ptr,  # [B, T, G, 2 * BT]
-    x_ptr,  # [B, T, H, P]
-    step_ptr,  # [B, T, H]
-    gc_ptr,  # [B, T, H] log2
-    dy_ptr,  # [B, T, H, P]
-    seq_ptr,  # [B, T] or None
-    dfar_ptr,  # [B, T, H] out: added to dgc
-    dS_ptr,  # [SPLITS, B, T, G, 2 * BT] out: rows of dscores^T, off the diagonal
-    cu_ptr,  # [N + 1] or None
-    chunks_ptr,  # [NT, 2] or None
-    T,
-    tokens,  # B * T
-    G: tl.constexpr, H: tl.constexpr, P: tl.constexpr, SPLITS: tl.constexpr,
+    G: tl.constexpr, H: tl.constexpr, P: tl.constexpr, BC: tl.constexpr, SPLITS: tl.constexpr,
     BT: tl.constexpr, BP: tl.constexpr,
 ):  # fmt: skip
-    """One program: what the second tile of a chunk reads of the first, of some heads.
+    """One program: what some heads of a group give through a block of BT x BT scores.
 
-    Grid (NT * G * SPLITS).  The decay is one factor a row and one a column.
+    Grid (NT * G * SPLITS * BLOCKS): a chunk has one block, or two on the diagonal and one below.
     Reference: linattn_edu.reference.ssd.fused.
     """
-    i_gs, i_c, first, n_t = chunk_of(tl.program_id(0), cu_ptr, chunks_ptr, T, G * SPLITS, 2 * BT)
+    TILES: tl.constexpr = BC // BT
+    BLOCKS: tl.constexpr = TILES * (TILES + 1) // 2
+    block = tl.program_id(0) % BLOCKS
+    i_gs, i_c, first, n_t = chunk_of(
+        tl.program_id(0) // BLOCKS, cu_ptr, chunks_ptr, T, G * SPLITS, BC
+    )
     i_g, i_split = i_gs // SPLITS, i_gs % SPLITS
     HEADS: tl.constexpr = H // G
     PART: tl.constexpr = (HEADS + SPLITS - 1) // SPLITS
+    far = block // 2  # 0 on the diagonal, 1 below
+    row, col = tl.minimum(block, 1) * BT, block % 2 * BT
     o_t, o_p = tl.arange(0, BT), tl.arange(0, BP)
-    n_1 = n_t - BT
-    i_B = first * G + i_g
-    o_ST = o_t[:, None] + (BT + o_t[None, :]) * G * 2 * BT
-    b_ST = tl.load(S_ptr + i_B * 2 * BT + o_ST, mask=o_t[None, :] < n_1, other=0.0)
-    b_ST = b_ST.to(tl.float32)  # [BT, BT], rows of the first tile
+    n_row, n_col = n_t - row, n_t - col
+    row += first
+    col += first
+    causal = (row + o_t)[:, None] >= (col + o_t)[None, :]
+    diagonal = (row + o_t)[:, None] == (col + o_t)[None, :]
+    i_S = (row * G + i_g) * BC + col - first
+    b_S = load_tile(S_ptr + i_S, o_t, o_t, G * BC, n_row, BT)
     if seq_ptr is not None:
-        i_t = first % T if chunks_ptr is None else tl.load(chunks_ptr + 2 * i_c + 1)
-        b_id0, _before, end0 = tile_documents(seq_ptr + first, i_t, 0, o_t, n_t)
-        b_id1, before1, _end = tile_documents(seq_ptr + first, i_t, BT, o_t, n_t)
-    b_dST = tl.zeros([BT, BT], dtype=tl.float32)
+        b_row_id = tl.load(seq_ptr + first + tl.minimum(row - first + o_t, n_t - 1))
+        b_col_id = tl.load(seq_ptr + first + tl.minimum(col - first + o_t, n_t - 1))
+        causal &= b_row_id[:, None] == b_col_id[None, :]
+    b_dS = tl.zeros([BT, BT], dtype=tl.float32)
+
     for i_s in range(i_split * PART, tl.minimum(i_split * PART + PART, HEADS)):
-        i_0 = first * H + i_g * HEADS + i_s
-        i_1 = i_0 + BT * H
-        b_x = load_tile(x_ptr + i_0 * P, o_t, o_p, H * P, n_t, P)  # [BT, BP]
-        b_dy = load_tile(dy_ptr + i_1 * P, o_t, o_p, H * P, n_1, P)  # [BT, BP]
-        b_step = load_row(step_ptr + i_0, o_t, H, n_t)
-        _gc0, _e0, b_r, _a0 = tile_decays(gc_ptr + i_0, 0, o_t, n_t, H)
-        _gc1, b_e, _r1, _a1 = tile_decays(gc_ptr + i_0, BT, o_t, n_t, H)
-        b_r *= b_step
-        if seq_ptr is not None:
-            b_r = tl.where(b_id0 == end0, b_r, 0.0)
-            b_e = tl.where(b_id1 == before1, b_e, 0.0)
+        i_h = i_g * HEADS + i_s
+        i_row, i_col = row * H + i_h, col * H + i_h
+        b_dy = load_tile(dy_ptr + i_row * P, o_t, o_p, H * P, n_row, P)  # [BT, BP]
+        b_x = load_tile(x_ptr + i_col * P, o_t, o_p, H * P, n_col, P)  # [BT, BP]
+        b_step = load_row(step_ptr + i_col, o_t, H, n_col)
+        b_gc_row = load_gate(gc_ptr + i_row, o_t, H, n_row)
+        b_gc_col = load_gate(gc_ptr + i_col, o_t, H, n_col)
+        b_G = b_gc_row[:, None] - b_gc_col[None, :]
+        b_G = tl.exp2(tl.where(causal, b_G, float("-inf")))
         # eq:ssd-dscores   dscores = sum over heads of dY X^T * G * step
-        b_W = dot(b_x, tl.trans(b_dy)) * b_r[:, None] * b_e[None, :]
-        b_dST += b_W
+        b_W = dot(b_dy, tl.trans(b_x)) * b_G
+        b_dS += b_W * b_step[None, :]
+        # eq:ssd-dd   dD = sum over tokens of dY * X
+        if dD_ptr is not None:
+            b_dD = tl.sum(tl.where(diagonal, b_W, 0.0), 1)
+            tl.store(dD_ptr + i_row + o_t * H, b_dD, mask=(o_t < n_row) & (far == 0))
+        if dD_channel_ptr is not None:
+            b_dD = tl.sum(b_dy.to(tl.float32) * b_x.to(tl.float32), 0)
+            i_D = ((i_c * TILES + block) * H + i_h) * P
+            tl.store(dD_channel_ptr + i_D + o_p, b_dD, mask=(o_p < P) & (far == 0))
+        # eq:ssd-dstep-scores   dstep_j = sum_i S_ij G_ij dY_i . x_j
+        b_W *= b_S.to(tl.float32)
+        b_dstep = tl.sum(b_W, 0)
         # eq:ssd-dgc-scores   dgc = rowsum(W) - colsum(W), W = M * dY X^T below the diagonal
-        b_W *= b_ST
-        tl.store(dfar_ptr + i_0 + o_t * H, -tl.sum(b_W, 1), mask=o_t < n_t)
-        tl.store(dfar_ptr + i_1 + o_t * H, tl.sum(b_W, 0), mask=o_t < n_1)
-    dS_ptr += (i_split * tokens * G + i_B) * 2 * BT
-    store_tile(dS_ptr + BT, b_dST, o_t, o_t, G * 2 * BT, n_t, BT)
-    store_tile(dS_ptr + BT * G * 2 * BT, 0.0 * b_dST, o_t, o_t, G * 2 * BT, n_1, BT)
+        b_W = tl.where(diagonal, 0.0, b_W) * b_step[None, :]
+        b_drow, b_dcol = tl.sum(b_W, 1), -tl.sum(b_W, 0)
+        dgc, dstep = dgc_ptr + far * tokens * H, dstep_ptr + far * tokens * H
+        if far == 0:
+            tl.store(dgc + i_row + o_t * H, b_drow + b_dcol, mask=o_t < n_row)
+        else:
+            tl.store(dgc + i_row + o_t * H, b_drow, mask=o_t < n_row)
+            tl.store(dgc + i_col + o_t * H, b_dcol, mask=o_t < n_col)
+            tl.store(dstep + i_row + o_t * H, 0.0 * b_drow, mask=o_t < n_row)
+        tl.store(dstep + i_col + o_t * H, b_dstep, mask=o_t < n_col)
+
+    dS_ptr += i_split * tokens * G * BC + i_S
+    store_tile(dS_ptr, b_dS, o_t, o_t, G * BC, n_row, BT)
+    if far == 1:  # and the block above the diagonal
+        dS_ptr += BT - BT * G * BC
+        store_tile(dS_ptr, 0.0 * b_dS, o_t, o_t, G * BC, n_col, BT)
 
 
 @triton.jit(do_not_specialize=["T"])
 def ssd_bwd_states_kernel(
+    C_ptr,  # [B, T, G, N]
+    B_ptr,  # [B, T, G, N]
     x_ptr,  # [B, T, H, P]
     dy_ptr,  # [B, T, H, P]
     step_ptr,  # [B, T, H]
@@ -418,6 +369,7 @@ def ssd_bwd_states_kernel(
     dh_ptr,  # [B, NT, H, N, P]
     seq_ptr,  # [B, T] or None
     parts_ptr,  # [SPLITS, 2, B, T, G, N] out: of dC and dB
+    rows_ptr,  # [2, B, T, H] out: of dgc, and m / step
     cu_ptr,  # [N + 1] or None
     chunks_ptr,  # [NT, 2] or None
     T,
@@ -433,26 +385,35 @@ def ssd_bwd_states_kernel(
     to_B, i_split, i_g = i_gs % 2, i_gs // 2 % SPLITS, i_gs // (2 * SPLITS)
     if to_B == 1:
         v_ptr = x_ptr
+        k_ptr = B_ptr
         state_ptr = dh_ptr
     else:
         v_ptr = dy_ptr
+        k_ptr = C_ptr
         state_ptr = h_ptr
     HEADS: tl.constexpr = H // G
     PART: tl.constexpr = (HEADS + SPLITS - 1) // SPLITS
     o_t, o_n, o_p = tl.arange(0, BT), tl.arange(0, BN), tl.arange(0, BP)
+    i_B = first * G + i_g
+    b_k = load_tile(k_ptr + i_B * N, o_t, o_n, G * N, n_t, N)  # [BT, BN]
     b_d = tl.zeros([BT, BN], dtype=tl.float32)
     for i_s in range(i_split * PART, tl.minimum(i_split * PART + PART, HEADS)):
         i_h = i_g * HEADS + i_s
         i = first * H + i_h
         _, b_e, b_r, _, _ = decays(gc_ptr + i, seq_ptr, chunks_ptr, i_c, first, o_t, n_t, T, H)
-        b_w = tl.where(to_B == 1, b_r * load_row(step_ptr + i, o_t, H, n_t), b_e)
         b_v = load_tile(v_ptr + i * P, o_t, o_p, H * P, n_t, P)  # [BT, BP]
         b_state = load_tile(state_ptr + (i_c * H + i_h) * N * P, o_n, o_p, P, N, P)  # [BN, BP]
+        b_w = tl.where(to_B == 1, b_r, b_e)
+        # eq:ssd-dgc-inter   dgc_i = C_i . inter_i = e_i dY_i . (C h)_i
+        # eq:ssd-dgc-state   m_j = B_j . dB_j = step_j r_j x_j . (B ds)_j
+        b_row = b_w * tl.sum(b_v.to(tl.float32) * dot(b_k, b_state), 1)
+        tl.store(rows_ptr + to_B * tokens * H + i + o_t * H, b_row, mask=o_t < n_t)
+        b_w *= tl.where(to_B == 1, load_row(step_ptr + i, o_t, H, n_t), 1.0)
         # eq:ssd-dc-inter   inter = diag(e) dY h^T
         # eq:ssd-db-state   dB_head = diag(r * step) X ds^T
         b_v = cast(b_v.to(tl.float32) * b_w[:, None], b_v.dtype)
         b_d = dot(b_v, tl.trans(b_state), b_d)
-    parts_ptr += ((i_split * 2 + to_B) * tokens * G + first * G + i_g) * N
+    parts_ptr += ((i_split * 2 + to_B) * tokens * G + i_B) * N
     store_tile(parts_ptr, b_d, o_t, o_n, G * N, n_t, N)
 
 
@@ -461,7 +422,7 @@ def ssd_bwd_sum_kernel(
     C_ptr,  # [B, T, G, N]
     B_ptr,  # [B, T, G, N]
     parts_ptr,  # [SPLITS, 2, B, T, G, N]
-    dS_ptr,  # [SPLITS, B, T, G, BT]: rows of S^T
+    dS_ptr,  # [SPLITS, B, T, G, BT]
     dB_ptr,  # [B, T, G, N] out
     dC_ptr,  # [B, T, G, N] out
     cu_ptr,  # [N + 1] or None
@@ -481,11 +442,11 @@ def ssd_bwd_sum_kernel(
     b_d = tl.zeros([BT, BN], dtype=tl.float32)
     b_dS = tl.zeros([BT, BT], dtype=tl.float32)
     o_r, o_c = o_t[:, None] + 0 * o_t[None, :], 0 * o_t[:, None] + o_t[None, :]
-    if to_B == 1:
+    if to_B == 1:  # dB takes the transpose of dscores
+        o_r, o_c = o_c, o_r
         far_ptr = C_ptr
         d_ptr = dB_ptr
-    else:  # the rows of S^T are the columns of S
-        o_r, o_c = o_c, o_r
+    else:
         far_ptr = B_ptr
         d_ptr = dC_ptr
     o_S = o_r * G * BT + o_c
@@ -503,14 +464,15 @@ def ssd_bwd_sum_kernel(
 # chunks of more than 64 tokens -> row: 8 warps share a tile of 128 tokens
 STATES = {False: row(4, 3), True: row(8, 3)}
 SUM = {False: row(4, 1), True: row(8, 1)}
-FWD, DX, DA, FAR = row(4, 3), row(4, 1), row(4, 3), row(4, 1)
-TOKENS = 64  # of a tile of ssd_fwd, dx and da
-FEW, MANY = 8, 80  # heads of a program: of ssd_fwd, and where sums over heads are kept
+SCAN, SCAN_BWD, ENDS, SCORES = row(4, 2), row(4, 2), row(8, 2), row(4, 2)
+TOKENS = 64  # of a tile of ssd_scan and ssd_bwd_scores
+MANY = 80  # heads of a program where sums over heads are kept
+PART = 4096  # tokens of a program of a scan
 LARGEST = (128, 64)  # N and P of one tile
 
 
 def fits(x: Tensor, B: Tensor) -> bool:
-    """Whether `ssd_bwd` holds x's heads and B's states: 16 bit, a Hopper or later, one tile."""
+    """Whether the kernels hold x's heads and B's states: 16 bit, a Hopper or later, one tile."""
     large = device_of(x)[0] in ("hopper", "blackwell")
     return large and x.element_size() == 2 and B.shape[3] <= LARGEST[0] and x.shape[3] <= LARGEST[1]
 
@@ -528,30 +490,100 @@ def chunk_scores(
     return S
 
 
-def ssd_fwd(
+def _scan(
     C: Tensor,
+    B: Tensor,
     S: Tensor,
     x: Tensor,
     step: Tensor,
     gc: Tensor,
-    h: Tensor,
+    state: Tensor | None,
+    D: Tensor | None,
+    z: Tensor | None,
+    seq_idx: Tensor | None,
+    h: Tensor | None,
+    last: Tensor | None,
+    packing: Packing | None,
+) -> tuple[Tensor, ...]:
+    """Launch ssd_ends_kernel, where a sequence has parts, and ssd_scan_kernel; h: in reverse.
+
+    last: where the state after the scan goes.
+    """
+    _, T, H, P = x.shape
+    G, N = B.shape[2:]
+    BC, reverse = S.shape[3], h is not None
+    BN, BP = _widths(N)
+    out, ends, kept, dh, dlast = torch.empty_like(x), None, None, None, None
+    parts = (x.shape[0] * cdiv(T, PART), None, None, None)
+    if packing is not None:
+        table = packing.parts(PART, T)
+        parts = (len(table), packing.cu_seqlens, table, packing.chunk_offsets)
+    NP, *sequences = parts
+    if T > PART:
+        ends, kept = gc.new_empty(NP, H, N, P), gc.new_empty(NP, H)
+        ssd_ends_kernel[(NP * H,)](
+            B, x, step, gc, seq_idx, ends, kept, *sequences, T, G, H, N, P, reverse, PART, BC, BN,
+            BP, **ENDS.launch(),
+        )  # fmt: skip
+    if reverse:
+        dh, dlast = torch.empty_like(h), gc.new_empty(h.shape[:3])
+    ssd_scan_kernel[(NP * H,)](
+        C, B, S, x, step, gc, state, ends, kept, D, z, seq_idx, h, out, last, dh, dlast, *sequences,
+        T, 1 if D is None else D.numel() // H, G, H, N, P, reverse, PART, BC, min(BC, TOKENS), BN,
+        BP, **(SCAN_BWD if reverse else SCAN).launch(),
+    )  # fmt: skip
+    return out, dh, dlast
+
+
+def _last(B: Tensor, x: Tensor, state: Tensor | None, packing: Packing | None) -> Tensor:
+    """Memory for the states after a scan; those of sequences without tokens are there already."""
+    _, T, H, P = x.shape
+    n = x.shape[0] if packing is None else packing.sequences
+    last = x.new_empty(n, H, B.shape[3], P, dtype=torch.float32)
+    if packing is not None or T == 0:
+        last.zero_() if state is None else last.copy_(state)
+    return last
+
+
+def ssd_fwd(
+    C: Tensor,
+    B: Tensor,
+    S: Tensor,
+    x: Tensor,
+    step: Tensor,
+    gc: Tensor,
+    initial_state: Tensor | None = None,
     D: Tensor | None = None,
     z: Tensor | None = None,
     seq_idx: Tensor | None = None,
     *,
+    output_final_state: bool = False,
     packing: Packing | None = None,
-) -> Tensor:
-    """Launch ssd_fwd_kernel; arguments and result as in the reference."""
-    _, T, H, P = x.shape
-    G, N = C.shape[2:]
-    out, BC = torch.empty_like(x), S.shape[3]
-    BT, splits = min(BC, TOKENS), cdiv(H // G, FEW)
-    NT, *chunks = chunk_args(x, BC, packing)
-    ssd_fwd_kernel[(NT * G * splits * (BC // BT),)](
-        C, S, x, step, gc, h, D, z, seq_idx, out, *chunks, T, 1 if D is None else D.numel() // H,
-        G, H, N, P, BC, splits, BT, *_widths(N), **FWD.launch(),
-    )  # fmt: skip
-    return out
+) -> tuple[Tensor, Tensor | None]:
+    """Launch the kernels of the scan; arguments and result as in the reference."""
+    last = _last(B, x, initial_state, packing) if output_final_state else None
+    out, *_ = _scan(C, B, S, x, step, gc, initial_state, D, z, seq_idx, None, last, packing)
+    return out, last
+
+
+def ssd_bwd_dx(
+    C: Tensor,
+    B: Tensor,
+    S: Tensor,
+    step: Tensor,
+    gc: Tensor,
+    h: Tensor,
+    dy: Tensor,
+    dht: Tensor | None = None,
+    D: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    *,
+    packing: Packing | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Launch the kernels of the scan in reverse; arguments and result as in the reference."""
+    dh0 = _last(B, dy, dht, packing)
+    dx, dh, dlast = _scan(B, C, S, dy, step, gc, dht, D, None, seq_idx, h, dh0, packing)
+    return dx, dh, dh0, dlast
 
 
 def _widths(N: int) -> tuple[int, int]:
@@ -573,43 +605,33 @@ def ssd_bwd(
     seq_idx: Tensor | None = None,
     *,
     packing: Packing | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     """Launch ssd_bwd's kernels; arguments and result as in the reference."""
     _, T, H, P = x.shape
     G, N = B.shape[2:]
     BC, tokens, splits = S.shape[3], gc.numel() // H, cdiv(H // G, MANY)
     BT, (BN, BP) = min(BC, TOKENS), _widths(N)
     NT, *chunks = chunk_args(x, BC, packing)
-    dB, dC, dstep, dgc = (torch.empty_like(y) for y in (B, C, step, gc))
+    dB, dC, tiles = torch.empty_like(B), torch.empty_like(C), BC // BT
+    dstep = gc.new_empty(2 if tiles == 2 else 1, *gc.shape)
+    dgc = torch.empty_like(dstep)
     parts, dS = gc.new_empty(splits, 2, *B.shape), gc.new_empty(splits, *S.shape)
-    dfar = torch.empty_like(gc) if BC > BT else 0.0
+    rows = gc.new_empty(2, *gc.shape)
     per = 1 if D is None else D.numel() // H
     dD = dD_head = dD_channel = None
     if D is not None:
-        dD = gc.new_empty(tokens if per == 1 else NT * (BC // BT), H, per)
+        dD = gc.new_empty(tokens if per == 1 else NT * tiles, H, per)
         dD_head, dD_channel = (dD, None) if per == 1 else (None, dD)
     ssd_bwd_states_kernel[(NT * G * splits * 2,)](
-        x, dy, step, gc, h, dh, seq_idx, parts, *chunks, T, tokens, G, H, N, P, splits, BC, BN, BP,
-        **STATES[BC > 64].launch(),
+        C, B, x, dy, step, gc, h, dh, seq_idx, parts, rows, *chunks, T, tokens, G, H, N, P, splits,
+        BC, BN, BP, **STATES[BC > 64].launch(),
     )  # fmt: skip
-    tiles = NT * G * (BC // BT)
-    ssd_bwd_da_kernel[(tiles * splits,)](
-        C, S, x, step, gc, h, dy, seq_idx, dgc, dS, dD_head, *chunks, T, tokens, G, H, N, P, BC,
-        splits, BT, BN, BP, **DA.launch(),
+    ssd_bwd_scores_kernel[(NT * G * splits * (tiles * (tiles + 1) // 2),)](
+        S, x, dy, step, gc, seq_idx, dgc, dstep, dS, dD_head, dD_channel, *chunks, T, tokens, G, H,
+        P, BC, splits, BT, BP, **SCORES.launch(),
     )  # fmt: skip
-    if BC > BT:
-        ssd_bwd_far_kernel[(NT * G * splits,)](
-            S, x, step, gc, dy, seq_idx, dfar, dS, *chunks, T, tokens, G, H, P, splits, BT, BP,
-            **FAR.launch(),
-        )  # fmt: skip
     ssd_bwd_sum_kernel[(NT * G * 2,)](
         C, B, parts, dS, dB, dC, *chunks, T, tokens, G, N, splits, BC, BN, **SUM[BC > 64].launch()
     )
-    del parts, dS  # before dx is made
-    dx, m, few = torch.empty_like(x), torch.empty_like(gc), cdiv(H // G, FEW)
-    ssd_bwd_dx_kernel[(tiles * few,)](
-        B, S, x, step, gc, dh, dy, D, seq_idx, dx, dstep, m, dD_channel, *chunks, T, per, G, H,
-        N, P, BC, few, BT, BN, BP, **DX.launch(),
-    )  # fmt: skip
     dD = None if dD is None else dD.sum(0).view(D.shape)
-    return dx, dB, dC, dstep, dgc + dfar, m, dD
+    return dB, dC, dstep.sum(0), dgc.sum(0).add_(rows[0]), rows[1], dD

@@ -13,7 +13,6 @@ from linattn_edu.ops.operator import Operator, like, widened
 from linattn_edu.ops.tensors import wide
 from linattn_edu.packing import Packing
 from linattn_edu.reference.delta.state import state
-from linattn_edu.reference.delta.state_bwd import state_bwd
 from linattn_edu.reference.ssd.chunk_cumsum import chunk_cumsum
 from linattn_edu.reference.ssd.chunk_cumsum_bwd import chunk_cumsum_bwd
 from linattn_edu.reference.ssd.chunk_scan import chunk_scan
@@ -23,7 +22,7 @@ from linattn_edu.reference.ssd.chunk_scan_bwd_dstates import chunk_scan_bwd_dsta
 from linattn_edu.reference.ssd.chunk_scan_chunk_state_bwd_dx import chunk_scan_chunk_state_bwd_dx
 from linattn_edu.reference.ssd.chunk_state import chunk_state
 from linattn_edu.reference.ssd.chunk_state_bwd_db import chunk_state_bwd_db
-from linattn_edu.reference.ssd.fused import chunk_scores, ssd_bwd, ssd_fwd
+from linattn_edu.reference.ssd.fused import chunk_scores, ssd_bwd, ssd_bwd_dx, ssd_fwd
 from linattn_edu.reference.ssd.state_passing import state_passing
 from linattn_edu.reference.ssd.state_passing_bwd import state_passing_bwd
 
@@ -245,13 +244,13 @@ class Stages:
 
 @dataclass(frozen=True)
 class FusedStages:
-    """Both passes in fused stages: the delta rule's scans, and all gradients of a chunk at once."""
+    """Both passes in fused stages: a scan each way, and the sums over heads of a chunk at once."""
 
     chunk_cumsum: Callable
     chunk_scores: Callable
-    state: Callable
     ssd_fwd: Callable
-    state_bwd: Callable
+    state: Callable
+    ssd_bwd_dx: Callable
     ssd_bwd: Callable
     chunk_cumsum_bwd: Callable
 
@@ -262,7 +261,7 @@ _REFERENCE = Stages(
     chunk_scan_bwd_da_cs, chunk_cumsum_bwd,
 )  # fmt: skip
 _FUSED_REFERENCE = FusedStages(
-    chunk_cumsum, chunk_scores, state, ssd_fwd, state_bwd, ssd_bwd, chunk_cumsum_bwd
+    chunk_cumsum, chunk_scores, ssd_fwd, state, ssd_bwd_dx, ssd_bwd, chunk_cumsum_bwd
 )
 
 
@@ -288,7 +287,6 @@ def _chosen(form: str) -> Stages | FusedStages:
 def _kernels() -> tuple[Stages, FusedStages]:
     """The stages in Triton, which may be missing."""
     from linattn_edu.kernels.delta.state import state
-    from linattn_edu.kernels.delta.state_bwd import state_bwd
     from linattn_edu.kernels.ssd.chunk_cumsum import chunk_cumsum
     from linattn_edu.kernels.ssd.chunk_cumsum_bwd import chunk_cumsum_bwd
     from linattn_edu.kernels.ssd.chunk_scan import chunk_scan
@@ -298,7 +296,7 @@ def _kernels() -> tuple[Stages, FusedStages]:
     from linattn_edu.kernels.ssd.chunk_scan_chunk_state_bwd_dx import chunk_scan_chunk_state_bwd_dx
     from linattn_edu.kernels.ssd.chunk_state import chunk_state
     from linattn_edu.kernels.ssd.chunk_state_bwd_db import chunk_state_bwd_db
-    from linattn_edu.kernels.ssd.fused import chunk_scores, ssd_bwd, ssd_fwd
+    from linattn_edu.kernels.ssd.fused import chunk_scores, ssd_bwd, ssd_bwd_dx, ssd_fwd
     from linattn_edu.kernels.ssd.state_passing import state_passing
     from linattn_edu.kernels.ssd.state_passing_bwd import state_passing_bwd
 
@@ -308,7 +306,7 @@ def _kernels() -> tuple[Stages, FusedStages]:
         chunk_scan_bwd_da_cs, chunk_cumsum_bwd,
     )  # fmt: skip
     fused = FusedStages(
-        chunk_cumsum, chunk_scores, state, ssd_fwd, state_bwd, ssd_bwd, chunk_cumsum_bwd
+        chunk_cumsum, chunk_scores, ssd_fwd, state, ssd_bwd_dx, ssd_bwd, chunk_cumsum_bwd
     )
     return staged, fused
 
@@ -384,43 +382,14 @@ def forward(
     options = {"chunk_size": chunk_size, **packed}
     step, gc = stages.chunk_cumsum(dt, A, dt_bias, softplus=softplus, limit=(low, high), **options)
     final = {"output_final_state": output_final_state}
-    h, final_state, S = _states(
-        stages, B, C, x, step, gc, initial_state, seq_idx, **final, **options
-    )
-    return _output(stages, C, B, S, x, step, gc, h, D, z, seq_idx, **options), final_state
-
-
-def _states(
-    stages: Stages | FusedStages,
-    B: Tensor,
-    C: Tensor,
-    x: Tensor,
-    step: Tensor,
-    gc: Tensor,
-    initial_state: Tensor | None,
-    seq_idx: Tensor | None,
-    *,
-    output_final_state: bool = False,
-    **options,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The state entering each chunk, the final state, and of the fused stages the scores."""
-    final = {"output_final_state": output_final_state, **options}
     if isinstance(stages, FusedStages):
         S = stages.chunk_scores(C, B, **options)
-        h, _, final_state = stages.state(B, None, x, gc, initial_state, step, seq_idx, **final)
-        return h, final_state, S
+        return stages.ssd_fwd(
+            C, B, S, x, step, gc, initial_state, D, z, seq_idx, **final, **packed
+        )
     s = stages.chunk_state(B, x, step, gc, seq_idx, **options)
-    return *stages.state_passing(s, gc, initial_state, seq_idx, **final), None
-
-
-def _output(
-    stages: Stages | FusedStages, C: Tensor, B: Tensor, S: Tensor | None, *rest, **options
-) -> Tensor:
-    """out, from the scores S where the stages are fused."""
-    if isinstance(stages, FusedStages):
-        packed = {n: x for n, x in options.items() if n == "packing"}
-        return stages.ssd_fwd(C, S, *rest, **packed)
-    return stages.chunk_scan(C, B, *rest, **options)
+    h, final_state = stages.state_passing(s, gc, initial_state, seq_idx, **final, **options)
+    return stages.chunk_scan(C, B, x, step, gc, h, D, z, seq_idx, **options), final_state
 
 
 @scan.backward
@@ -460,19 +429,26 @@ def backward(
     options = {"chunk_size": chunk_size, **packed}
     steps = {"softplus": softplus, "limit": (low, high), **options}
     step, gc = stages.chunk_cumsum(dt, A, dt_bias, **steps)
-    h, _, S = _states(stages, B, C, x, step, gc, initial_state, seq_idx, **options)
     dy, dz, m = dout, None, None
-    if z is not None:
-        y = _output(stages, C, B, S, x, step, gc, h, D, None, seq_idx, **options)
-        dy, dz = _through_gate(dout, y, z)
     if isinstance(stages, FusedStages):
-        dh, _, dh0, dlast = stages.state_bwd(
-            C, None, None, gc, dy, None, dht, seq_idx, h, scale=1.0, **options
+        S = stages.chunk_scores(C, B, **options)
+        if z is not None:
+            y, _ = stages.ssd_fwd(C, B, S, x, step, gc, initial_state, D, None, seq_idx, **packed)
+            dy, dz = _through_gate(dout, y, z)
+        h, *_ = stages.state(B, None, x, gc, initial_state, step, seq_idx, **options)
+        dx, dh, dh0, dlast = stages.ssd_bwd_dx(
+            C, B, S, step, gc, h, dy, dht, D, seq_idx, **packed
         )
-        dx, dB, dC, dstep, dgc, m, dD = stages.ssd_bwd(
+        dB, dC, dstep, dgc, m, dD = stages.ssd_bwd(
             C, B, S, x, step, gc, h, dh, dy, D, seq_idx, **packed
         )
     else:
+        s = stages.chunk_state(B, x, step, gc, seq_idx, **options)
+        h, _ = stages.state_passing(s, gc, initial_state, seq_idx, **options)
+        del s
+        if z is not None:
+            y = stages.chunk_scan(C, B, x, step, gc, h, D, None, seq_idx, **options)
+            dy, dz = _through_gate(dout, y, z)
         dh_out = stages.chunk_scan_bwd_dstates(C, gc, dy, seq_idx, **options)
         ds, dlast, dh0 = stages.state_passing_bwd(dh_out, gc, h, dht, seq_idx, **options)
         del dh_out

@@ -3,6 +3,8 @@
 import torch.nn.functional as F
 from torch import Tensor
 
+from linattn_edu.reference.delta.state import state
+from linattn_edu.reference.delta.state_bwd import state_bwd
 from linattn_edu.reference.ssd.chunk_cumsum import decays
 from linattn_edu.reference.tiles import (
     compute_dtype,
@@ -31,45 +33,97 @@ def chunk_scores(C: Tensor, B: Tensor, *, chunk_size: int) -> Tensor:
 
 def ssd_fwd(
     C: Tensor,
+    B: Tensor,
     S: Tensor,
     x: Tensor,
     step: Tensor,
     gc: Tensor,
-    h: Tensor,
+    initial_state: Tensor | None = None,
     D: Tensor | None = None,
     z: Tensor | None = None,
     seq_idx: Tensor | None = None,
-) -> Tensor:
-    """chunk_scan, from scores that are there already.
+    *,
+    output_final_state: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """state and chunk_scan in one scan, from scores that are there already.
 
         y = diag(e) C h + (S * G * step) X + D X,   out = y silu(z)
+        h <- a h + (diag(r * step) B)^T X
 
     Args:
-        C, x, step, gc, h, D, z, seq_idx: as in chunk_scan.  S: [B, T, G, C] of chunk_scores, C the
-            tokens of a chunk.
+        C, B, x, step, gc, D, z, seq_idx: as in chunk_scan.  S: [B, T, G, C] of chunk_scores, C the
+            tokens of a chunk.  initial_state: [B, H, N, P], or None: zero.
     Returns:
-        out [B, T, H, P] in x.dtype.
+        out [B, T, H, P] in x.dtype; the final state [B, H, N, P] in fp32 (fp64 for fp64 input), or
+        None.
     Source: chapter 13.
     """
-    dtype, chunk_size = compute_dtype(C, x, step, gc, h), S.shape[3]
+    dtype, chunk_size = compute_dtype(C, B, x, step, gc, initial_state), S.shape[3]
     T, H = x.shape[1:3]
+    h, _, final_state = state(
+        B, None, x, gc, initial_state, step, seq_idx, chunk_size=chunk_size,
+        output_final_state=output_final_state,
+    )  # fmt: skip
     e, G, _, _ = decays(gc.to(dtype), seq_idx, chunk_size)
     C_, S, X, step = (
         to_chunks(y.to(dtype), chunk_size)
         for y in (repeat_heads(C, H), repeat_heads(S, H), x, step)
     )
-    # eq:ssd-inter   diag(e) C h
+    # eq:ssd-inter   inter = diag(e) C h
     y = e * (C_ @ h.to(dtype).transpose(1, 2))
-    # eq:ssd-scores   M = C B^T * G * step
-    M = S * G * step[..., None, :]
-    # eq:ssd-output   y = inter + M X + D X
-    y = from_chunks(y + M @ X, T)
+    # eq:ssd-output   y = inter + M X
+    y = from_chunks(y + (S * G * step[..., None, :]) @ X, T)
     if D is not None:
         y = y + (D if D.ndim == 2 else D[:, None]).to(dtype) * x.to(dtype)
     # eq:ssd-gate   out = y silu(z)
     if z is not None:
         y = y * F.silu(z.to(dtype))
-    return y.to(x.dtype)
+    return y.to(x.dtype), final_state
+
+
+def ssd_bwd_dx(
+    C: Tensor,
+    B: Tensor,
+    S: Tensor,
+    step: Tensor,
+    gc: Tensor,
+    h: Tensor,
+    dy: Tensor,
+    dht: Tensor | None = None,
+    D: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The adjoint of ssd_fwd's scan, which is the same scan read backwards.
+
+        dXs = diag(r) B ds + (S * G)^T dY,   dX = diag(step) dXs + D dY
+        dlast = a <h, ds>,   ds <- a ds + (diag(e) C)^T dY
+
+    Args:
+        C, B, S, step, gc, D, seq_idx: as in ssd_fwd.  h: [B, NT, H, N, P] of state.  dy: [B, T, H,
+            P], gradient of y.  dht: [B, H, N, P], gradient of the final state, or None: zero.
+    Returns:
+        dx [B, T, H, P] in dy.dtype; dh, like h, the gradient of the state leaving each chunk; dh0
+        [B, H, N, P] and dlast [B, NT, H], the gradient of gc's last entry in each chunk through the
+        state that it decays, in fp32 (fp64 for fp64 input).
+    Source: chapters 14, 15 and 18.
+    """
+    dtype, chunk_size = compute_dtype(C, B, step, gc, h, dy, dht), S.shape[3]
+    T, H = dy.shape[1:3]
+    dh, _, dh0, dlast = state_bwd(
+        C, None, None, gc, dy, None, dht, seq_idx, h, scale=1.0, chunk_size=chunk_size
+    )
+    _, G, r, _ = decays(gc.to(dtype), seq_idx, chunk_size)
+    B_, S, dY, step = (
+        to_chunks(y.to(dtype), chunk_size)
+        for y in (repeat_heads(B, H), repeat_heads(S, H), dy, step[..., None])
+    )
+    # eq:ssd-dxs   dXs = (C B^T * G)^T dY + diag(r) B ds
+    dXs = r * (B_ @ dh.to(dtype).transpose(1, 2)) + (S * G).mT @ dY
+    # eq:ssd-dx   dX = diag(step) dXs + D dY
+    dx = from_chunks(step * dXs, T)
+    if D is not None:
+        dx = dx + (D if D.ndim == 2 else D[:, None]).to(dtype) * dy.to(dtype)
+    return dx.to(dy.dtype), dh, dh0, dlast
 
 
 def ssd_bwd(
@@ -84,19 +138,18 @@ def ssd_bwd(
     dy: Tensor,
     D: Tensor | None = None,
     seq_idx: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """The gradients of x, step, gc, B, C and D: chapters 15 to 19 in one stage.
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """The gradients of B, C, step, gc and D: chapters 16, 17 and 19 in one stage.
 
     Args:
         C, B, x, step, gc, D, seq_idx: as in chunk_scan.  S: [B, T, G, C] of chunk_scores, C the
             tokens of a chunk.  dy: [B, T, H, P], gradient of y.
-        h: [B, NT, H, N, P] of state.  dh: like h, of state_bwd.
+        h: [B, NT, H, N, P] of state.  dh: like h, of ssd_bwd_dx.
     Returns:
-        dx [B, T, H, P], dB and dC [B, T, G, N], in the dtypes of x, B and C; dstep [B, T, H], the
-        gradient of the step where it multiplies x; dgc and m [B, T, H], from which
-        chunk_cumsum_bwd goes on; dD of D's shape, or None; these in fp32 (fp64 for fp64
-        input).
-    Source: chapters 15 to 19.
+        dB and dC [B, T, G, N] in the dtypes of B and C; dstep, dgc and m [B, T, H], from which
+        chunk_cumsum_bwd goes on: dstep is what the scores give to the step where it multiplies x,
+        m what the states give to it; dD of D's shape, or None; these in fp32 (fp64 for fp64 input).
+    Source: chapters 16, 17 and 19.
     """
     dtype, chunk_size = compute_dtype(C, B, x, step, gc, h, dh, dy, D), S.shape[3]
     T, H = x.shape[1:3]
@@ -111,31 +164,25 @@ def ssd_bwd(
     inter, dB = e * (dY @ h.mT), r * step * (X @ ds.mT)
     # eq:ssd-dgc-inter   dgc_i = C_i . inter_i = e_i dY_i . (C h)_i
     dgc = (e * dY * (C_ @ h)).sum(-1)
+    # eq:ssd-m   m_j = r_j x_j . (B ds)_j
+    m = (r * X * (B_ @ ds)).sum(-1)
     # eq:ssd-dscores   dscores = sum over heads of dY X^T * G * step
-    dscores = (dY @ X.mT) * G * step.mT
+    W = (dY @ X.mT) * G
+    dscores = W * step.mT
     # eq:ssd-dd   dD = sum over tokens of dY * X
     if D is not None:
         dD = (dy.to(dtype) * x.to(dtype)).sum((0, 1))
         dD = dD if D.shape == dD.shape else dD.sum(-1).view(D.shape)
     # eq:ssd-dgc-scores   dgc = rowsum(W) - colsum(W), W = M * dY X^T below the diagonal
-    W = (S * dscores).tril(-1)
-    dgc = dgc + W.sum(-1) - W.sum(-2)
+    below = (S * dscores).tril(-1)
+    dgc = dgc + below.sum(-1) - below.sum(-2)
+    # eq:ssd-dstep-scores   dstep_j = sum_i S_ij G_ij dY_i . x_j
+    dstep = (S * W).sum(-2)
     # eq:ssd-dc   dC = inter + dscores B
     # eq:ssd-db   dB = dB_state + dscores^T C
     dC, dB = inter + dscores @ B_, dB + dscores.mT @ C_
     dB, dC = (sum_heads(from_chunks(y, T), B.shape[2]) for y in (dB, dC))
-    # eq:ssd-dgc-state   dgc = -m, dlast = sum(m), m_j = B_j . dB_j = step_j r_j x_j . (B ds)_j
-    dXs = r * (B_ @ ds)
-    m = (step * X * dXs).sum(-1)
-    # eq:ssd-dxs   dXs = (C B^T * G)^T dY + diag(r) B ds
-    dXs = dXs + (S * G).mT @ dY
-    # eq:ssd-dstep   dstep_j = x_j . dXs_j
-    dstep = (X * dXs).sum(-1)
-    # eq:ssd-dx   dX = diag(step) dXs + D dY
-    dx = from_chunks(step * dXs, T)
-    if D is not None:
-        dx = dx + (D if D.ndim == 2 else D[:, None]).to(dtype) * dy.to(dtype)
     return (
-        dx.to(x.dtype), dB.to(B.dtype), dC.to(C.dtype), from_chunks(dstep, T), from_chunks(dgc, T),
+        dB.to(B.dtype), dC.to(C.dtype), from_chunks(dstep, T), from_chunks(dgc, T),
         from_chunks(m, T), None if D is None else dD,
     )  # fmt: skip
