@@ -27,7 +27,7 @@ def chunk_cumsum_bwd_kernel(
     dt_ptr,  # [B, T, H]
     A_ptr,  # [H]
     bias_ptr,  # [H] or None
-    m_ptr,  # [B, T, H] or None
+    m_ptr,  # [B, T, H] or None: taken from dgc and added to dlast
     ddt_ptr,  # [B, T, H] out
     sums_ptr,  # [NT, 2, H] out: of dA, and of ddt, over the chunk
     low,
@@ -53,15 +53,12 @@ def chunk_cumsum_bwd_kernel(
     b_dt = load_tile(dt_ptr + first * H, o_t, o_h, H, n_t, H).to(tl.float32)  # [BT, BH]
     b_A = load_vector(A_ptr, o_h, H)[None, :]
     b_step, b_dt, b_free = step_tile(b_dt, bias_ptr, o_h, low, high, H, SOFTPLUS)
+    # eq:ssd-da   da_i = dlast + reverse cumsum(dgc)
     b_dlast = load_vector(dlast_ptr + i_c * H, o_h, H)
-    # eq:ssd-dgc-state   dgc = -step m, dlast = sum(step m)
     if m_ptr is not None:
         b_m = load_tile(m_ptr + first * H, o_t, o_h, H, n_t, H)  # [BT, BH]
-        b_dstep += b_m
-        b_m *= b_step
         b_dgc -= b_m
         b_dlast += tl.sum(b_m, 0)
-    # eq:ssd-da   da_i = dlast + reverse cumsum(dgc)
     b_da = tl.cumsum(b_dgc, axis=0, reverse=True) + b_dlast[None, :]
     # 0 where chunk_cumsum held step A at its floor, and for tokens that do not exist
     b_da = tl.where((b_step * b_A * LOG2E < -150.0) | (o_t >= n_t)[:, None], 0.0, b_da)

@@ -12,7 +12,6 @@ from linattn_edu.ops.delta import arguments
 from linattn_edu.ops.operator import Operator, like, widened
 from linattn_edu.ops.tensors import wide
 from linattn_edu.packing import Packing
-from linattn_edu.reference.delta.state import state
 from linattn_edu.reference.ssd.chunk_cumsum import chunk_cumsum
 from linattn_edu.reference.ssd.chunk_cumsum_bwd import chunk_cumsum_bwd
 from linattn_edu.reference.ssd.chunk_scan import chunk_scan
@@ -22,7 +21,7 @@ from linattn_edu.reference.ssd.chunk_scan_bwd_dstates import chunk_scan_bwd_dsta
 from linattn_edu.reference.ssd.chunk_scan_chunk_state_bwd_dx import chunk_scan_chunk_state_bwd_dx
 from linattn_edu.reference.ssd.chunk_state import chunk_state
 from linattn_edu.reference.ssd.chunk_state_bwd_db import chunk_state_bwd_db
-from linattn_edu.reference.ssd.fused import chunk_scores, ssd_bwd, ssd_bwd_dx, ssd_fwd
+from linattn_edu.reference.ssd.fused import chunk_scores, ssd_bwd, ssd_fwd, ssd_states
 from linattn_edu.reference.ssd.state_passing import state_passing
 from linattn_edu.reference.ssd.state_passing_bwd import state_passing_bwd
 
@@ -244,13 +243,12 @@ class Stages:
 
 @dataclass(frozen=True)
 class FusedStages:
-    """Both passes in fused stages: a scan each way, and the sums over heads of a chunk at once."""
+    """Both passes in fused stages: a scan that writes the output, two that write states, the rest."""
 
     chunk_cumsum: Callable
     chunk_scores: Callable
     ssd_fwd: Callable
-    state: Callable
-    ssd_bwd_dx: Callable
+    ssd_states: Callable
     ssd_bwd: Callable
     chunk_cumsum_bwd: Callable
 
@@ -261,7 +259,7 @@ _REFERENCE = Stages(
     chunk_scan_bwd_da_cs, chunk_cumsum_bwd,
 )  # fmt: skip
 _FUSED_REFERENCE = FusedStages(
-    chunk_cumsum, chunk_scores, ssd_fwd, state, ssd_bwd_dx, ssd_bwd, chunk_cumsum_bwd
+    chunk_cumsum, chunk_scores, ssd_fwd, ssd_states, ssd_bwd, chunk_cumsum_bwd
 )
 
 
@@ -286,7 +284,6 @@ def _chosen(form: str) -> Stages | FusedStages:
 
 def _kernels() -> tuple[Stages, FusedStages]:
     """The stages in Triton, which may be missing."""
-    from linattn_edu.kernels.delta.state import state
     from linattn_edu.kernels.ssd.chunk_cumsum import chunk_cumsum
     from linattn_edu.kernels.ssd.chunk_cumsum_bwd import chunk_cumsum_bwd
     from linattn_edu.kernels.ssd.chunk_scan import chunk_scan
@@ -296,7 +293,7 @@ def _kernels() -> tuple[Stages, FusedStages]:
     from linattn_edu.kernels.ssd.chunk_scan_chunk_state_bwd_dx import chunk_scan_chunk_state_bwd_dx
     from linattn_edu.kernels.ssd.chunk_state import chunk_state
     from linattn_edu.kernels.ssd.chunk_state_bwd_db import chunk_state_bwd_db
-    from linattn_edu.kernels.ssd.fused import chunk_scores, ssd_bwd, ssd_bwd_dx, ssd_fwd
+    from linattn_edu.kernels.ssd.fused import chunk_scores, ssd_bwd, ssd_fwd, ssd_states
     from linattn_edu.kernels.ssd.state_passing import state_passing
     from linattn_edu.kernels.ssd.state_passing_bwd import state_passing_bwd
 
@@ -306,7 +303,7 @@ def _kernels() -> tuple[Stages, FusedStages]:
         chunk_scan_bwd_da_cs, chunk_cumsum_bwd,
     )  # fmt: skip
     fused = FusedStages(
-        chunk_cumsum, chunk_scores, ssd_fwd, state, ssd_bwd_dx, ssd_bwd, chunk_cumsum_bwd
+        chunk_cumsum, chunk_scores, ssd_fwd, ssd_states, ssd_bwd, chunk_cumsum_bwd
     )
     return staged, fused
 
@@ -383,7 +380,7 @@ def forward(
     step, gc = stages.chunk_cumsum(dt, A, dt_bias, softplus=softplus, limit=(low, high), **options)
     final = {"output_final_state": output_final_state}
     if isinstance(stages, FusedStages):
-        S = stages.chunk_scores(C, B, **options)
+        S = stages.chunk_scores(C, B, seq_idx, **options)
         return stages.ssd_fwd(
             C, B, S, x, step, gc, initial_state, D, z, seq_idx, **final, **packed
         )
@@ -431,15 +428,14 @@ def backward(
     step, gc = stages.chunk_cumsum(dt, A, dt_bias, **steps)
     dy, dz, m = dout, None, None
     if isinstance(stages, FusedStages):
-        S = stages.chunk_scores(C, B, **options)
+        S = stages.chunk_scores(C, B, seq_idx, **options)
         if z is not None:
             y, _ = stages.ssd_fwd(C, B, S, x, step, gc, initial_state, D, None, seq_idx, **packed)
             dy, dz = _through_gate(dout, y, z)
-        h, *_ = stages.state(B, None, x, gc, initial_state, step, seq_idx, **options)
-        dx, dh, dh0, dlast = stages.ssd_bwd_dx(
-            C, B, S, step, gc, h, dy, dht, D, seq_idx, **packed
+        h, dh, dh0, dlast = stages.ssd_states(
+            C, B, x, step, gc, dy, initial_state, dht, seq_idx, **options
         )
-        dB, dC, dstep, dgc, m, dD = stages.ssd_bwd(
+        dx, dB, dC, dstep, dgc, m, dD = stages.ssd_bwd(
             C, B, S, x, step, gc, h, dh, dy, D, seq_idx, **packed
         )
     else:

@@ -3,11 +3,14 @@
 import torch.nn.functional as F
 from torch import Tensor
 
-from linattn_edu.reference.delta.state import state
-from linattn_edu.reference.delta.state_bwd import state_bwd
 from linattn_edu.reference.ssd.chunk_cumsum import decays
+from linattn_edu.reference.ssd.chunk_scan_bwd_dstates import chunk_scan_bwd_dstates
+from linattn_edu.reference.ssd.chunk_state import chunk_state
+from linattn_edu.reference.ssd.state_passing import state_passing
+from linattn_edu.reference.ssd.state_passing_bwd import state_passing_bwd
 from linattn_edu.reference.tiles import (
     compute_dtype,
+    documents,
     from_chunks,
     repeat_heads,
     sum_heads,
@@ -15,20 +18,26 @@ from linattn_edu.reference.tiles import (
 )
 
 
-def chunk_scores(C: Tensor, B: Tensor, *, chunk_size: int) -> Tensor:
+def chunk_scores(
+    C: Tensor, B: Tensor, seq_idx: Tensor | None = None, *, chunk_size: int
+) -> Tensor:
     """The scores of a chunk, which all heads of a group share.
 
-        S_ij = C_i . B_j   for all tokens j of i's chunk
+        S_ij = C_i . B_j   for the tokens j <= i of i's chunk and document, else 0
 
     Args:
-        C, B: [B, T, G, N].
+        C, B: [B, T, G, N].  seq_idx: [B, T], the document of each token, or None: one.
     Returns:
-        S [B, T, G, chunk_size] in C.dtype; columns past the last token are zero.
+        S [B, T, G, chunk_size] in C.dtype.
     Source: chapter 13.
     """
     C_, B_ = (to_chunks(y.to(compute_dtype(C, B)), chunk_size) for y in (C, B))
     # eq:ssd-cb   S = C B^T
-    return from_chunks(C_ @ B_.mT, C.shape[1]).to(C.dtype)
+    S = (C_ @ B_.mT).tril()
+    if seq_idx is not None:
+        ids, *_ = documents(seq_idx, chunk_size)
+        S = S * (ids[..., :, None] == ids[..., None, :])
+    return from_chunks(S, C.shape[1]).to(C.dtype)
 
 
 def ssd_fwd(
@@ -45,7 +54,7 @@ def ssd_fwd(
     *,
     output_final_state: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """state and chunk_scan in one scan, from scores that are there already.
+    """chunk_state, state_passing and chunk_scan in one scan, from scores that are there already.
 
         y = diag(e) C h + (S * G * step) X + D X,   out = y silu(z)
         h <- a h + (diag(r * step) B)^T X
@@ -60,10 +69,10 @@ def ssd_fwd(
     """
     dtype, chunk_size = compute_dtype(C, B, x, step, gc, initial_state), S.shape[3]
     T, H = x.shape[1:3]
-    h, _, final_state = state(
-        B, None, x, gc, initial_state, step, seq_idx, chunk_size=chunk_size,
-        output_final_state=output_final_state,
-    )  # fmt: skip
+    s = chunk_state(B, x, step, gc, seq_idx, chunk_size=chunk_size)
+    h, final_state = state_passing(
+        s, gc, initial_state, seq_idx, chunk_size=chunk_size, output_final_state=output_final_state
+    )
     e, G, _, _ = decays(gc.to(dtype), seq_idx, chunk_size)
     C_, S, X, step = (
         to_chunks(y.to(dtype), chunk_size)
@@ -81,49 +90,39 @@ def ssd_fwd(
     return y.to(x.dtype), final_state
 
 
-def ssd_bwd_dx(
+def ssd_states(
     C: Tensor,
     B: Tensor,
-    S: Tensor,
+    x: Tensor,
     step: Tensor,
     gc: Tensor,
-    h: Tensor,
     dy: Tensor,
+    initial_state: Tensor | None = None,
     dht: Tensor | None = None,
-    D: Tensor | None = None,
     seq_idx: Tensor | None = None,
+    *,
+    chunk_size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The adjoint of ssd_fwd's scan, which is the same scan read backwards.
+    """The states, and their gradients: chunk_state to state_passing_bwd in one stage.
 
-        dXs = diag(r) B ds + (S * G)^T dY,   dX = diag(step) dXs + D dY
-        dlast = a <h, ds>,   ds <- a ds + (diag(e) C)^T dY
+        h <- a h + (diag(r * step) B)^T X,   ds <- a ds + (diag(e) C)^T dY from the last chunk on
 
     Args:
-        C, B, S, step, gc, D, seq_idx: as in ssd_fwd.  h: [B, NT, H, N, P] of state.  dy: [B, T, H,
-            P], gradient of y.  dht: [B, H, N, P], gradient of the final state, or None: zero.
+        C, B, x, step, gc, seq_idx: as in chunk_scan.  dy: [B, T, H, P], gradient of y.
+            initial_state: [B, H, N, P], and dht, the gradient of the final state, or None: zero.
     Returns:
-        dx [B, T, H, P] in dy.dtype; dh, like h, the gradient of the state leaving each chunk; dh0
-        [B, H, N, P] and dlast [B, NT, H], the gradient of gc's last entry in each chunk through the
-        state that it decays, in fp32 (fp64 for fp64 input).
-    Source: chapters 14, 15 and 18.
+        h [B, NT, H, N, P], the state entering each chunk, and dh, the gradient of the state leaving
+        it, in B.dtype; dh0 [B, H, N, P] and dlast [B, NT, H], the gradient of gc's last entry in
+        each chunk where it decays the state, in fp32 (fp64 for fp64 input).
+    Source: chapters 13 to 15.
     """
-    dtype, chunk_size = compute_dtype(C, B, step, gc, h, dy, dht), S.shape[3]
-    T, H = dy.shape[1:3]
-    dh, _, dh0, dlast = state_bwd(
-        C, None, None, gc, dy, None, dht, seq_idx, h, scale=1.0, chunk_size=chunk_size
-    )
-    _, G, r, _ = decays(gc.to(dtype), seq_idx, chunk_size)
-    B_, S, dY, step = (
-        to_chunks(y.to(dtype), chunk_size)
-        for y in (repeat_heads(B, H), repeat_heads(S, H), dy, step[..., None])
-    )
-    # eq:ssd-dxs   dXs = (C B^T * G)^T dY + diag(r) B ds
-    dXs = r * (B_ @ dh.to(dtype).transpose(1, 2)) + (S * G).mT @ dY
-    # eq:ssd-dx   dX = diag(step) dXs + D dY
-    dx = from_chunks(step * dXs, T)
-    if D is not None:
-        dx = dx + (D if D.ndim == 2 else D[:, None]).to(dtype) * dy.to(dtype)
-    return dx.to(dy.dtype), dh, dh0, dlast
+    options = {"chunk_size": chunk_size}
+    s = chunk_state(B, x, step, gc, seq_idx, **options)
+    h, _ = state_passing(s, gc, initial_state, seq_idx, **options)
+    dh = chunk_scan_bwd_dstates(C, gc, dy, seq_idx, **options)
+    h = h.to(B.dtype)
+    dh, dlast, dh0 = state_passing_bwd(dh, gc, h, dht, seq_idx, **options)
+    return h, dh.to(B.dtype), dh0, dlast
 
 
 def ssd_bwd(
@@ -138,18 +137,19 @@ def ssd_bwd(
     dy: Tensor,
     D: Tensor | None = None,
     seq_idx: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """The gradients of B, C, step, gc and D: chapters 16, 17 and 19 in one stage.
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """The gradients of x, step, gc, B, C and D: chapters 15 to 19 in one stage.
 
     Args:
         C, B, x, step, gc, D, seq_idx: as in chunk_scan.  S: [B, T, G, C] of chunk_scores, C the
             tokens of a chunk.  dy: [B, T, H, P], gradient of y.
-        h: [B, NT, H, N, P] of state.  dh: like h, of ssd_bwd_dx.
+        h, dh: [B, NT, H, N, P] of ssd_states.
     Returns:
-        dB and dC [B, T, G, N] in the dtypes of B and C; dstep, dgc and m [B, T, H], from which
-        chunk_cumsum_bwd goes on: dstep is what the scores give to the step where it multiplies x,
-        m what the states give to it; dD of D's shape, or None; these in fp32 (fp64 for fp64 input).
-    Source: chapters 16, 17 and 19.
+        dx [B, T, H, P], dB and dC [B, T, G, N], in the dtypes of x, B and C; dstep [B, T, H], the
+        gradient of the step where it multiplies x; dgc and m [B, T, H], from which
+        chunk_cumsum_bwd goes on; dD of D's shape, or None; these in fp32 (fp64 for fp64
+        input).
+    Source: chapters 15 to 19.
     """
     dtype, chunk_size = compute_dtype(C, B, x, step, gc, h, dh, dy, D), S.shape[3]
     T, H = x.shape[1:3]
@@ -164,25 +164,31 @@ def ssd_bwd(
     inter, dB = e * (dY @ h.mT), r * step * (X @ ds.mT)
     # eq:ssd-dgc-inter   dgc_i = C_i . inter_i = e_i dY_i . (C h)_i
     dgc = (e * dY * (C_ @ h)).sum(-1)
-    # eq:ssd-m   m_j = r_j x_j . (B ds)_j
-    m = (r * X * (B_ @ ds)).sum(-1)
     # eq:ssd-dscores   dscores = sum over heads of dY X^T * G * step
-    W = (dY @ X.mT) * G
-    dscores = W * step.mT
+    dscores = (dY @ X.mT) * G * step.mT
     # eq:ssd-dd   dD = sum over tokens of dY * X
     if D is not None:
         dD = (dy.to(dtype) * x.to(dtype)).sum((0, 1))
         dD = dD if D.shape == dD.shape else dD.sum(-1).view(D.shape)
     # eq:ssd-dgc-scores   dgc = rowsum(W) - colsum(W), W = M * dY X^T below the diagonal
-    below = (S * dscores).tril(-1)
-    dgc = dgc + below.sum(-1) - below.sum(-2)
-    # eq:ssd-dstep-scores   dstep_j = sum_i S_ij G_ij dY_i . x_j
-    dstep = (S * W).sum(-2)
+    W = (S * dscores).tril(-1)
+    dgc = dgc + W.sum(-1) - W.sum(-2)
     # eq:ssd-dc   dC = inter + dscores B
     # eq:ssd-db   dB = dB_state + dscores^T C
     dC, dB = inter + dscores @ B_, dB + dscores.mT @ C_
     dB, dC = (sum_heads(from_chunks(y, T), B.shape[2]) for y in (dB, dC))
+    # eq:ssd-dgc-state   dgc = -m, dlast = sum(m), m_j = B_j . dB_j = step_j r_j x_j . (B ds)_j
+    dXs = r * (B_ @ ds)
+    m = (step * X * dXs).sum(-1)
+    # eq:ssd-dxs   dXs = (C B^T * G)^T dY + diag(r) B ds
+    dXs = dXs + (S * G).mT @ dY
+    # eq:ssd-dstep   dstep_j = x_j . dXs_j
+    dstep = (X * dXs).sum(-1)
+    # eq:ssd-dx   dX = diag(step) dXs + D dY
+    dx = from_chunks(step * dXs, T)
+    if D is not None:
+        dx = dx + (D if D.ndim == 2 else D[:, None]).to(dtype) * dy.to(dtype)
     return (
-        dB.to(B.dtype), dC.to(C.dtype), from_chunks(dstep, T), from_chunks(dgc, T),
+        dx.to(x.dtype), dB.to(B.dtype), dC.to(C.dtype), from_chunks(dstep, T), from_chunks(dgc, T),
         from_chunks(m, T), None if D is None else dD,
     )  # fmt: skip
