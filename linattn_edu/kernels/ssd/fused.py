@@ -365,32 +365,35 @@ def ssd_bwd_dx_kernel(
     T,
     PER: tl.constexpr,
     G: tl.constexpr, H: tl.constexpr, N: tl.constexpr, P: tl.constexpr,
-    BC: tl.constexpr, SPLITS: tl.constexpr, TILE: tl.constexpr,
+    BC: tl.constexpr, SPLITS: tl.constexpr,
     BT: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr,
 ):  # fmt: skip
     """One program: dx of a tile of BT tokens of a chunk of BC, some heads of a group.
 
-    Grid (NT * G * SPLITS), a launch a tile.  Of two tiles the first has what the second reads of it,
-    as a product of its own: there the decay is one factor a row and one a column.
+    Grid (NT * G * SPLITS * BC / BT).  Of two tiles the first has what the second reads of it, as a
+    product of its own: there the decay is one factor a row and one a column.
     Reference: linattn_edu.reference.ssd.fused.
     """
     TILES: tl.constexpr = BC // BT
-    FAR: tl.constexpr = TILES == 2 and TILE == 0
-    i_gs, i_c, first, n_t = chunk_of(tl.program_id(0), cu_ptr, chunks_ptr, T, G * SPLITS, BC)
+    i_tile = tl.program_id(0) % TILES
+    i_gs, i_c, first, n_t = chunk_of(
+        tl.program_id(0) // TILES, cu_ptr, chunks_ptr, T, G * SPLITS, BC
+    )
     i_g, i_split = i_gs // SPLITS, i_gs % SPLITS
     HEADS: tl.constexpr = H // G
     PART: tl.constexpr = (HEADS + SPLITS - 1) // SPLITS
-    start = TILE * BT
+    start = i_tile * BT
     own, n_own = first + start, n_t - start
+    n_far = tl.where(i_tile == 0, n_t - BT, 0)  # tokens of the second tile, for the first
     o_t, o_n, o_p = tl.arange(0, BT), tl.arange(0, BN), tl.arange(0, BP)
     i_B = own * G + i_g
     b_B = load_tile(B_ptr + i_B * N, o_t, o_n, G * N, n_own, N)  # [BT, BN]
     o_ST = o_t[:, None] + o_t[None, :] * G * BC
     b_ST = tl.load(S_ptr + i_B * BC + start + o_ST, mask=o_t[None, :] < n_own, other=0.0)
     b_ST = b_ST.to(tl.float32)  # [BT, BT], of the tile's own tokens, transposed
-    if FAR:
+    if TILES == 2:
         i_far = ((first + BT) * G + i_g) * BC
-        b_far = tl.load(S_ptr + i_far + o_ST, mask=o_t[None, :] < n_t - BT, other=0.0)  # [BT, BT]
+        b_far = tl.load(S_ptr + i_far + o_ST, mask=o_t[None, :] < n_far, other=0.0)  # [BT, BT]
     if seq_ptr is not None:
         _id, _before, end = documents_of(seq_ptr, chunks_ptr, i_c, first, T, tl.arange(0, BC), n_t)
         b_id = load_gate(seq_ptr + own, o_t, 1, n_own)
@@ -410,9 +413,9 @@ def ssd_bwd_dx_kernel(
         if D_ptr is not None:
             b_D = past_state(D_ptr, i_h, o_p, P, PER)
         b_r, b_a = tl.exp2(mid - b_gc), tl.exp2(last - mid)
-        if FAR:
+        if TILES == 2:
             i_1 = (first + BT) * H + i_h
-            b_v = load_tile(dy_ptr + i_1 * P, o_t, o_p, H * P, n_t - BT, P)  # [BT, BP]
+            b_v = load_tile(dy_ptr + i_1 * P, o_t, o_p, H * P, n_far, P)  # [BT, BP]
             b_gc1, _step = load_decay(gc_ptr + BT * H + i_s, step_ptr + i_1, o_t, H, n_t - BT)
             b_e1 = tl.exp2(tl.minimum(b_gc1 - mid, 0.0))
             b_v = cast(b_v.to(tl.float32) * b_e1[:, None], b_v.dtype)
@@ -425,7 +428,7 @@ def ssd_bwd_dx_kernel(
             b_dxs = tl.where((b_id == end)[:, None], b_dxs, 0.0)
         # eq:ssd-dgc-state   dgc = -m, dlast = sum(m), m_j = B_j . dB_j = step_j r_j x_j . (B ds)_j
         b_m = b_r * b_step * tl.sum(b_x.to(tl.float32) * b_dxs, 1)
-        if FAR:
+        if TILES == 2:
             b_dxs = dot(b_far, b_v, b_dxs)
         tl.store(dm_ptr + i + o_t * H, b_m, mask=o_t < n_own)
         b_M = b_ST * tl.exp2(tl.minimum(b_gc[None, :] - b_gc[:, None], 0.0))
@@ -440,7 +443,7 @@ def ssd_bwd_dx_kernel(
         if dD_ptr is not None:
             # eq:ssd-dd   dD = sum over tokens of dY * X
             b_dD = tl.sum(b_dy.to(tl.float32) * b_x.to(tl.float32), 0)
-            i_D = ((i_c * TILES + TILE) * H + i_h) * P
+            i_D = ((i_c * TILES + i_tile) * H + i_h) * P
             tl.store(dD_ptr + i_D + o_p, b_dD, mask=o_p < P)
         store_tile(dx_ptr + i * P, b_dx, o_t, o_p, H * P, n_own, P)
 
@@ -860,10 +863,9 @@ def ssd_bwd(
     )
     del parts, dS  # before dx is made
     dx, m, few = torch.empty_like(x), torch.empty_like(gc), cdiv(H // G, FEW)
-    for tile in range(BC // BT):
-        ssd_bwd_dx_kernel[(NT * G * few,)](
-            B, S, x, step, gc, dh, dy, D, seq_idx, dx, dstep, m, dD_channel, *chunks, T, per, G, H,
-            N, P, BC, few, tile, BT, BN, BP, **DX.launch(),
-        )  # fmt: skip
+    ssd_bwd_dx_kernel[(tiles * few,)](
+        B, S, x, step, gc, dh, dy, D, seq_idx, dx, dstep, m, dD_channel, *chunks, T, per, G, H,
+        N, P, BC, few, BT, BN, BP, **DX.launch(),
+    )  # fmt: skip
     dD = None if dD is None else dD.sum(0).view(D.shape)
     return dx, dB, dC, dstep, dgc + dfar, m, dD
