@@ -120,7 +120,7 @@ FORWARD_STAGES = {
     "kda": ("gate_cumsum", "kda_intra", "wy", "state", "output"),
     "ssd": (
         "chunk_cumsum", "chunk_state", "state_passing", "chunk_scan",
-        "chunk_scores", "state", "ssd_fwd",
+        "chunk_scores", "ssd_fwd", "state",
     ),
 }  # fmt: skip
 ADJOINT_STAGES = {
@@ -135,7 +135,7 @@ ADJOINT_STAGES = {
 STAGES = {op: (*FORWARD_STAGES[op], *ADJOINT_STAGES[op]) for op in FORWARD_STAGES}
 
 # of Mamba-2, in chunks twice as long as those of its other stages
-SSD_FUSED = ("chunk_scores", "state", "ssd_fwd", "state_bwd", "ssd_bwd")
+SSD_FUSED = ("chunk_scores", "ssd_fwd", "state", "state_bwd", "ssd_bwd")
 
 # of KDA, with the promise that no log decay of a token is below the bound
 SAFE_BOUND = -5.0
@@ -282,7 +282,7 @@ def _ssd_bytes(c: Case, what: str, chunk: int) -> int:
         "chunk_scan": C + B + x + step + gc + s + D + out,
         "chunk_scores": C + B + S,
         "state": B + x + gc + step + h,
-        "ssd_fwd": C + S + x + step + gc + h + D + out,
+        "ssd_fwd": C + B + S + x + step + gc + D + out,
         "chunk_scan_bwd_dstates": C + gc + dy + s,
         "state_passing_bwd": s + gc + s + s + dlast + dh0,
         "chunk_state_bwd_db": B + x + step + gc + s + dB_state + dgc + dlast,
@@ -425,7 +425,7 @@ def _ssd_chunk_flops(c: Case, what: str, n: int) -> int:
         "chunk_scan": state + scores + lower_v,
         "chunk_scores": 2 * c.K * n * n * c.H,  # all of them
         "state": state,
-        "ssd_fwd": state + lower_v,
+        "ssd_fwd": 2 * state + lower_v,
         "chunk_scan_bwd_dstates": state,
         # a dS + dh_out, <dS, a h>
         "state_passing_bwd": 4 * elements,
@@ -441,7 +441,7 @@ def _ssd_chunk_flops(c: Case, what: str, n: int) -> int:
         # dY h^T, X ds^T, B ds; dY X^T and (S * G)^T dY; dscores B and dscores^T C
         "ssd_bwd": 3 * state + 2 * lower_v + 2 * scores,
     }
-    stages["forward"] = scores + stages["state"] + stages["ssd_fwd"]
+    stages["forward"] = scores + stages["ssd_fwd"]
     stages[TRAINING] = stages["forward"] + stages["state_bwd"] + stages["ssd_bwd"]
     return stages[what]
 

@@ -248,8 +248,8 @@ class SSDStageArguments(StageArguments):
         return (self.i.B, None, self.i.x, gc, None, step), self.longer
 
     def _ssd_fwd(self):
-        i, (h, *_) = self.i, self.made("state")
-        return (i.C, self.made("chunk_scores"), i.x, *self.steps, h, i.D), {}
+        i = self.i
+        return (i.C, i.B, self.made("chunk_scores"), i.x, *self.steps, None, i.D), {}
 
     def _state_bwd(self):
         (_, gc), (h, *_) = self.steps, self.made("state")

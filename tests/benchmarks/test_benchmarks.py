@@ -233,7 +233,7 @@ def test_flops_of_mamba_2_are_the_multiply_adds_of_the_scalar_form(shape):
             gradient = n["db_state"] + n["dc_state"] + n["dx_state"] + n["mtdy"] + inner
             expected = {
                 "stage:state": n["write"],
-                "stage:ssd_fwd": n["read"] + n["mx"],
+                "stage:ssd_fwd": n["write"] + n["read"] + n["mx"],
                 "stage:state_bwd": n["dstates"],
                 "stage:ssd_bwd": gradient,
             }

@@ -204,9 +204,25 @@ def fused_ssd_launches(N, P, dtype):
         ids, options = torch.empty(1, T, dtype=torch.int32), {"chunk_size": T}
         chunk_cumsum.chunk_cumsum(step, A, A, softplus=True, **options)
         S = ssd_fused.chunk_scores(BC, BC, **options)
+        ssd_fused.chunk_scores(BC, BC, ids, **options)
+        whole = torch.empty(1, ssd_fused.PART + T, 2, max(N, P), dtype=dtype)
+        long, rates = whole[..., :P], whole[..., 0].float()
         for seq_idx, D_, z in ((None, A, None), (ids, D, x), (ids, None, None)):
             state.state(BC, None, x, step, dht, step, seq_idx, output_final_state=True, **options)
-            ssd_fused.ssd_fwd(BC, S, x, step, step, h, D_, z, seq_idx)
+            ssd_fused.ssd_fwd(BC, BC, S, x, step, step, None, D_, z, seq_idx)
+            ssd_fused.ssd_fwd(
+                whole[..., :N],
+                whole[..., :N],
+                S,
+                long,
+                rates,
+                rates,
+                dht,
+                D_,
+                z,
+                seq_idx,
+                output_final_state=True,
+            )
             state_bwd.state_bwd(
                 BC, None, None, step, x, None, dht, seq_idx, h, scale=1.0, **options
             )

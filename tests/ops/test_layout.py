@@ -246,8 +246,8 @@ def floor(module):
         (
             f"{OPS}.ssd.chunk.mamba_chunk_scan_combined",
             "x",
-            {"kernels.ssd.fused", "kernels.delta.state"},
-            {"state_kernel", "ssd_fwd_kernel", "chunk_state_kernel", "chunk_scan_kernel"},
+            {"kernels.ssd.fused"},
+            {"ssd_ends_kernel", "ssd_fwd_kernel", "chunk_state_kernel", "chunk_scan_kernel"},
         ),
     ],
 )

@@ -8,8 +8,10 @@ from torch import Tensor
 from linattn_edu.kernels.tiles import (
     cast,
     columns_of,
+    documents,
     dot,
     load_gate,
+    load_row,
     load_tile,
     load_vector,
     row,
@@ -25,12 +27,14 @@ from linattn_edu.packing import Packing
 @triton.jit(do_not_specialize=["T"])
 def state_kernel(
     k_ptr,  # [B, T, H, K]
-    w_ptr,  # [B, T, HV, K]
+    w_ptr,  # [B, T, HV, K], or None: v_new = u
     u_ptr,  # [B, T, HV, V]
     gc_ptr,  # [B, T, HV] log2; or [B, T, HV, K], and k has HV heads and is decayed already
     h0_ptr,  # [N, HV, K, V] or None
+    step_ptr,  # [B, T, HV] or None
+    seq_ptr,  # [B, T] or None
     h_ptr,  # [B, NT, HV, K, V] out: state entering each chunk
-    v_new_ptr,  # [B, T, HV, V] out
+    v_new_ptr,  # [B, T, HV, V] out, or None with w
     ht_ptr,  # [N, HV, K, V] out, or None
     cu_ptr,  # [N + 1] or None
     offsets_ptr,  # [N + 1] or None
@@ -47,9 +51,14 @@ def state_kernel(
         tl.program_id(0), cu_ptr, offsets_ptr, T, HV, V, BT, BV
     )
     k_ptr += (first * H + i_h // (HV // H)) * K
-    w_ptr += (first * HV + i_h) * K
     u_ptr += (first * HV + i_h) * V
-    v_new_ptr += (first * HV + i_h) * V
+    if w_ptr is not None:
+        w_ptr += (first * HV + i_h) * K
+        v_new_ptr += (first * HV + i_h) * V
+    if step_ptr is not None:
+        step_ptr += first * HV + i_h
+    if seq_ptr is not None:
+        seq_ptr += first
     NG: tl.constexpr = K if CHANNEL else 1  # gates of a token
     gc_ptr += (first * HV + i_h) * NG
     h_ptr += (i_c * HV + i_h) * K * V
@@ -69,10 +78,13 @@ def state_kernel(
         store_tile(h_ptr, b_S, o_k, o_v, V, K, V)
 
         # eq:delta-v-new   v_new = u - w S
-        b_w = load_tile(w_ptr, o_t, o_k, HV * K, n_t, K)  # [BT, BK]
-        b_u = load_tile(u_ptr, o_t, o_v, HV * V, n_t, V)  # [BT, BV]
-        b_v = b_u.to(tl.float32) - dot(b_w, cast(b_S, b_w.dtype))
-        store_tile(v_new_ptr, b_v, o_t, o_v, HV * V, n_t, V)
+        if w_ptr is None:
+            b_v = load_tile(u_ptr, o_t, o_v, HV * V, n_t, V).to(tl.float32)  # [BT, BV]
+        else:
+            b_w = load_tile(w_ptr, o_t, o_k, HV * K, n_t, K)  # [BT, BK]
+            b_u = load_tile(u_ptr, o_t, o_v, HV * V, n_t, V)  # [BT, BV]
+            b_v = b_u.to(tl.float32) - dot(b_w, cast(b_S, b_w.dtype))
+            store_tile(v_new_ptr, b_v, o_t, o_v, HV * V, n_t, V)
 
         # eq:delta-state   S <- 2^gc_last S + (diag(2^(gc_last - gc)) K)^T v_new
         if CHANNEL:
@@ -83,14 +95,24 @@ def state_kernel(
             b_last = tl.load(gc_ptr + (tl.minimum(BT, n_t) - 1) * HV)
             b_a = tl.exp2(b_last)
             b_gc = load_gate(gc_ptr, o_t, HV, n_t)  # [BT]
-            b_v *= tl.exp2(b_last - b_gc)[:, None]
+            b_r = tl.exp2(b_last - b_gc)
+            if step_ptr is not None:
+                b_r *= load_row(step_ptr, o_t, HV, n_t)
+                step_ptr += BT * HV
+            if seq_ptr is not None:
+                b_id, before, end = documents(seq_ptr, i_t, o_t, n_t)
+                b_r = tl.where(b_id == end, b_r, 0.0)
+                b_a = tl.where(end == before, b_a, 0.0)
+                seq_ptr += BT
+            b_v *= b_r[:, None]
         b_k = load_tile(k_ptr, o_t, o_k, H * K, n_t, K)  # [BT, BK]
         b_S = dot(tl.trans(b_k), cast(b_v, b_k.dtype), b_S * b_a)
 
         k_ptr += BT * H * K
-        w_ptr += BT * HV * K
         u_ptr += BT * HV * V
-        v_new_ptr += BT * HV * V
+        if w_ptr is not None:
+            w_ptr += BT * HV * K
+            v_new_ptr += BT * HV * V
         gc_ptr += BT * HV * NG
         h_ptr += HV * K * V
 
@@ -107,27 +129,41 @@ CONFIGS = scan_table(
 )
 
 
+# without w a program's chunks do not wait for each other but for one product: two programs on a
+# multiprocessor hide that, and where heads are few three chunks in flight. Narrower tiles were
+# slower: they read k again
+FREE = scan_table(
+    ampere={128: [row(4, 2, BV=32)], 256: [row(4, 1, BV=32)]},
+    hopper={
+        128: [row(8, 2, BV=64), row(8, 3, BV=64)],
+        256: [row(4, 2, BV=32), row(4, 2, BV=16)],
+    },
+)
+
+
 def state(
     k: Tensor,
-    w: Tensor,
+    w: Tensor | None,
     u: Tensor,
     gc: Tensor,
     initial_state: Tensor | None = None,
+    step: Tensor | None = None,
+    seq_idx: Tensor | None = None,
     *,
     chunk_size: int,
     output_final_state: bool = False,
     packing: Packing | None = None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Launch state_kernel; arguments and result as in the reference."""
     _, T, H, K = k.shape
     HV, V = u.shape[2:]
     N, *sequences = sequence_args(k, packing)
     h = k.new_empty(*states(k, chunk_size, packing), HV, K, V)
-    v_new = torch.empty_like(u)
+    v_new = None if w is None else torch.empty_like(u)
     final_state = k.new_empty(N, HV, K, V, dtype=torch.float32) if output_final_state else None
-    grid, config = scan_launch(CONFIGS, k, N * HV, V)
+    grid, config = scan_launch(CONFIGS if w is not None else FREE, k, N * HV, V)
     state_kernel[grid](
-        k, w, u, gc, initial_state, h, v_new, final_state, *sequences,
+        k, w, u, gc, initial_state, step, seq_idx, h, v_new, final_state, *sequences,
         T, H, HV, K, V, BT=chunk_size, CHANNEL=gc.ndim == 4, **config,
     )  # fmt: skip
     return h, v_new, final_state

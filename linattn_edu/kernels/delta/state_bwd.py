@@ -7,7 +7,9 @@ from torch import Tensor
 
 from linattn_edu.kernels.tiles import (
     cast,
+    cdiv,
     columns_of,
+    documents,
     dot,
     load_gate,
     load_tile,
@@ -25,15 +27,18 @@ from linattn_edu.packing import Packing
 @triton.jit(do_not_specialize=["T"])
 def state_bwd_kernel(
     q_ptr,  # [B, T, H, K]
-    k_ptr,  # [B, T, H, K]
-    w_ptr,  # [B, T, HV, K]
+    k_ptr,  # [B, T, H, K], or None with w: no v_new
+    w_ptr,  # [B, T, HV, K] or None
     gc_ptr,  # [B, T, HV] log2; or [B, T, HV, K], and q and k are qg and kg of HV heads
     do_ptr,  # [B, T, HV, V]
-    dv_out_ptr,  # [B, T, HV, V]: the part of dv_new that output_bwd found
+    dv_out_ptr,  # [B, T, HV, V]: the part of dv_new that output_bwd found; or None
     dht_ptr,  # [N, HV, K, V] or None
+    seq_ptr,  # [B, T] or None
+    h_ptr,  # [B, NT, HV, K, V] of state, or None
     dh_ptr,  # [B, NT, HV, K, V] out: gradient of the state leaving each chunk
-    dv_ptr,  # [B, T, HV, V] out
+    dv_ptr,  # [B, T, HV, V] out, or None
     dh0_ptr,  # [N, HV, K, V] out
+    dlast_ptr,  # [B, NT, HV, V / BV, K] out: to be summed; or None
     scale,
     cu_ptr,  # [N + 1] or None
     offsets_ptr,  # [N + 1] or None
@@ -52,11 +57,17 @@ def state_bwd_kernel(
     NT = tl.cdiv(n_seq, BT)
     first += (NT - 1) * BT
     q_ptr += (first * H + i_h // (HV // H)) * K
-    k_ptr += (first * H + i_h // (HV // H)) * K
-    w_ptr += (first * HV + i_h) * K
     do_ptr += (first * HV + i_h) * V
-    dv_out_ptr += (first * HV + i_h) * V
-    dv_ptr += (first * HV + i_h) * V
+    if k_ptr is not None:
+        k_ptr += (first * H + i_h // (HV // H)) * K
+        w_ptr += (first * HV + i_h) * K
+        dv_out_ptr += (first * HV + i_h) * V
+        dv_ptr += (first * HV + i_h) * V
+    if seq_ptr is not None:
+        seq_ptr += first
+    if h_ptr is not None:
+        h_ptr += ((i_c + NT - 1) * HV + i_h) * K * V
+        dlast_ptr += (((i_c + NT - 1) * HV + i_h) * ((V + BV - 1) // BV) + i_v) * K
     NG: tl.constexpr = K if CHANNEL else 1  # gates of a token
     gc_ptr += (first * HV + i_h) * NG
     dh_ptr += ((i_c + NT - 1) * HV + i_h) * K * V
@@ -68,6 +79,8 @@ def state_bwd_kernel(
     if dht_ptr is not None:
         b_dS += load_tile(dht_ptr + i_nh * K * V, o_k, o_v, V, K, V).to(tl.float32)
 
+    if h_ptr is not None:  # the load runs one chunk ahead
+        b_S = load_tile(h_ptr, o_k, o_v, V, tl.where(n_seq > 0, K, 0), V)
     if CHANNEL:  # the load of a chunk's gates runs one chunk ahead, as in state
         n_k = tl.where(n_seq > 0, K, 0)
         b_last = load_vector(gc_ptr + (n_seq - (NT - 1) * BT - 1) * HV * K, o_k, n_k)
@@ -76,36 +89,54 @@ def state_bwd_kernel(
         b_h = cast(b_dS, dh_ptr.dtype.element_ty)
         store_tile(dh_ptr, b_h, o_k, o_v, V, K, V)
 
-        # eq:delta-dv-new   dv_new += diag(2^(gc_last - gc)) K dS
-        b_k = load_tile(k_ptr, o_t, o_k, H * K, n_t, K)  # [BT, BK]
-        b_dv = load_tile(dv_out_ptr, o_t, o_v, HV * V, n_t, V).to(tl.float32)  # [BT, BV]
         if CHANNEL:
             b_a = tl.exp2(b_last)[:, None]
             b_last = load_vector(gc_ptr - HV * K, o_k, tl.where(i_t < NT - 1, K, 0))
-            b_dv += dot(b_k, b_h)
         else:
             b_last = tl.load(gc_ptr + (tl.minimum(BT, n_t) - 1) * HV)
             b_a = tl.exp2(b_last)
             b_gc = load_gate(gc_ptr, o_t, HV, n_t)  # [BT]
-            b_dv += tl.exp2(b_last - b_gc)[:, None] * dot(b_k, b_h)
-        store_tile(dv_ptr, b_dv, o_t, o_v, HV * V, n_t, V)
+        # eq:delta-dv-new   dv_new += diag(2^(gc_last - gc)) K dS
+        if k_ptr is not None:
+            b_k = load_tile(k_ptr, o_t, o_k, H * K, n_t, K)  # [BT, BK]
+            b_dv = load_tile(dv_out_ptr, o_t, o_v, HV * V, n_t, V).to(tl.float32)  # [BT, BV]
+            if CHANNEL:
+                b_dv += dot(b_k, b_h)
+            else:
+                b_dv += tl.exp2(b_last - b_gc)[:, None] * dot(b_k, b_h)
+            store_tile(dv_ptr, b_dv, o_t, o_v, HV * V, n_t, V)
 
         # eq:delta-ds   dS <- 2^gc_last dS + scale (diag(2^gc) Q)^T dO - w^T dv_new
         b_q = load_tile(q_ptr, o_t, o_k, H * K, n_t, K)  # [BT, BK]
-        b_w = load_tile(w_ptr, o_t, o_k, HV * K, n_t, K)  # [BT, BK]
         b_do = load_tile(do_ptr, o_t, o_v, HV * V, n_t, V).to(tl.float32)  # [BT, BV]
         b_do *= scale
         if not CHANNEL:
-            b_do *= tl.exp2(b_gc)[:, None]
+            b_e = tl.exp2(b_gc)
+            if seq_ptr is not None:
+                b_id, before, end = documents(seq_ptr, NT - 1 - i_t, o_t, n_t)
+                b_e = tl.where(b_id == before, b_e, 0.0)
+                b_a = tl.where(end == before, b_a, 0.0)
+                seq_ptr -= BT
+            b_do *= b_e[:, None]
+        # eq:ssd-dlast   dlast = a <h, dS>
+        if h_ptr is not None:
+            b_hS = b_S.to(tl.float32) * b_dS
+            tl.store(dlast_ptr + o_k, b_a * tl.sum(b_hS, 1), mask=o_k < K)
+            h_ptr -= HV * K * V
+            dlast_ptr -= HV * ((V + BV - 1) // BV) * K
+            b_S = load_tile(h_ptr, o_k, o_v, V, tl.where(i_t < NT - 1, K, 0), V)
         b_dS = dot(tl.trans(b_q), cast(b_do, b_q.dtype), b_dS * b_a)
-        b_dS = dot(tl.trans(b_w), cast(-b_dv, b_w.dtype), b_dS)
+        if w_ptr is not None:
+            b_w = load_tile(w_ptr, o_t, o_k, HV * K, n_t, K)  # [BT, BK]
+            b_dS = dot(tl.trans(b_w), cast(-b_dv, b_w.dtype), b_dS)
 
         q_ptr -= BT * H * K
-        k_ptr -= BT * H * K
-        w_ptr -= BT * HV * K
         do_ptr -= BT * HV * V
-        dv_out_ptr -= BT * HV * V
-        dv_ptr -= BT * HV * V
+        if k_ptr is not None:
+            k_ptr -= BT * H * K
+            w_ptr -= BT * HV * K
+            dv_out_ptr -= BT * HV * V
+            dv_ptr -= BT * HV * V
         gc_ptr -= BT * HV * NG
         dh_ptr -= HV * K * V
 
@@ -121,29 +152,42 @@ CONFIGS = scan_table(
 )
 
 
+# without w, as in state
+FREE = scan_table(
+    ampere={128: [row(4, 2, BV=32)], 256: [row(4, 1, BV=16)]},
+    hopper={
+        128: [row(8, 2, BV=64), row(8, 3, BV=64)],
+        256: [row(4, 2, BV=32), row(4, 2, BV=16)],
+    },
+)
+
+
 def state_bwd(
     q: Tensor,
-    k: Tensor,
-    w: Tensor,
+    k: Tensor | None,
+    w: Tensor | None,
     gc: Tensor,
     do: Tensor,
-    dv_new: Tensor,
+    dv_new: Tensor | None,
     dht: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    h: Tensor | None = None,
     *,
     scale: float,
     chunk_size: int,
     packing: Packing | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor | None, ...]:
     """Launch state_bwd_kernel; arguments and result as in the reference."""
-    _, T, H, K = k.shape
+    _, T, H, K = q.shape
     HV, V = do.shape[2:]
-    N, *sequences = sequence_args(k, packing)
-    dh = k.new_empty(*states(k, chunk_size, packing), HV, K, V)
-    dv_out, dv_new = dv_new, torch.empty_like(dv_new)
-    dh0 = k.new_empty(N, HV, K, V, dtype=torch.float32)
-    grid, config = scan_launch(CONFIGS, k, N * HV, V)
+    N, *sequences = sequence_args(q, packing)
+    dh = q.new_empty(*states(q, chunk_size, packing), HV, K, V)
+    dv_out, dv_new = dv_new, None if dv_new is None else torch.empty_like(dv_new)
+    dh0 = q.new_empty(N, HV, K, V, dtype=torch.float32)
+    grid, config = scan_launch(CONFIGS if w is not None else FREE, q, N * HV, V)
+    parts = None if h is None else gc.new_empty(*dh.shape[:3], cdiv(V, config["BV"]), K)
     state_bwd_kernel[grid](
-        q, k, w, gc, do, dv_out, dht, dh, dv_new, dh0,
+        q, k, w, gc, do, dv_out, dht, seq_idx, h, dh, dv_new, dh0, parts,
         scale, *sequences, T, H, HV, K, V, BT=chunk_size, CHANNEL=gc.ndim == 4, **config,
     )  # fmt: skip
-    return dh, dv_new, dh0
+    return (dh, dv_new, dh0) if h is None else (dh, dv_new, dh0, parts.sum((-1, -2)))

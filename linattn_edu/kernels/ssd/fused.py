@@ -1,6 +1,4 @@
-"""Mamba-2 in few stages: a scan that writes the output, both scans of the backward pass at once, and
-every gradient of a chunk from them.
-"""
+"""Mamba-2 in few stages: a scan that writes the output, and every gradient of a chunk at once."""
 
 import torch
 import triton
@@ -9,7 +7,6 @@ from torch import Tensor
 
 from linattn_edu.kernels.ssd.chunk_scan import past_state
 from linattn_edu.kernels.tiles import (
-    block,
     cast,
     cdiv,
     chunk_args,
@@ -18,12 +15,8 @@ from linattn_edu.kernels.tiles import (
     documents,
     dot,
     load_gate,
-    load_row,
     load_tile,
     row,
-    sequence_args,
-    sequence_of,
-    states,
     store_tile,
 )
 from linattn_edu.packing import Packing
@@ -155,7 +148,7 @@ def ssd_ends_kernel(
         _e, b_r, b_a = chunk_decays(gc_ptr + i, step_ptr + i, seq, before * PART + i_t, o_t, BT, H)
         b_x = load_tile(x_ptr + i * P, o_t, o_p, H * P, BT, P)  # [BT, BP]
         b_B = load_tile(B_ptr + i_B * N, o_t, o_n, G * N, BT, N)  # [BT, BN]
-        # eq:ssd-ends   h = sum over chunks of (the a of the chunks after it) (diag(r * step) B)^T X
+        # eq:ssd-scan   h <- a h + (diag(r * step) B)^T X, with the a of all chunks after this one
         b_x = cast(b_x.to(tl.float32) * (b_r * kept)[:, None], b_x.dtype)
         b_h = dot(tl.trans(b_B), b_x, b_h)
         kept *= b_a
@@ -235,7 +228,7 @@ def ssd_fwd_kernel(
         b_y = dot(b_C, cast(b_h, b_C.dtype)) * b_e[:, None]
         # eq:ssd-output   y = inter + M X + D X
         b_y = dot(cast(b_M, b_x.dtype), b_x, b_y)
-        # eq:ssd-state   h <- a h + (diag(r * step) B)^T X
+        # eq:ssd-scan   h <- a h + (diag(r * step) B)^T X
         b_u = cast(b_x.to(tl.float32) * b_r[:, None], b_x.dtype)
         b_h = dot(tl.trans(b_B), b_u, b_h * b_a)
         if D_ptr is not None:
@@ -247,102 +240,8 @@ def ssd_fwd_kernel(
         store_tile(out_ptr + i_x * P, b_y, o_t, o_p, H * P, n_own, P)
 
     if ht_ptr is not None:
-        if (n_t > 0) & (n_t <= PART):
-            store_tile(ht_ptr + (i_n * H + i_h) * N * P, b_h, o_n, o_p, P, N, P)
-
-
-@triton.jit(do_not_specialize=["T"])
-def ssd_states_kernel(
-    C_ptr,  # [B, T, G, N]
-    B_ptr,  # [B, T, G, N]
-    x_ptr,  # [B, T, H, P]
-    dy_ptr,  # [B, T, H, P]
-    step_ptr,  # [B, T, H]
-    gc_ptr,  # [B, T, H] log2
-    h0_ptr,  # [NS, H, N, P] or None
-    dht_ptr,  # [NS, H, N, P] or None
-    seq_ptr,  # [B, T] or None
-    h_ptr,  # [B, NT, H, N, P] out: state entering each chunk
-    dh_ptr,  # [B, NT, H, N, P] out: gradient of the state leaving each chunk
-    dh0_ptr,  # [NS, H, N, P] out
-    cu_ptr,  # [NS + 1] or None
-    offsets_ptr,  # [NS + 1] or None
-    T,
-    G: tl.constexpr, H: tl.constexpr, N: tl.constexpr, P: tl.constexpr,
-    BT: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr,
-):  # fmt: skip
-    """One program: the state of one head through all chunks, or its gradient back through them.
-
-    Grid (NS * H * 2).  Neither needs the other, so that there are twice as many programs.
-    Reference: linattn_edu.reference.ssd.fused.
-    """
-    back, i_nh = tl.program_id(0) % 2, (tl.program_id(0) // 2).to(tl.int64)
-    i_n, i_h = i_nh // H, i_nh % H
-    first, n_seq, i_c = sequence_of(i_n, cu_ptr, offsets_ptr, T, BT)
-    if back == 1:
-        k_ptr = C_ptr
-        v_ptr = dy_ptr
-        state_ptr = dh_ptr
-    else:
-        k_ptr = B_ptr
-        v_ptr = x_ptr
-        state_ptr = h_ptr
-    o_t, o_n, o_p = tl.arange(0, BT), tl.arange(0, BN), tl.arange(0, BP)
-    b_S = tl.zeros([BN, BP], dtype=tl.float32)
-    if h0_ptr is not None:
-        if back == 0:
-            b_S += load_tile(h0_ptr + i_nh * N * P, o_n, o_p, P, N, P).to(tl.float32)
-    if dht_ptr is not None:
-        if back == 1:
-            b_S += load_tile(dht_ptr + i_nh * N * P, o_n, o_p, P, N, P).to(tl.float32)
-    NT = tl.cdiv(n_seq, BT)
-    for i in range(NT):
-        i_t = tl.where(back == 1, NT - 1 - i, i)
-        own, n_t = first + i_t * BT, n_seq - i_t * BT
-        i_v, i_k = own * H + i_h, own * G + i_h // (H // G)
-        store_tile(state_ptr + ((i_c + i_t) * H + i_h) * N * P, b_S, o_n, o_p, P, N, P)
-        seq = seq_ptr
-        if seq_ptr is not None:
-            seq += own
-        b_e, b_r, b_a = chunk_decays(gc_ptr + i_v, step_ptr + i_v, seq, i_t, o_t, n_t, H)
-        b_v = load_tile(v_ptr + i_v * P, o_t, o_p, H * P, n_t, P)  # [BT, BP]
-        b_k = load_tile(k_ptr + i_k * N, o_t, o_n, G * N, n_t, N)  # [BT, BN]
-        # eq:ssd-state   h <- a h + (diag(r * step) B)^T X
-        # eq:ssd-ds   ds <- a ds + (diag(e) C)^T dY
-        b_v = cast(b_v.to(tl.float32) * tl.where(back == 1, b_e, b_r)[:, None], b_v.dtype)
-        b_S = dot(tl.trans(b_k), b_v, b_S * b_a)
-    if back == 1:
-        store_tile(dh0_ptr + i_nh * N * P, b_S, o_n, o_p, P, N, P)
-
-
-@triton.jit(do_not_specialize=["T"])
-def ssd_dlast_kernel(
-    gc_ptr,  # [B, T, H] log2
-    h_ptr,  # [B, NT, H, N, P]
-    dh_ptr,  # [B, NT, H, N, P]
-    seq_ptr,  # [B, T] or None
-    dlast_ptr,  # [B, NT, H] out
-    cu_ptr,  # [NS + 1] or None
-    chunks_ptr,  # [NT, 2] or None
-    T,
-    H: tl.constexpr, SIZE: tl.constexpr, BT: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """One program: one chunk of one head, whose state has SIZE numbers.  Grid (NT * H).
-
-    Reference: linattn_edu.reference.ssd.fused.
-    """
-    i_h, i_c, first, n_t = chunk_of(tl.program_id(0), cu_ptr, chunks_ptr, T, H, BT)
-    n = tl.minimum(n_t, BT)
-    b_a = tl.exp2(tl.load(gc_ptr + (first + n - 1) * H + i_h))
-    if seq_ptr is not None:
-        _id, before, end = documents_of(seq_ptr, chunks_ptr, i_c, first, T, tl.arange(0, BT), n_t)
-        b_a = tl.where(end == before, b_a, 0.0)
-    i = i_c * H + i_h
-    o = tl.arange(0, BLOCK)
-    b_h = tl.load(h_ptr + i * SIZE + o, mask=o < SIZE, other=0.0).to(tl.float32)
-    b_ds = tl.load(dh_ptr + i * SIZE + o, mask=o < SIZE, other=0.0).to(tl.float32)
-    # eq:ssd-dlast   dlast = a <h, ds>
-    tl.store(dlast_ptr + i, b_a * tl.sum(b_h * b_ds, 0))
+        n_last = tl.where((n_t > 0) & (n_t <= PART), N, 0)
+        store_tile(ht_ptr + (i_n * H + i_h) * N * P, b_h, o_n, o_p, P, n_last, P)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -422,7 +321,6 @@ def ssd_bwd_dx_kernel(
         # of the next head, one head ahead
         more = tl.minimum(i_s + 1, HEADS - 1)
         last, mid = tl.load(gc_ptr + more + n_last), tl.load(gc_ptr + more + n_mid)
-        # eq:ssd-dxs   dXs = (C B^T * G)^T dY + diag(r) B ds
         b_dxs = dot(b_B, b_ds) * b_a
         if seq_ptr is not None:
             b_dxs = tl.where((b_id == end)[:, None], b_dxs, 0.0)
@@ -431,6 +329,7 @@ def ssd_bwd_dx_kernel(
         if TILES == 2:
             b_dxs = dot(b_far, b_v, b_dxs)
         tl.store(dm_ptr + i + o_t * H, b_m, mask=o_t < n_own)
+        # eq:ssd-dxs   dXs = (C B^T * G)^T dY + diag(r) B ds
         b_M = b_ST * tl.exp2(tl.minimum(b_gc[None, :] - b_gc[:, None], 0.0))
         b_dxs = dot(cast(b_M, b_dy.dtype), b_dy, b_dxs * b_r[:, None])
         # eq:ssd-dstep   dstep_j = x_j . dXs_j
@@ -556,7 +455,7 @@ def ssd_bwd_far_kernel(
     Grid (NT * G * SPLITS).  The decay is one factor a row and one a column.
     Reference: linattn_edu.reference.ssd.fused.
     """
-    i_gs, i_c, first, n_t = chunk_of(tl.program_id(0), cu_ptr, chunks_ptr, T, G * SPLITS, 2 * BT)
+    i_gs, _, first, n_t = chunk_of(tl.program_id(0), cu_ptr, chunks_ptr, T, G * SPLITS, 2 * BT)
     i_g, i_split = i_gs // SPLITS, i_gs % SPLITS
     HEADS: tl.constexpr = H // G
     PART: tl.constexpr = (HEADS + SPLITS - 1) // SPLITS
@@ -703,7 +602,7 @@ def ssd_bwd_sum_kernel(
 # chunks of more than 64 tokens -> row: 8 warps share a tile of 128 tokens
 STATES = {False: row(4, 3), True: row(8, 3)}
 SUM = {False: row(4, 1), True: row(8, 1)}
-SCANS, ENDS, FWD, DX, DA, FAR = row(8, 2), row(8, 2), row(4, 2), row(4, 2), row(4, 3), row(4, 3)
+ENDS, FWD, DX, DA, FAR = row(8, 2), row(4, 2), row(4, 2), row(4, 3), row(4, 3)
 TOKENS = 64  # of a tile of ssd_fwd, dx and da
 FEW, MANY = 8, 80  # heads of a program: of dx, and where sums over heads are kept
 PART = 4096  # tokens of a program of ssd_fwd
@@ -782,37 +681,6 @@ def ssd_fwd(
         **FWD.launch(),
     )  # fmt: skip
     return out, last
-
-
-def ssd_states(
-    C: Tensor,
-    B: Tensor,
-    x: Tensor,
-    step: Tensor,
-    gc: Tensor,
-    dy: Tensor,
-    initial_state: Tensor | None = None,
-    dht: Tensor | None = None,
-    seq_idx: Tensor | None = None,
-    *,
-    chunk_size: int,
-    packing: Packing | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Launch ssd_states_kernel and ssd_dlast_kernel; arguments and result as in the reference."""
-    _, T, H, P = x.shape
-    G, N = B.shape[2:]
-    n, *sequences = sequence_args(x, packing)
-    h, dh = (B.new_empty(*states(x, chunk_size, packing), H, N, P) for _ in range(2))
-    dh0, dlast = gc.new_empty(n, H, N, P), gc.new_empty(h.shape[:3])
-    ssd_states_kernel[(n * H * 2,)](
-        C, B, x, dy, step, gc, initial_state, dht, seq_idx, h, dh, dh0, *sequences, T, G, H, N, P,
-        chunk_size, *_widths(N), **SCANS.launch(),
-    )  # fmt: skip
-    NT, *chunks = chunk_args(x, chunk_size, packing)
-    ssd_dlast_kernel[(NT * H,)](
-        gc, h, dh, seq_idx, dlast, *chunks, T, H, N * P, chunk_size, block(N * P), num_warps=4
-    )
-    return h, dh, dh0, dlast
 
 
 def ssd_bwd(

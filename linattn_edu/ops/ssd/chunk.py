@@ -12,6 +12,8 @@ from linattn_edu.ops.delta import arguments
 from linattn_edu.ops.operator import Operator, like, widened
 from linattn_edu.ops.tensors import wide
 from linattn_edu.packing import Packing
+from linattn_edu.reference.delta.state import state
+from linattn_edu.reference.delta.state_bwd import state_bwd
 from linattn_edu.reference.ssd.chunk_cumsum import chunk_cumsum
 from linattn_edu.reference.ssd.chunk_cumsum_bwd import chunk_cumsum_bwd
 from linattn_edu.reference.ssd.chunk_scan import chunk_scan
@@ -21,7 +23,7 @@ from linattn_edu.reference.ssd.chunk_scan_bwd_dstates import chunk_scan_bwd_dsta
 from linattn_edu.reference.ssd.chunk_scan_chunk_state_bwd_dx import chunk_scan_chunk_state_bwd_dx
 from linattn_edu.reference.ssd.chunk_state import chunk_state
 from linattn_edu.reference.ssd.chunk_state_bwd_db import chunk_state_bwd_db
-from linattn_edu.reference.ssd.fused import chunk_scores, ssd_bwd, ssd_fwd, ssd_states
+from linattn_edu.reference.ssd.fused import chunk_scores, ssd_bwd, ssd_fwd
 from linattn_edu.reference.ssd.state_passing import state_passing
 from linattn_edu.reference.ssd.state_passing_bwd import state_passing_bwd
 
@@ -243,12 +245,13 @@ class Stages:
 
 @dataclass(frozen=True)
 class FusedStages:
-    """Both passes in fused stages: a scan that writes the output, two that write states, the rest."""
+    """Both passes in fused stages, whose scans for the backward pass are the delta rule's."""
 
     chunk_cumsum: Callable
     chunk_scores: Callable
     ssd_fwd: Callable
-    ssd_states: Callable
+    state: Callable
+    state_bwd: Callable
     ssd_bwd: Callable
     chunk_cumsum_bwd: Callable
 
@@ -259,7 +262,7 @@ _REFERENCE = Stages(
     chunk_scan_bwd_da_cs, chunk_cumsum_bwd,
 )  # fmt: skip
 _FUSED_REFERENCE = FusedStages(
-    chunk_cumsum, chunk_scores, ssd_fwd, ssd_states, ssd_bwd, chunk_cumsum_bwd
+    chunk_cumsum, chunk_scores, ssd_fwd, state, state_bwd, ssd_bwd, chunk_cumsum_bwd
 )
 
 
@@ -284,6 +287,8 @@ def _chosen(form: str) -> Stages | FusedStages:
 
 def _kernels() -> tuple[Stages, FusedStages]:
     """The stages in Triton, which may be missing."""
+    from linattn_edu.kernels.delta.state import state
+    from linattn_edu.kernels.delta.state_bwd import state_bwd
     from linattn_edu.kernels.ssd.chunk_cumsum import chunk_cumsum
     from linattn_edu.kernels.ssd.chunk_cumsum_bwd import chunk_cumsum_bwd
     from linattn_edu.kernels.ssd.chunk_scan import chunk_scan
@@ -293,7 +298,7 @@ def _kernels() -> tuple[Stages, FusedStages]:
     from linattn_edu.kernels.ssd.chunk_scan_chunk_state_bwd_dx import chunk_scan_chunk_state_bwd_dx
     from linattn_edu.kernels.ssd.chunk_state import chunk_state
     from linattn_edu.kernels.ssd.chunk_state_bwd_db import chunk_state_bwd_db
-    from linattn_edu.kernels.ssd.fused import chunk_scores, ssd_bwd, ssd_fwd, ssd_states
+    from linattn_edu.kernels.ssd.fused import chunk_scores, ssd_bwd, ssd_fwd
     from linattn_edu.kernels.ssd.state_passing import state_passing
     from linattn_edu.kernels.ssd.state_passing_bwd import state_passing_bwd
 
@@ -303,7 +308,7 @@ def _kernels() -> tuple[Stages, FusedStages]:
         chunk_scan_bwd_da_cs, chunk_cumsum_bwd,
     )  # fmt: skip
     fused = FusedStages(
-        chunk_cumsum, chunk_scores, ssd_fwd, ssd_states, ssd_bwd, chunk_cumsum_bwd
+        chunk_cumsum, chunk_scores, ssd_fwd, state, state_bwd, ssd_bwd, chunk_cumsum_bwd
     )
     return staged, fused
 
@@ -381,9 +386,7 @@ def forward(
     final = {"output_final_state": output_final_state}
     if isinstance(stages, FusedStages):
         S = stages.chunk_scores(C, B, seq_idx, **options)
-        return stages.ssd_fwd(
-            C, B, S, x, step, gc, initial_state, D, z, seq_idx, **final, **packed
-        )
+        return stages.ssd_fwd(C, B, S, x, step, gc, initial_state, D, z, seq_idx, **final, **packed)
     s = stages.chunk_state(B, x, step, gc, seq_idx, **options)
     h, final_state = stages.state_passing(s, gc, initial_state, seq_idx, **final, **options)
     return stages.chunk_scan(C, B, x, step, gc, h, D, z, seq_idx, **options), final_state
@@ -432,8 +435,9 @@ def backward(
         if z is not None:
             y, _ = stages.ssd_fwd(C, B, S, x, step, gc, initial_state, D, None, seq_idx, **packed)
             dy, dz = _through_gate(dout, y, z)
-        h, dh, dh0, dlast = stages.ssd_states(
-            C, B, x, step, gc, dy, initial_state, dht, seq_idx, **options
+        h, *_ = stages.state(B, None, x, gc, initial_state, step, seq_idx, **options)
+        dh, _, dh0, dlast = stages.state_bwd(
+            C, None, None, gc, dy, None, dht, seq_idx, h, scale=1.0, **options
         )
         dx, dB, dC, dstep, dgc, m, dD = stages.ssd_bwd(
             C, B, S, x, step, gc, h, dh, dy, D, seq_idx, **packed

@@ -3,11 +3,8 @@
 import torch.nn.functional as F
 from torch import Tensor
 
+from linattn_edu.reference.delta.state import state
 from linattn_edu.reference.ssd.chunk_cumsum import decays
-from linattn_edu.reference.ssd.chunk_scan_bwd_dstates import chunk_scan_bwd_dstates
-from linattn_edu.reference.ssd.chunk_state import chunk_state
-from linattn_edu.reference.ssd.state_passing import state_passing
-from linattn_edu.reference.ssd.state_passing_bwd import state_passing_bwd
 from linattn_edu.reference.tiles import (
     compute_dtype,
     documents,
@@ -18,9 +15,7 @@ from linattn_edu.reference.tiles import (
 )
 
 
-def chunk_scores(
-    C: Tensor, B: Tensor, seq_idx: Tensor | None = None, *, chunk_size: int
-) -> Tensor:
+def chunk_scores(C: Tensor, B: Tensor, seq_idx: Tensor | None = None, *, chunk_size: int) -> Tensor:
     """The scores of a chunk, which all heads of a group share.
 
         S_ij = C_i . B_j   for the tokens j <= i of i's chunk and document, else 0
@@ -54,7 +49,7 @@ def ssd_fwd(
     *,
     output_final_state: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """chunk_state, state_passing and chunk_scan in one scan, from scores that are there already.
+    """state and chunk_scan in one scan, from scores that are there already.
 
         y = diag(e) C h + (S * G * step) X + D X,   out = y silu(z)
         h <- a h + (diag(r * step) B)^T X
@@ -69,60 +64,28 @@ def ssd_fwd(
     """
     dtype, chunk_size = compute_dtype(C, B, x, step, gc, initial_state), S.shape[3]
     T, H = x.shape[1:3]
-    s = chunk_state(B, x, step, gc, seq_idx, chunk_size=chunk_size)
-    h, final_state = state_passing(
-        s, gc, initial_state, seq_idx, chunk_size=chunk_size, output_final_state=output_final_state
-    )
+    # eq:ssd-scan   h <- a h + (diag(r * step) B)^T X
+    h, _, final_state = state(
+        B, None, x, gc, initial_state, step, seq_idx, chunk_size=chunk_size,
+        output_final_state=output_final_state,
+    )  # fmt: skip
     e, G, _, _ = decays(gc.to(dtype), seq_idx, chunk_size)
     C_, S, X, step = (
         to_chunks(y.to(dtype), chunk_size)
         for y in (repeat_heads(C, H), repeat_heads(S, H), x, step)
     )
+    # eq:ssd-scores   M = C B^T * G * step
+    M = S * G * step[..., None, :]
     # eq:ssd-inter   inter = diag(e) C h
     y = e * (C_ @ h.to(dtype).transpose(1, 2))
-    # eq:ssd-output   y = inter + M X
-    y = from_chunks(y + (S * G * step[..., None, :]) @ X, T)
+    # eq:ssd-output   y = inter + M X + D X
+    y = from_chunks(y + M @ X, T)
     if D is not None:
         y = y + (D if D.ndim == 2 else D[:, None]).to(dtype) * x.to(dtype)
     # eq:ssd-gate   out = y silu(z)
     if z is not None:
         y = y * F.silu(z.to(dtype))
     return y.to(x.dtype), final_state
-
-
-def ssd_states(
-    C: Tensor,
-    B: Tensor,
-    x: Tensor,
-    step: Tensor,
-    gc: Tensor,
-    dy: Tensor,
-    initial_state: Tensor | None = None,
-    dht: Tensor | None = None,
-    seq_idx: Tensor | None = None,
-    *,
-    chunk_size: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The states, and their gradients: chunk_state to state_passing_bwd in one stage.
-
-        h <- a h + (diag(r * step) B)^T X,   ds <- a ds + (diag(e) C)^T dY from the last chunk on
-
-    Args:
-        C, B, x, step, gc, seq_idx: as in chunk_scan.  dy: [B, T, H, P], gradient of y.
-            initial_state: [B, H, N, P], and dht, the gradient of the final state, or None: zero.
-    Returns:
-        h [B, NT, H, N, P], the state entering each chunk, and dh, the gradient of the state leaving
-        it, in B.dtype; dh0 [B, H, N, P] and dlast [B, NT, H], the gradient of gc's last entry in
-        each chunk where it decays the state, in fp32 (fp64 for fp64 input).
-    Source: chapters 13 to 15.
-    """
-    options = {"chunk_size": chunk_size}
-    s = chunk_state(B, x, step, gc, seq_idx, **options)
-    h, _ = state_passing(s, gc, initial_state, seq_idx, **options)
-    dh = chunk_scan_bwd_dstates(C, gc, dy, seq_idx, **options)
-    h = h.to(B.dtype)
-    dh, dlast, dh0 = state_passing_bwd(dh, gc, h, dht, seq_idx, **options)
-    return h, dh.to(B.dtype), dh0, dlast
 
 
 def ssd_bwd(
@@ -143,7 +106,7 @@ def ssd_bwd(
     Args:
         C, B, x, step, gc, D, seq_idx: as in chunk_scan.  S: [B, T, G, C] of chunk_scores, C the
             tokens of a chunk.  dy: [B, T, H, P], gradient of y.
-        h, dh: [B, NT, H, N, P] of ssd_states.
+        h: [B, NT, H, N, P] of state.  dh: like h, of state_bwd.
     Returns:
         dx [B, T, H, P], dB and dC [B, T, G, N], in the dtypes of x, B and C; dstep [B, T, H], the
         gradient of the step where it multiplies x; dgc and m [B, T, H], from which
