@@ -58,6 +58,17 @@ def load_gate(gc_ptr, o_t, stride, n_t):
 
 
 @triton.jit
+def load_once(x_ptr):
+    """The numbers that a vector of pointers points to, each read twice.
+
+    Of a vector of fewer numbers than a program has threads Triton makes a load for each layout in
+    which it is used; those that feed no product are not loaded ahead, and a loop waits for them.
+    """
+    x, _ = tl.split(tl.load(tl.join(x_ptr, x_ptr)))
+    return x
+
+
+@triton.jit
 def load_gates(gc_ptr, o_t, o_k, stride, n_t, K):
     """gc[o_t, o_k] of one chunk with a gate for each channel; a missing token as in `load_gate`."""
     o_t = tl.minimum(o_t, n_t - 1)

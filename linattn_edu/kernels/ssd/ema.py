@@ -15,8 +15,7 @@ from linattn_edu.kernels.tiles import (
     decay_matrix,
     dot,
     entry,
-    load_gate,
-    load_row,
+    load_once,
     load_tile,
     load_vector,
     row,
@@ -34,13 +33,30 @@ SEGMENT = 64
 
 
 @triton.jit
+def load_gate_once(gc_ptr, o_t, stride, n_t):
+    """`load_gate`, by `load_once`."""
+    return load_once(gc_ptr + tl.minimum(o_t, n_t - 1) * stride)
+
+
+@triton.jit
+def load_last(gc_ptr, i_t, n_seq, H: tl.constexpr, BT: tl.constexpr):
+    """gc of the last token of a sequence's chunk i_t; of the last or first chunk beyond its ends.
+
+    gc_ptr: at the sequence's first token.
+    """
+    return tl.load(gc_ptr + (tl.minimum(tl.maximum(i_t + 1, 1) * BT, n_seq) - 1) * H)
+
+
+@triton.jit
 def weights(g_ptr, w_ptr, start, o_t, n_t, H: tl.constexpr):
     """w [BT] of the chunk whose first number stands at `start`; 0 for missing tokens."""
     if w_ptr is not None:
-        return load_row(w_ptr + start, o_t, H, n_t)
+        b_w = load_gate_once(w_ptr + start, o_t, H, n_t).to(tl.float32)
+        return tl.where(o_t < n_t, b_w, 0.0)
     else:
         # eq:ema-weight   w = 1 - e^g
-        b_g = load_row(g_ptr + start, o_t, H, n_t)
+        b_g = load_gate_once(g_ptr + start, o_t, H, n_t).to(tl.float32)
+        b_g = tl.where(o_t < n_t, b_g, 0.0)
         b_a = tl.exp(b_g)
         # (1 - a) g / log(a): where a is near 1, its rounding cancels
         b_in = tl.where((b_a > 0.5) & (b_a < 1.0), b_a, 0.75)
@@ -135,12 +151,15 @@ def segment_kernel(
     b_s = tl.zeros([BD], tl.float32)
     a_all = 1.0
     NT = tl.cdiv(n_seg, BT)
+    seg_gc_ptr = gc_ptr + first * H + i_h
+    next_last = load_last(seg_gc_ptr, NT - 1 if REVERSE else 0, n_seg, H, BT)
     for i in range(NT):
         i_t = NT - 1 - i if REVERSE else i
+        last = next_last  # loaded one chunk ahead
+        next_last = load_last(seg_gc_ptr, i_t - 1 if REVERSE else i_t + 1, n_seg, H, BT)
         n_t, start = n_seg - i_t * BT, (first + i_t * BT) * H + i_h
         b_x = load_tile(x_ptr + start * D, o_t, o_d, H * D, n_t, D)  # [BT, BD]
-        b_gc = load_gate(gc_ptr + start, o_t, H, n_t)  # [BT]
-        last = tl.load(gc_ptr + start + (tl.minimum(BT, n_t) - 1) * H)
+        b_gc = load_gate_once(gc_ptr + start, o_t, H, n_t)  # [BT]
         if REVERSE:
             b_r = tl.exp2(b_gc)
         else:
@@ -197,12 +216,16 @@ def ema_kernel(
         b_h = fold(b_h, s_ptr, a_ptr, i_c // L, i_l, i_h, o_d, H, D, REVERSE=False)
     n_seq -= i_l * L * BT
     start = (first + i_l * L * BT) * H + i_h
+    seg_gc_ptr = gc_ptr + start
+    NT = tl.cdiv(tl.minimum(n_seq, L * BT), BT)
+    next_last = load_last(seg_gc_ptr, 0, n_seq, H, BT)
 
-    for i_t in range(tl.cdiv(tl.minimum(n_seq, L * BT), BT)):
+    for i_t in range(NT):
         n_t = n_seq - i_t * BT
+        last = next_last  # loaded one chunk ahead
+        next_last = load_last(seg_gc_ptr, i_t + 1, n_seq, H, BT)
         b_x = load_tile(x_ptr + start * D, o_t, o_d, H * D, n_t, D)  # [BT, BD]
-        b_gc = load_gate(gc_ptr + start, o_t, H, n_t)  # [BT]
-        last = tl.load(gc_ptr + start + (tl.minimum(BT, n_t) - 1) * H)
+        b_gc = load_gate_once(gc_ptr + start, o_t, H, n_t)  # [BT]
         b_w = weights(g_ptr, w_ptr, start, o_t, n_t, H)
         if h_ptr is not None:
             i = ((i_c + i_l * L + i_t) * H + i_h) * D
@@ -221,29 +244,19 @@ def ema_kernel(
         tl.store(ht_ptr + (i_n * H + i_h) * D + o_d, b_h, mask=m_d)
 
 
-# generation -> bytes of an element -> channels -> row, for these kernels and those of ema_bwd. The
-# channels of a tile share G, which costs more than the product itself: so on Hopper 128 of them,
-# where there are as many. Heads of fewer keep the tile, for the reason given in
-# kernels/delta/wy.py.
+# generation -> bytes of an element -> row, for these kernels and those of ema_bwd. The channels of a
+# tile share G, which costs more than the product itself. Heads of fewer keep the tile, for the
+# reason given in kernels/delta/wy.py.
 CONFIGS = {
-    "turing": {
-        2: {64: row(8, 1, BD=32), 128: row(8, 1, BD=32)},
-        4: {64: row(8, 1, BD=32), 128: row(8, 1, BD=32)},
-    },
-    "ampere": {
-        2: {64: row(4, 2, BD=64), 128: row(4, 2, BD=64)},
-        4: {64: row(4, 1, BD=32), 128: row(4, 1, BD=32)},
-    },
-    "hopper": {
-        2: {64: row(4, 3, BD=64), 128: row(8, 3, BD=128)},
-        4: {64: row(4, 1, BD=64), 128: row(4, 1, BD=64)},
-    },
+    "turing": {2: row(8, 1, BD=32), 4: row(8, 1, BD=32)},
+    "ampere": {2: row(4, 2, BD=64), 4: row(4, 1, BD=32)},
+    "hopper": {2: row(4, 2, BD=64), 4: row(4, 1, BD=64)},
 }
 
 
 def width(x: Tensor) -> dict[str, int]:
-    """The row for x [B, T, H, D]; it depends on D alone, and so do the parts of dg and dw."""
-    return entry(CONFIGS, x)[64 if x.shape[-1] <= 64 else 128].launch()
+    """The row for x [B, T, H, D], which does not depend on D, and so neither do the parts of dg."""
+    return entry(CONFIGS, x).launch()
 
 
 def segments(x: Tensor, chunk_size: int, packing: Packing | None) -> int:

@@ -8,6 +8,8 @@ from torch import Tensor
 from linattn_edu.kernels.ssd.ema import (
     SEGMENT,
     fold,
+    load_gate_once,
+    load_last,
     mixed,
     segment_of,
     segment_parts,
@@ -20,8 +22,6 @@ from linattn_edu.kernels.tiles import (
     decay_matrix,
     decay_matrix_transposed,
     dot,
-    load_gate,
-    load_row,
     load_tile,
     load_vector,
     sequence_args,
@@ -79,13 +79,17 @@ def ema_bwd_kernel(
     i_p = i_d * (T if cu_ptr is not None else N.to(tl.int64) * T) * H  # this tile's parts
     n_seq -= i_l * L * BT
     NT = tl.cdiv(tl.minimum(n_seq, L * BT), BT)
+    seg_gc_ptr = gc_ptr + (first + i_l * L * BT) * H + i_h
+    next_last = load_last(seg_gc_ptr, NT - 1, n_seq, H, BT)
 
     for i in range(NT):
         i_t = NT - 1 - i
+        last = next_last  # loaded one chunk ahead
+        next_last = load_last(seg_gc_ptr, i_t - 1, n_seq, H, BT)
         n_t, start = n_seq - i_t * BT, (first + (i_l * L + i_t) * BT) * H + i_h
         b_dy = load_tile(dy_ptr + start * D, o_t, o_d, H * D, n_t, D)  # [BT, BD]
-        b_gc = load_gate(gc_ptr + start, o_t, H, n_t)  # [BT]
-        last = tl.load(gc_ptr + start + (tl.minimum(BT, n_t) - 1) * H)
+        b_gc = load_gate_once(gc_ptr + start, o_t, H, n_t)  # [BT]
+        b_h = load_vector(h_ptr + ((i_c + i_l * L + i_t) * H + i_h) * D, o_d, D)  # [BD]
         # eq:ema-dh   dH = G^T dY + diag(r) dh
         b_dH = tl.exp2(last - b_gc)[:, None] * b_dh[None, :]
         b_dH += dot(cast(decay_matrix_transposed(b_gc, o_t), b_dy.dtype), b_dy)
@@ -96,12 +100,12 @@ def ema_bwd_kernel(
         store_tile(dx_ptr + start * D, b_w[:, None] * b_dH, o_t, o_d, H * D, n_t, D)
         # eq:ema-kept   e^g h_(t-1) = diag(e) h + (G * w below the diagonal) X
         b_x = load_tile(x_ptr + start * D, o_t, o_d, H * D, n_t, D)  # [BT, BD]
-        b_h = load_vector(h_ptr + ((i_c + i_l * L + i_t) * H + i_h) * D, o_d, D)  # [BD]
         b_M = tl.where(o_t[:, None] > o_t[None, :], decay_matrix(b_gc, o_t) * b_w[None, :], 0.0)
         b_kept = tl.exp2(b_gc)[:, None] * b_h[None, :] + mixed(b_M, b_x)
         b_x = b_x.to(tl.float32)
         if w_ptr is None:
-            b_kept -= tl.exp(load_row(g_ptr + start, o_t, H, n_t))[:, None] * b_x
+            b_g = load_gate_once(g_ptr + start, o_t, H, n_t).to(tl.float32)
+            b_kept -= tl.exp(b_g)[:, None] * b_x
         # eq:ema-dg   dg = e^g (h_(t-1) [- x]) . dH
         tl.store(dg_ptr + i_p + start + o_t * H, tl.sum(b_kept * b_dH, 1), mask=o_t < n_t)
         # eq:ema-dw   dw = x . dH
