@@ -73,8 +73,8 @@ KERNELS = {
 LARGE = {  # where a multiprocessor is large
     f"{name}_kernel"
     for name in (
-        "chunk_scores", "ssd_ends", "ssd_fwd", "ssd_bwd_states", "ssd_bwd_da", "ssd_bwd_far", "ssd_bwd_sum",
-        "ssd_bwd_dx",
+        "chunk_scores", "ssd_ends", "ssd_fwd", "ssd_bwd_states", "ssd_bwd_da", "ssd_bwd_far",
+        "ssd_bwd_sum", "ssd_bwd_dx",
     )
 }  # fmt: skip
 

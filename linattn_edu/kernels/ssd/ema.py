@@ -244,19 +244,29 @@ def ema_kernel(
         tl.store(ht_ptr + (i_n * H + i_h) * D + o_d, b_h, mask=m_d)
 
 
-# generation -> bytes of an element -> row, for these kernels and those of ema_bwd. The channels of a
-# tile share G, which costs more than the product itself. Heads of fewer keep the tile, for the
-# reason given in kernels/delta/wy.py.
+# generation -> bytes of an element -> channels -> row, for these kernels and those of ema_bwd. The
+# channels of a tile share G, which costs more than the product itself: so on Hopper 128 of them,
+# where there are as many. Heads of fewer keep the tile, for the reason given in
+# kernels/delta/wy.py.
 CONFIGS = {
-    "turing": {2: row(8, 1, BD=32), 4: row(8, 1, BD=32)},
-    "ampere": {2: row(4, 2, BD=64), 4: row(4, 1, BD=32)},
-    "hopper": {2: row(4, 2, BD=64), 4: row(4, 1, BD=64)},
+    "turing": {
+        2: {64: row(8, 1, BD=32), 128: row(8, 1, BD=32)},
+        4: {64: row(8, 1, BD=32), 128: row(8, 1, BD=32)},
+    },
+    "ampere": {
+        2: {64: row(4, 2, BD=64), 128: row(4, 2, BD=64)},
+        4: {64: row(4, 1, BD=32), 128: row(4, 1, BD=32)},
+    },
+    "hopper": {
+        2: {64: row(4, 3, BD=64), 128: row(4, 2, BD=128)},
+        4: {64: row(4, 1, BD=64), 128: row(4, 1, BD=64)},
+    },
 }
 
 
 def width(x: Tensor) -> dict[str, int]:
-    """The row for x [B, T, H, D], which does not depend on D, and so neither do the parts of dg."""
-    return entry(CONFIGS, x).launch()
+    """The row for x [B, T, H, D]; it depends on D alone, and so do the parts of dg and dw."""
+    return entry(CONFIGS, x)[64 if x.shape[-1] <= 64 else 128].launch()
 
 
 def segments(x: Tensor, chunk_size: int, packing: Packing | None) -> int:

@@ -106,29 +106,32 @@ def selective_state_update_kernel(
 
 WORD = 8  # numbers of 16 bit in a load
 
-# Bytes of a state that a program holds, by generation, with programs enough for every
+# Bytes of a state that a program holds and its warps, by generation, with programs enough for every
 # multiprocessor and without. Bandwidth times latency says how many must be on their way at a time:
-# 6 KiB a multiprocessor of a T4, 15 of an A100, 33 of an H200, 54 of a B200. Registers allow 8 to
-# 10 programs of 8 KiB, four vectors of 16 bytes a thread: enough, and B and C are read for many
+# 6 KiB a multiprocessor of a T4, 15 of an A100, 33 of an H200, 54 of a B200. Registers allow 8
+# programs of 8 KiB, two or four vectors of 16 bytes a thread: enough, and B and C are read for many
 # rows at once. The narrow tile has one vector a thread: a row's numbers then lie on the same
 # threads, and a batch of one gives the bits that it gives among others.
 TILES = {
-    "turing": (8 << 10, 2 << 10),
-    "ampere": (8 << 10, 2 << 10),
-    "hopper": (8 << 10, 2 << 10),
+    "turing": ((8 << 10, 4), (2 << 10, 4)),
+    "ampere": ((8 << 10, 4), (2 << 10, 4)),
+    "hopper": ((8 << 10, 8), (2 << 10, 4)),
 }
 
 
-def _rows(state: Tensor, sequences: int) -> tuple[int, int]:
-    """BP and BN of the first tile that gives every multiprocessor four programs, or of the last."""
+def _rows(state: Tensor, sequences: int) -> tuple[int, int, int]:
+    """BP, BN and warps of the first tile that gives every multiprocessor four programs, or of the
+    last.
+    """
     H, P, N = state.shape[1:]
     generation, processors = device_of(state)
     BN, whole = 1 << (N - 1).bit_length(), 1 << (P - 1).bit_length()
-    for size in of_generation(TILES, generation):
+    for tile in of_generation(TILES, generation):
+        size, warps = tile
         BP = min(whole, max(1, size // (state.element_size() * BN)))
         if 4 * processors <= sequences * H * cdiv(P, BP):
             break
-    return BP, BN
+    return BP, BN, warps
 
 
 def selective_state_update(
@@ -152,7 +155,7 @@ def selective_state_update(
     """
     (sequences, H, P), (G, N) = x.shape, B.shape[1:]
     out = x.new_empty(x.shape)
-    BP, BN = _rows(state, sequences)
+    BP, BN, warps = _rows(state, sequences)
     apart = (state, x, dt, B, C, z)
     strides = [0 if y is None or y.shape[0] == 1 else y.stride(0) for y in apart]
     aligned = math.gcd(WORD, strides[0], *strides[3:5])
@@ -161,6 +164,6 @@ def selective_state_update(
             state, x, dt, A, B, C, D, z, dt_bias, out, indices, strides[0], state.shape[0],
             *strides[1:], H, G, P, N, dt.shape[2], *A.shape[1:],
             *(1 if y is None else y.shape[1] for y in (D, dt_bias)),
-            SOFTPLUS=softplus, ALIGNED=aligned, BP=BP, BN=BN, num_warps=4,
+            SOFTPLUS=softplus, ALIGNED=aligned, BP=BP, BN=BN, num_warps=warps,
         )  # fmt: skip
     return out
