@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 from benchmarks import forms, measure
 from benchmarks.adapters import makers, refusal
@@ -116,9 +117,9 @@ def call_rows(
             errors = _errors(what, f, i, oracle)
             if bad := [name for name, x in errors.items() if x == math.inf]:
                 raise ArithmeticError(f"NaN or inf in what is compared: {', '.join(bad)}")
-            call(f)  # compilation and tuning for these shapes are not timed
-            peak = measure.peak_mib(lambda f=f: call(f))
-            ms = measure.time_ms(lambda f=f: call(f))
+            once = partial(call, f)
+            once()  # compilation and tuning for these shapes are not timed
+            peak, ms = measure.peak_mib(once), measure.time_ms(once)
         except Exception as e:
             check_device(e)
             yield None, f"{label(case, library, what)} -- {why(e)}"

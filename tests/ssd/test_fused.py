@@ -8,6 +8,7 @@ from ssd.ssd_checks import GIVEN, TOKENS, check_stage, parts
 from linattn_edu.kernels.delta.state import state
 from linattn_edu.kernels.delta.state_bwd import state_bwd
 from linattn_edu.kernels.ssd import fused as kernels
+from linattn_edu.packing import pack
 from linattn_edu.reference.delta.state import state as state_reference
 from linattn_edu.reference.delta.state_bwd import state_bwd as state_bwd_reference
 from linattn_edu.reference.ssd import fused as reference
@@ -23,6 +24,16 @@ AXES = {
     "dtype": (torch.float16, torch.bfloat16),
 }
 CASES = pairs(**AXES) + ([c[::-1] for c in pairs(**dict(reversed(AXES.items())))] if EVERY else [])
+
+
+@pytest.mark.parametrize("lengths", [(5,), (4, 0, 9, 0), (0, 0, 8, 3), (0,), (12, 4, 1)], ids=str)
+def test_parts_of_packed_sequences(lengths):
+    """Every part of every sequence in order; what is left over begins at a sequence's end."""
+    cu_seqlens, size = torch.tensor([0, *lengths]).cumsum(0), 4
+    table = pack(cu_seqlens, 2).parts(size, sum(lengths)).tolist()
+    parts = [[n, i] for n, length in enumerate(lengths) for i in range(-(-length // size))]
+    assert table[: len(parts)] == parts
+    assert all(i * size >= lengths[n] for n, i in table[len(parts) :])
 
 
 @pytest.fixture(params=[4096, 128], ids="PART={}".format)

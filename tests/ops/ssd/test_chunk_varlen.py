@@ -16,9 +16,12 @@ from ops.ssd.ssd_cases import (
     inputs,
     run,
     scan,
+    tolerance,
 )
 
 from linattn_edu import mamba_chunk_scan_combined
+from linattn_edu.kernels.ssd import fused
+from linattn_edu.testing import assert_close
 
 pytestmark = pytest.mark.usefixtures("poison")
 
@@ -90,6 +93,25 @@ def test_packed_sequences_equal_each_by_itself(form, impl, device):
             assert torch.equal(got["dinitial_states"][n], dht[n])
     for name, want in total(alone).items():
         torch.testing.assert_close(got[name], want, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("given", ["all", "channels"])
+def test_long_sequences_in_parts(given, device, monkeypatch):
+    """Parts of 128 tokens in place of 4096: as in one part, and packed to the bit as each alone."""
+    lengths = (300, 0, 129, 128, 5)
+    x, options, do, dht = packed("fused", lengths, device, given)
+    if not GPU:  # as above
+        x.pop("z", None)
+    options["impl"] = "triton"
+    whole = together(x, do, dht, lengths, **options)
+    monkeypatch.setattr(fused, "PART", 128)
+    got = together(x, do, dht, lengths, **options)
+    for name in ("o", "ht"):
+        assert_close(name, got[name], whole[name], tolerance(name, torch.bfloat16))
+    for n, tokens in each(lengths):
+        want = run(part(x, n, tokens), do[:, tokens], dht[n : n + 1], **options)
+        same_bits(part(got, n, tokens), want, *(f"d{name}" for name in SUMMED))
+    assert torch.equal(got["ht"][1], x["initial_states"][1])
 
 
 @runs
