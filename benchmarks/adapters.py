@@ -169,7 +169,7 @@ def linattn_edu_ema() -> Adapter:
 
 def mamba_ssm_ema() -> Adapter:
     scan = _mamba_ssm("ssd_combined").mamba_chunk_scan_combined
-    return lambda i: scan(*average_as_scan(i))
+    return lambda i: scan(*average_as_scan(i)).reshape(i.x.shape)
 
 
 def average_as_scan(i: Average) -> tuple[Tensor, ...]:
