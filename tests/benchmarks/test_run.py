@@ -169,13 +169,17 @@ def test_mamba_ssm_is_called_alike(mamba_ssm, monkeypatch):
     assert len(args) == len(theirs) == 6 and theirs[5] == 256
     assert all(x is y for x, y in zip(args, theirs, strict=True))
     assert options == given | {"impl": "triton"} and given["D"] is i.D
-    (x, *_, chunk), _ = adapters.makers(EMA_SMALL, "forward")["mamba_ssm"]()(
-        measure.inputs(EMA_SMALL, DEVICE)
-    )
-    assert x.ndim == 4 and chunk == 256
     assert adapters.version_of("mamba_ssm") == "2.3.2"
     libraries = ["linattn_edu", "mamba_ssm"]
     assert list(adapters.makers(SSD_DECODE, "decode_inplace")) == libraries
+
+
+@pytest.mark.parametrize("what", ["forward", TRAINING])
+def test_an_average_by_mamba_ssm(what, mamba_ssm, no_clock):
+    source = "from linattn_edu import mamba_chunk_scan_combined\n"
+    (mamba_ssm / "ops" / "triton" / "ssd_combined.py").write_text(source)
+    ((row, _),) = rows.call_rows(EMA_SMALL, what, ["mamba_ssm"], RATES, DEVICE)
+    assert all(x < 1e-2 for key, x in row.items() if key.startswith("error"))
 
 
 def test_a_token_of_mamba_ssm(mamba_ssm, no_clock):
