@@ -198,11 +198,9 @@ def ssd_fwd_kernel(
         b_D = past_state(D_ptr, i_h, o_p, P, PER)
 
     gc_ptr += first * H + i_h
-    # gc before a tile and of its last token, which is loaded a tile ahead
-    before_gc, next_gc = (
-        0.0,
-        tl.load(gc_ptr + (tl.minimum(BT, n_t) - 1) * H, mask=n_t > 0, other=0.0),
-    )
+    before_gc = 0.0
+    # gc of a tile's last token is loaded a tile ahead: nothing else hides that load
+    next_gc = tl.load(gc_ptr + (tl.minimum(BT, n_t) - 1) * H, mask=n_t > 0, other=0.0)
     for i_t in range(tl.cdiv(tl.minimum(n_t, PART), BT)):
         own, n_own = first + i_t * BT, n_t - i_t * BT
         i_x, i_B = own * H + i_h, own * G + i_g
