@@ -42,9 +42,10 @@ def load_gate_once(gc_ptr, o_t, stride, n_t):
 def load_last(gc_ptr, i_t, n_seq, H: tl.constexpr, BT: tl.constexpr):
     """gc of the last token of a sequence's chunk i_t; of the last or first chunk beyond its ends.
 
-    gc_ptr: at the sequence's first token.
+    gc_ptr: at the sequence's first token; nothing is read of a sequence without tokens.
     """
-    return tl.load(gc_ptr + (tl.minimum(tl.maximum(i_t + 1, 1) * BT, n_seq) - 1) * H)
+    i = tl.minimum(tl.maximum(i_t + 1, 1) * BT, n_seq) - 1
+    return tl.load(gc_ptr + i * H, mask=n_seq > 0, other=0.0)
 
 
 @triton.jit

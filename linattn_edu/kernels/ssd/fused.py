@@ -35,7 +35,10 @@ def load_decay(gc_ptr, step_ptr, o_t, stride, n_t):
 
 @triton.jit
 def decay(b_gc_row, b_gc_col):
-    """G where the row comes after the column, and elsewhere 1, where the scores are zero."""
+    """G where the row comes after the column, and elsewhere 1, where the scores are zero.
+
+    The log decays of all tokens are <= 0: `ops.ssd` takes other kernels for steps below zero.
+    """
     return tl.exp2(tl.minimum(b_gc_row[:, None] - b_gc_col[None, :], 0.0))
 
 
@@ -490,10 +493,8 @@ def ssd_bwd_far_kernel(
         i_0 += 1
 
     if seq_ptr is not None:
-        b_id, b_id1 = (
-            load_gate(seq_ptr + first, o_t, 1, n_t),
-            load_gate(seq_ptr + first + BT, o_t, 1, n_1),
-        )
+        b_id = load_gate(seq_ptr + first, o_t, 1, n_t)
+        b_id1 = load_gate(seq_ptr + first + BT, o_t, 1, n_1)
         b_dST = tl.where(b_id[:, None] == b_id1[None, :], b_dST, 0.0)
     dS_ptr += (i_split * tokens * G + i_B) * 2 * BT
     store_tile(dS_ptr + BT, b_dST, o_t, o_t, G * 2 * BT, n_t, BT)

@@ -133,7 +133,7 @@ def mamba_chunk_scan_combined(
     cu_seqlens_cpu = arguments.check_packing(
         "x", x, sizes, cu_seqlens, cu_seqlens_cpu, None, chunk_size
     )
-    impl, chunk_size = _form(impl, x, B, chunk_size)
+    impl, chunk_size = _form(impl, x, B, chunk_size, low)
     out, states = scan(
         x, dt, A, B, C, None if D is None else D.reshape(sizes["H"], -1), z, dt_bias,
         arguments.transposed(initial_states, True), _runs(seq_idx),
@@ -214,16 +214,18 @@ def _runs(seq_idx: Tensor | None) -> Tensor | None:
     return torch.cat([first, changes], 1).cumsum(1, dtype=torch.int32)
 
 
-def _form(impl: str, x: Tensor, B: Tensor, chunk_size: int) -> tuple[str, int]:
-    """(which stages, tokens of a chunk): kernels fused where they hold the heads."""
+def _form(impl: str, x: Tensor, B: Tensor, chunk_size: int, low: float) -> tuple[str, int]:
+    """(which stages, tokens of a chunk): kernels fused where they hold the heads, and no step, of
+    which `low` is the least, makes a memory grow.
+    """
     if impl == "reference":
         return impl, chunk_size
     from linattn_edu.kernels.ssd.fused import fits
     from linattn_edu.kernels.tiles import chunk_limit
 
-    return (
-        ("fused", min(chunk_size, 128)) if fits(x, B) else (impl, min(chunk_size, chunk_limit(B)))
-    )
+    if low >= 0 and fits(x, B):
+        return "fused", min(chunk_size, 128)
+    return impl, min(chunk_size, chunk_limit(B))
 
 
 @dataclass(frozen=True)

@@ -103,6 +103,19 @@ def test_chunk_sizes_agree(given, form, device):
 
 
 @forms
+def test_steps_below_zero(form, device):
+    """Where the limits let a step be negative the memory grows, which no kernel may hide."""
+    x, options = of_form(form, 100, device, "limit")
+    x["dt"] = 0.1 * torch.randn_like(x["dt"])
+    x.pop("dt_bias")
+    options |= {"dt_softplus": False, "dt_limit": (-1.0, 1.0)}
+    want = recurrence(**wide(x), **options)
+    got = scan(**x, **options, chunk_size=64, impl="triton")
+    for n, a, b in zip(("out", "states"), got, want, strict=True):
+        assert_close(n, a, b, TOLERANCES[x["x"].dtype][0])
+
+
+@forms
 @pytest.mark.parametrize("cut", [1, 40, 64, 128])
 def test_causal_to_the_bit(cut, form, device):
     """Other tokens from the cut on, resets among them, or none: the outputs before it stay."""
