@@ -49,6 +49,7 @@ def parts(T, N, P, C, given, dtype, device, H=4, G=2):
     r.dht = torch.randn_like(r.h0) if states else None
     r.dy = torch.randn_like(x.x)
     r.step, r.gc = chunk_cumsum(x.dt, x.A, x.dt_bias, softplus=True, chunk_size=C)
+    r.gs = r.gc - r.step.log2()
     options = {"chunk_size": C}
     r.s = chunk_state(r.B, r.x, r.step, r.gc, r.seq_idx, **options)
     r.h, _ = state_passing(r.s, r.gc, r.h0, r.seq_idx, **options)

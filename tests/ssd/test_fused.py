@@ -49,16 +49,16 @@ def test_kernels(T, N, P, C, heads, given, dtype, device, split):
     check_stage(kernels.chunk_scores, reference.chunk_scores, (r.C, r.B, r.seq_idx), chunk_size=C)
     S = reference.chunk_scores(r.C, r.B, r.seq_idx, chunk_size=C)
     h, dh = r.h.to(dtype), r.ds.to(dtype)
-    args = (r.C, r.B, S, r.x, r.step, r.gc, r.h0, r.D, r.z, r.seq_idx)
+    args = (r.C, r.B, S, r.x, r.gs, r.gc, r.h0, r.D, r.z, r.seq_idx)
     check_stage(kernels.ssd_fwd, reference.ssd_fwd, args, output_final_state=True)
-    args = (r.C, r.B, S, r.x, r.step, r.gc, h, dh, r.dy, r.D, r.seq_idx)
-    check_stage(kernels.ssd_bwd, reference.ssd_bwd, args)
+    args = (r.C, r.B, r.x, r.gs, r.gc, h, dh, r.dy, r.D, r.seq_idx)
+    check_stage(kernels.ssd_bwd, reference.ssd_bwd, args, chunk_size=C)
 
 
 @pytest.mark.parametrize(tuple(AXES), pairs(**AXES | {"P": (33, 64, 128)}), ids=name)
 def test_the_scans_without_a_correction(T, N, P, C, heads, given, dtype, device):
     r = parts(T, N, P, C, given, dtype, device, *heads)
-    args = (r.B, None, r.x, r.gc, r.h0, r.step, r.seq_idx)
+    args = (r.B, None, r.x, r.gc, r.h0, r.gs, r.seq_idx)
     check_stage(state, state_reference, args, chunk_size=C, output_final_state=True)
     h = r.h.to(dtype)
     args = (r.C, None, None, r.gc, r.dy, None, r.dht, r.seq_idx)

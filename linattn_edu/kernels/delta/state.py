@@ -11,7 +11,6 @@ from linattn_edu.kernels.tiles import (
     documents,
     dot,
     load_gate,
-    load_row,
     load_tile,
     load_vector,
     row,
@@ -31,7 +30,7 @@ def state_kernel(
     u_ptr,  # [B, T, HV, V]
     gc_ptr,  # [B, T, HV] log2; or [B, T, HV, K], and k has HV heads and is decayed already
     h0_ptr,  # [N, HV, K, V] or None
-    step_ptr,  # [B, T, HV] or None
+    gs_ptr,  # [B, T, HV] log2, or None: gc
     seq_ptr,  # [B, T] or None
     h_ptr,  # [B, NT, HV, K, V] out: state entering each chunk
     v_new_ptr,  # [B, T, HV, V] out, or None with w
@@ -39,9 +38,12 @@ def state_kernel(
     cu_ptr,  # [N + 1] or None
     offsets_ptr,  # [N + 1] or None
     T,
+    stride_t,  # of gc and gs, between tokens
+    stride_h,  # and between heads
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     CHANNEL: tl.constexpr,  # a gate for each row of S
+    WHOLE: tl.constexpr,  # every chunk has BT tokens
 ):  # fmt: skip
     """One program: S[:, v-tile] of one head, through all chunks.  Grid (N * HV * V / BV).
 
@@ -55,12 +57,11 @@ def state_kernel(
     if w_ptr is not None:
         w_ptr += (first * HV + i_h) * K
         v_new_ptr += (first * HV + i_h) * V
-    if step_ptr is not None:
-        step_ptr += first * HV + i_h
+    if gs_ptr is not None:
+        gs_ptr += first * stride_t + i_h * stride_h
     if seq_ptr is not None:
         seq_ptr += first
-    NG: tl.constexpr = K if CHANNEL else 1  # gates of a token
-    gc_ptr += (first * HV + i_h) * NG
+    gc_ptr += first * stride_t + i_h * stride_h
     h_ptr += (i_c * HV + i_h) * K * V
 
     o_t = tl.arange(0, BT)
@@ -72,9 +73,9 @@ def state_kernel(
 
     if CHANNEL:  # the load of a chunk's gates runs one chunk ahead: the state waits for them
         n_k = tl.where(n_seq > 0, K, 0)
-        b_last = load_vector(gc_ptr + (tl.minimum(BT, n_seq) - 1) * HV * K, o_k, n_k)
+        b_last = load_vector(gc_ptr + (tl.minimum(BT, n_seq) - 1) * stride_t, o_k, n_k)
     for i_t in range(tl.cdiv(n_seq, BT)):
-        n_t = n_seq - i_t * BT
+        n_t = BT if WHOLE else n_seq - i_t * BT
         store_tile(h_ptr, b_S, o_k, o_v, V, K, V)
 
         # eq:delta-v-new   v_new = u - w S
@@ -90,15 +91,15 @@ def state_kernel(
         if CHANNEL:
             b_a = tl.exp2(b_last)[:, None]
             n_k = tl.where(n_t > BT, K, 0)
-            b_last = load_vector(gc_ptr + (tl.minimum(2 * BT, n_t) - 1) * HV * K, o_k, n_k)
+            b_last = load_vector(gc_ptr + (tl.minimum(2 * BT, n_t) - 1) * stride_t, o_k, n_k)
         else:
-            b_last = tl.load(gc_ptr + (tl.minimum(BT, n_t) - 1) * HV)
+            b_last = tl.load(gc_ptr + (tl.minimum(BT, n_t) - 1) * stride_t)
             b_a = tl.exp2(b_last)
-            b_gc = load_gate(gc_ptr, o_t, HV, n_t)  # [BT]
-            b_r = tl.exp2(b_last - b_gc)
-            if step_ptr is not None:
-                b_r *= load_row(step_ptr, o_t, HV, n_t)
-                step_ptr += BT * HV
+            if gs_ptr is None:
+                b_r = tl.exp2(b_last - load_gate(gc_ptr, o_t, stride_t, n_t))  # [BT]
+            else:
+                b_r = tl.exp2(b_last - load_gate(gs_ptr, o_t, stride_t, n_t))  # [BT]
+                gs_ptr += BT * stride_t
             if seq_ptr is not None:
                 b_id, before, end = documents(seq_ptr, i_t, o_t, n_t)
                 b_r = tl.where(b_id == end, b_r, 0.0)
@@ -113,7 +114,7 @@ def state_kernel(
         if w_ptr is not None:
             w_ptr += BT * HV * K
             v_new_ptr += BT * HV * V
-        gc_ptr += BT * HV * NG
+        gc_ptr += BT * stride_t
         h_ptr += HV * K * V
 
     if ht_ptr is not None:
@@ -135,7 +136,7 @@ CONFIGS = scan_table(
 FREE = scan_table(
     ampere={128: [row(4, 2, BV=32)], 256: [row(4, 1, BV=32)]},
     hopper={
-        128: [row(8, 2, BV=64), row(8, 3, BV=64)],
+        128: [row(4, 3, BV=64)],
         256: [row(4, 2, BV=32), row(4, 2, BV=16)],
     },
 )
@@ -147,7 +148,7 @@ def state(
     u: Tensor,
     gc: Tensor,
     initial_state: Tensor | None = None,
-    step: Tensor | None = None,
+    gs: Tensor | None = None,
     seq_idx: Tensor | None = None,
     *,
     chunk_size: int,
@@ -163,7 +164,8 @@ def state(
     final_state = k.new_empty(N, HV, K, V, dtype=torch.float32) if output_final_state else None
     grid, config = scan_launch(CONFIGS if w is not None else FREE, k, N * HV, V)
     state_kernel[grid](
-        k, w, u, gc, initial_state, step, seq_idx, h, v_new, final_state, *sequences,
-        T, H, HV, K, V, BT=chunk_size, CHANNEL=gc.ndim == 4, **config,
+        k, w, u, gc, initial_state, gs, seq_idx, h, v_new, final_state, *sequences,
+        T, *gc.stride()[1:3], H, HV, K, V, BT=chunk_size, CHANNEL=gc.ndim == 4,
+        WHOLE=w is None and packing is None and T % chunk_size == 0, **config,
     )  # fmt: skip
     return h, v_new, final_state

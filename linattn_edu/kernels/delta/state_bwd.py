@@ -43,9 +43,12 @@ def state_bwd_kernel(
     cu_ptr,  # [N + 1] or None
     offsets_ptr,  # [N + 1] or None
     T,
+    stride_t,  # of gc, between tokens
+    stride_h,  # and between heads
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     CHANNEL: tl.constexpr,  # a gate for each row of dS
+    WHOLE: tl.constexpr,  # every chunk has BT tokens
 ):  # fmt: skip
     """One program: dS[:, v-tile] of one head, back through all chunks.  Grid (N * HV * V / BV).
 
@@ -68,8 +71,7 @@ def state_bwd_kernel(
     if h_ptr is not None:
         h_ptr += ((i_c + NT - 1) * HV + i_h) * K * V
         dlast_ptr += (((i_c + NT - 1) * HV + i_h) * ((V + BV - 1) // BV) + i_v) * K
-    NG: tl.constexpr = K if CHANNEL else 1  # gates of a token
-    gc_ptr += (first * HV + i_h) * NG
+    gc_ptr += first * stride_t + i_h * stride_h
     dh_ptr += ((i_c + NT - 1) * HV + i_h) * K * V
 
     o_t = tl.arange(0, BT)
@@ -81,21 +83,22 @@ def state_bwd_kernel(
 
     if h_ptr is not None:  # the load runs one chunk ahead
         b_S = load_tile(h_ptr, o_k, o_v, V, tl.where(n_seq > 0, K, 0), V)
-    if CHANNEL:  # the load of a chunk's gates runs one chunk ahead, as in state
-        n_k = tl.where(n_seq > 0, K, 0)
-        b_last = load_vector(gc_ptr + (n_seq - (NT - 1) * BT - 1) * HV * K, o_k, n_k)
+    # the load of what a chunk decays by runs one chunk ahead, as in state
+    o_last = (n_seq - (NT - 1) * BT - 1) * stride_t
+    if CHANNEL:
+        b_last = load_vector(gc_ptr + o_last, o_k, tl.where(n_seq > 0, K, 0))
+    else:
+        b_last = tl.load(gc_ptr + o_last, mask=n_seq > 0, other=0.0)
     for i_t in range(NT):
-        n_t = n_seq - (NT - 1 - i_t) * BT
+        n_t = BT if WHOLE else n_seq - (NT - 1 - i_t) * BT
         b_h = cast(b_dS, dh_ptr.dtype.element_ty)
         store_tile(dh_ptr, b_h, o_k, o_v, V, K, V)
 
         if CHANNEL:
             b_a = tl.exp2(b_last)[:, None]
-            b_last = load_vector(gc_ptr - HV * K, o_k, tl.where(i_t < NT - 1, K, 0))
         else:
-            b_last = tl.load(gc_ptr + (tl.minimum(BT, n_t) - 1) * HV)
             b_a = tl.exp2(b_last)
-            b_gc = load_gate(gc_ptr, o_t, HV, n_t)  # [BT]
+            b_gc = load_gate(gc_ptr, o_t, stride_t, n_t)  # [BT]
         # eq:delta-dv-new   dv_new += diag(2^(gc_last - gc)) K dS
         if k_ptr is not None:
             b_k = load_tile(k_ptr, o_t, o_k, H * K, n_t, K)  # [BT, BK]
@@ -105,13 +108,18 @@ def state_bwd_kernel(
             else:
                 b_dv += tl.exp2(b_last - b_gc)[:, None] * dot(b_k, b_h)
             store_tile(dv_ptr, b_dv, o_t, o_v, HV * V, n_t, V)
+        if CHANNEL:
+            b_last = load_vector(gc_ptr - stride_t, o_k, tl.where(i_t < NT - 1, K, 0))
+        else:
+            b_last = tl.load(gc_ptr - stride_t, mask=i_t < NT - 1, other=0.0)
 
         # eq:delta-ds   dS <- 2^gc_last dS + scale (diag(2^gc) Q)^T dO - w^T dv_new
         b_q = load_tile(q_ptr, o_t, o_k, H * K, n_t, K)  # [BT, BK]
         b_do = load_tile(do_ptr, o_t, o_v, HV * V, n_t, V).to(tl.float32)  # [BT, BV]
-        b_do *= scale
-        if not CHANNEL:
-            b_e = tl.exp2(b_gc)
+        if CHANNEL:
+            b_do *= scale
+        else:
+            b_e = tl.exp2(b_gc) * scale
             if seq_ptr is not None:
                 b_id, before, end = documents(seq_ptr, NT - 1 - i_t, o_t, n_t)
                 b_e = tl.where(b_id == before, b_e, 0.0)
@@ -137,7 +145,7 @@ def state_bwd_kernel(
             w_ptr -= BT * HV * K
             dv_out_ptr -= BT * HV * V
             dv_ptr -= BT * HV * V
-        gc_ptr -= BT * HV * NG
+        gc_ptr -= BT * stride_t
         dh_ptr -= HV * K * V
 
     store_tile(dh0_ptr + i_nh * K * V, b_dS, o_k, o_v, V, K, V)
@@ -156,7 +164,7 @@ CONFIGS = scan_table(
 FREE = scan_table(
     ampere={128: [row(4, 2, BV=32)], 256: [row(4, 1, BV=16)]},
     hopper={
-        128: [row(4, 2, BV=64)],
+        128: [row(8, 2, BV=64), row(4, 3, BV=64)],
         256: [row(4, 2, BV=32), row(4, 2, BV=16)],
     },
 )
@@ -188,6 +196,7 @@ def state_bwd(
     parts = None if h is None else gc.new_empty(*dh.shape[:3], cdiv(V, config["BV"]), K)
     state_bwd_kernel[grid](
         q, k, w, gc, do, dv_out, dht, seq_idx, h, dh, dv_new, dh0, parts,
-        scale, *sequences, T, H, HV, K, V, BT=chunk_size, CHANNEL=gc.ndim == 4, **config,
+        scale, *sequences, T, *gc.stride()[1:3], H, HV, K, V, BT=chunk_size, CHANNEL=gc.ndim == 4,
+        WHOLE=w is None and packing is None and T % chunk_size == 0, **config,
     )  # fmt: skip
     return (dh, dv_new, dh0) if h is None else (dh, dv_new, dh0, parts.sum((-1, -2)))

@@ -17,7 +17,6 @@ from linattn_edu.kernels.tiles import (
     load_gate,
     load_tile,
     load_vector,
-    store_tile,
 )
 from linattn_edu.packing import Packing
 
@@ -38,15 +37,18 @@ def chunk_cumsum_kernel(
     dt_ptr,  # [B, T, H]
     A_ptr,  # [H]
     bias_ptr,  # [H] or None
-    step_ptr,  # [B, T, H] out
+    step_ptr,  # [B, T, H] out, or gs
     gc_ptr,  # [B, T, H] out: log2, cumulative within a chunk
     low,
     high,
     cu_ptr,  # [N + 1] or None
     chunks_ptr,  # [NT, 2] or None
     T,
+    stride_t,  # of step and gc, between tokens
+    stride_h,  # and between heads
     H: tl.constexpr,
     SOFTPLUS: tl.constexpr,
+    LOG: tl.constexpr,  # gs in place of step
     BT: tl.constexpr,
     BH: tl.constexpr,
 ):
@@ -60,11 +62,17 @@ def chunk_cumsum_kernel(
     o_h = i_h * BH + tl.arange(0, BH)
     b_dt = load_tile(dt_ptr + first * H, o_t, o_h, H, n_t, H).to(tl.float32)  # [BT, BH]
     b_step, _, _ = step_tile(b_dt, bias_ptr, o_h, low, high, H, SOFTPLUS)
-    store_tile(step_ptr + first * H, b_step, o_t, o_h, H, n_t, H)
     # eq:ssd-cumsum   gc = log2(e) cumsum(step A)
     b_g = b_step * load_vector(A_ptr, o_h, H)[None, :] * LOG2E
     b_g = tl.where(b_g < -150.0, -150.0, b_g)  # 2^-150 is zero, as in gate_cumsum
-    store_tile(gc_ptr + first * H, tl.cumsum(b_g, axis=0), o_t, o_h, H, n_t, H)
+    b_gc = tl.cumsum(b_g, axis=0)
+    if LOG:
+        # eq:ssd-gs   gs = gc - log2(step)
+        b_step = b_gc - tl.log2(b_step)
+    o = first * stride_t + o_t[:, None] * stride_t + o_h[None, :] * stride_h
+    mask = (o_t < n_t)[:, None] & (o_h < H)[None, :]
+    tl.store(step_ptr + o, b_step, mask=mask)
+    tl.store(gc_ptr + o, b_gc, mask=mask)
 
 
 @triton.jit
@@ -118,11 +126,35 @@ def chunk_cumsum(
     packing: Packing | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Launch chunk_cumsum_kernel; arguments and result as in the reference."""
-    _, T, H = dt.shape
     step, gc = (torch.empty_like(dt, dtype=torch.float32) for _ in range(2))
+    _launch(dt, A, dt_bias, step, gc, softplus, limit, chunk_size, packing, False)
+    return step, gc
+
+
+def chunk_cumsum_log(
+    dt: Tensor,
+    A: Tensor,
+    dt_bias: Tensor | None = None,
+    *,
+    softplus: bool = False,
+    limit: tuple[float, float] = (0.0, float("inf")),
+    chunk_size: int,
+    packing: Packing | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Launch chunk_cumsum_kernel; arguments and result as in the reference.
+
+    In memory the tokens of a head are side by side: a program of the fused stages reads one head.
+    """
+    B, T, H = dt.shape
+    gs, gc = dt.new_empty(2, H, B, T, dtype=torch.float32).permute(0, 2, 3, 1)
+    _launch(dt, A, dt_bias, gs, gc, softplus, limit, chunk_size, packing, True)
+    return gs, gc
+
+
+def _launch(dt, A, dt_bias, step, gc, softplus, limit, chunk_size, packing, log) -> None:
+    _, T, H = dt.shape
     NT, *chunks = chunk_args(dt, chunk_size, packing)
     chunk_cumsum_kernel[(NT * cdiv(H, BH),)](
-        dt, A, dt_bias, step, gc, *limit, *chunks, T, H, softplus, BT=chunk_size, BH=BH,
-        num_warps=4,
+        dt, A, dt_bias, step, gc, *limit, *chunks, T, *gc.stride()[1:], H, softplus, log,
+        BT=chunk_size, BH=BH, num_warps=4,
     )  # fmt: skip
-    return step, gc

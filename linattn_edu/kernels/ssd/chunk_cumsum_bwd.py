@@ -35,6 +35,8 @@ def chunk_cumsum_bwd_kernel(
     cu_ptr,  # [N + 1] or None
     chunks_ptr,  # [NT, 2] or None
     T,
+    stride_t,  # of dgc, dstep and m, between tokens
+    stride_h,  # and between heads
     H: tl.constexpr,
     SOFTPLUS: tl.constexpr,
     BT: tl.constexpr,
@@ -48,15 +50,17 @@ def chunk_cumsum_bwd_kernel(
     i_h, i_c, first, n_t = chunk_of(tl.program_id(0), cu_ptr, chunks_ptr, T, NH, BT)
     o_t = tl.arange(0, BT)
     o_h = i_h * BH + tl.arange(0, BH)
-    b_dgc = load_tile(dgc_ptr + first * H, o_t, o_h, H, n_t, H)  # [BT, BH]
-    b_dstep = load_tile(dstep_ptr + first * H, o_t, o_h, H, n_t, H)  # [BT, BH]
+    o = first * stride_t + o_t[:, None] * stride_t + o_h[None, :] * stride_h
+    mask = (o_t < n_t)[:, None] & (o_h < H)[None, :]
+    b_dgc = tl.load(dgc_ptr + o, mask=mask, other=0.0)  # [BT, BH]
+    b_dstep = tl.load(dstep_ptr + o, mask=mask, other=0.0)  # [BT, BH]
     b_dt = load_tile(dt_ptr + first * H, o_t, o_h, H, n_t, H).to(tl.float32)  # [BT, BH]
     b_A = load_vector(A_ptr, o_h, H)[None, :]
     b_step, b_dt, b_free = step_tile(b_dt, bias_ptr, o_h, low, high, H, SOFTPLUS)
     # eq:ssd-da   da_i = dlast + reverse cumsum(dgc)
     b_dlast = load_vector(dlast_ptr + i_c * H, o_h, H)
     if m_ptr is not None:
-        b_m = load_tile(m_ptr + first * H, o_t, o_h, H, n_t, H)  # [BT, BH]
+        b_m = tl.load(m_ptr + o, mask=mask, other=0.0)  # [BT, BH]
         b_dgc -= b_m
         b_dlast += tl.sum(b_m, 0)
     b_da = tl.cumsum(b_dgc, axis=0, reverse=True) + b_dlast[None, :]
@@ -88,11 +92,16 @@ def chunk_cumsum_bwd(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Launch chunk_cumsum_bwd_kernel; arguments and result as in the reference."""
     _, T, H = dt.shape
+    dgc, dstep, m = (
+        y if y is None or y.stride() == dgc.stride() else torch.empty_like(dgc).copy_(y)
+        for y in (dgc, dstep, m)
+    )
     ddt = torch.empty_like(dt)
     NT, *chunks = chunk_args(dt, chunk_size, packing)
     sums = dgc.new_empty(NT, 2, H)
     chunk_cumsum_bwd_kernel[(NT * cdiv(H, BH),)](
-        dgc, dlast, dstep, dt, A, dt_bias, m, ddt, sums, *limit, *chunks, T, H, softplus,
+        dgc, dlast, dstep, dt, A, dt_bias, m, ddt, sums, *limit, *chunks, T,
+        *dgc.stride()[1:], H, softplus,
         BT=chunk_size, BH=BH, num_warps=4,
     )  # fmt: skip
     return ddt, *parameter_gradients(sums, A, dt_bias)

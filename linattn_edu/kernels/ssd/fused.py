@@ -23,23 +23,29 @@ from linattn_edu.packing import Packing
 
 
 @triton.jit
-def load_decay(gc_ptr, step_ptr, o_t, stride, n_t):
-    """gc and step of the tokens o_t: `load_gate` and `load_row` in one load.
-
-    A load of fewer numbers than threads is done anew for each layout, and waited for.
-    """
-    o = tl.minimum(o_t, n_t - 1) * stride
-    b_gc, b_step = tl.split(tl.load(tl.join(gc_ptr + o, step_ptr + o)))
-    return b_gc, tl.where(o_t < n_t, b_step, 0.0)
+def load_step(gs_ptr, o_t, n_t):
+    """gs of the tokens o_t of a head; missing tokens write nothing."""
+    return tl.load(gs_ptr + o_t, mask=o_t < n_t, other=float("inf"))
 
 
 @triton.jit
-def decay(b_gc_row, b_gc_col):
-    """G where the row comes after the column, and elsewhere 1, where the scores are zero.
+def store_sums(sums_ptr, b_sums, o_t, plane, n_t, n):
+    """The first n of the numbers [BT, .] of the tokens o_t, which are `plane` apart in memory.
+
+    Each store of a vector waits for all warps, so several are stored as one.
+    """
+    o_n = tl.arange(0, b_sums.shape[1])
+    mask = (o_t < n_t)[:, None] & (o_n < n)[None, :]
+    tl.store(sums_ptr + o_t[:, None] + o_n[None, :] * plane, b_sums, mask=mask)
+
+
+@triton.jit
+def decay(b_gc, b_gs):
+    """G * step where the row comes after the column, and elsewhere some number: scores are zero.
 
     The log decays of all tokens are <= 0: `ops.ssd` takes other kernels for steps below zero.
     """
-    return tl.exp2(tl.minimum(b_gc_row[:, None] - b_gc_col[None, :], 0.0))
+    return tl.exp2(tl.minimum(b_gc[:, None] - b_gs[None, :], 100.0))
 
 
 @triton.jit
@@ -82,24 +88,6 @@ def chunk_scores_kernel(
 
 
 @triton.jit
-def chunk_decays(gc_ptr, step_ptr, seq_ptr, i_t, o_t, n_t, H: tl.constexpr):
-    """e, r * step and a of a chunk, as in the reference; zero between documents.
-
-    gc_ptr, step_ptr: at the chunk's first token and the head.  seq_ptr: there, or None.
-    i_t: the chunk's number in its sequence.
-    """
-    b_gc, b_step = load_decay(gc_ptr, step_ptr, o_t, H, n_t)
-    last = tl.load(gc_ptr + (tl.minimum(o_t.shape[0], n_t) - 1) * H)
-    b_e, b_r, b_a = tl.exp2(b_gc), tl.exp2(last - b_gc) * b_step, tl.exp2(last)
-    if seq_ptr is not None:
-        b_id, before, end = documents(seq_ptr, i_t, o_t, n_t)
-        b_e = tl.where(b_id == before, b_e, 0.0)
-        b_r = tl.where(b_id == end, b_r, 0.0)
-        b_a = tl.where(end == before, b_a, 0.0)
-    return b_e, b_r, b_a
-
-
-@triton.jit
 def part_of(pid, cu_ptr, parts_ptr, T, H: tl.constexpr, PART: tl.constexpr):
     """What program pid of a scan works on: PART tokens of one sequence of one head.
 
@@ -121,14 +109,15 @@ def part_of(pid, cu_ptr, parts_ptr, T, H: tl.constexpr, PART: tl.constexpr):
 def ssd_ends_kernel(
     B_ptr,  # [B, T, G, N]
     x_ptr,  # [B, T, H, P]
-    step_ptr,  # [B, T, H]
-    gc_ptr,  # [B, T, H] log2
+    gs_ptr,  # [H, B, T] log2
+    gc_ptr,  # [H, B, T] log2
     seq_ptr,  # [B, T] or None
     ends_ptr,  # [NP, H, N, P] out: the state after each part but a sequence's last, from zero
     kept_ptr,  # [NP, H] out: what is left of the state before the part
     cu_ptr,  # [NS + 1] or None
     parts_ptr,  # [NP, 2] or None
     T,
+    tokens,  # B * T
     G: tl.constexpr, H: tl.constexpr, N: tl.constexpr, P: tl.constexpr,
     PART: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr,
 ):  # fmt: skip
@@ -138,6 +127,8 @@ def ssd_ends_kernel(
     """
     i_h, _, i_part, before, first, n_t = part_of(tl.program_id(0), cu_ptr, parts_ptr, T, H, PART)
     o_t, o_n, o_p = tl.arange(0, BT), tl.arange(0, BN), tl.arange(0, BP)
+    gc_ptr += i_h.to(tl.int64) * tokens + first
+    gs_ptr += i_h.to(tl.int64) * tokens + first
     b_h = tl.zeros([BN, BP], dtype=tl.float32)
     kept = 1.0
     n_chunks = tl.where(n_t > PART, PART // BT, 0)
@@ -145,10 +136,12 @@ def ssd_ends_kernel(
         i_t = n_chunks - 1 - i
         own = first + i_t * BT
         i, i_B = own * H + i_h, own * G + i_h // (H // G)
-        seq = seq_ptr
+        last = tl.load(gc_ptr + i_t * BT + BT - 1)
+        b_r, b_a = tl.exp2(last - tl.load(gs_ptr + i_t * BT + o_t)), tl.exp2(last)
         if seq_ptr is not None:
-            seq += own
-        _e, b_r, b_a = chunk_decays(gc_ptr + i, step_ptr + i, seq, before * PART + i_t, o_t, BT, H)
+            b_id, old, end = documents(seq_ptr + own, before * PART + i_t, o_t, BT)
+            b_r = tl.where(b_id == end, b_r, 0.0)
+            b_a = tl.where(end == old, b_a, 0.0)
         b_x = load_tile(x_ptr + i * P, o_t, o_p, H * P, BT, P)  # [BT, BP]
         b_B = load_tile(B_ptr + i_B * N, o_t, o_n, G * N, BT, N)  # [BT, BN]
         # eq:ssd-scan   h <- a h + (diag(r * step) B)^T X, with the a of all chunks after this one
@@ -166,8 +159,8 @@ def ssd_fwd_kernel(
     B_ptr,  # [B, T, G, N]
     S_ptr,  # [B, T, G, BC]
     x_ptr,  # [B, T, H, P]
-    step_ptr,  # [B, T, H]
-    gc_ptr,  # [B, T, H] log2
+    gs_ptr,  # [H, B, T] log2
+    gc_ptr,  # [H, B, T] log2
     h0_ptr,  # [NS, H, N, P] or None
     ends_ptr,  # [NP, H, N, P] of ssd_ends, or None: sequences are of one part
     kept_ptr,  # [NP, H] of ssd_ends, or None
@@ -179,6 +172,8 @@ def ssd_fwd_kernel(
     cu_ptr,  # [NS + 1] or None
     parts_ptr,  # [NP, 2] or None
     T,
+    tokens,  # B * T
+    WHOLE: tl.constexpr,
     PER: tl.constexpr,
     G: tl.constexpr, H: tl.constexpr, N: tl.constexpr, P: tl.constexpr,
     PART: tl.constexpr, BC: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr,
@@ -200,22 +195,26 @@ def ssd_fwd_kernel(
     if D_ptr is not None:
         b_D = past_state(D_ptr, i_h, o_p, P, PER)
 
-    gc_ptr += first * H + i_h
+    gc_ptr += i_h.to(tl.int64) * tokens + first
+    gs_ptr += i_h.to(tl.int64) * tokens + first
     before_gc = 0.0
     # gc of a tile's last token is loaded a tile ahead: nothing else hides that load
-    next_gc = tl.load(gc_ptr + (tl.minimum(BT, n_t) - 1) * H, mask=n_t > 0, other=0.0)
+    next_gc = tl.load(gc_ptr + tl.minimum(BT, n_t) - 1, mask=n_t > 0, other=0.0)
     for i_t in range(tl.cdiv(tl.minimum(n_t, PART), BT)):
         own, n_own = first + i_t * BT, n_t - i_t * BT
+        if WHOLE:
+            n_own = BT
         i_x, i_B = own * H + i_h, own * G + i_g
         start = tl.multiple_of(i_t * BT % BC, BT)  # in the chunk
         b_x = load_tile(x_ptr + i_x * P, o_t, o_p, H * P, n_own, P)  # [BT, BP]
         b_C = load_tile(C_ptr + i_B * N, o_t, o_n, G * N, n_own, N)  # [BT, BN]
         b_B = load_tile(B_ptr + i_B * N, o_t, o_n, G * N, n_own, N)  # [BT, BN]
         b_S = load_tile(S_ptr + i_B * BC + start, o_t, o_t, G * BC, n_own, BT)  # [BT, BT]
-        b_gc, b_step = load_decay(gc_ptr + i_t * BT * H, step_ptr + i_x, o_t, H, n_own)
+        b_gc = load_gate(gc_ptr + i_t * BT, o_t, 1, n_own)
+        b_gs = load_step(gs_ptr + i_t * BT, o_t, n_own)
         last_gc = next_gc
-        next_gc = tl.load(gc_ptr + (tl.minimum(i_t * BT + 2 * BT, n_t) - 1) * H)
-        b_e, b_r = tl.exp2(b_gc - before_gc), tl.exp2(last_gc - b_gc) * b_step
+        next_gc = tl.load(gc_ptr + tl.minimum(i_t * BT + 2 * BT, n_t) - 1)
+        b_e, b_r = tl.exp2(b_gc - before_gc), tl.exp2(last_gc - b_gs)
         b_a = tl.exp2(last_gc - before_gc)
         before_gc = tl.where(start + BT < BC, last_gc, 0.0)
         if seq_ptr is not None:
@@ -224,7 +223,7 @@ def ssd_fwd_kernel(
             b_r = tl.where(b_id == end, b_r, 0.0)
             b_a = tl.where(end == old, b_a, 0.0)
         # eq:ssd-scores   M = C B^T * G * step
-        b_M = b_S.to(tl.float32) * decay(b_gc, b_gc) * b_step[None, :]
+        b_M = b_S.to(tl.float32) * decay(b_gc, b_gs)
         # eq:ssd-inter   inter = diag(e) C h
         b_y = dot(b_C, cast(b_h, b_C.dtype)) * b_e[:, None]
         # eq:ssd-output   y = inter + M X + D X
@@ -247,22 +246,23 @@ def ssd_fwd_kernel(
 
 @triton.jit(do_not_specialize=["T"])
 def ssd_bwd_dx_kernel(
+    C_ptr,  # [B, T, G, N]
     B_ptr,  # [B, T, G, N]
-    S_ptr,  # [B, T, G, BC]
     x_ptr,  # [B, T, H, P]
-    step_ptr,  # [B, T, H]
-    gc_ptr,  # [B, T, H] log2
+    gs_ptr,  # [H, B, T] log2
+    gc_ptr,  # [H, B, T] log2
     dh_ptr,  # [B, NT, H, N, P]
     dy_ptr,  # [B, T, H, P]
     D_ptr,  # [H, PER] or None
     seq_ptr,  # [B, T] or None
     dx_ptr,  # [B, T, H, P] out
-    dstep_ptr,  # [B, T, H] out
-    dm_ptr,  # [B, T, H] out: m, to be taken from dgc and added to dlast
+    sums_ptr,  # [3, H, B, T] out: the part of dgc by the columns of the scores; dstep; m
     dD_ptr,  # [NT, TILES, H, P] out: of D [H, P]; or None
     cu_ptr,  # [NS + 1] or None
     chunks_ptr,  # [NT, 2] or None
     T,
+    tokens,  # B * T
+    WHOLE: tl.constexpr,
     PER: tl.constexpr,
     G: tl.constexpr, H: tl.constexpr, N: tl.constexpr, P: tl.constexpr,
     BC: tl.constexpr, SPLITS: tl.constexpr,
@@ -284,44 +284,59 @@ def ssd_bwd_dx_kernel(
     PART: tl.constexpr = (HEADS + SPLITS - 1) // SPLITS
     start = i_tile * BT
     own, n_own = first + start, n_t - start
+    if WHOLE:
+        n_t, n_own = BC, BT
     n_far = tl.where(i_tile == 0, n_t - BT, 0)  # tokens of the second tile, for the first
     o_t, o_n, o_p = tl.arange(0, BT), tl.arange(0, BN), tl.arange(0, BP)
     i_B = own * G + i_g
     b_B = load_tile(B_ptr + i_B * N, o_t, o_n, G * N, n_own, N)  # [BT, BN]
-    o_ST = o_t[:, None] + o_t[None, :] * G * BC
-    b_ST = tl.load(S_ptr + i_B * BC + start + o_ST, mask=o_t[None, :] < n_own, other=0.0)
-    b_ST = b_ST.to(tl.float32)  # [BT, BT], of the tile's own tokens, transposed
+    b_C = load_tile(C_ptr + i_B * N, o_t, o_n, G * N, n_own, N)  # [BT, BN]
+    # eq:ssd-cb   S = C B^T
+    b_ST = dot(b_B, tl.trans(b_C))  # [BT, BT], of the tile's own tokens, transposed
+    b_ST = tl.where(o_t[:, None] <= o_t[None, :], b_ST, 0.0)
+    # of the scores on the diagonal, as they are multiplied
+    b_diag = tl.where(o_t[:, None] == o_t[None, :], cast(b_ST, b_B.dtype).to(tl.float32), 0.0)
+    b_diag = tl.sum(b_diag, 1)
     if TILES == 2:
-        i_far = ((first + BT) * G + i_g) * BC
-        b_far = tl.load(S_ptr + i_far + o_ST, mask=o_t[None, :] < n_far, other=0.0)  # [BT, BT]
+        b_C1 = load_tile(C_ptr + (i_B + BT * G) * N, o_t, o_n, G * N, n_far, N)  # [BT, BN]
+        b_far = dot(b_B, tl.trans(b_C1))  # [BT, BT], of the second tile's tokens
     if seq_ptr is not None:
         _id, _before, end = documents_of(seq_ptr, chunks_ptr, i_c, first, T, tl.arange(0, BC), n_t)
         b_id = load_gate(seq_ptr + own, o_t, 1, n_own)
+        b_ST = tl.where(b_id[:, None] == b_id[None, :], b_ST, 0.0)
+        if TILES == 2:
+            b_id1 = load_gate(seq_ptr + first, BT + o_t, 1, n_t)
+            b_far = tl.where(b_id[:, None] == b_id1[None, :], b_far, 0.0)
+    if TILES == 2:
+        b_far = cast(b_far, b_B.dtype)
 
     # of the chunk's last token, and of the tile's, or of the next where no token follows
     n_last, n_mid = tl.minimum(n_t, BC) - 1, tl.minimum(start + BT, tl.minimum(n_t, BC)) - 1
-    n_last, n_mid = n_last * H, n_mid * H
-    gc_ptr += first * H + i_g * HEADS
-    last, mid = tl.load(gc_ptr + i_split * PART + n_last), tl.load(gc_ptr + i_split * PART + n_mid)
+    i_gate = (i_g * HEADS + i_split * PART).to(tl.int64) * tokens + first
+    last, mid = tl.load(gc_ptr + i_gate + n_last), tl.load(gc_ptr + i_gate + n_mid)
+    b_gs = load_step(gs_ptr + i_gate + start, o_t, n_own)
     for i_s in range(i_split * PART, tl.minimum(i_split * PART + PART, HEADS)):
         i_h = i_g * HEADS + i_s
         i, i_S = own * H + i_h, (i_c * H + i_h) * N * P
         b_x = load_tile(x_ptr + i * P, o_t, o_p, H * P, n_own, P)  # [BT, BP]
         b_dy = load_tile(dy_ptr + i * P, o_t, o_p, H * P, n_own, P)  # [BT, BP]
         b_ds = load_tile(dh_ptr + i_S, o_n, o_p, P, N, P)  # [BN, BP]
-        b_gc, b_step = load_decay(gc_ptr + start * H + i_s, step_ptr + i, o_t, H, n_own)
+        i_own = i_gate + start
+        b_gc = load_gate(gc_ptr + i_own, o_t, 1, n_own)
+        b_step = tl.exp2(b_gc - b_gs)
         if D_ptr is not None:
             b_D = past_state(D_ptr, i_h, o_p, P, PER)
         b_r, b_a = tl.exp2(mid - b_gc), tl.exp2(last - mid)
         if TILES == 2:
             i_1 = (first + BT) * H + i_h
             b_v = load_tile(dy_ptr + i_1 * P, o_t, o_p, H * P, n_far, P)  # [BT, BP]
-            b_gc1, _step = load_decay(gc_ptr + BT * H + i_s, step_ptr + i_1, o_t, H, n_t - BT)
+            b_gc1 = load_gate(gc_ptr + i_gate + BT, o_t, 1, n_t - BT)
             b_e1 = tl.exp2(tl.minimum(b_gc1 - mid, 0.0))
             b_v = cast(b_v.to(tl.float32) * b_e1[:, None], b_v.dtype)
         # of the next head, one head ahead
-        more = tl.minimum(i_s + 1, HEADS - 1)
-        last, mid = tl.load(gc_ptr + more + n_last), tl.load(gc_ptr + more + n_mid)
+        i_gate += tl.where(i_s + 1 < HEADS, tokens, 0)
+        last, mid = tl.load(gc_ptr + i_gate + n_last), tl.load(gc_ptr + i_gate + n_mid)
+        b_gs = load_step(gs_ptr + i_gate + start, o_t, n_own)
         b_dxs = dot(b_B, b_ds) * b_a
         if seq_ptr is not None:
             b_dxs = tl.where((b_id == end)[:, None], b_dxs, 0.0)
@@ -329,42 +344,47 @@ def ssd_bwd_dx_kernel(
         b_m = b_r * b_step * tl.sum(b_x.to(tl.float32) * b_dxs, 1)
         if TILES == 2:
             b_dxs = dot(b_far, b_v, b_dxs)
-        tl.store(dm_ptr + i + o_t * H, b_m, mask=o_t < n_own)
         # eq:ssd-dxs   dXs = (C B^T * G)^T dY + diag(r) B ds
         b_M = b_ST * tl.exp2(tl.minimum(b_gc[None, :] - b_gc[:, None], 0.0))
         b_dxs = dot(cast(b_M, b_dy.dtype), b_dy, b_dxs * b_r[:, None])
         # eq:ssd-dstep   dstep_j = x_j . dXs_j
         b_dstep = tl.sum(b_x.to(tl.float32) * b_dxs, 1)
-        tl.store(dstep_ptr + i + o_t * H, b_dstep, mask=o_t < n_own)
+        # eq:ssd-dgc-scores   dgc = rowsum(W) - colsum(W), W = M * dY X^T below the diagonal
+        b_rest = b_dxs - b_diag[:, None] * b_dy.to(tl.float32)
+        b_cols = b_step * tl.sum(b_x.to(tl.float32) * b_rest, 1)
+        b_sums = tl.join(tl.join(b_m - b_cols, b_m), tl.join(b_dstep, b_m))  # the last varies fastest
+        plane = H * tokens.to(tl.int64)
+        store_sums(sums_ptr + i_own, tl.reshape(b_sums, [BT, 4]), o_t, plane, n_own, 3)
         # eq:ssd-dx   dX = diag(step) dXs + D dY
         b_dx = b_dxs * b_step[:, None]
         if D_ptr is not None:
             b_dx += b_dy.to(tl.float32) * b_D[None, :]
         if dD_ptr is not None:
             # eq:ssd-dd   dD = sum over tokens of dY * X
-            b_dD = tl.sum(b_dy.to(tl.float32) * b_x.to(tl.float32), 0)
+            b_dDp = tl.sum(b_dy.to(tl.float32) * b_x.to(tl.float32), 0)
             i_D = ((i_c * TILES + i_tile) * H + i_h) * P
-            tl.store(dD_ptr + i_D + o_p, b_dD, mask=o_p < P)
+            tl.store(dD_ptr + i_D + o_p, b_dDp, mask=o_p < P)
         store_tile(dx_ptr + i * P, b_dx, o_t, o_p, H * P, n_own, P)
 
 
 @triton.jit(do_not_specialize=["T"])
 def ssd_bwd_da_kernel(
     C_ptr,  # [B, T, G, N]
-    S_ptr,  # [B, T, G, BC]
+    B_ptr,  # [B, T, G, N]
     x_ptr,  # [B, T, H, P]
-    step_ptr,  # [B, T, H]
-    gc_ptr,  # [B, T, H] log2
+    gs_ptr,  # [H, B, T] log2
+    gc_ptr,  # [H, B, T] log2
     h_ptr,  # [B, NT, H, N, P]
     dy_ptr,  # [B, T, H, P]
     seq_ptr,  # [B, T] or None
-    dgc_ptr,  # [B, T, H] out
-    dS_ptr,  # [SPLITS, B, T, G, BC] out: rows of dscores^T, on the diagonal
-    dD_ptr,  # [B, T, H] out: each token's part of D [H]; or None
+    sums_ptr,  # [5, H, B, T] out: the first, dgc by what a token reads in its tile, and the last,
+    # each token's part of D [H]
+    dS_ptr,  # [SPLITS, B, T, G, BC] out: rows of dscores, on the diagonal
     cu_ptr,  # [NS + 1] or None
     chunks_ptr,  # [NT, 2] or None
     T,
     tokens,  # B * T
+    WHOLE: tl.constexpr,
     G: tl.constexpr, H: tl.constexpr, N: tl.constexpr, P: tl.constexpr,
     BC: tl.constexpr, SPLITS: tl.constexpr,
     BT: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr,
@@ -384,22 +404,25 @@ def ssd_bwd_da_kernel(
     PART: tl.constexpr = (HEADS + SPLITS - 1) // SPLITS
     start = i_tile * BT
     own, n_own = first + start, n_t - start
+    if WHOLE:
+        n_t, n_own = BC, BT
     o_t, o_n, o_p = tl.arange(0, BT), tl.arange(0, BN), tl.arange(0, BP)
     i_B = own * G + i_g
     b_C = load_tile(C_ptr + i_B * N, o_t, o_n, G * N, n_own, N)  # [BT, BN]
-    o_ST = o_t[:, None] + o_t[None, :] * G * BC
-    b_ST = tl.load(S_ptr + i_B * BC + start + o_ST, mask=o_t[None, :] < n_own, other=0.0)
-    same = o_t[:, None] == o_t[None, :]
-    b_ST = tl.where(same, 0.0, b_ST.to(tl.float32))
-    seen = o_t[:, None] <= o_t[None, :]
+    b_B = load_tile(B_ptr + i_B * N, o_t, o_n, G * N, n_own, N)  # [BT, BN]
+    seen, same = o_t[:, None] >= o_t[None, :], o_t[:, None] == o_t[None, :]
     if seq_ptr is not None:
         _id, before, _end = documents_of(seq_ptr, chunks_ptr, i_c, first, T, o_t, n_t)
         b_id = load_gate(seq_ptr + own, o_t, 1, n_own)
         seen &= b_id[:, None] == b_id[None, :]
-    b_dST = tl.zeros([BT, BT], dtype=tl.float32)
+    # eq:ssd-cb   S = C B^T
+    b_S = tl.where(seen & ~same, dot(b_C, tl.trans(b_B)), 0.0)
+    b_dS = tl.zeros([BT, BT], dtype=tl.float32)
 
     i_h = i_g * HEADS + i_split * PART
-    b_gc, b_step = load_decay(gc_ptr + own * H + i_h, step_ptr + own * H + i_h, o_t, H, n_own)
+    i_gate = i_h.to(tl.int64) * tokens + own
+    b_gc = load_gate(gc_ptr + i_gate, o_t, 1, n_own)
+    b_gs = load_step(gs_ptr + i_gate, o_t, n_own)
     n_heads = tl.minimum(PART, HEADS - i_split * PART)
     for i_s in range(n_heads):
         i = own * H + i_h
@@ -409,47 +432,49 @@ def ssd_bwd_da_kernel(
         b_e = tl.exp2(b_gc)
         if seq_ptr is not None:
             b_e = tl.where(b_id == before, b_e, 0.0)
-        GT = tl.exp2(tl.minimum(b_gc[None, :] - b_gc[:, None], 0.0)) * b_step[:, None]
+        b_G = decay(b_gc, b_gs)
         # of the next head, one head ahead
-        i_next = i + tl.where(i_s + 1 < n_heads, 1, 0)
-        b_gc, b_step = load_decay(gc_ptr + i_next, step_ptr + i_next, o_t, H, n_own)
+        i_next = i_gate + tl.where(i_s + 1 < n_heads, tokens, 0)
+        b_gc = load_gate(gc_ptr + i_next, o_t, 1, n_own)
+        b_gs = load_step(gs_ptr + i_next, o_t, n_own)
         # eq:ssd-dgc-inter   dgc_i = C_i . inter_i = e_i dY_i . (C h)_i
         b_dgc = b_e * tl.sum(b_dy.to(tl.float32) * dot(b_C, b_h), 1)
         # eq:ssd-dscores   dscores = sum over heads of dY X^T * G * step
-        b_W = dot(b_x, tl.trans(b_dy))
+        b_W = dot(b_dy, tl.trans(b_x))
         # eq:ssd-dd   dD = sum over tokens of dY * X
-        if dD_ptr is not None:
-            b_dD = tl.sum(tl.where(same, b_W, 0.0), 1)
-            tl.store(dD_ptr + i + o_t * H, b_dD, mask=o_t < n_own)
-        b_W *= GT
-        b_dST += b_W
+        b_dD = tl.sum(tl.where(same, b_W, 0.0), 1)
+        b_W *= b_G
+        b_dS += b_W
         # eq:ssd-dgc-scores   dgc = rowsum(W) - colsum(W), W = M * dY X^T below the diagonal
-        b_W *= b_ST
-        b_dgc += tl.sum(b_W, 0) - tl.sum(b_W, 1)
-        tl.store(dgc_ptr + i + o_t * H, b_dgc, mask=o_t < n_own)
+        b_dgc += tl.sum(b_W * b_S, 1)
+        plane = 4 * H * tokens.to(tl.int64)
+        store_sums(sums_ptr + i_gate, tl.join(b_dgc, b_dD), o_t, plane, n_own, 2)
         i_h += 1
+        i_gate = i_next
 
-    b_dST = tl.where(seen, b_dST, 0.0)
+    b_dS = tl.where(seen, b_dS, 0.0)
     dS_ptr += (i_split * tokens * G + i_B) * BC
-    store_tile(dS_ptr + start, b_dST, o_t, o_t, G * BC, n_own, BT)
+    store_tile(dS_ptr + start, b_dS, o_t, o_t, G * BC, n_own, BT)
 
 
 @triton.jit(do_not_specialize=["T"])
 def ssd_bwd_far_kernel(
-    S_ptr,  # [B, T, G, 2 * BT]
+    C_ptr,  # [B, T, G, N]
+    B_ptr,  # [B, T, G, N]
     x_ptr,  # [B, T, H, P]
-    step_ptr,  # [B, T, H]
-    gc_ptr,  # [B, T, H] log2
+    gs_ptr,  # [H, B, T] log2
+    gc_ptr,  # [H, B, T] log2
     dy_ptr,  # [B, T, H, P]
     seq_ptr,  # [B, T] or None
-    dfar_ptr,  # [B, T, H] out: added to dgc
-    dS_ptr,  # [SPLITS, B, T, G, 2 * BT] out: rows of dscores^T, off the diagonal
+    sums_ptr,  # [H, B, T] out: dgc by what the second tile reads of the first
+    dS_ptr,  # [SPLITS, B, T, G, 2 * BT] out: rows of dscores, off the diagonal
     cu_ptr,  # [NS + 1] or None
     chunks_ptr,  # [NT, 2] or None
     T,
     tokens,  # B * T
-    G: tl.constexpr, H: tl.constexpr, P: tl.constexpr, SPLITS: tl.constexpr,
-    BT: tl.constexpr, BP: tl.constexpr,
+    WHOLE: tl.constexpr,
+    G: tl.constexpr, H: tl.constexpr, N: tl.constexpr, P: tl.constexpr, SPLITS: tl.constexpr,
+    BT: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr,
 ):  # fmt: skip
     """One program: what the second tile of a chunk reads of the first, of some heads.
 
@@ -460,53 +485,58 @@ def ssd_bwd_far_kernel(
     i_g, i_split = i_gs // SPLITS, i_gs % SPLITS
     HEADS: tl.constexpr = H // G
     PART: tl.constexpr = (HEADS + SPLITS - 1) // SPLITS
-    o_t, o_p = tl.arange(0, BT), tl.arange(0, BP)
+    o_t, o_n, o_p = tl.arange(0, BT), tl.arange(0, BN), tl.arange(0, BP)
+    if WHOLE:
+        n_t = 2 * BT
     n_1 = n_t - BT
     i_B = first * G + i_g
-    o_ST = o_t[:, None] + (BT + o_t[None, :]) * G * 2 * BT
-    b_ST = tl.load(S_ptr + i_B * 2 * BT + o_ST, mask=o_t[None, :] < n_1, other=0.0)
-    b_ST = b_ST.to(tl.float32)  # [BT, BT], rows of the first tile
-    b_dST = tl.zeros([BT, BT], dtype=tl.float32)
-    mid = (tl.minimum(n_t, BT) - 1) * H
+    b_B = load_tile(B_ptr + i_B * N, o_t, o_n, G * N, n_t, N)  # [BT, BN]
+    b_C = load_tile(C_ptr + (i_B + BT * G) * N, o_t, o_n, G * N, n_1, N)  # [BT, BN]
+    # eq:ssd-cb   S = C B^T
+    b_S = dot(b_C, tl.trans(b_B))  # [BT, BT], rows of the second tile
+    if seq_ptr is not None:
+        b_id = load_gate(seq_ptr + first, o_t, 1, n_t)
+        b_id1 = load_gate(seq_ptr + first, BT + o_t, 1, n_t)
+        b_S = tl.where(b_id1[:, None] == b_id[None, :], b_S, 0.0)
+    b_dS = tl.zeros([BT, BT], dtype=tl.float32)
+    n_mid = tl.minimum(n_t, BT) - 1
 
     i_0 = first * H + i_g * HEADS + i_split * PART
-    b_gc, b_step = load_decay(gc_ptr + i_0, step_ptr + i_0, o_t, H, n_t)
-    b_gc1, last = load_gate(gc_ptr + i_0 + BT * H, o_t, H, n_1), tl.load(gc_ptr + i_0 + mid)
+    i_gate = (i_g * HEADS + i_split * PART).to(tl.int64) * tokens + first
+    b_gs = load_step(gs_ptr + i_gate, o_t, n_t)
+    b_gc1, mid = load_gate(gc_ptr + i_gate, BT + o_t, 1, n_t), tl.load(gc_ptr + i_gate + n_mid)
     n_heads = tl.minimum(PART, HEADS - i_split * PART)
     for i_s in range(n_heads):
         i_1 = i_0 + BT * H
         b_x = load_tile(x_ptr + i_0 * P, o_t, o_p, H * P, n_t, P)  # [BT, BP]
         b_dy = load_tile(dy_ptr + i_1 * P, o_t, o_p, H * P, n_1, P)  # [BT, BP]
-        b_r, b_e = tl.exp2(last - b_gc) * b_step, tl.exp2(tl.minimum(b_gc1 - last, 0.0))
+        b_r, b_e = tl.exp2(mid - b_gs), tl.exp2(tl.minimum(b_gc1 - mid, 0.0))
         # of the next head, one head ahead
-        i_next = i_0 + tl.where(i_s + 1 < n_heads, 1, 0)
-        b_gc, b_step = load_decay(gc_ptr + i_next, step_ptr + i_next, o_t, H, n_t)
-        b_gc1 = load_gate(gc_ptr + i_next + BT * H, o_t, H, n_1)
-        last = tl.load(gc_ptr + i_next + mid)
+        i_next = i_gate + tl.where(i_s + 1 < n_heads, tokens, 0)
+        b_gs = load_step(gs_ptr + i_next, o_t, n_t)
+        b_gc1, mid = load_gate(gc_ptr + i_next, BT + o_t, 1, n_t), tl.load(gc_ptr + i_next + n_mid)
         # eq:ssd-dscores   dscores = sum over heads of dY X^T * G * step
-        b_W = dot(b_x, tl.trans(b_dy)) * b_r[:, None] * b_e[None, :]
-        b_dST += b_W
+        b_W = dot(b_dy, tl.trans(b_x)) * b_e[:, None] * b_r[None, :]
+        b_dS += b_W
         # eq:ssd-dgc-scores   dgc = rowsum(W) - colsum(W), W = M * dY X^T below the diagonal
-        b_W *= b_ST
-        tl.store(dfar_ptr + i_0 + o_t * H, -tl.sum(b_W, 1), mask=o_t < n_t)
-        tl.store(dfar_ptr + i_1 + o_t * H, tl.sum(b_W, 0), mask=o_t < n_1)
+        tl.store(sums_ptr + i_gate + o_t, tl.zeros([BT], tl.float32), mask=o_t < n_t)
+        tl.store(sums_ptr + i_gate + BT + o_t, tl.sum(b_W * b_S, 1), mask=o_t < n_1)
         i_0 += 1
+        i_gate = i_next
 
     if seq_ptr is not None:
-        b_id = load_gate(seq_ptr + first, o_t, 1, n_t)
-        b_id1 = load_gate(seq_ptr + first + BT, o_t, 1, n_1)
-        b_dST = tl.where(b_id[:, None] == b_id1[None, :], b_dST, 0.0)
+        b_dS = tl.where(b_id1[:, None] == b_id[None, :], b_dS, 0.0)
     dS_ptr += (i_split * tokens * G + i_B) * 2 * BT
-    store_tile(dS_ptr + BT, b_dST, o_t, o_t, G * 2 * BT, n_t, BT)
-    store_tile(dS_ptr + BT * G * 2 * BT, 0.0 * b_dST, o_t, o_t, G * 2 * BT, n_1, BT)
+    store_tile(dS_ptr + BT * G * 2 * BT, b_dS, o_t, o_t, G * 2 * BT, n_1, BT)
+    store_tile(dS_ptr + BT, 0.0 * b_dS, o_t, o_t, G * 2 * BT, n_t, BT)
 
 
 @triton.jit(do_not_specialize=["T"])
 def ssd_bwd_states_kernel(
     x_ptr,  # [B, T, H, P]
     dy_ptr,  # [B, T, H, P]
-    step_ptr,  # [B, T, H]
-    gc_ptr,  # [B, T, H] log2
+    gs_ptr,  # [H, B, T] log2
+    gc_ptr,  # [H, B, T] log2
     h_ptr,  # [B, NT, H, N, P]
     dh_ptr,  # [B, NT, H, N, P]
     seq_ptr,  # [B, T] or None
@@ -515,6 +545,7 @@ def ssd_bwd_states_kernel(
     chunks_ptr,  # [NT, 2] or None
     T,
     tokens,  # B * T
+    WHOLE: tl.constexpr,
     G: tl.constexpr, H: tl.constexpr, N: tl.constexpr, P: tl.constexpr, SPLITS: tl.constexpr,
     BT: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr,
 ):  # fmt: skip
@@ -524,26 +555,33 @@ def ssd_bwd_states_kernel(
     """
     i_gs, i_c, first, n_t = chunk_of(tl.program_id(0), cu_ptr, chunks_ptr, T, G * SPLITS * 2, BT)
     to_B, i_split, i_g = i_gs % 2, i_gs // 2 % SPLITS, i_gs // (2 * SPLITS)
+    if WHOLE:
+        n_t = BT
     if to_B == 1:
         v_ptr = x_ptr
+        gate_ptr = gs_ptr
         state_ptr = dh_ptr
     else:
         v_ptr = dy_ptr
+        gate_ptr = gc_ptr
         state_ptr = h_ptr
     HEADS: tl.constexpr = H // G
     PART: tl.constexpr = (HEADS + SPLITS - 1) // SPLITS
     o_t, o_n, o_p = tl.arange(0, BT), tl.arange(0, BN), tl.arange(0, BP)
-    i_t = 0
-    seq = seq_ptr
     if seq_ptr is not None:
-        i_t = first % T if chunks_ptr is None else tl.load(chunks_ptr + 2 * i_c + 1)
-        seq += first
+        b_id, before, end = documents_of(seq_ptr, chunks_ptr, i_c, first, T, o_t, n_t)
+        seen = tl.where(to_B == 1, end, before)
     b_d = tl.zeros([BT, BN], dtype=tl.float32)
     for i_s in range(i_split * PART, tl.minimum(i_split * PART + PART, HEADS)):
         i_h = i_g * HEADS + i_s
         i = first * H + i_h
-        b_e, b_r, _a = chunk_decays(gc_ptr + i, step_ptr + i, seq, i_t, o_t, n_t, H)
-        b_w = tl.where(to_B == 1, b_r, b_e)
+        i_gate = i_h.to(tl.int64) * tokens + first
+        # eq:ssd-decays   e = 2^gc, G = 2^(gc_i - gc_j), r = 2^(gc_last - gc), a = 2^gc_last
+        b_g = load_gate(gate_ptr + i_gate, o_t, 1, n_t)
+        last = tl.load(gc_ptr + i_gate + tl.minimum(BT, n_t) - 1)
+        b_w = tl.exp2(tl.where(to_B == 1, last - b_g, b_g))
+        if seq_ptr is not None:
+            b_w = tl.where(b_id == seen, b_w, 0.0)
         b_v = load_tile(v_ptr + i * P, o_t, o_p, H * P, n_t, P)  # [BT, BP]
         b_state = load_tile(state_ptr + (i_c * H + i_h) * N * P, o_n, o_p, P, N, P)  # [BN, BP]
         # eq:ssd-dc-inter   inter = diag(e) dY h^T
@@ -559,13 +597,14 @@ def ssd_bwd_sum_kernel(
     C_ptr,  # [B, T, G, N]
     B_ptr,  # [B, T, G, N]
     parts_ptr,  # [SPLITS, 2, B, T, G, N]
-    dS_ptr,  # [SPLITS, B, T, G, BT]: rows of S^T
+    dS_ptr,  # [SPLITS, B, T, G, BT]
     dB_ptr,  # [B, T, G, N] out
     dC_ptr,  # [B, T, G, N] out
     cu_ptr,  # [NS + 1] or None
     chunks_ptr,  # [NT, 2] or None
     T,
     tokens,  # B * T
+    WHOLE: tl.constexpr,
     G: tl.constexpr, N: tl.constexpr, SPLITS: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """One program: dC or dB of one chunk of one group, from its parts.  Grid (NT * G * 2).
@@ -573,6 +612,8 @@ def ssd_bwd_sum_kernel(
     Reference: linattn_edu.reference.ssd.fused.
     """
     i_gb, _, first, n_t = chunk_of(tl.program_id(0), cu_ptr, chunks_ptr, T, G * 2, BT)
+    if WHOLE:
+        n_t = BT
     to_B, i_g = i_gb % 2, i_gb // 2
     i = first * G + i_g
     o_t, o_n = tl.arange(0, BT), tl.arange(0, BN)
@@ -580,10 +621,10 @@ def ssd_bwd_sum_kernel(
     b_dS = tl.zeros([BT, BT], dtype=tl.float32)
     o_r, o_c = o_t[:, None] + 0 * o_t[None, :], 0 * o_t[:, None] + o_t[None, :]
     if to_B == 1:
+        o_r, o_c = o_c, o_r
         far_ptr = C_ptr
         d_ptr = dB_ptr
-    else:  # the rows of S^T are the columns of S
-        o_r, o_c = o_c, o_r
+    else:
         far_ptr = B_ptr
         d_ptr = dC_ptr
     o_S = o_r * G * BT + o_c
@@ -599,11 +640,11 @@ def ssd_bwd_sum_kernel(
 
 
 # chunks of more than 64 tokens -> row: 8 warps share a tile of 128 tokens
-STATES = {False: row(4, 3), True: row(8, 3)}
+STATES = {False: row(4, 3), True: row(8, 3, 128)}
 SUM = {False: row(4, 1), True: row(8, 1)}
-ENDS, FWD, DX, DA, FAR = row(8, 2), row(4, 2), row(4, 2), row(4, 3), row(4, 3)
+ENDS, FWD, DX, DA, FAR = row(4, 3), row(4, 2), row(4, 2), row(4, 3), row(4, 3)
 TOKENS = 64  # of a tile of ssd_fwd, dx and da
-FEW, MANY = 8, 80  # heads of a program: of dx, and where sums over heads are kept
+FEW, MANY = 16, 80  # heads of a program: of dx, and where sums over heads are kept
 PART = 4096  # tokens of a program of ssd_fwd
 LARGEST = (128, 64)  # N and P of one tile
 
@@ -617,6 +658,11 @@ def fits(x: Tensor, B: Tensor) -> bool:
 def _widths(N: int) -> tuple[int, int]:
     """BN and BP: whole heads."""
     return 128 if N > 64 else 64, 64
+
+
+def by_head(gc: Tensor) -> Tensor:
+    """gc [B, T, H] with the tokens of a head side by side in memory; a copy unless it is so."""
+    return gc.permute(2, 0, 1).contiguous().permute(1, 2, 0)
 
 
 def chunk_scores(
@@ -642,7 +688,7 @@ def ssd_fwd(
     B: Tensor,
     S: Tensor,
     x: Tensor,
-    step: Tensor,
+    gs: Tensor,
     gc: Tensor,
     initial_state: Tensor | None = None,
     D: Tensor | None = None,
@@ -658,6 +704,7 @@ def ssd_fwd(
     """
     n, T, H, P = x.shape
     G, N = B.shape[2:]
+    gs, gc = by_head(gs), by_head(gc)
     BC, widths = S.shape[3], _widths(N)
     NP, sequences = n * cdiv(T, PART), (None, None)
     if packing is not None:
@@ -671,12 +718,12 @@ def ssd_fwd(
     if T > PART:
         ends, kept = gc.new_empty(NP, H, N, P), gc.new_empty(NP, H)
         ssd_ends_kernel[(NP * H,)](
-            B, x, step, gc, seq_idx, ends, kept, *sequences, T, G, H, N, P, PART, BC, *widths,
-            **ENDS.launch(),
+            B, x, gs, gc, seq_idx, ends, kept, *sequences, T, gc.numel() // H, G, H, N, P, PART,
+            BC, *widths, **ENDS.launch(),
         )  # fmt: skip
     ssd_fwd_kernel[(NP * H,)](
-        C, B, S, x, step, gc, initial_state, ends, kept, D, z, seq_idx, out, last, *sequences, T,
-        1 if D is None else D.numel() // H, G, H, N, P, PART, BC, min(BC, TOKENS), *widths,
+        C, B, S, x, gs, gc, initial_state, ends, kept, D, z, seq_idx, out, last, *sequences, T,
+        gc.numel() // H, packing is None and T % BC == 0, 1 if D is None else D.numel() // H, G, H, N, P, PART, BC, min(BC, TOKENS), *widths,
         **FWD.launch(),
     )  # fmt: skip
     return out, last
@@ -685,9 +732,8 @@ def ssd_fwd(
 def ssd_bwd(
     C: Tensor,
     B: Tensor,
-    S: Tensor,
     x: Tensor,
-    step: Tensor,
+    gs: Tensor,
     gc: Tensor,
     h: Tensor,
     dh: Tensor,
@@ -695,44 +741,48 @@ def ssd_bwd(
     D: Tensor | None = None,
     seq_idx: Tensor | None = None,
     *,
+    chunk_size: int,
     packing: Packing | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     """Launch ssd_bwd's kernels; arguments and result as in the reference."""
-    _, T, H, P = x.shape
+    n, T, H, P = x.shape
     G, N = B.shape[2:]
-    BC, tokens, splits = S.shape[3], gc.numel() // H, cdiv(H // G, MANY)
+    gs, gc = by_head(gs), by_head(gc)
+    BC, tokens, splits = chunk_size, n * T, cdiv(H // G, MANY)
     BT, (BN, BP) = min(BC, TOKENS), _widths(N)
+    whole = packing is None and T % BC == 0
     NT, *chunks = chunk_args(x, BC, packing)
-    dB, dC, dstep, dgc = (torch.empty_like(y) for y in (B, C, step, gc))
-    parts, dS = gc.new_empty(splits, 2, *B.shape), gc.new_empty(splits, *S.shape)
-    dfar = torch.empty_like(gc) if BC > BT else 0.0
     per = 1 if D is None else D.numel() // H
-    dD = dD_head = dD_channel = None
-    if D is not None:
-        dD = gc.new_empty(tokens if per == 1 else NT * (BC // BT), H, per)
-        dD_head, dD_channel = (dD, None) if per == 1 else (None, dD)
+    dB, dC = torch.empty_like(B), torch.empty_like(C)
+    sums, dS = gc.new_empty(6, H, n, T), gc.new_empty(splits, n, T, G, BC)
+    parts = gc.new_empty(splits, 2, *B.shape)
     ssd_bwd_states_kernel[(NT * G * splits * 2,)](
-        x, dy, step, gc, h, dh, seq_idx, parts, *chunks, T, tokens, G, H, N, P, splits, BC, BN, BP,
-        **STATES[BC > 64].launch(),
+        x, dy, gs, gc, h, dh, seq_idx, parts, *chunks, T, tokens, whole, G, H, N, P, splits, BC, BN,
+        BP, **STATES[BC > 64].launch(),
     )  # fmt: skip
     tiles = NT * G * (BC // BT)
     ssd_bwd_da_kernel[(tiles * splits,)](
-        C, S, x, step, gc, h, dy, seq_idx, dgc, dS, dD_head, *chunks, T, tokens, G, H, N, P, BC,
+        C, B, x, gs, gc, h, dy, seq_idx, sums[1], dS, *chunks, T, tokens, whole, G, H, N, P, BC,
         splits, BT, BN, BP, **DA.launch(),
     )  # fmt: skip
     if BC > BT:
         ssd_bwd_far_kernel[(NT * G * splits,)](
-            S, x, step, gc, dy, seq_idx, dfar, dS, *chunks, T, tokens, G, H, P, splits, BT, BP,
-            **FAR.launch(),
+            C, B, x, gs, gc, dy, seq_idx, sums[0], dS, *chunks, T, tokens, whole, G, H, N, P,
+            splits, BT, BN, BP, **FAR.launch(),
         )  # fmt: skip
     ssd_bwd_sum_kernel[(NT * G * 2,)](
-        C, B, parts, dS, dB, dC, *chunks, T, tokens, G, N, splits, BC, BN, **SUM[BC > 64].launch()
-    )
+        C, B, parts, dS, dB, dC, *chunks, T, tokens, whole, G, N, splits, BC, BN,
+        **SUM[BC > 64].launch(),
+    )  # fmt: skip
     del parts, dS  # before dx is made
-    dx, m, few = torch.empty_like(x), torch.empty_like(gc), cdiv(H // G, FEW)
+    dx, few = torch.empty_like(x), cdiv(H // G, FEW)
+    dD = gc.new_empty(NT * (BC // BT), H, P) if per > 1 else None
     ssd_bwd_dx_kernel[(tiles * few,)](
-        B, S, x, step, gc, dh, dy, D, seq_idx, dx, dstep, m, dD_channel, *chunks, T, per, G, H,
+        C, B, x, gs, gc, dh, dy, D, seq_idx, dx, sums[2], dD, *chunks, T, tokens, whole, per, G, H,
         N, P, BC, few, BT, BN, BP, **DX.launch(),
     )  # fmt: skip
-    dD = None if dD is None else dD.sum(0).view(D.shape)
-    return dx, dB, dC, dstep, dgc + dfar, m, dD
+    sums = sums.permute(0, 2, 3, 1)  # [6, B, T, H]
+    dgc = sums[0 if BC > BT else 1 : 3].sum(0)
+    if D is not None:
+        dD = (sums[5].sum((0, 1)) if per == 1 else dD.sum(0)).view(D.shape)
+    return dx, dB, dC, sums[3], dgc, sums[4], dD

@@ -14,7 +14,7 @@ from linattn_edu.ops.tensors import wide
 from linattn_edu.packing import Packing
 from linattn_edu.reference.delta.state import state
 from linattn_edu.reference.delta.state_bwd import state_bwd
-from linattn_edu.reference.ssd.chunk_cumsum import chunk_cumsum
+from linattn_edu.reference.ssd.chunk_cumsum import chunk_cumsum, chunk_cumsum_log
 from linattn_edu.reference.ssd.chunk_cumsum_bwd import chunk_cumsum_bwd
 from linattn_edu.reference.ssd.chunk_scan import chunk_scan
 from linattn_edu.reference.ssd.chunk_scan_bwd_da_cs import chunk_scan_bwd_da_cs
@@ -249,7 +249,7 @@ class Stages:
 class FusedStages:
     """Both passes in fused stages, whose scans for the backward pass are the delta rule's."""
 
-    chunk_cumsum: Callable
+    chunk_cumsum_log: Callable
     chunk_scores: Callable
     ssd_fwd: Callable
     state: Callable
@@ -264,7 +264,7 @@ _REFERENCE = Stages(
     chunk_scan_bwd_da_cs, chunk_cumsum_bwd,
 )  # fmt: skip
 _FUSED_REFERENCE = FusedStages(
-    chunk_cumsum, chunk_scores, ssd_fwd, state, state_bwd, ssd_bwd, chunk_cumsum_bwd
+    chunk_cumsum_log, chunk_scores, ssd_fwd, state, state_bwd, ssd_bwd, chunk_cumsum_bwd
 )
 
 
@@ -291,7 +291,7 @@ def _kernels() -> tuple[Stages, FusedStages]:
     """The stages in Triton, which may be missing."""
     from linattn_edu.kernels.delta.state import state
     from linattn_edu.kernels.delta.state_bwd import state_bwd
-    from linattn_edu.kernels.ssd.chunk_cumsum import chunk_cumsum
+    from linattn_edu.kernels.ssd.chunk_cumsum import chunk_cumsum, chunk_cumsum_log
     from linattn_edu.kernels.ssd.chunk_cumsum_bwd import chunk_cumsum_bwd
     from linattn_edu.kernels.ssd.chunk_scan import chunk_scan
     from linattn_edu.kernels.ssd.chunk_scan_bwd_da_cs import chunk_scan_bwd_da_cs
@@ -310,7 +310,7 @@ def _kernels() -> tuple[Stages, FusedStages]:
         chunk_scan_bwd_da_cs, chunk_cumsum_bwd,
     )  # fmt: skip
     fused = FusedStages(
-        chunk_cumsum, chunk_scores, ssd_fwd, state, state_bwd, ssd_bwd, chunk_cumsum_bwd
+        chunk_cumsum_log, chunk_scores, ssd_fwd, state, state_bwd, ssd_bwd, chunk_cumsum_bwd
     )
     return staged, fused
 
@@ -384,11 +384,13 @@ def forward(
     """
     packed = {} if packing is None else {"packing": packing}
     options = {"chunk_size": chunk_size, **packed}
-    step, gc = stages.chunk_cumsum(dt, A, dt_bias, softplus=softplus, limit=(low, high), **options)
+    steps = {"softplus": softplus, "limit": (low, high), **options}
     final = {"output_final_state": output_final_state}
     if isinstance(stages, FusedStages):
+        gs, gc = stages.chunk_cumsum_log(dt, A, dt_bias, **steps)
         S = stages.chunk_scores(C, B, seq_idx, **options)
-        return stages.ssd_fwd(C, B, S, x, step, gc, initial_state, D, z, seq_idx, **final, **packed)
+        return stages.ssd_fwd(C, B, S, x, gs, gc, initial_state, D, z, seq_idx, **final, **packed)
+    step, gc = stages.chunk_cumsum(dt, A, dt_bias, **steps)
     s = stages.chunk_state(B, x, step, gc, seq_idx, **options)
     h, final_state = stages.state_passing(s, gc, initial_state, seq_idx, **final, **options)
     return stages.chunk_scan(C, B, x, step, gc, h, D, z, seq_idx, **options), final_state
@@ -430,21 +432,22 @@ def backward(
     packed = {} if packing is None else {"packing": packing}
     options = {"chunk_size": chunk_size, **packed}
     steps = {"softplus": softplus, "limit": (low, high), **options}
-    step, gc = stages.chunk_cumsum(dt, A, dt_bias, **steps)
     dy, dz, m = dout, None, None
     if isinstance(stages, FusedStages):
-        S = stages.chunk_scores(C, B, seq_idx, **options)
+        gs, gc = stages.chunk_cumsum_log(dt, A, dt_bias, **steps)
         if z is not None:
-            y, _ = stages.ssd_fwd(C, B, S, x, step, gc, initial_state, D, None, seq_idx, **packed)
+            S = stages.chunk_scores(C, B, seq_idx, **options)
+            y, _ = stages.ssd_fwd(C, B, S, x, gs, gc, initial_state, D, None, seq_idx, **packed)
             dy, dz = _through_gate(dout, y, z)
-        h, *_ = stages.state(B, None, x, gc, initial_state, step, seq_idx, **options)
+        h, *_ = stages.state(B, None, x, gc, initial_state, gs, seq_idx, **options)
         dh, _, dh0, dlast = stages.state_bwd(
             C, None, None, gc, dy, None, dht, seq_idx, h, scale=1.0, **options
         )
         dx, dB, dC, dstep, dgc, m, dD = stages.ssd_bwd(
-            C, B, S, x, step, gc, h, dh, dy, D, seq_idx, **packed
+            C, B, x, gs, gc, h, dh, dy, D, seq_idx, **options
         )
     else:
+        step, gc = stages.chunk_cumsum(dt, A, dt_bias, **steps)
         s = stages.chunk_state(B, x, step, gc, seq_idx, **options)
         h, _ = stages.state_passing(s, gc, initial_state, seq_idx, **options)
         del s

@@ -19,7 +19,7 @@ def state(
     u: Tensor,
     gc: Tensor,
     initial_state: Tensor | None = None,
-    step: Tensor | None = None,
+    gs: Tensor | None = None,
     seq_idx: Tensor | None = None,
     *,
     chunk_size: int,
@@ -36,14 +36,15 @@ def state(
 
     Without w nothing is corrected: v_new = u, as in Mamba-2, whose values have a weight each:
 
-        S    <- 2^(gc_last) S + (diag(2^(gc_last - gc) * step) K)^T u
+        S    <- 2^(gc_last) S + (diag(2^(gc_last - gs)) K)^T u,   gs = gc - log2(step)
 
     Args:
         k: [B, T, H, K]. w: [B, T, HV, K] or None. u: [B, T, HV, V]. gc: [B, T, HV] (log2); or
             gc: [B, T, HV, K] and k: kg [B, T, HV, K].
         initial_state: [B, HV, K, V], zero if None.
-        step: [B, T, HV], weights of v_new, and seq_idx: [B, T], the document of each token, over
-            whose end nothing is carried; both with gc [B, T, HV] only.
+        gs: [B, T, HV] of chunk_cumsum_log, in place of gc for what a token writes, and seq_idx:
+            [B, T], the document of each token, over whose end nothing is carried; both with gc
+            [B, T, HV] only.
     Returns:
         h [B, NT, HV, K, V], the state entering each chunk, in k.dtype; v_new [B, T, HV, V] in
         k.dtype, None without w; the final state [B, HV, K, V] in fp32 (fp64 for fp64 input) or
@@ -52,19 +53,18 @@ def state(
     """
     dtype = compute_dtype(k, w, u, gc, initial_state)
     T, HV = gc.shape[1:3]
-    K, U, W, gc, step = (
+    gs = gc if gs is None else gs
+    K, U, W, gc, gs = (
         None if x is None else to_chunks(x.to(dtype), chunk_size)
-        for x in (repeat_heads(k, HV), u, w, pad_gate(gc, chunk_size), step)
+        for x in (repeat_heads(k, HV), u, w, pad_gate(gc, chunk_size), pad_gate(gs, chunk_size))
     )
     B, _, NT, _, DK = K.shape
     last = gc[:, :, :, -1:]
     a = torch.exp2(last)
-    r = torch.exp2(last - gc) if gc.ndim == 4 else None  # with a gate a row, K is decayed already
+    r = torch.exp2(last - gs) if gc.ndim == 4 else None  # with a gate a row, K is decayed already
     if seq_idx is not None:
         ids, before, end = documents(seq_idx, chunk_size)
         r, a = r * (ids == end), a * (end == before)
-    if step is not None:
-        r = r * step
     S = K.new_zeros(B, HV, DK, u.shape[-1]) if initial_state is None else initial_state.to(dtype)
     h, v_new = [], []
     for c in range(NT):

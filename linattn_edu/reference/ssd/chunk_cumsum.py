@@ -46,6 +46,35 @@ def chunk_cumsum(
     return step, from_chunks(to_chunks(gc, chunk_size).cumsum(3), dt.shape[1])
 
 
+def chunk_cumsum_log(
+    dt: Tensor,
+    A: Tensor,
+    dt_bias: Tensor | None = None,
+    *,
+    softplus: bool = False,
+    limit: tuple[float, float] = (0.0, float("inf")),
+    chunk_size: int,
+) -> tuple[Tensor, Tensor]:
+    """chunk_cumsum with the step in the exponent, as the fused stages read it.
+
+        gs = gc - log2(step)
+
+    2^(gc_i - gs_j) is the decay from token j to token i times the step of token j. The step must
+    not be negative; where it is 0, gs is infinite.
+
+    Args:
+        dt, A, dt_bias, softplus, limit: as in chunk_cumsum.
+    Returns:
+        gs and gc [B, T, H] (log2), both fp32 (fp64 for fp64 input).
+    Source: chapter 13.
+    """
+    step, gc = chunk_cumsum(
+        dt, A, dt_bias, softplus=softplus, limit=limit, chunk_size=chunk_size
+    )
+    # eq:ssd-gs   gs = gc - log2(step)
+    return gc - torch.log2(step), gc
+
+
 def steps(
     dt: Tensor,
     dt_bias: Tensor | None,

@@ -1,5 +1,6 @@
 """Mamba-2 in few stages: the output from shared scores, and every gradient of a chunk at once."""
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -40,7 +41,7 @@ def ssd_fwd(
     B: Tensor,
     S: Tensor,
     x: Tensor,
-    step: Tensor,
+    gs: Tensor,
     gc: Tensor,
     initial_state: Tensor | None = None,
     D: Tensor | None = None,
@@ -55,24 +56,24 @@ def ssd_fwd(
         h <- a h + (diag(r * step) B)^T X
 
     Args:
-        C, B, x, step, gc, D, z, seq_idx: as in chunk_scan.  S: [B, T, G, C] of chunk_scores, C the
+        C, B, x, D, z, seq_idx: as in chunk_scan.  gs, gc: of chunk_cumsum_log.  S: [B, T, G, C] of chunk_scores, C the
             tokens of a chunk.  initial_state: [B, H, N, P], or None: zero.
     Returns:
         out [B, T, H, P] in x.dtype; the final state [B, H, N, P] in fp32 (fp64 for fp64 input), or
         None.
     Source: chapter 13.
     """
-    dtype, chunk_size = compute_dtype(C, B, x, step, gc, initial_state), S.shape[3]
+    dtype, chunk_size = compute_dtype(C, B, x, gs, gc, initial_state), S.shape[3]
     T, H = x.shape[1:3]
     # eq:ssd-scan   h <- a h + (diag(r * step) B)^T X
     h, _, final_state = state(
-        B, None, x, gc, initial_state, step, seq_idx, chunk_size=chunk_size,
+        B, None, x, gc, initial_state, gs, seq_idx, chunk_size=chunk_size,
         output_final_state=output_final_state,
     )  # fmt: skip
     e, G, _, _ = decays(gc.to(dtype), seq_idx, chunk_size)
     C_, S, X, step = (
         to_chunks(y.to(dtype), chunk_size)
-        for y in (repeat_heads(C, H), repeat_heads(S, H), x, step)
+        for y in (repeat_heads(C, H), repeat_heads(S, H), x, torch.exp2(gc.to(dtype) - gs))
     )
     # eq:ssd-scores   M = C B^T * G * step
     M = S * G * step[..., None, :]
@@ -91,21 +92,21 @@ def ssd_fwd(
 def ssd_bwd(
     C: Tensor,
     B: Tensor,
-    S: Tensor,
     x: Tensor,
-    step: Tensor,
+    gs: Tensor,
     gc: Tensor,
     h: Tensor,
     dh: Tensor,
     dy: Tensor,
     D: Tensor | None = None,
     seq_idx: Tensor | None = None,
+    *,
+    chunk_size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     """The gradients of x, step, gc, B, C and D: chapters 15 to 19 in one stage.
 
     Args:
-        C, B, x, step, gc, D, seq_idx: as in chunk_scan.  S: [B, T, G, C] of chunk_scores, C the
-            tokens of a chunk.  dy: [B, T, H, P], gradient of y.
+        C, B, x, gs, gc, D, seq_idx: as in ssd_fwd.  dy: [B, T, H, P], gradient of y.
         h: [B, NT, H, N, P] of state.  dh: like h, of state_bwd.
     Returns:
         dx [B, T, H, P], dB and dC [B, T, G, N], in the dtypes of x, B and C; dstep [B, T, H], the
@@ -114,14 +115,17 @@ def ssd_bwd(
         input).
     Source: chapters 15 to 19.
     """
-    dtype, chunk_size = compute_dtype(C, B, x, step, gc, h, dh, dy, D), S.shape[3]
+    dtype = compute_dtype(C, B, x, gs, gc, h, dh, dy, D)
     T, H = x.shape[1:3]
     e, G, r, _ = decays(gc.to(dtype), seq_idx, chunk_size)
-    C_, B_, S, X, dY, step = (
+    step = torch.exp2(gc.to(dtype) - gs)
+    C_, B_, X, dY, step = (
         to_chunks(y.to(dtype), chunk_size)
-        for y in (*(repeat_heads(y, H) for y in (C, B, S)), x, dy, step[..., None])
+        for y in (repeat_heads(C, H), repeat_heads(B, H), x, dy, step[..., None])
     )
     h, ds = (y.to(dtype).transpose(1, 2) for y in (h, dh))
+    # eq:ssd-cb   S = C B^T
+    S = C_ @ B_.mT
     # eq:ssd-dc-inter   inter = diag(e) dY h^T
     # eq:ssd-db-state   dB_head = diag(r * step) X ds^T
     inter, dB = e * (dY @ h.mT), r * step * (X @ ds.mT)
