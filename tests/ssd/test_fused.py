@@ -51,8 +51,12 @@ def test_kernels(T, N, P, C, heads, given, dtype, device, split):
     h, dh = r.h.to(dtype), r.ds.to(dtype)
     args = (r.C, r.B, S, r.x, r.gs, r.gc, r.h0, r.D, r.z, r.seq_idx)
     check_stage(kernels.ssd_fwd, reference.ssd_fwd, args, output_final_state=True)
-    args = (r.C, r.B, r.x, r.gs, r.gc, h, dh, r.dy, r.D, r.seq_idx)
-    check_stage(kernels.ssd_bwd, reference.ssd_bwd, args, chunk_size=C)
+    inputs = (r.C, r.B, r.x, r.gs, r.gc)
+    args = (*inputs, h, dh, r.dy, r.seq_idx)
+    check_stage(kernels.ssd_bwd_bc, reference.ssd_bwd_bc, args, chunk_size=C)
+    *_, dgc, xdy = reference.ssd_bwd_bc(*args, chunk_size=C)
+    args = (*inputs, dh, r.dy, xdy, dgc, r.D, r.seq_idx)
+    check_stage(kernels.ssd_bwd_dx, reference.ssd_bwd_dx, args, chunk_size=C)
 
 
 @pytest.mark.parametrize(tuple(AXES), pairs(**AXES | {"P": (33, 64, 128)}), ids=name)

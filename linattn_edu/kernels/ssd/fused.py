@@ -16,6 +16,7 @@ from linattn_edu.kernels.tiles import (
     dot,
     load_gate,
     load_tile,
+    load_vector,
     row,
     store_tile,
 )
@@ -253,10 +254,12 @@ def ssd_bwd_dx_kernel(
     gc_ptr,  # [H, B, T] log2
     dh_ptr,  # [B, NT, H, N, P]
     dy_ptr,  # [B, T, H, P]
+    xdy_ptr,  # [H, B, T]
+    dgc_ptr,  # [H, B, T]
     D_ptr,  # [H, PER] or None
     seq_ptr,  # [B, T] or None
     dx_ptr,  # [B, T, H, P] out
-    sums_ptr,  # [3, H, B, T] out: the part of dgc by the columns of the scores; dstep; m
+    sums_ptr,  # [3, H, B, T] out: dgc; dstep; m
     dD_ptr,  # [NT, TILES, H, P] out: of D [H, P]; or None
     cu_ptr,  # [NS + 1] or None
     chunks_ptr,  # [NT, 2] or None
@@ -315,6 +318,7 @@ def ssd_bwd_dx_kernel(
     i_gate = (i_g * HEADS + i_split * PART).to(tl.int64) * tokens + first
     last, mid = tl.load(gc_ptr + i_gate + n_last), tl.load(gc_ptr + i_gate + n_mid)
     b_gs = load_step(gs_ptr + i_gate + start, o_t, n_own)
+    b_xdy = load_vector(xdy_ptr + i_gate + start, o_t, n_own)
     for i_s in range(i_split * PART, tl.minimum(i_split * PART + PART, HEADS)):
         i_h = i_g * HEADS + i_s
         i, i_S = own * H + i_h, (i_c * H + i_h) * N * P
@@ -323,7 +327,8 @@ def ssd_bwd_dx_kernel(
         b_ds = load_tile(dh_ptr + i_S, o_n, o_p, P, N, P)  # [BN, BP]
         i_own = i_gate + start
         b_gc = load_gate(gc_ptr + i_own, o_t, 1, n_own)
-        b_step = tl.exp2(b_gc - b_gs)
+        b_step, b_own = tl.exp2(b_gc - b_gs), b_diag * b_xdy
+        b_dgc = load_vector(dgc_ptr + i_own, o_t, n_own)
         if D_ptr is not None:
             b_D = past_state(D_ptr, i_h, o_p, P, PER)
         b_r, b_a = tl.exp2(mid - b_gc), tl.exp2(last - mid)
@@ -337,6 +342,7 @@ def ssd_bwd_dx_kernel(
         i_gate += tl.where(i_s + 1 < HEADS, tokens, 0)
         last, mid = tl.load(gc_ptr + i_gate + n_last), tl.load(gc_ptr + i_gate + n_mid)
         b_gs = load_step(gs_ptr + i_gate + start, o_t, n_own)
+        b_xdy = load_vector(xdy_ptr + i_gate + start, o_t, n_own)
         b_dxs = dot(b_B, b_ds) * b_a
         if seq_ptr is not None:
             b_dxs = tl.where((b_id == end)[:, None], b_dxs, 0.0)
@@ -350,9 +356,8 @@ def ssd_bwd_dx_kernel(
         # eq:ssd-dstep   dstep_j = x_j . dXs_j
         b_dstep = tl.sum(b_x.to(tl.float32) * b_dxs, 1)
         # eq:ssd-dgc-scores   dgc = rowsum(W) - colsum(W), W = M * dY X^T below the diagonal
-        b_rest = b_dxs - b_diag[:, None] * b_dy.to(tl.float32)
-        b_cols = b_step * tl.sum(b_x.to(tl.float32) * b_rest, 1)
-        b_sums = tl.join(tl.join(b_m - b_cols, b_m), tl.join(b_dstep, b_m))  # the last varies fastest
+        b_dgc += b_m - b_step * (b_dstep - b_own)
+        b_sums = tl.join(tl.join(b_dgc, b_m), tl.join(b_dstep, b_m))  # the last varies fastest
         plane = H * tokens.to(tl.int64)
         store_sums(sums_ptr + i_own, tl.reshape(b_sums, [BT, 4]), o_t, plane, n_own, 3)
         # eq:ssd-dx   dX = diag(step) dXs + D dY
@@ -377,8 +382,7 @@ def ssd_bwd_da_kernel(
     h_ptr,  # [B, NT, H, N, P]
     dy_ptr,  # [B, T, H, P]
     seq_ptr,  # [B, T] or None
-    sums_ptr,  # [5, H, B, T] out: the first, dgc by what a token reads in its tile, and the last,
-    # each token's part of D [H]
+    sums_ptr,  # [2, H, B, T] out: dgc by what a token reads in its tile; x . dY
     dS_ptr,  # [SPLITS, B, T, G, BC] out: rows of dscores, on the diagonal
     cu_ptr,  # [NS + 1] or None
     chunks_ptr,  # [NT, 2] or None
@@ -441,14 +445,13 @@ def ssd_bwd_da_kernel(
         b_dgc = b_e * tl.sum(b_dy.to(tl.float32) * dot(b_C, b_h), 1)
         # eq:ssd-dscores   dscores = sum over heads of dY X^T * G * step
         b_W = dot(b_dy, tl.trans(b_x))
-        # eq:ssd-dd   dD = sum over tokens of dY * X
-        b_dD = tl.sum(tl.where(same, b_W, 0.0), 1)
+        b_xdy = tl.sum(tl.where(same, b_W, 0.0), 1)
         b_W *= b_G
         b_dS += b_W
         # eq:ssd-dgc-scores   dgc = rowsum(W) - colsum(W), W = M * dY X^T below the diagonal
         b_dgc += tl.sum(b_W * b_S, 1)
-        plane = 4 * H * tokens.to(tl.int64)
-        store_sums(sums_ptr + i_gate, tl.join(b_dgc, b_dD), o_t, plane, n_own, 2)
+        plane = H * tokens.to(tl.int64)
+        store_sums(sums_ptr + i_gate, tl.join(b_dgc, b_xdy), o_t, plane, n_own, 2)
         i_h += 1
         i_gate = i_next
 
@@ -466,7 +469,7 @@ def ssd_bwd_far_kernel(
     gc_ptr,  # [H, B, T] log2
     dy_ptr,  # [B, T, H, P]
     seq_ptr,  # [B, T] or None
-    sums_ptr,  # [H, B, T] out: dgc by what the second tile reads of the first
+    dgc_ptr,  # [H, B, T] of da, to which is added what the second tile reads of the first
     dS_ptr,  # [SPLITS, B, T, G, 2 * BT] out: rows of dscores, off the diagonal
     cu_ptr,  # [NS + 1] or None
     chunks_ptr,  # [NT, 2] or None
@@ -510,6 +513,7 @@ def ssd_bwd_far_kernel(
         i_1 = i_0 + BT * H
         b_x = load_tile(x_ptr + i_0 * P, o_t, o_p, H * P, n_t, P)  # [BT, BP]
         b_dy = load_tile(dy_ptr + i_1 * P, o_t, o_p, H * P, n_1, P)  # [BT, BP]
+        b_dgc = load_vector(dgc_ptr + i_gate, BT + o_t, n_t)
         b_r, b_e = tl.exp2(mid - b_gs), tl.exp2(tl.minimum(b_gc1 - mid, 0.0))
         # of the next head, one head ahead
         i_next = i_gate + tl.where(i_s + 1 < n_heads, tokens, 0)
@@ -519,8 +523,8 @@ def ssd_bwd_far_kernel(
         b_W = dot(b_dy, tl.trans(b_x)) * b_e[:, None] * b_r[None, :]
         b_dS += b_W
         # eq:ssd-dgc-scores   dgc = rowsum(W) - colsum(W), W = M * dY X^T below the diagonal
-        tl.store(sums_ptr + i_gate + o_t, tl.zeros([BT], tl.float32), mask=o_t < n_t)
-        tl.store(sums_ptr + i_gate + BT + o_t, tl.sum(b_W * b_S, 1), mask=o_t < n_1)
+        b_dgc += tl.sum(b_W * b_S, 1)
+        tl.store(dgc_ptr + i_gate + BT + o_t, b_dgc, mask=o_t < n_1)
         i_0 += 1
         i_gate = i_next
 
@@ -729,7 +733,7 @@ def ssd_fwd(
     return out, last
 
 
-def ssd_bwd(
+def ssd_bwd_bc(
     C: Tensor,
     B: Tensor,
     x: Tensor,
@@ -738,13 +742,12 @@ def ssd_bwd(
     h: Tensor,
     dh: Tensor,
     dy: Tensor,
-    D: Tensor | None = None,
     seq_idx: Tensor | None = None,
     *,
     chunk_size: int,
     packing: Packing | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """Launch ssd_bwd's kernels; arguments and result as in the reference."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Launch ssd_bwd_bc's kernels; arguments and result as in the reference."""
     n, T, H, P = x.shape
     G, N = B.shape[2:]
     gs, gc = by_head(gs), by_head(gc)
@@ -752,37 +755,59 @@ def ssd_bwd(
     BT, (BN, BP) = min(BC, TOKENS), _widths(N)
     whole = packing is None and T % BC == 0
     NT, *chunks = chunk_args(x, BC, packing)
-    per = 1 if D is None else D.numel() // H
-    dB, dC = torch.empty_like(B), torch.empty_like(C)
-    sums, dS = gc.new_empty(6, H, n, T), gc.new_empty(splits, n, T, G, BC)
-    parts = gc.new_empty(splits, 2, *B.shape)
+    dB, dC, sums = torch.empty_like(B), torch.empty_like(C), gc.new_empty(2, H, n, T)
+    parts, dS = gc.new_empty(splits, 2, *B.shape), gc.new_empty(splits, n, T, G, BC)
     ssd_bwd_states_kernel[(NT * G * splits * 2,)](
         x, dy, gs, gc, h, dh, seq_idx, parts, *chunks, T, tokens, whole, G, H, N, P, splits, BC, BN,
         BP, **STATES[BC > 64].launch(),
     )  # fmt: skip
-    tiles = NT * G * (BC // BT)
-    ssd_bwd_da_kernel[(tiles * splits,)](
-        C, B, x, gs, gc, h, dy, seq_idx, sums[1], dS, *chunks, T, tokens, whole, G, H, N, P, BC,
+    ssd_bwd_da_kernel[(NT * G * splits * (BC // BT),)](
+        C, B, x, gs, gc, h, dy, seq_idx, sums, dS, *chunks, T, tokens, whole, G, H, N, P, BC,
         splits, BT, BN, BP, **DA.launch(),
     )  # fmt: skip
     if BC > BT:
         ssd_bwd_far_kernel[(NT * G * splits,)](
-            C, B, x, gs, gc, dy, seq_idx, sums[0], dS, *chunks, T, tokens, whole, G, H, N, P,
-            splits, BT, BN, BP, **FAR.launch(),
+            C, B, x, gs, gc, dy, seq_idx, sums, dS, *chunks, T, tokens, whole, G, H, N, P, splits,
+            BT, BN, BP, **FAR.launch(),
         )  # fmt: skip
     ssd_bwd_sum_kernel[(NT * G * 2,)](
         C, B, parts, dS, dB, dC, *chunks, T, tokens, whole, G, N, splits, BC, BN,
         **SUM[BC > 64].launch(),
     )  # fmt: skip
-    del parts, dS  # before dx is made
-    dx, few = torch.empty_like(x), cdiv(H // G, FEW)
+    return dB, dC, *sums.permute(0, 2, 3, 1)
+
+
+def ssd_bwd_dx(
+    C: Tensor,
+    B: Tensor,
+    x: Tensor,
+    gs: Tensor,
+    gc: Tensor,
+    dh: Tensor,
+    dy: Tensor,
+    xdy: Tensor,
+    dgc: Tensor,
+    D: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    *,
+    chunk_size: int,
+    packing: Packing | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """Launch ssd_bwd_dx_kernel; arguments and result as in the reference."""
+    n, T, H, P = x.shape
+    G, N = B.shape[2:]
+    gs, gc, xdy, dgc = (by_head(y) for y in (gs, gc, xdy, dgc))
+    BC, BT, few = chunk_size, min(chunk_size, TOKENS), cdiv(H // G, FEW)
+    whole = packing is None and T % BC == 0
+    NT, *chunks = chunk_args(x, BC, packing)
+    per = 1 if D is None else D.numel() // H
+    dx, sums = torch.empty_like(x), gc.new_empty(3, H, n, T)
     dD = gc.new_empty(NT * (BC // BT), H, P) if per > 1 else None
-    ssd_bwd_dx_kernel[(tiles * few,)](
-        C, B, x, gs, gc, dh, dy, D, seq_idx, dx, sums[2], dD, *chunks, T, tokens, whole, per, G, H,
-        N, P, BC, few, BT, BN, BP, **DX.launch(),
+    ssd_bwd_dx_kernel[(NT * G * few * (BC // BT),)](
+        C, B, x, gs, gc, dh, dy, xdy, dgc, D, seq_idx, dx, sums, dD, *chunks, T, n * T, whole, per,
+        G, H, N, P, BC, few, BT, *_widths(N), **DX.launch(),
     )  # fmt: skip
-    sums = sums.permute(0, 2, 3, 1)  # [6, B, T, H]
-    dgc = sums[0 if BC > BT else 1 : 3].sum(0)
+    dgc, dstep, m = sums.permute(0, 2, 3, 1)
     if D is not None:
-        dD = (sums[5].sum((0, 1)) if per == 1 else dD.sum(0)).view(D.shape)
-    return dx, dB, dC, sums[3], dgc, sums[4], dD
+        dD = (xdy.sum((0, 1)) if per == 1 else dD.sum(0)).view(D.shape)
+    return dx, dstep, dgc, m, dD

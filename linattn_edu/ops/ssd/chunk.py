@@ -23,7 +23,7 @@ from linattn_edu.reference.ssd.chunk_scan_bwd_dstates import chunk_scan_bwd_dsta
 from linattn_edu.reference.ssd.chunk_scan_chunk_state_bwd_dx import chunk_scan_chunk_state_bwd_dx
 from linattn_edu.reference.ssd.chunk_state import chunk_state
 from linattn_edu.reference.ssd.chunk_state_bwd_db import chunk_state_bwd_db
-from linattn_edu.reference.ssd.fused import chunk_scores, ssd_bwd, ssd_fwd
+from linattn_edu.reference.ssd.fused import chunk_scores, ssd_bwd_bc, ssd_bwd_dx, ssd_fwd
 from linattn_edu.reference.ssd.state_passing import state_passing
 from linattn_edu.reference.ssd.state_passing_bwd import state_passing_bwd
 
@@ -254,7 +254,8 @@ class FusedStages:
     ssd_fwd: Callable
     state: Callable
     state_bwd: Callable
-    ssd_bwd: Callable
+    ssd_bwd_bc: Callable
+    ssd_bwd_dx: Callable
     chunk_cumsum_bwd: Callable
 
 
@@ -264,7 +265,8 @@ _REFERENCE = Stages(
     chunk_scan_bwd_da_cs, chunk_cumsum_bwd,
 )  # fmt: skip
 _FUSED_REFERENCE = FusedStages(
-    chunk_cumsum_log, chunk_scores, ssd_fwd, state, state_bwd, ssd_bwd, chunk_cumsum_bwd
+    chunk_cumsum_log, chunk_scores, ssd_fwd, state, state_bwd, ssd_bwd_bc, ssd_bwd_dx,
+    chunk_cumsum_bwd
 )
 
 
@@ -300,7 +302,7 @@ def _kernels() -> tuple[Stages, FusedStages]:
     from linattn_edu.kernels.ssd.chunk_scan_chunk_state_bwd_dx import chunk_scan_chunk_state_bwd_dx
     from linattn_edu.kernels.ssd.chunk_state import chunk_state
     from linattn_edu.kernels.ssd.chunk_state_bwd_db import chunk_state_bwd_db
-    from linattn_edu.kernels.ssd.fused import chunk_scores, ssd_bwd, ssd_fwd
+    from linattn_edu.kernels.ssd.fused import chunk_scores, ssd_bwd_bc, ssd_bwd_dx, ssd_fwd
     from linattn_edu.kernels.ssd.state_passing import state_passing
     from linattn_edu.kernels.ssd.state_passing_bwd import state_passing_bwd
 
@@ -310,7 +312,8 @@ def _kernels() -> tuple[Stages, FusedStages]:
         chunk_scan_bwd_da_cs, chunk_cumsum_bwd,
     )  # fmt: skip
     fused = FusedStages(
-        chunk_cumsum_log, chunk_scores, ssd_fwd, state, state_bwd, ssd_bwd, chunk_cumsum_bwd
+        chunk_cumsum_log, chunk_scores, ssd_fwd, state, state_bwd, ssd_bwd_bc, ssd_bwd_dx,
+        chunk_cumsum_bwd
     )
     return staged, fused
 
@@ -443,8 +446,10 @@ def backward(
         dh, _, dh0, dlast = stages.state_bwd(
             C, None, None, gc, dy, None, dht, seq_idx, h, scale=1.0, **options
         )
-        dx, dB, dC, dstep, dgc, m, dD = stages.ssd_bwd(
-            C, B, x, gs, gc, h, dh, dy, D, seq_idx, **options
+        dB, dC, dgc, xdy = stages.ssd_bwd_bc(C, B, x, gs, gc, h, dh, dy, seq_idx, **options)
+        del h  # before dx is made
+        dx, dstep, dgc, m, dD = stages.ssd_bwd_dx(
+            C, B, x, gs, gc, dh, dy, xdy, dgc, D, seq_idx, **options
         )
     else:
         step, gc = stages.chunk_cumsum(dt, A, dt_bias, **steps)
