@@ -120,7 +120,7 @@ FORWARD_STAGES = {
     "kda": ("gate_cumsum", "kda_intra", "wy", "state", "output"),
     "ssd": (
         "chunk_cumsum", "chunk_state", "state_passing", "chunk_scan",
-        "chunk_scores", "ssd_fwd", "state",
+        "chunk_cumsum_log", "chunk_scores", "ssd_fwd", "state",
     ),
 }  # fmt: skip
 ADJOINT_STAGES = {
@@ -129,13 +129,15 @@ ADJOINT_STAGES = {
     "ssd": (
         "chunk_scan_bwd_dstates", "state_passing_bwd", "chunk_state_bwd_db", "chunk_scan_bwd_dc",
         "chunk_scan_chunk_state_bwd_dx", "chunk_scan_bwd_da_cs", "chunk_cumsum_bwd",
-        "state_bwd", "ssd_bwd",
+        "state_bwd", "ssd_bwd_bc", "ssd_bwd_dx",
     ),
 }  # fmt: skip
 STAGES = {op: (*FORWARD_STAGES[op], *ADJOINT_STAGES[op]) for op in FORWARD_STAGES}
 
 # of Mamba-2, in chunks twice as long as those of its other stages
-SSD_FUSED = ("chunk_scores", "ssd_fwd", "state", "state_bwd", "ssd_bwd")
+SSD_FUSED = (
+    "chunk_cumsum_log", "chunk_scores", "ssd_fwd", "state", "state_bwd", "ssd_bwd_bc", "ssd_bwd_dx",
+)  # fmt: skip
 
 # of KDA, with the promise that no log decay of a token is below the bound
 SAFE_BOUND = -5.0
@@ -261,7 +263,7 @@ def _ssd_bytes(c: Case, what: str, chunk: int) -> int:
     x = dx = dy = out = tokens * c.HV * c.V * c.size
     B = C = dB = dC = tokens * c.H * c.K * c.size
     dB_state = tokens * c.H * c.K * GATE_BYTES
-    dt = ddt = step = gc = dgc = dstep = m = tokens * c.HV * GATE_BYTES
+    dt = ddt = step = gs = gc = dgc = dstep = xdy = m = tokens * c.HV * GATE_BYTES
     A = dA = D = dD = c.HV * GATE_BYTES
     S = tokens * c.H * chunk * c.size
     dlast = chunks * c.HV * GATE_BYTES
@@ -277,12 +279,13 @@ def _ssd_bytes(c: Case, what: str, chunk: int) -> int:
     forward = inputs + out
     return {
         "chunk_cumsum": dt + A + step + gc,
+        "chunk_cumsum_log": dt + A + gs + gc,
         "chunk_state": B + x + step + gc + s,
         "state_passing": s + gc + s,
         "chunk_scan": C + B + x + step + gc + s + D + out,
         "chunk_scores": C + B + S,
-        "state": B + x + gc + step + h,
-        "ssd_fwd": C + B + S + x + step + gc + D + out,
+        "state": B + x + gs + dlast + h,  # gc of each chunk's last token
+        "ssd_fwd": C + B + S + x + gs + gc + D + out,
         "chunk_scan_bwd_dstates": C + gc + dy + s,
         "state_passing_bwd": s + gc + s + s + dlast + dh0,
         "chunk_state_bwd_db": B + x + step + gc + s + dB_state + dgc + dlast,
@@ -291,23 +294,8 @@ def _ssd_bytes(c: Case, what: str, chunk: int) -> int:
         "chunk_scan_bwd_da_cs": C + B + x + step + gc + dy + dgc,
         "chunk_cumsum_bwd": dgc + dlast + dstep + dt + A + ddt + dA,
         "state_bwd": C + gc + dy + h + dh + dh0 + dlast,
-        "ssd_bwd": C
-        + B
-        + S
-        + x
-        + step
-        + gc
-        + h
-        + dh
-        + dy
-        + D
-        + dx
-        + dB
-        + dC
-        + dstep
-        + dgc
-        + m
-        + dD,
+        "ssd_bwd_bc": C + B + x + gs + gc + h + dh + dy + dB + dC + dgc + xdy,
+        "ssd_bwd_dx": (C + B + x + gs + gc + dh + dy + xdy + dgc + D + dx + dstep + dgc + m + dD),
         "forward": forward,
         "forward_backward": forward + inputs + dy + inputs,  # the gradients are like the inputs
         "decode_inplace": forward + 2 * state,
@@ -420,6 +408,7 @@ def _ssd_chunk_flops(c: Case, what: str, n: int) -> int:
     state, elements = 2 * n * c.K * c.V * c.HV, c.K * c.V * c.HV
     stages = {
         "chunk_cumsum": 2 * n * c.HV,
+        "chunk_cumsum_log": 3 * n * c.HV,
         "chunk_state": state,
         "state_passing": 2 * elements,
         "chunk_scan": state + scores + lower_v,
@@ -438,11 +427,15 @@ def _ssd_chunk_flops(c: Case, what: str, n: int) -> int:
         # the sum from behind, times A and added to dstep, times the step and summed
         "chunk_cumsum_bwd": 5 * n * c.HV,
         "state_bwd": state,
-        # dY h^T, X ds^T, B ds; dY X^T and (S * G)^T dY; dscores B and dscores^T C
-        "ssd_bwd": 3 * state + 2 * lower_v + 2 * scores,
+        # C B^T; dY h^T, X ds^T; dY X^T; dscores B and dscores^T C
+        "ssd_bwd_bc": 2 * state + lower_v + 3 * scores,
+        # C B^T; B ds; (C B^T * G)^T dY
+        "ssd_bwd_dx": state + lower_v + scores,
     }
     stages["forward"] = scores + stages["ssd_fwd"]
-    stages[TRAINING] = stages["forward"] + stages["state_bwd"] + stages["ssd_bwd"]
+    # of C B^T once
+    gradients = stages["ssd_bwd_bc"] + stages["ssd_bwd_dx"] - 2 * scores
+    stages[TRAINING] = stages["forward"] + stages["state_bwd"] + gradients
     return stages[what]
 
 

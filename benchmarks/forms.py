@@ -191,13 +191,11 @@ class SSDStageArguments(StageArguments):
     def dy(self) -> Tensor:
         return gradient(self.i.x)
 
-    @cached_property
-    def steps(self) -> tuple[Tensor, Tensor]:
-        """step and gc of the longer chunks."""
-        return stage_function("chunk_cumsum", self.impl)(self.i.dt, self.i.A, **self.longer)
-
     def _chunk_cumsum(self):
         return (self.i.dt, self.i.A), self.options
+
+    def _chunk_cumsum_log(self):
+        return (self.i.dt, self.i.A), self.longer
 
     def _chunk_state(self):
         return (self.i.B, self.i.x, *self.made("chunk_cumsum")), self.options
@@ -244,23 +242,36 @@ class SSDStageArguments(StageArguments):
         return (self.i.C, self.i.B), self.longer
 
     def _state(self):
-        step, gc = self.steps
-        return (self.i.B, None, self.i.x, gc, None, step), self.longer
+        gs, gc = self.made("chunk_cumsum_log")
+        return (self.i.B, None, self.i.x, gc, None, gs), self.longer
 
     def _ssd_fwd(self):
         i = self.i
-        return (i.C, i.B, self.made("chunk_scores"), i.x, *self.steps, None, i.D), {}
+        return (
+            i.C,
+            i.B,
+            self.made("chunk_scores"),
+            i.x,
+            *self.made("chunk_cumsum_log"),
+            None,
+            i.D,
+        ), {}
 
     def _state_bwd(self):
-        (_, gc), (h, *_) = self.steps, self.made("state")
+        (_, gc), (h, *_) = self.made("chunk_cumsum_log"), self.made("state")
         return (self.i.C, None, None, gc, self.dy, None, None, None, h), self.longer | {
             "scale": 1.0
         }
 
-    def _ssd_bwd(self):
+    def _ssd_bwd_bc(self):
         i, (h, *_), (dh, *_) = self.i, self.made("state"), self.made("state_bwd")
-        S = self.made("chunk_scores")
-        return (i.C, i.B, S, i.x, *self.steps, h, dh, self.dy, i.D), {}
+        return (i.C, i.B, i.x, *self.made("chunk_cumsum_log"), h, dh, self.dy), self.longer
+
+    def _ssd_bwd_dx(self):
+        i, (dh, *_) = self.i, self.made("state_bwd")
+        *_, dgc, xdy = self.made("ssd_bwd_bc")
+        given = i.C, i.B, i.x, *self.made("chunk_cumsum_log")
+        return (*given, dh, self.dy, xdy, dgc, i.D), self.longer
 
 
 def stage_arguments(i: GDNInputs | Scan, chunk_size: int, impl: str = "triton") -> StageArguments:

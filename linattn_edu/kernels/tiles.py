@@ -221,6 +221,11 @@ def sequence_args(x: torch.Tensor, packing: Packing | None):
     return packing.sequences, packing.cu_seqlens, packing.chunk_offsets
 
 
+def whole(x: torch.Tensor, chunk_size: int, packing: Packing | None) -> bool:
+    """Whether every chunk of x [B, T, ...] has chunk_size tokens."""
+    return packing is None and x.shape[1] % chunk_size == 0
+
+
 def states(x: torch.Tensor, chunk_size: int, packing: Packing | None) -> tuple[int, int]:
     """(B, NT) of the states h of x [B, T, ...]: one for each chunk."""
     if packing is None:

@@ -202,7 +202,7 @@ def fused_ssd_launches(N, P, dtype):
         step, A, D = torch.empty(1, T, 2), torch.empty(2), torch.empty(2, P)
         h, dht = torch.empty(1, 1, 2, N, P, dtype=dtype), torch.empty(1, 2, N, P)
         ids, options = torch.empty(1, T, dtype=torch.int32), {"chunk_size": T}
-        chunk_cumsum.chunk_cumsum(step, A, A, softplus=True, **options)
+        chunk_cumsum.chunk_cumsum_log(step, A, A, softplus=True, **options)
         S = ssd_fused.chunk_scores(BC, BC, **options)
         ssd_fused.chunk_scores(BC, BC, ids, **options)
         whole = torch.empty(1, ssd_fused.PART + T, 2, max(N, P), dtype=dtype)
@@ -226,7 +226,9 @@ def fused_ssd_launches(N, P, dtype):
             state_bwd.state_bwd(
                 BC, None, None, step, x, None, dht, seq_idx, h, scale=1.0, **options
             )
-            ssd_fused.ssd_bwd(BC, BC, S, x, step, step, h, h, x, D_, seq_idx)
+            given = BC, BC, x, step, step
+            ssd_fused.ssd_bwd_bc(*given, h, h, x, seq_idx, **options)
+            ssd_fused.ssd_bwd_dx(*given, h, x, step, step, D_, seq_idx, **options)
         chunk_cumsum_bwd.chunk_cumsum_bwd(
             step, torch.empty(1, 1, 2), step, step, A, A, step, softplus=True, **options
         )

@@ -19,6 +19,7 @@ from linattn_edu.kernels.tiles import (
     sequence_args,
     states,
     store_tile,
+    whole,
 )
 from linattn_edu.packing import Packing
 
@@ -166,6 +167,6 @@ def state(
     state_kernel[grid](
         k, w, u, gc, initial_state, gs, seq_idx, h, v_new, final_state, *sequences,
         T, *gc.stride()[1:3], H, HV, K, V, BT=chunk_size, CHANNEL=gc.ndim == 4,
-        WHOLE=w is None and packing is None and T % chunk_size == 0, **config,
+        WHOLE=w is None and whole(k, chunk_size, packing), **config,
     )  # fmt: skip
     return h, v_new, final_state

@@ -20,6 +20,7 @@ from linattn_edu.kernels.tiles import (
     sequence_args,
     states,
     store_tile,
+    whole,
 )
 from linattn_edu.packing import Packing
 
@@ -197,6 +198,6 @@ def state_bwd(
     state_bwd_kernel[grid](
         q, k, w, gc, do, dv_out, dht, seq_idx, h, dh, dv_new, dh0, parts,
         scale, *sequences, T, *gc.stride()[1:3], H, HV, K, V, BT=chunk_size, CHANNEL=gc.ndim == 4,
-        WHOLE=w is None and packing is None and T % chunk_size == 0, **config,
+        WHOLE=w is None and whole(q, chunk_size, packing), **config,
     )  # fmt: skip
     return (dh, dv_new, dh0) if h is None else (dh, dv_new, dh0, parts.sum((-1, -2)))

@@ -68,7 +68,8 @@ def chunk_cumsum_kernel(
     b_gc = tl.cumsum(b_g, axis=0)
     if LOG:
         # eq:ssd-gs   gs = gc - log2(step)
-        b_step = b_gc - tl.log2(b_step)
+        b_some = tl.where(b_step == 0.0, 1.0, b_step)
+        b_step = tl.where(b_step == 0.0, float("inf"), b_gc - tl.log2(b_some))
     o = first * stride_t + o_t[:, None] * stride_t + o_h[None, :] * stride_h
     mask = (o_t < n_t)[:, None] & (o_h < H)[None, :]
     tl.store(step_ptr + o, b_step, mask=mask)

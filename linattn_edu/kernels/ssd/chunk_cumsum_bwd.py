@@ -27,7 +27,7 @@ def chunk_cumsum_bwd_kernel(
     dt_ptr,  # [B, T, H]
     A_ptr,  # [H]
     bias_ptr,  # [H] or None
-    m_ptr,  # [B, T, H] or None: taken from dgc and added to dlast
+    m_ptr,  # [B, T, H] or None: added to dlast
     ddt_ptr,  # [B, T, H] out
     sums_ptr,  # [NT, 2, H] out: of dA, and of ddt, over the chunk
     low,
@@ -60,9 +60,7 @@ def chunk_cumsum_bwd_kernel(
     # eq:ssd-da   da_i = dlast + reverse cumsum(dgc)
     b_dlast = load_vector(dlast_ptr + i_c * H, o_h, H)
     if m_ptr is not None:
-        b_m = tl.load(m_ptr + o, mask=mask, other=0.0)  # [BT, BH]
-        b_dgc -= b_m
-        b_dlast += tl.sum(b_m, 0)
+        b_dlast += tl.sum(tl.load(m_ptr + o, mask=mask, other=0.0), 0)
     b_da = tl.cumsum(b_dgc, axis=0, reverse=True) + b_dlast[None, :]
     # 0 where chunk_cumsum held step A at its floor, and for tokens that do not exist
     b_da = tl.where((b_step * b_A * LOG2E < -150.0) | (o_t >= n_t)[:, None], 0.0, b_da)

@@ -19,8 +19,30 @@ from linattn_edu.kernels.tiles import (
     load_vector,
     row,
     store_tile,
+    whole,
 )
 from linattn_edu.packing import Packing
+
+
+@triton.jit
+def tile_of(pid, cu_ptr, chunks_ptr, T, H: tl.constexpr, G: tl.constexpr, SPLITS: tl.constexpr,
+            BC: tl.constexpr, BT: tl.constexpr, WHOLE: tl.constexpr):  # fmt: skip
+    """What program pid works on: BT tokens of a chunk of BC, and some heads of a group.
+
+    WHOLE: every chunk has BC tokens, so that no load needs a mask.
+    Returns the tile's first token in the chunk; the group, which of its SPLITS parts, the first
+    head and the number of heads of the part; and, as `chunk_of`, the chunk and its tokens.
+    """
+    TILES: tl.constexpr = BC // BT
+    HEADS: tl.constexpr = H // G
+    MOST: tl.constexpr = (HEADS + SPLITS - 1) // SPLITS
+    i_gs, i_c, first, n_t = chunk_of(pid // TILES, cu_ptr, chunks_ptr, T, G * SPLITS, BC)
+    if WHOLE:
+        n_t = BC
+    i_g, i_split = i_gs // SPLITS, i_gs % SPLITS
+    i_0 = i_split * MOST
+    n_heads = tl.minimum(MOST, HEADS - i_0)
+    return pid % TILES * BT, i_g, i_split, i_g * HEADS + i_0, n_heads, i_c, first, n_t
 
 
 @triton.jit
@@ -42,7 +64,7 @@ def store_sums(sums_ptr, b_sums, o_t, plane, n_t, n):
 
 @triton.jit
 def decay(b_gc, b_gs):
-    """G * step where the row comes after the column, and elsewhere some number: scores are zero.
+    """G * step where the row comes after the column, and elsewhere a number: scores are zero there.
 
     The log decays of all tokens are <= 0: `ops.ssd` takes other kernels for steps below zero.
     """
@@ -174,7 +196,7 @@ def ssd_fwd_kernel(
     parts_ptr,  # [NP, 2] or None
     T,
     tokens,  # B * T
-    WHOLE: tl.constexpr,
+    WHOLE: tl.constexpr,  # every chunk has as many tokens as it may
     PER: tl.constexpr,
     G: tl.constexpr, H: tl.constexpr, N: tl.constexpr, P: tl.constexpr,
     PART: tl.constexpr, BC: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr,
@@ -265,7 +287,7 @@ def ssd_bwd_dx_kernel(
     chunks_ptr,  # [NT, 2] or None
     T,
     tokens,  # B * T
-    WHOLE: tl.constexpr,
+    WHOLE: tl.constexpr,  # every chunk has as many tokens as it may
     PER: tl.constexpr,
     G: tl.constexpr, H: tl.constexpr, N: tl.constexpr, P: tl.constexpr,
     BC: tl.constexpr, SPLITS: tl.constexpr,
@@ -278,28 +300,19 @@ def ssd_bwd_dx_kernel(
     Reference: linattn_edu.reference.ssd.fused.
     """
     TILES: tl.constexpr = BC // BT
-    i_tile = tl.program_id(0) % TILES
-    i_gs, i_c, first, n_t = chunk_of(
-        tl.program_id(0) // TILES, cu_ptr, chunks_ptr, T, G * SPLITS, BC
+    start, i_g, _, i_h, n_heads, i_c, first, n_t = tile_of(
+        tl.program_id(0), cu_ptr, chunks_ptr, T, H, G, SPLITS, BC, BT, WHOLE
     )
-    i_g, i_split = i_gs // SPLITS, i_gs % SPLITS
-    HEADS: tl.constexpr = H // G
-    PART: tl.constexpr = (HEADS + SPLITS - 1) // SPLITS
-    start = i_tile * BT
-    own, n_own = first + start, n_t - start
-    if WHOLE:
-        n_t, n_own = BC, BT
-    n_far = tl.where(i_tile == 0, n_t - BT, 0)  # tokens of the second tile, for the first
+    own, n_own = first + start, BT if WHOLE else n_t - start
+    n_far = tl.where(start == 0, n_t - BT, 0)  # tokens of the second tile, for the first
     o_t, o_n, o_p = tl.arange(0, BT), tl.arange(0, BN), tl.arange(0, BP)
     i_B = own * G + i_g
     b_B = load_tile(B_ptr + i_B * N, o_t, o_n, G * N, n_own, N)  # [BT, BN]
     b_C = load_tile(C_ptr + i_B * N, o_t, o_n, G * N, n_own, N)  # [BT, BN]
     # eq:ssd-cb   S = C B^T
     b_ST = dot(b_B, tl.trans(b_C))  # [BT, BT], of the tile's own tokens, transposed
-    b_ST = tl.where(o_t[:, None] <= o_t[None, :], b_ST, 0.0)
-    # of the scores on the diagonal, as they are multiplied
-    b_diag = tl.where(o_t[:, None] == o_t[None, :], cast(b_ST, b_B.dtype).to(tl.float32), 0.0)
-    b_diag = tl.sum(b_diag, 1)
+    b_same = tl.sum(tl.where(o_t[:, None] == o_t[None, :], b_ST, 0.0), 1)  # S_jj
+    b_ST = tl.where(o_t[:, None] < o_t[None, :], b_ST, 0.0)
     if TILES == 2:
         b_C1 = load_tile(C_ptr + (i_B + BT * G) * N, o_t, o_n, G * N, n_far, N)  # [BT, BN]
         b_far = dot(b_B, tl.trans(b_C1))  # [BT, BT], of the second tile's tokens
@@ -315,61 +328,67 @@ def ssd_bwd_dx_kernel(
 
     # of the chunk's last token, and of the tile's, or of the next where no token follows
     n_last, n_mid = tl.minimum(n_t, BC) - 1, tl.minimum(start + BT, tl.minimum(n_t, BC)) - 1
-    i_gate = (i_g * HEADS + i_split * PART).to(tl.int64) * tokens + first
+    i_gate = i_h.to(tl.int64) * tokens + first
     last, mid = tl.load(gc_ptr + i_gate + n_last), tl.load(gc_ptr + i_gate + n_mid)
     b_gs = load_step(gs_ptr + i_gate + start, o_t, n_own)
     b_xdy = load_vector(xdy_ptr + i_gate + start, o_t, n_own)
-    for i_s in range(i_split * PART, tl.minimum(i_split * PART + PART, HEADS)):
-        i_h = i_g * HEADS + i_s
+    plane = H * tokens.to(tl.int64)
+    for i_s in range(n_heads):
         i, i_S = own * H + i_h, (i_c * H + i_h) * N * P
         b_x = load_tile(x_ptr + i * P, o_t, o_p, H * P, n_own, P)  # [BT, BP]
         b_dy = load_tile(dy_ptr + i * P, o_t, o_p, H * P, n_own, P)  # [BT, BP]
         b_ds = load_tile(dh_ptr + i_S, o_n, o_p, P, N, P)  # [BN, BP]
         i_own = i_gate + start
         b_gc = load_gate(gc_ptr + i_own, o_t, 1, n_own)
-        b_step, b_own = tl.exp2(b_gc - b_gs), b_diag * b_xdy
+        # of a token that writes nothing, weight 1 until the end: dstep is of its write
+        b_gw = tl.where(b_gs == float("inf"), b_gc, b_gs)
+        b_step, b_own = tl.exp2(b_gc - b_gs), b_same * b_xdy
         b_dgc = load_vector(dgc_ptr + i_own, o_t, n_own)
         if D_ptr is not None:
             b_D = past_state(D_ptr, i_h, o_p, P, PER)
-        b_r, b_a = tl.exp2(mid - b_gc), tl.exp2(last - mid)
+        b_r = tl.exp2(last - b_gw)
+        b_w, b_on = tl.exp2(b_gc - b_gw), tl.where(b_gs == float("inf"), 0.0, 1.0)
         if TILES == 2:
             i_1 = (first + BT) * H + i_h
             b_v = load_tile(dy_ptr + i_1 * P, o_t, o_p, H * P, n_far, P)  # [BT, BP]
             b_gc1 = load_gate(gc_ptr + i_gate + BT, o_t, 1, n_t - BT)
             b_e1 = tl.exp2(tl.minimum(b_gc1 - mid, 0.0))
             b_v = cast(b_v.to(tl.float32) * b_e1[:, None], b_v.dtype)
+            b_r1 = tl.exp2(mid - b_gw)
         # of the next head, one head ahead
-        i_gate += tl.where(i_s + 1 < HEADS, tokens, 0)
+        i_gate += tl.where(i_s + 1 < n_heads, tokens, 0)
         last, mid = tl.load(gc_ptr + i_gate + n_last), tl.load(gc_ptr + i_gate + n_mid)
         b_gs = load_step(gs_ptr + i_gate + start, o_t, n_own)
         b_xdy = load_vector(xdy_ptr + i_gate + start, o_t, n_own)
-        b_dxs = dot(b_B, b_ds) * b_a
+        b_dxs = dot(b_B, b_ds) * b_r[:, None]
         if seq_ptr is not None:
             b_dxs = tl.where((b_id == end)[:, None], b_dxs, 0.0)
         # eq:ssd-dgc-state   dgc = -m, dlast = sum(m), m_j = B_j . dB_j = step_j r_j x_j . (B ds)_j
-        b_m = b_r * b_step * tl.sum(b_x.to(tl.float32) * b_dxs, 1)
+        b_m = b_on * tl.sum(b_x.to(tl.float32) * b_dxs, 1)
         if TILES == 2:
-            b_dxs = dot(b_far, b_v, b_dxs)
+            b_dxs += dot(b_far, b_v) * b_r1[:, None]
         # eq:ssd-dxs   dXs = (C B^T * G)^T dY + diag(r) B ds
-        b_M = b_ST * tl.exp2(tl.minimum(b_gc[None, :] - b_gc[:, None], 0.0))
-        b_dxs = dot(cast(b_M, b_dy.dtype), b_dy, b_dxs * b_r[:, None])
+        b_M = b_ST * tl.exp2(tl.minimum(b_gc[None, :] - b_gw[:, None], 100.0))
+        b_dxs = dot(cast(b_M, b_dy.dtype), b_dy, b_dxs)
+        b_cols = tl.sum(b_x.to(tl.float32) * b_dxs, 1)
+        # eq:ssd-dgc-columns   colsum(W)_j + m_j = step_j (x_j . dXs_j - S_jj x_j . dY_j)
+        b_dgc -= b_on * b_cols
         # eq:ssd-dstep   dstep_j = x_j . dXs_j
-        b_dstep = tl.sum(b_x.to(tl.float32) * b_dxs, 1)
-        # eq:ssd-dgc-scores   dgc = rowsum(W) - colsum(W), W = M * dY X^T below the diagonal
-        b_dgc += b_m - b_step * (b_dstep - b_own)
-        b_sums = tl.join(tl.join(b_dgc, b_m), tl.join(b_dstep, b_m))  # the last varies fastest
-        plane = H * tokens.to(tl.int64)
+        b_dstep = b_cols / b_w + b_own
+        b_sums = tl.join(tl.join(b_dgc, b_m), tl.join(b_dstep, b_m))  # a join's own axis is last
         store_sums(sums_ptr + i_own, tl.reshape(b_sums, [BT, 4]), o_t, plane, n_own, 3)
         # eq:ssd-dx   dX = diag(step) dXs + D dY
-        b_dx = b_dxs * b_step[:, None]
+        b_direct = (b_step * b_same)[:, None]
         if D_ptr is not None:
-            b_dx += b_dy.to(tl.float32) * b_D[None, :]
+            b_direct += b_D[None, :]
+        b_dx = b_dxs * b_on[:, None] + b_dy.to(tl.float32) * b_direct
         if dD_ptr is not None:
             # eq:ssd-dd   dD = sum over tokens of dY * X
-            b_dDp = tl.sum(b_dy.to(tl.float32) * b_x.to(tl.float32), 0)
-            i_D = ((i_c * TILES + i_tile) * H + i_h) * P
-            tl.store(dD_ptr + i_D + o_p, b_dDp, mask=o_p < P)
+            b_dD = tl.sum(b_dy.to(tl.float32) * b_x.to(tl.float32), 0)
+            i_D = ((i_c * TILES + start // BT) * H + i_h) * P
+            tl.store(dD_ptr + i_D + o_p, b_dD, mask=o_p < P)
         store_tile(dx_ptr + i * P, b_dx, o_t, o_p, H * P, n_own, P)
+        i_h += 1
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -388,7 +407,7 @@ def ssd_bwd_da_kernel(
     chunks_ptr,  # [NT, 2] or None
     T,
     tokens,  # B * T
-    WHOLE: tl.constexpr,
+    WHOLE: tl.constexpr,  # every chunk has as many tokens as it may
     G: tl.constexpr, H: tl.constexpr, N: tl.constexpr, P: tl.constexpr,
     BC: tl.constexpr, SPLITS: tl.constexpr,
     BT: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr,
@@ -398,18 +417,10 @@ def ssd_bwd_da_kernel(
     Grid (NT * G * SPLITS * BC / BT).
     Reference: linattn_edu.reference.ssd.fused.
     """
-    TILES: tl.constexpr = BC // BT
-    i_tile = tl.program_id(0) % TILES
-    i_gs, i_c, first, n_t = chunk_of(
-        tl.program_id(0) // TILES, cu_ptr, chunks_ptr, T, G * SPLITS, BC
+    start, i_g, i_split, i_h, n_heads, i_c, first, n_t = tile_of(
+        tl.program_id(0), cu_ptr, chunks_ptr, T, H, G, SPLITS, BC, BT, WHOLE
     )
-    i_g, i_split = i_gs // SPLITS, i_gs % SPLITS
-    HEADS: tl.constexpr = H // G
-    PART: tl.constexpr = (HEADS + SPLITS - 1) // SPLITS
-    start = i_tile * BT
-    own, n_own = first + start, n_t - start
-    if WHOLE:
-        n_t, n_own = BC, BT
+    own, n_own = first + start, BT if WHOLE else n_t - start
     o_t, o_n, o_p = tl.arange(0, BT), tl.arange(0, BN), tl.arange(0, BP)
     i_B = own * G + i_g
     b_C = load_tile(C_ptr + i_B * N, o_t, o_n, G * N, n_own, N)  # [BT, BN]
@@ -423,11 +434,10 @@ def ssd_bwd_da_kernel(
     b_S = tl.where(seen & ~same, dot(b_C, tl.trans(b_B)), 0.0)
     b_dS = tl.zeros([BT, BT], dtype=tl.float32)
 
-    i_h = i_g * HEADS + i_split * PART
+    plane = H * tokens.to(tl.int64)
     i_gate = i_h.to(tl.int64) * tokens + own
     b_gc = load_gate(gc_ptr + i_gate, o_t, 1, n_own)
     b_gs = load_step(gs_ptr + i_gate, o_t, n_own)
-    n_heads = tl.minimum(PART, HEADS - i_split * PART)
     for i_s in range(n_heads):
         i = own * H + i_h
         b_x = load_tile(x_ptr + i * P, o_t, o_p, H * P, n_own, P)  # [BT, BP]
@@ -441,16 +451,15 @@ def ssd_bwd_da_kernel(
         i_next = i_gate + tl.where(i_s + 1 < n_heads, tokens, 0)
         b_gc = load_gate(gc_ptr + i_next, o_t, 1, n_own)
         b_gs = load_step(gs_ptr + i_next, o_t, n_own)
-        # eq:ssd-dgc-inter   dgc_i = C_i . inter_i = e_i dY_i . (C h)_i
-        b_dgc = b_e * tl.sum(b_dy.to(tl.float32) * dot(b_C, b_h), 1)
         # eq:ssd-dscores   dscores = sum over heads of dY X^T * G * step
         b_W = dot(b_dy, tl.trans(b_x))
         b_xdy = tl.sum(tl.where(same, b_W, 0.0), 1)
-        b_W *= b_G
-        b_dS += b_W
-        # eq:ssd-dgc-scores   dgc = rowsum(W) - colsum(W), W = M * dY X^T below the diagonal
-        b_dgc += tl.sum(b_W * b_S, 1)
-        plane = H * tokens.to(tl.int64)
+        b_dS += b_W * b_G
+        # eq:ssd-dgc-inter   dgc_i = C_i . inter_i = e_i dY_i . (C h)_i
+        b_y = dot(b_C, b_h) * b_e[:, None]
+        # eq:ssd-dgc-rows   rowsum(W)_i = dY_i . (M X)_i, with M as dx rounds it
+        b_y = dot(cast(b_S * b_G, b_x.dtype), b_x, b_y)
+        b_dgc = tl.sum(b_dy.to(tl.float32) * b_y, 1)
         store_sums(sums_ptr + i_gate, tl.join(b_dgc, b_xdy), o_t, plane, n_own, 2)
         i_h += 1
         i_gate = i_next
@@ -475,7 +484,7 @@ def ssd_bwd_far_kernel(
     chunks_ptr,  # [NT, 2] or None
     T,
     tokens,  # B * T
-    WHOLE: tl.constexpr,
+    WHOLE: tl.constexpr,  # every chunk has as many tokens as it may
     G: tl.constexpr, H: tl.constexpr, N: tl.constexpr, P: tl.constexpr, SPLITS: tl.constexpr,
     BT: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr,
 ):  # fmt: skip
@@ -484,13 +493,10 @@ def ssd_bwd_far_kernel(
     Grid (NT * G * SPLITS).  The decay is one factor a row and one a column.
     Reference: linattn_edu.reference.ssd.fused.
     """
-    i_gs, _, first, n_t = chunk_of(tl.program_id(0), cu_ptr, chunks_ptr, T, G * SPLITS, 2 * BT)
-    i_g, i_split = i_gs // SPLITS, i_gs % SPLITS
-    HEADS: tl.constexpr = H // G
-    PART: tl.constexpr = (HEADS + SPLITS - 1) // SPLITS
+    _, i_g, i_split, i_h, n_heads, _, first, n_t = tile_of(
+        tl.program_id(0), cu_ptr, chunks_ptr, T, H, G, SPLITS, 2 * BT, 2 * BT, WHOLE
+    )
     o_t, o_n, o_p = tl.arange(0, BT), tl.arange(0, BN), tl.arange(0, BP)
-    if WHOLE:
-        n_t = 2 * BT
     n_1 = n_t - BT
     i_B = first * G + i_g
     b_B = load_tile(B_ptr + i_B * N, o_t, o_n, G * N, n_t, N)  # [BT, BN]
@@ -501,14 +507,13 @@ def ssd_bwd_far_kernel(
         b_id = load_gate(seq_ptr + first, o_t, 1, n_t)
         b_id1 = load_gate(seq_ptr + first, BT + o_t, 1, n_t)
         b_S = tl.where(b_id1[:, None] == b_id[None, :], b_S, 0.0)
+    b_S = cast(b_S, b_B.dtype).to(tl.float32)  # as dx rounds it; so is v below
     b_dS = tl.zeros([BT, BT], dtype=tl.float32)
     n_mid = tl.minimum(n_t, BT) - 1
 
-    i_0 = first * H + i_g * HEADS + i_split * PART
-    i_gate = (i_g * HEADS + i_split * PART).to(tl.int64) * tokens + first
+    i_0, i_gate = first * H + i_h, i_h.to(tl.int64) * tokens + first
     b_gs = load_step(gs_ptr + i_gate, o_t, n_t)
     b_gc1, mid = load_gate(gc_ptr + i_gate, BT + o_t, 1, n_t), tl.load(gc_ptr + i_gate + n_mid)
-    n_heads = tl.minimum(PART, HEADS - i_split * PART)
     for i_s in range(n_heads):
         i_1 = i_0 + BT * H
         b_x = load_tile(x_ptr + i_0 * P, o_t, o_p, H * P, n_t, P)  # [BT, BP]
@@ -520,9 +525,10 @@ def ssd_bwd_far_kernel(
         b_gs = load_step(gs_ptr + i_next, o_t, n_t)
         b_gc1, mid = load_gate(gc_ptr + i_next, BT + o_t, 1, n_t), tl.load(gc_ptr + i_next + n_mid)
         # eq:ssd-dscores   dscores = sum over heads of dY X^T * G * step
-        b_W = dot(b_dy, tl.trans(b_x)) * b_e[:, None] * b_r[None, :]
+        b_v = cast(b_dy.to(tl.float32) * b_e[:, None], b_dy.dtype)
+        b_W = dot(b_v, tl.trans(b_x)) * b_r[None, :]
         b_dS += b_W
-        # eq:ssd-dgc-scores   dgc = rowsum(W) - colsum(W), W = M * dY X^T below the diagonal
+        # eq:ssd-dgc-rows   rowsum(W)_i = dY_i . (M X)_i
         b_dgc += tl.sum(b_W * b_S, 1)
         tl.store(dgc_ptr + i_gate + BT + o_t, b_dgc, mask=o_t < n_1)
         i_0 += 1
@@ -549,7 +555,7 @@ def ssd_bwd_states_kernel(
     chunks_ptr,  # [NT, 2] or None
     T,
     tokens,  # B * T
-    WHOLE: tl.constexpr,
+    WHOLE: tl.constexpr,  # every chunk has as many tokens as it may
     G: tl.constexpr, H: tl.constexpr, N: tl.constexpr, P: tl.constexpr, SPLITS: tl.constexpr,
     BT: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr,
 ):  # fmt: skip
@@ -557,10 +563,10 @@ def ssd_bwd_states_kernel(
 
     Grid (NT * G * SPLITS * 2).  Reference: linattn_edu.reference.ssd.fused.
     """
-    i_gs, i_c, first, n_t = chunk_of(tl.program_id(0), cu_ptr, chunks_ptr, T, G * SPLITS * 2, BT)
-    to_B, i_split, i_g = i_gs % 2, i_gs // 2 % SPLITS, i_gs // (2 * SPLITS)
-    if WHOLE:
-        n_t = BT
+    to_B = tl.program_id(0) % 2
+    _, i_g, i_split, i_h, n_heads, i_c, first, n_t = tile_of(
+        tl.program_id(0) // 2, cu_ptr, chunks_ptr, T, H, G, SPLITS, BT, BT, WHOLE
+    )
     if to_B == 1:
         v_ptr = x_ptr
         gate_ptr = gs_ptr
@@ -569,17 +575,14 @@ def ssd_bwd_states_kernel(
         v_ptr = dy_ptr
         gate_ptr = gc_ptr
         state_ptr = h_ptr
-    HEADS: tl.constexpr = H // G
-    PART: tl.constexpr = (HEADS + SPLITS - 1) // SPLITS
     o_t, o_n, o_p = tl.arange(0, BT), tl.arange(0, BN), tl.arange(0, BP)
     if seq_ptr is not None:
         b_id, before, end = documents_of(seq_ptr, chunks_ptr, i_c, first, T, o_t, n_t)
         seen = tl.where(to_B == 1, end, before)
     b_d = tl.zeros([BT, BN], dtype=tl.float32)
-    for i_s in range(i_split * PART, tl.minimum(i_split * PART + PART, HEADS)):
-        i_h = i_g * HEADS + i_s
-        i = first * H + i_h
-        i_gate = i_h.to(tl.int64) * tokens + first
+    for i_s in range(n_heads):
+        i = first * H + i_h + i_s
+        i_gate = (i_h + i_s).to(tl.int64) * tokens + first
         # eq:ssd-decays   e = 2^gc, G = 2^(gc_i - gc_j), r = 2^(gc_last - gc), a = 2^gc_last
         b_g = load_gate(gate_ptr + i_gate, o_t, 1, n_t)
         last = tl.load(gc_ptr + i_gate + tl.minimum(BT, n_t) - 1)
@@ -587,7 +590,7 @@ def ssd_bwd_states_kernel(
         if seq_ptr is not None:
             b_w = tl.where(b_id == seen, b_w, 0.0)
         b_v = load_tile(v_ptr + i * P, o_t, o_p, H * P, n_t, P)  # [BT, BP]
-        b_state = load_tile(state_ptr + (i_c * H + i_h) * N * P, o_n, o_p, P, N, P)  # [BN, BP]
+        b_state = load_tile(state_ptr + (i_c * H + i_h + i_s) * N * P, o_n, o_p, P, N, P)
         # eq:ssd-dc-inter   inter = diag(e) dY h^T
         # eq:ssd-db-state   dB_head = diag(r * step) X ds^T
         b_v = cast(b_v.to(tl.float32) * b_w[:, None], b_v.dtype)
@@ -608,7 +611,7 @@ def ssd_bwd_sum_kernel(
     chunks_ptr,  # [NT, 2] or None
     T,
     tokens,  # B * T
-    WHOLE: tl.constexpr,
+    WHOLE: tl.constexpr,  # every chunk has as many tokens as it may
     G: tl.constexpr, N: tl.constexpr, SPLITS: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """One program: dC or dB of one chunk of one group, from its parts.  Grid (NT * G * 2).
@@ -727,8 +730,8 @@ def ssd_fwd(
         )  # fmt: skip
     ssd_fwd_kernel[(NP * H,)](
         C, B, S, x, gs, gc, initial_state, ends, kept, D, z, seq_idx, out, last, *sequences, T,
-        gc.numel() // H, packing is None and T % BC == 0, 1 if D is None else D.numel() // H, G, H, N, P, PART, BC, min(BC, TOKENS), *widths,
-        **FWD.launch(),
+        gc.numel() // H, whole(x, BC, packing), 1 if D is None else D.numel() // H, G, H, N, P,
+        PART, BC, min(BC, TOKENS), *widths, **FWD.launch(),
     )  # fmt: skip
     return out, last
 
@@ -751,28 +754,26 @@ def ssd_bwd_bc(
     n, T, H, P = x.shape
     G, N = B.shape[2:]
     gs, gc = by_head(gs), by_head(gc)
-    BC, tokens, splits = chunk_size, n * T, cdiv(H // G, MANY)
-    BT, (BN, BP) = min(BC, TOKENS), _widths(N)
-    whole = packing is None and T % BC == 0
+    BC, splits, (BN, BP) = chunk_size, cdiv(H // G, MANY), _widths(N)
     NT, *chunks = chunk_args(x, BC, packing)
+    BT, sizes = min(BC, TOKENS), (*chunks, T, n * T, whole(x, BC, packing))
     dB, dC, sums = torch.empty_like(B), torch.empty_like(C), gc.new_empty(2, H, n, T)
     parts, dS = gc.new_empty(splits, 2, *B.shape), gc.new_empty(splits, n, T, G, BC)
     ssd_bwd_states_kernel[(NT * G * splits * 2,)](
-        x, dy, gs, gc, h, dh, seq_idx, parts, *chunks, T, tokens, whole, G, H, N, P, splits, BC, BN,
-        BP, **STATES[BC > 64].launch(),
+        x, dy, gs, gc, h, dh, seq_idx, parts, *sizes, G, H, N, P, splits, BC, BN, BP,
+        **STATES[BC > 64].launch(),
     )  # fmt: skip
     ssd_bwd_da_kernel[(NT * G * splits * (BC // BT),)](
-        C, B, x, gs, gc, h, dy, seq_idx, sums, dS, *chunks, T, tokens, whole, G, H, N, P, BC,
-        splits, BT, BN, BP, **DA.launch(),
+        C, B, x, gs, gc, h, dy, seq_idx, sums, dS, *sizes, G, H, N, P, BC, splits, BT, BN, BP,
+        **DA.launch(),
     )  # fmt: skip
     if BC > BT:
         ssd_bwd_far_kernel[(NT * G * splits,)](
-            C, B, x, gs, gc, dy, seq_idx, sums, dS, *chunks, T, tokens, whole, G, H, N, P, splits,
-            BT, BN, BP, **FAR.launch(),
+            C, B, x, gs, gc, dy, seq_idx, sums, dS, *sizes, G, H, N, P, splits, BT, BN, BP,
+            **FAR.launch(),
         )  # fmt: skip
     ssd_bwd_sum_kernel[(NT * G * 2,)](
-        C, B, parts, dS, dB, dC, *chunks, T, tokens, whole, G, N, splits, BC, BN,
-        **SUM[BC > 64].launch(),
+        C, B, parts, dS, dB, dC, *sizes, G, N, splits, BC, BN, **SUM[BC > 64].launch()
     )  # fmt: skip
     return dB, dC, *sums.permute(0, 2, 3, 1)
 
@@ -798,14 +799,14 @@ def ssd_bwd_dx(
     G, N = B.shape[2:]
     gs, gc, xdy, dgc = (by_head(y) for y in (gs, gc, xdy, dgc))
     BC, BT, few = chunk_size, min(chunk_size, TOKENS), cdiv(H // G, FEW)
-    whole = packing is None and T % BC == 0
     NT, *chunks = chunk_args(x, BC, packing)
+    sizes = *chunks, T, n * T, whole(x, BC, packing)
     per = 1 if D is None else D.numel() // H
     dx, sums = torch.empty_like(x), gc.new_empty(3, H, n, T)
     dD = gc.new_empty(NT * (BC // BT), H, P) if per > 1 else None
     ssd_bwd_dx_kernel[(NT * G * few * (BC // BT),)](
-        C, B, x, gs, gc, dh, dy, xdy, dgc, D, seq_idx, dx, sums, dD, *chunks, T, n * T, whole, per,
-        G, H, N, P, BC, few, BT, *_widths(N), **DX.launch(),
+        C, B, x, gs, gc, dh, dy, xdy, dgc, D, seq_idx, dx, sums, dD, *sizes, per, G, H,
+        N, P, BC, few, BT, *_widths(N), **DX.launch(),
     )  # fmt: skip
     dgc, dstep, m = sums.permute(0, 2, 3, 1)
     if D is not None:

@@ -266,8 +266,8 @@ _REFERENCE = Stages(
 )  # fmt: skip
 _FUSED_REFERENCE = FusedStages(
     chunk_cumsum_log, chunk_scores, ssd_fwd, state, state_bwd, ssd_bwd_bc, ssd_bwd_dx,
-    chunk_cumsum_bwd
-)
+    chunk_cumsum_bwd,
+)  # fmt: skip
 
 
 @functools.cache
@@ -313,8 +313,8 @@ def _kernels() -> tuple[Stages, FusedStages]:
     )  # fmt: skip
     fused = FusedStages(
         chunk_cumsum_log, chunk_scores, ssd_fwd, state, state_bwd, ssd_bwd_bc, ssd_bwd_dx,
-        chunk_cumsum_bwd
-    )
+        chunk_cumsum_bwd,
+    )  # fmt: skip
     return staged, fused
 
 

@@ -68,9 +68,7 @@ def chunk_cumsum_log(
         gs and gc [B, T, H] (log2), both fp32 (fp64 for fp64 input).
     Source: chapter 13.
     """
-    step, gc = chunk_cumsum(
-        dt, A, dt_bias, softplus=softplus, limit=limit, chunk_size=chunk_size
-    )
+    step, gc = chunk_cumsum(dt, A, dt_bias, softplus=softplus, limit=limit, chunk_size=chunk_size)
     # eq:ssd-gs   gs = gc - log2(step)
     return gc - torch.log2(step), gc
 

@@ -31,7 +31,8 @@ def chunk_cumsum_bwd(
         dgc: [B, T, H] and dlast: [B, NT, H], gradients of gc and of its last entry in each chunk,
             natural units.  dstep: [B, T, H], the gradient of the step where it multiplies x.
         dt, A, dt_bias, softplus, limit: as in chunk_cumsum.
-        m: [B, T, H], taken from dgc and added to dlast; or None, where that has been done.
+        m: [B, T, H], whose sum over each chunk is added to dlast; or None, where that has been
+            done.
     Returns:
         ddt in dt.dtype; dA [H] and ddt_bias [H] in fp32 (fp64 for fp64 input), or None.
     Source: chapter 19.
@@ -40,7 +41,7 @@ def chunk_cumsum_bwd(
     step = steps(dt, dt_bias, softplus=softplus, limit=limit, dtype=dtype)
     # eq:ssd-da   da_i = dlast + reverse cumsum(dgc)
     if m is not None:
-        dgc, dlast = dgc - m, dlast + to_chunks(m, chunk_size).sum(-1).transpose(1, 2)
+        dlast = dlast + to_chunks(m, chunk_size).sum(-1).transpose(1, 2)
     da = to_chunks(dgc.to(dtype), chunk_size).flip(3).cumsum(3).flip(3)
     da = from_chunks(da + dlast.to(dtype).transpose(1, 2)[..., None], dt.shape[1])
     da = da.masked_fill(step * A.to(dtype) * LOG2E < FLOOR[dtype], 0)

@@ -56,8 +56,9 @@ def ssd_fwd(
         h <- a h + (diag(r * step) B)^T X
 
     Args:
-        C, B, x, D, z, seq_idx: as in chunk_scan.  gs, gc: of chunk_cumsum_log.  S: [B, T, G, C] of chunk_scores, C the
-            tokens of a chunk.  initial_state: [B, H, N, P], or None: zero.
+        C, B, x, D, z, seq_idx: as in chunk_scan.  gs, gc: of chunk_cumsum_log.
+        S: [B, T, G, C] of chunk_scores, C the tokens of a chunk.
+        initial_state: [B, H, N, P], or None: zero.
     Returns:
         out [B, T, H, P] in x.dtype; the final state [B, H, N, P] in fp32 (fp64 for fp64 input), or
         None.
@@ -131,8 +132,8 @@ def ssd_bwd_bc(
     dgc = (e * dY * (C_ @ h)).sum(-1)
     # eq:ssd-dscores   dscores = sum over heads of dY X^T * G * step
     dscores = (dY @ X.mT) * G * step.mT
-    # eq:ssd-dgc-scores   dgc = rowsum(W) - colsum(W), W = M * dY X^T below the diagonal
-    dgc = dgc + (S * dscores).tril(-1).sum(-1)
+    # eq:ssd-dgc-rows   rowsum(W)_i = dY_i . (M X)_i, M below the diagonal
+    dgc = dgc + (dY * ((S * G * step.mT).tril(-1) @ X)).sum(-1)
     # eq:ssd-dc   dC = inter + dscores B
     # eq:ssd-db   dB = dB_state + dscores^T C
     dC, dB = inter + dscores @ B_, dB + dscores.mT @ C_
@@ -161,15 +162,15 @@ def ssd_bwd_dx(
     What other tokens read of token j, in its chunk, is the sum of a column of W. The product that
     gives dX has that sum, and with it that of the token itself:
 
-        colsum(W)_j = step_j (x_j . dXs_j - S_jj x_j . dY_j) - m_j
+        colsum(W)_j + m_j = step_j (x_j . dXs_j - S_jj x_j . dY_j)
 
     Args:
         C, B, x, gs, gc, dh, dy, seq_idx: as in ssd_bwd_bc, and its xdy and dgc.
         D: as in chunk_scan.
     Returns:
         dx [B, T, H, P] in x.dtype; dstep [B, T, H], the gradient of the step where it multiplies
-        x; dgc and m [B, T, H], from which chunk_cumsum_bwd goes on; dD of D's shape, or None; all
-        but dx in fp32 (fp64 for fp64 input).
+        x; dgc, now whole, and m [B, T, H], from which chunk_cumsum_bwd goes on; dD of D's shape, or
+        None; all but dx in fp32 (fp64 for fp64 input).
     Source: chapters 16, 18 and 19.
     """
     dtype = compute_dtype(C, B, x, gs, gc, dh, dy, D)
@@ -190,9 +191,8 @@ def ssd_bwd_dx(
     dXs = dXs + (S * G).mT @ dY
     # eq:ssd-dstep   dstep_j = x_j . dXs_j
     dstep = (X * dXs).sum(-1)
-    # eq:ssd-dgc-columns   colsum(W)_j = step_j (x_j . dXs_j - S_jj x_j . dY_j) - m_j
-    columns = step[..., 0] * (dstep - S.diagonal(0, -2, -1) * xdy) - m
-    dgc = dgc - from_chunks(columns, T)
+    # eq:ssd-dgc-columns   colsum(W)_j + m_j = step_j (x_j . dXs_j - S_jj x_j . dY_j)
+    dgc = dgc - from_chunks(step[..., 0] * (dstep - S.diagonal(0, -2, -1) * xdy), T)
     # eq:ssd-dx   dX = diag(step) dXs + D dY
     dx, dD = from_chunks(step * dXs, T), None
     if D is not None:
