@@ -17,6 +17,7 @@ from linattn_edu.kernels.tiles import (
     load_gate,
     load_tile,
     load_vector,
+    store_tile,
 )
 from linattn_edu.packing import Packing
 
@@ -32,23 +33,36 @@ def step_tile(b_dt, bias_ptr, o_h, low, high, H: tl.constexpr, SOFTPLUS: tl.cons
     return tl.where(b_step > high, high, b_step), b_dt, b_free
 
 
+@triton.jit
+def cumsum_tile(
+    dt_ptr, A_ptr, bias_ptr, low, high, i_h, first, n_t, H: tl.constexpr, SOFTPLUS: tl.constexpr,
+    BT: tl.constexpr, BH: tl.constexpr,
+):  # fmt: skip
+    """step and gc [BT, BH] of one chunk of BH heads, and the numbers of its tokens and heads."""
+    o_t = tl.arange(0, BT)
+    o_h = i_h * BH + tl.arange(0, BH)
+    b_dt = load_tile(dt_ptr + first * H, o_t, o_h, H, n_t, H).to(tl.float32)  # [BT, BH]
+    b_step, _, _ = step_tile(b_dt, bias_ptr, o_h, low, high, H, SOFTPLUS)
+    # eq:ssd-cumsum   gc = log2(e) cumsum(step A)
+    b_g = b_step * load_vector(A_ptr, o_h, H)[None, :] * LOG2E
+    b_g = tl.where(b_g < -150.0, -150.0, b_g)  # 2^-150 is zero, as in gate_cumsum
+    return b_step, tl.cumsum(b_g, axis=0), o_t, o_h
+
+
 @triton.jit(do_not_specialize=["T"])
 def chunk_cumsum_kernel(
     dt_ptr,  # [B, T, H]
     A_ptr,  # [H]
     bias_ptr,  # [H] or None
-    step_ptr,  # [B, T, H] out, or gs
+    step_ptr,  # [B, T, H] out
     gc_ptr,  # [B, T, H] out: log2, cumulative within a chunk
     low,
     high,
     cu_ptr,  # [N + 1] or None
     chunks_ptr,  # [NT, 2] or None
     T,
-    stride_t,  # of step and gc, between tokens
-    stride_h,  # and between heads
     H: tl.constexpr,
     SOFTPLUS: tl.constexpr,
-    LOG: tl.constexpr,  # gs in place of step
     BT: tl.constexpr,
     BH: tl.constexpr,
 ):
@@ -58,21 +72,46 @@ def chunk_cumsum_kernel(
     """
     NH: tl.constexpr = (H + BH - 1) // BH
     i_h, _, first, n_t = chunk_of(tl.program_id(0), cu_ptr, chunks_ptr, T, NH, BT)
-    o_t = tl.arange(0, BT)
-    o_h = i_h * BH + tl.arange(0, BH)
-    b_dt = load_tile(dt_ptr + first * H, o_t, o_h, H, n_t, H).to(tl.float32)  # [BT, BH]
-    b_step, _, _ = step_tile(b_dt, bias_ptr, o_h, low, high, H, SOFTPLUS)
-    # eq:ssd-cumsum   gc = log2(e) cumsum(step A)
-    b_g = b_step * load_vector(A_ptr, o_h, H)[None, :] * LOG2E
-    b_g = tl.where(b_g < -150.0, -150.0, b_g)  # 2^-150 is zero, as in gate_cumsum
-    b_gc = tl.cumsum(b_g, axis=0)
-    if LOG:
-        # eq:ssd-gs   gs = gc - log2(step)
-        b_some = tl.where(b_step == 0.0, 1.0, b_step)
-        b_step = tl.where(b_step == 0.0, float("inf"), b_gc - tl.log2(b_some))
-    o = first * stride_t + o_t[:, None] * stride_t + o_h[None, :] * stride_h
+    b_step, b_gc, o_t, o_h = cumsum_tile(
+        dt_ptr, A_ptr, bias_ptr, low, high, i_h, first, n_t, H, SOFTPLUS, BT, BH
+    )
+    store_tile(step_ptr + first * H, b_step, o_t, o_h, H, n_t, H)
+    store_tile(gc_ptr + first * H, b_gc, o_t, o_h, H, n_t, H)
+
+
+@triton.jit(do_not_specialize=["T"])
+def chunk_cumsum_log_kernel(
+    dt_ptr,  # [B, T, H]
+    A_ptr,  # [H]
+    bias_ptr,  # [H] or None
+    gs_ptr,  # [H, B, T] out: log2
+    gc_ptr,  # [H, B, T] out: log2, cumulative within a chunk
+    low,
+    high,
+    cu_ptr,  # [N + 1] or None
+    chunks_ptr,  # [NT, 2] or None
+    T,
+    tokens,  # B * T
+    H: tl.constexpr,
+    SOFTPLUS: tl.constexpr,
+    BT: tl.constexpr,
+    BH: tl.constexpr,
+):
+    """One program: one chunk of BH heads.  Grid (NT * H / BH).
+
+    Reference: linattn_edu.reference.ssd.chunk_cumsum.
+    """
+    NH: tl.constexpr = (H + BH - 1) // BH
+    i_h, _, first, n_t = chunk_of(tl.program_id(0), cu_ptr, chunks_ptr, T, NH, BT)
+    b_step, b_gc, o_t, o_h = cumsum_tile(
+        dt_ptr, A_ptr, bias_ptr, low, high, i_h, first, n_t, H, SOFTPLUS, BT, BH
+    )
+    # eq:ssd-gs   gs = gc - log2(step)
+    b_some = tl.where(b_step == 0.0, 1.0, b_step)
+    b_gs = tl.where(b_step == 0.0, float("inf"), b_gc - tl.log2(b_some))
+    o = first + o_t[:, None] + o_h[None, :].to(tl.int64) * tokens
     mask = (o_t < n_t)[:, None] & (o_h < H)[None, :]
-    tl.store(step_ptr + o, b_step, mask=mask)
+    tl.store(gs_ptr + o, b_gs, mask=mask)
     tl.store(gc_ptr + o, b_gc, mask=mask)
 
 
@@ -127,8 +166,13 @@ def chunk_cumsum(
     packing: Packing | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Launch chunk_cumsum_kernel; arguments and result as in the reference."""
+    _, T, H = dt.shape
     step, gc = (torch.empty_like(dt, dtype=torch.float32) for _ in range(2))
-    _launch(dt, A, dt_bias, step, gc, softplus, limit, chunk_size, packing, False)
+    NT, *chunks = chunk_args(dt, chunk_size, packing)
+    chunk_cumsum_kernel[(NT * cdiv(H, BH),)](
+        dt, A, dt_bias, step, gc, *limit, *chunks, T, H, softplus, BT=chunk_size, BH=BH,
+        num_warps=4,
+    )  # fmt: skip
     return step, gc
 
 
@@ -142,20 +186,15 @@ def chunk_cumsum_log(
     chunk_size: int,
     packing: Packing | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Launch chunk_cumsum_kernel; arguments and result as in the reference.
+    """Launch chunk_cumsum_log_kernel; arguments and result as in the reference.
 
     In memory the tokens of a head are side by side: a program of the fused stages reads one head.
     """
     B, T, H = dt.shape
-    gs, gc = dt.new_empty(2, H, B, T, dtype=torch.float32).permute(0, 2, 3, 1)
-    _launch(dt, A, dt_bias, gs, gc, softplus, limit, chunk_size, packing, True)
-    return gs, gc
-
-
-def _launch(dt, A, dt_bias, step, gc, softplus, limit, chunk_size, packing, log) -> None:
-    _, T, H = dt.shape
+    gs, gc = dt.new_empty(2, H, B, T, dtype=torch.float32)
     NT, *chunks = chunk_args(dt, chunk_size, packing)
-    chunk_cumsum_kernel[(NT * cdiv(H, BH),)](
-        dt, A, dt_bias, step, gc, *limit, *chunks, T, *gc.stride()[1:], H, softplus, log,
-        BT=chunk_size, BH=BH, num_warps=4,
+    chunk_cumsum_log_kernel[(NT * cdiv(H, BH),)](
+        dt, A, dt_bias, gs, gc, *limit, *chunks, T, B * T, H, softplus, BT=chunk_size, BH=BH,
+        num_warps=4,
     )  # fmt: skip
+    return gs.permute(1, 2, 0), gc.permute(1, 2, 0)

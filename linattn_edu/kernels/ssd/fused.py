@@ -365,16 +365,19 @@ def ssd_bwd_dx_kernel(
             b_dxs = tl.where((b_id == end)[:, None], b_dxs, 0.0)
         # eq:ssd-dgc-state   dgc = -m, dlast = sum(m), m_j = B_j . dB_j = step_j r_j x_j . (B ds)_j
         b_m = b_on * tl.sum(b_x.to(tl.float32) * b_dxs, 1)
-        if TILES == 2:
-            b_dxs += dot(b_far, b_v) * b_r1[:, None]
         # eq:ssd-dxs   dXs = (C B^T * G)^T dY + diag(r) B ds
         b_M = b_ST * tl.exp2(tl.minimum(b_gc[None, :] - b_gw[:, None], 100.0))
-        b_dxs = dot(cast(b_M, b_dy.dtype), b_dy, b_dxs)
+        b_M = cast(b_M, b_dy.dtype)
+        if TILES == 2:
+            b_dxs += dot(b_far, b_v) * b_r1[:, None]
+        else:  # in registers of its own: ptxas 12.8 lets the product overwrite what m still reads
+            b_dxs += 0.0 * b_r[:, None]
+        b_dxs = dot(b_M, b_dy, b_dxs)
         b_cols = tl.sum(b_x.to(tl.float32) * b_dxs, 1)
-        # eq:ssd-dgc-columns   colsum(W)_j + m_j = step_j (x_j . dXs_j - S_jj x_j . dY_j)
-        b_dgc -= b_on * b_cols
         # eq:ssd-dstep   dstep_j = x_j . dXs_j
         b_dstep = b_cols / b_w + b_own
+        # eq:ssd-dgc-columns   colsum(W)_j + m_j = step_j (x_j . dXs_j - S_jj x_j . dY_j)
+        b_dgc -= b_on * b_cols
         b_sums = tl.join(tl.join(b_dgc, b_m), tl.join(b_dstep, b_m))  # a join's own axis is last
         store_sums(sums_ptr + i_own, tl.reshape(b_sums, [BT, 4]), o_t, plane, n_own, 3)
         # eq:ssd-dx   dX = diag(step) dXs + D dY
@@ -583,7 +586,6 @@ def ssd_bwd_states_kernel(
     for i_s in range(n_heads):
         i = first * H + i_h + i_s
         i_gate = (i_h + i_s).to(tl.int64) * tokens + first
-        # eq:ssd-decays   e = 2^gc, G = 2^(gc_i - gc_j), r = 2^(gc_last - gc), a = 2^gc_last
         b_g = load_gate(gate_ptr + i_gate, o_t, 1, n_t)
         last = tl.load(gc_ptr + i_gate + tl.minimum(BT, n_t) - 1)
         b_w = tl.exp2(tl.where(to_B == 1, last - b_g, b_g))

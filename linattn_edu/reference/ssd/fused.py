@@ -123,15 +123,15 @@ def ssd_bwd_bc(
         for y in (repeat_heads(C, H), repeat_heads(B, H), x, dy, step[..., None])
     )
     h, ds = (y.to(dtype).transpose(1, 2) for y in (h, dh))
-    # eq:ssd-cb   S = C B^T
-    S = C_ @ B_.mT
     # eq:ssd-dc-inter   inter = diag(e) dY h^T
     # eq:ssd-db-state   dB_head = diag(r * step) X ds^T
     inter, dB = e * (dY @ h.mT), r * step * (X @ ds.mT)
-    # eq:ssd-dgc-inter   dgc_i = C_i . inter_i = e_i dY_i . (C h)_i
-    dgc = (e * dY * (C_ @ h)).sum(-1)
+    # eq:ssd-cb   S = C B^T
+    S = C_ @ B_.mT
     # eq:ssd-dscores   dscores = sum over heads of dY X^T * G * step
     dscores = (dY @ X.mT) * G * step.mT
+    # eq:ssd-dgc-inter   dgc_i = C_i . inter_i = e_i dY_i . (C h)_i
+    dgc = (e * dY * (C_ @ h)).sum(-1)
     # eq:ssd-dgc-rows   rowsum(W)_i = dY_i . (M X)_i, M below the diagonal
     dgc = dgc + (dY * ((S * G * step.mT).tril(-1) @ X)).sum(-1)
     # eq:ssd-dc   dC = inter + dscores B

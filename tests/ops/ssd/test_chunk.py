@@ -203,7 +203,7 @@ def test_unaligned_storage(form, device):
 def test_any_one_stage_can_be_swapped(fused, device):
     """A stage of the one implementation among those of the other, in both passes.
 
-    ssd_bwd_bc and ssd_bwd_dx go together: what each gives to dgc cancels as far as both round alike.
+    ssd_bwd_bc and ssd_bwd_dx go together: what they give to dgc cancels as far as both round alike.
     """
     sets = ssd.fused_stages if fused else ssd.stages
     dtype = torch.bfloat16 if fused else torch.float32
