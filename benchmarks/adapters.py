@@ -222,6 +222,7 @@ _KDA = {
     "fla_safe": fla_kda_safe,
 }
 _SSD = {"linattn_edu": linattn_edu_ssd, "mamba_ssm": mamba_ssm_ssd}
+_SSD_DECODE = {"linattn_edu": linattn_edu_ssd_decode, "mamba_ssm": mamba_ssm_decode}
 _EMA = {"linattn_edu": linattn_edu_ema, "mamba_ssm": mamba_ssm_ema}
 # op of a case -> call -> library -> maker of its adapter
 LIBRARIES: dict[str, dict[str, dict[str, Callable[[], Adapter]]]] = {
@@ -236,9 +237,7 @@ LIBRARIES: dict[str, dict[str, dict[str, Callable[[], Adapter]]]] = {
         "decode_inplace": {"linattn_edu": linattn_edu_kda_decode_inplace},
     },
     "ssd": {"forward": dict(_SSD), TRAINING: dict(_SSD)},
-    "ssd_decode": {
-        "decode_inplace": {"linattn_edu": linattn_edu_ssd_decode, "mamba_ssm": mamba_ssm_decode}
-    },
+    "ssd_decode": {"decode_inplace": dict(_SSD_DECODE), "decode_graph": dict(_SSD_DECODE)},
     "ema": {"forward": dict(_EMA), TRAINING: dict(_EMA)},
 }
 NAMES = ("linattn_edu", "linattn_edu_safe", "fla", "fla_safe", "flash_qla", "mamba_ssm")

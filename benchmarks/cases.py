@@ -104,7 +104,7 @@ CALLS = {
     "kda": ("forward", TRAINING),
     "kda_decode": ("decode", "decode_inplace"),
     "ssd": ("forward", TRAINING),
-    "ssd_decode": ("decode_inplace",),
+    "ssd_decode": ("decode_inplace", "decode_graph"),  # alone, and as a CUDA graph
     "ema": ("forward", TRAINING),
 }
 ALL_CALLS = tuple(dict.fromkeys(call for calls in CALLS.values() for call in calls))
@@ -298,7 +298,7 @@ def _ssd_bytes(c: Case, what: str, chunk: int) -> int:
         "ssd_bwd_dx": (C + B + x + gs + gc + dh + dy + xdy + dgc + D + dx + dstep + dgc + m + dD),
         "forward": forward,
         "forward_backward": forward + inputs + dy + inputs,  # the gradients are like the inputs
-        "decode_inplace": forward + 2 * state,
+        **dict.fromkeys(CALLS["ssd_decode"], forward + 2 * state),
     }[what]
 
 
@@ -390,7 +390,7 @@ def _kda_chunk_flops(c: Case, what: str, n: int) -> int:
 
 def _ssd_flops(c: Case, what: str, chunk: int) -> int:
     tokens = c.B * c.T * c.HV
-    if what == "decode_inplace":
+    if c.op == "ssd_decode":
         # decay KV, write 2KV, C S 2KV; step x, D x and its sum 3V
         return tokens * (5 * c.K * c.V + 3 * c.V)
     if c.op == "ema":

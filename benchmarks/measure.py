@@ -40,6 +40,14 @@ def time_ms(f: Callable[[], object]) -> float:
     return do_bench(f, warmup=WARMUP_MS, rep=REPEAT_MS, return_mode="median")
 
 
+def captured(f: Callable[[], object]) -> Callable[[], object]:
+    """f as a CUDA graph, which a server launches for each token: its kernels without the host."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        f()
+    return graph.replay
+
+
 def synchronize() -> None:
     torch.cuda.synchronize()
 

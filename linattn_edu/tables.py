@@ -10,7 +10,8 @@ OURS = "linattn_edu"
 # library -> head of its column; our times are divided by those of the last
 BESIDE = {OURS: "linattn_edu ms", "fla": "fla ms", "flash_qla": "FlashQLA ms"}
 BESIDE_SSD = {OURS: "linattn_edu ms", "mamba_ssm": "mamba_ssm ms"}
-DECODE = {"decode": "new", "decode_inplace": "in place"}  # "what" -> the final state
+# "what" -> the final state
+DECODE = {"decode": "new", "decode_inplace": "in place", "decode_graph": "in place, CUDA graph"}
 Cells = tuple[list[str], list[list[str]]]  # heads, lines
 
 

@@ -163,7 +163,7 @@ def measured(name: str = RESULTS) -> dict:
     Returns:
         {"gpu", "torch", "triton", "date", "rows": [{"case", "library", "what", "ms", "bytes",
         "flops", "floor_ms", ...}]}; "what" is "forward", "forward_backward", "decode",
-        "decode_inplace" or "stage:<name>".
+        "decode_inplace", "decode_graph" or "stage:<name>".
     Raises:
         FileNotFoundError: nothing has been measured under this name.
     """

@@ -132,6 +132,7 @@ def test_bytes_of_a_decoded_token(case, what):
 def test_bytes_of_a_decoded_token_of_mamba_2():
     i = measure.inputs(SSD_DECODE, "cpu")
     moved = nbytes(*i.asdict().values(), i.x, i.initial_state)
+    assert work(SSD_DECODE, "decode_inplace") == work(SSD_DECODE, "decode_graph")
     assert work(SSD_DECODE, "decode_inplace").bytes == moved
     assert SSD_DECODE.state_bytes == nbytes(i.initial_state)
 

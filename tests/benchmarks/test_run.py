@@ -125,14 +125,25 @@ def test_training_rows_of_mamba_2(case, no_clock):
     assert all(0 < row[f"error_d{x}"] < 2e-2 for x in names)
 
 
-def test_the_kernel_decodes_a_token_of_mamba_2(no_clock):
+@pytest.mark.parametrize("what", ["decode_inplace", "decode_graph"])
+def test_the_kernel_decodes_a_token_of_mamba_2(what, no_clock, monkeypatch):
+    graphs = []
+    monkeypatch.setattr(measure, "captured", lambda f: graphs.append(f) or f)
     inputs = measure.inputs(SSD_DECODE, DEVICE)
-    got = rows.call_rows(SSD_DECODE, "decode_inplace", ["linattn_edu"], RATES, DEVICE)
+    got = rows.call_rows(SSD_DECODE, what, ["linattn_edu"], RATES, DEVICE)
     ((row, line),) = got
     assert row["error"] < 5e-3 and row["error_state"] < 1e-6
     traffic = 2 * inputs.initial_state.numel() * 4
     assert row["state_share"] == pytest.approx(traffic / 4.3e12 / 0.25e-3, rel=1e-4)
-    assert "state" in line
+    assert "state" in line and len(graphs) == (what == "decode_graph")
+
+
+@pytest.mark.gpu
+def test_a_graph_runs_what_was_captured():
+    x = torch.zeros(3, device="cuda")
+    replay = measure.captured(lambda: x.add_(1))
+    replay()
+    assert x.tolist() == [1.0] * 3
 
 
 @pytest.fixture

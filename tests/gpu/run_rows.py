@@ -271,7 +271,7 @@ def run_free(dtype, N, P, entry, backwards):
     for T, chunk_size, documents in ((500, 64, True), (65, 16, False)):
         x = ssd_inputs(2, T, 4, 2, P, N, dtype=dtype, device="cuda", seed=T)
         chunk_size = min(chunk_size, chunk_limit(x.B))
-        step, gc = ssd.stages("reference").chunk_cumsum(
+        gs, gc = ssd.fused_stages("reference").chunk_cumsum_log(
             x.dt, x.A, x.dt_bias, softplus=True, chunk_size=chunk_size
         )
         S, ids = x.initial_states.mT.contiguous(), x.seq_idx if documents else None
@@ -281,7 +281,7 @@ def run_free(dtype, N, P, entry, backwards):
             options = {"scale": 1.0, "chunk_size": chunk_size}
             reference, kernel = state_bwd_reference, state_bwd.state_bwd
         else:
-            args = (x.B, None, x.x, gc, S, step, ids)
+            args = (x.B, None, x.x, gc, S, gs, ids)
             options = {"chunk_size": chunk_size, "output_final_state": True}
             reference, kernel = state_reference, state.state
         exact = reference(*(widened(y) for y in args), **options)
