@@ -5,8 +5,10 @@ With LINATTN_EDU_FULL set, and where the file is another Triton's, every row is 
 """
 
 import importlib.util
+import inspect
 import json
 import os
+import pkgutil
 import re
 import subprocess
 import sys
@@ -17,6 +19,7 @@ import pytest
 from grids import FULL
 from kernels import kept
 
+from linattn_edu import kernels as package
 from linattn_edu.kernels.tiles import generation
 
 triton = pytest.importorskip("triton")
@@ -73,8 +76,8 @@ KERNELS = {
 LARGE = {  # where a multiprocessor is large
     f"{name}_kernel"
     for name in (
-        "chunk_scores", "ssd_ends", "ssd_fwd", "ssd_bwd_states", "ssd_bwd_da", "ssd_bwd_far",
-        "ssd_bwd_sum", "ssd_bwd_dx",
+        "chunk_cumsum_log", "chunk_scores", "ssd_ends", "ssd_fwd", "ssd_bwd_states", "ssd_bwd_da",
+        "ssd_bwd_far", "ssd_bwd_sum", "ssd_bwd_dx",
     )
 }  # fmt: skip
 
@@ -120,6 +123,21 @@ def test_rows():
     found = {f"cc {r['cc']} {r['name'] or r['kernel']}: {x}" for r in rows for x in complaints(r)}
     assert not found, "\n".join([*sorted(found), "`make compile` compiles and keeps what changed"])
     assert any(row["compiled"] for row in rows), "no sample was compiled"
+
+
+def test_no_number_of_tokens_is_compiled_in():
+    """1 would be, as a constant, which is no tensor: a batch of one token then fails to compile."""
+    checked = 0
+    for info in pkgutil.walk_packages(package.__path__, "linattn_edu.kernels."):
+        module = importlib.import_module(info.name)
+        for name, f in vars(module).items():
+            arguments = {"T", "tokens"} & set(getattr(f, "arg_names", ()))
+            if name.endswith("_kernel") and arguments and f.fn.__module__ == info.name:
+                source = inspect.getsource(module)
+                head = source[: source.index(f"def {name}(")].rsplit("@triton.jit", 1)[1]
+                assert all(f'"{x}"' in head for x in arguments), (name, head)
+                checked += 1
+    assert checked > 20
 
 
 def test_key_changes_with_what_is_compiled(tmp_path, monkeypatch):

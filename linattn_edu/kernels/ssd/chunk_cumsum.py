@@ -79,7 +79,7 @@ def chunk_cumsum_kernel(
     store_tile(gc_ptr + first * H, b_gc, o_t, o_h, H, n_t, H)
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["T", "tokens"])
 def chunk_cumsum_log_kernel(
     dt_ptr,  # [B, T, H]
     A_ptr,  # [H]

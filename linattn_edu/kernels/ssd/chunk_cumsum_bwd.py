@@ -50,7 +50,7 @@ def chunk_cumsum_bwd_kernel(
     i_h, i_c, first, n_t = chunk_of(tl.program_id(0), cu_ptr, chunks_ptr, T, NH, BT)
     o_t = tl.arange(0, BT)
     o_h = i_h * BH + tl.arange(0, BH)
-    o = first * stride_t + o_t[:, None] * stride_t + o_h[None, :] * stride_h
+    o = first * stride_t + o_t[:, None] * stride_t + o_h[None, :].to(tl.int64) * stride_h
     mask = (o_t < n_t)[:, None] & (o_h < H)[None, :]
     b_dgc = tl.load(dgc_ptr + o, mask=mask, other=0.0)  # [BT, BH]
     b_dstep = tl.load(dstep_ptr + o, mask=mask, other=0.0)  # [BT, BH]

@@ -26,7 +26,7 @@ from linattn_edu.kernels.tiles import (
 from linattn_edu.packing import Packing
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["T", "tokens"])
 def chunk_scan_bwd_dc_kernel(
     C_ptr,  # [B, T, G, N]
     B_ptr,  # [B, T, G, N]

@@ -21,7 +21,7 @@ from linattn_edu.kernels.tiles import (
 from linattn_edu.packing import Packing
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["T", "tokens"])
 def chunk_state_bwd_db_kernel(
     B_ptr,  # [B, T, G, N]
     x_ptr,  # [B, T, H, P]

@@ -128,7 +128,7 @@ def part_of(pid, cu_ptr, parts_ptr, T, H: tl.constexpr, PART: tl.constexpr):
     return i_h, i_n, i_part, before, first, n_t
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["T", "tokens"])
 def ssd_ends_kernel(
     B_ptr,  # [B, T, G, N]
     x_ptr,  # [B, T, H, P]
@@ -176,7 +176,7 @@ def ssd_ends_kernel(
     tl.store(kept_ptr + i_end, kept)
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["T", "tokens"])
 def ssd_fwd_kernel(
     C_ptr,  # [B, T, G, N]
     B_ptr,  # [B, T, G, N]
@@ -267,7 +267,7 @@ def ssd_fwd_kernel(
         store_tile(ht_ptr + (i_n * H + i_h) * N * P, b_h, o_n, o_p, P, n_last, P)
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["T", "tokens"])
 def ssd_bwd_dx_kernel(
     C_ptr,  # [B, T, G, N]
     B_ptr,  # [B, T, G, N]
@@ -394,7 +394,7 @@ def ssd_bwd_dx_kernel(
         i_h += 1
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["T", "tokens"])
 def ssd_bwd_da_kernel(
     C_ptr,  # [B, T, G, N]
     B_ptr,  # [B, T, G, N]
@@ -472,7 +472,7 @@ def ssd_bwd_da_kernel(
     store_tile(dS_ptr + start, b_dS, o_t, o_t, G * BC, n_own, BT)
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["T", "tokens"])
 def ssd_bwd_far_kernel(
     C_ptr,  # [B, T, G, N]
     B_ptr,  # [B, T, G, N]
@@ -544,7 +544,7 @@ def ssd_bwd_far_kernel(
     store_tile(dS_ptr + BT, 0.0 * b_dS, o_t, o_t, G * 2 * BT, n_t, BT)
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["T", "tokens"])
 def ssd_bwd_states_kernel(
     x_ptr,  # [B, T, H, P]
     dy_ptr,  # [B, T, H, P]
@@ -601,7 +601,7 @@ def ssd_bwd_states_kernel(
     store_tile(parts_ptr, b_d, o_t, o_n, G * N, n_t, N)
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["T", "tokens"])
 def ssd_bwd_sum_kernel(
     C_ptr,  # [B, T, G, N]
     B_ptr,  # [B, T, G, N]

@@ -66,7 +66,9 @@ def mamba_chunk_scan_combined(
     Args:
         x: Values ``[B, T, H, P]``, float32, float16 or bfloat16 (float64: reference only),
             P <= 256; T may be 0.
-        dt: Raw step sizes ``[B, T, H]``, any of these dtypes, as all that follow but B and C.
+        dt: Raw step sizes ``[B, T, H]``, any of these dtypes, as all that follow but B and C. With
+            x in float16 the gradient of a step below 1e-6 loses digits in the fused kernels, which
+            multiply by steps in x's dtype.
         A: Rate of the log decay of each head ``[H]``, <= 0. A positive number is refused on the
             CPU; on a GPU, where that would wait for the device, it is not looked for.
         B, C: What is written with, and read with, ``[B, T, G, N]`` of x's dtype; H a multiple of G,
@@ -322,7 +324,7 @@ def _operations(s: dict) -> tuple[int, int]:
     """Operations of the matrix products of the fused kernels, for calls without a gate."""
     token, C, H, P, N = 2 * s["B"] * s["T"], s["C"], s["H"], s["P"], s["S"]
     scores, chunk, state = token * s["G"] * C * N, token * H * C * P, token * H * P * N
-    return scores + chunk + 2 * state, 3 * scores + 2 * chunk + 6 * state
+    return scores + chunk + 2 * state, 4 * scores + 3 * chunk + 6 * state
 
 
 scan = Operator(
