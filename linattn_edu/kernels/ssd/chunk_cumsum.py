@@ -20,6 +20,9 @@ from linattn_edu.kernels.tiles import (
     store_tile,
 )
 from linattn_edu.packing import Packing
+from linattn_edu.reference.ssd import chunk_cumsum as reference
+
+LEAST = tl.constexpr(reference.LEAST)
 
 
 @triton.jit
@@ -107,8 +110,8 @@ def chunk_cumsum_log_kernel(
         dt_ptr, A_ptr, bias_ptr, low, high, i_h, first, n_t, H, SOFTPLUS, BT, BH
     )
     # eq:ssd-gs   gs = gc - log2(step)
-    b_some = tl.where(b_step == 0.0, 1.0, b_step)
-    b_gs = tl.where(b_step == 0.0, float("inf"), b_gc - tl.log2(b_some))
+    b_none = b_step < LEAST
+    b_gs = tl.where(b_none, float("inf"), b_gc - tl.log2(tl.where(b_none, 1.0, b_step)))
     o = first + o_t[:, None] + o_h[None, :].to(tl.int64) * tokens
     mask = (o_t < n_t)[:, None] & (o_h < H)[None, :]
     tl.store(gs_ptr + o, b_gs, mask=mask)

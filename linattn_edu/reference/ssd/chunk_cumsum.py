@@ -14,6 +14,8 @@ from linattn_edu.reference.tiles import (
     to_chunks,
 )
 
+LEAST = 2.0**-100  # a step that is written in an exponent: fp32 can divide by it
+
 
 def chunk_cumsum(
     dt: Tensor,
@@ -60,7 +62,7 @@ def chunk_cumsum_log(
         gs = gc - log2(step)
 
     2^(gc_i - gs_j) is the decay from token j to token i times the step of token j. The step must
-    not be negative; where it is 0, gs is infinite.
+    not be negative. A step below 2^-100 counts as 0: gs is infinite.
 
     Args:
         dt, A, dt_bias, softplus, limit: as in chunk_cumsum.
@@ -70,7 +72,7 @@ def chunk_cumsum_log(
     """
     step, gc = chunk_cumsum(dt, A, dt_bias, softplus=softplus, limit=limit, chunk_size=chunk_size)
     # eq:ssd-gs   gs = gc - log2(step)
-    return gc - torch.log2(step), gc
+    return torch.where(step < LEAST, torch.inf, gc - torch.log2(step)), gc
 
 
 def steps(
