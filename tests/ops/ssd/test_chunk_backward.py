@@ -89,6 +89,18 @@ def test_strong_decay_and_none(decay, form, device):
     check(got, want, x["x"].dtype, every=1e-4 if decay == "reset" else 0)
 
 
+@forms
+def test_steps_that_fade(form, device):
+    """softplus down to numbers that a GPU's arithmetic takes for 0, and to 0 itself."""
+    x, options = of_form(form, 100, device)
+    fading = -torch.linspace(60, 110, 50, device=device)
+    x["dt"][:, 20:70] = fading[:, None].to(x["dt"].dtype)
+    do, dht = cotangents(x)
+    got, want = run(x, do, dht, **options, impl="triton"), exact(x, do, dht, **options)
+    assert all(y.isfinite().all() for y in got.values())
+    check(got, want, x["x"].dtype)
+
+
 @impls
 @pytest.mark.parametrize("used", ["o", "ht"])
 def test_only_one_output_is_used(used, impl, device):
