@@ -1,0 +1,244 @@
+"""Stage cp_merge: a piece of a sequence as an affine map of the state, and a chain of such maps."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from linattn_edu.kernels.delta.state import CONFIGS, FREE
+from linattn_edu.kernels.tiles import (
+    block,
+    cast,
+    cdiv,
+    dot,
+    entry,
+    load_gate,
+    load_tile,
+    load_vector,
+    row,
+    scan_launch,
+    sequence_args,
+    sequence_of,
+    store_tile,
+)
+from linattn_edu.packing import Packing
+
+
+@triton.jit
+def piece_of(pid, rows_ptr, cu_ptr, T, HV: tl.constexpr, W: tl.constexpr, BT: tl.constexpr,
+             BV: tl.constexpr):  # fmt: skip
+    """What program pid works on: BV of the W columns of the map of a piece, for one head.
+
+    rows_ptr: the sequences of cu_ptr that are the pieces, or None: all.
+    Returns which columns, the number of the map, the head, and the piece's first token and tokens.
+    """
+    NW: tl.constexpr = (W + BV - 1) // BV
+    i_v, i_ph = pid % NW, (pid // NW).to(tl.int64)
+    i_n = i_ph // HV
+    if rows_ptr is not None:
+        i_n = tl.load(rows_ptr + i_n)
+    first, n_seq, _ = sequence_of(i_n, cu_ptr, None, T, BT)
+    return i_v, i_ph, i_ph % HV, first, n_seq
+
+
+@triton.jit(do_not_specialize=["T"])
+def piece_map_kernel(
+    k_ptr,  # [B, T, H, K]
+    w_ptr,  # [B, T, HV, K], or None
+    u_ptr,  # [B, T, HV, V]
+    gc_ptr,  # [B, T, HV] log2; or [B, T, HV, K], and k has HV heads and is decayed already
+    h0_ptr,  # [NP, HV, K, V] or None
+    gs_ptr,  # [B, T, HV] log2, or None: gc
+    map_ptr,  # [NP, HV, K, W] out: S_ext, and M where W is V + K
+    number_ptr,  # [NP, HV] out: M without w; or None
+    rows_ptr,  # [NP] or None
+    cu_ptr,  # [N + 1] or None
+    T,
+    stride_t,  # of gc and gs, between tokens
+    stride_h,  # and between heads
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr,
+    BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    CHANNEL: tl.constexpr,  # a gate for each row of S
+):  # fmt: skip
+    """One program: BV columns of [S_ext | M] of one head, through a piece.
+
+    Grid (NP * HV * W / BV).  Reference: linattn_edu.reference.delta.cp_merge.piece_map.
+    """
+    i_v, i_ph, i_h, first, n_seq = piece_of(tl.program_id(0), rows_ptr, cu_ptr, T, HV, W, BT, BV)
+    k_ptr += (first * H + i_h // (HV // H)) * K
+    u_ptr += (first * HV + i_h) * V
+    if w_ptr is not None:
+        w_ptr += (first * HV + i_h) * K
+    if gs_ptr is not None:
+        gs_ptr += first * stride_t + i_h * stride_h
+    gc_ptr += first * stride_t + i_h * stride_h
+
+    o_t = tl.arange(0, BT)
+    o_k = tl.arange(0, BK)
+    o_v = i_v * BV + tl.arange(0, BV)
+    # eq:cp-ext   S_ext: the state after the piece, from zero
+    # eq:cp-transition   M: the same with u = 0, from I
+    b_S = tl.where(o_k[:, None] + V == o_v[None, :], 1.0, 0.0)
+    if h0_ptr is not None:
+        b_S += load_tile(h0_ptr + i_ph * K * V, o_k, o_v, V, K, V).to(tl.float32)
+    number = 1.0
+    for i_t in range(tl.cdiv(n_seq, BT)):
+        n_t = n_seq - i_t * BT
+        b_v = load_tile(u_ptr, o_t, o_v, HV * V, n_t, V).to(tl.float32)  # [BT, BV]
+        if w_ptr is not None:
+            b_w = load_tile(w_ptr, o_t, o_k, HV * K, n_t, K)  # [BT, BK]
+            b_v -= dot(b_w, cast(b_S, b_w.dtype))
+            w_ptr += BT * HV * K
+        if CHANNEL:
+            b_last = load_vector(gc_ptr + (tl.minimum(BT, n_t) - 1) * stride_t, o_k, K)
+            b_a = tl.exp2(b_last)[:, None]
+        else:
+            b_last = tl.load(gc_ptr + (tl.minimum(BT, n_t) - 1) * stride_t)
+            b_a = tl.exp2(b_last)
+            if gs_ptr is None:
+                b_r = tl.exp2(b_last - load_gate(gc_ptr, o_t, stride_t, n_t))  # [BT]
+            else:
+                b_r = tl.exp2(b_last - load_gate(gs_ptr, o_t, stride_t, n_t))  # [BT]
+                gs_ptr += BT * stride_t
+            b_v *= b_r[:, None]
+            # eq:cp-number   M = 2^(sum of gc_last)
+            number *= b_a
+        b_k = load_tile(k_ptr, o_t, o_k, H * K, n_t, K)  # [BT, BK]
+        b_S = dot(tl.trans(b_k), cast(b_v, b_k.dtype), b_S * b_a)
+        k_ptr += BT * H * K
+        u_ptr += BT * HV * V
+        gc_ptr += BT * stride_t
+
+    store_tile(map_ptr + i_ph * K * W, b_S, o_k, o_v, W, K, W)
+    if number_ptr is not None:
+        tl.store(number_ptr + i_ph, number, mask=i_v == 0)
+
+
+@triton.jit
+def merge_kernel(
+    ext_ptr,  # [B, NP, H, K, V]
+    M_ptr,  # [B, NP, H, K, K] or, of numbers, [B, NP, H]
+    h0_ptr,  # [N, H, K, V] or None
+    in_ptr,  # [B, NP, H, K, V] out: what enters each piece
+    out_ptr,  # [N, H, K, V] out: what leaves the last
+    offsets_ptr,  # [N + 1]: number of the first piece of each sequence; or None
+    NP,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    ROW_EXT: tl.constexpr, ROW_M: tl.constexpr,  # from row to row of S_ext and M
+    NUMBERS: tl.constexpr, REVERSE: tl.constexpr,
+    BK: tl.constexpr, BJ: tl.constexpr, BV: tl.constexpr,
+):  # fmt: skip
+    """One program: BV columns of the state of one head, through a sequence's pieces.
+
+    Grid (N * H * V / BV).  A product reads the state back from memory, BJ rows at a time.
+    Reference: linattn_edu.reference.delta.cp_merge.cp_merge.
+    """
+    NV: tl.constexpr = (V + BV - 1) // BV
+    pid = tl.program_id(0)
+    i_v, i_h, i_n = pid % NV, pid // NV % H, (pid // (NV * H)).to(tl.int64)
+    if offsets_ptr is None:
+        start, n = i_n * NP, NP
+    else:
+        start = tl.load(offsets_ptr + i_n)
+        n = (tl.load(offsets_ptr + i_n + 1) - start).to(tl.int32)
+    o_k, o_v = tl.arange(0, BK), i_v * BV + tl.arange(0, BV)
+    b_S = tl.zeros([BK, BV], dtype=tl.float32)
+    if h0_ptr is not None:
+        b_S += load_tile(h0_ptr + (i_n * H + i_h) * K * V, o_k, o_v, V, K, V).to(tl.float32)
+    for i in range(n):
+        i_p = (start + (n - 1 - i if REVERSE else i)) * H + i_h
+        store_tile(in_ptr + i_p * K * V, b_S, o_k, o_v, V, K, V)
+        b_ext = load_tile(ext_ptr + i_p * K * ROW_EXT, o_k, o_v, ROW_EXT, K, V)
+        # eq:cp-merge   S <- M S + S_ext
+        if NUMBERS:
+            b_S = tl.load(M_ptr + i_p) * b_S + b_ext
+        else:
+            tl.debug_barrier()  # what one thread stored another loads
+            b_S = b_ext.to(tl.float32)
+            for i_j in range(tl.cdiv(K, BJ)):
+                o_j = i_j * BJ + tl.arange(0, BJ)
+                b_M = load_tile(M_ptr + i_p * K * ROW_M, o_k, o_j, ROW_M, K, K)  # [BK, BJ]
+                b_j = load_tile(in_ptr + i_p * K * V, o_j, o_v, V, K, V)  # [BJ, BV]
+                b_S = dot(b_M, b_j, b_S)
+    store_tile(out_ptr + (i_n * H + i_h) * K * V, b_S, o_k, o_v, V, K, V)
+
+
+# generation -> bytes of an element -> row: fp32 whatever the inputs. One stage: a load ahead of its
+# time would read the state before it is stored
+MERGE_CONFIGS = {
+    "turing": {4: row(4, 1, BJ=16, BV=16)},
+    "ampere": {4: row(4, 1, BJ=32, BV=16)},
+    "hopper": {4: row(4, 1, BJ=32, BV=16)},
+}
+
+
+def piece_map(
+    k: Tensor,
+    w: Tensor | None,
+    u: Tensor,
+    gc: Tensor,
+    initial_state: Tensor | None = None,
+    gs: Tensor | None = None,
+    *,
+    chunk_size: int,
+    transition: bool = True,
+    packing: Packing | None = None,
+    rows: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Launch piece_map_kernel; arguments and result as in the reference.
+
+    packing, rows: the pieces are all its sequences, or those of these numbers [NP].
+    """
+    _, T, H, K = k.shape
+    HV, V = u.shape[2:]
+    NP, cu_seqlens, _ = sequence_args(k, packing)
+    NP = NP if rows is None else len(rows)
+    W = V + K if transition and w is not None else V
+    maps = k.new_empty(NP, HV, K, W, dtype=torch.float32)
+    number = maps.new_empty(NP, HV) if transition and w is None else None
+    grid, config = scan_launch(CONFIGS if w is not None else FREE, k, NP * HV, W)
+    piece_map_kernel[grid](
+        k, w, u, gc, initial_state, gs, maps, number, rows, cu_seqlens, T, *gc.stride()[1:3],
+        H, HV, K, V, W, BT=chunk_size, CHANNEL=gc.ndim == 4, **config,
+    )  # fmt: skip
+    return maps[..., :V], maps[..., V:] if W > V else number
+
+
+def cp_merge(
+    S_ext: Tensor, M: Tensor, initial_state: Tensor | None = None, *, offsets: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Launch merge_kernel; arguments and result as in the reference.
+
+    offsets: [N + 1], the number of the first piece of each of N sequences, which are one after the
+    other in a batch of one.
+    """
+    return launch_merge(S_ext, M, initial_state, offsets, reverse=False)
+
+
+def launch_merge(
+    S_ext: Tensor,
+    M: Tensor,
+    initial_state: Tensor | None,
+    offsets: Tensor | None,
+    *,
+    reverse: bool,
+) -> tuple[Tensor, Tensor]:
+    """Launch merge_kernel, from the first piece of a sequence or from the last."""
+    B, NP, H, K, V = S_ext.shape
+    N = B if offsets is None else len(offsets) - 1
+    numbers = M.ndim == 3
+    ext, M = _rows(S_ext), M.contiguous() if numbers else _rows(M)
+    S_in = S_ext.new_empty(S_ext.shape)
+    S_out = S_ext.new_empty(N, H, K, V)
+    config = entry(MERGE_CONFIGS, S_ext).launch(V=V)
+    merge_kernel[(N * H * cdiv(V, config["BV"]),)](
+        ext, M, initial_state, S_in, S_out, offsets, NP, H, K, V, ext.stride(0),
+        0 if numbers else M.stride(0), NUMBERS=numbers, REVERSE=reverse, BK=block(K), **config,
+    )  # fmt: skip
+    return S_in, S_out
+
+
+def _rows(x: Tensor) -> Tensor:
+    """The rows of x [B, NP, H, K, D] as a matrix; a copy unless they are equally far apart."""
+    x = x.flatten(0, 3)
+    return x if x.stride(1) == 1 else x.contiguous()

@@ -1,0 +1,146 @@
+"""Stage cp_merge_bwd: the adjoints of the maps of pieces, and a chain of them, back in time."""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from linattn_edu.kernels.delta.cp_merge import launch_merge, piece_of
+from linattn_edu.kernels.delta.state_bwd import CONFIGS, FREE
+from linattn_edu.kernels.tiles import (
+    cast,
+    dot,
+    load_gate,
+    load_tile,
+    load_vector,
+    scan_launch,
+    sequence_args,
+    store_tile,
+)
+from linattn_edu.packing import Packing
+
+
+@triton.jit(do_not_specialize=["T"])
+def piece_map_bwd_kernel(
+    q_ptr,  # [B, T, H, K]
+    k_ptr,  # [B, T, H, K], or None with w
+    w_ptr,  # [B, T, HV, K] or None
+    gc_ptr,  # [B, T, HV] log2; or [B, T, HV, K], and q and k are qg and kg of HV heads
+    do_ptr,  # [B, T, HV, V]
+    dv_ptr,  # [B, T, HV, V]: the part of dv_new that output_bwd found; or None
+    dht_ptr,  # [NP, HV, K, V] or None
+    map_ptr,  # [NP, HV, K, W] out: dS_ext, and dM where W is V + K
+    number_ptr,  # [NP, HV] out: dM without w; or None
+    scale,
+    rows_ptr,  # [NP] or None
+    cu_ptr,  # [N + 1] or None
+    T,
+    stride_t,  # of gc, between tokens
+    stride_h,  # and between heads
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr,
+    BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    CHANNEL: tl.constexpr,  # a gate for each row of dS
+):  # fmt: skip
+    """One program: BV columns of [dS_ext | dM] of one head, back through a piece.
+
+    Grid (NP * HV * W / BV).  Reference: linattn_edu.reference.delta.cp_merge_bwd.piece_map_bwd.
+    """
+    i_v, i_ph, i_h, first, n_seq = piece_of(tl.program_id(0), rows_ptr, cu_ptr, T, HV, W, BT, BV)
+    NT = tl.cdiv(n_seq, BT)
+    first += (NT - 1) * BT
+    q_ptr += (first * H + i_h // (HV // H)) * K
+    do_ptr += (first * HV + i_h) * V
+    if k_ptr is not None:
+        k_ptr += (first * H + i_h // (HV // H)) * K
+        w_ptr += (first * HV + i_h) * K
+        dv_ptr += (first * HV + i_h) * V
+    gc_ptr += first * stride_t + i_h * stride_h
+
+    o_t = tl.arange(0, BT)
+    o_k = tl.arange(0, BK)
+    o_v = i_v * BV + tl.arange(0, BV)
+    # eq:cp-ext-bwd   dS_ext: the gradient before the piece, from zero
+    # eq:cp-transition-bwd   dM: the same with dO = 0, from I
+    b_dS = tl.where(o_k[:, None] + V == o_v[None, :], 1.0, 0.0)
+    if dht_ptr is not None:
+        b_dS += load_tile(dht_ptr + i_ph * K * V, o_k, o_v, V, K, V).to(tl.float32)
+    number = 1.0
+    for i_t in range(NT):
+        n_t = n_seq - (NT - 1 - i_t) * BT
+        o_last = (tl.minimum(BT, n_t) - 1) * stride_t
+        b_do = load_tile(do_ptr, o_t, o_v, HV * V, n_t, V).to(tl.float32) * scale  # [BT, BV]
+        if CHANNEL:
+            b_last = load_vector(gc_ptr + o_last, o_k, K)
+            b_a = tl.exp2(b_last)[:, None]
+        else:
+            b_last = tl.load(gc_ptr + o_last)
+            b_a = tl.exp2(b_last)
+            b_gc = load_gate(gc_ptr, o_t, stride_t, n_t)  # [BT]
+            b_do *= tl.exp2(b_gc)[:, None]
+            # eq:cp-number   M = 2^(sum of gc_last)
+            number *= b_a
+        b_q = load_tile(q_ptr, o_t, o_k, H * K, n_t, K)  # [BT, BK]
+        b_next = dot(tl.trans(b_q), cast(b_do, b_q.dtype), b_dS * b_a)
+        if k_ptr is not None:
+            b_k = load_tile(k_ptr, o_t, o_k, H * K, n_t, K)  # [BT, BK]
+            b_dv = dot(b_k, cast(b_dS, b_k.dtype))
+            if not CHANNEL:
+                b_dv *= tl.exp2(b_last - b_gc)[:, None]
+            b_dv += load_tile(dv_ptr, o_t, o_v, HV * V, n_t, V).to(tl.float32)
+            b_w = load_tile(w_ptr, o_t, o_k, HV * K, n_t, K)  # [BT, BK]
+            b_next = dot(tl.trans(b_w), cast(-b_dv, b_w.dtype), b_next)
+            k_ptr -= BT * H * K
+            w_ptr -= BT * HV * K
+            dv_ptr -= BT * HV * V
+        b_dS = b_next
+        q_ptr -= BT * H * K
+        do_ptr -= BT * HV * V
+        gc_ptr -= BT * stride_t
+
+    store_tile(map_ptr + i_ph * K * W, b_dS, o_k, o_v, W, K, W)
+    if number_ptr is not None:
+        tl.store(number_ptr + i_ph, number, mask=i_v == 0)
+
+
+def piece_map_bwd(
+    q: Tensor,
+    k: Tensor | None,
+    w: Tensor | None,
+    gc: Tensor,
+    do: Tensor,
+    dv_new: Tensor | None,
+    dht: Tensor | None = None,
+    *,
+    scale: float,
+    chunk_size: int,
+    transition: bool = True,
+    packing: Packing | None = None,
+    rows: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Launch piece_map_bwd_kernel; arguments and result as in the reference.
+
+    packing, rows: the pieces are all its sequences, or those of these numbers [NP].
+    """
+    _, T, H, K = q.shape
+    HV, V = do.shape[2:]
+    NP, cu_seqlens, _ = sequence_args(q, packing)
+    NP = NP if rows is None else len(rows)
+    W = V + K if transition and w is not None else V
+    maps = gc.new_empty(NP, HV, K, W)
+    number = gc.new_empty(NP, HV) if transition and w is None else None
+    grid, config = scan_launch(CONFIGS if w is not None else FREE, q, NP * HV, W)
+    piece_map_bwd_kernel[grid](
+        q, k, w, gc, do, dv_new, dht, maps, number, scale, rows, cu_seqlens, T, *gc.stride()[1:3],
+        H, HV, K, V, W, BT=chunk_size, CHANNEL=gc.ndim == 4, **config,
+    )  # fmt: skip
+    return maps[..., :V], maps[..., V:] if W > V else number
+
+
+def cp_merge_bwd(
+    dS_ext: Tensor, dM: Tensor, dht: Tensor | None = None, *, offsets: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Launch merge_kernel, back in time; arguments and result as in the reference.
+
+    offsets: as in cp_merge.
+    """
+    # eq:cp-merge-bwd   dS <- dM dS + dS_ext
+    return launch_merge(dS_ext, dM, dht, offsets, reverse=True)
