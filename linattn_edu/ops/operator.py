@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from linattn_edu.ops import batching, sequences, sharding
+from linattn_edu.ops.ranks import Probe, Ranks, Reached, crossings
 from linattn_edu.ops.tensors import (
     at_device,
     contiguous,
@@ -41,8 +42,10 @@ BOUNDS = {
     None: (),
     "tokens": ("cu_seqlens",),
     "chunks": ("cu_seqlens", "cu_seqlens_cpu", "chunk_indices"),
+    "ranks": ("cu_seqlens", "cu_seqlens_cpu", "chunk_indices", "cp_plan", "cp_rows"),
 }
 PACKED = ("cu_seqlens", "packing")  # by which a composition says that it knows packed sequences
+KNOWN = (*PACKED, "cp")  # made of the bounds
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,7 @@ class Operator:
         name: Of the operator, in torch.library and in autograd's graph.
         tensors: Name -> axes, "B T H K", with "?" at the end where None may come.  B, N and T are
             the batch, the sequences and their tokens, H and HV heads, C the tokens of a chunk, NT
-            the chunks; "..." any axes in front.
+            the chunks, X the states that come from other ranks; "..." any axes in front.
         outputs: Name -> what `like` or `widened` give.  "final_state" is made with the option
             output_final_state alone, and is the initial_state where there are no tokens.
         stages: "reference" or "triton" -> the stages that the composition takes first.
@@ -82,7 +85,9 @@ class Operator:
             With one, a call names in `keep` those it wants and in `save` those that the backward
             pass starts from; the others are None.
         packed: How a batch of one holds several sequences: "tokens", known to the kernels by
-            cu_seqlens; "chunks", by a Packing; None, not at all.
+            cu_seqlens; "chunks", by a Packing; "ranks", as chunks, and they may go on on other ranks,
+            known by a Ranks; None, not at all.
+        transition: With "ranks", the axes of what takes the initial_state through a piece.
         limited: The tensor whose head size limits the tokens of a chunk.
         mutates: The tensor that is written in place.
         constants: The tensors that have no gradient, being no numbers to be changed.
@@ -103,6 +108,7 @@ class Operator:
         options: dict[str, str] | None = None,
         residuals: type | None = None,
         packed: str | None = None,
+        transition: str = "",
         limited: str | None = None,
         mutates: str | None = None,
         constants: Collection[str] = (),
@@ -116,11 +122,13 @@ class Operator:
         self.axes |= {n: out.axes for n, out in outputs.items()}
         self.outputs, self.residuals, self.flops = outputs, residuals, flops
         self.packed, self.bounds = packed, BOUNDS[packed]
+        self.matrices = len(transition.split()) > 1
         self.limited, self.mutates, self.apart = limited, mutates, apart
         self.constants = constants
         self._in_chunks = [n for n, axes in self.axes.items() if "C" in axes]
         self.with_tokens = self.axes[self.inputs[0]][:2] == ("B", "T")
-        self.options = {**(options or {}), "impl": "str"}
+        group = {"group": "str"} if packed == "ranks" else {}
+        self.options = {**(options or {}), **group, "impl": "str"}
         if residuals:
             self.options |= {"keep": "str", "save": "str"}
         self.names = (*self.inputs, *self.bounds, *self.options)
@@ -131,9 +139,9 @@ class Operator:
     def forward(self, f: Callable) -> Callable:
         """Take f as the forward pass; return it, made to run where its tensors are."""
         self._forward = at_device(f)
-        names = self._declared(f, (*self.inputs, *self.options, *PACKED))
+        names = self._declared(f, (*self.inputs, *self.options, *KNOWN))
         self._forward_takes = [n for n in names if n in (*self.inputs, *self.options)]
-        self._forward_packs = self._forward_takes != names
+        self._forward_packs = any(n in PACKED for n in names)
         self.registered = self._register(
             self.name, self.names, self.inputs, tuple(self.outputs), self._run, self._fake
         )
@@ -148,7 +156,7 @@ class Operator:
         self._backward = at_device(f)
         gradients = {out.gradient: n for n, out in self.outputs.items() if out.gradient}
         saved = (*self.inputs, *self.outputs)
-        known = {*saved, *gradients, *self.options, "residuals", *PACKED}
+        known = {*saved, *gradients, *self.options, "residuals", *KNOWN}
         names = self._declared(f, known)
         self._saved = tuple(
             x for n in names for x in (self.residuals._fields if n == "residuals" else (n,))
@@ -158,7 +166,7 @@ class Operator:
         self._given = tuple(d for d in gradients if d in names)
         self.axes |= {d: self.axes[n] for d, n in gradients.items()}
         self.backward_names = (*self._saved, *self.bounds, *self._given, *self.options)
-        self._backward_takes = [n for n in names if n not in PACKED]
+        self._backward_takes = [n for n in names if n not in KNOWN]
         if self.limited and not any(n == self.limited or "C" in self.axes[n] for n in self._saved):
             raise TypeError(f"{self.name}: {f.__name__} must take {self.limited}, for its chunks")
         name, tensors = f"{self.name}_backward", (*self._saved, *self._given)
@@ -284,28 +292,37 @@ class Operator:
             options["chunk_size"] = length
         stages = self.forward_stages(given["impl"])
         alone = self._alone(given, first, length, self._forward_packs)
+        ranks = self._ranks(given, first)
         if alone is None:
-            options |= self._packing(given, first, length)
+            options |= self._packing(given, first, length) | ({"cp": ranks} if ranks else {})
             results = _flat(self._forward(stages, **options))
         else:
-            results = self._run_each(stages, given, options, alone, length)
+            results = self._run_each(stages, given, options, [*alone], length, ranks)
         results = zip(self.outputs, results, strict=True)
         return tuple(_owned(x) if n in made else None for n, x in results)
 
-    def _run_each(self, stages, given, options, alone, length):
+    def _run_each(self, stages, given, options, alone, length, ranks):
         """The forward pass of each sequence by itself."""
+
+        def own(where) -> dict:
+            one = {n: _part(given[n], self.axes[n], where) for n in self.inputs}
+            return options | {n: one[n] for n in self.inputs if n in options}
+
         made = self._made(given)
         sizes = self._sizes(given, length)
         whole = {n: self._new(n, given, sizes) if n in made else None for n in self.outputs}
         if whole.get("final_state") is not None:  # what a sequence without tokens leaves
             _fill(whole["final_state"], given["initial_state"])
+        if ranks:
+            _reach(ranks, lambda where, cp: self._forward(stages, **own(where), cp=cp), alone)
+            given["initial_state"] = ranks.receive(stages.cp_merge, given["initial_state"])
         for where in alone:
-            one = {n: _part(given[n], self.axes[n], where) for n in self.inputs}
-            own = options | {n: one[n] for n in self.inputs if n in options}
-            parts = _flat(self._forward(stages, **own))
+            parts = _flat(self._forward(stages, **own(where)))
             for n, part in zip(self.outputs, parts, strict=True):
-                if whole[n] is not None:
+                if whole[n] is not None and part is not None:
                     _part(whole[n], self.axes[n], where).copy_(part)
+        if whole.get("crossing") is not None:
+            _fill(whole["crossing"], ranks.crossing)
         return tuple(whole.values())
 
     def _run_backward(self, *args) -> tuple[Tensor | None, ...]:
@@ -323,18 +340,27 @@ class Operator:
             options["chunk_size"] = length
         tokens = given[self._given[0]]
         alone = self._alone(given, tokens, length, self._backward_packs)
+        ranks = self._ranks(given, tokens, back=True)
         if alone is None:
-            options |= self._packing(given, tokens, length)
+            options |= self._packing(given, tokens, length) | ({"cp": ranks} if ranks else {})
             results = _several(self._backward(stages, **options))
         else:
-            results = self._run_each_backward(stages, given, options, alone)
+            results = self._run_each_backward(stages, given, options, [*alone], ranks)
         return tuple(
             None if x is None or given.get(n, x) is None else x.to(given.get(n, x).dtype)
             for n, x in zip(self.inputs, results, strict=True)
         )
 
-    def _run_each_backward(self, stages, given, options, alone):
+    def _run_each_backward(self, stages, given, options, alone, ranks):
         """The backward pass of each sequence by itself."""
+
+        def own(where) -> dict:
+            one = {n: _part(x, self.axes.get(n), where) for n, x in given.items()}
+            own = options | {n: one[n] for n in (*self._saved, *self._given) if n in options}
+            if "residuals" in own:
+                own["residuals"] = self.residuals(*(one[n] for n in self.residuals._fields))
+            return own
+
         sums = {n for n in self.inputs if not {"T", "N"} & {*self.axes[n]}}
         sizes = self._sizes(given, None)
         whole = {
@@ -345,12 +371,13 @@ class Operator:
         for n, x in whole.items():
             if x is not None and "T" not in self.axes[n]:  # also through a sequence without tokens
                 _fill(x, given.get(through) if n == "initial_state" else None)
+        if ranks:
+            state = ranks.entering(given.get("crossing"), given.get("initial_state"))
+            given = given | {"initial_state": state}
+            _reach(ranks, lambda where, cp: self._backward(stages, **own(where), cp=cp), alone)
+            given[through] = ranks.receive(stages.cp_merge_bwd, given.get(through))
         for where in alone:
-            one = {n: _part(x, self.axes.get(n), where) for n, x in given.items()}
-            own = options | {n: one[n] for n in (*self._saved, *self._given) if n in options}
-            if "residuals" in own:
-                own["residuals"] = self.residuals(*(one[n] for n in self.residuals._fields))
-            parts = self._backward(stages, **own)
+            parts = self._backward(stages, **own(where))
             for n, part in zip(self.inputs, _several(parts), strict=True):
                 if whole[n] is not None and n in sums:
                     whole[n] += part
@@ -375,9 +402,18 @@ class Operator:
             return {}
         if self.packed == "tokens":
             return {"cu_seqlens": given["cu_seqlens"].long().contiguous()}
-        bounds = (given[n] for n in self.bounds)
+        bounds = (given[n] for n in BOUNDS["chunks"])
         size = given.get("chunk_size", length)
         return {"packing": sequences.packing(*bounds, tokens.shape[1], size, length)}
+
+    def _ranks(self, given: dict, tokens: Tensor, *, back: bool = False) -> Ranks | None:
+        """The exchange with other ranks, or None: no sequence goes on there."""
+        if self.packed != "ranks" or given["cp_plan"] is None:
+            return None
+        sizes = self._sizes(given, None)
+        axes = tuple(sizes[a] for a in self.axes["initial_state"][1:])
+        options = {"matrices": self.matrices, "dtype": wide(tokens), "back": back}
+        return Ranks(given["cp_plan"], given["cp_rows"], given["group"], axes, **options)
 
     def _alone(
         self, given: dict, tokens: Tensor, length: int | None, packs: bool
@@ -417,6 +453,8 @@ class Operator:
         axes = self.axes[name]
         if "NT" in axes:
             sizes = sizes | {"NT": self._chunks(given, sizes)}
+        if "X" in axes:
+            sizes = sizes | {"X": self._crossings(given["cp_plan"])}
         shape = [s for a in axes for s in (sizes[a] if a == "..." else (sizes[a],))]
         like = next(x for n, x in given.items() if n in self.axes and x is not None)
         out = self.outputs.get(name)
@@ -437,6 +475,10 @@ class Operator:
             return torch.library.get_ctx().new_dynamic_size()
         bounds = sequences.bounds(cu_seqlens, given["cu_seqlens_cpu"], T)
         return sum(chunks.stop - chunks.start for *_, chunks in sequences.each(bounds, C))
+
+    def _crossings(self, plan: Tensor) -> int:
+        """How many states come from other ranks."""
+        return torch.library.get_ctx().new_dynamic_size() if traced(plan) else crossings(plan)
 
     def _fake(self, *args):
         given = dict(zip(self.names, args, strict=True))
@@ -565,6 +607,21 @@ def _fill(x: Tensor, value: Tensor | None) -> None:
         x.zero_()
     else:
         x.copy_(value)
+
+
+def _reach(ranks: Ranks, run: Callable, alone: list) -> None:
+    """Gather the maps of the pieces that others need: run(where, cp) ends at the map of one."""
+    places, maps = {where[0]: where for where in alone}, []
+    for row in ranks.sources.tolist():
+        try:
+            run(places[row], Probe(ranks.transition))
+        except Reached as reached:
+            maps.append(reached.map)
+    if not maps:
+        ranks.gather(None)
+        return
+    ext, M = zip(*maps, strict=True)
+    ranks.gather((torch.cat(ext), torch.cat(M) if ranks.transition else None))
 
 
 def _part(x, axes: tuple[str, ...] | None, where: tuple[int, slice, slice]):

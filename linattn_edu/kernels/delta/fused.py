@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from linattn_edu.kernels.delta.cp_merge import piece_of
 from linattn_edu.kernels.delta.solve import kkt, merge_precision, unit_lower_inverse
 from linattn_edu.kernels.tiles import (
     cast,
@@ -172,6 +173,55 @@ def scan_kernel(
         store_tile(ht_ptr + i_nh * K * V, b_S, o_k, o_v, V, K, V)
 
 
+@triton.jit(do_not_specialize=["T"])
+def scan_map_kernel(
+    k_ptr,  # [B, T, H, K]
+    v_ptr,  # [B, T, HV, V]
+    gc_ptr,  # [B, T, HV] log2
+    R_ptr,  # [B, T, HV, BT]
+    h0_ptr,  # [NP, HV, K, V] or None
+    map_ptr,  # [NP, HV, K, W] out: S_ext, and M where W is V + K
+    rows_ptr,  # [NP] or None
+    cu_ptr,  # [N + 1] or None
+    T,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr,
+    BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+):  # fmt: skip
+    """One program: BV columns of [S_ext | M] of one head, through a piece.
+
+    Grid (NP * HV * W / BV).  Reference: linattn_edu.reference.delta.fused.scan_map.
+    """
+    i_v, i_ph, i_h, first, n_seq = piece_of(tl.program_id(0), rows_ptr, cu_ptr, T, HV, W, BT, BV)
+    k_ptr += (first * H + i_h // (HV // H)) * K
+    v_ptr += (first * HV + i_h) * V
+    R_ptr += (first * HV + i_h) * BT
+    gc_ptr += first * HV + i_h
+
+    o_t = tl.arange(0, BT)
+    o_k = tl.arange(0, BK)
+    o_v = i_v * BV + tl.arange(0, BV)
+    # eq:cp-ext   S_ext: the state after the piece, from zero
+    # eq:cp-transition   M: the same with v = 0, from I
+    b_S = tl.where(o_k[:, None] + V == o_v[None, :], 1.0, 0.0)
+    if h0_ptr is not None:
+        b_S += load_tile(h0_ptr + i_ph * K * V, o_k, o_v, V, K, V).to(tl.float32)
+    for i_t in range(tl.cdiv(n_seq, BT)):
+        n_t = n_seq - i_t * BT
+        b_k = load_tile(k_ptr, o_t, o_k, H * K, n_t, K)  # [BT, BK]
+        b_v = load_tile(v_ptr, o_t, o_v, HV * V, n_t, V)  # [BT, BV]
+        b_R = load_tile(R_ptr, o_t, o_t, HV * BT, n_t, BT)  # [BT, BT]
+        b_gc = load_gate(gc_ptr, o_t, HV, n_t)  # [BT]
+        b_last = tl.load(gc_ptr + (tl.minimum(BT, n_t) - 1) * HV)
+        b_W = b_v.to(tl.float32) - tl.exp2(b_gc)[:, None] * dot(b_k, cast(b_S, b_k.dtype))
+        b_v = dot(b_R, cast(b_W, b_R.dtype)) * tl.exp2(b_last - b_gc)[:, None]
+        b_S = dot(tl.trans(b_k), cast(b_v, b_k.dtype), b_S * tl.exp2(b_last))
+        k_ptr += BT * H * K
+        v_ptr += BT * HV * V
+        R_ptr += BT * HV * BT
+        gc_ptr += BT * HV
+    store_tile(map_ptr + i_ph * K * W, b_S, o_k, o_v, W, K, W)
+
+
 # generation -> bytes of an element -> row
 SCORES_CONFIGS = {
     "turing": {2: row(4, 1, BK=64), 4: row(4, 1, BK=32)},
@@ -245,3 +295,32 @@ def scan(
         scale, *sequences, T, H, HV, K, V, BT=P.shape[-1], **config,
     )  # fmt: skip
     return o, final_state
+
+
+def scan_map(
+    k: Tensor,
+    v: Tensor,
+    gc: Tensor,
+    R: Tensor,
+    initial_state: Tensor | None = None,
+    *,
+    transition: bool = True,
+    packing: Packing | None = None,
+    rows: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Launch scan_map_kernel; arguments and result as in the reference.
+
+    packing, rows: the pieces are all its sequences, or those of these numbers [NP].
+    """
+    _, T, H, K = k.shape
+    HV, V = v.shape[2:]
+    NP, cu_seqlens, _ = sequence_args(k, packing)
+    NP = NP if rows is None else len(rows)
+    W = V + K if transition else V
+    maps = gc.new_empty(NP, HV, K, W)
+    grid, config = scan_launch(SCAN_CONFIGS, k, NP * HV, W)
+    scan_map_kernel[grid](
+        k, v, gc, R, initial_state, maps, rows, cu_seqlens, T, H, HV, K, V, W, BT=R.shape[-1],
+        **config,
+    )  # fmt: skip
+    return maps[..., :V], maps[..., V:] if transition else None

@@ -5,6 +5,8 @@ import warnings
 import torch
 from torch import Tensor
 
+from linattn_edu.cp.context import CPContext
+from linattn_edu.cp.place import Place
 from linattn_edu.ops import check, tensors
 
 CHUNK_SIZES = (16, 32, 64)
@@ -46,6 +48,7 @@ def check_tensors(
     channels: bool = False,
     pool: bool = False,
     largest: tuple[int, int] = (256, 512),
+    cp_context: CPContext | None = None,
 ) -> dict[str, int]:
     """Refuse tensors that do not fit; return the sizes B, T, H, HV, K, V and N.
 
@@ -65,7 +68,7 @@ def check_tensors(
         if x is not None:
             check.tensor(name, x, shape, sizes)
     check.head_counts(sizes, largest=largest)
-    count_sequences("q", q, cu_seqlens, sizes)
+    count_sequences("q", q, cu_seqlens, sizes, cp_context)
     if initial_state is not None:
         shape = ("HV", "V", "K") if state_v_first else ("HV", "K", "V")
         check.tensor("initial_state", initial_state, ("slots" if pool else "N", *shape), sizes)
@@ -77,9 +80,18 @@ def check_tensors(
     return sizes
 
 
-def count_sequences(name: str, x: Tensor, cu_seqlens: Tensor | None, sizes: dict[str, int]) -> None:
-    """Set sizes["N"], the number of sequences of x [B, T, ...]; with cu_seqlens, B must be 1."""
+def count_sequences(
+    name: str,
+    x: Tensor,
+    cu_seqlens: Tensor | None,
+    sizes: dict[str, int],
+    cp_context: CPContext | None = None,
+) -> None:
+    """Set sizes["N"], the number of initial states of x [B, T, ...]; with cu_seqlens, B must be 1."""
     sizes["N"] = sizes["B"]
+    if cp_context is not None:
+        check_context(name, cp_context, sizes)
+        sizes["N"] *= len(cp_context.first)
     if cu_seqlens is None:
         return
     sizes["N"] = check.boundaries("cu_seqlens", cu_seqlens)
@@ -89,6 +101,20 @@ def count_sequences(name: str, x: Tensor, cu_seqlens: Tensor | None, sizes: dict
             f"{name} must have B = 1 with cu_seqlens, which packs all sequences into one, "
             f"got B={sizes['B']}"
         )
+
+
+def check_context(name: str, cp_context: object, sizes: dict[str, int]) -> None:
+    """Refuse what is no context, and one of other tokens or of another world."""
+    if not isinstance(cp_context, CPContext):
+        raise TypeError(
+            f"cp_context must come from build_cp_context, got {type(cp_context).__name__}"
+        )
+    if sizes["T"] != cp_context.tokens:
+        raise ValueError(
+            f"{name} must have the T={cp_context.tokens} tokens that cp_context gives to rank "
+            f"{cp_context.rank} of {cp_context.world}, got T={sizes['T']}"
+        )
+    cp_context.check_group()
 
 
 def check_packing(
@@ -135,6 +161,31 @@ def check_packing(
         if chunk_indices is not None:
             check.chunks(chunk_indices, bounds, chunk_size)
     return cu_seqlens_cpu
+
+
+def place(
+    name: str,
+    x: Tensor,
+    sizes: dict[str, int],
+    cu_seqlens: Tensor | None,
+    cu_seqlens_cpu: Tensor | None,
+    chunk_indices: Tensor | None,
+    chunk_size: int,
+    cp_context: CPContext | None,
+) -> Place:
+    """Refuse what does not fit, as check_packing; return where the sequences are."""
+    if cp_context is None:
+        cu_seqlens_cpu = check_packing(
+            name, x, sizes, cu_seqlens, cu_seqlens_cpu, chunk_indices, chunk_size
+        )
+        return Place((cu_seqlens, cu_seqlens_cpu, chunk_indices, None, None))
+    given = {
+        "cu_seqlens": cu_seqlens, "cu_seqlens_cpu": cu_seqlens_cpu, "chunk_indices": chunk_indices,
+    }  # fmt: skip
+    for other, y in given.items():
+        if y is not None:
+            raise ValueError(f"{other} must be None with cp_context, which has the boundaries")
+    return cp_context.place(sizes["B"], x.device)
 
 
 def check_gate(

@@ -7,12 +7,16 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from linattn_edu.cp.context import CPContext
 from linattn_edu.ops import check
 from linattn_edu.ops.delta import arguments
 from linattn_edu.ops.l2norm import l2norm
 from linattn_edu.ops.operator import Operator, like, widened
+from linattn_edu.ops.ranks import Ranks
 from linattn_edu.packing import Packing
-from linattn_edu.reference.delta.fused import intra, scan
+from linattn_edu.reference.delta.cp_merge import cp_merge, piece_map
+from linattn_edu.reference.delta.cp_merge_bwd import cp_merge_bwd, piece_map_bwd
+from linattn_edu.reference.delta.fused import intra, scan, scan_map
 from linattn_edu.reference.delta.gate_bwd import gate_bwd
 from linattn_edu.reference.delta.gate_cumsum import gate_cumsum
 from linattn_edu.reference.delta.output import output
@@ -46,7 +50,7 @@ def chunk_gated_delta_rule(
     dt_bias: Tensor | None = None,
     chunk_size: int = 64,
     transpose_state_layout: bool | None = None,
-    cp_context: None = None,
+    cp_context: CPContext | None = None,
     impl: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
     r"""Gated delta rule in chunks: training and prefill of Gated DeltaNet.
@@ -97,7 +101,12 @@ def chunk_gated_delta_rule(
         chunk_size: Tokens a chunk at most: 16, 32 or 64. It changes the speed and the rounding
             only; the kernels take shorter ones where longer do not fit the GPU (fp32, Turing).
         transpose_state_layout: Deprecated name of state_v_first.
-        cp_context: An argument of fla-core: None alone is taken.
+        cp_context: Of :func:`build_cp_context`, where the sequences are cut over several ranks, all
+            of which call this: the tensors are then those of this rank, ``[B, tokens, ...]``, every
+            entry of a batch is cut alike, and no cu_seqlens is given. initial_state has a row for
+            each sequence that begins on this rank, ``[B * len(context.first), HV, K, V]``, and the
+            final state one for each that ends on it, ``[B * len(context.last), HV, K, V]``. Each
+            pass gathers ``HV K (V + K)`` numbers of float32 from every rank, once.
         impl: "triton", "reference", or "auto": the kernels for CUDA tensors and under
             ``TRITON_INTERPRET=1``, else (and for float64) the reference stages.
 
@@ -132,9 +141,10 @@ def chunk_gated_delta_rule(
 
     Source: Yang et al. 2024 (arXiv:2412.06464); chapters 01 to 12.
     """
-    check.absent("cp_context", cp_context)
     state_v_first = arguments.v_first(state_v_first, transpose_state_layout)
-    sizes = arguments.check_tensors(q, k, v, g, beta, initial_state, cu_seqlens, state_v_first)
+    sizes = arguments.check_tensors(
+        q, k, v, g, beta, initial_state, cu_seqlens, state_v_first, cp_context=cp_context
+    )
     for name, x in (("g", g), ("beta", beta)):  # which the recurrent form may do without
         check.tensor(name, x, ("B", "T", "HV"), sizes)
     check.same_dtype(("q", q), ("k", k), ("v", v))
@@ -149,18 +159,18 @@ def chunk_gated_delta_rule(
     scale = check.number("scale", scale)
     tensors = (q, k, v, g, beta, initial_state, A_log, dt_bias)
     impl = check.resolve_impl(impl, q.device, tuple(x.dtype for x in tensors if x is not None))
-    cu_seqlens_cpu = arguments.check_packing(
-        "q", q, sizes, cu_seqlens, cu_seqlens_cpu, chunk_indices, chunk_size
+    place = arguments.place(
+        "q", q, sizes, cu_seqlens, cu_seqlens_cpu, chunk_indices, chunk_size, cp_context
     )
     if normalise:
         q, k = l2norm(q, impl=impl), l2norm(k, impl=impl)
     o, final_state, *_ = chunk(
-        q, k, v, g, arguments.write_strength(beta, sigmoid), A_log, dt_bias,
-        arguments.transposed(initial_state, state_v_first),
-        cu_seqlens, cu_seqlens_cpu, chunk_indices,
-        sizes["K"] ** -0.5 if scale is None else scale, output_final_state, chunk_size, impl,
-        "", save="gc A",
+        *place.joined(q, k, v, g, arguments.write_strength(beta, sigmoid)), A_log, dt_bias,
+        place.entering(arguments.transposed(initial_state, state_v_first)), *place.bounds,
+        sizes["K"] ** -0.5 if scale is None else scale, output_final_state, chunk_size,
+        place.group, impl, "", save="gc A crossing" if place.group else "gc A",
     )  # fmt: skip
+    o, final_state = place.parted(o), place.leaving(final_state)
     final_state = arguments.transposed(final_state, state_v_first)
     return o, final_state if final_state is None else final_state.contiguous()
 
@@ -178,6 +188,10 @@ class Stages:
     state_bwd: Callable
     wy_bwd: Callable
     gate_bwd: Callable
+    piece_map: Callable
+    cp_merge: Callable
+    piece_map_bwd: Callable
+    cp_merge_bwd: Callable
 
 
 @dataclass(frozen=True)
@@ -187,6 +201,8 @@ class FusedStages:
     gate_cumsum: Callable
     intra: Callable
     scan: Callable
+    scan_map: Callable
+    cp_merge: Callable
 
 
 @functools.cache
@@ -200,15 +216,21 @@ def stages(impl: str) -> Stages:
 def fused_stages(impl: str) -> FusedStages:
     """The fused stages of an implementation, "reference" or "triton"."""
     check.choice("impl", impl, check.STAGES)
-    return _kernels()[1] if impl == "triton" else FusedStages(gate_cumsum, intra, scan)
+    return _kernels()[1] if impl == "triton" else _FUSED_REFERENCE
 
 
-_REFERENCE = Stages(gate_cumsum, solve, wy, state, output, output_bwd, state_bwd, wy_bwd, gate_bwd)
+_REFERENCE = Stages(
+    gate_cumsum, solve, wy, state, output, output_bwd, state_bwd, wy_bwd, gate_bwd, piece_map,
+    cp_merge, piece_map_bwd, cp_merge_bwd,
+)  # fmt: skip
+_FUSED_REFERENCE = FusedStages(gate_cumsum, intra, scan, scan_map, cp_merge)
 
 
 def _kernels() -> tuple[Stages, FusedStages]:
     """The stages in Triton, which may be missing."""
-    from linattn_edu.kernels.delta.fused import intra, scan
+    from linattn_edu.kernels.delta.cp_merge import cp_merge, piece_map
+    from linattn_edu.kernels.delta.cp_merge_bwd import cp_merge_bwd, piece_map_bwd
+    from linattn_edu.kernels.delta.fused import intra, scan, scan_map
     from linattn_edu.kernels.delta.gate_bwd import gate_bwd
     from linattn_edu.kernels.delta.gate_cumsum import gate_cumsum
     from linattn_edu.kernels.delta.output import output
@@ -219,8 +241,11 @@ def _kernels() -> tuple[Stages, FusedStages]:
     from linattn_edu.kernels.delta.wy import wy
     from linattn_edu.kernels.delta.wy_bwd import wy_bwd
 
-    staged = Stages(gate_cumsum, solve, wy, state, output, output_bwd, state_bwd, wy_bwd, gate_bwd)
-    return staged, FusedStages(gate_cumsum, intra, scan)
+    staged = Stages(
+        gate_cumsum, solve, wy, state, output, output_bwd, state_bwd, wy_bwd, gate_bwd, piece_map,
+        cp_merge, piece_map_bwd, cp_merge_bwd,
+    )  # fmt: skip
+    return staged, FusedStages(gate_cumsum, intra, scan, scan_map, cp_merge)
 
 
 def _fastest(impl: str) -> Stages | FusedStages:
@@ -233,6 +258,7 @@ class Residuals(NamedTuple):
 
     gc: Tensor | None
     A: Tensor | None
+    crossing: Tensor | None = None  # states that come from other ranks
 
 
 def _operations(s: dict) -> tuple[int, int]:
@@ -260,12 +286,14 @@ chunk = Operator(
         "final_state": widened("N HV K V", "q g A_log dt_bias initial_state", gradient="dht"),
         "gc": widened("B T HV", "g A_log dt_bias"),
         "A": like("B T HV C", "q"),
+        "crossing": widened("X HV K V", "q"),
     },
     options={"scale": "float", "output_final_state": "bool", "chunk_size": "int"},
     residuals=Residuals,
     stages=stages,
     forward_stages=_fastest,
-    packed="chunks",
+    packed="ranks",
+    transition="HV K K",
     limited="k",
     flops=_operations,
 )
@@ -287,11 +315,12 @@ def forward(
     dt_bias: Tensor | None = None,
     chunk_size: int = 64,
     packing: Packing | None = None,
+    cp: Ranks | None = None,
     keep: Collection[str] = Residuals._fields,
 ) -> tuple[Tensor, Tensor | None, Residuals]:
     """The chunked forward pass as a composition of stages (shapes as in chunk_gated_delta_rule).
 
-    keep: the residuals that are returned.
+    cp: what other ranks send and are sent. keep: the residuals that are returned.
     Returns o, the final state or None, and what the backward pass starts from. Only the kernels
     take a packing.
 
@@ -302,6 +331,9 @@ def forward(
     gc = stages.gate_cumsum(g, A_log, dt_bias, **options)
     if isinstance(stages, FusedStages):
         P, R, A = stages.intra(q, k, beta, gc, return_inverse="A" in keep, **options)
+        if cp is not None:
+            cp.send(stages.scan_map, (k, v, gc, R), initial_state, **packed)
+            initial_state = cp.receive(stages.cp_merge, initial_state)
         o, final_state = stages.scan(
             q, k, v, gc, P, R, initial_state, scale=scale, output_final_state=output_final_state,
             **packed,
@@ -309,11 +341,14 @@ def forward(
     else:
         A = stages.solve(k, beta, **options)
         w, u = stages.wy(k, v, beta, gc, A, **packed)
+        if cp is not None:
+            cp.send(stages.piece_map, (k, w, u, gc), initial_state, **options)
+            initial_state = cp.receive(stages.cp_merge, initial_state)
         h, v_new, final_state = stages.state(
             k, w, u, gc, initial_state, output_final_state=output_final_state, **options
         )
         o = stages.output(q, k, v_new, h, gc, scale=scale, **options)
-    kept = Residuals(gc, A)._asdict()
+    kept = Residuals(gc, A, cp and cp.crossing)._asdict()
     return o, final_state, Residuals(*(x if n in keep else None for n, x in kept.items()))
 
 
@@ -334,6 +369,7 @@ def backward(
     A_log: Tensor | None = None,
     dt_bias: Tensor | None = None,
     packing: Packing | None = None,
+    cp: Ranks | None = None,
 ) -> tuple[Tensor | None, ...]:
     """The chunked backward pass as a composition of stages.
 
@@ -341,18 +377,23 @@ def backward(
     again, so that no state is held between the two passes.
 
     Args:
-        do: Gradient of o.  dht: Gradient of the final state, or None.
+        do: Gradient of o.  dht: Gradient of the final state, or None.  cp: as in the forward pass.
     Returns:
         dq, dk, dv, dg, dbeta, dA_log and ddt_bias (or None), and the gradient of the initial state.
     Source: chapter 12.
     """
-    gc, A = residuals
+    gc, A, crossing = residuals
     packed = {} if packing is None else {"packing": packing}
     options = {"chunk_size": A.shape[-1], **packed}
     w, u = stages.wy(k, v, beta, gc, A, **packed)
+    if cp is not None:
+        initial_state = cp.entering(crossing, initial_state)
     h, v_new, _ = stages.state(k, w, u, gc, initial_state, **options)
     del u
     dq, dk, dv_new, dgc = stages.output_bwd(q, k, v_new, h, gc, do, scale=scale, **options)
+    if cp is not None:
+        cp.send(stages.piece_map_bwd, (q, k, w, gc, do, dv_new), dht, scale=scale, **options)
+        dht = cp.receive(stages.cp_merge_bwd, dht)
     dh, dv_new, dh0 = stages.state_bwd(q, k, w, gc, do, dv_new, dht, scale=scale, **options)
     del w
     dk, dv, dbeta, dgc = stages.wy_bwd(k, v, beta, gc, A, h, v_new, dh, dv_new, dk, dgc, **packed)

@@ -105,3 +105,38 @@ def scan(
         decayed = torch.exp2(last - gc[:, :, c])[..., None] * v_new
         S = torch.exp2(last)[..., None] * S + K[:, :, c].mT @ decayed
     return from_chunks(torch.stack(o, 2), T).to(q.dtype), S if output_final_state else None
+
+
+def scan_map(
+    k: Tensor,
+    v: Tensor,
+    gc: Tensor,
+    R: Tensor,
+    initial_state: Tensor | None = None,
+    *,
+    transition: bool = True,
+) -> tuple[Tensor, Tensor | None]:
+    """What a piece makes of the state that enters it, as piece_map, from the arguments of scan.
+
+        S_out = M S_in + S_ext
+
+    Args:
+        k: [B, T, H, K]. v: [B, T, HV, V]. gc: [B, T, HV] (log2). R: from intra.
+        initial_state: [B, HV, K, V]: the state itself where it is known; S_ext starts from it.
+        transition: Whether to compute M.
+    Returns:
+        S_ext [B, HV, K, V], and M [B, HV, K, K] or None, in fp32 (fp64 for fp64 input).
+    Source: chapter 21.
+    """
+    options = {"scale": 1.0, "output_final_state": True}
+    nothing = torch.zeros_like(R)
+    # eq:cp-ext   S_ext: the state after the piece, from zero
+    _, S_ext = scan(k, k, v, gc, nothing, R, initial_state, **options)
+    if not transition:
+        return S_ext, None
+    B, T, HV = gc.shape
+    K = k.shape[-1]
+    eye = torch.eye(K, dtype=S_ext.dtype, device=k.device).expand(B, HV, K, K)
+    # eq:cp-transition   M: the same with v = 0, from I
+    _, M = scan(k, k, v.new_zeros(B, T, HV, K), gc, nothing, R, eye, **options)
+    return S_ext, M

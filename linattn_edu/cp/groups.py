@@ -1,0 +1,111 @@
+"""Groups of ranks: processes of torch.distributed, or threads of one process that play them."""
+
+import itertools
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_numbers = itertools.count()
+_simulated: weakref.WeakValueDictionary = weakref.WeakValueDictionary()  # name -> _Threads
+
+
+class _Threads:
+    """Ranks that are threads, of which one runs at a time."""
+
+    def __init__(self, world: int):
+        self.name = f"simulated:{next(_numbers)}"
+        self.turn, self.meeting = threading.Lock(), threading.Barrier(world)
+        self.world, self.given = world, [None] * world
+        _simulated[self.name] = self
+
+    def _meet(self) -> None:
+        self.turn.release()
+        try:
+            self.meeting.wait()
+        finally:
+            self.turn.acquire()
+
+    def all_gather(self, x: Tensor, rank: int) -> Tensor:
+        self.given[rank] = x
+        self._meet()
+        gathered = torch.stack(self.given)
+        self._meet()  # before anybody gives the next
+        return gathered
+
+
+@dataclass(frozen=True)
+class SimulatedRank:
+    """A rank of `simulate`, with what CPContext asks of a process group."""
+
+    threads: _Threads
+    number: int
+
+    def rank(self) -> int:
+        return self.number
+
+    def size(self) -> int:
+        return self.threads.world
+
+    @property
+    def group_name(self) -> str:
+        return self.threads.name
+
+
+def simulate(world: int, f: Callable) -> list:
+    """[f(group) for each of `world` ranks], as if each were a process; on the CPU.
+
+    group is the rank's process group, for :func:`build_cp_context`. One rank runs at a time, until
+    it waits for the others. Not on a GPU, where the backward passes of all threads share one of
+    PyTorch's.
+
+    Raises:
+        Whatever the first rank that fails raises; the others end.
+
+    Source: chapter 21.
+    """
+    threads, results, errors = _Threads(world), [None] * world, []
+
+    def run(rank: int) -> None:
+        with threads.turn:
+            try:
+                results[rank] = f(SimulatedRank(threads, rank))
+            except BaseException as error:
+                errors.append(error)
+                threads.meeting.abort()
+
+    running = [threading.Thread(target=run, args=(rank,)) for rank in range(world)]
+    for thread in running:
+        thread.start()
+    for thread in running:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return results
+
+
+class Gathering:
+    """A tensor of every rank, on its way."""
+
+    def __init__(self, x: Tensor, name: str, rank: int, world: int):
+        self.work = None
+        if name in _simulated:
+            self.gathered = _simulated[name].all_gather(x, rank)
+            return
+        import torch.distributed as dist
+
+        group = dist.distributed_c10d._resolve_process_group(name)
+        self.gathered = x.new_empty(world, *x.shape)
+        self.sent = x  # until all have it
+        self.work = dist.all_gather_into_tensor(
+            self.gathered.flatten(0, 1), x, group=group, async_op=True
+        )
+
+    def wait(self) -> Tensor:
+        """[world, ...]: the tensors of all ranks."""
+        if self.work is not None:
+            self.work.wait()
+        return self.gathered

@@ -1,0 +1,50 @@
+"""Where the sequences of a call are: in a batch, packed, or cut over ranks."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Place:
+    """The bounds that an operator declared packed="ranks" takes, and the ways in and out of it.
+
+    On ranks the entries of a batch are packed into one, and there is a state for every local
+    sequence, where the caller has those of the sequences that begin, or end, on this rank.
+
+    Args:
+        bounds: cu_seqlens, the same on the CPU, chunk_indices, plan and rows.
+        group: Name of the process group; empty where nothing is exchanged.
+        B, tokens: Entries of the batch and the tokens of each; B is 0 where nothing is packed.
+        sequences: All local ones.
+        first, last: Those that begin, and that end, here; None: all.
+    """
+
+    bounds: tuple[Tensor | None, ...]
+    group: str = ""
+    B: int = 0
+    tokens: int = 0
+    sequences: int = 0
+    first: Tensor | None = None
+    last: Tensor | None = None
+
+    def joined(self, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Tensors [B, T, ...] as [1, B T, ...]."""
+        if not self.B:
+            return tensors
+        return tuple(x if x is None else x.flatten(0, 1)[None] for x in tensors)
+
+    def parted(self, x: Tensor) -> Tensor:
+        """[1, B T, ...] as [B, T, ...]."""
+        return x[0].unflatten(0, (self.B, self.tokens)) if self.B else x
+
+    def entering(self, state: Tensor | None) -> Tensor | None:
+        """States of the sequences that begin here, as those of all local ones."""
+        if state is None or self.first is None:
+            return state
+        whole = state.new_zeros(self.sequences, *state.shape[1:])
+        return whole.index_copy(0, self.first, state)
+
+    def leaving(self, state: Tensor | None) -> Tensor | None:
+        """States of all local sequences, as those of the sequences that end here."""
+        return state if state is None or self.last is None else state[self.last]

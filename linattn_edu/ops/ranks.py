@@ -1,0 +1,161 @@
+"""Sequences that go on from rank to rank: what the compositions and the public functions need."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from linattn_edu.cp.groups import Gathering
+
+
+class Reached(Exception):
+    """Ends a composition at the map of its piece, which is all that was wanted of it."""
+
+    def __init__(self, S_ext: Tensor, M: Tensor | None):
+        super().__init__("a composition was asked for the map of its piece alone")
+        self.map = S_ext, M
+
+
+@dataclass(frozen=True)
+class Probe:
+    """In the place of Ranks: a composition runs one piece, up to its map."""
+
+    transition: bool
+
+    def send(self, f: Callable, tensors: tuple, state: Tensor | None, **options) -> None:
+        raise Reached(*f(*tensors, state, transition=self.transition, **options))
+
+    def entering(self, crossing: Tensor | None, state: Tensor | None) -> Tensor | None:
+        return state  # of this piece, already in its place
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A part of this rank: its number; the parts where its head begins and its tail ends; the local
+    sequences that are its head and its tail, or -1.
+    """
+
+    number: int
+    begin: int
+    end: int
+    head: int
+    tail: int
+
+
+def crossings(plan: Tensor) -> int:
+    """How many states come from other ranks."""
+    _, _, B, _, *parts = plan.tolist()
+    return B * sum(head >= 0 for head in parts[3::5])
+
+
+class Ranks:
+    """One exchange of the maps of pieces, forward in time or back, and the states that follow.
+
+    Forward the maps are those of the tails, which go on in later parts, and the states enter the
+    heads, which were begun in earlier ones; back in time the other way round.
+
+    Args:
+        plan, rows: Of CPContext.place.
+        group: Name of the process group.
+        axes: Sizes of a state: heads, then one or two more.
+        matrices: Whether a transition is a matrix for each head, or a number.
+        dtype: Of the maps on the wire, the same on all ranks.
+        back: Whether time runs back.
+    """
+
+    def __init__(
+        self,
+        plan: Tensor,
+        rows: Tensor,
+        group: str,
+        axes: tuple[int, ...],
+        *,
+        matrices: bool,
+        dtype: torch.dtype,
+        back: bool = False,
+    ):
+        self.rank, self.world, self.B, self.N, *parts = plan.tolist()
+        self.parts = [_Part(*p) for p in zip(*[iter(parts)] * 5, strict=True)]
+        self.group, self.axes, self.matrices = group, axes, matrices
+        self.dtype, self.back = dtype, back
+        tails = self.B * sum(p.tail >= 0 for p in self.parts)
+        self.tails, self.heads = rows[:tails], rows[tails:]
+        self.sources = self.heads if back else self.tails
+        self.crossing: Tensor | None = None
+
+    @property
+    def transition(self) -> bool:
+        """Whether a piece goes on at both its ends, so that its transition is needed."""
+        return any(p.head == p.tail >= 0 for p in self.parts)
+
+    def send(self, f: Callable, tensors: tuple, state: Tensor | None, **options) -> None:
+        """Send f(*tensors, state of the sources), their maps; nothing waits for the others."""
+        maps = None
+        if len(self.sources):
+            state = None if state is None else state[self.sources]
+            options |= {"rows": self.sources, "transition": self.transition}
+            maps = f(*tensors, state, **options)
+        self.gather(maps)
+
+    def gather(self, maps: tuple[Tensor, Tensor | None] | None) -> None:
+        """Begin to gather the maps of all ranks; of a part without one it is zero."""
+        H, K, V = self._matrix
+        size = K * (V + K) if self.matrices else K * V + 1
+        shape = len(self.parts), self.B, H, size
+        message = torch.zeros(shape, dtype=self.dtype, device=self.sources.device)
+        slots = [i for i, p in enumerate(self.parts) if self._source(p) >= 0]
+        S_ext, M = (None, None) if maps is None else maps
+        for i, slot in enumerate(slots):
+            own = slice(i * self.B, (i + 1) * self.B)
+            to_ext, to_M = self._split(message[slot])
+            to_ext.copy_(S_ext[own].reshape(to_ext.shape))
+            if M is not None:
+                to_M.copy_(M[own])
+        self._arriving = Gathering(message, self.group, self.rank, self.world)
+
+    def receive(self, merge: Callable, state: Tensor | None) -> Tensor | None:
+        """state [N, ...] of all local sequences, with those that come from other parts."""
+        gathered, found = self._arriving.wait(), []
+        for p in self.parts:
+            if self._target(p) >= 0:
+                numbers = range(p.number + 1, p.end + 1) if self.back else range(p.begin, p.number)
+                pieces = torch.stack([gathered[self._place(i)] for i in numbers], 1)
+                found.append(merge(*self._split(pieces))[1])
+        if not found:
+            return state
+        self.crossing = torch.cat(found).reshape(-1, *self.axes)
+        return self._placed(self.tails if self.back else self.heads, self.crossing, state)
+
+    def entering(self, crossing: Tensor | None, state: Tensor | None) -> Tensor | None:
+        """state [N, ...], with the states that entered the heads in the forward pass."""
+        return state if crossing is None else self._placed(self.heads, crossing, state)
+
+    def _placed(self, rows: Tensor, values: Tensor, state: Tensor | None) -> Tensor:
+        if state is None:
+            state = values.new_zeros(self.N, *self.axes)
+        dtype = torch.promote_types(state.dtype, values.dtype)
+        return state.to(dtype).index_copy(0, rows, values.to(dtype))
+
+    @property
+    def _matrix(self) -> tuple[int, int, int]:
+        """Sizes of a state: heads, rows, columns."""
+        return self.axes if len(self.axes) == 3 else (self.axes[0], 1, self.axes[1])
+
+    def _split(self, message: Tensor) -> tuple[Tensor, Tensor]:
+        """S_ext [..., H, K, V] and M, [..., H, K, K] or [..., H], of messages."""
+        _, K, V = self._matrix
+        if self.matrices:
+            both = message.unflatten(-1, (K, V + K))
+            return both[..., :V], both[..., V:]
+        return message[..., :-1].unflatten(-1, (K, V)), message[..., -1]
+
+    def _source(self, p: _Part) -> int:
+        return p.head if self.back else p.tail
+
+    def _target(self, p: _Part) -> int:
+        return p.tail if self.back else p.head
+
+    def _place(self, number: int) -> tuple[int, int]:
+        """Rank of a part, and the place among its parts."""
+        return (number, 0) if number < self.world else (2 * self.world - 1 - number, 1)
