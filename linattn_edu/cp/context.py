@@ -1,7 +1,8 @@
-"""How packed sequences are cut over the ranks of a group: what a rank holds, and where it goes on."""
+"""How packed sequences are cut over the ranks of a group: what a rank holds, where it goes on."""
 
 from __future__ import annotations
 
+import os
 from bisect import bisect_right
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -55,6 +56,7 @@ class CPContext:
         first: The local sequences whose first token (or, if empty, whose place) is on this rank:
             the rows of an initial_state.
         last: The local sequences whose last token is on this rank: the rows of a final_state.
+        tokens: How many tokens this rank has.
         cu_seqlens_cpu: ``[N + 1]`` int64, boundaries of the local sequences.
         cu_seqlens: The same numbers on the device of the global ones.
         conv1d_kernel_size: Taps of the short convolution, or None.
@@ -68,15 +70,11 @@ class CPContext:
     documents: tuple[int, ...]
     first: tuple[int, ...]
     last: tuple[int, ...]
+    tokens: int
     cu_seqlens_cpu: Tensor
     cu_seqlens: Tensor
     conv1d_kernel_size: int | None = None
     _kept: dict = field(default_factory=dict, repr=False, compare=False)
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of this rank."""
-        return int(self.cu_seqlens_cpu[-1])
 
     @property
     def num_seqs(self) -> int:
@@ -124,8 +122,8 @@ class CPContext:
         """Refuse a group that is gone, or has another size than the context was built for."""
         if self.world > 1 and (self.group.size(), self.group.rank()) != (self.world, self.rank):
             raise ValueError(
-                f"cp_context was built for rank {self.rank} of {self.world}, and its group has rank "
-                f"{self.group.rank()} of {self.group.size()}"
+                f"cp_context was built for rank {self.rank} of {self.world}, and its group now has "
+                f"rank {self.group.rank()} of {self.group.size()}"
             )
 
     def place(self, B: int, device: torch.device) -> Place:
@@ -234,6 +232,12 @@ def build_cp_context(
 def _place(group) -> tuple[int, int]:
     """Rank and world of a group."""
     if group is None:
+        if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not torch.distributed.is_initialized():
+            raise ValueError(
+                "group is None, as torch.distributed.group.WORLD is before it is initialised, but "
+                f"there are {os.environ['WORLD_SIZE']} processes (WORLD_SIZE): call "
+                "torch.distributed.init_process_group first"
+            )
         return 0, 1
     for name in ("rank", "size", "group_name"):
         if not hasattr(group, name):
@@ -280,7 +284,9 @@ def _local(bounds: list[int], count: int, numbers: tuple[int, ...], device, **of
             )
         )
     cpu = torch.tensor(local)
-    return CPContext(
+    context = CPContext(
         parts=tuple(parts), documents=tuple(documents), first=tuple(first), last=tuple(last),
-        cu_seqlens_cpu=cpu, cu_seqlens=cpu.to(device), **of_context,
+        tokens=local[-1], cu_seqlens_cpu=cpu, cu_seqlens=cpu.to(device), **of_context,
     )  # fmt: skip
+    context.place(1, device)  # made here, where nothing is traced
+    return context

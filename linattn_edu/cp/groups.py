@@ -100,9 +100,9 @@ class Gathering:
         group = dist.distributed_c10d._resolve_process_group(name)
         self.gathered = x.new_empty(world, *x.shape)
         self.sent = x  # until all have it
-        self.work = dist.all_gather_into_tensor(
-            self.gathered.flatten(0, 1), x, group=group, async_op=True
-        )
+        # PyTorch 2.13 renamed it
+        f = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        self.work = f(self.gathered.flatten(0, 1), x, group=group, async_op=True)
 
     def wait(self) -> Tensor:
         """[world, ...]: the tensors of all ranks."""

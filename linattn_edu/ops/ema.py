@@ -2,14 +2,19 @@
 
 import functools
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import NamedTuple
 
 from torch import Tensor
 
+from linattn_edu.cp.context import CPContext
 from linattn_edu.ops import check
 from linattn_edu.ops.delta import arguments
 from linattn_edu.ops.operator import Operator, like, widened
+from linattn_edu.ops.ranks import Ranks
 from linattn_edu.packing import Packing
+from linattn_edu.reference.delta.cp_merge import cp_merge
+from linattn_edu.reference.delta.cp_merge_bwd import cp_merge_bwd
 from linattn_edu.reference.delta.gate_cumsum import gate_cumsum
 from linattn_edu.reference.ssd.ema import ema
 from linattn_edu.reference.ssd.ema_bwd import ema_bwd
@@ -26,6 +31,7 @@ def ema_scan(
     cu_seqlens_cpu: Tensor | None = None,
     chunk_indices: Tensor | None = None,
     chunk_size: int = 64,
+    cp_context: CPContext | None = None,
     impl: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
     r"""Exponential moving average with a decay of its own for each token.
@@ -54,6 +60,8 @@ def ema_scan(
         output_final_state: Whether to return the state after the last token.
         cu_seqlens, cu_seqlens_cpu, chunk_indices: As in :func:`chunk_gated_delta_rule`. Each
             sequence gives the same bits as alone.
+        cp_context: Sequences cut over several ranks, as in :func:`chunk_gated_delta_rule`. Each
+            pass gathers ``H (D + 1)`` numbers of float32 from every rank, once.
         chunk_size: Tokens a chunk: 16, 32 or 64. It changes the speed and the rounding only.
         impl: "triton", "reference" or "auto", as in :func:`chunk_gated_delta_rule`.
 
@@ -88,23 +96,25 @@ def ema_scan(
 
     Source: Dao and Gu 2024 (arXiv:2405.21060) section 6; chapter 20.
     """
-    sizes = _check_tensors(x, g, weight, initial_state, cu_seqlens)
+    sizes = _check_tensors(x, g, weight, initial_state, cu_seqlens, cp_context)
     check.log_decay("g", g)
     output_final_state = check.flag("output_final_state", output_final_state)
     check.choice("chunk_size", chunk_size, arguments.CHUNK_SIZES)
     tensors = (x, g, weight, initial_state)
     impl = check.resolve_impl(impl, x.device, tuple(t.dtype for t in tensors if t is not None))
-    cu_seqlens_cpu = arguments.check_packing(
-        "x", x, sizes, cu_seqlens, cu_seqlens_cpu, chunk_indices, chunk_size
+    place = arguments.place(
+        "x", x, sizes, cu_seqlens, cu_seqlens_cpu, chunk_indices, chunk_size, cp_context
     )
     one_head = x.ndim == 3
     if one_head:
         axes = (2, 2, 2, 1)
         tensors = (t if t is None else t.unsqueeze(i) for t, i in zip(tensors, axes, strict=True))
+    *tensors, initial_state = tensors
     y, final_state, *_ = scan(
-        *tensors, cu_seqlens, cu_seqlens_cpu, chunk_indices, output_final_state, chunk_size, impl,
-        "", save="gc h",
+        *place.joined(*tensors), place.entering(initial_state), *place.bounds, output_final_state,
+        chunk_size, place.group, impl, "", save="gc h",
     )  # fmt: skip
+    y, final_state = place.parted(y), place.leaving(final_state)
     if one_head:
         return y.squeeze(2), final_state if final_state is None else final_state.squeeze(1)
     return y, final_state
@@ -116,6 +126,7 @@ def _check_tensors(
     weight: Tensor | None,
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
+    cp_context: CPContext | None,
 ) -> dict[str, int]:
     """Refuse tensors that do not fit; return the sizes B, T, D, N, and H where heads are given."""
     sizes: dict[str, int] = {}
@@ -127,7 +138,9 @@ def _check_tensors(
     check.tensor("g", g, ("B", "T", *head), sizes)
     if weight is not None:
         check.tensor("weight", weight, ("B", "T", *head), sizes)
-    arguments.count_sequences("x", x, cu_seqlens, sizes)
+    arguments.count_sequences(
+        "x", x, cu_seqlens, sizes, cp_context, ("initial_state", initial_state)
+    )
     if initial_state is not None:
         check.tensor("initial_state", initial_state, ("N", *head, "D"), sizes)
     others = {"g": g, "weight": weight, "initial_state": initial_state}
@@ -141,22 +154,29 @@ class Stages(NamedTuple):
     gate_cumsum: Callable
     ema: Callable
     ema_bwd: Callable
+    cp_merge: Callable
+    cp_merge_bwd: Callable
 
 
 @functools.cache
 def stages(impl: str) -> Stages:
     """The stages of an implementation, "reference" or "triton"."""
     check.choice("impl", impl, check.STAGES)
-    return _kernels() if impl == "triton" else Stages(gate_cumsum, ema, ema_bwd)
+    return _kernels() if impl == "triton" else _REFERENCE
+
+
+_REFERENCE = Stages(gate_cumsum, ema, ema_bwd, cp_merge, cp_merge_bwd)
 
 
 def _kernels() -> Stages:
     """The stages in Triton, which may be missing."""
+    from linattn_edu.kernels.delta.cp_merge import cp_merge
+    from linattn_edu.kernels.delta.cp_merge_bwd import cp_merge_bwd
     from linattn_edu.kernels.delta.gate_cumsum import gate_cumsum
     from linattn_edu.kernels.ssd.ema import ema
     from linattn_edu.kernels.ssd.ema_bwd import ema_bwd
 
-    return Stages(gate_cumsum, ema, ema_bwd)
+    return Stages(gate_cumsum, ema, ema_bwd, cp_merge, cp_merge_bwd)
 
 
 class Residuals(NamedTuple):
@@ -184,7 +204,8 @@ scan = Operator(
     options={"output_final_state": "bool", "chunk_size": "int"},
     residuals=Residuals,
     stages=stages,
-    packed="chunks",
+    packed="ranks",
+    transition="H",
     flops=_operations,
 )
 
@@ -200,22 +221,52 @@ def forward(
     output_final_state: bool = False,
     chunk_size: int = 64,
     packing: Packing | None = None,
+    cp: Ranks | None = None,
     keep: Collection[str] = Residuals._fields,
 ) -> tuple[Tensor, Tensor | None, Residuals]:
     """The forward pass as a composition of stages (shapes as in ema_scan, with heads).
 
-    keep: the residuals that are returned.
+    cp: what other ranks send and are sent. keep: the residuals that are returned.
     Returns y, the final state or None, and what the backward pass starts from.
 
     Source: chapter 20.
     """
     options = {"chunk_size": chunk_size} | ({} if packing is None else {"packing": packing})
     gc = stages.gate_cumsum(g, **options)
+    if cp is not None:
+        cp.send_all(partial(_map, stages), (x, g, gc, weight), initial_state, **options)
+        initial_state = cp.receive(stages.cp_merge, initial_state)
     y, h, final_state = stages.ema(
         x, g, gc, weight, initial_state, output_final_state=output_final_state,
         return_states="h" in keep, **options,
     )  # fmt: skip
     return y, final_state, Residuals(gc if "gc" in keep else None, h)
+
+
+def _map(
+    stages: Stages, x: Tensor, g: Tensor, gc: Tensor, weight: Tensor | None, state: Tensor | None,
+    *, transition: bool, **options,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """What every sequence makes of the state that enters it: S_ext, and what is left of 1."""
+    final = {"output_final_state": True, "return_states": False, **options}
+    _, _, S_ext = stages.ema(x, g, gc, weight, state, **final)
+    if not transition:
+        return S_ext, None
+    one = S_ext.new_ones(*S_ext.shape[:2], 1)
+    _, _, M = stages.ema(x.new_zeros(*x.shape[:3], 1), g, gc, weight, one, **final)
+    return S_ext, M[..., 0]
+
+
+def _map_bwd(
+    stages: Stages, x: Tensor, g: Tensor, gc: Tensor, weight: Tensor | None, h: Tensor, dy: Tensor,
+    dht: Tensor | None, *, transition: bool, **options,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """What every sequence makes of the gradient of the state that leaves it."""
+    *_, dS_ext = stages.ema_bwd(x, g, gc, weight, h, dy, dht, **options)
+    none, no_state = x.new_zeros(*x.shape[:3], 1), None
+    if not transition:
+        return dS_ext, None
+    return dS_ext, _map(stages, none, g, gc, weight, no_state, transition=True, **options)[1]
 
 
 @scan.backward
@@ -231,17 +282,22 @@ def backward(
     initial_state: Tensor | None = None,
     chunk_size: int = 64,
     packing: Packing | None = None,
+    cp: Ranks | None = None,
 ) -> tuple[Tensor | None, ...]:
     """The backward pass as a composition of stages, of which there is one.
 
     Starts from the arguments of the forward pass and its residuals.
 
     Args:
-        dy: Gradient of y.  dht: Gradient of the final state, or None.
+        dy: Gradient of y.  dht: Gradient of the final state, or None.  cp: as in the forward pass.
     Returns:
         dx, dg, and the gradients of the weight and of the initial state (or None).
     Source: chapter 20.
     """
     options = {"chunk_size": chunk_size} | ({} if packing is None else {"packing": packing})
-    *gradients, dh0 = stages.ema_bwd(x, g, residuals.gc, weight, residuals.h, dy, dht, **options)
+    gc, h = residuals
+    if cp is not None:
+        cp.send_all(partial(_map_bwd, stages), (x, g, gc, weight, h, dy), dht, **options)
+        dht = cp.receive(stages.cp_merge_bwd, dht)
+    *gradients, dh0 = stages.ema_bwd(x, g, gc, weight, h, dy, dht, **options)
     return *gradients, None if initial_state is None else dh0

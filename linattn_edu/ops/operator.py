@@ -85,8 +85,8 @@ class Operator:
             With one, a call names in `keep` those it wants and in `save` those that the backward
             pass starts from; the others are None.
         packed: How a batch of one holds several sequences: "tokens", known to the kernels by
-            cu_seqlens; "chunks", by a Packing; "ranks", as chunks, and they may go on on other ranks,
-            known by a Ranks; None, not at all.
+            cu_seqlens; "chunks", by a Packing; "ranks", as chunks, and they may go on on other
+            ranks, known by a Ranks; None, not at all.
         transition: With "ranks", the axes of what takes the initial_state through a piece.
         limited: The tensor whose head size limits the tokens of a chunk.
         mutates: The tensor that is written in place.

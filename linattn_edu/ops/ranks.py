@@ -26,6 +26,8 @@ class Probe:
     def send(self, f: Callable, tensors: tuple, state: Tensor | None, **options) -> None:
         raise Reached(*f(*tensors, state, transition=self.transition, **options))
 
+    send_all = send
+
     def entering(self, crossing: Tensor | None, state: Tensor | None) -> Tensor | None:
         return state  # of this piece, already in its place
 
@@ -96,6 +98,14 @@ class Ranks:
             state = None if state is None else state[self.sources]
             options |= {"rows": self.sources, "transition": self.transition}
             maps = f(*tensors, state, **options)
+        self.gather(maps)
+
+    def send_all(self, f: Callable, tensors: tuple, state: Tensor | None, **options) -> None:
+        """As send, where f gives the maps of all local sequences."""
+        maps = None
+        if len(self.sources):
+            S_ext, M = f(*tensors, state, transition=self.transition, **options)
+            maps = S_ext[self.sources], None if M is None else M[self.sources]
         self.gather(maps)
 
     def gather(self, maps: tuple[Tensor, Tensor | None] | None) -> None:

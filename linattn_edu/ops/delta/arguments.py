@@ -68,7 +68,7 @@ def check_tensors(
         if x is not None:
             check.tensor(name, x, shape, sizes)
     check.head_counts(sizes, largest=largest)
-    count_sequences("q", q, cu_seqlens, sizes, cp_context)
+    count_sequences("q", q, cu_seqlens, sizes, cp_context, ("initial_state", initial_state))
     if initial_state is not None:
         shape = ("HV", "V", "K") if state_v_first else ("HV", "K", "V")
         check.tensor("initial_state", initial_state, ("slots" if pool else "N", *shape), sizes)
@@ -86,12 +86,19 @@ def count_sequences(
     cu_seqlens: Tensor | None,
     sizes: dict[str, int],
     cp_context: CPContext | None = None,
+    state: tuple[str, Tensor | None] = ("initial_state", None),
 ) -> None:
-    """Set sizes["N"], the number of initial states of x [B, T, ...]; with cu_seqlens, B must be 1."""
+    """Set sizes["N"], of the initial states of x [B, T, ...]; with cu_seqlens, B must be 1."""
     sizes["N"] = sizes["B"]
     if cp_context is not None:
         check_context(name, cp_context, sizes)
         sizes["N"] *= len(cp_context.first)
+        given = getattr(state[1], "shape", ())
+        if len(given) and given[0] != sizes["N"]:
+            raise ValueError(
+                f"{state[0]} must have a row for each of the {sizes['N']} sequences that begin on "
+                f"rank {cp_context.rank} of {cp_context.world}, got {tuple(given)}"
+            )
     if cu_seqlens is None:
         return
     sizes["N"] = check.boundaries("cu_seqlens", cu_seqlens)

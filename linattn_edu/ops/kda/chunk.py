@@ -7,11 +7,15 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from linattn_edu.cp.context import CPContext
 from linattn_edu.ops import check
 from linattn_edu.ops.delta import arguments
 from linattn_edu.ops.l2norm import l2norm
 from linattn_edu.ops.operator import Operator, like, widened
+from linattn_edu.ops.ranks import Ranks
 from linattn_edu.packing import Packing
+from linattn_edu.reference.delta.cp_merge import cp_merge, piece_map
+from linattn_edu.reference.delta.cp_merge_bwd import cp_merge_bwd, piece_map_bwd
 from linattn_edu.reference.delta.gate_bwd import gate_bwd
 from linattn_edu.reference.delta.gate_cumsum import gate_cumsum
 from linattn_edu.reference.delta.kda_bwd import kda_output_bwd, kda_wy_bwd
@@ -51,7 +55,7 @@ def chunk_kda(
     dt_bias: Tensor | None = None,
     chunk_size: int = 64,
     transpose_state_layout: bool | None = None,
-    cp_context: None = None,
+    cp_context: CPContext | None = None,
     use_graph: bool = False,
     max_num_seqs: None = None,
     impl: str = "auto",
@@ -112,8 +116,9 @@ def chunk_kda(
         chunk_size: Tokens a chunk at most: 16, 32 or 64. It changes the speed and the rounding
             only; the kernels take shorter ones where longer do not fit the GPU (fp32, Turing).
         transpose_state_layout: Deprecated name of state_v_first.
-        cp_context, use_graph, max_num_seqs: Arguments of fla-core: None, False and None alone are
-            taken.
+        cp_context: Sequences cut over several ranks, as in :func:`chunk_gated_delta_rule`; not with
+            return_intermediate_states.
+        use_graph, max_num_seqs: Arguments of fla-core: False and None alone are taken.
         impl: "triton", "reference", or "auto": the kernels for CUDA tensors and under
             ``TRITON_INTERPRET=1``, else (and for float64) the reference stages.
 
@@ -145,16 +150,13 @@ def chunk_kda(
 
     Source: Kimi Team 2025 (arXiv:2510.26692); chapters 07, 11 and 12.
     """
-    for name, value, default in (
-        ("cp_context", cp_context, None),
-        ("use_graph", use_graph, False),
-        ("max_num_seqs", max_num_seqs, None),
-    ):
-        check.absent(name, value, default)
+    check.absent("use_graph", use_graph, False)
+    check.absent("max_num_seqs", max_num_seqs)
     state_v_first = arguments.v_first(state_v_first, transpose_state_layout)
     sizes = arguments.check_tensors(
-        q, k, v, g, beta, initial_state, cu_seqlens, state_v_first, channels=True
-    )
+        q, k, v, g, beta, initial_state, cu_seqlens, state_v_first, channels=True,
+        cp_context=cp_context,
+    )  # fmt: skip
     for name, x, shape in (("g", g, ("B", "T", "HV", "K")), ("beta", beta, ("B", "T", "HV"))):
         check.tensor(name, x, shape, sizes)
     check.same_dtype(("q", q), ("k", k), ("v", v))
@@ -177,19 +179,22 @@ def chunk_kda(
     scale = check.number("scale", scale)
     tensors = (q, k, v, g, beta, initial_state, A_log, dt_bias)
     impl = check.resolve_impl(impl, q.device, tuple(x.dtype for x in tensors if x is not None))
-    cu_seqlens_cpu = arguments.check_packing(
-        "q", q, sizes, cu_seqlens, cu_seqlens_cpu, chunk_indices, chunk_size
+    if return_states and cp_context is not None:
+        raise ValueError("return_intermediate_states=True is not supported with cp_context")
+    place = arguments.place(
+        "q", q, sizes, cu_seqlens, cu_seqlens_cpu, chunk_indices, chunk_size, cp_context
     )
     if normalise:
         q, k = l2norm(q, impl=impl), l2norm(k, impl=impl)
+    save = "P A gc w kg qg h v_new" if keep_all else "P A crossing" if place.group else "P A"
     o, final_state, *kept = chunk(
-        q, k, v, g, arguments.write_strength(beta, sigmoid), A_log, dt_bias,
-        arguments.transposed(initial_state, state_v_first),
-        cu_seqlens, cu_seqlens_cpu, chunk_indices,
+        *place.joined(q, k, v, g, arguments.write_strength(beta, sigmoid)), A_log, dt_bias,
+        place.entering(arguments.transposed(initial_state, state_v_first)), *place.bounds,
         sizes["K"] ** -0.5 if scale is None else scale, gate_bound, safe_bound,
-        output_final_state, chunk_size, impl,
-        "h" if return_states else "", save=" ".join(Residuals._fields) if keep_all else "P A",
+        output_final_state, chunk_size, place.group, impl, "h" if return_states else "",
+        save=save,
     )  # fmt: skip
+    o, final_state = place.parted(o), place.leaving(final_state)
     final_state, h = (
         x if x is None else arguments.transposed(x, state_v_first).contiguous()
         for x in (final_state, Residuals(*kept).h)
@@ -236,6 +241,10 @@ class Stages:
     kda_wy_bwd: Callable
     kda_intra_bwd: Callable
     gate_bwd: Callable
+    piece_map: Callable
+    cp_merge: Callable
+    piece_map_bwd: Callable
+    cp_merge_bwd: Callable
 
 
 @functools.cache
@@ -248,11 +257,14 @@ def stages(impl: str) -> Stages:
 _REFERENCE = Stages(
     gate_cumsum, kda_intra, wy, state, output,
     kda_output_bwd, state_bwd, kda_wy_bwd, kda_intra_bwd, gate_bwd,
+    piece_map, cp_merge, piece_map_bwd, cp_merge_bwd,
 )  # fmt: skip
 
 
 def _kernels() -> Stages:
     """The stages in Triton, which may be missing."""
+    from linattn_edu.kernels.delta.cp_merge import cp_merge, piece_map
+    from linattn_edu.kernels.delta.cp_merge_bwd import cp_merge_bwd, piece_map_bwd
     from linattn_edu.kernels.delta.gate_bwd import gate_bwd
     from linattn_edu.kernels.delta.gate_cumsum import gate_cumsum
     from linattn_edu.kernels.delta.kda_bwd import kda_output_bwd, kda_wy_bwd
@@ -266,6 +278,7 @@ def _kernels() -> Stages:
     return Stages(
         gate_cumsum, kda_intra, wy, state, output,
         kda_output_bwd, state_bwd, kda_wy_bwd, kda_intra_bwd, gate_bwd,
+        piece_map, cp_merge, piece_map_bwd, cp_merge_bwd,
     )  # fmt: skip
 
 
@@ -280,6 +293,7 @@ class Residuals(NamedTuple):
     qg: Tensor | None
     h: Tensor | None
     v_new: Tensor | None
+    crossing: Tensor | None = None  # states that come from other ranks
 
 
 def _operations(s: dict) -> tuple[int, int]:
@@ -313,6 +327,7 @@ chunk = Operator(
         "qg": like("B T HV K", "q"),
         "h": like("B NT HV K V", "q"),
         "v_new": like("B T HV V", "q"),
+        "crossing": widened("X HV K V", "q"),
     },
     options={
         "scale": "float",
@@ -323,7 +338,8 @@ chunk = Operator(
     },
     residuals=Residuals,
     stages=stages,
-    packed="chunks",
+    packed="ranks",
+    transition="HV K K",
     limited="k",
     flops=_operations,
 )
@@ -347,12 +363,14 @@ def forward(
     safe_bound: float | None = None,
     chunk_size: int = 64,
     packing: Packing | None = None,
+    cp: Ranks | None = None,
     keep: Collection[str] = Residuals._fields,
 ) -> tuple[Tensor, Tensor | None, Residuals]:
     """The chunked forward pass as a composition of stages (shapes as in chunk_kda).
 
-    safe_bound: a promise that no log decay of a token is below it. keep: the residuals that are
-    returned; the others are freed as soon as no stage reads them.
+    safe_bound: a promise that no log decay of a token is below it. cp: what other ranks send and
+    are sent. keep: the residuals that are returned; the others are freed as soon as no stage reads
+    them.
     Returns o, the final state or None, and what the backward pass may read. Only the kernels take a
     packing.
 
@@ -364,11 +382,14 @@ def forward(
     P, A = stages.kda_intra(q, k, beta, gc, lower_bound=safe_bound, **options)
     w, u, kg, qg = stages.wy(k, v, beta, gc, A, q, **packed)
     A = A if "A" in keep else None
+    if cp is not None:
+        cp.send(stages.piece_map, (kg, w, u, gc), initial_state, **options)
+        initial_state = cp.receive(stages.cp_merge, initial_state)
     h, v_new, final_state = stages.state(
         kg, w, u, gc, initial_state, output_final_state=output_final_state, **options
     )
     del u
-    kept = Residuals(P, A, gc, w, kg, qg, h, v_new)
+    kept = Residuals(P, A, gc, w, kg, qg, h, v_new, cp and cp.crossing)
     kept = Residuals(*(x if n in keep else None for n, x in kept._asdict().items()))
     del A, gc, w, kg
     o = stages.output(qg, None, v_new, h, None, P, scale=scale, **options)
@@ -393,6 +414,7 @@ def backward(
     dt_bias: Tensor | None = None,
     lower_bound: float | None = None,
     packing: Packing | None = None,
+    cp: Ranks | None = None,
 ) -> tuple[Tensor | None, ...]:
     """The chunked backward pass as a composition of stages.
 
@@ -400,21 +422,26 @@ def backward(
     None they are computed again, so that no state is held between the two passes.
 
     Args:
-        do: Gradient of o.  dht: Gradient of the final state, or None.
+        do: Gradient of o.  dht: Gradient of the final state, or None.  cp: as in the forward pass.
     Returns:
         dq, dk, dv, dg, dbeta, dA_log and ddt_bias (or None), and the gradient of the initial state.
     Source: chapters 11 and 12.
     """
     packed = {} if packing is None else {"packing": packing}
-    P, A, gc, w, kg, qg, h, v_new = residuals
+    P, A, gc, w, kg, qg, h, v_new, crossing = residuals
     options = {"chunk_size": A.shape[-1], **packed}
     gate = {"lower_bound": lower_bound, **options}
     if gc is None:
         gc = stages.gate_cumsum(g, A_log, dt_bias, **gate)
         w, u, kg, qg = stages.wy(k, v, beta, gc, A, q, **packed)
+        if cp is not None:
+            initial_state = cp.entering(crossing, initial_state)
         h, v_new, _ = stages.state(kg, w, u, gc, initial_state, **options)
         del u
     dqg, dP, dv_new = stages.kda_output_bwd(P, v_new, h, do, scale=scale, **options)
+    if cp is not None:
+        cp.send(stages.piece_map_bwd, (qg, kg, w, gc, do, dv_new), dht, scale=scale, **options)
+        dht = cp.receive(stages.cp_merge_bwd, dht)
     dh, dv_new, dh0 = stages.state_bwd(qg, kg, w, gc, do, dv_new, dht, scale=scale, **options)
     del w, kg, qg
     dkb, dkg, dv, dL, dbeta, dgl = stages.kda_wy_bwd(v, beta, A, h, v_new, dh, dv_new, **packed)

@@ -1,17 +1,23 @@
 """Mamba-2 in chunks: the public function, its declaration, the composition of its stages."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from linattn_edu.cp.context import CPContext
 from linattn_edu.ops import check
 from linattn_edu.ops.delta import arguments
 from linattn_edu.ops.operator import Operator, like, widened
+from linattn_edu.ops.ranks import Ranks
 from linattn_edu.ops.tensors import wide
 from linattn_edu.packing import Packing
+from linattn_edu.reference.delta.cp_merge import cp_merge, piece_map
+from linattn_edu.reference.delta.cp_merge_bwd import cp_merge_bwd, piece_map_bwd
 from linattn_edu.reference.delta.state import state
 from linattn_edu.reference.delta.state_bwd import state_bwd
 from linattn_edu.reference.ssd.chunk_cumsum import chunk_cumsum, chunk_cumsum_log
@@ -49,6 +55,7 @@ def mamba_chunk_scan_combined(
     return_varlen_states: bool = False,
     *,
     cu_seqlens_cpu: Tensor | None = None,
+    cp_context: CPContext | None = None,
     impl: str = "auto",
 ) -> Tensor | tuple[Tensor, ...]:
     r"""Mamba-2 (SSD) in chunks: training and prefill.
@@ -91,6 +98,10 @@ def mamba_chunk_scan_combined(
         return_varlen_states: Whether to return those of every sequence of cu_seqlens.
         cu_seqlens_cpu: The numbers of cu_seqlens on the CPU. Without them a cu_seqlens on a GPU is
             read once, and the call waits for the device; with them it does not.
+        cp_context: Sequences cut over several ranks, as in :func:`chunk_gated_delta_rule`; not with
+            seq_idx. initial_states have a row for each sequence that begins on this rank; the final
+            states one for each that ends on it, whichever flag asks for them. Each pass gathers
+            ``H (P N + 1)`` numbers of float32 from every rank, once.
         impl: "triton", "reference" or "auto", as in :func:`chunk_gated_delta_rule`.
 
     Accuracy: products are accumulated in float32; 16-bit inputs are rounded where a product needs
@@ -118,32 +129,35 @@ def mamba_chunk_scan_combined(
     2.3.2, which sees the boundaries of cu_seqlens only through seq_idx; chapters 13 to 19.
     """
     given = {"dt": dt, "A": A, "D": D, "z": z, "dt_bias": dt_bias, "initial_states": initial_states}
-    sizes = _check_tensors(x, B, C, given, seq_idx, cu_seqlens)
+    sizes = _check_tensors(x, B, C, given, seq_idx, cu_seqlens, cp_context)
     softplus, final, varlen = arguments.flags(
         dt_softplus=dt_softplus,
         return_final_states=return_final_states,
         return_varlen_states=return_varlen_states,
     )
-    if varlen and cu_seqlens is None:
-        raise ValueError("return_varlen_states=True needs cu_seqlens, got None")
+    if varlen and cu_seqlens is None and cp_context is None:
+        raise ValueError("return_varlen_states=True needs cu_seqlens or cp_context, got None")
+    if seq_idx is not None and cp_context is not None:
+        raise ValueError("seq_idx must be None with cp_context, which has the boundaries")
     low, high = _limits(dt_limit)
     check.power_of_two("chunk_size", chunk_size)
     if chunk_size < 16:
         raise ValueError(f"chunk_size must be at least 16, got {chunk_size}")
     tensors = (x, B, C, *given.values())
     impl = check.resolve_impl(impl, x.device, tuple(y.dtype for y in tensors if y is not None))
-    cu_seqlens_cpu = arguments.check_packing(
-        "x", x, sizes, cu_seqlens, cu_seqlens_cpu, None, chunk_size
-    )
+    place = arguments.place("x", x, sizes, cu_seqlens, cu_seqlens_cpu, None, chunk_size, cp_context)
     impl, chunk_size = _form(impl, x, B, chunk_size, low)
-    out, states = scan(
+    x, dt, B, C, z = place.joined(x, dt, B, C, z)
+    out, states, _ = scan(
         x, dt, A, B, C, None if D is None else D.reshape(sizes["H"], -1), z, dt_bias,
-        arguments.transposed(initial_states, True), _runs(seq_idx),
-        cu_seqlens, cu_seqlens_cpu, None, softplus, low, high, final or varlen, chunk_size, impl,
+        place.entering(arguments.transposed(initial_states, True)), _runs(seq_idx), *place.bounds,
+        softplus, low, high, final or varlen, chunk_size, place.group, impl, "",
+        save="crossing" if place.group else "",
     )  # fmt: skip
+    out = place.parted(out)
     if not (final or varlen):
         return out
-    states = states.mT.contiguous()
+    states = place.leaving(states).mT.contiguous()
     last = states if cu_seqlens is None else states[-1:]
     return (out, *([last] if final else []), *([states] if varlen else []))
 
@@ -155,6 +169,7 @@ def _check_tensors(
     given: dict[str, Tensor | None],
     seq_idx: Tensor | None,
     cu_seqlens: Tensor | None,
+    cp_context: CPContext | None,
 ) -> dict[str, int]:
     """Refuse tensors that do not fit; return the sizes B, T, H, P, G, S (the states' N) and N."""
     sizes: dict[str, int] = {}
@@ -180,7 +195,9 @@ def _check_tensors(
         "dt_bias": ("H",),
         "initial_states": ("N", "H", "P", "S"),
     }
-    arguments.count_sequences("x", x, cu_seqlens, sizes)
+    arguments.count_sequences(
+        "x", x, cu_seqlens, sizes, cp_context, ("initial_states", given["initial_states"])
+    )
     for name, shape in shapes.items():
         if given[name] is not None:
             check.tensor(name, given[name], shape, sizes)
@@ -245,6 +262,8 @@ class Stages:
     chunk_scan_chunk_state_bwd_dx: Callable
     chunk_scan_bwd_da_cs: Callable
     chunk_cumsum_bwd: Callable
+    cp_merge: Callable
+    cp_merge_bwd: Callable
 
 
 @dataclass(frozen=True)
@@ -259,16 +278,20 @@ class FusedStages:
     ssd_bwd_bc: Callable
     ssd_bwd_dx: Callable
     chunk_cumsum_bwd: Callable
+    piece_map: Callable
+    cp_merge: Callable
+    piece_map_bwd: Callable
+    cp_merge_bwd: Callable
 
 
 _REFERENCE = Stages(
     chunk_cumsum, chunk_state, state_passing, chunk_scan, chunk_scan_bwd_dstates,
     state_passing_bwd, chunk_state_bwd_db, chunk_scan_bwd_dc, chunk_scan_chunk_state_bwd_dx,
-    chunk_scan_bwd_da_cs, chunk_cumsum_bwd,
+    chunk_scan_bwd_da_cs, chunk_cumsum_bwd, cp_merge, cp_merge_bwd,
 )  # fmt: skip
 _FUSED_REFERENCE = FusedStages(
     chunk_cumsum_log, chunk_scores, ssd_fwd, state, state_bwd, ssd_bwd_bc, ssd_bwd_dx,
-    chunk_cumsum_bwd,
+    chunk_cumsum_bwd, piece_map, cp_merge, piece_map_bwd, cp_merge_bwd,
 )  # fmt: skip
 
 
@@ -293,6 +316,8 @@ def _chosen(form: str) -> Stages | FusedStages:
 
 def _kernels() -> tuple[Stages, FusedStages]:
     """The stages in Triton, which may be missing."""
+    from linattn_edu.kernels.delta.cp_merge import cp_merge, piece_map
+    from linattn_edu.kernels.delta.cp_merge_bwd import cp_merge_bwd, piece_map_bwd
     from linattn_edu.kernels.delta.state import state
     from linattn_edu.kernels.delta.state_bwd import state_bwd
     from linattn_edu.kernels.ssd.chunk_cumsum import chunk_cumsum, chunk_cumsum_log
@@ -311,13 +336,19 @@ def _kernels() -> tuple[Stages, FusedStages]:
     staged = Stages(
         chunk_cumsum, chunk_state, state_passing, chunk_scan, chunk_scan_bwd_dstates,
         state_passing_bwd, chunk_state_bwd_db, chunk_scan_bwd_dc, chunk_scan_chunk_state_bwd_dx,
-        chunk_scan_bwd_da_cs, chunk_cumsum_bwd,
+        chunk_scan_bwd_da_cs, chunk_cumsum_bwd, cp_merge, cp_merge_bwd,
     )  # fmt: skip
     fused = FusedStages(
         chunk_cumsum_log, chunk_scores, ssd_fwd, state, state_bwd, ssd_bwd_bc, ssd_bwd_dx,
-        chunk_cumsum_bwd,
+        chunk_cumsum_bwd, piece_map, cp_merge, piece_map_bwd, cp_merge_bwd,
     )  # fmt: skip
     return staged, fused
+
+
+class Residuals(NamedTuple):
+    """What the backward pass reads beside the arguments of the forward pass; None: not kept."""
+
+    crossing: Tensor | None  # states that come from other ranks
 
 
 def _operations(s: dict) -> tuple[int, int]:
@@ -344,6 +375,7 @@ scan = Operator(
     {
         "out": like("B T H P", "x", gradient="dout"),
         "final_state": widened("N H S P", "x dt A initial_state", gradient="dht"),
+        "crossing": widened("X H S P", "x"),
     },
     options={
         "softplus": "bool",
@@ -352,8 +384,10 @@ scan = Operator(
         "output_final_state": "bool",
         "chunk_size": "int",
     },
+    residuals=Residuals,
     stages=_chosen,
-    packed="chunks",
+    packed="ranks",
+    transition="H",
     constants=("seq_idx",),
     flops=_operations,
 )
@@ -379,11 +413,14 @@ def forward(
     output_final_state: bool = False,
     chunk_size: int = 64,
     packing: Packing | None = None,
-) -> tuple[Tensor, Tensor | None]:
+    cp: Ranks | None = None,
+    keep: Collection[str] = Residuals._fields,
+) -> tuple[Tensor, Tensor | None, Residuals]:
     """The forward pass as a composition of stages (shapes as in mamba_chunk_scan_combined).
 
-    D is [H, 1] or [H, P], initial_state [N, H, N, P]. Only the kernels take a packing.
-    Returns out and the final state, or None.
+    D is [H, 1] or [H, P], initial_state [N, H, N, P]. cp: what other ranks send and are sent. keep:
+    the residuals that are returned. Only the kernels take a packing.
+    Returns out, the final state or None, and what the backward pass reads beside the arguments.
 
     Source: chapter 13.
     """
@@ -393,12 +430,51 @@ def forward(
     final = {"output_final_state": output_final_state}
     if isinstance(stages, FusedStages):
         gs, gc = stages.chunk_cumsum_log(dt, A, dt_bias, **steps)
-        S = stages.chunk_scores(C, B, seq_idx, **options)
-        return stages.ssd_fwd(C, B, S, x, gs, gc, initial_state, D, z, seq_idx, **final, **packed)
-    step, gc = stages.chunk_cumsum(dt, A, dt_bias, **steps)
-    s = stages.chunk_state(B, x, step, gc, seq_idx, **options)
-    h, final_state = stages.state_passing(s, gc, initial_state, seq_idx, **final, **options)
-    return stages.chunk_scan(C, B, x, step, gc, h, D, z, seq_idx, **options), final_state
+        if cp is not None:
+            cp.send(stages.piece_map, (B, None, x, gc), initial_state, gs=gs, **options)
+        S = stages.chunk_scores(C, B, seq_idx, **options)  # while the maps are on their way
+        if cp is not None:
+            initial_state = cp.receive(stages.cp_merge, initial_state)
+        out, final_state = stages.ssd_fwd(
+            C, B, S, x, gs, gc, initial_state, D, z, seq_idx, **final, **packed
+        )
+    else:
+        step, gc = stages.chunk_cumsum(dt, A, dt_bias, **steps)
+        s = stages.chunk_state(B, x, step, gc, seq_idx, **options)
+        if cp is not None:
+            cp.send_all(partial(_passing_map, stages), (s, gc), initial_state, **options)
+            initial_state = cp.receive(stages.cp_merge, initial_state)
+        h, final_state = stages.state_passing(s, gc, initial_state, seq_idx, **final, **options)
+        out = stages.chunk_scan(C, B, x, step, gc, h, D, z, seq_idx, **options)
+    return out, final_state, Residuals(cp and cp.crossing)
+
+
+def _passing_map(
+    stages: Stages, s: Tensor, gc: Tensor, state: Tensor | None, *, transition: bool, **options
+) -> tuple[Tensor, Tensor | None]:
+    """What every sequence makes of the state that enters it, as piece_map."""
+    _, S_ext = stages.state_passing(s, gc, state, output_final_state=True, **options)
+    return S_ext, _transition(stages, s, gc, **options) if transition else None
+
+
+def _passing_map_bwd(
+    stages: Stages, dh_out: Tensor, gc: Tensor, h: Tensor, dht: Tensor | None, *,
+    transition: bool, **options,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """What every sequence makes of the gradient of the state that leaves it, as piece_map_bwd."""
+    _, _, dS_ext = stages.state_passing_bwd(dh_out, gc, h, dht, **options)
+    return dS_ext, _transition(stages, h, gc, **options) if transition else None
+
+
+def _transition(stages: Stages, s: Tensor, gc: Tensor, **options) -> Tensor:
+    """What is left of a state of one number, to which nothing is written."""
+    packing = options.get("packing")
+    N = s.shape[0] if packing is None else packing.sequences
+    one = s.new_ones(N, s.shape[2], 1, 1)
+    _, last = stages.state_passing(
+        torch.zeros_like(s[..., :1, :1]).contiguous(), gc, one, output_final_state=True, **options
+    )
+    return last[..., 0, 0]
 
 
 @scan.backward
@@ -409,6 +485,7 @@ def backward(
     A: Tensor,
     B: Tensor,
     C: Tensor,
+    residuals: Residuals,
     dout: Tensor,
     dht: Tensor | None = None,
     D: Tensor | None = None,
@@ -422,14 +499,16 @@ def backward(
     high: float = float("inf"),
     chunk_size: int = 64,
     packing: Packing | None = None,
+    cp: Ranks | None = None,
 ) -> tuple[Tensor | None, ...]:
     """The backward pass as a composition of stages.
 
-    Starts from the arguments of the forward pass alone: the states are computed again, so that none
+    Starts from the arguments of the forward pass: the states are computed again, so that none
     is held between the two passes.
 
     Args:
-        dout: Gradient of out.  dht: Gradient of the final state, or None.
+        dout: Gradient of out.  dht: Gradient of the final state, or None.  cp: as in the forward
+            pass.
     Returns:
         Gradients of x, dt, A, B, C, D, z, dt_bias and initial_state, or None; None for seq_idx.
     Source: chapters 14 to 19.
@@ -438,6 +517,8 @@ def backward(
     options = {"chunk_size": chunk_size, **packed}
     steps = {"softplus": softplus, "limit": (low, high), **options}
     dy, dz, m = dout, None, None
+    if cp is not None:
+        initial_state = cp.entering(residuals.crossing, initial_state)
     if isinstance(stages, FusedStages):
         gs, gc = stages.chunk_cumsum_log(dt, A, dt_bias, **steps)
         if z is not None:
@@ -445,6 +526,10 @@ def backward(
             y, _ = stages.ssd_fwd(C, B, S, x, gs, gc, initial_state, D, None, seq_idx, **packed)
             dy, dz = _through_gate(dout, y, z)
         h, *_ = stages.state(B, None, x, gc, initial_state, gs, seq_idx, **options)
+        if cp is not None:
+            of_outputs = C, None, None, gc, dy, None
+            cp.send(stages.piece_map_bwd, of_outputs, dht, scale=1.0, **options)
+            dht = cp.receive(stages.cp_merge_bwd, dht)
         dh, _, dh0, dlast = stages.state_bwd(
             C, None, None, gc, dy, None, dht, seq_idx, h, scale=1.0, **options
         )
@@ -462,6 +547,9 @@ def backward(
             y = stages.chunk_scan(C, B, x, step, gc, h, D, None, seq_idx, **options)
             dy, dz = _through_gate(dout, y, z)
         dh_out = stages.chunk_scan_bwd_dstates(C, gc, dy, seq_idx, **options)
+        if cp is not None:
+            cp.send_all(partial(_passing_map_bwd, stages), (dh_out, gc, h), dht, **options)
+            dht = cp.receive(stages.cp_merge_bwd, dht)
         ds, dlast, dh0 = stages.state_passing_bwd(dh_out, gc, h, dht, seq_idx, **options)
         del dh_out
         dB, dgc_state, dlast_state = stages.chunk_state_bwd_db(

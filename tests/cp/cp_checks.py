@@ -1,0 +1,135 @@
+"""Operators on several ranks against one: what is drawn, cut, run on ranks, and compared."""
+
+import functools
+
+import torch
+
+from linattn_edu import chunk_gated_delta_rule, chunk_kda, ema_scan, mamba_chunk_scan_combined
+from linattn_edu.cp import build_cp_context, simulate
+from linattn_edu.testing import assert_close, gdn_inputs, kda_inputs, ssd_inputs
+
+# relative RMS of several ranks against one
+TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2}
+
+
+def _delta(make, f, raw, B, T, N, dtype):
+    tokens = make(B, T, 1, 2, 8, 6, dtype=dtype, seed=T).asdict()
+    tokens = {n: tokens[n] for n in ("q", "k", "v", "g", "beta")}
+    shared, options = {}, {"chunk_size": 16}
+    if raw:
+        shared = {"A_log": torch.randn(2, dtype=dtype), "dt_bias": torch.randn(2, dtype=dtype)}
+        options["use_gate_in_kernel"] = True
+    state = torch.randn(N, 2, 8, 6, dtype=dtype)
+    return functools.partial(f, output_final_state=True, **options), tokens, shared, state
+
+
+def _ssd(B, T, N, dtype):
+    drawn = ssd_inputs(B, T, 2, 1, 6, 8, dtype=dtype, seed=T).asdict()
+    tokens = {n: drawn[n] for n in ("x", "dt", "B", "C", "z")}
+    shared = {n: drawn[n] for n in ("A", "D", "dt_bias")}
+
+    def call(initial_state, **x):
+        return f(**x, initial_states=initial_state)
+
+    f = functools.partial(_states, chunk_size=16, dt_softplus=True)
+    state = torch.randn(N, 2, 6, 8, dtype=dtype)
+    return call, tokens, shared, state
+
+
+def _states(*args, cu_seqlens=None, **kwargs):
+    """out and the states of every sequence."""
+    which = "return_final_states" if cu_seqlens is None else "return_varlen_states"
+    return mamba_chunk_scan_combined(*args, cu_seqlens=cu_seqlens, **{which: True}, **kwargs)
+
+
+def _ema(B, T, N, dtype):
+    tokens = {
+        "x": torch.randn(B, T, 2, 5, dtype=dtype),
+        "g": -torch.rand(B, T, 2, dtype=dtype),
+        "weight": torch.randn(B, T, 2, dtype=dtype),
+    }
+    state = torch.randn(N, 2, 5, dtype=dtype)
+    f = functools.partial(ema_scan, output_final_state=True, chunk_size=16)
+    return f, tokens, {}, state
+
+
+# name -> (batch, tokens, states, dtype) -> the call, tensors of tokens, of all, the initial states
+OPERATORS = {
+    "gdn": functools.partial(_delta, gdn_inputs, chunk_gated_delta_rule, False),
+    "gdn_raw": functools.partial(_delta, gdn_inputs, chunk_gated_delta_rule, True),
+    "kda": functools.partial(_delta, kda_inputs, chunk_kda, False),
+    "ssd": _ssd,
+    "ema": _ema,
+}
+
+
+def draw(operator, bounds, B=1, states=True, dtype=torch.float64):
+    """(call, tensors of tokens, of all, initial states or None, cotangents of o and the states)."""
+    torch.manual_seed(sum(bounds))
+    N = B * (len(bounds) - 1)
+    f, tokens, shared, state = OPERATORS[operator](B, bounds[-1], N, dtype)
+    like = tokens["v"] if "v" in tokens else tokens["x"]
+    cotangents = torch.randn_like(like), torch.randn_like(state)
+    return f, tokens, shared, state if states else None, *cotangents
+
+
+def passes(f, tokens, shared, state, do, dht, **options):
+    """(o, final states, gradients by name) of one call."""
+    x = {n: t.detach().clone().requires_grad_() for n, t in {**tokens, **shared}.items()}
+    state = state if state is None else state.detach().clone().requires_grad_()
+    o, final = f(**x, initial_state=state, **options)
+    inputs = {**x, **({} if state is None else {"state": state})}
+    used = [final] if final.numel() else []
+    gradients = torch.autograd.grad([o, *used], list(inputs.values()), [do, dht][: 1 + len(used)])
+    return o.detach(), final.detach(), dict(zip(inputs, gradients, strict=True))
+
+
+def on_one(drawn, bounds, B=1, **options):
+    packed = {"cu_seqlens": torch.tensor(bounds)} if B == 1 else {}
+    return passes(*drawn, **packed, **options)
+
+
+def on_rank(drawn, bounds, group, B=1, layout="contiguous", **options):
+    """What a rank has of it: (its tokens, its first and last sequences, passes)."""
+    f, tokens, shared, state, do, dht = drawn
+    context = build_cp_context(torch.tensor(bounds), group, layout=layout)
+    own = torch.cat([torch.arange(*part.tokens) for part in context.parts])
+    N = len(bounds) - 1
+    first, last = (
+        [context.documents[n] + b * N for b in range(B) for n in rows]
+        for rows in (context.first, context.last)
+    )
+    tokens = {n: t[:, own] for n, t in tokens.items()}
+    state = state if state is None else state[first]
+    cut = f, tokens, shared, state, do[:, own], dht[last]
+    return own, first, last, passes(*cut, cp_context=context, **options)
+
+
+def compare(whole, parts, shared, tol):
+    """The results of all ranks are those of one; gradients of what all share are added."""
+    o, final, gradients = whole
+    for own, first, last, (o_r, final_r, gradients_r) in parts:
+        assert_close("o", o_r, o[:, own], tol)
+        pairs = [("final state", final_r, final[last])]
+        for n, g in gradients_r.items():
+            if n == "state":
+                pairs.append((n, g, gradients[n][first]))
+            elif n not in shared:
+                pairs.append((n, g, gradients[n][:, own]))
+        for n, got, want in pairs:
+            assert got.shape == want.shape, n
+            if want.numel() and want.any():
+                assert_close(n, got, want, tol)
+            else:
+                assert not got.any(), n
+    for n in shared:
+        assert_close(n, sum(part[3][2][n] for part in parts), gradients[n], tol)
+
+
+def check(operator, bounds, world, *, B=1, layout="contiguous", states=True, dtype=torch.float64,
+          **options):  # fmt: skip
+    """Ranks that are simulated against one."""
+    drawn = draw(operator, bounds, B, states, dtype)
+    whole = on_one(drawn, bounds, B, **options)
+    run = functools.partial(on_rank, drawn, bounds, B=B, layout=layout, **options)
+    compare(whole, simulate(world, run), drawn[2], TOLERANCES[dtype])

@@ -1,0 +1,100 @@
+"""Context parallel: every operator on several ranks gives what it gives on one."""
+
+import dataclasses
+
+import pytest
+import torch
+from cp.cp_checks import OPERATORS, check, draw, on_rank
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.checkpoint import checkpoint
+
+from linattn_edu.cp import simulate
+from linattn_edu.ops import gdn
+from linattn_edu.ops.gdn.chunk import chunk
+
+LAYOUTS = ("contiguous", "zigzag")
+# one sequence; several, one without tokens, some shorter than a chunk, one over all cuts
+BOUNDS = ([0, 100], [0, 10, 10, 37, 38, 90, 100], [0, 3, 97, 100])
+operators = pytest.mark.parametrize("operator", OPERATORS)
+
+
+@operators
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 8])
+def test_ranks_are_one(operator, layout, world):
+    for bounds in BOUNDS:
+        check(operator, bounds, world, layout=layout)
+
+
+@operators
+def test_a_batch_is_cut_alike(operator):
+    check(operator, [0, 37], 3, B=2)
+    check(operator, [0, 37], 2, B=2, layout="zigzag")
+    check(operator, [0, 37], 1, B=2)
+
+
+@operators
+def test_without_states(operator):
+    check(operator, [0, 50, 90], 3, states=False)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    operator=st.sampled_from(list(OPERATORS)),
+    layout=st.sampled_from(LAYOUTS),
+    world=st.integers(1, 5),
+    states=st.booleans(),
+    lengths=st.lists(st.integers(0, 40), min_size=1, max_size=6),
+)
+def test_drawn_documents(operator, layout, world, states, lengths):
+    bounds = [0]
+    for n in [*lengths, 2 * world]:
+        bounds.append(bounds[-1] + n)
+    check(operator, bounds, world, layout=layout, states=states)
+
+
+@operators
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_kernels(operator, layout):
+    world = 3 if layout == "contiguous" else 2
+    options = {"impl": "triton", "dtype": torch.float32}
+    check(operator, [0, 10, 80], world, layout=layout, **options)
+
+
+def test_fused_kernels_of_mamba_2():
+    check("ssd", [0, 10, 80], 3, impl="triton", dtype=torch.bfloat16)
+
+
+def test_activation_checkpointing():
+    bounds = [0, 30, 70]
+    f, *drawn = draw("gdn", bounds)
+
+    def f_again(**x):
+        return checkpoint(lambda: f(**x), use_reentrant=False)
+
+    plain = simulate(2, lambda group: on_rank((f, *drawn), bounds, group))
+    again = simulate(2, lambda group: on_rank((f_again, *drawn), bounds, group))
+    for one, two in zip(plain, again, strict=True):
+        assert torch.equal(one[3][0], two[3][0])
+        assert all(torch.equal(g, two[3][2][n]) for n, g in one[3][2].items())
+
+
+WRONG = {
+    "order": ("cp_merge", lambda f: lambda S, M: f(S.flip(1), M.flip(1))),
+    "order back": ("cp_merge_bwd", lambda f: lambda S, M: f(S.flip(1), M.flip(1))),
+    "transpose": ("cp_merge", lambda f: lambda S, M: f(S, M.mT)),
+    "transpose back": ("cp_merge_bwd", lambda f: lambda S, M: f(S, M.mT)),
+}
+
+
+@pytest.mark.parametrize("mistake", WRONG)
+def test_a_wrong_merge_is_noticed(mistake, monkeypatch):
+    name, wrong = WRONG[mistake]
+    stages = gdn.stages("reference")
+    stages = dataclasses.replace(stages, **{name: wrong(getattr(stages, name))})
+    monkeypatch.setattr(chunk, "stages", lambda impl: stages)
+    monkeypatch.setattr(chunk, "forward_stages", lambda impl: stages)
+    check("gdn", [0, 30], 2)  # where nothing is merged
+    with pytest.raises(AssertionError, match="relative RMS"):
+        check("gdn", [0, 90], 4)
