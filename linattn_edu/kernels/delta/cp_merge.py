@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from linattn_edu.kernels.delta.state import CONFIGS, FREE
+from linattn_edu.kernels.delta.pieces import Pieces
 from linattn_edu.kernels.tiles import (
     block,
     cast,
@@ -17,6 +17,7 @@ from linattn_edu.kernels.tiles import (
     load_vector,
     row,
     scan_launch,
+    scan_table,
     sequence_args,
     sequence_of,
     store_tile,
@@ -163,6 +164,13 @@ def merge_kernel(
     store_tile(out_ptr + (i_n * H + i_h) * K * V, b_S, o_k, o_v, V, K, V)
 
 
+MAP_CONFIGS = scan_table(
+    ampere={128: [row(4, 2, BV=32)], 256: [row(4, 1, BV=32)]},
+    hopper={
+        128: [row(4, 3, BV=64), row(4, 3, BV=32), row(4, 3, BV=16)],
+        256: [row(4, 2, BV=32), row(4, 2, BV=16)],
+    },
+)
 # generation -> bytes of an element -> row: fp32 whatever the inputs. One stage: a load ahead of its
 # time would read the state before it is stored
 MERGE_CONFIGS = {
@@ -184,24 +192,35 @@ def piece_map(
     transition: bool = True,
     packing: Packing | None = None,
     rows: Tensor | None = None,
+    pieces: Pieces | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Launch piece_map_kernel; arguments and result as in the reference.
 
-    packing, rows: the pieces are all its sequences, or those of these numbers [NP].
+    packing, rows: the pieces are all its sequences, or those of these numbers [NP]. pieces: or they
+    are these.
     """
-    _, T, H, K = k.shape
+    H, K = k.shape[2:]
     HV, V = u.shape[2:]
-    NP, cu_seqlens, _ = sequence_args(k, packing)
-    NP = NP if rows is None else len(rows)
+    NP, cu_seqlens, T = map_args(k, packing, rows, pieces)
     W = V + K if transition and w is not None else V
     maps = k.new_empty(NP, HV, K, W, dtype=torch.float32)
     number = maps.new_empty(NP, HV) if transition and w is None else None
-    grid, config = scan_launch(CONFIGS if w is not None else FREE, k, NP * HV, W)
+    grid, config = scan_launch(MAP_CONFIGS, k, NP * HV, W)
     piece_map_kernel[grid](
         k, w, u, gc, initial_state, gs, maps, number, rows, cu_seqlens, T, *gc.stride()[1:3],
         H, HV, K, V, W, BT=chunk_size, CHANNEL=gc.ndim == 4, **config,
     )  # fmt: skip
     return maps[..., :V], maps[..., V:] if W > V else number
+
+
+def map_args(
+    x: Tensor, packing: Packing | None, rows: Tensor | None, pieces: Pieces | None
+) -> tuple[int, Tensor | None, int]:
+    """(number of pieces, cu_ptr, T) of the map of pieces of x [B, T, ...]."""
+    if pieces is not None:
+        return pieces.N, pieces.cu_seqlens, pieces.T
+    N, cu_seqlens, _ = sequence_args(x, packing)
+    return N if rows is None else len(rows), cu_seqlens, x.shape[1]
 
 
 def cp_merge(

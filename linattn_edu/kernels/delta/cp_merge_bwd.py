@@ -4,16 +4,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from linattn_edu.kernels.delta.cp_merge import launch_merge, piece_of
-from linattn_edu.kernels.delta.state_bwd import CONFIGS, FREE
+from linattn_edu.kernels.delta.cp_merge import launch_merge, map_args, piece_of
+from linattn_edu.kernels.delta.pieces import Pieces
 from linattn_edu.kernels.tiles import (
     cast,
     dot,
     load_gate,
     load_tile,
     load_vector,
+    row,
     scan_launch,
-    sequence_args,
+    scan_table,
     store_tile,
 )
 from linattn_edu.packing import Packing
@@ -101,6 +102,15 @@ def piece_map_bwd_kernel(
         tl.store(number_ptr + i_ph, number, mask=i_v == 0)
 
 
+MAP_CONFIGS = scan_table(
+    ampere={128: [row(4, 1, BV=32)], 256: [row(4, 1, BV=16)]},
+    hopper={
+        128: [row(4, 3, BV=64), row(4, 3, BV=32), row(4, 3, BV=16)],
+        256: [row(4, 2, BV=32), row(4, 2, BV=16)],
+    },
+)
+
+
 def piece_map_bwd(
     q: Tensor,
     k: Tensor | None,
@@ -115,19 +125,19 @@ def piece_map_bwd(
     transition: bool = True,
     packing: Packing | None = None,
     rows: Tensor | None = None,
+    pieces: Pieces | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Launch piece_map_bwd_kernel; arguments and result as in the reference.
 
-    packing, rows: the pieces are all its sequences, or those of these numbers [NP].
+    packing, rows, pieces: as in piece_map.
     """
-    _, T, H, K = q.shape
+    H, K = q.shape[2:]
     HV, V = do.shape[2:]
-    NP, cu_seqlens, _ = sequence_args(q, packing)
-    NP = NP if rows is None else len(rows)
+    NP, cu_seqlens, T = map_args(q, packing, rows, pieces)
     W = V + K if transition and w is not None else V
     maps = gc.new_empty(NP, HV, K, W)
     number = gc.new_empty(NP, HV) if transition and w is None else None
-    grid, config = scan_launch(CONFIGS if w is not None else FREE, q, NP * HV, W)
+    grid, config = scan_launch(MAP_CONFIGS, q, NP * HV, W)
     piece_map_bwd_kernel[grid](
         q, k, w, gc, do, dv_new, dht, maps, number, scale, rows, cu_seqlens, T, *gc.stride()[1:3],
         H, HV, K, V, W, BT=chunk_size, CHANNEL=gc.ndim == 4, **config,

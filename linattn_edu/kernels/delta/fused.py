@@ -9,7 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from linattn_edu.kernels.delta.cp_merge import piece_of
+from linattn_edu.kernels.delta.cp_merge import cp_merge, map_args, piece_of
+from linattn_edu.kernels.delta.pieces import Pieces, pieces_of
 from linattn_edu.kernels.delta.solve import kkt, merge_precision, unit_lower_inverse
 from linattn_edu.kernels.tiles import (
     cast,
@@ -25,7 +26,6 @@ from linattn_edu.kernels.tiles import (
     row,
     scan_launch,
     scan_table,
-    sequence_args,
     store_tile,
 )
 from linattn_edu.packing import Packing
@@ -284,17 +284,21 @@ def scan(
     packing: Packing | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Launch scan_kernel; arguments and result as in the reference."""
-    _, T, H, K = q.shape
+    H, K = q.shape[2:]
     HV, V = v.shape[2:]
-    N, *sequences = sequence_args(q, packing)
+    pieces = pieces_of(q, HV, V, P.shape[-1], packing)
+    if pieces.several:
+        maps = scan_map(k, v, gc, R, pieces=pieces)
+        initial_state = pieces.entering(cp_merge, maps, initial_state)
     o = torch.empty_like(v)
-    final_state = q.new_empty(N, HV, K, V, dtype=torch.float32) if output_final_state else None
-    grid, config = scan_launch(SCAN_CONFIGS, k, N * HV, V)
+    last = q.new_empty(pieces.N, HV, K, V, dtype=torch.float32) if output_final_state else None
+    grid, config = scan_launch(SCAN_CONFIGS, k, pieces.N * HV, V)
     scan_kernel[grid](
-        q, k, v, gc, P, R, initial_state, o, final_state,
-        scale, *sequences, T, H, HV, K, V, BT=P.shape[-1], **config,
+        q, k, v, gc, P, R, initial_state, o, last,
+        scale, pieces.cu_seqlens, pieces.chunk_offsets, pieces.T, H, HV, K, V, BT=P.shape[-1],
+        **config,
     )  # fmt: skip
-    return o, final_state
+    return o, pieces.last(last)
 
 
 def scan_map(
@@ -307,15 +311,15 @@ def scan_map(
     transition: bool = True,
     packing: Packing | None = None,
     rows: Tensor | None = None,
+    pieces: Pieces | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Launch scan_map_kernel; arguments and result as in the reference.
 
-    packing, rows: the pieces are all its sequences, or those of these numbers [NP].
+    packing, rows, pieces: as in piece_map.
     """
-    _, T, H, K = k.shape
+    H, K = k.shape[2:]
     HV, V = v.shape[2:]
-    NP, cu_seqlens, _ = sequence_args(k, packing)
-    NP = NP if rows is None else len(rows)
+    NP, cu_seqlens, T = map_args(k, packing, rows, pieces)
     W = V + K if transition else V
     maps = gc.new_empty(NP, HV, K, W)
     grid, config = scan_launch(SCAN_CONFIGS, k, NP * HV, W)

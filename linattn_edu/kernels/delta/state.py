@@ -5,6 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from linattn_edu.kernels.delta.cp_merge import cp_merge, piece_map
+from linattn_edu.kernels.delta.pieces import pieces_of, whole_of
 from linattn_edu.kernels.tiles import (
     cast,
     columns_of,
@@ -16,7 +18,6 @@ from linattn_edu.kernels.tiles import (
     row,
     scan_launch,
     scan_table,
-    sequence_args,
     states,
     store_tile,
     whole,
@@ -157,16 +158,19 @@ def state(
     packing: Packing | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Launch state_kernel; arguments and result as in the reference."""
-    _, T, H, K = k.shape
+    H, K = k.shape[2:]
     HV, V = u.shape[2:]
-    N, *sequences = sequence_args(k, packing)
+    pieces = pieces_of(k, HV, V, chunk_size, packing) if seq_idx is None else whole_of(k, packing)
+    if pieces.several:
+        maps = piece_map(k, w, u, gc, None, gs, chunk_size=chunk_size, pieces=pieces)
+        initial_state = pieces.entering(cp_merge, maps, initial_state)
     h = k.new_empty(*states(k, chunk_size, packing), HV, K, V)
     v_new = None if w is None else torch.empty_like(u)
-    final_state = k.new_empty(N, HV, K, V, dtype=torch.float32) if output_final_state else None
-    grid, config = scan_launch(CONFIGS if w is not None else FREE, k, N * HV, V)
+    last = k.new_empty(pieces.N, HV, K, V, dtype=torch.float32) if output_final_state else None
+    grid, config = scan_launch(CONFIGS if w is not None else FREE, k, pieces.N * HV, V)
     state_kernel[grid](
-        k, w, u, gc, initial_state, gs, seq_idx, h, v_new, final_state, *sequences,
-        T, *gc.stride()[1:3], H, HV, K, V, BT=chunk_size, CHANNEL=gc.ndim == 4,
-        WHOLE=w is None and whole(k, chunk_size, packing), **config,
+        k, w, u, gc, initial_state, gs, seq_idx, h, v_new, last, pieces.cu_seqlens,
+        pieces.chunk_offsets, pieces.T, *gc.stride()[1:3], H, HV, K, V, BT=chunk_size,
+        CHANNEL=gc.ndim == 4, WHOLE=w is None and whole(k, chunk_size, packing), **config,
     )  # fmt: skip
-    return h, v_new, final_state
+    return h, v_new, pieces.last(last)

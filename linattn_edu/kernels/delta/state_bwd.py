@@ -5,6 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from linattn_edu.kernels.delta.cp_merge_bwd import cp_merge_bwd, piece_map_bwd
+from linattn_edu.kernels.delta.pieces import pieces_of, whole_of
 from linattn_edu.kernels.tiles import (
     cast,
     cdiv,
@@ -17,7 +19,6 @@ from linattn_edu.kernels.tiles import (
     row,
     scan_launch,
     scan_table,
-    sequence_args,
     states,
     store_tile,
     whole,
@@ -187,17 +188,23 @@ def state_bwd(
     packing: Packing | None = None,
 ) -> tuple[Tensor | None, ...]:
     """Launch state_bwd_kernel; arguments and result as in the reference."""
-    _, T, H, K = q.shape
+    H, K = q.shape[2:]
     HV, V = do.shape[2:]
-    N, *sequences = sequence_args(q, packing)
+    pieces = pieces_of(q, HV, V, chunk_size, packing) if seq_idx is None else whole_of(q, packing)
+    if pieces.several:
+        options = {"scale": scale, "chunk_size": chunk_size, "pieces": pieces}
+        maps = piece_map_bwd(q, k, w, gc, do, dv_new, **options)
+        dht = pieces.entering(cp_merge_bwd, maps, dht)
     dh = q.new_empty(*states(q, chunk_size, packing), HV, K, V)
     dv_out, dv_new = dv_new, None if dv_new is None else torch.empty_like(dv_new)
-    dh0 = q.new_empty(N, HV, K, V, dtype=torch.float32)
-    grid, config = scan_launch(CONFIGS if w is not None else FREE, q, N * HV, V)
+    dh0 = q.new_empty(pieces.N, HV, K, V, dtype=torch.float32)
+    grid, config = scan_launch(CONFIGS if w is not None else FREE, q, pieces.N * HV, V)
     parts = None if h is None else gc.new_empty(*dh.shape[:3], cdiv(V, config["BV"]), K)
     state_bwd_kernel[grid](
         q, k, w, gc, do, dv_out, dht, seq_idx, h, dh, dv_new, dh0, parts,
-        scale, *sequences, T, *gc.stride()[1:3], H, HV, K, V, BT=chunk_size, CHANNEL=gc.ndim == 4,
+        scale, pieces.cu_seqlens, pieces.chunk_offsets, pieces.T, *gc.stride()[1:3], H, HV, K, V,
+        BT=chunk_size, CHANNEL=gc.ndim == 4,
         WHOLE=w is None and whole(q, chunk_size, packing), **config,
     )  # fmt: skip
+    dh0 = pieces.first(dh0)
     return (dh, dv_new, dh0) if h is None else (dh, dv_new, dh0, parts.sum((-1, -2)))

@@ -348,7 +348,10 @@ def _kernels() -> tuple[Stages, FusedStages]:
 class Residuals(NamedTuple):
     """What the backward pass reads beside the arguments of the forward pass; None: not kept."""
 
-    crossing: Tensor | None  # states that come from other ranks
+    crossing: Tensor | None = None  # states that come from other ranks
+
+
+NOTHING = Residuals()
 
 
 def _operations(s: dict) -> tuple[int, int]:
@@ -485,7 +488,6 @@ def backward(
     A: Tensor,
     B: Tensor,
     C: Tensor,
-    residuals: Residuals,
     dout: Tensor,
     dht: Tensor | None = None,
     D: Tensor | None = None,
@@ -500,6 +502,7 @@ def backward(
     chunk_size: int = 64,
     packing: Packing | None = None,
     cp: Ranks | None = None,
+    residuals: Residuals = NOTHING,
 ) -> tuple[Tensor | None, ...]:
     """The backward pass as a composition of stages.
 

@@ -219,7 +219,7 @@ def test_any_one_stage_can_be_swapped(fused, device):
     for together in [s for s in singly if s[0] not in pair] + [pair] * fused:
         swapped = {stage: getattr(sets("triton"), stage) for stage in together}
         mixed = dataclasses.replace(sets("reference"), **swapped)
-        out, last = ssd.forward(mixed, **x, **options, output_final_state=True)
+        out, last, _ = ssd.forward(mixed, **x, **options, output_final_state=True)
         gradients = ssd.backward(mixed, **x, dout=do, dht=dht.mT.contiguous(), **options)[:-1]
         got = {f"d{n}": y for n, y in zip(names, gradients, strict=True)}
         got |= {"o": out, "ht": last.mT, "dinitial_states": got["dinitial_states"].mT}

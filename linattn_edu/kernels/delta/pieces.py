@@ -1,0 +1,93 @@
+"""Long sequences of few heads in pieces that are scanned side by side, from states found first."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from linattn_edu.kernels.tiles import cdiv, device_of, sequence_args
+from linattn_edu.packing import Packing
+
+# programs that one sequence gives a scan (heads times tiles of 64 values) up to -> tokens of a
+# piece. A piece's map costs about as much as its scan, so that pieces pay where three quarters of
+# the multiprocessors would idle; shorter ones would be more than these can hold
+LENGTHS = {8: 1024, 16: 2048, 32: 4096}
+LEAST = 4  # pieces of a sequence that is cut
+MULTIPROCESSORS = 64  # at least, of a GPU that few heads leave idle
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """The sequences of a scan, or pieces of them: arguments that say to a kernel where they are.
+
+    Which sequences are cut depends on their own length and on their heads alone, so that nothing
+    changes with the batch.
+    """
+
+    N: int  # of pieces
+    cu_seqlens: Tensor | None  # [N + 1], or None: of T tokens each
+    chunk_offsets: Tensor | None  # [N]: the number of the first chunk of each
+    T: int
+    batch: int  # of sequences
+    chains: Tensor | None = None  # [batch + 1]: the number of the first piece of each sequence
+
+    @property
+    def several(self) -> bool:
+        """Whether a sequence may be cut."""
+        return self.batch < self.N
+
+    def entering(self, merge: Callable, maps: tuple[Tensor, Tensor], state: Tensor | None):
+        """[N, ...]: the state that enters each piece, or with cp_merge_bwd leaves it."""
+        first = 1 if self.chains is not None else self.batch
+        S_ext, M = (x.unflatten(0, (first, -1)) for x in maps)
+        offsets = {} if self.chains is None else {"offsets": self.chains}
+        return merge(S_ext, M, state, **offsets)[0].flatten(0, 1)
+
+    def last(self, states: Tensor | None) -> Tensor | None:
+        """Of states [N, ...] those of the last piece of every sequence."""
+        if states is None or not self.several:
+            return states
+        if self.chains is None:
+            return states.unflatten(0, (self.batch, -1))[:, -1].contiguous()
+        return states[self.chains[1:] - 1]
+
+    def first(self, states: Tensor) -> Tensor:
+        """Of states [N, ...] those of the first piece of every sequence."""
+        if not self.several:
+            return states
+        if self.chains is None:
+            return states.unflatten(0, (self.batch, -1))[:, 0].contiguous()
+        return states[self.chains[:-1]]
+
+
+def whole_of(x: Tensor, packing: Packing | None) -> Pieces:
+    """The sequences of x [B, T, ...], none of which is cut."""
+    batch, cu_seqlens, chunk_offsets = sequence_args(x, packing)
+    return Pieces(batch, cu_seqlens, chunk_offsets, x.shape[1], batch)
+
+
+def pieces_of(x: Tensor, heads: int, V: int, chunk_size: int, packing: Packing | None) -> Pieces:
+    """The pieces that a scan of x [B, T, ...] with states [heads, K, V] works on."""
+    whole, T = whole_of(x, packing), x.shape[1]
+    programs = heads * cdiv(V, 64)
+    size = next((n for most, n in LENGTHS.items() if programs <= most), T)
+    if LEAST * size > T or device_of(x)[1] < MULTIPROCESSORS:
+        return whole
+    batch, cu_seqlens, chunk_offsets = whole.batch, whole.cu_seqlens, whole.chunk_offsets
+    if cu_seqlens is None and T % size == 0:
+        return Pieces(batch * T // size, None, None, size, batch)
+    if cu_seqlens is None:
+        cu_seqlens = torch.arange(batch + 1, device=x.device) * T
+        chunk_offsets = torch.arange(batch + 1, device=x.device) * cdiv(T, chunk_size)
+    lengths = cu_seqlens.diff()
+    counts = (lengths + size - 1).div(size, rounding_mode="floor")
+    counts = counts.where(lengths >= LEAST * size, 1)
+    chains = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+    N = batch + x.shape[0] * T // size  # what may be needed: the last ones are empty
+    i = torch.arange(N, device=x.device)
+    sequence = torch.searchsorted(chains, i, right=True).sub_(1).clamp_(max=batch - 1)
+    begun = (i - chains[sequence]) * size
+    begin = torch.minimum(cu_seqlens[sequence] + begun, cu_seqlens[sequence + 1])
+    bounds = torch.cat([begin, cu_seqlens[-1:]])
+    return Pieces(N, bounds, chunk_offsets[sequence] + begun // chunk_size, T, batch, chains)

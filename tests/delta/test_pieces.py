@@ -1,0 +1,131 @@
+"""Long sequences of few heads in pieces: the scans give what they give on whole sequences."""
+
+import pytest
+import torch
+from delta.stage_checks import backward_inputs, inputs
+
+from linattn_edu.kernels.delta import cp_merge, cp_merge_bwd, fused, pieces
+from linattn_edu.kernels.delta.gate_cumsum import gate_cumsum
+from linattn_edu.kernels.delta.state import state
+from linattn_edu.kernels.delta.state_bwd import state_bwd
+from linattn_edu.packing import pack
+from linattn_edu.testing import assert_close
+
+pytestmark = pytest.mark.usefixtures("poison")
+# T; and boundaries where several sequences are packed: short ones are not cut, one is empty
+SHAPES = {
+    "whole pieces": (128, None),
+    "a rest": (150, None),
+    "packed": (310, [0, 64, 64, 144, 310]),
+}
+shapes = pytest.mark.parametrize("shape", SHAPES)
+
+
+@pytest.fixture
+def cut(monkeypatch):
+    """Pieces of 32 tokens, of sequences of 128 and more."""
+    monkeypatch.setattr(pieces, "LENGTHS", {8: 32})
+    monkeypatch.setattr(pieces, "MULTIPROCESSORS", 1)
+    counts = []
+    launch = cp_merge.launch_merge
+
+    def noted(*args, **kwargs):
+        counts.append(args[0].shape)
+        return launch(*args, **kwargs)
+
+    monkeypatch.setattr(cp_merge, "launch_merge", noted)
+    monkeypatch.setattr(cp_merge_bwd, "launch_merge", noted)
+    return counts
+
+
+def both(f, monkeypatch):
+    """f() in pieces and whole."""
+    got = f()
+    monkeypatch.setattr(pieces, "LENGTHS", {})
+    return got, f()
+
+
+def packed(bounds, C, device):
+    return {} if bounds is None else {"packing": pack(torch.tensor(bounds, device=device), C)}
+
+
+def state_of(x, bounds):
+    """x, or as many different states as there are sequences."""
+    if bounds is None:
+        return x
+    numbers = torch.arange(1.0, len(bounds), device=x.device)
+    return numbers.view(-1, 1, 1, 1) * x[:1]
+
+
+def same(got, want):
+    for i, (a, b) in enumerate(zip(got, want, strict=True)):
+        if b is None:
+            assert a is None
+        else:
+            assert_close(f"output {i}", a, b, 5e-6)
+
+
+@shapes
+@pytest.mark.parametrize("given", [False, True], ids=["zero", "state"])
+def test_scan(shape, given, cut, monkeypatch, device):
+    T, bounds = SHAPES[shape]
+    x = inputs(T, 20, 24, torch.float32, device)
+    one = slice(0, 1 if bounds else None)
+    q, k, v, beta, g = (t[one] for t in (x.q, x.k, x.v, x.beta, x.g))
+    own = packed(bounds, 16, device)
+    h0 = state_of(x.initial_state, bounds).contiguous() if given else None
+    gc = gate_cumsum(g, chunk_size=16, **own)
+    P, R, _ = fused.intra(q, k, beta, gc, chunk_size=16, **own)
+
+    def run():
+        return fused.scan(q, k, v, gc, P, R, h0, scale=0.3, output_final_state=True, **own)
+
+    same(*both(run, monkeypatch))
+    assert cut
+
+
+@shapes
+@pytest.mark.parametrize("given", [False, True], ids=["zero", "state"])
+def test_state_and_its_adjoint(shape, given, cut, monkeypatch, device):
+    T, bounds = SHAPES[shape]
+    x, r = backward_inputs(T, 20, 24, 16, torch.float32, device)
+    one = slice(0, 1 if bounds else None)
+    own = {"chunk_size": 16, **packed(bounds, 16, device)}
+    h0 = state_of(x.initial_state, bounds).contiguous() if given else None
+    dht = state_of(r.dht, bounds).contiguous() if given else None
+    forward = [t[one] for t in (x.k, r.w, r.u, r.gc)]
+    back = [t[one] for t in (x.q, x.k, r.w, r.gc, r.do, r.dv_out)]
+
+    def run():
+        return (
+            *state(*forward, h0, output_final_state=True, **own),
+            *state_bwd(*back, dht, scale=0.3, **own),
+        )
+
+    same(*both(run, monkeypatch))
+    assert len(cut) == 2
+
+
+@pytest.mark.parametrize("T", [127, 96])
+def test_short_sequences_stay_whole(T, cut, device):
+    x, r = backward_inputs(T, 16, 16, 16, torch.float32, device)
+    state(x.k, r.w, r.u, r.gc, chunk_size=16)
+    assert not cut
+
+
+def test_the_batch_changes_no_bits(cut, device):
+    """A sequence that is cut gives the same bits alone, in a batch, and packed."""
+    x, r = backward_inputs(160, 16, 16, 16, torch.float32, device)
+    args = [t[:1] for t in (x.k, r.w, r.u, r.gc)]
+    h, v_new, last = state(*args, chunk_size=16, output_final_state=True)
+    twice = [torch.cat([t, t.flip(1)]) for t in args]
+    batch = state(*twice, chunk_size=16, output_final_state=True)
+    short = [torch.cat([t[:, :40], t, t[:, :70]], 1) for t in args]
+    bounds = torch.tensor([0, 40, 200, 270], device=device)
+    options = {"chunk_size": 16, "packing": pack(bounds, 16), "output_final_state": True}
+    among = state(*short, **options)
+    assert torch.equal(batch[0][:1], h)
+    assert torch.equal(batch[2][:1], last)
+    assert torch.equal(among[0][:, 3:13], h)
+    assert torch.equal(among[1][:, 40:200], v_new)
+    assert torch.equal(among[2][1:2], last)
