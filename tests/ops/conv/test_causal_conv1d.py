@@ -129,6 +129,18 @@ def test_packed_sequences_are_each_by_itself(without, dtype, impl, device):
 
 
 @impls
+def test_gradients_of_many_packed_sequences_are_added_up_in_float32(impl, device):
+    """Those of weight and bias, in 16 bits."""
+    x = tensors(200, 6, 4, device=device, B=1, without=("residual", "initial_state"))
+    x = {n: t.bfloat16() for n, t in x.items()}
+    ones, bounds = torch.ones_like(x["x"]), torch.arange(0, 201, 2, device=device)
+    want = run({n: t.double() for n, t in x.items()}, ones.double(), None, cu_seqlens=bounds)
+    got = run(x, ones, None, cu_seqlens=bounds, impl=impl)
+    for n in ("dweight", "dbias"):
+        assert_close(n, got[n], want[n], 6e-3)
+
+
+@impls
 @pytest.mark.parametrize("without", [(), OPTIONAL], ids=["all", "nothing"])
 @pytest.mark.parametrize("packed", [False, True])
 def test_no_tokens(packed, without, impl, device):
