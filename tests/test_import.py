@@ -59,6 +59,7 @@ for f, given in (
     (chunk_kda, kda_inputs(1, 5, 1, 2, 8, 8).asdict()),
     (fused_recurrent_kda, kda_inputs(1, 5, 1, 2, 8, 8).asdict()),
     (kernel_delta_attention, dict(query=A, key=A, value=A, beta=A[..., 0])),
+    (causal_conv1d, {"x": A[:, :, 0], "weight": A[0, :4, 0].mT}),
     (ema_scan, {"x": A, "g": -A[..., 0]}),
     (l2norm, {"x": A}),
     (solve_tril, {"A": A}),

@@ -134,6 +134,35 @@ MUTANTS = [
         "for i in range(1, ND):",
         "tests/ssd/test_ema_bwd.py",
     ),
+    # short convolutions
+    Mutant(
+        "a short convolution takes its weights in reverse",
+        f"{REFERENCE}/delta/causal_conv1d.py",
+        "sum(w[:, j] * u[:, 1 + j : 1 + j + T]",
+        "sum(w[:, W - 1 - j] * u[:, 1 + j : 1 + j + T]",
+        "tests/delta/test_causal_conv1d.py -k pytorchs",
+    ),
+    Mutant(
+        "a short convolution repeats a sequence's first token before it",
+        f"{KERNELS}/delta/causal_conv1d.py",
+        "rows_of(o_t, t0, n), o_d, D, n - t0, D).to",
+        "tl.maximum(o_t, -t0), o_d, D, n - t0, D).to",
+        "tests/delta/test_causal_conv1d.py -k packed",
+    ),
+    Mutant(
+        "a state that is longer than its sequence loses the gradient of what stays in it",
+        f"{KERNELS}/delta/causal_conv1d.py",
+        "dht_ptr is not None and n - t0 < BT + W",
+        "dht_ptr is not None and t0 >= 0",
+        "tests/delta/test_causal_conv1d.py",
+    ),
+    Mutant(
+        "a state's oldest token is in a sum",
+        f"{KERNELS}/delta/causal_conv1d.py",
+        "tl.where(t0 + o_t > -W, W + t0 + o_t, -1)",
+        "W + t0 + o_t",
+        "tests/delta/test_causal_conv1d.py -k oldest",
+    ),
     # gradients
     Mutant(
         "dgc lacks the sum over the columns",

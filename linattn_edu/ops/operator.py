@@ -366,6 +366,8 @@ class Operator:
         whole = {
             n: None if self._without(n, given) else self._new(n, given, sizes) for n in self.inputs
         }
+        for n in sums:  # which 16 bits would round after each sequence
+            whole[n] = None if whole[n] is None else whole[n].to(wide(whole[n]))
         final = self.outputs.get("final_state")
         through = final and final.gradient
         for n, x in whole.items():

@@ -8,6 +8,7 @@ import sys
 import torch
 
 from linattn_edu import (
+    causal_conv1d,
     chunk_gated_delta_rule,
     chunk_kda,
     chunk_local_cumsum,
@@ -53,6 +54,21 @@ def averages(dtype, T, D, C):
         given = (g.requires_grad_(), weight.requires_grad_() if packed else None, state, True)
         y, final_state = ema_scan(x, *given, **packed, chunk_size=C)
         (y.float().sum() + final_state.sum()).backward()
+
+
+def convolutions(dtype, T, D):
+    """causal_conv1d of a batch with little, and of packed sequences with all that may be given."""
+    for N, bounds in ((2, None), (3, [0, 0, 2, T])):
+        x = torch.randn(2 if bounds is None else 1, T, D, device="cuda").to(dtype)
+        given = [torch.randn(D, 4, device="cuda")]
+        if bounds is not None:
+            given += [torch.randn(D, device="cuda"), x.clone()]
+            given.append(torch.randn(N, D, 4, device="cuda").to(dtype))
+        packed = {} if bounds is None else {"cu_seqlens": torch.tensor(bounds, device="cuda")}
+        leaves = [t.requires_grad_() for t in (x, *given)]
+        options = {"output_final_state": True, "activation": "silu" if packed else None}
+        y, final_state = causal_conv1d(*leaves, **options, **packed)
+        (y.float().sum() + final_state.float().sum()).backward()
 
 
 def mamba(dtype, T, N, P, C):
@@ -104,6 +120,7 @@ def main(dtype, T, K, V, C):
     differentiate(fused_recurrent_gated_delta_rule, short)
     fused_recurrent_gated_delta_rule(**short.asdict(), output_final_state=True)
     averages(dtype, T, V, C)
+    convolutions(dtype, T, V)
     mamba(dtype, T, K, V, C)
     A = solve_tril(torch.randn(1, T, 2, C, device="cuda", dtype=dtype), cu_seqlens)
     chunk_local_cumsum(l2norm(A), C, reverse=True)

@@ -31,6 +31,7 @@ from triton.runtime import JITFunction
 
 from linattn_edu.kernels import tiles
 from linattn_edu.kernels.delta import (
+    causal_conv1d,
     cumsum,
     fused,
     gate,
@@ -256,6 +257,16 @@ def averages(D, dtype):
         ema_bwd.ema_bwd(x, g, g, weight, h, x, state, chunk_size=64)
 
 
+def convolutions(D, dtype):
+    """Short convolutions: of 3 tokens with nothing given; of 4, and of 8, with everything."""
+    for W, given in ((3, False), (4, True), (8, True)):
+        x, weight = torch.empty(1, 64, D, dtype=dtype), torch.empty(D, W, dtype=dtype)
+        bias, state = (weight[:, 0], torch.empty(1, D, W, dtype=dtype)) if given else (None, None)
+        options = {"activation": "silu" if given else None}
+        causal_conv1d.causal_conv1d(x, weight, bias, state, output_final_state=given, **options)
+        causal_conv1d.causal_conv1d_bwd(x, weight, bias, state, x, state, **options)
+
+
 def record(cc):
     """Every distinct (kernel, arguments) the launchers ask for on a GPU of capability cc."""
     seen = {}
@@ -283,6 +294,7 @@ def record(cc):
                         fused_ssd_launches(K, V, dtype)
                     if V <= 128:
                         averages(V, dtype)
+                        convolutions(V, dtype)
                 if 256 in sizes:
                     qk = torch.empty(1, 1, 1, WIDE, dtype=dtype)
                     recurrences(qk, qk, torch.empty(1, 1, 1), torch.empty(1, 1, WIDE, WIDE))

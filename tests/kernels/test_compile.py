@@ -44,6 +44,7 @@ STACK = {
 SCALAR = (
     "gate_", "layer_gate_", "recurrent", "cumsum", "global_cumsum", "l2norm", "solve_tril",
     "chunk_cumsum", "state_passing", "selective_state_update", "segment", "total",
+    "causal_conv1d",
 )  # fmt: skip
 ONE_BLOCK = re.compile(r"^kda_inverse.*\bBT=16\b")  # nothing is left to merge
 
@@ -70,6 +71,7 @@ KERNELS = {
         "chunk_cumsum_bwd", "chunk_scan_chunk_state_bwd_dx", "chunk_scan_bwd_da_cs",
         "chunk_scan_bwd_dstates", "state_passing_bwd", "chunk_state_bwd_db", "chunk_scan_bwd_dc",
         "selective_state_update", "ema", "ema_bwd", "segment", "total",
+        "causal_conv1d", "causal_conv1d_bwd",
     )
 }  # fmt: skip
 

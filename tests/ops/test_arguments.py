@@ -7,6 +7,7 @@ from gdn_checks import inputs
 from recurrent_cases import TOLERANCE, case, check_all, cotangents, double, oracle, run
 
 from linattn_edu import (
+    causal_conv1d,
     chunk_gated_delta_rule,
     chunk_global_cumsum,
     chunk_kda,
@@ -317,6 +318,13 @@ STRANGE = {
     "mkldnn": lambda x: x.to_mkldnn(),
 }
 TAKES = {
+    "causal_conv1d": (
+        causal_conv1d, ("x", "weight", "bias", "residual", "initial_state"),
+        lambda: {
+            "x": torch.zeros(1, 5, 2), "weight": torch.zeros(2, 4), "bias": torch.zeros(2),
+            "residual": torch.zeros(1, 5, 2), "initial_state": torch.zeros(1, 2, 4),
+        },
+    ),
     "l2norm": (l2norm, ("x",), lambda: {"x": torch.randn(1, 5, 2, 16)}),
     "solve_tril": (solve_tril, ("A",), lambda: {"A": torch.zeros(1, 5, 2, 16)}),
     "chunk_local_cumsum": (

@@ -8,6 +8,7 @@ from recurrent_cases import case, check_all, cotangents, double, options, oracle
 from torch.utils.checkpoint import checkpoint
 
 from linattn_edu import (
+    causal_conv1d,
     chunk_gated_delta_rule,
     chunk_local_cumsum,
     fused_recurrent_gated_delta_rule,
@@ -281,6 +282,7 @@ SECOND = {
     "chunk": lambda x: chunk_gated_delta_rule(x, x, x, -x[..., 0].abs(), x[..., 1].abs())[0],
     "recurrent": lambda x: fused_recurrent_gated_delta_rule(x, x, x)[0],
     "mamba": lambda x: mamba_chunk_scan_combined(x, x[..., 0], -x[0, 0, :, 0].abs(), x, x, 16),
+    "causal_conv1d": lambda x: causal_conv1d(x[:, :, 0], x[0, :, 0].mT, activation="silu")[0],
     "l2norm": l2norm,
     "solve_tril": solve_tril,
 }

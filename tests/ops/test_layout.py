@@ -244,6 +244,12 @@ def floor(module):
             {"l2norm_kernel", "recurrent_kernel"},
         ),
         (
+            f"{OPS}.causal_conv1d.causal_conv1d",
+            "x",
+            {"kernels.delta.causal_conv1d", "kernels.tiles"},
+            {"causal_conv1d_kernel"},
+        ),
+        (
             f"{OPS}.ssd.chunk.mamba_chunk_scan_combined",
             "x",
             {"kernels.ssd.fused"},

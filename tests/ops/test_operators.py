@@ -12,6 +12,7 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from linattn_edu import (
+    causal_conv1d,
     chunk_gated_delta_rule,
     chunk_kda,
     chunk_local_cumsum,
@@ -21,6 +22,7 @@ from linattn_edu import (
     mamba_chunk_scan_combined,
     solve_tril,
 )
+from linattn_edu.ops import causal_conv1d as conv
 from linattn_edu.ops import cumsum, ema
 from linattn_edu.ops import l2norm as norm
 from linattn_edu.ops import solve_tril as inverse
@@ -261,6 +263,23 @@ def test_ema(impl, options, device):
     check_backward(ema.scan, *tensors, *packing, options["state"], 16, impl, "", "gc h")
 
 
+CONV = [{}, {"packed": True}, {"dtype": torch.bfloat16}, {"bias": False}, {"state": False}]
+
+
+@pytest.mark.parametrize(("impl", "options"), every(CONV), ids=str)
+def test_convolution(impl, options, device):
+    options = {"bias": True, "state": True, "packed": False, "dtype": torch.float32} | options
+    x = torch.randn(1, T, K, device=device).to(options["dtype"])
+    weight, bias = torch.randn(K, 4, device=device), torch.randn(K, device=device)
+    cu_seqlens = bounds(device) if options["packed"] else None
+    state = torch.randn(3 if options["packed"] else 1, K, 4, device=device)
+    tensors = x, weight, bias if options["bias"] else None, state if options["state"] else None
+    packing = cu_seqlens, cu_seqlens if cu_seqlens is None else cu_seqlens.cpu(), None
+    check(conv.convolve, *tensors, *packing, options["state"], "silu", 64, impl)
+    check_shapes(conv.convolve, *tensors, *packing, not options["state"], None, 64, impl)
+    check_backward(conv.convolve, *tensors, *packing, options["state"], "silu", 64, impl)
+
+
 @pytest.mark.parametrize("channels", [False, True])
 @pytest.mark.parametrize("impl", IMPLS)
 def test_gates(impl, channels, device):
@@ -315,7 +334,7 @@ def test_every_operator_is_checked():
     registered = {n for n in registered if not n.startswith("toy_")}  # of test_operator
     differentiable = (
         "chunk_gated_delta_rule", "chunk_kda", "l2norm", "recurrent", "solve_tril", "gdn_gate",
-        "kda_gate", "ema_scan", "mamba_chunk_scan_combined",
+        "kda_gate", "ema_scan", "mamba_chunk_scan_combined", "causal_conv1d",
     )  # fmt: skip
     assert registered == {
         *differentiable, *(f"{n}_backward" for n in differentiable),
@@ -335,6 +354,9 @@ WATCHED = {
     "mamba_chunk_scan_combined": lambda x: mamba_chunk_scan_combined(
         x, x[..., 1].square(), -x[0, 0, :, 0].abs(), x, x, 16, D=x[0, 0, :, 1], z=x
     ),
+    "causal_conv1d": lambda x: causal_conv1d(
+        x.flatten(2), x[0, 0, 0].expand(4, -1).mT, activation="silu"
+    )[0].view_as(x),
     "l2norm": l2norm,
     "solve_tril": solve_tril,
     "chunk_local_cumsum": lambda x: chunk_local_cumsum(x, 16),

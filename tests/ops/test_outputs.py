@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from linattn_edu import (
+    causal_conv1d,
     chunk_gated_delta_rule,
     chunk_global_cumsum,
     chunk_kda,
@@ -59,6 +60,12 @@ OPERATORS = {
     ),
     "ema_scan": one(
         lambda x, impl: ema_scan(x, -x[..., 0].abs(), None, x[:, 0], True, impl=impl), 1, 5, 2, 4
+    ),
+    "causal_conv1d": one(
+        lambda x, impl: causal_conv1d(
+            x, x[0, :3].mT, None, x, x[:, :3].mT, True, "silu", impl=impl
+        ),
+        2, 5, 4,
     ),
     "l2norm": one(l2norm, 5, 4),
     "chunk_local_cumsum": one(lambda x, impl: chunk_local_cumsum(x, 4, impl=impl), 1, 9, 2),

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from linattn_edu import (
+    causal_conv1d,
     chunk_gated_delta_rule,
     chunk_global_cumsum,
     chunk_kda,
@@ -66,6 +67,18 @@ def average(placements):
     return x, placements, call
 
 
+def convolution(placements):
+    """The same of causal_conv1d."""
+    x = {"x": torch.randn(2, 9, 6), "weight": torch.randn(6, 4), "bias": torch.randn(6)}
+    x |= {"residual": torch.randn(2, 9, 6), "initial_state": torch.randn(2, 6, 4)}
+
+    def call(**given):
+        y, S = causal_conv1d(**given, activation="silu", output_final_state=True, impl="reference")
+        return {"y": y, "S": S}
+
+    return x, placements, call
+
+
 def one(f, shape, place):
     """A function of one tensor."""
     return {"x": torch.randn(shape)}, {"x": place, "y": place}, lambda x: {"y": f(x)}
@@ -78,6 +91,10 @@ KDA_STEPS = (fused_recurrent_kda, kda_inputs)
 FORMS = {"chunk_gdn": GDN, "chunk_kda": KDA, "recurrent_gdn": GDN_STEPS, "recurrent_kda": KDA_STEPS}
 AVERAGE = ("x", "g", "weight", "initial_state", "y", "S")
 AVERAGE_BY_HEADS = dict.fromkeys(AVERAGE, HEADS) | {"initial_state": STATE_HEADS, "S": STATE_HEADS}
+CONV = dict.fromkeys(("x", "residual", "initial_state", "y", "S"), BATCH)
+CONV_BY_CHANNELS = dict.fromkeys(("x", "residual", "y"), HEADS)
+CONV_BY_CHANNELS |= {"weight": Shard(0), "bias": Shard(0)}
+CONV_BY_CHANNELS |= {"initial_state": STATE_HEADS, "S": STATE_HEADS}
 EVERY = {"use_qk_l2norm_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
 BOUNDS = torch.tensor([0, 4, 4, 9])
 CASES = {
@@ -97,6 +114,8 @@ CASES = {
     "chunk_gdn, whole": (delta, (*GDN, dict.fromkeys(BY_BATCH, R)), {}),
     "ema_scan, batch": (average, (dict.fromkeys(AVERAGE, BATCH),), {}),
     "ema_scan, heads": (average, (AVERAGE_BY_HEADS,), {}),
+    "causal_conv1d, batch": (convolution, (CONV,), {}),
+    "causal_conv1d, channels": (convolution, (CONV_BY_CHANNELS,), {}),
     "l2norm, batch": (one, (l2norm, (2, 3, 4), BATCH), {}),
     "l2norm, tokens": (one, (l2norm, (3, 6, 4), Shard(1)), {}),
     "gdn gate": (one, (lambda x: fused_gdn_gate(x, torch.zeros(4)), (2, 5, 4), BATCH), {}),

@@ -8,6 +8,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
 from linattn_edu import (
+    causal_conv1d,
     chunk_gated_delta_rule,
     chunk_global_cumsum,
     chunk_kda,
@@ -70,6 +71,9 @@ FORMS = {
     "mamba_chunk_scan_combined": mamba,
 }
 OTHERS = {
+    "causal_conv1d": lambda x: causal_conv1d(
+        x[..., 4:], x[0, :4, 4:].mT, x[0, 0, 4:], activation="silu"
+    )[0],
     "ema_scan": lambda x: ema_scan(x.unflatten(-1, (2, 16)), -x[..., :2].abs(), x[..., 2:4])[0],
     "l2norm": l2norm,
     "chunk_local_cumsum": lambda x: chunk_local_cumsum(x, 4),

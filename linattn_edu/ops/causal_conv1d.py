@@ -1,0 +1,231 @@
+"""causal_conv1d: the public function, its declaration, its two stages."""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+from torch import Tensor
+
+from linattn_edu.ops import check
+from linattn_edu.ops.delta import arguments
+from linattn_edu.ops.operator import Operator, like
+from linattn_edu.packing import Packing
+from linattn_edu.reference.delta.causal_conv1d import causal_conv1d as convolution
+from linattn_edu.reference.delta.causal_conv1d import causal_conv1d_bwd as convolution_bwd
+
+WIDEST = 8  # tokens of a sum: the kernels have a load for each
+CHUNK = 64  # tokens of a tile of the kernels
+
+
+def causal_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    activation: str | None = None,
+    backend: str | None = None,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    chunk_indices: Tensor | None = None,
+    cp_context: None = None,
+    *,
+    impl: str = "auto",
+) -> tuple[Tensor, Tensor | None]:
+    r"""Short causal convolution: each channel's sum over the last W tokens.
+
+    .. math::
+
+        y_t = \mathrm{act}\Big(b + \sum_{j=0}^{W-1} w_j\, u_{t-W+1+j}\Big) + r_t, \qquad
+        u_t = x_t \ \text{for}\ t \ge 0
+
+    for each channel; tokens before the first are those of the initial state, or zero. The layers of
+    Gated DeltaNet, Kimi Delta Attention and Mamba-2 have it before the recurrence. Differentiable
+    by x, weight, bias, residual and initial_state, from y and from the final state.
+
+    Args:
+        x: ``[B, T, D]``, float32, float16 or bfloat16 (float64: reference only); T may be 0.
+        weight: ``[D, W]``, W from 1 to 8, any of these dtypes: the last column is the factor of the
+            token itself.
+        bias: b ``[D]``, any of these dtypes, zero if None.
+        residual: r ``[B, T, D]``, any of these dtypes, which is added to y after the activation.
+        initial_state: The W tokens before the first ``[N, D, W]``, newest last, any of these
+            dtypes, zero if None. The oldest of them is in no sum. N is B, or the number of
+            sequences of cu_seqlens.
+        output_final_state: Whether to return the last W tokens.
+        activation: None, or "silu" (also called "swish"), ``p * sigmoid(p)``.
+        backend: fla-core's name of its kernels: None or "triton", which changes nothing. What runs
+            is chosen by impl.
+        cu_seqlens, cu_seqlens_cpu, chunk_indices: As in :func:`chunk_gated_delta_rule`, of chunks
+            of 64 tokens. Each sequence gives the same bits of y, of the final state and of the
+            gradients of x and of initial_state as alone.
+        cp_context: fla-core's argument for sequences that lie on several devices: None only.
+        impl: "triton", "reference" or "auto", as in :func:`chunk_gated_delta_rule`.
+
+    Non-contiguous tensors, and on a GPU those that do not start at 16 bytes, are copied first.
+
+    Accuracy: the arithmetic is in float32 (float64 where an input is); y is rounded once, before
+    residual is added. The kernels give a token the same bits of y wherever its sequence is split
+    into calls, if the states between them are those returned. A state has x's dtype: what is left
+    in it of an initial_state in a wider dtype is rounded.
+
+    Memory: between the passes it keeps its inputs. The backward pass adds up the gradients of
+    weight and bias from W + 1 numbers for each channel and 64 tokens, in float32.
+
+    Works under ``torch.compile(fullgraph=True)``, in CUDA graphs (with cu_seqlens only together
+    with cu_seqlens_cpu), with activation checkpointing and under autocast, which does not change
+    its precision. Gradients of gradients and forward-mode differentiation are errors.
+
+    Returns:
+        ``(y, final_state)``: y ``[B, T, D]``; final_state ``[N, D, W]``, the last W tokens of
+        initial_state and x, newest last, or None. Both in x's dtype.
+
+    Raises:
+        TypeError: an argument is not of a type or dtype listed above.
+        ValueError: a shape, device, activation, backend, impl or combination of arguments does not
+            fit; the message names the argument, what was expected and what came. No kernel has run
+            then.
+
+    Source: chapter 23.
+    """
+    sizes = _check_tensors(x, weight, bias, residual, initial_state, cu_seqlens)
+    output_final_state = check.flag("output_final_state", output_final_state)
+    activation = _activation(activation)
+    check.absent("cp_context", cp_context)
+    if backend not in (None, "triton"):
+        raise ValueError(f"backend must be None or 'triton', got {backend!r}: impl says what runs")
+    tensors = (x, weight, bias, initial_state)
+    impl = check.resolve_impl(impl, x.device, tuple(t.dtype for t in tensors if t is not None))
+    cu_seqlens_cpu = arguments.check_packing(
+        "x", x, sizes, cu_seqlens, cu_seqlens_cpu, chunk_indices, CHUNK
+    )
+    y, final_state = convolve(
+        *tensors, cu_seqlens, cu_seqlens_cpu, chunk_indices, output_final_state, activation, CHUNK,
+        impl,
+    )  # fmt: skip
+    return y if residual is None else (y + residual).to(x.dtype), final_state
+
+
+def _check_tensors(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> dict[str, int]:
+    """Refuse tensors that do not fit; return the sizes B, T, D, W and N."""
+    sizes: dict[str, int] = {}
+    check.tensor("x", x, ("B", "T", "D"), sizes)
+    for axis, size in sizes.items():
+        if size < 1 and axis != "T":
+            raise ValueError(f"x must have {axis} >= 1, got {axis}={size}")
+    check.tensor("weight", weight, ("D", "W"), sizes)
+    if not 1 <= sizes["W"] <= WIDEST:
+        raise ValueError(f"weight must have W from 1 to {WIDEST}, got W={sizes['W']}")
+    arguments.count_sequences("x", x, cu_seqlens, sizes)
+    others = {"weight": weight}
+    for name, y, shape in (
+        ("bias", bias, ("D",)),
+        ("residual", residual, ("B", "T", "D")),
+        ("initial_state", initial_state, ("N", "D", "W")),
+    ):
+        if y is not None:
+            check.tensor(name, y, shape, sizes)
+            others[name] = y
+    check.same_device(("x", x), *others.items())
+    return sizes
+
+
+def _activation(name: str | None) -> str | None:
+    """None or "silu"; refuse what is no activation."""
+    if name is not None and (not isinstance(name, str) or name not in ("silu", "swish")):
+        raise ValueError(f"activation must be None, 'silu' or 'swish', got {name!r}")
+    return None if name is None else "silu"
+
+
+class Stages(NamedTuple):
+    """The convolution, and its adjoint."""
+
+    causal_conv1d: Callable
+    causal_conv1d_bwd: Callable
+
+
+@functools.cache
+def stages(impl: str) -> Stages:
+    """The stages of an implementation, "reference" or "triton"."""
+    check.choice("impl", impl, check.STAGES)
+    return _kernels() if impl == "triton" else Stages(convolution, convolution_bwd)
+
+
+def _kernels() -> Stages:
+    """The stages in Triton, which may be missing."""
+    from linattn_edu.kernels.delta.causal_conv1d import causal_conv1d, causal_conv1d_bwd
+
+    return Stages(causal_conv1d, causal_conv1d_bwd)
+
+
+# The channels are called H: like heads they know nothing of each other, and DTensors may be sharded
+# by them.
+convolve = Operator(
+    "causal_conv1d",
+    {"x": "B T H", "weight": "H W", "bias": "H?", "initial_state": "N H W?"},
+    {
+        "y": like("B T H", "x", gradient="dy"),
+        "final_state": like("N H W", "x", gradient="dht"),
+    },
+    options={"output_final_state": "bool", "activation": "str?", "chunk_size": "int"},
+    stages=stages,
+    packed="chunks",
+)
+
+
+@convolve.forward
+def forward(
+    stages: Stages,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    *,
+    output_final_state: bool = False,
+    activation: str | None = None,
+    packing: Packing | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """The forward pass: a stage (shapes as in causal_conv1d).
+
+    Source: chapter 23.
+    """
+    packed = {} if packing is None else {"packing": packing}
+    return stages.causal_conv1d(
+        x, weight, bias, initial_state, activation=activation,
+        output_final_state=output_final_state, **packed,
+    )  # fmt: skip
+
+
+@convolve.backward
+def backward(
+    stages: Stages,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    initial_state: Tensor | None,
+    dy: Tensor,
+    dht: Tensor | None = None,
+    *,
+    activation: str | None = None,
+    packing: Packing | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """The backward pass: a stage.
+
+    Args:
+        dy: Gradient of y.  dht: Gradient of the final state, or None.
+    Returns:
+        dx, dweight, and the gradients of the bias and of the initial state (or None).
+    Source: chapter 23.
+    """
+    packed = {} if packing is None else {"packing": packing}
+    return stages.causal_conv1d_bwd(
+        x, weight, bias, initial_state, dy, dht, activation=activation, **packed
+    )

@@ -1,0 +1,98 @@
+"""The short convolution of every channel over the last W tokens, and its adjoint."""
+
+import torch
+from torch import Tensor
+
+from linattn_edu.reference.tiles import compute_dtype
+
+
+def causal_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    *,
+    activation: str | None = None,
+    output_final_state: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Each token's sum over itself and the W - 1 tokens before, channel by channel.
+
+        p_t = b + sum_j w_j u_(t-W+1+j),   y_t = p_t, or p_t sigmoid(p_t),
+
+    where u_t is x_t, and for -W <= t < 0 the initial state, oldest first.
+
+    Args:
+        x: [B, T, D].  weight: [D, W].  bias: [D], zero if None.  activation: None or "silu".
+        initial_state: [B, D, W], zero if None. Of its W tokens the last W - 1 enter y.
+    Returns:
+        y [B, T, D] and the final state [B, D, W], u of the last W tokens, or None; in x.dtype.
+    Source: chapter 23.
+    """
+    dtype, T = compute_dtype(x, weight, bias, initial_state), x.shape[1]
+    u = tokens(x, weight, initial_state, dtype)
+    p = preactivation(u, weight, bias)
+    # eq:conv-act   y = p sigmoid(p)
+    y = p * torch.sigmoid(p) if activation == "silu" else p
+    # eq:conv-state   s_i = u_(T-W+i)
+    final_state = u[:, T:].mT.to(x.dtype).contiguous() if output_final_state else None
+    return y.to(x.dtype), final_state
+
+
+def causal_conv1d_bwd(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    initial_state: Tensor | None,
+    dy: Tensor,
+    dht: Tensor | None = None,
+    *,
+    activation: str | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """The adjoint of causal_conv1d; p is computed again.
+
+        dp_t = dy_t, or dy_t sigmoid(p_t) (1 + p_t (1 - sigmoid(p_t)))
+        du_t = sum_j w_j dp_(t+W-1-j) + ds_(t-T+W)
+        dw_j = sum_t dp_t u_(t-W+1+j),   db = sum_t dp_t
+
+    Args:
+        x, weight, bias, initial_state: as in causal_conv1d.  dy: [B, T, D].
+        dht: gradient of the final state [B, D, W], zero if None.
+    Returns:
+        dx, dweight, dbias and the gradient of the initial state, in the dtypes of x, weight, bias
+        and initial_state; None where these are.
+    Source: chapter 23.
+    """
+    dtype = compute_dtype(x, weight, bias, initial_state, dy, dht)
+    T, W = x.shape[1], weight.shape[1]
+    u, dp = tokens(x, weight, initial_state, dtype), dy.to(dtype)
+    if activation == "silu":
+        p = preactivation(u, weight, bias)
+        # eq:conv-dpre   dp = dy sigmoid(p) (1 + p (1 - sigmoid(p)))
+        dp = dp * torch.sigmoid(p) * (1 + p * torch.sigmoid(-p))
+    du, w = torch.zeros_like(u), weight.to(dtype)
+    for j in range(W):
+        # eq:conv-dx   du_t = sum_j w_j dp_(t+W-1-j)
+        du[:, 1 + j : 1 + j + T] += w[:, j] * dp
+    # eq:conv-dweight   dw_j = sum_t dp_t u_(t-W+1+j),   db = sum_t dp_t
+    dw = torch.stack([(dp * u[:, 1 + j : 1 + j + T]).sum((0, 1)) for j in range(W)], 1)
+    db = None if bias is None else dp.sum((0, 1)).to(bias.dtype)
+    if dht is not None:
+        # eq:conv-dstate   du_t += ds_(t-T+W)
+        du[:, T:] += dht.mT
+    dh0 = None if initial_state is None else du[:, :W].mT.to(initial_state.dtype).contiguous()
+    return du[:, W:].to(x.dtype).contiguous(), dw.to(weight.dtype), db, dh0
+
+
+def tokens(x: Tensor, weight: Tensor, initial_state: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """u [B, W + T, D]: the W tokens of the initial state, or zeros, and x."""
+    state = x.new_zeros(len(x), *weight.shape) if initial_state is None else initial_state
+    return torch.cat([state.mT.to(dtype), x.to(dtype)], 1)
+
+
+def preactivation(u: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """p [B, T, D] of u [B, W + T, D]."""
+    W = weight.shape[1]
+    T, w = u.shape[1] - W, weight.to(u.dtype)
+    # eq:conv-pre   p_t = b + sum_j w_j u_(t-W+1+j)
+    p = sum(w[:, j] * u[:, 1 + j : 1 + j + T] for j in range(W))
+    return p if bias is None else p + bias.to(u.dtype)
