@@ -1,14 +1,19 @@
 """causal_conv1d: the public function, its declaration, its two stages."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from functools import partial
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
+from linattn_edu.cp import halo
+from linattn_edu.cp.context import CPContext
 from linattn_edu.ops import check
 from linattn_edu.ops.delta import arguments
-from linattn_edu.ops.operator import Operator, like
+from linattn_edu.ops.operator import Operator, like, widened
+from linattn_edu.ops.ranks import Ranks
 from linattn_edu.packing import Packing
 from linattn_edu.reference.delta.causal_conv1d import causal_conv1d as convolution
 from linattn_edu.reference.delta.causal_conv1d import causal_conv1d_bwd as convolution_bwd
@@ -29,7 +34,7 @@ def causal_conv1d(
     cu_seqlens: Tensor | None = None,
     cu_seqlens_cpu: Tensor | None = None,
     chunk_indices: Tensor | None = None,
-    cp_context: None = None,
+    cp_context: CPContext | None = None,
     *,
     impl: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
@@ -60,7 +65,9 @@ def causal_conv1d(
         cu_seqlens, cu_seqlens_cpu, chunk_indices: As in :func:`chunk_gated_delta_rule`, of chunks
             of 64 tokens. Each sequence gives the same bits of y, of the final state and of the
             gradients of x and of initial_state as alone.
-        cp_context: fla-core's argument for sequences that lie on several devices: None only.
+        cp_context: Sequences cut over several ranks, as in :func:`chunk_gated_delta_rule`; y has
+            the same bits as on one. Each pass gathers ``D (W + 1)`` numbers of float32 from every
+            rank, once.
         impl: "triton", "reference" or "auto", as in :func:`chunk_gated_delta_rule`.
 
     Non-contiguous tensors, and on a GPU those that do not start at 16 bytes, are copied first.
@@ -89,21 +96,22 @@ def causal_conv1d(
 
     Source: chapter 23.
     """
-    sizes = _check_tensors(x, weight, bias, residual, initial_state, cu_seqlens)
+    sizes = _check_tensors(x, weight, bias, residual, initial_state, cu_seqlens, cp_context)
     output_final_state = check.flag("output_final_state", output_final_state)
     activation = _activation(activation)
-    check.absent("cp_context", cp_context)
     if backend not in (None, "triton"):
         raise ValueError(f"backend must be None or 'triton', got {backend!r}: impl says what runs")
     tensors = (x, weight, bias, initial_state)
     impl = check.resolve_impl(impl, x.device, tuple(t.dtype for t in tensors if t is not None))
-    cu_seqlens_cpu = arguments.check_packing(
-        "x", x, sizes, cu_seqlens, cu_seqlens_cpu, chunk_indices, CHUNK
+    place = arguments.place(
+        "x", x, sizes, cu_seqlens, cu_seqlens_cpu, chunk_indices, CHUNK, cp_context
     )
-    y, final_state = convolve(
-        *tensors, cu_seqlens, cu_seqlens_cpu, chunk_indices, output_final_state, activation, CHUNK,
-        impl,
+    y, final_state, _ = convolve(
+        *place.joined(x), weight, bias, place.entering(initial_state), *place.bounds,
+        output_final_state, activation, CHUNK, place.group, impl, "",
+        save="crossing" if place.group else "",
     )  # fmt: skip
+    y, final_state = place.parted(y), place.leaving(final_state)
     return y if residual is None else (y + residual).to(x.dtype), final_state
 
 
@@ -114,6 +122,7 @@ def _check_tensors(
     residual: Tensor | None,
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
+    cp_context: CPContext | None,
 ) -> dict[str, int]:
     """Refuse tensors that do not fit; return the sizes B, T, D, W and N."""
     sizes: dict[str, int] = {}
@@ -124,7 +133,8 @@ def _check_tensors(
     check.tensor("weight", weight, ("D", "W"), sizes)
     if not 1 <= sizes["W"] <= WIDEST:
         raise ValueError(f"weight must have W from 1 to {WIDEST}, got W={sizes['W']}")
-    arguments.count_sequences("x", x, cu_seqlens, sizes)
+    state = "initial_state", initial_state
+    arguments.count_sequences("x", x, cu_seqlens, sizes, cp_context, state)
     others = {"weight": weight}
     for name, y, shape in (
         ("bias", bias, ("D",)),
@@ -150,6 +160,8 @@ class Stages(NamedTuple):
 
     causal_conv1d: Callable
     causal_conv1d_bwd: Callable
+    cp_merge: Callable = halo.merge
+    cp_merge_bwd: Callable = halo.merge_bwd
 
 
 @functools.cache
@@ -166,6 +178,14 @@ def _kernels() -> Stages:
     return Stages(causal_conv1d, causal_conv1d_bwd)
 
 
+class Residuals(NamedTuple):
+    """What the backward pass reads beside the arguments of the forward pass; None: not kept."""
+
+    crossing: Tensor | None = None  # states that come from other ranks
+
+
+NOTHING = Residuals()
+
 # The channels are called H: like heads they know nothing of each other, and DTensors may be sharded
 # by them.
 convolve = Operator(
@@ -174,10 +194,13 @@ convolve = Operator(
     {
         "y": like("B T H", "x", gradient="dy"),
         "final_state": like("N H W", "x", gradient="dht"),
+        "crossing": widened("X H W", "x"),
     },
     options={"output_final_state": "bool", "activation": "str?", "chunk_size": "int"},
+    residuals=Residuals,
     stages=stages,
-    packed="chunks",
+    packed="ranks",
+    transition="H",
 )
 
 
@@ -192,16 +215,57 @@ def forward(
     output_final_state: bool = False,
     activation: str | None = None,
     packing: Packing | None = None,
-) -> tuple[Tensor, Tensor | None]:
+    cp: Ranks | None = None,
+    keep: Collection[str] = Residuals._fields,
+) -> tuple[Tensor, Tensor | None, Residuals]:
     """The forward pass: a stage (shapes as in causal_conv1d).
+
+    cp: what other ranks send and are sent. keep: the residuals that are returned.
 
     Source: chapter 23.
     """
     packed = {} if packing is None else {"packing": packing}
-    return stages.causal_conv1d(
+    if cp is not None:
+        cp.send(partial(_map, weight.shape[1]), (x,), initial_state, **packed)
+        initial_state = cp.receive(stages.cp_merge, initial_state)
+    y, final_state = stages.causal_conv1d(
         x, weight, bias, initial_state, activation=activation,
         output_final_state=output_final_state, **packed,
     )  # fmt: skip
+    return y, final_state, Residuals(cp and cp.crossing)
+
+
+def _bounds(x: Tensor, rows: Tensor | None, packing: Packing | None) -> tuple[Tensor, Tensor]:
+    """First tokens and ends of pieces: all of x, or these sequences."""
+    if packing is None:
+        cu_seqlens = torch.tensor([0, x.shape[1]], device=x.device)
+    else:
+        cu_seqlens = packing.cu_seqlens
+    begin, end = cu_seqlens[:-1], cu_seqlens[1:]
+    return (begin, end) if rows is None else (begin[rows], end[rows])
+
+
+def _map(W: int, x: Tensor, state: Tensor | None, *, transition, rows=None, packing=None):
+    """What a piece makes of the last W tokens before it, as piece_map."""
+    return halo.last_tokens(x, state, *_bounds(x, rows, packing), W)
+
+
+def _map_bwd(
+    stages: Stages, x: Tensor, weight: Tensor, bias: Tensor | None, initial_state: Tensor | None,
+    dy: Tensor, dht: Tensor | None, *, transition, activation, rows=None, packing=None,
+):  # fmt: skip
+    """What a piece makes of the gradient of the last W tokens, as piece_map_bwd.
+
+    The tokens before a piece are read by its first W - 1 alone.
+    """
+    (begin, end), W = _bounds(x, rows, packing), weight.shape[1]
+    own, of_own = (halo.first_tokens(t, begin, end, max(W - 1, 1)) for t in (x, dy))
+    state = own.new_zeros(len(own), x.shape[2], W) if initial_state is None else initial_state
+    state = state if rows is None else state[rows]
+    *_, dS_ext = stages.causal_conv1d_bwd(own, weight, bias, state, of_own, activation=activation)
+    if dht is not None:
+        dS_ext = dS_ext + halo.shifted(dht, begin - end)
+    return dS_ext, (end - begin).clamp(max=W)[:, None].expand(dS_ext.shape[:2])
 
 
 @convolve.backward
@@ -216,16 +280,23 @@ def backward(
     *,
     activation: str | None = None,
     packing: Packing | None = None,
+    cp: Ranks | None = None,
+    residuals: Residuals = NOTHING,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """The backward pass: a stage.
 
     Args:
-        dy: Gradient of y.  dht: Gradient of the final state, or None.
+        dy: Gradient of y.  dht: Gradient of the final state, or None.  cp: as in the forward pass.
     Returns:
         dx, dweight, and the gradients of the bias and of the initial state (or None).
     Source: chapter 23.
     """
     packed = {} if packing is None else {"packing": packing}
+    if cp is not None:
+        initial_state = cp.entering(residuals.crossing, initial_state)
+        given, options = (x, weight, bias, initial_state, dy), {"activation": activation, **packed}
+        cp.send(partial(_map_bwd, stages), given, dht, **options)
+        dht = cp.receive(stages.cp_merge_bwd, dht)
     return stages.causal_conv1d_bwd(
         x, weight, bias, initial_state, dy, dht, activation=activation, **packed
     )

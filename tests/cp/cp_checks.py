@@ -4,7 +4,13 @@ import functools
 
 import torch
 
-from linattn_edu import chunk_gated_delta_rule, chunk_kda, ema_scan, mamba_chunk_scan_combined
+from linattn_edu import (
+    causal_conv1d,
+    chunk_gated_delta_rule,
+    chunk_kda,
+    ema_scan,
+    mamba_chunk_scan_combined,
+)
 from linattn_edu.cp import build_cp_context, simulate
 from linattn_edu.testing import assert_close, gdn_inputs, kda_inputs, ssd_inputs
 
@@ -53,6 +59,14 @@ def _ema(B, T, N, dtype):
     return f, tokens, {}, state
 
 
+def _conv(B, T, N, dtype):
+    tokens = {"x": torch.randn(B, T, 5, dtype=dtype), "residual": torch.randn(B, T, 5, dtype=dtype)}
+    shared = {"weight": torch.randn(5, 4, dtype=dtype), "bias": torch.randn(5, dtype=dtype)}
+    state = torch.randn(N, 5, 4, dtype=dtype)
+    f = functools.partial(causal_conv1d, output_final_state=True, activation="silu")
+    return f, tokens, shared, state
+
+
 # name -> (batch, tokens, states, dtype) -> the call, tensors of tokens, of all, the initial states
 OPERATORS = {
     "gdn": functools.partial(_delta, gdn_inputs, chunk_gated_delta_rule, False),
@@ -60,6 +74,7 @@ OPERATORS = {
     "kda": functools.partial(_delta, kda_inputs, chunk_kda, False),
     "ssd": _ssd,
     "ema": _ema,
+    "conv": _conv,
 }
 
 
