@@ -16,6 +16,9 @@ SSD_BACKWARD = (
     "chunk_scan_bwd_da_cs",
     "chunk_cumsum_bwd",
 )
+# of a layer on one rank of several; those that exchange something, or merge it
+CP_STAGES = ("cp_conv", "piece_map", "cp_merge")
+CP_BACKWARD = ("piece_map_bwd", "cp_merge_bwd")
 
 # stage -> (top of its box, what it reads from the arguments, what it computes)
 _BOXES = {
@@ -63,6 +66,25 @@ _SSD_BACKWARD_BOXES = {
     "state_passing_bwd": (436, "chunk to chunk, back"),
     "chunk_scan_bwd_dstates": (514, "output by the state"),
 }
+# the same of a rank of several
+_CP_BOXES = {
+    "cp_conv": (46, "short convolution"),
+    "gate to wy": (128, "each rank by itself"),
+    "piece_map": (210, "the piece as a map"),
+    "gather": (292, "one message a rank"),
+    "cp_merge": (374, "the state that enters"),
+    "state, output": (456, "as on one rank"),
+}
+_CP_BACKWARD_BOXES = {
+    "state_bwd, wy_bwd": (46, "as on one rank"),
+    "cp_merge_bwd": (128, "gradient of S_out"),
+    "gather": (210, "one message a rank"),
+    "piece_map_bwd": (292, "its map, back in time"),
+    "output_bwd": (374, "each rank by itself"),
+}
+# what is lit -> boxes: the file of a stage holds the map of a piece and the merge
+_CP_LIT = {"cp_conv": ("cp_conv",), "cp_merge": ("piece_map", "cp_merge")}
+_CP_BACKWARD_LIT = {"cp_merge_bwd": CP_BACKWARD}
 _X, _WIDTH, _HEIGHT, _BUS = 70, 168, 44, 262
 _SSD_KNOWN = ("ssd", "selective_state_update", *SSD_STAGES)
 _KEPT = ("from what", "was kept:", "q k v g β", "gc A S₀")
@@ -82,7 +104,8 @@ def pipeline_svg(lit: str | None = None) -> str:
         lit: "recurrent", "gate_cumsum", "solve", "wy", "state", "output", or None for none; with
             "output_bwd", "state_bwd", "wy_bwd" or "gate_bwd" it is the drawing of backward_svg,
             with a stage of Kimi Delta Attention alone that of kda_svg or kda_backward_svg, with
-            "ssd" or a stage of Mamba-2 that of ssd_svg or ssd_backward_svg.
+            "ssd" or a stage of Mamba-2 that of ssd_svg or ssd_backward_svg, with "cp_conv" or
+            "cp_merge" that of cp_svg, with "cp_merge_bwd" that of cp_backward_svg.
     """
     if lit in BACKWARD:
         return backward_svg(lit)
@@ -92,12 +115,16 @@ def pipeline_svg(lit: str | None = None) -> str:
         return ssd_svg(lit)
     if lit in SSD_BACKWARD:
         return ssd_backward_svg(lit)
+    if lit in _CP_LIT:
+        return cp_svg(lit)
+    if lit in _CP_BACKWARD_LIT:
+        return cp_backward_svg(lit)
     known = ("recurrent", *STAGES)
     if lit in KDA_STAGES and lit not in known:
         return kda_svg(lit)
     if lit is not None and lit not in known:
         every = dict.fromkeys((*known, *KDA_STAGES, *BACKWARD, *KDA_BACKWARD))
-        every |= dict.fromkeys((*_SSD_KNOWN, *SSD_BACKWARD))
+        every |= dict.fromkeys((*_SSD_KNOWN, *SSD_BACKWARD, *_CP_LIT, *_CP_BACKWARD_LIT))
         raise ValueError(f"lit must be one of {tuple(every)} or None, got {lit!r}")
     parts = []
     for name, (y, inputs, note) in _BOXES.items():
@@ -387,6 +414,92 @@ def ssd_backward_svg(lit: str | None = None) -> str:
     reads = "each reads what it needs of C B x step gc h"
     parts.append(_text(x, boxes["chunk_scan_bwd_dstates"][0] + _HEIGHT + 24, reads, small=True))
     return _svg(parts, 592, "Backward stages of mamba_chunk_scan_combined", lit)
+
+
+def cp_svg(lit: str | None = None) -> str:
+    """A layer on one rank of several, which holds a piece of a sequence, as SVG text.
+
+    Args:
+        lit: "cp_conv"; "cp_merge", the map of a piece and the merge; or None for none.
+    """
+    if lit is not None and lit not in _CP_LIT:
+        raise ValueError(f"lit must be one of {tuple(_CP_LIT)} or None, got {lit!r}")
+    boxes, lights = _CP_BOXES, _CP_LIT.get(lit, ())
+    parts, middle = _cp_ranks(boxes, lights, "piece_map", "ranks before")
+    left, right, x = _CP_OTHERS, _X + _WIDTH, _X + _WIDTH / 2
+    y = middle["cp_conv"]
+    parts += [*_arrow([(6, y), (_X, y)]), _text(34, y - 6, "q k v")]
+    parts += [*_arrow([(left, y), (right, y)]), _text(left + 6, y - 3, "last tokens", "start")]
+    parts.append(_text(left + 6, y + 15, "of a rank", "start"))
+    y = middle["piece_map"]
+    parts += [*_arrow([(6, y), (_X, y)]), _text(34, y - 6, "S₀")]
+    for below, label in (
+        ("gate to wy", "q k v"),
+        ("piece_map", "k w u gc"),
+        ("gather", "S_ext M"),
+        ("cp_merge", "S_ext M of ranks before"),
+        ("state, output", "S_in"),
+    ):
+        end = boxes[below][0]
+        parts += _arrow([(x, end - 38), (x, end)])
+        parts.append(_text(x + 8, end - 14, label, anchor="start"))
+    bottom = boxes["state, output"][0] + _HEIGHT
+    parts += [*_arrow([(x, bottom), (x, bottom + 32)]), _text(x, bottom + 48, "o")]
+    start = boxes["piece_map"][0] + _HEIGHT
+    parts += _arrow([(_CP_CENTRE, start), (_CP_CENTRE, start + 38)])
+    parts.append(_text(_CP_CENTRE - 6, start + 24, "S_ext M", small=True, anchor="end"))
+    return _svg(parts, bottom + 58, "A layer on one rank of several", lit)
+
+
+def cp_backward_svg(lit: str | None = None) -> str:
+    """The backward pass on one rank of several as SVG text.
+
+    The first stage is at the bottom and the arrows go up, against those of cp_svg.
+
+    Args:
+        lit: "cp_merge_bwd", the map of a piece and the merge, or None for none.
+    """
+    if lit is not None and lit not in _CP_BACKWARD_LIT:
+        raise ValueError(f"lit must be one of {tuple(_CP_BACKWARD_LIT)} or None, got {lit!r}")
+    boxes, lights = _CP_BACKWARD_BOXES, _CP_BACKWARD_LIT.get(lit, ())
+    parts, middle = _cp_ranks(boxes, lights, "piece_map_bwd", "ranks after")
+    x = _X + _WIDTH / 2
+    y = middle["state_bwd, wy_bwd"]
+    parts += [*_arrow([(_X, y), (6, y)]), _text(36, y - 6, "dq dk"), _text(36, y + 16, "dv ..")]
+    y = middle["piece_map_bwd"]
+    parts += [*_arrow([(6, y), (_X, y)]), _text(34, y - 6, "dht")]
+    for above, label in (
+        ("state_bwd, wy_bwd", "dS_out"),
+        ("cp_merge_bwd", "dS_ext dM of ranks after"),
+        ("gather", "dS_ext dM"),
+        ("piece_map_bwd", "dv_new"),
+    ):
+        end = boxes[above][0] + _HEIGHT
+        parts += _arrow([(x, end + 38), (x, end)])
+        parts.append(_text(x + 8, end + 26, label, anchor="start"))
+    bottom = boxes["output_bwd"][0] + _HEIGHT
+    parts += [*_arrow([(x, bottom + 32), (x, bottom)]), _text(x, bottom + 48, "do")]
+    end = boxes["gather"][0] + _HEIGHT
+    parts += _arrow([(_CP_CENTRE, end + 38), (_CP_CENTRE, end)])
+    parts.append(_text(_CP_CENTRE - 6, end + 26, "dS_ext dM", small=True, anchor="end"))
+    return _svg(parts, bottom + 58, "The backward pass on one rank of several", lit)
+
+
+_CP_OTHERS, _CP_CENTRE = 296, 355  # left edge and middle of the other ranks' column
+
+
+def _cp_ranks(boxes: dict, lights: tuple[str, ...], other: str, others: str):
+    """The boxes of a rank, and of other ranks the one that sends; the middle of each."""
+    parts = [
+        _text(_X + _WIDTH / 2, 18, "this rank", small=True),
+        _text(_CP_CENTRE, 18, others, small=True),
+    ]
+    for name, (y, note) in boxes.items():
+        width = 414 - _X if name == "gather" else _WIDTH
+        size = 13 if len(name) > 15 else 15
+        parts += _box(_X, y, width, _HEIGHT, name, note, name in lights, size=size)
+    parts += _box(_CP_OTHERS, boxes[other][0], 118, _HEIGHT, other, "of their piece", False, 13)
+    return parts, {name: y + _HEIGHT / 2 for name, (y, _) in boxes.items()}
 
 
 def _svg(parts: list[str], height: float, title: str, lit: str | None) -> str:

@@ -13,12 +13,16 @@ import torch
 from linattn_edu import tables
 from linattn_edu.pipeline import (
     BACKWARD,
+    CP_BACKWARD,
+    CP_STAGES,
     KDA_BACKWARD,
     KDA_STAGES,
     SSD_BACKWARD,
     SSD_STAGES,
     STAGES,
     backward_svg,
+    cp_backward_svg,
+    cp_svg,
     kda_backward_svg,
     kda_svg,
     pipeline_svg,
@@ -135,6 +139,10 @@ def pipeline_map(lit: str | None = None) -> None:
         stages = f"dy -> {' -> '.join(SSD_BACKWARD)} -> ddt"
     elif lit in ("ssd", "selective_state_update", *SSD_STAGES):
         stages = f"dt -> {' -> '.join(SSD_STAGES)} -> out"
+    elif lit in CP_STAGES:
+        stages = "a rank of several: x -> cp_conv -> piece_map -> gather -> cp_merge -> state -> o"
+    elif lit in CP_BACKWARD:
+        stages = "a rank of several: do -> piece_map_bwd -> gather -> cp_merge_bwd -> state_bwd"
     title = f"linattn_edu pipeline: {stages}"
     _display(title + (f"   [here: {lit}]" if lit else ""), html_text=pipeline_svg(lit))
 
@@ -392,6 +400,8 @@ def page_parts(figures: Path) -> dict[str, str]:
         "kda_pipeline_bwd.svg": kda_backward_svg() + "\n",
         "ssd_pipeline.svg": ssd_svg() + "\n",
         "ssd_pipeline_bwd.svg": ssd_backward_svg() + "\n",
+        "cp_pipeline.svg": cp_svg() + "\n",
+        "cp_pipeline_bwd.svg": cp_backward_svg() + "\n",
         "composition.txt": inspect.getsource(gdn.forward),
         "composition_bwd.txt": inspect.getsource(gdn.backward),
         "kda_composition.txt": inspect.getsource(kda.forward),

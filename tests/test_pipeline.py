@@ -1,4 +1,4 @@
-"""The maps of the stages of Kimi Delta Attention and of Mamba-2."""
+"""The maps of the stages of Kimi Delta Attention, of Mamba-2 and of a rank of several."""
 
 import xml.etree.ElementTree as ET
 
@@ -57,6 +57,22 @@ def test_the_backward_map_of_mamba2_has_its_stages_and_what_goes_in_and_out(lit)
     assert "id=" not in svg
 
 
+@pytest.mark.parametrize(("lit", "lights"), [(None, 0), ("cp_conv", 1), ("cp_merge", 2)])
+def test_the_map_of_a_rank_has_what_is_exchanged_and_its_stages_lit(lit, lights):
+    svg = pipeline.cp_svg(lit)
+    assert {*pipeline.CP_STAGES, "gather", "S_ext", "M", "S_in", "S₀", "o"} <= words(svg)
+    assert svg.count("#f2a33a") == lights
+    assert "id=" not in svg
+
+
+@pytest.mark.parametrize(("lit", "lights"), [(None, 0), ("cp_merge_bwd", 2)])
+def test_the_backward_map_of_a_rank_has_what_is_exchanged_and_its_stages_lit(lit, lights):
+    svg = pipeline.cp_backward_svg(lit)
+    assert {*pipeline.CP_BACKWARD, "gather", "dS_ext", "dM", "dS_out", "dht", "do"} <= words(svg)
+    assert svg.count("#f2a33a") == lights
+    assert "id=" not in svg
+
+
 @pytest.mark.parametrize(
     ("lit", "draw"),
     [
@@ -68,6 +84,9 @@ def test_the_backward_map_of_mamba2_has_its_stages_and_what_goes_in_and_out(lit)
         ("state_bwd", pipeline.backward_svg),
         *((stage, pipeline.ssd_svg) for stage in pipeline.SSD_STAGES),
         *((stage, pipeline.ssd_backward_svg) for stage in pipeline.SSD_BACKWARD),
+        ("cp_conv", pipeline.cp_svg),
+        ("cp_merge", pipeline.cp_svg),
+        ("cp_merge_bwd", pipeline.cp_backward_svg),
     ],
 )
 def test_a_stage_chooses_its_map(lit, draw, capsys):
@@ -91,6 +110,8 @@ def test_mamba2_as_a_whole_and_its_recurrence_choose_the_forward_map(lit, capsys
         pipeline.kda_backward_svg,
         pipeline.ssd_svg,
         pipeline.ssd_backward_svg,
+        pipeline.cp_svg,
+        pipeline.cp_backward_svg,
     ],
 )
 def test_an_unknown_stage_is_refused(draw):
