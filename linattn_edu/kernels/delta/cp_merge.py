@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from linattn_edu.kernels.delta.pieces import Pieces
+from linattn_edu.kernels.pieces import Pieces
 from linattn_edu.kernels.tiles import (
     block,
     cast,

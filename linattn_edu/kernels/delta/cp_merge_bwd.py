@@ -5,7 +5,7 @@ import triton.language as tl
 from torch import Tensor
 
 from linattn_edu.kernels.delta.cp_merge import launch_merge, map_args, piece_of
-from linattn_edu.kernels.delta.pieces import Pieces
+from linattn_edu.kernels.pieces import Pieces
 from linattn_edu.kernels.tiles import (
     cast,
     dot,

@@ -10,8 +10,8 @@ import triton.language as tl
 from torch import Tensor
 
 from linattn_edu.kernels.delta.cp_merge import cp_merge, map_args, piece_of
-from linattn_edu.kernels.delta.pieces import Pieces, pieces_of
 from linattn_edu.kernels.delta.solve import kkt, merge_precision, unit_lower_inverse
+from linattn_edu.kernels.pieces import Pieces, pieces_of
 from linattn_edu.kernels.tiles import (
     cast,
     chunk_args,

@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from linattn_edu.kernels.delta.cp_merge import cp_merge, piece_map
-from linattn_edu.kernels.delta.pieces import pieces_of, whole_of
+from linattn_edu.kernels.pieces import pieces_of, whole_of
 from linattn_edu.kernels.tiles import (
     cast,
     columns_of,

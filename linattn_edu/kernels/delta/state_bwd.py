@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from linattn_edu.kernels.delta.cp_merge_bwd import cp_merge_bwd, piece_map_bwd
-from linattn_edu.kernels.delta.pieces import pieces_of, whole_of
+from linattn_edu.kernels.pieces import pieces_of, whole_of
 from linattn_edu.kernels.tiles import (
     cast,
     cdiv,

@@ -4,7 +4,8 @@ import pytest
 import torch
 from delta.stage_checks import backward_inputs, inputs
 
-from linattn_edu.kernels.delta import cp_merge, cp_merge_bwd, fused, pieces
+from linattn_edu.kernels import pieces
+from linattn_edu.kernels.delta import cp_merge, cp_merge_bwd, fused
 from linattn_edu.kernels.delta.gate_cumsum import gate_cumsum
 from linattn_edu.kernels.delta.state import state
 from linattn_edu.kernels.delta.state_bwd import state_bwd
