@@ -1,5 +1,6 @@
 """Linear attention, from the recurrence to the kernels: the library of the book linattn_edu."""
 
+from linattn_edu.cp.context import build_cp_context
 from linattn_edu.ops.causal_conv1d import causal_conv1d
 from linattn_edu.ops.cumsum import chunk_global_cumsum, chunk_local_cumsum
 from linattn_edu.ops.ema import ema_scan
@@ -27,6 +28,7 @@ from linattn_edu.ops.ssd import mamba_chunk_scan_combined, selective_state_updat
 __version__ = "0.1.0"
 __all__ = [
     "L2Norm",
+    "build_cp_context",
     "causal_conv1d",
     "chunk_gated_delta_rule",
     "chunk_gdn",

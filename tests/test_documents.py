@@ -120,7 +120,7 @@ def test_what_the_readme_says_that_is_taken():
 @pytest.mark.parametrize(
     ("function", "arguments", "said"),
     [
-        (CHUNKED, {"cp_context": object()}, "cp_context"),
+        ("chunk_kda", {"cp_context": object()}, "build_cp_context"),
         ("chunk_kda", {"use_graph": True}, "use_graph"),
         ("chunk_kda", {"max_num_seqs": 4}, "max_num_seqs"),
         (CHUNKED, {"use_gate": True}, "use_gate"),

@@ -235,7 +235,7 @@ def run_ssd(dtype, N, P, stages, chunks):
             arguments = {n: to(t) for n, t in tensors.items()} | ids
             options = {"softplus": True, "chunk_size": chunk_size}
             with poison():
-                outputs = ssd.forward(used, **arguments, output_final_state=True, **options)
+                *outputs, _ = ssd.forward(used, **arguments, output_final_state=True, **options)
                 dout, dht = (to(y) for y in cotangents(x.x, outputs[1].float()))
                 gradients = ssd.backward(used, **arguments, dout=dout, dht=dht, **options)
             found.append([*outputs, *(y for y in gradients if y is not None)])

@@ -84,12 +84,13 @@ def chunk_arguments(device, packed=False, dtype=torch.float32, gate=False, state
     flags, N = ("gate",) * gate, 3 if packed else 1
     x = case(T, (1, HV), K, V, N=N, device=device, dtype=dtype, flags=flags, state=state)
     names = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
+    return tuple(x.get(n) for n in names), packing_of(packed, device)
+
+
+def packing_of(packed, device):
+    """cu_seqlens, the same on the CPU; no chunk_indices; nothing on other ranks."""
     cu_seqlens = bounds(device) if packed else None
-    return tuple(x.get(n) for n in names), (
-        cu_seqlens,
-        cu_seqlens if cu_seqlens is None else cu_seqlens.cpu(),
-        None,
-    )
+    return cu_seqlens, cu_seqlens if cu_seqlens is None else cu_seqlens.cpu(), None, None, None
 
 
 def bounds(device):
@@ -103,9 +104,9 @@ CHUNK = ({}, {"packed": True}, {"gate": True, "state": False}, {"dtype": torch.b
 def test_chunk(impl, options, device):
     tensors, packing = chunk_arguments(device, **options)
     wants_state = tensors[-1] is not None
-    rest = (*packing, 0.5, wants_state, 16, impl, "")
+    rest = (*packing, 0.5, wants_state, 16, "", impl, "")
     check(gdn.chunk, *tensors, *rest, "gc A")
-    check_shapes(gdn.chunk, *tensors, *packing, 0.5, not wants_state, 16, impl, "", "")
+    check_shapes(gdn.chunk, *tensors, *packing, 0.5, not wants_state, 16, "", impl, "", "")
     check_backward(gdn.chunk, *tensors, *rest, "gc A")
 
 
@@ -116,13 +117,12 @@ def kda_arguments(device, packed=False, dtype=torch.float32, gate=(), state=True
     x |= {"g": x["gk"], "A_log": torch.zeros(HV, device=device)}
     x["dt_bias"] = torch.zeros(HV, K, device=device)
     names = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
-    cu_seqlens = bounds(device) if packed else None
-    packing = (cu_seqlens, cu_seqlens if cu_seqlens is None else cu_seqlens.cpu(), None)
+    packing = packing_of(packed, device)
     unused = {"A_log", "dt_bias"} - set(gate)
     return tuple(None if n in unused else x[n] for n in names), packing
 
 
-ALL_KEPT = " ".join(kda.Residuals._fields)
+ALL_KEPT = " ".join(n for n in kda.Residuals._fields if n != "crossing")
 # what there is, the gate's lower bound and the one that is promised, what is saved and kept
 KDA = (
     ({}, None, -5.0, "P A", "h"),
@@ -139,9 +139,9 @@ def test_chunk_kda(impl, options, device):
     tensors, packing = kda_arguments(device, **given)
     wants_state = tensors[-1] is not None
     numbers = (*packing, 0.5, bound, safe)
-    check(kda.chunk, *tensors, *numbers, wants_state, 16, impl, keep, save)
-    check_shapes(kda.chunk, *tensors, *numbers, not wants_state, 16, impl, keep, "")
-    check_backward(kda.chunk, *tensors, *numbers, wants_state, 16, impl, keep, save)
+    check(kda.chunk, *tensors, *numbers, wants_state, 16, "", impl, keep, save)
+    check_shapes(kda.chunk, *tensors, *numbers, not wants_state, 16, "", impl, keep, "")
+    check_backward(kda.chunk, *tensors, *numbers, wants_state, 16, "", impl, keep, save)
 
 
 def recurrent_arguments(device, gates="g", packed=False, dtype=torch.float32, state=True):
@@ -232,13 +232,12 @@ def test_ssd(impl, options, device):
                        for n in ("D", "z", "dt_bias", "seq_idx"))  # fmt: skip
     wants_state = "initial_states" in given
     tensors = x.x, x.dt, x.A, x.B, x.C, D, z, bias, states if wants_state else None, idx
-    cu_seqlens = bounds(device) if options["packed"] else None
-    packing = cu_seqlens, cu_seqlens if cu_seqlens is None else cu_seqlens.cpu(), None
+    packing = packing_of(options["packed"], device)
     form = "fused" if impl == "triton" and x.x.element_size() == 2 else impl
     numbers = (True, 0.0, 1e9)
-    check(ssd.scan, *tensors, *packing, *numbers, wants_state, 16, form)
-    check_shapes(ssd.scan, *tensors, *packing, *numbers, not wants_state, 16, form)
-    check_backward(ssd.scan, *tensors, *packing, *numbers, wants_state, 16, form)
+    check(ssd.scan, *tensors, *packing, *numbers, wants_state, 16, "", form, "", "")
+    check_shapes(ssd.scan, *tensors, *packing, *numbers, not wants_state, 16, "", form, "", "")
+    check_backward(ssd.scan, *tensors, *packing, *numbers, wants_state, 16, "", form, "", "")
 
 
 EMA = (
@@ -254,13 +253,12 @@ def test_ema(impl, options, device):
     options = {"weight": True, "state": True, "packed": False, "dtype": torch.float32} | options
     x = torch.randn(1, T, HV, V, device=device).to(options["dtype"])
     g, weight = -torch.rand(1, T, HV, device=device), torch.rand(1, T, HV, device=device)
-    cu_seqlens = bounds(device) if options["packed"] else None
+    packing = packing_of(options["packed"], device)
     state = torch.randn(3 if options["packed"] else 1, HV, V, device=device)
     tensors = x, g, weight if options["weight"] else None, state if options["state"] else None
-    packing = cu_seqlens, cu_seqlens if cu_seqlens is None else cu_seqlens.cpu(), None
-    check(ema.scan, *tensors, *packing, options["state"], 16, impl, "", "gc h")
-    check_shapes(ema.scan, *tensors, *packing, not options["state"], 16, impl, "", "")
-    check_backward(ema.scan, *tensors, *packing, options["state"], 16, impl, "", "gc h")
+    check(ema.scan, *tensors, *packing, options["state"], 16, "", impl, "", "gc h")
+    check_shapes(ema.scan, *tensors, *packing, not options["state"], 16, "", impl, "", "")
+    check_backward(ema.scan, *tensors, *packing, options["state"], 16, "", impl, "", "gc h")
 
 
 CONV = [{}, {"packed": True}, {"dtype": torch.bfloat16}, {"bias": False}, {"state": False}]
@@ -271,13 +269,16 @@ def test_convolution(impl, options, device):
     options = {"bias": True, "state": True, "packed": False, "dtype": torch.float32} | options
     x = torch.randn(1, T, K, device=device).to(options["dtype"])
     weight, bias = torch.randn(K, 4, device=device), torch.randn(K, device=device)
-    cu_seqlens = bounds(device) if options["packed"] else None
+    packing = packing_of(options["packed"], device)
     state = torch.randn(3 if options["packed"] else 1, K, 4, device=device)
     tensors = x, weight, bias if options["bias"] else None, state if options["state"] else None
-    packing = cu_seqlens, cu_seqlens if cu_seqlens is None else cu_seqlens.cpu(), None
-    check(conv.convolve, *tensors, *packing, options["state"], "silu", 64, impl)
-    check_shapes(conv.convolve, *tensors, *packing, not options["state"], None, 64, impl)
-    check_backward(conv.convolve, *tensors, *packing, options["state"], "silu", 64, impl)
+    check(conv.convolve, *tensors, *packing, options["state"], "silu", 64, "", impl, "", "")
+    check_shapes(
+        conv.convolve, *tensors, *packing, not options["state"], None, 64, "", impl, "", ""
+    )
+    check_backward(
+        conv.convolve, *tensors, *packing, options["state"], "silu", 64, "", impl, "", ""
+    )
 
 
 @pytest.mark.parametrize("channels", [False, True])

@@ -336,7 +336,7 @@ REFUSED = {
     "activation": ({"activation": "relu"}, ValueError, "activation must be None, .*got 'relu'"),
     "no name": ({"activation": True}, ValueError, "activation must be None, .*got True"),
     "backend": ({"backend": "cuda"}, ValueError, "backend must be None or 'triton', got 'cuda'"),
-    "cp_context": ({"cp_context": 1}, ValueError, "cp_context is not supported: .*got 1"),
+    "cp_context": ({"cp_context": 1}, TypeError, "must come from build_cp_context, got int"),
     "impl": ({"impl": "cuda"}, ValueError, "impl must be one of 'auto', 'triton', 'reference'"),
     "float64": (
         {"bias": new(5).double(), "impl": "triton"},

@@ -200,7 +200,7 @@ CASES = {
                            ("allow_neg_eigval", 0.0), ("use_gate_in_kernel", -1),
                            ("output_final_state", 1.0), ("state_v_first", "1"),
                            ("transpose_state_layout", 2))},
-    "cp_context": (ValueError, "cp_context is not supported: leave it out, or give None, got 'no'",
+    "cp_context": (TypeError, "cp_context must come from build_cp_context, got str",
                    lambda a: {"cp_context": "no"}),
     "no beta": (TypeError, "beta must be a torch.Tensor .*got NoneType", lambda a: {"beta": None}),
     "no g": (TypeError, "g must be a torch.Tensor .*got NoneType", lambda a: {"g": None}),

@@ -158,8 +158,9 @@ CASES = {n: case for n, case in OF_GDN.items() if n not in ELSEWHERE} | {
                            ("state_v_first", "1"), ("transpose_state_layout", 2))},
     **{name: (ValueError, f"{name} is not supported: leave it out, or give {default}, got {value}",
               lambda a, name=name, value=value: {name: value})
-       for name, default, value in (("cp_context", None, 1), ("use_graph", False, True),
-                                    ("max_num_seqs", None, 4))},
+       for name, default, value in (("use_graph", False, True), ("max_num_seqs", None, 4))},
+    "cp_context": (TypeError, "cp_context must come from build_cp_context, got int",
+                   lambda a: {"cp_context": 1}),
 }  # fmt: skip
 
 
