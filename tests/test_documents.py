@@ -140,7 +140,9 @@ def test_what_the_readme_says_that_is_refused(function, arguments, said):
 
 JOINED = {
     "cumsum": ("cumsum", "global_cumsum"),
-    "fused": ("intra", "scan"),
+    "cp_merge": ("piece_map", "cp_merge"),
+    "cp_merge_bwd": ("piece_map_bwd", "cp_merge_bwd"),
+    "fused": ("intra", "scan", "scan_map"),
     "gate": ("gate", "layer_gate_bwd"),
     "kda_bwd": ("kda_output_bwd", "kda_wy_bwd"),
 }

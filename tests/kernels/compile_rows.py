@@ -32,6 +32,8 @@ from triton.runtime import JITFunction
 from linattn_edu.kernels import tiles
 from linattn_edu.kernels.delta import (
     causal_conv1d,
+    cp_merge,
+    cp_merge_bwd,
     cumsum,
     fused,
     gate,
@@ -101,9 +103,15 @@ def launches(K, V, dtype, chunk_size, heads):
     output.output(qk, qk, v, h, g, scale=1.0, chunk_size=chunk_size)
     P, R, _ = fused.intra(qk, qk, g, g, chunk_size=chunk_size, return_inverse=True)
     fused.scan(qk, qk, v, g, P, R, h0, scale=1.0, output_final_state=True)
+    fused.scan_map(qk, v, g, R, h0)
+    S, M = cp_merge.piece_map(qk, qk, v, g, h0, chunk_size=chunk_size)
+    for numbers in (M[None], M[None, :, :, 0, 0]):
+        cp_merge.cp_merge(S[None], numbers)
+        cp_merge_bwd.cp_merge_bwd(S[None], numbers)
     options = {"scale": 1.0, "chunk_size": chunk_size}
     output_bwd.output_bwd(qk, qk, v, h, g, v, **options)
     state_bwd.state_bwd(qk, qk, qk, g, v, v, h0, **options)
+    cp_merge_bwd.piece_map_bwd(qk, qk, qk, g, v, v, h0, **options)
     wy_bwd.wy_bwd(qk, v, g, g, A, h, v, h, v, qk.clone(), g.clone())
     gate_bwd.gate_bwd(g, g, one := torch.empty(1), one, chunk_size=chunk_size)
     gate.gate(g, one, one)
@@ -151,9 +159,11 @@ def channel_launches(qk, v, beta, g, A, h0, h, chunk_size):
         kda_intra.kda_intra(qk, qk, beta, g, lower_bound=lower_bound, **options)
     wy.wy(qk, v, beta, g, A, qk)
     state.state(qk, qk, v, g, h0, output_final_state=True, **options)
+    cp_merge.piece_map(qk, qk, v, g, h0, **options)
     output.output(qk, qk, v, h, g, A, scale=1.0, **options)
     kda_bwd.kda_output_bwd(A, v, h, v, scale=1.0, **options)
     state_bwd.state_bwd(qk, qk, qk, g, v, v, h0, scale=1.0, **options)
+    cp_merge_bwd.piece_map_bwd(qk, qk, qk, g, v, v, h0, scale=1.0, **options)
     kda_bwd.kda_wy_bwd(v, beta, A, h, v, h, v)
     dgl = h[..., 0].float()
     kda_intra_bwd.kda_intra_bwd(qk, qk, beta, g, A, A, qk, qk, qk, dgl, beta)
@@ -227,6 +237,8 @@ def fused_ssd_launches(N, P, dtype):
             state_bwd.state_bwd(
                 BC, None, None, step, x, None, dht, seq_idx, h, scale=1.0, **options
             )
+            cp_merge.piece_map(BC, None, x, step, dht, step, **options)
+            cp_merge_bwd.piece_map_bwd(BC, None, None, step, x, None, dht, scale=1.0, **options)
             given = BC, BC, x, step, step
             ssd_fused.ssd_bwd_bc(*given, h, h, x, seq_idx, **options)
             ssd_fused.ssd_bwd_dx(*given, h, x, step, step, D_, seq_idx, **options)
