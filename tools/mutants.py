@@ -333,6 +333,21 @@ MUTANTS = [
         "--nbval-lax chapters/02_gate_cumsum.ipynb",
         "AssertionError",
     ),
+    Mutant(
+        "the gradient comes back from piece to piece in the order of the forward pass",
+        f"{KERNELS}/delta/cp_merge_bwd.py",
+        "dht, offsets, reverse=True)",
+        "dht, offsets, reverse=False)",
+        "--nbval-lax chapters/22_cp_merge_bwd.ipynb",
+        "AssertionError",
+    ),
+    Mutant(
+        "a gradient is decayed before the keys read it",
+        f"{KERNELS}/delta/cp_merge_bwd.py",
+        "dot(b_k, cast(b_dS, b_k.dtype))",
+        "dot(b_k, cast(b_dS * b_a, b_k.dtype))",
+        "tests/delta/test_cp_merge_bwd.py",
+    ),
 ]
 
 
