@@ -134,6 +134,21 @@ MUTANTS = [
         "for i in range(1, ND):",
         "tests/ssd/test_ema_bwd.py",
     ),
+    # pieces of a sequence
+    Mutant(
+        "the transition of a piece begins a column late",
+        f"{KERNELS}/delta/cp_merge.py",
+        "o_k[:, None] + V == o_v[None, :]",
+        "o_k[:, None] + V + 1 == o_v[None, :]",
+        "tests/delta/test_cp_merge.py -k map",
+    ),
+    Mutant(
+        "a merge leaves out the last rows of the state",
+        f"{KERNELS}/delta/cp_merge.py",
+        "range(tl.cdiv(K, BJ))",
+        "range(K // BJ)",
+        "tests/delta/test_cp_merge.py -k merge",
+    ),
     # gradients
     Mutant(
         "dgc lacks the sum over the columns",
@@ -331,6 +346,14 @@ MUTANTS = [
         "b_gc = tl.cumsum(b_g, axis=0)",
         "b_gc = tl.cumsum(b_g, axis=0) * 1.01",
         "--nbval-lax chapters/02_gate_cumsum.ipynb",
+        "AssertionError",
+    ),
+    Mutant(
+        "a chapter's merge takes the last piece first",
+        f"{KERNELS}/delta/cp_merge.py",
+        "n - 1 - i if REVERSE else i)",
+        "i if REVERSE else n - 1 - i)",
+        "--nbval-lax chapters/21_cp_merge.ipynb",
         "AssertionError",
     ),
     Mutant(
