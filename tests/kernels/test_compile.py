@@ -72,6 +72,7 @@ KERNELS = {
         "chunk_scan_bwd_dstates", "state_passing_bwd", "chunk_state_bwd_db", "chunk_scan_bwd_dc",
         "selective_state_update", "ema", "ema_bwd", "segment", "total",
         "causal_conv1d", "causal_conv1d_bwd",
+        "piece_map", "piece_map_bwd", "scan_map", "merge",
     )
 }  # fmt: skip
 
