@@ -98,6 +98,21 @@ MUTANTS = [
         "inter + scale * (P @ V)",
         "tests/delta/test_output.py",
     ),
+    # pieces of a sequence
+    Mutant(
+        "the transition of a piece begins a column late",
+        f"{KERNELS}/delta/cp_merge.py",
+        "o_k[:, None] + V == o_v[None, :]",
+        "o_k[:, None] + V + 1 == o_v[None, :]",
+        "tests/delta/test_cp_merge.py -k map",
+    ),
+    Mutant(
+        "a merge leaves out the last rows of the state",
+        f"{KERNELS}/delta/cp_merge.py",
+        "range(tl.cdiv(K, BJ))",
+        "range(K // BJ)",
+        "tests/delta/test_cp_merge.py -k merge",
+    ),
     # moving averages
     Mutant(
         "an average folds its segments in the wrong order",
@@ -133,21 +148,6 @@ MUTANTS = [
         "for i in range(ND):",
         "for i in range(1, ND):",
         "tests/ssd/test_ema_bwd.py",
-    ),
-    # pieces of a sequence
-    Mutant(
-        "the transition of a piece begins a column late",
-        f"{KERNELS}/delta/cp_merge.py",
-        "o_k[:, None] + V == o_v[None, :]",
-        "o_k[:, None] + V + 1 == o_v[None, :]",
-        "tests/delta/test_cp_merge.py -k map",
-    ),
-    Mutant(
-        "a merge leaves out the last rows of the state",
-        f"{KERNELS}/delta/cp_merge.py",
-        "range(tl.cdiv(K, BJ))",
-        "range(K // BJ)",
-        "tests/delta/test_cp_merge.py -k merge",
     ),
     # gradients
     Mutant(
