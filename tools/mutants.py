@@ -98,6 +98,21 @@ MUTANTS = [
         "inter + scale * (P @ V)",
         "tests/delta/test_output.py",
     ),
+    # pieces of a sequence
+    Mutant(
+        "the transition of a piece begins a column late",
+        f"{KERNELS}/delta/cp_merge.py",
+        "o_k[:, None] + V == o_v[None, :]",
+        "o_k[:, None] + V + 1 == o_v[None, :]",
+        "tests/delta/test_cp_merge.py -k map",
+    ),
+    Mutant(
+        "a merge leaves out the last rows of the state",
+        f"{KERNELS}/delta/cp_merge.py",
+        "range(tl.cdiv(K, BJ))",
+        "range(K // BJ)",
+        "tests/delta/test_cp_merge.py -k merge",
+    ),
     # moving averages
     Mutant(
         "an average folds its segments in the wrong order",
@@ -162,21 +177,6 @@ MUTANTS = [
         "tl.where(t0 + o_t > -W, W + t0 + o_t, -1)",
         "W + t0 + o_t",
         "tests/delta/test_causal_conv1d.py -k oldest",
-    ),
-    # pieces of a sequence
-    Mutant(
-        "the transition of a piece begins a column late",
-        f"{KERNELS}/delta/cp_merge.py",
-        "o_k[:, None] + V == o_v[None, :]",
-        "o_k[:, None] + V + 1 == o_v[None, :]",
-        "tests/delta/test_cp_merge.py -k map",
-    ),
-    Mutant(
-        "a merge leaves out the last rows of the state",
-        f"{KERNELS}/delta/cp_merge.py",
-        "range(tl.cdiv(K, BJ))",
-        "range(K // BJ)",
-        "tests/delta/test_cp_merge.py -k merge",
     ),
     # gradients
     Mutant(

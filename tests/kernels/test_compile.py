@@ -46,7 +46,8 @@ SCALAR = (
     "chunk_cumsum", "state_passing", "selective_state_update", "segment", "total",
     "causal_conv1d",
 )  # fmt: skip
-ONE_BLOCK = re.compile(r"^kda_inverse.*\bBT=16\b")  # nothing is left to merge
+# of one block, where nothing is left to merge; of numbers
+SMALL = re.compile(r"^(kda_inverse.*\bBT=16\b|merge.*\bNUMBERS=True\b)")
 
 
 def bound(cc, row):
@@ -103,7 +104,7 @@ def complaints(row):
             yield f"{stack} bytes spilled, at most {bound(cc, name)} may be"
         if registers > 255:
             yield f"{registers} registers"
-        if not mma and cc >= 80 and not name.startswith(SCALAR) and not ONE_BLOCK.match(name):
+        if not mma and cc >= 80 and not name.startswith(SCALAR) and not SMALL.match(name):
             yield "no matrix instruction"
 
 
