@@ -78,11 +78,13 @@ OPERATORS = {
 }
 
 
-def draw(operator, bounds, B=1, states=True, dtype=torch.float64):
+def draw(operator, bounds, B=1, states=True, dtype=torch.float64, device="cpu"):
     """(call, tensors of tokens, of all, initial states or None, cotangents of o and the states)."""
     torch.manual_seed(sum(bounds))
     N = B * (len(bounds) - 1)
     f, tokens, shared, state = OPERATORS[operator](B, bounds[-1], N, dtype)
+    tokens, shared = ({n: t.to(device) for n, t in x.items()} for x in (tokens, shared))
+    state = state.to(device)
     like = tokens["v"] if "v" in tokens else tokens["x"]
     cotangents = torch.randn_like(like), torch.randn_like(state)
     return f, tokens, shared, state if states else None, *cotangents
@@ -100,14 +102,15 @@ def passes(f, tokens, shared, state, do, dht, **options):
 
 
 def on_one(drawn, bounds, B=1, **options):
-    packed = {"cu_seqlens": torch.tensor(bounds)} if B == 1 else {}
+    packed = {"cu_seqlens": torch.tensor(bounds, device=drawn[-1].device)} if B == 1 else {}
     return passes(*drawn, **packed, **options)
 
 
 def on_rank(drawn, bounds, group, B=1, layout="contiguous", **options):
     """What a rank has of it: (its tokens, its first and last sequences, passes)."""
     f, tokens, shared, state, do, dht = drawn
-    context = build_cp_context(torch.tensor(bounds), group, layout=layout)
+    cu_seqlens = torch.tensor(bounds, device=do.device)
+    context = build_cp_context(cu_seqlens, group, layout=layout)
     own = torch.cat([torch.arange(*part.tokens) for part in context.parts])
     N = len(bounds) - 1
     first, last = (
