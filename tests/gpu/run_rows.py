@@ -9,7 +9,10 @@ import sys
 
 import torch
 
+from linattn_edu.kernels import pieces
 from linattn_edu.kernels.delta import (
+    cp_merge,
+    cp_merge_bwd,
     fused,
     kda_bwd,
     kda_intra,
@@ -53,10 +56,20 @@ TABLES = (
     ("kda_bwd", kda_bwd, "CONFIGS"),
     ("kda_state_bwd", state_bwd, "CONFIGS"),
     ("kda_intra_bwd", kda_intra_bwd, "CONFIGS"),
+    # in pieces
+    ("scan_map", fused, "SCAN_CONFIGS"),
+    ("piece_map", cp_merge, "MAP_CONFIGS"),
+    ("piece_map_bwd", cp_merge_bwd, "MAP_CONFIGS"),
+    ("kda_piece_map", cp_merge, "MAP_CONFIGS"),
+    ("kda_piece_map_bwd", cp_merge_bwd, "MAP_CONFIGS"),
 )
-FUSED = ("scores", "resolvent", "scan")
-BACKWARD = ("output_bwd", "state_bwd", "wy_bwd", "kda_bwd", "kda_state_bwd", "kda_intra_bwd")
-BY_DIM = ("state", "scan", "state_bwd", "kda_state", "kda_state_bwd")
+FUSED = ("scores", "resolvent", "scan", "scan_map")
+IN_PIECES = ("scan_map", "piece_map", "piece_map_bwd", "kda_piece_map", "kda_piece_map_bwd")
+BACKWARD = (
+    "output_bwd", "state_bwd", "wy_bwd", "kda_bwd", "kda_state_bwd", "kda_intra_bwd",
+    "piece_map_bwd", "kda_piece_map_bwd",
+)  # fmt: skip
+BY_DIM = ("state", "scan", "state_bwd", "kda_state", "kda_state_bwd", *IN_PIECES)
 BY_VALUE = ("output_bwd", "wy_bwd", "kda_bwd")  # rows for values up to a width
 
 
@@ -65,7 +78,7 @@ def rows():
     generation = device_of(torch.empty(0, device="cuda"))[0]
     for stage, module, table in TABLES:
         # where a table says nothing, the module's first one holds
-        by_size = module.CONFIGS[generation] if stage not in FUSED else {}
+        by_size = getattr(module, "CONFIGS", {}).get(generation, {}) if stage not in FUSED else {}
         by_size = by_size | getattr(module, table).get(generation, {})
         for size, by_case in by_size.items():
             for dtype, (sizes, entry) in itertools.product(DTYPES[size], cases(stage, by_case)):
@@ -158,11 +171,15 @@ def run(stage, dtype, sizes, entry):
         for safe in (None, -5.0) if stage.startswith("kda_intra") else (None,):
             exact = results(x.double(), "reference", stage, chunk_size, safe)
             setattr(module, table, tables)
+            lengths = pieces.LENGTHS, pieces.LEAST
+            if stage in IN_PIECES:
+                pieces.LENGTHS, pieces.LEAST = {1024: 64}, 1
             try:
                 with poison():
                     got = results(x, "triton", stage, chunk_size, safe)
             finally:
                 setattr(module, table, kept)
+                pieces.LENGTHS, pieces.LEAST = lengths
             worst = max(worst, *(relative_rms(a, b) for a, b in zip(got, exact, strict=True)))
     return worst
 

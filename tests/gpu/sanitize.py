@@ -4,6 +4,7 @@
 """
 
 import sys
+from dataclasses import replace
 
 import torch
 
@@ -19,6 +20,7 @@ from linattn_edu import (
     selective_state_update,
     solve_tril,
 )
+from linattn_edu.kernels import pieces
 from linattn_edu.kernels.ssd import fused
 from linattn_edu.ops.gdn import forward, stages
 from linattn_edu.testing import gdn_inputs, ssd_inputs
@@ -119,6 +121,11 @@ def main(dtype, T, K, V, C):
     short = x.prefix(5)
     differentiate(fused_recurrent_gated_delta_rule, short)
     fused_recurrent_gated_delta_rule(**short.asdict(), output_final_state=True)
+    pieces.LENGTHS, pieces.LEAST = {1024: C}, 1  # from here on sequences are cut
+    channels = x.g[..., None].repeat(1, 1, 1, K)
+    for f, g in ((chunk_gated_delta_rule, x.g), (chunk_kda, channels)):
+        differentiate(f, replace(x, g=g), chunk_size=C)
+    differentiate(chunk_kda, packed, chunk_size=C, cu_seqlens=cu_seqlens, **FLAGS)
     averages(dtype, T, V, C)
     convolutions(dtype, T, V)
     mamba(dtype, T, K, V, C)
