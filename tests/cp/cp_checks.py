@@ -29,6 +29,18 @@ def _delta(make, f, raw, B, T, N, dtype):
     return functools.partial(f, output_final_state=True, **options), tokens, shared, state
 
 
+def _flags(B, T, N, dtype):
+    """chunk_kda with what is computed inside the call, states [V, K], and everything kept."""
+    _, tokens, _, state = _delta(kda_inputs, chunk_kda, False, B, T, N, dtype)
+    shared = {"A_log": torch.randn(2, dtype=dtype), "dt_bias": torch.randn(2, 8, dtype=dtype)}
+    names = (
+        "use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel",
+        "disable_recompute", "state_v_first", "output_final_state",
+    )  # fmt: skip
+    f = functools.partial(chunk_kda, chunk_size=16, **dict.fromkeys(names, True))
+    return f, tokens, shared, state.mT.contiguous()
+
+
 def _ssd(B, T, N, dtype):
     drawn = ssd_inputs(B, T, 2, 1, 6, 8, dtype=dtype, seed=T).asdict()
     tokens = {n: drawn[n] for n in ("x", "dt", "B", "C", "z")}
@@ -72,6 +84,7 @@ OPERATORS = {
     "gdn": functools.partial(_delta, gdn_inputs, chunk_gated_delta_rule, False),
     "gdn_raw": functools.partial(_delta, gdn_inputs, chunk_gated_delta_rule, True),
     "kda": functools.partial(_delta, kda_inputs, chunk_kda, False),
+    "kda_flags": _flags,
     "ssd": _ssd,
     "ema": _ema,
     "conv": _conv,
