@@ -163,6 +163,21 @@ MUTANTS = [
         "W + t0 + o_t",
         "tests/delta/test_causal_conv1d.py -k oldest",
     ),
+    # pieces of a sequence
+    Mutant(
+        "the transition of a piece begins a column late",
+        f"{KERNELS}/delta/cp_merge.py",
+        "o_k[:, None] + V == o_v[None, :]",
+        "o_k[:, None] + V + 1 == o_v[None, :]",
+        "tests/delta/test_cp_merge.py -k map",
+    ),
+    Mutant(
+        "a merge leaves out the last rows of the state",
+        f"{KERNELS}/delta/cp_merge.py",
+        "range(tl.cdiv(K, BJ))",
+        "range(K // BJ)",
+        "tests/delta/test_cp_merge.py -k merge",
+    ),
     # gradients
     Mutant(
         "dgc lacks the sum over the columns",
@@ -361,6 +376,29 @@ MUTANTS = [
         "b_gc = tl.cumsum(b_g, axis=0) * 1.01",
         "--nbval-lax chapters/02_gate_cumsum.ipynb",
         "AssertionError",
+    ),
+    Mutant(
+        "a chapter's merge takes the last piece first",
+        f"{KERNELS}/delta/cp_merge.py",
+        "n - 1 - i if REVERSE else i)",
+        "i if REVERSE else n - 1 - i)",
+        "--nbval-lax chapters/21_cp_merge.ipynb",
+        "AssertionError",
+    ),
+    Mutant(
+        "the gradient comes back from piece to piece in the order of the forward pass",
+        f"{KERNELS}/delta/cp_merge_bwd.py",
+        "dht, offsets, reverse=True)",
+        "dht, offsets, reverse=False)",
+        "--nbval-lax chapters/22_cp_merge_bwd.ipynb",
+        "AssertionError",
+    ),
+    Mutant(
+        "a gradient is decayed before the keys read it",
+        f"{KERNELS}/delta/cp_merge_bwd.py",
+        "dot(b_k, cast(b_dS, b_k.dtype))",
+        "dot(b_k, cast(b_dS * b_a, b_k.dtype))",
+        "tests/delta/test_cp_merge_bwd.py",
     ),
 ]
 

@@ -27,7 +27,8 @@ JOINED = {
     "ssd/fused": "18_chunk_scan_chunk_state_bwd_dx",
     "ssd/ema_bwd": "20_ema",
 }
-IN_JOINED = {"kda_output_bwd", "kda_wy_bwd"}
+# in the file of another stage
+IN_JOINED = {"kda_output_bwd", "kda_wy_bwd", "piece_map", "piece_map_bwd"}
 STAGES = {f.name for set_ in (gdn.Stages, kda.Stages) for f in dataclasses.fields(set_)}
 STAGES = [f"delta/{stage}" for stage in ("recurrent", *sorted(STAGES - IN_JOINED))]
 STAGES += [x for x in map("ssd/{}".format, pipeline.SSD_BACKWARD) if x not in JOINED]

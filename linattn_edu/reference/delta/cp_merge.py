@@ -40,13 +40,13 @@ def piece_map(
     _, _, S_ext = state(k, w, u, gc, initial_state, gs, **options)
     if not transition:
         return S_ext, None
-    if w is None:
-        return S_ext, transition_number(gc, S_ext.dtype, chunk_size)
-    B, _, HV, K = w.shape
-    eye = torch.eye(K, dtype=S_ext.dtype, device=k.device).expand(B, HV, K, K)
-    # eq:cp-transition   M: the same with u = 0, from I
-    _, _, M = state(k, w, u.new_zeros(*u.shape[:3], K), gc, eye, **options)
-    return S_ext, M
+    if w is not None:
+        B, _, HV, K = w.shape
+        eye = torch.eye(K, dtype=S_ext.dtype, device=k.device).expand(B, HV, K, K)
+        # eq:cp-transition   M: the same with u = 0, from I
+        _, _, M = state(k, w, u.new_zeros(*u.shape[:3], K), gc, eye, **options)
+        return S_ext, M
+    return S_ext, transition_number(gc, S_ext.dtype, chunk_size)
 
 
 def transition_number(gc: Tensor, dtype: torch.dtype, chunk_size: int) -> Tensor:

@@ -43,14 +43,14 @@ def piece_map_bwd(
     dS_ext = state_bwd(q, k, w, gc, do, dv_new, dht, **options)[2]
     if not transition:
         return dS_ext, None
-    if w is None:
-        return dS_ext, transition_number(gc, dS_ext.dtype, chunk_size)
-    B, T, HV, K = w.shape
-    eye = torch.eye(K, dtype=dS_ext.dtype, device=q.device).expand(B, HV, K, K)
-    none = do.new_zeros(B, T, HV, K)
-    # eq:cp-transition-bwd   dM: the same with dO = 0, from I
-    dM = state_bwd(q, k, w, gc, none, none, eye, **options)[2]
-    return dS_ext, dM
+    if w is not None:
+        B, T, HV, K = w.shape
+        eye = torch.eye(K, dtype=dS_ext.dtype, device=q.device).expand(B, HV, K, K)
+        none = do.new_zeros(B, T, HV, K)
+        # eq:cp-transition-bwd   dM: the same with dO = 0, from I
+        return dS_ext, state_bwd(q, k, w, gc, none, none, eye, **options)[2]
+    # eq:cp-number   dM = M = 2^(sum of gc_last)
+    return dS_ext, transition_number(gc, dS_ext.dtype, chunk_size)
 
 
 def cp_merge_bwd(dS_ext: Tensor, dM: Tensor, dht: Tensor | None = None) -> tuple[Tensor, Tensor]:
