@@ -165,6 +165,20 @@ MUTANTS = [
     ),
     # pieces of a sequence
     Mutant(
+        "the gradient of a halo moves on with the tokens",
+        "linattn_edu/cp/halo.py",
+        "return _chain(dS_ext, dM, -1)",
+        "return _chain(dS_ext.flip(1), dM.flip(1), 1)",
+        "tests/cp/test_operators.py -k conv",
+    ),
+    Mutant(
+        "a halo forgets what a short piece lets through",
+        "linattn_edu/cp/halo.py",
+        "S_ext = S_ext + shifted(state, end - begin)",
+        "S_ext = S_ext + 0 * state",
+        "tests/cp/test_operators.py -k conv",
+    ),
+    Mutant(
         "the transition of a piece begins a column late",
         f"{KERNELS}/delta/cp_merge.py",
         "o_k[:, None] + V == o_v[None, :]",
@@ -375,6 +389,14 @@ MUTANTS = [
         "b_gc = tl.cumsum(b_g, axis=0)",
         "b_gc = tl.cumsum(b_g, axis=0) * 1.01",
         "--nbval-lax chapters/02_gate_cumsum.ipynb",
+        "AssertionError",
+    ),
+    Mutant(
+        "a chapter's halo stays where it was",
+        "linattn_edu/cp/halo.py",
+        "shifted(S, step * M[:, p, 0].long())",
+        "shifted(S, 0 * M[:, p, 0].long())",
+        "--nbval-lax chapters/23_cp_conv.ipynb",
         "AssertionError",
     ),
     Mutant(
