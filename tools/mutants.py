@@ -178,6 +178,21 @@ MUTANTS = [
         "W + t0 + o_t",
         "tests/delta/test_causal_conv1d.py -k oldest",
     ),
+    # halos
+    Mutant(
+        "the gradient of a halo moves on with the tokens",
+        "linattn_edu/cp/halo.py",
+        "return _chain(dS_ext, dM, -1)",
+        "return _chain(dS_ext.flip(1), dM.flip(1), 1)",
+        "tests/cp/test_operators.py -k conv",
+    ),
+    Mutant(
+        "a halo forgets what a short piece lets through",
+        "linattn_edu/cp/halo.py",
+        "S_ext = S_ext + shifted(state, end - begin)",
+        "S_ext = S_ext + 0 * state",
+        "tests/cp/test_operators.py -k conv",
+    ),
     # gradients
     Mutant(
         "dgc lacks the sum over the columns",
@@ -375,6 +390,14 @@ MUTANTS = [
         "b_gc = tl.cumsum(b_g, axis=0)",
         "b_gc = tl.cumsum(b_g, axis=0) * 1.01",
         "--nbval-lax chapters/02_gate_cumsum.ipynb",
+        "AssertionError",
+    ),
+    Mutant(
+        "a chapter's halo stays where it was",
+        "linattn_edu/cp/halo.py",
+        "shifted(S, step * M[:, p, 0].long())",
+        "shifted(S, 0 * M[:, p, 0].long())",
+        "--nbval-lax chapters/23_cp_conv.ipynb",
         "AssertionError",
     ),
     Mutant(

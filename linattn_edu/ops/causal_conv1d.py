@@ -65,9 +65,9 @@ def causal_conv1d(
         cu_seqlens, cu_seqlens_cpu, chunk_indices: As in :func:`chunk_gated_delta_rule`, of chunks
             of 64 tokens. Each sequence gives the same bits of y, of the final state and of the
             gradients of x and of initial_state as alone.
-        cp_context: Sequences cut over several ranks, as in :func:`chunk_gated_delta_rule`; y has
-            the same bits as on one. Each pass gathers ``D (W + 1)`` numbers of float32 from every
-            rank, once.
+        cp_context: Sequences cut over several ranks, as in :func:`chunk_gated_delta_rule`; the
+            kernels give y the same bits as on one. Each pass gathers ``D (W + 1)`` numbers of
+            float32 for each part of the stream, once.
         impl: "triton", "reference" or "auto", as in :func:`chunk_gated_delta_rule`.
 
     Non-contiguous tensors, and on a GPU those that do not start at 16 bytes, are copied first.

@@ -21,6 +21,7 @@ JOINED = {
     "delta/gate": "12_gate_bwd",
     "delta/l2norm": "08_output_bwd",
     "delta/cumsum": "12_gate_bwd",
+    "delta/causal_conv1d": "23_cp_conv",
     **{f"ssd/{stage}": "13_ssd" for stage in pipeline.SSD_STAGES},
     "ssd/selective_state_update": "13_ssd",
     "ssd/chunk_cumsum_bwd": "19_chunk_scan_bwd_da_cs",

@@ -35,6 +35,13 @@ def test_a_batch_is_cut_alike(operator):
 
 
 @operators
+def test_a_token_a_piece(operator):
+    """The halo of a convolution comes from several ranks, and its gradient goes to as many."""
+    check(operator, [0, 1, 8], 8)
+    check(operator, [0, 1, 8], 4, layout="zigzag")
+
+
+@operators
 def test_without_states(operator):
     check(operator, [0, 50, 90], 3, states=False)
 
