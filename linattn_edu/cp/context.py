@@ -175,8 +175,8 @@ def build_cp_context(
     """Cut packed sequences over the ranks of a group.
 
     The T tokens of all sequences, one after the other, are cut into as many parts as there are
-    ranks, W, or with zigzag 2 W: part i holds the tokens from ``i T // parts`` on. Rank r holds
-    part r; with zigzag the parts r and 2 W - 1 - r, one after the other, so that causal attention
+    ranks, R, or with zigzag 2 R: part i holds the tokens from ``i T // parts`` on. Rank r holds
+    part r; with zigzag the parts r and 2 R - 1 - r, one after the other, so that causal attention
     in other layers has the same work on every rank. Sequences may begin and end anywhere.
 
     Args:
