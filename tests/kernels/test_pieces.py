@@ -107,6 +107,25 @@ def test_state_and_its_adjoint(shape, given, cut, monkeypatch, device):
     assert len(cut) == 2
 
 
+@shapes
+def test_without_a_correction(shape, cut, monkeypatch, device):
+    """As Mamba-2 uses them: a step in the exponent, and the gradient of each chunk's decay."""
+    T, bounds = SHAPES[shape]
+    x, r = backward_inputs(T, 20, 24, 16, torch.float32, device)
+    one = slice(0, 1 if bounds else None)
+    own = {"chunk_size": 16, **packed(bounds, 16, device)}
+    h0, dht = (state_of(t, bounds).contiguous() for t in (x.initial_state, r.dht))
+    k, q, u, gc, do = (t[one] for t in (x.k, x.q, r.u, r.gc, r.do))
+
+    def run():
+        h, _, last = state(k, None, u, gc, h0, gc + 0.5, output_final_state=True, **own)
+        given = gc, do, None, dht, None, h
+        return h, last, *state_bwd(q, None, None, *given, scale=0.3, **own)
+
+    same(*both(run, monkeypatch))
+    assert len(cut) == 2
+
+
 @pytest.mark.parametrize("T", [127, 96])
 def test_short_sequences_stay_whole(T, cut, device):
     x, r = backward_inputs(T, 16, 16, 16, torch.float32, device)
