@@ -92,7 +92,7 @@ class Ranks:
         return any(p.head == p.tail >= 0 for p in self.parts)
 
     def send(self, f: Callable, tensors: tuple, state: Tensor | None, **options) -> None:
-        """Send f(*tensors, state of the sources), their maps; nothing waits for the others."""
+        """Send f of the tensors and the sources' states, their maps; nothing waits for others."""
         maps = None
         if len(self.sources):
             state = None if state is None else state[self.sources]
