@@ -121,6 +121,13 @@ MUTANTS = [
         "tests/kernels/test_pieces.py -k last",
     ),
     Mutant(
+        "all pieces store their states where the first one of their sequence does",
+        f"{KERNELS}/pieces.py",
+        "chunk_offsets[sequence] + begun // chunk_size",
+        "chunk_offsets[sequence]",
+        "tests/kernels/test_pieces.py -k packed",
+    ),
+    Mutant(
         "the state after a sequence is that after its first piece",
         f"{KERNELS}/pieces.py",
         "states[self.chains[1:] - 1]",
@@ -408,10 +415,10 @@ MUTANTS = [
         "AssertionError",
     ),
     Mutant(
-        "a chapter's pieces all store their states where their sequence's first one does",
+        "a chapter's pieces begin without the state before the first token",
         f"{KERNELS}/pieces.py",
-        "chunk_offsets[sequence] + begun // chunk_size",
-        "chunk_offsets[sequence]",
+        "merge(S_ext, M, state, **offsets)",
+        "merge(S_ext, M, None, **offsets)",
         "--nbval-lax chapters/25_few_heads.ipynb",
         "AssertionError",
     ),
