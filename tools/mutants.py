@@ -113,6 +113,27 @@ MUTANTS = [
         "range(K // BJ)",
         "tests/delta/test_cp_merge.py -k merge",
     ),
+    Mutant(
+        "pieces that there are not take tokens of the last sequence",
+        f"{KERNELS}/pieces.py",
+        "torch.searchsorted(chains, i, right=True).sub_(1)",
+        "torch.searchsorted(chains, i, right=True).sub_(1).clamp_(max=batch - 1)",
+        "tests/kernels/test_pieces.py -k last",
+    ),
+    Mutant(
+        "all pieces store their states where the first one of their sequence does",
+        f"{KERNELS}/pieces.py",
+        "chunk_offsets[sequence] + begun // chunk_size",
+        "chunk_offsets[sequence]",
+        "tests/kernels/test_pieces.py -k packed",
+    ),
+    Mutant(
+        "the state after a sequence is that after its first piece",
+        f"{KERNELS}/pieces.py",
+        "states[self.chains[1:] - 1]",
+        "states[self.chains[:-1]]",
+        "tests/kernels/test_pieces.py -k packed",
+    ),
     # moving averages
     Mutant(
         "an average folds its segments in the wrong order",
@@ -414,6 +435,14 @@ MUTANTS = [
         "dht, offsets, reverse=True)",
         "dht, offsets, reverse=False)",
         "--nbval-lax chapters/22_cp_merge_bwd.ipynb",
+        "AssertionError",
+    ),
+    Mutant(
+        "a chapter's pieces begin without the state before the first token",
+        f"{KERNELS}/pieces.py",
+        "merge(S_ext, M, state, **offsets)",
+        "merge(S_ext, M, None, **offsets)",
+        "--nbval-lax chapters/25_few_heads.ipynb",
         "AssertionError",
     ),
     Mutant(

@@ -86,8 +86,9 @@ def pieces_of(x: Tensor, heads: int, V: int, chunk_size: int, packing: Packing |
     chains = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
     N = batch + x.shape[0] * T // size  # what may be needed: the last ones are empty
     i = torch.arange(N, device=x.device)
-    sequence = torch.searchsorted(chains, i, right=True).sub_(1).clamp_(max=batch - 1)
+    sequence = torch.searchsorted(chains, i, right=True).sub_(1)  # batch: there is no such piece
     begun = (i - chains[sequence]) * size
-    begin = torch.minimum(cu_seqlens[sequence] + begun, cu_seqlens[sequence + 1])
+    end = cu_seqlens[(sequence + 1).clamp_(max=batch)]
+    begin = torch.minimum(cu_seqlens[sequence] + begun, end)
     bounds = torch.cat([begin, cu_seqlens[-1:]])
     return Pieces(N, bounds, chunk_offsets[sequence] + begun // chunk_size, T, batch, chains)

@@ -18,6 +18,7 @@ SHAPES = {
     "whole pieces": (128, None),
     "a rest": (150, None),
     "packed": (310, [0, 64, 64, 144, 310]),
+    "packed, the last one whole": (310, [0, 64, 214, 310]),
 }
 shapes = pytest.mark.parametrize("shape", SHAPES)
 

@@ -247,7 +247,8 @@ def launch_merge(
     N = B if offsets is None else len(offsets) - 1
     numbers = M.ndim == 3
     ext, M = _rows(S_ext), M.contiguous() if numbers else _rows(M)
-    S_in = S_ext.new_empty(S_ext.shape)
+    # a scan reads the state of pieces that no sequence has, too
+    S_in = S_ext.new_empty(S_ext.shape) if offsets is None else S_ext.new_zeros(S_ext.shape)
     S_out = S_ext.new_empty(N, H, K, V)
     config = entry(MERGE_CONFIGS, S_ext).launch(V=V)
     merge_kernel[(N * H * cdiv(V, config["BV"]),)](
