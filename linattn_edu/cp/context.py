@@ -47,6 +47,9 @@ class Part:
 class CPContext:
     """What one rank holds of sequences that are cut over a group; see build_cp_context.
 
+    ``copy_for_backward()`` gives a copy that shares no tensor, for pipelines that hold several
+    microbatches.
+
     Args:
         group: The process group, or None: one rank.
         layout: "contiguous" or "zigzag".
