@@ -14,7 +14,7 @@ from linattn_edu.packing import Packing
 # the multiprocessors would idle; shorter ones would be more than these can hold
 LENGTHS = {8: 1024, 16: 2048, 32: 4096}
 LEAST = 4  # pieces of a sequence that is cut
-MULTIPROCESSORS = 64  # at least, of a GPU that few heads leave idle
+MULTIPROCESSORS = 2**30  # at least, where sequences are cut: no GPU, until one has timed LENGTHS
 
 
 @dataclass(frozen=True)

@@ -171,15 +171,15 @@ def run(stage, dtype, sizes, entry):
         for safe in (None, -5.0) if stage.startswith("kda_intra") else (None,):
             exact = results(x.double(), "reference", stage, chunk_size, safe)
             setattr(module, table, tables)
-            lengths = pieces.LENGTHS, pieces.LEAST
+            lengths = pieces.LENGTHS, pieces.LEAST, pieces.MULTIPROCESSORS
             if stage in IN_PIECES:
-                pieces.LENGTHS, pieces.LEAST = {1024: 64}, 1
+                pieces.LENGTHS, pieces.LEAST, pieces.MULTIPROCESSORS = {1024: 64}, 1, 1
             try:
                 with poison():
                     got = results(x, "triton", stage, chunk_size, safe)
             finally:
                 setattr(module, table, kept)
-                pieces.LENGTHS, pieces.LEAST = lengths
+                pieces.LENGTHS, pieces.LEAST, pieces.MULTIPROCESSORS = lengths
             worst = max(worst, *(relative_rms(a, b) for a, b in zip(got, exact, strict=True)))
     return worst
 
