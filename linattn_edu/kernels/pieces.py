@@ -12,9 +12,9 @@ from linattn_edu.packing import Packing
 # programs that one sequence gives a scan (heads times tiles of 64 values) up to -> tokens of a
 # piece. A piece's map costs about as much as its scan, so that pieces pay where three quarters of
 # the multiprocessors would idle; shorter ones would be more than these can hold
-LENGTHS = {8: 1024, 16: 2048, 32: 4096}
+LENGTHS = {4: 1024, 8: 2048, 16: 4096, 32: 8192}
 LEAST = 4  # pieces of a sequence that is cut
-MULTIPROCESSORS = 2**30  # at least, where sequences are cut: no GPU, until one has timed LENGTHS
+MULTIPROCESSORS = 64  # at least, where sequences are cut
 
 
 @dataclass(frozen=True)

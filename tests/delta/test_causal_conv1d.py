@@ -23,11 +23,18 @@ OUTPUTS = ("y", "final state")
 
 
 def draw(N, T, D, W, given="both", dtype=torch.float32, device="cpu", wide=torch.float32):
-    """x, weight, bias and state or None, of which those of the layer are wide; dy and dht."""
-    torch.manual_seed(1000 * T + 10 * D + W)
-    x, dy = (torch.randn(N, T, D, device=device).to(dtype) for _ in range(2))
-    state, dht = (torch.randn(N, D, W, device=device).to(dtype) for _ in range(2))
-    weight, bias = (torch.randn(n, device=device, dtype=wide) for n in ((D, W), (D,)))
+    """x, weight, bias and state or None, of which those of the layer are wide; dy and dht.
+
+    The same numbers on every device: whether the sum of one channel nearly cancels is luck.
+    """
+    generator = torch.Generator().manual_seed(1000 * T + 10 * D + W)
+
+    def randn(*shape, dtype=dtype):
+        exact = torch.float64 if dtype == torch.float64 else torch.float32
+        return torch.randn(*shape, generator=generator, dtype=exact).to(device, dtype)
+
+    x, dy, state, dht = (randn(*shape) for shape in 2 * ((N, T, D),) + 2 * ((N, D, W),))
+    weight, bias = randn(D, W, dtype=wide), randn(D, dtype=wide)
     bias = bias if given in ("bias", "both") else None
     return (x, weight, bias, state if given in ("state", "both") else None), (dy, dht)
 

@@ -215,7 +215,7 @@ def run_ema(dtype, D, T, chunk_size, segment):
     ema_kernels.SEGMENT = ema_bwd_kernels.SEGMENT = segment
     found = []
     try:
-        for impl, to in (("triton", lambda t: t), ("reference", torch.Tensor.double)):
+        for impl, to in (("triton", same), ("reference", torch.Tensor.double)):
             given = {n: t if t is None else to(t) for n, t in x.items()}
             options, stages = {"chunk_size": chunk_size}, ema.stages(impl)
             with poison():
@@ -247,8 +247,8 @@ def run_ssd(dtype, N, P, stages, chunks):
         ids = {}
         if given == "documents":
             tensors["z"], ids["seq_idx"] = x.z, x.seq_idx
-        found = []
-        for used, to in ((stages, lambda t: t), (ssd.stages("reference"), torch.Tensor.double)):
+        found, plain = [], ssd.stages("reference")
+        for used, to in ((stages, same), (plain, same), (plain, torch.Tensor.double)):
             arguments = {n: to(t) for n, t in tensors.items()} | ids
             options = {"softplus": True, "chunk_size": chunk_size}
             with poison():
@@ -256,8 +256,14 @@ def run_ssd(dtype, N, P, stages, chunks):
                 dout, dht = (to(y) for y in cotangents(x.x, outputs[1].float()))
                 gradients = ssd.backward(used, **arguments, dout=dout, dht=dht, **options)
             found.append([*outputs, *(y for y in gradients if y is not None)])
-        worst = max(worst, *(relative_rms(a, b) for a, b in zip(*found, strict=True)))
+        # a sum for each head may cancel: twice the error of the reference in this dtype is right
+        error, rounding = (max(map(relative_rms, y, found[2])) for y in found[:2])
+        worst = max(worst, error * min(1, TOLERANCE[dtype] / (2 * rounding)))
     return worst
+
+
+def same(t):
+    return t
 
 
 def run_staged(dtype, N, P, entry):
@@ -293,10 +299,10 @@ def run_free(dtype, N, P, entry, backwards):
         )
         S, ids = x.initial_states.mT.contiguous(), x.seq_idx if documents else None
         if backwards:
-            h = torch.randn(2, -(-T // chunk_size), 4, N, P, device="cuda").to(dtype)
-            args = (x.C, None, None, gc, x.x, None, S, ids, h)
+            args = (x.C, None, None, gc, x.x, None, S, ids)
             options = {"scale": 1.0, "chunk_size": chunk_size}
             reference, kernel = state_bwd_reference, state_bwd.state_bwd
+            args = (*args, reference(*args, **options)[0])  # no sum of h times dh cancels
         else:
             args = (x.B, None, x.x, gc, S, gs, ids)
             options = {"chunk_size": chunk_size, "output_final_state": True}

@@ -131,7 +131,8 @@ def merge_kernel(
 ):  # fmt: skip
     """One program: BV columns of the state of one head, through a sequence's pieces.
 
-    Grid (N * H * V / BV).  A product reads the state back from memory, BJ rows at a time.
+    Grid (N * H * V / BV).  Where M is wider than BJ, a product reads the state back from memory,
+    BJ rows at a time.
     Reference: linattn_edu.reference.delta.cp_merge.cp_merge.
     """
     NV: tl.constexpr = (V + BV - 1) // BV
@@ -153,6 +154,9 @@ def merge_kernel(
         # eq:cp-merge   S <- M S + S_ext
         if NUMBERS:
             b_S = tl.load(M_ptr + i_p) * b_S + b_ext
+        elif BJ >= BK:
+            b_M = load_tile(M_ptr + i_p * K * ROW_M, o_k, o_k, ROW_M, K, K)  # [BK, BK]
+            b_S = dot(b_M, b_S, b_ext)
         else:
             tl.debug_barrier()  # what one thread stored another loads
             b_S = b_ext.to(tl.float32)
@@ -171,12 +175,12 @@ MAP_CONFIGS = scan_table(
         256: [row(4, 2, BV=32), row(4, 2, BV=16)],
     },
 )
-# generation -> bytes of an element -> row: fp32 whatever the inputs. One stage: a load ahead of its
-# time would read the state before it is stored
+# generation -> bytes of an element -> BK -> row: fp32 whatever the inputs. One stage where the state
+# is read back: a load ahead of its time would read it before it is stored
 MERGE_CONFIGS = {
-    "turing": {4: row(4, 1, BJ=16, BV=16)},
-    "ampere": {4: row(4, 1, BJ=32, BV=16)},
-    "hopper": {4: row(4, 1, BJ=32, BV=16)},
+    "turing": {4: {256: row(4, 1, BJ=16, BV=16)}},
+    "ampere": {4: {256: row(4, 1, BJ=32, BV=16)}},
+    "hopper": {4: {128: row(8, 3, BJ=128, BV=8), 256: row(4, 1, BJ=32, BV=16)}},
 }
 
 
@@ -250,7 +254,8 @@ def launch_merge(
     # a scan reads the state of pieces that no sequence has, too
     S_in = S_ext.new_empty(S_ext.shape) if offsets is None else S_ext.new_zeros(S_ext.shape)
     S_out = S_ext.new_empty(N, H, K, V)
-    config = entry(MERGE_CONFIGS, S_ext).launch(V=V)
+    rows = entry(MERGE_CONFIGS, S_ext)
+    config = rows[min(most for most in rows if K <= most)].launch(V=V)
     merge_kernel[(N * H * cdiv(V, config["BV"]),)](
         ext, M, initial_state, S_in, S_out, offsets, NP, H, K, V, ext.stride(0),
         0 if numbers else M.stride(0), NUMBERS=numbers, REVERSE=reverse, BK=block(K), **config,

@@ -183,7 +183,7 @@ def test_a_probability_of_one(impl, device):
     reset = torch.log1p(-p).requires_grad_()  # -inf
     y, _ = ema_scan(x, reset, impl=impl)
     (dg,) = torch.autograd.grad(y, reset, dy)
-    assert torch.equal(y[:, ::7], x[:, ::7])
+    assert_close("y", y[:, ::7], x[:, ::7], 1e-6)
     assert dg.isfinite().all() and not dg[:, ::7].any()
 
 
@@ -367,7 +367,7 @@ REFUSED = {
     "float64": (
         {"x": new(2, 20, 3, 5).double(), "impl": "triton"},
         ValueError,
-        "impl='triton' cannot run here: the kernels compute in float32 at most",
+        "impl='triton' cannot run here",
     ),
     "packed batch": (BOUNDS, ValueError, "x must have B = 1 with cu_seqlens"),
     "bounds": (

@@ -43,9 +43,10 @@ def tolerance(name, dtype):
 def inputs(B, T, H, G, P, N, dtype=torch.float32, device="cpu", given="all", *, states=None, **kw):
     """(tensors by name, options). states: how many initial states there are, B if None.
 
-    dt is before the softplus but in "none", where it is the step. "channels": a D for each.
+    dt is before the softplus but in "none", where it is the step. "channels": a D for each. The
+    same numbers on every device: whether a sum of two heads nearly cancels is luck.
     """
-    drawn = ssd_inputs(B, T, H, G, P, N, dtype=dtype, device=device, **kw)
+    drawn = ssd_inputs(B, T, H, G, P, N, dtype=dtype, **kw)
     x = {n: t for n, t in drawn.asdict().items() if n in ("x", "dt", "A", "B", "C", *GIVEN[given])}
     options = {"dt_softplus": given != "none"}
     if given in ("none", "documents"):  # without a bias
@@ -54,23 +55,21 @@ def inputs(B, T, H, G, P, N, dtype=torch.float32, device="cpu", given="all", *, 
         x["dt"] = F.softplus(x["dt"])
     if given == "limit":
         options["dt_limit"] = (0.05, 0.3)
-    generator = torch.Generator(device=device).manual_seed(7)
-    like = {"generator": generator, "device": device, "dtype": drawn.D.dtype}
+    like = {"generator": torch.Generator().manual_seed(7), "dtype": drawn.D.dtype}
     if given == "channels":
         x["D"] = torch.randn(H, P, **like)
     if states is not None and "initial_states" in x:
         x["initial_states"] = torch.randn(states, H, P, N, **like)
-    return x, options
+    return {n: t.to(device) for n, t in x.items()}, options
 
 
 def cotangents(x, N=None):
     """Random gradients of out and of the states."""
     v = x["x"]
-    generator = torch.Generator(device=v.device).manual_seed(1)
     wide = torch.float64 if v.dtype == torch.float64 else torch.float32
-    options = {"generator": generator, "device": v.device, "dtype": wide}
+    options = {"generator": torch.Generator().manual_seed(1), "dtype": wide}
     shape = N or v.shape[0], *v.shape[2:], x["B"].shape[3]
-    return torch.randn(v.shape, **options).to(v.dtype), torch.randn(shape, **options)
+    return torch.randn(v.shape, **options).to(v), torch.randn(shape, **options).to(v.device)
 
 
 def steps(dt, dt_bias=None, dt_softplus=False, dt_limit=(0.0, float("inf"))):
