@@ -9,10 +9,8 @@ from torch import Tensor
 from linattn_edu.kernels.tiles import cdiv, device_of, sequence_args
 from linattn_edu.packing import Packing
 
-# programs that one sequence gives a scan (heads times tiles of 64 values) up to -> tokens of a
-# piece. A piece's map costs about as much as its scan, so that pieces pay where three quarters of
-# the multiprocessors would idle; shorter ones would be more than these can hold
-LENGTHS = {4: 1024, 8: 2048, 16: 4096, 32: 8192}
+PROGRAMS = 16  # of a scan, heads times tiles of 64 values: a sequence that makes more fills enough
+LENGTH = 2048  # tokens of a piece
 LEAST = 4  # pieces of a sequence that is cut
 MULTIPROCESSORS = 64  # at least, where sequences are cut
 
@@ -40,9 +38,9 @@ class Pieces:
     def entering(self, merge: Callable, maps: tuple[Tensor, Tensor], state: Tensor | None):
         """[N, ...]: the state that enters each piece, or with cp_merge_bwd leaves it."""
         first = 1 if self.chains is not None else self.batch
-        S_ext, M = (x.unflatten(0, (first, -1)) for x in maps)
+        S_ext, M = (x.view(first, -1, *x.shape[1:]) for x in maps)
         offsets = {} if self.chains is None else {"offsets": self.chains}
-        return merge(S_ext, M, state, **offsets)[0].flatten(0, 1)
+        return merge(S_ext, M, state, **offsets)[0].view(-1, *S_ext.shape[2:])
 
     def last(self, states: Tensor | None) -> Tensor | None:
         """Of states [N, ...] those of the last piece of every sequence."""
@@ -70,9 +68,8 @@ def whole_of(x: Tensor, packing: Packing | None) -> Pieces:
 def pieces_of(x: Tensor, heads: int, V: int, chunk_size: int, packing: Packing | None) -> Pieces:
     """The pieces that a scan of x [B, T, ...] with states [heads, K, V] works on."""
     whole, T = whole_of(x, packing), x.shape[1]
-    programs = heads * cdiv(V, 64)
-    size = next((n for most, n in LENGTHS.items() if programs <= most), T)
-    if LEAST * size > T or device_of(x)[1] < MULTIPROCESSORS:
+    few, size = heads * cdiv(V, 64) <= PROGRAMS, LENGTH
+    if not few or LEAST * size > T or device_of(x)[1] < MULTIPROCESSORS:
         return whole
     batch, cu_seqlens, chunk_offsets = whole.batch, whole.cu_seqlens, whole.chunk_offsets
     if cu_seqlens is None and T % size == 0:

@@ -173,13 +173,21 @@ class Config:
     maxnreg: int | None = None  # registers of a thread; None: as many as the compiler likes
 
     def launch(self, K: int | None = None, V: int | None = None) -> dict[str, int]:
-        """The row as keyword arguments of a launch; BK and BV no wider than K and V need."""
-        tiles = dict(self.tiles)
-        for name, dim in (("BK", K), ("BV", V)):
-            if name in tiles and dim is not None:
-                tiles[name] = min(tiles[name], block(dim))
-        limit = {} if self.maxnreg is None else {"maxnreg": self.maxnreg}
-        return dict(tiles, num_warps=self.num_warps, num_stages=self.num_stages, **limit)
+        """The row as keyword arguments of a launch; BK and BV no wider than K and V need.
+
+        Not to be changed: every launch has the same.
+        """
+        return _launch(self, K, V)
+
+
+@functools.cache
+def _launch(config: Config, K: int | None, V: int | None) -> dict[str, int]:
+    tiles = dict(config.tiles)
+    for name, dim in (("BK", K), ("BV", V)):
+        if name in tiles and dim is not None:
+            tiles[name] = min(tiles[name], block(dim))
+    limit = {} if config.maxnreg is None else {"maxnreg": config.maxnreg}
+    return dict(tiles, num_warps=config.num_warps, num_stages=config.num_stages, **limit)
 
 
 def row(num_warps: int, num_stages: int, maxnreg: int | None = None, **tiles: int) -> Config:

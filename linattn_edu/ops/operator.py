@@ -567,13 +567,22 @@ class Operator:
 
 def _function(name, run, setup, backward, vmap) -> Callable:
     """run with a gradient, for calls that are not traced; autograd knows it by this name."""
-    members = {
-        "forward": staticmethod(lambda *args: run(*args)),
-        "setup_context": staticmethod(setup),
-        "backward": staticmethod(backward),
-        "vmap": staticmethod(vmap),
-    }
-    return type(name, (torch.autograd.Function,), members).apply
+
+    def both(ctx, *args):
+        outputs = run(*args)
+        setup(ctx, args, outputs)
+        return outputs
+
+    def function(**members) -> Callable:
+        members = {n: staticmethod(f) for n, f in members.items()}
+        return type(name, (torch.autograd.Function,), members).apply
+
+    # what torch.func asks for takes longer: a call binds its arguments to a signature
+    split = function(
+        forward=lambda *args: run(*args), setup_context=setup, backward=backward, vmap=vmap
+    )
+    joint = function(forward=both, backward=backward)
+    return lambda *args: (split if transformed() else joint)(*args)
 
 
 def _no_setup(ctx, inputs, output):

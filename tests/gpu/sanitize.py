@@ -121,7 +121,7 @@ def main(dtype, T, K, V, C):
     short = x.prefix(5)
     differentiate(fused_recurrent_gated_delta_rule, short)
     fused_recurrent_gated_delta_rule(**short.asdict(), output_final_state=True)
-    pieces.LENGTHS, pieces.LEAST, pieces.MULTIPROCESSORS = {1024: C}, 1, 1  # now they are cut
+    pieces.LENGTH, pieces.LEAST = C, 1  # now they are cut
     channels = x.g[..., None].repeat(1, 1, 1, K)
     for f, g in ((chunk_gated_delta_rule, x.g), (chunk_kda, channels)):
         differentiate(f, replace(x, g=g), chunk_size=C)

@@ -26,7 +26,7 @@ shapes = pytest.mark.parametrize("shape", SHAPES)
 @pytest.fixture
 def cut(monkeypatch):
     """Pieces of 32 tokens, of sequences of 128 and more."""
-    monkeypatch.setattr(pieces, "LENGTHS", {8: 32})
+    monkeypatch.setattr(pieces, "LENGTH", 32)
     monkeypatch.setattr(pieces, "MULTIPROCESSORS", 1)
     counts = []
     launch = cp_merge.launch_merge
@@ -43,7 +43,7 @@ def cut(monkeypatch):
 def both(f, monkeypatch):
     """f() in pieces and whole."""
     got = f()
-    monkeypatch.setattr(pieces, "LENGTHS", {})
+    monkeypatch.setattr(pieces, "PROGRAMS", 0)
     return got, f()
 
 

@@ -175,8 +175,8 @@ MAP_CONFIGS = scan_table(
         256: [row(4, 2, BV=32), row(4, 2, BV=16)],
     },
 )
-# generation -> bytes of an element -> BK -> row: fp32 whatever the inputs. One stage where the state
-# is read back: a load ahead of its time would read it before it is stored
+# generation -> bytes of an element -> rows of M up to -> row: fp32 whatever the inputs. One stage
+# where the state is read back: a load ahead of its time would read it before it is stored
 MERGE_CONFIGS = {
     "turing": {4: {256: row(4, 1, BJ=16, BV=16)}},
     "ampere": {4: {256: row(4, 1, BJ=32, BV=16)}},
@@ -250,20 +250,23 @@ def launch_merge(
     B, NP, H, K, V = S_ext.shape
     N = B if offsets is None else len(offsets) - 1
     numbers = M.ndim == 3
-    ext, M = _rows(S_ext), M.contiguous() if numbers else _rows(M)
+    ext, row_ext = _rows(S_ext)
+    M, row_M = (M.contiguous(), 0) if numbers else _rows(M)
     # a scan reads the state of pieces that no sequence has, too
     S_in = S_ext.new_empty(S_ext.shape) if offsets is None else S_ext.new_zeros(S_ext.shape)
     S_out = S_ext.new_empty(N, H, K, V)
     rows = entry(MERGE_CONFIGS, S_ext)
-    config = rows[min(most for most in rows if K <= most)].launch(V=V)
+    config = rows[min(most for most in rows if most >= K)].launch(V=V)
     merge_kernel[(N * H * cdiv(V, config["BV"]),)](
-        ext, M, initial_state, S_in, S_out, offsets, NP, H, K, V, ext.stride(0),
-        0 if numbers else M.stride(0), NUMBERS=numbers, REVERSE=reverse, BK=block(K), **config,
+        ext, M, initial_state, S_in, S_out, offsets, NP, H, K, V, row_ext, row_M,
+        NUMBERS=numbers, REVERSE=reverse, BK=block(K), **config,
     )  # fmt: skip
     return S_in, S_out
 
 
-def _rows(x: Tensor) -> Tensor:
-    """The rows of x [B, NP, H, K, D] as a matrix; a copy unless they are equally far apart."""
-    x = x.flatten(0, 3)
-    return x if x.stride(1) == 1 else x.contiguous()
+def _rows(x: Tensor) -> tuple[Tensor, int]:
+    """x [B, NP, H, K, D] and how far apart its rows are; a copy unless all are equally far."""
+    _, NP, H, K, D = x.shape
+    row = x.stride(3)
+    even = (NP * H * K * row, H * K * row, K * row, row, 1)
+    return (x, row) if x.stride() == even else (x.contiguous(), D)

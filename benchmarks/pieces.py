@@ -1,0 +1,90 @@
+"""python -m benchmarks.pieces: the forward pass of few heads, by the length of a piece.
+
+Times are medians of the pass as a CUDA graph, the kernels without the host, L2 emptied before each.
+"""
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+
+from benchmarks import measure
+from benchmarks.progress import fail
+from benchmarks.ranks import heading
+from benchmarks.results import default_path, load, save
+from linattn_edu import chunk_gated_delta_rule, chunk_kda
+from linattn_edu.kernels import pieces
+from linattn_edu.testing import gdn_inputs, kda_inputs, relative_rms
+
+SIZE = 128  # of a key and of a value
+HEADS, TOKENS, LENGTHS = (1, 2, 4, 8, 16), (8192, 16384, 32768), (512, 1024, 2048, 4096, 8192)
+OURS = {"gdn": (chunk_gated_delta_rule, gdn_inputs), "kda": (chunk_kda, kda_inputs)}
+MOST = 64  # pieces of a sequence, in this table
+
+
+def time_ms(f, device: torch.device) -> float:
+    """Milliseconds of a call that has been made before."""
+    if device.type == "cuda":
+        return measure.time_ms(measure.captured(f))
+    begun = time.perf_counter()
+    f()
+    return 1e3 * (time.perf_counter() - begun)
+
+
+def rows_of(op: str, heads: int, tokens: int, lengths: list[int], device: torch.device):
+    """A row for each length of a piece, and first one for a sequence that is not cut: 0.
+
+    error is against that one.
+    """
+    f, inputs = OURS[op]
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    size = SIZE if device.type == "cuda" else 16
+    i = inputs(1, tokens, heads, heads, size, size, dtype=dtype, device=device)
+    if op == "kda":
+        i.g.clamp_(min=measure.SAFE_BOUND)
+    call = lambda: f(i.q, i.k, i.v, i.g, i.beta, impl="triton")
+    whole = None
+    for length in (0, *lengths):
+        rule = {"LENGTH": length, "PROGRAMS": 1024 if length else 0}
+        with patch.multiple(pieces, **rule, LEAST=1, MULTIPROCESSORS=1):
+            o, _ = call()
+            ms = time_ms(call, device)
+        whole = o if whole is None else whole
+        row = {"op": op, "heads": heads, "tokens": tokens, "piece": length, "ms": round(ms, 4)}
+        yield row | {"error": relative_rms(o, whole)}
+
+
+def main(argv: list[str]) -> int:
+    p = argparse.ArgumentParser(prog="python -m benchmarks.pieces", description=__doc__)
+    p.add_argument("--ops", default="gdn,kda", help="comma-separated (default gdn,kda)")
+    for name, default in (("heads", HEADS), ("tokens", TOKENS), ("lengths", LENGTHS)):
+        p.add_argument(f"--{name}", type=int, nargs="+", default=default)
+    p.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try it")
+    p.add_argument("--out", type=Path, help="file of results (chapters/data/pieces_<gpu>.json)")
+    args = p.parse_args(argv)
+    device = torch.device(args.device)
+    if device.type == "cuda" and (reason := measure.usable_gpu()):
+        return fail(f"benchmarks run on a CUDA GPU: {reason}")
+    if any(n % 64 for n in args.lengths):
+        return fail(f"lengths must be whole chunks of 64 tokens, got {args.lengths}")
+    gpu = "cpu" if device.type == "cpu" else measure.gpu_name()
+    out, rows = args.out or default_path(gpu, "pieces"), {}
+    for row in (load(out) or {"rows": ()})["rows"]:
+        rows[row["op"], row["heads"], row["tokens"], row["piece"]] = row
+    for op in args.ops.split(","):
+        for heads in args.heads:
+            for tokens in args.tokens:
+                lengths = [n for n in args.lengths if 2 * n <= tokens <= MOST * n]
+                for row in rows_of(op, heads, tokens, lengths, device):
+                    rows[op, heads, tokens, row["piece"]] = row
+                    print(json.dumps(row), flush=True)
+                save(out, {**heading(device), "rows": [rows[key] for key in sorted(rows)]})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
