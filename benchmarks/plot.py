@@ -216,7 +216,7 @@ def main(argv: list[str]) -> int:
     p.add_argument("--data", type=Path, default=results.DATA, help="folder of the results")
     p.add_argument("--out", type=Path, default=FIGURES, help="folder of the figures")
     args = p.parse_args(argv)
-    files = sorted(args.data.glob("*.json"), key=lambda path: (path.stem != MAIN, path.stem))
+    files = sorted(results.of_operators(args.data), key=lambda path: path.stem != MAIN)
     if not files:
         return fail(f"{args.data} holds no results: run python -m benchmarks")
     try:

@@ -8,7 +8,7 @@ from datetime import date
 from pathlib import Path
 
 from benchmarks.adapters import DISTRIBUTIONS, NAMES, makers, refusal, version_of
-from benchmarks.cases import ALL_CALLS, CALLS, CASES, SCALING, SCALING_FORMS, STAGES
+from benchmarks.cases import ALL_CALLS, CALLS, CASES, OPERATORS, SCALING, SCALING_FORMS, STAGES
 
 DATA = Path(__file__).resolve().parents[1] / "chapters" / "data"
 ENVIRONMENT = ("gpu", "torch", "triton", *DISTRIBUTIONS)
@@ -18,6 +18,11 @@ def default_path(gpu: str, operator: str) -> Path:
     """chapters/data/<operator>_<gpu>.json: "NVIDIA H200", "gdn" -> gdn_h200.json."""
     slug = re.sub(r"[^a-z0-9]+", "_", gpu.lower().removeprefix("nvidia")).strip("_")
     return DATA / f"{operator}_{slug}.json"
+
+
+def of_operators(folder: Path = DATA) -> list[Path]:
+    """The files of results of operators: those of parts and pieces have other columns."""
+    return sorted(p for p in folder.glob("*.json") if p.stem.split("_")[0] in OPERATORS)
 
 
 def new(gpu: str, rates: tuple[float, float]) -> dict:

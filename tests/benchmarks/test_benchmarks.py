@@ -557,7 +557,7 @@ def test_what_is_missing_is_what_a_library_can_run():
     assert {library for _, _, library in alone} == {"linattn_edu"}
 
 
-COMMITTED = sorted(results.DATA.glob("*.json"))
+COMMITTED = results.of_operators()
 
 
 @pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.stem)
