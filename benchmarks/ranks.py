@@ -26,6 +26,7 @@ from linattn_edu.testing import gdn_inputs, kda_inputs, relative_rms
 TOKENS, HEADS, SIZE = 65536, 32, 128
 WARMUP, REPEATS = 5, 15
 NAMES = ("q", "k", "v", "g", "beta")
+LAYOUTS = ("contiguous", "zigzag")
 OURS = {"gdn": (chunk_gated_delta_rule, gdn_inputs), "kda": (chunk_kda, kda_inputs)}
 
 
@@ -90,25 +91,30 @@ def rows_of(op: str, device: torch.device, tokens: int, heads: int, size: int) -
     x = {n: getattr(i, n) for n in NAMES}
     do = torch.randn(i.v.shape, device=device, generator=seeded(device)).to(dtype)
     world, cu_seqlens = dist.get_world_size(), torch.tensor([0, tokens], device=device)
-    context = build_cp_context(cu_seqlens, dist.group.WORLD)
-    part = slice(*context.parts[0].tokens)
-    cut = {n: t[:, part].contiguous() for n, t in x.items()}
     whole = passes(ours, x, do)["forward_backward"]()
-    want = [t[:, part].clone() for t in whole]
-    del whole
-    libraries = {"linattn_edu": (ours, context)}
+    group, rows = dist.group.WORLD, []
+    contexts = {n: build_cp_context(cu_seqlens, group, layout=n) for n in LAYOUTS}
+    libraries = {"linattn_edu": (ours, contexts["contiguous"], contexts["contiguous"])}
+    libraries["linattn_edu_zigzag"] = ours, contexts["zigzag"], contexts["zigzag"]
     if (found := fla(op)) is not None and device.type != "cpu":
         f, build = found
-        libraries["fla"] = (f, build(cu_seqlens=cu_seqlens, group=dist.group.WORLD))
-    rows = []
-    for library, (f, own) in libraries.items():
-        on = {1: passes(f, x, do), world: passes(f, cut, do[:, part].contiguous(), cp_context=own)}
+        own = build(cu_seqlens=cu_seqlens, group=group)
+        libraries["fla"] = f, own, contexts["contiguous"]
+    for library, (f, own, where) in libraries.items():
+
+        def mine(y, where=where):
+            return torch.cat([y[:, slice(*part.tokens)] for part in where.parts], 1)
+
+        cut = {n: mine(t) for n, t in x.items()}
+        on = {world: passes(f, cut, mine(do), cp_context=own)}
+        if library in ("linattn_edu", "fla"):  # on one GPU there is one layout
+            on[1] = passes(f, x, do)
         got = on[world]["forward_backward"]()
-        errors = [relative_rms(a, b) for a, b in zip(got, want, strict=True)]
+        errors = [relative_rms(a, mine(b)) for a, b in zip(got, whole, strict=True)]
         every = [None] * world
         dist.all_gather_object(every, errors)
         del got
-        for ranks, calls in on.items():
+        for ranks, calls in sorted(on.items()):
             for what, call in calls.items():
                 row = {"case": f"{op}_{tokens >> 10}k", "library": library, "what": what}
                 row |= {"ranks": ranks, "ms": round(time_ms(device, call), 4)}
