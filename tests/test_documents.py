@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import linattn_edu
+from benchmarks.results import of_operators
 from linattn_edu import testing
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -62,7 +63,7 @@ def paragraph(begins: str) -> str:
 def test_what_the_readme_says_about_speed_is_measured():
     """Faster than fla everywhere, slower than FlashQLA wherever it runs."""
     ratios = {"fla": [], "flash_qla": []}
-    for path in (ROOT / "chapters" / "data").glob("*_h200.json"):
+    for path in of_operators():
         rows = [row for row in json.loads(path.read_text())["rows"] if "ms" in row]
         ms = {(row["case"], row["what"], row["library"]): row["ms"] for row in rows}
         for case, what, library in ms:
