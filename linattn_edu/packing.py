@@ -18,6 +18,7 @@ class Packing:
     cu_seqlens: Tensor  # [N + 1] int64
     chunk_indices: Tensor  # [NT, 2] int64: sequence of each chunk, and its number in the sequence
     chunk_offsets: Tensor  # [N + 1] int64: number of the first chunk of each sequence
+    longest: int | None = None  # tokens of the longest sequence, where the host knows
 
     @property
     def sequences(self) -> int:
@@ -61,12 +62,14 @@ def pack(
     cu_seqlens = cu_seqlens.long().contiguous()
     counts = (cu_seqlens.diff() + chunk_size - 1).div(chunk_size, rounding_mode="floor")
     offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+    if chunk_indices is None and lengths is None:
+        lengths = cu_seqlens.tolist()
+    own = None if lengths is None else [b - a for a, b in pairwise(lengths)]
     if chunk_indices is None:
-        if lengths is None:
-            lengths = cu_seqlens.tolist()
-        total = sum(-(-(b - a) // chunk_size) for a, b in pairwise(lengths))
+        total = sum(-(-n // chunk_size) for n in own)
         sequence = torch.arange(len(counts), device=counts.device)
         sequence = sequence.repeat_interleave(counts, output_size=total)
         number = torch.arange(total, device=counts.device) - offsets[sequence]
         chunk_indices = torch.stack([sequence, number], 1)
-    return Packing(cu_seqlens, chunk_indices.long().contiguous(), offsets)
+    longest = None if own is None else max(own, default=0)
+    return Packing(cu_seqlens, chunk_indices.long().contiguous(), offsets, longest)

@@ -69,7 +69,8 @@ def pieces_of(x: Tensor, heads: int, V: int, chunk_size: int, packing: Packing |
     """The pieces that a scan of x [B, T, ...] with states [heads, K, V] works on."""
     whole, T = whole_of(x, packing), x.shape[1]
     few, size = heads * cdiv(V, 64) <= PROGRAMS, LENGTH
-    if not few or LEAST * size > T or device_of(x)[1] < MULTIPROCESSORS:
+    longest = T if packing is None or packing.longest is None else packing.longest
+    if not few or longest < LEAST * size or device_of(x)[1] < MULTIPROCESSORS:
         return whole
     batch, cu_seqlens, chunk_offsets = whole.batch, whole.cu_seqlens, whole.chunk_offsets
     if cu_seqlens is None and T % size == 0:

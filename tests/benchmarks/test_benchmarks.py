@@ -600,6 +600,7 @@ def test_list_works_anywhere():
 NEED_A_GPU = [
     ("benchmarks",),
     ("benchmarks", "--all"),
+    ("benchmarks.pieces",),
     ("benchmarks.tune", "solve"),
     ("benchmarks.first_call", "linattn_edu", "gdn_train", "forward"),
 ]

@@ -127,10 +127,12 @@ def test_without_a_correction(shape, cut, monkeypatch, device):
     assert len(cut) == 2
 
 
-@pytest.mark.parametrize("T", [127, 96])
-def test_short_sequences_stay_whole(T, cut, device):
+@pytest.mark.parametrize(("T", "bounds"), [(127, None), (96, None), (200, [0, 127, 127, 200])])
+def test_short_sequences_stay_whole(T, bounds, cut, device):
     x, r = backward_inputs(T, 16, 16, 16, torch.float32, device)
-    state(x.k, r.w, r.u, r.gc, chunk_size=16)
+    one = slice(0, 1 if bounds else None)
+    args = (t[one] for t in (x.k, r.w, r.u, r.gc))
+    state(*args, chunk_size=16, **packed(bounds, 16, device))
     assert not cut
 
 

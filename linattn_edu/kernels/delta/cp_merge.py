@@ -115,7 +115,7 @@ def piece_map_kernel(
         tl.store(number_ptr + i_ph, number, mask=i_v == 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["NP"])
 def merge_kernel(
     ext_ptr,  # [B, NP, H, K, V]
     M_ptr,  # [B, NP, H, K, K] or, of numbers, [B, NP, H]
@@ -180,7 +180,7 @@ MAP_CONFIGS = scan_table(
 MERGE_CONFIGS = {
     "turing": {4: {256: row(4, 1, BJ=16, BV=16)}},
     "ampere": {4: {256: row(4, 1, BJ=32, BV=16)}},
-    "hopper": {4: {128: row(8, 3, BJ=128, BV=8), 256: row(4, 1, BJ=32, BV=16)}},
+    "hopper": {4: {128: row(8, 3, BJ=128, BV=8), 256: row(8, 1, BJ=32, BV=16)}},
 }
 
 
