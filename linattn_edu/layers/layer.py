@@ -1,6 +1,7 @@
 """What the layers share: their arguments, their caches, their state dicts."""
 
 import math
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -191,28 +192,33 @@ class Layer(nn.Module):
                 "under torch.no_grad() or without a cache"
             )
 
-    def _load_from_state_dict(
-        self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-    ) -> None:
-        """PyTorch's, which would load what fits before it says what does not."""
+    def load_state_dict(self, state_dict, strict: bool = True, assign: bool = False):
+        """As PyTorch's, but a state dict that does not fit is refused before anything is loaded.
+
+        Raises:
+            ValueError: a parameter is missing or unknown, with strict, or has another shape; inside
+                a larger model the last alone, and layers before this one are loaded then.
+        """
+        own = dict(self.named_parameters())
+        if strict:
+            missing = [f"{name} is missing" for name in own if name not in state_dict]
+            self._refuse(missing + [f"{name} is unknown" for name in state_dict if name not in own])
+        return super().load_state_dict(state_dict, strict, assign)
+
+    def _load_from_state_dict(self, state_dict, prefix, *args) -> None:
+        """Called by PyTorch before the modules inside are loaded."""
         own = {prefix + name: x for name, x in self.named_parameters()}
-        wrong = [
+        self._refuse(
             f"{name} must have shape {tuple(x.shape)}, got {tuple(state_dict[name].shape)}"
             for name, x in own.items()
             if name in state_dict and state_dict[name].shape != x.shape
-        ]
-        if strict:
-            wrong += [f"{name} is missing" for name in own if name not in state_dict]
-            given = (name for name in state_dict if name.startswith(prefix))
-            wrong += [f"{name} is unknown" for name in given if name not in own]
-        if wrong:
-            raise ValueError(
-                f"state_dict does not fit {type(self).__name__}, nothing of it was loaded: "
-                + "; ".join(wrong)
-            )
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def _refuse(self, wrong: Iterable[str]) -> None:
+        """Raise an error if anything is wrong with a state dict."""
+        if said := "; ".join(wrong):
+            raise ValueError(f"state_dict does not fit {type(self).__name__}: {said}")
 
 
 def _widened(dtype: torch.dtype) -> torch.dtype:
