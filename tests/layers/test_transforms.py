@@ -95,10 +95,10 @@ def test_meta_device(kind):
     with torch.device("meta"):
         other = cls(**arguments).double()
     assert layer(hidden(2, 9, device="meta")).shape == (2, 9, 24)
-    given = {n: (x.shape, x.dtype) for n, x in layer.state_dict().items()}
-    assert (
-        given == {n: (x.shape, x.dtype) for n, x in other.state_dict().items()} or kind == "mamba2"
-    )
+    shapes = {n: x.shape for n, x in layer.state_dict().items()}
+    assert shapes == {n: x.shape for n, x in other.state_dict().items()}
+    # D of mamba_ssm does not follow dtype
+    assert all(x.dtype == torch.float64 for n, x in layer.state_dict().items() if n != "D")
     layer.to_empty(device="cpu")
     with torch.no_grad():
         for p in layer.parameters():
