@@ -36,8 +36,8 @@ class Layer(nn.Module):
         Args:
             batch_size: Sequences, at least 1.
             device: Where they lie; None: where the layer's parameters do.
-            dtype: Of the activations: the layer's dtype if None; under autocast its dtype. The
-                recurrent state is float32, or float64 with float64.
+            dtype: Of the activations; None: autocast's where it is on, else that of the parameters.
+                The recurrent state is float32, or float64 with float64.
 
         Raises:
             TypeError: batch_size is no integer, dtype no floating-point dtype.
@@ -50,8 +50,8 @@ class Layer(nn.Module):
         if dtype is not None:
             check.dtype("dtype", dtype)
         weight = self._weight()
-        device = weight.device if device is None else device
-        dtype = weight.dtype if dtype is None else dtype
+        device = weight.device if device is None else torch.device(device)
+        dtype = _activations(weight.dtype, device) if dtype is None else dtype
         shapes = self._cache_shapes(batch_size)
         *conv, state = (torch.zeros(s, device=device, dtype=dtype) for s in shapes)
         return Cache(type(self).__name__, tuple(conv), state.to(_widened(dtype)))
@@ -170,9 +170,7 @@ class Layer(nn.Module):
             raise ValueError("cache must be None with cp_context, got a Cache")
         if cache.layer != name:
             raise ValueError(f"cache must be of a {name}, got one of a {cache.layer}")
-        dtype = x.dtype
-        if torch.is_autocast_enabled(x.device.type) and dtype != torch.float64:
-            dtype = torch.get_autocast_dtype(x.device.type)
+        dtype = _activations(x.dtype, x.device)
         *conv, state = self._cache_shapes(N)
         wanted = [*((shape, dtype) for shape in conv), (state, _widened(dtype))]
         if len(cache.states) != len(wanted):
@@ -221,6 +219,14 @@ class Layer(nn.Module):
             raise ValueError(f"state_dict does not fit {type(self).__name__}: {said}")
 
 
+def _activations(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """The dtype of what projections of this dtype give: autocast leaves float64 alone."""
+    kind = device.type
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        return dtype
+    return dtype if dtype == torch.float64 else torch.get_autocast_dtype(kind)
+
+
 def _widened(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
@@ -243,9 +249,10 @@ def _check_mask(mask: object, x: Tensor, cache: Cache | None) -> Tensor:
                 "attention_mask must be left padding, zeros and then ones, got a zero after a one "
                 f"in row {bad[0].item()}"
             )
-        if cache is not None:
+        padded = (mask == 0).any(1)
+        if cache is not None and padded.any():
             begun = sum(state.flatten(1).count_nonzero(1) for state in cache.states) > 0
-            bad = (begun & (mask == 0).any(1)).nonzero()
+            bad = (begun & padded).nonzero()
             if len(bad):
                 raise ValueError(
                     "attention_mask must have no padding after a token, got a zero in row "

@@ -1,5 +1,7 @@
 """The layers on the kernels against those on the reference stages."""
 
+import copy
+
 import pytest
 import torch
 from layers.layer_checks import MAIN, hidden, make
@@ -11,20 +13,22 @@ from linattn_edu.testing import assert_close
 def test_kernels_are_the_reference(kind, device, poison):
     x, dy = (hidden(1, 18, torch.float32, device, seed) for seed in (1, 2))
     x.requires_grad_()
+    layers = [make(kind, torch.float32, device, impl) for impl in ("reference", "triton")]
+    with torch.no_grad():
+        begun = layers[0].make_cache(1)
+        layers[0](x[:, :17], cache=begun)
     found = []
-    for impl in ("triton", "reference"):
-        layer = make(kind, torch.float32, device, impl)
+    for layer in layers:
         y = layer(x)
-        y.backward(dy)
-        results = {"y": y.detach(), "dx": x.grad}
-        results |= {n: p.grad for n, p in layer.named_parameters()}
-        x.grad = None
+        dx, *grads = torch.autograd.grad(y, [x, *layer.parameters()], dy)
+        names = (n for n, _ in layer.named_parameters())
+        results = {"y": y.detach(), "dx": dx, **dict(zip(names, grads, strict=True))}
         with torch.no_grad():
-            cache = layer.make_cache(1)
-            layer(x[:, :17], cache=cache)
+            cache = copy.deepcopy(begun)
             results["step"] = layer(x[:, 17:], cache=cache)
         results |= {f"state {i}": state for i, state in enumerate(cache.states)}
         found.append(results)
-    for name, want in found[1].items():
-        assert_close(name, found[0][name], want, 1e-5)
-    assert_close("step", found[0]["step"], found[0]["y"][:, 17:], 1e-5)
+    reference, kernels = found
+    for name, want in reference.items():
+        assert_close(name, kernels[name], want, 1e-5)
+    assert_close("step", kernels["step"], kernels["y"][:, 17:], 1e-5)

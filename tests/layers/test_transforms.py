@@ -29,7 +29,8 @@ def test_compiled_training(kind):
     layer, x = make(kind), hidden(2, 20).requires_grad_()
     mask = torch.ones(2, 20)
     mask[0, :5] = 0
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    backend = "aot_eager" if kind in ("gdn", "mamba2") else "eager"  # which takes half the time
+    compiled = torch.compile(layer, fullgraph=True, backend=backend)
     for found, want in zip(
         both(lambda x: compiled(x, mask), x), both(lambda x: layer(x, mask), x), strict=True
     ):
@@ -63,7 +64,7 @@ def test_autocast(kind, device):
         y = layer(x.requires_grad_())
         (dx,) = torch.autograd.grad(y.float().sum(), x)
         with torch.no_grad():
-            cache = layer.make_cache(2, dtype=torch.bfloat16)
+            cache = layer.make_cache(2)
             pieces = [layer(x[:, a:b], cache=cache) for a, b in ((0, 18), (18, 19), (19, 20))]
             with pytest.raises(TypeError, match=r"state in torch.(bfloat16|float32)"):
                 layer(x, cache=layer.make_cache(2, dtype=torch.float64))
