@@ -32,3 +32,23 @@ def test_kernels_are_the_reference(kind, device, poison):
     for name, want in reference.items():
         assert_close(name, kernels[name], want, 1e-5)
     assert_close("step", kernels["step"], kernels["y"][:, 17:], 1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", MAIN)
+def test_a_step_in_a_cuda_graph(kind):
+    layer = make(kind, torch.float32, "cuda")
+    x = hidden(2, 8, torch.float32, "cuda")
+    want = layer(x).detach()
+    with torch.no_grad():
+        cache, token = layer.make_cache(2), x[:, :1].clone()
+        layer(token, cache=cache)  # compiles the kernels
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = layer(token, cache=cache)
+        cache.reset()
+        for t in range(8):
+            token.copy_(x[:, t : t + 1])
+            graph.replay()
+            assert_close("y", y, want[:, t : t + 1], 1e-5)
