@@ -1,0 +1,264 @@
+"""Models of transformers on the operators of this library."""
+
+import functools
+import inspect
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from types import ModuleType, TracebackType
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from linattn_edu.integrations import calls
+from linattn_edu.ops import check
+
+# The names that functions have in a file of models, or in the layers of one, and ours.
+RECURRENCES: dict[str, Callable] = {
+    "chunk_gated_delta_rule": calls.chunk_gated_delta_rule,
+    "torch_chunk_gated_delta_rule": calls.chunk_gated_delta_rule,
+    "fused_recurrent_gated_delta_rule": calls.fused_recurrent_gated_delta_rule,
+    "recurrent_gated_delta_rule": calls.fused_recurrent_gated_delta_rule,
+    "torch_recurrent_gated_delta_rule": calls.fused_recurrent_gated_delta_rule,
+    "chunk_kda": calls.chunk_kda,
+    "chunk_kimi_delta_attention": calls.chunk_kda,
+    "fused_recurrent_kda": calls.fused_recurrent_kda,
+    "recurrent_kimi_delta_attention": calls.fused_recurrent_kda,
+    "mamba_chunk_scan_combined": calls.mamba_chunk_scan_combined,
+    "mamba2_chunk_scan": calls.mamba_chunk_scan_combined,
+    "mamba2_selective_state_update": calls.selective_state_update,
+    "mamba2_split_conv1d_scan_combined": calls.leave_split,
+}
+# Those that layers of other kinds call too.
+FUNCTIONS = RECURRENCES | {
+    "causal_conv1d_fn": calls.causal_conv1d_fn,
+    "causal_conv1d_update": calls.causal_conv1d_update,
+    "selective_state_update": calls.selective_state_update,
+}
+
+
+class Missing:
+    """In place of an attribute that was not there."""
+
+
+class Held:
+    """An attribute in use: what it was, what it is, and by how many uses."""
+
+    def __init__(self, original: Any, ours: Any, impl: str) -> None:
+        self.original, self.ours, self.impl, self.count = original, ours, impl, 0
+
+
+class Place(NamedTuple):
+    """An attribute to replace: of a file of models, or of a layer."""
+
+    owner: ModuleType | nn.Module
+    name: str
+    ours: Any
+    label: str  # what it becomes, in words
+
+    @property
+    def key(self) -> tuple[int, str]:
+        return id(self.owner), self.name
+
+    @property
+    def held(self) -> dict[str, Held]:
+        """Those in use of the same owner, kept by it."""
+        return vars(self.owner).setdefault("_linattn_edu_in_use", {})
+
+    def __str__(self) -> str:
+        owner = self.owner.__name__ if self.is_file else type(self.owner).__name__
+        return f"{owner}.{self.name}"
+
+    @property
+    def is_file(self) -> bool:
+        return isinstance(self.owner, ModuleType)
+
+_LOCK = threading.Lock()
+
+
+def use(model: nn.Module, *, impl: str = "auto") -> "InUse":
+    """Put a model of transformers on the operators of this library, until undone.
+
+        with use(model):
+            trainer.train()
+
+    or ``undo = use(model)`` and later ``undo()``. Layers with the gated delta rule (qwen3_next,
+    qwen3_5, qwen3_5_moe, qwen4_exp, olmo_hybrid), with Kimi Delta Attention (kimi_linear,
+    glm5_next, bailing_hybrid) and with Mamba-2 (mamba2, bamba, falcon_h1, granitemoehybrid,
+    nemotron_h, zamba2) are found by the functions that they call, so that their subclasses and
+    models around them (PEFT, DDP) are served too; their short convolutions with them. Weights,
+    outputs to rounding, and caches stay as they were.
+
+    Packed sequences: the boundaries that a model is called with, ``cu_seq_lens_q`` [N + 1] or
+    ``seq_idx`` [1, T], reach convolution and recurrence, and each sequence is as alone.
+    position_ids do not: layers without softmax attention never see them.
+
+    What is replaced: from transformers 5.15 on, functions of the model's file, which serve every
+    model of that file while they are in use; before, attributes of this model's layers (GDN) or
+    functions of the file (Mamba-2). ``print(undo)`` lists it. Before 5.15 most layers do not hand
+    boundaries on: a call with them is refused then.
+
+    Args:
+        model: A model, or any module with such layers.
+        impl: "triton", "reference" or "auto", as in :func:`linattn_edu.chunk_gated_delta_rule`.
+
+    Returns:
+        An object that undoes it, when called or when its ``with`` block is left: every attribute is
+        what it was before the first use that is still there. Models may be put in use and undone in
+        any order, one of them several times. What someone else has replaced since is left alone,
+        with a warning.
+
+    Raises:
+        TypeError: model is no module.
+        ValueError: no layer of the model is known; impl is none of the three, or another than that
+            of a use of the same file that is not undone. Nothing is changed.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    check.choice("impl", impl, ("auto", "triton", "reference"))
+    with _LOCK:
+        found = list(_places(model, impl))
+        if not found:
+            raise ValueError(
+                f"model must have layers of the gated delta rule, of Kimi Delta Attention or of "
+                f"Mamba-2 as transformers 4.57 to 5 has them, got {_name(model)} without one"
+            )
+        for place in found:
+            held = place.held.get(place.name)
+            if held is not None and held.impl != impl:
+                raise ValueError(
+                    f"impl must be {held.impl!r}, that of the use of {place} which is not undone, "
+                    f"got {impl!r}"
+                )
+        return InUse(model, impl, found)
+
+
+class InUse:
+    """A model on the operators of this library: call it, or leave its ``with`` block, to undo."""
+
+    def __init__(self, model: nn.Module, impl: str, places: list[Place]) -> None:
+        self.model, self.impl = _name(model), impl
+        self.places = places
+        for place in places:
+            _hold(place, impl)
+
+    def __call__(self) -> None:
+        """Undo. A second call does nothing."""
+        with _LOCK:
+            places, self.places = self.places, []
+            for place in places:
+                _release(place)
+
+    def __enter__(self) -> "InUse":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self()
+
+    def __repr__(self) -> str:
+        if not self.places:
+            return f"{self.model}: undone"
+        lines = [f"{self.model} on linattn_edu, impl={self.impl!r}:"]
+        for is_file in (True, False):
+            count: dict[str, list[str]] = {}
+            for place in self.places:
+                if place.is_file == is_file:
+                    count.setdefault(place.owner.__name__ if is_file else str(place), []).append(
+                        f"{place.name} -> {place.label}" if is_file else place.label
+                    )
+            for owner, names in count.items():
+                if is_file:
+                    lines += [f"  {owner}, for every model of this file:"]
+                    lines += [f"    {name}" for name in names]
+                else:
+                    lines += [f"  {owner} -> {names[0]}, in {len(names)} layers of this model"]
+        return "\n".join(lines)
+
+
+def _hold(place: Place, impl: str) -> None:
+    """Replace an attribute, or count one more use of it."""
+    owner, name = place.owner, place.name
+    held = place.held.get(name)
+    if held is None:
+        held = place.held[name] = Held(vars(owner).get(name, Missing), place.ours, impl)
+    held.count += 1
+    if vars(owner).get(name, Missing) is not held.ours:
+        setattr(owner, name, held.ours)
+
+
+def _release(place: Place) -> None:
+    """Count one use less of an attribute; after the last it is what it was."""
+    owner, name, held = place.owner, place.name, place.held[place.name]
+    held.count -= 1
+    if held.count:
+        return
+    del place.held[name]
+    if not place.held:
+        del vars(owner)["_linattn_edu_in_use"]
+    if vars(owner).get(name, Missing) is not held.ours:
+        warnings.warn(f"{place} was replaced by someone else and is left alone", stacklevel=3)
+    elif held.original is Missing:
+        delattr(owner, name)
+    else:
+        setattr(owner, name, held.original)
+
+
+def _name(model: nn.Module) -> str:
+    kind = getattr(getattr(model, "config", None), "model_type", None)
+    return type(model).__name__ + (f" (model_type {kind})" if kind else "")
+
+
+def _places(model: nn.Module, impl: str) -> Iterator[Place]:
+    """What to replace for a model, each once."""
+    seen: set[tuple[int, str]] = set()
+    for layer in model.modules():
+        for owner, name, ours in (*_attributes(layer), *_functions(layer)):
+            label = getattr(ours, "__name__", repr(ours))
+            if ours in OURS and impl != "auto":
+                ours = functools.partial(ours, impl=impl)
+            place = Place(owner, name, ours, label)
+            if place.key not in seen:
+                seen.add(place.key)
+                yield place
+
+
+OURS = frozenset(FUNCTIONS.values())
+
+
+def _attributes(layer: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
+    """Functions that a layer of transformers before 5.15 keeps itself."""
+    names = FUNCTIONS.keys() & vars(layer).keys()
+    if names & RECURRENCES.keys():
+        yield from ((layer, name, FUNCTIONS[name]) for name in sorted(names))
+
+
+def _functions(layer: nn.Module) -> Iterator[tuple[ModuleType | nn.Module, str, Any]]:
+    """Functions that the methods of a layer look up in their file."""
+    for kind in type(layer).__mro__:
+        file = sys.modules.get(kind.__module__)
+        names = (_looked_up(kind) & FUNCTIONS.keys()) - vars(layer).keys()
+        if file is None or not names & RECURRENCES.keys():
+            continue
+        fast = vars(kind).get("cuda_kernels_forward")
+        if fast is None:
+            names = {name for name in names if callable(vars(file).get(name))}
+        else:  # before 5.15: ours where the kernels are missing, on the way that calls them
+            yield file, "is_fast_path_available", True
+            if "cuda" not in fast.__code__.co_names:  # it runs on a CPU too
+                yield layer, "torch_forward", layer.cuda_kernels_forward
+        yield from ((file, name, FUNCTIONS[name]) for name in sorted(names))
+
+
+def _looked_up(kind: type) -> set[str]:
+    """The global names and attributes that the methods of a class read, the constructor apart."""
+    names: set[str] = set()
+    for name, method in vars(kind).items():
+        if inspect.isfunction(method) and name != "__init__":
+            names.update(inspect.unwrap(method).__code__.co_names)
+    return names
