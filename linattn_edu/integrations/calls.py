@@ -12,21 +12,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from linattn_edu.ops import gdn, kda, ssd
 from linattn_edu.ops.causal_conv1d import causal_conv1d
-#SHIM
-def convolve(x, weight, bias=None, seq_idx=None, initial_states=None, return_final_states=False, final_states_out=None, activation=None, *, impl="auto"):
-    assert seq_idx is None
-    return causal_conv1d(x.mT, weight, bias, activation=activation, impl=impl)[0].mT
-def convolve_one(x, conv_state, weight, bias=None, activation=None, cache_seqlens=None, conv_state_indices=None, *, impl="auto"):
-    W = weight.shape[1]
-    x3 = x[..., None] if x.ndim == 2 else x
-    y, s = causal_conv1d(x3.mT, weight, bias, initial_state=conv_state[..., -W:], output_final_state=True, activation=activation, impl=impl)
-    conv_state.copy_(torch.cat([conv_state, x3], -1)[..., 1:])
-    return y.mT.reshape(x.shape)
-#ENDSHIM
+from linattn_edu.ops.causal_conv1d import causal_conv1d_fn as convolve
+from linattn_edu.ops.causal_conv1d_update import causal_conv1d_update as convolve_one
+from linattn_edu.ops.rms_norm_gated import rms_norm_gated
 from linattn_edu.ops.tensors import needs_gradient
 
 # What a model may call the boundaries of packed sequences: the first two are [N + 1], the last
@@ -143,18 +135,19 @@ def causal_conv1d_update(
 
 
 @serves(ssd.mamba_chunk_scan_combined)
-def mamba_chunk_scan_combined(x, dt, A, B, C, chunk_size, *args: Any, **kwargs: Any):
-    kwargs = _mamba("mamba_chunk_scan_combined", kwargs)
-    return ssd.mamba_chunk_scan_combined(x, dt, A, B, C, _power(chunk_size), *args, **kwargs)
+def mamba_chunk_scan_combined(*args: Any, **kwargs: Any):
+    return ssd.mamba_chunk_scan_combined(*args, **_mamba("mamba_chunk_scan_combined", kwargs))
 
 
 def _mamba(name: str, kwargs: dict[str, Any]) -> dict[str, Any]:
     """The keywords of Mamba-2's operators; boundaries [N + 1] win over each token's sequence."""
     cu_seqlens, seq_idx = boundaries(kwargs)
     kwargs = known(name, kwargs)
+    if "chunk_size" in kwargs:
+        kwargs["chunk_size"] = _power(kwargs["chunk_size"])
     if kwargs.get("dt_limit") is not None:  # a list, where it was read from a file
         kwargs["dt_limit"] = tuple(kwargs["dt_limit"])
-    if cu_seqlens is not None:
+    if cu_seqlens is not None and "cu_seqlens" in KNOWN[name]:
         kwargs["cu_seqlens"] = cu_seqlens
     elif seq_idx is not None:
         kwargs["seq_idx"] = seq_idx
@@ -188,8 +181,29 @@ def selective_state_update(
     return out[:, 0]
 
 
-def leave_split(*args: Any, **kwargs: Any) -> None:
-    """None: the layer takes its own way, which zeroes padding after the convolution.
+@serves(ssd.mamba_split_conv1d_scan_combined)
+def mamba_split_conv1d_scan_combined(*args: Any, **kwargs: Any):
+    return ssd.mamba_split_conv1d_scan_combined(
+        *args, **_mamba("mamba_split_conv1d_scan_combined", kwargs)
+    )
 
-    The fused function of mamba_ssm does not see the padding, and norms after the gate always.
+
+def one_by_one(*args: Any, **kwargs: Any) -> None:
+    """In place of the split function: the layer then calls its parts, which are ours too.
+
+    The fused function sees no padding and always norms after the gate. A layer zeroes padding after
+    the convolution too, and that of Falcon-H1 may norm before the gate.
     """
+
+
+def gated_norm(norm: nn.Module, before_gate: bool, impl: str, x: Tensor, gate: Tensor | None = None):
+    """The forward pass of a gated norm of a layer; before_gate where norm itself does not say."""
+    groups = getattr(norm, "n_groups", 1)
+    return rms_norm_gated(
+        x, norm.weight, None, gate,
+        eps=norm.variance_epsilon,
+        group_size=getattr(norm, "group_size", x.shape[-1] // groups),
+        norm_before_gate=getattr(norm, "norm_before_gate", before_gate),
+        activation=getattr(norm, "activation", "silu"),
+        impl=impl,
+    )  # fmt: skip

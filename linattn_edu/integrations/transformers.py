@@ -28,7 +28,8 @@ RECURRENCES: dict[str, Callable] = {
     "mamba_chunk_scan_combined": calls.mamba_chunk_scan_combined,
     "mamba2_chunk_scan": calls.mamba_chunk_scan_combined,
     "mamba2_selective_state_update": calls.selective_state_update,
-    "mamba2_split_conv1d_scan_combined": calls.leave_split,
+    "mamba2_split_conv1d_scan_combined": calls.one_by_one,
+    "mamba_split_conv1d_scan_combined": calls.mamba_split_conv1d_scan_combined,
 }
 # Those that layers of other kinds call too.
 FUNCTIONS = RECURRENCES | {
@@ -64,7 +65,7 @@ class Place(NamedTuple):
     @property
     def held(self) -> dict[str, Held]:
         """Those in use of the same owner, kept by it."""
-        return vars(self.owner).setdefault("_linattn_edu_in_use", {})
+        return vars(self.owner).setdefault(IN_USE, {})
 
     def __str__(self) -> str:
         owner = self.owner.__name__ if self.is_file else type(self.owner).__name__
@@ -74,6 +75,8 @@ class Place(NamedTuple):
     def is_file(self) -> bool:
         return isinstance(self.owner, ModuleType)
 
+IN_USE = "_linattn_edu_in_use"  # where an owner keeps what of it is in use
+MAMBA = frozenset(name for name in RECURRENCES if name.startswith("mamba"))
 _LOCK = threading.Lock()
 
 
@@ -200,7 +203,7 @@ def _release(place: Place) -> None:
         return
     del place.held[name]
     if not place.held:
-        del vars(owner)["_linattn_edu_in_use"]
+        del vars(owner)[IN_USE]
     if vars(owner).get(name, Missing) is not held.ours:
         warnings.warn(f"{place} was replaced by someone else and is left alone", stacklevel=3)
     elif held.original is Missing:
@@ -218,41 +221,63 @@ def _places(model: nn.Module, impl: str) -> Iterator[Place]:
     """What to replace for a model, each once."""
     seen: set[tuple[int, str]] = set()
     for layer in model.modules():
-        for owner, name, ours in (*_attributes(layer), *_functions(layer)):
-            label = getattr(ours, "__name__", repr(ours))
-            if ours in OURS and impl != "auto":
-                ours = functools.partial(ours, impl=impl)
-            place = Place(owner, name, ours, label)
-            if place.key not in seen:
-                seen.add(place.key)
-                yield place
+        for owner, name, ours, label in _of_layer(layer, impl):
+            if (id(owner), name) not in seen:
+                seen.add((id(owner), name))
+                yield Place(owner, name, ours, label)
 
 
-OURS = frozenset(FUNCTIONS.values())
+def _of_layer(layer: nn.Module, impl: str) -> Iterator[tuple[Any, str, Any, str]]:
+    """What to replace for a layer: owner, name, ours and its name."""
+    functions = [*_attributes(layer), *_functions(layer)]
+    for owner, name in functions:
+        ours = FUNCTIONS[name]
+        yield owner, name, _with_impl(ours, impl), ours.__name__
+    for kind in type(layer).__mro__ if functions else ():
+        fast = vars(kind).get("cuda_kernels_forward")
+        if fast is not None:  # Mamba-2 before 5.15: take the way that calls the functions
+            yield sys.modules[kind.__module__], "is_fast_path_available", True, "True"
+            if "cuda" not in fast.__code__.co_names:  # it runs on a CPU too
+                yield layer, "torch_forward", layer.cuda_kernels_forward, "cuda_kernels_forward"
+    # norm, then gate in the delta rule; Mamba-2's the other way about
+    before_gate = not any(name in MAMBA for _, name in functions)
+    for norm in layer.children() if functions else ():
+        if _is_gated_norm(norm):
+            ours = functools.partial(calls.gated_norm, norm, before_gate, impl)
+            yield norm, "forward", ours, "rms_norm_gated"
 
 
-def _attributes(layer: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
+def _with_impl(function: Callable, impl: str) -> Callable:
+    return function if impl == "auto" else functools.partial(function, impl=impl)
+
+
+def _is_gated_norm(norm: nn.Module) -> bool:
+    """Whether it is the gated norm of transformers, its forward pass not replaced by others."""
+    return (
+        type(norm).__name__.endswith("RMSNormGated")
+        and hasattr(norm, "variance_epsilon")
+        and getattr(norm, "activation", "silu") in ("silu", "swish", "sigmoid")
+        and ("forward" not in vars(norm) or "forward" in vars(norm).get(IN_USE, ()))
+    )
+
+
+def _attributes(layer: nn.Module) -> Iterator[tuple[nn.Module, str]]:
     """Functions that a layer of transformers before 5.15 keeps itself."""
     names = FUNCTIONS.keys() & vars(layer).keys()
     if names & RECURRENCES.keys():
-        yield from ((layer, name, FUNCTIONS[name]) for name in sorted(names))
+        yield from ((layer, name) for name in sorted(names))
 
 
-def _functions(layer: nn.Module) -> Iterator[tuple[ModuleType | nn.Module, str, Any]]:
+def _functions(layer: nn.Module) -> Iterator[tuple[ModuleType, str]]:
     """Functions that the methods of a layer look up in their file."""
     for kind in type(layer).__mro__:
         file = sys.modules.get(kind.__module__)
         names = (_looked_up(kind) & FUNCTIONS.keys()) - vars(layer).keys()
         if file is None or not names & RECURRENCES.keys():
             continue
-        fast = vars(kind).get("cuda_kernels_forward")
-        if fast is None:
+        if "cuda_kernels_forward" not in vars(kind):  # else None or missing without the packages
             names = {name for name in names if callable(vars(file).get(name))}
-        else:  # before 5.15: ours where the kernels are missing, on the way that calls them
-            yield file, "is_fast_path_available", True
-            if "cuda" not in fast.__code__.co_names:  # it runs on a CPU too
-                yield layer, "torch_forward", layer.cuda_kernels_forward
-        yield from ((file, name, FUNCTIONS[name]) for name in sorted(names))
+        yield from ((file, name) for name in sorted(names))
 
 
 def _looked_up(kind: type) -> set[str]:
