@@ -196,6 +196,15 @@ def one_by_one(*args: Any, **kwargs: Any) -> None:
     """
 
 
+def unfused(way: Callable, layer: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+    """A layer's way through the functions, in training too one by one: see one_by_one."""
+    training, layer.training = layer.training, False
+    try:
+        return way(layer, *args, **kwargs)
+    finally:
+        layer.training = training
+
+
 def gated_norm(norm: nn.Module, before_gate: bool, impl: str, x: Tensor, gate: Tensor | None = None):
     """The forward pass of a gated norm of a layer; before_gate where norm itself does not say."""
     groups = getattr(norm, "n_groups", 1)

@@ -10,6 +10,7 @@ from types import ModuleType, TracebackType
 from typing import Any, NamedTuple
 
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from linattn_edu.integrations import calls
 from linattn_edu.ops import check
@@ -28,8 +29,8 @@ RECURRENCES: dict[str, Callable] = {
     "mamba_chunk_scan_combined": calls.mamba_chunk_scan_combined,
     "mamba2_chunk_scan": calls.mamba_chunk_scan_combined,
     "mamba2_selective_state_update": calls.selective_state_update,
+    "mamba_split_conv1d_scan_combined": calls.one_by_one,
     "mamba2_split_conv1d_scan_combined": calls.one_by_one,
-    "mamba_split_conv1d_scan_combined": calls.mamba_split_conv1d_scan_combined,
 }
 # Those that layers of other kinds call too.
 FUNCTIONS = RECURRENCES | {
@@ -145,11 +146,15 @@ class InUse:
         self.places = places
         for place in places:
             _hold(place, impl)
+        self.hooks = list(_hooks(model))
 
     def __call__(self) -> None:
         """Undo. A second call does nothing."""
         with _LOCK:
             places, self.places = self.places, []
+            hooks, self.hooks = self.hooks, []
+            for hook in hooks:
+                hook.remove()
             for place in places:
                 _release(place)
 
@@ -236,9 +241,11 @@ def _of_layer(layer: nn.Module, impl: str) -> Iterator[tuple[Any, str, Any, str]
     for kind in type(layer).__mro__ if functions else ():
         fast = vars(kind).get("cuda_kernels_forward")
         if fast is not None:  # Mamba-2 before 5.15: take the way that calls the functions
+            way, label = functools.partial(calls.unfused, fast, layer), "cuda_kernels_forward, unfused"
             yield sys.modules[kind.__module__], "is_fast_path_available", True, "True"
+            yield layer, "cuda_kernels_forward", way, label
             if "cuda" not in fast.__code__.co_names:  # it runs on a CPU too
-                yield layer, "torch_forward", layer.cuda_kernels_forward, "cuda_kernels_forward"
+                yield layer, "torch_forward", way, label
     # norm, then gate in the delta rule; Mamba-2's the other way about
     before_gate = not any(name in MAMBA for _, name in functions)
     for norm in layer.children() if functions else ():
@@ -278,6 +285,48 @@ def _functions(layer: nn.Module) -> Iterator[tuple[ModuleType, str]]:
         if "cuda_kernels_forward" not in vars(kind):  # else None or missing without the packages
             names = {name for name in names if callable(vars(file).get(name))}
         yield from ((file, name) for name in sorted(names))
+
+
+def _hooks(model: nn.Module) -> Iterator[RemovableHandle]:
+    """What brings boundaries of packed sequences to the layers, or refuses them."""
+    add = functools.partial(nn.Module.register_forward_pre_hook, with_kwargs=True)
+    deaf = {type(layer).__name__ for layer in model.modules() if _is_deaf(layer)}
+    if deaf:
+        yield add(model, functools.partial(_refuse_boundaries, " and ".join(sorted(deaf))))
+        return
+    for module in model.modules():
+        if type(module).__name__ == "Mamba2ForCausalLM":
+            yield add(module, functools.partial(_keep_boundaries, module.backbone))
+            yield add(module.backbone, _give_boundaries)
+
+
+def _is_deaf(layer: nn.Module) -> bool:
+    """Whether a layer, of transformers before 5.15, calls our functions without boundaries."""
+    fast = hasattr(layer, "cuda_kernels_forward") and any(_functions(layer))
+    if not fast and not any(_attributes(layer)):
+        return False
+    code = inspect.unwrap(type(layer).forward).__code__
+    return "seq_idx" not in (*code.co_varnames, *code.co_consts)
+
+
+def _keep_boundaries(backbone: nn.Module, head: nn.Module, args: tuple, kwargs: dict) -> None:
+    """For the model inside a head that drops them."""
+    backbone._linattn_edu_boundaries = {k: kwargs[k] for k in calls.BOUNDARIES if k in kwargs}
+
+
+def _give_boundaries(backbone: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    kept = getattr(backbone, "_linattn_edu_boundaries", {})
+    backbone._linattn_edu_boundaries = {}
+    return args, kept | kwargs
+
+
+def _refuse_boundaries(layers: str, model: nn.Module, args: tuple, kwargs: dict) -> None:
+    for name in calls.BOUNDARIES:
+        if kwargs.get(name) is not None:
+            raise ValueError(
+                f"{name} must be None: this transformers does not hand it on to {layers}, which "
+                f"would take packed sequences for one; 5.15 and newer do"
+            )
 
 
 def _looked_up(kind: type) -> set[str]:

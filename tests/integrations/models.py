@@ -17,6 +17,7 @@ COMMON = {
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 96,
+    "initializer_range": 0.2,
 }
 HYBRID = {"layer_types": ["linear_attention", "full_attention"]}
 DELTA = {
