@@ -205,7 +205,9 @@ def unfused(way: Callable, layer: nn.Module, *args: Any, **kwargs: Any) -> Tenso
         layer.training = training
 
 
-def gated_norm(norm: nn.Module, before_gate: bool, impl: str, x: Tensor, gate: Tensor | None = None):
+def gated_norm(
+    norm: nn.Module, before_gate: bool, impl: str, x: Tensor, gate: Tensor | None = None
+):
     """The forward pass of a gated norm of a layer; before_gate where norm itself does not say."""
     groups = getattr(norm, "n_groups", 1)
     return rms_norm_gated(

@@ -76,6 +76,7 @@ class Place(NamedTuple):
     def is_file(self) -> bool:
         return isinstance(self.owner, ModuleType)
 
+
 IN_USE = "_linattn_edu_in_use"  # where an owner keeps what of it is in use
 MAMBA = frozenset(name for name in RECURRENCES if name.startswith("mamba"))
 _LOCK = threading.Lock()
@@ -241,7 +242,10 @@ def _of_layer(layer: nn.Module, impl: str) -> Iterator[tuple[Any, str, Any, str]
     for kind in type(layer).__mro__ if functions else ():
         fast = vars(kind).get("cuda_kernels_forward")
         if fast is not None:  # Mamba-2 before 5.15: take the way that calls the functions
-            way, label = functools.partial(calls.unfused, fast, layer), "cuda_kernels_forward, unfused"
+            way, label = (
+                functools.partial(calls.unfused, fast, layer),
+                "cuda_kernels_forward, unfused",
+            )
             yield sys.modules[kind.__module__], "is_fast_path_available", True, "True"
             yield layer, "cuda_kernels_forward", way, label
             if "cuda" not in fast.__code__.co_names:  # it runs on a CPU too
@@ -290,9 +294,10 @@ def _functions(layer: nn.Module) -> Iterator[tuple[ModuleType, str]]:
 def _hooks(model: nn.Module) -> Iterator[RemovableHandle]:
     """What brings boundaries of packed sequences to the layers, or refuses them."""
     add = functools.partial(nn.Module.register_forward_pre_hook, with_kwargs=True)
-    deaf = {type(layer).__name__ for layer in model.modules() if _is_deaf(layer)}
-    if deaf:
-        yield add(model, functools.partial(_refuse_boundaries, " and ".join(sorted(deaf))))
+    old = {layer for layer in model.modules() if _before_5_15(layer)}
+    if old:
+        hear = {type(layer).__name__: _hears(layer) for layer in old}
+        yield add(model, functools.partial(_refuse_boundaries, hear))
         return
     for module in model.modules():
         if type(module).__name__ == "Mamba2ForCausalLM":
@@ -300,13 +305,18 @@ def _hooks(model: nn.Module) -> Iterator[RemovableHandle]:
             yield add(module.backbone, _give_boundaries)
 
 
-def _is_deaf(layer: nn.Module) -> bool:
-    """Whether a layer, of transformers before 5.15, calls our functions without boundaries."""
+def _before_5_15(layer: nn.Module) -> bool:
+    """Whether it is a layer that calls our functions as transformers did before 5.15."""
     fast = hasattr(layer, "cuda_kernels_forward") and any(_functions(layer))
-    if not fast and not any(_attributes(layer)):
-        return False
-    code = inspect.unwrap(type(layer).forward).__code__
-    return "seq_idx" not in (*code.co_varnames, *code.co_consts)
+    return fast or any(_attributes(layer))
+
+
+def _hears(layer: nn.Module) -> set[str]:
+    """The names of boundaries that such a layer takes to our functions."""
+    read: set[Any] = set()
+    for function in _decorated(type(layer).forward):
+        read.update(function.__code__.co_varnames, function.__code__.co_consts)
+    return {name for name in calls.BOUNDARIES if name in read}
 
 
 def _keep_boundaries(backbone: nn.Module, head: nn.Module, args: tuple, kwargs: dict) -> None:
@@ -320,12 +330,17 @@ def _give_boundaries(backbone: nn.Module, args: tuple, kwargs: dict) -> tuple[tu
     return args, kept | kwargs
 
 
-def _refuse_boundaries(layers: str, model: nn.Module, args: tuple, kwargs: dict) -> None:
-    for name in calls.BOUNDARIES:
-        if kwargs.get(name) is not None:
+def _refuse_boundaries(
+    hear: dict[str, set[str]], model: nn.Module, args: tuple, kwargs: dict[str, Any]
+) -> None:
+    given = {name for name in calls.BOUNDARIES if kwargs.get(name) is not None}
+    for layer, names in hear.items():
+        if given and not (names and names <= given):
             raise ValueError(
-                f"{name} must be None: this transformers does not hand it on to {layers}, which "
-                f"would take packed sequences for one; 5.15 and newer do"
+                f"{' and '.join(sorted(given))} must be None"
+                + (f", or come with {' and '.join(sorted(names - given))}" if names else "")
+                + f": {layer} of this transformers, older than 5.15, would take packed sequences "
+                f"for one"
             )
 
 
@@ -334,5 +349,15 @@ def _looked_up(kind: type) -> set[str]:
     names: set[str] = set()
     for name, method in vars(kind).items():
         if inspect.isfunction(method) and name != "__init__":
-            names.update(inspect.unwrap(method).__code__.co_names)
+            for function in _decorated(method):
+                names.update(function.__code__.co_names)
     return names
+
+
+def _decorated(method: Callable) -> Iterator[Callable]:
+    """A function, and those that its decorators hold."""
+    function = inspect.unwrap(method)
+    yield function
+    for cell in function.__closure__ or ():
+        if inspect.isfunction(cell.cell_contents):
+            yield cell.cell_contents

@@ -17,7 +17,7 @@ COMMON = {
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 96,
-    "initializer_range": 0.2,
+    "initializer_range": 0.1,
 }
 HYBRID = {"layer_types": ["linear_attention", "full_attention"]}
 DELTA = {
@@ -117,7 +117,14 @@ MODELS = {
     "mamba2": (
         "Mamba2Config",
         "Mamba2ForCausalLM",
-        {**COMMON, "num_heads": 8, "head_dim": 8, "state_size": 16, "n_groups": 2, "chunk_size": 32},
+        {
+            **COMMON,
+            "num_heads": 8,
+            "head_dim": 8,
+            "state_size": 16,
+            "n_groups": 2,
+            "chunk_size": 32,
+        },
     ),
     "bamba": ("BambaConfig", "BambaForCausalLM", {**MAMBA, "attn_layer_indices": [1]}),
     "falcon_h1": (
