@@ -1,0 +1,273 @@
+"""What the layers share: their arguments, their caches, their state dicts."""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from linattn_edu.cp.context import CPContext
+from linattn_edu.layers.cache import Cache
+from linattn_edu.layers.short_convolution import ShortConvolution
+from linattn_edu.ops import check, inplace
+from linattn_edu.ops.tensors import known, needs_gradient
+
+
+class Layer(nn.Module):
+    """A map of hidden states to hidden states, whose memory of earlier tokens has a fixed size.
+
+    A subclass sets hidden_size; conv_shapes, the ``[D, W]`` of each short convolution;
+    state_shape, that of the recurrent state of a sequence; and has the methods that raise
+    NotImplementedError here.
+    """
+
+    hidden_size: int
+    conv_shapes: tuple[tuple[int, int], ...]
+    state_shape: tuple[int, ...]
+
+    def make_cache(
+        self,
+        batch_size: int,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Cache:
+        """States of no tokens, zero, for decoding.
+
+        Args:
+            batch_size: Sequences, at least 1.
+            device: Where they lie; None: where the layer's parameters do.
+            dtype: Of the activations: the layer's dtype if None; under autocast its dtype. The
+                recurrent state is float32, or float64 with float64.
+
+        Raises:
+            TypeError: batch_size is no integer, dtype no floating-point dtype.
+            ValueError: batch_size is below 1.
+        """
+        if isinstance(batch_size, bool) or not isinstance(batch_size, int):
+            raise TypeError(f"batch_size must be an integer, got {batch_size!r}")
+        if batch_size < 1:
+            raise ValueError(f"batch_size must be >= 1, got {batch_size}")
+        if dtype is not None:
+            check.dtype("dtype", dtype)
+        weight = self._weight()
+        device = weight.device if device is None else device
+        dtype = weight.dtype if dtype is None else dtype
+        shapes = self._cache_shapes(batch_size)
+        *conv, state = (torch.zeros(s, device=device, dtype=dtype) for s in shapes)
+        return Cache(type(self).__name__, tuple(conv), state.to(_widened(dtype)))
+
+    def forward(
+        self,
+        x: Tensor,
+        attention_mask: Tensor | None = None,
+        cache: Cache | None = None,
+        cu_seqlens: Tensor | None = None,
+        cu_seqlens_cpu: Tensor | None = None,
+        cp_context: CPContext | None = None,
+    ) -> Tensor:
+        """The new hidden states.
+
+        Args:
+            x: Hidden states ``[B, T, hidden_size]``, in the dtype of the parameters, or any under
+                autocast.
+            attention_mask: 1 at tokens and 0 at padding ``[B, T]``, of x's tokens alone, any dtype:
+                left padding, so that each row is zeros and then ones. Padding, whatever x is there,
+                neither is written to a state nor read, and y is zero there: a row gives what it
+                gives alone. On the CPU a mask that is no left padding is refused, as is one with
+                padding after tokens of an earlier call; on a GPU, where that would wait for the
+                device, and under torch.compile its numbers are not looked at.
+            cache: Of this layer's :meth:`make_cache`, for as many sequences: x goes on from its
+                states, which are then overwritten with those after x. The pieces of a sequence, of
+                any lengths, one after the other give what the whole gives at once. One token (T =
+                1) takes the recurrent operators, in place, without a new state. Under
+                torch.no_grad() or torch.inference_mode() only.
+            cu_seqlens: Boundaries ``[N + 1]``, int32 or int64, of N sequences packed into a batch
+                of one: each gives what it gives alone. A cache then has N sequences.
+            cu_seqlens_cpu: The same numbers on the CPU. Without them a cu_seqlens on a GPU is read
+                once, and the call waits for the device.
+            cp_context: Of :func:`build_cp_context`, where the sequences are cut over several ranks;
+                x has the tokens of this rank. Not with the other arguments.
+
+        Returns:
+            y ``[B, T, hidden_size]``, in x's dtype, or under autocast in its dtype.
+
+        Raises:
+            TypeError: an argument is not of a type or dtype listed above.
+            ValueError: a shape, a mask, a cache of another layer or batch size, or a combination of
+                arguments does not fit, or a gradient is recorded with a cache; the message names
+                the argument, what was expected and what came. Nothing has been written then.
+        """
+        x, padding, cu_seqlens_cpu = self._begin(
+            x, attention_mask, cache, cu_seqlens, cu_seqlens_cpu, cp_context
+        )
+        bounds = {
+            "cu_seqlens": cu_seqlens, "cu_seqlens_cpu": cu_seqlens_cpu, "cp_context": cp_context,
+        }  # fmt: skip
+        step = cache is not None and x.shape[1] == 1 and cu_seqlens is None
+        y = self._mixed(x, padding, cache, bounds, step)
+        return y if padding is None else y.masked_fill(padding, 0)
+
+    def _mixed(
+        self, x: Tensor, padding: Tensor | None, cache: Cache | None, bounds: dict, step: bool
+    ) -> Tensor:
+        """y of x, which is zero at padding [B, T, 1]; step: one token, in place."""
+        raise NotImplementedError
+
+    def _convolved(
+        self, conv: ShortConvolution, x: Tensor, cache: Cache | None, i: int, bounds: dict
+    ) -> Tensor:
+        """The short convolution number i of x; its state is read and written."""
+        state = None if cache is None else cache.conv_states[i]
+        y, final = conv(x, cache=state, output_final_state=state is not None, **bounds)
+        if state is not None and final is not state:
+            write(state, final)
+        return y
+
+    def _weight(self) -> Tensor:
+        """The matrix that the hidden states meet first."""
+        raise NotImplementedError
+
+    def _cache_shapes(self, N: int) -> list[tuple[int, ...]]:
+        return [(N, *shape) for shape in (*self.conv_shapes, self.state_shape)]
+
+    def _begin(
+        self,
+        x: Tensor,
+        attention_mask: Tensor | None,
+        cache: Cache | None,
+        cu_seqlens: Tensor | None,
+        cu_seqlens_cpu: Tensor | None,
+        cp_context: CPContext | None,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Refuse what does not fit; return x without its padding, [B, T, 1] True at padding, and
+        the boundaries on the CPU, read once for all operators of the layer.
+        """
+        sizes: dict[str, int] = {"hidden_size": self.hidden_size}
+        check.tensor("x", x, ("B", "T", "hidden_size"), sizes)
+        if cache is not None:
+            N = sizes["B"] if cu_seqlens is None else check.boundaries("cu_seqlens", cu_seqlens)
+            self._check_cache(x, cache, N, cp_context)
+        if cu_seqlens is not None and cu_seqlens_cpu is None and cp_context is None:
+            check.boundaries("cu_seqlens", cu_seqlens)
+            cu_seqlens_cpu = cu_seqlens.cpu()
+        if attention_mask is None:
+            return x, None, cu_seqlens_cpu
+        for name, other in (("cu_seqlens", cu_seqlens), ("cp_context", cp_context)):
+            if other is not None:
+                raise ValueError(
+                    f"attention_mask must be None with {name}, which packs sequences without "
+                    "padding"
+                )
+        padding = ~_check_mask(attention_mask, x, cache)[..., None]
+        return x.masked_fill(padding, 0), padding, cu_seqlens_cpu
+
+    def _check_cache(self, x: Tensor, cache: object, N: int, cp_context: CPContext | None) -> None:
+        """Refuse a cache that is not this layer's, or that must not be written."""
+        name = type(self).__name__
+        if not isinstance(cache, Cache):
+            raise TypeError(f"cache must come from {name}.make_cache, got {type(cache).__name__}")
+        if cp_context is not None:
+            raise ValueError("cache must be None with cp_context, got a Cache")
+        if cache.layer != name:
+            raise ValueError(f"cache must be of a {name}, got one of a {cache.layer}")
+        dtype = x.dtype
+        if torch.is_autocast_enabled(x.device.type) and dtype != torch.float64:
+            dtype = torch.get_autocast_dtype(x.device.type)
+        *conv, state = self._cache_shapes(N)
+        wanted = [*((shape, dtype) for shape in conv), (state, _widened(dtype))]
+        if len(cache.states) != len(wanted):
+            raise ValueError(f"cache must have {len(wanted)} states, got {len(cache.states)}")
+        for y, (shape, dtype) in zip(cache.states, wanted, strict=True):
+            if y.shape != shape:
+                raise ValueError(
+                    f"cache must be of a layer of these sizes and of {N} sequences, with a state "
+                    f"{shape}, got {tuple(y.shape)}"
+                )
+            if y.dtype != dtype:
+                raise TypeError(f"cache must have a state in {dtype} {shape}, got {y.dtype}")
+        check.same_device(("x", x), *(("cache", y) for y in cache.states))
+        if torch.is_grad_enabled() and needs_gradient(x, *self.parameters()):
+            raise ValueError(
+                "cache is written in place, which a gradient would not notice: call the layer "
+                "under torch.no_grad() or without a cache"
+            )
+
+    def _load_from_state_dict(
+        self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+    ) -> None:
+        """PyTorch's, which would load what fits before it says what does not."""
+        own = {prefix + name: x for name, x in self.named_parameters()}
+        wrong = [
+            f"{name} must have shape {tuple(x.shape)}, got {tuple(state_dict[name].shape)}"
+            for name, x in own.items()
+            if name in state_dict and state_dict[name].shape != x.shape
+        ]
+        if strict:
+            wrong += [f"{name} is missing" for name in own if name not in state_dict]
+            given = (name for name in state_dict if name.startswith(prefix))
+            wrong += [f"{name} is unknown" for name in given if name not in own]
+        if wrong:
+            raise ValueError(
+                f"state_dict does not fit {type(self).__name__}, nothing of it was loaded: "
+                + "; ".join(wrong)
+            )
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+
+
+def _widened(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _check_mask(mask: object, x: Tensor, cache: Cache | None) -> Tensor:
+    """The mask, True at tokens; refused where it is not left padding, on the CPU."""
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"attention_mask must be a tensor [B, T], got {type(mask).__name__}")
+    if mask.shape != x.shape[:2]:
+        raise ValueError(
+            f"attention_mask must have shape {tuple(x.shape[:2])}, got {tuple(mask.shape)}"
+        )
+    check.same_device(("x", x), ("attention_mask", mask))
+    if known(mask):
+        if not ((mask == 0) | (mask == 1)).all():
+            raise ValueError("attention_mask must hold zeros and ones alone")
+        bad = (mask[:, 1:].bool() < mask[:, :-1].bool()).any(1).nonzero()
+        if len(bad):
+            raise ValueError(
+                "attention_mask must be left padding, zeros and then ones, got a zero after a one "
+                f"in row {bad[0].item()}"
+            )
+        if cache is not None:
+            begun = sum(state.flatten(1).count_nonzero(1) for state in cache.states) > 0
+            bad = (begun & (mask == 0).any(1)).nonzero()
+            if len(bad):
+                raise ValueError(
+                    "attention_mask must have no padding after a token, got a zero in row "
+                    f"{bad[0].item()}, whose cache holds tokens"
+                )
+    return mask.bool()
+
+
+def write(state: Tensor, value: Tensor) -> None:
+    """Put a value where a state of a cache is."""
+    with inplace.writable(state), torch.no_grad():
+        state.copy_(value)
+
+
+@torch.no_grad()
+def draw_step_bias(bias: Tensor, least: float, largest: float, floor: float) -> None:
+    """Fill dt_bias so that softplus(dt_bias) is log-uniform in [least, largest], >= floor.
+
+    The inverse of the softplus is ``s + log(1 - e^-s)``.
+    """
+    low, high = math.log(least), math.log(largest)
+    s = torch.empty_like(bias, dtype=_widened(bias.dtype)).uniform_(low, high).exp_()
+    s.clamp_(min=floor)
+    bias.copy_(s + torch.log(-torch.expm1(-s)))
+
+
+@torch.no_grad()
+def draw_rate(A_log: Tensor, least: float, largest: float) -> None:
+    """Fill A_log so that exp(A_log) is uniform in (least, largest)."""
+    rate = torch.empty_like(A_log, dtype=_widened(A_log.dtype)).uniform_(least, largest)
+    A_log.copy_(rate.clamp_(min=torch.finfo(rate.dtype).tiny).log())

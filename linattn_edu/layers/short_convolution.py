@@ -1,0 +1,95 @@
+"""The short convolution of every channel, as a module."""
+
+import torch
+from torch import Tensor, nn
+
+from linattn_edu.cp.context import CPContext
+from linattn_edu.ops.causal_conv1d import causal_conv1d
+from linattn_edu.ops.causal_conv1d_update import causal_conv1d_update
+
+
+class ShortConvolution(nn.Conv1d):
+    r""":func:`causal_conv1d` as a module: parameters and call of fla's ShortConvolution.
+
+    Parameters: ``weight`` ``[D, 1, W]`` and ``bias`` ``[D]`` (None without bias), drawn as those of
+    :class:`torch.nn.Conv1d`, uniform in ``[-W ** -0.5, W ** -0.5]``.
+
+    Args:
+        hidden_size: Channels D.
+        kernel_size: Tokens of a sum, W, from 1 to 8.
+        bias: Whether there is a bias.
+        activation: None, "silu" or "swish".
+        backend: fla-core's name of its kernels, as in :func:`causal_conv1d`.
+        device, dtype: Of the parameters.
+        impl: "triton", "reference" or "auto", as in :func:`causal_conv1d`.
+
+    Source: chapter 23; fla-core 0.6.0, whose names these are.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        kernel_size: int,
+        bias: bool = False,
+        activation: str | None = "silu",
+        backend: str | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        impl: str = "auto",
+    ):
+        super().__init__(
+            hidden_size, hidden_size, kernel_size, padding=kernel_size - 1, groups=hidden_size,
+            bias=bias, device=device, dtype=dtype,
+        )  # fmt: skip
+        self.hidden_size, self.activation, self.backend = hidden_size, activation, backend
+        self.impl = impl
+
+    def forward(
+        self,
+        x: Tensor,
+        residual: Tensor | None = None,
+        mask: Tensor | None = None,
+        cache: Tensor | None = None,
+        output_final_state: bool = False,
+        cu_seqlens: Tensor | None = None,
+        chunk_indices: Tensor | None = None,
+        *,
+        cu_seqlens_cpu: Tensor | None = None,
+        cp_context: CPContext | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """y and the final state of :func:`causal_conv1d`, or None.
+
+        Args:
+            x: ``[B, T, D]``.
+            mask: 0 or 1 for each token ``[B, T]``: tokens with 0 count as zero. x stays as it is,
+                where fla writes to it.
+            cache: The W tokens before x ``[N, D, W]``. Without a gradient, one token (T = 1, no
+                cu_seqlens) is written to it in place, and it is the final state.
+            residual, output_final_state, cu_seqlens, chunk_indices, cu_seqlens_cpu, cp_context: As
+                in :func:`causal_conv1d`.
+
+        Raises:
+            TypeError, ValueError: As :func:`causal_conv1d` and :func:`causal_conv1d_update`, and a
+                mask together with cu_seqlens.
+        """
+        if mask is not None:
+            if cu_seqlens is not None:
+                raise ValueError("mask must be None with cu_seqlens, got both")
+            x = x * mask[..., None].to(x.dtype)
+        weight = self.weight.squeeze(1)
+        packed = cu_seqlens is not None or cp_context is not None
+        if cache is not None and not packed and x.shape[1] == 1 and not torch.is_grad_enabled():
+            y = causal_conv1d_update(
+                x[:, 0], cache, weight, self.bias, self.activation, impl=self.impl
+            )[:, None]
+            y = y if residual is None else (y + residual).to(x.dtype)
+            return y, cache if output_final_state else None
+        return causal_conv1d(
+            x, weight, self.bias, residual, cache, output_final_state, self.activation,
+            self.backend, cu_seqlens, cu_seqlens_cpu, chunk_indices, cp_context, impl=self.impl,
+        )  # fmt: skip
+
+    def extra_repr(self) -> str:
+        bias = "" if self.bias is not None else ", bias=False"
+        return f"{self.hidden_size}, {self.kernel_size[0]}{bias}, activation={self.activation!r}"
