@@ -15,6 +15,8 @@ from types import ModuleType
 from typing import Any
 
 from linattn_edu.integrations import calls
+from linattn_edu.layers import RMSNormGated, ShortConvolution
+from linattn_edu.ops.kda import fused_kda_gate
 
 DELTA = {
     "chunk_gated_delta_rule": calls.chunk_gated_delta_rule,
@@ -37,6 +39,8 @@ MODULES: dict[str, dict[str, Any]] = {
     "fla.ops": DELTA | KDA,
     "fla.ops.gated_delta_rule": DELTA,
     "fla.ops.kda": KDA,
+    "fla.modules": {"FusedRMSNormGated": RMSNormGated, "ShortConvolution": ShortConvolution},
+    "fla.ops.kda.gate": {"fused_kda_gate": fused_kda_gate},
     "mamba_ssm": {},
     "mamba_ssm.ops": {},
     "mamba_ssm.ops.triton": {},
@@ -88,8 +92,9 @@ class Lender(MetaPathFinder, Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         name = module.__name__
-        for key, function in MODULES[name].items():
-            lent = functools.partial(function, impl=self.impl) if self.impl != "auto" else function
+        for key, lent in MODULES[name].items():
+            if self.impl != "auto" and not isinstance(lent, type):
+                lent = functools.partial(lent, impl=self.impl)
             setattr(module, key, lent)
         if name in VERSIONS:
             module.__version__ = VERSIONS[name]
@@ -114,14 +119,15 @@ def lent() -> Lender | None:
     return next((finder for finder in sys.meta_path if isinstance(finder, Lender)), None)
 
 
+def is_lent(module: ModuleType | None) -> bool:
+    """Whether a module is one that a finder has filled."""
+    return isinstance(getattr(module, "__loader__", None), Lender)
+
+
 def foreign() -> list[str]:
     """The packages of others under these names that are imported."""
     modules = ((name, sys.modules.get(name)) for name in VERSIONS)
-    return [
-        name
-        for name, module in modules
-        if module is not None and not isinstance(getattr(module, "__loader__", None), Lender)
-    ]
+    return [name for name, module in modules if module is not None and not is_lent(module)]
 
 
 def lend(impl: str, whole_layers: bool) -> None:
@@ -133,5 +139,5 @@ def take_back() -> None:
     """Remove the finder, and the modules that it has filled."""
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, Lender)]
     for name in MODULES:
-        if isinstance(getattr(sys.modules.get(name), "__loader__", None), Lender):
+        if is_lent(sys.modules.get(name)):
             del sys.modules[name]

@@ -227,9 +227,10 @@ def _forget() -> None:
         answer = getattr(answers, f"is_{package}_available", None)
         if hasattr(answer, "cache_clear"):
             answer.cache_clear()
-    kept = getattr(sys.modules.get("transformers.integrations.hub_kernels"), KERNELS, None)
-    if kept is not None:
-        kept.clear()
+    kept = getattr(sys.modules.get("transformers.integrations.hub_kernels"), KERNELS, {})
+    for name, package in list(kept.items()):
+        if package is None or packages.is_lent(package):
+            del kept[name]
 
 
 class InUse:
