@@ -61,15 +61,6 @@ class Place(NamedTuple):
     ours: Any
     label: str  # what it becomes, in words
 
-    @property
-    def key(self) -> tuple[int, str]:
-        return id(self.owner), self.name
-
-    @property
-    def held(self) -> dict[str, Held]:
-        """Those in use of the same owner, kept by it."""
-        return vars(self.owner).setdefault(IN_USE, {})
-
     def __str__(self) -> str:
         owner = self.owner.__name__ if self.is_file else type(self.owner).__name__
         return f"{owner}.{self.name}"
@@ -133,7 +124,7 @@ def use(model: nn.Module, *, impl: str = "auto") -> "InUse":
                 f"Mamba-2 as transformers 4.57 to 5 has them, got {_name(model)} without one"
             )
         for place in found:
-            held = place.held.get(place.name)
+            held = _held(place.owner).get(place.name)
             if held is not None and held.impl != impl:
                 raise ValueError(
                     f"impl must be {held.impl!r}, that of the use of {place} which is not undone, "
@@ -284,32 +275,36 @@ class InUse:
         return "\n".join(lines)
 
 
+def _held(owner: ModuleType | nn.Module) -> dict[str, Held]:
+    """What of an owner is in use; the owner keeps it."""
+    return vars(owner).get(IN_USE, {})
+
+
 def _hold(place: Place, impl: str) -> None:
     """Replace an attribute, or count one more use of it."""
-    owner, name = place.owner, place.name
-    held = place.held.get(name)
-    if held is None:
-        held = place.held[name] = Held(vars(owner).get(name, Missing), place.ours, impl)
-    held.count += 1
-    if vars(owner).get(name, Missing) is not held.ours:
-        setattr(owner, name, held.ours)
+    owner, name, held = place.owner, place.name, _held(place.owner)
+    if name not in held:
+        held[name] = Held(vars(owner).get(name, Missing), place.ours, impl)
+    held[name].count += 1
+    setattr(owner, IN_USE, held)
+    setattr(owner, name, held[name].ours)
 
 
 def _release(place: Place) -> None:
     """Count one use less of an attribute; after the last it is what it was."""
-    owner, name, held = place.owner, place.name, place.held[place.name]
-    held.count -= 1
-    if held.count:
+    owner, name, held = place.owner, place.name, _held(place.owner)
+    held[name].count -= 1
+    if held[name].count:
         return
-    del place.held[name]
-    if not place.held:
-        del vars(owner)[IN_USE]
-    if vars(owner).get(name, Missing) is not held.ours:
+    last = held.pop(name)
+    if not held:
+        delattr(owner, IN_USE)
+    if vars(owner).get(name, Missing) is not last.ours:
         warnings.warn(f"{place} was replaced by someone else and is left alone", stacklevel=3)
-    elif held.original is Missing:
+    elif last.original is Missing:
         delattr(owner, name)
     else:
-        setattr(owner, name, held.original)
+        setattr(owner, name, last.original)
 
 
 def _name(model: nn.Module) -> str:
@@ -362,7 +357,7 @@ def _is_gated_norm(norm: nn.Module) -> bool:
         type(norm).__name__.endswith("RMSNormGated")
         and hasattr(norm, "variance_epsilon")
         and getattr(norm, "activation", "silu") in ("silu", "swish", "sigmoid")
-        and ("forward" not in vars(norm) or "forward" in vars(norm).get(IN_USE, ()))
+        and ("forward" not in vars(norm) or "forward" in _held(norm))
     )
 
 

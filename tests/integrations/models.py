@@ -109,6 +109,7 @@ MODELS = {
             "head_dim": 16,
             "qk_rope_head_dim": 8,
             "num_local_experts": 4,
+            "mlp_layer_types": ["dense", "dense"],
             "n_group": 2,
             "topk_group": 1,
             "num_mtp_layers": 0,
@@ -174,9 +175,11 @@ NAMES = [name for name, (_, kind, _) in MODELS.items() if hasattr(transformers, 
 
 
 @functools.cache
-def build(name: str, **more) -> torch.nn.Module:
+def build(name: str, linear_only: bool = False, **more) -> torch.nn.Module:
     """A model in evaluation mode, with more arguments; tests leave it as it was."""
     config, kind, arguments = MODELS[name]
+    if linear_only:
+        more["layer_types"] = ["linear_attention"] * arguments["num_hidden_layers"]
     torch.manual_seed(0)
     model = getattr(transformers, kind)(getattr(transformers, config)(**(arguments | more))).eval()
     for name, parameter in model.named_parameters():  # decays that leave a memory of some tokens
