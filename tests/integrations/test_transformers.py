@@ -311,7 +311,7 @@ for name in models.NAMES:
         assert_close(name, got[name], model(input_ids=ids)[0], 1e-5)
 print(len(got))
 """
-    assert int(run(code)) == 14
+    assert int(run(code)) == len(models.NAMES)
 
 
 def test_enable_refuses_packages_of_others(tmp_path):
@@ -333,7 +333,7 @@ assert sys.meta_path == before
     assert said.startswith("fla must not be imported before enable()")
 
 
-# Where transformers 4.57.6 lies, the other end of the range; tools/check.py makes the folder.
+# Where transformers 4.57.6 lies, the other end of the range; `make venv` installs it.
 OLD = Path(os.environ.get("LINATTN_EDU_OLD_TRANSFORMERS", ROOT / ".venv" / "transformers-4.57"))
 
 
