@@ -1,9 +1,10 @@
 """python -m benchmarks.blocks: layers of models in transformers, on ours and on others' operators.
 
 Three of Qwen3-Next's Gated DeltaNet layers and one with softmax attention, and two of Mamba-2's, of
-the width of a real model with random weights: tokens a second of prefill, of a training step and of decoding. "linattn_edu"
-is use(model); "fla" and "mamba_ssm" have their functions in the same places, where they are
-installed; "transformers" is its own PyTorch. Every time is the median of a few calls.
+the width of a real model with random weights: tokens a second of prefill, of a training step and of
+decoding. "linattn_edu" is use(model); "fla" and "mamba_ssm" have their functions in the same
+places, where they are installed; "transformers" is its own PyTorch. Every time is the median of a
+few calls.
 """
 
 import argparse
