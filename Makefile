@@ -4,6 +4,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# the oldest transformers that the integration serves, beside the newest: for one test
+OLDEST := $(VENV)/transformers-4.57
 PIP_INSTALL_FLAGS ?=
 GPU_WORKERS ?= 8
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -17,6 +19,8 @@ help: ## list the commands
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet $(PIP_INSTALL_FLAGS) -c constraints.txt -e '.[book,test,bench]'
+	$(BIN)/python -m pip install --quiet $(PIP_INSTALL_FLAGS) --no-deps --upgrade --target $(OLDEST) \
+		transformers==4.57.6 'huggingface-hub<1' 'tokenizers<0.23'
 	touch $@
 
 venv: $(STAMP) ## make .venv and install the pinned set (reused until pyproject or constraints change)

@@ -1,0 +1,1 @@
+"""One line that puts a model of another library on the operators of this one."""

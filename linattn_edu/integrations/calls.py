@@ -1,0 +1,220 @@
+"""The operators as a layer of transformers calls them.
+
+A layer hands the keywords of its model on to these functions: the boundaries of packed sequences,
+under three names, and flags of softmax attention. Here the boundaries get the name that an operator
+knows, and what it does not know is dropped; the operators themselves refuse it. Names and order of
+the arguments are those of fla, mamba_ssm and causal_conv1d.
+"""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from linattn_edu.ops import gdn, kda, ssd
+from linattn_edu.ops.causal_conv1d import causal_conv1d
+from linattn_edu.ops.causal_conv1d import causal_conv1d_fn as convolve
+from linattn_edu.ops.causal_conv1d_update import causal_conv1d_update as convolve_one
+from linattn_edu.ops.rms_norm_gated import rms_norm_gated
+from linattn_edu.ops.tensors import needs_gradient
+
+# What a model may call the boundaries of packed sequences: the first two are [N + 1], the last
+# has each token's sequence.
+BOUNDARIES = ("cu_seqlens", "cu_seq_lens_q", "seq_idx")
+
+
+def serves(operator: Callable, *more: str) -> Callable:
+    """Give a function the signature of its operator and the names of boundaries.
+
+    transformers reads it to choose the keywords that it hands on; so does known().
+    """
+
+    def decorate(function: Callable) -> Callable:
+        signature = inspect.signature(operator)
+        named = list(signature.parameters.values())
+        named += [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None)
+            for name in (*BOUNDARIES, *more)
+            if name not in signature.parameters
+        ]
+        function.__signature__ = signature.replace(parameters=named)
+        KNOWN[function.__name__] = frozenset(signature.parameters)
+        return function
+
+    return decorate
+
+
+KNOWN: dict[str, frozenset[str]] = {}  # of each function below, the keywords of its operator
+
+
+def known(name: str, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The keywords that the operator of a function knows."""
+    return {key: x for key, x in kwargs.items() if key in KNOWN[name]}
+
+
+def boundaries(kwargs: dict[str, Any]) -> tuple[Tensor | None, Tensor | None]:
+    """Take the boundaries out of keywords: as [N + 1] or None, and as each token's sequence."""
+    cu_seqlens, of_queries, seq_idx = (kwargs.pop(name, None) for name in BOUNDARIES)
+    return of_queries if cu_seqlens is None else cu_seqlens, seq_idx
+
+
+def _delta(name: str, operator: Callable, q: Tensor, args: tuple, kwargs: dict[str, Any]):
+    cu_seqlens, seq_idx = boundaries(kwargs)
+    if cu_seqlens is None and seq_idx is not None:
+        cu_seqlens = _starts(seq_idx, q.shape[1])
+    return operator(q, *args, cu_seqlens=cu_seqlens, **known(name, kwargs))
+
+
+def _starts(seq_idx: Tensor, T: int) -> Tensor:
+    """The boundaries [N + 1] of each token's sequence [1, T]."""
+    if seq_idx.shape != (1, T):
+        raise ValueError(
+            f"seq_idx must be [1, {T}], sequences packed into a batch of one, "
+            f"got {list(seq_idx.shape)}"
+        )
+    starts = (seq_idx[0, 1:] != seq_idx[0, :-1]).nonzero()[:, 0] + 1
+    ends = torch.tensor([0, T], device=seq_idx.device)
+    return torch.cat([ends[:1], starts, ends[1:]])
+
+
+@serves(gdn.chunk_gated_delta_rule)
+def chunk_gated_delta_rule(q: Tensor, *args: Any, **kwargs: Any):
+    return _delta("chunk_gated_delta_rule", gdn.chunk_gated_delta_rule, q, args, kwargs)
+
+
+@serves(gdn.fused_recurrent_gated_delta_rule)
+def fused_recurrent_gated_delta_rule(q: Tensor, *args: Any, **kwargs: Any):
+    operator = gdn.fused_recurrent_gated_delta_rule
+    return _delta("fused_recurrent_gated_delta_rule", operator, q, args, kwargs)
+
+
+@serves(kda.chunk_kda)
+def chunk_kda(q: Tensor, *args: Any, **kwargs: Any):
+    return _delta("chunk_kda", kda.chunk_kda, q, args, kwargs)
+
+
+@serves(kda.fused_recurrent_kda)
+def fused_recurrent_kda(q: Tensor, *args: Any, **kwargs: Any):
+    return _delta("fused_recurrent_kda", kda.fused_recurrent_kda, q, args, kwargs)
+
+
+@serves(convolve)
+def causal_conv1d_fn(x: Tensor, weight: Tensor, bias: Tensor | None = None, *args, **kwargs):
+    cu_seqlens, seq_idx = boundaries(kwargs)
+    if cu_seqlens is None:
+        if seq_idx is not None:
+            kwargs["seq_idx"] = seq_idx
+        return convolve(x, weight, bias, *args, **known("causal_conv1d_fn", kwargs))
+    y, _ = causal_conv1d(
+        x.mT, weight, bias, activation=kwargs.get("activation"), cu_seqlens=cu_seqlens,
+        impl=kwargs.get("impl", "auto"),
+    )  # fmt: skip
+    return y.mT
+
+
+@serves(convolve_one)
+def causal_conv1d_update(
+    x: Tensor, conv_state: Tensor, weight, bias=None, activation=None, *args: Any, **kwargs: Any
+) -> Tensor:
+    if not needs_gradient(x, conv_state, weight, bias):
+        kwargs = known("causal_conv1d_update", kwargs)
+        return convolve_one(x, conv_state, weight, bias, activation, *args, **kwargs)
+    # Someone decodes without torch.no_grad().
+    token, W = x[..., None] if x.ndim == 2 else x, weight.shape[1]
+    seen = torch.cat([conv_state, token.to(conv_state.dtype)], -1)
+    before = F.pad(seen[..., : conv_state.shape[-1]], (W, 0))[..., -W:]
+    y, _ = causal_conv1d(
+        token.mT, weight, bias, initial_state=before, activation=activation,
+        impl=kwargs.get("impl", "auto"),
+    )  # fmt: skip
+    conv_state.copy_(seen[..., token.shape[-1] :])
+    return y.mT.reshape(x.shape)
+
+
+@serves(ssd.mamba_chunk_scan_combined)
+def mamba_chunk_scan_combined(*args: Any, **kwargs: Any):
+    return ssd.mamba_chunk_scan_combined(*args, **_mamba("mamba_chunk_scan_combined", kwargs))
+
+
+def _mamba(name: str, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The keywords of Mamba-2's operators; boundaries [N + 1] win over each token's sequence."""
+    cu_seqlens, seq_idx = boundaries(kwargs)
+    kwargs = known(name, kwargs)
+    if "chunk_size" in kwargs:
+        kwargs["chunk_size"] = _power(kwargs["chunk_size"])
+    if kwargs.get("dt_limit") is not None:  # a list, where it was read from a file
+        kwargs["dt_limit"] = tuple(kwargs["dt_limit"])
+    if cu_seqlens is not None and "cu_seqlens" in KNOWN[name]:
+        kwargs["cu_seqlens"] = cu_seqlens
+    elif seq_idx is not None:
+        kwargs["seq_idx"] = seq_idx
+    return kwargs
+
+
+def _power(chunk_size: int) -> int:
+    """The next power of two from 16 on: the size changes the speed and the rounding only."""
+    return max(16, 1 << (chunk_size - 1).bit_length())
+
+
+@serves(ssd.selective_state_update)
+def selective_state_update(
+    state, x, dt, A, B, C, D=None, z=None, dt_bias=None, dt_softplus=False, **kwargs: Any
+) -> Tensor:
+    if not needs_gradient(state, x, dt, A, B, C, D, z, dt_bias):
+        return ssd.selective_state_update(
+            state, x, dt, A, B, C, D, z, dt_bias, dt_softplus,
+            **known("selective_state_update", kwargs),
+        )  # fmt: skip
+    # Someone decodes without torch.no_grad(): a chunk of one token has gradients. Steps, A, D and
+    # the bias are one number a head, expanded.
+    head = lambda t, *index: None if t is None else t[index]
+    out, last = ssd.mamba_chunk_scan_combined(
+        x[:, None], dt[:, None, :, 0], A[:, 0, 0], B[:, None], C[:, None], 16,
+        D=head(D, ..., 0), z=head(z, slice(None), None), dt_bias=head(dt_bias, ..., 0),
+        initial_states=state.clone(), dt_softplus=dt_softplus, return_final_states=True,
+        impl=kwargs.get("impl", "auto"),
+    )  # fmt: skip
+    state.copy_(last)
+    return out[:, 0]
+
+
+@serves(ssd.mamba_split_conv1d_scan_combined)
+def mamba_split_conv1d_scan_combined(*args: Any, **kwargs: Any):
+    return ssd.mamba_split_conv1d_scan_combined(
+        *args, **_mamba("mamba_split_conv1d_scan_combined", kwargs)
+    )
+
+
+def one_by_one(*args: Any, **kwargs: Any) -> None:
+    """In place of the split function: the layer then calls its parts, which are ours too.
+
+    The fused function sees no padding and always norms after the gate. A layer zeroes padding after
+    the convolution too, and that of Falcon-H1 may norm before the gate.
+    """
+
+
+def unfused(way: Callable, layer: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+    """A layer's way through the functions, in training too one by one: see one_by_one."""
+    training, layer.training = layer.training, False
+    try:
+        return way(layer, *args, **kwargs)
+    finally:
+        layer.training = training
+
+
+def gated_norm(
+    norm: nn.Module, before_gate: bool, impl: str, x: Tensor, gate: Tensor | None = None
+):
+    """The forward pass of a gated norm of a layer; before_gate where norm itself does not say."""
+    groups = getattr(norm, "n_groups", 1)
+    return rms_norm_gated(
+        x, norm.weight, None, gate,
+        eps=norm.variance_epsilon,
+        group_size=getattr(norm, "group_size", x.shape[-1] // groups),
+        norm_before_gate=getattr(norm, "norm_before_gate", before_gate),
+        activation=getattr(norm, "activation", "silu"),
+        impl=impl,
+    )  # fmt: skip

@@ -1,0 +1,452 @@
+"""Models of transformers on the operators of this library."""
+
+import functools
+import importlib.metadata
+import inspect
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from types import ModuleType, TracebackType
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from linattn_edu.integrations import calls, packages
+from linattn_edu.ops import check
+
+# The names that functions have in a file of models, or in the layers of one, and ours.
+RECURRENCES: dict[str, Callable] = {
+    "chunk_gated_delta_rule": calls.chunk_gated_delta_rule,
+    "torch_chunk_gated_delta_rule": calls.chunk_gated_delta_rule,
+    "fused_recurrent_gated_delta_rule": calls.fused_recurrent_gated_delta_rule,
+    "recurrent_gated_delta_rule": calls.fused_recurrent_gated_delta_rule,
+    "torch_recurrent_gated_delta_rule": calls.fused_recurrent_gated_delta_rule,
+    "chunk_kda": calls.chunk_kda,
+    "chunk_kimi_delta_attention": calls.chunk_kda,
+    "fused_recurrent_kda": calls.fused_recurrent_kda,
+    "recurrent_kimi_delta_attention": calls.fused_recurrent_kda,
+    "mamba_chunk_scan_combined": calls.mamba_chunk_scan_combined,
+    "mamba2_chunk_scan": calls.mamba_chunk_scan_combined,
+    "mamba2_selective_state_update": calls.selective_state_update,
+    "mamba_split_conv1d_scan_combined": calls.one_by_one,
+    "mamba2_split_conv1d_scan_combined": calls.one_by_one,
+}
+# Those that layers of other kinds call too.
+FUNCTIONS = RECURRENCES | {
+    "causal_conv1d_fn": calls.causal_conv1d_fn,
+    "causal_conv1d_update": calls.causal_conv1d_update,
+    "selective_state_update": calls.selective_state_update,
+}
+
+
+class Missing:
+    """In place of an attribute that was not there."""
+
+
+class Held:
+    """An attribute in use: what it was, what it is, and by how many uses."""
+
+    def __init__(self, original: Any, ours: Any, impl: str) -> None:
+        self.original, self.ours, self.impl, self.count = original, ours, impl, 0
+
+
+class Place(NamedTuple):
+    """An attribute to replace: of a file of models, or of a layer."""
+
+    owner: ModuleType | nn.Module
+    name: str
+    ours: Any
+    label: str  # what it becomes, in words
+
+    def __str__(self) -> str:
+        owner = self.owner.__name__ if self.is_file else type(self.owner).__name__
+        return f"{owner}.{self.name}"
+
+    @property
+    def is_file(self) -> bool:
+        return isinstance(self.owner, ModuleType)
+
+
+KERNELS = "_KERNEL_MODULE_MAPPING"  # where transformers 5 before 5.15 keeps packages it has found
+IN_USE = "_linattn_edu_in_use"  # where an owner keeps what of it is in use
+MAMBA = frozenset(name for name in RECURRENCES if name.startswith("mamba"))
+_LOCK = threading.Lock()
+
+
+def use(model: nn.Module, *, impl: str = "auto") -> "InUse":
+    """Put a model of transformers on the operators of this library, until undone.
+
+        with use(model):
+            trainer.train()
+
+    or ``undo = use(model)`` and later ``undo()``. Layers with the gated delta rule (qwen3_next,
+    qwen3_5, qwen3_5_moe, qwen4_exp, olmo_hybrid), with Kimi Delta Attention (kimi_linear,
+    glm5_next, bailing_hybrid) and with Mamba-2 (mamba2, bamba, falcon_h1, granitemoehybrid,
+    nemotron_h, zamba2) are found by the functions that they call, so that their subclasses and
+    models around them (PEFT, DDP) are served too; their short convolutions with them. Weights,
+    outputs to rounding, and caches stay as they were.
+
+    Packed sequences: the boundaries that a model is called with, ``cu_seq_lens_q`` [N + 1] or
+    ``seq_idx`` [1, T], reach convolution and recurrence, and each sequence is as alone.
+    position_ids do not: layers without softmax attention never see them.
+
+    What is replaced: from transformers 5.15 on, functions of the model's file, which serve every
+    model of that file while they are in use; before, attributes of this model's layers (GDN) or
+    functions of the file (Mamba-2). ``print(undo)`` lists it. Before 5.15 most layers do not hand
+    boundaries on: a call with them is refused then.
+
+    Args:
+        model: A model, or any module with such layers.
+        impl: "triton", "reference" or "auto", as in :func:`linattn_edu.chunk_gated_delta_rule`.
+
+    Returns:
+        An object that undoes it, when called or when its ``with`` block is left: every attribute is
+        what it was before the first use that is still there. Models may be put in use and undone in
+        any order, one of them several times. What someone else has replaced since is left alone,
+        with a warning.
+
+    Raises:
+        TypeError: model is no module.
+        ValueError: no layer of the model is known; impl is none of the three, or another than that
+            of a use of the same file that is not undone. Nothing is changed.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    check.choice("impl", impl, ("auto", "triton", "reference"))
+    with _LOCK:
+        found = list(_places(model, impl))
+        if not found:
+            raise ValueError(
+                f"model must have layers of the gated delta rule, of Kimi Delta Attention or of "
+                f"Mamba-2 as transformers 4.57 to 5 has them, got {_name(model)} without one"
+            )
+        for place in found:
+            held = _held(place.owner).get(place.name)
+            if held is not None and held.impl != impl:
+                raise ValueError(
+                    f"impl must be {held.impl!r}, that of the use of {place} which is not undone, "
+                    f"got {impl!r}"
+                )
+        return InUse(model, impl, found)
+
+
+def enable(*, impl: str = "auto") -> None:
+    """Lend the operators of this library to transformers as fla, mamba_ssm and causal_conv1d.
+
+    Call it before a model's file is imported: a model built after it runs on our operators from
+    the start, and so does remote code that imports these packages. What a file has imported it
+    keeps; :func:`disable` ends the loan for files to come. A package that is installed is hidden
+    meanwhile, its version too.
+
+    :func:`use` does more: it serves the gated norms as well, Mamba2ForCausalLM hands boundaries of
+    packed sequences on, and it can be undone.
+
+    Args:
+        impl: "triton", "reference" or "auto", as in :func:`linattn_edu.chunk_gated_delta_rule`.
+
+    Raises:
+        ImportError: transformers is not installed.
+        RuntimeError: fla, mamba_ssm or causal_conv1d is imported already; or transformers is older
+            than 5.15, which looks for them only where CUDA is, and there is none.
+        ValueError: impl is none of the three, or another than that of a loan that is not ended.
+
+    Warns:
+        UserWarning: A file of models has been imported before, and keeps the functions it has.
+    """
+    check.choice("impl", impl, ("auto", "triton", "reference"))
+    new = _version() >= (5, 15)
+    others = packages.foreign()
+    if others:
+        raise RuntimeError(
+            f"{' and '.join(others)} must not be imported before enable(): use(model) works then"
+        )
+    if not new and not torch.cuda.is_available():
+        raise RuntimeError(
+            "transformers older than 5.15 asks for fla and mamba_ssm only where CUDA is, and there "
+            "is none: use(model) works here"
+        )
+    before = packages.lent()
+    if before is not None:
+        if before.impl != impl:
+            raise ValueError(f"impl must be {before.impl!r}, that of the loan, got {impl!r}")
+        return
+    packages.lend(impl, whole_layers=new)
+    _forget()
+    files = [name for name, file in list(sys.modules.items()) if _is_served(name, file)]
+    if files:
+        warnings.warn(
+            f"{', '.join(files)} had been imported before enable(), and keep the functions they "
+            f"have: use(model) serves their models",
+            stacklevel=2,
+        )
+
+
+def disable() -> None:
+    """End the loan of :func:`enable`, if there is one; files that were imported meanwhile keep it.
+
+    fla, mamba_ssm and causal_conv1d are found again where they are installed.
+    """
+    packages.take_back()
+    _forget()
+
+
+def _version() -> tuple[int, ...]:
+    """The first two numbers of the version of transformers."""
+    try:
+        version = importlib.metadata.version("transformers")
+    except importlib.metadata.PackageNotFoundError:
+        raise ImportError("enable() needs transformers, which is not installed") from None
+    return tuple(int(number) for number in version.split(".")[:2])
+
+
+def _is_served(name: str, file: ModuleType | None) -> bool:
+    """Whether a module is a file of transformers whose models run on functions like ours."""
+    return (
+        name.startswith("transformers.models.")
+        and ".modeling_" in name
+        and bool(RECURRENCES.keys() & vars(file).keys())
+    )
+
+
+def _forget() -> None:
+    """Make transformers ask again which packages there are."""
+    answers = sys.modules.get("transformers.utils.import_utils")
+    for package in ("mamba_ssm", "mamba_2_ssm", "flash_linear_attention", "causal_conv1d"):
+        answer = getattr(answers, f"is_{package}_available", None)
+        if hasattr(answer, "cache_clear"):
+            answer.cache_clear()
+    kept = getattr(sys.modules.get("transformers.integrations.hub_kernels"), KERNELS, {})
+    for name, package in list(kept.items()):
+        if package is None or packages.is_lent(package):
+            del kept[name]
+
+
+class InUse:
+    """A model on the operators of this library: call it, or leave its ``with`` block, to undo."""
+
+    def __init__(self, model: nn.Module, impl: str, places: list[Place]) -> None:
+        self.model, self.impl = _name(model), impl
+        self.places = places
+        for place in places:
+            _hold(place, impl)
+        self.hooks = list(_hooks(model))
+
+    def __call__(self) -> None:
+        """Undo. A second call does nothing."""
+        with _LOCK:
+            places, self.places = self.places, []
+            hooks, self.hooks = self.hooks, []
+            for hook in hooks:
+                hook.remove()
+            for place in places:
+                _release(place)
+
+    def __enter__(self) -> "InUse":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self()
+
+    def __repr__(self) -> str:
+        if not self.places:
+            return f"{self.model}: undone"
+        lines = [f"{self.model} on linattn_edu, impl={self.impl!r}:"]
+        for is_file in (True, False):
+            count: dict[str, list[str]] = {}
+            for place in self.places:
+                if place.is_file == is_file:
+                    count.setdefault(place.owner.__name__ if is_file else str(place), []).append(
+                        f"{place.name} -> {place.label}" if is_file else place.label
+                    )
+            for owner, names in count.items():
+                if is_file:
+                    lines += [f"  {owner}, for every model of this file:"]
+                    lines += [f"    {name}" for name in names]
+                else:
+                    lines += [f"  {owner} -> {names[0]}, in {len(names)} layers of this model"]
+        return "\n".join(lines)
+
+
+def _held(owner: ModuleType | nn.Module) -> dict[str, Held]:
+    """What of an owner is in use; the owner keeps it."""
+    return vars(owner).get(IN_USE, {})
+
+
+def _hold(place: Place, impl: str) -> None:
+    """Replace an attribute, or count one more use of it."""
+    owner, name, held = place.owner, place.name, _held(place.owner)
+    if name not in held:
+        held[name] = Held(vars(owner).get(name, Missing), place.ours, impl)
+    held[name].count += 1
+    setattr(owner, IN_USE, held)
+    setattr(owner, name, held[name].ours)
+
+
+def _release(place: Place) -> None:
+    """Count one use less of an attribute; after the last it is what it was."""
+    owner, name, held = place.owner, place.name, _held(place.owner)
+    held[name].count -= 1
+    if held[name].count:
+        return
+    last = held.pop(name)
+    if not held:
+        delattr(owner, IN_USE)
+    if vars(owner).get(name, Missing) is not last.ours:
+        warnings.warn(f"{place} was replaced by someone else and is left alone", stacklevel=3)
+    elif last.original is Missing:
+        delattr(owner, name)
+    else:
+        setattr(owner, name, last.original)
+
+
+def _name(model: nn.Module) -> str:
+    kind = getattr(getattr(model, "config", None), "model_type", None)
+    return type(model).__name__ + (f" (model_type {kind})" if kind else "")
+
+
+def _places(model: nn.Module, impl: str) -> Iterator[Place]:
+    """What to replace for a model, each once."""
+    seen: set[tuple[int, str]] = set()
+    for layer in model.modules():
+        for owner, name, ours, label in _of_layer(layer, impl):
+            if (id(owner), name) not in seen:
+                seen.add((id(owner), name))
+                yield Place(owner, name, ours, label)
+
+
+def _of_layer(layer: nn.Module, impl: str) -> Iterator[tuple[Any, str, Any, str]]:
+    """What to replace for a layer: owner, name, ours and its name."""
+    functions = [*_attributes(layer), *_functions(layer)]
+    for owner, name in functions:
+        ours = FUNCTIONS[name]
+        yield owner, name, _with_impl(ours, impl), ours.__name__
+    for kind in type(layer).__mro__ if functions else ():
+        fast = vars(kind).get("cuda_kernels_forward")
+        if fast is not None:  # Mamba-2 before 5.15: take the way that calls the functions
+            way, label = (
+                functools.partial(calls.unfused, fast, layer),
+                "cuda_kernels_forward, unfused",
+            )
+            yield sys.modules[kind.__module__], "is_fast_path_available", True, "True"
+            yield layer, "cuda_kernels_forward", way, label
+            if "cuda" not in fast.__code__.co_names:  # it runs on a CPU too
+                yield layer, "torch_forward", way, label
+    # norm, then gate in the delta rule; Mamba-2's the other way about
+    before_gate = not any(name in MAMBA for _, name in functions)
+    for norm in layer.children() if functions else ():
+        if _is_gated_norm(norm):
+            ours = functools.partial(calls.gated_norm, norm, before_gate, impl)
+            yield norm, "forward", ours, "rms_norm_gated"
+
+
+def _with_impl(function: Callable, impl: str) -> Callable:
+    return function if impl == "auto" else functools.partial(function, impl=impl)
+
+
+def _is_gated_norm(norm: nn.Module) -> bool:
+    """Whether it is the gated norm of transformers, its forward pass not replaced by others."""
+    return (
+        type(norm).__name__.endswith("RMSNormGated")
+        and hasattr(norm, "variance_epsilon")
+        and getattr(norm, "activation", "silu") in ("silu", "swish", "sigmoid")
+        and ("forward" not in vars(norm) or "forward" in _held(norm))
+    )
+
+
+def _attributes(layer: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """Functions that a layer of transformers before 5.15 keeps itself."""
+    names = FUNCTIONS.keys() & vars(layer).keys()
+    if names & RECURRENCES.keys():
+        yield from ((layer, name) for name in sorted(names))
+
+
+def _functions(layer: nn.Module) -> Iterator[tuple[ModuleType, str]]:
+    """Functions that the methods of a layer look up in their file."""
+    for kind in type(layer).__mro__:
+        file = sys.modules.get(kind.__module__)
+        names = (_looked_up(kind) & FUNCTIONS.keys()) - vars(layer).keys()
+        if file is None or not names & RECURRENCES.keys():
+            continue
+        if "cuda_kernels_forward" not in vars(kind):  # else None or missing without the packages
+            names = {name for name in names if callable(vars(file).get(name))}
+        yield from ((file, name) for name in sorted(names))
+
+
+def _hooks(model: nn.Module) -> Iterator[RemovableHandle]:
+    """What brings boundaries of packed sequences to the layers, or refuses them."""
+    add = functools.partial(nn.Module.register_forward_pre_hook, with_kwargs=True)
+    old = {layer for layer in model.modules() if _before_5_15(layer)}
+    if old:
+        hear = {type(layer).__name__: _hears(layer) for layer in old}
+        yield add(model, functools.partial(_refuse_boundaries, hear))
+        return
+    for module in model.modules():
+        if type(module).__name__ == "Mamba2ForCausalLM":
+            yield add(module, functools.partial(_keep_boundaries, module.backbone))
+            yield add(module.backbone, _give_boundaries)
+
+
+def _before_5_15(layer: nn.Module) -> bool:
+    """Whether it is a layer that calls our functions as transformers did before 5.15."""
+    fast = hasattr(layer, "cuda_kernels_forward") and any(_functions(layer))
+    return fast or any(_attributes(layer))
+
+
+def _hears(layer: nn.Module) -> set[str]:
+    """The names of boundaries that such a layer takes to our functions."""
+    read: set[Any] = set()
+    for function in _decorated(type(layer).forward):
+        read.update(function.__code__.co_varnames, function.__code__.co_consts)
+    return {name for name in calls.BOUNDARIES if name in read}
+
+
+def _keep_boundaries(backbone: nn.Module, head: nn.Module, args: tuple, kwargs: dict) -> None:
+    """For the model inside a head that drops them."""
+    backbone._linattn_edu_boundaries = {k: kwargs[k] for k in calls.BOUNDARIES if k in kwargs}
+
+
+def _give_boundaries(backbone: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    kept = getattr(backbone, "_linattn_edu_boundaries", {})
+    backbone._linattn_edu_boundaries = {}
+    return args, kept | kwargs
+
+
+def _refuse_boundaries(
+    hear: dict[str, set[str]], model: nn.Module, args: tuple, kwargs: dict[str, Any]
+) -> None:
+    given = {name for name in calls.BOUNDARIES if kwargs.get(name) is not None}
+    for layer, names in hear.items():
+        if given and not (names and names <= given):
+            raise ValueError(
+                f"{' and '.join(sorted(given))} must be None"
+                + (f", or come with {' and '.join(sorted(names - given))}" if names else "")
+                + f": {layer} of this transformers, older than 5.15, would take packed sequences "
+                f"for one"
+            )
+
+
+def _looked_up(kind: type) -> set[str]:
+    """The global names and attributes that the methods of a class read, the constructor apart."""
+    names: set[str] = set()
+    for name, method in vars(kind).items():
+        if inspect.isfunction(method) and name != "__init__":
+            for function in _decorated(method):
+                names.update(function.__code__.co_names)
+    return names
+
+
+def _decorated(method: Callable) -> Iterator[Callable]:
+    """A function, and those that its decorators hold."""
+    function = inspect.unwrap(method)
+    yield function
+    for cell in function.__closure__ or ():
+        if inspect.isfunction(cell.cell_contents):
+            yield cell.cell_contents
