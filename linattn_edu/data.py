@@ -1,0 +1,121 @@
+"""What the small models are trained on: the text of Python's help, and associative recall."""
+
+import importlib
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+HELD_OUT = 10  # one part in so many of a text is for validation
+IGNORE = -100  # the target of a place that is not asked, F.cross_entropy's ignore_index
+
+
+def text(path: str | Path | None = None) -> bytes:
+    """The bytes of a file, or of the help that Python ships.
+
+    Without a path: the topics of ``help()``, ``pydoc_data/topics.py`` of the standard library. They
+    are the Python language reference, written by the Python Software Foundation under the PSF
+    License Version 2, which comes with every Python; nothing of them is in this repository. A
+    paragraph that stands under several topics is taken once. What is left is 370 KB of English for
+    Python 3.11, a little more or less for others.
+
+    Raises:
+        ValueError: the file cannot be read, or this Python was installed without its help.
+    """
+    if path is not None:
+        try:
+            return Path(path).read_bytes()
+        except OSError as error:
+            raise ValueError(f"text must be a file that can be read, got {path}: {error}") from None
+    try:
+        topics = importlib.import_module("pydoc_data.topics").topics
+    except ImportError:
+        raise ValueError(
+            "this Python has no pydoc_data.topics, the text of help(): some distributions leave it "
+            "out; give a file of English as text"
+        ) from None
+    paragraphs = (p for name in sorted(topics) for p in topics[name].split("\n\n"))
+    return "\n\n".join(dict.fromkeys(paragraphs)).encode()
+
+
+def generator(seed: int, step: int) -> torch.Generator:
+    """The random numbers of a step: a resumed run draws them again without the steps before."""
+    # a generator keeps 32 bits of its seed: the two numbers are hashed into them
+    return torch.Generator().manual_seed(random.Random(f"{seed} {step}").getrandbits(32))
+
+
+class Windows:
+    """Windows of a text as a byte-level task; the end of the text is held out.
+
+    Args:
+        text: At least 10 (length + 1) bytes.  length: Tokens of a window.
+    """
+
+    def __init__(self, text: bytes, length: int):
+        if len(text) < HELD_OUT * (length + 1):
+            raise ValueError(
+                f"text must have at least {HELD_OUT * (length + 1)} bytes for windows of {length} "
+                f"tokens, got {len(text)}"
+            )
+        tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        cut = len(tokens) - len(tokens) // HELD_OUT
+        self.train, self.held_out, self.length = tokens[:cut], tokens[cut:], length
+
+    def batch(self, size: int, seed: int, step: int) -> tuple[Tensor, Tensor]:
+        """Inputs and targets ``[size, length]`` of a step; they follow from seed and step alone."""
+        draw = generator(seed, step)
+        starts = torch.randint(len(self.train) - self.length, (size,), generator=draw)
+        return self._at(self.train, starts)
+
+    def validation(self, size: int) -> tuple[Tensor, Tensor]:
+        """Up to size windows of the held-out end, evenly spread, always the same."""
+        room = len(self.held_out) - self.length
+        return self._at(self.held_out, torch.linspace(0, room - 1, min(size, room)).long())
+
+    def _at(self, tokens: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
+        windows = tokens[starts[:, None] + torch.arange(self.length + 1)].long()
+        return windows[:, :-1], windows[:, 1:]
+
+
+@dataclass(frozen=True)
+class Recall:
+    """Associative recall with several questions (MQAR), Arora et al., arXiv:2312.04927, section 4.
+
+    A sequence begins with pairs of a key and its value, all keys distinct. Then each key comes once
+    more, at a place drawn at random, and the next token to say is its value; all other places hold
+    the token 0. Keys are the tokens 1 .. vocabulary / 2 - 1, values those from vocabulary / 2 on.
+
+    Args:
+        pairs: Keys to remember.  length: Tokens, at least ``3 pairs``.
+        vocabulary: Even, more than ``2 pairs + 1``.
+    """
+
+    pairs: int = 8
+    length: int = 32
+    vocabulary: int = 64
+
+    def __post_init__(self):
+        if self.pairs < 1 or self.length < 3 * self.pairs:
+            raise ValueError(
+                f"length must be at least three times pairs, got {self.length} for {self.pairs}"
+            )
+        if self.vocabulary % 2 or self.vocabulary // 2 - 1 < self.pairs:
+            raise ValueError(
+                f"vocabulary must be even and at least {2 * self.pairs + 2} for {self.pairs} "
+                f"pairs, got {self.vocabulary}"
+            )
+
+    def batch(self, size: int, seed: int, step: int) -> tuple[Tensor, Tensor]:
+        """Inputs and targets ``[size, length]``; a target is IGNORE where nothing is asked."""
+        draw = generator(seed, step)
+        half, pairs = self.vocabulary // 2, self.pairs
+        keys = 1 + torch.rand(size, half - 1, generator=draw).argsort(1)[:, :pairs]
+        values = torch.randint(half, self.vocabulary, (size, pairs), generator=draw)
+        room = torch.rand(size, self.length - 2 * pairs, generator=draw)
+        places = 2 * pairs + room.argsort(1)[:, :pairs]
+        tokens = torch.zeros(size, self.length, dtype=torch.long)
+        tokens[:, 0 : 2 * pairs : 2], tokens[:, 1 : 2 * pairs : 2] = keys, values
+        targets = torch.full_like(tokens, IGNORE)
+        return tokens.scatter_(1, places, keys), targets.scatter_(1, places, values)
