@@ -1,15 +1,13 @@
-"""What the small models are trained on: the text of Python's help, and associative recall."""
+"""What the small models are trained on: windows of a text, by default that of Python's help."""
 
 import importlib
 import random
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 HELD_OUT = 10  # one part in so many of a text is for validation
-IGNORE = -100  # the target of a place that is not asked, F.cross_entropy's ignore_index
 
 
 def text(path: str | Path | None = None) -> bytes:
@@ -77,45 +75,3 @@ class Windows:
     def _at(self, tokens: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
         windows = tokens[starts[:, None] + torch.arange(self.length + 1)].long()
         return windows[:, :-1], windows[:, 1:]
-
-
-@dataclass(frozen=True)
-class Recall:
-    """Associative recall with several questions (MQAR), Arora et al., arXiv:2312.04927, section 4.
-
-    A sequence begins with pairs of a key and its value, all keys distinct. Then each key comes once
-    more, at a place drawn at random, and the next token to say is its value; all other places hold
-    the token 0. Keys are the tokens 1 .. vocabulary / 2 - 1, values those from vocabulary / 2 on.
-
-    Args:
-        pairs: Keys to remember.  length: Tokens, at least ``3 pairs``.
-        vocabulary: Even, more than ``2 pairs + 1``.
-    """
-
-    pairs: int = 8
-    length: int = 32
-    vocabulary: int = 64
-
-    def __post_init__(self):
-        if self.pairs < 1 or self.length < 3 * self.pairs:
-            raise ValueError(
-                f"length must be at least three times pairs, got {self.length} for {self.pairs}"
-            )
-        if self.vocabulary % 2 or self.vocabulary // 2 - 1 < self.pairs:
-            raise ValueError(
-                f"vocabulary must be even and at least {2 * self.pairs + 2} for {self.pairs} "
-                f"pairs, got {self.vocabulary}"
-            )
-
-    def batch(self, size: int, seed: int, step: int) -> tuple[Tensor, Tensor]:
-        """Inputs and targets ``[size, length]``; a target is IGNORE where nothing is asked."""
-        draw = generator(seed, step)
-        half, pairs = self.vocabulary // 2, self.pairs
-        keys = 1 + torch.rand(size, half - 1, generator=draw).argsort(1)[:, :pairs]
-        values = torch.randint(half, self.vocabulary, (size, pairs), generator=draw)
-        room = torch.rand(size, self.length - 2 * pairs, generator=draw)
-        places = 2 * pairs + room.argsort(1)[:, :pairs]
-        tokens = torch.zeros(size, self.length, dtype=torch.long)
-        tokens[:, 0 : 2 * pairs : 2], tokens[:, 1 : 2 * pairs : 2] = keys, values
-        targets = torch.full_like(tokens, IGNORE)
-        return tokens.scatter_(1, places, keys), targets.scatter_(1, places, values)

@@ -63,7 +63,7 @@ class Attention(nn.Module):
                 mask = mask & (document == document[:, None])
             if attention_mask is not None:  # padding sees itself: no row is empty
                 own = at == at[before:, None]
-                mask = (mask & attention_mask[:, None] | own)[:, None]
+                mask = (mask & attention_mask.bool()[:, None] | own)[:, None]
         o = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None and before == 0
         )

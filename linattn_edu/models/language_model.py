@@ -66,6 +66,7 @@ MIXERS = {
         d_state=c.key_dim,
         headdim=c.value_dim,
         expand=c.heads * c.value_dim // c.width,
+        chunk_size=64,
         **kw,
     ),
     "ema": lambda c, **kw: EMA(c.width, c.heads, **kw),
