@@ -1,7 +1,8 @@
 """Linear attention, from the recurrence to the kernels: the library of the book linattn_edu."""
 
 from linattn_edu.cp.context import build_cp_context
-from linattn_edu.ops.causal_conv1d import causal_conv1d
+from linattn_edu.ops.causal_conv1d import causal_conv1d, causal_conv1d_fn
+from linattn_edu.ops.causal_conv1d_update import causal_conv1d_update
 from linattn_edu.ops.cumsum import chunk_global_cumsum, chunk_local_cumsum
 from linattn_edu.ops.ema import ema_scan
 from linattn_edu.ops.gdn import (
@@ -22,14 +23,21 @@ from linattn_edu.ops.names import (
     naive_recurrent_kda,
     prepare_chunk_indices,
 )
+from linattn_edu.ops.rms_norm_gated import rms_norm_gated
 from linattn_edu.ops.solve_tril import solve_tril
-from linattn_edu.ops.ssd import mamba_chunk_scan_combined, selective_state_update
+from linattn_edu.ops.ssd import (
+    mamba_chunk_scan_combined,
+    mamba_split_conv1d_scan_combined,
+    selective_state_update,
+)
 
 __version__ = "0.1.0"
 __all__ = [
     "L2Norm",
     "build_cp_context",
     "causal_conv1d",
+    "causal_conv1d_fn",
+    "causal_conv1d_update",
     "chunk_gated_delta_rule",
     "chunk_gdn",
     "chunk_global_cumsum",
@@ -47,10 +55,12 @@ __all__ = [
     "l2_norm",
     "l2norm",
     "mamba_chunk_scan_combined",
+    "mamba_split_conv1d_scan_combined",
     "naive_kda_gate",
     "naive_recurrent_gated_delta_rule",
     "naive_recurrent_kda",
     "prepare_chunk_indices",
+    "rms_norm_gated",
     "selective_state_update",
     "solve_tril",
 ]

@@ -6,7 +6,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from linattn_edu.cp.context import CPContext
 from linattn_edu.layers.cache import Cache
 from linattn_edu.layers.layer import Layer, draw_step_bias, write
 from linattn_edu.layers.short_convolution import ShortConvolution
@@ -94,26 +93,15 @@ class DeltaLayer(Layer):
         """o [B, T, HV, V], normalised and gated."""
         raise NotImplementedError
 
-    def forward(
-        self,
-        x: Tensor,
-        attention_mask: Tensor | None = None,
-        cache: Cache | None = None,
-        cu_seqlens: Tensor | None = None,
-        cu_seqlens_cpu: Tensor | None = None,
-        cp_context: CPContext | None = None,
+    def _mixed(
+        self, x: Tensor, padding: Tensor | None, cache: Cache | None, bounds: dict, step: bool
     ) -> Tensor:
-        """The new hidden states; see :meth:`Layer.forward`."""
-        x, padding, cu_seqlens_cpu = self._begin(
-            x, attention_mask, cache, cu_seqlens, cu_seqlens_cpu, cp_context
-        )
-        bounds = {"cu_seqlens": cu_seqlens, "cp_context": cp_context}
-        chunked = {**bounds, "cu_seqlens_cpu": cu_seqlens_cpu}
-        q, k, v = (self._mix(i, x, cache, chunked) for i in range(3))
+        q, k, v = (self._qkv(i, x, cache, bounds) for i in range(3))
         if padding is not None and self.use_short_conv and self.conv_bias:
             v = v.masked_fill(padding, 0)  # so that padding writes nothing
-        step = cache is not None and x.shape[1] == 1 and cu_seqlens is None
         recurrent = step or self.mode == "fused_recurrent"
+        if recurrent:
+            bounds = {n: x for n, x in bounds.items() if n != "cu_seqlens_cpu"}
         o, state = self._rule(
             recurrent,
             q=q.unflatten(-1, (self.num_heads, self.head_k_dim)),
@@ -124,30 +112,23 @@ class DeltaLayer(Layer):
             A_log=self.A_log,
             dt_bias=self.dt_bias,
             initial_state=None if cache is None else cache.recurrent_state,
+            output_final_state=cache is not None,
             use_qk_l2norm_in_kernel=True,
             use_gate_in_kernel=True,
             use_beta_sigmoid_in_kernel=True,
             allow_neg_eigval=self.allow_neg_eigval,
             impl=self.impl,
-            output_final_state=cache is not None,
-            **(bounds if recurrent else chunked),
+            **bounds,
             **({"inplace_final_state": True} if step else {}),
         )
         if cache is not None and not step:
             write(cache.recurrent_state, state)
-        o = self.o_proj(self._norm(o, x).flatten(-2))
-        return o if padding is None else o.masked_fill(padding, 0)
+        return self.o_proj(self._norm(o, x).flatten(-2))
 
-    def _mix(self, i: int, x: Tensor, cache: Cache | None, bounds: dict) -> Tensor:
+    def _qkv(self, i: int, x: Tensor, cache: Cache | None, bounds: dict) -> Tensor:
         """q, k or v: a projection of x, and its short convolution with silu."""
         name = "qkv"[i]
         y = getattr(self, f"{name}_proj")(x)
         if not self.use_short_conv:
             return F.silu(y)
-        state = None if cache is None else cache.conv_states[i]
-        y, final = getattr(self, f"{name}_conv1d")(
-            y, cache=state, output_final_state=state is not None, **bounds
-        )
-        if state is not None and final is not state:
-            write(state, final)
-        return y
+        return self._convolved(getattr(self, f"{name}_conv1d"), y, cache, i, bounds)

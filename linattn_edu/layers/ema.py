@@ -6,7 +6,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from linattn_edu.cp.context import CPContext
 from linattn_edu.layers.cache import Cache
 from linattn_edu.layers.layer import Layer, write
 from linattn_edu.ops import check, inplace
@@ -15,6 +14,35 @@ from linattn_edu.ops.tensors import wide
 
 
 class EMA(Layer):
+    r"""An exponential moving average whose decay is learnt, between projections.
+
+    .. math::
+
+        h_t = (1 - p_t)\, h_{t-1} + p_t\, x_t W_v, \qquad p_t = \mathrm{sigmoid}(x_t W_a + b_a),
+        \qquad y_t = h_t W_o
+
+    for each head: the average is that of :func:`ema_scan`, ``g = -softplus(x W_a + b_a)``.
+
+    Parameters, of H heads: a_proj.weight ``[H, hidden_size]``, a_proj.bias ``[H]``, v_proj.weight
+    and o_proj.weight ``[hidden_size, hidden_size]``. At first a_proj.weight is zero and a_proj.bias
+    ``-log(m - 1)``, so that head i averages over m tokens, from the least to the largest memory in
+    equal ratios; the projections are as PyTorch draws them.
+
+    Args:
+        hidden_size: Numbers of a hidden state.
+        num_heads: H, a divisor of hidden_size; each head has a decay of its own.
+        memory: Tokens over which the first and the last head average before they have learnt
+            anything, 1 < least <= largest.
+        layer_idx: Number of the layer in a model, which is only kept.
+        device, dtype: Of the parameters.
+        impl: "triton", "reference" or "auto", as in :func:`ema_scan`.
+
+    Raises:
+        ValueError: sizes that do not fit.
+
+    Source: chapter 20.
+    """
+
     def __init__(
         self,
         hidden_size: int,
@@ -53,33 +81,21 @@ class EMA(Layer):
     def _weight(self) -> Tensor:
         return self.v_proj.weight
 
-    def forward(
-        self,
-        x: Tensor,
-        attention_mask: Tensor | None = None,
-        cache: Cache | None = None,
-        cu_seqlens: Tensor | None = None,
-        cu_seqlens_cpu: Tensor | None = None,
-        cp_context: CPContext | None = None,
+    def _mixed(
+        self, x: Tensor, padding: Tensor | None, cache: Cache | None, bounds: dict, step: bool
     ) -> Tensor:
-        """The new hidden states; see :meth:`Layer.forward`."""
-        x, padding, cu_seqlens_cpu = self._begin(
-            x, attention_mask, cache, cu_seqlens, cu_seqlens_cpu, cp_context
-        )
         v = self.v_proj(x).unflatten(-1, self.state_shape)
         u = self.a_proj(x)
         u = u.to(wide(u))
         state = None if cache is None else cache.recurrent_state
-        if state is not None and x.shape[1] == 1 and cu_seqlens is None:
+        if step:
             with inplace.writable(state):  # h <- h + sigmoid(u) (v - h)
                 state.lerp_(v[:, 0].to(state.dtype), torch.sigmoid(u[:, 0, :, None]))
             y = state[:, None].to(v.dtype)
         else:
             y, final = ema_scan(
-                v, -F.softplus(u), None, state, state is not None, cu_seqlens,
-                cu_seqlens_cpu=cu_seqlens_cpu, cp_context=cp_context, impl=self.impl,
-            )  # fmt: skip
+                v, -F.softplus(u), None, state, state is not None, impl=self.impl, **bounds
+            )
             if state is not None:
                 write(state, final)
-        y = self.o_proj(y.flatten(-2))
-        return y if padding is None else y.masked_fill(padding, 0)
+        return self.o_proj(y.flatten(-2))

@@ -10,6 +10,56 @@ from linattn_edu.ops.gdn import chunk_gated_delta_rule, fused_recurrent_gated_de
 
 
 class GatedDeltaNet(DeltaLayer):
+    r"""Gated DeltaNet: the gated delta rule between projections.
+
+    .. math::
+
+        q, k, v &= \mathrm{silu}(\mathrm{conv}(x W_q)),\ \mathrm{silu}(\mathrm{conv}(x W_k)),\
+            \mathrm{silu}(\mathrm{conv}(x W_v)) \\
+        g &= -e^{A\_log}\, \mathrm{softplus}(x W_a + dt\_bias), \qquad
+            \beta = \mathrm{sigmoid}(x W_b) \\
+        y &= \Big(\frac{o}{\mathrm{rms}(o)}\, w \odot \mathrm{silu}(x W_g)\Big) W_o
+
+    with o of :func:`chunk_gated_delta_rule`, whose rows of q and k are divided by their length; the
+    norm is that of each head.
+
+    A state dict of fla's GatedDeltaNet (fla-core 0.6.0) loads with strict=True and gives its
+    outputs; one that does not fit is refused whole. What differs from fla's forward: y alone is
+    returned; a :class:`Cache` of :meth:`make_cache` takes the place of past_key_values and
+    use_cache; what runs is the same with a gradient and without, in training and not, whatever T
+    is: mode, and for one token with a cache the recurrent form; a mask covers the tokens of this
+    call alone, and may not come together with cu_seqlens.
+
+    Parameters, with K = head_dim, V = expand_v K, H = num_heads, HV = num_v_heads: q_proj, k_proj
+    ``[H K, hidden_size]``, v_proj, g_proj ``[HV V, hidden_size]``, a_proj, b_proj
+    ``[HV, hidden_size]``, o_proj ``[hidden_size, HV V]`` (.weight of each); q_conv1d, k_conv1d,
+    v_conv1d, of :class:`ShortConvolution`; A_log, dt_bias ``[HV]``, in float32 at least; o_norm.weight
+    ``[V]``. At first exp(A_log) is uniform in (0, 16), softplus(dt_bias) log-uniform in
+    [0.001, 0.1], the norm one, and the others are as PyTorch draws them.
+
+    Args:
+        hidden_size: Numbers of a hidden state.
+        expand_v: V / K.
+        head_dim: K, at most 256; V at most 512.
+        num_heads, num_v_heads: H, and HV, a multiple of H; None: H.
+        mode: "chunk", or "fused_recurrent": token by token, without cp_context.
+        use_gate: Whether o is gated by x W_g.
+        use_short_conv: Whether there are convolutions; else q, k, v are the silu of projections.
+        allow_neg_eigval: Whether beta is twice the sigmoid.
+        conv_size, conv_bias: W of the convolutions, from 1 to 8, and whether they have a bias.
+        layer_idx: Number of the layer in a model, which is only kept.
+        norm_eps: Added to the mean of squares of o.
+        output_gate_activation: "swish", "silu" or "sigmoid", of the gate of o.
+        device, dtype: Of the parameters.
+        impl: "triton", "reference" or "auto", as in :func:`chunk_gated_delta_rule`, for all
+            operators of the layer.
+
+    Raises:
+        ValueError: sizes that do not fit, or a name that is none of those above.
+
+    Source: Yang et al. 2024 (arXiv:2412.06464); chapter 27.
+    """
+
     def __init__(
         self,
         hidden_size: int = 2048,

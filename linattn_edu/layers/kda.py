@@ -10,6 +10,43 @@ from linattn_edu.ops.kda import chunk_kda, fused_recurrent_kda
 
 
 class KimiDeltaAttention(DeltaLayer):
+    r"""Kimi Delta Attention: the delta rule with a gate for each channel, between projections.
+
+    .. math::
+
+        q, k, v &= \mathrm{silu}(\mathrm{conv}(x W_q)),\ \mathrm{silu}(\mathrm{conv}(x W_k)),\
+            \mathrm{silu}(\mathrm{conv}(x W_v)) \\
+        g &= -e^{A\_log}\, \mathrm{softplus}(x W_{f0} W_{f1} + dt\_bias), \qquad
+            \beta = \mathrm{sigmoid}(x W_b) \\
+        y &= \Big(\frac{o}{\mathrm{rms}(o)}\, w \odot
+            \mathrm{sigmoid}(x W_{g0} W_{g1} + b_{g1})\Big) W_o
+
+    with o of :func:`chunk_kda`, whose rows of q and k are divided by their length; with lower_bound
+    ``g = lower_bound sigmoid(exp(A_log) (x W_f0 W_f1 + dt_bias))``.
+
+    A state dict of fla's KimiDeltaAttention (fla-core 0.6.0) loads with strict=True and gives its
+    outputs. What differs from fla's forward is said at :class:`GatedDeltaNet`.
+
+    Parameters, with K = head_dim, V = expand_v K, H = num_heads, HV = num_v_heads: q_proj, k_proj,
+    v_proj, b_proj, o_proj, the convolutions, A_log ``[HV]`` and o_norm as of
+    :class:`GatedDeltaNet`; f_proj.0 and g_proj.0 ``[V, hidden_size]``, f_proj.1 ``[HV K, V]``,
+    g_proj.1 ``[HV V, V]`` with a bias; dt_bias ``[HV K]``. At first exp(A_log) is uniform in
+    (1, 16), or one with safe_gate, softplus(dt_bias) log-uniform in [0.001, 0.1], the norm one, and
+    the others are as PyTorch draws them.
+
+    Args:
+        hidden_size, expand_v, head_dim, num_heads, num_v_heads, mode, use_short_conv,
+            allow_neg_eigval, conv_size, conv_bias, layer_idx, norm_eps, device, dtype, impl: As of
+            :class:`GatedDeltaNet`.
+        safe_gate: Whether the kernels count on the lower bound, as in :func:`chunk_kda`.
+        lower_bound: The least log decay, < 0, with safe_gate at least -5; None: no bound.
+
+    Raises:
+        ValueError: sizes that do not fit, or a name that is none of those above.
+
+    Source: Kimi Team 2025 (arXiv:2510.26692); chapter 27.
+    """
+
     def __init__(
         self,
         hidden_size: int = 2048,

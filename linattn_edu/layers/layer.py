@@ -7,15 +7,17 @@ from torch import Tensor, nn
 
 from linattn_edu.cp.context import CPContext
 from linattn_edu.layers.cache import Cache
+from linattn_edu.layers.short_convolution import ShortConvolution
 from linattn_edu.ops import check, inplace
 from linattn_edu.ops.tensors import known, needs_gradient
 
 
 class Layer(nn.Module):
-    """A map of hidden states ``[B, T, hidden_size]`` to hidden states.
+    """A map of hidden states to hidden states, whose memory of earlier tokens has a fixed size.
 
-    A subclass sets hidden_size, conv_shapes, the ``[D, W]`` of each short convolution, and
-    state_shape, that of the recurrent state of a sequence.
+    A subclass sets hidden_size; conv_shapes, the ``[D, W]`` of each short convolution;
+    state_shape, that of the recurrent state of a sequence; and has the methods that raise
+    NotImplementedError here.
     """
 
     hidden_size: int
@@ -52,6 +54,73 @@ class Layer(nn.Module):
         shapes = self._cache_shapes(batch_size)
         *conv, state = (torch.zeros(s, device=device, dtype=dtype) for s in shapes)
         return Cache(type(self).__name__, tuple(conv), state.to(_widened(dtype)))
+
+    def forward(
+        self,
+        x: Tensor,
+        attention_mask: Tensor | None = None,
+        cache: Cache | None = None,
+        cu_seqlens: Tensor | None = None,
+        cu_seqlens_cpu: Tensor | None = None,
+        cp_context: CPContext | None = None,
+    ) -> Tensor:
+        """The new hidden states.
+
+        Args:
+            x: Hidden states ``[B, T, hidden_size]``, in the dtype of the parameters, or any under
+                autocast.
+            attention_mask: 1 at tokens and 0 at padding ``[B, T]``, of x's tokens alone, any dtype:
+                left padding, so that each row is zeros and then ones. Padding, whatever x is there,
+                neither is written to a state nor read, and y is zero there: a row gives what it
+                gives alone. On the CPU a mask that is no left padding is refused, as is one with
+                padding after tokens of an earlier call; on a GPU, where that would wait for the
+                device, and under torch.compile its numbers are not looked at.
+            cache: Of this layer's :meth:`make_cache`, for as many sequences: x goes on from its
+                states, which are then overwritten with those after x. The pieces of a sequence, of
+                any lengths, one after the other give what the whole gives at once. One token (T =
+                1) takes the recurrent operators, in place, without a new state. Under
+                torch.no_grad() or torch.inference_mode() only.
+            cu_seqlens: Boundaries ``[N + 1]``, int32 or int64, of N sequences packed into a batch
+                of one: each gives what it gives alone. A cache then has N sequences.
+            cu_seqlens_cpu: The same numbers on the CPU. Without them a cu_seqlens on a GPU is read
+                once, and the call waits for the device.
+            cp_context: Of :func:`build_cp_context`, where the sequences are cut over several ranks;
+                x has the tokens of this rank. Not with the other arguments.
+
+        Returns:
+            y ``[B, T, hidden_size]``, in x's dtype, or under autocast in its dtype.
+
+        Raises:
+            TypeError: an argument is not of a type or dtype listed above.
+            ValueError: a shape, a mask, a cache of another layer or batch size, or a combination of
+                arguments does not fit, or a gradient is recorded with a cache; the message names
+                the argument, what was expected and what came. Nothing has been written then.
+        """
+        x, padding, cu_seqlens_cpu = self._begin(
+            x, attention_mask, cache, cu_seqlens, cu_seqlens_cpu, cp_context
+        )
+        bounds = {
+            "cu_seqlens": cu_seqlens, "cu_seqlens_cpu": cu_seqlens_cpu, "cp_context": cp_context,
+        }  # fmt: skip
+        step = cache is not None and x.shape[1] == 1 and cu_seqlens is None
+        y = self._mixed(x, padding, cache, bounds, step)
+        return y if padding is None else y.masked_fill(padding, 0)
+
+    def _mixed(
+        self, x: Tensor, padding: Tensor | None, cache: Cache | None, bounds: dict, step: bool
+    ) -> Tensor:
+        """y of x, which is zero at padding [B, T, 1]; step: one token, in place."""
+        raise NotImplementedError
+
+    def _convolved(
+        self, conv: ShortConvolution, x: Tensor, cache: Cache | None, i: int, bounds: dict
+    ) -> Tensor:
+        """The short convolution number i of x; its state is read and written."""
+        state = None if cache is None else cache.conv_states[i]
+        y, final = conv(x, cache=state, output_final_state=state is not None, **bounds)
+        if state is not None and final is not state:
+            write(state, final)
+        return y
 
     def _weight(self) -> Tensor:
         """The matrix that the hidden states meet first."""

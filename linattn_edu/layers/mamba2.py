@@ -6,7 +6,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from linattn_edu.cp.context import CPContext
 from linattn_edu.layers.cache import Cache
 from linattn_edu.layers.layer import Layer, draw_rate, draw_step_bias, write
 from linattn_edu.layers.rms_norm_gated import RMSNormGated
@@ -16,6 +15,60 @@ from linattn_edu.ops.ssd import mamba_chunk_scan_combined, selective_state_updat
 
 
 class Mamba2(Layer):
+    r"""Mamba-2: the state-space recurrence between projections.
+
+    .. math::
+
+        z,\ xBC,\ dt &= u W_{in}, \qquad x, B, C = \mathrm{silu}(\mathrm{conv}(xBC)), \qquad
+            A = -e^{A\_log} \\
+        y &= \frac{v}{\mathrm{rms}(v)}\, w\, W_{out}, \qquad v = o \odot \mathrm{silu}(z)
+
+    with o of :func:`mamba_chunk_scan_combined` and u the hidden states; the norm is that of each
+    group, and with norm_before_gate the gate comes after it.
+
+    A state dict of mamba_ssm's Mamba2 (2.3.2) loads with strict=True and gives its outputs; one
+    that does not fit is refused whole. What differs from mamba_ssm's forward: a mask, cu_seqlens as
+    boundaries instead of seq_idx, a :class:`Cache` instead of inference_params, which any number of
+    tokens may follow; hidden states are ``[B, T, d_model]`` only; one token of a cache obeys
+    dt_limit, which mamba_ssm's step does not read, and may have D for each channel.
+
+    Parameters, with H = d_ssm / headdim, G = ngroups, N = d_state, d_inner = expand d_model and
+    D_conv = d_ssm + 2 G N: in_proj ``[2 d_inner + 2 G N + H, d_model]``, conv1d ``[D_conv, 1, W]``
+    (.weight, and .bias), A_log, dt_bias ``[H]``, D ``[H]``, or with D_has_hdim ``[d_ssm]``,
+    norm.weight ``[d_ssm]``, out_proj ``[d_model, d_inner]``. At first exp(A_log) is uniform in
+    A_init_range, softplus(dt_bias) log-uniform in [dt_min, dt_max] and at least dt_init_floor, D
+    and the norm are one, the convolution's weight is uniform in [-conv_init, conv_init] if that is
+    given, and the others are as PyTorch draws them. D has the default dtype, whatever dtype is.
+
+    Args:
+        d_model: Numbers of a hidden state.
+        d_state: N, at most 256.
+        d_conv: W of the convolution, from 1 to 8.
+        conv_init: Bound of the convolution's first weights, or None.
+        expand: d_inner / d_model.
+        headdim: Channels of a head P, a divisor of d_ssm, at most 256.
+        d_ssm: Channels of the recurrence; the others, d_inner - d_ssm, are a gated MLP beside it.
+            None: d_inner.
+        ngroups: Groups of B and C, and of the norm; a divisor of H.
+        A_init_range, dt_min, dt_max, dt_init_floor: Of the first A_log and dt_bias.
+        D_has_hdim: Whether D has a number for each channel.
+        rmsnorm: Whether there is a norm; without, o is gated by silu(z) alone.
+        norm_before_gate: Whether the norm comes before the gate.
+        dt_limit: Least and largest step.
+        bias, conv_bias: Whether the projections, and the convolution, have a bias.
+        chunk_size: As in :func:`mamba_chunk_scan_combined`.
+        use_mem_eff_path, sequence_parallel: Arguments of mamba_ssm without a meaning here.
+        layer_idx: Number of the layer in a model, which is only kept.
+        process_group: An argument of mamba_ssm: None alone is taken.
+        device, dtype: Of the parameters.
+        impl: "triton", "reference" or "auto", for all operators of the layer.
+
+    Raises:
+        ValueError: sizes that do not fit, or a name that is none of those above.
+
+    Source: Dao and Gu 2024 (arXiv:2405.21060); chapter 27.
+    """
+
     def __init__(
         self,
         d_model: int,
@@ -101,29 +154,13 @@ class Mamba2(Layer):
     def _weight(self) -> Tensor:
         return self.in_proj.weight
 
-    def forward(
-        self,
-        x: Tensor,
-        attention_mask: Tensor | None = None,
-        cache: Cache | None = None,
-        cu_seqlens: Tensor | None = None,
-        cu_seqlens_cpu: Tensor | None = None,
-        cp_context: CPContext | None = None,
+    def _mixed(
+        self, x: Tensor, padding: Tensor | None, cache: Cache | None, bounds: dict, step: bool
     ) -> Tensor:
-        """The new hidden states; see :meth:`Layer.forward`."""
-        x, padding, cu_seqlens_cpu = self._begin(
-            x, attention_mask, cache, cu_seqlens, cu_seqlens_cpu, cp_context
-        )
         z0, x0, z, xBC, dt = self.in_proj(x).split(self.widths, -1)
         if padding is not None:  # in_proj may have a bias
             xBC = xBC.masked_fill(padding, 0)
-        bounds = {
-            "cu_seqlens": cu_seqlens, "cu_seqlens_cpu": cu_seqlens_cpu, "cp_context": cp_context,
-        }  # fmt: skip
-        state = None if cache is None else cache.conv_states[0]
-        xBC, final = self.conv1d(xBC, cache=state, output_final_state=state is not None, **bounds)
-        if state is not None and final is not state:
-            write(state, final)
+        xBC = self._convolved(self.conv1d, xBC, cache, 0, bounds)
         GN = self.ngroups * self.d_state
         v, B, C = xBC.split((self.d_ssm, GN, GN), -1)
         if padding is not None:
@@ -131,7 +168,7 @@ class Mamba2(Layer):
         v, z_heads = (y.unflatten(-1, (self.nheads, self.headdim)) for y in (v, z))
         B, C = (y.unflatten(-1, (self.ngroups, self.d_state)) for y in (B, C))
         z_heads = None if self.rmsnorm else z_heads
-        if cache is not None and x.shape[1] == 1 and cu_seqlens is None:
+        if step:
             y = self._step(cache.recurrent_state, v, dt, B, C, z_heads)
         else:
             y = self._scan(cache, v, dt, B, C, z_heads, bounds)
@@ -140,8 +177,7 @@ class Mamba2(Layer):
             y = self.norm(y, z)
         if self.d_ssm < self.d_inner:
             y = torch.cat([F.silu(z0) * x0, y], -1)
-        y = self.out_proj(y)
-        return y if padding is None else y.masked_fill(padding, 0)
+        return self.out_proj(y)
 
     def _skip(self) -> Tensor:
         """D [H], or [H, P]."""

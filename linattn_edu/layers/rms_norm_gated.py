@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor, nn
 
+from linattn_edu.ops.rms_norm_gated import ACTIVATIONS, rms_norm_gated
+
 
 class RMSNormGated(nn.Module):
     r""":func:`rms_norm_gated` as a module.
@@ -41,7 +43,7 @@ class RMSNormGated(nn.Module):
         impl: str = "auto",
     ):
         super().__init__()
-        if activation not in ("swish", "silu", "sigmoid"):
+        if activation not in ACTIVATIONS:
             raise ValueError(f"activation must be 'swish', 'silu' or 'sigmoid', got {activation!r}")
         if group_size is not None and (group_size < 1 or hidden_size % group_size):
             raise ValueError(f"group_size must divide hidden_size={hidden_size}, got {group_size}")
@@ -60,17 +62,10 @@ class RMSNormGated(nn.Module):
 
     def forward(self, x: Tensor, z: Tensor | None = None) -> Tensor:
         """y like x ``[..., D]``; z, the gate before its activation, like x, or None: no gate."""
-        dtype, wide = x.dtype, torch.promote_types(x.dtype, torch.float32)
-        x = x.to(wide)
-        act = torch.sigmoid if self.activation == "sigmoid" else torch.nn.functional.silu
-        if z is not None and not self.norm_before_gate:
-            x = x * act(z.to(wide))
-        g = x.unflatten(-1, (-1, self.group_size or self.hidden_size))
-        x = (g * torch.rsqrt(g.square().mean(-1, keepdim=True) + self.eps)).flatten(-2)
-        x = x if self.weight is None else x * self.weight.to(wide)
-        if z is not None and self.norm_before_gate:
-            x = x * act(z.to(wide))
-        return x.to(dtype)
+        return rms_norm_gated(
+            x, self.weight, None, z, self.eps, self.group_size, self.norm_before_gate,
+            self.activation, impl=self.impl,
+        )  # fmt: skip
 
     def extra_repr(self) -> str:
         return f"{self.hidden_size}, eps={self.eps}, activation={self.activation!r}"

@@ -5,6 +5,7 @@ from torch import Tensor, nn
 
 from linattn_edu.cp.context import CPContext
 from linattn_edu.ops.causal_conv1d import causal_conv1d
+from linattn_edu.ops.causal_conv1d_update import causal_conv1d_update
 
 
 class ShortConvolution(nn.Conv1d):
@@ -69,13 +70,21 @@ class ShortConvolution(nn.Conv1d):
                 in :func:`causal_conv1d`.
 
         Raises:
-            TypeError, ValueError: As :func:`causal_conv1d`, and a mask together with cu_seqlens.
+            TypeError, ValueError: As :func:`causal_conv1d` and :func:`causal_conv1d_update`, and a
+                mask together with cu_seqlens.
         """
         if mask is not None:
             if cu_seqlens is not None:
                 raise ValueError("mask must be None with cu_seqlens, got both")
             x = x * mask[..., None].to(x.dtype)
         weight = self.weight.squeeze(1)
+        packed = cu_seqlens is not None or cp_context is not None
+        if cache is not None and not packed and x.shape[1] == 1 and not torch.is_grad_enabled():
+            y = causal_conv1d_update(
+                x[:, 0], cache, weight, self.bias, self.activation, impl=self.impl
+            )[:, None]
+            y = y if residual is None else (y + residual).to(x.dtype)
+            return y, cache if output_final_state else None
         return causal_conv1d(
             x, weight, self.bias, residual, cache, output_final_state, self.activation,
             self.backend, cu_seqlens, cu_seqlens_cpu, chunk_indices, cp_context, impl=self.impl,

@@ -1,4 +1,4 @@
-"""causal_conv1d: the public function, its declaration, its two stages."""
+"""causal_conv1d and causal_conv1d_fn: the public functions, their declaration, its two stages."""
 
 import functools
 from collections.abc import Callable, Collection
@@ -98,7 +98,7 @@ def causal_conv1d(
     """
     sizes = _check_tensors(x, weight, bias, residual, initial_state, cu_seqlens, cp_context)
     output_final_state = check.flag("output_final_state", output_final_state)
-    activation = _activation(activation)
+    activation = activation_of(activation)
     if backend not in (None, "triton"):
         raise ValueError(f"backend must be None or 'triton', got {backend!r}: impl says what runs")
     tensors = (x, weight, bias, initial_state)
@@ -107,12 +107,106 @@ def causal_conv1d(
         "x", x, sizes, cu_seqlens, cu_seqlens_cpu, chunk_indices, CHUNK, cp_context
     )
     y, final_state, _ = convolve(
-        *place.joined(x), weight, bias, place.entering(initial_state), *place.bounds,
+        *place.joined(x), weight, bias, place.entering(initial_state), None, *place.bounds,
         output_final_state, activation, CHUNK, place.group, impl, "",
         save="crossing" if place.group else "",
     )  # fmt: skip
     y, final_state = place.parted(y), place.leaving(final_state)
     return y if residual is None else (y + residual).to(x.dtype), final_state
+
+
+def causal_conv1d_fn(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    initial_states: Tensor | None = None,
+    return_final_states: bool = False,
+    final_states_out: Tensor | None = None,
+    activation: str | None = None,
+    *,
+    impl: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    r"""Short causal convolution of channels that come before the tokens.
+
+    .. math::
+
+        y_t = \mathrm{act}\Big(b + \sum_{j=0}^{W-1} w_j\, u_{t-W+1+j}\Big), \qquad
+        u_t = x_t \ \text{for}\ t \ge 0
+
+    for each channel, as :func:`causal_conv1d`; u_t is zero where token t is not of the sequence of
+    the token whose sum it is. Differentiable by x, weight, bias and initial_states.
+
+    Args:
+        x: ``[B, D, T]``, float32, float16 or bfloat16 (float64: reference only); T may be 0. The
+            transpose of a contiguous ``[B, T, D]`` is not copied, and y is one too.
+        weight: ``[D, W]``, W from 1 to 8, any of these dtypes: the last column is the factor of the
+            token itself.
+        bias: b ``[D]``, any of these dtypes, zero if None.
+        seq_idx: Sequence of each token ``[B, T]``, int32 or int64: one begins where the number
+            changes. A negative number is padding: its y is zero, and it is in no sum. Each sequence
+            gives the same bits of y and of the gradient of x as alone.
+        initial_states: The W - 1 tokens before the first ``[B, D, W - 1]``, newest last, any of
+            these dtypes, zero if None. With seq_idx they are of the first token's sequence.
+        return_final_states: Whether to return the last W - 1 tokens, with seq_idx those of the last
+            token's sequence, and zeros for the others.
+        final_states_out: Where to write them ``[B, D, W - 1]``, or None: a new tensor.
+        activation: None, or "silu" (also called "swish"), ``p * sigmoid(p)``.
+        impl: "triton", "reference" or "auto", as in :func:`chunk_gated_delta_rule`.
+
+    Accuracy, memory, and what it works with: as :func:`causal_conv1d`.
+
+    Returns:
+        y ``[B, D, T]`` in x's dtype, or with return_final_states ``(y, final_states)``, the states
+        ``[B, D, W - 1]``, which are final_states_out if it is given, and else in x's dtype.
+
+    Raises:
+        TypeError: an argument is not of a type or dtype listed above.
+        ValueError: a shape, device, activation, impl or combination of arguments does not fit; the
+            message names the argument, what was expected and what came. No kernel has run then.
+
+    Source: the arguments are those of causal_conv1d 1.6 (Dao-AILab), which takes no state together
+    with seq_idx; chapters 23 and 27.
+    """
+    final = check.flag("return_final_states", return_final_states)
+    states = {"initial_states": initial_states, "final_states_out": final_states_out}
+    _check_channels(x, weight, bias, seq_idx, states)
+    if final_states_out is not None and not final:
+        raise ValueError("final_states_out needs return_final_states=True, got False")
+    activation = activation_of(activation)
+    tensors = (x, weight, bias, initial_states)
+    impl = check.resolve_impl(impl, x.device, tuple(t.dtype for t in tensors if t is not None))
+    if initial_states is not None:  # W tokens, of which the oldest is in no sum
+        initial_states = torch.nn.functional.pad(initial_states, (1, 0))
+    y, last, _ = convolve(
+        x.mT, weight, bias, initial_states, seq_idx, None, None, None, None, None, final,
+        activation, CHUNK, "", impl, "",
+    )  # fmt: skip
+    if not final:
+        return y.mT
+    last = last[..., 1:]
+    return y.mT, last if final_states_out is None else final_states_out.copy_(last)
+
+
+def _check_channels(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    seq_idx: Tensor | None,
+    states: dict[str, Tensor | None],
+) -> None:
+    """Refuse tensors of causal_conv1d_fn that do not fit."""
+    sizes = check_sizes(x, ("B", "D", "T"), weight)
+    sizes["W - 1"] = sizes["W"] - 1
+    if bias is not None:
+        check.tensor("bias", bias, ("D",), sizes)
+    for name, state in states.items():
+        if state is not None:
+            check.tensor(name, state, ("B", "D", "W - 1"), sizes)
+    if seq_idx is not None:
+        check.sequence_numbers("seq_idx", seq_idx, sizes["B"], sizes["T"])
+    others = {"weight": weight, "bias": bias, "seq_idx": seq_idx, **states}
+    check.same_device(("x", x), *others.items())
 
 
 def _check_tensors(
@@ -125,14 +219,7 @@ def _check_tensors(
     cp_context: CPContext | None,
 ) -> dict[str, int]:
     """Refuse tensors that do not fit; return the sizes B, T, D, W and N."""
-    sizes: dict[str, int] = {}
-    check.tensor("x", x, ("B", "T", "D"), sizes)
-    for axis, size in sizes.items():
-        if size < 1 and axis != "T":
-            raise ValueError(f"x must have {axis} >= 1, got {axis}={size}")
-    check.tensor("weight", weight, ("D", "W"), sizes)
-    if not 1 <= sizes["W"] <= WIDEST:
-        raise ValueError(f"weight must have W from 1 to {WIDEST}, got W={sizes['W']}")
+    sizes = check_sizes(x, ("B", "T", "D"), weight)
     state = "initial_state", initial_state
     arguments.count_sequences("x", x, cu_seqlens, sizes, cp_context, state)
     others = {"weight": weight}
@@ -148,7 +235,20 @@ def _check_tensors(
     return sizes
 
 
-def _activation(name: str | None) -> str | None:
+def check_sizes(x: Tensor, axes: tuple[str, ...], weight: Tensor) -> dict[str, int]:
+    """Refuse x and weight that do not fit; return the sizes B, T, D and W."""
+    sizes: dict[str, int] = {}
+    check.tensor("x", x, axes, sizes)
+    for axis, size in sizes.items():
+        if size < 1 and axis != "T":
+            raise ValueError(f"x must have {axis} >= 1, got {axis}={size}")
+    check.tensor("weight", weight, ("D", "W"), sizes)
+    if not 1 <= sizes["W"] <= WIDEST:
+        raise ValueError(f"weight must have W from 1 to {WIDEST}, got W={sizes['W']}")
+    return sizes
+
+
+def activation_of(name: str | None) -> str | None:
     """None or "silu"; refuse what is no activation."""
     if name is not None and (not isinstance(name, str) or name not in ("silu", "swish")):
         raise ValueError(f"activation must be None, 'silu' or 'swish', got {name!r}")
@@ -190,7 +290,7 @@ NOTHING = Residuals()
 # by them.
 convolve = Operator(
     "causal_conv1d",
-    {"x": "B T H", "weight": "H W", "bias": "H?", "initial_state": "N H W?"},
+    {"x": "B T H", "weight": "H W", "bias": "H?", "initial_state": "N H W?", "seq_idx": "B T?"},
     {
         "y": like("B T H", "x", gradient="dy"),
         "final_state": like("N H W", "x", gradient="dht"),
@@ -201,6 +301,7 @@ convolve = Operator(
     stages=stages,
     packed="ranks",
     transition="H",
+    constants=("seq_idx",),
 )
 
 
@@ -211,6 +312,7 @@ def forward(
     weight: Tensor,
     bias: Tensor | None = None,
     initial_state: Tensor | None = None,
+    seq_idx: Tensor | None = None,
     *,
     output_final_state: bool = False,
     activation: str | None = None,
@@ -229,7 +331,7 @@ def forward(
         cp.send(partial(_map, weight.shape[1]), (x,), initial_state, **packed)
         initial_state = cp.receive(stages.cp_merge, initial_state)
     y, final_state = stages.causal_conv1d(
-        x, weight, bias, initial_state, activation=activation,
+        x, weight, bias, initial_state, seq_idx, activation=activation,
         output_final_state=output_final_state, **packed,
     )  # fmt: skip
     return y, final_state, Residuals(cp and cp.crossing)
@@ -277,18 +379,20 @@ def backward(
     initial_state: Tensor | None,
     dy: Tensor,
     dht: Tensor | None = None,
+    seq_idx: Tensor | None = None,
     *,
     activation: str | None = None,
     packing: Packing | None = None,
     cp: Ranks | None = None,
     residuals: Residuals = NOTHING,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, None]:
     """The backward pass: a stage.
 
     Args:
         dy: Gradient of y.  dht: Gradient of the final state, or None.  cp: as in the forward pass.
     Returns:
-        dx, dweight, and the gradients of the bias and of the initial state (or None).
+        dx, dweight, and the gradients of the bias and of the initial state (or None); None for
+        seq_idx.
     Source: chapter 23.
     """
     packed = {} if packing is None else {"packing": packing}
@@ -297,6 +401,7 @@ def backward(
         given, options = (x, weight, bias, initial_state, dy), {"activation": activation, **packed}
         cp.send(partial(_map_bwd, stages), given, dht, **options)
         dht = cp.receive(stages.cp_merge_bwd, dht)
-    return stages.causal_conv1d_bwd(
-        x, weight, bias, initial_state, dy, dht, activation=activation, **packed
+    gradients = stages.causal_conv1d_bwd(
+        x, weight, bias, initial_state, dy, dht, seq_idx, activation=activation, **packed
     )
+    return *gradients, None

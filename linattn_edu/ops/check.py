@@ -64,6 +64,13 @@ def integers(name: str, x: object) -> None:
     _strided(name, x)
 
 
+def sequence_numbers(name: str, x: object, B: int, T: int) -> None:
+    """Check that x holds an integer for each token."""
+    integers(name, x)
+    if x.shape != (B, T):
+        raise ValueError(f"{name} must have shape [B, T] = {(B, T)}, got {tuple(x.shape)}")
+
+
 def dtype(name: str, value: object) -> None:
     """Check that value is a floating-point dtype."""
     if value not in FLOATS:

@@ -70,7 +70,31 @@ def load_tokens(x_ptr, o_t, o_d, t0, n, D: tl.constexpr):
 
 
 @triton.jit
-def preactivation(x_ptr, w_ptr, b_ptr, s_ptr, o_t, o_d, t0, n, D: tl.constexpr, W: tl.constexpr):
+def load_number(seq_ptr, o_t, t0, n):
+    """Sequences of the rows o_t of a tile; before the first token the first one's."""
+    return tl.load(seq_ptr + tl.minimum(tl.maximum(t0 + o_t, 0), n - 1))
+
+
+@triton.jit
+def reach(seq_ptr, o_t, t0, n, W: tl.constexpr):
+    """n_t of the rows o_t of a tile: how many tokens before t are of its sequence, W - 1 at most;
+    -1 of padding.  Without seq_ptr all are.
+    """
+    if seq_ptr is None:
+        return tl.full([o_t.shape[0]], W - 1, tl.int32)
+    b_number = load_number(seq_ptr, o_t, t0, n)
+    b_same = b_number >= 0
+    b_n = b_same.to(tl.int32) - 1
+    for i in tl.static_range(1, W):
+        # eq:conv-sequences   n_t = how many i in 1..W-1 have s_(t-i) = ... = s_t
+        b_same &= load_number(seq_ptr, o_t - i, t0, n) == b_number
+        b_n += b_same.to(tl.int32)
+    return b_n
+
+
+@triton.jit
+def preactivation(x_ptr, w_ptr, b_ptr, s_ptr, b_n, o_t, o_d, t0, n, D: tl.constexpr,
+                  W: tl.constexpr):  # fmt: skip
     """p of the rows o_t of a tile.  The oldest tokens come first, wherever they stand: a sequence
     that is split at any token gives the same bits.
     """
@@ -78,10 +102,12 @@ def preactivation(x_ptr, w_ptr, b_ptr, s_ptr, o_t, o_d, t0, n, D: tl.constexpr, 
     # eq:conv-pre   p_t = b + sum_j w_j u_(t-W+1+j)
     if s_ptr is not None and t0 <= 0:
         for j in tl.static_range(W):
-            b_s = load_state(s_ptr, 1 + j + t0 + o_t, o_d, D, W)
+            o_s = tl.where(b_n < W - 1 - j, -1, 1 + j + t0 + o_t)
+            b_s = load_state(s_ptr, o_s, o_d, D, W)
             b_p += load_row(w_ptr + j, o_d, W, D)[None, :] * b_s
     for j in tl.static_range(W):
-        b_x = load_tokens(x_ptr, o_t + (j + 1 - W), o_d, t0, n, D)
+        o_u = tl.where(b_n < W - 1 - j, n - t0, o_t + (j + 1 - W))
+        b_x = load_tokens(x_ptr, o_u, o_d, t0, n, D)
         b_p += load_row(w_ptr + j, o_d, W, D)[None, :] * b_x
     if b_ptr is not None:
         b_p += load_vector(b_ptr, o_d, D)[None, :]

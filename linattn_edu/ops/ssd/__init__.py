@@ -9,6 +9,7 @@ from linattn_edu.ops.ssd.chunk import (
     mamba_chunk_scan_combined,
     stages,
 )
+from linattn_edu.ops.ssd.split import mamba_split_conv1d_scan_combined
 from linattn_edu.ops.ssd.step import selective_state_update
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "forward",
     "fused_stages",
     "mamba_chunk_scan_combined",
+    "mamba_split_conv1d_scan_combined",
     "selective_state_update",
     "stages",
 ]

@@ -139,10 +139,7 @@ def mamba_chunk_scan_combined(
         raise ValueError("return_varlen_states=True needs cu_seqlens or cp_context, got None")
     if seq_idx is not None and cp_context is not None:
         raise ValueError("seq_idx must be None with cp_context, which has the boundaries")
-    low, high = _limits(dt_limit)
-    check.power_of_two("chunk_size", chunk_size)
-    if chunk_size < 16:
-        raise ValueError(f"chunk_size must be at least 16, got {chunk_size}")
+    low, high = check_options(chunk_size, dt_limit)
     tensors = (x, B, C, *given.values())
     impl = check.resolve_impl(impl, x.device, tuple(y.dtype for y in tensors if y is not None))
     place = arguments.place("x", x, sizes, cu_seqlens, cu_seqlens_cpu, None, chunk_size, cp_context)
@@ -203,18 +200,17 @@ def _check_tensors(
             check.tensor(name, given[name], shape, sizes)
     check.same_dtype(("x", x), ("B", B), ("C", C))
     if seq_idx is not None:
-        check.integers("seq_idx", seq_idx)
-        if seq_idx.shape != x.shape[:2]:
-            raise ValueError(
-                f"seq_idx must have shape [B, T] = {tuple(x.shape[:2])}, got {tuple(seq_idx.shape)}"
-            )
+        check.sequence_numbers("seq_idx", seq_idx, *x.shape[:2])
     check.same_device(("x", x), ("B", B), ("C", C), *given.items(), ("seq_idx", seq_idx))
     check.log_decay("A", given["A"])
     return sizes
 
 
-def _limits(dt_limit: tuple[float, float]) -> tuple[float, float]:
-    """Least and largest step, as floats."""
+def check_options(chunk_size: int, dt_limit: tuple[float, float]) -> tuple[float, float]:
+    """Refuse what does not fit; return the least and the largest step, as floats."""
+    check.power_of_two("chunk_size", chunk_size)
+    if chunk_size < 16:
+        raise ValueError(f"chunk_size must be at least 16, got {chunk_size}")
     try:
         low, high = (float(y) for y in dt_limit)
     except (TypeError, ValueError):
