@@ -78,10 +78,8 @@ def load_number(seq_ptr, o_t, t0, n):
 @triton.jit
 def reach(seq_ptr, o_t, t0, n, W: tl.constexpr):
     """n_t of the rows o_t of a tile: how many tokens before t are of its sequence, W - 1 at most;
-    -1 of padding.  Without seq_ptr all are.
+    -1 of padding.
     """
-    if seq_ptr is None:
-        return tl.full([o_t.shape[0]], W - 1, tl.int32)
     b_number = load_number(seq_ptr, o_t, t0, n)
     b_same = b_number >= 0
     b_n = b_same.to(tl.int32) - 1
@@ -93,7 +91,7 @@ def reach(seq_ptr, o_t, t0, n, W: tl.constexpr):
 
 
 @triton.jit
-def preactivation(x_ptr, w_ptr, b_ptr, s_ptr, b_n, o_t, o_d, t0, n, D: tl.constexpr,
+def preactivation(x_ptr, w_ptr, b_ptr, s_ptr, seq_ptr, b_n, o_t, o_d, t0, n, D: tl.constexpr,
                   W: tl.constexpr):  # fmt: skip
     """p of the rows o_t of a tile.  The oldest tokens come first, wherever they stand: a sequence
     that is split at any token gives the same bits.
@@ -102,16 +100,27 @@ def preactivation(x_ptr, w_ptr, b_ptr, s_ptr, b_n, o_t, o_d, t0, n, D: tl.conste
     # eq:conv-pre   p_t = b + sum_j w_j u_(t-W+1+j)
     if s_ptr is not None and t0 <= 0:
         for j in tl.static_range(W):
-            o_s = tl.where(b_n < W - 1 - j, -1, 1 + j + t0 + o_t)
+            o_s = 1 + j + t0 + o_t
+            if seq_ptr is not None:
+                o_s = tl.where(b_n < W - 1 - j, -1, o_s)
             b_s = load_state(s_ptr, o_s, o_d, D, W)
             b_p += load_row(w_ptr + j, o_d, W, D)[None, :] * b_s
     for j in tl.static_range(W):
-        o_u = tl.where(b_n < W - 1 - j, n - t0, o_t + (j + 1 - W))
+        o_u = o_t + (j + 1 - W)
+        if seq_ptr is not None:
+            o_u = tl.where(b_n < W - 1 - j, n - t0, o_u)
         b_x = load_tokens(x_ptr, o_u, o_d, t0, n, D)
         b_p += load_row(w_ptr + j, o_d, W, D)[None, :] * b_x
     if b_ptr is not None:
         b_p += load_vector(b_ptr, o_d, D)[None, :]
     return b_p
+
+
+@triton.jit
+def of_last(seq_ptr, o_t, t0, n, W: tl.constexpr):
+    """Whether the rows o_t of a tile, W - 1 before the last token at most, are of its sequence."""
+    o_last = n - 1 - t0 + tl.zeros_like(o_t)
+    return o_last - o_t <= reach(seq_ptr, o_last, t0, n, W)
 
 
 @triton.jit(do_not_specialize=["NT", "T"])
@@ -120,6 +129,7 @@ def causal_conv1d_kernel(
     w_ptr,  # [D, W]
     b_ptr,  # [D] or None
     s_ptr,  # [N, D, W] or None: initial state
+    seq_ptr,  # [B, T] or None
     y_ptr,  # [B, T, D] out
     ht_ptr,  # [N, D, W] out: final state, or None
     cu_ptr,  # [N + 1] or None
@@ -143,26 +153,40 @@ def causal_conv1d_kernel(
     x_ptr += first * D
     if s_ptr is not None:
         s_ptr += i_n * D * W
-    b_p = preactivation(x_ptr, w_ptr, b_ptr, s_ptr, o_t, o_d, t0, n, D, W)  # [BT, BD]
+    b_n = 0
+    if seq_ptr is not None:
+        seq_ptr += first
+        b_n = reach(seq_ptr, o_t, t0, n, W)
+    b_p = preactivation(x_ptr, w_ptr, b_ptr, s_ptr, seq_ptr, b_n, o_t, o_d, t0, n, D, W)  # [BT, BD]
     if SILU:
         # eq:conv-act   y = p sigmoid(p)
         b_p *= tl.sigmoid(b_p)
+    if seq_ptr is not None:
+        b_p = tl.where((b_n >= 0)[:, None], b_p, 0.0)
     store_tile(y_ptr + first * D, b_p, rows_of(o_t, t0, n), o_d, D, n - t0, D)
     if ht_ptr is not None and n - t0 < BT + W:
         # eq:conv-state   s_i = u_(T-W+i)
         b_u = load_tokens(x_ptr, o_t, o_d, t0, n, D)
         if s_ptr is not None:
             b_u += load_state(s_ptr, W + t0 + o_t, o_d, D, W)
+        if seq_ptr is not None:
+            b_u = tl.where(of_last(seq_ptr, o_t, t0, n, W)[:, None], b_u, 0.0)
         store_state(ht_ptr + i_n * D * W, b_u, t0 + o_t - n + W, o_d, D, W)
 
 
 @triton.jit
-def dpreactivation(x_ptr, w_ptr, b_ptr, s_ptr, dy_ptr, o_t, o_d, t0, n, D: tl.constexpr,
-                   W: tl.constexpr, SILU: tl.constexpr):  # fmt: skip
-    """dp of the rows o_t of a tile; 0 where there is no token."""
-    b_dp = load_tokens(dy_ptr, o_t, o_d, t0, n, D)
+def dpreactivation(x_ptr, w_ptr, b_ptr, s_ptr, seq_ptr, dy_ptr, i: tl.constexpr, o_t, o_d, t0, n,
+                   D: tl.constexpr, W: tl.constexpr, SILU: tl.constexpr):  # fmt: skip
+    """dp of the rows o_t of a tile; 0 where there is no token, or the token i before is not of its
+    sequence.
+    """
+    b_n, o_dy = 0, o_t
+    if seq_ptr is not None:
+        b_n = reach(seq_ptr, o_t, t0, n, W)
+        o_dy = tl.where(b_n < i, n - t0, o_t)
+    b_dp = load_tokens(dy_ptr, o_dy, o_d, t0, n, D)
     if SILU:
-        b_p = preactivation(x_ptr, w_ptr, b_ptr, s_ptr, o_t, o_d, t0, n, D, W)
+        b_p = preactivation(x_ptr, w_ptr, b_ptr, s_ptr, seq_ptr, b_n, o_t, o_d, t0, n, D, W)
         # eq:conv-dpre   dp = dy sigmoid(p) (1 + p (1 - sigmoid(p)))
         b_dp *= tl.sigmoid(b_p) * (1.0 + b_p * tl.sigmoid(-b_p))
         # no sum of theirs is an output: it may overflow, or hold the state's oldest, an inf or NaN
@@ -176,6 +200,7 @@ def causal_conv1d_bwd_kernel(
     w_ptr,  # [D, W]
     b_ptr,  # [D] or None
     s_ptr,  # [N, D, W] or None: initial state
+    seq_ptr,  # [B, T] or None
     dy_ptr,  # [B, T, D]
     dht_ptr,  # [N, D, W] or None
     dx_ptr,  # [B, T, D] out
@@ -201,16 +226,24 @@ def causal_conv1d_bwd_kernel(
     o_t = tl.arange(0, BT)
     o_d = i_d * BD + tl.arange(0, BD)
     x_ptr += first * D
-    b_u = load_tokens(x_ptr, o_t, o_d, t0, n, D)  # [BT, BD]
+    o_u = o_t
+    # what is in no sum reads as 0, for 0 times an inf or NaN is NaN
+    if seq_ptr is not None:
+        seq_ptr += first
+        o_u = tl.where(load_number(seq_ptr, o_t, t0, n) < 0, n - t0, o_t)
+    b_u = load_tokens(x_ptr, o_u, o_d, t0, n, D)  # [BT, BD]
     if s_ptr is not None:
         s_ptr += i_n * D * W
         if t0 < 0:
-            # the state's oldest token is in no sum, and 0 times an inf or NaN is NaN
-            b_u = load_state(s_ptr, tl.where(t0 + o_t > -W, W + t0 + o_t, -1), o_d, D, W)
+            # the state's oldest token is in no sum either
+            o_s = tl.where(t0 + o_t > -W, W + t0 + o_t, -1)
+            if seq_ptr is not None:
+                o_s = tl.where(load_number(seq_ptr, o_t, t0, n) < 0, -1, o_s)
+            b_u = load_state(s_ptr, o_s, o_d, D, W)
     b_du = tl.zeros([BT, BD], tl.float32)
     for i in tl.static_range(W):
-        b_dp = dpreactivation(x_ptr, w_ptr, b_ptr, s_ptr, dy_ptr + first * D, o_t + i, o_d, t0, n,
-                              D, W, SILU)  # fmt: skip
+        b_dp = dpreactivation(x_ptr, w_ptr, b_ptr, s_ptr, seq_ptr, dy_ptr + first * D, i, o_t + i,
+                              o_d, t0, n, D, W, SILU)  # fmt: skip
         # eq:conv-dx   du_t = sum_j w_j dp_(t+W-1-j)
         b_du += load_row(w_ptr + (W - 1 - i), o_d, W, D)[None, :] * b_dp
         # eq:conv-dweight   dw_j = sum_t dp_t u_(t-W+1+j),   db = sum_t dp_t
@@ -220,7 +253,10 @@ def causal_conv1d_bwd_kernel(
             tl.store(db_ptr + i_c * D + o_d, tl.sum(b_dp, 0), mask=o_d < D)
     if dht_ptr is not None and n - t0 < BT + W:
         # eq:conv-dstate   du_t += ds_(t-T+W)
-        b_du += load_state(dht_ptr + i_n * D * W, t0 + o_t - n + W, o_d, D, W)
+        o_s = t0 + o_t - n + W
+        if seq_ptr is not None:
+            o_s = tl.where(of_last(seq_ptr, o_t, t0, n, W), o_s, -1)
+        b_du += load_state(dht_ptr + i_n * D * W, o_s, o_d, D, W)
     store_tile(dx_ptr + first * D, b_du, rows_of(o_t, t0, n), o_d, D, n - t0, D)
     if dh0_ptr is not None and t0 < 0:
         store_state(dh0_ptr + i_n * D * W, b_du, W + t0 + o_t, o_d, D, W)
@@ -245,6 +281,7 @@ def causal_conv1d(
     weight: Tensor,
     bias: Tensor | None = None,
     initial_state: Tensor | None = None,
+    seq_idx: Tensor | None = None,
     *,
     activation: str | None = None,
     output_final_state: bool = False,
@@ -261,7 +298,7 @@ def causal_conv1d(
         ht = x.new_empty(tiles - NT, *weight.shape)
     config = FORWARD.launch()
     causal_conv1d_kernel[(tiles * cdiv(D, config["BD"]),)](
-        x, weight, bias, initial_state, y, ht, *sequences, NT, T, D, weight.shape[1], BT,
+        x, weight, bias, initial_state, seq_idx, y, ht, *sequences, NT, T, D, weight.shape[1], BT,
         SILU=activation == "silu", **config,
     )  # fmt: skip
     return y, ht
@@ -274,6 +311,7 @@ def causal_conv1d_bwd(
     initial_state: Tensor | None,
     dy: Tensor,
     dht: Tensor | None = None,
+    seq_idx: Tensor | None = None,
     *,
     activation: str | None = None,
     packing: Packing | None = None,
@@ -290,8 +328,8 @@ def causal_conv1d_bwd(
     dh0 = None if initial_state is None else torch.empty_like(initial_state)
     config = BACKWARD.launch()
     causal_conv1d_bwd_kernel[(tiles * cdiv(D, config["BD"]),)](
-        x, weight, bias, initial_state, dy, dht, dx, dw, db, dh0, *sequences, NT, T, D, W, BT,
-        SILU=activation == "silu", **config,
+        x, weight, bias, initial_state, seq_idx, dy, dht, dx, dw, db, dh0, *sequences, NT, T, D, W,
+        BT, SILU=activation == "silu", **config,
     )  # fmt: skip
     dw = dw.sum(0).T.to(weight.dtype).contiguous()
     return dx, dw, db if db is None else db.sum(0).to(bias.dtype), dh0

@@ -34,14 +34,14 @@ def rms_norm_gated(
     dtype = compute_dtype(x, weight, bias, z)
     v, a = x.to(dtype), None if z is None else gate(z.to(dtype), activation)
     if a is not None and not norm_before_gate:
-        # eq:gate-norm   v = x act(z)
+        # eq:norm-gate-first   v = x act(z)
         v = v * a
     # eq:norm-gated   n = v / sqrt(mean v^2 + eps),   o = n w + b
     length = torch.linalg.vector_norm(v, dim=-1, dtype=torch.float64)
     rstd = torch.rsqrt(length.square() / x.shape[-1] + eps).to(dtype)
     y = affine(rstd[..., None] * v, weight, bias)
     if a is not None and norm_before_gate:
-        # eq:norm-gate   y = o act(z)
+        # eq:norm-gate-last   y = o act(z)
         y = y * a
     return y.to(x.dtype), rstd.to(compute_dtype(x))
 
@@ -75,11 +75,11 @@ def rms_norm_gated_bwd(
     if z is not None:
         a, da = gate(z.to(dtype), activation), gate_derivative(z.to(dtype), activation)
     if z is not None and not norm_before_gate:
-        # eq:gate-norm   v = x act(z)
+        # eq:norm-gate-first   v = x act(z)
         v = v * a
     n = rstd * v
     if z is not None and norm_before_gate:
-        # eq:norm-gate-bwd   do = dy act(z),   dz = dy o act'(z)
+        # eq:norm-gate-last-bwd   do = dy act(z),   dz = dy o act'(z)
         dz, do = do * affine(n, weight, bias) * da, do * a
     # eq:norm-gated-dweight   dw = sum do n,   db = sum do
     rows = tuple(range(x.ndim - 2))
@@ -89,7 +89,7 @@ def rms_norm_gated_bwd(
     dn = affine(do, weight, None)
     dx = rstd * (dn - n * (n * dn).mean(-1, keepdim=True))
     if z is not None and not norm_before_gate:
-        # eq:gate-norm-bwd   dx = dv act(z),   dz = dv x act'(z)
+        # eq:norm-gate-first-bwd   dx = dv act(z),   dz = dv x act'(z)
         dz, dx = dx * x_ * da, dx * a
     return dx.to(x.dtype), dw, db, None if dz is None else dz.to(z.dtype)
 
