@@ -1,8 +1,7 @@
-"""python -m benchmarks.recall: which operator solves associative recall, at which size of its state.
+"""python -m benchmarks.recall: which operator solves associative recall, with how large a state.
 
-A model of one layer for each mixer, size of the keys and learning rate, trained on the CPU or a GPU.
-What is kept of several learning rates is the best. Finished rows are in the file, a row at a time:
-the command run again goes on where it was stopped.
+A model of one layer for each mixer, size of the keys and learning rate, trained on the CPU or a
+GPU. The file is written after each of them: the command run again goes on where it was stopped.
 """
 
 import argparse
@@ -91,7 +90,7 @@ def main(argv: list[str] | None = None) -> int:
         data["rows"].append(r)
         save(args.out, data)
         progress.step(
-            f"{r['mixer']:<10}K = {r['key_dim']:<4}state {r['state']:>5}, rate {r['learning_rate']}: "
+            f"{r['mixer']:<10}K = {r['key_dim']:<4}state {r['state']:>5}, rate {case[2]}: "
             + ", ".join(f"{p} pairs {a:.3f}" for p, a in r["accuracy"].items())
         )
     progress.close()

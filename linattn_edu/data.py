@@ -2,6 +2,7 @@
 
 import importlib
 import random
+import re
 from pathlib import Path
 
 import torch
@@ -34,7 +35,9 @@ def text(path: str | Path | None = None) -> bytes:
             "this Python has no pydoc_data.topics, the text of help(): some distributions leave it "
             "out; give a file of English as text"
         ) from None
-    paragraphs = (p for name in sorted(topics) for p in topics[name].split("\n\n"))
+    paragraphs = (
+        p.strip("\n") for name in sorted(topics) for p in re.split(r"\n{2,}", topics[name])
+    )
     return "\n\n".join(dict.fromkeys(paragraphs)).encode()
 
 

@@ -81,10 +81,12 @@ class Settings:
 class Run:
     """A model, its optimiser, and how far they are."""
 
-    def __init__(self, settings: Settings, text: bytes, device: torch.device, impl: str = "auto"):
+    def __init__(self, settings: Settings, text: bytes, device: torch.device):
         self.settings, self.device = settings, device
         self.windows = data.Windows(text, settings.length)
         self.digest = hashlib.sha256(text).hexdigest()
+        # on a CPU never the kernels in the interpreter, which TRITON_INTERPRET=1 would take
+        impl = "reference" if device.type == "cpu" else "auto"
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(settings.seed)
             self.model = LanguageModel(settings.config(), impl).to(device)
