@@ -1,9 +1,9 @@
-"""``python -m linattn_edu doctor``."""
+"""``python -m linattn_edu doctor`` and ``python -m linattn_edu train``."""
 
 import argparse
 import sys
 
-from linattn_edu import __version__
+from linattn_edu import __version__, train
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -12,7 +12,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser("doctor", help="say what runs on this machine, and how")
-    parser.parse_args(argv)
+    train.add_arguments(
+        commands.add_parser("train", help="train a small language model of these layers")
+    )
+    args = parser.parse_args(argv)
+    if args.command == "train":
+        return train.main(args)
     from linattn_edu.doctor import main as doctor
 
     return doctor()

@@ -1,0 +1,103 @@
+"""Softmax attention, to be mixed with the layers that keep a state."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from linattn_edu.layers import ShortConvolution
+
+
+class Attention(nn.Module):
+    """Softmax attention with rotary positions (arXiv:2104.09864) and a cache of keys and values.
+
+    The short convolution of the recurrent layers stands before it, as in Primer (arXiv:2109.08668),
+    so that a key may hold the token before.
+
+    Args:
+        width, heads, head_dim: ``width`` channels in and out, ``head_dim`` even.
+        impl: As in :class:`LanguageModel`, of the convolution.
+    """
+
+    def __init__(self, width: int, heads: int, head_dim: int, impl: str = "auto"):
+        super().__init__()
+        self.heads, self.head_dim = heads, head_dim
+        self.qkv_proj = nn.Linear(width, 3 * heads * head_dim, bias=False)
+        self.qkv_conv1d = ShortConvolution(3 * heads * head_dim, 4, activation=None, impl=impl)
+        self.o_proj = nn.Linear(heads * head_dim, width, bias=False)
+
+    def make_cache(self, batch_size: int) -> "KeyValueCache":
+        """The memory of no tokens."""
+        weight = self.qkv_proj.weight
+        return KeyValueCache(weight.new_zeros(batch_size, *self.qkv_conv1d.weight.shape[::2]))
+
+    def forward(
+        self,
+        x: Tensor,
+        attention_mask: Tensor | None = None,
+        cache: "KeyValueCache | None" = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> Tensor:
+        """x ``[B, T, width]`` to the same shape; arguments as those of the recurrent layers."""
+        B, T, _ = x.shape
+        qkv = self.qkv_proj(x)
+        if attention_mask is not None:
+            qkv = qkv * attention_mask[..., None].to(qkv)
+        if cache is not None and cache.conv_state.shape[0] != B:
+            raise ValueError(f"cache is of a batch of {cache.conv_state.shape[0]}, got one of {B}")
+        qkv, conv_state = self.qkv_conv1d(
+            qkv, cache=cache and cache.conv_state, output_final_state=cache is not None,
+            cu_seqlens=cu_seqlens,
+        )  # fmt: skip
+        q, k, v = qkv.view(B, T, 3, self.heads, self.head_dim).permute(2, 0, 3, 1, 4)
+        before = 0 if cache is None else cache.length
+        q, k = rotate(q, before), rotate(k, before)
+        if cache is not None:
+            cache.conv_state = conv_state
+            k, v, attention_mask = cache.append(k, v, attention_mask)
+        mask = None
+        if attention_mask is not None or cu_seqlens is not None or (before and T > 1):
+            at = torch.arange(before + T, device=x.device)
+            mask = at <= at[before:, None]
+            if cu_seqlens is not None:
+                document = torch.bucketize(at, cu_seqlens.to(at), right=True)
+                mask = mask & (document == document[:, None])
+            if attention_mask is not None:  # padding sees itself: no row is empty
+                own = at == at[before:, None]
+                mask = (mask & attention_mask.bool()[:, None] | own)[:, None]
+        o = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None and before == 0
+        )
+        return self.o_proj(o.transpose(1, 2).flatten(2))
+
+
+class KeyValueCache:
+    """Rotated keys and values of all tokens so far, and which of them are no padding."""
+
+    def __init__(self, conv_state: Tensor):
+        self.conv_state, self.length = conv_state, 0
+        self.k = self.v = self.mask = None
+
+    def append(self, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple:
+        """Keys, values and mask (or None) of all tokens, with the new ones."""
+        new, old = mask, self.mask
+        if new is not None or old is not None:
+            ones = k.new_ones(len(k), self.length + k.shape[2], dtype=torch.bool)
+            if old is not None:
+                ones[:, : self.length] = old
+            if new is not None:
+                ones[:, self.length :] = new
+            self.mask = ones
+        if self.length:
+            k, v = torch.cat([self.k, k], 2), torch.cat([self.v, v], 2)
+        self.k, self.v, self.length = k, v, k.shape[2]
+        return k, v, self.mask
+
+
+def rotate(x: Tensor, start: int) -> Tensor:
+    """Each pair of channels of x ``[B, H, T, D]`` turned by its frequency times the position."""
+    T, D = x.shape[-2:]
+    frequencies = 10000 ** -(torch.arange(0, D, 2, device=x.device) / D)
+    angle = (start + torch.arange(T, device=x.device))[:, None] * frequencies
+    a, b = x.float().chunk(2, -1)
+    cos, sin = angle.cos(), angle.sin()
+    return torch.cat([a * cos - b * sin, a * sin + b * cos], -1).to(x.dtype)

@@ -1,0 +1,180 @@
+"""A small language model of the layers: to be read whole and to be trained."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from linattn_edu.layers import EMA, GatedDeltaNet, KimiDeltaAttention, Mamba2
+from linattn_edu.models.attention import Attention
+
+
+@dataclass(frozen=True)
+class Config:
+    """The shape of a :class:`LanguageModel`.
+
+    Args:
+        mixers: The mixer over time of each layer: "gdn", "kda", "mamba2", "ema" or "attention".
+        vocabulary: Tokens.
+        width: Of the stream of vectors that goes through the layers.
+        heads: Of each mixer.
+        key_dim, value_dim: Of a head, whose state is ``key_dim x value_dim``. "ema" has neither:
+            its state is one number for each channel of the width. "attention" has heads of key_dim
+            and keeps all tokens. "mamba2" needs ``heads * value_dim`` to be a multiple of width.
+        hidden: Width of the gated MLP after each mixer; 0 leaves it out.
+    """
+
+    mixers: tuple[str, ...] = ("gdn",) * 4
+    vocabulary: int = 256
+    width: int = 128
+    heads: int = 2
+    key_dim: int = 32
+    value_dim: int = 64
+    hidden: int = 384
+
+    def __post_init__(self):
+        if not self.mixers or (unknown := sorted(set(self.mixers) - set(MIXERS))):
+            raise ValueError(
+                f"mixers must be names among {', '.join(MIXERS)}, got "
+                f"{', '.join(map(repr, unknown)) if self.mixers else 'none'}"
+            )
+        for name in ("vocabulary", "width", "heads", "key_dim", "value_dim"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.hidden < 0:
+            raise ValueError(f"hidden must be at least 0, got {self.hidden}")
+        if "mamba2" in self.mixers and self.heads * self.value_dim % self.width:
+            raise ValueError(
+                f"heads * value_dim must be a multiple of width={self.width} for mamba2, got "
+                f"{self.heads} * {self.value_dim}"
+            )
+        if "attention" in self.mixers and self.key_dim % 2:
+            raise ValueError(f"key_dim must be even for attention, got {self.key_dim}")
+
+
+MIXERS = {
+    "gdn": lambda c, **kw: GatedDeltaNet(
+        c.width, expand_v=c.value_dim / c.key_dim, head_dim=c.key_dim, num_heads=c.heads, **kw
+    ),
+    "kda": lambda c, **kw: KimiDeltaAttention(
+        c.width, expand_v=c.value_dim / c.key_dim, head_dim=c.key_dim, num_heads=c.heads, **kw
+    ),
+    "mamba2": lambda c, **kw: Mamba2(
+        c.width,
+        d_state=c.key_dim,
+        headdim=c.value_dim,
+        expand=c.heads * c.value_dim // c.width,
+        chunk_size=64,
+        **kw,
+    ),
+    "ema": lambda c, **kw: EMA(c.width, c.heads, **kw),
+    "attention": lambda c, **kw: Attention(c.width, c.heads, c.key_dim, **kw),
+}
+
+
+class GatedMLP(nn.Module):
+    """``down(silu(gate(x)) * up(x))``, arXiv:2002.05202."""
+
+    def __init__(self, width: int, hidden: int):
+        super().__init__()
+        self.gate_proj = nn.Linear(width, hidden, bias=False)
+        self.up_proj = nn.Linear(width, hidden, bias=False)
+        self.down_proj = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(nn.Module):
+    """``x + mixer(norm(x))``, then ``x + mlp(norm(x))``."""
+
+    def __init__(self, config: Config, mixer: str, impl: str):
+        super().__init__()
+        self.mixer_norm = nn.RMSNorm(config.width, eps=1e-5)
+        self.mixer = MIXERS[mixer](config, impl=impl)
+        self.mlp_norm = nn.RMSNorm(config.width, eps=1e-5) if config.hidden else None
+        self.mlp = GatedMLP(config.width, config.hidden) if config.hidden else None
+
+    def forward(self, x: Tensor, attention_mask=None, cache=None, cu_seqlens=None) -> Tensor:
+        x = x + self.mixer(
+            self.mixer_norm(x), attention_mask=attention_mask, cache=cache, cu_seqlens=cu_seqlens
+        )
+        return x if self.mlp is None else x + self.mlp(self.mlp_norm(x))
+
+
+class LanguageModel(nn.Module):
+    """Embedding, blocks, norm, and the embedding again as the output matrix.
+
+    Args:
+        config: Its shape.
+        impl: "auto", "triton" or "reference", for the operators of all layers.
+    """
+
+    def __init__(self, config: Config, impl: str = "auto"):
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocabulary, config.width)
+        self.blocks = nn.ModuleList(Block(config, mixer, impl) for mixer in config.mixers)
+        self.norm = nn.RMSNorm(config.width, eps=1e-5)
+        nn.init.normal_(self.embedding.weight, std=0.02)
+
+    def forward(self, tokens: Tensor, attention_mask=None, cache=None, cu_seqlens=None) -> Tensor:
+        """Logits of the next token.
+
+        Args:
+            tokens: ``[B, T]``, integers below ``config.vocabulary``.
+            attention_mask: ``[B, T]``, 0 for padding on the left, 1 for tokens; None without.
+            cache: What :meth:`make_cache` made; it is brought up to the last token, in place.
+            cu_seqlens: ``[N + 1]``, the bounds of sequences packed in a row (B is 1).
+        Returns:
+            ``[B, T, vocabulary]``.
+        """
+        x = self.embedding(tokens)
+        caches = [None] * len(self.blocks) if cache is None else cache
+        for block, own in zip(self.blocks, caches, strict=True):
+            x = block(x, attention_mask, own, cu_seqlens)
+        return F.linear(self.norm(x), self.embedding.weight)
+
+    def make_cache(self, batch_size: int) -> list:
+        """The memory of no tokens of each layer, for a batch of so many sequences."""
+        return [block.mixer.make_cache(batch_size) for block in self.blocks]
+
+    @torch.no_grad()
+    def generate(
+        self,
+        prompt: Tensor,
+        new_tokens: int,
+        temperature: float = 0.0,
+        generator: torch.Generator | None = None,
+        attention_mask: Tensor | None = None,
+    ) -> Tensor:
+        """The prompt ``[B, T]`` and so many tokens after it, ``[B, T + new_tokens]``.
+
+        Args:
+            prompt: At least one token; shorter prompts of a batch are padded on the left.
+            new_tokens: How many are drawn.
+            temperature: 0 takes the most likely token; else one is drawn from
+                ``softmax(logits / temperature)``.
+            generator: Of the draws, on the model's device.
+            attention_mask: ``[B, T]``, 0 for padding.
+        Raises:
+            ValueError: an argument is out of its range, or names what was expected.
+        """
+        if prompt.ndim != 2 or prompt.shape[1] < 1:
+            raise ValueError(f"prompt must be [B, T] with T > 0, got {list(prompt.shape)}")
+        if new_tokens < 0:
+            raise ValueError(f"new_tokens must be at least 0, got {new_tokens}")
+        if not 0 <= temperature < math.inf:
+            raise ValueError(f"temperature must be finite and at least 0, got {temperature}")
+        cache, tokens, step = self.make_cache(len(prompt)), prompt, prompt
+        for _ in range(new_tokens):
+            logits = self(step, attention_mask, cache)[:, -1].float()
+            if temperature:
+                chances = torch.softmax(logits / temperature, -1)
+                step = torch.multinomial(chances, 1, generator=generator)
+            else:
+                step = logits.argmax(-1, keepdim=True)
+            tokens, attention_mask = torch.cat([tokens, step], 1), None
+        return tokens

@@ -1,0 +1,190 @@
+"""The small language model: one token after the other as all at once, alone as in a batch."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from linattn_edu.models import MIXERS, Config, LanguageModel
+from linattn_edu.recall import IGNORE, Recall, accuracy, learn, small_model
+from linattn_edu.testing import assert_close
+
+SMALL = Config(("gdn",), 64, 32, 2, 8, 16, 48)
+EVERY = [*((name,) * 2 for name in MIXERS), ("gdn", "attention", "ema")]
+each = pytest.mark.parametrize("mixers", EVERY, ids="+".join)
+
+
+def model_of(mixers, **changes):
+    torch.manual_seed(0)
+    config = replace(SMALL, mixers=mixers, **changes)
+    return LanguageModel(config, impl="reference").requires_grad_(False)
+
+
+def tokens(*shape):
+    return torch.randint(64, shape, generator=torch.Generator().manual_seed(1))
+
+
+@each
+def test_with_a_cache_as_without(mixers):
+    model, x = model_of(mixers), tokens(2, 12)
+    cache = model.make_cache(2)
+    parts = [x[:, :5], x[:, 5:9], x[:, 9:10], x[:, 10:11], x[:, 11:]]
+    got = torch.cat([model(part, cache=cache) for part in parts], 1)
+    assert_close("logits", got, model(x), 1e-5)
+
+
+@each
+def test_left_padding_changes_nothing(mixers):
+    model, x = model_of(mixers), tokens(2, 9)
+    padded, mask = torch.zeros(2, 12, dtype=torch.long), torch.zeros(2, 12, dtype=torch.long)
+    padded[0, 3:], padded[1, 7:] = x[0], x[1, :5]
+    mask[0, 3:], mask[1, 7:] = 1, 1
+    logits = model(padded, attention_mask=mask)
+    assert_close("long", logits[:1, 3:], model(x[:1]), 1e-5)
+    assert_close("short", logits[1:, 7:], model(x[1:, :5]), 1e-5)
+    said = model.generate(padded, 6, attention_mask=mask)
+    assert torch.equal(said[:1, 3:], model.generate(x[:1], 6))
+    assert torch.equal(said[1:, 7:], model.generate(x[1:, :5], 6))
+
+
+@each
+def test_packed_as_alone(mixers):
+    model, x = model_of(mixers), tokens(1, 14)
+    packed = model(x, cu_seqlens=torch.tensor([0, 5, 6, 14]))
+    alone = torch.cat([model(x[:, a:b]) for a, b in ((0, 5), (5, 6), (6, 14))], 1)
+    assert_close("logits", packed, alone, 1e-5)
+
+
+@each
+def test_causal(mixers):
+    model, x = model_of(mixers), tokens(1, 10)
+    other = x.clone()
+    other[:, 6] = (x[:, 6] + 1) % 64
+    before, after = model(x), model(other)
+    assert torch.equal(before[:, :6], after[:, :6])
+    assert not torch.equal(before[:, 6:], after[:, 6:])
+
+
+def test_attention_is_softmax_over_rotated_keys():
+    """Against the formula, and positions enter as differences alone."""
+    from linattn_edu.models.attention import Attention, rotate
+
+    torch.manual_seed(2)
+    layer, x = Attention(16, 2, 8, impl="reference").double(), torch.randn(1, 7, 16).double()
+    qkv, _ = layer.qkv_conv1d(layer.qkv_proj(x))
+    q, k, v = qkv.view(1, 7, 3, 2, 8).permute(2, 0, 3, 1, 4)
+    scores = rotate(q, 0) @ rotate(k, 0).mT / math.sqrt(8)
+    later = rotate(q, 100) @ rotate(k, 100).mT / math.sqrt(8)
+    assert_close("scores", later, scores, 1e-6)
+    hidden = torch.ones(7, 7, dtype=torch.bool).triu(1)
+    o = scores.masked_fill(hidden, -math.inf).softmax(-1) @ v
+    assert_close("o", layer(x), layer.o_proj(o.transpose(1, 2).flatten(2)), 1e-10)
+
+
+def test_all_parameters_learn():
+    torch.manual_seed(0)
+    model = LanguageModel(replace(SMALL, mixers=tuple(MIXERS)), impl="reference")
+    model(tokens(1, 8)).square().mean().backward()
+    still = [n for n, p in model.named_parameters() if p.grad is None or not p.grad.any()]
+    assert still == []
+
+
+def test_generate_draws_from_the_softmax():
+    model, x = model_of(("gdn",)), tokens(1, 5)
+    drawn = [
+        model.generate(x, 8, temperature=t, generator=torch.Generator().manual_seed(s))
+        for t, s in ((1.0, 3), (1.0, 3), (1.0, 4), (1e-6, 5))
+    ]
+    assert torch.equal(drawn[0], drawn[1]) and not torch.equal(drawn[0], drawn[2])
+    assert torch.equal(drawn[3], model.generate(x, 8))
+    greedy = x
+    for _ in range(8):
+        greedy = torch.cat([greedy, model(greedy)[:, -1:].argmax(-1)], 1)
+    assert torch.equal(model.generate(x, 8), greedy)
+    assert torch.equal(model.generate(x, 0), x)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"mixers": ()}, "mixers must be names among gdn"),
+        ({"mixers": ("gdn", "rwkv")}, "got 'rwkv'"),
+        ({"width": 0}, "width must be at least 1, got 0"),
+        ({"hidden": -1}, "hidden must be at least 0, got -1"),
+        ({"mixers": ("attention",), "key_dim": 7}, "key_dim must be even"),
+        ({"mixers": ("mamba2",), "value_dim": 12}, "multiple of width=32 for mamba2, got 2 [*] 12"),
+    ],
+)
+def test_a_config_that_makes_no_model(changes, says):
+    with pytest.raises(ValueError, match=says):
+        replace(SMALL, **changes)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"prompt": torch.zeros(3, dtype=torch.long)}, r"prompt must be \[B, T\]"),
+        ({"prompt": torch.zeros(1, 0, dtype=torch.long)}, "T > 0"),
+        ({"new_tokens": -1}, "new_tokens must be at least 0, got -1"),
+        ({"temperature": -1.0}, "temperature must be finite"),
+        ({"temperature": math.nan}, "temperature must be finite"),
+    ],
+)
+def test_generate_refuses(arguments, says):
+    with pytest.raises(ValueError, match=says):
+        model_of(("ema",)).generate(**{"prompt": tokens(1, 3), "new_tokens": 2, **arguments})
+
+
+@pytest.mark.parametrize("mixer", ["gdn", "attention"])
+def test_a_cache_of_another_batch_is_refused_and_unchanged(mixer):
+    model, x = model_of((mixer,)), tokens(2, 4)
+    cache = model.make_cache(2)
+    model(x, cache=cache)
+    with pytest.raises(ValueError, match="cache"):
+        model(x[:1], cache=cache)
+    again = model.make_cache(2)
+    model(x, cache=again)
+    step = tokens(2, 1)
+    assert torch.equal(model(step, cache=cache), model(step, cache=again))
+
+
+# ---- associative recall
+
+
+def test_recall_asks_for_what_it_told():
+    task = Recall(5, 24, 32)
+    inputs, targets = task.batch(16, seed=0, step=3)
+    assert torch.equal(inputs, task.batch(16, 0, 3)[0])
+    assert not torch.equal(inputs, task.batch(16, 0, 4)[0])
+    assert not torch.equal(inputs, task.batch(16, 1, 3)[0])
+    for row, wanted in zip(inputs.tolist(), targets.tolist(), strict=True):
+        told = dict(zip(row[0:10:2], row[1:10:2], strict=True))
+        assert len(told) == 5 and all(0 < k < 16 <= v < 32 for k, v in told.items())
+        asked = [t for t in range(24) if wanted[t] != IGNORE]
+        assert min(asked) >= 10 and sorted(row[t] for t in asked) == sorted(told)
+        assert all(wanted[t] == told[row[t]] for t in asked)
+        assert all(row[t] == 0 for t in range(10, 24) if t not in asked)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "says"),
+    [
+        ((0, 9, 8), "length must be at least three times pairs"),
+        ((4, 11, 16), "got 11 for 4"),
+        ((4, 12, 9), "vocabulary must be even"),
+        ((4, 12, 8), "at least 10 for 4 pairs, got 8"),
+    ],
+)
+def test_recall_that_cannot_be_asked(sizes, says):
+    with pytest.raises(ValueError, match=says):
+        Recall(*sizes)
+
+
+def test_a_small_model_learns_to_recall():
+    task = Recall(2, 8, 16)
+    model, losses = small_model("gdn", 8, 16, seed=0, impl="reference"), []
+    assert accuracy(model, task) < 0.3
+    learn(model, [task], 80, 2e-2, batch=32, report=lambda step, loss: losses.append(loss))
+    assert len(losses) == 80 and losses[-1] < 0.2 * losses[0]
+    assert accuracy(model, task) > 0.9
