@@ -22,6 +22,8 @@ JOINED = {
     "delta/l2norm": "08_output_bwd",
     "delta/cumsum": "12_gate_bwd",
     "delta/causal_conv1d": "23_cp_conv",
+    "delta/causal_conv1d_update": "27_model_end_to_end",
+    "delta/rms_norm_gated": "27_model_end_to_end",
     **{f"ssd/{stage}": "13_ssd" for stage in pipeline.SSD_STAGES},
     "ssd/selective_state_update": "13_ssd",
     "ssd/chunk_cumsum_bwd": "19_chunk_scan_bwd_da_cs",
