@@ -1,5 +1,6 @@
 """The layers against plain PyTorch in float64; padding, packing, caches, first values."""
 
+import itertools
 import math
 
 import pytest
@@ -86,7 +87,7 @@ def test_packed_sequences_are_as_alone(kind, device):
     with torch.no_grad():
         cache = layer.make_cache(4)
         y = layer(x, cache=cache, cu_seqlens=cu_seqlens, **given)
-        for n, (a, b) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        for n, (a, b) in enumerate(itertools.pairwise(bounds)):
             own = layer.make_cache(1)
             alone = layer(x[:, a:b], cache=own)
             assert_close("y", y[:, a:b], alone, 1e-12) if b > a else None
@@ -104,9 +105,7 @@ def test_pieces_are_the_whole(kind, dtype, device):
     with torch.inference_mode():
         cache = layer.make_cache(3)
         places = [state.data_ptr() for state in cache.states]
-        pieces = [
-            layer(x[:, a:b], cache=cache) for a, b in zip(cuts, cuts[1:], strict=False)
-        ]
+        pieces = [layer(x[:, a:b], cache=cache) for a, b in itertools.pairwise(cuts)]
         assert_close("y", torch.cat(pieces, 1), whole, TOLERANCES[dtype])
         assert [state.data_ptr() for state in cache.states] == places
         cache.reset()
@@ -191,7 +190,9 @@ def test_first_memories_of_the_average():
     from linattn_edu.layers import EMA
 
     layer = EMA(16, 4, memory=(2.0, 128.0), dtype=torch.float64)
-    assert_close("memory", 1 / torch.sigmoid(layer.a_proj.bias), torch.tensor([2, 8, 32, 128.0]), 1e-6)
+    assert_close(
+        "memory", 1 / torch.sigmoid(layer.a_proj.bias), torch.tensor([2, 8, 32, 128.0]), 1e-6
+    )
     assert not layer.a_proj.weight.any()
 
 
