@@ -60,6 +60,8 @@ for f, given in (
     (fused_recurrent_kda, kda_inputs(1, 5, 1, 2, 8, 8).asdict()),
     (kernel_delta_attention, dict(query=A, key=A, value=A, beta=A[..., 0])),
     (causal_conv1d, {"x": A[:, :, 0], "weight": A[0, :4, 0].mT}),
+    (causal_conv1d_fn, {"x": A[:, :, 0].mT, "weight": A[0, :4, 0].mT}),
+    (rms_norm_gated, {"x": A, "z": A}),
     (ema_scan, {"x": A, "g": -A[..., 0]}),
     (l2norm, {"x": A}),
     (solve_tril, {"A": A}),

@@ -4,6 +4,7 @@ from linattn_edu.layers.cache import Cache
 from linattn_edu.layers.ema import EMA
 from linattn_edu.layers.gated_deltanet import GatedDeltaNet
 from linattn_edu.layers.kda import KimiDeltaAttention
+from linattn_edu.layers.layer import Layer
 from linattn_edu.layers.mamba2 import Mamba2
 from linattn_edu.layers.rms_norm_gated import RMSNormGated
 from linattn_edu.layers.short_convolution import ShortConvolution
@@ -13,6 +14,7 @@ __all__ = [
     "Cache",
     "GatedDeltaNet",
     "KimiDeltaAttention",
+    "Layer",
     "Mamba2",
     "RMSNormGated",
     "ShortConvolution",

@@ -33,9 +33,9 @@ class GatedDeltaNet(DeltaLayer):
     Parameters, with K = head_dim, V = expand_v K, H = num_heads, HV = num_v_heads: q_proj, k_proj
     ``[H K, hidden_size]``, v_proj, g_proj ``[HV V, hidden_size]``, a_proj, b_proj
     ``[HV, hidden_size]``, o_proj ``[hidden_size, HV V]`` (.weight of each); q_conv1d, k_conv1d,
-    v_conv1d, of :class:`ShortConvolution`; A_log, dt_bias ``[HV]``, in float32 at least; o_norm.weight
-    ``[V]``. At first exp(A_log) is uniform in (0, 16), softplus(dt_bias) log-uniform in
-    [0.001, 0.1], the norm one, and the others are as PyTorch draws them.
+    v_conv1d, of :class:`ShortConvolution`; A_log, dt_bias ``[HV]``, in float32 at least;
+    o_norm.weight ``[V]``. At first exp(A_log) is uniform in (0, 16), softplus(dt_bias) log-uniform
+    in [0.001, 0.1], the norm one, and the others are as PyTorch draws them.
 
     Args:
         hidden_size: Numbers of a hidden state.

@@ -35,9 +35,9 @@ class KimiDeltaAttention(DeltaLayer):
     the others are as PyTorch draws them.
 
     Args:
-        hidden_size, expand_v, head_dim, num_heads, num_v_heads, mode, use_short_conv,
-            allow_neg_eigval, conv_size, conv_bias, layer_idx, norm_eps, device, dtype, impl: As of
-            :class:`GatedDeltaNet`.
+        hidden_size, expand_v, head_dim, num_heads, num_v_heads, mode: As of :class:`GatedDeltaNet`.
+        use_short_conv, allow_neg_eigval, conv_size, conv_bias, layer_idx, norm_eps: Likewise.
+        device, dtype, impl: Likewise.
         safe_gate: Whether the kernels count on the lower bound, as in :func:`chunk_kda`.
         lower_bound: The least log decay, < 0, with safe_gate at least -5; None: no bound.
 

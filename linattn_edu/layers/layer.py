@@ -1,6 +1,7 @@
 """What the layers share: their arguments, their caches, their state dicts."""
 
 import math
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -35,8 +36,8 @@ class Layer(nn.Module):
         Args:
             batch_size: Sequences, at least 1.
             device: Where they lie; None: where the layer's parameters do.
-            dtype: Of the activations: the layer's dtype if None; under autocast its dtype. The
-                recurrent state is float32, or float64 with float64.
+            dtype: Of the activations; None: autocast's where it is on, else that of the parameters.
+                The recurrent state is float32, or float64 with float64.
 
         Raises:
             TypeError: batch_size is no integer, dtype no floating-point dtype.
@@ -49,8 +50,8 @@ class Layer(nn.Module):
         if dtype is not None:
             check.dtype("dtype", dtype)
         weight = self._weight()
-        device = weight.device if device is None else device
-        dtype = weight.dtype if dtype is None else dtype
+        device = weight.device if device is None else torch.device(device)
+        dtype = _activations(weight.dtype, device) if dtype is None else dtype
         shapes = self._cache_shapes(batch_size)
         *conv, state = (torch.zeros(s, device=device, dtype=dtype) for s in shapes)
         return Cache(type(self).__name__, tuple(conv), state.to(_widened(dtype)))
@@ -169,9 +170,7 @@ class Layer(nn.Module):
             raise ValueError("cache must be None with cp_context, got a Cache")
         if cache.layer != name:
             raise ValueError(f"cache must be of a {name}, got one of a {cache.layer}")
-        dtype = x.dtype
-        if torch.is_autocast_enabled(x.device.type) and dtype != torch.float64:
-            dtype = torch.get_autocast_dtype(x.device.type)
+        dtype = _activations(x.dtype, x.device)
         *conv, state = self._cache_shapes(N)
         wanted = [*((shape, dtype) for shape in conv), (state, _widened(dtype))]
         if len(cache.states) != len(wanted):
@@ -191,28 +190,41 @@ class Layer(nn.Module):
                 "under torch.no_grad() or without a cache"
             )
 
-    def _load_from_state_dict(
-        self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-    ) -> None:
-        """PyTorch's, which would load what fits before it says what does not."""
+    def load_state_dict(self, state_dict, strict: bool = True, assign: bool = False):
+        """As PyTorch's, but a state dict that does not fit is refused before anything is loaded.
+
+        Raises:
+            ValueError: a parameter is missing or unknown, with strict, or has another shape; inside
+                a larger model the last alone, and layers before this one are loaded then.
+        """
+        own = dict(self.named_parameters())
+        if strict:
+            missing = [f"{name} is missing" for name in own if name not in state_dict]
+            self._refuse(missing + [f"{name} is unknown" for name in state_dict if name not in own])
+        return super().load_state_dict(state_dict, strict, assign)
+
+    def _load_from_state_dict(self, state_dict, prefix, *args) -> None:
+        """Called by PyTorch before the modules inside are loaded."""
         own = {prefix + name: x for name, x in self.named_parameters()}
-        wrong = [
+        self._refuse(
             f"{name} must have shape {tuple(x.shape)}, got {tuple(state_dict[name].shape)}"
             for name, x in own.items()
             if name in state_dict and state_dict[name].shape != x.shape
-        ]
-        if strict:
-            wrong += [f"{name} is missing" for name in own if name not in state_dict]
-            given = (name for name in state_dict if name.startswith(prefix))
-            wrong += [f"{name} is unknown" for name in given if name not in own]
-        if wrong:
-            raise ValueError(
-                f"state_dict does not fit {type(self).__name__}, nothing of it was loaded: "
-                + "; ".join(wrong)
-            )
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def _refuse(self, wrong: Iterable[str]) -> None:
+        """Raise an error if anything is wrong with a state dict."""
+        if said := "; ".join(wrong):
+            raise ValueError(f"state_dict does not fit {type(self).__name__}: {said}")
+
+
+def _activations(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """The dtype of what projections of this dtype give: autocast leaves float64 alone."""
+    kind = device.type
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        return dtype
+    return dtype if dtype == torch.float64 else torch.get_autocast_dtype(kind)
 
 
 def _widened(dtype: torch.dtype) -> torch.dtype:
@@ -237,9 +249,10 @@ def _check_mask(mask: object, x: Tensor, cache: Cache | None) -> Tensor:
                 "attention_mask must be left padding, zeros and then ones, got a zero after a one "
                 f"in row {bad[0].item()}"
             )
-        if cache is not None:
+        padded = (mask == 0).any(1)
+        if cache is not None and padded.any():
             begun = sum(state.flatten(1).count_nonzero(1) for state in cache.states) > 0
-            bad = (begun & (mask == 0).any(1)).nonzero()
+            bad = (begun & padded).nonzero()
             if len(bad):
                 raise ValueError(
                     "attention_mask must have no padding after a token, got a zero in row "

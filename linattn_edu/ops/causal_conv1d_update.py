@@ -68,19 +68,20 @@ def causal_conv1d_update(
 
     Source: the arguments are those of causal_conv1d 1.6 (Dao-AILab); chapter 27.
     """
-    tokens = _check_tensors(x, conv_state, weight, bias, cache_seqlens, conv_state_indices)
+    one = _check_tensors(x, conv_state, weight, bias, cache_seqlens, conv_state_indices)
     activation = activation_of(activation)
     tensors = (conv_state, x, weight, bias)
     impl = check.resolve_impl(impl, x.device, tuple(y.dtype for y in tensors if y is not None))
     given = (x, weight, bias, cache_seqlens, conv_state_indices)
     inplace.check("conv_state", conv_state, given, "causal_conv1d_update")
+    x = x[:, None] if one else x.mT
     with inplace.writable(conv_state):
         (y,) = update(
-            tokens, weight, bias, conv_state, cache_seqlens, conv_state_indices, activation, impl
+            x, weight, bias, conv_state, cache_seqlens, conv_state_indices, activation, impl
         )
     if impl == "triton":
         inplace.written(conv_state)
-    return y[:, 0] if x.ndim == 2 else y.mT
+    return y[:, 0] if one else y.mT
 
 
 def _check_tensors(
@@ -90,8 +91,8 @@ def _check_tensors(
     bias: Tensor | None,
     cache_seqlens: Tensor | None,
     conv_state_indices: Tensor | None,
-) -> Tensor:
-    """Refuse tensors that do not fit; return x as [B, T, D]."""
+) -> bool:
+    """Refuse tensors that do not fit; return whether x is one token without an axis."""
     one = isinstance(x, Tensor) and x.ndim == 2
     sizes = check_sizes(x, ("B", "D") if one else ("B", "D", "T"), weight)
     first = "B" if conv_state_indices is None else "slots"
@@ -121,7 +122,7 @@ def _check_tensors(
             f"they must not overlap, got strides {conv_state.stride()} for "
             f"{tuple(conv_state.shape)}"
         )
-    return x[:, None] if one else x.mT
+    return one
 
 
 class Stages(NamedTuple):

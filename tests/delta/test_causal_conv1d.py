@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from delta.stage_checks import DTYPES, check_stage
 from grids import parametrize
+from ssd import ssd_checks
 
 from linattn_edu.kernels.delta import causal_conv1d as kernels
 from linattn_edu.packing import pack
@@ -155,3 +156,81 @@ def test_silu_at_its_ends(room, device):
     dx, *_ = room.causal_conv1d_bwd(x, weight, None, None, dy, activation="silu")
     want = torch.tensor([0.0, 0.0, 0.0, 0.5, 1.0, 1.0, 1.0], device=device).view(1, 7, 1)
     assert_close("dx", dx, want, 1e-6)
+
+
+def numbers(T, N, device="cpu"):
+    """seq_idx [N, T] of rows with other boundaries, which fall where tiles and sums begin and end;
+    padding in front, between and behind, and a number that comes again.
+    """
+    rows = []
+    for n in range(N):
+        row = torch.zeros(T, dtype=torch.int32)
+        for number, begin in enumerate((2 + n, 3 + n, 6, 62 + n, 64, 65, 66)):
+            row[begin:] = number + 1
+        row[6 : 7 + n] = -1 - n
+        row[62 + n : 63 + n] = 1
+        if n:
+            row[:n] = -1
+            row[max(T - n, 1) :] = -3
+        rows.append(row)
+    return torch.stack(rows).to(device)
+
+
+def runs(row):
+    """(number, tokens) of every sequence of a row of seq_idx."""
+    bounds = [0, *(t for t in range(1, len(row)) if row[t] != row[t - 1]), len(row)]
+    return [(row[a].item(), slice(a, b)) for a, b in pairwise(bounds)]
+
+
+@parametrize(
+    T=(1, 3, 70), W=(1, 4, 8), dtype=DTYPES, given=GIVEN, activation=ACTIVATIONS
+)  # fmt: skip
+def test_kernels_match_references_with_sequences(T, W, dtype, given, activation, device):
+    x, (dy, dht) = draw(2, T, 3, W, given, dtype, device)
+    seq_idx = numbers(T, 2, device)
+    options = {"activation": activation}
+    stages = (kernels.causal_conv1d, references.causal_conv1d)
+    ssd_checks.check_stage(*stages, (*x, seq_idx), **options, output_final_state=True)
+    stages = (kernels.causal_conv1d_bwd, references.causal_conv1d_bwd)
+    args = (*x, dy, dht if T % 2 else None, seq_idx)
+    ssd_checks.check_stage(*stages, args, **options)
+
+
+@NUMPY
+@ROOMS
+@pytest.mark.parametrize("given", ["nothing", "both"])
+def test_sequences_are_each_by_itself(room, given, device):
+    """The kernels to the bit; padding gives zeros, and what it holds reaches nothing."""
+    T, D, W, N = 70, 3, 4, 2
+    (x, weight, bias, state), (dy, dht) = draw(N, T, D, W, given, device=device)
+    seq_idx, options = numbers(T, N, device), {"activation": "silu"}
+    padding = seq_idx < 0
+    x[padding], dy[padding] = torch.nan, torch.inf
+    final = {"output_final_state": True}
+    y, ht = room.causal_conv1d(x, weight, bias, state, seq_idx, **options, **final)
+    args = x, weight, bias, state, dy, dht, seq_idx
+    dx, dw, db, dh0 = room.causal_conv1d_bwd(*args, **options)
+    same = torch.equal if room is kernels else lambda a, b: torch.allclose(a, b, 1e-5, 1e-5)
+    assert not y[padding].any() and not dx[padding].any()
+    sums = torch.zeros(2, *dw.shape, dtype=torch.float64, device=device)
+    for n in range(N):
+        for number, t in runs(seq_idx[n]):
+            first, last = t.start == 0, t.stop == T
+            if number < 0:
+                assert not last or not ht[n].any()
+                assert not first or dh0 is None or not dh0[n].any()
+                continue
+            one = x[n : n + 1, t].clone()
+            own = state[n : n + 1] if first and state is not None else None
+            want = room.causal_conv1d(one, weight, bias, own, **options, **final)
+            assert same(y[n, t], want[0][0]) and (not last or same(ht[n], want[1][0]))
+            args = weight, bias, own, dy[n : n + 1, t].clone(), dht[n : n + 1] if last else None
+            want = room.causal_conv1d_bwd(one, *args, **options)
+            assert same(dx[n, t], want[0][0]) and (own is None or same(dh0[n], want[3][0]))
+            args = (a if a is None else a.double() for a in (one, *args))
+            want = references.causal_conv1d_bwd(*args, **options)
+            sums[0] += want[1]
+            sums[1] += 0 if bias is None else want[2][:, None]
+    assert_close("dweight", dw, sums[0], 5e-6)
+    if bias is not None:
+        assert_close("dbias", db, sums[1, :, 0], 5e-6)

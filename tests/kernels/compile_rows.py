@@ -32,6 +32,7 @@ from triton.runtime import JITFunction
 from linattn_edu.kernels import tiles
 from linattn_edu.kernels.delta import (
     causal_conv1d,
+    causal_conv1d_update,
     cp_merge,
     cp_merge_bwd,
     cumsum,
@@ -46,6 +47,7 @@ from linattn_edu.kernels.delta import (
     output,
     output_bwd,
     recurrent,
+    rms_norm_gated,
     solve,
     state,
     state_bwd,
@@ -277,6 +279,27 @@ def convolutions(D, dtype):
         options = {"activation": "silu" if given else None}
         causal_conv1d.causal_conv1d(x, weight, bias, state, output_final_state=given, **options)
         causal_conv1d.causal_conv1d_bwd(x, weight, bias, state, x, state, **options)
+        if W < 8:
+            ids = torch.empty(1, 64, dtype=torch.int32)
+            causal_conv1d.causal_conv1d(
+                x, weight, bias, state, ids, output_final_state=given, **options
+            )
+            causal_conv1d.causal_conv1d_bwd(x, weight, bias, state, x, state, ids, **options)
+            pool = torch.empty(2, D, W, dtype=dtype)
+            slots = ids[0, :1] if given else None
+            causal_conv1d_update.causal_conv1d_update(pool[:1], x, weight, bias, slots, **options)
+            causal_conv1d_update.causal_conv1d_update(pool, x, weight, bias, None, slots, **options)
+
+
+def norms(D, dtype):
+    """Gated norms: of one group with nothing given; of two with everything, in both orders."""
+    for G, given in ((1, False), (2, True)):
+        x, weight = torch.empty(1, G, D, dtype=dtype), torch.empty(G, D)
+        args = (x, weight, weight, x) if given else (x, None, None, None)
+        for kinds in ((True, "silu"), (False, "sigmoid")) if given else ((True, "silu"),):
+            options = dict(zip(("norm_before_gate", "activation"), kinds, strict=True))
+            _, rstd = rms_norm_gated.rms_norm_gated(*args, **options)
+            rms_norm_gated.rms_norm_gated_bwd(*args, rstd, x, **options)
 
 
 def record(cc):
@@ -307,6 +330,8 @@ def record(cc):
                     if V <= 128:
                         averages(V, dtype)
                         convolutions(V, dtype)
+                        norms(V, dtype)
+                norms(8192, dtype)
                 if 256 in sizes:
                     qk = torch.empty(1, 1, 1, WIDE, dtype=dtype)
                     recurrences(qk, qk, torch.empty(1, 1, 1), torch.empty(1, 1, WIDE, WIDE))

@@ -44,7 +44,7 @@ STACK = {
 SCALAR = (
     "gate_", "layer_gate_", "recurrent", "cumsum", "global_cumsum", "l2norm", "solve_tril",
     "chunk_cumsum", "state_passing", "selective_state_update", "segment", "total",
-    "causal_conv1d",
+    "causal_conv1d", "reach", "rms_norm_gated",
 )  # fmt: skip
 # of one block, where nothing is left to merge; of numbers
 SMALL = re.compile(r"^(kda_inverse.*\bBT=16\b|merge.*\bNUMBERS=True\b)")
@@ -72,7 +72,8 @@ KERNELS = {
         "chunk_cumsum_bwd", "chunk_scan_chunk_state_bwd_dx", "chunk_scan_bwd_da_cs",
         "chunk_scan_bwd_dstates", "state_passing_bwd", "chunk_state_bwd_db", "chunk_scan_bwd_dc",
         "selective_state_update", "ema", "ema_bwd", "segment", "total",
-        "causal_conv1d", "causal_conv1d_bwd",
+        "causal_conv1d", "causal_conv1d_bwd", "causal_conv1d_update", "reach", "rms_norm_gated",
+        "rms_norm_gated_bwd",
         "piece_map", "piece_map_bwd", "scan_map", "merge",
     )
 }  # fmt: skip

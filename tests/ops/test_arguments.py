@@ -8,6 +8,8 @@ from recurrent_cases import TOLERANCE, case, check_all, cotangents, double, orac
 
 from linattn_edu import (
     causal_conv1d,
+    causal_conv1d_fn,
+    causal_conv1d_update,
     chunk_gated_delta_rule,
     chunk_global_cumsum,
     chunk_kda,
@@ -19,6 +21,7 @@ from linattn_edu import (
     kda_decay,
     kernel_delta_attention,
     l2norm,
+    rms_norm_gated,
     solve_tril,
 )
 from linattn_edu.testing import assert_close, gdn_inputs, kda_inputs
@@ -281,6 +284,7 @@ def test_no_tokens_in_place(f, impl):
 HELPERS = {
     "l2norm": (l2norm, (2, 0, 4)),
     "l2norm of no rows": (l2norm, (0, 4)),
+    "rms_norm_gated": (lambda x, impl: rms_norm_gated(x, z=x, impl=impl), (2, 0, 4)),
     "solve_tril": (solve_tril, (1, 0, 2, 16)),
     "chunk_local_cumsum": (lambda x, impl: chunk_local_cumsum(x, 16, impl=impl), (1, 0, 2)),
     "chunk_global_cumsum": (lambda x, impl: chunk_global_cumsum(x, impl=impl), (1, 0, 2, 3)),
@@ -324,6 +328,26 @@ TAKES = {
             "x": torch.zeros(1, 5, 2), "weight": torch.zeros(2, 4), "bias": torch.zeros(2),
             "residual": torch.zeros(1, 5, 2), "initial_state": torch.zeros(1, 2, 4),
         },
+    ),
+    "causal_conv1d_fn": (
+        causal_conv1d_fn, ("x", "weight", "bias", "initial_states"),
+        lambda: {
+            "x": torch.zeros(1, 2, 5), "weight": torch.zeros(2, 4), "bias": torch.zeros(2),
+            "seq_idx": torch.zeros(1, 5, dtype=torch.int32),
+            "initial_states": torch.zeros(1, 2, 3),
+        },
+    ),
+    "causal_conv1d_update": (
+        causal_conv1d_update, ("x", "conv_state", "weight", "bias"),
+        lambda: {
+            "x": torch.zeros(1, 2, 5), "conv_state": torch.zeros(1, 2, 4),
+            "weight": torch.zeros(2, 4), "bias": torch.zeros(2),
+        },
+    ),
+    "rms_norm_gated": (
+        rms_norm_gated, ("x", "weight", "bias", "z"),
+        lambda: {"x": torch.zeros(5, 2), "weight": torch.zeros(2), "bias": torch.zeros(2),
+                 "z": torch.zeros(5, 2)},
     ),
     "l2norm": (l2norm, ("x",), lambda: {"x": torch.randn(1, 5, 2, 16)}),
     "solve_tril": (solve_tril, ("A",), lambda: {"A": torch.zeros(1, 5, 2, 16)}),

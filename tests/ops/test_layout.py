@@ -250,6 +250,18 @@ def floor(module):
             {"causal_conv1d_kernel"},
         ),
         (
+            f"{OPS}.causal_conv1d_update.causal_conv1d_update",
+            "x",
+            {"kernels.delta.causal_conv1d_update"},
+            {"causal_conv1d_update_kernel"},
+        ),
+        (
+            f"{OPS}.rms_norm_gated.rms_norm_gated",
+            "x",
+            {"kernels.delta.rms_norm_gated", "kernels.tiles"},
+            {"rms_norm_gated_kernel"},
+        ),
+        (
             f"{OPS}.ssd.chunk.mamba_chunk_scan_combined",
             "x",
             {"kernels.ssd.fused"},

@@ -20,11 +20,14 @@ from linattn_edu import (
     fused_recurrent_gated_delta_rule,
     l2norm,
     mamba_chunk_scan_combined,
+    rms_norm_gated,
     solve_tril,
 )
 from linattn_edu.ops import causal_conv1d as conv
+from linattn_edu.ops import causal_conv1d_update as conv_update
 from linattn_edu.ops import cumsum, ema
 from linattn_edu.ops import l2norm as norm
+from linattn_edu.ops import rms_norm_gated as gated
 from linattn_edu.ops import solve_tril as inverse
 from linattn_edu.ops.delta import decode, gate, recurrence
 from linattn_edu.ops.gdn import chunk as gdn
@@ -261,24 +264,43 @@ def test_ema(impl, options, device):
     check_backward(ema.scan, *tensors, *packing, options["state"], 16, "", impl, "", "gc h")
 
 
-CONV = [{}, {"packed": True}, {"dtype": torch.bfloat16}, {"bias": False}, {"state": False}]
+CONV = [{}, {"packed": True}, {"dtype": torch.bfloat16, "bias": False, "state": False}]
+CONV += [{"sequences": True}, {"sequences": True, "bias": False}]
 
 
 @pytest.mark.parametrize(("impl", "options"), every(CONV), ids=str)
 def test_convolution(impl, options, device):
     options = {"bias": True, "state": True, "packed": False, "dtype": torch.float32} | options
     x = torch.randn(1, T, K, device=device).to(options["dtype"])
+    numbers = torch.arange(T, device=device, dtype=torch.int32)[None] // 2
+    numbers = numbers if options.get("sequences") else None
     weight, bias = torch.randn(K, 4, device=device), torch.randn(K, device=device)
     packing = packing_of(options["packed"], device)
     state = torch.randn(3 if options["packed"] else 1, K, 4, device=device)
     tensors = x, weight, bias if options["bias"] else None, state if options["state"] else None
-    check(conv.convolve, *tensors, *packing, options["state"], "silu", 64, "", impl, "", "")
-    check_shapes(
-        conv.convolve, *tensors, *packing, not options["state"], None, 64, "", impl, "", ""
-    )
-    check_backward(
-        conv.convolve, *tensors, *packing, options["state"], "silu", 64, "", impl, "", ""
-    )
+    tensors = (*tensors, numbers, *packing)
+    check(conv.convolve, *tensors, options["state"], "silu", 64, "", impl, "", "")
+    check_shapes(conv.convolve, *tensors, not options["state"], None, 64, "", impl, "", "")
+    check_backward(conv.convolve, *tensors, options["state"], "silu", 64, "", impl, "", "")
+
+
+@pytest.mark.parametrize("ring", [False, True])
+@pytest.mark.parametrize("impl", IMPLS)
+def test_convolution_in_place(impl, ring, device):
+    x, state = torch.randn(2, 1, K, device=device), torch.randn(5, K, 4, device=device)
+    weight, slots = torch.randn(K, 4, device=device), torch.tensor([3, 0], device=device)
+    lengths = 2 * slots if ring else None
+    tensors = x, weight, None if ring else weight[:, 0].contiguous(), state, lengths, slots
+    check(conv_update.update, *tensors, "silu" if ring else None, impl)
+
+
+@pytest.mark.parametrize("given", [True, False])
+@pytest.mark.parametrize("impl", IMPLS)
+def test_gated_norm(impl, given, device):
+    x, z = torch.randn(2, 3, 2, 4, device=device), torch.randn(2, 3, 2, 4, device=device)
+    tensors = x, *((z[0, 0], z[0, 1], z) if given else (None, None, None))
+    check(gated.norm, *tensors, 1e-6, given, "silu", impl)
+    check_backward(gated.norm, *tensors, 1e-6, given, "silu", impl)
 
 
 @pytest.mark.parametrize("channels", [False, True])
@@ -335,13 +357,13 @@ def test_every_operator_is_checked():
     registered = {n for n in registered if not n.startswith("toy_")}  # of test_operator
     differentiable = (
         "chunk_gated_delta_rule", "chunk_kda", "l2norm", "recurrent", "solve_tril", "gdn_gate",
-        "kda_gate", "ema_scan", "mamba_chunk_scan_combined", "causal_conv1d",
+        "kda_gate", "ema_scan", "mamba_chunk_scan_combined", "causal_conv1d", "rms_norm_gated",
     )  # fmt: skip
     assert registered == {
         *differentiable, *(f"{n}_backward" for n in differentiable),
         "chunk_local_cumsum", "chunk_global_cumsum",  # whose adjoints they are themselves
         "recurrent_pool", "recurrent_step", "recurrent_step_v_first", "recurrent_step_",
-        "selective_state_update",
+        "selective_state_update", "causal_conv1d_update",
     }  # fmt: skip
 
 
@@ -359,6 +381,7 @@ WATCHED = {
         x.flatten(2), x[0, 0, 0].expand(4, -1).mT, activation="silu"
     )[0].view_as(x),
     "l2norm": l2norm,
+    "rms_norm_gated": lambda x: rms_norm_gated(x, x[0, 0, 0], None, x, group_size=8),
     "solve_tril": solve_tril,
     "chunk_local_cumsum": lambda x: chunk_local_cumsum(x, 16),
 }

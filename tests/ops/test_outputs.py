@@ -5,6 +5,7 @@ import torch
 
 from linattn_edu import (
     causal_conv1d,
+    causal_conv1d_fn,
     chunk_gated_delta_rule,
     chunk_global_cumsum,
     chunk_kda,
@@ -17,6 +18,7 @@ from linattn_edu import (
     kda_decay,
     kernel_delta_attention,
     l2norm,
+    rms_norm_gated,
     solve_tril,
 )
 from linattn_edu.testing import assert_close, gdn_inputs, kda_inputs
@@ -67,7 +69,14 @@ OPERATORS = {
         ),
         2, 5, 4,
     ),
+    "causal_conv1d_fn": one(
+        lambda x, impl: causal_conv1d_fn(
+            x.mT, x[0, :3].mT, None, None, x[:, :2].mT, True, impl=impl
+        ),
+        2, 5, 4,
+    ),
     "l2norm": one(l2norm, 5, 4),
+    "rms_norm_gated": one(lambda x, impl: rms_norm_gated(x, x[0], None, x, impl=impl), 5, 4),
     "chunk_local_cumsum": one(lambda x, impl: chunk_local_cumsum(x, 4, impl=impl), 1, 9, 2),
     "chunk_global_cumsum": one(lambda x, impl: chunk_global_cumsum(x, impl=impl), 1, 9, 2),
     "fused_gdn_gate": one(lambda x, impl: fused_gdn_gate(x, GATE, impl=impl), 1, 5, 2),

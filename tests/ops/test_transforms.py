@@ -9,6 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from linattn_edu import (
     causal_conv1d,
+    causal_conv1d_fn,
     chunk_gated_delta_rule,
     chunk_global_cumsum,
     chunk_kda,
@@ -20,6 +21,7 @@ from linattn_edu import (
     fused_recurrent_kda,
     l2norm,
     mamba_chunk_scan_combined,
+    rms_norm_gated,
     selective_state_update,
     solve_tril,
 )
@@ -75,7 +77,11 @@ OTHERS = {
         x[..., 4:], x[0, :4, 4:].mT, x[0, 0, 4:], activation="silu"
     )[0],
     "ema_scan": lambda x: ema_scan(x.unflatten(-1, (2, 16)), -x[..., :2].abs(), x[..., 2:4])[0],
+    "causal_conv1d_fn": lambda x: causal_conv1d_fn(
+        x.mT, x[0, :4].mT, None, (x[..., 0] > 0).int(), activation="silu"
+    ),
     "l2norm": l2norm,
+    "rms_norm_gated": lambda x: rms_norm_gated(x, x[0, 0], x[0, 1], x + 1, group_size=8),
     "chunk_local_cumsum": lambda x: chunk_local_cumsum(x, 4),
     "chunk_global_cumsum": chunk_global_cumsum,
     "solve_tril": lambda x: solve_tril(x[..., :16].unflatten(-1, (1, 16)) / 8),
@@ -106,6 +112,7 @@ def test_vmap(name, device):
 
 ROWS = {
     "l2norm": l2norm,
+    "rms_norm_gated": lambda x: rms_norm_gated(x, z=x),
     "fused_gdn_gate": lambda x: fused_gdn_gate(x, x.new_zeros(4)),
     "fused_kda_gate": lambda x: fused_kda_gate(x.view(2, 2), x.new_zeros(2)),
 }

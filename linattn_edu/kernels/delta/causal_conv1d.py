@@ -69,29 +69,31 @@ def load_tokens(x_ptr, o_t, o_d, t0, n, D: tl.constexpr):
     return load_tile(x_ptr, rows_of(o_t, t0, n), o_d, D, n - t0, D).to(tl.float32)
 
 
-@triton.jit
-def load_number(seq_ptr, o_t, t0, n):
-    """Sequences of the rows o_t of a tile; before the first token the first one's."""
-    return tl.load(seq_ptr + tl.minimum(tl.maximum(t0 + o_t, 0), n - 1))
+@triton.jit(do_not_specialize=["tokens", "T"])
+def reach_kernel(seq_ptr, n_ptr, tokens, T, W: tl.constexpr, BT: tl.constexpr):
+    """One program: n_t of BT tokens of [B, T].  Grid (tokens / BT).
 
-
-@triton.jit
-def reach(seq_ptr, o_t, t0, n, W: tl.constexpr):
-    """n_t of the rows o_t of a tile: how many tokens before t are of its sequence, W - 1 at most;
-    -1 of padding.
+    Reference: linattn_edu.reference.delta.causal_conv1d.
     """
-    b_number = load_number(seq_ptr, o_t, t0, n)
+    o = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
+    b_number = tl.load(seq_ptr + o, mask=o < tokens, other=-1)
     b_same = b_number >= 0
     b_n = b_same.to(tl.int32) - 1
     for i in tl.static_range(1, W):
         # eq:conv-sequences   n_t = how many i in 1..W-1 have s_(t-i) = ... = s_t
-        b_same &= load_number(seq_ptr, o_t - i, t0, n) == b_number
+        b_same &= tl.load(seq_ptr + o - tl.minimum(o % T, i), mask=o < tokens) == b_number
         b_n += b_same.to(tl.int32)
-    return b_n
+    tl.store(n_ptr + o, b_n, mask=o < tokens)
 
 
 @triton.jit
-def preactivation(x_ptr, w_ptr, b_ptr, s_ptr, seq_ptr, b_n, o_t, o_d, t0, n, D: tl.constexpr,
+def load_reach(n_ptr, o_t, t0, n):
+    """n_t of the rows o_t of a tile; before the first token the first one's."""
+    return tl.load(n_ptr + (tl.minimum(tl.maximum(t0 + o_t, 0), n - 1) - t0))
+
+
+@triton.jit
+def preactivation(x_ptr, w_ptr, b_ptr, s_ptr, n_ptr, b_n, o_t, o_d, t0, n, D: tl.constexpr,
                   W: tl.constexpr):  # fmt: skip
     """p of the rows o_t of a tile.  The oldest tokens come first, wherever they stand: a sequence
     that is split at any token gives the same bits.
@@ -101,13 +103,13 @@ def preactivation(x_ptr, w_ptr, b_ptr, s_ptr, seq_ptr, b_n, o_t, o_d, t0, n, D: 
     if s_ptr is not None and t0 <= 0:
         for j in tl.static_range(W):
             o_s = 1 + j + t0 + o_t
-            if seq_ptr is not None:
+            if n_ptr is not None:
                 o_s = tl.where(b_n < W - 1 - j, -1, o_s)
             b_s = load_state(s_ptr, o_s, o_d, D, W)
             b_p += load_row(w_ptr + j, o_d, W, D)[None, :] * b_s
     for j in tl.static_range(W):
         o_u = o_t + (j + 1 - W)
-        if seq_ptr is not None:
+        if n_ptr is not None:
             o_u = tl.where(b_n < W - 1 - j, n - t0, o_u)
         b_x = load_tokens(x_ptr, o_u, o_d, t0, n, D)
         b_p += load_row(w_ptr + j, o_d, W, D)[None, :] * b_x
@@ -117,10 +119,9 @@ def preactivation(x_ptr, w_ptr, b_ptr, s_ptr, seq_ptr, b_n, o_t, o_d, t0, n, D: 
 
 
 @triton.jit
-def of_last(seq_ptr, o_t, t0, n, W: tl.constexpr):
+def of_last(n_ptr, o_t, t0, n):
     """Whether the rows o_t of a tile, W - 1 before the last token at most, are of its sequence."""
-    o_last = n - 1 - t0 + tl.zeros_like(o_t)
-    return o_last - o_t <= reach(seq_ptr, o_last, t0, n, W)
+    return n - 1 - t0 - o_t <= tl.load(n_ptr + (n - 1 - t0))
 
 
 @triton.jit(do_not_specialize=["NT", "T"])
@@ -129,7 +130,7 @@ def causal_conv1d_kernel(
     w_ptr,  # [D, W]
     b_ptr,  # [D] or None
     s_ptr,  # [N, D, W] or None: initial state
-    seq_ptr,  # [B, T] or None
+    n_ptr,  # [B, T] or None: how many tokens before each are of its sequence
     y_ptr,  # [B, T, D] out
     ht_ptr,  # [N, D, W] out: final state, or None
     cu_ptr,  # [N + 1] or None
@@ -154,14 +155,14 @@ def causal_conv1d_kernel(
     if s_ptr is not None:
         s_ptr += i_n * D * W
     b_n = 0
-    if seq_ptr is not None:
-        seq_ptr += first
-        b_n = reach(seq_ptr, o_t, t0, n, W)
-    b_p = preactivation(x_ptr, w_ptr, b_ptr, s_ptr, seq_ptr, b_n, o_t, o_d, t0, n, D, W)  # [BT, BD]
+    if n_ptr is not None:
+        n_ptr += first
+        b_n = load_reach(n_ptr, o_t, t0, n)
+    b_p = preactivation(x_ptr, w_ptr, b_ptr, s_ptr, n_ptr, b_n, o_t, o_d, t0, n, D, W)  # [BT, BD]
     if SILU:
         # eq:conv-act   y = p sigmoid(p)
         b_p *= tl.sigmoid(b_p)
-    if seq_ptr is not None:
+    if n_ptr is not None:
         b_p = tl.where((b_n >= 0)[:, None], b_p, 0.0)
     store_tile(y_ptr + first * D, b_p, rows_of(o_t, t0, n), o_d, D, n - t0, D)
     if ht_ptr is not None and n - t0 < BT + W:
@@ -169,24 +170,24 @@ def causal_conv1d_kernel(
         b_u = load_tokens(x_ptr, o_t, o_d, t0, n, D)
         if s_ptr is not None:
             b_u += load_state(s_ptr, W + t0 + o_t, o_d, D, W)
-        if seq_ptr is not None:
-            b_u = tl.where(of_last(seq_ptr, o_t, t0, n, W)[:, None], b_u, 0.0)
+        if n_ptr is not None:
+            b_u = tl.where(of_last(n_ptr, o_t, t0, n)[:, None], b_u, 0.0)
         store_state(ht_ptr + i_n * D * W, b_u, t0 + o_t - n + W, o_d, D, W)
 
 
 @triton.jit
-def dpreactivation(x_ptr, w_ptr, b_ptr, s_ptr, seq_ptr, dy_ptr, i: tl.constexpr, o_t, o_d, t0, n,
+def dpreactivation(x_ptr, w_ptr, b_ptr, s_ptr, n_ptr, dy_ptr, i: tl.constexpr, o_t, o_d, t0, n,
                    D: tl.constexpr, W: tl.constexpr, SILU: tl.constexpr):  # fmt: skip
     """dp of the rows o_t of a tile; 0 where there is no token, or the token i before is not of its
     sequence.
     """
     b_n, o_dy = 0, o_t
-    if seq_ptr is not None:
-        b_n = reach(seq_ptr, o_t, t0, n, W)
+    if n_ptr is not None:
+        b_n = load_reach(n_ptr, o_t, t0, n)
         o_dy = tl.where(b_n < i, n - t0, o_t)
     b_dp = load_tokens(dy_ptr, o_dy, o_d, t0, n, D)
     if SILU:
-        b_p = preactivation(x_ptr, w_ptr, b_ptr, s_ptr, seq_ptr, b_n, o_t, o_d, t0, n, D, W)
+        b_p = preactivation(x_ptr, w_ptr, b_ptr, s_ptr, n_ptr, b_n, o_t, o_d, t0, n, D, W)
         # eq:conv-dpre   dp = dy sigmoid(p) (1 + p (1 - sigmoid(p)))
         b_dp *= tl.sigmoid(b_p) * (1.0 + b_p * tl.sigmoid(-b_p))
         # no sum of theirs is an output: it may overflow, or hold the state's oldest, an inf or NaN
@@ -200,7 +201,7 @@ def causal_conv1d_bwd_kernel(
     w_ptr,  # [D, W]
     b_ptr,  # [D] or None
     s_ptr,  # [N, D, W] or None: initial state
-    seq_ptr,  # [B, T] or None
+    n_ptr,  # [B, T] or None: how many tokens before each are of its sequence
     dy_ptr,  # [B, T, D]
     dht_ptr,  # [N, D, W] or None
     dx_ptr,  # [B, T, D] out
@@ -228,21 +229,21 @@ def causal_conv1d_bwd_kernel(
     x_ptr += first * D
     o_u = o_t
     # what is in no sum reads as 0, for 0 times an inf or NaN is NaN
-    if seq_ptr is not None:
-        seq_ptr += first
-        o_u = tl.where(load_number(seq_ptr, o_t, t0, n) < 0, n - t0, o_t)
+    if n_ptr is not None:
+        n_ptr += first
+        o_u = tl.where(load_reach(n_ptr, o_t, t0, n) < 0, n - t0, o_t)
     b_u = load_tokens(x_ptr, o_u, o_d, t0, n, D)  # [BT, BD]
     if s_ptr is not None:
         s_ptr += i_n * D * W
         if t0 < 0:
             # the state's oldest token is in no sum either
             o_s = tl.where(t0 + o_t > -W, W + t0 + o_t, -1)
-            if seq_ptr is not None:
-                o_s = tl.where(load_number(seq_ptr, o_t, t0, n) < 0, -1, o_s)
+            if n_ptr is not None:
+                o_s = tl.where(load_reach(n_ptr, o_t, t0, n) < 0, -1, o_s)
             b_u = load_state(s_ptr, o_s, o_d, D, W)
     b_du = tl.zeros([BT, BD], tl.float32)
     for i in tl.static_range(W):
-        b_dp = dpreactivation(x_ptr, w_ptr, b_ptr, s_ptr, seq_ptr, dy_ptr + first * D, i, o_t + i,
+        b_dp = dpreactivation(x_ptr, w_ptr, b_ptr, s_ptr, n_ptr, dy_ptr + first * D, i, o_t + i,
                               o_d, t0, n, D, W, SILU)  # fmt: skip
         # eq:conv-dx   du_t = sum_j w_j dp_(t+W-1-j)
         b_du += load_row(w_ptr + (W - 1 - i), o_d, W, D)[None, :] * b_dp
@@ -254,8 +255,8 @@ def causal_conv1d_bwd_kernel(
     if dht_ptr is not None and n - t0 < BT + W:
         # eq:conv-dstate   du_t += ds_(t-T+W)
         o_s = t0 + o_t - n + W
-        if seq_ptr is not None:
-            o_s = tl.where(of_last(seq_ptr, o_t, t0, n, W), o_s, -1)
+        if n_ptr is not None:
+            o_s = tl.where(of_last(n_ptr, o_t, t0, n), o_s, -1)
         b_du += load_state(dht_ptr + i_n * D * W, o_s, o_d, D, W)
     store_tile(dx_ptr + first * D, b_du, rows_of(o_t, t0, n), o_d, D, n - t0, D)
     if dh0_ptr is not None and t0 < 0:
@@ -268,6 +269,17 @@ def causal_conv1d_bwd_kernel(
 FORWARD = row(8, 1, BD=64)
 BACKWARD = row(8, 1, BD=32)
 BT = 64  # tokens of a tile, and of a chunk of the Packing
+TOKENS = 512  # of a program of reach_kernel
+
+
+def reach(seq_idx: Tensor | None, W: int) -> Tensor | None:
+    """Launch reach_kernel; arguments and result as in the reference, the result [B, T]."""
+    if seq_idx is None:
+        return None
+    n = torch.empty_like(seq_idx, dtype=torch.int32)
+    grid = (cdiv(n.numel(), TOKENS),)
+    reach_kernel[grid](seq_idx, n, n.numel(), n.shape[1], W, TOKENS, num_warps=4)
+    return n
 
 
 def _grid(x: Tensor, packing: Packing | None, states: bool):
@@ -289,16 +301,17 @@ def causal_conv1d(
 ) -> tuple[Tensor, Tensor | None]:
     """Launch causal_conv1d_kernel; arguments and results as in the reference.
 
-    packing: of chunks of 64 tokens.
+    packing: of chunks of 64 tokens, and not together with seq_idx.
     """
-    _, T, D = x.shape
+    (_, T, D), W = x.shape, weight.shape[1]
+    n = reach(seq_idx, W)
     tiles, NT, *sequences = _grid(x, packing, output_final_state)
     y, ht = torch.empty_like(x), None
     if output_final_state:
         ht = x.new_empty(tiles - NT, *weight.shape)
     config = FORWARD.launch()
     causal_conv1d_kernel[(tiles * cdiv(D, config["BD"]),)](
-        x, weight, bias, initial_state, seq_idx, y, ht, *sequences, NT, T, D, weight.shape[1], BT,
+        x, weight, bias, initial_state, n, y, ht, *sequences, NT, T, D, W, BT,
         SILU=activation == "silu", **config,
     )  # fmt: skip
     return y, ht
@@ -318,9 +331,10 @@ def causal_conv1d_bwd(
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Launch causal_conv1d_bwd_kernel and add up its parts; the rest as in the reference.
 
-    packing: of chunks of 64 tokens.
+    packing: of chunks of 64 tokens, and not together with seq_idx.
     """
     (_, T, D), W = x.shape, weight.shape[1]
+    n = reach(seq_idx, W)
     tiles, NT, *sequences = _grid(x, packing, initial_state is not None)
     dx = torch.empty_like(x)
     dw = x.new_empty(tiles, W, D, dtype=torch.float32)
@@ -328,7 +342,7 @@ def causal_conv1d_bwd(
     dh0 = None if initial_state is None else torch.empty_like(initial_state)
     config = BACKWARD.launch()
     causal_conv1d_bwd_kernel[(tiles * cdiv(D, config["BD"]),)](
-        x, weight, bias, initial_state, seq_idx, dy, dht, dx, dw, db, dh0, *sequences, NT, T, D, W,
+        x, weight, bias, initial_state, n, dy, dht, dx, dw, db, dh0, *sequences, NT, T, D, W,
         BT, SILU=activation == "silu", **config,
     )  # fmt: skip
     dw = dw.sum(0).T.to(weight.dtype).contiguous()

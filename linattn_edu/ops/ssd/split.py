@@ -7,7 +7,7 @@ from torch import Tensor
 from linattn_edu.ops import check
 from linattn_edu.ops.causal_conv1d import activation_of, causal_conv1d_fn
 from linattn_edu.ops.rms_norm_gated import check_eps, rms_norm_gated
-from linattn_edu.ops.ssd.chunk import check_options, mamba_chunk_scan_combined
+from linattn_edu.ops.ssd.chunk import LARGEST, check_options, mamba_chunk_scan_combined
 
 
 def mamba_split_conv1d_scan_combined(
@@ -91,6 +91,9 @@ def mamba_split_conv1d_scan_combined(
     if seq_idx is not None:
         check.sequence_numbers("seq_idx", seq_idx, *zxbcdt.shape[:2])
     check.same_device(("zxbcdt", zxbcdt), ("seq_idx", seq_idx))
+    check.log_decay("A", A)
+    given = (zxbcdt, conv1d_weight, D, *tensors.values())
+    check.resolve_impl(impl, zxbcdt.device, tuple(t.dtype for t in given if t is not None))
     check_options(chunk_size, dt_limit)
     activation_of(activation)
     check_eps("rmsnorm_eps", rmsnorm_eps)
@@ -143,16 +146,16 @@ def _check_tensors(
     if headdim not in (None, P):
         raise ValueError(f"headdim must be D's P={P}, got {headdim}")
     H = sizes["H"]
-    if min(H, P) < 1:
-        raise ValueError(f"D and headdim must have H >= 1 and P >= 1, got H={H}, P={P}")
+    if H < 1 or not 1 <= P <= LARGEST:
+        raise ValueError(f"D and headdim must have H >= 1 and P from 1 to {LARGEST}, got {H}, {P}")
     if ngroups is None or ngroups < 1 or H % ngroups:
         raise ValueError(f"ngroups must divide H={H}, got {ngroups}")
     check.tensor("conv1d_weight", conv1d_weight, ("channels", "W"), sizes)
     N, rest = divmod(sizes["channels"] - H * P, 2 * ngroups)
-    if N < 1 or rest:
+    if rest or not 1 <= N <= LARGEST:
         raise ValueError(
-            f"conv1d_weight must have H P + 2 G N channels with H={H}, P={P}, G={ngroups} and "
-            f"N >= 1, got {sizes['channels']}"
+            f"conv1d_weight must have H P + 2 G N channels with H={H}, P={P}, G={ngroups} and N "
+            f"from 1 to {LARGEST}, got {sizes['channels']}"
         )
     M, rest = divmod(sizes["L"] - 2 * H * P - 2 * ngroups * N - H, 2)
     if M < 0 or rest:

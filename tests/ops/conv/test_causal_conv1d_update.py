@@ -1,0 +1,222 @@
+"""causal_conv1d_update: against the package's definition in float64, its callers, refusals."""
+
+import inspect
+
+import pytest
+import torch
+import torch.nn.functional as F
+from gdn_checks import launches
+from grids import parametrize
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from linattn_edu import causal_conv1d_fn, causal_conv1d_update
+from linattn_edu.testing import assert_close
+
+pytestmark = pytest.mark.usefixtures("poison")
+
+IMPLS = ("reference", "triton")
+impls = pytest.mark.parametrize("impl", IMPLS)
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+TOLERANCES = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+B, D, W = 3, 6, 4
+
+
+def tensors(T=1, S=W, dtype=torch.float32, device="cpu", slots=B):
+    """The arguments by name as layers have them: x [B, D, T] is the transpose of rows."""
+    generator = torch.Generator().manual_seed(10 * T + S)
+
+    def randn(*shape, dtype=dtype):
+        return torch.randn(*shape, generator=generator).to(device, dtype)
+
+    x = {"x": randn(B, T, D).mT, "conv_state": randn(slots, D, S)}
+    return x | {"weight": randn(D, W), "bias": randn(D)}
+
+
+def oracle(x, conv_state, weight, bias, silu, lengths=None):
+    """y and the state in float64, token by token, a ring or not."""
+    x, state, weight, bias = (t.double().cpu().clone() for t in (x, conv_state, weight, bias))
+    T, S, y = x.shape[2], state.shape[2], torch.empty_like(x)
+    for n in range(len(x)):
+        for t in range(T):
+            ring = lengths is not None
+            newest = (int(lengths[n]) + t) % S if ring else S - 1
+            taps = [state[n, :, (newest + (0 if ring else 1) - i) % S] for i in range(W - 1, 0, -1)]
+            u = torch.stack([*taps, x[n, :, t]], 1)
+            y[n, :, t] = (weight * u).sum(1) + bias
+            if not ring:
+                state[n] = state[n].roll(-1, 1)
+            state[n, :, newest] = x[n, :, t]
+    return F.silu(y) if silu else y, state
+
+
+@parametrize(
+    T=(0, 1, 2, 7), S=(W - 1, W, 9), ring=(False, True), dtype=DTYPES, impl=IMPLS,
+    activation=(None, "silu", "swish"),
+)  # fmt: skip
+def test_update(T, S, ring, dtype, impl, activation, device):
+    """T = 0: one token without an axis."""
+    x = tensors(max(T, 1), S, dtype, device)
+    lengths = torch.tensor([0, S, 5 * S + 2], device=device, dtype=torch.int32) if ring else None
+    y, state = oracle(*x.values(), activation is not None, lengths)
+    x, place = x | ({"x": x["x"][:, :, 0]} if T == 0 else {}), x["conv_state"]
+    got = causal_conv1d_update(**x, activation=activation, cache_seqlens=lengths, impl=impl)
+    assert got.shape == x["x"].shape and got.dtype == dtype
+    assert_close("y", got, y[:, :, 0] if T == 0 else y, TOLERANCES[dtype])
+    assert torch.equal(place.double().cpu(), state)
+
+
+@impls
+def test_by_position_after_a_prefill(impl, device):
+    """As transformers calls it: the cache holds W tokens, and the slice of a projection comes."""
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(B, 9, 2 * D + 3, generator=generator).to(device)
+    x, rest = rows[:, :, 2 : 2 + D].mT, tensors(device=device)
+    weight, bias = rest["weight"], rest["bias"]
+    want = causal_conv1d_fn(x, weight, bias, activation="silu", impl=impl)
+    state = x[:, :, 1:5].clone()
+    for t in range(5, 9):
+        y = causal_conv1d_update(x[:, :, t : t + 1], state, weight, bias, "silu", impl=impl)
+        torch.testing.assert_close(
+            y, want[:, :, t : t + 1], rtol=0, atol=0 if impl == "triton" else 1e-6
+        )
+    assert torch.equal(state, x[:, :, 5:])
+
+
+@impls
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_slots_of_a_pool(dtype, impl, device):
+    x = tensors(2, device=device, slots=8)
+    indices, before = torch.tensor([6, -1, 2], device=device, dtype=dtype), x["conv_state"].clone()
+    alone = x | {"conv_state": before[[6, 1, 2]]}
+    y, state = oracle(*alone.values(), False)
+    got = causal_conv1d_update(**x, conv_state_indices=indices, impl=impl)
+    assert not got[1].any()
+    for n, slot in ((0, 6), (2, 2)):
+        assert_close("y", got[n], y[n], 1e-6)
+        assert torch.equal(x["conv_state"][slot].double().cpu(), state[n])
+        before[slot] = x["conv_state"][slot]
+    assert torch.equal(x["conv_state"], before)
+
+
+@impls
+def test_dtypes_may_differ_and_pages_of_either_order(impl, device):
+    x = tensors(2, 5, torch.bfloat16, device) | {"bias": torch.randn(D, device=device)}
+    pages = torch.full((B, 2, 5, D), 7.0, device=device)
+    pages[:, 1] = x["conv_state"].mT.float()
+    y, state = oracle(*x.values(), False)
+    got = causal_conv1d_update(**x | {"conv_state": pages[:, 1].mT}, impl=impl)
+    assert got.dtype == torch.bfloat16
+    assert_close("y", got, y, TOLERANCES[torch.bfloat16])
+    assert torch.equal(pages[:, 1].mT.double().cpu(), state) and (pages[:, 0] == 7).all()
+
+
+@impls
+def test_autograd_and_inference_mode(impl, device):
+    """What was kept for a gradient is known to have changed; a state of inference mode is fine."""
+    x = tensors(device=device)
+    leaf = torch.ones(B, D, W, device=device, requires_grad=True)
+    kept = (leaf * x["conv_state"]).sum()
+    causal_conv1d_update(**x, impl=impl)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        kept.backward()
+    with torch.inference_mode():
+        state = x["conv_state"].clone()
+        inside = causal_conv1d_update(**x | {"conv_state": state.clone()}, impl=impl)
+    y = causal_conv1d_update(**x | {"conv_state": state}, impl=impl)
+    assert torch.equal(y, inside)
+
+
+@impls
+def test_no_tokens(impl, device):
+    x = tensors(device=device)
+    before = x["conv_state"].clone()
+    y = causal_conv1d_update(**x | {"x": torch.empty(B, D, 0, device=device)}, impl=impl)
+    assert y.shape == (B, D, 0) and torch.equal(x["conv_state"], before)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.gpu)])
+def test_fullgraph(backend, device):
+    """The graph writes the state where it is, and checks the slots."""
+    x = tensors(device=device, slots=5)
+
+    def f(x, conv_state, weight, bias, indices):
+        return causal_conv1d_update(x, conv_state, weight, bias, "silu", None, indices)
+
+    torch._dynamo.reset()
+    g, indices = torch.compile(f, fullgraph=True, backend=backend), torch.tensor([4, -1, 0])
+    states = [x["conv_state"].clone() for _ in range(2)]
+    with torch.no_grad():
+        got, want = (
+            h(**x | {"conv_state": S}, indices=indices.to(device))
+            for h, S in zip((g, f), states, strict=True)
+        )
+    assert torch.equal(got, want) and torch.equal(*states)
+    assert not torch.equal(states[0], x["conv_state"])
+    if device.type == "cpu":
+        with pytest.raises(ValueError, match="below the 5 slots of conv_state, got 5"):
+            g(**x, indices=indices + 1)
+
+
+def test_shapes_without_numbers():
+    with FakeTensorMode():
+        x = tensors(2, dtype=torch.bfloat16)
+        y = causal_conv1d_update(**x)
+    assert y.shape == (B, D, 2) and y.dtype == torch.bfloat16
+
+
+def test_arguments_stand_where_the_package_has_them():
+    names = [
+        "x", "conv_state", "weight", "bias", "activation", "cache_seqlens", "conv_state_indices",
+    ]  # fmt: skip
+    assert [*inspect.signature(causal_conv1d_update).parameters][: len(names)] == names
+
+
+new, slots = torch.zeros, torch.tensor
+REFUSED = {
+    "x": ({"x": new(3, 6, 1, 1)}, ValueError, r"x must have 3 dimensions \[B, D, T\], got 4"),
+    "state": ({"conv_state": new(3, 5, 4)}, ValueError, r"conv_state must have shape \[B=3, D=6"),
+    "short": ({"conv_state": new(3, 6, 2)}, ValueError, "must have S >= 3 with weight's W=4, got"),
+    "no slot": (
+        {"conv_state": new(0, 6, 4), "conv_state_indices": slots([-1, -1, -1])},
+        ValueError,
+        "conv_state must have a slot",
+    ),
+    "overlap": (
+        {"conv_state": new(1, 6, 4).expand(3, -1, -1)}, ValueError, "conv_state must be contiguous"
+    ),
+    "gaps": ({"conv_state": new(3, 6, 8)[..., ::2]}, ValueError, "conv_state must be contiguous"),
+    "shared": (
+        (lambda S: {"conv_state": S, "x": S[:, :, :1]})(new(3, 6, 4)),
+        ValueError,
+        "conv_state must not share memory",
+    ),
+    "bias": ({"bias": new(5)}, ValueError, r"bias must have shape \[D=6\]"),
+    "activation": ({"activation": "gelu"}, ValueError, "activation must be None, 'silu' or"),
+    "lengths": ({"cache_seqlens": slots([1, 2])}, ValueError, r"cache_seqlens must have shape \["),
+    "negative": ({"cache_seqlens": slots([1, 2, -1])}, ValueError, "cache_seqlens must be >= 0"),
+    "floats": ({"cache_seqlens": new(3)}, TypeError, "cache_seqlens must be a tensor of int32 or"),
+    "indices": (
+        {"conv_state_indices": slots([[0]])}, ValueError, r"conv_state_indices must have shape \[B"
+    ),
+    "past the end": (
+        {"conv_state_indices": slots([0, 3, 1])}, ValueError, "conv_state_indices must be below the"
+    ),
+    "twice": (
+        {"conv_state_indices": slots([0, 1, 1])}, ValueError, "must name a slot for one sequence"
+    ),
+    "gradient": ({"weight": new(6, 4, requires_grad=True)}, ValueError, "it under torch.no_grad"),
+    "device": ({"weight": new(6, 4, device="meta")}, ValueError, "weight must be on cpu like x"),
+    "impl": ({"impl": 1}, ValueError, "impl must be one of"),
+    "unknown": ({"pad_slot_id": -1}, TypeError, "unexpected keyword argument 'pad_slot_id'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_before_any_kernel(name):
+    change, error, message = REFUSED[name]
+    x = tensors() | change
+    before = x["conv_state"].clone()
+    with launches() as ran, pytest.raises(error, match=message):
+        causal_conv1d_update(**x)
+    assert not ran and torch.equal(x["conv_state"], before)
