@@ -174,8 +174,8 @@ MUTANTS = [
     Mutant(
         "a short convolution takes its weights in reverse",
         f"{REFERENCE}/delta/causal_conv1d.py",
-        "sum(w[:, j] * u[:, 1 + j : 1 + j + T]",
-        "sum(w[:, W - 1 - j] * u[:, 1 + j : 1 + j + T]",
+        "sum(own(w[:, j] * u[:, 1 + j : 1 + j + T]",
+        "sum(own(w[:, W - 1 - j] * u[:, 1 + j : 1 + j + T]",
         "tests/delta/test_causal_conv1d.py -k pytorchs",
     ),
     Mutant(
@@ -198,6 +198,34 @@ MUTANTS = [
         "tl.where(t0 + o_t > -W, W + t0 + o_t, -1)",
         "W + t0 + o_t",
         "tests/delta/test_causal_conv1d.py -k oldest",
+    ),
+    Mutant(
+        "a sequence goes on where its number comes again",
+        f"{KERNELS}/delta/causal_conv1d.py",
+        "b_same &= tl.load",
+        "b_same = tl.load",
+        "tests/delta/test_causal_conv1d.py -k sequences",
+    ),
+    Mutant(
+        "a ring keeps the first of more tokens than it has columns",
+        f"{KERNELS}/delta/causal_conv1d_update.py",
+        "o_x + (T - 1 - o_x) // S * S, -1)",
+        "o_x, -1)",
+        "tests/delta/test_causal_conv1d_update.py",
+    ),
+    Mutant(
+        "the gradient of a norm has a sum for a mean",
+        f"{REFERENCE}/delta/rms_norm_gated.py",
+        "(n * dn).mean(-1, keepdim=True)",
+        "(n * dn).sum(-1, keepdim=True)",
+        "tests/delta/test_rms_norm_gated.py -k formula",
+    ),
+    Mutant(
+        "the last tile of a part of dweight is left out",
+        f"{KERNELS}/delta/rms_norm_gated.py",
+        "for i in range(TILES):",
+        "for i in range(tl.maximum(TILES - 1, 1)):",
+        "tests/delta/test_rms_norm_gated.py -k parts",
     ),
     # halos
     Mutant(

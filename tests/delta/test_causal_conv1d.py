@@ -168,7 +168,7 @@ def numbers(T, N, device="cpu"):
         for number, begin in enumerate((2 + n, 3 + n, 6, 62 + n, 64, 65, 66)):
             row[begin:] = number + 1
         row[6 : 7 + n] = -1 - n
-        row[62 + n : 63 + n] = 1
+        row[4 + n : 5 + n] = 1
         if n:
             row[:n] = -1
             row[max(T - n, 1) :] = -3

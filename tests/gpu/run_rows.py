@@ -12,6 +12,8 @@ from unittest.mock import patch
 import torch
 
 from linattn_edu.kernels import pieces
+from linattn_edu.kernels.delta import causal_conv1d as convolution
+from linattn_edu.kernels.delta import causal_conv1d_update as convolution_update
 from linattn_edu.kernels.delta import (
     cp_merge,
     cp_merge_bwd,
@@ -27,6 +29,7 @@ from linattn_edu.kernels.delta import (
     wy,
     wy_bwd,
 )
+from linattn_edu.kernels.delta import rms_norm_gated as norm
 from linattn_edu.kernels.ssd import ema as ema_kernels
 from linattn_edu.kernels.ssd import ema_bwd as ema_bwd_kernels
 from linattn_edu.kernels.ssd import fused as ssd_fused
@@ -34,6 +37,11 @@ from linattn_edu.kernels.ssd import selective_state_update as update
 from linattn_edu.kernels.tiles import UNPIPELINED, block, chunk_limit, device_of, of_generation
 from linattn_edu.ops import ema, kda, ssd
 from linattn_edu.ops.gdn import backward, forward, fused_stages, stages
+from linattn_edu.reference.delta import causal_conv1d as convolution_reference
+from linattn_edu.reference.delta import rms_norm_gated as norm_reference
+from linattn_edu.reference.delta.causal_conv1d_update import (
+    causal_conv1d_update as convolution_update_reference,
+)
 from linattn_edu.reference.delta.state import state as state_reference
 from linattn_edu.reference.delta.state_bwd import state_bwd as state_bwd_reference
 from linattn_edu.reference.ssd.selective_state_update import selective_state_update
@@ -90,6 +98,12 @@ def rows():
             for D in {64: (1, 33, 64), 128: (100, 128, 300)}[limit]:
                 yield "ema", dtype, D, entry
     yield from ssd_rows(generation)
+    for dtype in itertools.chain(*DTYPES.values()):
+        for W, D in itertools.product((1, 3, 4, 8), (1, 33, 200, 1024)):
+            yield "convolution", dtype, (D, W), "shipped"
+            yield "convolution_update", dtype, (D, W), "shipped"
+        for G, D in ((1, 1), (1, 33), (3, 128), (2, 1000), (1, 8192), (1, 30000)):
+            yield "rms_norm_gated", dtype, (G, D), "shipped"
 
 
 def ssd_rows(generation):
@@ -149,6 +163,8 @@ def run(stage, dtype, sizes, entry):
         return max(
             run_ema(dtype, sizes, *case) for case in ((500, 64, 2), (129, 16, 2), (65, 32, 64))
         )
+    if stage in LAYER_RUNS:
+        return LAYER_RUNS[stage](dtype, *sizes)
     if stage in SSD_RUNS:
         return SSD_RUNS[stage](dtype, *sizes, entry)
     ((module, table),) = [(m, t) for s, m, t in TABLES if s == stage]
@@ -350,6 +366,89 @@ SSD_RUNS = {
     "free_state": lambda *row: run_free(*row, backwards=False),
     "free_state_bwd": lambda *row: run_free(*row, backwards=True),
     "selective_state_update": run_update,
+}
+
+
+def compared(kernel, reference, args, **options):
+    """The largest error of the outputs of a stage, against float64."""
+    with poison():
+        got = kernel(*args, **options)
+    exact = reference(*map(widened, args), **options)
+    pairs = (y if isinstance(y, tuple) else (y,) for y in (got, exact))
+    pairs = [(a, b) for a, b in zip(*pairs, strict=True) if b is not None]
+    return max(relative_rms(a, b) for a, b in pairs)
+
+
+def randn(*shape, dtype=torch.float32, seed=0):
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return torch.randn(*shape, device="cuda", generator=generator).to(dtype)
+
+
+def run_convolution(dtype, D, W):
+    """Both passes: with nothing given, and of sequences that begin anywhere with everything."""
+    worst = 0.0
+    for T, given in ((300, False), (129, True), (500, True)):
+        x, dy = randn(3, T, D, dtype=dtype, seed=T), randn(3, T, D, dtype=dtype, seed=1)
+        states = randn(2, 3, D, W, dtype=dtype, seed=2)
+        weight, bias = randn(D, W, seed=3), randn(D, seed=4) if given else None
+        state, dht = states if given else (None, None)
+        numbers = (randn(3, T, seed=5) > 1.2).cumsum(1).int()
+        numbers = torch.where(randn(3, T, seed=6) > 2, -1, numbers) if given else None
+        options = {"activation": "silu" if given else None}
+        args = x, weight, bias, state
+        rooms = convolution.causal_conv1d, convolution_reference.causal_conv1d
+        error = compared(*rooms, (*args, numbers), **options, output_final_state=given)
+        rooms = convolution.causal_conv1d_bwd, convolution_reference.causal_conv1d_bwd
+        worst = max(worst, error, compared(*rooms, (*args, dy, dht, numbers), **options))
+    return worst
+
+
+def run_convolution_update(dtype, D, W):
+    """Tokens into states of every length and order, rings and slots of a pool."""
+    worst = 0.0
+    for T, more, ring, slots in ((1, 1, False, None), (1, 0, True, 90), (5, 2, True, None),
+                                 (3, 90, False, 90), (7, 0, False, None)):  # fmt: skip
+        S = max(W - 1, 1) + more
+        x, states = randn(40, T, D, dtype=dtype), randn(slots or 40, D, S, dtype=dtype, seed=1)
+        lengths = torch.arange(40, device="cuda") * 3 if ring else None
+        indices = None if slots is None else torch.randperm(slots, device="cuda")[:40]
+        args = x, randn(D, W, seed=2), randn(D, seed=3), lengths, indices
+        S_got, S_exact = states.clone(), states.double()
+        if more == 2:  # tokens before channels
+            S_got = S_got.mT.contiguous().mT
+        with poison():
+            got = convolution_update.causal_conv1d_update(S_got, *args, activation="silu")
+        exact = convolution_update_reference(S_exact, *map(widened, args), activation="silu")
+        worst = max(worst, relative_rms(got, exact), relative_rms(S_got, S_exact))
+    return worst
+
+
+def run_norm(dtype, G, D):
+    """Both passes, the gate behind and in front, in one part and in several."""
+    worst = 0.0
+    for n, given, before, activation in ((70, False, True, "silu"), (3001, True, True, "sigmoid"),
+                                         (3001, True, False, "silu")):  # fmt: skip
+        n = min(n, 2**24 // (G * D))
+        x, z, dy = (randn(n, G, D, dtype=dtype, seed=i) for i in range(3))
+        weight, bias = randn(G, D, seed=3), randn(G, D, seed=4)
+        args = (x, weight, bias, z) if given else (x, None, None, None)
+        options = {"norm_before_gate": before, "activation": activation}
+        rooms = norm.rms_norm_gated, norm_reference.rms_norm_gated
+        error = compared(*rooms, args, **options, eps=0.1)  # of one number something is left
+        _, rstd = norm.rms_norm_gated(*args, **options, eps=0.1)
+        rooms = norm.rms_norm_gated_bwd, norm_reference.rms_norm_gated_bwd
+        kept, norm.PARTS = norm.PARTS, 100
+        try:
+            worst = max(worst, error, compared(*rooms, (*args, rstd, dy), **options))
+        finally:
+            norm.PARTS = kept
+    return worst
+
+
+LAYER_RUNS = {
+    "convolution": run_convolution,
+    "convolution_update": run_convolution_update,
+    "rms_norm_gated": run_norm,
 }
 
 

@@ -10,6 +10,8 @@ import torch
 
 from linattn_edu import (
     causal_conv1d,
+    causal_conv1d_fn,
+    causal_conv1d_update,
     chunk_gated_delta_rule,
     chunk_kda,
     chunk_local_cumsum,
@@ -17,6 +19,7 @@ from linattn_edu import (
     fused_recurrent_gated_delta_rule,
     l2norm,
     mamba_chunk_scan_combined,
+    rms_norm_gated,
     selective_state_update,
     solve_tril,
 )
@@ -71,6 +74,19 @@ def convolutions(dtype, T, D):
         options = {"output_final_state": True, "activation": "silu" if packed else None}
         y, final_state = causal_conv1d(*leaves, **options, **packed)
         (y.float().sum() + final_state.float().sum()).backward()
+    numbers = torch.arange(T, device="cuda", dtype=torch.int32)[None].expand(2, -1) // 3
+    x = torch.randn(2, T, D, device="cuda").to(dtype).mT.requires_grad_()
+    weight = torch.randn(D, 4, device="cuda").requires_grad_()
+    causal_conv1d_fn(x, weight, None, numbers - 1).float().sum().backward()
+    with torch.no_grad():
+        pool, slots = torch.randn(5, D, 6, device="cuda").to(dtype), numbers[:, -1] % 3 + 1
+        slots = slots + torch.arange(2, device="cuda")
+        for lengths in (None, slots):
+            causal_conv1d_update(x[:, :, :3], pool, weight, None, "silu", lengths, slots)
+    rms_norm_gated(x, None, None, x.detach()).float().sum().backward()
+    gate, weight = torch.randn(T, 2 * D, device="cuda").to(dtype), weight.detach().flatten()
+    leaf = weight[: 2 * D].requires_grad_()
+    rms_norm_gated(gate, leaf, leaf, gate, 1e-6, D, False).float().sum().backward()
 
 
 def mamba(dtype, T, N, P, C):
