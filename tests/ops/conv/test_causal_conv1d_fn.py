@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("poison")
 
 IMPLS = ("reference", "triton")
 impls = pytest.mark.parametrize("impl", IMPLS)
-TOLERANCES = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 8e-3}
+TOLERANCES = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 5e-3}
 B, D, W = 2, 6, 4
 ROWS = ((3, 1, 5, 8), (-2, 4, 9, -2))  # tokens of each sequence; negative: of padding
 

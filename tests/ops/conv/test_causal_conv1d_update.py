@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("poison")
 IMPLS = ("reference", "triton")
 impls = pytest.mark.parametrize("impl", IMPLS)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-TOLERANCES = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+TOLERANCES = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 5e-3}
 B, D, W = 3, 6, 4
 
 

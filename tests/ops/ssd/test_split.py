@@ -1,6 +1,7 @@
 """mamba_split_conv1d_scan_combined: against the layer written out in float64, forms, refusals."""
 
 import inspect
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -10,12 +11,17 @@ from gdn_checks import launches
 from grids import parametrize
 
 from linattn_edu import mamba_split_conv1d_scan_combined
-from linattn_edu.testing import assert_close
+from linattn_edu.testing import assert_close, relative_rms
 
 pytestmark = pytest.mark.usefixtures("poison")
 
 IMPLS = ("reference", "triton")
-TOLERANCES = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2}
+# relative RMS of the outputs, and of the gradients
+TOLERANCES = {
+    torch.float32: (1e-5, 1e-5),
+    torch.float16: (5e-3, 1e-2),
+    torch.bfloat16: (5e-3, 1e-2),
+}
 B, T, H, P, N, W, E = 2, 18, 4, 6, 5, 4, 7
 LENGTHS = (4, 1, 13)  # of the sequences of every row, where there are several
 OPTIONAL = ("conv1d_bias", "dt_bias", "initial_states", "outproj_bias")
@@ -111,18 +117,22 @@ def test_both_passes(
         given["seq_idx"] = torch.cat(rows).expand(B, -1).to(device)
     kinds = {"chunk_size": 16, "ngroups": G, "headdim": None if per_entry else P}
 
-    def ours(**tensors):
+    def ours(impl, **tensors):
         return mamba_split_conv1d_scan_combined(
             **given | tensors, **kinds, rmsnorm_eps=1e-3, return_final_states=True, impl=impl
         )
 
-    got = run(x, ours)
+    got = run(x, partial(ours, impl))
     wide = {n: t.double() for n, t in x.items()}
     lengths = LENGTHS if packed else (T,)
     want = run(wide, plain, G=G, M=M, eps=1e-3, lengths=lengths, **options)
     assert got["out"].dtype == dtype
+    if dtype != torch.float32 and impl == "triton":  # a sum for each head may cancel
+        rounded = run(x, partial(ours, "reference"))["dA"]
+        sums = max(TOLERANCES[dtype][1], 2 * relative_rms(rounded, want["dA"]))
+        assert_close("dA", got["dA"], want.pop("dA"), sums)
     for n, t in want.items():
-        assert_close(n, got[n], t, TOLERANCES[dtype])
+        assert_close(n, got[n], t, TOLERANCES[dtype][n[0] == "d"])
 
 
 def test_in_float64():
