@@ -63,6 +63,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--mixers", nargs="+", default=list(MIXERS), metavar="MIXER")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--rates", nargs="+", type=float, default=list(RATES), metavar="RATE")
     args = parser.parse_args(argv)
     if unknown := sorted(set(args.mixers) - set(MIXERS)):
         return fail(f"--mixers must be among {', '.join(MIXERS)}, got {', '.join(unknown)}")
@@ -77,7 +78,7 @@ def main(argv: list[str] | None = None) -> int:
     todo = [
         (mixer, K, rate, seed, args.steps)
         for mixer, K in cases(args.mixers)
-        for rate in RATES
+        for rate in args.rates
         for seed in SEEDS
         if (mixer, K, rate, seed, args.steps) not in there
     ]

@@ -2,11 +2,12 @@
 
 The text is that of Python's help (:func:`linattn_edu.data.text`) or a file. What a run has
 done is in the file ``checkpoint.pt`` of its folder, which is replaced at once and never half
-written, and in the picture ``loss.svg``.
+written; its losses are in ``losses.json`` and the picture ``loss.svg``.
 """
 
 import argparse
 import hashlib
+import json
 import math
 import os
 import signal
@@ -24,7 +25,7 @@ from torch import Tensor
 from linattn_edu import data
 from linattn_edu.models import MIXERS, Config, LanguageModel
 
-CHECKPOINT, PICTURE = "checkpoint.pt", "loss.svg"
+CHECKPOINT, PICTURE, LOSSES = "checkpoint.pt", "loss.svg", "losses.json"
 WARMUP = 20  # steps until the learning rate is full
 VALIDATION = 64  # windows
 EXIT_USAGE, EXIT_INTERRUPTED = 2, 130
@@ -362,6 +363,9 @@ def main(args: argparse.Namespace) -> int:
         finally:
             if bar is not None:
                 bar.close()
+    curve = asdict(s) | {"device": str(run.device), "torch": torch.__version__}
+    curve |= {"losses": [round(x, 4) for x in run.losses], "validation": run.validation}
+    replace(args.out / LOSSES, lambda new: new.write_text(json.dumps(curve) + "\n"))
     drawn = draw(run, args.out / PICTURE)
     print(f"wrote {args.out / CHECKPOINT}" + (f" and {args.out / PICTURE}" if drawn else ""))
     if not drawn:

@@ -1,5 +1,6 @@
 """``python -m linattn_edu train``: what it writes, going on to the bit, and what it refuses."""
 
+import json
 import math
 import os
 import signal
@@ -71,7 +72,7 @@ def test_interrupted_and_resumed_to_the_bit(mixer, tmp_path, text, monkeypatch, 
     assert same(state(tmp_path / "parts"), state(tmp_path / "whole"))
     assert not same(state(tmp_path / "parts")["model"], {})
     names = sorted(p.name for p in (tmp_path / "parts").iterdir())
-    assert names == ["checkpoint.pt", "loss.svg"]
+    assert names == ["checkpoint.pt", "loss.svg", "losses.json"]
     said = capsys.readouterr().out
     assert "goes on after step 3" in said and "nats a byte" in said
 
@@ -81,6 +82,10 @@ def test_losses_and_their_picture(tmp_path, text, capsys):
     held = state(tmp_path / "out")
     assert len(held["losses"]) == 6 and [s for s, _ in held["validation"]] == [2, 4, 6]
     assert abs(held["losses"][0] - math.log(256)) < 0.5
+    curve = json.loads((tmp_path / "out" / "losses.json").read_text())
+    assert curve["mixer"] == "ema" and curve["steps"] == 6
+    assert [round(x, 4) for x in held["losses"]] == curve["losses"]
+    assert [list(x) for x in held["validation"]] == curve["validation"]
     root = ET.parse(tmp_path / "out" / "loss.svg").getroot()
     assert root.tag.endswith("svg")
     assert f"held-out text: {held['validation'][-1][1]:.3f} nats a byte" in capsys.readouterr().out
@@ -90,7 +95,8 @@ def test_without_matplotlib_it_says_so(tmp_path, text, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert run(tmp_path / "out", "--mixer=ema", text=text) == 0
     assert "matplotlib is missing" in capsys.readouterr().out
-    assert [p.name for p in (tmp_path / "out").iterdir()] == ["checkpoint.pt"]
+    names = sorted(p.name for p in (tmp_path / "out").iterdir())
+    assert names == ["checkpoint.pt", "losses.json"]
 
 
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
