@@ -180,7 +180,7 @@ def test_an_unknown_argument():
 
 def test_every_ratio_of_head_sizes_makes_a_layer():
     """Seven times 61 / 7 is less than 61."""
-    layer = GatedDeltaNet(8, head_dim=7, expand_v=61 / 7, num_heads=1, device="meta")
+    layer = GatedDeltaNet(8, head_dim=7, expand_v=61 / 7, num_heads=1)
     assert layer.head_v_dim == 61
 
 
