@@ -54,8 +54,8 @@ class Settings:
         for name in ("steps", "layers", "width", "heads", "batch", "length"):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name} must be at least 1, got {getattr(self, name)}")
-        if self.seed < 0:
-            raise ValueError(f"--seed must be at least 0, got {self.seed}")
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"--seed must be in 0 to 2^63 - 1, got {self.seed}")
         if not 0 < self.learning_rate < math.inf:
             raise ValueError(f"--learning-rate must be above 0, got {self.learning_rate}")
         if self.width % (2 * self.heads):
@@ -143,7 +143,7 @@ class Run:
         compiled: bool = False,
         stop: Callable[[], bool] = lambda: False,
     ) -> bool:
-        """Take the steps that are left; whether all were taken before stop() was True.
+        """Take the steps that are left, until stop() is True; whether all were taken.
 
         report(self) is called after every so many steps and after the last.
 
@@ -177,7 +177,7 @@ class Run:
                     self.validation.append((self.step, self.validate(call, dtype)))
                 report(self)
             if stopped:
-                return False
+                return self.step == s.steps
         return True
 
 
@@ -191,6 +191,40 @@ def replace(path: Path, write: Callable[[Path], None]) -> None:
         os.replace(new, path)
     finally:
         new.unlink(missing_ok=True)
+
+
+def _save(state: dict, path: Path) -> None:
+    """torch.save, whose error of a full disk is none of the operating system."""
+    try:
+        torch.save(state, path)
+    except RuntimeError as error:
+        raise OSError(f"{path} cannot be written: {_sentence(error)}") from None
+
+
+@contextmanager
+def alone(folder: Path):
+    """Keep other runs out of a folder; yields whether none is there.
+
+    The lock ends with the process, however that ends. Where the system has none, nobody is kept
+    out.
+    """
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        yield True
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        first = True
+    except BlockingIOError:
+        first = False
+    except OSError:  # a file system without locks
+        first = True
+    try:
+        yield first
+    finally:
+        os.close(handle)
 
 
 def draw(run: Run, path: Path) -> bool:
@@ -281,12 +315,15 @@ def prepare(args: argparse.Namespace) -> tuple[Run, torch.dtype, bool]:
     compiled = device.type != "cpu" if args.compile is None else args.compile
     run = Run(settings, data.text(args.text), device)
     if state is not None:
-        if state["text"] != run.digest:
+        if state.get("text") != run.digest:
             raise ValueError(
                 f"the run in {args.out} has another text: give the same --text, and for Python's "
                 "help the same Python"
             )
-        run.load(state)
+        try:
+            run.load(state)
+        except Exception as error:  # of a file that was changed, or of another version
+            raise ValueError(f"{path} does not fit this program: {_sentence(error)}") from None
     return run, getattr(torch, dtype), compiled
 
 
@@ -302,8 +339,15 @@ def read(path: Path) -> dict:
         state = torch.load(path, map_location="cpu", weights_only=True)
         Settings(**state["settings"])
     except Exception as error:
-        raise ValueError(f"{path} is no checkpoint of this program: {error}") from None
+        reason = _sentence(error)
+        raise ValueError(f"{path} is no checkpoint of this program: {reason}") from None
     return state
+
+
+def _sentence(error: BaseException) -> str:
+    """The first line of an error, which may have none, and the next if it only leads to that."""
+    lines = f"{type(error).__name__} {error}".splitlines()
+    return " ".join(x.strip() for x in lines[: 2 if lines[0].endswith(":") else 1])
 
 
 def _device(name: str | None) -> torch.device:
@@ -311,11 +355,10 @@ def _device(name: str | None) -> torch.device:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
+        torch.zeros(1, device=device).item()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise ValueError(
-            f"--device must be one that PyTorch can use, got {name}: {reason}"
+            f"--device must be one that PyTorch can use, got {name}: {_sentence(error)}"
         ) from None
     return device
 
@@ -323,11 +366,24 @@ def _device(name: str | None) -> torch.device:
 def main(args: argparse.Namespace) -> int:
     """The command; its exit code."""
     try:
-        run, dtype, compiled = prepare(args)
+        prepared = prepare(args)
         args.out.mkdir(parents=True, exist_ok=True)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USAGE
+    with alone(args.out) as first:
+        if not first:
+            print(f"error: another run is at work in {args.out}", file=sys.stderr)
+            return EXIT_USAGE
+        try:
+            return _train(args, *prepared)
+        except (FloatingPointError, OSError) as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 1
+
+
+def _train(args: argparse.Namespace, run: Run, dtype: torch.dtype, compiled: bool) -> int:
+    """Train, write the files, say what came out; the exit code."""
     s = run.settings
     numbers = sum(p.numel() for p in run.model.parameters())
     print(
@@ -339,7 +395,7 @@ def main(args: argparse.Namespace) -> int:
     bar, begun = _bar(run), time.perf_counter()
 
     def report(run: Run) -> None:
-        replace(args.out / CHECKPOINT, lambda new: torch.save(run.state(), new))
+        replace(args.out / CHECKPOINT, lambda new: _save(run.state(), new))
         said = f"loss {sum(run.losses[-20:]) / len(run.losses[-20:]):.3f}"
         if run.validation and run.validation[-1][0] == run.step:
             said += f", held out {run.validation[-1][1]:.3f}"
@@ -357,9 +413,6 @@ def main(args: argparse.Namespace) -> int:
 
         try:
             whole = run.train(args.every, report, dtype, compiled, stop)
-        except FloatingPointError as error:
-            print(f"error: {error}", file=sys.stderr)
-            return 1
         finally:
             if bar is not None:
                 bar.close()

@@ -129,6 +129,8 @@ def test_a_config_that_makes_no_model(changes, says):
         ({"new_tokens": -1}, "new_tokens must be at least 0, got -1"),
         ({"temperature": -1.0}, "temperature must be finite"),
         ({"temperature": math.nan}, "temperature must be finite"),
+        ({"prompt": tokens(1, 3) + 64}, "prompt must be in 0 to 63"),
+        ({"attention_mask": torch.zeros(1, 3)}, "must end with a token in each row"),
     ],
 )
 def test_generate_refuses(arguments, says):
@@ -147,6 +149,36 @@ def test_a_cache_of_another_batch_is_refused_and_unchanged(mixer):
     model(x, cache=again)
     step = tokens(2, 1)
     assert torch.equal(model(step, cache=cache), model(step, cache=again))
+
+
+def test_a_cache_that_is_not_the_model_s_is_refused_and_unchanged():
+    model, x = model_of(("gdn", "attention")), tokens(1, 4)
+    cache = model.make_cache(1)
+    for given, match in (
+        ({"cache": cache[:1]}, "of 2 layers, got 1"),
+        ({"cache": cache, "cu_seqlens": torch.tensor([0, 4])}, "None with a cache of attention"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            model(x, **given)
+        assert not any(state.any() for state in cache[0].states) and not cache[1].length
+
+
+def test_attention_takes_left_padding_alone():
+    with pytest.raises(ValueError, match="zero after a one"):
+        model_of(("attention",))(tokens(1, 3), attention_mask=torch.tensor([[1, 1, 0]]))
+
+
+def test_the_coldest_draw_is_the_most_likely_token():
+    model, x = model_of(("ema",)), tokens(2, 5)
+    assert torch.equal(model.generate(x, 4, temperature=1e-40), model.generate(x, 4))
+
+
+def test_first_numbers_of_the_embedding():
+    model = model_of(("ema",))
+    for module in model.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    assert model.embedding.weight.std() < 0.03
 
 
 # ---- associative recall

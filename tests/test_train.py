@@ -127,7 +127,9 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path, text, capsys):
     [
         (["--mixer=rwkv"], "--mixer must be one of gdn, kda, mamba2, ema, attention, hybrid, got"),
         (["--steps=0"], "--steps must be at least 1, got 0"),
-        (["--seed=-1"], "--seed must be at least 0, got -1"),
+        (["--seed=-1"], "--seed must be in 0 to 2^63 - 1, got -1"),
+        (["--seed=99999999999999999999"], "--seed must be in 0 to 2^63 - 1, got 9999"),
+        (["--device=meta"], "--device must be one that PyTorch can use, got meta"),
         (["--every=0"], "--every must be at least 1, got 0"),
         (["--width=18", "--heads=2"], "--width must be a multiple of twice --heads"),
         (["--learning-rate=nan"], "--learning-rate must be above 0, got nan"),
@@ -161,9 +163,51 @@ def test_a_run_is_neither_overwritten_nor_changed(tmp_path, text, capsys):
     assert {p.name: p.read_bytes() for p in out.iterdir()} == before
     assert run(text, text=text) == 2
     assert "--out must be a folder, got the file" in capsys.readouterr().err
+    held = state(out)
+    held["model"]["norm.weight"] = torch.zeros(3)
+    for changed, says in (
+        (held, "norm.weight"),
+        ({k: held[k] for k in ("settings", "text")}, "model"),
+    ):
+        torch.save(changed, out / "checkpoint.pt")
+        assert run(out, "--resume", text=text) == 2
+        error = capsys.readouterr().err
+        assert "does not fit this program" in error and says in error and error.count("\n") == 1
     (out / "checkpoint.pt").write_bytes(b"half")
     assert run(out, "--resume", text=text) == 2
     assert "is no checkpoint of this program" in capsys.readouterr().err
+
+
+def test_a_second_run_in_a_folder_is_refused(tmp_path, text, capsys):
+    pytest.importorskip("fcntl")
+    out = tmp_path / "out"
+    out.mkdir()
+    with train.alone(out) as first:
+        assert first and run(out, "--mixer=ema", text=text) == 2
+    assert "another run is at work" in capsys.readouterr().err and not list(out.iterdir())
+    assert run(out, "--mixer=ema", "--steps=1", text=text) == 0
+
+
+def test_a_full_disk_is_an_error_of_one_line(tmp_path, text, monkeypatch, capsys):
+    save, out = torch.save, tmp_path / "out"
+
+    def fill(held, path):
+        if held["step"] == 4:  # as torch.save fails where the disk ends
+            path.write_bytes(b"half")
+            raise RuntimeError("unexpected pos 64 vs 0")
+        save(held, path)
+
+    monkeypatch.setattr(torch, "save", fill)
+    assert run(out, "--mixer=ema", text=text) == 1
+    error = capsys.readouterr().err
+    assert "cannot be written" in error and error.count("\n") == 1
+    assert [p.name for p in out.iterdir()] == ["checkpoint.pt"] and state(out)["step"] == 2
+
+
+def test_stopped_in_the_last_step_is_whole(tmp_path, text, monkeypatch, capsys):
+    interrupt_at(monkeypatch, 6)
+    assert run(tmp_path / "out", "--mixer=ema", text=text) == 0
+    assert "held-out text" in capsys.readouterr().out
 
 
 # ---- the text

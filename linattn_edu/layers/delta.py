@@ -10,8 +10,11 @@ from linattn_edu.layers.cache import Cache
 from linattn_edu.layers.layer import Layer, draw_step_bias, write
 from linattn_edu.layers.short_convolution import ShortConvolution
 from linattn_edu.ops import check
+from linattn_edu.ops.causal_conv1d import WIDEST
+from linattn_edu.ops.delta import recurrence
 
 MODES = ("chunk", "fused_recurrent")
+LARGEST = {"chunk": (256, 512), "fused_recurrent": recurrence.LARGEST}  # K and V
 
 
 class DeltaLayer(Layer):
@@ -26,22 +29,22 @@ class DeltaLayer(Layer):
     ):  # fmt: skip
         super().__init__()
         num_v_heads = num_heads if num_v_heads is None else num_v_heads
-        for name, value in (
-            ("hidden_size", hidden_size), ("head_dim", head_dim), ("num_heads", num_heads),
-            ("num_v_heads", num_v_heads), ("conv_size", conv_size),
-        ):  # fmt: skip
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be an integer >= 1, got {value!r}")
+        check.choice("mode", mode, MODES)
+        K, V = LARGEST[mode]
+        check.positive(
+            {"head_dim": K, "conv_size": WIDEST}, hidden_size=hidden_size, head_dim=head_dim,
+            num_heads=num_heads, num_v_heads=num_v_heads, conv_size=conv_size,
+        )  # fmt: skip
         if num_v_heads % num_heads:
             raise ValueError(
                 f"num_v_heads must be a multiple of num_heads={num_heads}, got {num_v_heads}"
             )
-        head_v_dim = int(head_dim * expand_v)
-        if head_v_dim < 1 or not math.isclose(head_v_dim, head_dim * expand_v, rel_tol=1e-5):
+        whole = head_dim * check.number("expand_v", expand_v)
+        head_v_dim = round(whole)  # 7 * (61 / 7) is less than 61
+        if not 1 <= head_v_dim <= V or not math.isclose(head_v_dim, whole, rel_tol=1e-5):
             raise ValueError(
-                f"expand_v must make head_dim={head_dim} an integer >= 1, got {expand_v}"
+                f"expand_v must make head_dim={head_dim} an integer from 1 to {V}, got {expand_v}"
             )
-        check.choice("mode", mode, MODES)
         check.choice("impl", impl, check.IMPLS)
         self.hidden_size, self.expand_v, self.mode, self.impl = hidden_size, expand_v, mode, impl
         self.head_dim, self.num_heads, self.num_v_heads = head_dim, num_heads, num_v_heads

@@ -13,6 +13,22 @@ from linattn_edu.ops.ema import ema_scan
 from linattn_edu.ops.tensors import wide
 
 
+class Gate(nn.Linear):
+    """The projection of the gate: its first numbers are its own, in whatever order modules draw."""
+
+    memory: tuple[float, float] | None = None
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """As of :meth:`EMA.reset_parameters`."""
+        if self.memory is None:  # called by nn.Linear
+            return super().reset_parameters()
+        nn.init.zeros_(self.weight)
+        low, high = (math.log(m) for m in self.memory)
+        each = torch.linspace(low, high, self.out_features, device=self.bias.device)
+        self.bias.copy_(-(each.exp() - 1).log())
+
+
 class EMA(Layer):
     r"""An exponential moving average whose decay is learnt, between projections.
 
@@ -56,27 +72,26 @@ class EMA(Layer):
     ):
         super().__init__()
         check.choice("impl", impl, check.IMPLS)
-        if num_heads < 1 or hidden_size % num_heads:
+        check.positive(hidden_size=hidden_size, num_heads=num_heads)
+        if hidden_size % num_heads:
             raise ValueError(f"num_heads must divide hidden_size={hidden_size}, got {num_heads}")
-        if not 1 < memory[0] <= memory[1] < math.inf:
+        memory = check.pair("memory", memory)
+        if not 1 < memory[0] <= memory[1]:
             raise ValueError(f"memory must be 1 < least <= largest, got {memory}")
         factory = {"device": device, "dtype": dtype}
-        self.hidden_size, self.num_heads, self.memory = hidden_size, num_heads, tuple(memory)
+        self.hidden_size, self.num_heads, self.memory = hidden_size, num_heads, memory
         self.layer_idx, self.impl = layer_idx, impl
         self.conv_shapes, self.state_shape = (), (num_heads, hidden_size // num_heads)
-        self.a_proj = nn.Linear(hidden_size, num_heads, **factory)
+        self.a_proj = Gate(hidden_size, num_heads, **factory)
+        self.a_proj.memory = memory
         self.v_proj, self.o_proj = (
             nn.Linear(hidden_size, hidden_size, bias=False, **factory) for _ in range(2)
         )
         self.reset_parameters()
 
-    @torch.no_grad()
     def reset_parameters(self) -> None:
         """Set the gate's weight to zero and its bias to the memories of the heads."""
-        nn.init.zeros_(self.a_proj.weight)
-        low, high = (math.log(m) for m in self.memory)
-        each = torch.linspace(low, high, self.num_heads, device=self.a_proj.bias.device)
-        self.a_proj.bias.copy_(-(each.exp() - 1).log())
+        self.a_proj.reset_parameters()
 
     def _weight(self) -> Tensor:
         return self.v_proj.weight

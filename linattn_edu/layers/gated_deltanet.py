@@ -40,7 +40,7 @@ class GatedDeltaNet(DeltaLayer):
     Args:
         hidden_size: Numbers of a hidden state.
         expand_v: V / K.
-        head_dim: K, at most 256; V at most 512.
+        head_dim: K, at most 256, or 512 with mode "fused_recurrent"; V at most 512.
         num_heads, num_v_heads: H, and HV, a multiple of H; None: H.
         mode: "chunk", or "fused_recurrent": token by token, without cp_context.
         use_gate: Whether o is gated by x W_g.

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from linattn_edu.layers.delta import DeltaLayer
 from linattn_edu.layers.layer import draw_rate
 from linattn_edu.layers.rms_norm_gated import RMSNormGated
+from linattn_edu.ops import check
 from linattn_edu.ops.kda import chunk_kda, fused_recurrent_kda
 
 
@@ -77,6 +78,7 @@ class KimiDeltaAttention(DeltaLayer):
             raise ValueError(f"safe_gate needs lower_bound in [-5, 0), got {lower_bound}")
         if lower_bound is not None and not lower_bound < 0:
             raise ValueError(f"lower_bound must be < 0, got {lower_bound}")
+        lower_bound = check.number("lower_bound", lower_bound)
         self.safe_gate, self.lower_bound = safe_gate, lower_bound
         self.gate_dim = self.num_v_heads * self.head_k_dim
         self.f_proj, self.g_proj = (

@@ -68,8 +68,9 @@ class Layer(nn.Module):
         """The new hidden states.
 
         Args:
-            x: Hidden states ``[B, T, hidden_size]``, in the dtype of the parameters, or any under
-                autocast.
+            x: Hidden states ``[B, T, hidden_size]``, B >= 1, in the dtype of the parameters, or
+                any but float64 under autocast; another is an error of the first projection. T may
+                be 0.
             attention_mask: 1 at tokens and 0 at padding ``[B, T]``, of x's tokens alone, any dtype:
                 left padding, so that each row is zeros and then ones. Padding, whatever x is there,
                 neither is written to a state nor read, and y is zero there: a row gives what it
@@ -158,7 +159,7 @@ class Layer(nn.Module):
                     f"attention_mask must be None with {name}, which packs sequences without "
                     "padding"
                 )
-        padding = ~_check_mask(attention_mask, x, cache)[..., None]
+        padding = ~check_mask(attention_mask, x, cache)[..., None]
         return x.masked_fill(padding, 0), padding, cu_seqlens_cpu
 
     def _check_cache(self, x: Tensor, cache: object, N: int, cp_context: CPContext | None) -> None:
@@ -183,6 +184,10 @@ class Layer(nn.Module):
                 )
             if y.dtype != dtype:
                 raise TypeError(f"cache must have a state in {dtype} {shape}, got {y.dtype}")
+            if not y.is_contiguous():  # else a step would fail after the states before it
+                raise ValueError(
+                    f"cache must have contiguous states, got strides {y.stride()} for {shape}"
+                )
         check.same_device(("x", x), *(("cache", y) for y in cache.states))
         if torch.is_grad_enabled() and needs_gradient(x, *self.parameters()):
             raise ValueError(
@@ -197,8 +202,8 @@ class Layer(nn.Module):
             ValueError: a parameter is missing or unknown, with strict, or has another shape; inside
                 a larger model the last alone, and layers before this one are loaded then.
         """
-        own = dict(self.named_parameters())
         if strict:
+            own = self.state_dict()
             missing = [f"{name} is missing" for name in own if name not in state_dict]
             self._refuse(missing + [f"{name} is unknown" for name in state_dict if name not in own])
         return super().load_state_dict(state_dict, strict, assign)
@@ -206,10 +211,13 @@ class Layer(nn.Module):
     def _load_from_state_dict(self, state_dict, prefix, *args) -> None:
         """Called by PyTorch before the modules inside are loaded."""
         own = {prefix + name: x for name, x in self.named_parameters()}
+        given = {name: state_dict[name] for name in own if name in state_dict}
         self._refuse(
-            f"{name} must have shape {tuple(x.shape)}, got {tuple(state_dict[name].shape)}"
-            for name, x in own.items()
-            if name in state_dict and state_dict[name].shape != x.shape
+            f"{name} must be a tensor, got {type(y).__name__}"
+            if not isinstance(y, Tensor)
+            else f"{name} must have shape {tuple(own[name].shape)}, got {tuple(y.shape)}"
+            for name, y in given.items()
+            if not isinstance(y, Tensor) or y.shape != own[name].shape
         )
         super()._load_from_state_dict(state_dict, prefix, *args)
 
@@ -231,7 +239,7 @@ def _widened(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _check_mask(mask: object, x: Tensor, cache: Cache | None) -> Tensor:
+def check_mask(mask: object, x: Tensor, cache: Cache | None = None) -> Tensor:
     """The mask, True at tokens; refused where it is not left padding, on the CPU."""
     if not isinstance(mask, Tensor):
         raise TypeError(f"attention_mask must be a tensor [B, T], got {type(mask).__name__}")

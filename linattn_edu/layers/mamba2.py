@@ -11,7 +11,9 @@ from linattn_edu.layers.layer import Layer, draw_rate, draw_step_bias, write
 from linattn_edu.layers.rms_norm_gated import RMSNormGated
 from linattn_edu.layers.short_convolution import ShortConvolution
 from linattn_edu.ops import check
+from linattn_edu.ops.causal_conv1d import WIDEST
 from linattn_edu.ops.ssd import mamba_chunk_scan_combined, selective_state_update
+from linattn_edu.ops.ssd.chunk import LARGEST, check_options
 
 
 class Mamba2(Layer):
@@ -102,17 +104,27 @@ class Mamba2(Layer):
         super().__init__()
         check.absent("process_group", process_group)
         check.choice("impl", impl, check.IMPLS)
+        check.positive(
+            {"d_state": LARGEST, "d_conv": WIDEST, "headdim": LARGEST}, d_model=d_model,
+            d_state=d_state, d_conv=d_conv, expand=expand, headdim=headdim, ngroups=ngroups,
+        )  # fmt: skip
         d_inner = expand * d_model
         d_ssm = d_inner if d_ssm is None else d_ssm
-        if not 0 < d_ssm <= d_inner:
+        check.positive(d_ssm=d_ssm)
+        if d_ssm > d_inner:
             raise ValueError(f"d_ssm must be in 1 to expand * d_model = {d_inner}, got {d_ssm}")
         if d_ssm % headdim:
             raise ValueError(f"headdim must divide d_ssm={d_ssm}, got {headdim}")
         nheads = d_ssm // headdim
         if nheads % ngroups:
             raise ValueError(f"ngroups must divide the {nheads} heads, got {ngroups}")
+        A_init_range = check.pair("A_init_range", A_init_range)
         if not 0 < A_init_range[0] <= A_init_range[1]:
             raise ValueError(f"A_init_range must be 0 < least <= largest, got {A_init_range}")
+        dt_min, dt_max = check.pair("(dt_min, dt_max)", (dt_min, dt_max))
+        if not 0 < dt_min <= dt_max:
+            raise ValueError(f"dt_min must be > 0 and at most dt_max={dt_max}, got {dt_min}")
+        dt_limit = check_options(chunk_size, dt_limit)
         factory = {"device": device, "dtype": dtype}
         self.hidden_size = self.d_model = d_model
         self.d_state, self.d_conv, self.conv_init, self.expand = d_state, d_conv, conv_init, expand
@@ -129,6 +141,9 @@ class Mamba2(Layer):
         self.widths = (d_mlp, d_mlp, d_ssm, conv_dim, nheads)
         self.in_proj = nn.Linear(d_model, sum(self.widths), bias=bias, **factory)
         self.conv1d = ShortConvolution(conv_dim, d_conv, bias=conv_bias, impl=impl, **factory)
+        if conv_init is not None:
+            self.conv1d.first = conv_init
+            self.conv1d.reset_parameters()
         self.dt_bias, self.A_log = (nn.Parameter(torch.empty(nheads, **factory)) for _ in range(2))
         self.D = nn.Parameter(torch.empty(d_ssm if D_has_hdim else nheads, device=device))
         for x in (self.dt_bias, self.A_log, self.D):
@@ -142,14 +157,10 @@ class Mamba2(Layer):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw dt_bias, A_log, D, and with conv_init the convolution's weight anew; the modules
-        inside have functions of their own.
-        """
+        """Draw dt_bias, A_log and D anew; the modules inside have functions of their own."""
         draw_step_bias(self.dt_bias, self.dt_min, self.dt_max, floor=self.dt_init_floor)
         draw_rate(self.A_log, *self.A_init_range)
         nn.init.ones_(self.D)
-        if self.conv_init is not None:
-            nn.init.uniform_(self.conv1d.weight, -self.conv_init, self.conv_init)
 
     def _weight(self) -> Tensor:
         return self.in_proj.weight

@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor, nn
 
-from linattn_edu.ops.rms_norm_gated import ACTIVATIONS, rms_norm_gated
+from linattn_edu.ops import check
+from linattn_edu.ops.rms_norm_gated import ACTIVATIONS, check_eps, rms_norm_gated
 
 
 class RMSNormGated(nn.Module):
@@ -24,7 +25,8 @@ class RMSNormGated(nn.Module):
         impl: "triton", "reference" or "auto", as in :func:`rms_norm_gated`.
 
     Raises:
-        ValueError: An activation that is none of these; group_size does not divide hidden_size.
+        ValueError: sizes that are no integers >= 1, group_size no divisor of hidden_size, eps no
+            finite number >= 0, or a name that is none of those above.
 
     Source: chapter 27.
     """
@@ -43,9 +45,14 @@ class RMSNormGated(nn.Module):
         impl: str = "auto",
     ):
         super().__init__()
-        if activation not in ACTIVATIONS:
+        check.positive(hidden_size=hidden_size)
+        check_eps("eps", eps)
+        check.choice("impl", impl, check.IMPLS)
+        if not isinstance(activation, str) or activation not in ACTIVATIONS:
             raise ValueError(f"activation must be 'swish', 'silu' or 'sigmoid', got {activation!r}")
-        if group_size is not None and (group_size < 1 or hidden_size % group_size):
+        if group_size is not None:
+            check.positive(group_size=group_size)
+        if group_size is not None and hidden_size % group_size:
             raise ValueError(f"group_size must divide hidden_size={hidden_size}, got {group_size}")
         self.hidden_size, self.eps, self.activation = hidden_size, eps, activation
         self.group_size, self.norm_before_gate, self.impl = group_size, norm_before_gate, impl

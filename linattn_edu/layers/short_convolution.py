@@ -4,7 +4,8 @@ import torch
 from torch import Tensor, nn
 
 from linattn_edu.cp.context import CPContext
-from linattn_edu.ops.causal_conv1d import causal_conv1d
+from linattn_edu.ops import check
+from linattn_edu.ops.causal_conv1d import WIDEST, activation_of, causal_conv1d, check_backend
 from linattn_edu.ops.causal_conv1d_update import causal_conv1d_update
 
 
@@ -23,8 +24,13 @@ class ShortConvolution(nn.Conv1d):
         device, dtype: Of the parameters.
         impl: "triton", "reference" or "auto", as in :func:`causal_conv1d`.
 
+    Raises:
+        ValueError: sizes that do not fit, or a name that is none of those above.
+
     Source: chapter 23; fla-core 0.6.0, whose names these are.
     """
+
+    first: float | None = None  # bound of the first weights, if it is not PyTorch's
 
     def __init__(
         self,
@@ -38,12 +44,22 @@ class ShortConvolution(nn.Conv1d):
         *,
         impl: str = "auto",
     ):
+        check.positive({"kernel_size": WIDEST}, hidden_size=hidden_size, kernel_size=kernel_size)
+        activation_of(activation)
+        check_backend(backend)
+        check.choice("impl", impl, check.IMPLS)
         super().__init__(
             hidden_size, hidden_size, kernel_size, padding=kernel_size - 1, groups=hidden_size,
             bias=bias, device=device, dtype=dtype,
         )  # fmt: skip
         self.hidden_size, self.activation, self.backend = hidden_size, activation, backend
         self.impl = impl
+
+    def reset_parameters(self) -> None:
+        """Draw the weight and the bias anew."""
+        super().reset_parameters()
+        if self.first is not None:
+            nn.init.uniform_(self.weight, -self.first, self.first)
 
     def forward(
         self,
@@ -62,8 +78,8 @@ class ShortConvolution(nn.Conv1d):
 
         Args:
             x: ``[B, T, D]``.
-            mask: 0 or 1 for each token ``[B, T]``: tokens with 0 count as zero. x stays as it is,
-                where fla writes to it.
+            mask: 0 or 1 for each token ``[B, T]``, any dtype: tokens with 0 count as zero, whatever
+                they hold. x stays as it is, where fla writes to it.
             cache: The W tokens before x ``[N, D, W]``. Without a gradient, one token (T = 1, no
                 cu_seqlens) is written to it in place, and it is the final state.
             residual, output_final_state, cu_seqlens, chunk_indices, cu_seqlens_cpu, cp_context: As
@@ -76,7 +92,15 @@ class ShortConvolution(nn.Conv1d):
         if mask is not None:
             if cu_seqlens is not None:
                 raise ValueError("mask must be None with cu_seqlens, got both")
-            x = x * mask[..., None].to(x.dtype)
+            check.tensor("x", x, ("B", "T", "D"), {})
+            if not isinstance(mask, Tensor):
+                raise TypeError(f"mask must be a tensor [B, T], got {type(mask).__name__}")
+            if mask.shape != x.shape[:2]:
+                raise ValueError(
+                    f"mask must have shape {tuple(x.shape[:2])}, got {tuple(mask.shape)}"
+                )
+            check.same_device(("x", x), ("mask", mask))
+            x = x.masked_fill(~mask.bool()[..., None], 0)
         weight = self.weight.squeeze(1)
         packed = cu_seqlens is not None or cp_context is not None
         if cache is not None and not packed and x.shape[1] == 1 and not torch.is_grad_enabled():

@@ -5,6 +5,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from linattn_edu.layers import ShortConvolution
+from linattn_edu.layers.layer import check_mask
+from linattn_edu.ops import check
 
 
 class Attention(nn.Module):
@@ -37,13 +39,23 @@ class Attention(nn.Module):
         cache: "KeyValueCache | None" = None,
         cu_seqlens: Tensor | None = None,
     ) -> Tensor:
-        """x ``[B, T, width]`` to the same shape; arguments as those of the recurrent layers."""
+        """x ``[B, T, width]`` to the same shape; arguments as those of the recurrent layers.
+
+        cu_seqlens: not together with a cache, whose keys would be those of one sequence.
+        """
+        check.tensor("x", x, ("B", "T", "width"), {"width": self.qkv_proj.in_features})
         B, T, _ = x.shape
-        qkv = self.qkv_proj(x)
-        if attention_mask is not None:
-            qkv = qkv * attention_mask[..., None].to(qkv)
+        if cache is not None and not isinstance(cache, KeyValueCache):
+            raise TypeError(f"cache must come from make_cache, got {type(cache).__name__}")
         if cache is not None and cache.conv_state.shape[0] != B:
             raise ValueError(f"cache is of a batch of {cache.conv_state.shape[0]}, got one of {B}")
+        if cu_seqlens is not None and (cache is not None or attention_mask is not None):
+            raise ValueError("cu_seqlens must be None with a cache or an attention_mask")
+        if attention_mask is not None:
+            attention_mask = check_mask(attention_mask, x)
+        qkv = self.qkv_proj(x)
+        if attention_mask is not None:
+            qkv = qkv.masked_fill(~attention_mask[..., None], 0)
         qkv, conv_state = self.qkv_conv1d(
             qkv, cache=cache and cache.conv_state, output_final_state=cache is not None,
             cu_seqlens=cu_seqlens,
@@ -63,7 +75,7 @@ class Attention(nn.Module):
                 mask = mask & (document == document[:, None])
             if attention_mask is not None:  # padding sees itself: no row is empty
                 own = at == at[before:, None]
-                mask = (mask & attention_mask.bool()[:, None] | own)[:, None]
+                mask = (mask & attention_mask[:, None] | own)[:, None]
         o = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None and before == 0
         )

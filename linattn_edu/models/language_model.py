@@ -8,7 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from linattn_edu.layers import EMA, GatedDeltaNet, KimiDeltaAttention, Mamba2
+from linattn_edu.layers.layer import check_mask
 from linattn_edu.models.attention import Attention
+from linattn_edu.ops import check
 
 
 @dataclass(frozen=True)
@@ -104,6 +106,13 @@ class Block(nn.Module):
         return x if self.mlp is None else x + self.mlp(self.mlp_norm(x))
 
 
+class Embedding(nn.Embedding):
+    """Small vectors at first: they are the output matrix too."""
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=0.02)
+
+
 class LanguageModel(nn.Module):
     """Embedding, blocks, norm, and the embedding again as the output matrix.
 
@@ -115,10 +124,10 @@ class LanguageModel(nn.Module):
     def __init__(self, config: Config, impl: str = "auto"):
         super().__init__()
         self.config = config
-        self.embedding = nn.Embedding(config.vocabulary, config.width)
+        self.embedding = Embedding(config.vocabulary, config.width)
         self.blocks = nn.ModuleList(Block(config, mixer, impl) for mixer in config.mixers)
         self.norm = nn.RMSNorm(config.width, eps=1e-5)
-        nn.init.normal_(self.embedding.weight, std=0.02)
+        self.embedding.reset_parameters()
 
     def forward(self, tokens: Tensor, attention_mask=None, cache=None, cu_seqlens=None) -> Tensor:
         """Logits of the next token.
@@ -127,10 +136,16 @@ class LanguageModel(nn.Module):
             tokens: ``[B, T]``, integers below ``config.vocabulary``.
             attention_mask: ``[B, T]``, 0 for padding on the left, 1 for tokens; None without.
             cache: What :meth:`make_cache` made; it is brought up to the last token, in place.
-            cu_seqlens: ``[N + 1]``, the bounds of sequences packed in a row (B is 1).
+            cu_seqlens: ``[N + 1]``, the bounds of sequences packed in a row (B is 1). A cache then
+                has N sequences; "attention" takes none.
         Returns:
             ``[B, T, vocabulary]``.
         """
+        check.tokens("tokens", tokens, self.config.vocabulary)
+        if cache is not None and len(cache) != len(self.blocks):
+            raise ValueError(f"cache must be of {len(self.blocks)} layers, got {len(cache)}")
+        if cache is not None and cu_seqlens is not None and "attention" in self.config.mixers:
+            raise ValueError("cu_seqlens must be None with a cache of attention, got both")
         x = self.embedding(tokens)
         caches = [None] * len(self.blocks) if cache is None else cache
         for block, own in zip(self.blocks, caches, strict=True):
@@ -158,20 +173,24 @@ class LanguageModel(nn.Module):
             temperature: 0 takes the most likely token; else one is drawn from
                 ``softmax(logits / temperature)``.
             generator: Of the draws, on the model's device.
-            attention_mask: ``[B, T]``, 0 for padding.
+            attention_mask: ``[B, T]``, 0 for padding; each row ends with a token.
         Raises:
-            ValueError: an argument is out of its range, or names what was expected.
+            TypeError, ValueError: an argument does not fit; the message says what was expected.
         """
-        if prompt.ndim != 2 or prompt.shape[1] < 1:
-            raise ValueError(f"prompt must be [B, T] with T > 0, got {list(prompt.shape)}")
+        check.tokens("prompt", prompt, self.config.vocabulary)
+        if not prompt.numel():
+            raise ValueError(f"prompt must be [B, T] with B, T > 0, got {list(prompt.shape)}")
         if new_tokens < 0:
             raise ValueError(f"new_tokens must be at least 0, got {new_tokens}")
-        if not 0 <= temperature < math.inf:
-            raise ValueError(f"temperature must be finite and at least 0, got {temperature}")
+        if not isinstance(temperature, (int, float)) or not 0 <= temperature < math.inf:
+            raise ValueError(f"temperature must be finite and at least 0, got {temperature!r}")
+        if attention_mask is not None and not check_mask(attention_mask, prompt)[:, -1].all():
+            raise ValueError("attention_mask must end with a token in each row, got padding alone")
         cache, tokens, step = self.make_cache(len(prompt)), prompt, prompt
         for _ in range(new_tokens):
             logits = self(step, attention_mask, cache)[:, -1].float()
             if temperature:
+                logits -= logits.amax(-1, keepdim=True)  # 0 stays finite, however cold
                 chances = torch.softmax(logits / temperature, -1)
                 step = torch.multinomial(chances, 1, generator=generator)
             else:

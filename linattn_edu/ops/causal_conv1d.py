@@ -99,8 +99,7 @@ def causal_conv1d(
     sizes = _check_tensors(x, weight, bias, residual, initial_state, cu_seqlens, cp_context)
     output_final_state = check.flag("output_final_state", output_final_state)
     activation = activation_of(activation)
-    if backend not in (None, "triton"):
-        raise ValueError(f"backend must be None or 'triton', got {backend!r}: impl says what runs")
+    check_backend(backend)
     tensors = (x, weight, bias, initial_state)
     impl = check.resolve_impl(impl, x.device, tuple(t.dtype for t in tensors if t is not None))
     place = arguments.place(
@@ -253,6 +252,12 @@ def activation_of(name: str | None) -> str | None:
     if name is not None and (not isinstance(name, str) or name not in ("silu", "swish")):
         raise ValueError(f"activation must be None, 'silu' or 'swish', got {name!r}")
     return None if name is None else "silu"
+
+
+def check_backend(backend: str | None) -> None:
+    """Refuse a name that is none of fla-core's kernels here."""
+    if backend not in (None, "triton"):
+        raise ValueError(f"backend must be None or 'triton', got {backend!r}: impl says what runs")
 
 
 class Stages(NamedTuple):

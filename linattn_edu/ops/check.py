@@ -64,6 +64,15 @@ def integers(name: str, x: object) -> None:
     _strided(name, x)
 
 
+def tokens(name: str, x: object, vocabulary: int) -> None:
+    """Refuse what is no batch [B, T] of tokens; on a GPU their numbers are not looked at."""
+    integers(name, x)
+    if x.ndim != 2:
+        raise ValueError(f"{name} must be [B, T], got {list(x.shape)}")
+    if known(x) and not ((x >= 0) & (x < vocabulary)).all():
+        raise ValueError(f"{name} must be in 0 to {vocabulary - 1}, got others")
+
+
 def sequence_numbers(name: str, x: object, B: int, T: int) -> None:
     """Check that x holds an integer for each token."""
     integers(name, x)
@@ -145,6 +154,26 @@ def number(name: str, value: object) -> float | None:
     if not abs(value) <= LARGEST:  # math.isfinite ends a graph where numbers are symbols
         raise ValueError(f"{name} must be finite, got {value}")
     return float(value)
+
+
+def positive(largest: dict[str, int] | None = None, /, **sizes: object) -> None:
+    """Check that sizes are integers >= 1, and at most the largest of that name."""
+    for name, value in sizes.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} must be an integer >= 1, got {value!r}")
+        if largest is not None and value > (most := largest.get(name, value)):
+            raise ValueError(f"{name} must be at most {most}, got {value}")
+
+
+def pair(name: str, values: object) -> tuple[float, float]:
+    """Two finite numbers, as floats."""
+    try:
+        least, largest = values
+    except (TypeError, ValueError):
+        raise TypeError(f"{name} must be two numbers, got {values!r}") from None
+    if least is None or largest is None:
+        raise TypeError(f"{name} must be two numbers, got {values!r}")
+    return number(name, least), number(name, largest)
 
 
 def flag(name: str, value: object) -> bool:

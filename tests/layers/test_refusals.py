@@ -1,11 +1,20 @@
 """What a layer refuses, and that nothing has been written then."""
 
+import math
+
 import pytest
 import torch
 from layers.layer_checks import HIDDEN, MAIN, hidden, make
 
 from linattn_edu.cp import build_cp_context
-from linattn_edu.layers import EMA, GatedDeltaNet, KimiDeltaAttention, Mamba2, RMSNormGated
+from linattn_edu.layers import (
+    EMA,
+    GatedDeltaNet,
+    KimiDeltaAttention,
+    Mamba2,
+    RMSNormGated,
+    ShortConvolution,
+)
 
 each_class = pytest.mark.parametrize("kind", MAIN)
 
@@ -126,6 +135,11 @@ def test_a_state_dict_that_does_not_fit(kind):
         (GatedDeltaNet, {"num_heads": 4, "num_v_heads": 2}, "num_v_heads must be a multiple"),
         (GatedDeltaNet, {"head_dim": 6, "expand_v": 1.3}, "expand_v must make"),
         (GatedDeltaNet, {"head_dim": 6.0}, "head_dim must be an integer"),
+        (GatedDeltaNet, {"head_dim": 7, "expand_v": math.inf}, "expand_v must be finite"),
+        (GatedDeltaNet, {"head_dim": 300}, "head_dim must be at most 256, got 300"),
+        (GatedDeltaNet, {"head_dim": 256, "expand_v": 3}, "an integer from 1 to 512"),
+        (GatedDeltaNet, {"conv_size": 9}, "conv_size must be at most 8, got 9"),
+        (GatedDeltaNet, {"norm_eps": -1e-5}, "eps must be >= 0"),
         (GatedDeltaNet, {"mode": "parallel"}, "mode must be one of"),
         (GatedDeltaNet, {"impl": "cuda"}, "impl must be one of"),
         (GatedDeltaNet, {"output_gate_activation": "relu"}, "activation must be"),
@@ -136,9 +150,21 @@ def test_a_state_dict_that_does_not_fit(kind):
         (Mamba2, {"d_model": 24, "headdim": 8, "d_ssm": 56}, "d_ssm must be in 1 to"),
         (Mamba2, {"d_model": 24, "headdim": 8, "ngroups": 4}, "ngroups must divide the 6"),
         (Mamba2, {"d_model": 24, "headdim": 8, "A_init_range": (0, 1)}, "A_init_range must be"),
+        (Mamba2, {"d_model": 24, "headdim": 0}, "headdim must be an integer >= 1, got 0"),
+        (Mamba2, {"d_model": 24, "headdim": 8, "d_state": 300}, "d_state must be at most 256"),
+        (Mamba2, {"d_model": 24, "headdim": 8, "chunk_size": 48}, "chunk_size must be a power"),
+        (Mamba2, {"d_model": 24, "headdim": 8, "dt_limit": (1, 0)}, "dt_limit must be"),
+        (Mamba2, {"d_model": 24, "headdim": 8, "dt_min": 0}, "dt_min must be > 0"),
         (Mamba2, {"d_model": 24, "headdim": 8, "process_group": 1}, "process_group is not"),
         (EMA, {"hidden_size": 9, "num_heads": 2}, "num_heads must divide"),
         (EMA, {"hidden_size": 8, "memory": (1.0, 4.0)}, "memory must be"),
+        (EMA, {"hidden_size": -8, "num_heads": 2}, "hidden_size must be an integer >= 1"),
+        (ShortConvolution, {"hidden_size": 8, "kernel_size": 9}, "kernel_size must be at most 8"),
+        (
+            ShortConvolution,
+            {"hidden_size": 8, "kernel_size": 4, "activation": "relu"},
+            "activation",
+        ),
         (RMSNormGated, {"hidden_size": 8, "group_size": 3}, "group_size must divide"),
     ],
 )
@@ -150,3 +176,51 @@ def test_sizes_that_do_not_fit(cls, arguments, match):
 def test_an_unknown_argument():
     with pytest.raises(TypeError, match="num_head"):
         GatedDeltaNet(8, head_dim=4, num_head=2)
+
+
+def test_every_ratio_of_head_sizes_makes_a_layer():
+    """Seven times 61 / 7 is less than 61."""
+    layer = GatedDeltaNet(8, head_dim=7, expand_v=61 / 7, num_heads=1)
+    assert layer.head_v_dim == 61
+
+
+@each_class
+def test_rows_that_are_not_the_cache_s(kind):
+    _, _, cache = begun(kind)
+    before = [state.clone() for state in cache.states]
+    for rows, error, match in (
+        ([0], ValueError, r"shape \[N=2\], got \(1,\)"), (0, ValueError, "shape"),
+        ([0, 2], ValueError, "from 0 to 1"), ([0, -1], ValueError, "from 0 to 1"),
+        ([0.0, 1.0], TypeError, "rows must be a tensor of int32"),
+    ):  # fmt: skip
+        with pytest.raises(error, match=match):
+            cache.reorder(torch.tensor(rows))
+        assert all(map(torch.equal, cache.states, before))
+    cache.reorder(torch.tensor([1, 0], dtype=torch.int32))
+    assert all(torch.equal(x, y.flip(0)) for x, y in zip(cache.states, before, strict=True))
+
+
+def test_a_cache_with_gaps_is_refused_before_a_state_is_written():
+    layer, x, cache = begun("gdn", 4)
+    cache.conv_states = tuple(state[::2] for state in cache.conv_states)
+    cache.recurrent_state = cache.recurrent_state[::2]
+    refused(layer, cache, ValueError, "contiguous", x[:2, :1], cache=cache)
+
+
+def test_a_state_dict_of_buffers_and_of_no_tensors():
+    layer = make("gdn")
+    with pytest.raises(ValueError, match="A_log must be a tensor, got list"):
+        layer.load_state_dict(layer.state_dict() | {"A_log": [0.0] * 4})
+    layer.register_buffer("scale", torch.zeros(3))
+    layer.load_state_dict(layer.state_dict() | {"scale": torch.ones(3)})
+    assert layer.scale.sum() == 3
+
+
+def test_the_mask_of_a_convolution():
+    conv, x = ShortConvolution(HIDDEN, 4, impl="reference").double(), hidden(2, 6)
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1]] * 2)
+    y, _ = conv(x.masked_fill(mask[..., None] == 0, torch.nan), mask=mask)
+    assert torch.equal(y[:, 2:], conv(x[:, 2:])[0])
+    for wrong in (mask[0], mask[:1], mask[:, 1:]):
+        with pytest.raises(ValueError, match=r"mask must have shape \(2, 6\)"):
+            conv(x, mask=wrong)

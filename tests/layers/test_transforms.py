@@ -9,6 +9,7 @@ import torch
 from layers.layer_checks import KINDS, MAIN, hidden, make
 from torch.utils.checkpoint import checkpoint
 
+from linattn_edu.layers import EMA, Mamba2
 from linattn_edu.testing import assert_close, relative_rms
 
 each_class = pytest.mark.parametrize("kind", MAIN)
@@ -108,6 +109,16 @@ def test_meta_device(kind):
         if hasattr(module, "reset_parameters"):
             module.reset_parameters()
     assert layer.double()(hidden(2, 9)).isfinite().all()
+
+
+def test_first_numbers_do_not_depend_on_the_order_of_reset():
+    ema, mamba = make("ema"), Mamba2(24, headdim=8, d_state=8, conv_init=1e-3)
+    assert mamba.conv1d.weight.abs().max() <= 1e-3
+    for module in (*ema.modules(), *mamba.modules()):  # a layer before the modules inside
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    assert not ema.a_proj.weight.any() and 0 < mamba.conv1d.weight.abs().max() <= 1e-3
+    assert torch.equal(ema.a_proj.bias, EMA(24, 3).a_proj.bias.double())
 
 
 @each_class
