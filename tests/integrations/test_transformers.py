@@ -5,7 +5,9 @@ import os
 import pickle
 import subprocess
 import sys
+import warnings
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -13,8 +15,10 @@ import transformers
 from integrations import models
 from torch import Tensor
 
+import linattn_edu
 from linattn_edu.integrations import calls
 from linattn_edu.integrations.transformers import use
+from linattn_edu.layers import GatedDeltaNet
 from linattn_edu.testing import assert_close
 
 transformers.logging.set_verbosity_error()  # that it has no kernels
@@ -215,6 +219,91 @@ def test_what_others_have_replaced_is_left_alone():
         undo()
     assert file.mamba2_chunk_scan is theirs
     file.mamba2_chunk_scan = original
+
+
+def test_what_others_replace_between_two_uses_comes_back():
+    model = models.build("mamba2")
+    file = sys.modules[type(model).__module__]
+    original, theirs = file.mamba2_chunk_scan, lambda *args, **kwargs: None
+    first = use(model)
+    file.mamba2_chunk_scan = theirs
+    second = use(model)
+    assert file.mamba2_chunk_scan is calls.mamba_chunk_scan_combined
+    first()
+    second()
+    assert file.mamba2_chunk_scan is theirs
+    file.mamba2_chunk_scan = original
+
+
+def test_a_warning_that_is_an_error_leaves_nothing_in_use():
+    model = models.build("mamba2")
+    before = attributes(model)
+    file, theirs = sys.modules[type(model).__module__], lambda *args, **kwargs: None
+    original, undo = file.causal_conv1d_fn, use(model)
+    file.causal_conv1d_fn = theirs
+    with warnings.catch_warnings(), pytest.raises(UserWarning, match="replaced by someone else"):
+        warnings.simplefilter("error")
+        undo()
+    assert file.causal_conv1d_fn is theirs
+    file.causal_conv1d_fn = original
+    assert attributes(model) == before
+
+
+def test_an_undone_use_is_not_entered_again():
+    undo = use(models.build("mamba2"))
+    undo()
+    with pytest.raises(RuntimeError, match=r"Mamba2ForCausalLM \(model_type mamba2\): undone"):
+        undo.__enter__()
+
+
+@pytest.mark.parametrize("name", ("qwen3_next", "mamba2"))
+@pytest.mark.parametrize("copied", (copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))))
+def test_a_copy_of_a_model_in_use_has_an_undo_of_its_own(name, copied):
+    """Also on another impl than that of the first, which is undone."""
+    model = models.build(name)
+    before = private(model)
+    with use(model, impl="reference"):
+        other = copied(model)
+    assert private(model) == before
+    for impl in ("auto", "reference"):
+        with use(other, impl=impl):
+            assert private(other) != before
+        assert private(other) == before
+
+
+def private(model: torch.nn.Module) -> list[tuple]:
+    """The names of what modules have that is not PyTorch's, and their hooks."""
+    plain = vars(torch.nn.Module()).keys()
+    return [(sorted(vars(m).keys() - plain), len(m._forward_pre_hooks)) for m in model.modules()]
+
+
+def test_layers_that_are_ours_already():
+    with pytest.raises(ValueError, match="got GatedDeltaNet without one"):
+        use(GatedDeltaNet(hidden_size=8, num_heads=1, head_dim=8))
+
+
+def test_a_layer_as_in_mamba_ssm(monkeypatch):
+    """Its fused function gives the output: there is no other way to go."""
+    file = ModuleType("theirs")
+    monkeypatch.setitem(sys.modules, "theirs", file)
+    code = """
+import torch
+mamba_split_conv1d_scan_combined = None
+class Mamba2(torch.nn.Module):
+    def forward(self, *args, **kwargs):
+        return mamba_split_conv1d_scan_combined(*args, **kwargs)
+"""
+    exec(code, vars(file))
+    file.mamba_split_conv1d_scan_combined = theirs = lambda *args, **kwargs: None
+    H, P, N, T = 2, 4, 3, 9
+    shapes = (1, T, 2 * H * P + 2 * N + H), (H * P + 2 * N, 4), (H * P + 2 * N,), (H,)
+    tensors = *map(torch.randn, shapes), -torch.rand(H), torch.rand(H)
+    layer = file.Mamba2()
+    with use(layer):
+        out = layer(*tensors, 16, headdim=P, seq_idx=None)
+        want = linattn_edu.mamba_split_conv1d_scan_combined(*tensors, 16, headdim=P)
+    assert torch.equal(out, want)
+    assert file.mamba_split_conv1d_scan_combined is theirs
 
 
 def test_refusals():

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from gdn_checks import DTYPES, launches, same_bits
-from grids import parametrize
+from grids import few, parametrize
 from torch.utils.checkpoint import checkpoint
 
 from linattn_edu import causal_conv1d
@@ -71,7 +71,7 @@ def check(got, want, dtype):
 
 
 @parametrize(
-    T=(1, 3, 65), W=(1, 2, 3, 4, 8), without=((), OPTIONAL, ("bias",), ("initial_state",)),
+    T=(1, 3, 65), W=few(1, 2, 3, 8, more=(4,)), without=((), OPTIONAL, ("bias",), ("initial_state",)),
     activation=(None, "silu", "swish"), dtype=DTYPES, impl=IMPLS,
 )  # fmt: skip
 def test_both_passes(T, W, without, activation, dtype, impl, device):
@@ -104,8 +104,15 @@ def part(x, n, tokens):
 
 
 @impls
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("without", [(), OPTIONAL], ids=["all", "nothing"])
+@pytest.mark.parametrize(
+    ("without", "dtype"),
+    few(
+        ((), torch.bfloat16),
+        (OPTIONAL, torch.float32),
+        more=(((), torch.float32), (OPTIONAL, torch.bfloat16)),
+    ),
+    ids=str,
+)
 def test_packed_sequences_are_each_by_itself(without, dtype, impl, device):
     """To the bit; the gradients of weight and bias are sums over all of them."""
     N, options = len(LENGTHS), {"output_final_state": True, "impl": impl, "activation": "silu"}
@@ -161,7 +168,7 @@ def test_no_tokens(packed, without, impl, device):
 
 
 @impls
-@pytest.mark.parametrize("cut", [1, 2, 40])
+@pytest.mark.parametrize("cut", few(2, 40, more=(1,)))
 def test_splitting_a_sequence_equals_one_call(cut, impl, device):
     """The gradients too, through the state between the parts."""
     x = tensors(70, device=device, B=1)
