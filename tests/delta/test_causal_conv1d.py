@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from delta.stage_checks import DTYPES, check_stage
-from grids import few, parametrize
+from grids import combinations, few, name, parametrize
 from ssd import ssd_checks
 
 from linattn_edu.kernels.delta import causal_conv1d as kernels
@@ -40,10 +40,16 @@ def draw(N, T, D, W, given="both", dtype=torch.float32, device="cpu", wide=torch
     return (x, weight, bias, state if given in ("state", "both") else None), (dy, dht)
 
 
-@parametrize(
-    T=few(1, 3, 65, 130, more=(2, 15, 64, 100, 257)), W=few(1, 4, 8, more=(2, 3)),
+CASES = combinations(
+    T=few(1, 3, 130, more=(2, 15, 64, 65, 100, 257)), W=few(1, 4, more=(2, 3, 8)),
     D=few(33, 70, more=(1,)), dtype=DTYPES, given=GIVEN, activation=ACTIVATIONS,
 )  # fmt: skip
+WIDEST = (65, 8, 33, torch.bfloat16, "both", "silu")  # slow in the interpreter
+
+
+@pytest.mark.parametrize(
+    ("T", "W", "D", "dtype", "given", "activation"), dict.fromkeys((*CASES, WIDEST)), ids=name
+)
 def test_kernels_match_references(T, W, D, dtype, given, activation, device):
     x, (dy, dht) = draw(3 if T < 15 else 1, T, D, W, given, dtype, device)
     options = {"activation": activation}
@@ -78,8 +84,8 @@ def test_packed_sequences_are_each_by_itself(given, device):
     """To the bit, shorter than W, empty, and longer than a chunk; sums are of all of them."""
     lengths, W = (3, 0, 70, 1, 64, 0), 4
     N, bounds = len(lengths), torch.tensor([0, *lengths], device=device).cumsum(0)
-    (x, weight, bias, _), (dy, _) = draw(1, sum(lengths), 33, W, given, device=device)
-    (*_, state), (_, dht) = draw(N, 1, 33, W, given, device=device)
+    (x, weight, bias, _), (dy, _) = draw(1, sum(lengths), 20, W, given, device=device)
+    (*_, state), (_, dht) = draw(N, 1, 20, W, given, device=device)
     packed = {"activation": "silu", "packing": pack(bounds, kernels.BT)}
     y, ht = kernels.causal_conv1d(x, weight, bias, state, output_final_state=True, **packed)
     dx, dw, db, dh0 = kernels.causal_conv1d_bwd(x, weight, bias, state, dy, dht, **packed)
@@ -183,8 +189,8 @@ def runs(row):
 
 
 @parametrize(
-    T=few(3, 70, more=(1,)), W=few(4, 8, more=(1,)), dtype=DTYPES, given=GIVEN,
-    activation=ACTIVATIONS,
+    T=few(3, 70, more=(1,)), W=few(4, more=(1, 8)), dtype=DTYPES,
+    given=few("both", "nothing", more=("bias", "state")), activation=ACTIVATIONS,
 )  # fmt: skip
 def test_kernels_match_references_with_sequences(T, W, dtype, given, activation, device):
     x, (dy, dht) = draw(2, T, 3, W, given, dtype, device)

@@ -6,6 +6,7 @@ import pickle
 import subprocess
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -19,7 +20,7 @@ import linattn_edu
 from linattn_edu.integrations import calls
 from linattn_edu.integrations.transformers import use
 from linattn_edu.layers import GatedDeltaNet
-from linattn_edu.testing import assert_close
+from linattn_edu.testing import assert_close, relative_rms
 
 transformers.logging.set_verbosity_error()  # that it has no kernels
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,25 +35,25 @@ def tokens(*shape: int) -> Tensor:
 
 
 def gradients(model: torch.nn.Module, out: Tensor) -> dict[str, Tensor]:
-    """Of a cross-entropy with the likeliest tokens: with others most of a gradient cancels."""
-    labels = out.argmax(-1)
-    loss = torch.nn.functional.cross_entropy(out.flatten(0, 1), labels.flatten())
+    """Of the logits, each times a number of chance."""
+    weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
+    loss = (out * weight.to(out)).sum()
     parameters = dict(model.named_parameters())
     found = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
     return {name: g for name, g in zip(parameters, found, strict=True) if g is not None}
 
 
-def assert_same(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
-    """Each gradient, next to its own size; next to a hundredth of all where it cancels."""
-    assert got.keys() == wanted.keys()
-    total = torch.cat([x.flatten() for x in wanted.values()])
-    for name, x in got.items():
-        size = max(rms(wanted[name]), 0.01 * rms(total))
-        assert rms(x - wanted[name]) <= TOLERANCE * size, name
-
-
-def rms(x: Tensor) -> float:
-    return x.double().square().mean().sqrt().item()
+def assert_same(
+    got: dict[str, Tensor], exact: dict[str, Tensor], theirs: Callable[[], dict[str, Tensor]]
+) -> None:
+    """Each gradient next to its own size; where it cancels, to twice what transformers' own in
+    fp32 is off.
+    """
+    assert got.keys() == exact.keys()
+    off = {name for name, x in got.items() if relative_rms(x, exact[name]) > TOLERANCE}
+    others = theirs() if off else {}
+    for name in off:
+        assert_close(name, got[name], exact[name], 2 * relative_rms(others[name], exact[name]))
 
 
 def logits(model: torch.nn.Module, ids: Tensor, **given) -> Tensor:
@@ -61,16 +62,18 @@ def logits(model: torch.nn.Module, ids: Tensor, **given) -> Tensor:
 
 @every_model
 def test_logits_and_gradients(name):
+    """Against transformers' own PyTorch in float64, of which norms and recurrence are in fp32."""
     model, ids = models.build(name), tokens(2, 100)
-    model.train()  # Mamba-2's layers call another function then
-    wanted = logits(model, ids)
-    of_wanted = gradients(model, wanted)
+    exact = models.exact(model).train()  # Mamba-2's layers call another function then
+    wanted = logits(exact, ids)
+    of_wanted = gradients(exact, wanted)
+    model.train()
     with use(model, impl="reference"):
         got = logits(model, ids)
         of_got = gradients(model, got)
-    model.eval()
     assert_close("logits", got, wanted, TOLERANCE)
-    assert_same(of_got, of_wanted)
+    assert_same(of_got, of_wanted, lambda: gradients(model, logits(model, ids)))
+    model.eval()
 
 
 @every_model
@@ -123,18 +126,23 @@ def packable(name: str) -> torch.nn.Module:
 @every_model
 def test_packed_sequences_are_as_alone(name):
     model, ids = packable(name), tokens(1, sum(LENGTHS))
-    more = softmax_apart(name)
+    more, exact = softmax_apart(name), models.exact(model)
+
+    def one_by_one(model: torch.nn.Module) -> Tensor:
+        return torch.cat([logits(model, part) for part in ids.split(LENGTHS, 1)], 1)
+
+    alone = one_by_one(exact)
+    wanted = gradients(exact, alone)
     with use(model, impl="reference"):
-        alone = torch.cat([logits(model, part) for part in ids.split(LENGTHS, 1)], 1)
-        wanted = gradients(model, alone)
         for names in NAMED.values():
             got = logits(model, ids, **more, **{key: PACKED[key] for key in names})
             assert_close(f"logits, given {names}", got, alone, TOLERANCE)
-        assert_same(gradients(model, got), wanted)
+        of_got = gradients(model, got)
         # the test sees sequences that run into each other
         mixed = logits(model, ids, **more)
         with pytest.raises(AssertionError, match="exceeds"):
             assert_close("logits without boundaries", mixed, alone, 0.05)
+    assert_same(of_got, wanted, lambda: gradients(model, one_by_one(model)))
 
 
 @every_model
