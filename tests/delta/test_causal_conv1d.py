@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from delta.stage_checks import DTYPES, check_stage
-from grids import combinations, few, name, parametrize
+from grids import combinations, few, parametrize
+from grids import name as short
 from ssd import ssd_checks
 
 from linattn_edu.kernels.delta import causal_conv1d as kernels
@@ -48,7 +49,7 @@ WIDEST = (65, 8, 33, torch.bfloat16, "both", "silu")  # slow in the interpreter
 
 
 @pytest.mark.parametrize(
-    ("T", "W", "D", "dtype", "given", "activation"), dict.fromkeys((*CASES, WIDEST)), ids=name
+    ("T", "W", "D", "dtype", "given", "activation"), dict.fromkeys((*CASES, WIDEST)), ids=short
 )
 def test_kernels_match_references(T, W, D, dtype, given, activation, device):
     x, (dy, dht) = draw(3 if T < 15 else 1, T, D, W, given, dtype, device)

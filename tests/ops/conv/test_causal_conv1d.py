@@ -72,7 +72,8 @@ def check(got, want, dtype):
 
 @parametrize(
     T=(1, 3, 65), W=few(1, 2, 3, 8, more=(4,)),
-    without=((), OPTIONAL, ("bias",), ("initial_state",)), activation=(None, "silu", "swish"), dtype=DTYPES, impl=IMPLS,
+    without=((), OPTIONAL, ("bias",), ("initial_state",)),
+    activation=(None, "silu", "swish"), dtype=DTYPES, impl=IMPLS,
 )  # fmt: skip
 def test_both_passes(T, W, without, activation, dtype, impl, device):
     x = tensors(T, 20, W, dtype, device, without=without)
