@@ -51,6 +51,13 @@ def pairs(**axes):
     return found
 
 
+def few(*values, more=()):
+    """Values of an axis, and more of them where `EVERY` says so: those that cost and take no path
+    of their own.
+    """
+    return (*values, *more) if EVERY else values
+
+
 def combinations(**axes):
     """Every combination where `EVERY` says so, else `pairs`."""
     return list(itertools.product(*axes.values())) if EVERY else pairs(**axes)

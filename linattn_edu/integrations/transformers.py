@@ -6,6 +6,7 @@ import inspect
 import sys
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from types import ModuleType, TracebackType
 from typing import Any, NamedTuple
@@ -31,7 +32,7 @@ RECURRENCES: dict[str, Callable] = {
     "mamba_chunk_scan_combined": calls.mamba_chunk_scan_combined,
     "mamba2_chunk_scan": calls.mamba_chunk_scan_combined,
     "mamba2_selective_state_update": calls.selective_state_update,
-    "mamba_split_conv1d_scan_combined": calls.one_by_one,
+    "mamba_split_conv1d_scan_combined": calls.mamba_split_conv1d_scan_combined,
     "mamba2_split_conv1d_scan_combined": calls.one_by_one,
 }
 # Those that layers of other kinds call too.
@@ -51,6 +52,18 @@ class Held:
 
     def __init__(self, original: Any, ours: Any, impl: str) -> None:
         self.original, self.ours, self.impl, self.count = original, ours, impl, 0
+        _LIVE.add(self)
+
+
+class Hook:
+    """A hook of ours: it calls a function with what it needs to know before the rest."""
+
+    def __init__(self, function: Callable, known: Any) -> None:
+        self.function, self.known = function, known
+        _LIVE.add(self)
+
+    def __call__(self, *args: Any) -> Any:
+        return self.function(self.known, *args)
 
 
 class Place(NamedTuple):
@@ -74,6 +87,9 @@ KERNELS = "_KERNEL_MODULE_MAPPING"  # where transformers 5 before 5.15 keeps pac
 IN_USE = "_linattn_edu_in_use"  # where an owner keeps what of it is in use
 MAMBA = frozenset(name for name in RECURRENCES if name.startswith("mamba"))
 _LOCK = threading.Lock()
+# What a use has put somewhere and will take away. What is of the same kind and not here came with a
+# copy of a model in use, which deepcopy and pickle make without a constructor.
+_LIVE: weakref.WeakSet = weakref.WeakSet()
 
 
 def use(model: nn.Module, *, impl: str = "auto") -> "InUse":
@@ -90,8 +106,18 @@ def use(model: nn.Module, *, impl: str = "auto") -> "InUse":
     outputs to rounding, and caches stay as they were.
 
     Packed sequences: the boundaries that a model is called with, ``cu_seq_lens_q`` [N + 1] or
-    ``seq_idx`` [1, T], reach convolution and recurrence, and each sequence is as alone.
-    position_ids do not: layers without softmax attention never see them.
+    ``seq_idx`` [1, T] (Mamba-2: [B, T]), reach convolution and recurrence, and there each sequence
+    is as alone. position_ids do not: layers without softmax attention never see them.
+    ``DataCollatorWithFlattening(return_flash_attn_kwargs=True)`` or ``return_seq_idx=True`` gives
+    boundaries.
+
+    Softmax attention in the same model is not ours and needs boundaries of its own. With flash
+    attention ``cu_seq_lens_q``, ``cu_seq_lens_k``, ``max_length_q`` and ``max_length_k`` give it
+    these. With eager and SDPA attention position_ids that begin anew do, where transformers builds
+    the mask from them: without attention_mask and cache, and not in granitemoehybrid, whose mask
+    does not look at positions (give ``attention_mask={"full_attention": mask, "linear_attention":
+    None}``, mask [1, 1, T, T] with a large negative number between sequences), nor in the indexed
+    attention of glm5_next, which knows no boundaries: pack its layers of linear attention only.
 
     What is replaced: from transformers 5.15 on, functions of the model's file, which serve every
     model of that file while they are in use; before, attributes of this model's layers (GDN) or
@@ -106,7 +132,9 @@ def use(model: nn.Module, *, impl: str = "auto") -> "InUse":
         An object that undoes it, when called or when its ``with`` block is left: every attribute is
         what it was before the first use that is still there. Models may be put in use and undone in
         any order, one of them several times. What someone else has replaced since is left alone,
-        with a warning.
+        with a warning. A copy of a model in use (deepcopy, pickle) has our attributes of layers and
+        no undo; a use of the copy and its undo take them away. Entering a ``with`` block by an
+        object that is undone is a RuntimeError.
 
     Raises:
         TypeError: model is no module.
@@ -125,11 +153,13 @@ def use(model: nn.Module, *, impl: str = "auto") -> "InUse":
             )
         for place in found:
             held = _held(place.owner).get(place.name)
-            if held is not None and held.impl != impl:
+            if held in _LIVE and held.impl != impl:
                 raise ValueError(
                     f"impl must be {held.impl!r}, that of the use of {place} which is not undone, "
                     f"got {impl!r}"
                 )
+        for module in model.modules():
+            _drop_copied(module)
         return InUse(model, impl, found)
 
 
@@ -230,9 +260,9 @@ class InUse:
     def __init__(self, model: nn.Module, impl: str, places: list[Place]) -> None:
         self.model, self.impl = _name(model), impl
         self.places = places
+        self.hooks = list(_hooks(model))
         for place in places:
             _hold(place, impl)
-        self.hooks = list(_hooks(model))
 
     def __call__(self) -> None:
         """Undo. A second call does nothing."""
@@ -241,10 +271,13 @@ class InUse:
             hooks, self.hooks = self.hooks, []
             for hook in hooks:
                 hook.remove()
-            for place in places:
-                _release(place)
+            left = [str(place) for place in places if not _release(place)]
+        for name in left:  # at last: a warning may be an error
+            warnings.warn(f"{name} was replaced by someone else and is left alone", stacklevel=2)
 
     def __enter__(self) -> "InUse":
+        if not self.places:
+            raise RuntimeError(f"{self}: call use() again")
         return self
 
     def __exit__(
@@ -283,28 +316,48 @@ def _held(owner: ModuleType | nn.Module) -> dict[str, Held]:
 def _hold(place: Place, impl: str) -> None:
     """Replace an attribute, or count one more use of it."""
     owner, name, held = place.owner, place.name, _held(place.owner)
+    now = vars(owner).get(name, Missing)
     if name not in held:
-        held[name] = Held(vars(owner).get(name, Missing), place.ours, impl)
+        held[name] = Held(now, place.ours, impl)
+    elif now is not held[name].ours:  # someone else's, since
+        held[name].original = now
     held[name].count += 1
     setattr(owner, IN_USE, held)
     setattr(owner, name, held[name].ours)
 
 
-def _release(place: Place) -> None:
-    """Count one use less of an attribute; after the last it is what it was."""
-    owner, name, held = place.owner, place.name, _held(place.owner)
-    held[name].count -= 1
-    if held[name].count:
-        return
+def _release(place: Place) -> bool:
+    """Count one use less of an attribute; after the last it is what it was, unless it is someone
+    else's: whether it is not.
+    """
+    held = _held(place.owner)
+    held[place.name].count -= 1
+    return held[place.name].count > 0 or _restore(place.owner, place.name)
+
+
+def _restore(owner: ModuleType | nn.Module, name: str) -> bool:
+    """Make an attribute what it was, unless it is someone else's: whether it is not."""
+    held = _held(owner)
     last = held.pop(name)
     if not held:
         delattr(owner, IN_USE)
     if vars(owner).get(name, Missing) is not last.ours:
-        warnings.warn(f"{place} was replaced by someone else and is left alone", stacklevel=3)
-    elif last.original is Missing:
+        return False
+    if last.original is Missing:
         delattr(owner, name)
     else:
         setattr(owner, name, last.original)
+    return True
+
+
+def _drop_copied(module: nn.Module) -> None:
+    """Undo what a module that was copied in use brought with it."""
+    for name, held in list(_held(module).items()):
+        if held not in _LIVE:
+            _restore(module, name)
+    for key, hook in list(module._forward_pre_hooks.items()):
+        if isinstance(hook, Hook) and hook not in _LIVE:
+            del module._forward_pre_hooks[key], module._forward_pre_hooks_with_kwargs[key]
 
 
 def _name(model: nn.Module) -> str:
@@ -371,6 +424,8 @@ def _attributes(layer: nn.Module) -> Iterator[tuple[nn.Module, str]]:
 def _functions(layer: nn.Module) -> Iterator[tuple[ModuleType, str]]:
     """Functions that the methods of a layer look up in their file."""
     for kind in type(layer).__mro__:
+        if kind.__module__.startswith("linattn_edu."):
+            continue  # ours already
         file = sys.modules.get(kind.__module__)
         names = (_looked_up(kind) & FUNCTIONS.keys()) - vars(layer).keys()
         if file is None or not names & RECURRENCES.keys():
@@ -386,12 +441,13 @@ def _hooks(model: nn.Module) -> Iterator[RemovableHandle]:
     old = {layer for layer in model.modules() if _before_5_15(layer)}
     if old:
         hear = {type(layer).__name__: _hears(layer) for layer in old}
-        yield add(model, functools.partial(_refuse_boundaries, hear))
+        yield add(model, Hook(_refuse_boundaries, hear))
         return
     for module in model.modules():
         if type(module).__name__ == "Mamba2ForCausalLM":
-            yield add(module, functools.partial(_keep_boundaries, module.backbone))
-            yield add(module.backbone, _give_boundaries)
+            kept: dict[str, Any] = {}
+            yield add(module, Hook(_keep_boundaries, kept))
+            yield add(module.backbone, Hook(_give_boundaries, kept))
 
 
 def _before_5_15(layer: nn.Module) -> bool:
@@ -408,15 +464,18 @@ def _hears(layer: nn.Module) -> set[str]:
     return {name for name in calls.BOUNDARIES if name in read}
 
 
-def _keep_boundaries(backbone: nn.Module, head: nn.Module, args: tuple, kwargs: dict) -> None:
+def _keep_boundaries(kept: dict, head: nn.Module, args: tuple, kwargs: dict) -> None:
     """For the model inside a head that drops them."""
-    backbone._linattn_edu_boundaries = {k: kwargs[k] for k in calls.BOUNDARIES if k in kwargs}
+    kept.clear()
+    kept.update({k: kwargs[k] for k in calls.BOUNDARIES if k in kwargs})
 
 
-def _give_boundaries(backbone: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    kept = getattr(backbone, "_linattn_edu_boundaries", {})
-    backbone._linattn_edu_boundaries = {}
-    return args, kept | kwargs
+def _give_boundaries(
+    kept: dict, backbone: nn.Module, args: tuple, kwargs: dict
+) -> tuple[tuple, dict]:
+    given = kept | kwargs
+    kept.clear()
+    return args, given
 
 
 def _refuse_boundaries(

@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from delta.stage_checks import DTYPES, check_stage
-from grids import parametrize
+from grids import combinations, few, parametrize
+from grids import name as short
 from ssd import ssd_checks
 
 from linattn_edu.kernels.delta import causal_conv1d as kernels
@@ -40,10 +41,16 @@ def draw(N, T, D, W, given="both", dtype=torch.float32, device="cpu", wide=torch
     return (x, weight, bias, state if given in ("state", "both") else None), (dy, dht)
 
 
-@parametrize(
-    T=(1, 2, 3, 15, 64, 65, 100, 257), W=(1, 2, 3, 4, 8), D=(1, 33, 70), dtype=DTYPES,
-    given=GIVEN, activation=ACTIVATIONS,
+CASES = combinations(
+    T=few(1, 3, 130, more=(2, 15, 64, 65, 100, 257)), W=few(1, 4, more=(2, 3, 8)),
+    D=few(33, 70, more=(1,)), dtype=DTYPES, given=GIVEN, activation=ACTIVATIONS,
 )  # fmt: skip
+WIDEST = (65, 8, 33, torch.bfloat16, "both", "silu")  # slow in the interpreter
+
+
+@pytest.mark.parametrize(
+    ("T", "W", "D", "dtype", "given", "activation"), dict.fromkeys((*CASES, WIDEST)), ids=short
+)
 def test_kernels_match_references(T, W, D, dtype, given, activation, device):
     x, (dy, dht) = draw(3 if T < 15 else 1, T, D, W, given, dtype, device)
     options = {"activation": activation}
@@ -73,13 +80,13 @@ def test_reference_is_pytorchs_convolution(T, W, given, activation):
         assert_close(f"gradient of {tuple(t.shape)}", a, b, 1e-12)
 
 
-@pytest.mark.parametrize("given", ["nothing", "both"])
+@pytest.mark.parametrize("given", few("both", more=("nothing",)))
 def test_packed_sequences_are_each_by_itself(given, device):
     """To the bit, shorter than W, empty, and longer than a chunk; sums are of all of them."""
     lengths, W = (3, 0, 70, 1, 64, 0), 4
     N, bounds = len(lengths), torch.tensor([0, *lengths], device=device).cumsum(0)
-    (x, weight, bias, _), (dy, _) = draw(1, sum(lengths), 33, W, given, device=device)
-    (*_, state), (_, dht) = draw(N, 1, 33, W, given, device=device)
+    (x, weight, bias, _), (dy, _) = draw(1, sum(lengths), 20, W, given, device=device)
+    (*_, state), (_, dht) = draw(N, 1, 20, W, given, device=device)
     packed = {"activation": "silu", "packing": pack(bounds, kernels.BT)}
     y, ht = kernels.causal_conv1d(x, weight, bias, state, output_final_state=True, **packed)
     dx, dw, db, dh0 = kernels.causal_conv1d_bwd(x, weight, bias, state, dy, dht, **packed)
@@ -106,7 +113,7 @@ def test_packed_sequences_are_each_by_itself(given, device):
         assert_close("dbias", db, sums[1, :, 0], 5e-6)
 
 
-@pytest.mark.parametrize("cut", [1, 2, 63, 64, 70])
+@pytest.mark.parametrize("cut", few(2, 63, more=(1, 64, 70)))
 def test_a_split_sequence_has_the_same_bits(cut, device):
     (x, weight, bias, state), _ = draw(2, 80, 33, 4, device=device)
     options = {"activation": "silu", "output_final_state": True}
@@ -183,7 +190,8 @@ def runs(row):
 
 
 @parametrize(
-    T=(1, 3, 70), W=(1, 4, 8), dtype=DTYPES, given=GIVEN, activation=ACTIVATIONS
+    T=few(3, 70, more=(1,)), W=few(4, more=(1, 8)), dtype=DTYPES,
+    given=few("both", "nothing", more=("bias", "state")), activation=ACTIVATIONS,
 )  # fmt: skip
 def test_kernels_match_references_with_sequences(T, W, dtype, given, activation, device):
     x, (dy, dht) = draw(2, T, 3, W, given, dtype, device)
@@ -198,7 +206,7 @@ def test_kernels_match_references_with_sequences(T, W, dtype, given, activation,
 
 @NUMPY
 @ROOMS
-@pytest.mark.parametrize("given", ["nothing", "both"])
+@pytest.mark.parametrize("given", few("both", more=("nothing",)))
 def test_sequences_are_each_by_itself(room, given, device):
     """The kernels to the bit; padding gives zeros, and what it holds reaches nothing."""
     T, D, W, N = 70, 3, 4, 2

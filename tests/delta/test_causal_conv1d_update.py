@@ -3,7 +3,7 @@
 import pytest
 import torch
 from delta.stage_checks import DTYPES
-from grids import parametrize
+from grids import few, parametrize
 from ssd.ssd_checks import check_stage
 
 from linattn_edu.kernels.delta.causal_conv1d import causal_conv1d
@@ -39,8 +39,9 @@ def run(f):
 
 
 @parametrize(
-    T=(1, 2, 5, 12), W=(1, 2, 4, 8), D=(1, 33, 130), extra=(0, 1, 3, 40), dtype=DTYPES,
-    state=DTYPES, kind=STATES, bias=(False, True), activation=(None, "silu"),
+    T=few(1, 5, 12, more=(2,)), W=few(1, 4, 8, more=(2,)), D=few(33, 130, more=(1,)),
+    extra=few(0, 3, 40, more=(1,)), dtype=DTYPES, state=DTYPES, kind=STATES, bias=(False, True),
+    activation=(None, "silu"),
 )  # fmt: skip
 def test_kernel(T, W, D, extra, dtype, state, kind, bias, activation, device):
     S = max(W - 1, 1) + extra
@@ -52,7 +53,7 @@ def test_kernel(T, W, D, extra, dtype, state, kind, bias, activation, device):
 
 @ROOMS
 @pytest.mark.parametrize("kind", STATES)
-@pytest.mark.parametrize("steps", [(1,) * 9, (3, 1, 5), (9,)], ids=str)
+@pytest.mark.parametrize("steps", few((3, 1, 5), more=((1,) * 9, (9,))), ids=str)
 def test_token_by_token_as_all_at_once(f, steps, kind, device):
     """The kernels to the bit, and the state is the last tokens."""
     W, S, D = 4, 5, 33

@@ -3,6 +3,7 @@
 A name that transformers does not have is left out: older ones have fewer of them.
 """
 
+import copy
 import functools
 
 import torch
@@ -188,3 +189,10 @@ def build(name: str, linear_only: bool = False, **more) -> torch.nn.Module:
         elif name.endswith("dt_bias"):
             torch.nn.init.uniform_(parameter, -4, -2)
     return model
+
+
+def exact(model: torch.nn.Module) -> torch.nn.Module:
+    """A copy in float64; its experts are multiplied one by one, as grouped they have no float64."""
+    copied = copy.deepcopy(model).double()
+    copied.set_experts_implementation("eager")
+    return copied

@@ -5,7 +5,10 @@ import os
 import pickle
 import subprocess
 import sys
+import warnings
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -13,9 +16,11 @@ import transformers
 from integrations import models
 from torch import Tensor
 
+import linattn_edu
 from linattn_edu.integrations import calls
 from linattn_edu.integrations.transformers import use
-from linattn_edu.testing import assert_close
+from linattn_edu.layers import GatedDeltaNet
+from linattn_edu.testing import assert_close, relative_rms
 
 transformers.logging.set_verbosity_error()  # that it has no kernels
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,25 +35,25 @@ def tokens(*shape: int) -> Tensor:
 
 
 def gradients(model: torch.nn.Module, out: Tensor) -> dict[str, Tensor]:
-    """Of a cross-entropy with the likeliest tokens: with others most of a gradient cancels."""
-    labels = out.argmax(-1)
-    loss = torch.nn.functional.cross_entropy(out.flatten(0, 1), labels.flatten())
+    """Of the logits, each times a number of chance."""
+    weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
+    loss = (out * weight.to(out)).sum()
     parameters = dict(model.named_parameters())
     found = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
     return {name: g for name, g in zip(parameters, found, strict=True) if g is not None}
 
 
-def assert_same(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
-    """Each gradient, next to its own size; next to a hundredth of all where it cancels."""
-    assert got.keys() == wanted.keys()
-    total = torch.cat([x.flatten() for x in wanted.values()])
-    for name, x in got.items():
-        size = max(rms(wanted[name]), 0.01 * rms(total))
-        assert rms(x - wanted[name]) <= TOLERANCE * size, name
-
-
-def rms(x: Tensor) -> float:
-    return x.double().square().mean().sqrt().item()
+def assert_same(
+    got: dict[str, Tensor], exact: dict[str, Tensor], theirs: Callable[[], dict[str, Tensor]]
+) -> None:
+    """Each gradient next to its own size; where it cancels, to twice what transformers' own in
+    fp32 is off.
+    """
+    assert got.keys() == exact.keys()
+    off = {name for name, x in got.items() if relative_rms(x, exact[name]) > TOLERANCE}
+    others = theirs() if off else {}
+    for name in off:
+        assert_close(name, got[name], exact[name], 2 * relative_rms(others[name], exact[name]))
 
 
 def logits(model: torch.nn.Module, ids: Tensor, **given) -> Tensor:
@@ -57,16 +62,18 @@ def logits(model: torch.nn.Module, ids: Tensor, **given) -> Tensor:
 
 @every_model
 def test_logits_and_gradients(name):
+    """Against transformers' own PyTorch in float64, of which norms and recurrence are in fp32."""
     model, ids = models.build(name), tokens(2, 100)
-    model.train()  # Mamba-2's layers call another function then
-    wanted = logits(model, ids)
-    of_wanted = gradients(model, wanted)
+    exact = models.exact(model).train()  # Mamba-2's layers call another function then
+    wanted = logits(exact, ids)
+    of_wanted = gradients(exact, wanted)
+    model.train()
     with use(model, impl="reference"):
         got = logits(model, ids)
         of_got = gradients(model, got)
-    model.eval()
     assert_close("logits", got, wanted, TOLERANCE)
-    assert_same(of_got, of_wanted)
+    assert_same(of_got, of_wanted, lambda: gradients(model, logits(model, ids)))
+    model.eval()
 
 
 @every_model
@@ -119,18 +126,23 @@ def packable(name: str) -> torch.nn.Module:
 @every_model
 def test_packed_sequences_are_as_alone(name):
     model, ids = packable(name), tokens(1, sum(LENGTHS))
-    more = softmax_apart(name)
+    more, exact = softmax_apart(name), models.exact(model)
+
+    def one_by_one(model: torch.nn.Module) -> Tensor:
+        return torch.cat([logits(model, part) for part in ids.split(LENGTHS, 1)], 1)
+
+    alone = one_by_one(exact)
+    wanted = gradients(exact, alone)
     with use(model, impl="reference"):
-        alone = torch.cat([logits(model, part) for part in ids.split(LENGTHS, 1)], 1)
-        wanted = gradients(model, alone)
         for names in NAMED.values():
             got = logits(model, ids, **more, **{key: PACKED[key] for key in names})
             assert_close(f"logits, given {names}", got, alone, TOLERANCE)
-        assert_same(gradients(model, got), wanted)
+        of_got = gradients(model, got)
         # the test sees sequences that run into each other
         mixed = logits(model, ids, **more)
         with pytest.raises(AssertionError, match="exceeds"):
             assert_close("logits without boundaries", mixed, alone, 0.05)
+    assert_same(of_got, wanted, lambda: gradients(model, one_by_one(model)))
 
 
 @every_model
@@ -215,6 +227,91 @@ def test_what_others_have_replaced_is_left_alone():
         undo()
     assert file.mamba2_chunk_scan is theirs
     file.mamba2_chunk_scan = original
+
+
+def test_what_others_replace_between_two_uses_comes_back():
+    model = models.build("mamba2")
+    file = sys.modules[type(model).__module__]
+    original, theirs = file.mamba2_chunk_scan, lambda *args, **kwargs: None
+    first = use(model)
+    file.mamba2_chunk_scan = theirs
+    second = use(model)
+    assert file.mamba2_chunk_scan is calls.mamba_chunk_scan_combined
+    first()
+    second()
+    assert file.mamba2_chunk_scan is theirs
+    file.mamba2_chunk_scan = original
+
+
+def test_a_warning_that_is_an_error_leaves_nothing_in_use():
+    model = models.build("mamba2")
+    before = attributes(model)
+    file, theirs = sys.modules[type(model).__module__], lambda *args, **kwargs: None
+    original, undo = file.causal_conv1d_fn, use(model)
+    file.causal_conv1d_fn = theirs
+    with warnings.catch_warnings(), pytest.raises(UserWarning, match="replaced by someone else"):
+        warnings.simplefilter("error")
+        undo()
+    assert file.causal_conv1d_fn is theirs
+    file.causal_conv1d_fn = original
+    assert attributes(model) == before
+
+
+def test_an_undone_use_is_not_entered_again():
+    undo = use(models.build("mamba2"))
+    undo()
+    with pytest.raises(RuntimeError, match=r"Mamba2ForCausalLM \(model_type mamba2\): undone"):
+        undo.__enter__()
+
+
+@pytest.mark.parametrize("name", ("qwen3_next", "mamba2"))
+@pytest.mark.parametrize("copied", (copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))))
+def test_a_copy_of_a_model_in_use_has_an_undo_of_its_own(name, copied):
+    """Also on another impl than that of the first, which is undone."""
+    model = models.build(name)
+    before = private(model)
+    with use(model, impl="reference"):
+        other = copied(model)
+    assert private(model) == before
+    for impl in ("auto", "reference"):
+        with use(other, impl=impl):
+            assert private(other) != before
+        assert private(other) == before
+
+
+def private(model: torch.nn.Module) -> list[tuple]:
+    """The names of what modules have that is not PyTorch's, and their hooks."""
+    plain = vars(torch.nn.Module()).keys()
+    return [(sorted(vars(m).keys() - plain), len(m._forward_pre_hooks)) for m in model.modules()]
+
+
+def test_layers_that_are_ours_already():
+    with pytest.raises(ValueError, match="got GatedDeltaNet without one"):
+        use(GatedDeltaNet(hidden_size=8, num_heads=1, head_dim=8))
+
+
+def test_a_layer_as_in_mamba_ssm(monkeypatch):
+    """Its fused function gives the output: there is no other way to go."""
+    file = ModuleType("theirs")
+    monkeypatch.setitem(sys.modules, "theirs", file)
+    code = """
+import torch
+mamba_split_conv1d_scan_combined = None
+class Mamba2(torch.nn.Module):
+    def forward(self, *args, **kwargs):
+        return mamba_split_conv1d_scan_combined(*args, **kwargs)
+"""
+    exec(code, vars(file))
+    file.mamba_split_conv1d_scan_combined = theirs = lambda *args, **kwargs: None
+    H, P, N, T = 2, 4, 3, 9
+    shapes = (1, T, 2 * H * P + 2 * N + H), (H * P + 2 * N, 4), (H * P + 2 * N,), (H,)
+    tensors = *map(torch.randn, shapes), -torch.rand(H), torch.rand(H)
+    layer = file.Mamba2()
+    with use(layer):
+        out = layer(*tensors, 16, headdim=P, seq_idx=None)
+        want = linattn_edu.mamba_split_conv1d_scan_combined(*tensors, 16, headdim=P)
+    assert torch.equal(out, want)
+    assert file.mamba_split_conv1d_scan_combined is theirs
 
 
 def test_refusals():

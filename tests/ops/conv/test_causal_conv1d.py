@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from gdn_checks import DTYPES, launches, same_bits
-from grids import parametrize
+from grids import few, parametrize
 from torch.utils.checkpoint import checkpoint
 
 from linattn_edu import causal_conv1d
@@ -71,7 +71,8 @@ def check(got, want, dtype):
 
 
 @parametrize(
-    T=(1, 3, 65), W=(1, 2, 3, 4, 8), without=((), OPTIONAL, ("bias",), ("initial_state",)),
+    T=(1, 3, 65), W=few(1, 2, 3, 8, more=(4,)),
+    without=((), OPTIONAL, ("bias",), ("initial_state",)),
     activation=(None, "silu", "swish"), dtype=DTYPES, impl=IMPLS,
 )  # fmt: skip
 def test_both_passes(T, W, without, activation, dtype, impl, device):
@@ -104,8 +105,15 @@ def part(x, n, tokens):
 
 
 @impls
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("without", [(), OPTIONAL], ids=["all", "nothing"])
+@pytest.mark.parametrize(
+    ("without", "dtype"),
+    few(
+        ((), torch.bfloat16),
+        (OPTIONAL, torch.float32),
+        more=(((), torch.float32), (OPTIONAL, torch.bfloat16)),
+    ),
+    ids=str,
+)
 def test_packed_sequences_are_each_by_itself(without, dtype, impl, device):
     """To the bit; the gradients of weight and bias are sums over all of them."""
     N, options = len(LENGTHS), {"output_final_state": True, "impl": impl, "activation": "silu"}
@@ -131,9 +139,9 @@ def test_packed_sequences_are_each_by_itself(without, dtype, impl, device):
 @impls
 def test_gradients_of_many_packed_sequences_are_added_up_in_float32(impl, device):
     """Those of weight and bias, in 16 bits."""
-    x = tensors(200, 6, 4, device=device, B=1, without=("residual", "initial_state"))
+    x = tensors(80, 6, 4, device=device, B=1, without=("residual", "initial_state"))
     x = {n: t.bfloat16() for n, t in x.items()}
-    ones, bounds = torch.ones_like(x["x"]), torch.arange(0, 201, 2, device=device)
+    ones, bounds = torch.ones_like(x["x"]), torch.arange(0, 81, 2, device=device)
     want = run({n: t.double() for n, t in x.items()}, ones.double(), None, cu_seqlens=bounds)
     got = run(x, ones, None, cu_seqlens=bounds, impl=impl)
     for n in ("dweight", "dbias"):
@@ -161,7 +169,7 @@ def test_no_tokens(packed, without, impl, device):
 
 
 @impls
-@pytest.mark.parametrize("cut", [1, 2, 40])
+@pytest.mark.parametrize("cut", few(2, more=(1, 40)))
 def test_splitting_a_sequence_equals_one_call(cut, impl, device):
     """The gradients too, through the state between the parts."""
     x = tensors(70, device=device, B=1)
@@ -271,7 +279,7 @@ def test_checkpointing_autocast_and_a_changed_output(impl, device):
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("packed", few(True, more=(False,)))
 def test_fullgraph(packed, backend, device):
     """One graph for two lengths, and the bits of eager mode."""
 
