@@ -19,7 +19,7 @@ from linattn_edu.models import MIXERS
 from linattn_edu.recall import Recall, accuracy, learn, small_model
 
 PAIRS, LENGTH, VOCABULARY = (4, 8, 16), 64, 64
-STEPS, RATES, SEEDS = 450, (1e-2, 2e-2), (0,)
+STEPS, RATES, SEEDS = 1200, (1e-2,), (0,)
 KEYS = (2, 4, 8, 16)
 
 
