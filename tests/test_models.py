@@ -110,7 +110,8 @@ def test_generate_draws_from_the_softmax():
     [
         ({"mixers": ()}, "mixers must be names among gdn"),
         ({"mixers": ("gdn", "rwkv")}, "got 'rwkv'"),
-        ({"width": 0}, "width must be at least 1, got 0"),
+        ({"width": 0}, "width must be an integer >= 1, got 0"),
+        ({"width": 32.0}, "width must be an integer >= 1, got 32.0"),
         ({"hidden": -1}, "hidden must be at least 0, got -1"),
         ({"mixers": ("attention",), "key_dim": 7}, "key_dim must be even"),
         ({"mixers": ("mamba2",), "value_dim": 12}, "multiple of width=32 for mamba2, got 2 [*] 12"),

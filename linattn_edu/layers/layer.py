@@ -241,13 +241,7 @@ def _widened(dtype: torch.dtype) -> torch.dtype:
 
 def check_mask(mask: object, x: Tensor, cache: Cache | None = None) -> Tensor:
     """The mask, True at tokens; refused where it is not left padding, on the CPU."""
-    if not isinstance(mask, Tensor):
-        raise TypeError(f"attention_mask must be a tensor [B, T], got {type(mask).__name__}")
-    if mask.shape != x.shape[:2]:
-        raise ValueError(
-            f"attention_mask must have shape {tuple(x.shape[:2])}, got {tuple(mask.shape)}"
-        )
-    check.same_device(("x", x), ("attention_mask", mask))
+    check.token_mask("attention_mask", mask, x)
     if known(mask):
         if not ((mask == 0) | (mask == 1)).all():
             raise ValueError("attention_mask must hold zeros and ones alone")

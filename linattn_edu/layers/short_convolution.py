@@ -93,13 +93,7 @@ class ShortConvolution(nn.Conv1d):
             if cu_seqlens is not None:
                 raise ValueError("mask must be None with cu_seqlens, got both")
             check.tensor("x", x, ("B", "T", "D"), {})
-            if not isinstance(mask, Tensor):
-                raise TypeError(f"mask must be a tensor [B, T], got {type(mask).__name__}")
-            if mask.shape != x.shape[:2]:
-                raise ValueError(
-                    f"mask must have shape {tuple(x.shape[:2])}, got {tuple(mask.shape)}"
-                )
-            check.same_device(("x", x), ("mask", mask))
+            check.token_mask("mask", mask, x)
             x = x.masked_fill(~mask.bool()[..., None], 0)
         weight = self.weight.squeeze(1)
         packed = cu_seqlens is not None or cp_context is not None

@@ -42,9 +42,8 @@ class Config:
                 f"mixers must be names among {', '.join(MIXERS)}, got "
                 f"{', '.join(map(repr, unknown)) if self.mixers else 'none'}"
             )
-        for name in ("vocabulary", "width", "heads", "key_dim", "value_dim"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        names = ("vocabulary", "width", "heads", "key_dim", "value_dim")
+        check.positive(**{name: getattr(self, name) for name in names})
         if self.hidden < 0:
             raise ValueError(f"hidden must be at least 0, got {self.hidden}")
         if "mamba2" in self.mixers and self.heads * self.value_dim % self.width:

@@ -73,6 +73,15 @@ def tokens(name: str, x: object, vocabulary: int) -> None:
         raise ValueError(f"{name} must be in 0 to {vocabulary - 1}, got others")
 
 
+def token_mask(name: str, mask: object, x: Tensor) -> None:
+    """Check that mask has a number for each token of x [B, T, ...]."""
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"{name} must be a tensor [B, T], got {type(mask).__name__}")
+    if mask.shape != x.shape[:2]:
+        raise ValueError(f"{name} must have shape {tuple(x.shape[:2])}, got {tuple(mask.shape)}")
+    same_device(("x", x), (name, mask))
+
+
 def sequence_numbers(name: str, x: object, B: int, T: int) -> None:
     """Check that x holds an integer for each token."""
     integers(name, x)

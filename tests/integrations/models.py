@@ -173,6 +173,7 @@ MODELS = {
     ),
 }
 NAMES = [name for name, (_, kind, _) in MODELS.items() if hasattr(transformers, kind)]
+WITH_HEAD = [name for name in NAMES if hasattr(getattr(transformers, MODELS[name][1]), "generate")]
 
 
 @functools.cache
