@@ -3,6 +3,7 @@
 Every operator, with and without the compiler, against one rank; "right" is written to FILE.RANK.
 """
 
+import gc
 import sys
 from pathlib import Path
 
@@ -32,7 +33,13 @@ def main(backend: str, rank: int, world: int, file: str) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group(backend, init_method=f"file://{file}", rank=rank, world_size=world)
-    group = dist.group.WORLD
+    check(backend, device, world, dist.group.WORLD)
+    Path(f"{file}.{rank}").write_text("right")
+    gc.collect()  # a group's threads end with the last reference to it
+    dist.destroy_process_group()
+
+
+def check(backend: str, device: torch.device, world: int, group: dist.ProcessGroup) -> None:
     for dtype in DTYPES[backend]:
         for layout in ("contiguous", "zigzag"):
             for operator in OPERATORS:
@@ -46,8 +53,6 @@ def main(backend: str, rank: int, world: int, file: str) -> None:
     results = [on_rank((g, *drawn), BOUNDS, group)[3] for g in (f, compiled)]
     plain, again = (torch.cat([x.flatten() for x in (o, s, *g.values())]) for o, s, g in results)
     assert torch.equal(plain, again), "compiled"
-    Path(f"{file}.{rank}").write_text("right")
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

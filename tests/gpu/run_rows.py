@@ -249,11 +249,11 @@ def run_ema(dtype, D, T, chunk_size, segment):
 def run_ssd(dtype, N, P, stages, chunks):
     """The largest error of the outputs and the gradients of Mamba-2, from `stages`.
 
-    chunks: (tokens, of a chunk, what is given).
+    chunks: (tokens, of a chunk, what is given). Many heads: dA of a few may cancel.
     """
     worst = 0.0
     for T, chunk_size, given in chunks:
-        x = ssd_inputs(2, T, 4, 2, P, N, dtype=dtype, device="cuda", seed=T)
+        x = ssd_inputs(2, T, 32, 2, P, N, dtype=dtype, device="cuda", seed=T)
         tensors = {n: getattr(x, n) for n in ("x", "dt", "A", "B", "C")}
         if given != "nothing":
             D = x.D[:, None] if given == "documents" else x.z[0, 0].to(x.D.dtype)
@@ -262,8 +262,8 @@ def run_ssd(dtype, N, P, stages, chunks):
         ids = {}
         if given == "documents":
             tensors["z"], ids["seq_idx"] = x.z, x.seq_idx
-        found, plain = [], ssd.stages("reference")
-        for used, to in ((stages, same), (plain, same), (plain, torch.Tensor.double)):
+        found = []
+        for used, to in ((stages, same), (ssd.stages("reference"), torch.Tensor.double)):
             arguments = {n: to(t) for n, t in tensors.items()} | ids
             options = {"softplus": True, "chunk_size": chunk_size}
             with poison():
@@ -271,9 +271,7 @@ def run_ssd(dtype, N, P, stages, chunks):
                 dout, dht = (to(y) for y in cotangents(x.x, outputs[1].float()))
                 gradients = ssd.backward(used, **arguments, dout=dout, dht=dht, **options)
             found.append([*outputs, *(y for y in gradients if y is not None)])
-        # a sum for each head may cancel: twice the error of the reference in this dtype is right
-        error, rounding = (max(map(relative_rms, y, found[2])) for y in found[:2])
-        worst = max(worst, error * min(1, TOLERANCE[dtype] / (2 * rounding)))
+        worst = max(worst, *map(relative_rms, *found))
     return worst
 
 

@@ -4,6 +4,7 @@ A stack of every layer with DistributedDataParallel and with fully_shard, a row 
 and with sequences cut over the ranks, against one process; "right" is written to FILE.RANK.
 """
 
+import gc
 import sys
 from pathlib import Path
 
@@ -34,6 +35,13 @@ def gradients(model):
 def main(rank: int, world: int, file: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=world)
+    check(rank, world)
+    Path(f"{file}.{rank}").write_text("right")
+    gc.collect()  # a group's threads end with the last reference to it
+    dist.destroy_process_group()
+
+
+def check(rank: int, world: int) -> None:
     x, dy = hidden(world, 20), hidden(world, 20, seed=2)
     one = stack()
     y = one(x)
@@ -64,8 +72,6 @@ def main(rank: int, world: int, file: str) -> None:
     for (name, p), q in zip(model.named_parameters(), one.parameters(), strict=True):
         dist.all_reduce(p.grad)
         assert_close(name, p.grad, q.grad, 1e-10)
-    Path(f"{file}.{rank}").write_text("right")
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Operators on DTensors: two processes compute what one does, each its share of batch or heads."""
 
+import gc
 import json
 import traceback
 
@@ -225,6 +226,8 @@ def work(rank, folder):
             wrong[name] = traceback.format_exc()
     with open(f"{folder}/{rank}.json", "w") as file:
         json.dump(wrong, file)
+    del mesh
+    gc.collect()  # a group's threads end with the last reference to it
     dist.destroy_process_group()
 
 
