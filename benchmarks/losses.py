@@ -1,8 +1,9 @@
 """python -m benchmarks.losses: one model trained by the reference, by the kernels, and by fla.
 
 The same weights at first, the same batches, float32. How far the losses of each come to lie from
-those of the reference is in the file, and printed. fla takes part where it is installed, with its
-own layers, which load the state dict of ours.
+those of the reference is in the file, and printed. "nudged" is the reference from weights that are
+larger by 2^-22 of themselves: what becomes of one rounding in so many steps. fla takes part where
+it is installed, with its own layers, which load the state dict of ours.
 """
 
 import argparse
@@ -21,7 +22,7 @@ from linattn_edu import data
 from linattn_edu.models import Config, LanguageModel
 
 MIXERS = ("gdn", "kda")
-WAYS = ("reference", "triton", "fla")
+WAYS = ("reference", "nudged", "triton", "fla")
 LENGTH, BATCH, RATE = 256, 8, 2e-3
 
 
@@ -50,6 +51,10 @@ def model_of(mixer: str, way: str, device: torch.device) -> LanguageModel:
     if way == "fla":
         for block in model.blocks:
             block.mixer = OfFla(mixer, config, block.mixer)
+    if way == "nudged":
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(1 + 2**-22)
     return model.to(device)
 
 
@@ -80,7 +85,7 @@ def main(argv: list[str] | None = None) -> int:
         return fail(f"--steps must be at least 1, got {args.steps}")
     device, ways = torch.device(args.device), list(WAYS)
     if device.type == "cpu":
-        ways = ["reference"]
+        ways = ["reference", "nudged"]
     else:
         try:
             import fla.layers  # noqa: F401
