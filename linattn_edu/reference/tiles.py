@@ -10,18 +10,26 @@ def compute_dtype(*tensors: Tensor | None) -> torch.dtype:
     return torch.float64 if wide else torch.float32
 
 
+def sigmoid(x: Tensor) -> Tensor:
+    """1 / (1 + e^-x), the same bits wherever a number stands in x.
+
+    torch.sigmoid rounds the last few of a tensor, which fill no vector register, otherwise.
+    """
+    return (1 + torch.exp(-x)).reciprocal_()
+
+
 def to_chunks(x: Tensor, chunk_size: int) -> Tensor:
-    """[B, T, H, ...] -> [B, H, NT, C, ...]; the last chunk is padded with zeros."""
+    """[B, T, H, ...] -> [B, H, NT, C, ...], contiguous; the last chunk is padded with zeros."""
     B, T, H, *rest = x.shape
-    pad = -T % chunk_size
-    x = torch.cat([x, x.new_zeros(B, pad, H, *rest)], 1)
-    return x.view(B, -1, chunk_size, H, *rest).movedim(3, 1)
+    if pad := -T % chunk_size:
+        x = torch.cat([x, x.new_zeros(B, pad, H, *rest)], 1)
+    return x.reshape(B, -1, chunk_size, H, *rest).movedim(3, 1).contiguous()
 
 
 def pad_gate(gc: Tensor, chunk_size: int) -> Tensor:
     """Repeat the last token's gate up to the chunk's end: a missing token does not decay."""
     pad = -gc.shape[1] % chunk_size
-    return torch.cat([gc, gc[:, -1:].expand(-1, pad, *gc.shape[2:])], 1)
+    return torch.cat([gc, gc[:, -1:].expand(-1, pad, *gc.shape[2:])], 1) if pad else gc
 
 
 def documents(seq_idx: Tensor, chunk_size: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -47,9 +55,9 @@ def from_chunks(x: Tensor, T: int) -> Tensor:
 
 def repeat_heads(x: Tensor, HV: int) -> Tensor:
     """[B, T, H, D] -> [B, T, HV, D]: value head j reads q/k head j // (HV // H)."""
-    return x.repeat_interleave(HV // x.shape[2], dim=2)
+    return x if x.shape[2] == HV else x.repeat_interleave(HV // x.shape[2], dim=2)
 
 
 def sum_heads(x: Tensor, H: int) -> Tensor:
     """[B, T, HV, D] -> [B, T, H, D]: the adjoint of `repeat_heads`."""
-    return x.unflatten(2, (H, -1)).sum(3)
+    return x if x.shape[2] == H else x.unflatten(2, (H, -1)).sum(3)

@@ -248,11 +248,6 @@ def _kernels() -> tuple[Stages, FusedStages]:
     return staged, FusedStages(gate_cumsum, intra, scan, scan_map, cp_merge)
 
 
-def _fastest(impl: str) -> Stages | FusedStages:
-    """The stages of the forward pass: fused where they are kernels."""
-    return fused_stages(impl) if impl == "triton" else stages(impl)
-
-
 class Residuals(NamedTuple):
     """What the backward pass reads beside the arguments of the forward pass; None: not kept."""
 
@@ -291,7 +286,7 @@ chunk = Operator(
     options={"scale": "float", "output_final_state": "bool", "chunk_size": "int"},
     residuals=Residuals,
     stages=stages,
-    forward_stages=_fastest,
+    forward_stages=fused_stages,
     packed="ranks",
     transition="HV K K",
     limited="k",

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from linattn_edu.reference.tiles import compute_dtype
+from linattn_edu.reference.tiles import compute_dtype, sigmoid
 
 
 def causal_conv1d(
@@ -35,7 +35,7 @@ def causal_conv1d(
     u, n = tokens(x, weight, initial_state, dtype), reach(seq_idx, weight.shape[1])
     p = preactivation(u, weight, bias, n)
     # eq:conv-act   y = p sigmoid(p)
-    y = p * torch.sigmoid(p) if activation == "silu" else p
+    y = p * sigmoid(p) if activation == "silu" else p
     # eq:conv-state   s_i = u_(T-W+i)
     last = of_last(u[:, T:], n).mT.to(x.dtype).contiguous() if output_final_state else None
     return own(y, n, 0).to(x.dtype), last
@@ -72,11 +72,11 @@ def causal_conv1d_bwd(
     if activation == "silu":
         p = preactivation(u, weight, bias, n)
         # eq:conv-dpre   dp = dy sigmoid(p) (1 + p (1 - sigmoid(p)))
-        dp = dp * torch.sigmoid(p) * (1 + p * torch.sigmoid(-p))
-    du, w = torch.zeros_like(u), weight.to(dtype)
+        dp = dp * sigmoid(p) * (1 + p * sigmoid(-p))
+    du, w = torch.zeros_like(u), weight.mT.to(dtype).contiguous()
     for j in range(W):
         # eq:conv-dx   du_t = sum_j w_j dp_(t+W-1-j)
-        du[:, 1 + j : 1 + j + T] += own(w[:, j] * dp, n, W - 1 - j)
+        du[:, 1 + j : 1 + j + T] += own(w[j] * dp, n, W - 1 - j)
     # eq:conv-dweight   dw_j = sum_t dp_t u_(t-W+1+j),   db = sum_t dp_t
     products = (own(dp * u[:, 1 + j : 1 + j + T], n, W - 1 - j) for j in range(W))
     dw = torch.stack([product.sum((0, 1)) for product in products], 1)
@@ -125,7 +125,9 @@ def of_last(u: Tensor, n: Tensor | None) -> Tensor:
 def preactivation(u: Tensor, weight: Tensor, bias: Tensor | None, n: Tensor | None) -> Tensor:
     """p [B, T, D] of u [B, W + T, D]."""
     W = weight.shape[1]
-    T, w = u.shape[1] - W, weight.to(u.dtype)
-    # eq:conv-pre   p_t = b + sum_j w_j u_(t-W+1+j)
-    p = sum(own(w[:, j] * u[:, 1 + j : 1 + j + T], n, W - 1 - j) for j in range(W))
-    return p if bias is None else p + bias.to(u.dtype)
+    T, w = u.shape[1] - W, weight.mT.to(u.dtype).contiguous()
+    p = torch.zeros_like(u[:, W:])
+    for j in range(W):
+        # eq:conv-pre   p_t = b + sum_j w_j u_(t-W+1+j)
+        p += own(w[j] * u[:, 1 + j : 1 + j + T], n, W - 1 - j)
+    return p if bias is None else p.add_(bias.to(u.dtype))

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from linattn_edu.reference.tiles import compute_dtype
+from linattn_edu.reference.tiles import compute_dtype, sigmoid
 
 
 def causal_conv1d_update(
@@ -48,22 +48,23 @@ def _update(state, x, weight, bias, lengths, activation) -> Tensor:
     """The same of sequences in the order of their states."""
     dtype = compute_dtype(state, x, weight, bias)
     (_, T, D), W, S = x.shape, weight.shape[1], state.shape[2]
-    # column k of a state in order holds token k - S
-    first = torch.zeros_like(state[:, 0, 0], dtype=torch.long) if lengths is None else lengths
     # eq:conv-update-read   u_t = s_((length + t) mod S) for t < 0
-    before = (first[:, None] + torch.arange(1 - W, 0, device=x.device)) % S
-    before = state.gather(2, before[:, None].expand(-1, D, -1).long())
-    u, w = torch.cat([before.mT.to(dtype), x.to(dtype)], 1), weight.to(dtype)
+    if lengths is None:
+        before = state[:, :, S - W + 1 :]
+    else:
+        before = (lengths[:, None] + torch.arange(1 - W, 0, device=x.device)) % S
+        before = state.gather(2, before[:, None].expand(-1, D, -1).long())
+    u = torch.cat([before.mT.to(dtype), x.to(dtype)], 1)
     # eq:conv-pre   p_t = b + sum_j w_j u_(t-W+1+j)
-    p = sum(w[:, j] * u[:, j : j + T] for j in range(W))
+    p = (u.unfold(1, W, 1) * weight.to(dtype)).sum(-1)
     p = p if bias is None else p + bias.to(dtype)
     # eq:conv-act   y = p sigmoid(p)
-    y = p * torch.sigmoid(p) if activation == "silu" else p
+    y = p * sigmoid(p) if activation == "silu" else p
     # eq:conv-update-write   s_((length + t) mod S) <- x_t
     if lengths is None:
         state.copy_(torch.cat([state, x.mT.to(state.dtype)], 2)[:, :, T:])
     else:
         t = torch.arange(max(T - S, 0), T, device=x.device)
-        columns = ((first[:, None] + t) % S)[:, None].expand(-1, D, -1).long()
+        columns = ((lengths[:, None] + t) % S)[:, None].expand(-1, D, -1).long()
         state.scatter_(2, columns, x[:, t].mT.to(state.dtype))
     return y.to(x.dtype)

@@ -47,21 +47,25 @@ def recurrent(
     HV = v.shape[2]
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     out_dtype = q.dtype
-    q, k = repeat_heads(q, HV).to(dtype), repeat_heads(k, HV).to(dtype)
-    v, beta, a = v.to(dtype), beta.to(dtype), decay(v, g, gk, gv, dtype)
     B, T, _, K = q.shape
-    S = q.new_zeros(B, HV, K, v.shape[-1]) if initial_state is None else initial_state.to(dtype)
+    S = v.new_zeros(B, HV, K, v.shape[-1]) if initial_state is None else initial_state
+    S, a = S.to(dtype), decay(v, g, gk, gv, dtype)
+    # rows of length K and V, and numbers: matrices of one row, for the products with S
+    q, k, v, beta = (
+        x.to(dtype)[..., None, :]
+        for x in (repeat_heads(q, HV), repeat_heads(k, HV), v, beta[..., None])
+    )
     o = []
     for t in range(T):
         # eq:delta-decay   S <- a S
-        S = S * a[:, t]
+        S = a[:, t] * S
         # eq:delta-error   e = v - k S
-        e = v[:, t] - torch.einsum("bhk,bhkv->bhv", k[:, t], S)
+        e = v[:, t] - k[:, t] @ S
         # eq:delta-write   S <- S + k^T beta e
-        S = S + torch.einsum("bhk,bhv->bhkv", k[:, t], beta[:, t, :, None] * e)
+        S = S + k[:, t].mT * (beta[:, t] * e)
         # eq:delta-read   o = scale q S
-        o.append(scale * torch.einsum("bhk,bhkv->bhv", q[:, t], S))
-    return torch.stack(o, 1).to(out_dtype), S
+        o.append(scale * (q[:, t] @ S))
+    return torch.stack(o, 1).squeeze(-2).to(out_dtype), S
 
 
 def recurrent_pool(
@@ -118,11 +122,9 @@ def decay(
     v: Tensor, g: Tensor | None, gk: Tensor | None, gv: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
     """e^(g + gk + gv), [B, T, HV, 1 or K, 1 or V]: the factor of each entry of the state."""
-    log = v.new_zeros(*v.shape[:3], 1, 1, dtype=dtype)
-    for x, shape in ((g, (1, 1)), (gk, (-1, 1)), (gv, (1, -1))):
-        if x is not None:
-            log = log + x.to(dtype).reshape(*v.shape[:3], *shape)
-    return log.exp()
+    shapes = (g, (1, 1)), (gk, (-1, 1)), (gv, (1, -1))
+    logs = [x.to(dtype).reshape(*v.shape[:3], *shape) for x, shape in shapes if x is not None]
+    return sum(logs[1:], logs[0]).exp() if logs else v.new_ones(*v.shape[:3], 1, 1, dtype=dtype)
 
 
 def recurrent_bwd(

@@ -59,18 +59,25 @@ def unit_lower_inverse(L: Tensor) -> Tensor:
 
     Substitution inside the 8 x 8 diagonal blocks, then block merges that double the block.
     """
-    C = L.shape[-1]
-    i = torch.arange(C, device=L.device)
-    X = torch.eye(C, dtype=L.dtype, device=L.device).expand_as(L)
-    for r in range(1, BLOCK):
+    C, size = L.shape[-1], BLOCK
+    L_, eye = diagonal_blocks(L, size), torch.eye(size, dtype=L.dtype, device=L.device)
+    X = eye[:1].expand(*L_.shape[:-2], 1, size)
+    for r in range(1, size):
         # eq:delta-substitution   x_r = e_r - sum_{j < r} L_rj x_j
-        row = (i % BLOCK == r)[:, None] & (i[:, None] // BLOCK == i // BLOCK)
-        X = X - (L * row) @ X
-    size = BLOCK
+        X = torch.cat([X, eye[r] - L_[..., r : r + 1, :r] @ X], -2)
     while size < C:
-        # eq:delta-merge   X_21 = -X_22 L_21 X_11, for all pairs of neighbours: X <- X - X L_m X
-        pair = (i[:, None] // (2 * size)) == (i // (2 * size))
-        joined = pair & ((i[:, None] // size) > (i // size))
-        X = X - X @ (L * joined) @ X
+        L_21 = diagonal_blocks(L, 2 * size)[..., size:, :size]
+        X_11, X_22 = X[..., 0::2, :, :], X[..., 1::2, :, :]
+        # eq:delta-merge   X_21 = -X_22 L_21 X_11, for all pairs of neighbours
+        X_21 = -X_22 @ L_21 @ X_11
+        above = torch.cat([X_11, torch.zeros_like(X_11)], -1)
+        X = torch.cat([above, torch.cat([X_21, X_22], -1)], -2)
         size *= 2
-    return X
+    return X[..., 0, :, :]
+
+
+def diagonal_blocks(x: Tensor, size: int) -> Tensor:
+    """The blocks on the diagonal of x [..., C, C], a view of it [..., C / size, size, size]."""
+    n = x.shape[-1] // size
+    x = x.unflatten(-1, (n, size)).unflatten(-3, (n, size))
+    return x.diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
