@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from linattn_edu.cp import build_cp_context, simulate
 from linattn_edu.models import MIXERS, Config, LanguageModel
 from linattn_edu.recall import IGNORE, Recall, accuracy, learn, small_model
 from linattn_edu.testing import assert_close
@@ -32,6 +33,27 @@ def test_with_a_cache_as_without(mixers):
     parts = [x[:, :5], x[:, 5:9], x[:, 9:10], x[:, 10:11], x[:, 11:]]
     got = torch.cat([model(part, cache=cache) for part in parts], 1)
     assert_close("logits", got, model(x), 1e-5)
+
+
+def test_one_sequence_over_ranks():
+    """Logits, and the gradients that the ranks add up, are those of one."""
+    model, x = model_of(("gdn", "kda", "mamba2", "ema")).double().requires_grad_(), tokens(1, 50)
+    dy = torch.randn(1, 50, 64, dtype=torch.float64)
+    want = model(x)
+    want.backward(dy)
+    gradients = [p.grad for p in model.parameters()]
+    model.zero_grad()
+
+    def rank(group):
+        context = build_cp_context(torch.tensor([0, 50]), group)
+        own = slice(*context.parts[0].tokens)
+        y = model(x[:, own], cp_context=context)
+        y.backward(dy[:, own])
+        return y.detach()
+
+    assert_close("logits", torch.cat(simulate(3, rank), 1), want, 1e-12)
+    for p, dp in zip(model.parameters(), gradients, strict=True):
+        assert_close("gradient", p.grad, dp, 1e-10)
 
 
 @each
@@ -167,6 +189,12 @@ def test_a_cache_that_is_not_the_model_s_is_refused_and_unchanged():
 def test_attention_takes_left_padding_alone():
     with pytest.raises(ValueError, match="zero after a one"):
         model_of(("attention",))(tokens(1, 3), attention_mask=torch.tensor([[1, 1, 0]]))
+
+
+def test_attention_is_not_cut_over_ranks():
+    context = build_cp_context(torch.tensor([0, 3]), None)
+    with pytest.raises(ValueError, match="cp_context must be None: attention"):
+        model_of(("attention",))(tokens(1, 3), cp_context=context)
 
 
 def test_the_coldest_draw_is_the_most_likely_token():

@@ -38,11 +38,15 @@ class Attention(nn.Module):
         attention_mask: Tensor | None = None,
         cache: "KeyValueCache | None" = None,
         cu_seqlens: Tensor | None = None,
+        cp_context: None = None,
     ) -> Tensor:
         """x ``[B, T, width]`` to the same shape; arguments as those of the recurrent layers.
 
         cu_seqlens: not together with a cache, whose keys would be those of one sequence.
+        cp_context: none, for keys stay on their rank.
         """
+        if cp_context is not None:
+            raise ValueError("cp_context must be None: attention is not cut over ranks")
         check.tensor("x", x, ("B", "T", "width"), {"width": self.qkv_proj.in_features})
         B, T, _ = x.shape
         if cache is not None and not isinstance(cache, KeyValueCache):

@@ -98,10 +98,8 @@ class Block(nn.Module):
         self.mlp_norm = nn.RMSNorm(config.width, eps=1e-5) if config.hidden else None
         self.mlp = GatedMLP(config.width, config.hidden) if config.hidden else None
 
-    def forward(self, x: Tensor, attention_mask=None, cache=None, cu_seqlens=None) -> Tensor:
-        x = x + self.mixer(
-            self.mixer_norm(x), attention_mask=attention_mask, cache=cache, cu_seqlens=cu_seqlens
-        )
+    def forward(self, x: Tensor, **options) -> Tensor:
+        x = x + self.mixer(self.mixer_norm(x), **options)
         return x if self.mlp is None else x + self.mlp(self.mlp_norm(x))
 
 
@@ -128,8 +126,10 @@ class LanguageModel(nn.Module):
         self.norm = nn.RMSNorm(config.width, eps=1e-5)
         self.embedding.reset_parameters()
 
-    def forward(self, tokens: Tensor, attention_mask=None, cache=None, cu_seqlens=None) -> Tensor:
-        """Logits of the next token.
+    def forward(
+        self, tokens: Tensor, attention_mask=None, cache=None, cu_seqlens=None, cp_context=None
+    ) -> Tensor:
+        """Logits of the next token, ``[B, T, vocabulary]``.
 
         Args:
             tokens: ``[B, T]``, integers below ``config.vocabulary``.
@@ -137,8 +137,7 @@ class LanguageModel(nn.Module):
             cache: What :meth:`make_cache` made; it is brought up to the last token, in place.
             cu_seqlens: ``[N + 1]``, the bounds of sequences packed in a row (B is 1). A cache then
                 has N sequences; "attention" takes none.
-        Returns:
-            ``[B, T, vocabulary]``.
+            cp_context: Of :func:`build_cp_context`: the tokens are this rank's. Not "attention".
         """
         check.tokens("tokens", tokens, self.config.vocabulary)
         if cache is not None and len(cache) != len(self.blocks):
@@ -147,8 +146,9 @@ class LanguageModel(nn.Module):
             raise ValueError("cu_seqlens must be None with a cache of attention, got both")
         x = self.embedding(tokens)
         caches = [None] * len(self.blocks) if cache is None else cache
+        options = {"attention_mask": attention_mask, "cu_seqlens": cu_seqlens}
         for block, own in zip(self.blocks, caches, strict=True):
-            x = block(x, attention_mask, own, cu_seqlens)
+            x = block(x, cache=own, cp_context=cp_context, **options)
         return F.linear(self.norm(x), self.embedding.weight)
 
     def make_cache(self, batch_size: int) -> list:
