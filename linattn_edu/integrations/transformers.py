@@ -102,8 +102,9 @@ def use(model: nn.Module, *, impl: str = "auto") -> "InUse":
     qwen3_5, qwen3_5_moe, qwen4_exp, olmo_hybrid), with Kimi Delta Attention (kimi_linear,
     glm5_next, bailing_hybrid) and with Mamba-2 (mamba2, bamba, falcon_h1, granitemoehybrid,
     nemotron_h, zamba2) are found by the functions that they call, so that their subclasses and
-    models around them (PEFT, DDP) are served too; their short convolutions with them. Weights,
-    outputs to rounding, and caches stay as they were.
+    models around them (PEFT, DDP) are served too; their short convolutions and gated norms with
+    them (the norms on a GPU, on a CPU with an impl named). Weights, outputs to rounding, and caches
+    stay as they were.
 
     Packed sequences: the boundaries that a model is called with, ``cu_seq_lens_q`` [N + 1] or
     ``seq_idx`` [1, T] (Mamba-2: [B, T]), reach convolution and recurrence, and there each sequence
