@@ -174,8 +174,8 @@ MUTANTS = [
     Mutant(
         "a short convolution takes its weights in reverse",
         f"{REFERENCE}/delta/causal_conv1d.py",
-        "sum(own(w[:, j] * u[:, 1 + j : 1 + j + T]",
-        "sum(own(w[:, W - 1 - j] * u[:, 1 + j : 1 + j + T]",
+        "p += own(w[j] * u[:, 1 + j : 1 + j + T]",
+        "p += own(w[W - 1 - j] * u[:, 1 + j : 1 + j + T]",
         "tests/delta/test_causal_conv1d.py -k pytorchs",
     ),
     Mutant(

@@ -96,8 +96,8 @@ def plain(tensors: tuple[Tensor | None, ...], how: How) -> tuple[Tensor | None, 
     elif how.raw_gate:
         g = layer_gate(g, A_log, dt_bias, how.lower_bound, how.impl)
     if how.normalise:  # not rounded to 16 bit, as in the kernel
-        both = torch.stack((q, k))  # one call is cheaper: decoding is a few short calls
-        q, k = l2norm(both, output_dtype=wide(q), impl=how.impl)
+        # one call for both: decoding is a few short calls
+        q, k = l2norm(torch.stack((q, k)), output_dtype=wide(q), impl=how.impl)
         v = v.to(wide(q))
     beta = torch.ones_like(v[..., 0]) if beta is None else beta
     return q, k, v, g, gk, gv, arguments.write_strength(beta, how.sigmoid)

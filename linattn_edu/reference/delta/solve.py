@@ -55,11 +55,11 @@ def solve_tril_bwd(X: Tensor, dX: Tensor) -> Tensor:
 
 
 def unit_lower_inverse(L: Tensor) -> Tensor:
-    """(I + L)^-1 for strictly lower-triangular L [..., C, C], C = 8, 16, 32, ...
+    """(I + L)^-1 for strictly lower-triangular L [..., C, C], C = 2, 4, 8, ...
 
     Substitution inside the 8 x 8 diagonal blocks, then block merges that double the block.
     """
-    C, size = L.shape[-1], BLOCK
+    C, size = L.shape[-1], min(BLOCK, L.shape[-1])
     L_, eye = diagonal_blocks(L, size), torch.eye(size, dtype=L.dtype, device=L.device)
     X = eye[:1].expand(*L_.shape[:-2], 1, size)
     for r in range(1, size):
