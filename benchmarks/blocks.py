@@ -93,13 +93,9 @@ def hidden(*packages: str) -> Iterator[None]:
         sys.modules.update(kept)
 
 
+@hidden(*PEERS.values(), "causal_conv1d", "kernels")
 def build(case: str, device: torch.device) -> torch.nn.Module:
     """A model whose functions are PyTorch: transformers takes peers' that it finds."""
-    with hidden(*PEERS.values(), "causal_conv1d", "kernels"):
-        return _build(case, device)
-
-
-def _build(case: str, device: torch.device) -> torch.nn.Module:
     import transformers
 
     transformers.logging.set_verbosity_error()  # that it has no kernels

@@ -192,9 +192,12 @@ def test_attention_takes_left_padding_alone():
 
 
 def test_attention_is_not_cut_over_ranks():
+    """Refused before the layers in front of it have talked to other ranks."""
     context = build_cp_context(torch.tensor([0, 3]), None)
-    with pytest.raises(ValueError, match="cp_context must be None: attention"):
-        model_of(("attention",))(tokens(1, 3), cp_context=context)
+    model = model_of(("gdn", "attention"))
+    for f, x in ((model, tokens(1, 3)), (model.blocks[1].mixer, torch.zeros(1, 3, 32))):
+        with pytest.raises(ValueError, match="cp_context must be None: attention"):
+            f(x, cp_context=context)
 
 
 def test_the_coldest_draw_is_the_most_likely_token():

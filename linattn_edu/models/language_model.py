@@ -38,10 +38,8 @@ class Config:
 
     def __post_init__(self):
         if not self.mixers or (unknown := sorted(set(self.mixers) - set(MIXERS))):
-            raise ValueError(
-                f"mixers must be names among {', '.join(MIXERS)}, got "
-                f"{', '.join(map(repr, unknown)) if self.mixers else 'none'}"
-            )
+            got = ", ".join(map(repr, unknown)) if self.mixers else "none"
+            raise ValueError(f"mixers must be names among {', '.join(MIXERS)}, got {got}")
         names = ("vocabulary", "width", "heads", "key_dim", "value_dim")
         check.positive(**{name: getattr(self, name) for name in names})
         if self.hidden < 0:
@@ -144,6 +142,8 @@ class LanguageModel(nn.Module):
             raise ValueError(f"cache must be of {len(self.blocks)} layers, got {len(cache)}")
         if cache is not None and cu_seqlens is not None and "attention" in self.config.mixers:
             raise ValueError("cu_seqlens must be None with a cache of attention, got both")
+        if cp_context is not None and "attention" in self.config.mixers:
+            raise ValueError("cp_context must be None: attention is not cut over ranks")
         x = self.embedding(tokens)
         caches = [None] * len(self.blocks) if cache is None else cache
         options = {"attention_mask": attention_mask, "cu_seqlens": cu_seqlens}

@@ -3,7 +3,6 @@
 Every operator, with and without the compiler, against one rank; "right" is written to FILE.RANK.
 """
 
-import gc
 import sys
 from pathlib import Path
 
@@ -13,9 +12,10 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from cp.cp_checks import OPERATORS, TOLERANCES, compare, draw, on_one, on_rank
+from processes import be_a_rank
 
 BOUNDS = [0, 30, 41, 90]
-DTYPES = {"gloo": (torch.float64,), "nccl": (torch.float32, torch.bfloat16)}
+DTYPES = {"cpu": (torch.float64,), "cuda": (torch.float32, torch.bfloat16)}
 
 
 def on_cpu(x):
@@ -27,20 +27,9 @@ def on_cpu(x):
     return type(x)(on_cpu(y) for y in x) if isinstance(x, (tuple, list)) else x
 
 
-def main(backend: str, rank: int, world: int, file: str) -> None:
-    torch.set_num_threads(1)
-    device = torch.device("cpu") if backend == "gloo" else torch.device("cuda", rank)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    dist.init_process_group(backend, init_method=f"file://{file}", rank=rank, world_size=world)
-    check(backend, device, world, dist.group.WORLD)
-    Path(f"{file}.{rank}").write_text("right")
-    gc.collect()  # a group's threads end with the last reference to it
-    dist.destroy_process_group()
-
-
-def check(backend: str, device: torch.device, world: int, group: dist.ProcessGroup) -> None:
-    for dtype in DTYPES[backend]:
+def check(device: torch.device, rank: int, world: int) -> None:
+    group, dtypes = dist.group.WORLD, DTYPES[device.type]
+    for dtype in dtypes:
         for layout in ("contiguous", "zigzag"):
             for operator in OPERATORS:
                 drawn = draw(operator, BOUNDS, dtype=dtype, device=device)
@@ -48,7 +37,7 @@ def check(backend: str, device: torch.device, world: int, group: dist.ProcessGro
                 own = on_cpu(on_rank(drawn, BOUNDS, group, layout=layout))
                 dist.all_gather_object(parts, own)
                 compare(on_cpu(on_one(drawn, BOUNDS)), parts, drawn[2], TOLERANCES[dtype])
-    f, *drawn = draw("gdn", BOUNDS, dtype=DTYPES[backend][0], device=device)
+    f, *drawn = draw("gdn", BOUNDS, dtype=dtypes[0], device=device)
     compiled = torch.compile(f, fullgraph=True, backend="aot_eager")
     results = [on_rank((g, *drawn), BOUNDS, group)[3] for g in (f, compiled)]
     plain, again = (torch.cat([x.flatten() for x in (o, s, *g.values())]) for o, s, g in results)
@@ -56,4 +45,4 @@ def check(backend: str, device: torch.device, world: int, group: dist.ProcessGro
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
+    be_a_rank(check)

@@ -1,10 +1,9 @@
-"""One of two processes: python one_rank.py RANK WORLD FILE.
+"""One of two processes: python one_rank.py BACKEND RANK WORLD FILE.
 
 A stack of every layer with DistributedDataParallel and with fully_shard, a row of the batch a rank,
 and with sequences cut over the ranks, against one process; "right" is written to FILE.RANK.
 """
 
-import gc
 import sys
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from torch.distributed.tensor import DTensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from layers.layer_checks import MAIN, hidden, make
+from processes import be_a_rank
 
 from linattn_edu.cp import build_cp_context
 from linattn_edu.testing import assert_close
@@ -32,16 +32,7 @@ def gradients(model):
     return {n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in grads.items()}
 
 
-def main(rank: int, world: int, file: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=world)
-    check(rank, world)
-    Path(f"{file}.{rank}").write_text("right")
-    gc.collect()  # a group's threads end with the last reference to it
-    dist.destroy_process_group()
-
-
-def check(rank: int, world: int) -> None:
+def check(device: torch.device, rank: int, world: int) -> None:
     x, dy = hidden(world, 20), hidden(world, 20, seed=2)
     one = stack()
     y = one(x)
@@ -75,4 +66,4 @@ def check(rank: int, world: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+    be_a_rank(check)

@@ -1,6 +1,5 @@
 """Operators on DTensors: two processes compute what one does, each its share of batch or heads."""
 
-import gc
 import json
 import traceback
 
@@ -8,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from processes import leave
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -227,8 +227,7 @@ def work(rank, folder):
     with open(f"{folder}/{rank}.json", "w") as file:
         json.dump(wrong, file)
     del mesh
-    gc.collect()  # a group's threads end with the last reference to it
-    dist.destroy_process_group()
+    leave()
 
 
 @pytest.fixture(scope="module")
