@@ -96,11 +96,12 @@ def draw(operator, bounds, B=1, states=True, dtype=torch.float64, device="cpu"):
     torch.manual_seed(sum(bounds))
     N = B * (len(bounds) - 1)
     f, tokens, shared, state = OPERATORS[operator](B, bounds[-1], N, dtype)
-    tokens, shared = ({n: t.to(device) for n, t in x.items()} for x in (tokens, shared))
-    state = state.to(device)
     like = tokens["v"] if "v" in tokens else tokens["x"]
-    cotangents = torch.randn_like(like), torch.randn_like(state)
-    return f, tokens, shared, state if states else None, *cotangents
+    state, do, dht = (
+        t.to(device) for t in (state, torch.randn_like(like), torch.randn_like(state))
+    )
+    tokens, shared = ({n: t.to(device) for n, t in x.items()} for x in (tokens, shared))
+    return f, tokens, shared, state if states else None, do, dht
 
 
 def passes(f, tokens, shared, state, do, dht, **options):
@@ -158,9 +159,9 @@ def compare(whole, parts, shared, tol):
 
 
 def check(operator, bounds, world, *, B=1, layout="contiguous", states=True, dtype=torch.float64,
-          **options):  # fmt: skip
+          device="cpu", **options):  # fmt: skip
     """Ranks that are simulated against one."""
-    drawn = draw(operator, bounds, B, states, dtype)
+    drawn = draw(operator, bounds, B, states, dtype, device)
     whole = on_one(drawn, bounds, B, **options)
     run = functools.partial(on_rank, drawn, bounds, B=B, layout=layout, **options)
     compare(whole, simulate(world, run), drawn[2], TOLERANCES[dtype])

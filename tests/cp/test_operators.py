@@ -63,14 +63,14 @@ def test_drawn_documents(operator, layout, world, states, lengths):
 
 @operators
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_kernels(operator, layout):
+def test_kernels(operator, layout, device):
     world = 3 if layout == "contiguous" else 2
-    options = {"impl": "triton", "dtype": torch.float32}
+    options = {"impl": "triton", "dtype": torch.float32, "device": device}
     check(operator, [0, 10, 80], world, layout=layout, **options)
 
 
-def test_fused_kernels_of_mamba_2():
-    check("ssd", [0, 10, 80], 3, impl="triton", dtype=torch.bfloat16)
+def test_fused_kernels_of_mamba_2(device):
+    check("ssd", [0, 10, 80], 3, impl="triton", dtype=torch.bfloat16, device=device)
 
 
 def test_activation_checkpointing():

@@ -27,7 +27,7 @@ OUTPUTS = ("y", "final state")
 def draw(N, T, D, W, given="both", dtype=torch.float32, device="cpu", wide=torch.float32):
     """x, weight, bias and state or None, of which those of the layer are wide; dy and dht.
 
-    The same numbers on every device: whether the sum of one channel nearly cancels is luck.
+    The same numbers on every device. No sum of dy, nor of dy times x, cancels to nearly nothing.
     """
     generator = torch.Generator().manual_seed(1000 * T + 10 * D + W)
 
@@ -36,6 +36,7 @@ def draw(N, T, D, W, given="both", dtype=torch.float32, device="cpu", wide=torch
         return torch.randn(*shape, generator=generator, dtype=exact).to(device, dtype)
 
     x, dy, state, dht = (randn(*shape) for shape in 2 * ((N, T, D),) + 2 * ((N, D, W),))
+    dy = dy + x + 1
     weight, bias = randn(D, W, dtype=wide), randn(D, dtype=wide)
     bias = bias if given in ("bias", "both") else None
     return (x, weight, bias, state if given in ("state", "both") else None), (dy, dht)

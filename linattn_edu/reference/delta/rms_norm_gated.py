@@ -82,9 +82,9 @@ def rms_norm_gated_bwd(
         # eq:norm-gate-last-bwd   do = dy act(z),   dz = dy o act'(z)
         dz, do = do * affine(n, weight, bias) * da, do * a
     # eq:norm-gated-dweight   dw = sum do n,   db = sum do
-    rows = tuple(range(x.ndim - 2))
-    dw = None if weight is None else (do * n).sum(rows).to(weight.dtype)
-    db = None if bias is None else do.sum(rows).to(bias.dtype)
+    rows = -1, *x.shape[-2:]
+    dw = None if weight is None else (do * n).reshape(rows).sum(0).to(weight.dtype)
+    db = None if bias is None else do.reshape(rows).sum(0).to(bias.dtype)
     # eq:norm-gated-bwd   dv = rstd (w do - n mean(n w do))
     dn = affine(do, weight, None)
     dx = rstd * (dn - n * (n * dn).mean(-1, keepdim=True))

@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from gdn_checks import launches
-from grids import parametrize
+from grids import EVERY, parametrize
 
 from linattn_edu import mamba_split_conv1d_scan_combined
-from linattn_edu.testing import assert_close, relative_rms
+from linattn_edu.testing import assert_close
 
 pytestmark = pytest.mark.usefixtures("poison")
 
@@ -25,9 +25,11 @@ TOLERANCES = {
 B, T, H, P, N, W, E = 2, 18, 4, 6, 5, 4, 7
 LENGTHS = (4, 1, 13)  # of the sequences of every row, where there are several
 OPTIONAL = ("conv1d_bias", "dt_bias", "initial_states", "outproj_bias")
+# in bfloat16 of more heads: a relative RMS of four sums of roundings is anything
+MANY = 64 if EVERY else 16
 
 
-def layer(G=2, M=0, per_entry=False, dtype=torch.float32, device="cpu", without=()):
+def layer(G=2, M=0, per_entry=False, dtype=torch.float32, device="cpu", without=(), H=H):
     """The tensors by name, parameters in float32 but the last projection."""
     generator = torch.Generator().manual_seed(G + M)
     inner, channels = H * P, H * P + 2 * G * N
@@ -44,7 +46,7 @@ def layer(G=2, M=0, per_entry=False, dtype=torch.float32, device="cpu", without=
         "D": randn(*((H, P) if per_entry else (H,))),
         "initial_states": randn(B, H, P, N),
         "rmsnorm_weight": randn(inner),
-        "outproj_weight": randn(E, M + inner, dtype=dtype) / 5,
+        "outproj_weight": randn(E, M + inner, dtype=dtype) * inner**-0.5,
         "outproj_bias": randn(E, dtype=dtype),
     }
     return {n: t for n, t in x.items() if n not in without}
@@ -53,9 +55,13 @@ def layer(G=2, M=0, per_entry=False, dtype=torch.float32, device="cpu", without=
 def plain(
     zxbcdt, conv1d_weight, A, D, conv1d_bias=None, dt_bias=None, initial_states=None,
     rmsnorm_weight=None, outproj_weight=None, outproj_bias=None, *, G, M, eps, norm_before_gate,
-    lengths, activation, dt_limit,
+    lengths, activation, dt_limit, dtype=torch.float64,
 ):  # fmt: skip
-    """out and the last states, a token after the other."""
+    """out and the last states, a token after the other.
+
+    What one of the operators gives to the next is rounded to dtype, and so is its gradient.
+    """
+    H = len(A)
     inner = H * P
     mlp, z, xBC, dt = zxbcdt.split([2 * M, inner, inner + 2 * G * N, H], -1)
     dt = F.softplus(dt if dt_bias is None else dt + dt_bias).clamp(*dt_limit)
@@ -65,7 +71,7 @@ def plain(
     for n, (begin, end) in enumerate(pairwise(bounds)):
         u = F.pad(xBC[:, begin:end].mT, (W - 1, 0))
         u = F.conv1d(u, conv1d_weight[:, None], conv1d_bias, groups=len(conv1d_weight)).mT
-        u = F.silu(u) if activation else u
+        u = (F.silu(u) if activation else u).to(dtype).to(u)
         x, b, c = u.split([inner, G * N, G * N], -1)
         x = x.unflatten(-1, (H, P))
         b, c = (t.unflatten(-1, (G, N)).repeat_interleave(H // G, 2) for t in (b, c))
@@ -78,13 +84,14 @@ def plain(
     if rmsnorm_weight is None:
         y = y * F.silu(z)
     else:
+        y = y.to(dtype).to(y)
         v = y if norm_before_gate else y * F.silu(z)
         groups = v.unflatten(-1, (G, -1))
         v = (groups / (groups.square().mean(-1, keepdim=True) + eps).sqrt()).flatten(-2)
         y = v * rmsnorm_weight
         y = y * F.silu(z) if norm_before_gate else y
     first, second = mlp.chunk(2, -1)
-    y = torch.cat([F.silu(first) * second, y], -1)
+    y = torch.cat([F.silu(first) * second, y], -1).to(dtype).to(y)
     return y if outproj_weight is None else F.linear(y, outproj_weight, outproj_bias), S
 
 
@@ -109,7 +116,7 @@ def test_both_passes(
 ):
     without = (*without, *(("rmsnorm_weight",) if norm is None else ()))
     without = (*without, *(() if project else ("outproj_weight", "outproj_bias")))
-    x = layer(G, M, per_entry, dtype, device, without)
+    x = layer(G, M, per_entry, dtype, device, without, MANY if dtype == torch.bfloat16 else H)
     options = {"norm_before_gate": bool(norm), "activation": activation, "dt_limit": (0.01, 1.5)}
     given = {"conv1d_bias": None, "dt_bias": None} | options
     if packed:
@@ -125,12 +132,8 @@ def test_both_passes(
     got = run(x, partial(ours, impl))
     wide = {n: t.double() for n, t in x.items()}
     lengths = LENGTHS if packed else (T,)
-    want = run(wide, plain, G=G, M=M, eps=1e-3, lengths=lengths, **options)
+    want = run(wide, plain, G=G, M=M, eps=1e-3, lengths=lengths, dtype=dtype, **options)
     assert got["out"].dtype == dtype
-    if dtype != torch.float32 and impl == "triton":  # a sum for each head may cancel
-        rounded = run(x, partial(ours, "reference"))["dA"]
-        sums = max(TOLERANCES[dtype][1], 2 * relative_rms(rounded, want["dA"]))
-        assert_close("dA", got["dA"], want.pop("dA"), sums)
     for n, t in want.items():
         assert_close(n, got[n], t, TOLERANCES[dtype][n[0] == "d"])
 
