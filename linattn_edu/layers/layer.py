@@ -10,7 +10,7 @@ from linattn_edu.cp.context import CPContext
 from linattn_edu.layers.cache import Cache
 from linattn_edu.layers.short_convolution import ShortConvolution
 from linattn_edu.ops import check, inplace
-from linattn_edu.ops.tensors import has_autocast, known, needs_gradient
+from linattn_edu.ops.tensors import AUTOCAST, known, needs_gradient
 
 
 class Layer(nn.Module):
@@ -230,7 +230,7 @@ class Layer(nn.Module):
 def _activations(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     """The dtype of what projections of this dtype give: autocast leaves float64 alone."""
     kind = device.type
-    if not has_autocast(kind) or not torch.is_autocast_enabled(kind):
+    if kind not in AUTOCAST or not torch.is_autocast_enabled(kind):
         return dtype
     return dtype if dtype == torch.float64 else torch.get_autocast_dtype(kind)
 

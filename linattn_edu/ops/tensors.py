@@ -80,10 +80,10 @@ def contiguous_rows(x: Tensor | None) -> Tensor | None:
     return contiguous(x) if x.is_cuda and (x.data_ptr() % 16 or far % 16) else x
 
 
-@torch.compiler.assume_constant_result
-def has_autocast(kind: str) -> bool:
-    """Whether PyTorch has autocast for devices of this type; PyTorch 2.11 cannot trace its own."""
-    return torch.amp.is_autocast_available(kind)
+# types of devices with autocast: once, because torch.compile of PyTorch 2.11 cannot ask
+AUTOCAST = frozenset(
+    filter(torch.amp.is_autocast_available, ("cpu", "cuda", "hpu", "mps", "mtia", "xla", "xpu"))
+)
 
 
 def at_device(f: Callable) -> Callable:
@@ -96,7 +96,7 @@ def at_device(f: Callable) -> Callable:
     @functools.wraps(f)
     def wrapped(stages, *args, **kwargs):
         x = args[0] if args else kwargs[first]
-        kind = x.device.type if has_autocast(x.device.type) else "cpu"
+        kind = x.device.type if x.device.type in AUTOCAST else "cpu"
         here = not x.is_cuda or x.device.index == torch.cuda.current_device()
         if here and not torch.is_autocast_enabled(kind):
             return f(stages, *args, **kwargs)
