@@ -3,15 +3,18 @@
 On a GPU their kernels run. On a CPU, where these cannot, the operators inside their layers are
 replaced by the PyTorch references that the two packages ship, and the convolution and the norm of
 fla by those of PyTorch. Weights and inputs are drawn by NumPy and not stored; the names and shapes
-of the weights are, as the layers of the two packages have them.
+of the weights are, as the layers of the two packages have them. A process for each case: fla tries
+many configurations of each of its kernels when it first runs.
 """
 
 import functools
 import importlib.util
 import itertools
 import json
+import multiprocessing
 import sys
 import types
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -113,20 +116,25 @@ def values(x: np.ndarray) -> torch.Tensor:
     return x.view(torch.bfloat16) if x.dtype == torch.int16 else x
 
 
-def main(folder: str) -> None:
+def of_case(case: str) -> tuple[dict[str, list[int]], dict[str, np.ndarray]]:
+    """The shapes of a layer's weights, and its results by name."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    classes = theirs(device)
-    stored, shapes = {}, {}
-    for case, (name, arguments, _) in CASES.items():
-        for dtype_name, dtype in DTYPES.items():
-            layer = classes[name](**arguments)
-            shapes[case] = {n: list(x.shape) for n, x in layer.state_dict().items()}
-            results = run(layer, case, CALLS[name], dtype, device)
-            for key, x in results.items():
-                assert x.isfinite().all(), (case, key)
-                stored[f"{case}.{dtype_name}.{key}"] = bits(x)
-    stored["shapes"] = np.array(json.dumps(shapes))
-    file = Path(folder) / f"layers_{device.type}.npz"
+    name, arguments, _ = CASES[case]
+    cls, stored = theirs(device)[name], {}
+    for dtype_name, dtype in DTYPES.items():
+        layer = cls(**arguments)
+        for key, x in run(layer, case, CALLS[name], dtype, device).items():
+            assert x.isfinite().all(), (case, key)
+            stored[f"{case}.{dtype_name}.{key}"] = bits(x)
+    return {n: list(x.shape) for n, x in layer.state_dict().items()}, stored
+
+
+def main(folder: str) -> None:
+    with ProcessPoolExecutor(len(CASES), multiprocessing.get_context("spawn")) as pool:
+        found = dict(zip(CASES, pool.map(of_case, CASES), strict=True))
+    stored = {key: x for _, results in found.values() for key, x in results.items()}
+    stored["shapes"] = np.array(json.dumps({case: shapes for case, (shapes, _) in found.items()}))
+    file = Path(folder) / f"layers_{'cuda' if torch.cuda.is_available() else 'cpu'}.npz"
     np.savez_compressed(file, **stored)
     print(f"{file}: {file.stat().st_size} bytes, {len(stored)} tensors")
 
