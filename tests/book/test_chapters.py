@@ -32,6 +32,14 @@ def test_verdicts_are_checked(name):
 
 
 @pytest.mark.parametrize("name", toc())
+def test_no_output_is_an_address(name):
+    """The value of a cell's last line that nobody meant to show."""
+    outputs = [o for c in notebook(name).cells for o in c.get("outputs", ())]
+    said = [o.get("text", "") + o.get("data", {}).get("text/plain", "") for o in outputs]
+    assert [x for x in said if re.search(r" at 0x[0-9a-f]+>", x)] == []
+
+
+@pytest.mark.parametrize("name", toc())
 def test_equations_are_referred_to_by_label(name):
     """A reference to a label that is not there would be caught by the build; a number would not."""
     text = (CHAPTERS / f"{name}.md").read_text()
