@@ -12,6 +12,7 @@ import importlib.util
 import itertools
 import json
 import multiprocessing
+import os
 import sys
 import types
 from concurrent.futures import ProcessPoolExecutor
@@ -120,6 +121,8 @@ def of_case(case: str) -> tuple[dict[str, list[int]], dict[str, np.ndarray]]:
     """The shapes of a layer's weights, and its results by name."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     name, arguments, _ = CASES[case]
+    if name == "KimiDeltaAttention":  # TileLang refuses values of 16 numbers
+        os.environ["FLA_TILELANG"] = "0"
     cls, stored = theirs(device)[name], {}
     for dtype_name, dtype in DTYPES.items():
         layer = cls(**arguments)

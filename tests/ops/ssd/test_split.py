@@ -37,8 +37,10 @@ def layer(G=2, M=0, per_entry=False, dtype=torch.float32, device="cpu", without=
     def randn(*shape, dtype=torch.float32):
         return torch.randn(*shape, generator=generator).to(device, dtype)
 
+    # uniform, of variance 1: products of normal numbers have one that is most of the sum of squares
+    tokens = torch.rand(B, T, 2 * M + inner + channels + H, generator=generator)
     x = {
-        "zxbcdt": randn(B, T, 2 * M + inner + channels + H, dtype=dtype),
+        "zxbcdt": ((2 * tokens - 1) * 3**0.5).to(device, dtype),
         "conv1d_weight": randn(channels, W) / 2,
         "conv1d_bias": randn(channels) / 2,
         "dt_bias": randn(H) - 1,
