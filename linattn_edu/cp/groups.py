@@ -56,11 +56,10 @@ class SimulatedRank:
 
 
 def simulate(world: int, f: Callable) -> list:
-    """[f(group) for each of `world` ranks], as if each were a process; on the CPU.
+    """[f(group) for each of `world` ranks], as if each were a process.
 
     group is the rank's process group, for :func:`build_cp_context`. One rank runs at a time, until
-    it waits for the others. Not on a GPU, where the backward passes of all threads share one of
-    PyTorch's.
+    it waits for the others.
 
     Raises:
         Whatever the first rank that fails raises; the others end.
@@ -70,7 +69,8 @@ def simulate(world: int, f: Callable) -> list:
     threads, results, errors = _Threads(world), [None] * world, []
 
     def run(rank: int) -> None:
-        with threads.turn:
+        # on a GPU the backward passes of all ranks would share one thread of PyTorch's, and wait there
+        with threads.turn, torch.autograd.set_multithreading_enabled(False):
             try:
                 results[rank] = f(SimulatedRank(threads, rank))
             except BaseException as error:
