@@ -474,6 +474,14 @@ MUTANTS = [
         "AssertionError",
     ),
     Mutant(
+        "the states of a chapter's guesses all go to the first slot",
+        f"{KERNELS}/delta/recurrent.py",
+        "tl.minimum(t, SLOTS - 1), pool_slots",
+        "tl.minimum(0 * t, SLOTS - 1), pool_slots",
+        "--nbval-lax chapters/26_decoding.ipynb",
+        "AssertionError",
+    ),
+    Mutant(
         "a gradient is decayed before the keys read it",
         f"{KERNELS}/delta/cp_merge_bwd.py",
         "dot(b_k, cast(b_dS, b_k.dtype))",
