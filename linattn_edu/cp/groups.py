@@ -69,7 +69,7 @@ def simulate(world: int, f: Callable) -> list:
     threads, results, errors = _Threads(world), [None] * world, []
 
     def run(rank: int) -> None:
-        # on a GPU the backward passes of all ranks would share one thread of PyTorch's, and wait there
+        # else on a GPU the backward passes of all ranks wait for each other in one thread
         with threads.turn, torch.autograd.set_multithreading_enabled(False):
             try:
                 results[rank] = f(SimulatedRank(threads, rank))

@@ -11,6 +11,8 @@ from layers.store import CASES, draw, run, values
 from linattn_edu import layers
 from linattn_edu.testing import assert_close, relative_rms
 
+# of the peers' kernels, which multiply float32 as tf32: 11 bits of each factor
+SINGLE = {"layers_cpu": 1e-5, "layers_cuda": 2e-3}
 FILES = sorted(Path(__file__).parent.glob("layers_*.npz"))
 
 
@@ -25,7 +27,7 @@ def ours(case, dtype, device):
 @pytest.fixture(params=FILES, ids=lambda file: file.stem)
 def stored(request):
     with np.load(request.param) as file:
-        return dict(file)
+        return {"of": request.param.stem, **file}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -40,7 +42,7 @@ def test_names_and_shapes(stored, case):
 @pytest.mark.parametrize("case", CASES)
 def test_single_precision(stored, case, device):
     for key, x in ours(case, torch.float32, device).items():
-        assert_close(key, x, values(stored[f"{case}.float32.{key}"]), 1e-5)
+        assert_close(key, x, values(stored[f"{case}.float32.{key}"]), SINGLE[stored["of"]])
 
 
 @pytest.mark.parametrize("case", CASES)

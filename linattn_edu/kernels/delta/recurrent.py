@@ -15,7 +15,6 @@ from linattn_edu.kernels.tiles import (
     cast,
     cdiv,
     columns_of,
-    device_of,
     load_vector,
     store_tile,
 )
@@ -340,8 +339,9 @@ def recurrent_bwd_kernel(
     store_tile(dh0_ptr + i_nh * K * V, b_dS, o_k, o_v, V, K, V)
 
 
-BV = 16  # columns of the state a program: narrow, so that a short batch still fills the GPU
-WIDE = 64  # with heads enough: rows of 256 bytes, and q and k are read less often; half past K 256
+# columns of the state a program. The same for every batch: sums over other tiles round otherwise
+BV = 32
+BV_BWD = 16
 
 
 def recurrent(
@@ -389,12 +389,11 @@ def recurrent(
     if output_final_state and not inplace:
         shape = (V, K) if v_first else (K, V)
         final_state = q.new_empty(N, HV, *shape, dtype=torch.float32)
-    BK, wide = block(K), WIDE // 2 if K > 256 else WIDE
-    width = min(block(V), wide if 4 * device_of(q)[1] <= N * HV else BV)
+    width = min(block(V), BV)
     with torch.cuda.device_of(q):
         recurrent_kernel[(N * HV * cdiv(V, width),)](
             q, k, v, g, gk, gv, beta, A_log, dt_bias, lower_bound, initial_state, o, final_state,
-            indices, accepted, stride, pool_slots, scale, cu_seqlens, T, H, HV, K, V, BK=BK,
+            indices, accepted, stride, pool_slots, scale, cu_seqlens, T, H, HV, K, V, BK=block(K),
             BV=width, NORM=normalise, SIGMOID=sigmoid, V_FIRST=v_first, SLOTS=slots, num_warps=4,
         )  # fmt: skip
     return o, final_state
@@ -429,7 +428,7 @@ def recurrent_bwd(
         counts = (cu_seqlens.diff() + length - 1).div(length, rounding_mode="floor")
         offsets = counts.cumsum(0) - counts
         blocks = T // length + N  # as many as there can be: how many there are, the device knows
-    NV = cdiv(V, BV)
+    NV = cdiv(V, BV_BWD)
 
     def new(*shape: int) -> Tensor:
         return q.new_empty(*shape, dtype=torch.float32)
@@ -444,7 +443,7 @@ def recurrent_bwd(
         recurrent_bwd_kernel[(N * HV * NV,)](
             q, k, v, g, gk, gv, beta, initial_state, do, dht, kept, inner,
             dq, dk, dv, dg, dbeta, dgk, dgv, dh0, scale, cu_seqlens, offsets, T, B * T, length,
-            H, HV, K, V, BK=block(K), BV=BV, num_warps=4,
+            H, HV, K, V, BK=block(K), BV=BV_BWD, num_warps=4,
         )  # fmt: skip
     dq, dk = (x.sum(0).unflatten(2, (H, -1)).sum(3).to(q.dtype) for x in (dq, dk))
     dgk = None if gk is None else dgk.sum(0)
