@@ -18,6 +18,7 @@ TAG = re.compile(r"#\s*(eq:[\w-]+)")
 JOINED = {
     "delta/kda_bwd": "11_kda_intra_bwd",
     "delta/fused": "06_output",
+    "delta/fused_bwd": "12_gate_bwd",
     "delta/gate": "12_gate_bwd",
     "delta/l2norm": "08_output_bwd",
     "delta/cumsum": "12_gate_bwd",

@@ -19,6 +19,8 @@ def test_intra_kernel_matches_reference(T, K, V, C, dtype, device):
     gc = gate_cumsum(x.g, chunk_size=C)
     args = (x.q, x.k, x.beta, gc)
     check_stage(kernels.intra, references.intra, args, chunk_size=C)
+    options = {"chunk_size": C, "return_inverse": True, "gated": True}
+    check_stage(kernels.intra, references.intra, args, **options)
 
 
 @grid

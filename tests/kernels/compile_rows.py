@@ -37,6 +37,7 @@ from linattn_edu.kernels.delta import (
     cp_merge_bwd,
     cumsum,
     fused,
+    fused_bwd,
     gate,
     gate_bwd,
     gate_cumsum,
@@ -104,6 +105,8 @@ def launches(K, V, dtype, chunk_size, heads):
     state.state(qk, qk, v, g, h0, chunk_size=chunk_size, output_final_state=True)
     output.output(qk, qk, v, h, g, scale=1.0, chunk_size=chunk_size)
     P, R, _ = fused.intra(qk, qk, g, g, chunk_size=chunk_size, return_inverse=True)
+    if fused_bwd.fits(qk, v):
+        fused_launches(qk, v, g, A, h0, h, chunk_size)
     fused.scan(qk, qk, v, g, P, R, h0, scale=1.0, output_final_state=True)
     fused.scan_map(qk, v, g, R, h0)
     S, M = cp_merge.piece_map(qk, qk, v, g, h0, chunk_size=chunk_size)
@@ -204,6 +207,20 @@ def ssd_launches(N, P, dtype, chunk_size):
     for given in ((h[0], ids), (None, None)):
         state_passing_bwd.state_passing_bwd(h, step, h, *given, **options)
     updates(x[0], dt[0], BC[0], A, D)
+
+
+def fused_launches(qk, v, g, A, h0, h, chunk_size):
+    """The fused backward pass of Gated DeltaNet, with a value head for each q/k head and with two,
+    and what the forward pass does for it."""
+    fused.intra(qk, qk, g, g, chunk_size=chunk_size, return_inverse=True, gated=True)
+    fused.scan_map(qk, v, g, A, h0, g)
+    fused_bwd.scan_states(qk, v, g, g, A, h0)
+    fused_bwd.scan_bwd(qk, qk, g, g, A, A, v, h0, scale=1.0)
+    fused_bwd.scan_map_bwd(qk, qk, g, g, A, A, v, h0, scale=1.0)
+    options = {"scale": 1.0, "chunk_size": chunk_size}
+    fused_bwd.intra_bwd(qk, qk, v, g, g, h, v, v, h, v, **options)
+    v, g, h = (x.expand(*x.shape[:2], 2, *x.shape[3:]) for x in (v, g, h))
+    fused_bwd.intra_bwd(qk, qk, v, g, g, h, v, v, h, v, **options)
 
 
 def fused_ssd_launches(N, P, dtype):

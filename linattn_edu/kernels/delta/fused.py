@@ -70,12 +70,13 @@ def resolvent_kernel(
     beta_ptr,  # [B, T, HV]
     gc_ptr,  # [B, T, HV] log2
     R_ptr,  # [B, T, HV, BT] out
-    A_ptr,  # [B, T, HV, BT] out, or None
+    A_ptr,  # [B, T, HV, BT] out, A * G with GATED; or None
     cu_ptr,  # [N + 1] or None
     chunks_ptr,  # [NT, 2] or None
     T,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
     BT: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
+    GATED: tl.constexpr,
 ):  # fmt: skip
     """One program: one chunk of one head.  Grid (NT * HV).
 
@@ -89,11 +90,13 @@ def resolvent_kernel(
     # eq:delta-kkt   L = diag(beta) tril(K K^T, -1)
     L = kkt(k_ptr, b_beta, H * K, n_t, K, BT, BK)
     A = unit_lower_inverse(L, BT, PRECISION)
-    if A_ptr is not None:
+    if A_ptr is not None and not GATED:
         store_tile(A_ptr + (first * HV + i_h) * BT, A, o_t, o_t, HV * BT, n_t, BT)
     # eq:delta-resolvent   R = (A * G) diag(beta)
-    G = decay_matrix(load_gate(gc_ptr + first * HV + i_h, o_t, HV, n_t), o_t)
-    R = A * G * b_beta[None, :]
+    A *= decay_matrix(load_gate(gc_ptr + first * HV + i_h, o_t, HV, n_t), o_t)
+    if A_ptr is not None and GATED:
+        store_tile(A_ptr + (first * HV + i_h) * BT, A, o_t, o_t, HV * BT, n_t, BT)
+    R = A * b_beta[None, :]
     store_tile(R_ptr + (first * HV + i_h) * BT, R, o_t, o_t, HV * BT, n_t, BT)
 
 
@@ -180,6 +183,7 @@ def scan_map_kernel(
     gc_ptr,  # [B, T, HV] log2
     R_ptr,  # [B, T, HV, BT]
     h0_ptr,  # [NP, HV, K, V] or None
+    beta_ptr,  # [B, T, HV], where R is without it; or None
     map_ptr,  # [NP, HV, K, W] out: S_ext, and M where W is V + K
     rows_ptr,  # [NP] or None
     cu_ptr,  # [N + 1] or None
@@ -196,6 +200,8 @@ def scan_map_kernel(
     v_ptr += (first * HV + i_h) * V
     R_ptr += (first * HV + i_h) * BT
     gc_ptr += first * HV + i_h
+    if beta_ptr is not None:
+        beta_ptr += first * HV + i_h
 
     o_t = tl.arange(0, BT)
     o_k = tl.arange(0, BK)
@@ -213,6 +219,9 @@ def scan_map_kernel(
         b_gc = load_gate(gc_ptr, o_t, HV, n_t)  # [BT]
         b_last = tl.load(gc_ptr + (tl.minimum(BT, n_t) - 1) * HV)
         b_W = b_v.to(tl.float32) - tl.exp2(b_gc)[:, None] * dot(b_k, cast(b_S, b_k.dtype))
+        if beta_ptr is not None:
+            b_W *= load_row(beta_ptr, o_t, HV, n_t)[:, None]
+            beta_ptr += BT * HV
         b_v = dot(b_R, cast(b_W, b_R.dtype)) * tl.exp2(b_last - b_gc)[:, None]
         b_S = dot(tl.trans(b_k), cast(b_v, b_k.dtype), b_S * tl.exp2(b_last))
         k_ptr += BT * H * K
@@ -252,6 +261,7 @@ def intra(
     *,
     chunk_size: int,
     return_inverse: bool = False,
+    gated: bool = False,
     packing: Packing | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Launch scores_kernel and resolvent_kernel; arguments and result as in the reference."""
@@ -265,7 +275,7 @@ def intra(
     config = entry(RESOLVENT_CONFIGS, k).launch(K)
     resolvent_kernel[(NT * HV,)](
         k, beta, gc, R, A, *chunks, T, H, HV, K, BT=chunk_size,
-        PRECISION=merge_precision(k.dtype), **config,
+        PRECISION=merge_precision(k.dtype), GATED=gated, **config,
     )  # fmt: skip
     return P, R, A
 
@@ -307,6 +317,7 @@ def scan_map(
     gc: Tensor,
     R: Tensor,
     initial_state: Tensor | None = None,
+    beta: Tensor | None = None,
     *,
     transition: bool = True,
     packing: Packing | None = None,
@@ -324,7 +335,7 @@ def scan_map(
     maps = gc.new_empty(NP, HV, K, W)
     grid, config = scan_launch(SCAN_CONFIGS, k, NP * HV, W)
     scan_map_kernel[grid](
-        k, v, gc, R, initial_state, maps, rows, cu_seqlens, T, H, HV, K, V, W, BT=R.shape[-1],
+        k, v, gc, R, initial_state, beta, maps, rows, cu_seqlens, T, H, HV, K, V, W, BT=R.shape[-1],
         **config,
     )  # fmt: skip
     return maps[..., :V], maps[..., V:] if transition else None

@@ -17,6 +17,7 @@ from linattn_edu.packing import Packing
 from linattn_edu.reference.delta.cp_merge import cp_merge, piece_map
 from linattn_edu.reference.delta.cp_merge_bwd import cp_merge_bwd, piece_map_bwd
 from linattn_edu.reference.delta.fused import intra, scan, scan_map
+from linattn_edu.reference.delta.fused_bwd import intra_bwd, scan_bwd, scan_map_bwd, scan_states
 from linattn_edu.reference.delta.gate_bwd import gate_bwd
 from linattn_edu.reference.delta.gate_cumsum import gate_cumsum
 from linattn_edu.reference.delta.output import output
@@ -122,7 +123,8 @@ def chunk_gated_delta_rule(
     -104, and its g has the gradient 0.
 
     Memory: between the passes it keeps its inputs and, of each token and head, chunk_size numbers
-    of q's dtype. With use_qk_l2norm_in_kernel it keeps q and k twice, as given and divided, and
+    of q's dtype, twice as many where both passes run in fused kernels (16 bit, Hopper and later, K
+    and V up to 128). With use_qk_l2norm_in_kernel it keeps q and k twice, as given and divided, and
     with use_beta_sigmoid_in_kernel beta.
 
     Works under ``torch.compile(fullgraph=True)``, in CUDA graphs (with cu_seqlens only together
@@ -168,7 +170,7 @@ def chunk_gated_delta_rule(
         *place.joined(q, k, v, g, arguments.write_strength(beta, sigmoid)), A_log, dt_bias,
         place.entering(arguments.transposed(initial_state, state_v_first)), *place.bounds,
         sizes["K"] ** -0.5 if scale is None else scale, output_final_state, chunk_size,
-        place.group, impl, "", save="gc A crossing" if place.group else "gc A",
+        place.group, impl, "", save=_saved(impl, q, v) + " crossing" * bool(place.group),
     )  # fmt: skip
     o, final_state = place.parted(o), place.leaving(final_state)
     final_state = arguments.transposed(final_state, state_v_first)
@@ -196,13 +198,21 @@ class Stages:
 
 @dataclass(frozen=True)
 class FusedStages:
-    """The same forward pass in fused stages: intra for solve, scan for wy, state and output."""
+    """The same passes in fused stages: intra for solve, scan for wy, state and output; scan_states
+    for wy and state, scan_bwd for state_bwd, intra_bwd for output_bwd and wy_bwd.
+    """
 
     gate_cumsum: Callable
     intra: Callable
     scan: Callable
+    scan_states: Callable
+    scan_bwd: Callable
+    intra_bwd: Callable
+    gate_bwd: Callable
     scan_map: Callable
     cp_merge: Callable
+    scan_map_bwd: Callable
+    cp_merge_bwd: Callable
 
 
 @functools.cache
@@ -223,7 +233,10 @@ _REFERENCE = Stages(
     gate_cumsum, solve, wy, state, output, output_bwd, state_bwd, wy_bwd, gate_bwd, piece_map,
     cp_merge, piece_map_bwd, cp_merge_bwd,
 )  # fmt: skip
-_FUSED_REFERENCE = FusedStages(gate_cumsum, intra, scan, scan_map, cp_merge)
+_FUSED_REFERENCE = FusedStages(
+    gate_cumsum, intra, scan, scan_states, scan_bwd, intra_bwd, gate_bwd, scan_map, cp_merge,
+    scan_map_bwd, cp_merge_bwd,
+)  # fmt: skip
 
 
 def _kernels() -> tuple[Stages, FusedStages]:
@@ -231,6 +244,7 @@ def _kernels() -> tuple[Stages, FusedStages]:
     from linattn_edu.kernels.delta.cp_merge import cp_merge, piece_map
     from linattn_edu.kernels.delta.cp_merge_bwd import cp_merge_bwd, piece_map_bwd
     from linattn_edu.kernels.delta.fused import intra, scan, scan_map
+    from linattn_edu.kernels.delta.fused_bwd import intra_bwd, scan_bwd, scan_map_bwd, scan_states
     from linattn_edu.kernels.delta.gate_bwd import gate_bwd
     from linattn_edu.kernels.delta.gate_cumsum import gate_cumsum
     from linattn_edu.kernels.delta.output import output
@@ -245,15 +259,33 @@ def _kernels() -> tuple[Stages, FusedStages]:
         gate_cumsum, solve, wy, state, output, output_bwd, state_bwd, wy_bwd, gate_bwd, piece_map,
         cp_merge, piece_map_bwd, cp_merge_bwd,
     )  # fmt: skip
-    return staged, FusedStages(gate_cumsum, intra, scan, scan_map, cp_merge)
+    fused = FusedStages(
+        gate_cumsum, intra, scan, scan_states, scan_bwd, intra_bwd, gate_bwd, scan_map, cp_merge,
+        scan_map_bwd, cp_merge_bwd,
+    )  # fmt: skip
+    return staged, fused
 
 
 class Residuals(NamedTuple):
-    """What the backward pass reads beside the arguments of the forward pass; None: not kept."""
+    """What the backward pass reads beside the arguments of the forward pass; None: not kept.
+
+    With A it runs in Stages, with P and AG in FusedStages.
+    """
 
     gc: Tensor | None
-    A: Tensor | None
+    A: Tensor | None = None
+    P: Tensor | None = None
+    AG: Tensor | None = None  # A * G
     crossing: Tensor | None = None  # states that come from other ranks
+
+
+def _saved(impl: str, q: Tensor, v: Tensor) -> str:
+    """The residuals that the backward pass starts from."""
+    if impl == "triton":
+        from linattn_edu.kernels.delta.fused_bwd import fits
+
+        return "gc P AG" if fits(q, v) else "gc A"
+    return "gc A"
 
 
 def _operations(s: dict) -> tuple[int, int]:
@@ -281,12 +313,15 @@ chunk = Operator(
         "final_state": widened("N HV K V", "q g A_log dt_bias initial_state", gradient="dht"),
         "gc": widened("B T HV", "g A_log dt_bias"),
         "A": like("B T HV C", "q"),
+        "P": like("B T HV C", "q"),
+        "AG": like("B T HV C", "q"),
         "crossing": widened("X HV K V", "q"),
     },
     options={"scale": "float", "output_final_state": "bool", "chunk_size": "int"},
     residuals=Residuals,
     stages=stages,
     forward_stages=fused_stages,
+    fused="AG",
     packed="ranks",
     transition="HV K K",
     limited="k",
@@ -311,11 +346,11 @@ def forward(
     chunk_size: int = 64,
     packing: Packing | None = None,
     cp: Ranks | None = None,
-    keep: Collection[str] = Residuals._fields,
+    keep: Collection[str] = ("gc", "A", "crossing"),
 ) -> tuple[Tensor, Tensor | None, Residuals]:
     """The chunked forward pass as a composition of stages (shapes as in chunk_gated_delta_rule).
 
-    cp: what other ranks send and are sent. keep: the residuals that are returned.
+    cp: what other ranks send and are sent. keep: the residuals that are returned, of A and AG one.
     Returns o, the final state or None, and what the backward pass starts from. Only the kernels
     take a packing.
 
@@ -325,7 +360,10 @@ def forward(
     options = {"chunk_size": chunk_size, **packed}
     gc = stages.gate_cumsum(g, A_log, dt_bias, **options)
     if isinstance(stages, FusedStages):
-        P, R, A = stages.intra(q, k, beta, gc, return_inverse="A" in keep, **options)
+        gated = "AG" in keep
+        inverse = {"return_inverse": gated or "A" in keep, "gated": gated}
+        P, R, A = stages.intra(q, k, beta, gc, **inverse, **options)
+        A, AG = (None, A) if gated else (A, None)
         if cp is not None:
             cp.send(stages.scan_map, (k, v, gc, R), initial_state, **packed)
             initial_state = cp.receive(stages.cp_merge, initial_state)
@@ -334,7 +372,7 @@ def forward(
             **packed,
         )  # fmt: skip
     else:
-        A = stages.solve(k, beta, **options)
+        A, P, AG = stages.solve(k, beta, **options), None, None
         w, u = stages.wy(k, v, beta, gc, A, **packed)
         if cp is not None:
             cp.send(stages.piece_map, (k, w, u, gc), initial_state, **options)
@@ -343,13 +381,13 @@ def forward(
             k, w, u, gc, initial_state, output_final_state=output_final_state, **options
         )
         o = stages.output(q, k, v_new, h, gc, scale=scale, **options)
-    kept = Residuals(gc, A, cp and cp.crossing)._asdict()
+    kept = Residuals(gc, A, P, AG, cp and cp.crossing)._asdict()
     return o, final_state, Residuals(*(x if n in keep else None for n, x in kept.items()))
 
 
 @chunk.backward
 def backward(
-    stages: Stages,
+    stages: Stages | FusedStages,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -368,8 +406,8 @@ def backward(
 ) -> tuple[Tensor | None, ...]:
     """The chunked backward pass as a composition of stages.
 
-    Starts from the arguments of the forward pass and its residuals; w, u, h and v_new are computed
-    again, so that no state is held between the two passes.
+    Starts from the arguments of the forward pass and its residuals, A or P and AG, whichever the
+    stages want; h and v_new are computed again, so that no state is held between the two passes.
 
     Args:
         do: Gradient of o.  dht: Gradient of the final state, or None.  cp: as in the forward pass.
@@ -377,20 +415,36 @@ def backward(
         dq, dk, dv, dg, dbeta, dA_log and ddt_bias (or None), and the gradient of the initial state.
     Source: chapter 12.
     """
-    gc, A, crossing = residuals
+    gc, A, P, AG, crossing = residuals
     packed = {} if packing is None else {"packing": packing}
-    options = {"chunk_size": A.shape[-1], **packed}
-    w, u = stages.wy(k, v, beta, gc, A, **packed)
     if cp is not None:
         initial_state = cp.entering(crossing, initial_state)
-    h, v_new, _ = stages.state(k, w, u, gc, initial_state, **options)
-    del u
-    dq, dk, dv_new, dgc = stages.output_bwd(q, k, v_new, h, gc, do, scale=scale, **options)
-    if cp is not None:
-        cp.send(stages.piece_map_bwd, (q, k, w, gc, do, dv_new), dht, scale=scale, **options)
-        dht = cp.receive(stages.cp_merge_bwd, dht)
-    dh, dv_new, dh0 = stages.state_bwd(q, k, w, gc, do, dv_new, dht, scale=scale, **options)
-    del w
-    dk, dv, dbeta, dgc = stages.wy_bwd(k, v, beta, gc, A, h, v_new, dh, dv_new, dk, dgc, **packed)
+    if isinstance(stages, FusedStages):
+        options = {"chunk_size": AG.shape[-1], **packed}
+        if cp is not None:
+            inputs = q, k, beta, gc, P, AG, do
+            cp.send(stages.scan_map_bwd, inputs, dht, scale=scale, **packed)
+        h, v_new = stages.scan_states(k, v, beta, gc, AG, initial_state, **packed)
+        if cp is not None:
+            dht = cp.receive(stages.cp_merge_bwd, dht)
+        dh, Z, dv, dh0 = stages.scan_bwd(q, k, beta, gc, P, AG, do, dht, scale=scale, **packed)
+        dq, dk, dbeta, dgc = stages.intra_bwd(
+            q, k, v, beta, gc, h, v_new, do, dh, Z, scale=scale, **options
+        )
+    else:
+        options = {"chunk_size": A.shape[-1], **packed}
+        w, u = stages.wy(k, v, beta, gc, A, **packed)
+        h, v_new, _ = stages.state(k, w, u, gc, initial_state, **options)
+        del u
+        dq, dk, dv_new, dgc = stages.output_bwd(q, k, v_new, h, gc, do, scale=scale, **options)
+        if cp is not None:
+            inputs = q, k, w, gc, do, dv_new
+            cp.send(stages.piece_map_bwd, inputs, dht, scale=scale, **options)
+            dht = cp.receive(stages.cp_merge_bwd, dht)
+        dh, dv_new, dh0 = stages.state_bwd(q, k, w, gc, do, dv_new, dht, scale=scale, **options)
+        del w
+        dk, dv, dbeta, dgc = stages.wy_bwd(
+            k, v, beta, gc, A, h, v_new, dh, dv_new, dk, dgc, **packed
+        )
     dg, dA_log, ddt_bias = stages.gate_bwd(dgc, g, A_log, dt_bias, **options)
     return dq, dk, dv, dg, dbeta, dA_log, ddt_bias, dh0

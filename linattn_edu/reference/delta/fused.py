@@ -22,6 +22,7 @@ def intra(
     *,
     chunk_size: int,
     return_inverse: bool = False,
+    gated: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The two C x C matrices of each chunk, which need no state.
 
@@ -32,7 +33,8 @@ def intra(
         q, k: [B, T, H, K]. beta: [B, T, HV]. gc: [B, T, HV] from gate_cumsum (log2).
     Returns:
         P, R and, with return_inverse, A (else None), each [B, T, HV, C] in q.dtype: row i of a
-        chunk is row i of its matrix. The backward pass starts from A.
+        chunk is row i of its matrix. The backward pass starts from A, or, fused, from P and, in A's
+        place with gated, A * G.
     Source: chapter 06.
     """
     dtype = compute_dtype(q, k, beta, gc)
@@ -50,7 +52,7 @@ def intra(
     A = unit_lower_inverse(L)
     # eq:delta-resolvent   R = (A * G) diag(beta)
     R = A * G * b.mT
-    P, R, A = (from_chunks(x, T).to(q.dtype) for x in (P, R, A))
+    P, R, A = (from_chunks(x, T).to(q.dtype) for x in (P, R, A * G if gated else A))
     return P, R, A if return_inverse else None
 
 
@@ -113,6 +115,7 @@ def scan_map(
     gc: Tensor,
     R: Tensor,
     initial_state: Tensor | None = None,
+    beta: Tensor | None = None,
     *,
     transition: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
@@ -123,12 +126,16 @@ def scan_map(
     Args:
         k: [B, T, H, K]. v: [B, T, HV, V]. gc: [B, T, HV] (log2). R: from intra.
         initial_state: [B, HV, K, V]: the state itself where it is known; S_ext starts from it.
+        beta: [B, T, HV], where R is A * G, without it.
         transition: Whether to compute M.
     Returns:
         S_ext [B, HV, K, V], and M [B, HV, K, K] or None, in fp32 (fp64 for fp64 input).
     Source: chapter 21.
     """
     options = {"scale": 1.0, "output_final_state": True}
+    if beta is not None:
+        T, C = gc.shape[1], R.shape[-1]
+        R = from_chunks(to_chunks(R, C) * to_chunks(beta[..., None], C).mT, T)
     nothing = torch.zeros_like(R)
     # eq:cp-ext   S_ext: the state after the piece, from zero
     _, S_ext = scan(k, k, v, gc, nothing, R, initial_state, **options)

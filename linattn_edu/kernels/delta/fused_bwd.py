@@ -1,0 +1,510 @@
+"""The backward pass in three fused kernels: the states again, their gradients, all that is left.
+
+Two of them carry a state through the chunks and share nothing, so each reads only what it needs;
+the third has a program for each chunk, and reads once what both have left.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from linattn_edu.kernels.delta.cp_merge import cp_merge, map_args, piece_of
+from linattn_edu.kernels.delta.cp_merge_bwd import cp_merge_bwd
+from linattn_edu.kernels.delta.fused import SCAN_CONFIGS, scan_map
+from linattn_edu.kernels.pieces import Pieces, pieces_of
+from linattn_edu.kernels.tiles import (
+    block,
+    cast,
+    cdiv,
+    chunk_args,
+    chunk_of,
+    columns_of,
+    decay_matrix,
+    decay_matrix_transposed,
+    device_of,
+    dot,
+    load_gate,
+    load_row,
+    load_tile,
+    scan_launch,
+    states,
+    store_tile,
+)
+from linattn_edu.packing import Packing
+
+
+@triton.jit(do_not_specialize=["T"])
+def scan_states_kernel(
+    k_ptr,  # [B, T, H, K]
+    v_ptr,  # [B, T, HV, V]
+    beta_ptr,  # [B, T, HV]
+    gc_ptr,  # [B, T, HV] log2
+    AG_ptr,  # [B, T, HV, BT]
+    h0_ptr,  # [N, HV, K, V] or None
+    h_ptr,  # [B, NT, HV, K, V] out: state entering each chunk
+    v_new_ptr,  # [B, T, HV, V] out
+    cu_ptr,  # [N + 1] or None
+    offsets_ptr,  # [N + 1] or None
+    T,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+):  # fmt: skip
+    """One program: S[:, v-tile] of one head, through all chunks.  Grid (N * HV * V / BV).
+
+    Reference: linattn_edu.reference.delta.fused_bwd.scan_states.
+    """
+    i_v, i_nh, i_h, first, n_seq, i_c = columns_of(
+        tl.program_id(0), cu_ptr, offsets_ptr, T, HV, V, BT, BV
+    )
+    k_ptr += (first * H + i_h // (HV // H)) * K
+    v_ptr += (first * HV + i_h) * V
+    v_new_ptr += (first * HV + i_h) * V
+    AG_ptr += (first * HV + i_h) * BT
+    beta_ptr += first * HV + i_h
+    gc_ptr += first * HV + i_h
+    h_ptr += (i_c * HV + i_h) * K * V
+
+    o_t = tl.arange(0, BT)
+    o_k = tl.arange(0, BK)
+    o_v = i_v * BV + tl.arange(0, BV)
+    b_S = tl.zeros([BK, BV], dtype=tl.float32)
+    if h0_ptr is not None:
+        b_S += load_tile(h0_ptr + i_nh * K * V, o_k, o_v, V, K, V).to(tl.float32)
+
+    for i_t in range(tl.cdiv(n_seq, BT)):
+        n_t = n_seq - i_t * BT
+        b_h = cast(b_S, k_ptr.dtype.element_ty)
+        store_tile(h_ptr, b_h, o_k, o_v, V, K, V)
+        b_k = load_tile(k_ptr, o_t, o_k, H * K, n_t, K)  # [BT, BK]
+        b_v = load_tile(v_ptr, o_t, o_v, HV * V, n_t, V)  # [BT, BV]
+        b_AG = load_tile(AG_ptr, o_t, o_t, HV * BT, n_t, BT)  # [BT, BT]
+        b_gc = load_gate(gc_ptr, o_t, HV, n_t)  # [BT]
+        b_beta = load_row(beta_ptr, o_t, HV, n_t)  # [BT]
+        b_last = tl.load(gc_ptr + (tl.minimum(BT, n_t) - 1) * HV)
+
+        # eq:delta-residual   W = V - diag(2^gc) K S
+        b_W = b_v.to(tl.float32) - tl.exp2(b_gc)[:, None] * dot(b_k, b_h)
+        # eq:delta-v-new   v_new = (A * G) diag(beta) W
+        b_v = dot(b_AG, cast(b_beta[:, None] * b_W, b_AG.dtype))
+        store_tile(v_new_ptr, b_v, o_t, o_v, HV * V, n_t, V)
+        # eq:delta-state   S <- 2^gc_last S + (diag(2^(gc_last - gc)) K)^T v_new
+        b_v *= tl.exp2(b_last - b_gc)[:, None]
+        b_S = dot(tl.trans(b_k), cast(b_v, b_k.dtype), b_S * tl.exp2(b_last))
+
+        k_ptr += BT * H * K
+        v_ptr += BT * HV * V
+        v_new_ptr += BT * HV * V
+        AG_ptr += BT * HV * BT
+        beta_ptr += BT * HV
+        gc_ptr += BT * HV
+        h_ptr += HV * K * V
+
+
+@triton.jit
+def back(b_dS, q_ptr, k_ptr, beta_ptr, gc_ptr, P_ptr, AG_ptr, do_ptr, scale, o_t, o_k, o_v, n_t,
+         H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+         BT: tl.constexpr):  # fmt: skip
+    """dS^T [BV, BK], back through a chunk: Z^T and dV^T [BV, BT], and the next dS^T.
+
+    Transposed, what a product makes is the first operand of the next: it stays in registers.
+    """
+    b_h = cast(b_dS, k_ptr.dtype.element_ty)
+    b_k = load_tile(k_ptr, o_t, o_k, H * K, n_t, K)  # [BT, BK]
+    b_q = load_tile(q_ptr, o_t, o_k, H * K, n_t, K)  # [BT, BK]
+    b_do = load_tile(do_ptr, o_t, o_v, HV * V, n_t, V)  # [BT, BV]
+    b_P = load_tile(P_ptr, o_t, o_t, HV * BT, n_t, BT)  # [BT, BT]
+    b_AG = load_tile(AG_ptr, o_t, o_t, HV * BT, n_t, BT)  # [BT, BT]
+    b_gc = load_gate(gc_ptr, o_t, HV, n_t)  # [BT]
+    b_beta = load_row(beta_ptr, o_t, HV, n_t)  # [BT]
+    b_last = tl.load(gc_ptr + (tl.minimum(BT, n_t) - 1) * HV)
+    # eq:delta-dv-new   dv_new = scale P^T dO + diag(2^(gc_last - gc)) K dS
+    b_dv = tl.exp2(b_last - b_gc)[None, :] * dot(b_h, tl.trans(b_k))
+    b_do = tl.trans(b_do).to(tl.float32) * scale
+    b_dv = dot(cast(b_do, b_P.dtype), b_P, b_dv)
+    # eq:delta-z   Z = (A * G)^T dv_new
+    b_Z = dot(cast(b_dv, b_AG.dtype), b_AG)
+    # eq:delta-dv   dV = diag(beta) Z
+    b_dv = b_beta[None, :] * b_Z
+    # eq:fused-ds   dS <- 2^gc_last dS + (diag(2^gc) Q)^T scale dO - (diag(2^gc) K)^T dV
+    b_e = tl.exp2(b_gc)[None, :]
+    b_dS = dot(cast(b_e * b_do, b_q.dtype), b_q, b_dS * tl.exp2(b_last))
+    b_dS = dot(cast(-b_e * b_dv, b_k.dtype), b_k, b_dS)
+    return b_Z, b_dv, b_dS
+
+
+@triton.jit(do_not_specialize=["T"])
+def scan_bwd_kernel(
+    q_ptr,  # [B, T, H, K]
+    k_ptr,  # [B, T, H, K]
+    beta_ptr,  # [B, T, HV]
+    gc_ptr,  # [B, T, HV] log2
+    P_ptr,  # [B, T, HV, BT]
+    AG_ptr,  # [B, T, HV, BT]
+    do_ptr,  # [B, T, HV, V]
+    dht_ptr,  # [N, HV, K, V] or None
+    dh_ptr,  # [B, NT, HV, K, V] out: gradient of the state leaving each chunk
+    Z_ptr,  # [B, T, HV, V] out
+    dv_ptr,  # [B, T, HV, V] out
+    dh0_ptr,  # [N, HV, K, V] out
+    scale,
+    cu_ptr,  # [N + 1] or None
+    offsets_ptr,  # [N + 1] or None
+    T,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+):  # fmt: skip
+    """One program: dS[:, v-tile] of one head, back through all chunks.  Grid (N * HV * V / BV).
+
+    Reference: linattn_edu.reference.delta.fused_bwd.scan_bwd.
+    """
+    i_v, i_nh, i_h, first, n_seq, i_c = columns_of(
+        tl.program_id(0), cu_ptr, offsets_ptr, T, HV, V, BT, BV
+    )
+    NT = tl.cdiv(n_seq, BT)
+    first += (NT - 1) * BT
+    q_ptr += (first * H + i_h // (HV // H)) * K
+    k_ptr += (first * H + i_h // (HV // H)) * K
+    do_ptr += (first * HV + i_h) * V
+    Z_ptr += (first * HV + i_h) * V
+    dv_ptr += (first * HV + i_h) * V
+    P_ptr += (first * HV + i_h) * BT
+    AG_ptr += (first * HV + i_h) * BT
+    beta_ptr += first * HV + i_h
+    gc_ptr += first * HV + i_h
+    dh_ptr += ((i_c + NT - 1) * HV + i_h) * K * V
+
+    o_t = tl.arange(0, BT)
+    o_k = tl.arange(0, BK)
+    o_v = i_v * BV + tl.arange(0, BV)
+    b_dS = tl.zeros([BV, BK], dtype=tl.float32)
+    if dht_ptr is not None:
+        b_dS += tl.trans(load_tile(dht_ptr + i_nh * K * V, o_k, o_v, V, K, V)).to(tl.float32)
+    for i_t in range(NT):
+        n_t = n_seq - (NT - 1 - i_t) * BT
+        b_h = cast(b_dS, dh_ptr.dtype.element_ty)
+        store_tile(dh_ptr, tl.trans(b_h), o_k, o_v, V, K, V)
+        b_Z, b_dv, b_dS = back(
+            b_dS, q_ptr, k_ptr, beta_ptr, gc_ptr, P_ptr, AG_ptr, do_ptr, scale, o_t, o_k, o_v, n_t,
+            H, HV, K, V, BT,
+        )  # fmt: skip
+        b_Z = tl.trans(cast(b_Z, Z_ptr.dtype.element_ty))
+        store_tile(Z_ptr, b_Z, o_t, o_v, HV * V, n_t, V)
+        b_dv = tl.trans(cast(b_dv, dv_ptr.dtype.element_ty))
+        store_tile(dv_ptr, b_dv, o_t, o_v, HV * V, n_t, V)
+        q_ptr -= BT * H * K
+        k_ptr -= BT * H * K
+        do_ptr -= BT * HV * V
+        Z_ptr -= BT * HV * V
+        dv_ptr -= BT * HV * V
+        P_ptr -= BT * HV * BT
+        AG_ptr -= BT * HV * BT
+        beta_ptr -= BT * HV
+        gc_ptr -= BT * HV
+        dh_ptr -= HV * K * V
+    store_tile(dh0_ptr + i_nh * K * V, tl.trans(b_dS), o_k, o_v, V, K, V)
+
+
+@triton.jit(do_not_specialize=["T"])
+def scan_map_bwd_kernel(
+    q_ptr,  # [B, T, H, K]
+    k_ptr,  # [B, T, H, K]
+    beta_ptr,  # [B, T, HV]
+    gc_ptr,  # [B, T, HV] log2
+    P_ptr,  # [B, T, HV, BT]
+    AG_ptr,  # [B, T, HV, BT]
+    do_ptr,  # [B, T, HV, V]
+    dht_ptr,  # [NP, HV, K, V] or None
+    map_ptr,  # [NP, HV, K, W] out: dS_ext, and dM where W is V + K
+    scale,
+    rows_ptr,  # [NP] or None
+    cu_ptr,  # [N + 1] or None
+    T,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr,
+    BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+):  # fmt: skip
+    """One program: BV columns of [dS_ext | dM] of one head, back through a piece.
+
+    Grid (NP * HV * W / BV).  Reference: linattn_edu.reference.delta.fused_bwd.scan_map_bwd.
+    """
+    i_v, i_ph, i_h, first, n_seq = piece_of(tl.program_id(0), rows_ptr, cu_ptr, T, HV, W, BT, BV)
+    NT = tl.cdiv(n_seq, BT)
+    first += (NT - 1) * BT
+    q_ptr += (first * H + i_h // (HV // H)) * K
+    k_ptr += (first * H + i_h // (HV // H)) * K
+    do_ptr += (first * HV + i_h) * V
+    P_ptr += (first * HV + i_h) * BT
+    AG_ptr += (first * HV + i_h) * BT
+    beta_ptr += first * HV + i_h
+    gc_ptr += first * HV + i_h
+
+    o_t = tl.arange(0, BT)
+    o_k = tl.arange(0, BK)
+    o_v = i_v * BV + tl.arange(0, BV)
+    # eq:cp-ext-bwd   dS_ext: the gradient before the piece, from zero
+    # eq:cp-transition-bwd   dM: the same with dO = 0, from I
+    b_dS = tl.where(o_k[None, :] + V == o_v[:, None], 1.0, 0.0)
+    if dht_ptr is not None:
+        b_dS += tl.trans(load_tile(dht_ptr + i_ph * K * V, o_k, o_v, V, K, V)).to(tl.float32)
+    for i_t in range(NT):
+        n_t = n_seq - (NT - 1 - i_t) * BT
+        _, _, b_dS = back(
+            b_dS, q_ptr, k_ptr, beta_ptr, gc_ptr, P_ptr, AG_ptr, do_ptr, scale, o_t, o_k, o_v, n_t,
+            H, HV, K, V, BT,
+        )  # fmt: skip
+        q_ptr -= BT * H * K
+        k_ptr -= BT * H * K
+        do_ptr -= BT * HV * V
+        P_ptr -= BT * HV * BT
+        AG_ptr -= BT * HV * BT
+        beta_ptr -= BT * HV
+        gc_ptr -= BT * HV
+    store_tile(map_ptr + i_ph * K * W, tl.trans(b_dS), o_k, o_v, W, K, W)
+
+
+@triton.jit(do_not_specialize=["T"])
+def intra_bwd_kernel(
+    q_ptr,  # [B, T, H, K]
+    k_ptr,  # [B, T, H, K]
+    v_ptr,  # [B, T, HV, V]
+    beta_ptr,  # [B, T, HV]
+    gc_ptr,  # [B, T, HV] log2
+    h_ptr,  # [B, NT, HV, K, V]
+    v_new_ptr,  # [B, T, HV, V]
+    do_ptr,  # [B, T, HV, V]
+    dh_ptr,  # [B, NT, HV, K, V]
+    Z_ptr,  # [B, T, HV, V]
+    dq_ptr,  # [B, T, H, K] out
+    dk_ptr,  # [B, T, H, K] out
+    dq_sum_ptr,  # [B, T, H, K] fp32: of the value heads so far; or None: there is one
+    dk_sum_ptr,  # [B, T, H, K] fp32, or None
+    dbeta_ptr,  # [B, T, HV] out
+    dgc_ptr,  # [B, T, HV] out
+    scale,
+    cu_ptr,  # [N + 1] or None
+    chunks_ptr,  # [NT, 2] or None
+    T,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+):  # fmt: skip
+    """One program: one chunk of one q/k head, value head after value head.  Grid (NT * H).
+
+    Reference: linattn_edu.reference.delta.fused_bwd.intra_bwd.
+    """
+    i_h, i_c, first, n_t = chunk_of(tl.program_id(0), cu_ptr, chunks_ptr, T, H, BT)
+    i_qk = (first * H + i_h) * K
+    o_t, o_v = tl.arange(0, BT), tl.arange(0, BV)
+    last = tl.minimum(BT, n_t) - 1
+    for i_g in range(HV // H):
+        i = first * HV + i_h * (HV // H) + i_g
+        i_S = (i_c * HV + i_h * (HV // H) + i_g) * K * V
+        b_gc = load_gate(gc_ptr + i, o_t, HV, n_t)
+        b_last = tl.load(gc_ptr + i + last * HV)
+        b_beta = load_row(beta_ptr + i, o_t, HV, n_t)
+        b_do = load_tile(do_ptr + i * V, o_t, o_v, HV * V, n_t, V)  # [BT, BV]
+        b_v_new = load_tile(v_new_ptr + i * V, o_t, o_v, HV * V, n_t, V)  # [BT, BV]
+        b_Z = load_tile(Z_ptr + i * V, o_t, o_v, HV * V, n_t, V)  # [BT, BV]
+        G = decay_matrix(b_gc, o_t)
+        # eq:delta-dm   dM = scale (dO v_new^T) * G
+        below = o_t[:, None] > o_t[None, :]
+        b_dM = dot(b_do, tl.trans(b_v_new)) * G * scale
+        # no decay acts on the diagonal: it must not be in the sums of dgc, where it would cancel
+        b_own = tl.sum(tl.where(o_t[:, None] == o_t[None, :], b_dM, 0.0), 1)
+        b_dM = cast(tl.where(below, b_dM, 0.0), b_do.dtype)
+        b_dMT = dot(b_v_new, tl.trans(b_do)) * decay_matrix_transposed(b_gc, o_t) * scale
+        b_dMT = cast(tl.where(o_t[:, None] < o_t[None, :], b_dMT, 0.0), b_do.dtype)
+        # eq:delta-dl   dL = -tril(Z v_new^T, -1) * G
+        b_dL = tl.where(below, -dot(b_Z, tl.trans(b_v_new)) * G, 0.0)
+        b_NT = cast(tl.trans(b_beta[:, None] * b_dL), b_do.dtype)
+        b_dL = cast(b_dL, b_do.dtype)
+        b_v = load_tile(v_ptr + i * V, o_t, o_v, HV * V, n_t, V)  # [BT, BV]
+        b_dbeta = tl.sum(b_Z.to(tl.float32) * b_v.to(tl.float32), 1)
+        b_dgc = tl.zeros([BT], dtype=tl.float32)
+        for j in range(tl.cdiv(K, BK)):
+            o_k = j * BK + tl.arange(0, BK)
+            b_q = load_tile(q_ptr + i_qk, o_t, o_k, H * K, n_t, K)  # [BT, BK]
+            b_k = load_tile(k_ptr + i_qk, o_t, o_k, H * K, n_t, K)  # [BT, BK]
+            b_h = load_tile(h_ptr + i_S, o_k, o_v, V, K, V)  # [BK, BV]
+            b_dh = load_tile(dh_ptr + i_S, o_k, o_v, V, K, V)  # [BK, BV]
+            # eq:delta-dq   dQ = scale diag(2^gc) dO S^T + dM K
+            b_dq = dot(b_do, tl.trans(b_h)) * (tl.exp2(b_gc) * scale)[:, None]
+            b_dq = dot(b_dM, b_k, b_dq)
+            b_dgc += tl.sum(b_q.to(tl.float32) * b_dq, 1)
+            b_dq += b_own[:, None] * b_k.to(tl.float32)
+            # eq:fused-read   F = dL K - diag(2^gc) Z S^T
+            b_F = dot(b_Z, tl.trans(b_h)) * -tl.exp2(b_gc)[:, None]
+            b_F = dot(b_dL, b_k, b_F)
+            # eq:fused-dbeta   dbeta = rowsum(Z * V) + rowsum(K * F)
+            b_KF = tl.sum(b_k.to(tl.float32) * b_F, 1)
+            b_dbeta += b_KF
+            b_dgc += b_beta * b_KF
+            # eq:delta-dk-state   dK = diag(2^(gc_last - gc)) v_new dS^T
+            b_state = dot(b_v_new, tl.trans(b_dh)) * tl.exp2(b_last - b_gc)[:, None]
+            b_t = tl.where(o_t == last, 0.0, tl.sum(b_k.to(tl.float32) * b_state, 1))
+            b_dSS = tl.sum(b_dh.to(tl.float32) * b_h.to(tl.float32), 1)
+            # eq:fused-write   D = dK_state + dM^T Q + (diag(beta) dL)^T K
+            b_D = dot(b_NT, b_k, dot(b_dMT, b_q))
+            # eq:fused-dgc   dgc = q dq + beta k f - k d; dgc_last += sum k dk_state + 2^gc_last <dS, S>
+            b_dgc -= tl.sum(b_k.to(tl.float32) * b_D, 1) + b_t
+            # [:, None]: as in wy_bwd
+            through = tl.sum(b_t[:, None], 0) + tl.exp2(b_last) * tl.sum(b_dSS[:, None], 0)
+            b_dgc += tl.where(o_t == last, through, 0.0)
+            # eq:fused-dk   dK = diag(beta) F + D
+            b_D += b_state + b_own[:, None] * b_q.to(tl.float32) + b_beta[:, None] * b_F
+            if HV == H:
+                store_tile(dq_ptr + i_qk, b_dq, o_t, o_k, H * K, n_t, K)
+                store_tile(dk_ptr + i_qk, b_D, o_t, o_k, H * K, n_t, K)
+            else:
+                if i_g > 0:
+                    b_dq += load_tile(dq_sum_ptr + i_qk, o_t, o_k, H * K, n_t, K)
+                    b_D += load_tile(dk_sum_ptr + i_qk, o_t, o_k, H * K, n_t, K)
+                if i_g < HV // H - 1:
+                    store_tile(dq_sum_ptr + i_qk, b_dq, o_t, o_k, H * K, n_t, K)
+                    store_tile(dk_sum_ptr + i_qk, b_D, o_t, o_k, H * K, n_t, K)
+                else:
+                    store_tile(dq_ptr + i_qk, b_dq, o_t, o_k, H * K, n_t, K)
+                    store_tile(dk_ptr + i_qk, b_D, o_t, o_k, H * K, n_t, K)
+        tl.store(dbeta_ptr + i + o_t * HV, b_dbeta, mask=o_t < n_t)
+        tl.store(dgc_ptr + i + o_t * HV, b_dgc, mask=o_t < n_t)
+        if HV > H:
+            tl.debug_barrier()  # the next head reads what other threads stored
+
+
+BV = 64  # rows of dS^T: a product of fewer would leave tensor cores idle
+SCAN_OPTIONS = {"num_warps": 4, "num_stages": 2}
+
+
+# 32: with 64 columns of K one program alone would fill a multiprocessor's shared memory
+def intra_options(several: bool) -> dict[str, int]:
+    """Tile and launch options of intra_bwd_kernel, by whether value heads share a q/k head."""
+    return {"BK": 32, "num_warps": 4, "num_stages": 2 if several else 3}
+
+
+def fits(q: Tensor, v: Tensor) -> bool:
+    """Whether these kernels hold q's and v's heads on q's GPU; if not, the stages one by one."""
+    K, V = q.shape[-1], v.shape[-1]
+    hopper = device_of(q)[0] in ("hopper", "blackwell")
+    return hopper and q.element_size() == 2 and K % 2 == 0 and K <= 128 and V <= 128
+
+
+def scan_states(
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    gc: Tensor,
+    AG: Tensor,
+    initial_state: Tensor | None = None,
+    *,
+    packing: Packing | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Launch scan_states_kernel; arguments and result as in the reference."""
+    H, K = k.shape[2:]
+    HV, V = v.shape[2:]
+    chunk_size = AG.shape[-1]
+    pieces = pieces_of(k, HV, V, chunk_size, packing)
+    if pieces.several:
+        maps = scan_map(k, v, gc, AG, None, beta, pieces=pieces)
+        initial_state = pieces.entering(cp_merge, maps, initial_state)
+    h, v_new = k.new_empty(*states(k, chunk_size, packing), HV, K, V), torch.empty_like(v)
+    grid, config = scan_launch(SCAN_CONFIGS, k, pieces.N * HV, V)
+    scan_states_kernel[grid](
+        k, v, beta, gc, AG, initial_state, h, v_new, pieces.cu_seqlens, pieces.chunk_offsets,
+        pieces.T, H, HV, K, V, BT=chunk_size, **config,
+    )  # fmt: skip
+    return h, v_new
+
+
+def scan_bwd(
+    q: Tensor,
+    k: Tensor,
+    beta: Tensor,
+    gc: Tensor,
+    P: Tensor,
+    AG: Tensor,
+    do: Tensor,
+    dht: Tensor | None = None,
+    *,
+    scale: float,
+    packing: Packing | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Launch scan_bwd_kernel; arguments and result as in the reference."""
+    H, K = q.shape[2:]
+    HV, V = do.shape[2:]
+    chunk_size = AG.shape[-1]
+    pieces = pieces_of(q, HV, V, chunk_size, packing)
+    if pieces.several:
+        maps = scan_map_bwd(q, k, beta, gc, P, AG, do, scale=scale, pieces=pieces)
+        dht = pieces.entering(cp_merge_bwd, maps, dht)
+    dh = q.new_empty(*states(q, chunk_size, packing), HV, K, V)
+    Z, dv = torch.empty_like(do), torch.empty_like(do)
+    dh0 = gc.new_empty(pieces.N, HV, K, V)
+    scan_bwd_kernel[(pieces.N * HV * cdiv(V, BV),)](
+        q, k, beta, gc, P, AG, do, dht, dh, Z, dv, dh0,
+        scale, pieces.cu_seqlens, pieces.chunk_offsets, pieces.T, H, HV, K, V,
+        BT=chunk_size, BK=block(K), BV=BV, **SCAN_OPTIONS,
+    )  # fmt: skip
+    return dh, Z, dv, pieces.first(dh0)
+
+
+def scan_map_bwd(
+    q: Tensor,
+    k: Tensor,
+    beta: Tensor,
+    gc: Tensor,
+    P: Tensor,
+    AG: Tensor,
+    do: Tensor,
+    dht: Tensor | None = None,
+    *,
+    scale: float,
+    transition: bool = True,
+    packing: Packing | None = None,
+    rows: Tensor | None = None,
+    pieces: Pieces | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Launch scan_map_bwd_kernel; arguments and result as in the reference.
+
+    packing, rows, pieces: as in piece_map.
+    """
+    H, K = q.shape[2:]
+    HV, V = do.shape[2:]
+    NP, cu_seqlens, T = map_args(q, packing, rows, pieces)
+    W = V + K if transition else V
+    maps = gc.new_empty(NP, HV, K, W)
+    scan_map_bwd_kernel[(NP * HV * cdiv(W, BV),)](
+        q, k, beta, gc, P, AG, do, dht, maps, scale, rows, cu_seqlens, T, H, HV, K, V, W,
+        BT=AG.shape[-1], BK=block(K), BV=BV, **SCAN_OPTIONS,
+    )  # fmt: skip
+    return maps[..., :V], maps[..., V:] if transition else None
+
+
+def intra_bwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    gc: Tensor,
+    h: Tensor,
+    v_new: Tensor,
+    do: Tensor,
+    dh: Tensor,
+    Z: Tensor,
+    *,
+    scale: float,
+    chunk_size: int,
+    packing: Packing | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Launch intra_bwd_kernel; arguments and result as in the reference."""
+    _, T, H, K = q.shape
+    HV, V = v.shape[2:]
+    dq, dk = torch.empty_like(q), torch.empty_like(k)
+    sums = (None, None)
+    if HV > H:
+        sums = tuple(torch.empty_like(q, dtype=torch.float32) for _ in range(2))
+    dbeta, dgc = torch.empty_like(gc), torch.empty_like(gc)
+    NT, *chunks = chunk_args(q, chunk_size, packing)
+    intra_bwd_kernel[(NT * H,)](
+        q, k, v, beta, gc, h, v_new, do, dh, Z, dq, dk, *sums, dbeta, dgc,
+        scale, *chunks, T, H, HV, K, V, BT=chunk_size, BV=block(V), **intra_options(HV > H),
+    )  # fmt: skip
+    return dq, dk, dbeta, dgc

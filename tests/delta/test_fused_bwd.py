@@ -1,0 +1,92 @@
+"""The fused backward stages: kernels against references, and the composition against the staged."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from delta.stage_checks import check_stage, grid, inputs
+
+from linattn_edu.kernels.delta import fused_bwd as kernels
+from linattn_edu.kernels.delta.fused import scan_map as scan_map_kernel
+from linattn_edu.ops.gdn import backward, forward, fused_stages, stages
+from linattn_edu.reference.delta import fused_bwd as references
+from linattn_edu.reference.delta.fused import intra, scan_map
+from linattn_edu.reference.delta.gate_cumsum import gate_cumsum
+from linattn_edu.testing import assert_close
+
+pytestmark = pytest.mark.usefixtures("poison")
+
+
+def small(device):
+    """A dtype that the kernels hold: on a GPU of 16 bits."""
+    return torch.float32 if device == "cpu" else torch.bfloat16
+
+
+def arguments(T, K, V, C, dtype, device):
+    """(inputs, everything the fused backward stages read), by the reference stages."""
+    x = inputs(T, K, V, dtype, device)
+    if x.q.is_cuda and not kernels.fits(x.q, x.v):
+        pytest.skip("heads that the fused stages do not hold")
+    r = SimpleNamespace(do=torch.randn_like(x.v), dht=torch.randn_like(x.initial_state))
+    r.gc = gate_cumsum(x.g, chunk_size=C)
+    options = {"chunk_size": C, "return_inverse": True, "gated": True}
+    r.P, r.R, r.AG = intra(x.q, x.k, x.beta, r.gc, **options)
+    r.h, r.v_new = references.scan_states(x.k, x.v, x.beta, r.gc, r.AG, x.initial_state)
+    args = (x.q, x.k, x.beta, r.gc, r.P, r.AG, r.do, r.dht)
+    r.dh, r.Z, *_ = references.scan_bwd(*args, scale=0.3)
+    return x, r
+
+
+@grid
+def test_scan_states_kernel_matches_reference(T, K, V, C, dtype, device):
+    x, r = arguments(T, K, V, C, dtype, device)
+    args = (x.k, x.v, x.beta, r.gc, r.AG, x.initial_state)
+    check_stage(kernels.scan_states, references.scan_states, args)
+
+
+@grid
+def test_scan_bwd_kernel_matches_reference(T, K, V, C, dtype, device):
+    x, r = arguments(T, K, V, C, dtype, device)
+    args = (x.q, x.k, x.beta, r.gc, r.P, r.AG, r.do, r.dht)
+    check_stage(kernels.scan_bwd, references.scan_bwd, args, scale=0.3)
+
+
+@grid
+def test_intra_bwd_kernel_matches_reference(T, K, V, C, dtype, device):
+    x, r = arguments(T, K, V, C, dtype, device)
+    args = (x.q, x.k, x.v, x.beta, r.gc, r.h, r.v_new, r.do, r.dh, r.Z)
+    check_stage(kernels.intra_bwd, references.intra_bwd, args, scale=0.3, chunk_size=C)
+
+
+def test_intra_bwd_kernel_with_a_head_each(device):
+    """Without heads to add up: the other branch of the kernel."""
+    x, r = arguments(100, 32, 48, 32, small(device), device)
+    q, k = (t.repeat_interleave(2, 2) for t in (x.q, x.k))
+    args = (q, k, x.v, x.beta, r.gc, r.h, r.v_new, r.do, r.dh, r.Z)
+    check_stage(kernels.intra_bwd, references.intra_bwd, args, scale=0.3, chunk_size=32)
+
+
+def test_maps_of_a_piece(device):
+    x, r = arguments(100, 32, 48, 32, small(device), device)
+    args = (x.k, x.v, r.gc, r.AG, x.initial_state, x.beta)
+    check_stage(scan_map_kernel, scan_map, args)
+    args = (x.q, x.k, x.beta, r.gc, r.P, r.AG, r.do, r.dht)
+    check_stage(kernels.scan_map_bwd, references.scan_map_bwd, args, scale=0.3)
+
+
+@pytest.mark.parametrize("C", [16, 32, 64])
+def test_fused_equals_staged_in_float64(C):
+    x = inputs(130, 20, 12, torch.float64, "cpu")
+    found = []
+    for used, keep in ((fused_stages, ("gc", "P", "AG")), (stages, ("gc", "A"))):
+        options = {"scale": 0.5, "output_final_state": True, "chunk_size": C, "keep": keep}
+        o, last, residuals = forward(used("reference"), **x.asdict(), **options)
+        torch.manual_seed(0)
+        found.append(backward(
+            used("reference"), x.q, x.k, x.v, x.g, x.beta, residuals, torch.randn_like(o),
+            torch.randn_like(last), scale=0.5, initial_state=x.initial_state,
+        ))  # fmt: skip
+    for i, (a, b) in enumerate(zip(*found, strict=True)):
+        assert (a is None) == (b is None)
+        if a is not None:
+            assert_close(f"gradient {i}", a, b, 1e-12)
