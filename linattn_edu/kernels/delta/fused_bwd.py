@@ -206,63 +206,6 @@ def scan_bwd_kernel(
 
 
 @triton.jit(do_not_specialize=["T"])
-def scan_map_bwd_kernel(
-    q_ptr,  # [B, T, H, K]
-    k_ptr,  # [B, T, H, K]
-    beta_ptr,  # [B, T, HV]
-    gc_ptr,  # [B, T, HV] log2
-    P_ptr,  # [B, T, HV, BT]
-    AG_ptr,  # [B, T, HV, BT]
-    do_ptr,  # [B, T, HV, V]
-    dht_ptr,  # [NP, HV, K, V] or None
-    map_ptr,  # [NP, HV, K, W] out: dS_ext, and dM where W is V + K
-    scale,
-    rows_ptr,  # [NP] or None
-    cu_ptr,  # [N + 1] or None
-    T,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr,
-    BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-):  # fmt: skip
-    """One program: BV columns of [dS_ext | dM] of one head, back through a piece.
-
-    Grid (NP * HV * W / BV).  Reference: linattn_edu.reference.delta.fused_bwd.scan_map_bwd.
-    """
-    i_v, i_ph, i_h, first, n_seq = piece_of(tl.program_id(0), rows_ptr, cu_ptr, T, HV, W, BT, BV)
-    NT = tl.cdiv(n_seq, BT)
-    first += (NT - 1) * BT
-    q_ptr += (first * H + i_h // (HV // H)) * K
-    k_ptr += (first * H + i_h // (HV // H)) * K
-    do_ptr += (first * HV + i_h) * V
-    P_ptr += (first * HV + i_h) * BT
-    AG_ptr += (first * HV + i_h) * BT
-    beta_ptr += first * HV + i_h
-    gc_ptr += first * HV + i_h
-
-    o_t = tl.arange(0, BT)
-    o_k = tl.arange(0, BK)
-    o_v = i_v * BV + tl.arange(0, BV)
-    # eq:cp-ext-bwd   dS_ext: the gradient before the piece, from zero
-    # eq:cp-transition-bwd   dM: the same with dO = 0, from I
-    b_dS = tl.where(o_k[None, :] + V == o_v[:, None], 1.0, 0.0)
-    if dht_ptr is not None:
-        b_dS += tl.trans(load_tile(dht_ptr + i_ph * K * V, o_k, o_v, V, K, V)).to(tl.float32)
-    for i_t in range(NT):
-        n_t = n_seq - (NT - 1 - i_t) * BT
-        _, _, b_dS = back(
-            b_dS, q_ptr, k_ptr, beta_ptr, gc_ptr, P_ptr, AG_ptr, do_ptr, scale, o_t, o_k, o_v, n_t,
-            H, HV, K, V, BT,
-        )  # fmt: skip
-        q_ptr -= BT * H * K
-        k_ptr -= BT * H * K
-        do_ptr -= BT * HV * V
-        P_ptr -= BT * HV * BT
-        AG_ptr -= BT * HV * BT
-        beta_ptr -= BT * HV
-        gc_ptr -= BT * HV
-    store_tile(map_ptr + i_ph * K * W, tl.trans(b_dS), o_k, o_v, W, K, W)
-
-
-@triton.jit(do_not_specialize=["T"])
 def intra_bwd_kernel(
     q_ptr,  # [B, T, H, K]
     k_ptr,  # [B, T, H, K]
@@ -344,7 +287,7 @@ def intra_bwd_kernel(
             b_dSS = tl.sum(b_dh.to(tl.float32) * b_h.to(tl.float32), 1)
             # eq:fused-write   D = dK_state + dM^T Q + (diag(beta) dL)^T K
             b_D = dot(b_NT, b_k, dot(b_dMT, b_q))
-            # eq:fused-dgc   dgc = q dq + beta k f - k d; dgc_last += sum k dk_state + 2^gc_last <dS, S>
+            # eq:fused-dgc   dgc = q dq + beta k f - k d; dgc_last += sum k dk + 2^gc_last <dS, S>
             b_dgc -= tl.sum(b_k.to(tl.float32) * b_D, 1) + b_t
             # [:, None]: as in wy_bwd
             through = tl.sum(b_t[:, None], 0) + tl.exp2(b_last) * tl.sum(b_dSS[:, None], 0)
@@ -368,6 +311,63 @@ def intra_bwd_kernel(
         tl.store(dgc_ptr + i + o_t * HV, b_dgc, mask=o_t < n_t)
         if HV > H:
             tl.debug_barrier()  # the next head reads what other threads stored
+
+
+@triton.jit(do_not_specialize=["T"])
+def scan_map_bwd_kernel(
+    q_ptr,  # [B, T, H, K]
+    k_ptr,  # [B, T, H, K]
+    beta_ptr,  # [B, T, HV]
+    gc_ptr,  # [B, T, HV] log2
+    P_ptr,  # [B, T, HV, BT]
+    AG_ptr,  # [B, T, HV, BT]
+    do_ptr,  # [B, T, HV, V]
+    dht_ptr,  # [NP, HV, K, V] or None
+    map_ptr,  # [NP, HV, K, W] out: dS_ext, and dM where W is V + K
+    scale,
+    rows_ptr,  # [NP] or None
+    cu_ptr,  # [N + 1] or None
+    T,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr,
+    BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+):  # fmt: skip
+    """One program: BV columns of [dS_ext | dM] of one head, back through a piece.
+
+    Grid (NP * HV * W / BV).  Reference: linattn_edu.reference.delta.fused_bwd.scan_map_bwd.
+    """
+    i_v, i_ph, i_h, first, n_seq = piece_of(tl.program_id(0), rows_ptr, cu_ptr, T, HV, W, BT, BV)
+    NT = tl.cdiv(n_seq, BT)
+    first += (NT - 1) * BT
+    q_ptr += (first * H + i_h // (HV // H)) * K
+    k_ptr += (first * H + i_h // (HV // H)) * K
+    do_ptr += (first * HV + i_h) * V
+    P_ptr += (first * HV + i_h) * BT
+    AG_ptr += (first * HV + i_h) * BT
+    beta_ptr += first * HV + i_h
+    gc_ptr += first * HV + i_h
+
+    o_t = tl.arange(0, BT)
+    o_k = tl.arange(0, BK)
+    o_v = i_v * BV + tl.arange(0, BV)
+    # eq:cp-ext-bwd   dS_ext: the gradient before the piece, from zero
+    # eq:cp-transition-bwd   dM: the same with dO = 0, from I
+    b_dS = tl.where(o_k[None, :] + V == o_v[:, None], 1.0, 0.0)
+    if dht_ptr is not None:
+        b_dS += tl.trans(load_tile(dht_ptr + i_ph * K * V, o_k, o_v, V, K, V)).to(tl.float32)
+    for i_t in range(NT):
+        n_t = n_seq - (NT - 1 - i_t) * BT
+        _, _, b_dS = back(
+            b_dS, q_ptr, k_ptr, beta_ptr, gc_ptr, P_ptr, AG_ptr, do_ptr, scale, o_t, o_k, o_v, n_t,
+            H, HV, K, V, BT,
+        )  # fmt: skip
+        q_ptr -= BT * H * K
+        k_ptr -= BT * H * K
+        do_ptr -= BT * HV * V
+        P_ptr -= BT * HV * BT
+        AG_ptr -= BT * HV * BT
+        beta_ptr -= BT * HV
+        gc_ptr -= BT * HV
+    store_tile(map_ptr + i_ph * K * W, tl.trans(b_dS), o_k, o_v, W, K, W)
 
 
 BV = 64  # rows of dS^T: a product of fewer would leave tensor cores idle

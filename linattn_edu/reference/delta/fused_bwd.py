@@ -29,7 +29,8 @@ def scan_states(
         S    <- 2^(gc_last) S + (diag(2^(gc_last - gc)) K)^T v_new
 
     Args:
-        k, v, beta, gc, AG, initial_state: the arguments of scan.
+        k, v, beta, gc, initial_state: the arguments of the forward pass. AG: [B, T, HV, C], A * G,
+            from intra.
     Returns:
         h [B, NT, HV, K, V] and v_new [B, T, HV, V] in k.dtype, as of state.
     Source: chapter 12.
@@ -76,12 +77,13 @@ def scan_bwd(
         dS    <- 2^(gc_last) dS + scale (diag(2^gc) Q)^T dO - (diag(2^gc) K)^T dV
 
     Args:
-        q, k, beta, gc: the arguments of the forward pass. P, AG: from intra. do: [B, T, HV, V], gradient of o.
+        q, k, beta, gc: the arguments of the forward pass. P, AG: from intra.
+        do: [B, T, HV, V], gradient of o.
         dht: [B, HV, K, V], gradient of the final state, zero if None.
     Returns:
         dh [B, NT, HV, K, V] in q.dtype, the gradient of the state leaving each chunk;
-        Z and dv [B, T, HV, V] in q.dtype; dh0 [B, HV, K, V] in fp32 (fp64 for fp64 input), the gradient
-        of the initial state.
+        Z and dv [B, T, HV, V] in q.dtype; dh0 [B, HV, K, V] in fp32 (fp64 for fp64 input), the
+        gradient of the initial state.
     Source: chapter 12.
     """
     dtype = compute_dtype(q, k, beta, gc, do, dht)
@@ -181,7 +183,7 @@ def intra_bwd(
     through = t.sum(-1) + torch.exp2(last[..., 0]) * (dS * S).sum((-1, -2))
     # eq:fused-write   D = dK_state + dM^T Q + (diag(beta) dL)^T K
     D = dM.mT @ Q + (b * dL).mT @ K
-    # eq:fused-dgc   dgc = q dq + beta k f - k d; dgc_last += sum k dk_state + 2^gc_last <dS, S>
+    # eq:fused-dgc   dgc = q dq + beta k f - k d; dgc_last += sum k dk + 2^gc_last <dS, S>
     dgc = read + b[..., 0] * KF - (K * D).sum(-1) - t + end * through[..., None]
     # eq:fused-dk   dK = diag(beta) F + D
     dK = b * F + D + dK_state + own * Q
