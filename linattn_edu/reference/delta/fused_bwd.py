@@ -217,12 +217,12 @@ def scan_map_bwd(
     Source: chapter 22.
     """
     # eq:cp-ext-bwd   dS_ext: the gradient before the piece, from zero
-    *_, dS_ext = scan_bwd(q, k, beta, gc, P, AG, do, dht, scale=scale)
-    if not transition:
-        return dS_ext, None
-    B, T, HV = gc.shape
-    K = k.shape[-1]
-    eye = torch.eye(K, dtype=dS_ext.dtype, device=k.device).expand(B, HV, K, K)
-    # eq:cp-transition-bwd   dM: the same with dO = 0, from I
-    *_, dM = scan_bwd(q, k, beta, gc, P, AG, do.new_zeros(B, T, HV, K), eye, scale=scale)
-    return dS_ext, dM
+    ends = [(do, dht)]
+    if transition:
+        B, T, HV = gc.shape
+        K = k.shape[-1]
+        eye = torch.eye(K, dtype=compute_dtype(q, gc), device=k.device)
+        # eq:cp-transition-bwd   dM: the same with dO = 0, from I
+        ends.append((do.new_zeros(B, T, HV, K), eye.expand(B, HV, K, K)))
+    maps = [scan_bwd(q, k, beta, gc, P, AG, *end, scale=scale)[-1] for end in ends]
+    return maps[0], maps[1] if transition else None
