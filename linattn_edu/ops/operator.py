@@ -80,7 +80,6 @@ class Operator:
             output_final_state alone, and is the initial_state where there are no tokens.
         stages: "reference" or "triton" -> the stages that the composition takes first.
         forward_stages: The same of the forward pass, if it has others.
-        fused: The residual with which the backward pass too takes forward_stages.
         options: Name -> type in the schema of torch.library.  "impl" is the last of all operators.
         residuals: The NamedTuple of outputs that only the backward pass and who asks for them see.
             With one, a call names in `keep` those it wants and in `save` those that the backward
@@ -106,7 +105,6 @@ class Operator:
         *,
         stages: Callable,
         forward_stages: Callable | None = None,
-        fused: str | None = None,
         options: dict[str, str] | None = None,
         residuals: type | None = None,
         packed: str | None = None,
@@ -123,7 +121,6 @@ class Operator:
         self.axes = {n: tuple(axes.rstrip("?").split()) for n, axes in tensors.items()}
         self.axes |= {n: out.axes for n, out in outputs.items()}
         self.outputs, self.residuals, self.flops = outputs, residuals, flops
-        self.fused = fused
         self.packed, self.bounds = packed, BOUNDS[packed]
         self.matrices = len(transition.split()) > 1
         self.limited, self.mutates, self.apart = limited, mutates, apart
@@ -338,8 +335,7 @@ class Operator:
         options = {n: given[n] for n in self._backward_takes if n != "residuals"}
         if "residuals" in self._backward_takes:
             options["residuals"] = self.residuals(*(given[n] for n in kept))
-        length, fused = self._length(given), given.get(self.fused) is not None
-        stages = (self.forward_stages if fused else self.stages)(given["impl"])
+        length, stages = self._length(given), self.stages(given["impl"])
         if "chunk_size" in options:
             options["chunk_size"] = length
         tokens = given[self._given[0]]

@@ -381,7 +381,7 @@ def intra_options(several: bool) -> dict[str, int]:
 
 
 def fits(q: Tensor, v: Tensor) -> bool:
-    """Whether these kernels hold q's and v's heads on q's GPU; if not, the stages one by one."""
+    """Whether these kernels hold q's and v's heads on q's GPU."""
     K, V = q.shape[-1], v.shape[-1]
     hopper = device_of(q)[0] in ("hopper", "blackwell")
     return hopper and q.element_size() == 2 and K % 2 == 0 and K <= 128 and V <= 128

@@ -123,8 +123,7 @@ def chunk_gated_delta_rule(
     -104, and its g has the gradient 0.
 
     Memory: between the passes it keeps its inputs and, of each token and head, chunk_size numbers
-    of q's dtype, twice as many where both passes run in fused kernels (16 bit, Hopper and later, K
-    and V up to 128). With use_qk_l2norm_in_kernel it keeps q and k twice, as given and divided, and
+    of q's dtype. With use_qk_l2norm_in_kernel it keeps q and k twice, as given and divided, and
     with use_beta_sigmoid_in_kernel beta.
 
     Works under ``torch.compile(fullgraph=True)``, in CUDA graphs (with cu_seqlens only together
@@ -170,7 +169,7 @@ def chunk_gated_delta_rule(
         *place.joined(q, k, v, g, arguments.write_strength(beta, sigmoid)), A_log, dt_bias,
         place.entering(arguments.transposed(initial_state, state_v_first)), *place.bounds,
         sizes["K"] ** -0.5 if scale is None else scale, output_final_state, chunk_size,
-        place.group, impl, "", save=_saved(impl, q, v) + " crossing" * bool(place.group),
+        place.group, impl, "", save="gc A crossing" if place.group else "gc A",
     )  # fmt: skip
     o, final_state = place.parted(o), place.leaving(final_state)
     final_state = arguments.transposed(final_state, state_v_first)
@@ -200,6 +199,9 @@ class Stages:
 class FusedStages:
     """The same passes in fused stages: intra for solve, scan for wy, state and output; scan_states
     for wy and state, scan_bwd for state_bwd, intra_bwd for output_bwd and wy_bwd.
+
+    chunk_gated_delta_rule runs its forward pass in these and its backward pass in Stages, which are
+    faster where few programs carry a state (chapter 12).
     """
 
     gate_cumsum: Callable
@@ -279,15 +281,6 @@ class Residuals(NamedTuple):
     crossing: Tensor | None = None  # states that come from other ranks
 
 
-def _saved(impl: str, q: Tensor, v: Tensor) -> str:
-    """The residuals that the backward pass starts from."""
-    if impl == "triton":
-        from linattn_edu.kernels.delta.fused_bwd import fits
-
-        return "gc P AG" if fits(q, v) else "gc A"
-    return "gc A"
-
-
 def _operations(s: dict) -> tuple[int, int]:
     """Operations of the matrix products, forward and backward: two for each multiply-add."""
     token, C, K, V = 2 * s["B"] * s["T"] * s["HV"], s["C"], s["K"], s["V"]
@@ -321,7 +314,6 @@ chunk = Operator(
     residuals=Residuals,
     stages=stages,
     forward_stages=fused_stages,
-    fused="AG",
     packed="ranks",
     transition="HV K K",
     limited="k",
