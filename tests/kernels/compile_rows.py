@@ -84,7 +84,8 @@ SIZES = (
 SIZES_ELSEWHERE = ((torch.bfloat16, (64, 128, 256)), (torch.float32, (128, 256)))
 WIDE = 512  # values beside 256 keys; and keys of the recurrence
 TYPES = {
-    torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int32: "*i32"
+    torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16",
+    torch.int32: "*i32", torch.int8: "*i8",
 }  # fmt: skip
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 

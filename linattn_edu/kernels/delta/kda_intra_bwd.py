@@ -8,14 +8,17 @@ from torch import Tensor
 from linattn_edu.kernels.delta.kda_intra import FAR, halve, halves, pairs
 from linattn_edu.kernels.tiles import (
     cast,
+    cdiv,
     chunk_args,
     chunk_of,
+    device_of,
     dot,
     entry,
     load_gates,
     load_row,
     load_tile,
     load_vector,
+    of_generation,
     row,
     shared_dtype,
     store_tile,
@@ -24,6 +27,123 @@ from linattn_edu.packing import Packing
 
 # as in kda_intra, but gradients need more room than keys: a factor of 2^66
 NEAR = tl.constexpr(60.0)
+GROUP = tl.constexpr(64)  # channels that are near together, or not
+
+
+@triton.jit
+def middle(n_t, BT: tl.constexpr):
+    """The row of a chunk at which its near channels are anchored."""
+    return tl.minimum(BT // 2, n_t - 1)
+
+
+@triton.jit
+def is_near(gc_ptr, j, stride, n_t, K, BT: tl.constexpr):
+    """Whether no channel of group j fades by more than 2^NEAR to the chunk's middle or from it."""
+    o_k = j * GROUP + tl.arange(0, GROUP)
+    b_ga = load_vector(gc_ptr + middle(n_t, BT) * stride, o_k, K)
+    b_before = load_vector(gc_ptr, o_k, K) - b_ga
+    b_after = b_ga - load_vector(gc_ptr + (tl.minimum(BT, n_t) - 1) * stride, o_k, K)
+    return tl.max(tl.maximum(b_before, b_after), 0) <= NEAR
+
+
+@triton.jit(do_not_specialize=["T"])
+def kda_intra_bwd_near_kernel(
+    q_ptr,  # [B, T, H, K]
+    k_ptr,  # [B, T, H, K]
+    beta_ptr,  # [B, T, HV]
+    gc_ptr,  # [B, T, HV, K] log2
+    dP_ptr,  # [B, T, HV, BT]
+    dL_ptr,  # [B, T, HV, BT]
+    dqg_ptr,  # [B, T, HV, K]
+    dkb_ptr,  # [B, T, HV, K]
+    dkg_ptr,  # [B, T, HV, K]
+    dgl_ptr,  # [B, NT, HV, K]
+    dq_ptr,  # [B, T, HV, K] out
+    dk_ptr,  # [B, T, HV, K] out
+    dbeta_ptr,  # [B, T, HV] added to
+    dgc_ptr,  # [B, T, HV, K] out
+    near_ptr,  # [B, NT, HV, NG] out: whether the channels of a group are near
+    cu_ptr,  # [N + 1] or None
+    chunks_ptr,  # [NT, 2] or None
+    T,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
+    BT: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """One program: one chunk of one head, its channels that are near.  Grid (NT * HV).
+
+    Reference: linattn_edu.reference.delta.kda_intra_bwd.
+    """
+    i_h, i_c, first, n_t = chunk_of(tl.program_id(0), cu_ptr, chunks_ptr, T, HV, BT)
+    i = first * HV + i_h
+    q_ptr += (first * H + i_h // (HV // H)) * K
+    k_ptr += (first * H + i_h // (HV // H)) * K
+    gc_ptr += i * K
+    o_t = tl.arange(0, BT)
+    last = tl.minimum(BT, n_t) - 1
+    NG: tl.constexpr = (K + GROUP - 1) // GROUP
+    near_ptr += (i_c * HV + i_h) * NG
+    dtype: tl.constexpr = k_ptr.dtype.element_ty
+    b_beta = load_row(beta_ptr + i, o_t, HV, n_t)[:, None]
+    b_dbeta = load_row(dbeta_ptr + i, o_t, HV, n_t)
+    b_dP_ii = load_row(dP_ptr + i * BT, o_t, HV * BT + 1, n_t)[:, None]
+    b_dP = load_tile(dP_ptr + i * BT, o_t, o_t, HV * BT, n_t, BT)  # [BT, BT]
+    b_dP = tl.where(o_t[:, None] > o_t[None, :], b_dP, 0.0)
+    b_dL = load_tile(dL_ptr + i * BT, o_t, o_t, HV * BT, n_t, BT)  # [BT, BT]
+    for j in range(tl.cdiv(K, BK)):
+        o_k = j * BK + tl.arange(0, BK)
+        near = is_near(gc_ptr, j * BK // GROUP, HV * K, n_t, K, BT)
+        tl.store(near_ptr + j * BK // GROUP, near)
+        if near:
+            b_ga = load_vector(gc_ptr + middle(n_t, BT) * HV * K, o_k, K)
+            b_gl = load_vector(gc_ptr + last * HV * K, o_k, K)
+            # loaded before they are needed: nothing else is there to wait behind
+            b_k = load_tile(k_ptr, o_t, o_k, H * K, n_t, K)  # [BT, BK]
+            b_q = load_tile(q_ptr, o_t, o_k, H * K, n_t, K)  # [BT, BK]
+            b_g = load_gates(gc_ptr, o_t, o_k, HV * K, n_t, K) - b_ga[None, :]  # [BT, BK]
+            b_dqg = load_tile(dqg_ptr + i * K, o_t, o_k, HV * K, n_t, K)  # [BT, BK]
+            b_dkb = load_tile(dkb_ptr + i * K, o_t, o_k, HV * K, n_t, K)  # [BT, BK]
+            b_dkg = load_tile(dkg_ptr + i * K, o_t, o_k, HV * K, n_t, K)  # [BT, BK]
+            b_k = b_k.to(tl.float32)
+            b_q = b_q.to(tl.float32)
+            b_E = tl.exp2(b_g)
+            b_F = tl.exp2(-b_g)
+            b_kF = cast(b_k * b_F, dtype)
+            b_qE = cast(b_q * b_E, dtype)
+            b_kE = cast(b_k * b_E * b_beta, dtype)
+            # eq:kda-r   R_j += sum over i > j of (dP_ij q_i + beta_i dL_ij k_i) 2^(gc_i - gc_j)
+            b_r = dot(tl.trans(b_dL), b_kE, dot(tl.trans(b_dP), b_qE))
+            # eq:kda-dq   dQ_i += sum over j < i of dP_ij k_j 2^(gc_i - gc_j)
+            b_x = dot(b_dP, b_kF)
+            # eq:kda-y   Y_i += sum over j < i of dL_ij k_j 2^(gc_i - gc_j)
+            b_y = dot(b_dL, b_kF)
+            # with the rounded operands, what i gains is what j loses, term by term
+            b_dgc = b_qE.to(tl.float32) * b_x + b_kE.to(tl.float32) * b_y
+            b_dgc -= b_kF.to(tl.float32) * b_r
+
+            # eq:kda-outer   dQ += 2^gc * dqg, Y += 2^gc * dkb, R += 2^(gc_last - gc) * dkg
+            b_e = b_E * tl.exp2(b_ga)[None, :]
+            b_u = b_e * b_dqg.to(tl.float32)
+            b_dq = b_E * b_x + b_u
+            b_dgc += b_q * b_u
+            b_u = b_e * b_dkb.to(tl.float32)
+            b_Y = b_E * b_y + b_u
+            b_dgc += b_k * b_beta * b_u
+            b_u = b_F * tl.exp2(b_gl - b_ga)[None, :] * b_dkg.to(tl.float32)
+            b_R = b_F * b_r + b_u
+            # eq:kda-dgc-last   dgc_last += colsum(K * R) + 2^gc_last dgl
+            b_u = b_k * tl.where(o_t[:, None] == last, 0.0, b_u)
+            b_dgl = load_vector(dgl_ptr + (i_c * HV + i_h) * K, o_k, K)
+            b_dgl = tl.exp2(b_gl) * b_dgl + tl.sum(b_u, 0)
+            b_dgc += tl.where(o_t[:, None] == last, b_dgl[None, :], 0.0) - b_u
+            # eq:kda-dgc   dgc = Q * dQ + K * (diag(beta) Y - R)
+            store_tile(dgc_ptr + i * K, b_dgc, o_t, o_k, HV * K, n_t, K)
+            # eq:kda-dbeta   dbeta += rowsum(K * Y)
+            b_dbeta += tl.sum(b_k * b_Y, 1)
+            # eq:kda-dk   dK = diag(beta) Y + R + diag(dP) Q
+            b_R += b_beta * b_Y + b_dP_ii * b_q
+            store_tile(dk_ptr + i * K, b_R, o_t, o_k, HV * K, n_t, K)
+            store_tile(dq_ptr + i * K, b_dq + b_dP_ii * b_k, o_t, o_k, HV * K, n_t, K)
+    tl.store(dbeta_ptr + i + o_t * HV, b_dbeta, mask=o_t < n_t)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -42,6 +162,7 @@ def kda_intra_bwd_kernel(
     dk_ptr,  # [B, T, HV, K] out
     dbeta_ptr,  # [B, T, HV] added to
     dgc_ptr,  # [B, T, HV, K] out
+    near_ptr,  # [B, NT, HV, NG], or None: nothing is done yet
     cu_ptr,  # [N + 1] or None
     chunks_ptr,  # [NT, 2] or None
     T,
@@ -65,6 +186,14 @@ def kda_intra_bwd_kernel(
     beta_ptr += i
     dP_ptr += i * BT
     dL_ptr += i * BT
+    if near_ptr is not None:
+        NG: tl.constexpr = (K + GROUP - 1) // GROUP
+        near_ptr += (i_c * HV + i_h) * NG
+        far = False
+        for group in tl.static_range(NG):
+            far |= tl.load(near_ptr + group) == 0
+        if not far:
+            return
     o = tl.arange(0, 16)
     o_i = b * 16 + o
     last = tl.minimum(BT, n_t) - 1
@@ -74,6 +203,9 @@ def kda_intra_bwd_kernel(
     b_dbeta = load_row(dbeta_ptr + i, o_i, HV, n_t)
     for j in range(tl.cdiv(K, BK)):
         o_k = j * BK + tl.arange(0, BK)
+        n_out = n_t  # rows that are stored
+        if near_ptr is not None:
+            n_out = tl.where(tl.load(near_ptr + j * BK // GROUP) != 0, 0, n_t)
         b_k = load_tile(k_ptr, o_i, o_k, H * K, n_t, K).to(tl.float32)  # [16, BK]
         b_g = load_gates(gc_ptr, o_i, o_k, HV * K, n_t, K)  # [16, BK]
 
@@ -184,13 +316,13 @@ def kda_intra_bwd_kernel(
             b_dgc += tl.where(o_i[:, None] == last, b_dgl[None, :], 0.0)
 
         # eq:kda-dgc   dgc = Q * dQ + K * (diag(beta) Y - R)
-        store_tile(dgc_ptr + i * K, b_dgc, o_i, o_k, HV * K, n_t, K)
+        store_tile(dgc_ptr + i * K, b_dgc, o_i, o_k, HV * K, n_out, K)
         # eq:kda-dbeta   dbeta += rowsum(K * Y)
-        b_dbeta += tl.sum(b_k * b_Y, 1)
+        b_dbeta += tl.where(n_out > 0, tl.sum(b_k * b_Y, 1), 0.0)
         # eq:kda-dk   dK = diag(beta) Y + R + diag(dP) Q
         b_R += b_beta * b_Y + b_dP_ii * b_q
-        store_tile(dk_ptr + i * K, b_R, o_i, o_k, HV * K, n_t, K)
-        store_tile(dq_ptr + i * K, b_dq + b_dP_ii * b_k, o_i, o_k, HV * K, n_t, K)
+        store_tile(dk_ptr + i * K, b_R, o_i, o_k, HV * K, n_out, K)
+        store_tile(dq_ptr + i * K, b_dq + b_dP_ii * b_k, o_i, o_k, HV * K, n_out, K)
     tl.store(dbeta_ptr + i + o_i * HV, b_dbeta, mask=o_i < n_t)
 
 
@@ -200,6 +332,9 @@ CONFIGS = {
     "ampere": {2: row(1, 1, BK=16, maxnreg=168), 4: row(1, 1, BK=16)},
     "hopper": {2: row(2, 2, BK=64), 4: row(1, 1, BK=16)},
 }
+# generation -> dtype -> row of the near channels, where a factor of 2^NEAR fits the dtype and one
+# anchor was found to be faster
+NEAR_CONFIGS = {"hopper": {torch.bfloat16: row(4, 1, BK=32)}}
 
 
 def kda_intra_bwd(
@@ -224,12 +359,20 @@ def kda_intra_bwd(
     HV, chunk_size = dP.shape[2:]
     dq, dk = (torch.empty_like(dqg, dtype=shared_dtype(q, HV)) for _ in range(2))
     dgc = torch.empty_like(gc)
-    config = entry(CONFIGS, k).launch(K)
     NT, *chunks = chunk_args(k, chunk_size, packing)
+    tensors = q, k, beta, gc, dP, dL, dqg, dkb, dkg, dgl, dq, dk, dbeta, dgc
+    sizes = *chunks, T, H, HV, K
+    config = of_generation(NEAR_CONFIGS, device_of(k)[0]).get(k.dtype)
+    near = None
+    if config is not None:
+        near = k.new_empty(NT * HV, cdiv(K, GROUP.value), dtype=torch.int8)
+        kda_intra_bwd_near_kernel[(NT * HV,)](
+            *tensors, near, *sizes, BT=chunk_size, **config.launch(K)
+        )
+    config = entry(CONFIGS, k).launch(K)
     kda_intra_bwd_kernel[(NT * HV * (chunk_size // 16),)](
-        q, k, beta, gc, dP, dL, dqg, dkb, dkg, dgl, dq, dk, dbeta, dgc, *chunks, T, H, HV, K,
-        BT=chunk_size, HALVE=halve(k.dtype), **config,
-    )  # fmt: skip
+        *tensors, near, *sizes, BT=chunk_size, HALVE=halve(k.dtype), **config
+    )
     if H < HV:
         dq, dk = (x.unflatten(2, (H, -1)).sum(3).to(q.dtype) for x in (dq, dk))
     return dq, dk, dbeta, dgc

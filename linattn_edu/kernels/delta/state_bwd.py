@@ -106,7 +106,8 @@ def state_bwd_kernel(
             b_k = load_tile(k_ptr, o_t, o_k, H * K, n_t, K)  # [BT, BK]
             b_dv = load_tile(dv_out_ptr, o_t, o_v, HV * V, n_t, V).to(tl.float32)  # [BT, BV]
             if CHANNEL:
-                b_dv += dot(b_k, b_h)
+                # where: as a sum alone it would start from dv_new, and wait for its load
+                b_dv += tl.where(o_t[:, None] < n_t, dot(b_k, b_h), 0.0)
             else:
                 b_dv += tl.exp2(b_last - b_gc)[:, None] * dot(b_k, b_h)
             store_tile(dv_ptr, b_dv, o_t, o_v, HV * V, n_t, V)
