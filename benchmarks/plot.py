@@ -58,31 +58,29 @@ STYLE = {
 
 def bars(data: dict, plt, what: str, axis: str):
     """Bars of a call of each library, a group a case, with the floor as a line across it."""
-    rows = [row for row in data["rows"] if row["what"] == what]
-    cases = [name for name in CASES if any(row["case"] == name for row in rows)]
-    if not rows:
+    shown = grid(data["rows"], what)
+    if not shown:
         return None
-    libraries = [name for name in NAMES if any(row["library"] == name for row in rows)]
+    libraries = list(next(iter(shown.values())))
     colours = dict(zip(libraries, _library_colours(libraries), strict=True))
     height = 0.8 / len(libraries)
-    fig, ax = plt.subplots(figsize=(WIDTH, 1.0 + len(cases) * (0.25 + 0.22 * len(libraries))))
-    longest = max(row["ms"] for row in rows)
-    for n, case in enumerate(cases):
-        here = {row["library"]: row for row in rows if row["case"] == case}
-        for j, library in enumerate(libraries):
+    fig, ax = plt.subplots(figsize=(WIDTH, 1.0 + len(shown) * (0.25 + 0.22 * len(libraries))))
+    longest = max(row["ms"] for here in shown.values() for row in here.values() if "ms" in row)
+    for n, here in enumerate(shown.values()):
+        for j, (library, row) in enumerate(here.items()):
             y = n + (j - (len(libraries) - 1) / 2) * height
-            row = here.get(library)
-            if row is None:
-                ax.text(0.12 * longest, y, absence(case, what, library), va="center", fontsize=8)
+            if "ms" not in row:
+                text = f"{library}: {row['absent']}"
+                ax.text(0.12 * longest, y, text, va="center", fontsize=8)
                 continue
             ax.barh(y, row["ms"], 0.92 * height, color=colours[library])
             ax.text(row["ms"] + 0.01 * longest, y, f"{row['ms']:.2f}", va="center", fontsize=9)
-        floor = next(iter(here.values()))["floor_ms"]
+        floor = next(row["floor_ms"] for row in here.values() if "ms" in row)
         ax.plot([floor, floor], [n - 0.45, n + 0.45], color=FLOOR, lw=1.4)
     handles = [plt.Rectangle((0, 0), 1, 1, color=colours[name]) for name in libraries]
     handles.append(plt.Line2D([], [], color=FLOOR, lw=1.4))
     _legend(ax, handles, [*libraries, "floor"], columns=4)
-    ax.set_yticks(range(len(cases)), cases)
+    ax.set_yticks(range(len(shown)), list(shown))
     ax.invert_yaxis()
     ax.grid(visible=False, axis="y")
     ax.set_xlim(0, 1.12 * longest)
@@ -90,9 +88,23 @@ def bars(data: dict, plt, what: str, axis: str):
     return fig
 
 
-def absence(case: str, what: str, library: str) -> str:
-    """Why a library has no bar: it refuses the case, or nobody has measured it."""
-    return f"{library}: {refusal(CASES[case], what, library) or 'not measured'}"
+def grid(rows: list[dict], what: str) -> dict[str, dict[str, dict]]:
+    """Case -> library -> its row of a call, for every case and library that have one.
+
+    In place of a row that is not there {"absent": why}: the library refuses the case, or nobody has
+    measured it.
+    """
+    timed = {(r["case"], r["library"]): r for r in rows if r["what"] == what and "ms" in r}
+    cases, libraries = ({key[n] for key in timed} for n in range(2))
+
+    def absent(case: str, library: str) -> dict:
+        return {"absent": refusal(CASES[case], what, library) or "not measured"}
+
+    return {
+        case: {x: timed.get((case, x)) or absent(case, x) for x in NAMES if x in libraries}
+        for case in CASES
+        if case in cases
+    }
 
 
 def _library_colours(libraries: list[str]) -> list[str]:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
+from unittest import mock
 
 import pytest
 import torch
@@ -264,6 +265,22 @@ def refused(f, change: tuple, x: dict[str, Tensor], options: dict) -> bool:
         f(**changed)
     assert not ran
     return True
+
+
+@contextmanager
+def fused_backward() -> Iterator[None]:
+    """chunk_gated_delta_rule runs its backward pass in the fused stages, too."""
+    module = sys.modules["linattn_edu.ops.gdn.chunk"]
+    operator = module.chunk
+
+    def call(*args, save: str):  # without A the staged backward pass cannot run
+        return operator(*args, save=save.replace("A", "P AG"))
+
+    with (
+        mock.patch.object(operator, "stages", gdn.fused_stages),
+        mock.patch.object(module, "chunk", call),
+    ):
+        yield
 
 
 @contextmanager

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+import shutil
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from benchmarking import (
 from scalar_forms import Adjoints, Channels, Decays, Scalars
 
 from benchmarks import adapters, forms, mamba, measure, plot, results
+from benchmarks.adapters import refusal
 from benchmarks.cases import (
     ALL_CALLS,
     CALLS,
@@ -39,7 +41,7 @@ from benchmarks.cases import (
     work,
 )
 from benchmarks.progress import Progress
-from linattn_edu import chunk_kda, ema_scan, mamba_chunk_scan_combined
+from linattn_edu import chunk_kda, ema_scan, mamba_chunk_scan_combined, tables
 from linattn_edu.reference.delta.recurrent import recurrent, recurrent_bwd
 from linattn_edu.testing import gdn_inputs, kda_inputs, relative_rms
 
@@ -560,13 +562,75 @@ def test_what_is_missing_is_what_a_library_can_run():
 COMMITTED = results.of_operators()
 
 
-@pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.stem)
+committed = pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.stem)
+BESIDE = {"gdn": tables.BESIDE, "ssd": tables.BESIDE_SSD}  # the tables of the README
+
+
+def without_a_number(data: dict) -> set[tuple[str, str, str]]:
+    """(case, call, library) of what a figure, a table of its page or the README shows as not there.
+
+    A figure says so in place of a bar, a table has no line for a library that stands in it. The
+    README has an empty cell, or, where the last library has no number, no line.
+    """
+    rows = [row for row in data["rows"] if "ms" in row]
+    said = set()
+    for what in ALL_CALLS:
+        for case, here in plot.grid(rows, what).items():
+            said |= {(case, what, library) for library, row in here.items() if "absent" in row}
+    here = {CASES[row["case"]].operator for row in rows if row["case"] in CASES}
+    for libraries in (BESIDE[op] for op in here if op in BESIDE):
+        _, lines = tables.beside_cells(rows, libraries)
+        shown = {tuple(line[:2]): dict(zip(libraries, line[2:], strict=False)) for line in lines}
+        for case, what in {(r["case"], r["what"]) for r in rows if r["what"] in tables.PASSES}:
+            line = shown.get((case, tables.PASSES[what]), {list(libraries)[-1]: ""})
+            said |= {(case, what, library) for library, ms in line.items() if not ms}
+    return said
+
+
+@committed
 def test_the_committed_results_leave_nothing_out(path):
     """Every library has a number for every case that its adapter can run."""
-    assert not results.missing(results.load(path))
+    data = results.load(path)
+    assert not results.missing(data)
+    # whether or not the file says that the library was there
+    assert not results.missing({name: x for name, x in data.items() if name == "rows"})
+    for case, what, library in without_a_number(data):
+        assert refusal(CASES[case], what, library), (case, what, library)
 
 
-@pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.stem)
+@committed
+def test_a_number_that_is_taken_out_is_noticed(path, tmp_path):
+    """Of each call of each library, one after the other, in a copy of the results."""
+    copy = tmp_path / path.name
+    shutil.copy(path, copy)
+    data = results.load(copy)
+    calls = [r for r in data["rows"] if r["case"] in CASES and r["what"] in ALL_CALLS]
+    assert len(calls) > 10
+    for row in calls:
+        results.save(copy, data | {"rows": [r for r in data["rows"] if r is not row]})
+        key, cut = (row["case"], row["what"], row["library"]), results.load(copy)
+        assert results.missing(cut) == [key]
+        beside = [r for r in calls if r["what"] == row["what"] and r is not row]
+        if {row["case"], row["library"]} <= {r[n] for r in beside for n in ("case", "library")}:
+            said = {x for x in without_a_number(cut) if not refusal(CASES[x[0]], *x[1:])}
+            assert key in said, "a figure leaves it out and does not say so"
+
+
+def test_the_figures_have_texts_for_the_committed_absences(tmp_path):
+    """What is said to be absent is read off the drawing too: no bar is left out in silence."""
+    pytest.importorskip("matplotlib")
+    data = results.load(results.DATA / f"{plot.MAIN}.json")
+    cut = [r for r in data["rows"] if (r["case"], r["library"]) != ("gdn_gva", "fla")]
+    for rows in (data["rows"], cut):
+        texts = drawn({**data, "rows": rows}, tmp_path)
+        for figure, what in (("forward", "forward"), ("backward", TRAINING)):
+            said = sorted(text for text in texts[figure] if ": " in text)
+            grid = plot.grid(rows, what).values()
+            found = [(x, row) for here in grid for x, row in here.items()]
+            assert said == sorted(f"{x}: {row['absent']}" for x, row in found if "absent" in row)
+
+
+@committed
 def test_the_committed_figures_are_those_of_the_results(path, tmp_path):
     """By their texts: the outlines depend on the version of matplotlib and its fonts."""
     pytest.importorskip("matplotlib")

@@ -47,6 +47,13 @@ def test_equations_are_referred_to_by_label(name):
 
 
 @pytest.mark.parametrize("name", toc())
+def test_references_are_not_empty(name):
+    """The list holds what the chapter cites."""
+    text = (CHAPTERS / f"{name}.md").read_text()
+    assert ("```{bibliography}" in text) == ("{cite}" in text)
+
+
+@pytest.mark.parametrize("name", toc())
 def test_opens_in_colab(name):
     """The first code cell fetches the repository on Colab; the metadata asks for its GPU."""
     nb = notebook(name)

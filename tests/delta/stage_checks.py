@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from grids import EVERY, name, pairs
+from torch.overrides import TorchFunctionMode
 
 from linattn_edu.reference.delta.gate_cumsum import gate_cumsum
 from linattn_edu.reference.delta.output_bwd import output_bwd
@@ -101,6 +102,38 @@ def check_stage(kernel, reference, args, **options):
             assert_close(f"output {i}", x, ref, budget)
         else:
             assert_close(f"output {i}", x, y, 5e-6)
+
+
+class RoundedOperands(TorchFunctionMode):
+    """Meanwhile each matrix product rounds its operands, as it must for tensor cores of `dtype`."""
+
+    def __init__(self, dtype: torch.dtype):
+        super().__init__()
+        self.dtype = dtype
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func in (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__):
+            args = [x.to(self.dtype).to(x.dtype) for x in args]
+        return func(*args, **(kwargs or {}))
+
+
+def check_rounded(kernel, reference, args, factor, **options):
+    """As check_stage where the outputs are fp32, which the reference, in 16 bits, does not round.
+
+    The error against float64 is at most `factor` times that of the reference in float64 whose
+    products round their operands: a kernel can do without none of these roundings, and rounds
+    nothing else but the order of its sums.
+    """
+    wide = [x.double() for x in args]
+    exact = outputs(reference(*wide, **options))
+    with RoundedOperands(args[0].dtype):
+        rounded = outputs(reference(*wide, **options))
+    for i, (got, low, ref) in enumerate(
+        zip(outputs(kernel(*args, **options)), rounded, exact, strict=True)
+    ):
+        assert got.dtype == torch.float32
+        half = args[0].dtype != torch.float32
+        assert_close(f"output {i}", got, ref, factor * relative_rms(low, ref) if half else 5e-6)
 
 
 def outputs(result):

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from delta.stage_checks import check_stage, grid, inputs
+from delta.stage_checks import DTYPES, check_rounded, check_stage, grid, inputs
 
 from linattn_edu.kernels.delta import fused_bwd as kernels
 from linattn_edu.kernels.delta.fused import scan_map as scan_map_kernel
@@ -66,16 +66,16 @@ def test_intra_bwd_kernel_with_a_head_each(device):
     check_stage(kernels.intra_bwd, references.intra_bwd, args, scale=0.3, chunk_size=32)
 
 
-def test_maps_of_a_piece(device):
-    """Against float64: the reference rounds nothing on the way, and is no yardstick for 16 bits."""
-    x, r = arguments(100, 32, 48, 32, small(device), device)
-    forwards = scan_map_kernel, scan_map, (x.k, x.v, r.gc, r.AG, x.initial_state, x.beta), {}
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_maps_of_a_piece(dtype, device):
+    """Of 200 draws in bf16 the largest factor was 1.27 forwards, where the reference rounds R and
+    beta as one operand, and 1.05 back in time; a gate that is rounded too makes at least 1.24.
+    """
+    x, r = arguments(100, 32, 48, 32, dtype, device)
+    args = (x.k, x.v, r.gc, r.AG, x.initial_state, x.beta)
+    check_rounded(scan_map_kernel, scan_map, args, 1.4)
     args = (x.q, x.k, x.beta, r.gc, r.P, r.AG, r.do, r.dht)
-    backwards = kernels.scan_map_bwd, references.scan_map_bwd, args, {"scale": 0.3}
-    for kernel, reference, args, options in (forwards, backwards):
-        exact = reference(*(y.double() for y in args), **options)
-        for name, got, want in zip(("S_ext", "M"), kernel(*args, **options), exact, strict=True):
-            assert_close(name, got, want, 5e-6 if x.q.dtype == torch.float32 else 5e-3)
+    check_rounded(kernels.scan_map_bwd, references.scan_map_bwd, args, 1.2, scale=0.3)
 
 
 @pytest.mark.parametrize("C", [16, 32, 64])

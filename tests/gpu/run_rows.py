@@ -94,6 +94,12 @@ def rows():
         for size, by_case in by_size.items():
             for dtype, (sizes, entry) in itertools.product(DTYPES[size], cases(stage, by_case)):
                 yield stage, dtype, sizes, entry
+    # the fused backward pass of Gated DeltaNet has no table
+    for dtype, size in itertools.product(
+        DTYPES[2], (*equal(16, 64, 100, 128), (128, 33), (64, 128))
+    ):
+        if fused_bwd.fits(*(torch.empty(1, 1, 1, n, dtype=dtype, device="cuda") for n in size)):
+            yield "fused_bwd", dtype, size, "shipped"
     for size, by_channels in of_generation(ema_kernels.CONFIGS, generation).items():
         for (limit, entry), dtype in itertools.product(by_channels.items(), DTYPES[size]):
             for D in {64: (1, 33, 64), 128: (100, 128, 300)}[limit]:
@@ -110,14 +116,8 @@ def rows():
 def ssd_rows(generation):
     """(stage, dtype, (N, P), row) of Mamba-2, whose tables have one row for a dtype each.
 
-    "ssd" are the rows of all its stages, taken together; "ssd_fused" those of the fused ones, and
-    "fused_bwd" those of Gated DeltaNet's backward pass.
+    "ssd" are the rows of all its stages, taken together; "ssd_fused" those of the fused ones.
     """
-    for dtype, size in itertools.product(
-        DTYPES[2], (*equal(16, 64, 100, 128), (128, 33), (64, 128))
-    ):
-        if fused_bwd.fits(*(torch.empty(1, 1, 1, n, dtype=dtype, device="cuda") for n in size)):
-            yield "fused_bwd", dtype, size, "shipped"
     sizes = (*equal(16, 33, 64, 100, 128, 201, 256), (128, 64), (256, 40))
     for dtype, size in itertools.product(itertools.chain(*DTYPES.values()), sizes):
         yield "ssd", dtype, size, "shipped"
@@ -170,6 +170,8 @@ def run(stage, dtype, sizes, entry):
         return max(
             run_ema(dtype, sizes, *case) for case in ((500, 64, 2), (129, 16, 2), (65, 32, 64))
         )
+    if stage == "fused_bwd":
+        return run_fused_bwd(dtype, *sizes)
     if stage in LAYER_RUNS:
         return LAYER_RUNS[stage](dtype, *sizes)
     if stage in SSD_RUNS:
@@ -218,6 +220,31 @@ def results(x, impl, stage, chunk_size, safe):
         return o, final_state
     got = backward(
         stages(impl), x.q, x.k, x.v, x.g, x.beta, residuals, *cotangents(o, final_state),
+        scale=0.3, initial_state=x.initial_state,
+    )  # fmt: skip
+    return [dx for dx in got if dx is not None]
+
+
+def run_fused_bwd(dtype, K, V):
+    """The gradients of Gated DeltaNet in fused kernels, of whole sequences and in pieces."""
+    worst = 0.0
+    for T, chunk_size, H in ((500, 64, 2), (129, 32, 4), (65, 16, 2)):
+        x = gdn_inputs(2, T, H, 4, K, V, dtype=dtype, device="cuda", initial_state=True, seed=T)
+        exact = fused_gradients(x.double(), "reference", chunk_size)
+        for rule in ({}, {"LENGTH": 64, "LEAST": 1, "PROGRAMS": 1024}):
+            with poison(), patch.multiple(pieces, **rule) if rule else nullcontext():
+                got = fused_gradients(x, "triton", chunk_size)
+            worst = max(worst, *(relative_rms(a, b) for a, b in zip(got, exact, strict=True)))
+    return worst
+
+
+def fused_gradients(x, impl, chunk_size):
+    """All gradients of a fixed linear function of o and the final state, from the fused stages."""
+    options = {"scale": 0.3, "chunk_size": chunk_size, "keep": ("gc", "P", "AG")}
+    used = fused_stages(impl)
+    o, final_state, residuals = forward(used, **x.asdict(), output_final_state=True, **options)
+    got = backward(
+        used, x.q, x.k, x.v, x.g, x.beta, residuals, *cotangents(o, final_state),
         scale=0.3, initial_state=x.initial_state,
     )  # fmt: skip
     return [dx for dx in got if dx is not None]
@@ -294,31 +321,6 @@ def run_staged(dtype, N, P, entry):
     return run_ssd(dtype, N, P, ssd.stages("triton"), chunks)
 
 
-def run_fused_bwd(dtype, K, V, entry):
-    """The gradients of Gated DeltaNet in fused kernels, of whole sequences and in pieces."""
-    worst = 0.0
-    for T, chunk_size, H in ((500, 64, 2), (129, 32, 4), (65, 16, 2)):
-        x = gdn_inputs(2, T, H, 4, K, V, dtype=dtype, device="cuda", initial_state=True, seed=T)
-        exact = fused_gradients(x.double(), "reference", chunk_size)
-        for rule in ({}, {"LENGTH": 64, "LEAST": 1, "PROGRAMS": 1024}):
-            with poison(), patch.multiple(pieces, **rule) if rule else nullcontext():
-                got = fused_gradients(x, "triton", chunk_size)
-            worst = max(worst, *(relative_rms(a, b) for a, b in zip(got, exact, strict=True)))
-    return worst
-
-
-def fused_gradients(x, impl, chunk_size):
-    """All gradients of a fixed linear function of o and the final state, from the fused stages."""
-    options = {"scale": 0.3, "chunk_size": chunk_size, "keep": ("gc", "P", "AG")}
-    used = fused_stages(impl)
-    o, final_state, residuals = forward(used, **x.asdict(), output_final_state=True, **options)
-    got = backward(
-        used, x.q, x.k, x.v, x.g, x.beta, residuals, *cotangents(o, final_state),
-        scale=0.3, initial_state=x.initial_state,
-    )  # fmt: skip
-    return [dx for dx in got if dx is not None]
-
-
 def run_fused(dtype, N, P, entry):
     """Both passes in few stages: chunks of two tiles, and of one; sequences of several parts."""
     chunks = ((500, 128, "documents"), (300, 128, "channels"), (129, 64, "nothing"))
@@ -393,7 +395,6 @@ def run_update(dtype, N, P, entry):
 SSD_RUNS = {
     "ssd": run_staged,
     "ssd_fused": run_fused,
-    "fused_bwd": run_fused_bwd,
     "free_state": lambda *row: run_free(*row, backwards=False),
     "free_state_bwd": lambda *row: run_free(*row, backwards=True),
     "selective_state_update": run_update,

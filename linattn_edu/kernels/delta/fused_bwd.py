@@ -102,22 +102,24 @@ def scan_states_kernel(
 
 
 @triton.jit
-def back(b_dS, q_ptr, k_ptr, beta_ptr, gc_ptr, P_ptr, AG_ptr, do_ptr, scale, o_t, o_k, o_v, n_t,
-         H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+def back(b_dS, q_ptr, k_ptr, beta_ptr, gc_ptr, P_ptr, AG_ptr, do_ptr, scale, i_h, first, n_t,
+         o_t, o_k, o_v, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
          BT: tl.constexpr):  # fmt: skip
-    """dS^T [BV, BK], back through a chunk: Z^T and dV^T [BV, BT], and the next dS^T.
+    """dS^T [BV, BK], back through the chunk of head i_h that begins with token `first`.
 
-    Transposed, what a product makes is the first operand of the next: it stays in registers.
+    Returns Z^T and dV^T [BV, BT], and the next dS^T. Transposed, what a product makes is the first
+    operand of the next: it stays in registers.
     """
+    i, i_qk = first * HV + i_h, (first * H + i_h // (HV // H)) * K
     b_h = cast(b_dS, k_ptr.dtype.element_ty)
-    b_k = load_tile(k_ptr, o_t, o_k, H * K, n_t, K)  # [BT, BK]
-    b_q = load_tile(q_ptr, o_t, o_k, H * K, n_t, K)  # [BT, BK]
-    b_do = load_tile(do_ptr, o_t, o_v, HV * V, n_t, V)  # [BT, BV]
-    b_P = load_tile(P_ptr, o_t, o_t, HV * BT, n_t, BT)  # [BT, BT]
-    b_AG = load_tile(AG_ptr, o_t, o_t, HV * BT, n_t, BT)  # [BT, BT]
-    b_gc = load_gate(gc_ptr, o_t, HV, n_t)  # [BT]
-    b_beta = load_row(beta_ptr, o_t, HV, n_t)  # [BT]
-    b_last = tl.load(gc_ptr + (tl.minimum(BT, n_t) - 1) * HV)
+    b_k = load_tile(k_ptr + i_qk, o_t, o_k, H * K, n_t, K)  # [BT, BK]
+    b_q = load_tile(q_ptr + i_qk, o_t, o_k, H * K, n_t, K)  # [BT, BK]
+    b_do = load_tile(do_ptr + i * V, o_t, o_v, HV * V, n_t, V)  # [BT, BV]
+    b_P = load_tile(P_ptr + i * BT, o_t, o_t, HV * BT, n_t, BT)  # [BT, BT]
+    b_AG = load_tile(AG_ptr + i * BT, o_t, o_t, HV * BT, n_t, BT)  # [BT, BT]
+    b_gc = load_gate(gc_ptr + i, o_t, HV, n_t)  # [BT]
+    b_beta = load_row(beta_ptr + i, o_t, HV, n_t)  # [BT]
+    b_last = tl.load(gc_ptr + i + (tl.minimum(BT, n_t) - 1) * HV)
     # eq:delta-dv-new   dv_new = scale P^T dO + diag(2^(gc_last - gc)) K dS
     b_dv = tl.exp2(b_last - b_gc)[None, :] * dot(b_h, tl.trans(b_k))
     b_do = tl.trans(b_do).to(tl.float32) * scale
@@ -161,47 +163,27 @@ def scan_bwd_kernel(
     i_v, i_nh, i_h, first, n_seq, i_c = columns_of(
         tl.program_id(0), cu_ptr, offsets_ptr, T, HV, V, BT, BV
     )
-    NT = tl.cdiv(n_seq, BT)
-    first += (NT - 1) * BT
-    q_ptr += (first * H + i_h // (HV // H)) * K
-    k_ptr += (first * H + i_h // (HV // H)) * K
-    do_ptr += (first * HV + i_h) * V
-    Z_ptr += (first * HV + i_h) * V
-    dv_ptr += (first * HV + i_h) * V
-    P_ptr += (first * HV + i_h) * BT
-    AG_ptr += (first * HV + i_h) * BT
-    beta_ptr += first * HV + i_h
-    gc_ptr += first * HV + i_h
-    dh_ptr += ((i_c + NT - 1) * HV + i_h) * K * V
-
     o_t = tl.arange(0, BT)
     o_k = tl.arange(0, BK)
     o_v = i_v * BV + tl.arange(0, BV)
     b_dS = tl.zeros([BV, BK], dtype=tl.float32)
     if dht_ptr is not None:
         b_dS += tl.trans(load_tile(dht_ptr + i_nh * K * V, o_k, o_v, V, K, V)).to(tl.float32)
+    NT = tl.cdiv(n_seq, BT)
     for i_t in range(NT):
-        n_t = n_seq - (NT - 1 - i_t) * BT
+        i_b = NT - 1 - i_t  # of the chunk, back from the last
+        begin, n_t = first + i_b * BT, n_seq - i_b * BT
         b_h = cast(b_dS, dh_ptr.dtype.element_ty)
-        store_tile(dh_ptr, tl.trans(b_h), o_k, o_v, V, K, V)
+        store_tile(dh_ptr + ((i_c + i_b) * HV + i_h) * K * V, tl.trans(b_h), o_k, o_v, V, K, V)
         b_Z, b_dv, b_dS = back(
-            b_dS, q_ptr, k_ptr, beta_ptr, gc_ptr, P_ptr, AG_ptr, do_ptr, scale, o_t, o_k, o_v, n_t,
-            H, HV, K, V, BT,
+            b_dS, q_ptr, k_ptr, beta_ptr, gc_ptr, P_ptr, AG_ptr, do_ptr, scale, i_h, begin, n_t,
+            o_t, o_k, o_v, H, HV, K, V, BT,
         )  # fmt: skip
+        i = begin * HV + i_h
         b_Z = tl.trans(cast(b_Z, Z_ptr.dtype.element_ty))
-        store_tile(Z_ptr, b_Z, o_t, o_v, HV * V, n_t, V)
+        store_tile(Z_ptr + i * V, b_Z, o_t, o_v, HV * V, n_t, V)
         b_dv = tl.trans(cast(b_dv, dv_ptr.dtype.element_ty))
-        store_tile(dv_ptr, b_dv, o_t, o_v, HV * V, n_t, V)
-        q_ptr -= BT * H * K
-        k_ptr -= BT * H * K
-        do_ptr -= BT * HV * V
-        Z_ptr -= BT * HV * V
-        dv_ptr -= BT * HV * V
-        P_ptr -= BT * HV * BT
-        AG_ptr -= BT * HV * BT
-        beta_ptr -= BT * HV
-        gc_ptr -= BT * HV
-        dh_ptr -= HV * K * V
+        store_tile(dv_ptr + i * V, b_dv, o_t, o_v, HV * V, n_t, V)
     store_tile(dh0_ptr + i_nh * K * V, tl.trans(b_dS), o_k, o_v, V, K, V)
 
 
@@ -336,16 +318,6 @@ def scan_map_bwd_kernel(
     Grid (NP * HV * W / BV).  Reference: linattn_edu.reference.delta.fused_bwd.scan_map_bwd.
     """
     i_v, i_ph, i_h, first, n_seq = piece_of(tl.program_id(0), rows_ptr, cu_ptr, T, HV, W, BT, BV)
-    NT = tl.cdiv(n_seq, BT)
-    first += (NT - 1) * BT
-    q_ptr += (first * H + i_h // (HV // H)) * K
-    k_ptr += (first * H + i_h // (HV // H)) * K
-    do_ptr += (first * HV + i_h) * V
-    P_ptr += (first * HV + i_h) * BT
-    AG_ptr += (first * HV + i_h) * BT
-    beta_ptr += first * HV + i_h
-    gc_ptr += first * HV + i_h
-
     o_t = tl.arange(0, BT)
     o_k = tl.arange(0, BK)
     o_v = i_v * BV + tl.arange(0, BV)
@@ -354,19 +326,14 @@ def scan_map_bwd_kernel(
     b_dS = tl.where(o_k[None, :] + V == o_v[:, None], 1.0, 0.0)
     if dht_ptr is not None:
         b_dS += tl.trans(load_tile(dht_ptr + i_ph * K * V, o_k, o_v, V, K, V)).to(tl.float32)
+    NT = tl.cdiv(n_seq, BT)
     for i_t in range(NT):
-        n_t = n_seq - (NT - 1 - i_t) * BT
+        i_b = NT - 1 - i_t
+        begin, n_t = first + i_b * BT, n_seq - i_b * BT
         _, _, b_dS = back(
-            b_dS, q_ptr, k_ptr, beta_ptr, gc_ptr, P_ptr, AG_ptr, do_ptr, scale, o_t, o_k, o_v, n_t,
-            H, HV, K, V, BT,
+            b_dS, q_ptr, k_ptr, beta_ptr, gc_ptr, P_ptr, AG_ptr, do_ptr, scale, i_h, begin, n_t,
+            o_t, o_k, o_v, H, HV, K, V, BT,
         )  # fmt: skip
-        q_ptr -= BT * H * K
-        k_ptr -= BT * H * K
-        do_ptr -= BT * HV * V
-        P_ptr -= BT * HV * BT
-        AG_ptr -= BT * HV * BT
-        beta_ptr -= BT * HV
-        gc_ptr -= BT * HV
     store_tile(map_ptr + i_ph * K * W, tl.trans(b_dS), o_k, o_v, W, K, W)
 
 
