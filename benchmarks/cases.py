@@ -117,7 +117,7 @@ SCALING_FORMS = ("chunked", "recurrent", "quadratic")
 # by op
 FORWARD_STAGES = {
     "gdn": ("gate_cumsum", "solve", "wy", "state", "output", "intra", "scan", "recurrent"),
-    "kda": ("gate_cumsum", "kda_intra", "wy", "state", "output"),
+    "kda": ("gate_cumsum", "kda_intra", "wy", "state", "output", "kda_scan"),
     "ssd": (
         "chunk_cumsum", "chunk_state", "state_passing", "chunk_scan",
         "chunk_cumsum_log", "chunk_scores", "ssd_fwd", "state",
@@ -250,6 +250,7 @@ def _kda_bytes(c: Case, what: str, chunk: int) -> int:
         "wy": q + k + v + beta + gc + A + w + u + kg + qg,
         "state": kg + w + u + last + h + v_new,
         "output": qg + v_new + h + P + o,
+        "kda_scan": qg + kg + w + u + last + P + o,
         "kda_output_bwd": P + v_new + h + do + dqg + dP + v_new,
         "state_bwd": qg + kg + w + last + do + v_new + dh + v_new + dh0,
         "kda_wy_bwd": v + beta + A + h + v_new + dh + v_new + dkb + dkg + dv + dL + dbeta + dgl,
@@ -382,6 +383,7 @@ def _kda_chunk_flops(c: Case, what: str, n: int) -> int:
         "wy": lower_k + lower_v,
         "state": 2 * state,
         "output": state + lower_v,
+        "kda_scan": 3 * state + lower_v,
         # dO h^T; dO v_new^T and P^T dO
         "kda_output_bwd": state + 2 * lower_v,
         # kg dS, qg^T dO, w^T dv_new

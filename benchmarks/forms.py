@@ -153,6 +153,12 @@ class KDAStageArguments(StageArguments):
         qg = self.made("wy")[-1]
         return (qg, None, v_new, h, None, P), self.scaled  # k and gc are not used
 
+    def _kda_scan(self):
+        (P, _), (w, u, kg, qg) = self.made("kda_intra"), self.made("wy")
+        args = (qg, kg, w, u, self.made("gate_cumsum"), P, self.i.initial_state)
+        scale, last = self.scaled["scale"], self.i.initial_state is not None
+        return args, {"scale": scale, "output_final_state": last}
+
     def _kda_output_bwd(self):
         (P, _), (h, v_new, _) = self.made("kda_intra"), self.made("state")
         return (P, v_new, h, self.do), self.scaled

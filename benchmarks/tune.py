@@ -81,6 +81,7 @@ PLACES = {
     "kda_intra_safe": Place(
         "kda_intra", "kda_intra", options=(("lower_bound", SAFE_BOUND),), **_ROWS
     ),
+    "kda_scan": Place("kda_scan", "kda_scan", ops=("kda",), **_SCAN),
     "kda_output_bwd": Place("kda_output_bwd", "kda_bwd", **_ADJOINT),
     "kda_wy_bwd": Place("kda_wy_bwd", "kda_bwd", **_ADJOINT),
     "kda_intra_bwd": Place("kda_intra_bwd", "kda_intra_bwd", **_ROWS),

@@ -17,6 +17,7 @@ TAG = re.compile(r"#\s*(eq:[\w-]+)")
 # files of several stages, and those that compute several at once, and the chapter of each
 JOINED = {
     "delta/kda_bwd": "11_kda_intra_bwd",
+    "delta/kda_scan": "07_kda_intra",
     "delta/fused": "06_output",
     "delta/fused_bwd": "12_gate_bwd",
     "delta/gate": "12_gate_bwd",
@@ -31,8 +32,8 @@ JOINED = {
     "ssd/fused": "18_chunk_scan_chunk_state_bwd_dx",
     "ssd/ema_bwd": "20_ema",
 }
-# in the file of another stage
-IN_JOINED = {"kda_output_bwd", "kda_wy_bwd", "piece_map", "piece_map_bwd"}
+# in the file or in the chapter of another stage
+IN_JOINED = {"kda_output_bwd", "kda_scan", "kda_wy_bwd", "piece_map", "piece_map_bwd"}
 STAGES = {f.name for set_ in (gdn.Stages, kda.Stages) for f in dataclasses.fields(set_)}
 STAGES = [f"delta/{stage}" for stage in ("recurrent", *sorted(STAGES - IN_JOINED))]
 STAGES += [x for x in map("ssd/{}".format, pipeline.SSD_BACKWARD) if x not in JOINED]

@@ -22,6 +22,7 @@ from linattn_edu.kernels.delta import (
     kda_bwd,
     kda_intra,
     kda_intra_bwd,
+    kda_scan,
     output,
     output_bwd,
     solve,
@@ -64,6 +65,7 @@ TABLES = (
     ("kda_wy", wy, "CHANNEL_CONFIGS"),
     ("kda_state", state, "CONFIGS"),
     ("kda_output", output, "CONFIGS"),
+    ("kda_scan", kda_scan, "CONFIGS"),
     ("kda_bwd", kda_bwd, "CONFIGS"),
     ("kda_state_bwd", state_bwd, "CONFIGS"),
     ("kda_intra_bwd", kda_intra_bwd, "CONFIGS"),
@@ -80,7 +82,7 @@ BACKWARD = (
     "output_bwd", "state_bwd", "wy_bwd", "kda_bwd", "kda_state_bwd", "kda_intra_bwd",
     "piece_map_bwd", "kda_piece_map_bwd",
 )  # fmt: skip
-BY_DIM = ("state", "scan", "state_bwd", "kda_state", "kda_state_bwd", *IN_PIECES)
+BY_DIM = ("state", "scan", "state_bwd", "kda_state", "kda_scan", "kda_state_bwd", *IN_PIECES)
 BY_VALUE = ("output_bwd", "wy_bwd", "kda_bwd")  # rows for values up to a width
 
 
@@ -213,6 +215,8 @@ def results(x, impl, stage, chunk_size, safe):
     gradients = stage in BACKWARD
     options = {"scale": 0.3, "chunk_size": chunk_size}
     if stage.startswith("kda_"):
+        if stage == "kda_scan":
+            options["keep"] = ()
         return channel_results(x, impl, gradients, options, safe)
     used = fused_stages(impl) if stage in FUSED else stages(impl)
     o, final_state, residuals = forward(used, **x.asdict(), output_final_state=True, **options)

@@ -44,6 +44,7 @@ from linattn_edu.kernels.delta import (
     kda_bwd,
     kda_intra,
     kda_intra_bwd,
+    kda_scan,
     l2norm,
     output,
     output_bwd,
@@ -167,6 +168,7 @@ def channel_launches(qk, v, beta, g, A, h0, h, chunk_size):
     state.state(qk, qk, v, g, h0, output_final_state=True, **options)
     cp_merge.piece_map(qk, qk, v, g, h0, **options)
     output.output(qk, qk, v, h, g, A, scale=1.0, **options)
+    kda_scan.kda_scan(qk, qk, qk, v, g, A, h0, scale=1.0, output_final_state=True)
     kda_bwd.kda_output_bwd(A, v, h, v, scale=1.0, **options)
     state_bwd.state_bwd(qk, qk, qk, g, v, v, h0, scale=1.0, **options)
     cp_merge_bwd.piece_map_bwd(qk, qk, qk, g, v, v, h0, scale=1.0, **options)

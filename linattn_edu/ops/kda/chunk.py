@@ -21,6 +21,7 @@ from linattn_edu.reference.delta.gate_cumsum import gate_cumsum
 from linattn_edu.reference.delta.kda_bwd import kda_output_bwd, kda_wy_bwd
 from linattn_edu.reference.delta.kda_intra import kda_intra
 from linattn_edu.reference.delta.kda_intra_bwd import kda_intra_bwd
+from linattn_edu.reference.delta.kda_scan import kda_scan
 from linattn_edu.reference.delta.output import output
 from linattn_edu.reference.delta.state import state
 from linattn_edu.reference.delta.state_bwd import state_bwd
@@ -236,6 +237,7 @@ class Stages:
     wy: Callable
     state: Callable
     output: Callable
+    kda_scan: Callable
     kda_output_bwd: Callable
     state_bwd: Callable
     kda_wy_bwd: Callable
@@ -255,7 +257,7 @@ def stages(impl: str) -> Stages:
 
 
 _REFERENCE = Stages(
-    gate_cumsum, kda_intra, wy, state, output,
+    gate_cumsum, kda_intra, wy, state, output, kda_scan,
     kda_output_bwd, state_bwd, kda_wy_bwd, kda_intra_bwd, gate_bwd,
     piece_map, cp_merge, piece_map_bwd, cp_merge_bwd,
 )  # fmt: skip
@@ -270,13 +272,14 @@ def _kernels() -> Stages:
     from linattn_edu.kernels.delta.kda_bwd import kda_output_bwd, kda_wy_bwd
     from linattn_edu.kernels.delta.kda_intra import kda_intra
     from linattn_edu.kernels.delta.kda_intra_bwd import kda_intra_bwd
+    from linattn_edu.kernels.delta.kda_scan import kda_scan
     from linattn_edu.kernels.delta.output import output
     from linattn_edu.kernels.delta.state import state
     from linattn_edu.kernels.delta.state_bwd import state_bwd
     from linattn_edu.kernels.delta.wy import wy
 
     return Stages(
-        gate_cumsum, kda_intra, wy, state, output,
+        gate_cumsum, kda_intra, wy, state, output, kda_scan,
         kda_output_bwd, state_bwd, kda_wy_bwd, kda_intra_bwd, gate_bwd,
         piece_map, cp_merge, piece_map_bwd, cp_merge_bwd,
     )  # fmt: skip
@@ -370,7 +373,7 @@ def forward(
 
     safe_bound: a promise that no log decay of a token is below it. cp: what other ranks send and
     are sent. keep: the residuals that are returned; the others are freed as soon as no stage reads
-    them.
+    them. Without h and v_new among them kda_scan takes the place of state and output.
     Returns o, the final state or None, and what the backward pass may read. Only the kernels take a
     packing.
 
@@ -385,14 +388,21 @@ def forward(
     if cp is not None:
         cp.send(stages.piece_map, (kg, w, u, gc), initial_state, **options)
         initial_state = cp.receive(stages.cp_merge, initial_state)
-    h, v_new, final_state = stages.state(
-        kg, w, u, gc, initial_state, output_final_state=output_final_state, **options
-    )
+    scaled, h, v_new = {"scale": scale, **packed}, None, None
+    if "h" in keep or "v_new" in keep:
+        h, v_new, final_state = stages.state(
+            kg, w, u, gc, initial_state, output_final_state=output_final_state, **options
+        )
+    else:
+        o, final_state = stages.kda_scan(
+            qg, kg, w, u, gc, P, initial_state, output_final_state=output_final_state, **scaled
+        )
     del u
     kept = Residuals(P, A, gc, w, kg, qg, h, v_new, cp and cp.crossing)
     kept = Residuals(*(x if n in keep else None for n, x in kept._asdict().items()))
-    del A, gc, w, kg
-    o = stages.output(qg, None, v_new, h, None, P, scale=scale, **options)
+    if h is not None:
+        del A, gc, w, kg
+        o = stages.output(qg, None, v_new, h, None, P, chunk_size=chunk_size, **scaled)
     return o, final_state, kept
 
 

@@ -1,0 +1,136 @@
+"""Stage kda_scan: carry the state through the chunks and read the output on the way."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from linattn_edu.kernels.delta.cp_merge import cp_merge, piece_map
+from linattn_edu.kernels.pieces import pieces_of
+from linattn_edu.kernels.tiles import (
+    cast,
+    columns_of,
+    dot,
+    load_tile,
+    load_vector,
+    row,
+    scan_launch,
+    scan_table,
+    store_tile,
+)
+from linattn_edu.packing import Packing
+
+
+@triton.jit(do_not_specialize=["T"])
+def kda_scan_kernel(
+    qg_ptr,  # [B, T, HV, K]
+    kg_ptr,  # [B, T, HV, K]
+    w_ptr,  # [B, T, HV, K]
+    u_ptr,  # [B, T, HV, V]
+    gc_ptr,  # [B, T, HV, K] log2
+    P_ptr,  # [B, T, HV, BT]
+    h0_ptr,  # [N, HV, K, V] or None
+    o_ptr,  # [B, T, HV, V] out
+    ht_ptr,  # [N, HV, K, V] out, or None
+    scale,
+    cu_ptr,  # [N + 1] or None
+    offsets_ptr,  # [N + 1] or None
+    T,
+    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+):  # fmt: skip
+    """One program: S[:, v-tile] of one head, through all chunks.  Grid (N * HV * V / BV).
+
+    Reference: linattn_edu.reference.delta.kda_scan.
+    """
+    i_v, i_nh, i_h, first, n_seq, _ = columns_of(
+        tl.program_id(0), cu_ptr, offsets_ptr, T, HV, V, BT, BV
+    )
+    i = first * HV + i_h
+    qg_ptr += i * K
+    kg_ptr += i * K
+    w_ptr += i * K
+    gc_ptr += i * K
+    u_ptr += i * V
+    o_ptr += i * V
+    P_ptr += i * BT
+
+    o_t = tl.arange(0, BT)
+    o_k = tl.arange(0, BK)
+    o_v = i_v * BV + tl.arange(0, BV)
+    b_S = tl.zeros([BK, BV], dtype=tl.float32)
+    if h0_ptr is not None:
+        b_S += load_tile(h0_ptr + i_nh * K * V, o_k, o_v, V, K, V).to(tl.float32)
+
+    # the load of a chunk's gates runs one chunk ahead, as in state
+    n_k = tl.where(n_seq > 0, K, 0)
+    b_last = load_vector(gc_ptr + (tl.minimum(BT, n_seq) - 1) * HV * K, o_k, n_k)
+    for i_t in range(tl.cdiv(n_seq, BT)):
+        n_t = n_seq - i_t * BT
+        b_h = cast(b_S, kg_ptr.dtype.element_ty)
+        # eq:delta-v-new   v_new = u - w S
+        b_w = load_tile(w_ptr, o_t, o_k, HV * K, n_t, K)  # [BT, BK]
+        b_u = load_tile(u_ptr, o_t, o_v, HV * V, n_t, V)  # [BT, BV]
+        b_v = cast(b_u.to(tl.float32) - dot(b_w, b_h), b_u.dtype)
+        # eq:delta-output   o = scale (inter + P v_new)
+        b_q = load_tile(qg_ptr, o_t, o_k, HV * K, n_t, K)  # [BT, BK]
+        b_P = load_tile(P_ptr, o_t, o_t, HV * BT, n_t, BT)  # [BT, BT]
+        b_o = scale * dot(b_P, b_v, dot(b_q, b_h))
+        store_tile(o_ptr, b_o, o_t, o_v, HV * V, n_t, V)
+        # eq:delta-state   S <- 2^gc_last S + (diag(2^(gc_last - gc)) K)^T v_new
+        b_S *= tl.exp2(b_last)[:, None]
+        n_k = tl.where(n_t > BT, K, 0)
+        b_last = load_vector(gc_ptr + (tl.minimum(2 * BT, n_t) - 1) * HV * K, o_k, n_k)
+        b_k = load_tile(kg_ptr, o_t, o_k, HV * K, n_t, K)  # [BT, BK]
+        b_S = dot(tl.trans(b_k), b_v, b_S)
+
+        qg_ptr += BT * HV * K
+        kg_ptr += BT * HV * K
+        w_ptr += BT * HV * K
+        gc_ptr += BT * HV * K
+        u_ptr += BT * HV * V
+        o_ptr += BT * HV * V
+        P_ptr += BT * HV * BT
+
+    if ht_ptr is not None:
+        store_tile(ht_ptr + i_nh * K * V, b_S, o_k, o_v, V, K, V)
+
+
+CONFIGS = scan_table(
+    ampere={128: [row(4, 1, BV=32)], 256: [row(4, 1, BV=16)]},
+    hopper={
+        128: [row(4, 3, BV=64), row(4, 3, BV=32), row(4, 3, BV=16)],
+        256: [row(4, 2, BV=32), row(4, 2, BV=16)],
+    },
+)
+
+
+def kda_scan(
+    qg: Tensor,
+    kg: Tensor,
+    w: Tensor,
+    u: Tensor,
+    gc: Tensor,
+    P: Tensor,
+    initial_state: Tensor | None = None,
+    *,
+    scale: float,
+    output_final_state: bool = False,
+    packing: Packing | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Launch kda_scan_kernel; arguments and result as in the reference."""
+    HV, K = kg.shape[2:]
+    V, chunk_size = u.shape[-1], P.shape[-1]
+    pieces = pieces_of(kg, HV, V, chunk_size, packing)
+    if pieces.several:
+        maps = piece_map(kg, w, u, gc, chunk_size=chunk_size, pieces=pieces)
+        initial_state = pieces.entering(cp_merge, maps, initial_state)
+    o = torch.empty_like(u)
+    last = kg.new_empty(pieces.N, HV, K, V, dtype=torch.float32) if output_final_state else None
+    grid, config = scan_launch(CONFIGS, kg, pieces.N * HV, V)
+    kda_scan_kernel[grid](
+        qg, kg, w, u, gc, P, initial_state, o, last,
+        scale, pieces.cu_seqlens, pieces.chunk_offsets, pieces.T, HV, K, V, BT=chunk_size,
+        **config,
+    )  # fmt: skip
+    return o, pieces.last(last)
