@@ -54,8 +54,11 @@ def test_intermediate_states_are_those_of_the_recurrence(C, dtype, impl, device)
     for c in range(1, h.shape[1]):
         before = {n: t if n == "initial_state" else t[:, : c * C] for n, t in x.items()}
         assert_close(f"h {c}", h[:, c], recurrence(before)[1], tolerance("h", dtype))
+    # without the states another stage makes the output: from the same products in 16 bit
     plain, _ = chunk_kda(**x, chunk_size=C, impl=impl)
-    assert torch.equal(o, plain)
+    assert_close("o without states", plain, o, tolerance("o", dtype))
+    if impl == "triton" and dtype != torch.float32:
+        assert torch.equal(o, plain)
     x["initial_state"] = x["initial_state"].mT.contiguous()
     _, _, turned = chunk_kda(**x, **options, state_v_first=True)
     assert torch.equal(turned, h.mT)
