@@ -5,19 +5,14 @@ emptied before each. "plain": calls one after the other by the host's clock, whi
 time in it where the GPU is faster.
 """
 
-import argparse
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import torch
 
-from benchmarks import measure
-from benchmarks.progress import fail
-from benchmarks.ranks import heading
-from benchmarks.results import default_path, differences, load, save
+from benchmarks import measure, tables
+from benchmarks.progress import EXIT_USAGE
 from linattn_edu import fused_recurrent_gated_delta_rule
 from linattn_edu.testing import gdn_inputs
 
@@ -69,25 +64,13 @@ def rows_of(N: int, T: int, device: torch.device) -> Iterator[dict]:
 
 
 def main(argv: list[str]) -> int:
-    p = argparse.ArgumentParser(prog="python -m benchmarks.decoding", description=__doc__)
-    p.add_argument("--sequences", type=int, nargs="+", default=SEQUENCES)
-    p.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
-    p.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try it")
-    p.add_argument("--out", type=Path, help="file of results (chapters/data/decoding_<gpu>.json)")
-    args = p.parse_args(argv)
-    device = torch.device(args.device)
-    if device.type == "cuda" and (reason := measure.usable_gpu()):
-        return fail(f"benchmarks run on a CUDA GPU: {reason}")
-    gpu = "cpu" if device.type == "cpu" else measure.gpu_name()
-    out, rows, top = args.out or default_path(gpu, "decoding"), {}, heading(device)
-    old = load(out)
-    kept = list(old["rows"]) if old and not differences(old, top) else []
+    args = tables.parser("decoding", __doc__, sequences=SEQUENCES, tokens=TOKENS).parse_args(argv)
+    if (table := tables.opened(args, "decoding", "op", "sequences", "tokens", "what")) is None:
+        return EXIT_USAGE
     for N in args.sequences:
-        for T in args.tokens if N >= DRAFTS or device.type == "cpu" else args.tokens[:1]:
-            kept += rows_of(N, T, device)
-            print(json.dumps(kept[-1]), flush=True)
-            rows = {(r["op"], r["sequences"], r["tokens"], r["what"]): r for r in kept}
-            save(out, {**top, "rows": [rows[key] for key in sorted(rows)]})
+        for T in args.tokens if N >= DRAFTS or args.device == "cpu" else args.tokens[:1]:
+            for row in rows_of(N, T, table.device):
+                table.add(row)
     return 0
 
 

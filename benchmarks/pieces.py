@@ -3,19 +3,15 @@
 Times are medians of the pass as a CUDA graph, the kernels without the host, L2 emptied before each.
 """
 
-import argparse
-import json
 import sys
 import time
-from pathlib import Path
 from unittest.mock import patch
 
 import torch
 
-from benchmarks import measure
-from benchmarks.progress import fail
-from benchmarks.ranks import OURS, heading
-from benchmarks.results import default_path, differences, load, save
+from benchmarks import measure, tables
+from benchmarks.progress import EXIT_USAGE, fail
+from benchmarks.ranks import OURS
 from linattn_edu.kernels import pieces
 from linattn_edu.testing import relative_rms
 
@@ -57,31 +53,20 @@ def rows_of(op: str, heads: int, tokens: int, lengths: list[int], device: torch.
 
 
 def main(argv: list[str]) -> int:
-    p = argparse.ArgumentParser(prog="python -m benchmarks.pieces", description=__doc__)
+    lists = {"heads": HEADS, "tokens": TOKENS, "lengths": LENGTHS}
+    p = tables.parser("pieces", __doc__, **lists)
     p.add_argument("--ops", default="gdn,kda", help="comma-separated (default gdn,kda)")
-    for name, default in (("heads", HEADS), ("tokens", TOKENS), ("lengths", LENGTHS)):
-        p.add_argument(f"--{name}", type=int, nargs="+", default=default)
-    p.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try it")
-    p.add_argument("--out", type=Path, help="file of results (chapters/data/pieces_<gpu>.json)")
     args = p.parse_args(argv)
-    device = torch.device(args.device)
-    if device.type == "cuda" and (reason := measure.usable_gpu()):
-        return fail(f"benchmarks run on a CUDA GPU: {reason}")
     if any(n % 64 for n in args.lengths):
         return fail(f"lengths must be whole chunks of 64 tokens, got {args.lengths}")
-    gpu = "cpu" if device.type == "cpu" else measure.gpu_name()
-    out, rows, top = args.out or default_path(gpu, "pieces"), {}, heading(device)
-    old = load(out)
-    for row in old["rows"] if old and not differences(old, top) else ():
-        rows[row["op"], row["heads"], row["tokens"], row["piece"]] = row
+    if (table := tables.opened(args, "pieces", "op", "heads", "tokens", "piece")) is None:
+        return EXIT_USAGE
     for op in args.ops.split(","):
         for heads in args.heads:
             for tokens in args.tokens:
                 lengths = [n for n in args.lengths if 2 * n <= tokens <= MOST * n]
-                for row in rows_of(op, heads, tokens, lengths, device):
-                    rows[op, heads, tokens, row["piece"]] = row
-                    print(json.dumps(row), flush=True)
-                save(out, {**top, "rows": [rows[key] for key in sorted(rows)]})
+                for row in rows_of(op, heads, tokens, lengths, table.device):
+                    table.add(row)
     return 0
 
 

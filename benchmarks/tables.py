@@ -1,0 +1,56 @@
+"""What the commands have in common that fill one table: where they run, the file they add to."""
+
+import argparse
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from benchmarks import measure
+from benchmarks.progress import fail
+from benchmarks.ranks import heading
+from benchmarks.results import default_path, differences, load, save
+
+
+def parser(name: str, doc: str, **lists: tuple[int, ...]) -> argparse.ArgumentParser:
+    """The options --device and --out, and one for each list of integers."""
+    p = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=doc)
+    for option, default in lists.items():
+        p.add_argument(f"--{option}", type=int, nargs="+", default=default)
+    p.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try it")
+    p.add_argument("--out", type=Path, help=f"file of results (chapters/data/{name}_<gpu>.json)")
+    return p
+
+
+@dataclass
+class Table:
+    """A file of results that is whole after every row."""
+
+    path: Path
+    top: dict  # where and with what it is measured
+    key: tuple[str, ...]  # the columns by which a row is known
+    device: torch.device
+    rows: dict = field(default_factory=dict)
+
+    def add(self, row: dict) -> None:
+        """Print a row and save it, over the one of its key if there is one."""
+        self.rows[tuple(row[name] for name in self.key)] = row
+        print(json.dumps(row), flush=True)
+        save(self.path, {**self.top, "rows": [self.rows[key] for key in sorted(self.rows)]})
+
+
+def opened(args: argparse.Namespace, name: str, *key: str) -> Table | None:
+    """The table that a command adds to, with the rows that were measured in the same place.
+
+    None, with a line that says why, where nothing can be measured.
+    """
+    device = torch.device(args.device)
+    if device.type == "cuda" and (reason := measure.usable_gpu()):
+        fail(f"benchmarks run on a CUDA GPU: {reason}")
+        return None
+    path = args.out or default_path("cpu" if device.type == "cpu" else measure.gpu_name(), name)
+    table, old = Table(path, heading(device), key, device), load(path)
+    for row in old["rows"] if old and not differences(old, table.top) else ():
+        table.rows[tuple(row[name] for name in key)] = row
+    return table
