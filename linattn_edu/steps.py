@@ -8,7 +8,7 @@ _STYLE = (
     ".la-steps{max-width:620px;margin:0.5em auto}"
     ".la-steps figure{margin:0 0 1em}"
     ".la-steps svg{display:block;width:100%;height:auto}"
-    ".la-steps figcaption{min-height:3em;text-align:left}"
+    ".la-steps figcaption{min-height:3em;text-align:left;color:inherit;font-weight:normal}"
     ".la-steps nav{display:none;gap:0.8em;align-items:center;padding:0.3em 0}"
     ".la-steps nav input{flex:1;min-width:0}"
 )
