@@ -1,9 +1,9 @@
 """python -m benchmarks.fusion: Gated DeltaNet in stages and in fused stages, kernel by kernel.
 
-Both passes of both compositions, each stage of each on the arguments that it gets in its pass, and
-the scans alone by the number of heads. Times are medians as CUDA graphs, the kernels without the
-host, L2 emptied before each. Gradients are compared with the float64 recurrence on few tokens and
-heads (error_d*), and on all of them with those of the staged pass (apart).
+Both passes of both compositions, and each stage of each on the arguments that it gets in its pass.
+Times are medians as CUDA graphs, the kernels without the host, L2 emptied before each. Gradients
+are compared with the float64 recurrence on few tokens and heads (error_d*), and on all of them with
+those of the staged pass (apart).
 """
 
 import sys
@@ -16,7 +16,7 @@ import torch
 
 from benchmarks import measure, tables
 from benchmarks.cases import Case, work
-from benchmarks.progress import EXIT_USAGE, fail
+from benchmarks.progress import EXIT_USAGE
 from benchmarks.rows import significant
 from linattn_edu.kernels.delta import fused, fused_bwd, state, state_bwd
 from linattn_edu.kernels.pieces import pieces_of
@@ -30,7 +30,6 @@ SHAPES = (
     (1, 32768, 16, 32, 128), (4, 8192, 16, 16, 64), (1, 7000, 8, 8, 128), (1, 4096, 4, 4, 128),
 )  # fmt: skip
 TRIAL = ((1, 100, 1, 2, 16), (2, 64, 1, 1, 16))  # on a CPU
-HEADS, TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256), (1024, 2048, 4096)  # of the scans alone
 FORMS = {"staged": gdn.stages, "fused": gdn.fused_stages}
 KEPT = {"staged": ("gc", "A"), "fused": ("gc", "P", "AG")}  # for the backward pass
 # the stages that carry a state, and the tables that their launchers choose a tile from
@@ -144,29 +143,8 @@ def rows_of(case: Case, device: torch.device, rates: tuple[float, float]) -> Ite
         del run, runs, once
 
 
-def scan_rows(heads: int, tokens: int, case: Case, device: torch.device) -> Iterator[dict]:
-    """Each scan of one sequence, which is too short to be cut, by the number of heads."""
-    i = measure.inputs(case, device.type)
-    do = measure.gradient(i.v)
-    for form, stages_of in FORMS.items():
-        recording, calls = recorded(stages_of("triton"))
-        forward, backward, _ = passes(form, i, do)
-        for run in (forward, backward):
-            run(recording)
-        for name in SCANS:
-            if name in calls:
-                row = {"case": f"scan {tokens:05d} {heads:03d}", "form": form, "what": name}
-                row |= {"heads": heads, "tokens": tokens}
-                row |= {"ms": significant(time_ms(calls[name], device))}
-                yield row | programs(name, i)
-
-
 def main(argv: list[str]) -> int:
-    p = tables.parser("fusion", __doc__, heads=HEADS, tokens=TOKENS)
-    p.add_argument("--only", choices=("passes", "scans"), help="a half of the table")
-    args = p.parse_args(argv)
-    if any(n > 4096 for n in args.tokens):
-        return fail(f"a scan of more than 4096 tokens may be cut, got {args.tokens}")
+    args = tables.parser("fusion", __doc__).parse_args(argv)
     if (table := tables.opened(args, "fusion", "case", "form", "what")) is None:
         return EXIT_USAGE
     cuda = table.device.type == "cuda"
@@ -176,16 +154,9 @@ def main(argv: list[str]) -> int:
         properties = torch.cuda.get_device_properties(0)
         table.top["multiprocessors"] = properties.multi_processor_count
     with torch.no_grad():
-        for shape in (SHAPES if cuda else TRIAL) if args.only != "scans" else ():
+        for shape in SHAPES if cuda else TRIAL:
             for row in rows_of(case_of(shape, 2 if cuda else 4), table.device, rates):
                 table.add(row)
-            if cuda:
-                torch.cuda.empty_cache()
-        for tokens in args.tokens if args.only != "passes" else ():
-            for heads in args.heads:
-                case = case_of((1, tokens, heads, heads, 128 if cuda else 16), 2 if cuda else 4)
-                for row in scan_rows(heads, tokens, case, table.device):
-                    table.add(row)
             if cuda:
                 torch.cuda.empty_cache()
     return 0

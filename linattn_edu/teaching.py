@@ -5,7 +5,7 @@ import inspect
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -29,6 +29,7 @@ from linattn_edu.pipeline import (
     ssd_backward_svg,
     ssd_svg,
 )
+from linattn_edu.steps import steps_html
 
 HASH_SALT = "linattn_edu"
 # chapters/data/<name>.json
@@ -145,6 +146,16 @@ def pipeline_map(lit: str | None = None) -> None:
         stages = "a rank of several: do -> piece_map_bwd -> gather -> cp_merge_bwd -> state_bwd"
     title = f"linattn_edu pipeline: {stages}"
     _display(title + (f"   [here: {lit}]" if lit else ""), html_text=pipeline_svg(lit))
+
+
+def steps(frames: Sequence[tuple[str, str]], label: str) -> None:
+    """Show a figure that is gone through step by step; print its captions elsewhere.
+
+    Args:
+        frames: SVG text and caption of each step.  label: What the steps are of.
+    """
+    plain = [label, *(f"{i}. {caption}" for i, (_, caption) in enumerate(frames, 1))]
+    _display("\n".join(plain), html_text=steps_html(frames, label))
 
 
 # ---- source listings

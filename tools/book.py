@@ -27,7 +27,8 @@ def stage() -> None:
     SOURCE.mkdir(parents=True)
     for name in ("_config.yml", "_toc.yml"):
         shutil.copy2(ROOT / name, SOURCE / name)
-    for name in ("book", "chapters", "linattn_edu"):  # pages include listings of the package
+    # pages include listings of the package, and a chapter counts with the benchmarks
+    for name in ("book", "chapters", "linattn_edu", "benchmarks"):
         if (ROOT / name).is_dir():
             shutil.copytree(ROOT / name, SOURCE / name, ignore=SKIP)
 

@@ -466,6 +466,14 @@ MUTANTS = [
         "AssertionError",
     ),
     Mutant(
+        "the fused states of a chapter are written without beta",
+        f"{KERNELS}/delta/fused_bwd.py",
+        "cast(b_beta[:, None] * b_W, b_AG.dtype)",
+        "cast(b_W, b_AG.dtype)",
+        "--nbval-lax chapters/24_fusion.ipynb",
+        "AssertionError",
+    ),
+    Mutant(
         "a chapter's pieces begin without the state before the first token",
         f"{KERNELS}/pieces.py",
         "merge(S_ext, M, state, **offsets)",
