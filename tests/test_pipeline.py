@@ -16,6 +16,7 @@ def words(svg):
 def test_the_maps_show_the_stages_of_the_composition():
     known = {*pipeline.KDA_STAGES, *pipeline.KDA_BACKWARD}
     known |= {*pipeline.CP_STAGES, *pipeline.CP_BACKWARD} - {"cp_conv"}
+    known |= {"kda_scan"}  # in the place of state and output
     assert known == set(kda.Stages.__dataclass_fields__)
 
 
