@@ -34,6 +34,18 @@ def test_any_gate(C, gate, dtype, device):
     check_stage(kernel, reference, arguments(x, r))
 
 
+@pytest.mark.parametrize("C", [64, 32])
+@pytest.mark.parametrize("K", [128, 100])
+def test_near_and_far_channels_in_one_chunk(K, C, device):
+    """Two groups of channels: the second closes in one chunk, and the first at a chunk's end."""
+    x, r = backward_parts(150, K, 16, C, torch.bfloat16, device, H=2)
+    g = -torch.rand(1, 150, 2, K, device=device) / 8
+    g[:, 64:128, :, 64:] = -20
+    g[:, 140:, 1, :64] = -200
+    r.gc = gate_cumsum(g, chunk_size=C)
+    check_stage(kernel, reference, arguments(x, r))
+
+
 def test_dbeta_is_added_to(device):
     x, r = backward_parts(40, 16, 16, 32, torch.float32, device)
     *args, dbeta = arguments(x, r)
