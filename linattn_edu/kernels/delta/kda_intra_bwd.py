@@ -352,8 +352,8 @@ def kda_intra_bwd(
     *,
     packing: Packing | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Launch kda_intra_bwd_kernel; arguments and result as in the reference, but dbeta is added to
-    in place.
+    """Launch both kernels; arguments and result as in the reference, but dbeta is added to in
+    place.
     """
     _, T, H, K = k.shape
     HV, chunk_size = dP.shape[2:]
