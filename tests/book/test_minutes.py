@@ -1,0 +1,56 @@
+"""The minutes that a chapter's box promises are those that its text and code take."""
+
+import nbformat
+import pytest
+from book.layout import CHAPTERS, toc, tool
+
+minutes = tool("minutes")
+
+
+@pytest.mark.parametrize("name", toc())
+def test_box_states_both_times(name):
+    """Within a tenth, or three minutes; the main path fits an hour."""
+    main, whole = minutes.minutes(name)
+    stated = minutes.STATED.search((CHAPTERS / f"{name}.md").read_text())
+    assert stated, "**Time:** M minutes for the main path, W with ..."
+    assert int(stated[1]) <= minutes.LIMIT
+    assert main <= minutes.LIMIT, f"{main:.0f} minutes"
+    for said, takes in zip(map(int, stated.groups()), (main, whole), strict=True):
+        assert abs(said - takes) <= max(3, 0.1 * takes), f"{takes:.0f} minutes, not {said}"
+
+
+@pytest.mark.parametrize(
+    "extra, main, whole",
+    [
+        ("word " * 170, 1, 1),
+        ("$$\n" + "a\n" * 12 + "$$ (eq:x)", 1, 1),
+        ("```text\n" + "a\n" * 12 + "```", 1, 1),
+        ("$a + b$ " * 170, 1, 1),
+        ("```{admonition} x\n:class: dropdown\n" + "word " * 170 + "\n```\n" + "word " * 170, 1, 2),
+        ("```{solution-start} a\n:class: dropdown\n```\n" + "word " * 170 + "\n```{solution-end}\n```",
+         0, 1),
+        ("## Appendix: more\n" + "word " * 170, 0, 1),
+    ],
+)  # fmt: skip
+def test_count(extra, main, whole, tmp_path, monkeypatch):
+    counted = _count(tmp_path, monkeypatch, [nbformat.v4.new_markdown_cell(extra)])
+    assert counted == pytest.approx((main, whole), abs=0.02)
+
+
+@pytest.mark.parametrize(
+    "tags, main", [([], 2), (["hide-input"], 1), (["hide-output"], 1), (["hide-cell"], 0)]
+)
+def test_count_of_cells(tags, main, tmp_path, monkeypatch):
+    listing = {"text/markdown": "`a.py`\n\n```python\n" + "x = 1\n" * 12 + "\n```"}
+    cell = nbformat.v4.new_code_cell(
+        "y = 2\n" * 12,
+        metadata={"tags": tags},
+        outputs=[nbformat.v4.new_output("display_data", data=listing)],
+    )
+    assert _count(tmp_path, monkeypatch, [cell]) == pytest.approx((main, 2))
+
+
+def _count(tmp_path, monkeypatch, cells):
+    nbformat.write(nbformat.v4.new_notebook(cells=cells), tmp_path / "one.ipynb")
+    monkeypatch.setattr(minutes, "CHAPTERS", tmp_path)
+    return minutes.minutes("one")

@@ -1,0 +1,92 @@
+"""How long a chapter takes to read: its main path, and all of it.
+
+    python tools/minutes.py [NAME...]     a line a chapter
+
+170 words or 12 lines a minute.  A line is one of shown code, of a listing, of a displayed
+equation; a formula inside a sentence is a word.  Off the main path: what is folded (hidden cells,
+drop-down boxes, solutions) and the sections of `OFF`.
+"""
+
+import re
+import sys
+
+import nbformat
+from notebooks import CHAPTERS, toc_chapters
+
+WORDS, LINES = 170, 12  # a minute
+OFF = ("Exercises", "In production", "Appendix", "References")
+HIDDEN = {"hide-cell", "remove-cell"}
+LIMIT = 60  # minutes of a main path
+STATED = re.compile(r"\*\*Time:\*\* (\d+) minutes for the main path, (\d+) with ")
+DIRECTIVE = re.compile(r"^(`{3,}|:{3,})\{([\w-]+)\}")
+
+
+def minutes(name: str) -> tuple[float, float]:
+    """Minutes of a chapter's main path, and of the whole."""
+    main = whole = 0.0
+    section, folded = "", []  # fences that are open, and whether each folds what it holds
+    for cell in nbformat.read(CHAPTERS / f"{name}.ipynb", as_version=4).cells:
+        if cell.cell_type == "code":
+            source, listings = _cell(cell)
+            whole += (source + listings) / LINES
+            if not section.startswith(OFF) and not any(f for _, f in folded):
+                tags = set(cell.metadata.get("tags", ()))
+                main += 0 if tags & (HIDDEN | {"hide-input", "remove-input"}) else source / LINES
+                main += 0 if tags & (HIDDEN | {"hide-output"}) else listings / LINES
+            continue
+        for line, takes in _lines(cell.source):
+            if heading := re.match(r"## +(.*)", line):
+                section = heading[1]
+            if directive := DIRECTIVE.match(line):
+                fence, kind = directive.groups()
+                if kind.endswith("-end"):
+                    folded.pop()
+                else:
+                    # the fence of a -start directive closes at once, its fold at its -end
+                    fence = fence if not kind.endswith("-start") else None
+                    folded.append((fence, kind in ("solution-start", "exercise-start", "dropdown")))
+            elif line.startswith(":class:") and "dropdown" in line:
+                folded[-1] = (folded[-1][0], True)
+            elif folded and line.strip() == folded[-1][0]:
+                folded.pop()
+            whole += takes
+            main += 0 if any(f for _, f in folded) or section.startswith(OFF) else takes
+    return main, whole
+
+
+def _cell(cell) -> tuple[int, int]:
+    """Lines of a code cell, and of the listings that it shows."""
+    shown = [o["data"].get("text/markdown", "") for o in cell.outputs if "data" in o]
+    listings = [x for text in shown for x in re.findall(r"```python\n(.*?)\n```", text, re.S)]
+    return _code(cell.source), sum(map(_code, listings))
+
+
+def _code(text: str) -> int:
+    return sum(bool(line.strip()) for line in text.splitlines())
+
+
+def _lines(text: str):
+    """Each line of Markdown, and the minutes that it takes."""
+    equation = code = False
+    for line in text.splitlines():
+        if line.startswith("```") and not line.startswith("```{") and (code or line != "```"):
+            code = not code and line != "```"
+            yield line, 0
+        elif line.startswith("$$"):
+            equation ^= line.count("$$") == 1
+            yield line, (1 / LINES if line.count("$$") == 2 else 0)
+        elif equation or code:
+            yield line, bool(line.strip()) / LINES
+        elif line.startswith((":", "```")):
+            yield line, 0
+        else:
+            plain = re.sub(r"\$[^$]*\$|\{[\w:]+\}`[^`]*`|`[^`]*`|\]\([^)]*\)", " x ", line)
+            yield line, len(re.findall(r"\w+(?:['’.-]\w+)*", plain)) / WORDS
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:] or toc_chapters():
+        text = (CHAPTERS / f"{name}.md").read_text()
+        main, whole = minutes(name)
+        says = " and ".join(STATED.search(text).groups()) if STATED.search(text) else "neither"
+        print(f"{name:34} {main:5.0f} {whole:5.0f}   the box says {says}")
