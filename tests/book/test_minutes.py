@@ -27,7 +27,7 @@ def test_box_states_both_times(name):
         ("```text\n" + "a\n" * 12 + "```", 1, 1),
         ("$a + b$ " * 170, 1, 1),
         ("```{admonition} x\n:class: dropdown\n" + "word " * 170 + "\n```\n" + "word " * 170, 1, 2),
-        ("```{solution-start} a\n:class: dropdown\n```\n" + "word " * 170 + "\n```{solution-end}\n```",
+        ("```{solution-start} a\n```\n" + "word " * 170 + "\n```{solution-end}\n```",
          0, 1),
         ("## Appendix: more\n" + "word " * 170, 0, 1),
     ],
