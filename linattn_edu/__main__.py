@@ -1,9 +1,9 @@
-"""``python -m linattn_edu doctor`` and ``python -m linattn_edu train``."""
+"""``python -m linattn_edu doctor``, ``... train`` and ``... puzzle``."""
 
 import argparse
 import sys
 
-from linattn_edu import __version__, train
+from linattn_edu import __version__, puzzles, train
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -15,9 +15,12 @@ def main(argv: list[str] | None = None) -> int:
     train.add_arguments(
         commands.add_parser("train", help="train a small language model of these layers")
     )
+    puzzles.add_arguments(commands.add_parser("puzzle", help="check a puzzle of the book"))
     args = parser.parse_args(argv)
     if args.command == "train":
         return train.main(args)
+    if args.command == "puzzle":
+        return puzzles.main(args)
     from linattn_edu.doctor import main as doctor
 
     return doctor()

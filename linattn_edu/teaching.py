@@ -57,20 +57,28 @@ def setup(seed: int = 0) -> torch.device:
     Raises:
         RuntimeError: there is no usable GPU, and triton was imported without the interpreter.
     """
-    if torch.cuda.is_available() and torch.cuda.get_device_capability() >= (7, 5):
-        device = torch.device("cuda")
-    else:
-        device = torch.device("cpu")
-        os.environ["TRITON_INTERPRET"] = "1"
-        if _imported_for_compilation():
-            raise RuntimeError(
-                "triton was imported before teaching.setup() and without TRITON_INTERPRET=1, so "
-                "its kernels need a GPU and there is none: restart the kernel of the notebook "
-                "and run teaching.setup() first"
-            )
+    device = choose_device()
     torch.manual_seed(seed)
     _inline_svg()
     return device
+
+
+def choose_device() -> torch.device:
+    """The device of `setup`, with TRITON_INTERPRET=1 set where it is the CPU.
+
+    Raises:
+        RuntimeError: as in `setup`.
+    """
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() >= (7, 5):
+        return torch.device("cuda")
+    os.environ["TRITON_INTERPRET"] = "1"
+    if _imported_for_compilation():
+        raise RuntimeError(
+            "triton was imported before teaching.setup() and without TRITON_INTERPRET=1, so "
+            "its kernels need a GPU and there is none: restart the kernel of the notebook "
+            "and run teaching.setup() first"
+        )
+    return torch.device("cpu")
 
 
 def _imported_for_compilation() -> bool:

@@ -1,0 +1,415 @@
+"""``python -m linattn_edu puzzle``: stages with blanks, checked against the reference stages."""
+
+import argparse
+import ast
+import importlib.util
+import math
+import re
+import sys
+import textwrap
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from linattn_edu import testing
+from linattn_edu.ops.check import interpreted, triton_problem
+from linattn_edu.reference.delta.gate_cumsum import gate_cumsum
+from linattn_edu.reference.delta.solve import solve
+from linattn_edu.reference.delta.state import state
+from linattn_edu.reference.delta.wy import wy
+from linattn_edu.teaching import choose_device
+
+WHERE = "https://github.com/linattn-edu/linattn_edu"
+HINTS = 3
+STILL = "still a blank"
+BLANK = re.compile(r"^(?P<left>\s*(?:return\b|[^=#]*?[-+*/]?=)) (?P<right>.*?)  # blank: ")
+# largest error of an entry, relative to the largest entry of the output
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
+
+
+class Wrong(Exception):
+    """What is wrong with a reader's stage, in lines for the reader."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """Sizes of the inputs that a stage is checked on."""
+
+    B: int
+    T: int
+    H: int
+    HV: int
+    K: int = 20
+    V: int = 40
+    C: int = 16
+
+    def __str__(self) -> str:
+        last = self.T % self.C
+        short = f", the last one short: {last} tokens" if last else ""
+        heads = f"H = {self.H} and HV = {self.HV} heads"
+        return (
+            f"B = {self.B}, T = {self.T} tokens in chunks of {self.C}{short}; "
+            f"{heads}, K = {self.K}, V = {self.V}"
+        )
+
+
+CASES = (Case(1, 32, 1, 1), Case(2, 40, 2, 4))
+
+
+@dataclass(frozen=True)
+class Puzzle:
+    """One stage: its inputs, the truth, and what the axes of its outputs are called."""
+
+    chapter: str  # and the name of its file
+    truth: Callable  # the reference stage, with the puzzle's arguments
+    arguments: tuple[str, ...]  # tensors of `drawn`
+    options: tuple[str, ...]  # numbers of `drawn`
+    outputs: dict[str, str]  # name -> axes
+
+    @property
+    def number(self) -> str:
+        """The number of its chapter, two digits."""
+        return self.chapter[:2]
+
+    @property
+    def stage(self) -> str:
+        """The name of its stage."""
+        return self.chapter[3:]
+
+
+HEAD = "batch token head"
+STATES = "batch chunk head row column"
+CHUNKED = ("chunk_size",)
+PUZZLES = {
+    puzzle.number: puzzle
+    for puzzle in (
+        Puzzle(
+            "05_state",
+            lambda *x, **more: state(*x, **more, output_final_state=True),
+            ("k", "w", "u", "gc", "initial_state"),
+            CHUNKED,
+            {"h": STATES, "v_new": f"{HEAD} column", "final_state": "batch head row column"},
+        ),
+    )
+}
+
+
+def drawn(case: Case) -> dict[str, object]:
+    """Everything that a stage of the delta rule may be given, in float64, by name."""
+    i = testing.gdn_inputs(
+        case.B, case.T, case.H, case.HV, case.K, case.V, dtype=torch.float64, initial_state=True
+    )
+    C = case.C
+    gc = gate_cumsum(i.g, chunk_size=C)
+    A = solve(i.k, i.beta, chunk_size=C)
+    w, u = wy(i.k, i.v, i.beta, gc, A)
+    h, v_new, _ = state(i.k, w, u, gc, i.initial_state, chunk_size=C)
+    known = {"gc": gc, "A": A, "w": w, "u": u, "h": h, "v_new": v_new}
+    return {**i.asdict(), **known, "chunk_size": C, "scale": case.K**-0.5}
+
+
+# ---- files
+
+
+def folder() -> Path:
+    """The folder ``puzzles``: of the working directory, of one above it, or beside the library."""
+    for root in (Path.cwd(), *Path.cwd().parents, Path(__file__).resolve().parents[1]):
+        if (root / "puzzles" / "solutions").is_dir():
+            return root / "puzzles"
+    raise Wrong(
+        "The puzzles are files of the repository, which the installed package does not have.\n"
+        f"Get them with: git clone {WHERE}\n"
+        "and run the command in that folder."
+    )
+
+
+def _short(path: Path) -> Path:
+    """The path as seen from the working directory, if it is below it."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
+def find(name: str) -> Puzzle:
+    """The puzzle of a number ("05", "5") or of a stage ("state", "05_state")."""
+    for puzzle in PUZZLES.values():
+        if name.zfill(2) == puzzle.number or name in (puzzle.stage, puzzle.chapter):
+            return puzzle
+    raise Wrong(f"There is no puzzle {name}; there are {', '.join(PUZZLES)}.")
+
+
+def blanked(solution: str) -> str:
+    """The puzzle of a solution: what a line marked ``# blank:`` assigns or returns becomes ``...``.
+
+    Raises:
+        ValueError: a mark stands on a line that assigns and returns nothing.
+    """
+    lines = solution.splitlines(keepends=True)
+    for i, line in enumerate(lines):
+        if "# blank:" in line:
+            found = BLANK.match(line)
+            if found is None:
+                raise ValueError(f"line {i + 1} is marked as a blank and assigns nothing: {line}")
+            lines[i] = f"{found['left']} ...  # blank: {line[found.end() :]}"
+    return "".join(lines)
+
+
+def hint(puzzle: Puzzle, level: int) -> str:
+    """Hint 1 (the idea), 2 (what is multiplied by what) or 3 (nearly the lines)."""
+    text = (folder() / "hints" / f"{puzzle.chapter}.md").read_text()
+    hints = re.split(r"^## .*\n", text, flags=re.M)[1:]
+    if not 1 <= level <= len(hints):
+        raise Wrong(f"Hints are numbered from 1 to {len(hints)}, got {level}.")
+    return hints[level - 1].strip()
+
+
+def solution(puzzle: Puzzle) -> str:
+    """The solved file."""
+    return (folder() / "solutions" / f"{puzzle.chapter}.py").read_text()
+
+
+# ---- the reader's file
+
+
+def load(path: Path) -> ModuleType:
+    """Run a reader's file. Its kernels are compiled or interpreted, as Triton was imported."""
+    spec = importlib.util.spec_from_file_location(f"puzzle_{path.stem}", path)
+    module = importlib.util.module_from_spec(spec)
+    with reported(path):
+        spec.loader.exec_module(module)
+    return module
+
+
+def open_blanks(path: Path) -> dict[str, list[str]]:
+    """Function -> its blanks that are still open, as "file:line: what belongs there"."""
+    text = path.read_text()
+    try:
+        tree = ast.parse(text)
+    except SyntaxError as error:
+        raise Wrong(f"{path}:{error.lineno}: SyntaxError: {error.msg}") from None
+    lines, found = text.splitlines(), {}
+    for function in (x for x in tree.body if isinstance(x, ast.FunctionDef)):
+        for node in ast.walk(function):
+            value = getattr(node, "value", None)
+            statement = isinstance(node, ast.Assign | ast.AugAssign | ast.Return)
+            if statement and isinstance(value, ast.Constant) and value.value is ...:
+                what = lines[node.lineno - 1].partition("# blank: ")[2]
+                blank = f"{path}:{node.lineno}: {STILL}" + (f": {what}" if what else "")
+                found.setdefault(function.name, []).append(blank)
+    return found
+
+
+@contextmanager
+def reported(path: Path | None) -> Iterator[None]:
+    """Turn what a reader's code raises into `Wrong`, with the line of the reader's file."""
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        raise Wrong(_where(error, path)) from None
+
+
+def _where(error: BaseException, path: Path | None) -> str:
+    """The innermost line of the file that an exception went through, and what it says."""
+    place = _line(error, path) if path else ""
+    while error.__cause__ is not None:  # Triton wraps what a kernel raises
+        error = error.__cause__
+        place = (_line(error, path) if path else "") or place
+    said = str(error).strip()
+    return f"{place}{type(error).__name__}" + (f": {said}" if said else "")
+
+
+def _line(error: BaseException, path: Path) -> str:
+    """The line of the file in an exception's own trace, "" if there is none."""
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [f.lineno for f in frames if Path(f.filename).resolve() == path.resolve()]
+    text = path.read_text()
+    # the compiler counts lines from the kernel's first one
+    source, node = getattr(error, "src", None), getattr(error, "node", None)
+    if node is not None and source in text:
+        lines.append(text.partition(source)[0].count("\n") + node.lineno)
+    return f"{path}:{lines[-1]}: {text.splitlines()[lines[-1] - 1].strip()}\n" if lines else ""
+
+
+# ---- the check
+
+
+def compare(puzzle: Puzzle, got: object, expected: tuple[Tensor, ...], dtype: torch.dtype) -> None:
+    """Raise Wrong with the first wrong entry of each output that is not what the reference has."""
+    got = got if isinstance(got, tuple | list) else (got,)
+    if len(got) != len(expected):
+        names = ", ".join(puzzle.outputs)
+        raise Wrong(f"must return {len(expected)} tensors ({names}), returned {len(got)}")
+    outputs = list(zip(puzzle.outputs.items(), got, expected, strict=True))
+    for (name, axes), x, ref in outputs:
+        if not isinstance(x, Tensor):
+            raise Wrong(f"{name} must be a tensor, got {type(x).__name__}")
+        if x.shape != ref.shape:
+            raise Wrong(f"{name} must have shape {list(ref.shape)} ({axes}), got {list(x.shape)}")
+        if x.dtype != dtype:
+            raise Wrong(f"{name} must be {dtype}, got {x.dtype}")
+    wrong = [
+        line
+        for (name, axes), x, ref in outputs
+        if (line := first_wrong(name, axes, x.detach().double().cpu(), ref, TOLERANCE[dtype]))
+    ]
+    if wrong:
+        raise Wrong("\n".join(wrong))
+
+
+def first_wrong(name: str, axes: str, x: Tensor, ref: Tensor, tol: float) -> str | None:
+    """The first entry of x that is further from ref's than tol times ref's largest."""
+    bad = ~((x - ref).abs() <= tol * ref.abs().max())  # so that NaN is bad
+    if not bad.any():
+        return None
+    first = tuple(bad.nonzero()[0].tolist())
+    at = ", ".join(f"{axis} {i}" for axis, i in zip(axes.split(), first, strict=True))
+    value = x[first].item()
+    note = ", NaN: not written, or from a number that was not" if math.isnan(value) else ""
+    return (
+        f"{name}[{at}]: expected {ref[first].item():.6g}, got {value:.6g}{note} "
+        f"(the first of {int(bad.sum())} wrong of {bad.numel()})"
+    )
+
+
+def run(
+    puzzle: Puzzle, function: Callable, path: Path | None, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Check a stage on every case; raise Wrong at the first mistake."""
+    for case in CASES:
+        inputs = drawn(case)
+        tensors = [inputs[name].to(dtype) for name in puzzle.arguments]
+        options = {name: inputs[name] for name in puzzle.options}
+        expected = puzzle.truth(*(x.double() for x in tensors), **options)
+        expected = expected if isinstance(expected, tuple) else (expected,)
+        try:
+            with testing.poison(), reported(path):
+                got = function(*(x.to(device, copy=True) for x in tensors), **options)
+                if device.type == "cuda":
+                    torch.cuda.synchronize()  # what a kernel raises, here
+            compare(puzzle, got, expected, dtype)
+        except Wrong as wrong:
+            raise Wrong(f"{wrong}\nwith {case}") from None
+
+
+def verdicts(
+    puzzle: Puzzle,
+    path: Path | None = None,
+    *,
+    torch_fn: Callable | None = None,
+    kernel_fn: Callable | None = None,
+) -> dict[str, str | None]:
+    """What is checked -> what is wrong with it, None if nothing is."""
+    device, blanks = torch.device("cpu"), {}
+    if torch_fn is None or kernel_fn is not None:
+        device = choose_device()
+        if problem := triton_problem():
+            raise Wrong(f"The puzzles need Triton: {problem}.")
+    if torch_fn is None and kernel_fn is None:
+        path = path or _short(folder() / f"{puzzle.chapter}.py")
+        if not path.is_file():
+            raise Wrong(f"{path}: there is no such file")
+        blanks = open_blanks(path)
+        module = load(path)
+        torch_fn = getattr(module, f"{puzzle.stage}_torch", None)
+        kernel_fn = getattr(module, f"{puzzle.stage}_triton", None)
+        if torch_fn is None or kernel_fn is None:
+            raise Wrong(f"{path} must have {puzzle.stage}_torch and {puzzle.stage}_triton")
+    in_torch = blanks.pop(f"{puzzle.stage}_torch", [])
+    in_kernel = [blank for function in blanks.values() for blank in function]
+    how = "in the interpreter" if interpreted() else "compiled"
+    found = {}
+    for part, function, mine, dtype, place in (
+        ("PyTorch, float64", torch_fn, in_torch, torch.float64, torch.device("cpu")),
+        (f"Triton, float32, {how}", kernel_fn, in_kernel, torch.float32, device),
+    ):
+        if function is None:
+            continue
+        try:
+            if mine:
+                raise Wrong("\n".join(mine))
+            run(puzzle, function, path, dtype, place)
+            found[part] = None
+        except Wrong as wrong:
+            found[part] = str(wrong)
+    return found
+
+
+def check(
+    name: str,
+    path: str | Path | None = None,
+    *,
+    torch_fn: Callable | None = None,
+    kernel_fn: Callable | None = None,
+) -> bool:
+    """Check a puzzle against the reference stage and print what was found.
+
+    Without a usable GPU the kernel runs in Triton's interpreter, which is turned on as in
+    `teaching.setup`: call that, or this, before anything imports triton.
+
+    Args:
+        name: "05", or "state".  path: A file with both functions; ``puzzles/05_state.py`` if None.
+        torch_fn, kernel_fn: One or both of the functions themselves, in place of a file.
+    Returns:
+        Whether everything that was checked is right.
+    """
+    try:
+        puzzle = find(name)
+        found = verdicts(
+            puzzle, None if path is None else Path(path), torch_fn=torch_fn, kernel_fn=kernel_fn
+        )
+    except Wrong as wrong:
+        print(wrong)
+        return False
+    for part, wrong in found.items():
+        said = "right" if wrong is None else "not yet\n" + textwrap.indent(wrong, "  ")
+        print(f"{puzzle.number} {puzzle.stage}, {part}: {said}")
+    right = not any(found.values())
+    if not right:
+        print(f"Hints: python -m linattn_edu puzzle {puzzle.number} --hint 1 (to {HINTS})")
+    return right
+
+
+def overview() -> int:
+    """Print every puzzle and whether it is solved; 0 if all are."""
+    solved = 0
+    for puzzle in PUZZLES.values():
+        try:
+            found = verdicts(puzzle)
+        except Wrong as wrong:
+            found = {"file": str(wrong)}
+        blanks = sum((wrong or "").count(STILL) for wrong in found.values())
+        wrong = [part.partition(",")[0] for part, wrong in found.items() if wrong]
+        said = f"{blanks} blanks" if blanks else f"not right: {', '.join(wrong)}"
+        print(f"{puzzle.number}  {puzzle.stage:<31} {said if wrong else 'solved'}")
+        solved += not wrong
+    print(f"{solved} of {len(PUZZLES)} solved; python -m linattn_edu puzzle NUMBER checks one")
+    return int(solved < len(PUZZLES))
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the command."""
+    parser.add_argument("number", nargs="?", help="such as 05; all of them if left out")
+    parser.add_argument("--path", type=Path, metavar="FILE", help="instead of puzzles/NN_stage.py")
+    shown = parser.add_mutually_exclusive_group()
+    shown.add_argument("--hint", type=int, metavar="N", help=f"show hint N, 1 to {HINTS}")
+    shown.add_argument("--solution", action="store_true", help="show the solution")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Run the command; 0 only if what was checked is right, or what was asked for was shown."""
+    try:
+        if args.number is None:
+            folder()
+            return overview()
+        puzzle = find(args.number)
+        if args.hint is None and not args.solution:
+            return int(not check(args.number, args.path))
+        print(solution(puzzle) if args.solution else hint(puzzle, args.hint))
+        return 0
+    except Wrong as wrong:
+        print(wrong, file=sys.stderr)
+        return 1

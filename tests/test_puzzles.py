@@ -1,0 +1,175 @@
+"""puzzles/: solutions are right, blanks and planted mistakes are named, and nothing drifts."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+from book.layout import CHAPTERS, ROOT
+
+from linattn_edu import puzzles
+from linattn_edu.__main__ import main
+
+FOLDER = ROOT / "puzzles"
+# chapter -> what is replaced in the solution, by what, and an output that it makes wrong
+PLANTED = {
+    "05": [
+        ("U_c - W_c @ S", "U_c + W_c @ S", "PyTorch", "v_new"),
+        ("i_h // (HV // H)", "i_h % H", "Triton", "h"),
+        ("b_u - dot(b_w, b_S)", "b_u", "Triton", "v_new"),
+    ],
+}
+
+
+def say(capsys, *arguments):
+    """Exit code and output of the command."""
+    code = main(["puzzle", *map(str, arguments)])
+    out = capsys.readouterr()
+    return code, out.out + out.err
+
+
+def changed(tmp_path, number, old, new):
+    """A file with the solution of a puzzle in which one place is changed."""
+    text = puzzles.solution(puzzles.PUZZLES[number])
+    assert text.count(old) == 1, f"{old!r} stands {text.count(old)} times in solution {number}"
+    path = tmp_path / "mine.py"
+    path.write_text(text.replace(old, new))
+    return path
+
+
+def test_files():
+    names = [f"{p.chapter}.py" for p in puzzles.PUZZLES.values()]
+    for folder in (FOLDER, FOLDER / "solutions"):
+        assert sorted(p.name for p in folder.glob("*.py")) == names
+    assert sorted(p.stem for p in (FOLDER / "hints").glob("*.md")) == [n[:-3] for n in names]
+    assert sorted(PLANTED) == sorted(puzzles.PUZZLES)
+
+
+@pytest.mark.parametrize("number", puzzles.PUZZLES)
+def test_puzzle_is_the_solution_with_blanks(number):
+    puzzle = puzzles.PUZZLES[number]
+    solution = puzzles.solution(puzzle)
+    assert (FOLDER / f"{puzzle.chapter}.py").read_text() == puzzles.blanked(solution)
+    assert not puzzles.open_blanks(FOLDER / "solutions" / f"{puzzle.chapter}.py")
+    blanks = puzzles.open_blanks(FOLDER / f"{puzzle.chapter}.py")
+    assert sum(map(len, blanks.values())) == solution.count("# blank: ")
+    in_torch = len(blanks.pop(f"{puzzle.stage}_torch"))
+    assert 1 <= in_torch <= 5 and 1 <= sum(map(len, blanks.values())) <= 5
+    tags = re.findall(r"# (eq:[\w-]+)", solution)
+    chapters = "".join(p.read_text() for p in CHAPTERS.glob("*.md"))
+    assert tags and [t for t in tags if f"({t})" not in chapters] == []
+
+
+@pytest.mark.parametrize("number", puzzles.PUZZLES)
+def test_solution_is_right(number, capsys):
+    puzzle = puzzles.PUZZLES[number]
+    path = FOLDER / "solutions" / f"{puzzle.chapter}.py"
+    code, said = say(capsys, number, "--path", path)
+    assert code == 0 and said.count(": right\n") == 2, said
+
+
+@pytest.mark.parametrize("number", puzzles.PUZZLES)
+def test_blanks_are_named(number, capsys):
+    puzzle = puzzles.PUZZLES[number]
+    path = FOLDER / f"{puzzle.chapter}.py"
+    code, said = say(capsys, number, "--path", path)
+    assert code == 1
+    for i, line in enumerate(path.read_text().splitlines(), 1):
+        if "# blank: " in line:
+            assert f"{path}:{i}: still a blank: {line.partition('# blank: ')[2]}\n" in said
+
+
+@pytest.mark.parametrize(
+    ("number", "old", "new", "part", "name"),
+    [(number, *planted) for number, x in PLANTED.items() for planted in x],
+)
+def test_a_mistake_is_named(number, old, new, part, name, tmp_path, capsys):
+    code, said = say(capsys, number, "--path", changed(tmp_path, number, old, new))
+    assert code == 1 and said.count(": right\n") == 1
+    entry = rf", {part}.*: not yet\n(  .*\n)*  {name}\[batch \d.*\]: expected \S+, got \S+ \(the "
+    assert re.search(entry, said), said
+
+
+@pytest.mark.parametrize("number", puzzles.PUZZLES)
+def test_hints_and_solution(number, capsys):
+    hints = [say(capsys, number, "--hint", i) for i in (1, 2, 3)]
+    assert all(code == 0 and len(text) > 50 for code, text in hints)
+    assert len({text for _, text in hints}) == 3
+    assert say(capsys, number, "--hint", 4) == (1, "Hints are numbered from 1 to 3, got 4.\n")
+    solution = puzzles.solution(puzzles.PUZZLES[number])
+    assert say(capsys, number, "--solution") == (0, f"{solution}\n")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("return torch.stack(h, 1),", "return torch.stack(h, 1)(", r":\d+: SyntaxError: "),
+        ("r[..., None] * v", "r * v", r":36: S = .*\n  RuntimeError: The size of tensor"),
+        ("dot(tl.trans(b_k), b_v)", "dot(b_k, b_v)", r":64: b_S = .*\n  \w+"),
+        ("torch.stack(h, 1), ", "", "must return 3 tensors .h, v_new, final_state., returned 2"),
+        ("torch.stack(h, 1), ", "torch.stack(h, 2), ", r"h must have shape \[1, 2, 1, 20, 40\]"),
+        ("torch.stack(h, 1), ", "torch.stack(h, 1).float(), ", "h must be torch.float64, got"),
+        ("torch.stack(h, 1), ", "None, ", "h must be a tensor, got NoneType"),
+        ("    store_tile(ht_ptr", "    # store_tile(ht_ptr", r"final_state\[.*got nan, NaN: not"),
+        ("def state_triton", "def other", "must have state_torch and state_triton"),
+        ("import torch\n", "import torch\nexit()\n", r":\d+: exit\(\)\n\s*SystemExit"),
+    ],
+)
+def test_what_a_file_does_wrong_is_said_in_a_few_lines(old, new, said, tmp_path, capsys):
+    path = changed(tmp_path, "05", old, new)
+    code, text = say(capsys, "05", "--path", path)
+    assert code == 1 and re.search(said, text) and len(text.splitlines()) <= 8, text
+    assert "Traceback" not in text and str(ROOT / "linattn_edu") not in text
+
+
+def test_functions_of_a_notebook(capsys):
+    puzzle = puzzles.PUZZLES["05"]
+    stage = puzzles.load(FOLDER / "solutions" / f"{puzzle.chapter}.py")
+    both = {"torch_fn": stage.state_torch, "kernel_fn": stage.state_triton}
+    assert puzzles.check("05", **both) and puzzles.check("state", torch_fn=stage.state_torch)
+    assert capsys.readouterr().out.count(": right\n") == 3
+    assert not puzzles.check("5", kernel_fn=lambda k, *x, **more: k.no_such_thing)
+    assert "AttributeError: 'Tensor' object has no attribute" in capsys.readouterr().out
+
+
+def test_a_mark_on_a_line_without_a_value():
+    assert puzzles.blanked("    return x + 1  # blank: x\n") == "    return ...  # blank: x\n"
+    assert puzzles.blanked("a[i] += f(x=1)  # blank: x\n") == "a[i] += ...  # blank: x\n"
+    with pytest.raises(ValueError, match="line 1 is marked as a blank"):
+        puzzles.blanked("f(x=1)  # blank: x\n")
+
+
+def test_bad_calls(tmp_path, capsys):
+    code, said = say(capsys, "99")
+    assert code == 1 and said.startswith("There is no puzzle 99; there are ")
+    code, said = say(capsys, "05", "--path", tmp_path / "none.py")
+    assert code == 1 and said == f"{tmp_path / 'none.py'}: there is no such file\n"
+
+
+def test_without_the_folder_it_says_where_to_get_it(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(puzzles, "__file__", str(tmp_path / "linattn_edu" / "puzzles.py"))
+    for arguments in ((), ("05",), ("05", "--hint", "1")):
+        code, said = say(capsys, *arguments)
+        assert code == 1 and f"git clone {puzzles.WHERE}" in said
+
+
+def test_the_command_turns_the_interpreter_on():
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "linattn_edu", "puzzle"]
+    done = subprocess.run(
+        [*command, "05", "--path", "puzzles/solutions/05_state.py"],
+        cwd=ROOT, env=env, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0 and done.stdout.count(": right\n") == 2, done.stdout + done.stderr
+
+
+def test_list(capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    code, said = say(capsys)
+    assert code == 1
+    for puzzle in puzzles.PUZZLES.values():
+        blanks = puzzles.solution(puzzle).count("# blank: ")
+        assert re.search(rf"{puzzle.number}  {puzzle.stage} +{blanks} blanks\n", said)
+    assert f"0 of {len(puzzles.PUZZLES)} solved" in said
