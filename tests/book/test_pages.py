@@ -258,3 +258,24 @@ def test_follows_the_readers_colour_scheme(scheme, visit):
     tab = visit(color_scheme=scheme).go(FRONT)
     assert tab.evaluate("document.documentElement.dataset.theme") == scheme
     assert tab.evaluate(CONTRAST, "article p") > 7
+
+
+def test_a_tag_of_the_code_shows_its_equation(visit):
+    v = visit(viewport=PHONE, has_touch=True)
+    tab = v.go("chapters/05_state.html")
+    tag = tab.locator("a.eq-tag", has_text="eq:delta-v-new").first
+    anchor = tag.get_attribute("href")
+    assert anchor == "#equation-eq-delta-v-new"
+    tag.focus()
+    box = tab.locator("#eq-box")
+    tab.wait_for_selector("#eq-box mjx-container")
+    assert box.get_by_role("link").get_attribute("href") == anchor
+    place = box.bounding_box()
+    assert place["x"] >= 0 and place["x"] + place["width"] <= PHONE["width"]
+    tab.keyboard.press("Escape")
+    assert box.is_hidden()
+    tag.tap()
+    assert box.is_visible() and not tab.url.endswith(anchor)
+    code = tab.locator(f"[id='{anchor[1:]}'] + p.eq-code a")
+    assert {"reference/delta/state.py", "kernels/delta/state.py"} <= set(code.all_inner_texts())
+    assert v.errors == []
