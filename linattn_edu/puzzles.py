@@ -2,6 +2,7 @@
 
 import argparse
 import ast
+import functools
 import importlib.util
 import math
 import re
@@ -19,10 +20,12 @@ from torch import Tensor
 
 from linattn_edu import testing
 from linattn_edu.ops.check import interpreted, triton_problem
-from linattn_edu.reference.delta.gate_cumsum import gate_cumsum
+from linattn_edu.reference.delta.gate_cumsum import decay_matrix, gate_cumsum
+from linattn_edu.reference.delta.output import output
 from linattn_edu.reference.delta.solve import solve
 from linattn_edu.reference.delta.state import state
 from linattn_edu.reference.delta.wy import wy
+from linattn_edu.reference.tiles import from_chunks, to_chunks
 from linattn_edu.teaching import choose_device
 
 WHERE = "https://github.com/linattn-edu/linattn_edu"
@@ -84,11 +87,29 @@ class Puzzle:
 
 
 HEAD = "batch token head"
+PAIRS = "batch token head token-of-chunk"
 STATES = "batch chunk head row column"
 CHUNKED = ("chunk_size",)
+
+
+def decay(g: Tensor, *, chunk_size: int) -> tuple[Tensor, Tensor]:
+    """gc of gate_cumsum, and the decay matrix of each chunk [B, T, HV, C]."""
+    gc = gate_cumsum(g, chunk_size=chunk_size)
+    return gc, from_chunks(decay_matrix(to_chunks(gc, chunk_size)), g.shape[1])
+
+
 PUZZLES = {
     puzzle.number: puzzle
     for puzzle in (
+        Puzzle("02_gate_cumsum", decay, ("g_hard",), CHUNKED, {"gc": HEAD, "G": PAIRS}),
+        Puzzle("03_solve", solve, ("k", "beta"), CHUNKED, {"A": PAIRS}),
+        Puzzle(
+            "04_wy",
+            wy,
+            ("k", "v", "beta", "gc", "A"),
+            (),
+            {"w": f"{HEAD} row", "u": f"{HEAD} column"},
+        ),
         Puzzle(
             "05_state",
             lambda *x, **more: state(*x, **more, output_final_state=True),
@@ -96,10 +117,18 @@ PUZZLES = {
             CHUNKED,
             {"h": STATES, "v_new": f"{HEAD} column", "final_state": "batch head row column"},
         ),
+        Puzzle(
+            "06_output",
+            output,
+            ("q", "k", "v_new", "h", "gc"),
+            ("scale", *CHUNKED),
+            {"o": f"{HEAD} column"},
+        ),
     )
 }
 
 
+@functools.cache
 def drawn(case: Case) -> dict[str, object]:
     """Everything that a stage of the delta rule may be given, in float64, by name."""
     i = testing.gdn_inputs(
@@ -110,7 +139,9 @@ def drawn(case: Case) -> dict[str, object]:
     A = solve(i.k, i.beta, chunk_size=C)
     w, u = wy(i.k, i.v, i.beta, gc, A)
     h, v_new, _ = state(i.k, w, u, gc, i.initial_state, chunk_size=C)
-    known = {"gc": gc, "A": A, "w": w, "u": u, "h": h, "v_new": v_new}
+    g_hard = i.g.clone()
+    g_hard[:, 7] = -100.0  # e^100 is infinite in float32
+    known = {"g_hard": g_hard, "gc": gc, "A": A, "w": w, "u": u, "h": h, "v_new": v_new}
     return {**i.asdict(), **known, "chunk_size": C, "scale": case.K**-0.5}
 
 

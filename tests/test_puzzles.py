@@ -14,10 +14,27 @@ from linattn_edu.__main__ import main
 FOLDER = ROOT / "puzzles"
 # chapter -> what is replaced in the solution, by what, and an output that it makes wrong
 PLANTED = {
+    "02": [
+        ("masked_fill(future, -torch.inf)", "masked_fill(future, 0)", "PyTorch", "G"),
+        ("tl.cumsum(b_g * LOG2E, axis=0)", "tl.cumsum(b_g, axis=0)", "Triton", "gc"),
+        ("o_t[:, None] >= o_t[None, :]", "o_t[:, None] > o_t[None, :]", "Triton", "G"),
+    ],
+    "03": [
+        ("b[..., None] * (K @ K.mT)", "b[..., None, :] * (K @ K.mT)", "PyTorch", "A"),
+        ("b_A - b_x[None, :]", "b_A + b_x[None, :]", "Triton", "A"),
+    ],
+    "04": [
+        ("w = e * (A @ (b * K))", "w = (A * decay_matrix(gc)) @ (b * K)", "PyTorch", "w"),
+        ("b_A * b_beta[None, :]", "b_A * b_beta[:, None]", "Triton", "u"),
+    ],
     "05": [
         ("U_c - W_c @ S", "U_c + W_c @ S", "PyTorch", "v_new"),
         ("i_h // (HV // H)", "i_h % H", "Triton", "h"),
         ("b_u - dot(b_w, b_S)", "b_u", "Triton", "v_new"),
+    ],
+    "06": [
+        ("scale * (inter + P @ V)", "inter + scale * (P @ V)", "PyTorch", "o"),
+        (" * decay_tile(b_gc, o_t)", "", "Triton", "o"),
     ],
 }
 
