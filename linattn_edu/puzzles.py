@@ -20,11 +20,16 @@ from torch import Tensor
 
 from linattn_edu import testing
 from linattn_edu.ops.check import interpreted, triton_problem
+from linattn_edu.reference.delta.gate_bwd import gate_bwd
 from linattn_edu.reference.delta.gate_cumsum import decay_matrix, gate_cumsum
 from linattn_edu.reference.delta.output import output
+from linattn_edu.reference.delta.output_bwd import output_bwd
+from linattn_edu.reference.delta.recurrent import recurrent
 from linattn_edu.reference.delta.solve import solve
 from linattn_edu.reference.delta.state import state
+from linattn_edu.reference.delta.state_bwd import state_bwd
 from linattn_edu.reference.delta.wy import wy
+from linattn_edu.reference.delta.wy_bwd import wy_bwd
 from linattn_edu.reference.tiles import from_chunks, to_chunks
 from linattn_edu.teaching import choose_device
 
@@ -101,6 +106,13 @@ def decay(g: Tensor, *, chunk_size: int) -> tuple[Tensor, Tensor]:
 PUZZLES = {
     puzzle.number: puzzle
     for puzzle in (
+        Puzzle(
+            "01_recurrent",
+            lambda *x, **more: recurrent(*x[:5], initial_state=x[5], **more),
+            ("q", "k", "v", "g", "beta", "initial_state"),
+            ("scale",),
+            {"o": f"{HEAD} column", "final_state": "batch head row column"},
+        ),
         Puzzle("02_gate_cumsum", decay, ("g_hard",), CHUNKED, {"gc": HEAD, "G": PAIRS}),
         Puzzle("03_solve", solve, ("k", "beta"), CHUNKED, {"A": PAIRS}),
         Puzzle(
@@ -124,6 +136,34 @@ PUZZLES = {
             ("scale", *CHUNKED),
             {"o": f"{HEAD} column"},
         ),
+        Puzzle(
+            "08_output_bwd",
+            output_bwd,
+            ("q", "k", "v_new", "h", "gc", "do"),
+            ("scale", *CHUNKED),
+            {"dq": f"{HEAD} row", "dk": f"{HEAD} row", "dv_new": f"{HEAD} column", "dgc": HEAD},
+        ),
+        Puzzle(
+            "09_state_bwd",
+            state_bwd,
+            ("q", "k", "w", "gc", "do", "dv_out", "dht"),
+            ("scale", *CHUNKED),
+            {"dh": STATES, "dv_new": f"{HEAD} column", "dh0": "batch head row column"},
+        ),
+        Puzzle(
+            "10_wy_bwd",
+            lambda *x: wy_bwd(*x, torch.zeros_like(x[3]))[:3],
+            ("k", "v", "beta", "gc", "A", "h", "v_new", "dh", "dv_new", "dk_out"),
+            (),
+            {"dk": f"{HEAD} row", "dv": f"{HEAD} column", "dbeta": HEAD},
+        ),
+        Puzzle(
+            "12_gate_bwd",
+            gate_bwd,
+            ("dgc", "a", "A_log", "dt_bias"),
+            CHUNKED,
+            {"da": HEAD, "dA_log": "head", "ddt_bias": "head"},
+        ),
     )
 }
 
@@ -141,8 +181,36 @@ def drawn(case: Case) -> dict[str, object]:
     h, v_new, _ = state(i.k, w, u, gc, i.initial_state, chunk_size=C)
     g_hard = i.g.clone()
     g_hard[:, 7] = -100.0  # e^100 is infinite in float32
-    known = {"g_hard": g_hard, "gc": gc, "A": A, "w": w, "u": u, "h": h, "v_new": v_new}
-    return {**i.asdict(), **known, "chunk_size": C, "scale": case.K**-0.5}
+    random = torch.Generator().manual_seed(1)
+    do, dht, a, A_log, dt_bias = (
+        torch.randn(shape, generator=random, dtype=torch.float64)
+        for shape in (i.v.shape, i.initial_state.shape, gc.shape, gc.shape[2:], gc.shape[2:])
+    )
+    scale, options = case.K**-0.5, {"chunk_size": C}
+    _, dk_out, dv_out, dgc = output_bwd(i.q, i.k, v_new, h, gc, do, scale=scale, **options)
+    dh, dv_new, _ = state_bwd(i.q, i.k, w, gc, do, dv_out, dht, scale=scale, **options)
+    return {
+        **i.asdict(),
+        "g_hard": g_hard,
+        "gc": gc,
+        "A": A,
+        "w": w,
+        "u": u,
+        "h": h,
+        "v_new": v_new,
+        "do": do,
+        "dht": dht,
+        "dk_out": dk_out,
+        "dv_out": dv_out,
+        "dgc": dgc,
+        "dh": dh,
+        "dv_new": dv_new,
+        "a": a,
+        "A_log": A_log,
+        "dt_bias": dt_bias,
+        "chunk_size": C,
+        "scale": scale,
+    }
 
 
 # ---- files

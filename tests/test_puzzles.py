@@ -14,6 +14,10 @@ from linattn_edu.__main__ import main
 FOLDER = ROOT / "puzzles"
 # chapter -> what is replaced in the solution, by what, and an output that it makes wrong
 PLANTED = {
+    "01": [
+        ("v[:, t] - k[:, t] @ S", "v[:, t] - q[:, t] @ S", "PyTorch", "o"),
+        ("(tl.load(beta_ptr + i) * b_e)", "b_e", "Triton", "final_state"),
+    ],
     "02": [
         ("masked_fill(future, -torch.inf)", "masked_fill(future, 0)", "PyTorch", "G"),
         ("tl.cumsum(b_g * LOG2E, axis=0)", "tl.cumsum(b_g, axis=0)", "Triton", "gc"),
@@ -35,6 +39,22 @@ PLANTED = {
     "06": [
         ("scale * (inter + P @ V)", "inter + scale * (P @ V)", "PyTorch", "o"),
         (" * decay_tile(b_gc, o_t)", "", "Triton", "o"),
+    ],
+    "08": [
+        (" - X.sum(-2)", "", "PyTorch", "dgc"),
+        ("tl.trans(b_M * G)", "tl.trans(b_M)", "Triton", "dv_new"),
+    ],
+    "09": [
+        ("- W_c.mT @ dv ", "- W_c.mT @ dV_c ", "PyTorch", "dh0"),
+        ("NT - 1 - step", "step", "Triton", "dh"),
+    ],
+    "10": [
+        ("(N + N.mT) @ K", "N @ K", "PyTorch", "dk"),
+        (" + tl.sum(b_dL * b_KK, 1)", "", "Triton", "dbeta"),
+    ],
+    "12": [
+        ("(dg * -rate * F.softplus(x))", "(dg * -rate)", "PyTorch", "dA_log"),
+        ("axis=0, reverse=True", "axis=0", "Triton", "da"),
     ],
 }
 
@@ -104,7 +124,7 @@ def test_blanks_are_named(number, capsys):
 def test_a_mistake_is_named(number, old, new, part, name, tmp_path, capsys):
     code, said = say(capsys, number, "--path", changed(tmp_path, number, old, new))
     assert code == 1 and said.count(": right\n") == 1
-    entry = rf", {part}.*: not yet\n(  .*\n)*  {name}\[batch \d.*\]: expected \S+, got \S+ \(the "
+    entry = rf", {part}.*: not yet\n(  .*\n)*  {name}\[\w+ \d.*\]: expected \S+, got \S+ \(the "
     assert re.search(entry, said), said
 
 
