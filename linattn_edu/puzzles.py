@@ -30,6 +30,17 @@ from linattn_edu.reference.delta.state import state
 from linattn_edu.reference.delta.state_bwd import state_bwd
 from linattn_edu.reference.delta.wy import wy
 from linattn_edu.reference.delta.wy_bwd import wy_bwd
+from linattn_edu.reference.ssd.chunk_cumsum import chunk_cumsum
+from linattn_edu.reference.ssd.chunk_scan import chunk_scan
+from linattn_edu.reference.ssd.chunk_scan_bwd_da_cs import chunk_scan_bwd_da_cs
+from linattn_edu.reference.ssd.chunk_scan_bwd_dc import chunk_scan_bwd_dc
+from linattn_edu.reference.ssd.chunk_scan_bwd_dstates import chunk_scan_bwd_dstates
+from linattn_edu.reference.ssd.chunk_scan_chunk_state_bwd_dx import chunk_scan_chunk_state_bwd_dx
+from linattn_edu.reference.ssd.chunk_state import chunk_state
+from linattn_edu.reference.ssd.chunk_state_bwd_db import chunk_state_bwd_db
+from linattn_edu.reference.ssd.ema import ema
+from linattn_edu.reference.ssd.state_passing import state_passing
+from linattn_edu.reference.ssd.state_passing_bwd import state_passing_bwd
 from linattn_edu.reference.tiles import from_chunks, to_chunks
 from linattn_edu.teaching import choose_device
 
@@ -57,13 +68,14 @@ class Case:
     V: int = 40
     C: int = 16
 
-    def __str__(self) -> str:
+    def said(self, letters: str) -> str:
+        """The sizes in words; letters: what the stage calls H, HV, K and V."""
+        few, many, row, column = letters.split()
         last = self.T % self.C
         short = f", the last one short: {last} tokens" if last else ""
-        heads = f"H = {self.H} and HV = {self.HV} heads"
         return (
             f"B = {self.B}, T = {self.T} tokens in chunks of {self.C}{short}; "
-            f"{heads}, K = {self.K}, V = {self.V}"
+            f"{few} = {self.H}, {many} = {self.HV}, {row} = {self.K}, {column} = {self.V}"
         )
 
 
@@ -76,9 +88,10 @@ class Puzzle:
 
     chapter: str  # and the name of its file
     truth: Callable  # the reference stage, with the puzzle's arguments
-    arguments: tuple[str, ...]  # tensors of `drawn`
-    options: tuple[str, ...]  # numbers of `drawn`
+    arguments: tuple[str, ...]  # tensors of `inputs`
+    options: tuple[str, ...]  # numbers of `inputs`
     outputs: dict[str, str]  # name -> axes
+    letters: str = "H HV K V"  # of its sizes; of Mamba-2's stages G H N P
 
     @property
     def number(self) -> str:
@@ -95,6 +108,7 @@ HEAD = "batch token head"
 PAIRS = "batch token head token-of-chunk"
 STATES = "batch chunk head row column"
 CHUNKED = ("chunk_size",)
+SSD = "G H N P"
 
 
 def decay(g: Tensor, *, chunk_size: int) -> tuple[Tensor, Tensor]:
@@ -164,6 +178,74 @@ PUZZLES = {
             CHUNKED,
             {"da": HEAD, "dA_log": "head", "ddt_bias": "head"},
         ),
+        Puzzle(
+            "13_ssd",
+            chunk_scan,
+            ("C", "B", "x", "step", "gc", "h"),
+            CHUNKED,
+            {"y": f"{HEAD} column"},
+            SSD,
+        ),
+        Puzzle(
+            "14_chunk_scan_bwd_dstates",
+            chunk_scan_bwd_dstates,
+            ("C", "gc", "dy"),
+            CHUNKED,
+            {"dh_out": STATES},
+            SSD,
+        ),
+        Puzzle(
+            "15_state_passing_bwd",
+            state_passing_bwd,
+            ("dh_out", "gc", "h", "dht"),
+            CHUNKED,
+            {"ds": STATES, "dlast": "batch chunk head", "dh0": "batch head row column"},
+            SSD,
+        ),
+        Puzzle(
+            "16_chunk_state_bwd_db",
+            chunk_state_bwd_db,
+            ("B", "x", "step", "gc", "ds"),
+            CHUNKED,
+            {"dB_state": "batch token group row", "dgc": HEAD, "dlast": "batch chunk head"},
+            SSD,
+        ),
+        Puzzle(
+            "17_chunk_scan_bwd_dc",
+            chunk_scan_bwd_dc,
+            ("C", "B", "x", "step", "gc", "h", "dy", "dB_state"),
+            CHUNKED,
+            {"dC": "batch token group row", "dB": "batch token group row", "dgc": HEAD},
+            SSD,
+        ),
+        Puzzle(
+            "18_chunk_scan_chunk_state_bwd_dx",
+            lambda *x, **more: chunk_scan_chunk_state_bwd_dx(*x, **more)[:2],
+            ("C", "B", "x", "step", "gc", "ds", "dy"),
+            CHUNKED,
+            {"dx": f"{HEAD} column", "dstep": HEAD},
+            SSD,
+        ),
+        Puzzle(
+            "19_chunk_scan_bwd_da_cs",
+            chunk_scan_bwd_da_cs,
+            ("C", "B", "x", "step", "gc", "dy"),
+            CHUNKED,
+            {"dgc": HEAD},
+            SSD,
+        ),
+        Puzzle(
+            "20_ema",
+            lambda x, g, gc, S, **more: ema(x, g, gc, None, S, **more, output_final_state=True),
+            ("x", "g", "gc", "first"),
+            CHUNKED,
+            {
+                "y": f"{HEAD} channel",
+                "h": "batch chunk head channel",
+                "final_state": "batch head channel",
+            },
+            SSD,
+        ),
     )
 }
 
@@ -210,6 +292,38 @@ def drawn(case: Case) -> dict[str, object]:
         "dt_bias": dt_bias,
         "chunk_size": C,
         "scale": scale,
+    }
+
+
+@functools.cache
+def drawn_ssd(case: Case) -> dict[str, object]:
+    """The same for Mamba-2, with H groups of HV heads, K rows and V columns of the state."""
+    i = testing.ssd_inputs(case.B, case.T, case.HV, case.H, case.V, case.K, dtype=torch.float64)
+    options = {"chunk_size": case.C}
+    random = torch.Generator().manual_seed(1)
+    first = i.initial_states.mT.contiguous()
+    dy, dht = (torch.randn(x.shape, generator=random, dtype=torch.float64) for x in (i.x, first))
+    step, gc = chunk_cumsum(i.dt, i.A, i.dt_bias, softplus=True, **options)
+    s = chunk_state(i.B, i.x, step, gc, **options)
+    h, _ = state_passing(s, gc, first, **options)
+    dh_out = chunk_scan_bwd_dstates(i.C, gc, dy, **options)
+    ds, _, _ = state_passing_bwd(dh_out, gc, h, dht, **options)
+    dB_state, _, _ = chunk_state_bwd_db(i.B, i.x, step, gc, ds, **options)
+    return {
+        "C": i.C,
+        "B": i.B,
+        "x": i.x,
+        "step": step,
+        "gc": gc,
+        "g": step * i.A,
+        "h": h,
+        "dy": dy,
+        "dht": dht,
+        "dh_out": dh_out,
+        "ds": ds,
+        "dB_state": dB_state,
+        "first": first[:, :, 0].contiguous(),
+        **options,
     }
 
 
@@ -379,7 +493,7 @@ def run(
 ) -> None:
     """Check a stage on every case; raise Wrong at the first mistake."""
     for case in CASES:
-        inputs = drawn(case)
+        inputs = drawn_ssd(case) if puzzle.letters == SSD else drawn(case)
         tensors = [inputs[name].to(dtype) for name in puzzle.arguments]
         options = {name: inputs[name] for name in puzzle.options}
         expected = puzzle.truth(*(x.double() for x in tensors), **options)
@@ -391,7 +505,7 @@ def run(
                     torch.cuda.synchronize()  # what a kernel raises, here
             compare(puzzle, got, expected, dtype)
         except Wrong as wrong:
-            raise Wrong(f"{wrong}\nwith {case}") from None
+            raise Wrong(f"{wrong}\nwith {case.said(puzzle.letters)}") from None
 
 
 def verdicts(

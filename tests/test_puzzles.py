@@ -56,6 +56,38 @@ PLANTED = {
         ("(dg * -rate * F.softplus(x))", "(dg * -rate)", "PyTorch", "dA_log"),
         ("axis=0, reverse=True", "axis=0", "Triton", "da"),
     ],
+    "13": [
+        ("step[..., None, :]", "step[..., None]", "PyTorch", "y"),
+        (" * b_step[None, :]", "", "Triton", "y"),
+    ],
+    "14": [
+        ("(e * C).mT @ dY", "C.mT @ dY", "PyTorch", "dh_out"),
+        ("i_h // (H // G)", "i_h % G", "Triton", "dh_out"),
+    ],
+    "15": [
+        ("(a_c * h[:, c] * dS)", "(h[:, c] * dS)", "PyTorch", "dlast"),
+        ("tl.minimum((i_t + 1) * BT, T) - 1", "i_t * BT", "Triton", "dh0"),
+    ],
+    "16": [
+        ("gc[..., -1:] - gc", "gc", "PyTorch", "dB_state"),
+        ("tl.sum(b_B * b_dB, 1)", "tl.sum(b_B * b_sum, 1)", "Triton", "dgc"),
+    ],
+    "17": [
+        ("dB + dscores.mT @ C ", "dB + dscores @ C ", "PyTorch", "dB"),
+        ("b_dC += dot(b_sum, b_B)", "b_dC += dot(b_ds, b_B)", "Triton", "dC"),
+    ],
+    "18": [
+        ("P.mT @ dY + r", "P @ dY + r", "PyTorch", "dx"),
+        ("b_step[:, None] * b_dxs", "b_dxs", "Triton", "dx"),
+    ],
+    "19": [
+        ("(M * dM).tril(-1)", "dM.tril(-1)", "PyTorch", "dgc"),
+        ("tl.sum(b_W, 1) - tl.sum(b_W, 0)", "tl.sum(b_W, 1)", "Triton", "dgc"),
+    ],
+    "20": [
+        ("-torch.expm1(g)", "torch.exp(g)", "PyTorch", "y"),
+        ("== BT - 1, b_y", "== 0, b_y", "Triton", "final_state"),
+    ],
 }
 
 
