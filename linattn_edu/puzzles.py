@@ -70,28 +70,34 @@ class Case:
 
     def said(self, letters: str) -> str:
         """The sizes in words; letters: what the stage calls H, HV, K and V."""
-        few, many, row, column = letters.split()
+        sizes = zip(letters.split(), (self.H, self.HV, self.K, self.V), strict=True)
+        named = ", ".join(f"{letter} = {size}" for letter, size in sizes if letter != "-")
         last = self.T % self.C
         short = f", the last one short: {last} tokens" if last else ""
-        return (
-            f"B = {self.B}, T = {self.T} tokens in chunks of {self.C}{short}; "
-            f"{few} = {self.H}, {many} = {self.HV}, {row} = {self.K}, {column} = {self.V}"
-        )
+        return f"B = {self.B}, T = {self.T} tokens in chunks of {self.C}{short}; {named}"
 
 
 CASES = (Case(1, 32, 1, 1), Case(2, 40, 2, 4))
 
 
 @dataclass(frozen=True)
+class Family:
+    """Stages that share their inputs."""
+
+    inputs: Callable[[Case], dict[str, object]]
+    letters: str  # what they call H, HV, K and V; "-" for what they have not
+
+
+@dataclass(frozen=True)
 class Puzzle:
     """One stage: its inputs, the truth, and what the axes of its outputs are called."""
 
+    family: Family
     chapter: str  # and the name of its file
     truth: Callable  # the reference stage, with the puzzle's arguments
-    arguments: tuple[str, ...]  # tensors of `inputs`
-    options: tuple[str, ...]  # numbers of `inputs`
+    arguments: tuple[str, ...]  # tensors of the family's inputs
+    options: tuple[str, ...]  # numbers of them
     outputs: dict[str, str]  # name -> axes
-    letters: str = "H HV K V"  # of its sizes; of Mamba-2's stages G H N P
 
     @property
     def number(self) -> str:
@@ -104,150 +110,10 @@ class Puzzle:
         return self.chapter[3:]
 
 
-HEAD = "batch token head"
-PAIRS = "batch token head token-of-chunk"
-STATES = "batch chunk head row column"
-CHUNKED = ("chunk_size",)
-SSD = "G H N P"
-
-
 def decay(g: Tensor, *, chunk_size: int) -> tuple[Tensor, Tensor]:
     """gc of gate_cumsum, and the decay matrix of each chunk [B, T, HV, C]."""
     gc = gate_cumsum(g, chunk_size=chunk_size)
     return gc, from_chunks(decay_matrix(to_chunks(gc, chunk_size)), g.shape[1])
-
-
-PUZZLES = {
-    puzzle.number: puzzle
-    for puzzle in (
-        Puzzle(
-            "01_recurrent",
-            lambda *x, **more: recurrent(*x[:5], initial_state=x[5], **more),
-            ("q", "k", "v", "g", "beta", "initial_state"),
-            ("scale",),
-            {"o": f"{HEAD} column", "final_state": "batch head row column"},
-        ),
-        Puzzle("02_gate_cumsum", decay, ("g_hard",), CHUNKED, {"gc": HEAD, "G": PAIRS}),
-        Puzzle("03_solve", solve, ("k", "beta"), CHUNKED, {"A": PAIRS}),
-        Puzzle(
-            "04_wy",
-            wy,
-            ("k", "v", "beta", "gc", "A"),
-            (),
-            {"w": f"{HEAD} row", "u": f"{HEAD} column"},
-        ),
-        Puzzle(
-            "05_state",
-            lambda *x, **more: state(*x, **more, output_final_state=True),
-            ("k", "w", "u", "gc", "initial_state"),
-            CHUNKED,
-            {"h": STATES, "v_new": f"{HEAD} column", "final_state": "batch head row column"},
-        ),
-        Puzzle(
-            "06_output",
-            output,
-            ("q", "k", "v_new", "h", "gc"),
-            ("scale", *CHUNKED),
-            {"o": f"{HEAD} column"},
-        ),
-        Puzzle(
-            "08_output_bwd",
-            output_bwd,
-            ("q", "k", "v_new", "h", "gc", "do"),
-            ("scale", *CHUNKED),
-            {"dq": f"{HEAD} row", "dk": f"{HEAD} row", "dv_new": f"{HEAD} column", "dgc": HEAD},
-        ),
-        Puzzle(
-            "09_state_bwd",
-            state_bwd,
-            ("q", "k", "w", "gc", "do", "dv_out", "dht"),
-            ("scale", *CHUNKED),
-            {"dh": STATES, "dv_new": f"{HEAD} column", "dh0": "batch head row column"},
-        ),
-        Puzzle(
-            "10_wy_bwd",
-            lambda *x: wy_bwd(*x, torch.zeros_like(x[3]))[:3],
-            ("k", "v", "beta", "gc", "A", "h", "v_new", "dh", "dv_new", "dk_out"),
-            (),
-            {"dk": f"{HEAD} row", "dv": f"{HEAD} column", "dbeta": HEAD},
-        ),
-        Puzzle(
-            "12_gate_bwd",
-            gate_bwd,
-            ("dgc", "a", "A_log", "dt_bias"),
-            CHUNKED,
-            {"da": HEAD, "dA_log": "head", "ddt_bias": "head"},
-        ),
-        Puzzle(
-            "13_ssd",
-            chunk_scan,
-            ("C", "B", "x", "step", "gc", "h"),
-            CHUNKED,
-            {"y": f"{HEAD} column"},
-            SSD,
-        ),
-        Puzzle(
-            "14_chunk_scan_bwd_dstates",
-            chunk_scan_bwd_dstates,
-            ("C", "gc", "dy"),
-            CHUNKED,
-            {"dh_out": STATES},
-            SSD,
-        ),
-        Puzzle(
-            "15_state_passing_bwd",
-            state_passing_bwd,
-            ("dh_out", "gc", "h", "dht"),
-            CHUNKED,
-            {"ds": STATES, "dlast": "batch chunk head", "dh0": "batch head row column"},
-            SSD,
-        ),
-        Puzzle(
-            "16_chunk_state_bwd_db",
-            chunk_state_bwd_db,
-            ("B", "x", "step", "gc", "ds"),
-            CHUNKED,
-            {"dB_state": "batch token group row", "dgc": HEAD, "dlast": "batch chunk head"},
-            SSD,
-        ),
-        Puzzle(
-            "17_chunk_scan_bwd_dc",
-            chunk_scan_bwd_dc,
-            ("C", "B", "x", "step", "gc", "h", "dy", "dB_state"),
-            CHUNKED,
-            {"dC": "batch token group row", "dB": "batch token group row", "dgc": HEAD},
-            SSD,
-        ),
-        Puzzle(
-            "18_chunk_scan_chunk_state_bwd_dx",
-            lambda *x, **more: chunk_scan_chunk_state_bwd_dx(*x, **more)[:2],
-            ("C", "B", "x", "step", "gc", "ds", "dy"),
-            CHUNKED,
-            {"dx": f"{HEAD} column", "dstep": HEAD},
-            SSD,
-        ),
-        Puzzle(
-            "19_chunk_scan_bwd_da_cs",
-            chunk_scan_bwd_da_cs,
-            ("C", "B", "x", "step", "gc", "dy"),
-            CHUNKED,
-            {"dgc": HEAD},
-            SSD,
-        ),
-        Puzzle(
-            "20_ema",
-            lambda x, g, gc, S, **more: ema(x, g, gc, None, S, **more, output_final_state=True),
-            ("x", "g", "gc", "first"),
-            CHUNKED,
-            {
-                "y": f"{HEAD} channel",
-                "h": "batch chunk head channel",
-                "final_state": "batch head channel",
-            },
-            SSD,
-        ),
-    )
-}
 
 
 @functools.cache
@@ -325,6 +191,154 @@ def drawn_ssd(case: Case) -> dict[str, object]:
         "first": first[:, :, 0].contiguous(),
         **options,
     }
+
+
+HEAD = "batch token head"
+PAIRS = "batch token head token-of-chunk"
+STATES = "batch chunk head row column"
+CHUNKED = ("chunk_size",)
+GDN = Family(drawn, "H HV K V")
+SSD = Family(drawn_ssd, "G H N P")
+EMA = Family(drawn_ssd, "- H - D")
+PUZZLES = {
+    puzzle.number: puzzle
+    for puzzle in (
+        Puzzle(
+            GDN,
+            "01_recurrent",
+            lambda *x, **more: recurrent(*x[:5], initial_state=x[5], **more),
+            ("q", "k", "v", "g", "beta", "initial_state"),
+            ("scale",),
+            {"o": f"{HEAD} column", "final_state": "batch head row column"},
+        ),
+        Puzzle(GDN, "02_gate_cumsum", decay, ("g_hard",), CHUNKED, {"gc": HEAD, "G": PAIRS}),
+        Puzzle(GDN, "03_solve", solve, ("k", "beta"), CHUNKED, {"A": PAIRS}),
+        Puzzle(
+            GDN,
+            "04_wy",
+            wy,
+            ("k", "v", "beta", "gc", "A"),
+            (),
+            {"w": f"{HEAD} row", "u": f"{HEAD} column"},
+        ),
+        Puzzle(
+            GDN,
+            "05_state",
+            lambda *x, **more: state(*x, **more, output_final_state=True),
+            ("k", "w", "u", "gc", "initial_state"),
+            CHUNKED,
+            {"h": STATES, "v_new": f"{HEAD} column", "final_state": "batch head row column"},
+        ),
+        Puzzle(
+            GDN,
+            "06_output",
+            output,
+            ("q", "k", "v_new", "h", "gc"),
+            ("scale", *CHUNKED),
+            {"o": f"{HEAD} column"},
+        ),
+        Puzzle(
+            GDN,
+            "08_output_bwd",
+            output_bwd,
+            ("q", "k", "v_new", "h", "gc", "do"),
+            ("scale", *CHUNKED),
+            {"dq": f"{HEAD} row", "dk": f"{HEAD} row", "dv_new": f"{HEAD} column", "dgc": HEAD},
+        ),
+        Puzzle(
+            GDN,
+            "09_state_bwd",
+            state_bwd,
+            ("q", "k", "w", "gc", "do", "dv_out", "dht"),
+            ("scale", *CHUNKED),
+            {"dh": STATES, "dv_new": f"{HEAD} column", "dh0": "batch head row column"},
+        ),
+        Puzzle(
+            GDN,
+            "10_wy_bwd",
+            lambda *x: wy_bwd(*x, torch.zeros_like(x[3]))[:3],
+            ("k", "v", "beta", "gc", "A", "h", "v_new", "dh", "dv_new", "dk_out"),
+            (),
+            {"dk": f"{HEAD} row", "dv": f"{HEAD} column", "dbeta": HEAD},
+        ),
+        Puzzle(
+            GDN,
+            "12_gate_bwd",
+            gate_bwd,
+            ("dgc", "a", "A_log", "dt_bias"),
+            CHUNKED,
+            {"da": HEAD, "dA_log": "head", "ddt_bias": "head"},
+        ),
+        Puzzle(
+            SSD,
+            "13_ssd",
+            chunk_scan,
+            ("C", "B", "x", "step", "gc", "h"),
+            CHUNKED,
+            {"y": f"{HEAD} column"},
+        ),
+        Puzzle(
+            SSD,
+            "14_chunk_scan_bwd_dstates",
+            chunk_scan_bwd_dstates,
+            ("C", "gc", "dy"),
+            CHUNKED,
+            {"dh_out": STATES},
+        ),
+        Puzzle(
+            SSD,
+            "15_state_passing_bwd",
+            state_passing_bwd,
+            ("dh_out", "gc", "h", "dht"),
+            CHUNKED,
+            {"ds": STATES, "dlast": "batch chunk head", "dh0": "batch head row column"},
+        ),
+        Puzzle(
+            SSD,
+            "16_chunk_state_bwd_db",
+            chunk_state_bwd_db,
+            ("B", "x", "step", "gc", "ds"),
+            CHUNKED,
+            {"dB_state": "batch token group row", "dgc": HEAD, "dlast": "batch chunk head"},
+        ),
+        Puzzle(
+            SSD,
+            "17_chunk_scan_bwd_dc",
+            chunk_scan_bwd_dc,
+            ("C", "B", "x", "step", "gc", "h", "dy", "dB_state"),
+            CHUNKED,
+            {"dC": "batch token group row", "dB": "batch token group row", "dgc": HEAD},
+        ),
+        Puzzle(
+            SSD,
+            "18_chunk_scan_chunk_state_bwd_dx",
+            lambda *x, **more: chunk_scan_chunk_state_bwd_dx(*x, **more)[:2],
+            ("C", "B", "x", "step", "gc", "ds", "dy"),
+            CHUNKED,
+            {"dx": f"{HEAD} column", "dstep": HEAD},
+        ),
+        Puzzle(
+            SSD,
+            "19_chunk_scan_bwd_da_cs",
+            chunk_scan_bwd_da_cs,
+            ("C", "B", "x", "step", "gc", "dy"),
+            CHUNKED,
+            {"dgc": HEAD},
+        ),
+        Puzzle(
+            EMA,
+            "20_ema",
+            lambda x, g, gc, S, **more: ema(x, g, gc, None, S, **more, output_final_state=True),
+            ("x", "g", "gc", "first"),
+            CHUNKED,
+            {
+                "y": f"{HEAD} channel",
+                "h": "batch chunk head channel",
+                "final_state": "batch head channel",
+            },
+        ),
+    )
+}
 
 
 # ---- files
@@ -493,7 +507,7 @@ def run(
 ) -> None:
     """Check a stage on every case; raise Wrong at the first mistake."""
     for case in CASES:
-        inputs = drawn_ssd(case) if puzzle.letters == SSD else drawn(case)
+        inputs = puzzle.family.inputs(case)
         tensors = [inputs[name].to(dtype) for name in puzzle.arguments]
         options = {name: inputs[name] for name in puzzle.options}
         expected = puzzle.truth(*(x.double() for x in tensors), **options)
@@ -505,7 +519,7 @@ def run(
                     torch.cuda.synchronize()  # what a kernel raises, here
             compare(puzzle, got, expected, dtype)
         except Wrong as wrong:
-            raise Wrong(f"{wrong}\nwith {case.said(puzzle.letters)}") from None
+            raise Wrong(f"{wrong}\nwith {case.said(puzzle.family.letters)}") from None
 
 
 def verdicts(
