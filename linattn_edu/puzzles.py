@@ -20,8 +20,10 @@ from torch import Tensor
 
 from linattn_edu import testing
 from linattn_edu.ops.check import interpreted, triton_problem
+from linattn_edu.reference.delta.cp_merge import cp_merge, piece_map
 from linattn_edu.reference.delta.gate_bwd import gate_bwd
 from linattn_edu.reference.delta.gate_cumsum import decay_matrix, gate_cumsum
+from linattn_edu.reference.delta.kda_intra import kda_intra
 from linattn_edu.reference.delta.output import output
 from linattn_edu.reference.delta.output_bwd import output_bwd
 from linattn_edu.reference.delta.recurrent import recurrent
@@ -116,6 +118,13 @@ def decay(g: Tensor, *, chunk_size: int) -> tuple[Tensor, Tensor]:
     return gc, from_chunks(decay_matrix(to_chunks(gc, chunk_size)), g.shape[1])
 
 
+def map_and_state(*piece: Tensor, chunk_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """S_ext and M of a piece k, w, u, gc; what it makes of the state S_in, the last argument."""
+    S_ext, M = piece_map(*piece[:-1], chunk_size=chunk_size)
+    _, S_out = cp_merge(S_ext[:, None], M[:, None], piece[-1])
+    return S_ext, M, S_out
+
+
 @functools.cache
 def drawn(case: Case) -> dict[str, object]:
     """Everything that a stage of the delta rule may be given, in float64, by name."""
@@ -162,6 +171,15 @@ def drawn(case: Case) -> dict[str, object]:
 
 
 @functools.cache
+def drawn_kda(case: Case) -> dict[str, object]:
+    """The same for a gate a channel, some of which close at one token."""
+    i = testing.kda_inputs(case.B, case.T, case.H, case.HV, case.K, case.V, dtype=torch.float64)
+    i.g[:, 7, :, ::4] = -100.0
+    gc = gate_cumsum(i.g, chunk_size=case.C)
+    return {"q": i.q, "k": i.k, "beta": i.beta, "gc": gc, "chunk_size": case.C}
+
+
+@functools.cache
 def drawn_ssd(case: Case) -> dict[str, object]:
     """The same for Mamba-2, with H groups of HV heads, K rows and V columns of the state."""
     i = testing.ssd_inputs(case.B, case.T, case.HV, case.H, case.V, case.K, dtype=torch.float64)
@@ -195,9 +213,11 @@ def drawn_ssd(case: Case) -> dict[str, object]:
 
 HEAD = "batch token head"
 PAIRS = "batch token head token-of-chunk"
+STATE = "batch head row column"
 STATES = "batch chunk head row column"
 CHUNKED = ("chunk_size",)
 GDN = Family(drawn, "H HV K V")
+KDA = Family(drawn_kda, "H HV K V")
 SSD = Family(drawn_ssd, "G H N P")
 EMA = Family(drawn_ssd, "- H - D")
 PUZZLES = {
@@ -209,7 +229,7 @@ PUZZLES = {
             lambda *x, **more: recurrent(*x[:5], initial_state=x[5], **more),
             ("q", "k", "v", "g", "beta", "initial_state"),
             ("scale",),
-            {"o": f"{HEAD} column", "final_state": "batch head row column"},
+            {"o": f"{HEAD} column", "final_state": STATE},
         ),
         Puzzle(GDN, "02_gate_cumsum", decay, ("g_hard",), CHUNKED, {"gc": HEAD, "G": PAIRS}),
         Puzzle(GDN, "03_solve", solve, ("k", "beta"), CHUNKED, {"A": PAIRS}),
@@ -227,7 +247,7 @@ PUZZLES = {
             lambda *x, **more: state(*x, **more, output_final_state=True),
             ("k", "w", "u", "gc", "initial_state"),
             CHUNKED,
-            {"h": STATES, "v_new": f"{HEAD} column", "final_state": "batch head row column"},
+            {"h": STATES, "v_new": f"{HEAD} column", "final_state": STATE},
         ),
         Puzzle(
             GDN,
@@ -236,6 +256,14 @@ PUZZLES = {
             ("q", "k", "v_new", "h", "gc"),
             ("scale", *CHUNKED),
             {"o": f"{HEAD} column"},
+        ),
+        Puzzle(
+            KDA,
+            "07_kda_intra",
+            kda_intra,
+            ("q", "k", "beta", "gc"),
+            CHUNKED,
+            {"P": PAIRS, "A": PAIRS},
         ),
         Puzzle(
             GDN,
@@ -251,7 +279,7 @@ PUZZLES = {
             state_bwd,
             ("q", "k", "w", "gc", "do", "dv_out", "dht"),
             ("scale", *CHUNKED),
-            {"dh": STATES, "dv_new": f"{HEAD} column", "dh0": "batch head row column"},
+            {"dh": STATES, "dv_new": f"{HEAD} column", "dh0": STATE},
         ),
         Puzzle(
             GDN,
@@ -291,7 +319,7 @@ PUZZLES = {
             state_passing_bwd,
             ("dh_out", "gc", "h", "dht"),
             CHUNKED,
-            {"ds": STATES, "dlast": "batch chunk head", "dh0": "batch head row column"},
+            {"ds": STATES, "dlast": "batch chunk head", "dh0": STATE},
         ),
         Puzzle(
             SSD,
@@ -335,6 +363,18 @@ PUZZLES = {
                 "y": f"{HEAD} channel",
                 "h": "batch chunk head channel",
                 "final_state": "batch head channel",
+            },
+        ),
+        Puzzle(
+            GDN,
+            "21_cp_merge",
+            map_and_state,
+            ("k", "w", "u", "gc", "initial_state"),
+            CHUNKED,
+            {
+                "S_ext": STATE,
+                "M": STATE,
+                "S_out": STATE,
             },
         ),
     )

@@ -40,6 +40,10 @@ PLANTED = {
         ("scale * (inter + P @ V)", "inter + scale * (P @ V)", "PyTorch", "o"),
         (" * decay_tile(b_gc, o_t)", "", "Triton", "o"),
     ],
+    "07": [
+        ("masked_fill(i < j, -torch.inf)", "masked_fill(i <= j, -torch.inf)", "PyTorch", "P"),
+        ("b_beta * tl.sum", "tl.sum", "Triton", "A"),
+    ],
     "08": [
         (" - X.sum(-2)", "", "PyTorch", "dgc"),
         ("tl.trans(b_M * G)", "tl.trans(b_M)", "Triton", "dv_new"),
@@ -87,6 +91,10 @@ PLANTED = {
     "20": [
         ("-torch.expm1(g)", "torch.exp(g)", "PyTorch", "y"),
         ("== BT - 1, b_y", "== 0, b_y", "Triton", "final_state"),
+    ],
+    "21": [
+        ("torch.eye(DK, dtype=k.dtype)", "torch.zeros(DK, DK, dtype=k.dtype)", "PyTorch", "M"),
+        ("dot(b_M, b_in) + b_S", "b_in + b_S", "Triton", "S_out"),
     ],
 }
 
