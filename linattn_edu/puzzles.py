@@ -2,6 +2,7 @@
 
 import argparse
 import ast
+import functools
 import importlib.util
 import math
 import re
@@ -19,10 +20,30 @@ from torch import Tensor
 
 from linattn_edu import testing
 from linattn_edu.ops.check import interpreted, triton_problem
-from linattn_edu.reference.delta.gate_cumsum import gate_cumsum
+from linattn_edu.reference.delta.cp_merge import cp_merge, piece_map
+from linattn_edu.reference.delta.gate_bwd import gate_bwd
+from linattn_edu.reference.delta.gate_cumsum import decay_matrix, gate_cumsum
+from linattn_edu.reference.delta.kda_intra import kda_intra
+from linattn_edu.reference.delta.output import output
+from linattn_edu.reference.delta.output_bwd import output_bwd
+from linattn_edu.reference.delta.recurrent import recurrent
 from linattn_edu.reference.delta.solve import solve
 from linattn_edu.reference.delta.state import state
+from linattn_edu.reference.delta.state_bwd import state_bwd
 from linattn_edu.reference.delta.wy import wy
+from linattn_edu.reference.delta.wy_bwd import wy_bwd
+from linattn_edu.reference.ssd.chunk_cumsum import chunk_cumsum
+from linattn_edu.reference.ssd.chunk_scan import chunk_scan
+from linattn_edu.reference.ssd.chunk_scan_bwd_da_cs import chunk_scan_bwd_da_cs
+from linattn_edu.reference.ssd.chunk_scan_bwd_dc import chunk_scan_bwd_dc
+from linattn_edu.reference.ssd.chunk_scan_bwd_dstates import chunk_scan_bwd_dstates
+from linattn_edu.reference.ssd.chunk_scan_chunk_state_bwd_dx import chunk_scan_chunk_state_bwd_dx
+from linattn_edu.reference.ssd.chunk_state import chunk_state
+from linattn_edu.reference.ssd.chunk_state_bwd_db import chunk_state_bwd_db
+from linattn_edu.reference.ssd.ema import ema
+from linattn_edu.reference.ssd.state_passing import state_passing
+from linattn_edu.reference.ssd.state_passing_bwd import state_passing_bwd
+from linattn_edu.reference.tiles import from_chunks, to_chunks
 from linattn_edu.teaching import choose_device
 
 WHERE = "https://github.com/linattn-edu/linattn_edu"
@@ -49,27 +70,35 @@ class Case:
     V: int = 40
     C: int = 16
 
-    def __str__(self) -> str:
+    def said(self, letters: str) -> str:
+        """The sizes in words; letters: what the stage calls H, HV, K and V."""
+        sizes = zip(letters.split(), (self.H, self.HV, self.K, self.V), strict=True)
+        named = ", ".join(f"{letter} = {size}" for letter, size in sizes if letter != "-")
         last = self.T % self.C
         short = f", the last one short: {last} tokens" if last else ""
-        heads = f"H = {self.H} and HV = {self.HV} heads"
-        return (
-            f"B = {self.B}, T = {self.T} tokens in chunks of {self.C}{short}; "
-            f"{heads}, K = {self.K}, V = {self.V}"
-        )
+        return f"B = {self.B}, T = {self.T} tokens in chunks of {self.C}{short}; {named}"
 
 
 CASES = (Case(1, 32, 1, 1), Case(2, 40, 2, 4))
 
 
 @dataclass(frozen=True)
+class Family:
+    """Stages that share their inputs."""
+
+    inputs: Callable[[Case], dict[str, object]]
+    letters: str  # what they call H, HV, K and V; "-" for what they have not
+
+
+@dataclass(frozen=True)
 class Puzzle:
     """One stage: its inputs, the truth, and what the axes of its outputs are called."""
 
+    family: Family
     chapter: str  # and the name of its file
     truth: Callable  # the reference stage, with the puzzle's arguments
-    arguments: tuple[str, ...]  # tensors of `drawn`
-    options: tuple[str, ...]  # numbers of `drawn`
+    arguments: tuple[str, ...]  # tensors of the family's inputs
+    options: tuple[str, ...]  # numbers of them
     outputs: dict[str, str]  # name -> axes
 
     @property
@@ -83,23 +112,20 @@ class Puzzle:
         return self.chapter[3:]
 
 
-HEAD = "batch token head"
-STATES = "batch chunk head row column"
-CHUNKED = ("chunk_size",)
-PUZZLES = {
-    puzzle.number: puzzle
-    for puzzle in (
-        Puzzle(
-            "05_state",
-            lambda *x, **more: state(*x, **more, output_final_state=True),
-            ("k", "w", "u", "gc", "initial_state"),
-            CHUNKED,
-            {"h": STATES, "v_new": f"{HEAD} column", "final_state": "batch head row column"},
-        ),
-    )
-}
+def decay(g: Tensor, *, chunk_size: int) -> tuple[Tensor, Tensor]:
+    """gc of gate_cumsum, and the decay matrix of each chunk [B, T, HV, C]."""
+    gc = gate_cumsum(g, chunk_size=chunk_size)
+    return gc, from_chunks(decay_matrix(to_chunks(gc, chunk_size)), g.shape[1])
 
 
+def map_and_state(*piece: Tensor, chunk_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """S_ext and M of a piece k, w, u, gc; what it makes of the state S_in, the last argument."""
+    S_ext, M = piece_map(*piece[:-1], chunk_size=chunk_size)
+    _, S_out = cp_merge(S_ext[:, None], M[:, None], piece[-1])
+    return S_ext, M, S_out
+
+
+@functools.cache
 def drawn(case: Case) -> dict[str, object]:
     """Everything that a stage of the delta rule may be given, in float64, by name."""
     i = testing.gdn_inputs(
@@ -110,8 +136,249 @@ def drawn(case: Case) -> dict[str, object]:
     A = solve(i.k, i.beta, chunk_size=C)
     w, u = wy(i.k, i.v, i.beta, gc, A)
     h, v_new, _ = state(i.k, w, u, gc, i.initial_state, chunk_size=C)
-    known = {"gc": gc, "A": A, "w": w, "u": u, "h": h, "v_new": v_new}
-    return {**i.asdict(), **known, "chunk_size": C, "scale": case.K**-0.5}
+    g_hard = i.g.clone()
+    g_hard[:, 7] = -100.0  # e^100 is infinite in float32
+    random = torch.Generator().manual_seed(1)
+    do, dht, a, A_log, dt_bias = (
+        torch.randn(shape, generator=random, dtype=torch.float64)
+        for shape in (i.v.shape, i.initial_state.shape, gc.shape, gc.shape[2:], gc.shape[2:])
+    )
+    scale, options = case.K**-0.5, {"chunk_size": C}
+    _, dk_out, dv_out, dgc = output_bwd(i.q, i.k, v_new, h, gc, do, scale=scale, **options)
+    dh, dv_new, _ = state_bwd(i.q, i.k, w, gc, do, dv_out, dht, scale=scale, **options)
+    return {
+        **i.asdict(),
+        "g_hard": g_hard,
+        "gc": gc,
+        "A": A,
+        "w": w,
+        "u": u,
+        "h": h,
+        "v_new": v_new,
+        "do": do,
+        "dht": dht,
+        "dk_out": dk_out,
+        "dv_out": dv_out,
+        "dgc": dgc,
+        "dh": dh,
+        "dv_new": dv_new,
+        "a": a,
+        "A_log": A_log,
+        "dt_bias": dt_bias,
+        "chunk_size": C,
+        "scale": scale,
+    }
+
+
+@functools.cache
+def drawn_kda(case: Case) -> dict[str, object]:
+    """The same for a gate a channel, some of which close at one token."""
+    i = testing.kda_inputs(case.B, case.T, case.H, case.HV, case.K, case.V, dtype=torch.float64)
+    i.g[:, 7, :, ::4] = -100.0
+    gc = gate_cumsum(i.g, chunk_size=case.C)
+    return {"q": i.q, "k": i.k, "beta": i.beta, "gc": gc, "chunk_size": case.C}
+
+
+@functools.cache
+def drawn_ssd(case: Case) -> dict[str, object]:
+    """The same for Mamba-2, with H groups of HV heads, K rows and V columns of the state."""
+    i = testing.ssd_inputs(case.B, case.T, case.HV, case.H, case.V, case.K, dtype=torch.float64)
+    options = {"chunk_size": case.C}
+    random = torch.Generator().manual_seed(1)
+    first = i.initial_states.mT.contiguous()
+    dy, dht = (torch.randn(x.shape, generator=random, dtype=torch.float64) for x in (i.x, first))
+    step, gc = chunk_cumsum(i.dt, i.A, i.dt_bias, softplus=True, **options)
+    s = chunk_state(i.B, i.x, step, gc, **options)
+    h, _ = state_passing(s, gc, first, **options)
+    dh_out = chunk_scan_bwd_dstates(i.C, gc, dy, **options)
+    ds, _, _ = state_passing_bwd(dh_out, gc, h, dht, **options)
+    dB_state, _, _ = chunk_state_bwd_db(i.B, i.x, step, gc, ds, **options)
+    return {
+        "C": i.C,
+        "B": i.B,
+        "x": i.x,
+        "step": step,
+        "gc": gc,
+        "g": step * i.A,
+        "h": h,
+        "dy": dy,
+        "dht": dht,
+        "dh_out": dh_out,
+        "ds": ds,
+        "dB_state": dB_state,
+        "first": first[:, :, 0].contiguous(),
+        **options,
+    }
+
+
+HEAD = "batch token head"
+PAIRS = "batch token head token-of-chunk"
+STATE = "batch head row column"
+STATES = "batch chunk head row column"
+CHUNKED = ("chunk_size",)
+GDN = Family(drawn, "H HV K V")
+KDA = Family(drawn_kda, "H HV K V")
+SSD = Family(drawn_ssd, "G H N P")
+EMA = Family(drawn_ssd, "- H - D")
+PUZZLES = {
+    puzzle.number: puzzle
+    for puzzle in (
+        Puzzle(
+            GDN,
+            "01_recurrent",
+            lambda *x, **more: recurrent(*x[:5], initial_state=x[5], **more),
+            ("q", "k", "v", "g", "beta", "initial_state"),
+            ("scale",),
+            {"o": f"{HEAD} column", "final_state": STATE},
+        ),
+        Puzzle(GDN, "02_gate_cumsum", decay, ("g_hard",), CHUNKED, {"gc": HEAD, "G": PAIRS}),
+        Puzzle(GDN, "03_solve", solve, ("k", "beta"), CHUNKED, {"A": PAIRS}),
+        Puzzle(
+            GDN,
+            "04_wy",
+            wy,
+            ("k", "v", "beta", "gc", "A"),
+            (),
+            {"w": f"{HEAD} row", "u": f"{HEAD} column"},
+        ),
+        Puzzle(
+            GDN,
+            "05_state",
+            lambda *x, **more: state(*x, **more, output_final_state=True),
+            ("k", "w", "u", "gc", "initial_state"),
+            CHUNKED,
+            {"h": STATES, "v_new": f"{HEAD} column", "final_state": STATE},
+        ),
+        Puzzle(
+            GDN,
+            "06_output",
+            output,
+            ("q", "k", "v_new", "h", "gc"),
+            ("scale", *CHUNKED),
+            {"o": f"{HEAD} column"},
+        ),
+        Puzzle(
+            KDA,
+            "07_kda_intra",
+            kda_intra,
+            ("q", "k", "beta", "gc"),
+            CHUNKED,
+            {"P": PAIRS, "A": PAIRS},
+        ),
+        Puzzle(
+            GDN,
+            "08_output_bwd",
+            output_bwd,
+            ("q", "k", "v_new", "h", "gc", "do"),
+            ("scale", *CHUNKED),
+            {"dq": f"{HEAD} row", "dk": f"{HEAD} row", "dv_new": f"{HEAD} column", "dgc": HEAD},
+        ),
+        Puzzle(
+            GDN,
+            "09_state_bwd",
+            state_bwd,
+            ("q", "k", "w", "gc", "do", "dv_out", "dht"),
+            ("scale", *CHUNKED),
+            {"dh": STATES, "dv_new": f"{HEAD} column", "dh0": STATE},
+        ),
+        Puzzle(
+            GDN,
+            "10_wy_bwd",
+            lambda *x: wy_bwd(*x, torch.zeros_like(x[3]))[:3],
+            ("k", "v", "beta", "gc", "A", "h", "v_new", "dh", "dv_new", "dk_out"),
+            (),
+            {"dk": f"{HEAD} row", "dv": f"{HEAD} column", "dbeta": HEAD},
+        ),
+        Puzzle(
+            GDN,
+            "12_gate_bwd",
+            gate_bwd,
+            ("dgc", "a", "A_log", "dt_bias"),
+            CHUNKED,
+            {"da": HEAD, "dA_log": "head", "ddt_bias": "head"},
+        ),
+        Puzzle(
+            SSD,
+            "13_ssd",
+            chunk_scan,
+            ("C", "B", "x", "step", "gc", "h"),
+            CHUNKED,
+            {"y": f"{HEAD} column"},
+        ),
+        Puzzle(
+            SSD,
+            "14_chunk_scan_bwd_dstates",
+            chunk_scan_bwd_dstates,
+            ("C", "gc", "dy"),
+            CHUNKED,
+            {"dh_out": STATES},
+        ),
+        Puzzle(
+            SSD,
+            "15_state_passing_bwd",
+            state_passing_bwd,
+            ("dh_out", "gc", "h", "dht"),
+            CHUNKED,
+            {"ds": STATES, "dlast": "batch chunk head", "dh0": STATE},
+        ),
+        Puzzle(
+            SSD,
+            "16_chunk_state_bwd_db",
+            chunk_state_bwd_db,
+            ("B", "x", "step", "gc", "ds"),
+            CHUNKED,
+            {"dB_state": "batch token group row", "dgc": HEAD, "dlast": "batch chunk head"},
+        ),
+        Puzzle(
+            SSD,
+            "17_chunk_scan_bwd_dc",
+            chunk_scan_bwd_dc,
+            ("C", "B", "x", "step", "gc", "h", "dy", "dB_state"),
+            CHUNKED,
+            {"dC": "batch token group row", "dB": "batch token group row", "dgc": HEAD},
+        ),
+        Puzzle(
+            SSD,
+            "18_chunk_scan_chunk_state_bwd_dx",
+            lambda *x, **more: chunk_scan_chunk_state_bwd_dx(*x, **more)[:2],
+            ("C", "B", "x", "step", "gc", "ds", "dy"),
+            CHUNKED,
+            {"dx": f"{HEAD} column", "dstep": HEAD},
+        ),
+        Puzzle(
+            SSD,
+            "19_chunk_scan_bwd_da_cs",
+            chunk_scan_bwd_da_cs,
+            ("C", "B", "x", "step", "gc", "dy"),
+            CHUNKED,
+            {"dgc": HEAD},
+        ),
+        Puzzle(
+            EMA,
+            "20_ema",
+            lambda x, g, gc, S, **more: ema(x, g, gc, None, S, **more, output_final_state=True),
+            ("x", "g", "gc", "first"),
+            CHUNKED,
+            {
+                "y": f"{HEAD} channel",
+                "h": "batch chunk head channel",
+                "final_state": "batch head channel",
+            },
+        ),
+        Puzzle(
+            GDN,
+            "21_cp_merge",
+            map_and_state,
+            ("k", "w", "u", "gc", "initial_state"),
+            CHUNKED,
+            {
+                "S_ext": STATE,
+                "M": STATE,
+                "S_out": STATE,
+            },
+        ),
+    )
+}
 
 
 # ---- files
@@ -280,7 +547,7 @@ def run(
 ) -> None:
     """Check a stage on every case; raise Wrong at the first mistake."""
     for case in CASES:
-        inputs = drawn(case)
+        inputs = puzzle.family.inputs(case)
         tensors = [inputs[name].to(dtype) for name in puzzle.arguments]
         options = {name: inputs[name] for name in puzzle.options}
         expected = puzzle.truth(*(x.double() for x in tensors), **options)
@@ -292,7 +559,7 @@ def run(
                     torch.cuda.synchronize()  # what a kernel raises, here
             compare(puzzle, got, expected, dtype)
         except Wrong as wrong:
-            raise Wrong(f"{wrong}\nwith {case}") from None
+            raise Wrong(f"{wrong}\nwith {case.said(puzzle.family.letters)}") from None
 
 
 def verdicts(

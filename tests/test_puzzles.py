@@ -14,10 +14,87 @@ from linattn_edu.__main__ import main
 FOLDER = ROOT / "puzzles"
 # chapter -> what is replaced in the solution, by what, and an output that it makes wrong
 PLANTED = {
+    "01": [
+        ("v[:, t] - k[:, t] @ S", "v[:, t] - q[:, t] @ S", "PyTorch", "o"),
+        ("(tl.load(beta_ptr + i) * b_e)", "b_e", "Triton", "final_state"),
+    ],
+    "02": [
+        ("masked_fill(future, -torch.inf)", "masked_fill(future, 0)", "PyTorch", "G"),
+        ("tl.cumsum(b_g * LOG2E, axis=0)", "tl.cumsum(b_g, axis=0)", "Triton", "gc"),
+        ("o_t[:, None] >= o_t[None, :]", "o_t[:, None] > o_t[None, :]", "Triton", "G"),
+    ],
+    "03": [
+        ("b[..., None] * (K @ K.mT)", "b[..., None, :] * (K @ K.mT)", "PyTorch", "A"),
+        ("b_A - b_x[None, :]", "b_A + b_x[None, :]", "Triton", "A"),
+    ],
+    "04": [
+        ("w = e * (A @ (b * K))", "w = (A * decay_matrix(gc)) @ (b * K)", "PyTorch", "w"),
+        ("b_A * b_beta[None, :]", "b_A * b_beta[:, None]", "Triton", "u"),
+    ],
     "05": [
         ("U_c - W_c @ S", "U_c + W_c @ S", "PyTorch", "v_new"),
         ("i_h // (HV // H)", "i_h % H", "Triton", "h"),
         ("b_u - dot(b_w, b_S)", "b_u", "Triton", "v_new"),
+    ],
+    "06": [
+        ("scale * (inter + P @ V)", "inter + scale * (P @ V)", "PyTorch", "o"),
+        (" * decay_tile(b_gc, o_t)", "", "Triton", "o"),
+    ],
+    "07": [
+        ("masked_fill(i < j, -torch.inf)", "masked_fill(i <= j, -torch.inf)", "PyTorch", "P"),
+        ("b_beta * tl.sum", "tl.sum", "Triton", "A"),
+    ],
+    "08": [
+        (" - X.sum(-2)", "", "PyTorch", "dgc"),
+        ("tl.trans(b_M * G)", "tl.trans(b_M)", "Triton", "dv_new"),
+    ],
+    "09": [
+        ("- W_c.mT @ dv ", "- W_c.mT @ dV_c ", "PyTorch", "dh0"),
+        ("NT - 1 - step", "step", "Triton", "dh"),
+    ],
+    "10": [
+        ("(N + N.mT) @ K", "N @ K", "PyTorch", "dk"),
+        (" + tl.sum(b_dL * b_KK, 1)", "", "Triton", "dbeta"),
+    ],
+    "12": [
+        ("(dg * -rate * F.softplus(x))", "(dg * -rate)", "PyTorch", "dA_log"),
+        ("axis=0, reverse=True", "axis=0", "Triton", "da"),
+    ],
+    "13": [
+        ("step[..., None, :]", "step[..., None]", "PyTorch", "y"),
+        (" * b_step[None, :]", "", "Triton", "y"),
+    ],
+    "14": [
+        ("(e * C).mT @ dY", "C.mT @ dY", "PyTorch", "dh_out"),
+        ("i_h // (H // G)", "i_h % G", "Triton", "dh_out"),
+    ],
+    "15": [
+        ("(a_c * h[:, c] * dS)", "(h[:, c] * dS)", "PyTorch", "dlast"),
+        ("tl.minimum((i_t + 1) * BT, T) - 1", "i_t * BT", "Triton", "dh0"),
+    ],
+    "16": [
+        ("gc[..., -1:] - gc", "gc", "PyTorch", "dB_state"),
+        ("tl.sum(b_B * b_dB, 1)", "tl.sum(b_B * b_sum, 1)", "Triton", "dgc"),
+    ],
+    "17": [
+        ("dB + dscores.mT @ C ", "dB + dscores @ C ", "PyTorch", "dB"),
+        ("b_dC += dot(b_sum, b_B)", "b_dC += dot(b_ds, b_B)", "Triton", "dC"),
+    ],
+    "18": [
+        ("P.mT @ dY + r", "P @ dY + r", "PyTorch", "dx"),
+        ("b_step[:, None] * b_dxs", "b_dxs", "Triton", "dx"),
+    ],
+    "19": [
+        ("(M * dM).tril(-1)", "dM.tril(-1)", "PyTorch", "dgc"),
+        ("tl.sum(b_W, 1) - tl.sum(b_W, 0)", "tl.sum(b_W, 1)", "Triton", "dgc"),
+    ],
+    "20": [
+        ("-torch.expm1(g)", "torch.exp(g)", "PyTorch", "y"),
+        ("== BT - 1, b_y", "== 0, b_y", "Triton", "final_state"),
+    ],
+    "21": [
+        ("torch.eye(DK, dtype=k.dtype)", "torch.zeros(DK, DK, dtype=k.dtype)", "PyTorch", "M"),
+        ("dot(b_M, b_in) + b_S", "b_in + b_S", "Triton", "S_out"),
     ],
 }
 
@@ -87,7 +164,7 @@ def test_blanks_are_named(number, capsys):
 def test_a_mistake_is_named(number, old, new, part, name, tmp_path, capsys):
     code, said = say(capsys, number, "--path", changed(tmp_path, number, old, new))
     assert code == 1 and said.count(": right\n") == 1
-    entry = rf", {part}.*: not yet\n(  .*\n)*  {name}\[batch \d.*\]: expected \S+, got \S+ \(the "
+    entry = rf", {part}.*: not yet\n(  .*\n)*  {name}\[\w+ \d.*\]: expected \S+, got \S+ \(the "
     assert re.search(entry, said), said
 
 
