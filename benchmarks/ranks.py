@@ -10,6 +10,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
 
@@ -20,6 +21,7 @@ import torch.multiprocessing as processes
 from benchmarks import measure
 from benchmarks.progress import fail
 from benchmarks.results import default_path, save
+from benchmarks.tuning import compile_side_by_side
 from linattn_edu import build_cp_context, chunk_gated_delta_rule, chunk_kda
 from linattn_edu.testing import gdn_inputs, kda_inputs, relative_rms
 
@@ -83,8 +85,8 @@ def passes(f, tensors: dict, do: torch.Tensor, **options):
     return {"forward": forward, "forward_backward": both}
 
 
-def rows_of(op: str, device: torch.device, tokens: int, heads: int, size: int) -> list[dict]:
-    """The rows of an operator; rank 0 alone needs them."""
+def rows_of(op: str, device: torch.device, tokens: int, heads: int, size: int) -> Iterator[dict]:
+    """The rows of an operator, as they come; rank 0 alone needs them."""
     ours, inputs = OURS[op]
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     i = inputs(1, tokens, heads, heads, size, size, dtype=dtype, device=device)
@@ -92,7 +94,7 @@ def rows_of(op: str, device: torch.device, tokens: int, heads: int, size: int) -
     do = torch.randn(i.v.shape, device=device, generator=seeded(device)).to(dtype)
     world, cu_seqlens = dist.get_world_size(), torch.tensor([0, tokens], device=device)
     whole = passes(ours, x, do)["forward_backward"]()
-    group, rows = dist.group.WORLD, []
+    group = dist.group.WORLD
     contexts = {n: build_cp_context(cu_seqlens, group, layout=n) for n in LAYOUTS}
     libraries = {"linattn_edu": (ours, contexts["contiguous"], contexts["contiguous"])}
     libraries["linattn_edu_zigzag"] = ours, contexts["zigzag"], contexts["zigzag"]
@@ -121,15 +123,13 @@ def rows_of(op: str, device: torch.device, tokens: int, heads: int, size: int) -
                 if ranks > 1:
                     row["error"] = max(e[0] for e in every)
                     row["error_gradients"] = max(max(e[1:]) for e in every)
-                rows.append(row)
-                if dist.get_rank() == 0:
-                    print(json.dumps(row), flush=True)
+                yield row
     message = torch.zeros(1, heads, size, 2 * size, device=device)
     gathered = message.new_empty(world, *message.shape[1:])
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     ms = round(time_ms(device, lambda: gather(gathered, message)), 4)
     row = {"case": f"{op}_{tokens >> 10}k", "library": "linattn_edu", "what": "gather"}
-    return [*rows, row | {"ranks": world, "ms": ms, "bytes": message.numel() * 4}]
+    yield row | {"ranks": world, "ms": ms, "bytes": message.numel() * 4}
 
 
 def seeded(device: torch.device) -> torch.Generator:
@@ -141,14 +141,17 @@ def work(rank: int, args: argparse.Namespace, meeting: str) -> None:
     device = torch.device(args.device, rank if args.device == "cuda" else None)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        compile_side_by_side()
     backend = "nccl" if device.type == "cuda" else "gloo"
     options = {"init_method": f"file://{meeting}", "rank": rank, "world_size": args.ranks}
     dist.init_process_group(backend, **options)
     rows = []
     for op in args.ops.split(","):
-        rows += rows_of(op, device, args.tokens, args.heads, args.size)
-        if rank == 0:
-            save(args.out, {**heading(device), "rows": rows})
+        for row in rows_of(op, device, args.tokens, args.heads, args.size):
+            rows.append(row)
+            if rank == 0:
+                print(json.dumps(row), flush=True)
+                save(args.out, {**heading(device), "rows": rows})
     dist.destroy_process_group()
 
 
