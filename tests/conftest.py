@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import sys
 
 import torch
 
@@ -35,6 +36,13 @@ def pytest_runtest_makereport(item, call):
         if os.environ.get("PYTEST_XDIST_WORKER"):
             os._exit(3)
         pytest.exit(f"{item.nodeid}: illegal memory access", returncode=3)
+
+
+@pytest.fixture(autouse=True)
+def no_plans():
+    """A test that changes what is launched does not meet the programs of another."""
+    if plan := sys.modules.get("linattn_edu.kernels.plan"):
+        plan.clear()
 
 
 @pytest.fixture

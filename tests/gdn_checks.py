@@ -18,6 +18,7 @@ from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
 from linattn_edu import chunk_gated_delta_rule
+from linattn_edu.kernels import plan
 from linattn_edu.kernels.tiles import device_of
 from linattn_edu.ops import gdn, kda
 from linattn_edu.reference.delta.recurrent import recurrent, recurrent_bwd
@@ -309,7 +310,8 @@ def launches() -> Iterator[list]:
     try:
         for kind, original in zip(kinds, originals, strict=True):
             kind.run = counted(original)
-        yield ran
+        with plan.off():  # a program launches past Triton's front
+            yield ran
     finally:
         for kind, original in zip(kinds, originals, strict=True):
             kind.run = original

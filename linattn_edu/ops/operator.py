@@ -17,6 +17,7 @@ transform of torch.func is at work; registered with torch.library, where somebod
 tracing, the reference's loop over packed sequences, vmap, and how DTensors may be sharded.
 """
 
+import functools
 import inspect
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
@@ -126,6 +127,7 @@ class Operator:
         self.limited, self.mutates, self.apart = limited, mutates, apart
         self.constants = constants
         self._in_chunks = [n for n, axes in self.axes.items() if "C" in axes]
+        self._programs = None  # of both passes, once there is one
         self.with_tokens = self.axes[self.inputs[0]][:2] == ("B", "T")
         group = {"group": "str"} if packed == "ranks" else {}
         self.options = {**(options or {}), **group, "impl": "str"}
@@ -283,6 +285,26 @@ class Operator:
         for n in self.inputs:
             if n != self.mutates:
                 given[n] = (contiguous_rows if n in self.apart else contiguous)(given[n])
+        stages = self.forward_stages(given["impl"])
+        tensors = [given[n] for n in self.inputs]
+        return self._planned(
+            0, stages, given, tensors, functools.partial(self._compose, stages, given)
+        )
+
+    def _planned(self, which: int, stages, given: dict, tensors: list, compose: Callable) -> tuple:
+        """compose(), a pass with these tensors, as written down in earlier calls of its kind."""
+        if given["impl"] != "triton" or any(given[n] is not None for n in self.bounds):
+            return compose()
+        if transformed() or not all(x is None or x.numel() for x in tensors):
+            return compose()
+        plan = _plan()
+        if self._programs is None:
+            self._programs = plan.plans(), plan.plans()
+        options = (id(stages), *(given[n] for n in self.options))
+        return plan.run(self._programs[which], options, tensors, compose)
+
+    def _compose(self, stages, given: dict) -> tuple[Tensor | None, ...]:
+        """The forward pass of contiguous tensors."""
         made = self._made(given)
         options = {n: given[n] for n in self._forward_takes}
         if "keep" in options:
@@ -290,7 +312,6 @@ class Operator:
         first, length = given[self.inputs[0]], self._length(given)
         if "chunk_size" in options:
             options["chunk_size"] = length
-        stages = self.forward_stages(given["impl"])
         alone = self._alone(given, first, length, self._forward_packs)
         ranks = self._ranks(given, first)
         if alone is None:
@@ -332,10 +353,18 @@ class Operator:
         for n in (*self._saved, *self._given):
             x = given[n]
             given[n] = None if n in kept and x is not None and not x.numel() else contiguous(x)
+        stages = self.stages(given["impl"])
+        tensors = [given[n] for n in (*self._saved, *self._given)]
+        compose = functools.partial(self._compose_backward, stages, given)
+        return self._planned(1, stages, given, tensors, compose)
+
+    def _compose_backward(self, stages, given: dict) -> tuple[Tensor | None, ...]:
+        """The backward pass of contiguous tensors."""
+        kept = self.residuals._fields if self.residuals else ()
         options = {n: given[n] for n in self._backward_takes if n != "residuals"}
         if "residuals" in self._backward_takes:
             options["residuals"] = self.residuals(*(given[n] for n in kept))
-        length, stages = self._length(given), self.stages(given["impl"])
+        length = self._length(given)
         if "chunk_size" in options:
             options["chunk_size"] = length
         tokens = given[self._given[0]]
@@ -531,7 +560,7 @@ class Operator:
             named[self._given[0]] = like.new_zeros(ctx.shape, dtype=ctx.dtype)
         results = self._call_backward(*saved, *(named[n] for n in self._given), *ctx.options)
         results = (
-            None if dtype is None or x is None else x.to(dtype)
+            None if dtype is None or x is None else x if x.dtype == dtype else x.to(dtype)
             for dtype, x in zip(ctx.dtypes, results, strict=True)
         )
         return *results, *(None for _ in self.names[len(self.inputs) :])
@@ -563,6 +592,14 @@ class Operator:
             getattr(library, self.name): count(self.names, 0),
             getattr(library, f"{self.name}_backward"): count(self.backward_names, 1),
         }
+
+
+@functools.cache
+def _plan():
+    """What writes down calls of kernels; it needs Triton, which may be missing."""
+    from linattn_edu.kernels import plan
+
+    return plan
 
 
 def _function(name, run, setup, backward, vmap) -> Callable:

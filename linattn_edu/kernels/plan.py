@@ -1,0 +1,349 @@
+"""A composition of stages, written down once: its tensors and launches as a straight program.
+
+A short call waits for the host, not for the GPU. Most of that time goes into what is the same in
+every call with tensors of the same shapes, strides and dtypes: choosing rows and grids, and what
+Triton does with each argument of a launch. So the second such call is watched, and what it did
+(tensors made, kernels launched, other operations of PyTorch) becomes a function of its inputs.
+The calls after it run that: the same kernels on the same grids with the same numbers, hence the
+same bits.
+
+What cannot be told in that way is never replayed: a number of a tensor that the host reads, a
+tensor that comes neither from the inputs nor from the call itself.
+"""
+
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton import knobs
+from triton.runtime import driver
+from triton.runtime.interpreter import InterpretedFunction
+from triton.runtime.jit import JITFunction
+
+LIMIT = 512  # programs of an operator's pass; beyond it the oldest is forgotten
+SEEN, NEVER = "seen once", "cannot be told"
+
+_recording = threading.Lock()  # one call at a time is watched; the others run as ever
+_aten = torch.ops.aten
+_MAKES = (
+    _aten.empty.memory_format, _aten.empty_strided.default, _aten.empty_like.default,
+    _aten.new_empty.default, _aten.new_empty_strided.default,
+)  # fmt: skip
+DEVICES = {"cuda"}  # where calls are written down; elsewhere the host is not waited for
+_all: list[dict] = []
+
+
+def plans() -> dict:
+    """A place for the programs of one operator's pass: what kind of call -> program."""
+    _all.append({})
+    return _all[-1]
+
+
+def clear() -> None:
+    """Forget all programs: after a change of what a composition launches."""
+    for programs in _all:
+        programs.clear()
+
+
+@contextmanager
+def off():
+    """Every call runs its composition."""
+    before = {*DEVICES}
+    DEVICES.clear()
+    try:
+        yield
+    finally:
+        DEVICES.update(before)
+
+
+def run(
+    programs: dict, key: tuple, inputs: Sequence[Tensor | None], compose: Callable[[], tuple]
+) -> tuple[Tensor | None, ...]:
+    """compose(), a composition of these inputs alone, by the program of earlier calls if there is
+    one.
+
+    Args:
+        key: What beside the shapes, strides, dtypes and device of the inputs tells calls apart.
+            Whatever compose launches must follow from both.
+    """
+    device = next(x for x in inputs if x is not None).device
+    if device.type not in DEVICES or _watched():
+        return compose()
+    if device.index is not None and device.index != torch.cuda.current_device():
+        return compose()
+    kinds = [None if x is None else (x.shape, x.stride(), x.dtype) for x in inputs]
+    key = (key, device.index, *kinds)
+    program = programs.get(key)
+    if callable(program):
+        return program(*inputs)
+    if program is None:
+        while len(programs) >= LIMIT:
+            programs.pop(next(iter(programs)), None)
+        programs[key] = SEEN
+    elif program is SEEN and _recording.acquire(blocking=False):
+        try:
+            return _record(programs, key, inputs, compose)
+        finally:
+            _recording.release()
+    return compose()
+
+
+def _watched() -> bool:
+    """Whether a profiler wants to be told of every launch, with what Triton alone has for it."""
+    hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    return any(getattr(hook, "calls", hook) for hook in hooks)
+
+
+class Untold(Exception):
+    """Something that a program cannot repeat."""
+
+
+def _record(programs: dict, key: tuple, inputs: Sequence, compose: Callable) -> tuple:
+    """Run compose() and write down what it does."""
+    tensors = [x for x in inputs if x is not None]
+    storages = {x.untyped_storage().data_ptr() for x in tensors}
+    if len(storages) < len(tensors) or 0 in storages:
+        return compose()  # which input an address belongs to is not certain this time
+    tape = _Tape(inputs)
+    with _launches_seen(tape), _Operations(tape):
+        results = compose()
+    try:
+        programs[key] = tape.program(results)
+    except Untold:
+        programs[key] = NEVER
+    return results
+
+
+@contextmanager
+def _launches_seen(tape: "_Tape"):
+    """Every launch of this thread, by whichever kernel, is told to the tape."""
+    kinds, thread = (JITFunction, InterpretedFunction), threading.get_ident()
+    originals = [kind.run for kind in kinds]
+
+    def told(original):
+        def run(self, *args, grid, warmup, **kwargs):
+            if threading.get_ident() != thread or warmup:
+                return original(self, *args, grid=grid, warmup=warmup, **kwargs)
+            with tape.away():  # the interpreter has operations of its own
+                compiled = original(self, *args, grid=grid, warmup=warmup, **kwargs)
+            again = compiled if compiled is not None else functools.partial(original, self)
+            tape.launch(self, again, grid, args, kwargs)
+            return compiled
+
+        return run
+
+    for kind, original in zip(kinds, originals, strict=True):
+        kind.run = told(original)
+    try:
+        yield
+    finally:
+        for kind, original in zip(kinds, originals, strict=True):
+            kind.run = original
+
+
+class _Operations(TorchDispatchMode):
+    """Every operation of PyTorch is told to the tape."""
+
+    def __init__(self, tape: "_Tape"):
+        super().__init__()
+        self.tape = tape
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.tape.operation(func, args, kwargs or {}, out)
+        return out
+
+
+class _Tape:
+    """What a call does, line by line; tensors are the names i0, i1, ... of its inputs and t0, ...
+
+    A launch is given addresses, p and the tensor's name, in place of tensors.
+    """
+
+    def __init__(self, inputs: Sequence[Tensor | None]):
+        self.lines: list[tuple[str, set[str]]] = []  # and the tensors that it uses
+        self.constants: dict[str, object] = {}
+        self.inputs = [f"i{n}" for n in range(len(inputs))]
+        self.device = next(x for x in inputs if x is not None).device
+        self.tensors: dict[str, Tensor] = {}  # as they are: of their numbers nothing is kept
+        self.at: dict[int, str] = {}  # where a storage begins -> the tensor that it is
+        self.untold, self.listens, self.made = None, True, 0
+        for name, x in zip(self.inputs, inputs, strict=True):
+            if x is not None:
+                self._add(name, x)
+
+    def _add(self, name: str, x: Tensor) -> None:
+        self.at[x.untyped_storage().data_ptr()] = name
+        shape = (x.data_ptr(), tuple(x.shape), x.stride(), x.dtype, x.storage_offset())
+        self.tensors[name] = shape
+
+    def _constant(self, value: object) -> str:
+        name = f"c{len(self.constants)}"
+        self.constants[name] = value
+        return name
+
+    def _owner(self, x: Tensor) -> str:
+        name = self.at.get(x.untyped_storage().data_ptr())
+        if name is None or x.device != self.device or not x.numel():
+            raise Untold(f"a tensor {tuple(x.shape)} that is not of this call")
+        return name
+
+    def _tensor(self, x: Tensor) -> tuple[str, str]:
+        """An expression for a tensor, and the name of the one that it is, or is a view of."""
+        name = self._owner(x)
+        address, shape, stride, dtype, offset = self.tensors[name]
+        if (x.data_ptr(), tuple(x.shape), x.stride(), x.dtype) == (address, shape, stride, dtype):
+            return name, name
+        if x.dtype != dtype:
+            raise Untold("a view in another dtype")
+        moved = x.storage_offset() - offset
+        return f"view({name}, {tuple(x.shape)}, {x.stride()}, {moved})", name
+
+    # -- what is told
+
+    @contextmanager
+    def away(self):
+        """Meanwhile operations are not told."""
+        self.listens = False
+        try:
+            yield
+        finally:
+            self.listens = True
+
+    def launch(self, kernel, compiled, grid, args: tuple, kwargs: dict) -> None:
+        """compiled: what was launched; in the interpreter, the function that launches."""
+        if self.untold is not None:
+            return
+        try:
+            signature = inspect.signature(kernel.fn)
+            named = {n: x for n, x in kwargs.items() if n in signature.parameters}
+            bound = signature.bind(*args, **named)
+            bound.apply_defaults()
+            grid = grid(dict(bound.arguments)) if callable(grid) else tuple(grid)
+            if isinstance(kernel, InterpretedFunction):
+                texts, uses = self._arguments(args, kwargs)
+                texts += [f"grid={grid!r}", "warmup=False"]
+                self.lines.append((f"{self._constant(compiled)}({', '.join(texts)})", uses))
+                return
+            grid += (1,) * (3 - len(grid))
+            texts, uses = [], set()
+            for x in bound.arguments.values():
+                if isinstance(x, Tensor):
+                    name = self._owner(x)
+                    moved = x.data_ptr() - self.tensors[name][0]
+                    texts.append(f"p{name} + {moved}" if moved else f"p{name}")
+                    uses.add(name)
+                elif x is None or isinstance(x, (bool, int)):
+                    texts.append(repr(x))
+                else:
+                    texts.append(self._constant(x))
+            run, function, packed = compiled.run, compiled.function, compiled.packed_metadata
+            head = (*map(repr, grid), "stream", *map(self._constant, (function, packed)))
+            call = ", ".join((*head, "None", "None", "None", *texts))
+            self.lines.append((f"{self._constant(run)}({call})", uses))
+        except (Untold, AttributeError, TypeError) as error:
+            self.untold = error
+
+    def _arguments(self, args: Sequence, kwargs: dict) -> tuple[list[str], set[str]]:
+        texts, uses = [], set()
+        for key, x in (*((None, x) for x in args), *kwargs.items()):
+            if isinstance(x, Tensor):
+                text, name = self._tensor(x)
+                uses.add(name)
+            elif isinstance(x, (list, tuple)) and any(isinstance(y, Tensor) for y in x):
+                inner, used = self._arguments(x, {})
+                text, uses = f"[{', '.join(inner)}]", uses | used
+            else:
+                text = repr(x) if x is None or type(x) in (bool, int) else self._constant(x)
+            texts.append(text if key is None else f"{key}={text}")
+        return texts, uses
+
+    def operation(self, func, args: tuple, kwargs: dict, out) -> None:
+        if self.untold is not None or not self.listens:
+            return
+        try:
+            self._operation(func, args, kwargs, out)
+        except Untold as error:
+            self.untold = error
+
+    def _operation(self, func, args, kwargs, out) -> None:
+        if func in _MAKES:
+            return self._make(out)
+        if func.is_view:
+            return None  # of a storage that is known, or whoever uses it will say so
+        outs = out if isinstance(out, (tuple, list)) else (out,)
+        if not all(isinstance(x, Tensor) for x in outs) or len(outs) != 1:
+            raise Untold(f"{func} gives more or less than a tensor")
+        texts, uses = self._arguments(args, kwargs)
+        call = f"{self._constant(func)}({', '.join(texts)})"
+        if func is _aten._to_copy.default and [*kwargs] == ["dtype"]:  # quicker in this form
+            call = f"{texts[0]}.to({self._constant(kwargs['dtype'])})"
+        if func._schema.is_mutable:
+            self.lines.append((call, uses))
+            return None
+        if self.at.get(out.untyped_storage().data_ptr()) in uses:
+            raise Untold(f"{func} gives its argument")
+        name = self._new(out)
+        self.lines.append((f"{name} = {call}", uses))
+        return None
+
+    def _new(self, x: Tensor) -> str:
+        name = f"t{self.made}"
+        self.made += 1
+        self._add(name, x)
+        return name
+
+    def _make(self, x: Tensor) -> None:
+        if x.device != self.device or not x.numel():
+            raise Untold(f"a new tensor {tuple(x.shape)} on {x.device}")
+        kind = {"dtype": self._constant(x.dtype), "device": self._constant(x.device)}
+        options = ", ".join(f"{n}={c}" for n, c in kind.items())
+        shape = tuple(x.shape)
+        form = f"torch.empty({shape}, {options})"
+        if not x.is_contiguous():
+            form = f"torch.empty_strided({shape}, {x.stride()}, {options})"
+        self.lines.append((f"{self._new(x)} = {form}", set()))
+
+    # -- the program
+
+    def program(self, results: Sequence[Tensor | None]) -> Callable:
+        """A function of the inputs that does the same and returns new results."""
+        if self.untold is not None:
+            raise self.untold
+        out = [("None", None) if x is None else self._tensor(x) for x in results]
+        lines = [
+            *self.lines,
+            (f"return ({''.join(f'{t}, ' for t, _ in out)})", {n for _, n in out}),
+        ]
+        last = {name: i for i, (_, uses) in enumerate(lines) for name in uses}
+        pointed = {n for n in self.tensors if any(f"p{n}" in text for text, _ in lines)}
+        body = []
+        if pointed:
+            current = self._constant(driver.active.get_current_stream)
+            body = [f"stream = {current}({self.device.index})"]
+        body += [f"p{n} = {n}.data_ptr()" for n in self.inputs if n in pointed]
+        for i, (text, uses) in enumerate(lines):
+            body.append(text)
+            made = text.split(" = ")[0]
+            if made in pointed and made not in self.inputs:
+                body.append(f"p{made} = {made}.data_ptr()")
+            # the memory goes back when the composition would give it back, or before
+            done = [n for n in sorted(uses - {None}) if last[n] == i and n not in self.inputs]
+            if done and i < len(lines) - 1:
+                body.append(f"del {', '.join(done)}")
+        source = "\n    ".join([f"def program({', '.join(self.inputs)}):", *body])
+        space = {"torch": torch, "view": _view, **self.constants}
+        exec(compile(source, "<program>", "exec"), space)
+        program = space["program"]
+        program.source = source
+        return program
+
+
+def _view(x: Tensor, shape: tuple, stride: tuple, moved: int) -> Tensor:
+    """A view of x that begins `moved` elements behind it."""
+    return x.as_strided(shape, stride, x.storage_offset() + moved)
