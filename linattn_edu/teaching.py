@@ -5,6 +5,7 @@ import inspect
 import json
 import os
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
@@ -169,16 +170,31 @@ def steps(frames: Sequence[tuple[str, str]], label: str) -> None:
 # ---- source listings
 
 
-def show_source(fn: Callable) -> None:
+def show_source(fn: Callable, first: str | None = None, last: str | None = None) -> None:
     """Show the shipped source of a function, a class or a ``@triton.jit`` kernel, highlighted.
 
     Args:
         fn: What to show; a kernel is unwrapped.
+        first, last: Text of the first and of the last line of a part, if only that is to be shown.
+            The line found is the first one that has the text.
     """
     fn = inspect.unwrap(getattr(fn, "fn", fn))
     source = inspect.getsource(fn).rstrip()
-    path = "/".join(fn.__module__.split(".")) + ".py"
-    _display(source, markdown=f"`{path}`\n\n```python\n{source}\n```")
+    head = "`" + "/".join(fn.__module__.split(".")) + ".py`"
+    if first is not None and last is not None:
+        lines = source.splitlines()
+        start = _line_with(first, lines)
+        end = start + _line_with(last, lines[start:])
+        source = textwrap.dedent("\n".join(lines[start : end + 1]))
+        head += f", a part of `{fn.__name__}`"
+    _display(source, markdown=f"{head}\n\n```python\n{source}\n```")
+
+
+def _line_with(text: str, lines: Sequence[str]) -> int:
+    for number, line in enumerate(lines):
+        if text in line:
+            return number
+    raise ValueError(f"no line has {text!r}")
 
 
 # ---- measured results

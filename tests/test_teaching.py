@@ -135,6 +135,15 @@ def test_show_source_of_a_function(capsys):
     assert capsys.readouterr().out.startswith("def measured(")
 
 
+def test_show_source_of_a_part(capsys):
+    teaching.show_source(teaching.measured, "for root in", "return json")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "for root in roots:"
+    assert lines[-1] == "        return json.loads(path.read_text())"
+    with pytest.raises(ValueError, match="no such line"):
+        teaching.show_source(teaching.measured, "no such line", "return json")
+
+
 def test_show_source_unwraps_a_kernel():
     pytest.importorskip("triton")
     for interpret in ("0", "1"):
