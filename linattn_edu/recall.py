@@ -20,20 +20,26 @@ class Recall:
     A sequence begins with pairs of a key and its value, all keys distinct. Then each key comes once
     more, at a place drawn at random, and the next token to say is its value; all other places hold
     the token 0. Keys are the tokens 1 .. vocabulary / 2 - 1, values those from vocabulary / 2 on.
+    With ``told`` above 1 all pairs are told so many times, in an order drawn anew and with values
+    drawn anew; what is asked is the last value of a key.
 
     Args:
-        pairs: Keys to remember.  length: Tokens, at least ``3 pairs``.
-        vocabulary: Even, more than ``2 pairs + 1``.
+        pairs: Keys to remember.  length: Tokens, at least ``(2 told + 1) pairs``.
+        vocabulary: Even, more than ``2 pairs + 1``.  told: How often a key gets a value.
     """
 
     pairs: int = 8
     length: int = 32
     vocabulary: int = 64
+    told: int = 1
 
     def __post_init__(self):
-        if self.pairs < 1 or self.length < 3 * self.pairs:
+        if self.told < 1:
+            raise ValueError(f"told must be at least 1, got {self.told}")
+        if self.pairs < 1 or self.length < (2 * self.told + 1) * self.pairs:
             raise ValueError(
-                f"length must be at least three times pairs, got {self.length} for {self.pairs}"
+                f"length must be at least {2 * self.told + 1} times pairs, got {self.length} for "
+                f"{self.pairs}"
             )
         if self.vocabulary % 2 or self.vocabulary // 2 - 1 < self.pairs:
             raise ValueError(
@@ -44,13 +50,19 @@ class Recall:
     def batch(self, size: int, seed: int, step: int) -> tuple[Tensor, Tensor]:
         """Inputs and targets ``[size, length]``; a target is IGNORE where nothing is asked."""
         draw = data.generator(seed, step)
-        half, pairs = self.vocabulary // 2, self.pairs
+        half, pairs, front = self.vocabulary // 2, self.pairs, 2 * self.told * self.pairs
         keys = 1 + torch.rand(size, half - 1, generator=draw).argsort(1)[:, :pairs]
         values = torch.randint(half, self.vocabulary, (size, pairs), generator=draw)
-        room = torch.rand(size, self.length - 2 * pairs, generator=draw)
-        places = 2 * pairs + room.argsort(1)[:, :pairs]
+        room = torch.rand(size, self.length - front, generator=draw)
+        places = front + room.argsort(1)[:, :pairs]
         tokens = torch.zeros(size, self.length, dtype=torch.long)
-        tokens[:, 0 : 2 * pairs : 2], tokens[:, 1 : 2 * pairs : 2] = keys, values
+        tokens[:, front - 2 * pairs : front : 2] = keys
+        tokens[:, front - 2 * pairs + 1 : front : 2] = values
+        for start in range(0, front - 2 * pairs, 2 * pairs):  # what is told before the last time
+            order = torch.rand(size, pairs, generator=draw).argsort(1)
+            old = torch.randint(half, self.vocabulary, (size, pairs), generator=draw)
+            tokens[:, start : start + 2 * pairs : 2] = keys.gather(1, order)
+            tokens[:, start + 1 : start + 2 * pairs : 2] = old
         targets = torch.full_like(tokens, IGNORE)
         return tokens.scatter_(1, places, keys), targets.scatter_(1, places, values)
 

@@ -231,13 +231,29 @@ def test_recall_asks_for_what_it_told():
         assert all(row[t] == 0 for t in range(10, 24) if t not in asked)
 
 
+def test_recall_asks_for_what_it_told_last():
+    inputs, targets = Recall(3, 24, 32, told=3).batch(16, seed=0, step=3)
+    for row, wanted in zip(inputs.tolist(), targets.tolist(), strict=True):
+        times = [row[start : start + 6] for start in (0, 6, 12)]
+        assert len({tuple(sorted(pairs[::2])) for pairs in times}) == 1
+        assert all(0 < k < 16 for k in row[0:18:2]) and all(16 <= v < 32 for v in row[1:18:2])
+        told = dict(zip(times[2][::2], times[2][1::2], strict=True))
+        assert len(told) == 3
+        assert sorted(row[t] for t in range(24) if wanted[t] != IGNORE) == sorted(told)
+        assert all(w in (IGNORE, told.get(row[t])) for t, w in enumerate(wanted))
+    orders = {tuple(times) for times in inputs[:, 0:18:2].tolist()}
+    assert any(o[:3] != o[6:] for o in orders)
+
+
 @pytest.mark.parametrize(
     ("sizes", "says"),
     [
-        ((0, 9, 8), "length must be at least three times pairs"),
+        ((0, 9, 8), "length must be at least 3 times pairs"),
         ((4, 11, 16), "got 11 for 4"),
         ((4, 12, 9), "vocabulary must be even"),
         ((4, 12, 8), "at least 10 for 4 pairs, got 8"),
+        ((4, 19, 16, 2), "at least 5 times pairs, got 19 for 4"),
+        ((4, 20, 16, 0), "told must be at least 1, got 0"),
     ],
 )
 def test_recall_that_cannot_be_asked(sizes, says):
