@@ -1,6 +1,7 @@
 """What the chapters share: set-up, the pipeline map, source listings and measured tables."""
 
 import html
+import importlib
 import inspect
 import json
 import os
@@ -156,14 +157,32 @@ def pipeline_map(lit: str | None = None) -> None:
     _display(title + (f"   [here: {lit}]" if lit else ""), html_text=pipeline_svg(lit))
 
 
-def steps(frames: Sequence[tuple[str, str]], label: str) -> None:
+def steps(
+    frames: Sequence[tuple[str, str]],
+    label: str,
+    choices: tuple[str, Sequence[str]] | None = None,
+) -> None:
     """Show a figure that is gone through step by step; print its captions elsewhere.
 
     Args:
         frames: SVG text and caption of each step.  label: What the steps are of.
+        choices: What is chosen, and its names, each of which has as many frames.
     """
     plain = [label, *(f"{i}. {caption}" for i, (_, caption) in enumerate(frames, 1))]
-    _display("\n".join(plain), html_text=steps_html(frames, label))
+    _display("\n".join(plain), html_text=steps_html(frames, label, choices))
+
+
+def interactive(name: str, *given) -> None:
+    """Show a figure of linattn_edu.figures; print its captions elsewhere.
+
+    Args:
+        name: Of its module.  given: What its function figure takes.
+    """
+    steps(*_figure_of(name)(*given))
+
+
+def _figure_of(name: str) -> Callable:
+    return importlib.import_module(f"linattn_edu.figures.{name}").figure
 
 
 # ---- source listings
@@ -427,6 +446,7 @@ def page_parts(figures: Path) -> dict[str, str]:
         "kda_composition_bwd.txt": inspect.getsource(kda.backward),
         "ssd_composition.txt": inspect.getsource(ssd.forward),
         "ssd_composition_bwd.txt": inspect.getsource(ssd.backward),
+        "whole_pass.html": steps_html(*_figure_of("whole_pass")()) + "\n",
         "performance.md": performance_page(figures=figures),
         "performance_kda.md": performance_page(KDA_RESULTS, figures, under=1),
         "performance_ssd.md": performance_page(SSD_RESULTS, figures, under=1),
