@@ -15,6 +15,7 @@ from linattn_edu.steps import steps_html
 # module of linattn_edu.figures -> what its figure() takes
 FIGURES = {
     "whole_pass": (),
+    "two_chunks": (),
 }
 SVG = "{http://www.w3.org/2000/svg}"
 FILLS = {drawing.BLUE, drawing.ORANGE, drawing.GREEN, drawing.PURPLE, drawing.GRAY}
