@@ -87,7 +87,8 @@ def steps_html(
     moves = ""
     if choices:
         options = "".join(f"<option>{html.escape(n)}</option>" for n in names)
-        moves = f"<label>{html.escape(what)} <select>{options}</select></label>"
+        moves = f'<label for="{name}-of">{html.escape(what)}</label>'
+        moves += f'<select id="{name}-of">{options}</select>'
     if each > 1:
         slider = (
             f'<input type="range" min="0" max="{each - 1}" value="0" step="1" '

@@ -429,8 +429,10 @@ def _display(plain: str, *, html_text: str | None = None, markdown: str | None =
 
 def page_parts(figures: Path) -> dict[str, str]:
     """The files in `figures` that the book's pages include, by name: drawn, measured or shipped."""
+    from linattn_edu.figures import roofline
     from linattn_edu.ops import gdn, kda, ssd
 
+    results = _load(RESULTS)
     return {
         "pipeline.svg": pipeline_svg() + "\n",
         "pipeline_bwd.svg": backward_svg() + "\n",
@@ -447,6 +449,8 @@ def page_parts(figures: Path) -> dict[str, str]:
         "ssd_composition.txt": inspect.getsource(ssd.forward),
         "ssd_composition_bwd.txt": inspect.getsource(ssd.backward),
         "whole_pass.html": steps_html(*_figure_of("whole_pass")()) + "\n",
+        "choose_gpu.html": steps_html(*roofline.figure(results)) + "\n" if results else "",
+        "gpus.md": roofline.table(),
         "performance.md": performance_page(figures=figures),
         "performance_kda.md": performance_page(KDA_RESULTS, figures, under=1),
         "performance_ssd.md": performance_page(SSD_RESULTS, figures, under=1),

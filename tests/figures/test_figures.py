@@ -16,6 +16,7 @@ from linattn_edu.steps import steps_html
 FIGURES = {
     "memory": (),
     "whole_pass": (),
+    "roofline": (teaching.measured(),),
     "two_chunks": (),
 }
 SVG = "{http://www.w3.org/2000/svg}"
