@@ -14,6 +14,7 @@ from linattn_edu.steps import steps_html
 
 # module of linattn_edu.figures -> what its figure() takes
 FIGURES = {
+    "anchors": (),
     "memory": (),
     "whole_pass": (),
     "roofline": (teaching.measured(),),
