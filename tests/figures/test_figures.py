@@ -8,6 +8,7 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
+from benchmarks.cases import CASES, work
 from linattn_edu import teaching
 from linattn_edu.figures import drawing
 from linattn_edu.steps import steps_html
@@ -15,6 +16,7 @@ from linattn_edu.steps import steps_html
 # module of linattn_edu.figures -> what its figure() takes
 FIGURES = {
     "anchors": (),
+    "chunk_size": (CASES["gdn_train"], work),
     "memory": (),
     "whole_pass": (),
     "roofline": (teaching.measured(),),
