@@ -18,6 +18,7 @@ FIGURES = {
     "anchors": (),
     "chunk_size": (CASES["gdn_train"], work),
     "memory": (),
+    "ranks": (),
     "whole_pass": (),
     "roofline": (teaching.measured(),),
     "two_chunks": (),
