@@ -104,16 +104,15 @@ def matrix(x: float, y: float, rows: list[list[float]], cell: float, most: float
     parts = []
     for i, row in enumerate(rows):
         for j, value in enumerate(row):
-            side = (cell - 3) * min(1.0, abs(value) / most) ** 0.5
+            side = round((cell - 3) * min(1.0, abs(value) / most) ** 0.5, 1)
             if side < 1:
                 continue
-            a, b = x + (j + 0.5) * cell, y + (i + 0.5) * cell
-            if value > 0:
-                parts.append(rect(a - side / 2, b - side / 2, side, side, BLUE))
-                continue
-            side = max(side - 2, 0.5)  # with its stroke as large as a full one
-            more = f' stroke="{ORANGE}" stroke-width="2"'
-            parts.append(rect(a - side / 2, b - side / 2, side, side, "none", more))
+            side -= 0 if value > 0 else min(2, side - 0.5)  # its stroke makes it a full one
+            a = round(x + (j + 0.5) * cell - side / 2, 2)
+            b = round(y + (i + 0.5) * cell - side / 2, 2)
+            stroke = f' stroke="{ORANGE}" stroke-width="2"'
+            paint = (BLUE, "") if value > 0 else ("none", stroke)
+            parts.append(rect(a, b, side, side, *paint))
     width, height = cell * len(rows[0]), cell * len(rows)
     frame = rect(x, y, width, height, "none", ' stroke="currentColor" stroke-width="1"')
     return "".join([*parts, frame])

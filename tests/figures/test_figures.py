@@ -7,6 +7,7 @@ import shutil
 import xml.etree.ElementTree as ET
 
 import pytest
+from book.layout import CHAPTERS, notebook, toc
 
 from benchmarks.cases import CASES, work
 from linattn_edu import teaching
@@ -89,6 +90,23 @@ def test_a_fill_carries_white_letters_and_stands_on_both_pages(fill):
 
 def test_letters_on_a_lit_box():
     assert contrast(drawing.LIT, drawing.ON_LIT) >= 4.5
+
+
+# (chapter, figure)
+SHOWN = [
+    (chapter, name)
+    for chapter in toc()
+    for name in re.findall(
+        r'^teaching\.interactive\("(\w+)"', (CHAPTERS / f"{chapter}.md").read_text(), re.M
+    )
+]
+
+
+@pytest.mark.parametrize(("chapter", "name"), SHOWN)
+def test_a_chapter_shows_the_figure_as_it_is_today(chapter, name):
+    outputs = [o for c in notebook(chapter).cells for o in c.get("outputs", ()) if "data" in o]
+    shown = [o["data"].get("text/html") for o in outputs]
+    assert steps_html(*made(name)) in shown, f"python tools/chapters.py {chapter} --all"
 
 
 @pytest.fixture(scope="module")
