@@ -110,16 +110,29 @@ def test_a_chapter_shows_the_figure_as_it_is_today(chapter, name):
 
 
 @pytest.fixture(scope="module")
-def tab():
+def browser():
     playwright = pytest.importorskip("playwright.sync_api")
     path = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
     if path is None:
         pytest.skip("no browser")
     with playwright.sync_playwright() as p:
         browser = p.chromium.launch(executable_path=path, args=["--no-sandbox"])
-        page = browser.new_page(viewport={"width": 390, "height": 844})
-        yield page
+        yield browser
         browser.close()
+
+
+@pytest.fixture(scope="module")
+def tab(browser):
+    return browser.new_page(viewport={"width": 390, "height": 844})
+
+
+def test_where_scripts_are_off_all_frames_are_shown_and_no_controls(browser):
+    page = browser.new_context(java_script_enabled=False).new_page()
+    page.set_content("".join(steps_html(*made(name)) for name in FIGURES))
+    count = sum(len(made(name)[0]) for name in FIGURES)
+    assert page.locator("figcaption:visible").count() == count
+    assert page.locator("figure svg:visible").count() >= count
+    assert page.locator(":is(button, input, select):visible").count() == 0
 
 
 @pytest.mark.parametrize("name", FIGURES)
