@@ -1,6 +1,9 @@
 """The pictures of the pipeline, drawn by code so that every chapter shows the same ones."""
 
-import html
+from linattn_edu.figures.drawing import arrow as _arrow
+from linattn_edu.figures.drawing import box as _box
+from linattn_edu.figures.drawing import line as _line
+from linattn_edu.figures.drawing import text as _text
 
 STAGES = ("gate_cumsum", "solve", "wy", "state", "output")
 BACKWARD = ("output_bwd", "state_bwd", "wy_bwd", "gate_bwd")
@@ -263,10 +266,12 @@ def backward_svg(lit: str | None = None) -> str:
     The first stage is at the bottom and the arrows go up, against those of pipeline_svg.
 
     Args:
-        lit: "output_bwd", "state_bwd", "wy_bwd", "gate_bwd", or None for none.
+        lit: "output_bwd", "state_bwd", "wy_bwd", "gate_bwd", one of the stages that are done again,
+            "wy" or "state", or None for none.
     """
-    if lit is not None and lit not in BACKWARD:
-        raise ValueError(f"lit must be one of {BACKWARD} or None, got {lit!r}")
+    known = (*BACKWARD, "wy", "state")
+    if lit is not None and lit not in known:
+        raise ValueError(f"lit must be one of {known} or None, got {lit!r}")
     x, right = _X + _WIDTH / 2, _X + _WIDTH
     middle = {name: y + _HEIGHT / 2 for name, (y, _) in _BACKWARD_BOXES.items()}
     parts = [_text(x, 18, "gradients", small=True)]
@@ -299,8 +304,11 @@ def backward_svg(lit: str | None = None) -> str:
     centre = left + width / 2
     parts.append(_text(centre, 18, "done again", small=True))
     parts += [_text(centre, 48 + 18 * i, line, small=True) for i, line in enumerate(_KEPT)]
-    parts += _box(left, _BACKWARD_BOXES["state_bwd"][0], width, _HEIGHT, "wy", "k v β gc A", False)
-    parts += _box(left, _BACKWARD_BOXES["output_bwd"][0], width, _HEIGHT, "state", "k gc S₀", False)
+    parts += _box(
+        left, _BACKWARD_BOXES["state_bwd"][0], width, _HEIGHT, "wy", "k v β gc A", lit == "wy"
+    )
+    y_state = _BACKWARD_BOXES["output_bwd"][0]
+    parts += _box(left, y_state, width, _HEIGHT, "state", "k gc S₀", lit == "state")
     parts += _arrow([(left, y), (right, y)])
     parts.append(_text(_BUS + 28, y - 6, "w"))
     parts += _arrow([(centre, y + _HEIGHT / 2), (centre, _BACKWARD_BOXES["output_bwd"][0])])
@@ -509,49 +517,3 @@ def _svg(parts: list[str], height: float, title: str, lit: str | None) -> str:
         f'role="img" width="420" aria-label="{title}" fill="currentColor"><title>{title}</title>'
         f"<style>{_STYLE}</style>{''.join(parts)}</svg>"
     )
-
-
-def _text(x: float, y: float, text: str, anchor: str = "middle", small: bool = False) -> str:
-    size = 12 if small else 14
-    return (
-        f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}" font-size="{size}" '
-        f'xml:space="preserve">{html.escape(text)}</text>'
-    )
-
-
-def _box(
-    x: float,
-    y: float,
-    width: float,
-    height: float,
-    name: str,
-    note: str,
-    lit: bool,
-    size: int = 15,
-) -> list[str]:
-    paint = 'fill="#f2a33a"' if lit else 'fill-opacity="0.07"'
-    ink = ' fill="#1b1b1b"' if lit else ""
-    middle = y + height / 2
-    return [
-        f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="6" {paint} '
-        f'stroke="currentColor" stroke-width="{2 if lit else 1}"/>',
-        f"<g{ink}>",
-        f'<text x="{x + width / 2:g}" y="{middle - 3:g}" text-anchor="middle" font-size="{size}" '
-        f'font-weight="bold">{name}</text>',
-        f'<text x="{x + width / 2:g}" y="{middle + 14:g}" text-anchor="middle" '
-        f'font-size="12">{note}</text>',
-        "</g>",
-    ]
-
-
-def _arrow(points: list[tuple[float, float]]) -> list[str]:
-    (x0, y0), (x, y) = points[-2:]
-    dx, dy = (x > x0) - (x < x0), (y > y0) - (y < y0)
-    head = f"{x:g},{y:g} {x - 8 * dx - 4 * dy:g},{y - 8 * dy - 4 * dx:g} "
-    head += f"{x - 8 * dx + 4 * dy:g},{y - 8 * dy + 4 * dx:g}"
-    return [_line(points), f'<polygon points="{head}"/>']
-
-
-def _line(points: list[tuple[float, float]]) -> str:
-    line = " ".join(f"{a:g},{b:g}" for a, b in points)
-    return f'<polyline points="{line}" fill="none" stroke="currentColor" stroke-width="1.3"/>'

@@ -1,6 +1,7 @@
 """What the chapters share: set-up, the pipeline map, source listings and measured tables."""
 
 import html
+import importlib
 import inspect
 import json
 import os
@@ -157,14 +158,32 @@ def pipeline_map(lit: str | None = None) -> None:
     _display(title + (f"   [here: {lit}]" if lit else ""), html_text=pipeline_svg(lit))
 
 
-def steps(frames: Sequence[tuple[str, str]], label: str) -> None:
+def steps(
+    frames: Sequence[tuple[str, str]],
+    label: str,
+    choices: tuple[str, Sequence[str]] | None = None,
+) -> None:
     """Show a figure that is gone through step by step; print its captions elsewhere.
 
     Args:
         frames: SVG text and caption of each step.  label: What the steps are of.
+        choices: What is chosen, and its names, each of which has as many frames.
     """
     plain = [label, *(f"{i}. {caption}" for i, (_, caption) in enumerate(frames, 1))]
-    _display("\n".join(plain), html_text=steps_html(frames, label))
+    _display("\n".join(plain), html_text=steps_html(frames, label, choices))
+
+
+def interactive(name: str, *given) -> None:
+    """Show a figure of linattn_edu.figures; print its captions elsewhere.
+
+    Args:
+        name: Of its module.  given: What its function figure takes.
+    """
+    steps(*_figure_of(name)(*given))
+
+
+def _figure_of(name: str) -> Callable:
+    return importlib.import_module(f"linattn_edu.figures.{name}").figure
 
 
 # ---- source listings
@@ -426,8 +445,10 @@ def _display(plain: str, *, html_text: str | None = None, markdown: str | None =
 
 def page_parts(figures: Path) -> dict[str, str]:
     """The files in `figures` that the book's pages include, by name: drawn, measured or shipped."""
+    from linattn_edu.figures import roofline
     from linattn_edu.ops import gdn, kda, ssd
 
+    results = _load(RESULTS)
     return {
         "pipeline.svg": pipeline_svg() + "\n",
         "pipeline_bwd.svg": backward_svg() + "\n",
@@ -443,6 +464,9 @@ def page_parts(figures: Path) -> dict[str, str]:
         "kda_composition_bwd.txt": inspect.getsource(kda.backward),
         "ssd_composition.txt": inspect.getsource(ssd.forward),
         "ssd_composition_bwd.txt": inspect.getsource(ssd.backward),
+        "whole_pass.html": steps_html(*_figure_of("whole_pass")()) + "\n",
+        "choose_gpu.html": steps_html(*roofline.figure(results)) + "\n" if results else "",
+        "gpus.md": roofline.table(),
         "performance.md": performance_page(figures=figures),
         "performance_kda.md": performance_page(KDA_RESULTS, figures, under=1),
         "performance_ssd.md": performance_page(SSD_RESULTS, figures, under=1),

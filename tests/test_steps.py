@@ -39,6 +39,22 @@ def test_it_needs_nothing_but_itself():
     assert other != name, "two figures of a page do not move each other"
 
 
+def test_a_frame_without_a_name_is_named():
+    text = steps_html([FRAMES[0], ('<svg aria-label="mine"></svg>', "named")], "of a test")
+    assert re.findall(r'<svg aria-label="([^"]*)"', text) == ["of a test, 1", "mine"]
+
+
+def test_choices_have_as_many_frames_each():
+    text = steps_html(FRAMES * 2, "of a test", ("part", ["x", "y"]))
+    captions = re.findall(r"<figcaption>(\S+ \S+)", text)
+    assert captions == ["x, 1.", "x, 2.", "x, 3.", "y, 1.", "y, 2.", "y, 3."]
+    assert re.findall(r"<option>(.*?)</option>", text) == ["x", "y"] and 'max="2"' in text
+    only = steps_html(FRAMES, "of a test", ("part", ["x", "y", "z"]))
+    assert "<select " in only and "<input" not in only and "<figcaption>z. c" in only
+    with pytest.raises(ValueError, match="as many for each"):
+        steps_html(FRAMES, "of a test", ("part", ["x", "y"]))
+
+
 def test_no_frames():
     with pytest.raises(ValueError, match="at least one"):
         steps_html([], "of nothing")
@@ -64,4 +80,7 @@ def test_a_button_goes_to_the_next_frame(clicks):
             page.locator("button").nth(1).click(force=True, no_wait_after=True)
         shown = [f.is_visible() for f in page.locator("figure").all()]
         assert shown == [i == min(clicks, 2) for i in range(3)]
+        page.locator("button").nth(1).press("ArrowLeft")
+        shown = [f.is_visible() for f in page.locator("figure").all()]
+        assert shown == [i == max(min(clicks, 2) - 1, 0) for i in range(3)], "focus on a button"
         browser.close()
