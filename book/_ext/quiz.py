@@ -1,13 +1,13 @@
 """A chapter's quiz: book/quiz/NAME.yml becomes a section of its page, before the exercises.
 
-    - ask: one paragraph of MyST
-      options:
-        - right: the right answer
-          why: why it is right
-        - wrong: another
-          why: which mistake that is
-          holds: a Python expression: True for the right option, False for the others
-      given: Python that runs before `holds`; both are for the tests, no reader sees them
+- ask: one paragraph of MyST
+  options:
+    - right: the right answer
+      why: why it is right
+    - wrong: another
+      why: which mistake that is
+      holds: a Python expression: True for the right option, False for the others
+  given: Python that runs before `holds`; both are for the tests, no reader sees them
 """
 
 import json
@@ -89,7 +89,9 @@ class Quiz(SphinxDirective):
         self.env.note_dependency(str(FOLDER / f"{name}.yml"))
         questions = read(name)
         box = nodes.container(classes=["quiz"])
-        hint = "What you choose is neither kept nor sent. All answers are folded below each question."
+        hint = (
+            "What you choose is neither kept nor sent. The answers are folded below each question."
+        )
         box += nodes.paragraph("", hint)
         box += [self._question(i, len(questions), q) for i, q in enumerate(questions, 1)]
         return [box]

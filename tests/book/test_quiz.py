@@ -10,7 +10,7 @@ import torch
 from book.layout import ROOT, toc
 
 sys.path.append(str(ROOT / "book" / "_ext"))
-import quiz  # noqa: E402
+import quiz
 
 NAMES = [name for name in toc() if not name.startswith("00")]
 QUESTIONS = {
