@@ -1,13 +1,13 @@
 """A chapter's quiz: book/quiz/NAME.yml becomes a section of its page, before the exercises.
 
 - ask: one paragraph of MyST
+  given: Python that runs before `holds`; both are for the tests, no reader sees them
   options:
     - right: the right answer
       why: why it is right
-    - wrong: another
-      why: which mistake that is
-      holds: a Python expression: True for the right option, False for the others
-  given: Python that runs before `holds`; both are for the tests, no reader sees them
+      holds: a Python expression that is True here, and False at a wrong option
+    - wrong: another answer, of which any number may have no `holds`
+      why: which mistake it is
 """
 
 import json
