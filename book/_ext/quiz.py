@@ -97,11 +97,11 @@ class Quiz(SphinxDirective):
         return [box]
 
     def _question(self, number, of, question):
-        count = element("span", f"Question {number} of {of}", CLASS="quiz-number")
+        count = element("span", f"Question {number} of {of} ", CLASS="quiz-number")
         items, answers = [element("legend", count, *self._inline(question["ask"]))], []
         for letter, option in zip("ABCDE", question["options"], strict=False):
             choice = {"type": "radio", "name": f"quiz-{number}", "value": letter}
-            letters = element("span", letter, CLASS="quiz-letter")
+            letters = element("span", f"{letter} ", CLASS="quiz-letter")
             text = element("span", *self._inline(option["text"]))
             items.append(element("label", element("input", **choice), letters, text))
             verdict = f"{letter} is {'right' if option['right'] else 'wrong'}. "

@@ -77,3 +77,14 @@ def test_the_right_option_may_stand_anywhere():
     for options, counts in places.items():
         share = sum(counts.values()) / options
         assert all(abs(counts[i] - share) <= 1 + share / 4 for i in range(options)), counts
+
+
+def test_length_does_not_give_the_answer_away():
+    """The right option is the longest no more often than in two questions of five."""
+    longest = [
+        all(len(o["text"]) < len(right["text"]) for o in q["options"] if o is not right)
+        for q in QUESTIONS.values()
+        for right in q["options"]
+        if right["right"]
+    ]
+    assert sum(longest) <= 0.4 * len(QUESTIONS)
