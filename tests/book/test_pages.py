@@ -75,6 +75,20 @@ def test_chapter_is_numbered_and_opens_its_source(name):
     assert page.select("article .output"), "the page shows no output"
 
 
+@pytest.mark.parametrize("name", toc())
+def test_the_quiz_is_in_the_page_and_in_its_table_of_contents(name):
+    """Readable without a script: every option has its reason in a fold."""
+    text = (HTML / "chapters" / f"{name}.html").read_text()
+    assert re.search(r'<a class="[^"]*nav-link[^"]*" href="#quiz"', text)
+    section = text.split('<section id="quiz">')[1].split("</section>")[0]
+    questions = BeautifulSoup(section, "html.parser").select(".quiz fieldset")
+    assert 3 <= len(questions) <= 5
+    for question in questions:
+        assert len(question.select("legend")) == 1
+        assert len(question.select("label input")) == len(question.select("details li")) >= 3
+        assert len(question.select("details li[data-right=true]")) == 1
+
+
 # ---- in a browser
 
 # ms for a request that a script makes late; "networkidle" may never come for a page of a file
@@ -278,4 +292,26 @@ def test_a_tag_of_the_code_shows_its_equation(visit):
     assert box.is_visible() and not tab.url.endswith(anchor)
     code = tab.locator(f"[id='{anchor[1:]}'] + p.eq-code a")
     assert {"reference/delta/state.py", "kernels/delta/state.py"} <= set(code.all_inner_texts())
+    assert v.errors == []
+
+
+def test_a_quiz_says_whether_an_answer_is_right_and_why(visit):
+    """By keyboard alone: the verdict is a live region with the option's own reason."""
+    v = visit(viewport=PHONE)
+    question = v.go("chapters/05_state.html").locator(".quiz fieldset").first
+    said, options = question.get_by_role("status"), question.get_by_role("radio")
+    assert said.inner_text() == ""
+    verdicts = []
+    for i in range(options.count()):
+        options.nth(i).focus()
+        options.nth(i).press("Space")
+        options.nth(i).press("Enter")
+        verdicts.append(said.locator("strong").inner_text().strip())
+        reason = question.locator("details li").nth(i).locator(".quiz-why")
+        assert said.locator(".quiz-why").text_content() == reason.text_content()
+    answers = question.locator("details li").all()
+    right = [a.get_attribute("data-right") == "true" for a in answers]
+    assert verdicts == ["Right." if r else "Not right." for r in right]
+    question.get_by_role("radio").first.press("ArrowDown")
+    assert said.inner_text() == "", "another choice takes the old verdict away"
     assert v.errors == []
