@@ -25,8 +25,8 @@ $(STAMP): pyproject.toml constraints.txt
 
 venv: $(STAMP) ## make .venv and install the pinned set (reused until pyproject or constraints change)
 
-book: $(STAMP) ## run every chapter, render the book to _build/html
-	$(BIN)/python tools/book.py
+book: $(STAMP) ## run the chapters that changed, render the book to _build/html (ARGS=--all: run every one)
+	$(BIN)/python tools/book.py $(ARGS)
 
 test: $(STAMP) ## the checks of every push
 	$(BIN)/python tools/check.py
