@@ -43,6 +43,17 @@ def test_a_chapter_from_first_run_to_failure(chapter):
     assert notebook.read_bytes() == before
 
 
+def test_another_release_changes_the_set_up_cell_alone(chapter):
+    chapters = tool("chapters")
+    setup = chapters.setup_cell()
+    chapter.write_text(CHAPTER.replace("x = 6", setup.replace("v0", "v7") + "\nx = 6"))
+    chapters.update(chapter, always=False)
+    assert chapters.pin(chapter) and not chapters.pin(chapter)
+    assert setup in chapter.read_text()
+    assert chapters.update(chapter, always=False) == "text only"
+    assert chapters.problems(chapter) == []
+
+
 def test_an_unexecuted_notebook_is_noticed(chapter):
     chapters = tool("chapters")
     nbformat.write(chapters.from_markdown(chapter), chapter.with_suffix(".ipynb"))
