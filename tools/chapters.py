@@ -35,7 +35,7 @@ ON_COLAB = """\
 import sys
 
 if "google.colab" in sys.modules:
-    !git clone -q --filter=blob:none {address} /content/{name}
+    !git clone -q {address} /content/{name}
     !cd /content/{name}; git checkout -q v{version}; pip install -q --no-deps .
     %cd -q /content/{name}/chapters
 """

@@ -69,7 +69,7 @@ def test_colab_gets_the_release_and_keeps_its_torch():
     """Git fetches the tag of the version; pip installs the package and nothing else."""
     cell = tool("chapters").setup_cell()
     assert cell.index("google.colab") < cell.index("!git")
-    assert f"clone -q --filter=blob:none {address()} /content/linattn_edu\n" in cell
+    assert f"clone -q {address()} /content/linattn_edu\n" in cell
     assert re.findall(r"git checkout -q (\S+);", cell) == [f"v{linattn_edu.__version__}"]
     assert re.findall(r"pip install(.*)", cell) == [" -q --no-deps ."]
 
