@@ -21,29 +21,37 @@ from importlib.metadata import distributions
 from pathlib import Path
 
 import nbformat
+import where
 from notebooks import ROOT, ChapterError, execute, toc_chapters, toc_files
 
 from chapters import code, take_outputs
 
 BUILD = ROOT / "_build"
 SOURCE = BUILD / "source"
+STALE = (BUILD / "html", BUILD / ".doctrees")
 KEPT = BUILD / "executed"
 SKIP = shutil.ignore_patterns("__pycache__", ".ipynb_checkpoints")
 # what a chapter's outputs come from, beside its cells
 READ = ("linattn_edu/**/*.py", "benchmarks/**/*.py", "puzzles/**/*.py", "chapters/data/*")
+# and the packages whose versions matter to it
+RUN_WITH = {
+    *("torch", "triton", "numpy", "transformers", "matplotlib", "matplotlib-inline"),
+    *("ipykernel", "ipython", "nbclient"),
+}
 
 
-def stage() -> None:
-    """Copy what the book is made of to _build/source."""
-    for folder in (SOURCE, BUILD / "html", BUILD / ".doctrees"):
+def stage(source: Path = SOURCE, stale: tuple[Path, ...] = STALE) -> None:
+    """Copy what the book is made of to a folder, and remove what was made of an older copy."""
+    for folder in (source, *stale):
         shutil.rmtree(folder, ignore_errors=True)
-    SOURCE.mkdir(parents=True)
+    source.mkdir(parents=True)
     for name in ("_config.yml", "_toc.yml"):
-        shutil.copy2(ROOT / name, SOURCE / name)
+        shutil.copy2(ROOT / name, source / name)
     # pages include listings of the package, and a chapter counts with the benchmarks
     for name in ("book", "chapters", "linattn_edu", "benchmarks"):
         if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, SOURCE / name, ignore=SKIP)
+            shutil.copytree(ROOT / name, source / name, ignore=SKIP)
+    where.write(source / "book" / "_parts")
 
 
 def missing() -> list[str]:
@@ -63,7 +71,9 @@ def surroundings(root: Path = ROOT) -> str:
     for path in sorted({p for pattern in READ for p in root.glob(pattern) if p.is_file()}):
         digest.update(f"{path.relative_to(root)} {path.stat().st_size}\n".encode())
         digest.update(path.read_bytes())
-    versions = sorted({f"{d.name}=={d.version}" for d in distributions()})
+    versions = sorted(
+        {f"{d.name}=={d.version}" for d in distributions() if d.name.lower() in RUN_WITH}
+    )
     gpus = sorted(map(str, Path("/proc/driver/nvidia/gpus").glob("*/information")))
     switches = sorted(
         f"{k}={v}" for k, v in os.environ.items() if k.startswith(("TRITON_", "CUDA"))
@@ -153,11 +163,11 @@ def run_chapters(always: bool, jobs: int) -> None:
                 keep(name, nb, keys[name], seconds)
 
 
-def render() -> bool:
+def render(source: Path = SOURCE, output: Path = ROOT, builder: str = "html") -> bool:
     """Run Jupyter Book with warnings as errors; whether it succeeded."""
     program = "from jupyter_book.cli.main import main; main()"
-    command = [sys.executable, "-c", program, "build", str(SOURCE)]
-    options = ["--path-output", str(ROOT), "-W", "-n", "--keep-going", "--quiet"]
+    command = [sys.executable, "-c", program, "build", str(source), "--builder", builder]
+    options = ["--path-output", str(output), "-W", "-n", "--keep-going", "--quiet"]
     return subprocess.run(command + options).returncode == 0
 
 
