@@ -9,8 +9,10 @@ import threading
 from urllib.parse import unquote, urldefrag, urljoin, urlparse
 
 import pytest
+from axe_playwright_python.sync_playwright import Axe
 from book.layout import HTML, toc
 from bs4 import BeautifulSoup
+from grids import FULL
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 FOUND = sorted(str(p.relative_to(HTML)) for p in HTML.rglob("*.html") if "_static" not in p.parts)
@@ -232,10 +234,30 @@ def test_opened_as_a_file(visit):
         assert (v.elsewhere, v.missing, v.errors) == ([], [], [])
 
 
-def test_search_finds_a_word(visit):
+@pytest.mark.parametrize(
+    "words, found",
+    [
+        ("recurrence", "chapters/01_recurrent.html"),
+        ("Householder", "chapters/04_wy.html"),
+        ("chunk_kda", "book/api.html#linattn_edu.chunk_kda"),
+        ("state_kernel", "book/api.html#linattn_edu.kernels.delta.state.state_kernel"),
+        ("eq:delta-v-new", "chapters/05_state.html#equation-eq-delta-v-new"),
+        ("delta-v-new", "chapters/05_state.html#equation-eq-delta-v-new"),
+    ],
+)
+def test_search_finds(words, found, visit):
+    """A word, a function, a kernel, the label of an equation: the last three lead to the place."""
     v = visit()
-    tab = v.go("search.html?q=recurrence")
+    tab = v.go(f"search.html?q={words}")
     tab.wait_for_selector("#search-results li a", timeout=15000)
+    tab.wait_for_function(
+        "!/Searching|Preparing/.test(document.querySelector('#search-results h2').textContent)"
+    )
+    links = [
+        a.get_attribute("href").split("?")[0]
+        for a in tab.query_selector_all("#search-results li a")
+    ]
+    assert any(link.endswith(found) for link in links[: 3 if "#" in found else None]), links[:5]
     assert v.elsewhere == []
 
 
@@ -279,3 +301,44 @@ def test_a_tag_of_the_code_shows_its_equation(visit):
     code = tab.locator(f"[id='{anchor[1:]}'] + p.eq-code a")
     assert {"reference/delta/state.py", "kernels/delta/state.py"} <= set(code.all_inner_texts())
     assert v.errors == []
+
+
+# pages with everything that pages have; `make audit` takes all of them
+SEEN = [
+    FRONT,
+    "book/notation.html",
+    "book/tested.html",
+    "chapters/02_gate_cumsum.html",
+    "search.html",
+    "genindex.html",
+]
+GRAVE = ("serious", "critical")
+
+
+def faults(tab):
+    """What axe-core finds on a page that is serious or critical, a line a place."""
+    found = Axe().run(tab).response["violations"]
+    return [
+        f"{v['id']} ({v['impact']}): {' '.join(map(str, node['target']))}\n    {node['html'][:160]}"
+        for v in found
+        if v["impact"] in GRAVE
+        for node in v["nodes"]
+    ]
+
+
+@pytest.mark.parametrize("width", [DESK, PHONE], ids=["desk", "phone"])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("page", PAGES if FULL else SEEN)
+def test_audit(page, scheme, width, visit):
+    """For a keyboard, a screen reader and weak eyes: nothing serious by axe-core."""
+    tab = visit(color_scheme=scheme, viewport=width).go(page)
+    assert faults(tab) == []
+
+
+def test_audit_notices_what_is_wrong(visit):
+    tab = visit().go(FRONT)
+    tab.evaluate(
+        "document.querySelector('article').insertAdjacentHTML('beforeend',"
+        ' \'<img src="x.png"><p style="color: #bbb; background: #fff">pale</p>\')'
+    )
+    assert {f.split()[0] for f in faults(tab)} == {"image-alt", "color-contrast"}
