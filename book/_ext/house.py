@@ -71,22 +71,8 @@ def docs_links(app, pagename, templatename, context, doctree):
     context["body"] = re.sub(r"(\w\.html)#(linattn_edu[\w.]*)", mend, context["body"])
 
 
-def one_page_is_html(app):
-    """Let the book on one page, which is printed, have whatever node the book in pages may have.
-
-    Sphinx takes the handlers of a builder's name or those of its format, not both, and some
-    extension names this builder.
-    """
-    handlers = app.registry.translation_handlers
-    if app.builder.name == "singlehtml":
-        handlers["singlehtml"] = handlers["html"] | handlers.get("singlehtml", {})
-        # its only page is known by the name of the first, which has no formulas
-        app.set_html_assets_policy("always")
-
-
 def setup(app):
     """Register with Sphinx."""
-    app.connect("builder-inited", one_page_is_html)
     app.connect("config-inited", one_search_box)
     between_sections_and_figures(number_by_file)
     # after pydata_sphinx_theme (500) sets the link; before sphinx_book_theme (501, listed later)
