@@ -2,8 +2,8 @@
 
 Each page of the table of contents is printed by itself, with page numbers that go on; then the
 list of contents, whose numbers are known by now, is put in front.  A link to another page of the
-book becomes a link to its place in the PDF.  (As one long page the
-book takes a browser more than 7 GB.)
+book becomes a link to its place in the PDF.  (As one
+long page the book takes a browser more than 7 GB.)
 """
 
 import argparse
@@ -12,6 +12,7 @@ import io
 import shutil
 import sys
 import time
+from pathlib import Path
 from urllib.parse import unquote, urldefrag, urljoin
 
 import yaml
@@ -26,7 +27,7 @@ FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--
 HIDDEN = (
     "#pst-back-to-top, #pst-skip-link, .bd-header, .bd-header-article, .bd-sidebar-primary, "
     ".bd-sidebar-secondary, .prev-next-footer, .bd-footer, .bd-footer-content, .headerlink, "
-    ".copybtn, .toggle-button, details.hide > summary, .la-steps nav, #pst-primary-sidebar-modal, dialog, "
+    ".copybtn, .toggle-button, details.hide > summary, .la-steps nav, dialog, "
     "#jb-print-docs-body, .pst-async-banner-revealer, .pst-scroll-pixel-helper"
 )
 STYLE = f"""
@@ -175,6 +176,9 @@ def relink(writer, annotation, page: str, starts: dict, places: dict) -> None:
         target = unquote(url).removeprefix(HTML.as_uri() + "/")
         anchor = unquote(anchor)
         if target not in starts:
+            # listings of modules and the general index are not printed
+            if url.startswith("file:"):
+                annotation.pop("/A")
             return
     elif not anchor:
         return
@@ -191,6 +195,7 @@ def relink(writer, annotation, page: str, starts: dict, places: dict) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description="print the book to one PDF")
     parser.add_argument("names", nargs="*", help="files of the table of contents; all if none")
+    parser.add_argument("--output", type=Path, default=PDF, help="the file to write")
     args = parser.parse_args()
     pages = [f"{name}.html" for name in args.names or toc_files()]
     if absent := [page for page in pages if not (HTML / page).exists()]:
@@ -224,9 +229,9 @@ def main() -> int:
     writer = join(parts, front, titles)
     writer.add_metadata({"/Title": "Linear attention, from recurrence to kernel"})
     writer.compress_identical_objects()
-    writer.write(PDF)
-    total, size = len(front.pages) + first - 1, PDF.stat().st_size / 2**20
-    print(f"{total} pages, {size:.0f} MiB, {time.perf_counter() - start:.0f} s\n{PDF}")
+    writer.write(args.output)
+    total, size = len(front.pages) + first - 1, args.output.stat().st_size / 2**20
+    print(f"{total} pages, {size:.0f} MiB, {time.perf_counter() - start:.0f} s\n{args.output}")
     return 0
 
 

@@ -5,14 +5,17 @@ import html
 import http.server
 import re
 import shutil
+import subprocess
+import sys
 import threading
 from urllib.parse import unquote, urldefrag, urljoin, urlparse
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
-from book.layout import HTML, toc
+from book.layout import HTML, ROOT, toc
 from bs4 import BeautifulSoup
 from grids import FULL
+from pypdf import PdfReader
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 FOUND = sorted(str(p.relative_to(HTML)) for p in HTML.rglob("*.html") if "_static" not in p.parts)
@@ -326,11 +329,15 @@ def faults(tab):
     ]
 
 
-@pytest.mark.parametrize("width", [DESK, PHONE], ids=["desk", "phone"])
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+SCREENS = {"dark-desk": ("dark", DESK), "light-phone": ("light", PHONE)}
+SCREENS |= {"light-desk": ("light", DESK), "dark-phone": ("dark", PHONE)} if FULL else {}
+
+
+@pytest.mark.parametrize("screen", SCREENS)
 @pytest.mark.parametrize("page", PAGES if FULL else SEEN)
-def test_audit(page, scheme, width, visit):
+def test_audit(page, screen, visit):
     """For a keyboard, a screen reader and weak eyes: nothing serious by axe-core."""
+    scheme, width = SCREENS[screen]
     tab = visit(color_scheme=scheme, viewport=width).go(page)
     assert faults(tab) == []
 
@@ -342,3 +349,36 @@ def test_audit_notices_what_is_wrong(visit):
         ' \'<img src="x.png"><p style="color: #bbb; background: #fff">pale</p>\')'
     )
     assert {f.split()[0] for f in faults(tab)} == {"image-alt", "color-contrast"}
+
+
+def test_print(tmp_path):
+    """Two pages as one PDF: numbers that go on, an outline, links that lead to a place in it."""
+    path = tmp_path / "two.pdf"
+    pages = ["book/bibliography", "book/tested"]
+    command = [sys.executable, "tools/pdf.py", *pages, "--output", str(path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    pdf = PdfReader(path)
+    numbers = [page.extract_text().split()[0] for page in pdf.pages]
+    front = numbers.index("1")
+    assert numbers[:front] == ["i", "ii"]
+    assert numbers[front:] == [str(n + 1) for n in range(len(pdf.pages) - front)]
+    starts = {item.title: pdf.get_destination_page_number(item) for item in titles(pdf.outline)}
+    text = pdf.pages[1].extract_text()
+    for title in ("Bibliography", "What is tested where"):
+        assert title in pdf.pages[starts[title]].extract_text()
+        assert re.search(rf"{title}\s+{starts[title] - front + 1}\b", text)
+    actions = [
+        note.get_object()["/A"]
+        for page in pdf.pages
+        for note in page.get("/Annots", ())
+        if "/A" in note.get_object()
+    ]
+    assert not [a for a in actions if str(a.get("/URI", "")).startswith("file:")]
+    assert any(a["/S"] == "/GoTo" for a in actions)
+
+
+def titles(outline):
+    """The items of an outline, those inside others too."""
+    for item in outline:
+        yield from titles(item) if isinstance(item, list) else (item,)
