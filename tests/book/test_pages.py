@@ -309,7 +309,6 @@ def test_a_tag_of_the_code_shows_its_equation(visit):
 # pages with everything that pages have; `make audit` takes all of them
 SEEN = [
     FRONT,
-    "book/notation.html",
     "book/tested.html",
     "chapters/02_gate_cumsum.html",
     "search.html",
