@@ -81,6 +81,11 @@ def captions() -> dict[str, str]:
     return {part["chapters"][0]["file"]: part["caption"] for part in parts}
 
 
+def book_title() -> str:
+    """The title of the book."""
+    return yaml.safe_load((ROOT / "_config.yml").read_text())["title"]
+
+
 class Printer:
     """A browser that prints the pages of the book."""
 
@@ -130,7 +135,7 @@ def contents(rows: list[tuple[str, str, int]]) -> str:
         "h2{break-before:page} table{width:100%;font-size:10.5pt!important}"
         "td:last-child{text-align:right} .part td{font-weight:bold;padding-top:3mm}"
     )
-    title = html.escape(config["title"])
+    title = html.escape(book_title())
     return (
         f"<!doctype html><html lang=en><meta charset=utf-8><title>{title}</title><style>{style}"
         f"</style><article><h1>{title}</h1><p>{html.escape(config['author'])}</p>"
@@ -227,7 +232,7 @@ def main() -> int:
         tab.set_content(contents(rows))
         front = printer.print(tab, 1, numbers="lower-roman")
     writer = join(parts, front, titles)
-    writer.add_metadata({"/Title": "Linear attention, from recurrence to kernel"})
+    writer.add_metadata({"/Title": book_title()})
     writer.compress_identical_objects()
     writer.write(args.output)
     total, size = len(front.pages) + first - 1, args.output.stat().st_size / 2**20
