@@ -49,6 +49,7 @@ html {{ counter-reset: page FIRST; }}
   .bd-article table.table :is(td, th) {{ white-space: normal !important; min-width: 0 !important; }}
   .bd-article table.table td code, .bd-article table.table td code .pre
     {{ white-space: normal !important; overflow-wrap: anywhere !important; }}
+  .highlight a.eq-tag {{ text-decoration: none !important; }}
   h1, h2, h3, h4 {{ break-after: avoid; }}
   svg, img, .math, tr, .admonition-title {{ break-inside: avoid; }}
   .la-steps figure {{ display: block !important; }}
