@@ -10,7 +10,7 @@ PIP_INSTALL_FLAGS ?=
 GPU_WORKERS ?= 8
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help venv book test test-full compile mutants lint chapters gpu-test bench
+.PHONY: help venv book pdf audit test test-full compile mutants lint chapters gpu-test bench
 .DEFAULT_GOAL := help
 
 help: ## list the commands
@@ -25,8 +25,11 @@ $(STAMP): pyproject.toml constraints.txt
 
 venv: $(STAMP) ## make .venv and install the pinned set (reused until pyproject or constraints change)
 
-book: $(STAMP) ## run every chapter, render the book to _build/html
-	$(BIN)/python tools/book.py
+book: $(STAMP) ## run the chapters that changed, render the book to _build/html (ARGS=--all: run every one)
+	$(BIN)/python tools/book.py $(ARGS)
+
+pdf: $(STAMP) ## print the pages of make book to _build/linattn_edu.pdf, with Chromium or Chrome
+	$(BIN)/python tools/pdf.py
 
 test: $(STAMP) ## the checks of every push
 	$(BIN)/python tools/check.py
@@ -36,6 +39,9 @@ test-full: $(STAMP) ## the same with whole grids, every row compiled anew, and m
 
 compile: $(STAMP) ## compile the rows of kernels that changed, keep the results (ARGS=--all: all rows)
 	$(BIN)/python tests/kernels/compile_rows.py --write $(ARGS)
+
+audit: $(STAMP) ## every page of the book with axe-core: light and dark, wide and narrow (after make book)
+	LINATTN_EDU_FULL=1 $(BIN)/python -m pytest -q -n 2 tests/book/test_pages.py -k audit
 
 mutants: $(STAMP) ## plant mistakes in a copy, one at a time: the tests must see each (ARGS="WORD...")
 	$(BIN)/python tools/mutants.py $(ARGS)

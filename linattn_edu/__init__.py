@@ -31,7 +31,7 @@ from linattn_edu.ops.ssd import (
     selective_state_update,
 )
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "L2Norm",
     "build_cp_context",

@@ -3,9 +3,10 @@
     python tools/chapters.py                 chapters whose code, or a listing in them, changed
     python tools/chapters.py 05_state --all  this chapter, changed or not
     python tools/chapters.py --check         say what is out of step, change nothing
+    python tools/chapters.py --pin           write the version's cell for Colab into each .md
 
-The .md is the source and is never written.  A notebook is replaced at once and only after all of
-its cells have run, so a failing cell leaves the old one as it was.
+The .md is the source; only --pin writes it, and only its first cell.  A notebook is replaced at
+once and only after all of its cells have run, so a failing cell leaves the old one as it was.
 """
 
 import argparse
@@ -27,6 +28,37 @@ METADATA = {
     "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
     "language_info": {"name": "python", "pygments_lexer": "ipython3"},
 }
+
+# what a chapter runs first, on Colab alone: the release that it belongs to is put beside the
+# runtime's torch and triton.  Until the release has its tag, git says so and main is there.
+ON_COLAB = """\
+import sys
+
+if "google.colab" in sys.modules:
+    !git clone -q {address} /content/{name}
+    !cd /content/{name}; git checkout -q v{version}; pip install -q --no-deps .
+    %cd -q /content/{name}/chapters
+"""
+SETUP = re.compile(r'import sys\n\nif "google\.colab" in sys\.modules:\n(?:    .+(?:\n|$))+')
+
+
+def setup_cell() -> str:
+    """The first code cell of every chapter: the repository's address and the version of today."""
+    project = (ROOT / "pyproject.toml").read_text()
+    address = re.search(r'^Repository = "(.+)"', project, re.M)[1]
+    version = re.search(r'^version = "(.+)"', project, re.M)[1]
+    return ON_COLAB.format(address=address, name=address.rsplit("/", 1)[1], version=version)
+
+
+def pin(md: Path) -> bool:
+    """Write `setup_cell` in place of a chapter's; whether it was another."""
+    text = md.read_text()
+    new, count = SETUP.subn(lambda _: setup_cell(), text)
+    if count != 1:
+        raise ChapterError(f"{md.name} has {count} set-up cells")
+    if new != text:
+        md.write_text(new)
+    return new != text
 
 
 def from_markdown(md: Path) -> nbformat.NotebookNode:
@@ -94,10 +126,15 @@ def problems(md: Path) -> list[str]:
 
 
 def take_outputs(nb: nbformat.NotebookNode, old: nbformat.NotebookNode) -> bool:
-    """Copy the old outputs if the code did not change; whether that was possible."""
-    if [(c.source, c.metadata.get("tags")) for c in code(nb)] != [
-        (c.source, c.metadata.get("tags")) for c in code(old)
-    ] or any(c.execution_count is None for c in code(old)):
+    """Copy the old outputs if the code did not change; whether that was possible.
+
+    The set-up cell does not count: it does nothing but on Colab.
+    """
+
+    def runs(nb: nbformat.NotebookNode) -> list[tuple]:
+        return [(SETUP.sub("", c.source), c.metadata.get("tags")) for c in code(nb)]
+
+    if runs(nb) != runs(old) or any(c.execution_count is None for c in code(old)):
         return False
     for new_cell, old_cell in zip(code(nb), code(old), strict=True):
         new_cell.outputs = old_cell.outputs
@@ -155,6 +192,7 @@ def main() -> int:
     parser.add_argument("names", nargs="*", help="chapters, such as 05_state; all if none")
     parser.add_argument("--all", action="store_true", help="execute even what did not change")
     parser.add_argument("--check", action="store_true", help="change nothing; fail if out of step")
+    parser.add_argument("--pin", action="store_true", help="write each first cell; then as without")
     args = parser.parse_args()
     available = {md.stem: md for md in sorted(CHAPTERS.glob("*.md"))}
     names = [Path(n).stem for n in args.names] or list(available)
@@ -169,6 +207,8 @@ def main() -> int:
             failed += bool(found)
             continue
         try:
+            if args.pin and pin(available[name]):
+                print("pinned,", end=" ")
             print(update(available[name], args.all), flush=True)
         except ChapterError as error:
             print(f"FAILED, notebook left as it was\n{error}", flush=True)

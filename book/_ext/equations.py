@@ -1,12 +1,25 @@
-"""Tags of the code, such as # eq:delta-v-new, lead to their equations and back."""
+"""Tags of the code, as # eq:delta-v-new, lead to their equations and back; search finds labels."""
 
 import html
 import re
 
 from docutils import nodes
+from sphinx.domains import ObjType
+from sphinx.domains.math import MathDomain
 from sphinx.util.nodes import make_id
 
 TAG = re.compile(r"\beq:[\w-]+")
+
+
+class Equations(MathDomain):
+    """Labelled equations as objects, which the search knows by name as it knows functions."""
+
+    object_types = {"equation": ObjType("equation", "eq")}  # noqa: RUF012 - as in Sphinx
+
+    def get_objects(self):
+        """Name, name shown, type, page, anchor and priority (0: the first) of each."""
+        for label, (page, _) in self.equations.items():
+            yield label, label, "equation", page, f"equation-{nodes.make_id(label)}", 0
 
 
 def collect(app, doctree):
@@ -74,6 +87,7 @@ def link_equations(app, pagename, templatename, context, doctree):
 
 def setup(app):
     """Register with Sphinx."""
+    app.add_domain(Equations, override=True)
     app.connect("doctree-read", collect)
     app.connect("doctree-resolved", link_code)
     app.connect("html-page-context", link_equations)

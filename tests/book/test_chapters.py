@@ -5,6 +5,8 @@ import re
 import pytest
 from book.layout import CHAPTERS, ROOT, notebook, tagged, toc, tool
 
+import linattn_edu
+
 
 def test_toc_and_folder_list_the_same_chapters():
     assert sorted(toc()) == toc(), "chapters stand in the order of their numbers"
@@ -55,13 +57,21 @@ def test_references_are_not_empty(name):
 
 @pytest.mark.parametrize("name", toc())
 def test_opens_in_colab(name):
-    """The first code cell fetches the repository on Colab; the metadata asks for its GPU."""
+    """The first code cell fetches this release on Colab; the metadata asks for its GPU."""
     nb = notebook(name)
     first = next(c.source for c in nb.cells if c.cell_type == "code")
-    assert "google.colab" in first
-    assert address() in first
+    assert first == tool("chapters").setup_cell().strip(), "python tools/chapters.py --pin"
     assert nb.metadata["accelerator"] == "GPU"
     assert nb.metadata["colab"]["gpuType"]
+
+
+def test_colab_gets_the_release_and_keeps_its_torch():
+    """Git fetches the tag of the version; pip installs the package and nothing else."""
+    cell = tool("chapters").setup_cell()
+    assert cell.index("google.colab") < cell.index("!git")
+    assert f"clone -q {address()} /content/linattn_edu\n" in cell
+    assert re.findall(r"git checkout -q (\S+);", cell) == [f"v{linattn_edu.__version__}"]
+    assert re.findall(r"pip install(.*)", cell) == [" -q --no-deps ."]
 
 
 def address() -> str:

@@ -5,12 +5,17 @@ import html
 import http.server
 import re
 import shutil
+import subprocess
+import sys
 import threading
 from urllib.parse import unquote, urldefrag, urljoin, urlparse
 
 import pytest
-from book.layout import HTML, toc
+from axe_playwright_python.sync_playwright import Axe
+from book.layout import HTML, ROOT, toc
 from bs4 import BeautifulSoup
+from grids import FULL
+from pypdf import PdfReader
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 FOUND = sorted(str(p.relative_to(HTML)) for p in HTML.rglob("*.html") if "_static" not in p.parts)
@@ -246,10 +251,30 @@ def test_opened_as_a_file(visit):
         assert (v.elsewhere, v.missing, v.errors) == ([], [], [])
 
 
-def test_search_finds_a_word(visit):
+@pytest.mark.parametrize(
+    "words, found",
+    [
+        ("recurrence", "chapters/01_recurrent.html"),
+        ("Householder", "chapters/04_wy.html"),
+        ("chunk_kda", "book/api.html#linattn_edu.chunk_kda"),
+        ("state_kernel", "book/api.html#linattn_edu.kernels.delta.state.state_kernel"),
+        ("eq:delta-v-new", "chapters/05_state.html#equation-eq-delta-v-new"),
+        ("delta-v-new", "chapters/05_state.html#equation-eq-delta-v-new"),
+    ],
+)
+def test_search_finds(words, found, visit):
+    """A word, a function, a kernel, the label of an equation: the last three lead to the place."""
     v = visit()
-    tab = v.go("search.html?q=recurrence")
+    tab = v.go(f"search.html?q={words}")
     tab.wait_for_selector("#search-results li a", timeout=15000)
+    tab.wait_for_function(
+        "!/Searching|Preparing/.test(document.querySelector('#search-results h2').textContent)"
+    )
+    links = [
+        a.get_attribute("href").split("?")[0]
+        for a in tab.query_selector_all("#search-results li a")
+    ]
+    assert any(link.endswith(found) for link in links[: 3 if "#" in found else None]), links[:5]
     assert v.elsewhere == []
 
 
@@ -315,3 +340,80 @@ def test_a_quiz_says_whether_an_answer_is_right_and_why(visit):
     question.get_by_role("radio").first.press("ArrowDown")
     assert said.inner_text() == "", "another choice takes the old verdict away"
     assert v.errors == []
+
+
+# pages with everything that pages have; `make audit` takes all of them
+SEEN = [
+    FRONT,
+    "book/tested.html",
+    "chapters/02_gate_cumsum.html",
+    "search.html",
+    "genindex.html",
+]
+GRAVE = ("serious", "critical")
+
+
+def faults(tab):
+    """What axe-core finds on a page that is serious or critical, a line a place."""
+    found = Axe().run(tab).response["violations"]
+    return [
+        f"{v['id']} ({v['impact']}): {' '.join(map(str, node['target']))}\n    {node['html'][:160]}"
+        for v in found
+        if v["impact"] in GRAVE
+        for node in v["nodes"]
+    ]
+
+
+SCREENS = {"dark-desk": ("dark", DESK), "light-phone": ("light", PHONE)}
+SCREENS |= {"light-desk": ("light", DESK), "dark-phone": ("dark", PHONE)} if FULL else {}
+
+
+@pytest.mark.parametrize("screen", SCREENS)
+@pytest.mark.parametrize("page", PAGES if FULL else SEEN)
+def test_audit(page, screen, visit):
+    """For a keyboard, a screen reader and weak eyes: nothing serious by axe-core."""
+    scheme, width = SCREENS[screen]
+    tab = visit(color_scheme=scheme, viewport=width).go(page)
+    assert faults(tab) == []
+
+
+def test_audit_notices_what_is_wrong(visit):
+    tab = visit().go(FRONT)
+    tab.evaluate(
+        "document.querySelector('article').insertAdjacentHTML('beforeend',"
+        ' \'<img src="x.png"><p style="color: #bbb; background: #fff">pale</p>\')'
+    )
+    assert {f.split()[0] for f in faults(tab)} == {"image-alt", "color-contrast"}
+
+
+def test_print(tmp_path):
+    """Two pages as one PDF: numbers that go on, an outline, links that lead to a place in it."""
+    path = tmp_path / "two.pdf"
+    pages = ["book/bibliography", "book/tested"]
+    command = [sys.executable, "tools/pdf.py", *pages, "--output", str(path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    pdf = PdfReader(path)
+    numbers = [page.extract_text().split()[0] for page in pdf.pages]
+    front = numbers.index("1")
+    assert numbers[:front] == ["i", "ii"]
+    assert numbers[front:] == [str(n + 1) for n in range(len(pdf.pages) - front)]
+    starts = {item.title: pdf.get_destination_page_number(item) for item in titles(pdf.outline)}
+    text = pdf.pages[1].extract_text()
+    for title in ("Bibliography", "What is tested where"):
+        assert title in pdf.pages[starts[title]].extract_text()
+        assert re.search(rf"{title}\s+{starts[title] - front + 1}\b", text)
+    actions = [
+        note.get_object()["/A"]
+        for page in pdf.pages
+        for note in page.get("/Annots", ())
+        if "/A" in note.get_object()
+    ]
+    assert not [a for a in actions if str(a.get("/URI", "")).startswith("file:")]
+    assert any(a["/S"] == "/GoTo" for a in actions)
+
+
+def titles(outline):
+    """The items of an outline, those inside others too."""
+    for item in outline:
+        yield from titles(item) if isinstance(item, list) else (item,)

@@ -43,6 +43,17 @@ def test_a_chapter_from_first_run_to_failure(chapter):
     assert notebook.read_bytes() == before
 
 
+def test_another_release_changes_the_set_up_cell_alone(chapter):
+    chapters = tool("chapters")
+    setup = chapters.setup_cell()
+    chapter.write_text(CHAPTER.replace("x = 6", setup.replace("v0", "v7") + "\nx = 6"))
+    chapters.update(chapter, always=False)
+    assert chapters.pin(chapter) and not chapters.pin(chapter)
+    assert setup in chapter.read_text()
+    assert chapters.update(chapter, always=False) == "text only"
+    assert chapters.problems(chapter) == []
+
+
 def test_an_unexecuted_notebook_is_noticed(chapter):
     chapters = tool("chapters")
     nbformat.write(chapters.from_markdown(chapter), chapter.with_suffix(".ipynb"))
@@ -62,6 +73,65 @@ def test_an_old_listing_is_noticed(chapter):
         nbformat.write(nb, chapter.with_suffix(".ipynb"))
         assert (chapters.problems(chapter) == []) == known
     assert chapters.update(chapter, always=False).startswith("executed")
+
+
+@pytest.fixture
+def book(tmp_path, monkeypatch):
+    """tools/book.py on a book of two chapters, with a package of one file."""
+    book, chapters = tool("book"), tool("chapters")
+    (tmp_path / "source" / "chapters").mkdir(parents=True)
+    (tmp_path / "linattn_edu").mkdir()
+    (tmp_path / "linattn_edu" / "one.py").write_text("x = 1\n")
+    names = ["01_one", "02_two"]
+
+    def write(name, line):
+        md = tmp_path / "source" / "chapters" / f"{name}.md"
+        md.write_text(CHAPTER.replace("x = 6 * 7", line))
+        nbformat.write(chapters.from_markdown(md), md.with_suffix(".ipynb"))
+
+    def outputs(name):
+        nb = nbformat.read(tmp_path / "source" / "chapters" / f"{name}.ipynb", as_version=4)
+        return [o["text"] for c in nb.cells for o in c.get("outputs", ())]
+
+    for name in names:
+        write(name, "x = 6 * 7")
+    monkeypatch.setattr(book, "SOURCE", tmp_path / "source")
+    monkeypatch.setattr(book, "KEPT", tmp_path / "kept")
+    monkeypatch.setattr(book, "toc_chapters", lambda: names)
+    around = book.surroundings
+    monkeypatch.setattr(book, "surroundings", lambda: around(tmp_path))
+    book.write, book.outputs, book.package = write, outputs, tmp_path / "linattn_edu" / "one.py"
+    return book
+
+
+def test_a_chapter_of_the_book_runs_again_only_when_something_changed(book, capsys):
+    def ran(always=False):
+        book.run_chapters(always, jobs=2)
+        said = capsys.readouterr().out
+        return sorted(name for name in ("01_one", "02_two") if f"chapters/{name}" in said), said
+
+    assert ran()[0] == ["01_one", "02_two"]
+    assert book.outputs("01_one") == book.outputs("02_two") == ["42\n"]
+
+    # a fresh copy of the same text: nothing runs, and the outputs are there
+    book.write("01_one", "x = 6 * 7")
+    names, said = ran()
+    assert names == [] and "nothing to execute" in said
+    assert book.outputs("01_one") == ["42\n"]
+
+    book.write("02_two", "x = 6 * 8")
+    assert ran()[0] == ["02_two"]
+    assert book.outputs("02_two") == ["48\n"]
+
+    book.package.write_text("x = 2\n")
+    assert ran()[0] == ["01_one", "02_two"]
+    assert ran(always=True)[0] == ["01_one", "02_two"]
+
+    # a chapter that fails is named, and runs again
+    book.write("02_two", "x = 6 / 0")
+    for _ in range(2):
+        with pytest.raises(Exception, match=r"02_two\.ipynb, cell 1 under 'Title': 'x = 6 / 0'"):
+            book.run_chapters(False, jobs=2)
 
 
 def test_ids_follow_from_the_text(chapter):

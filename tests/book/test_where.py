@@ -1,0 +1,98 @@
+"""The pages "Where everything is" and "What is tested where" hold all that there is, and say it."""
+
+import json
+import re
+
+import pytest
+from book.layout import ROOT, tool
+
+import linattn_edu
+from linattn_edu import layers
+
+
+@pytest.fixture(scope="module")
+def where():
+    return tool("where")
+
+
+def rows(text):
+    """The rows of all tables in a text, without their heads."""
+    lines = [x for x in text.splitlines() if x.startswith("| ")]
+    lines = [
+        x for x, below in zip(lines, [*lines[1:], ""], strict=True) if "| ---" not in x + below
+    ]
+    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
+
+
+def test_every_equation_has_a_row(where):
+    found = [re.findall(r"`(eq:[\w-]+)`$", row[0])[0] for row in rows(where.equation_tables())]
+    text = "\n".join(p.read_text() for p in sorted(ROOT.glob("chapters/*.md")))
+    assert sorted(found) == sorted(re.findall(r"\$\$ *\((eq:[\w-]+)\)", text))
+
+
+def test_the_row_of_an_equation(where):
+    row = next(r for r in rows(where.equation_tables()) if "`eq:delta-v-new`" in r[0])
+    _, reference, kernel, tests, measured = row
+    assert "linattn_edu.reference.delta.state.state>" in reference
+    assert "linattn_edu.kernels.delta.state.state_kernel>" in kernel
+    assert "tests/delta/test_state.py" in tests
+    assert re.search(r"`gdn_h200 <performance>`: .*\bgdn_train\b", measured)
+
+
+def test_every_stage_kernel_and_function_has_a_row(where):
+    package = ROOT / "linattn_edu"
+    files = [p for p in package.glob("kernels/*/*.py") if p.stem != "__init__"]
+    stages = {f"{p.parent.name}/{p.stem}" for p in files}
+    assert {r[0].strip("`") for r in rows(where.stage_table())} == stages
+    named = {x for p in files for x in re.findall(r"^def (\w+_kernel)\(", p.read_text(), re.M)}
+    first = [re.search(r"`(\w+)", r[0]) for r in rows(where.kernel_table())]
+    assert {x[1] for x in first} == named
+    first = [re.search(r"`(\w+)", r[0]) for r in rows(where.function_table())]
+    assert [x[1] for x in first] == [*linattn_edu.__all__, *layers.__all__]
+
+
+def test_every_kernel_is_compiled_and_tested(where):
+    for row in rows(where.kernel_table()):
+        assert "90: 0" not in row[-1] and "tests/" in row[-2], row[0]
+
+
+def test_a_function_is_timed_where_its_benchmark_calls_it(where):
+    found = {re.search(r"`(\w+)", r[0])[1]: r[-1] for r in rows(where.function_table())}
+    assert "kda_h200" in found["chunk_kda"] and "gdn_h200" not in found["chunk_kda"]
+    assert "ssd_decode" in found["selective_state_update"]
+
+
+def test_tags_belong_to_the_function_around_them(where, tmp_path):
+    path = tmp_path / "one.py"
+    path.write_text("def f():\n    # eq:a\n    pass\n\n\ndef g():\n    # eq:b\n    pass\n")
+    assert where.functions(path) == {"f": ["eq:a"], "g": ["eq:b"]}
+
+
+def test_only_a_gpu_with_results_counts_as_run(where, monkeypatch):
+    gpus = {json.loads(p.read_text()).get("gpu") for p in ROOT.glob("chapters/data/*.json")}
+    assert gpus - {None} == {"NVIDIA H200"}
+    said = where.never_run()
+    assert all(f"{cc // 10}.{cc % 10}" in said for cc in where.capabilities() if cc != 90)
+    ran = [r for r in rows(where.gpu_table()) if "never" not in r[-1]]
+    assert [r[0] for r in ran] == ["9.0"]
+    # another GPU is not taken for one that is known
+    other = {"x": {"gpu": "Another", "torch": "1", "triton": "1", "cuda": "1", "date": "d"}}
+    monkeypatch.setattr(where, "results", lambda: other)
+    with pytest.raises(KeyError, match="Another"):
+        where.gpu_table()
+
+
+def test_versions_are_those_of_the_files(where):
+    cells = {r[0]: r for r in rows(where.version_table())}
+    pins = (ROOT / "constraints.txt").read_text()
+    assert f"torch=={cells['PyTorch'][2]}" in pins and f"triton=={cells['Triton'][2]}" in pins
+    assert cells["PyTorch"][4].startswith("2.11.0") and cells["Triton"][4] == "3.6.0"
+    assert cells["Python"][2].split(", ")[0] == "3.10"
+
+
+def test_sizes_are_those_of_the_grids(where):
+    from delta import stage_checks
+
+    row = next(r for r in rows(where.size_table()) if r[0] == "stages of the delta rule")
+    assert row[2].startswith(", ".join(map(str, stage_checks.DIMS)) + "; V ")
+    assert row[3] == ", ".join(map(str, stage_checks.TOKENS))
