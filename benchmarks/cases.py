@@ -133,7 +133,7 @@ ADJOINT_STAGES = {
     ),
 }  # fmt: skip
 # of GDN, the adjoints fused: benchmarks.fusion times them
-FUSED_ADJOINT_STAGES = ("scan_states", "scan_bwd", "intra_bwd")
+FUSED_ADJOINT_STAGES = ("scan_states", "scan_bwd", "scans", "intra_bwd")
 STAGES = {op: (*FORWARD_STAGES[op], *ADJOINT_STAGES[op]) for op in FORWARD_STAGES}
 
 # of Mamba-2, in chunks twice as long as those of its other stages
@@ -217,6 +217,7 @@ def _bytes(c: Case, what: str, chunk: int) -> int:
         + dgc,
         "scan_states": k + v + beta + gc + R + h + v_new,
         "scan_bwd": q + k + beta + gc + P + R + do + dh + v_new + dv + dh0,
+        "scans": q + k + v + beta + gc + P + R + do + h + v_new + dh + v_new + dv + dh0,
         "intra_bwd": q + k + v + beta + gc + h + v_new + do + dh + v_new + dq + dk + dbeta + dgc,
         "gate_bwd": dgc + g + dg,
         "forward": forward,
@@ -359,6 +360,7 @@ def _chunk_flops(c: Case, what: str, n: int) -> int:
         "scan_states": 2 * state + lower_v,
         # K dS, Q^T dO, K^T dV; P^T dO and Z = (A G)^T dv_new
         "scan_bwd": 3 * state + 2 * lower_v,
+        "scans": 5 * state + 3 * lower_v,
         # dO h^T, Z S^T, v_new dS^T; dO v_new^T; Z v_new^T; dM K and dM^T Q; (N + N^T) K
         "intra_bwd": 3 * state + lower_v + below_v + 2 * shared_k + shared_n,
         "gate_bwd": n * c.HV,

@@ -39,6 +39,7 @@ SCANS = {
     "scan": fused.SCAN_CONFIGS,
     "scan_states": fused.SCAN_CONFIGS,
     "scan_bwd": None,
+    "scans": None,
 }
 GRADIENTS = ("q", "k", "v", "g", "beta")
 
@@ -74,6 +75,15 @@ def recorded(stages) -> tuple[object, dict[str, Callable[[], object]]]:
     return replace(stages, **{n: keeping(n, getattr(stages, n)) for n in names}), calls
 
 
+def each_scan(stages, calls: dict[str, Callable]) -> None:
+    """Add to the calls of a backward pass those of the two scans that `scans` does at once."""
+    if "scans" in calls:
+        q, k, v, beta, gc, P, AG, do, h0, dht = calls["scans"].args
+        calls["scan_states"] = partial(stages.scan_states, k, v, beta, gc, AG, h0)
+        args = (q, k, beta, gc, P, AG, do, dht)
+        calls["scan_bwd"] = partial(stages.scan_bwd, *args, **calls["scans"].keywords)
+
+
 def passes(form: str, i, do) -> tuple[Callable, Callable, Callable]:
     """Of a form: forward and backward pass as functions of the stages, and what is kept."""
     inputs, scale = (i.q, i.k, i.v, i.g, i.beta), i.q.shape[-1] ** -0.5
@@ -94,7 +104,8 @@ def programs(name: str, i, chunk: int = 64) -> dict:
         columns = fused_bwd.BV
     else:
         columns = scan_launch(SCANS[name], i.k, heads, V)[1]["BV"]
-    return {"programs": heads * cdiv(V, columns), "columns": columns, "cut": pieces.several}
+    both = 2 if name == "scans" else 1
+    return {"programs": both * heads * cdiv(V, columns), "columns": columns, "cut": pieces.several}
 
 
 def errors_of(case: Case, device: torch.device) -> dict[str, dict[str, float]]:
@@ -132,6 +143,7 @@ def rows_of(case: Case, device: torch.device, rates: tuple[float, float]) -> Ite
             yield row
             recording, calls = recorded(stages)
             run(recording)
+            each_scan(stages, calls)
             for name, call in calls.items():
                 w = work(case, f"stage:{name}")
                 row = {"case": case.name, "form": form, "what": f"{what}:{name}"}

@@ -81,6 +81,7 @@ class Operator:
             output_final_state alone, and is the initial_state where there are no tokens.
         stages: "reference" or "triton" -> the stages that the composition takes first.
         forward_stages: The same of the forward pass, if it has others.
+        fused: The residual with which the backward pass too takes forward_stages.
         options: Name -> type in the schema of torch.library.  "impl" is the last of all operators.
         residuals: The NamedTuple of outputs that only the backward pass and who asks for them see.
             With one, a call names in `keep` those it wants and in `save` those that the backward
@@ -106,6 +107,7 @@ class Operator:
         *,
         stages: Callable,
         forward_stages: Callable | None = None,
+        fused: str | None = None,
         options: dict[str, str] | None = None,
         residuals: type | None = None,
         packed: str | None = None,
@@ -122,6 +124,7 @@ class Operator:
         self.axes = {n: tuple(axes.rstrip("?").split()) for n, axes in tensors.items()}
         self.axes |= {n: out.axes for n, out in outputs.items()}
         self.outputs, self.residuals, self.flops = outputs, residuals, flops
+        self.fused = fused
         self.packed, self.bounds = packed, BOUNDS[packed]
         self.matrices = len(transition.split()) > 1
         self.limited, self.mutates, self.apart = limited, mutates, apart
@@ -353,7 +356,8 @@ class Operator:
         for n in (*self._saved, *self._given):
             x = given[n]
             given[n] = None if n in kept and x is not None and not x.numel() else contiguous(x)
-        stages = self.stages(given["impl"])
+        fused = given.get(self.fused) is not None
+        stages = (self.forward_stages if fused else self.stages)(given["impl"])
         tensors = [given[n] for n in (*self._saved, *self._given)]
         compose = functools.partial(self._compose_backward, stages, given)
         return self._planned(1, stages, given, tensors, compose)

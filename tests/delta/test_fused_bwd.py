@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from delta.stage_checks import DTYPES, check_rounded, check_stage, grid, inputs
+from gdn_checks import launches
 
 from linattn_edu.kernels.delta import fused_bwd as kernels
 from linattn_edu.kernels.delta.fused import scan_map as scan_map_kernel
@@ -49,6 +50,33 @@ def test_scan_bwd_kernel_matches_reference(T, K, V, C, dtype, device):
     x, r = arguments(T, K, V, C, dtype, device)
     args = (x.q, x.k, x.beta, r.gc, r.P, r.AG, r.do, r.dht)
     check_stage(kernels.scan_bwd, references.scan_bwd, args, scale=0.3)
+
+
+@grid
+def test_scans_kernel_matches_reference(T, K, V, C, dtype, device, monkeypatch):
+    """Both directions in one grid, where each alone would leave multiprocessors idle."""
+    x, r = arguments(T, K, V, C, dtype, device)
+    generation, processors = kernels.device_of(x.q)
+    if processors == 1:  # the interpreter's
+        monkeypatch.setattr(kernels, "device_of", lambda _: (generation, 132))
+    args = (x.q, x.k, x.v, x.beta, r.gc, r.P, r.AG, r.do, x.initial_state, r.dht)
+    with launches() as ran:
+        check_stage(kernels.scans, references.scans, args, scale=0.3)
+    assert ran == [kernels.scans_kernel]
+
+
+def test_scans_are_one_launch_or_two(device, monkeypatch):
+    """The same bits, whichever way the number of programs decides."""
+    x, r = arguments(100, 32, 48, 32, small(device), device)
+    args = (x.q, x.k, x.v, x.beta, r.gc, r.P, r.AG, r.do, x.initial_state, r.dht)
+    found = []
+    for processors, ran in ((1, 2), (132, 1)):
+        known = kernels.device_of(x.q)[0], processors
+        monkeypatch.setattr(kernels, "device_of", lambda _, known=known: known)
+        with launches() as names:
+            found.append(kernels.scans(*args, scale=0.3))
+        assert len(names) == ran
+    assert all(map(torch.equal, *found))
 
 
 @grid

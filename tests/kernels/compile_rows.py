@@ -219,6 +219,7 @@ def fused_launches(qk, v, g, A, h0, h, chunk_size):
     fused.scan_map(qk, v, g, A, h0, g)
     fused_bwd.scan_states(qk, v, g, g, A, h0)
     fused_bwd.scan_bwd(qk, qk, g, g, A, A, v, h0, scale=1.0)
+    fused_bwd.scans(qk, qk, v, g, g, A, A, v, h0, h0, scale=1.0)
     fused_bwd.scan_map_bwd(qk, qk, g, g, A, A, v, h0, scale=1.0)
     options = {"scale": 1.0, "chunk_size": chunk_size}
     fused_bwd.intra_bwd(qk, qk, v, g, g, h, v, v, h, v, **options)

@@ -47,6 +47,7 @@ def scan_states_kernel(
     cu_ptr,  # [N + 1] or None
     offsets_ptr,  # [N + 1] or None
     T,
+    before,  # programs of the grid that do something else
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
@@ -55,7 +56,7 @@ def scan_states_kernel(
     Reference: linattn_edu.reference.delta.fused_bwd.scan_states.
     """
     i_v, i_nh, i_h, first, n_seq, i_c = columns_of(
-        tl.program_id(0), cu_ptr, offsets_ptr, T, HV, V, BT, BV
+        tl.program_id(0) - before, cu_ptr, offsets_ptr, T, HV, V, BT, BV
     )
     k_ptr += (first * H + i_h // (HV // H)) * K
     v_ptr += (first * HV + i_h) * V
@@ -185,6 +186,48 @@ def scan_bwd_kernel(
         b_dv = tl.trans(cast(b_dv, dv_ptr.dtype.element_ty))
         store_tile(dv_ptr + i * V, b_dv, o_t, o_v, HV * V, n_t, V)
     store_tile(dh0_ptr + i_nh * K * V, tl.trans(b_dS), o_k, o_v, V, K, V)
+
+
+@triton.jit(do_not_specialize=["T"])
+def scans_kernel(
+    q_ptr,  # [B, T, H, K]
+    k_ptr,  # [B, T, H, K]
+    v_ptr,  # [B, T, HV, V]
+    beta_ptr,  # [B, T, HV]
+    gc_ptr,  # [B, T, HV] log2
+    P_ptr,  # [B, T, HV, BT]
+    AG_ptr,  # [B, T, HV, BT]
+    do_ptr,  # [B, T, HV, V]
+    h0_ptr,  # [N, HV, K, V] or None
+    dht_ptr,  # [N, HV, K, V] or None
+    h_ptr,  # [B, NT, HV, K, V] out
+    v_new_ptr,  # [B, T, HV, V] out
+    dh_ptr,  # [B, NT, HV, K, V] out
+    Z_ptr,  # [B, T, HV, V] out
+    dv_ptr,  # [B, T, HV, V] out
+    dh0_ptr,  # [N, HV, K, V] out
+    scale,
+    cu_ptr,  # [N + 1] or None
+    offsets_ptr,  # [N + 1] or None
+    T,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+):  # fmt: skip
+    """The programs of scan_bwd, which take longer, and those of scan_states.
+
+    Grid (2 * N * HV * V / BV).  Reference: linattn_edu.reference.delta.fused_bwd.scans.
+    """
+    half = tl.num_programs(0) // 2
+    if tl.program_id(0) < half:
+        scan_bwd_kernel(
+            q_ptr, k_ptr, beta_ptr, gc_ptr, P_ptr, AG_ptr, do_ptr, dht_ptr, dh_ptr, Z_ptr, dv_ptr,
+            dh0_ptr, scale, cu_ptr, offsets_ptr, T, H, HV, K, V, BT, BK, BV,
+        )  # fmt: skip
+    else:
+        scan_states_kernel(
+            k_ptr, v_ptr, beta_ptr, gc_ptr, AG_ptr, h0_ptr, h_ptr, v_new_ptr, cu_ptr, offsets_ptr,
+            T, half, H, HV, K, V, BT, BK, BV,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -348,7 +391,7 @@ def intra_options(several: bool) -> dict[str, int]:
 
 
 def fits(q: Tensor, v: Tensor) -> bool:
-    """Whether these kernels hold q's and v's heads on q's GPU."""
+    """Whether these kernels hold q's and v's heads on q's GPU; if not, the stages one by one."""
     K, V = q.shape[-1], v.shape[-1]
     hopper = device_of(q)[0] in ("hopper", "blackwell")
     return hopper and q.element_size() == 2 and K % 2 == 0 and K <= 128 and V <= 128
@@ -376,7 +419,7 @@ def scan_states(
     grid, config = scan_launch(SCAN_CONFIGS, k, pieces.N * HV, V)
     scan_states_kernel[grid](
         k, v, beta, gc, AG, initial_state, h, v_new, pieces.cu_seqlens, pieces.chunk_offsets,
-        pieces.T, H, HV, K, V, BT=chunk_size, **config,
+        pieces.T, 0, H, HV, K, V, BT=chunk_size, **config,
     )  # fmt: skip
     return h, v_new
 
@@ -411,6 +454,49 @@ def scan_bwd(
         BT=chunk_size, BK=block(K), BV=BV, **SCAN_OPTIONS,
     )  # fmt: skip
     return dh, Z, dv, pieces.first(dh0)
+
+
+def scans(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    gc: Tensor,
+    P: Tensor,
+    AG: Tensor,
+    do: Tensor,
+    initial_state: Tensor | None = None,
+    dht: Tensor | None = None,
+    *,
+    scale: float,
+    packing: Packing | None = None,
+) -> tuple[Tensor, ...]:
+    """Launch scans_kernel; arguments and result as in the reference.
+
+    Where either scan alone has a program for every multiprocessor, it is two launches, which
+    choose their options each for itself: the same bits.
+    """
+    H, K = q.shape[2:]
+    HV, V = v.shape[2:]
+    chunk_size = AG.shape[-1]
+    pieces = pieces_of(k, HV, V, chunk_size, packing)
+    if pieces.N * HV * cdiv(V, BV) >= device_of(q)[1]:
+        forth = scan_states(k, v, beta, gc, AG, initial_state, packing=packing)
+        return *forth, *scan_bwd(q, k, beta, gc, P, AG, do, dht, scale=scale, packing=packing)
+    if pieces.several:
+        maps = scan_map(k, v, gc, AG, None, beta, pieces=pieces)
+        initial_state = pieces.entering(cp_merge, maps, initial_state)
+        maps = scan_map_bwd(q, k, beta, gc, P, AG, do, scale=scale, pieces=pieces)
+        dht = pieces.entering(cp_merge_bwd, maps, dht)
+    h, dh = (k.new_empty(*states(k, chunk_size, packing), HV, K, V) for _ in range(2))
+    v_new, Z, dv = (torch.empty_like(v) for _ in range(3))
+    dh0 = gc.new_empty(pieces.N, HV, K, V)
+    scans_kernel[(2 * pieces.N * HV * cdiv(V, BV),)](
+        q, k, v, beta, gc, P, AG, do, initial_state, dht, h, v_new, dh, Z, dv, dh0,
+        scale, pieces.cu_seqlens, pieces.chunk_offsets, pieces.T, H, HV, K, V,
+        BT=chunk_size, BK=block(K), BV=BV, **SCAN_OPTIONS,
+    )  # fmt: skip
+    return h, v_new, dh, Z, dv, pieces.first(dh0)
 
 
 def scan_map_bwd(

@@ -17,7 +17,13 @@ from linattn_edu.packing import Packing
 from linattn_edu.reference.delta.cp_merge import cp_merge, piece_map
 from linattn_edu.reference.delta.cp_merge_bwd import cp_merge_bwd, piece_map_bwd
 from linattn_edu.reference.delta.fused import intra, scan, scan_map
-from linattn_edu.reference.delta.fused_bwd import intra_bwd, scan_bwd, scan_map_bwd, scan_states
+from linattn_edu.reference.delta.fused_bwd import (
+    intra_bwd,
+    scan_bwd,
+    scan_map_bwd,
+    scan_states,
+    scans,
+)
 from linattn_edu.reference.delta.gate_bwd import gate_bwd
 from linattn_edu.reference.delta.gate_cumsum import gate_cumsum
 from linattn_edu.reference.delta.output import output
@@ -123,7 +129,8 @@ def chunk_gated_delta_rule(
     -104, and its g has the gradient 0.
 
     Memory: between the passes it keeps its inputs and, of each token and head, chunk_size numbers
-    of q's dtype. With use_qk_l2norm_in_kernel it keeps q and k twice, as given and divided, and
+    of q's dtype, twice as many where both passes run in fused kernels (16 bit, Hopper and later, K
+    and V up to 128). With use_qk_l2norm_in_kernel it keeps q and k twice, as given and divided, and
     with use_beta_sigmoid_in_kernel beta.
 
     Works under ``torch.compile(fullgraph=True)``, in CUDA graphs (with cu_seqlens only together
@@ -169,7 +176,7 @@ def chunk_gated_delta_rule(
         *place.joined(q, k, v, g, arguments.write_strength(beta, sigmoid)), A_log, dt_bias,
         place.entering(arguments.transposed(initial_state, state_v_first)), *place.bounds,
         sizes["K"] ** -0.5 if scale is None else scale, output_final_state, chunk_size,
-        place.group, impl, "", save="gc A crossing" if place.group else "gc A",
+        place.group, impl, "", save=_saved(impl, q, v) + " crossing" * bool(place.group),
     )  # fmt: skip
     o, final_state = place.parted(o), place.leaving(final_state)
     final_state = arguments.transposed(final_state, state_v_first)
@@ -197,11 +204,9 @@ class Stages:
 
 @dataclass(frozen=True)
 class FusedStages:
-    """The same passes in fused stages: intra for solve, scan for wy, state and output; scan_states
-    for wy and state, scan_bwd for state_bwd, intra_bwd for output_bwd and wy_bwd.
-
-    chunk_gated_delta_rule runs its forward pass in these and its backward pass in Stages, which are
-    faster where few programs carry a state (chapter 12).
+    """The same passes in fused stages: intra for solve, scan for wy, state and output; scans, which
+    is scan_states for wy and state beside scan_bwd for state_bwd, and intra_bwd for output_bwd and
+    wy_bwd.
     """
 
     gate_cumsum: Callable
@@ -209,6 +214,7 @@ class FusedStages:
     scan: Callable
     scan_states: Callable
     scan_bwd: Callable
+    scans: Callable
     intra_bwd: Callable
     gate_bwd: Callable
     scan_map: Callable
@@ -236,8 +242,8 @@ _REFERENCE = Stages(
     cp_merge, piece_map_bwd, cp_merge_bwd,
 )  # fmt: skip
 _FUSED_REFERENCE = FusedStages(
-    gate_cumsum, intra, scan, scan_states, scan_bwd, intra_bwd, gate_bwd, scan_map, cp_merge,
-    scan_map_bwd, cp_merge_bwd,
+    gate_cumsum, intra, scan, scan_states, scan_bwd, scans, intra_bwd, gate_bwd, scan_map,
+    cp_merge, scan_map_bwd, cp_merge_bwd,
 )  # fmt: skip
 
 
@@ -246,7 +252,13 @@ def _kernels() -> tuple[Stages, FusedStages]:
     from linattn_edu.kernels.delta.cp_merge import cp_merge, piece_map
     from linattn_edu.kernels.delta.cp_merge_bwd import cp_merge_bwd, piece_map_bwd
     from linattn_edu.kernels.delta.fused import intra, scan, scan_map
-    from linattn_edu.kernels.delta.fused_bwd import intra_bwd, scan_bwd, scan_map_bwd, scan_states
+    from linattn_edu.kernels.delta.fused_bwd import (
+        intra_bwd,
+        scan_bwd,
+        scan_map_bwd,
+        scan_states,
+        scans,
+    )
     from linattn_edu.kernels.delta.gate_bwd import gate_bwd
     from linattn_edu.kernels.delta.gate_cumsum import gate_cumsum
     from linattn_edu.kernels.delta.output import output
@@ -262,8 +274,8 @@ def _kernels() -> tuple[Stages, FusedStages]:
         cp_merge, piece_map_bwd, cp_merge_bwd,
     )  # fmt: skip
     fused = FusedStages(
-        gate_cumsum, intra, scan, scan_states, scan_bwd, intra_bwd, gate_bwd, scan_map, cp_merge,
-        scan_map_bwd, cp_merge_bwd,
+        gate_cumsum, intra, scan, scan_states, scan_bwd, scans, intra_bwd, gate_bwd, scan_map,
+        cp_merge, scan_map_bwd, cp_merge_bwd,
     )  # fmt: skip
     return staged, fused
 
@@ -279,6 +291,15 @@ class Residuals(NamedTuple):
     P: Tensor | None = None
     AG: Tensor | None = None  # A * G
     crossing: Tensor | None = None  # states that come from other ranks
+
+
+def _saved(impl: str, q: Tensor, v: Tensor) -> str:
+    """The residuals that the backward pass starts from."""
+    if impl == "triton":
+        from linattn_edu.kernels.delta.fused_bwd import fits
+
+        return "gc P AG" if fits(q, v) else "gc A"
+    return "gc A"
 
 
 def _operations(s: dict) -> tuple[int, int]:
@@ -314,6 +335,7 @@ chunk = Operator(
     residuals=Residuals,
     stages=stages,
     forward_stages=fused_stages,
+    fused="AG",
     packed="ranks",
     transition="HV K K",
     limited="k",
@@ -416,10 +438,10 @@ def backward(
         if cp is not None:
             inputs = q, k, beta, gc, P, AG, do
             cp.send(stages.scan_map_bwd, inputs, dht, scale=scale, **packed)
-        h, v_new = stages.scan_states(k, v, beta, gc, AG, initial_state, **packed)
-        if cp is not None:
             dht = cp.receive(stages.cp_merge_bwd, dht)
-        dh, Z, dv, dh0 = stages.scan_bwd(q, k, beta, gc, P, AG, do, dht, scale=scale, **packed)
+        h, v_new, dh, Z, dv, dh0 = stages.scans(
+            q, k, v, beta, gc, P, AG, do, initial_state, dht, scale=scale, **packed
+        )
         dq, dk, dbeta, dgc = stages.intra_bwd(
             q, k, v, beta, gc, h, v_new, do, dh, Z, scale=scale, **options
         )

@@ -115,6 +115,32 @@ def scan_bwd(
     return torch.stack(dh[::-1], 1).to(q.dtype), Z, dv, dS
 
 
+def scans(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    gc: Tensor,
+    P: Tensor,
+    AG: Tensor,
+    do: Tensor,
+    initial_state: Tensor | None = None,
+    dht: Tensor | None = None,
+    *,
+    scale: float,
+) -> tuple[Tensor, ...]:
+    """scan_states and scan_bwd, which read nothing of each other: the kernels run them at once.
+
+    Args:
+        Those of the two.
+    Returns:
+        h and v_new of scan_states; dh, Z, dv and dh0 of scan_bwd.
+    Source: chapter 12.
+    """
+    forth = scan_states(k, v, beta, gc, AG, initial_state)
+    return *forth, *scan_bwd(q, k, beta, gc, P, AG, do, dht, scale=scale)
+
+
 def intra_bwd(
     q: Tensor,
     k: Tensor,
