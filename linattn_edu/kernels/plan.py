@@ -35,6 +35,10 @@ _MAKES = (
     _aten.new_empty.default, _aten.new_empty_strided.default,
 )  # fmt: skip
 DEVICES = {"cuda"}  # where calls are written down; elsewhere the host is not waited for
+_MOVES = (
+    _aten._to_copy.default, _aten.clone.default, _aten.copy_.default, _aten.zero_.default,
+    _aten.fill_.Scalar, _aten.new_zeros.default, _aten.zeros.default, _aten.zeros_like.default,
+)  # fmt: skip
 _all: list[dict] = []
 
 
@@ -68,18 +72,25 @@ def run(
     one.
 
     Args:
-        key: What beside the shapes, strides, dtypes and device of the inputs tells calls apart.
-            Whatever compose launches must follow from both.
+        programs: From `plans`.
+        key: What beside the shapes, strides, dtypes, alignment and device of the inputs tells
+            calls apart. Whatever compose launches must follow from both.
+        inputs: A tensor, and others or None.
     """
     device = next(x for x in inputs if x is not None).device
     if device.type not in DEVICES or _watched():
         return compose()
     if device.index is not None and device.index != torch.cuda.current_device():
         return compose()
-    kinds = [None if x is None else (x.shape, x.stride(), x.dtype) for x in inputs]
+    # Triton's kernels are others where an address is not a multiple of 16
+    kinds = [
+        None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() % 16) for x in inputs
+    ]
     key = (key, device.index, *kinds)
     program = programs.get(key)
     if callable(program):
+        if program.computes and torch.is_autocast_enabled(device.type):
+            return compose()  # which chooses its precision itself
         return program(*inputs)
     if program is None:
         while len(programs) >= LIMIT:
@@ -173,6 +184,7 @@ class _Tape:
         self.tensors: dict[str, Tensor] = {}  # as they are: of their numbers nothing is kept
         self.at: dict[int, str] = {}  # where a storage begins -> the tensor that it is
         self.untold, self.listens, self.made = None, True, 0
+        self.computes = False  # with operations of PyTorch that autocast may change
         for name, x in zip(self.inputs, inputs, strict=True):
             if x is not None:
                 self._add(name, x)
@@ -281,6 +293,7 @@ class _Tape:
             raise Untold(f"{func} gives more or less than a tensor")
         texts, uses = self._arguments(args, kwargs)
         call = f"{self._constant(func)}({', '.join(texts)})"
+        self.computes |= func not in _MOVES
         if func is _aten._to_copy.default and [*kwargs] == ["dtype"]:  # quicker in this form
             call = f"{texts[0]}.to({self._constant(kwargs['dtype'])})"
         if func._schema.is_mutable:
@@ -316,6 +329,7 @@ class _Tape:
         if self.untold is not None:
             raise self.untold
         out = [("None", None) if x is None else self._tensor(x) for x in results]
+        out = [(f"owned({t})" if t in self.inputs else t, n) for t, n in out]
         lines = [
             *self.lines,
             (f"return ({''.join(f'{t}, ' for t, _ in out)})", {n for _, n in out}),
@@ -337,13 +351,18 @@ class _Tape:
             if done and i < len(lines) - 1:
                 body.append(f"del {', '.join(done)}")
         source = "\n    ".join([f"def program({', '.join(self.inputs)}):", *body])
-        space = {"torch": torch, "view": _view, **self.constants}
+        space = {"torch": torch, "view": _view, "owned": _owned, **self.constants}
         exec(compile(source, "<program>", "exec"), space)
         program = space["program"]
-        program.source = source
+        program.source, program.computes = source, self.computes
         return program
 
 
 def _view(x: Tensor, shape: tuple, stride: tuple, moved: int) -> Tensor:
-    """A view of x that begins `moved` elements behind it."""
-    return x.as_strided(shape, stride, x.storage_offset() + moved)
+    """A view of x that begins `moved` elements behind it; autograd takes it for no view."""
+    return x.as_strided(shape, stride, x.storage_offset() + moved).data
+
+
+def _owned(x: Tensor) -> Tensor:
+    """x, which autograd does not take for a view: else it could not be changed in place."""
+    return x.data if x._is_view() else x

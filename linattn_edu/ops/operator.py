@@ -303,7 +303,7 @@ class Operator:
         plan = _plan()
         if self._programs is None:
             self._programs = plan.plans(), plan.plans()
-        options = (id(stages), *(given[n] for n in self.options))
+        options = (stages, *(given[n] for n in self.options))
         return plan.run(self._programs[which], options, tensors, compose)
 
     def _compose(self, stages, given: dict) -> tuple[Tensor | None, ...]:

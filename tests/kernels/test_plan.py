@@ -156,6 +156,41 @@ def test_in_place(device):
     assert any(map(callable, programs()))
 
 
+def test_a_state_that_begins_anywhere_has_a_program_of_its_own(device):
+    """The kernel of aligned addresses must not be given another."""
+    for step in range(8):
+        x = drawn(gdn_inputs, 2, 1, 1, 2, K, K, seed=step, device=device, initial_state=True)
+        state, off = x["initial_state"], step // 3 % 2
+        pool = torch.zeros(state.numel() + 1, device=device)
+        x["initial_state"] = pool[off : off + state.numel()].view(state.shape).copy_(state)
+        options = {"output_final_state": True, "inplace_final_state": True}
+        o, _ = fused_recurrent_gated_delta_rule(**x, **options)
+        with plan.off():
+            expected, _ = fused_recurrent_gated_delta_rule(
+                **x | {"initial_state": state}, **options
+            )
+        assert torch.equal(o, expected) and torch.equal(x["initial_state"], state)
+    assert sum(map(callable, programs())) == 2
+
+
+def test_autocast_changes_no_program(device):
+    """What autocast would compute in 16 bits is composed; what only moves numbers is not."""
+    x = torch.ones(2, 2, device=device) / 3
+
+    def product(x):
+        return ((x.to(torch.float64) @ x.to(torch.float64)).to(torch.float32),)
+
+    program, _ = runs(product, x)
+    assert callable(program) and program.computes
+    program, _ = runs(lambda x: (x.to(torch.float64).clone(),), x)
+    assert not program.computes
+    place, composed = plan.plans(), []
+    for _ in range(4):
+        with torch.autocast(device.type, dtype=torch.bfloat16):
+            plan.run(place, (), [x], lambda: composed.append(1) or product(x))
+    assert len(composed) == 4
+
+
 def test_one_tensor_twice(device):
     """q and k the same tensor, and then not."""
     for step in range(6):
