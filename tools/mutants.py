@@ -496,6 +496,28 @@ MUTANTS = [
         "dot(b_k, cast(b_dS * b_a, b_k.dtype))",
         "tests/delta/test_cp_merge_bwd.py",
     ),
+    # calls that are written down
+    Mutant(
+        "calls with other options share a program",
+        f"{OPS}/operator.py",
+        "options = (stages, *(given[n] for n in self.options))",
+        "options = (stages,)",
+        "tests/kernels/test_plan.py -k kinds",
+    ),
+    Mutant(
+        "an unaligned state gets the program of an aligned one",
+        f"{KERNELS}/plan.py",
+        "x.dtype, x.data_ptr() % 16)",
+        "x.dtype)",
+        "tests/kernels/test_plan.py -k anywhere",
+    ),
+    Mutant(
+        "a program forgets where in a tensor a view begins",
+        f"{KERNELS}/plan.py",
+        "x.storage_offset() + moved",
+        "x.storage_offset()",
+        "tests/kernels/test_plan.py -k any_kind",
+    ),
 ]
 
 
