@@ -80,7 +80,7 @@ def test_chapter_is_numbered_and_opens_its_source(name):
     assert page.select("article .output"), "the page shows no output"
 
 
-@pytest.mark.parametrize("name", toc())
+@pytest.mark.parametrize("name", [n for n in toc() if not n.startswith("00")])
 def test_the_quiz_is_in_the_page_and_in_its_table_of_contents(name):
     """Readable without a script: every option has its reason in a fold."""
     text = (HTML / "chapters" / f"{name}.html").read_text()
