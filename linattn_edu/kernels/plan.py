@@ -181,7 +181,7 @@ class _Tape:
         self.constants: dict[str, object] = {}
         self.inputs = [f"i{n}" for n in range(len(inputs))]
         self.device = next(x for x in inputs if x is not None).device
-        self.tensors: dict[str, Tensor] = {}  # as they are: of their numbers nothing is kept
+        self.tensors: dict[str, tuple] = {}  # address, shape, stride, dtype and offset: no numbers
         self.at: dict[int, str] = {}  # where a storage begins -> the tensor that it is
         self.untold, self.listens, self.made = None, True, 0
         self.computes = False  # with operations of PyTorch that autocast may change
@@ -191,8 +191,8 @@ class _Tape:
 
     def _add(self, name: str, x: Tensor) -> None:
         self.at[x.untyped_storage().data_ptr()] = name
-        shape = (x.data_ptr(), tuple(x.shape), x.stride(), x.dtype, x.storage_offset())
-        self.tensors[name] = shape
+        place = (x.data_ptr(), tuple(x.shape), x.stride(), x.dtype, x.storage_offset())
+        self.tensors[name] = place
 
     def _constant(self, value: object) -> str:
         name = f"c{len(self.constants)}"
