@@ -137,6 +137,10 @@ class Operator:
         if residuals:
             self.options |= {"keep": "str", "save": "str"}
         self.names = (*self.inputs, *self.bounds, *self.options)
+        self._impl = [*self.options].index("impl") - len(self.options)  # from the end
+        ways = {mutates: _as_it_is, **dict.fromkeys(apart, contiguous_rows)}
+        self._brought = [ways.get(n, contiguous) for n in self.inputs]
+        self._kept = functools.cache(self._where_kept)
         self.backward_names: tuple[str, ...] = ()
 
     # -- the declaration is completed
@@ -153,7 +157,8 @@ class Operator:
         self._vmap = batching.rule(self, self._call, self.names, tuple(self.outputs), sums=False)
         self.registered.register_vmap(self._vmap)
         refuse = _refuse(f"{self.name} has no gradient")
-        self._eager = _function(self.name, self._run, _no_setup, refuse, self._vmap)
+        n = len(self.inputs)
+        self._eager = _function(self.name, n, self._run, _no_setup, refuse, self._vmap)
         return self._forward
 
     def backward(self, f: Callable) -> Callable:
@@ -172,6 +177,10 @@ class Operator:
         self.axes |= {d: self.axes[n] for d, n in gradients.items()}
         self.backward_names = (*self._saved, *self.bounds, *self._given, *self.options)
         self._backward_takes = [n for n in names if n not in KNOWN]
+        kept = self.residuals._fields if self.residuals else ()
+        tensors = (*self._saved, *self._given)
+        self._residuals_at = [i for i, n in enumerate(tensors) if n in kept]
+        self._fused_at = tensors.index(self.fused) if self.fused in tensors else None
         if self.limited and not any(n == self.limited or "C" in self.axes[n] for n in self._saved):
             raise TypeError(f"{self.name}: {f.__name__} must take {self.limited}, for its chunks")
         name, tensors = f"{self.name}_backward", (*self._saved, *self._given)
@@ -182,9 +191,9 @@ class Operator:
         vmap = batching.rule(self, call, names, self.inputs, sums=True)
         self.registered_backward.register_vmap(vmap)
         refuse = _refuse(f"the gradient of {self.name} cannot be differentiated again")
-        self._once = _function(name, self._run_backward, _no_setup, refuse, vmap)
-        self._eager = _function(self.name, self._run, self._setup, self._gradients, self._vmap)
-        self.registered.register_autograd(self._gradients, setup_context=self._setup)
+        n = len(self.backward_names) - len(self.options)
+        self._once = _function(name, n, self._run_backward, _no_setup, refuse, vmap)
+        self._differentiate()
         return self._backward
 
     def _declared(self, f: Callable, known: Collection[str]) -> list[str]:
@@ -206,9 +215,14 @@ class Operator:
             return (f(args[n], *args[:n], *args[n + 1 :]),)
 
         self._call_backward = call
-        self._eager = _function(self.name, self._run, self._setup, self._gradients, self._vmap)
-        self.registered.register_autograd(self._gradients, setup_context=self._setup)
+        self._differentiate()
         return f
+
+    def _differentiate(self) -> None:
+        """Give the forms that autograd meets their gradients."""
+        steps = self._run, self._setup, self._gradients, self._vmap
+        self._eager = _function(self.name, len(self.inputs), *steps)
+        self.registered.register_autograd(self._gradients, setup_context=self._setup)
 
     def _register(self, name, names, tensors, outputs, run, fake):
         """An operator of torch.library, which returns an empty tensor in the place of None."""
@@ -284,27 +298,30 @@ class Operator:
 
     def _run(self, *args) -> tuple[Tensor | None, ...]:
         """The forward pass; None for what is not asked for."""
-        given = dict(zip(self.names, args, strict=True))
-        for n in self.inputs:
-            if n != self.mutates:
-                given[n] = (contiguous_rows if n in self.apart else contiguous)(given[n])
-        stages = self.forward_stages(given["impl"])
-        tensors = [given[n] for n in self.inputs]
-        return self._planned(
-            0, stages, given, tensors, functools.partial(self._compose, stages, given)
-        )
+        n = len(self.inputs)
+        tensors = [bring(x) for bring, x in zip(self._brought, args[:n], strict=True)]
+        stages = self.forward_stages(args[self._impl])
+        return self._planned(0, stages, tensors, args[n : -len(self.options)], args)
 
-    def _planned(self, which: int, stages, given: dict, tensors: list, compose: Callable) -> tuple:
-        """compose(), a pass with these tensors, as written down in earlier calls of its kind."""
-        if given["impl"] != "triton" or any(given[n] is not None for n in self.bounds):
-            return compose()
-        if transformed() or not all(x is None or x.numel() for x in tensors):
-            return compose()
+    def _planned(self, which: int, stages, tensors: list, bounds: tuple, args: tuple) -> tuple:
+        """A pass with these tensors, by the program of earlier calls of its kind, if there is."""
+        names, compose = ((*self.inputs, *self.bounds), self._compose)
+        if which:
+            names = (*self._saved, *self._given, *self.bounds)
+            compose = self._compose_backward
+        options = args[-len(self.options) :]
+
+        def composed() -> tuple[Tensor | None, ...]:
+            values = (*tensors, *bounds, *options)
+            return compose(stages, dict(zip((*names, *self.options), values, strict=True)))
+
+        cut = any(x is not None for x in bounds)
+        if cut or args[self._impl] != "triton" or transformed():
+            return composed()
         plan = _plan()
         if self._programs is None:
             self._programs = plan.plans(), plan.plans()
-        options = (stages, *(given[n] for n in self.options))
-        return plan.run(self._programs[which], options, tensors, compose)
+        return plan.run(self._programs[which], (stages, options), tensors, composed)
 
     def _compose(self, stages, given: dict) -> tuple[Tensor | None, ...]:
         """The forward pass of contiguous tensors."""
@@ -351,16 +368,15 @@ class Operator:
 
     def _run_backward(self, *args) -> tuple[Tensor | None, ...]:
         """The backward pass: a gradient for each tensor, in its dtype; None for one not given."""
-        given = dict(zip(self.backward_names, args, strict=True))
-        kept = self.residuals._fields if self.residuals else ()
-        for n in (*self._saved, *self._given):
-            x = given[n]
-            given[n] = None if n in kept and x is not None and not x.numel() else contiguous(x)
-        fused = given.get(self.fused) is not None
-        stages = (self.forward_stages if fused else self.stages)(given["impl"])
-        tensors = [given[n] for n in (*self._saved, *self._given)]
-        compose = functools.partial(self._compose_backward, stages, given)
-        return self._planned(1, stages, given, tensors, compose)
+        n, options = len(self._saved), len(self.options)
+        bounds = args[n : n + len(self.bounds)]
+        tensors = [contiguous(x) for x in (*args[:n], *args[n + len(bounds) : -options])]
+        for i in self._residuals_at:  # an operator of torch.library gives no None
+            if tensors[i] is not None and not tensors[i].numel():
+                tensors[i] = None
+        fused = self._fused_at is not None and tensors[self._fused_at] is not None
+        stages = (self.forward_stages if fused else self.stages)(args[self._impl])
+        return self._planned(1, stages, tensors, bounds, args)
 
     def _compose_backward(self, stages, given: dict) -> tuple[Tensor | None, ...]:
         """The backward pass of contiguous tensors."""
@@ -538,19 +554,27 @@ class Operator:
     # -- autograd
 
     def _setup(self, ctx, inputs, output):
-        given = dict(zip(self.names, inputs, strict=True))
-        made = dict(zip(self.outputs, _several(output), strict=True))
-        kept = {*self.residuals._fields} if self.residuals else set()
-        dropped = kept - {*given["save"].split()} if kept else ()
-        given |= {n: None if n in dropped else x for n, x in made.items()}
-        ctx.save_for_backward(*(given[n] for n in (*self._saved, *self.bounds)))
-        ctx.options = inputs[len(inputs) - len(self.options) :]
-        ctx.dtypes = [None if self._without(n, given) else given[n].dtype for n in self.inputs]
-        first = next(iter(made.values()))
-        ctx.shape, ctx.dtype = first.shape, first.dtype
-        without = [x for n, x in made.items() if x is not None and self.outputs[n].gradient is None]
-        ctx.mark_non_differentiable(*without)
+        made = _several(output)
+        values = (*inputs, *made, None)
+        kept = self._kept(inputs[-1] if self.residuals else "")
+        ctx.save_for_backward(*[values[i] for i in kept])
+        ctx.options = inputs[-len(self.options) :]
+        ctx.dtypes = [
+            None if x is None or n in self.constants else x.dtype
+            for n, x in zip(self.inputs, inputs, strict=False)
+        ]
+        ctx.shape, ctx.dtype = made[0].shape, made[0].dtype
+        outputs = zip(self.outputs.values(), made, strict=True)
+        ctx.mark_non_differentiable(
+            *[x for out, x in outputs if x is not None and out.gradient is None]
+        )
         ctx.set_materialize_grads(False)
+
+    def _where_kept(self, save: str) -> list[int]:
+        """Where, in the arguments, the outputs and a None, that lies which is kept."""
+        names = (*self.names, *self.outputs)
+        dropped = {*self.residuals._fields} - {*save.split()} if self.residuals else ()
+        return [-1 if n in dropped else names.index(n) for n in (*self._saved, *self.bounds)]
 
     def _gradients(self, ctx, *outer):
         """Gradients of the outputs -> gradients of the inputs."""
@@ -606,13 +630,20 @@ def _plan():
     return plan
 
 
-def _function(name, run, setup, backward, vmap) -> Callable:
-    """run with a gradient, for calls that are not traced; autograd knows it by this name."""
+def _function(name, n, run, setup, backward, vmap) -> Callable:
+    """run with a gradient, for calls that are not traced; autograd knows it by this name.
+
+    n: how many of its arguments have gradients; autograd takes time for each that it is shown.
+    """
 
     def both(ctx, *args):
+        args = (*args[:n], *args[n])
         outputs = run(*args)
         setup(ctx, args, outputs)
         return outputs
+
+    def back(ctx, *outer):
+        return (*backward(ctx, *outer)[:n], None)
 
     def function(**members) -> Callable:
         members = {n: staticmethod(f) for n, f in members.items()}
@@ -622,8 +653,12 @@ def _function(name, run, setup, backward, vmap) -> Callable:
     split = function(
         forward=lambda *args: run(*args), setup_context=setup, backward=backward, vmap=vmap
     )
-    joint = function(forward=both, backward=backward)
-    return lambda *args: (split if transformed() else joint)(*args)
+    joint = function(forward=both, backward=back)
+    return lambda *args: split(*args) if transformed() else joint(*args[:n], args[n:])
+
+
+def _as_it_is(x: Tensor) -> Tensor:
+    return x
 
 
 def _no_setup(ctx, inputs, output):

@@ -161,8 +161,8 @@ def chunk_kda(
         q, k, v, g, beta, initial_state, cu_seqlens, state_v_first, channels=True,
         cp_context=cp_context,
     )  # fmt: skip
-    for name, x, shape in (("g", g, ("B", "T", "HV", "K")), ("beta", beta, ("B", "T", "HV"))):
-        check.tensor(name, x, shape, sizes)
+    check.given("g", g, ("B", "T", "HV", "K"))  # which the recurrent form may do without
+    check.given("beta", beta, ("B", "T", "HV"))
     check.same_dtype(("q", q), ("k", k), ("v", v))
     output_final_state, normalise, raw_gate, safe_gate, keep_all, return_states = arguments.flags(
         output_final_state=output_final_state,
