@@ -500,8 +500,8 @@ MUTANTS = [
     Mutant(
         "calls with other options share a program",
         f"{OPS}/operator.py",
-        "options = (stages, *(given[n] for n in self.options))",
-        "options = (stages,)",
+        "(stages, options), tensors, composed)",
+        "(stages,), tensors, composed)",
         "tests/kernels/test_plan.py -k kinds",
     ),
     Mutant(
