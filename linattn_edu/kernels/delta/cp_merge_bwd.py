@@ -117,6 +117,14 @@ MAP_CONFIGS = scan_table(
         256: [row(4, 2, BV=32), row(4, 2, BV=16)],
     },
 )
+# with a gate for each channel, as in state_bwd
+MAP_CHANNEL_CONFIGS = scan_table(
+    ampere={128: [row(4, 1, BV=32)], 256: [row(4, 1, BV=16)]},
+    hopper={
+        128: [row(4, 3, BV=64), row(4, 3, BV=32), row(4, 3, BV=16)],
+        256: [row(4, 2, BV=16)],
+    },
+)
 
 
 def piece_map_bwd(
@@ -146,7 +154,7 @@ def piece_map_bwd(
     W = V + K if transition and w is not None else V
     maps = gc.new_empty(NP, HV, K, W)
     number = gc.new_empty(NP, HV) if transition and w is None else None
-    grid, config = scan_launch(MAP_CONFIGS, q, NP * HV, W)
+    grid, config = scan_launch(MAP_CONFIGS if P is None else MAP_CHANNEL_CONFIGS, q, NP * HV, W)
     piece_map_bwd_kernel[grid](
         q, k, w, gc, do, dv_new, P, dht, maps, number, scale, rows, cu_seqlens, T, *gc.stride()[1:3],
         H, HV, K, V, W, BT=chunk_size, CHANNEL=gc.ndim == 4, **config,

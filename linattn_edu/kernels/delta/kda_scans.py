@@ -58,11 +58,15 @@ def kda_scans_kernel(
         )  # fmt: skip
 
 
+# 64 columns: with 32 twice as many programs read qg, kg, w and P, and the GPU is full with either.
+# A third stage hides the loads, and fills a multiprocessor's shared memory: one program there, in
+# 4 warps, since the products of one chunk wait for each other and 8 have nothing more to do. 256
+# rows: as in state_bwd, which takes what registers and shared memory there are
 CONFIGS = scan_table(
     ampere={128: [row(4, 1, BV=32)], 256: [row(4, 1, BV=16)]},
     hopper={
         128: [row(4, 3, BV=64), row(4, 3, BV=32), row(4, 3, BV=16)],
-        256: [row(4, 2, BV=32), row(4, 2, BV=16)],
+        256: [row(4, 2, BV=16)],
     },
 )
 

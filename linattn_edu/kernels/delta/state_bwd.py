@@ -172,6 +172,16 @@ CONFIGS = scan_table(
 )
 
 
+# with a gate for each channel P is in shared memory too, where 32 columns of 256 rows then do not fit
+CHANNEL_CONFIGS = scan_table(
+    ampere={128: [row(4, 1, BV=32)], 256: [row(4, 1, BV=16)]},
+    hopper={
+        128: [row(4, 3, BV=64), row(4, 3, BV=32), row(4, 3, BV=16)],
+        256: [row(4, 2, BV=16)],
+    },
+)
+
+
 # without w, as in state
 FREE = scan_table(
     ampere={128: [row(4, 2, BV=32)], 256: [row(4, 1, BV=16)]},
@@ -209,7 +219,8 @@ def state_bwd(
     dh = q.new_empty(*states(q, chunk_size, packing), HV, K, V)
     dv_out, dv_new = dv_new, None if w is None else torch.empty_like(do)
     dh0 = q.new_empty(pieces.N, HV, K, V, dtype=torch.float32)
-    grid, config = scan_launch(CONFIGS if w is not None else FREE, q, pieces.N * HV, V)
+    table = FREE if w is None else CONFIGS if P is None else CHANNEL_CONFIGS
+    grid, config = scan_launch(table, q, pieces.N * HV, V)
     parts = None if h is None else gc.new_empty(*dh.shape[:3], cdiv(V, config["BV"]), K)
     state_bwd_kernel[grid](
         q, k, w, gc, do, dv_out, P, dht, seq_idx, h, dh, dv_new, dh0, parts,
