@@ -265,6 +265,13 @@ MUTANTS = [
         "tests/delta/test_state_bwd.py",
     ),
     Mutant(
+        "the gradient of what a chunk writes takes P without its transpose",
+        f"{KERNELS}/delta/state_bwd.py",
+        "scale * dot(tl.trans(b_P), b_do)",
+        "scale * dot(b_P, b_do)",
+        "tests/delta/test_kda_scans.py",
+    ),
+    Mutant(
         "a gradient of shared heads is rounded after each of them",
         f"{KERNELS}/tiles.py",
         "return q.dtype if q.shape[2] == HV else torch.float32",
