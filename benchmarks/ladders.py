@@ -13,7 +13,7 @@ import itertools
 import re
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 
@@ -202,13 +202,14 @@ class Rung:
 
     like: what the shipped kernels make of the same inputs, None for those themselves.  part: of the
     results, those that `like` returns, in its order and form.  first: the first call, where later
-    ones add to what the earlier have left.
+    ones add to what the earlier have left.  shape: where it is not that of the other rungs.
     """
 
     call: Callable[[], object]
     like: Callable[[], object] | None = None
     part: Callable[[object], object] = lambda results: results
     first: Callable[[], object] | None = None
+    shape: dict[str, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -822,12 +823,13 @@ def _cp_merge(z: Size, d: ModuleType) -> dict[str, Rung]:
     outs, BV = outputs(S_ext), min(16, K)
     args, sizes = (S_ext, M, *outs, NP), sizes_of(H=H, K=K, V=K, BK=K, BV=BV)
     grid, parts = (K // BV, H), sizes | {"BJ": min(32, K)}
+    pieces = {"shape": {"pieces": NP, "H": H, "K": K, "V": K}}
     return {
         "two_runs": Rung(lambda: d.two_runs(k, w, u, gc, z.C), mapped),
         "piece_map": Rung(mapped),
-        "merge_naive": launched(d.merge_naive, grid, args, sizes, outs, merged),
-        "merge_parts": launched(d.merge_parts, grid, args, parts, outs, merged),
-        "cp_merge": Rung(merged),
+        "merge_naive": replace(launched(d.merge_naive, grid, args, sizes, outs, merged), **pieces),
+        "merge_parts": replace(launched(d.merge_parts, grid, args, parts, outs, merged), **pieces),
+        "cp_merge": Rung(merged, **pieces),
     }
 
 

@@ -92,7 +92,7 @@ def _work(key: Key, device: str, skip: set[str], line: Connection, folder: Path)
             except Exception as error:
                 measure.synchronize()  # raises if the GPU's context is gone
                 refused[rung] = reason(error)
-                line.send(("refused", rung, refused[rung], {}))
+                line.send(("refused", rung, refused[rung]))
     line.send(("ready",))
     line.recv()
     size = Size(kinds[-1], dtype, device)
@@ -103,9 +103,9 @@ def _work(key: Key, device: str, skip: set[str], line: Connection, folder: Path)
             if device == "cuda":
                 measure.synchronize()
                 torch.cuda.empty_cache()
-            line.send(("refused", rung, reason(error), size.shape))
+            line.send(("refused", rung, reason(error)))
         else:
-            line.send(("row", rung, row, size.shape))
+            line.send(("row", rung, row, made.shape or size.shape))
     line.send(("done",))
 
 
@@ -201,7 +201,7 @@ class Run:
             ships = LADDERS[unit.key[0]].ships(rung)
             self.add(unit.key, rung, ships=ships, **row, shape=shape)
         elif what == "refused":
-            rung, why, _ = rest
+            rung, why = rest
             self.add(unit.key, rung, refused=why)
         elif what == "lost":
             unit.state, unit.why = "lost", rest[0]
