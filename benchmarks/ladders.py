@@ -878,6 +878,53 @@ def _conv(z: Size, d: ModuleType) -> dict[str, Rung]:
     }
 
 
+@ladder(
+    "26_decoding",
+    "1 whole_kernel, 2 columns_kernel, 3 slots_kernel, 4 recurrent",
+    "whole columns by_slot",
+)
+def _decoding(z: Size, d: ModuleType) -> dict[str, Rung]:
+    i = z.gdn(128, 1, 32).i
+    given = i.q, i.k, i.v, i.g, i.beta
+    (B, _, HV, K), stage = i.q.shape, stage_function("recurrent", "triton")
+    S0 = 0.1 * z.randn(B, HV, K, K)
+    S, slots = S0.clone(), torch.arange(B, device=i.q.device)
+
+    def shipped(S):
+        return stage(*given, initial_state=S, inplace=True)[0]
+
+    def in_place(f, like=None) -> Rung:
+        def first():
+            own = S0.clone()
+            return f(own), own
+
+        return Rung(lambda: f(S), like, first=first)
+
+    ships = in_place(shipped)
+    return {
+        "whole_kernel": in_place(lambda S: d.whole(*given, S), ships.first),
+        "columns_kernel": in_place(lambda S: d.columns(*given, S), ships.first),
+        "slots_kernel": in_place(lambda S: d.by_slot(*given, S, slots), ships.first),
+        "recurrent": ships,
+    }
+
+
+@ladder("27_model_end_to_end", "1 gated_rows, 2 rms_norm_gated", "gated_rows")
+def _norm(z: Size, d: ModuleType) -> dict[str, Rung]:
+    n, D, BR, eps = (524288 if z.kind == "full" else 64), z.width(128), 8, 1e-5
+    z.shape = {"rows": n, "D": D}
+    x, gate = z.randn(2, n, 1, D).to(z.dtype)
+    w = z.randn(1, D).to(z.dtype)
+    stage = stage_function_of("delta", "rms_norm_gated")
+    shipped = lambda: [stage(x, w, None, gate, eps=eps)[0]]
+    outs, sizes = outputs(x), sizes_of(D=D, BR=BR, BD=block(D))
+    args = (x, gate, w, *outs, n, eps)
+    return {
+        "gated_rows": launched(d.gated_rows, (n // BR,), args, sizes, outs, shipped),
+        "rms_norm_gated": Rung(shipped),
+    }
+
+
 def units() -> list[tuple[str, str]]:
     """(chapter, dtype) of all that is measured in a process of its own."""
     return [(name, dtype) for name, it in LADDERS.items() for dtype in it.dtypes]
