@@ -43,25 +43,27 @@ def scores_kernel(
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
     BT: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """One program: one chunk of one head.  Grid (NT * HV).
+    """One program: one chunk of one q/k head, for all its value heads.  Grid (NT * H).
 
     Reference: linattn_edu.reference.delta.fused.intra.
     """
-    i_h, _, first, n_t = chunk_of(tl.program_id(0), cu_ptr, chunks_ptr, T, HV, BT)
-    q_ptr += (first * H + i_h // (HV // H)) * K
-    k_ptr += (first * H + i_h // (HV // H)) * K
+    i_h, _, first, n_t = chunk_of(tl.program_id(0), cu_ptr, chunks_ptr, T, H, BT)
+    q_ptr += (first * H + i_h) * K
+    k_ptr += (first * H + i_h) * K
     o_t = tl.arange(0, BT)
 
-    P = tl.zeros([BT, BT], dtype=tl.float32)
+    b_QK = tl.zeros([BT, BT], dtype=tl.float32)
     for i_k in range(tl.cdiv(K, BK)):
         o_k = i_k * BK + tl.arange(0, BK)
         b_q = load_tile(q_ptr, o_t, o_k, H * K, n_t, K)  # [BT, BK]
         b_k = load_tile(k_ptr, o_t, o_k, H * K, n_t, K)  # [BT, BK]
-        P = dot(b_q, tl.trans(b_k), P)
-    # eq:delta-decay-matrix   G = 2^(gc_i - gc_j), i >= j
-    G = decay_matrix(load_gate(gc_ptr + first * HV + i_h, o_t, HV, n_t), o_t)
-    # eq:delta-intra   P = Q K^T * G
-    store_tile(P_ptr + (first * HV + i_h) * BT, P * G, o_t, o_t, HV * BT, n_t, BT)
+        b_QK = dot(b_q, tl.trans(b_k), b_QK)
+    for i_g in range(HV // H):
+        i = first * HV + i_h * (HV // H) + i_g
+        # eq:delta-decay-matrix   G = 2^(gc_i - gc_j), i >= j
+        G = decay_matrix(load_gate(gc_ptr + i, o_t, HV, n_t), o_t)
+        # eq:delta-intra   P = Q K^T * G
+        store_tile(P_ptr + i * BT, b_QK * G, o_t, o_t, HV * BT, n_t, BT)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -271,7 +273,7 @@ def intra(
     P, R = (q.new_empty(B, T, HV, chunk_size) for _ in range(2))
     A = torch.empty_like(R) if return_inverse else None
     config = entry(SCORES_CONFIGS, k).launch(K)
-    scores_kernel[(NT * HV,)](q, k, gc, P, *chunks, T, H, HV, K, BT=chunk_size, **config)
+    scores_kernel[(NT * H,)](q, k, gc, P, *chunks, T, H, HV, K, BT=chunk_size, **config)
     config = entry(RESOLVENT_CONFIGS, k).launch(K)
     resolvent_kernel[(NT * HV,)](
         k, beta, gc, R, A, *chunks, T, H, HV, K, BT=chunk_size,
