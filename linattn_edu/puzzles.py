@@ -21,9 +21,11 @@ from torch import Tensor
 from linattn_edu import testing
 from linattn_edu.ops.check import interpreted, triton_problem
 from linattn_edu.reference.delta.cp_merge import cp_merge, piece_map
+from linattn_edu.reference.delta.cp_merge_bwd import cp_merge_bwd, piece_map_bwd
 from linattn_edu.reference.delta.gate_bwd import gate_bwd
 from linattn_edu.reference.delta.gate_cumsum import decay_matrix, gate_cumsum
 from linattn_edu.reference.delta.kda_intra import kda_intra
+from linattn_edu.reference.delta.kda_intra_bwd import kda_intra_bwd
 from linattn_edu.reference.delta.output import output
 from linattn_edu.reference.delta.output_bwd import output_bwd
 from linattn_edu.reference.delta.recurrent import recurrent
@@ -118,11 +120,26 @@ def decay(g: Tensor, *, chunk_size: int) -> tuple[Tensor, Tensor]:
     return gc, from_chunks(decay_matrix(to_chunks(gc, chunk_size)), g.shape[1])
 
 
+def pairs_bwd(q: Tensor, k: Tensor, beta: Tensor, gc: Tensor, *pairs: Tensor) -> tuple[Tensor, ...]:
+    """kda_intra_bwd of dP and dL alone, with nothing from outside the chunk."""
+    NT = -(-q.shape[1] // pairs[0].shape[-1])
+    no_rows = [torch.zeros_like(gc)] * 3
+    no_ends = gc.new_zeros(len(gc), NT, *gc.shape[2:])
+    return kda_intra_bwd(q, k, beta, gc, *pairs, *no_rows, no_ends, torch.zeros_like(beta))
+
+
 def map_and_state(*piece: Tensor, chunk_size: int) -> tuple[Tensor, Tensor, Tensor]:
     """S_ext and M of a piece k, w, u, gc; what it makes of the state S_in, the last argument."""
     S_ext, M = piece_map(*piece[:-1], chunk_size=chunk_size)
     _, S_out = cp_merge(S_ext[:, None], M[:, None], piece[-1])
     return S_ext, M, S_out
+
+
+def map_and_gradient(*piece: Tensor, **options: float) -> tuple[Tensor, Tensor, Tensor]:
+    """dS_ext and dM of a piece q, k, w, gc, do, dv_out; what it makes of dS_out, the last."""
+    dS_ext, dM = piece_map_bwd(*piece[:-1], **options)
+    _, dS_in = cp_merge_bwd(dS_ext[:, None], dM[:, None], piece[-1])
+    return dS_ext, dM, dS_in
 
 
 @functools.cache
@@ -176,7 +193,22 @@ def drawn_kda(case: Case) -> dict[str, object]:
     i = testing.kda_inputs(case.B, case.T, case.H, case.HV, case.K, case.V, dtype=torch.float64)
     i.g[:, 7, :, ::4] = -100.0
     gc = gate_cumsum(i.g, chunk_size=case.C)
-    return {"q": i.q, "k": i.k, "beta": i.beta, "gc": gc, "chunk_size": case.C}
+    random = torch.Generator().manual_seed(1)
+    dP, dL = (
+        from_chunks(to_chunks(x, case.C).tril(-strict), case.T)
+        for strict, x in enumerate(
+            torch.randn(2, *gc.shape[:3], case.C, generator=random, dtype=torch.float64)
+        )
+    )
+    return {
+        "q": i.q,
+        "k": i.k,
+        "beta": i.beta,
+        "gc": gc,
+        "dP": dP,
+        "dL": dL,
+        "chunk_size": case.C,
+    }
 
 
 @functools.cache
@@ -290,6 +322,19 @@ PUZZLES = {
             {"dk": f"{HEAD} row", "dv": f"{HEAD} column", "dbeta": HEAD},
         ),
         Puzzle(
+            KDA,
+            "11_kda_intra_bwd",
+            pairs_bwd,
+            ("q", "k", "beta", "gc", "dP", "dL"),
+            (),
+            {
+                "dq": f"{HEAD} channel",
+                "dk": f"{HEAD} channel",
+                "dbeta": HEAD,
+                "dgc": f"{HEAD} channel",
+            },
+        ),
+        Puzzle(
             GDN,
             "12_gate_bwd",
             gate_bwd,
@@ -377,6 +422,14 @@ PUZZLES = {
                 "S_out": STATE,
             },
         ),
+        Puzzle(
+            GDN,
+            "22_cp_merge_bwd",
+            map_and_gradient,
+            ("q", "k", "w", "gc", "do", "dv_out", "dht"),
+            ("scale", *CHUNKED),
+            {"dS_ext": STATE, "dM": STATE, "dS_in": STATE},
+        ),
     )
 }
 
@@ -460,7 +513,8 @@ def open_blanks(path: Path) -> dict[str, list[str]]:
         raise Wrong(f"{path}:{error.lineno}: SyntaxError: {error.msg}") from None
     lines, found = text.splitlines(), {}
     for function in (x for x in tree.body if isinstance(x, ast.FunctionDef)):
-        for node in ast.walk(function):
+        nodes = (x for x in ast.walk(function) if isinstance(x, ast.stmt))
+        for node in sorted(nodes, key=lambda x: x.lineno):
             value = getattr(node, "value", None)
             statement = isinstance(node, ast.Assign | ast.AugAssign | ast.Return)
             if statement and isinstance(value, ast.Constant) and value.value is ...:

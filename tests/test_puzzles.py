@@ -56,6 +56,11 @@ PLANTED = {
         ("(N + N.mT) @ K", "N @ K", "PyTorch", "dk"),
         (" + tl.sum(b_dL * b_KK, 1)", "", "Triton", "dbeta"),
     ],
+    "11": [
+        ("decay * (dP_j * Q + b * dL_j * K)", "decay * (dP_j * Q + dL_j * K)", "PyTorch", "dk"),
+        ("K * (b * Y - R)", "K * (b * Y + R)", "PyTorch", "dgc"),
+        ("b_l * b_E * b_kj", "b_beta * b_l * b_E * b_kj", "Triton", "dbeta"),
+    ],
     "12": [
         ("(dg * -rate * F.softplus(x))", "(dg * -rate)", "PyTorch", "dA_log"),
         ("axis=0, reverse=True", "axis=0", "Triton", "da"),
@@ -95,6 +100,11 @@ PLANTED = {
     "21": [
         ("torch.eye(DK, dtype=k.dtype)", "torch.zeros(DK, DK, dtype=k.dtype)", "PyTorch", "M"),
         ("dot(b_M, b_in) + b_S", "b_in + b_S", "Triton", "S_out"),
+    ],
+    "22": [
+        ("W_c.mT @ (K_c @ dM)", "K_c.mT @ (W_c @ dM)", "PyTorch", "dM"),
+        ("(NT - 1 - step) * BT", "step * BT", "Triton", "dM"),
+        ("dot(b_dM, b_out) + b_dS", "dot(tl.trans(b_dM), b_out) + b_dS", "Triton", "dS_in"),
     ],
 }
 
