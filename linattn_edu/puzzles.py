@@ -22,6 +22,8 @@ from linattn_edu import testing
 from linattn_edu.ops.check import interpreted, triton_problem
 from linattn_edu.reference.delta.cp_merge import cp_merge, piece_map
 from linattn_edu.reference.delta.cp_merge_bwd import cp_merge_bwd, piece_map_bwd
+from linattn_edu.reference.delta.fused import intra
+from linattn_edu.reference.delta.fused_bwd import scan_bwd
 from linattn_edu.reference.delta.gate_bwd import gate_bwd
 from linattn_edu.reference.delta.gate_cumsum import decay_matrix, gate_cumsum
 from linattn_edu.reference.delta.kda_intra import kda_intra
@@ -152,6 +154,7 @@ def drawn(case: Case) -> dict[str, object]:
     gc = gate_cumsum(i.g, chunk_size=C)
     A = solve(i.k, i.beta, chunk_size=C)
     w, u = wy(i.k, i.v, i.beta, gc, A)
+    P, _, AG = intra(i.q, i.k, i.beta, gc, chunk_size=C, return_inverse=True, gated=True)
     h, v_new, _ = state(i.k, w, u, gc, i.initial_state, chunk_size=C)
     g_hard = i.g.clone()
     g_hard[:, 7] = -100.0  # e^100 is infinite in float32
@@ -168,6 +171,8 @@ def drawn(case: Case) -> dict[str, object]:
         "g_hard": g_hard,
         "gc": gc,
         "A": A,
+        "P": P,
+        "AG": AG,
         "w": w,
         "u": u,
         "h": h,
@@ -429,6 +434,14 @@ PUZZLES = {
             ("q", "k", "w", "gc", "do", "dv_out", "dht"),
             ("scale", *CHUNKED),
             {"dS_ext": STATE, "dM": STATE, "dS_in": STATE},
+        ),
+        Puzzle(
+            GDN,
+            "24_fusion",
+            scan_bwd,
+            ("q", "k", "beta", "gc", "P", "AG", "do", "dht"),
+            ("scale",),
+            {"dh": STATES, "Z": f"{HEAD} column", "dv": f"{HEAD} column", "dh0": STATE},
         ),
     )
 }

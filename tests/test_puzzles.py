@@ -106,6 +106,12 @@ PLANTED = {
         ("(NT - 1 - step) * BT", "step * BT", "Triton", "dM"),
         ("dot(b_dM, b_out) + b_dS", "dot(tl.trans(b_dM), b_out) + b_dS", "Triton", "dS_in"),
     ],
+    "24": [
+        ("AG_c.mT @ dv_new", "AG_c @ dv_new", "PyTorch", "Z"),
+        ("(e * K_c).mT @ dV_c", "(e * K_c).mT @ Z_c", "PyTorch", "dh0"),
+        ("dot(tl.trans(b_P), b_do)", "dot(b_P, b_do)", "Triton", "dv"),
+        ("dot(tl.trans(b_k), b_e * b_dv)", "dot(tl.trans(b_k), b_dv)", "Triton", "dh0"),
+    ],
 }
 
 
