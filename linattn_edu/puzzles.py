@@ -30,7 +30,7 @@ from linattn_edu.reference.delta.kda_intra import kda_intra
 from linattn_edu.reference.delta.kda_intra_bwd import kda_intra_bwd
 from linattn_edu.reference.delta.output import output
 from linattn_edu.reference.delta.output_bwd import output_bwd
-from linattn_edu.reference.delta.recurrent import recurrent
+from linattn_edu.reference.delta.recurrent import recurrent, recurrent_pool
 from linattn_edu.reference.delta.solve import solve
 from linattn_edu.reference.delta.state import state
 from linattn_edu.reference.delta.state_bwd import state_bwd
@@ -72,18 +72,20 @@ class Case:
     HV: int
     K: int = 20
     V: int = 40
-    C: int = 16
+    C: int = 16  # tokens of a chunk; 0 without chunks
 
     def said(self, letters: str) -> str:
         """The sizes in words; letters: what the stage calls H, HV, K and V."""
         sizes = zip(letters.split(), (self.H, self.HV, self.K, self.V), strict=True)
         named = ", ".join(f"{letter} = {size}" for letter, size in sizes if letter != "-")
-        last = self.T % self.C
-        short = f", the last one short: {last} tokens" if last else ""
-        return f"B = {self.B}, T = {self.T} tokens in chunks of {self.C}{short}; {named}"
+        chunks = f" in chunks of {self.C}" if self.C else ""
+        if self.C and (last := self.T % self.C):
+            chunks += f", the last one short: {last} tokens"
+        return f"B = {self.B}, T = {self.T} tokens{chunks}; {named}"
 
 
 CASES = (Case(1, 32, 1, 1), Case(2, 40, 2, 4))
+CALLS = (Case(1, 2, 1, 1, C=0), Case(4, 3, 2, 4, C=0))
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,7 @@ class Family:
 
     inputs: Callable[[Case], dict[str, object]]
     letters: str  # what they call H, HV, K and V; "-" for what they have not
+    cases: tuple[Case, ...] = CASES
 
 
 @dataclass(frozen=True)
@@ -142,6 +145,16 @@ def map_and_gradient(*piece: Tensor, **options: float) -> tuple[Tensor, Tensor, 
     dS_ext, dM = piece_map_bwd(*piece[:-1], **options)
     _, dS_in = cp_merge_bwd(dS_ext[:, None], dM[:, None], piece[-1])
     return dS_ext, dM, dS_in
+
+
+def served(*tokens_and_pool: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """o and the pool after a call with q, k, v, g, beta [N, T, ...], pool, slots, accepted."""
+    *tokens, pool, slots, accepted = tokens_and_pool
+    N, T = slots.shape
+    pool, bounds = pool.clone(), list(range(0, N * T + 1, T))
+    flat = (x.flatten(0, 1)[None] for x in tokens)
+    o = recurrent_pool(*flat, pool, slots, accepted, scale=scale, bounds=bounds)
+    return o.view_as(tokens[2]), pool
 
 
 @functools.cache
@@ -217,6 +230,25 @@ def drawn_kda(case: Case) -> dict[str, object]:
 
 
 @functools.cache
+def drawn_calls(case: Case) -> dict[str, object]:
+    """The same for B sequences that decode T tokens a call, with states in a pool of slots."""
+    i = testing.gdn_inputs(case.B, case.T, case.H, case.HV, case.K, case.V, dtype=torch.float64)
+    random = torch.Generator().manual_seed(1)
+    n_slots = case.B * case.T + 2
+    pool = torch.randn(n_slots, case.HV, case.K, case.V, generator=random, dtype=torch.float64)
+    slots = torch.randperm(n_slots, generator=random)[: case.B * case.T].view(case.B, case.T)
+    slots[2:3] = -1  # a place without a sequence
+    accepted = torch.tensor([2, 3, 1, 1])[: case.B]
+    return {
+        **i.asdict(),
+        "pool": pool,
+        "slots": slots,
+        "accepted": accepted,
+        "scale": case.K**-0.5,
+    }
+
+
+@functools.cache
 def drawn_ssd(case: Case) -> dict[str, object]:
     """The same for Mamba-2, with H groups of HV heads, K rows and V columns of the state."""
     i = testing.ssd_inputs(case.B, case.T, case.HV, case.H, case.V, case.K, dtype=torch.float64)
@@ -255,6 +287,7 @@ STATES = "batch chunk head row column"
 CHUNKED = ("chunk_size",)
 GDN = Family(drawn, "H HV K V")
 KDA = Family(drawn_kda, "H HV K V")
+DECODING = Family(drawn_calls, "H HV K V", CALLS)
 SSD = Family(drawn_ssd, "G H N P")
 EMA = Family(drawn_ssd, "- H - D")
 PUZZLES = {
@@ -443,6 +476,14 @@ PUZZLES = {
             ("scale",),
             {"dh": STATES, "Z": f"{HEAD} column", "dv": f"{HEAD} column", "dh0": STATE},
         ),
+        Puzzle(
+            DECODING,
+            "26_decoding",
+            served,
+            ("q", "k", "v", "g", "beta", "pool", "slots", "accepted"),
+            ("scale",),
+            {"o": "sequence token head column", "pool": "slot head row column"},
+        ),
     )
 }
 
@@ -609,15 +650,20 @@ def first_wrong(name: str, axes: str, x: Tensor, ref: Tensor, tol: float) -> str
     )
 
 
+def _as(dtype: torch.dtype, x: Tensor) -> Tensor:
+    """x in another precision; numbers of slots stay what they are."""
+    return x.to(dtype) if x.is_floating_point() else x
+
+
 def run(
     puzzle: Puzzle, function: Callable, path: Path | None, dtype: torch.dtype, device: torch.device
 ) -> None:
     """Check a stage on every case; raise Wrong at the first mistake."""
-    for case in CASES:
+    for case in puzzle.family.cases:
         inputs = puzzle.family.inputs(case)
-        tensors = [inputs[name].to(dtype) for name in puzzle.arguments]
+        tensors = [_as(dtype, inputs[name]) for name in puzzle.arguments]
         options = {name: inputs[name] for name in puzzle.options}
-        expected = puzzle.truth(*(x.double() for x in tensors), **options)
+        expected = puzzle.truth(*(_as(torch.float64, x) for x in tensors), **options)
         expected = expected if isinstance(expected, tuple) else (expected,)
         try:
             with testing.poison(), reported(path):

@@ -112,6 +112,22 @@ PLANTED = {
         ("dot(tl.trans(b_P), b_do)", "dot(b_P, b_do)", "Triton", "dv"),
         ("dot(tl.trans(b_k), b_e * b_dv)", "dot(tl.trans(b_k), b_dv)", "Triton", "dh0"),
     ],
+    "26": [
+        ("slots[torch.arange(N), accepted - 1]", "slots[:, 0]", "PyTorch", "o"),
+        ("q[:, t] @ S + qk * e", "q[:, t] @ S", "PyTorch", "o"),
+        (
+            "i_n * T + tl.load(accepted_ptr + i_n) - 1",
+            "i_n * T + tl.load(accepted_ptr + i_n)",
+            "Triton",
+            "pool",
+        ),
+        (
+            "        place = i_n * T + t  #",
+            "        place = i_n * T + T - 1 - t  #",
+            "Triton",
+            "pool",
+        ),
+    ],
 }
 
 
