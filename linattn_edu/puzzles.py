@@ -52,6 +52,7 @@ from linattn_edu.teaching import choose_device
 
 WHERE = "https://github.com/linattn-edu/linattn_edu"
 HINTS = 3
+UNSAID = {"chunk_size", "scale"}  # options that a case's sizes say, or that follow from them
 STILL = "still a blank"
 BLANK = re.compile(r"^(?P<left>\s*(?:return\b|[^=#]*?[-+*/]?=)) (?P<right>.*?)  # blank: ")
 # largest error of an entry, relative to the largest entry of the output
@@ -85,6 +86,7 @@ class Case:
 
 
 CASES = (Case(1, 32, 1, 1), Case(2, 40, 2, 4))
+PIECES = (Case(1, 64, 1, 1), Case(2, 72, 1, 2))
 CALLS = (Case(1, 2, 1, 1, C=0), Case(4, 3, 2, 4, C=0))
 
 
@@ -147,6 +149,18 @@ def map_and_gradient(*piece: Tensor, **options: float) -> tuple[Tensor, Tensor, 
     return dS_ext, dM, dS_in
 
 
+def in_pieces(
+    k: Tensor, w: Tensor, u: Tensor, gc: Tensor, S: Tensor, *, chunk_size: int, L: int
+) -> tuple[Tensor, ...]:
+    """S_ext, M and S_in of the pieces of L tokens; v_new and the final state of the whole."""
+    options = {"chunk_size": chunk_size}
+    parts = [slice(a, a + L) for a in range(0, w.shape[1], L)]
+    maps = [piece_map(*(x[:, part] for x in (k, w, u, gc)), **options) for part in parts]
+    S_ext, M = (torch.stack(x, 1) for x in zip(*maps, strict=True))
+    _, v_new, final_state = state(k, w, u, gc, S, **options, output_final_state=True)
+    return S_ext, M, cp_merge(S_ext, M, S)[0], v_new, final_state
+
+
 def served(*tokens_and_pool: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """o and the pool after a call with q, k, v, g, beta [N, T, ...], pool, slots, accepted."""
     *tokens, pool, slots, accepted = tokens_and_pool
@@ -202,6 +216,7 @@ def drawn(case: Case) -> dict[str, object]:
         "dt_bias": dt_bias,
         "chunk_size": C,
         "scale": scale,
+        "L": 2 * C,
     }
 
 
@@ -284,9 +299,11 @@ HEAD = "batch token head"
 PAIRS = "batch token head token-of-chunk"
 STATE = "batch head row column"
 STATES = "batch chunk head row column"
+MAPS = "batch piece head row column"
 CHUNKED = ("chunk_size",)
 GDN = Family(drawn, "H HV K V")
 KDA = Family(drawn_kda, "H HV K V")
+CUT = Family(drawn, "H HV K V", PIECES)
 DECODING = Family(drawn_calls, "H HV K V", CALLS)
 SSD = Family(drawn_ssd, "G H N P")
 EMA = Family(drawn_ssd, "- H - D")
@@ -477,6 +494,20 @@ PUZZLES = {
             {"dh": STATES, "Z": f"{HEAD} column", "dv": f"{HEAD} column", "dh0": STATE},
         ),
         Puzzle(
+            CUT,
+            "25_few_heads",
+            in_pieces,
+            ("k", "w", "u", "gc", "initial_state"),
+            (*CHUNKED, "L"),
+            {
+                "S_ext": MAPS,
+                "M": MAPS,
+                "S_in": MAPS,
+                "v_new": f"{HEAD} column",
+                "final_state": STATE,
+            },
+        ),
+        Puzzle(
             DECODING,
             "26_decoding",
             served,
@@ -663,6 +694,7 @@ def run(
         inputs = puzzle.family.inputs(case)
         tensors = [_as(dtype, inputs[name]) for name in puzzle.arguments]
         options = {name: inputs[name] for name in puzzle.options}
+        more = "".join(f", {x} = {options[x]}" for x in puzzle.options if x not in UNSAID)
         expected = puzzle.truth(*(_as(torch.float64, x) for x in tensors), **options)
         expected = expected if isinstance(expected, tuple) else (expected,)
         try:
@@ -672,7 +704,7 @@ def run(
                     torch.cuda.synchronize()  # what a kernel raises, here
             compare(puzzle, got, expected, dtype)
         except Wrong as wrong:
-            raise Wrong(f"{wrong}\nwith {case.said(puzzle.family.letters)}") from None
+            raise Wrong(f"{wrong}\nwith {case.said(puzzle.family.letters)}{more}") from None
 
 
 def verdicts(

@@ -112,6 +112,12 @@ PLANTED = {
         ("dot(tl.trans(b_P), b_do)", "dot(b_P, b_do)", "Triton", "dv"),
         ("dot(tl.trans(b_k), b_e * b_dv)", "dot(tl.trans(b_k), b_dv)", "Triton", "dh0"),
     ],
+    "25": [
+        ("scan(S_in, K, W, U, gc)", "scan(S_ext, K, W, U, gc)", "PyTorch", "v_new"),
+        ("M[:, :, p] @ S + S_ext", "M[:, :, p].mT @ S + S_ext", "PyTorch", "S_in"),
+        ("tl.minimum(begin + L // BT, tl.cdiv(T, BT))", "begin + L // BT", "Triton", "S_ext"),
+        ("begin = i_p * (L // BT)  #", "begin = i_p * (L // BT) + 1  #", "Triton", "M"),
+    ],
     "26": [
         ("slots[torch.arange(N), accepted - 1]", "slots[:, 0]", "PyTorch", "o"),
         ("q[:, t] @ S + qk * e", "q[:, t] @ S", "PyTorch", "o"),
