@@ -19,7 +19,9 @@ import torch
 from torch import Tensor
 
 from linattn_edu import testing
+from linattn_edu.cp import halo
 from linattn_edu.ops.check import interpreted, triton_problem
+from linattn_edu.reference.delta.causal_conv1d import causal_conv1d
 from linattn_edu.reference.delta.cp_merge import cp_merge, piece_map
 from linattn_edu.reference.delta.cp_merge_bwd import cp_merge_bwd, piece_map_bwd
 from linattn_edu.reference.delta.fused import intra
@@ -87,6 +89,7 @@ class Case:
 
 CASES = (Case(1, 32, 1, 1), Case(2, 40, 2, 4))
 PIECES = (Case(1, 64, 1, 1), Case(2, 72, 1, 2))
+WINDOWS = (Case(1, 32, 1, 1, K=4, C=0), Case(2, 40, 1, 1, K=4, C=0))
 CALLS = (Case(1, 2, 1, 1, C=0), Case(4, 3, 2, 4, C=0))
 
 
@@ -159,6 +162,18 @@ def in_pieces(
     S_ext, M = (torch.stack(x, 1) for x in zip(*maps, strict=True))
     _, v_new, final_state = state(k, w, u, gc, S, **options, output_final_state=True)
     return S_ext, M, cp_merge(S_ext, M, S)[0], v_new, final_state
+
+
+def conv_in_pieces(
+    x: Tensor, weight: Tensor, bias: Tensor, S: Tensor, *, cuts: tuple[int, ...]
+) -> tuple[Tensor, ...]:
+    """S_ext and S_in of the pieces; y and the last tokens of the whole."""
+    W, at = weight.shape[1], torch.tensor(cuts)
+    S_ext = [halo.last_tokens(x_b[None], None, at[:-1], at[1:], W)[0] for x_b in x]
+    u = torch.cat([S.mT, x], 1)
+    S_in = torch.stack([u[:, c : c + W].mT for c in cuts[:-1]], 1)
+    y, S_out = causal_conv1d(x, weight, bias, S, activation="silu", output_final_state=True)
+    return torch.stack(S_ext), S_in, y, S_out
 
 
 def served(*tokens_and_pool: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -245,6 +260,25 @@ def drawn_kda(case: Case) -> dict[str, object]:
 
 
 @functools.cache
+def drawn_conv(case: Case) -> dict[str, object]:
+    """What a short convolution of V channels over K tokens is given, in pieces."""
+    random = torch.Generator().manual_seed(1)
+    x, weight, bias, initial_state = (
+        torch.randn(shape, generator=random, dtype=torch.float64)
+        for shape in (
+            (case.B, case.T, case.V), (case.V, case.K), (case.V,), (case.B, case.V, case.K)
+        )
+    )  # fmt: skip
+    return {
+        "x": x,
+        "weight": weight,
+        "bias": bias,
+        "initial_state": initial_state,
+        "cuts": (0, 1, 3, case.T // 2, case.T),
+    }
+
+
+@functools.cache
 def drawn_calls(case: Case) -> dict[str, object]:
     """The same for B sequences that decode T tokens a call, with states in a pool of slots."""
     i = testing.gdn_inputs(case.B, case.T, case.H, case.HV, case.K, case.V, dtype=torch.float64)
@@ -304,6 +338,7 @@ CHUNKED = ("chunk_size",)
 GDN = Family(drawn, "H HV K V")
 KDA = Family(drawn_kda, "H HV K V")
 CUT = Family(drawn, "H HV K V", PIECES)
+CONV = Family(drawn_conv, "- - W D", WINDOWS)
 DECODING = Family(drawn_calls, "H HV K V", CALLS)
 SSD = Family(drawn_ssd, "G H N P")
 EMA = Family(drawn_ssd, "- H - D")
@@ -484,6 +519,19 @@ PUZZLES = {
             ("q", "k", "w", "gc", "do", "dv_out", "dht"),
             ("scale", *CHUNKED),
             {"dS_ext": STATE, "dM": STATE, "dS_in": STATE},
+        ),
+        Puzzle(
+            CONV,
+            "23_cp_conv",
+            conv_in_pieces,
+            ("x", "weight", "bias", "initial_state"),
+            ("cuts",),
+            {
+                "S_ext": "batch piece channel place",
+                "S_in": "batch piece channel place",
+                "y": "batch token channel",
+                "S_out": "batch channel place",
+            },
         ),
         Puzzle(
             GDN,

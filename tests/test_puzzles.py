@@ -106,6 +106,12 @@ PLANTED = {
         ("(NT - 1 - step) * BT", "step * BT", "Triton", "dM"),
         ("dot(b_dM, b_out) + b_dS", "dot(tl.trans(b_dM), b_out) + b_dS", "Triton", "dS_in"),
     ],
+    "23": [
+        ("F.pad(S[..., n:], (0, n)) + last", "last", "PyTorch", "S_in"),
+        ("u[:, 1 + j : 1 + j + end - begin]", "u[:, j : j + end - begin]", "PyTorch", "y"),
+        ("end - W + o_w", "begin + o_w", "Triton", "S_ext"),
+        ("place = W + t", "place = W - 1 + t", "Triton", "y"),
+    ],
     "24": [
         ("AG_c.mT @ dv_new", "AG_c @ dv_new", "PyTorch", "Z"),
         ("(e * K_c).mT @ dV_c", "(e * K_c).mT @ Z_c", "PyTorch", "dh0"),
