@@ -30,9 +30,11 @@ from linattn_edu.reference.delta.gate_bwd import gate_bwd
 from linattn_edu.reference.delta.gate_cumsum import decay_matrix, gate_cumsum
 from linattn_edu.reference.delta.kda_intra import kda_intra
 from linattn_edu.reference.delta.kda_intra_bwd import kda_intra_bwd
+from linattn_edu.reference.delta.l2norm import l2norm
 from linattn_edu.reference.delta.output import output
 from linattn_edu.reference.delta.output_bwd import output_bwd
 from linattn_edu.reference.delta.recurrent import recurrent, recurrent_pool
+from linattn_edu.reference.delta.rms_norm_gated import rms_norm_gated, rms_norm_gated_bwd
 from linattn_edu.reference.delta.solve import solve
 from linattn_edu.reference.delta.state import state
 from linattn_edu.reference.delta.state_bwd import state_bwd
@@ -54,7 +56,7 @@ from linattn_edu.teaching import choose_device
 
 WHERE = "https://github.com/linattn-edu/linattn_edu"
 HINTS = 3
-UNSAID = {"chunk_size", "scale"}  # options that a case's sizes say, or that follow from them
+UNSAID = {"chunk_size", "scale", "eps"}  # options that a case's sizes say, or that follow from them
 STILL = "still a blank"
 BLANK = re.compile(r"^(?P<left>\s*(?:return\b|[^=#]*?[-+*/]?=)) (?P<right>.*?)  # blank: ")
 # largest error of an entry, relative to the largest entry of the output
@@ -90,6 +92,7 @@ class Case:
 CASES = (Case(1, 32, 1, 1), Case(2, 40, 2, 4))
 PIECES = (Case(1, 64, 1, 1), Case(2, 72, 1, 2))
 WINDOWS = (Case(1, 32, 1, 1, K=4, C=0), Case(2, 40, 1, 1, K=4, C=0))
+LAYERS = (Case(1, 16, 1, 1, C=0), Case(2, 20, 2, 4, C=0))
 CALLS = (Case(1, 2, 1, 1, C=0), Case(4, 3, 2, 4, C=0))
 
 
@@ -174,6 +177,21 @@ def conv_in_pieces(
     S_in = torch.stack([u[:, c : c + W].mT for c in cuts[:-1]], 1)
     y, S_out = causal_conv1d(x, weight, bias, S, activation="silu", output_final_state=True)
     return torch.stack(S_ext), S_in, y, S_out
+
+
+def layer(*tensors: Tensor, eps: float) -> tuple[Tensor, ...]:
+    """q, k, v, y, do and dz of a layer from q, k, v, z, g, beta, wq, wk, wv, weight, dy."""
+    *qkv, z, g, beta, wq, wk, wv, weight, dy = tensors
+    q, k, v = (
+        causal_conv1d(x.flatten(2), w.flatten(0, 1), activation="silu")[0].view_as(x)
+        for x, w in zip(qkv, (wq, wk, wv), strict=True)
+    )
+    q, k = (l2norm(x, eps)[0] for x in (q, k))
+    o, _ = recurrent(q, k, v, g, beta)
+    weight = weight.expand(o.shape[-2:])
+    y, rstd = rms_norm_gated(o, weight, None, z, eps=eps)
+    do, _, _, dz = rms_norm_gated_bwd(o, weight, None, z, rstd, dy)
+    return q, k, v, y, do, dz
 
 
 def served(*tokens_and_pool: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -279,6 +297,28 @@ def drawn_conv(case: Case) -> dict[str, object]:
 
 
 @functools.cache
+def drawn_layer(case: Case) -> dict[str, object]:
+    """What a layer has projected, its taps and the weight of its norm."""
+    i = testing.gdn_inputs(case.B, case.T, case.H, case.HV, case.K, case.V, dtype=torch.float64)
+    random = torch.Generator().manual_seed(1)
+    heads = {"q": (case.H, case.K), "k": (case.H, case.K), "v": (case.HV, case.V)}
+    values = (case.B, case.T, *heads["v"])
+    shapes = {
+        **{name: (case.B, case.T, *head) for name, head in heads.items()},
+        **{f"w{name}": (*head, 4) for name, head in heads.items()},
+        "z": values,
+        "dy": values,
+        "weight": values[-1:],
+    }
+    return {
+        **{n: torch.randn(s, generator=random, dtype=torch.float64) for n, s in shapes.items()},
+        "g": i.g,
+        "beta": i.beta,
+        "eps": 1e-6,
+    }
+
+
+@functools.cache
 def drawn_calls(case: Case) -> dict[str, object]:
     """The same for B sequences that decode T tokens a call, with states in a pool of slots."""
     i = testing.gdn_inputs(case.B, case.T, case.H, case.HV, case.K, case.V, dtype=torch.float64)
@@ -339,6 +379,7 @@ GDN = Family(drawn, "H HV K V")
 KDA = Family(drawn_kda, "H HV K V")
 CUT = Family(drawn, "H HV K V", PIECES)
 CONV = Family(drawn_conv, "- - W D", WINDOWS)
+LAYER = Family(drawn_layer, "H HV K V", LAYERS)
 DECODING = Family(drawn_calls, "H HV K V", CALLS)
 SSD = Family(drawn_ssd, "G H N P")
 EMA = Family(drawn_ssd, "- H - D")
@@ -562,6 +603,18 @@ PUZZLES = {
             ("q", "k", "v", "g", "beta", "pool", "slots", "accepted"),
             ("scale",),
             {"o": "sequence token head column", "pool": "slot head row column"},
+        ),
+        Puzzle(
+            LAYER,
+            "27_model_end_to_end",
+            layer,
+            ("q", "k", "v", "z", "g", "beta", "wq", "wk", "wv", "weight", "dy"),
+            ("eps",),
+            {
+                "q": f"{HEAD} channel",
+                "k": f"{HEAD} channel",
+                **dict.fromkeys(("v", "y", "do", "dz"), f"{HEAD} column"),
+            },
         ),
     )
 }

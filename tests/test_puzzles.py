@@ -140,6 +140,11 @@ PLANTED = {
             "pool",
         ),
     ],
+    "27": [
+        ("u[:, j : j + T]", "u[:, W - 1 - j : W - 1 - j + T]", "PyTorch", "k"),
+        ("rstd * (dn - n * (n * dn).mean(-1, keepdim=True))", "rstd * dn", "PyTorch", "do"),
+        ("tl.sum(b_o * b_o, 1) / D", "tl.sum(b_o * b_o, 1) / BD", "Triton", "y"),
+    ],
 }
 
 
