@@ -79,10 +79,10 @@ def decoding_kernel(q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, pool_ptr, slots_ptr, a
         tl.store(o_ptr + i * V + o_v, tl.where(live, b_o, 0.0), mask=o_v < V)
         # eq:delta-write
         b_S += ...  # blank: [BK, BV]
-        place = ...  # blank: in slots, of the state after token t
-        slot = tl.load(slots_ptr + place).to(tl.int64)
-        kept = live & (slot >= 0) & (slot < n_slots)
-        tl.store(pool_ptr + slot * HV * K * V + i_S, b_S, mask=m_S & kept)
+        place_t = ...  # blank: in slots, of the state after token t
+        slot_t = tl.load(slots_ptr + place_t).to(tl.int64)
+        kept = live & (slot_t >= 0) & (slot_t < n_slots)
+        tl.store(pool_ptr + slot_t * HV * K * V + i_S, b_S, mask=m_S & kept)
 
 
 def decoding_triton(q, k, v, g, beta, pool, slots, accepted, *, scale, BV=16):

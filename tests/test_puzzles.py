@@ -134,8 +134,8 @@ PLANTED = {
             "pool",
         ),
         (
-            "        place = i_n * T + t  #",
-            "        place = i_n * T + T - 1 - t  #",
+            "place_t = i_n * T + t  #",
+            "place_t = i_n * T + T - 1 - t  #",
             "Triton",
             "pool",
         ),
