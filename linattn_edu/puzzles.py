@@ -374,6 +374,7 @@ PAIRS = "batch token head token-of-chunk"
 STATE = "batch head row column"
 STATES = "batch chunk head row column"
 MAPS = "batch piece head row column"
+WITHIN = {"row", "column", "channel", "token-of-chunk", "place"}  # axes inside of a unit of work
 CHUNKED = ("chunk_size",)
 GDN = Family(drawn, "H HV K V")
 KDA = Family(drawn_kda, "H HV K V")
@@ -769,7 +770,7 @@ def compare(puzzle: Puzzle, got: object, expected: tuple[Tensor, ...], dtype: to
 
 def first_wrong(name: str, axes: str, x: Tensor, ref: Tensor, tol: float) -> str | None:
     """The first entry of x that is further from ref's than tol times ref's largest."""
-    bad = ~((x - ref).abs() <= tol * ref.abs().max())  # so that NaN is bad
+    bad = differs(x, ref, tol)
     if not bad.any():
         return None
     first = tuple(bad.nonzero()[0].tolist())
@@ -778,8 +779,55 @@ def first_wrong(name: str, axes: str, x: Tensor, ref: Tensor, tol: float) -> str
     note = ", NaN: not written, or from a number that was not" if math.isnan(value) else ""
     return (
         f"{name}[{at}]: expected {ref[first].item():.6g}, got {value:.6g}{note} "
-        f"(the first of {int(bad.sum())} wrong of {bad.numel()})"
+        f"(the first of {int(bad.sum())} wrong of {bad.numel()}{only_in(bad, axes)})"
+        f"{likeness(x, ref, axes, tol)}"
     )
+
+
+def differs(x: Tensor, ref: Tensor, tol: float) -> Tensor:
+    """Which entries of x are further from ref's than tol times ref's largest; NaN is."""
+    return ~((x - ref).abs() <= tol * ref.abs().max())
+
+
+def only_in(bad: Tensor, axes: str) -> str:
+    """Where all wrong entries are, if that is a run of a few heads, chunks or tokens."""
+    said = []
+    for i, axis in enumerate(axes.split()):
+        wrong = bad.movedim(i, 0).reshape(bad.shape[i], -1).any(1).nonzero()[:, 0].tolist()
+        run = wrong[-1] - wrong[0] + 1 == len(wrong) < bad.shape[i]
+        if run and axis not in WITHIN:
+            last = f" to {wrong[-1]}" if len(wrong) > 1 else ""
+            said.append(f"{axis} {wrong[0]}{last}")
+    return f", all in {', '.join(said)}" if said else ""
+
+
+def likeness(x: Tensor, ref: Tensor, axes: str, tol: float) -> str:
+    """What all of x is of the expected tensor, if one of a few slips explains it."""
+    if not ref.numel() > 1 or not ref.abs().max() > 0:
+        return ""
+
+    def same(a: Tensor, b: Tensor) -> bool:
+        return a.numel() > 1 and bool(b.any()) and not differs(a, b, tol).any()
+
+    names = axes.split()
+    if same(-x, ref):
+        return "; all have the other sign"
+    if x.ndim > 1 and x.shape[-1] == x.shape[-2] and same(x.mT, ref):
+        return f"; {names[-2]} and {names[-1]} are swapped"
+    factor = ((x * ref).sum() / ref.square().sum()).item()
+    if factor and same(x / factor, ref):
+        return f"; all are {factor:.4g} times what they should be"
+    for i, axis in enumerate(names):
+        n = x.shape[i] - 1
+        if axis in WITHIN or n < 1:
+            continue
+        if same(x.flip(i), ref):
+            return f"; the order of {axis} is reversed"
+        if same(x.narrow(i, 1, n), ref.narrow(i, 0, n)):
+            return f"; what belongs to {axis} i stands at {axis} i + 1"
+        if same(x.narrow(i, 0, n), ref.narrow(i, 1, n)):
+            return f"; what belongs to {axis} i + 1 stands at {axis} i"
+    return ""
 
 
 def _as(dtype: torch.dtype, x: Tensor) -> Tensor:

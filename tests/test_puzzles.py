@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from book.layout import CHAPTERS, ROOT
 
 from linattn_edu import puzzles
@@ -215,6 +216,33 @@ def test_a_mistake_is_named(number, old, new, part, name, tmp_path, capsys):
     assert code == 1 and said.count(": right\n") == 1
     entry = rf", {part}.*: not yet\n(  .*\n)*  {name}\[\w+ \d.*\]: expected \S+, got \S+ \(the "
     assert re.search(entry, said), said
+
+
+@pytest.mark.parametrize(
+    ("number", "old", "new", "said"),
+    [
+        ("02", "tl.cumsum(b_g * LOG2E", "tl.cumsum(b_g", "gc.*; all are 0.6931 times what they"),
+        ("15", "x = (a_c * h", "x = -(a_c * h", "dlast.*; all have the other sign"),
+        ("15", "stack(ds[::-1]", "stack(ds", "ds.*; the order of chunk is reversed"),
+        ("09", "NT - 1 - step", "step", r"dh.*; what belongs to chunk i \+ 1 stands at chunk i"),
+        ("23", "1 + j : 1 + j", "j : j", r"y.*; what belongs to token i stands at token i \+ 1"),
+        ("21", "V]\n    return S_ext, M", "\n    return S_ext, M.mT", "M.*; row and column are swa"),
+        ("14", "i_h // (H // G)", "i_h % G", "dh_out.*, all in head 1 to 2"),
+        ("25", "(begin + L // BT, tl", "(begin + L, tl", "v_new.*, all in token 32 to 63"),
+    ],
+)  # fmt: skip
+def test_a_slip_that_explains_all_is_named(number, old, new, said, tmp_path, capsys):
+    code, text = say(capsys, number, "--path", changed(tmp_path, number, old, new))
+    assert code == 1 and re.search(rf"^  {said}", text, re.M), text
+
+
+def test_nothing_is_said_of_an_output_that_no_slip_explains():
+    ref = torch.randn(2, 3, 4, 4, generator=torch.Generator().manual_seed(0))
+    axes = "batch chunk row column"
+    for x in (ref + 1, torch.zeros_like(ref), ref * torch.nan):
+        assert puzzles.likeness(x, ref, axes, 1e-9) == "", x
+    said = puzzles.first_wrong("h", axes, ref + 1, ref, 1e-9)
+    assert said.endswith("(the first of 96 wrong of 96)")
 
 
 @pytest.mark.parametrize("number", puzzles.PUZZLES)
