@@ -226,7 +226,7 @@ def test_a_mistake_is_named(number, old, new, part, name, tmp_path, capsys):
         ("15", "stack(ds[::-1]", "stack(ds", "ds.*; the order of chunk is reversed"),
         ("09", "NT - 1 - step", "step", r"dh.*; what belongs to chunk i \+ 1 stands at chunk i"),
         ("23", "1 + j : 1 + j", "j : j", r"y.*; what belongs to token i stands at token i \+ 1"),
-        ("21", "V]\n    return S_ext, M", "\n    return S_ext, M.mT", "M.*; row and column are swa"),
+        ("21", "V]\n    return S_ext, M", "\n    return S_ext, M.mT", "M.*; row and column are "),
         ("14", "i_h // (H // G)", "i_h % G", "dh_out.*, all in head 1 to 2"),
         ("25", "(begin + L // BT, tl", "(begin + L, tl", "v_new.*, all in token 32 to 63"),
     ],
