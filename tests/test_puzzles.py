@@ -173,6 +173,14 @@ def test_files():
     assert sorted(PLANTED) == sorted(puzzles.PUZZLES)
 
 
+def test_every_chapter_of_a_stage_has_a_puzzle_and_names_it():
+    chapters = sorted(p.stem for p in CHAPTERS.glob("*.md"))
+    assert [p.chapter for p in puzzles.PUZZLES.values()] == chapters[1:]
+    for number, puzzle in puzzles.PUZZLES.items():
+        text = (CHAPTERS / f"{puzzle.chapter}.md").read_text()
+        assert re.findall(r"linattn_edu puzzle (\S+?)[`\n]", text) == [number], puzzle.chapter
+
+
 @pytest.mark.parametrize("number", puzzles.PUZZLES)
 def test_puzzle_is_the_solution_with_blanks(number):
     puzzle = puzzles.PUZZLES[number]
