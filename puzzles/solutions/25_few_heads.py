@@ -44,10 +44,10 @@ def few_heads_torch(k, w, u, gc, initial_state, *, chunk_size, L):
         pieces(to_chunks(x, chunk_size), L // chunk_size)
         for x in (repeat_heads(k, HV), w, u, pad_gate(gc, chunk_size))
     )  # [B, HV, NP, chunks of a piece, C, ...]
-    NP = K.shape[2]
-    zero, eye = torch.zeros_like(initial_state), torch.eye(DK, dtype=k.dtype)
-    zero, eye = (x.expand(*w.shape[:3:2], NP, DK, -1) for x in (zero[:, :, None], eye))
-    no_u = torch.zeros_like(W)  # [B, HV, NP, ..., C, K]
+    B, _, NP = K.shape[:3]
+    zero = k.new_zeros(B, HV, NP, DK, u.shape[-1])
+    eye = torch.eye(DK, dtype=k.dtype).expand(B, HV, NP, -1, -1)
+    no_u = torch.zeros_like(W)  # of K columns, for the states of K columns
     # eq:cp-ext
     S_ext, _ = scan(zero, K, W, U, gc)  # blank: [B, HV, NP, K, V]; what else comes nobody reads
     # eq:cp-transition
