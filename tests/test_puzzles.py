@@ -204,6 +204,17 @@ def test_solution_is_right(number, capsys):
     assert code == 0 and said.count(": right\n") == 2, said
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there the solutions run compiled")
+def test_solutions_compile():
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "tests/kernels/compile_puzzles.py"], cwd=ROOT,
+        env=env | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert {line.split()[0] for line in done.stdout.splitlines()} == set(puzzles.PUZZLES)
+
+
 @pytest.mark.parametrize("number", puzzles.PUZZLES)
 def test_blanks_are_named(number, capsys):
     puzzle = puzzles.PUZZLES[number]
