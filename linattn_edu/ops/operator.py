@@ -259,16 +259,19 @@ class Operator:
 
     def __call__(self, *args, save: str = "") -> tuple[Tensor | None, ...]:
         """The outputs; None for what was not asked for."""
-        return self._call(*args, save) if self.residuals else self._call(*args)
+        differentiable = self._differentiable(args)
+        if self.residuals:
+            args = (*args, save if differentiable else "")
+        return self._in_form(args, differentiable)
 
     def _differentiable(self, args: tuple) -> bool:
         return transformed() or needs_gradient(*args[: len(self.inputs)])
 
     def _call(self, *args) -> tuple[Tensor | None, ...]:
-        """A call in the form that fits."""
-        differentiable = self._differentiable(args)
-        if self.residuals and not differentiable:
-            args = (*args[:-1], "")
+        """A call in the form that fits, with what is saved as it is."""
+        return self._in_form(args, self._differentiable(args))
+
+    def _in_form(self, args: tuple, differentiable: bool) -> tuple[Tensor | None, ...]:
         if traced(args[0]):
             if sharding.sharded(*args[: len(self.inputs)]):
                 return sharding.on_shards(self, args)
