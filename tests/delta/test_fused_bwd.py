@@ -56,9 +56,8 @@ def test_scan_bwd_kernel_matches_reference(T, K, V, C, dtype, device):
 def test_scans_kernel_matches_reference(T, K, V, C, dtype, device, monkeypatch):
     """Both directions in one grid, where each alone would leave multiprocessors idle."""
     x, r = arguments(T, K, V, C, dtype, device)
-    generation, processors = kernels.device_of(x.q)
-    if processors == 1:  # the interpreter's
-        monkeypatch.setattr(kernels, "device_of", lambda _: (generation, 132))
+    known = kernels.device_of(x.q)[0], 10**6  # multiprocessors
+    monkeypatch.setattr(kernels, "device_of", lambda _: known)
     args = (x.q, x.k, x.v, x.beta, r.gc, r.P, r.AG, r.do, x.initial_state, r.dht)
     with launches() as ran:
         check_stage(kernels.scans, references.scans, args, scale=0.3)

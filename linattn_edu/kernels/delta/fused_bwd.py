@@ -332,6 +332,7 @@ def intra_bwd_kernel(
                 else:
                     store_tile(dq_ptr + i_qk, b_dq, o_t, o_k, H * K, n_t, K)
                     store_tile(dk_ptr + i_qk, b_D, o_t, o_k, H * K, n_t, K)
+        b_dbeta = cast(b_dbeta, dbeta_ptr.dtype.element_ty)
         tl.store(dbeta_ptr + i + o_t * HV, b_dbeta, mask=o_t < n_t)
         tl.store(dgc_ptr + i + o_t * HV, b_dgc, mask=o_t < n_t)
         if HV > H:
@@ -552,7 +553,7 @@ def intra_bwd(
     sums = (None, None)
     if HV > H:
         sums = tuple(torch.empty_like(q, dtype=torch.float32) for _ in range(2))
-    dbeta, dgc = torch.empty_like(gc), torch.empty_like(gc)
+    dbeta, dgc = torch.empty_like(beta), torch.empty_like(gc)
     NT, *chunks = chunk_args(q, chunk_size, packing)
     intra_bwd_kernel[(NT * H,)](
         q, k, v, beta, gc, h, v_new, do, dh, Z, dq, dk, *sums, dbeta, dgc,

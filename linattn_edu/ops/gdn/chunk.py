@@ -176,7 +176,7 @@ def chunk_gated_delta_rule(
         *place.joined(q, k, v, g, arguments.write_strength(beta, sigmoid)), A_log, dt_bias,
         place.entering(arguments.transposed(initial_state, state_v_first)), *place.bounds,
         sizes["K"] ** -0.5 if scale is None else scale, output_final_state, chunk_size,
-        place.group, impl, "", save=_saved(impl, q, v) + " crossing" * bool(place.group),
+        place.group, impl, "", save="gc A crossing" if place.group else _saved(impl, q, v),
     )  # fmt: skip
     o, final_state = place.parted(o), place.leaving(final_state)
     final_state = arguments.transposed(final_state, state_v_first)
@@ -294,7 +294,11 @@ class Residuals(NamedTuple):
 
 
 def _saved(impl: str, q: Tensor, v: Tensor) -> str:
-    """The residuals that the backward pass starts from."""
+    """The residuals that the backward pass starts from.
+
+    Over ranks it takes the stages one by one: each finds the map of its whole part first, in which
+    the chain of scan_map_bwd is twice as long as that of piece_map_bwd.
+    """
     if impl == "triton":
         from linattn_edu.kernels.delta.fused_bwd import fits
 

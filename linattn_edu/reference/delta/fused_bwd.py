@@ -172,8 +172,8 @@ def intra_bwd(
         q, k, v, beta, gc: the arguments of the forward pass. h, v_new: from scan_states.
         do: [B, T, HV, V], gradient of o. dh, Z: from scan_bwd.
     Returns:
-        dq and dk [B, T, H, K] in q.dtype; dbeta and dgc [B, T, HV] in fp32 (fp64 for fp64 input),
-        dgc in natural units: the whole gradients.
+        dq and dk [B, T, H, K] in q.dtype, dbeta [B, T, HV] in beta.dtype, dgc [B, T, HV] in fp32
+        (fp64 for fp64 input) and natural units: the whole gradients.
     Source: chapter 12.
     """
     dtype = compute_dtype(q, k, v, beta, gc, h, v_new, do, dh, Z)
@@ -214,7 +214,7 @@ def intra_bwd(
     # eq:fused-dk   dK = diag(beta) F + D
     dK = b * F + D + dK_state + own * Q
     dq, dk = (sum_heads(from_chunks(x, T), H).to(q.dtype) for x in (dQ, dK))
-    return dq, dk, from_chunks(dbeta, T), from_chunks(dgc, T)
+    return dq, dk, from_chunks(dbeta, T).to(beta.dtype), from_chunks(dgc, T)
 
 
 def scan_map_bwd(
