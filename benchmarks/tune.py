@@ -83,9 +83,7 @@ PLACES = {
     ),
     "kda_scan": Place("kda_scan", "kda_scan", ops=("kda",), **_SCAN),
     "kda_scans": Place("kda_scans", "kda_scans", ops=("kda",), **_SCAN),
-    "state_bwd_channels": Place(
-        "state_bwd", "state_bwd", "CHANNEL_CONFIGS", ops=("kda",), **_SCAN
-    ),
+    "state_bwd_channels": Place("state_bwd", "state_bwd", "CHANNEL_CONFIGS", ops=("kda",), **_SCAN),
     "kda_output_bwd": Place("kda_output_bwd", "kda_bwd", **_ADJOINT),
     "kda_wy_bwd": Place("kda_wy_bwd", "kda_bwd", **_ADJOINT),
     "kda_intra_bwd": Place("kda_intra_bwd", "kda_intra_bwd", **_ROWS),

@@ -56,9 +56,7 @@ def test_packed_sequences_have_the_bits_they_have_alone(device):
     ends = [n * t[:1] for t in (x.initial_state, r.dht) for n in range(1, 5)]
     h0, dht = torch.cat(ends[:4]), torch.cat(ends[4:])
     packing = pack(torch.tensor(bounds, device=device), 16)
-    h, v_new, dh, dv_new, dh0 = kernels.kda_scans(
-        *tokens, h0, dht, scale=SCALE, packing=packing
-    )
+    h, v_new, dh, dv_new, dh0 = kernels.kda_scans(*tokens, h0, dht, scale=SCALE, packing=packing)
     assert torch.equal(dh0[1], dht[1])  # of the empty one
     chunk = 0
     for n in (0, 2, 3):

@@ -156,8 +156,8 @@ def piece_map_bwd(
     number = gc.new_empty(NP, HV) if transition and w is None else None
     grid, config = scan_launch(MAP_CONFIGS if P is None else MAP_CHANNEL_CONFIGS, q, NP * HV, W)
     piece_map_bwd_kernel[grid](
-        q, k, w, gc, do, dv_new, P, dht, maps, number, scale, rows, cu_seqlens, T, *gc.stride()[1:3],
-        H, HV, K, V, W, BT=chunk_size, CHANNEL=gc.ndim == 4, **config,
+        q, k, w, gc, do, dv_new, P, dht, maps, number, scale, rows, cu_seqlens, T,
+        *gc.stride()[1:3], H, HV, K, V, W, BT=chunk_size, CHANNEL=gc.ndim == 4, **config,
     )  # fmt: skip
     return maps[..., :V], maps[..., V:] if W > V else number
 

@@ -45,12 +45,17 @@ def kda_scans_kernel(
     """
     half = tl.num_programs(0) // 2
     if tl.program_id(0) < half:
+        # eq:kda-dv-out   dv_new = scale P^T dO
+        # eq:delta-dv-new   dv_new += diag(2^(gc_last - gc)) K dS
+        # eq:delta-ds   dS <- 2^gc_last dS + scale (diag(2^gc) Q)^T dO - w^T dv_new
         state_bwd_kernel(
             qg_ptr, kg_ptr, w_ptr, gc_ptr, do_ptr, None, P_ptr, dht_ptr, None, None, dh_ptr,
             dv_ptr, dh0_ptr, None, scale, cu_ptr, offsets_ptr, T, stride_t, stride_h,
             HV, HV, K, V, BT, BK, BV, CHANNEL=True, WHOLE=False,
         )  # fmt: skip
     else:
+        # eq:delta-v-new   v_new = u - w S
+        # eq:delta-state   S <- 2^gc_last S + (diag(2^(gc_last - gc)) K)^T v_new
         state_kernel(
             kg_ptr, w_ptr, u_ptr, gc_ptr, h0_ptr, None, None, h_ptr, v_new_ptr, None, cu_ptr,
             offsets_ptr, T, stride_t, stride_h, half,

@@ -172,7 +172,7 @@ CONFIGS = scan_table(
 )
 
 
-# with a gate for each channel P is in shared memory too, where 32 columns of 256 rows then do not fit
+# with a gate for each channel P is in shared memory too, and 32 columns of 256 rows do not fit
 CHANNEL_CONFIGS = scan_table(
     ampere={128: [row(4, 1, BV=32)], 256: [row(4, 1, BV=16)]},
     hopper={

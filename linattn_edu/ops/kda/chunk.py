@@ -234,7 +234,10 @@ def _bounds(
 
 @dataclass(frozen=True)
 class Stages:
-    """One implementation of each stage; `dataclasses.replace` swaps a single one."""
+    """One implementation of each stage; `dataclasses.replace` swaps a single one.
+
+    kda_scan is state and output, kda_scans is state and state_bwd, where no state is kept.
+    """
 
     gate_cumsum: Callable
     kda_intra: Callable

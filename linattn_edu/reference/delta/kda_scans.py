@@ -21,8 +21,10 @@ def kda_scans(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """state and state_bwd with a gate for each channel: the kernel runs them at once.
 
-        v_new = u - w S,                        S  <- diag(2^gc_last) S + kg^T v_new
-        dv_new = scale P^T dO + kg dS,          dS <- diag(2^gc_last) dS + scale qg^T dO - w^T dv_new
+        v_new  = u - w S
+        S     <- diag(2^gc_last) S + kg^T v_new
+        dv_new = scale P^T dO + kg dS
+        dS    <- diag(2^gc_last) dS + scale qg^T dO - w^T dv_new
 
     Args:
         qg, kg, w, u: from wy. gc: [B, T, HV, K] log2. P: from kda_intra.
@@ -34,11 +36,11 @@ def kda_scans(
     Source: chapter 12.
     """
     options = {"chunk_size": P.shape[-1]}
-    # eq:delta-v-new   v_new = u - w S
-    # eq:delta-state   S <- 2^gc_last S + (diag(2^(gc_last - gc)) K)^T v_new
-    h, v_new, _ = state(kg, w, u, gc, initial_state, **options)
     # eq:kda-dv-out   dv_new = scale P^T dO
     # eq:delta-dv-new   dv_new += diag(2^(gc_last - gc)) K dS
     # eq:delta-ds   dS <- 2^gc_last dS + scale (diag(2^gc) Q)^T dO - w^T dv_new
     back = state_bwd(qg, kg, w, gc, do, None, dht, P=P, scale=scale, **options)
+    # eq:delta-v-new   v_new = u - w S
+    # eq:delta-state   S <- 2^gc_last S + (diag(2^(gc_last - gc)) K)^T v_new
+    h, v_new, _ = state(kg, w, u, gc, initial_state, **options)
     return h, v_new, *back

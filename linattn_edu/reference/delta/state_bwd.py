@@ -58,15 +58,10 @@ def state_bwd(
     Q, K, W, dO, dV, P, gc = (
         None if x is None else to_chunks(x.to(dtype), chunk_size)
         for x in (
-            repeat_heads(q, HV),
-            None if k is None else repeat_heads(k, HV),
-            w,
-            do,
-            dv_new,
-            P,
+            repeat_heads(q, HV), None if k is None else repeat_heads(k, HV), w, do, dv_new, P,
             pad_gate(gc, chunk_size),
         )
-    )
+    )  # fmt: skip
     B, _, NT, _, DK = Q.shape
     last = gc[:, :, :, -1:]
     e, a = torch.exp2(gc) if gc.ndim == 4 else None, torch.exp2(last)  # else Q and K are decayed
