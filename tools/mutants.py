@@ -260,8 +260,8 @@ MUTANTS = [
     Mutant(
         "the gradient of the state takes do without the scale",
         f"{KERNELS}/delta/state_bwd.py",
-        "        b_do *= scale\n",
-        "",
+        "b_do.to(tl.float32) * scale",
+        "b_do.to(tl.float32)",
         "tests/delta/test_state_bwd.py",
     ),
     Mutant(
@@ -507,8 +507,8 @@ MUTANTS = [
     Mutant(
         "calls with other options share a program",
         f"{OPS}/operator.py",
-        "(stages, options), tensors, composed)",
-        "(stages,), tensors, composed)",
+        "self._programs[which], (stages, options)",
+        "self._programs[which], (stages,)",
         "tests/kernels/test_plan.py -k kinds",
     ),
     Mutant(

@@ -66,6 +66,17 @@ def off():
         DEVICES.update(before)
 
 
+def find(programs: dict, key: tuple, inputs: Sequence[Tensor | None]) -> Callable | None:
+    """The program of earlier calls of this kind, or None; arguments as of `run`."""
+    device = next(x for x in inputs if x is not None).device
+    if not _repeats(device):
+        return None
+    program = programs.get(_kind(device, key, inputs))
+    if not callable(program) or (program.computes and torch.is_autocast_enabled(device.type)):
+        return None  # autocast chooses the precision of an operation itself
+    return program
+
+
 def run(
     programs: dict, key: tuple, inputs: Sequence[Tensor | None], compose: Callable[[], tuple]
 ) -> tuple[Tensor | None, ...]:
@@ -79,10 +90,34 @@ def run(
         inputs: A tensor, and others or None.
     """
     device = next(x for x in inputs if x is not None).device
+    if not _repeats(device):
+        return compose()
+    kind = _kind(device, key, inputs)
+    program = programs.get(kind)
+    if callable(program):
+        program = find(programs, key, inputs)
+        return compose() if program is None else program(*inputs)
+    if program is None:
+        while len(programs) >= LIMIT:
+            programs.pop(next(iter(programs)), None)
+        programs[kind] = SEEN
+    elif program is SEEN and _recording.acquire(blocking=False):
+        try:
+            return _record(programs, kind, inputs, compose)
+        finally:
+            _recording.release()
+    return compose()
+
+
+def _repeats(device: torch.device) -> bool:
+    """Whether calls on this device are written down, and nobody wants to see each launch."""
     if device.type not in DEVICES or _watched():
-        return compose()
-    if device.index is not None and device.index != torch.cuda.current_device():
-        return compose()
+        return False
+    return device.index is None or device.index == torch.cuda.current_device()
+
+
+def _kind(device: torch.device, key: tuple, inputs: Sequence[Tensor | None]) -> tuple:
+    """What tells calls apart."""
     # Triton's kernels are others where an address is not a multiple of 16
     kinds = [
         None
@@ -90,22 +125,7 @@ def run(
         else (x.shape, x.is_contiguous() or x.stride(), x.dtype, x.data_ptr() % 16)
         for x in inputs
     ]
-    key = (key, device.index, *kinds)
-    program = programs.get(key)
-    if callable(program):
-        if program.computes and torch.is_autocast_enabled(device.type):
-            return compose()  # which chooses its precision itself
-        return program(*inputs)
-    if program is None:
-        while len(programs) >= LIMIT:
-            programs.pop(next(iter(programs)), None)
-        programs[key] = SEEN
-    elif program is SEEN and _recording.acquire(blocking=False):
-        try:
-            return _record(programs, key, inputs, compose)
-        finally:
-            _recording.release()
-    return compose()
+    return (key, device.index, *kinds)
 
 
 def _watched() -> bool:

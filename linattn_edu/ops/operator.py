@@ -179,7 +179,7 @@ class Operator:
         self._backward_takes = [n for n in names if n not in KNOWN]
         kept = self.residuals._fields if self.residuals else ()
         tensors = (*self._saved, *self._given)
-        self._residuals_at = [i for i, n in enumerate(tensors) if n in kept]
+        self._brought_back = [_there if n in kept else contiguous for n in tensors]
         self._fused_at = tensors.index(self.fused) if self.fused in tensors else None
         if self.limited and not any(n == self.limited or "C" in self.axes[n] for n in self._saved):
             raise TypeError(f"{self.name}: {f.__name__} must take {self.limited}, for its chunks")
@@ -220,6 +220,8 @@ class Operator:
 
     def _differentiate(self) -> None:
         """Give the forms that autograd meets their gradients."""
+        gradients = [out.gradient for out in self.outputs.values()]
+        self._given_at = [gradients.index(n) for n in self._given]
         steps = self._run, self._setup, self._gradients, self._vmap
         self._eager = _function(self.name, len(self.inputs), *steps)
         self.registered.register_autograd(self._gradients, setup_context=self._setup)
@@ -257,15 +259,19 @@ class Operator:
 
     def __call__(self, *args, save: str = "") -> tuple[Tensor | None, ...]:
         """The outputs; None for what was not asked for."""
+        differentiable = self._differentiable(args)
         if self.residuals:
-            args = (*args, save if self._differentiable(args) else "")
-        return self._call(*args)
+            args = (*args, save if differentiable else "")
+        return self._in_form(args, differentiable)
 
     def _differentiable(self, args: tuple) -> bool:
         return transformed() or needs_gradient(*args[: len(self.inputs)])
 
     def _call(self, *args) -> tuple[Tensor | None, ...]:
-        """A call in the form that fits."""
+        """A call in the form that fits, with what is saved as it is."""
+        return self._in_form(args, self._differentiable(args))
+
+    def _in_form(self, args: tuple, differentiable: bool) -> tuple[Tensor | None, ...]:
         if traced(args[0]):
             if sharding.sharded(*args[: len(self.inputs)]):
                 return sharding.on_shards(self, args)
@@ -273,7 +279,7 @@ class Operator:
             made = self._made(dict(zip(self.names, args, strict=True)))
             results = zip(self.outputs, _several(self.registered(*args)), strict=True)
             return tuple(x if n in made else None for n, x in results)
-        return self._eager(*args) if self._differentiable(args) else self._run(*args)
+        return self._eager(*args) if differentiable else self._run(*args)
 
     def _call_backward(self, *args) -> tuple[Tensor | None, ...]:
         """A backward pass in the form that fits."""
@@ -298,30 +304,33 @@ class Operator:
 
     def _run(self, *args) -> tuple[Tensor | None, ...]:
         """The forward pass; None for what is not asked for."""
-        n = len(self.inputs)
-        tensors = [bring(x) for bring, x in zip(self._brought, args[:n], strict=True)]
-        stages = self.forward_stages(args[self._impl])
-        return self._planned(0, stages, tensors, args[n : -len(self.options)], args)
+        n, stages = len(self.inputs), self.forward_stages(args[self._impl])
+        return self._planned(0, stages, args[:n], args[n : -len(self.options)], args)
 
-    def _planned(self, which: int, stages, tensors: list, bounds: tuple, args: tuple) -> tuple:
+    def _planned(
+        self, which: int, stages, tensors: tuple, bounds: tuple, args: tuple
+    ) -> tuple[Tensor | None, ...]:
         """A pass with these tensors, by the program of earlier calls of its kind, if there is."""
-        names, compose = ((*self.inputs, *self.bounds), self._compose)
+        options, plan = args[-len(self.options) :], None
+        cut = any(x is not None for x in bounds)
+        if not cut and args[self._impl] == "triton" and not transformed():
+            plan = _plan()
+            if self._programs is None:
+                self._programs = plan.plans(), plan.plans()
+            place = self._programs[which], (stages, options)
+            if (program := plan.find(*place, tensors)) is not None:
+                return program(*tensors)
+        bring, names, compose = self._brought, (*self.inputs, *self.bounds), self._compose
         if which:
-            names = (*self._saved, *self._given, *self.bounds)
+            bring, names = self._brought_back, (*self._saved, *self._given, *self.bounds)
             compose = self._compose_backward
-        options = args[-len(self.options) :]
+        tensors = [f(x) for f, x in zip(bring, tensors, strict=True)]
 
         def composed() -> tuple[Tensor | None, ...]:
             values = (*tensors, *bounds, *options)
             return compose(stages, dict(zip((*names, *self.options), values, strict=True)))
 
-        cut = any(x is not None for x in bounds)
-        if cut or args[self._impl] != "triton" or transformed():
-            return composed()
-        plan = _plan()
-        if self._programs is None:
-            self._programs = plan.plans(), plan.plans()
-        return plan.run(self._programs[which], (stages, options), tensors, composed)
+        return composed() if plan is None else plan.run(*place, tensors, composed)
 
     def _compose(self, stages, given: dict) -> tuple[Tensor | None, ...]:
         """The forward pass of contiguous tensors."""
@@ -368,13 +377,10 @@ class Operator:
 
     def _run_backward(self, *args) -> tuple[Tensor | None, ...]:
         """The backward pass: a gradient for each tensor, in its dtype; None for one not given."""
-        n, options = len(self._saved), len(self.options)
+        n = len(self._saved)
         bounds = args[n : n + len(self.bounds)]
-        tensors = [contiguous(x) for x in (*args[:n], *args[n + len(bounds) : -options])]
-        for i in self._residuals_at:  # an operator of torch.library gives no None
-            if tensors[i] is not None and not tensors[i].numel():
-                tensors[i] = None
-        fused = self._fused_at is not None and tensors[self._fused_at] is not None
+        tensors = (*args[:n], *args[n + len(bounds) : -len(self.options)])
+        fused = self._fused_at is not None and _there(tensors[self._fused_at]) is not None
         stages = (self.forward_stages if fused else self.stages)(args[self._impl])
         return self._planned(1, stages, tensors, bounds, args)
 
@@ -579,19 +585,17 @@ class Operator:
     def _gradients(self, ctx, *outer):
         """Gradients of the outputs -> gradients of the inputs."""
         saved = ctx.saved_tensors  # asked for once: activation checkpointing allows no more
-        named = {
-            out.gradient: None if x is None or not x.numel() else x
-            for out, x in zip(self.outputs.values(), outer, strict=True)
-        }
-        if named[self._given[0]] is None:
+        given = [outer[i] for i in self._given_at]
+        given = [None if x is None or not x.numel() else x for x in given]
+        if given[0] is None:
             like = next(x for x in (*outer, *saved) if x is not None)
-            named[self._given[0]] = like.new_zeros(ctx.shape, dtype=ctx.dtype)
-        results = self._call_backward(*saved, *(named[n] for n in self._given), *ctx.options)
+            given[0] = like.new_zeros(ctx.shape, dtype=ctx.dtype)
+        results = self._call_backward(*saved, *given, *ctx.options)
         results = (
             None if dtype is None or x is None else x if x.dtype == dtype else x.to(dtype)
             for dtype, x in zip(ctx.dtypes, results, strict=True)
         )
-        return *results, *(None for _ in self.names[len(self.inputs) :])
+        return *results, *[None] * (len(self.names) - len(self.inputs))
 
     # -- torch.utils.flop_counter
 
@@ -659,6 +663,11 @@ def _function(name, n, run, setup, backward, vmap) -> Callable:
 
 def _as_it_is(x: Tensor) -> Tensor:
     return x
+
+
+def _there(x: Tensor | None) -> Tensor | None:
+    """A residual; None for the empty tensor that an operator of torch.library gives for it."""
+    return None if x is None or not x.numel() else contiguous(x)
 
 
 def _no_setup(ctx, inputs, output):

@@ -42,7 +42,7 @@ def state_kernel(
     T,
     stride_t,  # of gc and gs, between tokens
     stride_h,  # and between heads
-    before,  # programs of the grid that do something else
+    others,  # programs of the grid before these
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     CHANNEL: tl.constexpr,  # a gate for each row of S
@@ -53,7 +53,7 @@ def state_kernel(
     Reference: linattn_edu.reference.delta.state.
     """
     i_v, i_nh, i_h, first, n_seq, i_c = columns_of(
-        tl.program_id(0) - before, cu_ptr, offsets_ptr, T, HV, V, BT, BV
+        tl.program_id(0) - others, cu_ptr, offsets_ptr, T, HV, V, BT, BV
     )
     k_ptr += (first * H + i_h // (HV // H)) * K
     u_ptr += (first * HV + i_h) * V
