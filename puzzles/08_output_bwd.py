@@ -35,7 +35,7 @@ def output_bwd_torch(q, k, v_new, h, gc, do, *, scale, chunk_size):
     # eq:delta-dq-inter
     inter = ...  # blank: the part of dQ that comes through the state
     # eq:delta-dgc-out
-    X = dM * M  # entry (i, j) is the gradient of the exponent gc_i - gc_j
+    flow = dM * M  # entry (i, j) is the gradient of the exponent gc_i - gc_j
     dgc = ...  # blank: [B, HV, NT, C]
     # eq:delta-dq
     dQ = inter + dM @ K
@@ -73,7 +73,7 @@ def output_bwd_kernel(q_ptr, k_ptr, v_new_ptr, h_ptr, gc_ptr, do_ptr, dq_ptr, dk
         # eq:delta-dq-inter
         b_inter = ...  # blank: [BT, BK]
         # eq:delta-dgc-out
-        X = b_dM * b_M
+        b_flow = b_dM * b_M
         b_dgc = ...  # blank: [BT]
         tl.store(dgc_ptr + i + o_t * HV, b_dgc, mask=o_t < n_t)
         # eq:delta-dq

@@ -46,7 +46,7 @@ PLANTED = {
         ("b_beta * tl.sum", "tl.sum", "Triton", "A"),
     ],
     "08": [
-        (" - X.sum(-2)", "", "PyTorch", "dgc"),
+        (" - flow.sum(-2)", "", "PyTorch", "dgc"),
         ("tl.trans(b_M * G)", "tl.trans(b_M)", "Triton", "dv_new"),
     ],
     "09": [

@@ -246,8 +246,8 @@ MUTANTS = [
     Mutant(
         "dgc lacks the sum over the columns",
         f"{REFERENCE}/delta/output_bwd.py",
-        "+ X.sum(-1) - X.sum(-2)",
-        "+ X.sum(-1)",
+        "+ flow.sum(-1) - flow.sum(-2)",
+        "+ flow.sum(-1)",
         "tests/delta/test_output_bwd.py",
     ),
     Mutant(

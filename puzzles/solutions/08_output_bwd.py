@@ -35,8 +35,8 @@ def output_bwd_torch(q, k, v_new, h, gc, do, *, scale, chunk_size):
     # eq:delta-dq-inter
     inter = scale * e * (dO @ S.mT)  # blank: the part of dQ that comes through the state
     # eq:delta-dgc-out
-    X = dM * M  # entry (i, j) is the gradient of the exponent gc_i - gc_j
-    dgc = (Q * inter).sum(-1) + X.sum(-1) - X.sum(-2)  # blank: [B, HV, NT, C]
+    flow = dM * M  # entry (i, j) is the gradient of the exponent gc_i - gc_j
+    dgc = (Q * inter).sum(-1) + flow.sum(-1) - flow.sum(-2)  # blank: [B, HV, NT, C]
     # eq:delta-dq
     dQ = inter + dM @ K
     # eq:delta-dk-out
@@ -73,8 +73,8 @@ def output_bwd_kernel(q_ptr, k_ptr, v_new_ptr, h_ptr, gc_ptr, do_ptr, dq_ptr, dk
         # eq:delta-dq-inter
         b_inter = scale * tl.exp2(b_gc)[:, None] * dot(b_do, tl.trans(b_h))  # blank: [BT, BK]
         # eq:delta-dgc-out
-        X = b_dM * b_M
-        b_dgc = tl.sum(b_q * b_inter, 1) + tl.sum(X, 1) - tl.sum(X, 0)  # blank: [BT]
+        b_flow = b_dM * b_M
+        b_dgc = tl.sum(b_q * b_inter, 1) + tl.sum(b_flow, 1) - tl.sum(b_flow, 0)  # blank: [BT]
         tl.store(dgc_ptr + i + o_t * HV, b_dgc, mask=o_t < n_t)
         # eq:delta-dq
         b_dq += b_inter + dot(b_dM, b_k)

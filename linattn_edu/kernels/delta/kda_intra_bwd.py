@@ -139,7 +139,7 @@ def kda_intra_bwd_near_kernel(
             store_tile(dgc_ptr + i * K, b_dgc, o_t, o_k, HV * K, n_t, K)
             # eq:kda-dbeta   dbeta += rowsum(K * Y)
             b_dbeta += tl.sum(b_k * b_Y, 1)
-            # eq:kda-dk   dK = diag(beta) Y + R + diag(dP) Q
+            # eq:kda-dk   dk = diag(beta) Y + R + diag(dP) Q
             b_R += b_beta * b_Y + b_dP_ii * b_q
             store_tile(dk_ptr + i * K, b_R, o_t, o_k, HV * K, n_t, K)
             store_tile(dq_ptr + i * K, b_dq + b_dP_ii * b_k, o_t, o_k, HV * K, n_t, K)
@@ -223,9 +223,9 @@ def kda_intra_bwd_kernel(
             b_dP = load_tile(dP_ptr + b * 16, o_c, o, HV * BT, n_t, 16)
             b_dL = load_tile(dL_ptr + b * 16, o_c, o, HV * BT, n_t, 16)
             b_x = dot(tl.trans(b_dL), b_kE, dot(tl.trans(b_dP), b_qE))
-            b_E = tl.exp2(b_ga - b_g)
-            b_R += b_E * b_x
-            b_dgc -= cast(b_k * b_E, dtype).to(tl.float32) * b_x
+            b_F = tl.exp2(b_ga - b_g)
+            b_R += b_F * b_x
+            b_dgc -= cast(b_k * b_F, dtype).to(tl.float32) * b_x
 
         # the blocks to the left, which these rows read: anchored at the first of these
         b_ga = load_vector(gc_ptr + b * 16 * HV * K, o_k, K)[None, :]
@@ -233,27 +233,27 @@ def kda_intra_bwd_kernel(
         b_y = tl.zeros([16, BK], dtype=tl.float32)
         for c in range(b):
             o_j = c * 16 + o
-            b_E = tl.exp2(b_ga - load_gates(gc_ptr, o_j, o_k, HV * K, n_t, K))
-            b_kE = cast(load_tile(k_ptr, o_j, o_k, H * K, n_t, K).to(tl.float32) * b_E, dtype)
+            b_F = tl.exp2(b_ga - load_gates(gc_ptr, o_j, o_k, HV * K, n_t, K))
+            b_kF = cast(load_tile(k_ptr, o_j, o_k, H * K, n_t, K).to(tl.float32) * b_F, dtype)
             # eq:kda-dq   dQ_i += sum over j < i of dP_ij k_j 2^(gc_i - gc_j)
-            b_x = dot(load_tile(dP_ptr + c * 16, o_i, o, HV * BT, n_t, 16), b_kE, b_x)
+            b_x = dot(load_tile(dP_ptr + c * 16, o_i, o, HV * BT, n_t, 16), b_kF, b_x)
             # eq:kda-y   Y_i += sum over j < i of dL_ij k_j 2^(gc_i - gc_j)
-            b_y = dot(load_tile(dL_ptr + c * 16, o_i, o, HV * BT, n_t, 16), b_kE, b_y)
+            b_y = dot(load_tile(dL_ptr + c * 16, o_i, o, HV * BT, n_t, 16), b_kF, b_y)
 
-        # the block on the diagonal, with the same anchor where the rows are near it
+        # the block on the diagonal, with the same anchor where the rows are close to it
         b_q = load_tile(q_ptr, o_i, o_k, H * K, n_t, K).to(tl.float32)  # [16, BK]
         b_dP = load_tile(dP_ptr + b * 16, o_i, o, HV * BT, n_t, 16)
         b_dL = load_tile(dL_ptr + b * 16, o_i, o, HV * BT, n_t, 16)
-        b_E = b_g - b_ga
-        b_far = tl.min(b_E, 1)[:, None] < -NEAR
-        b_F = tl.exp2(tl.minimum(-b_E, NEAR))
-        b_E = tl.exp2(b_E)
+        b_up = b_g - b_ga
+        b_far = tl.min(b_up, 1)[:, None] < -NEAR
+        b_F = tl.exp2(tl.minimum(-b_up, NEAR))
+        b_E = tl.exp2(b_up)
         b_qE = cast(b_q * b_E, dtype)
         b_kE = cast(b_k * b_E * b_beta, dtype)
         if HALVE == FAR:
-            near = (o[:, None] > o[None, :]) & ~b_far
-            b_dPn = tl.where(near, b_dP, 0.0)
-            b_dLn = tl.where(near, b_dL, 0.0)
+            close = (o[:, None] > o[None, :]) & ~b_far
+            b_dPn = tl.where(close, b_dP, 0.0)
+            b_dLn = tl.where(close, b_dL, 0.0)
             b_kF = cast(b_k * b_F, dtype)
             b_x = dot(b_dPn, b_kF, b_x)
             b_y = dot(b_dLn, b_kF, b_y)
@@ -319,7 +319,7 @@ def kda_intra_bwd_kernel(
         store_tile(dgc_ptr + i * K, b_dgc, o_i, o_k, HV * K, n_out, K)
         # eq:kda-dbeta   dbeta += rowsum(K * Y)
         b_dbeta += tl.where(n_out > 0, tl.sum(b_k * b_Y, 1), 0.0)
-        # eq:kda-dk   dK = diag(beta) Y + R + diag(dP) Q
+        # eq:kda-dk   dk = diag(beta) Y + R + diag(dP) Q
         b_R += b_beta * b_Y + b_dP_ii * b_q
         store_tile(dk_ptr + i * K, b_R, o_i, o_k, HV * K, n_out, K)
         store_tile(dq_ptr + i * K, b_dq + b_dP_ii * b_k, o_i, o_k, HV * K, n_out, K)

@@ -78,8 +78,8 @@ def output_bwd_kernel(
         b_dM *= decay_matrix(b_gc, o_t) * scale
         b_dMT *= GT
         # without the diagonal, which is in both sums of dgc and would only be rounded
-        X = tl.where(o_t[:, None] != o_t[None, :], b_dMT * b_MT, 0.0)
-        b_dgc = tl.sum(X, 0) - tl.sum(X, 1)
+        b_flow = tl.where(o_t[:, None] != o_t[None, :], b_dMT * b_MT, 0.0)
+        b_dgc = tl.sum(b_flow, 0) - tl.sum(b_flow, 1)
         b_dM, b_dMT = cast(b_dM, b_do.dtype), cast(b_dMT, b_do.dtype)
         for j in range(tl.cdiv(K, BK)):
             o_k = j * BK + tl.arange(0, BK)

@@ -30,11 +30,12 @@ def kda_intra_bwd(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gather what P, L, qg, kb and kg say about q, k, beta and the accumulated gate.
 
-        dQ    = 2^gc * dqg + sum over j of dP_ij k_j 2^(gc_i - gc_j)
+        dQ    = 2^gc * dqg + sum over j < i of dP_ij k_j 2^(gc_i - gc_j)
         Y     = 2^gc * dkb + sum over j < i of dL_ij k_j 2^(gc_i - gc_j)
         R     = 2^(gc_last - gc) * dkg + sum over i > j of D_ij
         D_ij  = (dP_ij q_i + beta_i dL_ij k_i) 2^(gc_i - gc_j)
-        dK    = diag(beta) Y + R + diag(dP) Q
+        dq    = dQ + diag(dP) K
+        dk    = diag(beta) Y + R + diag(dP) Q
         dbeta = dbeta + rowsum(K * Y)
         dgc   = Q * dQ + K * (diag(beta) Y - R), and what goes through gc_last
 
@@ -81,8 +82,8 @@ def kda_intra_bwd(
     dgc = Q * dQ + K * (b * Y - R_gate - R_inner) + end * through[..., None, :]
     # eq:kda-dbeta   dbeta += rowsum(K * Y)
     dbeta = dbeta.to(dtype) + from_chunks((K * Y).sum(-1), T)
-    # eq:kda-dk   dK = diag(beta) Y + R + diag(dP) Q
-    dK = b * Y + R_inner + R_outer + dP_diagonal * Q
-    dQ = dQ + dP_diagonal * K
-    dq, dk = (sum_heads(from_chunks(x, T), H).to(q.dtype) for x in (dQ, dK))
+    # eq:kda-dk   dk = diag(beta) Y + R + diag(dP) Q
+    dk = b * Y + R_inner + R_outer + dP_diagonal * Q
+    dq = dQ + dP_diagonal * K
+    dq, dk = (sum_heads(from_chunks(x, T), H).to(q.dtype) for x in (dq, dk))
     return dq, dk, dbeta, from_chunks(dgc, T)

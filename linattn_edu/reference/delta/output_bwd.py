@@ -59,8 +59,8 @@ def output_bwd(
     # eq:delta-dq-inter   scale diag(2^gc) dO h^T
     inter = scale * torch.exp2(gc)[..., None] * (dO @ h.to(dtype).transpose(1, 2).mT)
     # eq:delta-dgc-out   dgc = rowsum(Q * inter) + rowsum(dM * M) - colsum(dM * M)
-    X = (dM * M).tril(-1)  # the diagonal is in both sums and would only be rounded
-    dgc = (Q * inter).sum(-1) + X.sum(-1) - X.sum(-2)
+    flow = (dM * M).tril(-1)  # the diagonal is in both sums and would only be rounded
+    dgc = (Q * inter).sum(-1) + flow.sum(-1) - flow.sum(-2)
     # eq:delta-dq   dQ = inter + dM K
     dQ = inter + dM @ K
     # eq:delta-dk-out   dK = dM^T Q
