@@ -45,7 +45,7 @@ def ladder_cells(rows: list[dict]) -> Cells:
     dtypes = [name for name in ("bfloat16", "float32") if any(r["dtype"] == name for r in rows)]
     rungs = {(row["step"], row["order"], row["rung"]): {} for row in sorted(rows, key=_place)}
     for row in rows:
-        text = f"{row['ms']:#.3g}".rstrip(".") if "ms" in row else "refused"
+        text = _three_digits(row["ms"]) if "ms" in row else "refused"
         rungs[row["step"], row["order"], row["rung"]][row["dtype"]] = text
     heads = ["step", "kernel", *(f"{name} ms" for name in dtypes)]
     lines = [
@@ -53,6 +53,10 @@ def ladder_cells(rows: list[dict]) -> Cells:
         for (step, _, rung), times in rungs.items()
     ]
     return heads, lines
+
+
+def _three_digits(ms: float) -> str:
+    return f"{ms:.0f}" if ms >= 100 else f"{ms:#.3g}"
 
 
 def _place(row: dict) -> tuple[int, int]:

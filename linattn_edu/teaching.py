@@ -265,7 +265,7 @@ def measured_ladder(chapter: str, name: str = LADDERS) -> None:
         chapter: Its file's name.  name: Of the file of results.
     """
     data = _load(name)
-    rows = [row for row in data["rows"] if row["chapter"] == chapter] if data else []
+    rows = [r for r in data["rows"] if r.get("chapter") == chapter] if data else []
     if rows:
         _table(*tables.ladder_cells(rows), f"{_ladder_notes(rows)} {_provenance(data)}")
     else:
