@@ -280,9 +280,10 @@ def _ladder_notes(rows: list[dict]) -> str:
             size = ", ".join(f"{letter} = {n}" for letter, n in row["shape"].items())
             sizes.setdefault(size, []).append(row["dtype"])
         else:
-            reasons.setdefault(row["refused"], {})[row["rung"]] = None
+            why = row["refused"].split(": ", 1)[-1]  # without the class of the error
+            reasons.setdefault(why, {})[row["rung"]] = None
     notes = [f"{' and '.join(dict.fromkeys(dtypes))}: {size}." for size, dtypes in sizes.items()]
-    notes += [f"Refused, {', '.join(rungs)}: {why}." for why, rungs in reasons.items()]
+    notes += [f"Refused: {', '.join(rungs)} ({why})." for why, rungs in reasons.items()]
     return " ".join(notes)
 
 
