@@ -116,7 +116,7 @@ def test_a_rung_that_takes_too_long_is_given_up(spoken):
     run.listen(unit, "ready", {"": 0.05})
     assert run.close(unit, set()) == {"state"}
     (row,) = run.table.rows.values()
-    assert row["refused"] == "took more than 0 s" and row["rung"] == "state"
+    assert row["refused"] == "took more than 0.05 s" and row["rung"] == "state"
 
 
 def test_inputs_that_fail_are_tried_once_more(spoken):
