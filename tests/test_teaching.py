@@ -231,11 +231,11 @@ LADDER = [
     {"chapter": "05_state", "step": 2, "order": 1, "rung": "tiled", "dtype": "bfloat16",
      "refused": "ValueError: two dtypes"},
     {"chapter": "05_state", "step": 2, "order": 1, "rung": "tiled", "dtype": "float32",
-     "ms": 0.2346, "shape": {"T": 9, "K": 64}},
+     "ms": 0.2346, "shape": {"T": 9, "K": 64, "V": 32}},
     {"chapter": "05_state", "step": 1, "order": 0, "rung": "naive", "dtype": "float32",
-     "ms": 12.345, "shape": {"T": 9, "K": 64}},
+     "ms": 12.345, "shape": {"T": 9, "K": 64, "V": 32}},
     {"chapter": "05_state", "step": 1, "order": 0, "rung": "naive", "dtype": "bfloat16",
-     "ms": 1234.6, "shape": {"T": 9, "K": 128}},
+     "ms": 1234.6, "shape": {"T": 9, "K": 128, "V": 128}},
     {"chapter": "06_output", "step": 1, "order": 0, "rung": "x", "dtype": "float32", "ms": 1.0},
 ]  # fmt: skip
 
@@ -245,11 +245,12 @@ def test_ladder_table(results, tmp_path, capsys):
     (tmp_path / "chapters" / "data" / "ladders.json").write_text(json.dumps(data))
     teaching.measured_ladder("05_state", "ladders")
     heads, naive, tiled, caption = capsys.readouterr().out.splitlines()
-    assert heads.split() == ["step", "kernel", "bfloat16", "ms", "float32", "ms"]
+    assert heads.split() == ["step", "kernel", "bf16", "ms", "fp32", "ms"]
     assert naive.split() == ["1", "naive", "1235", "12.3"]
     assert tiled.split() == ["2", "tiled", "refused", "0.235"]
-    assert caption.startswith("bfloat16: T = 9, K = 128. float32: T = 9, K = 64. Refused: tiled ")
-    assert "(two dtypes). NVIDIA H200, torch 2.11.0" in caption
+    caption = caption.replace("\N{NO-BREAK SPACE}", " ")
+    assert caption.startswith("bf16: T = 9, K = V = 128. fp32: T = 9, K = 64, V = 32. Triton ")
+    assert "refuses tiled: two dtypes. NVIDIA H200, torch 2.11.0" in caption
 
 
 @pytest.mark.parametrize(
