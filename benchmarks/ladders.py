@@ -270,6 +270,7 @@ def sizes_of(**sizes: int) -> dict[str, int]:
 )
 def _recurrent(z: Size, d: ModuleType) -> dict[str, Rung]:
     i = z.gdn(8, 4096, 16).i
+    del z.shape["C"]  # no chunks
     given = i.q, i.k, i.v, i.g, i.beta
     (B, T, H, K), o = i.q.shape, torch.empty_like(i.v)
     recurrent = stage_function("recurrent", "triton")
@@ -885,6 +886,7 @@ def _conv(z: Size, d: ModuleType) -> dict[str, Rung]:
 )
 def _decoding(z: Size, d: ModuleType) -> dict[str, Rung]:
     i = z.gdn(128, 1, 32).i
+    del z.shape["C"]
     given = i.q, i.k, i.v, i.g, i.beta
     (B, _, HV, K), stage = i.q.shape, stage_function("recurrent", "triton")
     S0 = 0.1 * z.randn(B, HV, K, K)

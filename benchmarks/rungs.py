@@ -183,7 +183,7 @@ class Run:
             left = min(unit.since + allowed, self.ends) - time.monotonic()
             try:
                 if not unit.line.poll(max(0.0, left)):
-                    unit.state, unit.why = "lost", f"took more than {allowed:.0f} s"
+                    unit.state, unit.why = "lost", f"took more than {allowed:.3g} s"
                     if time.monotonic() >= self.ends:
                         unit.why = "not measured: the run's time was over"
                     break

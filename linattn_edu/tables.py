@@ -19,6 +19,7 @@ BESIDE = {OURS: "linattn_edu ms", "fla": "fla ms", "flash_qla": "FlashQLA ms"}
 BESIDE_SSD = {OURS: "linattn_edu ms", "mamba_ssm": "mamba_ssm ms"}
 # "what" -> the final state
 DECODE = {"decode": "new", "decode_inplace": "in place", "decode_graph": "in place, CUDA graph"}
+SHORT = {"bfloat16": "bf16", "float32": "fp32"}
 Cells = tuple[list[str], list[list[str]]]  # heads, lines
 
 
@@ -42,17 +43,21 @@ def stage_cells(rows: list[dict]) -> Cells:
 
 def ladder_cells(rows: list[dict]) -> Cells:
     """Heads and lines of a kernel ladder: a line a rung, a column a dtype."""
-    dtypes = [name for name in ("bfloat16", "float32") if any(r["dtype"] == name for r in rows)]
+    dtypes = [name for name in SHORT if any(row["dtype"] == name for row in rows)]
     rungs = {(row["step"], row["order"], row["rung"]): {} for row in sorted(rows, key=_place)}
     for row in rows:
-        text = f"{row['ms']:#.3g}".rstrip(".") if "ms" in row else "refused"
+        text = _three_digits(row["ms"]) if "ms" in row else "refused"
         rungs[row["step"], row["order"], row["rung"]][row["dtype"]] = text
-    heads = ["step", "kernel", *(f"{name} ms" for name in dtypes)]
+    heads = ["step", "kernel", *(f"{SHORT[name]} ms" for name in dtypes)]
     lines = [
         [str(step), rung, *(times.get(name, "") for name in dtypes)]
         for (step, _, rung), times in rungs.items()
     ]
     return heads, lines
+
+
+def _three_digits(ms: float) -> str:
+    return f"{ms:.0f}" if ms >= 100 else f"{ms:#.3g}"
 
 
 def _place(row: dict) -> tuple[int, int]:

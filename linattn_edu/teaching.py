@@ -265,7 +265,7 @@ def measured_ladder(chapter: str, name: str = LADDERS) -> None:
         chapter: Its file's name.  name: Of the file of results.
     """
     data = _load(name)
-    rows = [row for row in data["rows"] if row["chapter"] == chapter] if data else []
+    rows = [r for r in data["rows"] if r.get("chapter") == chapter] if data else []
     if rows:
         _table(*tables.ladder_cells(rows), f"{_ladder_notes(rows)} {_provenance(data)}")
     else:
@@ -277,13 +277,23 @@ def _ladder_notes(rows: list[dict]) -> str:
     sizes, reasons = {}, {}
     for row in sorted(rows, key=lambda row: (row["dtype"], row["order"])):
         if "shape" in row:
-            size = ", ".join(f"{letter} = {n}" for letter, n in row["shape"].items())
-            sizes.setdefault(size, []).append(row["dtype"])
+            short = tables.SHORT[row["dtype"]]
+            sizes.setdefault(_sizes(row["shape"]), {})[short] = None
         else:
-            reasons.setdefault(row["refused"], {})[row["rung"]] = None
-    notes = [f"{' and '.join(dict.fromkeys(dtypes))}: {size}." for size, dtypes in sizes.items()]
-    notes += [f"Refused, {', '.join(rungs)}: {why}." for why, rungs in reasons.items()]
+            why = row["refused"].split(": ", 1)[-1]  # without the class of the error
+            reasons.setdefault(why, {})[row["rung"]] = None
+    notes = [f"{' and '.join(dtypes)}: {size}." for size, dtypes in sizes.items()]
+    notes += [f"Triton refuses {', '.join(rungs)}: {why}." for why, rungs in reasons.items()]
     return " ".join(notes)
+
+
+def _sizes(shape: dict[str, int]) -> str:
+    """Letters and numbers, K and V together where they are equal."""
+    pairs = dict(shape)
+    if "K" in pairs and pairs["K"] == pairs.get("V"):
+        pairs = {"K = V" if k == "K" else k: n for k, n in pairs.items() if k != "V"}
+    texts = (f"{names} = {n}" for names, n in pairs.items())
+    return ", ".join(text.replace(" ", "\N{NO-BREAK SPACE}") for text in texts)
 
 
 def measured_forward(name: str = RESULTS) -> None:

@@ -227,8 +227,36 @@ def test_decode_table(results, capsys):
     assert caption.startswith("One token of each sequence. NVIDIA H200")
 
 
+LADDER = [
+    {"chapter": "05_state", "step": 2, "order": 1, "rung": "tiled", "dtype": "bfloat16",
+     "refused": "ValueError: two dtypes"},
+    {"chapter": "05_state", "step": 2, "order": 1, "rung": "tiled", "dtype": "float32",
+     "ms": 0.2346, "shape": {"T": 9, "K": 64, "V": 32}},
+    {"chapter": "05_state", "step": 1, "order": 0, "rung": "naive", "dtype": "float32",
+     "ms": 12.345, "shape": {"T": 9, "K": 64, "V": 32}},
+    {"chapter": "05_state", "step": 1, "order": 0, "rung": "naive", "dtype": "bfloat16",
+     "ms": 1234.6, "shape": {"T": 9, "K": 128, "V": 128}},
+    {"chapter": "06_output", "step": 1, "order": 0, "rung": "x", "dtype": "float32", "ms": 1.0},
+]  # fmt: skip
+
+
+def test_ladder_table(results, tmp_path, capsys):
+    data = {**DATA, "rows": LADDER}
+    (tmp_path / "chapters" / "data" / "ladders.json").write_text(json.dumps(data))
+    teaching.measured_ladder("05_state", "ladders")
+    heads, naive, tiled, caption = capsys.readouterr().out.splitlines()
+    assert heads.split() == ["step", "kernel", "bf16", "ms", "fp32", "ms"]
+    assert naive.split() == ["1", "naive", "1235", "12.3"]
+    assert tiled.split() == ["2", "tiled", "refused", "0.235"]
+    caption = caption.replace("\N{NO-BREAK SPACE}", " ")
+    assert caption.startswith("bf16: T = 9, K = V = 128. fp32: T = 9, K = 64, V = 32. Triton ")
+    assert "refuses tiled: two dtypes. NVIDIA H200, torch 2.11.0" in caption
+
+
 @pytest.mark.parametrize(
     "show", [lambda: teaching.measured_stage("solve", "no_such"),
+             lambda: teaching.measured_ladder("05_state", "no_such"),
+             lambda: teaching.measured_ladder("05_state", "made_up"),
              lambda: teaching.measured_stage("output_bwd", "made_up"),
              lambda: teaching.measured_forward("no_such"),
              lambda: teaching.measured_backward("no_such"),

@@ -666,6 +666,7 @@ NEED_A_GPU = [
     ("benchmarks",),
     ("benchmarks", "--all"),
     ("benchmarks.pieces",),
+    ("benchmarks.rungs",),
     ("benchmarks.tune", "solve"),
     ("benchmarks.first_call", "linattn_edu", "gdn_train", "forward"),
 ]
