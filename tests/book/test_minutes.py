@@ -55,6 +55,16 @@ def test_count_of_cells(tags, main, tmp_path, monkeypatch):
     assert _count(tmp_path, monkeypatch, [cell]) == pytest.approx((main, 2))
 
 
+def test_minutes_of_each_appendix(tmp_path, monkeypatch):
+    """One after the other, their cells with them; what follows them is in none."""
+    texts = ["word " * 170, "## Appendix: a\n" + "word " * 168, "## Appendix: b\n" + "word " * 338]
+    cells = [nbformat.v4.new_markdown_cell(text) for text in texts]
+    cells.insert(2, nbformat.v4.new_code_cell("y = 2\n" * 12))
+    cells.append(nbformat.v4.new_markdown_cell("## References\n" + "word " * 170))
+    assert _count(tmp_path, monkeypatch, cells) == pytest.approx((1, 6), abs=0.02)
+    assert minutes.appendices("one") == pytest.approx([2, 2])
+
+
 def _count(tmp_path, monkeypatch, cells):
     nbformat.write(nbformat.v4.new_notebook(cells=cells), tmp_path / "one.ipynb")
     monkeypatch.setattr(minutes, "CHAPTERS", tmp_path)
