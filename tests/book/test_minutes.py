@@ -22,6 +22,9 @@ def test_box_states_both_times(name):
     assert stated, "**Time:** M minutes for the main path, W with ..."
     for said, takes in zip(map(int, stated.groups()), (main, whole), strict=True):
         assert abs(said - takes) <= max(3, 0.1 * takes), f"{takes:.0f} minutes, not {said}"
+    rest = stated.string[stated.end() :].partition(";")[0]
+    count = len(minutes.appendices(name))
+    assert ("the appendix" in rest, "the appendices" in rest) == (count == 1, count > 1), rest
 
 
 @pytest.mark.parametrize(
