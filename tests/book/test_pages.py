@@ -117,6 +117,12 @@ def test_appendices_are_folded(name):
         assert abs(int(said[1]) - takes) <= 1
 
 
+@pytest.mark.parametrize("page", [p for p in FOUND if p.startswith(("chapters/", "book/"))])
+def test_an_equation_has_one_pair_of_parentheses(page):
+    text = soup(page).select_one("article").get_text()
+    assert re.findall(r"\(\(\d+\.\d+\)\)", text) == []
+
+
 # ---- in a browser
 
 # ms for a request that a script makes late; "networkidle" may never come for a page of a file
@@ -233,6 +239,11 @@ LOOSE = """() => [...document.querySelectorAll('mjx-container')]
     && e.querySelector('mjx-math').getBoundingClientRect().width <= e.clientWidth + 2)
   .map(e => e.textContent).slice(0, 5)"""
 
+# formulas that a line break parts from the comma behind them
+BROKEN = """() => [...document.querySelectorAll('main .bound')].filter(e => {
+    const tops = [...e.getClientRects()].filter(r => r.width > 0).map(r => r.top + r.height / 2);
+    return Math.max(...tops) - Math.min(...tops) > 16; }).map(e => e.textContent).slice(0, 5)"""
+
 IMAGES = """() => [...document.images].filter(i => i.src && !(i.complete && i.naturalWidth))
   .map(i => i.src)"""
 
@@ -281,6 +292,7 @@ def test_page(page, visit):
     unfold_appendices(tab)
     tab.set_viewport_size(PHONE)
     assert tab.evaluate(WIDE) == [], "at 390 px"
+    assert tab.evaluate(BROKEN) == []
     if page.startswith("chapters/"):
         unfold(tab)
     assert v.elsewhere == []
