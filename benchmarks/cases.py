@@ -125,7 +125,9 @@ FORWARD_STAGES = {
 }  # fmt: skip
 ADJOINT_STAGES = {
     "gdn": ("output_bwd", "state_bwd", "wy_bwd", "gate_bwd", "recurrent_bwd"),
-    "kda": ("kda_output_bwd", "state_bwd", "kda_wy_bwd", "kda_intra_bwd", "gate_bwd"),
+    "kda": (
+        "kda_scans", "state_bwd", "kda_output_bwd", "kda_wy_bwd", "kda_intra_bwd", "gate_bwd",
+    ),
     "ssd": (
         "chunk_scan_bwd_dstates", "state_passing_bwd", "chunk_state_bwd_db", "chunk_scan_bwd_dc",
         "chunk_scan_chunk_state_bwd_dx", "chunk_scan_bwd_da_cs", "chunk_cumsum_bwd",
@@ -252,8 +254,9 @@ def _kda_bytes(c: Case, what: str, chunk: int) -> int:
         "state": kg + w + u + last + h + v_new,
         "output": qg + v_new + h + P + o,
         "kda_scan": qg + kg + w + u + last + P + o,
-        "kda_output_bwd": P + v_new + h + do + dqg + dP + v_new,
-        "state_bwd": qg + kg + w + last + do + v_new + dh + v_new + dh0,
+        "kda_scans": qg + kg + w + u + last + P + do + h + v_new + dh + v_new + dh0,
+        "state_bwd": qg + kg + w + last + P + do + dh + v_new + dh0,
+        "kda_output_bwd": v_new + h + do + dqg + dP,
         "kda_wy_bwd": v + beta + A + h + v_new + dh + v_new + dkb + dkg + dv + dL + dbeta + dgl,
         "kda_intra_bwd": q + k + beta + gc + gathered + dq + dk + dbeta + dgc,
         "gate_bwd": dgc + g + dg,
@@ -386,10 +389,12 @@ def _kda_chunk_flops(c: Case, what: str, n: int) -> int:
         "state": 2 * state,
         "output": state + lower_v,
         "kda_scan": 3 * state + lower_v,
-        # dO h^T; dO v_new^T and P^T dO
-        "kda_output_bwd": state + 2 * lower_v,
-        # kg dS, qg^T dO, w^T dv_new
-        "state_bwd": 3 * state,
+        # w S, kg^T v_new; kg dS, qg^T dO, w^T dv_new; P^T dO
+        "kda_scans": 5 * state + lower_v,
+        # kg dS, qg^T dO, w^T dv_new; P^T dO
+        "state_bwd": 3 * state + lower_v,
+        # dO h^T; dO v_new^T
+        "kda_output_bwd": state + lower_v,
         # Z S^T and v_new dS^T; Z = A^T dv_new; Z v_new^T
         "kda_wy_bwd": 2 * state + lower_v + below_v,
         # dP and dL, each with rows before and after
@@ -398,7 +403,7 @@ def _kda_chunk_flops(c: Case, what: str, n: int) -> int:
     }
     # without w: v_new = A diag(beta) (V - (2^gc * K) S)
     stages["forward"] = stages["kda_intra"] + 3 * state + 2 * lower_v
-    adjoints = ("kda_output_bwd", "state_bwd", "kda_wy_bwd", "kda_intra_bwd")
+    adjoints = ("state_bwd", "kda_output_bwd", "kda_wy_bwd", "kda_intra_bwd")
     stages[TRAINING] = stages["forward"] + sum(stages[name] for name in adjoints)
     return stages[what]
 

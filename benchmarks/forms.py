@@ -159,13 +159,19 @@ class KDAStageArguments(StageArguments):
         scale, last = self.scaled["scale"], self.i.initial_state is not None
         return args, {"scale": scale, "output_final_state": last}
 
-    def _kda_output_bwd(self):
-        (P, _), (h, v_new, _) = self.made("kda_intra"), self.made("state")
-        return (P, v_new, h, self.do), self.scaled
+    def _kda_scans(self):
+        i, (P, _), (w, u, kg, qg) = self.i, self.made("kda_intra"), self.made("wy")
+        args = (qg, kg, w, u, self.made("gate_cumsum"), P, self.do, i.initial_state, self.dht)
+        return args, {"scale": self.scaled["scale"]}
 
     def _state_bwd(self):
-        (w, _, kg, qg), (_, _, dv_new) = self.made("wy"), self.made("kda_output_bwd")
-        return (qg, kg, w, self.made("gate_cumsum"), self.do, dv_new, self.dht), self.scaled
+        (P, _), (w, _, kg, qg) = self.made("kda_intra"), self.made("wy")
+        gc = self.made("gate_cumsum")
+        return (qg, kg, w, gc, self.do, None, self.dht, None, None, P), self.scaled
+
+    def _kda_output_bwd(self):
+        h, v_new, _ = self.made("state")
+        return (v_new, h, self.do), self.scaled
 
     def _kda_wy_bwd(self):
         i, (_, A) = self.i, self.made("kda_intra")
@@ -173,7 +179,7 @@ class KDAStageArguments(StageArguments):
         return (i.v, i.beta, A, h, v_new, dh, dv_new), {}
 
     def _kda_intra_bwd(self):
-        i, (dqg, dP, _) = self.i, self.made("kda_output_bwd")
+        i, (dqg, dP) = self.i, self.made("kda_output_bwd")
         dkb, dkg, _, dL, dbeta, dgl = self.made("kda_wy_bwd")
         gc = self.made("gate_cumsum")
         return (i.q, i.k, i.beta, gc, dP, dL, dqg, dkb, dkg, dgl, dbeta), {}

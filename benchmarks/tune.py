@@ -72,7 +72,7 @@ PLACES = {
     "resolvent": Place("intra", "fused", "RESOLVENT_CONFIGS", (("BK",),)),
     "scan": Place("scan", "fused", "SCAN_CONFIGS", **_SCAN),
     "output_bwd": Place("output_bwd", "output_bwd", tiles=(("BK",), ("BV",)), warps=(4, 8)),
-    "state_bwd": Place("state_bwd", "state_bwd", ops=_BOTH, **_SCAN),
+    "state_bwd": Place("state_bwd", "state_bwd", **_SCAN),
     "wy_bwd": Place("wy_bwd", "wy_bwd", tiles=(("BK",), ("BV",)), warps=(4, 8)),
     "recurrent": Place("recurrent", "recurrent", "BV", sizes=(8, 16, 32, 64, 128), **_CONSTANT),
     "gate_cumsum_channels": Place("gate_cumsum", "gate", "BD", **_CHANNELS),
@@ -82,6 +82,8 @@ PLACES = {
         "kda_intra", "kda_intra", options=(("lower_bound", SAFE_BOUND),), **_ROWS
     ),
     "kda_scan": Place("kda_scan", "kda_scan", ops=("kda",), **_SCAN),
+    "kda_scans": Place("kda_scans", "kda_scans", ops=("kda",), **_SCAN),
+    "state_bwd_channels": Place("state_bwd", "state_bwd", "CHANNEL_CONFIGS", ops=("kda",), **_SCAN),
     "kda_output_bwd": Place("kda_output_bwd", "kda_bwd", **_ADJOINT),
     "kda_wy_bwd": Place("kda_wy_bwd", "kda_bwd", **_ADJOINT),
     "kda_intra_bwd": Place("kda_intra_bwd", "kda_intra_bwd", **_ROWS),

@@ -8,7 +8,7 @@ from linattn_edu.figures.drawing import text as _text
 STAGES = ("gate_cumsum", "solve", "wy", "state", "output")
 BACKWARD = ("output_bwd", "state_bwd", "wy_bwd", "gate_bwd")
 KDA_STAGES = ("gate_cumsum", "kda_intra", "wy", "state", "output")
-KDA_BACKWARD = ("kda_output_bwd", "state_bwd", "kda_wy_bwd", "kda_intra_bwd", "gate_bwd")
+KDA_BACKWARD = ("kda_scans", "kda_output_bwd", "kda_wy_bwd", "kda_intra_bwd", "gate_bwd")
 SSD_STAGES = ("chunk_cumsum", "chunk_state", "state_passing", "chunk_scan")
 SSD_BACKWARD = (
     "chunk_scan_bwd_dstates",
@@ -50,8 +50,8 @@ _KDA_BACKWARD_BOXES = {
     "gate_bwd": (46, "decay of each token"),
     "kda_intra_bwd": (126, "through the gate"),
     "kda_wy_bwd": (206, "through the inverse"),
-    "state_bwd": (286, "chunk to chunk, back"),
-    "kda_output_bwd": (366, "through the output"),
+    "kda_output_bwd": (286, "through the output"),
+    "kda_scans": (366, "chunk to chunk, both"),
 }
 # the same of Mamba-2
 _SSD_BOXES = {
@@ -325,58 +325,51 @@ def kda_backward_svg(lit: str | None = None) -> str:
     """The backward stages of chunk_kda as SVG text, with one of them lit; drawn as backward_svg.
 
     Args:
-        lit: "kda_output_bwd", "state_bwd", "kda_wy_bwd", "kda_intra_bwd", "gate_bwd", or None.
+        lit: "kda_scans", "kda_output_bwd", "kda_wy_bwd", "kda_intra_bwd", "gate_bwd", or None.
     """
     if lit is not None and lit not in KDA_BACKWARD:
         raise ValueError(f"lit must be one of {KDA_BACKWARD} or None, got {lit!r}")
     boxes = _KDA_BACKWARD_BOXES
-    x, right = _X + _WIDTH / 2, _X + _WIDTH
+    x, right, inner, outer = _X + _WIDTH / 2, _X + _WIDTH, _X + _WIDTH + 16, _X + _WIDTH + 36
     middle = {name: y + _HEIGHT / 2 for name, (y, _) in boxes.items()}
     parts = [_text(x, 18, "gradients", small=True)]
     for name, (y, note) in boxes.items():
         parts += _box(_X, y, _WIDTH, _HEIGHT, name, note, name == lit)
-    for name, label in (("gate_bwd", "dg"), ("kda_intra_bwd", "dq dk"), ("kda_wy_bwd", "dv")):
+    for name, label in (
+        ("gate_bwd", "dg"), ("kda_intra_bwd", "dq dk"), ("kda_wy_bwd", "dv"), ("kda_scans", "dh0"),
+    ):  # fmt: skip
         parts += _arrow([(_X, middle[name]), (6, middle[name])])
         parts.append(_text(36, middle[name] - 6, label))
     parts.append(_text(36, middle["kda_intra_bwd"] + 16, "dβ"))
-    y = middle["state_bwd"]
-    parts += _arrow([(6, y - 9), (_X, y - 9)]) + _arrow([(_X, y + 9), (6, y + 9)])
-    parts += [_text(34, y - 15, "do dht"), _text(36, y + 25, "dh0")]
+    y = middle["kda_output_bwd"]
+    parts += [*_arrow([(6, y), (_X, y)]), _text(34, y - 6, "do")]
     for below, above, label in (
-        ("kda_output_bwd", "state_bwd", "dv_new"),
-        ("state_bwd", "kda_wy_bwd", "dh  dv_new"),
+        ("kda_scans", "kda_output_bwd", "h  v_new"),
         ("kda_wy_bwd", "kda_intra_bwd", "dkb dkg dL"),
         ("kda_intra_bwd", "gate_bwd", "dgc"),
     ):
         end = boxes[above][0] + _HEIGHT
         parts += _arrow([(x, boxes[below][0]), (x, end)])
         parts.append(_text(x + 8, end + 23, label, anchor="start"))
-    bottom = boxes["kda_output_bwd"][0] + _HEIGHT
+    bottom = boxes["kda_scans"][0] + _HEIGHT
     parts += _arrow([(x, bottom + 32), (x, bottom)])
-    parts.append(_text(x, bottom + 48, "do"))
-    start, end = middle["kda_output_bwd"] - 11, middle["kda_intra_bwd"]
-    parts += _arrow([(right, start), (_BUS, start), (_BUS, end), (right, end)])
-    for label_y, label in ((end + 28, "dqg"), (end + 44, "dP")):
-        parts.append(_text(_BUS + 6, label_y, label, anchor="start"))
-    # the part of the forward pass that is done again, beside it
-    left, width, edge = 310, 98, 414
+    parts.append(_text(x, bottom + 48, "do dht"))
+    # past the stages that do not read it
+    for column, below, above, labels in (
+        (inner, y, middle["kda_intra_bwd"], ("dqg", "dP")),
+        (outer, middle["kda_scans"] - 11, middle["kda_wy_bwd"] + 8, ("h  dh", "v_new", "dv_new")),
+    ):
+        parts += _arrow([(right, below), (column, below), (column, above), (right, above)])
+        for i, label in enumerate(labels):
+            parts.append(_text(column + 6, above + 28 + 16 * i, label, anchor="start"))
+    # the part of the forward pass that is done again, beside it; state is in kda_scans
+    left, width = 310, 98
     centre = left + width / 2
     parts.append(_text(centre, 18, "done again", small=True))
     parts += [_text(centre, 48 + 18 * i, line, small=True) for i, line in enumerate(_KDA_KEPT)]
-    parts += _box(left, boxes["state_bwd"][0], width, _HEIGHT, "wy", "q k v β gc A", False)
-    parts += _box(left, boxes["kda_output_bwd"][0], width, _HEIGHT, "state", "gc S₀", False)
-    parts += _arrow([(left, y), (right, y)])
-    parts += [
-        _text(_BUS + 24, y - 6, "w kg", small=True),
-        _text(_BUS + 24, y + 14, "qg", small=True),
-    ]
-    parts += _arrow([(centre, y + _HEIGHT / 2), (centre, boxes["kda_output_bwd"][0])])
-    parts.append(_text(centre - 6, y + 42, "w u kg", anchor="end", small=True))
-    start, end = middle["kda_output_bwd"] + 11, middle["kda_wy_bwd"] + 4
-    parts += _arrow([(left, start), (right, start)])
-    parts += _arrow([(left + width, start), (edge, start), (edge, end), (right, end)])
-    for label_y in (start + 20, end - 6):
-        parts.append(_text(_BUS + 28, label_y, "h v_new", small=True))
+    parts += _box(left, boxes["kda_scans"][0], width, _HEIGHT, "wy", "q k v β gc A", False)
+    y = middle["kda_scans"] + 11
+    parts += [*_arrow([(left, y), (right, y)]), _text(274, y + 16, "w u kg qg", small=True)]
     return _svg(parts, 468, "Backward stages of chunk_kda", lit)
 
 

@@ -2,7 +2,6 @@
 
 import argparse
 import ast
-import functools
 import importlib.util
 import math
 import re
@@ -11,7 +10,6 @@ import textwrap
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
@@ -20,365 +18,21 @@ from torch import Tensor
 
 from linattn_edu import testing
 from linattn_edu.ops.check import interpreted, triton_problem
-from linattn_edu.reference.delta.cp_merge import cp_merge, piece_map
-from linattn_edu.reference.delta.gate_bwd import gate_bwd
-from linattn_edu.reference.delta.gate_cumsum import decay_matrix, gate_cumsum
-from linattn_edu.reference.delta.kda_intra import kda_intra
-from linattn_edu.reference.delta.output import output
-from linattn_edu.reference.delta.output_bwd import output_bwd
-from linattn_edu.reference.delta.recurrent import recurrent
-from linattn_edu.reference.delta.solve import solve
-from linattn_edu.reference.delta.state import state
-from linattn_edu.reference.delta.state_bwd import state_bwd
-from linattn_edu.reference.delta.wy import wy
-from linattn_edu.reference.delta.wy_bwd import wy_bwd
-from linattn_edu.reference.ssd.chunk_cumsum import chunk_cumsum
-from linattn_edu.reference.ssd.chunk_scan import chunk_scan
-from linattn_edu.reference.ssd.chunk_scan_bwd_da_cs import chunk_scan_bwd_da_cs
-from linattn_edu.reference.ssd.chunk_scan_bwd_dc import chunk_scan_bwd_dc
-from linattn_edu.reference.ssd.chunk_scan_bwd_dstates import chunk_scan_bwd_dstates
-from linattn_edu.reference.ssd.chunk_scan_chunk_state_bwd_dx import chunk_scan_chunk_state_bwd_dx
-from linattn_edu.reference.ssd.chunk_state import chunk_state
-from linattn_edu.reference.ssd.chunk_state_bwd_db import chunk_state_bwd_db
-from linattn_edu.reference.ssd.ema import ema
-from linattn_edu.reference.ssd.state_passing import state_passing
-from linattn_edu.reference.ssd.state_passing_bwd import state_passing_bwd
-from linattn_edu.reference.tiles import from_chunks, to_chunks
+from linattn_edu.puzzle_stages import PUZZLES, Puzzle
 from linattn_edu.teaching import choose_device
 
 WHERE = "https://github.com/linattn-edu/linattn_edu"
 HINTS = 3
+UNSAID = {"chunk_size", "scale", "eps"}  # options that a case's sizes say, or that follow from them
 STILL = "still a blank"
 BLANK = re.compile(r"^(?P<left>\s*(?:return\b|[^=#]*?[-+*/]?=)) (?P<right>.*?)  # blank: ")
+WITHIN = {"row", "column", "channel", "token-of-chunk", "place"}  # axes inside of a unit of work
 # largest error of an entry, relative to the largest entry of the output
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 
 
 class Wrong(Exception):
     """What is wrong with a reader's stage, in lines for the reader."""
-
-
-@dataclass(frozen=True)
-class Case:
-    """Sizes of the inputs that a stage is checked on."""
-
-    B: int
-    T: int
-    H: int
-    HV: int
-    K: int = 20
-    V: int = 40
-    C: int = 16
-
-    def said(self, letters: str) -> str:
-        """The sizes in words; letters: what the stage calls H, HV, K and V."""
-        sizes = zip(letters.split(), (self.H, self.HV, self.K, self.V), strict=True)
-        named = ", ".join(f"{letter} = {size}" for letter, size in sizes if letter != "-")
-        last = self.T % self.C
-        short = f", the last one short: {last} tokens" if last else ""
-        return f"B = {self.B}, T = {self.T} tokens in chunks of {self.C}{short}; {named}"
-
-
-CASES = (Case(1, 32, 1, 1), Case(2, 40, 2, 4))
-
-
-@dataclass(frozen=True)
-class Family:
-    """Stages that share their inputs."""
-
-    inputs: Callable[[Case], dict[str, object]]
-    letters: str  # what they call H, HV, K and V; "-" for what they have not
-
-
-@dataclass(frozen=True)
-class Puzzle:
-    """One stage: its inputs, the truth, and what the axes of its outputs are called."""
-
-    family: Family
-    chapter: str  # and the name of its file
-    truth: Callable  # the reference stage, with the puzzle's arguments
-    arguments: tuple[str, ...]  # tensors of the family's inputs
-    options: tuple[str, ...]  # numbers of them
-    outputs: dict[str, str]  # name -> axes
-
-    @property
-    def number(self) -> str:
-        """The number of its chapter, two digits."""
-        return self.chapter[:2]
-
-    @property
-    def stage(self) -> str:
-        """The name of its stage."""
-        return self.chapter[3:]
-
-
-def decay(g: Tensor, *, chunk_size: int) -> tuple[Tensor, Tensor]:
-    """gc of gate_cumsum, and the decay matrix of each chunk [B, T, HV, C]."""
-    gc = gate_cumsum(g, chunk_size=chunk_size)
-    return gc, from_chunks(decay_matrix(to_chunks(gc, chunk_size)), g.shape[1])
-
-
-def map_and_state(*piece: Tensor, chunk_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """S_ext and M of a piece k, w, u, gc; what it makes of the state S_in, the last argument."""
-    S_ext, M = piece_map(*piece[:-1], chunk_size=chunk_size)
-    _, S_out = cp_merge(S_ext[:, None], M[:, None], piece[-1])
-    return S_ext, M, S_out
-
-
-@functools.cache
-def drawn(case: Case) -> dict[str, object]:
-    """Everything that a stage of the delta rule may be given, in float64, by name."""
-    i = testing.gdn_inputs(
-        case.B, case.T, case.H, case.HV, case.K, case.V, dtype=torch.float64, initial_state=True
-    )
-    C = case.C
-    gc = gate_cumsum(i.g, chunk_size=C)
-    A = solve(i.k, i.beta, chunk_size=C)
-    w, u = wy(i.k, i.v, i.beta, gc, A)
-    h, v_new, _ = state(i.k, w, u, gc, i.initial_state, chunk_size=C)
-    g_hard = i.g.clone()
-    g_hard[:, 7] = -100.0  # e^100 is infinite in float32
-    random = torch.Generator().manual_seed(1)
-    do, dht, a, A_log, dt_bias = (
-        torch.randn(shape, generator=random, dtype=torch.float64)
-        for shape in (i.v.shape, i.initial_state.shape, gc.shape, gc.shape[2:], gc.shape[2:])
-    )
-    scale, options = case.K**-0.5, {"chunk_size": C}
-    _, dk_out, dv_out, dgc = output_bwd(i.q, i.k, v_new, h, gc, do, scale=scale, **options)
-    dh, dv_new, _ = state_bwd(i.q, i.k, w, gc, do, dv_out, dht, scale=scale, **options)
-    return {
-        **i.asdict(),
-        "g_hard": g_hard,
-        "gc": gc,
-        "A": A,
-        "w": w,
-        "u": u,
-        "h": h,
-        "v_new": v_new,
-        "do": do,
-        "dht": dht,
-        "dk_out": dk_out,
-        "dv_out": dv_out,
-        "dgc": dgc,
-        "dh": dh,
-        "dv_new": dv_new,
-        "a": a,
-        "A_log": A_log,
-        "dt_bias": dt_bias,
-        "chunk_size": C,
-        "scale": scale,
-    }
-
-
-@functools.cache
-def drawn_kda(case: Case) -> dict[str, object]:
-    """The same for a gate a channel, some of which close at one token."""
-    i = testing.kda_inputs(case.B, case.T, case.H, case.HV, case.K, case.V, dtype=torch.float64)
-    i.g[:, 7, :, ::4] = -100.0
-    gc = gate_cumsum(i.g, chunk_size=case.C)
-    return {"q": i.q, "k": i.k, "beta": i.beta, "gc": gc, "chunk_size": case.C}
-
-
-@functools.cache
-def drawn_ssd(case: Case) -> dict[str, object]:
-    """The same for Mamba-2, with H groups of HV heads, K rows and V columns of the state."""
-    i = testing.ssd_inputs(case.B, case.T, case.HV, case.H, case.V, case.K, dtype=torch.float64)
-    options = {"chunk_size": case.C}
-    random = torch.Generator().manual_seed(1)
-    first = i.initial_states.mT.contiguous()
-    dy, dht = (torch.randn(x.shape, generator=random, dtype=torch.float64) for x in (i.x, first))
-    step, gc = chunk_cumsum(i.dt, i.A, i.dt_bias, softplus=True, **options)
-    s = chunk_state(i.B, i.x, step, gc, **options)
-    h, _ = state_passing(s, gc, first, **options)
-    dh_out = chunk_scan_bwd_dstates(i.C, gc, dy, **options)
-    ds, _, _ = state_passing_bwd(dh_out, gc, h, dht, **options)
-    dB_state, _, _ = chunk_state_bwd_db(i.B, i.x, step, gc, ds, **options)
-    return {
-        "C": i.C,
-        "B": i.B,
-        "x": i.x,
-        "step": step,
-        "gc": gc,
-        "g": step * i.A,
-        "h": h,
-        "dy": dy,
-        "dht": dht,
-        "dh_out": dh_out,
-        "ds": ds,
-        "dB_state": dB_state,
-        "first": first[:, :, 0].contiguous(),
-        **options,
-    }
-
-
-HEAD = "batch token head"
-PAIRS = "batch token head token-of-chunk"
-STATE = "batch head row column"
-STATES = "batch chunk head row column"
-CHUNKED = ("chunk_size",)
-GDN = Family(drawn, "H HV K V")
-KDA = Family(drawn_kda, "H HV K V")
-SSD = Family(drawn_ssd, "G H N P")
-EMA = Family(drawn_ssd, "- H - D")
-PUZZLES = {
-    puzzle.number: puzzle
-    for puzzle in (
-        Puzzle(
-            GDN,
-            "01_recurrent",
-            lambda *x, **more: recurrent(*x[:5], initial_state=x[5], **more),
-            ("q", "k", "v", "g", "beta", "initial_state"),
-            ("scale",),
-            {"o": f"{HEAD} column", "final_state": STATE},
-        ),
-        Puzzle(GDN, "02_gate_cumsum", decay, ("g_hard",), CHUNKED, {"gc": HEAD, "G": PAIRS}),
-        Puzzle(GDN, "03_solve", solve, ("k", "beta"), CHUNKED, {"A": PAIRS}),
-        Puzzle(
-            GDN,
-            "04_wy",
-            wy,
-            ("k", "v", "beta", "gc", "A"),
-            (),
-            {"w": f"{HEAD} row", "u": f"{HEAD} column"},
-        ),
-        Puzzle(
-            GDN,
-            "05_state",
-            lambda *x, **more: state(*x, **more, output_final_state=True),
-            ("k", "w", "u", "gc", "initial_state"),
-            CHUNKED,
-            {"h": STATES, "v_new": f"{HEAD} column", "final_state": STATE},
-        ),
-        Puzzle(
-            GDN,
-            "06_output",
-            output,
-            ("q", "k", "v_new", "h", "gc"),
-            ("scale", *CHUNKED),
-            {"o": f"{HEAD} column"},
-        ),
-        Puzzle(
-            KDA,
-            "07_kda_intra",
-            kda_intra,
-            ("q", "k", "beta", "gc"),
-            CHUNKED,
-            {"P": PAIRS, "A": PAIRS},
-        ),
-        Puzzle(
-            GDN,
-            "08_output_bwd",
-            output_bwd,
-            ("q", "k", "v_new", "h", "gc", "do"),
-            ("scale", *CHUNKED),
-            {"dq": f"{HEAD} row", "dk": f"{HEAD} row", "dv_new": f"{HEAD} column", "dgc": HEAD},
-        ),
-        Puzzle(
-            GDN,
-            "09_state_bwd",
-            state_bwd,
-            ("q", "k", "w", "gc", "do", "dv_out", "dht"),
-            ("scale", *CHUNKED),
-            {"dh": STATES, "dv_new": f"{HEAD} column", "dh0": STATE},
-        ),
-        Puzzle(
-            GDN,
-            "10_wy_bwd",
-            lambda *x: wy_bwd(*x, torch.zeros_like(x[3]))[:3],
-            ("k", "v", "beta", "gc", "A", "h", "v_new", "dh", "dv_new", "dk_out"),
-            (),
-            {"dk": f"{HEAD} row", "dv": f"{HEAD} column", "dbeta": HEAD},
-        ),
-        Puzzle(
-            GDN,
-            "12_gate_bwd",
-            gate_bwd,
-            ("dgc", "a", "A_log", "dt_bias"),
-            CHUNKED,
-            {"da": HEAD, "dA_log": "head", "ddt_bias": "head"},
-        ),
-        Puzzle(
-            SSD,
-            "13_ssd",
-            chunk_scan,
-            ("C", "B", "x", "step", "gc", "h"),
-            CHUNKED,
-            {"y": f"{HEAD} column"},
-        ),
-        Puzzle(
-            SSD,
-            "14_chunk_scan_bwd_dstates",
-            chunk_scan_bwd_dstates,
-            ("C", "gc", "dy"),
-            CHUNKED,
-            {"dh_out": STATES},
-        ),
-        Puzzle(
-            SSD,
-            "15_state_passing_bwd",
-            state_passing_bwd,
-            ("dh_out", "gc", "h", "dht"),
-            CHUNKED,
-            {"ds": STATES, "dlast": "batch chunk head", "dh0": STATE},
-        ),
-        Puzzle(
-            SSD,
-            "16_chunk_state_bwd_db",
-            chunk_state_bwd_db,
-            ("B", "x", "step", "gc", "ds"),
-            CHUNKED,
-            {"dB_state": "batch token group row", "dgc": HEAD, "dlast": "batch chunk head"},
-        ),
-        Puzzle(
-            SSD,
-            "17_chunk_scan_bwd_dc",
-            chunk_scan_bwd_dc,
-            ("C", "B", "x", "step", "gc", "h", "dy", "dB_state"),
-            CHUNKED,
-            {"dC": "batch token group row", "dB": "batch token group row", "dgc": HEAD},
-        ),
-        Puzzle(
-            SSD,
-            "18_chunk_scan_chunk_state_bwd_dx",
-            lambda *x, **more: chunk_scan_chunk_state_bwd_dx(*x, **more)[:2],
-            ("C", "B", "x", "step", "gc", "ds", "dy"),
-            CHUNKED,
-            {"dx": f"{HEAD} column", "dstep": HEAD},
-        ),
-        Puzzle(
-            SSD,
-            "19_chunk_scan_bwd_da_cs",
-            chunk_scan_bwd_da_cs,
-            ("C", "B", "x", "step", "gc", "dy"),
-            CHUNKED,
-            {"dgc": HEAD},
-        ),
-        Puzzle(
-            EMA,
-            "20_ema",
-            lambda x, g, gc, S, **more: ema(x, g, gc, None, S, **more, output_final_state=True),
-            ("x", "g", "gc", "first"),
-            CHUNKED,
-            {
-                "y": f"{HEAD} channel",
-                "h": "batch chunk head channel",
-                "final_state": "batch head channel",
-            },
-        ),
-        Puzzle(
-            GDN,
-            "21_cp_merge",
-            map_and_state,
-            ("k", "w", "u", "gc", "initial_state"),
-            CHUNKED,
-            {
-                "S_ext": STATE,
-                "M": STATE,
-                "S_out": STATE,
-            },
-        ),
-    )
-}
 
 
 # ---- files
@@ -460,7 +114,8 @@ def open_blanks(path: Path) -> dict[str, list[str]]:
         raise Wrong(f"{path}:{error.lineno}: SyntaxError: {error.msg}") from None
     lines, found = text.splitlines(), {}
     for function in (x for x in tree.body if isinstance(x, ast.FunctionDef)):
-        for node in ast.walk(function):
+        nodes = (x for x in ast.walk(function) if isinstance(x, ast.stmt))
+        for node in sorted(nodes, key=lambda x: x.lineno):
             value = getattr(node, "value", None)
             statement = isinstance(node, ast.Assign | ast.AugAssign | ast.Return)
             if statement and isinstance(value, ast.Constant) and value.value is ...:
@@ -529,7 +184,7 @@ def compare(puzzle: Puzzle, got: object, expected: tuple[Tensor, ...], dtype: to
 
 def first_wrong(name: str, axes: str, x: Tensor, ref: Tensor, tol: float) -> str | None:
     """The first entry of x that is further from ref's than tol times ref's largest."""
-    bad = ~((x - ref).abs() <= tol * ref.abs().max())  # so that NaN is bad
+    bad = differs(x, ref, tol)
     if not bad.any():
         return None
     first = tuple(bad.nonzero()[0].tolist())
@@ -538,19 +193,72 @@ def first_wrong(name: str, axes: str, x: Tensor, ref: Tensor, tol: float) -> str
     note = ", NaN: not written, or from a number that was not" if math.isnan(value) else ""
     return (
         f"{name}[{at}]: expected {ref[first].item():.6g}, got {value:.6g}{note} "
-        f"(the first of {int(bad.sum())} wrong of {bad.numel()})"
+        f"(the first of {int(bad.sum())} wrong of {bad.numel()}{only_in(bad, axes)})"
+        f"{likeness(x, ref, axes, tol)}"
     )
+
+
+def differs(x: Tensor, ref: Tensor, tol: float) -> Tensor:
+    """Which entries of x are further from ref's than tol times ref's largest; NaN is."""
+    return ~((x - ref).abs() <= tol * ref.abs().max())
+
+
+def only_in(bad: Tensor, axes: str) -> str:
+    """Where all wrong entries are, if that is a run of a few heads, chunks or tokens."""
+    said = []
+    for i, axis in enumerate(axes.split()):
+        wrong = bad.movedim(i, 0).reshape(bad.shape[i], -1).any(1).nonzero()[:, 0].tolist()
+        run = wrong[-1] - wrong[0] + 1 == len(wrong) < bad.shape[i]
+        if run and axis not in WITHIN:
+            last = f" to {wrong[-1]}" if len(wrong) > 1 else ""
+            said.append(f"{axis} {wrong[0]}{last}")
+    return f", all in {', '.join(said)}" if said else ""
+
+
+def likeness(x: Tensor, ref: Tensor, axes: str, tol: float) -> str:
+    """What all of x is of the expected tensor, if one of a few slips explains it."""
+    if not ref.numel() > 1 or not ref.abs().max() > 0:
+        return ""
+
+    def same(a: Tensor, b: Tensor) -> bool:
+        return a.numel() > 1 and bool(b.any()) and not differs(a, b, tol).any()
+
+    names = axes.split()
+    if same(-x, ref):
+        return "; all have the other sign"
+    if x.ndim > 1 and x.shape[-1] == x.shape[-2] and same(x.mT, ref):
+        return f"; {names[-2]} and {names[-1]} are swapped"
+    factor = ((x * ref).sum() / ref.square().sum()).item()
+    if factor and same(x / factor, ref):
+        return f"; all are {factor:.4g} times what they should be"
+    for i, axis in enumerate(names):
+        n = x.shape[i] - 1
+        if axis in WITHIN or n < 1:
+            continue
+        if same(x.flip(i), ref):
+            return f"; the order of {axis} is reversed"
+        if same(x.narrow(i, 1, n), ref.narrow(i, 0, n)):
+            return f"; what belongs to {axis} i stands at {axis} i + 1"
+        if same(x.narrow(i, 0, n), ref.narrow(i, 1, n)):
+            return f"; what belongs to {axis} i + 1 stands at {axis} i"
+    return ""
+
+
+def _as(dtype: torch.dtype, x: Tensor) -> Tensor:
+    """x in another precision; numbers of slots stay what they are."""
+    return x.to(dtype) if x.is_floating_point() else x
 
 
 def run(
     puzzle: Puzzle, function: Callable, path: Path | None, dtype: torch.dtype, device: torch.device
 ) -> None:
     """Check a stage on every case; raise Wrong at the first mistake."""
-    for case in CASES:
+    for case in puzzle.family.cases:
         inputs = puzzle.family.inputs(case)
-        tensors = [inputs[name].to(dtype) for name in puzzle.arguments]
+        tensors = [_as(dtype, inputs[name]) for name in puzzle.arguments]
         options = {name: inputs[name] for name in puzzle.options}
-        expected = puzzle.truth(*(x.double() for x in tensors), **options)
+        more = "".join(f", {x} = {options[x]}" for x in puzzle.options if x not in UNSAID)
+        expected = puzzle.truth(*(_as(torch.float64, x) for x in tensors), **options)
         expected = expected if isinstance(expected, tuple) else (expected,)
         try:
             with testing.poison(), reported(path):
@@ -559,7 +267,7 @@ def run(
                     torch.cuda.synchronize()  # what a kernel raises, here
             compare(puzzle, got, expected, dtype)
         except Wrong as wrong:
-            raise Wrong(f"{wrong}\nwith {case.said(puzzle.family.letters)}") from None
+            raise Wrong(f"{wrong}\nwith {case.said(puzzle.family.letters)}{more}") from None
 
 
 def verdicts(

@@ -2,7 +2,14 @@
 
 from collections.abc import Callable
 
-TEXTS = ("case", "passes", "library", "state")  # columns of words, aligned to the left
+TEXTS = (
+    "case",
+    "passes",
+    "library",
+    "state",
+    "step",
+    "kernel",
+)  # columns of words, aligned to the left
 INPUTS = ("q", "k", "v", "x", "dt", "A", "B", "C", "D", "g", "beta")  # of any operator
 GRADIENTS = {f"d{x}": f"error_d{x}" for x in INPUTS}  # -> key of a row
 PASSES = {"forward": "forward", "forward_backward": "forward and backward"}  # "what" -> name
@@ -31,6 +38,25 @@ def stage_cells(rows: list[dict]) -> Cells:
         for row in rows
     ]
     return heads, lines
+
+
+def ladder_cells(rows: list[dict]) -> Cells:
+    """Heads and lines of a kernel ladder: a line a rung, a column a dtype."""
+    dtypes = [name for name in ("bfloat16", "float32") if any(r["dtype"] == name for r in rows)]
+    rungs = {(row["step"], row["order"], row["rung"]): {} for row in sorted(rows, key=_place)}
+    for row in rows:
+        text = f"{row['ms']:#.3g}".rstrip(".") if "ms" in row else "refused"
+        rungs[row["step"], row["order"], row["rung"]][row["dtype"]] = text
+    heads = ["step", "kernel", *(f"{name} ms" for name in dtypes)]
+    lines = [
+        [str(step), rung, *(times.get(name, "") for name in dtypes)]
+        for (step, _, rung), times in rungs.items()
+    ]
+    return heads, lines
+
+
+def _place(row: dict) -> tuple[int, int]:
+    return row["step"], row["order"]
 
 
 def _optional(x: float | None, form: str) -> str:

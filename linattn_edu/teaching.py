@@ -36,6 +36,7 @@ from linattn_edu.steps import steps_html
 HASH_SALT = "linattn_edu"
 # chapters/data/<name>.json
 RESULTS, KDA_RESULTS, SSD_RESULTS = "gdn_h200", "kda_h200", "ssd_h200"
+LADDERS = "rungs_h200"
 # key of the results -> distribution
 PEERS = {"fla": "fla-core", "flash_qla": "flash-qla", "mamba_ssm": "mamba_ssm"}
 SCALING = (
@@ -255,6 +256,34 @@ def measured_stage(stage: str, name: str | None = None) -> None:
         _table(*tables.stage_cells(rows), f"Stage {stage}. {_provenance(data)}")
     else:
         print("not measured yet")
+
+
+def measured_ladder(chapter: str, name: str = LADDERS) -> None:
+    """Show what each rung of a chapter's kernel ladder takes on the GPU.
+
+    Args:
+        chapter: Its file's name.  name: Of the file of results.
+    """
+    data = _load(name)
+    rows = [row for row in data["rows"] if row["chapter"] == chapter] if data else []
+    if rows:
+        _table(*tables.ladder_cells(rows), f"{_ladder_notes(rows)} {_provenance(data)}")
+    else:
+        print("not measured yet")
+
+
+def _ladder_notes(rows: list[dict]) -> str:
+    """Sizes in words, those of each dtype; then why rungs were refused."""
+    sizes, reasons = {}, {}
+    for row in sorted(rows, key=lambda row: (row["dtype"], row["order"])):
+        if "shape" in row:
+            size = ", ".join(f"{letter} = {n}" for letter, n in row["shape"].items())
+            sizes.setdefault(size, []).append(row["dtype"])
+        else:
+            reasons.setdefault(row["refused"], {})[row["rung"]] = None
+    notes = [f"{' and '.join(dict.fromkeys(dtypes))}: {size}." for size, dtypes in sizes.items()]
+    notes += [f"Refused, {', '.join(rungs)}: {why}." for why, rungs in reasons.items()]
+    return " ".join(notes)
 
 
 def measured_forward(name: str = RESULTS) -> None:

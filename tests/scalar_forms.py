@@ -279,12 +279,12 @@ class Channels:
             following = self.h[b, rows.start // self.C + 1, head]
             same(torch.tensor(after, dtype=following.dtype), following)
 
-        # kda_output_bwd, state_bwd, kda_wy_bwd
+        # state_bwd, kda_output_bwd, kda_wy_bwd
         out, own = "kda_output_bwd", "kda_wy_bwd"
         dqg = [[s * self.dot(out, do[i], S[d]) for d in ks] for i in n]
         dP = {(i, j): s * self.dot(out, do[i], v_new[j]) for i, j in lower}
         dv = [
-            [s * self.dot(out, (P[i][j] for i in n[j:]), (do[i][c] for i in n[j:]))
+            [s * self.dot("state_bwd", (P[i][j] for i in n[j:]), (do[i][c] for i in n[j:]))
              + self.dot("state_bwd", kg[j], column(dS, c)) for c in vs] for j in n
         ]  # fmt: skip
         before = [

@@ -17,6 +17,7 @@ def test_the_maps_show_the_stages_of_the_composition():
     known = {*pipeline.KDA_STAGES, *pipeline.KDA_BACKWARD}
     known |= {*pipeline.CP_STAGES, *pipeline.CP_BACKWARD} - {"cp_conv"}
     known |= {"kda_scan"}  # in the place of state and output
+    known |= {"state_bwd"}  # of kda_scans, where the states were kept
     assert known == set(kda.Stages.__dataclass_fields__)
 
 
@@ -79,6 +80,7 @@ def test_the_backward_map_of_a_rank_has_what_is_exchanged_and_its_stages_lit(lit
     ("lit", "draw"),
     [
         ("kda_intra", pipeline.kda_svg),
+        ("kda_scans", pipeline.kda_backward_svg),
         ("kda_output_bwd", pipeline.kda_backward_svg),
         ("kda_wy_bwd", pipeline.kda_backward_svg),
         ("kda_intra_bwd", pipeline.kda_backward_svg),

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from book.layout import CHAPTERS, ROOT
 
 from linattn_edu import puzzles
@@ -56,6 +57,11 @@ PLANTED = {
         ("(N + N.mT) @ K", "N @ K", "PyTorch", "dk"),
         (" + tl.sum(b_dL * b_KK, 1)", "", "Triton", "dbeta"),
     ],
+    "11": [
+        ("decay * (dP_j * Q + b * dL_j * K)", "decay * (dP_j * Q + dL_j * K)", "PyTorch", "dk"),
+        ("K * (b * Y - R)", "K * (b * Y + R)", "PyTorch", "dgc"),
+        ("b_l * b_E * b_kj", "b_beta * b_l * b_E * b_kj", "Triton", "dbeta"),
+    ],
     "12": [
         ("(dg * -rate * F.softplus(x))", "(dg * -rate)", "PyTorch", "dA_log"),
         ("axis=0, reverse=True", "axis=0", "Triton", "da"),
@@ -96,6 +102,50 @@ PLANTED = {
         ("torch.eye(DK, dtype=k.dtype)", "torch.zeros(DK, DK, dtype=k.dtype)", "PyTorch", "M"),
         ("dot(b_M, b_in) + b_S", "b_in + b_S", "Triton", "S_out"),
     ],
+    "22": [
+        ("W_c.mT @ (K_c @ dM)", "K_c.mT @ (W_c @ dM)", "PyTorch", "dM"),
+        ("(NT - 1 - step) * BT", "step * BT", "Triton", "dM"),
+        ("dot(b_dM, b_out) + b_dS", "dot(tl.trans(b_dM), b_out) + b_dS", "Triton", "dS_in"),
+    ],
+    "23": [
+        ("F.pad(S[..., n:], (0, n)) + last", "last", "PyTorch", "S_in"),
+        ("u[:, 1 + j : 1 + j + end - begin]", "u[:, j : j + end - begin]", "PyTorch", "y"),
+        ("end - W + o_w", "begin + o_w", "Triton", "S_ext"),
+        ("place = W + t", "place = W - 1 + t", "Triton", "y"),
+    ],
+    "24": [
+        ("AG_c.mT @ dv_new", "AG_c @ dv_new", "PyTorch", "Z"),
+        ("(e * K_c).mT @ dV_c", "(e * K_c).mT @ Z_c", "PyTorch", "dh0"),
+        ("dot(tl.trans(b_P), b_do)", "dot(b_P, b_do)", "Triton", "dv"),
+        ("dot(tl.trans(b_k), b_e * b_dv)", "dot(tl.trans(b_k), b_dv)", "Triton", "dh0"),
+    ],
+    "25": [
+        ("scan(S_in, K, W, U, gc)", "scan(S_ext, K, W, U, gc)", "PyTorch", "v_new"),
+        ("M[:, :, p] @ S + S_ext", "M[:, :, p].mT @ S + S_ext", "PyTorch", "S_in"),
+        ("tl.minimum(begin + L // BT, tl.cdiv(T, BT))", "begin + L // BT", "Triton", "S_ext"),
+        ("begin = i_p * (L // BT)  #", "begin = i_p * (L // BT) + 1  #", "Triton", "M"),
+    ],
+    "26": [
+        ("slots[torch.arange(N), accepted - 1]", "slots[:, 0]", "PyTorch", "o"),
+        ("q[:, t] @ S + qk * e", "q[:, t] @ S", "PyTorch", "o"),
+        (
+            "i_n * T + tl.load(accepted_ptr + i_n) - 1",
+            "i_n * T + tl.load(accepted_ptr + i_n)",
+            "Triton",
+            "pool",
+        ),
+        (
+            "place_t = i_n * T + t  #",
+            "place_t = i_n * T + T - 1 - t  #",
+            "Triton",
+            "pool",
+        ),
+    ],
+    "27": [
+        ("u[:, j : j + T]", "u[:, W - 1 - j : W - 1 - j + T]", "PyTorch", "k"),
+        ("rstd * (dn - n * (n * dn).mean(-1, keepdim=True))", "rstd * dn", "PyTorch", "do"),
+        ("tl.sum(b_o * b_o, 1) / D", "tl.sum(b_o * b_o, 1) / BD", "Triton", "y"),
+    ],
 }
 
 
@@ -123,6 +173,14 @@ def test_files():
     assert sorted(PLANTED) == sorted(puzzles.PUZZLES)
 
 
+def test_every_chapter_of_a_stage_has_a_puzzle_and_names_it():
+    chapters = sorted(p.stem for p in CHAPTERS.glob("*.md"))
+    assert [p.chapter for p in puzzles.PUZZLES.values()] == chapters[1:]
+    for number, puzzle in puzzles.PUZZLES.items():
+        text = (CHAPTERS / f"{puzzle.chapter}.md").read_text()
+        assert re.findall(r"linattn_edu puzzle (\S+?)[`\n]", text) == [number], puzzle.chapter
+
+
 @pytest.mark.parametrize("number", puzzles.PUZZLES)
 def test_puzzle_is_the_solution_with_blanks(number):
     puzzle = puzzles.PUZZLES[number]
@@ -146,6 +204,17 @@ def test_solution_is_right(number, capsys):
     assert code == 0 and said.count(": right\n") == 2, said
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there the solutions run compiled")
+def test_solutions_compile():
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "tests/kernels/compile_puzzles.py"], cwd=ROOT,
+        env=env | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert {line.split()[0] for line in done.stdout.splitlines()} == set(puzzles.PUZZLES)
+
+
 @pytest.mark.parametrize("number", puzzles.PUZZLES)
 def test_blanks_are_named(number, capsys):
     puzzle = puzzles.PUZZLES[number]
@@ -166,6 +235,33 @@ def test_a_mistake_is_named(number, old, new, part, name, tmp_path, capsys):
     assert code == 1 and said.count(": right\n") == 1
     entry = rf", {part}.*: not yet\n(  .*\n)*  {name}\[\w+ \d.*\]: expected \S+, got \S+ \(the "
     assert re.search(entry, said), said
+
+
+@pytest.mark.parametrize(
+    ("number", "old", "new", "said"),
+    [
+        ("02", "tl.cumsum(b_g * LOG2E", "tl.cumsum(b_g", "gc.*; all are 0.6931 times what they"),
+        ("15", "x = (a_c * h", "x = -(a_c * h", "dlast.*; all have the other sign"),
+        ("15", "stack(ds[::-1]", "stack(ds", "ds.*; the order of chunk is reversed"),
+        ("09", "NT - 1 - step", "step", r"dh.*; what belongs to chunk i \+ 1 stands at chunk i"),
+        ("23", "1 + j : 1 + j", "j : j", r"y.*; what belongs to token i stands at token i \+ 1"),
+        ("21", "V]\n    return S_ext, M", "\n    return S_ext, M.mT", "M.*; row and column are "),
+        ("14", "i_h // (H // G)", "i_h % G", "dh_out.*, all in head 1 to 2"),
+        ("25", "(begin + L // BT, tl", "(begin + L, tl", "v_new.*, all in token 32 to 63"),
+    ],
+)  # fmt: skip
+def test_a_slip_that_explains_all_is_named(number, old, new, said, tmp_path, capsys):
+    code, text = say(capsys, number, "--path", changed(tmp_path, number, old, new))
+    assert code == 1 and re.search(rf"^  {said}", text, re.M), text
+
+
+def test_nothing_is_said_of_an_output_that_no_slip_explains():
+    ref = torch.randn(2, 3, 4, 4, generator=torch.Generator().manual_seed(0))
+    axes = "batch chunk row column"
+    for x in (ref + 1, torch.zeros_like(ref), ref * torch.nan):
+        assert puzzles.likeness(x, ref, axes, 1e-9) == "", x
+    said = puzzles.first_wrong("h", axes, ref + 1, ref, 1e-9)
+    assert said.endswith("(the first of 96 wrong of 96)")
 
 
 @pytest.mark.parametrize("number", puzzles.PUZZLES)

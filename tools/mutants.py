@@ -260,9 +260,16 @@ MUTANTS = [
     Mutant(
         "the gradient of the state takes do without the scale",
         f"{KERNELS}/delta/state_bwd.py",
-        "        b_do *= scale\n",
-        "",
+        "b_do.to(tl.float32) * scale",
+        "b_do.to(tl.float32)",
         "tests/delta/test_state_bwd.py",
+    ),
+    Mutant(
+        "the gradient of what a chunk writes takes P without its transpose",
+        f"{KERNELS}/delta/state_bwd.py",
+        "scale * dot(tl.trans(b_P), b_do)",
+        "scale * dot(b_P, b_do)",
+        "tests/delta/test_kda_scans.py",
     ),
     Mutant(
         "a gradient of shared heads is rounded after each of them",
@@ -500,8 +507,8 @@ MUTANTS = [
     Mutant(
         "calls with other options share a program",
         f"{OPS}/operator.py",
-        "options = (stages, *(given[n] for n in self.options))",
-        "options = (stages,)",
+        "self._programs[which], (stages, options)",
+        "self._programs[which], (stages,)",
         "tests/kernels/test_plan.py -k kinds",
     ),
     Mutant(

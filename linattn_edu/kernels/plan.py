@@ -11,6 +11,7 @@ What cannot be told in that way is never replayed: a number of a tensor that the
 tensor that comes neither from the inputs nor from the call itself.
 """
 
+import copy
 import functools
 import inspect
 import threading
@@ -65,6 +66,17 @@ def off():
         DEVICES.update(before)
 
 
+def find(programs: dict, key: tuple, inputs: Sequence[Tensor | None]) -> Callable | None:
+    """The program of earlier calls of this kind, or None; arguments as of `run`."""
+    device = next(x for x in inputs if x is not None).device
+    if not _repeats(device):
+        return None
+    program = programs.get(_kind(device, key, inputs))
+    if not callable(program) or (program.computes and torch.is_autocast_enabled(device.type)):
+        return None  # autocast chooses the precision of an operation itself
+    return program
+
+
 def run(
     programs: dict, key: tuple, inputs: Sequence[Tensor | None], compose: Callable[[], tuple]
 ) -> tuple[Tensor | None, ...]:
@@ -78,36 +90,52 @@ def run(
         inputs: A tensor, and others or None.
     """
     device = next(x for x in inputs if x is not None).device
-    if device.type not in DEVICES or _watched():
+    if not _repeats(device):
         return compose()
-    if device.index is not None and device.index != torch.cuda.current_device():
-        return compose()
-    # Triton's kernels are others where an address is not a multiple of 16
-    kinds = [
-        None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() % 16) for x in inputs
-    ]
-    key = (key, device.index, *kinds)
-    program = programs.get(key)
+    kind = _kind(device, key, inputs)
+    program = programs.get(kind)
     if callable(program):
-        if program.computes and torch.is_autocast_enabled(device.type):
-            return compose()  # which chooses its precision itself
-        return program(*inputs)
+        program = find(programs, key, inputs)
+        return compose() if program is None else program(*inputs)
     if program is None:
         while len(programs) >= LIMIT:
             programs.pop(next(iter(programs)), None)
-        programs[key] = SEEN
+        programs[kind] = SEEN
     elif program is SEEN and _recording.acquire(blocking=False):
         try:
-            return _record(programs, key, inputs, compose)
+            return _record(programs, kind, inputs, compose)
         finally:
             _recording.release()
     return compose()
 
 
+def _repeats(device: torch.device) -> bool:
+    """Whether calls on this device are written down, and nobody wants to see each launch."""
+    if device.type not in DEVICES or _watched():
+        return False
+    return device.index is None or device.index == torch.cuda.current_device()
+
+
+def _kind(device: torch.device, key: tuple, inputs: Sequence[Tensor | None]) -> tuple:
+    """What tells calls apart."""
+    # Triton's kernels are others where an address is not a multiple of 16
+    kinds = [
+        None
+        if x is None
+        else (x.shape, x.is_contiguous() or x.stride(), x.dtype, x.data_ptr() % 16)
+        for x in inputs
+    ]
+    return (key, device.index, *kinds)
+
+
 def _watched() -> bool:
     """Whether a profiler wants to be told of every launch, with what Triton alone has for it."""
-    hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-    return any(getattr(hook, "calls", hook) for hook in hooks)
+    at = knobs.runtime
+    return bool(_calls(at.launch_enter_hook) or _calls(at.launch_exit_hook))
+
+
+def _calls(hook: object) -> object:
+    return getattr(hook, "calls", hook)
 
 
 class Untold(Exception):
@@ -199,6 +227,14 @@ class _Tape:
         self.constants[name] = value
         return name
 
+    def _told(self, x: object) -> str:
+        """An expression for what is handed to a launcher."""
+        if isinstance(x, tuple) and any(isinstance(y, _Text) for y in x):
+            return f"({''.join(f'{self._told(y)}, ' for y in x)})"
+        if isinstance(x, _Text):
+            return str(x)
+        return repr(x) if x is None or type(x) in (bool, int) else self._constant(x)
+
     def _owner(self, x: Tensor) -> str:
         name = self.at.get(x.untyped_storage().data_ptr())
         if name is None or x.device != self.device or not x.numel():
@@ -254,10 +290,12 @@ class _Tape:
                     texts.append(repr(x))
                 else:
                     texts.append(self._constant(x))
-            run, function, packed = compiled.run, compiled.function, compiled.packed_metadata
-            head = (*map(repr, grid), "stream", *map(self._constant, (function, packed)))
-            call = ", ".join((*head, "None", "None", "None", *texts))
-            self.lines.append((f"{self._constant(run)}({call})", uses))
+            head = (*(_Text(n) for n in grid), _Text("stream"))
+            about = (compiled.function, compiled.packed_metadata, None, None, None)
+            call, given = _handed(compiled.run, (*head, *about, *map(_Text, texts)))
+            self.lines.append(
+                (f"{self._constant(call)}({', '.join(map(self._told, given))})", uses)
+            )
         except (Untold, AttributeError, TypeError) as error:
             self.untold = error
 
@@ -316,10 +354,7 @@ class _Tape:
             raise Untold(f"a new tensor {tuple(x.shape)} on {x.device}")
         kind = {"dtype": self._constant(x.dtype), "device": self._constant(x.device)}
         options = ", ".join(f"{n}={c}" for n, c in kind.items())
-        shape = tuple(x.shape)
-        form = f"torch.empty({shape}, {options})"
-        if not x.is_contiguous():
-            form = f"torch.empty_strided({shape}, {x.stride()}, {options})"
+        form = f"empty({tuple(x.shape)}, {x.stride()}, {options})"
         self.lines.append((f"{self._new(x)} = {form}", set()))
 
     # -- the program
@@ -351,11 +386,33 @@ class _Tape:
             if done and i < len(lines) - 1:
                 body.append(f"del {', '.join(done)}")
         source = "\n    ".join([f"def program({', '.join(self.inputs)}):", *body])
-        space = {"torch": torch, "view": _view, "owned": _owned, **self.constants}
+        space = {"empty": torch.empty_strided, "view": _view, "owned": _owned, **self.constants}
         exec(compile(source, "<program>", "exec"), space)
         program = space["program"]
         program.source, program.computes = source, self.computes
         return program
+
+
+class _Text(str):
+    """An expression of a program, in the place of what it stands for; not to be computed with."""
+
+
+def _handed(run: Callable, arguments: tuple) -> tuple[Callable, tuple]:
+    """What a launcher calls with its arguments, its function in C, and what it hands to that; or
+    the launcher itself and its arguments, where it does more than to hand them on.
+
+    A launcher of Triton is a few lines of Python, which take a quarter of the time of a launch.
+    """
+    function, told = getattr(run, "launch", None), []
+    if not inspect.isbuiltin(function):
+        return run, arguments
+    listening = copy.copy(run)
+    listening.launch = lambda *handed: told.append(handed)
+    try:
+        listening(*arguments)
+    except TypeError:  # it computes with the grid: memory that each launch needs for itself
+        return run, arguments
+    return (function, told[0]) if len(told) == 1 else (run, arguments)
 
 
 def _view(x: Tensor, shape: tuple, stride: tuple, moved: int) -> Tensor:

@@ -27,16 +27,29 @@ def tensor(name: str, x: object, shape: tuple[str, ...], sizes: dict[str, int]) 
     `shape` names the axes ("B", "T", ...). A name met for the first time is bound in `sizes`;
     one met before must agree.
     """
-    expected = "[" + ", ".join(shape) + "]"
-    dense(name, x, expected)
+    if not _dense(x):
+        dense(name, x, f"[{', '.join(shape)}]")
     if x.ndim != len(shape):
         raise ValueError(
-            f"{name} must have {len(shape)} dimensions {expected}, got {x.ndim}: {tuple(x.shape)}"
+            f"{name} must have {len(shape)} dimensions [{', '.join(shape)}], got {x.ndim}: "
+            f"{tuple(x.shape)}"
         )
     for axis, size in zip(shape, x.shape, strict=True):
         if sizes.setdefault(axis, size) != size:
             want = "[" + ", ".join(f"{a}={sizes[a]}" if a in sizes else a for a in shape) + "]"
             raise ValueError(f"{name} must have shape {want}, got {tuple(x.shape)}")
+
+
+def given(name: str, x: object, shape: tuple[str, ...]) -> None:
+    """Check that a tensor of the named shape is given, and not None."""
+    if x is None:
+        dense(name, x, f"[{', '.join(shape)}]")
+
+
+def _dense(x: object) -> bool:
+    if not isinstance(x, Tensor) or x.is_nested:
+        return False
+    return x.layout == torch.strided and x.dtype in FLOATS
 
 
 def dense(name: str, x: object, shape: str) -> None:

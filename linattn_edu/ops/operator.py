@@ -137,6 +137,10 @@ class Operator:
         if residuals:
             self.options |= {"keep": "str", "save": "str"}
         self.names = (*self.inputs, *self.bounds, *self.options)
+        self._impl = [*self.options].index("impl") - len(self.options)  # from the end
+        ways = {mutates: _as_it_is, **dict.fromkeys(apart, contiguous_rows)}
+        self._brought = [ways.get(n, contiguous) for n in self.inputs]
+        self._kept = functools.cache(self._where_kept)
         self.backward_names: tuple[str, ...] = ()
 
     # -- the declaration is completed
@@ -153,7 +157,8 @@ class Operator:
         self._vmap = batching.rule(self, self._call, self.names, tuple(self.outputs), sums=False)
         self.registered.register_vmap(self._vmap)
         refuse = _refuse(f"{self.name} has no gradient")
-        self._eager = _function(self.name, self._run, _no_setup, refuse, self._vmap)
+        n = len(self.inputs)
+        self._eager = _function(self.name, n, self._run, _no_setup, refuse, self._vmap)
         return self._forward
 
     def backward(self, f: Callable) -> Callable:
@@ -172,6 +177,10 @@ class Operator:
         self.axes |= {d: self.axes[n] for d, n in gradients.items()}
         self.backward_names = (*self._saved, *self.bounds, *self._given, *self.options)
         self._backward_takes = [n for n in names if n not in KNOWN]
+        kept = self.residuals._fields if self.residuals else ()
+        tensors = (*self._saved, *self._given)
+        self._brought_back = [_there if n in kept else contiguous for n in tensors]
+        self._fused_at = tensors.index(self.fused) if self.fused in tensors else None
         if self.limited and not any(n == self.limited or "C" in self.axes[n] for n in self._saved):
             raise TypeError(f"{self.name}: {f.__name__} must take {self.limited}, for its chunks")
         name, tensors = f"{self.name}_backward", (*self._saved, *self._given)
@@ -182,9 +191,9 @@ class Operator:
         vmap = batching.rule(self, call, names, self.inputs, sums=True)
         self.registered_backward.register_vmap(vmap)
         refuse = _refuse(f"the gradient of {self.name} cannot be differentiated again")
-        self._once = _function(name, self._run_backward, _no_setup, refuse, vmap)
-        self._eager = _function(self.name, self._run, self._setup, self._gradients, self._vmap)
-        self.registered.register_autograd(self._gradients, setup_context=self._setup)
+        n = len(self.backward_names) - len(self.options)
+        self._once = _function(name, n, self._run_backward, _no_setup, refuse, vmap)
+        self._differentiate()
         return self._backward
 
     def _declared(self, f: Callable, known: Collection[str]) -> list[str]:
@@ -206,9 +215,16 @@ class Operator:
             return (f(args[n], *args[:n], *args[n + 1 :]),)
 
         self._call_backward = call
-        self._eager = _function(self.name, self._run, self._setup, self._gradients, self._vmap)
-        self.registered.register_autograd(self._gradients, setup_context=self._setup)
+        self._differentiate()
         return f
+
+    def _differentiate(self) -> None:
+        """Give the forms that autograd meets their gradients."""
+        gradients = [out.gradient for out in self.outputs.values()]
+        self._given_at = [gradients.index(n) for n in self._given]
+        steps = self._run, self._setup, self._gradients, self._vmap
+        self._eager = _function(self.name, len(self.inputs), *steps)
+        self.registered.register_autograd(self._gradients, setup_context=self._setup)
 
     def _register(self, name, names, tensors, outputs, run, fake):
         """An operator of torch.library, which returns an empty tensor in the place of None."""
@@ -243,15 +259,19 @@ class Operator:
 
     def __call__(self, *args, save: str = "") -> tuple[Tensor | None, ...]:
         """The outputs; None for what was not asked for."""
+        differentiable = self._differentiable(args)
         if self.residuals:
-            args = (*args, save if self._differentiable(args) else "")
-        return self._call(*args)
+            args = (*args, save if differentiable else "")
+        return self._in_form(args, differentiable)
 
     def _differentiable(self, args: tuple) -> bool:
         return transformed() or needs_gradient(*args[: len(self.inputs)])
 
     def _call(self, *args) -> tuple[Tensor | None, ...]:
-        """A call in the form that fits."""
+        """A call in the form that fits, with what is saved as it is."""
+        return self._in_form(args, self._differentiable(args))
+
+    def _in_form(self, args: tuple, differentiable: bool) -> tuple[Tensor | None, ...]:
         if traced(args[0]):
             if sharding.sharded(*args[: len(self.inputs)]):
                 return sharding.on_shards(self, args)
@@ -259,7 +279,7 @@ class Operator:
             made = self._made(dict(zip(self.names, args, strict=True)))
             results = zip(self.outputs, _several(self.registered(*args)), strict=True)
             return tuple(x if n in made else None for n, x in results)
-        return self._eager(*args) if self._differentiable(args) else self._run(*args)
+        return self._eager(*args) if differentiable else self._run(*args)
 
     def _call_backward(self, *args) -> tuple[Tensor | None, ...]:
         """A backward pass in the form that fits."""
@@ -284,27 +304,33 @@ class Operator:
 
     def _run(self, *args) -> tuple[Tensor | None, ...]:
         """The forward pass; None for what is not asked for."""
-        given = dict(zip(self.names, args, strict=True))
-        for n in self.inputs:
-            if n != self.mutates:
-                given[n] = (contiguous_rows if n in self.apart else contiguous)(given[n])
-        stages = self.forward_stages(given["impl"])
-        tensors = [given[n] for n in self.inputs]
-        return self._planned(
-            0, stages, given, tensors, functools.partial(self._compose, stages, given)
-        )
+        n, stages = len(self.inputs), self.forward_stages(args[self._impl])
+        return self._planned(0, stages, args[:n], args[n : -len(self.options)], args)
 
-    def _planned(self, which: int, stages, given: dict, tensors: list, compose: Callable) -> tuple:
-        """compose(), a pass with these tensors, as written down in earlier calls of its kind."""
-        if given["impl"] != "triton" or any(given[n] is not None for n in self.bounds):
-            return compose()
-        if transformed() or not all(x is None or x.numel() for x in tensors):
-            return compose()
-        plan = _plan()
-        if self._programs is None:
-            self._programs = plan.plans(), plan.plans()
-        options = (stages, *(given[n] for n in self.options))
-        return plan.run(self._programs[which], options, tensors, compose)
+    def _planned(
+        self, which: int, stages, tensors: tuple, bounds: tuple, args: tuple
+    ) -> tuple[Tensor | None, ...]:
+        """A pass with these tensors, by the program of earlier calls of its kind, if there is."""
+        options, plan = args[-len(self.options) :], None
+        cut = any(x is not None for x in bounds)
+        if not cut and args[self._impl] == "triton" and not transformed():
+            plan = _plan()
+            if self._programs is None:
+                self._programs = plan.plans(), plan.plans()
+            place = self._programs[which], (stages, options)
+            if (program := plan.find(*place, tensors)) is not None:
+                return program(*tensors)
+        bring, names, compose = self._brought, (*self.inputs, *self.bounds), self._compose
+        if which:
+            bring, names = self._brought_back, (*self._saved, *self._given, *self.bounds)
+            compose = self._compose_backward
+        tensors = [f(x) for f, x in zip(bring, tensors, strict=True)]
+
+        def composed() -> tuple[Tensor | None, ...]:
+            values = (*tensors, *bounds, *options)
+            return compose(stages, dict(zip((*names, *self.options), values, strict=True)))
+
+        return composed() if plan is None else plan.run(*place, tensors, composed)
 
     def _compose(self, stages, given: dict) -> tuple[Tensor | None, ...]:
         """The forward pass of contiguous tensors."""
@@ -351,16 +377,12 @@ class Operator:
 
     def _run_backward(self, *args) -> tuple[Tensor | None, ...]:
         """The backward pass: a gradient for each tensor, in its dtype; None for one not given."""
-        given = dict(zip(self.backward_names, args, strict=True))
-        kept = self.residuals._fields if self.residuals else ()
-        for n in (*self._saved, *self._given):
-            x = given[n]
-            given[n] = None if n in kept and x is not None and not x.numel() else contiguous(x)
-        fused = given.get(self.fused) is not None
-        stages = (self.forward_stages if fused else self.stages)(given["impl"])
-        tensors = [given[n] for n in (*self._saved, *self._given)]
-        compose = functools.partial(self._compose_backward, stages, given)
-        return self._planned(1, stages, given, tensors, compose)
+        n = len(self._saved)
+        bounds = args[n : n + len(self.bounds)]
+        tensors = (*args[:n], *args[n + len(bounds) : -len(self.options)])
+        fused = self._fused_at is not None and _there(tensors[self._fused_at]) is not None
+        stages = (self.forward_stages if fused else self.stages)(args[self._impl])
+        return self._planned(1, stages, tensors, bounds, args)
 
     def _compose_backward(self, stages, given: dict) -> tuple[Tensor | None, ...]:
         """The backward pass of contiguous tensors."""
@@ -538,36 +560,42 @@ class Operator:
     # -- autograd
 
     def _setup(self, ctx, inputs, output):
-        given = dict(zip(self.names, inputs, strict=True))
-        made = dict(zip(self.outputs, _several(output), strict=True))
-        kept = {*self.residuals._fields} if self.residuals else set()
-        dropped = kept - {*given["save"].split()} if kept else ()
-        given |= {n: None if n in dropped else x for n, x in made.items()}
-        ctx.save_for_backward(*(given[n] for n in (*self._saved, *self.bounds)))
-        ctx.options = inputs[len(inputs) - len(self.options) :]
-        ctx.dtypes = [None if self._without(n, given) else given[n].dtype for n in self.inputs]
-        first = next(iter(made.values()))
-        ctx.shape, ctx.dtype = first.shape, first.dtype
-        without = [x for n, x in made.items() if x is not None and self.outputs[n].gradient is None]
-        ctx.mark_non_differentiable(*without)
+        made = _several(output)
+        values = (*inputs, *made, None)
+        kept = self._kept(inputs[-1] if self.residuals else "")
+        ctx.save_for_backward(*[values[i] for i in kept])
+        ctx.options = inputs[-len(self.options) :]
+        ctx.dtypes = [
+            None if x is None or n in self.constants else x.dtype
+            for n, x in zip(self.inputs, inputs, strict=False)
+        ]
+        ctx.shape, ctx.dtype = made[0].shape, made[0].dtype
+        outputs = zip(self.outputs.values(), made, strict=True)
+        ctx.mark_non_differentiable(
+            *[x for out, x in outputs if x is not None and out.gradient is None]
+        )
         ctx.set_materialize_grads(False)
+
+    def _where_kept(self, save: str) -> list[int]:
+        """Where, in the arguments, the outputs and a None, that lies which is kept."""
+        names = (*self.names, *self.outputs)
+        dropped = {*self.residuals._fields} - {*save.split()} if self.residuals else ()
+        return [-1 if n in dropped else names.index(n) for n in (*self._saved, *self.bounds)]
 
     def _gradients(self, ctx, *outer):
         """Gradients of the outputs -> gradients of the inputs."""
         saved = ctx.saved_tensors  # asked for once: activation checkpointing allows no more
-        named = {
-            out.gradient: None if x is None or not x.numel() else x
-            for out, x in zip(self.outputs.values(), outer, strict=True)
-        }
-        if named[self._given[0]] is None:
+        given = [outer[i] for i in self._given_at]
+        given = [None if x is None or not x.numel() else x for x in given]
+        if given[0] is None:
             like = next(x for x in (*outer, *saved) if x is not None)
-            named[self._given[0]] = like.new_zeros(ctx.shape, dtype=ctx.dtype)
-        results = self._call_backward(*saved, *(named[n] for n in self._given), *ctx.options)
+            given[0] = like.new_zeros(ctx.shape, dtype=ctx.dtype)
+        results = self._call_backward(*saved, *given, *ctx.options)
         results = (
             None if dtype is None or x is None else x if x.dtype == dtype else x.to(dtype)
             for dtype, x in zip(ctx.dtypes, results, strict=True)
         )
-        return *results, *(None for _ in self.names[len(self.inputs) :])
+        return *results, *[None] * (len(self.names) - len(self.inputs))
 
     # -- torch.utils.flop_counter
 
@@ -606,13 +634,20 @@ def _plan():
     return plan
 
 
-def _function(name, run, setup, backward, vmap) -> Callable:
-    """run with a gradient, for calls that are not traced; autograd knows it by this name."""
+def _function(name, n, run, setup, backward, vmap) -> Callable:
+    """run with a gradient, for calls that are not traced; autograd knows it by this name.
+
+    n: how many of its arguments have gradients; autograd takes time for each that it is shown.
+    """
 
     def both(ctx, *args):
+        args = (*args[:n], *args[n])
         outputs = run(*args)
         setup(ctx, args, outputs)
         return outputs
+
+    def back(ctx, *outer):
+        return (*backward(ctx, *outer)[:n], None)
 
     def function(**members) -> Callable:
         members = {n: staticmethod(f) for n, f in members.items()}
@@ -622,8 +657,17 @@ def _function(name, run, setup, backward, vmap) -> Callable:
     split = function(
         forward=lambda *args: run(*args), setup_context=setup, backward=backward, vmap=vmap
     )
-    joint = function(forward=both, backward=backward)
-    return lambda *args: (split if transformed() else joint)(*args)
+    joint = function(forward=both, backward=back)
+    return lambda *args: split(*args) if transformed() else joint(*args[:n], args[n:])
+
+
+def _as_it_is(x: Tensor) -> Tensor:
+    return x
+
+
+def _there(x: Tensor | None) -> Tensor | None:
+    """A residual; None for the empty tensor that an operator of torch.library gives for it."""
+    return None if x is None or not x.numel() else contiguous(x)
 
 
 def _no_setup(ctx, inputs, output):

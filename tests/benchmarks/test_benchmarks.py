@@ -98,7 +98,7 @@ def test_bytes_of_a_stage_are_those_of_its_tensors(case, stage):
     out = forms.stage_function(stage, "reference")(*args, **kwargs)
     out = out if isinstance(out, tuple) else (out,)
     moved = nbytes(*args, *out)
-    if case is KDA_SMALL and stage in ("state", "state_bwd", "kda_scan"):
+    if case is KDA_SMALL and stage in ("state", "kda_scans", "state_bwd", "kda_scan"):
         gc = next(x for x in args if x.shape == i.g.shape and x.dtype == i.g.dtype)
         moved += nbytes(gc[:, 15::16]) - nbytes(gc)  # of gc the last tokens only
     if case is SSD_SMALL and stage == "state":
@@ -209,8 +209,8 @@ def test_flops_of_kda_are_the_multiply_adds_of_the_scalar_form(shape):
         assert relative_rms(getattr(scalars, f"d{name}"), gradient) < 1e-12, name
     count = scalars.count
     w, u = count.pop("w"), count.pop("u")
-    scan = count["state"] + count["output"]
-    expected = {**count, "wy": w + u, "kda_scan": scan}
+    scan, scans = count["state"] + count["output"], count["state"] + count["state_bwd"]
+    expected = {**count, "wy": w + u, "kda_scan": scan, "kda_scans": scans}
     assert {stage: work(case, f"stage:{stage}", CHUNK).flops for stage in expected} == {
         stage: 2 * n for stage, n in expected.items()
     }

@@ -18,6 +18,7 @@ TAG = re.compile(r"#\s*(eq:[\w-]+)")
 JOINED = {
     "delta/kda_bwd": "11_kda_intra_bwd",
     "delta/kda_scan": "07_kda_intra",
+    "delta/kda_scans": "12_gate_bwd",
     "delta/fused": "06_output",
     "delta/fused_bwd": "12_gate_bwd",
     "delta/gate": "12_gate_bwd",
@@ -33,7 +34,9 @@ JOINED = {
     "ssd/ema_bwd": "20_ema",
 }
 # in the file or in the chapter of another stage
-IN_JOINED = {"kda_output_bwd", "kda_scan", "kda_wy_bwd", "piece_map", "piece_map_bwd"}
+IN_JOINED = {
+    "kda_output_bwd", "kda_scan", "kda_scans", "kda_wy_bwd", "piece_map", "piece_map_bwd",
+}  # fmt: skip
 STAGES = {f.name for set_ in (gdn.Stages, kda.Stages) for f in dataclasses.fields(set_)}
 STAGES = [f"delta/{stage}" for stage in ("recurrent", *sorted(STAGES - IN_JOINED))]
 STAGES += [x for x in map("ssd/{}".format, pipeline.SSD_BACKWARD) if x not in JOINED]

@@ -142,18 +142,20 @@ def compare(whole, parts, shared, tol):
     o, final, gradients = whole
     for own, first, last, (o_r, final_r, gradients_r) in parts:
         assert_close("o", o_r, o[:, own], tol)
-        pairs = [("final state", final_r, final[last])]
+        pairs = [("final state", final_r, final[last], final)]
         for n, g in gradients_r.items():
             if n == "state":
-                pairs.append((n, g, gradients[n][first]))
+                pairs.append((n, g, gradients[n][first], gradients[n]))
             elif n not in shared:
-                pairs.append((n, g, gradients[n][:, own]))
-        for n, got, want in pairs:
+                pairs.append((n, g, gradients[n][:, own], gradients[n]))
+        for n, got, want, of in pairs:
             assert got.shape == want.shape, n
-            if want.numel() and want.any():
+            # the decay of a first token has no gradient: what is there was rounded
+            rounding = 4 * torch.finfo(of.dtype).eps * of.abs().max() if of.numel() else 0
+            if (want.abs() > rounding).any():
                 assert_close(n, got, want, tol)
             else:
-                assert not got.any(), n
+                assert (got.abs() <= rounding).all(), n
     for n in shared:
         assert_close(n, sum(part[3][2][n] for part in parts), gradients[n], tol)
 

@@ -109,8 +109,9 @@ def backward_parts(T, K, V, C, dtype, device, **kinds):
     x = channel_inputs(T, K, V, dtype, device, **kinds)
     r, options = forward_parts(x, C), {"scale": SCALE, "chunk_size": C}
     r.do, r.dht = torch.randn_like(x.v), torch.randn_like(x.initial_state)
-    r.dqg, r.dP, r.dv_out = kda_output_bwd(r.P, r.v_new, r.h, r.do, **options)
-    r.dh, r.dv_new, _ = state_bwd(r.qg, r.kg, r.w, r.gc, r.do, r.dv_out, r.dht, **options)
+    r.dqg, r.dP = kda_output_bwd(r.v_new, r.h, r.do, **options)
+    args = (r.qg, r.kg, r.w, r.gc, r.do, None, r.dht)
+    r.dh, r.dv_new, _ = state_bwd(*args, P=r.P, **options)
     r.dkb, r.dkg, _, r.dL, r.dbeta, r.dgl = kda_wy_bwd(
         x.v, x.beta, r.A, r.h, r.v_new, r.dh, r.dv_new
     )

@@ -26,7 +26,7 @@ def arguments(T, K, V, C, dtype, device):
 
 def channel_arguments(T, K, V, C, dtype, device):
     _, r = channel_checks.backward_parts(T, K, V, C, dtype, device)
-    return r.qg, r.kg, r.w, r.gc, r.do, r.dv_out, r.dht
+    return r.qg, r.kg, r.w, r.gc, r.do, r.P, r.dht
 
 
 @grid
@@ -37,7 +37,8 @@ def test_map_kernel_matches_reference(T, K, V, C, dtype, device):
 
 @channel_checks.once
 def test_a_gate_for_each_channel(T, K, V, C, dtype, device):
-    *args, _ = channel_arguments(T, K, V, C, dtype, device)
+    *args, P, _ = channel_arguments(T, K, V, C, dtype, device)
+    args = (*args, None, None, P)
     check_map(kernels.piece_map_bwd, references.piece_map_bwd, args, scale=0.3, chunk_size=C)
 
 
@@ -89,10 +90,15 @@ def test_pieces_are_the_sequence(channels):
     """In float64: the gradients at the cuts, from the maps of pieces alone; dM is M^T."""
     make = channel_arguments if channels else arguments
     *args, dht = make(150, 12, 10, 16, torch.float64, "cpu")
-    dh, _, first = state_bwd(*args, dht, **OPTIONS)
+
+    def run(f, q, k, w, gc, do, last, **ends):
+        given = {"dv_new": None, "P": last} if channels else {"dv_new": last}
+        return f(q, k, w, gc, do, **given, **ends, **OPTIONS)
+
+    dh, _, first = run(state_bwd, *args, dht=dht)
     cuts = (0, 32, 48, 112, 150)
     pieces = [[x[:, a:b] for x in args] for a, b in pairwise(cuts)]
-    found = [references.piece_map_bwd(*piece, **OPTIONS) for piece in pieces]
+    found = [run(references.piece_map_bwd, *piece) for piece in pieces]
     dS_ext, dM = (torch.stack(x, 1) for x in zip(*found, strict=True))
     dS_out, dS_in = references.cp_merge_bwd(dS_ext, dM, dht)
     assert_close("dS_out", dS_out, dh[:, [-(-cut // 16) - 1 for cut in cuts[1:]]], 1e-13)

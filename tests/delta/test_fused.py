@@ -5,7 +5,10 @@ import torch
 from delta.stage_checks import check_stage, grid, inputs
 
 from linattn_edu.kernels.delta import fused as kernels
+from linattn_edu.kernels.delta.gate_cumsum import gate_cumsum as gate_cumsum_kernel
+from linattn_edu.kernels.tiles import device_of
 from linattn_edu.ops.gdn import forward, fused_stages, stages
+from linattn_edu.packing import pack
 from linattn_edu.reference.delta import fused as references
 from linattn_edu.reference.delta.gate_cumsum import gate_cumsum
 from linattn_edu.testing import assert_close
@@ -30,6 +33,34 @@ def test_scan_kernel_matches_reference(T, K, V, C, dtype, device):
     P, R, _ = references.intra(x.q, x.k, x.beta, gc, chunk_size=C)
     args = (x.q, x.k, x.v, gc, P, R, x.initial_state)
     check_stage(kernels.scan, references.scan, args, scale=0.3, output_final_state=True)
+
+
+@pytest.mark.parametrize(
+    ("T", "K", "V", "packed"), [(150, 128, 128, False), (65, 100, 64, False), (130, 128, 128, True)]
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_scan_transposed_gives_the_same_bits(T, K, V, packed, dtype, device, monkeypatch):
+    """Which of the two runs follows from what fills the GPU, and must not be seen."""
+    x = inputs(T, K, V, dtype, device)
+    tensors, h0, own = (x.q, x.k, x.v, x.g, x.beta), x.initial_state, {}
+    if packed:
+        tensors, h0 = [y[:1] for y in tensors], h0[:1].repeat(3, 1, 1, 1)
+        own["packing"] = pack(torch.tensor([0, 64, 64, T], device=device), 64)
+    q, k, v, g, beta = tensors
+    generation, _ = device_of(q)
+    if generation not in ("hopper", "blackwell"):
+        pytest.skip("made for Hopper")
+    # as if it had one multiprocessor: tiles of 64 columns
+    monkeypatch.setattr("linattn_edu.kernels.tiles.device_of", lambda _: (generation, 1))
+    gc = gate_cumsum_kernel(g, chunk_size=64, **own)
+    P, R, _ = kernels.intra(q, k, beta, gc, chunk_size=64, **own)
+    got = []
+    for crowded in (True, False):
+        monkeypatch.setattr(kernels, "crowded", lambda *_, crowded=crowded: crowded)
+        options = {"scale": 0.3, "output_final_state": True, **own}
+        got.append(kernels.scan(q, k, v, gc, P, R, h0, **options))
+    for name, a, b in zip(("o", "final_state"), *got, strict=True):
+        assert_close(name, a, b, 0 if device.type == "cuda" else 1e-6)
 
 
 @pytest.mark.parametrize("C", [16, 32, 64])

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.usefixtures("poison")
 
 def check(x, r, C):
     options = {"scale": SCALE, "chunk_size": C}
-    args = (r.P, r.v_new, r.h, r.do)
+    args = (r.v_new, r.h, r.do)
     check_stage(kernels.kda_output_bwd, references.kda_output_bwd, args, **options)
     args = (x.v, x.beta, r.A, r.h, r.v_new, r.dh, r.dv_new)
     check_stage(kernels.kda_wy_bwd, references.kda_wy_bwd, args)
@@ -47,7 +47,7 @@ def test_nothing_is_divided_by_beta(device):
 def test_gradients_stay_below_the_diagonal(device):
     """dP holds i >= j, dL i > j: what lies above belongs to no pair of tokens."""
     x, r = backward_parts(50, 16, 24, 32, torch.float32, device)
-    _, dP, _ = kernels.kda_output_bwd(r.P, r.v_new, r.h, r.do, scale=SCALE, chunk_size=32)
+    _, dP = kernels.kda_output_bwd(r.v_new, r.h, r.do, scale=SCALE, chunk_size=32)
     dL = kernels.kda_wy_bwd(x.v, x.beta, r.A, r.h, r.v_new, r.dh, r.dv_new)[3]
     row = torch.arange(50, device=device)[:, None, None] % 32
     column = torch.arange(32, device=device)

@@ -36,12 +36,12 @@ def test_last_gradient_is_that_of_the_final_state(device):
 @channel_checks.once
 def test_a_gate_for_each_channel(T, K, V, C, dtype, device):
     _, r = channel_checks.backward_parts(T, K, V, C, dtype, device)
-    args = (r.qg, r.kg, r.w, r.gc, r.do, r.dv_out, r.dht)
+    args = (r.qg, r.kg, r.w, r.gc, r.do, None, r.dht, None, None, r.P)
     check_stage(kernel, reference, args, scale=0.3, chunk_size=C)
 
 
 @pytest.mark.parametrize("gate", channel_checks.GATES)
 def test_channels_without_a_gradient_of_the_final_state(gate, device):
     _, r = channel_checks.backward_parts(70, 33, 65, 32, torch.float32, device, H=2, gate=gate)
-    args = (r.qg, r.kg, r.w, r.gc, r.do, r.dv_out)
+    args = (r.qg, r.kg, r.w, r.gc, r.do, None, None, None, None, r.P)
     check_stage(kernel, reference, args, scale=0.3, chunk_size=32)

@@ -23,6 +23,7 @@ from linattn_edu.kernels.delta import (
     kda_intra,
     kda_intra_bwd,
     kda_scan,
+    kda_scans,
     output,
     output_bwd,
     solve,
@@ -67,22 +68,25 @@ TABLES = (
     ("kda_output", output, "CONFIGS"),
     ("kda_scan", kda_scan, "CONFIGS"),
     ("kda_bwd", kda_bwd, "CONFIGS"),
-    ("kda_state_bwd", state_bwd, "CONFIGS"),
+    ("kda_scans", kda_scans, "CONFIGS"),
+    ("kda_state_bwd", state_bwd, "CHANNEL_CONFIGS"),
     ("kda_intra_bwd", kda_intra_bwd, "CONFIGS"),
     # in pieces
     ("scan_map", fused, "SCAN_CONFIGS"),
     ("piece_map", cp_merge, "MAP_CONFIGS"),
     ("piece_map_bwd", cp_merge_bwd, "MAP_CONFIGS"),
     ("kda_piece_map", cp_merge, "MAP_CONFIGS"),
-    ("kda_piece_map_bwd", cp_merge_bwd, "MAP_CONFIGS"),
+    ("kda_piece_map_bwd", cp_merge_bwd, "MAP_CHANNEL_CONFIGS"),
 )
 FUSED = ("scores", "resolvent", "scan", "scan_map")
 IN_PIECES = ("scan_map", "piece_map", "piece_map_bwd", "kda_piece_map", "kda_piece_map_bwd")
 BACKWARD = (
-    "output_bwd", "state_bwd", "wy_bwd", "kda_bwd", "kda_state_bwd", "kda_intra_bwd",
+    "output_bwd", "state_bwd", "wy_bwd", "kda_bwd", "kda_scans", "kda_state_bwd", "kda_intra_bwd",
     "piece_map_bwd", "kda_piece_map_bwd",
 )  # fmt: skip
-BY_DIM = ("state", "scan", "state_bwd", "kda_state", "kda_scan", "kda_state_bwd", *IN_PIECES)
+BY_DIM = (
+    "state", "scan", "state_bwd", "kda_state", "kda_scan", "kda_scans", "kda_state_bwd", *IN_PIECES
+)  # fmt: skip
 BY_VALUE = ("output_bwd", "wy_bwd", "kda_bwd")  # rows for values up to a width
 
 
@@ -217,7 +221,8 @@ def results(x, impl, stage, chunk_size, safe):
     if stage.startswith("kda_"):
         if stage == "kda_scan":
             options["keep"] = ()
-        return channel_results(x, impl, gradients, options, safe)
+        again = ("gc", "h", "v_new") if stage == "kda_scans" else ("gc",)
+        return channel_results(x, impl, gradients, options, safe, dict.fromkeys(again))
     used = fused_stages(impl) if stage in FUSED else stages(impl)
     o, final_state, residuals = forward(used, **x.asdict(), output_final_state=True, **options)
     if not gradients:
@@ -493,8 +498,8 @@ LAYER_RUNS = {
 }
 
 
-def channel_results(x, impl, gradients, options, safe):
-    """The same of Kimi Delta Attention."""
+def channel_results(x, impl, gradients, options, safe, again):
+    """The same of Kimi Delta Attention; again: the residuals that the backward pass makes anew."""
     used, tensors = kda.stages(impl), (x.q, x.k, x.v, x.g, x.beta)
     o, final_state, residuals = kda.forward(
         used, *tensors, initial_state=x.initial_state, output_final_state=True, safe_bound=safe,
@@ -503,7 +508,7 @@ def channel_results(x, impl, gradients, options, safe):
     if not gradients:
         return o, final_state
     got = kda.backward(
-        used, *tensors, residuals._replace(gc=None), *cotangents(o, final_state),
+        used, *tensors, residuals._replace(**again), *cotangents(o, final_state),
         scale=0.3, initial_state=x.initial_state,
     )  # fmt: skip
     return [dx for dx in got if dx is not None]

@@ -45,6 +45,7 @@ from linattn_edu.kernels.delta import (
     kda_intra,
     kda_intra_bwd,
     kda_scan,
+    kda_scans,
     l2norm,
     output,
     output_bwd,
@@ -169,9 +170,10 @@ def channel_launches(qk, v, beta, g, A, h0, h, chunk_size):
     cp_merge.piece_map(qk, qk, v, g, h0, **options)
     output.output(qk, qk, v, h, g, A, scale=1.0, **options)
     kda_scan.kda_scan(qk, qk, qk, v, g, A, h0, scale=1.0, output_final_state=True)
-    kda_bwd.kda_output_bwd(A, v, h, v, scale=1.0, **options)
-    state_bwd.state_bwd(qk, qk, qk, g, v, v, h0, scale=1.0, **options)
-    cp_merge_bwd.piece_map_bwd(qk, qk, qk, g, v, v, h0, scale=1.0, **options)
+    kda_scans.kda_scans(qk, qk, qk, v, g, A, v, h0, h0, scale=1.0)
+    kda_bwd.kda_output_bwd(v, h, v, scale=1.0, **options)
+    state_bwd.state_bwd(qk, qk, qk, g, v, None, h0, P=A, scale=1.0, **options)
+    cp_merge_bwd.piece_map_bwd(qk, qk, qk, g, v, None, h0, A, scale=1.0, **options)
     kda_bwd.kda_wy_bwd(v, beta, A, h, v, h, v)
     dgl = h[..., 0].float()
     kda_intra_bwd.kda_intra_bwd(qk, qk, beta, g, A, A, qk, qk, qk, dgl, beta)

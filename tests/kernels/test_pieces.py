@@ -2,11 +2,13 @@
 
 import pytest
 import torch
+from delta import channel_checks
 from delta.stage_checks import backward_inputs, inputs
 
 from linattn_edu.kernels import pieces
 from linattn_edu.kernels.delta import cp_merge, cp_merge_bwd, fused
 from linattn_edu.kernels.delta.gate_cumsum import gate_cumsum
+from linattn_edu.kernels.delta.kda_scans import kda_scans
 from linattn_edu.kernels.delta.state import state
 from linattn_edu.kernels.delta.state_bwd import state_bwd
 from linattn_edu.packing import pack
@@ -106,6 +108,29 @@ def test_state_and_its_adjoint(shape, given, cut, monkeypatch, device):
 
     same(*both(run, monkeypatch))
     assert len(cut) == 2
+
+
+@shapes
+@pytest.mark.parametrize("given", [False, True], ids=["zero", "state"])
+def test_scans_of_channels(shape, given, cut, monkeypatch, device):
+    """Of Kimi Delta Attention, both at once; and state_bwd alone, where the states were kept."""
+    T, bounds = SHAPES[shape]
+    x, r = channel_checks.backward_parts(T, 20, 24, 16, torch.float32, device)
+    one = slice(0, 1 if bounds else None)
+    own = packed(bounds, 16, device)
+    h0 = state_of(x.initial_state, bounds).contiguous() if given else None
+    dht = state_of(r.dht, bounds).contiguous() if given else None
+    qg, kg, w, u, gc, P, do = (t[one] for t in (r.qg, r.kg, r.w, r.u, r.gc, r.P, r.do))
+
+    def run():
+        alone = (qg, kg, w, gc, do, None, dht)
+        return (
+            *kda_scans(qg, kg, w, u, gc, P, do, h0, dht, scale=0.3, **own),
+            *state_bwd(*alone, P=P, scale=0.3, chunk_size=16, **own),
+        )
+
+    same(*both(run, monkeypatch))
+    assert len(cut) == 3
 
 
 @shapes

@@ -318,3 +318,26 @@ def test_programs_are_bounded(device, monkeypatch):
     assert len(place) == 3
     plan.clear()
     assert not place
+
+
+class Launcher:
+    """As Triton's: it hands its arguments to a function in C, here one that keeps them."""
+
+    def __init__(self, scratch=0):
+        self.given, self.scratch = {}, scratch
+        self.launch = self.given.setdefault
+
+    def __call__(self, x, y, z, stream, *args):
+        memory = x * y * z * self.scratch if self.scratch else None
+        self.launch(stream, (x, y, z, memory, args))
+
+
+def test_what_a_launcher_hands_on():
+    """A program calls the function in C, unless the launcher has more to do."""
+    launcher, packed = Launcher(), object()
+    arguments = (*map(plan._Text, ("4", "1", "1", "stream", "pi0")), packed, None)
+    call, given = plan._handed(launcher, arguments)
+    assert call == launcher.launch and not launcher.given
+    assert given == ("stream", ("4", "1", "1", None, ("pi0", packed, None)))
+    for other in (Launcher(scratch=8), print):
+        assert plan._handed(other, arguments) == (other, arguments)

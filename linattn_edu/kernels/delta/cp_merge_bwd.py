@@ -28,6 +28,7 @@ def piece_map_bwd_kernel(
     gc_ptr,  # [B, T, HV] log2; or [B, T, HV, K], and q and k are qg and kg of HV heads
     do_ptr,  # [B, T, HV, V]
     dv_ptr,  # [B, T, HV, V]: the part of dv_new that output_bwd found; or None
+    P_ptr,  # [B, T, HV, BT], from which that part is made here; with gates [B, T, HV, K]
     dht_ptr,  # [NP, HV, K, V] or None
     map_ptr,  # [NP, HV, K, W] out: dS_ext, and dM where W is V + K
     number_ptr,  # [NP, HV] out: dM without w; or None
@@ -53,6 +54,9 @@ def piece_map_bwd_kernel(
     if k_ptr is not None:
         k_ptr += (first * H + i_h // (HV // H)) * K
         w_ptr += (first * HV + i_h) * K
+    if CHANNEL:
+        P_ptr += (first * HV + i_h) * BT
+    elif k_ptr is not None:
         dv_ptr += (first * HV + i_h) * V
     gc_ptr += first * stride_t + i_h * stride_h
 
@@ -68,7 +72,8 @@ def piece_map_bwd_kernel(
     for i_t in range(NT):
         n_t = n_seq - (NT - 1 - i_t) * BT
         o_last = (tl.minimum(BT, n_t) - 1) * stride_t
-        b_do = load_tile(do_ptr, o_t, o_v, HV * V, n_t, V).to(tl.float32) * scale  # [BT, BV]
+        b_o = load_tile(do_ptr, o_t, o_v, HV * V, n_t, V)  # [BT, BV]
+        b_do = b_o.to(tl.float32) * scale
         if CHANNEL:
             b_last = load_vector(gc_ptr + o_last, o_k, K)
             b_a = tl.exp2(b_last)[:, None]
@@ -83,15 +88,18 @@ def piece_map_bwd_kernel(
         b_next = dot(tl.trans(b_q), cast(b_do, b_q.dtype), b_dS * b_a)
         if k_ptr is not None:
             b_k = load_tile(k_ptr, o_t, o_k, H * K, n_t, K)  # [BT, BK]
-            b_dv = dot(b_k, cast(b_dS, b_k.dtype))
-            if not CHANNEL:
-                b_dv *= tl.exp2(b_last - b_gc)[:, None]
-            b_dv += load_tile(dv_ptr, o_t, o_v, HV * V, n_t, V).to(tl.float32)
+            if CHANNEL:
+                b_P = load_tile(P_ptr, o_t, o_t, HV * BT, n_t, BT)  # [BT, BT]
+                b_dv = dot(b_k, cast(b_dS, b_k.dtype), scale * dot(tl.trans(b_P), b_o))
+                P_ptr -= BT * HV * BT
+            else:
+                b_dv = tl.exp2(b_last - b_gc)[:, None] * dot(b_k, cast(b_dS, b_k.dtype))
+                b_dv += load_tile(dv_ptr, o_t, o_v, HV * V, n_t, V).to(tl.float32)
+                dv_ptr -= BT * HV * V
             b_w = load_tile(w_ptr, o_t, o_k, HV * K, n_t, K)  # [BT, BK]
             b_next = dot(tl.trans(b_w), cast(-b_dv, b_w.dtype), b_next)
             k_ptr -= BT * H * K
             w_ptr -= BT * HV * K
-            dv_ptr -= BT * HV * V
         b_dS = b_next
         q_ptr -= BT * H * K
         do_ptr -= BT * HV * V
@@ -109,6 +117,14 @@ MAP_CONFIGS = scan_table(
         256: [row(4, 2, BV=32), row(4, 2, BV=16)],
     },
 )
+# with a gate for each channel, as in state_bwd
+MAP_CHANNEL_CONFIGS = scan_table(
+    ampere={128: [row(4, 1, BV=32)], 256: [row(4, 1, BV=16)]},
+    hopper={
+        128: [row(4, 3, BV=64), row(4, 3, BV=32), row(4, 3, BV=16)],
+        256: [row(4, 2, BV=16)],
+    },
+)
 
 
 def piece_map_bwd(
@@ -119,6 +135,7 @@ def piece_map_bwd(
     do: Tensor,
     dv_new: Tensor | None,
     dht: Tensor | None = None,
+    P: Tensor | None = None,
     *,
     scale: float,
     chunk_size: int,
@@ -137,10 +154,10 @@ def piece_map_bwd(
     W = V + K if transition and w is not None else V
     maps = gc.new_empty(NP, HV, K, W)
     number = gc.new_empty(NP, HV) if transition and w is None else None
-    grid, config = scan_launch(MAP_CONFIGS, q, NP * HV, W)
+    grid, config = scan_launch(MAP_CONFIGS if P is None else MAP_CHANNEL_CONFIGS, q, NP * HV, W)
     piece_map_bwd_kernel[grid](
-        q, k, w, gc, do, dv_new, dht, maps, number, scale, rows, cu_seqlens, T, *gc.stride()[1:3],
-        H, HV, K, V, W, BT=chunk_size, CHANNEL=gc.ndim == 4, **config,
+        q, k, w, gc, do, dv_new, P, dht, maps, number, scale, rows, cu_seqlens, T,
+        *gc.stride()[1:3], H, HV, K, V, W, BT=chunk_size, CHANNEL=gc.ndim == 4, **config,
     )  # fmt: skip
     return maps[..., :V], maps[..., V:] if W > V else number
 

@@ -18,6 +18,7 @@ from linattn_edu.kernels.tiles import (
     chunk_of,
     columns_of,
     decay_matrix,
+    device_of,
     dot,
     entry,
     load_gate,
@@ -43,25 +44,27 @@ def scores_kernel(
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
     BT: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """One program: one chunk of one head.  Grid (NT * HV).
+    """One program: one chunk of one q/k head, for all its value heads.  Grid (NT * H).
 
     Reference: linattn_edu.reference.delta.fused.intra.
     """
-    i_h, _, first, n_t = chunk_of(tl.program_id(0), cu_ptr, chunks_ptr, T, HV, BT)
-    q_ptr += (first * H + i_h // (HV // H)) * K
-    k_ptr += (first * H + i_h // (HV // H)) * K
+    i_h, _, first, n_t = chunk_of(tl.program_id(0), cu_ptr, chunks_ptr, T, H, BT)
+    q_ptr += (first * H + i_h) * K
+    k_ptr += (first * H + i_h) * K
     o_t = tl.arange(0, BT)
 
-    P = tl.zeros([BT, BT], dtype=tl.float32)
+    b_QK = tl.zeros([BT, BT], dtype=tl.float32)
     for i_k in range(tl.cdiv(K, BK)):
         o_k = i_k * BK + tl.arange(0, BK)
         b_q = load_tile(q_ptr, o_t, o_k, H * K, n_t, K)  # [BT, BK]
         b_k = load_tile(k_ptr, o_t, o_k, H * K, n_t, K)  # [BT, BK]
-        P = dot(b_q, tl.trans(b_k), P)
-    # eq:delta-decay-matrix   G = 2^(gc_i - gc_j), i >= j
-    G = decay_matrix(load_gate(gc_ptr + first * HV + i_h, o_t, HV, n_t), o_t)
-    # eq:delta-intra   P = Q K^T * G
-    store_tile(P_ptr + (first * HV + i_h) * BT, P * G, o_t, o_t, HV * BT, n_t, BT)
+        b_QK = dot(b_q, tl.trans(b_k), b_QK)
+    for i_g in range(HV // H):
+        i = first * HV + i_h * (HV // H) + i_g
+        # eq:delta-decay-matrix   G = 2^(gc_i - gc_j), i >= j
+        G = decay_matrix(load_gate(gc_ptr + i, o_t, HV, n_t), o_t)
+        # eq:delta-intra   P = Q K^T * G
+        store_tile(P_ptr + i * BT, b_QK * G, o_t, o_t, HV * BT, n_t, BT)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -177,6 +180,71 @@ def scan_kernel(
 
 
 @triton.jit(do_not_specialize=["T"])
+def scan_transposed_kernel(
+    q_ptr,  # [B, T, H, K]
+    k_ptr,  # [B, T, H, K]
+    v_ptr,  # [B, T, HV, V]
+    gc_ptr,  # [B, T, HV] log2
+    P_ptr,  # [B, T, HV, BT]
+    R_ptr,  # [B, T, HV, BT]
+    h0_ptr,  # [N, HV, K, V] or None
+    o_ptr,  # [B, T, HV, V] out
+    ht_ptr,  # [N, HV, K, V] out, or None
+    scale,
+    cu_ptr,  # [N + 1] or None
+    offsets_ptr,  # [N + 1] or None
+    T,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+):  # fmt: skip
+    """scan_kernel with S^T [BV, BK] in the place of S, and the same sums in the same order.
+
+    What a product makes is the first operand of the next and stays in registers: the shared memory
+    of two programs fits a multiprocessor, and one works while the other waits.
+
+    Grid (N * HV * V / BV).  Reference: linattn_edu.reference.delta.fused.scan.
+    """
+    i_v, i_nh, i_h, first, n_seq, _ = columns_of(
+        tl.program_id(0), cu_ptr, offsets_ptr, T, HV, V, BT, BV
+    )
+    o_t = tl.arange(0, BT)
+    o_k = tl.arange(0, BK)
+    o_v = i_v * BV + tl.arange(0, BV)
+    b_S = tl.zeros([BV, BK], dtype=tl.float32)
+    if h0_ptr is not None:
+        b_S += tl.trans(load_tile(h0_ptr + i_nh * K * V, o_k, o_v, V, K, V)).to(tl.float32)
+
+    for i_t in range(tl.cdiv(n_seq, BT)):
+        begin, n_t = first + i_t * BT, n_seq - i_t * BT
+        i, i_qk = begin * HV + i_h, (begin * H + i_h // (HV // H)) * K
+        b_k = load_tile(k_ptr + i_qk, o_t, o_k, H * K, n_t, K)  # [BT, BK]
+        b_q = load_tile(q_ptr + i_qk, o_t, o_k, H * K, n_t, K)  # [BT, BK]
+        b_v = load_tile(v_ptr + i * V, o_t, o_v, HV * V, n_t, V)  # [BT, BV]
+        b_R = load_tile(R_ptr + i * BT, o_t, o_t, HV * BT, n_t, BT)  # [BT, BT]
+        b_P = load_tile(P_ptr + i * BT, o_t, o_t, HV * BT, n_t, BT)  # [BT, BT]
+        b_gc = load_gate(gc_ptr + i, o_t, HV, n_t)  # [BT]
+        b_last = tl.load(gc_ptr + i + (tl.minimum(BT, n_t) - 1) * HV)
+        b_h, b_e = cast(b_S, b_k.dtype), tl.exp2(b_gc)[None, :]
+
+        # eq:delta-residual   W = V - diag(2^gc) K S
+        b_W = tl.trans(b_v).to(tl.float32) - b_e * dot(b_h, tl.trans(b_k))
+        # eq:delta-v-new   v_new = R W
+        b_new = dot(cast(b_W, b_R.dtype), tl.trans(b_R))
+        # eq:delta-inter   diag(2^gc) Q S
+        b_o = b_e * dot(b_h, tl.trans(b_q))
+        # eq:delta-output   o = scale (inter + P v_new)
+        b_o = scale * dot(cast(b_new, b_P.dtype), tl.trans(b_P), b_o)
+        b_o = tl.trans(cast(b_o, o_ptr.dtype.element_ty))
+        store_tile(o_ptr + i * V, b_o, o_t, o_v, HV * V, n_t, V)
+        # eq:delta-state   S <- 2^gc_last S + (diag(2^(gc_last - gc)) K)^T v_new
+        b_new *= tl.exp2(b_last - b_gc)[None, :]
+        b_S = dot(cast(b_new, b_k.dtype), b_k, b_S * tl.exp2(b_last))
+
+    if ht_ptr is not None:
+        store_tile(ht_ptr + i_nh * K * V, tl.trans(b_S), o_k, o_v, V, K, V)
+
+
+@triton.jit(do_not_specialize=["T"])
 def scan_map_kernel(
     k_ptr,  # [B, T, H, K]
     v_ptr,  # [B, T, HV, V]
@@ -253,6 +321,18 @@ SCAN_CONFIGS = scan_table(
 )
 
 
+TRANSPOSED = {"num_warps": 4, "num_stages": 2}
+
+
+def crowded(k: Tensor, programs: int, config: dict[str, int]) -> bool:
+    """Whether scan_transposed_kernel, whose products are 64 rows high, has two programs for many a
+    multiprocessor; with one it would be the slower of the two.
+    """
+    generation, processors = device_of(k)
+    fits = generation in ("hopper", "blackwell") and k.element_size() == 2
+    return fits and config["BK"] == 128 and config["BV"] == 64 and 2 * programs >= 3 * processors
+
+
 def intra(
     q: Tensor,
     k: Tensor,
@@ -271,7 +351,7 @@ def intra(
     P, R = (q.new_empty(B, T, HV, chunk_size) for _ in range(2))
     A = torch.empty_like(R) if return_inverse else None
     config = entry(SCORES_CONFIGS, k).launch(K)
-    scores_kernel[(NT * HV,)](q, k, gc, P, *chunks, T, H, HV, K, BT=chunk_size, **config)
+    scores_kernel[(NT * H,)](q, k, gc, P, *chunks, T, H, HV, K, BT=chunk_size, **config)
     config = entry(RESOLVENT_CONFIGS, k).launch(K)
     resolvent_kernel[(NT * HV,)](
         k, beta, gc, R, A, *chunks, T, H, HV, K, BT=chunk_size,
@@ -303,7 +383,10 @@ def scan(
     o = torch.empty_like(v)
     last = q.new_empty(pieces.N, HV, K, V, dtype=torch.float32) if output_final_state else None
     grid, config = scan_launch(SCAN_CONFIGS, k, pieces.N * HV, V)
-    scan_kernel[grid](
+    kernel = scan_kernel
+    if crowded(k, grid[0], config):
+        kernel, config = scan_transposed_kernel, config | TRANSPOSED
+    kernel[grid](
         q, k, v, gc, P, R, initial_state, o, last,
         scale, pieces.cu_seqlens, pieces.chunk_offsets, pieces.T, H, HV, K, V, BT=P.shape[-1],
         **config,

@@ -385,9 +385,7 @@ SCAN_OPTIONS = {"num_warps": 4, "num_stages": 2}
 
 
 # 32: with 64 columns of K one program alone would fill a multiprocessor's shared memory
-def intra_options(several: bool) -> dict[str, int]:
-    """Tile and launch options of intra_bwd_kernel, by whether value heads share a q/k head."""
-    return {"BK": 32, "num_warps": 4, "num_stages": 2 if several else 3}
+INTRA_OPTIONS = {"BK": 32, "num_warps": 4, "num_stages": 3}
 
 
 def fits(q: Tensor, v: Tensor) -> bool:
@@ -558,6 +556,6 @@ def intra_bwd(
     NT, *chunks = chunk_args(q, chunk_size, packing)
     intra_bwd_kernel[(NT * H,)](
         q, k, v, beta, gc, h, v_new, do, dh, Z, dq, dk, *sums, dbeta, dgc,
-        scale, *chunks, T, H, HV, K, V, BT=chunk_size, BV=block(V), **intra_options(HV > H),
+        scale, *chunks, T, H, HV, K, V, BT=chunk_size, BV=block(V), **INTRA_OPTIONS,
     )  # fmt: skip
     return dq, dk, dbeta, dgc

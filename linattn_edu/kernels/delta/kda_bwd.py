@@ -22,13 +22,11 @@ from linattn_edu.packing import Packing
 
 @triton.jit(do_not_specialize=["T"])
 def kda_output_bwd_kernel(
-    P_ptr,  # [B, T, HV, BT]
     v_new_ptr,  # [B, T, HV, V]
     h_ptr,  # [B, NT, HV, K, V]
     do_ptr,  # [B, T, HV, V]
     dqg_ptr,  # [B, T, HV, K] out
     dP_ptr,  # [B, T, HV, BT] out
-    dv_ptr,  # [B, T, HV, V] out
     scale,
     cu_ptr,  # [N + 1] or None
     chunks_ptr,  # [NT, 2] or None
@@ -45,15 +43,11 @@ def kda_output_bwd_kernel(
     i = first * HV + i_h
     i_S = (i_c * HV + i_h) * K * V
     o_t = tl.arange(0, BT)
-    b_P = load_tile(P_ptr + i * BT, o_t, o_t, HV * BT, n_t, BT)  # [BT, BT]
     b_dP = tl.zeros([BT, BT], dtype=tl.float32)
     for j_v in tl.static_range(NV):
         o_v = j_v * BV + tl.arange(0, BV)
         b_do = load_tile(do_ptr + i * V, o_t, o_v, HV * V, n_t, V)  # [BT, BV]
         b_v = load_tile(v_new_ptr + i * V, o_t, o_v, HV * V, n_t, V)  # [BT, BV]
-        # eq:kda-dv-out   dv_new = scale P^T dO
-        b_dv = scale * dot(tl.trans(b_P), b_do)
-        store_tile(dv_ptr + i * V, b_dv, o_t, o_v, HV * V, n_t, V)
         # eq:kda-dp   dP = scale tril(dO v_new^T)
         b_dP = dot(b_do, tl.trans(b_v), b_dP)
     b_dP = tl.where(o_t[:, None] >= o_t[None, :], scale * b_dP, 0.0)
@@ -149,7 +143,6 @@ CONFIGS = value_table(row(4, 2, BK=64, BV=256))
 
 
 def kda_output_bwd(
-    P: Tensor,
     v_new: Tensor,
     h: Tensor,
     do: Tensor,
@@ -157,18 +150,17 @@ def kda_output_bwd(
     scale: float,
     chunk_size: int,
     packing: Packing | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Launch kda_output_bwd_kernel; arguments and result as in the reference."""
     B, T, HV, V = v_new.shape
     K = h.shape[3]
-    dqg, dP = v_new.new_empty(B, T, HV, K), torch.empty_like(P)
-    dv_new = torch.empty_like(v_new)
+    dqg, dP = v_new.new_empty(B, T, HV, K), v_new.new_empty(B, T, HV, chunk_size)
     NT, *chunks = chunk_args(v_new, chunk_size, packing)
     kda_output_bwd_kernel[(NT * HV,)](
-        P, v_new, h, do, dqg, dP, dv_new, scale, *chunks, T, HV, K, V, BT=chunk_size,
+        v_new, h, do, dqg, dP, scale, *chunks, T, HV, K, V, BT=chunk_size,
         **by_width(CONFIGS, v_new),
     )  # fmt: skip
-    return dqg, dP, dv_new
+    return dqg, dP
 
 
 def kda_wy_bwd(

@@ -42,6 +42,7 @@ def state_kernel(
     T,
     stride_t,  # of gc and gs, between tokens
     stride_h,  # and between heads
+    others,  # programs of the grid before these
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     CHANNEL: tl.constexpr,  # a gate for each row of S
@@ -52,7 +53,7 @@ def state_kernel(
     Reference: linattn_edu.reference.delta.state.
     """
     i_v, i_nh, i_h, first, n_seq, i_c = columns_of(
-        tl.program_id(0), cu_ptr, offsets_ptr, T, HV, V, BT, BV
+        tl.program_id(0) - others, cu_ptr, offsets_ptr, T, HV, V, BT, BV
     )
     k_ptr += (first * H + i_h // (HV // H)) * K
     u_ptr += (first * HV + i_h) * V
@@ -170,7 +171,7 @@ def state(
     grid, config = scan_launch(CONFIGS if w is not None else FREE, k, pieces.N * HV, V)
     state_kernel[grid](
         k, w, u, gc, initial_state, gs, seq_idx, h, v_new, last, pieces.cu_seqlens,
-        pieces.chunk_offsets, pieces.T, *gc.stride()[1:3], H, HV, K, V, BT=chunk_size,
+        pieces.chunk_offsets, pieces.T, *gc.stride()[1:3], 0, H, HV, K, V, BT=chunk_size,
         CHANNEL=gc.ndim == 4, WHOLE=w is None and whole(k, chunk_size, packing), **config,
     )  # fmt: skip
     return h, v_new, pieces.last(last)

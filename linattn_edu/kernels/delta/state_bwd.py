@@ -34,6 +34,7 @@ def state_bwd_kernel(
     gc_ptr,  # [B, T, HV] log2; or [B, T, HV, K], and q and k are qg and kg of HV heads
     do_ptr,  # [B, T, HV, V]
     dv_out_ptr,  # [B, T, HV, V]: the part of dv_new that output_bwd found; or None
+    P_ptr,  # [B, T, HV, BT], from which that part is made here; with gates [B, T, HV, K]
     dht_ptr,  # [N, HV, K, V] or None
     seq_ptr,  # [B, T] or None
     h_ptr,  # [B, NT, HV, K, V] of state, or None
@@ -66,8 +67,11 @@ def state_bwd_kernel(
     if k_ptr is not None:
         k_ptr += (first * H + i_h // (HV // H)) * K
         w_ptr += (first * HV + i_h) * K
-        dv_out_ptr += (first * HV + i_h) * V
         dv_ptr += (first * HV + i_h) * V
+    if CHANNEL:
+        P_ptr += (first * HV + i_h) * BT
+    elif k_ptr is not None:
+        dv_out_ptr += (first * HV + i_h) * V
     if seq_ptr is not None:
         seq_ptr += first
     if h_ptr is not None:
@@ -101,14 +105,16 @@ def state_bwd_kernel(
         else:
             b_a = tl.exp2(b_last)
             b_gc = load_gate(gc_ptr, o_t, stride_t, n_t)  # [BT]
+        # eq:kda-dv-out   dv_new = scale P^T dO
         # eq:delta-dv-new   dv_new += diag(2^(gc_last - gc)) K dS
         if k_ptr is not None:
             b_k = load_tile(k_ptr, o_t, o_k, H * K, n_t, K)  # [BT, BK]
-            b_dv = load_tile(dv_out_ptr, o_t, o_v, HV * V, n_t, V).to(tl.float32)  # [BT, BV]
             if CHANNEL:
-                # where: as a sum alone it would start from dv_new, and wait for its load
-                b_dv += tl.where(o_t[:, None] < n_t, dot(b_k, b_h), 0.0)
+                b_P = load_tile(P_ptr, o_t, o_t, HV * BT, n_t, BT)  # [BT, BT]
+                b_do = load_tile(do_ptr, o_t, o_v, HV * V, n_t, V)  # [BT, BV]
+                b_dv = dot(b_k, b_h, scale * dot(tl.trans(b_P), b_do))
             else:
+                b_dv = load_tile(dv_out_ptr, o_t, o_v, HV * V, n_t, V).to(tl.float32)  # [BT, BV]
                 b_dv += tl.exp2(b_last - b_gc)[:, None] * dot(b_k, b_h)
             store_tile(dv_ptr, b_dv, o_t, o_v, HV * V, n_t, V)
         if CHANNEL:
@@ -118,10 +124,10 @@ def state_bwd_kernel(
 
         # eq:delta-ds   dS <- 2^gc_last dS + scale (diag(2^gc) Q)^T dO - w^T dv_new
         b_q = load_tile(q_ptr, o_t, o_k, H * K, n_t, K)  # [BT, BK]
-        b_do = load_tile(do_ptr, o_t, o_v, HV * V, n_t, V).to(tl.float32)  # [BT, BV]
         if CHANNEL:
-            b_do *= scale
+            b_do = b_do.to(tl.float32) * scale
         else:
+            b_do = load_tile(do_ptr, o_t, o_v, HV * V, n_t, V).to(tl.float32)  # [BT, BV]
             b_e = tl.exp2(b_gc) * scale
             if seq_ptr is not None:
                 b_id, before, end = documents(seq_ptr, NT - 1 - i_t, o_t, n_t)
@@ -146,8 +152,11 @@ def state_bwd_kernel(
         if k_ptr is not None:
             k_ptr -= BT * H * K
             w_ptr -= BT * HV * K
-            dv_out_ptr -= BT * HV * V
             dv_ptr -= BT * HV * V
+        if CHANNEL:
+            P_ptr -= BT * HV * BT
+        elif k_ptr is not None:
+            dv_out_ptr -= BT * HV * V
         gc_ptr -= BT * stride_t
         dh_ptr -= HV * K * V
 
@@ -159,6 +168,16 @@ CONFIGS = scan_table(
     hopper={
         128: [row(4, 3, BV=64), row(4, 3, BV=32), row(4, 3, BV=16)],
         256: [row(4, 2, BV=32), row(4, 2, BV=16)],
+    },
+)
+
+
+# with a gate for each channel P is in shared memory too, and 32 columns of 256 rows do not fit
+CHANNEL_CONFIGS = scan_table(
+    ampere={128: [row(4, 1, BV=32)], 256: [row(4, 1, BV=16)]},
+    hopper={
+        128: [row(4, 3, BV=64), row(4, 3, BV=32), row(4, 3, BV=16)],
+        256: [row(4, 2, BV=16)],
     },
 )
 
@@ -183,6 +202,7 @@ def state_bwd(
     dht: Tensor | None = None,
     seq_idx: Tensor | None = None,
     h: Tensor | None = None,
+    P: Tensor | None = None,
     *,
     scale: float,
     chunk_size: int,
@@ -194,15 +214,16 @@ def state_bwd(
     pieces = pieces_of(q, HV, V, chunk_size, packing) if seq_idx is None else whole_of(q, packing)
     if pieces.several:
         options = {"scale": scale, "chunk_size": chunk_size, "pieces": pieces}
-        maps = piece_map_bwd(q, k, w, gc, do, dv_new, **options)
+        maps = piece_map_bwd(q, k, w, gc, do, dv_new, P=P, **options)
         dht = pieces.entering(cp_merge_bwd, maps, dht)
     dh = q.new_empty(*states(q, chunk_size, packing), HV, K, V)
-    dv_out, dv_new = dv_new, None if dv_new is None else torch.empty_like(dv_new)
+    dv_out, dv_new = dv_new, None if w is None else torch.empty_like(do)
     dh0 = q.new_empty(pieces.N, HV, K, V, dtype=torch.float32)
-    grid, config = scan_launch(CONFIGS if w is not None else FREE, q, pieces.N * HV, V)
+    table = FREE if w is None else CONFIGS if P is None else CHANNEL_CONFIGS
+    grid, config = scan_launch(table, q, pieces.N * HV, V)
     parts = None if h is None else gc.new_empty(*dh.shape[:3], cdiv(V, config["BV"]), K)
     state_bwd_kernel[grid](
-        q, k, w, gc, do, dv_out, dht, seq_idx, h, dh, dv_new, dh0, parts,
+        q, k, w, gc, do, dv_out, P, dht, seq_idx, h, dh, dv_new, dh0, parts,
         scale, pieces.cu_seqlens, pieces.chunk_offsets, pieces.T, *gc.stride()[1:3], H, HV, K, V,
         BT=chunk_size, CHANNEL=gc.ndim == 4,
         WHOLE=w is None and whole(q, chunk_size, packing), **config,

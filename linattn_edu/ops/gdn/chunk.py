@@ -153,8 +153,8 @@ def chunk_gated_delta_rule(
     sizes = arguments.check_tensors(
         q, k, v, g, beta, initial_state, cu_seqlens, state_v_first, cp_context=cp_context
     )
-    for name, x in (("g", g), ("beta", beta)):  # which the recurrent form may do without
-        check.tensor(name, x, ("B", "T", "HV"), sizes)
+    check.given("g", g, ("B", "T", "HV"))  # which the recurrent form may do without
+    check.given("beta", beta, ("B", "T", "HV"))
     check.same_dtype(("q", q), ("k", k), ("v", v))
     output_final_state, normalise, raw_gate = arguments.flags(
         output_final_state=output_final_state,

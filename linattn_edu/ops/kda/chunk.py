@@ -22,6 +22,7 @@ from linattn_edu.reference.delta.kda_bwd import kda_output_bwd, kda_wy_bwd
 from linattn_edu.reference.delta.kda_intra import kda_intra
 from linattn_edu.reference.delta.kda_intra_bwd import kda_intra_bwd
 from linattn_edu.reference.delta.kda_scan import kda_scan
+from linattn_edu.reference.delta.kda_scans import kda_scans
 from linattn_edu.reference.delta.output import output
 from linattn_edu.reference.delta.state import state
 from linattn_edu.reference.delta.state_bwd import state_bwd
@@ -161,8 +162,8 @@ def chunk_kda(
         q, k, v, g, beta, initial_state, cu_seqlens, state_v_first, channels=True,
         cp_context=cp_context,
     )  # fmt: skip
-    for name, x, shape in (("g", g, ("B", "T", "HV", "K")), ("beta", beta, ("B", "T", "HV"))):
-        check.tensor(name, x, shape, sizes)
+    check.given("g", g, ("B", "T", "HV", "K"))  # which the recurrent form may do without
+    check.given("beta", beta, ("B", "T", "HV"))
     check.same_dtype(("q", q), ("k", k), ("v", v))
     output_final_state, normalise, raw_gate, safe_gate, keep_all, return_states = arguments.flags(
         output_final_state=output_final_state,
@@ -233,7 +234,10 @@ def _bounds(
 
 @dataclass(frozen=True)
 class Stages:
-    """One implementation of each stage; `dataclasses.replace` swaps a single one."""
+    """One implementation of each stage; `dataclasses.replace` swaps a single one.
+
+    kda_scan is state and output, kda_scans is state and state_bwd, where no state is kept.
+    """
 
     gate_cumsum: Callable
     kda_intra: Callable
@@ -241,8 +245,9 @@ class Stages:
     state: Callable
     output: Callable
     kda_scan: Callable
-    kda_output_bwd: Callable
+    kda_scans: Callable
     state_bwd: Callable
+    kda_output_bwd: Callable
     kda_wy_bwd: Callable
     kda_intra_bwd: Callable
     gate_bwd: Callable
@@ -261,7 +266,7 @@ def stages(impl: str) -> Stages:
 
 _REFERENCE = Stages(
     gate_cumsum, kda_intra, wy, state, output, kda_scan,
-    kda_output_bwd, state_bwd, kda_wy_bwd, kda_intra_bwd, gate_bwd,
+    kda_scans, state_bwd, kda_output_bwd, kda_wy_bwd, kda_intra_bwd, gate_bwd,
     piece_map, cp_merge, piece_map_bwd, cp_merge_bwd,
 )  # fmt: skip
 
@@ -276,6 +281,7 @@ def _kernels() -> Stages:
     from linattn_edu.kernels.delta.kda_intra import kda_intra
     from linattn_edu.kernels.delta.kda_intra_bwd import kda_intra_bwd
     from linattn_edu.kernels.delta.kda_scan import kda_scan
+    from linattn_edu.kernels.delta.kda_scans import kda_scans
     from linattn_edu.kernels.delta.output import output
     from linattn_edu.kernels.delta.state import state
     from linattn_edu.kernels.delta.state_bwd import state_bwd
@@ -283,7 +289,7 @@ def _kernels() -> Stages:
 
     return Stages(
         gate_cumsum, kda_intra, wy, state, output, kda_scan,
-        kda_output_bwd, state_bwd, kda_wy_bwd, kda_intra_bwd, gate_bwd,
+        kda_scans, state_bwd, kda_output_bwd, kda_wy_bwd, kda_intra_bwd, gate_bwd,
         piece_map, cp_merge, piece_map_bwd, cp_merge_bwd,
     )  # fmt: skip
 
@@ -449,14 +455,19 @@ def backward(
         w, u, kg, qg = stages.wy(k, v, beta, gc, A, q, **packed)
         if cp is not None:
             initial_state = cp.entering(crossing, initial_state)
-        h, v_new, _ = stages.state(kg, w, u, gc, initial_state, **options)
-        del u
-    dqg, dP, dv_new = stages.kda_output_bwd(P, v_new, h, do, scale=scale, **options)
+    back = {"P": P, "scale": scale, **options}
     if cp is not None:
-        cp.send(stages.piece_map_bwd, (qg, kg, w, gc, do, dv_new), dht, scale=scale, **options)
+        cp.send(stages.piece_map_bwd, (qg, kg, w, gc, do, None), dht, **back)
         dht = cp.receive(stages.cp_merge_bwd, dht)
-    dh, dv_new, dh0 = stages.state_bwd(qg, kg, w, gc, do, dv_new, dht, scale=scale, **options)
+    if h is None:
+        h, v_new, dh, dv_new, dh0 = stages.kda_scans(
+            qg, kg, w, u, gc, P, do, initial_state, dht, scale=scale, **packed
+        )
+        del u
+    else:
+        dh, dv_new, dh0 = stages.state_bwd(qg, kg, w, gc, do, None, dht, **back)
     del w, kg, qg
+    dqg, dP = stages.kda_output_bwd(v_new, h, do, scale=scale, **options)
     dkb, dkg, dv, dL, dbeta, dgl = stages.kda_wy_bwd(v, beta, A, h, v_new, dh, dv_new, **packed)
     del h, v_new, dh, dv_new
     dq, dk, dbeta, dgc = stages.kda_intra_bwd(

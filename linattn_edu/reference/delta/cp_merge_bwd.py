@@ -16,6 +16,7 @@ def piece_map_bwd(
     do: Tensor,
     dv_new: Tensor | None,
     dht: Tensor | None = None,
+    P: Tensor | None = None,
     *,
     scale: float,
     chunk_size: int,
@@ -30,7 +31,7 @@ def piece_map_bwd(
     Without w, as in Mamba-2, it is the number M.
 
     Args:
-        q, k, w, gc, do, dv_new: as in `state_bwd`, of the piece alone.
+        q, k, w, gc, do, dv_new, P: as in `state_bwd`, of the piece alone.
         dht: [B, HV, K, V]: the gradient itself where it is known; dS_ext starts from it.
         transition: Whether to compute dM.
     Returns:
@@ -40,7 +41,7 @@ def piece_map_bwd(
     """
     options = {"scale": scale, "chunk_size": chunk_size}
     # eq:cp-ext-bwd   dS_ext: the gradient before the piece, from zero
-    dS_ext = state_bwd(q, k, w, gc, do, dv_new, dht, **options)[2]
+    dS_ext = state_bwd(q, k, w, gc, do, dv_new, dht, P=P, **options)[2]
     if not transition:
         return dS_ext, None
     if w is not None:

@@ -6,29 +6,28 @@ from linattn_edu.reference.tiles import compute_dtype, from_chunks, to_chunks
 
 
 def kda_output_bwd(
-    P: Tensor, v_new: Tensor, h: Tensor, do: Tensor, *, scale: float, chunk_size: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """What the output's gradient says about qg, P and v_new, o = scale (qg h + P v_new).
+    v_new: Tensor, h: Tensor, do: Tensor, *, scale: float, chunk_size: int
+) -> tuple[Tensor, Tensor]:
+    """What the output's gradient says about qg and P, o = scale (qg h + P v_new).
 
-        dqg = scale dO h^T,  dP = scale tril(dO v_new^T),  dv_new = scale P^T dO
+        dqg = scale dO h^T,  dP = scale tril(dO v_new^T)
+
+    What it says about v_new, scale P^T dO, is made where it is added up: in state_bwd.
 
     Args:
-        P, v_new, h: as in the forward stages. do: [B, T, HV, V], gradient of o.
+        v_new, h: as in the forward stages. do: [B, T, HV, V], gradient of o.
     Returns:
-        dqg [B, T, HV, K], dP [B, T, HV, C], and the part of the gradient of v_new that comes
-        through the output, [B, T, HV, V]; all in v_new.dtype.
+        dqg [B, T, HV, K] and dP [B, T, HV, C] in v_new.dtype.
     Source: chapter 11.
     """
-    dtype = compute_dtype(P, v_new, h, do)
+    dtype = compute_dtype(v_new, h, do)
     T = v_new.shape[1]
-    P, V, dO = (to_chunks(x.to(dtype), chunk_size) for x in (P, v_new, do))
-    # eq:kda-dv-out   dv_new = scale P^T dO
-    dV = scale * P.mT @ dO
+    V, dO = (to_chunks(x.to(dtype), chunk_size) for x in (v_new, do))
     # eq:kda-dp   dP = scale tril(dO v_new^T)
     dP = scale * (dO @ V.mT).tril()
     # eq:kda-dqg   dqg = scale dO h^T
     dqg = scale * dO @ h.to(dtype).transpose(1, 2).mT
-    return tuple(from_chunks(x, T).to(v_new.dtype) for x in (dqg, dP, dV))
+    return tuple(from_chunks(x, T).to(v_new.dtype) for x in (dqg, dP))
 
 
 def kda_wy_bwd(

@@ -23,6 +23,7 @@ def state_bwd(
     dht: Tensor | None = None,
     seq_idx: Tensor | None = None,
     h: Tensor | None = None,
+    P: Tensor | None = None,
     *,
     scale: float,
     chunk_size: int,
@@ -33,17 +34,18 @@ def state_bwd(
         dS     <- 2^(gc_last) dS + scale (diag(2^gc) Q)^T dO - w^T dv_new
 
     or, with a gate for each row of the state, dv_new += kg dS and dS <- diag(2^(gc_last)) dS
-    + scale qg^T dO - w^T dv_new. Without k, w and dv_new nothing was corrected, as in Mamba-2, and
-    dS alone is carried.
+    + scale qg^T dO - w^T dv_new, where dv_new starts from scale P^T dO. Without k, w and dv_new
+    nothing was corrected, as in Mamba-2, and dS alone is carried.
 
     Args:
         q, k, w, gc: as in the forward stages; with gc [B, T, HV, K], q and k are qg and kg of wy.
             do: [B, T, HV, V], gradient of o.
-        dv_new: [B, T, HV, V], the part of the gradient of v_new that output_bwd found.
+        dv_new: [B, T, HV, V], the part of the gradient of v_new that output_bwd found; None with P.
         dht: [B, HV, K, V], gradient of the final state, zero if None.
         seq_idx: [B, T], the document of each token, over whose end nothing is carried; with gc
             [B, T, HV] only.
         h: [B, NT, HV, K, V] of state, where dlast is asked for; with gc [B, T, HV] only.
+        P: [B, T, HV, C] of kda_intra, in place of dv_new with gc [B, T, HV, K].
     Returns:
         dh [B, NT, HV, K, V] in q.dtype, the gradient of the state leaving each chunk; the whole
         gradient dv_new [B, T, HV, V] in q.dtype, None without k; dh0 [B, HV, K, V] in fp32 (fp64
@@ -51,25 +53,24 @@ def state_bwd(
         (fp64), that of gc_last where it decays the state (natural units).
     Source: chapter 09.
     """
-    dtype = compute_dtype(q, k, w, gc, do, dv_new, dht)
+    dtype = compute_dtype(q, k, w, gc, do, dv_new, dht, P)
     T, HV = gc.shape[1:3]
-    Q, K, W, dO, dV, gc = (
+    Q, K, W, dO, dV, P, gc = (
         None if x is None else to_chunks(x.to(dtype), chunk_size)
         for x in (
-            repeat_heads(q, HV),
-            None if k is None else repeat_heads(k, HV),
-            w,
-            do,
-            dv_new,
+            repeat_heads(q, HV), None if k is None else repeat_heads(k, HV), w, do, dv_new, P,
             pad_gate(gc, chunk_size),
         )
-    )
+    )  # fmt: skip
     B, _, NT, _, DK = Q.shape
     last = gc[:, :, :, -1:]
     e, a = torch.exp2(gc) if gc.ndim == 4 else None, torch.exp2(last)  # else Q and K are decayed
     if seq_idx is not None:
         ids, before, end = documents(seq_idx, chunk_size)
         e, a = e * (ids == before), a * (end == before)
+    if P is not None:
+        # eq:kda-dv-out   dv_new = scale P^T dO
+        dV = scale * P.mT @ dO
     dS = Q.new_zeros(B, HV, DK, do.shape[-1]) if dht is None else dht.to(dtype)
     dh, dv_new, dlast = [], [], []
     for c in reversed(range(NT)):

@@ -1,0 +1,300 @@
+"""python -m benchmarks.rungs: every rung of the chapters' kernel ladders, beside what ships.
+
+The kernels are read from the chapters (benchmarks.ladders). Each ladder and dtype has a process of
+its own. All compile side by side, on few tokens; then one after the other is timed: medians, L2
+emptied before each call. A result that is not that of the shipped kernel is refused, and so is a
+rung that Triton refuses; its row says why. Rows are saved as they come.
+"""
+
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+
+from benchmarks import ladders, measure, tables
+from benchmarks.ladders import LADDERS, Rung, Size, differences
+from benchmarks.progress import EXIT_USAGE, fail
+from benchmarks.rows import significant
+
+TOLERANCE = {"bfloat16": 2e-2, "float32": 1e-4}  # relative RMS, against the shipped kernel
+COMPILE_S, RUNG_S, INPUTS_S = 100.0, 30.0, 60.0  # what takes longer is given up
+SLOW_MS = 300.0  # of a call that is timed three times only
+Key = tuple[str, str]  # chapter and dtype
+
+
+def reason(error: BaseException) -> str:
+    """What was wrong, on one line: of a chain of errors the first, which Triton wraps."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[-1] if lines else ''}"[:200]
+
+
+def time_ms(call, device: str) -> float:
+    """Milliseconds of a call that has been made before."""
+    if device != "cuda":
+        begun = time.perf_counter()
+        call()
+        return 1e3 * (time.perf_counter() - begun)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    call()
+    end.record()
+    measure.synchronize()
+    if begin.elapsed_time(end) < SLOW_MS:
+        return measure.time_ms(call)
+    times = []
+    for _ in range(3):
+        begin.record()
+        call()
+        end.record()
+        measure.synchronize()
+        times.append(begin.elapsed_time(end))
+    return sorted(times)[1]
+
+
+# ---- what a process does
+
+
+def work(key: Key, device: str, skip: set[str], line: Connection) -> None:
+    """Compile the rungs of a ladder, say so, wait for leave, time them."""
+    try:
+        with torch.no_grad(), tempfile.TemporaryDirectory() as folder:
+            _work(key, device, skip, line, Path(folder))
+    except BaseException as error:
+        line.send(("lost", reason(error)))
+        raise SystemExit(1) from None
+
+
+def _work(key: Key, device: str, skip: set[str], line: Connection, folder: Path) -> None:
+    (chapter, name), dtype = key, getattr(torch, key[1])
+    ladder, refused = LADDERS[chapter], dict.fromkeys(skip, "")
+    kinds = ("few", "full") if device == "cuda" else ("tiny",)
+
+    def each(size: Size):
+        line.send(("begin", "inputs"))
+        for rung, made in ladder.rungs(size, folder).items():
+            if rung not in refused:
+                line.send(("begin", rung))
+                yield rung, made
+
+    if device == "cuda":
+        for rung, made in each(Size("few", dtype, device)):
+            try:
+                made.call()
+                measure.synchronize()
+            except Exception as error:
+                measure.synchronize()  # raises if the GPU's context is gone
+                refused[rung] = reason(error)
+                line.send(("refused", rung, refused[rung]))
+    line.send(("ready",))
+    line.recv()
+    size = Size(kinds[-1], dtype, device)
+    for rung, made in each(size):
+        try:
+            row = _measured(made, device, TOLERANCE[name])
+        except Exception as error:
+            if device == "cuda":
+                measure.synchronize()
+                torch.cuda.empty_cache()
+            line.send(("refused", rung, reason(error)))
+        else:
+            line.send(("row", rung, row, made.shape or size.shape))
+    line.send(("done",))
+
+
+class Wrong(ArithmeticError):
+    """A rung's results are not those of the shipped kernel."""
+
+
+def _measured(rung: Rung, device: str, tolerance: float) -> dict:
+    row = {}
+    results = rung.part((rung.first or rung.call)())
+    if rung.like is not None:
+        error = differences(results, rung.like())
+        if not error <= tolerance:
+            raise Wrong(f"relative RMS {error:.1e} from the shipped kernel")
+        row["error"] = significant(error)
+    else:
+        differences(results, results)  # inf or NaN
+    del results
+    return {"ms": significant(time_ms(rung.call, device)), **row}
+
+
+# ---- the processes
+
+
+@dataclass
+class Unit:
+    """The process of a ladder and dtype, and what it said last."""
+
+    key: Key
+    process: multiprocessing.Process
+    line: Connection
+    at: str = "import"
+    since: float = field(default_factory=time.monotonic)
+    state: str = "compiling"  # then "ready", "done" or "lost"
+    why: str = ""
+
+    def end(self) -> None:
+        if self.process.is_alive():
+            self.process.kill()
+        self.process.join(10)
+        self.line.close()
+
+
+class Run:
+    """All processes of a run, and the table that they fill."""
+
+    def __init__(self, table: tables.Table, device: str, limit: float):
+        self.table, self.device = table, device
+        self.ends = time.monotonic() + limit
+        self.context = multiprocessing.get_context("forkserver")
+        self.context.set_forkserver_preload(["benchmarks.ladders"])  # without a GPU's context
+
+    def start(self, key: Key, skip: set[str]) -> Unit:
+        ours, theirs = self.context.Pipe()
+        process = self.context.Process(target=work, args=(key, self.device, skip, theirs))
+        process.daemon = True
+        process.start()
+        theirs.close()
+        return Unit(key, process, ours)
+
+    def add(self, key: Key, rung: str, **more) -> None:
+        chapter, dtype = key
+        steps = LADDERS[chapter].steps
+        row = {"chapter": chapter, "step": steps[rung], "rung": rung, "dtype": dtype}
+        self.table.add(row | {"order": list(steps).index(rung), **more})
+
+    def known(self, key: Key) -> set[str]:
+        """The rungs that have a row."""
+        return {r["rung"] for r in self.table.rows.values() if (r["chapter"], r["dtype"]) == key}
+
+    def listen(self, unit: Unit, until: str, limit: dict[str, float]) -> None:
+        """What a process says, until it is in the state `until` or is given up."""
+        while unit.state not in (until, "done", "lost"):
+            allowed = limit.get(unit.at, limit[""])
+            left = min(unit.since + allowed, self.ends) - time.monotonic()
+            try:
+                if not unit.line.poll(max(0.0, left)):
+                    unit.state, unit.why = "lost", f"took more than {allowed:.0f} s"
+                    if time.monotonic() >= self.ends:
+                        unit.why = "not measured: the run's time was over"
+                    break
+                self.heard(unit, unit.line.recv())
+            except (EOFError, OSError):
+                unit.state, unit.why = "lost", "the process ended"
+
+    def heard(self, unit: Unit, message: tuple) -> None:
+        what, *rest = message
+        unit.since = time.monotonic()
+        if what == "begin":
+            unit.at = rest[0]
+        elif what == "row":
+            rung, row, shape = rest
+            ships = LADDERS[unit.key[0]].ships(rung)
+            self.add(unit.key, rung, ships=ships, **row, shape=shape)
+        elif what == "refused":
+            rung, why = rest
+            self.add(unit.key, rung, refused=why)
+        elif what == "lost":
+            unit.state, unit.why = "lost", rest[0]
+        else:
+            unit.state = what
+
+    def time(self, unit: Unit) -> None:
+        """Let a process that is ready time its rungs."""
+        if unit.state == "ready":
+            unit.state, unit.at, unit.since = "timing", "inputs", time.monotonic()
+            unit.line.send("go")
+            self.listen(unit, "done", {"": RUNG_S, "inputs": INPUTS_S})
+
+    def close(self, unit: Unit, fresh: set[str]) -> set[str] | None:
+        """End a process. If it was lost, the rungs for another one to leave out, None if none."""
+        unit.end()
+        if unit.state != "lost":
+            return None
+        print(f"{unit.key} was lost at {unit.at}: {unit.why}", flush=True)
+        if unit.at not in LADDERS[unit.key[0]].steps:
+            return None if fresh else set()
+        self.add(unit.key, unit.at, refused=unit.why)
+        return self.known(unit.key)
+
+    def all(self, keys: list[Key], skip: dict[Key, set[str]]) -> None:
+        units = [self.start(key, skip.get(key, set())) for key in keys]
+        compiled = time.monotonic() + COMPILE_S
+        for unit in units:
+            left = max(1.0, compiled - time.monotonic())
+            unit.since = time.monotonic()
+            self.listen(unit, "ready", {"": left})
+        print(f"ready: {sum(u.state == 'ready' for u in units)} of {len(units)}", flush=True)
+        again = {}
+        for unit in units:
+            self.time(unit)
+            if (left_out := self.close(unit, set())) is not None:
+                again[unit.key] = left_out
+        for key, left_out in again.items():
+            while left_out is not None and time.monotonic() < self.ends:
+                if left_out >= set(LADDERS[key[0]].names(key[1])):
+                    break
+                unit = self.start(key, left_out)
+                self.listen(unit, "ready", {"": RUNG_S, "import": INPUTS_S})
+                self.time(unit)
+                left_out = self.close(unit, left_out or {"inputs"})
+        for key in keys:
+            for rung in set(LADDERS[key[0]].names(key[1])) - self.known(key):
+                self.add(key, rung, refused="not measured: the run ended before")
+
+
+def summary(rows: list[dict]) -> str:
+    """The rows as a short table."""
+    lines = []
+    for row in sorted(rows, key=lambda r: (r["chapter"], r["dtype"], r["order"])):
+        told = f"{row['ms']:10.4f} ms" if "ms" in row else f"-- {row['refused']}"
+        error = f"  {row['error']:.0e}" if "error" in row else ""
+        name = f"{row['chapter'][:2]} {row['step']} {row['rung']}"
+        lines.append(f"{name:40.40s} {row['dtype'][:4]} {told}{error}"[:110])
+    return "\n".join(lines)
+
+
+def main(argv: list[str]) -> int:
+    p = tables.parser("rungs", __doc__)
+    p.add_argument("--chapters", nargs="+", default=[""], help="beginnings of their names")
+    p.add_argument("--missing", action="store_true", help="only what has no time in the file")
+    p.add_argument("--limit", type=float, default=240.0, help="seconds of the whole run")
+    args = p.parse_args(argv)
+    keys = [key for key in ladders.units() if key[0].startswith(tuple(args.chapters))]
+    if not keys:
+        return fail(f"no chapter with a ladder begins with {' or '.join(args.chapters)}")
+    if args.device == "cpu":
+        os.environ["TRITON_INTERPRET"] = "1"
+        keys = [key for key in keys if key[1] == "float32"]  # the interpreter's bf16 is wrong
+    if (table := tables.opened(args, "rungs", "chapter", "rung", "dtype")) is None:
+        return EXIT_USAGE
+    named = {(c, r) for c, it in LADDERS.items() for r in it.steps}
+    table.rows = {k: r for k, r in table.rows.items() if k[:2] in named}
+    skip, run = {}, Run(table, args.device, args.limit)
+    if args.missing:
+        rows = [r for r in table.rows.values() if "ms" in r]
+        timed = {k: {r["rung"] for r in rows if _key(r) == k} for k in keys}
+        keys = [k for k in keys if timed[k] < set(LADDERS[k[0]].names(k[1]))]
+        skip = {k: timed[k] for k in keys}
+    begun = time.monotonic()
+    run.all(keys, skip)
+    print(summary([r for r in table.rows.values() if _key(r) in keys]))
+    print(f"{time.monotonic() - begun:.0f} s")
+    return 0
+
+
+def _key(row: dict) -> Key:
+    return row["chapter"], row["dtype"]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
