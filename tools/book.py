@@ -20,6 +20,7 @@ from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from importlib.metadata import distributions
 from pathlib import Path
 
+import minutes
 import nbformat
 import where
 from notebooks import ROOT, ChapterError, execute, toc_chapters, toc_files
@@ -52,6 +53,7 @@ def stage(source: Path = SOURCE, stale: tuple[Path, ...] = STALE) -> None:
         if (ROOT / name).is_dir():
             shutil.copytree(ROOT / name, source / name, ignore=SKIP)
     where.write(source / "book" / "_parts")
+    minutes.write(source / "book" / "_parts" / "appendices.json")
 
 
 def missing() -> list[str]:

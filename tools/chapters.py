@@ -29,6 +29,10 @@ METADATA = {
     "language_info": {"name": "python", "pygments_lexer": "ipython3"},
 }
 
+# the heading of an appendix; the key by which Jupyter shows its section collapsed (Colab has a
+# list of ids)
+APPENDIX, COLLAPSED = "## Appendix: ", "jp-MarkdownHeadingCollapsed"
+
 # what a chapter runs first, on Colab alone: the release that it belongs to is put beside the
 # runtime's torch and triton.  Until the release has its tag, git says so and main is there.
 ON_COLAB = """\
@@ -64,19 +68,53 @@ def pin(md: Path) -> bool:
 def from_markdown(md: Path) -> nbformat.NotebookNode:
     """The chapter as a notebook without outputs, with ids that follow from the cells' text."""
     nb = jupytext.read(md, fmt="md:myst")
-    nb.metadata = nbformat.from_dict(METADATA)
+    nb.cells = collapsible(nb.cells)
     nb.nbformat, nb.nbformat_minor = 4, 5
     seen = Counter()
     for cell in nb.cells:
         digest = hashlib.sha256(f"{cell.cell_type}\n{cell.source}".encode()).hexdigest()[:10]
         cell.id = digest + (f"-{seen[digest]}" if seen[digest] else "")
         seen[digest] += 1
+        if cell.source.startswith(APPENDIX):
+            cell.metadata |= {COLLAPSED: True, "id": cell.id}
+    nb.metadata = metadata(nb)
     return nb
 
 
+def collapsible(cells: list[nbformat.NotebookNode]) -> list[nbformat.NotebookNode]:
+    """The cells, cut so that an appendix has whole ones, its heading one of its own.
+
+    Jupyter and Colab hide the cells below a collapsed heading, to the next section.
+    """
+    found, inside = [], False
+    for cell in cells:
+        texts = [""]
+        for line in cell.source.splitlines(keepends=True):
+            heading = cell.cell_type == "markdown" and line.startswith("## ")
+            before, inside = inside, line.startswith(APPENDIX) if heading else inside
+            texts += [""] if heading and (before or inside) else []
+            texts[-1] += line
+            texts += [""] if heading and inside else []
+        texts = [text.strip("\n") for text in texts if text.strip()]
+        cut = [nbformat.from_dict(cell | {"source": text}) for text in texts]
+        found += cut if len(cut) > 1 else [cell]
+    return found
+
+
+def metadata(nb: nbformat.NotebookNode) -> nbformat.NotebookNode:
+    """The metadata of a notebook with these cells."""
+    found = copy.deepcopy(METADATA)
+    if collapsed := [cell.id for cell in nb.cells if COLLAPSED in cell.metadata]:
+        found["colab"]["collapsed_sections"] = collapsed
+    return nbformat.from_dict(found)
+
+
 def text(nb: nbformat.NotebookNode) -> list[tuple]:
-    """What must agree between the pair: kind, text and tags of every cell."""
-    return [(c.cell_type, c.source, tuple(c.metadata.get("tags", ()))) for c in nb.cells]
+    """What must agree between the pair: kind, text, tags and folding of every cell."""
+    return [
+        (c.cell_type, c.source, tuple(c.metadata.get("tags", ())), COLLAPSED in c.metadata)
+        for c in nb.cells
+    ]
 
 
 def code(nb: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
@@ -120,7 +158,7 @@ def problems(md: Path) -> list[str]:
         and any(o.output_type == "error" for o in c.outputs)
     ]
     found += [f"{path.name} shows an old listing of {listing}" for listing in stale(nb)]
-    if {k: nb.metadata.get(k) for k in METADATA} != METADATA:
+    if {k: nb.metadata.get(k) for k in METADATA} != metadata(source):
         found.append(f"{path.name} has other metadata than tools/chapters.py writes")
     return found
 
@@ -144,7 +182,7 @@ def take_outputs(nb: nbformat.NotebookNode, old: nbformat.NotebookNode) -> bool:
 
 def tidy(nb: nbformat.NotebookNode) -> None:
     """Drop what changes from run to run without meaning anything."""
-    nb.metadata = nbformat.from_dict(copy.deepcopy(METADATA))
+    nb.metadata = metadata(nb)
     for cell in code(nb):
         cell.metadata.pop("execution", None)
         merged = []

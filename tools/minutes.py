@@ -7,8 +7,11 @@ equation; a formula inside a sentence is a word.  Off the main path: what is fol
 drop-down boxes, solutions) and the sections of `OFF`.
 """
 
+import itertools
+import json
 import re
 import sys
+from pathlib import Path
 
 import nbformat
 from notebooks import CHAPTERS, toc_chapters
@@ -23,16 +26,37 @@ DIRECTIVE = re.compile(r"^(`{3,}|:{3,})\{([\w-]+)\}")
 
 def minutes(name: str) -> tuple[float, float]:
     """Minutes of a chapter's main path, and of the whole."""
-    main = whole = 0.0
+    parts = list(_parts(name))
+    return sum(main for _, main, _ in parts), sum(whole for _, _, whole in parts)
+
+
+def appendices(name: str) -> list[float]:
+    """Minutes of each appendix of a chapter, in their order."""
+    sections = []
+    for heading, group in itertools.groupby(_parts(name), key=lambda part: part[0]):
+        if heading.startswith("Appendix"):
+            sections.append(sum(whole for _, _, whole in group))
+    return sections
+
+
+def write(path: Path) -> None:
+    """Write the minutes of all appendices, for the pages to show."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({name: appendices(name) for name in toc_chapters()}))
+
+
+def _parts(name: str):
+    """The heading that each line or cell of a chapter stands under, its minutes of both kinds."""
     section, folded = "", []  # fences that are open, and whether each folds what it holds
     for cell in nbformat.read(CHAPTERS / f"{name}.ipynb", as_version=4).cells:
         if cell.cell_type == "code":
             source, listings = _cell(cell)
-            whole += (source + listings) / LINES
+            main = 0.0
             if not section.startswith(OFF) and not any(f for _, f in folded):
                 tags = set(cell.metadata.get("tags", ()))
                 main += 0 if tags & (HIDDEN | {"hide-input", "remove-input"}) else source / LINES
                 main += 0 if tags & (HIDDEN | {"hide-output"}) else listings / LINES
+            yield section, main, (source + listings) / LINES
             continue
         for line, takes in _lines(cell.source):
             if heading := re.match(r"## +(.*)", line):
@@ -49,9 +73,8 @@ def minutes(name: str) -> tuple[float, float]:
                 folded[-1] = (folded[-1][0], True)
             elif folded and line.strip() == folded[-1][0]:
                 folded.pop()
-            whole += takes
-            main += 0 if any(f for _, f in folded) or section.startswith(OFF) else takes
-    return main, whole
+            off = section.startswith(OFF) or any(f for _, f in folded)
+            yield section, 0 if off else takes, takes
 
 
 def _cell(cell) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Small repairs: chapter numbers, where "suggest edit" and "[docs]" lead, one search box."""
+"""Small repairs: chapter numbers, where "suggest edit" and "[docs]" lead, lines, one search box."""
 
 import functools
 import re
@@ -71,6 +71,24 @@ def docs_links(app, pagename, templatename, context, doctree):
     context["body"] = re.sub(r"(\w\.html)#(linattn_edu[\w.]*)", mend, context["body"])
 
 
+EQUATION = re.compile(
+    r'\((<a class="reference internal" href="[^"]*#equation-[^"]*">\([\d.]+\)</a>)\)'
+)
+FORMULA = re.compile(
+    r'([(\[“]*)(<span class="math notranslate nohighlight">[^<]*</span>)((?:[.,;:!?)\]”’]|-\w+)*)'
+)
+
+
+def lines(app, pagename, templatename, context, doctree):
+    """Keep a formula on one line with the marks around it; print (5.3) for ((5.3))."""
+
+    def bind(match):
+        return f'<span class="bound">{match[0]}</span>' if match[1] or match[3] else match[0]
+
+    if "body" in context:
+        context["body"] = FORMULA.sub(bind, EQUATION.sub(r"\1", context["body"]))
+
+
 def setup(app):
     """Register with Sphinx."""
     app.connect("config-inited", one_search_box)
@@ -78,4 +96,5 @@ def setup(app):
     # after pydata_sphinx_theme (500) sets the link; before sphinx_book_theme (501, listed later)
     app.connect("html-page-context", edit_source, priority=501)
     app.connect("html-page-context", docs_links)
+    app.connect("html-page-context", lines)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

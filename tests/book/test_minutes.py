@@ -22,6 +22,9 @@ def test_box_states_both_times(name):
     assert stated, "**Time:** M minutes for the main path, W with ..."
     for said, takes in zip(map(int, stated.groups()), (main, whole), strict=True):
         assert abs(said - takes) <= max(3, 0.1 * takes), f"{takes:.0f} minutes, not {said}"
+    rest = stated.string[stated.end() :].partition(";")[0]
+    count = len(minutes.appendices(name))
+    assert ("the appendix" in rest, "the appendices" in rest) == (count == 1, count > 1), rest
 
 
 @pytest.mark.parametrize(
@@ -53,6 +56,16 @@ def test_count_of_cells(tags, main, tmp_path, monkeypatch):
         outputs=[nbformat.v4.new_output("display_data", data=listing)],
     )
     assert _count(tmp_path, monkeypatch, [cell]) == pytest.approx((main, 2))
+
+
+def test_minutes_of_each_appendix(tmp_path, monkeypatch):
+    """One after the other, their cells with them; what follows them is in none."""
+    texts = ["word " * 170, "## Appendix: a\n" + "word " * 168, "## Appendix: b\n" + "word " * 338]
+    cells = [nbformat.v4.new_markdown_cell(text) for text in texts]
+    cells.insert(2, nbformat.v4.new_code_cell("y = 2\n" * 12))
+    cells.append(nbformat.v4.new_markdown_cell("## References\n" + "word " * 170))
+    assert _count(tmp_path, monkeypatch, cells) == pytest.approx((1, 6), abs=0.02)
+    assert minutes.appendices("one") == pytest.approx([2, 2])
 
 
 def _count(tmp_path, monkeypatch, cells):

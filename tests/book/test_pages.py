@@ -3,6 +3,7 @@
 import functools
 import html
 import http.server
+import io
 import re
 import shutil
 import subprocess
@@ -12,7 +13,7 @@ from urllib.parse import unquote, urldefrag, urljoin, urlparse
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
-from book.layout import HTML, ROOT, toc
+from book.layout import CHAPTERS, HTML, ROOT, toc, tool
 from bs4 import BeautifulSoup
 from grids import FULL
 from pypdf import PdfReader
@@ -92,6 +93,34 @@ def test_the_quiz_is_in_the_page_and_in_its_table_of_contents(name):
         assert len(question.select("legend")) == 1
         assert len(question.select("label input")) == len(question.select("details li")) >= 3
         assert len(question.select("details li[data-right=true]")) == 1
+
+
+APPENDIX = re.compile(r"^## (Appendix: .+)$", re.M)
+# chapter -> the titles of its appendices
+APPENDICES = {
+    name: found
+    for name in toc()
+    if (found := APPENDIX.findall((CHAPTERS / f"{name}.md").read_text()))
+}
+
+
+@pytest.mark.parametrize("name", APPENDICES)
+def test_appendices_are_folded(name):
+    """All but the heading, with the minutes that it takes."""
+    folds = soup(f"chapters/{name}.html").select("details.appendix")
+    headings = [fold.find_previous_sibling("h2").text for fold in folds]
+    assert [re.sub(r"^[\d.]+ |#$", "", h) for h in headings] == APPENDICES[name]
+    for fold, takes in zip(folds, tool("minutes").appendices(name), strict=True):
+        assert "open" not in fold.attrs
+        assert fold.find_next_sibling() is None, "a part of the appendix is not in its fold"
+        said = re.search(r"\((\d+) minutes?\)", fold.summary.text)
+        assert abs(int(said[1]) - takes) <= 1
+
+
+@pytest.mark.parametrize("page", [p for p in FOUND if p.startswith(("chapters/", "book/"))])
+def test_an_equation_has_one_pair_of_parentheses(page):
+    text = soup(page).select_one("article").get_text()
+    assert re.findall(r"\(\(\d+\.\d+\)\)", text) == []
 
 
 # ---- in a browser
@@ -204,6 +233,17 @@ WIDE = """() => {
   return bad.slice(0, 5);
 }"""
 
+# formulas that fit, in a box that scrolls: a bar below each of them, on many browsers
+LOOSE = """() => [...document.querySelectorAll('mjx-container')]
+  .filter(e => e.getClientRects().length && e.scrollWidth > e.clientWidth + 2
+    && e.querySelector('mjx-math').getBoundingClientRect().width <= e.clientWidth + 2)
+  .map(e => e.textContent).slice(0, 5)"""
+
+# formulas that a line break parts from the comma behind them
+BROKEN = """() => [...document.querySelectorAll('main .bound')].filter(e => {
+    const tops = [...e.getClientRects()].filter(r => r.width > 0).map(r => r.top + r.height / 2);
+    return Math.max(...tops) - Math.min(...tops) > 16; }).map(e => e.textContent).slice(0, 5)"""
+
 IMAGES = """() => [...document.images].filter(i => i.src && !(i.complete && i.naturalWidth))
   .map(i => i.src)"""
 
@@ -222,19 +262,37 @@ def unfold(tab):
     assert tab.evaluate(WIDE) == [], "with the solutions open"
 
 
+OPEN = "() => [...document.querySelectorAll('details.appendix')].map(fold => fold.open)"
+
+
+def unfold_appendices(tab):
+    """Each is closed at first; its address in the page's table of contents opens it alone."""
+    folds = tab.locator("details.appendix")
+    for i in range(folds.count()):
+        assert tab.evaluate(OPEN) == [j < i for j in range(folds.count())]
+        anchor = folds.nth(i).evaluate("fold => fold.parentElement.id")
+        assert tab.locator(f".bd-sidebar-secondary a[href='#{anchor}']").count() == 1
+        tab.evaluate("anchor => { location.hash = anchor }", anchor)
+        tab.wait_for_function(f"i => ({OPEN})()[i]", arg=i)
+    assert tab.evaluate(WIDE) == [], "with the appendices open"
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_page(page, visit):
-    """Formulas set, images there, nothing too wide on a desk or a phone, solutions that open."""
+    """Formulas set, images there, nothing too wide on a desk or a phone; what is folded opens."""
     v = visit()
     tab = v.go(page)
     assert tab.evaluate(UNSET) == []
+    assert tab.evaluate(LOOSE) == []
     # a lazy image loads when it is scrolled to
     tab.evaluate("() => document.querySelectorAll('img').forEach(i => { i.loading = 'eager' })")
     tab.wait_for_timeout(LATE)
     assert tab.evaluate(IMAGES) == []
     assert tab.evaluate(WIDE) == []
+    unfold_appendices(tab)
     tab.set_viewport_size(PHONE)
     assert tab.evaluate(WIDE) == [], "at 390 px"
+    assert tab.evaluate(BROKEN) == []
     if page.startswith("chapters/"):
         unfold(tab)
     assert v.elsewhere == []
@@ -342,11 +400,44 @@ def test_a_quiz_says_whether_an_answer_is_right_and_why(visit):
     assert v.errors == []
 
 
+def test_links_and_paper_open_an_appendix(visit):
+    """A key closes it; a link to its heading, or to a place in it, opens it; paper shows it."""
+    heading, equation = "appendix-what-is-stored-on-the-way", "equation-eq-03-binomial"
+    v = visit()
+    tab = v.go(f"chapters/03_solve.html#{heading}")
+    fold = tab.locator("details.appendix")
+    for link in (None, heading, equation):  # the address that led here; the same again; another
+        if link:
+            put = "a => { document.querySelector('article p').innerHTML = a }"
+            tab.evaluate(put, f"<a href='#{link}'>it</a>")
+            tab.locator("article p a").first.click()
+        tab.wait_for_function(f"() => ({OPEN})()[0]")
+        assert 0 < tab.locator(f"#{link or heading}").bounding_box()["y"] < DESK["height"]
+        fold.locator("summary").press("Enter")
+        assert tab.evaluate(OPEN) == [False]
+
+    for event, opens in (("beforeprint", True), ("afterprint", False)):
+        tab.evaluate("name => dispatchEvent(new Event(name))", event)
+        assert tab.evaluate(OPEN) == [opens]
+    # the style sheet does it, too; the other sections would take seconds to print
+    height = "() => document.querySelector('details.appendix').getBoundingClientRect().height"
+    closed = tab.evaluate(height)
+    tab.emulate_media(media="print")
+    assert tab.evaluate(height) > 10 * closed
+    others = "section section:not(:has(details.appendix), details *)"
+    tab.evaluate("x => document.querySelectorAll(x).forEach(e => e.remove())", others)
+    paper = PdfReader(io.BytesIO(tab.pdf()))
+    text = " ".join(" ".join(page.extract_text() for page in paper.pages).split())
+    title = fold.locator("h3").first.text_content().rstrip("#").split()
+    assert " ".join(title[1:]) in text
+    assert v.errors == []
+
+
 # pages with everything that pages have; `make audit` takes all of them
 SEEN = [
     FRONT,
     "book/tested.html",
-    "chapters/02_gate_cumsum.html",
+    "chapters/03_solve.html",
     "search.html",
     "genindex.html",
 ]
@@ -374,6 +465,7 @@ def test_audit(page, screen, visit):
     """For a keyboard, a screen reader and weak eyes: nothing serious by axe-core."""
     scheme, width = SCREENS[screen]
     tab = visit(color_scheme=scheme, viewport=width).go(page)
+    tab.evaluate("document.querySelectorAll('details.appendix').forEach(e => { e.open = true })")
     assert faults(tab) == []
 
 

@@ -139,3 +139,23 @@ def test_ids_follow_from_the_text(chapter):
     first = [c.id for c in chapters.from_markdown(chapter).cells]
     chapter.write_text(CHAPTER.replace("# Title", "# Title\n\n+++\n\nA cell between."))
     assert set(first[1:]) < {c.id for c in chapters.from_markdown(chapter).cells}
+
+
+def test_an_appendix_is_collapsed_in_the_notebook(chapter):
+    """Its heading alone in a cell, and nothing else in what Jupyter and Colab hide."""
+    chapters = tool("chapters")
+    want = ["Here.\n\n(one)=", "## Appendix: one", "More.", "## Appendix: two", "Still."]
+    want.append("## References\n\nNone.")
+    text = "\n\n".join(want).replace("=\n\n", "=\n")
+    chapter.write_text(f"{CHAPTER}\n{text}\n")
+    chapters.update(chapter, always=False)
+    nb = nbformat.read(chapter.with_suffix(".ipynb"), as_version=4)
+    assert [c.source for c in nb.cells[-6:]] == want
+    headings = [c for c in nb.cells if c.source.startswith("## Appendix")]
+    assert [c for c in nb.cells if c.metadata.get("jp-MarkdownHeadingCollapsed")] == headings
+    assert [c.metadata.id for c in headings] == [c.id for c in headings]
+    assert nb.metadata.colab.collapsed_sections == [c.id for c in headings]
+    assert chapters.problems(chapter) == []
+    del headings[0].metadata["jp-MarkdownHeadingCollapsed"]
+    nbformat.write(nb, chapter.with_suffix(".ipynb"))
+    assert len(chapters.problems(chapter)) == 1
