@@ -61,8 +61,8 @@ def paragraph(begins: str) -> str:
 
 
 def test_what_the_readme_says_about_speed_is_measured():
-    """Faster than fla everywhere, slower than FlashQLA wherever it runs."""
-    ratios = {"fla": [], "flash_qla": []}
+    """Faster than fla everywhere, slower than FlashQLA wherever it runs but once."""
+    ratios = {"fla": {}, "flash_qla": {}}
     for path in of_operators():
         rows = [row for row in json.loads(path.read_text())["rows"] if "ms" in row]
         ms = {(row["case"], row["what"], row["library"]): row["ms"] for row in rows}
@@ -70,12 +70,17 @@ def test_what_the_readme_says_about_speed_is_measured():
             peer = library.removesuffix("_safe")
             if peer in ratios:
                 ours = library.replace(peer, "linattn_edu")
-                ratios[peer].append(ms[case, what, ours] / ms[case, what, library])
+                ratio = ms[case, what, ours] / ms[case, what, library]
+                ratios[peer][case, what, library] = ratio
     said = paragraph("On an NVIDIA H200")
     assert "faster than flash-linear-attention in every case measured" in said
-    assert len(ratios["fla"]) >= 22 and max(ratios["fla"]) < 1
-    assert "slower than FlashQLA in every case that FlashQLA runs" in said
-    assert len(ratios["flash_qla"]) >= 4 and min(ratios["flash_qla"]) > 1
+    assert len(ratios["fla"]) >= 22 and max(ratios["fla"].values()) < 1
+    assert (
+        "slower than FlashQLA in all cases that FlashQLA runs but one, both passes of gdn_" in said
+    )
+    assert len(ratios["flash_qla"]) >= 4
+    faster = [call for call, ratio in ratios["flash_qla"].items() if ratio < 1]
+    assert faster == [("gdn_long", "forward_backward", "flash_qla")]
 
 
 def test_the_names_of_fla_that_the_readme_lists_are_there_and_the_others_not():
