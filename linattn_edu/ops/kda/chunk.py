@@ -107,7 +107,7 @@ def chunk_kda(
         lower_bound: Least log decay, < 0: of the gate with use_gate_in_kernel, of g with
             safe_gate.
         disable_recompute: Whether to keep what the backward pass would compute again: about four
-            times the memory of q, k and v between the passes for a fifth of the backward time.
+            times the memory of q, k and v between the passes for a quarter of the backward time.
         return_intermediate_states: Whether to return the state entering each chunk too; no gradient
             flows through it.
         state_v_first: Whether states are ``[N, HV, V, K]``. Costs a copy of them.
