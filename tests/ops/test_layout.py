@@ -135,6 +135,8 @@ class Text:
         if isinstance(value, (ast.Tuple, ast.Dict)):
             parts = value.elts if isinstance(value, ast.Tuple) else value.values
             return [hit for part in parts for hit in self.meaning(part)]
+        if isinstance(value, ast.IfExp):
+            return self.meaning(value.body) + self.meaning(value.orelse)
         if isinstance(value, (ast.Call, ast.Subscript)):  # a factory; one of several; a launch
             return self.meaning(value.func if isinstance(value, ast.Call) else value.value)
         if isinstance(value, ast.Attribute) and isinstance(value.value, ast.Name):
@@ -200,7 +202,8 @@ def paths(file, f, name, letter, before=()):
         if ast.unparse(node.func) == "tl.load" and carries(node.args[0], names):
             yield here
             continue
-        value = local.get(node.func.id) if isinstance(node.func, ast.Name) else None
+        func = node.func.value if isinstance(node.func, ast.Subscript) else node.func
+        value = local.get(func.id) if isinstance(func, ast.Name) else None
         for next_file, g in file.meaning(value or node.func):
             argument = parameter(g, node, names, letter)
             if argument is not None and (next_file.module, g.name) not in here:
@@ -223,7 +226,13 @@ def floor(module):
             f"{OPS}.gdn.chunk.chunk_gated_delta_rule",
             "q",
             {"ops.l2norm", "kernels.delta.fused", "kernels.delta.output"},
-            {"l2norm_kernel", "scores_kernel", "scan_kernel", "output_kernel"},
+            {
+                "l2norm_kernel",
+                "scores_kernel",
+                "scan_kernel",
+                "scan_transposed_kernel",
+                "output_kernel",
+            },
         ),
         (
             f"{OPS}.kda.chunk.chunk_kda",

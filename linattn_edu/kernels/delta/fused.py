@@ -383,13 +383,12 @@ def scan(
     o = torch.empty_like(v)
     last = q.new_empty(pieces.N, HV, K, V, dtype=torch.float32) if output_final_state else None
     grid, config = scan_launch(SCAN_CONFIGS, k, pieces.N * HV, V)
-    kernel = scan_kernel
-    if crowded(k, grid[0], config):
-        kernel, config = scan_transposed_kernel, config | TRANSPOSED
+    full = crowded(k, grid[0], config)
+    kernel = scan_transposed_kernel if full else scan_kernel
     kernel[grid](
         q, k, v, gc, P, R, initial_state, o, last,
         scale, pieces.cu_seqlens, pieces.chunk_offsets, pieces.T, H, HV, K, V, BT=P.shape[-1],
-        **config,
+        **(config | TRANSPOSED if full else config),
     )  # fmt: skip
     return o, pieces.last(last)
 

@@ -449,8 +449,8 @@ def backward(
     packed = {} if packing is None else {"packing": packing}
     P, A, gc, w, kg, qg, h, v_new, crossing = residuals
     options = {"chunk_size": A.shape[-1], **packed}
-    gate = {"lower_bound": lower_bound, **options}
-    if gc is None:
+    gate, again = {"lower_bound": lower_bound, **options}, gc is None
+    if again:
         gc = stages.gate_cumsum(g, A_log, dt_bias, **gate)
         w, u, kg, qg = stages.wy(k, v, beta, gc, A, q, **packed)
         if cp is not None:
@@ -459,7 +459,7 @@ def backward(
     if cp is not None:
         cp.send(stages.piece_map_bwd, (qg, kg, w, gc, do, None), dht, **back)
         dht = cp.receive(stages.cp_merge_bwd, dht)
-    if h is None:
+    if again:
         h, v_new, dh, dv_new, dh0 = stages.kda_scans(
             qg, kg, w, u, gc, P, do, initial_state, dht, scale=scale, **packed
         )
