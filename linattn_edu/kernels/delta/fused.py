@@ -321,12 +321,13 @@ SCAN_CONFIGS = scan_table(
 )
 
 
+# with a third chunk in flight there would be no room for a second program
 TRANSPOSED = {"num_warps": 4, "num_stages": 2}
 
 
 def crowded(k: Tensor, programs: int, config: dict[str, int]) -> bool:
     """Whether scan_transposed_kernel, whose products are 64 rows high, has two programs for many a
-    multiprocessor; with one it would be the slower of the two.
+    multiprocessor; with one it would be the slower of the two. Measured for keys of more than 64.
     """
     generation, processors = device_of(k)
     fits = generation in ("hopper", "blackwell") and k.element_size() == 2
