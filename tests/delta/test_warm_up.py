@@ -78,12 +78,14 @@ def test_what_is_left_out_is_below_the_threshold(back):
 
 @pytest.mark.parametrize("back", [False, True])
 @pytest.mark.parametrize("bounds", [None, [0, 128, 128, 160, 400]])
-@pytest.mark.parametrize("diagonal", [False, True])
-def test_kernels_match_the_reference(back, bounds, diagonal, monkeypatch, device):
+@pytest.mark.parametrize(("diagonal", "processors"), [(False, 1), (True, 132)])
+def test_kernels_match_the_reference(back, bounds, diagonal, processors, monkeypatch, device):
     T = 208 if bounds is None else bounds[-1]
     for name, value in {"PROGRAMS": 0, "SPAN": 16, "MULTIPROCESSORS": 1}.items():
         monkeypatch.setattr(pieces, name, value)  # four heads: pieces of 64 tokens
     monkeypatch.setattr(kernels, "REACH", 48)
+    monkeypatch.setattr(kernels, "ROWS", 8)
+    monkeypatch.setattr(kernels, "device_of", lambda _: ("hopper", processors))
     x, _ = drawn(T, torch.float32, device, length=1.5, beta=1.5, B=2 if bounds is None else 1)
     x.g[..., 0] -= 1  # forgets in no time
     x.g[..., 1] *= 0.01  # not at all
@@ -104,7 +106,8 @@ def test_kernels_match_the_reference(back, bounds, diagonal, monkeypatch, device
         for a, b in at:
             i = torch.arange(a, b, device=device)
             beta[:, i, :, (i - a) % C] = x.beta[:, i].transpose(0, 1)
-    found, (warm, *_) = kernels.warm_up(x.k, beta, gc, 20, chunk_size=C, back=back, **own)
+    found, (*wide, warm) = kernels.warm_up(x.k, beta, gc, 20, chunk_size=C, back=back, **own)
     want = torch.cat([z.flatten(0, 1) for z in want])
     assert torch.equal(warm[: len(want)], want)
+    assert len(wide) == (processors > 1) and all((x < 0).all() for x in wide)
     assert len(want) <= found.N and (want < 0).any() and (want > 1).any()

@@ -54,7 +54,7 @@ def test_scans(shape, given, processors, cut, monkeypatch, device):
     P, R, _ = fused.intra(q, k, beta, gc, chunk_size=16, **own)
     _, _, AG = fused.intra(q, k, beta, gc, chunk_size=16, return_inverse=True, gated=True, **own)
     monkeypatch.setattr(warm_up, "device_of", lambda _: ("hopper", processors))
-    _, (*narrow, warm) = warm_up.warm_up(k, beta, gc, 24, chunk_size=16, **own)
+    _, (*wide, warm) = warm_up.warm_up(k, beta, gc, 24, chunk_size=16, **own)
 
     def run():
         o = fused.scan(q, k, v, gc, P, R, h0, scale=0.3, output_final_state=True, **own)
@@ -65,4 +65,4 @@ def test_scans(shape, given, processors, cut, monkeypatch, device):
     for i, (a, b) in enumerate(zip(got, run(), strict=True)):
         assert_close(f"output {i}", a, b, 5e-6)
     assert (warm < 0).any() and (warm > 0).any()
-    assert [(x < 0).all() for x in narrow] == [True] * (processors > 1)
+    assert [(x < 0).all() for x in wide] == [True] * (processors > 1)

@@ -14,6 +14,7 @@ from linattn_edu.packing import Packing
 
 FORGOTTEN = tl.constexpr(32.0)  # log2: what is left of a state, 2^-32 of it, no sum in fp32 holds
 REACH = 2048  # tokens: a quarter of a piece; what takes longer to forget is carried through
+ROWS = 128  # pieces and heads of a program
 
 
 @triton.jit(do_not_specialize=["T", "tokens"])
@@ -68,13 +69,14 @@ def warm_up_kernel(
     HV: tl.constexpr, BT: tl.constexpr, NR: tl.constexpr, BR: tl.constexpr,
     BACK: tl.constexpr, CHOICE: tl.constexpr,
 ):  # fmt: skip
-    """One program: all pieces and heads.  Grid (1).
+    """One program: BR pieces and heads, and those that no other program takes.  Any grid; with
+    CHOICE, which needs all of them, (1).
 
     Reference: linattn_edu.reference.delta.warm_up.warm_up.
     """
     N = rows // HV
     slow = 0
-    for begin in range(0, rows, BR):
+    for begin in range(tl.program_id(0) * BR, rows, tl.num_programs(0) * BR):
         i_nh = begin + tl.arange(0, BR)
         i_n = tl.minimum(i_nh, rows - 1) // HV
         other = tl.minimum(i_n + 1, N - 1) if BACK else tl.maximum(i_n - 1, 0)
@@ -164,8 +166,8 @@ def warm_up(
     )  # fmt: skip
     choice = 2 * pieces.batch * HV * cdiv(V, 64) < 3 * device_of(k)[1]
     warm = gc.new_empty(1 + choice, pieces.N, HV, dtype=torch.int32)
-    warm_up_kernel[(1,)](
+    warm_up_kernel[(1 if choice else cdiv(rows, ROWS),)](
         bound, warm, pieces.cu_seqlens, pieces.sequence, pieces.T, pieces.N // pieces.batch, rows,
-        HV, BT=chunk_size, NR=NR, BR=128, BACK=back, CHOICE=choice, num_warps=4, num_stages=1,
+        HV, BT=chunk_size, NR=NR, BR=ROWS, BACK=back, CHOICE=choice, num_warps=4, num_stages=1,
     )  # fmt: skip
     return pieces, [*warm]
