@@ -269,7 +269,7 @@ def kernel_table() -> str:
     """A row for each kernel."""
     rows = []
     for name, module in sorted(kernels().items()):
-        counts = ", ".join(f"{cc}: {compiled()[cc, name]}" for cc in capabilities())
+        counts = ", ".join(f"{cc}:\u00a0{compiled()[cc, name]}" for cc in capabilities())
         path = f"linattn_edu/{KERNELS}/{module}.py"
         full = f"linattn_edu.{KERNELS}.{module.replace('/', '.')}.{name}"
         tags = modules()[module][KERNELS][name]
