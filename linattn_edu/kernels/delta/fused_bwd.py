@@ -571,18 +571,18 @@ def scans(
     H, K = q.shape[2:]
     HV, V = v.shape[2:]
     C = AG.shape[-1]
-    pieces, forth, initial_state = _forth(k, v, beta, gc, AG, initial_state, packing)
-    _, back, dht = _back(q, k, beta, gc, P, AG, do, dht, scale, packing)
+    pieces, ahead, initial_state = _forth(k, v, beta, gc, AG, initial_state, packing)
+    _, behind, dht = _back(q, k, beta, gc, P, AG, do, dht, scale, packing)
     programs = pieces.N * HV * cdiv(V, BV)
     h, v_new = _states_out(k, v, C, packing)
     dh, Z, dv, dh0 = _back_out(q, gc, do, C, pieces, packing)
-    if programs >= device_of(q)[1] or len(forth) > 1:
-        _launch_states(pieces, forth.pop(0), True, k, v, beta, gc, AG, initial_state, h, v_new)
-        _launch_back(pieces, back.pop(0), scale, q, k, beta, gc, P, AG, do, dht, dh, Z, dv, dh0)
-    if forth:
+    if programs >= device_of(q)[1] or len(ahead) > 1:
+        _launch_states(pieces, ahead.pop(0), True, k, v, beta, gc, AG, initial_state, h, v_new)
+        _launch_back(pieces, behind.pop(0), scale, q, k, beta, gc, P, AG, do, dht, dh, Z, dv, dh0)
+    if ahead:
         scans_kernel[(2 * programs,)](
             q, k, v, beta, gc, P, AG, do, initial_state, dht, h, v_new, dh, Z, dv, dh0,
-            scale, *forth, *back, pieces.cu_seqlens, pieces.chunk_offsets, pieces.T, pieces.N,
+            scale, *ahead, *behind, pieces.cu_seqlens, pieces.chunk_offsets, pieces.T, pieces.N,
             H, HV, K, V, BT=C, BK=block(K), BV=BV, **SCAN_OPTIONS,
         )  # fmt: skip
     return h, v_new, dh, Z, dv, pieces.first(dh0)

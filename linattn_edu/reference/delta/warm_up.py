@@ -9,11 +9,11 @@ from linattn_edu.reference.tiles import compute_dtype, pad_gate, repeat_heads, t
 def bound(k: Tensor, beta: Tensor, gc: Tensor, *, chunk_size: int) -> Tensor:
     """How much of a state's norm a chunk leaves at most, as a power of two.
 
-        |S_out| <= 2^bound |S_in| without values,
-        bound = gc_last + sum_t log2 max(1, |1 - beta_t k_t^T k_t|)
+        norm(S_out) <= 2^bound norm(S_in) without values,
+        bound = gc_last + sum_t log2 max(1, abs(1 - beta_t k_t^T k_t))
 
     Token t multiplies the state by 2^g_t (I - beta_t k_t k_t^T), whose largest singular value is
-    2^g_t max(1, |1 - beta_t k_t^T k_t|). For keys of length 1 and beta up to 2 the sum is zero.
+    2^g_t max(1, abs(1 - beta_t k_t^T k_t)). For keys of length 1 and beta up to 2 the sum is zero.
 
     Args:
         k: [B, T, H, K]. beta: [B, T, HV]. gc: [B, T, HV] from gate_cumsum (log2).
