@@ -31,6 +31,11 @@ from linattn_edu.kernels.tiles import (
 )
 from linattn_edu.packing import Packing
 
+try:
+    from linattn_edu.kernels.delta import scan_gluon
+except ImportError:  # a Triton whose Gluon has other names
+    scan_gluon = None
+
 
 @triton.jit(do_not_specialize=["T"])
 def scores_kernel(
@@ -374,7 +379,7 @@ def scan(
     output_final_state: bool = False,
     packing: Packing | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Launch scan_kernel; arguments and result as in the reference."""
+    """Launch the scan that suits the GPU; arguments and result as in the reference."""
     H, K = q.shape[2:]
     HV, V = v.shape[2:]
     pieces = pieces_of(q, HV, V, P.shape[-1], packing)
@@ -383,6 +388,10 @@ def scan(
         initial_state = pieces.entering(cp_merge, maps, initial_state)
     o = torch.empty_like(v)
     last = q.new_empty(pieces.N, HV, K, V, dtype=torch.float32) if output_final_state else None
+    if scan_gluon and scan_gluon.fits(q, k, v, P, R, pieces.T, pieces.cu_seqlens is not None):
+        rows = pieces.N, pieces.T
+        scan_gluon.scan_gluon(q, k, v, gc, P, R, initial_state, o, last, scale, *rows)
+        return o, pieces.last(last)
     grid, config = scan_launch(SCAN_CONFIGS, k, pieces.N * HV, V)
     full = crowded(k, grid[0], config)
     kernel = scan_transposed_kernel if full else scan_kernel
