@@ -33,9 +33,13 @@ class Table:
     device: torch.device
     rows: dict = field(default_factory=dict)
 
+    def known(self, row: dict) -> tuple:
+        """What a row is known by; "" for a column that it does not have."""
+        return tuple(row.get(name, "") for name in self.key)
+
     def add(self, row: dict) -> None:
         """Print a row and save it, over the one of its key if there is one."""
-        self.rows[tuple(row[name] for name in self.key)] = row
+        self.rows[self.known(row)] = row
         print(json.dumps(row), flush=True)
         save(self.path, {**self.top, "rows": [self.rows[key] for key in sorted(self.rows)]})
 
@@ -52,5 +56,5 @@ def opened(args: argparse.Namespace, name: str, *key: str) -> Table | None:
     path = args.out or default_path("cpu" if device.type == "cpu" else measure.gpu_name(), name)
     table, old = Table(path, heading(device), key, device), load(path)
     for row in old["rows"] if old and not differences(old, table.top) else ():
-        table.rows[tuple(row[name] for name in key)] = row
+        table.rows[table.known(row)] = row
     return table

@@ -25,7 +25,7 @@ import nbformat
 import where
 from notebooks import ROOT, ChapterError, execute, toc_chapters, toc_files
 
-from chapters import code, take_outputs
+from chapters import runs, take_outputs
 
 BUILD = ROOT / "_build"
 SOURCE = BUILD / "source"
@@ -88,8 +88,7 @@ def surroundings(root: Path = ROOT) -> str:
 
 def key(nb: nbformat.NotebookNode, around: str) -> str:
     """The key under which a notebook's outputs are kept: its cells' code and `surroundings`."""
-    cells = [(c.source, tuple(c.metadata.get("tags", ()))) for c in code(nb)]
-    return hashlib.sha256(f"{around}\n{cells!r}".encode()).hexdigest()[:20]
+    return hashlib.sha256(f"{around}\n{runs(nb)!r}".encode()).hexdigest()[:20]
 
 
 def kept(name: str, nb: nbformat.NotebookNode, under: str) -> bool:

@@ -30,8 +30,8 @@ METADATA = {
 }
 
 # the heading of an appendix; the key by which Jupyter shows its section collapsed (Colab has a
-# list of ids)
-APPENDIX, COLLAPSED = "## Appendix: ", "jp-MarkdownHeadingCollapsed"
+# list of ids); the tag of each of its cells, for a program that counts the main path
+APPENDIX, COLLAPSED, TAG = "## Appendix: ", "jp-MarkdownHeadingCollapsed", "appendix"
 
 # what a chapter runs first, on Colab alone: the release that it belongs to is put beside the
 # runtime's torch and triton.  Until the release has its tag, git says so and main is there.
@@ -70,13 +70,17 @@ def from_markdown(md: Path) -> nbformat.NotebookNode:
     nb = jupytext.read(md, fmt="md:myst")
     nb.cells = collapsible(nb.cells)
     nb.nbformat, nb.nbformat_minor = 4, 5
-    seen = Counter()
+    seen, inside = Counter(), False
     for cell in nb.cells:
         digest = hashlib.sha256(f"{cell.cell_type}\n{cell.source}".encode()).hexdigest()[:10]
         cell.id = digest + (f"-{seen[digest]}" if seen[digest] else "")
         seen[digest] += 1
         if cell.source.startswith(APPENDIX):
             cell.metadata |= {COLLAPSED: True, "id": cell.id}
+        if cell.cell_type == "markdown" and cell.source.startswith("## "):
+            inside = cell.source.startswith(APPENDIX)
+        if inside:
+            cell.metadata["tags"] = [*cell.metadata.get("tags", ()), TAG]
     nb.metadata = metadata(nb)
     return nb
 
@@ -120,6 +124,11 @@ def text(nb: nbformat.NotebookNode) -> list[tuple]:
 def code(nb: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
     """The code cells that have text."""
     return [c for c in nb.cells if c.cell_type == "code" and c.source.strip()]
+
+
+def runs(nb: nbformat.NotebookNode) -> list[tuple]:
+    """What outputs come from: text and tags of the code cells, wherever they stand."""
+    return [(c.source, tuple(t for t in c.metadata.get("tags", ()) if t != TAG)) for c in code(nb)]
 
 
 def stale(nb: nbformat.NotebookNode) -> list[str]:
@@ -169,10 +178,10 @@ def take_outputs(nb: nbformat.NotebookNode, old: nbformat.NotebookNode) -> bool:
     The set-up cell does not count: it does nothing but on Colab.
     """
 
-    def runs(nb: nbformat.NotebookNode) -> list[tuple]:
-        return [(SETUP.sub("", c.source), c.metadata.get("tags")) for c in code(nb)]
+    def without_setup(nb: nbformat.NotebookNode) -> list[tuple]:
+        return [(SETUP.sub("", source), tags) for source, tags in runs(nb)]
 
-    if runs(nb) != runs(old) or any(c.execution_count is None for c in code(old)):
+    if without_setup(nb) != without_setup(old) or any(c.execution_count is None for c in code(old)):
         return False
     for new_cell, old_cell in zip(code(nb), code(old), strict=True):
         new_cell.outputs = old_cell.outputs

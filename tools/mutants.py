@@ -107,6 +107,13 @@ MUTANTS = [
         "tests/delta/test_cp_merge.py -k map",
     ),
     Mutant(
+        "a state counts as forgotten while fp32 still holds it",
+        f"{KERNELS}/delta/warm_up.py",
+        "FORGOTTEN = tl.constexpr(32.0)",
+        "FORGOTTEN = tl.constexpr(20.0)",
+        "tests/delta/test_warm_up.py -k kernels_match",
+    ),
+    Mutant(
         "a merge leaves out the last rows of the state",
         f"{KERNELS}/delta/cp_merge.py",
         "range(tl.cdiv(K, BJ))",

@@ -132,11 +132,23 @@ def function(full: str) -> str:
     return f"{{py:obj}}`{short} <{full}>`" if full in documented() else f"`{short}`"
 
 
-def file(path: str) -> str:
+def file(path: str, name: str | None = None) -> str:
     """A file of the repository, as a link."""
     if not (ROOT / path).exists():
         raise FileNotFoundError(path)
-    return f"[`{path.removeprefix('linattn_edu/')}`]({address()}/blob/main/{path})"
+    name = name or path.removeprefix("linattn_edu/")
+    return f"[`{name}`]({address()}/blob/main/{path})"
+
+
+def test_file(path: str) -> str:
+    """A file of tests, as a link: its name below tests/."""
+    return file(path, path.removeprefix("tests/"))
+
+
+def within(what: str, path: str) -> str:
+    """Something and the file that says how it is done."""
+    name = path.rsplit("/", 1)[1]
+    return f"{what} ({file(path, name)})"
 
 
 def chapter(name: str | None) -> str:
@@ -158,7 +170,7 @@ def table(heads: list[str], rows: list[list[str]]) -> str:
 def tests(module: str) -> str:
     """The tests of a file of stages."""
     family, name = module.split("/")
-    return file(f"tests/{family}/test_{name}.py")
+    return test_file(f"tests/{family}/test_{name}.py")
 
 
 def cases(whats, operators=None) -> str:
@@ -183,9 +195,9 @@ def operator(case: str) -> str:
     return CASES[case].op if case in CASES else ""
 
 
-def measured(module: str) -> str:
-    """Where a file's stages are measured."""
-    return cases({f"stage:{f}" for f in modules()[module][REFERENCE]})
+def measured(*names: str) -> str:
+    """Where the stages of files are measured."""
+    return cases({f"stage:{f}" for name in names for f in modules()[name][REFERENCE]})
 
 
 def coded(label: str, side: str) -> list[tuple[str, str]]:
@@ -210,8 +222,8 @@ def equation_tables() -> str:
                 some(function(f"linattn_edu.{s}.{m.replace('/', '.')}.{f}") for m, f in found)
                 for s, found in sides.items()
             ]
-            known = some(x for x in map(measured, at) if x != NONE)
-            rows.append([f"{{eq}}`{label}` `{label}`", *links, some(map(tests, at)), known])
+            row = [f"{{eq}}`{label}` `{label}`", *links, some(map(tests, at)), measured(*at)]
+            rows.append(row)
         title = next(
             x for x in (CHAPTERS / f"{name}.md").read_text().splitlines() if x.startswith("# ")
         )
@@ -241,13 +253,15 @@ def stage_table() -> str:
             for s in (REFERENCE, KERNELS)
         ]  # fmt: skip
         puzzle = f"puzzles/{at}.py" if at and at.split("_", 1)[1] == name else ""
+        learnt = [f"chapter {chapter(at)}"] if at else []
+        learnt += [file(puzzle, "puzzle")] if puzzle and (ROOT / puzzle).exists() else []
         rows.append([
-            f"`{module}`", chapter(at), some(f"{{eq}}`{t}`" for t in tags),
-            f"{code[0]}: {file(f'linattn_edu/{REFERENCE}/{module}.py')}",
-            f"{code[1]}: {file(f'linattn_edu/{KERNELS}/{module}.py')}", tests(module),
-            measured(module), file(puzzle) if puzzle and (ROOT / puzzle).exists() else NONE,
+            f"`{module}`: {some(learnt)}", some(f"{{eq}}`{t}`" for t in tags),
+            f"{code[0]}: {file(f'linattn_edu/{REFERENCE}/{module}.py', f'{name}.py')}",
+            f"{code[1]}: {file(f'linattn_edu/{KERNELS}/{module}.py', f'{name}.py')}",
+            tests(module), measured(module),
         ])  # fmt: skip
-    heads = ["Stage", "Chapter", "Equations", "Reference", "Kernels", "Tests", "Measured", "Puzzle"]
+    heads = ["Stage", "Equations", "Reference", "Kernels", "Tests", "Measured"]
     return table(heads, rows)
 
 
@@ -255,7 +269,7 @@ def kernel_table() -> str:
     """A row for each kernel."""
     rows = []
     for name, module in sorted(kernels().items()):
-        counts = ", ".join(f"{cc}: {compiled()[cc, name]}" for cc in capabilities())
+        counts = ", ".join(f"{cc}:\u00a0{compiled()[cc, name]}" for cc in capabilities())
         path = f"linattn_edu/{KERNELS}/{module}.py"
         full = f"linattn_edu.{KERNELS}.{module.replace('/', '.')}.{name}"
         tags = modules()[module][KERNELS][name]
@@ -314,7 +328,7 @@ def function_table() -> str:
             timed = [cases({w}, {op}) for op, w in sorted(calls().get(name, ()))]
             rows.append([
                 function(f"{module.__name__}.{name}"), file(code.replace(".", "/") + ".py"),
-                some(used), some(map(file, naming(name)[:3])),
+                some(used), some(map(test_file, naming(name)[:3])),
                 some((t for t in timed if t != NONE), "; "),
             ])  # fmt: skip
     return table(["Function", "Code", "In chapters", "Tests that name it most", "Measured"], rows)
@@ -430,7 +444,7 @@ def size_table() -> str:
     kinds = constant(stages, "DTYPES")
     part = [numbers(T), numbers(chunks), dtypes(kinds), every]
     rows = [
-        [title, file(grid), f"{numbers(dims)}; {letter} {numbers(s[2] for s in more)}", *part]
+        [within(title, grid), f"{numbers(dims)}; {letter} {numbers(s[2] for s in more)}", *part]
         for title, grid, letter, more in (
             ("stages of the delta rule", stages, "V", wide),
             ("stages of Mamba-2", ssd, "P", wide_ssd),
@@ -443,14 +457,14 @@ def size_table() -> str:
     for title, kept in ((dotted(special), sizes), (others, elsewhere)):
         for kind, of in kept:
             size = numbers(of) + f"; V {constant(rows_file, 'WIDE')} beside K 256" * (256 in of)
-            grid = file(rows_file)
-            rows.append([f"kernels for {title}", grid, size, NONE, NONE, dtypes([kind]), where])
+            what = within(f"kernels for {title}", rows_file)
+            rows.append([what, size, NONE, NONE, dtypes([kind]), where])
     rows.append([
-        "memory and races", file(sanitizer), numbers(x for s in shapes for x in s[1:3]),
+        within("memory and races", sanitizer), numbers(x for s in shapes for x in s[1:3]),
         numbers(s[0] for s in shapes), numbers(s[3] for s in shapes),
         dtypes(constant(sanitizer, "DTYPES")), "compute-sanitizer, `make gpu-test`",
     ])  # fmt: skip
-    heads = ["What", "Grid", "Head sizes", "Tokens", "Chunks", "Dtypes", "Where it runs"]
+    heads = ["What, and its grid", "Head sizes", "Tokens", "Chunks", "Dtypes", "Where it runs"]
     return table(heads, rows)
 
 

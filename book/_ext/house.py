@@ -1,4 +1,4 @@
-"""Small repairs: chapter numbers, where "suggest edit" and "[docs]" lead, lines, one search box."""
+"""Small repairs: chapter numbers, where links for editing lead, lines, names, one search box."""
 
 import functools
 import re
@@ -89,6 +89,16 @@ def lines(app, pagename, templatename, context, doctree):
         context["body"] = FORMULA.sub(bind, EQUATION.sub(r"\1", context["body"]))
 
 
+def names(app, pagename, templatename, context, doctree):
+    """Let a long name of the index break after an underscore or a slash: its tables are wide."""
+
+    def mend(match):
+        return re.sub(r"(?<=[^_/])([_/])(?=.)", r"\1<wbr>", match[0])
+
+    if pagename == "book/where":
+        context["body"] = re.sub(r'(?<=<span class="pre">)[^<]+', mend, context["body"])
+
+
 def setup(app):
     """Register with Sphinx."""
     app.connect("config-inited", one_search_box)
@@ -97,4 +107,5 @@ def setup(app):
     app.connect("html-page-context", edit_source, priority=501)
     app.connect("html-page-context", docs_links)
     app.connect("html-page-context", lines)
+    app.connect("html-page-context", names)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -1,4 +1,8 @@
-"""Long sequences of few heads in pieces that are scanned side by side, from states found first."""
+"""Long sequences of few heads in pieces that are scanned side by side.
+
+The state that enters a piece is found first, from the maps of the pieces before it; or, where there
+are more heads, a piece begins a little earlier, where all that the state held is forgotten by then.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,9 +13,11 @@ from torch import Tensor
 from linattn_edu.kernels.tiles import cdiv, device_of, sequence_args
 from linattn_edu.packing import Packing
 
-PROGRAMS = 16  # of a scan, heads times tiles of 64 values: a sequence that makes more fills enough
+PROGRAMS = 16  # of a scan, heads times tiles of 64 values: with more, maps cost more than they gain
 LENGTH = 2048  # tokens of a piece
 LEAST = 4  # pieces of a sequence that is cut
+FULL = 128  # programs: a sequence that makes more fills a GPU
+SPAN = 128  # tokens of a piece for each program, of a sequence of more than PROGRAMS
 MULTIPROCESSORS = 64  # at least, where sequences are cut
 
 
@@ -29,6 +35,7 @@ class Pieces:
     T: int
     batch: int  # of sequences
     chains: Tensor | None = None  # [batch + 1]: the number of the first piece of each sequence
+    sequence: Tensor | None = None  # [N]: the sequence of each piece, where lengths differ
 
     @property
     def several(self) -> bool:
@@ -41,6 +48,17 @@ class Pieces:
         S_ext, M = (x.view(first, -1, *x.shape[1:]) for x in maps)
         offsets = {} if self.chains is None else {"offsets": self.chains}
         return merge(S_ext, M, state, **offsets)[0].view(-1, *S_ext.shape[2:])
+
+    def placed(self, states: Tensor | None, last: bool = False) -> Tensor | None:
+        """[N, ...]: states [batch, ...] at the first piece of every sequence, or at the last."""
+        if states is None or not self.several:
+            return states
+        if self.chains is None:
+            edge = torch.arange(self.batch, device=states.device) * (self.N // self.batch)
+            edge += (self.N // self.batch - 1) * last
+        else:
+            edge = self.chains[1:] - 1 if last else self.chains[:-1]
+        return states.new_zeros(self.N, *states.shape[1:]).index_copy_(0, edge, states)
 
     def last(self, states: Tensor | None) -> Tensor | None:
         """Of states [N, ...] those of the last piece of every sequence."""
@@ -66,11 +84,24 @@ def whole_of(x: Tensor, packing: Packing | None) -> Pieces:
 
 
 def pieces_of(x: Tensor, heads: int, V: int, chunk_size: int, packing: Packing | None) -> Pieces:
-    """The pieces that a scan of x [B, T, ...] with states [heads, K, V] works on."""
+    """The pieces that a scan of x [B, T, ...] with states [heads, K, V] works on, by their maps."""
+    few = heads * cdiv(V, 64) <= PROGRAMS
+    return _cut(x, chunk_size, packing, LENGTH, LEAST) if few else whole_of(x, packing)
+
+
+def spans_of(x: Tensor, heads: int, V: int, chunk_size: int, packing: Packing | None) -> Pieces:
+    """The pieces of a scan that may begin anew where a state is forgotten."""
+    programs = heads * cdiv(V, 64)
+    if not PROGRAMS < programs <= FULL:
+        return whole_of(x, packing)
+    return _cut(x, chunk_size, packing, SPAN * programs, 2)
+
+
+def _cut(x: Tensor, chunk_size: int, packing: Packing | None, size: int, least: int) -> Pieces:
+    """Sequences of `least` pieces and more in pieces of `size` tokens, the last of what is left."""
     whole, T = whole_of(x, packing), x.shape[1]
-    few, size = heads * cdiv(V, 64) <= PROGRAMS, LENGTH
     longest = T if packing is None or packing.longest is None else packing.longest
-    if not few or longest < LEAST * size or device_of(x)[1] < MULTIPROCESSORS:
+    if longest < least * size or device_of(x)[1] < MULTIPROCESSORS:
         return whole
     batch, cu_seqlens, chunk_offsets = whole.batch, whole.cu_seqlens, whole.chunk_offsets
     if cu_seqlens is None and T % size == 0:
@@ -80,7 +111,7 @@ def pieces_of(x: Tensor, heads: int, V: int, chunk_size: int, packing: Packing |
         chunk_offsets = torch.arange(batch + 1, device=x.device) * cdiv(T, chunk_size)
     lengths = cu_seqlens.diff()
     counts = (lengths + size - 1).div(size, rounding_mode="floor")
-    counts = counts.where(lengths >= LEAST * size, 1)
+    counts = counts.where(lengths >= least * size, 1)
     chains = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
     N = batch + x.shape[0] * T // size  # what may be needed: the last ones are empty
     i = torch.arange(N, device=x.device)
@@ -89,4 +120,5 @@ def pieces_of(x: Tensor, heads: int, V: int, chunk_size: int, packing: Packing |
     end = cu_seqlens[(sequence + 1).clamp_(max=batch)]
     begin = torch.minimum(cu_seqlens[sequence] + begun, end)
     bounds = torch.cat([begin, cu_seqlens[-1:]])
-    return Pieces(N, bounds, chunk_offsets[sequence] + begun // chunk_size, T, batch, chains)
+    offsets = chunk_offsets[sequence] + begun // chunk_size
+    return Pieces(N, bounds, offsets, T, batch, chains, sequence)

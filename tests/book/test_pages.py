@@ -233,6 +233,13 @@ WIDE = """() => {
   return bad.slice(0, 5);
 }"""
 
+# tables with columns that one has to scroll to
+CUT = """() => [...document.querySelectorAll('main table')].filter(table => {
+    let box = table;
+    while (box && !/auto|scroll/.test(getComputedStyle(box).overflowX)) box = box.parentElement;
+    return table.getClientRects().length && box && box.scrollWidth > box.clientWidth + 1;
+  }).map(table => table.rows[0].innerText.replace(/\\s+/g, ' ')).slice(0, 5)"""
+
 # formulas that fit, in a box that scrolls: a bar below each of them, on many browsers
 LOOSE = """() => [...document.querySelectorAll('mjx-container')]
   .filter(e => e.getClientRects().length && e.scrollWidth > e.clientWidth + 2
@@ -279,7 +286,7 @@ def unfold_appendices(tab):
 
 @pytest.mark.parametrize("page", PAGES)
 def test_page(page, visit):
-    """Formulas set, images there, nothing too wide on a desk or a phone; what is folded opens."""
+    """Formulas set, images there, nothing too wide on a desk or a phone, no table cut on a desk."""
     v = visit()
     tab = v.go(page)
     assert tab.evaluate(UNSET) == []
@@ -290,6 +297,7 @@ def test_page(page, visit):
     assert tab.evaluate(IMAGES) == []
     assert tab.evaluate(WIDE) == []
     unfold_appendices(tab)
+    assert tab.evaluate(CUT) == []
     tab.set_viewport_size(PHONE)
     assert tab.evaluate(WIDE) == [], "at 390 px"
     assert tab.evaluate(BROKEN) == []
@@ -298,6 +306,17 @@ def test_page(page, visit):
     assert v.elsewhere == []
     assert v.missing == []
     assert v.errors == []
+
+
+def test_a_wide_table_is_noticed(visit):
+    """In the theme's own box, and in that of a cell's output."""
+    tab = visit().go("chapters/26_decoding.html")
+    assert tab.evaluate(CUT) == []
+    for box in ("div.pst-scrollable-table-container", "div.cell_output"):
+        cell = f"document.querySelector('{box} table tr').cells[0]"
+        tab.evaluate(f"() => {{ {cell}.style.minWidth = '700px' }}")
+        assert len(tab.evaluate(CUT)) == 1
+        tab.evaluate(f"() => {{ {cell}.style.minWidth = '' }}")
 
 
 def test_opened_as_a_file(visit):

@@ -21,6 +21,7 @@ JOINED = {
     "delta/kda_scans": "12_gate_bwd",
     "delta/fused": "06_output",
     "delta/fused_bwd": "12_gate_bwd",
+    "delta/warm_up": "25_few_heads",
     "delta/gate": "12_gate_bwd",
     "delta/l2norm": "08_output_bwd",
     "delta/cumsum": "12_gate_bwd",

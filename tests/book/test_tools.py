@@ -1,5 +1,7 @@
 """tools/: a notebook is replaced only when all of its cells ran, and names the one that did not."""
 
+import copy
+
 import nbformat
 import pytest
 from book.layout import tool
@@ -142,20 +144,30 @@ def test_ids_follow_from_the_text(chapter):
 
 
 def test_an_appendix_is_collapsed_in_the_notebook(chapter):
-    """Its heading alone in a cell, and nothing else in what Jupyter and Colab hide."""
+    """Its heading alone in a cell, a tag on each of its cells, no others hidden or tagged."""
     chapters = tool("chapters")
-    want = ["Here.\n\n(one)=", "## Appendix: one", "More.", "## Appendix: two", "Still."]
+    want = ["Here.\n\n(one)=", "## Appendix: one", "More.", "y = 1", "## Appendix: two", "Still."]
     want.append("## References\n\nNone.")
     text = "\n\n".join(want).replace("=\n\n", "=\n")
-    chapter.write_text(f"{CHAPTER}\n{text}\n")
+    cell = '```{code-cell} ipython3\n:tags: ["hide-input"]\n\ny = 1\n```'
+    chapter.write_text(f"{CHAPTER}\n{text}\n".replace("y = 1", cell))
     chapters.update(chapter, always=False)
-    nb = nbformat.read(chapter.with_suffix(".ipynb"), as_version=4)
-    assert [c.source for c in nb.cells[-6:]] == want
+    notebook = chapter.with_suffix(".ipynb")
+    nb = nbformat.read(notebook, as_version=4)
+    assert [c.source for c in nb.cells[-7:]] == want
+    tags = [c.metadata.get("tags", []) for c in nb.cells[-8:]]
+    assert tags == [[], [], *[["appendix"]] * 2, ["hide-input", "appendix"], *tags[2:4], []]
     headings = [c for c in nb.cells if c.source.startswith("## Appendix")]
     assert [c for c in nb.cells if c.metadata.get("jp-MarkdownHeadingCollapsed")] == headings
     assert [c.metadata.id for c in headings] == [c.id for c in headings]
     assert nb.metadata.colab.collapsed_sections == [c.id for c in headings]
     assert chapters.problems(chapter) == []
-    del headings[0].metadata["jp-MarkdownHeadingCollapsed"]
-    nbformat.write(nb, chapter.with_suffix(".ipynb"))
-    assert len(chapters.problems(chapter)) == 1
+    old = copy.deepcopy(nb)
+    old.cells[-4].metadata.tags.remove("appendix")
+    del nb.cells[-3].metadata["jp-MarkdownHeadingCollapsed"]
+    for other in (old, nb):
+        nbformat.write(other, notebook)
+        assert len(chapters.problems(chapter)) == 1
+        # neither has to do with what a cell prints
+        assert chapters.update(chapter, always=False) == "text only"
+        assert chapters.problems(chapter) == []

@@ -37,13 +37,14 @@ def test_the_row_of_an_equation(where):
     assert "linattn_edu.kernels.delta.state.state_kernel>" in kernel
     assert "tests/delta/test_state.py" in tests
     assert re.search(r"`gdn_h200 <performance>`: .*\bgdn_train\b", measured)
+    assert measured.count("gdn_train") == 1
 
 
 def test_every_stage_kernel_and_function_has_a_row(where):
     package = ROOT / "linattn_edu"
     files = [p for p in package.glob("kernels/*/*.py") if p.stem != "__init__"]
     stages = {f"{p.parent.name}/{p.stem}" for p in files}
-    assert {r[0].strip("`") for r in rows(where.stage_table())} == stages
+    assert {r[0].split("`")[1] for r in rows(where.stage_table())} == stages
     named = {x for p in files for x in re.findall(r"^def (\w+_kernel)\(", p.read_text(), re.M)}
     first = [re.search(r"`(\w+)", r[0]) for r in rows(where.kernel_table())]
     assert {x[1] for x in first} == named
@@ -53,7 +54,7 @@ def test_every_stage_kernel_and_function_has_a_row(where):
 
 def test_every_kernel_is_compiled_and_tested(where):
     for row in rows(where.kernel_table()):
-        assert "90: 0" not in row[-1] and "tests/" in row[-2], row[0]
+        assert re.search(r"\b90:\s[1-9]", row[-1]) and "tests/" in row[-2], row[0]
 
 
 def test_a_function_is_timed_where_its_benchmark_calls_it(where):
@@ -93,6 +94,6 @@ def test_versions_are_those_of_the_files(where):
 def test_sizes_are_those_of_the_grids(where):
     from delta import stage_checks
 
-    row = next(r for r in rows(where.size_table()) if r[0] == "stages of the delta rule")
-    assert row[2].startswith(", ".join(map(str, stage_checks.DIMS)) + "; V ")
-    assert row[3] == ", ".join(map(str, stage_checks.TOKENS))
+    row = next(r for r in rows(where.size_table()) if r[0].startswith("stages of the delta"))
+    assert row[1].startswith(", ".join(map(str, stage_checks.DIMS)) + "; V ")
+    assert row[2] == ", ".join(map(str, stage_checks.TOKENS))

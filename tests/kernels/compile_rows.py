@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from unittest.mock import patch
 
 os.environ.pop("TRITON_INTERPRET", None)
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # as in conftest.py
@@ -29,7 +30,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime import JITFunction
 
-from linattn_edu.kernels import tiles
+from linattn_edu.kernels import pieces, tiles
 from linattn_edu.kernels.delta import (
     causal_conv1d,
     causal_conv1d_update,
@@ -110,6 +111,7 @@ def launches(K, V, dtype, chunk_size, heads):
     P, R, _ = fused.intra(qk, qk, g, g, chunk_size=chunk_size, return_inverse=True)
     if fused_bwd.fits(qk, v):
         fused_launches(qk, v, g, A, h0, h, chunk_size)
+    span_launches(K, V, dtype, chunk_size, heads)
     fused.scan(qk, qk, v, g, P, R, h0, scale=1.0, output_final_state=True)
     fused.scan_map(qk, v, g, R, h0)
     S, M = cp_merge.piece_map(qk, qk, v, g, h0, chunk_size=chunk_size)
@@ -227,6 +229,20 @@ def fused_launches(qk, v, g, A, h0, h, chunk_size):
     fused_bwd.intra_bwd(qk, qk, v, g, g, h, v, v, h, v, **options)
     v, g, h = (x.expand(*x.shape[:2], 2, *x.shape[3:]) for x in (v, g, h))
     fused_bwd.intra_bwd(qk, qk, v, g, g, h, v, v, h, v, **options)
+
+
+def span_launches(K, V, dtype, chunk_size, heads):
+    """The scans of Gated DeltaNet in pieces that begin where the state is forgotten."""
+    B, T, HV = heads, 4 * chunk_size * tiles.cdiv(V, 64), 1
+    qk, v = (torch.empty(B, T, HV, D, dtype=dtype) for D in (K, V))
+    g, A, h0 = torch.empty(B, T, HV), qk.new_empty(B, T, HV, chunk_size), torch.empty(B, HV, K, V)
+    small = {"PROGRAMS": 0, "SPAN": chunk_size, "MULTIPROCESSORS": 0}
+    with patch.multiple(pieces, **small):
+        fused.scan(qk, qk, v, g, A, A, h0, scale=1.0, output_final_state=True)
+        if fused_bwd.fits(qk, v):
+            fused_bwd.scan_states(qk, v, g, g, A, h0)
+            fused_bwd.scan_bwd(qk, qk, g, g, A, A, v, h0, scale=1.0)
+            fused_bwd.scans(qk, qk, v, g, g, A, A, v, h0, h0, scale=1.0)
 
 
 def fused_ssd_launches(N, P, dtype):

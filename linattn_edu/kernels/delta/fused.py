@@ -11,9 +11,11 @@ from torch import Tensor
 
 from linattn_edu.kernels.delta.cp_merge import cp_merge, map_args, piece_of
 from linattn_edu.kernels.delta.solve import kkt, merge_precision, unit_lower_inverse
+from linattn_edu.kernels.delta.warm_up import span_of, warm_up
 from linattn_edu.kernels.pieces import Pieces, pieces_of
 from linattn_edu.kernels.tiles import (
     cast,
+    cdiv,
     chunk_args,
     chunk_of,
     columns_of,
@@ -108,7 +110,7 @@ def resolvent_kernel(
     store_tile(R_ptr + (first * HV + i_h) * BT, R, o_t, o_t, HV * BT, n_t, BT)
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["T", "N"])
 def scan_kernel(
     q_ptr,  # [B, T, H, K]
     k_ptr,  # [B, T, H, K]
@@ -120,9 +122,11 @@ def scan_kernel(
     o_ptr,  # [B, T, HV, V] out
     ht_ptr,  # [N, HV, K, V] out, or None
     scale,
+    warm_ptr,  # [N, HV] or None
     cu_ptr,  # [N + 1] or None
     offsets_ptr,  # [N + 1] or None
     T,
+    N,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
@@ -130,9 +134,14 @@ def scan_kernel(
 
     Reference: linattn_edu.reference.delta.fused.scan.
     """
-    i_v, i_nh, i_h, first, n_seq, _ = columns_of(
+    i_v, i_nh, i_h, first, n_seq, i_c = columns_of(
         tl.program_id(0), cu_ptr, offsets_ptr, T, HV, V, BT, BV
     )
+    skip, i_end = 0, i_nh
+    if warm_ptr is not None:
+        first, n_seq, _, skip, i_end = span_of(
+            i_nh, first, n_seq, i_c, warm_ptr, cu_ptr, T, N, HV, BT, False
+        )
     q_ptr += (first * H + i_h // (HV // H)) * K
     k_ptr += (first * H + i_h // (HV // H)) * K
     v_ptr += (first * HV + i_h) * V
@@ -167,7 +176,7 @@ def scan_kernel(
         b_o = tl.exp2(b_gc)[:, None] * dot(b_q, b_h)
         # eq:delta-output   o = scale (inter + P v_new)
         b_o = scale * dot(b_P, cast(b_v, b_P.dtype), b_o)
-        store_tile(o_ptr, b_o, o_t, o_v, HV * V, n_t, V)
+        store_tile(o_ptr, b_o, o_t, o_v, HV * V, tl.where(i_t < skip, 0, n_t), V)
         # eq:delta-state   S <- 2^gc_last S + (diag(2^(gc_last - gc)) K)^T v_new
         b_v *= tl.exp2(b_last - b_gc)[:, None]
         b_S = dot(tl.trans(b_k), cast(b_v, b_k.dtype), b_S * tl.exp2(b_last))
@@ -181,10 +190,10 @@ def scan_kernel(
         gc_ptr += BT * HV
 
     if ht_ptr is not None:
-        store_tile(ht_ptr + i_nh * K * V, b_S, o_k, o_v, V, K, V)
+        store_tile(ht_ptr + i_end * K * V, b_S, o_k, o_v, V, tl.where(i_end < 0, 0, K), V)
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["T", "N"])
 def scan_transposed_kernel(
     q_ptr,  # [B, T, H, K]
     k_ptr,  # [B, T, H, K]
@@ -196,9 +205,11 @@ def scan_transposed_kernel(
     o_ptr,  # [B, T, HV, V] out
     ht_ptr,  # [N, HV, K, V] out, or None
     scale,
+    warm_ptr,  # [N, HV] or None
     cu_ptr,  # [N + 1] or None
     offsets_ptr,  # [N + 1] or None
     T,
+    N,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
@@ -209,9 +220,14 @@ def scan_transposed_kernel(
 
     Grid (N * HV * V / BV).  Reference: linattn_edu.reference.delta.fused.scan.
     """
-    i_v, i_nh, i_h, first, n_seq, _ = columns_of(
+    i_v, i_nh, i_h, first, n_seq, i_c = columns_of(
         tl.program_id(0), cu_ptr, offsets_ptr, T, HV, V, BT, BV
     )
+    skip, i_end = 0, i_nh
+    if warm_ptr is not None:
+        first, n_seq, _, skip, i_end = span_of(
+            i_nh, first, n_seq, i_c, warm_ptr, cu_ptr, T, N, HV, BT, False
+        )
     o_t = tl.arange(0, BT)
     o_k = tl.arange(0, BK)
     o_v = i_v * BV + tl.arange(0, BV)
@@ -240,13 +256,15 @@ def scan_transposed_kernel(
         # eq:delta-output   o = scale (inter + P v_new)
         b_o = scale * dot(cast(b_new, b_P.dtype), tl.trans(b_P), b_o)
         b_o = tl.trans(cast(b_o, o_ptr.dtype.element_ty))
-        store_tile(o_ptr + i * V, b_o, o_t, o_v, HV * V, n_t, V)
+        n_o = tl.where(i_t < skip, 0, n_t)
+        store_tile(o_ptr + i * V, b_o, o_t, o_v, HV * V, n_o, V)
         # eq:delta-state   S <- 2^gc_last S + (diag(2^(gc_last - gc)) K)^T v_new
         b_new *= tl.exp2(b_last - b_gc)[None, :]
         b_S = dot(cast(b_new, b_k.dtype), b_k, b_S * tl.exp2(b_last))
 
     if ht_ptr is not None:
-        store_tile(ht_ptr + i_nh * K * V, tl.trans(b_S), o_k, o_v, V, K, V)
+        n_k = tl.where(i_end < 0, 0, K)
+        store_tile(ht_ptr + i_end * K * V, tl.trans(b_S), o_k, o_v, V, n_k, V)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -383,23 +401,31 @@ def scan(
     H, K = q.shape[2:]
     HV, V = v.shape[2:]
     pieces = pieces_of(q, HV, V, P.shape[-1], packing)
+    warm = [None]
     if pieces.several:
         maps = scan_map(k, v, gc, R, pieces=pieces)
         initial_state = pieces.entering(cp_merge, maps, initial_state)
+    else:
+        pieces, warm = warm_up(k, R, gc, V, chunk_size=P.shape[-1], packing=packing)
+        initial_state = pieces.placed(initial_state)
     o = torch.empty_like(v)
     last = q.new_empty(pieces.N, HV, K, V, dtype=torch.float32) if output_final_state else None
-    if scan_gluon and scan_gluon.fits(q, k, v, P, R, pieces.T, pieces.cu_seqlens is not None):
+    packed = pieces.cu_seqlens is not None
+    if scan_gluon and warm[0] is None and scan_gluon.fits(q, k, v, P, R, pieces.T, packed):
         rows = pieces.N, pieces.T
         scan_gluon.scan_gluon(q, k, v, gc, P, R, initial_state, o, last, scale, *rows)
         return o, pieces.last(last)
-    grid, config = scan_launch(SCAN_CONFIGS, k, pieces.N * HV, V)
-    full = crowded(k, grid[0], config)
-    kernel = scan_transposed_kernel if full else scan_kernel
-    kernel[grid](
-        q, k, v, gc, P, R, initial_state, o, last,
-        scale, pieces.cu_seqlens, pieces.chunk_offsets, pieces.T, H, HV, K, V, BT=P.shape[-1],
-        **(config | TRANSPOSED if full else config),
-    )  # fmt: skip
+    for i, skipped in enumerate(warm):
+        heads = (pieces.batch if i else pieces.N) * HV
+        _, config = scan_launch(SCAN_CONFIGS, k, heads, V)
+        programs = pieces.N * HV * cdiv(V, config["BV"])
+        full = crowded(k, programs, config)
+        kernel = scan_transposed_kernel if full else scan_kernel
+        kernel[(programs,)](
+            q, k, v, gc, P, R, initial_state, o, last, scale, skipped, pieces.cu_seqlens,
+            pieces.chunk_offsets, pieces.T, pieces.N, H, HV, K, V, BT=P.shape[-1],
+            **(config | TRANSPOSED if full else config),
+        )  # fmt: skip
     return o, pieces.last(last)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from linattn_edu.kernels.delta.cp_merge import cp_merge, map_args, piece_of
 from linattn_edu.kernels.delta.cp_merge_bwd import cp_merge_bwd
 from linattn_edu.kernels.delta.fused import SCAN_CONFIGS, scan_map
+from linattn_edu.kernels.delta.warm_up import span_of, warm_up
 from linattn_edu.kernels.pieces import Pieces, pieces_of
 from linattn_edu.kernels.tiles import (
     block,
@@ -34,7 +35,7 @@ from linattn_edu.kernels.tiles import (
 from linattn_edu.packing import Packing
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["T", "N"])
 def scan_states_kernel(
     k_ptr,  # [B, T, H, K]
     v_ptr,  # [B, T, HV, V]
@@ -44,10 +45,12 @@ def scan_states_kernel(
     h0_ptr,  # [N, HV, K, V] or None
     h_ptr,  # [B, NT, HV, K, V] out: state entering each chunk
     v_new_ptr,  # [B, T, HV, V] out
+    warm_ptr,  # [N, HV] or None
     cu_ptr,  # [N + 1] or None
     offsets_ptr,  # [N + 1] or None
     T,
-    before,  # programs of the grid that do something else
+    N,
+    STEP: tl.constexpr,  # one of so many programs of the grid, the last of them
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
@@ -56,8 +59,13 @@ def scan_states_kernel(
     Reference: linattn_edu.reference.delta.fused_bwd.scan_states.
     """
     i_v, i_nh, i_h, first, n_seq, i_c = columns_of(
-        tl.program_id(0) - before, cu_ptr, offsets_ptr, T, HV, V, BT, BV
+        tl.program_id(0) // STEP, cu_ptr, offsets_ptr, T, HV, V, BT, BV
     )
+    skip = 0
+    if warm_ptr is not None:
+        first, n_seq, i_c, skip, _ = span_of(
+            i_nh, first, n_seq, i_c, warm_ptr, cu_ptr, T, N, HV, BT, False
+        )
     k_ptr += (first * H + i_h // (HV // H)) * K
     v_ptr += (first * HV + i_h) * V
     v_new_ptr += (first * HV + i_h) * V
@@ -76,7 +84,7 @@ def scan_states_kernel(
     for i_t in range(tl.cdiv(n_seq, BT)):
         n_t = n_seq - i_t * BT
         b_h = cast(b_S, k_ptr.dtype.element_ty)
-        store_tile(h_ptr, b_h, o_k, o_v, V, K, V)
+        store_tile(h_ptr, b_h, o_k, o_v, V, tl.where(i_t < skip, 0, K), V)
         b_k = load_tile(k_ptr, o_t, o_k, H * K, n_t, K)  # [BT, BK]
         b_v = load_tile(v_ptr, o_t, o_v, HV * V, n_t, V)  # [BT, BV]
         b_AG = load_tile(AG_ptr, o_t, o_t, HV * BT, n_t, BT)  # [BT, BT]
@@ -88,7 +96,7 @@ def scan_states_kernel(
         b_W = b_v.to(tl.float32) - tl.exp2(b_gc)[:, None] * dot(b_k, b_h)
         # eq:delta-v-new   v_new = (A * G) diag(beta) W
         b_v = dot(b_AG, cast(b_beta[:, None] * b_W, b_AG.dtype))
-        store_tile(v_new_ptr, b_v, o_t, o_v, HV * V, n_t, V)
+        store_tile(v_new_ptr, b_v, o_t, o_v, HV * V, tl.where(i_t < skip, 0, n_t), V)
         # eq:delta-state   S <- 2^gc_last S + (diag(2^(gc_last - gc)) K)^T v_new
         b_v *= tl.exp2(b_last - b_gc)[:, None]
         b_S = dot(tl.trans(b_k), cast(b_v, b_k.dtype), b_S * tl.exp2(b_last))
@@ -136,7 +144,7 @@ def back(b_dS, q_ptr, k_ptr, beta_ptr, gc_ptr, P_ptr, AG_ptr, do_ptr, scale, i_h
     return b_Z, b_dv, b_dS
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["T", "N"])
 def scan_bwd_kernel(
     q_ptr,  # [B, T, H, K]
     k_ptr,  # [B, T, H, K]
@@ -151,9 +159,12 @@ def scan_bwd_kernel(
     dv_ptr,  # [B, T, HV, V] out
     dh0_ptr,  # [N, HV, K, V] out
     scale,
+    warm_ptr,  # [N, HV] or None
     cu_ptr,  # [N + 1] or None
     offsets_ptr,  # [N + 1] or None
     T,
+    N,
+    STEP: tl.constexpr,  # one of so many programs of the grid, the first of them
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
@@ -162,8 +173,13 @@ def scan_bwd_kernel(
     Reference: linattn_edu.reference.delta.fused_bwd.scan_bwd.
     """
     i_v, i_nh, i_h, first, n_seq, i_c = columns_of(
-        tl.program_id(0), cu_ptr, offsets_ptr, T, HV, V, BT, BV
+        (tl.num_programs(0) - 1 - tl.program_id(0)) // STEP, cu_ptr, offsets_ptr, T, HV, V, BT, BV
     )
+    skip, i_end = 0, i_nh
+    if warm_ptr is not None:
+        first, n_seq, i_c, skip, i_end = span_of(
+            i_nh, first, n_seq, i_c, warm_ptr, cu_ptr, T, N, HV, BT, True
+        )
     o_t = tl.arange(0, BT)
     o_k = tl.arange(0, BK)
     o_v = i_v * BV + tl.arange(0, BV)
@@ -175,20 +191,22 @@ def scan_bwd_kernel(
         i_b = NT - 1 - i_t  # of the chunk, back from the last
         begin, n_t = first + i_b * BT, n_seq - i_b * BT
         b_h = cast(b_dS, dh_ptr.dtype.element_ty)
-        store_tile(dh_ptr + ((i_c + i_b) * HV + i_h) * K * V, tl.trans(b_h), o_k, o_v, V, K, V)
+        i_S, n_k = ((i_c + i_b) * HV + i_h) * K * V, tl.where(i_t < skip, 0, K)
+        store_tile(dh_ptr + i_S, tl.trans(b_h), o_k, o_v, V, n_k, V)
         b_Z, b_dv, b_dS = back(
             b_dS, q_ptr, k_ptr, beta_ptr, gc_ptr, P_ptr, AG_ptr, do_ptr, scale, i_h, begin, n_t,
             o_t, o_k, o_v, H, HV, K, V, BT,
         )  # fmt: skip
-        i = begin * HV + i_h
+        i, n_t = begin * HV + i_h, tl.where(i_t < skip, 0, n_t)
         b_Z = tl.trans(cast(b_Z, Z_ptr.dtype.element_ty))
         store_tile(Z_ptr + i * V, b_Z, o_t, o_v, HV * V, n_t, V)
         b_dv = tl.trans(cast(b_dv, dv_ptr.dtype.element_ty))
         store_tile(dv_ptr + i * V, b_dv, o_t, o_v, HV * V, n_t, V)
-    store_tile(dh0_ptr + i_nh * K * V, tl.trans(b_dS), o_k, o_v, V, K, V)
+    n_k = tl.where(i_end < 0, 0, K)
+    store_tile(dh0_ptr + i_end * K * V, tl.trans(b_dS), o_k, o_v, V, n_k, V)
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["T", "N"])
 def scans_kernel(
     q_ptr,  # [B, T, H, K]
     k_ptr,  # [B, T, H, K]
@@ -207,9 +225,12 @@ def scans_kernel(
     dv_ptr,  # [B, T, HV, V] out
     dh0_ptr,  # [N, HV, K, V] out
     scale,
+    forth_ptr,  # [N, HV] or None
+    back_ptr,  # [N, HV] or None
     cu_ptr,  # [N + 1] or None
     offsets_ptr,  # [N + 1] or None
     T,
+    N,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
@@ -217,20 +238,19 @@ def scans_kernel(
 
     Grid (2 * N * HV * V / BV).  Reference: linattn_edu.reference.delta.fused_bwd.scans.
     """
-    half = tl.num_programs(0) // 2
-    if tl.program_id(0) < half:
+    if tl.program_id(0) % 2 == 0:
         scan_bwd_kernel(
             q_ptr, k_ptr, beta_ptr, gc_ptr, P_ptr, AG_ptr, do_ptr, dht_ptr, dh_ptr, Z_ptr, dv_ptr,
-            dh0_ptr, scale, cu_ptr, offsets_ptr, T, H, HV, K, V, BT, BK, BV,
+            dh0_ptr, scale, back_ptr, cu_ptr, offsets_ptr, T, N, 2, H, HV, K, V, BT, BK, BV,
         )  # fmt: skip
     else:
         scan_states_kernel(
-            k_ptr, v_ptr, beta_ptr, gc_ptr, AG_ptr, h0_ptr, h_ptr, v_new_ptr, cu_ptr, offsets_ptr,
-            T, half, H, HV, K, V, BT, BK, BV,
+            k_ptr, v_ptr, beta_ptr, gc_ptr, AG_ptr, h0_ptr, h_ptr, v_new_ptr, forth_ptr, cu_ptr,
+            offsets_ptr, T, N, 2, H, HV, K, V, BT, BK, BV,
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["T", "i_g"])
 def intra_bwd_kernel(
     q_ptr,  # [B, T, H, K]
     k_ptr,  # [B, T, H, K]
@@ -244,7 +264,7 @@ def intra_bwd_kernel(
     Z_ptr,  # [B, T, HV, V]
     dq_ptr,  # [B, T, H, K] out
     dk_ptr,  # [B, T, H, K] out
-    dq_sum_ptr,  # [B, T, H, K] fp32: of the value heads so far; or None: there is one
+    dq_sum_ptr,  # [B, T, H, K] fp32: of the value heads before; or None: there is one
     dk_sum_ptr,  # [B, T, H, K] fp32, or None
     dbeta_ptr,  # [B, T, HV] out
     dgc_ptr,  # [B, T, HV] out
@@ -252,10 +272,12 @@ def intra_bwd_kernel(
     cu_ptr,  # [N + 1] or None
     chunks_ptr,  # [NT, 2] or None
     T,
+    i_g,  # which value head of a q/k head
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    FIRST: tl.constexpr, LAST: tl.constexpr,  # whether i_g is
 ):  # fmt: skip
-    """One program: one chunk of one q/k head, value head after value head.  Grid (NT * H).
+    """One program: one chunk of value head i_g of a q/k head.  Grid (NT * H).
 
     Reference: linattn_edu.reference.delta.fused_bwd.intra_bwd.
     """
@@ -263,80 +285,79 @@ def intra_bwd_kernel(
     i_qk = (first * H + i_h) * K
     o_t, o_v = tl.arange(0, BT), tl.arange(0, BV)
     last = tl.minimum(BT, n_t) - 1
-    for i_g in range(HV // H):
-        i = first * HV + i_h * (HV // H) + i_g
-        i_S = (i_c * HV + i_h * (HV // H) + i_g) * K * V
-        b_gc = load_gate(gc_ptr + i, o_t, HV, n_t)
-        b_last = tl.load(gc_ptr + i + last * HV)
-        b_beta = load_row(beta_ptr + i, o_t, HV, n_t)
-        b_do = load_tile(do_ptr + i * V, o_t, o_v, HV * V, n_t, V)  # [BT, BV]
-        b_v_new = load_tile(v_new_ptr + i * V, o_t, o_v, HV * V, n_t, V)  # [BT, BV]
-        b_Z = load_tile(Z_ptr + i * V, o_t, o_v, HV * V, n_t, V)  # [BT, BV]
-        G = decay_matrix(b_gc, o_t)
-        # eq:delta-dm   dM = scale (dO v_new^T) * G
-        below = o_t[:, None] > o_t[None, :]
-        b_dM = dot(b_do, tl.trans(b_v_new)) * G * scale
-        # no decay acts on the diagonal: it must not be in the sums of dgc, where it would cancel
-        b_own = tl.sum(tl.where(o_t[:, None] == o_t[None, :], b_dM, 0.0), 1)
-        b_dM = cast(tl.where(below, b_dM, 0.0), b_do.dtype)
-        b_dMT = dot(b_v_new, tl.trans(b_do)) * decay_matrix_transposed(b_gc, o_t) * scale
-        b_dMT = cast(tl.where(o_t[:, None] < o_t[None, :], b_dMT, 0.0), b_do.dtype)
-        # eq:delta-dl   dL = -tril(Z v_new^T, -1) * G
-        b_dL = tl.where(below, -dot(b_Z, tl.trans(b_v_new)) * G, 0.0)
-        b_NT = cast(tl.trans(b_beta[:, None] * b_dL), b_do.dtype)
-        b_dL = cast(b_dL, b_do.dtype)
-        b_v = load_tile(v_ptr + i * V, o_t, o_v, HV * V, n_t, V)  # [BT, BV]
-        b_dbeta = tl.sum(b_Z.to(tl.float32) * b_v.to(tl.float32), 1)
-        b_dgc = tl.zeros([BT], dtype=tl.float32)
-        for j in range(tl.cdiv(K, BK)):
-            o_k = j * BK + tl.arange(0, BK)
-            b_q = load_tile(q_ptr + i_qk, o_t, o_k, H * K, n_t, K)  # [BT, BK]
-            b_k = load_tile(k_ptr + i_qk, o_t, o_k, H * K, n_t, K)  # [BT, BK]
-            b_h = load_tile(h_ptr + i_S, o_k, o_v, V, K, V)  # [BK, BV]
-            b_dh = load_tile(dh_ptr + i_S, o_k, o_v, V, K, V)  # [BK, BV]
-            # eq:delta-dq   dQ = scale diag(2^gc) dO S^T + dM K
-            b_dq = dot(b_do, tl.trans(b_h)) * (tl.exp2(b_gc) * scale)[:, None]
-            b_dq = dot(b_dM, b_k, b_dq)
-            b_dgc += tl.sum(b_q.to(tl.float32) * b_dq, 1)
-            b_dq += b_own[:, None] * b_k.to(tl.float32)
-            # eq:fused-read   F = dL K - diag(2^gc) Z S^T
-            b_F = dot(b_Z, tl.trans(b_h)) * -tl.exp2(b_gc)[:, None]
-            b_F = dot(b_dL, b_k, b_F)
-            # eq:fused-dbeta   dbeta = rowsum(Z * V) + rowsum(K * F)
-            b_KF = tl.sum(b_k.to(tl.float32) * b_F, 1)
-            b_dbeta += b_KF
-            b_dgc += b_beta * b_KF
-            # eq:delta-dk-state   dK = diag(2^(gc_last - gc)) v_new dS^T
-            b_state = dot(b_v_new, tl.trans(b_dh)) * tl.exp2(b_last - b_gc)[:, None]
-            b_t = tl.where(o_t == last, 0.0, tl.sum(b_k.to(tl.float32) * b_state, 1))
-            b_dSS = tl.sum(b_dh.to(tl.float32) * b_h.to(tl.float32), 1)
-            # eq:fused-write   D = dK_state + dM^T Q + (diag(beta) dL)^T K
-            b_D = dot(b_NT, b_k, dot(b_dMT, b_q))
-            # eq:fused-dgc   dgc = q dq + beta k f - k d; dgc_last += sum k dk + 2^gc_last <dS, S>
-            b_dgc -= tl.sum(b_k.to(tl.float32) * b_D, 1) + b_t
-            # [:, None]: as in wy_bwd
-            through = tl.sum(b_t[:, None], 0) + tl.exp2(b_last) * tl.sum(b_dSS[:, None], 0)
-            b_dgc += tl.where(o_t == last, through, 0.0)
-            # eq:fused-dk   dK = diag(beta) F + D
-            b_D += b_state + b_own[:, None] * b_q.to(tl.float32) + b_beta[:, None] * b_F
-            if HV == H:
-                store_tile(dq_ptr + i_qk, b_dq, o_t, o_k, H * K, n_t, K)
-                store_tile(dk_ptr + i_qk, b_D, o_t, o_k, H * K, n_t, K)
-            else:
-                if i_g > 0:
-                    b_dq += load_tile(dq_sum_ptr + i_qk, o_t, o_k, H * K, n_t, K)
-                    b_D += load_tile(dk_sum_ptr + i_qk, o_t, o_k, H * K, n_t, K)
-                if i_g < HV // H - 1:
-                    store_tile(dq_sum_ptr + i_qk, b_dq, o_t, o_k, H * K, n_t, K)
-                    store_tile(dk_sum_ptr + i_qk, b_D, o_t, o_k, H * K, n_t, K)
-                else:
-                    store_tile(dq_ptr + i_qk, b_dq, o_t, o_k, H * K, n_t, K)
-                    store_tile(dk_ptr + i_qk, b_D, o_t, o_k, H * K, n_t, K)
-        b_dbeta = cast(b_dbeta, dbeta_ptr.dtype.element_ty)
-        tl.store(dbeta_ptr + i + o_t * HV, b_dbeta, mask=o_t < n_t)
-        tl.store(dgc_ptr + i + o_t * HV, b_dgc, mask=o_t < n_t)
-        if HV > H:
-            tl.debug_barrier()  # the next head reads what other threads stored
+    i = first * HV + i_h * (HV // H) + i_g
+    i_S = (i_c * HV + i_h * (HV // H) + i_g) * K * V
+    b_gc = load_gate(gc_ptr + i, o_t, HV, n_t)
+    b_last = tl.load(gc_ptr + i + last * HV)
+    b_beta = load_row(beta_ptr + i, o_t, HV, n_t)
+    b_do = load_tile(do_ptr + i * V, o_t, o_v, HV * V, n_t, V)  # [BT, BV]
+    b_v_new = load_tile(v_new_ptr + i * V, o_t, o_v, HV * V, n_t, V)  # [BT, BV]
+    b_Z = load_tile(Z_ptr + i * V, o_t, o_v, HV * V, n_t, V)  # [BT, BV]
+    G = decay_matrix(b_gc, o_t)
+    # eq:delta-dm   dM = scale (dO v_new^T) * G
+    below = o_t[:, None] > o_t[None, :]
+    b_dM = dot(b_do, tl.trans(b_v_new)) * G * scale
+    # no decay acts on the diagonal: it must not be in the sums of dgc, where it would cancel
+    b_own = tl.sum(tl.where(o_t[:, None] == o_t[None, :], b_dM, 0.0), 1)
+    b_dM = cast(tl.where(below, b_dM, 0.0), b_do.dtype)
+    b_dMT = dot(b_v_new, tl.trans(b_do)) * decay_matrix_transposed(b_gc, o_t) * scale
+    b_dMT = cast(tl.where(o_t[:, None] < o_t[None, :], b_dMT, 0.0), b_do.dtype)
+    # eq:delta-dl   dL = -tril(Z v_new^T, -1) * G
+    b_dL = tl.where(below, -dot(b_Z, tl.trans(b_v_new)) * G, 0.0)
+    b_NT = cast(tl.trans(b_beta[:, None] * b_dL), b_do.dtype)
+    b_dL = cast(b_dL, b_do.dtype)
+    b_v = load_tile(v_ptr + i * V, o_t, o_v, HV * V, n_t, V)  # [BT, BV]
+    b_dbeta = tl.sum(b_Z.to(tl.float32) * b_v.to(tl.float32), 1)
+    b_dgc = tl.zeros([BT], dtype=tl.float32)
+    if not FIRST:  # an iteration ahead: at their place the loop would wait for them
+        o_k = tl.arange(0, BK)
+        b_dq_sum = load_tile(dq_sum_ptr + i_qk, o_t, o_k, H * K, n_t, K)
+        b_dk_sum = load_tile(dk_sum_ptr + i_qk, o_t, o_k, H * K, n_t, K)
+    for j in range(tl.cdiv(K, BK)):
+        o_k = j * BK + tl.arange(0, BK)
+        b_q = load_tile(q_ptr + i_qk, o_t, o_k, H * K, n_t, K)  # [BT, BK]
+        b_k = load_tile(k_ptr + i_qk, o_t, o_k, H * K, n_t, K)  # [BT, BK]
+        b_h = load_tile(h_ptr + i_S, o_k, o_v, V, K, V)  # [BK, BV]
+        b_dh = load_tile(dh_ptr + i_S, o_k, o_v, V, K, V)  # [BK, BV]
+        # eq:delta-dq   dQ = scale diag(2^gc) dO S^T + dM K
+        b_dq = dot(b_do, tl.trans(b_h)) * (tl.exp2(b_gc) * scale)[:, None]
+        b_dq = dot(b_dM, b_k, b_dq)
+        b_dgc += tl.sum(b_q.to(tl.float32) * b_dq, 1)
+        b_dq += b_own[:, None] * b_k.to(tl.float32)
+        # eq:fused-read   F = dL K - diag(2^gc) Z S^T
+        b_F = dot(b_Z, tl.trans(b_h)) * -tl.exp2(b_gc)[:, None]
+        b_F = dot(b_dL, b_k, b_F)
+        # eq:fused-dbeta   dbeta = rowsum(Z * V) + rowsum(K * F)
+        b_KF = tl.sum(b_k.to(tl.float32) * b_F, 1)
+        b_dbeta += b_KF
+        b_dgc += b_beta * b_KF
+        # eq:delta-dk-state   dK = diag(2^(gc_last - gc)) v_new dS^T
+        b_state = dot(b_v_new, tl.trans(b_dh)) * tl.exp2(b_last - b_gc)[:, None]
+        b_t = tl.where(o_t == last, 0.0, tl.sum(b_k.to(tl.float32) * b_state, 1))
+        b_dSS = tl.sum(b_dh.to(tl.float32) * b_h.to(tl.float32), 1)
+        # eq:fused-write   D = dK_state + dM^T Q + (diag(beta) dL)^T K
+        b_D = dot(b_NT, b_k, dot(b_dMT, b_q))
+        # eq:fused-dgc   dgc = q dq + beta k f - k d; dgc_last += sum k dk + 2^gc_last <dS, S>
+        b_dgc -= tl.sum(b_k.to(tl.float32) * b_D, 1) + b_t
+        # [:, None]: as in wy_bwd
+        through = tl.sum(b_t[:, None], 0) + tl.exp2(b_last) * tl.sum(b_dSS[:, None], 0)
+        b_dgc += tl.where(o_t == last, through, 0.0)
+        # eq:fused-dk   dK = diag(beta) F + D
+        b_D += b_state + b_own[:, None] * b_q.to(tl.float32) + b_beta[:, None] * b_F
+        if not FIRST:
+            b_dq += b_dq_sum
+            b_D += b_dk_sum
+            b_dq_sum = load_tile(dq_sum_ptr + i_qk, o_t, o_k + BK, H * K, n_t, K)
+            b_dk_sum = load_tile(dk_sum_ptr + i_qk, o_t, o_k + BK, H * K, n_t, K)
+        if LAST:
+            store_tile(dq_ptr + i_qk, b_dq, o_t, o_k, H * K, n_t, K)
+            store_tile(dk_ptr + i_qk, b_D, o_t, o_k, H * K, n_t, K)
+        else:
+            store_tile(dq_sum_ptr + i_qk, b_dq, o_t, o_k, H * K, n_t, K)
+            store_tile(dk_sum_ptr + i_qk, b_D, o_t, o_k, H * K, n_t, K)
+    b_dbeta = cast(b_dbeta, dbeta_ptr.dtype.element_ty)
+    tl.store(dbeta_ptr + i + o_t * HV, b_dbeta, mask=o_t < n_t)
+    tl.store(dgc_ptr + i + o_t * HV, b_dgc, mask=o_t < n_t)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -407,20 +428,60 @@ def scan_states(
     packing: Packing | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Launch scan_states_kernel; arguments and result as in the reference."""
-    H, K = k.shape[2:]
-    HV, V = v.shape[2:]
-    chunk_size = AG.shape[-1]
-    pieces = pieces_of(k, HV, V, chunk_size, packing)
+    C = AG.shape[-1]
+    pieces, warm, initial_state = _forth(k, v, beta, gc, AG, initial_state, packing)
+    out = _states_out(k, v, C, packing)
+    for i, skipped in enumerate(warm):
+        _launch_states(pieces, skipped, i == 0, k, v, beta, gc, AG, initial_state, *out)
+    return out
+
+
+def _states_out(k: Tensor, v: Tensor, C: int, packing: Packing | None) -> tuple[Tensor, Tensor]:
+    """h and v_new, not written yet."""
+    shape = *states(k, C, packing), v.shape[2], k.shape[-1], v.shape[-1]
+    return k.new_empty(*shape), torch.empty_like(v)
+
+
+def _forth(
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    gc: Tensor,
+    AG: Tensor,
+    state: Tensor | None,
+    packing: Packing | None,
+) -> tuple[Pieces, list[Tensor | None], Tensor | None]:
+    """The pieces of scan_states, how far before each it begins, and the states that enter them."""
+    C = AG.shape[-1]
+    pieces = pieces_of(k, *v.shape[2:], C, packing)
     if pieces.several:
         maps = scan_map(k, v, gc, AG, None, beta, pieces=pieces)
-        initial_state = pieces.entering(cp_merge, maps, initial_state)
-    h, v_new = k.new_empty(*states(k, chunk_size, packing), HV, K, V), torch.empty_like(v)
-    grid, config = scan_launch(SCAN_CONFIGS, k, pieces.N * HV, V)
-    scan_states_kernel[grid](
-        k, v, beta, gc, AG, initial_state, h, v_new, pieces.cu_seqlens, pieces.chunk_offsets,
-        pieces.T, 0, H, HV, K, V, BT=chunk_size, **config,
+        return pieces, [None], pieces.entering(cp_merge, maps, state)
+    pieces, warm = warm_up(k, beta, gc, v.shape[-1], chunk_size=C, packing=packing)
+    return pieces, warm, pieces.placed(state)
+
+
+def _launch_states(
+    pieces: Pieces,
+    warm: Tensor | None,
+    wide: bool,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    gc: Tensor,
+    AG: Tensor,
+    initial_state: Tensor | None,
+    h: Tensor,
+    v_new: Tensor,
+) -> None:
+    """Launch scan_states_kernel, with the tiles that suit its pieces, or whole sequences."""
+    H, K = k.shape[2:]
+    HV, V = v.shape[2:]
+    _, config = scan_launch(SCAN_CONFIGS, k, (pieces.N if wide else pieces.batch) * HV, V)
+    scan_states_kernel[(pieces.N * HV * cdiv(V, config["BV"]),)](
+        k, v, beta, gc, AG, initial_state, h, v_new, warm, pieces.cu_seqlens, pieces.chunk_offsets,
+        pieces.T, pieces.N, 1, H, HV, K, V, BT=AG.shape[-1], **config,
     )  # fmt: skip
-    return h, v_new
 
 
 def scan_bwd(
@@ -437,22 +498,54 @@ def scan_bwd(
     packing: Packing | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Launch scan_bwd_kernel; arguments and result as in the reference."""
-    H, K = q.shape[2:]
-    HV, V = do.shape[2:]
-    chunk_size = AG.shape[-1]
-    pieces = pieces_of(q, HV, V, chunk_size, packing)
+    pieces, warm, dht = _back(q, k, beta, gc, P, AG, do, dht, scale, packing)
+    out = _back_out(q, gc, do, AG.shape[-1], pieces, packing)
+    for skipped in warm:
+        _launch_back(pieces, skipped, scale, q, k, beta, gc, P, AG, do, dht, *out)
+    return *out[:3], pieces.first(out[3])
+
+
+def _back_out(
+    q: Tensor, gc: Tensor, do: Tensor, C: int, pieces: Pieces, packing: Packing | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """dh, Z, dv, and dh0 of each piece, not written yet."""
+    K, (HV, V) = q.shape[-1], do.shape[2:]
+    dh = q.new_empty(*states(q, C, packing), HV, K, V)
+    return dh, torch.empty_like(do), torch.empty_like(do), gc.new_empty(pieces.N, HV, K, V)
+
+
+def _back(
+    q: Tensor,
+    k: Tensor,
+    beta: Tensor,
+    gc: Tensor,
+    P: Tensor,
+    AG: Tensor,
+    do: Tensor,
+    dht: Tensor | None,
+    scale: float,
+    packing: Packing | None,
+) -> tuple[Pieces, list[Tensor | None], Tensor | None]:
+    """The pieces of scan_bwd, how far behind each it begins, and the gradients that leave them."""
+    C = AG.shape[-1]
+    pieces = pieces_of(k, *do.shape[2:], C, packing)
     if pieces.several:
         maps = scan_map_bwd(q, k, beta, gc, P, AG, do, scale=scale, pieces=pieces)
-        dht = pieces.entering(cp_merge_bwd, maps, dht)
-    dh = q.new_empty(*states(q, chunk_size, packing), HV, K, V)
-    Z, dv = torch.empty_like(do), torch.empty_like(do)
-    dh0 = gc.new_empty(pieces.N, HV, K, V)
+        return pieces, [None], pieces.entering(cp_merge_bwd, maps, dht)
+    pieces, warm = warm_up(k, beta, gc, do.shape[-1], chunk_size=C, back=True, packing=packing)
+    return pieces, warm, pieces.placed(dht, last=True)
+
+
+def _launch_back(
+    pieces: Pieces, warm: Tensor | None, scale: float, q: Tensor, k: Tensor, *rest: Tensor | None
+) -> None:
+    """Launch scan_bwd_kernel on its tensors, the outputs last."""
+    H, K = q.shape[2:]
+    HV, V = rest[-1].shape[1], rest[-1].shape[-1]
     scan_bwd_kernel[(pieces.N * HV * cdiv(V, BV),)](
-        q, k, beta, gc, P, AG, do, dht, dh, Z, dv, dh0,
-        scale, pieces.cu_seqlens, pieces.chunk_offsets, pieces.T, H, HV, K, V,
-        BT=chunk_size, BK=block(K), BV=BV, **SCAN_OPTIONS,
+        q, k, *rest, scale, warm, pieces.cu_seqlens, pieces.chunk_offsets, pieces.T, pieces.N, 1,
+        H, HV, K, V, BT=rest[3].shape[-1], BK=block(K), BV=BV, **SCAN_OPTIONS,
     )  # fmt: skip
-    return dh, Z, dv, pieces.first(dh0)
 
 
 def scans(
@@ -477,24 +570,21 @@ def scans(
     """
     H, K = q.shape[2:]
     HV, V = v.shape[2:]
-    chunk_size = AG.shape[-1]
-    pieces = pieces_of(k, HV, V, chunk_size, packing)
-    if pieces.N * HV * cdiv(V, BV) >= device_of(q)[1]:
-        forth = scan_states(k, v, beta, gc, AG, initial_state, packing=packing)
-        return *forth, *scan_bwd(q, k, beta, gc, P, AG, do, dht, scale=scale, packing=packing)
-    if pieces.several:
-        maps = scan_map(k, v, gc, AG, None, beta, pieces=pieces)
-        initial_state = pieces.entering(cp_merge, maps, initial_state)
-        maps = scan_map_bwd(q, k, beta, gc, P, AG, do, scale=scale, pieces=pieces)
-        dht = pieces.entering(cp_merge_bwd, maps, dht)
-    h, dh = (k.new_empty(*states(k, chunk_size, packing), HV, K, V) for _ in range(2))
-    v_new, Z, dv = (torch.empty_like(v) for _ in range(3))
-    dh0 = gc.new_empty(pieces.N, HV, K, V)
-    scans_kernel[(2 * pieces.N * HV * cdiv(V, BV),)](
-        q, k, v, beta, gc, P, AG, do, initial_state, dht, h, v_new, dh, Z, dv, dh0,
-        scale, pieces.cu_seqlens, pieces.chunk_offsets, pieces.T, H, HV, K, V,
-        BT=chunk_size, BK=block(K), BV=BV, **SCAN_OPTIONS,
-    )  # fmt: skip
+    C = AG.shape[-1]
+    pieces, ahead, initial_state = _forth(k, v, beta, gc, AG, initial_state, packing)
+    _, behind, dht = _back(q, k, beta, gc, P, AG, do, dht, scale, packing)
+    programs = pieces.N * HV * cdiv(V, BV)
+    h, v_new = _states_out(k, v, C, packing)
+    dh, Z, dv, dh0 = _back_out(q, gc, do, C, pieces, packing)
+    if programs >= device_of(q)[1] or len(ahead) > 1:
+        _launch_states(pieces, ahead.pop(0), True, k, v, beta, gc, AG, initial_state, h, v_new)
+        _launch_back(pieces, behind.pop(0), scale, q, k, beta, gc, P, AG, do, dht, dh, Z, dv, dh0)
+    if ahead:
+        scans_kernel[(2 * programs,)](
+            q, k, v, beta, gc, P, AG, do, initial_state, dht, h, v_new, dh, Z, dv, dh0,
+            scale, *ahead, *behind, pieces.cu_seqlens, pieces.chunk_offsets, pieces.T, pieces.N,
+            H, HV, K, V, BT=C, BK=block(K), BV=BV, **SCAN_OPTIONS,
+        )  # fmt: skip
     return h, v_new, dh, Z, dv, pieces.first(dh0)
 
 
@@ -555,8 +645,10 @@ def intra_bwd(
         sums = tuple(torch.empty_like(q, dtype=torch.float32) for _ in range(2))
     dbeta, dgc = torch.empty_like(beta), torch.empty_like(gc)
     NT, *chunks = chunk_args(q, chunk_size, packing)
-    intra_bwd_kernel[(NT * H,)](
-        q, k, v, beta, gc, h, v_new, do, dh, Z, dq, dk, *sums, dbeta, dgc,
-        scale, *chunks, T, H, HV, K, V, BT=chunk_size, BV=block(V), **INTRA_OPTIONS,
-    )  # fmt: skip
+    for i_g in range(HV // H):
+        intra_bwd_kernel[(NT * H,)](
+            q, k, v, beta, gc, h, v_new, do, dh, Z, dq, dk, *sums, dbeta, dgc,
+            scale, *chunks, T, i_g, H, HV, K, V, BT=chunk_size, BV=block(V),
+            FIRST=i_g == 0, LAST=i_g == HV // H - 1, **INTRA_OPTIONS,
+        )  # fmt: skip
     return dq, dk, dbeta, dgc
