@@ -12,6 +12,7 @@ tensor that comes neither from the inputs nor from the call itself.
 """
 
 import copy
+import dataclasses
 import functools
 import inspect
 import threading
@@ -288,6 +289,10 @@ class _Tape:
                     uses.add(name)
                 elif x is None or isinstance(x, (bool, int)):
                     texts.append(repr(x))
+                elif isinstance(base := getattr(x, "base", None), Tensor):
+                    text, name = self._tensor(base)
+                    texts.append(f"{self._constant(_based(x))}({text})")
+                    uses.add(name)
                 else:
                     texts.append(self._constant(x))
             head = (*(_Text(n) for n in grid), _Text("stream"))
@@ -395,6 +400,14 @@ class _Tape:
 
 class _Text(str):
     """An expression of a program, in the place of what it stands for; not to be computed with."""
+
+
+def _based(descriptor: object) -> Callable[[Tensor], object]:
+    """Tensor -> a descriptor like this one of that tensor; this one's own is not kept."""
+    kind = type(descriptor)
+    rest = {f.name: getattr(descriptor, f.name) for f in dataclasses.fields(descriptor)}
+    del rest["base"]
+    return lambda base: kind(base=base, **rest)
 
 
 def _handed(run: Callable, arguments: tuple) -> tuple[Callable, tuple]:

@@ -11,7 +11,7 @@ from linattn_edu.ops.gdn import forward, fused_stages, stages
 from linattn_edu.packing import pack
 from linattn_edu.reference.delta import fused as references
 from linattn_edu.reference.delta.gate_cumsum import gate_cumsum
-from linattn_edu.testing import assert_close
+from linattn_edu.testing import assert_close, gdn_inputs
 
 pytestmark = pytest.mark.usefixtures("poison")
 
@@ -61,6 +61,33 @@ def test_scan_transposed_gives_the_same_bits(T, K, V, packed, dtype, device, mon
         got.append(kernels.scan(q, k, v, gc, P, R, h0, **options))
     for name, a, b in zip(("o", "final_state"), *got, strict=True):
         assert_close(name, a, b, 0 if device.type == "cuda" else 1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("B", "T", "HV"), [(1, 64, 1), (2, 128, 4), (1, 2048, 4)])
+def test_scan_gluon_gives_the_same_bits(B, T, HV, dtype, device, monkeypatch):
+    """With a state and without, twice: what is copied ahead must not be overtaken."""
+    scan_gluon = kernels.scan_gluon
+    if scan_gluon is None or not scan_gluon.triton.__version__.startswith(scan_gluon.VERSIONS):
+        pytest.skip("made for another Triton")
+    if device_of(torch.empty(1, device=device))[0] != "hopper":
+        pytest.skip("made for Hopper")
+    x = gdn_inputs(B, T, max(1, HV // 2), HV, 128, 128, dtype=dtype, device=device, seed=0)
+    gc = gate_cumsum_kernel(x.g, chunk_size=64)
+    P, R, _ = kernels.intra(x.q, x.k, x.beta, gc, chunk_size=64)
+    monkeypatch.setattr(kernels, "crowded", lambda *_: True)
+    monkeypatch.setattr("linattn_edu.kernels.tiles.device_of", lambda _: ("hopper", 1))
+    for h0 in (None, torch.randn(B, HV, 128, 128, device=device)):
+        monkeypatch.setattr(scan_gluon, "LEAST", 1 << 30)
+        options = {"scale": 0.3, "output_final_state": h0 is not None}
+        want = kernels.scan(x.q, x.k, x.v, gc, P, R, h0, **options)
+        monkeypatch.setattr(scan_gluon, "LEAST", 1)
+        assert scan_gluon.fits(x.q, x.k, x.v, P, R, T, False)
+        for _ in range(2):
+            o, last = kernels.scan(x.q, x.k, x.v, gc, P, R, h0, **options)
+            assert torch.equal(o, want[0])
+            assert h0 is None or torch.equal(last, want[1])
 
 
 @pytest.mark.parametrize("C", [16, 32, 64])

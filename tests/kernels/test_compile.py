@@ -139,7 +139,9 @@ def test_no_number_of_tokens_is_compiled_in():
             arguments = {"T", "tokens"} & set(getattr(f, "arg_names", ()))
             if name.endswith("_kernel") and arguments and f.fn.__module__ == info.name:
                 source = inspect.getsource(module)
-                head = source[: source.index(f"def {name}(")].rsplit("@triton.jit", 1)[1]
+                head = re.split(r"@(?:triton|gluon)\.jit", source[: source.index(f"def {name}(")])[
+                    -1
+                ]
                 assert all(f'"{x}"' in head for x in arguments), (name, head)
                 checked += 1
     assert checked > 20

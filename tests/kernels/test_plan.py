@@ -1,6 +1,8 @@
 """A composition that is written down: the same bits as composed, and what is never written down."""
 
+import dataclasses
 import threading
+from types import SimpleNamespace
 
 import gdn_checks
 import pytest
@@ -341,3 +343,51 @@ def test_what_a_launcher_hands_on():
     assert given == ("stream", ("4", "1", "1", None, ("pi0", packed, None)))
     for other in (Launcher(scratch=8), print):
         assert plan._handed(other, arguments) == (other, arguments)
+
+
+class Compiled:
+    """What a launch of a compiled kernel gives, with the arguments that its launcher was handed."""
+
+    function, packed_metadata = 1, ()
+
+    def __init__(self):
+        self.handed = []
+
+    def run(self, *args):
+        self.handed.append(args)
+
+
+def test_a_descriptor_is_made_anew(device, monkeypatch):
+    """It holds an address: that of the first call's tensor would be read and written again."""
+    gluon = pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
+    language = pytest.importorskip("triton.experimental.gluon.language")
+    layout = language.NVMMASharedLayout(128, 16)
+
+    class Kernel:
+        @staticmethod
+        def fn(x_desc, y_ptr):
+            """Its names are read."""
+
+    current = SimpleNamespace(get_current_stream=lambda _: 7)
+    monkeypatch.setattr(plan, "driver", SimpleNamespace(active=current))
+    made, compiled = torch.zeros(2, 64, 64, dtype=torch.bfloat16, device=device), Compiled()
+    tape = plan._Tape([made])
+    flat = made.view(128, 64)
+    descriptor = gluon.TensorDescriptor.from_tensor(flat, [64, 64], layout)
+    tape.launch(Kernel, compiled, (3,), (descriptor, made), {})
+    program = tape.program([made])
+    others = [torch.ones_like(made) for _ in range(2)]
+    for x in others:
+        program(x)
+    for x, handed in zip(others, compiled.handed, strict=True):
+        assert handed[:4] == (3, 1, 1, 7)
+        got, address = handed[-2:]
+        assert address == got.base.data_ptr() == x.data_ptr()
+        assert dataclasses.replace(got, base=flat) == descriptor
+        assert got.base.shape == (128, 64)
+    held = [c.cell_contents for f in vars_of(program) for c in f.__closure__ or ()]
+    assert not any(isinstance(x, torch.Tensor) for x in held)
+
+
+def vars_of(program):
+    return [f for f in program.__globals__.values() if getattr(f, "__closure__", None)]

@@ -33,6 +33,11 @@ from linattn_edu.kernels.tiles import (
 )
 from linattn_edu.packing import Packing
 
+try:
+    from linattn_edu.kernels.delta import scan_gluon
+except ImportError:  # a Triton whose Gluon has other names
+    scan_gluon = None
+
 
 @triton.jit(do_not_specialize=["T"])
 def scores_kernel(
@@ -392,7 +397,7 @@ def scan(
     output_final_state: bool = False,
     packing: Packing | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Launch scan_kernel; arguments and result as in the reference."""
+    """Launch the scan that suits the GPU; arguments and result as in the reference."""
     H, K = q.shape[2:]
     HV, V = v.shape[2:]
     pieces = pieces_of(q, HV, V, P.shape[-1], packing)
@@ -405,6 +410,11 @@ def scan(
         initial_state = pieces.placed(initial_state)
     o = torch.empty_like(v)
     last = q.new_empty(pieces.N, HV, K, V, dtype=torch.float32) if output_final_state else None
+    packed = pieces.cu_seqlens is not None
+    if scan_gluon and warm[0] is None and scan_gluon.fits(q, k, v, P, R, pieces.T, packed):
+        rows = pieces.N, pieces.T
+        scan_gluon.scan_gluon(q, k, v, gc, P, R, initial_state, o, last, scale, *rows)
+        return o, pieces.last(last)
     for i, skipped in enumerate(warm):
         heads = (pieces.batch if i else pieces.N) * HV
         _, config = scan_launch(SCAN_CONFIGS, k, heads, V)

@@ -1,0 +1,73 @@
+"""scan_gluon compiled for Hopper, which need not be present, and when it is chosen."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+scan_gluon = pytest.importorskip("linattn_edu.kernels.delta.scan_gluon")
+
+
+def test_compiled_for_hopper():
+    """Nothing is spilled, the products run beside one another, and shared memory suffices."""
+    environment = {n: v for n, v in os.environ.items() if n != "TRITON_INTERPRET"}
+    result = subprocess.run(
+        [sys.executable, Path(__file__).with_name("compile_gluon.py")],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+    )
+    assert result.returncode == 0, result.stderr[-2000:]
+    rows = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [row["form"] for row in rows] == ["bf16", "fp16"]
+    for row in rows:
+        assert not row["spilled"], row
+        assert not row["serialized"], row
+        assert 0 < row["shared"] <= 227 << 10, row
+        # K S before the loop; then six products of 64 columns, of which K S, Q S have 128 terms
+        assert row["from_registers"] == 8 + 4 * (2 + 2 + 1 + 1 + 2), row
+
+
+class Stand:
+    """A tensor on a GPU, as far as `fits` asks."""
+
+    is_cuda = True
+
+    def __init__(self, columns, dtype, address=0):
+        self.shape, self.dtype, self.address = (1, 4096, 2, columns), dtype, address
+
+    def element_size(self):
+        return self.dtype.itemsize
+
+    def data_ptr(self):
+        return self.address
+
+
+def test_fits(monkeypatch):
+    """Each condition by itself turns it away."""
+    generation = ["hopper"]
+    monkeypatch.setattr(scan_gluon, "device_of", lambda _: (generation[0], 132))
+    monkeypatch.setattr(scan_gluon, "VERSIONS", (scan_gluon.triton.__version__,))
+
+    def fits(T=4096, K=128, V=128, C=64, dtype=torch.bfloat16, packed=False, address=0):
+        q, k, v, P, R = (Stand(n, dtype, address) for n in (K, K, V, C, C))
+        return scan_gluon.fits(q, k, v, P, R, T, packed)
+
+    assert fits()
+    assert fits(dtype=torch.float16, T=2048)
+    for other in (
+        {"T": 1984}, {"T": 4097}, {"K": 64}, {"V": 256}, {"C": 32}, {"dtype": torch.float32},
+        {"packed": True}, {"address": 8},
+    ):  # fmt: skip
+        assert not fits(**other), other
+    generation[0] = "blackwell"
+    assert not fits()
+    generation[0] = "hopper"
+    monkeypatch.setattr(scan_gluon, "VERSIONS", ("0.0.",))
+    assert not fits()
