@@ -69,8 +69,9 @@ def test_scan_transposed_gives_the_same_bits(T, K, V, packed, dtype, device, mon
 def test_scan_gluon_gives_the_same_bits(B, T, HV, dtype, device, monkeypatch):
     """With a state and without, twice: what is copied ahead must not be overtaken."""
     scan_gluon = kernels.scan_gluon
-    if scan_gluon is None or not scan_gluon.triton.__version__.startswith(scan_gluon.VERSIONS):
+    if scan_gluon is None or not scan_gluon.triton.__version__.startswith("3.6."):
         pytest.skip("made for another Triton")
+    monkeypatch.setattr(scan_gluon, "VERSIONS", ("3.6.",))
     if device_of(torch.empty(1, device=device))[0] != "hopper":
         pytest.skip("made for Hopper")
     x = gdn_inputs(B, T, max(1, HV // 2), HV, 128, 128, dtype=dtype, device=device, seed=0)

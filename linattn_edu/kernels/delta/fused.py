@@ -35,7 +35,7 @@ from linattn_edu.packing import Packing
 
 try:
     from linattn_edu.kernels.delta import scan_gluon
-except ImportError:  # a Triton whose Gluon has other names
+except (ImportError, AttributeError):  # a Triton whose Gluon has other names
     scan_gluon = None
 
 

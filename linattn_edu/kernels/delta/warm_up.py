@@ -13,7 +13,7 @@ from linattn_edu.kernels.tiles import block, cdiv, device_of, load_row, load_til
 from linattn_edu.packing import Packing
 
 FORGOTTEN = tl.constexpr(32.0)  # log2: what is left of a state, 2^-32 of it, no sum in fp32 holds
-REACH = 2048  # tokens: of 32 heads of 128 a quarter of a piece; what takes longer to forget is carried through
+REACH = 2048  # tokens; what takes longer to forget is carried through
 ROWS = 128  # pieces and heads of a program
 
 
