@@ -18,7 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from linattn_edu.kernels.delta import scan_gluon
+from linattn_edu.kernels import scan_gluon
 
 BIN = Path(triton.__file__).parent / "backends/nvidia/bin"
 HEAD, CHUNK, BV = scan_gluon.HEAD, scan_gluon.CHUNK, scan_gluon.TILES["BV"]

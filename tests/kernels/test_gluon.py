@@ -10,7 +10,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-scan_gluon = pytest.importorskip("linattn_edu.kernels.delta.scan_gluon")
+scan_gluon = pytest.importorskip("linattn_edu.kernels.scan_gluon")
 
 
 def test_compiled_for_hopper():

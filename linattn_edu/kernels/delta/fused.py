@@ -34,7 +34,7 @@ from linattn_edu.kernels.tiles import (
 from linattn_edu.packing import Packing
 
 try:
-    from linattn_edu.kernels.delta import scan_gluon
+    from linattn_edu.kernels import scan_gluon
 except (ImportError, AttributeError):  # a Triton whose Gluon has other names
     scan_gluon = None
 
