@@ -6,18 +6,14 @@ With LINATTN_EDU_FULL set, and where the file is another Triton's, every row is 
 
 import importlib.util
 import inspect
-import json
-import os
 import pkgutil
 import re
-import subprocess
-import sys
 import textwrap
-from pathlib import Path
 
 import pytest
 from grids import FULL
 from kernels import kept
+from kernels.workers import lines_of
 
 from linattn_edu import kernels as package
 from linattn_edu.kernels.tiles import generation
@@ -111,17 +107,7 @@ def complaints(row):
 
 def test_rows():
     """Every row is within bounds; the results kept are those of today's kernels."""
-    environment = {n: v for n, v in os.environ.items() if n != "TRITON_INTERPRET"}
-    worker = Path(__file__).with_name("compile_rows.py")
-    result = subprocess.run(
-        [sys.executable, worker, *(["--all"] if FULL else [])],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=environment | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
-    )
-    assert result.returncode == 0, result.stderr[-2000:]
-    rows = [json.loads(line) for line in result.stdout.splitlines()]
+    rows = lines_of("compile_rows.py", *(["--all"] if FULL else []))
     for cc in SHARED:
         wanted = KERNELS | LARGE if cc >= 90 else KERNELS
         assert {row["kernel"] for row in rows if row["cc"] == cc and row["name"]} >= wanted

@@ -1,13 +1,8 @@
 """scan_gluon compiled for Hopper, which need not be present, and when it is chosen."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from kernels.workers import lines_of
 
 pytest.importorskip("triton")
 scan_gluon = pytest.importorskip("linattn_edu.kernels.scan_gluon")
@@ -15,16 +10,7 @@ scan_gluon = pytest.importorskip("linattn_edu.kernels.scan_gluon")
 
 def test_compiled_for_hopper():
     """Nothing is spilled, the products run beside one another, and shared memory suffices."""
-    environment = {n: v for n, v in os.environ.items() if n != "TRITON_INTERPRET"}
-    result = subprocess.run(
-        [sys.executable, Path(__file__).with_name("compile_gluon.py")],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=environment | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
-    )
-    assert result.returncode == 0, result.stderr[-2000:]
-    rows = [json.loads(line) for line in result.stdout.splitlines()]
+    rows = lines_of("compile_gluon.py")
     assert [row["form"] for row in rows] == ["bf16", "fp16"]
     for row in rows:
         assert not row["spilled"], row
