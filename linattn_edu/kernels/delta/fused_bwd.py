@@ -22,7 +22,6 @@ from linattn_edu.kernels.tiles import (
     chunk_of,
     columns_of,
     decay_matrix,
-    decay_matrix_transposed,
     device_of,
     dot,
     load_gate,
@@ -274,7 +273,7 @@ def intra_bwd_kernel(
     T,
     i_g,  # which value head of a q/k head
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    BT: tl.constexpr, BS: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     FIRST: tl.constexpr, LAST: tl.constexpr,  # whether i_g is
 ):  # fmt: skip
     """One program: one chunk of value head i_g of a q/k head.  Grid (NT * H).
@@ -290,9 +289,16 @@ def intra_bwd_kernel(
     b_gc = load_gate(gc_ptr + i, o_t, HV, n_t)
     b_last = tl.load(gc_ptr + i + last * HV)
     b_beta = load_row(beta_ptr + i, o_t, HV, n_t)
+    # 2^gc_last <dS, S> of whole tiles, while no other holds registers; below they come from L2
+    o_S = tl.arange(0, BS)
+    b_S = load_tile(h_ptr + i_S, o_S, o_v, V, K, V).to(tl.float32)
+    b_dS = load_tile(dh_ptr + i_S, o_S, o_v, V, K, V).to(tl.float32)
+    through = tl.exp2(b_last) * tl.sum(tl.sum(b_S * b_dS, 1), 0)
     b_do = load_tile(do_ptr + i * V, o_t, o_v, HV * V, n_t, V)  # [BT, BV]
     b_v_new = load_tile(v_new_ptr + i * V, o_t, o_v, HV * V, n_t, V)  # [BT, BV]
     b_Z = load_tile(Z_ptr + i * V, o_t, o_v, HV * V, n_t, V)  # [BT, BV]
+    b_v = load_tile(v_ptr + i * V, o_t, o_v, HV * V, n_t, V)  # [BT, BV]
+    b_dbeta = tl.sum(b_Z.to(tl.float32) * b_v.to(tl.float32), 1)
     G = decay_matrix(b_gc, o_t)
     # eq:delta-dm   dM = scale (dO v_new^T) * G
     below = o_t[:, None] > o_t[None, :]
@@ -300,15 +306,13 @@ def intra_bwd_kernel(
     # no decay acts on the diagonal: it must not be in the sums of dgc, where it would cancel
     b_own = tl.sum(tl.where(o_t[:, None] == o_t[None, :], b_dM, 0.0), 1)
     b_dM = cast(tl.where(below, b_dM, 0.0), b_do.dtype)
-    b_dMT = dot(b_v_new, tl.trans(b_do)) * decay_matrix_transposed(b_gc, o_t) * scale
-    b_dMT = cast(tl.where(o_t[:, None] < o_t[None, :], b_dMT, 0.0), b_do.dtype)
     # eq:delta-dl   dL = -tril(Z v_new^T, -1) * G
     b_dL = tl.where(below, -dot(b_Z, tl.trans(b_v_new)) * G, 0.0)
     b_NT = cast(tl.trans(b_beta[:, None] * b_dL), b_do.dtype)
     b_dL = cast(b_dL, b_do.dtype)
-    b_v = load_tile(v_ptr + i * V, o_t, o_v, HV * V, n_t, V)  # [BT, BV]
-    b_dbeta = tl.sum(b_Z.to(tl.float32) * b_v.to(tl.float32), 1)
     b_dgc = tl.zeros([BT], dtype=tl.float32)
+    b_KF = tl.zeros([BT], dtype=tl.float32)
+    b_t = tl.zeros([BT], dtype=tl.float32)
     if not FIRST:  # an iteration ahead: at their place the loop would wait for them
         o_k = tl.arange(0, BK)
         b_dq_sum = load_tile(dq_sum_ptr + i_qk, o_t, o_k, H * K, n_t, K)
@@ -324,38 +328,40 @@ def intra_bwd_kernel(
         b_dq = dot(b_dM, b_k, b_dq)
         b_dgc += tl.sum(b_q.to(tl.float32) * b_dq, 1)
         b_dq += b_own[:, None] * b_k.to(tl.float32)
+        if not FIRST:
+            b_dq += b_dq_sum
+            b_dq_sum = load_tile(dq_sum_ptr + i_qk, o_t, o_k + BK, H * K, n_t, K)
+        if LAST:
+            store_tile(dq_ptr + i_qk, b_dq, o_t, o_k, H * K, n_t, K)
+        else:
+            store_tile(dq_sum_ptr + i_qk, b_dq, o_t, o_k, H * K, n_t, K)
         # eq:fused-read   F = dL K - diag(2^gc) Z S^T
         b_F = dot(b_Z, tl.trans(b_h)) * -tl.exp2(b_gc)[:, None]
         b_F = dot(b_dL, b_k, b_F)
         # eq:fused-dbeta   dbeta = rowsum(Z * V) + rowsum(K * F)
-        b_KF = tl.sum(b_k.to(tl.float32) * b_F, 1)
-        b_dbeta += b_KF
-        b_dgc += b_beta * b_KF
+        b_KF += tl.sum(b_k.to(tl.float32) * b_F, 1)
         # eq:delta-dk-state   dK = diag(2^(gc_last - gc)) v_new dS^T
-        b_state = dot(b_v_new, tl.trans(b_dh)) * tl.exp2(b_last - b_gc)[:, None]
-        b_t = tl.where(o_t == last, 0.0, tl.sum(b_k.to(tl.float32) * b_state, 1))
-        b_dSS = tl.sum(b_dh.to(tl.float32) * b_h.to(tl.float32), 1)
-        # eq:fused-write   D = dK_state + dM^T Q + (diag(beta) dL)^T K
-        b_D = dot(b_NT, b_k, dot(b_dMT, b_q))
-        # eq:fused-dgc   dgc = q dq + beta k f - k d; dgc_last += sum k dk + 2^gc_last <dS, S>
-        b_dgc -= tl.sum(b_k.to(tl.float32) * b_D, 1) + b_t
-        # [:, None]: as in wy_bwd
-        through = tl.sum(b_t[:, None], 0) + tl.exp2(b_last) * tl.sum(b_dSS[:, None], 0)
-        b_dgc += tl.where(o_t == last, through, 0.0)
+        b_dk = dot(b_v_new, tl.trans(b_dh)) * tl.exp2(b_last - b_gc)[:, None]
+        b_t += tl.sum(b_k.to(tl.float32) * b_dk, 1)
         # eq:fused-dk   dK = diag(beta) F + D
-        b_D += b_state + b_own[:, None] * b_q.to(tl.float32) + b_beta[:, None] * b_F
+        b_dk += b_own[:, None] * b_q.to(tl.float32) + b_beta[:, None] * b_F
+        # eq:fused-write   D = dK_state + dM^T Q + (diag(beta) dL)^T K
+        b_D = dot(b_NT, b_k, dot(tl.trans(b_dM), b_q))
+        b_dgc -= tl.sum(b_k.to(tl.float32) * b_D, 1)
+        b_dk += b_D
         if not FIRST:
-            b_dq += b_dq_sum
-            b_D += b_dk_sum
-            b_dq_sum = load_tile(dq_sum_ptr + i_qk, o_t, o_k + BK, H * K, n_t, K)
+            b_dk += b_dk_sum
             b_dk_sum = load_tile(dk_sum_ptr + i_qk, o_t, o_k + BK, H * K, n_t, K)
         if LAST:
-            store_tile(dq_ptr + i_qk, b_dq, o_t, o_k, H * K, n_t, K)
-            store_tile(dk_ptr + i_qk, b_D, o_t, o_k, H * K, n_t, K)
+            store_tile(dk_ptr + i_qk, b_dk, o_t, o_k, H * K, n_t, K)
         else:
-            store_tile(dq_sum_ptr + i_qk, b_dq, o_t, o_k, H * K, n_t, K)
-            store_tile(dk_sum_ptr + i_qk, b_D, o_t, o_k, H * K, n_t, K)
-    b_dbeta = cast(b_dbeta, dbeta_ptr.dtype.element_ty)
+            store_tile(dk_sum_ptr + i_qk, b_dk, o_t, o_k, H * K, n_t, K)
+    # eq:fused-dgc   dgc = q dq + beta k f - k d; dgc_last += sum k dk + 2^gc_last <dS, S>
+    b_t = tl.where(o_t == last, 0.0, b_t)
+    # [:, None]: as in wy_bwd
+    through += tl.sum(b_t[:, None], 0)
+    b_dgc += b_beta * b_KF - b_t + tl.where(o_t == last, through, 0.0)
+    b_dbeta = cast(b_dbeta + b_KF, dbeta_ptr.dtype.element_ty)
     tl.store(dbeta_ptr + i + o_t * HV, b_dbeta, mask=o_t < n_t)
     tl.store(dgc_ptr + i + o_t * HV, b_dgc, mask=o_t < n_t)
 
@@ -406,8 +412,10 @@ BV = 64  # rows of dS^T: a product of fewer would leave tensor cores idle
 SCAN_OPTIONS = {"num_warps": 4, "num_stages": 2}
 
 
-# 32: with 64 columns of K one program alone would fill a multiprocessor's shared memory
-INTRA_OPTIONS = {"BK": 32, "num_warps": 4, "num_stages": 3}
+# 32: with 64 columns of K one program alone would fill a multiprocessor's shared memory. Two such
+# programs leave no room for L1: a register that spills is read back from L2
+INTRA_OPTIONS = {"BK": 32, "num_warps": 4}
+INTRA_STAGES = 2, 3  # of K > 64, and of narrower heads
 
 
 def fits(q: Tensor, v: Tensor) -> bool:
@@ -648,7 +656,8 @@ def intra_bwd(
     for i_g in range(HV // H):
         intra_bwd_kernel[(NT * H,)](
             q, k, v, beta, gc, h, v_new, do, dh, Z, dq, dk, *sums, dbeta, dgc,
-            scale, *chunks, T, i_g, H, HV, K, V, BT=chunk_size, BV=block(V),
-            FIRST=i_g == 0, LAST=i_g == HV // H - 1, **INTRA_OPTIONS,
+            scale, *chunks, T, i_g, H, HV, K, V, BT=chunk_size, BS=block(K), BV=block(V),
+            FIRST=i_g == 0, LAST=i_g == HV // H - 1, num_stages=INTRA_STAGES[K <= 64],
+            **INTRA_OPTIONS,
         )  # fmt: skip
     return dq, dk, dbeta, dgc
