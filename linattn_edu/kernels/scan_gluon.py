@@ -168,9 +168,8 @@ def scan_chunks(
         out.permute((1, 0)).store(b_o)
         fence_async_shared()
         barrier()
-        # of rows before the first nothing is stored
-        row = gl.where(i_t < skip, -BT, first + i_t * BT)
-        tma.async_copy_shared_to_global(o_desc, [row, c_v], out)
+        if i_t >= skip:
+            tma.async_copy_shared_to_global(o_desc, [first + i_t * BT, c_v], out)
         b_W = warpgroup_mma_wait(0, [b_W])
     tma.store_wait(0)
     if ht_ptr is not None:
