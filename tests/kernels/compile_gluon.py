@@ -34,9 +34,9 @@ SCALARS = {"scale": "fp32", "T": "i32", "N": "i32"}
 
 
 def source_of(name, K, absent):
+    """The kernel for numbers of 16 bit and K keys, with these arguments None."""
     widths = {"q": K, "k": K, "v": BV, "P": CHUNK, "R": CHUNK, "o": BV}
-    constants = {"H": 2, "HV": 4, "K": K, "V": 128, "BT": CHUNK, "BV": BV}
-    constants |= {"STAGES": scan_gluon.CONFIGS[K]["STAGES"]} | dict.fromkeys(absent)
+    constants = {"H": 2, "HV": 4, "K": K, "V": 128, **scan_gluon.TILES, **dict.fromkeys(absent)}
     signature, values, attrs = {}, {}, {}
     for i, argument in enumerate(scan_gluon.scan_gluon_kernel.arg_names):
         if argument in constants:
@@ -56,8 +56,8 @@ def source_of(name, K, absent):
 def main():
     target = GPUTarget("cuda", 90, 32)
     for dtype, K, absent in FORMS:
-        options = {n: x for n, x in scan_gluon.CONFIGS[K].items() if n != "STAGES"}
-        compiled = triton.compile(source_of(dtype, K, absent), target=target, options=options)
+        source = source_of(dtype, K, absent)
+        compiled = triton.compile(source, target=target, options=scan_gluon.OPTIONS)
         with tempfile.TemporaryDirectory() as folder:
             ptx, cubin = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
             ptx.write_text(compiled.asm["ptx"])
@@ -68,8 +68,6 @@ def main():
         found = {
             "spilled": "0 bytes spill stores, 0 bytes spill loads" not in said,
             "serialized": "serialized" in said,
-            "registers": options["maxnreg"],  # of a thread at the start
-            "threads": 32 * compiled.metadata.num_warps,
             "shared": compiled.metadata.shared,
             "from_registers": compiled.asm["ptx"].count("wgmma.mma_async"),
         }
