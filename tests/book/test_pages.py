@@ -464,7 +464,12 @@ GRAVE = ("serious", "critical")
 
 
 def faults(tab):
-    """What axe-core finds on a page that is serious or critical, a line a place."""
+    """What axe-core finds on a page that is serious or critical, a line a place.
+
+    Colours on their way from the light scheme to the dark one, which the theme lets take a while,
+    are none that a reader reads.
+    """
+    tab.evaluate("document.getAnimations().forEach(a => a.finish())")
     found = Axe().run(tab).response["violations"]
     return [
         f"{v['id']} ({v['impact']}): {' '.join(map(str, node['target']))}\n    {node['html'][:160]}"
