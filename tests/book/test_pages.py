@@ -459,6 +459,7 @@ SEEN = [
     "chapters/03_solve.html",
     "search.html",
     "genindex.html",
+    "prf-prf.html",
 ]
 GRAVE = ("serious", "critical")
 
