@@ -33,6 +33,11 @@ from linattn_edu.kernels.tiles import (
 )
 from linattn_edu.packing import Packing
 
+try:
+    from linattn_edu.kernels import scans_gluon
+except (ImportError, AttributeError):  # a Triton whose Gluon has other names
+    scans_gluon = None
+
 
 @triton.jit(do_not_specialize=["T", "N"])
 def scan_states_kernel(
@@ -482,7 +487,12 @@ def _launch_states(
     h: Tensor,
     v_new: Tensor,
 ) -> None:
-    """Launch scan_states_kernel, with the tiles that suit its pieces, or whole sequences."""
+    """Launch the kernel that suits the GPU, with the tiles that suit pieces, or whole sequences."""
+    packed = pieces.cu_seqlens is not None
+    if scans_gluon and scans_gluon.fits(k, v, AG, pieces.T, packed):
+        rows = pieces.N, pieces.T
+        scans_gluon.scan_states_gluon(k, v, beta, gc, AG, initial_state, h, v_new, warm, *rows)
+        return
     H, K = k.shape[2:]
     HV, V = v.shape[2:]
     _, config = scan_launch(SCAN_CONFIGS, k, (pieces.N if wide else pieces.batch) * HV, V)
@@ -547,7 +557,12 @@ def _back(
 def _launch_back(
     pieces: Pieces, warm: Tensor | None, scale: float, q: Tensor, k: Tensor, *rest: Tensor | None
 ) -> None:
-    """Launch scan_bwd_kernel on its tensors, the outputs last."""
+    """Launch the kernel that suits the GPU on scan_bwd_kernel's tensors, the outputs last."""
+    packed = pieces.cu_seqlens is not None
+    _, _, P, AG, do = rest[:5]
+    if scans_gluon and scans_gluon.fits(k, do, AG, pieces.T, packed, q, P):
+        scans_gluon.scan_bwd_gluon(q, k, *rest, scale, warm, pieces.N, pieces.T)
+        return
     H, K = q.shape[2:]
     HV, V = rest[-1].shape[1], rest[-1].shape[-1]
     scan_bwd_kernel[(pieces.N * HV * cdiv(V, BV),)](
