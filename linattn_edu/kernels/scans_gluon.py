@@ -4,7 +4,6 @@ Four warps hold S^T or dS^T [64, 128] in registers. One warp copies chunks ahead
 results out: the four only write them to shared memory.
 """
 
-import torch
 import triton
 from torch import Tensor
 from triton.experimental import gluon
@@ -113,12 +112,14 @@ def store_chunks(
         tma.async_copy_shared_to_global(S_desc, [i, c_S], Ss[0])
         tma.async_copy_shared_to_global(S_desc, [i + K // 2, c_S], Ss[1])
         tma.store_wait(0)
+        barrier()
         mbarrier.arrive(out.index(1), count=1)
         mbarrier.wait(out.index(2), i_t & 1)
         i = gl.where(dropped, -BT, first + i_c * BT)
         for j in gl.static_range(len(outs)):
             tma.async_copy_shared_to_global(descs[j], [i, c_v], outs[j])
         tma.store_wait(0)
+        barrier()
         mbarrier.arrive(out.index(3), count=1)
 
 
@@ -295,7 +296,8 @@ def scan_back(
 @gluon.jit
 def ring(desc, STAGES: gl.constexpr):
     """Shared memory for STAGES copies of a descriptor's tile."""
-    return gl.allocate_shared_memory(desc.dtype, [STAGES] + desc.block_shape, desc.layout)
+    shape: gl.constexpr = [STAGES, desc.block_shape[0], desc.block_shape[1]]
+    return gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
 
 
 @gluon.jit
