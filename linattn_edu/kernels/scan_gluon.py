@@ -1,10 +1,12 @@
 """The scan of the fused forward pass in Gluon, for Hopper: products that run beside arithmetic.
 
 Gluon is Triton's lower level: layouts, shared memory, copies and waits are written out. One warp
-copies chunks ahead through a ring in shared memory; four hold S^T [64, 128] in registers, whose
+copies chunks ahead through a ring in shared memory; four hold S^T [64, K] in registers, whose
 16-bit copy is the first operand of the next product. A product is only begun where it stands, and
 waited for where its result is needed.
 """
+
+import functools
 
 import torch
 import triton
@@ -20,7 +22,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from linattn_edu.kernels.tiles import device_of
+from linattn_edu.kernels.delta.warm_up import span_of
+from linattn_edu.kernels.pieces import Pieces
+from linattn_edu.kernels.tiles import device_of, sequence_of
+from linattn_edu.packing import Packing
 
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # its name in Triton 3.6
 DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
@@ -40,8 +45,17 @@ def operand(x, dtype: gl.constexpr, mma: gl.constexpr):
 
 @gluon.jit
 def half(x, i: gl.constexpr):
-    """64 of 128 columns."""
+    """64 of 128 columns; of 64, all."""
     return x.slice(64 * i, 64, dim=1)
+
+
+@gluon.jit
+def keys_times_state(b_h1, b_h2, k, zero, K: gl.constexpr):
+    """Begin (K S)^T, from S^T in halves of 64 keys; with K = 64 b_h2 is not read."""
+    b_W = product(b_h1, half(k, 0).permute((1, 0)), zero, False)
+    if K == 128:
+        b_W = product(b_h2, half(k, 1).permute((1, 0)), b_W)
+    return b_W
 
 
 @gluon.jit
@@ -82,7 +96,7 @@ def load_chunks(
 @gluon.jit
 def scan_chunks(
     o_desc, h0_ptr, ht_ptr, scale, qs, ks, vs, Ps, Rs, gates, full, gates_full, empty, out,
-    first, c_v, i_nh, i_v, NT,
+    first, c_v, i_nh, i_end, i_v, NT, skip,
     K: gl.constexpr, V: gl.constexpr, BT: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """The warps that compute: scan_transposed_kernel's sums in its order; S^T in halves of 64 keys.
@@ -93,20 +107,21 @@ def scan_chunks(
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, 64, 16])
     along: gl.constexpr = gl.SliceLayout(0, mma)  # a number for each column
     dtype: gl.constexpr = ks.dtype
+    HALVES: gl.constexpr = K // 64  # with one, nothing is done with the second
     zero = gl.full([BV, 64], 0.0, gl.float32, mma)
     b_S1, b_S2 = zero, zero
     o_v = i_v * BV + gl.arange(0, BV, gl.SliceLayout(1, mma))
-    o_k = gl.arange(0, 64, along)
-    o_S = i_nh.to(gl.int64) * K * V + o_k[None, :] * V + o_v[:, None]
+    o_S = gl.arange(0, 64, along)[None, :] * V + o_v[:, None]
     if h0_ptr is not None:
+        h0_ptr += i_nh.to(gl.int64) * K * V
         b_S1 = gl.load(h0_ptr + o_S).to(gl.float32)
-        b_S2 = gl.load(h0_ptr + o_S + 64 * V).to(gl.float32)
+        if HALVES == 2:
+            b_S2 = gl.load(h0_ptr + o_S + 64 * V).to(gl.float32)
     b_h1, b_h2 = operand(b_S1, dtype, mma), operand(b_S2, dtype, mma)
     mbarrier.wait(gates_full.index(0), 0)
     mbarrier.wait(full.index(0), 0)
-    b_W = product(b_h1, half(ks.index(0), 0).permute((1, 0)), zero, False)
-    b_W = product(b_h2, half(ks.index(0), 1).permute((1, 0)), b_W)
-    b_W = warpgroup_mma_wait(0, [b_W])  # (K S)^T of the first chunk
+    # (K S)^T of the first chunk
+    b_W = warpgroup_mma_wait(0, [keys_times_state(b_h1, b_h2, ks.index(0), zero, K)])
     for i_t in range(NT):
         i = i_t % STAGES
         # eq:delta-inter   diag(2^gc) Q S
@@ -117,33 +132,35 @@ def scan_chunks(
         b_W = b_v.to(gl.float32) - b_e * b_W
         # eq:delta-v-new   v_new = R W
         b_new = product(operand(b_W, dtype, mma), Rs.index(i).permute((1, 0)), zero, False)
-        b_o = product(b_h2, half(qs.index(i), 1).permute((1, 0)), b_o)
         # eq:delta-state   S <- 2^gc_last S + (diag(2^(gc_last - gc)) K)^T v_new
         decay = gates.index(2 * i).slice(BT - 1, 1).load(along)[None, :]
         b_S1 *= decay
-        b_S2 *= decay
-        b_new = warpgroup_mma_wait(1, [b_new])
+        if HALVES == 2:
+            b_o = product(b_h2, half(qs.index(i), 1).permute((1, 0)), b_o)
+            b_S2 *= decay
+        b_new = warpgroup_mma_wait(HALVES - 1, [b_new])
         b_r = gates.index(2 * i + 1).load(along)[None, :]
         b_16 = operand(b_new, dtype, mma)
         b_new = operand(b_new * b_r, dtype, mma)
         b_S1 = product(b_new, half(ks.index(i), 0), b_S1)
-        b_S2 = product(b_new, half(ks.index(i), 1), b_S2)
+        if HALVES == 2:
+            b_S2 = product(b_new, half(ks.index(i), 1), b_S2)
         # eq:delta-output   o = scale (inter + P v_new)
-        b_o = warpgroup_mma_wait(2, [b_o])
+        b_o = warpgroup_mma_wait(HALVES, [b_o])
         b_o *= gates.index(2 * i).load(along)[None, :]  # read again: registers are scarce
         b_o = product(b_16, Ps.index(i).permute((1, 0)), b_o)
-        b_S1 = warpgroup_mma_wait(2, [b_S1])
+        b_S1 = warpgroup_mma_wait(HALVES, [b_S1])
         b_h1 = operand(b_S1, dtype, mma)
-        b_S2 = warpgroup_mma_wait(1, [b_S2])
-        b_h2 = operand(b_S2, dtype, mma)
+        if HALVES == 2:
+            b_S2 = warpgroup_mma_wait(1, [b_S2])
+            b_h2 = operand(b_S2, dtype, mma)
         # K S of the next chunk; after the last one for nothing
         i_next = gl.minimum(i_t + 1, NT - 1)
         n = i_next % STAGES
         mbarrier.wait(gates_full.index(n), i_next // STAGES & 1)
         mbarrier.wait(full.index(n), i_next // STAGES & 1)
-        b_W = product(b_h1, half(ks.index(n), 0).permute((1, 0)), zero, False)
-        b_W = product(b_h2, half(ks.index(n), 1).permute((1, 0)), b_W)
-        b_o = warpgroup_mma_wait(2, [b_o])
+        b_W = keys_times_state(b_h1, b_h2, ks.index(n), zero, K)
+        b_o = warpgroup_mma_wait(HALVES, [b_o])
         b_o = (scale * b_o).to(dtype)
         tma.store_wait(0)
         barrier()  # no warp reads the chunk any more, and none has to wait to write `out`
@@ -151,15 +168,19 @@ def scan_chunks(
         out.permute((1, 0)).store(b_o)
         fence_async_shared()
         barrier()
-        tma.async_copy_shared_to_global(o_desc, [first + i_t * BT, c_v], out)
+        # of rows before the first nothing is stored
+        row = gl.where(i_t < skip, -BT, first + i_t * BT)
+        tma.async_copy_shared_to_global(o_desc, [row, c_v], out)
         b_W = warpgroup_mma_wait(0, [b_W])
     tma.store_wait(0)
     if ht_ptr is not None:
+        ht_ptr += i_end.to(gl.int64) * K * V
         gl.store(ht_ptr + o_S, b_S1)
-        gl.store(ht_ptr + o_S + 64 * V, b_S2)
+        if HALVES == 2:
+            gl.store(ht_ptr + o_S + 64 * V, b_S2)
 
 
-@gluon.jit(do_not_specialize=["T"])
+@gluon.jit(do_not_specialize=["T", "N"])
 def scan_gluon_kernel(
     q_desc,  # [B * T, H * K]
     k_desc,  # [B * T, H * K]
@@ -168,14 +189,17 @@ def scan_gluon_kernel(
     R_desc,  # [B * T, HV * BT]
     o_desc,  # [B * T, HV * V] out
     gc_ptr,  # [B, T, HV] log2
-    h0_ptr,  # [B, HV, K, V] or None
-    ht_ptr,  # [B, HV, K, V] out, or None
+    h0_ptr,  # [N, HV, K, V] or None
+    ht_ptr,  # [N, HV, K, V] out, or None
     scale,
+    warm_ptr,  # [N, HV] or None
+    cu_ptr,  # [N + 1] or None
     T,
+    N,
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
     BT: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """One program: S[:, v-tile] of one head, through all chunks.  Grid (B * HV * V / BV).
+    """One program: S[:, v-tile] of one head, through all chunks.  Grid (N * HV * V / BV).
 
     Reference: linattn_edu.reference.delta.fused.scan.
     """
@@ -183,10 +207,17 @@ def scan_gluon_kernel(
     NV: gl.constexpr = V // BV
     pid = gl.program_id(0)
     i_v, i_nh = pid % NV, pid // NV
-    i_n, i_h = i_nh // HV, i_nh % HV
-    first = i_n * T
+    i_h = i_nh % HV
+    first, n_t, _ = sequence_of(i_nh // HV, cu_ptr, None, T, BT)
+    skip, i_end = 0, i_nh
+    if warm_ptr is not None:
+        first, n_t, _, skip, i_end = span_of(
+            i_nh, first, n_t, 0, warm_ptr, cu_ptr, T, N, HV, BT, False
+        )
+    if n_t == 0:  # an empty piece, or one that another program goes through
+        return
+    first, NT = first.to(gl.int32), n_t // BT
     c_k, c_v, c_t = i_h // (HV // H) * K, i_h * V + i_v * BV, i_h * BT
-    NT = T // BT
     gc_ptr += first.to(gl.int64) * HV + i_h
     ks = gl.allocate_shared_memory(dtype, [STAGES, BT, K], k_desc.layout)
     qs = gl.allocate_shared_memory(dtype, [STAGES, BT, K], q_desc.layout)
@@ -208,7 +239,7 @@ def scan_gluon_kernel(
     gl.warp_specialize([
         (scan_chunks, (
             o_desc, h0_ptr, ht_ptr, scale, qs, ks, vs, Ps, Rs, gates, full, gates_full, empty, out,
-            first, c_v, i_nh, i_v, NT, K, V, BT, BV, STAGES,
+            first, c_v, i_nh, i_end, i_v, NT, skip, K, V, BT, BV, STAGES,
         )),
         (load_chunks, (
             q_desc, k_desc, v_desc, P_desc, R_desc, gc_ptr,
@@ -218,38 +249,45 @@ def scan_gluon_kernel(
     ], [1], [24])  # fmt: skip
 
 
-# of Triton, with which it is taken: Gluon is not stable yet. The kernel ran on a Hopper GPU with
-# Triton 3.6, with the bits of scan_transposed_kernel, started by a script; this launcher did not
-# run there yet, so there are none
-VERSIONS: tuple[str, ...] = ()
+VERSIONS = ("3.6.",)  # of Triton, with which it has run on a Hopper GPU: Gluon is not stable yet
 LEAST = 2048  # tokens of a sequence: six descriptors are made for every launch
-HEAD = 128  # keys, and values
-CHUNK = 64
-# three chunks in shared memory: one at work, two on their way
-TILES = {"BT": CHUNK, "BV": 64, "STAGES": 3}
-# of the registers at the start the loading warp keeps 24 a thread, the others take the rest
-OPTIONS = {"num_warps": 4, "maxnreg": 144}
+CHUNK, BV = 64, 64
+# by keys. Of 128, three chunks in shared memory, one at work and two on their way; of 64, two, so
+# that two programs fit a multiprocessor. maxnreg: registers of a thread at the start, of which one
+# of the loading warp keeps 24 and the others take the rest
+CONFIGS = {
+    64: {"STAGES": 2, "num_warps": 4, "maxnreg": 128},
+    128: {"STAGES": 3, "num_warps": 4, "maxnreg": 144},
+}
 
 
-def fits(q: Tensor, k: Tensor, v: Tensor, P: Tensor, R: Tensor, T: int, packed: bool) -> bool:
-    """Whether scan_gluon can scan these, sequences of T tokens each where they are not packed."""
+def fits(q: Tensor, k: Tensor, v: Tensor, P: Tensor, R: Tensor, packing: Packing | None) -> bool:
+    """Whether scan_gluon can scan these sequences, or pieces of them that are whole chunks."""
     return (
-        not packed
-        and T >= LEAST
-        and T % CHUNK == 0
+        packing is None
+        and q.shape[1] >= LEAST
+        and q.shape[1] % CHUNK == 0
         and q.is_cuda
         and device_of(q)[0] == "hopper"
         and q.element_size() == 2
-        and (q.shape[-1], v.shape[-1], P.shape[-1]) == (HEAD, HEAD, CHUNK)
+        and q.shape[-1] in CONFIGS
+        and v.shape[-1] % BV == 0
+        and P.shape[-1] == CHUNK
         and triton.__version__.startswith(VERSIONS)
         and all(x.data_ptr() % 16 == 0 for x in (q, k, v, P, R))
     )
 
 
+@functools.cache
+def layout_of(dtype: torch.dtype, width: int) -> gl.NVMMASharedLayout:
+    """Of a chunk of `width` columns in shared memory."""
+    return gl.NVMMASharedLayout.get_default_for([CHUNK, width], DTYPES[dtype])
+
+
 def descriptor(x: Tensor, width: int) -> TensorDescriptor:
     """Of x [B, T, heads, columns], for copies of a chunk and `width` columns."""
     x = x.view(x.shape[0] * x.shape[1], -1)
-    layout = gl.NVMMASharedLayout.get_default_for([CHUNK, width], DTYPES[x.dtype])
+    layout = layout_of(x.dtype, width)
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [CHUNK, width], layout)
 
 
@@ -264,13 +302,17 @@ def scan_gluon(
     o: Tensor,
     last: Tensor | None,
     scale: float,
-    N: int,
-    T: int,
+    warm: Tensor | None,
+    pieces: Pieces,
 ) -> None:
-    """Launch scan_gluon_kernel on N sequences of T tokens; it writes o and last."""
+    """Launch scan_gluon_kernel on the pieces; it writes o and last.
+
+    warm: as `warm_up` returns it, or None for pieces that are scanned from their own first token.
+    """
     (H, K), (HV, V) = q.shape[2:], v.shape[2:]
-    widths = K, K, TILES["BV"], CHUNK, CHUNK, TILES["BV"]
+    widths = K, K, BV, CHUNK, CHUNK, BV
     descriptors = map(descriptor, (q, k, v, P, R, o), widths)
-    scan_gluon_kernel[(N * HV * V // TILES["BV"],)](
-        *descriptors, gc, initial_state, last, scale, T, H, HV, K, V, **TILES, **OPTIONS
-    )
+    scan_gluon_kernel[(pieces.N * HV * V // BV,)](
+        *descriptors, gc, initial_state, last, scale, warm, pieces.cu_seqlens, pieces.T, pieces.N,
+        H, HV, K, V, BT=CHUNK, BV=BV, **CONFIGS[K],
+    )  # fmt: skip

@@ -4,7 +4,9 @@ import pytest
 import torch
 from delta.stage_checks import check_stage, grid, inputs
 
+from linattn_edu.kernels import pieces
 from linattn_edu.kernels.delta import fused as kernels
+from linattn_edu.kernels.delta import warm_up
 from linattn_edu.kernels.delta.gate_cumsum import gate_cumsum as gate_cumsum_kernel
 from linattn_edu.kernels.tiles import device_of
 from linattn_edu.ops.gdn import forward, fused_stages, stages
@@ -63,32 +65,76 @@ def test_scan_transposed_gives_the_same_bits(T, K, V, packed, dtype, device, mon
         assert_close(name, a, b, 0 if device.type == "cuda" else 1e-6)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("B", "T", "HV"), [(1, 64, 1), (2, 128, 4), (1, 2048, 4)])
-def test_scan_gluon_gives_the_same_bits(B, T, HV, dtype, device, monkeypatch):
-    """With a state and without, twice: what is copied ahead must not be overtaken."""
+@pytest.fixture
+def plain_and_gluon(device, monkeypatch):
+    """The scan of what `gdn_inputs` gives, in plain Triton, then in Gluon, twice."""
     scan_gluon = kernels.scan_gluon
-    if scan_gluon is None or not scan_gluon.triton.__version__.startswith("3.6."):
+    if scan_gluon is None or not scan_gluon.triton.__version__.startswith(scan_gluon.VERSIONS):
         pytest.skip("made for another Triton")
-    monkeypatch.setattr(scan_gluon, "VERSIONS", ("3.6.",))
     if device_of(torch.empty(1, device=device))[0] != "hopper":
         pytest.skip("made for Hopper")
-    x = gdn_inputs(B, T, max(1, HV // 2), HV, 128, 128, dtype=dtype, device=device, seed=0)
-    gc = gate_cumsum_kernel(x.g, chunk_size=64)
-    P, R, _ = kernels.intra(x.q, x.k, x.beta, gc, chunk_size=64)
-    monkeypatch.setattr(kernels, "crowded", lambda *_: True)
-    monkeypatch.setattr("linattn_edu.kernels.tiles.device_of", lambda _: ("hopper", 1))
-    for h0 in (None, torch.randn(B, HV, 128, 128, device=device)):
-        monkeypatch.setattr(scan_gluon, "LEAST", 1 << 30)
-        options = {"scale": 0.3, "output_final_state": h0 is not None}
-        want = kernels.scan(x.q, x.k, x.v, gc, P, R, h0, **options)
-        monkeypatch.setattr(scan_gluon, "LEAST", 1)
-        assert scan_gluon.fits(x.q, x.k, x.v, P, R, T, False)
-        for _ in range(2):
-            o, last = kernels.scan(x.q, x.k, x.v, gc, P, R, h0, **options)
-            assert torch.equal(o, want[0])
-            assert h0 is None or torch.equal(last, want[1])
+    monkeypatch.setattr(scan_gluon, "LEAST", 1)
+
+    def scans(x, h0):
+        gc = gate_cumsum_kernel(x.g, chunk_size=64)
+        P, R, _ = kernels.intra(x.q, x.k, x.beta, gc, chunk_size=64)
+        args, options = (x.q, x.k, x.v, gc, P, R, h0), {"scale": 0.3}
+        assert scan_gluon.fits(x.q, x.k, x.v, P, R, None)
+        with monkeypatch.context() as patch:
+            patch.setattr(kernels, "scan_gluon", None)
+            yield kernels.scan(*args, **options, output_final_state=h0 is not None)
+        for _ in range(2):  # what is copied ahead must not be overtaken
+            yield kernels.scan(*args, **options, output_final_state=h0 is not None)
+
+    return scans
+
+
+def check_equal(want, *others):
+    for o, last in others:
+        assert torch.equal(o, want[0])
+        assert want[1] is None or torch.equal(last, want[1])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("given", [False, True], ids=["zero", "state"])
+@pytest.mark.parametrize(
+    ("B", "T", "HV", "K", "V"),
+    [(1, 64, 1, 128, 128), (2, 128, 4, 64, 64), (1, 2048, 4, 128, 64), (1, 1024, 2, 64, 256)],
+)
+def test_scan_gluon_gives_the_same_bits(B, T, HV, K, V, given, dtype, device, plain_and_gluon):
+    x = gdn_inputs(B, T, max(1, HV // 2), HV, K, V, dtype=dtype, device=device, seed=0)
+    h0 = torch.randn(B, HV, K, V, device=device) if given else None
+    check_equal(*plain_and_gluon(x, h0))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("given", [False, True], ids=["zero", "state"])
+@pytest.mark.parametrize("gates", ["forgotten", "slow", "mixed", "maps"])
+@pytest.mark.parametrize(("T", "K"), [(1024, 128), (960, 64)], ids=["whole pieces", "a rest"])
+def test_scan_gluon_in_pieces(T, K, gates, given, device, plain_and_gluon, monkeypatch):
+    """Pieces of 256 tokens, found forgotten in 128, or by their maps: the bits of scan_kernel."""
+    rule = {"LENGTH": 256, "LEAST": 2} if gates == "maps" else {"PROGRAMS": 0, "SPAN": 32}
+    for name, value in rule.items():
+        monkeypatch.setattr(pieces, name, value)
+    monkeypatch.setattr(warm_up, "REACH", 128)
+    found = []
+
+    def seen(*args, **options):
+        found.append(warm_up.warm_up(*args, **options))
+        return found[-1]
+
+    monkeypatch.setattr(kernels, "warm_up", seen)
+    x = gdn_inputs(2, T, 2, 4, K, 128, dtype=torch.bfloat16, device=device, seed=0)
+    x.g.fill_(-0.01 if gates == "slow" else -3.0)
+    if gates == "mixed":  # head 0 forgets in a chunk, 1 at one place, 2 never, 3 in two chunks
+        x.g[..., 1:] = torch.tensor([-0.01, -0.01, -0.25], device=device)
+        x.g[:, 500:510, 1] = -40.0
+    h0 = torch.randn(2, 4, K, 128, device=device) if given else None
+    check_equal(*plain_and_gluon(x, h0))
+    starts = [{*torch.stack(warm).amax(0).unique().tolist()} for _, warm in found]
+    want = {"forgotten": {0, 1}, "slow": {-1, 0}, "mixed": {-1, 0, 1, 2}, "maps": None}[gates]
+    assert starts == ([] if want is None else [want] * 3)
 
 
 @pytest.mark.parametrize("C", [16, 32, 64])

@@ -21,35 +21,43 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from linattn_edu.kernels import scan_gluon
 
 BIN = Path(triton.__file__).parent / "backends/nvidia/bin"
-HEAD, CHUNK, BV = scan_gluon.HEAD, scan_gluon.CHUNK, scan_gluon.TILES["BV"]
-WIDTHS = {"q": HEAD, "k": HEAD, "v": BV, "P": CHUNK, "R": CHUNK, "o": BV}
-FORMS = (("bf16", gl.bfloat16, False), ("fp16", gl.float16, True))
+CHUNK, BV = scan_gluon.CHUNK, scan_gluon.BV
+# dtype, K, the pointers that are None
+FORMS = (
+    ("bf16", 128, ("h0_ptr", "ht_ptr", "warm_ptr", "cu_ptr")),
+    ("fp16", 128, ()),
+    ("bf16", 64, ("cu_ptr",)),
+)
+DTYPES = {"bf16": gl.bfloat16, "fp16": gl.float16}
+POINTERS = {"warm_ptr": "*i32", "cu_ptr": "*i64"}  # else fp32
+SCALARS = {"scale": "fp32", "T": "i32", "N": "i32"}
 
 
-def source_of(name, dtype, states):
-    """The kernel for numbers of 16 bit, with both states or with neither."""
-    constants = {"H": 2, "HV": 4, "K": HEAD, "V": HEAD, **scan_gluon.TILES}
-    if not states:
-        constants |= {"h0_ptr": None, "ht_ptr": None}
-    signature, values, attrs = {"scale": "fp32", "T": "i32"}, {}, {}
-    arguments = scan_gluon.scan_gluon_kernel.arg_names
-    for i, argument in enumerate(arguments):
+def source_of(name, K, absent):
+    widths = {"q": K, "k": K, "v": BV, "P": CHUNK, "R": CHUNK, "o": BV}
+    constants = {"H": 2, "HV": 4, "K": K, "V": 128, "BT": CHUNK, "BV": BV}
+    constants |= {"STAGES": scan_gluon.CONFIGS[K]["STAGES"]} | dict.fromkeys(absent)
+    signature, values, attrs = {}, {}, {}
+    for i, argument in enumerate(scan_gluon.scan_gluon_kernel.arg_names):
         if argument in constants:
             signature[argument], values[(i,)] = "constexpr", constants[argument]
         elif argument.endswith("_desc"):
-            block = [CHUNK, WIDTHS[argument.removesuffix("_desc")]]
-            layout = gl.NVMMASharedLayout.get_default_for(block, dtype)
+            block = [CHUNK, widths[argument.removesuffix("_desc")]]
+            layout = gl.NVMMASharedLayout.get_default_for(block, DTYPES[name])
             signature[argument] = f"tensordesc<{name}{block},{layout!r}>"
         elif argument.endswith("_ptr"):
-            signature[argument], attrs[(i,)] = "*fp32", [["tt.divisibility", 16]]
-    ordered = {argument: signature[argument] for argument in arguments}
-    return GluonASTSource(scan_gluon.scan_gluon_kernel, ordered, values, attrs)
+            signature[argument] = POINTERS.get(argument, "*fp32")
+            attrs[(i,)] = [["tt.divisibility", 16]]
+        else:
+            signature[argument] = SCALARS[argument]
+    return GluonASTSource(scan_gluon.scan_gluon_kernel, signature, values, attrs)
 
 
 def main():
     target = GPUTarget("cuda", 90, 32)
-    for form in FORMS:
-        compiled = triton.compile(source_of(*form), target=target, options=scan_gluon.OPTIONS)
+    for dtype, K, absent in FORMS:
+        options = {n: x for n, x in scan_gluon.CONFIGS[K].items() if n != "STAGES"}
+        compiled = triton.compile(source_of(dtype, K, absent), target=target, options=options)
         with tempfile.TemporaryDirectory() as folder:
             ptx, cubin = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
             ptx.write_text(compiled.asm["ptx"])
@@ -60,10 +68,12 @@ def main():
         found = {
             "spilled": "0 bytes spill stores, 0 bytes spill loads" not in said,
             "serialized": "serialized" in said,
+            "registers": options["maxnreg"],  # of a thread at the start
+            "threads": 32 * compiled.metadata.num_warps,
             "shared": compiled.metadata.shared,
             "from_registers": compiled.asm["ptx"].count("wgmma.mma_async"),
         }
-        print(json.dumps({"form": form[0]} | found))
+        print(json.dumps({"dtype": dtype, "K": K} | found))
 
 
 if __name__ == "__main__":

@@ -400,20 +400,22 @@ def scan(
     """Launch the scan that suits the GPU; arguments and result as in the reference."""
     H, K = q.shape[2:]
     HV, V = v.shape[2:]
-    pieces = pieces_of(q, HV, V, P.shape[-1], packing)
+    C = P.shape[-1]
+    in_gluon = scan_gluon is not None and scan_gluon.fits(q, k, v, P, R, packing)
+    pieces = pieces_of(q, HV, V, C, packing)
     warm = [None]
     if pieces.several:
         maps = scan_map(k, v, gc, R, pieces=pieces)
         initial_state = pieces.entering(cp_merge, maps, initial_state)
     else:
-        pieces, warm = warm_up(k, R, gc, V, chunk_size=P.shape[-1], packing=packing)
+        options = {"chunk_size": C, "packing": packing, "choice": not in_gluon}
+        pieces, warm = warm_up(k, R, gc, V, **options)
         initial_state = pieces.placed(initial_state)
     o = torch.empty_like(v)
     last = q.new_empty(pieces.N, HV, K, V, dtype=torch.float32) if output_final_state else None
-    packed = pieces.cu_seqlens is not None
-    if scan_gluon and warm[0] is None and scan_gluon.fits(q, k, v, P, R, pieces.T, packed):
-        rows = pieces.N, pieces.T
-        scan_gluon.scan_gluon(q, k, v, gc, P, R, initial_state, o, last, scale, *rows)
+    if in_gluon:
+        given = q, k, v, gc, P, R, initial_state, o, last, scale
+        scan_gluon.scan_gluon(*given, *warm, pieces)
         return o, pieces.last(last)
     for i, skipped in enumerate(warm):
         heads = (pieces.batch if i else pieces.N) * HV
@@ -423,7 +425,7 @@ def scan(
         kernel = scan_transposed_kernel if full else scan_kernel
         kernel[(programs,)](
             q, k, v, gc, P, R, initial_state, o, last, scale, skipped, pieces.cu_seqlens,
-            pieces.chunk_offsets, pieces.T, pieces.N, H, HV, K, V, BT=P.shape[-1],
+            pieces.chunk_offsets, pieces.T, pieces.N, H, HV, K, V, BT=C,
             **(config | TRANSPOSED if full else config),
         )  # fmt: skip
     return o, pieces.last(last)

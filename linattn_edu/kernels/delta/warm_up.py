@@ -142,15 +142,17 @@ def warm_up(
     *,
     chunk_size: int,
     back: bool = False,
+    choice: bool = True,
     packing: Packing | None = None,
 ) -> tuple[Pieces, list[Tensor | None]]:
     """Launch bound_kernel and warm_up_kernel, where heads of V values are enough for such pieces.
 
     beta: [B, T, HV], or R [B, T, HV, C], whose diagonal it is.
-    Returns the pieces and, if there are several of a sequence, the tensor of the reference. Where
-    few whole sequences would leave a GPU half empty it is two: if some head does not forget, the
-    first sends all programs home, for a launch of wide tiles, and else the second, for one of
-    narrow ones.
+    choice: whether the scan has tiles of several widths.
+    Returns the pieces and, if there are several of a sequence, the tensor of the reference. With
+    choice, where few whole sequences would leave a GPU half empty, it is two: if some head does not
+    forget, the first sends all programs home, for a launch of wide tiles, and else the second, for
+    one of narrow ones.
     """
     H, K = k.shape[2:]
     HV = gc.shape[2]
@@ -164,7 +166,7 @@ def warm_up(
         BT=chunk_size, BK=min(128, block(K)), NR=NR, DIAGONAL=beta.ndim == 4, BACK=back,
         num_warps=4, num_stages=1,
     )  # fmt: skip
-    choice = 2 * pieces.batch * HV * cdiv(V, 64) < 3 * device_of(k)[1]
+    choice = choice and 2 * pieces.batch * HV * cdiv(V, 64) < 3 * device_of(k)[1]
     warm = gc.new_empty(1 + choice, pieces.N, HV, dtype=torch.int32)
     warm_up_kernel[(1 if choice else cdiv(rows, ROWS),)](
         bound, warm, pieces.cu_seqlens, pieces.sequence, pieces.T, pieces.N // pieces.batch, rows,
