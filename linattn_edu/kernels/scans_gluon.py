@@ -4,7 +4,6 @@ Four warps hold S^T or dS^T [64, 128] in registers. One warp copies chunks ahead
 results out: the four only write them to shared memory.
 """
 
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -16,25 +15,27 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from linattn_edu.kernels import scan_gluon
 from linattn_edu.kernels.delta.warm_up import span_of
+from linattn_edu.kernels.pieces import Pieces
 from linattn_edu.kernels.scan_gluon import (
+    BV,
     CHUNK,
-    DTYPES,
-    HEAD,
-    LEAST,
     barrier,
     descriptor,
     half,
+    keys_times_state,
     operand,
     product,
 )
-from linattn_edu.kernels.tiles import device_of
+from linattn_edu.kernels.tiles import sequence_of
+from linattn_edu.packing import Packing
 
 
 @gluon.jit
-def way(warm_ptr, T, N, H: gl.constexpr, HV: gl.constexpr, V: gl.constexpr, BT: gl.constexpr,
-        BV: gl.constexpr, BACK: gl.constexpr):  # fmt: skip
-    """What this program goes through: N pieces of T tokens each, or, by warm_ptr, more than one.
+def way(warm_ptr, cu_ptr, offsets_ptr, T, N, H: gl.constexpr, HV: gl.constexpr, V: gl.constexpr,
+        BT: gl.constexpr, BV: gl.constexpr, BACK: gl.constexpr):  # fmt: skip
+    """What this program goes through: a piece, or by warm_ptr more, or nothing.
 
     Returns the tile of values, the head, its head of keys, the piece and head with which it begins
     and with which it ends (-1: another program goes through it), the first row, the number of the
@@ -42,12 +43,13 @@ def way(warm_ptr, T, N, H: gl.constexpr, HV: gl.constexpr, V: gl.constexpr, BT: 
     """
     NV: gl.constexpr = V // BV
     i_v, i_nh = gl.program_id(0) % NV, gl.program_id(0) // NV
-    i_h = i_nh % HV
-    first, n_t, i_c, skip, i_end = i_nh // HV * T, T, i_nh // HV * (T // BT), 0, i_nh
+    i_h, skip, i_end = i_nh % HV, 0, i_nh
+    first, n_t, i_c = sequence_of(i_nh // HV, cu_ptr, offsets_ptr, T, BT)
     if warm_ptr is not None:
         first, n_t, i_c, skip, i_end = span_of(
-            i_nh, first, n_t, i_c, warm_ptr, None, T, N, HV, BT, BACK
+            i_nh, first, n_t, i_c, warm_ptr, cu_ptr, T, N, HV, BT, BACK
         )
+    first, i_c = first.to(gl.int32), i_c.to(gl.int32)  # rows of descriptors
     return i_v, i_h, i_h // (HV // H), i_nh, i_end, first, i_c, n_t // BT, skip
 
 
@@ -106,18 +108,18 @@ def store_chunks(
     """
     for i_t in range(NT):
         i_c = place(i_t, NT, BACK)
-        dropped = i_t < skip  # of rows before the first nothing is stored
         mbarrier.wait(out.index(0), i_t & 1)
-        i = gl.where(dropped, -K, row + i_c * HV * K)
-        tma.async_copy_shared_to_global(S_desc, [i, c_S], Ss[0])
-        tma.async_copy_shared_to_global(S_desc, [i + K // 2, c_S], Ss[1])
+        if i_t >= skip:
+            i = row + i_c * HV * K
+            tma.async_copy_shared_to_global(S_desc, [i, c_S], Ss[0])
+            tma.async_copy_shared_to_global(S_desc, [i + K // 2, c_S], Ss[1])
         tma.store_wait(0)
         barrier()
         mbarrier.arrive(out.index(1), count=1)
         mbarrier.wait(out.index(2), i_t & 1)
-        i = gl.where(dropped, -BT, first + i_c * BT)
-        for j in gl.static_range(len(outs)):
-            tma.async_copy_shared_to_global(descs[j], [i, c_v], outs[j])
+        if i_t >= skip:
+            for j in gl.static_range(len(outs)):
+                tma.async_copy_shared_to_global(descs[j], [first + i_c * BT, c_v], outs[j])
         tma.store_wait(0)
         barrier()
         mbarrier.arrive(out.index(3), count=1)
@@ -158,13 +160,6 @@ def rows_of(i_v, V: gl.constexpr, BV: gl.constexpr, mma: gl.constexpr):
 
 
 @gluon.jit
-def keys_times_state(b_h1, b_h2, k, zero):
-    """Begin (K S)^T."""
-    b_W = product(b_h1, half(k, 0).permute((1, 0)), zero, False)
-    return product(b_h2, half(k, 1).permute((1, 0)), b_W)
-
-
-@gluon.jit
 def scan_forth(
     h0_ptr, ks, vs, AGs, gates, full, empty, h1, h2, new, out, i_nh, i_v, NT,
     K: gl.constexpr, V: gl.constexpr, BT: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr,
@@ -177,7 +172,7 @@ def scan_forth(
     b_S1, b_S2 = state_of(h0_ptr, i_nh, i_v, K, V, BV, mma)
     b_h1, b_h2 = operand(b_S1, dtype, mma), operand(b_S2, dtype, mma)
     mbarrier.wait(full.index(0), 0, pred=NT > 0)
-    b_W = keys_times_state(b_h1, b_h2, ks.index(0), zero)  # of the first chunk
+    b_W = keys_times_state(b_h1, b_h2, ks.index(0), zero, K)  # of the first chunk
     put(b_S1.to(dtype), h1)
     put(b_S2.to(dtype), h2)
     hand_over(out.index(0))
@@ -238,7 +233,7 @@ def scan_back(
     b_S1, b_S2 = state_of(dht_ptr, i_nh, i_v, K, V, BV, mma)
     b_h1, b_h2 = operand(b_S1, dtype, mma), operand(b_S2, dtype, mma)
     mbarrier.wait(full.index(0), 0, pred=NT > 0)
-    b_dv = keys_times_state(b_h1, b_h2, ks.index(0), zero)  # of the last chunk
+    b_dv = keys_times_state(b_h1, b_h2, ks.index(0), zero, K)  # of the last chunk
     put(b_S1.to(dtype), h1)
     put(b_S2.to(dtype), h2)
     hand_over(out.index(0))
@@ -326,6 +321,8 @@ def scan_states_gluon_kernel(
     gc_ptr,  # [B, T, HV] log2
     h0_ptr,  # [N, HV, K, V] or None
     warm_ptr,  # [N, HV] or None
+    cu_ptr,  # [N + 1] or None
+    offsets_ptr,  # [N] or None
     T,
     N,
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
@@ -335,7 +332,9 @@ def scan_states_gluon_kernel(
 
     Reference: linattn_edu.reference.delta.fused_bwd.scan_states.
     """
-    i_v, i_h, i_k, i_nh, _, first, i_c, NT, skip = way(warm_ptr, T, N, H, HV, V, BT, BV, False)
+    i_v, i_h, i_k, i_nh, _, first, i_c, NT, skip = way(
+        warm_ptr, cu_ptr, offsets_ptr, T, N, H, HV, V, BT, BV, False
+    )
     c_v = i_h * V + i_v * BV
     gc_ptr += first.to(gl.int64) * HV + i_h
     beta_ptr += first.to(gl.int64) * HV + i_h
@@ -375,8 +374,10 @@ def scan_bwd_gluon_kernel(
     gc_ptr,  # [B, T, HV] log2
     dht_ptr,  # [N, HV, K, V] or None
     dh0_ptr,  # [N, HV, K, V] out
-    warm_ptr,  # [N, HV] or None
     scale,
+    warm_ptr,  # [N, HV] or None
+    cu_ptr,  # [N + 1] or None
+    offsets_ptr,  # [N] or None
     T,
     N,
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
@@ -386,7 +387,9 @@ def scan_bwd_gluon_kernel(
 
     Reference: linattn_edu.reference.delta.fused_bwd.scan_bwd.
     """
-    i_v, i_h, i_k, i_nh, i_end, first, i_c, NT, skip = way(warm_ptr, T, N, H, HV, V, BT, BV, True)
+    i_v, i_h, i_k, i_nh, i_end, first, i_c, NT, skip = way(
+        warm_ptr, cu_ptr, offsets_ptr, T, N, H, HV, V, BT, BV, True
+    )
     c_k, c_v, c_t = i_k * K, i_h * V + i_v * BV, i_h * BT
     gc_ptr += first.to(gl.int64) * HV + i_h
     beta_ptr += first.to(gl.int64) * HV + i_h
@@ -414,35 +417,26 @@ def scan_bwd_gluon_kernel(
     ], [1, 1], [24, 24])  # fmt: skip
 
 
-VERSIONS = ("3.6.",)  # of Triton, with which both kernels ran; Gluon is not stable yet
-TILES = {"BT": CHUNK, "BV": 64}
-# chunks in shared memory: one at work, the others on their way
+HEAD = 128  # keys
+# chunks in shared memory: one at work, the others on their way. maxnreg: registers of a thread at
+# the start, of which the two warps that copy keep 24 and the others take the rest
+OPTIONS = {"BT": CHUNK, "BV": BV, "num_warps": 4, "maxnreg": 144}
 STAGES, STAGES_BACK = 4, 3
-# of the registers at the start the two warps that copy keep 24 a thread, the others take the rest
-OPTIONS = {"num_warps": 4, "maxnreg": 144}
 
 
-def fits(k: Tensor, v: Tensor, AG: Tensor, T: int, packed: bool, *others: Tensor) -> bool:
-    """Whether the scans hold these, sequences or pieces of T tokens each where not packed."""
-    return (
-        not packed
-        and T >= LEAST
-        and T % CHUNK == 0
-        and k.is_cuda
-        and device_of(k)[0] == "hopper"
-        and k.element_size() == 2
-        and (k.shape[-1], v.shape[-1], AG.shape[-1]) == (HEAD, HEAD, CHUNK)
-        and triton.__version__.startswith(VERSIONS)
-        and all(x.data_ptr() % 16 == 0 for x in (k, v, AG, *others))
-    )
+def fits(q: Tensor, k: Tensor, v: Tensor, P: Tensor, AG: Tensor, packing: Packing | None) -> bool:
+    """Whether these kernels scan such sequences; do is as v is."""
+    return q.shape[-1] == HEAD and scan_gluon.fits(q, k, v, P, AG, packing)
 
 
 def states_descriptor(h: Tensor) -> TensorDescriptor:
-    """Of h [B, NT, HV, K, V], for copies of 64 keys and 64 values."""
-    rows = h.view(-1, h.shape[-1])
-    block = [HEAD // 2, TILES["BV"]]
-    layout = gl.NVMMASharedLayout.get_default_for(block, DTYPES[h.dtype])
-    return TensorDescriptor(rows, list(rows.shape), list(rows.stride()), block, layout)
+    """Of h [B, NT, HV, K, V], for copies of 64 keys and BV values."""
+    return descriptor(h.view(-1, 1, 1, h.shape[-1]), BV)
+
+
+def places_of(pieces: Pieces) -> tuple[Tensor | None, Tensor | None, int, int]:
+    """The last arguments of both kernels that no tensor's shape says."""
+    return pieces.cu_seqlens, pieces.chunk_offsets, pieces.T, pieces.N
 
 
 def scan_states_gluon(
@@ -455,16 +449,14 @@ def scan_states_gluon(
     h: Tensor,
     v_new: Tensor,
     warm: Tensor | None,
-    N: int,
-    T: int,
+    pieces: Pieces,
 ) -> None:
-    """Launch scan_states_gluon_kernel on N pieces of T tokens; it writes h and v_new."""
+    """Launch scan_states_gluon_kernel on the pieces; it writes h and v_new."""
     (H, K), (HV, V) = k.shape[2:], v.shape[2:]
-    BV = TILES["BV"]
     chunks = map(descriptor, (k, v, AG), (K, BV, CHUNK))
-    scan_states_gluon_kernel[(N * HV * V // BV,)](
-        *chunks, states_descriptor(h), descriptor(v_new, BV), beta, gc, h0, warm, T, N,
-        H, HV, K, V, STAGES=STAGES, **TILES, **OPTIONS,
+    scan_states_gluon_kernel[(pieces.N * HV * V // BV,)](
+        *chunks, states_descriptor(h), descriptor(v_new, BV), beta, gc, h0, warm,
+        *places_of(pieces), H, HV, K, V, STAGES=STAGES, **OPTIONS,
     )  # fmt: skip
 
 
@@ -483,15 +475,13 @@ def scan_bwd_gluon(
     dh0: Tensor,
     scale: float,
     warm: Tensor | None,
-    N: int,
-    T: int,
+    pieces: Pieces,
 ) -> None:
-    """Launch scan_bwd_gluon_kernel on N pieces of T tokens; it writes dh, Z, dv and dh0."""
+    """Launch scan_bwd_gluon_kernel on the pieces; it writes dh, Z, dv and dh0."""
     (H, K), (HV, V) = q.shape[2:], do.shape[2:]
-    BV = TILES["BV"]
     chunks = map(descriptor, (q, k, P, AG, do), (K, K, CHUNK, CHUNK, BV))
     outs = map(descriptor, (Z, dv), (BV, BV))
-    scan_bwd_gluon_kernel[(N * HV * V // BV,)](
-        *chunks, states_descriptor(dh), *outs, beta, gc, dht, dh0, warm, scale, T, N,
-        H, HV, K, V, STAGES=STAGES_BACK, **TILES, **OPTIONS,
+    scan_bwd_gluon_kernel[(pieces.N * HV * V // BV,)](
+        *chunks, states_descriptor(dh), *outs, beta, gc, dht, dh0, scale, warm,
+        *places_of(pieces), H, HV, K, V, STAGES=STAGES_BACK, **OPTIONS,
     )  # fmt: skip
