@@ -418,10 +418,12 @@ def scan_bwd_gluon_kernel(
 
 
 HEAD = 128  # keys
-# chunks in shared memory: one at work, the others on their way. maxnreg: registers of a thread at
-# the start, of which the two warps that copy keep 24 and the others take the rest
-OPTIONS = {"BT": CHUNK, "BV": BV, "num_warps": 4, "maxnreg": 144}
-STAGES, STAGES_BACK = 4, 3
+# STAGES: chunks in shared memory, one at work, the others on their way. maxnreg: registers of a
+# thread at the start, of which the two warps that copy keep 24 and the others take the rest
+CONFIGS = {
+    "states": {"STAGES": 4, "num_warps": 4, "maxnreg": 144},
+    "back": {"STAGES": 3, "num_warps": 4, "maxnreg": 144},
+}
 
 
 def fits(q: Tensor, k: Tensor, v: Tensor, P: Tensor, AG: Tensor, packing: Packing | None) -> bool:
@@ -456,7 +458,7 @@ def scan_states_gluon(
     chunks = map(descriptor, (k, v, AG), (K, BV, CHUNK))
     scan_states_gluon_kernel[(pieces.N * HV * V // BV,)](
         *chunks, states_descriptor(h), descriptor(v_new, BV), beta, gc, h0, warm,
-        *places_of(pieces), H, HV, K, V, STAGES=STAGES, **OPTIONS,
+        *places_of(pieces), H, HV, K, V, CHUNK, BV, **CONFIGS["states"],
     )  # fmt: skip
 
 
@@ -483,5 +485,5 @@ def scan_bwd_gluon(
     outs = map(descriptor, (Z, dv), (BV, BV))
     scan_bwd_gluon_kernel[(pieces.N * HV * V // BV,)](
         *chunks, states_descriptor(dh), *outs, beta, gc, dht, dh0, scale, warm,
-        *places_of(pieces), H, HV, K, V, STAGES=STAGES_BACK, **OPTIONS,
+        *places_of(pieces), H, HV, K, V, CHUNK, BV, **CONFIGS["back"],
     )  # fmt: skip

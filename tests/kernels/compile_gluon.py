@@ -1,6 +1,6 @@
-"""Compile scan_gluon_kernel for Hopper, which need not be present.
+"""Compile the kernels in Gluon for Hopper, which need not be present.
 
-Prints a JSON line for each of its forms. A program, because a process that interprets kernels
+Prints a JSON line for each of their forms. A program, because a process that interprets kernels
 cannot compile them.
 """
 
@@ -18,31 +18,41 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from linattn_edu.kernels import scan_gluon
+from linattn_edu.kernels import scan_gluon, scans_gluon
 
 BIN = Path(triton.__file__).parent / "backends/nvidia/bin"
 CHUNK, BV = scan_gluon.CHUNK, scan_gluon.BV
-# dtype, K, the pointers that are None
+PIECES = "warm_ptr", "cu_ptr", "offsets_ptr"
+SCAN, STATES, BACK = (
+    scan_gluon.scan_gluon_kernel,
+    scans_gluon.scan_states_gluon_kernel,
+    scans_gluon.scan_bwd_gluon_kernel,
+)
+# kernel, how it is launched, dtype, K, the pointers that are None
 FORMS = (
-    ("bf16", 128, ("h0_ptr", "ht_ptr", "warm_ptr", "cu_ptr")),
-    ("fp16", 128, ()),
-    ("bf16", 64, ("cu_ptr",)),
+    (SCAN, scan_gluon.CONFIGS[128], "bf16", 128, ("h0_ptr", "ht_ptr", *PIECES)),
+    (SCAN, scan_gluon.CONFIGS[128], "fp16", 128, ()),
+    (SCAN, scan_gluon.CONFIGS[64], "bf16", 64, ("cu_ptr",)),
+    (STATES, scans_gluon.CONFIGS["states"], "bf16", 128, ("h0_ptr", *PIECES)),
+    (STATES, scans_gluon.CONFIGS["states"], "fp16", 128, ()),
+    (BACK, scans_gluon.CONFIGS["back"], "bf16", 128, ("dht_ptr", *PIECES)),
+    (BACK, scans_gluon.CONFIGS["back"], "fp16", 128, ()),
 )
 DTYPES = {"bf16": gl.bfloat16, "fp16": gl.float16}
-POINTERS = {"warm_ptr": "*i32", "cu_ptr": "*i64"}  # else fp32
+POINTERS = {"warm_ptr": "*i32", "cu_ptr": "*i64", "offsets_ptr": "*i64"}  # else fp32
 SCALARS = {"scale": "fp32", "T": "i32", "N": "i32"}
 
 
-def source_of(name, K, absent):
-    widths = {"q": K, "k": K, "v": BV, "P": CHUNK, "R": CHUNK, "o": BV}
-    constants = {"H": 2, "HV": 4, "K": K, "V": 128, "BT": CHUNK, "BV": BV}
-    constants |= {"STAGES": scan_gluon.CONFIGS[K]["STAGES"]} | dict.fromkeys(absent)
+def source_of(kernel, stages, name, K, absent):
+    widths = {"q": K, "k": K}  # else 64
+    constants = {"H": 2, "HV": 4, "K": K, "V": 128, "BT": CHUNK, "BV": BV, "STAGES": stages}
+    constants |= dict.fromkeys(absent)
     signature, values, attrs = {}, {}, {}
-    for i, argument in enumerate(scan_gluon.scan_gluon_kernel.arg_names):
+    for i, argument in enumerate(kernel.arg_names):
         if argument in constants:
             signature[argument], values[(i,)] = "constexpr", constants[argument]
         elif argument.endswith("_desc"):
-            block = [CHUNK, widths[argument.removesuffix("_desc")]]
+            block = [CHUNK, widths.get(argument.removesuffix("_desc"), BV)]
             layout = gl.NVMMASharedLayout.get_default_for(block, DTYPES[name])
             signature[argument] = f"tensordesc<{name}{block},{layout!r}>"
         elif argument.endswith("_ptr"):
@@ -50,14 +60,15 @@ def source_of(name, K, absent):
             attrs[(i,)] = [["tt.divisibility", 16]]
         else:
             signature[argument] = SCALARS[argument]
-    return GluonASTSource(scan_gluon.scan_gluon_kernel, signature, values, attrs)
+    return GluonASTSource(kernel, signature, values, attrs)
 
 
 def main():
     target = GPUTarget("cuda", 90, 32)
-    for dtype, K, absent in FORMS:
-        options = {n: x for n, x in scan_gluon.CONFIGS[K].items() if n != "STAGES"}
-        compiled = triton.compile(source_of(dtype, K, absent), target=target, options=options)
+    for kernel, config, *form in FORMS:
+        options = {n: x for n, x in config.items() if n != "STAGES"}
+        source = source_of(kernel, config["STAGES"], *form)
+        compiled = triton.compile(source, target=target, options=options)
         with tempfile.TemporaryDirectory() as folder:
             ptx, cubin = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
             ptx.write_text(compiled.asm["ptx"])
@@ -73,7 +84,7 @@ def main():
             "shared": compiled.metadata.shared,
             "from_registers": compiled.asm["ptx"].count("wgmma.mma_async"),
         }
-        print(json.dumps({"dtype": dtype, "K": K} | found))
+        print(json.dumps({"kernel": kernel.__name__, "K": form[1]} | found))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""scan_gluon compiled for Hopper, which need not be present, and when it is chosen."""
+"""The scans in Gluon compiled for Hopper, which need not be present, and when they are chosen."""
 
 import pytest
 import torch
@@ -6,12 +6,16 @@ from kernels.workers import lines_of
 
 pytest.importorskip("triton")
 scan_gluon = pytest.importorskip("linattn_edu.kernels.scan_gluon")
+scans_gluon = pytest.importorskip("linattn_edu.kernels.scans_gluon")
 
 
 def test_compiled_for_hopper():
     """Nothing is spilled, the products run beside one another, and shared memory suffices."""
     rows = lines_of("compile_gluon.py")
-    assert [row["K"] for row in rows] == [128, 128, 64]
+    scan, scans = rows[:3], rows[3:]
+    assert [row["K"] for row in scan] == [128, 128, 64]
+    names = ["scan_states_gluon_kernel"] * 2 + ["scan_bwd_gluon_kernel"] * 2
+    assert [row["kernel"] for row in scans] == names
     for row in rows:
         assert not row["spilled"], row
         assert not row["serialized"], row
@@ -19,10 +23,15 @@ def test_compiled_for_hopper():
         programs = 1 if row["K"] == 128 else 2
         assert 0 < row["shared"] <= (228 // programs - 1) << 10, row
         assert row["threads"] * row["registers"] * programs <= 1 << 16, row
+    for row in scan:
         # K S before the loop; then six products of 64 columns, of which K S, Q S have K terms, and
         # that of the state has K columns
         halves = row["K"] // 64
         assert row["from_registers"] == 4 * halves + 4 * (halves + halves + 1 + 1 + halves), row
+    for row in scans:
+        # K S before the loop and in it; v_new and the state; or P^T dO and Z, and the state twice
+        others = 1 + 2 if "states" in row["kernel"] else 1 + 1 + 2 + 2
+        assert row["from_registers"] == 4 * (2 + 2 + others), row
 
 
 class Stand:
@@ -47,8 +56,10 @@ def test_fits(monkeypatch):
     monkeypatch.setattr(scan_gluon, "VERSIONS", (scan_gluon.triton.__version__,))
 
     def fits(T=4096, K=128, V=128, C=64, dtype=torch.bfloat16, packing=None, address=0):
-        q, k, v, P, R = (Stand(T, n, dtype, address) for n in (K, K, V, C, C))
-        return scan_gluon.fits(q, k, v, P, R, packing)
+        given = *(Stand(T, n, dtype, address) for n in (K, K, V, C, C)), packing
+        fits = scan_gluon.fits(*given)
+        assert scans_gluon.fits(*given) == (fits and K == 128)
+        return fits
 
     assert fits()
     assert fits(dtype=torch.float16, T=2048)
