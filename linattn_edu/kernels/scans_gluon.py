@@ -19,7 +19,6 @@ from linattn_edu.kernels import scan_gluon
 from linattn_edu.kernels.delta.warm_up import span_of
 from linattn_edu.kernels.pieces import Pieces
 from linattn_edu.kernels.scan_gluon import (
-    BV,
     CHUNK,
     barrier,
     descriptor,
@@ -28,7 +27,7 @@ from linattn_edu.kernels.scan_gluon import (
     operand,
     product,
 )
-from linattn_edu.kernels.tiles import sequence_of
+from linattn_edu.kernels.tiles import device_of, sequence_of
 from linattn_edu.packing import Packing
 
 
@@ -104,7 +103,8 @@ def store_chunks(
     """The warp that stores: a chunk's state in halves, then the rest; not of the first `skip`.
 
     row: of the state of the first chunk.  out: barriers; the state is there, and has been taken;
-    the rest is there, and has been taken.
+    the rest is there, and what was there before has been taken. Of each it is said when the next
+    copy has begun: their latencies overlap.
     """
     for i_t in range(NT):
         i_c = place(i_t, NT, BACK)
@@ -113,16 +113,17 @@ def store_chunks(
             i = row + i_c * HV * K
             tma.async_copy_shared_to_global(S_desc, [i, c_S], Ss[0])
             tma.async_copy_shared_to_global(S_desc, [i + K // 2, c_S], Ss[1])
-        tma.store_wait(0)
+        tma.store_wait(len(Ss))
         barrier()
-        mbarrier.arrive(out.index(1), count=1)
+        mbarrier.arrive(out.index(3), count=1)
         mbarrier.wait(out.index(2), i_t & 1)
         if i_t >= skip:
             for j in gl.static_range(len(outs)):
                 tma.async_copy_shared_to_global(descs[j], [first + i_c * BT, c_v], outs[j])
-        tma.store_wait(0)
+        tma.store_wait(len(outs))
         barrier()
-        mbarrier.arrive(out.index(3), count=1)
+        mbarrier.arrive(out.index(1), count=1)
+    tma.store_wait(0)
 
 
 @gluon.jit
@@ -140,10 +141,11 @@ def put(x, shared):
 
 
 @gluon.jit
-def state_of(S_ptr, i_nh, i_v, K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr,
+def state_of(S_ptr, NT, i_nh, i_v, K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr,
              mma: gl.constexpr):  # fmt: skip
     """S^T [BV, 128] in halves of 64 keys, 0 without S_ptr."""
-    b_S1 = gl.full([BV, 64], 0.0, gl.float32, mma)
+    # not a constant: a product of those ptxas would not run beside others
+    b_S1 = gl.full([BV, 64], gl.where(NT < 0, 1.0, 0.0), gl.float32, mma)
     b_S2 = b_S1
     if S_ptr is not None:
         o_S = i_nh.to(gl.int64) * K * V + rows_of(i_v, V, BV, mma)
@@ -169,14 +171,14 @@ def scan_forth(
     along: gl.constexpr = gl.SliceLayout(0, mma)  # a number for each column
     dtype: gl.constexpr = ks.dtype
     zero = gl.full([BV, 64], 0.0, gl.float32, mma)
-    b_S1, b_S2 = state_of(h0_ptr, i_nh, i_v, K, V, BV, mma)
-    b_h1, b_h2 = operand(b_S1, dtype, mma), operand(b_S2, dtype, mma)
-    mbarrier.wait(full.index(0), 0, pred=NT > 0)
-    b_W = keys_times_state(b_h1, b_h2, ks.index(0), zero, K)  # of the first chunk
+    b_S1, b_S2 = state_of(h0_ptr, NT, i_nh, i_v, K, V, BV, mma)
     put(b_S1.to(dtype), h1)
     put(b_S2.to(dtype), h2)
     hand_over(out.index(0))
-    b_W = warpgroup_mma_wait(0, [b_W])
+    mbarrier.wait(full.index(0), 0, pred=NT > 0)
+    b_h1, b_h2 = operand(b_S1, dtype, mma), operand(b_S2, dtype, mma)
+    # K S of the first chunk
+    b_W = warpgroup_mma_wait(0, [keys_times_state(b_h1, b_h2, ks.index(0), zero, K)])
     for i_t in range(NT):
         i = i_t % STAGES
         # eq:delta-residual   W = V - diag(2^gc) K S
@@ -194,7 +196,7 @@ def scan_forth(
         b_x = operand(b_new * b_r, dtype, mma)
         b_S1 = product(b_x, half(ks.index(i), 0), b_S1)
         b_S2 = product(b_x, half(ks.index(i), 1), b_S2)
-        mbarrier.wait(out.index(3), (i_t & 1) ^ 1)
+        mbarrier.wait(out.index(3), i_t & 1)
         put(b_new.to(dtype), new)
         hand_over(out.index(2))
         # K S of the next chunk; after the last one for nothing
@@ -230,14 +232,14 @@ def scan_back(
     along: gl.constexpr = gl.SliceLayout(0, mma)  # a number for each column
     dtype: gl.constexpr = ks.dtype
     zero = gl.full([BV, 64], 0.0, gl.float32, mma)
-    b_S1, b_S2 = state_of(dht_ptr, i_nh, i_v, K, V, BV, mma)
-    b_h1, b_h2 = operand(b_S1, dtype, mma), operand(b_S2, dtype, mma)
-    mbarrier.wait(full.index(0), 0, pred=NT > 0)
-    b_dv = keys_times_state(b_h1, b_h2, ks.index(0), zero, K)  # of the last chunk
+    b_S1, b_S2 = state_of(dht_ptr, NT, i_nh, i_v, K, V, BV, mma)
     put(b_S1.to(dtype), h1)
     put(b_S2.to(dtype), h2)
     hand_over(out.index(0))
-    b_dv = warpgroup_mma_wait(0, [b_dv])
+    mbarrier.wait(full.index(0), 0, pred=NT > 0)
+    b_h1, b_h2 = operand(b_S1, dtype, mma), operand(b_S2, dtype, mma)
+    # K S of the last chunk
+    b_dv = warpgroup_mma_wait(0, [keys_times_state(b_h1, b_h2, ks.index(0), zero, K)])
     for i_t in range(NT):
         i = i_t % STAGES
         # eq:delta-dv-new   dv_new = scale P^T dO + diag(2^(gc_last - gc)) K dS
@@ -262,7 +264,7 @@ def scan_back(
         b_x = operand(-b_e * b_dv, dtype, mma)
         b_S1 = product(b_x, half(ks.index(i), 0), b_S1)
         b_S2 = product(b_x, half(ks.index(i), 1), b_S2)
-        mbarrier.wait(out.index(3), (i_t & 1) ^ 1)
+        mbarrier.wait(out.index(3), i_t & 1)
         put(b_Z.to(dtype), Zs)
         put(b_dv.to(dtype), dvs)
         hand_over(out.index(2))
@@ -418,11 +420,18 @@ def scan_bwd_gluon_kernel(
 
 
 HEAD = 128  # keys
-# STAGES: chunks in shared memory, one at work, the others on their way. maxnreg: registers of a
-# thread at the start, of which the two warps that copy keep 24 and the others take the rest
+# by tiles of values: of 128, all of a head's and so each of its keys is read once, eight warps hold
+# S^T. STAGES: chunks in shared memory, one at work, the others on their way. maxnreg: registers of
+# a thread at the start, of which the two warps that copy keep 24 and the others take the rest
 CONFIGS = {
-    "states": {"STAGES": 4, "num_warps": 4, "maxnreg": 144},
-    "back": {"STAGES": 3, "num_warps": 4, "maxnreg": 144},
+    "states": {
+        64: {"STAGES": 4, "num_warps": 4, "maxnreg": 144},
+        128: {"STAGES": 4, "num_warps": 8, "maxnreg": 168},
+    },
+    "back": {
+        64: {"STAGES": 3, "num_warps": 4, "maxnreg": 144},
+        128: {"STAGES": 2, "num_warps": 8, "maxnreg": 168},
+    },
 }
 
 
@@ -431,7 +440,14 @@ def fits(q: Tensor, k: Tensor, v: Tensor, P: Tensor, AG: Tensor, packing: Packin
     return q.shape[-1] == HEAD and scan_gluon.fits(q, k, v, P, AG, packing)
 
 
-def states_descriptor(h: Tensor) -> TensorDescriptor:
+def tile_of(v: Tensor, pieces: Pieces) -> int:
+    """Values of a tile: 128 if there are programs enough, or else 64."""
+    HV, V = v.shape[2:]
+    wide = V % 128 == 0 and 7 * device_of(v)[1] <= 10 * pieces.N * HV * V // 128
+    return 128 if wide else 64
+
+
+def states_descriptor(h: Tensor, BV: int) -> TensorDescriptor:
     """Of h [B, NT, HV, K, V], for copies of 64 keys and BV values."""
     return descriptor(h.view(-1, 1, 1, h.shape[-1]), BV)
 
@@ -455,10 +471,11 @@ def scan_states_gluon(
 ) -> None:
     """Launch scan_states_gluon_kernel on the pieces; it writes h and v_new."""
     (H, K), (HV, V) = k.shape[2:], v.shape[2:]
+    BV = tile_of(v, pieces)
     chunks = map(descriptor, (k, v, AG), (K, BV, CHUNK))
     scan_states_gluon_kernel[(pieces.N * HV * V // BV,)](
-        *chunks, states_descriptor(h), descriptor(v_new, BV), beta, gc, h0, warm,
-        *places_of(pieces), H, HV, K, V, CHUNK, BV, **CONFIGS["states"],
+        *chunks, states_descriptor(h, BV), descriptor(v_new, BV), beta, gc, h0, warm,
+        *places_of(pieces), H, HV, K, V, CHUNK, BV, **CONFIGS["states"][BV],
     )  # fmt: skip
 
 
@@ -481,9 +498,10 @@ def scan_bwd_gluon(
 ) -> None:
     """Launch scan_bwd_gluon_kernel on the pieces; it writes dh, Z, dv and dh0."""
     (H, K), (HV, V) = q.shape[2:], do.shape[2:]
+    BV = tile_of(do, pieces)
     chunks = map(descriptor, (q, k, P, AG, do), (K, K, CHUNK, CHUNK, BV))
     outs = map(descriptor, (Z, dv), (BV, BV))
     scan_bwd_gluon_kernel[(pieces.N * HV * V // BV,)](
-        *chunks, states_descriptor(dh), *outs, beta, gc, dht, dh0, scale, warm,
-        *places_of(pieces), H, HV, K, V, CHUNK, BV, **CONFIGS["back"],
+        *chunks, states_descriptor(dh, BV), *outs, beta, gc, dht, dh0, scale, warm,
+        *places_of(pieces), H, HV, K, V, CHUNK, BV, **CONFIGS["back"][BV],
     )  # fmt: skip
