@@ -19,6 +19,7 @@ from linattn_edu.kernels import scan_gluon
 from linattn_edu.kernels.delta.warm_up import span_of
 from linattn_edu.kernels.pieces import Pieces
 from linattn_edu.kernels.scan_gluon import (
+    BV,
     CHUNK,
     barrier,
     descriptor,
@@ -27,7 +28,7 @@ from linattn_edu.kernels.scan_gluon import (
     operand,
     product,
 )
-from linattn_edu.kernels.tiles import device_of, sequence_of
+from linattn_edu.kernels.tiles import sequence_of
 from linattn_edu.packing import Packing
 
 
@@ -420,18 +421,11 @@ def scan_bwd_gluon_kernel(
 
 
 HEAD = 128  # keys
-# by tiles of values: of 128, all of a head's and so each of its keys is read once, eight warps hold
-# S^T. STAGES: chunks in shared memory, one at work, the others on their way. maxnreg: registers of
-# a thread at the start, of which the two warps that copy keep 24 and the others take the rest
+# STAGES: chunks in shared memory, one at work, the others on their way. maxnreg: registers of a
+# thread at the start, of which the two warps that copy keep 24 and the others take the rest
 CONFIGS = {
-    "states": {
-        64: {"STAGES": 4, "num_warps": 4, "maxnreg": 144},
-        128: {"STAGES": 4, "num_warps": 8, "maxnreg": 168},
-    },
-    "back": {
-        64: {"STAGES": 3, "num_warps": 4, "maxnreg": 144},
-        128: {"STAGES": 2, "num_warps": 8, "maxnreg": 168},
-    },
+    "states": {"STAGES": 4, "num_warps": 4, "maxnreg": 144},
+    "back": {"STAGES": 3, "num_warps": 4, "maxnreg": 144},
 }
 
 
@@ -440,14 +434,7 @@ def fits(q: Tensor, k: Tensor, v: Tensor, P: Tensor, AG: Tensor, packing: Packin
     return q.shape[-1] == HEAD and scan_gluon.fits(q, k, v, P, AG, packing)
 
 
-def tile_of(v: Tensor, pieces: Pieces) -> int:
-    """Values of a tile: 128 if there are programs enough, or else 64."""
-    HV, V = v.shape[2:]
-    wide = V % 128 == 0 and 7 * device_of(v)[1] <= 10 * pieces.N * HV * V // 128
-    return 128 if wide else 64
-
-
-def states_descriptor(h: Tensor, BV: int) -> TensorDescriptor:
+def states_descriptor(h: Tensor) -> TensorDescriptor:
     """Of h [B, NT, HV, K, V], for copies of 64 keys and BV values."""
     return descriptor(h.view(-1, 1, 1, h.shape[-1]), BV)
 
@@ -471,11 +458,10 @@ def scan_states_gluon(
 ) -> None:
     """Launch scan_states_gluon_kernel on the pieces; it writes h and v_new."""
     (H, K), (HV, V) = k.shape[2:], v.shape[2:]
-    BV = tile_of(v, pieces)
     chunks = map(descriptor, (k, v, AG), (K, BV, CHUNK))
     scan_states_gluon_kernel[(pieces.N * HV * V // BV,)](
-        *chunks, states_descriptor(h, BV), descriptor(v_new, BV), beta, gc, h0, warm,
-        *places_of(pieces), H, HV, K, V, CHUNK, BV, **CONFIGS["states"][BV],
+        *chunks, states_descriptor(h), descriptor(v_new, BV), beta, gc, h0, warm,
+        *places_of(pieces), H, HV, K, V, CHUNK, BV, **CONFIGS["states"],
     )  # fmt: skip
 
 
@@ -498,10 +484,9 @@ def scan_bwd_gluon(
 ) -> None:
     """Launch scan_bwd_gluon_kernel on the pieces; it writes dh, Z, dv and dh0."""
     (H, K), (HV, V) = q.shape[2:], do.shape[2:]
-    BV = tile_of(do, pieces)
     chunks = map(descriptor, (q, k, P, AG, do), (K, K, CHUNK, CHUNK, BV))
     outs = map(descriptor, (Z, dv), (BV, BV))
     scan_bwd_gluon_kernel[(pieces.N * HV * V // BV,)](
-        *chunks, states_descriptor(dh, BV), *outs, beta, gc, dht, dh0, scale, warm,
-        *places_of(pieces), H, HV, K, V, CHUNK, BV, **CONFIGS["back"][BV],
+        *chunks, states_descriptor(dh), *outs, beta, gc, dht, dh0, scale, warm,
+        *places_of(pieces), H, HV, K, V, CHUNK, BV, **CONFIGS["back"],
     )  # fmt: skip

@@ -28,23 +28,22 @@ SCAN, STATES, BACK = (
     scans_gluon.scan_states_gluon_kernel,
     scans_gluon.scan_bwd_gluon_kernel,
 )
-# kernel, how it is launched, dtype, K, BV, the pointers that are None
+# kernel, how it is launched, dtype, K, the pointers that are None
 FORMS = (
-    (SCAN, scan_gluon.CONFIGS[128], "bf16", 128, BV, ("h0_ptr", "ht_ptr", *PIECES)),
-    (SCAN, scan_gluon.CONFIGS[128], "fp16", 128, BV, ()),
-    (SCAN, scan_gluon.CONFIGS[64], "bf16", 64, BV, ("cu_ptr",)),
-    *(
-        (kernel, scans_gluon.CONFIGS[name][tile], dtype, 128, tile, absent)
-        for kernel, name in ((STATES, "states"), (BACK, "back"))
-        for tile, dtype, absent in ((64, "bf16", PIECES), (128, "fp16", ("h0_ptr", "dht_ptr")))
-    ),
+    (SCAN, scan_gluon.CONFIGS[128], "bf16", 128, ("h0_ptr", "ht_ptr", *PIECES)),
+    (SCAN, scan_gluon.CONFIGS[128], "fp16", 128, ()),
+    (SCAN, scan_gluon.CONFIGS[64], "bf16", 64, ("cu_ptr",)),
+    (STATES, scans_gluon.CONFIGS["states"], "bf16", 128, ("h0_ptr", *PIECES)),
+    (STATES, scans_gluon.CONFIGS["states"], "fp16", 128, ()),
+    (BACK, scans_gluon.CONFIGS["back"], "bf16", 128, ("dht_ptr", *PIECES)),
+    (BACK, scans_gluon.CONFIGS["back"], "fp16", 128, ()),
 )
 DTYPES = {"bf16": gl.bfloat16, "fp16": gl.float16}
 POINTERS = {"warm_ptr": "*i32", "cu_ptr": "*i64", "offsets_ptr": "*i64"}  # else fp32
 SCALARS = {"scale": "fp32", "T": "i32", "N": "i32"}
 
 
-def source_of(kernel, stages, name, K, BV, absent):
+def source_of(kernel, stages, name, K, absent):
     widths = {"q": K, "k": K, "P": CHUNK, "R": CHUNK, "AG": CHUNK}  # else BV
     constants = {"H": 2, "HV": 4, "K": K, "V": 128, "BT": CHUNK, "BV": BV, "STAGES": stages}
     constants |= dict.fromkeys(absent)
