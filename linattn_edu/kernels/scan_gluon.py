@@ -168,9 +168,8 @@ def scan_chunks(
         out.permute((1, 0)).store(b_o)
         fence_async_shared()
         barrier()
-        # of rows before the first nothing is stored
-        row = gl.where(i_t < skip, -BT, first + i_t * BT)
-        tma.async_copy_shared_to_global(o_desc, [row, c_v], out)
+        if i_t >= skip:
+            tma.async_copy_shared_to_global(o_desc, [first + i_t * BT, c_v], out)
         b_W = warpgroup_mma_wait(0, [b_W])
     tma.store_wait(0)
     if ht_ptr is not None:
@@ -251,14 +250,12 @@ def scan_gluon_kernel(
 
 VERSIONS = ("3.6.",)  # of Triton, with which it has run on a Hopper GPU: Gluon is not stable yet
 LEAST = 2048  # tokens of a sequence: six descriptors are made for every launch
+HEADS = (64, 128)  # keys
 CHUNK, BV = 64, 64
-# by keys. Of 128, three chunks in shared memory, one at work and two on their way; of 64, two, so
-# that two programs fit a multiprocessor. maxnreg: registers of a thread at the start, of which one
-# of the loading warp keeps 24 and the others take the rest
-CONFIGS = {
-    64: {"STAGES": 2, "num_warps": 4, "maxnreg": 128},
-    128: {"STAGES": 3, "num_warps": 4, "maxnreg": 144},
-}
+# three chunks in shared memory: one at work, two on their way
+TILES = {"BT": CHUNK, "BV": BV, "STAGES": 3}
+# of the registers at the start the loading warp keeps 24 a thread, the others take the rest
+OPTIONS = {"num_warps": 4, "maxnreg": 144}
 
 
 def fits(q: Tensor, k: Tensor, v: Tensor, P: Tensor, R: Tensor, packing: Packing | None) -> bool:
@@ -270,7 +267,7 @@ def fits(q: Tensor, k: Tensor, v: Tensor, P: Tensor, R: Tensor, packing: Packing
         and q.is_cuda
         and device_of(q)[0] == "hopper"
         and q.element_size() == 2
-        and q.shape[-1] in CONFIGS
+        and q.shape[-1] in HEADS
         and v.shape[-1] % BV == 0
         and P.shape[-1] == CHUNK
         and triton.__version__.startswith(VERSIONS)
@@ -314,5 +311,5 @@ def scan_gluon(
     descriptors = map(descriptor, (q, k, v, P, R, o), widths)
     scan_gluon_kernel[(pieces.N * HV * V // BV,)](
         *descriptors, gc, initial_state, last, scale, warm, pieces.cu_seqlens, pieces.T, pieces.N,
-        H, HV, K, V, BT=CHUNK, BV=BV, **CONFIGS[K],
+        H, HV, K, V, **TILES, **OPTIONS,
     )  # fmt: skip

@@ -21,6 +21,7 @@ from linattn_edu.kernels.pieces import Pieces
 from linattn_edu.kernels.scan_gluon import (
     BV,
     CHUNK,
+    OPTIONS,
     barrier,
     descriptor,
     half,
@@ -33,16 +34,16 @@ from linattn_edu.packing import Packing
 
 
 @gluon.jit
-def way(warm_ptr, cu_ptr, offsets_ptr, T, N, H: gl.constexpr, HV: gl.constexpr, V: gl.constexpr,
-        BT: gl.constexpr, BV: gl.constexpr, BACK: gl.constexpr):  # fmt: skip
-    """What this program goes through: a piece, or by warm_ptr more, or nothing.
+def way(pid, warm_ptr, cu_ptr, offsets_ptr, T, N, H: gl.constexpr, HV: gl.constexpr,
+        V: gl.constexpr, BT: gl.constexpr, BV: gl.constexpr, BACK: gl.constexpr):  # fmt: skip
+    """What program pid goes through: a piece, or by warm_ptr more, or nothing.
 
     Returns the tile of values, the head, its head of keys, the piece and head with which it begins
     and with which it ends (-1: another program goes through it), the first row, the number of the
     first chunk, the chunks, and those at whose end nothing is stored.
     """
     NV: gl.constexpr = V // BV
-    i_v, i_nh = gl.program_id(0) % NV, gl.program_id(0) // NV
+    i_v, i_nh = pid % NV, pid // NV
     i_h, skip, i_end = i_nh % HV, 0, i_nh
     first, n_t, i_c = sequence_of(i_nh // HV, cu_ptr, offsets_ptr, T, BT)
     if warm_ptr is not None:
@@ -328,6 +329,7 @@ def scan_states_gluon_kernel(
     offsets_ptr,  # [N] or None
     T,
     N,
+    STEP: gl.constexpr,  # one of so many programs of the grid
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
     BT: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -336,7 +338,7 @@ def scan_states_gluon_kernel(
     Reference: linattn_edu.reference.delta.fused_bwd.scan_states.
     """
     i_v, i_h, i_k, i_nh, _, first, i_c, NT, skip = way(
-        warm_ptr, cu_ptr, offsets_ptr, T, N, H, HV, V, BT, BV, False
+        gl.program_id(0) // STEP, warm_ptr, cu_ptr, offsets_ptr, T, N, H, HV, V, BT, BV, False
     )
     c_v = i_h * V + i_v * BV
     gc_ptr += first.to(gl.int64) * HV + i_h
@@ -383,6 +385,7 @@ def scan_bwd_gluon_kernel(
     offsets_ptr,  # [N] or None
     T,
     N,
+    STEP: gl.constexpr,  # one of so many programs of the grid
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
     BT: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -391,7 +394,7 @@ def scan_bwd_gluon_kernel(
     Reference: linattn_edu.reference.delta.fused_bwd.scan_bwd.
     """
     i_v, i_h, i_k, i_nh, i_end, first, i_c, NT, skip = way(
-        warm_ptr, cu_ptr, offsets_ptr, T, N, H, HV, V, BT, BV, True
+        gl.program_id(0) // STEP, warm_ptr, cu_ptr, offsets_ptr, T, N, H, HV, V, BT, BV, True
     )
     c_k, c_v, c_t = i_k * K, i_h * V + i_v * BV, i_h * BT
     gc_ptr += first.to(gl.int64) * HV + i_h
@@ -420,13 +423,37 @@ def scan_bwd_gluon_kernel(
     ], [1, 1], [24, 24])  # fmt: skip
 
 
+@gluon.jit(do_not_specialize=["T", "N"])
+def scans_gluon_kernel(
+    q_desc, k_desc, v_desc, P_desc, AG_desc, do_desc, h_desc, new_desc, dh_desc, Z_desc, dv_desc,
+    beta_ptr, gc_ptr, h0_ptr, dht_ptr, dh0_ptr, scale, forth_ptr, back_ptr, cu_ptr, offsets_ptr,
+    T,
+    N,
+    H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
+    BT: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr, STAGES_BACK: gl.constexpr,
+):  # fmt: skip
+    """The programs of both kernels, of which it has all arguments.
+
+    Grid (2 * N * HV * V / BV).  Reference: linattn_edu.reference.delta.fused_bwd.scans.
+    """
+    if gl.program_id(0) % 2 == 0:
+        scan_bwd_gluon_kernel(
+            q_desc, k_desc, P_desc, AG_desc, do_desc, dh_desc, Z_desc, dv_desc, beta_ptr, gc_ptr,
+            dht_ptr, dh0_ptr, scale, back_ptr, cu_ptr, offsets_ptr, T, N, 2, H, HV, K, V, BT, BV,
+            STAGES_BACK,
+        )  # fmt: skip
+    else:
+        scan_states_gluon_kernel(
+            k_desc, v_desc, AG_desc, h_desc, new_desc, beta_ptr, gc_ptr, h0_ptr, forth_ptr, cu_ptr,
+            offsets_ptr, T, N, 2, H, HV, K, V, BT, BV, STAGES,
+        )  # fmt: skip
+
+
 HEAD = 128  # keys
-# STAGES: chunks in shared memory, one at work, the others on their way. maxnreg: registers of a
-# thread at the start, of which the two warps that copy keep 24 and the others take the rest
-CONFIGS = {
-    "states": {"STAGES": 4, "num_warps": 4, "maxnreg": 144},
-    "back": {"STAGES": 3, "num_warps": 4, "maxnreg": 144},
-}
+# STAGES: chunks in shared memory, one at work, the others on their way
+TILES = {"BT": CHUNK, "BV": BV, "STAGES": 4}
+TILES_BACK = TILES | {"STAGES": 3}
+TILES_BOTH = TILES | {"STAGES_BACK": 3}
 
 
 def fits(q: Tensor, k: Tensor, v: Tensor, P: Tensor, AG: Tensor, packing: Packing | None) -> bool:
@@ -461,7 +488,7 @@ def scan_states_gluon(
     chunks = map(descriptor, (k, v, AG), (K, BV, CHUNK))
     scan_states_gluon_kernel[(pieces.N * HV * V // BV,)](
         *chunks, states_descriptor(h), descriptor(v_new, BV), beta, gc, h0, warm,
-        *places_of(pieces), H, HV, K, V, CHUNK, BV, **CONFIGS["states"],
+        *places_of(pieces), 1, H, HV, K, V, **TILES, **OPTIONS,
     )  # fmt: skip
 
 
@@ -488,5 +515,38 @@ def scan_bwd_gluon(
     outs = map(descriptor, (Z, dv), (BV, BV))
     scan_bwd_gluon_kernel[(pieces.N * HV * V // BV,)](
         *chunks, states_descriptor(dh), *outs, beta, gc, dht, dh0, scale, warm,
-        *places_of(pieces), H, HV, K, V, CHUNK, BV, **CONFIGS["back"],
+        *places_of(pieces), 1, H, HV, K, V, **TILES_BACK, **OPTIONS,
+    )  # fmt: skip
+
+
+def scans_gluon(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    gc: Tensor,
+    P: Tensor,
+    AG: Tensor,
+    do: Tensor,
+    h0: Tensor | None,
+    dht: Tensor | None,
+    h: Tensor,
+    v_new: Tensor,
+    dh: Tensor,
+    Z: Tensor,
+    dv: Tensor,
+    dh0: Tensor,
+    scale: float,
+    forth: Tensor | None,
+    back: Tensor | None,
+    pieces: Pieces,
+) -> None:
+    """Launch scans_gluon_kernel on the pieces; it writes what the two others write."""
+    (H, K), (HV, V) = q.shape[2:], v.shape[2:]
+    tensors = q, k, v, P, AG, do, v_new, Z, dv
+    widths = K, K, BV, CHUNK, CHUNK, BV, BV, BV, BV
+    *chunks, new, Zs, dvs = map(descriptor, tensors, widths)
+    scans_gluon_kernel[(2 * pieces.N * HV * V // BV,)](
+        *chunks, states_descriptor(h), new, states_descriptor(dh), Zs, dvs, beta, gc, h0, dht, dh0,
+        scale, forth, back, *places_of(pieces), H, HV, K, V, **TILES_BOTH, **OPTIONS,
     )  # fmt: skip

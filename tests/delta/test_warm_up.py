@@ -106,8 +106,12 @@ def test_kernels_match_the_reference(back, bounds, diagonal, processors, monkeyp
         for a, b in at:
             i = torch.arange(a, b, device=device)
             beta[:, i, :, (i - a) % C] = x.beta[:, i].transpose(0, 1)
-    found, (*wide, warm) = kernels.warm_up(x.k, beta, gc, 20, chunk_size=C, back=back, **own)
+    own |= {"chunk_size": C, "back": back}
+    found, (*wide, warm) = kernels.warm_up(x.k, beta, gc, 20, **own)
     want = torch.cat([z.flatten(0, 1) for z in want])
     assert torch.equal(warm[: len(want)], want)
     assert len(wide) == (processors > 1) and all((x < 0).all() for x in wide)
+    if wide:
+        _, (one,) = kernels.warm_up(x.k, beta, gc, 20, choice=False, **own)
+        assert torch.equal(one, warm)
     assert len(want) <= found.N and (want < 0).any() and (want > 1).any()

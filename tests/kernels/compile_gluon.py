@@ -22,31 +22,31 @@ from linattn_edu.kernels import scan_gluon, scans_gluon
 
 BIN = Path(triton.__file__).parent / "backends/nvidia/bin"
 CHUNK, BV = scan_gluon.CHUNK, scan_gluon.BV
-PIECES = "warm_ptr", "cu_ptr", "offsets_ptr"
-SCAN, STATES, BACK = (
-    scan_gluon.scan_gluon_kernel,
-    scans_gluon.scan_states_gluon_kernel,
-    scans_gluon.scan_bwd_gluon_kernel,
-)
-# kernel, how it is launched, dtype, K, the pointers that are None
+SCAN = scan_gluon.scan_gluon_kernel, scan_gluon.TILES
+STATES = scans_gluon.scan_states_gluon_kernel, scans_gluon.TILES | {"STEP": 1}
+BACK = scans_gluon.scan_bwd_gluon_kernel, scans_gluon.TILES_BACK | {"STEP": 1}
+BOTH = scans_gluon.scans_gluon_kernel, scans_gluon.TILES_BOTH
+WHOLE = "warm_ptr", "forth_ptr", "back_ptr", "cu_ptr", "offsets_ptr"
+# kernel, dtype, K, the pointers that are None
 FORMS = (
-    (SCAN, scan_gluon.CONFIGS[128], "bf16", 128, ("h0_ptr", "ht_ptr", *PIECES)),
-    (SCAN, scan_gluon.CONFIGS[128], "fp16", 128, ()),
-    (SCAN, scan_gluon.CONFIGS[64], "bf16", 64, ("cu_ptr",)),
-    (STATES, scans_gluon.CONFIGS["states"], "bf16", 128, ("h0_ptr", *PIECES)),
-    (STATES, scans_gluon.CONFIGS["states"], "fp16", 128, ()),
-    (BACK, scans_gluon.CONFIGS["back"], "bf16", 128, ("dht_ptr", *PIECES)),
-    (BACK, scans_gluon.CONFIGS["back"], "fp16", 128, ()),
+    (SCAN, "bf16", 128, ("h0_ptr", "ht_ptr", *WHOLE)),
+    (SCAN, "fp16", 128, ()),
+    (SCAN, "bf16", 64, ("cu_ptr",)),
+    (STATES, "bf16", 128, ("h0_ptr", *WHOLE)),
+    (STATES, "fp16", 128, ()),
+    (BACK, "bf16", 128, ("dht_ptr", *WHOLE)),
+    (BACK, "fp16", 128, ()),
+    (BOTH, "bf16", 128, ("h0_ptr", "dht_ptr", *WHOLE)),
 )
 DTYPES = {"bf16": gl.bfloat16, "fp16": gl.float16}
-POINTERS = {"warm_ptr": "*i32", "cu_ptr": "*i64", "offsets_ptr": "*i64"}  # else fp32
+POINTERS = {name: "*i64" if name in ("cu_ptr", "offsets_ptr") else "*i32" for name in WHOLE}
 SCALARS = {"scale": "fp32", "T": "i32", "N": "i32"}
 
 
-def source_of(kernel, stages, name, K, absent):
+def source_of(kernel, tiles, name, K, absent):
+    """The kernel for numbers of 16 bit and K keys, with these arguments None."""
     widths = {"q": K, "k": K, "P": CHUNK, "R": CHUNK, "AG": CHUNK}  # else BV
-    constants = {"H": 2, "HV": 4, "K": K, "V": 128, "BT": CHUNK, "BV": BV, "STAGES": stages}
-    constants |= dict.fromkeys(absent)
+    constants = {"H": 2, "HV": 4, "K": K, "V": 128, **tiles, **dict.fromkeys(absent)}
     signature, values, attrs = {}, {}, {}
     for i, argument in enumerate(kernel.arg_names):
         if argument in constants:
@@ -65,10 +65,9 @@ def source_of(kernel, stages, name, K, absent):
 
 def main():
     target = GPUTarget("cuda", 90, 32)
-    for kernel, config, *form in FORMS:
-        options = {n: x for n, x in config.items() if n != "STAGES"}
-        source = source_of(kernel, config["STAGES"], *form)
-        compiled = triton.compile(source, target=target, options=options)
+    for (kernel, tiles), dtype, K, absent in FORMS:
+        source = source_of(kernel, tiles, dtype, K, absent)
+        compiled = triton.compile(source, target=target, options=scan_gluon.OPTIONS)
         with tempfile.TemporaryDirectory() as folder:
             ptx, cubin = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
             ptx.write_text(compiled.asm["ptx"])
@@ -79,12 +78,10 @@ def main():
         found = {
             "spilled": "0 bytes spill stores, 0 bytes spill loads" not in said,
             "serialized": "serialized" in said,
-            "registers": options["maxnreg"],  # of a thread at the start
-            "threads": 32 * compiled.metadata.num_warps,
             "shared": compiled.metadata.shared,
             "from_registers": compiled.asm["ptx"].count("wgmma.mma_async"),
         }
-        print(json.dumps({"kernel": kernel.__name__, "K": form[1]} | found))
+        print(json.dumps({"kernel": kernel.__name__, "K": K} | found))
 
 
 if __name__ == "__main__":
