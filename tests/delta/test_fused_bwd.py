@@ -7,13 +7,17 @@ import torch
 from delta.stage_checks import DTYPES, check_rounded, check_stage, grid, inputs
 from gdn_checks import launches
 
+from linattn_edu.kernels import pieces
 from linattn_edu.kernels.delta import fused_bwd as kernels
+from linattn_edu.kernels.delta import warm_up
+from linattn_edu.kernels.delta.fused import intra as intra_kernel
 from linattn_edu.kernels.delta.fused import scan_map as scan_map_kernel
+from linattn_edu.kernels.delta.gate_cumsum import gate_cumsum as gate_cumsum_kernel
 from linattn_edu.ops.gdn import backward, forward, fused_stages, stages
 from linattn_edu.reference.delta import fused_bwd as references
 from linattn_edu.reference.delta.fused import intra, scan_map
 from linattn_edu.reference.delta.gate_cumsum import gate_cumsum
-from linattn_edu.testing import assert_close
+from linattn_edu.testing import assert_close, gdn_inputs
 
 pytestmark = pytest.mark.usefixtures("poison")
 
@@ -76,6 +80,75 @@ def test_scans_are_one_launch_or_two(device, monkeypatch):
             found.append(kernels.scans(*args, scale=0.3))
         assert len(names) == ran
     assert all(map(torch.equal, *found))
+
+
+@pytest.fixture
+def plain_and_gluon(device, monkeypatch):
+    """The scans of what `gdn_inputs` gives, in plain Triton, then in Gluon, twice."""
+    scans_gluon = kernels.scans_gluon
+    if scans_gluon is None:
+        pytest.skip("made for another Triton")
+    monkeypatch.setattr(scans_gluon.scan_gluon, "LEAST", 1)
+
+    def run(x, h0, dht):
+        gc = gate_cumsum_kernel(x.g, chunk_size=64)
+        options = {"chunk_size": 64, "return_inverse": True, "gated": True}
+        P, _, AG = intra_kernel(x.q, x.k, x.beta, gc, **options)
+        if not scans_gluon.fits(x.q, x.k, x.v, P, AG, None):
+            pytest.skip("made for Hopper and another Triton")
+        torch.manual_seed(1)
+        args = (x.q, x.k, x.v, x.beta, gc, P, AG, torch.randn_like(x.v), h0, dht)
+        with monkeypatch.context() as patch:
+            patch.setattr(kernels, "scans_gluon", None)
+            want = kernels.scans(*args, scale=0.3)
+        for _ in range(2):  # what is copied ahead must not be overtaken
+            with launches() as ran:
+                got = kernels.scans(*args, scale=0.3)
+            assert {scans_gluon.scan_states_gluon_kernel, scans_gluon.scan_bwd_gluon_kernel} <= {
+                *ran
+            }
+            assert all(map(torch.equal, got, want))
+
+    return run
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("given", [False, True], ids=["zero", "states"])
+@pytest.mark.parametrize(("B", "T", "HV"), [(1, 64, 1), (2, 128, 4), (1, 2048, 4)])
+def test_scans_gluon_give_the_same_bits(B, T, HV, given, dtype, device, plain_and_gluon):
+    x = gdn_inputs(B, T, max(1, HV // 2), HV, 128, 128, dtype=dtype, device=device, seed=0)
+    states = torch.randn(2, B, HV, 128, 128, device=device)
+    plain_and_gluon(x, *(states if given else (None, None)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("given", [False, True], ids=["zero", "states"])
+@pytest.mark.parametrize("gates", ["forgotten", "slow", "mixed", "maps"])
+@pytest.mark.parametrize("T", [1024, 960], ids=["whole pieces", "a rest"])
+def test_scans_gluon_in_pieces(T, gates, given, device, plain_and_gluon, monkeypatch):
+    """Pieces of 256 tokens, found forgotten in 128, or by their maps."""
+    rule = {"LENGTH": 256, "LEAST": 2} if gates == "maps" else {"PROGRAMS": 0, "SPAN": 32}
+    for name, value in rule.items():
+        monkeypatch.setattr(pieces, name, value)
+    monkeypatch.setattr(warm_up, "REACH", 128)
+    found = []
+
+    def seen(*args, **options):
+        found.append(warm_up.warm_up(*args, **options))
+        return found[-1]
+
+    monkeypatch.setattr(kernels, "warm_up", seen)
+    x = gdn_inputs(2, T, 2, 4, 128, 128, dtype=torch.bfloat16, device=device, seed=0)
+    x.g.fill_(-0.01 if gates == "slow" else -3.0)
+    if gates == "mixed":  # head 0 forgets in a chunk, 1 at one place, 2 never, 3 in two chunks
+        x.g[..., 1:] = torch.tensor([-0.01, -0.01, -0.25], device=device)
+        x.g[:, 500:524, 1] = -40.0
+    states = torch.randn(2, 2, 4, 128, 128, device=device)
+    plain_and_gluon(x, *(states if given else (None, None)))
+    starts = [{*torch.stack(warm).amax(0).unique().tolist()} for _, warm in found]
+    want = {"forgotten": {0, 1}, "slow": {-1, 0}, "mixed": {-1, 0, 1, 2}, "maps": None}[gates]
+    assert starts == ([] if want is None else [want] * 6)
 
 
 @grid

@@ -1,6 +1,6 @@
-"""Compile scan_gluon_kernel for Hopper, which need not be present.
+"""Compile the kernels in Gluon for Hopper, which need not be present.
 
-Prints a JSON line for each of its forms. A program, because a process that interprets kernels
+Prints a JSON line for each of their forms. A program, because a process that interprets kernels
 cannot compile them.
 """
 
@@ -18,31 +18,41 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from linattn_edu.kernels import scan_gluon
+from linattn_edu.kernels import scan_gluon, scans_gluon
 
 BIN = Path(triton.__file__).parent / "backends/nvidia/bin"
 CHUNK, BV = scan_gluon.CHUNK, scan_gluon.BV
-# dtype, K, the pointers that are None
+SCAN = scan_gluon.scan_gluon_kernel, scan_gluon.TILES
+STATES = scans_gluon.scan_states_gluon_kernel, scans_gluon.TILES | {"STEP": 1}
+BACK = scans_gluon.scan_bwd_gluon_kernel, scans_gluon.TILES_BACK | {"STEP": 1}
+BOTH = scans_gluon.scans_gluon_kernel, scans_gluon.TILES_BOTH
+WHOLE = "warm_ptr", "forth_ptr", "back_ptr", "cu_ptr", "offsets_ptr"
+# kernel, dtype, K, the pointers that are None
 FORMS = (
-    ("bf16", 128, ("h0_ptr", "ht_ptr", "warm_ptr", "cu_ptr")),
-    ("fp16", 128, ()),
-    ("bf16", 64, ("cu_ptr",)),
+    (SCAN, "bf16", 128, ("h0_ptr", "ht_ptr", *WHOLE)),
+    (SCAN, "fp16", 128, ()),
+    (SCAN, "bf16", 64, ("cu_ptr",)),
+    (STATES, "bf16", 128, ("h0_ptr", *WHOLE)),
+    (STATES, "fp16", 128, ()),
+    (BACK, "bf16", 128, ("dht_ptr", *WHOLE)),
+    (BACK, "fp16", 128, ()),
+    (BOTH, "bf16", 128, ("h0_ptr", "dht_ptr", *WHOLE)),
 )
 DTYPES = {"bf16": gl.bfloat16, "fp16": gl.float16}
-POINTERS = {"warm_ptr": "*i32", "cu_ptr": "*i64"}  # else fp32
+POINTERS = {name: "*i64" if name in ("cu_ptr", "offsets_ptr") else "*i32" for name in WHOLE}
 SCALARS = {"scale": "fp32", "T": "i32", "N": "i32"}
 
 
-def source_of(name, K, absent):
+def source_of(kernel, tiles, name, K, absent):
     """The kernel for numbers of 16 bit and K keys, with these arguments None."""
-    widths = {"q": K, "k": K, "v": BV, "P": CHUNK, "R": CHUNK, "o": BV}
-    constants = {"H": 2, "HV": 4, "K": K, "V": 128, **scan_gluon.TILES, **dict.fromkeys(absent)}
+    widths = {"q": K, "k": K, "P": CHUNK, "R": CHUNK, "AG": CHUNK}  # else BV
+    constants = {"H": 2, "HV": 4, "K": K, "V": 128, **tiles, **dict.fromkeys(absent)}
     signature, values, attrs = {}, {}, {}
-    for i, argument in enumerate(scan_gluon.scan_gluon_kernel.arg_names):
+    for i, argument in enumerate(kernel.arg_names):
         if argument in constants:
             signature[argument], values[(i,)] = "constexpr", constants[argument]
         elif argument.endswith("_desc"):
-            block = [CHUNK, widths[argument.removesuffix("_desc")]]
+            block = [CHUNK, widths.get(argument.removesuffix("_desc"), BV)]
             layout = gl.NVMMASharedLayout.get_default_for(block, DTYPES[name])
             signature[argument] = f"tensordesc<{name}{block},{layout!r}>"
         elif argument.endswith("_ptr"):
@@ -50,13 +60,13 @@ def source_of(name, K, absent):
             attrs[(i,)] = [["tt.divisibility", 16]]
         else:
             signature[argument] = SCALARS[argument]
-    return GluonASTSource(scan_gluon.scan_gluon_kernel, signature, values, attrs)
+    return GluonASTSource(kernel, signature, values, attrs)
 
 
 def main():
     target = GPUTarget("cuda", 90, 32)
-    for dtype, K, absent in FORMS:
-        source = source_of(dtype, K, absent)
+    for (kernel, tiles), dtype, K, absent in FORMS:
+        source = source_of(kernel, tiles, dtype, K, absent)
         compiled = triton.compile(source, target=target, options=scan_gluon.OPTIONS)
         with tempfile.TemporaryDirectory() as folder:
             ptx, cubin = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
@@ -71,7 +81,7 @@ def main():
             "shared": compiled.metadata.shared,
             "from_registers": compiled.asm["ptx"].count("wgmma.mma_async"),
         }
-        print(json.dumps({"dtype": dtype, "K": K} | found))
+        print(json.dumps({"kernel": kernel.__name__, "K": K} | found))
 
 
 if __name__ == "__main__":

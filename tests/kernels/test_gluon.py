@@ -1,4 +1,4 @@
-"""scan_gluon compiled for Hopper, which need not be present, and when it is chosen."""
+"""The scans in Gluon compiled for Hopper, which need not be present, and when they are chosen."""
 
 import pytest
 import torch
@@ -6,20 +6,30 @@ from kernels.workers import lines_of
 
 pytest.importorskip("triton")
 scan_gluon = pytest.importorskip("linattn_edu.kernels.scan_gluon")
+scans_gluon = pytest.importorskip("linattn_edu.kernels.scans_gluon")
+# products of 64 terms and 64 columns, for the first chunk and in the loop: K S twice 64 terms, the
+# state twice 64 columns; forward Q S, R W and P v_new, or v_new; back P^T dO, Z and the state again
+PRODUCTS = {
+    "scan_gluon_kernel": 2 + (2 + 2 + 1 + 1 + 2),
+    "scan_states_gluon_kernel": 2 + (2 + 1 + 2),
+    "scan_bwd_gluon_kernel": 2 + (2 + 1 + 1 + 2 + 2),
+}
+PRODUCTS["scans_gluon_kernel"] = (
+    PRODUCTS["scan_states_gluon_kernel"] + PRODUCTS["scan_bwd_gluon_kernel"]
+)
 
 
 def test_compiled_for_hopper():
     """Nothing is spilled, the products run beside one another, and shared memory suffices."""
     rows = lines_of("compile_gluon.py")
-    assert [row["K"] for row in rows] == [128, 128, 64]
+    assert {row["kernel"] for row in rows} == {*PRODUCTS}
     for row in rows:
         assert not row["spilled"], row
         assert not row["serialized"], row
         assert 0 < row["shared"] <= 227 << 10, row
-        # K S before the loop; then six products of 64 columns, of which K S, Q S have K terms, and
-        # that of the state has K columns
-        halves = row["K"] // 64
-        assert row["from_registers"] == 4 * halves + 4 * (halves + halves + 1 + 1 + halves), row
+        # of 64 keys those of twice 64 terms or columns are half as many
+        products = PRODUCTS[row["kernel"]] if row["K"] == 128 else 1 + (1 + 1 + 1 + 1 + 1)
+        assert row["from_registers"] == 4 * products, row
 
 
 class Stand:
@@ -44,8 +54,10 @@ def test_fits(monkeypatch):
     monkeypatch.setattr(scan_gluon, "VERSIONS", (scan_gluon.triton.__version__,))
 
     def fits(T=4096, K=128, V=128, C=64, dtype=torch.bfloat16, packing=None, address=0):
-        q, k, v, P, R = (Stand(T, n, dtype, address) for n in (K, K, V, C, C))
-        return scan_gluon.fits(q, k, v, P, R, packing)
+        given = *(Stand(T, n, dtype, address) for n in (K, K, V, C, C)), packing
+        found = scan_gluon.fits(*given)
+        assert scans_gluon.fits(*given) == (found and K == 128)
+        return found
 
     assert fits()
     assert fits(dtype=torch.float16, T=2048)

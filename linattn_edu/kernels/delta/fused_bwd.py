@@ -33,6 +33,11 @@ from linattn_edu.kernels.tiles import (
 )
 from linattn_edu.packing import Packing
 
+try:
+    from linattn_edu.kernels import scans_gluon
+except (ImportError, AttributeError):  # a Triton whose Gluon has other names
+    scans_gluon = None
+
 
 @triton.jit(do_not_specialize=["T", "N"])
 def scan_states_kernel(
@@ -437,11 +442,19 @@ def scan_states(
 ) -> tuple[Tensor, Tensor]:
     """Launch scan_states_kernel; arguments and result as in the reference."""
     C = AG.shape[-1]
-    pieces, warm, initial_state = _forth(k, v, beta, gc, AG, initial_state, packing)
+    gluon = _in_gluon(k, k, v, AG, AG, packing)
+    pieces, warm, initial_state = _forth(k, v, beta, gc, AG, initial_state, packing, gluon)
     out = _states_out(k, v, C, packing)
     for i, skipped in enumerate(warm):
-        _launch_states(pieces, skipped, i == 0, k, v, beta, gc, AG, initial_state, *out)
+        _launch_states(gluon, pieces, skipped, i == 0, k, v, beta, gc, AG, initial_state, *out)
     return out
+
+
+def _in_gluon(
+    q: Tensor, k: Tensor, v: Tensor, P: Tensor, AG: Tensor, packing: Packing | None
+) -> bool:
+    """Whether a scan is taken in Gluon."""
+    return scans_gluon is not None and scans_gluon.fits(q, k, v, P, AG, packing)
 
 
 def _states_out(k: Tensor, v: Tensor, C: int, packing: Packing | None) -> tuple[Tensor, Tensor]:
@@ -458,6 +471,7 @@ def _forth(
     AG: Tensor,
     state: Tensor | None,
     packing: Packing | None,
+    gluon: bool,
 ) -> tuple[Pieces, list[Tensor | None], Tensor | None]:
     """The pieces of scan_states, how far before each it begins, and the states that enter them."""
     C = AG.shape[-1]
@@ -465,11 +479,13 @@ def _forth(
     if pieces.several:
         maps = scan_map(k, v, gc, AG, None, beta, pieces=pieces)
         return pieces, [None], pieces.entering(cp_merge, maps, state)
-    pieces, warm = warm_up(k, beta, gc, v.shape[-1], chunk_size=C, packing=packing)
+    options = {"chunk_size": C, "choice": not gluon, "packing": packing}
+    pieces, warm = warm_up(k, beta, gc, v.shape[-1], **options)
     return pieces, warm, pieces.placed(state)
 
 
 def _launch_states(
+    gluon: bool,
     pieces: Pieces,
     warm: Tensor | None,
     wide: bool,
@@ -482,7 +498,11 @@ def _launch_states(
     h: Tensor,
     v_new: Tensor,
 ) -> None:
-    """Launch scan_states_kernel, with the tiles that suit its pieces, or whole sequences."""
+    """Launch the kernel, in plain Triton with the tiles that suit pieces, or whole sequences."""
+    if gluon:
+        given = k, v, beta, gc, AG, initial_state
+        scans_gluon.scan_states_gluon(*given, h, v_new, warm, pieces)
+        return
     H, K = k.shape[2:]
     HV, V = v.shape[2:]
     _, config = scan_launch(SCAN_CONFIGS, k, (pieces.N if wide else pieces.batch) * HV, V)
@@ -506,10 +526,11 @@ def scan_bwd(
     packing: Packing | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Launch scan_bwd_kernel; arguments and result as in the reference."""
-    pieces, warm, dht = _back(q, k, beta, gc, P, AG, do, dht, scale, packing)
+    gluon = _in_gluon(q, k, do, P, AG, packing)
+    pieces, warm, dht = _back(q, k, beta, gc, P, AG, do, dht, scale, packing, gluon)
     out = _back_out(q, gc, do, AG.shape[-1], pieces, packing)
     for skipped in warm:
-        _launch_back(pieces, skipped, scale, q, k, beta, gc, P, AG, do, dht, *out)
+        _launch_back(gluon, pieces, skipped, scale, q, k, beta, gc, P, AG, do, dht, *out)
     return *out[:3], pieces.first(out[3])
 
 
@@ -533,6 +554,7 @@ def _back(
     dht: Tensor | None,
     scale: float,
     packing: Packing | None,
+    gluon: bool,
 ) -> tuple[Pieces, list[Tensor | None], Tensor | None]:
     """The pieces of scan_bwd, how far behind each it begins, and the gradients that leave them."""
     C = AG.shape[-1]
@@ -540,14 +562,24 @@ def _back(
     if pieces.several:
         maps = scan_map_bwd(q, k, beta, gc, P, AG, do, scale=scale, pieces=pieces)
         return pieces, [None], pieces.entering(cp_merge_bwd, maps, dht)
-    pieces, warm = warm_up(k, beta, gc, do.shape[-1], chunk_size=C, back=True, packing=packing)
+    options = {"chunk_size": C, "back": True, "choice": not gluon, "packing": packing}
+    pieces, warm = warm_up(k, beta, gc, do.shape[-1], **options)
     return pieces, warm, pieces.placed(dht, last=True)
 
 
 def _launch_back(
-    pieces: Pieces, warm: Tensor | None, scale: float, q: Tensor, k: Tensor, *rest: Tensor | None
+    gluon: bool,
+    pieces: Pieces,
+    warm: Tensor | None,
+    scale: float,
+    q: Tensor,
+    k: Tensor,
+    *rest: Tensor | None,
 ) -> None:
-    """Launch scan_bwd_kernel on its tensors, the outputs last."""
+    """Launch scan_bwd_kernel, or that in Gluon, on its tensors, the outputs last."""
+    if gluon:
+        scans_gluon.scan_bwd_gluon(q, k, *rest, scale, warm, pieces)
+        return
     H, K = q.shape[2:]
     HV, V = rest[-1].shape[1], rest[-1].shape[-1]
     scan_bwd_kernel[(pieces.N * HV * cdiv(V, BV),)](
@@ -573,20 +605,23 @@ def scans(
 ) -> tuple[Tensor, ...]:
     """Launch scans_kernel; arguments and result as in the reference.
 
-    Where either scan alone has a program for every multiprocessor, it is two launches, which
-    choose their options each for itself: the same bits.
+    Where either scan alone has a program for every multiprocessor, and in Gluon, it is two
+    launches, which choose their options each for itself: the same bits.
     """
     H, K = q.shape[2:]
     HV, V = v.shape[2:]
     C = AG.shape[-1]
-    pieces, ahead, initial_state = _forth(k, v, beta, gc, AG, initial_state, packing)
-    _, behind, dht = _back(q, k, beta, gc, P, AG, do, dht, scale, packing)
+    gluon = _in_gluon(q, k, v, P, AG, packing)
+    pieces, ahead, initial_state = _forth(k, v, beta, gc, AG, initial_state, packing, gluon)
+    _, behind, dht = _back(q, k, beta, gc, P, AG, do, dht, scale, packing, gluon)
     programs = pieces.N * HV * cdiv(V, BV)
     h, v_new = _states_out(k, v, C, packing)
     dh, Z, dv, dh0 = _back_out(q, gc, do, C, pieces, packing)
-    if programs >= device_of(q)[1] or len(ahead) > 1:
-        _launch_states(pieces, ahead.pop(0), True, k, v, beta, gc, AG, initial_state, h, v_new)
-        _launch_back(pieces, behind.pop(0), scale, q, k, beta, gc, P, AG, do, dht, dh, Z, dv, dh0)
+    if gluon or programs >= device_of(q)[1] or len(ahead) > 1:
+        given = k, v, beta, gc, AG, initial_state, h, v_new
+        _launch_states(gluon, pieces, ahead.pop(0), True, *given)
+        given = q, k, beta, gc, P, AG, do, dht, dh, Z, dv, dh0
+        _launch_back(gluon, pieces, behind.pop(0), scale, *given)
     if ahead:
         scans_kernel[(2 * programs,)](
             q, k, v, beta, gc, P, AG, do, initial_state, dht, h, v_new, dh, Z, dv, dh0,
