@@ -33,12 +33,12 @@ def operations() -> list[Operation]:
                 "that it really writes.",
             ),
             Operation(
-                f"K→{sub}ᵀV'{sub}", c, True, (f"V'{sub}",), 3,
+                f"K→ᵀV'{sub}", c, True, (f"V'{sub}",), 3,
                 f"K→, the keys decayed to the end of chunk {c}, times the rows: a product that "
                 "needs V'.",
             ),
             Operation(
-                after, c, False, (before, f"K→{sub}ᵀV'{sub}"), 4,
+                after, c, False, (before, f"K→ᵀV'{sub}"), 4,
                 f"The memory decays and takes the writes of chunk {c}: {after} leaves it."
                 + (f" Now chunk {c + 1} can begin." if c == 1 else ""),
             ),
@@ -126,7 +126,7 @@ def _frame(found: list[Operation], level: dict[str, int], now: int) -> str:
         elif level[op.name] == now:
             paint = "now", LIT, ON_LIT
         else:
-            missing = "the stage's end" if op.row == 5 else max(op.needs, key=level.get)
+            missing = "stage end" if op.row == 5 else max(op.needs, key=level.get)
             state = "next" if level[op.name] == now + 1 else f"waits for {missing}"
             paint = state, None, None
         name = f"{op.name}, a product" if op.product and op.row < 5 else op.name
