@@ -33,22 +33,23 @@ def operations() -> list[Operation]:
                 "that it really writes.",
             ),
             Operation(
-                f"KᵀV'{sub}", c, True, (f"V'{sub}",), 3,
-                f"Keys, decayed to the end of chunk {c}, times the rows: a product that needs V'.",
+                f"K→ᵀV'{sub}", c, True, (f"V'{sub}",), 3,
+                f"K→, the keys decayed to the end of chunk {c}, times the rows: a product that "
+                "needs V'.",
             ),
             Operation(
-                after, c, False, (before, f"KᵀV'{sub}"), 4,
+                after, c, False, (before, f"K→ᵀV'{sub}"), 4,
                 f"The memory decays and takes the writes of chunk {c}: {after} leaves it."
                 + (f" Now chunk {c + 1} can begin." if c == 1 else ""),
             ),
         ]  # fmt: skip
         before = after
-    # of the stage output, a kernel of its own that begins when state is done
+    # of the stage output, a kernel of its own that begins when state is done: with S₂, the last
     for c, sub, entering in ((1, "₁", "S₀"), (2, "₂", "S₁")):
         needs = (entering, f"V'{sub}", "S₂")
         note = (
-            "The stage output reads the states that entered and the rows written, of both chunks "
-            "at the same time."
+            "The stage output is a kernel of its own and begins when this stage has ended. It "
+            "reads the states that entered and the rows written, of both chunks at the same time."
         )
         found.append(Operation(f"o{sub}", c, True, needs, 5, note))
     return found
@@ -73,7 +74,8 @@ def depth(found: list[Operation], name: str) -> int:
 LABEL = "The stages state and output on two chunks"
 _FIRST = (
     "What needs no state has been made of both chunks at the same time, by the stages before: w, u "
-    "and the decayed keys. The memory that enters, S₀, is known. Chunk 2 has all but one thing: S₁."
+    "and the accumulated gates ḡ. The keys K are given, and this stage decays them. The memory "
+    "that enters, S₀, is known. Chunk 2 has all but one thing: S₁."
 )
 _LAST = (
     " In a row there were {} products, {} for each chunk; with more chunks this number grows, "
@@ -109,7 +111,7 @@ def _frame(found: list[Operation], level: dict[str, int], now: int) -> str:
     for c, x in _LEFT.items():
         sub = "₁₂"[c - 1]
         parts.append(text(x + _WIDE / 2, 14, f"chunk {c}", bold=True))
-        parts += _cell(x, 0, f"w{sub} u{sub} K{sub}", "there", BLUE, "#fff")
+        parts += _cell(x, 0, f"w{sub} u{sub} K{sub} ḡ{sub}", "there", BLUE, "#fff")
         middle = x + _WIDE / 2
         for row in range(4):
             parts += arrow([(middle, _top(row) + _HIGH), (middle, _top(row + 1))])
@@ -124,7 +126,7 @@ def _frame(found: list[Operation], level: dict[str, int], now: int) -> str:
         elif level[op.name] == now:
             paint = "now", LIT, ON_LIT
         else:
-            missing = max(op.needs, key=level.get)
+            missing = "stage end" if op.row == 5 else max(op.needs, key=level.get)
             state = "next" if level[op.name] == now + 1 else f"waits for {missing}"
             paint = state, None, None
         name = f"{op.name}, a product" if op.product and op.row < 5 else op.name
