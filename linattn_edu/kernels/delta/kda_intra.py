@@ -110,22 +110,19 @@ def kda_scores_kernel(
     dtype: tl.constexpr = k_ptr.dtype.element_ty
     a_ptr = gc_ptr + b * 16 * HV * K  # the anchor: the first of these rows
 
-    # 2^(gc_i - gc_a) 2^(gc_a - gc_j): the anchor and the readers' factors, once for all blocks
-    GA = ()
+    # 2^(gc_i - gc_a) 2^(gc_a - gc_j): the readers' factors, once for all blocks
     QE = ()
     KE = ()
     b_far = tl.zeros([16], dtype=tl.float32)
     for j in tl.static_range(NK):
         o_k = j * BK + tl.arange(0, BK)
-        b_ga = load_vector(a_ptr, o_k, K)[None, :]
-        b_E = load_gates(gc_ptr, o_i, o_k, HV * K, n_t, K) - b_ga
+        b_E = load_gates(gc_ptr, o_i, o_k, HV * K, n_t, K) - load_vector(a_ptr, o_k, K)[None, :]
         b_far = tl.minimum(b_far, tl.min(b_E, 1))
         b_E = tl.exp2(b_E)
         b_q = load_tile(q_ptr, o_i, o_k, H * K, n_t, K).to(tl.float32)  # [16, BK]
         b_k = load_tile(k_ptr, o_i, o_k, H * K, n_t, K).to(tl.float32)  # [16, BK]
-        GA = GA + (b_ga,)  # noqa: RUF005  (Triton has no starred tuples)
-        QE = QE + (cast(b_q * b_E, dtype),)  # noqa: RUF005
-        KE = KE + (cast(b_k * b_E, dtype),)  # noqa: RUF005
+        QE = QE + (cast(b_q * b_E, dtype),)  # noqa: RUF005  (Triton has no starred tuples)
+        KE = KE + (cast(b_k * b_E, dtype),)  # noqa: RUF005  (Triton has no starred tuples)
 
     # the blocks to the left, where no exponent is positive, and at last the one on the diagonal
     b_P = tl.zeros([16, 16], dtype=tl.float32)
@@ -136,7 +133,8 @@ def kda_scores_kernel(
         b_L = tl.zeros([16, 16], dtype=tl.float32)
         for j in tl.static_range(NK):
             o_k = j * BK + tl.arange(0, BK)
-            b_E = GA[j] - load_gates(gc_ptr, o_j, o_k, HV * K, n_t, K)
+            b_E = load_vector(a_ptr, o_k, K)[None, :]
+            b_E -= load_gates(gc_ptr, o_j, o_k, HV * K, n_t, K)
             b_E = tl.exp2(tl.minimum(b_E, NEAR) if HALVE == FAR else b_E)
             b_kj = load_tile(k_ptr, o_j, o_k, H * K, n_t, K).to(tl.float32) * b_E  # [16, BK]
             b_kj = tl.trans(cast(b_kj, dtype))
@@ -166,11 +164,10 @@ def kda_scores_kernel(
 
 
 @triton.jit
-def load_blocks(
-    L_ptr, S: tl.constexpr, N: tl.constexpr, BELOW: tl.constexpr, stride, n_t
-):  # fmt: skip
-    """[N, S, S]: blocks of S x S on the diagonal of a matrix of n_t rows, or (BELOW) every other
-    one of those just below it."""
+def load_blocks(L_ptr, S: tl.constexpr, N: tl.constexpr, BELOW: tl.constexpr, stride, n_t):
+    """[N, S, S]: the blocks on the diagonal of a matrix of n_t rows; or, with BELOW, the lower left
+    quarters of those of twice the size.
+    """
     o = tl.arange(0, S)
     corner = tl.arange(0, N)[:, None, None] * (2 * S if BELOW else S)
     o_i = corner + (S if BELOW else 0) + o[None, :, None]
