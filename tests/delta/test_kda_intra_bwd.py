@@ -46,6 +46,17 @@ def test_near_and_far_channels_in_one_chunk(K, C, device):
     check_stage(kernel, reference, arguments(x, r))
 
 
+def test_far_channels_between_near_ones(device):
+    """Three groups of channels, the last of them not whole: what a far one overflows stays there,
+    in dbeta too, to which all groups add."""
+    x, r = backward_parts(70, 150, 16, 64, torch.bfloat16, device, H=2)
+    g = -torch.rand(1, 70, 2, 150, device=device) / 8
+    g[:, :, 0, 64:128] = -200
+    g[:, 40:, 1, 128:] = -1e4
+    r.gc = gate_cumsum(g, chunk_size=64)
+    check_stage(kernel, reference, arguments(x, r))
+
+
 def test_dbeta_is_added_to(device):
     x, r = backward_parts(40, 16, 16, 32, torch.float32, device)
     *args, dbeta = arguments(x, r)

@@ -39,14 +39,14 @@ def gate_bwd_kernel(
     """
     ND: tl.constexpr = (D + BD - 1) // BD
     i_d, i_c, first, n_t = chunk_of(tl.program_id(0), cu_ptr, chunks_ptr, T, ND, BT)
-    o_t = tl.arange(0, BT)
+    o_t = BT - 1 - tl.arange(0, BT)  # from the last token: tl.cumsum(reverse=True) turns tiles over
     o_d = i_d * BD + tl.arange(0, BD)
     b_dgc = load_tile(dgc_ptr + first * D, o_t, o_d, D, n_t, D)  # [BT, BD]
     b_g = load_tile(g_ptr + first * D, o_t, o_d, D, n_t, D).to(tl.float32)  # [BT, BD]
     if sums_ptr is not None:
         b_g, b_slope, b_a = gate_tile(b_g, A_log_ptr, bias_ptr, bound, o_d, D, PER)
     # eq:delta-dg   dg = reverse cumsum(dgc)
-    b_dg = tl.cumsum(b_dgc, axis=0, reverse=True)
+    b_dg = tl.cumsum(b_dgc, axis=0)
     b_dg = tl.where(b_g * LOG2E < -150.0, 0.0, b_dg)  # where gate_cumsum held g at its floor
     if sums_ptr is not None:
         b_da, b_dA = gate_sums(b_dg, b_g, b_slope, b_a, (o_t < n_t)[:, None], bound)
@@ -73,6 +73,6 @@ def gate_bwd(
     sums = dgc.new_empty(NT, 2, D) if raw else None
     gate_bwd_kernel[(NT * cdiv(D, width),)](
         dgc, g, A_log, dt_bias, dg, sums, lower_bound, *chunks, g.shape[1], D, PER, BT=chunk_size,
-        BD=width, num_warps=4,
+        BD=width, num_warps=4 if g.ndim == 3 else 8,
     )  # fmt: skip
     return dg, *(parameter_gradients(sums, A_log, dt_bias) if raw else (None, None))

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from linattn_edu.kernels.delta.solve import merge_precision, unit_lower_inverse
+from linattn_edu.kernels.delta.solve import merge, merge_precision, substitute
 from linattn_edu.kernels.tiles import (
     cast,
     chunk_args,
@@ -81,12 +81,12 @@ def kda_scores_kernel(
     beta_ptr,  # [B, T, HV]
     gc_ptr,  # [B, T, HV, K] log2
     P_ptr,  # [B, T, HV, BT] out
-    L_ptr,  # [B, T, HV, BT] out, fp32: L left of the diagonal's blocks; in these (I + L)^-1
+    L_ptr,  # [B, T, HV, BT] out, fp32: L up to its diagonal's blocks
     cu_ptr,  # [N + 1] or None
     chunks_ptr,  # [NT, 2] or None
     T,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
-    BT: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
+    BT: tl.constexpr, BK: tl.constexpr,
     HALVE: tl.constexpr,  # rows of the blocks on the diagonal: NONE, those that are FAR, or ALL
 ):  # fmt: skip
     """One program: 16 rows of one chunk of one head.  Grid (NT * HV * BT / 16).
@@ -122,7 +122,7 @@ def kda_scores_kernel(
         b_q = load_tile(q_ptr, o_i, o_k, H * K, n_t, K).to(tl.float32)  # [16, BK]
         b_k = load_tile(k_ptr, o_i, o_k, H * K, n_t, K).to(tl.float32)  # [16, BK]
         QE = QE + (cast(b_q * b_E, dtype),)  # noqa: RUF005  (Triton has no starred tuples)
-        KE = KE + (cast(b_k * b_E, dtype),)  # noqa: RUF005
+        KE = KE + (cast(b_k * b_E, dtype),)  # noqa: RUF005  (Triton has no starred tuples)
 
     # the blocks to the left, where no exponent is positive, and at last the one on the diagonal
     b_P = tl.zeros([16, 16], dtype=tl.float32)
@@ -158,24 +158,21 @@ def kda_scores_kernel(
     b_P = tl.where(o[:, None] >= o[None, :], b_P, 0.0)
     b_L = tl.where(o[:, None] > o[None, :], b_L, 0.0)
     store_tile(P_ptr + b * 16, b_P, o_i, o, HV * BT, n_t, 16)
-    b_L = unit_lower_inverse(b_beta[:, None] * b_L, 16, PRECISION)
-    store_tile(L_ptr + b * 16, b_L, o_i, o, HV * BT, n_t, 16)
+    store_tile(L_ptr + b * 16, b_beta[:, None] * b_L, o_i, o, HV * BT, n_t, 16)
     for c in range(b + 1, NB):
         store_tile(P_ptr + c * 16, tl.zeros_like(b_P), o_i, o, HV * BT, n_t, 16)
 
 
 @triton.jit
-def load_block(x_ptr, i: tl.constexpr, j: tl.constexpr, stride, n_t):
-    """Block (i, j) of a matrix in blocks of 16 x 16, of which n_t rows exist."""
-    o = tl.arange(0, 16)
-    return load_tile(x_ptr + j * 16, i * 16 + o, o, stride, n_t, 16)
-
-
-@triton.jit
-def store_block(x_ptr, b_x, i: tl.constexpr, j: tl.constexpr, stride, n_t):
-    """The inverse of `load_block`."""
-    o = tl.arange(0, 16)
-    store_tile(x_ptr + j * 16, b_x, i * 16 + o, o, stride, n_t, 16)
+def load_blocks(L_ptr, S: tl.constexpr, N: tl.constexpr, BELOW: tl.constexpr, stride, n_t):
+    """[N, S, S]: the blocks on the diagonal of a matrix of n_t rows; or, with BELOW, the lower left
+    quarters of those of twice the size.
+    """
+    o = tl.arange(0, S)
+    corner = tl.arange(0, N)[:, None, None] * (2 * S if BELOW else S)
+    o_i = corner + (S if BELOW else 0) + o[None, :, None]
+    o_j = corner + o[None, None, :]
+    return tl.load(L_ptr + o_i * stride + o_j, mask=o_i < n_t, other=0.0)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -195,25 +192,15 @@ def kda_inverse_kernel(
     i_h, _, first, n_t = chunk_of(tl.program_id(0), cu_ptr, chunks_ptr, T, HV, BT)
     L_ptr += (first * HV + i_h) * BT
     A_ptr += (first * HV + i_h) * BT
-    NB: tl.constexpr = BT // 16
-    X = ()
-    # eq:kda-inverse   A = (I + L)^-1, by blocks: X_ij = -X_ii (sum over j <= m < i of L_im X_mj)
-    for i in tl.static_range(NB):
-        X_ii = load_block(L_ptr, i, i, HV * BT, n_t)
-        for j in tl.static_range(NB):
-            if j < i:
-                b_x = tl.zeros([16, 16], dtype=tl.float32)
-                for m in tl.static_range(NB):
-                    if j <= m and m < i:
-                        b_L = load_block(L_ptr, i, m, HV * BT, n_t)
-                        b_x = dot(b_L, X[m * NB + j], b_x, precision=PRECISION)
-                b_x = -dot(X_ii, b_x, precision=PRECISION)
-            elif j == i:
-                b_x = X_ii
-            else:
-                b_x = tl.zeros([16, 16], dtype=tl.float32)
-            X = X + (b_x,)  # noqa: RUF005  (Triton has no starred tuples)
-            store_block(A_ptr, b_x, i, j, HV * BT, n_t)
+    # eq:kda-inverse   A = (I + L)^-1
+    X = substitute(load_blocks(L_ptr, 8, BT // 8, False, HV * BT, n_t))
+    X = merge(X, load_blocks(L_ptr, 8, BT // 16, True, HV * BT, n_t), 8, BT, PRECISION)
+    if BT > 16:
+        X = merge(X, load_blocks(L_ptr, 16, BT // 32, True, HV * BT, n_t), 16, BT, PRECISION)
+    if BT > 32:
+        X = merge(X, load_blocks(L_ptr, 32, BT // 64, True, HV * BT, n_t), 32, BT, PRECISION)
+    o_t = tl.arange(0, BT)
+    store_tile(A_ptr, tl.reshape(X, (BT, BT)), o_t, o_t, HV * BT, n_t, BT)
 
 
 # generation -> bytes of an element -> row of kda_scores: one warp, so that nothing waits at a
@@ -253,11 +240,13 @@ def kda_intra(
     P, A = (k.new_empty(B, T, HV, chunk_size) for _ in range(2))
     L = torch.empty_like(P, dtype=torch.float32)
     config = entry(CONFIGS, k).launch(K)
-    options = {"BT": chunk_size, "PRECISION": merge_precision(k.dtype)}
     NT, *chunks = chunk_args(k, chunk_size, packing)
     kda_scores_kernel[(NT * HV * (chunk_size // 16),)](
         q, k, beta, gc, P, L, *chunks, T, H, HV, K,
-        HALVE=halve(k.dtype, lower_bound), **options, **config,
+        BT=chunk_size, HALVE=halve(k.dtype, lower_bound), **config,
     )  # fmt: skip
-    kda_inverse_kernel[(NT * HV,)](L, A, *chunks, T, HV, **options, num_warps=1)
+    precision = merge_precision(k.dtype)
+    kda_inverse_kernel[(NT * HV,)](
+        L, A, *chunks, T, HV, BT=chunk_size, PRECISION=precision, num_warps=1
+    )
     return P, A

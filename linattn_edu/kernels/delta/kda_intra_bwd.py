@@ -7,6 +7,7 @@ from torch import Tensor
 
 from linattn_edu.kernels.delta.kda_intra import FAR, halve, halves, pairs
 from linattn_edu.kernels.tiles import (
+    block,
     cast,
     cdiv,
     chunk_args,
@@ -37,13 +38,16 @@ def middle(n_t, BT: tl.constexpr):
 
 
 @triton.jit
-def is_near(gc_ptr, j, stride, n_t, K, BT: tl.constexpr):
-    """Whether no channel of group j fades by more than 2^NEAR to the chunk's middle or from it."""
-    o_k = j * GROUP + tl.arange(0, GROUP)
+def are_near(gc_ptr, stride, n_t, K, BT: tl.constexpr, BN: tl.constexpr):
+    """[BN / GROUP]: whether no channel of a group fades by more than 2^NEAR to the chunk's middle
+    or from it.  BN: all channels, which are loaded at once.
+    """
+    o_k = tl.arange(0, BN)
     b_ga = load_vector(gc_ptr + middle(n_t, BT) * stride, o_k, K)
     b_before = load_vector(gc_ptr, o_k, K) - b_ga
     b_after = b_ga - load_vector(gc_ptr + (tl.minimum(BT, n_t) - 1) * stride, o_k, K)
-    return tl.max(tl.maximum(b_before, b_after), 0) <= NEAR
+    b_most = tl.reshape(tl.maximum(b_before, b_after), (BN // GROUP, GROUP))
+    return tl.max(b_most, 1) <= NEAR
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -68,8 +72,12 @@ def kda_intra_bwd_near_kernel(
     T,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
     BT: tl.constexpr, BK: tl.constexpr,
+    BN: tl.constexpr,  # all channels, in whole groups
 ):  # fmt: skip
     """One program: one chunk of one head, its channels that are near.  Grid (NT * HV).
+
+    The others are computed too, if there are near ones, and not stored: without a branch the loads
+    of the next channels need not wait until these are done.
 
     Reference: linattn_edu.reference.delta.kda_intra_bwd.
     """
@@ -81,7 +89,12 @@ def kda_intra_bwd_near_kernel(
     o_t = tl.arange(0, BT)
     last = tl.minimum(BT, n_t) - 1
     NG: tl.constexpr = (K + GROUP - 1) // GROUP
-    near_ptr += (i_c * HV + i_h) * NG
+    o_n = tl.arange(0, BN // GROUP)
+    b_near = are_near(gc_ptr, HV * K, n_t, K, BT, BN)
+    tl.store(near_ptr + (i_c * HV + i_h) * NG + o_n, b_near, mask=o_n < NG)
+    near = tl.sum(b_near.to(tl.int32) << o_n, 0)  # a bit for each group
+    if near == 0:
+        return
     dtype: tl.constexpr = k_ptr.dtype.element_ty
     b_beta = load_row(beta_ptr + i, o_t, HV, n_t)[:, None]
     b_dbeta = load_row(dbeta_ptr + i, o_t, HV, n_t)
@@ -91,58 +104,56 @@ def kda_intra_bwd_near_kernel(
     b_dL = load_tile(dL_ptr + i * BT, o_t, o_t, HV * BT, n_t, BT)  # [BT, BT]
     for j in range(tl.cdiv(K, BK)):
         o_k = j * BK + tl.arange(0, BK)
-        near = is_near(gc_ptr, j * BK // GROUP, HV * K, n_t, K, BT)
-        tl.store(near_ptr + j * BK // GROUP, near)
-        if near:
-            b_ga = load_vector(gc_ptr + middle(n_t, BT) * HV * K, o_k, K)
-            b_gl = load_vector(gc_ptr + last * HV * K, o_k, K)
-            # loaded before they are needed: nothing else is there to wait behind
-            b_k = load_tile(k_ptr, o_t, o_k, H * K, n_t, K)  # [BT, BK]
-            b_q = load_tile(q_ptr, o_t, o_k, H * K, n_t, K)  # [BT, BK]
-            b_g = load_gates(gc_ptr, o_t, o_k, HV * K, n_t, K) - b_ga[None, :]  # [BT, BK]
-            b_dqg = load_tile(dqg_ptr + i * K, o_t, o_k, HV * K, n_t, K)  # [BT, BK]
-            b_dkb = load_tile(dkb_ptr + i * K, o_t, o_k, HV * K, n_t, K)  # [BT, BK]
-            b_dkg = load_tile(dkg_ptr + i * K, o_t, o_k, HV * K, n_t, K)  # [BT, BK]
-            b_k = b_k.to(tl.float32)
-            b_q = b_q.to(tl.float32)
-            b_E = tl.exp2(b_g)
-            b_F = tl.exp2(-b_g)
-            b_kF = cast(b_k * b_F, dtype)
-            b_qE = cast(b_q * b_E, dtype)
-            b_kE = cast(b_k * b_E * b_beta, dtype)
-            # eq:kda-r   R_j += sum over i > j of (dP_ij q_i + beta_i dL_ij k_i) 2^(gc_i - gc_j)
-            b_r = dot(tl.trans(b_dL), b_kE, dot(tl.trans(b_dP), b_qE))
-            # eq:kda-dq   dQ_i += sum over j < i of dP_ij k_j 2^(gc_i - gc_j)
-            b_x = dot(b_dP, b_kF)
-            # eq:kda-y   Y_i += sum over j < i of dL_ij k_j 2^(gc_i - gc_j)
-            b_y = dot(b_dL, b_kF)
-            # with the rounded operands, what i gains is what j loses, term by term
-            b_dgc = b_qE.to(tl.float32) * b_x + b_kE.to(tl.float32) * b_y
-            b_dgc -= b_kF.to(tl.float32) * b_r
+        n_out = tl.where((near >> (j * BK // GROUP)) & 1 != 0, n_t, 0)  # rows that are stored
+        b_ga = load_vector(gc_ptr + middle(n_t, BT) * HV * K, o_k, K)
+        b_gl = load_vector(gc_ptr + last * HV * K, o_k, K)
+        # loaded before they are needed: nothing else is there to wait behind
+        b_k = load_tile(k_ptr, o_t, o_k, H * K, n_t, K)  # [BT, BK]
+        b_q = load_tile(q_ptr, o_t, o_k, H * K, n_t, K)  # [BT, BK]
+        b_g = load_gates(gc_ptr, o_t, o_k, HV * K, n_t, K) - b_ga[None, :]  # [BT, BK]
+        b_dqg = load_tile(dqg_ptr + i * K, o_t, o_k, HV * K, n_t, K)  # [BT, BK]
+        b_dkb = load_tile(dkb_ptr + i * K, o_t, o_k, HV * K, n_t, K)  # [BT, BK]
+        b_dkg = load_tile(dkg_ptr + i * K, o_t, o_k, HV * K, n_t, K)  # [BT, BK]
+        b_k = b_k.to(tl.float32)
+        b_q = b_q.to(tl.float32)
+        b_E = tl.exp2(b_g)
+        b_F = tl.exp2(-b_g)
+        b_kF = cast(b_k * b_F, dtype)
+        b_qE = cast(b_q * b_E, dtype)
+        b_kE = cast(b_k * b_E * b_beta, dtype)
+        # eq:kda-r   R_j += sum over i > j of (dP_ij q_i + beta_i dL_ij k_i) 2^(gc_i - gc_j)
+        b_r = dot(tl.trans(b_dL), b_kE, dot(tl.trans(b_dP), b_qE))
+        # eq:kda-dq   dQ_i += sum over j < i of dP_ij k_j 2^(gc_i - gc_j)
+        b_x = dot(b_dP, b_kF)
+        # eq:kda-y   Y_i += sum over j < i of dL_ij k_j 2^(gc_i - gc_j)
+        b_y = dot(b_dL, b_kF)
+        # with the rounded operands, what i gains is what j loses, term by term
+        b_dgc = b_qE.to(tl.float32) * b_x + b_kE.to(tl.float32) * b_y
+        b_dgc -= b_kF.to(tl.float32) * b_r
 
-            # eq:kda-outer   dQ += 2^gc * dqg, Y += 2^gc * dkb, R += 2^(gc_last - gc) * dkg
-            b_e = b_E * tl.exp2(b_ga)[None, :]
-            b_u = b_e * b_dqg.to(tl.float32)
-            b_dq = b_E * b_x + b_u
-            b_dgc += b_q * b_u
-            b_u = b_e * b_dkb.to(tl.float32)
-            b_Y = b_E * b_y + b_u
-            b_dgc += b_k * b_beta * b_u
-            b_u = b_F * tl.exp2(b_gl - b_ga)[None, :] * b_dkg.to(tl.float32)
-            b_R = b_F * b_r + b_u
-            # eq:kda-dgc-last   dgc_last += colsum(K * R) + 2^gc_last dgl
-            b_u = b_k * tl.where(o_t[:, None] == last, 0.0, b_u)
-            b_dgl = load_vector(dgl_ptr + (i_c * HV + i_h) * K, o_k, K)
-            b_dgl = tl.exp2(b_gl) * b_dgl + tl.sum(b_u, 0)
-            b_dgc += tl.where(o_t[:, None] == last, b_dgl[None, :], 0.0) - b_u
-            # eq:kda-dgc   dgc = Q * dQ + K * (diag(beta) Y - R)
-            store_tile(dgc_ptr + i * K, b_dgc, o_t, o_k, HV * K, n_t, K)
-            # eq:kda-dbeta   dbeta += rowsum(K * Y)
-            b_dbeta += tl.sum(b_k * b_Y, 1)
-            # eq:kda-dk   dk = diag(beta) Y + R + diag(dP) Q
-            b_R += b_beta * b_Y + b_dP_ii * b_q
-            store_tile(dk_ptr + i * K, b_R, o_t, o_k, HV * K, n_t, K)
-            store_tile(dq_ptr + i * K, b_dq + b_dP_ii * b_k, o_t, o_k, HV * K, n_t, K)
+        # eq:kda-outer   dQ += 2^gc * dqg, Y += 2^gc * dkb, R += 2^(gc_last - gc) * dkg
+        b_e = b_E * tl.exp2(b_ga)[None, :]
+        b_u = b_e * b_dqg.to(tl.float32)
+        b_dq = b_E * b_x + b_u
+        b_dgc += b_q * b_u
+        b_u = b_e * b_dkb.to(tl.float32)
+        b_Y = b_E * b_y + b_u
+        b_dgc += b_k * b_beta * b_u
+        b_u = b_F * tl.exp2(b_gl - b_ga)[None, :] * b_dkg.to(tl.float32)
+        b_R = b_F * b_r + b_u
+        # eq:kda-dgc-last   dgc_last += colsum(K * R) + 2^gc_last dgl
+        b_u = b_k * tl.where(o_t[:, None] == last, 0.0, b_u)
+        b_dgl = load_vector(dgl_ptr + (i_c * HV + i_h) * K, o_k, K)
+        b_dgl = tl.exp2(b_gl) * b_dgl + tl.sum(b_u, 0)
+        b_dgc += tl.where(o_t[:, None] == last, b_dgl[None, :], 0.0) - b_u
+        # eq:kda-dgc   dgc = Q * dQ + K * (diag(beta) Y - R)
+        store_tile(dgc_ptr + i * K, b_dgc, o_t, o_k, HV * K, n_out, K)
+        # eq:kda-dbeta   dbeta += rowsum(K * Y)
+        b_dbeta += tl.where(n_out > 0, tl.sum(b_k * b_Y, 1), 0.0)
+        # eq:kda-dk   dk = diag(beta) Y + R + diag(dP) Q
+        b_R += b_beta * b_Y + b_dP_ii * b_q
+        store_tile(dk_ptr + i * K, b_R, o_t, o_k, HV * K, n_out, K)
+        store_tile(dq_ptr + i * K, b_dq + b_dP_ii * b_k, o_t, o_k, HV * K, n_out, K)
     tl.store(dbeta_ptr + i + o_t * HV, b_dbeta, mask=o_t < n_t)
 
 
@@ -367,7 +378,7 @@ def kda_intra_bwd(
     if config is not None:
         near = k.new_empty(NT * HV, cdiv(K, GROUP.value), dtype=torch.int8)
         kda_intra_bwd_near_kernel[(NT * HV,)](
-            *tensors, near, *sizes, BT=chunk_size, **config.launch(K)
+            *tensors, near, *sizes, BT=chunk_size, BN=max(block(K), GROUP.value), **config.launch(K)
         )
     config = entry(CONFIGS, k).launch(K)
     kda_intra_bwd_kernel[(NT * HV * (chunk_size // 16),)](

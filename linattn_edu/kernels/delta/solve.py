@@ -33,9 +33,22 @@ def kkt(k_ptr, b_beta, stride, n_t, K: tl.constexpr, BT: tl.constexpr, BK: tl.co
 def unit_lower_inverse(L, BT: tl.constexpr, PRECISION: tl.constexpr):
     """(I + L)^-1 of a strictly lower-triangular tile [BT, BT] in fp32."""
     NB: tl.constexpr = BT // 8
-    i, b = tl.arange(0, 8), tl.arange(0, NB)
+    b = tl.arange(0, NB)
     diagonal = b[:, None, None, None] == b[None, None, :, None]
     D = tl.sum(tl.where(diagonal, tl.reshape(L, (NB, 8, NB, 8)), 0.0), 2)  # [NB, 8, 8]
+    X = substitute(D)
+    X = merge(X, lower_left(L, 8, BT), 8, BT, PRECISION)
+    if BT > 16:
+        X = merge(X, lower_left(L, 16, BT), 16, BT, PRECISION)
+    if BT > 32:
+        X = merge(X, lower_left(L, 32, BT), 32, BT, PRECISION)
+    return tl.reshape(X, (BT, BT))
+
+
+@triton.jit
+def substitute(D):
+    """The inverses of I + D for strictly lower-triangular blocks D [NB, 8, 8]."""
+    i = tl.arange(0, 8)
     D = tl.permute(D, (0, 2, 1))  # so that a row of L meets the rows of X without a new layout
     X = tl.where(i[:, None] == i[None, :], 1.0, 0.0)[None, :, :] + tl.zeros_like(D)
     for r in range(1, 8):
@@ -43,23 +56,24 @@ def unit_lower_inverse(L, BT: tl.constexpr, PRECISION: tl.constexpr):
         b_l = tl.sum(tl.where((i == r)[None, None, :], D, 0.0), 2)  # [NB, 8]
         b_x = tl.sum(b_l[:, :, None] * X, 1)  # [NB, 8]
         X = tl.where((i == r)[None, :, None], X - b_x[:, None, :], X)
-    X = merge(X, L, 8, BT, PRECISION)
-    if BT > 16:
-        X = merge(X, L, 16, BT, PRECISION)
-    if BT > 32:
-        X = merge(X, L, 32, BT, PRECISION)
-    return tl.reshape(X, (BT, BT))
+    return X
 
 
 @triton.jit
-def merge(X, L, S: tl.constexpr, BT: tl.constexpr, PRECISION: tl.constexpr):
-    """From the inverses [2 NP, S, S] of the diagonal blocks those of twice the size."""
+def lower_left(L, S: tl.constexpr, BT: tl.constexpr):
+    """[NP, S, S]: of each block of 2 S on the diagonal of L [BT, BT] the lower left quarter."""
     NP: tl.constexpr = BT // (2 * S)
     p = tl.arange(0, NP)
-    X1, X2 = tl.split(tl.permute(tl.reshape(X, (NP, 2, S, S)), (0, 2, 3, 1)))  # [NP, S, S]
     left, _ = tl.split(tl.permute(tl.reshape(L, (NP, 2, S, NP, 2, S)), (0, 2, 3, 5, 1, 4)))
     _, L21 = tl.split(left)  # [NP, S, NP, S]: lower left blocks
-    L21 = tl.sum(tl.where(p[:, None, None, None] == p[None, None, :, None], L21, 0.0), 2)
+    return tl.sum(tl.where(p[:, None, None, None] == p[None, None, :, None], L21, 0.0), 2)
+
+
+@triton.jit
+def merge(X, L21, S: tl.constexpr, BT: tl.constexpr, PRECISION: tl.constexpr):
+    """From the inverses [2 NP, S, S] of the diagonal blocks those of twice the size."""
+    NP: tl.constexpr = BT // (2 * S)
+    X1, X2 = tl.split(tl.permute(tl.reshape(X, (NP, 2, S, S)), (0, 2, 3, 1)))  # [NP, S, S]
     # eq:delta-merge   X_21 = -X_22 L_21 X_11
     if S < 16:  # tl.dot starts at 16
         X21 = tl.sum(X2[:, :, :, None] * L21[:, None, :, :], 2)
