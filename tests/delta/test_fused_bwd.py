@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import triton
 from delta.stage_checks import DTYPES, check_rounded, check_stage, grid, inputs
 from gdn_checks import launches
 
@@ -17,7 +18,7 @@ from linattn_edu.ops.gdn import backward, forward, fused_stages, stages
 from linattn_edu.reference.delta import fused_bwd as references
 from linattn_edu.reference.delta.fused import intra, scan_map
 from linattn_edu.reference.delta.gate_cumsum import gate_cumsum
-from linattn_edu.testing import assert_close, gdn_inputs
+from linattn_edu.testing import assert_close, gdn_inputs, relative_rms
 
 pytestmark = pytest.mark.usefixtures("poison")
 
@@ -164,6 +165,38 @@ def test_intra_bwd_kernel_with_a_head_each(device):
     q, k = (t.repeat_interleave(2, 2) for t in (x.q, x.k))
     args = (q, k, x.v, x.beta, r.gc, r.h, r.v_new, r.do, r.dh, r.Z)
     check_stage(kernels.intra_bwd, references.intra_bwd, args, scale=0.3, chunk_size=32)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("HV", [4, 8, 16])
+def test_intra_bwd_gluon(HV, dtype, device, monkeypatch):
+    """No farther from float64 than the other kernel; twice, since programs reuse their places for
+    chunk after chunk: what is copied ahead must not be overtaken.
+    """
+    gluon, B, T, H = kernels.intra_bwd_gluon, 2, 2560, 4  # three chunks a program, and two
+    if gluon is None or not triton.__version__.startswith(gluon.VERSIONS):
+        pytest.skip("made for another Triton")
+    if kernels.device_of(torch.empty(1, device=device))[0] != "hopper":
+        pytest.skip("made for Hopper")
+    x = gdn_inputs(B, T, H, HV, 128, 128, dtype=dtype, device=device, seed=0)
+    gc, do = gate_cumsum(x.g, chunk_size=64), torch.randn_like(x.v)
+    P, _, AG = intra(x.q, x.k, x.beta, gc, chunk_size=64, return_inverse=True, gated=True)
+    h, v_new = kernels.scan_states(x.k, x.v, x.beta, gc, AG)
+    dh, Z, *_ = kernels.scan_bwd(x.q, x.k, x.beta, gc, P, AG, do, scale=0.3)
+    args, options = (x.q, x.k, x.v, x.beta, gc, h, v_new, do, dh, Z), {"scale": 0.3}
+    options["chunk_size"] = 64
+    exact = references.intra_bwd(*(t.double() for t in args), **options)
+    monkeypatch.setattr(gluon, "LEAST", 1 << 30)
+    plain = kernels.intra_bwd(*args, **options)
+    monkeypatch.setattr(gluon, "LEAST", 1)
+    with launches() as ran:
+        got, again = (kernels.intra_bwd(*args, **options) for _ in range(2))
+    assert ran == [gluon.intra_bwd_gluon_kernel] * 2
+    assert all(map(torch.equal, got, again))
+    for name, a, b, want in zip(("dq", "dk", "dbeta", "dgc"), got, plain, exact, strict=True):
+        assert (a.dtype, a.shape) == (b.dtype, b.shape), name
+        assert relative_rms(a, want) <= 1.01 * relative_rms(b, want), name
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -1,4 +1,4 @@
-"""The scans in Gluon compiled for Hopper, which need not be present, and when they are chosen."""
+"""The kernels in Gluon compiled for Hopper, which need not be present, and when they are chosen."""
 
 import pytest
 import torch
@@ -7,6 +7,7 @@ from kernels.workers import lines_of
 pytest.importorskip("triton")
 scan_gluon = pytest.importorskip("linattn_edu.kernels.scan_gluon")
 scans_gluon = pytest.importorskip("linattn_edu.kernels.scans_gluon")
+intra_gluon = pytest.importorskip("linattn_edu.kernels.intra_bwd_gluon")
 # products of 64 terms and 64 columns, for the first chunk and in the loop: K S twice 64 terms, the
 # state twice 64 columns; forward Q S, R W and P v_new, or v_new; back P^T dO, Z and the state again
 PRODUCTS = {
@@ -71,4 +72,45 @@ def test_fits(monkeypatch):
     assert not fits()
     generation[0] = "hopper"
     monkeypatch.setattr(scan_gluon, "VERSIONS", ("0.0.",))
+    assert not fits()
+
+
+def test_intra_bwd_compiled_for_hopper():
+    """Products run beside one another, shared memory suffices, next to nothing is spilled."""
+    rows = lines_of("compile_intra_gluon.py")
+    assert [row["form"] for row in rows] == [["bf16", 1], ["fp16", 4]]
+    for row in rows:
+        assert row["spilled"] <= (16 if row["form"][1] == 1 else 128), row
+        assert not row["serialized"], row
+        assert 0 < row["shared"] <= 227 << 10, row
+        # a half: four products of 128 terms and four of 64, 64 columns each
+        assert row["products"] == 2 * (4 * 8 + 4 * 4), row
+
+
+def test_intra_bwd_fits(monkeypatch):
+    """Each condition by itself turns it away."""
+    generation = ["hopper"]
+    monkeypatch.setattr(intra_gluon, "device_of", lambda _: (generation[0], 132))
+    monkeypatch.setattr(intra_gluon, "VERSIONS", (intra_gluon.triton.__version__,))
+
+    def fits(T=4096, K=128, V=128, C=64, dtype=torch.bfloat16, packed=False, address=0, of=5):
+        widths = K, K, V, 1, 1, V, V, V, V, V
+        tensors = [Stand(n, dtype) for n in widths]
+        for x in tensors:
+            x.shape = (1, T, *x.shape[2:])
+        tensors[of].address = address
+        return intra_gluon.fits(*tensors, C, packed)
+
+    assert fits()
+    assert fits(dtype=torch.float16, T=2048)
+    assert fits(address=8, of=3)  # beta is not copied in tiles
+    for other in (
+        {"T": 1984}, {"T": 4097}, {"K": 64}, {"V": 256}, {"C": 32}, {"dtype": torch.float32},
+        {"packed": True}, *({"address": 8, "of": i} for i in (0, 1, 2, 5, 6, 7, 8, 9)),
+    ):  # fmt: skip
+        assert not fits(**other), other
+    generation[0] = "blackwell"
+    assert not fits()
+    generation[0] = "hopper"
+    monkeypatch.setattr(intra_gluon, "VERSIONS", ("0.0.",))
     assert not fits()

@@ -34,9 +34,9 @@ from linattn_edu.kernels.tiles import (
 from linattn_edu.packing import Packing
 
 try:
-    from linattn_edu.kernels import scans_gluon
+    from linattn_edu.kernels import intra_bwd_gluon, scans_gluon
 except (ImportError, AttributeError):  # a Triton whose Gluon has other names
-    scans_gluon = None
+    intra_bwd_gluon = scans_gluon = None
 
 
 @triton.jit(do_not_specialize=["T", "N"])
@@ -679,7 +679,12 @@ def intra_bwd(
     chunk_size: int,
     packing: Packing | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Launch intra_bwd_kernel; arguments and result as in the reference."""
+    """Launch intra_bwd_kernel, or what is faster where it fits; arguments and result as in the
+    reference.
+    """
+    tensors = q, k, v, beta, gc, h, v_new, do, dh, Z
+    if intra_bwd_gluon and intra_bwd_gluon.fits(*tensors, chunk_size, packing is not None):
+        return intra_bwd_gluon.intra_bwd_gluon(*tensors, scale)
     _, T, H, K = q.shape
     HV, V = v.shape[2:]
     dq, dk = torch.empty_like(q), torch.empty_like(k)

@@ -1,0 +1,427 @@
+"""intra_bwd of Gated DeltaNet's fused backward pass in Gluon, for Hopper.
+
+A program stays on its multiprocessor and takes one chunk after the other. One warp copies tiles
+ahead, each as soon as what lay in its place was read. Two groups of four warps compute, each half
+of the keys. A group makes one of the matrices dM and dL that both need, and while it rounds one,
+the tensor cores are with its other products, or with the other group's. The value heads of a q/k
+head follow one another, so their sums stay in registers.
+"""
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from linattn_edu.kernels.scan_gluon import CHUNK, DTYPES, HEAD, barrier, half, product
+from linattn_edu.kernels.tiles import device_of
+
+
+@gluon.jit
+def place(n, H: gl.constexpr, G: gl.constexpr):
+    """Of the n-th item of this program, a value head of a chunk: chunk, q/k head, value head."""
+    i = gl.program_id(0) + n // G * gl.num_programs(0)
+    i_h = i % H
+    return i // H, i_h, i_h * G + n % G
+
+
+@gluon.jit
+def gates_of(gc_ptr, beta_ptr, n, o_t, H: gl.constexpr, G: gl.constexpr, BT: gl.constexpr):
+    """gc and beta [BT] of the n-th item."""
+    i_c, _, i_hv = place(n, H, G)
+    o = (i_c * BT + o_t).to(gl.int64) * (H * G) + i_hv
+    return gl.load(gc_ptr + o), gl.load(beta_ptr + o).to(gl.float32)
+
+
+@gluon.jit
+def load_tiles(
+    q_desc, k_desc, v_desc, h_desc, v_new_desc, do_desc, dh_desc, Z_desc, gc_ptr, beta_ptr,
+    qs, ks, vs, hs, news, dos, dhs, Zs, gates,
+    full_new, full_Z, full_h, full_dh, full_k, gates_full, empty_h, empty_k,
+    N, H: gl.constexpr, G: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BT: gl.constexpr,
+):  # fmt: skip
+    """The warp that loads, in the order in which the others read."""
+    o_t = gl.arange(0, BT, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    b_gc, b_beta = gates_of(gc_ptr, beta_ptr, 0, o_t, H, G, BT)
+    for n in range(N + 1):
+        if n > 0:
+            i_c, _, i_hv = place(n - 1, H, G)
+            i_S, column = (i_c * (H * G) + i_hv) * K, i_hv * V
+            mbarrier.wait(empty_h, n & 1)
+            mbarrier.expect(full_Z, 2 * BT * V * 2)
+            tma.async_copy_global_to_shared(Z_desc, [i_c * BT, column], full_Z, Zs.index(0))
+            tma.async_copy_global_to_shared(v_desc, [i_c * BT, column], full_Z, vs.index(0))
+            mbarrier.expect(full_h, K * V * 2)
+            tma.async_copy_global_to_shared(h_desc, [i_S, 0], full_h, hs.index(0))
+            mbarrier.expect(full_dh, K * V * 2)
+            tma.async_copy_global_to_shared(dh_desc, [i_S, 0], full_dh, dhs.index(0))
+        if n < N:  # one item further, to the place that the wait above has seen empty
+            i_c, _, i_hv = place(n, H, G)
+            i, column = n % 2, i_hv * V
+            full = full_new.index(i)
+            mbarrier.expect(full, 2 * BT * V * 2)
+            tma.async_copy_global_to_shared(do_desc, [i_c * BT, column], full, dos.index(i))
+            tma.async_copy_global_to_shared(v_new_desc, [i_c * BT, column], full, news.index(i))
+            gates.index(2 * i).store(b_gc)
+            gates.index(2 * i + 1).store(b_beta)
+            barrier()
+            mbarrier.arrive(gates_full.index(i), count=1)
+        if (n > 0) & ((n - 1) % G == 0):  # the place of q and k becomes empty last
+            i_c, i_h, _ = place(n - 1, H, G)
+            mbarrier.wait(empty_k, ((n - 1) // G & 1) ^ 1)
+            mbarrier.expect(full_k, 2 * BT * K * 2)
+            for c in gl.static_range(2):
+                at = [i_c * BT, i_h * K + c * (K // 2)]
+                tma.async_copy_global_to_shared(k_desc, at, full_k, ks.index(c))
+                tma.async_copy_global_to_shared(q_desc, at, full_k, qs.index(c))
+        # those of the next one are on their way meanwhile
+        b_gc, b_beta = gates_of(gc_ptr, beta_ptr, gl.minimum(n + 1, N - 1), o_t, H, G, BT)
+
+
+@gluon.jit
+def own_sums(x):
+    """What each thread sums of a row by itself: [64, 4] of x [64, 64] in a product's layout."""
+    x = gl.reshape(x, [x.shape[0], 8, 4, 2])
+    return gl.sum(gl.sum(x, 1), 2)
+
+
+@gluon.jit
+def own_dot(x, y, mma: gl.constexpr):
+    """own_sums of x * y, both in shared memory."""
+    return own_sums(x.load(mma).to(gl.float32) * y.load(mma).to(gl.float32))
+
+
+@gluon.jit
+def leave_sums(parts, c: gl.constexpr, b_dgc, b_dbeta, b_through, rows: gl.constexpr):
+    """A half's part of dgc, of dbeta, and of what dgc's last row gets."""
+    parts.index(3 * c).store(gl.convert_layout(gl.sum(b_dgc, 1), rows))
+    parts.index(3 * c + 1).store(gl.convert_layout(gl.sum(b_dbeta, 1), rows))
+    parts.index(3 * c + 2).store(gl.convert_layout(gl.sum(b_through, 1), rows))
+
+
+@gluon.jit
+def store_sums(
+    parts, c: gl.constexpr, dbeta_ptr, dgc_ptr, n, H: gl.constexpr, G: gl.constexpr,
+    BT: gl.constexpr,
+):  # fmt: skip
+    """Add what both halves left of the n-th item: one stores dgc, the other dbeta."""
+    vector: gl.constexpr = gl.SliceLayout(
+        0, gl.BlockedLayout([1, 2], [1, 32], [gl.num_warps(), 1], [1, 0])
+    )
+    o_t = gl.arange(0, BT, vector)
+    i_c, _, i_hv = place(n, H, G)
+    o = (i_c * BT + o_t).to(gl.int64) * (H * G) + i_hv
+    if c == 0:
+        # eq:fused-dgc   dgc = q dq + beta k f - k d; dgc_last += sum k dk + 2^gc_last <dS, S>
+        b_through = gl.sum(parts.index(2).load(vector) + parts.index(5).load(vector), 0)
+        b_dgc = parts.index(0).load(vector) + parts.index(3).load(vector)
+        gl.store(dgc_ptr + o, b_dgc + gl.where(o_t == BT - 1, b_through, 0.0))
+    else:
+        # eq:fused-dbeta   dbeta = rowsum(Z * V) + rowsum(K * F)
+        b_dbeta = parts.index(1).load(vector) + parts.index(4).load(vector)
+        gl.store(dbeta_ptr + o, b_dbeta.to(dbeta_ptr.dtype.element_ty))
+
+
+@gluon.jit
+def inside(
+    b_P, gc, beta, dM, dL, bL, own, c: gl.constexpr, scale, BT: gl.constexpr, mma: gl.constexpr
+):
+    """Of b_P = dO v_new^T one half makes dM, its diagonal apart, of Z v_new^T the other dL."""
+    rows: gl.constexpr = gl.SliceLayout(1, mma)
+    along: gl.constexpr = gl.SliceLayout(0, mma)
+    o_i, o_j = gl.arange(0, BT, rows), gl.arange(0, BT, along)
+    below = o_i[:, None] > o_j[None, :]
+    b_d = gc.load(rows)[:, None] - gc.load(along)[None, :]
+    b_P *= gl.exp2(gl.where(below, b_d, 0.0))
+    if c == 0:
+        # eq:delta-dm   dM = scale (dO v_new^T) * G
+        b_P *= scale
+        # no decay acts on the diagonal: it must not be in the sums of dgc, where it would cancel
+        own.store(gl.sum(gl.where(o_i[:, None] == o_j[None, :], b_P, 0.0), 1))
+        dM.store(gl.where(below, b_P, 0.0).to(dM.dtype))
+    else:
+        # eq:delta-dl   dL = -tril(Z v_new^T, -1) * G
+        b_P = gl.where(below, -b_P, 0.0)
+        dL.store(b_P.to(dL.dtype))
+        bL.store((beta.load(rows)[:, None] * b_P).to(bL.dtype))
+
+
+@gluon.jit
+def compute_half(
+    c: gl.constexpr, dq_desc, dk_desc, dbeta_ptr, dgc_ptr, scale,
+    qs, ks, vs, hs, news, dos, dhs, Zs, gates, inner, own, parts,
+    full_new, full_Z, full_h, full_dh, full_k, gates_full, empty_h, empty_k, ready, used,
+    N, H: gl.constexpr, G: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BT: gl.constexpr,
+):  # fmt: skip
+    """Half c of the keys, by four warps: intra_bwd_kernel's sums.
+
+    ready: dM and dL are there.  used: neither, nor what was left beside them, is needed any more.
+    """
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    rows: gl.constexpr = gl.SliceLayout(1, mma)
+    zero = gl.full([BT, BT], 0.0, gl.float32, mma)
+    o_t = gl.arange(0, BT, rows)[:, None]
+    b_dq, b_dk = zero, zero
+    for n in range(N):
+        i = n % 2
+        # 0, and the compiler cannot know: else it makes the addresses of all products before the
+        # loop, and they hold every register
+        z = n >> 30
+        k, q = ks.index(c + z), qs.index(c + z)
+        S, dS = hs.index(z).slice(c * BT, BT), dhs.index(z).slice(c * BT, BT)
+        Z, v = Zs.index(z), vs.index(z)
+        dM, dL, bL = inner.index(z), inner.index(1 + z), inner.index(2 + z)
+        do, new = dos.index(i), news.index(i)
+        gc, beta = gates.index(2 * i), gates.index(2 * i + 1)
+        mbarrier.wait(full_new.index(i), n // 2 & 1)
+        mbarrier.wait(full_Z, n & 1)
+        if c == 0:
+            b_P = product(do, new.permute((1, 0)), zero, False)
+        else:
+            b_P = product(Z, new.permute((1, 0)), zero, False)
+        mbarrier.wait(full_h, n & 1)
+        b_R = product(do, S.permute((1, 0)), zero, False)
+        b_F = product(Z, S.permute((1, 0)), zero, False)
+        mbarrier.wait(full_dh, n & 1)
+        if G == 1:
+            b_W = product(new, dS.permute((1, 0)), zero, False)
+        mbarrier.wait(gates_full.index(i), n // 2 & 1)
+        if (n > 0) & (n % G == 0):  # what was stored last left from the place of q and k
+            tma.store_wait(0)
+            barrier()
+            mbarrier.arrive(empty_k, count=1)
+        mbarrier.wait(used, (n & 1) ^ 1)
+        if n > 0:
+            store_sums(parts, c, dbeta_ptr, dgc_ptr, n - 1, H, G, BT)
+        if G == 1:
+            b_P = warpgroup_mma_wait(3, [b_P])
+        else:
+            b_P = warpgroup_mma_wait(2, [b_P])
+        inside(b_P, gc, beta, dM, dL, bL, own, c, scale, BT, mma)
+        if G > 1:
+            b_W = product(new, dS.permute((1, 0)), zero, False)
+        fence_async_shared()
+        barrier()
+        mbarrier.arrive(ready, count=1)
+        b_last = gl.max(gc.slice(BT - 1, 1).load(rows), 0)
+        b_through = own_dot(half(S, 0), half(dS, 0), mma)
+        b_through += own_dot(half(S, 1), half(dS, 1), mma)
+        b_through *= gl.exp2(b_last)
+        b_dbeta = own_dot(half(Z, c), half(v, c), mma)
+        b_gc, b_beta = gc.load(rows)[:, None], beta.load(rows)[:, None]
+        b_R, b_F, b_W = warpgroup_mma_wait(0, [b_R, b_F, b_W])
+        barrier()
+        mbarrier.arrive(empty_h, count=1)
+        # sums over value heads grow where they are: a head's part of rowsum(Q * dQ) and of
+        # rowsum(K * D) is what the sum has more than before
+        mbarrier.wait(full_k, n // G & 1)
+        b_q = q.load(mma).to(gl.float32)
+        mbarrier.wait(ready, n & 1)
+        b_own = own.load(rows)[:, None]
+        b_dgc = gl.zeros_like(b_through)
+        if G == 1:
+            b_dq, b_dk = zero, zero
+        else:
+            more = n % G > 0
+            b_dq, b_dk = gl.where(more, b_dq, 0.0), gl.where(more, b_dk, 0.0)
+            b_dgc -= own_sums(b_q * b_dq)
+        b_e = gl.exp2(b_gc)
+        # eq:delta-dq   dQ = scale diag(2^gc) dO S^T + dM K
+        b_dq = product(dM, k, b_dq + b_R * (b_e * scale))
+        # eq:fused-read   F = dL K - diag(2^gc) Z S^T
+        b_F = product(dL, k, b_F * -b_e)
+        # eq:delta-dk-state   dK = diag(2^(gc_last - gc)) v_new dS^T
+        b_k = k.load(mma).to(gl.float32)
+        b_W *= gl.exp2(b_last - b_gc)
+        b_t = own_sums(gl.where(o_t == BT - 1, 0.0, b_k * b_W))
+        # eq:fused-dk   dK = diag(beta) F + D
+        b_dk += b_W + b_own * b_q
+        b_dgc += own_sums(b_k * b_dk) - b_t
+        # eq:fused-write   D = dK_state + dM^T Q + (diag(beta) dL)^T K
+        b_dk = product(bL.permute((1, 0)), k, b_dk)
+        b_dk = product(dM.permute((1, 0)), q, b_dk)
+        b_dq = warpgroup_mma_wait(3, [b_dq])
+        b_dgc += own_sums(b_q * b_dq)
+        b_dq += b_own * b_k
+        b_F = warpgroup_mma_wait(2, [b_F])
+        b_dbeta += own_sums(b_k * b_F)
+        b_F *= b_beta
+        b_dgc += own_sums(b_k * b_F)
+        b_dk = warpgroup_mma_wait(0, [b_dk])
+        b_dgc -= own_sums(b_k * b_dk)
+        b_dk += b_F
+        leave_sums(parts, c, b_dgc, b_dbeta, b_through + b_t, rows)
+        barrier()  # no warp reads what the halves share any more, nor its k and q
+        mbarrier.arrive(used, count=1)
+        if (n + 1) % G == 0:
+            i_c, i_h, _ = place(n, H, G)
+            q.store(b_dq.to(q.dtype))
+            k.store(b_dk.to(k.dtype))
+            fence_async_shared()
+            barrier()
+            tma.async_copy_shared_to_global(dq_desc, [i_c * BT, i_h * K + c * BT], q)
+            tma.async_copy_shared_to_global(dk_desc, [i_c * BT, i_h * K + c * BT], k)
+    mbarrier.wait(used, (N & 1) ^ 1)
+    store_sums(parts, c, dbeta_ptr, dgc_ptr, N - 1, H, G, BT)
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["NT"])
+def intra_bwd_gluon_kernel(
+    q_desc,  # [B * T, H * K]
+    k_desc,  # [B * T, H * K]
+    v_desc,  # [B * T, HV * V]
+    h_desc,  # [B * NT * HV * K, V]
+    v_new_desc,  # [B * T, HV * V]
+    do_desc,  # [B * T, HV * V]
+    dh_desc,  # [B * NT * HV * K, V]
+    Z_desc,  # [B * T, HV * V]
+    dq_desc,  # [B * T, H * K] out
+    dk_desc,  # [B * T, H * K] out
+    beta_ptr,  # [B, T, HV]
+    gc_ptr,  # [B, T, HV] log2
+    dbeta_ptr,  # [B, T, HV] out
+    dgc_ptr,  # [B, T, HV] out
+    scale,
+    NT,  # chunks of all sequences
+    H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BT: gl.constexpr,
+):  # fmt: skip
+    """One program: every so many-th chunk of a q/k head, with its value heads.  Any grid.
+
+    Reference: linattn_edu.reference.delta.fused_bwd.intra_bwd.
+    """
+    dtype: gl.constexpr = k_desc.dtype
+    G: gl.constexpr = HV // H
+    N = gl.cdiv(NT * H - gl.program_id(0), gl.num_programs(0)) * G
+    qs = gl.allocate_shared_memory(dtype, [2, BT, BT], q_desc.layout)
+    ks = gl.allocate_shared_memory(dtype, [2, BT, BT], k_desc.layout)
+    vs = gl.allocate_shared_memory(dtype, [1, BT, V], v_desc.layout)
+    hs = gl.allocate_shared_memory(dtype, [1, K, V], h_desc.layout)
+    news = gl.allocate_shared_memory(dtype, [2, BT, V], v_new_desc.layout)
+    dos = gl.allocate_shared_memory(dtype, [2, BT, V], do_desc.layout)
+    dhs = gl.allocate_shared_memory(dtype, [1, K, V], dh_desc.layout)
+    Zs = gl.allocate_shared_memory(dtype, [1, BT, V], Z_desc.layout)
+    inner = gl.allocate_shared_memory(dtype, [3, BT, BT], dq_desc.layout)
+    vector: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    gates = gl.allocate_shared_memory(gl.float32, [4, BT], vector)
+    own = gl.allocate_shared_memory(gl.float32, [BT], vector)
+    parts = gl.allocate_shared_memory(gl.float32, [6, BT], vector)
+    bar: gl.constexpr = mbarrier.MBarrierLayout()
+    full_new = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
+    gates_full = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
+    full_Z = gl.allocate_shared_memory(gl.int64, [1], bar)
+    full_h = gl.allocate_shared_memory(gl.int64, [1], bar)
+    full_dh = gl.allocate_shared_memory(gl.int64, [1], bar)
+    full_k = gl.allocate_shared_memory(gl.int64, [1], bar)
+    empty_h = gl.allocate_shared_memory(gl.int64, [1], bar)
+    empty_k = gl.allocate_shared_memory(gl.int64, [1], bar)
+    ready = gl.allocate_shared_memory(gl.int64, [1], bar)
+    used = gl.allocate_shared_memory(gl.int64, [1], bar)
+    for i in gl.static_range(2):
+        mbarrier.init(full_new.index(i), count=1)
+        mbarrier.init(gates_full.index(i), count=1)
+    mbarrier.init(full_Z, count=1)
+    mbarrier.init(full_h, count=1)
+    mbarrier.init(full_dh, count=1)
+    mbarrier.init(full_k, count=1)
+    mbarrier.init(empty_h, count=2)
+    mbarrier.init(empty_k, count=2)
+    mbarrier.init(ready, count=2)
+    mbarrier.init(used, count=2)
+    fence_async_shared()
+    gl.warp_specialize([
+        (compute_half, (
+            0, dq_desc, dk_desc, dbeta_ptr, dgc_ptr, scale,
+            qs, ks, vs, hs, news, dos, dhs, Zs, gates, inner, own, parts,
+            full_new, full_Z, full_h, full_dh, full_k, gates_full, empty_h, empty_k, ready, used,
+            N, H, G, K, V, BT,
+        )),
+        (compute_half, (
+            1, dq_desc, dk_desc, dbeta_ptr, dgc_ptr, scale,
+            qs, ks, vs, hs, news, dos, dhs, Zs, gates, inner, own, parts,
+            full_new, full_Z, full_h, full_dh, full_k, gates_full, empty_h, empty_k, ready, used,
+            N, H, G, K, V, BT,
+        )),
+        (load_tiles, (
+            q_desc, k_desc, v_desc, h_desc, v_new_desc, do_desc, dh_desc, Z_desc, gc_ptr, beta_ptr,
+            qs, ks, vs, hs, news, dos, dhs, Zs, gates,
+            full_new, full_Z, full_h, full_dh, full_k, gates_full, empty_h, empty_k,
+            N, H, G, K, V, BT,
+        )),
+    ], [4, 1], [240, 24])  # fmt: skip
+
+
+# of Triton, with which it is taken: Gluon is not stable yet
+VERSIONS = ("3.6.",)
+LEAST = 2048  # tokens of a sequence: ten descriptors are made for every launch
+# of the registers at the start the loading warp keeps 24 a thread, the others take the rest
+OPTIONS = {"num_warps": 4, "maxnreg": 168}
+
+
+def fits(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    gc: Tensor,
+    h: Tensor,
+    v_new: Tensor,
+    do: Tensor,
+    dh: Tensor,
+    Z: Tensor,
+    chunk_size: int,
+    packed: bool,
+) -> bool:
+    """Whether intra_bwd_gluon takes these."""
+    return (
+        not packed
+        and q.shape[1] >= LEAST
+        and q.shape[1] % CHUNK == 0
+        and q.is_cuda
+        and device_of(q)[0] == "hopper"
+        and q.element_size() == 2
+        and (q.shape[-1], v.shape[-1], chunk_size) == (HEAD, HEAD, CHUNK)
+        and triton.__version__.startswith(VERSIONS)
+        and all(x.data_ptr() % 16 == 0 for x in (q, k, v, h, v_new, do, dh, Z))
+    )
+
+
+def descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """Of x as a matrix whose row is a token, or a key of a state, for copies of such tiles."""
+    x = x.view(-1, x.shape[-1] if rows == HEAD else x.shape[-2] * x.shape[-1])
+    layout = gl.NVMMASharedLayout.get_default_for([rows, columns], DTYPES[x.dtype])
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, columns], layout)
+
+
+def intra_bwd_gluon(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    gc: Tensor,
+    h: Tensor,
+    v_new: Tensor,
+    do: Tensor,
+    dh: Tensor,
+    Z: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Launch intra_bwd_gluon_kernel; arguments and result as in the reference."""
+    (B, T, H, K), (HV, V) = q.shape, v.shape[2:]
+    NT = B * T // CHUNK
+    dq, dk = torch.empty_like(q), torch.empty_like(k)
+    dbeta, dgc = torch.empty_like(beta), torch.empty_like(gc)
+    keys, values, states = (CHUNK, K // 2), (CHUNK, V), (K, V)
+    sizes = keys, keys, values, states, values, values, states, values, keys, keys
+    descriptors = map(descriptor, (q, k, v, h, v_new, do, dh, Z, dq, dk), *zip(*sizes, strict=True))
+    intra_bwd_gluon_kernel[(min(device_of(q)[1], NT * H),)](
+        *descriptors, beta, gc, dbeta, dgc, scale, NT, H, HV, K, V, CHUNK, **OPTIONS
+    )
+    return dq, dk, dbeta, dgc

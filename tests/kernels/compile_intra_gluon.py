@@ -1,0 +1,71 @@
+"""Compile intra_bwd_gluon_kernel for Hopper, which need not be present.
+
+Prints a JSON line for each of its forms. A program, because a process that interprets kernels
+cannot compile them.
+"""
+
+import json
+import os
+import subprocess
+import tempfile
+from pathlib import Path
+
+os.environ.pop("TRITON_INTERPRET", None)
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # as in conftest.py
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from linattn_edu.kernels import intra_bwd_gluon
+from linattn_edu.kernels.scan_gluon import CHUNK, HEAD
+
+BIN = Path(triton.__file__).parent / "backends/nvidia/bin"
+STATES, KEYS = ("h", "dh"), ("q", "k", "dq", "dk")
+FORMS = (("bf16", gl.bfloat16, 1), ("fp16", gl.float16, 4))
+
+
+def source_of(name, dtype, G):
+    """The kernel for numbers of 16 bit and G value heads a q/k head."""
+    constants = {"H": 2, "HV": 2 * G, "K": HEAD, "V": HEAD, "BT": CHUNK}
+    signature, values, attrs = {}, {}, {}
+    kernel = intra_bwd_gluon.intra_bwd_gluon_kernel
+    for i, argument in enumerate(kernel.arg_names):
+        tensor = argument.rpartition("_")[0]
+        if argument in constants:
+            signature[argument], values[(i,)] = "constexpr", constants[argument]
+        elif argument.endswith("_desc"):
+            block = [HEAD if tensor in STATES else CHUNK, HEAD // 2 if tensor in KEYS else HEAD]
+            layout = gl.NVMMASharedLayout.get_default_for(block, dtype)
+            signature[argument] = f"tensordesc<{name}{block},{layout!r}>"
+        elif argument.endswith("_ptr"):
+            signature[argument], attrs[(i,)] = "*fp32", [["tt.divisibility", 16]]
+        else:
+            signature[argument] = {"scale": "fp32", "NT": "i32"}[argument]
+    return GluonASTSource(kernel, signature, values, attrs)
+
+
+def main():
+    target = GPUTarget("cuda", 90, 32)
+    for form in FORMS:
+        options = intra_bwd_gluon.OPTIONS
+        compiled = triton.compile(source_of(*form), target=target, options=options)
+        with tempfile.TemporaryDirectory() as folder:
+            ptx, cubin = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
+            ptx.write_text(compiled.asm["ptx"])
+            said = subprocess.run(
+                [BIN / "ptxas", "-v", "-arch=sm_90a", ptx, "-o", cubin],
+                capture_output=True, text=True, check=True,
+            ).stderr  # fmt: skip
+        found = {
+            "spilled": int(said.split(" bytes spill stores")[0].split()[-1]),
+            "serialized": "serialized" in said,
+            "shared": compiled.metadata.shared,
+            "products": compiled.asm["ptx"].count("wgmma.mma_async"),
+        }
+        print(json.dumps({"form": [form[0], form[2]]} | found))
+
+
+if __name__ == "__main__":
+    main()
