@@ -603,10 +603,10 @@ def scans(
     scale: float,
     packing: Packing | None = None,
 ) -> tuple[Tensor, ...]:
-    """Launch scans_kernel; arguments and result as in the reference.
+    """Launch scans_kernel, or that in Gluon; arguments and result as in the reference.
 
-    Where either scan alone has a program for every multiprocessor, and in Gluon, it is two
-    launches, which choose their options each for itself: the same bits.
+    Where either scan alone has a program for every multiprocessor, it is two launches, which
+    choose their options each for itself: the same bits.
     """
     H, K = q.shape[2:]
     HV, V = v.shape[2:]
@@ -617,7 +617,10 @@ def scans(
     programs = pieces.N * HV * cdiv(V, BV)
     h, v_new = _states_out(k, v, C, packing)
     dh, Z, dv, dh0 = _back_out(q, gc, do, C, pieces, packing)
-    if gluon or programs >= device_of(q)[1] or len(ahead) > 1:
+    if gluon and programs < device_of(q)[1] and ahead[0] is None:
+        given = q, k, v, beta, gc, P, AG, do, initial_state, dht, h, v_new, dh, Z, dv, dh0
+        scans_gluon.scans_gluon(*given, scale, ahead.pop(), behind.pop(), pieces)
+    elif gluon or programs >= device_of(q)[1] or len(ahead) > 1:
         given = k, v, beta, gc, AG, initial_state, h, v_new
         _launch_states(gluon, pieces, ahead.pop(0), True, *given)
         given = q, k, beta, gc, P, AG, do, dht, dh, Z, dv, dh0
