@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from linattn_edu.kernels.scan_gluon import CHUNK, DTYPES, HEAD, barrier, half, product
+from linattn_edu.kernels.scan_gluon import CHUNK, DTYPES, barrier, half, product
 from linattn_edu.kernels.tiles import device_of
 
 
@@ -358,8 +358,8 @@ def intra_bwd_gluon_kernel(
     ], [4, 1], [240, 24])  # fmt: skip
 
 
-# of Triton, with which it is taken: Gluon is not stable yet
-VERSIONS = ("3.6.",)
+VERSIONS = ("3.6.",)  # of Triton, with which it has run on a Hopper GPU: Gluon is not stable yet
+HEAD = 128  # keys, and values
 LEAST = 2048  # tokens of a sequence: ten descriptors are made for every launch
 # of the registers at the start the loading warp keeps 24 a thread, the others take the rest
 OPTIONS = {"num_warps": 4, "maxnreg": 168}

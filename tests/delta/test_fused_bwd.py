@@ -179,8 +179,9 @@ def test_intra_bwd_gluon(HV, dtype, device, monkeypatch):
     chunk after chunk: what is copied ahead must not be overtaken.
     """
     gluon, B, T, H = kernels.intra_bwd_gluon, 2, 2560, 4  # three chunks a program, and two
-    if gluon is None or not triton.__version__.startswith(gluon.VERSIONS):
+    if gluon is None or not triton.__version__.startswith("3.6."):
         pytest.skip("made for another Triton")
+    monkeypatch.setattr(gluon, "VERSIONS", ("3.6.",))
     if kernels.device_of(torch.empty(1, device=device))[0] != "hopper":
         pytest.skip("made for Hopper")
     x = gdn_inputs(B, T, H, HV, 128, 128, dtype=dtype, device=device, seed=0)
