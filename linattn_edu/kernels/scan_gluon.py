@@ -249,7 +249,9 @@ def scan_gluon_kernel(
 
 
 VERSIONS = ("3.6.",)  # of Triton, with which it has run on a Hopper GPU: Gluon is not stable yet
-LEAST = 2048  # tokens of a sequence: six descriptors are made for every launch
+# tokens times heads of a batch, which may decide since the bits are the same: with fewer the host
+# makes the descriptors of a launch for longer than the kernel runs
+LEAST = 1 << 18
 HEADS = (64, 128)  # keys
 CHUNK, BV = 64, 64
 # three chunks in shared memory: one at work, two on their way
@@ -262,7 +264,7 @@ def fits(q: Tensor, k: Tensor, v: Tensor, P: Tensor, R: Tensor, packing: Packing
     """Whether scan_gluon can scan these sequences, or pieces of them that are whole chunks."""
     return (
         packing is None
-        and q.shape[1] >= LEAST
+        and v.shape[0] * v.shape[1] * v.shape[2] >= LEAST
         and q.shape[1] % CHUNK == 0
         and q.is_cuda
         and device_of(q)[0] == "hopper"

@@ -19,7 +19,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from linattn_edu.kernels import intra_bwd_gluon
-from linattn_edu.kernels.scan_gluon import CHUNK, HEAD
+from linattn_edu.kernels.intra_bwd_gluon import HEAD
+from linattn_edu.kernels.scan_gluon import CHUNK
 
 BIN = Path(triton.__file__).parent / "backends/nvidia/bin"
 STATES, KEYS = ("h", "dh"), ("q", "k", "dq", "dk")

@@ -38,8 +38,8 @@ class Stand:
 
     is_cuda = True
 
-    def __init__(self, T, columns, dtype, address):
-        self.shape, self.dtype, self.address = (1, T, 2, columns), dtype, address
+    def __init__(self, shape, dtype, address=0):
+        self.shape, self.dtype, self.address = shape, dtype, address
 
     def element_size(self):
         return self.dtype.itemsize
@@ -54,17 +54,18 @@ def test_fits(monkeypatch):
     monkeypatch.setattr(scan_gluon, "device_of", lambda _: (generation[0], 132))
     monkeypatch.setattr(scan_gluon, "VERSIONS", (scan_gluon.triton.__version__,))
 
-    def fits(T=4096, K=128, V=128, C=64, dtype=torch.bfloat16, packing=None, address=0):
-        given = *(Stand(T, n, dtype, address) for n in (K, K, V, C, C)), packing
+    def fits(T=4096, K=128, V=128, C=64, HV=8, dtype=torch.bfloat16, packing=None, address=0):
+        shapes = ((8, T, heads, n) for heads, n in ((2, K), (2, K), (HV, V), (HV, C), (HV, C)))
+        given = *(Stand(shape, dtype, address) for shape in shapes), packing
         found = scan_gluon.fits(*given)
         assert scans_gluon.fits(*given) == (found and K == 128)
         return found
 
     assert fits()
-    assert fits(dtype=torch.float16, T=2048)
+    assert fits(dtype=torch.float16, HV=32, T=1024)
     assert fits(K=64, V=64) and fits(V=256)
     for other in (
-        {"T": 1984}, {"T": 4097}, {"K": 96}, {"K": 256}, {"V": 96}, {"C": 32},
+        {"T": 4032}, {"HV": 7}, {"T": 4097}, {"K": 96}, {"K": 256}, {"V": 96}, {"C": 32},
         {"dtype": torch.float32}, {"packing": object()}, {"address": 8},
     ):  # fmt: skip
         assert not fits(**other), other
@@ -93,20 +94,19 @@ def test_intra_bwd_fits(monkeypatch):
     monkeypatch.setattr(intra_gluon, "device_of", lambda _: (generation[0], 132))
     monkeypatch.setattr(intra_gluon, "VERSIONS", (intra_gluon.triton.__version__,))
 
-    def fits(T=4096, K=128, V=128, C=64, dtype=torch.bfloat16, packed=False, address=0, of=5):
-        widths = K, K, V, 1, 1, V, V, V, V, V
-        tensors = [Stand(n, dtype) for n in widths]
-        for x in tensors:
-            x.shape = (1, T, *x.shape[2:])
+    def fits(T=8192, K=128, V=128, C=64, HV=8, dtype=torch.bfloat16, packed=False, address=0, of=5):
+        widths = (2, K), (2, K), *((HV, n) for n in (V, 1, 1, V, V, V, V, V))
+        tensors = [Stand((1, T, *width), dtype) for width in widths]
         tensors[of].address = address
         return intra_gluon.fits(*tensors, C, packed)
 
     assert fits()
-    assert fits(dtype=torch.float16, T=2048)
+    assert fits(dtype=torch.float16, HV=16, T=4096)
     assert fits(address=8, of=3)  # beta is not copied in tiles
     for other in (
-        {"T": 1984}, {"T": 4097}, {"K": 64}, {"V": 256}, {"C": 32}, {"dtype": torch.float32},
-        {"packed": True}, *({"address": 8, "of": i} for i in (0, 1, 2, 5, 6, 7, 8, 9)),
+        {"T": 8128}, {"HV": 7, "T": 1 << 16}, {"T": 8193}, {"K": 64}, {"V": 256}, {"C": 32},
+        {"dtype": torch.float32}, {"packed": True},
+        *({"address": 8, "of": i} for i in (0, 1, 2, 5, 6, 7, 8, 9)),
     ):  # fmt: skip
         assert not fits(**other), other
     generation[0] = "blackwell"
