@@ -348,11 +348,11 @@ def intra_bwd_kernel(
         # eq:delta-dk-state   dK = diag(2^(gc_last - gc)) v_new dS^T
         b_dk = dot(b_v_new, tl.trans(b_dh)) * tl.exp2(b_last - b_gc)[:, None]
         b_t += tl.sum(b_k.to(tl.float32) * b_dk, 1)
-        # eq:fused-dk   dK = diag(beta) F + D
         b_dk += b_own[:, None] * b_q.to(tl.float32) + b_beta[:, None] * b_F
         # eq:fused-write   D = dK_state + dM^T Q + (diag(beta) dL)^T K
         b_D = dot(b_NT, b_k, dot(tl.trans(b_dM), b_q))
         b_dgc -= tl.sum(b_k.to(tl.float32) * b_D, 1)
+        # eq:fused-dk   dK = diag(beta) F + D
         b_dk += b_D
         if not FIRST:
             b_dk += b_dk_sum
