@@ -209,10 +209,10 @@ def intra_bwd(
     through = t.sum(-1) + torch.exp2(last[..., 0]) * (dS * S).sum((-1, -2))
     # eq:fused-write   D = dK_state + dM^T Q + (diag(beta) dL)^T K
     D = dM.mT @ Q + (b * dL).mT @ K
-    # eq:fused-dgc   dgc = q dq + beta k f - k d; dgc_last += sum k dk + 2^gc_last <dS, S>
-    dgc = read + b[..., 0] * KF - (K * D).sum(-1) - t + end * through[..., None]
     # eq:fused-dk   dK = diag(beta) F + D
     dK = b * F + D + dK_state + own * Q
+    # eq:fused-dgc   dgc = q dq + beta k f - k d; dgc_last += sum k dk + 2^gc_last <dS, S>
+    dgc = read + b[..., 0] * KF - (K * D).sum(-1) - t + end * through[..., None]
     dq, dk = (sum_heads(from_chunks(x, T), H).to(q.dtype) for x in (dQ, dK))
     return dq, dk, from_chunks(dbeta, T).to(beta.dtype), from_chunks(dgc, T)
 
