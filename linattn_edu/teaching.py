@@ -273,7 +273,7 @@ def measured_ladder(chapter: str, name: str = LADDERS) -> None:
 
 
 def _ladder_notes(rows: list[dict]) -> str:
-    """Sizes in words, those of each dtype, of which rungs if not all; then why rungs were refused."""
+    """Sizes in words, those of each dtype or of its rungs; then why rungs were refused."""
     sizes, rungs, reasons = {}, {}, {}
     for row in sorted(rows, key=lambda row: (row["dtype"], row["order"])):
         if "shape" in row:
