@@ -273,16 +273,24 @@ def measured_ladder(chapter: str, name: str = LADDERS) -> None:
 
 
 def _ladder_notes(rows: list[dict]) -> str:
-    """Sizes in words, those of each dtype; then why rungs were refused."""
-    sizes, reasons = {}, {}
+    """Sizes in words, those of each dtype or of its rungs; then why rungs were refused."""
+    sizes, rungs, reasons = {}, {}, {}
     for row in sorted(rows, key=lambda row: (row["dtype"], row["order"])):
         if "shape" in row:
-            short = tables.SHORT[row["dtype"]]
-            sizes.setdefault(_sizes(row["shape"]), {})[short] = None
+            short, size = tables.SHORT[row["dtype"]], _sizes(row["shape"])
+            sizes.setdefault(size, {})[short] = None
+            rungs.setdefault(short, {}).setdefault(size, []).append(row["rung"])
         else:
             why = row["refused"].split(": ", 1)[-1]  # without the class of the error
             reasons.setdefault(why, {})[row["rung"]] = None
-    notes = [f"{' and '.join(dtypes)}: {size}." for size, dtypes in sizes.items()]
+
+    def named(short: str, size: str) -> str:
+        return short if len(rungs[short]) == 1 else f"{short} of {', '.join(rungs[short][size])}"
+
+    notes = [
+        f"{' and '.join(named(short, size) for short in dtypes)}: {size}."
+        for size, dtypes in sizes.items()
+    ]
     notes += [f"Triton refuses {', '.join(rungs)}: {why}." for why, rungs in reasons.items()]
     return " ".join(notes)
 

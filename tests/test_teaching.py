@@ -253,6 +253,18 @@ def test_ladder_table(results, tmp_path, capsys):
     assert "refuses tiled: two dtypes. NVIDIA H200, torch 2.11.0" in caption
 
 
+def test_sizes_of_a_ladder_name_their_rungs(results, tmp_path, capsys):
+    merge = {**LADDER[2], "step": 3, "order": 2, "rung": "merge", "shape": {"T": 9, "K": 4, "V": 4}}
+    data = {**DATA, "rows": [*LADDER, merge]}
+    (tmp_path / "chapters" / "data" / "ladders.json").write_text(json.dumps(data))
+    teaching.measured_ladder("05_state", "ladders")
+    caption = capsys.readouterr().out.splitlines()[-1].replace("\N{NO-BREAK SPACE}", " ")
+    assert (
+        "fp32 of naive, tiled: T = 9, K = 64, V = 32. fp32 of merge: T = 9, K = V = 4." in caption
+    )
+    assert caption.startswith("bf16: T = 9, K = V = 128.")
+
+
 @pytest.mark.parametrize(
     "show", [lambda: teaching.measured_stage("solve", "no_such"),
              lambda: teaching.measured_ladder("05_state", "no_such"),

@@ -58,12 +58,13 @@ CAPTIONS = (
     f"Each rank holds {TOKENS} tokens of one sequence, {_CHUNKS} chunks. To begin, a rank needs "
     "the state that enters its piece. Only rank 0 knows it: it is the initial state, S₀. "
     "Full squares are positive, hollow ones negative, and their area is the size.",
-    "Nobody waits. Each rank runs its tokens from an empty state: S_ext, what they leave there. "
-    "Rank 0 runs them from S₀, and what leaves its piece is known at once.",
+    "Nobody waits. Ranks 1 and 2 run their tokens from an empty state: S_ext, what they leave "
+    "there. Rank 0 runs them from S₀, and what leaves its piece is known at once. Rank 3 has "
+    "nobody after it and needs no map.",
     "And once more from the identity, without values: M, what the tokens let through of any "
     "state. The two runs are one, of twice as many columns. Rank 0 needs none: its M is 0.",
-    "One message each: every rank sends its map, M and S_ext, to all. A rank uses those of the "
-    "ranks before it.",
+    "One message each: every rank sends its map, M and S_ext, to all; that of rank 3 is empty. "
+    "A rank uses those of the ranks before it.",
     "The first merge, on ranks 1 to 3 at the same time: S = M S + S_ext with the map of rank 0, "
     "from nothing. Rank 1 has the state that enters its piece.",
     "The second merge, on ranks 2 and 3, with the map of rank 1. Rank 2 has its state.",
@@ -104,9 +105,10 @@ def _frame(now: int) -> str:
         parts.append(text(x + 32, 32, f"{r * TOKENS}..{(r + 1) * TOKENS - 1}", small=True))
         done = merged(r, now)
         knows = r == 0 or done > 0
+        goes_on = r < RANKS - 1  # to a later rank, which needs a map
         shown = {
-            "S_ext": found.S_ext[r] if now >= 1 else None,
-            "M": found.M[r] if now >= 2 else None,
+            "S_ext": found.S_ext[r] if now >= 1 and goes_on else None,
+            "M": found.M[r] if now >= 2 and goes_on else None,
             "S": found.S_in[done] if knows else None,
             "S_out": found.S_out[r] if now >= SCAN else None,
         }

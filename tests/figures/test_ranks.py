@@ -40,8 +40,8 @@ def test_a_rank_merges_the_maps_before_it_and_no_more():
     assert [merged(3, now) for now in range(SCAN + 1)] == [0, 0, 0, 0, 1, 2, 3, 3]
     for now, (svg, _) in enumerate(frames):
         assert svg.count("ready") == sum(r == 0 or merged(r, now) == r for r in range(RANKS))
-        # S_ext, M, S and S_out that are not there yet
-        there = RANKS * ((now >= 1) + (now >= 2) + (now >= SCAN)) + 1
+        # S_ext, M, S and S_out that are not there yet; the last rank makes no map
+        there = (RANKS - 1) * ((now >= 1) + (now >= 2)) + RANKS * (now >= SCAN) + 1
         there += sum(merged(r, now) > 0 for r in range(1, RANKS))
         assert svg.count("stroke-dasharray") == 4 * RANKS - there
     assert RANKS * TOKENS // CHUNK == 8

@@ -27,8 +27,11 @@ def piece_map(
     on the left of both and kg as in `state`. Without w, as in Mamba-2, M is a number.
 
     Args:
-        k, w, u, gc, gs: as in `state`, of the piece alone.
-        initial_state: [B, HV, K, V]: the state itself where it is known; S_ext starts from it.
+        k: [B, T, H, K]. w: [B, T, HV, K] or None. u: [B, T, HV, V]. gc: [B, T, HV] (log2); or
+            gc: [B, T, HV, K] and k: kg [B, T, HV, K]. All of the piece alone.
+        initial_state: [B, HV, K, V]: the state itself where it is known; S_ext starts from it, and
+            M does not depend on it.
+        gs: [B, T, HV] in place of gc for what a token writes, as in `state`.
         transition: Whether to compute M.
     Returns:
         S_ext [B, HV, K, V], and M [B, HV, K, K], or [B, HV] without w, or None; in fp32 (fp64 for
