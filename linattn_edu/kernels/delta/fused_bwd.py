@@ -611,7 +611,8 @@ def scans(
     H, K = q.shape[2:]
     HV, V = v.shape[2:]
     C = AG.shape[-1]
-    gluon = _in_gluon(q, k, v, P, AG, packing)
+    # of do only the address may differ from v's
+    gluon = all(_in_gluon(q, k, x, P, AG, packing) for x in (v, do))
     pieces, ahead, initial_state = _forth(k, v, beta, gc, AG, initial_state, packing, gluon)
     _, behind, dht = _back(q, k, beta, gc, P, AG, do, dht, scale, packing, gluon)
     programs = pieces.N * HV * cdiv(V, BV)
