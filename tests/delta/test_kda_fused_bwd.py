@@ -1,0 +1,122 @@
+"""The fused backward stages of Kimi Delta Attention: kernels against references."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from delta.channel_checks import GATES, SCALE, channel_inputs, gates, once
+from delta.stage_checks import check_rounded, check_stage
+from gdn_checks import launches
+
+from linattn_edu.kernels.delta import kda_fused_bwd as kernels
+from linattn_edu.packing import pack
+from linattn_edu.reference.delta import kda_fused_bwd as references
+from linattn_edu.reference.delta.gate_cumsum import gate_cumsum
+from linattn_edu.reference.delta.kda_intra import kda_intra
+from linattn_edu.testing import assert_close
+
+pytestmark = pytest.mark.usefixtures("poison")
+
+
+def parts(T, K, V, C, dtype, device, **kinds):
+    """(inputs, everything the fused backward stages read), by the reference stages."""
+    x = channel_inputs(T, K, V, dtype, device, **kinds)
+    if x.q.is_cuda and (kernels.device_of(x.q)[0] not in ("hopper", "blackwell") or not kernels.fits(x.q, x.v)):
+        pytest.skip("heads that the fused stages do not hold")
+    r, options = SimpleNamespace(), {"chunk_size": C}
+    r.gc = gate_cumsum(x.g, **options)
+    r.P, r.A = kda_intra(x.q, x.k, x.beta, r.gc, **options)
+    r.kd, r.kg, r.qg = references.kda_gated(x.q, x.k, r.gc, **options)
+    r.do, r.dht = torch.randn_like(x.v), torch.randn_like(x.initial_state)
+    r.h, r.v_new, r.dh, r.Z, *_ = references.channel_scans(*scanned(x, r), scale=SCALE)
+    return x, r
+
+
+def scanned(x, r):
+    given = r.qg, r.kg, r.kd, x.v, x.beta, r.gc, r.P, r.A, r.do
+    return *given, x.initial_state, r.dht
+
+
+def check(x, r, C):
+    args = (x.q, x.k, r.gc)
+    check_stage(kernels.kda_gated, references.kda_gated, args, chunk_size=C)
+    with launches() as ran:
+        check_stage(kernels.channel_scans, references.channel_scans, scanned(x, r), scale=SCALE)
+    assert ran == [kernels.channel_scans_kernel]
+    args = (x.v, r.h, r.v_new, r.do, r.dh, r.Z)
+    options = {"scale": SCALE, "chunk_size": C}
+    check_stage(kernels.kda_reads_bwd, references.kda_reads_bwd, args, **options)
+
+
+@once
+def test_kernels_match_references(T, K, V, C, dtype, device):
+    check(*parts(T, K, V, C, dtype, device), C)
+
+
+@gates
+def test_every_gate_and_chunk(gate, C, dtype, device):
+    check(*parts(70, 33, 20, C, dtype, device, H=2, gate=gate), C)
+
+
+@pytest.mark.parametrize("gate", GATES)
+def test_without_states_at_the_ends(gate, device):
+    x, r = parts(70, 32, 64, 32, torch.bfloat16, device, H=2, gate=gate)
+    *args, _, _ = scanned(x, r)
+    check_stage(kernels.channel_scans, references.channel_scans, args, scale=SCALE)
+
+
+def test_packed_sequences_have_the_bits_they_have_alone(device):
+    """One of them is empty, one ends inside a chunk, each has states of its own."""
+    x, r = parts(150, 20, 24, 16, torch.bfloat16, device, H=2)
+    bounds, C = [0, 40, 40, 41, 150], {"chunk_size": 16}
+    q, k, v, g, beta, do = (t[:1] for t in (x.q, x.k, x.v, x.g, x.beta, r.do))
+    own = [slice(*bounds[n : n + 2]) for n in (0, 2, 3)]
+    gc = torch.cat([gate_cumsum(g[:, i], **C) for i in own], 1)
+    P, A = (
+        torch.cat(y, 1)
+        for y in zip(*(kda_intra(q[:, i], k[:, i], beta[:, i], gc[:, i], **C) for i in own), strict=True)
+    )
+    ends = [n * t[:1] for t in (x.initial_state, r.dht) for n in range(1, 5)]
+    h0, dht = torch.cat(ends[:4]), torch.cat(ends[4:])
+
+    def run(tokens, h0, dht, **packed):
+        q, k, v, beta, gc, P, A, do = tokens
+        kd, kg, qg = kernels.kda_gated(q, k, gc, **C, **packed)
+        scans = kernels.channel_scans(
+            qg, kg, kd, v, beta, gc, P, A, do, h0, dht, scale=SCALE, **packed
+        )
+        h, v_new, dh, Z, dv, dh0 = scans
+        reads = kernels.kda_reads_bwd(v, h, v_new, do, dh, Z, scale=SCALE, **C, **packed)
+        return (kd, kg, qg, v_new, Z, dv, *reads[:-1]), (h, dh, reads[-1]), dh0
+
+    tokens = q, k, v, beta, gc, P, A, do
+    packing = pack(torch.tensor(bounds, device=device), 16)
+    rows, chunks, dh0 = run(tokens, h0, dht, packing=packing)
+    assert torch.equal(dh0[1], dht[1])  # of the empty one
+    chunk = 0
+    for n, i in zip((0, 2, 3), own, strict=True):
+        alone = [t[:, i].contiguous() for t in tokens]
+        want = run(alone, h0[n : n + 1], dht[n : n + 1])
+        of = slice(chunk, chunk + want[1][0].shape[1])
+        found = [t[:, i] for t in rows] + [t[:, of] for t in chunks] + [dh0[n : n + 1]]
+        assert all(map(torch.equal, found, (*want[0], *want[1], want[2]))), n
+        chunk = of.stop
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_map_of_a_piece(dtype, device):
+    x, r = parts(100, 32, 48, 32, dtype, device)
+    args = (r.qg, r.kg, r.kd, x.beta, r.gc, r.P, r.A, r.do, r.dht)
+    options = {"scale": SCALE}
+    check_rounded(kernels.channel_scan_map_bwd, references.channel_scan_map_bwd, args, 1.2, **options)
+    ext, none = kernels.channel_scan_map_bwd(*args, transition=False, **options)
+    assert none is None
+    assert torch.equal(ext, kernels.channel_scan_map_bwd(*args, **options)[0])
+
+
+def test_the_map_takes_a_gradient_back_in_float64():
+    x, r = parts(130, 20, 12, 32, torch.float64, "cpu", H=2)
+    args = r.qg, r.kg, r.kd, x.beta, r.gc, r.P, r.A, r.do
+    ext, M = references.channel_scan_map_bwd(*args, scale=SCALE)
+    *_, dh0 = references.channel_scans(*scanned(x, r), scale=SCALE)
+    assert_close("dh0", ext + M @ r.dht, dh0, 1e-13)
