@@ -46,6 +46,8 @@ def check(x, r, C):
     args = (x.v, r.h, r.v_new, r.do, r.dh, r.Z)
     options = {"scale": SCALE, "chunk_size": C}
     check_stage(kernels.kda_reads_bwd, references.kda_reads_bwd, args, **options)
+    args = (x.q, x.k, x.v, x.beta, r.gc, r.h, r.v_new, r.do, r.dh, r.Z)
+    check_stage(kernels.channel_intra_bwd, references.channel_intra_bwd, args, **options)
 
 
 @once
