@@ -117,8 +117,7 @@ def _back(
     dtype = compute_dtype(qg, kg, kd, beta, gc, P, A, do, dht)
     T, C = do.shape[1], A.shape[-1]
     QG, KG, KD, b, gc, P, A, dO = (
-        to_chunks(x.to(dtype), C)
-        for x in (qg, kg, kd, beta[..., None], pad_gate(gc, C), P, A, do)
+        to_chunks(x.to(dtype), C) for x in (qg, kg, kd, beta[..., None], pad_gate(gc, C), P, A, do)
     )
     B, HV, NT, _, DK = KG.shape
     dS = KG.new_zeros(B, HV, DK, do.shape[-1]) if dht is None else dht.to(dtype)
