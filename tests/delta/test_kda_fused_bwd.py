@@ -18,11 +18,18 @@ from linattn_edu.testing import assert_close
 pytestmark = pytest.mark.usefixtures("poison")
 
 
-def parts(T, K, V, C, dtype, device, **kinds):
+def small(device):
+    """A dtype that the kernels hold: on a GPU of 16 bits."""
+    return torch.float32 if device.type == "cpu" else torch.bfloat16
+
+
+def parts(T, K, V, C, dtype, device, g=None, **kinds):
     """(inputs, everything the fused backward stages read), by the reference stages."""
     x = channel_inputs(T, K, V, dtype, device, **kinds)
     if x.q.is_cuda and (kernels.device_of(x.q)[0] not in ("hopper", "blackwell") or not kernels.fits(x.q, x.v)):
         pytest.skip("heads that the fused stages do not hold")
+    torch.manual_seed(T + K)
+    x.g = x.g if g is None else g
     r, options = SimpleNamespace(), {"chunk_size": C}
     r.gc = gate_cumsum(x.g, **options)
     r.P, r.A = kda_intra(x.q, x.k, x.beta, r.gc, **options)
@@ -38,21 +45,29 @@ def scanned(x, r):
 
 
 def check(x, r, C):
+    """All but the scans."""
     args = (x.q, x.k, r.gc)
     check_stage(kernels.kda_gated, references.kda_gated, args, chunk_size=C)
-    with launches() as ran:
-        check_stage(kernels.channel_scans, references.channel_scans, scanned(x, r), scale=SCALE)
-    assert ran == [kernels.channel_scans_kernel]
     args = (x.v, r.h, r.v_new, r.do, r.dh, r.Z)
     options = {"scale": SCALE, "chunk_size": C}
     check_stage(kernels.kda_reads_bwd, references.kda_reads_bwd, args, **options)
     args = (x.q, x.k, x.v, x.beta, r.gc, r.h, r.v_new, r.do, r.dh, r.Z)
-    check_stage(kernels.channel_intra_bwd, references.channel_intra_bwd, args, **options)
+    check_stage(channel_intra_bwd, references.channel_intra_bwd, args, **options)
+
+
+def channel_intra_bwd(*args, **options):
+    """The kernel on a copy of Z, which it overwrites."""
+    *args, Z = args
+    return kernels.channel_intra_bwd(*args, Z.clone(), **options)
 
 
 @once
 def test_kernels_match_references(T, K, V, C, dtype, device):
-    check(*parts(T, K, V, C, dtype, device), C)
+    x, r = parts(T, K, V, C, dtype, device)
+    with launches() as ran:
+        check_stage(kernels.channel_scans, references.channel_scans, scanned(x, r), scale=SCALE)
+    assert ran == [kernels.channel_scans_kernel]
+    check(x, r, C)
 
 
 @gates
@@ -62,7 +77,7 @@ def test_every_gate_and_chunk(gate, C, dtype, device):
 
 @pytest.mark.parametrize("gate", GATES)
 def test_without_states_at_the_ends(gate, device):
-    x, r = parts(70, 32, 64, 32, torch.bfloat16, device, H=2, gate=gate)
+    x, r = parts(70, 33, 20, 32, small(device), device, H=2, gate=gate)
     *args, _, _ = scanned(x, r)
     check_stage(kernels.channel_scans, references.channel_scans, args, scale=SCALE)
 
@@ -122,3 +137,18 @@ def test_the_map_takes_a_gradient_back_in_float64():
     ext, M = references.channel_scan_map_bwd(*args, scale=SCALE)
     *_, dh0 = references.channel_scans(*scanned(x, r), scale=SCALE)
     assert_close("dh0", ext + M @ r.dht, dh0, 1e-13)
+
+
+@pytest.mark.parametrize(("K", "V", "C"), [(128, 128, 64), (100, 128, 32), (150, 16, 64)])
+def test_near_and_far_channels_in_one_chunk(K, V, C, device):
+    """Groups of channels that close at one place of a chunk, or are shut; with dP and dL in the
+    place of Z, and by themselves.
+    """
+    g = -torch.rand(1, 150, 2, K, device=device) / 8
+    g[:, 64:128, :, 64:] = -20
+    g[:, 140:, 1, :64] = -200
+    g[:, :30, 0, 64:128] = -1e4
+    x, r = parts(150, K, V, C, torch.bfloat16, device, H=2, g=g)
+    args = (x.q, x.k, x.v, x.beta, r.gc, r.h, r.v_new, r.do, r.dh, r.Z)
+    options = {"scale": SCALE, "chunk_size": C}
+    check_stage(channel_intra_bwd, references.channel_intra_bwd, args, **options)

@@ -403,16 +403,13 @@ def channel_intra_bwd_kernel(
     do_ptr,  # [B, T, HV, V]
     dh_ptr,  # [B, NT, HV, K, V]
     Z_ptr,  # [B, T, HV, V]
-    dqg_ptr,  # [B, T, HV, K] out: of chunks with channels that are not near, as the next four
-    dP_ptr,  # [B, T, HV, BT] out
-    dkb_ptr,  # [B, T, HV, K] out
-    dkg_ptr,  # [B, T, HV, K] out
-    dL_ptr,  # [B, T, HV, BT] out
-    dgl_ptr,  # [B, NT, HV, K] out
-    dq_ptr,  # [B, T, HV, K] out
-    dk_ptr,  # [B, T, HV, K] out
+    dP_ptr,  # [B, T, HV, PW] out: of chunks with channels that are not near; Z may be here
+    dL_ptr,  # [B, T, HV, PW] out: as dP
+    dgl_ptr,  # [B, NT, HV, K] out: all that dgc_last gets
+    dq_ptr,  # [B, T, HV, K] out; dqg of channels that are not near
+    dk_ptr,  # [B, T, HV, K] out; dkb of channels that are not near
     dbeta_ptr,  # [B, T, HV] out, without the channels that are not near
-    dgc_ptr,  # [B, T, HV, K] out
+    dgc_ptr,  # [B, T, HV, K] out; dkg of channels that are not near
     near_ptr,  # [B, NT, HV, NG] out: whether the channels of a group are near
     scale,
     cu_ptr,  # [N + 1] or None
@@ -421,10 +418,11 @@ def channel_intra_bwd_kernel(
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     BN: tl.constexpr,  # all channels, in whole groups
+    PW: tl.constexpr,  # from head to head of dP and dL
 ):  # fmt: skip
     """One program: one chunk of one head, its channels that are near.  Grid (NT * HV).
 
-    What kda_intra_bwd reads is stored for the others alone.
+    What kda_intra_bwd reads of the others is stored in the place of what it writes.
 
     Reference: linattn_edu.reference.delta.kda_fused_bwd.channel_intra_bwd.
     """
@@ -458,13 +456,13 @@ def channel_intra_bwd_kernel(
     below = o_t[:, None] > o_t[None, :]
     if far != 0:
         b_x = tl.where(o_t[:, None] >= o_t[None, :], b_dP, 0.0)
-        store_tile(dP_ptr + i * BT, b_x, o_t, o_t, HV * BT, n_t, BT)
-        store_tile(dL_ptr + i * BT, tl.where(below, b_dL, 0.0), o_t, o_t, HV * BT, n_t, BT)
+        store_tile(dP_ptr + i * PW, b_x, o_t, o_t, HV * PW, n_t, BT)
+        store_tile(dL_ptr + i * PW, tl.where(below, b_dL, 0.0), o_t, o_t, HV * PW, n_t, BT)
     b_dP = cast(tl.where(below, b_dP, 0.0), dtype)
     b_dL = cast(tl.where(below, b_dL, 0.0), dtype)
     for j in range(tl.cdiv(K, BK)):
         o_k = j * BK + tl.arange(0, BK)
-        n_out = tl.where((near >> (j * BK // GROUP)) & 1 != 0, n_t, 0)  # rows that are stored
+        is_near = (near >> (j * BK // GROUP)) & 1 != 0
         b_h = load_tile(h_ptr + i_S, o_k, o_v, V, K, V)  # [BK, BV]
         b_dh = load_tile(dh_ptr + i_S, o_k, o_v, V, K, V)  # [BK, BV]
         b_ga = load_vector(gc_ptr + middle(n_t, BT) * HV * K, o_k, K)
@@ -480,11 +478,6 @@ def channel_intra_bwd_kernel(
         b_dkg = dot(b_v_new, tl.trans(b_dh))
         # eq:kda-dgl   dgl = rowsum(dS * S)
         b_dgl = tl.sum(b_dh.to(tl.float32) * b_h.to(tl.float32), 1)
-        if far != 0:
-            store_tile(dqg_ptr + i * K, b_dqg, o_t, o_k, HV * K, n_t, K)
-            store_tile(dkb_ptr + i * K, b_dkb, o_t, o_k, HV * K, n_t, K)
-            store_tile(dkg_ptr + i * K, b_dkg, o_t, o_k, HV * K, n_t, K)
-            tl.store(dgl_ptr + o_k, b_dgl, mask=o_k < K)
         b_E = tl.exp2(b_g)
         b_F = tl.exp2(-b_g)
         b_kF = cast(b_k * b_F, dtype)
@@ -508,20 +501,24 @@ def channel_intra_bwd_kernel(
         b_u = b_e * b_dkb
         b_Y = b_E * b_y + b_u
         b_dgc += b_k * b_beta * b_u
-        b_u = b_F * tl.exp2(b_gl - b_ga)[None, :] * b_dkg
+        # not by b_F, so that it is right of channels that are not near, too
+        b_u = tl.exp2((b_gl - b_ga)[None, :] - b_g) * b_dkg
         b_R = b_F * b_r + b_u
         # eq:kda-dgc-last   dgc_last += colsum(K * R) + 2^gc_last dgl
         b_u = b_k * tl.where(o_t[:, None] == last, 0.0, b_u)
         b_dgl = tl.exp2(b_gl) * b_dgl + tl.sum(b_u, 0)
+        tl.store(dgl_ptr + o_k, b_dgl, mask=o_k < K)
         b_dgc += tl.where(o_t[:, None] == last, b_dgl[None, :], 0.0) - b_u
         # eq:kda-dgc   dgc = Q * dQ + K * (diag(beta) Y - R)
-        store_tile(dgc_ptr + i * K, b_dgc, o_t, o_k, HV * K, n_out, K)
+        b_dgc = tl.where(is_near, b_dgc, b_dkg)
+        store_tile(dgc_ptr + i * K, b_dgc, o_t, o_k, HV * K, n_t, K)
         # eq:kda-dbeta   dbeta += rowsum(K * Y)
-        b_dbeta += tl.where(n_out > 0, tl.sum(b_k * b_Y, 1), 0.0)
+        b_dbeta += tl.where(is_near, tl.sum(b_k * b_Y, 1), 0.0)
         # eq:kda-dk   dk = diag(beta) Y + R + diag(dP) Q
-        b_R += b_beta * b_Y + b_dP_ii * b_q
-        store_tile(dk_ptr + i * K, b_R, o_t, o_k, HV * K, n_out, K)
-        store_tile(dq_ptr + i * K, b_dq + b_dP_ii * b_k, o_t, o_k, HV * K, n_out, K)
+        b_R = tl.where(is_near, b_R + b_beta * b_Y + b_dP_ii * b_q, b_dkb)
+        store_tile(dk_ptr + i * K, b_R, o_t, o_k, HV * K, n_t, K)
+        b_dq = tl.where(is_near, b_dq + b_dP_ii * b_k, b_dqg)
+        store_tile(dq_ptr + i * K, b_dq, o_t, o_k, HV * K, n_t, K)
     tl.store(dbeta_ptr + i + o_t * HV, b_dbeta, mask=o_t < n_t)
 
 
@@ -660,7 +657,7 @@ def channel_intra_bwd(
     packing: Packing | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Launch channel_intra_bwd_kernel and, for the channels that are not near, kda_intra_bwd_kernel;
-    arguments and result as in the reference.
+    arguments and result as in the reference, but Z is overwritten.
 
     Where kda_intra_bwd has no kernel of its own for near channels, it is kda_reads_bwd and
     kda_intra_bwd.
@@ -674,21 +671,23 @@ def channel_intra_bwd(
         return kda_intra_bwd(q, k, beta, gc, dP, dL, dqg, dkb, dkg, dgl, dbeta, **options)
     B, T, H, K = k.shape
     HV, V = v.shape[2:]
-    dqg, dkb, dkg = (v.new_empty(B, T, HV, K) for _ in range(3))
-    dP, dL = (v.new_empty(B, T, HV, chunk_size) for _ in range(2))
-    dq, dk = (torch.empty_like(dqg, dtype=shared_dtype(q, HV)) for _ in range(2))
+    dq, dk = (v.new_empty(B, T, HV, K, dtype=shared_dtype(q, HV)) for _ in range(2))
     dbeta, dgc = v.new_empty(B, T, HV, dtype=torch.float32), torch.empty_like(gc)
     dgl = v.new_empty(*h.shape[:4], dtype=torch.float32)
+    if V >= 2 * chunk_size:  # a chunk's Z is read before dP and dL are written
+        dP, dL, width = Z, Z[..., chunk_size:], V
+    else:
+        (dP, dL), width = (v.new_empty(B, T, HV, chunk_size) for _ in range(2)), chunk_size
     NT, *chunks = chunk_args(v, chunk_size, packing)
     near = k.new_empty(NT * HV, cdiv(K, GROUP.value), dtype=torch.int8)
     channel_intra_bwd_kernel[(NT * HV,)](
-        q, k, v, beta, gc, h, v_new, do, dh, Z, dqg, dP, dkb, dkg, dL, dgl, dq, dk, dbeta, dgc,
-        near, scale, *chunks, T, H, HV, K, V, BT=chunk_size, BV=block(V),
-        BN=max(block(K), GROUP.value), **INTRA_OPTIONS,
+        q, k, v, beta, gc, h, v_new, do, dh, Z, dP, dL, dgl, dq, dk, dbeta, dgc, near, scale,
+        *chunks, T, H, HV, K, V, BT=chunk_size, BV=block(V), BN=max(block(K), GROUP.value),
+        PW=width, **INTRA_OPTIONS,
     )  # fmt: skip
     kda_intra_bwd_kernel[(NT * HV * (chunk_size // 16),)](
-        q, k, beta, gc, dP, dL, dqg, dkb, dkg, dgl, dq, dk, dbeta, dgc, near, *chunks, T, H, HV, K,
-        BT=chunk_size, HALVE=halve(k.dtype), **entry(CONFIGS, k).launch(K),
+        q, k, beta, gc, dP, dL, dq, dk, dgc, dgl, dq, dk, dbeta, dgc, near, *chunks, T, H, HV, K,
+        BT=chunk_size, HALVE=halve(k.dtype), PW=width, SUMMED=True, **entry(CONFIGS, k).launch(K),
     )  # fmt: skip
     if H < HV:
         dq, dk = (x.unflatten(2, (H, -1)).sum(3).to(q.dtype) for x in (dq, dk))
