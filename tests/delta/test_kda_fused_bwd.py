@@ -9,6 +9,8 @@ from delta.stage_checks import check_rounded, check_stage
 from gdn_checks import launches
 
 from linattn_edu.kernels.delta import kda_fused_bwd as kernels
+from linattn_edu.kernels.delta.fused_bwd import fits
+from linattn_edu.ops.kda.chunk import backward, forward, fused_stages, stages
 from linattn_edu.packing import pack
 from linattn_edu.reference.delta import kda_fused_bwd as references
 from linattn_edu.reference.delta.gate_cumsum import gate_cumsum
@@ -26,7 +28,7 @@ def small(device):
 def parts(T, K, V, C, dtype, device, g=None, **kinds):
     """(inputs, everything the fused backward stages read), by the reference stages."""
     x = channel_inputs(T, K, V, dtype, device, **kinds)
-    if x.q.is_cuda and (kernels.device_of(x.q)[0] not in ("hopper", "blackwell") or not kernels.fits(x.q, x.v)):
+    if x.q.is_cuda and not fits(x.q, x.v):
         pytest.skip("heads that the fused stages do not hold")
     torch.manual_seed(T + K)
     x.g = x.g if g is None else g
@@ -89,10 +91,8 @@ def test_packed_sequences_have_the_bits_they_have_alone(device):
     q, k, v, g, beta, do = (t[:1] for t in (x.q, x.k, x.v, x.g, x.beta, r.do))
     own = [slice(*bounds[n : n + 2]) for n in (0, 2, 3)]
     gc = torch.cat([gate_cumsum(g[:, i], **C) for i in own], 1)
-    P, A = (
-        torch.cat(y, 1)
-        for y in zip(*(kda_intra(q[:, i], k[:, i], beta[:, i], gc[:, i], **C) for i in own), strict=True)
-    )
+    scores = [kda_intra(q[:, i], k[:, i], beta[:, i], gc[:, i], **C) for i in own]
+    P, A = (torch.cat(parts, 1) for parts in zip(*scores, strict=True))
     ends = [n * t[:1] for t in (x.initial_state, r.dht) for n in range(1, 5)]
     h0, dht = torch.cat(ends[:4]), torch.cat(ends[4:])
 
@@ -124,11 +124,11 @@ def test_packed_sequences_have_the_bits_they_have_alone(device):
 def test_map_of_a_piece(dtype, device):
     x, r = parts(100, 32, 48, 32, dtype, device)
     args = (r.qg, r.kg, r.kd, x.beta, r.gc, r.P, r.A, r.do, r.dht)
-    options = {"scale": SCALE}
-    check_rounded(kernels.channel_scan_map_bwd, references.channel_scan_map_bwd, args, 1.2, **options)
-    ext, none = kernels.channel_scan_map_bwd(*args, transition=False, **options)
+    kernel, options = kernels.channel_scan_map_bwd, {"scale": SCALE}
+    check_rounded(kernel, references.channel_scan_map_bwd, args, 1.2, **options)
+    ext, none = kernel(*args, transition=False, **options)
     assert none is None
-    assert torch.equal(ext, kernels.channel_scan_map_bwd(*args, **options)[0])
+    assert torch.equal(ext, kernel(*args, **options)[0])
 
 
 def test_the_map_takes_a_gradient_back_in_float64():
@@ -152,3 +152,21 @@ def test_near_and_far_channels_in_one_chunk(K, V, C, device):
     args = (x.q, x.k, x.v, x.beta, r.gc, r.h, r.v_new, r.do, r.dh, r.Z)
     options = {"scale": SCALE, "chunk_size": C}
     check_stage(channel_intra_bwd, references.channel_intra_bwd, args, **options)
+
+
+@pytest.mark.parametrize("C", [16, 32, 64])
+def test_fused_equals_staged_in_float64(C):
+    x = channel_inputs(130, 20, 12, torch.float64, "cpu")
+    found = []
+    for used in (fused_stages, stages):
+        options = {"scale": 0.5, "output_final_state": True, "chunk_size": C, "keep": ("P", "A")}
+        o, last, residuals = forward(used("reference"), **x.asdict(), **options)
+        torch.manual_seed(0)
+        found.append(backward(
+            used("reference"), x.q, x.k, x.v, x.g, x.beta, residuals, torch.randn_like(o),
+            torch.randn_like(last), scale=0.5, initial_state=x.initial_state,
+        ))  # fmt: skip
+    for i, (a, b) in enumerate(zip(*found, strict=True)):
+        assert (a is None) == (b is None)
+        if a is not None:
+            assert_close(f"gradient {i}", a, b, 1e-12)

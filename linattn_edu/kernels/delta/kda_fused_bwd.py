@@ -656,25 +656,23 @@ def channel_intra_bwd(
     chunk_size: int,
     packing: Packing | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Launch channel_intra_bwd_kernel and, for the channels that are not near, kda_intra_bwd_kernel;
+    """Launch channel_intra_bwd_kernel, and kda_intra_bwd_kernel for the channels that are not near;
     arguments and result as in the reference, but Z is overwritten.
 
     Where kda_intra_bwd has no kernel of its own for near channels, it is kda_reads_bwd and
     kda_intra_bwd.
     """
     if k.dtype not in of_generation(NEAR_CONFIGS, device_of(k)[0]):
-        options = {"packing": packing}
-        reads = kda_reads_bwd(
-            v, h, v_new, do, dh, Z, scale=scale, chunk_size=chunk_size, packing=packing
-        )
-        dqg, dP, dkb, dkg, dL, dbeta, dgl = reads
-        return kda_intra_bwd(q, k, beta, gc, dP, dL, dqg, dkb, dkg, dgl, dbeta, **options)
+        options = {"scale": scale, "chunk_size": chunk_size, "packing": packing}
+        dqg, dP, dkb, dkg, dL, dbeta, dgl = kda_reads_bwd(v, h, v_new, do, dh, Z, **options)
+        parts = dP, dL, dqg, dkb, dkg, dgl, dbeta
+        return kda_intra_bwd(q, k, beta, gc, *parts, packing=packing)
     B, T, H, K = k.shape
     HV, V = v.shape[2:]
     dq, dk = (v.new_empty(B, T, HV, K, dtype=shared_dtype(q, HV)) for _ in range(2))
     dbeta, dgc = v.new_empty(B, T, HV, dtype=torch.float32), torch.empty_like(gc)
     dgl = v.new_empty(*h.shape[:4], dtype=torch.float32)
-    if V >= 2 * chunk_size:  # a chunk's Z is read before dP and dL are written
+    if 2 * chunk_size <= V:  # a chunk's Z is read before dP and dL are written
         dP, dL, width = Z, Z[..., chunk_size:], V
     else:
         (dP, dL), width = (v.new_empty(B, T, HV, chunk_size) for _ in range(2)), chunk_size

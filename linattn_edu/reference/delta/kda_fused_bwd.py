@@ -239,7 +239,7 @@ def channel_intra_bwd(
     scale: float,
     chunk_size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """All that is left, for each chunk by itself: kda_reads_bwd, and kda_intra_bwd of what it finds.
+    """All that is left, for each chunk by itself: kda_reads_bwd, then kda_intra_bwd.
 
     Args:
         q, k, v, beta, gc: the arguments of the forward pass. h, v_new, dh, Z: from channel_scans.
