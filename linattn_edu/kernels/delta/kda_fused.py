@@ -25,6 +25,11 @@ from linattn_edu.kernels.tiles import (
 )
 from linattn_edu.packing import Packing
 
+try:
+    from linattn_edu.kernels import channel_scan_gluon
+except (ImportError, AttributeError):  # a Triton whose Gluon has other names
+    channel_scan_gluon = None
+
 
 @triton.jit(do_not_specialize=["T"])
 def channel_scan_kernel(
@@ -274,6 +279,10 @@ def channel_scan(
         initial_state = pieces.entering(cp_merge, maps, initial_state)
     o = torch.empty_like(v)
     last = gc.new_empty(pieces.N, HV, K, V) if output_final_state else None
+    if channel_scan_gluon is not None and channel_scan_gluon.fits(kg, v, P, A, packing):
+        given = qg, kg, kd, v, beta, gc, P, A, initial_state, o, last, scale
+        channel_scan_gluon.channel_scan_gluon(*given, pieces)
+        return o, pieces.last(last)
     grid, config = scan_launch(SCAN_CONFIGS, kg, pieces.N * HV, V)
     full = crowded(kg, *grid, config)
     kernel = channel_scan_transposed_kernel if full else channel_scan_kernel
