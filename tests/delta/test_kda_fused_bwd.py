@@ -9,6 +9,8 @@ from delta.stage_checks import check_rounded, check_stage
 from gdn_checks import launches
 
 from linattn_edu.kernels.delta import kda_fused_bwd as kernels
+from linattn_edu.kernels.delta.fused_bwd import fits
+from linattn_edu.ops.kda.chunk import backward, forward, fused_stages, stages
 from linattn_edu.packing import pack
 from linattn_edu.reference.delta import kda_fused_bwd as references
 from linattn_edu.reference.delta.gate_cumsum import gate_cumsum
@@ -18,11 +20,18 @@ from linattn_edu.testing import assert_close
 pytestmark = pytest.mark.usefixtures("poison")
 
 
-def parts(T, K, V, C, dtype, device, **kinds):
+def small(device):
+    """A dtype that the kernels hold: on a GPU of 16 bits."""
+    return torch.float32 if device.type == "cpu" else torch.bfloat16
+
+
+def parts(T, K, V, C, dtype, device, g=None, **kinds):
     """(inputs, everything the fused backward stages read), by the reference stages."""
     x = channel_inputs(T, K, V, dtype, device, **kinds)
-    if x.q.is_cuda and (kernels.device_of(x.q)[0] not in ("hopper", "blackwell") or not kernels.fits(x.q, x.v)):
+    if x.q.is_cuda and not fits(x.q, x.v):
         pytest.skip("heads that the fused stages do not hold")
+    torch.manual_seed(T + K)
+    x.g = x.g if g is None else g
     r, options = SimpleNamespace(), {"chunk_size": C}
     r.gc = gate_cumsum(x.g, **options)
     r.P, r.A = kda_intra(x.q, x.k, x.beta, r.gc, **options)
@@ -38,19 +47,29 @@ def scanned(x, r):
 
 
 def check(x, r, C):
+    """All but the scans."""
     args = (x.q, x.k, r.gc)
     check_stage(kernels.kda_gated, references.kda_gated, args, chunk_size=C)
-    with launches() as ran:
-        check_stage(kernels.channel_scans, references.channel_scans, scanned(x, r), scale=SCALE)
-    assert ran == [kernels.channel_scans_kernel]
     args = (x.v, r.h, r.v_new, r.do, r.dh, r.Z)
     options = {"scale": SCALE, "chunk_size": C}
     check_stage(kernels.kda_reads_bwd, references.kda_reads_bwd, args, **options)
+    args = (x.q, x.k, x.v, x.beta, r.gc, r.h, r.v_new, r.do, r.dh, r.Z)
+    check_stage(channel_intra_bwd, references.channel_intra_bwd, args, **options)
+
+
+def channel_intra_bwd(*args, **options):
+    """The kernel on a copy of Z, which it overwrites."""
+    *args, Z = args
+    return kernels.channel_intra_bwd(*args, Z.clone(), **options)
 
 
 @once
 def test_kernels_match_references(T, K, V, C, dtype, device):
-    check(*parts(T, K, V, C, dtype, device), C)
+    x, r = parts(T, K, V, C, dtype, device)
+    with launches() as ran:
+        check_stage(kernels.channel_scans, references.channel_scans, scanned(x, r), scale=SCALE)
+    assert ran == [kernels.channel_scans_kernel]
+    check(x, r, C)
 
 
 @gates
@@ -60,7 +79,7 @@ def test_every_gate_and_chunk(gate, C, dtype, device):
 
 @pytest.mark.parametrize("gate", GATES)
 def test_without_states_at_the_ends(gate, device):
-    x, r = parts(70, 32, 64, 32, torch.bfloat16, device, H=2, gate=gate)
+    x, r = parts(70, 33, 20, 32, small(device), device, H=2, gate=gate)
     *args, _, _ = scanned(x, r)
     check_stage(kernels.channel_scans, references.channel_scans, args, scale=SCALE)
 
@@ -72,10 +91,8 @@ def test_packed_sequences_have_the_bits_they_have_alone(device):
     q, k, v, g, beta, do = (t[:1] for t in (x.q, x.k, x.v, x.g, x.beta, r.do))
     own = [slice(*bounds[n : n + 2]) for n in (0, 2, 3)]
     gc = torch.cat([gate_cumsum(g[:, i], **C) for i in own], 1)
-    P, A = (
-        torch.cat(y, 1)
-        for y in zip(*(kda_intra(q[:, i], k[:, i], beta[:, i], gc[:, i], **C) for i in own), strict=True)
-    )
+    scores = [kda_intra(q[:, i], k[:, i], beta[:, i], gc[:, i], **C) for i in own]
+    P, A = (torch.cat(parts, 1) for parts in zip(*scores, strict=True))
     ends = [n * t[:1] for t in (x.initial_state, r.dht) for n in range(1, 5)]
     h0, dht = torch.cat(ends[:4]), torch.cat(ends[4:])
 
@@ -107,11 +124,11 @@ def test_packed_sequences_have_the_bits_they_have_alone(device):
 def test_map_of_a_piece(dtype, device):
     x, r = parts(100, 32, 48, 32, dtype, device)
     args = (r.qg, r.kg, r.kd, x.beta, r.gc, r.P, r.A, r.do, r.dht)
-    options = {"scale": SCALE}
-    check_rounded(kernels.channel_scan_map_bwd, references.channel_scan_map_bwd, args, 1.2, **options)
-    ext, none = kernels.channel_scan_map_bwd(*args, transition=False, **options)
+    kernel, options = kernels.channel_scan_map_bwd, {"scale": SCALE}
+    check_rounded(kernel, references.channel_scan_map_bwd, args, 1.2, **options)
+    ext, none = kernel(*args, transition=False, **options)
     assert none is None
-    assert torch.equal(ext, kernels.channel_scan_map_bwd(*args, **options)[0])
+    assert torch.equal(ext, kernel(*args, **options)[0])
 
 
 def test_the_map_takes_a_gradient_back_in_float64():
@@ -120,3 +137,36 @@ def test_the_map_takes_a_gradient_back_in_float64():
     ext, M = references.channel_scan_map_bwd(*args, scale=SCALE)
     *_, dh0 = references.channel_scans(*scanned(x, r), scale=SCALE)
     assert_close("dh0", ext + M @ r.dht, dh0, 1e-13)
+
+
+@pytest.mark.parametrize(("K", "V", "C"), [(128, 128, 64), (100, 128, 32), (150, 16, 64)])
+def test_near_and_far_channels_in_one_chunk(K, V, C, device):
+    """Groups of channels that close at one place of a chunk, or are shut; with dP and dL in the
+    place of Z, and by themselves.
+    """
+    g = -torch.rand(1, 150, 2, K, device=device) / 8
+    g[:, 64:128, :, 64:] = -20
+    g[:, 140:, 1, :64] = -200
+    g[:, :30, 0, 64:128] = -1e4
+    x, r = parts(150, K, V, C, torch.bfloat16, device, H=2, g=g)
+    args = (x.q, x.k, x.v, x.beta, r.gc, r.h, r.v_new, r.do, r.dh, r.Z)
+    options = {"scale": SCALE, "chunk_size": C}
+    check_stage(channel_intra_bwd, references.channel_intra_bwd, args, **options)
+
+
+@pytest.mark.parametrize("C", [16, 32, 64])
+def test_fused_equals_staged_in_float64(C):
+    x = channel_inputs(130, 20, 12, torch.float64, "cpu")
+    found = []
+    for used in (fused_stages, stages):
+        options = {"scale": 0.5, "output_final_state": True, "chunk_size": C, "keep": ("P", "A")}
+        o, last, residuals = forward(used("reference"), **x.asdict(), **options)
+        torch.manual_seed(0)
+        found.append(backward(
+            used("reference"), x.q, x.k, x.v, x.g, x.beta, residuals, torch.randn_like(o),
+            torch.randn_like(last), scale=0.5, initial_state=x.initial_state,
+        ))  # fmt: skip
+    for i, (a, b) in enumerate(zip(*found, strict=True)):
+        assert (a is None) == (b is None)
+        if a is not None:
+            assert_close(f"gradient {i}", a, b, 1e-12)

@@ -20,7 +20,7 @@ from linattn_edu.reference.delta.gate_bwd import gate_bwd
 from linattn_edu.reference.delta.gate_cumsum import gate_cumsum
 from linattn_edu.reference.delta.kda_bwd import kda_output_bwd, kda_wy_bwd
 from linattn_edu.reference.delta.kda_fused import channel_scan, kda_prepare
-from linattn_edu.reference.delta.kda_fused_bwd import channel_scans, kda_gated, kda_reads_bwd
+from linattn_edu.reference.delta.kda_fused_bwd import channel_intra_bwd, channel_scans, kda_gated
 from linattn_edu.reference.delta.kda_intra import kda_intra
 from linattn_edu.reference.delta.kda_intra_bwd import kda_intra_bwd
 from linattn_edu.reference.delta.kda_scan import kda_scan
@@ -275,7 +275,8 @@ class Stages:
 class FusedStages:
     """The same passes in fused stages, on rows that have the gate in them: kda_prepare for
     kda_intra and a part of wy, channel_scan for the rest of wy and kda_scan; kda_gated and
-    channel_scans for wy and kda_scans, kda_reads_bwd for kda_output_bwd and kda_wy_bwd.
+    channel_scans for wy and kda_scans, channel_intra_bwd for kda_output_bwd, kda_wy_bwd and
+    kda_intra_bwd.
     """
 
     gate_cumsum: Callable
@@ -283,8 +284,7 @@ class FusedStages:
     channel_scan: Callable
     kda_gated: Callable
     channel_scans: Callable
-    kda_reads_bwd: Callable
-    kda_intra_bwd: Callable
+    channel_intra_bwd: Callable
     gate_bwd: Callable
 
 
@@ -308,8 +308,8 @@ _REFERENCE = Stages(
     piece_map, cp_merge, piece_map_bwd, cp_merge_bwd,
 )  # fmt: skip
 _FUSED_REFERENCE = FusedStages(
-    gate_cumsum, kda_prepare, channel_scan, kda_gated, channel_scans, kda_reads_bwd,
-    kda_intra_bwd, gate_bwd,
+    gate_cumsum, kda_prepare, channel_scan, kda_gated, channel_scans, channel_intra_bwd,
+    gate_bwd,
 )  # fmt: skip
 
 
@@ -321,7 +321,7 @@ def _kernels() -> tuple[Stages, FusedStages]:
     from linattn_edu.kernels.delta.gate_cumsum import gate_cumsum
     from linattn_edu.kernels.delta.kda_bwd import kda_output_bwd, kda_wy_bwd
     from linattn_edu.kernels.delta.kda_fused import channel_scan, kda_prepare
-    from linattn_edu.kernels.delta.kda_fused_bwd import channel_scans, kda_gated, kda_reads_bwd
+    from linattn_edu.kernels.delta.kda_fused_bwd import channel_intra_bwd, channel_scans, kda_gated
     from linattn_edu.kernels.delta.kda_intra import kda_intra
     from linattn_edu.kernels.delta.kda_intra_bwd import kda_intra_bwd
     from linattn_edu.kernels.delta.kda_scan import kda_scan
@@ -337,8 +337,8 @@ def _kernels() -> tuple[Stages, FusedStages]:
         piece_map, cp_merge, piece_map_bwd, cp_merge_bwd,
     )  # fmt: skip
     fused = FusedStages(
-        gate_cumsum, kda_prepare, channel_scan, kda_gated, channel_scans, kda_reads_bwd,
-        kda_intra_bwd, gate_bwd,
+        gate_cumsum, kda_prepare, channel_scan, kda_gated, channel_scans, channel_intra_bwd,
+        gate_bwd,
     )  # fmt: skip
     return staged, fused
 
@@ -478,7 +478,7 @@ def forward(
 
 @chunk.backward
 def backward(
-    stages: Stages,
+    stages: Stages | FusedStages,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -499,18 +499,32 @@ def backward(
     """The chunked backward pass as a composition of stages.
 
     Starts from the arguments of the forward pass and its P and A; where the other residuals are
-    None they are computed again, so that no state is held between the two passes.
+    None they are computed again, so that no state is held between the two passes. FusedStages
+    compute them always.
 
     Args:
         do: Gradient of o.  dht: Gradient of the final state, or None.  cp: as in the forward pass.
     Returns:
         dq, dk, dv, dg, dbeta, dA_log and ddt_bias (or None), and the gradient of the initial state.
-    Source: chapters 11 and 12.
+    Source: chapters 11, 12 and 24.
     """
     packed = {} if packing is None else {"packing": packing}
     P, A, gc, w, kg, qg, h, v_new, crossing = residuals
     options = {"chunk_size": A.shape[-1], **packed}
     gate, again = {"lower_bound": lower_bound, **options}, gc is None
+    if isinstance(stages, FusedStages):
+        gc = stages.gate_cumsum(g, A_log, dt_bias, **gate)
+        kd, kg, qg = stages.kda_gated(q, k, gc, **options)
+        h, v_new, dh, Z, dv, dh0 = stages.channel_scans(
+            qg, kg, kd, v, beta, gc, P, A, do, initial_state, dht, scale=scale, **packed
+        )
+        del kd, kg, qg
+        dq, dk, dbeta, dgc = stages.channel_intra_bwd(
+            q, k, v, beta, gc, h, v_new, do, dh, Z, scale=scale, **options
+        )
+        del gc, h, v_new, dh, Z
+        dg, dA_log, ddt_bias = stages.gate_bwd(dgc, g, A_log, dt_bias, **gate)
+        return dq, dk, dv, dg, dbeta, dA_log, ddt_bias, dh0
     if again:
         gc = stages.gate_cumsum(g, A_log, dt_bias, **gate)
         w, u, kg, qg = stages.wy(k, v, beta, gc, A, q, **packed)

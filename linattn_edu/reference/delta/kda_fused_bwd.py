@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from linattn_edu.reference.delta.kda_intra_bwd import kda_intra_bwd
 from linattn_edu.reference.tiles import (
     compute_dtype,
     from_chunks,
@@ -221,3 +222,40 @@ def kda_reads_bwd(
     dbeta = from_chunks((Z * V).sum(-1), T)
     dqg, dP, dkb, dkg, dL = (from_chunks(x, T).to(v.dtype) for x in (dqg, dP, dkb, dkg, dL))
     return dqg, dP, dkb, dkg, dL, dbeta, dgl
+
+
+def channel_intra_bwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    gc: Tensor,
+    h: Tensor,
+    v_new: Tensor,
+    do: Tensor,
+    dh: Tensor,
+    Z: Tensor,
+    *,
+    scale: float,
+    chunk_size: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """All that is left, for each chunk by itself: kda_reads_bwd, then kda_intra_bwd.
+
+    Args:
+        q, k, v, beta, gc: the arguments of the forward pass. h, v_new, dh, Z: from channel_scans.
+        do: [B, T, HV, V], gradient of o.
+    Returns:
+        dq, dk, dbeta and dgc of kda_intra_bwd.
+    Source: chapter 24.
+    """
+    reads = kda_reads_bwd(v, h, v_new, do, dh, Z, scale=scale, chunk_size=chunk_size)
+    dqg, dP, dkb, dkg, dL, dbeta, dgl = reads
+    # eq:kda-r   R_j += sum over i > j of (dP_ij q_i + beta_i dL_ij k_i) 2^(gc_i - gc_j)
+    # eq:kda-dq   dQ_i += sum over j < i of dP_ij k_j 2^(gc_i - gc_j)
+    # eq:kda-y   Y_i += sum over j < i of dL_ij k_j 2^(gc_i - gc_j)
+    # eq:kda-outer   dQ += 2^gc * dqg, Y += 2^gc * dkb, R += 2^(gc_last - gc) * dkg
+    # eq:kda-dgc-last   dgc_last += colsum(K * R) + 2^gc_last dgl
+    # eq:kda-dgc   dgc = Q * dQ + K * (diag(beta) Y - R)
+    # eq:kda-dbeta   dbeta += rowsum(K * Y)
+    # eq:kda-dk   dk = diag(beta) Y + R + diag(dP) Q
+    return kda_intra_bwd(q, k, beta, gc, dP, dL, dqg, dkb, dkg, dgl, dbeta)
