@@ -44,6 +44,11 @@ from linattn_edu.kernels.tiles import (
 )
 from linattn_edu.packing import Packing
 
+try:
+    from linattn_edu.kernels import channel_intra_gluon
+except (ImportError, AttributeError):  # a Triton whose Gluon has other names
+    channel_intra_gluon = None
+
 
 @triton.jit(do_not_specialize=["T"])
 def kda_gated_kernel(
@@ -525,7 +530,7 @@ def channel_intra_bwd_kernel(
 BV = 64  # rows of dS^T: a product of fewer would leave tensor cores idle
 GATED_OPTIONS = {"BK": 64, "num_warps": 4}
 SCAN_OPTIONS = {"num_warps": 4, "num_stages": 2}
-INTRA_OPTIONS = {"BK": 32, "num_warps": 4, "num_stages": 1}
+INTRA_OPTIONS = {"BK": 16, "num_warps": 4, "num_stages": 2}
 READS_OPTIONS = {"BK": 64, "num_warps": 4, "num_stages": 2}
 
 
@@ -656,8 +661,8 @@ def channel_intra_bwd(
     chunk_size: int,
     packing: Packing | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Launch channel_intra_bwd_kernel, and kda_intra_bwd_kernel for the channels that are not near;
-    arguments and result as in the reference, but Z is overwritten.
+    """Launch channel_intra_bwd_kernel or that in Gluon, and kda_intra_bwd_kernel for the channels
+    that are not near; arguments and result as in the reference, but Z is overwritten.
 
     Where kda_intra_bwd has no kernel of its own for near channels, it is kda_reads_bwd and
     kda_intra_bwd.
@@ -678,11 +683,14 @@ def channel_intra_bwd(
         (dP, dL), width = (v.new_empty(B, T, HV, chunk_size) for _ in range(2)), chunk_size
     NT, *chunks = chunk_args(v, chunk_size, packing)
     near = k.new_empty(NT * HV, cdiv(K, GROUP.value), dtype=torch.int8)
-    channel_intra_bwd_kernel[(NT * HV,)](
-        q, k, v, beta, gc, h, v_new, do, dh, Z, dP, dL, dgl, dq, dk, dbeta, dgc, near, scale,
-        *chunks, T, H, HV, K, V, BT=chunk_size, BV=block(V), BN=max(block(K), GROUP.value),
-        PW=width, **INTRA_OPTIONS,
-    )  # fmt: skip
+    tensors = q, k, v, beta, gc, h, v_new, do, dh, Z
+    if channel_intra_gluon and channel_intra_gluon.fits(*tensors, chunk_size, packing is not None):
+        channel_intra_gluon.channel_intra_gluon(*tensors, dgl, dq, dk, dbeta, dgc, near, scale)
+    else:
+        channel_intra_bwd_kernel[(NT * HV,)](
+            *tensors, dP, dL, dgl, dq, dk, dbeta, dgc, near, scale, *chunks, T, H, HV, K, V,
+            BT=chunk_size, BV=block(V), BN=max(block(K), GROUP.value), PW=width, **INTRA_OPTIONS,
+        )  # fmt: skip
     kda_intra_bwd_kernel[(NT * HV * (chunk_size // 16),)](
         q, k, beta, gc, dP, dL, dq, dk, dgc, dgl, dq, dk, dbeta, dgc, near, *chunks, T, H, HV, K,
         BT=chunk_size, HALVE=halve(k.dtype), PW=width, SUMMED=True, **entry(CONFIGS, k).launch(K),
