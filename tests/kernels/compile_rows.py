@@ -43,6 +43,7 @@ from linattn_edu.kernels.delta import (
     gate_bwd,
     gate_cumsum,
     kda_bwd,
+    kda_fused,
     kda_intra,
     kda_intra_bwd,
     kda_scan,
@@ -181,6 +182,17 @@ def channel_launches(qk, v, beta, g, A, h0, h, chunk_size):
     kda_intra_bwd.kda_intra_bwd(qk, qk, beta, g, A, A, qk, qk, qk, dgl, beta)
     two = [torch.cat([x, x], 2) for x in (beta, g, A, A, qk, qk, qk, dgl, beta)]
     kda_intra_bwd.kda_intra_bwd(qk, qk, *two)
+    if fused_bwd.fits(qk, v):
+        fused_channel_launches(qk, v, beta, g, A, h0, options)
+
+
+def fused_channel_launches(qk, v, beta, g, A, h0, options):
+    """The fused stages of Kimi Delta Attention."""
+    for lower_bound in (None, -5.0):
+        kda_fused.kda_prepare(qk, qk, beta, g, lower_bound=lower_bound, **options)
+    gated = qk, qk, qk, v, beta, g, A, A
+    kda_fused.channel_scan(*gated, h0, scale=1.0, output_final_state=True)
+    kda_fused.channel_scan_map(*gated[1:-1], h0)
 
 
 def ssd_launches(N, P, dtype, chunk_size):

@@ -10,10 +10,11 @@ triton = pytest.importorskip("triton")
 if not triton.__version__.startswith(("3.6.", "3.7.")):
     pytest.skip("Gluon has other names in other versions", allow_module_level=True)
 
-intra_gluon, scan_gluon, scans_gluon, fused, fused_bwd = (
+intra_gluon, scan_gluon, scans_gluon, channel_gluon, fused, fused_bwd, kda_fused = (
     import_module(f"linattn_edu.kernels.{name}")
     for name in (
-        "intra_bwd_gluon", "scan_gluon", "scans_gluon", "delta.fused", "delta.fused_bwd"
+        "intra_bwd_gluon", "scan_gluon", "scans_gluon", "channel_scan_gluon", "delta.fused",
+        "delta.fused_bwd", "delta.kda_fused",
     )
 )  # fmt: skip
 # products of 64 terms and 64 columns, for the first chunk and in the loop: K S twice 64 terms, the
@@ -22,6 +23,7 @@ PRODUCTS = {
     "scan_gluon_kernel": 2 + (2 + 2 + 1 + 1 + 2),
     "scan_states_gluon_kernel": 2 + (2 + 1 + 2),
     "scan_bwd_gluon_kernel": 2 + (2 + 1 + 1 + 2 + 2),
+    "channel_scan_gluon_kernel": 2 + (2 + 2 + 1 + 1 + 2),
 }
 PRODUCTS["scans_gluon_kernel"] = (
     PRODUCTS["scan_states_gluon_kernel"] + PRODUCTS["scan_bwd_gluon_kernel"]
@@ -31,6 +33,7 @@ PRODUCTS["scans_gluon_kernel"] = (
 def test_the_launchers_have_them():
     """What fails to import is left out in silence: it may be for another Triton."""
     assert fused.scan_gluon is scan_gluon
+    assert kda_fused.channel_scan_gluon is channel_gluon
     assert fused_bwd.scans_gluon is scans_gluon and fused_bwd.intra_bwd_gluon is intra_gluon
 
 
@@ -44,7 +47,7 @@ def test_compiled_for_hopper():
         assert 0 < row["shared"] <= 227 << 10, row
         # of 64 keys those of twice 64 terms or columns are half as many
         products = PRODUCTS[row["kernel"]] if row["K"] == 128 else 1 + (1 + 1 + 1 + 1 + 1)
-        assert row["from_registers"] == 4 * products, row
+        assert row["from_registers"] == 4 * products * row["workers"], row
 
 
 class Stand:
@@ -73,6 +76,7 @@ def test_fits(monkeypatch):
         given = *(Stand(shape, dtype, address) for shape in shapes), packing
         found = scan_gluon.fits(*given)
         assert scans_gluon.fits(*given) == (found and K == 128)
+        assert channel_gluon.fits(given[1], *given[2:]) == (found and K == 128)
         return found
 
     assert fits()

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from linattn_edu.kernels.delta.cp_merge import cp_merge, map_args, piece_of
-from linattn_edu.kernels.delta.fused import SCAN_CONFIGS, TRANSPOSED, crowded
+from linattn_edu.kernels.delta.fused import TRANSPOSED, crowded
 from linattn_edu.kernels.delta.kda_intra import launch_intra
 from linattn_edu.kernels.pieces import Pieces, pieces_of
 from linattn_edu.kernels.tiles import (
@@ -20,7 +20,9 @@ from linattn_edu.kernels.tiles import (
     load_row,
     load_tile,
     load_vector,
+    row,
     scan_launch,
+    scan_table,
     store_tile,
 )
 from linattn_edu.packing import Packing
@@ -237,6 +239,22 @@ def channel_scan_map_kernel(
     store_tile(map_ptr + i_ph * K * W, b_S, o_k, o_v, W, K, W)
 
 
+CONFIGS = scan_table(
+    ampere={128: [row(4, 1, BV=32)], 256: [row(4, 1, BV=16)]},
+    hopper={
+        128: [row(4, 2, BV=64), row(4, 3, BV=32), row(4, 3, BV=16)],
+        256: [row(4, 1, BV=16)],
+    },
+)
+MAP_CONFIGS = scan_table(
+    ampere={128: [row(4, 1, BV=32)], 256: [row(4, 1, BV=16)]},
+    hopper={
+        128: [row(4, 3, BV=64), row(4, 3, BV=32), row(4, 3, BV=16)],
+        256: [row(4, 2, BV=16)],
+    },
+)
+
+
 def kda_prepare(
     q: Tensor,
     k: Tensor,
@@ -283,7 +301,7 @@ def channel_scan(
         given = qg, kg, kd, v, beta, gc, P, A, initial_state, o, last, scale
         channel_scan_gluon.channel_scan_gluon(*given, pieces)
         return o, pieces.last(last)
-    grid, config = scan_launch(SCAN_CONFIGS, kg, pieces.N * HV, V)
+    grid, config = scan_launch(CONFIGS, kg, pieces.N * HV, V)
     full = crowded(kg, *grid, config)
     kernel = channel_scan_transposed_kernel if full else channel_scan_kernel
     kernel[grid](
@@ -316,7 +334,7 @@ def channel_scan_map(
     NP, cu_seqlens, T = map_args(kg, packing, rows, pieces)
     W = V + K if transition else V
     maps = gc.new_empty(NP, HV, K, W)
-    grid, config = scan_launch(SCAN_CONFIGS, kg, NP * HV, W)
+    grid, config = scan_launch(MAP_CONFIGS, kg, NP * HV, W)
     channel_scan_map_kernel[grid](
         kg, kd, v, beta, gc, A, initial_state, maps, rows, cu_seqlens, T, HV, K, V, W,
         BT=A.shape[-1], **config,
