@@ -13,7 +13,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from linattn_edu.kernels.channel_scan_gluon import HEAD, fits, load_channel_chunks
+from linattn_edu.kernels import scan_gluon
+from linattn_edu.kernels.channel_scan_gluon import fits, load_channel_chunks
 from linattn_edu.kernels.pieces import Pieces
 from linattn_edu.kernels.scan_gluon import (
     BV,
@@ -36,7 +37,9 @@ from linattn_edu.kernels.scans_gluon import (
 )
 from linattn_edu.kernels.tiles import cdiv, device_of
 
-__all__ = ["HEAD", "channel_gradients_gluon", "channel_scans_gluon", "channel_states_gluon", "fits"]
+__all__ = [
+    "channel_gradients_gluon", "channel_scans_gluon", "channel_states_gluon", "fits", "scan_gluon",
+]  # fmt: skip
 
 
 @gluon.jit

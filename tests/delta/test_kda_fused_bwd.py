@@ -4,7 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from delta.channel_checks import GATES, SCALE, channel_inputs, gates, once
+import triton
+from delta.channel_checks import GATES, SCALE, channel_gate, channel_inputs, gates, once
 from delta.stage_checks import check_rounded, check_stage
 from gdn_checks import launches
 
@@ -15,7 +16,7 @@ from linattn_edu.packing import pack
 from linattn_edu.reference.delta import kda_fused_bwd as references
 from linattn_edu.reference.delta.gate_cumsum import gate_cumsum
 from linattn_edu.reference.delta.kda_intra import kda_intra
-from linattn_edu.testing import assert_close
+from linattn_edu.testing import assert_close, gdn_inputs, relative_rms
 
 pytestmark = pytest.mark.usefixtures("poison")
 
@@ -170,3 +171,77 @@ def test_fused_equals_staged_in_float64(C):
         assert (a is None) == (b is None)
         if a is not None:
             assert_close(f"gradient {i}", a, b, 1e-12)
+
+
+@pytest.fixture
+def hopper(device):
+    """Whether the kernels in Gluon run here."""
+    gluon = kernels.channel_scans_gluon
+    if gluon is None or not triton.__version__.startswith(gluon.scan_gluon.VERSIONS):
+        pytest.skip("made for another Triton")
+    if kernels.device_of(torch.empty(1, device=device))[0] != "hopper":
+        pytest.skip("made for Hopper")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("given", [False, True], ids=["zero", "states"])
+@pytest.mark.parametrize("form", ["one launch", "two launches", "two tiles a program"])
+@pytest.mark.parametrize(("B", "T", "HV"), [(1, 64, 1), (2, 128, 4), (1, 2048, 4)])
+def test_scans_gluon_give_the_same_bits(
+    B, T, HV, form, given, dtype, device, hopper, monkeypatch
+):  # fmt: skip
+    gluon = kernels.channel_scans_gluon
+    monkeypatch.setattr(gluon.scan_gluon, "LEAST", 1)
+    monkeypatch.setattr(gluon, "workers_of", lambda *_: 1 + (form == "two tiles a program"))
+    if form != "one launch":
+        monkeypatch.setattr(kernels, "device_of", lambda _: ("hopper", 1))
+    x = gdn_inputs(B, T, HV, HV, 128, 128, dtype=dtype, device=device, seed=0)
+    x.g = channel_gate("mixed", *x.g.shape, 128, seed=0, device=device)
+    gc, options = gate_cumsum(x.g, chunk_size=64), {"chunk_size": 64}
+    P, A = kda_intra(x.q, x.k, x.beta, gc, **options)
+    kd, kg, qg = kernels.kda_gated(x.q, x.k, gc, **options)
+    states = torch.randn(2, B, HV, 128, 128, device=device) if given else (None, None)
+    args = qg, kg, kd, x.v, x.beta, gc, P, A, torch.randn_like(x.v), *states
+    with monkeypatch.context() as patch:
+        patch.setattr(kernels, "channel_scans_gluon", None)
+        want = kernels.channel_scans(*args, scale=SCALE)
+    for _ in range(2):  # what is copied ahead must not be overtaken
+        with launches() as ran:
+            got = kernels.channel_scans(*args, scale=SCALE)
+        assert len(ran) == 1 + (form != "one launch") and kernels.channel_scans_kernel not in ran
+        assert all(map(torch.equal, got, want))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("far", [False, True], ids=["near", "near and far"])
+@pytest.mark.parametrize(("T", "HV"), [(64, 4), (2560, 8)])
+def test_channel_intra_gluon(T, HV, far, device, hopper, monkeypatch):
+    """No farther from float64 than the other kernel; twice, since programs reuse their places for
+    chunk after chunk.
+    """
+    gluon = kernels.channel_intra_gluon
+    x = gdn_inputs(2, T, HV, HV, 128, 128, dtype=torch.bfloat16, device=device, seed=0)
+    g = -torch.rand(2, T, HV, 128, device=device) / 8
+    if far:
+        g[:, :64, ::2, 64:] = -20
+        g[:, ::7, 1] = -30
+        g[:, 20:40, 2, :64] = -1e4
+    gc, options = gate_cumsum(g, chunk_size=64), {"chunk_size": 64}
+    P, A = kda_intra(x.q, x.k, x.beta, gc, **options)
+    kd, kg, qg = kernels.kda_gated(x.q, x.k, gc, **options)
+    do, options["scale"] = torch.randn_like(x.v), SCALE
+    scans = kernels.channel_scans(qg, kg, kd, x.v, x.beta, gc, P, A, do, scale=SCALE)
+    h, v_new, dh, Z, *_ = scans
+    args = x.q, x.k, x.v, x.beta, gc, h, v_new, do, dh, Z
+    exact = references.channel_intra_bwd(*(t.double() for t in args), **options)
+    monkeypatch.setattr(gluon, "LEAST", 1 << 30)
+    plain = channel_intra_bwd(*args, **options)
+    monkeypatch.setattr(gluon, "LEAST", 1)
+    with launches() as ran:
+        got, again = (channel_intra_bwd(*args, **options) for _ in range(2))
+    assert gluon.channel_intra_gluon_kernel in ran
+    assert all(map(torch.equal, got, again))
+    for name, a, b, want in zip(("dq", "dk", "dbeta", "dgc"), got, plain, exact, strict=True):
+        assert (a.dtype, a.shape) == (b.dtype, b.shape), name
+        assert relative_rms(a, want) <= 1.05 * relative_rms(b, want), name

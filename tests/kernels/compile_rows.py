@@ -44,6 +44,7 @@ from linattn_edu.kernels.delta import (
     gate_cumsum,
     kda_bwd,
     kda_fused,
+    kda_fused_bwd,
     kda_intra,
     kda_intra_bwd,
     kda_scan,
@@ -183,16 +184,29 @@ def channel_launches(qk, v, beta, g, A, h0, h, chunk_size):
     two = [torch.cat([x, x], 2) for x in (beta, g, A, A, qk, qk, qk, dgl, beta)]
     kda_intra_bwd.kda_intra_bwd(qk, qk, *two)
     if fused_bwd.fits(qk, v):
-        fused_channel_launches(qk, v, beta, g, A, h0, options)
+        fused_channel_launches(qk, v, beta, g, A, h0, h, options)
 
 
-def fused_channel_launches(qk, v, beta, g, A, h0, options):
-    """The fused stages of Kimi Delta Attention."""
+def fused_channel_launches(qk, v, beta, g, A, h0, h, options):
+    """The fused stages of Kimi Delta Attention, the last with a value head for each q/k head and
+    with two.
+    """
     for lower_bound in (None, -5.0):
         kda_fused.kda_prepare(qk, qk, beta, g, lower_bound=lower_bound, **options)
     gated = qk, qk, qk, v, beta, g, A, A
     kda_fused.channel_scan(*gated, h0, scale=1.0, output_final_state=True)
     kda_fused.channel_scan_map(*gated[1:-1], h0)
+    kda_fused_bwd.kda_gated(qk, qk, g, **options)
+    kda_fused_bwd.channel_scans(*gated, v, h0, h0, scale=1.0)
+    kda_fused_bwd.channel_scan_map_bwd(*gated[:3], *gated[4:], v, h0, scale=1.0)
+    options["scale"] = 1.0
+    kda_fused_bwd.kda_reads_bwd(v, h, v, v, h, v, **options)
+    given = v, beta, g, h, v, v, h, v
+    kda_fused_bwd.channel_intra_bwd(qk, qk, *given, **options)
+    two = [torch.cat([x, x], -2 if x.ndim == 4 else -1) for x in (v, beta, g)]
+    states = torch.cat([h, h], 2)
+    given = *two, states, two[0], two[0], states, two[0]
+    kda_fused_bwd.channel_intra_bwd(qk, qk, *given, **options)
 
 
 def ssd_launches(N, P, dtype, chunk_size):
