@@ -45,9 +45,9 @@ from linattn_edu.kernels.tiles import (
 from linattn_edu.packing import Packing
 
 try:
-    from linattn_edu.kernels import channel_intra_gluon
+    from linattn_edu.kernels import channel_intra_gluon, channel_scans_gluon
 except (ImportError, AttributeError):  # a Triton whose Gluon has other names
-    channel_intra_gluon = None
+    channel_intra_gluon = channel_scans_gluon = None
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -564,7 +564,7 @@ def channel_scans(
     scale: float,
     packing: Packing | None = None,
 ) -> tuple[Tensor, ...]:
-    """Launch channel_scans_kernel; arguments and result as in the reference."""
+    """Launch channel_scans_kernel, or those in Gluon; arguments and result as in the reference."""
     HV, K = kg.shape[2:]
     V, C = v.shape[-1], A.shape[-1]
     pieces = pieces_of(kg, HV, V, C, packing)
@@ -577,11 +577,25 @@ def channel_scans(
     h, dh = (kg.new_empty(*states(kg, C, packing), HV, K, V) for _ in range(2))
     v_new, Z, dv = (torch.empty_like(v) for _ in range(3))
     dh0 = gc.new_empty(pieces.N, HV, K, V)
-    channel_scans_kernel[(2 * pieces.N * HV * cdiv(V, BV),)](
-        qg, kg, kd, v, beta, gc, P, A, do, initial_state, dht, h, v_new, dh, Z, dv, dh0, scale,
-        pieces.cu_seqlens, pieces.chunk_offsets, pieces.T, HV, K, V, BT=C, BK=block(K), BV=BV,
-        **SCAN_OPTIONS,
-    )  # fmt: skip
+    programs = pieces.N * HV * cdiv(V, BV)
+    # of do only the address may differ from v's
+    gluon = channel_scans_gluon is not None and all(
+        channel_scans_gluon.fits(kg, x, P, A, packing) for x in (v, do)
+    )
+    given = kg, kd, v, beta, gc, A, initial_state, h, v_new
+    behind = qg, kg, kd, beta, gc, P, A, do, dht, dh, Z, dv, dh0, scale
+    if gluon and programs < device_of(kg)[1]:
+        given = qg, kg, kd, v, beta, gc, P, A, do, initial_state, dht, h, v_new, dh, Z, dv, dh0
+        channel_scans_gluon.channel_scans_gluon(*given, scale, pieces)
+    elif gluon:
+        channel_scans_gluon.channel_states_gluon(*given, pieces)
+        channel_scans_gluon.channel_gradients_gluon(*behind, pieces)
+    else:
+        channel_scans_kernel[(2 * programs,)](
+            qg, kg, kd, v, beta, gc, P, A, do, initial_state, dht, h, v_new, dh, Z, dv, dh0, scale,
+            pieces.cu_seqlens, pieces.chunk_offsets, pieces.T, HV, K, V, BT=C, BK=block(K), BV=BV,
+            **SCAN_OPTIONS,
+        )  # fmt: skip
     return h, v_new, dh, Z, dv, pieces.first(dh0)
 
 
