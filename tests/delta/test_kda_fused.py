@@ -9,6 +9,7 @@ import torch
 from delta.channel_checks import GATES, SCALE, channel_inputs, gates, once
 from delta.stage_checks import DTYPES, check_rounded, check_stage
 
+from linattn_edu.kernels import pieces
 from linattn_edu.kernels.delta import kda_fused as kernels
 from linattn_edu.kernels.delta.fused_bwd import fits
 from linattn_edu.kernels.delta.kda_fused_bwd import kda_gated
@@ -18,7 +19,7 @@ from linattn_edu.ops.kda import forward, fused_stages, stages
 from linattn_edu.packing import pack
 from linattn_edu.reference.delta import kda_fused as references
 from linattn_edu.reference.delta.gate_cumsum import gate_cumsum
-from linattn_edu.testing import assert_close
+from linattn_edu.testing import assert_close, kda_inputs
 
 pytestmark = pytest.mark.usefixtures("poison")
 
@@ -132,3 +133,44 @@ def test_fused_equals_staged_in_float64(C, gate):
         assert_close(name, a, b, 1e-12)
     assert torch.equal(less.P, kept.P) and torch.equal(less.A, kept.A)
     assert [n for n, y in less._asdict().items() if y is not None] == ["P", "A"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("given", [False, True], ids=["zero", "state"])
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize(
+    ("B", "T", "HV", "V"), [(1, 64, 1, 128), (2, 128, 4, 64), (1, 2048, 4, 128), (1, 1088, 2, 128)]
+)
+def test_channel_scan_in_gluon_gives_the_same_bits(
+    B, T, HV, V, workers, given, dtype, device, monkeypatch
+):
+    """For one tile of values or for two, of whole sequences and of pieces of 256 tokens."""
+    gluon = kernels.channel_scan_gluon
+    if gluon is None or not gluon.scan_gluon.triton.__version__.startswith(
+        gluon.scan_gluon.VERSIONS
+    ):
+        pytest.skip("made for another Triton")
+    if device_of(torch.empty(1, device=device))[0] != "hopper":
+        pytest.skip("made for Hopper")
+    if V == 64 and workers == 2:
+        pytest.skip("one tile of values")
+    monkeypatch.setattr(gluon.scan_gluon, "LEAST", 1)
+    if T == 1088:
+        monkeypatch.setattr(pieces, "LENGTH", 256)
+    processors = 1 if workers == 2 else 10**6
+    monkeypatch.setattr(gluon, "device_of", lambda _: ("hopper", processors))
+    x = kda_inputs(B, T, max(1, HV // 2), HV, 128, V, dtype=dtype, device=device, seed=0)
+    h0 = torch.randn(B, HV, 128, V, device=device) if given else None
+    gc = stages("triton").gate_cumsum(x.g, chunk_size=64)
+    P, A, kd, kg, qg = kernels.kda_prepare(x.q, x.k, x.beta, gc, chunk_size=64)
+    args = qg, kg, kd, x.v, x.beta, gc, P, A, h0
+    options = {"scale": SCALE, "output_final_state": given}
+    assert gluon.fits(kg, x.v, P, A, None)
+    with monkeypatch.context() as patch:
+        patch.setattr(kernels, "channel_scan_gluon", None)
+        o, last = kernels.channel_scan(*args, **options)
+    for _ in range(2):  # what is copied ahead must not be overtaken
+        got, end = kernels.channel_scan(*args, **options)
+        assert torch.equal(got, o)
+        assert last is None or torch.equal(end, last)

@@ -443,15 +443,11 @@ def forward(
     """
     packed = {} if packing is None else {"packing": packing}
     options = {"chunk_size": chunk_size, **packed}
-    gc = stages.gate_cumsum(g, A_log, dt_bias, lower_bound=lower_bound, **options)
     if isinstance(stages, FusedStages):
-        P, A, kd, kg, qg = stages.kda_prepare(q, k, beta, gc, lower_bound=safe_bound, **options)
-        o, final_state = stages.channel_scan(
-            qg, kg, kd, v, beta, gc, P, A, initial_state, scale=scale,
-            output_final_state=output_final_state, **packed,
-        )  # fmt: skip
-        kept = {n: x for n, x in (("P", P), ("A", A)) if n in keep}
-        return o, final_state, Residuals(**kept)
+        gate = g, A_log, dt_bias, lower_bound, safe_bound
+        scan = {"scale": scale, "output_final_state": output_final_state, **packed}
+        return _fused(stages, q, k, v, gate, beta, initial_state, options, scan, keep)
+    gc = stages.gate_cumsum(g, A_log, dt_bias, lower_bound=lower_bound, **options)
     P, A = stages.kda_intra(q, k, beta, gc, lower_bound=safe_bound, **options)
     w, u, kg, qg = stages.wy(k, v, beta, gc, A, q, **packed)
     A = A if "A" in keep else None
@@ -474,6 +470,27 @@ def forward(
         del A, gc, w, kg
         o = stages.output(qg, None, v_new, h, None, P, chunk_size=chunk_size, **scaled)
     return o, final_state, kept
+
+
+def _fused(
+    stages: FusedStages,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gate: tuple,
+    beta: Tensor,
+    initial_state: Tensor | None,
+    options: dict,
+    scan: dict,
+    keep: Collection[str],
+) -> tuple[Tensor, Tensor | None, Residuals]:
+    """The forward pass of FusedStages; gate: g, A_log, dt_bias, its bound and the promised one."""
+    *gate, lower_bound, safe_bound = gate
+    gc = stages.gate_cumsum(*gate, lower_bound=lower_bound, **options)
+    P, A, kd, kg, qg = stages.kda_prepare(q, k, beta, gc, lower_bound=safe_bound, **options)
+    o, final_state = stages.channel_scan(qg, kg, kd, v, beta, gc, P, A, initial_state, **scan)
+    kept = {n: x for n, x in (("P", P), ("A", A)) if n in keep}
+    return o, final_state, Residuals(**kept)
 
 
 @chunk.backward
