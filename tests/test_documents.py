@@ -154,7 +154,7 @@ JOINED = {
     "kda_bwd": ("kda_output_bwd", "kda_wy_bwd"),
     "kda_fused": ("kda_prepare", "channel_scan", "channel_scan_map"),
     "kda_fused_bwd": (
-        "kda_gated",
+        "kda_gates",
         "channel_scans",
         "channel_scan_map_bwd",
         "kda_reads_bwd",

@@ -12,7 +12,7 @@ from delta.stage_checks import DTYPES, check_rounded, check_stage
 from linattn_edu.kernels import pieces
 from linattn_edu.kernels.delta import kda_fused as kernels
 from linattn_edu.kernels.delta.fused_bwd import fits
-from linattn_edu.kernels.delta.kda_fused_bwd import kda_gated
+from linattn_edu.kernels.delta.kda_fused_bwd import kda_gates
 from linattn_edu.kernels.delta.kda_intra import kda_intra as kda_intra_kernel
 from linattn_edu.kernels.tiles import device_of
 from linattn_edu.ops.kda import forward, fused_stages, stages
@@ -49,12 +49,13 @@ def test_kernels_match_references(T, K, V, C, dtype, device):
 
 @gates
 def test_any_gate(C, gate, dtype, device):
-    """The scores and the inverse have the bits of kda_intra, the rows those of kda_gated."""
+    """The scores and the inverse have the bits of kda_intra, the rows those of kda_gates."""
     x, r = prepared(33, 20, 24, C, dtype, device, H=2, gate=gate)
     args, options = (x.q, x.k, x.beta, r.gc), {"chunk_size": C}
     *PA, kd, kg, qg = kernels.kda_prepare(*args, **options)
     assert all(map(torch.equal, PA, kda_intra_kernel(*args, **options)))
-    assert all(map(torch.equal, (kd, kg, qg), kda_gated(x.q, x.k, r.gc, **options)))
+    _, *want = kda_gates(x.q, x.k, x.g, **options)
+    assert all(map(torch.equal, (kd, kg, qg), want))
     *args, _ = scanned(x, r)
     check_stage(kernels.channel_scan, references.channel_scan, args, scale=SCALE)
 

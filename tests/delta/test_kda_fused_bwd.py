@@ -5,7 +5,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 import triton
-from delta.channel_checks import GATES, SCALE, channel_gate, channel_inputs, gates, once
+from delta.channel_checks import (
+    GATES,
+    RAW,
+    SCALE,
+    channel_gate,
+    channel_inputs,
+    gates,
+    once,
+    raw_gate,
+)
 from delta.stage_checks import check_rounded, check_stage
 from gdn_checks import launches
 
@@ -49,8 +58,7 @@ def scanned(x, r):
 
 def check(x, r, C):
     """All but the scans."""
-    args = (x.q, x.k, r.gc)
-    check_stage(kernels.kda_gated, references.kda_gated, args, chunk_size=C)
+    check_stage(kernels.kda_gates, references.kda_gates, (x.q, x.k, x.g), chunk_size=C)
     args = (x.v, r.h, r.v_new, r.do, r.dh, r.Z)
     options = {"scale": SCALE, "chunk_size": C}
     check_stage(kernels.kda_reads_bwd, references.kda_reads_bwd, args, **options)
@@ -89,7 +97,7 @@ def test_packed_sequences_have_the_bits_they_have_alone(device):
     """One of them is empty, one ends inside a chunk, each has states of its own."""
     x, r = parts(150, 20, 24, 16, torch.bfloat16, device, H=2)
     bounds, C = [0, 40, 40, 41, 150], {"chunk_size": 16}
-    q, k, v, g, beta, do = (t[:1] for t in (x.q, x.k, x.v, x.g, x.beta, r.do))
+    q, k, _, g, beta, _ = tokens = [t[:1] for t in (x.q, x.k, x.v, x.g, x.beta, r.do)]
     own = [slice(*bounds[n : n + 2]) for n in (0, 2, 3)]
     gc = torch.cat([gate_cumsum(g[:, i], **C) for i in own], 1)
     scores = [kda_intra(q[:, i], k[:, i], beta[:, i], gc[:, i], **C) for i in own]
@@ -98,16 +106,16 @@ def test_packed_sequences_have_the_bits_they_have_alone(device):
     h0, dht = torch.cat(ends[:4]), torch.cat(ends[4:])
 
     def run(tokens, h0, dht, **packed):
-        q, k, v, beta, gc, P, A, do = tokens
-        kd, kg, qg = kernels.kda_gated(q, k, gc, **C, **packed)
+        q, k, v, g, beta, do, P, A = tokens
+        gc, kd, kg, qg = kernels.kda_gates(q, k, g, **C, **packed)
         scans = kernels.channel_scans(
             qg, kg, kd, v, beta, gc, P, A, do, h0, dht, scale=SCALE, **packed
         )
         h, v_new, dh, Z, dv, dh0 = scans
         reads = kernels.kda_reads_bwd(v, h, v_new, do, dh, Z, scale=SCALE, **C, **packed)
-        return (kd, kg, qg, v_new, Z, dv, *reads[:-1]), (h, dh, reads[-1]), dh0
+        return (gc, kd, kg, qg, v_new, Z, dv, *reads[:-1]), (h, dh, reads[-1]), dh0
 
-    tokens = q, k, v, beta, gc, P, A, do
+    tokens += [P, A]
     packing = pack(torch.tensor(bounds, device=device), 16)
     rows, chunks, dh0 = run(tokens, h0, dht, packing=packing)
     assert torch.equal(dh0[1], dht[1])  # of the empty one
@@ -200,7 +208,7 @@ def test_scans_gluon_give_the_same_bits(
     x.g = channel_gate("mixed", *x.g.shape, 128, seed=0, device=device)
     gc, options = gate_cumsum(x.g, chunk_size=64), {"chunk_size": 64}
     P, A = kda_intra(x.q, x.k, x.beta, gc, **options)
-    kd, kg, qg = kernels.kda_gated(x.q, x.k, gc, **options)
+    kd, kg, qg = references.kda_gated(x.q, x.k, gc, **options)
     states = torch.randn(2, B, HV, 128, 128, device=device) if given else (None, None)
     args = qg, kg, kd, x.v, x.beta, gc, P, A, torch.randn_like(x.v), *states
     with monkeypatch.context() as patch:
@@ -229,7 +237,7 @@ def test_channel_intra_gluon(T, HV, far, device, hopper, monkeypatch):
         g[:, 20:40, 2, :64] = -1e4
     gc, options = gate_cumsum(g, chunk_size=64), {"chunk_size": 64}
     P, A = kda_intra(x.q, x.k, x.beta, gc, **options)
-    kd, kg, qg = kernels.kda_gated(x.q, x.k, gc, **options)
+    kd, kg, qg = references.kda_gated(x.q, x.k, gc, **options)
     do, options["scale"] = torch.randn_like(x.v), SCALE
     scans = kernels.channel_scans(qg, kg, kd, x.v, x.beta, gc, P, A, do, scale=SCALE)
     h, v_new, dh, Z, *_ = scans
@@ -245,3 +253,12 @@ def test_channel_intra_gluon(T, HV, far, device, hopper, monkeypatch):
     for name, a, b, want in zip(("dq", "dk", "dbeta", "dgc"), got, plain, exact, strict=True):
         assert (a.dtype, a.shape) == (b.dtype, b.shape), name
         assert relative_rms(a, want) <= 1.05 * relative_rms(b, want), name
+
+
+@pytest.mark.parametrize("kind", RAW)
+def test_kda_gates_of_raw_gates(kind, device):
+    a, A_log, dt_bias, bound = raw_gate(kind, 70, 4, 20, device)
+    x = channel_inputs(70, 20, 16, torch.float32, device, H=2)
+    x.q, x.k = (torch.cat([t, t], 2)[:1] for t in (x.q, x.k))
+    args, options = (x.q, x.k, a[:1], A_log, dt_bias), {"chunk_size": 32, **bound}
+    check_stage(kernels.kda_gates, references.kda_gates, args, **options)

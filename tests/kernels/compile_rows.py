@@ -164,6 +164,8 @@ def channel_launches(qk, v, beta, g, A, h0, h, chunk_size):
     ):
         gate_cumsum.gate_cumsum(g, **given, **options)
         gate_bwd.gate_bwd(g, g, **given, **options)
+        if fused_bwd.fits(qk, v):
+            kda_fused_bwd.kda_gates(qk, qk, g, **given, **options)
         if given:
             gate.gate(g, **{"A_log": None, **given})
             gate.layer_gate_bwd(g, g, **{"A_log": None, **given})
@@ -196,7 +198,6 @@ def fused_channel_launches(qk, v, beta, g, A, h0, h, options):
     gated = qk, qk, qk, v, beta, g, A, A
     kda_fused.channel_scan(*gated, h0, scale=1.0, output_final_state=True)
     kda_fused.channel_scan_map(*gated[1:-1], h0)
-    kda_fused_bwd.kda_gated(qk, qk, g, **options)
     kda_fused_bwd.channel_scans(*gated, v, h0, h0, scale=1.0)
     kda_fused_bwd.channel_scan_map_bwd(*gated[:3], *gated[4:], v, h0, scale=1.0)
     options["scale"] = 1.0

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from linattn_edu.kernels.delta.cp_merge import cp_merge, map_args, piece_of
 from linattn_edu.kernels.delta.cp_merge_bwd import cp_merge_bwd
+from linattn_edu.kernels.delta.gate_cumsum import cumulative
 from linattn_edu.kernels.delta.kda_fused import channel_scan_map
 from linattn_edu.kernels.delta.kda_intra import halve
 from linattn_edu.kernels.delta.kda_intra_bwd import (
@@ -51,13 +52,17 @@ except (ImportError, AttributeError):  # a Triton whose Gluon has other names
 
 
 @triton.jit(do_not_specialize=["T"])
-def kda_gated_kernel(
+def kda_gates_kernel(
     q_ptr,  # [B, T, H, K]
     k_ptr,  # [B, T, H, K]
-    gc_ptr,  # [B, T, HV, K] log2
+    g_ptr,  # [B, T, HV, K] natural log; with A_log or a bound, the raw gate
+    A_log_ptr,  # [HV] or None
+    bias_ptr,  # [HV * K] or None
+    gc_ptr,  # [B, T, HV, K] out: log2, cumulative within a chunk
     kd_ptr,  # [B, T, HV, K] out
     kg_ptr,  # [B, T, HV, K] out
     qg_ptr,  # [B, T, HV, K] out
+    bound,  # lower bound of the gate, or None
     cu_ptr,  # [N + 1] or None
     chunks_ptr,  # [NT, 2] or None
     T,
@@ -66,24 +71,28 @@ def kda_gated_kernel(
 ):  # fmt: skip
     """One program: BK channels of one chunk of one head.  Grid (NT * HV * K / BK).
 
-    Reference: linattn_edu.reference.delta.kda_fused_bwd.kda_gated.
+    Reference: linattn_edu.reference.delta.kda_fused_bwd.kda_gates.
     """
     NK: tl.constexpr = (K + BK - 1) // BK
     o_k = tl.program_id(0) % NK * BK + tl.arange(0, BK)
     i_h, _, first, n_t = chunk_of(tl.program_id(0) // NK, cu_ptr, chunks_ptr, T, HV, BT)
     i_k, i = (first * H + i_h // (HV // H)) * K, (first * HV + i_h) * K
     o_t = tl.arange(0, BT)
-    b_g = load_gates(gc_ptr + i, o_t, o_k, HV * K, n_t, K)  # [BT, BK]
-    b_k = load_tile(k_ptr + i_k, o_t, o_k, H * K, n_t, K).to(tl.float32)  # [BT, BK]
-    b_q = load_tile(q_ptr + i_k, o_t, o_k, H * K, n_t, K).to(tl.float32)  # [BT, BK]
-    b_last = load_vector(gc_ptr + i + (tl.minimum(BT, n_t) - 1) * HV * K, o_k, K)
+    b_k = load_tile(k_ptr + i_k, o_t, o_k, H * K, n_t, K)  # [BT, BK]
+    b_q = load_tile(q_ptr + i_k, o_t, o_k, H * K, n_t, K)  # [BT, BK]
+    b_g = load_tile(g_ptr + i, o_t, o_k, HV * K, n_t, K).to(tl.float32)  # [BT, BK]
+    # eq:delta-gate-cumsum   gc = log2(e) cumsum(g)
+    b_g = cumulative(b_g, A_log_ptr, bias_ptr, bound, i_h * K + o_k, HV * K, K)
+    store_tile(gc_ptr + i, b_g, o_t, o_k, HV * K, n_t, K)
+    b_last = tl.sum(tl.where(o_t[:, None] == tl.minimum(BT, n_t) - 1, b_g, 0.0), 0)
     b_e = tl.exp2(b_g)
     # eq:kda-kd   kd = 2^gc * K
-    store_tile(kd_ptr + i, b_e * b_k, o_t, o_k, HV * K, n_t, K)
+    store_tile(kd_ptr + i, b_e * b_k.to(tl.float32), o_t, o_k, HV * K, n_t, K)
     # eq:kda-kg   kg = 2^(gc_last - gc) * K
-    store_tile(kg_ptr + i, tl.exp2(b_last[None, :] - b_g) * b_k, o_t, o_k, HV * K, n_t, K)
+    b_r = tl.exp2(b_last[None, :] - b_g) * b_k.to(tl.float32)
+    store_tile(kg_ptr + i, b_r, o_t, o_k, HV * K, n_t, K)
     # eq:kda-qg   qg = 2^gc * Q
-    store_tile(qg_ptr + i, b_e * b_q, o_t, o_k, HV * K, n_t, K)
+    store_tile(qg_ptr + i, b_e * b_q.to(tl.float32), o_t, o_k, HV * K, n_t, K)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -528,24 +537,34 @@ def channel_intra_bwd_kernel(
 
 
 BV = 64  # rows of dS^T: a product of fewer would leave tensor cores idle
-GATED_OPTIONS = {"BK": 64, "num_warps": 4}
+GATES_OPTIONS = {"BK": 64, "num_warps": 4}
 SCAN_OPTIONS = {"num_warps": 4, "num_stages": 2}
 INTRA_OPTIONS = {"BK": 16, "num_warps": 4, "num_stages": 2}
 READS_OPTIONS = {"BK": 64, "num_warps": 4, "num_stages": 2}
 
 
-def kda_gated(
-    q: Tensor, k: Tensor, gc: Tensor, *, chunk_size: int, packing: Packing | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Launch kda_gated_kernel; arguments and result as in the reference."""
+def kda_gates(
+    q: Tensor,
+    k: Tensor,
+    g: Tensor,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    *,
+    lower_bound: float | None = None,
+    chunk_size: int,
+    packing: Packing | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Launch kda_gates_kernel; arguments and result as in the reference."""
     T, H, K = k.shape[1:]
-    HV = gc.shape[2]
-    kd, kg, qg = (torch.empty_like(gc, dtype=k.dtype) for _ in range(3))
+    HV = g.shape[2]
+    gc = torch.empty_like(g, dtype=torch.float32)
+    kd, kg, qg = (torch.empty_like(g, dtype=k.dtype) for _ in range(3))
     NT, *chunks = chunk_args(k, chunk_size, packing)
-    kda_gated_kernel[(NT * HV * cdiv(K, GATED_OPTIONS["BK"]),)](
-        q, k, gc, kd, kg, qg, *chunks, T, H, HV, K, BT=chunk_size, **GATED_OPTIONS
-    )
-    return kd, kg, qg
+    kda_gates_kernel[(NT * HV * cdiv(K, GATES_OPTIONS["BK"]),)](
+        q, k, g, A_log, dt_bias, gc, kd, kg, qg, lower_bound, *chunks, T, H, HV, K, BT=chunk_size,
+        **GATES_OPTIONS,
+    )  # fmt: skip
+    return gc, kd, kg, qg
 
 
 def channel_scans(

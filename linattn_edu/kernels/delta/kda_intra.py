@@ -129,7 +129,7 @@ def kda_scores_kernel(
         b_k = load_tile(k_ptr, o_i, o_k, H * K, n_t, K).to(tl.float32)  # [16, BK]
         QE = QE + (cast(b_q * b_E, dtype),)  # noqa: RUF005  (Triton has no starred tuples)
         KE = KE + (cast(b_k * b_E, dtype),)  # noqa: RUF005  (Triton has no starred tuples)
-        if kd_ptr is not None:  # the rows of kda_gated, whose numbers are all here
+        if kd_ptr is not None:  # the rows of kda_gates, whose numbers are all here
             i = (first * HV + i_h) * K
             b_last = load_vector(gc_ptr + (tl.minimum(BT, n_t) - 1) * HV * K, o_k, K)[None, :]
             b_E = tl.exp2(b_g)

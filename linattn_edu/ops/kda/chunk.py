@@ -20,7 +20,7 @@ from linattn_edu.reference.delta.gate_bwd import gate_bwd
 from linattn_edu.reference.delta.gate_cumsum import gate_cumsum
 from linattn_edu.reference.delta.kda_bwd import kda_output_bwd, kda_wy_bwd
 from linattn_edu.reference.delta.kda_fused import channel_scan, kda_prepare
-from linattn_edu.reference.delta.kda_fused_bwd import channel_intra_bwd, channel_scans, kda_gated
+from linattn_edu.reference.delta.kda_fused_bwd import channel_intra_bwd, channel_scans, kda_gates
 from linattn_edu.reference.delta.kda_intra import kda_intra
 from linattn_edu.reference.delta.kda_intra_bwd import kda_intra_bwd
 from linattn_edu.reference.delta.kda_scan import kda_scan
@@ -274,7 +274,7 @@ class Stages:
 @dataclass(frozen=True)
 class FusedStages:
     """The same passes in fused stages, on rows that have the gate in them: kda_prepare for
-    kda_intra and a part of wy, channel_scan for the rest of wy and kda_scan; kda_gated and
+    kda_intra and a part of wy, channel_scan for the rest of wy and kda_scan; kda_gates and
     channel_scans for wy and kda_scans, channel_intra_bwd for kda_output_bwd, kda_wy_bwd and
     kda_intra_bwd.
     """
@@ -282,7 +282,7 @@ class FusedStages:
     gate_cumsum: Callable
     kda_prepare: Callable
     channel_scan: Callable
-    kda_gated: Callable
+    kda_gates: Callable
     channel_scans: Callable
     channel_intra_bwd: Callable
     gate_bwd: Callable
@@ -308,7 +308,7 @@ _REFERENCE = Stages(
     piece_map, cp_merge, piece_map_bwd, cp_merge_bwd,
 )  # fmt: skip
 _FUSED_REFERENCE = FusedStages(
-    gate_cumsum, kda_prepare, channel_scan, kda_gated, channel_scans, channel_intra_bwd,
+    gate_cumsum, kda_prepare, channel_scan, kda_gates, channel_scans, channel_intra_bwd,
     gate_bwd,
 )  # fmt: skip
 
@@ -321,7 +321,7 @@ def _kernels() -> tuple[Stages, FusedStages]:
     from linattn_edu.kernels.delta.gate_cumsum import gate_cumsum
     from linattn_edu.kernels.delta.kda_bwd import kda_output_bwd, kda_wy_bwd
     from linattn_edu.kernels.delta.kda_fused import channel_scan, kda_prepare
-    from linattn_edu.kernels.delta.kda_fused_bwd import channel_intra_bwd, channel_scans, kda_gated
+    from linattn_edu.kernels.delta.kda_fused_bwd import channel_intra_bwd, channel_scans, kda_gates
     from linattn_edu.kernels.delta.kda_intra import kda_intra
     from linattn_edu.kernels.delta.kda_intra_bwd import kda_intra_bwd
     from linattn_edu.kernels.delta.kda_scan import kda_scan
@@ -337,7 +337,7 @@ def _kernels() -> tuple[Stages, FusedStages]:
         piece_map, cp_merge, piece_map_bwd, cp_merge_bwd,
     )  # fmt: skip
     fused = FusedStages(
-        gate_cumsum, kda_prepare, channel_scan, kda_gated, channel_scans, channel_intra_bwd,
+        gate_cumsum, kda_prepare, channel_scan, kda_gates, channel_scans, channel_intra_bwd,
         gate_bwd,
     )  # fmt: skip
     return staged, fused
@@ -530,8 +530,7 @@ def backward(
     options = {"chunk_size": A.shape[-1], **packed}
     gate, again = {"lower_bound": lower_bound, **options}, gc is None
     if isinstance(stages, FusedStages):
-        gc = stages.gate_cumsum(g, A_log, dt_bias, **gate)
-        kd, kg, qg = stages.kda_gated(q, k, gc, **options)
+        gc, kd, kg, qg = stages.kda_gates(q, k, g, A_log, dt_bias, **gate)
         h, v_new, dh, Z, dv, dh0 = stages.channel_scans(
             qg, kg, kd, v, beta, gc, P, A, do, initial_state, dht, scale=scale, **packed
         )

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from linattn_edu.reference.delta.gate_cumsum import gate_cumsum
 from linattn_edu.reference.delta.kda_intra_bwd import kda_intra_bwd
 from linattn_edu.reference.tiles import (
     compute_dtype,
@@ -41,6 +42,29 @@ def kda_gated(
     return tuple(from_chunks(x, T).to(k.dtype) for x in (kd, kg, qg))
 
 
+def kda_gates(
+    q: Tensor,
+    k: Tensor,
+    g: Tensor,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    *,
+    lower_bound: float | None = None,
+    chunk_size: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """gate_cumsum, and kda_gated of what it finds.
+
+    Args:
+        q, k: [B, T, H, K]. g, A_log, dt_bias, lower_bound: as in gate_cumsum.
+    Returns:
+        gc [B, T, HV, K] of gate_cumsum, kd, kg and qg of kda_gated.
+    Source: chapter 24.
+    """
+    # eq:delta-gate-cumsum   gc = log2(e) cumsum(g)
+    gc = gate_cumsum(g, A_log, dt_bias, lower_bound=lower_bound, chunk_size=chunk_size)
+    return gc, *kda_gated(q, k, gc, chunk_size=chunk_size)
+
+
 def channel_scans(
     qg: Tensor,
     kg: Tensor,
@@ -64,7 +88,7 @@ def channel_scans(
         dS    <- diag(2^gc_last) dS + scale qg^T dO - kd^T dV
 
     Args:
-        qg, kg, kd: from kda_gated. v, beta, gc: the arguments of the forward pass. P, A: from
+        qg, kg, kd: from kda_gates. v, beta, gc: the arguments of the forward pass. P, A: from
             kda_intra.
         do: [B, T, HV, V], gradient of o.
         initial_state: [B, HV, K, V], zero if None. dht: of its shape, gradient of the final state.
