@@ -22,6 +22,7 @@ from linattn_edu import (
     rms_norm_gated,
 )
 from linattn_edu.kernels import pieces, plan
+from linattn_edu.kernels.delta import fused, fused_bwd
 from linattn_edu.testing import gdn_inputs, kda_inputs, ssd_inputs
 
 K = 16
@@ -480,6 +481,84 @@ def test_maps_are_bounded(monkeypatch):
     for address in (1, 2, 3, 2, 4, 4, 2):
         assert maps[address, fill] == -address
     assert filled == [1, 2, 3, 4, 2] and len(maps) == 2
+
+
+@pytest.fixture
+def in_gluon(device, monkeypatch):
+    """seed -> inputs that the kernels in Gluon take, and the call; no two share an address."""
+    scan, intra = fused.scan_gluon, fused_bwd.intra_bwd_gluon
+    if scan is None or not triton.__version__.startswith(scan.VERSIONS):
+        pytest.skip("made for another Triton")
+    if fused.device_of(torch.empty(1, device=device))[0] != "hopper":
+        pytest.skip("made for Hopper")
+    for module, name in ((scan, "LEAST"), (intra, "LEAST"), (intra, "FEWEST")):
+        monkeypatch.setattr(module, name, 1)
+    kept = []
+
+    def draw(seed):
+        kept.append(
+            drawn(
+                gdn_inputs, 1, 256, 2, 2, 128, 128, seed=seed, device=device, dtype=torch.bfloat16
+            )
+        )
+        return kept[-1], lambda **x: chunk_gated_delta_rule(**x)[:1]
+
+    return draw
+
+
+def composed(x, f):
+    with plan.off():
+        return passes(x, f)
+
+
+@pytest.mark.gpu
+def test_tensor_maps_of_ever_new_tensors(in_gluon):
+    for seed in range(8):
+        x, f = in_gluon(seed)
+        got = passes(x, f)
+        same_bits(got, composed(x, f))
+    sources = [p.source.count("maps[") for p in programs()]
+    assert sorted(sources) == [6, 11 + 10], "both passes"
+
+
+@pytest.mark.gpu
+def test_tensor_maps_in_a_cuda_graph(in_gluon):
+    x, f = in_gluon(0)
+    for _ in range(3):
+        passes(x, f)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = passes(x, f)
+    for seed in range(1, 4):
+        other, _ = in_gluon(seed)
+        for n, t in other.items():
+            x[n].copy_(t)
+        graph.replay()
+        same_bits(got, composed(other, f))
+
+
+@pytest.mark.gpu
+def test_tensor_maps_of_two_threads(in_gluon, monkeypatch):
+    """Who finds the cache full forgets all, while the other takes and adds."""
+    monkeypatch.setattr(plan, "MAPS", 40)
+    draws = [[in_gluon(10 * i + seed) for seed in range(10)] for i in range(2)]
+    for _ in range(3):
+        passes(*draws[0][0])
+    got = [[], []]
+
+    def work(i):
+        for _ in range(5):
+            got[i] += [passes(*draw) for draw in draws[i]]
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for i in range(2):
+        assert len(got[i]) == 50
+        for n, outputs in enumerate(got[i]):
+            same_bits(outputs, composed(*draws[i][n % 10]))
 
 
 def vars_of_kind(program):
