@@ -431,18 +431,22 @@ class _Text(str):
 
 def _based(descriptor: object) -> Callable[[Tensor], object]:
     """Tensor -> a descriptor like this one of that tensor; this one's own is not kept."""
-    kind = type(descriptor)
-    rest = {f.name: getattr(descriptor, f.name) for f in dataclasses.fields(descriptor)}
-    del rest["base"]
+    kind, rest = type(descriptor), _rest(descriptor)
     return lambda base: kind(base=base, **rest)
+
+
+def _rest(descriptor: object) -> dict:
+    """What a descriptor holds beside its tensor."""
+    names = (f.name for f in dataclasses.fields(descriptor))
+    return {n: getattr(descriptor, n) for n in names if n != "base"}
 
 
 class _Maps(dict):
     """(address, what fills a map for it) -> tensor map: the copy engine's form of a descriptor.
 
-    Triton fills one for every descriptor of every launch, which takes longer than a short kernel. A
-    map holds an address and numbers that what fills it is made with, so an address that comes again
-    has the same map.
+    Triton makes and fills one for every descriptor of every launch, in Python: for a kernel with ten
+    that takes longer than the kernel. What fills a map knows all numbers but the address, so with
+    the same address it fills the same map, whatever tensor lies there now.
     """
 
     def __missing__(self, key: tuple[int, Callable]) -> object:
@@ -459,8 +463,7 @@ _maps = _Maps()
 
 def _filled(descriptor: object, make: Callable, *about: object) -> Callable[[int], list]:
     """Address -> what Triton's `make` makes of a descriptor like this one that begins there."""
-    rest = {f.name: getattr(descriptor, f.name) for f in dataclasses.fields(descriptor)}
-    del rest["base"]
+    rest = _rest(descriptor)
 
     def fill(address: int) -> list:
         base = SimpleNamespace(data_ptr=lambda: address)
