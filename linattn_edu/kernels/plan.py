@@ -444,9 +444,9 @@ def _rest(descriptor: object) -> dict:
 class _Maps(dict):
     """(address, what fills a map for it) -> tensor map: the copy engine's form of a descriptor.
 
-    Triton makes and fills one for every descriptor of every launch, in Python: for a kernel with ten
-    that takes longer than the kernel. What fills a map knows all numbers but the address, so with
-    the same address it fills the same map, whatever tensor lies there now.
+    Triton makes one for every descriptor of every launch, in Python, which may take longer than the
+    kernel. What fills a map knows all numbers but the address, so with the same address it fills
+    the same map, whatever tensor lies there now.
     """
 
     def __missing__(self, key: tuple[int, Callable]) -> object:
