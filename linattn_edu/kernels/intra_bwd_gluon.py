@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from linattn_edu.kernels.scan_gluon import CHUNK, DTYPES, barrier, half, product
+from linattn_edu.kernels.scan_gluon import CHUNK, barrier, half, layout_of, product
 from linattn_edu.kernels.tiles import device_of
 from linattn_edu.packing import Packing
 
@@ -392,7 +392,7 @@ def fits(
 def descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
     """Of x as a matrix whose row is a token, or a key of a state, for copies of such tiles."""
     x = x.view(-1, x.shape[-1] if rows == HEAD else x.shape[-2] * x.shape[-1])
-    layout = gl.NVMMASharedLayout.get_default_for([rows, columns], DTYPES[x.dtype])
+    layout = layout_of(x.dtype, rows, columns)
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, columns], layout)
 
 
