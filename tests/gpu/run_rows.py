@@ -277,10 +277,10 @@ def run_kda_fused(dtype, K, V):
         g = torch.randn(*x.g.shape, K, device="cuda", generator=generator)
         x.g = -(2 * g - 3).exp().clamp(max=5)
         exact = fused_channel_results(x.double(), "reference", chunk_size)
-        generation = device_of(x.q)[0]
         cut = {"LENGTH": 64, "LEAST": 1, "PROGRAMS": 1024}
-        for rule, processors in itertools.product(({}, cut), (1, 20, 10**6)):
-            has = {"device_of": lambda _, n=processors: (generation, n)}
+        sizes = [(device_of(x.q)[0], n) for n in (1, 20, 10**6)]  # multiprocessors
+        for rule, size in itertools.product(({}, cut), sizes):
+            has = {"device_of": lambda _, size=size: size}
             known = patch.multiple(tiles, **has), patch.multiple(fused, **has)
             cutting = patch.multiple(pieces, **rule) if rule else nullcontext()
             with poison(), cutting, known[0], known[1]:
