@@ -27,7 +27,7 @@ from benchmarking import (
 from scalar_forms import Adjoints, Channels, Decays, Scalars
 
 from benchmarks import adapters, forms, mamba, measure, plot, results
-from benchmarks.adapters import refusal
+from benchmarks.adapters import DISTRIBUTIONS, refusal
 from benchmarks.cases import (
     ALL_CALLS,
     CALLS,
@@ -556,7 +556,11 @@ def test_what_is_missing_is_what_a_library_can_run():
     assert ("gdn_train", "forward", "linattn_edu") not in missing
     assert not [x for x in missing if x[0] == "gdn_d64" and x[2] == "flash_qla"]
     assert not [x for x in missing if x[0].startswith("kda")]  # they have a file of their own
-    alone = results.missing(data | {"fla": None, "flash_qla": None})
+    assert ("gdn_d64", TRAINING, "attn_gym") in missing
+    assert {(case, what) for case, what, x in missing if x == "flashinfer"} == {
+        (case, "forward") for case in ("gdn_train", "gdn_gva", "gdn_long")
+    }
+    alone = results.missing(data | dict.fromkeys(DISTRIBUTIONS))
     assert {library for _, _, library in alone} == {"linattn_edu"}
 
 
