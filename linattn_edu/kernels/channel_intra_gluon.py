@@ -349,14 +349,14 @@ def channel_intra_gluon_kernel(
             full_new, full_h, full_dh, full_k, gates_full, empty_h, empty_k,
             N, HV, K, V, BT,
         )),
-    ], [4, 1], [232, 40])  # fmt: skip
+    ], [4, 1], [240, 24])  # fmt: skip
 
 
 VERSIONS = ("3.6.",)  # of Triton, with which it has run on a Hopper GPU: Gluon is not stable yet
 HEAD = 128  # keys, and values
 # tokens of a sequence times heads, and heads: as in intra_bwd_gluon
 LEAST, FEWEST = 1 << 16, 4
-# of the registers at the start the loading warp keeps 40 a thread, the others take the rest
+# of the registers at the start the loading warp keeps 24 a thread, the others take the rest
 OPTIONS = {"num_warps": 4, "maxnreg": 168}
 
 

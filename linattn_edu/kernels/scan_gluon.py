@@ -278,15 +278,15 @@ def fits(q: Tensor, k: Tensor, v: Tensor, P: Tensor, R: Tensor, packing: Packing
 
 
 @functools.cache
-def layout_of(dtype: torch.dtype, width: int) -> gl.NVMMASharedLayout:
-    """Of a chunk of `width` columns in shared memory."""
-    return gl.NVMMASharedLayout.get_default_for([CHUNK, width], DTYPES[dtype])
+def layout_of(dtype: torch.dtype, rows: int, columns: int) -> gl.NVMMASharedLayout:
+    """Of a tile in shared memory."""
+    return gl.NVMMASharedLayout.get_default_for([rows, columns], DTYPES[dtype])
 
 
 def descriptor(x: Tensor, width: int) -> TensorDescriptor:
     """Of x [B, T, heads, columns], for copies of a chunk and `width` columns."""
     x = x.view(x.shape[0] * x.shape[1], -1)
-    layout = layout_of(x.dtype, width)
+    layout = layout_of(x.dtype, CHUNK, width)
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [CHUNK, width], layout)
 
 

@@ -23,9 +23,9 @@ from linattn_edu.kernels import channel_scan_gluon, channel_scans_gluon, scan_gl
 BIN = Path(triton.__file__).parent / "backends/nvidia/bin"
 CHUNK, BV = scan_gluon.CHUNK, scan_gluon.BV
 SCAN = scan_gluon.scan_gluon_kernel, scan_gluon.TILES
-STATES = scans_gluon.scan_states_gluon_kernel, scans_gluon.TILES | {"STEP": 1}
-BACK = scans_gluon.scan_bwd_gluon_kernel, scans_gluon.TILES_BACK | {"STEP": 1}
-BOTH = scans_gluon.scans_gluon_kernel, scans_gluon.TILES_BOTH
+STATES = scans_gluon.scan_states_gluon_kernel, scans_gluon.TILES | {"STEP": 1, "ROW": 8}
+BACK = scans_gluon.scan_bwd_gluon_kernel, scans_gluon.TILES_BACK | {"STEP": 1, "ROW": 8}
+BOTH = scans_gluon.scans_gluon_kernel, scans_gluon.TILES_BOTH | {"ROW": 8}
 CHANNEL, CHANNEL_2 = (
     (channel_scan_gluon.channel_scan_gluon_kernel, {"BT": CHUNK, "BV": BV, "WORKERS": n, **tiles})
     for n, tiles in channel_scan_gluon.OPTIONS.items()

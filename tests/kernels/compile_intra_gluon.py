@@ -31,7 +31,7 @@ HALVES = "q", "k", "dq", "dk", "gc", "dgc"  # a half of the channels at once
 
 def source_of(name, dtype, G):
     """The kernel for numbers of 16 bit and G value heads a q/k head."""
-    constants = {"H": 2, "HV": 2 * G, "K": HEAD, "V": HEAD, "BT": CHUNK}
+    constants = {"ROW": 4 * G, "H": 2, "HV": 2 * G, "K": HEAD, "V": HEAD, "BT": CHUNK}
     signature, values, attrs = {}, {}, {}
     kernel = intra_bwd_gluon.intra_bwd_gluon_kernel
     for i, argument in enumerate(kernel.arg_names):

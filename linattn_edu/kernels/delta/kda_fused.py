@@ -249,7 +249,7 @@ CONFIGS = scan_table(
 MAP_CONFIGS = scan_table(
     ampere={128: [row(4, 1, BV=32)], 256: [row(4, 1, BV=16)]},
     hopper={
-        128: [row(4, 3, BV=64), row(4, 3, BV=32), row(4, 3, BV=16)],
+        128: [row(4, 2, BV=64), row(4, 2, BV=32), row(4, 2, BV=16)],
         256: [row(4, 2, BV=16)],
     },
 )

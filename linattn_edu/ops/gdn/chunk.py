@@ -18,6 +18,7 @@ from linattn_edu.reference.delta.cp_merge import cp_merge, piece_map
 from linattn_edu.reference.delta.cp_merge_bwd import cp_merge_bwd, piece_map_bwd
 from linattn_edu.reference.delta.fused import intra, scan, scan_map
 from linattn_edu.reference.delta.fused_bwd import (
+    heads_bwd,
     intra_bwd,
     scan_bwd,
     scan_map_bwd,
@@ -206,7 +207,7 @@ class Stages:
 class FusedStages:
     """The same passes in fused stages: intra for solve, scan for wy, state and output; scans, which
     is scan_states for wy and state beside scan_bwd for state_bwd, and intra_bwd for output_bwd and
-    wy_bwd.
+    wy_bwd. heads_bwd is scans and intra_bwd.
     """
 
     gate_cumsum: Callable
@@ -216,6 +217,7 @@ class FusedStages:
     scan_bwd: Callable
     scans: Callable
     intra_bwd: Callable
+    heads_bwd: Callable
     gate_bwd: Callable
     scan_map: Callable
     cp_merge: Callable
@@ -242,8 +244,8 @@ _REFERENCE = Stages(
     cp_merge, piece_map_bwd, cp_merge_bwd,
 )  # fmt: skip
 _FUSED_REFERENCE = FusedStages(
-    gate_cumsum, intra, scan, scan_states, scan_bwd, scans, intra_bwd, gate_bwd, scan_map,
-    cp_merge, scan_map_bwd, cp_merge_bwd,
+    gate_cumsum, intra, scan, scan_states, scan_bwd, scans, intra_bwd, heads_bwd, gate_bwd,
+    scan_map, cp_merge, scan_map_bwd, cp_merge_bwd,
 )  # fmt: skip
 
 
@@ -253,6 +255,7 @@ def _kernels() -> tuple[Stages, FusedStages]:
     from linattn_edu.kernels.delta.cp_merge_bwd import cp_merge_bwd, piece_map_bwd
     from linattn_edu.kernels.delta.fused import intra, scan, scan_map
     from linattn_edu.kernels.delta.fused_bwd import (
+        heads_bwd,
         intra_bwd,
         scan_bwd,
         scan_map_bwd,
@@ -274,8 +277,8 @@ def _kernels() -> tuple[Stages, FusedStages]:
         cp_merge, piece_map_bwd, cp_merge_bwd,
     )  # fmt: skip
     fused = FusedStages(
-        gate_cumsum, intra, scan, scan_states, scan_bwd, scans, intra_bwd, gate_bwd, scan_map,
-        cp_merge, scan_map_bwd, cp_merge_bwd,
+        gate_cumsum, intra, scan, scan_states, scan_bwd, scans, intra_bwd, heads_bwd, gate_bwd,
+        scan_map, cp_merge, scan_map_bwd, cp_merge_bwd,
     )  # fmt: skip
     return staged, fused
 
@@ -443,11 +446,8 @@ def backward(
             inputs = q, k, beta, gc, P, AG, do
             cp.send(stages.scan_map_bwd, inputs, dht, scale=scale, **packed)
             dht = cp.receive(stages.cp_merge_bwd, dht)
-        h, v_new, dh, Z, dv, dh0 = stages.scans(
+        dq, dk, dv, dbeta, dgc, dh0 = stages.heads_bwd(
             q, k, v, beta, gc, P, AG, do, initial_state, dht, scale=scale, **packed
-        )
-        dq, dk, dbeta, dgc = stages.intra_bwd(
-            q, k, v, beta, gc, h, v_new, do, dh, Z, scale=scale, **options
         )
     else:
         options = {"chunk_size": A.shape[-1], **packed}
