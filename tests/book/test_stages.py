@@ -17,6 +17,8 @@ TAG = re.compile(r"#\s*(eq:[\w-]+)")
 # files of several stages, and those that compute several at once, and the chapter of each
 JOINED = {
     "delta/kda_bwd": "11_kda_intra_bwd",
+    "delta/kda_fused": "24_fusion",
+    "delta/kda_fused_bwd": "24_fusion",
     "delta/kda_scan": "07_kda_intra",
     "delta/kda_scans": "12_gate_bwd",
     "delta/fused": "06_output",
