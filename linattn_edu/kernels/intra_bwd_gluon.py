@@ -364,9 +364,9 @@ def intra_bwd_gluon_kernel(
 
 VERSIONS = ("3.6.",)  # of Triton, with which it has run on a Hopper GPU: Gluon is not stable yet
 HEAD = 128  # keys, and values
-# tokens of a sequence times value heads, and value heads: with fewer the host makes ten descriptors
-# for longer than the kernel runs. Not the batch: the last bits are not those of intra_bwd_kernel
-LEAST, FEWEST = 1 << 16, 8
+# tokens of a sequence times value heads: with fewer a call waits for the host with either kernel.
+# Not the batch: the last bits are not those of intra_bwd_kernel
+LEAST = 1 << 14
 # of the registers at the start the loading warp keeps 24 a thread, the others take the rest
 OPTIONS = {"num_warps": 4, "maxnreg": 168}
 
@@ -378,7 +378,6 @@ def fits(
     return (
         packing is None
         and v.shape[1] * v.shape[2] >= LEAST
-        and v.shape[2] >= FEWEST
         and q.shape[1] % CHUNK == 0
         and q.is_cuda
         and device_of(q)[0] == "hopper"

@@ -225,7 +225,7 @@ def test_scans_gluon_give_the_same_bits(
 @pytest.mark.parametrize("far", [False, True], ids=["near", "near and far"])
 @pytest.mark.parametrize(("T", "HV"), [(64, 4), (2560, 8)])
 def test_channel_intra_gluon(T, HV, far, device, hopper, monkeypatch):
-    """No farther from float64 than the other kernel; twice, since programs reuse their places for
+    """No farther from float64 than the two stages; twice, since programs reuse their places for
     chunk after chunk.
     """
     gluon = kernels.channel_intra_gluon
@@ -243,16 +243,17 @@ def test_channel_intra_gluon(T, HV, far, device, hopper, monkeypatch):
     h, v_new, dh, Z, *_ = scans
     args = x.q, x.k, x.v, x.beta, gc, h, v_new, do, dh, Z
     exact = references.channel_intra_bwd(*(t.double() for t in args), **options)
-    monkeypatch.setattr(gluon, "LEAST", 1 << 30)
-    plain = channel_intra_bwd(*args, **options)
+    reads = kernels.kda_reads_bwd(x.v, *args[5:], **options)
+    dqg, dP, dkb, dkg, dL, dbeta, dgl = reads
+    staged = kernels.kda_intra_bwd(*args[:2], *args[3:5], dP, dL, dqg, dkb, dkg, dgl, dbeta)
     monkeypatch.setattr(gluon, "LEAST", 1)
     with launches() as ran:
         got, again = (channel_intra_bwd(*args, **options) for _ in range(2))
     assert gluon.channel_intra_gluon_kernel in ran
     assert all(map(torch.equal, got, again))
-    for name, a, b, want in zip(("dq", "dk", "dbeta", "dgc"), got, plain, exact, strict=True):
+    for name, a, b, want in zip(("dq", "dk", "dbeta", "dgc"), got, staged, exact, strict=True):
         assert (a.dtype, a.shape) == (b.dtype, b.shape), name
-        assert relative_rms(a, want) <= 1.05 * relative_rms(b, want), name
+        assert relative_rms(a, want) <= 1.02 * relative_rms(b, want), name
 
 
 @pytest.mark.parametrize("kind", RAW)

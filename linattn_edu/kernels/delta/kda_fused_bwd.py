@@ -11,6 +11,7 @@ from torch import Tensor
 
 from linattn_edu.kernels.delta.cp_merge import cp_merge, map_args, piece_of
 from linattn_edu.kernels.delta.cp_merge_bwd import cp_merge_bwd
+from linattn_edu.kernels.delta.fused_bwd import fits as hold
 from linattn_edu.kernels.delta.gate_cumsum import cumulative
 from linattn_edu.kernels.delta.kda_fused import channel_scan_map
 from linattn_edu.kernels.delta.kda_intra import halve
@@ -23,7 +24,8 @@ from linattn_edu.kernels.delta.kda_intra_bwd import (
     kda_intra_bwd_kernel,
     middle,
 )
-from linattn_edu.kernels.pieces import Pieces, pieces_of
+from linattn_edu.kernels.pieces import LEAST as LEAST_PIECES
+from linattn_edu.kernels.pieces import LENGTH, PROGRAMS, Pieces, pieces_of
 from linattn_edu.kernels.tiles import (
     block,
     cast,
@@ -46,7 +48,12 @@ from linattn_edu.kernels.tiles import (
 from linattn_edu.packing import Packing
 
 try:
-    from linattn_edu.kernels import channel_intra_gluon, channel_scans_gluon
+    from linattn_edu.kernels import (
+        channel_intra_gluon,
+        channel_scans_gluon,
+        scan_gluon,
+        scans_gluon,
+    )
 except (ImportError, AttributeError):  # a Triton whose Gluon has other names
     channel_intra_gluon = channel_scans_gluon = None
 
@@ -541,6 +548,34 @@ GATES_OPTIONS = {"BK": 64, "num_warps": 4}
 SCAN_OPTIONS = {"num_warps": 4, "num_stages": 2}
 INTRA_OPTIONS = {"BK": 16, "num_warps": 4, "num_stages": 2}
 READS_OPTIONS = {"BK": 64, "num_warps": 4, "num_stages": 2}
+
+
+# tokens of a batch times heads, at least, where few heads make pieces, which the scans in plain
+# Triton take side by side
+LEAST = 1 << 17
+
+
+def fits(q: Tensor, v: Tensor, chunk_size: int, packed: bool) -> bool:
+    """Whether both passes of these are faster in fused stages: on a GPU where the kernels in Gluon
+    run. In plain Triton the chains, longer by a product, take what the other kernels save. And
+    where no more memory is needed than by the stages. The interpreter runs whatever the kernels
+    hold.
+    """
+    if not hold(q, v) or not q.is_cuda:
+        return hold(q, v)
+    B, T, HV, V = v.shape
+    few = HV * cdiv(V, BV) <= PROGRAMS and T >= LEAST_PIECES * LENGTH
+    return (
+        channel_scans_gluon is not None
+        and not packed
+        and q.dtype == torch.bfloat16
+        and q.shape[2] == HV
+        and (LEAST if few else scan_gluon.LEAST) <= B * T * HV
+        and T % chunk_size == 0
+        and device_of(q)[0] == "hopper"
+        and (q.shape[-1], V, chunk_size) == (scans_gluon.HEAD, scans_gluon.HEAD, scan_gluon.CHUNK)
+        and triton.__version__.startswith(scan_gluon.VERSIONS)
+    )
 
 
 def kda_gates(

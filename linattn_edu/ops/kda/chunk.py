@@ -194,7 +194,8 @@ def chunk_kda(
     if normalise:
         q, k = l2norm(q, impl=impl), l2norm(k, impl=impl)
     save = "P A gc w kg qg h v_new" if keep_all else "P A crossing" if place.group else "P A"
-    fused = not (keep_all or return_states or place.group) and _fits(impl, q, v)
+    fused = not (keep_all or return_states or place.group)
+    fused = fused and _fits(impl, q, v, chunk_size, cu_seqlens is not None)
     o, final_state, *kept = chunk(
         *place.joined(q, k, v, g, arguments.write_strength(beta, sigmoid)), A_log, dt_bias,
         place.entering(arguments.transposed(initial_state, state_v_first)), *place.bounds,
@@ -235,15 +236,15 @@ def _bounds(
     return None, bound
 
 
-def _fits(impl: str, q: Tensor, v: Tensor) -> bool:
+def _fits(impl: str, q: Tensor, v: Tensor, chunk_size: int, packed: bool) -> bool:
     """Whether both passes run in fused kernels, where nothing is asked for that only the stages
     make.
     """
     if impl != "triton":
         return False
-    from linattn_edu.kernels.delta.fused_bwd import fits
+    from linattn_edu.kernels.delta.kda_fused_bwd import fits
 
-    return fits(q, v)
+    return fits(q, v, chunk_size, packed)
 
 
 @dataclass(frozen=True)
