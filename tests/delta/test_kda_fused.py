@@ -51,11 +51,11 @@ def test_kernels_match_references(T, K, V, C, dtype, device):
 def test_any_gate(C, gate, dtype, device):
     """The scores and the inverse have the bits of kda_intra, the rows those of kda_gates."""
     x, r = prepared(33, 20, 24, C, dtype, device, H=2, gate=gate)
-    args, options = (x.q, x.k, x.beta, r.gc), {"chunk_size": C}
-    *PA, kd, kg, qg = kernels.kda_prepare(*args, **options)
-    assert all(map(torch.equal, PA, kda_intra_kernel(*args, **options)))
-    _, *want = kda_gates(x.q, x.k, x.g, **options)
-    assert all(map(torch.equal, (kd, kg, qg), want))
+    options = {"chunk_size": C}
+    gc, *rows = kda_gates(x.q, x.k, x.g, **options)
+    args = (x.q, x.k, x.beta, gc)
+    want = *kda_intra_kernel(*args, **options), *rows
+    assert all(map(torch.equal, kernels.kda_prepare(*args, **options), want))
     *args, _ = scanned(x, r)
     check_stage(kernels.channel_scan, references.channel_scan, args, scale=SCALE)
 
