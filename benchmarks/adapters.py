@@ -2,12 +2,15 @@
 
 inputs -> o, and for the decoding of a token inputs -> (o, final state). "fla_safe" and
 "linattn_edu_safe" are the same libraries with the promise that no log decay is below SAFE_BOUND.
+The KDA of "attn_gym" and "cudnn" is always under such a promise: attention-gym's takes log decays
+of -5.9 and more, cuDNN's is made for -5 and more.
 """
 
 import os
 import re
 import sys
 from collections.abc import Callable
+from functools import cache
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -47,6 +50,32 @@ def flash_qla() -> Adapter:
         q=i.q, k=i.k, v=i.v, g=i.g, beta=i.beta,
         scale=None, initial_state=None, output_final_state=False,
     )[0]  # fmt: skip
+
+
+def flashinfer() -> Adapter:
+    """Sequences one after the other; the factors e^g, not their logarithms; forward only."""
+    from flashinfer.gdn_prefill import chunk_gated_delta_rule
+
+    def f(i: GDNInputs) -> Tensor:
+        offsets = _offsets(*i.q.shape[:2], i.q.device)
+        q, k, v, alpha, beta = (x.flatten(0, 1) for x in (i.q, i.k, i.v, i.g.exp(), i.beta.float()))
+        T = i.q.shape[1]
+        o = chunk_gated_delta_rule(q, k, v, alpha, beta, cu_seqlens=offsets, max_seqlen=T)
+        return o.view(i.v.shape)
+
+    return f
+
+
+def attn_gym() -> Adapter:
+    from attn_gym.linear import chunk_gdn
+
+    return lambda i: chunk_gdn(i.q, i.k, i.v, i.g, i.beta, impl="fused")[0]
+
+
+@cache
+def _offsets(B: int, T: int, device: torch.device) -> Tensor:
+    """Where each of B sequences of T tokens begins, and the end: made once, as a model would."""
+    return torch.arange(0, (B + 1) * T, T, dtype=torch.int32, device=device)
 
 
 def linattn_edu_decode() -> Adapter:
@@ -100,6 +129,24 @@ def fla_kda_safe() -> Adapter:
     return lambda i: chunk_kda(
         i.q, i.k, i.v, i.g, i.beta, safe_gate=True, lower_bound=SAFE_BOUND
     )[0]  # fmt: skip
+
+
+def attn_gym_kda() -> Adapter:
+    from attn_gym.linear import chunk_kda
+
+    return lambda i: chunk_kda(i.q, i.k, i.v, i.g, i.beta, impl="fused")[0]
+
+
+def cudnn_kda() -> Adapter:
+    """Sequences one after the other, beta in float32."""
+    from cudnn.linear_attention import kimi_delta_attention
+
+    def f(i: GDNInputs) -> Tensor:
+        offsets = _offsets(*i.q.shape[:2], i.q.device)
+        flat = (x.flatten(0, 1) for x in (i.q, i.k, i.v, i.g, i.beta.float()))
+        return kimi_delta_attention(*flat, offsets)[0].view(i.v.shape)
+
+    return f
 
 
 def linattn_edu_kda_decode() -> Adapter:
@@ -214,19 +261,21 @@ def _mamba_ssm_folder() -> Path | None:
 
 SSD_CHUNK = 256  # as Mamba-2's layers call it; ours takes shorter ones
 
-_GDN = {"linattn_edu": linattn_edu, "fla": fla, "flash_qla": flash_qla}
+_GDN = {"linattn_edu": linattn_edu, "fla": fla, "flash_qla": flash_qla, "attn_gym": attn_gym}
 _KDA = {
     "linattn_edu": linattn_edu_kda,
     "linattn_edu_safe": linattn_edu_kda_safe,
     "fla": fla_kda,
     "fla_safe": fla_kda_safe,
+    "attn_gym": attn_gym_kda,
+    "cudnn": cudnn_kda,
 }
 _SSD = {"linattn_edu": linattn_edu_ssd, "mamba_ssm": mamba_ssm_ssd}
 _SSD_DECODE = {"linattn_edu": linattn_edu_ssd_decode, "mamba_ssm": mamba_ssm_decode}
 _EMA = {"linattn_edu": linattn_edu_ema, "mamba_ssm": mamba_ssm_ema}
 # op of a case -> call -> library -> maker of its adapter
 LIBRARIES: dict[str, dict[str, dict[str, Callable[[], Adapter]]]] = {
-    "gdn": {"forward": dict(_GDN), TRAINING: dict(_GDN)},
+    "gdn": {"forward": {**_GDN, "flashinfer": flashinfer}, TRAINING: dict(_GDN)},
     "gdn_decode": {
         "decode": {"linattn_edu": linattn_edu_decode, "fla": fla_decode},
         "decode_inplace": {"linattn_edu": linattn_edu_decode_inplace},
@@ -240,7 +289,12 @@ LIBRARIES: dict[str, dict[str, dict[str, Callable[[], Adapter]]]] = {
     "ssd_decode": {"decode_inplace": dict(_SSD_DECODE), "decode_graph": dict(_SSD_DECODE)},
     "ema": {"forward": dict(_EMA), TRAINING: dict(_EMA)},
 }
-NAMES = ("linattn_edu", "linattn_edu_safe", "fla", "fla_safe", "flash_qla", "mamba_ssm")
+NAMES = (
+    "linattn_edu", "linattn_edu_safe", "fla", "fla_safe", "flash_qla", "flashinfer", "attn_gym",
+    "cudnn", "mamba_ssm",
+)  # fmt: skip
+# sides of a head's state, K = V, of the libraries that do not take every one
+SIDES = {"flash_qla": (128,), "flashinfer": (128,), "cudnn": (128,), "attn_gym": (64, 128)}
 
 
 def makers(case: Case, what: str) -> dict[str, Callable[[], Adapter]]:
@@ -254,13 +308,23 @@ def refusal(case: Case, what: str, library: str) -> str | None:
     """
     if library not in makers(case, what):
         return "no such call"
-    if library == "flash_qla" and (case.K, case.V) != (128, 128):
-        return "K = V = 128 only"
+    sides = SIDES.get(library, ())
+    if (library, case.operator) == ("attn_gym", "kda"):
+        sides = (128,)
+    if sides and (case.K != case.V or case.K not in sides):
+        return f"K = V = {' or '.join(map(str, sides))} only"
     return None
 
 
 # library -> distribution whose version is recorded
-DISTRIBUTIONS = {"fla": "fla-core", "flash_qla": "flash-qla", "mamba_ssm": "mamba-ssm"}
+DISTRIBUTIONS = {
+    "fla": "fla-core",
+    "flash_qla": "flash-qla",
+    "flashinfer": "flashinfer-python",
+    "attn_gym": "attn_gym",
+    "cudnn": "nvidia-cudnn-frontend",
+    "mamba_ssm": "mamba-ssm",
+}
 
 
 def version_of(library: str) -> str | None:

@@ -117,7 +117,10 @@ SCALING_FORMS = ("chunked", "recurrent", "quadratic")
 # by op
 FORWARD_STAGES = {
     "gdn": ("gate_cumsum", "solve", "wy", "state", "output", "intra", "scan", "recurrent"),
-    "kda": ("gate_cumsum", "kda_intra", "wy", "state", "output", "kda_scan"),
+    "kda": (
+        "gate_cumsum", "kda_intra", "wy", "state", "output", "kda_scan", "kda_prepare",
+        "channel_scan",
+    ),
     "ssd": (
         "chunk_cumsum", "chunk_state", "state_passing", "chunk_scan",
         "chunk_cumsum_log", "chunk_scores", "ssd_fwd", "state",
@@ -127,6 +130,7 @@ ADJOINT_STAGES = {
     "gdn": ("output_bwd", "state_bwd", "wy_bwd", "gate_bwd", "recurrent_bwd"),
     "kda": (
         "kda_scans", "state_bwd", "kda_output_bwd", "kda_wy_bwd", "kda_intra_bwd", "gate_bwd",
+        "kda_gates", "channel_scans", "channel_intra_bwd",
     ),
     "ssd": (
         "chunk_scan_bwd_dstates", "state_passing_bwd", "chunk_state_bwd_db", "chunk_scan_bwd_dc",
@@ -237,7 +241,7 @@ def _kda_bytes(c: Case, what: str, chunk: int) -> int:
     tokens, chunks = c.B * c.T, c.B * -(-c.T // chunk)
     q = k = dq = dk = tokens * c.H * c.K * c.size
     v = o = u = v_new = do = dv = tokens * c.HV * c.V * c.size
-    w = kg = qg = dqg = dkb = dkg = tokens * c.HV * c.K * c.size
+    w = kd = kg = qg = dqg = dkb = dkg = tokens * c.HV * c.K * c.size
     g = gc = dg = dgc = tokens * c.HV * c.K * GATE_BYTES
     last = dgl = chunks * c.HV * c.K * GATE_BYTES  # gc of the last tokens
     beta, dbeta = tokens * c.HV * c.size, tokens * c.HV * GATE_BYTES
@@ -259,6 +263,38 @@ def _kda_bytes(c: Case, what: str, chunk: int) -> int:
         "kda_output_bwd": v_new + h + do + dqg + dP,
         "kda_wy_bwd": v + beta + A + h + v_new + dh + v_new + dkb + dkg + dv + dL + dbeta + dgl,
         "kda_intra_bwd": q + k + beta + gc + gathered + dq + dk + dbeta + dgc,
+        "kda_prepare": q + k + beta + gc + P + A + kd + kg + qg,
+        "channel_scan": qg + kg + kd + v + beta + last + P + A + o,
+        "kda_gates": q + k + g + gc + kd + kg + qg,
+        "channel_scans": qg
+        + kg
+        + kd
+        + v
+        + beta
+        + last
+        + P
+        + A
+        + do
+        + h
+        + v_new
+        + dh
+        + v_new
+        + dv
+        + dh0,
+        "channel_intra_bwd": q
+        + k
+        + v
+        + beta
+        + gc
+        + h
+        + v_new
+        + do
+        + dh
+        + v_new
+        + dq
+        + dk
+        + dbeta
+        + dgc,
         "gate_bwd": dgc + g + dg,
         "forward": forward,
         "forward_backward": forward + inputs + do + inputs,  # the gradients are like the inputs
@@ -400,7 +436,15 @@ def _kda_chunk_flops(c: Case, what: str, n: int) -> int:
         # dP and dL, each with rows before and after
         "kda_intra_bwd": 2 * lower_k + 2 * below_k,
         "gate_bwd": n * c.HV * c.K,
+        "kda_gates": 2 * n * c.HV * c.K,
+        # kd S, qg S, kg^T v_new; A W, P v_new
+        "channel_scan": 3 * state + 2 * lower_v,
+        # kd S, kg^T v_new; kg dS, qg^T dO, kd^T dV; A W, P^T dO, A^T dv_new
+        "channel_scans": 5 * state + 3 * lower_v,
+        # dO h^T, Z S^T, v_new dS^T; dO v_new^T; Z v_new^T; dP and dL, rows before and after
+        "channel_intra_bwd": 3 * state + lower_v + below_v + 2 * lower_k + 2 * below_k,
     }
+    stages["kda_prepare"] = stages["kda_intra"]
     # without w: v_new = A diag(beta) (V - (2^gc * K) S)
     stages["forward"] = stages["kda_intra"] + 3 * state + 2 * lower_v
     adjoints = ("state_bwd", "kda_output_bwd", "kda_wy_bwd", "kda_intra_bwd")

@@ -18,7 +18,7 @@ QUADRATIC_BYTES = 2**31  # of one [heads, T, T] matrix in fp32; heads are taken 
 
 def stage_function(name: str, impl: str) -> Callable:
     """A stage of any set, or the recurrence, of "reference" or "triton"."""
-    fused = gdn.fused_stages(impl), ssd.fused_stages(impl)
+    fused = gdn.fused_stages(impl), kda.fused_stages(impl), ssd.fused_stages(impl)
     for stages in (*fused, gdn.stages(impl), kda.stages(impl), ssd.stages(impl)):
         if hasattr(stages, name):
             return getattr(stages, name)
@@ -186,6 +186,28 @@ class KDAStageArguments(StageArguments):
 
     def _gate_bwd(self):
         return (self.made("kda_intra_bwd")[-1], self.i.g), self.options
+
+    def _kda_prepare(self):
+        return self._kda_intra()
+
+    def _channel_scan(self):
+        i, (P, A, kd, kg, qg) = self.i, self.made("kda_prepare")
+        args = (qg, kg, kd, i.v, i.beta, self.made("gate_cumsum"), P, A, i.initial_state)
+        scale, last = self.scaled["scale"], i.initial_state is not None
+        return args, {"scale": scale, "output_final_state": last}
+
+    def _kda_gates(self):
+        return (self.i.q, self.i.k, self.i.g), self.options
+
+    def _channel_scans(self):
+        i, (P, A, *_), (gc, kd, kg, qg) = self.i, self.made("kda_prepare"), self.made("kda_gates")
+        args = (qg, kg, kd, i.v, i.beta, gc, P, A, self.do, i.initial_state, self.dht)
+        return args, {"scale": self.scaled["scale"]}
+
+    def _channel_intra_bwd(self):
+        i, (h, v_new, dh, Z, *_) = self.i, self.made("channel_scans")
+        gc = self.made("gate_cumsum")
+        return (i.q, i.k, i.v, i.beta, gc, h, v_new, self.do, dh, Z), self.scaled
 
 
 class SSDStageArguments(StageArguments):

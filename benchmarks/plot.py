@@ -26,7 +26,7 @@ MAIN = "gdn_h200"  # its figures have the plain names
 
 # readable on a white and on a black page
 INK = "#767676"
-FLOOR, PEERS = "#d9822b", ("#a0a0a0", "#6f6f6f")
+FLOOR, PEERS = "#d9822b", ("#a0a0a0", "#6f6f6f", "#b59a6a", "#8c78a8")
 OURS = {"linattn_edu": "#1f8fd1", "linattn_edu_safe": "#7fbde6"}
 COLOURS = (
     "#1f8fd1", "#d9822b", "#2e9e5b", "#c2557f", "#8a6fd1",

@@ -38,7 +38,14 @@ HASH_SALT = "linattn_edu"
 RESULTS, KDA_RESULTS, SSD_RESULTS = "gdn_h200", "kda_h200", "ssd_h200"
 LADDERS = "rungs_h200"
 # key of the results -> distribution
-PEERS = {"fla": "fla-core", "flash_qla": "flash-qla", "mamba_ssm": "mamba_ssm"}
+PEERS = {
+    "fla": "fla-core",
+    "flash_qla": "flash-qla",
+    "flashinfer": "flashinfer-python",
+    "attn_gym": "attn_gym",
+    "cudnn": "nvidia-cudnn-frontend",
+    "mamba_ssm": "mamba_ssm",
+}
 SCALING = (
     "One layer with 16 heads and K = V = 128, from 256 to 32768 tokens: the recurrence token by "
     "token, the chunked form, and the quadratic form that keeps no state "

@@ -149,9 +149,17 @@ JOINED = {
     "cp_merge": ("piece_map", "cp_merge"),
     "cp_merge_bwd": ("piece_map_bwd", "cp_merge_bwd"),
     "fused": ("intra", "scan", "scan_map"),
-    "fused_bwd": ("scan_states", "scan_bwd", "scans", "intra_bwd", "scan_map_bwd"),
+    "fused_bwd": ("scan_states", "scan_bwd", "scans", "intra_bwd", "heads_bwd", "scan_map_bwd"),
     "gate": ("gate", "layer_gate_bwd"),
     "kda_bwd": ("kda_output_bwd", "kda_wy_bwd"),
+    "kda_fused": ("kda_prepare", "channel_scan", "channel_scan_map"),
+    "kda_fused_bwd": (
+        "kda_gates",
+        "channel_scans",
+        "channel_scan_map_bwd",
+        "kda_reads_bwd",
+        "channel_intra_bwd",
+    ),
 }
 
 

@@ -7,7 +7,6 @@ the tensor cores are with its other products, or with the other group's. The val
 head follow one another, so their sums stay in registers.
 """
 
-import torch
 import triton
 from torch import Tensor
 from triton.experimental import gluon
@@ -20,8 +19,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from linattn_edu.kernels.scan_gluon import CHUNK, DTYPES, barrier, half, product
+from linattn_edu.kernels.scan_gluon import CHUNK, barrier, half, layout_of, product
 from linattn_edu.kernels.tiles import device_of
+from linattn_edu.packing import Packing
 
 
 @gluon.jit
@@ -33,10 +33,11 @@ def place(n, H: gl.constexpr, G: gl.constexpr):
 
 
 @gluon.jit
-def gates_of(gc_ptr, beta_ptr, n, o_t, H: gl.constexpr, G: gl.constexpr, BT: gl.constexpr):
+def gates_of(gc_ptr, beta_ptr, n, o_t, ROW: gl.constexpr, H: gl.constexpr,
+             G: gl.constexpr, BT: gl.constexpr):  # fmt: skip
     """gc and beta [BT] of the n-th item."""
     i_c, _, i_hv = place(n, H, G)
-    o = (i_c * BT + o_t).to(gl.int64) * (H * G) + i_hv
+    o = (i_c * BT + o_t).to(gl.int64) * ROW + i_hv
     return gl.load(gc_ptr + o), gl.load(beta_ptr + o).to(gl.float32)
 
 
@@ -45,11 +46,12 @@ def load_tiles(
     q_desc, k_desc, v_desc, h_desc, v_new_desc, do_desc, dh_desc, Z_desc, gc_ptr, beta_ptr,
     qs, ks, vs, hs, news, dos, dhs, Zs, gates,
     full_new, full_Z, full_h, full_dh, full_k, gates_full, empty_h, empty_k,
-    N, H: gl.constexpr, G: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BT: gl.constexpr,
+    N, ROW: gl.constexpr, H: gl.constexpr, G: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
+    BT: gl.constexpr,
 ):  # fmt: skip
     """The warp that loads, in the order in which the others read."""
     o_t = gl.arange(0, BT, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
-    b_gc, b_beta = gates_of(gc_ptr, beta_ptr, 0, o_t, H, G, BT)
+    b_gc, b_beta = gates_of(gc_ptr, beta_ptr, 0, o_t, ROW, H, G, BT)
     for n in range(N + 1):
         if n > 0:
             i_c, _, i_hv = place(n - 1, H, G)
@@ -82,7 +84,7 @@ def load_tiles(
                 tma.async_copy_global_to_shared(k_desc, at, full_k, ks.index(c))
                 tma.async_copy_global_to_shared(q_desc, at, full_k, qs.index(c))
         # those of the next one are on their way meanwhile
-        b_gc, b_beta = gates_of(gc_ptr, beta_ptr, gl.minimum(n + 1, N - 1), o_t, H, G, BT)
+        b_gc, b_beta = gates_of(gc_ptr, beta_ptr, gl.minimum(n + 1, N - 1), o_t, ROW, H, G, BT)
 
 
 @gluon.jit
@@ -108,8 +110,8 @@ def leave_sums(parts, c: gl.constexpr, b_dgc, b_dbeta, b_through, rows: gl.const
 
 @gluon.jit
 def store_sums(
-    parts, c: gl.constexpr, dbeta_ptr, dgc_ptr, n, H: gl.constexpr, G: gl.constexpr,
-    BT: gl.constexpr,
+    parts, c: gl.constexpr, dbeta_ptr, dgc_ptr, n, ROW: gl.constexpr, H: gl.constexpr,
+    G: gl.constexpr, BT: gl.constexpr,
 ):  # fmt: skip
     """Add what both halves left of the n-th item: one stores dgc, the other dbeta."""
     vector: gl.constexpr = gl.SliceLayout(
@@ -117,7 +119,7 @@ def store_sums(
     )
     o_t = gl.arange(0, BT, vector)
     i_c, _, i_hv = place(n, H, G)
-    o = (i_c * BT + o_t).to(gl.int64) * (H * G) + i_hv
+    o = (i_c * BT + o_t).to(gl.int64) * ROW + i_hv
     if c == 0:
         # eq:fused-dgc   dgc = q dq + beta k f - k d; dgc_last += sum k dk + 2^gc_last <dS, S>
         b_through = gl.sum(parts.index(2).load(vector) + parts.index(5).load(vector), 0)
@@ -158,7 +160,8 @@ def compute_half(
     c: gl.constexpr, dq_desc, dk_desc, dbeta_ptr, dgc_ptr, scale,
     qs, ks, vs, hs, news, dos, dhs, Zs, gates, inner, own, parts,
     full_new, full_Z, full_h, full_dh, full_k, gates_full, empty_h, empty_k, ready, used,
-    N, H: gl.constexpr, G: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BT: gl.constexpr,
+    N, ROW: gl.constexpr, H: gl.constexpr, G: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
+    BT: gl.constexpr,
 ):  # fmt: skip
     """Half c of the keys, by four warps: intra_bwd_kernel's sums.
 
@@ -199,7 +202,7 @@ def compute_half(
             mbarrier.arrive(empty_k, count=1)
         mbarrier.wait(used, (n & 1) ^ 1)
         if n > 0:
-            store_sums(parts, c, dbeta_ptr, dgc_ptr, n - 1, H, G, BT)
+            store_sums(parts, c, dbeta_ptr, dgc_ptr, n - 1, ROW, H, G, BT)
         if G == 1:
             b_P = warpgroup_mma_wait(3, [b_P])
         else:
@@ -269,7 +272,7 @@ def compute_half(
             tma.async_copy_shared_to_global(dq_desc, [i_c * BT, i_h * K + c * BT], q)
             tma.async_copy_shared_to_global(dk_desc, [i_c * BT, i_h * K + c * BT], k)
     mbarrier.wait(used, (N & 1) ^ 1)
-    store_sums(parts, c, dbeta_ptr, dgc_ptr, N - 1, H, G, BT)
+    store_sums(parts, c, dbeta_ptr, dgc_ptr, N - 1, ROW, H, G, BT)
     tma.store_wait(0)
 
 
@@ -291,6 +294,7 @@ def intra_bwd_gluon_kernel(
     dgc_ptr,  # [B, T, HV] out
     scale,
     NT,  # chunks of all sequences
+    ROW: gl.constexpr,  # numbers between tokens in beta and gc, and in their gradients
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BT: gl.constexpr,
 ):  # fmt: skip
     """One program: every so many-th chunk of a q/k head, with its value heads.  Any grid.
@@ -341,65 +345,53 @@ def intra_bwd_gluon_kernel(
             0, dq_desc, dk_desc, dbeta_ptr, dgc_ptr, scale,
             qs, ks, vs, hs, news, dos, dhs, Zs, gates, inner, own, parts,
             full_new, full_Z, full_h, full_dh, full_k, gates_full, empty_h, empty_k, ready, used,
-            N, H, G, K, V, BT,
+            N, ROW, H, G, K, V, BT,
         )),
         (compute_half, (
             1, dq_desc, dk_desc, dbeta_ptr, dgc_ptr, scale,
             qs, ks, vs, hs, news, dos, dhs, Zs, gates, inner, own, parts,
             full_new, full_Z, full_h, full_dh, full_k, gates_full, empty_h, empty_k, ready, used,
-            N, H, G, K, V, BT,
+            N, ROW, H, G, K, V, BT,
         )),
         (load_tiles, (
             q_desc, k_desc, v_desc, h_desc, v_new_desc, do_desc, dh_desc, Z_desc, gc_ptr, beta_ptr,
             qs, ks, vs, hs, news, dos, dhs, Zs, gates,
             full_new, full_Z, full_h, full_dh, full_k, gates_full, empty_h, empty_k,
-            N, H, G, K, V, BT,
+            N, ROW, H, G, K, V, BT,
         )),
     ], [4, 1], [240, 24])  # fmt: skip
 
 
 VERSIONS = ("3.6.",)  # of Triton, with which it has run on a Hopper GPU: Gluon is not stable yet
 HEAD = 128  # keys, and values
-# tokens of a sequence times value heads, and value heads: with fewer the host makes ten descriptors
-# for longer than the kernel runs. Not the batch: the last bits are not those of intra_bwd_kernel
-LEAST, FEWEST = 1 << 16, 8
+# tokens of a sequence times value heads: with fewer a call waits for the host with either kernel.
+# Not the batch: the last bits are not those of intra_bwd_kernel
+LEAST = 1 << 14
 # of the registers at the start the loading warp keeps 24 a thread, the others take the rest
 OPTIONS = {"num_warps": 4, "maxnreg": 168}
 
 
 def fits(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    gc: Tensor,
-    h: Tensor,
-    v_new: Tensor,
-    do: Tensor,
-    dh: Tensor,
-    Z: Tensor,
-    chunk_size: int,
-    packed: bool,
+    q: Tensor, k: Tensor, v: Tensor, *others: Tensor, chunk_size: int, packing: Packing | None
 ) -> bool:
-    """Whether intra_bwd_gluon takes these."""
+    """Whether intra_bwd_gluon takes these; others: what else is copied in tiles."""
     return (
-        not packed
+        packing is None
         and v.shape[1] * v.shape[2] >= LEAST
-        and v.shape[2] >= FEWEST
         and q.shape[1] % CHUNK == 0
         and q.is_cuda
         and device_of(q)[0] == "hopper"
         and q.element_size() == 2
         and (q.shape[-1], v.shape[-1], chunk_size) == (HEAD, HEAD, CHUNK)
         and triton.__version__.startswith(VERSIONS)
-        and all(x.data_ptr() % 16 == 0 for x in (q, k, v, h, v_new, do, dh, Z))
+        and all(x.data_ptr() % 16 == 0 for x in (q, k, v, *others))
     )
 
 
 def descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
     """Of x as a matrix whose row is a token, or a key of a state, for copies of such tiles."""
     x = x.view(-1, x.shape[-1] if rows == HEAD else x.shape[-2] * x.shape[-1])
-    layout = gl.NVMMASharedLayout.get_default_for([rows, columns], DTYPES[x.dtype])
+    layout = layout_of(x.dtype, rows, columns)
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, columns], layout)
 
 
@@ -414,17 +406,20 @@ def intra_bwd_gluon(
     do: Tensor,
     dh: Tensor,
     Z: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dbeta: Tensor,
+    dgc: Tensor,
     scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Launch intra_bwd_gluon_kernel; arguments and result as in the reference."""
+) -> None:
+    """Launch intra_bwd_gluon_kernel; it writes dq, dk, dbeta and dgc. Tensors [B, T, heads, ...]
+    may be views of some heads.
+    """
     (B, T, H, K), (HV, V) = q.shape, v.shape[2:]
     NT = B * T // CHUNK
-    dq, dk = torch.empty_like(q), torch.empty_like(k)
-    dbeta, dgc = torch.empty_like(beta), torch.empty_like(gc)
     keys, values, states = (CHUNK, K // 2), (CHUNK, V), (K, V)
     sizes = keys, keys, values, states, values, values, states, values, keys, keys
     descriptors = map(descriptor, (q, k, v, h, v_new, do, dh, Z, dq, dk), *zip(*sizes, strict=True))
     intra_bwd_gluon_kernel[(min(device_of(q)[1], NT * H),)](
-        *descriptors, beta, gc, dbeta, dgc, scale, NT, H, HV, K, V, CHUNK, **OPTIONS
+        *descriptors, beta, gc, dbeta, dgc, scale, NT, gc.stride(1), H, HV, K, V, CHUNK, **OPTIONS
     )
-    return dq, dk, dbeta, dgc

@@ -18,6 +18,7 @@ import inspect
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
+from types import CellType, FunctionType, SimpleNamespace
 
 import torch
 from torch import Tensor
@@ -28,6 +29,7 @@ from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
 LIMIT = 512  # programs of an operator's pass; beyond it the oldest is forgotten
+MAPS = 8192  # tensor maps; beyond it all are forgotten
 SEEN, NEVER = "seen once", "cannot be told"
 
 _recording = threading.Lock()  # one call at a time is watched; the others run as ever
@@ -54,6 +56,7 @@ def clear() -> None:
     """Forget all programs: after a change of what a composition launches."""
     for programs in _all:
         programs.clear()
+    _maps.clear()
 
 
 @contextmanager
@@ -230,8 +233,9 @@ class _Tape:
 
     def _told(self, x: object) -> str:
         """An expression for what is handed to a launcher."""
-        if isinstance(x, tuple) and any(isinstance(y, _Text) for y in x):
-            return f"({''.join(f'{self._told(y)}, ' for y in x)})"
+        if isinstance(x, (tuple, list)) and any(isinstance(y, _Text) for y in x):
+            inner = "".join(f"{self._told(y)}, " for y in x)
+            return f"({inner})" if isinstance(x, tuple) else f"[{inner}]"
         if isinstance(x, _Text):
             return str(x)
         return repr(x) if x is None or type(x) in (bool, int) else self._constant(x)
@@ -252,6 +256,27 @@ class _Tape:
             raise Untold("a view in another dtype")
         moved = x.storage_offset() - offset
         return f"view({name}, {tuple(x.shape)}, {x.stride()}, {moved})", name
+
+    def _descriptor(self, x: object, base: Tensor) -> tuple["_Text", str]:
+        """An expression for a descriptor, and the name of the tensor that it describes.
+
+        `handed` of the text: what Triton's wrapper, which makes tensor maps with `make`, is to hand
+        on for it.
+        """
+        view, name = self._tensor(base)
+        moved = base.data_ptr() - self.tensors[name][0]
+        text = _Text(f"{self._constant(_based(x))}({view})")
+        address = f"p{name} + {moved}" if moved else f"p{name}"
+
+        def handed(make: Callable, *about: object) -> list:
+            fill = _filled(x, make, *about)
+            numbers = fill(base.data_ptr())[1:]
+            if numbers != [*x.shape, *x.strides]:
+                raise Untold("a descriptor that is not a tensor map, a shape and strides")
+            return [_Text(f"maps[{address}, {self._constant(fill)}]"), *numbers]
+
+        text.handed = handed
+        return text, name
 
     # -- what is told
 
@@ -290,14 +315,15 @@ class _Tape:
                 elif x is None or isinstance(x, (bool, int)):
                     texts.append(repr(x))
                 elif isinstance(base := getattr(x, "base", None), Tensor):
-                    text, name = self._tensor(base)
-                    texts.append(f"{self._constant(_based(x))}({text})")
+                    text, name = self._descriptor(x, base)
+                    texts.append(text)
                     uses.add(name)
                 else:
                     texts.append(self._constant(x))
+            texts = (x if isinstance(x, _Text) else _Text(x) for x in texts)
             head = (*(_Text(n) for n in grid), _Text("stream"))
             about = (compiled.function, compiled.packed_metadata, None, None, None)
-            call, given = _handed(compiled.run, (*head, *about, *map(_Text, texts)))
+            call, given = _handed(compiled.run, (*head, *about, *texts))
             self.lines.append(
                 (f"{self._constant(call)}({', '.join(map(self._told, given))})", uses)
             )
@@ -391,7 +417,8 @@ class _Tape:
             if done and i < len(lines) - 1:
                 body.append(f"del {', '.join(done)}")
         source = "\n    ".join([f"def program({', '.join(self.inputs)}):", *body])
-        space = {"empty": torch.empty_strided, "view": _view, "owned": _owned, **self.constants}
+        space = {"empty": torch.empty_strided, "view": _view, "owned": _owned, "maps": _maps}
+        space |= self.constants
         exec(compile(source, "<program>", "exec"), space)
         program = space["program"]
         program.source, program.computes = source, self.computes
@@ -404,10 +431,45 @@ class _Text(str):
 
 def _based(descriptor: object) -> Callable[[Tensor], object]:
     """Tensor -> a descriptor like this one of that tensor; this one's own is not kept."""
-    kind = type(descriptor)
-    rest = {f.name: getattr(descriptor, f.name) for f in dataclasses.fields(descriptor)}
-    del rest["base"]
+    kind, rest = type(descriptor), _rest(descriptor)
     return lambda base: kind(base=base, **rest)
+
+
+def _rest(descriptor: object) -> dict:
+    """What a descriptor holds beside its tensor."""
+    names = (f.name for f in dataclasses.fields(descriptor))
+    return {n: getattr(descriptor, n) for n in names if n != "base"}
+
+
+class _Maps(dict):
+    """(address, what fills a map for it) -> tensor map: the copy engine's form of a descriptor.
+
+    Triton makes one for every descriptor of every launch, in Python, which may take longer than the
+    kernel. What fills a map knows all numbers but the address, so with the same address it fills
+    the same map, whatever tensor lies there now.
+    """
+
+    def __missing__(self, key: tuple[int, Callable]) -> object:
+        address, fill = key
+        made = fill(address)[0]
+        if len(self) >= MAPS:
+            self.clear()
+        self[key] = made
+        return made
+
+
+_maps = _Maps()
+
+
+def _filled(descriptor: object, make: Callable, *about: object) -> Callable[[int], list]:
+    """Address -> what Triton's `make` makes of a descriptor like this one that begins there."""
+    rest = _rest(descriptor)
+
+    def fill(address: int) -> list:
+        base = SimpleNamespace(data_ptr=lambda: address)
+        return make(SimpleNamespace(base=base, **rest), *about)
+
+    return fill
 
 
 def _handed(run: Callable, arguments: tuple) -> tuple[Callable, tuple]:
@@ -416,16 +478,36 @@ def _handed(run: Callable, arguments: tuple) -> tuple[Callable, tuple]:
 
     A launcher of Triton is a few lines of Python, which take a quarter of the time of a launch.
     """
-    function, told = getattr(run, "launch", None), []
-    if not inspect.isbuiltin(function):
-        return run, arguments
-    listening = copy.copy(run)
-    listening.launch = lambda *handed: told.append(handed)
+    told = []
     try:
+        listening = copy.copy(run)
+        function, listening.launch = _listener(run.launch, lambda *handed: told.append(handed))
         listening(*arguments)
-    except TypeError:  # it computes with the grid: memory that each launch needs for itself
+    # it computes with the grid: memory that each launch needs for itself; or Triton has changed
+    except Exception:
         return run, arguments
     return (function, told[0]) if len(told) == 1 else (run, arguments)
+
+
+def _listener(launch: Callable, listen: Callable) -> tuple[Callable, Callable]:
+    """A launcher's function in C, and what to call in place of `launch` so that `listen` hears what
+    that function would be handed.
+
+    For kernels with descriptors `launch` is a function in Python (Triton's wrap_handle_tensordesc).
+    It calls make_tensordesc_arg for a descriptor and hands the result on in its place.
+    """
+    if inspect.isbuiltin(launch):
+        return launch, listen
+    cells = dict(zip(launch.__code__.co_freevars, launch.__closure__, strict=True))
+    function = cells["launcher"].cell_contents
+    if not inspect.isbuiltin(function):
+        raise Untold("a launcher of several layers")
+    make = launch.__globals__["make_tensordesc_arg"]
+    known = launch.__globals__ | {
+        "make_tensordesc_arg": lambda text, *about: text.handed(make, *about)
+    }
+    cells["launcher"] = CellType(listen)
+    return function, FunctionType(launch.__code__, known, closure=tuple(cells.values()))
 
 
 def _view(x: Tensor, shape: tuple, stride: tuple, moved: int) -> Tensor:

@@ -249,9 +249,11 @@ def scan_gluon_kernel(
 
 
 VERSIONS = ("3.6.",)  # of Triton, with which it has run on a Hopper GPU: Gluon is not stable yet
-# tokens times heads of a batch, which may decide since the bits are the same: with fewer the host
-# makes the descriptors of a launch for longer than the kernel runs
-LEAST = 1 << 18
+# tokens times heads: with fewer a call waits for the host with either kernel, and a first call,
+# which has its descriptors to make, for longer with this one
+LEAST = 1 << 14
+# the same where multiprocessors have several programs, and plain Triton has them work side by side
+CROWDED, LONG = 1 << 18, 256  # and tokens of a sequence: a few chunks do not pay the way in
 HEADS = (64, 128)  # keys
 CHUNK, BV = 64, 64
 # three chunks in shared memory: one at work, two on their way
@@ -260,11 +262,19 @@ TILES = {"BT": CHUNK, "BV": BV, "STAGES": 3}
 OPTIONS = {"num_warps": 4, "maxnreg": 144}
 
 
+def pays(q: Tensor, v: Tensor) -> bool:
+    """Whether the kernels here are faster; the batch may decide, since the bits are the same."""
+    B, T, HV, V = v.shape
+    programs = B * HV * V // BV
+    if q.shape[-1] == 128 and programs <= device_of(q)[1]:
+        return B * T * HV >= LEAST
+    return B * T * HV >= CROWDED and T >= LONG
+
+
 def fits(q: Tensor, k: Tensor, v: Tensor, P: Tensor, R: Tensor, packing: Packing | None) -> bool:
     """Whether scan_gluon can scan these sequences, or pieces of them that are whole chunks."""
     return (
         packing is None
-        and v.shape[0] * v.shape[1] * v.shape[2] >= LEAST
         and q.shape[1] % CHUNK == 0
         and q.is_cuda
         and device_of(q)[0] == "hopper"
@@ -274,19 +284,20 @@ def fits(q: Tensor, k: Tensor, v: Tensor, P: Tensor, R: Tensor, packing: Packing
         and P.shape[-1] == CHUNK
         and triton.__version__.startswith(VERSIONS)
         and all(x.data_ptr() % 16 == 0 for x in (q, k, v, P, R))
+        and pays(q, v)
     )
 
 
 @functools.cache
-def layout_of(dtype: torch.dtype, width: int) -> gl.NVMMASharedLayout:
-    """Of a chunk of `width` columns in shared memory."""
-    return gl.NVMMASharedLayout.get_default_for([CHUNK, width], DTYPES[dtype])
+def layout_of(dtype: torch.dtype, rows: int, columns: int) -> gl.NVMMASharedLayout:
+    """Of a tile in shared memory."""
+    return gl.NVMMASharedLayout.get_default_for([rows, columns], DTYPES[dtype])
 
 
 def descriptor(x: Tensor, width: int) -> TensorDescriptor:
     """Of x [B, T, heads, columns], for copies of a chunk and `width` columns."""
     x = x.view(x.shape[0] * x.shape[1], -1)
-    layout = layout_of(x.dtype, width)
+    layout = layout_of(x.dtype, CHUNK, width)
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [CHUNK, width], layout)
 
 

@@ -61,25 +61,25 @@ def place(i_t, NT, BACK: gl.constexpr):
 
 
 @gluon.jit
-def gates_of(gc_ptr, beta_ptr, i_t, NT, HV: gl.constexpr, BT: gl.constexpr, BACK: gl.constexpr):
+def gates_of(gc_ptr, beta_ptr, i_t, NT, ROW: gl.constexpr, BT: gl.constexpr, BACK: gl.constexpr):
     """gc and beta of the chunk that comes i_t-th, and gc of its last token."""
-    i = place(gl.maximum(gl.minimum(i_t, NT - 1), 0), gl.maximum(NT, 1), BACK) * BT * HV
-    o_t = gl.arange(0, BT, gl.BlockedLayout([1], [32], [gl.num_warps()], [0])) * HV
-    b_last = gl.load(gc_ptr + i + (BT - 1) * HV)
+    i = place(gl.maximum(gl.minimum(i_t, NT - 1), 0), gl.maximum(NT, 1), BACK) * BT * ROW
+    o_t = gl.arange(0, BT, gl.BlockedLayout([1], [32], [gl.num_warps()], [0])) * ROW
+    b_last = gl.load(gc_ptr + i + (BT - 1) * ROW)
     return gl.load(gc_ptr + i + o_t), gl.load(beta_ptr + i + o_t).to(gl.float32), b_last
 
 
 @gluon.jit
 def load_chunks(
     descs, columns, rings, gc_ptr, beta_ptr, gates, full, empty, first, NT,
-    BYTES: gl.constexpr, HV: gl.constexpr, BT: gl.constexpr, STAGES: gl.constexpr,
+    BYTES: gl.constexpr, ROW: gl.constexpr, BT: gl.constexpr, STAGES: gl.constexpr,
     BACK: gl.constexpr,
 ):  # fmt: skip
     """The warp that loads: every chunk into the rings, as soon as its place is empty.
 
     first: row of the first token.  BACK: the last chunk first.
     """
-    b_gc, b_beta, b_last = gates_of(gc_ptr, beta_ptr, 0, NT, HV, BT, BACK)
+    b_gc, b_beta, b_last = gates_of(gc_ptr, beta_ptr, 0, NT, ROW, BT, BACK)
     for i_t in range(NT):
         i = i_t % STAGES
         begin = first + place(i_t, NT, BACK) * BT
@@ -92,7 +92,7 @@ def load_chunks(
         gates.index(3 * i + 1).store(gl.exp2(b_last - b_gc))
         gates.index(3 * i + 2).store(b_beta)
         # those of the next chunk are on their way meanwhile
-        b_gc, b_beta, b_last = gates_of(gc_ptr, beta_ptr, i_t + 1, NT, HV, BT, BACK)
+        b_gc, b_beta, b_last = gates_of(gc_ptr, beta_ptr, i_t + 1, NT, ROW, BT, BACK)
         barrier()
         mbarrier.arrive(bar, count=1)
 
@@ -329,6 +329,7 @@ def scan_states_gluon_kernel(
     offsets_ptr,  # [N] or None
     T,
     N,
+    ROW: gl.constexpr,  # numbers between tokens in beta and gc, which may have more heads
     STEP: gl.constexpr,  # one of so many programs of the grid
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
     BT: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr,
@@ -341,8 +342,8 @@ def scan_states_gluon_kernel(
         gl.program_id(0) // STEP, warm_ptr, cu_ptr, offsets_ptr, T, N, H, HV, V, BT, BV, False
     )
     c_v = i_h * V + i_v * BV
-    gc_ptr += first.to(gl.int64) * HV + i_h
-    beta_ptr += first.to(gl.int64) * HV + i_h
+    gc_ptr += first.to(gl.int64) * ROW + i_h
+    beta_ptr += first.to(gl.int64) * ROW + i_h
     ks, vs, AGs = ring(k_desc, STAGES), ring(v_desc, STAGES), ring(AG_desc, STAGES)
     h1, h2 = ring(h_desc, 1).index(0), ring(h_desc, 1).index(0)
     new = ring(new_desc, 1).index(0)
@@ -356,7 +357,7 @@ def scan_states_gluon_kernel(
         )),
         (load_chunks, (
             (k_desc, v_desc, AG_desc), (i_k * K, c_v, i_h * BT), (ks, vs, AGs), gc_ptr, beta_ptr,
-            gates, full, empty, first, NT, (K + BV + BT) * BT * 2, HV, BT, STAGES, False,
+            gates, full, empty, first, NT, (K + BV + BT) * BT * 2, ROW, BT, STAGES, False,
         )),
         (store_chunks, (
             h_desc, (new_desc,), (h1, h2), (new,), out, (i_c * HV + i_h) * K, i_v * BV, first, c_v,
@@ -385,6 +386,7 @@ def scan_bwd_gluon_kernel(
     offsets_ptr,  # [N] or None
     T,
     N,
+    ROW: gl.constexpr,  # numbers between tokens in beta and gc, which may have more heads
     STEP: gl.constexpr,  # one of so many programs of the grid
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
     BT: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr,
@@ -397,8 +399,8 @@ def scan_bwd_gluon_kernel(
         gl.program_id(0) // STEP, warm_ptr, cu_ptr, offsets_ptr, T, N, H, HV, V, BT, BV, True
     )
     c_k, c_v, c_t = i_k * K, i_h * V + i_v * BV, i_h * BT
-    gc_ptr += first.to(gl.int64) * HV + i_h
-    beta_ptr += first.to(gl.int64) * HV + i_h
+    gc_ptr += first.to(gl.int64) * ROW + i_h
+    beta_ptr += first.to(gl.int64) * ROW + i_h
     ks, qs, dos = ring(k_desc, STAGES), ring(q_desc, STAGES), ring(do_desc, STAGES)
     Ps, AGs = ring(P_desc, STAGES), ring(AG_desc, STAGES)
     h1, h2 = ring(dh_desc, 1).index(0), ring(dh_desc, 1).index(0)
@@ -414,7 +416,7 @@ def scan_bwd_gluon_kernel(
         (load_chunks, (
             (k_desc, do_desc, P_desc, q_desc, AG_desc), (c_k, c_v, c_t, c_k, c_t),
             (ks, dos, Ps, qs, AGs), gc_ptr, beta_ptr, gates, full, empty, first, NT,
-            (2 * K + BV + 2 * BT) * BT * 2, HV, BT, STAGES, True,
+            (2 * K + BV + 2 * BT) * BT * 2, ROW, BT, STAGES, True,
         )),
         (store_chunks, (
             dh_desc, (Z_desc, dv_desc), (h1, h2), (Zs, dvs), out, (i_c * HV + i_h) * K, i_v * BV,
@@ -429,7 +431,7 @@ def scans_gluon_kernel(
     beta_ptr, gc_ptr, h0_ptr, dht_ptr, dh0_ptr, scale, forth_ptr, back_ptr, cu_ptr, offsets_ptr,
     T,
     N,
-    H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
+    ROW: gl.constexpr, H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
     BT: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr, STAGES_BACK: gl.constexpr,
 ):  # fmt: skip
     """The programs of both kernels, of which it has all arguments.
@@ -439,13 +441,13 @@ def scans_gluon_kernel(
     if gl.program_id(0) % 2 == 0:
         scan_bwd_gluon_kernel(
             q_desc, k_desc, P_desc, AG_desc, do_desc, dh_desc, Z_desc, dv_desc, beta_ptr, gc_ptr,
-            dht_ptr, dh0_ptr, scale, back_ptr, cu_ptr, offsets_ptr, T, N, 2, H, HV, K, V, BT, BV,
-            STAGES_BACK,
+            dht_ptr, dh0_ptr, scale, back_ptr, cu_ptr, offsets_ptr, T, N, ROW, 2, H, HV, K, V, BT,
+            BV, STAGES_BACK,
         )  # fmt: skip
     else:
         scan_states_gluon_kernel(
             k_desc, v_desc, AG_desc, h_desc, new_desc, beta_ptr, gc_ptr, h0_ptr, forth_ptr, cu_ptr,
-            offsets_ptr, T, N, 2, H, HV, K, V, BT, BV, STAGES,
+            offsets_ptr, T, N, ROW, 2, H, HV, K, V, BT, BV, STAGES,
         )  # fmt: skip
 
 
@@ -488,7 +490,7 @@ def scan_states_gluon(
     chunks = map(descriptor, (k, v, AG), (K, BV, CHUNK))
     scan_states_gluon_kernel[(pieces.N * HV * V // BV,)](
         *chunks, states_descriptor(h), descriptor(v_new, BV), beta, gc, h0, warm,
-        *places_of(pieces), 1, H, HV, K, V, **TILES, **OPTIONS,
+        *places_of(pieces), gc.stride(1), 1, H, HV, K, V, **TILES, **OPTIONS,
     )  # fmt: skip
 
 
@@ -515,7 +517,7 @@ def scan_bwd_gluon(
     outs = map(descriptor, (Z, dv), (BV, BV))
     scan_bwd_gluon_kernel[(pieces.N * HV * V // BV,)](
         *chunks, states_descriptor(dh), *outs, beta, gc, dht, dh0, scale, warm,
-        *places_of(pieces), 1, H, HV, K, V, **TILES_BACK, **OPTIONS,
+        *places_of(pieces), gc.stride(1), 1, H, HV, K, V, **TILES_BACK, **OPTIONS,
     )  # fmt: skip
 
 
@@ -548,5 +550,5 @@ def scans_gluon(
     *chunks, new, Zs, dvs = map(descriptor, tensors, widths)
     scans_gluon_kernel[(2 * pieces.N * HV * V // BV,)](
         *chunks, states_descriptor(h), new, states_descriptor(dh), Zs, dvs, beta, gc, h0, dht, dh0,
-        scale, forth, back, *places_of(pieces), H, HV, K, V, **TILES_BOTH, **OPTIONS,
+        scale, forth, back, *places_of(pieces), gc.stride(1), H, HV, K, V, **TILES_BOTH, **OPTIONS,
     )  # fmt: skip

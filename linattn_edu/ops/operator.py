@@ -81,7 +81,8 @@ class Operator:
             output_final_state alone, and is the initial_state where there are no tokens.
         stages: "reference" or "triton" -> the stages that the composition takes first.
         forward_stages: The same of the forward pass, if it has others.
-        fused: The residual with which the backward pass too takes forward_stages.
+        fused: The residual with which the backward pass too takes forward_stages; or the option,
+            a bool, with which both passes do, and else neither.
         options: Name -> type in the schema of torch.library.  "impl" is the last of all operators.
         residuals: The NamedTuple of outputs that only the backward pass and who asks for them see.
             With one, a call names in `keep` those it wants and in `save` those that the backward
@@ -138,6 +139,9 @@ class Operator:
             self.options |= {"keep": "str", "save": "str"}
         self.names = (*self.inputs, *self.bounds, *self.options)
         self._impl = [*self.options].index("impl") - len(self.options)  # from the end
+        self._asked = None
+        if fused in self.options:
+            self._asked = [*self.options].index(fused) - len(self.options)
         ways = {mutates: _as_it_is, **dict.fromkeys(apart, contiguous_rows)}
         self._brought = [ways.get(n, contiguous) for n in self.inputs]
         self._kept = functools.cache(self._where_kept)
@@ -304,7 +308,9 @@ class Operator:
 
     def _run(self, *args) -> tuple[Tensor | None, ...]:
         """The forward pass; None for what is not asked for."""
-        n, stages = len(self.inputs), self.forward_stages(args[self._impl])
+        n = len(self.inputs)
+        fused = self._asked is None or args[self._asked]
+        stages = (self.forward_stages if fused else self.stages)(args[self._impl])
         return self._planned(0, stages, args[:n], args[n : -len(self.options)], args)
 
     def _planned(
@@ -380,7 +386,10 @@ class Operator:
         n = len(self._saved)
         bounds = args[n : n + len(self.bounds)]
         tensors = (*args[:n], *args[n + len(bounds) : -len(self.options)])
-        fused = self._fused_at is not None and _there(tensors[self._fused_at]) is not None
+        if self._asked is None:
+            fused = self._fused_at is not None and _there(tensors[self._fused_at]) is not None
+        else:
+            fused = args[self._asked]
         stages = (self.forward_stages if fused else self.stages)(args[self._impl])
         return self._planned(1, stages, tensors, bounds, args)
 

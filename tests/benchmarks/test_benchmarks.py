@@ -27,7 +27,7 @@ from benchmarking import (
 from scalar_forms import Adjoints, Channels, Decays, Scalars
 
 from benchmarks import adapters, forms, mamba, measure, plot, results
-from benchmarks.adapters import refusal
+from benchmarks.adapters import DISTRIBUTIONS, refusal
 from benchmarks.cases import (
     ALL_CALLS,
     CALLS,
@@ -88,6 +88,10 @@ def nbytes(*values) -> int:
     return sum(x.numel() * x.element_size() for x in values if isinstance(x, torch.Tensor))
 
 
+# of KDA, those that read the gates of a chunk's last token alone
+LAST_GATES = ("state", "kda_scans", "state_bwd", "kda_scan", "channel_scan", "channel_scans")
+
+
 @pytest.mark.parametrize(
     ("case", "stage"),
     [(case, stage) for case in (SMALL, KDA_SMALL, SSD_SMALL) for stage in STAGES[case.op]],
@@ -98,7 +102,7 @@ def test_bytes_of_a_stage_are_those_of_its_tensors(case, stage):
     out = forms.stage_function(stage, "reference")(*args, **kwargs)
     out = out if isinstance(out, tuple) else (out,)
     moved = nbytes(*args, *out)
-    if case is KDA_SMALL and stage in ("state", "kda_scans", "state_bwd", "kda_scan"):
+    if case is KDA_SMALL and stage in LAST_GATES:
         gc = next(x for x in args if x.shape == i.g.shape and x.dtype == i.g.dtype)
         moved += nbytes(gc[:, 15::16]) - nbytes(gc)  # of gc the last tokens only
     if case is SSD_SMALL and stage == "state":
@@ -211,10 +215,13 @@ def test_flops_of_kda_are_the_multiply_adds_of_the_scalar_form(shape):
     w, u = count.pop("w"), count.pop("u")
     scan, scans = count["state"] + count["output"], count["state"] + count["state_bwd"]
     expected = {**count, "wy": w + u, "kda_scan": scan, "kda_scans": scans}
+    left = count["kda_output_bwd"] + count["kda_wy_bwd"] - u + count["kda_intra_bwd"]
+    expected |= {"kda_prepare": count["kda_intra"], "channel_intra_bwd": left}
+    expected |= {"channel_scan": scan + u, "channel_scans": scans + 2 * u}  # A W, A^T dv_new
     assert {stage: work(case, f"stage:{stage}", CHUNK).flops for stage in expected} == {
         stage: 2 * n for stage, n in expected.items()
     }
-    assert {*expected, "gate_cumsum", "gate_bwd"} == set(STAGES["kda"])
+    assert {*expected, "gate_cumsum", "kda_gates", "gate_bwd"} == set(STAGES["kda"])
     both = sum(2 * n for n in (*count.values(), u))  # v_new needs no w
     assert work(case, "forward_backward", CHUNK).flops == both
     forward = sum(2 * count[stage] for stage in ("kda_intra", "state", "output")) + 2 * u
@@ -556,7 +563,11 @@ def test_what_is_missing_is_what_a_library_can_run():
     assert ("gdn_train", "forward", "linattn_edu") not in missing
     assert not [x for x in missing if x[0] == "gdn_d64" and x[2] == "flash_qla"]
     assert not [x for x in missing if x[0].startswith("kda")]  # they have a file of their own
-    alone = results.missing(data | {"fla": None, "flash_qla": None})
+    assert ("gdn_d64", TRAINING, "attn_gym") in missing
+    assert {(case, what) for case, what, x in missing if x == "flashinfer"} == {
+        (case, "forward") for case in ("gdn_train", "gdn_gva", "gdn_long")
+    }
+    alone = results.missing(data | dict.fromkeys(DISTRIBUTIONS))
     assert {library for _, _, library in alone} == {"linattn_edu"}
 
 

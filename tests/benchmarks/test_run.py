@@ -3,6 +3,8 @@
 import json
 import os
 import sys
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -73,7 +75,7 @@ def test_every_call_of_a_case_has_adapters():
         for what in run.CALLS[case.op]:
             made = adapters.makers(case, what)
             assert "linattn_edu" in made and set(made) <= set(adapters.NAMES)
-    every = ("linattn_edu", "linattn_edu_safe", "fla", "fla_safe")
+    every = ("linattn_edu", "linattn_edu_safe", "fla", "fla_safe", "attn_gym", "cudnn")
     assert tuple(adapters.makers(CASES["kda_kimi"], TRAINING)) == every
     for name in ("ssd_2.7b", "ema_long"):
         assert tuple(adapters.makers(CASES[name], TRAINING)) == ("linattn_edu", "mamba_ssm")
@@ -114,6 +116,60 @@ def test_every_library_of_kda_is_called_alike(safe, monkeypatch):
     assert all(x is y for x, y in zip(ours, theirs, strict=True))
     assert options == given | {"impl": "triton"}
     assert given == ({"safe_gate": True, "lower_bound": -5.0} if safe else {})
+
+
+def stand_in(monkeypatch, name: str, **functions) -> None:
+    """A module with these functions, and the packages around it."""
+    parts = name.split(".")
+    for n in range(1, len(parts)):
+        monkeypatch.setitem(sys.modules, ".".join(parts[:n]), SimpleNamespace())
+    monkeypatch.setitem(sys.modules, name, SimpleNamespace(**functions))
+
+
+def sequences(x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """x [tokens, ...] of sequences one after the other, as [B, T, ...]."""
+    assert offsets.dtype == torch.int32 and offsets[-1] == len(x)
+    return torch.stack([x[a:b] for a, b in pairwise(offsets)])
+
+
+@pytest.mark.parametrize("what", ["forward", TRAINING])
+def test_attn_gym_and_cudnn_compute_the_same_kda(what, monkeypatch, no_clock):
+    """Each with what its function takes; the recurrence stands in for their kernels."""
+
+    def recurrence(q, k, v, g, beta):
+        return chunk_kda(q, k, v, g, beta, impl="reference")[0]
+
+    def gym(q, k, v, gate, beta, *, impl):
+        assert impl == "fused"
+        return recurrence(q, k, v, gate, beta), None
+
+    def cudnn(q, k, v, g, beta, cu_seqlens):
+        assert beta.dtype == g.dtype == torch.float32 and q.is_contiguous()
+        both = [sequences(x, cu_seqlens) for x in (q, k, v, g, beta)]
+        return recurrence(*both).flatten(0, 1), None
+
+    stand_in(monkeypatch, "attn_gym.linear", chunk_kda=gym)
+    stand_in(monkeypatch, "cudnn.linear_attention", kimi_delta_attention=cudnn)
+    case = replace(KDA_SMALL, B=2)
+    monkeypatch.setattr(rows, "refusal", lambda *_: None)
+    got = [row for row, _ in rows.call_rows(case, what, ["attn_gym", "cudnn"], RATES, DEVICE)]
+    assert [row["library"] for row in got] == ["attn_gym", "cudnn"]
+    assert all(row["error"] < 5e-3 for row in got)
+
+
+def test_flashinfer_gets_factors_and_packed_sequences(monkeypatch, no_clock):
+    def rule(q, k, v, g, beta, *, cu_seqlens, max_seqlen):
+        assert g.dtype == beta.dtype == torch.float32 and ((g > 0) & (g <= 1)).all()
+        assert max_seqlen == cu_seqlens[1]
+        both = [sequences(x, cu_seqlens) for x in (q, k, v, g.log(), beta)]
+        return chunk_gated_delta_rule(*both, impl="reference")[0].flatten(0, 1)
+
+    stand_in(monkeypatch, "flashinfer.gdn_prefill", chunk_gated_delta_rule=rule)
+    monkeypatch.setattr(rows, "refusal", lambda *_: None)
+    case = replace(SMALL, B=2)
+    ((row, _),) = rows.call_rows(case, "forward", ["flashinfer"], RATES, DEVICE)
+    assert row["error"] < 5e-3
+    assert list(rows.call_rows(case, TRAINING, ["flashinfer"], RATES, DEVICE)) == []
 
 
 @pytest.mark.parametrize("case", [SSD_SMALL, EMA_SMALL])
@@ -272,7 +328,12 @@ def test_a_case_that_a_library_refuses_is_not_tried():
         for library in adapters.makers(case, what)
         if adapters.refusal(case, what, library)
     }
-    assert refused == {("gdn_d64", what, "flash_qla") for what in ("forward", TRAINING)}
+    of_128 = {("gdn_d64", what, "flash_qla") for what in ("forward", TRAINING)}
+    assert refused == of_128 | {("gdn_d64", "forward", "flashinfer")}
+    assert adapters.refusal(CASES["gdn_train"], TRAINING, "flashinfer") == "no such call"
+    assert adapters.refusal(SMALL, "forward", "attn_gym") == "K = V = 64 or 128 only"
+    assert adapters.refusal(KDA_SMALL, "forward", "attn_gym") == "K = V = 128 only"
+    assert adapters.refusal(KDA_SMALL, TRAINING, "cudnn") == "K = V = 128 only"
     assert adapters.refusal(CASES["gdn_decode"], "decode", "flash_qla") == "no such call"
 
 

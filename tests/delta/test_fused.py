@@ -84,7 +84,7 @@ def plain_and_gluon(device, monkeypatch):
         pytest.skip("made for another Triton")
     if device_of(torch.empty(1, device=device))[0] != "hopper":
         pytest.skip("made for Hopper")
-    monkeypatch.setattr(scan_gluon, "LEAST", 1)
+    monkeypatch.setattr(scan_gluon, "pays", lambda *_: True)
 
     def scans(x, h0):
         gc = gate_cumsum_kernel(x.g, chunk_size=64)

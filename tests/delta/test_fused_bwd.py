@@ -89,7 +89,7 @@ def plain_and_gluon(device, monkeypatch):
     scans_gluon = kernels.scans_gluon
     if scans_gluon is None:
         pytest.skip("made for another Triton")
-    monkeypatch.setattr(scans_gluon.scan_gluon, "LEAST", 1)
+    monkeypatch.setattr(scans_gluon.scan_gluon, "pays", lambda *_: True)
     kinds = scans_gluon.scans_gluon_kernel, scans_gluon.scan_bwd_gluon_kernel
 
     def run(x, h0, dht):
@@ -140,8 +140,9 @@ def test_scans_gluon_in_pieces(T, gates, given, device, plain_and_gluon, monkeyp
     found = []
 
     def seen(*args, **options):
-        found.append(warm_up.warm_up(*args, **options))
-        return found[-1]
+        cut, warm = warm_up.warm_up(*args, **options)
+        found.append([*warm])
+        return cut, warm
 
     monkeypatch.setattr(kernels, "warm_up", seen)
     x = gdn_inputs(2, T, 2, 4, 128, 128, dtype=torch.bfloat16, device=device, seed=0)
@@ -151,7 +152,7 @@ def test_scans_gluon_in_pieces(T, gates, given, device, plain_and_gluon, monkeyp
         x.g[:, 500:524, 1] = -40.0
     states = torch.randn(2, 2, 4, 128, 128, device=device)
     plain_and_gluon(x, *(states if given else (None, None)))
-    starts = [{*torch.stack(warm).amax(0).unique().tolist()} for _, warm in found]
+    starts = [{*torch.stack(warm).amax(0).unique().tolist()} for warm in found]
     want = {"forgotten": {0, 1}, "slow": {-1, 0}, "mixed": {-1, 0, 1, 2}, "maps": None}[gates]
     assert starts == ([] if want is None else [want] * 6)
 
@@ -194,7 +195,6 @@ def test_intra_bwd_gluon(HV, dtype, device, monkeypatch):
     monkeypatch.setattr(gluon, "LEAST", 1 << 30)
     plain = kernels.intra_bwd(*args, **options)
     monkeypatch.setattr(gluon, "LEAST", 1)
-    monkeypatch.setattr(gluon, "FEWEST", 1)
     with launches() as ran:
         got, again = (kernels.intra_bwd(*args, **options) for _ in range(2))
     assert ran == [gluon.intra_bwd_gluon_kernel] * 2
@@ -202,6 +202,56 @@ def test_intra_bwd_gluon(HV, dtype, device, monkeypatch):
     for name, a, b, want in zip(("dq", "dk", "dbeta", "dgc"), got, plain, exact, strict=True):
         assert (a.dtype, a.shape) == (b.dtype, b.shape), name
         assert relative_rms(a, want) <= 1.01 * relative_rms(b, want), name
+
+
+@pytest.mark.parametrize("V", [32, 48], ids=["in the place of v_new and Z", "apart"])
+def test_heads_bwd_kernels_match_reference(V, device):
+    x, r = arguments(100, 32, V, 32, small(device), device)
+    q, k = (t.repeat_interleave(2, 2) for t in (x.q, x.k))
+    args = (q, k, x.v, x.beta, r.gc, r.P, r.AG, r.do, x.initial_state, r.dht)
+    check_stage(kernels.heads_bwd, references.heads_bwd, args, scale=0.3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("given", [False, True], ids=["zero", "states"])
+@pytest.mark.parametrize(("T", "H", "HV"), [(256, 8, 8), (1024, 4, 8), (16384, 8, 8)])
+def test_heads_bwd_in_parts_gives_the_same_bits(T, H, HV, given, device, monkeypatch):
+    """Whole sequences, pieces of them, and heads that share a key; rounds of one program."""
+    if kernels.intra_bwd_gluon is None:
+        pytest.skip("made for another Triton")
+    monkeypatch.setattr(kernels.scans_gluon.scan_gluon, "pays", lambda *_: True)
+    monkeypatch.setattr(kernels.intra_bwd_gluon, "LEAST", 1)
+    x = gdn_inputs(2, T, H, HV, 128, 128, dtype=torch.bfloat16, device=device, seed=0)
+    gc, do = gate_cumsum(x.g, chunk_size=64), torch.randn_like(x.v)
+    options = {"chunk_size": 64, "return_inverse": True, "gated": True}
+    P, _, AG = intra_kernel(x.q, x.k, x.beta, gc, **options)
+    if not kernels._in_gluon(x.q, x.k, x.v, P, AG, None):
+        pytest.skip("made for Hopper and another Triton")
+    states = torch.randn(2, 2, HV, 128, 128, device=device)
+    args = (x.q, x.k, x.v, x.beta, gc, P, AG, do, *(states if given else (None, None)))
+    found = {}
+    for parts in (1, 2, 4):
+        monkeypatch.setattr(kernels, "_parts", lambda *_, parts=parts: parts)
+        with launches() as ran:
+            found[parts] = kernels.heads_bwd(*args, scale=0.3)
+        assert ran.count(kernels.intra_bwd_gluon.intra_bwd_gluon_kernel) == parts
+    for got in (found[2], found[4]):
+        assert all(map(torch.equal, got, found[1]))
+
+
+def test_parts_leave_no_more_idle(monkeypatch):
+    monkeypatch.setattr(kernels, "device_of", lambda _: ("hopper", 132))
+    monkeypatch.setattr(pieces, "device_of", lambda _: ("hopper", 132))
+    for (B, T, H, HV), want in {
+        (8, 4096, 16, 16): 2,  # 256 programs: two rounds of 128
+        (32, 4096, 16, 16): 8,
+        (1, 32768, 16, 32): 2,  # four pieces
+        (4, 4096, 16, 16): 1,  # one round
+        (8, 512, 16, 16): 1,  # small
+        (6, 8192, 16, 16): 1,  # 384 programs of 12 pieces: halves would take four rounds, not three
+    }.items():
+        q, v = (torch.empty(B, T, n, 128, device="meta") for n in (H, HV))
+        assert kernels._parts(q, v, 64) == want
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

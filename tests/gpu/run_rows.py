@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 import torch
 
-from linattn_edu.kernels import pieces
+from linattn_edu.kernels import pieces, tiles
 from linattn_edu.kernels.delta import causal_conv1d as convolution
 from linattn_edu.kernels.delta import causal_conv1d_update as convolution_update
 from linattn_edu.kernels.delta import (
@@ -100,12 +100,13 @@ def rows():
         for size, by_case in by_size.items():
             for dtype, (sizes, entry) in itertools.product(DTYPES[size], cases(stage, by_case)):
                 yield stage, dtype, sizes, entry
-    # the fused backward pass of Gated DeltaNet has no table
+    # the fused backward passes have no table; of Kimi Delta Attention the forward pass is with it
     for dtype, size in itertools.product(
         DTYPES[2], (*equal(16, 64, 100, 128), (128, 33), (64, 128))
     ):
         if fused_bwd.fits(*(torch.empty(1, 1, 1, n, dtype=dtype, device="cuda") for n in size)):
             yield "fused_bwd", dtype, size, "shipped"
+            yield "kda_fused", dtype, size, "shipped"
     for size, by_channels in of_generation(ema_kernels.CONFIGS, generation).items():
         for (limit, entry), dtype in itertools.product(by_channels.items(), DTYPES[size]):
             for D in {64: (1, 33, 64), 128: (100, 128, 300)}[limit]:
@@ -178,6 +179,8 @@ def run(stage, dtype, sizes, entry):
         )
     if stage == "fused_bwd":
         return run_fused_bwd(dtype, *sizes)
+    if stage == "kda_fused":
+        return run_kda_fused(dtype, *sizes)
     if stage in LAYER_RUNS:
         return LAYER_RUNS[stage](dtype, *sizes)
     if stage in SSD_RUNS:
@@ -261,6 +264,41 @@ def fused_gradients(x, impl, chunk_size):
         scale=0.3, initial_state=x.initial_state,
     )  # fmt: skip
     return [dx for dx in got if dx is not None]
+
+
+def run_kda_fused(dtype, K, V):
+    """Both passes of Kimi Delta Attention in fused kernels, of whole sequences and in pieces, with
+    every width of tiles.
+    """
+    worst = 0.0
+    for T, chunk_size, H in ((500, 64, 2), (129, 32, 4), (65, 16, 2)):
+        x = gdn_inputs(2, T, H, 4, K, V, dtype=dtype, device="cuda", initial_state=True, seed=T)
+        generator = torch.Generator("cuda").manual_seed(T)
+        g = torch.randn(*x.g.shape, K, device="cuda", generator=generator)
+        x.g = -(2 * g - 3).exp().clamp(max=5)
+        exact = fused_channel_results(x.double(), "reference", chunk_size)
+        cut = {"LENGTH": 64, "LEAST": 1, "PROGRAMS": 1024}
+        sizes = [(device_of(x.q)[0], n) for n in (1, 20, 10**6)]  # multiprocessors
+        for rule, size in itertools.product(({}, cut), sizes):
+            has = {"device_of": lambda _, size=size: size}
+            known = patch.multiple(tiles, **has), patch.multiple(fused, **has)
+            cutting = patch.multiple(pieces, **rule) if rule else nullcontext()
+            with poison(), cutting, known[0], known[1]:
+                got = fused_channel_results(x, "triton", chunk_size)
+            worst = max(worst, *(relative_rms(a, b) for a, b in zip(got, exact, strict=True)))
+    return worst
+
+
+def fused_channel_results(x, impl, chunk_size):
+    """o, the final state and all gradients of a fixed linear function of the two."""
+    used, tensors = kda.fused_stages(impl), (x.q, x.k, x.v, x.g, x.beta)
+    given = {"scale": 0.3, "initial_state": x.initial_state}
+    o, final_state, residuals = kda.forward(
+        used, *tensors, output_final_state=True, chunk_size=chunk_size, **given
+    )
+    ends = cotangents(o, final_state)
+    got = kda.backward(used, *tensors, residuals, *ends, **given)
+    return [o, final_state, *(dx for dx in got if dx is not None)]
 
 
 def run_ema(dtype, D, T, chunk_size, segment):

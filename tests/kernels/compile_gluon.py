@@ -18,14 +18,42 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from linattn_edu.kernels import scan_gluon, scans_gluon
+from linattn_edu.kernels import channel_scan_gluon, channel_scans_gluon, scan_gluon, scans_gluon
 
 BIN = Path(triton.__file__).parent / "backends/nvidia/bin"
 CHUNK, BV = scan_gluon.CHUNK, scan_gluon.BV
 SCAN = scan_gluon.scan_gluon_kernel, scan_gluon.TILES
-STATES = scans_gluon.scan_states_gluon_kernel, scans_gluon.TILES | {"STEP": 1}
-BACK = scans_gluon.scan_bwd_gluon_kernel, scans_gluon.TILES_BACK | {"STEP": 1}
-BOTH = scans_gluon.scans_gluon_kernel, scans_gluon.TILES_BOTH
+STATES = scans_gluon.scan_states_gluon_kernel, scans_gluon.TILES | {"STEP": 1, "ROW": 8}
+BACK = scans_gluon.scan_bwd_gluon_kernel, scans_gluon.TILES_BACK | {"STEP": 1, "ROW": 8}
+BOTH = scans_gluon.scans_gluon_kernel, scans_gluon.TILES_BOTH | {"ROW": 8}
+CHANNEL, CHANNEL_2 = (
+    (channel_scan_gluon.channel_scan_gluon_kernel, {"BT": CHUNK, "BV": BV, "WORKERS": n, **tiles})
+    for n, tiles in channel_scan_gluon.OPTIONS.items()
+)
+
+
+def channel_scans(kernel, stages, workers, **more):
+    """A kernel of channel_scans_gluon with its tiles and options."""
+    tiles = {"BT": CHUNK, "BV": BV, "STAGES": stages[workers], **more}
+    return getattr(channel_scans_gluon, kernel), tiles | channel_scans_gluon.OPTIONS[workers]
+
+
+FORTH, FORTH_2 = (
+    channel_scans(
+        "channel_states_gluon_kernel", channel_scans_gluon.STAGES, n, WORKERS=n, STEP=1
+    )
+    for n in (1, 2)
+)  # fmt: skip
+GRADIENTS, GRADIENTS_2 = (
+    channel_scans(
+        "channel_gradients_gluon_kernel", channel_scans_gluon.STAGES_BACK, n, WORKERS=n, STEP=1
+    )
+    for n in (1, 2)
+)  # fmt: skip
+CHANNEL_BOTH = channel_scans(
+    "channel_scans_gluon_kernel", channel_scans_gluon.STAGES, 1,
+    STAGES_BACK=channel_scans_gluon.STAGES_BACK[1],
+)  # fmt: skip
 WHOLE = "warm_ptr", "forth_ptr", "back_ptr", "cu_ptr", "offsets_ptr"
 # kernel, dtype, K, the pointers that are None
 FORMS = (
@@ -37,6 +65,14 @@ FORMS = (
     (BACK, "bf16", 128, ("dht_ptr", *WHOLE)),
     (BACK, "fp16", 128, ()),
     (BOTH, "bf16", 128, ("h0_ptr", "dht_ptr", *WHOLE)),
+    (CHANNEL, "bf16", 128, ("h0_ptr", "ht_ptr", "cu_ptr")),
+    (CHANNEL, "fp16", 128, ()),
+    (CHANNEL_2, "bf16", 128, ("h0_ptr", "ht_ptr", "cu_ptr")),
+    (FORTH, "fp16", 128, ()),
+    (FORTH_2, "bf16", 128, ("h0_ptr", *WHOLE)),
+    (GRADIENTS, "fp16", 128, ()),
+    (GRADIENTS_2, "bf16", 128, ("dht_ptr", *WHOLE)),
+    (CHANNEL_BOTH, "bf16", 128, ("h0_ptr", "dht_ptr", *WHOLE)),
 )
 DTYPES = {"bf16": gl.bfloat16, "fp16": gl.float16}
 POINTERS = {name: "*i64" if name in ("cu_ptr", "offsets_ptr") else "*i32" for name in WHOLE}
@@ -45,7 +81,10 @@ SCALARS = {"scale": "fp32", "T": "i32", "N": "i32"}
 
 def source_of(kernel, tiles, name, K, absent):
     """The kernel for numbers of 16 bit and K keys, with these arguments None."""
-    widths = {"q": K, "k": K, "P": CHUNK, "R": CHUNK, "AG": CHUNK}  # else BV
+    widths = dict.fromkeys(("q", "k", "qg", "kg", "kd"), K)  # else BV
+    widths |= dict.fromkeys(("P", "A", "R", "AG"), CHUNK) | dict.fromkeys(
+        ("v", "do"), BV * tiles.get("WORKERS", 1)
+    )
     constants = {"H": 2, "HV": 4, "K": K, "V": 128, **tiles, **dict.fromkeys(absent)}
     signature, values, attrs = {}, {}, {}
     for i, argument in enumerate(kernel.arg_names):
@@ -67,7 +106,8 @@ def main():
     target = GPUTarget("cuda", 90, 32)
     for (kernel, tiles), dtype, K, absent in FORMS:
         source = source_of(kernel, tiles, dtype, K, absent)
-        compiled = triton.compile(source, target=target, options=scan_gluon.OPTIONS)
+        options = {n: tiles.get(n, x) for n, x in scan_gluon.OPTIONS.items()}
+        compiled = triton.compile(source, target=target, options=options)
         with tempfile.TemporaryDirectory() as folder:
             ptx, cubin = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
             ptx.write_text(compiled.asm["ptx"])
@@ -81,7 +121,11 @@ def main():
             "shared": compiled.metadata.shared,
             "from_registers": compiled.asm["ptx"].count("wgmma.mma_async"),
         }
-        print(json.dumps({"kernel": kernel.__name__, "K": K} | found))
+        print(
+            json.dumps(
+                {"kernel": kernel.__name__, "K": K, "workers": tiles.get("WORKERS", 1)} | found
+            )
+        )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
-"""Compile intra_bwd_gluon_kernel for Hopper, which need not be present.
+"""Compile intra_bwd_gluon_kernel and channel_intra_gluon_kernel for Hopper, which need not be
+present.
 
-Prints a JSON line for each of its forms. A program, because a process that interprets kernels
+Prints a JSON line for each of their forms. A program, because a process that interprets kernels
 cannot compile them.
 """
 
@@ -18,18 +19,19 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from linattn_edu.kernels import intra_bwd_gluon
+from linattn_edu.kernels import channel_intra_gluon, intra_bwd_gluon
 from linattn_edu.kernels.intra_bwd_gluon import HEAD
 from linattn_edu.kernels.scan_gluon import CHUNK
 
 BIN = Path(triton.__file__).parent / "backends/nvidia/bin"
 STATES, KEYS = ("h", "dh"), ("q", "k", "dq", "dk")
 FORMS = (("bf16", gl.bfloat16, 1), ("fp16", gl.float16, 4))
+HALVES = "q", "k", "dq", "dk", "gc", "dgc"  # a half of the channels at once
 
 
 def source_of(name, dtype, G):
     """The kernel for numbers of 16 bit and G value heads a q/k head."""
-    constants = {"H": 2, "HV": 2 * G, "K": HEAD, "V": HEAD, "BT": CHUNK}
+    constants = {"ROW": 4 * G, "H": 2, "HV": 2 * G, "K": HEAD, "V": HEAD, "BT": CHUNK}
     signature, values, attrs = {}, {}, {}
     kernel = intra_bwd_gluon.intra_bwd_gluon_kernel
     for i, argument in enumerate(kernel.arg_names):
@@ -47,11 +49,35 @@ def source_of(name, dtype, G):
     return GluonASTSource(kernel, signature, values, attrs)
 
 
+def channel_source():
+    """channel_intra_gluon_kernel."""
+    constants = {"HV": 4, "K": HEAD, "V": HEAD, "BT": CHUNK}
+    signature, values, attrs = {}, {}, {}
+    kernel = channel_intra_gluon.channel_intra_gluon_kernel
+    for i, argument in enumerate(kernel.arg_names):
+        tensor = argument.rpartition("_")[0]
+        if argument in constants:
+            signature[argument], values[(i,)] = "constexpr", constants[argument]
+        elif argument.endswith("_desc"):
+            gates = tensor in ("gc", "dgc")
+            name, dtype = ("fp32", gl.float32) if gates else ("bf16", gl.bfloat16)
+            block = [HEAD if tensor in STATES else CHUNK, HEAD // 2 if tensor in HALVES else HEAD]
+            layout = gl.NVMMASharedLayout.get_default_for(block, dtype)
+            signature[argument] = f"tensordesc<{name}{block},{layout!r}>"
+        elif argument.endswith("_ptr"):
+            signature[argument] = {"dP": "*bf16", "dL": "*bf16", "near": "*i8"}.get(tensor, "*fp32")
+            attrs[(i,)] = [["tt.divisibility", 16]]
+        else:
+            signature[argument] = {"scale": "fp32", "NT": "i32"}[argument]
+    return GluonASTSource(kernel, signature, values, attrs)
+
+
 def main():
     target = GPUTarget("cuda", 90, 32)
-    for form in FORMS:
-        options = intra_bwd_gluon.OPTIONS
-        compiled = triton.compile(source_of(*form), target=target, options=options)
+    forms = [([form[0], form[2]], source_of(*form), intra_bwd_gluon.OPTIONS) for form in FORMS]
+    forms.append(("channel", channel_source(), channel_intra_gluon.OPTIONS))
+    for form, source, options in forms:
+        compiled = triton.compile(source, target=target, options=options)
         with tempfile.TemporaryDirectory() as folder:
             ptx, cubin = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
             ptx.write_text(compiled.asm["ptx"])
@@ -65,7 +91,7 @@ def main():
             "shared": compiled.metadata.shared,
             "products": compiled.asm["ptx"].count("wgmma.mma_async"),
         }
-        print(json.dumps({"form": [form[0], form[2]]} | found))
+        print(json.dumps({"form": form} | found))
 
 
 if __name__ == "__main__":

@@ -43,6 +43,8 @@ from linattn_edu.kernels.delta import (
     gate_bwd,
     gate_cumsum,
     kda_bwd,
+    kda_fused,
+    kda_fused_bwd,
     kda_intra,
     kda_intra_bwd,
     kda_scan,
@@ -162,6 +164,8 @@ def channel_launches(qk, v, beta, g, A, h0, h, chunk_size):
     ):
         gate_cumsum.gate_cumsum(g, **given, **options)
         gate_bwd.gate_bwd(g, g, **given, **options)
+        if fused_bwd.fits(qk, v):
+            kda_fused_bwd.kda_gates(qk, qk, g, **given, **options)
         if given:
             gate.gate(g, **{"A_log": None, **given})
             gate.layer_gate_bwd(g, g, **{"A_log": None, **given})
@@ -181,6 +185,29 @@ def channel_launches(qk, v, beta, g, A, h0, h, chunk_size):
     kda_intra_bwd.kda_intra_bwd(qk, qk, beta, g, A, A, qk, qk, qk, dgl, beta)
     two = [torch.cat([x, x], 2) for x in (beta, g, A, A, qk, qk, qk, dgl, beta)]
     kda_intra_bwd.kda_intra_bwd(qk, qk, *two)
+    if fused_bwd.fits(qk, v):
+        fused_channel_launches(qk, v, beta, g, A, h0, h, options)
+
+
+def fused_channel_launches(qk, v, beta, g, A, h0, h, options):
+    """The fused stages of Kimi Delta Attention, the last with a value head for each q/k head and
+    with two.
+    """
+    for lower_bound in (None, -5.0):
+        kda_fused.kda_prepare(qk, qk, beta, g, lower_bound=lower_bound, **options)
+    gated = qk, qk, qk, v, beta, g, A, A
+    kda_fused.channel_scan(*gated, h0, scale=1.0, output_final_state=True)
+    kda_fused.channel_scan_map(*gated[1:-1], h0)
+    kda_fused_bwd.channel_scans(*gated, v, h0, h0, scale=1.0)
+    kda_fused_bwd.channel_scan_map_bwd(*gated[:3], *gated[4:], v, h0, scale=1.0)
+    options["scale"] = 1.0
+    kda_fused_bwd.kda_reads_bwd(v, h, v, v, h, v, **options)
+    given = v, beta, g, h, v, v, h, v
+    kda_fused_bwd.channel_intra_bwd(qk, qk, *given, **options)
+    two = [torch.cat([x, x], -2 if x.ndim == 4 else -1) for x in (v, beta, g)]
+    states = torch.cat([h, h], 2)
+    given = *two, states, two[0], two[0], states, two[0]
+    kda_fused_bwd.channel_intra_bwd(qk, qk, *given, **options)
 
 
 def ssd_launches(N, P, dtype, chunk_size):

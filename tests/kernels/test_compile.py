@@ -79,6 +79,7 @@ LARGE = {  # where a multiprocessor is large
     for name in (
         "chunk_cumsum_log", "chunk_scores", "ssd_ends", "ssd_fwd", "ssd_bwd_states", "ssd_bwd_da",
         "ssd_bwd_far", "ssd_bwd_sum", "ssd_bwd_dx",
+        "channel_scan", "channel_scan_transposed", "channel_scan_map",
     )
 }  # fmt: skip
 

@@ -10,10 +10,15 @@ triton = pytest.importorskip("triton")
 if not triton.__version__.startswith(("3.6.", "3.7.")):
     pytest.skip("Gluon has other names in other versions", allow_module_level=True)
 
-intra_gluon, scan_gluon, scans_gluon, fused, fused_bwd = (
+(
+    intra_gluon, scan_gluon, scans_gluon, channel_gluon, channel_scans, channel_intra, fused,
+    fused_bwd, kda_fused, kda_fused_bwd,
+) = (
     import_module(f"linattn_edu.kernels.{name}")
     for name in (
-        "intra_bwd_gluon", "scan_gluon", "scans_gluon", "delta.fused", "delta.fused_bwd"
+        "intra_bwd_gluon", "scan_gluon", "scans_gluon", "channel_scan_gluon",
+        "channel_scans_gluon", "channel_intra_gluon", "delta.fused", "delta.fused_bwd",
+        "delta.kda_fused", "delta.kda_fused_bwd",
     )
 )  # fmt: skip
 # products of 64 terms and 64 columns, for the first chunk and in the loop: K S twice 64 terms, the
@@ -22,15 +27,24 @@ PRODUCTS = {
     "scan_gluon_kernel": 2 + (2 + 2 + 1 + 1 + 2),
     "scan_states_gluon_kernel": 2 + (2 + 1 + 2),
     "scan_bwd_gluon_kernel": 2 + (2 + 1 + 1 + 2 + 2),
+    "channel_scan_gluon_kernel": 2 + (2 + 2 + 1 + 1 + 2),
+    "channel_states_gluon_kernel": 2 + (2 + 1 + 2),
+    "channel_gradients_gluon_kernel": 3 + (2 + 1 + 1 + 2 + 2),
 }
 PRODUCTS["scans_gluon_kernel"] = (
     PRODUCTS["scan_states_gluon_kernel"] + PRODUCTS["scan_bwd_gluon_kernel"]
+)
+PRODUCTS["channel_scans_gluon_kernel"] = (
+    PRODUCTS["channel_states_gluon_kernel"] + PRODUCTS["channel_gradients_gluon_kernel"]
 )
 
 
 def test_the_launchers_have_them():
     """What fails to import is left out in silence: it may be for another Triton."""
     assert fused.scan_gluon is scan_gluon
+    assert kda_fused.channel_scan_gluon is channel_gluon
+    assert kda_fused_bwd.channel_scans_gluon is channel_scans
+    assert kda_fused_bwd.channel_intra_gluon is channel_intra
     assert fused_bwd.scans_gluon is scans_gluon and fused_bwd.intra_bwd_gluon is intra_gluon
 
 
@@ -44,7 +58,7 @@ def test_compiled_for_hopper():
         assert 0 < row["shared"] <= 227 << 10, row
         # of 64 keys those of twice 64 terms or columns are half as many
         products = PRODUCTS[row["kernel"]] if row["K"] == 128 else 1 + (1 + 1 + 1 + 1 + 1)
-        assert row["from_registers"] == 4 * products, row
+        assert row["from_registers"] == 4 * products * row["workers"], row
 
 
 class Stand:
@@ -73,13 +87,20 @@ def test_fits(monkeypatch):
         given = *(Stand(shape, dtype, address) for shape in shapes), packing
         found = scan_gluon.fits(*given)
         assert scans_gluon.fits(*given) == (found and K == 128)
+        assert channel_gluon.fits(given[1], *given[2:]) == (found and K == 128)
         return found
 
     assert fits()
     assert fits(dtype=torch.float16, HV=32, T=1024)
     assert fits(K=64, V=64) and fits(V=256)
+    # a program for each multiprocessor at most: 2 ** 14 tokens times heads
+    assert fits(T=256) and not fits(T=192)
+    # more, or small keys: 2 ** 18, and no short sequences
+    assert fits(HV=9) and not fits(HV=9, T=2048)
+    assert not fits(K=64, V=64, T=2048)
+    assert fits(HV=256, T=256) and not fits(HV=256, T=192)
     for other in (
-        {"T": 4032}, {"HV": 7}, {"T": 4097}, {"K": 96}, {"K": 256}, {"V": 96}, {"C": 32},
+        {"T": 4097}, {"K": 96}, {"K": 256}, {"V": 96}, {"C": 32},
         {"dtype": torch.float32}, {"packing": object()}, {"address": 8},
     ):  # fmt: skip
         assert not fits(**other), other
@@ -92,7 +113,7 @@ def test_fits(monkeypatch):
 
 def test_intra_bwd_compiled_for_hopper():
     """Products run beside one another, shared memory suffices, next to nothing is spilled."""
-    rows = lines_of("compile_intra_gluon.py")
+    *rows, channel = lines_of("compile_intra_gluon.py")
     assert [row["form"] for row in rows] == [["bf16", 1], ["fp16", 4]]
     for row in rows:
         assert row["spilled"] <= (16 if row["form"][1] == 1 else 128), row
@@ -100,6 +121,9 @@ def test_intra_bwd_compiled_for_hopper():
         assert 0 < row["shared"] <= 227 << 10, row
         # a half: four products of 128 terms and four of 64, 64 columns each
         assert row["products"] == 2 * (4 * 8 + 4 * 4), row
+    assert channel["form"] == "channel" and not channel["serialized"], channel
+    assert channel["spilled"] <= 512 and 0 < channel["shared"] <= 227 << 10, channel
+    assert channel["products"] == 2 * (4 * 8 + 4 * 4), channel
 
 
 def test_intra_bwd_fits(monkeypatch):
@@ -108,23 +132,78 @@ def test_intra_bwd_fits(monkeypatch):
     monkeypatch.setattr(intra_gluon, "device_of", lambda _: (generation[0], 132))
     monkeypatch.setattr(intra_gluon, "VERSIONS", (intra_gluon.triton.__version__,))
 
-    def fits(T=8192, K=128, V=128, C=64, HV=8, dtype=torch.bfloat16, packed=False, address=0, of=5):
-        widths = (2, K), (2, K), *((HV, n) for n in (V, 1, 1, V, V, V, V, V))
+    def fits(T=2048, K=128, V=128, C=64, HV=8, dtype=torch.bfloat16, packing=None, address=0, of=5):
+        widths = (2, K), (2, K), *[(HV, V)] * 6
         tensors = [Stand((1, T, *width), dtype) for width in widths]
         tensors[of].address = address
-        return intra_gluon.fits(*tensors, C, packed)
+        return intra_gluon.fits(*tensors, chunk_size=C, packing=packing)
 
     assert fits()
-    assert fits(dtype=torch.float16, HV=16, T=4096)
-    assert fits(address=8, of=3)  # beta is not copied in tiles
+    assert fits(dtype=torch.float16, HV=1, T=1 << 14)
     for other in (
-        {"T": 8128}, {"HV": 7, "T": 1 << 16}, {"T": 8193}, {"K": 64}, {"V": 256}, {"C": 32},
-        {"dtype": torch.float32}, {"packed": True},
-        *({"address": 8, "of": i} for i in (0, 1, 2, 5, 6, 7, 8, 9)),
+        {"T": 1984}, {"HV": 7}, {"T": 2049}, {"K": 64}, {"V": 256}, {"C": 32},
+        {"dtype": torch.float32}, {"packing": object()},
+        *({"address": 8, "of": i} for i in range(8)),
     ):  # fmt: skip
         assert not fits(**other), other
     generation[0] = "blackwell"
     assert not fits()
     generation[0] = "hopper"
     monkeypatch.setattr(intra_gluon, "VERSIONS", ("0.0.",))
+    assert not fits()
+
+
+def test_channel_intra_fits(monkeypatch):
+    """Each condition by itself turns it away."""
+    generation = ["hopper"]
+    monkeypatch.setattr(channel_intra, "device_of", lambda _: (generation[0], 132))
+    monkeypatch.setattr(channel_intra, "VERSIONS", (intra_gluon.triton.__version__,))
+
+    def fits(
+        T=16384, K=128, V=128, C=64, H=8, HV=8, dtype=torch.bfloat16, packed=False, address=0, of=5
+    ):
+        widths = (H, K), (H, K), *((HV, n) for n in (V, 1, K, V, V, V, V, V))
+        tensors = [Stand((1, T, *width), dtype) for width in widths]
+        tensors[of].address = address
+        return channel_intra.fits(*tensors, C, packed)
+
+    assert fits()
+    assert fits(HV=4, H=4)
+    assert fits(address=8, of=3)  # beta is not copied in tiles
+    for other in (
+        {"T": 8128}, {"HV": 2, "H": 2, "T": 1 << 16}, {"T": 16385}, {"K": 64}, {"V": 256},
+        {"C": 32}, {"H": 4}, {"dtype": torch.float16}, {"packed": True},
+        *({"address": 8, "of": i} for i in (0, 1, 2, 4, 5, 6, 7, 8, 9)),
+    ):  # fmt: skip
+        assert not fits(**other), other
+    generation[0] = "blackwell"
+    assert not fits()
+    generation[0] = "hopper"
+    monkeypatch.setattr(channel_intra, "VERSIONS", ("0.0.",))
+    assert not fits()
+
+
+def test_fused_channel_stages_fit(monkeypatch):
+    """Each condition by itself turns a call of Kimi Delta Attention to the stages one by one."""
+    generation = ["hopper"]
+    for module in (kda_fused_bwd, fused_bwd, scan_gluon):
+        monkeypatch.setattr(module, "device_of", lambda _: (generation[0], 132))
+    monkeypatch.setattr(scan_gluon, "VERSIONS", (scan_gluon.triton.__version__,))
+
+    def fits(T=4096, K=128, V=128, C=64, H=16, HV=16, B=8, dtype=torch.bfloat16, packed=False):
+        tensors = (Stand((B, T, heads, n), dtype) for heads, n in ((H, K), (HV, V)))
+        return kda_fused_bwd.fits(*tensors, C, packed)
+
+    assert fits() and fits(B=1, H=4, HV=4, T=1 << 15) and fits(B=1, H=32, HV=32, T=1 << 15)
+    for other in (
+        {"T": 4032 + 1}, {"T": 64, "B": 1}, {"K": 64}, {"V": 64}, {"C": 32}, {"H": 8},
+        {"dtype": torch.float16}, {"dtype": torch.float32}, {"packed": True},
+    ):  # fmt: skip
+        assert not fits(**other), other
+    monkeypatch.setattr(kda_fused_bwd, "channel_scans_gluon", None)
+    assert not fits()
+    monkeypatch.undo()
+    generation[0] = "blackwell"
+    monkeypatch.setattr(kda_fused_bwd, "device_of", lambda _: (generation[0], 132))
+    monkeypatch.setattr(fused_bwd, "device_of", lambda _: (generation[0], 132))
     assert not fits()

@@ -22,6 +22,7 @@ from linattn_edu import (
     rms_norm_gated,
 )
 from linattn_edu.kernels import pieces, plan
+from linattn_edu.kernels.delta import fused, fused_bwd
 from linattn_edu.testing import gdn_inputs, kda_inputs, ssd_inputs
 
 K = 16
@@ -357,8 +358,11 @@ class Compiled:
         self.handed.append(args)
 
 
-def test_a_descriptor_is_made_anew(device, monkeypatch):
-    """It holds an address: that of the first call's tensor would be read and written again."""
+@pytest.fixture
+def described(device, monkeypatch):
+    """(Compiled, tensor) -> the program of a launch on the tensor's descriptor and itself; and the
+    descriptor.
+    """
     gluon = pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
     language = pytest.importorskip("triton.experimental.gluon.language")
     layout = language.NVMMASharedLayout(128, 16)
@@ -368,25 +372,197 @@ def test_a_descriptor_is_made_anew(device, monkeypatch):
         def fn(x_desc, y_ptr):
             """Its names are read."""
 
-    current = SimpleNamespace(get_current_stream=lambda _: 7)
+    current = SimpleNamespace(get_current_stream=lambda _: 7, utils=SimpleNamespace())
     monkeypatch.setattr(plan, "driver", SimpleNamespace(active=current))
-    made, compiled = torch.zeros(2, 64, 64, dtype=torch.bfloat16, device=device), Compiled()
-    tape = plan._Tape([made])
-    flat = made.view(128, 64)
-    descriptor = gluon.TensorDescriptor.from_tensor(flat, [64, 64], layout)
-    tape.launch(Kernel, compiled, (3,), (descriptor, made), {})
-    program = tape.program([made])
-    others = [torch.ones_like(made) for _ in range(2)]
+
+    def program(compiled, made):
+        tape, rows = plan._Tape([made]), made.view(128, 64)[16:]
+        descriptor = gluon.TensorDescriptor.from_tensor(rows, [64, 64], layout)
+        tape.launch(Kernel, compiled, (3,), (descriptor, made), {})
+        return tape.program([made]), descriptor
+
+    return program
+
+
+def new(device, *, of=torch.zeros):
+    return of(2, 64, 64, dtype=torch.bfloat16, device=device)
+
+
+def test_a_descriptor_is_made_anew(described, device):
+    """It holds an address: that of the first call's tensor would be read and written again."""
+    compiled = Compiled()
+    program, descriptor = described(compiled, new(device))
+    others = [new(device, of=torch.ones) for _ in range(2)]
     for x in others:
         program(x)
     for x, handed in zip(others, compiled.handed, strict=True):
         assert handed[:4] == (3, 1, 1, 7)
         got, address = handed[-2:]
-        assert address == got.base.data_ptr() == x.data_ptr()
-        assert dataclasses.replace(got, base=flat) == descriptor
-        assert got.base.shape == (128, 64)
+        assert (got.base.data_ptr(), address) == (x.data_ptr() + 16 * 64 * 2, x.data_ptr())
+        assert dataclasses.replace(got, base=descriptor.base) == descriptor
+        assert got.base.shape == (112, 64)
     held = [c.cell_contents for f in vars_of(program) for c in f.__closure__ or ()]
     assert not any(isinstance(x, torch.Tensor) for x in held)
+
+
+class Wrapped(Compiled):
+    """A compiled kernel with Triton's own launcher in Python and `launch` for its function in C."""
+
+    def __init__(self, monkeypatch, launch, meta):
+        nvidia = pytest.importorskip("triton.backends.nvidia.driver")
+        signature = {0: "tensordesc<bf16[64, 64]>", 1: "*bf16"}
+        self.run = object.__new__(nvidia.CudaLauncher)
+        vars(self.run).update(
+            num_ctas=1, launch_cooperative_grid=False, launch_pdl=False,
+            global_scratch_size=0, global_scratch_align=1, profile_scratch_size=0,
+            profile_scratch_align=1, arg_annotations="O", kernel_signature=b"",
+            launch=nvidia.wrap_handle_tensordesc(launch, signature, meta),
+        )  # fmt: skip
+        self.filled = []
+        for name in ("fill_tma_descriptor", "fill_tma_descriptor_tiled"):
+            monkeypatch.setattr(nvidia.triton.runtime, "driver", plan.driver)
+            setattr(plan.driver.active.utils, name, self.fill)
+
+    def fill(self, address, *numbers):
+        self.filled.append((address, *numbers))
+        return SimpleNamespace(address=address, numbers=numbers)
+
+
+META = {"swizzle": 3, "elem_size": 2, "elem_type": 10, "block_size": [64, 64], "fp4_padded": False}
+
+
+def flat(handed):
+    return [y for x in handed for y in (flat(x) if isinstance(x, (tuple, list)) else [x])]
+
+
+def test_a_tensor_map_is_filled_once_for_an_address(described, device, monkeypatch):
+    """A program hands the function in C what Triton's wrapper hands it, maps from the cache."""
+    compiled = Wrapped(monkeypatch, print, [META])
+    program, descriptor = described(compiled, new(device))
+    assert "maps[pi0 + 2048, c" in program.source
+    in_c = next(n for n, x in vars_of_kind(program) if x is print)
+    handed, compiled.filled = [], []
+    program.__globals__[in_c] = lambda *x: handed.append(x)
+    tensors = [new(device) for _ in range(2)]
+    for x in (*tensors, *tensors):
+        program(x)
+    assert len(compiled.filled) == 2
+    expected = []
+    wrapped = Wrapped(monkeypatch, lambda *x: expected.append(x), [META])
+    for x in tensors:
+        rows = dataclasses.replace(descriptor, base=x.view(128, 64)[16:])
+        wrapped.run(3, 1, 1, 7, wrapped.function, (), None, None, None, rows, x.data_ptr())
+    assert wrapped.filled == compiled.filled
+    assert [flat(x) for x in handed] == 2 * [flat(x) for x in expected]
+    assert [type(x) for x in handed[0]] == [type(x) for x in expected[0]]
+
+
+@pytest.mark.parametrize("why", ["no maps", "other numbers", "a failure", "no wrapper known"])
+def test_a_wrapper_of_another_kind_is_called_itself(why, described, device, monkeypatch):
+    meta = META.copy()
+    if why == "a failure":
+        del meta["swizzle"]
+    if why == "other numbers":
+        nvidia = pytest.importorskip("triton.backends.nvidia.driver")
+        make = nvidia.make_tensordesc_arg
+        more = lambda x, meta: [*make(x, meta), x.base.data_ptr()]
+        monkeypatch.setattr(nvidia, "make_tensordesc_arg", more)
+    launch = (lambda *x: None) if why == "no wrapper known" else print
+    compiled = Wrapped(monkeypatch, launch, None if why == "no maps" else [meta])
+    program, _ = described(compiled, new(device))
+    assert "maps[" not in program.source
+    assert any(x is compiled.run for _, x in vars_of_kind(program))
+
+
+def test_maps_are_bounded(monkeypatch):
+    monkeypatch.setattr(plan, "MAPS", 3)
+    maps, filled = plan._Maps(), []
+    fill = lambda address: [filled.append(address) or -address]
+    for address in (1, 2, 3, 2, 4, 4, 2):
+        assert maps[address, fill] == -address
+    assert filled == [1, 2, 3, 4, 2] and len(maps) == 2
+
+
+@pytest.fixture
+def in_gluon(device, monkeypatch):
+    """seed -> inputs that the kernels in Gluon take, and the call; no two share an address."""
+    scan, intra = fused.scan_gluon, fused_bwd.intra_bwd_gluon
+    if scan is None or not triton.__version__.startswith(scan.VERSIONS):
+        pytest.skip("made for another Triton")
+    if fused.device_of(torch.empty(1, device=device))[0] != "hopper":
+        pytest.skip("made for Hopper")
+    monkeypatch.setattr(scan, "pays", lambda *_: True)
+    monkeypatch.setattr(intra, "LEAST", 1)
+    kept = []
+
+    def draw(seed):
+        kept.append(
+            drawn(
+                gdn_inputs, 1, 256, 2, 2, 128, 128, seed=seed, device=device, dtype=torch.bfloat16
+            )
+        )
+        return kept[-1], lambda **x: chunk_gated_delta_rule(**x)[:1]
+
+    return draw
+
+
+def composed(x, f):
+    with plan.off():
+        return passes(x, f)
+
+
+@pytest.mark.gpu
+def test_tensor_maps_of_ever_new_tensors(in_gluon):
+    for seed in range(8):
+        x, f = in_gluon(seed)
+        got = passes(x, f)
+        same_bits(got, composed(x, f))
+    sources = [p.source.count("maps[") for p in programs()]
+    assert sorted(sources) == [6, 11 + 10], "both passes"
+
+
+@pytest.mark.gpu
+def test_tensor_maps_in_a_cuda_graph(in_gluon):
+    x, f = in_gluon(0)
+    for _ in range(3):
+        passes(x, f)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = passes(x, f)
+    for seed in range(1, 4):
+        other, _ = in_gluon(seed)
+        for n, t in other.items():
+            x[n].copy_(t)
+        graph.replay()
+        same_bits(got, composed(other, f))
+
+
+@pytest.mark.gpu
+def test_tensor_maps_of_two_threads(in_gluon, monkeypatch):
+    """Who finds the cache full forgets all, while the other takes and adds."""
+    monkeypatch.setattr(plan, "MAPS", 40)
+    draws = [[in_gluon(10 * i + seed) for seed in range(10)] for i in range(2)]
+    for _ in range(3):
+        passes(*draws[0][0])
+    got = [[], []]
+
+    def work(i):
+        for _ in range(5):
+            got[i] += [passes(*draw) for draw in draws[i]]
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for i in range(2):
+        assert len(got[i]) == 50
+        for n, outputs in enumerate(got[i]):
+            same_bits(outputs, composed(*draws[i][n % 10]))
+
+
+def vars_of_kind(program):
+    return [(n, x) for n, x in program.__globals__.items() if n[0] == "c" and n[1:].isdigit()]
 
 
 def vars_of(program):

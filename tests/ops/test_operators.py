@@ -126,12 +126,14 @@ def kda_arguments(device, packed=False, dtype=torch.float32, gate=(), state=True
 
 
 ALL_KEPT = " ".join(n for n in kda.Residuals._fields if n != "crossing")
-# what there is, the gate's lower bound and the one that is promised, what is saved and kept
+# what there is, the gate's lower bound and the one that is promised, what is saved and kept: with
+# P and A alone by the fused stages
 KDA = (
     ({}, None, -5.0, "P A", "h"),
     ({"packed": True, "gate": ("A_log", "dt_bias")}, -5.0, -5.0, ALL_KEPT, ""),
     ({"packed": True}, None, None, "P A", "h"),
     ({"gate": ("A_log",), "state": False}, None, None, "P A", ""),
+    ({"packed": True, "dtype": torch.bfloat16}, None, -5.0, "P A", ""),
     ({"gate": ("dt_bias",), "dtype": torch.bfloat16}, -5.0, None, ALL_KEPT, ""),
 )
 
@@ -141,10 +143,10 @@ def test_chunk_kda(impl, options, device):
     given, bound, safe, save, keep = options
     tensors, packing = kda_arguments(device, **given)
     wants_state = tensors[-1] is not None
-    numbers = (*packing, 0.5, bound, safe)
-    check(kda.chunk, *tensors, *numbers, wants_state, 16, "", impl, keep, save)
-    check_shapes(kda.chunk, *tensors, *numbers, not wants_state, 16, "", impl, keep, "")
-    check_backward(kda.chunk, *tensors, *numbers, wants_state, 16, "", impl, keep, save)
+    numbers, form = (*packing, 0.5, bound, safe), (16, (save, keep) == ("P A", ""), "", impl, keep)
+    check(kda.chunk, *tensors, *numbers, wants_state, *form, save)
+    check_shapes(kda.chunk, *tensors, *numbers, not wants_state, *form, "")
+    check_backward(kda.chunk, *tensors, *numbers, wants_state, *form, save)
 
 
 def recurrent_arguments(device, gates="g", packed=False, dtype=torch.float32, state=True):

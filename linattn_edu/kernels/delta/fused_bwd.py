@@ -13,7 +13,7 @@ from linattn_edu.kernels.delta.cp_merge import cp_merge, map_args, piece_of
 from linattn_edu.kernels.delta.cp_merge_bwd import cp_merge_bwd
 from linattn_edu.kernels.delta.fused import SCAN_CONFIGS, scan_map
 from linattn_edu.kernels.delta.warm_up import span_of, warm_up
-from linattn_edu.kernels.pieces import Pieces, pieces_of
+from linattn_edu.kernels.pieces import Pieces, pieces_of, spans_of
 from linattn_edu.kernels.tiles import (
     block,
     cast,
@@ -686,22 +686,165 @@ def intra_bwd(
     """Launch intra_bwd_kernel, or what is faster where it fits; arguments and result as in the
     reference.
     """
-    tensors = q, k, v, beta, gc, h, v_new, do, dh, Z
-    if intra_bwd_gluon and intra_bwd_gluon.fits(*tensors, chunk_size, packing is not None):
-        return intra_bwd_gluon.intra_bwd_gluon(*tensors, scale)
+    out = tuple(map(torch.empty_like, (q, k, beta, gc)))
+    _launch_intra(q, k, v, beta, gc, h, v_new, do, dh, Z, *out, scale, chunk_size, packing)
+    return out
+
+
+def _launch_intra(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    gc: Tensor,
+    h: Tensor,
+    v_new: Tensor,
+    do: Tensor,
+    dh: Tensor,
+    Z: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dbeta: Tensor,
+    dgc: Tensor,
+    scale: float,
+    chunk_size: int,
+    packing: Packing | None,
+) -> None:
+    """Launch what writes dq, dk, dbeta and dgc. A program reads v_new and Z of its chunk whole
+    before it writes dq and dk, which may lie in their place.
+    """
+    tensors = q, k, v, beta, gc, h, v_new, do, dh, Z, dq, dk, dbeta, dgc
+    if _intra_in_gluon(q, k, v, h, v_new, do, dh, Z, chunk_size=chunk_size, packing=packing):
+        intra_bwd_gluon.intra_bwd_gluon(*tensors, scale)
+        return
     _, T, H, K = q.shape
     HV, V = v.shape[2:]
-    dq, dk = torch.empty_like(q), torch.empty_like(k)
     sums = (None, None)
     if HV > H:
         sums = tuple(torch.empty_like(q, dtype=torch.float32) for _ in range(2))
-    dbeta, dgc = torch.empty_like(beta), torch.empty_like(gc)
     NT, *chunks = chunk_args(q, chunk_size, packing)
     for i_g in range(HV // H):
         intra_bwd_kernel[(NT * H,)](
-            q, k, v, beta, gc, h, v_new, do, dh, Z, dq, dk, *sums, dbeta, dgc,
-            scale, *chunks, T, i_g, H, HV, K, V, BT=chunk_size, BS=block(K), BV=block(V),
-            FIRST=i_g == 0, LAST=i_g == HV // H - 1, num_stages=INTRA_STAGES[K <= 64],
-            **INTRA_OPTIONS,
+            *tensors[:12], *sums, dbeta, dgc, scale, *chunks, T, i_g, H, HV, K, V,
+            BT=chunk_size, BS=block(K), BV=block(V), FIRST=i_g == 0, LAST=i_g == HV // H - 1,
+            num_stages=INTRA_STAGES[K <= 64], **INTRA_OPTIONS,
         )  # fmt: skip
-    return dq, dk, dbeta, dgc
+
+
+def _intra_in_gluon(*tensors: Tensor, chunk_size: int, packing: Packing | None) -> bool:
+    """Whether intra_bwd is taken in Gluon."""
+    options = {"chunk_size": chunk_size, "packing": packing}
+    return intra_bwd_gluon is not None and intra_bwd_gluon.fits(*tensors, **options)
+
+
+def heads_bwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    gc: Tensor,
+    P: Tensor,
+    AG: Tensor,
+    do: Tensor,
+    initial_state: Tensor | None = None,
+    dht: Tensor | None = None,
+    *,
+    scale: float,
+    packing: Packing | None = None,
+) -> tuple[Tensor, ...]:
+    """Launch scans and intra_bwd, on some heads after the others where that takes no longer;
+    arguments and result as in the reference.
+    """
+    C = AG.shape[-1]
+    gluon = all(_in_gluon(q, k, x, P, AG, packing) for x in (v, do))
+    if gluon and _intra_in_gluon(q, k, v, do, chunk_size=C, packing=packing):
+        parts = _parts(q, v, C)
+        if parts > 1:
+            return _in_parts(parts, q, k, v, beta, gc, P, AG, do, initial_state, dht, scale)
+    options = {"scale": scale, "packing": packing}
+    h, v_new, dh, Z, dv, dh0 = scans(q, k, v, beta, gc, P, AG, do, initial_state, dht, **options)
+    dq, dk = (v_new, Z) if q.shape == v.shape else map(torch.empty_like, (q, k))
+    out = dq, dk, torch.empty_like(beta), torch.empty_like(gc)
+    _launch_intra(q, k, v, beta, gc, h, v_new, do, dh, Z, *out, scale, C, packing)
+    return dq, dk, dv, *out[2:], dh0
+
+
+PART = 1 << 18  # tokens times heads, whose states take 128 MiB: less would not be worth launches
+
+
+def _parts(q: Tensor, v: Tensor, C: int) -> int:
+    """The most parts of the heads whose scans leave no more multiprocessors idle than all would."""
+    (B, T, HV, V), H = v.shape, q.shape[2]
+    pieces = pieces_of(v, HV, V, C, None)
+    pieces = pieces if pieces.several else spans_of(v, HV, V, C, None)
+    programs, processors = pieces.N * HV * cdiv(V, BV), device_of(q)[1]
+
+    def rounds(parts: int) -> int:
+        return parts * cdiv(programs // parts, processors)
+
+    fine = (n for n in range(2, H + 1) if H % n == 0 and n * PART <= B * T * HV)
+    return max((n for n in fine if rounds(n) <= rounds(1)), default=1)
+
+
+def _in_parts(
+    parts: int,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    gc: Tensor,
+    P: Tensor,
+    AG: Tensor,
+    do: Tensor,
+    initial_state: Tensor | None,
+    dht: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, ...]:
+    """heads_bwd in Gluon, on as many parts of the heads: the same bits."""
+    pieces, (ahead,), entering = _forth(k, v, beta, gc, AG, initial_state, None, True)
+    _, (behind,), leaving = _back(q, k, beta, gc, P, AG, do, dht, scale, None, True)
+    dh0 = gc.new_empty(pieces.N, v.shape[2], q.shape[-1], v.shape[-1])
+    tensors = q, k, v, beta, gc, P, AG, do
+    out = tuple(map(torch.empty_like, tensors[:5]))
+    for i in range(parts):
+        heads = [x.chunk(parts, 2)[i] for x in (*tensors, *out)]
+        given = ahead, behind, entering, leaving
+        given = [x if x is None else x.chunk(parts, 1)[i].contiguous() for x in given]
+        dh0.chunk(parts, 1)[i].copy_(_part(*heads, *given, scale, pieces))
+    return *out, pieces.first(dh0)
+
+
+def _part(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    gc: Tensor,
+    P: Tensor,
+    AG: Tensor,
+    do: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    dbeta: Tensor,
+    dgc: Tensor,
+    ahead: Tensor | None,
+    behind: Tensor | None,
+    entering: Tensor | None,
+    leaving: Tensor | None,
+    scale: float,
+    pieces: Pieces,
+) -> Tensor:
+    """One of the parts, views of its heads: writes dq, dk, dv, dbeta, dgc. Returns dh0."""
+    C = AG.shape[-1]
+    h, v_new = _states_out(k, v, C, None)
+    dh, Z = torch.empty_like(h), torch.empty_like(v_new)
+    dh0 = gc.new_empty(pieces.N, *h.shape[2:])
+    scans_gluon.scan_states_gluon(k, v, beta, gc, AG, entering, h, v_new, ahead, pieces)
+    scans_gluon.scan_bwd_gluon(
+        q, k, beta, gc, P, AG, do, leaving, dh, Z, dv, dh0, scale, behind, pieces
+    )
+    intra_bwd_gluon.intra_bwd_gluon(
+        q, k, v, beta, gc, h, v_new, do, dh, Z, dq, dk, dbeta, dgc, scale
+    )
+    return dh0

@@ -10,6 +10,17 @@ from linattn_edu.kernels.tiles import LOG2E, cdiv, chunk_args, chunk_of, load_ti
 from linattn_edu.packing import Packing
 
 
+@triton.jit
+def cumulative(b_g, A_log_ptr, bias_ptr, bound, o_d, D: tl.constexpr, PER: tl.constexpr):
+    """gc of a chunk of gates, raw with A_log or a bound, whose columns are o_d."""
+    if A_log_ptr is not None or bound is not None:
+        b_g, _, _ = gate_tile(b_g, A_log_ptr, bias_ptr, bound, o_d, D, PER)
+    # 2^-150 is zero in fp32; without the floor a closed gate would cost later sums their low bits
+    b_g *= LOG2E
+    b_g = tl.where(b_g < -150.0, -150.0, b_g)  # not tl.maximum, which would drop a NaN
+    return tl.cumsum(b_g, axis=0)
+
+
 @triton.jit(do_not_specialize=["T"])
 def gate_cumsum_kernel(
     g_ptr,  # [B, T, D] natural log; with A_log or a bound, the raw gate.  D = HV * PER
@@ -34,13 +45,8 @@ def gate_cumsum_kernel(
     o_t = tl.arange(0, BT)
     o_d = i_d * BD + tl.arange(0, BD)
     b_g = load_tile(g_ptr + first * D, o_t, o_d, D, n_t, D).to(tl.float32)  # [BT, BD]
-    if A_log_ptr is not None or bound is not None:
-        b_g, _, _ = gate_tile(b_g, A_log_ptr, bias_ptr, bound, o_d, D, PER)
-    # 2^-150 is zero in fp32; without the floor a closed gate would cost later sums their low bits
-    b_g *= LOG2E
-    b_g = tl.where(b_g < -150.0, -150.0, b_g)  # not tl.maximum, which would drop a NaN
     # eq:delta-gate-cumsum   gc = log2(e) cumsum(g)
-    b_gc = tl.cumsum(b_g, axis=0)
+    b_gc = cumulative(b_g, A_log_ptr, bias_ptr, bound, o_d, D, PER)
     store_tile(gc_ptr + first * D, b_gc, o_t, o_d, D, n_t, D)
 
 

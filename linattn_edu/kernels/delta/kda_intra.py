@@ -16,12 +16,14 @@ from linattn_edu.kernels.tiles import (
     cast,
     chunk_args,
     chunk_of,
+    device_of,
     dot,
     entry,
     load_gates,
     load_row,
     load_tile,
     load_vector,
+    of_generation,
     row,
     store_tile,
 )
@@ -82,6 +84,9 @@ def kda_scores_kernel(
     gc_ptr,  # [B, T, HV, K] log2
     P_ptr,  # [B, T, HV, BT] out
     L_ptr,  # [B, T, HV, BT] out, fp32: L up to its diagonal's blocks
+    kd_ptr,  # [B, T, HV, K] out, or None
+    kg_ptr,  # [B, T, HV, K] out, with kd
+    qg_ptr,  # [B, T, HV, K] out, with kd
     cu_ptr,  # [N + 1] or None
     chunks_ptr,  # [NT, 2] or None
     T,
@@ -116,13 +121,21 @@ def kda_scores_kernel(
     b_far = tl.zeros([16], dtype=tl.float32)
     for j in tl.static_range(NK):
         o_k = j * BK + tl.arange(0, BK)
-        b_E = load_gates(gc_ptr, o_i, o_k, HV * K, n_t, K) - load_vector(a_ptr, o_k, K)[None, :]
+        b_g = load_gates(gc_ptr, o_i, o_k, HV * K, n_t, K)  # [16, BK]
+        b_E = b_g - load_vector(a_ptr, o_k, K)[None, :]
         b_far = tl.minimum(b_far, tl.min(b_E, 1))
         b_E = tl.exp2(b_E)
         b_q = load_tile(q_ptr, o_i, o_k, H * K, n_t, K).to(tl.float32)  # [16, BK]
         b_k = load_tile(k_ptr, o_i, o_k, H * K, n_t, K).to(tl.float32)  # [16, BK]
         QE = QE + (cast(b_q * b_E, dtype),)  # noqa: RUF005  (Triton has no starred tuples)
         KE = KE + (cast(b_k * b_E, dtype),)  # noqa: RUF005  (Triton has no starred tuples)
+        if kd_ptr is not None:  # the rows of kda_gates, whose numbers are all here
+            i = (first * HV + i_h) * K
+            b_last = load_vector(gc_ptr + (tl.minimum(BT, n_t) - 1) * HV * K, o_k, K)[None, :]
+            b_E = tl.exp2(b_g)
+            store_tile(kd_ptr + i, b_E * b_k, o_i, o_k, HV * K, n_t, K)
+            store_tile(kg_ptr + i, tl.exp2(b_last - b_g) * b_k, o_i, o_k, HV * K, n_t, K)
+            store_tile(qg_ptr + i, b_E * b_q, o_i, o_k, HV * K, n_t, K)
 
     # the blocks to the left, where no exponent is positive, and at last the one on the diagonal
     b_P = tl.zeros([16, 16], dtype=tl.float32)
@@ -210,6 +223,8 @@ CONFIGS = {
     "ampere": {2: row(1, 1, BK=64, maxnreg=128), 4: row(1, 1, BK=32)},
     "hopper": {2: row(1, 2, BK=64, maxnreg=168), 4: row(1, 1, BK=32)},
 }
+# with the gated rows, where it differs: the compiler takes 252 registers, and with fewer it spills
+GATED_CONFIGS = {"hopper": {2: row(1, 2, BK=64)}}
 
 
 def halve(dtype: torch.dtype, lower_bound: float | None = None) -> int:
@@ -235,15 +250,36 @@ def kda_intra(
     packing: Packing | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Launch both kernels; arguments and result as in the reference."""
+    return launch_intra(q, k, beta, gc, None, None, None, chunk_size, lower_bound, packing)
+
+
+def launch_intra(
+    q: Tensor,
+    k: Tensor,
+    beta: Tensor,
+    gc: Tensor,
+    kd: Tensor | None,
+    kg: Tensor | None,
+    qg: Tensor | None,
+    chunk_size: int,
+    lower_bound: float | None,
+    packing: Packing | None,
+) -> tuple[Tensor, Tensor]:
+    """Launch both kernels, the first of which writes the gated rows [B, T, HV, K] that are given.
+
+    Returns P and A.
+    """
     B, T, H, K = k.shape
     HV = beta.shape[-1]
     P, A = (k.new_empty(B, T, HV, chunk_size) for _ in range(2))
     L = torch.empty_like(P, dtype=torch.float32)
-    config = entry(CONFIGS, k).launch(K)
+    config = entry(CONFIGS, k)
+    if kd is not None:
+        config = of_generation(GATED_CONFIGS, device_of(k)[0]).get(k.element_size(), config)
     NT, *chunks = chunk_args(k, chunk_size, packing)
     kda_scores_kernel[(NT * HV * (chunk_size // 16),)](
-        q, k, beta, gc, P, L, *chunks, T, H, HV, K,
-        BT=chunk_size, HALVE=halve(k.dtype, lower_bound), **config,
+        q, k, beta, gc, P, L, kd, kg, qg, *chunks, T, H, HV, K,
+        BT=chunk_size, HALVE=halve(k.dtype, lower_bound), **config.launch(K),
     )  # fmt: skip
     precision = merge_precision(k.dtype)
     kda_inverse_kernel[(NT * HV,)](

@@ -180,6 +180,8 @@ def kda_intra_bwd_kernel(
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
     BT: tl.constexpr, BK: tl.constexpr,
     HALVE: tl.constexpr,  # rows of the blocks on the diagonal: those that are FAR, or ALL
+    PW: tl.constexpr,  # from head to head of dP and dL
+    SUMMED: tl.constexpr,  # dgl is all that dgc_last gets
 ):  # fmt: skip
     """One program: 16 rows of one chunk of one head.  Grid (NT * HV * BT / 16).
 
@@ -195,8 +197,8 @@ def kda_intra_bwd_kernel(
     k_ptr += (first * H + i_h // (HV // H)) * K
     gc_ptr += i * K
     beta_ptr += i
-    dP_ptr += i * BT
-    dL_ptr += i * BT
+    dP_ptr += i * PW
+    dL_ptr += i * PW
     if near_ptr is not None:
         NG: tl.constexpr = (K + GROUP - 1) // GROUP
         near_ptr += (i_c * HV + i_h) * NG
@@ -210,7 +212,7 @@ def kda_intra_bwd_kernel(
     last = tl.minimum(BT, n_t) - 1
     dtype: tl.constexpr = k_ptr.dtype.element_ty
     b_beta = load_row(beta_ptr, o_i, HV, n_t)[:, None]
-    b_dP_ii = load_row(dP_ptr, o_i, HV * BT + 1, n_t)[:, None]
+    b_dP_ii = load_row(dP_ptr, o_i, HV * PW + 1, n_t)[:, None]
     b_dbeta = load_row(dbeta_ptr + i, o_i, HV, n_t)
     for j in range(tl.cdiv(K, BK)):
         o_k = j * BK + tl.arange(0, BK)
@@ -231,8 +233,8 @@ def kda_intra_bwd_kernel(
             b_kE = load_tile(k_ptr, o_c, o_k, H * K, n_t, K).to(tl.float32) * b_E
             b_kE = cast(b_kE * load_row(beta_ptr, o_c, HV, n_t)[:, None], dtype)
             # eq:kda-r   R_j += sum over i > j of (dP_ij q_i + beta_i dL_ij k_i) 2^(gc_i - gc_j)
-            b_dP = load_tile(dP_ptr + b * 16, o_c, o, HV * BT, n_t, 16)
-            b_dL = load_tile(dL_ptr + b * 16, o_c, o, HV * BT, n_t, 16)
+            b_dP = load_tile(dP_ptr + b * 16, o_c, o, HV * PW, n_t, 16)
+            b_dL = load_tile(dL_ptr + b * 16, o_c, o, HV * PW, n_t, 16)
             b_x = dot(tl.trans(b_dL), b_kE, dot(tl.trans(b_dP), b_qE))
             b_F = tl.exp2(b_ga - b_g)
             b_R += b_F * b_x
@@ -247,14 +249,14 @@ def kda_intra_bwd_kernel(
             b_F = tl.exp2(b_ga - load_gates(gc_ptr, o_j, o_k, HV * K, n_t, K))
             b_kF = cast(load_tile(k_ptr, o_j, o_k, H * K, n_t, K).to(tl.float32) * b_F, dtype)
             # eq:kda-dq   dQ_i += sum over j < i of dP_ij k_j 2^(gc_i - gc_j)
-            b_x = dot(load_tile(dP_ptr + c * 16, o_i, o, HV * BT, n_t, 16), b_kF, b_x)
+            b_x = dot(load_tile(dP_ptr + c * 16, o_i, o, HV * PW, n_t, 16), b_kF, b_x)
             # eq:kda-y   Y_i += sum over j < i of dL_ij k_j 2^(gc_i - gc_j)
-            b_y = dot(load_tile(dL_ptr + c * 16, o_i, o, HV * BT, n_t, 16), b_kF, b_y)
+            b_y = dot(load_tile(dL_ptr + c * 16, o_i, o, HV * PW, n_t, 16), b_kF, b_y)
 
         # the block on the diagonal, with the same anchor where the rows are close to it
         b_q = load_tile(q_ptr, o_i, o_k, H * K, n_t, K).to(tl.float32)  # [16, BK]
-        b_dP = load_tile(dP_ptr + b * 16, o_i, o, HV * BT, n_t, 16)
-        b_dL = load_tile(dL_ptr + b * 16, o_i, o, HV * BT, n_t, 16)
+        b_dP = load_tile(dP_ptr + b * 16, o_i, o, HV * PW, n_t, 16)
+        b_dL = load_tile(dL_ptr + b * 16, o_i, o, HV * PW, n_t, 16)
         b_up = b_g - b_ga
         b_far = tl.min(b_up, 1)[:, None] < -NEAR
         b_F = tl.exp2(tl.minimum(-b_up, NEAR))
@@ -317,8 +319,9 @@ def kda_intra_bwd_kernel(
         if b == last // 16:
             # eq:kda-dgc-last   dgc_last += colsum(K * R) + 2^gc_last dgl
             b_dgl = load_vector(dgl_ptr + (i_c * HV + i_h) * K, o_k, K)
-            b_dgl = tl.exp2(b_gl) * b_dgl + tl.sum(b_k * b_r, 0)
-            for c in range(b):
+            if not SUMMED:
+                b_dgl = tl.exp2(b_gl) * b_dgl + tl.sum(b_k * b_r, 0)
+            for c in range(0 if SUMMED else b):
                 o_j = c * 16 + o
                 b_r = load_tile(dkg_ptr + i * K, o_j, o_k, HV * K, n_t, K).to(tl.float32)
                 b_r *= tl.exp2(b_gl[None, :] - load_gates(gc_ptr, o_j, o_k, HV * K, n_t, K))
@@ -382,8 +385,9 @@ def kda_intra_bwd(
         )
     config = entry(CONFIGS, k).launch(K)
     kda_intra_bwd_kernel[(NT * HV * (chunk_size // 16),)](
-        *tensors, near, *sizes, BT=chunk_size, HALVE=halve(k.dtype), **config
-    )
+        *tensors, near, *sizes, BT=chunk_size, HALVE=halve(k.dtype), PW=chunk_size, SUMMED=False,
+        **config,
+    )  # fmt: skip
     if H < HV:
         dq, dk = (x.unflatten(2, (H, -1)).sum(3).to(q.dtype) for x in (dq, dk))
     return dq, dk, dbeta, dgc

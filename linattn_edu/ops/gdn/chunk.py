@@ -18,6 +18,7 @@ from linattn_edu.reference.delta.cp_merge import cp_merge, piece_map
 from linattn_edu.reference.delta.cp_merge_bwd import cp_merge_bwd, piece_map_bwd
 from linattn_edu.reference.delta.fused import intra, scan, scan_map
 from linattn_edu.reference.delta.fused_bwd import (
+    heads_bwd,
     intra_bwd,
     scan_bwd,
     scan_map_bwd,
@@ -95,7 +96,8 @@ def chunk_gated_delta_rule(
         state_v_first: Whether states are ``[N, HV, V, K]``. Costs a copy of them.
         cu_seqlens: Boundaries ``[N + 1]``, int32 or int64, of N sequences packed one after the
             other into a batch of one: 0 first, T last, none smaller than the one before. Each
-            sequence gives the same bits as alone.
+            sequence gives the same bits as alone; but gradients of a long one alone may come from
+            a kernel for Hopper that packed ones do not have, and differ in their last bits.
         cu_seqlens_cpu: The same numbers on the CPU. Without them a cu_seqlens on a GPU is read
             once, and the call waits for the device; with them it does not.
         chunk_indices: ``[NT, 2]``, int32 or int64: sequence of every chunk of 64 tokens (or
@@ -206,7 +208,7 @@ class Stages:
 class FusedStages:
     """The same passes in fused stages: intra for solve, scan for wy, state and output; scans, which
     is scan_states for wy and state beside scan_bwd for state_bwd, and intra_bwd for output_bwd and
-    wy_bwd.
+    wy_bwd. heads_bwd is scans and intra_bwd.
     """
 
     gate_cumsum: Callable
@@ -216,6 +218,7 @@ class FusedStages:
     scan_bwd: Callable
     scans: Callable
     intra_bwd: Callable
+    heads_bwd: Callable
     gate_bwd: Callable
     scan_map: Callable
     cp_merge: Callable
@@ -242,8 +245,8 @@ _REFERENCE = Stages(
     cp_merge, piece_map_bwd, cp_merge_bwd,
 )  # fmt: skip
 _FUSED_REFERENCE = FusedStages(
-    gate_cumsum, intra, scan, scan_states, scan_bwd, scans, intra_bwd, gate_bwd, scan_map,
-    cp_merge, scan_map_bwd, cp_merge_bwd,
+    gate_cumsum, intra, scan, scan_states, scan_bwd, scans, intra_bwd, heads_bwd, gate_bwd,
+    scan_map, cp_merge, scan_map_bwd, cp_merge_bwd,
 )  # fmt: skip
 
 
@@ -253,6 +256,7 @@ def _kernels() -> tuple[Stages, FusedStages]:
     from linattn_edu.kernels.delta.cp_merge_bwd import cp_merge_bwd, piece_map_bwd
     from linattn_edu.kernels.delta.fused import intra, scan, scan_map
     from linattn_edu.kernels.delta.fused_bwd import (
+        heads_bwd,
         intra_bwd,
         scan_bwd,
         scan_map_bwd,
@@ -274,8 +278,8 @@ def _kernels() -> tuple[Stages, FusedStages]:
         cp_merge, piece_map_bwd, cp_merge_bwd,
     )  # fmt: skip
     fused = FusedStages(
-        gate_cumsum, intra, scan, scan_states, scan_bwd, scans, intra_bwd, gate_bwd, scan_map,
-        cp_merge, scan_map_bwd, cp_merge_bwd,
+        gate_cumsum, intra, scan, scan_states, scan_bwd, scans, intra_bwd, heads_bwd, gate_bwd,
+        scan_map, cp_merge, scan_map_bwd, cp_merge_bwd,
     )  # fmt: skip
     return staged, fused
 
@@ -443,11 +447,8 @@ def backward(
             inputs = q, k, beta, gc, P, AG, do
             cp.send(stages.scan_map_bwd, inputs, dht, scale=scale, **packed)
             dht = cp.receive(stages.cp_merge_bwd, dht)
-        h, v_new, dh, Z, dv, dh0 = stages.scans(
+        dq, dk, dv, dbeta, dgc, dh0 = stages.heads_bwd(
             q, k, v, beta, gc, P, AG, do, initial_state, dht, scale=scale, **packed
-        )
-        dq, dk, dbeta, dgc = stages.intra_bwd(
-            q, k, v, beta, gc, h, v_new, do, dh, Z, scale=scale, **options
         )
     else:
         options = {"chunk_size": A.shape[-1], **packed}

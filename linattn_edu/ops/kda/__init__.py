@@ -1,10 +1,20 @@
 """Kimi Delta Attention."""
 
-from linattn_edu.ops.kda.chunk import Residuals, Stages, backward, chunk_kda, forward, stages
+from linattn_edu.ops.kda.chunk import (
+    FusedStages,
+    Residuals,
+    Stages,
+    backward,
+    chunk_kda,
+    forward,
+    fused_stages,
+    stages,
+)
 from linattn_edu.ops.kda.gate import fused_kda_gate
 from linattn_edu.ops.kda.recurrent import fused_recurrent_kda
 
 __all__ = [
+    "FusedStages",
     "Residuals",
     "Stages",
     "backward",
@@ -12,5 +22,6 @@ __all__ = [
     "forward",
     "fused_kda_gate",
     "fused_recurrent_kda",
+    "fused_stages",
     "stages",
 ]

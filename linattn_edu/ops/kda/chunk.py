@@ -19,6 +19,8 @@ from linattn_edu.reference.delta.cp_merge_bwd import cp_merge_bwd, piece_map_bwd
 from linattn_edu.reference.delta.gate_bwd import gate_bwd
 from linattn_edu.reference.delta.gate_cumsum import gate_cumsum
 from linattn_edu.reference.delta.kda_bwd import kda_output_bwd, kda_wy_bwd
+from linattn_edu.reference.delta.kda_fused import channel_scan, kda_prepare
+from linattn_edu.reference.delta.kda_fused_bwd import channel_intra_bwd, channel_scans, kda_gates
 from linattn_edu.reference.delta.kda_intra import kda_intra
 from linattn_edu.reference.delta.kda_intra_bwd import kda_intra_bwd
 from linattn_edu.reference.delta.kda_scan import kda_scan
@@ -192,11 +194,13 @@ def chunk_kda(
     if normalise:
         q, k = l2norm(q, impl=impl), l2norm(k, impl=impl)
     save = "P A gc w kg qg h v_new" if keep_all else "P A crossing" if place.group else "P A"
+    fused = not (keep_all or return_states or place.group)
+    fused = fused and _fits(impl, q, v, chunk_size, cu_seqlens is not None)
     o, final_state, *kept = chunk(
         *place.joined(q, k, v, g, arguments.write_strength(beta, sigmoid)), A_log, dt_bias,
         place.entering(arguments.transposed(initial_state, state_v_first)), *place.bounds,
         sizes["K"] ** -0.5 if scale is None else scale, gate_bound, safe_bound,
-        output_final_state, chunk_size, place.group, impl, "h" if return_states else "",
+        output_final_state, chunk_size, fused, place.group, impl, "h" if return_states else "",
         save=save,
     )  # fmt: skip
     o, final_state = place.parted(o), place.leaving(final_state)
@@ -232,6 +236,17 @@ def _bounds(
     return None, bound
 
 
+def _fits(impl: str, q: Tensor, v: Tensor, chunk_size: int, packed: bool) -> bool:
+    """Whether both passes run in fused kernels, where nothing is asked for that only the stages
+    make.
+    """
+    if impl != "triton":
+        return False
+    from linattn_edu.kernels.delta.kda_fused_bwd import fits
+
+    return fits(q, v, chunk_size, packed)
+
+
 @dataclass(frozen=True)
 class Stages:
     """One implementation of each stage; `dataclasses.replace` swaps a single one.
@@ -257,11 +272,35 @@ class Stages:
     cp_merge_bwd: Callable
 
 
+@dataclass(frozen=True)
+class FusedStages:
+    """The same passes in fused stages, on rows that have the gate in them: kda_prepare for
+    kda_intra and a part of wy, channel_scan for the rest of wy and kda_scan; kda_gates and
+    channel_scans for wy and kda_scans, channel_intra_bwd for kda_output_bwd, kda_wy_bwd and
+    kda_intra_bwd.
+    """
+
+    gate_cumsum: Callable
+    kda_prepare: Callable
+    channel_scan: Callable
+    kda_gates: Callable
+    channel_scans: Callable
+    channel_intra_bwd: Callable
+    gate_bwd: Callable
+
+
 @functools.cache
 def stages(impl: str) -> Stages:
     """The stages of an implementation, "reference" or "triton"."""
     check.choice("impl", impl, check.STAGES)
-    return _kernels() if impl == "triton" else _REFERENCE
+    return _kernels()[0] if impl == "triton" else _REFERENCE
+
+
+@functools.cache
+def fused_stages(impl: str) -> FusedStages:
+    """The fused stages of an implementation, "reference" or "triton"."""
+    check.choice("impl", impl, check.STAGES)
+    return _kernels()[1] if impl == "triton" else _FUSED_REFERENCE
 
 
 _REFERENCE = Stages(
@@ -269,15 +308,21 @@ _REFERENCE = Stages(
     kda_scans, state_bwd, kda_output_bwd, kda_wy_bwd, kda_intra_bwd, gate_bwd,
     piece_map, cp_merge, piece_map_bwd, cp_merge_bwd,
 )  # fmt: skip
+_FUSED_REFERENCE = FusedStages(
+    gate_cumsum, kda_prepare, channel_scan, kda_gates, channel_scans, channel_intra_bwd,
+    gate_bwd,
+)  # fmt: skip
 
 
-def _kernels() -> Stages:
+def _kernels() -> tuple[Stages, FusedStages]:
     """The stages in Triton, which may be missing."""
     from linattn_edu.kernels.delta.cp_merge import cp_merge, piece_map
     from linattn_edu.kernels.delta.cp_merge_bwd import cp_merge_bwd, piece_map_bwd
     from linattn_edu.kernels.delta.gate_bwd import gate_bwd
     from linattn_edu.kernels.delta.gate_cumsum import gate_cumsum
     from linattn_edu.kernels.delta.kda_bwd import kda_output_bwd, kda_wy_bwd
+    from linattn_edu.kernels.delta.kda_fused import channel_scan, kda_prepare
+    from linattn_edu.kernels.delta.kda_fused_bwd import channel_intra_bwd, channel_scans, kda_gates
     from linattn_edu.kernels.delta.kda_intra import kda_intra
     from linattn_edu.kernels.delta.kda_intra_bwd import kda_intra_bwd
     from linattn_edu.kernels.delta.kda_scan import kda_scan
@@ -287,24 +332,29 @@ def _kernels() -> Stages:
     from linattn_edu.kernels.delta.state_bwd import state_bwd
     from linattn_edu.kernels.delta.wy import wy
 
-    return Stages(
+    staged = Stages(
         gate_cumsum, kda_intra, wy, state, output, kda_scan,
         kda_scans, state_bwd, kda_output_bwd, kda_wy_bwd, kda_intra_bwd, gate_bwd,
         piece_map, cp_merge, piece_map_bwd, cp_merge_bwd,
     )  # fmt: skip
+    fused = FusedStages(
+        gate_cumsum, kda_prepare, channel_scan, kda_gates, channel_scans, channel_intra_bwd,
+        gate_bwd,
+    )  # fmt: skip
+    return staged, fused
 
 
 class Residuals(NamedTuple):
     """What the backward pass reads beside the arguments of the forward pass; None: not kept."""
 
-    P: Tensor | None
-    A: Tensor | None
-    gc: Tensor | None
-    w: Tensor | None
-    kg: Tensor | None
-    qg: Tensor | None
-    h: Tensor | None
-    v_new: Tensor | None
+    P: Tensor | None = None
+    A: Tensor | None = None
+    gc: Tensor | None = None
+    w: Tensor | None = None
+    kg: Tensor | None = None
+    qg: Tensor | None = None
+    h: Tensor | None = None
+    v_new: Tensor | None = None
     crossing: Tensor | None = None  # states that come from other ranks
 
 
@@ -347,9 +397,12 @@ chunk = Operator(
         "safe_bound": "float?",
         "output_final_state": "bool",
         "chunk_size": "int",
+        "fused": "bool",
     },
     residuals=Residuals,
     stages=stages,
+    forward_stages=fused_stages,
+    fused="fused",
     packed="ranks",
     transition="HV K K",
     limited="k",
@@ -359,7 +412,7 @@ chunk = Operator(
 
 @chunk.forward
 def forward(
-    stages: Stages,
+    stages: Stages | FusedStages,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -382,14 +435,19 @@ def forward(
 
     safe_bound: a promise that no log decay of a token is below it. cp: what other ranks send and
     are sent. keep: the residuals that are returned; the others are freed as soon as no stage reads
-    them. Without h and v_new among them kda_scan takes the place of state and output.
+    them. Without h and v_new among them kda_scan takes the place of state and output. FusedStages
+    keep P and A alone, and have no cp.
     Returns o, the final state or None, and what the backward pass may read. Only the kernels take a
     packing.
 
-    Source: chapter 07.
+    Source: chapters 07 and 24.
     """
     packed = {} if packing is None else {"packing": packing}
     options = {"chunk_size": chunk_size, **packed}
+    if isinstance(stages, FusedStages):
+        gate = g, A_log, dt_bias, lower_bound, safe_bound
+        scan = {"scale": scale, "output_final_state": output_final_state, **packed}
+        return _fused(stages, q, k, v, gate, beta, initial_state, options, scan, keep)
     gc = stages.gate_cumsum(g, A_log, dt_bias, lower_bound=lower_bound, **options)
     P, A = stages.kda_intra(q, k, beta, gc, lower_bound=safe_bound, **options)
     w, u, kg, qg = stages.wy(k, v, beta, gc, A, q, **packed)
@@ -415,9 +473,30 @@ def forward(
     return o, final_state, kept
 
 
+def _fused(
+    stages: FusedStages,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gate: tuple,
+    beta: Tensor,
+    initial_state: Tensor | None,
+    options: dict,
+    scan: dict,
+    keep: Collection[str],
+) -> tuple[Tensor, Tensor | None, Residuals]:
+    """The forward pass of FusedStages; gate: g, A_log, dt_bias, its bound and the promised one."""
+    *gate, lower_bound, safe_bound = gate
+    gc = stages.gate_cumsum(*gate, lower_bound=lower_bound, **options)
+    P, A, kd, kg, qg = stages.kda_prepare(q, k, beta, gc, lower_bound=safe_bound, **options)
+    o, final_state = stages.channel_scan(qg, kg, kd, v, beta, gc, P, A, initial_state, **scan)
+    kept = {n: x for n, x in (("P", P), ("A", A)) if n in keep}
+    return o, final_state, Residuals(**kept)
+
+
 @chunk.backward
 def backward(
-    stages: Stages,
+    stages: Stages | FusedStages,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -438,18 +517,31 @@ def backward(
     """The chunked backward pass as a composition of stages.
 
     Starts from the arguments of the forward pass and its P and A; where the other residuals are
-    None they are computed again, so that no state is held between the two passes.
+    None they are computed again, so that no state is held between the two passes. FusedStages
+    compute them always.
 
     Args:
         do: Gradient of o.  dht: Gradient of the final state, or None.  cp: as in the forward pass.
     Returns:
         dq, dk, dv, dg, dbeta, dA_log and ddt_bias (or None), and the gradient of the initial state.
-    Source: chapters 11 and 12.
+    Source: chapters 11, 12 and 24.
     """
     packed = {} if packing is None else {"packing": packing}
     P, A, gc, w, kg, qg, h, v_new, crossing = residuals
     options = {"chunk_size": A.shape[-1], **packed}
     gate, again = {"lower_bound": lower_bound, **options}, gc is None
+    if isinstance(stages, FusedStages):
+        gc, kd, kg, qg = stages.kda_gates(q, k, g, A_log, dt_bias, **gate)
+        h, v_new, dh, Z, dv, dh0 = stages.channel_scans(
+            qg, kg, kd, v, beta, gc, P, A, do, initial_state, dht, scale=scale, **packed
+        )
+        del kd, kg, qg
+        dq, dk, dbeta, dgc = stages.channel_intra_bwd(
+            q, k, v, beta, gc, h, v_new, do, dh, Z, scale=scale, **options
+        )
+        del gc, h, v_new, dh, Z
+        dg, dA_log, ddt_bias = stages.gate_bwd(dgc, g, A_log, dt_bias, **gate)
+        return dq, dk, dv, dg, dbeta, dA_log, ddt_bias, dh0
     if again:
         gc = stages.gate_cumsum(g, A_log, dt_bias, **gate)
         w, u, kg, qg = stages.wy(k, v, beta, gc, A, q, **packed)

@@ -217,6 +217,37 @@ def intra_bwd(
     return dq, dk, from_chunks(dbeta, T).to(beta.dtype), from_chunks(dgc, T)
 
 
+def heads_bwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    gc: Tensor,
+    P: Tensor,
+    AG: Tensor,
+    do: Tensor,
+    initial_state: Tensor | None = None,
+    dht: Tensor | None = None,
+    *,
+    scale: float,
+) -> tuple[Tensor, ...]:
+    """scans and then intra_bwd. No head reads what another has, except that value heads of one
+    key head are added up: so the kernels may take some heads after the others, and hold the states
+    of those alone.
+
+    Args:
+        Those of scans.
+    Returns:
+        dq, dk, dv, dbeta, dgc and dh0: of scans and intra_bwd what is a gradient.
+    Source: chapter 24.
+    """
+    h, v_new, dh, Z, dv, dh0 = scans(q, k, v, beta, gc, P, AG, do, initial_state, dht, scale=scale)
+    dq, dk, dbeta, dgc = intra_bwd(
+        q, k, v, beta, gc, h, v_new, do, dh, Z, scale=scale, chunk_size=AG.shape[-1]
+    )
+    return dq, dk, dv, dbeta, dgc, dh0
+
+
 def scan_map_bwd(
     q: Tensor,
     k: Tensor,

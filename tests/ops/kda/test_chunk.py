@@ -11,6 +11,7 @@ from kda_checks import GATE, check, inputs, spacing, tolerance, triton
 
 from linattn_edu import chunk_gated_delta_rule, chunk_kda, fused_recurrent_kda
 from linattn_edu.ops.kda import backward, forward, stages
+from linattn_edu.ops.kda import chunk as chunk_module
 from linattn_edu.reference.delta.recurrent import recurrent
 from linattn_edu.testing import assert_close, relative_rms
 
@@ -42,7 +43,7 @@ def test_chunked_equals_recurrent_in_float64(T, C, gate):
 
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize(("C", "dtype"), list(zip((16, 32, 64), DTYPES, strict=True)), ids=str)
-def test_intermediate_states_are_those_of_the_recurrence(C, dtype, impl, device):
+def test_intermediate_states_are_those_of_the_recurrence(C, dtype, impl, device, monkeypatch):
     T = 300 if GPU else 2 * C + 3
     HV = 2 if GPU else 1
     x = inputs(2 if GPU else 1, T, 1, HV, 20, 16, dtype, device)
@@ -58,7 +59,9 @@ def test_intermediate_states_are_those_of_the_recurrence(C, dtype, impl, device)
     plain, _ = chunk_kda(**x, chunk_size=C, impl=impl)
     assert_close("o without states", plain, o, tolerance("o", dtype))
     if impl == "triton" and dtype != torch.float32:
-        assert torch.equal(o, plain)
+        monkeypatch.setattr(chunk_module, "_fits", lambda *_: False)  # else by fused stages
+        staged, _ = chunk_kda(**x, chunk_size=C, impl=impl)
+        assert torch.equal(o, staged)
     x["initial_state"] = x["initial_state"].mT.contiguous()
     _, _, turned = chunk_kda(**x, **options, state_v_first=True)
     assert torch.equal(turned, h.mT)
@@ -374,7 +377,7 @@ def triton_free(x, do, dht, **options):
 
 def test_keys_far_from_unit_length(device):
     """Raw keys of any size, normalised by the call: fla's inputs of context parallelism."""
-    B, HV = (16, 8) if GPU else (4, 2)  # the error of a handful of numbers is no yardstick
+    B, HV = (16, 8) if GPU else (8, 4)  # the error of a handful of numbers is no yardstick
     x = inputs(B, 20, 1, HV, 12, 8, torch.bfloat16, device, raw_qk=True, raw_gate=True)
     x["k"] = (10 * x["k"] - 50).to(torch.bfloat16)
     x["q"] = x["q"] + 1

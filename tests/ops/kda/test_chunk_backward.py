@@ -8,6 +8,7 @@ from gdn_checks import DTYPES, cotangents, exact, same_bits
 from kda_checks import check, inputs, run, spacing, tolerance, triton
 
 from linattn_edu import chunk_kda
+from linattn_edu.ops.kda import chunk as chunk_module
 from linattn_edu.reference.delta.recurrent import recurrent
 from linattn_edu.testing import assert_close
 
@@ -175,10 +176,15 @@ def test_states_with_v_first(dtype, device):
 
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("dtype", DTYPES if GPU else DTYPES[::2], ids=str)
-def test_what_is_kept_changes_no_bit(dtype, impl, device):
+def test_what_is_kept_changes_no_bit(dtype, impl, device, monkeypatch):
     x, do, dht = small(dtype, device, raw_gate=True)
     options = {"use_gate_in_kernel": True, "output_final_state": True, "impl": impl, **C16}
     got, want = (run(x, do, dht, disable_recompute=keep, **options) for keep in (True, False))
+    if impl == "triton" and dtype != torch.float32:  # fused stages, which keep nothing else
+        for name, y in got.items():
+            assert_close(name, y, want[name].double(), tolerance(name, dtype))
+        monkeypatch.setattr(chunk_module, "_fits", lambda *_: False)
+        want = run(x, do, dht, **options)
     # o is made by another stage, of the same products only in the kernels and in 16 bit
     o = ("o",) if impl == "reference" or dtype == torch.float32 else ()
     same_bits(got, want, *o)

@@ -1,0 +1,432 @@
+"""channel_intra_bwd of Kimi Delta Attention's fused backward pass in Gluon, for Hopper.
+
+A program stays on its multiprocessor and takes one chunk after the other, as in intra_bwd_gluon.
+One warp copies tiles ahead. Two groups of four warps compute, each half of the channels, with the
+channels as rows: of what a gate multiplies a product makes the first operand of the next, which
+stays in registers.
+"""
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from linattn_edu.kernels.delta.kda_intra_bwd import NEAR
+from linattn_edu.kernels.intra_bwd_gluon import own_dot
+from linattn_edu.kernels.scan_gluon import CHUNK, DTYPES, barrier, half, operand, product
+from linattn_edu.kernels.tiles import device_of
+
+
+@gluon.jit
+def place(n, HV: gl.constexpr):
+    """Chunk and head of the n-th item of this program."""
+    i = gl.program_id(0) + n * gl.num_programs(0)
+    return i // HV, i % HV
+
+
+@gluon.jit
+def load_tiles(
+    q_desc, k_desc, v_desc, gc_desc, h_desc, v_new_desc, do_desc, dh_desc, Z_desc,
+    beta_ptr, gc_ptr, near_ptr,
+    qs, ks, vs, gcs, hs, news, dos, dhs, Zs, betas, middles, lasts, nears,
+    full_new, full_h, full_dh, full_k, gates_full, empty_h, empty_k,
+    N, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BT: gl.constexpr,
+):  # fmt: skip
+    """The warp that loads, in the order in which the others read."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    o_t, o_k, o_n = gl.arange(0, BT, layout), gl.arange(0, K, layout), gl.arange(0, 2, layout)
+    for n in range(N):
+        i_c, i_h = place(n, HV)
+        begin, column, i_S = i_c * BT, i_h * V, (i_c * HV + i_h) * K
+        mbarrier.wait(empty_h, (n & 1) ^ 1)
+        mbarrier.expect(full_new, 4 * BT * V * 2)
+        tma.async_copy_global_to_shared(do_desc, [begin, column], full_new, dos)
+        tma.async_copy_global_to_shared(v_new_desc, [begin, column], full_new, news)
+        tma.async_copy_global_to_shared(Z_desc, [begin, column], full_new, Zs)
+        tma.async_copy_global_to_shared(v_desc, [begin, column], full_new, vs)
+        mbarrier.expect(full_h, K * V * 2)
+        tma.async_copy_global_to_shared(h_desc, [i_S, 0], full_h, hs)
+        mbarrier.expect(full_dh, K * V * 2)
+        tma.async_copy_global_to_shared(dh_desc, [i_S, 0], full_dh, dhs)
+        # of the gates these rows are needed before the others have come
+        i = begin.to(gl.int64) * HV + i_h
+        b_beta = gl.load(beta_ptr + i + o_t * HV).to(gl.float32)
+        b_first = gl.load(gc_ptr + i * K + o_k)
+        b_middle = gl.load(gc_ptr + (i + BT // 2 * HV) * K + o_k)
+        b_last = gl.load(gc_ptr + (i + (BT - 1) * HV) * K + o_k)
+        mbarrier.wait(empty_k, (n & 1) ^ 1)
+        mbarrier.expect(full_k, BT * K * 8)
+        for c in gl.static_range(2):
+            at = [begin, i_h * K + c * (K // 2)]
+            tma.async_copy_global_to_shared(k_desc, at, full_k, ks.index(c))
+            tma.async_copy_global_to_shared(q_desc, at, full_k, qs.index(c))
+            tma.async_copy_global_to_shared(gc_desc, at, full_k, gcs.index(c))
+        # the last of these vectors was read before the place of q and k became empty
+        betas.store(b_beta)
+        middles.store(b_middle)
+        lasts.store(b_last)
+        b_most = gl.maximum(b_first - b_middle, b_middle - b_last)
+        most = gl.max(gl.where(o_k < K // 2, b_most, 0.0), 0)
+        other = gl.max(gl.where(o_k < K // 2, 0.0, b_most), 0)
+        b_near = gl.where(o_n == 0, most, other) <= NEAR
+        nears.store(b_near.to(gl.float32))
+        gl.store(near_ptr + (i_c * HV + i_h).to(gl.int64) * 2 + o_n, b_near.to(gl.int8))
+        barrier()
+        mbarrier.arrive(gates_full, count=1)
+
+
+@gluon.jit
+def store_sums(parts, dbeta_ptr, n, HV: gl.constexpr, BT: gl.constexpr):
+    """Add what both halves left of dbeta of the n-th item."""
+    vector: gl.constexpr = gl.SliceLayout(
+        0, gl.BlockedLayout([1, 2], [1, 32], [gl.num_warps(), 1], [1, 0])
+    )
+    i_c, i_h = place(n, HV)
+    b_dbeta = parts.index(0).load(vector) + parts.index(1).load(vector)
+    b_dbeta += parts.index(2).load(vector) + parts.index(3).load(vector)
+    o = (i_c * BT + gl.arange(0, BT, vector)).to(gl.int64) * HV + i_h
+    gl.store(dbeta_ptr + o, b_dbeta)
+
+
+@gluon.jit
+def square(i_c, i_h, o_i, o_j, HV: gl.constexpr, V: gl.constexpr, BT: gl.constexpr):
+    """Where dP and dL of a chunk are, in the rows of Z."""
+    return (i_c * BT + o_i).to(gl.int64)[:, None] * (HV * V) + (i_h * V + o_j)[None, :]
+
+
+@gluon.jit
+def compute_half(
+    c: gl.constexpr, dq_desc, dk_desc, dgc_desc, dP_ptr, dL_ptr, dgl_ptr, dbeta_ptr, scale,
+    qs, ks, vs, gcs, hs, news, dos, dhs, Zs, betas, middles, lasts, nears, inner, own, parts,
+    full_new, full_h, full_dh, full_k, gates_full, empty_h, empty_k, ready, used,
+    N, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BT: gl.constexpr,
+):  # fmt: skip
+    """Half c of the channels, by four warps: channel_intra_bwd_kernel's sums, transposed.
+
+    ready: dP and dL are there.  used: neither, nor what was left beside them, is needed any more.
+    """
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    rows: gl.constexpr = gl.SliceLayout(1, mma)
+    along: gl.constexpr = gl.SliceLayout(0, mma)
+    dtype: gl.constexpr = ks.dtype
+    zero = gl.full([BT, BT], 0.0, gl.float32, mma)
+    o_i, o_j = gl.arange(0, BT, rows), gl.arange(0, BT, along)
+    for n in range(N):
+        # 0, and the compiler cannot know: else it makes the addresses of all products before the
+        # loop, and they hold every register
+        z = n >> 30
+        k, q, gc = ks.index(c + z), qs.index(c + z), gcs.index(c + z)
+        S, dS = hs.index(z).slice(c * BT, BT), dhs.index(z).slice(c * BT, BT)
+        Z, v, do, new = Zs.index(z), vs.index(z), dos.index(z), news.index(z)
+        dP, dL = inner.index(z), inner.index(1 + z)
+        i_c, i_h = place(n, HV)
+        mbarrier.wait(full_new, n & 1)
+        if c == 0:
+            b_P = product(do, new.permute((1, 0)), zero, False)
+        else:
+            b_P = product(Z, new.permute((1, 0)), zero, False)
+        mbarrier.wait(full_h, n & 1)
+        # eq:kda-dqg   dqg = scale dO h^T
+        b_x = product(S, do.permute((1, 0)), zero, False)
+        # eq:kda-dkb   dkb = -Z S^T
+        b_y = product(S, Z.permute((1, 0)), zero, False)
+        mbarrier.wait(full_dh, n & 1)
+        # eq:kda-dkg   dkg = v_new dS^T
+        b_r = product(dS, new.permute((1, 0)), zero, False)
+        if n > 0:  # what was stored last left from the place of q, k and gc
+            tma.store_wait(0)
+            barrier()
+            mbarrier.arrive(empty_k, count=1)
+        mbarrier.wait(used, (n & 1) ^ 1)
+        if c == 1:  # noqa: SIM102  (the other half has no such branch)
+            if n > 0:
+                store_sums(parts, dbeta_ptr, n - 1, HV, BT)
+        mbarrier.wait(gates_full, n & 1)
+        near = gl.max(nears.slice(c, 1).load(rows), 0) > 0.0
+        both = gl.max(nears.slice(0, 1).load(rows), 0) * gl.max(nears.slice(1, 1).load(rows), 0)
+        b_P = warpgroup_mma_wait(3, [b_P])
+        below = o_i[:, None] > o_j[None, :]
+        if c == 0:
+            # eq:kda-dp   dP = scale tril(dO v_new^T)
+            b_P *= scale
+            own.store(gl.sum(gl.where(o_i[:, None] == o_j[None, :], b_P, 0.0), 1))
+            dP.store(gl.where(below, b_P, 0.0).to(dtype))
+            if both == 0.0:
+                b_P = gl.where(o_i[:, None] >= o_j[None, :], b_P, 0.0)
+                gl.store(dP_ptr + square(i_c, i_h, o_i, o_j, HV, V, BT), b_P.to(dtype))
+        else:
+            # eq:kda-dl   dL = -tril(Z v_new^T, -1)
+            b_P = gl.where(below, -b_P, 0.0)
+            dL.store(b_P.to(dtype))
+            if both == 0.0:
+                gl.store(dL_ptr + square(i_c, i_h, o_i, o_j, HV, V, BT), b_P.to(dtype))
+        fence_async_shared()
+        barrier()
+        mbarrier.arrive(ready, count=1)
+        # eq:kda-dgl   dgl = rowsum(dS * S)
+        b_t = own_dot(half(S, 0), half(dS, 0), mma) + own_dot(half(S, 1), half(dS, 1), mma)
+        b_dgl = gl.convert_layout(gl.sum(b_t, 1), rows)
+        b_t = own_dot(half(Z, c), half(v, c), mma)
+        b_dbeta = gl.convert_layout(gl.sum(b_t, 1), rows)
+        b_x, b_y, b_r = warpgroup_mma_wait(0, [b_x, b_y, b_r])
+        barrier()
+        mbarrier.arrive(empty_h, count=1)
+        b_gl = lasts.slice(c * BT, BT).load(rows)
+        mbarrier.wait(full_k, n & 1)
+        if near:
+            b_ga = middles.slice(c * BT, BT).load(rows)
+            # gates that all of a row has are in the sums from their beginning
+            b_x *= (gl.exp2(b_ga) * scale)[:, None]
+            b_y *= -gl.exp2(b_ga)[:, None]
+            b_r *= gl.exp2(b_gl - b_ga)[:, None]
+            b_F = gl.exp2(b_ga[:, None] - gc.permute((1, 0)).load(mma))
+            b_kF = (k.permute((1, 0)).load(mma).to(gl.float32) * b_F).to(dtype)
+            # eq:kda-dgc-last   dgc_last += colsum(K * R) + 2^gc_last dgl
+            b_u = gl.where(o_j[None, :] == BT - 1, 0.0, b_kF.to(gl.float32) * b_r)
+            b_dgl = b_dgl * gl.exp2(b_gl) + gl.sum(b_u, 1)
+            mbarrier.wait(ready, n & 1)
+            parts.index(2 * c).store(b_dbeta)
+            # eq:kda-dq   dQ_i += sum over j < i of dP_ij k_j 2^(gc_i - gc_j)
+            b_x = product(operand(b_kF, dtype, mma), dP.permute((1, 0)), b_x)
+            # eq:kda-y   Y_i += sum over j < i of dL_ij k_j 2^(gc_i - gc_j)
+            b_y = product(operand(b_kF, dtype, mma), dL.permute((1, 0)), b_y)
+            # eq:kda-r   R_j += sum over i > j of (dP_ij q_i + beta_i dL_ij k_i) 2^(gc_i - gc_j)
+            b_E = gl.exp2(gc.permute((1, 0)).load(mma) - b_ga[:, None])
+            b_qE = (q.permute((1, 0)).load(mma).to(gl.float32) * b_E).to(dtype)
+            b_r = product(operand(b_qE, dtype, mma), dP, b_r)
+            b_E *= betas.load(along)[None, :]
+            b_kE = (k.permute((1, 0)).load(mma).to(gl.float32) * b_E).to(dtype)
+            b_r = product(operand(b_kE, dtype, mma), dL, b_r)
+            b_x, b_y, b_r = warpgroup_mma_wait(0, [b_x, b_y, b_r])
+            barrier()
+            b_g = gc.permute((1, 0)).load(mma) - b_ga[:, None]
+            b_k = k.permute((1, 0)).load(mma).to(gl.float32)
+            b_F = gl.exp2(-b_g)
+            # with the rounded operands, what i gains is what j loses, term by term; of the last
+            # token R is all from outside the chunk, and would cancel
+            b_u = (b_k * b_F).to(dtype).to(gl.float32) * b_r
+            b_dgc = gl.where(o_j[None, :] == BT - 1, b_dgl[:, None], -b_u)
+            b_r *= b_F
+            b_E = gl.exp2(b_g)
+            b_beta = betas.load(along)[None, :]
+            b_dgc += (b_k * b_E * b_beta).to(dtype).to(gl.float32) * b_y
+            b_q = q.permute((1, 0)).load(mma).to(gl.float32)
+            # eq:kda-dgc   dgc = Q * dQ + K * (diag(beta) Y - R)
+            b_dgc += (b_q * b_E).to(dtype).to(gl.float32) * b_x
+            gc.permute((1, 0)).store(b_dgc)
+            # eq:kda-outer   dQ += 2^gc * dqg, Y += 2^gc * dkb, R += 2^(gc_last - gc) * dkg
+            b_own = own.load(along)[None, :]
+            b_x = b_E * b_x + b_own * b_k
+            b_y *= b_E
+            # eq:kda-dbeta   dbeta += rowsum(K * Y)
+            parts.index(2 * c + 1).store(gl.sum(b_k * b_y, 0))
+            # eq:kda-dk   dk = diag(beta) Y + R + diag(dP) Q
+            b_y = b_beta * b_y + b_r + b_own * b_q
+            barrier()
+            q.permute((1, 0)).store(b_x.to(dtype))
+            k.permute((1, 0)).store(b_y.to(dtype))
+        else:
+            mbarrier.wait(ready, n & 1)
+            b_k = k.permute((1, 0)).load(mma).to(gl.float32)
+            b_g = gc.permute((1, 0)).load(mma)
+            b_u = b_k * gl.exp2(b_gl[:, None] - b_g) * b_r
+            b_u = gl.where(o_j[None, :] == BT - 1, 0.0, b_u)
+            b_dgl = b_dgl * gl.exp2(b_gl) + gl.sum(b_u, 1)
+            gl.store(dgl_ptr + (i_c * HV + i_h).to(gl.int64) * K + c * BT + o_i, b_dgl)
+            parts.index(2 * c).store(b_dbeta)
+            parts.index(2 * c + 1).store(gl.full([BT], 0.0, gl.float32, along))
+            barrier()
+            gc.permute((1, 0)).store(b_r)
+            q.permute((1, 0)).store((b_x * scale).to(dtype))
+            k.permute((1, 0)).store((-b_y).to(dtype))
+        fence_async_shared()
+        barrier()
+        mbarrier.arrive(used, count=1)
+        at = [i_c * BT, i_h * K + c * BT]
+        tma.async_copy_shared_to_global(dgc_desc, at, gc)
+        tma.async_copy_shared_to_global(dq_desc, at, q)
+        tma.async_copy_shared_to_global(dk_desc, at, k)
+    if c == 1:
+        mbarrier.wait(used, (N & 1) ^ 1)
+        store_sums(parts, dbeta_ptr, N - 1, HV, BT)
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["NT"])
+def channel_intra_gluon_kernel(
+    q_desc,  # [B * T, HV * K]
+    k_desc,  # [B * T, HV * K]
+    v_desc,  # [B * T, HV * V]
+    gc_desc,  # [B * T, HV * K] log2
+    h_desc,  # [B * NT * HV * K, V]
+    v_new_desc,  # [B * T, HV * V]
+    do_desc,  # [B * T, HV * V]
+    dh_desc,  # [B * NT * HV * K, V]
+    Z_desc,  # [B * T, HV * V]
+    dq_desc,  # [B * T, HV * K] out
+    dk_desc,  # [B * T, HV * K] out
+    dgc_desc,  # [B * T, HV * K] out
+    beta_ptr,  # [B, T, HV]
+    gc_ptr,  # [B, T, HV, K] log2
+    near_ptr,  # [B, NT, HV, 2] out
+    dP_ptr,  # [B, T, HV, V] out
+    dL_ptr,  # [B, T, HV, V] out
+    dgl_ptr,  # [B, NT, HV, K] out
+    dbeta_ptr,  # [B, T, HV] out
+    scale,
+    NT,  # chunks of all sequences
+    HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BT: gl.constexpr,
+):  # fmt: skip
+    """One program: every so many-th chunk of a head.  Any grid.
+
+    Reference: linattn_edu.reference.delta.kda_fused_bwd.channel_intra_bwd.
+    """
+    dtype: gl.constexpr = k_desc.dtype
+    N = gl.cdiv(NT * HV - gl.program_id(0), gl.num_programs(0))
+    qs = gl.allocate_shared_memory(dtype, [2, BT, BT], q_desc.layout)
+    ks = gl.allocate_shared_memory(dtype, [2, BT, BT], k_desc.layout)
+    gcs = gl.allocate_shared_memory(gl.float32, [2, BT, BT], gc_desc.layout)
+    vs = gl.allocate_shared_memory(dtype, [1, BT, V], v_desc.layout)
+    hs = gl.allocate_shared_memory(dtype, [1, K, V], h_desc.layout)
+    news = gl.allocate_shared_memory(dtype, [1, BT, V], v_new_desc.layout)
+    dos = gl.allocate_shared_memory(dtype, [1, BT, V], do_desc.layout)
+    dhs = gl.allocate_shared_memory(dtype, [1, K, V], dh_desc.layout)
+    Zs = gl.allocate_shared_memory(dtype, [1, BT, V], Z_desc.layout)
+    inner = gl.allocate_shared_memory(dtype, [2, BT, BT], dq_desc.layout)
+    vector: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    betas = gl.allocate_shared_memory(gl.float32, [BT], vector)
+    middles = gl.allocate_shared_memory(gl.float32, [K], vector)
+    lasts = gl.allocate_shared_memory(gl.float32, [K], vector)
+    nears = gl.allocate_shared_memory(gl.float32, [2], vector)
+    own = gl.allocate_shared_memory(gl.float32, [BT], vector)
+    parts = gl.allocate_shared_memory(gl.float32, [4, BT], vector)
+    bar: gl.constexpr = mbarrier.MBarrierLayout()
+    full_new = gl.allocate_shared_memory(gl.int64, [1], bar)
+    full_h = gl.allocate_shared_memory(gl.int64, [1], bar)
+    full_dh = gl.allocate_shared_memory(gl.int64, [1], bar)
+    full_k = gl.allocate_shared_memory(gl.int64, [1], bar)
+    gates_full = gl.allocate_shared_memory(gl.int64, [1], bar)
+    empty_h = gl.allocate_shared_memory(gl.int64, [1], bar)
+    empty_k = gl.allocate_shared_memory(gl.int64, [1], bar)
+    ready = gl.allocate_shared_memory(gl.int64, [1], bar)
+    used = gl.allocate_shared_memory(gl.int64, [1], bar)
+    mbarrier.init(full_new, count=1)
+    mbarrier.init(full_h, count=1)
+    mbarrier.init(full_dh, count=1)
+    mbarrier.init(full_k, count=1)
+    mbarrier.init(gates_full, count=1)
+    mbarrier.init(empty_h, count=2)
+    mbarrier.init(empty_k, count=2)
+    mbarrier.init(ready, count=2)
+    mbarrier.init(used, count=2)
+    fence_async_shared()
+    gl.warp_specialize([
+        (compute_half, (
+            0, dq_desc, dk_desc, dgc_desc, dP_ptr, dL_ptr, dgl_ptr, dbeta_ptr, scale,
+            qs, ks, vs, gcs, hs, news, dos, dhs, Zs, betas, middles, lasts, nears, inner, own,
+            parts, full_new, full_h, full_dh, full_k, gates_full, empty_h, empty_k, ready, used,
+            N, HV, K, V, BT,
+        )),
+        (compute_half, (
+            1, dq_desc, dk_desc, dgc_desc, dP_ptr, dL_ptr, dgl_ptr, dbeta_ptr, scale,
+            qs, ks, vs, gcs, hs, news, dos, dhs, Zs, betas, middles, lasts, nears, inner, own,
+            parts, full_new, full_h, full_dh, full_k, gates_full, empty_h, empty_k, ready, used,
+            N, HV, K, V, BT,
+        )),
+        (load_tiles, (
+            q_desc, k_desc, v_desc, gc_desc, h_desc, v_new_desc, do_desc, dh_desc, Z_desc,
+            beta_ptr, gc_ptr, near_ptr,
+            qs, ks, vs.index(0), gcs, hs.index(0), news.index(0), dos.index(0), dhs.index(0),
+            Zs.index(0), betas, middles, lasts, nears,
+            full_new, full_h, full_dh, full_k, gates_full, empty_h, empty_k,
+            N, HV, K, V, BT,
+        )),
+    ], [4, 1], [240, 24])  # fmt: skip
+
+
+VERSIONS = ("3.6.",)  # of Triton, with which it has run on a Hopper GPU: Gluon is not stable yet
+HEAD = 128  # keys, and values
+# tokens of a sequence times heads, and heads: as in intra_bwd_gluon
+LEAST, FEWEST = 1 << 16, 4
+# of the registers at the start the loading warp keeps 24 a thread, the others take the rest
+OPTIONS = {"num_warps": 4, "maxnreg": 168}
+
+
+def fits(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    gc: Tensor,
+    h: Tensor,
+    v_new: Tensor,
+    do: Tensor,
+    dh: Tensor,
+    Z: Tensor,
+    chunk_size: int,
+    packed: bool,
+) -> bool:
+    """Whether channel_intra_gluon takes these."""
+    return (
+        not packed
+        and v.shape[1] * v.shape[2] >= LEAST
+        and v.shape[2] >= FEWEST
+        and q.shape[2] == v.shape[2]
+        and q.shape[1] % CHUNK == 0
+        and q.is_cuda
+        and device_of(q)[0] == "hopper"
+        and q.dtype == torch.bfloat16
+        and (q.shape[-1], v.shape[-1], chunk_size) == (HEAD, HEAD, CHUNK)
+        and triton.__version__.startswith(VERSIONS)
+        and all(x.data_ptr() % 16 == 0 for x in (q, k, v, gc, h, v_new, do, dh, Z))
+    )
+
+
+def descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """Of x as a matrix whose row is a token, or a key of a state, for copies of such tiles."""
+    x = x.view(-1, x.shape[-1] if rows == HEAD else x.shape[-2] * x.shape[-1])
+    dtype = gl.float32 if x.dtype == torch.float32 else DTYPES[x.dtype]
+    layout = gl.NVMMASharedLayout.get_default_for([rows, columns], dtype)
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, columns], layout)
+
+
+def channel_intra_gluon(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    gc: Tensor,
+    h: Tensor,
+    v_new: Tensor,
+    do: Tensor,
+    dh: Tensor,
+    Z: Tensor,
+    dgl: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dbeta: Tensor,
+    dgc: Tensor,
+    near: Tensor,
+    scale: float,
+) -> None:
+    """Launch channel_intra_gluon_kernel; it writes what channel_intra_bwd_kernel writes, dP and dL
+    in the place of Z.
+    """
+    B, T, HV, K = q.shape
+    V, NT = v.shape[-1], B * T // CHUNK
+    keys, values, states = (CHUNK, K // 2), (CHUNK, V), (K, V)
+    tensors = q, k, v, gc, h, v_new, do, dh, Z, dq, dk, dgc
+    sizes = keys, keys, values, keys, states, values, values, states, values, keys, keys, keys
+    descriptors = map(descriptor, tensors, *zip(*sizes, strict=True))
+    channel_intra_gluon_kernel[(min(device_of(q)[1], NT * HV),)](
+        *descriptors, beta, gc, near, Z, Z[..., CHUNK:], dgl, dbeta, scale, NT, HV, K, V, CHUNK,
+        **OPTIONS,
+    )  # fmt: skip

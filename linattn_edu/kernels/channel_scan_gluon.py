@@ -1,0 +1,266 @@
+"""channel_scan in Gluon, for Hopper, after the model of scan_gluon: a decay for each row of S.
+
+Four warps hold S^T [64, 128] of 64 values; a program of 128 values has them twice, and each chunk
+that the loading warp copies serves both.
+"""
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma_wait,
+)
+
+from linattn_edu.kernels import scan_gluon
+from linattn_edu.kernels.pieces import Pieces
+from linattn_edu.kernels.scan_gluon import (
+    BV,
+    CHUNK,
+    barrier,
+    descriptor,
+    half,
+    keys_times_state,
+    operand,
+    product,
+)
+from linattn_edu.kernels.scans_gluon import place, ring, rows_of, state_of
+from linattn_edu.kernels.tiles import cdiv, device_of, sequence_of
+from linattn_edu.packing import Packing
+
+
+@gluon.jit
+def channel_gates_of(
+    gc_ptr, beta_ptr, i_t, NT, HV: gl.constexpr, BT: gl.constexpr, BACK: gl.constexpr
+):
+    """gc of the last token of the chunk that comes i_t-th, in halves of 64 keys, and its beta."""
+    i = place(gl.maximum(gl.minimum(i_t, NT - 1), 0), gl.maximum(NT, 1), BACK) * BT
+    o = gl.arange(0, 64, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    last_ptr = gc_ptr + (i + BT - 1) * HV * 128 + o
+    b_beta = gl.load(beta_ptr + (i + o) * HV).to(gl.float32)
+    return gl.load(last_ptr), gl.load(last_ptr + 64), b_beta
+
+
+@gluon.jit
+def load_channel_chunks(
+    descs, columns, rings, gc_ptr, beta_ptr, gates, full, empty, first, NT,
+    BYTES: gl.constexpr, HV: gl.constexpr, BT: gl.constexpr, STAGES: gl.constexpr,
+    BACK: gl.constexpr,
+):  # fmt: skip
+    """The warp that loads: every chunk into the rings, as soon as its place is empty.
+
+    first: row of the first token.  BACK: the last chunk first.  gates: of each place, in rows of
+    64, the decay of the state in halves and beta.
+    """
+    b_a1, b_a2, b_beta = channel_gates_of(gc_ptr, beta_ptr, 0, NT, HV, BT, BACK)
+    for i_t in range(NT):
+        i = i_t % STAGES
+        begin = first + place(i_t, NT, BACK) * BT
+        mbarrier.wait(empty.index(i), (i_t // STAGES & 1) ^ 1)
+        bar = full.index(i)
+        mbarrier.expect(bar, BYTES)
+        for j in gl.static_range(len(rings)):
+            tma.async_copy_global_to_shared(descs[j], [begin, columns[j]], bar, rings[j].index(i))
+        gates.index(3 * i).store(gl.exp2(b_a1))
+        gates.index(3 * i + 1).store(gl.exp2(b_a2))
+        gates.index(3 * i + 2).store(b_beta)
+        # those of the next chunk are on their way meanwhile
+        b_a1, b_a2, b_beta = channel_gates_of(gc_ptr, beta_ptr, i_t + 1, NT, HV, BT, BACK)
+        barrier()
+        mbarrier.arrive(bar, count=1)
+
+
+@gluon.jit
+def channel_scan_chunks(
+    o_desc, h0_ptr, ht_ptr, scale, qs, kgs, kds, vs, Ps, As, gates, full, empty, out,
+    first, c_v, i_nh, i_v, NT,
+    W: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BT: gl.constexpr, BV: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    """Four warps that compute: the sums of channel_scan_transposed_kernel in its order, for tile W
+    of the program's values.
+
+    At most three products are under way, and none where the loop turns: ptxas would run them one
+    after the other.
+    """
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, 64, 16])
+    along: gl.constexpr = gl.SliceLayout(0, mma)  # a number for each column
+    dtype: gl.constexpr = kds.dtype
+    zero = gl.full([BV, 64], 0.0, gl.float32, mma)
+    b_S1, b_S2 = state_of(h0_ptr, NT, i_nh, i_v + W, K, V, BV, mma)
+    b_h1, b_h2 = operand(b_S1, dtype, mma), operand(b_S2, dtype, mma)
+    mbarrier.wait(full.index(0), 0, pred=NT > 0)
+    # (kd S)^T of the first chunk
+    b_W = warpgroup_mma_wait(0, [keys_times_state(b_h1, b_h2, kds.index(0), zero, K)])
+    for i_t in range(NT):
+        i = i_t % STAGES
+        # eq:delta-inter   qg S
+        b_o = product(b_h1, half(qs.index(i), 0).permute((1, 0)), zero, False)
+        # eq:delta-residual   W = V - kd S
+        b_v = half(vs.index(i), W).permute((1, 0)).load(mma)
+        b_W = b_v.to(gl.float32) - b_W
+        # eq:delta-v-new   v_new = A diag(beta) W
+        b_W *= gates.index(3 * i + 2).load(along)[None, :]
+        b_new = product(operand(b_W, dtype, mma), As.index(i).permute((1, 0)), zero, False)
+        # eq:delta-state   S <- diag(2^gc_last) S + kg^T v_new
+        b_o = product(b_h2, half(qs.index(i), 1).permute((1, 0)), b_o)
+        b_S1 *= gates.index(3 * i).load(along)[None, :]
+        b_S2 *= gates.index(3 * i + 1).load(along)[None, :]
+        b_new = warpgroup_mma_wait(1, [b_new])
+        b_x = operand(b_new, dtype, mma)
+        b_S1 = product(b_x, half(kgs.index(i), 0), b_S1)
+        b_S2 = product(b_x, half(kgs.index(i), 1), b_S2)
+        # eq:delta-output   o = scale (inter + P v_new)
+        b_o = warpgroup_mma_wait(2, [b_o])
+        b_o = product(b_x, Ps.index(i).permute((1, 0)), b_o)
+        b_S1 = warpgroup_mma_wait(2, [b_S1])
+        b_h1 = operand(b_S1, dtype, mma)
+        b_S2 = warpgroup_mma_wait(1, [b_S2])
+        b_h2 = operand(b_S2, dtype, mma)
+        # kd S of the next chunk; after the last one for nothing
+        i_next = gl.minimum(i_t + 1, NT - 1)
+        n = i_next % STAGES
+        mbarrier.wait(full.index(n), i_next // STAGES & 1)
+        b_W = keys_times_state(b_h1, b_h2, kds.index(n), zero, K)
+        b_o = warpgroup_mma_wait(2, [b_o])
+        b_o = (scale * b_o).to(dtype)
+        tma.store_wait(0)
+        barrier()  # no warp reads the chunk any more, and none has to wait to write `out`
+        mbarrier.arrive(empty.index(i), count=1)
+        out.permute((1, 0)).store(b_o)
+        fence_async_shared()
+        barrier()
+        tma.async_copy_shared_to_global(o_desc, [first + i_t * BT, c_v + W * BV], out)
+        b_W = warpgroup_mma_wait(0, [b_W])
+    tma.store_wait(0)
+    if ht_ptr is not None:
+        o_S = i_nh.to(gl.int64) * K * V + rows_of(i_v + W, V, BV, mma)
+        gl.store(ht_ptr + o_S, b_S1)
+        gl.store(ht_ptr + o_S + 64 * V, b_S2)
+
+
+@gluon.jit(do_not_specialize=["T"])
+def channel_scan_gluon_kernel(
+    qg_desc,  # [B * T, HV * K]
+    kg_desc,  # [B * T, HV * K]
+    kd_desc,  # [B * T, HV * K]
+    v_desc,  # [B * T, HV * V]
+    P_desc,  # [B * T, HV * BT]
+    A_desc,  # [B * T, HV * BT]
+    o_desc,  # [B * T, HV * V] out
+    beta_ptr,  # [B, T, HV]
+    gc_ptr,  # [B, T, HV, K] log2
+    h0_ptr,  # [N, HV, K, V] or None
+    ht_ptr,  # [N, HV, K, V] out, or None
+    scale,
+    cu_ptr,  # [N + 1] or None
+    T,
+    HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
+    BT: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr,
+    WORKERS: gl.constexpr,  # groups of four warps, each with BV values
+):  # fmt: skip
+    """One program: S[:, v-tiles] of one head, through all chunks.
+
+    Grid (N * HV * V / BV / WORKERS).
+
+    Reference: linattn_edu.reference.delta.kda_fused.channel_scan.
+    """
+    NV: gl.constexpr = V // BV // WORKERS
+    pid = gl.program_id(0)
+    i_v, i_nh = pid % NV * WORKERS, pid // NV
+    i_h = i_nh % HV
+    first, n_t, _ = sequence_of(i_nh // HV, cu_ptr, None, T, BT)
+    first, NT = first.to(gl.int32), n_t // BT
+    c_k, c_v, c_t = i_h * K, i_h * V + i_v * BV, i_h * BT
+    gc_ptr += (first.to(gl.int64) * HV + i_h) * K
+    beta_ptr += first.to(gl.int64) * HV + i_h
+    kds, kgs, qs = ring(kd_desc, STAGES), ring(kg_desc, STAGES), ring(qg_desc, STAGES)
+    vs, As, Ps = ring(v_desc, STAGES), ring(A_desc, STAGES), ring(P_desc, STAGES)
+    out = ring(o_desc, WORKERS)
+    rows: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    gates = gl.allocate_shared_memory(gl.float32, [3 * STAGES, 64], rows)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=2)  # the copies have come, and the gates
+        mbarrier.init(empty.index(i), count=WORKERS)
+    fence_async_shared()
+    BYTES: gl.constexpr = (3 * K + WORKERS * BV + 2 * BT) * BT * 2
+    # the arguments stand here: in a variable, a tuple's constants are constants no more
+    if WORKERS == 2:
+        gl.warp_specialize([
+            (channel_scan_chunks, (
+                o_desc, h0_ptr, ht_ptr, scale, qs, kgs, kds, vs, Ps, As, gates, full, empty,
+                out.index(0), first, c_v, i_nh, i_v, NT, 0, K, V, BT, BV, STAGES,
+            )),
+            (channel_scan_chunks, (
+                o_desc, h0_ptr, ht_ptr, scale, qs, kgs, kds, vs, Ps, As, gates, full, empty,
+                out.index(1), first, c_v, i_nh, i_v, NT, 1, K, V, BT, BV, STAGES,
+            )),
+            (load_channel_chunks, (
+                (kd_desc, v_desc, A_desc, qg_desc, kg_desc, P_desc),
+                (c_k, c_v, c_t, c_k, c_k, c_t), (kds, vs, As, qs, kgs, Ps), gc_ptr, beta_ptr,
+                gates, full, empty, first, NT, BYTES, HV, BT, STAGES, False,
+            )),
+        ], [4, 1], [240, 24])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (channel_scan_chunks, (
+                o_desc, h0_ptr, ht_ptr, scale, qs, kgs, kds, vs, Ps, As, gates, full, empty,
+                out.index(0), first, c_v, i_nh, i_v, NT, 0, K, V, BT, BV, STAGES,
+            )),
+            (load_channel_chunks, (
+                (kd_desc, v_desc, A_desc, qg_desc, kg_desc, P_desc),
+                (c_k, c_v, c_t, c_k, c_k, c_t), (kds, vs, As, qs, kgs, Ps), gc_ptr, beta_ptr,
+                gates, full, empty, first, NT, BYTES, HV, BT, STAGES, False,
+            )),
+        ], [1], [24])  # fmt: skip
+
+
+HEAD = 128  # keys
+# WORKERS -> chunks in shared memory, one at work, the others on their way; and registers of a
+# thread at the start, of which the loading warp keeps 24, and the others take the rest
+OPTIONS = {
+    1: {"STAGES": 3, "num_warps": 4, "maxnreg": 144},
+    2: {"STAGES": 2, "num_warps": 4, "maxnreg": 168},
+}
+
+
+def fits(kg: Tensor, v: Tensor, P: Tensor, A: Tensor, packing: Packing | None) -> bool:
+    """Whether channel_scan_gluon scans these sequences, or pieces of them that are whole chunks;
+    the other tensors are new, and lie as kg.
+    """
+    return kg.shape[-1] == HEAD and scan_gluon.fits(kg, kg, v, P, A, packing)
+
+
+def channel_scan_gluon(
+    qg: Tensor,
+    kg: Tensor,
+    kd: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    gc: Tensor,
+    P: Tensor,
+    A: Tensor,
+    initial_state: Tensor | None,
+    o: Tensor,
+    last: Tensor | None,
+    scale: float,
+    pieces: Pieces,
+) -> None:
+    """Launch channel_scan_gluon_kernel on the pieces; it writes o and last.
+
+    A program takes 128 values where that leaves no more than three of ten multiprocessors idle.
+    """
+    HV, K = kg.shape[2:]
+    V = v.shape[-1]
+    heads = pieces.N * HV
+    workers = 2 if V % (2 * BV) == 0 and 10 * heads * cdiv(V, 2 * BV) >= 7 * device_of(kg)[1] else 1
+    widths = K, K, K, workers * BV, CHUNK, CHUNK, BV
+    descriptors = map(descriptor, (qg, kg, kd, v, P, A, o), widths)
+    channel_scan_gluon_kernel[(heads * V // BV // workers,)](
+        *descriptors, beta, gc, initial_state, last, scale, pieces.cu_seqlens, pieces.T, HV, K, V,
+        BT=CHUNK, BV=BV, WORKERS=workers, **OPTIONS[workers],
+    )  # fmt: skip

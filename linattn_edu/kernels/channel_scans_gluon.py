@@ -1,0 +1,507 @@
+"""channel_scans in Gluon, for Hopper, after the model of scans_gluon: a decay for each row of S.
+
+Four warps hold S^T or dS^T [64, 128] of 64 values; a program of 128 values has them twice, and each
+chunk that the loading warp copies serves both. One warp for each copies results out.
+"""
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma_wait,
+)
+
+from linattn_edu.kernels import scan_gluon
+from linattn_edu.kernels.channel_scan_gluon import fits, load_channel_chunks
+from linattn_edu.kernels.pieces import Pieces
+from linattn_edu.kernels.scan_gluon import (
+    BV,
+    CHUNK,
+    descriptor,
+    half,
+    keys_times_state,
+    operand,
+    product,
+)
+from linattn_edu.kernels.scans_gluon import (
+    hand_over,
+    put,
+    ring,
+    rows_of,
+    state_of,
+    states_descriptor,
+    store_chunks,
+    way,
+)
+from linattn_edu.kernels.tiles import cdiv, device_of
+
+__all__ = [
+    "channel_gradients_gluon", "channel_scans_gluon", "channel_states_gluon", "fits", "scan_gluon",
+]  # fmt: skip
+
+
+@gluon.jit
+def channel_forth(
+    h0_ptr, kgs, kds, vs, As, gates, full, empty, h1, h2, new, out, i_nh, i_v, NT,
+    W: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BT: gl.constexpr, BV: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    """Four warps that compute: the sums of channel_states_kernel, for tile W of the values."""
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, 64, 16])
+    along: gl.constexpr = gl.SliceLayout(0, mma)  # a number for each column
+    dtype: gl.constexpr = kds.dtype
+    zero = gl.full([BV, 64], 0.0, gl.float32, mma)
+    b_S1, b_S2 = state_of(h0_ptr, NT, i_nh, i_v + W, K, V, BV, mma)
+    put(b_S1.to(dtype), h1)
+    put(b_S2.to(dtype), h2)
+    hand_over(out.index(0))
+    mbarrier.wait(full.index(0), 0, pred=NT > 0)
+    b_h1, b_h2 = operand(b_S1, dtype, mma), operand(b_S2, dtype, mma)
+    # kd S of the first chunk
+    b_W = warpgroup_mma_wait(0, [keys_times_state(b_h1, b_h2, kds.index(0), zero, K)])
+    for i_t in range(NT):
+        i = i_t % STAGES
+        # eq:delta-residual   W = V - kd S
+        b_v = half(vs.index(i), W).permute((1, 0)).load(mma)
+        b_W = b_v.to(gl.float32) - b_W
+        # eq:delta-v-new   v_new = A diag(beta) W
+        b_W *= gates.index(3 * i + 2).load(along)[None, :]
+        b_new = product(operand(b_W, dtype, mma), As.index(i).permute((1, 0)), zero, False)
+        # eq:delta-state   S <- diag(2^gc_last) S + kg^T v_new
+        b_S1 *= gates.index(3 * i).load(along)[None, :]
+        b_S2 *= gates.index(3 * i + 1).load(along)[None, :]
+        b_new = warpgroup_mma_wait(0, [b_new])
+        b_x = operand(b_new, dtype, mma)
+        b_S1 = product(b_x, half(kgs.index(i), 0), b_S1)
+        b_S2 = product(b_x, half(kgs.index(i), 1), b_S2)
+        mbarrier.wait(out.index(3), i_t & 1)
+        put(b_new.to(dtype), new)
+        hand_over(out.index(2))
+        # kd S of the next chunk; after the last one for nothing
+        i_next = gl.minimum(i_t + 1, NT - 1)
+        n = i_next % STAGES
+        mbarrier.wait(full.index(n), i_next // STAGES & 1)
+        b_S1 = warpgroup_mma_wait(1, [b_S1])
+        b_h1 = operand(b_S1, dtype, mma)
+        b_W = product(b_h1, half(kds.index(n), 0).permute((1, 0)), zero, False)
+        b_S2 = warpgroup_mma_wait(1, [b_S2])
+        b_h2 = operand(b_S2, dtype, mma)
+        b_W = product(b_h2, half(kds.index(n), 1).permute((1, 0)), b_W)
+        mbarrier.wait(out.index(1), i_t & 1)
+        put(b_S1.to(dtype), h1)
+        put(b_S2.to(dtype), h2)
+        hand_over(out.index(0))
+        mbarrier.arrive(empty.index(i), count=1)  # no warp reads the chunk any more
+        b_W = warpgroup_mma_wait(0, [b_W])
+
+
+@gluon.jit
+def output_part(do, P, zero):
+    """Begin (P^T dO)^T."""
+    return product(do.permute((1, 0)), P, zero, False)
+
+
+@gluon.jit
+def plus_keys_times_state(b_h1, b_h2, k, acc):
+    """Begin acc + (K S)^T, from S^T in halves of 64 keys."""
+    acc = product(b_h1, half(k, 0).permute((1, 0)), acc)
+    return product(b_h2, half(k, 1).permute((1, 0)), acc)
+
+
+@gluon.jit
+def channel_back(
+    dht_ptr, dh0_ptr, scale, qs, kgs, kds, dos, Ps, As, gates, full, empty, h1, h2, Zs, dvs, out,
+    i_nh, i_v, NT,
+    W: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BT: gl.constexpr, BV: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    """Four warps that compute: the sums of channel_gradients_kernel, for tile W of the values.
+
+    At most three products are under way, and none where the loop turns: ptxas would run them one
+    after the other.
+    """
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, 64, 16])
+    along: gl.constexpr = gl.SliceLayout(0, mma)  # a number for each column
+    dtype: gl.constexpr = kds.dtype
+    zero = gl.full([BV, 64], 0.0, gl.float32, mma)
+    b_S1, b_S2 = state_of(dht_ptr, NT, i_nh, i_v + W, K, V, BV, mma)
+    put(b_S1.to(dtype), h1)
+    put(b_S2.to(dtype), h2)
+    hand_over(out.index(0))
+    mbarrier.wait(full.index(0), 0, pred=NT > 0)
+    b_h1, b_h2 = operand(b_S1, dtype, mma), operand(b_S2, dtype, mma)
+    # dv_new of the last chunk
+    b_dv = warpgroup_mma_wait(0, [output_part(half(dos.index(0), W), Ps.index(0), zero)])
+    b_dv = plus_keys_times_state(b_h1, b_h2, kgs.index(0), b_dv * scale)
+    b_dv = warpgroup_mma_wait(0, [b_dv])
+    for i_t in range(NT):
+        i = i_t % STAGES
+        # eq:fused-ds   dS <- diag(2^gc_last) dS + qg^T scale dO - kd^T dV
+        b_do = half(dos.index(i), W).permute((1, 0)).load(mma).to(gl.float32) * scale
+        b_do = operand(b_do, dtype, mma)
+        b_S1 *= gates.index(3 * i).load(along)[None, :]
+        b_S2 *= gates.index(3 * i + 1).load(along)[None, :]
+        # eq:kda-z   Z = A^T dv_new
+        b_Z = product(operand(b_dv, dtype, mma), As.index(i), zero, False)
+        b_S1 = product(b_do, half(qs.index(i), 0), b_S1)
+        b_S2 = product(b_do, half(qs.index(i), 1), b_S2)
+        # eq:kda-dv   dV = diag(beta) Z
+        b_Z = warpgroup_mma_wait(2, [b_Z])
+        b_dv = gates.index(3 * i + 2).load(along)[None, :] * b_Z
+        b_x = operand(-b_dv, dtype, mma)
+        b_S1 = warpgroup_mma_wait(1, [b_S1])
+        b_S1 = product(b_x, half(kds.index(i), 0), b_S1)
+        b_S2 = product(b_x, half(kds.index(i), 1), b_S2)
+        mbarrier.wait(out.index(3), i_t & 1)
+        put(b_Z.to(dtype), Zs)
+        put(b_dv.to(dtype), dvs)
+        hand_over(out.index(2))
+        # eq:kda-dv-out   dv_new = scale P^T dO
+        # eq:delta-dv-new   dv_new += kg dS: of the next chunk; after the last one for nothing
+        i_next = gl.minimum(i_t + 1, NT - 1)
+        n = i_next % STAGES
+        mbarrier.wait(full.index(n), i_next // STAGES & 1)
+        b_S1 = warpgroup_mma_wait(1, [b_S1])
+        b_dv = output_part(half(dos.index(n), W), Ps.index(n), zero)
+        b_h1 = operand(b_S1, dtype, mma)
+        b_S2 = warpgroup_mma_wait(1, [b_S2])
+        b_h2 = operand(b_S2, dtype, mma)
+        b_dv = warpgroup_mma_wait(0, [b_dv]) * scale
+        b_dv = plus_keys_times_state(b_h1, b_h2, kgs.index(n), b_dv)
+        mbarrier.wait(out.index(1), i_t & 1)
+        put(b_S1.to(dtype), h1)
+        put(b_S2.to(dtype), h2)
+        hand_over(out.index(0))
+        mbarrier.arrive(empty.index(i), count=1)  # no warp reads the chunk any more
+        b_dv = warpgroup_mma_wait(0, [b_dv])
+    o_S = i_nh.to(gl.int64) * K * V + rows_of(i_v + W, V, BV, mma)
+    gl.store(dh0_ptr + o_S, b_S1)
+    gl.store(dh0_ptr + o_S + 64 * V, b_S2)
+
+
+@gluon.jit
+def places(STAGES: gl.constexpr, WORKERS: gl.constexpr):
+    """Barriers of the places in a ring, full and empty."""
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=2)  # the copies have come, and the gates
+        mbarrier.init(empty.index(i), count=WORKERS)
+    return full, empty
+
+
+@gluon.jit
+def results():
+    """Barriers of what a group of warps has made, see store_chunks."""
+    out = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(4):
+        mbarrier.init(out.index(i), count=1)
+    return out
+
+
+@gluon.jit(do_not_specialize=["T", "N"])
+def channel_states_gluon_kernel(
+    kg_desc,  # [B * T, HV * K]
+    kd_desc,  # [B * T, HV * K]
+    v_desc,  # [B * T, HV * V]
+    A_desc,  # [B * T, HV * BT]
+    h_desc,  # [B * NT * HV * K, V] out: state entering each chunk
+    new_desc,  # [B * T, HV * V] out: v_new
+    beta_ptr,  # [B, T, HV]
+    gc_ptr,  # [B, T, HV, K] log2
+    h0_ptr,  # [N, HV, K, V] or None
+    cu_ptr,  # [N + 1] or None
+    offsets_ptr,  # [N] or None
+    T,
+    N,
+    STEP: gl.constexpr,  # one of so many programs of the grid
+    HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
+    BT: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr,
+    WORKERS: gl.constexpr,  # groups of four warps, each with BV values
+):  # fmt: skip
+    """One program: S[:, v-tiles] of one head, through all chunks.
+
+    Grid (N * HV * V / BV / WORKERS).
+
+    Reference: linattn_edu.reference.delta.kda_fused_bwd.channel_scans.
+    """
+    i_v, i_h, _, i_nh, _, first, i_c, NT, _ = way(
+        gl.program_id(0) // STEP, None, cu_ptr, offsets_ptr, T, N, HV, HV, V, BT, WORKERS * BV,
+        False,
+    )  # fmt: skip
+    i_v *= WORKERS
+    c_k, c_v = i_h * K, i_h * V + i_v * BV
+    gc_ptr += (first.to(gl.int64) * HV + i_h) * K
+    beta_ptr += first.to(gl.int64) * HV + i_h
+    kds, kgs = ring(kd_desc, STAGES), ring(kg_desc, STAGES)
+    vs, As = ring(v_desc, STAGES), ring(A_desc, STAGES)
+    hs, news = ring(h_desc, 2 * WORKERS), ring(new_desc, WORKERS)
+    rows: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    gates = gl.allocate_shared_memory(gl.float32, [3 * STAGES, 64], rows)
+    full, empty = places(STAGES, WORKERS)
+    out = results()
+    row = (i_c * HV + i_h) * K
+    BYTES: gl.constexpr = (2 * K + WORKERS * BV + BT) * BT * 2
+    if WORKERS == 2:
+        other = results()
+        fence_async_shared()
+        gl.warp_specialize([
+            (channel_forth, (
+                h0_ptr, kgs, kds, vs, As, gates, full, empty, hs.index(0), hs.index(1),
+                news.index(0), out, i_nh, i_v, NT, 0, K, V, BT, BV, STAGES,
+            )),
+            (channel_forth, (
+                h0_ptr, kgs, kds, vs, As, gates, full, empty, hs.index(2), hs.index(3),
+                news.index(1), other, i_nh, i_v, NT, 1, K, V, BT, BV, STAGES,
+            )),
+            (load_channel_chunks, (
+                (kd_desc, v_desc, A_desc, kg_desc), (c_k, c_v, i_h * BT, c_k), (kds, vs, As, kgs),
+                gc_ptr, beta_ptr, gates, full, empty, first, NT, BYTES, HV, BT, STAGES, False,
+            )),
+            (store_chunks, (
+                h_desc, (new_desc,), (hs.index(0), hs.index(1)), (news.index(0),), out, row,
+                i_v * BV, first, c_v, NT, 0, HV, K, BT, False,
+            )),
+            (store_chunks, (
+                h_desc, (new_desc,), (hs.index(2), hs.index(3)), (news.index(1),), other, row,
+                i_v * BV + BV, first, c_v + BV, NT, 0, HV, K, BT, False,
+            )),
+        ], [4, 1, 1, 1], [240, 24, 24, 24])  # fmt: skip
+    else:
+        fence_async_shared()
+        gl.warp_specialize([
+            (channel_forth, (
+                h0_ptr, kgs, kds, vs, As, gates, full, empty, hs.index(0), hs.index(1),
+                news.index(0), out, i_nh, i_v, NT, 0, K, V, BT, BV, STAGES,
+            )),
+            (load_channel_chunks, (
+                (kd_desc, v_desc, A_desc, kg_desc), (c_k, c_v, i_h * BT, c_k), (kds, vs, As, kgs),
+                gc_ptr, beta_ptr, gates, full, empty, first, NT, BYTES, HV, BT, STAGES, False,
+            )),
+            (store_chunks, (
+                h_desc, (new_desc,), (hs.index(0), hs.index(1)), (news.index(0),), out, row,
+                i_v * BV, first, c_v, NT, 0, HV, K, BT, False,
+            )),
+        ], [1, 1], [24, 24])  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=["T", "N"])
+def channel_gradients_gluon_kernel(
+    qg_desc,  # [B * T, HV * K]
+    kg_desc,  # [B * T, HV * K]
+    kd_desc,  # [B * T, HV * K]
+    P_desc,  # [B * T, HV * BT]
+    A_desc,  # [B * T, HV * BT]
+    do_desc,  # [B * T, HV * V]
+    dh_desc,  # [B * NT * HV * K, V] out: gradient of the state leaving each chunk
+    Z_desc,  # [B * T, HV * V] out
+    dv_desc,  # [B * T, HV * V] out
+    beta_ptr,  # [B, T, HV]
+    gc_ptr,  # [B, T, HV, K] log2
+    dht_ptr,  # [N, HV, K, V] or None
+    dh0_ptr,  # [N, HV, K, V] out
+    scale,
+    cu_ptr,  # [N + 1] or None
+    offsets_ptr,  # [N] or None
+    T,
+    N,
+    STEP: gl.constexpr,  # one of so many programs of the grid
+    HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
+    BT: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr,
+    WORKERS: gl.constexpr,  # groups of four warps, each with BV values
+):  # fmt: skip
+    """One program: dS[:, v-tiles] of one head, back through all chunks.
+
+    Grid (N * HV * V / BV / WORKERS).
+
+    Reference: linattn_edu.reference.delta.kda_fused_bwd.channel_scans.
+    """
+    i_v, i_h, _, i_nh, _, first, i_c, NT, _ = way(
+        gl.program_id(0) // STEP, None, cu_ptr, offsets_ptr, T, N, HV, HV, V, BT, WORKERS * BV,
+        True,
+    )  # fmt: skip
+    i_v *= WORKERS
+    c_k, c_v, c_t = i_h * K, i_h * V + i_v * BV, i_h * BT
+    gc_ptr += (first.to(gl.int64) * HV + i_h) * K
+    beta_ptr += first.to(gl.int64) * HV + i_h
+    kds, kgs, qs = ring(kd_desc, STAGES), ring(kg_desc, STAGES), ring(qg_desc, STAGES)
+    dos, As, Ps = ring(do_desc, STAGES), ring(A_desc, STAGES), ring(P_desc, STAGES)
+    hs, Zs, dvs = ring(dh_desc, 2 * WORKERS), ring(Z_desc, WORKERS), ring(dv_desc, WORKERS)
+    rows: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    gates = gl.allocate_shared_memory(gl.float32, [3 * STAGES, 64], rows)
+    full, empty = places(STAGES, WORKERS)
+    out = results()
+    row = (i_c * HV + i_h) * K
+    BYTES: gl.constexpr = (3 * K + WORKERS * BV + 2 * BT) * BT * 2
+    if WORKERS == 2:
+        other = results()
+        fence_async_shared()
+        gl.warp_specialize([
+            (channel_back, (
+                dht_ptr, dh0_ptr, scale, qs, kgs, kds, dos, Ps, As, gates, full, empty,
+                hs.index(0), hs.index(1), Zs.index(0), dvs.index(0), out, i_nh, i_v, NT,
+                0, K, V, BT, BV, STAGES,
+            )),
+            (channel_back, (
+                dht_ptr, dh0_ptr, scale, qs, kgs, kds, dos, Ps, As, gates, full, empty,
+                hs.index(2), hs.index(3), Zs.index(1), dvs.index(1), other, i_nh, i_v, NT,
+                1, K, V, BT, BV, STAGES,
+            )),
+            (load_channel_chunks, (
+                (do_desc, P_desc, kg_desc, A_desc, qg_desc, kd_desc),
+                (c_v, c_t, c_k, c_t, c_k, c_k), (dos, Ps, kgs, As, qs, kds), gc_ptr, beta_ptr,
+                gates, full, empty, first, NT, BYTES, HV, BT, STAGES, True,
+            )),
+            (store_chunks, (
+                dh_desc, (Z_desc, dv_desc), (hs.index(0), hs.index(1)),
+                (Zs.index(0), dvs.index(0)), out, row, i_v * BV, first, c_v, NT, 0, HV, K, BT, True,
+            )),
+            (store_chunks, (
+                dh_desc, (Z_desc, dv_desc), (hs.index(2), hs.index(3)),
+                (Zs.index(1), dvs.index(1)), other, row, i_v * BV + BV, first, c_v + BV, NT, 0,
+                HV, K, BT, True,
+            )),
+        ], [4, 1, 1, 1], [240, 24, 24, 24])  # fmt: skip
+    else:
+        fence_async_shared()
+        gl.warp_specialize([
+            (channel_back, (
+                dht_ptr, dh0_ptr, scale, qs, kgs, kds, dos, Ps, As, gates, full, empty,
+                hs.index(0), hs.index(1), Zs.index(0), dvs.index(0), out, i_nh, i_v, NT,
+                0, K, V, BT, BV, STAGES,
+            )),
+            (load_channel_chunks, (
+                (do_desc, P_desc, kg_desc, A_desc, qg_desc, kd_desc),
+                (c_v, c_t, c_k, c_t, c_k, c_k), (dos, Ps, kgs, As, qs, kds), gc_ptr, beta_ptr,
+                gates, full, empty, first, NT, BYTES, HV, BT, STAGES, True,
+            )),
+            (store_chunks, (
+                dh_desc, (Z_desc, dv_desc), (hs.index(0), hs.index(1)),
+                (Zs.index(0), dvs.index(0)), out, row, i_v * BV, first, c_v, NT, 0, HV, K, BT, True,
+            )),
+        ], [1, 1], [24, 24])  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=["T", "N"])
+def channel_scans_gluon_kernel(
+    qg_desc, kg_desc, kd_desc, v_desc, P_desc, A_desc, do_desc, h_desc, new_desc, dh_desc, Z_desc,
+    dv_desc, beta_ptr, gc_ptr, h0_ptr, dht_ptr, dh0_ptr, scale, cu_ptr, offsets_ptr,
+    T,
+    N,
+    HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
+    BT: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr, STAGES_BACK: gl.constexpr,
+):  # fmt: skip
+    """The programs of both kernels, of which it has all arguments.
+
+    Grid (2 * N * HV * V / BV).  Reference: linattn_edu.reference.delta.kda_fused_bwd.channel_scans.
+    """
+    if gl.program_id(0) % 2 == 0:
+        channel_gradients_gluon_kernel(
+            qg_desc, kg_desc, kd_desc, P_desc, A_desc, do_desc, dh_desc, Z_desc, dv_desc, beta_ptr,
+            gc_ptr, dht_ptr, dh0_ptr, scale, cu_ptr, offsets_ptr, T, N, 2, HV, K, V, BT, BV,
+            STAGES_BACK, 1,
+        )  # fmt: skip
+    else:
+        channel_states_gluon_kernel(
+            kg_desc, kd_desc, v_desc, A_desc, h_desc, new_desc, beta_ptr, gc_ptr, h0_ptr, cu_ptr,
+            offsets_ptr, T, N, 2, HV, K, V, BT, BV, STAGES, 1,
+        )  # fmt: skip
+
+
+# WORKERS -> chunks in shared memory, one at work, the others on their way; and registers of a
+# thread at the start, of which the loading and storing warps keep 24, and the others take the rest
+OPTIONS = {1: {"num_warps": 4, "maxnreg": 144}, 2: {"num_warps": 4, "maxnreg": 168}}
+STAGES, STAGES_BACK = {1: 3, 2: 3}, {1: 2, 2: 2}
+
+
+def workers_of(v: Tensor, pieces: Pieces) -> int:
+    """Tiles of BV values a program: two where that leaves at most 3 of 10 multiprocessors idle."""
+    HV, V = v.shape[2:]
+    wide = pieces.N * HV * cdiv(V, 2 * BV)
+    return 2 if V % (2 * BV) == 0 and 10 * wide >= 7 * device_of(v)[1] else 1
+
+
+def channel_states_gluon(
+    kg: Tensor,
+    kd: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    gc: Tensor,
+    A: Tensor,
+    h0: Tensor | None,
+    h: Tensor,
+    v_new: Tensor,
+    pieces: Pieces,
+) -> None:
+    """Launch channel_states_gluon_kernel on the pieces; it writes h and v_new."""
+    HV, K, V = *kg.shape[2:], v.shape[-1]
+    n = workers_of(v, pieces)
+    chunks = map(descriptor, (kg, kd, v, A), (K, K, n * BV, CHUNK))
+    channel_states_gluon_kernel[(pieces.N * HV * V // BV // n,)](
+        *chunks, states_descriptor(h), descriptor(v_new, BV), beta, gc, h0, pieces.cu_seqlens,
+        pieces.chunk_offsets, pieces.T, pieces.N, 1, HV, K, V, BT=CHUNK, BV=BV, STAGES=STAGES[n],
+        WORKERS=n, **OPTIONS[n],
+    )  # fmt: skip
+
+
+def channel_gradients_gluon(
+    qg: Tensor,
+    kg: Tensor,
+    kd: Tensor,
+    beta: Tensor,
+    gc: Tensor,
+    P: Tensor,
+    A: Tensor,
+    do: Tensor,
+    dht: Tensor | None,
+    dh: Tensor,
+    Z: Tensor,
+    dv: Tensor,
+    dh0: Tensor,
+    scale: float,
+    pieces: Pieces,
+) -> None:
+    """Launch channel_gradients_gluon_kernel on the pieces; it writes dh, Z, dv and dh0."""
+    HV, K, V = *kg.shape[2:], do.shape[-1]
+    n = workers_of(do, pieces)
+    chunks = map(descriptor, (qg, kg, kd, P, A, do), (K, K, K, CHUNK, CHUNK, n * BV))
+    channel_gradients_gluon_kernel[(pieces.N * HV * V // BV // n,)](
+        *chunks, states_descriptor(dh), *map(descriptor, (Z, dv), (BV, BV)), beta, gc, dht, dh0,
+        scale, pieces.cu_seqlens, pieces.chunk_offsets, pieces.T, pieces.N, 1, HV, K, V, BT=CHUNK,
+        BV=BV, STAGES=STAGES_BACK[n], WORKERS=n, **OPTIONS[n],
+    )  # fmt: skip
+
+
+def channel_scans_gluon(
+    qg: Tensor,
+    kg: Tensor,
+    kd: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    gc: Tensor,
+    P: Tensor,
+    A: Tensor,
+    do: Tensor,
+    h0: Tensor | None,
+    dht: Tensor | None,
+    h: Tensor,
+    v_new: Tensor,
+    dh: Tensor,
+    Z: Tensor,
+    dv: Tensor,
+    dh0: Tensor,
+    scale: float,
+    pieces: Pieces,
+) -> None:
+    """Launch channel_scans_gluon_kernel on the pieces; it writes what the two others write."""
+    HV, K, V = *kg.shape[2:], v.shape[-1]
+    tensors = qg, kg, kd, v, P, A, do, v_new, Z, dv
+    widths = K, K, K, BV, CHUNK, CHUNK, BV, BV, BV, BV
+    *chunks, new, Zs, dvs = map(descriptor, tensors, widths)
+    channel_scans_gluon_kernel[(2 * pieces.N * HV * V // BV,)](
+        *chunks, states_descriptor(h), new, states_descriptor(dh), Zs, dvs, beta, gc, h0, dht, dh0,
+        scale, pieces.cu_seqlens, pieces.chunk_offsets, pieces.T, pieces.N, HV, K, V, BT=CHUNK,
+        BV=BV, STAGES=STAGES[1], STAGES_BACK=STAGES_BACK[1], **OPTIONS[1],
+    )  # fmt: skip

@@ -1,0 +1,342 @@
+"""The forward pass of Kimi Delta Attention in fused kernels: the gate goes into the rows once.
+
+With keys and queries that have the gate in them, the scan is that of Gated DeltaNet, with a decay
+for each row of the state; w, u, v_new and the states stay on the chip.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from linattn_edu.kernels.delta.cp_merge import cp_merge, map_args, piece_of
+from linattn_edu.kernels.delta.fused import TRANSPOSED, crowded
+from linattn_edu.kernels.delta.kda_intra import launch_intra
+from linattn_edu.kernels.pieces import Pieces, pieces_of
+from linattn_edu.kernels.tiles import (
+    cast,
+    columns_of,
+    dot,
+    load_row,
+    load_tile,
+    load_vector,
+    row,
+    scan_launch,
+    scan_table,
+    store_tile,
+)
+from linattn_edu.packing import Packing
+
+try:
+    from linattn_edu.kernels import channel_scan_gluon
+except (ImportError, AttributeError):  # a Triton whose Gluon has other names
+    channel_scan_gluon = None
+
+
+@triton.jit(do_not_specialize=["T"])
+def channel_scan_kernel(
+    qg_ptr,  # [B, T, HV, K]
+    kg_ptr,  # [B, T, HV, K]
+    kd_ptr,  # [B, T, HV, K]
+    v_ptr,  # [B, T, HV, V]
+    beta_ptr,  # [B, T, HV]
+    gc_ptr,  # [B, T, HV, K] log2
+    P_ptr,  # [B, T, HV, BT]
+    A_ptr,  # [B, T, HV, BT]
+    h0_ptr,  # [N, HV, K, V] or None
+    o_ptr,  # [B, T, HV, V] out
+    ht_ptr,  # [N, HV, K, V] out, or None
+    scale,
+    cu_ptr,  # [N + 1] or None
+    offsets_ptr,  # [N + 1] or None
+    T,
+    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+):  # fmt: skip
+    """One program: S[:, v-tile] of one head, through all chunks.  Grid (N * HV * V / BV).
+
+    Reference: linattn_edu.reference.delta.kda_fused.channel_scan.
+    """
+    i_v, i_nh, i_h, first, n_seq, _ = columns_of(
+        tl.program_id(0), cu_ptr, offsets_ptr, T, HV, V, BT, BV
+    )
+    i = first * HV + i_h
+    qg_ptr += i * K
+    kg_ptr += i * K
+    kd_ptr += i * K
+    gc_ptr += i * K
+    v_ptr += i * V
+    o_ptr += i * V
+    P_ptr += i * BT
+    A_ptr += i * BT
+    beta_ptr += i
+
+    o_t = tl.arange(0, BT)
+    o_k = tl.arange(0, BK)
+    o_v = i_v * BV + tl.arange(0, BV)
+    b_S = tl.zeros([BK, BV], dtype=tl.float32)
+    if h0_ptr is not None:
+        b_S += load_tile(h0_ptr + i_nh * K * V, o_k, o_v, V, K, V).to(tl.float32)
+    # what feeds no product is loaded one chunk ahead, or the loop would wait for it
+    o_last = (tl.minimum(BT, n_seq) - 1) * HV * K
+    b_last = load_vector(gc_ptr + o_last, o_k, tl.where(n_seq > 0, K, 0))
+    b_beta = load_row(beta_ptr, o_t, HV, n_seq)
+    for i_t in range(tl.cdiv(n_seq, BT)):
+        n_t = n_seq - i_t * BT
+        b_kd = load_tile(kd_ptr, o_t, o_k, HV * K, n_t, K)  # [BT, BK]
+        b_qg = load_tile(qg_ptr, o_t, o_k, HV * K, n_t, K)  # [BT, BK]
+        b_v = load_tile(v_ptr, o_t, o_v, HV * V, n_t, V)  # [BT, BV]
+        b_A = load_tile(A_ptr, o_t, o_t, HV * BT, n_t, BT)  # [BT, BT]
+        b_P = load_tile(P_ptr, o_t, o_t, HV * BT, n_t, BT)  # [BT, BT]
+        b_kg = load_tile(kg_ptr, o_t, o_k, HV * K, n_t, K)  # [BT, BK]
+        b_h = cast(b_S, b_kd.dtype)
+
+        # eq:delta-residual   W = V - kd S
+        b_W = b_v.to(tl.float32) - dot(b_kd, b_h)
+        # eq:delta-v-new   v_new = A diag(beta) W
+        b_v = cast(dot(b_A, cast(b_beta[:, None] * b_W, b_A.dtype)), b_kg.dtype)
+        # eq:delta-inter   qg S
+        b_o = dot(b_qg, b_h)
+        # eq:delta-output   o = scale (inter + P v_new)
+        b_o = scale * dot(b_P, b_v, b_o)
+        store_tile(o_ptr, b_o, o_t, o_v, HV * V, n_t, V)
+        # eq:delta-state   S <- diag(2^gc_last) S + kg^T v_new
+        b_S *= tl.exp2(b_last)[:, None]
+        o_last = (tl.minimum(2 * BT, n_t) - 1) * HV * K
+        b_last = load_vector(gc_ptr + o_last, o_k, tl.where(n_t > BT, K, 0))
+        b_beta = load_row(beta_ptr + BT * HV, o_t, HV, n_t - BT)
+        b_S = dot(tl.trans(b_kg), b_v, b_S)
+
+        qg_ptr += BT * HV * K
+        kg_ptr += BT * HV * K
+        kd_ptr += BT * HV * K
+        gc_ptr += BT * HV * K
+        v_ptr += BT * HV * V
+        o_ptr += BT * HV * V
+        P_ptr += BT * HV * BT
+        A_ptr += BT * HV * BT
+        beta_ptr += BT * HV
+
+    if ht_ptr is not None:
+        store_tile(ht_ptr + i_nh * K * V, b_S, o_k, o_v, V, K, V)
+
+
+@triton.jit(do_not_specialize=["T"])
+def channel_scan_transposed_kernel(
+    qg_ptr,  # [B, T, HV, K]
+    kg_ptr,  # [B, T, HV, K]
+    kd_ptr,  # [B, T, HV, K]
+    v_ptr,  # [B, T, HV, V]
+    beta_ptr,  # [B, T, HV]
+    gc_ptr,  # [B, T, HV, K] log2
+    P_ptr,  # [B, T, HV, BT]
+    A_ptr,  # [B, T, HV, BT]
+    h0_ptr,  # [N, HV, K, V] or None
+    o_ptr,  # [B, T, HV, V] out
+    ht_ptr,  # [N, HV, K, V] out, or None
+    scale,
+    cu_ptr,  # [N + 1] or None
+    offsets_ptr,  # [N + 1] or None
+    T,
+    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+):  # fmt: skip
+    """channel_scan_kernel with S^T [BV, BK] in the place of S, and the same sums in the same order;
+    why, says fused.scan_transposed_kernel.
+
+    Grid (N * HV * V / BV).  Reference: linattn_edu.reference.delta.kda_fused.channel_scan.
+    """
+    i_v, i_nh, i_h, first, n_seq, _ = columns_of(
+        tl.program_id(0), cu_ptr, offsets_ptr, T, HV, V, BT, BV
+    )
+    o_t = tl.arange(0, BT)
+    o_k = tl.arange(0, BK)
+    o_v = i_v * BV + tl.arange(0, BV)
+    b_S = tl.zeros([BV, BK], dtype=tl.float32)
+    if h0_ptr is not None:
+        b_S += tl.trans(load_tile(h0_ptr + i_nh * K * V, o_k, o_v, V, K, V)).to(tl.float32)
+    i = first * HV + i_h
+    o_last = (tl.minimum(BT, n_seq) - 1) * HV * K
+    b_last = load_vector(gc_ptr + i * K + o_last, o_k, tl.where(n_seq > 0, K, 0))
+    b_beta = load_row(beta_ptr + i, o_t, HV, n_seq)
+    for i_t in range(tl.cdiv(n_seq, BT)):
+        i, n_t = (first + i_t * BT) * HV + i_h, n_seq - i_t * BT
+        b_kd = load_tile(kd_ptr + i * K, o_t, o_k, HV * K, n_t, K)  # [BT, BK]
+        b_qg = load_tile(qg_ptr + i * K, o_t, o_k, HV * K, n_t, K)  # [BT, BK]
+        b_v = load_tile(v_ptr + i * V, o_t, o_v, HV * V, n_t, V)  # [BT, BV]
+        b_A = load_tile(A_ptr + i * BT, o_t, o_t, HV * BT, n_t, BT)  # [BT, BT]
+        b_P = load_tile(P_ptr + i * BT, o_t, o_t, HV * BT, n_t, BT)  # [BT, BT]
+        b_kg = load_tile(kg_ptr + i * K, o_t, o_k, HV * K, n_t, K)  # [BT, BK]
+        b_h = cast(b_S, b_kd.dtype)
+
+        # eq:delta-residual   W = V - kd S
+        b_W = tl.trans(b_v).to(tl.float32) - dot(b_h, tl.trans(b_kd))
+        # eq:delta-v-new   v_new = A diag(beta) W
+        b_new = cast(dot(cast(b_beta[None, :] * b_W, b_A.dtype), tl.trans(b_A)), b_kg.dtype)
+        # eq:delta-inter   qg S
+        b_o = dot(b_h, tl.trans(b_qg))
+        # eq:delta-output   o = scale (inter + P v_new)
+        b_o = scale * dot(b_new, tl.trans(b_P), b_o)
+        b_o = tl.trans(cast(b_o, o_ptr.dtype.element_ty))
+        store_tile(o_ptr + i * V, b_o, o_t, o_v, HV * V, n_t, V)
+        # eq:delta-state   S <- diag(2^gc_last) S + kg^T v_new
+        b_S *= tl.exp2(b_last)[None, :]
+        o_last = (tl.minimum(2 * BT, n_t) - 1) * HV * K
+        b_last = load_vector(gc_ptr + i * K + o_last, o_k, tl.where(n_t > BT, K, 0))
+        b_beta = load_row(beta_ptr + i + BT * HV, o_t, HV, n_t - BT)
+        b_S = dot(b_new, b_kg, b_S)
+
+    if ht_ptr is not None:
+        store_tile(ht_ptr + i_nh * K * V, tl.trans(b_S), o_k, o_v, V, K, V)
+
+
+@triton.jit(do_not_specialize=["T"])
+def channel_scan_map_kernel(
+    kg_ptr,  # [B, T, HV, K]
+    kd_ptr,  # [B, T, HV, K]
+    v_ptr,  # [B, T, HV, V]
+    beta_ptr,  # [B, T, HV]
+    gc_ptr,  # [B, T, HV, K] log2
+    A_ptr,  # [B, T, HV, BT]
+    h0_ptr,  # [NP, HV, K, V] or None
+    map_ptr,  # [NP, HV, K, W] out: S_ext, and M where W is V + K
+    rows_ptr,  # [NP] or None
+    cu_ptr,  # [N + 1] or None
+    T,
+    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr,
+    BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+):  # fmt: skip
+    """One program: BV columns of [S_ext | M] of one head, through a piece.
+
+    Grid (NP * HV * W / BV).  Reference: linattn_edu.reference.delta.kda_fused.channel_scan_map.
+    """
+    i_v, i_ph, i_h, first, n_seq = piece_of(tl.program_id(0), rows_ptr, cu_ptr, T, HV, W, BT, BV)
+    o_t = tl.arange(0, BT)
+    o_k = tl.arange(0, BK)
+    o_v = i_v * BV + tl.arange(0, BV)
+    # eq:cp-ext   S_ext: the state after the piece, from zero
+    # eq:cp-transition   M: the same with v = 0, from I
+    b_S = tl.where(o_k[:, None] + V == o_v[None, :], 1.0, 0.0)
+    if h0_ptr is not None:
+        b_S += load_tile(h0_ptr + i_ph * K * V, o_k, o_v, V, K, V).to(tl.float32)
+    i = first * HV + i_h
+    o_last = (tl.minimum(BT, n_seq) - 1) * HV * K
+    b_last = load_vector(gc_ptr + i * K + o_last, o_k, tl.where(n_seq > 0, K, 0))
+    b_beta = load_row(beta_ptr + i, o_t, HV, n_seq)
+    for i_t in range(tl.cdiv(n_seq, BT)):
+        i, n_t = (first + i_t * BT) * HV + i_h, n_seq - i_t * BT
+        b_kd = load_tile(kd_ptr + i * K, o_t, o_k, HV * K, n_t, K)  # [BT, BK]
+        b_v = load_tile(v_ptr + i * V, o_t, o_v, HV * V, n_t, V)  # [BT, BV]
+        b_A = load_tile(A_ptr + i * BT, o_t, o_t, HV * BT, n_t, BT)  # [BT, BT]
+        b_kg = load_tile(kg_ptr + i * K, o_t, o_k, HV * K, n_t, K)  # [BT, BK]
+        b_W = b_v.to(tl.float32) - dot(b_kd, cast(b_S, b_kd.dtype))
+        b_v = cast(dot(b_A, cast(b_beta[:, None] * b_W, b_A.dtype)), b_kg.dtype)
+        b_S *= tl.exp2(b_last)[:, None]
+        o_last = (tl.minimum(2 * BT, n_t) - 1) * HV * K
+        b_last = load_vector(gc_ptr + i * K + o_last, o_k, tl.where(n_t > BT, K, 0))
+        b_beta = load_row(beta_ptr + i + BT * HV, o_t, HV, n_t - BT)
+        b_S = dot(tl.trans(b_kg), b_v, b_S)
+    store_tile(map_ptr + i_ph * K * W, b_S, o_k, o_v, W, K, W)
+
+
+CONFIGS = scan_table(
+    ampere={128: [row(4, 1, BV=32)], 256: [row(4, 1, BV=16)]},
+    hopper={
+        128: [row(4, 2, BV=64), row(4, 3, BV=32), row(4, 3, BV=16)],
+        256: [row(4, 1, BV=16)],
+    },
+)
+MAP_CONFIGS = scan_table(
+    ampere={128: [row(4, 1, BV=32)], 256: [row(4, 1, BV=16)]},
+    hopper={
+        128: [row(4, 2, BV=64), row(4, 2, BV=32), row(4, 2, BV=16)],
+        256: [row(4, 2, BV=16)],
+    },
+)
+
+
+def kda_prepare(
+    q: Tensor,
+    k: Tensor,
+    beta: Tensor,
+    gc: Tensor,
+    *,
+    chunk_size: int,
+    lower_bound: float | None = None,
+    packing: Packing | None = None,
+) -> tuple[Tensor, ...]:
+    """Launch the kernels of kda_intra, the first of which writes the gated rows on its way;
+    arguments and result as in the reference.
+    """
+    kd, kg, qg = (torch.empty_like(gc, dtype=k.dtype) for _ in range(3))
+    P, A = launch_intra(q, k, beta, gc, kd, kg, qg, chunk_size, lower_bound, packing)
+    return P, A, kd, kg, qg
+
+
+def channel_scan(
+    qg: Tensor,
+    kg: Tensor,
+    kd: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    gc: Tensor,
+    P: Tensor,
+    A: Tensor,
+    initial_state: Tensor | None = None,
+    *,
+    scale: float,
+    output_final_state: bool = False,
+    packing: Packing | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Launch the scan that suits the GPU; arguments and result as in the reference."""
+    HV, K = kg.shape[2:]
+    V, C = v.shape[-1], A.shape[-1]
+    pieces = pieces_of(kg, HV, V, C, packing)
+    if pieces.several:
+        maps = channel_scan_map(kg, kd, v, beta, gc, A, pieces=pieces)
+        initial_state = pieces.entering(cp_merge, maps, initial_state)
+    o = torch.empty_like(v)
+    last = gc.new_empty(pieces.N, HV, K, V) if output_final_state else None
+    if channel_scan_gluon is not None and channel_scan_gluon.fits(kg, v, P, A, packing):
+        given = qg, kg, kd, v, beta, gc, P, A, initial_state, o, last, scale
+        channel_scan_gluon.channel_scan_gluon(*given, pieces)
+        return o, pieces.last(last)
+    grid, config = scan_launch(CONFIGS, kg, pieces.N * HV, V)
+    full = crowded(kg, *grid, config)
+    kernel = channel_scan_transposed_kernel if full else channel_scan_kernel
+    kernel[grid](
+        qg, kg, kd, v, beta, gc, P, A, initial_state, o, last, scale, pieces.cu_seqlens,
+        pieces.chunk_offsets, pieces.T, HV, K, V, BT=C, **(config | TRANSPOSED if full else config),
+    )  # fmt: skip
+    return o, pieces.last(last)
+
+
+def channel_scan_map(
+    kg: Tensor,
+    kd: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    gc: Tensor,
+    A: Tensor,
+    initial_state: Tensor | None = None,
+    *,
+    transition: bool = True,
+    packing: Packing | None = None,
+    rows: Tensor | None = None,
+    pieces: Pieces | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Launch channel_scan_map_kernel; arguments and result as in the reference.
+
+    packing, rows, pieces: as in piece_map.
+    """
+    HV, K = kg.shape[2:]
+    V = v.shape[-1]
+    NP, cu_seqlens, T = map_args(kg, packing, rows, pieces)
+    W = V + K if transition else V
+    maps = gc.new_empty(NP, HV, K, W)
+    grid, config = scan_launch(MAP_CONFIGS, kg, NP * HV, W)
+    channel_scan_map_kernel[grid](
+        kg, kd, v, beta, gc, A, initial_state, maps, rows, cu_seqlens, T, HV, K, V, W,
+        BT=A.shape[-1], **config,
+    )  # fmt: skip
+    return maps[..., :V], maps[..., V:] if transition else None
