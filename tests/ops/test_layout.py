@@ -229,6 +229,7 @@ def floor(module):
             {
                 "l2norm_kernel",
                 "scores_kernel",
+                "intra_kernel",
                 "scan_kernel",
                 "scan_transposed_kernel",
                 "output_kernel",
