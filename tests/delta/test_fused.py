@@ -28,6 +28,17 @@ def test_intra_kernel_matches_reference(T, K, V, C, dtype, device):
     check_stage(kernels.intra, references.intra, args, **options)
 
 
+@pytest.mark.parametrize("C", [64, 32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_intra_in_two_kernels(C, dtype, device, monkeypatch):
+    """What Hopper does in one kernel, as other generations do it."""
+    monkeypatch.setattr(kernels, "INTRA_CONFIGS", {})
+    x = inputs(100, 33, 16, dtype, device)
+    args = (x.q, x.k, x.beta, gate_cumsum(x.g, chunk_size=C))
+    options = {"chunk_size": C, "return_inverse": True, "gated": True}
+    check_stage(kernels.intra, references.intra, args, **options)
+
+
 @grid
 def test_scan_kernel_matches_reference(T, K, V, C, dtype, device):
     x = inputs(T, K, V, dtype, device)

@@ -60,7 +60,7 @@ KERNELS = {
     f"{name}_kernel"
     for name in (
         "recurrent", "gate_cumsum", "solve", "wy", "state", "output",
-        "scores", "resolvent", "scan", "output_bwd", "state_bwd", "wy_bwd", "gate_bwd",
+        "scores", "resolvent", "intra", "scan", "output_bwd", "state_bwd", "wy_bwd", "gate_bwd",
         "recurrent_bwd", "solve_tril", "cumsum", "global_cumsum", "l2norm", "l2norm_bwd",
         "gate", "layer_gate_bwd",
         "kda_scores", "kda_inverse", "kda_scans", "kda_output_bwd", "kda_wy_bwd", "kda_intra_bwd",

@@ -181,3 +181,29 @@ def test_channel_intra_fits(monkeypatch):
     generation[0] = "hopper"
     monkeypatch.setattr(channel_intra, "VERSIONS", ("0.0.",))
     assert not fits()
+
+
+def test_fused_channel_stages_fit(monkeypatch):
+    """Each condition by itself turns a call of Kimi Delta Attention to the stages one by one."""
+    generation = ["hopper"]
+    for module in (kda_fused_bwd, fused_bwd, scan_gluon):
+        monkeypatch.setattr(module, "device_of", lambda _: (generation[0], 132))
+    monkeypatch.setattr(scan_gluon, "VERSIONS", (scan_gluon.triton.__version__,))
+
+    def fits(T=4096, K=128, V=128, C=64, H=16, HV=16, B=8, dtype=torch.bfloat16, packed=False):
+        tensors = (Stand((B, T, heads, n), dtype) for heads, n in ((H, K), (HV, V)))
+        return kda_fused_bwd.fits(*tensors, C, packed)
+
+    assert fits() and fits(B=1, H=4, HV=4, T=1 << 15) and fits(B=1, H=32, HV=32, T=1 << 15)
+    for other in (
+        {"T": 4032 + 1}, {"T": 64, "B": 1}, {"K": 64}, {"V": 64}, {"C": 32}, {"H": 8},
+        {"dtype": torch.float16}, {"dtype": torch.float32}, {"packed": True},
+    ):  # fmt: skip
+        assert not fits(**other), other
+    monkeypatch.setattr(kda_fused_bwd, "channel_scans_gluon", None)
+    assert not fits()
+    monkeypatch.undo()
+    generation[0] = "blackwell"
+    monkeypatch.setattr(kda_fused_bwd, "device_of", lambda _: (generation[0], 132))
+    monkeypatch.setattr(fused_bwd, "device_of", lambda _: (generation[0], 132))
+    assert not fits()

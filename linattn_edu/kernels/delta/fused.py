@@ -10,7 +10,14 @@ import triton.language as tl
 from torch import Tensor
 
 from linattn_edu.kernels.delta.cp_merge import cp_merge, map_args, piece_of
-from linattn_edu.kernels.delta.solve import kkt, merge_precision, unit_lower_inverse
+from linattn_edu.kernels.delta.solve import (
+    invert_columns,
+    kkt,
+    merge,
+    merge_precision,
+    quarters,
+    unit_lower_inverse,
+)
 from linattn_edu.kernels.delta.warm_up import span_of, warm_up
 from linattn_edu.kernels.pieces import Pieces, pieces_of
 from linattn_edu.kernels.tiles import (
@@ -26,10 +33,12 @@ from linattn_edu.kernels.tiles import (
     load_gate,
     load_row,
     load_tile,
+    of_generation,
     row,
     scan_launch,
     scan_table,
     store_tile,
+    whole,
 )
 from linattn_edu.packing import Packing
 
@@ -108,6 +117,116 @@ def resolvent_kernel(
         store_tile(A_ptr + (first * HV + i_h) * BT, A, o_t, o_t, HV * BT, n_t, BT)
     R = A * b_beta[None, :]
     store_tile(R_ptr + (first * HV + i_h) * BT, R, o_t, o_t, HV * BT, n_t, BT)
+
+
+@triton.jit
+def corners(q_ptr, k_ptr, stride, n_t, S: tl.constexpr, K: tl.constexpr, BK: tl.constexpr):
+    """Three quarters [S, S] of Q K^T, of 2 S rows: all but the upper right one."""
+    o = tl.arange(0, S)
+    b_11 = tl.zeros([S, S], dtype=tl.float32)
+    b_21 = tl.zeros([S, S], dtype=tl.float32)
+    b_22 = tl.zeros([S, S], dtype=tl.float32)
+    for i_k in range(tl.cdiv(K, BK)):
+        o_k = i_k * BK + tl.arange(0, BK)
+        b_q1 = load_tile(q_ptr, o, o_k, stride, n_t, K)  # [S, BK]
+        b_k1 = load_tile(k_ptr, o, o_k, stride, n_t, K)  # [S, BK]
+        b_q2 = load_tile(q_ptr, S + o, o_k, stride, n_t, K)  # [S, BK]
+        b_k2 = load_tile(k_ptr, S + o, o_k, stride, n_t, K)  # [S, BK]
+        b_11 = dot(b_q1, tl.trans(b_k1), b_11)
+        b_21 = dot(b_q2, tl.trans(b_k1), b_21)
+        b_22 = dot(b_q2, tl.trans(b_k2), b_22)
+    return b_11, b_21, b_22
+
+
+@triton.jit
+def two(M1, M2):
+    """[2, 8, 8] of tiles [8, 8]."""
+    return tl.permute(tl.join(M1, M2), (2, 0, 1))
+
+
+@triton.jit
+def four(M1, M2, M3, M4):
+    """[4, 8, 8] of tiles [8, 8]."""
+    M = tl.join(tl.join(M1, M2), tl.join(M3, M4))
+    return tl.reshape(tl.permute(M, (3, 2, 0, 1)), (4, 8, 8))
+
+
+@triton.jit(do_not_specialize=["T"])
+def intra_kernel(
+    q_ptr,  # [B, T, H, K]
+    k_ptr,  # [B, T, H, K]
+    beta_ptr,  # [B, T, HV]
+    gc_ptr,  # [B, T, HV] log2
+    P_ptr,  # [B, T, HV, BT] out
+    R_ptr,  # [B, T, HV, BT] out
+    A_ptr,  # [B, T, HV, BT] out, A * G with GATED; or None
+    cu_ptr,  # [N + 1] or None
+    chunks_ptr,  # [NT, 2] or None
+    T,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
+    BT: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
+    GATED: tl.constexpr,
+    WHOLE: tl.constexpr,  # every chunk has BT tokens
+):  # fmt: skip
+    """scores_kernel and resolvent_kernel in one, for chunks of 32 and 64.
+
+    One program: one chunk of one head.  Grid (NT * HV).
+
+    Reference: linattn_edu.reference.delta.fused.intra.
+    """
+    S: tl.constexpr = BT // 2
+    i_h, _, first, n_t = chunk_of(tl.program_id(0), cu_ptr, chunks_ptr, T, HV, BT)
+    n_t = BT if WHOLE else n_t
+    q_ptr += (first * H + i_h // (HV // H)) * K
+    k_ptr += (first * H + i_h // (HV // H)) * K
+    beta_ptr += first * HV + i_h
+    gc_ptr += first * HV + i_h
+    P_ptr += (first * HV + i_h) * BT
+    R_ptr += (first * HV + i_h) * BT
+    o = tl.arange(0, S)
+
+    # eq:delta-decay-matrix   G = 2^(gc_i - gc_j), i >= j
+    b_gc1 = load_gate(gc_ptr, o, HV, n_t)
+    b_gc2 = load_gate(gc_ptr, S + o, HV, n_t)
+    # eq:delta-intra   P = Q K^T * G
+    P11, P21, P22 = corners(q_ptr, k_ptr, H * K, n_t, S, K, BK)
+    P21 *= tl.exp2(b_gc2[:, None] - b_gc1[None, :])
+    store_tile(P_ptr, P11 * decay_matrix(b_gc1, o), o, o, HV * BT, n_t, BT)
+    store_tile(P_ptr, tl.zeros_like(P11), o, S + o, HV * BT, n_t, BT)
+    store_tile(P_ptr, P21, S + o, o, HV * BT, n_t, BT)
+    store_tile(P_ptr, P22 * decay_matrix(b_gc2, o), S + o, S + o, HV * BT, n_t, BT)
+
+    # eq:delta-kkt   L = diag(beta) tril(K K^T, -1)
+    L11, L21, L22 = corners(k_ptr, k_ptr, H * K, n_t, S, K, BK)
+    L21 *= load_row(beta_ptr, S + o, HV, n_t)[:, None]
+    if BT == 64:
+        D1, M1, D2 = quarters(L11, 16)
+        D3, M2, D4 = quarters(L22, 16)
+        o_i = tl.arange(0, 2)[:, None] * 32 + 16 + tl.arange(0, 16)[None, :]
+        M21 = tl.permute(tl.join(M1, M2), (2, 0, 1))
+        M21 *= load_row(beta_ptr, o_i, HV, n_t)[:, :, None]
+        a1, b1, c1 = quarters(D1, 8)
+        a2, b2, c2 = quarters(D2, 8)
+        a3, b3, c3 = quarters(D3, 8)
+        a4, b4, c4 = quarters(D4, 8)
+        D11, D21, D22 = four(a1, a2, a3, a4), four(b1, b2, b3, b4), four(c1, c2, c3, c4)
+        X = invert_columns(D11, D21, D22, beta_ptr, HV, n_t, 4)
+        X = merge(X, M21, 16, BT, PRECISION)
+    else:
+        a1, b1, c1 = quarters(L11, 8)
+        a2, b2, c2 = quarters(L22, 8)
+        D11, D21, D22 = two(a1, a2), two(b1, b2), two(c1, c2)
+        X = invert_columns(D11, D21, D22, beta_ptr, HV, n_t, 2)
+    A = tl.reshape(merge(X, L21[None, :, :], S, BT, PRECISION), (BT, BT))
+    # eq:delta-resolvent   R = (A * G) diag(beta)
+    o_t = tl.arange(0, BT)
+    if A_ptr is not None and not GATED:
+        store_tile(A_ptr + (first * HV + i_h) * BT, A, o_t, o_t, HV * BT, n_t, BT)
+    A *= decay_matrix(load_gate(gc_ptr, o_t, HV, n_t), o_t)
+    if A_ptr is not None and GATED:
+        store_tile(A_ptr + (first * HV + i_h) * BT, A, o_t, o_t, HV * BT, n_t, BT)
+    R = A * load_row(beta_ptr, o_t, HV, n_t)[None, :]
+    store_tile(R_ptr, R, o_t, o_t, HV * BT, n_t, BT)
 
 
 @triton.jit(do_not_specialize=["T", "N"])
@@ -334,6 +453,8 @@ RESOLVENT_CONFIGS = {
     "ampere": {2: row(1, 1, BK=64), 4: row(4, 1, BK=32)},
     "hopper": {2: row(1, 3, BK=64), 4: row(4, 1, BK=32)},
 }
+# both in one, where that is faster: 16 bit, chunks of more than 16; keys up to -> row
+INTRA_CONFIGS = {"hopper": {2: {64: row(1, 2, BK=32, maxnreg=168), 256: row(1, 2, BK=64)}}}
 SCAN_CONFIGS = scan_table(
     ampere={128: [row(4, 1, BV=32)], 256: [row(4, 1, BV=16)]},
     # never 1 stage in 16 bit with BV < 64: miscompiled by ptxas 12.8, see tiles.UNPIPELINED
@@ -368,19 +489,27 @@ def intra(
     gated: bool = False,
     packing: Packing | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Launch scores_kernel and resolvent_kernel; arguments and result as in the reference."""
+    """Launch intra_kernel, or scores_kernel and resolvent_kernel; arguments and result as in the
+    reference.
+    """
     B, T, H, K = k.shape
     HV = beta.shape[-1]
     NT, *chunks = chunk_args(k, chunk_size, packing)
     P, R = (q.new_empty(B, T, HV, chunk_size) for _ in range(2))
     A = torch.empty_like(R) if return_inverse else None
+    options = {"BT": chunk_size, "PRECISION": merge_precision(k.dtype), "GATED": gated}
+    rows = of_generation(INTRA_CONFIGS, device_of(k)[0]).get(k.element_size(), {})
+    if rows and chunk_size > 16:
+        config = next(rows[width] for width in rows if width >= K).launch(K)
+        intra_kernel[(NT * HV,)](
+            q, k, beta, gc, P, R, A, *chunks, T, H, HV, K,
+            WHOLE=whole(k, chunk_size, packing), **options, **config,
+        )  # fmt: skip
+        return P, R, A
     config = entry(SCORES_CONFIGS, k).launch(K)
     scores_kernel[(NT * H,)](q, k, gc, P, *chunks, T, H, HV, K, BT=chunk_size, **config)
     config = entry(RESOLVENT_CONFIGS, k).launch(K)
-    resolvent_kernel[(NT * HV,)](
-        k, beta, gc, R, A, *chunks, T, H, HV, K, BT=chunk_size,
-        PRECISION=merge_precision(k.dtype), GATED=gated, **config,
-    )  # fmt: skip
+    resolvent_kernel[(NT * HV,)](k, beta, gc, R, A, *chunks, T, H, HV, K, **options, **config)
     return P, R, A
 
 

@@ -24,8 +24,7 @@ from linattn_edu.kernels.delta.kda_intra_bwd import (
     kda_intra_bwd_kernel,
     middle,
 )
-from linattn_edu.kernels.pieces import LEAST as LEAST_PIECES
-from linattn_edu.kernels.pieces import LENGTH, PROGRAMS, Pieces, pieces_of
+from linattn_edu.kernels.pieces import Pieces, pieces_of
 from linattn_edu.kernels.tiles import (
     block,
     cast,
@@ -550,9 +549,8 @@ INTRA_OPTIONS = {"BK": 16, "num_warps": 4, "num_stages": 2}
 READS_OPTIONS = {"BK": 64, "num_warps": 4, "num_stages": 2}
 
 
-# tokens of a batch times heads, at least, where few heads make pieces, which the scans in plain
-# Triton take side by side
-LEAST = 1 << 17
+# tokens of a batch times heads: with fewer the host decides how long a call takes
+LEAST = 1 << 16
 
 
 def fits(q: Tensor, v: Tensor, chunk_size: int, packed: bool) -> bool:
@@ -564,17 +562,17 @@ def fits(q: Tensor, v: Tensor, chunk_size: int, packed: bool) -> bool:
     if not hold(q, v) or not q.is_cuda:
         return hold(q, v)
     B, T, HV, V = v.shape
-    few = HV * cdiv(V, BV) <= PROGRAMS and T >= LEAST_PIECES * LENGTH
     return (
         channel_scans_gluon is not None
         and not packed
         and q.dtype == torch.bfloat16
         and q.shape[2] == HV
-        and (LEAST if few else scan_gluon.LEAST) <= B * T * HV
+        and B * T * HV >= LEAST
         and T % chunk_size == 0
         and device_of(q)[0] == "hopper"
         and (q.shape[-1], V, chunk_size) == (scans_gluon.HEAD, scans_gluon.HEAD, scan_gluon.CHUNK)
         and triton.__version__.startswith(scan_gluon.VERSIONS)
+        and scan_gluon.pays(q, v)
     )
 
 

@@ -60,6 +60,74 @@ def substitute(D):
 
 
 @triton.jit
+def quarters(M, S: tl.constexpr):
+    """Of a tile [2 S, 2 S] the upper left, the lower left and the lower right quarter."""
+    upper, lower = tl.split(tl.permute(tl.reshape(M, (2, S, 2, S)), (1, 3, 2, 0)))
+    M11, _ = tl.split(upper)
+    M21, M22 = tl.split(lower)
+    return M11, M21, M22
+
+
+@triton.jit
+def numbers(D, NB: tl.constexpr):
+    """The 64 numbers of each block of D [NB, 8, 8], row by row: tensors [2 NB 8], a lane or two for
+    each column of 16, in the order of `invert_columns`.
+    """
+    D = tl.broadcast_to(tl.reshape(D, (1, NB, 1, 64)), (2, NB, 8, 64))
+    D = (tl.reshape(D, (16 * NB, 64)),)
+    for w in tl.static_range(6):
+        halves = ()
+        for i in tl.static_range(1 << w):
+            half = tl.permute(tl.reshape(D[i], (16 * NB, 2, 32 >> w)), (0, 2, 1))
+            a, b = tl.split(half)
+            halves = halves + (a, b)  # noqa: RUF005  (Triton has no starred tuples)
+        D = halves
+    return D
+
+
+@triton.jit
+def invert_columns(D11, D21, D22, beta_ptr, stride, n_t, NB: tl.constexpr):
+    """[NB, 16, 16]: the inverses of I + diag(beta) D for strictly lower-triangular blocks D, given
+    as quarters [NB, 8, 8].
+
+    A lane has whole columns, and the numbers of D that all columns of a block share: nothing passes
+    between lanes.
+    """
+    e = tl.arange(0, 16 * NB)  # first the columns up to 8 of all blocks
+    c, o = e // (8 * NB) * 8 + e % 8, e % (8 * NB) // 8 * 16
+    D11 = numbers(D11, NB)
+    X = ()
+    for r in tl.static_range(8):
+        # eq:delta-substitution   x_r = e_r - sum_{j < r} L_rj x_j
+        b_x = tl.zeros([16 * NB], dtype=tl.float32)
+        for j in tl.static_range(r):
+            b_x += tl.reshape(D11[8 * r + j], (16 * NB,)) * X[j]
+        b_x = tl.where(c == r, 1.0, 0.0) - load_row(beta_ptr, o + r, stride, n_t) * b_x
+        X = X + (b_x,)  # noqa: RUF005
+    D21 = numbers(D21, NB)
+    Y = ()
+    for r in tl.static_range(8):
+        b_x = tl.reshape(D21[8 * r], (16 * NB,)) * X[0]
+        for j in tl.static_range(1, 8):
+            b_x += tl.reshape(D21[8 * r + j], (16 * NB,)) * X[j]
+        Y = Y + (b_x,)  # noqa: RUF005
+    D22 = numbers(D22, NB)
+    for r in tl.static_range(8):
+        b_x = Y[r]
+        for j in tl.static_range(r):
+            b_x += tl.reshape(D22[8 * r + j], (16 * NB,)) * X[8 + j]
+        b_x = tl.where(c == 8 + r, 1.0, 0.0) - load_row(beta_ptr, o + 8 + r, stride, n_t) * b_x
+        X = X + (b_x,)  # noqa: RUF005
+    for w in tl.static_range(4):
+        Y = ()
+        for i in tl.static_range(8 >> w):
+            Y = Y + (tl.join(X[i], X[i + (8 >> w)]),)  # noqa: RUF005
+        X = Y
+    X = tl.permute(tl.reshape(X[0], (2, NB, 8, 16)), (1, 3, 0, 2))
+    return tl.reshape(X, (NB, 16, 16))
+
+
+@triton.jit
 def lower_left(L, S: tl.constexpr, BT: tl.constexpr):
     """[NP, S, S]: of each block of 2 S on the diagonal of L [BT, BT] the lower left quarter."""
     NP: tl.constexpr = BT // (2 * S)
