@@ -140,6 +140,10 @@ def chunk_kda(
     Speed depends on the gates in bfloat16 on Hopper: the backward pass is faster where no channel
     of a group of 64 fades by more than 2^60 up to the middle of a chunk or from there (chapter 11).
 
+    In 16 bit on Hopper and later, with K and V up to 128, fused stages make o (chapter 24); over
+    ranks, and with disable_recompute or return_intermediate_states, other ones do, and o differs in
+    its last bits.
+
     Works under ``torch.compile(fullgraph=True)``, in CUDA graphs (with cu_seqlens only together
     with cu_seqlens_cpu), with activation checkpointing and under autocast, which does not change
     its precision. Gradients of gradients and forward-mode differentiation are errors.
