@@ -57,7 +57,7 @@ def scanned(x, r):
 
 
 def check_gates(args, chunk_size, **options):
-    """The rows are those of the kernel's own gates: a closed one's sum has few bits behind its point."""
+    """The rows are those of the kernel's own gates: a closed one's sum has few bits left."""
     q, k, *gates = args
     gc, *rows = kernels.kda_gates(*args, chunk_size=chunk_size, **options)
     want = gate_cumsum(*gates, chunk_size=chunk_size, **options)
