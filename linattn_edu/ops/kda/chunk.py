@@ -109,12 +109,14 @@ def chunk_kda(
         lower_bound: Least log decay, < 0: of the gate with use_gate_in_kernel, of g with
             safe_gate.
         disable_recompute: Whether to keep what the backward pass would compute again: about four
-            times the memory of q, k and v between the passes for a quarter of the backward time.
+            times the memory of q, k and v between the passes for a quarter of the backward time of
+            the stages one by one. Fused stages (see below) keep nothing more and are faster yet;
+            with this they are not taken.
         return_intermediate_states: Whether to return the state entering each chunk too; no gradient
             flows through it.
         state_v_first: Whether states are ``[N, HV, V, K]``. Costs a copy of them.
         cu_seqlens, cu_seqlens_cpu, chunk_indices: Packed sequences, as in
-            :func:`chunk_gated_delta_rule`.
+            :func:`chunk_gated_delta_rule`; they never run in fused stages.
         A_log, dt_bias: HV and HV * K numbers in any shape, with use_gate_in_kernel only; dt_bias
             may be left out, and with lower_bound A_log too.
         chunk_size: Tokens a chunk at most: 16, 32 or 64. It changes the speed and the rounding
@@ -139,6 +141,11 @@ def chunk_kda(
 
     Speed depends on the gates in bfloat16 on Hopper: the backward pass is faster where no channel
     of a group of 64 fades by more than 2^60 up to the middle of a chunk or from there (chapter 11).
+
+    Both passes run in fused stages (chapter 24) on Hopper with Triton 3.6, in bfloat16, for K and V
+    of 128, as many q/k heads as value heads, chunks of 64 and sequences of whole chunks, of at
+    least 2^14 tokens times heads, unless cu_seqlens, cp_context, disable_recompute or
+    return_intermediate_states is given. Their last bits are not those of the stages one by one.
 
     Works under ``torch.compile(fullgraph=True)``, in CUDA graphs (with cu_seqlens only together
     with cu_seqlens_cpu), with activation checkpointing and under autocast, which does not change
