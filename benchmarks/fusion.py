@@ -75,13 +75,20 @@ def recorded(stages) -> tuple[object, dict[str, Callable[[], object]]]:
     return replace(stages, **{n: keeping(n, getattr(stages, n)) for n in names}), calls
 
 
-def each_scan(stages, calls: dict[str, Callable]) -> None:
-    """Add to the calls of a backward pass those of the two scans that `scans` does at once."""
-    if "scans" in calls:
-        q, k, v, beta, gc, P, AG, do, h0, dht = calls["scans"].args
-        calls["scan_states"] = partial(stages.scan_states, k, v, beta, gc, AG, h0)
-        args = (q, k, beta, gc, P, AG, do, dht)
-        calls["scan_bwd"] = partial(stages.scan_bwd, *args, **calls["scans"].keywords)
+def each_stage(stages, calls: dict[str, Callable]) -> None:
+    """In the calls of a backward pass, those of the stages that heads_bwd runs in its place."""
+    if "heads_bwd" not in calls:
+        return
+    whole = calls.pop("heads_bwd")
+    q, k, v, beta, gc, P, AG, do, h0, dht = whole.args
+    calls["scans"] = partial(stages.scans, *whole.args, **whole.keywords)
+    h, v_new, dh, Z, _, _ = calls["scans"]()
+    calls["scan_states"] = partial(stages.scan_states, k, v, beta, gc, AG, h0)
+    args = (q, k, beta, gc, P, AG, do, dht)
+    calls["scan_bwd"] = partial(stages.scan_bwd, *args, **whole.keywords)
+    args = (q, k, v, beta, gc, h, v_new, do, dh, Z)
+    options = {**whole.keywords, "chunk_size": AG.shape[-1]}
+    calls["intra_bwd"] = partial(stages.intra_bwd, *args, **options)
 
 
 def passes(form: str, i, do) -> tuple[Callable, Callable, Callable]:
@@ -145,7 +152,7 @@ def rows_of(case: Case, device: torch.device, rates: tuple[float, float]) -> Ite
             yield row
             recording, calls = recorded(stages)
             run(recording)
-            each_scan(stages, calls)
+            each_stage(stages, calls)
             for name, call in calls.items():
                 w = work(case, f"stage:{name}")
                 row = {"case": case.name, "form": form, "what": f"{what}:{name}"}

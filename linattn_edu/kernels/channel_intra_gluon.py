@@ -354,8 +354,7 @@ def channel_intra_gluon_kernel(
 
 VERSIONS = ("3.6.",)  # of Triton, with which it has run on a Hopper GPU: Gluon is not stable yet
 HEAD = 128  # keys, and values
-# tokens of a sequence times heads, and heads: as in intra_bwd_gluon
-LEAST, FEWEST = 1 << 16, 4
+LEAST = 1 << 14  # tokens of a sequence times heads: as in intra_bwd_gluon
 # of the registers at the start the loading warp keeps 24 a thread, the others take the rest
 OPTIONS = {"num_warps": 4, "maxnreg": 168}
 
@@ -378,7 +377,6 @@ def fits(
     return (
         not packed
         and v.shape[1] * v.shape[2] >= LEAST
-        and v.shape[2] >= FEWEST
         and q.shape[2] == v.shape[2]
         and q.shape[1] % CHUNK == 0
         and q.is_cuda

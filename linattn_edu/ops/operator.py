@@ -82,7 +82,7 @@ class Operator:
         stages: "reference" or "triton" -> the stages that the composition takes first.
         forward_stages: The same of the forward pass, if it has others.
         fused: The residual with which the backward pass too takes forward_stages; or the option,
-            a bool, with which both passes do, and else neither.
+            an int: how many of the two passes do, the forward pass first.
         options: Name -> type in the schema of torch.library.  "impl" is the last of all operators.
         residuals: The NamedTuple of outputs that only the backward pass and who asks for them see.
             With one, a call names in `keep` those it wants and in `save` those that the backward
@@ -309,7 +309,7 @@ class Operator:
     def _run(self, *args) -> tuple[Tensor | None, ...]:
         """The forward pass; None for what is not asked for."""
         n = len(self.inputs)
-        fused = self._asked is None or args[self._asked]
+        fused = self._asked is None or args[self._asked] > 0
         stages = (self.forward_stages if fused else self.stages)(args[self._impl])
         return self._planned(0, stages, args[:n], args[n : -len(self.options)], args)
 
@@ -389,7 +389,7 @@ class Operator:
         if self._asked is None:
             fused = self._fused_at is not None and _there(tensors[self._fused_at]) is not None
         else:
-            fused = args[self._asked]
+            fused = args[self._asked] > 1
         stages = (self.forward_stages if fused else self.stages)(args[self._impl])
         return self._planned(1, stages, tensors, bounds, args)
 

@@ -26,7 +26,7 @@ def test_bytes_of_every_stage_are_those_of_its_tensors(form):
     *_, kept = fusion.gdn.forward(recording, *inputs, scale=scale, keep=kept)
     intra = calls.pop("intra", None)  # with the inverse: the forward pass alone has none
     fusion.gdn.backward(recording, *inputs, kept, measure.gradient(i.v), scale=scale)
-    fusion.each_scan(stages, calls)
+    fusion.each_stage(stages, calls)
     if form == "fused":
         assert set(FUSED_ADJOINT_STAGES) < set(calls) and intra is not None
     for name, call in calls.items():

@@ -40,7 +40,7 @@ STACK = {
 SCALAR = (
     "gate_", "layer_gate_", "recurrent", "cumsum", "global_cumsum", "l2norm", "solve_tril",
     "chunk_cumsum", "state_passing", "selective_state_update", "segment", "total",
-    "causal_conv1d", "reach", "rms_norm_gated", "bound_kernel", "warm_up",
+    "causal_conv1d", "reach", "rms_norm_gated", "bound_kernel", "warm_up", "kda_gates",
 )  # fmt: skip
 # of one block, where nothing is left to merge; of numbers
 SMALL = re.compile(r"^(kda_inverse.*\bBT=16\b|merge.*\bNUMBERS=True\b)")
@@ -79,7 +79,8 @@ LARGE = {  # where a multiprocessor is large
     for name in (
         "chunk_cumsum_log", "chunk_scores", "ssd_ends", "ssd_fwd", "ssd_bwd_states", "ssd_bwd_da",
         "ssd_bwd_far", "ssd_bwd_sum", "ssd_bwd_dx",
-        "channel_scan", "channel_scan_transposed", "channel_scan_map",
+        "channel_scan", "channel_scan_transposed", "channel_scan_map", "kda_gates",
+        "channel_scans", "channel_scan_map_bwd", "kda_reads_bwd", "channel_intra_bwd",
     )
 }  # fmt: skip
 

@@ -143,7 +143,10 @@ def test_chunk_kda(impl, options, device):
     given, bound, safe, save, keep = options
     tensors, packing = kda_arguments(device, **given)
     wants_state = tensors[-1] is not None
-    numbers, form = (*packing, 0.5, bound, safe), (16, (save, keep) == ("P A", ""), "", impl, keep)
+    numbers, form = (
+        (*packing, 0.5, bound, safe),
+        (16, 2 * ((save, keep) == ("P A", "")), "", impl, keep),
+    )
     check(kda.chunk, *tensors, *numbers, wants_state, *form, save)
     check_shapes(kda.chunk, *tensors, *numbers, not wants_state, *form, "")
     check_backward(kda.chunk, *tensors, *numbers, wants_state, *form, save)

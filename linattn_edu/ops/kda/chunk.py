@@ -109,12 +109,14 @@ def chunk_kda(
         lower_bound: Least log decay, < 0: of the gate with use_gate_in_kernel, of g with
             safe_gate.
         disable_recompute: Whether to keep what the backward pass would compute again: about four
-            times the memory of q, k and v between the passes for a quarter of the backward time.
+            times the memory of q, k and v between the passes for a quarter of the backward time of
+            the stages one by one. Fused stages (see below) keep nothing more and are faster yet;
+            with this they are not taken.
         return_intermediate_states: Whether to return the state entering each chunk too; no gradient
             flows through it.
         state_v_first: Whether states are ``[N, HV, V, K]``. Costs a copy of them.
         cu_seqlens, cu_seqlens_cpu, chunk_indices: Packed sequences, as in
-            :func:`chunk_gated_delta_rule`.
+            :func:`chunk_gated_delta_rule`; they never run in fused stages.
         A_log, dt_bias: HV and HV * K numbers in any shape, with use_gate_in_kernel only; dt_bias
             may be left out, and with lower_bound A_log too.
         chunk_size: Tokens a chunk at most: 16, 32 or 64. It changes the speed and the rounding
@@ -139,6 +141,12 @@ def chunk_kda(
 
     Speed depends on the gates in bfloat16 on Hopper: the backward pass is faster where no channel
     of a group of 64 fades by more than 2^60 up to the middle of a chunk or from there (chapter 11).
+
+    The forward pass runs in fused stages (chapter 24) in 16 bit on Hopper and later, for K and V up
+    to 128; the backward pass too on Hopper with Triton 3.6, in bfloat16, for K and V of 128, as
+    many q/k heads as value heads, chunks of 64 and sequences of whole chunks, of at least 2^14
+    tokens times heads, unless cu_seqlens is given. Neither does with cp_context, disable_recompute
+    or return_intermediate_states. Their last bits are not those of the stages one by one.
 
     Works under ``torch.compile(fullgraph=True)``, in CUDA graphs (with cu_seqlens only together
     with cu_seqlens_cpu), with activation checkpointing and under autocast, which does not change
@@ -194,8 +202,8 @@ def chunk_kda(
     if normalise:
         q, k = l2norm(q, impl=impl), l2norm(k, impl=impl)
     save = "P A gc w kg qg h v_new" if keep_all else "P A crossing" if place.group else "P A"
-    fused = not (keep_all or return_states or place.group)
-    fused = fused and _fits(impl, q, v, chunk_size, cu_seqlens is not None)
+    staged = keep_all or return_states or place.group
+    fused = 0 if staged else _fits(impl, q, v, chunk_size, cu_seqlens is not None)
     o, final_state, *kept = chunk(
         *place.joined(q, k, v, g, arguments.write_strength(beta, sigmoid)), A_log, dt_bias,
         place.entering(arguments.transposed(initial_state, state_v_first)), *place.bounds,
@@ -236,15 +244,16 @@ def _bounds(
     return None, bound
 
 
-def _fits(impl: str, q: Tensor, v: Tensor, chunk_size: int, packed: bool) -> bool:
-    """Whether both passes run in fused kernels, where nothing is asked for that only the stages
-    make.
+def _fits(impl: str, q: Tensor, v: Tensor, chunk_size: int, packed: bool) -> int:
+    """How many of the two passes run in fused kernels, the forward pass first, where nothing is
+    asked for that only the stages make. Both forms of the backward pass start from P and A.
     """
     if impl != "triton":
-        return False
-    from linattn_edu.kernels.delta.kda_fused_bwd import fits
+        return 0
+    from linattn_edu.kernels.delta import fused_bwd, kda_fused_bwd
 
-    return fits(q, v, chunk_size, packed)
+    # the forward pass gives the same bits in all its kernels, whatever the batch
+    return (1 + kda_fused_bwd.fits(q, v, chunk_size, packed)) if fused_bwd.fits(q, v) else 0
 
 
 @dataclass(frozen=True)
@@ -397,7 +406,7 @@ chunk = Operator(
         "safe_bound": "float?",
         "output_final_state": "bool",
         "chunk_size": "int",
-        "fused": "bool",
+        "fused": "int",
     },
     residuals=Residuals,
     stages=stages,
