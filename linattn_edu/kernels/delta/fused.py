@@ -453,8 +453,9 @@ RESOLVENT_CONFIGS = {
     "ampere": {2: row(1, 1, BK=64), 4: row(4, 1, BK=32)},
     "hopper": {2: row(1, 3, BK=64), 4: row(4, 1, BK=32)},
 }
-# both in one, where that is faster: 16 bit, chunks of more than 16; keys up to -> row
-INTRA_CONFIGS = {"hopper": {2: {64: row(1, 2, BK=32, maxnreg=168), 256: row(1, 2, BK=64)}}}
+# both in one, where that is faster: 16 bit, chunks of more than 16, a key head for each value head,
+# since each of those has its own program; keys up to -> row
+INTRA_CONFIGS = {"hopper": {2: {64: row(1, 3, BK=32, maxnreg=168), 256: row(1, 3, BK=64)}}}
 SCAN_CONFIGS = scan_table(
     ampere={128: [row(4, 1, BV=32)], 256: [row(4, 1, BV=16)]},
     # never 1 stage in 16 bit with BV < 64: miscompiled by ptxas 12.8, see tiles.UNPIPELINED
@@ -499,7 +500,7 @@ def intra(
     A = torch.empty_like(R) if return_inverse else None
     options = {"BT": chunk_size, "PRECISION": merge_precision(k.dtype), "GATED": gated}
     rows = of_generation(INTRA_CONFIGS, device_of(k)[0]).get(k.element_size(), {})
-    if rows and chunk_size > 16:
+    if rows and chunk_size > 16 and H == HV:
         config = next(rows[width] for width in rows if width >= K).launch(K)
         intra_kernel[(NT * HV,)](
             q, k, beta, gc, P, R, A, *chunks, T, H, HV, K,
