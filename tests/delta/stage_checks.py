@@ -118,21 +118,22 @@ class RoundedOperands(TorchFunctionMode):
 
 
 def check_rounded(kernel, reference, args, factor, **options):
-    """As check_stage where the outputs are fp32, which the reference, in 16 bits, does not round.
+    """As check_stage where outputs are fp32, which the reference, in 16 bits, does not round, or
+    where operands are rounded one after the other.
 
     The error against float64 is at most `factor` times that of the reference in float64 whose
-    products round their operands: a kernel can do without none of these roundings, and rounds
-    nothing else but the order of its sums.
+    products round their operands, its outputs rounded as the kernel's: a kernel can do without none
+    of these roundings, and rounds nothing else but the order of its sums.
     """
     wide = [x.double() for x in args]
     exact = outputs(reference(*wide, **options))
+    dtypes = [x.dtype for x in outputs(reference(*args, **options))]
     with RoundedOperands(args[0].dtype):
         rounded = outputs(reference(*wide, **options))
-    for i, (got, low, ref) in enumerate(
-        zip(outputs(kernel(*args, **options)), rounded, exact, strict=True)
-    ):
-        assert got.dtype == torch.float32
-        half = args[0].dtype != torch.float32
+    found = outputs(kernel(*args, **options))
+    assert [x.dtype for x in found] == dtypes
+    for i, (got, low, ref) in enumerate(zip(found, rounded, exact, strict=True)):
+        half, low = args[0].dtype != torch.float32, low.to(got.dtype)
         assert_close(f"output {i}", got, ref, factor * relative_rms(low, ref) if half else 5e-6)
 
 
