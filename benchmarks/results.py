@@ -7,7 +7,14 @@ import tempfile
 from datetime import date
 from pathlib import Path
 
-from benchmarks.adapters import DISTRIBUTIONS, NAMES, makers, refusal, version_of
+from benchmarks.adapters import (
+    DISTRIBUTIONS,
+    NAMES,
+    OPTIONAL,
+    makers,
+    refusal,
+    version_of,
+)
 from benchmarks.cases import ALL_CALLS, CALLS, CASES, OPERATORS, SCALING, SCALING_FORMS, STAGES
 
 DATA = Path(__file__).resolve().parents[1] / "chapters" / "data"
@@ -66,9 +73,17 @@ def merge(old: dict | None, new: dict) -> dict:
 def missing(data: dict) -> list[tuple[str, str, str]]:
     """(case, call, library) of what a library that was there can run and has no time for.
 
-    Of the operators that have rows. A figure without these says less than could be known.
+    Of the operators that have rows. A figure without these says less than could be known. A library
+    that has one row was there; one of OPTIONAL that has none, and no version, was not.
     """
     timed = {(row["case"], row["what"], row["library"]) for row in data["rows"] if "ms" in row}
+    has_rows = {library for _, _, library in timed}
+
+    def there(library: str) -> bool:
+        if library in OPTIONAL and library in has_rows:
+            return True
+        return bool(data.get(library.removesuffix("_safe"), library not in OPTIONAL))
+
     here = {CASES[name].operator for name, _, _ in timed if name in CASES}
     every = [
         (case, what, library)
@@ -76,7 +91,7 @@ def missing(data: dict) -> list[tuple[str, str, str]]:
         if case.operator in here
         for what in CALLS[case.op]
         for library in makers(case, what)
-        if data.get(library.removesuffix("_safe"), True) and not refusal(case, what, library)
+        if there(library) and not refusal(case, what, library)
     ]
     return [(c.name, what, x) for c, what, x in every if (c.name, what, x) not in timed]
 

@@ -27,7 +27,7 @@ from benchmarking import (
 from scalar_forms import Adjoints, Channels, Decays, Scalars
 
 from benchmarks import adapters, forms, mamba, measure, plot, results
-from benchmarks.adapters import DISTRIBUTIONS, refusal
+from benchmarks.adapters import DISTRIBUTIONS, OPTIONAL, refusal
 from benchmarks.cases import (
     ALL_CALLS,
     CALLS,
@@ -563,12 +563,25 @@ def test_what_is_missing_is_what_a_library_can_run():
     assert ("gdn_train", "forward", "linattn_edu") not in missing
     assert not [x for x in missing if x[0] == "gdn_d64" and x[2] == "flash_qla"]
     assert not [x for x in missing if x[0].startswith("kda")]  # they have a file of their own
-    assert ("gdn_d64", TRAINING, "attn_gym") in missing
-    assert {(case, what) for case, what, x in missing if x == "flashinfer"} == {
-        (case, "forward") for case in ("gdn_train", "gdn_gva", "gdn_long")
-    }
     alone = results.missing(data | dict.fromkeys(DISTRIBUTIONS))
     assert {library for _, _, library in alone} == {"linattn_edu"}
+
+
+@pytest.mark.parametrize("shown_by", ["a version", "a row"])
+def test_an_optional_library_that_was_there_leaves_nothing_out(shown_by):
+    data = some([some_row("gdn_train", "linattn_edu", "forward")], **dict.fromkeys(DISTRIBUTIONS))
+    assert not {library for _, _, library in results.missing(data)} & set(OPTIONAL)
+    done = ("gdn_gva", "forward", "flashinfer")
+    if shown_by == "a row":
+        data["rows"] += [some_row(*done[::2], done[1])]
+    else:
+        data["flashinfer"] = "0.7.2"
+    missing = {x for x in results.missing(data) if x[2] == "flashinfer"}
+    every = {(case, "forward", "flashinfer") for case in ("gdn_train", "gdn_gva", "gdn_long")}
+    assert missing == (every - {done} if shown_by == "a row" else every)
+    data["rows"] += [some_row("kda_long", "cudnn", "forward")]
+    missing = {x for x in results.missing(data) if x[2] == "cudnn"}
+    assert ("kda_kimi", TRAINING, "cudnn") in missing and len(missing) == 5
 
 
 COMMITTED = results.of_operators()
