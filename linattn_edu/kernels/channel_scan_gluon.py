@@ -38,9 +38,11 @@ def channel_gates_of(
     """gc of the last token of the chunk that comes i_t-th, in halves of 64 keys, and its beta."""
     i = place(gl.maximum(gl.minimum(i_t, NT - 1), 0), gl.maximum(NT, 1), BACK) * BT
     o = gl.arange(0, 64, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
-    last_ptr = gc_ptr + (i + BT - 1) * HV * 128 + o
-    b_beta = gl.load(beta_ptr + (i + o) * HV).to(gl.float32)
-    return gl.load(last_ptr), gl.load(last_ptr + 64), b_beta
+    some = (o >= 0) & (NT > 0)  # an empty piece may begin behind the last token
+    last_ptr = gc_ptr + (i + BT - 1).to(gl.int64) * (HV * 128) + o
+    b_a1 = gl.load(last_ptr, mask=some, other=0.0)
+    b_a2 = gl.load(last_ptr + 64, mask=some, other=0.0)
+    return b_a1, b_a2, gl.load(beta_ptr + (i + o) * HV, mask=some, other=0.0).to(gl.float32)
 
 
 @gluon.jit
@@ -228,11 +230,16 @@ OPTIONS = {
 }
 
 
-def fits(kg: Tensor, v: Tensor, P: Tensor, A: Tensor, packing: Packing | None) -> bool:
-    """Whether channel_scan_gluon scans these sequences, or pieces of them that are whole chunks;
+def runs(kg: Tensor, v: Tensor, P: Tensor, A: Tensor, packing: Packing | None) -> bool:
+    """Whether channel_scan_gluon can scan these sequences, or pieces of them that are whole chunks;
     the other tensors are new, and lie as kg.
     """
-    return kg.shape[-1] == HEAD and scan_gluon.fits(kg, kg, v, P, A, packing)
+    return kg.shape[-1] == HEAD and scan_gluon.runs(kg, kg, v, P, A, packing)
+
+
+def fits(kg: Tensor, v: Tensor, P: Tensor, A: Tensor, packing: Packing | None) -> bool:
+    """Whether it does, and is the faster."""
+    return runs(kg, v, P, A, packing) and scan_gluon.pays(kg, v)
 
 
 def channel_scan_gluon(

@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from linattn_edu.kernels import scan_gluon
-from linattn_edu.kernels.channel_scan_gluon import fits, load_channel_chunks
+from linattn_edu.kernels.channel_scan_gluon import load_channel_chunks, runs
 from linattn_edu.kernels.pieces import Pieces
 from linattn_edu.kernels.scan_gluon import (
     BV,
@@ -38,7 +38,7 @@ from linattn_edu.kernels.scans_gluon import (
 from linattn_edu.kernels.tiles import cdiv, device_of
 
 __all__ = [
-    "channel_gradients_gluon", "channel_scans_gluon", "channel_states_gluon", "fits", "scan_gluon",
+    "channel_gradients_gluon", "channel_scans_gluon", "channel_states_gluon", "runs", "scan_gluon",
 ]  # fmt: skip
 
 

@@ -65,8 +65,10 @@ def gates_of(gc_ptr, beta_ptr, i_t, NT, ROW: gl.constexpr, BT: gl.constexpr, BAC
     """gc and beta of the chunk that comes i_t-th, and gc of its last token."""
     i = place(gl.maximum(gl.minimum(i_t, NT - 1), 0), gl.maximum(NT, 1), BACK) * BT * ROW
     o_t = gl.arange(0, BT, gl.BlockedLayout([1], [32], [gl.num_warps()], [0])) * ROW
-    b_last = gl.load(gc_ptr + i + (BT - 1) * ROW)
-    return gl.load(gc_ptr + i + o_t), gl.load(beta_ptr + i + o_t).to(gl.float32), b_last
+    some = (o_t >= 0) & (NT > 0)  # an empty piece may begin behind the last token
+    b_last = gl.load(gc_ptr + i + (BT - 1) * ROW, mask=NT > 0, other=0.0)
+    b_gc = gl.load(gc_ptr + i + o_t, mask=some, other=0.0)
+    return b_gc, gl.load(beta_ptr + i + o_t, mask=some, other=0.0).to(gl.float32), b_last
 
 
 @gluon.jit

@@ -18,14 +18,15 @@ from delta.channel_checks import (
 from delta.stage_checks import check_rounded, check_stage
 from gdn_checks import launches
 
+from linattn_edu.kernels import pieces
 from linattn_edu.kernels.delta import kda_fused_bwd as kernels
 from linattn_edu.kernels.delta.fused_bwd import fits
-from linattn_edu.ops.kda.chunk import backward, forward, fused_stages, stages
+from linattn_edu.ops.kda.chunk import backward, chunk_kda, forward, fused_stages, stages
 from linattn_edu.packing import pack
 from linattn_edu.reference.delta import kda_fused_bwd as references
 from linattn_edu.reference.delta.gate_cumsum import gate_cumsum
 from linattn_edu.reference.delta.kda_intra import kda_intra
-from linattn_edu.testing import assert_close, gdn_inputs, relative_rms
+from linattn_edu.testing import assert_close, gdn_inputs, kda_inputs, relative_rms
 
 pytestmark = pytest.mark.usefixtures("poison")
 
@@ -209,11 +210,19 @@ def hopper(device):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("given", [False, True], ids=["zero", "states"])
 @pytest.mark.parametrize("form", ["one launch", "two launches", "two tiles a program"])
-@pytest.mark.parametrize(("B", "T", "HV"), [(1, 64, 1), (2, 128, 4), (1, 2048, 4)])
+@pytest.mark.parametrize(("B", "T", "HV"), [(1, 64, 1), (2, 128, 4), (1, 2048, 4), (2, 960, 2)])
 def test_scans_gluon_give_the_same_bits(
     B, T, HV, form, given, dtype, device, hopper, monkeypatch
 ):  # fmt: skip
+    """Of whole sequences and, with 960 tokens, of pieces of 256, one of which is empty."""
     gluon = kernels.channel_scans_gluon
+    kinds = (
+        gluon.channel_scans_gluon_kernel, gluon.channel_states_gluon_kernel,
+        gluon.channel_gradients_gluon_kernel,
+    )  # fmt: skip
+    if T == 960:
+        monkeypatch.setattr(pieces, "LENGTH", 256)
+        monkeypatch.setattr(pieces, "LEAST", 2)
     monkeypatch.setattr(gluon.scan_gluon, "pays", lambda *_: True)
     monkeypatch.setattr(gluon, "workers_of", lambda *_: 1 + (form == "two tiles a program"))
     if form != "one launch":
@@ -231,7 +240,8 @@ def test_scans_gluon_give_the_same_bits(
     for _ in range(2):  # what is copied ahead must not be overtaken
         with launches() as ran:
             got = kernels.channel_scans(*args, scale=SCALE)
-        assert len(ran) == 1 + (form != "one launch") and kernels.channel_scans_kernel not in ran
+        assert sum(kernel in kinds for kernel in ran) == 1 + (form != "one launch")
+        assert kernels.channel_scans_kernel not in ran
         assert all(map(torch.equal, got, want))
 
 
@@ -283,3 +293,25 @@ def test_kda_gates_reference_is_gate_cumsum_and_kda_gated():
     gc, *rows = references.kda_gates(x.q, x.k, x.g, chunk_size=32)
     assert torch.equal(gc, gate_cumsum(x.g, chunk_size=32))
     assert all(map(torch.equal, rows, references.kda_gated(x.q, x.k, gc, chunk_size=32)))
+
+
+@pytest.mark.gpu
+def test_the_operator_takes_them(device, hopper):
+    """Near the stages one by one; the same bits where a call is replayed."""
+    x = kda_inputs(1, 1024, 16, 16, 128, 128, dtype=torch.bfloat16, device=device, seed=0)
+    do = torch.randn_like(x.v)
+
+    def run(**options):
+        leaves = [t.detach().requires_grad_() for t in (x.q, x.k, x.v, x.g, x.beta)]
+        o, _ = chunk_kda(*leaves, **options)
+        o.backward(do)
+        return o.detach(), *(t.grad for t in leaves)
+
+    with launches() as ran:
+        first = run()
+    assert kernels.channel_intra_gluon.channel_intra_gluon_kernel in ran
+    for _ in range(4):
+        assert all(map(torch.equal, run(), first))
+    names = ("o", "dq", "dk", "dv", "dg", "dbeta")
+    for name, a, b in zip(names, first, run(disable_recompute=True), strict=True):
+        assert_close(name, a, b, 1e-2)

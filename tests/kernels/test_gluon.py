@@ -200,10 +200,12 @@ def test_fused_channel_stages_fit(monkeypatch):
         {"dtype": torch.float16}, {"dtype": torch.float32}, {"packed": True},
     ):  # fmt: skip
         assert not fits(**other), other
-    monkeypatch.setattr(kda_fused_bwd, "channel_scans_gluon", None)
-    assert not fits()
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr(kda_fused_bwd, "channel_scans_gluon", None)
+        assert not fits()
+    assert fits()
     generation[0] = "blackwell"
-    monkeypatch.setattr(kda_fused_bwd, "device_of", lambda _: (generation[0], 132))
-    monkeypatch.setattr(fused_bwd, "device_of", lambda _: (generation[0], 132))
+    assert not fits()
+    generation[0] = "hopper"
+    monkeypatch.setattr(scan_gluon, "VERSIONS", ("0.0.",))
     assert not fits()

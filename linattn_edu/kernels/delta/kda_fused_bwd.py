@@ -630,9 +630,9 @@ def channel_scans(
     v_new, Z, dv = (torch.empty_like(v) for _ in range(3))
     dh0 = gc.new_empty(pieces.N, HV, K, V)
     programs = pieces.N * HV * cdiv(V, BV)
-    # of do only the address may differ from v's
+    # whether they pay was asked when this set was taken; of do only the address may differ from v's
     gluon = channel_scans_gluon is not None and all(
-        channel_scans_gluon.fits(kg, x, P, A, packing) for x in (v, do)
+        channel_scans_gluon.runs(kg, x, P, A, packing) for x in (v, do)
     )
     given = kg, kd, v, beta, gc, A, initial_state, h, v_new
     behind = qg, kg, kd, beta, gc, P, A, do, dht, dh, Z, dv, dh0, scale

@@ -116,7 +116,7 @@ def chunk_kda(
             flows through it.
         state_v_first: Whether states are ``[N, HV, V, K]``. Costs a copy of them.
         cu_seqlens, cu_seqlens_cpu, chunk_indices: Packed sequences, as in
-            :func:`chunk_gated_delta_rule`; they never run in fused stages.
+            :func:`chunk_gated_delta_rule`; their backward pass never runs in fused stages.
         A_log, dt_bias: HV and HV * K numbers in any shape, with use_gate_in_kernel only; dt_bias
             may be left out, and with lower_bound A_log too.
         chunk_size: Tokens a chunk at most: 16, 32 or 64. It changes the speed and the rounding
@@ -202,7 +202,7 @@ def chunk_kda(
     if normalise:
         q, k = l2norm(q, impl=impl), l2norm(k, impl=impl)
     save = "P A gc w kg qg h v_new" if keep_all else "P A crossing" if place.group else "P A"
-    staged = keep_all or return_states or place.group
+    staged = keep_all or return_states or cp_context is not None
     fused = 0 if staged else _fits(impl, q, v, chunk_size, cu_seqlens is not None)
     o, final_state, *kept = chunk(
         *place.joined(q, k, v, g, arguments.write_strength(beta, sigmoid)), A_log, dt_bias,
@@ -252,8 +252,10 @@ def _fits(impl: str, q: Tensor, v: Tensor, chunk_size: int, packed: bool) -> int
         return 0
     from linattn_edu.kernels.delta import fused_bwd, kda_fused_bwd
 
+    if not fused_bwd.fits(q, v):
+        return 0
     # the forward pass gives the same bits in all its kernels, whatever the batch
-    return (1 + kda_fused_bwd.fits(q, v, chunk_size, packed)) if fused_bwd.fits(q, v) else 0
+    return 2 if kda_fused_bwd.fits(q, v, chunk_size, packed) else 1
 
 
 @dataclass(frozen=True)
