@@ -48,7 +48,7 @@ def channel_forth(
     W: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BT: gl.constexpr, BV: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Four warps that compute: the sums of channel_states_kernel, for tile W of the values."""
+    """Four warps that compute: the sums of channel_states, for tile W of the values."""
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, 64, 16])
     along: gl.constexpr = gl.SliceLayout(0, mma)  # a number for each column
     dtype: gl.constexpr = kds.dtype
@@ -117,7 +117,7 @@ def channel_back(
     W: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BT: gl.constexpr, BV: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Four warps that compute: the sums of channel_gradients_kernel, for tile W of the values.
+    """Four warps that compute: the sums of channel_gradients, for tile W of the values.
 
     At most three products are under way, and none where the loop turns: ptxas would run them one
     after the other.

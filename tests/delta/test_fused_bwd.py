@@ -216,12 +216,16 @@ def test_heads_bwd_kernels_match_reference(V, device):
 @pytest.mark.parametrize("given", [False, True], ids=["zero", "states"])
 @pytest.mark.parametrize(("T", "H", "HV"), [(256, 8, 8), (1024, 4, 8), (16384, 8, 8)])
 def test_heads_bwd_in_parts_gives_the_same_bits(T, H, HV, given, device, monkeypatch):
-    """Whole sequences, pieces of them, and heads that share a key; rounds of one program."""
+    """Whole sequences, heads that share a key in pieces without maps, and pieces by their maps."""
     if kernels.intra_bwd_gluon is None:
         pytest.skip("made for another Triton")
     monkeypatch.setattr(kernels.scans_gluon.scan_gluon, "pays", lambda *_: True)
     monkeypatch.setattr(kernels.intra_bwd_gluon, "LEAST", 1)
     x = gdn_inputs(2, T, H, HV, 128, 128, dtype=torch.bfloat16, device=device, seed=0)
+    if T == 1024:  # pieces that begin where all is forgotten
+        monkeypatch.setattr(pieces, "PROGRAMS", 0)
+        monkeypatch.setattr(pieces, "SPAN", 32)
+        x.g.fill_(-3.0)
     gc, do = gate_cumsum(x.g, chunk_size=64), torch.randn_like(x.v)
     options = {"chunk_size": 64, "return_inverse": True, "gated": True}
     P, _, AG = intra_kernel(x.q, x.k, x.beta, gc, **options)

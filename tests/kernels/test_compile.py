@@ -60,7 +60,7 @@ KERNELS = {
     f"{name}_kernel"
     for name in (
         "recurrent", "gate_cumsum", "solve", "wy", "state", "output",
-        "scores", "resolvent", "intra", "scan", "output_bwd", "state_bwd", "wy_bwd", "gate_bwd",
+        "scores", "resolvent", "scan", "output_bwd", "state_bwd", "wy_bwd", "gate_bwd",
         "recurrent_bwd", "solve_tril", "cumsum", "global_cumsum", "l2norm", "l2norm_bwd",
         "gate", "layer_gate_bwd",
         "kda_scores", "kda_inverse", "kda_scans", "kda_output_bwd", "kda_wy_bwd", "kda_intra_bwd",
@@ -79,7 +79,7 @@ LARGE = {  # where a multiprocessor is large
     for name in (
         "chunk_cumsum_log", "chunk_scores", "ssd_ends", "ssd_fwd", "ssd_bwd_states", "ssd_bwd_da",
         "ssd_bwd_far", "ssd_bwd_sum", "ssd_bwd_dx",
-        "channel_scan", "channel_scan_transposed", "channel_scan_map", "kda_gates",
+        "intra", "channel_scan", "channel_scan_transposed", "channel_scan_map", "kda_gates",
         "channel_scans", "channel_scan_map_bwd", "kda_reads_bwd", "channel_intra_bwd",
     )
 }  # fmt: skip

@@ -102,7 +102,7 @@ def kda_gates_kernel(
 
 
 @triton.jit(do_not_specialize=["T"])
-def channel_states_kernel(
+def channel_states(
     kg_ptr,  # [B, T, HV, K]
     kd_ptr,  # [B, T, HV, K]
     v_ptr,  # [B, T, HV, V]
@@ -210,7 +210,7 @@ def channel_back(b_dS, qg_ptr, kg_ptr, kd_ptr, beta_ptr, gc_ptr, P_ptr, A_ptr, d
 
 
 @triton.jit(do_not_specialize=["T"])
-def channel_gradients_kernel(
+def channel_gradients(
     qg_ptr,  # [B, T, HV, K]
     kg_ptr,  # [B, T, HV, K]
     kd_ptr,  # [B, T, HV, K]
@@ -295,12 +295,12 @@ def channel_scans_kernel(
     Grid (2 * N * HV * V / BV).  Reference: linattn_edu.reference.delta.kda_fused_bwd.channel_scans.
     """
     if tl.program_id(0) % 2 == 1:
-        channel_states_kernel(
+        channel_states(
             kg_ptr, kd_ptr, v_ptr, beta_ptr, gc_ptr, A_ptr, h0_ptr, h_ptr, v_new_ptr, cu_ptr,
             offsets_ptr, T, 2, HV, K, V, BT, BK, BV,
         )  # fmt: skip
     else:
-        channel_gradients_kernel(
+        channel_gradients(
             qg_ptr, kg_ptr, kd_ptr, beta_ptr, gc_ptr, P_ptr, A_ptr, do_ptr, dht_ptr, dh_ptr, Z_ptr,
             dv_ptr, dh0_ptr, scale, cu_ptr, offsets_ptr, T, 2, HV, K, V, BT, BK, BV,
         )  # fmt: skip
