@@ -3,6 +3,7 @@
 import pytest
 import torch
 from delta.stage_checks import check_stage, grid, inputs
+from gdn_checks import launches
 
 from linattn_edu.kernels import pieces
 from linattn_edu.kernels.delta import fused as kernels
@@ -28,15 +29,21 @@ def test_intra_kernel_matches_reference(T, K, V, C, dtype, device):
     check_stage(kernels.intra, references.intra, args, **options)
 
 
-@pytest.mark.parametrize("C", [64, 32])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_intra_in_two_kernels(C, dtype, device, monkeypatch):
-    """What Hopper does in one kernel, as other generations do it."""
-    monkeypatch.setattr(kernels, "INTRA_CONFIGS", {})
-    x = inputs(100, 33, 16, dtype, device)
-    args = (x.q, x.k, x.beta, gate_cumsum(x.g, chunk_size=C))
-    options = {"chunk_size": C, "return_inverse": True, "gated": True}
-    check_stage(kernels.intra, references.intra, args, **options)
+@pytest.mark.parametrize("T", [64, 100], ids=["whole chunks", "a rest"])
+@pytest.mark.parametrize("K", [64, 128])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_intra_in_one_kernel(T, K, dtype, device):
+    """What Hopper does where no value heads share a key."""
+    if device_of(torch.empty(1, device=device))[0] not in ("hopper", "blackwell"):
+        pytest.skip("made for Hopper")
+    x = gdn_inputs(1, T, 2, 2, K, 16, dtype=dtype, device=device, seed=T + K)
+    args = (x.q, x.k, x.beta, gate_cumsum(x.g, chunk_size=64))
+    options = {"chunk_size": 64, "return_inverse": True}
+    for gated in (False, True):
+        with launches() as ran:
+            kernels.intra(*args, gated=gated, **options)
+        assert ran == [kernels.intra_kernel]
+        check_stage(kernels.intra, references.intra, args, gated=gated, **options)
 
 
 @grid

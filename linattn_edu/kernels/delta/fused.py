@@ -139,12 +139,6 @@ def corners(q_ptr, k_ptr, stride, n_t, S: tl.constexpr, K: tl.constexpr, BK: tl.
 
 
 @triton.jit
-def two(M1, M2):
-    """[2, 8, 8] of tiles [8, 8]."""
-    return tl.permute(tl.join(M1, M2), (2, 0, 1))
-
-
-@triton.jit
 def four(M1, M2, M3, M4):
     """[4, 8, 8] of tiles [8, 8]."""
     M = tl.join(tl.join(M1, M2), tl.join(M3, M4))
@@ -168,7 +162,7 @@ def intra_kernel(
     GATED: tl.constexpr,
     WHOLE: tl.constexpr,  # every chunk has BT tokens
 ):  # fmt: skip
-    """scores_kernel and resolvent_kernel in one, for chunks of 32 and 64.
+    """scores_kernel and resolvent_kernel in one, for chunks of 64.
 
     One program: one chunk of one head.  Grid (NT * HV).
 
@@ -199,24 +193,18 @@ def intra_kernel(
     # eq:delta-kkt   L = diag(beta) tril(K K^T, -1)
     L11, L21, L22 = corners(k_ptr, k_ptr, H * K, n_t, S, K, BK)
     L21 *= load_row(beta_ptr, S + o, HV, n_t)[:, None]
-    if BT == 64:
-        D1, M1, D2 = quarters(L11, 16)
-        D3, M2, D4 = quarters(L22, 16)
-        o_i = tl.arange(0, 2)[:, None] * 32 + 16 + tl.arange(0, 16)[None, :]
-        M21 = tl.permute(tl.join(M1, M2), (2, 0, 1))
-        M21 *= load_row(beta_ptr, o_i, HV, n_t)[:, :, None]
-        a1, b1, c1 = quarters(D1, 8)
-        a2, b2, c2 = quarters(D2, 8)
-        a3, b3, c3 = quarters(D3, 8)
-        a4, b4, c4 = quarters(D4, 8)
-        D11, D21, D22 = four(a1, a2, a3, a4), four(b1, b2, b3, b4), four(c1, c2, c3, c4)
-        X = invert_columns(D11, D21, D22, beta_ptr, HV, n_t, 4)
-        X = merge(X, M21, 16, BT, PRECISION)
-    else:
-        a1, b1, c1 = quarters(L11, 8)
-        a2, b2, c2 = quarters(L22, 8)
-        D11, D21, D22 = two(a1, a2), two(b1, b2), two(c1, c2)
-        X = invert_columns(D11, D21, D22, beta_ptr, HV, n_t, 2)
+    D1, M1, D2 = quarters(L11, 16)
+    D3, M2, D4 = quarters(L22, 16)
+    o_i = tl.arange(0, 2)[:, None] * 32 + 16 + tl.arange(0, 16)[None, :]
+    M21 = tl.permute(tl.join(M1, M2), (2, 0, 1))
+    M21 *= load_row(beta_ptr, o_i, HV, n_t)[:, :, None]
+    a1, b1, c1 = quarters(D1, 8)
+    a2, b2, c2 = quarters(D2, 8)
+    a3, b3, c3 = quarters(D3, 8)
+    a4, b4, c4 = quarters(D4, 8)
+    D11, D21, D22 = four(a1, a2, a3, a4), four(b1, b2, b3, b4), four(c1, c2, c3, c4)
+    X = invert_columns(D11, D21, D22, beta_ptr, HV, n_t, 4)
+    X = merge(X, M21, 16, BT, PRECISION)
     A = tl.reshape(merge(X, L21[None, :, :], S, BT, PRECISION), (BT, BT))
     # eq:delta-resolvent   R = (A * G) diag(beta)
     o_t = tl.arange(0, BT)
@@ -453,9 +441,9 @@ RESOLVENT_CONFIGS = {
     "ampere": {2: row(1, 1, BK=64), 4: row(4, 1, BK=32)},
     "hopper": {2: row(1, 3, BK=64), 4: row(4, 1, BK=32)},
 }
-# both in one, where that is faster: 16 bit, chunks of more than 16, a key head for each value head,
-# since each of those has its own program; keys up to -> row
-INTRA_CONFIGS = {"hopper": {2: {64: row(1, 3, BK=32, maxnreg=168), 256: row(1, 3, BK=64)}}}
+# both in one, where that is faster and has run on a GPU: 16 bit, chunks of 64, a key head for each
+# value head, since each of those has its own program; keys -> row
+INTRA_CONFIGS = {"hopper": {2: {64: row(1, 3, BK=32, maxnreg=168), 128: row(1, 3, BK=64)}}}
 SCAN_CONFIGS = scan_table(
     ampere={128: [row(4, 1, BV=32)], 256: [row(4, 1, BV=16)]},
     # never 1 stage in 16 bit with BV < 64: miscompiled by ptxas 12.8, see tiles.UNPIPELINED
@@ -500,11 +488,10 @@ def intra(
     A = torch.empty_like(R) if return_inverse else None
     options = {"BT": chunk_size, "PRECISION": merge_precision(k.dtype), "GATED": gated}
     rows = of_generation(INTRA_CONFIGS, device_of(k)[0]).get(k.element_size(), {})
-    if rows and chunk_size > 16 and H == HV:
-        config = next(rows[width] for width in rows if width >= K).launch(K)
+    if K in rows and chunk_size == 64 and H == HV:
         intra_kernel[(NT * HV,)](
             q, k, beta, gc, P, R, A, *chunks, T, H, HV, K,
-            WHOLE=whole(k, chunk_size, packing), **options, **config,
+            WHOLE=whole(k, chunk_size, packing), **options, **rows[K].launch(K),
         )  # fmt: skip
         return P, R, A
     config = entry(SCORES_CONFIGS, k).launch(K)
