@@ -1,0 +1,352 @@
+"""Stage intra of Gated DeltaNet's fused forward pass in Gluon, for Hopper.
+
+A program takes one chunk of one value head. Its four warps each invert one block of 16 tokens by
+substitution, a lane for each column, and join the blocks by products on the tensor cores, whose
+operands are fp16: as many bits as tf32, and a power of two for each token keeps them in range.
+"""
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    warpgroup_mma_wait,
+)
+from triton.runtime.jit import constexpr_function
+
+from linattn_edu.kernels.scan_gluon import CHUNK, DTYPES, barrier, half, operand, product
+from linattn_edu.kernels.tiles import chunk_args, chunk_of, device_of
+from linattn_edu.packing import Packing
+
+# a product's result [64, 64], and the same numbers as [4, 16, 4, 16]: blocks of 16 rows, which are
+# those of a warp, and of 16 columns
+MMA = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+BLOCKS = gl.constexpr(
+    gl.DistributedLinearLayout(
+        reg_bases=[[0, 0, 0, 1], [0, 8, 0, 0], [0, 0, 0, 8], [0, 0, 1, 0], [0, 0, 2, 0]],
+        lane_bases=[[0, 0, 0, 2], [0, 0, 0, 4], [0, 1, 0, 0], [0, 2, 0, 0], [0, 4, 0, 0]],
+        warp_bases=[[1, 0, 0, 0], [2, 0, 0, 0]],
+        block_bases=[],
+        shape=[4, 16, 4, 16],
+    )
+)
+# [block, row, column]: a lane has a column
+COLUMNS = gl.constexpr(
+    gl.DistributedLinearLayout(
+        reg_bases=[[0, 1, 0], [0, 2, 0], [0, 4, 0], [0, 8, 0]],
+        lane_bases=[[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 0, 8], [0, 0, 0]],
+        warp_bases=[[1, 0, 0], [2, 0, 0]],
+        block_bases=[],
+        shape=[4, 16, 16],
+    )
+)
+# [block, 1, column] of a row that every lane has
+ROW = gl.constexpr(
+    gl.DistributedLinearLayout(
+        reg_bases=[[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 0, 8]],
+        lane_bases=[[0, 0, 0]] * 5,
+        warp_bases=[[1, 0, 0], [2, 0, 0]],
+        block_bases=[],
+        shape=[4, 1, 16],
+    )
+)
+# [block, column, block, row] of a transposed matrix: a lane has a column of half the blocks
+TRANSPOSED = gl.constexpr(
+    gl.DistributedLinearLayout(
+        reg_bases=[[0, 0, 0, 1], [0, 0, 0, 2], [0, 0, 0, 4], [0, 0, 0, 8], [0, 0, 1, 0]],
+        lane_bases=[[0, 1, 0, 0], [0, 2, 0, 0], [0, 4, 0, 0], [0, 8, 0, 0], [0, 0, 2, 0]],
+        warp_bases=[[1, 0, 0, 0], [2, 0, 0, 0]],
+        block_bases=[],
+        shape=[4, 16, 4, 16],
+    )
+)
+
+
+@constexpr_function
+def along(layout, *axes):
+    """Of a tensor that varies along these axes of one in `layout`."""
+    for axis in reversed(range(len(layout.shape))):
+        if axis not in axes:
+            layout = gl.SliceLayout(axis, layout)
+    return layout
+
+
+@gluon.jit
+def in_blocks(x):
+    """[4, 16, 4, 16] of a product's result: every number stays in its thread."""
+    return gl.convert_layout(gl.reshape(x, [4, 16, 4, 16]), BLOCKS, assert_trivial=True)
+
+
+@gluon.jit
+def diagonal_blocks(b_S):
+    """[4, 16, 16] of a product's result."""
+    own = gl.arange(0, 4, along(BLOCKS, 0))[:, None, None, None]
+    other = gl.arange(0, 4, along(BLOCKS, 2))[None, None, :, None]
+    return gl.sum(gl.where(own == other, in_blocks(b_S), 0.0), 2)
+
+
+@gluon.jit
+def leave_norms(b_D, n_s):
+    """The powers of two next to the lengths of 64 keys, and their inverses, from K K^T's diagonal.
+
+    Half of the exponent: normal numbers, whatever the key; of no length, 2^-63.
+    """
+    i = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(2, BLOCKS))))[None, :, None]
+    j = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, BLOCKS))))[None, None, :]
+    b_n = gl.sum(gl.where(i == j, b_D, 0.0), 2).to(gl.int32, bitcast=True)
+    b_n = (((b_n >> 23) + 128) >> 1) << 23
+    n_s.index(0).store(b_n.to(gl.float32, bitcast=True))
+    n_s.index(1).store(((254 << 23) - b_n).to(gl.float32, bitcast=True))
+
+
+@gluon.jit
+def substitute(D_s):
+    """(I + D)^-1 of four strictly lower-triangular blocks [16, 16], given as -D.
+
+    A lane has a column; the numbers of D, which all lanes need, come from shared memory.
+    """
+    j = gl.arange(0, 16, along(COLUMNS, 1))[None, :, None]
+    c = gl.arange(0, 16, along(COLUMNS, 2))[None, None, :]
+    X = gl.full([4, 16, 16], 0.0, gl.float32, COLUMNS)
+    X = gl.where((j == 0) & (c == 0), 1.0, X)
+    for r in gl.static_range(1, 16):
+        # eq:delta-substitution   x_r = e_r - sum_{j < r} L_rj x_j
+        b_d = D_s.slice(r, 1, dim=1).load(ROW)
+        b_d = gl.convert_layout(gl.reshape(b_d, [4, 16]), gl.SliceLayout(2, COLUMNS), assert_trivial=True)
+        b_d = b_d[:, :, None]
+        b_x = gl.where(j == 0, gl.where(c == r, 1.0, 0.0), -0.0) + b_d * X
+        b_x = gl.sum(gl.where(j < r, b_x, -0.0), 1)  # adding -0 is no instruction
+        X = gl.where(j == r, b_x[:, None, :], X)
+    return X
+
+
+@gluon.jit
+def leave_inverses(X, n_s, X_s):
+    """diag(n) X diag(1 / n) of four blocks on the diagonal of X_s, transposed; 0 beside them."""
+    X *= n_s.index(0).load(gl.SliceLayout(2, COLUMNS))[:, :, None]
+    X = gl.convert_layout(gl.permute(X, (0, 2, 1)), gl.SliceLayout(2, TRANSPOSED), assert_trivial=True)
+    own = gl.arange(0, 4, along(TRANSPOSED, 0))[:, None, None]
+    other = gl.arange(0, 4, along(TRANSPOSED, 2))[None, None, :]
+    b_f = n_s.index(1).load(along(TRANSPOSED, 0, 1))
+    b_f = gl.where(other[:, :, :, None] == own[:, :, :, None], b_f[:, :, None, None], 0.0)
+    X = X[:, :, None, :] * b_f
+    X_s.store(gl.reshape(X.to(gl.float16), [64, 64]))
+
+
+@gluon.jit
+def leave_lower(b_S, beta_s, n_s, L_s):
+    """-diag(n) L diag(1 / n) beside the blocks on the diagonal, which are 0."""
+    b_n = n_s.index(1).load(along(BLOCKS, 2, 3))
+    b_f = beta_s.load(along(BLOCKS, 0, 1))
+    b_f *= -n_s.index(0).load(along(BLOCKS, 0, 1))
+    own = gl.arange(0, 4, along(BLOCKS, 0))[:, None, None, None]
+    other = gl.arange(0, 4, along(BLOCKS, 2))[None, None, :, None]
+    b_L = in_blocks(b_S) * b_n[None, None, :, :] * gl.where(other < own, b_f[:, :, None, None], 0.0)
+    L_s.store(gl.reshape(b_L.to(gl.float16), [64, 64]))
+
+
+@gluon.jit
+def plus_identity(b_U):
+    """I + U of a product's result: one multiplication and addition in one for each number."""
+    own = gl.arange(0, 4, along(BLOCKS, 0))[:, None, None, None]
+    other = gl.arange(0, 4, along(BLOCKS, 2))[None, None, :, None]
+    i = gl.arange(0, 16, along(BLOCKS, 1))[None, :, None, None]
+    j = gl.arange(0, 16, along(BLOCKS, 3))[None, None, None, :]
+    b_U = in_blocks(b_U) + gl.where(own == other, 1.0, 0.0) * gl.where(i == j, 1.0, 0.0)
+    return gl.convert_layout(gl.reshape(b_U, [64, 64]), MMA, assert_trivial=True)
+
+
+@gluon.jit
+def decays(gc_s):
+    """G_ij = 2^(gc_i - gc_j) for i >= j, else 0."""
+    o_i = gl.arange(0, 64, gl.SliceLayout(1, MMA))[:, None]
+    o_j = gl.arange(0, 64, gl.SliceLayout(0, MMA))[None, :]
+    b_d = gc_s.load(gl.SliceLayout(1, MMA))[:, None] - gc_s.load(gl.SliceLayout(0, MMA))[None, :]
+    return gl.exp2(gl.where(o_i >= o_j, b_d, float("-inf")))
+
+
+@gluon.jit
+def scores_and_inverse(q_s, k_s, gc_s, beta_s, P_s, n_s, D_s, L_s, X_s, N_s):
+    """P = Q K^T * G to P_s, and A = (I + diag(beta) tril(K K^T, -1))^-1 of a chunk of 64 tokens.
+
+    Four warps, all of them at once, and a barrier between two calls.  Nothing is allocated.
+
+    q_s, k_s: [64, K] in 16 bit, for products; visible to them (fence_async_shared, barrier).
+    gc_s (log2), beta_s: [64] in fp32.  Of tokens that are missing: gc of the last, else 0.
+    P_s: [64, 64], for products; may lie in the place of q_s.  Its writes have no fence yet.
+    n_s: [2, 4, 16] in fp32 out: powers of two n, and 1 / n.
+    D_s: [4, 16, 16] in fp32; L_s, X_s, N_s: [64, 64] in fp16, for products: to work in.  N_s may
+    lie in the place of k_s, but not where P_s is; after the call L_s can be overwritten at once.
+
+    Returns diag(n) A diag(1 / n) and G, [64, 64] in fp32 as MMA.
+    """
+    zero = gl.full([64, 64], 0.0, gl.float32, MMA)
+    b_S = product(k_s, k_s.permute((1, 0)), zero, False)
+    b_P = product(q_s, k_s.permute((1, 0)), zero, False)
+    b_S = warpgroup_mma_wait(1, [b_S])
+    b_D = diagonal_blocks(b_S)
+    leave_norms(b_D, n_s)
+    # eq:delta-kkt   L = diag(beta) tril(K K^T, -1)
+    b_D *= -beta_s.reshape([4, 16]).load(gl.SliceLayout(2, gl.SliceLayout(2, BLOCKS)))[:, :, None]
+    D_s.store(b_D)
+    leave_lower(b_S, beta_s.reshape([4, 16]), n_s, L_s)
+    leave_inverses(substitute(D_s), n_s, X_s)
+    b_P = warpgroup_mma_wait(0, [b_P])
+    fence_async_shared()
+    barrier()
+    # eq:delta-merge   X_21 = -X_22 L_21 X_11: A = (I - N)^-1 X with N = -X L, and N^4 = 0
+    b_N = product(X_s.permute((1, 0)), L_s, zero, False)
+    # eq:delta-intra   P = Q K^T * G
+    G = decays(gc_s)
+    P_s.store((b_P * G).to(P_s.dtype))
+    b_N = warpgroup_mma_wait(0, [b_N])
+    N_s.store(b_N.to(gl.float16))
+    fence_async_shared()
+    barrier()
+    b_U = warpgroup_mma_wait(0, [product(operand(b_N, gl.float16, MMA), N_s, b_N)])
+    b_U = warpgroup_mma_wait(0, [product(operand(b_U, gl.float16, MMA), N_s, b_N)])
+    b_T = operand(plus_identity(b_U), gl.float16, MMA)
+    b_A = product(b_T, X_s.permute((1, 0)), zero, False)
+    return warpgroup_mma_wait(0, [b_A]), G
+
+
+@gluon.jit
+def resolvent(b_A, G, beta_s, n_s):
+    """R = (A * G) diag(beta) from what `scores_and_inverse` returns."""
+    b_w = n_s.index(1).reshape([64]).load(gl.SliceLayout(1, MMA))
+    b_n = n_s.index(0).reshape([64]).load(gl.SliceLayout(0, MMA))
+    # eq:delta-resolvent   R = (A * G) diag(beta)
+    return b_A * G * (beta_s.load(gl.SliceLayout(0, MMA)) * b_n)[None, :] * b_w[:, None]
+
+
+@gluon.jit
+def inverse(b_A, n_s):
+    """A from what `scores_and_inverse` returns."""
+    b_w = n_s.index(1).reshape([64]).load(gl.SliceLayout(1, MMA))
+    b_n = n_s.index(0).reshape([64]).load(gl.SliceLayout(0, MMA))
+    return b_A * b_n[None, :] * b_w[:, None]
+
+
+@gluon.jit
+def load_keys(x_ptr, x_s, stride, n_t, K: gl.constexpr, BT: gl.constexpr):
+    """Begin to copy x [BT, K]; rows from n_t on are 0."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // K, K // 8], [gl.num_warps(), 1], [1, 0])
+    o_t = gl.arange(0, BT, gl.SliceLayout(1, layout))[:, None]
+    o_k = gl.arange(0, K, gl.SliceLayout(0, layout))[None, :]
+    async_copy.async_copy_global_to_shared(x_s, x_ptr + o_t * stride + o_k, mask=o_t < n_t)
+
+
+@gluon.jit
+def store_matrix(x_ptr, x_s, stride, n_t, BT: gl.constexpr):
+    """Rows up to n_t of x [BT, BT]."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
+    o_t = gl.arange(0, BT, gl.SliceLayout(1, layout))[:, None]
+    o_j = gl.arange(0, BT, gl.SliceLayout(0, layout))[None, :]
+    gl.store(x_ptr + o_t * stride + o_j, x_s.load(layout), mask=o_t < n_t)
+
+
+@gluon.jit(do_not_specialize=["T"])
+def intra_gluon_kernel(
+    q_ptr,  # [B, T, H, K]
+    k_ptr,  # [B, T, H, K]
+    beta_ptr,  # [B, T, HV]
+    gc_ptr,  # [B, T, HV] log2
+    P_ptr,  # [B, T, HV, BT] out
+    R_ptr,  # [B, T, HV, BT] out
+    A_ptr,  # [B, T, HV, BT] out, A * G with GATED; or None
+    cu_ptr,  # [N + 1] or None
+    chunks_ptr,  # [NT, 2] or None
+    T,
+    H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, BT: gl.constexpr, GATED: gl.constexpr,
+):  # fmt: skip
+    """One program: one chunk of one head.  Grid (NT * HV).
+
+    Reference: linattn_edu.reference.delta.fused.intra.
+    """
+    dtype: gl.constexpr = k_ptr.dtype.element_ty
+    keys: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BT, K], dtype)
+    tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BT, BT], dtype)
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    square: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    cube: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+    i_h, _, first, n_t = chunk_of(gl.program_id(0), cu_ptr, chunks_ptr, T, HV, BT)
+    i = first * HV + i_h
+    i_k = (first * H + i_h // (HV // H)) * K
+    q_s = gl.allocate_shared_memory(dtype, [BT, K], keys)
+    k_s = gl.allocate_shared_memory(dtype, [BT, K], keys)
+    load_keys(k_ptr + i_k, k_s, H * K, n_t, K, BT)
+    load_keys(q_ptr + i_k, q_s, H * K, n_t, K, BT)
+    async_copy.commit_group()
+    o_t = gl.arange(0, BT, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    b_gc = gl.load(gc_ptr + i + gl.minimum(o_t, n_t - 1) * HV)
+    b_beta = gl.load(beta_ptr + i + o_t * HV, mask=o_t < n_t, other=0.0)
+    gc_s = gl.allocate_shared_memory(gl.float32, [BT], flat)
+    beta_s = gl.allocate_shared_memory(gl.float32, [BT], flat)
+    n_s = gl.allocate_shared_memory(gl.float32, [2, 4, 16], square)
+    D_s = gl.allocate_shared_memory(gl.float32, [4, 16, 16], cube)
+    L_s = gl.allocate_shared_memory(gl.float16, [BT, BT], tile)
+    X_s = gl.allocate_shared_memory(gl.float16, [BT, BT], tile)
+    P_s = half(q_s, 0)
+    N_s = half(k_s, 0)._reinterpret(gl.float16, [BT, BT], tile)
+    gc_s.store(b_gc)
+    beta_s.store(b_beta.to(gl.float32))
+    async_copy.wait_group(0)
+    fence_async_shared()
+    barrier()
+    b_A, G = scores_and_inverse(q_s, k_s, gc_s, beta_s, P_s, n_s, D_s, L_s, X_s, N_s)
+    R_s = L_s._reinterpret(dtype, [BT, BT], tile)
+    R_s.store(resolvent(b_A, G, beta_s, n_s).to(dtype))
+    if A_ptr is not None:
+        b_A = inverse(b_A, n_s)
+        if GATED:
+            b_A *= G
+        A_s = X_s._reinterpret(dtype, [BT, BT], tile)
+        barrier()
+        A_s.store(b_A.to(dtype))
+    barrier()
+    store_matrix(P_ptr + i * BT, P_s, HV * BT, n_t, BT)
+    store_matrix(R_ptr + i * BT, R_s, HV * BT, n_t, BT)
+    if A_ptr is not None:
+        store_matrix(A_ptr + i * BT, A_s, HV * BT, n_t, BT)
+
+
+VERSIONS = ("3.6.",)  # of Triton, with which it has run on a Hopper GPU: Gluon is not stable yet
+HEADS = (64, 128)  # keys
+OPTIONS = {"num_warps": 4, "maxnreg": 128}
+
+
+def fits(k: Tensor, chunk_size: int) -> bool:
+    """Whether intra_gluon takes these. Neither batch nor length may decide, since the last bits are
+    not those of the other kernels.
+    """
+    return (
+        k.is_cuda
+        and device_of(k)[0] == "hopper"
+        and k.dtype == torch.bfloat16
+        and k.shape[-1] in HEADS
+        and chunk_size == CHUNK
+        and triton.__version__.startswith(VERSIONS)
+    )
+
+
+def intra_gluon(
+    q: Tensor,
+    k: Tensor,
+    beta: Tensor,
+    gc: Tensor,
+    P: Tensor,
+    R: Tensor,
+    A: Tensor | None,
+    gated: bool,
+    packing: Packing | None,
+) -> None:
+    """Launch intra_gluon_kernel; it writes P, R and, if there is one, A."""
+    T, H, K = k.shape[1:]
+    HV = beta.shape[-1]
+    NT, *chunks = chunk_args(k, CHUNK, packing)
+    intra_gluon_kernel[(NT * HV,)](
+        q, k, beta, gc, P, R, A, *chunks, T, H, HV, K, CHUNK, gated, **OPTIONS
+    )
