@@ -81,25 +81,40 @@ def in_blocks(x):
 
 
 @gluon.jit
-def diagonal_blocks(b_S):
-    """[4, 16, 16] of a product's result."""
-    own = gl.arange(0, 4, along(BLOCKS, 0))[:, None, None, None]
-    other = gl.arange(0, 4, along(BLOCKS, 2))[None, None, :, None]
-    return gl.sum(gl.where(own == other, in_blocks(b_S), 0.0), 2)
+def nothing():
+    """-0: adding it changes nothing, and is no instruction, as adding 0 would be."""
+    return gl.to_tensor(-2147483648).to(gl.float32, bitcast=True)
 
 
 @gluon.jit
-def leave_norms(b_D, n_s):
-    """The powers of two next to the lengths of 64 keys, and their inverses, from K K^T's diagonal.
+def blocks_beside():
+    """Of BLOCKS, [4, 1, 4, 1]: a number's block of columns less its block of rows."""
+    own = gl.arange(0, 4, along(BLOCKS, 0))[:, None, None, None]
+    return gl.arange(0, 4, along(BLOCKS, 2))[None, None, :, None] - own
+
+
+@gluon.jit
+def diagonal_blocks(b_S):
+    """[4, 16, 16] of a product's result."""
+    return gl.sum(in_blocks(b_S) * gl.where(blocks_beside() == 0, 1.0, 0.0), 2)
+
+
+@gluon.jit
+def leave_norms(b_D, beta_s, n_s, w_s, u_s):
+    """n, the powers of two next to the lengths of 64 keys, from K K^T's diagonal; 1 / n; beta n.
 
     Half of the exponent: normal numbers, whatever the key; of no length, 2^-63.
     """
-    i = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(2, BLOCKS))))[None, :, None]
-    j = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, BLOCKS))))[None, None, :]
-    b_n = gl.sum(gl.where(i == j, b_D, 0.0), 2).to(gl.int32, bitcast=True)
+    layout: gl.constexpr = gl.SliceLayout(2, BLOCKS)
+    i = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
+    j = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
+    b_n = gl.sum(gl.where(i == j, b_D, nothing()), 2).to(gl.int32, bitcast=True)
     b_n = (((b_n >> 23) + 128) >> 1) << 23
-    n_s.index(0).store(b_n.to(gl.float32, bitcast=True))
-    n_s.index(1).store(((254 << 23) - b_n).to(gl.float32, bitcast=True))
+    b_w = (254 << 23) - b_n
+    b_n = b_n.to(gl.float32, bitcast=True)
+    n_s.reshape([4, 16]).store(b_n)
+    w_s.reshape([4, 16]).store(b_w.to(gl.float32, bitcast=True))
+    u_s.reshape([4, 16]).store(b_n * beta_s.reshape([4, 16]).load(gl.SliceLayout(2, layout)))
 
 
 @gluon.jit
@@ -108,68 +123,67 @@ def substitute(D_s):
 
     A lane has a column; the numbers of D, which all lanes need, come from shared memory.
     """
-    j = gl.arange(0, 16, along(COLUMNS, 1))[None, :, None]
+    i = gl.arange(0, 16, along(COLUMNS, 1))[None, :, None]
     c = gl.arange(0, 16, along(COLUMNS, 2))[None, None, :]
-    X = gl.full([4, 16, 16], 0.0, gl.float32, COLUMNS)
-    X = gl.where((j == 0) & (c == 0), 1.0, X)
+    X = gl.where((i == 0) & (c == 0), 1.0, gl.full([4, 16, 16], 0.0, gl.float32, COLUMNS))
     for r in gl.static_range(1, 16):
         # eq:delta-substitution   x_r = e_r - sum_{j < r} L_rj x_j
-        b_d = D_s.slice(r, 1, dim=1).load(ROW)
-        b_d = gl.convert_layout(gl.reshape(b_d, [4, 16]), gl.SliceLayout(2, COLUMNS), assert_trivial=True)
-        b_d = b_d[:, :, None]
-        b_x = gl.where(j == 0, gl.where(c == r, 1.0, 0.0), -0.0) + b_d * X
-        b_x = gl.sum(gl.where(j < r, b_x, -0.0), 1)  # adding -0 is no instruction
-        X = gl.where(j == r, b_x[:, None, :], X)
+        b_d = gl.reshape(D_s.slice(r, 1, dim=1).load(ROW), [4, 16])
+        b_d = gl.convert_layout(b_d, gl.SliceLayout(2, COLUMNS), assert_trivial=True)
+        b_x = gl.where(i == 0, gl.where(c == r, 1.0, 0.0), nothing()) + b_d[:, :, None] * X
+        b_x = gl.sum(gl.where(i < r, b_x, nothing()), 1)
+        X = gl.where(i == r, b_x[:, None, :], X)
     return X
 
 
 @gluon.jit
-def leave_inverses(X, n_s, X_s):
+def leave_inverses(X, n_s, w_s, X_s):
     """diag(n) X diag(1 / n) of four blocks on the diagonal of X_s, transposed; 0 beside them."""
-    X *= n_s.index(0).load(gl.SliceLayout(2, COLUMNS))[:, :, None]
-    X = gl.convert_layout(gl.permute(X, (0, 2, 1)), gl.SliceLayout(2, TRANSPOSED), assert_trivial=True)
-    own = gl.arange(0, 4, along(TRANSPOSED, 0))[:, None, None]
-    other = gl.arange(0, 4, along(TRANSPOSED, 2))[None, None, :]
-    b_f = n_s.index(1).load(along(TRANSPOSED, 0, 1))
-    b_f = gl.where(other[:, :, :, None] == own[:, :, :, None], b_f[:, :, None, None], 0.0)
-    X = X[:, :, None, :] * b_f
+    layout: gl.constexpr = gl.SliceLayout(2, TRANSPOSED)
+    X *= n_s.reshape([4, 16]).load(gl.SliceLayout(2, COLUMNS))[:, :, None]
+    X = gl.convert_layout(gl.permute(X, (0, 2, 1)), layout, assert_trivial=True)
+    own = gl.arange(0, 4, along(TRANSPOSED, 0))[:, None, None, None]
+    other = gl.arange(0, 4, along(TRANSPOSED, 2))[None, None, :, None]
+    b_w = w_s.reshape([4, 16]).load(along(TRANSPOSED, 0, 1))[:, :, None, None]
+    X = X[:, :, None, :] * gl.where(own == other, b_w, 0.0)
     X_s.store(gl.reshape(X.to(gl.float16), [64, 64]))
 
 
 @gluon.jit
-def leave_lower(b_S, beta_s, n_s, L_s):
-    """-diag(n) L diag(1 / n) beside the blocks on the diagonal, which are 0."""
-    b_n = n_s.index(1).load(along(BLOCKS, 2, 3))
-    b_f = beta_s.load(along(BLOCKS, 0, 1))
-    b_f *= -n_s.index(0).load(along(BLOCKS, 0, 1))
-    own = gl.arange(0, 4, along(BLOCKS, 0))[:, None, None, None]
-    other = gl.arange(0, 4, along(BLOCKS, 2))[None, None, :, None]
-    b_L = in_blocks(b_S) * b_n[None, None, :, :] * gl.where(other < own, b_f[:, :, None, None], 0.0)
-    L_s.store(gl.reshape(b_L.to(gl.float16), [64, 64]))
+def leave_lower(b_S, w_s, u_s, L_s):
+    """-diag(n) L diag(1 / n), of which the blocks on the diagonal are 0."""
+    b_w = w_s.reshape([4, 16]).load(along(BLOCKS, 2, 3))[None, None, :, :]
+    b_u = u_s.reshape([4, 16]).load(along(BLOCKS, 0, 1))[:, :, None, None]
+    b_L = in_blocks(b_S) * b_w * gl.where(blocks_beside() < 0, -b_u, 0.0)
+    last = gl.arange(0, 4, along(BLOCKS, 2))[None, None, :, None] == 3  # known in advance
+    L_s.store(gl.reshape(gl.where(last, 0.0, b_L).to(gl.float16), [64, 64]))
 
 
 @gluon.jit
 def plus_identity(b_U):
-    """I + U of a product's result: one multiplication and addition in one for each number."""
-    own = gl.arange(0, 4, along(BLOCKS, 0))[:, None, None, None]
-    other = gl.arange(0, 4, along(BLOCKS, 2))[None, None, :, None]
+    """I + U of a product's result."""
     i = gl.arange(0, 16, along(BLOCKS, 1))[None, :, None, None]
     j = gl.arange(0, 16, along(BLOCKS, 3))[None, None, None, :]
-    b_U = in_blocks(b_U) + gl.where(own == other, 1.0, 0.0) * gl.where(i == j, 1.0, 0.0)
-    return gl.convert_layout(gl.reshape(b_U, [64, 64]), MMA, assert_trivial=True)
+    b_I = gl.where(blocks_beside() == 0, gl.where(i == j, 1.0, nothing()), nothing())
+    return gl.convert_layout(gl.reshape(in_blocks(b_U) + b_I, [64, 64]), MMA, assert_trivial=True)
 
 
 @gluon.jit
 def decays(gc_s):
     """G_ij = 2^(gc_i - gc_j) for i >= j, else 0."""
-    o_i = gl.arange(0, 64, gl.SliceLayout(1, MMA))[:, None]
-    o_j = gl.arange(0, 64, gl.SliceLayout(0, MMA))[None, :]
-    b_d = gc_s.load(gl.SliceLayout(1, MMA))[:, None] - gc_s.load(gl.SliceLayout(0, MMA))[None, :]
-    return gl.exp2(gl.where(o_i >= o_j, b_d, float("-inf")))
+    infinite: gl.constexpr = float("inf")
+    i = gl.arange(0, 16, along(BLOCKS, 1))[None, :, None, None]
+    j = gl.arange(0, 16, along(BLOCKS, 3))[None, None, None, :]
+    b_i = gc_s.reshape([4, 16]).load(along(BLOCKS, 0, 1))[:, :, None, None]
+    b_j = gc_s.reshape([4, 16]).load(along(BLOCKS, 2, 3))[None, None, :, :]
+    beside = blocks_beside()
+    b_d = b_i - gl.where(beside > 0, infinite, b_j)
+    b_d = gl.where((beside == 0) & (i < j), -infinite, b_d)
+    return gl.convert_layout(gl.reshape(gl.exp2(b_d), [64, 64]), MMA, assert_trivial=True)
 
 
 @gluon.jit
-def scores_and_inverse(q_s, k_s, gc_s, beta_s, P_s, n_s, D_s, L_s, X_s, N_s):
+def scores_and_inverse(q_s, k_s, gc_s, beta_s, P_s, n_s, w_s, u_s, D_s, L_s, X_s, N_s):
     """P = Q K^T * G to P_s, and A = (I + diag(beta) tril(K K^T, -1))^-1 of a chunk of 64 tokens.
 
     Four warps, all of them at once, and a barrier between two calls.  Nothing is allocated.
@@ -177,7 +191,7 @@ def scores_and_inverse(q_s, k_s, gc_s, beta_s, P_s, n_s, D_s, L_s, X_s, N_s):
     q_s, k_s: [64, K] in 16 bit, for products; visible to them (fence_async_shared, barrier).
     gc_s (log2), beta_s: [64] in fp32.  Of tokens that are missing: gc of the last, else 0.
     P_s: [64, 64], for products; may lie in the place of q_s.  Its writes have no fence yet.
-    n_s: [2, 4, 16] in fp32 out: powers of two n, and 1 / n.
+    n_s, w_s, u_s: [64] in fp32 out: powers of two n, 1 / n, and beta n.
     D_s: [4, 16, 16] in fp32; L_s, X_s, N_s: [64, 64] in fp16, for products: to work in.  N_s may
     lie in the place of k_s, but not where P_s is; after the call L_s can be overwritten at once.
 
@@ -187,13 +201,13 @@ def scores_and_inverse(q_s, k_s, gc_s, beta_s, P_s, n_s, D_s, L_s, X_s, N_s):
     b_S = product(k_s, k_s.permute((1, 0)), zero, False)
     b_P = product(q_s, k_s.permute((1, 0)), zero, False)
     b_S = warpgroup_mma_wait(1, [b_S])
-    b_D = diagonal_blocks(b_S)
-    leave_norms(b_D, n_s)
     # eq:delta-kkt   L = diag(beta) tril(K K^T, -1)
-    b_D *= -beta_s.reshape([4, 16]).load(gl.SliceLayout(2, gl.SliceLayout(2, BLOCKS)))[:, :, None]
-    D_s.store(b_D)
-    leave_lower(b_S, beta_s.reshape([4, 16]), n_s, L_s)
-    leave_inverses(substitute(D_s), n_s, X_s)
+    b_D = diagonal_blocks(b_S)
+    leave_norms(b_D, beta_s, n_s, w_s, u_s)
+    b_beta = beta_s.reshape([4, 16]).load(gl.SliceLayout(2, gl.SliceLayout(2, BLOCKS)))
+    D_s.store(b_D * -b_beta[:, :, None])
+    leave_lower(b_S, w_s, u_s, L_s)
+    leave_inverses(substitute(D_s), n_s, w_s, X_s)
     b_P = warpgroup_mma_wait(0, [b_P])
     fence_async_shared()
     barrier()
@@ -214,20 +228,16 @@ def scores_and_inverse(q_s, k_s, gc_s, beta_s, P_s, n_s, D_s, L_s, X_s, N_s):
 
 
 @gluon.jit
-def resolvent(b_A, G, beta_s, n_s):
+def resolvent(b_A, G, w_s, u_s):
     """R = (A * G) diag(beta) from what `scores_and_inverse` returns."""
-    b_w = n_s.index(1).reshape([64]).load(gl.SliceLayout(1, MMA))
-    b_n = n_s.index(0).reshape([64]).load(gl.SliceLayout(0, MMA))
     # eq:delta-resolvent   R = (A * G) diag(beta)
-    return b_A * G * (beta_s.load(gl.SliceLayout(0, MMA)) * b_n)[None, :] * b_w[:, None]
+    return b_A * G * u_s.load(gl.SliceLayout(0, MMA))[None, :] * w_s.load(gl.SliceLayout(1, MMA))[:, None]
 
 
 @gluon.jit
-def inverse(b_A, n_s):
+def inverse(b_A, n_s, w_s):
     """A from what `scores_and_inverse` returns."""
-    b_w = n_s.index(1).reshape([64]).load(gl.SliceLayout(1, MMA))
-    b_n = n_s.index(0).reshape([64]).load(gl.SliceLayout(0, MMA))
-    return b_A * b_n[None, :] * b_w[:, None]
+    return b_A * n_s.load(gl.SliceLayout(0, MMA))[None, :] * w_s.load(gl.SliceLayout(1, MMA))[:, None]
 
 
 @gluon.jit
@@ -270,7 +280,6 @@ def intra_gluon_kernel(
     keys: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BT, K], dtype)
     tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BT, BT], dtype)
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    square: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     cube: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
     i_h, _, first, n_t = chunk_of(gl.program_id(0), cu_ptr, chunks_ptr, T, HV, BT)
     i = first * HV + i_h
@@ -285,7 +294,9 @@ def intra_gluon_kernel(
     b_beta = gl.load(beta_ptr + i + o_t * HV, mask=o_t < n_t, other=0.0)
     gc_s = gl.allocate_shared_memory(gl.float32, [BT], flat)
     beta_s = gl.allocate_shared_memory(gl.float32, [BT], flat)
-    n_s = gl.allocate_shared_memory(gl.float32, [2, 4, 16], square)
+    n_s = gl.allocate_shared_memory(gl.float32, [BT], flat)
+    w_s = gl.allocate_shared_memory(gl.float32, [BT], flat)
+    u_s = gl.allocate_shared_memory(gl.float32, [BT], flat)
     D_s = gl.allocate_shared_memory(gl.float32, [4, 16, 16], cube)
     L_s = gl.allocate_shared_memory(gl.float16, [BT, BT], tile)
     X_s = gl.allocate_shared_memory(gl.float16, [BT, BT], tile)
@@ -296,11 +307,11 @@ def intra_gluon_kernel(
     async_copy.wait_group(0)
     fence_async_shared()
     barrier()
-    b_A, G = scores_and_inverse(q_s, k_s, gc_s, beta_s, P_s, n_s, D_s, L_s, X_s, N_s)
+    b_A, G = scores_and_inverse(q_s, k_s, gc_s, beta_s, P_s, n_s, w_s, u_s, D_s, L_s, X_s, N_s)
     R_s = L_s._reinterpret(dtype, [BT, BT], tile)
-    R_s.store(resolvent(b_A, G, beta_s, n_s).to(dtype))
+    R_s.store(resolvent(b_A, G, w_s, u_s).to(dtype))
     if A_ptr is not None:
-        b_A = inverse(b_A, n_s)
+        b_A = inverse(b_A, n_s, w_s)
         if GATED:
             b_A *= G
         A_s = X_s._reinterpret(dtype, [BT, BT], tile)
