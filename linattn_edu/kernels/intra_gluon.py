@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.runtime.jit import constexpr_function
 
 from linattn_edu.kernels.scan_gluon import CHUNK, DTYPES, barrier, half, operand, product
-from linattn_edu.kernels.tiles import chunk_args, chunk_of, device_of
+from linattn_edu.kernels.tiles import chunk_args, chunk_of, device_of, whole
 from linattn_edu.packing import Packing
 
 # a product's result [64, 64], and the same numbers as [4, 16, 4, 16]: blocks of 16 rows, which are
@@ -183,19 +183,10 @@ def decays(gc_s):
 
 
 @gluon.jit
-def scores_and_inverse(q_s, k_s, gc_s, beta_s, P_s, n_s, w_s, u_s, D_s, L_s, X_s, N_s):
-    """P = Q K^T * G to P_s, and A = (I + diag(beta) tril(K K^T, -1))^-1 of a chunk of 64 tokens.
+def scores_and_blocks(q_s, k_s, beta_s, n_s, w_s, u_s, D_s, L_s, X_s):
+    """Q K^T; the blocks of 16 on L's diagonal inverted in X_s, the others in L_s.
 
-    Four warps, all of them at once, and a barrier between two calls.  Nothing is allocated.
-
-    q_s, k_s: [64, K] in 16 bit, for products; visible to them (fence_async_shared, barrier).
-    gc_s (log2), beta_s: [64] in fp32.  Of tokens that are missing: gc of the last, else 0.
-    P_s: [64, 64], for products; may lie in the place of q_s.  Its writes have no fence yet.
-    n_s, w_s, u_s: [64] in fp32 out: powers of two n, 1 / n, and beta n.
-    D_s: [4, 16, 16] in fp32; L_s, X_s, N_s: [64, 64] in fp16, for products: to work in.  N_s may
-    lie in the place of k_s, but not where P_s is; after the call L_s can be overwritten at once.
-
-    Returns diag(n) A diag(1 / n) and G, [64, 64] in fp32 as MMA.
+    After it q_s, k_s, D_s and beta_s can be overwritten at once.
     """
     zero = gl.full([64, 64], 0.0, gl.float32, MMA)
     b_S = product(k_s, k_s.permute((1, 0)), zero, False)
@@ -211,6 +202,13 @@ def scores_and_inverse(q_s, k_s, gc_s, beta_s, P_s, n_s, w_s, u_s, D_s, L_s, X_s
     b_P = warpgroup_mma_wait(0, [b_P])
     fence_async_shared()
     barrier()
+    return b_P
+
+
+@gluon.jit
+def join_blocks(b_P, gc_s, P_s, L_s, X_s, N_s):
+    """P to P_s; diag(n) A diag(1 / n), and G."""
+    zero = gl.full([64, 64], 0.0, gl.float32, MMA)
     # eq:delta-merge   X_21 = -X_22 L_21 X_11: A = (I - N)^-1 X with N = -X L, and N^4 = 0
     b_N = product(X_s.permute((1, 0)), L_s, zero, False)
     # eq:delta-intra   P = Q K^T * G
@@ -225,6 +223,25 @@ def scores_and_inverse(q_s, k_s, gc_s, beta_s, P_s, n_s, w_s, u_s, D_s, L_s, X_s
     b_T = operand(plus_identity(b_U), gl.float16, MMA)
     b_A = product(b_T, X_s.permute((1, 0)), zero, False)
     return warpgroup_mma_wait(0, [b_A]), G
+
+
+@gluon.jit
+def scores_and_inverse(q_s, k_s, gc_s, beta_s, P_s, n_s, w_s, u_s, D_s, L_s, X_s, N_s):
+    """P = Q K^T * G to P_s, and A = (I + diag(beta) tril(K K^T, -1))^-1 of a chunk of 64 tokens.
+
+    Four warps, all of them at once, and a barrier between two calls.  Nothing is allocated.
+
+    q_s, k_s: [64, K] in 16 bit, for products; visible to them (fence_async_shared, barrier).
+    gc_s (log2), beta_s: [64] in fp32.  Of tokens that are missing: gc of the last, else 0.
+    P_s: [64, 64], for products; may lie in the place of q_s.  Its writes have no fence yet.
+    n_s, w_s, u_s: [64] in fp32 out: powers of two n, 1 / n, and beta n.
+    D_s: [4, 16, 16] in fp32; L_s, X_s, N_s: [64, 64] in fp16, for products: to work in.  N_s may
+    lie in the place of k_s or D_s, not where P_s is; L_s can be overwritten at once after the call.
+
+    Returns diag(n) A diag(1 / n) and G, [64, 64] in fp32 as MMA.
+    """
+    b_P = scores_and_blocks(q_s, k_s, beta_s, n_s, w_s, u_s, D_s, L_s, X_s)
+    return join_blocks(b_P, gc_s, P_s, L_s, X_s, N_s)
 
 
 @gluon.jit
@@ -258,7 +275,35 @@ def store_matrix(x_ptr, x_s, stride, n_t, BT: gl.constexpr):
     gl.store(x_ptr + o_t * stride + o_j, x_s.load(layout), mask=o_t < n_t)
 
 
-@gluon.jit(do_not_specialize=["T"])
+@gluon.jit
+def place(n, cu_ptr, chunks_ptr, T, HV: gl.constexpr, BT: gl.constexpr, WHOLE: gl.constexpr):
+    """Of the n-th item of this program: head, first token, and tokens up to the sequence's end."""
+    i = gl.program_id(0) + n * gl.num_programs(0)
+    if WHOLE:
+        return i % HV, (i // HV).to(gl.int64) * BT, BT
+    i_h, _, first, n_t = chunk_of(i, cu_ptr, chunks_ptr, T, HV, BT)
+    return i_h, first, n_t
+
+
+@gluon.jit
+def load_item(
+    q_ptr, k_ptr, beta_ptr, gc_ptr, q_s, k_s, i_h, first, n_t,
+    H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, BT: gl.constexpr,
+):  # fmt: skip
+    """Begin to copy q and k of an item; its gc and beta [BT]."""
+    i_k = (first * H + i_h // (HV // H)) * K
+    load_keys(k_ptr + i_k, k_s, H * K, n_t, K, BT)
+    load_keys(q_ptr + i_k, q_s, H * K, n_t, K, BT)
+    async_copy.commit_group()
+    o_t = gl.arange(0, BT, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    gc_ptr += first * HV + i_h
+    beta_ptr += first * HV + i_h
+    b_gc = gl.load(gc_ptr + gl.minimum(o_t, n_t - 1) * HV)
+    b_beta = gl.load(beta_ptr + o_t * HV, mask=o_t < n_t, other=0.0).to(gl.float32)
+    return b_gc, b_beta
+
+
+@gluon.jit(do_not_specialize=["T", "NT"])
 def intra_gluon_kernel(
     q_ptr,  # [B, T, H, K]
     k_ptr,  # [B, T, H, K]
@@ -270,9 +315,11 @@ def intra_gluon_kernel(
     cu_ptr,  # [N + 1] or None
     chunks_ptr,  # [NT, 2] or None
     T,
+    NT,  # chunks of all sequences
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, BT: gl.constexpr, GATED: gl.constexpr,
+    WHOLE: gl.constexpr,  # every chunk has BT tokens
 ):  # fmt: skip
-    """One program: one chunk of one head.  Grid (NT * HV).
+    """One program: every so many-th chunk of a head.  Any grid.
 
     Reference: linattn_edu.reference.delta.fused.intra.
     """
@@ -281,51 +328,57 @@ def intra_gluon_kernel(
     tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BT, BT], dtype)
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     cube: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
-    i_h, _, first, n_t = chunk_of(gl.program_id(0), cu_ptr, chunks_ptr, T, HV, BT)
-    i = first * HV + i_h
-    i_k = (first * H + i_h // (HV // H)) * K
     q_s = gl.allocate_shared_memory(dtype, [BT, K], keys)
     k_s = gl.allocate_shared_memory(dtype, [BT, K], keys)
-    load_keys(k_ptr + i_k, k_s, H * K, n_t, K, BT)
-    load_keys(q_ptr + i_k, q_s, H * K, n_t, K, BT)
-    async_copy.commit_group()
-    o_t = gl.arange(0, BT, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
-    b_gc = gl.load(gc_ptr + i + gl.minimum(o_t, n_t - 1) * HV)
-    b_beta = gl.load(beta_ptr + i + o_t * HV, mask=o_t < n_t, other=0.0)
     gc_s = gl.allocate_shared_memory(gl.float32, [BT], flat)
     beta_s = gl.allocate_shared_memory(gl.float32, [BT], flat)
     n_s = gl.allocate_shared_memory(gl.float32, [BT], flat)
     w_s = gl.allocate_shared_memory(gl.float32, [BT], flat)
     u_s = gl.allocate_shared_memory(gl.float32, [BT], flat)
-    D_s = gl.allocate_shared_memory(gl.float32, [4, 16, 16], cube)
+    P_s = gl.allocate_shared_memory(dtype, [BT, BT], tile)
     L_s = gl.allocate_shared_memory(gl.float16, [BT, BT], tile)
     X_s = gl.allocate_shared_memory(gl.float16, [BT, BT], tile)
-    P_s = half(q_s, 0)
-    N_s = half(k_s, 0)._reinterpret(gl.float16, [BT, BT], tile)
-    gc_s.store(b_gc)
-    beta_s.store(b_beta.to(gl.float32))
-    async_copy.wait_group(0)
-    fence_async_shared()
-    barrier()
-    b_A, G = scores_and_inverse(q_s, k_s, gc_s, beta_s, P_s, n_s, w_s, u_s, D_s, L_s, X_s, N_s)
+    N_s = gl.allocate_shared_memory(gl.float16, [BT, BT], tile)
+    D_s = gl.allocate_shared_memory(gl.float32, [4, 16, 16], cube)
     R_s = L_s._reinterpret(dtype, [BT, BT], tile)
-    R_s.store(resolvent(b_A, G, w_s, u_s).to(dtype))
-    if A_ptr is not None:
-        b_A = inverse(b_A, n_s, w_s)
-        if GATED:
-            b_A *= G
-        A_s = X_s._reinterpret(dtype, [BT, BT], tile)
+    A_s = X_s._reinterpret(dtype, [BT, BT], tile)
+
+    i_h, first, n_t = place(0, cu_ptr, chunks_ptr, T, HV, BT, WHOLE)
+    b_gc, b_beta = load_item(
+        q_ptr, k_ptr, beta_ptr, gc_ptr, q_s, k_s, i_h, first, n_t, H, HV, K, BT
+    )
+    N = gl.cdiv(NT * HV - gl.program_id(0), gl.num_programs(0))
+    for n in range(N):
+        i_h, first, n_t = place(n, cu_ptr, chunks_ptr, T, HV, BT, WHOLE)
+        gc_s.store(b_gc)
+        beta_s.store(b_beta)
+        async_copy.wait_group(0)
+        fence_async_shared()
         barrier()
-        A_s.store(b_A.to(dtype))
-    barrier()
-    store_matrix(P_ptr + i * BT, P_s, HV * BT, n_t, BT)
-    store_matrix(R_ptr + i * BT, R_s, HV * BT, n_t, BT)
-    if A_ptr is not None:
-        store_matrix(A_ptr + i * BT, A_s, HV * BT, n_t, BT)
+        b_P = scores_and_blocks(q_s, k_s, beta_s, n_s, w_s, u_s, D_s, L_s, X_s)
+        if n + 1 < N:
+            i_h2, first2, n_t2 = place(n + 1, cu_ptr, chunks_ptr, T, HV, BT, WHOLE)
+            b_gc, b_beta = load_item(
+                q_ptr, k_ptr, beta_ptr, gc_ptr, q_s, k_s, i_h2, first2, n_t2, H, HV, K, BT
+            )
+        b_A, G = join_blocks(b_P, gc_s, P_s, L_s, X_s, N_s)
+        R_s.store(resolvent(b_A, G, w_s, u_s).to(dtype))
+        if A_ptr is not None:
+            b_A = inverse(b_A, n_s, w_s)
+            if GATED:
+                b_A *= G
+            barrier()
+            A_s.store(b_A.to(dtype))
+        barrier()
+        i = (first * HV + i_h) * BT
+        store_matrix(P_ptr + i, P_s, HV * BT, n_t, BT)
+        store_matrix(R_ptr + i, R_s, HV * BT, n_t, BT)
+        if A_ptr is not None:
+            store_matrix(A_ptr + i, A_s, HV * BT, n_t, BT)
 
 
 VERSIONS = ("3.6.",)  # of Triton, with which it has run on a Hopper GPU: Gluon is not stable yet
-HEADS = (64, 128)  # keys
+PROGRAMS = {64: 4, 128: 3}  # of a multiprocessor, for so many keys
 OPTIONS = {"num_warps": 4, "maxnreg": 128}
 
 
@@ -337,7 +390,7 @@ def fits(k: Tensor, chunk_size: int) -> bool:
         k.is_cuda
         and device_of(k)[0] == "hopper"
         and k.dtype == torch.bfloat16
-        and k.shape[-1] in HEADS
+        and k.shape[-1] in PROGRAMS
         and chunk_size == CHUNK
         and triton.__version__.startswith(VERSIONS)
     )
@@ -358,6 +411,8 @@ def intra_gluon(
     T, H, K = k.shape[1:]
     HV = beta.shape[-1]
     NT, *chunks = chunk_args(k, CHUNK, packing)
-    intra_gluon_kernel[(NT * HV,)](
-        q, k, beta, gc, P, R, A, *chunks, T, H, HV, K, CHUNK, gated, **OPTIONS
-    )
+    grid = (min(PROGRAMS[K] * device_of(k)[1], NT * HV),)
+    intra_gluon_kernel[grid](
+        q, k, beta, gc, P, R, A, *chunks, T, NT, H, HV, K, CHUNK, gated, whole(k, CHUNK, packing),
+        **OPTIONS,
+    )  # fmt: skip
