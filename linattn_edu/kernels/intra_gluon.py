@@ -87,26 +87,26 @@ def nothing():
 
 
 @gluon.jit
-def blocks_beside():
+def blocks_beside(z):
     """Of BLOCKS, [4, 1, 4, 1]: a number's block of columns less its block of rows."""
-    own = gl.arange(0, 4, along(BLOCKS, 0))[:, None, None, None]
+    own = gl.arange(0, 4, along(BLOCKS, 0))[:, None, None, None] + z
     return gl.arange(0, 4, along(BLOCKS, 2))[None, None, :, None] - own
 
 
 @gluon.jit
-def diagonal_blocks(b_S):
+def diagonal_blocks(b_S, z):
     """[4, 16, 16] of a product's result."""
-    return gl.sum(in_blocks(b_S) * gl.where(blocks_beside() == 0, 1.0, 0.0), 2)
+    return gl.sum(in_blocks(b_S) * gl.where(blocks_beside(z) == 0, 1.0, 0.0), 2)
 
 
 @gluon.jit
-def leave_norms(b_D, beta_s, n_s, w_s, u_s):
+def leave_norms(b_D, beta_s, n_s, w_s, u_s, z):
     """n, the powers of two next to the lengths of 64 keys, from K K^T's diagonal; 1 / n; beta n.
 
     Half of the exponent: normal numbers, whatever the key; of no length, 2^-63.
     """
     layout: gl.constexpr = gl.SliceLayout(2, BLOCKS)
-    i = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
+    i = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None] + z
     j = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
     b_n = gl.sum(gl.where(i == j, b_D, nothing()), 2).to(gl.int32, bitcast=True)
     b_n = (((b_n >> 23) + 128) >> 1) << 23
@@ -118,13 +118,13 @@ def leave_norms(b_D, beta_s, n_s, w_s, u_s):
 
 
 @gluon.jit
-def substitute(D_s):
+def substitute(D_s, z):
     """(I + D)^-1 of four strictly lower-triangular blocks [16, 16], given as -D.
 
     A lane has a column; the numbers of D, which all lanes need, come from shared memory.
     """
     i = gl.arange(0, 16, along(COLUMNS, 1))[None, :, None]
-    c = gl.arange(0, 16, along(COLUMNS, 2))[None, None, :]
+    c = gl.arange(0, 16, along(COLUMNS, 2))[None, None, :] + z
     X = gl.where((i == 0) & (c == 0), 1.0, gl.full([4, 16, 16], 0.0, gl.float32, COLUMNS))
     for r in gl.static_range(1, 16):
         # eq:delta-substitution   x_r = e_r - sum_{j < r} L_rj x_j
@@ -137,12 +137,12 @@ def substitute(D_s):
 
 
 @gluon.jit
-def leave_inverses(X, n_s, w_s, X_s):
+def leave_inverses(X, n_s, w_s, X_s, z):
     """diag(n) X diag(1 / n) of four blocks on the diagonal of X_s, transposed; 0 beside them."""
     layout: gl.constexpr = gl.SliceLayout(2, TRANSPOSED)
     X *= n_s.reshape([4, 16]).load(gl.SliceLayout(2, COLUMNS))[:, :, None]
     X = gl.convert_layout(gl.permute(X, (0, 2, 1)), layout, assert_trivial=True)
-    own = gl.arange(0, 4, along(TRANSPOSED, 0))[:, None, None, None]
+    own = gl.arange(0, 4, along(TRANSPOSED, 0))[:, None, None, None] + z
     other = gl.arange(0, 4, along(TRANSPOSED, 2))[None, None, :, None]
     b_w = w_s.reshape([4, 16]).load(along(TRANSPOSED, 0, 1))[:, :, None, None]
     X = X[:, :, None, :] * gl.where(own == other, b_w, 0.0)
@@ -150,40 +150,40 @@ def leave_inverses(X, n_s, w_s, X_s):
 
 
 @gluon.jit
-def leave_lower(b_S, w_s, u_s, L_s):
+def leave_lower(b_S, w_s, u_s, L_s, z):
     """-diag(n) L diag(1 / n), of which the blocks on the diagonal are 0."""
     b_w = w_s.reshape([4, 16]).load(along(BLOCKS, 2, 3))[None, None, :, :]
     b_u = u_s.reshape([4, 16]).load(along(BLOCKS, 0, 1))[:, :, None, None]
-    b_L = in_blocks(b_S) * b_w * gl.where(blocks_beside() < 0, -b_u, 0.0)
+    b_L = in_blocks(b_S) * b_w * gl.where(blocks_beside(z) < 0, -b_u, 0.0)
     last = gl.arange(0, 4, along(BLOCKS, 2))[None, None, :, None] == 3  # known in advance
     L_s.store(gl.reshape(gl.where(last, 0.0, b_L).to(gl.float16), [64, 64]))
 
 
 @gluon.jit
-def plus_identity(b_U):
+def plus_identity(b_U, z):
     """I + U of a product's result."""
-    i = gl.arange(0, 16, along(BLOCKS, 1))[None, :, None, None]
+    i = gl.arange(0, 16, along(BLOCKS, 1))[None, :, None, None] + z
     j = gl.arange(0, 16, along(BLOCKS, 3))[None, None, None, :]
-    b_I = gl.where(blocks_beside() == 0, gl.where(i == j, 1.0, nothing()), nothing())
+    b_I = gl.where(blocks_beside(z) == 0, gl.where(i == j, 1.0, nothing()), nothing())
     return gl.convert_layout(gl.reshape(in_blocks(b_U) + b_I, [64, 64]), MMA, assert_trivial=True)
 
 
 @gluon.jit
-def decays(gc_s):
+def decays(gc_s, z):
     """G_ij = 2^(gc_i - gc_j) for i >= j, else 0."""
     infinite: gl.constexpr = float("inf")
-    i = gl.arange(0, 16, along(BLOCKS, 1))[None, :, None, None]
+    i = gl.arange(0, 16, along(BLOCKS, 1))[None, :, None, None] + z
     j = gl.arange(0, 16, along(BLOCKS, 3))[None, None, None, :]
     b_i = gc_s.reshape([4, 16]).load(along(BLOCKS, 0, 1))[:, :, None, None]
     b_j = gc_s.reshape([4, 16]).load(along(BLOCKS, 2, 3))[None, None, :, :]
-    beside = blocks_beside()
+    beside = blocks_beside(z)
     b_d = b_i - gl.where(beside > 0, infinite, b_j)
     b_d = gl.where((beside == 0) & (i < j), -infinite, b_d)
     return gl.convert_layout(gl.reshape(gl.exp2(b_d), [64, 64]), MMA, assert_trivial=True)
 
 
 @gluon.jit
-def scores_and_blocks(q_s, k_s, beta_s, n_s, w_s, u_s, D_s, L_s, X_s):
+def scores_and_blocks(q_s, k_s, beta_s, n_s, w_s, u_s, D_s, L_s, X_s, z):
     """Q K^T; the blocks of 16 on L's diagonal inverted in X_s, the others in L_s.
 
     After it q_s, k_s, D_s and beta_s can be overwritten at once.
@@ -193,12 +193,12 @@ def scores_and_blocks(q_s, k_s, beta_s, n_s, w_s, u_s, D_s, L_s, X_s):
     b_P = product(q_s, k_s.permute((1, 0)), zero, False)
     b_S = warpgroup_mma_wait(1, [b_S])
     # eq:delta-kkt   L = diag(beta) tril(K K^T, -1)
-    b_D = diagonal_blocks(b_S)
-    leave_norms(b_D, beta_s, n_s, w_s, u_s)
+    b_D = diagonal_blocks(b_S, z)
+    leave_norms(b_D, beta_s, n_s, w_s, u_s, z)
     b_beta = beta_s.reshape([4, 16]).load(gl.SliceLayout(2, gl.SliceLayout(2, BLOCKS)))
     D_s.store(b_D * -b_beta[:, :, None])
-    leave_lower(b_S, w_s, u_s, L_s)
-    leave_inverses(substitute(D_s), n_s, w_s, X_s)
+    leave_lower(b_S, w_s, u_s, L_s, z)
+    leave_inverses(substitute(D_s, z), n_s, w_s, X_s, z)
     b_P = warpgroup_mma_wait(0, [b_P])
     fence_async_shared()
     barrier()
@@ -206,13 +206,13 @@ def scores_and_blocks(q_s, k_s, beta_s, n_s, w_s, u_s, D_s, L_s, X_s):
 
 
 @gluon.jit
-def join_blocks(b_P, gc_s, P_s, L_s, X_s, N_s):
+def join_blocks(b_P, gc_s, P_s, L_s, X_s, N_s, z):
     """P to P_s; diag(n) A diag(1 / n), and G."""
     zero = gl.full([64, 64], 0.0, gl.float32, MMA)
     # eq:delta-merge   X_21 = -X_22 L_21 X_11: A = (I - N)^-1 X with N = -X L, and N^4 = 0
     b_N = product(X_s.permute((1, 0)), L_s, zero, False)
     # eq:delta-intra   P = Q K^T * G
-    G = decays(gc_s)
+    G = decays(gc_s, z)
     P_s.store((b_P * G).to(P_s.dtype))
     b_N = warpgroup_mma_wait(0, [b_N])
     N_s.store(b_N.to(gl.float16))
@@ -220,13 +220,13 @@ def join_blocks(b_P, gc_s, P_s, L_s, X_s, N_s):
     barrier()
     b_U = warpgroup_mma_wait(0, [product(operand(b_N, gl.float16, MMA), N_s, b_N)])
     b_U = warpgroup_mma_wait(0, [product(operand(b_U, gl.float16, MMA), N_s, b_N)])
-    b_T = operand(plus_identity(b_U), gl.float16, MMA)
+    b_T = operand(plus_identity(b_U, z), gl.float16, MMA)
     b_A = product(b_T, X_s.permute((1, 0)), zero, False)
     return warpgroup_mma_wait(0, [b_A]), G
 
 
 @gluon.jit
-def scores_and_inverse(q_s, k_s, gc_s, beta_s, P_s, n_s, w_s, u_s, D_s, L_s, X_s, N_s):
+def scores_and_inverse(q_s, k_s, gc_s, beta_s, P_s, n_s, w_s, u_s, D_s, L_s, X_s, N_s, z):
     """P = Q K^T * G to P_s, and A = (I + diag(beta) tril(K K^T, -1))^-1 of a chunk of 64 tokens.
 
     Four warps, all of them at once, and a barrier between two calls.  Nothing is allocated.
@@ -240,8 +240,8 @@ def scores_and_inverse(q_s, k_s, gc_s, beta_s, P_s, n_s, w_s, u_s, D_s, L_s, X_s
 
     Returns diag(n) A diag(1 / n) and G, [64, 64] in fp32 as MMA.
     """
-    b_P = scores_and_blocks(q_s, k_s, beta_s, n_s, w_s, u_s, D_s, L_s, X_s)
-    return join_blocks(b_P, gc_s, P_s, L_s, X_s, N_s)
+    b_P = scores_and_blocks(q_s, k_s, beta_s, n_s, w_s, u_s, D_s, L_s, X_s, z)
+    return join_blocks(b_P, gc_s, P_s, L_s, X_s, N_s, z)
 
 
 @gluon.jit
@@ -258,19 +258,19 @@ def inverse(b_A, n_s, w_s):
 
 
 @gluon.jit
-def load_keys(x_ptr, x_s, stride, n_t, K: gl.constexpr, BT: gl.constexpr):
+def load_keys(x_ptr, x_s, stride, n_t, z, K: gl.constexpr, BT: gl.constexpr):
     """Begin to copy x [BT, K]; rows from n_t on are 0."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // K, K // 8], [gl.num_warps(), 1], [1, 0])
-    o_t = gl.arange(0, BT, gl.SliceLayout(1, layout))[:, None]
+    o_t = gl.arange(0, BT, gl.SliceLayout(1, layout))[:, None] + z
     o_k = gl.arange(0, K, gl.SliceLayout(0, layout))[None, :]
     async_copy.async_copy_global_to_shared(x_s, x_ptr + o_t * stride + o_k, mask=o_t < n_t)
 
 
 @gluon.jit
-def store_matrix(x_ptr, x_s, stride, n_t, BT: gl.constexpr):
+def store_matrix(x_ptr, x_s, stride, n_t, z, BT: gl.constexpr):
     """Rows up to n_t of x [BT, BT]."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
-    o_t = gl.arange(0, BT, gl.SliceLayout(1, layout))[:, None]
+    o_t = gl.arange(0, BT, gl.SliceLayout(1, layout))[:, None] + z
     o_j = gl.arange(0, BT, gl.SliceLayout(0, layout))[None, :]
     gl.store(x_ptr + o_t * stride + o_j, x_s.load(layout), mask=o_t < n_t)
 
@@ -287,13 +287,13 @@ def place(n, cu_ptr, chunks_ptr, T, HV: gl.constexpr, BT: gl.constexpr, WHOLE: g
 
 @gluon.jit
 def load_item(
-    q_ptr, k_ptr, beta_ptr, gc_ptr, q_s, k_s, i_h, first, n_t,
+    q_ptr, k_ptr, beta_ptr, gc_ptr, q_s, k_s, i_h, first, n_t, z,
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, BT: gl.constexpr,
 ):  # fmt: skip
     """Begin to copy q and k of an item; its gc and beta [BT]."""
     i_k = (first * H + i_h // (HV // H)) * K
-    load_keys(k_ptr + i_k, k_s, H * K, n_t, K, BT)
-    load_keys(q_ptr + i_k, q_s, H * K, n_t, K, BT)
+    load_keys(k_ptr + i_k, k_s, H * K, n_t, z, K, BT)
+    load_keys(q_ptr + i_k, q_s, H * K, n_t, z, K, BT)
     async_copy.commit_group()
     o_t = gl.arange(0, BT, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
     gc_ptr += first * HV + i_h
@@ -345,23 +345,26 @@ def intra_gluon_kernel(
 
     i_h, first, n_t = place(0, cu_ptr, chunks_ptr, T, HV, BT, WHOLE)
     b_gc, b_beta = load_item(
-        q_ptr, k_ptr, beta_ptr, gc_ptr, q_s, k_s, i_h, first, n_t, H, HV, K, BT
+        q_ptr, k_ptr, beta_ptr, gc_ptr, q_s, k_s, i_h, first, n_t, 0, H, HV, K, BT
     )
     N = gl.cdiv(NT * HV - gl.program_id(0), gl.num_programs(0))
     for n in range(N):
+        # 0, and the compiler cannot know: else it makes all masks and addresses before the loop, and
+        # they hold every register
+        z = n >> 30
         i_h, first, n_t = place(n, cu_ptr, chunks_ptr, T, HV, BT, WHOLE)
         gc_s.store(b_gc)
         beta_s.store(b_beta)
         async_copy.wait_group(0)
         fence_async_shared()
         barrier()
-        b_P = scores_and_blocks(q_s, k_s, beta_s, n_s, w_s, u_s, D_s, L_s, X_s)
+        b_P = scores_and_blocks(q_s, k_s, beta_s, n_s, w_s, u_s, D_s, L_s, X_s, z)
         if n + 1 < N:
             i_h2, first2, n_t2 = place(n + 1, cu_ptr, chunks_ptr, T, HV, BT, WHOLE)
             b_gc, b_beta = load_item(
-                q_ptr, k_ptr, beta_ptr, gc_ptr, q_s, k_s, i_h2, first2, n_t2, H, HV, K, BT
+                q_ptr, k_ptr, beta_ptr, gc_ptr, q_s, k_s, i_h2, first2, n_t2, z, H, HV, K, BT
             )
-        b_A, G = join_blocks(b_P, gc_s, P_s, L_s, X_s, N_s)
+        b_A, G = join_blocks(b_P, gc_s, P_s, L_s, X_s, N_s, z)
         R_s.store(resolvent(b_A, G, w_s, u_s).to(dtype))
         if A_ptr is not None:
             b_A = inverse(b_A, n_s, w_s)
@@ -371,10 +374,10 @@ def intra_gluon_kernel(
             A_s.store(b_A.to(dtype))
         barrier()
         i = (first * HV + i_h) * BT
-        store_matrix(P_ptr + i, P_s, HV * BT, n_t, BT)
-        store_matrix(R_ptr + i, R_s, HV * BT, n_t, BT)
+        store_matrix(P_ptr + i, P_s, HV * BT, n_t, z, BT)
+        store_matrix(R_ptr + i, R_s, HV * BT, n_t, z, BT)
         if A_ptr is not None:
-            store_matrix(A_ptr + i, A_s, HV * BT, n_t, BT)
+            store_matrix(A_ptr + i, A_s, HV * BT, n_t, z, BT)
 
 
 VERSIONS = ("3.6.",)  # of Triton, with which it has run on a Hopper GPU: Gluon is not stable yet
