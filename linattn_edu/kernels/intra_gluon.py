@@ -385,7 +385,7 @@ PROGRAMS = {64: 4, 128: 3}  # of a multiprocessor, for so many keys
 OPTIONS = {"num_warps": 4, "maxnreg": 128}
 
 
-def fits(k: Tensor, chunk_size: int) -> bool:
+def fits(q: Tensor, k: Tensor, chunk_size: int) -> bool:
     """Whether intra_gluon takes these. Neither batch nor length may decide, since the last bits are
     not those of the other kernels.
     """
@@ -396,6 +396,7 @@ def fits(k: Tensor, chunk_size: int) -> bool:
         and k.shape[-1] in PROGRAMS
         and chunk_size == CHUNK
         and triton.__version__.startswith(VERSIONS)
+        and all(x.data_ptr() % 16 == 0 for x in (q, k))
     )
 
 

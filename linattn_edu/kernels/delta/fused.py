@@ -43,9 +43,9 @@ from linattn_edu.kernels.tiles import (
 from linattn_edu.packing import Packing
 
 try:
-    from linattn_edu.kernels import scan_gluon
+    from linattn_edu.kernels import intra_gluon, scan_gluon
 except (ImportError, AttributeError):  # a Triton whose Gluon has other names
-    scan_gluon = None
+    intra_gluon = scan_gluon = None
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -478,14 +478,15 @@ def intra(
     gated: bool = False,
     packing: Packing | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Launch intra_kernel, or scores_kernel and resolvent_kernel; arguments and result as in the
-    reference.
-    """
+    """Launch the kernel or the two that suit the GPU; arguments and result as in the reference."""
     B, T, H, K = k.shape
     HV = beta.shape[-1]
     NT, *chunks = chunk_args(k, chunk_size, packing)
     P, R = (q.new_empty(B, T, HV, chunk_size) for _ in range(2))
     A = torch.empty_like(R) if return_inverse else None
+    if intra_gluon is not None and intra_gluon.fits(q, k, chunk_size):
+        intra_gluon.intra_gluon(q, k, beta, gc, P, R, A, gated, packing)
+        return P, R, A
     options = {"BT": chunk_size, "PRECISION": merge_precision(k.dtype), "GATED": gated}
     rows = of_generation(INTRA_CONFIGS, device_of(k)[0]).get(k.element_size(), {})
     if K in rows and chunk_size == 64 and H == HV:
