@@ -272,6 +272,11 @@ def entry(table: dict, x: torch.Tensor):
 UNPIPELINED = row(2, 1, BV=16)
 
 
+def in_words(*tensors: torch.Tensor) -> bool:
+    """Whether their rows are whole 4-byte words: if not, see UNPIPELINED."""
+    return all(x.shape[-1] * x.element_size() % 4 == 0 for x in tensors)
+
+
 def scan_table(ampere: dict[int, list[Config]], hopper: dict[int, list[Config]]) -> dict:
     """The rows of a kernel that carries S [K, BV] through a sequence, for `widest`.
 
@@ -295,10 +300,10 @@ def widest(table: dict, k: torch.Tensor, heads: int, V: int) -> dict[str, int]:
     programs. The result does not depend on the choice.
     """
     gen, processors = device_of(k)
-    K, size = k.shape[-1], k.element_size()
-    if K * size % 4 and gen in ("hopper", "blackwell"):
+    size = k.element_size()
+    if not in_words(k) and gen in ("hopper", "blackwell"):
         return UNPIPELINED.launch(V=V)
-    for candidate in of_generation(table, gen)[size][max(128, block(K))]:
+    for candidate in of_generation(table, gen)[size][max(128, block(k.shape[-1]))]:
         config = candidate.launch(V=V)
         if 10 * heads * cdiv(V, config["BV"]) >= 7 * processors:
             break

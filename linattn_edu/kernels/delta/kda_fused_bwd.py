@@ -35,6 +35,7 @@ from linattn_edu.kernels.tiles import (
     device_of,
     dot,
     entry,
+    in_words,
     load_gates,
     load_row,
     load_tile,
@@ -730,10 +731,10 @@ def channel_intra_bwd(
     """Launch channel_intra_bwd_kernel or that in Gluon, and kda_intra_bwd_kernel for the channels
     that are not near; arguments and result as in the reference, but Z is overwritten.
 
-    Where kda_intra_bwd has no kernel of its own for near channels, it is kda_reads_bwd and
-    kda_intra_bwd.
+    Where kda_intra_bwd has no kernel of its own for near channels, or a loop over columns of 16
+    could not be pipelined, it is kda_reads_bwd and kda_intra_bwd.
     """
-    if k.dtype not in of_generation(NEAR_CONFIGS, device_of(k)[0]):
+    if k.dtype not in of_generation(NEAR_CONFIGS, device_of(k)[0]) or not in_words(k, v):
         options = {"scale": scale, "chunk_size": chunk_size, "packing": packing}
         dqg, dP, dkb, dkg, dL, dbeta, dgl = kda_reads_bwd(v, h, v_new, do, dh, Z, **options)
         parts = dP, dL, dqg, dkb, dkg, dgl, dbeta
