@@ -1,8 +1,8 @@
-"""Stage intra of Gated DeltaNet's fused forward pass in Gluon, for Hopper.
+"""intra of Gated DeltaNet's fused forward pass in Gluon, for Hopper.
 
-A program takes one chunk of one value head. Its four warps each invert one block of 16 tokens by
-substitution, a lane for each column, and join the blocks by products on the tensor cores, whose
-operands are fp16: as many bits as tf32, and a power of two for each token keeps them in range.
+Four warps work on one chunk of one value head. Each inverts a block of 16 tokens by substitution, a
+lane for each column; products on the tensor cores join the blocks. Their operands are fp16: as many
+bits as tf32 has, and a power of two for each token keeps them in range.
 """
 
 import torch
@@ -13,11 +13,14 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     async_copy,
     fence_async_shared,
+    mbarrier,
+    tma,
     warpgroup_mma_wait,
 )
 from triton.runtime.jit import constexpr_function
 
-from linattn_edu.kernels.scan_gluon import CHUNK, DTYPES, barrier, half, operand, product
+from linattn_edu.kernels.intra_bwd_gluon import gates_of, place
+from linattn_edu.kernels.scan_gluon import CHUNK, barrier, descriptor, half, operand, product
 from linattn_edu.kernels.tiles import chunk_args, chunk_of, device_of, whole
 from linattn_edu.packing import Packing
 
@@ -183,15 +186,17 @@ def decays(gc_s, z):
 
 
 @gluon.jit
-def scores_and_blocks(q_s, k_s, beta_s, n_s, w_s, u_s, D_s, L_s, X_s, z):
-    """Q K^T; the blocks of 16 on L's diagonal inverted in X_s, the others in L_s.
-
-    After it q_s, k_s, D_s and beta_s can be overwritten at once.
-    """
+def scores(q_s, k_s):
+    """K K^T and Q K^T, in fp32 as MMA."""
     zero = gl.full([64, 64], 0.0, gl.float32, MMA)
     b_S = product(k_s, k_s.permute((1, 0)), zero, False)
     b_P = product(q_s, k_s.permute((1, 0)), zero, False)
-    b_S = warpgroup_mma_wait(1, [b_S])
+    return warpgroup_mma_wait(0, [b_S, b_P])
+
+
+@gluon.jit
+def invert_blocks(b_S, beta_s, n_s, w_s, u_s, D_s, L_s, X_s, z):
+    """The blocks of 16 on L's diagonal inverted in X_s, the others in L_s."""
     # eq:delta-kkt   L = diag(beta) tril(K K^T, -1)
     b_D = diagonal_blocks(b_S, z)
     leave_norms(b_D, beta_s, n_s, w_s, u_s, z)
@@ -199,10 +204,8 @@ def scores_and_blocks(q_s, k_s, beta_s, n_s, w_s, u_s, D_s, L_s, X_s, z):
     D_s.store(b_D * -b_beta[:, :, None])
     leave_lower(b_S, w_s, u_s, L_s, z)
     leave_inverses(substitute(D_s, z), n_s, w_s, X_s, z)
-    b_P = warpgroup_mma_wait(0, [b_P])
     fence_async_shared()
     barrier()
-    return b_P
 
 
 @gluon.jit
@@ -226,84 +229,43 @@ def join_blocks(b_P, gc_s, P_s, L_s, X_s, N_s, z):
 
 
 @gluon.jit
-def scores_and_inverse(q_s, k_s, gc_s, beta_s, P_s, n_s, w_s, u_s, D_s, L_s, X_s, N_s, z):
-    """P = Q K^T * G to P_s, and A = (I + diag(beta) tril(K K^T, -1))^-1 of a chunk of 64 tokens.
-
-    Four warps, all of them at once, and a barrier between two calls.  Nothing is allocated.
-
-    q_s, k_s: [64, K] in 16 bit, for products; visible to them (fence_async_shared, barrier).
-    gc_s (log2), beta_s: [64] in fp32.  Of tokens that are missing: gc of the last, else 0.
-    P_s: [64, 64], for products; may lie in the place of q_s.  Its writes have no fence yet.
-    n_s, w_s, u_s: [64] in fp32 out: powers of two n, 1 / n, and beta n.
-    D_s: [4, 16, 16] in fp32; L_s, X_s, N_s: [64, 64] in fp16, for products: to work in.  N_s may
-    lie in the place of k_s or D_s, not where P_s is; L_s can be overwritten at once after the call.
-
-    Returns diag(n) A diag(1 / n) and G, [64, 64] in fp32 as MMA.
-    """
-    b_P = scores_and_blocks(q_s, k_s, beta_s, n_s, w_s, u_s, D_s, L_s, X_s, z)
-    return join_blocks(b_P, gc_s, P_s, L_s, X_s, N_s, z)
-
-
-@gluon.jit
 def resolvent(b_A, G, w_s, u_s):
-    """R = (A * G) diag(beta) from what `scores_and_inverse` returns."""
+    """R = (A * G) diag(beta) from what `join_blocks` returns."""
     # eq:delta-resolvent   R = (A * G) diag(beta)
-    return b_A * G * u_s.load(gl.SliceLayout(0, MMA))[None, :] * w_s.load(gl.SliceLayout(1, MMA))[:, None]
+    b_w = w_s.load(gl.SliceLayout(1, MMA))[:, None]
+    return b_A * G * u_s.load(gl.SliceLayout(0, MMA))[None, :] * b_w
 
 
 @gluon.jit
-def inverse(b_A, n_s, w_s):
-    """A from what `scores_and_inverse` returns."""
-    return b_A * n_s.load(gl.SliceLayout(0, MMA))[None, :] * w_s.load(gl.SliceLayout(1, MMA))[:, None]
+def inverse(b_A, G, n_s, w_s, GATED: gl.constexpr):
+    """A, or with GATED A * G, from what `join_blocks` returns."""
+    b_A = (
+        b_A * n_s.load(gl.SliceLayout(0, MMA))[None, :] * w_s.load(gl.SliceLayout(1, MMA))[:, None]
+    )
+    if GATED:
+        b_A *= G
+    return b_A
 
 
 @gluon.jit
-def load_keys(x_ptr, x_s, stride, n_t, z, K: gl.constexpr, BT: gl.constexpr):
+def load_keys(x_ptr, x_s, stride, n_t, K: gl.constexpr, BT: gl.constexpr):
     """Begin to copy x [BT, K]; rows from n_t on are 0."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // K, K // 8], [gl.num_warps(), 1], [1, 0])
-    o_t = gl.arange(0, BT, gl.SliceLayout(1, layout))[:, None] + z
+    o_t = gl.arange(0, BT, gl.SliceLayout(1, layout))[:, None]
     o_k = gl.arange(0, K, gl.SliceLayout(0, layout))[None, :]
     async_copy.async_copy_global_to_shared(x_s, x_ptr + o_t * stride + o_k, mask=o_t < n_t)
 
 
 @gluon.jit
-def store_matrix(x_ptr, x_s, stride, n_t, z, BT: gl.constexpr):
+def store_matrix(x_ptr, x_s, stride, n_t, BT: gl.constexpr):
     """Rows up to n_t of x [BT, BT]."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
-    o_t = gl.arange(0, BT, gl.SliceLayout(1, layout))[:, None] + z
+    o_t = gl.arange(0, BT, gl.SliceLayout(1, layout))[:, None]
     o_j = gl.arange(0, BT, gl.SliceLayout(0, layout))[None, :]
     gl.store(x_ptr + o_t * stride + o_j, x_s.load(layout), mask=o_t < n_t)
 
 
-@gluon.jit
-def place(n, cu_ptr, chunks_ptr, T, HV: gl.constexpr, BT: gl.constexpr, WHOLE: gl.constexpr):
-    """Of the n-th item of this program: head, first token, and tokens up to the sequence's end."""
-    i = gl.program_id(0) + n * gl.num_programs(0)
-    if WHOLE:
-        return i % HV, (i // HV).to(gl.int64) * BT, BT
-    i_h, _, first, n_t = chunk_of(i, cu_ptr, chunks_ptr, T, HV, BT)
-    return i_h, first, n_t
-
-
-@gluon.jit
-def load_item(
-    q_ptr, k_ptr, beta_ptr, gc_ptr, q_s, k_s, i_h, first, n_t, z,
-    H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, BT: gl.constexpr,
-):  # fmt: skip
-    """Begin to copy q and k of an item; its gc and beta [BT]."""
-    i_k = (first * H + i_h // (HV // H)) * K
-    load_keys(k_ptr + i_k, k_s, H * K, n_t, z, K, BT)
-    load_keys(q_ptr + i_k, q_s, H * K, n_t, z, K, BT)
-    async_copy.commit_group()
-    o_t = gl.arange(0, BT, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
-    gc_ptr += first * HV + i_h
-    beta_ptr += first * HV + i_h
-    b_gc = gl.load(gc_ptr + gl.minimum(o_t, n_t - 1) * HV)
-    b_beta = gl.load(beta_ptr + o_t * HV, mask=o_t < n_t, other=0.0).to(gl.float32)
-    return b_gc, b_beta
-
-
-@gluon.jit(do_not_specialize=["T", "NT"])
+@gluon.jit(do_not_specialize=["T"])
 def intra_gluon_kernel(
     q_ptr,  # [B, T, H, K]
     k_ptr,  # [B, T, H, K]
@@ -315,11 +277,9 @@ def intra_gluon_kernel(
     cu_ptr,  # [N + 1] or None
     chunks_ptr,  # [NT, 2] or None
     T,
-    NT,  # chunks of all sequences
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, BT: gl.constexpr, GATED: gl.constexpr,
-    WHOLE: gl.constexpr,  # every chunk has BT tokens
 ):  # fmt: skip
-    """One program: every so many-th chunk of a head.  Any grid.
+    """One program: one chunk of one head.  Grid (NT * HV).
 
     Reference: linattn_edu.reference.delta.fused.intra.
     """
@@ -327,62 +287,178 @@ def intra_gluon_kernel(
     keys: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BT, K], dtype)
     tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BT, BT], dtype)
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    cube: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+    i_h, _, first, n_t = chunk_of(gl.program_id(0), cu_ptr, chunks_ptr, T, HV, BT)
+    i = first * HV + i_h
+    i_k = (first * H + i_h // (HV // H)) * K
     q_s = gl.allocate_shared_memory(dtype, [BT, K], keys)
     k_s = gl.allocate_shared_memory(dtype, [BT, K], keys)
+    load_keys(k_ptr + i_k, k_s, H * K, n_t, K, BT)
+    load_keys(q_ptr + i_k, q_s, H * K, n_t, K, BT)
+    async_copy.commit_group()
+    o_t = gl.arange(0, BT, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    b_gc = gl.load(gc_ptr + i + gl.minimum(o_t, n_t - 1) * HV)
+    b_beta = gl.load(beta_ptr + i + o_t * HV, mask=o_t < n_t, other=0.0)
     gc_s = gl.allocate_shared_memory(gl.float32, [BT], flat)
     beta_s = gl.allocate_shared_memory(gl.float32, [BT], flat)
     n_s = gl.allocate_shared_memory(gl.float32, [BT], flat)
     w_s = gl.allocate_shared_memory(gl.float32, [BT], flat)
     u_s = gl.allocate_shared_memory(gl.float32, [BT], flat)
-    P_s = gl.allocate_shared_memory(dtype, [BT, BT], tile)
+    cube: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+    D_s = gl.allocate_shared_memory(gl.float32, [4, 16, 16], cube)
     L_s = gl.allocate_shared_memory(gl.float16, [BT, BT], tile)
     X_s = gl.allocate_shared_memory(gl.float16, [BT, BT], tile)
-    N_s = gl.allocate_shared_memory(gl.float16, [BT, BT], tile)
-    D_s = gl.allocate_shared_memory(gl.float32, [4, 16, 16], cube)
+    P_s = half(q_s, 0)
+    N_s = half(k_s, 0)._reinterpret(gl.float16, [BT, BT], tile)
+    gc_s.store(b_gc)
+    beta_s.store(b_beta.to(gl.float32))
+    async_copy.wait_group(0)
+    fence_async_shared()
+    barrier()
+    b_S, b_P = scores(q_s, k_s)
+    invert_blocks(b_S, beta_s, n_s, w_s, u_s, D_s, L_s, X_s, 0)
+    b_A, G = join_blocks(b_P, gc_s, P_s, L_s, X_s, N_s, 0)
     R_s = L_s._reinterpret(dtype, [BT, BT], tile)
-    A_s = X_s._reinterpret(dtype, [BT, BT], tile)
+    R_s.store(resolvent(b_A, G, w_s, u_s).to(dtype))
+    if A_ptr is not None:
+        A_s = X_s._reinterpret(dtype, [BT, BT], tile)
+        b_A = inverse(b_A, G, n_s, w_s, GATED).to(dtype)
+        barrier()
+        A_s.store(b_A)
+    barrier()
+    store_matrix(P_ptr + i * BT, P_s, HV * BT, n_t, BT)
+    store_matrix(R_ptr + i * BT, R_s, HV * BT, n_t, BT)
+    if A_ptr is not None:
+        store_matrix(A_ptr + i * BT, A_s, HV * BT, n_t, BT)
 
-    i_h, first, n_t = place(0, cu_ptr, chunks_ptr, T, HV, BT, WHOLE)
-    b_gc, b_beta = load_item(
-        q_ptr, k_ptr, beta_ptr, gc_ptr, q_s, k_s, i_h, first, n_t, 0, H, HV, K, BT
-    )
-    N = gl.cdiv(NT * HV - gl.program_id(0), gl.num_programs(0))
+
+@gluon.jit
+def load_items(
+    q_desc, k_desc, gc_ptr, beta_ptr, qs, ks, gates, full, gates_full, empty, N,
+    H: gl.constexpr, G: gl.constexpr, K: gl.constexpr, BT: gl.constexpr,
+):  # fmt: skip
+    """The warp that loads: q and k of a chunk and head, gc and beta of each of its value heads."""
+    o_t = gl.arange(0, BT, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    b_gc, b_beta = gates_of(gc_ptr, beta_ptr, 0, o_t, H * G, H, G, BT)
     for n in range(N):
-        # 0, and the compiler cannot know: else it makes all masks and addresses before the loop, and
-        # they hold every register
+        mbarrier.wait(empty, (n & 1) ^ 1)
+        if n % G == 0:
+            i_c, i_h, _ = place(n, H, G)
+            mbarrier.expect(full, 2 * BT * K * 2)
+            tma.async_copy_global_to_shared(k_desc, [i_c * BT, i_h * K], full, ks.index(0))
+            tma.async_copy_global_to_shared(q_desc, [i_c * BT, i_h * K], full, qs.index(0))
+        gates.index(n % 2 * 2).store(b_gc)
+        gates.index(n % 2 * 2 + 1).store(b_beta)
+        # those of the next one are on their way meanwhile
+        b_gc, b_beta = gates_of(gc_ptr, beta_ptr, gl.minimum(n + 1, N - 1), o_t, H * G, H, G, BT)
+        barrier()
+        mbarrier.arrive(gates_full, count=1)
+
+
+@gluon.jit
+def compute_items(
+    P_desc, R_desc, A_desc, qs, ks, gates, norms, D_s, inner, Ps,
+    full, gates_full, empty, N, H: gl.constexpr, G: gl.constexpr, BT: gl.constexpr,
+    GATED: gl.constexpr,
+):  # fmt: skip
+    """The warps that compute: intra_gluon_kernel's sums."""
+    dtype: gl.constexpr = Ps.dtype
+    n_s, w_s, u_s = norms.index(0), norms.index(1), norms.index(2)
+    for n in range(N):
+        # 0, and the compiler cannot know: else it makes all masks and addresses before the loop,
+        # and they hold every register
         z = n >> 30
-        i_h, first, n_t = place(n, cu_ptr, chunks_ptr, T, HV, BT, WHOLE)
-        gc_s.store(b_gc)
-        beta_s.store(b_beta)
-        async_copy.wait_group(0)
+        q_s, k_s, P_s = qs.index(z), ks.index(z), Ps.index(z)
+        L_s, X_s, N_s = inner.index(z), inner.index(1 + z), inner.index(2 + z)
+        R_s = L_s._reinterpret(dtype, [BT, BT], Ps.layout)
+        A_s = X_s._reinterpret(dtype, [BT, BT], Ps.layout)
+        i_c, _, i_hv = place(n, H, G)
+        gc_s, beta_s = gates.index(n % 2 * 2), gates.index(n % 2 * 2 + 1)
+        mbarrier.wait(gates_full, n & 1)
+        mbarrier.wait(full, n // G & 1)
+        b_S, b_P = scores(q_s, k_s)
+        tma.store_wait(0)
+        barrier()  # no warp reads q and k any more, nor the copies what was made before
+        mbarrier.arrive(empty, count=1)
+        invert_blocks(b_S, beta_s, n_s, w_s, u_s, D_s, L_s, X_s, z)
+        b_A, b_G = join_blocks(b_P, gc_s, P_s, L_s, X_s, N_s, z)
+        R_s.store(resolvent(b_A, b_G, w_s, u_s).to(dtype))
+        if A_desc is not None:
+            b_A = inverse(b_A, b_G, n_s, w_s, GATED).to(dtype)
+            barrier()
+            A_s.store(b_A)
         fence_async_shared()
         barrier()
-        b_P = scores_and_blocks(q_s, k_s, beta_s, n_s, w_s, u_s, D_s, L_s, X_s, z)
-        if n + 1 < N:
-            i_h2, first2, n_t2 = place(n + 1, cu_ptr, chunks_ptr, T, HV, BT, WHOLE)
-            b_gc, b_beta = load_item(
-                q_ptr, k_ptr, beta_ptr, gc_ptr, q_s, k_s, i_h2, first2, n_t2, z, H, HV, K, BT
-            )
-        b_A, G = join_blocks(b_P, gc_s, P_s, L_s, X_s, N_s, z)
-        R_s.store(resolvent(b_A, G, w_s, u_s).to(dtype))
-        if A_ptr is not None:
-            b_A = inverse(b_A, n_s, w_s)
-            if GATED:
-                b_A *= G
-            barrier()
-            A_s.store(b_A.to(dtype))
-        barrier()
-        i = (first * HV + i_h) * BT
-        store_matrix(P_ptr + i, P_s, HV * BT, n_t, z, BT)
-        store_matrix(R_ptr + i, R_s, HV * BT, n_t, z, BT)
-        if A_ptr is not None:
-            store_matrix(A_ptr + i, A_s, HV * BT, n_t, z, BT)
+        at = [i_c * BT, i_hv * BT]
+        tma.async_copy_shared_to_global(P_desc, at, P_s)
+        tma.async_copy_shared_to_global(R_desc, at, R_s)
+        if A_desc is not None:
+            tma.async_copy_shared_to_global(A_desc, at, A_s)
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["NT"])
+def intra_chunks_gluon_kernel(
+    q_desc,  # [B * T, H * K]
+    k_desc,  # [B * T, H * K]
+    P_desc,  # [B * T, HV * BT] out
+    R_desc,  # [B * T, HV * BT] out
+    A_desc,  # [B * T, HV * BT] out, A * G with GATED; or None
+    beta_ptr,  # [B, T, HV]
+    gc_ptr,  # [B, T, HV] log2
+    NT,  # chunks of all sequences
+    H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, BT: gl.constexpr, GATED: gl.constexpr,
+):  # fmt: skip
+    """intra_gluon_kernel for whole chunks: the next one is copied while one is worked on.
+
+    One program: every so many-th chunk of a q/k head, with its value heads.  Any grid.
+
+    Reference: linattn_edu.reference.delta.fused.intra.
+    """
+    dtype: gl.constexpr = k_desc.dtype
+    G: gl.constexpr = HV // H
+    N = gl.cdiv(NT * H - gl.program_id(0), gl.num_programs(0)) * G
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    cube: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+    bar: gl.constexpr = mbarrier.MBarrierLayout()
+    qs = gl.allocate_shared_memory(dtype, [1, BT, K], q_desc.layout)
+    ks = gl.allocate_shared_memory(dtype, [1, BT, K], k_desc.layout)
+    Ps = gl.allocate_shared_memory(dtype, [1, BT, BT], P_desc.layout)
+    inner = gl.allocate_shared_memory(gl.float16, [3, BT, BT], P_desc.layout)
+    D_s = gl.allocate_shared_memory(gl.float32, [4, 16, 16], cube)
+    gates = gl.allocate_shared_memory(gl.float32, [4, BT], flat)
+    norms = gl.allocate_shared_memory(gl.float32, [3, BT], flat)
+    full = gl.allocate_shared_memory(gl.int64, [1], bar)
+    gates_full = gl.allocate_shared_memory(gl.int64, [1], bar)
+    empty = gl.allocate_shared_memory(gl.int64, [1], bar)
+    mbarrier.init(full, count=1)
+    mbarrier.init(gates_full, count=1)
+    mbarrier.init(empty, count=1)
+    fence_async_shared()
+    gl.warp_specialize([
+        (compute_items, (
+            P_desc, R_desc, A_desc, qs, ks, gates, norms, D_s, inner, Ps,
+            full, gates_full, empty, N, H, G, BT, GATED,
+        )),
+        (load_items, (
+            q_desc, k_desc, gc_ptr, beta_ptr, qs, ks, gates, full, gates_full, empty, N,
+            H, G, K, BT,
+        )),
+    ], [1], [24])  # fmt: skip
 
 
 VERSIONS = ("3.6.",)  # of Triton, with which it has run on a Hopper GPU: Gluon is not stable yet
-PROGRAMS = {64: 4, 128: 3}  # of a multiprocessor, for so many keys
+HEADS = (64, 128)  # keys
 OPTIONS = {"num_warps": 4, "maxnreg": 128}
+# of intra_chunks_gluon_kernel on a multiprocessor -> options. Of its registers the loading warp
+# keeps 24 a thread, the others take the rest
+OPTIONS_CHUNKS = {2: {"num_warps": 4, "maxnreg": 120}, 3: {"num_warps": 4, "maxnreg": 80}}
+
+
+def programs_of(K: int, H: int, HV: int) -> int:
+    """Of intra_chunks_gluon_kernel on a multiprocessor. Where a chunk is read for one value head
+    alone, two keep the way to memory full.
+    """
+    return 2 if K == 128 and H == HV else 3
 
 
 def fits(q: Tensor, k: Tensor, chunk_size: int) -> bool:
@@ -393,7 +469,7 @@ def fits(q: Tensor, k: Tensor, chunk_size: int) -> bool:
         k.is_cuda
         and device_of(k)[0] == "hopper"
         and k.dtype == torch.bfloat16
-        and k.shape[-1] in PROGRAMS
+        and k.shape[-1] in HEADS
         and chunk_size == CHUNK
         and triton.__version__.startswith(VERSIONS)
         and all(x.data_ptr() % 16 == 0 for x in (q, k))
@@ -411,12 +487,21 @@ def intra_gluon(
     gated: bool,
     packing: Packing | None,
 ) -> None:
-    """Launch intra_gluon_kernel; it writes P, R and, if there is one, A."""
+    """Launch the kernel that suits the sequences: the same bits. It writes P, R and, if there is
+    one, A.
+    """
     T, H, K = k.shape[1:]
     HV = beta.shape[-1]
     NT, *chunks = chunk_args(k, CHUNK, packing)
-    grid = (min(PROGRAMS[K] * device_of(k)[1], NT * HV),)
-    intra_gluon_kernel[grid](
-        q, k, beta, gc, P, R, A, *chunks, T, NT, H, HV, K, CHUNK, gated, whole(k, CHUNK, packing),
-        **OPTIONS,
-    )  # fmt: skip
+    programs = programs_of(K, H, HV)
+    grid = programs * device_of(k)[1]
+    if whole(k, CHUNK, packing) and grid < NT * H:
+        out = (x if x is None else descriptor(x, CHUNK) for x in (P, R, A))
+        intra_chunks_gluon_kernel[(grid,)](
+            descriptor(q, K), descriptor(k, K), *out, beta, gc, NT, H, HV, K, CHUNK, gated,
+            **OPTIONS_CHUNKS[programs],
+        )  # fmt: skip
+        return
+    intra_gluon_kernel[(NT * HV,)](
+        q, k, beta, gc, P, R, A, *chunks, T, H, HV, K, CHUNK, gated, **OPTIONS
+    )

@@ -1,5 +1,4 @@
-"""Compile intra_bwd_gluon_kernel and channel_intra_gluon_kernel for Hopper, which need not be
-present.
+"""Compile the kernels of chunk-parallel stages in Gluon for Hopper, which need not be present.
 
 Prints a JSON line for each of their forms. A program, because a process that interprets kernels
 cannot compile them.
@@ -19,7 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from linattn_edu.kernels import channel_intra_gluon, intra_bwd_gluon
+from linattn_edu.kernels import channel_intra_gluon, intra_bwd_gluon, intra_gluon
 from linattn_edu.kernels.intra_bwd_gluon import HEAD
 from linattn_edu.kernels.scan_gluon import CHUNK
 
@@ -72,10 +71,45 @@ def channel_source():
     return GluonASTSource(kernel, signature, values, attrs)
 
 
+def forward_source(kernel, K, H, absent):
+    """A kernel of intra_gluon with these arguments None."""
+    constants = {"H": H, "HV": 4, "K": K, "BT": CHUNK, "GATED": True, **dict.fromkeys(absent)}
+    signature, values, attrs = {}, {}, {}
+    for i, argument in enumerate(kernel.arg_names):
+        tensor = argument.rpartition("_")[0]
+        if argument in constants:
+            signature[argument], values[(i,)] = "constexpr", constants[argument]
+        elif argument.endswith("_desc"):
+            block = [CHUNK, K if tensor in KEYS else CHUNK]
+            layout = gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16)
+            signature[argument] = f"tensordesc<bf16{block},{layout!r}>"
+        elif argument.endswith("_ptr"):
+            signature[argument] = {"gc": "*fp32", "cu": "*i64", "chunks": "*i64"}.get(
+                tensor, "*bf16"
+            )
+            attrs[(i,)] = [["tt.divisibility", 16]]
+        else:
+            signature[argument] = "i32"
+    return GluonASTSource(kernel, signature, values, attrs)
+
+
+def forward_forms():
+    """Form, source and options of those in intra_gluon: forward alone, and with all they write."""
+    one, chunks = intra_gluon.intra_gluon_kernel, intra_gluon.intra_chunks_gluon_kernel
+    for K in intra_gluon.HEADS:
+        source = forward_source(one, K, 4, ("A_ptr", "cu_ptr", "chunks_ptr"))
+        yield ["one", K], source, intra_gluon.OPTIONS
+        for H in (4, 2):
+            options = intra_gluon.OPTIONS_CHUNKS[intra_gluon.programs_of(K, H, 4)]
+            yield [f"chunks, {H}/4", K], forward_source(chunks, K, H, ()), options
+    yield ["one, packed", K], forward_source(one, K, 2, ()), intra_gluon.OPTIONS
+
+
 def main():
     target = GPUTarget("cuda", 90, 32)
     forms = [([form[0], form[2]], source_of(*form), intra_bwd_gluon.OPTIONS) for form in FORMS]
     forms.append(("channel", channel_source(), channel_intra_gluon.OPTIONS))
+    forms += forward_forms()
     for form, source, options in forms:
         compiled = triton.compile(source, target=target, options=options)
         with tempfile.TemporaryDirectory() as folder:

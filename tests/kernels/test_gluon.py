@@ -11,12 +11,12 @@ if not triton.__version__.startswith(("3.6.", "3.7.")):
     pytest.skip("Gluon has other names in other versions", allow_module_level=True)
 
 (
-    intra_gluon, scan_gluon, scans_gluon, channel_gluon, channel_scans, channel_intra, fused,
-    fused_bwd, kda_fused, kda_fused_bwd,
+    forward_gluon, intra_gluon, scan_gluon, scans_gluon, channel_gluon, channel_scans,
+    channel_intra, fused, fused_bwd, kda_fused, kda_fused_bwd,
 ) = (
     import_module(f"linattn_edu.kernels.{name}")
     for name in (
-        "intra_bwd_gluon", "scan_gluon", "scans_gluon", "channel_scan_gluon",
+        "intra_gluon", "intra_bwd_gluon", "scan_gluon", "scans_gluon", "channel_scan_gluon",
         "channel_scans_gluon", "channel_intra_gluon", "delta.fused", "delta.fused_bwd",
         "delta.kda_fused", "delta.kda_fused_bwd",
     )
@@ -41,7 +41,7 @@ PRODUCTS["channel_scans_gluon_kernel"] = (
 
 def test_the_launchers_have_them():
     """What fails to import is left out in silence: it may be for another Triton."""
-    assert fused.scan_gluon is scan_gluon
+    assert fused.scan_gluon is scan_gluon and fused.intra_gluon is forward_gluon
     assert kda_fused.channel_scan_gluon is channel_gluon
     assert kda_fused_bwd.channel_scans_gluon is channel_scans
     assert kda_fused_bwd.channel_intra_gluon is channel_intra
@@ -113,7 +113,8 @@ def test_fits(monkeypatch):
 
 def test_intra_bwd_compiled_for_hopper():
     """Products run beside one another, shared memory suffices, next to nothing is spilled."""
-    *rows, channel = lines_of("compile_intra_gluon.py")
+    rows = lines_of("compile_intra_gluon.py")
+    rows, channel, forward = rows[:2], rows[2], rows[3:]
     assert [row["form"] for row in rows] == [["bf16", 1], ["fp16", 4]]
     for row in rows:
         assert row["spilled"] <= (16 if row["form"][1] == 1 else 128), row
@@ -124,6 +125,39 @@ def test_intra_bwd_compiled_for_hopper():
     assert channel["form"] == "channel" and not channel["serialized"], channel
     assert channel["spilled"] <= 512 and 0 < channel["shared"] <= 227 << 10, channel
     assert channel["products"] == 2 * (4 * 8 + 4 * 4), channel
+    assert len(forward) == 7
+    for row in forward:
+        (form, K), chunks = row["form"], row["form"][0].startswith("chunks")
+        assert row["spilled"] <= (16 if chunks else 64), row
+        assert not row["serialized"], row
+        programs = forward_gluon.programs_of(K, int(form.split()[1][0]), 4) if chunks else 4
+        assert 0 < row["shared"] + 1024 <= (228 << 10) // programs, row
+        # K K^T and Q K^T, and four products of 64 terms
+        assert row["products"] == 2 * (K // 16) + 4 * 4, row
+
+
+def test_intra_fits(monkeypatch):
+    """Each condition by itself turns it away; neither length nor batch does."""
+    generation = ["hopper"]
+    monkeypatch.setattr(forward_gluon, "device_of", lambda _: (generation[0], 132))
+    monkeypatch.setattr(forward_gluon, "VERSIONS", (forward_gluon.triton.__version__,))
+
+    def fits(T=100, K=128, C=64, B=1, dtype=torch.bfloat16, address=0, of=0):
+        tensors = [Stand((B, T, 2, K), dtype) for _ in range(2)]
+        tensors[of].address = address
+        return forward_gluon.fits(*tensors, C)
+
+    assert fits() and fits(K=64, T=1, B=1000)
+    for other in (
+        {"K": 96}, {"K": 256}, {"C": 32}, {"dtype": torch.float16}, {"dtype": torch.float32},
+        {"address": 8}, {"address": 8, "of": 1},
+    ):  # fmt: skip
+        assert not fits(**other), other
+    generation[0] = "blackwell"
+    assert not fits()
+    generation[0] = "hopper"
+    monkeypatch.setattr(forward_gluon, "VERSIONS", ("0.0.",))
+    assert not fits()
 
 
 def test_intra_bwd_fits(monkeypatch):
