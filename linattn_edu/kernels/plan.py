@@ -15,35 +15,31 @@ import copy
 import dataclasses
 import functools
 import inspect
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from types import CellType, FunctionType, SimpleNamespace
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from triton import knobs
 from triton.runtime import driver
 from triton.runtime.interpreter import InterpretedFunction
-from triton.runtime.jit import JITFunction
+
+from linattn_edu.kernels.precompile import precompile
+from linattn_edu.kernels.watching import MAKES, Operations, launches
 
 LIMIT = 512  # programs of an operator's pass; beyond it the oldest is forgotten
 MAPS = 8192  # tensor maps; beyond it all are forgotten
 SEEN, NEVER = "seen once", "cannot be told"
 
-_recording = threading.Lock()  # one call at a time is watched; the others run as ever
 _aten = torch.ops.aten
-_MAKES = (
-    _aten.empty.memory_format, _aten.empty_strided.default, _aten.empty_like.default,
-    _aten.new_empty.default, _aten.new_empty_strided.default,
-)  # fmt: skip
 DEVICES = {"cuda"}  # where calls are written down; elsewhere the host is not waited for
 _MOVES = (
     _aten._to_copy.default, _aten.clone.default, _aten.copy_.default, _aten.zero_.default,
     _aten.fill_.Scalar, _aten.new_zeros.default, _aten.zeros.default, _aten.zeros_like.default,
 )  # fmt: skip
 _all: list[dict] = []
+_compiled: set[tuple] = set()  # kinds of calls, whatever their lengths, with nothing to compile
 
 
 def plans() -> dict:
@@ -56,6 +52,7 @@ def clear() -> None:
     """Forget all programs: after a change of what a composition launches."""
     for programs in _all:
         programs.clear()
+    _compiled.clear()
     _maps.clear()
 
 
@@ -105,12 +102,22 @@ def run(
         while len(programs) >= LIMIT:
             programs.pop(next(iter(programs)), None)
         programs[kind] = SEEN
-    elif program is SEEN and _recording.acquire(blocking=False):
-        try:
-            return _record(programs, kind, inputs, compose)
-        finally:
-            _recording.release()
+        _precompile(programs, (key, device.index), inputs, compose)
+    elif program is SEEN:
+        return _record(programs, kind, inputs, compose)
     return compose()
+
+
+def _precompile(programs: dict, key: tuple, inputs: Sequence, compose: Callable) -> None:
+    """Before the first call of a kind; but with ever new lengths and batches only until there is
+    nothing left to compile, since it takes as long as the host's part of a call.
+    """
+    heads = (None if x is None else (x.dtype, x.shape[2:]) for x in inputs)
+    family = (id(programs), *key, *heads)
+    if family not in _compiled and not precompile(compose):
+        if len(_compiled) >= LIMIT:
+            _compiled.clear()
+        _compiled.add(family)
 
 
 def _repeats(device: torch.device) -> bool:
@@ -153,53 +160,29 @@ def _record(programs: dict, key: tuple, inputs: Sequence, compose: Callable) -> 
     if len(storages) < len(tensors) or 0 in storages:
         return compose()  # which input an address belongs to is not certain this time
     tape = _Tape(inputs)
-    with _launches_seen(tape), _Operations(tape):
-        results = compose()
+
+    def launched(run: Callable, kernel, args: tuple, grid, kwargs: dict):
+        with tape.away():  # the interpreter has operations of its own
+            compiled = run(kernel, *args, grid=grid, warmup=False, **kwargs)
+        again = compiled if compiled is not None else functools.partial(run, kernel)
+        tape.launch(kernel, again, grid, args, kwargs)
+        return compiled
+
+    def computed(func: Callable, args: tuple, kwargs: dict):
+        out = func(*args, **kwargs)
+        tape.operation(func, args, kwargs, out)
+        return out
+
+    with launches(launched) as seen:
+        if not seen:
+            return compose()
+        with Operations(computed):
+            results = compose()
     try:
         programs[key] = tape.program(results)
     except Untold:
         programs[key] = NEVER
     return results
-
-
-@contextmanager
-def _launches_seen(tape: "_Tape"):
-    """Every launch of this thread, by whichever kernel, is told to the tape."""
-    kinds, thread = (JITFunction, InterpretedFunction), threading.get_ident()
-    originals = [kind.run for kind in kinds]
-
-    def told(original):
-        def run(self, *args, grid, warmup, **kwargs):
-            if threading.get_ident() != thread or warmup:
-                return original(self, *args, grid=grid, warmup=warmup, **kwargs)
-            with tape.away():  # the interpreter has operations of its own
-                compiled = original(self, *args, grid=grid, warmup=warmup, **kwargs)
-            again = compiled if compiled is not None else functools.partial(original, self)
-            tape.launch(self, again, grid, args, kwargs)
-            return compiled
-
-        return run
-
-    for kind, original in zip(kinds, originals, strict=True):
-        kind.run = told(original)
-    try:
-        yield
-    finally:
-        for kind, original in zip(kinds, originals, strict=True):
-            kind.run = original
-
-
-class _Operations(TorchDispatchMode):
-    """Every operation of PyTorch is told to the tape."""
-
-    def __init__(self, tape: "_Tape"):
-        super().__init__()
-        self.tape = tape
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        self.tape.operation(func, args, kwargs or {}, out)
-        return out
 
 
 class _Tape:
@@ -353,7 +336,7 @@ class _Tape:
             self.untold = error
 
     def _operation(self, func, args, kwargs, out) -> None:
-        if func in _MAKES:
+        if func in MAKES:
             return self._make(out)
         if func.is_view:
             return None  # of a storage that is known, or whoever uses it will say so
