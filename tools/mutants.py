@@ -532,6 +532,21 @@ MUTANTS = [
         "x.storage_offset()",
         "tests/kernels/test_plan.py -k any_kind",
     ),
+    # kernels that are compiled before their launch
+    Mutant(
+        "going through a composition changes its tensors",
+        f"{KERNELS}/precompile.py",
+        "        return args[0]\n",
+        "        return func(*args, **kwargs)\n",
+        "tests/kernels/test_precompile.py -k forms",
+    ),
+    Mutant(
+        "kernels are compiled one after the other",
+        f"{KERNELS}/precompile.py",
+        "return super().submit(_compiled, compile)",
+        "future = super().submit(_compiled, compile); future.exception(); return future",
+        "tests/kernels/test_precompile.py -k hopper",
+    ),
 ]
 
 
