@@ -213,7 +213,8 @@ def test_scan_transposed_gives_the_same_bits(T, K, V, packed, dtype, device, mon
         options = {"scale": 0.3, "output_final_state": True, **own}
         got.append(kernels.scan(q, k, v, gc, P, R, h0, **options))
     for name, a, b in zip(("o", "final_state"), *got, strict=True):
-        assert_close(name, a, b, 0 if device.type == "cuda" else 1e-6)
+        # in the interpreter BLAS makes the products: a number in 16 bit may be rounded otherwise
+        assert_close(name, a, b, 0 if device.type == "cuda" else 1e-4 if name == "o" else 1e-6)
 
 
 @pytest.fixture

@@ -80,7 +80,8 @@ def test_the_transposed_scan_gives_the_same_bits(K, V, dtype, device, monkeypatc
         monkeypatch.setattr(kernels, "crowded", lambda *_, crowded=crowded: crowded)
         got.append(kernels.channel_scan(*scanned(x, r), scale=SCALE, output_final_state=True))
     for name, a, b in zip(("o", "final_state"), *got, strict=True):
-        assert_close(name, a, b, 0 if device.type == "cuda" else 1e-6)
+        # in the interpreter BLAS makes the products: a number in 16 bit may be rounded otherwise
+        assert_close(name, a, b, 0 if device.type == "cuda" else 1e-4 if name == "o" else 1e-6)
 
 
 def test_packed_sequences_have_the_bits_they_have_alone(device):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from gdn_checks import launches
+from gdn_checks import assert_same_bits, launches
 from recurrent_cases import case, double, options, oracle
 
 from linattn_edu import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
@@ -45,7 +45,8 @@ def test_steps_equal_one_call(flags, impl, device):
     o, S = fused_recurrent_gated_delta_rule(**x, **options(flags), impl=impl)
     state = x["initial_state"].clone()
     got = decode(x, state, **options(flags), impl=impl)
-    assert torch.equal(got, o) and torch.equal(state, S)
+    assert_same_bits("o", got, o, impl)
+    assert_same_bits("state", state, S, impl)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
