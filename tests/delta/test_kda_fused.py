@@ -8,6 +8,7 @@ import pytest
 import torch
 from delta.channel_checks import GATES, SCALE, channel_inputs, gates, once
 from delta.stage_checks import DTYPES, check_rounded, check_stage
+from gdn_checks import exact_products
 
 from linattn_edu.kernels import pieces
 from linattn_edu.kernels.delta import kda_fused as kernels
@@ -75,13 +76,13 @@ def test_the_transposed_scan_gives_the_same_bits(K, V, dtype, device, monkeypatc
     generation, _ = device_of(x.q)
     # as if it had one multiprocessor: tiles of 64 columns
     monkeypatch.setattr("linattn_edu.kernels.tiles.device_of", lambda _: (generation, 1))
+    exact_products(monkeypatch)
     got = []
     for crowded in (True, False):
         monkeypatch.setattr(kernels, "crowded", lambda *_, crowded=crowded: crowded)
         got.append(kernels.channel_scan(*scanned(x, r), scale=SCALE, output_final_state=True))
     for name, a, b in zip(("o", "final_state"), *got, strict=True):
-        # in the interpreter BLAS makes the products: a number in 16 bit may be rounded otherwise
-        assert_close(name, a, b, 0 if device.type == "cuda" else 1e-4 if name == "o" else 1e-6)
+        assert_close(name, a, b, 0)
 
 
 def test_packed_sequences_have_the_bits_they_have_alone(device):
