@@ -298,8 +298,8 @@ OPTIONAL = ("flashinfer", "attn_gym", "cudnn")
 # sides of a head's state, K = V, of the libraries that do not take every one
 SIDES = {"flash_qla": (128,), "flashinfer": (128,), "cudnn": (128,), "attn_gym": (64, 128)}
 
-# (library, case, call) -> what came out on an H200 with Triton 3.6.0 in place of numbers: tried
-# again when the library has another version than attn_gym 0.0.17
+# (library, case, call) -> what came out in place of numbers, on an H200 with Triton 3.6.0 and
+# attn_gym 0.0.17: with another version to be taken out, and tried
 FAILED = {
     ("attn_gym", case, what): "NaN or inf"
     for case, what in (

@@ -26,8 +26,13 @@ MAIN = "gdn_h200"  # its figures have the plain names
 
 # readable on a white and on a black page
 INK = "#767676"
-FLOOR, PEERS = "#d9822b", ("#a0a0a0", "#6f6f6f", "#b59a6a", "#8c78a8")
-OURS = {"linattn_edu": "#1f8fd1", "linattn_edu_safe": "#7fbde6"}
+FLOOR = "#d9822b"
+# a library has one colour in all figures; two share one that have no operator in common
+LIBRARIES = {
+    "linattn_edu": "#1f8fd1", "linattn_edu_safe": "#7fbde6", "fla": "#a0a0a0",
+    "mamba_ssm": "#a0a0a0", "fla_safe": "#6f6f6f", "flash_qla": "#6f6f6f", "attn_gym": "#8c78a8",
+    "flashinfer": "#b59a6a", "cudnn": "#b59a6a",
+}  # fmt: skip
 COLOURS = (
     "#1f8fd1", "#d9822b", "#2e9e5b", "#c2557f", "#8a6fd1",
     "#a08a2e", "#3aa6a6", "#b5483a", "#767676",
@@ -62,7 +67,6 @@ def bars(data: dict, plt, what: str, axis: str):
     if not shown:
         return None
     libraries = list(next(iter(shown.values())))
-    colours = dict(zip(libraries, _library_colours(libraries), strict=True))
     height = 0.8 / len(libraries)
     fig, ax = plt.subplots(figsize=(WIDTH, 1.0 + len(shown) * (0.25 + 0.22 * len(libraries))))
     longest = max(row["ms"] for here in shown.values() for row in here.values() if "ms" in row)
@@ -73,11 +77,11 @@ def bars(data: dict, plt, what: str, axis: str):
                 text = f"{library}: {row['absent']}"
                 ax.text(0.12 * longest, y, text, va="center", fontsize=8)
                 continue
-            ax.barh(y, row["ms"], 0.92 * height, color=colours[library])
+            ax.barh(y, row["ms"], 0.92 * height, color=LIBRARIES[library])
             ax.text(row["ms"] + 0.01 * longest, y, f"{row['ms']:.2f}", va="center", fontsize=9)
         floor = next(row["floor_ms"] for row in here.values() if "ms" in row)
         ax.plot([floor, floor], [n - 0.45, n + 0.45], color=FLOOR, lw=1.4)
-    handles = [plt.Rectangle((0, 0), 1, 1, color=colours[name]) for name in libraries]
+    handles = [plt.Rectangle((0, 0), 1, 1, color=LIBRARIES[name]) for name in libraries]
     handles.append(plt.Line2D([], [], color=FLOOR, lw=1.4))
     _legend(ax, handles, [*libraries, "floor"], columns=4)
     ax.set_yticks(range(len(shown)), list(shown))
@@ -105,11 +109,6 @@ def grid(rows: list[dict], what: str) -> dict[str, dict[str, dict]]:
         for case in CASES
         if case in cases
     }
-
-
-def _library_colours(libraries: list[str]) -> list[str]:
-    peers = iter(PEERS * len(libraries))
-    return [OURS[name] if name in OURS else next(peers) for name in libraries]
 
 
 def roofline(data: dict, plt, call: str, stages: dict[str, tuple[str, ...]]):

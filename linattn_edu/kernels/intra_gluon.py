@@ -196,7 +196,15 @@ def scores(q_s, k_s):
 
 @gluon.jit
 def invert_blocks(b_S, beta_s, n_s, w_s, u_s, D_s, L_s, X_s, z):
-    """The blocks of 16 on L's diagonal inverted in X_s, the others in L_s."""
+    """The blocks of 16 on L's diagonal inverted in X_s, the others in L_s, for `join_blocks`.
+
+    Four warps, all of them at once, as in what follows; nothing is allocated.
+
+    b_S: K K^T of `scores`.  beta_s: [64] in fp32, 0 of tokens that are missing.
+    n_s, w_s, u_s: [64] in fp32 out: powers of two n, 1 / n, and beta n.
+    D_s: [4, 16, 16] in fp32, to work in.  L_s, X_s: [64, 64] in fp16, for products.
+    z: 0, where a loop is around it a number of which the compiler does not know that it is.
+    """
     # eq:delta-kkt   L = diag(beta) tril(K K^T, -1)
     b_D = diagonal_blocks(b_S, z)
     leave_norms(b_D, beta_s, n_s, w_s, u_s, z)
@@ -210,7 +218,12 @@ def invert_blocks(b_S, beta_s, n_s, w_s, u_s, D_s, L_s, X_s, z):
 
 @gluon.jit
 def join_blocks(b_P, gc_s, P_s, L_s, X_s, N_s, z):
-    """P to P_s; diag(n) A diag(1 / n), and G."""
+    """P to P_s.  Returns diag(n) A diag(1 / n) and G, [64, 64] in fp32 as MMA.
+
+    b_P: Q K^T of `scores`.  gc_s: [64] in fp32 (log2), that of the last token where one is missing.
+    P_s: [64, 64], for products; its writes have no fence yet.  N_s: [64, 64] in fp16, to work in.
+    After it L_s and X_s can be overwritten.
+    """
     zero = gl.full([64, 64], 0.0, gl.float32, MMA)
     # eq:delta-merge   X_21 = -X_22 L_21 X_11: A = (I - N)^-1 X with N = -X L, and N^4 = 0
     b_N = product(X_s.permute((1, 0)), L_s, zero, False)
@@ -239,9 +252,8 @@ def resolvent(b_A, G, w_s, u_s):
 @gluon.jit
 def inverse(b_A, G, n_s, w_s, GATED: gl.constexpr):
     """A, or with GATED A * G, from what `join_blocks` returns."""
-    b_A = (
-        b_A * n_s.load(gl.SliceLayout(0, MMA))[None, :] * w_s.load(gl.SliceLayout(1, MMA))[:, None]
-    )
+    b_w = w_s.load(gl.SliceLayout(1, MMA))[:, None]
+    b_A = b_A * n_s.load(gl.SliceLayout(0, MMA))[None, :] * b_w
     if GATED:
         b_A *= G
     return b_A
