@@ -12,15 +12,18 @@ import triton.language as tl
 from triton.language import core, semantic
 from triton.runtime import interpreter
 
-# what `quicken` replaces; each replacement has the original as `__wrapped__`
-REPLACED = (
-    (interpreter, "_patch_lang"),
-    (interpreter, "_get_np_dtype"),
-    (core, "_unwrap_if_constexpr"),
-    (core.block_type, "__init__"),
-    (core.tensor, "__init__"),
-    (semantic.TritonSemantic, "broadcast_impl_value"),
-)
+# where and under which name; what stood there is the replacement's `__wrapped__`
+REPLACED = []
+
+
+def instead_of(where, name):
+    """Put a function in the place of another."""
+
+    def put(quick):
+        REPLACED.append((where, name))
+        setattr(where, name, functools.wraps(getattr(where, name))(quick))
+
+    return put
 
 
 def quicken():
@@ -30,14 +33,15 @@ def quicken():
     builder = interpreter.interpreter_builder
     if not builder.options.debug:  # without it, nobody reads what the check finds
         builder.options = replace(builder.options, sanitize_overflow=False)
-    for (where, name), quick in zip(REPLACED, (*_functions(), *_objects()), strict=True):
-        setattr(where, name, functools.wraps(getattr(where, name))(quick))
+    _remember_what_is_replaced()
+    _remember_shapes()
 
 
-def _functions():
+def _remember_what_is_replaced():
     patch, languages = interpreter._patch_lang, {}
     numpy_dtype, numpy_dtypes = interpreter._get_np_dtype, {}
 
+    @instead_of(interpreter, "_patch_lang")
     def patch_once(fn):
         if fn not in languages:
             languages[fn] = {
@@ -47,37 +51,38 @@ def _functions():
             return interpreter._LangPatchScope()  # in a launch: nothing to replace or to restore
         return patch(fn)
 
+    @instead_of(interpreter, "_get_np_dtype")
     def numpy_dtype_once(dtype):
         name = dtype.scalar.name
         if name not in numpy_dtypes:
             numpy_dtypes[name] = numpy_dtype(dtype)
         return numpy_dtypes[name]
 
-    return patch_once, numpy_dtype_once
 
-
-def _objects():
+def _remember_shapes():
     unwrap, constexpr = core._unwrap_if_constexpr, core.constexpr
     plain = {int, float, bool, str, type(None), core.tensor, core.dtype, core.pointer_type}
     block_init, tensor_init = core.block_type.__init__, core.tensor.__init__
+    broadcast = semantic.TritonSemantic.broadcast_impl_value
     # the types of blocks that there were; one shape for all of its sizes; of its id, a tensor's
     blocks, shapes, of_tensors = {}, {}, {}
-    broadcast = semantic.TritonSemantic.broadcast_impl_value
 
+    @instead_of(core, "_unwrap_if_constexpr")
     def unwrap_quickly(o):
         kind = type(o)
         return o.value if kind is constexpr else o if kind in plain else unwrap(o)
 
+    @instead_of(core.block_type, "__init__")
     def block_once(self, element_ty, shape):
         sizes = tuple([s.value if type(s) is constexpr else s for s in shape])
         kind = type(shape), sizes, tuple(map(type, sizes)), element_ty.name
         if kind not in blocks:
             block_init(self, element_ty, shape)
-            self.shape = shapes.setdefault(sizes, self.shape)
-            blocks[kind] = self.shape, self.numel, self.name
+            blocks[kind] = shapes.setdefault(sizes, self.shape), self.numel, self.name
         self.element_ty = element_ty
         self.shape, self.numel, self.name = blocks[kind]
 
+    @instead_of(core.tensor, "__init__")
     def tensor_once(self, handle, type):
         shape = id(type.shape) if type.is_block() else None
         if shape in of_tensors:
@@ -85,13 +90,13 @@ def _objects():
             self.shape, self.numel = of_tensors[shape]
             return
         tensor_init(self, handle, type)
-        if shape is None or type.shape is shapes.get(tuple(type.shape)):  # which lives on
+        # an id is a shape's own as long as the shape lives
+        if shape is None or type.shape is shapes.get(tuple(type.shape)):
             of_tensors[shape] = self.shape, self.numel
 
+    @instead_of(semantic.TritonSemantic, "broadcast_impl_value")
     def broadcast_quickly(self, lhs, rhs):
         a, b = lhs.type, rhs.type
         if a.is_block() and b.is_block() and a.shape is b.shape:
             return lhs, rhs
         return broadcast(self, lhs, rhs)
-
-    return unwrap_quickly, block_once, tensor_once, broadcast_quickly
