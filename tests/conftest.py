@@ -41,7 +41,7 @@ def pytest_runtest_makereport(item, call):
 @pytest.fixture(autouse=True)
 def no_plans():
     """A test that changes what is launched does not meet the programs of another."""
-    if plan := sys.modules.get("linattn_edu.kernels.plan"):
+    if plan := sys.modules.get("linattn_edu.kernels.host.plan"):
         plan.clear()
 
 
