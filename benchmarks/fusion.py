@@ -20,7 +20,7 @@ from benchmarks.progress import EXIT_USAGE
 from benchmarks.rows import significant
 from linattn_edu.kernels.delta import state, state_bwd
 from linattn_edu.kernels.fused import gdn_bwd, gdn_fwd
-from linattn_edu.kernels.pieces import pieces_of, spans_of
+from linattn_edu.kernels.pieces import by_maps, by_warm_up
 from linattn_edu.kernels.tiles import cdiv, scan_launch
 from linattn_edu.ops import gdn
 from linattn_edu.testing import relative_rms
@@ -106,9 +106,9 @@ def passes(form: str, i, do) -> tuple[Callable, Callable, Callable]:
 def programs(name: str, i, chunk: int = 64) -> dict:
     """Programs of a scan and the columns of each, and whether its sequences are cut."""
     HV, V = i.v.shape[2:]
-    pieces = pieces_of(i.q, HV, V, chunk, None)
+    pieces = by_maps(i.q, HV, V, chunk, None)
     if not pieces.several and name not in ("state", "state_bwd"):
-        pieces = spans_of(i.q, HV, V, chunk, None)
+        pieces = by_warm_up(i.q, HV, V, chunk, None)
     heads = pieces.N * HV
     if SCANS[name] is None:
         columns = gdn_bwd.BV

@@ -143,18 +143,18 @@ MUTANTS = [
     ),
     # moving averages
     Mutant(
-        "an average folds its segments in the wrong order",
+        "an average folds its pieces in the wrong order",
         f"{KERNELS}/ssd/ema.py",
         "n - j if REVERSE else j + 1",
         "j + 1 if REVERSE else n - j",
-        "tests/ssd/test_ema.py -k segments",
+        "tests/ssd/test_ema.py -k pieces",
     ),
     Mutant(
-        "an average finds the parts of the segment after",
+        "an average finds the parts of the piece after",
         f"{KERNELS}/ssd/ema.py",
         "i_l = i_l if REVERSE else i_l - 1",
         "i_l = i_l",
-        "tests/ssd/test_ema.py -k segments",
+        "tests/ssd/test_ema.py -k pieces",
     ),
     Mutant(
         "an average's weights of later tokens change how an earlier row is rounded",

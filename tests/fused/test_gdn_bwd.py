@@ -133,16 +133,16 @@ def test_scans_gluon_give_the_same_bits(
 @pytest.mark.parametrize("T", [1024, 960], ids=["whole pieces", "a rest"])
 def test_scans_gluon_in_pieces(T, gates, given, device, plain_and_gluon, monkeypatch):
     """Pieces of 256 tokens, found forgotten in 128, or by their maps."""
-    rule = {"LENGTH": 256, "LEAST": 2} if gates == "maps" else {"PROGRAMS": 0, "SPAN": 32}
+    rule = {"LENGTH": 256, "LEAST": 2} if gates == "maps" else {"PROGRAMS": 0, "PER_PROGRAM": 32}
     for name, value in rule.items():
         monkeypatch.setattr(pieces, name, value)
     monkeypatch.setattr(warm_up, "REACH", 128)
     found = []
 
     def seen(*args, **options):
-        cut, warm = warm_up.warm_up(*args, **options)
-        found.append([*warm])
-        return cut, warm
+        cut, warmup = warm_up.warm_up(*args, **options)
+        found.append([*warmup])
+        return cut, warmup
 
     monkeypatch.setattr(kernels, "warm_up", seen)
     x = gdn_inputs(2, T, 2, 4, 128, 128, dtype=torch.bfloat16, device=device, seed=0)
@@ -152,7 +152,7 @@ def test_scans_gluon_in_pieces(T, gates, given, device, plain_and_gluon, monkeyp
         x.g[:, 500:524, 1] = -40.0
     states = torch.randn(2, 2, 4, 128, 128, device=device)
     plain_and_gluon(x, *(states if given else (None, None)))
-    starts = [{*torch.stack(warm).amax(0).unique().tolist()} for warm in found]
+    starts = [{*torch.stack(warmup).amax(0).unique().tolist()} for warmup in found]
     want = {"forgotten": {0, 1}, "slow": {-1, 0}, "mixed": {-1, 0, 1, 2}, "maps": None}[gates]
     assert starts == ([] if want is None else [want] * 6)
 
@@ -215,7 +215,7 @@ def test_heads_bwd_kernels_match_reference(V, device):
 @pytest.mark.gpu
 @pytest.mark.parametrize("given", [False, True], ids=["zero", "states"])
 @pytest.mark.parametrize(("T", "H", "HV"), [(256, 8, 8), (1024, 4, 8), (16384, 8, 8)])
-def test_heads_bwd_in_parts_gives_the_same_bits(T, H, HV, given, device, monkeypatch):
+def test_chunk_bwd_in_head_groups_gives_the_same_bits(T, H, HV, given, device, monkeypatch):
     """Whole sequences, heads that share a key in pieces without maps, and pieces by their maps."""
     if kernels.gdn_intra_bwd is None:
         pytest.skip("made for another Triton")
@@ -224,7 +224,7 @@ def test_heads_bwd_in_parts_gives_the_same_bits(T, H, HV, given, device, monkeyp
     x = gdn_inputs(2, T, H, HV, 128, 128, dtype=torch.bfloat16, device=device, seed=0)
     if T == 1024:  # pieces that begin where all is forgotten
         monkeypatch.setattr(pieces, "PROGRAMS", 0)
-        monkeypatch.setattr(pieces, "SPAN", 32)
+        monkeypatch.setattr(pieces, "PER_PROGRAM", 32)
         x.g.fill_(-3.0)
     gc, do = gate_cumsum(x.g, chunk_size=64), torch.randn_like(x.v)
     options = {"chunk_size": 64, "return_inverse": True, "gated": True}
@@ -234,16 +234,16 @@ def test_heads_bwd_in_parts_gives_the_same_bits(T, H, HV, given, device, monkeyp
     states = torch.randn(2, 2, HV, 128, 128, device=device)
     args = (x.q, x.k, x.v, x.beta, gc, P, AG, do, *(states if given else (None, None)))
     found = {}
-    for parts in (1, 2, 4):
-        monkeypatch.setattr(kernels, "_parts", lambda *_, parts=parts: parts)
+    for groups in (1, 2, 4):
+        monkeypatch.setattr(kernels, "_head_groups", lambda *_, groups=groups: groups)
         with launches() as ran:
-            found[parts] = kernels.chunk_bwd(*args, scale=0.3)
-        assert ran.count(kernels.gdn_intra_bwd.intra_chunk_bwd_gluon_kernel) == parts
+            found[groups] = kernels.chunk_bwd(*args, scale=0.3)
+        assert ran.count(kernels.gdn_intra_bwd.intra_chunk_bwd_gluon_kernel) == groups
     for got in (found[2], found[4]):
         assert all(map(torch.equal, got, found[1]))
 
 
-def test_parts_leave_no_more_idle(monkeypatch):
+def test_head_groups_leave_no_more_idle(monkeypatch):
     monkeypatch.setattr(kernels, "device_of", lambda _: ("hopper", 132))
     monkeypatch.setattr(pieces, "device_of", lambda _: ("hopper", 132))
     for (B, T, H, HV), want in {
@@ -255,7 +255,7 @@ def test_parts_leave_no_more_idle(monkeypatch):
         (6, 8192, 16, 16): 1,  # 384 programs of 12 pieces: halves would take four rounds, not three
     }.items():
         q, v = (torch.empty(B, T, n, 128, device="meta") for n in (H, HV))
-        assert kernels._parts(q, v, 64) == want
+        assert kernels._head_groups(q, v, 64) == want
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -268,7 +268,7 @@ def test_scan_gluon_gives_the_same_bits(B, T, HV, K, V, given, dtype, device, pl
 @pytest.mark.parametrize(("T", "K"), [(1024, 128), (960, 64)], ids=["whole pieces", "a rest"])
 def test_scan_gluon_in_pieces(T, K, gates, given, device, plain_and_gluon, monkeypatch):
     """Pieces of 256 tokens, found forgotten in 128, or by their maps: the bits of scan_kernel."""
-    rule = {"LENGTH": 256, "LEAST": 2} if gates == "maps" else {"PROGRAMS": 0, "SPAN": 32}
+    rule = {"LENGTH": 256, "LEAST": 2} if gates == "maps" else {"PROGRAMS": 0, "PER_PROGRAM": 32}
     for name, value in rule.items():
         monkeypatch.setattr(pieces, name, value)
     monkeypatch.setattr(warm_up, "REACH", 128)
@@ -286,7 +286,7 @@ def test_scan_gluon_in_pieces(T, K, gates, given, device, plain_and_gluon, monke
         x.g[:, 500:510, 1] = -40.0
     h0 = torch.randn(2, 4, K, 128, device=device) if given else None
     check_equal(*plain_and_gluon(x, h0))
-    starts = [{*torch.stack(warm).amax(0).unique().tolist()} for _, warm in found]
+    starts = [{*torch.stack(warmup).amax(0).unique().tolist()} for _, warmup in found]
     want = {"forgotten": {0, 1}, "slow": {-1, 0}, "mixed": {-1, 0, 1, 2}, "maps": None}[gates]
     assert starts == ([] if want is None else [want] * 3)
 

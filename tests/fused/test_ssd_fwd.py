@@ -27,20 +27,20 @@ CASES = pairs(**AXES) + ([c[::-1] for c in pairs(**dict(reversed(AXES.items())))
 
 
 @pytest.mark.parametrize("lengths", [(5,), (4, 0, 9, 0), (0, 0, 8, 3), (0,), (12, 4, 1)], ids=str)
-def test_parts_of_packed_sequences(lengths):
-    """Every part of every sequence in order; what is left over begins at a sequence's end."""
+def test_pieces_of_packed_sequences(lengths):
+    """Every piece of every sequence in order; what is left over begins at a sequence's end."""
     cu_seqlens, size = torch.tensor([0, *lengths]).cumsum(0), 4
-    table = pack(cu_seqlens, 2).parts(size, sum(lengths)).tolist()
-    parts = [[n, i] for n, length in enumerate(lengths) for i in range(-(-length // size))]
-    assert table[: len(parts)] == parts
-    assert all(i * size >= lengths[n] for n, i in table[len(parts) :])
+    table = pack(cu_seqlens, 2).pieces(size, sum(lengths)).tolist()
+    pieces = [[n, i] for n, length in enumerate(lengths) for i in range(-(-length // size))]
+    assert table[: len(pieces)] == pieces
+    assert all(i * size >= lengths[n] for n, i in table[len(pieces) :])
 
 
-@pytest.fixture(params=[4096, 128], ids="PART={}".format)
+@pytest.fixture(params=[4096, 128], ids="PIECE={}".format)
 def split(request, monkeypatch):
-    """Two heads a program where heads are summed; sequences of one part, or of several."""
+    """Two heads a program where heads are summed; sequences of one piece, or of several."""
     monkeypatch.setattr(kernels, "MANY", 2)
-    monkeypatch.setattr(kernels, "PART", request.param)
+    monkeypatch.setattr(kernels, "PIECE", request.param)
 
 
 @pytest.mark.parametrize(tuple(AXES), CASES, ids=name)

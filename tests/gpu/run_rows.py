@@ -300,8 +300,8 @@ def fused_kda_results(x, impl, chunk_size):
     return [o, final_state, *(dx for dx in got if dx is not None)]
 
 
-def run_ema(dtype, D, T, chunk_size, segment):
-    """The largest error of ema_scan's outputs and gradients, in segments of so many chunks."""
+def run_ema(dtype, D, T, chunk_size, piece):
+    """The largest error of ema_scan's outputs and gradients, in pieces of so many chunks."""
     generator = torch.Generator("cuda").manual_seed(T)
 
     def randn(*shape):
@@ -310,8 +310,8 @@ def run_ema(dtype, D, T, chunk_size, segment):
     x = {"x": randn(2, T, 3, D).to(dtype), "g": -(randn(2, T, 3) - 2).exp()}
     x |= {"weight": randn(2, T, 3) if T % 2 else None, "initial_state": randn(2, 3, D)}
     dy, dht = randn(2, T, 3, D).to(dtype), randn(2, 3, D)
-    kept = ema_kernels.SEGMENT
-    ema_kernels.SEGMENT = ema_bwd_kernels.SEGMENT = segment
+    kept = ema_kernels.PIECE
+    ema_kernels.PIECE = ema_bwd_kernels.PIECE = piece
     found = []
     try:
         for impl, to in (("triton", same), ("reference", torch.Tensor.double)):
@@ -326,7 +326,7 @@ def run_ema(dtype, D, T, chunk_size, segment):
                 )
             found.append([t for t in (*outputs, *gradients) if t is not None])
     finally:
-        ema_kernels.SEGMENT = ema_bwd_kernels.SEGMENT = kept
+        ema_kernels.PIECE = ema_bwd_kernels.PIECE = kept
     return max(relative_rms(a, b) for a, b in zip(*found, strict=True))
 
 
@@ -372,14 +372,14 @@ def run_staged(dtype, N, P, entry):
 
 
 def run_fused(dtype, N, P, entry):
-    """Both passes in few stages: chunks of two tiles, and of one; sequences of several parts."""
+    """Both passes in few stages: chunks of two tiles, and of one; sequences of several pieces."""
     chunks = ((500, 128, "documents"), (300, 128, "channels"), (129, 64, "nothing"))
     worst = run_ssd(dtype, N, P, ssd.fused_stages("triton"), chunks)
-    part, ssd_fused.PART = ssd_fused.PART, 128
+    piece, ssd_fused.PIECE = ssd_fused.PIECE, 128
     try:
         return max(worst, run_ssd(dtype, N, P, ssd.fused_stages("triton"), chunks))
     finally:
-        ssd_fused.PART = part
+        ssd_fused.PIECE = piece
 
 
 def run_free(dtype, N, P, entry, backwards):

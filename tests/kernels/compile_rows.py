@@ -111,7 +111,7 @@ def launches(K, V, dtype, chunk_size, heads):
     P, R, _ = gdn_fwd.intra_chunk(qk, qk, g, g, chunk_size=chunk_size, return_inverse=True)
     if gdn_bwd.fits(qk, v):
         fused_launches(qk, v, g, A, h0, h, chunk_size)
-    span_launches(K, V, dtype, chunk_size, heads)
+    warm_up_launches(K, V, dtype, chunk_size, heads)
     gdn_fwd.scan(qk, qk, v, g, P, R, h0, scale=1.0, output_final_state=True)
     gdn_fwd.scan_map(qk, v, g, R, h0)
     S, M = cp_merge.piece_map(qk, qk, v, g, h0, chunk_size=chunk_size)
@@ -256,12 +256,12 @@ def fused_launches(qk, v, g, A, h0, h, chunk_size):
     gdn_bwd.intra_chunk_bwd(qk, qk, v, g, g, h, v, v, h, v, **options)
 
 
-def span_launches(K, V, dtype, chunk_size, heads):
+def warm_up_launches(K, V, dtype, chunk_size, heads):
     """The scans of Gated DeltaNet in pieces that begin where the state is forgotten."""
     B, T, HV = heads, 4 * chunk_size * tiles.cdiv(V, 64), 1
     qk, v = (torch.empty(B, T, HV, D, dtype=dtype) for D in (K, V))
     g, A, h0 = torch.empty(B, T, HV), qk.new_empty(B, T, HV, chunk_size), torch.empty(B, HV, K, V)
-    small = {"PROGRAMS": 0, "SPAN": chunk_size, "MULTIPROCESSORS": 0}
+    small = {"PROGRAMS": 0, "PER_PROGRAM": chunk_size, "MULTIPROCESSORS": 0}
     with patch.multiple(pieces, **small):
         gdn_fwd.scan(qk, qk, v, g, A, A, h0, scale=1.0, output_final_state=True)
         if gdn_bwd.fits(qk, v):
@@ -282,7 +282,7 @@ def fused_ssd_launches(N, P, dtype):
         chunk_cumsum.chunk_cumsum_log(step, A, A, softplus=True, **options)
         S = ssd_fused.chunk_scores(BC, BC, **options)
         ssd_fused.chunk_scores(BC, BC, ids, **options)
-        whole = torch.empty(1, ssd_fused.PART + T, 2, max(N, P), dtype=dtype)
+        whole = torch.empty(1, ssd_fused.PIECE + T, 2, max(N, P), dtype=dtype)
         long, rates = whole[..., :P], whole[..., 0].float()
         for seq_idx, D_, z in ((None, A, None), (ids, D, x), (ids, None, None)):
             state.state(BC, None, x, step, dht, step, seq_idx, output_final_state=True, **options)
@@ -326,7 +326,7 @@ def updates(x, dt, BC, A, D):
 
 def averages(D, dtype):
     """Exponential moving averages: short and with nothing given; long and with everything."""
-    for T, given in ((64, False), (64 * (ema.SEGMENT + 1), True)):
+    for T, given in ((64, False), (64 * (ema.PIECE + 1), True)):
         x, g = torch.empty(1, T, 1, D, dtype=dtype), torch.empty(1, T, 1)
         weight, state = (g, torch.empty(1, 1, D)) if given else (None, None)
         options = {"chunk_size": 64, "output_final_state": given, "return_states": given}

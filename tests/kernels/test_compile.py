@@ -39,7 +39,7 @@ STACK = {
 # kernels without a matrix product, or with small ones only
 SCALAR = (
     "gate_", "layer_gate_", "recurrent", "cumsum", "global_cumsum", "l2norm", "solve_tril",
-    "chunk_cumsum", "state_passing", "selective_state_update", "segment", "total",
+    "chunk_cumsum", "state_passing", "selective_state_update", "ema_piece", "total",
     "causal_conv1d", "reach", "rms_norm_gated", "bound_kernel", "warm_up", "kda_gates",
 )  # fmt: skip
 # of one block, where nothing is left to merge; of numbers
@@ -67,7 +67,7 @@ KERNELS = {
         "chunk_cumsum", "chunk_state", "state_passing", "chunk_scan",
         "chunk_cumsum_bwd", "chunk_scan_chunk_state_bwd_dx", "chunk_scan_bwd_da_cs",
         "chunk_scan_bwd_dstates", "state_passing_bwd", "chunk_state_bwd_db", "chunk_scan_bwd_dc",
-        "selective_state_update", "ema", "ema_bwd", "segment", "total",
+        "selective_state_update", "ema", "ema_bwd", "ema_piece", "total",
         "causal_conv1d", "causal_conv1d_bwd", "causal_conv1d_update", "reach", "rms_norm_gated",
         "rms_norm_gated_bwd",
         "piece_map", "piece_map_bwd", "scan_map", "merge",

@@ -9,7 +9,7 @@ from linattn_edu.kernels.delta.cp_merge import cp_merge, piece_map
 from linattn_edu.kernels.delta.cp_merge_bwd import cp_merge_bwd, piece_map_bwd
 from linattn_edu.kernels.delta.state import state_kernel
 from linattn_edu.kernels.delta.state_bwd import state_bwd_kernel
-from linattn_edu.kernels.pieces import pieces_of
+from linattn_edu.kernels.pieces import by_maps
 from linattn_edu.kernels.tiles import row, scan_launch, scan_table, states
 from linattn_edu.packing import Packing
 
@@ -93,7 +93,7 @@ def kda_scans(
     """Launch kda_scans_kernel; arguments and result as in the reference."""
     HV, K = kg.shape[2:]
     V, chunk_size = u.shape[3], P.shape[3]
-    pieces = pieces_of(kg, HV, V, chunk_size, packing)
+    pieces = by_maps(kg, HV, V, chunk_size, packing)
     if pieces.several:
         options = {"chunk_size": chunk_size, "pieces": pieces}
         maps = piece_map(kg, w, u, gc, **options)

@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from linattn_edu.kernels.delta.cp_merge_bwd import cp_merge_bwd, piece_map_bwd
-from linattn_edu.kernels.pieces import pieces_of, whole_of
+from linattn_edu.kernels.pieces import by_maps, whole_of
 from linattn_edu.kernels.tiles import (
     cast,
     cdiv,
@@ -211,7 +211,7 @@ def state_bwd(
     """Launch state_bwd_kernel; arguments and result as in the reference."""
     H, K = q.shape[2:]
     HV, V = do.shape[2:]
-    pieces = pieces_of(q, HV, V, chunk_size, packing) if seq_idx is None else whole_of(q, packing)
+    pieces = by_maps(q, HV, V, chunk_size, packing) if seq_idx is None else whole_of(q, packing)
     if pieces.several:
         options = {"scale": scale, "chunk_size": chunk_size, "pieces": pieces}
         maps = piece_map_bwd(q, k, w, gc, do, dv_new, P=P, **options)

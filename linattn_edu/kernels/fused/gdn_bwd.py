@@ -11,9 +11,9 @@ from torch import Tensor
 
 from linattn_edu.kernels.delta.cp_merge import cp_merge, map_args, piece_of
 from linattn_edu.kernels.delta.cp_merge_bwd import cp_merge_bwd
-from linattn_edu.kernels.delta.warm_up import span_of, warm_up
+from linattn_edu.kernels.delta.warm_up import warm_up, with_warm_up
 from linattn_edu.kernels.fused.gdn_fwd import SCAN_CONFIGS, scan_map
-from linattn_edu.kernels.pieces import Pieces, pieces_of, spans_of
+from linattn_edu.kernels.pieces import Pieces, by_maps, by_warm_up
 from linattn_edu.kernels.tiles import (
     block,
     cast,
@@ -49,7 +49,7 @@ def scan_states_kernel(
     h0_ptr,  # [N, HV, K, V] or None
     h_ptr,  # [B, NT, HV, K, V] out: state entering each chunk
     v_new_ptr,  # [B, T, HV, V] out
-    warm_ptr,  # [N, HV] or None
+    warmup_ptr,  # [N, HV] or None
     cu_ptr,  # [N + 1] or None
     offsets_ptr,  # [N + 1] or None
     T,
@@ -66,9 +66,9 @@ def scan_states_kernel(
         tl.program_id(0) // STEP, cu_ptr, offsets_ptr, T, HV, V, BT, BV
     )
     skip = 0
-    if warm_ptr is not None:
-        first, n_seq, i_c, skip, _ = span_of(
-            i_nh, first, n_seq, i_c, warm_ptr, cu_ptr, T, N, HV, BT, False
+    if warmup_ptr is not None:
+        first, n_seq, i_c, skip, _ = with_warm_up(
+            i_nh, first, n_seq, i_c, warmup_ptr, cu_ptr, T, N, HV, BT, False
         )
     k_ptr += (first * H + i_h // (HV // H)) * K
     v_ptr += (first * HV + i_h) * V
@@ -165,7 +165,7 @@ def scan_bwd_kernel(
     dv_ptr,  # [B, T, HV, V] out
     dh0_ptr,  # [N, HV, K, V] out
     scale,
-    warm_ptr,  # [N, HV] or None
+    warmup_ptr,  # [N, HV] or None
     cu_ptr,  # [N + 1] or None
     offsets_ptr,  # [N + 1] or None
     T,
@@ -182,9 +182,9 @@ def scan_bwd_kernel(
         (tl.num_programs(0) - 1 - tl.program_id(0)) // STEP, cu_ptr, offsets_ptr, T, HV, V, BT, BV
     )
     skip, i_end = 0, i_nh
-    if warm_ptr is not None:
-        first, n_seq, i_c, skip, i_end = span_of(
-            i_nh, first, n_seq, i_c, warm_ptr, cu_ptr, T, N, HV, BT, True
+    if warmup_ptr is not None:
+        first, n_seq, i_c, skip, i_end = with_warm_up(
+            i_nh, first, n_seq, i_c, warmup_ptr, cu_ptr, T, N, HV, BT, True
         )
     o_t = tl.arange(0, BT)
     o_k = tl.arange(0, BK)
@@ -445,9 +445,9 @@ def scan_states(
     """Launch scan_states_kernel; arguments and result as in the reference."""
     C = AG.shape[-1]
     gluon = _in_gluon(k, k, v, AG, AG, packing)
-    pieces, warm, initial_state = _forth(k, v, beta, gc, AG, initial_state, packing, gluon)
+    pieces, warmup, initial_state = _forth(k, v, beta, gc, AG, initial_state, packing, gluon)
     out = _states_out(k, v, C, packing)
-    for i, skipped in enumerate(warm):
+    for i, skipped in enumerate(warmup):
         _launch_states(gluon, pieces, skipped, i == 0, k, v, beta, gc, AG, initial_state, *out)
     return out
 
@@ -477,19 +477,19 @@ def _forth(
 ) -> tuple[Pieces, list[Tensor | None], Tensor | None]:
     """The pieces of scan_states, how far before each it begins, and the states that enter them."""
     C = AG.shape[-1]
-    pieces = pieces_of(k, *v.shape[2:], C, packing)
+    pieces = by_maps(k, *v.shape[2:], C, packing)
     if pieces.several:
         maps = scan_map(k, v, gc, AG, None, beta, pieces=pieces)
         return pieces, [None], pieces.entering(cp_merge, maps, state)
     options = {"chunk_size": C, "choice": not gluon, "packing": packing}
-    pieces, warm = warm_up(k, beta, gc, v.shape[-1], **options)
-    return pieces, warm, pieces.placed(state)
+    pieces, warmup = warm_up(k, beta, gc, v.shape[-1], **options)
+    return pieces, warmup, pieces.placed(state)
 
 
 def _launch_states(
     gluon: bool,
     pieces: Pieces,
-    warm: Tensor | None,
+    warmup: Tensor | None,
     wide: bool,
     k: Tensor,
     v: Tensor,
@@ -503,14 +503,14 @@ def _launch_states(
     """Launch the kernel, in plain Triton with the tiles that suit pieces, or whole sequences."""
     if gluon:
         given = k, v, beta, gc, AG, initial_state
-        gdn_scans.scan_states_gluon(*given, h, v_new, warm, pieces)
+        gdn_scans.scan_states_gluon(*given, h, v_new, warmup, pieces)
         return
     H, K = k.shape[2:]
     HV, V = v.shape[2:]
     _, config = scan_launch(SCAN_CONFIGS, k, (pieces.N if wide else pieces.batch) * HV, V)
     scan_states_kernel[(pieces.N * HV * cdiv(V, config["BV"]),)](
-        k, v, beta, gc, AG, initial_state, h, v_new, warm, pieces.cu_seqlens, pieces.chunk_offsets,
-        pieces.T, pieces.N, 1, H, HV, K, V, BT=AG.shape[-1], **config,
+        k, v, beta, gc, AG, initial_state, h, v_new, warmup, pieces.cu_seqlens,
+        pieces.chunk_offsets, pieces.T, pieces.N, 1, H, HV, K, V, BT=AG.shape[-1], **config,
     )  # fmt: skip
 
 
@@ -529,9 +529,9 @@ def scan_bwd(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Launch scan_bwd_kernel; arguments and result as in the reference."""
     gluon = _in_gluon(q, k, do, P, AG, packing)
-    pieces, warm, dht = _back(q, k, beta, gc, P, AG, do, dht, scale, packing, gluon)
+    pieces, warmup, dht = _back(q, k, beta, gc, P, AG, do, dht, scale, packing, gluon)
     out = _back_out(q, gc, do, AG.shape[-1], pieces, packing)
-    for skipped in warm:
+    for skipped in warmup:
         _launch_back(gluon, pieces, skipped, scale, q, k, beta, gc, P, AG, do, dht, *out)
     return *out[:3], pieces.first(out[3])
 
@@ -560,19 +560,19 @@ def _back(
 ) -> tuple[Pieces, list[Tensor | None], Tensor | None]:
     """The pieces of scan_bwd, how far behind each it begins, and the gradients that leave them."""
     C = AG.shape[-1]
-    pieces = pieces_of(k, *do.shape[2:], C, packing)
+    pieces = by_maps(k, *do.shape[2:], C, packing)
     if pieces.several:
         maps = scan_map_bwd(q, k, beta, gc, P, AG, do, scale=scale, pieces=pieces)
         return pieces, [None], pieces.entering(cp_merge_bwd, maps, dht)
     options = {"chunk_size": C, "back": True, "choice": not gluon, "packing": packing}
-    pieces, warm = warm_up(k, beta, gc, do.shape[-1], **options)
-    return pieces, warm, pieces.placed(dht, last=True)
+    pieces, warmup = warm_up(k, beta, gc, do.shape[-1], **options)
+    return pieces, warmup, pieces.placed(dht, last=True)
 
 
 def _launch_back(
     gluon: bool,
     pieces: Pieces,
-    warm: Tensor | None,
+    warmup: Tensor | None,
     scale: float,
     q: Tensor,
     k: Tensor,
@@ -580,12 +580,12 @@ def _launch_back(
 ) -> None:
     """Launch scan_bwd_kernel, or that in Gluon, on its tensors, the outputs last."""
     if gluon:
-        gdn_scans.scan_bwd_gluon(q, k, *rest, scale, warm, pieces)
+        gdn_scans.scan_bwd_gluon(q, k, *rest, scale, warmup, pieces)
         return
     H, K = q.shape[2:]
     HV, V = rest[-1].shape[1], rest[-1].shape[-1]
     scan_bwd_kernel[(pieces.N * HV * cdiv(V, BV),)](
-        q, k, *rest, scale, warm, pieces.cu_seqlens, pieces.chunk_offsets, pieces.T, pieces.N, 1,
+        q, k, *rest, scale, warmup, pieces.cu_seqlens, pieces.chunk_offsets, pieces.T, pieces.N, 1,
         H, HV, K, V, BT=rest[3].shape[-1], BK=block(K), BV=BV, **SCAN_OPTIONS,
     )  # fmt: skip
 
@@ -758,9 +758,9 @@ def chunk_bwd(
     C = AG.shape[-1]
     gluon = all(_in_gluon(q, k, x, P, AG, packing) for x in (v, do))
     if gluon and _intra_in_gluon(q, k, v, do, chunk_size=C, packing=packing):
-        parts = _parts(q, v, C)
-        if parts > 1:
-            return _in_parts(parts, q, k, v, beta, gc, P, AG, do, initial_state, dht, scale)
+        groups = _head_groups(q, v, C)
+        if groups > 1:
+            return _in_head_groups(groups, q, k, v, beta, gc, P, AG, do, initial_state, dht, scale)
     options = {"scale": scale, "packing": packing}
     h, v_new, dh, Z, dv, dh0 = scans(q, k, v, beta, gc, P, AG, do, initial_state, dht, **options)
     dq, dk = (v_new, Z) if q.shape == v.shape else map(torch.empty_like, (q, k))
@@ -769,25 +769,27 @@ def chunk_bwd(
     return dq, dk, dv, *out[2:], dh0
 
 
-PART = 1 << 18  # tokens times heads, whose states take 128 MiB: less would not be worth launches
+HEAD_GROUP = (
+    1 << 18
+)  # tokens times heads, whose states take 128 MiB: less would not be worth launches
 
 
-def _parts(q: Tensor, v: Tensor, C: int) -> int:
-    """The most parts of the heads whose scans leave no more multiprocessors idle than all would."""
+def _head_groups(q: Tensor, v: Tensor, C: int) -> int:
+    """The most groups of heads whose scans leave no more multiprocessors idle than all would."""
     (B, T, HV, V), H = v.shape, q.shape[2]
-    pieces = pieces_of(v, HV, V, C, None)
-    pieces = pieces if pieces.several else spans_of(v, HV, V, C, None)
+    pieces = by_maps(v, HV, V, C, None)
+    pieces = pieces if pieces.several else by_warm_up(v, HV, V, C, None)
     programs, processors = pieces.N * HV * cdiv(V, BV), device_of(q)[1]
 
-    def rounds(parts: int) -> int:
-        return parts * cdiv(programs // parts, processors)
+    def rounds(groups: int) -> int:
+        return groups * cdiv(programs // groups, processors)
 
-    fine = (n for n in range(2, H + 1) if H % n == 0 and n * PART <= B * T * HV)
+    fine = (n for n in range(2, H + 1) if H % n == 0 and n * HEAD_GROUP <= B * T * HV)
     return max((n for n in fine if rounds(n) <= rounds(1)), default=1)
 
 
-def _in_parts(
-    parts: int,
+def _in_head_groups(
+    groups: int,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -800,21 +802,21 @@ def _in_parts(
     dht: Tensor | None,
     scale: float,
 ) -> tuple[Tensor, ...]:
-    """chunk_bwd in Gluon, on as many parts of the heads: the same bits."""
+    """chunk_bwd in Gluon, on as many groups of heads: the same bits."""
     pieces, (ahead,), entering = _forth(k, v, beta, gc, AG, initial_state, None, True)
     _, (behind,), leaving = _back(q, k, beta, gc, P, AG, do, dht, scale, None, True)
     dh0 = gc.new_empty(pieces.N, v.shape[2], q.shape[-1], v.shape[-1])
     tensors = q, k, v, beta, gc, P, AG, do
     out = tuple(map(torch.empty_like, tensors[:5]))
-    for i in range(parts):
-        heads = [x.chunk(parts, 2)[i] for x in (*tensors, *out)]
+    for i in range(groups):
+        heads = [x.chunk(groups, 2)[i] for x in (*tensors, *out)]
         given = ahead, behind, entering, leaving
-        given = [x if x is None else x.chunk(parts, 1)[i].contiguous() for x in given]
-        dh0.chunk(parts, 1)[i].copy_(_part(*heads, *given, scale, pieces))
+        given = [x if x is None else x.chunk(groups, 1)[i].contiguous() for x in given]
+        dh0.chunk(groups, 1)[i].copy_(_head_group(*heads, *given, scale, pieces))
     return *out, pieces.first(dh0)
 
 
-def _part(
+def _head_group(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -835,7 +837,7 @@ def _part(
     scale: float,
     pieces: Pieces,
 ) -> Tensor:
-    """One of the parts, views of its heads: writes dq, dk, dv, dbeta, dgc. Returns dh0."""
+    """One group, views of its heads: writes dq, dk, dv, dbeta, dgc. Returns dh0."""
     C = AG.shape[-1]
     h, v_new = _states_out(k, v, C, None)
     dh, Z = torch.empty_like(h), torch.empty_like(v_new)

@@ -18,8 +18,8 @@ from linattn_edu.kernels.delta.solve import (
     quarters,
     unit_lower_inverse,
 )
-from linattn_edu.kernels.delta.warm_up import span_of, warm_up
-from linattn_edu.kernels.pieces import Pieces, pieces_of
+from linattn_edu.kernels.delta.warm_up import warm_up, with_warm_up
+from linattn_edu.kernels.pieces import Pieces, by_maps
 from linattn_edu.kernels.tiles import (
     cast,
     cdiv,
@@ -233,7 +233,7 @@ def scan_kernel(
     o_ptr,  # [B, T, HV, V] out
     ht_ptr,  # [N, HV, K, V] out, or None
     scale,
-    warm_ptr,  # [N, HV] or None
+    warmup_ptr,  # [N, HV] or None
     cu_ptr,  # [N + 1] or None
     offsets_ptr,  # [N + 1] or None
     T,
@@ -249,9 +249,9 @@ def scan_kernel(
         tl.program_id(0), cu_ptr, offsets_ptr, T, HV, V, BT, BV
     )
     skip, i_end = 0, i_nh
-    if warm_ptr is not None:
-        first, n_seq, _, skip, i_end = span_of(
-            i_nh, first, n_seq, i_c, warm_ptr, cu_ptr, T, N, HV, BT, False
+    if warmup_ptr is not None:
+        first, n_seq, _, skip, i_end = with_warm_up(
+            i_nh, first, n_seq, i_c, warmup_ptr, cu_ptr, T, N, HV, BT, False
         )
     q_ptr += (first * H + i_h // (HV // H)) * K
     k_ptr += (first * H + i_h // (HV // H)) * K
@@ -316,7 +316,7 @@ def scan_transposed_kernel(
     o_ptr,  # [B, T, HV, V] out
     ht_ptr,  # [N, HV, K, V] out, or None
     scale,
-    warm_ptr,  # [N, HV] or None
+    warmup_ptr,  # [N, HV] or None
     cu_ptr,  # [N + 1] or None
     offsets_ptr,  # [N + 1] or None
     T,
@@ -335,9 +335,9 @@ def scan_transposed_kernel(
         tl.program_id(0), cu_ptr, offsets_ptr, T, HV, V, BT, BV
     )
     skip, i_end = 0, i_nh
-    if warm_ptr is not None:
-        first, n_seq, _, skip, i_end = span_of(
-            i_nh, first, n_seq, i_c, warm_ptr, cu_ptr, T, N, HV, BT, False
+    if warmup_ptr is not None:
+        first, n_seq, _, skip, i_end = with_warm_up(
+            i_nh, first, n_seq, i_c, warmup_ptr, cu_ptr, T, N, HV, BT, False
         )
     o_t = tl.arange(0, BT)
     o_k = tl.arange(0, BK)
@@ -524,22 +524,22 @@ def scan(
     HV, V = v.shape[2:]
     C = P.shape[-1]
     in_gluon = gdn_scan is not None and gdn_scan.fits(q, k, v, P, R, packing)
-    pieces = pieces_of(q, HV, V, C, packing)
-    warm = [None]
+    pieces = by_maps(q, HV, V, C, packing)
+    warmup = [None]
     if pieces.several:
         maps = scan_map(k, v, gc, R, pieces=pieces)
         initial_state = pieces.entering(cp_merge, maps, initial_state)
     else:
         options = {"chunk_size": C, "packing": packing, "choice": not in_gluon}
-        pieces, warm = warm_up(k, R, gc, V, **options)
+        pieces, warmup = warm_up(k, R, gc, V, **options)
         initial_state = pieces.placed(initial_state)
     o = torch.empty_like(v)
     last = q.new_empty(pieces.N, HV, K, V, dtype=torch.float32) if output_final_state else None
     if in_gluon:
         given = q, k, v, gc, P, R, initial_state, o, last, scale
-        gdn_scan.scan_gluon(*given, *warm, pieces)
+        gdn_scan.scan_gluon(*given, *warmup, pieces)
         return o, pieces.last(last)
-    for i, skipped in enumerate(warm):
+    for i, skipped in enumerate(warmup):
         heads = (pieces.batch if i else pieces.N) * HV
         _, config = scan_launch(SCAN_CONFIGS, k, heads, V)
         programs = pieces.N * HV * cdiv(V, config["BV"])

@@ -24,7 +24,7 @@ from linattn_edu.kernels.delta.kda_intra_bwd import (
 )
 from linattn_edu.kernels.fused.gdn_bwd import fits as hold
 from linattn_edu.kernels.fused.kda_fwd import kda_fused_scan_map
-from linattn_edu.kernels.pieces import Pieces, pieces_of
+from linattn_edu.kernels.pieces import Pieces, by_maps
 from linattn_edu.kernels.tiles import (
     block,
     cast,
@@ -618,7 +618,7 @@ def kda_fused_scans(
     """Launch the kernels that suit the GPU; arguments and result as in the reference."""
     HV, K = kg.shape[2:]
     V, C = v.shape[-1], A.shape[-1]
-    pieces = pieces_of(kg, HV, V, C, packing)
+    pieces = by_maps(kg, HV, V, C, packing)
     if pieces.several:
         maps = kda_fused_scan_map(kg, kd, v, beta, gc, A, pieces=pieces)
         initial_state = pieces.entering(cp_merge, maps, initial_state)

@@ -12,7 +12,7 @@ from torch import Tensor
 from linattn_edu.kernels.delta.cp_merge import cp_merge, map_args, piece_of
 from linattn_edu.kernels.delta.kda_intra import launch_intra
 from linattn_edu.kernels.fused.gdn_fwd import TRANSPOSED, crowded
-from linattn_edu.kernels.pieces import Pieces, pieces_of
+from linattn_edu.kernels.pieces import Pieces, by_maps
 from linattn_edu.kernels.tiles import (
     cast,
     columns_of,
@@ -291,7 +291,7 @@ def kda_fused_scan(
     """Launch the scan that suits the GPU; arguments and result as in the reference."""
     HV, K = kg.shape[2:]
     V, C = v.shape[-1], A.shape[-1]
-    pieces = pieces_of(kg, HV, V, C, packing)
+    pieces = by_maps(kg, HV, V, C, packing)
     if pieces.several:
         maps = kda_fused_scan_map(kg, kd, v, beta, gc, A, pieces=pieces)
         initial_state = pieces.entering(cp_merge, maps, initial_state)

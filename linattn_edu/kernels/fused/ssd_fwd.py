@@ -111,21 +111,21 @@ def chunk_scores_kernel(
 
 
 @triton.jit
-def part_of(pid, cu_ptr, parts_ptr, T, H: tl.constexpr, PART: tl.constexpr):
-    """What program pid of a scan works on: PART tokens of one sequence of one head.
+def piece_of(pid, cu_ptr, pieces_ptr, T, H: tl.constexpr, PIECE: tl.constexpr):
+    """What program pid of a scan works on: PIECE tokens of one sequence of one head.
 
-    cu_ptr, parts_ptr: Packing.cu_seqlens and .parts(PART), or None.
-    Returns the head, the sequence, the number of the part (through all sequences), the parts before
-    it in its sequence, and, as `chunk_of`, its tokens.
+    cu_ptr, pieces_ptr: Packing.cu_seqlens and .pieces(PIECE), or None.
+    Returns the head, the sequence, the number of the piece (through all sequences), the pieces
+    before it in its sequence, and, as `chunk_of`, its tokens.
     """
-    i_h, i_part, first, n_t = chunk_of(pid, cu_ptr, parts_ptr, T, H, PART)
+    i_h, i_piece, first, n_t = chunk_of(pid, cu_ptr, pieces_ptr, T, H, PIECE)
     if cu_ptr is not None:
-        i_n = tl.load(parts_ptr + 2 * i_part)
-        before = tl.load(parts_ptr + 2 * i_part + 1).to(tl.int32)
+        i_n = tl.load(pieces_ptr + 2 * i_piece)
+        before = tl.load(pieces_ptr + 2 * i_piece + 1).to(tl.int32)
     else:
-        NP = tl.cdiv(T, PART)
-        i_n, before = i_part // NP, (i_part % NP).to(tl.int32)
-    return i_h, i_n, i_part, before, first, n_t
+        NP = tl.cdiv(T, PIECE)
+        i_n, before = i_piece // NP, (i_piece % NP).to(tl.int32)
+    return i_h, i_n, i_piece, before, first, n_t
 
 
 @triton.jit(do_not_specialize=["T", "tokens"])
@@ -135,26 +135,28 @@ def ssd_ends_kernel(
     gs_ptr,  # [H, B, T] log2
     gc_ptr,  # [H, B, T] log2
     seq_ptr,  # [B, T] or None
-    ends_ptr,  # [NP, H, N, P] out: the state after each part but a sequence's last, from zero
-    kept_ptr,  # [NP, H] out: what is left of the state before the part
+    ends_ptr,  # [NP, H, N, P] out: the state after each piece but a sequence's last, from zero
+    kept_ptr,  # [NP, H] out: what is left of the state before the piece
     cu_ptr,  # [NS + 1] or None
-    parts_ptr,  # [NP, 2] or None
+    pieces_ptr,  # [NP, 2] or None
     T,
     tokens,  # B * T
     G: tl.constexpr, H: tl.constexpr, N: tl.constexpr, P: tl.constexpr,
-    PART: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr,
+    PIECE: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr,
 ):  # fmt: skip
-    """One program: PART tokens of one head.  Grid (NP * H).
+    """One program: PIECE tokens of one head.  Grid (NP * H).
 
     Reference: linattn_edu.reference.fused.ssd_fwd.
     """
-    i_h, _, i_part, before, first, n_t = part_of(tl.program_id(0), cu_ptr, parts_ptr, T, H, PART)
+    i_h, _, i_piece, before, first, n_t = piece_of(
+        tl.program_id(0), cu_ptr, pieces_ptr, T, H, PIECE
+    )
     o_t, o_n, o_p = tl.arange(0, BT), tl.arange(0, BN), tl.arange(0, BP)
     gc_ptr += i_h.to(tl.int64) * tokens + first
     gs_ptr += i_h.to(tl.int64) * tokens + first
     b_h = tl.zeros([BN, BP], dtype=tl.float32)
     kept = 1.0
-    n_chunks = tl.where(n_t > PART, PART // BT, 0)
+    n_chunks = tl.where(n_t > PIECE, PIECE // BT, 0)
     for i in range(n_chunks):  # from the last, so that the sum needs no decay of its own
         i_t = n_chunks - 1 - i
         own = first + i_t * BT
@@ -162,7 +164,7 @@ def ssd_ends_kernel(
         last = tl.load(gc_ptr + i_t * BT + BT - 1)
         b_r, b_a = tl.exp2(last - tl.load(gs_ptr + i_t * BT + o_t)), tl.exp2(last)
         if seq_ptr is not None:
-            b_id, old, end = documents(seq_ptr + own, before * PART + i_t, o_t, BT)
+            b_id, old, end = documents(seq_ptr + own, before * PIECE + i_t, o_t, BT)
             b_r = tl.where(b_id == end, b_r, 0.0)
             b_a = tl.where(end == old, b_a, 0.0)
         b_x = load_tile(x_ptr + i * P, o_t, o_p, H * P, BT, P)  # [BT, BP]
@@ -171,7 +173,7 @@ def ssd_ends_kernel(
         b_x = cast(b_x.to(tl.float32) * (b_r * kept)[:, None], b_x.dtype)
         b_h = dot(tl.trans(b_B), b_x, b_h)
         kept *= b_a
-    i_end = i_part * H + i_h
+    i_end = i_piece * H + i_h
     store_tile(ends_ptr + i_end * N * P, b_h, o_n, o_p, P, N, P)
     tl.store(kept_ptr + i_end, kept)
 
@@ -185,7 +187,7 @@ def ssd_fwd_kernel(
     gs_ptr,  # [H, B, T] log2
     gc_ptr,  # [H, B, T] log2
     h0_ptr,  # [NS, H, N, P] or None
-    ends_ptr,  # [NP, H, N, P] of ssd_ends, or None: sequences are of one part
+    ends_ptr,  # [NP, H, N, P] of ssd_ends, or None: sequences are of one piece
     kept_ptr,  # [NP, H] of ssd_ends, or None
     D_ptr,  # [H, PER] or None
     z_ptr,  # [B, T, H, P] or None
@@ -193,26 +195,28 @@ def ssd_fwd_kernel(
     out_ptr,  # [B, T, H, P] out
     ht_ptr,  # [NS, H, N, P] out, or None
     cu_ptr,  # [NS + 1] or None
-    parts_ptr,  # [NP, 2] or None
+    pieces_ptr,  # [NP, 2] or None
     T,
     tokens,  # B * T
     WHOLE: tl.constexpr,  # every chunk has as many tokens as it may
     PER: tl.constexpr,
     G: tl.constexpr, H: tl.constexpr, N: tl.constexpr, P: tl.constexpr,
-    PART: tl.constexpr, BC: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr,
+    PIECE: tl.constexpr, BC: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr,
 ):  # fmt: skip
-    """One program: PART tokens of one head, BT at a time.  Grid (NP * H).
+    """One program: PIECE tokens of one head, BT at a time.  Grid (NP * H).
 
     Reference: linattn_edu.reference.fused.ssd_fwd.
     """
-    i_h, i_n, i_part, before, first, n_t = part_of(tl.program_id(0), cu_ptr, parts_ptr, T, H, PART)
+    i_h, i_n, i_piece, before, first, n_t = piece_of(
+        tl.program_id(0), cu_ptr, pieces_ptr, T, H, PIECE
+    )
     i_g = i_h // (H // G)
     o_t, o_n, o_p = tl.arange(0, BT), tl.arange(0, BN), tl.arange(0, BP)
     b_h = tl.zeros([BN, BP], dtype=tl.float32)
     if h0_ptr is not None:
         b_h += load_tile(h0_ptr + (i_n * H + i_h) * N * P, o_n, o_p, P, N, P).to(tl.float32)
     if ends_ptr is not None:
-        for i_end in range(i_part - before, i_part):
+        for i_end in range(i_piece - before, i_piece):
             b_h *= tl.load(kept_ptr + i_end * H + i_h)
             b_h += load_tile(ends_ptr + (i_end * H + i_h) * N * P, o_n, o_p, P, N, P)
     if D_ptr is not None:
@@ -223,7 +227,7 @@ def ssd_fwd_kernel(
     before_gc = 0.0
     # gc of a tile's last token is loaded a tile ahead: nothing else hides that load
     next_gc = tl.load(gc_ptr + tl.minimum(BT, n_t) - 1, mask=n_t > 0, other=0.0)
-    for i_t in range(tl.cdiv(tl.minimum(n_t, PART), BT)):
+    for i_t in range(tl.cdiv(tl.minimum(n_t, PIECE), BT)):
         own, n_own = first + i_t * BT, n_t - i_t * BT
         if WHOLE:
             n_own = BT
@@ -241,7 +245,7 @@ def ssd_fwd_kernel(
         b_a = tl.exp2(last_gc - before_gc)
         before_gc = tl.where(start + BT < BC, last_gc, 0.0)
         if seq_ptr is not None:
-            b_id, old, end = documents(seq_ptr + own, before * PART + i_t, o_t, n_own)
+            b_id, old, end = documents(seq_ptr + own, before * PIECE + i_t, o_t, n_own)
             b_e = tl.where(b_id == old, b_e, 0.0)
             b_r = tl.where(b_id == end, b_r, 0.0)
             b_a = tl.where(end == old, b_a, 0.0)
@@ -263,7 +267,7 @@ def ssd_fwd_kernel(
         store_tile(out_ptr + i_x * P, b_y, o_t, o_p, H * P, n_own, P)
 
     if ht_ptr is not None:
-        n_last = tl.where((n_t > 0) & (n_t <= PART), N, 0)
+        n_last = tl.where((n_t > 0) & (n_t <= PIECE), N, 0)
         store_tile(ht_ptr + (i_n * H + i_h) * N * P, b_h, o_n, o_p, P, n_last, P)
 
 
@@ -654,7 +658,7 @@ SUM = {False: row(4, 1), True: row(8, 1)}
 ENDS, FWD, DX, DA, FAR = row(4, 3), row(4, 2), row(4, 2), row(4, 3), row(4, 3)
 TOKENS = 64  # of a tile of ssd_fwd, dx and da
 FEW, MANY = 16, 80  # heads of a program: of dx, and where sums over heads are kept
-PART = 4096  # tokens of a program of ssd_fwd
+PIECE = 4096  # tokens of a program of ssd_fwd
 LARGEST = (128, 64)  # N and P of one tile
 
 
@@ -707,7 +711,7 @@ def ssd_fwd(
     output_final_state: bool = False,
     packing: Packing | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Launch ssd_ends_kernel, where a sequence has parts, and ssd_fwd_kernel.
+    """Launch ssd_ends_kernel, where a sequence has several pieces, and ssd_fwd_kernel.
 
     Arguments and results as in the reference.
     """
@@ -715,25 +719,25 @@ def ssd_fwd(
     G, N = B.shape[2:]
     gs, gc = by_head(gs), by_head(gc)
     BC, widths = S.shape[3], _widths(N)
-    NP, sequences = n * cdiv(T, PART), (None, None)
+    NP, sequences = n * cdiv(T, PIECE), (None, None)
     if packing is not None:
-        n, parts = packing.sequences, packing.parts(PART, T)
-        NP, sequences = len(parts), (packing.cu_seqlens, parts)
+        n, pieces = packing.sequences, packing.pieces(PIECE, T)
+        NP, sequences = len(pieces), (packing.cu_seqlens, pieces)
     out, ends, kept, last = torch.empty_like(x), None, None, None
     if output_final_state:
         last = gc.new_empty(n, H, N, P)
         if packing is not None:  # a sequence without tokens has no program
             last.zero_() if initial_state is None else last.copy_(initial_state)
-    if T > PART:
+    if T > PIECE:
         ends, kept = gc.new_empty(NP, H, N, P), gc.new_empty(NP, H)
         ssd_ends_kernel[(NP * H,)](
-            B, x, gs, gc, seq_idx, ends, kept, *sequences, T, gc.numel() // H, G, H, N, P, PART,
+            B, x, gs, gc, seq_idx, ends, kept, *sequences, T, gc.numel() // H, G, H, N, P, PIECE,
             BC, *widths, **ENDS.launch(),
         )  # fmt: skip
     ssd_fwd_kernel[(NP * H,)](
         C, B, S, x, gs, gc, initial_state, ends, kept, D, z, seq_idx, out, last, *sequences, T,
         gc.numel() // H, whole(x, BC, packing), 1 if D is None else D.numel() // H, G, H, N, P,
-        PART, BC, min(BC, TOKENS), *widths, **FWD.launch(),
+        PIECE, BC, min(BC, TOKENS), *widths, **FWD.launch(),
     )  # fmt: skip
     return out, last
 

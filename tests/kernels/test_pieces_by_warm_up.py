@@ -40,7 +40,7 @@ def drawn(shape, device):
 @pytest.fixture
 def cut(monkeypatch):
     """Pieces of 64 tokens, found forgotten in 32."""
-    for name, value in {"PROGRAMS": 0, "SPAN": 32, "MULTIPROCESSORS": 1}.items():
+    for name, value in {"PROGRAMS": 0, "PER_PROGRAM": 32, "MULTIPROCESSORS": 1}.items():
         monkeypatch.setattr(pieces, name, value)
     monkeypatch.setattr(warm_up, "REACH", 32)
 
@@ -57,7 +57,7 @@ def test_scans(shape, given, processors, cut, monkeypatch, device):
         q, k, beta, gc, chunk_size=16, return_inverse=True, gated=True, **own
     )
     monkeypatch.setattr(warm_up, "device_of", lambda _: ("hopper", processors))
-    _, (*wide, warm) = warm_up.warm_up(k, beta, gc, 24, chunk_size=16, **own)
+    _, (*wide, warmup) = warm_up.warm_up(k, beta, gc, 24, chunk_size=16, **own)
 
     def run():
         o = gdn_fwd.scan(q, k, v, gc, P, R, h0, scale=0.3, output_final_state=True, **own)
@@ -67,5 +67,5 @@ def test_scans(shape, given, processors, cut, monkeypatch, device):
     monkeypatch.setattr(pieces, "FULL", 0)
     for i, (a, b) in enumerate(zip(got, run(), strict=True)):
         assert_close(f"output {i}", a, b, 5e-6)
-    assert (warm < 0).any() and (warm > 0).any()
+    assert (warmup < 0).any() and (warmup > 0).any()
     assert [(x < 0).all() for x in wide] == [True] * (processors > 1)
