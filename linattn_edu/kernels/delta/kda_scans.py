@@ -8,7 +8,7 @@ from torch import Tensor
 from linattn_edu.kernels.delta.cp_merge import cp_merge, piece_map
 from linattn_edu.kernels.delta.cp_merge_bwd import cp_merge_bwd, piece_map_bwd
 from linattn_edu.kernels.delta.state import state_kernel
-from linattn_edu.kernels.delta.state_bwd import state_bwd_kernel
+from linattn_edu.kernels.delta.state_bwd import kda_state_bwd_kernel
 from linattn_edu.kernels.pieces import by_maps
 from linattn_edu.kernels.tiles import row, scan_launch, scan_table, states
 from linattn_edu.packing import Packing
@@ -48,10 +48,9 @@ def kda_scans_kernel(
         # eq:kda-dv-out   dv_new = scale P^T dO
         # eq:delta-dv-new   dv_new += diag(2^(gc_last - gc)) K dS
         # eq:delta-ds   dS <- 2^gc_last dS + scale (diag(2^gc) Q)^T dO - w^T dv_new
-        state_bwd_kernel(
-            qg_ptr, kg_ptr, w_ptr, gc_ptr, do_ptr, None, P_ptr, dht_ptr, None, None, dh_ptr,
-            dv_ptr, dh0_ptr, None, scale, cu_ptr, offsets_ptr, T, stride_t, stride_h,
-            HV, HV, K, V, BT, BK, BV, CHANNEL=True, WHOLE=False,
+        kda_state_bwd_kernel(
+            qg_ptr, kg_ptr, w_ptr, gc_ptr, do_ptr, P_ptr, dht_ptr, dh_ptr, dv_ptr, dh0_ptr, scale,
+            cu_ptr, offsets_ptr, T, stride_t, stride_h, HV, K, V, BT, BK, BV,
         )  # fmt: skip
     else:
         # eq:delta-v-new   v_new = u - w S
