@@ -31,8 +31,7 @@ from linattn_edu.kernels.delta import (
     wy_bwd,
 )
 from linattn_edu.kernels.delta import rms_norm_gated as norm
-from linattn_edu.kernels.fused import gdn_bwd, gdn_fwd
-from linattn_edu.kernels.fused import ssd_fwd as ssd_fused
+from linattn_edu.kernels.fused import gdn_bwd, gdn_fwd, ssd_fwd
 from linattn_edu.kernels.ssd import ema as ema_kernels
 from linattn_edu.kernels.ssd import ema_bwd as ema_bwd_kernels
 from linattn_edu.kernels.ssd import selective_state_update as update
@@ -134,7 +133,7 @@ def ssd_rows(generation):
                     yield stage, dtype, sides, entry
     for dtype, size in itertools.product(DTYPES[2], (*equal(16, 33, 64), (128, 64), (100, 40))):
         x, B = (torch.empty(1, 1, 1, n, dtype=dtype, device="cuda") for n in size[::-1])
-        if ssd_fused.fits(x, B):
+        if ssd_fwd.fits(x, B):
             yield "ssd_fused", dtype, size, "shipped"
     for dtype, size in itertools.product(itertools.chain(*DTYPES.values()), sizes):
         for entry in of_generation(update.TILES, generation):
@@ -375,11 +374,11 @@ def run_fused(dtype, N, P, entry):
     """Both passes in few stages: chunks of two tiles, and of one; sequences of several pieces."""
     chunks = ((500, 128, "documents"), (300, 128, "channels"), (129, 64, "nothing"))
     worst = run_ssd(dtype, N, P, ssd.fused_stages("triton"), chunks)
-    piece, ssd_fused.PIECE = ssd_fused.PIECE, 128
+    piece, ssd_fwd.PIECE = ssd_fwd.PIECE, 128
     try:
         return max(worst, run_ssd(dtype, N, P, ssd.fused_stages("triton"), chunks))
     finally:
-        ssd_fused.PIECE = piece
+        ssd_fwd.PIECE = piece
 
 
 def run_free(dtype, N, P, entry, backwards):

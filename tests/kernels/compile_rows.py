@@ -56,9 +56,8 @@ from linattn_edu.kernels.delta import (
     wy,
     wy_bwd,
 )
-from linattn_edu.kernels.fused import gdn_bwd, gdn_fwd, kda_fwd
+from linattn_edu.kernels.fused import gdn_bwd, gdn_fwd, kda_fwd, ssd_bwd, ssd_fwd
 from linattn_edu.kernels.fused import kda_bwd as kda_fused_bwd
-from linattn_edu.kernels.fused import ssd_fwd as ssd_fused
 from linattn_edu.kernels.ssd import (
     chunk_cumsum,
     chunk_cumsum_bwd,
@@ -274,20 +273,20 @@ def fused_ssd_launches(N, P, dtype):
     """The fused stages of Mamba-2, where they hold the heads: chunks of two tiles, and of one."""
     for T in (128, 64):
         x, BC = torch.empty(1, T, 2, P, dtype=dtype), torch.empty(1, T, 1, N, dtype=dtype)
-        if not ssd_fused.fits(x, BC):
+        if not ssd_fwd.fits(x, BC):
             return
         step, A, D = torch.empty(1, T, 2), torch.empty(2), torch.empty(2, P)
         h, dht = torch.empty(1, 1, 2, N, P, dtype=dtype), torch.empty(1, 2, N, P)
         ids, options = torch.empty(1, T, dtype=torch.int32), {"chunk_size": T}
         chunk_cumsum.chunk_cumsum_log(step, A, A, softplus=True, **options)
-        S = ssd_fused.chunk_scores(BC, BC, **options)
-        ssd_fused.chunk_scores(BC, BC, ids, **options)
-        whole = torch.empty(1, ssd_fused.PIECE + T, 2, max(N, P), dtype=dtype)
+        S = ssd_fwd.chunk_scores(BC, BC, **options)
+        ssd_fwd.chunk_scores(BC, BC, ids, **options)
+        whole = torch.empty(1, ssd_fwd.PIECE + T, 2, max(N, P), dtype=dtype)
         long, rates = whole[..., :P], whole[..., 0].float()
         for seq_idx, D_, z in ((None, A, None), (ids, D, x), (ids, None, None)):
             state.state(BC, None, x, step, dht, step, seq_idx, output_final_state=True, **options)
-            ssd_fused.ssd_fwd(BC, BC, S, x, step, step, None, D_, z, seq_idx)
-            ssd_fused.ssd_fwd(
+            ssd_fwd.ssd_fwd(BC, BC, S, x, step, step, None, D_, z, seq_idx)
+            ssd_fwd.ssd_fwd(
                 whole[..., :N],
                 whole[..., :N],
                 S,
@@ -306,8 +305,8 @@ def fused_ssd_launches(N, P, dtype):
             cp_merge.piece_map(BC, None, x, step, dht, step, **options)
             cp_merge_bwd.piece_map_bwd(BC, None, None, step, x, None, dht, scale=1.0, **options)
             given = BC, BC, x, step, step
-            ssd_fused.ssd_bwd_bc(*given, h, h, x, seq_idx, **options)
-            ssd_fused.ssd_bwd_dx(*given, h, x, step, step, D_, seq_idx, **options)
+            ssd_bwd.ssd_bwd_bc(*given, h, h, x, seq_idx, **options)
+            ssd_bwd.ssd_bwd_dx(*given, h, x, step, step, D_, seq_idx, **options)
         chunk_cumsum_bwd.chunk_cumsum_bwd(
             step, torch.empty(1, 1, 2), step, step, A, A, step, softplus=True, **options
         )

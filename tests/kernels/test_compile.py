@@ -63,7 +63,7 @@ KERNELS = {
         "scores", "resolvent", "scan", "output_bwd", "state_bwd", "wy_bwd", "gate_bwd",
         "recurrent_bwd", "solve_tril", "cumsum", "global_cumsum", "l2norm", "l2norm_bwd",
         "gate", "layer_gate_bwd",
-        "kda_scores", "kda_inverse", "kda_scans", "kda_output_bwd", "kda_wy_bwd", "kda_intra_bwd",
+        "kda_scores", "kda_inverse", "kda_scans", "kda_state_bwd", "kda_output_bwd", "kda_wy_bwd", "kda_intra_bwd",
         "chunk_cumsum", "chunk_state", "state_passing", "chunk_scan",
         "chunk_cumsum_bwd", "chunk_scan_chunk_state_bwd_dx", "chunk_scan_bwd_da_cs",
         "chunk_scan_bwd_dstates", "state_passing_bwd", "chunk_state_bwd_db", "chunk_scan_bwd_dc",
