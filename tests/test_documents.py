@@ -163,9 +163,9 @@ JOINED = {
     ),
     "fused.kda_fwd": ("kda_prepare", "kda_fused_scan", "kda_fused_scan_map"),
     "fused.kda_bwd": (
-        "kda_gates", "kda_fused_scans", "kda_fused_scan_map_bwd", "kda_reads_bwd",
-        "kda_fused_intra_bwd",
+        "kda_gates", "kda_fused_scans", "kda_fused_scan_map_bwd",
     ),
+    "fused.kda_intra_bwd": ("kda_fused_intra_bwd",),
 }  # fmt: skip
 
 

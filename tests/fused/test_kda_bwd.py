@@ -4,7 +4,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import triton
 from delta.stage_checks import check_rounded, check_stage
 from fused.kda_checks import (
     GATES,
@@ -13,6 +12,7 @@ from fused.kda_checks import (
     channel_gate,
     gates,
     kda_stage_inputs,
+    needs_gluon,
     once,
     raw_gate,
 )
@@ -26,7 +26,7 @@ from linattn_edu.packing import pack
 from linattn_edu.reference.delta.gate_cumsum import gate_cumsum
 from linattn_edu.reference.delta.kda_intra import kda_intra
 from linattn_edu.reference.fused import kda_bwd as references
-from linattn_edu.testing import assert_close, gdn_inputs, kda_inputs, relative_rms
+from linattn_edu.testing import assert_close, gdn_inputs, kda_inputs
 
 pytestmark = pytest.mark.usefixtures("poison")
 
@@ -71,34 +71,19 @@ def check_gates(args, chunk_size, **options):
     check_stage(found, references.kda_gated, (q, k, gc), chunk_size=chunk_size)
 
 
-def check(x, r, C):
-    """All but the scans."""
-    check_gates((x.q, x.k, x.g), chunk_size=C)
-    args = (x.v, r.h, r.v_new, r.do, r.dh, r.Z)
-    options = {"scale": SCALE, "chunk_size": C}
-    check_stage(kernels.kda_reads_bwd, references.kda_reads_bwd, args, **options)
-    args = (x.q, x.k, x.v, x.beta, r.gc, r.h, r.v_new, r.do, r.dh, r.Z)
-    check_stage(kda_fused_intra_bwd, references.kda_fused_intra_bwd, args, **options)
-
-
-def kda_fused_intra_bwd(*args, **options):
-    """The kernel on a copy of Z, which it overwrites."""
-    *args, Z = args
-    return kernels.kda_fused_intra_bwd(*args, Z.clone(), **options)
-
-
 @once
 def test_kernels_match_references(T, K, V, C, dtype, device):
     x, r = parts(T, K, V, C, dtype, device)
     with launches() as ran:
         check_stage(kernels.kda_fused_scans, references.kda_fused_scans, scanned(x, r), scale=SCALE)
     assert ran == [kernels.kda_fused_scans_kernel]
-    check(x, r, C)
+    check_gates((x.q, x.k, x.g), chunk_size=C)
 
 
 @gates
 def test_every_gate_and_chunk(gate, C, dtype, device):
-    check(*parts(70, 34, 20, C, dtype, device, H=2, gate=gate), C)
+    x, _ = parts(70, 34, 20, C, dtype, device, H=2, gate=gate)
+    check_gates((x.q, x.k, x.g), chunk_size=C)
 
 
 @pytest.mark.parametrize("gate", GATES)
@@ -127,8 +112,7 @@ def test_packed_sequences_have_the_bits_they_have_alone(device):
             qg, kg, kd, v, beta, gc, P, A, do, h0, dht, scale=SCALE, **packed
         )
         h, v_new, dh, Z, dv, dh0 = scans
-        reads = kernels.kda_reads_bwd(v, h, v_new, do, dh, Z, scale=SCALE, **C, **packed)
-        return (gc, kd, kg, qg, v_new, Z, dv, *reads[:-1]), (h, dh, reads[-1]), dh0
+        return (gc, kd, kg, qg, v_new, Z, dv), (h, dh), dh0
 
     tokens += [P, A]
     packing = pack(torch.tensor(bounds, device=device), 16)
@@ -163,21 +147,6 @@ def test_the_map_takes_a_gradient_back_in_float64():
     assert_close("dh0", ext + M @ r.dht, dh0, 1e-13)
 
 
-@pytest.mark.parametrize(("K", "V", "C"), [(128, 128, 64), (100, 64, 32), (150, 16, 64)])
-def test_near_and_far_channels_in_one_chunk(K, V, C, device):
-    """Groups of channels that close at one place of a chunk, or are shut; with dP and dL in the
-    place of Z, and by themselves.
-    """
-    g = -torch.rand(1, 100, 2, K, device=device) / 8
-    g[:, 64:, :, 64:] = -20
-    g[:, 90:, 1, :64] = -200
-    g[:, :30, 0, 64:128] = -1e4
-    x, r = parts(100, K, V, C, torch.bfloat16, device, H=2, g=g)
-    args = (x.q, x.k, x.v, x.beta, r.gc, r.h, r.v_new, r.do, r.dh, r.Z)
-    options = {"scale": SCALE, "chunk_size": C}
-    check_stage(kda_fused_intra_bwd, references.kda_fused_intra_bwd, args, **options)
-
-
 @pytest.mark.parametrize("C", [16, 32, 64])
 def test_fused_equals_staged_in_float64(C):
     x = kda_stage_inputs(130, 20, 12, torch.float64, "cpu")
@@ -198,12 +167,7 @@ def test_fused_equals_staged_in_float64(C):
 
 @pytest.fixture
 def hopper(device):
-    """Whether the kernels in Gluon run here."""
-    gluon = kernels.kda_scans
-    if gluon is None or not triton.__version__.startswith(gluon.gdn_scan.VERSIONS):
-        pytest.skip("made for another Triton")
-    if kernels.device_of(torch.empty(1, device=device))[0] != "hopper":
-        pytest.skip("made for Hopper")
+    needs_gluon(device)
 
 
 @pytest.mark.gpu
@@ -243,41 +207,6 @@ def test_scans_gluon_give_the_same_bits(
         assert sum(kernel in kinds for kernel in ran) == 1 + (form != "one launch")
         assert kernels.kda_fused_scans_kernel not in ran
         assert all(map(torch.equal, got, want))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("far", [False, True], ids=["near", "near and far"])
-@pytest.mark.parametrize(("T", "HV"), [(64, 4), (2560, 8)])
-def test_channel_intra_gluon(T, HV, far, device, hopper, monkeypatch):
-    """No farther from float64 than the two stages; twice, since programs reuse their places for
-    chunk after chunk.
-    """
-    gluon = kernels.kda_intra_bwd_gluon
-    x = gdn_inputs(2, T, HV, HV, 128, 128, dtype=torch.bfloat16, device=device, seed=0)
-    g = -torch.rand(2, T, HV, 128, device=device) / 8
-    if far:
-        g[:, :64, ::2, 64:] = -20
-        g[:, ::7, 1] = -30
-        g[:, 20:40, 2, :64] = -1e4
-    gc, options = gate_cumsum(g, chunk_size=64), {"chunk_size": 64}
-    P, A = kda_intra(x.q, x.k, x.beta, gc, **options)
-    kd, kg, qg = references.kda_gated(x.q, x.k, gc, **options)
-    do, options["scale"] = torch.randn_like(x.v), SCALE
-    scans = kernels.kda_fused_scans(qg, kg, kd, x.v, x.beta, gc, P, A, do, scale=SCALE)
-    h, v_new, dh, Z, *_ = scans
-    args = x.q, x.k, x.v, x.beta, gc, h, v_new, do, dh, Z
-    exact = references.kda_fused_intra_bwd(*(t.double() for t in args), **options)
-    reads = kernels.kda_reads_bwd(x.v, *args[5:], **options)
-    dqg, dP, dkb, dkg, dL, dbeta, dgl = reads
-    staged = kernels.kda_intra_bwd(*args[:2], *args[3:5], dP, dL, dqg, dkb, dkg, dgl, dbeta)
-    monkeypatch.setattr(gluon, "LEAST", 1)
-    with launches() as ran:
-        got, again = (kda_fused_intra_bwd(*args, **options) for _ in range(2))
-    assert gluon.kda_intra_bwd_gluon_kernel in ran
-    assert all(map(torch.equal, got, again))
-    for name, a, b, want in zip(("dq", "dk", "dbeta", "dgc"), got, staged, exact, strict=True):
-        assert (a.dtype, a.shape) == (b.dtype, b.shape), name
-        assert relative_rms(a, want) <= 1.02 * relative_rms(b, want), name
 
 
 @pytest.mark.parametrize("kind", RAW)

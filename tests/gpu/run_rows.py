@@ -288,13 +288,18 @@ def run_kda_fused(dtype, K, V):
 
 
 def fused_kda_results(x, impl, chunk_size):
-    """o, the final state and all gradients of a fixed linear function of the two."""
+    """o, the final state and all gradients of a fixed linear function of the two.
+
+    The fused backward pass is for bfloat16 and rows of whole words.
+    """
     used, tensors = kda.fused_stages(impl), (x.q, x.k, x.v, x.g, x.beta)
     given = {"scale": 0.3, "initial_state": x.initial_state}
     o, final_state, residuals = kda.forward(
         used, *tensors, output_final_state=True, chunk_size=chunk_size, **given
     )
     ends = cotangents(o, final_state)
+    if x.v.dtype != torch.bfloat16 or x.v.shape[-1] % 2:
+        used = kda.stages(impl)
     got = kda.backward(used, *tensors, residuals, *ends, **given)
     return [o, final_state, *(dx for dx in got if dx is not None)]
 

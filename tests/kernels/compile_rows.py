@@ -58,6 +58,7 @@ from linattn_edu.kernels.delta import (
 )
 from linattn_edu.kernels.fused import gdn_bwd, gdn_fwd, kda_fwd, ssd_bwd, ssd_fwd
 from linattn_edu.kernels.fused import kda_bwd as kda_fused_bwd
+from linattn_edu.kernels.fused import kda_intra_bwd as kda_fused_intra_bwd
 from linattn_edu.kernels.ssd import (
     chunk_cumsum,
     chunk_cumsum_bwd,
@@ -198,13 +199,14 @@ def fused_kda_launches(qk, v, beta, g, A, h0, h, options):
     kda_fused_bwd.kda_fused_scans(*gated, v, h0, h0, scale=1.0)
     kda_fused_bwd.kda_fused_scan_map_bwd(*gated[:3], *gated[4:], v, h0, scale=1.0)
     options["scale"] = 1.0
-    kda_fused_bwd.kda_reads_bwd(v, h, v, v, h, v, **options)
+    if qk.dtype != torch.bfloat16:
+        return
     given = v, beta, g, h, v, v, h, v
-    kda_fused_bwd.kda_fused_intra_bwd(qk, qk, *given, **options)
+    kda_fused_intra_bwd.kda_fused_intra_bwd(qk, qk, *given, **options)
     two = [torch.cat([x, x], -2 if x.ndim == 4 else -1) for x in (v, beta, g)]
     states = torch.cat([h, h], 2)
     given = *two, states, two[0], two[0], states, two[0]
-    kda_fused_bwd.kda_fused_intra_bwd(qk, qk, *given, **options)
+    kda_fused_intra_bwd.kda_fused_intra_bwd(qk, qk, *given, **options)
 
 
 def ssd_launches(N, P, dtype, chunk_size):

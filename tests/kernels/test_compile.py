@@ -63,7 +63,8 @@ KERNELS = {
         "scores", "resolvent", "scan", "output_bwd", "state_bwd", "wy_bwd", "gate_bwd",
         "recurrent_bwd", "solve_tril", "cumsum", "global_cumsum", "l2norm", "l2norm_bwd",
         "gate", "layer_gate_bwd",
-        "kda_scores", "kda_inverse", "kda_scans", "kda_state_bwd", "kda_output_bwd", "kda_wy_bwd", "kda_intra_bwd",
+        "kda_scores", "kda_inverse", "kda_scans", "kda_state_bwd", "kda_output_bwd",
+        "kda_wy_bwd", "kda_intra_bwd",
         "chunk_cumsum", "chunk_state", "state_passing", "chunk_scan",
         "chunk_cumsum_bwd", "chunk_scan_chunk_state_bwd_dx", "chunk_scan_bwd_da_cs",
         "chunk_scan_bwd_dstates", "state_passing_bwd", "chunk_state_bwd_db", "chunk_scan_bwd_dc",
@@ -81,7 +82,7 @@ LARGE = {  # where a multiprocessor is large
         "ssd_bwd_far", "ssd_bwd_sum", "ssd_bwd_dx",
         "intra_chunk", "kda_fused_scan", "kda_fused_scan_transposed", "kda_fused_scan_map",
         "kda_gates",
-        "kda_fused_scans", "kda_fused_scan_map_bwd", "kda_reads_bwd", "kda_fused_intra_bwd",
+        "kda_fused_scans", "kda_fused_scan_map_bwd", "kda_fused_intra_bwd",
     )
 }  # fmt: skip
 

@@ -4,7 +4,6 @@ import torch
 from torch import Tensor
 
 from linattn_edu.reference.delta.gate_cumsum import gate_cumsum
-from linattn_edu.reference.delta.kda_intra_bwd import kda_intra_bwd
 from linattn_edu.reference.tiles import (
     compute_dtype,
     from_chunks,
@@ -198,88 +197,3 @@ def kda_fused_scan_map_bwd(
         ends.append((do.new_zeros(B, T, HV, K), eye.expand(B, HV, K, K)))
     maps = [_back(qg, kg, kd, beta, gc, P, A, *end, scale)[-1] for end in ends]
     return maps[0], maps[1] if transition else None
-
-
-def kda_reads_bwd(
-    v: Tensor,
-    h: Tensor,
-    v_new: Tensor,
-    do: Tensor,
-    dh: Tensor,
-    Z: Tensor,
-    *,
-    scale: float,
-    chunk_size: int,
-) -> tuple[Tensor, ...]:
-    """kda_output_bwd and kda_wy_bwd where Z and dV are known: what kda_intra_bwd starts from.
-
-        dP  = scale tril(dO v_new^T),  dL  = -tril(Z v_new^T, -1)
-        dqg = scale dO h^T,            dkb = -Z h^T
-        dkg = v_new dS^T,              dgl = rowsum(dS * S)
-
-    kb = diag(beta) kd are the keys that read the state.
-
-    Args:
-        v: [B, T, HV, V]. h, v_new, dh, Z: from kda_fused_scans. do: gradient of o.
-    Returns:
-        dqg [B, T, HV, K], dP [B, T, HV, C], dkb, dkg [B, T, HV, K] and dL [B, T, HV, C] in v.dtype;
-        dbeta [B, T, HV], the part rowsum(Z * V), and dgl [B, NT, HV, K], the gradient of 2^gc_last,
-        in fp32 (fp64 for fp64 input).
-    Source: chapter 24.
-    """
-    dtype = compute_dtype(v, h, v_new, do, dh, Z)
-    T = v.shape[1]
-    V, v_new, dO, Z = (to_chunks(x.to(dtype), chunk_size) for x in (v, v_new, do, Z))
-    S, dS = (x.to(dtype).transpose(1, 2) for x in (h, dh))
-    # eq:kda-dp   dP = scale tril(dO v_new^T)
-    dP = scale * (dO @ v_new.mT).tril()
-    # eq:kda-dl   dL = -tril(Z v_new^T, -1)
-    dL = -(Z @ v_new.mT).tril(-1)
-    # eq:kda-dqg   dqg = scale dO h^T
-    dqg = scale * dO @ S.mT
-    # eq:kda-dkb   dkb = -Z S^T
-    dkb = -Z @ S.mT
-    # eq:kda-dkg   dkg = v_new dS^T
-    dkg = v_new @ dS.mT
-    # eq:kda-dgl   dgl = rowsum(dS * S)
-    dgl = (dS * S).sum(-1).transpose(1, 2).contiguous()
-    dbeta = from_chunks((Z * V).sum(-1), T)
-    dqg, dP, dkb, dkg, dL = (from_chunks(x, T).to(v.dtype) for x in (dqg, dP, dkb, dkg, dL))
-    return dqg, dP, dkb, dkg, dL, dbeta, dgl
-
-
-def kda_fused_intra_bwd(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    gc: Tensor,
-    h: Tensor,
-    v_new: Tensor,
-    do: Tensor,
-    dh: Tensor,
-    Z: Tensor,
-    *,
-    scale: float,
-    chunk_size: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """All that is left, for each chunk by itself: kda_reads_bwd, then kda_intra_bwd.
-
-    Args:
-        q, k, v, beta, gc: the arguments of the forward pass. h, v_new, dh, Z: from kda_fused_scans.
-        do: [B, T, HV, V], gradient of o.
-    Returns:
-        dq, dk, dbeta and dgc of kda_intra_bwd.
-    Source: chapter 24.
-    """
-    reads = kda_reads_bwd(v, h, v_new, do, dh, Z, scale=scale, chunk_size=chunk_size)
-    dqg, dP, dkb, dkg, dL, dbeta, dgl = reads
-    # eq:kda-r   R_j += sum over i > j of (dP_ij q_i + beta_i dL_ij k_i) 2^(gc_i - gc_j)
-    # eq:kda-dq   dQ_i += sum over j < i of dP_ij k_j 2^(gc_i - gc_j)
-    # eq:kda-y   Y_i += sum over j < i of dL_ij k_j 2^(gc_i - gc_j)
-    # eq:kda-outer   dQ += 2^gc * dqg, Y += 2^gc * dkb, R += 2^(gc_last - gc) * dkg
-    # eq:kda-dgc-last   dgc_last += colsum(K * R) + 2^gc_last dgl
-    # eq:kda-dgc   dgc = Q * dQ + K * (diag(beta) Y - R)
-    # eq:kda-dbeta   dbeta += rowsum(K * Y)
-    # eq:kda-dk   dk = diag(beta) Y + R + diag(dP) Q
-    return kda_intra_bwd(q, k, beta, gc, dP, dL, dqg, dkb, dkg, dgl, dbeta)

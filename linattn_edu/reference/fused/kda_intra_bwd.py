@@ -1,0 +1,65 @@
+"""What is left of Kimi Delta Attention's backward pass when states and gradients are carried."""
+
+from torch import Tensor
+
+from linattn_edu.reference.delta.kda_intra_bwd import kda_intra_bwd
+from linattn_edu.reference.tiles import (
+    compute_dtype,
+    from_chunks,
+    to_chunks,
+)
+
+
+def kda_fused_intra_bwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    gc: Tensor,
+    h: Tensor,
+    v_new: Tensor,
+    do: Tensor,
+    dh: Tensor,
+    Z: Tensor,
+    *,
+    scale: float,
+    chunk_size: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """All that is left, for each chunk by itself: kda_output_bwd and kda_wy_bwd where Z and dV are
+    known, then kda_intra_bwd.
+
+        dP  = scale tril(dO v_new^T),  dL  = -tril(Z v_new^T, -1)
+        dqg = scale dO h^T,            dkb = -Z h^T
+        dkg = v_new dS^T,              dgl = rowsum(dS * S)
+
+    Args:
+        q, k, v, beta, gc: the arguments of the forward pass. h, v_new, dh, Z: from kda_fused_scans.
+        do: [B, T, HV, V], gradient of o.
+    Returns:
+        dq, dk, dbeta and dgc of kda_intra_bwd.
+    Source: chapter 24.
+    """
+    dtype, T = compute_dtype(v, h, v_new, do, dh, Z), v.shape[1]
+    V, V_new, dO, Z = (to_chunks(x.to(dtype), chunk_size) for x in (v, v_new, do, Z))
+    S, dS = (x.to(dtype).transpose(1, 2) for x in (h, dh))
+    # eq:kda-dp   dP = scale tril(dO v_new^T)
+    dP = scale * (dO @ V_new.mT).tril()
+    # eq:kda-dl   dL = -tril(Z v_new^T, -1)
+    dL = -(Z @ V_new.mT).tril(-1)
+    # eq:kda-dqg   dqg = scale dO h^T
+    # eq:kda-dkb   dkb = -Z S^T
+    # eq:kda-dkg   dkg = v_new dS^T
+    rows = scale * dO @ S.mT, -Z @ S.mT, V_new @ dS.mT
+    # eq:kda-dgl   dgl = rowsum(dS * S)
+    dgl = (dS * S).sum(-1).transpose(1, 2).contiguous()
+    dbeta = from_chunks((Z * V).sum(-1), T)
+    dP, dL, *rows = (from_chunks(x, T).to(v.dtype) for x in (dP, dL, *rows))
+    # eq:kda-r   R_j += sum over i > j of (dP_ij q_i + beta_i dL_ij k_i) 2^(gc_i - gc_j)
+    # eq:kda-dq   dQ_i += sum over j < i of dP_ij k_j 2^(gc_i - gc_j)
+    # eq:kda-y   Y_i += sum over j < i of dL_ij k_j 2^(gc_i - gc_j)
+    # eq:kda-outer   dQ += 2^gc * dqg, Y += 2^gc * dkb, R += 2^(gc_last - gc) * dkg
+    # eq:kda-dgc-last   dgc_last += colsum(K * R) + 2^gc_last dgl
+    # eq:kda-dgc   dgc = Q * dQ + K * (diag(beta) Y - R)
+    # eq:kda-dbeta   dbeta += rowsum(K * Y)
+    # eq:kda-dk   dk = diag(beta) Y + R + diag(dP) Q
+    return kda_intra_bwd(q, k, beta, gc, dP, dL, *rows, dgl, dbeta)

@@ -1,0 +1,123 @@
+"""What is left of a chunk in the fused backward pass of Kimi Delta Attention: kernel, reference."""
+
+import pytest
+import torch
+from delta.stage_checks import CHUNKS, TOKENS, check_stage
+from fused.kda_checks import GATES, SCALE, needs_gluon
+from fused.test_kda_bwd import parts
+from gdn_checks import launches
+from grids import parametrize
+
+from linattn_edu.kernels.delta.kda_bwd import kda_output_bwd, kda_wy_bwd
+from linattn_edu.kernels.delta.kda_intra_bwd import kda_intra_bwd
+from linattn_edu.kernels.fused import kda_intra_bwd as kernels
+from linattn_edu.kernels.fused.kda_bwd import kda_fused_scans
+from linattn_edu.packing import pack
+from linattn_edu.reference.delta.gate_cumsum import gate_cumsum
+from linattn_edu.reference.delta.kda_intra import kda_intra
+from linattn_edu.reference.fused import kda_intra_bwd as references
+from linattn_edu.reference.fused.kda_bwd import kda_gated
+from linattn_edu.testing import gdn_inputs, relative_rms
+
+pytestmark = pytest.mark.usefixtures("poison")
+HEADS = (16, 34, 64, 100, 128)
+
+
+def kda_fused_intra_bwd(*args, **options):
+    """The kernel on a copy of Z, which it overwrites."""
+    *args, Z = args
+    return kernels.kda_fused_intra_bwd(*args, Z.clone(), **options)
+
+
+def check(x, r, C):
+    args = (x.q, x.k, x.v, x.beta, r.gc, r.h, r.v_new, r.do, r.dh, r.Z)
+    options = {"scale": SCALE, "chunk_size": C}
+    check_stage(kda_fused_intra_bwd, references.kda_fused_intra_bwd, args, **options)
+
+
+@parametrize(T=TOKENS, K=HEADS, V=HEADS, C=CHUNKS)
+def test_kernel_matches_reference(T, K, V, C, device):
+    check(*parts(T, K, V, C, torch.bfloat16, device), C)
+
+
+@parametrize(gate=GATES, C=CHUNKS)
+def test_every_gate_and_chunk(gate, C, device):
+    check(*parts(70, 34, 20, C, torch.bfloat16, device, H=2, gate=gate), C)
+
+
+@pytest.mark.parametrize("V", [24, 64])
+def test_packed_sequences_have_the_bits_they_have_alone(V, device):
+    """One of them is empty, one ends inside a chunk."""
+    x, r = parts(150, 20, V, 16, torch.bfloat16, device, H=2)
+    bounds, options = [0, 40, 40, 41, 150], {"scale": SCALE, "chunk_size": 16}
+    tokens = [t[:1] for t in (x.q, x.k, x.v, x.beta)]
+    own = [slice(*bounds[n : n + 2]) for n in (0, 2, 3)]
+    gc = torch.cat([gate_cumsum(x.g[:1, i], chunk_size=16) for i in own], 1)
+    chunks = [-(-(i.stop - i.start) // 16) for i in own]
+    h, dh = torch.randn(2, 1, sum(chunks), 2, 20, V, device=device).bfloat16()
+    tokens += [gc, *(t[:1] for t in (r.v_new, r.do, r.Z))]
+
+    def run(q, k, v, beta, gc, v_new, do, Z, h, dh, **packed):
+        given = q, k, v, beta, gc, h, v_new, do, dh
+        return kda_fused_intra_bwd(*given, Z, **options, **packed)
+
+    packing = pack(torch.tensor(bounds, device=device), 16)
+    found, first = run(*tokens, h, dh, packing=packing), 0
+    for i, n in zip(own, chunks, strict=True):
+        of, first = slice(first, first + n), first + n
+        alone = [t[:, i].contiguous() for t in tokens]
+        want = run(*alone, *(t[:, of].contiguous() for t in (h, dh)))
+        assert all(torch.equal(a[:, i], b) for a, b in zip(found, want, strict=True)), i
+
+
+@pytest.mark.parametrize(("K", "V", "C"), [(128, 128, 64), (100, 64, 32), (150, 16, 64)])
+def test_near_and_far_channels_in_one_chunk(K, V, C, device):
+    """Groups of channels that close at one place of a chunk, or are shut; with dP and dL in the
+    place of Z, and by themselves.
+    """
+    g = -torch.rand(1, 100, 2, K, device=device) / 8
+    g[:, 64:, :, 64:] = -20
+    g[:, 90:, 1, :64] = -200
+    g[:, :30, 0, 64:128] = -1e4
+    x, r = parts(100, K, V, C, torch.bfloat16, device, H=2, g=g)
+    args = (x.q, x.k, x.v, x.beta, r.gc, r.h, r.v_new, r.do, r.dh, r.Z)
+    options = {"scale": SCALE, "chunk_size": C}
+    check_stage(kda_fused_intra_bwd, references.kda_fused_intra_bwd, args, **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("far", [False, True], ids=["near", "near and far"])
+@pytest.mark.parametrize(("T", "HV"), [(64, 4), (2560, 8)])
+def test_channel_intra_gluon(T, HV, far, device, monkeypatch):
+    """No farther from float64 than the two stages; twice, since programs reuse their places for
+    chunk after chunk.
+    """
+    needs_gluon(device)
+    gluon = kernels.kda_intra_bwd_gluon
+    x = gdn_inputs(2, T, HV, HV, 128, 128, dtype=torch.bfloat16, device=device, seed=0)
+    g = -torch.rand(2, T, HV, 128, device=device) / 8
+    if far:
+        g[:, :64, ::2, 64:] = -20
+        g[:, ::7, 1] = -30
+        g[:, 20:40, 2, :64] = -1e4
+    gc, options = gate_cumsum(g, chunk_size=64), {"chunk_size": 64}
+    P, A = kda_intra(x.q, x.k, x.beta, gc, **options)
+    kd, kg, qg = kda_gated(x.q, x.k, gc, **options)
+    do, options["scale"] = torch.randn_like(x.v), SCALE
+    scans = kda_fused_scans(qg, kg, kd, x.v, x.beta, gc, P, A, do, scale=SCALE)
+    h, v_new, dh, Z, *_ = scans
+    args = x.q, x.k, x.v, x.beta, gc, h, v_new, do, dh, Z
+    exact = references.kda_fused_intra_bwd(*(t.double() for t in args), **options)
+    dqg, dP = kda_output_bwd(v_new, h, do, **options)
+    one = torch.eye(64, dtype=x.v.dtype, device=device).repeat(T // 64, 1)  # dv_new is Z already
+    one = one[:, None].expand(2, -1, HV, -1).contiguous()
+    dkb, dkg, _, dL, dbeta, dgl = kda_wy_bwd(x.v, x.beta, one, h, v_new, dh, Z)
+    staged = kda_intra_bwd(*args[:2], *args[3:5], dP, dL, dqg, dkb, dkg, dgl, dbeta)
+    monkeypatch.setattr(gluon, "LEAST", 1)
+    with launches() as ran:
+        got, again = (kda_fused_intra_bwd(*args, **options) for _ in range(2))
+    assert gluon.kda_intra_bwd_gluon_kernel in ran
+    assert all(map(torch.equal, got, again))
+    for name, a, b, want in zip(("dq", "dk", "dbeta", "dgc"), got, staged, exact, strict=True):
+        assert (a.dtype, a.shape) == (b.dtype, b.shape), name
+        assert relative_rms(a, want) <= 1.02 * relative_rms(b, want), name
