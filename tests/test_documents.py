@@ -162,10 +162,10 @@ JOINED = {
         "scan_states", "scan_bwd", "scans", "intra_chunk_bwd", "chunk_bwd", "scan_map_bwd",
     ),
     "fused.kda_fwd": ("kda_prepare", "kda_fused_scan", "kda_fused_scan_map"),
-    "fused.kda_bwd": (
+    "fused.kda_scans": (
         "kda_gates", "kda_fused_scans", "kda_fused_scan_map_bwd",
     ),
-    "fused.kda_intra_bwd": ("kda_fused_intra_bwd",),
+    "fused.kda_bwd": ("kda_fused_intra_bwd",),
 }  # fmt: skip
 
 

@@ -58,7 +58,7 @@ from linattn_edu.kernels.delta import (
 )
 from linattn_edu.kernels.fused import gdn_bwd, gdn_fwd, kda_fwd, ssd_bwd, ssd_fwd
 from linattn_edu.kernels.fused import kda_bwd as kda_fused_bwd
-from linattn_edu.kernels.fused import kda_intra_bwd as kda_fused_intra_bwd
+from linattn_edu.kernels.fused import kda_scans as kda_fused_scans
 from linattn_edu.kernels.ssd import (
     chunk_cumsum,
     chunk_cumsum_bwd,
@@ -163,7 +163,7 @@ def channel_launches(qk, v, beta, g, A, h0, h, chunk_size):
         gate_cumsum.gate_cumsum(g, **given, **options)
         gate_bwd.gate_bwd(g, g, **given, **options)
         if gdn_bwd.fits(qk, v):
-            kda_fused_bwd.kda_gates(qk, qk, g, **given, **options)
+            kda_fused_scans.kda_gates(qk, qk, g, **given, **options)
         if given:
             gate.gate(g, **{"A_log": None, **given})
             gate.layer_gate_bwd(g, g, **{"A_log": None, **given})
@@ -196,17 +196,17 @@ def fused_kda_launches(qk, v, beta, g, A, h0, h, options):
     gated = qk, qk, qk, v, beta, g, A, A
     kda_fwd.kda_fused_scan(*gated, h0, scale=1.0, output_final_state=True)
     kda_fwd.kda_fused_scan_map(*gated[1:-1], h0)
-    kda_fused_bwd.kda_fused_scans(*gated, v, h0, h0, scale=1.0)
-    kda_fused_bwd.kda_fused_scan_map_bwd(*gated[:3], *gated[4:], v, h0, scale=1.0)
+    kda_fused_scans.kda_fused_scans(*gated, v, h0, h0, scale=1.0)
+    kda_fused_scans.kda_fused_scan_map_bwd(*gated[:3], *gated[4:], v, h0, scale=1.0)
     options["scale"] = 1.0
     if qk.dtype != torch.bfloat16:
         return
     given = v, beta, g, h, v, v, h, v
-    kda_fused_intra_bwd.kda_fused_intra_bwd(qk, qk, *given, **options)
+    kda_fused_bwd.kda_fused_intra_bwd(qk, qk, *given, **options)
     two = [torch.cat([x, x], -2 if x.ndim == 4 else -1) for x in (v, beta, g)]
     states = torch.cat([h, h], 2)
     given = *two, states, two[0], two[0], states, two[0]
-    kda_fused_intra_bwd.kda_fused_intra_bwd(qk, qk, *given, **options)
+    kda_fused_bwd.kda_fused_intra_bwd(qk, qk, *given, **options)
 
 
 def ssd_launches(N, P, dtype, chunk_size):
