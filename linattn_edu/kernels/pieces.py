@@ -43,8 +43,15 @@ class Pieces:
         """Whether a sequence may be cut."""
         return self.batch < self.N
 
-    def entering(self, merge: Callable, maps: tuple[Tensor, Tensor], state: Tensor | None):
-        """[N, ...]: the state that enters each piece, or with cp_merge_bwd leaves it."""
+    def entering(
+        self, merge: Callable, make: Callable, given: tuple, state: Tensor | None, **options
+    ) -> Tensor | None:
+        """[N, ...]: the state that enters each piece, by the maps that `make` makes of `given`; or
+        with cp_merge_bwd the gradient that leaves it. Of whole sequences it is `state` itself.
+        """
+        if not self.several:
+            return state
+        maps = make(*given, pieces=self, **options)
         first = 1 if self.chains is not None else self.batch
         S_ext, M = (x.view(first, -1, *x.shape[1:]) for x in maps)
         offsets = {} if self.chains is None else {"offsets": self.chains}

@@ -10,7 +10,8 @@ from linattn_edu.kernels.delta import warm_up as kernels
 from linattn_edu.packing import pack
 from linattn_edu.reference.delta.gate_cumsum import gate_cumsum
 from linattn_edu.reference.delta.warm_up import bound, warm_up
-from linattn_edu.reference.fused.gdn_fwd import intra_chunk, scan, scan_map
+from linattn_edu.reference.fused.gdn_fwd import scan, scan_map
+from linattn_edu.reference.fused.gdn_intra import intra_chunk
 from linattn_edu.testing import assert_close, gdn_inputs
 
 C = 16

@@ -31,7 +31,7 @@ from linattn_edu.kernels.delta import (
     wy_bwd,
 )
 from linattn_edu.kernels.delta import rms_norm_gated as norm
-from linattn_edu.kernels.fused import gdn_bwd, gdn_fwd, ssd_fwd
+from linattn_edu.kernels.fused import gdn_bwd, gdn_fwd, gdn_intra, gdn_scans, ssd_fwd
 from linattn_edu.kernels.ssd import ema as ema_kernels
 from linattn_edu.kernels.ssd import ema_bwd as ema_bwd_kernels
 from linattn_edu.kernels.ssd import selective_state_update as update
@@ -53,8 +53,8 @@ TABLES = (
     ("wy", wy, "CONFIGS"),
     ("state", state, "CONFIGS"),
     ("output", output, "CONFIGS"),
-    ("scores", gdn_fwd, "SCORES_CONFIGS"),
-    ("resolvent", gdn_fwd, "RESOLVENT_CONFIGS"),
+    ("scores", gdn_intra, "SCORES_CONFIGS"),
+    ("resolvent", gdn_intra, "RESOLVENT_CONFIGS"),
     ("scan", gdn_fwd, "SCAN_CONFIGS"),
     ("output_bwd", output_bwd, "CONFIGS"),
     ("state_bwd", state_bwd, "CONFIGS"),
@@ -245,7 +245,7 @@ def run_fused_bwd(dtype, K, V):
         cut = {"LENGTH": 64, "LEAST": 1, "PROGRAMS": 1024}
         # with one multiprocessor the two scans are two launches
         for rule, has in itertools.product(({}, cut), ((known[0], 1), known)):
-            of = patch.object(gdn_bwd, "device_of", lambda _, has=has: has)
+            of = patch.object(gdn_scans, "device_of", lambda _, has=has: has)
             with poison(), patch.multiple(pieces, **rule) if rule else nullcontext(), of:
                 got = fused_gradients(x, "triton", chunk_size)
             worst = max(worst, *(relative_rms(a, b) for a, b in zip(got, exact, strict=True)))

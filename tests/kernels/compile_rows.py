@@ -56,7 +56,15 @@ from linattn_edu.kernels.delta import (
     wy,
     wy_bwd,
 )
-from linattn_edu.kernels.fused import gdn_bwd, gdn_fwd, kda_fwd, ssd_bwd, ssd_fwd
+from linattn_edu.kernels.fused import (
+    gdn_bwd,
+    gdn_fwd,
+    gdn_intra,
+    gdn_scans,
+    kda_fwd,
+    ssd_bwd,
+    ssd_fwd,
+)
 from linattn_edu.kernels.fused import kda_bwd as kda_fused_bwd
 from linattn_edu.kernels.fused import kda_scans as kda_fused_scans
 from linattn_edu.kernels.ssd import (
@@ -108,7 +116,7 @@ def launches(K, V, dtype, chunk_size, heads):
     wy.wy(qk, v, g, g, A)
     state.state(qk, qk, v, g, h0, chunk_size=chunk_size, output_final_state=True)
     output.output(qk, qk, v, h, g, scale=1.0, chunk_size=chunk_size)
-    P, R, _ = gdn_fwd.intra_chunk(qk, qk, g, g, chunk_size=chunk_size, return_inverse=True)
+    P, R, _ = gdn_intra.intra_chunk(qk, qk, g, g, chunk_size=chunk_size, return_inverse=True)
     if gdn_bwd.fits(qk, v):
         fused_launches(qk, v, g, A, h0, h, chunk_size)
     warm_up_launches(K, V, dtype, chunk_size, heads)
@@ -245,12 +253,12 @@ def ssd_launches(N, P, dtype, chunk_size):
 def fused_launches(qk, v, g, A, h0, h, chunk_size):
     """The fused backward pass of Gated DeltaNet, with a value head for each q/k head and with two,
     and what the forward pass does for it."""
-    gdn_fwd.intra_chunk(qk, qk, g, g, chunk_size=chunk_size, return_inverse=True, gated=True)
+    gdn_intra.intra_chunk(qk, qk, g, g, chunk_size=chunk_size, return_inverse=True, gated=True)
     gdn_fwd.scan_map(qk, v, g, A, h0, g)
-    gdn_bwd.scan_states(qk, v, g, g, A, h0)
-    gdn_bwd.scan_bwd(qk, qk, g, g, A, A, v, h0, scale=1.0)
-    gdn_bwd.scans(qk, qk, v, g, g, A, A, v, h0, h0, scale=1.0)
-    gdn_bwd.scan_map_bwd(qk, qk, g, g, A, A, v, h0, scale=1.0)
+    gdn_scans.scan_states(qk, v, g, g, A, h0)
+    gdn_scans.scan_bwd(qk, qk, g, g, A, A, v, h0, scale=1.0)
+    gdn_scans.scans(qk, qk, v, g, g, A, A, v, h0, h0, scale=1.0)
+    gdn_scans.scan_map_bwd(qk, qk, g, g, A, A, v, h0, scale=1.0)
     options = {"scale": 1.0, "chunk_size": chunk_size}
     gdn_bwd.intra_chunk_bwd(qk, qk, v, g, g, h, v, v, h, v, **options)
     v, g, h = (x.expand(*x.shape[:2], 2, *x.shape[3:]) for x in (v, g, h))
@@ -266,9 +274,9 @@ def warm_up_launches(K, V, dtype, chunk_size, heads):
     with patch.multiple(pieces, **small):
         gdn_fwd.scan(qk, qk, v, g, A, A, h0, scale=1.0, output_final_state=True)
         if gdn_bwd.fits(qk, v):
-            gdn_bwd.scan_states(qk, v, g, g, A, h0)
-            gdn_bwd.scan_bwd(qk, qk, g, g, A, A, v, h0, scale=1.0)
-            gdn_bwd.scans(qk, qk, v, g, g, A, A, v, h0, h0, scale=1.0)
+            gdn_scans.scan_states(qk, v, g, g, A, h0)
+            gdn_scans.scan_bwd(qk, qk, g, g, A, A, v, h0, scale=1.0)
+            gdn_scans.scans(qk, qk, v, g, g, A, A, v, h0, h0, scale=1.0)
 
 
 def fused_ssd_launches(N, P, dtype):

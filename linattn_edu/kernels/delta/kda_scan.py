@@ -122,9 +122,9 @@ def kda_scan(
     HV, K = kg.shape[2:]
     V, chunk_size = u.shape[-1], P.shape[-1]
     pieces = by_maps(kg, HV, V, chunk_size, packing)
-    if pieces.several:
-        maps = piece_map(kg, w, u, gc, chunk_size=chunk_size, pieces=pieces)
-        initial_state = pieces.entering(cp_merge, maps, initial_state)
+    initial_state = pieces.entering(
+        cp_merge, piece_map, (kg, w, u, gc), initial_state, chunk_size=chunk_size
+    )
     o = torch.empty_like(u)
     last = kg.new_empty(pieces.N, HV, K, V, dtype=torch.float32) if output_final_state else None
     grid, config = scan_launch(CONFIGS, kg, pieces.N * HV, V)

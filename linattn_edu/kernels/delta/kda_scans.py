@@ -93,12 +93,10 @@ def kda_scans(
     HV, K = kg.shape[2:]
     V, chunk_size = u.shape[3], P.shape[3]
     pieces = by_maps(kg, HV, V, chunk_size, packing)
-    if pieces.several:
-        options = {"chunk_size": chunk_size, "pieces": pieces}
-        maps = piece_map(kg, w, u, gc, **options)
-        initial_state = pieces.entering(cp_merge, maps, initial_state)
-        maps = piece_map_bwd(qg, kg, w, gc, do, None, P=P, scale=scale, **options)
-        dht = pieces.entering(cp_merge_bwd, maps, dht)
+    given, options = (kg, w, u, gc), {"chunk_size": chunk_size}
+    initial_state = pieces.entering(cp_merge, piece_map, given, initial_state, **options)
+    given = qg, kg, w, gc, do, None, None, P
+    dht = pieces.entering(cp_merge_bwd, piece_map_bwd, given, dht, scale=scale, **options)
     h, dh = (kg.new_empty(*states(kg, chunk_size, packing), HV, K, V) for _ in range(2))
     v_new, dv_new = torch.empty_like(u), torch.empty_like(u)
     dh0 = kg.new_empty(pieces.N, HV, K, V, dtype=torch.float32)

@@ -162,9 +162,10 @@ def state(
     H, K = k.shape[2:]
     HV, V = u.shape[2:]
     pieces = by_maps(k, HV, V, chunk_size, packing) if seq_idx is None else whole_of(k, packing)
-    if pieces.several:
-        maps = piece_map(k, w, u, gc, None, gs, chunk_size=chunk_size, pieces=pieces)
-        initial_state = pieces.entering(cp_merge, maps, initial_state)
+    given = k, w, u, gc, None, gs
+    initial_state = pieces.entering(
+        cp_merge, piece_map, given, initial_state, chunk_size=chunk_size
+    )
     h = k.new_empty(*states(k, chunk_size, packing), HV, K, V)
     v_new = None if w is None else torch.empty_like(u)
     last = k.new_empty(pieces.N, HV, K, V, dtype=torch.float32) if output_final_state else None

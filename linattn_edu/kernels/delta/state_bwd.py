@@ -269,10 +269,8 @@ def state_bwd(
     H, K = q.shape[2:]
     HV, V = do.shape[2:]
     pieces = by_maps(q, HV, V, chunk_size, packing) if seq_idx is None else whole_of(q, packing)
-    if pieces.several:
-        options = {"scale": scale, "chunk_size": chunk_size, "pieces": pieces}
-        maps = piece_map_bwd(q, k, w, gc, do, dv_new, P=P, **options)
-        dht = pieces.entering(cp_merge_bwd, maps, dht)
+    given, options = (q, k, w, gc, do, dv_new, None, P), {"scale": scale, "chunk_size": chunk_size}
+    dht = pieces.entering(cp_merge_bwd, piece_map_bwd, given, dht, **options)
     dh = q.new_empty(*states(q, chunk_size, packing), HV, K, V)
     dv_out, dv_new = dv_new, None if w is None else torch.empty_like(do)
     dh0 = q.new_empty(pieces.N, HV, K, V, dtype=torch.float32)

@@ -9,13 +9,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from linattn_edu.kernels.delta.cp_merge import cp_merge, map_args, piece_of
+from linattn_edu.kernels.delta.cp_merge import cp_merge, launch_map, piece_of
 from linattn_edu.kernels.delta.cp_merge_bwd import cp_merge_bwd
 from linattn_edu.kernels.delta.gate_cumsum import cumulative
 from linattn_edu.kernels.fused.kda_fwd import kda_fused_scan_map
-from linattn_edu.kernels.pieces import Pieces, by_maps
+from linattn_edu.kernels.pieces import by_maps
 from linattn_edu.kernels.tiles import (
-    block,
     cast,
     cdiv,
     chunk_args,
@@ -26,6 +25,8 @@ from linattn_edu.kernels.tiles import (
     load_row,
     load_tile,
     load_vector,
+    row,
+    scan_launch,
     states,
     store_tile,
 )
@@ -332,9 +333,8 @@ def kda_fused_scan_map_bwd_kernel(
     store_tile(map_ptr + i_ph * K * W, tl.trans(b_dS), o_k, o_v, W, K, W)
 
 
-BV = 64  # rows of dS^T: a product of fewer would leave tensor cores idle
 GATES_OPTIONS = {"BK": 64, "num_warps": 4}
-SCAN_OPTIONS = {"num_warps": 4, "num_stages": 2}
+SCAN = row(4, 2, BV=64)  # rows of dS^T: a product of fewer would leave tensor cores idle
 
 
 def kda_gates(
@@ -381,16 +381,14 @@ def kda_fused_scans(
     HV, K = kg.shape[2:]
     V, C = v.shape[-1], A.shape[-1]
     pieces = by_maps(kg, HV, V, C, packing)
-    if pieces.several:
-        maps = kda_fused_scan_map(kg, kd, v, beta, gc, A, pieces=pieces)
-        initial_state = pieces.entering(cp_merge, maps, initial_state)
-        given = qg, kg, kd, beta, gc, P, A, do
-        maps = kda_fused_scan_map_bwd(*given, scale=scale, pieces=pieces)
-        dht = pieces.entering(cp_merge_bwd, maps, dht)
+    given = kg, kd, v, beta, gc, A
+    initial_state = pieces.entering(cp_merge, kda_fused_scan_map, given, initial_state)
+    given = qg, kg, kd, beta, gc, P, A, do
+    dht = pieces.entering(cp_merge_bwd, kda_fused_scan_map_bwd, given, dht, scale=scale)
     h, dh = (kg.new_empty(*states(kg, C, packing), HV, K, V) for _ in range(2))
     v_new, Z, dv = (torch.empty_like(v) for _ in range(3))
     dh0 = gc.new_empty(pieces.N, HV, K, V)
-    programs = pieces.N * HV * cdiv(V, BV)
+    (programs,), config = scan_launch(SCAN, kg, pieces.N * HV, V)
     # whether they pay was asked when this set was taken; of do only the address may differ from v's
     gluon = kda_scans is not None and all(kda_scans.runs(kg, x, P, A, packing) for x in (v, do))
     given = kg, kd, v, beta, gc, A, initial_state, h, v_new
@@ -404,8 +402,7 @@ def kda_fused_scans(
     else:
         kda_fused_scans_kernel[(2 * programs,)](
             qg, kg, kd, v, beta, gc, P, A, do, initial_state, dht, h, v_new, dh, Z, dv, dh0, scale,
-            pieces.cu_seqlens, pieces.chunk_offsets, pieces.T, HV, K, V, BT=C, BK=block(K), BV=BV,
-            **SCAN_OPTIONS,
+            pieces.cu_seqlens, pieces.chunk_offsets, pieces.T, HV, K, V, BT=C, **config,
         )  # fmt: skip
     return h, v_new, dh, Z, dv, pieces.first(dh0)
 
@@ -422,22 +419,13 @@ def kda_fused_scan_map_bwd(
     dht: Tensor | None = None,
     *,
     scale: float,
-    transition: bool = True,
-    packing: Packing | None = None,
-    rows: Tensor | None = None,
-    pieces: Pieces | None = None,
+    **which,
 ) -> tuple[Tensor, Tensor | None]:
-    """Launch kda_fused_scan_map_bwd_kernel; arguments and result as in the reference.
-
-    packing, rows, pieces: as in piece_map.
+    """Launch kda_fused_scan_map_bwd_kernel; arguments and result as in the reference; which: of
+    launch_map.
     """
-    HV, K = kg.shape[2:]
-    V = do.shape[-1]
-    NP, cu_seqlens, T = map_args(kg, packing, rows, pieces)
-    W = V + K if transition else V
-    maps = gc.new_empty(NP, HV, K, W)
-    kda_fused_scan_map_bwd_kernel[(NP * HV * cdiv(W, BV),)](
-        qg, kg, kd, beta, gc, P, A, do, dht, maps, scale, rows, cu_seqlens, T, HV, K, V, W,
-        BT=A.shape[-1], BK=block(K), BV=BV, **SCAN_OPTIONS,
+    given = qg, kg, kd, beta, gc, P, A, do, dht
+    return launch_map(
+        kda_fused_scan_map_bwd_kernel, SCAN, given, do.shape[2:], x=kg, after=(scale,),
+        constants={"BT": A.shape[-1]}, **which,
     )  # fmt: skip
-    return maps[..., :V], maps[..., V:] if transition else None

@@ -338,7 +338,7 @@ def scan_states_gluon_kernel(
 ):  # fmt: skip
     """One program: S[:, v-tile] of one head, through all chunks.  Grid (N * HV * V / BV).
 
-    Reference: linattn_edu.reference.fused.gdn_bwd.scan_states.
+    Reference: linattn_edu.reference.fused.gdn_scans.scan_states.
     """
     i_v, i_h, i_k, i_nh, _, first, i_c, NT, skip = piece_of_program(
         gl.program_id(0) // STEP, warmup_ptr, cu_ptr, offsets_ptr, T, N, H, HV, V, BT, BV, False
@@ -395,7 +395,7 @@ def scan_bwd_gluon_kernel(
 ):  # fmt: skip
     """One program: dS[:, v-tile] of one head, back through all chunks.  Grid (N * HV * V / BV).
 
-    Reference: linattn_edu.reference.fused.gdn_bwd.scan_bwd.
+    Reference: linattn_edu.reference.fused.gdn_scans.scan_bwd.
     """
     i_v, i_h, i_k, i_nh, i_end, first, i_c, NT, skip = piece_of_program(
         gl.program_id(0) // STEP, warmup_ptr, cu_ptr, offsets_ptr, T, N, H, HV, V, BT, BV, True
@@ -438,7 +438,7 @@ def scans_gluon_kernel(
 ):  # fmt: skip
     """The programs of both kernels, of which it has all arguments.
 
-    Grid (2 * N * HV * V / BV).  Reference: linattn_edu.reference.fused.gdn_bwd.scans.
+    Grid (2 * N * HV * V / BV).  Reference: linattn_edu.reference.fused.gdn_scans.scans.
     """
     if gl.program_id(0) % 2 == 0:
         scan_bwd_gluon_kernel(
