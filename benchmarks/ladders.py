@@ -108,7 +108,7 @@ def definitions(chapter: str, names: Iterable[str], folder: Path) -> ModuleType:
 
 def solution(puzzle: str) -> ModuleType:
     """The solved puzzle of a chapter."""
-    return _module(ROOT / "puzzles" / "solutions" / f"{puzzle}.py")
+    return _module(ROOT / "puzzles" / f"{puzzle}_solved.py")
 
 
 def _module(path: Path) -> ModuleType:

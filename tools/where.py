@@ -252,9 +252,9 @@ def stage_table() -> str:
             )
             for s in (REFERENCE, KERNELS)
         ]  # fmt: skip
-        puzzle = f"puzzles/{at}.py" if at and at.split("_", 1)[1] == name else ""
         learnt = [f"chapter {chapter(at)}"] if at else []
-        learnt += [file(puzzle, "puzzle")] if puzzle and (ROOT / puzzle).exists() else []
+        if at and at.split("_", 1)[1] == name and (ROOT / f"puzzles/{at}_solved.py").exists():
+            learnt += [file("puzzles/README.md", f"puzzle {at.split('_')[0]}")]
         rows.append([
             f"`{module}`: {some(learnt)}", some(f"{{eq}}`{t}`" for t in tags),
             f"{code[0]}: {file(f'linattn_edu/{REFERENCE}/{module}.py', f'{name}.py')}",
