@@ -434,6 +434,13 @@ MUTANTS = [
     ),
     # the book
     Mutant(
+        "a reader's puzzle is written anew at each call",
+        "linattn_edu/puzzles.py",
+        "if path.is_file() and not again:",
+        "if path.is_file() and again:",
+        "tests/test_puzzles.py -k kept",
+    ),
+    Mutant(
         "a kernel takes two steps in another order",
         f"{KERNELS}/delta/output.py",
         "# eq:delta-intra   P = Q K^T * G",
