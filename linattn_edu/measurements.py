@@ -16,6 +16,7 @@ PEERS = {
     "attn_gym": "attn_gym",
     "cudnn": "nvidia-cudnn-frontend",
     "mamba_ssm": "mamba_ssm",
+    "transformers": "transformers",
 }
 
 

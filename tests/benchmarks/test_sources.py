@@ -191,8 +191,11 @@ def entries() -> set[str]:
         for rung in it.steps:
             found |= (one := set(rungs.ran({"chapter": name, "rung": rung})))
             assert one, (name, rung)
-    whats = ("forward", "backward:heads_bwd", "backward:scans", "forward:intra")
-    found |= {x for what in whats for x in fusion.ran({"what": what}) if "heads" not in x}
+    whats = (
+        "forward",
+        *(f"backward:{stage}" for stage in fusion.FORMS["fused"]("triton").__dict__),
+    )
+    found |= {x for what in whats for x in fusion.ran({"what": what})}
     found |= {x for op in ("gdn", "kda", "scan", "scans") for x in pieces.ran({"op": op})}
     found |= {x for case in blocks.PEERS for x in blocks.RAN[case]} | set(losses.LAYERS.values())
     return found | {"cp"}
