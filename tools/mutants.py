@@ -554,6 +554,21 @@ MUTANTS = [
         "future = super().submit(_compiled, compile); future.exception(); return future",
         "tests/kernels/test_precompile.py -k hopper",
     ),
+    # what was measured, and of which sources
+    Mutant(
+        "a time without a record of its sources passes for one of today",
+        "linattn_edu/sources.py",
+        'return "unrecorded"',
+        "return None",
+        "tests/benchmarks/test_sources.py -k why_a_row",
+    ),
+    Mutant(
+        "a table of tiles is no part of what ran",
+        "linattn_edu/sources.py",
+        "return {n.id for x in targets for n in ast.walk(x) if isinstance(n, ast.Name)}",
+        "return set()",
+        "tests/benchmarks/test_sources.py -k changes_a_hash",
+    ),
 ]
 
 
