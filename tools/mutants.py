@@ -527,14 +527,14 @@ MUTANTS = [
     ),
     Mutant(
         "an unaligned state gets the program of an aligned one",
-        f"{KERNELS}/plan.py",
+        f"{KERNELS}/host/plan.py",
         "x.dtype, x.data_ptr() % 16)",
         "x.dtype)",
         "tests/kernels/test_plan.py -k anywhere",
     ),
     Mutant(
         "a program forgets where in a tensor a view begins",
-        f"{KERNELS}/plan.py",
+        f"{KERNELS}/host/plan.py",
         "x.storage_offset() + moved",
         "x.storage_offset()",
         "tests/kernels/test_plan.py -k any_kind",
@@ -542,14 +542,14 @@ MUTANTS = [
     # kernels that are compiled before their launch
     Mutant(
         "going through a composition changes its tensors",
-        f"{KERNELS}/precompile.py",
+        f"{KERNELS}/host/precompile.py",
         "        return args[0]\n",
         "        return func(*args, **kwargs)\n",
         "tests/kernels/test_precompile.py -k forms",
     ),
     Mutant(
         "kernels are compiled one after the other",
-        f"{KERNELS}/precompile.py",
+        f"{KERNELS}/host/precompile.py",
         "return super().submit(_compiled, compile)",
         "future = super().submit(_compiled, compile); future.exception(); return future",
         "tests/kernels/test_precompile.py -k hopper",
