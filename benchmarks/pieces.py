@@ -75,7 +75,7 @@ def trial(cuda: bool):
     if cuda:
         yield
         return
-    rule = {"PROGRAMS": 0, "SPAN": 64, "MULTIPROCESSORS": 1}
+    rule = {"PROGRAMS": 0, "PER_PROGRAM": 64, "MULTIPROCESSORS": 1}
     with patch.multiple(pieces, **rule), patch.object(warm_kernels, "REACH", 128):
         yield
 
@@ -110,7 +110,7 @@ def rows_of_scans(heads: str, tokens: int, device: torch.device):
                     out = call()
                     out = [out[i] for i in written]
                     ms = time_ms(call, device)
-                    piece = pieces.SPAN * HV * cdiv(size, 64) if found.several else 0
+                    piece = pieces.PER_PROGRAM * HV * cdiv(size, 64) if found.several else 0
                 whole = whole or out
                 row = {"op": op, "heads": HV, "qk_heads": H, "tokens": tokens, "gates": gates}
                 row |= {"piece": piece, "ms": round(ms, 4)}

@@ -158,15 +158,15 @@ JOINED = {
     "delta.cp_merge_bwd": ("piece_map_bwd", "cp_merge_bwd"),
     "delta.gate": ("gate", "layer_gate_bwd"),
     "delta.kda_bwd": ("kda_output_bwd", "kda_wy_bwd"),
-    "fused.gdn_fwd": ("intra_chunk", "scan", "scan_map"),
-    "fused.gdn_bwd": (
-        "scan_states", "scan_bwd", "scans", "intra_chunk_bwd", "chunk_bwd", "scan_map_bwd",
-    ),
+    "fused.gdn_intra": ("intra_chunk",),
+    "fused.gdn_fwd": ("scan", "scan_map"),
+    "fused.gdn_scans": ("scan_states", "scan_bwd", "scans", "scan_map_bwd"),
+    "fused.gdn_bwd": ("intra_chunk_bwd", "chunk_bwd"),
     "fused.kda_fwd": ("kda_prepare", "kda_fused_scan", "kda_fused_scan_map"),
-    "fused.kda_bwd": (
-        "kda_gates", "kda_fused_scans", "kda_fused_scan_map_bwd", "kda_reads_bwd",
-        "kda_fused_intra_bwd",
+    "fused.kda_scans": (
+        "kda_gates", "kda_fused_scans", "kda_fused_scan_map_bwd",
     ),
+    "fused.kda_bwd": ("kda_fused_intra_bwd",),
 }  # fmt: skip
 
 

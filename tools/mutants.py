@@ -143,18 +143,18 @@ MUTANTS = [
     ),
     # moving averages
     Mutant(
-        "an average folds its segments in the wrong order",
+        "an average folds its pieces in the wrong order",
         f"{KERNELS}/ssd/ema.py",
         "n - j if REVERSE else j + 1",
         "j + 1 if REVERSE else n - j",
-        "tests/ssd/test_ema.py -k segments",
+        "tests/ssd/test_ema.py -k pieces",
     ),
     Mutant(
-        "an average finds the parts of the segment after",
+        "an average finds the parts of the piece after",
         f"{KERNELS}/ssd/ema.py",
         "i_l = i_l if REVERSE else i_l - 1",
         "i_l = i_l",
-        "tests/ssd/test_ema.py -k segments",
+        "tests/ssd/test_ema.py -k pieces",
     ),
     Mutant(
         "an average's weights of later tokens change how an earlier row is rounded",
@@ -488,7 +488,7 @@ MUTANTS = [
     ),
     Mutant(
         "the fused states of a chapter are written without beta",
-        f"{KERNELS}/fused/gdn_bwd.py",
+        f"{KERNELS}/fused/gdn_scans.py",
         "cast(b_beta[:, None] * b_W, b_AG.dtype)",
         "cast(b_W, b_AG.dtype)",
         "--nbval-lax chapters/24_fusion.ipynb",

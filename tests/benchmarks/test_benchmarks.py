@@ -388,11 +388,11 @@ def test_the_oracle_of_a_token_of_mamba_2():
     assert all(y.stride(-1) == 0 for y in i.expanded())
 
 
-def test_a_recurrence_is_differentiated_in_segments(monkeypatch):
+def test_a_recurrence_is_differentiated_in_pieces(monkeypatch):
     i = measure.inputs(SSD_SMALL, "cpu").double()
     dy, found = measure.gradient(i.x), []
     for tokens in (1, 32, 100):
-        monkeypatch.setattr(mamba, "SEGMENT", tokens)
+        monkeypatch.setattr(mamba, "PIECE", tokens)
         found.append(i.gradients(dy))
     for name, x in found[0].items():
         assert relative_rms(found[1][name], x) < 1e-14 and relative_rms(found[2][name], x) < 1e-14

@@ -7,7 +7,7 @@ from delta.stage_checks import inputs
 from linattn_edu.kernels import pieces
 from linattn_edu.kernels.delta import warm_up
 from linattn_edu.kernels.delta.gate_cumsum import gate_cumsum
-from linattn_edu.kernels.fused import gdn_bwd, gdn_fwd
+from linattn_edu.kernels.fused import gdn_fwd, gdn_intra, gdn_scans
 from linattn_edu.packing import pack
 from linattn_edu.testing import assert_close
 
@@ -40,7 +40,7 @@ def drawn(shape, device):
 @pytest.fixture
 def cut(monkeypatch):
     """Pieces of 64 tokens, found forgotten in 32."""
-    for name, value in {"PROGRAMS": 0, "SPAN": 32, "MULTIPROCESSORS": 1}.items():
+    for name, value in {"PROGRAMS": 0, "PER_PROGRAM": 32, "MULTIPROCESSORS": 1}.items():
         monkeypatch.setattr(pieces, name, value)
     monkeypatch.setattr(warm_up, "REACH", 32)
 
@@ -52,20 +52,20 @@ def test_scans(shape, given, processors, cut, monkeypatch, device):
     q, k, v, beta, gc, h0, dht, own = drawn(shape, device)
     h0, dht = (h0, dht) if given else (None, None)
     do = torch.randn_like(v)
-    P, R, _ = gdn_fwd.intra_chunk(q, k, beta, gc, chunk_size=16, **own)
-    _, _, AG = gdn_fwd.intra_chunk(
+    P, R, _ = gdn_intra.intra_chunk(q, k, beta, gc, chunk_size=16, **own)
+    _, _, AG = gdn_intra.intra_chunk(
         q, k, beta, gc, chunk_size=16, return_inverse=True, gated=True, **own
     )
     monkeypatch.setattr(warm_up, "device_of", lambda _: ("hopper", processors))
-    _, (*wide, warm) = warm_up.warm_up(k, beta, gc, 24, chunk_size=16, **own)
+    _, (*wide, warmup) = warm_up.warm_up(k, beta, gc, 24, chunk_size=16, **own)
 
     def run():
         o = gdn_fwd.scan(q, k, v, gc, P, R, h0, scale=0.3, output_final_state=True, **own)
-        return *o, *gdn_bwd.scans(q, k, v, beta, gc, P, AG, do, h0, dht, scale=0.3, **own)
+        return *o, *gdn_scans.scans(q, k, v, beta, gc, P, AG, do, h0, dht, scale=0.3, **own)
 
     got = run()
     monkeypatch.setattr(pieces, "FULL", 0)
     for i, (a, b) in enumerate(zip(got, run(), strict=True)):
         assert_close(f"output {i}", a, b, 5e-6)
-    assert (warm < 0).any() and (warm > 0).any()
+    assert (warmup < 0).any() and (warmup > 0).any()
     assert [(x < 0).all() for x in wide] == [True] * (processors > 1)
