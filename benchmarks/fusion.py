@@ -15,7 +15,7 @@ from functools import partial
 import torch
 
 from benchmarks import measure, tables
-from benchmarks.cases import Case, work
+from benchmarks.cases import FUNCTIONS, Case, work
 from benchmarks.progress import EXIT_USAGE
 from benchmarks.rows import significant
 from linattn_edu.kernels.delta import state, state_bwd
@@ -162,9 +162,15 @@ def rows_of(case: Case, device: torch.device, rates: tuple[float, float]) -> Ite
         del run, runs, once
 
 
+def ran(row: dict) -> tuple[str, ...]:
+    """What of the package a row is the time of."""
+    stage = row["what"].partition(":")[2]
+    return (f"kernels.{stage}",) if stage else (FUNCTIONS["gdn"],)
+
+
 def main(argv: list[str]) -> int:
     args = tables.parser("fusion", __doc__).parse_args(argv)
-    if (table := tables.opened(args, "fusion", "case", "form", "what")) is None:
+    if (table := tables.opened(args, "fusion", "case", "form", "what", ran=ran)) is None:
         return EXIT_USAGE
     cuda = table.device.type == "cuda"
     rates = measure.rates() if cuda else (1e9, 1e9)

@@ -13,6 +13,7 @@ from unittest.mock import patch
 import torch
 
 from benchmarks import measure, tables
+from benchmarks.cases import FUNCTIONS
 from benchmarks.progress import EXIT_USAGE, fail
 from benchmarks.ranks import OURS
 from linattn_edu.kernels import pieces
@@ -25,6 +26,7 @@ SIZE = 128  # of a key and of a value
 HEADS, TOKENS, LENGTHS = (1, 2, 4, 8, 16), (8192, 16384, 32768), (512, 1024, 2048, 4096, 8192)
 MOST = 64  # pieces of a sequence, in this table
 PAIRS = ("16/32", "16/16", "32/64")  # heads of q and k / of v
+KEY = ("op", "heads", "tokens", "gates", "piece")  # of a row
 GATES = {"usual": lambda g: g, "zero": torch.zeros_like, "every third": lambda g: slow(g)}
 
 
@@ -118,6 +120,11 @@ def rows_of_scans(heads: str, tokens: int, device: torch.device):
                 yield row
 
 
+def ran(row: dict) -> tuple[str, ...]:
+    """What of the package a row is the time of: an operator, or one of the two scans."""
+    return (FUNCTIONS.get(row["op"], f"kernels.{row['op']}"),)
+
+
 def main(argv: list[str]) -> int:
     lists = {"heads": HEADS, "tokens": TOKENS, "lengths": LENGTHS}
     p = tables.parser("pieces", __doc__, **lists)
@@ -126,7 +133,7 @@ def main(argv: list[str]) -> int:
     args = p.parse_args(argv)
     if any(n % 64 for n in args.lengths):
         return fail(f"lengths must be whole chunks of 64 tokens, got {args.lengths}")
-    if (table := tables.opened(args, "pieces", "op", "heads", "tokens", "gates", "piece")) is None:
+    if (table := tables.opened(args, "pieces", *KEY, ran=ran)) is None:
         return EXIT_USAGE
     for op in args.ops.split(","):
         if op == "scans":
