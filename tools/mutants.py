@@ -513,7 +513,7 @@ MUTANTS = [
     # calls that are written down
     Mutant(
         "calls with other options share a program",
-        f"{OPS}/operator.py",
+        f"{OPS}/operator/composing.py",
         "self._programs[which], (stages, options)",
         "self._programs[which], (stages,)",
         "tests/kernels/test_plan.py -k kinds",
