@@ -1,7 +1,7 @@
 """causal_conv1d and causal_conv1d_fn: the public functions, their declaration, its two stages."""
 
-import functools
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -14,9 +14,8 @@ from linattn_edu.ops import check
 from linattn_edu.ops.delta import arguments
 from linattn_edu.ops.operator import Operator, like, widened
 from linattn_edu.ops.ranks import Ranks
+from linattn_edu.ops.stages import implementations, stage
 from linattn_edu.packing import Packing
-from linattn_edu.reference.delta.causal_conv1d import causal_conv1d as convolution
-from linattn_edu.reference.delta.causal_conv1d import causal_conv1d_bwd as convolution_bwd
 
 WIDEST = 8  # tokens of a sum: the kernels have a load for each
 CHUNK = 64  # tokens of a tile of the kernels
@@ -260,27 +259,17 @@ def check_backend(backend: str | None) -> None:
         raise ValueError(f"backend must be None or 'triton', got {backend!r}: impl says what runs")
 
 
-class Stages(NamedTuple):
+@dataclass(frozen=True)
+class Stages:
     """The convolution, and its adjoint."""
 
-    causal_conv1d: Callable
-    causal_conv1d_bwd: Callable
+    causal_conv1d: Callable = stage("delta.causal_conv1d")
+    causal_conv1d_bwd: Callable = stage("delta.causal_conv1d")
     cp_merge: Callable = halo.merge
     cp_merge_bwd: Callable = halo.merge_bwd
 
 
-@functools.cache
-def stages(impl: str) -> Stages:
-    """The stages of an implementation, "reference" or "triton"."""
-    check.choice("impl", impl, check.STAGES)
-    return _kernels() if impl == "triton" else Stages(convolution, convolution_bwd)
-
-
-def _kernels() -> Stages:
-    """The stages in Triton, which may be missing."""
-    from linattn_edu.kernels.delta.causal_conv1d import causal_conv1d, causal_conv1d_bwd
-
-    return Stages(causal_conv1d, causal_conv1d_bwd)
+stages = implementations(Stages)
 
 
 class Residuals(NamedTuple):

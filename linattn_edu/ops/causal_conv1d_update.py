@@ -1,15 +1,14 @@
 """causal_conv1d_update: the short convolution token by token, with the state written in place."""
 
-import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from linattn_edu.ops import check, inplace
 from linattn_edu.ops.causal_conv1d import activation_of, check_sizes
 from linattn_edu.ops.operator import Operator, like
-from linattn_edu.reference.delta.causal_conv1d_update import causal_conv1d_update as reference
+from linattn_edu.ops.stages import implementations, stage
 
 
 def causal_conv1d_update(
@@ -125,24 +124,14 @@ def _check_tensors(
     return one
 
 
-class Stages(NamedTuple):
+@dataclass(frozen=True)
+class Stages:
     """The convolution of new tokens, in place."""
 
-    causal_conv1d_update: Callable
+    causal_conv1d_update: Callable = stage("delta.causal_conv1d_update")
 
 
-@functools.cache
-def stages(impl: str) -> Stages:
-    """The stage of an implementation, "reference" or "triton"."""
-    return _kernels() if impl == "triton" else Stages(reference)
-
-
-def _kernels() -> Stages:
-    """The stage in Triton, which may be missing."""
-    from linattn_edu.kernels.delta.causal_conv1d_update import causal_conv1d_update
-
-    return Stages(causal_conv1d_update)
-
+stages = implementations(Stages)
 
 # The channels are called H, as in causal_conv1d.
 update = Operator(

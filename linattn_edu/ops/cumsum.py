@@ -1,8 +1,7 @@
 """Cumulative sums over the tokens, in chunks and over whole sequences."""
 
-import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -10,8 +9,8 @@ from torch import Tensor
 from linattn_edu.ops import check
 from linattn_edu.ops.delta import arguments
 from linattn_edu.ops.operator import Operator, widened
+from linattn_edu.ops.stages import implementations, stage
 from linattn_edu.packing import Packing
-from linattn_edu.reference.delta.cumsum import cumsum, global_cumsum
 
 
 def chunk_local_cumsum(
@@ -121,25 +120,15 @@ def _check_summands(
     return sizes
 
 
-class Stages(NamedTuple):
+@dataclass(frozen=True)
+class Stages:
     """The sums within chunks, and over whole sequences."""
 
-    cumsum: Callable
-    global_cumsum: Callable
+    cumsum: Callable = stage("delta.cumsum")
+    global_cumsum: Callable = stage("delta.cumsum")
 
 
-@functools.cache
-def stages(impl: str) -> Stages:
-    """The sums of an implementation, "reference" or "triton"."""
-    return _kernels() if impl == "triton" else Stages(cumsum, global_cumsum)
-
-
-def _kernels() -> Stages:
-    """The stages in Triton, which may be missing."""
-    from linattn_edu.kernels.delta.cumsum import cumsum, global_cumsum
-
-    return Stages(cumsum, global_cumsum)
-
+stages = implementations(Stages)
 
 local = Operator(
     "chunk_local_cumsum",

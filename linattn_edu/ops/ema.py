@@ -1,7 +1,7 @@
 """ema_scan: the public function, its declaration, the composition of its stages."""
 
-import functools
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -12,12 +12,8 @@ from linattn_edu.ops import check
 from linattn_edu.ops.delta import arguments
 from linattn_edu.ops.operator import Operator, like, widened
 from linattn_edu.ops.ranks import Ranks
+from linattn_edu.ops.stages import implementations, stage
 from linattn_edu.packing import Packing
-from linattn_edu.reference.delta.cp_merge import cp_merge
-from linattn_edu.reference.delta.cp_merge_bwd import cp_merge_bwd
-from linattn_edu.reference.delta.gate_cumsum import gate_cumsum
-from linattn_edu.reference.ssd.ema import ema
-from linattn_edu.reference.ssd.ema_bwd import ema_bwd
 
 
 def ema_scan(
@@ -148,35 +144,18 @@ def _check_tensors(
     return sizes
 
 
-class Stages(NamedTuple):
+@dataclass(frozen=True)
+class Stages:
     """One implementation of each stage."""
 
-    gate_cumsum: Callable
-    ema: Callable
-    ema_bwd: Callable
-    cp_merge: Callable
-    cp_merge_bwd: Callable
+    gate_cumsum: Callable = stage("delta.gate_cumsum")
+    ema: Callable = stage("ssd.ema")
+    ema_bwd: Callable = stage("ssd.ema_bwd")
+    cp_merge: Callable = stage("delta.cp_merge")
+    cp_merge_bwd: Callable = stage("delta.cp_merge_bwd")
 
 
-@functools.cache
-def stages(impl: str) -> Stages:
-    """The stages of an implementation, "reference" or "triton"."""
-    check.choice("impl", impl, check.STAGES)
-    return _kernels() if impl == "triton" else _REFERENCE
-
-
-_REFERENCE = Stages(gate_cumsum, ema, ema_bwd, cp_merge, cp_merge_bwd)
-
-
-def _kernels() -> Stages:
-    """The stages in Triton, which may be missing."""
-    from linattn_edu.kernels.delta.cp_merge import cp_merge
-    from linattn_edu.kernels.delta.cp_merge_bwd import cp_merge_bwd
-    from linattn_edu.kernels.delta.gate_cumsum import gate_cumsum
-    from linattn_edu.kernels.ssd.ema import ema
-    from linattn_edu.kernels.ssd.ema_bwd import ema_bwd
-
-    return Stages(gate_cumsum, ema, ema_bwd, cp_merge, cp_merge_bwd)
+stages = implementations(Stages)
 
 
 class Residuals(NamedTuple):

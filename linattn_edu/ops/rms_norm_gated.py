@@ -1,15 +1,13 @@
 """rms_norm_gated: the public function, its declaration, its two stages."""
 
-import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from linattn_edu.ops import check
 from linattn_edu.ops.operator import Operator, like, widened
-from linattn_edu.reference.delta.rms_norm_gated import rms_norm_gated as rows
-from linattn_edu.reference.delta.rms_norm_gated import rms_norm_gated_bwd as rows_bwd
+from linattn_edu.ops.stages import implementations, stage
 
 WIDEST = 2**15  # a program of the kernels holds a row
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "sigmoid": "sigmoid"}
@@ -123,25 +121,15 @@ def _check_tensors(
     return D, group_size
 
 
-class Stages(NamedTuple):
+@dataclass(frozen=True)
+class Stages:
     """The norm with its gate, and its adjoint."""
 
-    rms_norm_gated: Callable
-    rms_norm_gated_bwd: Callable
+    rms_norm_gated: Callable = stage("delta.rms_norm_gated")
+    rms_norm_gated_bwd: Callable = stage("delta.rms_norm_gated")
 
 
-@functools.cache
-def stages(impl: str) -> Stages:
-    """The stages of an implementation, "reference" or "triton"."""
-    return _kernels() if impl == "triton" else Stages(rows, rows_bwd)
-
-
-def _kernels() -> Stages:
-    """The stages in Triton, which may be missing."""
-    from linattn_edu.kernels.delta.rms_norm_gated import rms_norm_gated, rms_norm_gated_bwd
-
-    return Stages(rms_norm_gated, rms_norm_gated_bwd)
-
+stages = implementations(Stages)
 
 norm = Operator(
     "rms_norm_gated",

@@ -1,8 +1,7 @@
 """The inverse of a unit triangular matrix, one for each chunk."""
 
-import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -10,8 +9,8 @@ from torch import Tensor
 from linattn_edu.ops import check
 from linattn_edu.ops.delta import arguments
 from linattn_edu.ops.operator import Operator, widened
+from linattn_edu.ops.stages import implementations, stage
 from linattn_edu.packing import Packing
-from linattn_edu.reference.delta.solve import solve_tril as inverse
 from linattn_edu.reference.delta.solve import solve_tril_bwd
 
 
@@ -62,25 +61,15 @@ def solve_tril(
     return X.to(A.dtype if output_dtype is None else output_dtype)
 
 
-class Stages(NamedTuple):
+@dataclass(frozen=True)
+class Stages:
     """The inverse and its adjoint, which is matrix products of PyTorch."""
 
-    solve_tril: Callable
-    solve_tril_bwd: Callable
+    solve_tril: Callable = stage("delta.solve")
+    solve_tril_bwd: Callable = solve_tril_bwd
 
 
-@functools.cache
-def stages(impl: str) -> Stages:
-    """The stages of an implementation, "reference" or "triton"."""
-    return Stages(_kernel() if impl == "triton" else inverse, solve_tril_bwd)
-
-
-def _kernel() -> Callable:
-    """The inverse in Triton, which may be missing."""
-    from linattn_edu.kernels.delta.solve import solve_tril
-
-    return solve_tril
-
+stages = implementations(Stages)
 
 solve = Operator(
     "solve_tril",

@@ -6,7 +6,6 @@ The public functions are those of Gated DeltaNet (gate g; gk, gv) and of Kimi De
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,8 +15,8 @@ from linattn_edu.ops.delta import arguments
 from linattn_edu.ops.delta.gate import layer_gate
 from linattn_edu.ops.l2norm import l2norm
 from linattn_edu.ops.operator import Operator, like, widened
+from linattn_edu.ops.stages import implementations, stage
 from linattn_edu.ops.tensors import needs_gradient, transformed, wide
-from linattn_edu.reference.delta.recurrent import recurrent, recurrent_bwd
 
 LARGEST = (512, 512)  # K and V
 
@@ -113,24 +112,15 @@ def differentiable(
     return o, arguments.transposed(final_state, how.v_first).contiguous()
 
 
-class Stages(NamedTuple):
+@dataclass(frozen=True)
+class Stages:
     """The recurrence and its reverse."""
 
-    recurrent: Callable
-    recurrent_bwd: Callable
+    recurrent: Callable = stage("delta.recurrent")
+    recurrent_bwd: Callable = stage("delta.recurrent")
 
 
-@functools.cache
-def stages(impl: str) -> Stages:
-    """The recurrence of an implementation, "reference" or "triton"."""
-    return _kernels() if impl == "triton" else Stages(recurrent, recurrent_bwd)
-
-
-def _kernels() -> Stages:
-    """The stages in Triton, which may be missing."""
-    from linattn_edu.kernels.delta.recurrent import recurrent, recurrent_bwd
-
-    return Stages(recurrent, recurrent_bwd)
+stages = implementations(Stages)
 
 
 def _operations(s: dict) -> tuple[int, int]:

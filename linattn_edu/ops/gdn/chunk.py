@@ -1,6 +1,5 @@
 """Gated DeltaNet in chunks: the public function, its declaration, the composition of its stages."""
 
-import functools
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -13,27 +12,8 @@ from linattn_edu.ops.delta import arguments
 from linattn_edu.ops.l2norm import l2norm
 from linattn_edu.ops.operator import Operator, like, widened
 from linattn_edu.ops.ranks import Ranks
+from linattn_edu.ops.stages import implementations, stage
 from linattn_edu.packing import Packing
-from linattn_edu.reference.delta.cp_merge import cp_merge, piece_map
-from linattn_edu.reference.delta.cp_merge_bwd import cp_merge_bwd, piece_map_bwd
-from linattn_edu.reference.delta.gate_bwd import gate_bwd
-from linattn_edu.reference.delta.gate_cumsum import gate_cumsum
-from linattn_edu.reference.delta.output import output
-from linattn_edu.reference.delta.output_bwd import output_bwd
-from linattn_edu.reference.delta.solve import solve
-from linattn_edu.reference.delta.state import state
-from linattn_edu.reference.delta.state_bwd import state_bwd
-from linattn_edu.reference.delta.wy import wy
-from linattn_edu.reference.delta.wy_bwd import wy_bwd
-from linattn_edu.reference.fused.gdn_bwd import (
-    chunk_bwd,
-    intra_chunk_bwd,
-    scan_bwd,
-    scan_map_bwd,
-    scan_states,
-    scans,
-)
-from linattn_edu.reference.fused.gdn_fwd import intra_chunk, scan, scan_map
 
 
 def chunk_gated_delta_rule(
@@ -189,19 +169,19 @@ def chunk_gated_delta_rule(
 class Stages:
     """One implementation of each stage; `dataclasses.replace` swaps a single one."""
 
-    gate_cumsum: Callable
-    solve: Callable
-    wy: Callable
-    state: Callable
-    output: Callable
-    output_bwd: Callable
-    state_bwd: Callable
-    wy_bwd: Callable
-    gate_bwd: Callable
-    piece_map: Callable
-    cp_merge: Callable
-    piece_map_bwd: Callable
-    cp_merge_bwd: Callable
+    gate_cumsum: Callable = stage("delta.gate_cumsum")
+    solve: Callable = stage("delta.solve")
+    wy: Callable = stage("delta.wy")
+    state: Callable = stage("delta.state")
+    output: Callable = stage("delta.output")
+    output_bwd: Callable = stage("delta.output_bwd")
+    state_bwd: Callable = stage("delta.state_bwd")
+    wy_bwd: Callable = stage("delta.wy_bwd")
+    gate_bwd: Callable = stage("delta.gate_bwd")
+    piece_map: Callable = stage("delta.cp_merge")
+    cp_merge: Callable = stage("delta.cp_merge")
+    piece_map_bwd: Callable = stage("delta.cp_merge_bwd")
+    cp_merge_bwd: Callable = stage("delta.cp_merge_bwd")
 
 
 @dataclass(frozen=True)
@@ -211,77 +191,22 @@ class FusedStages:
     output_bwd and wy_bwd. chunk_bwd is scans and intra_chunk_bwd.
     """
 
-    gate_cumsum: Callable
-    intra_chunk: Callable
-    scan: Callable
-    scan_states: Callable
-    scan_bwd: Callable
-    scans: Callable
-    intra_chunk_bwd: Callable
-    chunk_bwd: Callable
-    gate_bwd: Callable
-    scan_map: Callable
-    cp_merge: Callable
-    scan_map_bwd: Callable
-    cp_merge_bwd: Callable
+    gate_cumsum: Callable = stage("delta.gate_cumsum")
+    intra_chunk: Callable = stage("fused.gdn_fwd")
+    scan: Callable = stage("fused.gdn_fwd")
+    scan_states: Callable = stage("fused.gdn_bwd")
+    scan_bwd: Callable = stage("fused.gdn_bwd")
+    scans: Callable = stage("fused.gdn_bwd")
+    intra_chunk_bwd: Callable = stage("fused.gdn_bwd")
+    chunk_bwd: Callable = stage("fused.gdn_bwd")
+    gate_bwd: Callable = stage("delta.gate_bwd")
+    scan_map: Callable = stage("fused.gdn_fwd")
+    cp_merge: Callable = stage("delta.cp_merge")
+    scan_map_bwd: Callable = stage("fused.gdn_bwd")
+    cp_merge_bwd: Callable = stage("delta.cp_merge_bwd")
 
 
-@functools.cache
-def stages(impl: str) -> Stages:
-    """The stages of an implementation, "reference" or "triton"."""
-    check.choice("impl", impl, check.STAGES)
-    return _kernels()[0] if impl == "triton" else _REFERENCE
-
-
-@functools.cache
-def fused_stages(impl: str) -> FusedStages:
-    """The fused stages of an implementation, "reference" or "triton"."""
-    check.choice("impl", impl, check.STAGES)
-    return _kernels()[1] if impl == "triton" else _FUSED_REFERENCE
-
-
-_REFERENCE = Stages(
-    gate_cumsum, solve, wy, state, output, output_bwd, state_bwd, wy_bwd, gate_bwd, piece_map,
-    cp_merge, piece_map_bwd, cp_merge_bwd,
-)  # fmt: skip
-_FUSED_REFERENCE = FusedStages(
-    gate_cumsum, intra_chunk, scan, scan_states, scan_bwd, scans, intra_chunk_bwd, chunk_bwd,
-    gate_bwd, scan_map, cp_merge, scan_map_bwd, cp_merge_bwd,
-)  # fmt: skip
-
-
-def _kernels() -> tuple[Stages, FusedStages]:
-    """The stages in Triton, which may be missing."""
-    from linattn_edu.kernels.delta.cp_merge import cp_merge, piece_map
-    from linattn_edu.kernels.delta.cp_merge_bwd import cp_merge_bwd, piece_map_bwd
-    from linattn_edu.kernels.delta.gate_bwd import gate_bwd
-    from linattn_edu.kernels.delta.gate_cumsum import gate_cumsum
-    from linattn_edu.kernels.delta.output import output
-    from linattn_edu.kernels.delta.output_bwd import output_bwd
-    from linattn_edu.kernels.delta.solve import solve
-    from linattn_edu.kernels.delta.state import state
-    from linattn_edu.kernels.delta.state_bwd import state_bwd
-    from linattn_edu.kernels.delta.wy import wy
-    from linattn_edu.kernels.delta.wy_bwd import wy_bwd
-    from linattn_edu.kernels.fused.gdn_bwd import (
-        chunk_bwd,
-        intra_chunk_bwd,
-        scan_bwd,
-        scan_map_bwd,
-        scan_states,
-        scans,
-    )
-    from linattn_edu.kernels.fused.gdn_fwd import intra_chunk, scan, scan_map
-
-    staged = Stages(
-        gate_cumsum, solve, wy, state, output, output_bwd, state_bwd, wy_bwd, gate_bwd, piece_map,
-        cp_merge, piece_map_bwd, cp_merge_bwd,
-    )  # fmt: skip
-    fused = FusedStages(
-        gate_cumsum, intra_chunk, scan, scan_states, scan_bwd, scans, intra_chunk_bwd, chunk_bwd,
-        gate_bwd, scan_map, cp_merge, scan_map_bwd, cp_merge_bwd,
-    )  # fmt: skip
-    return staged, fused
+stages, fused_stages = implementations(Stages), implementations(FusedStages)
 
 
 class Residuals(NamedTuple):

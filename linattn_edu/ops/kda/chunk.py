@@ -1,6 +1,5 @@
 """Kimi Delta Attention in chunks: the public function, its declaration, the composition."""
 
-import functools
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -13,22 +12,8 @@ from linattn_edu.ops.delta import arguments
 from linattn_edu.ops.l2norm import l2norm
 from linattn_edu.ops.operator import Operator, like, widened
 from linattn_edu.ops.ranks import Ranks
+from linattn_edu.ops.stages import implementations, stage
 from linattn_edu.packing import Packing
-from linattn_edu.reference.delta.cp_merge import cp_merge, piece_map
-from linattn_edu.reference.delta.cp_merge_bwd import cp_merge_bwd, piece_map_bwd
-from linattn_edu.reference.delta.gate_bwd import gate_bwd
-from linattn_edu.reference.delta.gate_cumsum import gate_cumsum
-from linattn_edu.reference.delta.kda_bwd import kda_output_bwd, kda_wy_bwd
-from linattn_edu.reference.delta.kda_intra import kda_intra
-from linattn_edu.reference.delta.kda_intra_bwd import kda_intra_bwd
-from linattn_edu.reference.delta.kda_scan import kda_scan
-from linattn_edu.reference.delta.kda_scans import kda_scans
-from linattn_edu.reference.delta.output import output
-from linattn_edu.reference.delta.state import state
-from linattn_edu.reference.delta.state_bwd import state_bwd
-from linattn_edu.reference.delta.wy import wy
-from linattn_edu.reference.fused.kda_bwd import kda_fused_intra_bwd, kda_fused_scans, kda_gates
-from linattn_edu.reference.fused.kda_fwd import kda_fused_scan, kda_prepare
 
 SAFE_BOUND = -5.0  # of the log decay, where safe_gate is given without another
 
@@ -265,22 +250,22 @@ class Stages:
     kda_scan is state and output, kda_scans is state and state_bwd, where no state is kept.
     """
 
-    gate_cumsum: Callable
-    kda_intra: Callable
-    wy: Callable
-    state: Callable
-    output: Callable
-    kda_scan: Callable
-    kda_scans: Callable
-    state_bwd: Callable
-    kda_output_bwd: Callable
-    kda_wy_bwd: Callable
-    kda_intra_bwd: Callable
-    gate_bwd: Callable
-    piece_map: Callable
-    cp_merge: Callable
-    piece_map_bwd: Callable
-    cp_merge_bwd: Callable
+    gate_cumsum: Callable = stage("delta.gate_cumsum")
+    kda_intra: Callable = stage("delta.kda_intra")
+    wy: Callable = stage("delta.wy")
+    state: Callable = stage("delta.state")
+    output: Callable = stage("delta.output")
+    kda_scan: Callable = stage("delta.kda_scan")
+    kda_scans: Callable = stage("delta.kda_scans")
+    state_bwd: Callable = stage("delta.state_bwd")
+    kda_output_bwd: Callable = stage("delta.kda_bwd")
+    kda_wy_bwd: Callable = stage("delta.kda_bwd")
+    kda_intra_bwd: Callable = stage("delta.kda_intra_bwd")
+    gate_bwd: Callable = stage("delta.gate_bwd")
+    piece_map: Callable = stage("delta.cp_merge")
+    cp_merge: Callable = stage("delta.cp_merge")
+    piece_map_bwd: Callable = stage("delta.cp_merge_bwd")
+    cp_merge_bwd: Callable = stage("delta.cp_merge_bwd")
 
 
 @dataclass(frozen=True)
@@ -291,68 +276,16 @@ class FusedStages:
     kda_intra_bwd.
     """
 
-    gate_cumsum: Callable
-    kda_prepare: Callable
-    kda_fused_scan: Callable
-    kda_gates: Callable
-    kda_fused_scans: Callable
-    kda_fused_intra_bwd: Callable
-    gate_bwd: Callable
+    gate_cumsum: Callable = stage("delta.gate_cumsum")
+    kda_prepare: Callable = stage("fused.kda_fwd")
+    kda_fused_scan: Callable = stage("fused.kda_fwd")
+    kda_gates: Callable = stage("fused.kda_bwd")
+    kda_fused_scans: Callable = stage("fused.kda_bwd")
+    kda_fused_intra_bwd: Callable = stage("fused.kda_bwd")
+    gate_bwd: Callable = stage("delta.gate_bwd")
 
 
-@functools.cache
-def stages(impl: str) -> Stages:
-    """The stages of an implementation, "reference" or "triton"."""
-    check.choice("impl", impl, check.STAGES)
-    return _kernels()[0] if impl == "triton" else _REFERENCE
-
-
-@functools.cache
-def fused_stages(impl: str) -> FusedStages:
-    """The fused stages of an implementation, "reference" or "triton"."""
-    check.choice("impl", impl, check.STAGES)
-    return _kernels()[1] if impl == "triton" else _FUSED_REFERENCE
-
-
-_REFERENCE = Stages(
-    gate_cumsum, kda_intra, wy, state, output, kda_scan,
-    kda_scans, state_bwd, kda_output_bwd, kda_wy_bwd, kda_intra_bwd, gate_bwd,
-    piece_map, cp_merge, piece_map_bwd, cp_merge_bwd,
-)  # fmt: skip
-_FUSED_REFERENCE = FusedStages(
-    gate_cumsum, kda_prepare, kda_fused_scan, kda_gates, kda_fused_scans, kda_fused_intra_bwd,
-    gate_bwd,
-)  # fmt: skip
-
-
-def _kernels() -> tuple[Stages, FusedStages]:
-    """The stages in Triton, which may be missing."""
-    from linattn_edu.kernels.delta.cp_merge import cp_merge, piece_map
-    from linattn_edu.kernels.delta.cp_merge_bwd import cp_merge_bwd, piece_map_bwd
-    from linattn_edu.kernels.delta.gate_bwd import gate_bwd
-    from linattn_edu.kernels.delta.gate_cumsum import gate_cumsum
-    from linattn_edu.kernels.delta.kda_bwd import kda_output_bwd, kda_wy_bwd
-    from linattn_edu.kernels.delta.kda_intra import kda_intra
-    from linattn_edu.kernels.delta.kda_intra_bwd import kda_intra_bwd
-    from linattn_edu.kernels.delta.kda_scan import kda_scan
-    from linattn_edu.kernels.delta.kda_scans import kda_scans
-    from linattn_edu.kernels.delta.output import output
-    from linattn_edu.kernels.delta.state import state
-    from linattn_edu.kernels.delta.state_bwd import state_bwd
-    from linattn_edu.kernels.delta.wy import wy
-    from linattn_edu.kernels.fused.kda_bwd import kda_fused_intra_bwd, kda_fused_scans, kda_gates
-    from linattn_edu.kernels.fused.kda_fwd import kda_fused_scan, kda_prepare
-
-    staged = Stages(
-        gate_cumsum, kda_intra, wy, state, output, kda_scan,
-        kda_scans, state_bwd, kda_output_bwd, kda_wy_bwd, kda_intra_bwd, gate_bwd,
-        piece_map, cp_merge, piece_map_bwd, cp_merge_bwd,
-    )  # fmt: skip
-    fused = FusedStages(
-        gate_cumsum, kda_prepare, kda_fused_scan, kda_gates, kda_fused_scans, kda_fused_intra_bwd,
-        gate_bwd,
-    )  # fmt: skip
-    return staged, fused
+stages, fused_stages = implementations(Stages), implementations(FusedStages)
 
 
 class Residuals(NamedTuple):

@@ -1,6 +1,5 @@
 """Mamba-2 in chunks: the public function, its declaration, the composition of its stages."""
 
-import functools
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
@@ -14,24 +13,9 @@ from linattn_edu.ops import check
 from linattn_edu.ops.delta import arguments
 from linattn_edu.ops.operator import Operator, like, widened
 from linattn_edu.ops.ranks import Ranks
+from linattn_edu.ops.stages import implementations, stage
 from linattn_edu.ops.tensors import wide
 from linattn_edu.packing import Packing
-from linattn_edu.reference.delta.cp_merge import cp_merge, piece_map
-from linattn_edu.reference.delta.cp_merge_bwd import cp_merge_bwd, piece_map_bwd
-from linattn_edu.reference.delta.state import state
-from linattn_edu.reference.delta.state_bwd import state_bwd
-from linattn_edu.reference.fused.ssd_fwd import chunk_scores, ssd_bwd_bc, ssd_bwd_dx, ssd_fwd
-from linattn_edu.reference.ssd.chunk_cumsum import chunk_cumsum, chunk_cumsum_log
-from linattn_edu.reference.ssd.chunk_cumsum_bwd import chunk_cumsum_bwd
-from linattn_edu.reference.ssd.chunk_scan import chunk_scan
-from linattn_edu.reference.ssd.chunk_scan_bwd_da_cs import chunk_scan_bwd_da_cs
-from linattn_edu.reference.ssd.chunk_scan_bwd_dc import chunk_scan_bwd_dc
-from linattn_edu.reference.ssd.chunk_scan_bwd_dstates import chunk_scan_bwd_dstates
-from linattn_edu.reference.ssd.chunk_scan_chunk_state_bwd_dx import chunk_scan_chunk_state_bwd_dx
-from linattn_edu.reference.ssd.chunk_state import chunk_state
-from linattn_edu.reference.ssd.chunk_state_bwd_db import chunk_state_bwd_db
-from linattn_edu.reference.ssd.state_passing import state_passing
-from linattn_edu.reference.ssd.state_passing_bwd import state_passing_bwd
 
 LARGEST = 256  # P and N
 
@@ -247,98 +231,45 @@ def _form(impl: str, x: Tensor, B: Tensor, chunk_size: int, low: float) -> tuple
 class Stages:
     """One implementation of each stage; `dataclasses.replace` swaps a single one."""
 
-    chunk_cumsum: Callable
-    chunk_state: Callable
-    state_passing: Callable
-    chunk_scan: Callable
-    chunk_scan_bwd_dstates: Callable
-    state_passing_bwd: Callable
-    chunk_state_bwd_db: Callable
-    chunk_scan_bwd_dc: Callable
-    chunk_scan_chunk_state_bwd_dx: Callable
-    chunk_scan_bwd_da_cs: Callable
-    chunk_cumsum_bwd: Callable
-    cp_merge: Callable
-    cp_merge_bwd: Callable
+    chunk_cumsum: Callable = stage("ssd.chunk_cumsum")
+    chunk_state: Callable = stage("ssd.chunk_state")
+    state_passing: Callable = stage("ssd.state_passing")
+    chunk_scan: Callable = stage("ssd.chunk_scan")
+    chunk_scan_bwd_dstates: Callable = stage("ssd.chunk_scan_bwd_dstates")
+    state_passing_bwd: Callable = stage("ssd.state_passing_bwd")
+    chunk_state_bwd_db: Callable = stage("ssd.chunk_state_bwd_db")
+    chunk_scan_bwd_dc: Callable = stage("ssd.chunk_scan_bwd_dc")
+    chunk_scan_chunk_state_bwd_dx: Callable = stage("ssd.chunk_scan_chunk_state_bwd_dx")
+    chunk_scan_bwd_da_cs: Callable = stage("ssd.chunk_scan_bwd_da_cs")
+    chunk_cumsum_bwd: Callable = stage("ssd.chunk_cumsum_bwd")
+    cp_merge: Callable = stage("delta.cp_merge")
+    cp_merge_bwd: Callable = stage("delta.cp_merge_bwd")
 
 
 @dataclass(frozen=True)
 class FusedStages:
     """Both passes in fused stages, whose scans for the backward pass are the delta rule's."""
 
-    chunk_cumsum_log: Callable
-    chunk_scores: Callable
-    ssd_fwd: Callable
-    state: Callable
-    state_bwd: Callable
-    ssd_bwd_bc: Callable
-    ssd_bwd_dx: Callable
-    chunk_cumsum_bwd: Callable
-    piece_map: Callable
-    cp_merge: Callable
-    piece_map_bwd: Callable
-    cp_merge_bwd: Callable
+    chunk_cumsum_log: Callable = stage("ssd.chunk_cumsum")
+    chunk_scores: Callable = stage("fused.ssd_fwd")
+    ssd_fwd: Callable = stage("fused.ssd_fwd")
+    state: Callable = stage("delta.state")
+    state_bwd: Callable = stage("delta.state_bwd")
+    ssd_bwd_bc: Callable = stage("fused.ssd_fwd")
+    ssd_bwd_dx: Callable = stage("fused.ssd_fwd")
+    chunk_cumsum_bwd: Callable = stage("ssd.chunk_cumsum_bwd")
+    piece_map: Callable = stage("delta.cp_merge")
+    cp_merge: Callable = stage("delta.cp_merge")
+    piece_map_bwd: Callable = stage("delta.cp_merge_bwd")
+    cp_merge_bwd: Callable = stage("delta.cp_merge_bwd")
 
 
-_REFERENCE = Stages(
-    chunk_cumsum, chunk_state, state_passing, chunk_scan, chunk_scan_bwd_dstates,
-    state_passing_bwd, chunk_state_bwd_db, chunk_scan_bwd_dc, chunk_scan_chunk_state_bwd_dx,
-    chunk_scan_bwd_da_cs, chunk_cumsum_bwd, cp_merge, cp_merge_bwd,
-)  # fmt: skip
-_FUSED_REFERENCE = FusedStages(
-    chunk_cumsum_log, chunk_scores, ssd_fwd, state, state_bwd, ssd_bwd_bc, ssd_bwd_dx,
-    chunk_cumsum_bwd, piece_map, cp_merge, piece_map_bwd, cp_merge_bwd,
-)  # fmt: skip
-
-
-@functools.cache
-def stages(impl: str) -> Stages:
-    """The stages of an implementation, "reference" or "triton"."""
-    check.choice("impl", impl, check.STAGES)
-    return _kernels()[0] if impl == "triton" else _REFERENCE
-
-
-@functools.cache
-def fused_stages(impl: str) -> FusedStages:
-    """The fused stages of an implementation, "reference" or "triton"."""
-    check.choice("impl", impl, check.STAGES)
-    return _kernels()[1] if impl == "triton" else _FUSED_REFERENCE
+stages, fused_stages = implementations(Stages), implementations(FusedStages)
 
 
 def _chosen(form: str) -> Stages | FusedStages:
     """The stages that `_form` chose."""
     return fused_stages("triton") if form == "fused" else stages(form)
-
-
-def _kernels() -> tuple[Stages, FusedStages]:
-    """The stages in Triton, which may be missing."""
-    from linattn_edu.kernels.delta.cp_merge import cp_merge, piece_map
-    from linattn_edu.kernels.delta.cp_merge_bwd import cp_merge_bwd, piece_map_bwd
-    from linattn_edu.kernels.delta.state import state
-    from linattn_edu.kernels.delta.state_bwd import state_bwd
-    from linattn_edu.kernels.fused.ssd_fwd import chunk_scores, ssd_bwd_bc, ssd_bwd_dx, ssd_fwd
-    from linattn_edu.kernels.ssd.chunk_cumsum import chunk_cumsum, chunk_cumsum_log
-    from linattn_edu.kernels.ssd.chunk_cumsum_bwd import chunk_cumsum_bwd
-    from linattn_edu.kernels.ssd.chunk_scan import chunk_scan
-    from linattn_edu.kernels.ssd.chunk_scan_bwd_da_cs import chunk_scan_bwd_da_cs
-    from linattn_edu.kernels.ssd.chunk_scan_bwd_dc import chunk_scan_bwd_dc
-    from linattn_edu.kernels.ssd.chunk_scan_bwd_dstates import chunk_scan_bwd_dstates
-    from linattn_edu.kernels.ssd.chunk_scan_chunk_state_bwd_dx import chunk_scan_chunk_state_bwd_dx
-    from linattn_edu.kernels.ssd.chunk_state import chunk_state
-    from linattn_edu.kernels.ssd.chunk_state_bwd_db import chunk_state_bwd_db
-    from linattn_edu.kernels.ssd.state_passing import state_passing
-    from linattn_edu.kernels.ssd.state_passing_bwd import state_passing_bwd
-
-    staged = Stages(
-        chunk_cumsum, chunk_state, state_passing, chunk_scan, chunk_scan_bwd_dstates,
-        state_passing_bwd, chunk_state_bwd_db, chunk_scan_bwd_dc, chunk_scan_chunk_state_bwd_dx,
-        chunk_scan_bwd_da_cs, chunk_cumsum_bwd, cp_merge, cp_merge_bwd,
-    )  # fmt: skip
-    fused = FusedStages(
-        chunk_cumsum_log, chunk_scores, ssd_fwd, state, state_bwd, ssd_bwd_bc, ssd_bwd_dx,
-        chunk_cumsum_bwd, piece_map, cp_merge, piece_map_bwd, cp_merge_bwd,
-    )  # fmt: skip
-    return staged, fused
 
 
 class Residuals(NamedTuple):

@@ -1,15 +1,14 @@
 """Mamba-2 token by token: decoding, with the state written in place."""
 
-import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from linattn_edu.ops import check, inplace
 from linattn_edu.ops.operator import Operator, like
+from linattn_edu.ops.stages import implementations, stage
 from linattn_edu.ops.tensors import contiguous_rows
-from linattn_edu.reference.ssd.selective_state_update import selective_state_update as reference
 
 LARGEST = 256  # N: a program of the kernel holds rows of a state whole
 SHAPES = {
@@ -162,24 +161,14 @@ def _once(x: Tensor | None, first: int) -> Tensor | None:
     return x
 
 
-class Stages(NamedTuple):
+@dataclass(frozen=True)
+class Stages:
     """The recurrence of one token, in place."""
 
-    selective_state_update: Callable
+    selective_state_update: Callable = stage("ssd.selective_state_update")
 
 
-@functools.cache
-def stages(impl: str) -> Stages:
-    """The recurrence of an implementation, "reference" or "triton"."""
-    return _kernels() if impl == "triton" else Stages(reference)
-
-
-def _kernels() -> Stages:
-    """The stage in Triton, which may be missing."""
-    from linattn_edu.kernels.ssd.selective_state_update import selective_state_update
-
-    return Stages(selective_state_update)
-
+stages = implementations(Stages)
 
 # H: the groups of B and C, HV: the heads, S: N.  P_.., N_..: P and N, or 1, one number for all
 update = Operator(
