@@ -95,9 +95,6 @@ def kernel_delta_attention(
     return chunk_gated_delta_rule(query, key, value, decay, beta, **options, chunk_size=chunk_size)
 
 
-kda = kernel_delta_attention
-
-
 def kda_decay(gate: Tensor, A_log: Tensor, dt_bias: Tensor) -> Tensor:
     """The decay of :func:`kernel_delta_attention` from the raw gate of a layer.
 
