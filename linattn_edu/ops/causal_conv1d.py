@@ -95,15 +95,13 @@ def causal_conv1d(
 
     Source: chapter 23.
     """
-    sizes = _check_tensors(x, weight, bias, residual, initial_state, cu_seqlens, cp_context)
+    given = _check_tensors(x, weight, bias, residual, initial_state, cu_seqlens, cp_context)
     output_final_state = check.flag("output_final_state", output_final_state)
     activation = activation_of(activation)
     check_backend(backend)
     tensors = (x, weight, bias, initial_state)
     impl = check.resolve_impl(impl, x.device, tuple(t.dtype for t in tensors if t is not None))
-    place = arguments.place(
-        "x", x, sizes, cu_seqlens, cu_seqlens_cpu, chunk_indices, CHUNK, cp_context
-    )
+    place = arguments.place(given, cu_seqlens, cu_seqlens_cpu, chunk_indices, CHUNK, cp_context)
     y, final_state, _ = convolve(
         *place.joined(x), weight, bias, place.entering(initial_state), None, *place.bounds,
         output_final_state, activation, CHUNK, place.group, impl, "",
@@ -194,17 +192,15 @@ def _check_channels(
     states: dict[str, Tensor | None],
 ) -> None:
     """Refuse tensors of causal_conv1d_fn that do not fit."""
-    sizes = check_sizes(x, ("B", "D", "T"), weight)
-    sizes["W - 1"] = sizes["W"] - 1
+    given = check_sizes(x, ("B", "D", "T"), weight)
+    given.sizes["W - 1"] = given.sizes["W"] - 1
     if bias is not None:
-        check.tensor("bias", bias, ("D",), sizes)
+        given.take("bias", bias, ("D",))
     for name, state in states.items():
         if state is not None:
-            check.tensor(name, state, ("B", "D", "W - 1"), sizes)
+            given.take(name, state, ("B", "D", "W - 1"))
     if seq_idx is not None:
-        check.sequence_numbers("seq_idx", seq_idx, sizes["B"], sizes["T"])
-    others = {"weight": weight, "bias": bias, "seq_idx": seq_idx, **states}
-    check.same_device(("x", x), *others.items())
+        given.sequence_numbers("seq_idx", seq_idx)
 
 
 def _check_tensors(
@@ -215,35 +211,32 @@ def _check_tensors(
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
     cp_context: CPContext | None,
-) -> dict[str, int]:
-    """Refuse tensors that do not fit; return the sizes B, T, D, W and N."""
-    sizes = check_sizes(x, ("B", "T", "D"), weight)
+) -> check.Tensors:
+    """Refuse tensors that do not fit; the sizes are B, T, D, W and N."""
+    given = check_sizes(x, ("B", "T", "D"), weight)
     state = "initial_state", initial_state
-    arguments.count_sequences("x", x, cu_seqlens, sizes, cp_context, state)
-    others = {"weight": weight}
+    arguments.count_sequences(given, cu_seqlens, cp_context, state)
     for name, y, shape in (
         ("bias", bias, ("D",)),
         ("residual", residual, ("B", "T", "D")),
         ("initial_state", initial_state, ("N", "D", "W")),
     ):
         if y is not None:
-            check.tensor(name, y, shape, sizes)
-            others[name] = y
-    check.same_device(("x", x), *others.items())
-    return sizes
+            given.take(name, y, shape)
+    return given
 
 
-def check_sizes(x: Tensor, axes: tuple[str, ...], weight: Tensor) -> dict[str, int]:
-    """Refuse x and weight that do not fit; return the sizes B, T, D and W."""
-    sizes: dict[str, int] = {}
-    check.tensor("x", x, axes, sizes)
-    for axis, size in sizes.items():
+def check_sizes(x: Tensor, axes: tuple[str, ...], weight: Tensor) -> check.Tensors:
+    """Refuse x and weight that do not fit; the sizes are B, T, D and W."""
+    given = check.Tensors()
+    given.take("x", x, axes)
+    for axis, size in given.sizes.items():
         if size < 1 and axis != "T":
             raise ValueError(f"x must have {axis} >= 1, got {axis}={size}")
-    check.tensor("weight", weight, ("D", "W"), sizes)
-    if not 1 <= sizes["W"] <= WIDEST:
-        raise ValueError(f"weight must have W from 1 to {WIDEST}, got W={sizes['W']}")
-    return sizes
+    given.take("weight", weight, ("D", "W"))
+    if not 1 <= given.sizes["W"] <= WIDEST:
+        raise ValueError(f"weight must have W from 1 to {WIDEST}, got W={given.sizes['W']}")
+    return given
 
 
 def activation_of(name: str | None) -> str | None:

@@ -12,10 +12,11 @@ from linattn_edu.ops.stages import implementations, stage
 from linattn_edu.ops.tensors import wide
 
 WIDEST = 2**16  # a program of the kernel holds a row
+EPS = 1e-6
 
 
 def l2norm(
-    x: Tensor, eps: float = 1e-6, output_dtype: torch.dtype | None = None, *, impl: str = "auto"
+    x: Tensor, eps: float = EPS, output_dtype: torch.dtype | None = None, *, impl: str = "auto"
 ) -> Tensor:
     """Divide each row of x by its length: y = x / sqrt(sum x^2 + eps).
 
@@ -53,6 +54,11 @@ def l2norm(
         x = x.to(wide(x))  # so that y is rounded once
     y, _ = norm(x, eps, impl)
     return y if output_dtype is None else y.to(output_dtype)
+
+
+def unit(x: Tensor, impl: str) -> Tensor:
+    """`l2norm` of rows that an operator has checked."""
+    return norm(x, EPS, impl)[0]
 
 
 @dataclass(frozen=True)

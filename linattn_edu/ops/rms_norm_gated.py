@@ -100,18 +100,18 @@ def _check_tensors(
     group_size: int | None,
 ) -> tuple[int, int]:
     """Refuse tensors that do not fit; return D and the length of a group."""
-    check.dense("x", x, "[..., D]")
+    given = check.Tensors()
+    given.dense("x", x, "[..., D]")
     if x.ndim < 1 or 0 in x.shape[-1:]:
         raise ValueError(f"x must have shape [..., D] with D >= 1, got {tuple(x.shape)}")
-    D = x.shape[-1]
+    D = given.sizes["D"] = x.shape[-1]
     for name, y in (("weight", weight), ("bias", bias)):
         if y is not None:
-            check.tensor(name, y, ("D",), {"D": D})
+            given.take(name, y, ("D",))
     if z is not None:
-        check.dense("z", z, "[..., D]")
+        given.dense("z", z, "[..., D]")
         if z.shape != x.shape:
             raise ValueError(f"z must have x's shape {tuple(x.shape)}, got {tuple(z.shape)}")
-    check.same_device(("x", x), ("weight", weight), ("bias", bias), ("z", z))
     if group_size is None:
         return D, D
     if isinstance(group_size, bool) or not isinstance(group_size, int):

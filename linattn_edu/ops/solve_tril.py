@@ -44,18 +44,19 @@ def solve_tril(
 
     Source: chapters 03 and 10.
     """
-    sizes: dict[str, int] = {}
-    check.tensor("A", A, ("B", "T", "H", "C"), sizes)
+    given = check.Tensors()
+    given.take("A", A, ("B", "T", "H", "C"))
+    sizes = given.sizes
     if any(size == 0 for axis, size in sizes.items() if axis != "T"):
         raise ValueError(f"A must have no empty axis but T, got {tuple(A.shape)}")
     if sizes["C"] not in arguments.CHUNK_SIZES:
         raise ValueError(f"A must have C = 16, 32 or 64, got C={sizes['C']}")
     if output_dtype is not None:
         check.dtype("output_dtype", output_dtype)
-    arguments.count_sequences("A", A, cu_seqlens, sizes)
+    arguments.count_sequences(given, cu_seqlens)
     impl = check.resolve_impl(impl, A.device, (A.dtype,))
     cu_seqlens_cpu = arguments.check_packing(
-        "A", A, sizes, cu_seqlens, cu_seqlens_cpu, chunk_indices, sizes["C"]
+        given, cu_seqlens, cu_seqlens_cpu, chunk_indices, sizes["C"]
     )
     (X,) = solve(A, cu_seqlens, cu_seqlens_cpu, chunk_indices, impl)
     return X.to(A.dtype if output_dtype is None else output_dtype)

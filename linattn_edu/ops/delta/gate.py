@@ -1,12 +1,14 @@
-"""The gate of a layer: the log decay of a raw gate, for each head or each channel."""
+"""The gates of a layer: the log decay of a raw gate, for each head or each channel; beta's."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from linattn_edu.ops.operator import Operator, widened
 from linattn_edu.ops.stages import implementations, stage
+from linattn_edu.ops.tensors import wide
 
 
 def layer_gate(
@@ -17,6 +19,14 @@ def layer_gate(
     """
     (y,) = gates[g.ndim](g, A_log, dt_bias, lower_bound, impl)
     return y
+
+
+def write_strength(beta: Tensor, factor: int) -> Tensor:
+    """beta, or this factor times its sigmoid, in float32 (float64 for float64)."""
+    if not factor:
+        return beta
+    beta = torch.sigmoid(beta.to(wide(beta)))
+    return 2 * beta if factor == 2 else beta
 
 
 @dataclass(frozen=True)

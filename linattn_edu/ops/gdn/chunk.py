@@ -7,12 +7,12 @@ from typing import NamedTuple
 from torch import Tensor
 
 from linattn_edu.cp.context import CPContext
-from linattn_edu.ops import check
 from linattn_edu.ops.delta import arguments
-from linattn_edu.ops.l2norm import l2norm
+from linattn_edu.ops.l2norm import unit
 from linattn_edu.ops.operator import Operator, like, widened
 from linattn_edu.ops.ranks import Ranks
 from linattn_edu.ops.stages import implementations, stage
+from linattn_edu.ops.tensors import transposed
 from linattn_edu.packing import Packing
 
 
@@ -132,36 +132,26 @@ def chunk_gated_delta_rule(
     Source: Yang et al. 2024 (arXiv:2412.06464); chapters 01 to 12.
     """
     state_v_first = arguments.v_first(state_v_first, transpose_state_layout)
-    sizes = arguments.check_tensors(
-        q, k, v, g, beta, initial_state, cu_seqlens, state_v_first, cp_context=cp_context
-    )
-    check.given("g", g, ("B", "T", "HV"))  # which the recurrent form may do without
-    check.given("beta", beta, ("B", "T", "HV"))
-    check.same_dtype(("q", q), ("k", k), ("v", v))
     output_final_state, normalise, raw_gate = arguments.flags(
         output_final_state=output_final_state,
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
         use_gate_in_kernel=use_gate_in_kernel,
     )
-    A_log, dt_bias = arguments.check_gate(sizes, q, g, raw_gate, A_log, dt_bias)
     sigmoid = arguments.sigmoid_factor(use_beta_sigmoid_in_kernel, allow_neg_eigval)
-    check.choice("chunk_size", chunk_size, arguments.CHUNK_SIZES)
-    scale = check.number("scale", scale)
-    tensors = (q, k, v, g, beta, initial_state, A_log, dt_bias)
-    impl = check.resolve_impl(impl, q.device, tuple(x.dtype for x in tensors if x is not None))
-    place = arguments.place(
-        "q", q, sizes, cu_seqlens, cu_seqlens_cpu, chunk_indices, chunk_size, cp_context
-    )
+    (q, k, v, g, beta, A_log, dt_bias, initial_state), place, scale, impl = arguments.chunked(
+        (q, k, v, g, beta, A_log, dt_bias, initial_state),
+        (cu_seqlens, cu_seqlens_cpu, chunk_indices), cp_context, scale, chunk_size, impl,
+        sigmoid=sigmoid, v_first=state_v_first, raw_gate=raw_gate,
+    )  # fmt: skip
     if normalise:
-        q, k = l2norm(q, impl=impl), l2norm(k, impl=impl)
+        q, k = unit(q, impl), unit(k, impl)
     o, final_state, *_ = chunk(
-        *place.joined(q, k, v, g, arguments.write_strength(beta, sigmoid)), A_log, dt_bias,
-        place.entering(arguments.transposed(initial_state, state_v_first)), *place.bounds,
-        sizes["K"] ** -0.5 if scale is None else scale, output_final_state, chunk_size,
+        *place.joined(q, k, v, g, beta), A_log, dt_bias, place.entering(initial_state),
+        *place.bounds, scale, output_final_state, chunk_size,
         place.group, impl, "", save="gc A crossing" if place.group else _saved(impl, q, v),
     )  # fmt: skip
     o, final_state = place.parted(o), place.leaving(final_state)
-    final_state = arguments.transposed(final_state, state_v_first)
+    final_state = transposed(final_state, state_v_first)
     return o, final_state if final_state is None else final_state.contiguous()
 
 

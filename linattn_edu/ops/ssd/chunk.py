@@ -14,7 +14,7 @@ from linattn_edu.ops.delta import arguments
 from linattn_edu.ops.operator import Operator, like, widened
 from linattn_edu.ops.ranks import Ranks
 from linattn_edu.ops.stages import implementations, stage
-from linattn_edu.ops.tensors import wide
+from linattn_edu.ops.tensors import transposed, wide
 from linattn_edu.packing import Packing
 
 LARGEST = 256  # P and N
@@ -113,7 +113,7 @@ def mamba_chunk_scan_combined(
     2.3.2, which sees the boundaries of cu_seqlens only through seq_idx; chapters 13 to 19.
     """
     given = {"dt": dt, "A": A, "D": D, "z": z, "dt_bias": dt_bias, "initial_states": initial_states}
-    sizes = _check_tensors(x, B, C, given, seq_idx, cu_seqlens, cp_context)
+    checked = _check_tensors(x, B, C, given, seq_idx, cu_seqlens, cp_context)
     softplus, final, varlen = arguments.flags(
         dt_softplus=dt_softplus,
         return_final_states=return_final_states,
@@ -124,14 +124,13 @@ def mamba_chunk_scan_combined(
     if seq_idx is not None and cp_context is not None:
         raise ValueError("seq_idx must be None with cp_context, which has the boundaries")
     low, high = check_options(chunk_size, dt_limit)
-    tensors = (x, B, C, *given.values())
-    impl = check.resolve_impl(impl, x.device, tuple(y.dtype for y in tensors if y is not None))
-    place = arguments.place("x", x, sizes, cu_seqlens, cu_seqlens_cpu, None, chunk_size, cp_context)
+    impl = check.resolve_impl(impl, x.device, tuple(checked.dtypes))
+    place = arguments.place(checked, cu_seqlens, cu_seqlens_cpu, None, chunk_size, cp_context)
     impl, chunk_size = _form(impl, x, B, chunk_size, low)
     x, dt, B, C, z = place.joined(x, dt, B, C, z)
     out, states, _ = scan(
-        x, dt, A, B, C, None if D is None else D.reshape(sizes["H"], -1), z, dt_bias,
-        place.entering(arguments.transposed(initial_states, True)), _runs(seq_idx), *place.bounds,
+        x, dt, A, B, C, None if D is None else D.reshape(x.shape[2], -1), z, dt_bias,
+        place.entering(transposed(initial_states, True)), _runs(seq_idx), *place.bounds,
         softplus, low, high, final or varlen, chunk_size, place.group, impl, "",
         save="crossing" if place.group else "",
     )  # fmt: skip
@@ -151,14 +150,15 @@ def _check_tensors(
     seq_idx: Tensor | None,
     cu_seqlens: Tensor | None,
     cp_context: CPContext | None,
-) -> dict[str, int]:
-    """Refuse tensors that do not fit; return the sizes B, T, H, P, G, S (the states' N) and N."""
-    sizes: dict[str, int] = {}
-    check.tensor("x", x, ("B", "T", "H", "P"), sizes)
-    check.tensor("dt", given["dt"], ("B", "T", "H"), sizes)
-    check.tensor("A", given["A"], ("H",), sizes)
+) -> check.Tensors:
+    """Refuse tensors that do not fit; the sizes are B, T, H, P, G, S (the states' N) and N."""
+    checked = check.Tensors()
+    sizes = checked.sizes
+    checked.take("x", x, ("B", "T", "H", "P"))
+    checked.take("dt", given["dt"], ("B", "T", "H"))
+    checked.take("A", given["A"], ("H",), decay=True)
     for name, y in (("B", B), ("C", C)):
-        check.tensor(name, y, ("B", "T", "G", "S"), sizes)
+        checked.take(name, y, ("B", "T", "G", "S"), alike=True)
     for axis, owner in (("B", "x"), ("H", "x"), ("P", "x"), ("G", "B"), ("S", "B")):
         if sizes[axis] < 1:
             raise ValueError(f"{owner} must have no empty axis but T, got {axis}=0")
@@ -176,18 +176,14 @@ def _check_tensors(
         "dt_bias": ("H",),
         "initial_states": ("N", "H", "P", "S"),
     }
-    arguments.count_sequences(
-        "x", x, cu_seqlens, sizes, cp_context, ("initial_states", given["initial_states"])
-    )
+    state = "initial_states", given["initial_states"]
+    arguments.count_sequences(checked, cu_seqlens, cp_context, state)
     for name, shape in shapes.items():
         if given[name] is not None:
-            check.tensor(name, given[name], shape, sizes)
-    check.same_dtype(("x", x), ("B", B), ("C", C))
+            checked.take(name, given[name], shape)
     if seq_idx is not None:
-        check.sequence_numbers("seq_idx", seq_idx, *x.shape[:2])
-    check.same_device(("x", x), ("B", B), ("C", C), *given.items(), ("seq_idx", seq_idx))
-    check.log_decay("A", given["A"])
-    return sizes
+        checked.sequence_numbers("seq_idx", seq_idx)
+    return checked
 
 
 def check_options(chunk_size: int, dt_limit: tuple[float, float]) -> tuple[float, float]:

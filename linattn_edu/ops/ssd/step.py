@@ -8,7 +8,7 @@ from torch import Tensor
 from linattn_edu.ops import check, inplace
 from linattn_edu.ops.operator import Operator, like
 from linattn_edu.ops.stages import implementations, stage
-from linattn_edu.ops.tensors import contiguous_rows
+from linattn_edu.ops.tensors import contiguous_rows, known
 
 LARGEST = 256  # N: a program of the kernel holds rows of a state whole
 SHAPES = {
@@ -107,12 +107,12 @@ def _checked(
     state: Tensor, given: dict[str, Tensor | None], indices: Tensor | None
 ) -> tuple[Tensor, dict[str, Tensor | None], Tensor | None]:
     """Refuse tensors that do not fit; return them with their axis of heads or groups."""
-    sizes: dict[str, int] = {}
-    first = "B" if indices is None else "slots"
-    whole = _with_heads("state", state, (first, "H", "P", "N"), sizes)
+    checked = check.Tensors()
+    sizes, first = checked.sizes, "B" if indices is None else "slots"
+    whole = _with_heads("state", state, (first, "H", "P", "N"), checked)
     tensors = {
-        name: None if x is None and name in OPTIONAL else _with_heads(name, x, SHAPES[name], sizes)
-        for name, x in given.items()
+        n: None if x is None and n in OPTIONAL else _with_heads(n, x, SHAPES[n], checked)
+        for n, x in given.items()
     }
     for axis, size in sizes.items():
         if size < 1:
@@ -125,12 +125,11 @@ def _checked(
     if sizes["N"] > LARGEST:
         raise ValueError(f"state must have N <= {LARGEST}, got N={sizes['N']}")
     if indices is not None:
-        check.integers("state_batch_indices", indices)
+        checked.integers("state_batch_indices", indices)
         if indices.shape != (sizes["B"],):
             raise ValueError(
                 f"state_batch_indices must have shape [B={sizes['B']}], got {tuple(indices.shape)}"
             )
-    check.same_device(("state", state), *given.items(), ("state_batch_indices", indices))
     if not inplace.dense(whole):
         raise ValueError(
             "state must be contiguous in every sequence or slot, and they must not overlap, "
@@ -139,15 +138,15 @@ def _checked(
     return whole, tensors, indices
 
 
-def _with_heads(name: str, x: object, shape: tuple[str, ...], sizes: dict[str, int]) -> Tensor:
+def _with_heads(name: str, x: object, shape: tuple[str, ...], checked: check.Tensors) -> Tensor:
     """x, checked, with an axis of one head or group if it is left out."""
     axis = next(i for i, a in enumerate(shape) if a in ("H", "G"))
     short = isinstance(x, Tensor) and x.ndim == len(shape) - 1
-    if not (short and sizes.get(shape[axis], 1) == 1):
-        check.tensor(name, x, shape, sizes)
+    if not (short and checked.sizes.get(shape[axis], 1) == 1):
+        checked.take(name, x, shape)
         return x
-    sizes[shape[axis]] = 1
-    check.tensor(name, x, shape[:axis] + shape[axis + 1 :], sizes)
+    checked.sizes[shape[axis]] = 1
+    checked.take(name, x, shape[:axis] + shape[axis + 1 :])
     return x.unsqueeze(axis)
 
 
@@ -209,7 +208,7 @@ def forward(
     softplus: bool,
 ) -> Tensor:
     """out; the new states go where the old ones are."""
-    if check.known(indices):
+    if known(indices):
         rows = [[slot] for slot in indices.tolist()]
         inplace.check_slots("state_batch_indices", "state", rows, state.shape[0])
     aligned = state if indices is not None else contiguous_rows(state)
