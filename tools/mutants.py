@@ -389,15 +389,15 @@ MUTANTS = [
     ),
     Mutant(
         "nobody looks at the dtype of v",
-        f"{OPS}/gdn/chunk.py",
-        'check.same_dtype(("q", q), ("k", k), ("v", v))',
-        'check.same_dtype(("q", q), ("k", k))',
+        f"{OPS}/delta/arguments.py",
+        'given.take("v", v, ("B", "T", "HV", "V"), alike=alike)',
+        'given.take("v", v, ("B", "T", "HV", "V"))',
         "tests/ops/gdn/test_chunk_arguments.py::test_refused_before_any_kernel "
         "tests/ops/gdn/test_errors.py",
     ),
     Mutant(
         "the scale that is left out is 1 / K",
-        f"{OPS}/gdn/chunk.py",
+        f"{OPS}/delta/arguments.py",
         'sizes["K"] ** -0.5 if scale is None',
         'sizes["K"] ** -1.0 if scale is None',
         "tests/ops/gdn/test_chunk.py::test_kernels_match_the_recurrence",
@@ -520,14 +520,14 @@ MUTANTS = [
     ),
     Mutant(
         "an unaligned state gets the program of an aligned one",
-        f"{KERNELS}/plan.py",
+        f"{KERNELS}/host/plan.py",
         "x.dtype, x.data_ptr() % 16)",
         "x.dtype)",
         "tests/kernels/test_plan.py -k anywhere",
     ),
     Mutant(
         "a program forgets where in a tensor a view begins",
-        f"{KERNELS}/plan.py",
+        f"{KERNELS}/host/plan.py",
         "x.storage_offset() + moved",
         "x.storage_offset()",
         "tests/kernels/test_plan.py -k any_kind",
@@ -535,14 +535,14 @@ MUTANTS = [
     # kernels that are compiled before their launch
     Mutant(
         "going through a composition changes its tensors",
-        f"{KERNELS}/precompile.py",
+        f"{KERNELS}/host/precompile.py",
         "        return args[0]\n",
         "        return func(*args, **kwargs)\n",
         "tests/kernels/test_precompile.py -k forms",
     ),
     Mutant(
         "kernels are compiled one after the other",
-        f"{KERNELS}/precompile.py",
+        f"{KERNELS}/host/precompile.py",
         "return super().submit(_compiled, compile)",
         "future = super().submit(_compiled, compile); future.exception(); return future",
         "tests/kernels/test_precompile.py -k hopper",

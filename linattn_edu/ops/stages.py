@@ -35,7 +35,6 @@ def implementations(record: type[Record]) -> Callable[[str], Record]:
     A field with a value of its own, in the place of a file, is the same in both.
     """
 
-    @functools.cache
     def stages(impl: str) -> Record:
         """The stages of an implementation, "reference" or "triton"."""
         check.choice("impl", impl, check.STAGES)
@@ -43,4 +42,5 @@ def implementations(record: type[Record]) -> Callable[[str], Record]:
         found = {n: import_module(f"{ROOMS[impl]}.{file}") for n, file in files.items()}
         return record(**{n: getattr(module, n) for n, module in found.items()})
 
-    return stages
+    stages.__annotations__["return"] = record  # as help() shows it
+    return functools.cache(stages)
