@@ -164,14 +164,14 @@ def chunk_kda(
     )
     gate_bound, safe_bound = _bounds(raw_gate, safe_gate, check.number("lower_bound", lower_bound))
     sigmoid = arguments.sigmoid_factor(use_beta_sigmoid_in_kernel, allow_neg_eigval)
-    if return_states and cp_context is not None:
-        raise ValueError("return_intermediate_states=True is not supported with cp_context")
     (q, k, v, g, beta, A_log, dt_bias, initial_state), place, scale, impl = arguments.chunked(
         (q, k, v, g, beta, A_log, dt_bias, initial_state),
         (cu_seqlens, cu_seqlens_cpu, chunk_indices), cp_context, scale, chunk_size, impl,
         sigmoid=sigmoid, v_first=state_v_first, raw_gate=raw_gate, lower_bound=gate_bound,
         channels=True,
     )  # fmt: skip
+    if return_states and cp_context is not None:
+        raise ValueError("return_intermediate_states=True is not supported with cp_context")
     if safe_gate and not raw_gate:
         _check_promise(g, safe_bound)
     if normalise:
