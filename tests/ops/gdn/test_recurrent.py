@@ -122,90 +122,12 @@ def test_without_a_gradient_the_same_result(flags, dtype, device):
         assert_close(name, a, b, tol)
 
 
-@pytest.mark.parametrize("wide", ["g", "gk", "gv", "beta", "initial_state"])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_mixed_dtypes(wide, dtype, device):
-    x = case(4, dtype=dtype, device=device, gates="g gk gv")
-    for name in ("g", "gk", "gv", "beta", "initial_state"):
-        x[name] = x[name].to(torch.float32 if name == wide else dtype)
-    want = run(oracle, double(x))
-    got = run(rec, x, cotangents(want[0]), output_final_state=True)
-    assert all(dx.dtype == x[name].dtype for name, dx in got[1].items())
-    check_all(got, want, dtype)
-
-
-def test_float64_runs_in_the_reference(device):
-    x = case(6, B=2, dtype=torch.float64, device=device, flags=ALL, gates="g gk gv")
-    want = run(oracle, double(x), flags=ALL)
-    got = run(rec, x, cotangents(want[0]), **options(ALL))
-    for name, a, b in zip(("o", "S", *want[1]), flat(got), flat(want), strict=True):
-        assert_close(name, a, b, 1e-12)
-
-
-def flat(result):
-    return [*result[0], *result[1].values()]
-
-
 @pytest.mark.parametrize("impl", IMPLS)
 def test_beta_left_out_is_one(impl, device):
     x = case(5, beta=False, device=device)
     one = torch.ones_like(x["v"][..., 0])
     for f in (lambda **a: rec(**a, impl=impl), lambda **a: run(rec, a, impl=impl)[0]):
         assert torch.equal(f(**x)[0], f(**{**x, "beta": one})[0])
-
-
-@pytest.mark.parametrize("impl", IMPLS)
-def test_only_what_is_asked_for(impl, device):
-    """A state on request, a gradient from one output, gradients of some inputs."""
-    x = case(4, device=device)
-    o, none = rec(**x, impl=impl)
-    assert none is None
-    x["v"].requires_grad_()
-    got, none = rec(**x, impl=impl)
-    assert none is None and torch.equal(got, o)
-    got.sum().backward()
-    want, _ = oracle(**double(x))
-    (dv,) = torch.autograd.grad(want.sum(), x["v"])
-    assert_close("dv", x["v"].grad, dv, 1e-5)
-    _, S = rec(**x, impl=impl, output_final_state=True)
-    (dv,) = torch.autograd.grad(S.sum(), x["v"])
-    _, S = oracle(**double(x))
-    assert_close("dv", dv, torch.autograd.grad(S.sum(), x["v"])[0], 1e-5)
-
-
-@pytest.mark.parametrize("impl", IMPLS)
-def test_scale_is_a_factor_of_the_output(impl, device):
-    x = case(3, K=16, device=device)
-    assert_close("o", rec(**x, scale=0.5, impl=impl)[0], 2 * rec(**x, impl=impl)[0], 1e-6)
-    assert not rec(**x, scale=0, impl=impl)[0].any()
-
-
-@pytest.mark.parametrize("impl", IMPLS)
-def test_non_contiguous_arguments_are_copied(impl, device):
-    x = case(6, (2, 2), device=device, gates="g gk gv")
-    strided = {n: t.transpose(1, 2).contiguous().transpose(1, 2) for n, t in x.items()}
-    assert not strided["q"].is_contiguous()
-    got, want = (run(rec, y, impl=impl, output_final_state=True) for y in (strided, x))
-    assert all(torch.equal(a, b) for a, b in zip(flat(got), flat(want), strict=True))
-
-
-def test_same_bits_every_run_and_in_any_batch(device):
-    B, shape = (300, (50, (2, 4), 64, 128)) if CUDA else (3, (5, (1, 2), 16, 12))
-    x = case(*shape, B=B, device=device, gates="g gk gv", dtype=torch.bfloat16)
-    first, second = (flat(run(rec, x, output_final_state=True)) for _ in range(2))
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-    with torch.no_grad():
-        whole = rec(**x, output_final_state=True)
-        alone = rec(**{n: t[1:2] for n, t in x.items()}, output_final_state=True)
-    assert all(torch.equal(a[1:2], b) for a, b in zip(whole, alone, strict=True))
-
-
-def test_a_nan_shows(device):
-    x = case(5, device=device)
-    x["g"][0, 2, 0] = torch.nan
-    o, S = rec(**x, output_final_state=True)
-    assert o[:, 2:, 0].isnan().all() and S[:, 0].isnan().any()
-    assert o[:, :2].isfinite().all() and o[:, :, 1].isfinite().all()
 
 
 def test_packed_sequences_keep_no_more_states_than_a_batch(device, monkeypatch):

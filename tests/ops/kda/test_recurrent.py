@@ -1,14 +1,11 @@
 """fused_recurrent_kda: against the recurrence in float64, its gates, its limits, bad input."""
 
-import inspect
-
 import pytest
 import torch
-import torch.nn.functional as F
 from gdn_checks import launches
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from recurrent_cases import TOLERANCE, case, close, cotangents, double, options, oracle, run
+from recurrent_cases import GATES, TOLERANCE, close, cotangents, double, kda_case, kda_oracle, run
 
 from linattn_edu import fused_recurrent_gated_delta_rule, fused_recurrent_kda
 from linattn_edu.testing import assert_close, poison
@@ -17,53 +14,6 @@ CUDA = torch.cuda.is_available()
 IMPLS = ("triton", "reference")
 FLAGS = ("norm", "sigmoid", "neg", "v_first")
 ALL = frozenset(FLAGS)
-# the gate of a call: what it is made of, and the least log decay
-GATES = {
-    "log": ((), None),
-    "softplus": (("A_log", "dt_bias"), None),
-    "softplus, no bias": (("A_log",), None),
-    "bounded": (("A_log", "dt_bias"), -5.0),
-    "bounded, bias alone": (("dt_bias",), -2),
-    "bounded, bare": ((), -0.5),
-}
-
-
-def kda_case(T, heads=(1, 2), K=16, V=12, *, gate="log", flags=(), seed=0, **kwargs):
-    """Arguments by name, and those that are no tensors."""
-    x = case(T, heads, K, V, gates="gk", flags=flags, seed=seed, **kwargs)
-    x["g"] = x.pop("gk")
-    del x["gv"]
-    x, rest = {n: t for n, t in x.items() if t is not None}, options(flags)
-    given, lower_bound = GATES[gate]
-    if gate != "log":
-        generator = torch.Generator(device=x["g"].device).manual_seed(seed + 2)
-        new = lambda like: torch.randn(
-            like, generator=generator, device=x["g"].device, dtype=x["g"].dtype
-        )
-        x["g"] = (2 * new(x["g"].shape) - 1).to(x["q"].dtype)
-        x |= {n: t for n, t in (("A_log", new((heads[1],)) / 2),
-                                ("dt_bias", new((heads[1] * K,)))) if n in given}  # fmt: skip
-        rest |= {"use_gate_in_kernel": True, "lower_bound": lower_bound}
-    return x, rest
-
-
-def log_decay(g, A_log=None, dt_bias=None, lower_bound=None):
-    """The gates of fla-core 0.6.0, in g's dtype."""
-    a = g if dt_bias is None else g + dt_bias.view(g.shape[2:])
-    rate = 1 if A_log is None else A_log.exp()[:, None]
-    return -rate * F.softplus(a) if lower_bound is None else lower_bound * (rate * a).sigmoid()
-
-
-def kda_oracle(rest, *, flags=(), cu_seqlens=None):
-    """A function of the tensors: the gate by its formula, the recurrence with gk."""
-
-    def f(g, A_log=None, dt_bias=None, **x):
-        gk = g
-        if rest.get("use_gate_in_kernel"):
-            gk = log_decay(g, A_log, dt_bias, rest["lower_bound"])
-        return oracle(gk=gk, **x, flags=flags, cu_seqlens=cu_seqlens)
-
-    return f
 
 
 def check(got, want, dtype):
@@ -166,17 +116,6 @@ def flat(result):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-def test_equal_channels_are_gated_deltanet(impl, device):
-    """Outputs and gradients; the sum of g's over the channels is that of the one gate."""
-    x, rest = kda_case(6, (1, 2), 20, 12, B=2, device=device)
-    x["g"] = x["g"][..., :1].contiguous()
-    same = lambda g, **y: fused_recurrent_kda(g=g.expand(2, 6, 2, 20), **y, **rest, impl=impl)
-    one = lambda g, **y: fused_recurrent_gated_delta_rule(g=g[..., 0], **y, **rest, impl=impl)
-    for a, b in zip(flat(run(same, x)), flat(run(one, x)), strict=True):
-        assert_close("value", a, b, 3e-6)
-
-
-@pytest.mark.parametrize("impl", IMPLS)
 def test_open_gates_are_the_delta_rule(impl, device):
     x, rest = kda_case(6, device=device)
     x["g"].zero_()
@@ -184,17 +123,6 @@ def test_open_gates_are_the_delta_rule(impl, device):
     del x["g"]
     want = fused_recurrent_gated_delta_rule(**x, **rest, impl=impl)
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-
-
-@pytest.mark.parametrize("impl", IMPLS)
-def test_without_writes_the_state_decays(impl, device):
-    x, rest = kda_case(6, heads=(2, 2), device=device)
-    x["beta"].zero_()
-    o, S = fused_recurrent_kda(**x, **rest, impl=impl)
-    decay = x["g"].double().cumsum(1).exp()
-    states = decay[..., None] * x["initial_state"].double()[:, None]
-    assert_close("o", o, torch.einsum("bthk,bthkv->bthv", x["q"].double() / 4, states), 1e-6)
-    assert_close("S", S, states[:, -1], 1e-6)
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # of NumPy, in the interpreter
@@ -217,34 +145,6 @@ def test_gates_at_their_ends(raw, impl, device):
         assert_close("S", S, want, max(1e-6, min(abs(least), 100) * 2**-24))
 
 
-def test_same_bits_every_run_and_in_any_batch(device):
-    B, shape = (300, (50, (2, 4), 64, 128)) if CUDA else (3, (5, (1, 2), 16, 12))
-    x, rest = kda_case(*shape, B=B, device=device, gate="bounded", dtype=torch.bfloat16)
-    first, second = (flat(run(fused_recurrent_kda, x, **rest)) for _ in range(2))
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-    whole = ("A_log", "dt_bias")
-    part = {n: t if n in whole else t[1:2] for n, t in x.items()}
-    with torch.no_grad():
-        both, alone = (fused_recurrent_kda(**y, **rest) for y in (x, part))
-    assert all(torch.equal(a[1:2], b) for a, b in zip(both, alone, strict=True))
-
-
-@pytest.mark.parametrize("impl", IMPLS)
-def test_packed_sequences_have_the_bits_they_have_alone(impl, device):
-    bounds = [0, 2, 2, 5]
-    x, rest = kda_case(5, N=3, device=device, gate="softplus", flags=ALL)
-    with torch.no_grad():
-        o, S = fused_recurrent_kda(
-            **x, **rest, cu_seqlens=torch.tensor(bounds, device=device), impl=impl
-        )
-        for n, (a, b) in enumerate([(0, 2), (2, 5)]):
-            y = {m: t[:, a:b] if t.ndim > 1 else t for m, t in x.items()}
-            y["initial_state"] = x["initial_state"][2 * n : 2 * n + 1]
-            one = fused_recurrent_kda(**y, **rest, impl=impl)
-            assert torch.equal(o[:, a:b], one[0]) and torch.equal(S[2 * n], one[1][0])
-    assert torch.equal(S[1], x["initial_state"][1])
-
-
 @pytest.mark.parametrize("impl", IMPLS)
 def test_in_place_is_out_of_place(impl, device):
     x, rest = kda_case(3, B=2, device=device, gate="bounded", flags=ALL)
@@ -252,14 +152,6 @@ def test_in_place_is_out_of_place(impl, device):
     got, same = fused_recurrent_kda(**x, **rest, inplace_final_state=True, impl=impl)
     assert same is x["initial_state"]
     assert torch.equal(got, o) and torch.equal(same, S)
-
-
-def test_non_contiguous_arguments_are_copied(device):
-    x, rest = kda_case(6, (2, 2), device=device, gate="softplus")
-    strided = {n: t.repeat_interleave(2, -1)[..., ::2] for n, t in x.items()}
-    assert not strided["dt_bias"].is_contiguous()
-    got, want = (run(fused_recurrent_kda, y, **rest) for y in (strided, x))
-    assert all(torch.equal(a, b) for a, b in zip(flat(got), flat(want), strict=True))
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")
@@ -275,25 +167,6 @@ def test_fullgraph(device):
         assert all(torch.equal(a, b) for a, b in zip(g(**x), f(**x), strict=True))
 
 
-def test_arguments_stand_where_fla_has_them():
-    names = list(inspect.signature(fused_recurrent_kda).parameters)
-    assert names[:17] == [
-        "q", "k", "v", "g", "beta", "A_log", "dt_bias", "scale", "initial_state",
-        "output_final_state", "use_qk_l2norm_in_kernel", "use_gate_in_kernel",
-        "use_beta_sigmoid_in_kernel", "allow_neg_eigval", "lower_bound", "state_v_first",
-        "cu_seqlens",
-    ]  # fmt: skip
-
-
-def test_deprecated_name_of_state_v_first():
-    x, rest = kda_case(2, device="cpu", flags=("v_first",))
-    want = fused_recurrent_kda(**x, **rest)
-    rest["state_v_first"] = False
-    with pytest.warns(DeprecationWarning, match="use state_v_first"):
-        got = fused_recurrent_kda(**x, **rest, transpose_state_layout=True)
-    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-
-
 def new(*shape, **kwargs):
     return torch.zeros(*shape, **kwargs)
 
@@ -306,10 +179,7 @@ REFUSED = {
         ValueError,
         r"g must have shape \[B=1, T=3, HV=2, K=16\], got \(1, 3, 2, 12\)",
     ),
-    "no g": ({"g": None}, TypeError, "g must be a torch.Tensor .*got NoneType"),
-    "no beta": ({"beta": None}, TypeError, "beta must be a torch.Tensor .*got NoneType"),
     "beta of channels": ({"beta": new(1, 3, 2, 12)}, ValueError, "beta must have 3 dimensions"),
-    "positive g": ({"g": new(1, 3, 2, 16) + 1}, ValueError, "g must be a log decay, <= 0"),
     "state": (
         {"initial_state": new(1, 2, 12, 16)},
         ValueError,
@@ -338,12 +208,6 @@ REFUSED = {
         ValueError,
         r"dt_bias must have the elements of \[HV=2, K=16\], in any shape, got \(2, 16, 1, 2\)",
     ),
-    "bias dtype": (RAW | {"dt_bias": new(32).int()}, TypeError, "dt_bias must be float64, float32"),
-    "bias device": (
-        RAW | {"dt_bias": new(32, device="meta")},
-        ValueError,
-        "dt_bias must be on cpu like q, got meta",
-    ),
     "bound sign": (RAW | {"lower_bound": 0}, ValueError, "lower_bound must be < 0.*got 0"),
     "bound infinite": (
         RAW | {"lower_bound": -float("inf")},
@@ -351,16 +215,8 @@ REFUSED = {
         "lower_bound must be finite, got -inf",
     ),
     "bound type": (RAW | {"lower_bound": "-5"}, TypeError, "lower_bound must be a number or None"),
-    "gate flag": ({"use_gate_in_kernel": 2}, TypeError, "use_gate_in_kernel must be True or False"),
     "cp_context": ({"cp_context": 1}, ValueError, "cp_context is not supported: .* got 1"),
     "neg_eigval": ({"allow_neg_eigval": True}, ValueError, "needs use_beta_sigmoid_in_kernel=True"),
-    "bounds": (
-        {"cu_seqlens": torch.tensor([0, 2]), "initial_state": None},
-        ValueError,
-        "cu_seqlens must end at T=3, got 2",
-    ),
-    "scale": ({"scale": float("nan")}, ValueError, "scale must be finite"),
-    "impl": ({"impl": "cuda"}, ValueError, "impl must be one of 'auto', 'triton', 'reference'"),
     "misspelt": ({"safe_gate": True}, TypeError, "unexpected keyword argument"),
 }
 
