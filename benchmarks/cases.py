@@ -116,10 +116,10 @@ SCALING_FORMS = ("chunked", "recurrent", "quadratic")
 
 # by op
 FORWARD_STAGES = {
-    "gdn": ("gate_cumsum", "solve", "wy", "state", "output", "intra", "scan", "recurrent"),
+    "gdn": ("gate_cumsum", "solve", "wy", "state", "output", "intra_chunk", "scan", "recurrent"),
     "kda": (
         "gate_cumsum", "kda_intra", "wy", "state", "output", "kda_scan", "kda_prepare",
-        "channel_scan",
+        "kda_fused_scan",
     ),
     "ssd": (
         "chunk_cumsum", "chunk_state", "state_passing", "chunk_scan",
@@ -130,7 +130,7 @@ ADJOINT_STAGES = {
     "gdn": ("output_bwd", "state_bwd", "wy_bwd", "gate_bwd", "recurrent_bwd"),
     "kda": (
         "kda_scans", "state_bwd", "kda_output_bwd", "kda_wy_bwd", "kda_intra_bwd", "gate_bwd",
-        "kda_gates", "channel_scans", "channel_intra_bwd",
+        "kda_gates", "kda_fused_scans", "kda_fused_intra_bwd",
     ),
     "ssd": (
         "chunk_scan_bwd_dstates", "state_passing_bwd", "chunk_state_bwd_db", "chunk_scan_bwd_dc",
@@ -139,7 +139,7 @@ ADJOINT_STAGES = {
     ),
 }  # fmt: skip
 # of GDN, the adjoints fused: benchmarks.fusion times them
-FUSED_ADJOINT_STAGES = ("scan_states", "scan_bwd", "scans", "intra_bwd")
+FUSED_ADJOINT_STAGES = ("scan_states", "scan_bwd", "scans", "intra_chunk_bwd")
 STAGES = {op: (*FORWARD_STAGES[op], *ADJOINT_STAGES[op]) for op in FORWARD_STAGES}
 
 # of Mamba-2, in chunks twice as long as those of its other stages
@@ -202,7 +202,7 @@ def _bytes(c: Case, what: str, chunk: int) -> int:
         "wy": k + v + beta + gc + A + w + u,
         "state": k + w + u + gc + h + v_new,
         "output": q + k + v_new + h + gc + o,
-        "intra": q + k + beta + gc + P + R,
+        "intra_chunk": q + k + beta + gc + P + R,
         "scan": q + k + v + gc + P + R + o,
         "output_bwd": q + k + v_new + h + gc + do + dq + dk_out + v_new + dgc,
         "state_bwd": q + k + w + gc + do + v_new + dh + v_new + dh0,
@@ -224,7 +224,20 @@ def _bytes(c: Case, what: str, chunk: int) -> int:
         "scan_states": k + v + beta + gc + R + h + v_new,
         "scan_bwd": q + k + beta + gc + P + R + do + dh + v_new + dv + dh0,
         "scans": q + k + v + beta + gc + P + R + do + h + v_new + dh + v_new + dv + dh0,
-        "intra_bwd": q + k + v + beta + gc + h + v_new + do + dh + v_new + dq + dk + dbeta + dgc,
+        "intra_chunk_bwd": q
+        + k
+        + v
+        + beta
+        + gc
+        + h
+        + v_new
+        + do
+        + dh
+        + v_new
+        + dq
+        + dk
+        + dbeta
+        + dgc,
         "gate_bwd": dgc + g + dg,
         "forward": forward,
         "forward_backward": forward + inputs + do + inputs,  # the gradients are like the inputs
@@ -264,9 +277,9 @@ def _kda_bytes(c: Case, what: str, chunk: int) -> int:
         "kda_wy_bwd": v + beta + A + h + v_new + dh + v_new + dkb + dkg + dv + dL + dbeta + dgl,
         "kda_intra_bwd": q + k + beta + gc + gathered + dq + dk + dbeta + dgc,
         "kda_prepare": q + k + beta + gc + P + A + kd + kg + qg,
-        "channel_scan": qg + kg + kd + v + beta + last + P + A + o,
+        "kda_fused_scan": qg + kg + kd + v + beta + last + P + A + o,
         "kda_gates": q + k + g + gc + kd + kg + qg,
-        "channel_scans": qg
+        "kda_fused_scans": qg
         + kg
         + kd
         + v
@@ -281,7 +294,7 @@ def _kda_bytes(c: Case, what: str, chunk: int) -> int:
         + v_new
         + dv
         + dh0,
-        "channel_intra_bwd": q
+        "kda_fused_intra_bwd": q
         + k
         + v
         + beta
@@ -387,7 +400,7 @@ def _chunk_flops(c: Case, what: str, n: int) -> int:
         "wy": lower_k + lower_v,
         "state": 2 * state,
         "output": state + qkt + lower_v,
-        "intra": kkt + qkt + inverse,
+        "intra_chunk": kkt + qkt + inverse,
         "scan": 3 * state + 2 * lower_v,
         # dO h^T; Q K^T; dO v_new^T and P^T dO; dM K and dM^T Q
         "output_bwd": state + qkt + 2 * lower_v + 2 * shared_k,
@@ -401,10 +414,10 @@ def _chunk_flops(c: Case, what: str, n: int) -> int:
         "scan_bwd": 3 * state + 2 * lower_v,
         "scans": 5 * state + 3 * lower_v,
         # dO h^T, Z S^T, v_new dS^T; dO v_new^T; Z v_new^T; dM K and dM^T Q; (N + N^T) K
-        "intra_bwd": 3 * state + lower_v + below_v + 2 * shared_k + shared_n,
+        "intra_chunk_bwd": 3 * state + lower_v + below_v + 2 * shared_k + shared_n,
         "gate_bwd": n * c.HV,
     }
-    stages["forward"] = stages["chunked"] = stages["intra"] + stages["scan"]
+    stages["forward"] = stages["chunked"] = stages["intra_chunk"] + stages["scan"]
     adjoints = ("output_bwd", "state_bwd", "wy_bwd")
     stages[TRAINING] = stages["forward"] + sum(stages[name] for name in adjoints)
     return stages[what]
@@ -438,11 +451,11 @@ def _kda_chunk_flops(c: Case, what: str, n: int) -> int:
         "gate_bwd": n * c.HV * c.K,
         "kda_gates": 2 * n * c.HV * c.K,
         # kd S, qg S, kg^T v_new; A W, P v_new
-        "channel_scan": 3 * state + 2 * lower_v,
+        "kda_fused_scan": 3 * state + 2 * lower_v,
         # kd S, kg^T v_new; kg dS, qg^T dO, kd^T dV; A W, P^T dO, A^T dv_new
-        "channel_scans": 5 * state + 3 * lower_v,
+        "kda_fused_scans": 5 * state + 3 * lower_v,
         # dO h^T, Z S^T, v_new dS^T; dO v_new^T; Z v_new^T; dP and dL, rows before and after
-        "channel_intra_bwd": 3 * state + lower_v + below_v + 2 * lower_k + 2 * below_k,
+        "kda_fused_intra_bwd": 3 * state + lower_v + below_v + 2 * lower_k + 2 * below_k,
     }
     stages["kda_prepare"] = stages["kda_intra"]
     # without w: v_new = A diag(beta) (V - (2^gc * K) S)

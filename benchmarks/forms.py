@@ -91,11 +91,11 @@ class StageArguments(Mapping):
         h, v_new, _ = self.made("state")
         return (self.i.q, self.i.k, v_new, h, self.made("gate_cumsum")), self.scaled
 
-    def _intra(self):
+    def _intra_chunk(self):
         return (self.i.q, self.i.k, self.i.beta, self.made("gate_cumsum")), self.options
 
     def _scan(self):
-        i, (P, R, *_) = self.i, self.made("intra")
+        i, (P, R, *_) = self.i, self.made("intra_chunk")
         kwargs = {"scale": self.scaled["scale"], "output_final_state": i.initial_state is not None}
         return (i.q, i.k, i.v, self.made("gate_cumsum"), P, R, i.initial_state), kwargs
 
@@ -190,7 +190,7 @@ class KDAStageArguments(StageArguments):
     def _kda_prepare(self):
         return self._kda_intra()
 
-    def _channel_scan(self):
+    def _kda_fused_scan(self):
         i, (P, A, kd, kg, qg) = self.i, self.made("kda_prepare")
         args = (qg, kg, kd, i.v, i.beta, self.made("gate_cumsum"), P, A, i.initial_state)
         scale, last = self.scaled["scale"], i.initial_state is not None
@@ -199,13 +199,13 @@ class KDAStageArguments(StageArguments):
     def _kda_gates(self):
         return (self.i.q, self.i.k, self.i.g), self.options
 
-    def _channel_scans(self):
+    def _kda_fused_scans(self):
         i, (P, A, *_), (gc, kd, kg, qg) = self.i, self.made("kda_prepare"), self.made("kda_gates")
         args = (qg, kg, kd, i.v, i.beta, gc, P, A, self.do, i.initial_state, self.dht)
         return args, {"scale": self.scaled["scale"]}
 
-    def _channel_intra_bwd(self):
-        i, (h, v_new, dh, Z, *_) = self.i, self.made("channel_scans")
+    def _kda_fused_intra_bwd(self):
+        i, (h, v_new, dh, Z, *_) = self.i, self.made("kda_fused_scans")
         gc = self.made("gate_cumsum")
         return (i.q, i.k, i.v, i.beta, gc, h, v_new, self.do, dh, Z), self.scaled
 

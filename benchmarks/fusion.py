@@ -18,7 +18,8 @@ from benchmarks import measure, tables
 from benchmarks.cases import Case, work
 from benchmarks.progress import EXIT_USAGE
 from benchmarks.rows import significant
-from linattn_edu.kernels.delta import fused, fused_bwd, state, state_bwd
+from linattn_edu.kernels.delta import state, state_bwd
+from linattn_edu.kernels.fused import gdn_bwd, gdn_fwd
 from linattn_edu.kernels.pieces import pieces_of, spans_of
 from linattn_edu.kernels.tiles import cdiv, scan_launch
 from linattn_edu.ops import gdn
@@ -36,8 +37,8 @@ KEPT = {"staged": ("gc", "A"), "fused": ("gc", "P", "AG")}  # for the backward p
 SCANS = {
     "state": state.CONFIGS,
     "state_bwd": state_bwd.CONFIGS,
-    "scan": fused.SCAN_CONFIGS,
-    "scan_states": fused.SCAN_CONFIGS,
+    "scan": gdn_fwd.SCAN_CONFIGS,
+    "scan_states": gdn_fwd.SCAN_CONFIGS,
     "scan_bwd": None,
     "scans": None,
 }
@@ -76,10 +77,10 @@ def recorded(stages) -> tuple[object, dict[str, Callable[[], object]]]:
 
 
 def each_stage(stages, calls: dict[str, Callable]) -> None:
-    """In the calls of a backward pass, those of the stages that heads_bwd runs in its place."""
-    if "heads_bwd" not in calls:
+    """In the calls of a backward pass, those of the stages that chunk_bwd runs in its place."""
+    if "chunk_bwd" not in calls:
         return
-    whole = calls.pop("heads_bwd")
+    whole = calls.pop("chunk_bwd")
     q, k, v, beta, gc, P, AG, do, h0, dht = whole.args
     calls["scans"] = partial(stages.scans, *whole.args, **whole.keywords)
     h, v_new, dh, Z, _, _ = calls["scans"]()
@@ -88,7 +89,7 @@ def each_stage(stages, calls: dict[str, Callable]) -> None:
     calls["scan_bwd"] = partial(stages.scan_bwd, *args, **whole.keywords)
     args = (q, k, v, beta, gc, h, v_new, do, dh, Z)
     options = {**whole.keywords, "chunk_size": AG.shape[-1]}
-    calls["intra_bwd"] = partial(stages.intra_bwd, *args, **options)
+    calls["intra_chunk_bwd"] = partial(stages.intra_chunk_bwd, *args, **options)
 
 
 def passes(form: str, i, do) -> tuple[Callable, Callable, Callable]:
@@ -110,7 +111,7 @@ def programs(name: str, i, chunk: int = 64) -> dict:
         pieces = spans_of(i.q, HV, V, chunk, None)
     heads = pieces.N * HV
     if SCANS[name] is None:
-        columns = fused_bwd.BV
+        columns = gdn_bwd.BV
     else:
         columns = scan_launch(SCANS[name], i.k, heads, V)[1]["BV"]
     both = 2 if name == "scans" else 1

@@ -93,7 +93,7 @@ def rows_of_scans(heads: str, tokens: int, device: torch.device):
     for gates, change in GATES.items():
         gc = stages.gate_cumsum(change(x.g), chunk_size=64)
         options = {"return_inverse": True, "gated": True, "chunk_size": 64}
-        P, R, AG = stages.intra(x.q, x.k, x.beta, gc, **options)
+        P, R, AG = stages.intra_chunk(x.q, x.k, x.beta, gc, **options)
         ahead = x.q, x.k, x.v, gc, P, R
         back = x.q, x.k, x.v, x.beta, gc, P, AG, x.v  # x.v: as good a gradient as any
         calls = {

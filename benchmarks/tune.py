@@ -62,31 +62,37 @@ _ROWS = {
 }  # fmt: skip
 _ADJOINT = {"tiles": (("BK",), ("BV",)), "warps": (4, 8), "ops": ("kda",)}
 PLACES = {
-    "gate_cumsum": Place("gate_cumsum", "gate", "BH", (("BH",),), (4, 8, 16, 32, 64), **_CONSTANT),
-    "solve": Place("solve", "solve", tiles=(("BK",),)),
-    "wy": Place("wy", "wy", tiles=(("BK", "BV"),)),
-    "wy_channels": Place("wy", "wy", "CHANNEL_CONFIGS", (("BK", "BV"),), ops=("kda",)),
-    "state": Place("state", "state", ops=_BOTH, **_SCAN),
-    "output": Place("output", "output", tiles=(("BK",), ("BV",)), warps=(2, 4, 8), ops=_BOTH),
-    "scores": Place("intra", "fused", "SCORES_CONFIGS", (("BK",),)),
-    "resolvent": Place("intra", "fused", "RESOLVENT_CONFIGS", (("BK",),)),
-    "scan": Place("scan", "fused", "SCAN_CONFIGS", **_SCAN),
-    "output_bwd": Place("output_bwd", "output_bwd", tiles=(("BK",), ("BV",)), warps=(4, 8)),
-    "state_bwd": Place("state_bwd", "state_bwd", **_SCAN),
-    "wy_bwd": Place("wy_bwd", "wy_bwd", tiles=(("BK",), ("BV",)), warps=(4, 8)),
-    "recurrent": Place("recurrent", "recurrent", "BV", sizes=(8, 16, 32, 64, 128), **_CONSTANT),
-    "gate_cumsum_channels": Place("gate_cumsum", "gate", "BD", **_CHANNELS),
-    "gate_bwd_channels": Place("gate_bwd", "gate", "BD", **_CHANNELS),
-    "kda_intra": Place("kda_intra", "kda_intra", **_ROWS),
-    "kda_intra_safe": Place(
-        "kda_intra", "kda_intra", options=(("lower_bound", SAFE_BOUND),), **_ROWS
+    "gate_cumsum": Place(
+        "gate_cumsum", "delta.gate", "BH", (("BH",),), (4, 8, 16, 32, 64), **_CONSTANT
     ),
-    "kda_scan": Place("kda_scan", "kda_scan", ops=("kda",), **_SCAN),
-    "kda_scans": Place("kda_scans", "kda_scans", ops=("kda",), **_SCAN),
-    "state_bwd_channels": Place("state_bwd", "state_bwd", "CHANNEL_CONFIGS", ops=("kda",), **_SCAN),
-    "kda_output_bwd": Place("kda_output_bwd", "kda_bwd", **_ADJOINT),
-    "kda_wy_bwd": Place("kda_wy_bwd", "kda_bwd", **_ADJOINT),
-    "kda_intra_bwd": Place("kda_intra_bwd", "kda_intra_bwd", **_ROWS),
+    "solve": Place("solve", "delta.solve", tiles=(("BK",),)),
+    "wy": Place("wy", "delta.wy", tiles=(("BK", "BV"),)),
+    "wy_channels": Place("wy", "delta.wy", "CHANNEL_CONFIGS", (("BK", "BV"),), ops=("kda",)),
+    "state": Place("state", "delta.state", ops=_BOTH, **_SCAN),
+    "output": Place("output", "delta.output", tiles=(("BK",), ("BV",)), warps=(2, 4, 8), ops=_BOTH),
+    "scores": Place("intra_chunk", "fused.gdn_fwd", "SCORES_CONFIGS", (("BK",),)),
+    "resolvent": Place("intra_chunk", "fused.gdn_fwd", "RESOLVENT_CONFIGS", (("BK",),)),
+    "scan": Place("scan", "fused.gdn_fwd", "SCAN_CONFIGS", **_SCAN),
+    "output_bwd": Place("output_bwd", "delta.output_bwd", tiles=(("BK",), ("BV",)), warps=(4, 8)),
+    "state_bwd": Place("state_bwd", "delta.state_bwd", **_SCAN),
+    "wy_bwd": Place("wy_bwd", "delta.wy_bwd", tiles=(("BK",), ("BV",)), warps=(4, 8)),
+    "recurrent": Place(
+        "recurrent", "delta.recurrent", "BV", sizes=(8, 16, 32, 64, 128), **_CONSTANT
+    ),
+    "gate_cumsum_channels": Place("gate_cumsum", "delta.gate", "BD", **_CHANNELS),
+    "gate_bwd_channels": Place("gate_bwd", "delta.gate", "BD", **_CHANNELS),
+    "kda_intra": Place("kda_intra", "delta.kda_intra", **_ROWS),
+    "kda_intra_safe": Place(
+        "kda_intra", "delta.kda_intra", options=(("lower_bound", SAFE_BOUND),), **_ROWS
+    ),
+    "kda_scan": Place("kda_scan", "delta.kda_scan", ops=("kda",), **_SCAN),
+    "kda_scans": Place("kda_scans", "delta.kda_scans", ops=("kda",), **_SCAN),
+    "state_bwd_channels": Place(
+        "state_bwd", "delta.state_bwd", "CHANNEL_CONFIGS", ops=("kda",), **_SCAN
+    ),
+    "kda_output_bwd": Place("kda_output_bwd", "delta.kda_bwd", **_ADJOINT),
+    "kda_wy_bwd": Place("kda_wy_bwd", "delta.kda_bwd", **_ADJOINT),
+    "kda_intra_bwd": Place("kda_intra_bwd", "delta.kda_intra_bwd", **_ROWS),
 }
 
 
@@ -123,7 +129,7 @@ def installed(kernel: str, case: Case, row: dict[str, int], generation: str) -> 
         return [tiles.row(**row)] if isinstance(entry, list) else tiles.row(**row)
 
     place = PLACES[kernel]
-    module = import_module(f"linattn_edu.kernels.delta.{place.module}")
+    module = import_module(f"linattn_edu.kernels.{place.module}")
     before = getattr(module, place.table)
     if isinstance(before, dict):
         value = {generation: {case.size: replaced(before[generation][case.size])}}

@@ -12,8 +12,6 @@ from linattn_edu.cp import halo
 from linattn_edu.reference.delta.causal_conv1d import causal_conv1d
 from linattn_edu.reference.delta.cp_merge import cp_merge, piece_map
 from linattn_edu.reference.delta.cp_merge_bwd import cp_merge_bwd, piece_map_bwd
-from linattn_edu.reference.delta.fused import intra
-from linattn_edu.reference.delta.fused_bwd import scan_bwd
 from linattn_edu.reference.delta.gate_bwd import gate_bwd
 from linattn_edu.reference.delta.gate_cumsum import decay_matrix, gate_cumsum
 from linattn_edu.reference.delta.kda_intra import kda_intra
@@ -28,6 +26,8 @@ from linattn_edu.reference.delta.state import state
 from linattn_edu.reference.delta.state_bwd import state_bwd
 from linattn_edu.reference.delta.wy import wy
 from linattn_edu.reference.delta.wy_bwd import wy_bwd
+from linattn_edu.reference.fused.gdn_bwd import scan_bwd
+from linattn_edu.reference.fused.gdn_fwd import intra_chunk
 from linattn_edu.reference.ssd.chunk_cumsum import chunk_cumsum
 from linattn_edu.reference.ssd.chunk_scan import chunk_scan
 from linattn_edu.reference.ssd.chunk_scan_bwd_da_cs import chunk_scan_bwd_da_cs
@@ -189,7 +189,7 @@ def drawn(case: Case) -> dict[str, object]:
     gc = gate_cumsum(i.g, chunk_size=C)
     A = solve(i.k, i.beta, chunk_size=C)
     w, u = wy(i.k, i.v, i.beta, gc, A)
-    P, _, AG = intra(i.q, i.k, i.beta, gc, chunk_size=C, return_inverse=True, gated=True)
+    P, _, AG = intra_chunk(i.q, i.k, i.beta, gc, chunk_size=C, return_inverse=True, gated=True)
     h, v_new, _ = state(i.k, w, u, gc, i.initial_state, chunk_size=C)
     g_hard = i.g.clone()
     g_hard[:, 7] = -100.0  # e^100 is infinite in float32

@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import sys
+from pathlib import Path
 
 import torch
 
@@ -38,10 +39,21 @@ def pytest_runtest_makereport(item, call):
         pytest.exit(f"{item.nodeid}: illegal memory access", returncode=3)
 
 
+def pytest_terminal_summary(terminalreporter, config):
+    """Where LINATTN_EDU_RAN names a file, what ran on which GPU goes into it."""
+    file = os.environ.get("LINATTN_EDU_RAN")
+    if not file or not torch.cuda.is_available() or hasattr(config, "workerinput"):
+        return
+    from gpu import ran
+
+    counts = {name: len(found) for name, found in terminalreporter.stats.items()}
+    ran.add(ran.record(config.args, counts), Path(file))
+
+
 @pytest.fixture(autouse=True)
 def no_plans():
     """A test that changes what is launched does not meet the programs of another."""
-    if plan := sys.modules.get("linattn_edu.kernels.plan"):
+    if plan := sys.modules.get("linattn_edu.kernels.host.plan"):
         plan.clear()
 
 

@@ -19,7 +19,7 @@ from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
 from linattn_edu import chunk_gated_delta_rule
-from linattn_edu.kernels import plan
+from linattn_edu.kernels.host import plan
 from linattn_edu.kernels.tiles import device_of
 from linattn_edu.ops import gdn, kda
 from linattn_edu.reference.delta.recurrent import recurrent, recurrent_bwd

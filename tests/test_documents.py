@@ -152,22 +152,21 @@ def test_what_the_readme_says_that_is_refused(function, arguments, said):
 
 
 JOINED = {
-    "cumsum": ("cumsum", "global_cumsum"),
-    "cp_merge": ("piece_map", "cp_merge"),
-    "cp_merge_bwd": ("piece_map_bwd", "cp_merge_bwd"),
-    "fused": ("intra", "scan", "scan_map"),
-    "fused_bwd": ("scan_states", "scan_bwd", "scans", "intra_bwd", "heads_bwd", "scan_map_bwd"),
-    "gate": ("gate", "layer_gate_bwd"),
-    "kda_bwd": ("kda_output_bwd", "kda_wy_bwd"),
-    "kda_fused": ("kda_prepare", "channel_scan", "channel_scan_map"),
-    "kda_fused_bwd": (
-        "kda_gates",
-        "channel_scans",
-        "channel_scan_map_bwd",
-        "kda_reads_bwd",
-        "channel_intra_bwd",
+    "delta.cumsum": ("cumsum", "global_cumsum"),
+    "delta.cp_merge": ("piece_map", "cp_merge"),
+    "delta.cp_merge_bwd": ("piece_map_bwd", "cp_merge_bwd"),
+    "delta.gate": ("gate", "layer_gate_bwd"),
+    "delta.kda_bwd": ("kda_output_bwd", "kda_wy_bwd"),
+    "fused.gdn_fwd": ("intra_chunk", "scan", "scan_map"),
+    "fused.gdn_bwd": (
+        "scan_states", "scan_bwd", "scans", "intra_chunk_bwd", "chunk_bwd", "scan_map_bwd",
     ),
-}
+    "fused.kda_fwd": ("kda_prepare", "kda_fused_scan", "kda_fused_scan_map"),
+    "fused.kda_bwd": (
+        "kda_gates", "kda_fused_scans", "kda_fused_scan_map_bwd", "kda_reads_bwd",
+        "kda_fused_intra_bwd",
+    ),
+}  # fmt: skip
 
 
 def test_the_interface_lists_every_public_name():
@@ -180,18 +179,12 @@ def test_the_interface_lists_every_stage_and_kernel():
     """Functions of the stage files without an underscore, read without importing Triton."""
     listed = set(re.findall(r"auto\w+:: ([\w.]+)", (ROOT / "book" / "api.md").read_text()))
     for side in ("reference", "kernels"):
-        files = [
-            p for p in (ROOT / "linattn_edu" / side / "delta").glob("*.py") if p.stem[0] != "_"
-        ]
-        stages = {
-            f"linattn_edu.{side}.delta.{p.stem}.{name}"
-            for p in files
-            for name in JOINED.get(p.stem, (p.stem,))
-        }
-        kernels = {
-            f"linattn_edu.{side}.delta.{p.stem}.{name}"
-            for p in files
-            for name in re.findall(r"^def (\w+_kernel)\(", p.read_text(), re.M)
-        }
-        ours = {name for name in listed if name.startswith(f"linattn_edu.{side}.delta.")}
-        assert stages | kernels <= ours
+        for folder in ("delta", "fused"):
+            files = (ROOT / "linattn_edu" / side / folder).glob("[!_]*.py")
+            for path in files:
+                module = f"{folder}.{path.stem}"
+                if module.startswith("fused.ssd"):
+                    continue
+                names = [*JOINED.get(module, (path.stem,))]
+                names += re.findall(r"^def (\w+_kernel)\(", path.read_text(), re.M)
+                assert {f"linattn_edu.{side}.{module}.{name}" for name in names} <= listed

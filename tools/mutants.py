@@ -480,7 +480,7 @@ MUTANTS = [
     ),
     Mutant(
         "the fused states of a chapter are written without beta",
-        f"{KERNELS}/delta/fused_bwd.py",
+        f"{KERNELS}/fused/gdn_bwd.py",
         "cast(b_beta[:, None] * b_W, b_AG.dtype)",
         "cast(b_W, b_AG.dtype)",
         "--nbval-lax chapters/24_fusion.ipynb",

@@ -354,9 +354,9 @@ def pinned(name: str) -> str:
 
 
 def runs() -> dict[tuple, list[str]]:
-    """(GPU, PyTorch, Triton, CUDA) -> dates on which results were written."""
+    """(GPU, PyTorch, Triton, CUDA) -> dates on which results were written, or tests were run."""
     found = {}
-    for data in results().values():
+    for data in (*results().values(), *suites()):
         known = data["gpu"], data["torch"], data.get("triton"), data.get("cuda")
         if all(known):
             found.setdefault(known, []).append(data["date"])
@@ -394,6 +394,24 @@ def version_table() -> str:
             ],
         ],
     )
+
+
+@functools.cache
+def suites() -> list[dict]:
+    """The runs of the tests on GPUs."""
+    return json.loads((ROOT / "tests/gpu/ran.json").read_text())
+
+
+def suite_table() -> str:
+    """The runs of the tests on GPUs, with versions: of `make gpu-test`, or of the tests named."""
+    rows = [
+        [
+            r["gpu"], r["torch"], r["triton"], r["cuda"], r["date"], f"`{r['tests']}`",
+            f"{r['passed']} passed, {r['failed'] + r['error']} failed, {r['skipped']} skipped",
+        ]
+        for r in suites()
+    ]  # fmt: skip
+    return table(["GPU", "PyTorch", "Triton", "CUDA", "Date", "Tests", "Result"], rows)
 
 
 def gpu_table() -> str:
@@ -491,6 +509,7 @@ PARTS = {
     "where_kernels": kernel_table,
     "where_functions": function_table,
     "tested_versions": version_table,
+    "tested_suites": suite_table,
     "tested_gpus": gpu_table,
     "tested_never": never_run,
     "tested_sizes": size_table,

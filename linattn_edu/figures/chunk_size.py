@@ -13,7 +13,7 @@ from linattn_edu.testing import gdn_inputs
 SIZES = (16, 32, 64, 128, 256)
 SETS = {
     "staged": ("gate_cumsum", "solve", "wy", "state", "output"),
-    "fused": ("gate_cumsum", "intra", "scan"),
+    "fused": ("gate_cumsum", "intra_chunk", "scan"),
 }
 TOKENS = 4096  # of the sequence whose chunks are counted
 

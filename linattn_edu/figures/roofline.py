@@ -64,7 +64,7 @@ GPUS = (
 )  # fmt: skip
 CASE = "gdn_train"
 STAGES = (
-    "solve", "wy", "state", "output", "intra", "scan", "output_bwd", "state_bwd", "wy_bwd",
+    "solve", "wy", "state", "output", "intra_chunk", "scan", "output_bwd", "state_bwd", "wy_bwd",
 )  # fmt: skip
 LABEL = "Stages of Gated DeltaNet under a roofline"
 

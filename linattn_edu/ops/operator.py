@@ -638,7 +638,7 @@ class Operator:
 @functools.cache
 def _plan():
     """What writes down calls of kernels; it needs Triton, which may be missing."""
-    from linattn_edu.kernels import plan
+    from linattn_edu.kernels.host import plan
 
     return plan
 

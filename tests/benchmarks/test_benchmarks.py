@@ -89,7 +89,7 @@ def nbytes(*values) -> int:
 
 
 # of KDA, those that read the gates of a chunk's last token alone
-LAST_GATES = ("state", "kda_scans", "state_bwd", "kda_scan", "channel_scan", "channel_scans")
+LAST_GATES = ("state", "kda_scans", "state_bwd", "kda_scan", "kda_fused_scan", "kda_fused_scans")
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def test_flops_are_the_multiply_adds_of_the_scalar_form(counted):
     c = counted
     product, triangle = c["state"] // 3, c["lower"] // 2  # three and two of each are used above
     fused = {
-        "stage:intra": c["kkt"] + c["qkt"] + c["inverse"],
+        "stage:intra_chunk": c["kkt"] + c["qkt"] + c["inverse"],
         "stage:scan": c["state"] + c["lower"],
     }
     expected = {
@@ -216,8 +216,8 @@ def test_flops_of_kda_are_the_multiply_adds_of_the_scalar_form(shape):
     scan, scans = count["state"] + count["output"], count["state"] + count["state_bwd"]
     expected = {**count, "wy": w + u, "kda_scan": scan, "kda_scans": scans}
     left = count["kda_output_bwd"] + count["kda_wy_bwd"] - u + count["kda_intra_bwd"]
-    expected |= {"kda_prepare": count["kda_intra"], "channel_intra_bwd": left}
-    expected |= {"channel_scan": scan + u, "channel_scans": scans + 2 * u}  # A W, A^T dv_new
+    expected |= {"kda_prepare": count["kda_intra"], "kda_fused_intra_bwd": left}
+    expected |= {"kda_fused_scan": scan + u, "kda_fused_scans": scans + 2 * u}  # A W, A^T dv_new
     assert {stage: work(case, f"stage:{stage}", CHUNK).flops for stage in expected} == {
         stage: 2 * n for stage, n in expected.items()
     }
@@ -414,7 +414,7 @@ def test_a_stage_is_only_stopped_by_those_it_needs(monkeypatch):
     original = forms.stage_function
 
     def stage_function(name, impl):
-        if name in ("state_bwd", "intra"):
+        if name in ("state_bwd", "intra_chunk"):
             raise RuntimeError(f"{name} is broken")
         return original(name, "reference")
 
@@ -427,7 +427,10 @@ def test_a_stage_is_only_stopped_by_those_it_needs(monkeypatch):
         except RuntimeError as error:
             broken[name] = str(error)
     state_bwd = dict.fromkeys(("state_bwd", "wy_bwd", "gate_bwd"), "state_bwd is broken")
-    assert broken == {**dict.fromkeys(("intra", "scan"), "intra is broken"), **state_bwd}
+    assert broken == {
+        **dict.fromkeys(("intra_chunk", "scan"), "intra_chunk is broken"),
+        **state_bwd,
+    }
 
 
 # ---- results

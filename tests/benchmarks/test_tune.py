@@ -24,7 +24,7 @@ def test_tuner_checks_a_row_and_puts_the_shipped_one_back(op, kernel, monkeypatc
     sizes = {"BK": wide, "BV": wide, "BH": 16, "BD": 32}
     row = {name: sizes.get(name, x) for name, x in rows[0].items()}
     place = tune.PLACES[kernel]
-    module = import_module(f"linattn_edu.kernels.delta.{place.module}")
+    module = import_module(f"linattn_edu.kernels.{place.module}")
     before = getattr(module, place.table)
     result = tune.Worker(DEVICE).run(kernel, case, row, timed=False)
     assert result["error"] < 5e-3
@@ -33,7 +33,7 @@ def test_tuner_checks_a_row_and_puts_the_shipped_one_back(op, kernel, monkeypatc
 
 def test_tuner_uses_the_row_that_it_is_given():
     with tune.installed("scan", SMALL, {"BV": 32, "num_warps": 2, "num_stages": 5}, "hopper"):
-        from linattn_edu.kernels.delta.fused import SCAN_CONFIGS
+        from linattn_edu.kernels.fused.gdn_fwd import SCAN_CONFIGS
         from linattn_edu.kernels.tiles import widest
 
         chosen = widest(SCAN_CONFIGS, torch.empty(1, 1, 1, 128, dtype=torch.bfloat16), 8, 128)

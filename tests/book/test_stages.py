@@ -17,12 +17,12 @@ TAG = re.compile(r"#\s*(eq:[\w-]+)")
 # files of several stages, and those that compute several at once, and the chapter of each
 JOINED = {
     "delta/kda_bwd": "11_kda_intra_bwd",
-    "delta/kda_fused": "24_fusion",
-    "delta/kda_fused_bwd": "24_fusion",
+    "fused/kda_fwd": "24_fusion",
+    "fused/kda_bwd": "24_fusion",
     "delta/kda_scan": "07_kda_intra",
     "delta/kda_scans": "12_gate_bwd",
-    "delta/fused": "06_output",
-    "delta/fused_bwd": "12_gate_bwd",
+    "fused/gdn_fwd": "06_output",
+    "fused/gdn_bwd": "12_gate_bwd",
     "delta/warm_up": "25_few_heads",
     "delta/gate": "12_gate_bwd",
     "delta/l2norm": "08_output_bwd",
@@ -33,7 +33,7 @@ JOINED = {
     **{f"ssd/{stage}": "13_ssd" for stage in pipeline.SSD_STAGES},
     "ssd/selective_state_update": "13_ssd",
     "ssd/chunk_cumsum_bwd": "19_chunk_scan_bwd_da_cs",
-    "ssd/fused": "18_chunk_scan_chunk_state_bwd_dx",
+    "fused/ssd_fwd": "18_chunk_scan_chunk_state_bwd_dx",
     "ssd/ema_bwd": "20_ema",
 }
 # in the file or in the chapter of another stage
@@ -47,7 +47,8 @@ STAGES += [x for x in map("ssd/{}".format, pipeline.SSD_BACKWARD) if x not in JO
 
 def modules(root):
     """Every stage file under reference/ or kernels/, as "delta/state"."""
-    files = root.glob("*/*.py")
+    folders = ("delta", "ssd", "fused")
+    files = (p for folder in folders for p in root.glob(f"{folder}/*.py"))
     return sorted(str(p.relative_to(root).with_suffix("")) for p in files if p.stem != "__init__")
 
 

@@ -42,7 +42,8 @@ def test_the_row_of_an_equation(where):
 
 def test_every_stage_kernel_and_function_has_a_row(where):
     package = ROOT / "linattn_edu"
-    files = [p for p in package.glob("kernels/*/*.py") if p.stem != "__init__"]
+    folders = ("delta", "ssd", "fused")
+    files = [p for f in folders for p in package.glob(f"kernels/{f}/[!_]*.py")]
     stages = {f"{p.parent.name}/{p.stem}" for p in files}
     assert {r[0].split("`")[1] for r in rows(where.stage_table())} == stages
     named = {x for p in files for x in re.findall(r"^def (\w+_kernel)\(", p.read_text(), re.M)}
@@ -97,3 +98,15 @@ def test_sizes_are_those_of_the_grids(where):
     row = next(r for r in rows(where.size_table()) if r[0].startswith("stages of the delta"))
     assert row[1].startswith(", ".join(map(str, stage_checks.DIMS)) + "; V ")
     assert row[2] == ", ".join(map(str, stage_checks.TOKENS))
+
+
+def test_runs_of_the_tests_on_gpus(where, tmp_path):
+    """Every record has its row; a new one takes the place of that of the same versions."""
+    from gpu import ran
+
+    assert len(rows(where.suite_table())) == len(ran.read())
+    file, one = tmp_path / "ran.json", {"gpu": "G", "torch": "2", "triton": "3.9.0", "cuda": "13"}
+    one |= {"date": "2026-01-01", "tests": "tests", "passed": 1}
+    for new in (one, one | {"triton": "3.6.0"}, one | {"passed": 2}):
+        ran.add(new, file)
+    assert [(r["triton"], r["passed"]) for r in ran.read(file)] == [("3.6.0", 1), ("3.9.0", 2)]

@@ -4,9 +4,9 @@ from itertools import pairwise
 
 import pytest
 import torch
-from delta import channel_checks
 from delta.stage_checks import check_stage, grid
 from delta.test_state import arguments, channel_arguments
+from fused import kda_checks
 
 from linattn_edu.kernels.delta import cp_merge as kernels
 from linattn_edu.packing import pack
@@ -46,7 +46,7 @@ def test_map_kernel_matches_reference(T, K, V, C, dtype, device):
     check_map(kernels.piece_map, references.piece_map, args, chunk_size=C)
 
 
-@channel_checks.grid
+@kda_checks.grid
 def test_a_gate_for_each_channel(T, K, V, C, dtype, device):
     *args, _ = channel_arguments(T, K, V, C, dtype, device)
     check_map(kernels.piece_map, references.piece_map, args, chunk_size=C)

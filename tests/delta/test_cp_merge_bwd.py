@@ -4,9 +4,9 @@ from itertools import pairwise
 
 import pytest
 import torch
-from delta import channel_checks
 from delta.stage_checks import backward_inputs, check_stage, grid
 from delta.test_cp_merge import SHAPES, check_map, maps
+from fused import kda_checks
 
 from linattn_edu.kernels.delta import cp_merge_bwd as kernels
 from linattn_edu.packing import pack
@@ -25,7 +25,7 @@ def arguments(T, K, V, C, dtype, device):
 
 
 def channel_arguments(T, K, V, C, dtype, device):
-    _, r = channel_checks.backward_parts(T, K, V, C, dtype, device)
+    _, r = kda_checks.backward_parts(T, K, V, C, dtype, device)
     return r.qg, r.kg, r.w, r.gc, r.do, r.P, r.dht
 
 
@@ -35,7 +35,7 @@ def test_map_kernel_matches_reference(T, K, V, C, dtype, device):
     check_map(kernels.piece_map_bwd, references.piece_map_bwd, args, scale=0.3, chunk_size=C)
 
 
-@channel_checks.once
+@kda_checks.once
 def test_a_gate_for_each_channel(T, K, V, C, dtype, device):
     *args, P, _ = channel_arguments(T, K, V, C, dtype, device)
     args = (*args, None, None, P)

@@ -4,8 +4,8 @@ import math
 
 import pytest
 import torch
-from delta.channel_checks import RAW, raw_gate
 from delta.stage_checks import DTYPES
+from fused.kda_checks import RAW, raw_gate
 from grids import parametrize
 
 from linattn_edu.kernels.delta import gate as kernels

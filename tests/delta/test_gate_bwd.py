@@ -5,8 +5,8 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from delta import channel_checks
 from delta.stage_checks import CHUNKS, TOKENS
+from fused import kda_checks
 from grids import parametrize
 
 from linattn_edu.kernels.delta.gate_bwd import gate_bwd as kernel
@@ -111,17 +111,17 @@ def test_low_precision_gates(dtype, device):
 @pytest.mark.parametrize(("T", "C"), list(zip(TOKENS, itertools.cycle(CHUNKS), strict=False)))
 def test_a_gate_for_each_channel(T, C, gate, device):
     for HV, K in ((1, 1), (3, 33)):  # in one tile of channels, in two
-        g = channel_checks.channel_gate(gate, 2, T, HV, K, seed=T, device=device)
+        g = kda_checks.channel_gate(gate, 2, T, HV, K, seed=T, device=device)
         dgc = torch.randn_like(g)
         got, *none = kernel(dgc, g, chunk_size=C)
         assert none == [None, None]
         assert_close("dg", got, reference(dgc, g, chunk_size=C)[0], 5e-6)
 
 
-@pytest.mark.parametrize("kind", channel_checks.RAW)
+@pytest.mark.parametrize("kind", kda_checks.RAW)
 @pytest.mark.parametrize("T", [1, 65, 130])
 def test_raw_gates_of_channels(T, kind, device):
-    a, A_log, dt_bias, bound = channel_checks.raw_gate(kind, T, 3, 33, device)
+    a, A_log, dt_bias, bound = kda_checks.raw_gate(kind, T, 3, 33, device)
     dgc, options = torch.randn_like(a), {"chunk_size": 32, **bound}
     exact = (x if x is None else x.double() for x in (dgc, a, A_log, dt_bias))
     got = kernel(dgc, a, A_log, dt_bias, **options)
@@ -133,9 +133,9 @@ def test_raw_gates_of_channels(T, kind, device):
             assert_close(name, x, y, 1e-5 * max(1.0, T / 16 if name != "da" else 1.0))
 
 
-@pytest.mark.parametrize("kind", channel_checks.RAW)
+@pytest.mark.parametrize("kind", kda_checks.RAW)
 def test_reference_is_the_gradient_of_the_sum_of_channels(kind):
-    *given, bound = channel_checks.raw_gate(kind, 50, 3, 5, "cpu")
+    *given, bound = kda_checks.raw_gate(kind, 50, 3, 5, "cpu")
     given = [x if x is None else x.double().requires_grad_() for x in given]
     gc = gate_cumsum_reference(*given, chunk_size=16, **bound)
     dgc = torch.randn_like(gc)
@@ -161,9 +161,9 @@ def test_no_gradient_and_no_nan_at_the_ends(lower_bound, device):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("kind", channel_checks.RAW)
+@pytest.mark.parametrize("kind", kda_checks.RAW)
 def test_low_precision_gates_of_channels(kind, dtype, device):
-    a, A_log, dt_bias, bound = channel_checks.raw_gate(kind, 40, 3, 33, device, dtype)
+    a, A_log, dt_bias, bound = kda_checks.raw_gate(kind, 40, 3, 33, device, dtype)
     dgc, options = torch.randn(a.shape, device=device), {"chunk_size": 32, **bound}
     da, *sums = kernel(dgc, a, A_log, dt_bias, **options)
     exact = [x if x is None else x.double() for x in (dgc, a, A_log, dt_bias)]

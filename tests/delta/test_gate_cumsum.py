@@ -5,8 +5,8 @@ import math
 
 import pytest
 import torch
-from delta.channel_checks import RAW, channel_gate, raw_gate
 from delta.stage_checks import CHUNKS, DTYPES, TOKENS
+from fused.kda_checks import RAW, channel_gate, raw_gate
 from grids import parametrize
 
 from linattn_edu.kernels.delta.gate_cumsum import gate_cumsum as kernel

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from delta.channel_checks import GATES, SCALE, backward_parts, once
 from delta.stage_checks import check_stage
+from fused.kda_checks import GATES, SCALE, backward_parts, once
 
 from linattn_edu.kernels.delta import kda_bwd as kernels
 from linattn_edu.reference.delta import kda_bwd as references

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from delta.channel_checks import channel_inputs, gates, grid, once
 from delta.stage_checks import DTYPES, check_stage
+from fused.kda_checks import gates, grid, kda_stage_inputs, once
 
 from linattn_edu.kernels.delta import kda_intra as module
 from linattn_edu.kernels.delta.kda_intra import ALL, FAR, NONE, halve
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("poison")
 
 
 def arguments(T, K, C, dtype, device, **kinds):
-    x = channel_inputs(T, K, 16, dtype, device, **kinds)
+    x = kda_stage_inputs(T, K, 16, dtype, device, **kinds)
     return x.q, x.k, x.beta, gate_cumsum(x.g, chunk_size=C)
 
 
@@ -73,7 +73,7 @@ def test_whom_a_promise_serves(dtype, bound, device, monkeypatch):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_far_row_changes_no_earlier_one(dtype, t, device):
     """A block with near rows alone, and the same one with a shut gate: to the bit."""
-    x = channel_inputs(64, 40, 16, dtype, device, H=2)
+    x = kda_stage_inputs(64, 40, 16, dtype, device, H=2)
     x.g = -torch.rand_like(x.g)
     before = kernel(x.q, x.k, x.beta, gate_cumsum(x.g, chunk_size=64), chunk_size=64)
     x.g[:, t, :, ::7] = -1e4

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from delta.channel_checks import backward_parts, gates, once
 from delta.stage_checks import DTYPES, check_stage
+from fused.kda_checks import backward_parts, gates, once
 
 from linattn_edu.kernels.delta.kda_intra_bwd import kda_intra_bwd
 from linattn_edu.reference.delta.gate_cumsum import gate_cumsum

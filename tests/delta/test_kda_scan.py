@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from delta.channel_checks import SCALE, channel_inputs, forward_parts, gates, grid
 from delta.stage_checks import check_stage
+from fused.kda_checks import SCALE, forward_parts, gates, grid, kda_stage_inputs
 
 from linattn_edu.kernels.delta.kda_scan import kda_scan
 from linattn_edu.kernels.delta.output import output
@@ -21,21 +21,21 @@ def arguments(x, r):
 
 @grid
 def test_kernel_matches_reference(T, K, V, C, dtype, device):
-    x = channel_inputs(T, K, V, dtype, device)
+    x = kda_stage_inputs(T, K, V, dtype, device)
     options = {"scale": SCALE, "output_final_state": True}
     check_stage(kda_scan, reference, arguments(x, forward_parts(x, C)), **options)
 
 
 @gates
 def test_any_gate(C, gate, dtype, device):
-    x = channel_inputs(70, 16, 24, dtype, device, H=2, gate=gate)
+    x = kda_stage_inputs(70, 16, 24, dtype, device, H=2, gate=gate)
     *args, _ = arguments(x, forward_parts(x, C))
     check_stage(kda_scan, reference, args, scale=SCALE)
 
 
 def test_the_state_is_rounded_where_state_and_output_round_it(device):
     """The same products of the same rounded factors: the same bits as by way of h and v_new."""
-    x = channel_inputs(150, 48, 40, torch.bfloat16, device, H=2)
+    x = kda_stage_inputs(150, 48, 40, torch.bfloat16, device, H=2)
     r = forward_parts(x, 32)
     o, final_state = kda_scan(*arguments(x, r), scale=SCALE, output_final_state=True)
     options = {"chunk_size": 32, "output_final_state": True}
@@ -47,7 +47,7 @@ def test_the_state_is_rounded_where_state_and_output_round_it(device):
 
 @pytest.mark.parametrize("keep", [("P", "A"), ()], ids=str)
 def test_without_states_in_float64(keep):
-    x = channel_inputs(130, 20, 12, torch.float64, "cpu", H=2)
+    x = kda_stage_inputs(130, 20, 12, torch.float64, "cpu", H=2)
     options = {"scale": 0.5, "output_final_state": True, "chunk_size": 32}
     *want, kept = forward(stages("reference"), **x.asdict(), **options)
     *got, less = forward(stages("reference"), **x.asdict(), **options, keep=keep)

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from delta.channel_checks import GATES, SCALE, backward_parts, grid
 from delta.stage_checks import check_stage
+from fused.kda_checks import GATES, SCALE, backward_parts, grid
 from gdn_checks import launches
 
 from linattn_edu.kernels.delta import kda_scans as kernels

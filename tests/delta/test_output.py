@@ -1,8 +1,8 @@
 """Stage output: kernel against reference."""
 
 import pytest
-from delta import channel_checks
 from delta.stage_checks import check_stage, grid, inputs
+from fused import kda_checks
 
 from linattn_edu.kernels.delta.output import output as kernel
 from linattn_edu.reference.delta.gate_cumsum import gate_cumsum
@@ -23,9 +23,9 @@ def test_kernel_matches_reference(T, K, V, C, dtype, device):
     check_stage(kernel, reference, (x.q, x.k, v_new, h, gc), scale=0.3, chunk_size=C)
 
 
-@channel_checks.grid
+@kda_checks.grid
 def test_a_gate_for_each_channel(T, K, V, C, dtype, device):
-    x = channel_checks.channel_inputs(T, K, V, dtype, device)
-    r = channel_checks.forward_parts(x, C)
+    x = kda_checks.kda_stage_inputs(T, K, V, dtype, device)
+    r = kda_checks.forward_parts(x, C)
     args = (r.qg, r.kg, r.v_new, r.h, r.gc, r.P)
     check_stage(kernel, reference, args, scale=0.3, chunk_size=C)

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from delta import channel_checks
 from delta.stage_checks import check_stage, grid, inputs
+from fused import kda_checks
 
 from linattn_edu.kernels.delta.state import state as kernel
 from linattn_edu.reference.delta.gate_cumsum import gate_cumsum
@@ -42,18 +42,18 @@ def test_first_state_is_the_initial_state(device):
 
 
 def channel_arguments(T, K, V, C, dtype, device, **kinds):
-    x = channel_checks.channel_inputs(T, K, V, dtype, device, **kinds)
-    r = channel_checks.forward_parts(x, C)
+    x = kda_checks.kda_stage_inputs(T, K, V, dtype, device, **kinds)
+    r = kda_checks.forward_parts(x, C)
     return r.kg, r.w, r.u, r.gc, x.initial_state
 
 
-@channel_checks.grid
+@kda_checks.grid
 def test_a_gate_for_each_channel(T, K, V, C, dtype, device):
     args = channel_arguments(T, K, V, C, dtype, device)
     check_stage(kernel, reference, args, chunk_size=C, output_final_state=True)
 
 
-@pytest.mark.parametrize("gate", channel_checks.GATES)
+@pytest.mark.parametrize("gate", kda_checks.GATES)
 def test_channels_without_a_state(gate, device):
     *args, _ = channel_arguments(70, 33, 65, 32, torch.float32, device, H=2, gate=gate)
     check_stage(kernel, reference, args, chunk_size=32, output_final_state=True)

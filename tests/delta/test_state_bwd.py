@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from delta import channel_checks
 from delta.stage_checks import backward_inputs, check_stage, grid
+from fused import kda_checks
 
 from linattn_edu.kernels.delta.state_bwd import state_bwd as kernel
 from linattn_edu.reference.delta.state_bwd import state_bwd as reference
@@ -33,15 +33,15 @@ def test_last_gradient_is_that_of_the_final_state(device):
     assert torch.equal(dh[:, -1], r.dht)
 
 
-@channel_checks.once
+@kda_checks.once
 def test_a_gate_for_each_channel(T, K, V, C, dtype, device):
-    _, r = channel_checks.backward_parts(T, K, V, C, dtype, device)
+    _, r = kda_checks.backward_parts(T, K, V, C, dtype, device)
     args = (r.qg, r.kg, r.w, r.gc, r.do, None, r.dht, None, None, r.P)
     check_stage(kernel, reference, args, scale=0.3, chunk_size=C)
 
 
-@pytest.mark.parametrize("gate", channel_checks.GATES)
+@pytest.mark.parametrize("gate", kda_checks.GATES)
 def test_channels_without_a_gradient_of_the_final_state(gate, device):
-    _, r = channel_checks.backward_parts(70, 33, 65, 32, torch.float32, device, H=2, gate=gate)
+    _, r = kda_checks.backward_parts(70, 33, 65, 32, torch.float32, device, H=2, gate=gate)
     args = (r.qg, r.kg, r.w, r.gc, r.do, None, None, None, None, r.P)
     check_stage(kernel, reference, args, scale=0.3, chunk_size=32)

@@ -8,9 +8,9 @@ import torch
 from linattn_edu.kernels import pieces
 from linattn_edu.kernels.delta import warm_up as kernels
 from linattn_edu.packing import pack
-from linattn_edu.reference.delta.fused import intra, scan, scan_map
 from linattn_edu.reference.delta.gate_cumsum import gate_cumsum
 from linattn_edu.reference.delta.warm_up import bound, warm_up
+from linattn_edu.reference.fused.gdn_fwd import intra_chunk, scan, scan_map
 from linattn_edu.testing import assert_close, gdn_inputs
 
 C = 16
@@ -29,7 +29,7 @@ def drawn(T, dtype=torch.float64, device="cpu", length=1.0, beta=1.0, K=24, B=2)
 @pytest.mark.parametrize("T", [C, 3, 3 * C])
 def test_no_state_grows_past_the_bound(length, beta, T):
     x, gc = drawn(T, length=length, beta=beta)
-    _, R, _ = intra(x.q, x.k, x.beta, gc, chunk_size=C)
+    _, R, _ = intra_chunk(x.q, x.k, x.beta, gc, chunk_size=C)
     _, M = scan_map(x.k, x.v, gc, R)
     most = bound(x.k, x.beta, gc, chunk_size=C).sum(1)
     slack = most - torch.linalg.matrix_norm(M, 2).log2()
@@ -52,7 +52,7 @@ def test_what_is_left_out_is_below_the_threshold(back):
     x, gc = drawn(16 * C, B=1)
     span, options = 4 * C, {"chunk_size": C}
     warm = warm_up(x.k, x.beta, gc, span=span, reach=span, back=back, **options)
-    P, R, _ = intra(x.q, x.k, x.beta, gc, **options)
+    P, R, _ = intra_chunk(x.q, x.k, x.beta, gc, **options)
     assert (warm[:, 3 if back else 0] == 0).all()
     assert (warm >= 0).all() and len(warm.unique()) > 1
     if back:  # the adjoint goes through the same matrices, transposed

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from delta import channel_checks
 from delta.stage_checks import check_stage, grid, inputs
+from fused import kda_checks
 
 from linattn_edu.kernels.delta.wy import wy as kernel
 from linattn_edu.reference.delta.gate_cumsum import gate_cumsum
@@ -21,16 +21,16 @@ def test_kernel_matches_reference(T, K, V, C, dtype, device):
 
 
 def check_channels(x, C):
-    r = channel_checks.forward_parts(x, C)
+    r = kda_checks.forward_parts(x, C)
     check_stage(kernel, reference, (x.k, x.v, x.beta, r.gc, r.A, x.q))
 
 
-@channel_checks.grid
+@kda_checks.grid
 def test_a_gate_for_each_channel(T, K, V, C, dtype, device):
-    check_channels(channel_checks.channel_inputs(T, K, V, dtype, device), C)
+    check_channels(kda_checks.kda_stage_inputs(T, K, V, dtype, device), C)
 
 
-@pytest.mark.parametrize("gate", channel_checks.GATES)
+@pytest.mark.parametrize("gate", kda_checks.GATES)
 def test_one_value_head_a_key_head(gate, device):
-    x = channel_checks.channel_inputs(70, 33, 65, torch.float32, device, H=2, gate=gate)
+    x = kda_checks.kda_stage_inputs(70, 33, 65, torch.float32, device, H=2, gate=gate)
     check_channels(x, 32)

@@ -17,8 +17,6 @@ from linattn_edu.kernels.delta import causal_conv1d_update as convolution_update
 from linattn_edu.kernels.delta import (
     cp_merge,
     cp_merge_bwd,
-    fused,
-    fused_bwd,
     kda_bwd,
     kda_intra,
     kda_intra_bwd,
@@ -33,9 +31,10 @@ from linattn_edu.kernels.delta import (
     wy_bwd,
 )
 from linattn_edu.kernels.delta import rms_norm_gated as norm
+from linattn_edu.kernels.fused import gdn_bwd, gdn_fwd
+from linattn_edu.kernels.fused import ssd_fwd as ssd_fused
 from linattn_edu.kernels.ssd import ema as ema_kernels
 from linattn_edu.kernels.ssd import ema_bwd as ema_bwd_kernels
-from linattn_edu.kernels.ssd import fused as ssd_fused
 from linattn_edu.kernels.ssd import selective_state_update as update
 from linattn_edu.kernels.tiles import UNPIPELINED, block, chunk_limit, device_of, of_generation
 from linattn_edu.ops import ema, kda, ssd
@@ -55,9 +54,9 @@ TABLES = (
     ("wy", wy, "CONFIGS"),
     ("state", state, "CONFIGS"),
     ("output", output, "CONFIGS"),
-    ("scores", fused, "SCORES_CONFIGS"),
-    ("resolvent", fused, "RESOLVENT_CONFIGS"),
-    ("scan", fused, "SCAN_CONFIGS"),
+    ("scores", gdn_fwd, "SCORES_CONFIGS"),
+    ("resolvent", gdn_fwd, "RESOLVENT_CONFIGS"),
+    ("scan", gdn_fwd, "SCAN_CONFIGS"),
     ("output_bwd", output_bwd, "CONFIGS"),
     ("state_bwd", state_bwd, "CONFIGS"),
     ("wy_bwd", wy_bwd, "CONFIGS"),
@@ -72,7 +71,7 @@ TABLES = (
     ("kda_state_bwd", state_bwd, "CHANNEL_CONFIGS"),
     ("kda_intra_bwd", kda_intra_bwd, "CONFIGS"),
     # in pieces
-    ("scan_map", fused, "SCAN_CONFIGS"),
+    ("scan_map", gdn_fwd, "SCAN_CONFIGS"),
     ("piece_map", cp_merge, "MAP_CONFIGS"),
     ("piece_map_bwd", cp_merge_bwd, "MAP_CONFIGS"),
     ("kda_piece_map", cp_merge, "MAP_CONFIGS"),
@@ -104,7 +103,7 @@ def rows():
     for dtype, size in itertools.product(
         DTYPES[2], (*equal(16, 64, 100, 128), (128, 33), (64, 128))
     ):
-        if fused_bwd.fits(*(torch.empty(1, 1, 1, n, dtype=dtype, device="cuda") for n in size)):
+        if gdn_bwd.fits(*(torch.empty(1, 1, 1, n, dtype=dtype, device="cuda") for n in size)):
             yield "fused_bwd", dtype, size, "shipped"
             yield "kda_fused", dtype, size, "shipped"
     for size, by_channels in of_generation(ema_kernels.CONFIGS, generation).items():
@@ -247,7 +246,7 @@ def run_fused_bwd(dtype, K, V):
         cut = {"LENGTH": 64, "LEAST": 1, "PROGRAMS": 1024}
         # with one multiprocessor the two scans are two launches
         for rule, has in itertools.product(({}, cut), ((known[0], 1), known)):
-            of = patch.object(fused_bwd, "device_of", lambda _, has=has: has)
+            of = patch.object(gdn_bwd, "device_of", lambda _, has=has: has)
             with poison(), patch.multiple(pieces, **rule) if rule else nullcontext(), of:
                 got = fused_gradients(x, "triton", chunk_size)
             worst = max(worst, *(relative_rms(a, b) for a, b in zip(got, exact, strict=True)))
@@ -276,20 +275,20 @@ def run_kda_fused(dtype, K, V):
         generator = torch.Generator("cuda").manual_seed(T)
         g = torch.randn(*x.g.shape, K, device="cuda", generator=generator)
         x.g = -(2 * g - 3).exp().clamp(max=5)
-        exact = fused_channel_results(x.double(), "reference", chunk_size)
+        exact = fused_kda_results(x.double(), "reference", chunk_size)
         cut = {"LENGTH": 64, "LEAST": 1, "PROGRAMS": 1024}
         sizes = [(device_of(x.q)[0], n) for n in (1, 20, 10**6)]  # multiprocessors
         for rule, size in itertools.product(({}, cut), sizes):
             has = {"device_of": lambda _, size=size: size}
-            known = patch.multiple(tiles, **has), patch.multiple(fused, **has)
+            known = patch.multiple(tiles, **has), patch.multiple(gdn_fwd, **has)
             cutting = patch.multiple(pieces, **rule) if rule else nullcontext()
             with poison(), cutting, known[0], known[1]:
-                got = fused_channel_results(x, "triton", chunk_size)
+                got = fused_kda_results(x, "triton", chunk_size)
             worst = max(worst, *(relative_rms(a, b) for a, b in zip(got, exact, strict=True)))
     return worst
 
 
-def fused_channel_results(x, impl, chunk_size):
+def fused_kda_results(x, impl, chunk_size):
     """o, the final state and all gradients of a fixed linear function of the two."""
     used, tensors = kda.fused_stages(impl), (x.q, x.k, x.v, x.g, x.beta)
     given = {"scale": 0.3, "initial_state": x.initial_state}

@@ -24,7 +24,7 @@ from linattn_edu import (
     solve_tril,
 )
 from linattn_edu.kernels import pieces
-from linattn_edu.kernels.ssd import fused
+from linattn_edu.kernels.fused import ssd_fwd
 from linattn_edu.ops.gdn import forward, stages
 from linattn_edu.testing import gdn_inputs, ssd_inputs
 
@@ -94,8 +94,8 @@ def mamba(dtype, T, N, P, C):
 
     The first heads are those of the fused stages where dtype and GPU have them, the others not.
     """
-    fused.PART = 128  # so that there are parts
-    T += fused.PART
+    ssd_fwd.PART = 128  # so that there are parts
+    T += ssd_fwd.PART
     few = min(P, 64)
     # a short last chunk, none, and heads that the fused stages do not hold
     for P_, C_, T_ in ((few, 2 * C, T), (few, 2 * C, 256), (max(P, 65), C, T)):

@@ -19,8 +19,8 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
 
-from linattn_edu.kernels import plan
-from linattn_edu.kernels.precompile import precompile
+from linattn_edu.kernels.host import plan
+from linattn_edu.kernels.host.precompile import precompile
 
 launched, launchers = [], []
 

@@ -18,41 +18,41 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from linattn_edu.kernels import channel_scan_gluon, channel_scans_gluon, scan_gluon, scans_gluon
+from linattn_edu.kernels.gluon import gdn_scan, gdn_scans, kda_scan, kda_scans
 
 BIN = Path(triton.__file__).parent / "backends/nvidia/bin"
-CHUNK, BV = scan_gluon.CHUNK, scan_gluon.BV
-SCAN = scan_gluon.scan_gluon_kernel, scan_gluon.TILES
-STATES = scans_gluon.scan_states_gluon_kernel, scans_gluon.TILES | {"STEP": 1, "ROW": 8}
-BACK = scans_gluon.scan_bwd_gluon_kernel, scans_gluon.TILES_BACK | {"STEP": 1, "ROW": 8}
-BOTH = scans_gluon.scans_gluon_kernel, scans_gluon.TILES_BOTH | {"ROW": 8}
+CHUNK, BV = gdn_scan.CHUNK, gdn_scan.BV
+SCAN = gdn_scan.scan_gluon_kernel, gdn_scan.TILES
+STATES = gdn_scans.scan_states_gluon_kernel, gdn_scans.TILES | {"STEP": 1, "ROW": 8}
+BACK = gdn_scans.scan_bwd_gluon_kernel, gdn_scans.TILES_BACK | {"STEP": 1, "ROW": 8}
+BOTH = gdn_scans.scans_gluon_kernel, gdn_scans.TILES_BOTH | {"ROW": 8}
 CHANNEL, CHANNEL_2 = (
-    (channel_scan_gluon.channel_scan_gluon_kernel, {"BT": CHUNK, "BV": BV, "WORKERS": n, **tiles})
-    for n, tiles in channel_scan_gluon.OPTIONS.items()
+    (kda_scan.kda_scan_gluon_kernel, {"BT": CHUNK, "BV": BV, "WORKERS": n, **tiles})
+    for n, tiles in kda_scan.OPTIONS.items()
 )
 
 
-def channel_scans(kernel, stages, workers, **more):
-    """A kernel of channel_scans_gluon with its tiles and options."""
+def kda_fused_scans(kernel, stages, workers, **more):
+    """A kernel of kda_scans with its tiles and options."""
     tiles = {"BT": CHUNK, "BV": BV, "STAGES": stages[workers], **more}
-    return getattr(channel_scans_gluon, kernel), tiles | channel_scans_gluon.OPTIONS[workers]
+    return getattr(kda_scans, kernel), tiles | kda_scans.OPTIONS[workers]
 
 
 FORTH, FORTH_2 = (
-    channel_scans(
-        "channel_states_gluon_kernel", channel_scans_gluon.STAGES, n, WORKERS=n, STEP=1
+    kda_fused_scans(
+        "kda_scan_states_gluon_kernel", kda_scans.STAGES, n, WORKERS=n, STEP=1
     )
     for n in (1, 2)
 )  # fmt: skip
 GRADIENTS, GRADIENTS_2 = (
-    channel_scans(
-        "channel_gradients_gluon_kernel", channel_scans_gluon.STAGES_BACK, n, WORKERS=n, STEP=1
+    kda_fused_scans(
+        "kda_scan_bwd_gluon_kernel", kda_scans.STAGES_BACK, n, WORKERS=n, STEP=1
     )
     for n in (1, 2)
 )  # fmt: skip
-CHANNEL_BOTH = channel_scans(
-    "channel_scans_gluon_kernel", channel_scans_gluon.STAGES, 1,
-    STAGES_BACK=channel_scans_gluon.STAGES_BACK[1],
+CHANNEL_BOTH = kda_fused_scans(
+    "kda_scans_gluon_kernel", kda_scans.STAGES, 1,
+    STAGES_BACK=kda_scans.STAGES_BACK[1],
 )  # fmt: skip
 WHOLE = "warm_ptr", "forth_ptr", "back_ptr", "cu_ptr", "offsets_ptr"
 # kernel, dtype, K, the pointers that are None
@@ -106,7 +106,7 @@ def main():
     target = GPUTarget("cuda", 90, 32)
     for (kernel, tiles), dtype, K, absent in FORMS:
         source = source_of(kernel, tiles, dtype, K, absent)
-        options = {n: tiles.get(n, x) for n, x in scan_gluon.OPTIONS.items()}
+        options = {n: tiles.get(n, x) for n, x in gdn_scan.OPTIONS.items()}
         compiled = triton.compile(source, target=target, options=options)
         with tempfile.TemporaryDirectory() as folder:
             ptx, cubin = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")

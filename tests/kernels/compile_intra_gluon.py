@@ -18,9 +18,9 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from linattn_edu.kernels import channel_intra_gluon, intra_bwd_gluon, intra_gluon
-from linattn_edu.kernels.intra_bwd_gluon import HEAD
-from linattn_edu.kernels.scan_gluon import CHUNK
+from linattn_edu.kernels.gluon import gdn_intra, gdn_intra_bwd, kda_intra_bwd
+from linattn_edu.kernels.gluon.gdn_intra_bwd import HEAD
+from linattn_edu.kernels.gluon.gdn_scan import CHUNK
 
 BIN = Path(triton.__file__).parent / "backends/nvidia/bin"
 STATES, KEYS = ("h", "dh"), ("q", "k", "dq", "dk")
@@ -32,7 +32,7 @@ def source_of(name, dtype, G):
     """The kernel for numbers of 16 bit and G value heads a q/k head."""
     constants = {"ROW": 4 * G, "H": 2, "HV": 2 * G, "K": HEAD, "V": HEAD, "BT": CHUNK}
     signature, values, attrs = {}, {}, {}
-    kernel = intra_bwd_gluon.intra_bwd_gluon_kernel
+    kernel = gdn_intra_bwd.intra_chunk_bwd_gluon_kernel
     for i, argument in enumerate(kernel.arg_names):
         tensor = argument.rpartition("_")[0]
         if argument in constants:
@@ -49,10 +49,10 @@ def source_of(name, dtype, G):
 
 
 def channel_source():
-    """channel_intra_gluon_kernel."""
+    """kda_intra_bwd_gluon_kernel."""
     constants = {"HV": 4, "K": HEAD, "V": HEAD, "BT": CHUNK}
     signature, values, attrs = {}, {}, {}
-    kernel = channel_intra_gluon.channel_intra_gluon_kernel
+    kernel = kda_intra_bwd.kda_intra_bwd_gluon_kernel
     for i, argument in enumerate(kernel.arg_names):
         tensor = argument.rpartition("_")[0]
         if argument in constants:
@@ -72,7 +72,7 @@ def channel_source():
 
 
 def forward_source(kernel, K, H, absent):
-    """A kernel of intra_gluon with these arguments None."""
+    """A kernel of gdn_intra with these arguments None."""
     constants = {"H": H, "HV": 4, "K": K, "BT": CHUNK, "GATED": True, **dict.fromkeys(absent)}
     signature, values, attrs = {}, {}, {}
     for i, argument in enumerate(kernel.arg_names):
@@ -94,21 +94,21 @@ def forward_source(kernel, K, H, absent):
 
 
 def forward_forms():
-    """Form, source and options of those in intra_gluon: forward alone, and with all they write."""
-    one, chunks = intra_gluon.intra_gluon_kernel, intra_gluon.intra_chunks_gluon_kernel
-    for K in intra_gluon.HEADS:
+    """Form, source and options of those in gdn_intra: forward alone, and with all they write."""
+    one, chunks = gdn_intra.intra_chunk_gluon_kernel, gdn_intra.intra_chunk_ring_gluon_kernel
+    for K in gdn_intra.HEADS:
         source = forward_source(one, K, 4, ("A_ptr", "cu_ptr", "chunks_ptr"))
-        yield ["one", K], source, intra_gluon.OPTIONS
+        yield ["one", K], source, gdn_intra.OPTIONS
         for H in (4, 2):
-            options = intra_gluon.OPTIONS_CHUNKS[intra_gluon.programs_of(K, H, 4)]
+            options = gdn_intra.OPTIONS_CHUNKS[gdn_intra.programs_of(K, H, 4)]
             yield [f"chunks, {H}/4", K], forward_source(chunks, K, H, ()), options
-    yield ["one, packed", K], forward_source(one, K, 2, ()), intra_gluon.OPTIONS
+    yield ["one, packed", K], forward_source(one, K, 2, ()), gdn_intra.OPTIONS
 
 
 def main():
     target = GPUTarget("cuda", 90, 32)
-    forms = [([form[0], form[2]], source_of(*form), intra_bwd_gluon.OPTIONS) for form in FORMS]
-    forms.append(("channel", channel_source(), channel_intra_gluon.OPTIONS))
+    forms = [([form[0], form[2]], source_of(*form), gdn_intra_bwd.OPTIONS) for form in FORMS]
+    forms.append(("channel", channel_source(), kda_intra_bwd.OPTIONS))
     forms += forward_forms()
     for form, source, options in forms:
         compiled = triton.compile(source, target=target, options=options)

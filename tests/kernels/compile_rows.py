@@ -37,14 +37,10 @@ from linattn_edu.kernels.delta import (
     cp_merge,
     cp_merge_bwd,
     cumsum,
-    fused,
-    fused_bwd,
     gate,
     gate_bwd,
     gate_cumsum,
     kda_bwd,
-    kda_fused,
-    kda_fused_bwd,
     kda_intra,
     kda_intra_bwd,
     kda_scan,
@@ -60,6 +56,9 @@ from linattn_edu.kernels.delta import (
     wy,
     wy_bwd,
 )
+from linattn_edu.kernels.fused import gdn_bwd, gdn_fwd, kda_fwd
+from linattn_edu.kernels.fused import kda_bwd as kda_fused_bwd
+from linattn_edu.kernels.fused import ssd_fwd as ssd_fused
 from linattn_edu.kernels.ssd import (
     chunk_cumsum,
     chunk_cumsum_bwd,
@@ -76,7 +75,6 @@ from linattn_edu.kernels.ssd import (
     state_passing,
     state_passing_bwd,
 )
-from linattn_edu.kernels.ssd import fused as ssd_fused
 
 CAPABILITIES = (75, 80, 89, 90, 100)
 SAMPLES = 60  # parts of the rows, of which a day's sample is one
@@ -110,12 +108,12 @@ def launches(K, V, dtype, chunk_size, heads):
     wy.wy(qk, v, g, g, A)
     state.state(qk, qk, v, g, h0, chunk_size=chunk_size, output_final_state=True)
     output.output(qk, qk, v, h, g, scale=1.0, chunk_size=chunk_size)
-    P, R, _ = fused.intra(qk, qk, g, g, chunk_size=chunk_size, return_inverse=True)
-    if fused_bwd.fits(qk, v):
+    P, R, _ = gdn_fwd.intra_chunk(qk, qk, g, g, chunk_size=chunk_size, return_inverse=True)
+    if gdn_bwd.fits(qk, v):
         fused_launches(qk, v, g, A, h0, h, chunk_size)
     span_launches(K, V, dtype, chunk_size, heads)
-    fused.scan(qk, qk, v, g, P, R, h0, scale=1.0, output_final_state=True)
-    fused.scan_map(qk, v, g, R, h0)
+    gdn_fwd.scan(qk, qk, v, g, P, R, h0, scale=1.0, output_final_state=True)
+    gdn_fwd.scan_map(qk, v, g, R, h0)
     S, M = cp_merge.piece_map(qk, qk, v, g, h0, chunk_size=chunk_size)
     for numbers in (M[None], M[None, :, :, 0, 0]):
         cp_merge.cp_merge(S[None], numbers)
@@ -164,7 +162,7 @@ def channel_launches(qk, v, beta, g, A, h0, h, chunk_size):
     ):
         gate_cumsum.gate_cumsum(g, **given, **options)
         gate_bwd.gate_bwd(g, g, **given, **options)
-        if fused_bwd.fits(qk, v):
+        if gdn_bwd.fits(qk, v):
             kda_fused_bwd.kda_gates(qk, qk, g, **given, **options)
         if given:
             gate.gate(g, **{"A_log": None, **given})
@@ -185,29 +183,29 @@ def channel_launches(qk, v, beta, g, A, h0, h, chunk_size):
     kda_intra_bwd.kda_intra_bwd(qk, qk, beta, g, A, A, qk, qk, qk, dgl, beta)
     two = [torch.cat([x, x], 2) for x in (beta, g, A, A, qk, qk, qk, dgl, beta)]
     kda_intra_bwd.kda_intra_bwd(qk, qk, *two)
-    if fused_bwd.fits(qk, v):
-        fused_channel_launches(qk, v, beta, g, A, h0, h, options)
+    if gdn_bwd.fits(qk, v):
+        fused_kda_launches(qk, v, beta, g, A, h0, h, options)
 
 
-def fused_channel_launches(qk, v, beta, g, A, h0, h, options):
+def fused_kda_launches(qk, v, beta, g, A, h0, h, options):
     """The fused stages of Kimi Delta Attention, the last with a value head for each q/k head and
     with two.
     """
     for lower_bound in (None, -5.0):
-        kda_fused.kda_prepare(qk, qk, beta, g, lower_bound=lower_bound, **options)
+        kda_fwd.kda_prepare(qk, qk, beta, g, lower_bound=lower_bound, **options)
     gated = qk, qk, qk, v, beta, g, A, A
-    kda_fused.channel_scan(*gated, h0, scale=1.0, output_final_state=True)
-    kda_fused.channel_scan_map(*gated[1:-1], h0)
-    kda_fused_bwd.channel_scans(*gated, v, h0, h0, scale=1.0)
-    kda_fused_bwd.channel_scan_map_bwd(*gated[:3], *gated[4:], v, h0, scale=1.0)
+    kda_fwd.kda_fused_scan(*gated, h0, scale=1.0, output_final_state=True)
+    kda_fwd.kda_fused_scan_map(*gated[1:-1], h0)
+    kda_fused_bwd.kda_fused_scans(*gated, v, h0, h0, scale=1.0)
+    kda_fused_bwd.kda_fused_scan_map_bwd(*gated[:3], *gated[4:], v, h0, scale=1.0)
     options["scale"] = 1.0
     kda_fused_bwd.kda_reads_bwd(v, h, v, v, h, v, **options)
     given = v, beta, g, h, v, v, h, v
-    kda_fused_bwd.channel_intra_bwd(qk, qk, *given, **options)
+    kda_fused_bwd.kda_fused_intra_bwd(qk, qk, *given, **options)
     two = [torch.cat([x, x], -2 if x.ndim == 4 else -1) for x in (v, beta, g)]
     states = torch.cat([h, h], 2)
     given = *two, states, two[0], two[0], states, two[0]
-    kda_fused_bwd.channel_intra_bwd(qk, qk, *given, **options)
+    kda_fused_bwd.kda_fused_intra_bwd(qk, qk, *given, **options)
 
 
 def ssd_launches(N, P, dtype, chunk_size):
@@ -246,16 +244,16 @@ def ssd_launches(N, P, dtype, chunk_size):
 def fused_launches(qk, v, g, A, h0, h, chunk_size):
     """The fused backward pass of Gated DeltaNet, with a value head for each q/k head and with two,
     and what the forward pass does for it."""
-    fused.intra(qk, qk, g, g, chunk_size=chunk_size, return_inverse=True, gated=True)
-    fused.scan_map(qk, v, g, A, h0, g)
-    fused_bwd.scan_states(qk, v, g, g, A, h0)
-    fused_bwd.scan_bwd(qk, qk, g, g, A, A, v, h0, scale=1.0)
-    fused_bwd.scans(qk, qk, v, g, g, A, A, v, h0, h0, scale=1.0)
-    fused_bwd.scan_map_bwd(qk, qk, g, g, A, A, v, h0, scale=1.0)
+    gdn_fwd.intra_chunk(qk, qk, g, g, chunk_size=chunk_size, return_inverse=True, gated=True)
+    gdn_fwd.scan_map(qk, v, g, A, h0, g)
+    gdn_bwd.scan_states(qk, v, g, g, A, h0)
+    gdn_bwd.scan_bwd(qk, qk, g, g, A, A, v, h0, scale=1.0)
+    gdn_bwd.scans(qk, qk, v, g, g, A, A, v, h0, h0, scale=1.0)
+    gdn_bwd.scan_map_bwd(qk, qk, g, g, A, A, v, h0, scale=1.0)
     options = {"scale": 1.0, "chunk_size": chunk_size}
-    fused_bwd.intra_bwd(qk, qk, v, g, g, h, v, v, h, v, **options)
+    gdn_bwd.intra_chunk_bwd(qk, qk, v, g, g, h, v, v, h, v, **options)
     v, g, h = (x.expand(*x.shape[:2], 2, *x.shape[3:]) for x in (v, g, h))
-    fused_bwd.intra_bwd(qk, qk, v, g, g, h, v, v, h, v, **options)
+    gdn_bwd.intra_chunk_bwd(qk, qk, v, g, g, h, v, v, h, v, **options)
 
 
 def span_launches(K, V, dtype, chunk_size, heads):
@@ -265,11 +263,11 @@ def span_launches(K, V, dtype, chunk_size, heads):
     g, A, h0 = torch.empty(B, T, HV), qk.new_empty(B, T, HV, chunk_size), torch.empty(B, HV, K, V)
     small = {"PROGRAMS": 0, "SPAN": chunk_size, "MULTIPROCESSORS": 0}
     with patch.multiple(pieces, **small):
-        fused.scan(qk, qk, v, g, A, A, h0, scale=1.0, output_final_state=True)
-        if fused_bwd.fits(qk, v):
-            fused_bwd.scan_states(qk, v, g, g, A, h0)
-            fused_bwd.scan_bwd(qk, qk, g, g, A, A, v, h0, scale=1.0)
-            fused_bwd.scans(qk, qk, v, g, g, A, A, v, h0, h0, scale=1.0)
+        gdn_fwd.scan(qk, qk, v, g, A, A, h0, scale=1.0, output_final_state=True)
+        if gdn_bwd.fits(qk, v):
+            gdn_bwd.scan_states(qk, v, g, g, A, h0)
+            gdn_bwd.scan_bwd(qk, qk, g, g, A, A, v, h0, scale=1.0)
+            gdn_bwd.scans(qk, qk, v, g, g, A, A, v, h0, h0, scale=1.0)
 
 
 def fused_ssd_launches(N, P, dtype):

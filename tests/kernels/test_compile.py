@@ -79,8 +79,9 @@ LARGE = {  # where a multiprocessor is large
     for name in (
         "chunk_cumsum_log", "chunk_scores", "ssd_ends", "ssd_fwd", "ssd_bwd_states", "ssd_bwd_da",
         "ssd_bwd_far", "ssd_bwd_sum", "ssd_bwd_dx",
-        "intra", "channel_scan", "channel_scan_transposed", "channel_scan_map", "kda_gates",
-        "channel_scans", "channel_scan_map_bwd", "kda_reads_bwd", "channel_intra_bwd",
+        "intra_chunk", "kda_fused_scan", "kda_fused_scan_transposed", "kda_fused_scan_map",
+        "kda_gates",
+        "kda_fused_scans", "kda_fused_scan_map_bwd", "kda_reads_bwd", "kda_fused_intra_bwd",
     )
 }  # fmt: skip
 

@@ -11,14 +11,14 @@ if not triton.__version__.startswith(("3.6.", "3.7.")):
     pytest.skip("Gluon has other names in other versions", allow_module_level=True)
 
 (
-    forward_gluon, intra_gluon, scan_gluon, scans_gluon, channel_gluon, channel_scans,
+    forward_gluon, intra_gluon, scan_gluon, scans_gluon, channel_gluon, kda_fused_scans,
     channel_intra, fused, fused_bwd, kda_fused, kda_fused_bwd,
 ) = (
     import_module(f"linattn_edu.kernels.{name}")
     for name in (
-        "intra_gluon", "intra_bwd_gluon", "scan_gluon", "scans_gluon", "channel_scan_gluon",
-        "channel_scans_gluon", "channel_intra_gluon", "delta.fused", "delta.fused_bwd",
-        "delta.kda_fused", "delta.kda_fused_bwd",
+        "gluon.gdn_intra", "gluon.gdn_intra_bwd", "gluon.gdn_scan", "gluon.gdn_scans",
+        "gluon.kda_scan", "gluon.kda_scans", "gluon.kda_intra_bwd",
+        "fused.gdn_fwd", "fused.gdn_bwd", "fused.kda_fwd", "fused.kda_bwd",
     )
 )  # fmt: skip
 # products of 64 terms and 64 columns, for the first chunk and in the loop: K S twice 64 terms, the
@@ -27,25 +27,25 @@ PRODUCTS = {
     "scan_gluon_kernel": 2 + (2 + 2 + 1 + 1 + 2),
     "scan_states_gluon_kernel": 2 + (2 + 1 + 2),
     "scan_bwd_gluon_kernel": 2 + (2 + 1 + 1 + 2 + 2),
-    "channel_scan_gluon_kernel": 2 + (2 + 2 + 1 + 1 + 2),
-    "channel_states_gluon_kernel": 2 + (2 + 1 + 2),
-    "channel_gradients_gluon_kernel": 3 + (2 + 1 + 1 + 2 + 2),
+    "kda_scan_gluon_kernel": 2 + (2 + 2 + 1 + 1 + 2),
+    "kda_scan_states_gluon_kernel": 2 + (2 + 1 + 2),
+    "kda_scan_bwd_gluon_kernel": 3 + (2 + 1 + 1 + 2 + 2),
 }
 PRODUCTS["scans_gluon_kernel"] = (
     PRODUCTS["scan_states_gluon_kernel"] + PRODUCTS["scan_bwd_gluon_kernel"]
 )
-PRODUCTS["channel_scans_gluon_kernel"] = (
-    PRODUCTS["channel_states_gluon_kernel"] + PRODUCTS["channel_gradients_gluon_kernel"]
+PRODUCTS["kda_scans_gluon_kernel"] = (
+    PRODUCTS["kda_scan_states_gluon_kernel"] + PRODUCTS["kda_scan_bwd_gluon_kernel"]
 )
 
 
 def test_the_launchers_have_them():
     """What fails to import is left out in silence: it may be for another Triton."""
-    assert fused.scan_gluon is scan_gluon and fused.intra_gluon is forward_gluon
-    assert kda_fused.channel_scan_gluon is channel_gluon
-    assert kda_fused_bwd.channel_scans_gluon is channel_scans
-    assert kda_fused_bwd.channel_intra_gluon is channel_intra
-    assert fused_bwd.scans_gluon is scans_gluon and fused_bwd.intra_bwd_gluon is intra_gluon
+    assert fused.gdn_scan is scan_gluon and fused.gdn_intra is forward_gluon
+    assert kda_fused.kda_scan is channel_gluon
+    assert kda_fused_bwd.kda_scans is kda_fused_scans
+    assert kda_fused_bwd.kda_intra_bwd_gluon is channel_intra
+    assert fused_bwd.gdn_scans is scans_gluon and fused_bwd.gdn_intra_bwd is intra_gluon
 
 
 def test_compiled_for_hopper():
@@ -235,7 +235,7 @@ def test_fused_channel_stages_fit(monkeypatch):
     ):  # fmt: skip
         assert not fits(**other), other
     with monkeypatch.context() as patch:
-        patch.setattr(kda_fused_bwd, "channel_scans_gluon", None)
+        patch.setattr(kda_fused_bwd, "kda_scans", None)
         assert not fits()
     assert fits()
     generation[0] = "blackwell"

@@ -2,15 +2,16 @@
 
 import pytest
 import torch
-from delta import channel_checks
 from delta.stage_checks import backward_inputs, inputs
+from fused import kda_checks
 
 from linattn_edu.kernels import pieces
-from linattn_edu.kernels.delta import cp_merge, cp_merge_bwd, fused
+from linattn_edu.kernels.delta import cp_merge, cp_merge_bwd
 from linattn_edu.kernels.delta.gate_cumsum import gate_cumsum
 from linattn_edu.kernels.delta.kda_scans import kda_scans
 from linattn_edu.kernels.delta.state import state
 from linattn_edu.kernels.delta.state_bwd import state_bwd
+from linattn_edu.kernels.fused import gdn_fwd
 from linattn_edu.packing import pack
 from linattn_edu.testing import assert_close
 
@@ -79,10 +80,10 @@ def test_scan(shape, given, cut, monkeypatch, device):
     own = packed(bounds, 16, device)
     h0 = state_of(x.initial_state, bounds).contiguous() if given else None
     gc = gate_cumsum(g, chunk_size=16, **own)
-    P, R, _ = fused.intra(q, k, beta, gc, chunk_size=16, **own)
+    P, R, _ = gdn_fwd.intra_chunk(q, k, beta, gc, chunk_size=16, **own)
 
     def run():
-        return fused.scan(q, k, v, gc, P, R, h0, scale=0.3, output_final_state=True, **own)
+        return gdn_fwd.scan(q, k, v, gc, P, R, h0, scale=0.3, output_final_state=True, **own)
 
     same(*both(run, monkeypatch))
     assert cut
@@ -115,7 +116,7 @@ def test_state_and_its_adjoint(shape, given, cut, monkeypatch, device):
 def test_scans_of_channels(shape, given, cut, monkeypatch, device):
     """Of Kimi Delta Attention, both at once; and state_bwd alone, where the states were kept."""
     T, bounds = SHAPES[shape]
-    x, r = channel_checks.backward_parts(T, 20, 24, 16, torch.float32, device)
+    x, r = kda_checks.backward_parts(T, 20, 24, 16, torch.float32, device)
     one = slice(0, 1 if bounds else None)
     own = packed(bounds, 16, device)
     h0 = state_of(x.initial_state, bounds).contiguous() if given else None

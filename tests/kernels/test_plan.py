@@ -21,8 +21,9 @@ from linattn_edu import (
     mamba_chunk_scan_combined,
     rms_norm_gated,
 )
-from linattn_edu.kernels import pieces, plan
-from linattn_edu.kernels.delta import fused, fused_bwd
+from linattn_edu.kernels import pieces
+from linattn_edu.kernels.fused import gdn_bwd, gdn_fwd
+from linattn_edu.kernels.host import plan
 from linattn_edu.testing import gdn_inputs, kda_inputs, ssd_inputs
 
 K = 16
@@ -486,13 +487,13 @@ def test_maps_are_bounded(monkeypatch):
 @pytest.fixture
 def in_gluon(device, monkeypatch):
     """seed -> inputs that the kernels in Gluon take, and the call; no two share an address."""
-    scan, intra = fused.scan_gluon, fused_bwd.intra_bwd_gluon
+    scan, intra_chunk = gdn_fwd.gdn_scan, gdn_bwd.gdn_intra_bwd
     if scan is None or not triton.__version__.startswith(scan.VERSIONS):
         pytest.skip("made for another Triton")
-    if fused.device_of(torch.empty(1, device=device))[0] != "hopper":
+    if gdn_fwd.device_of(torch.empty(1, device=device))[0] != "hopper":
         pytest.skip("made for Hopper")
     monkeypatch.setattr(scan, "pays", lambda *_: True)
-    monkeypatch.setattr(intra, "LEAST", 1)
+    monkeypatch.setattr(intra_chunk, "LEAST", 1)
     kept = []
 
     def draw(seed):

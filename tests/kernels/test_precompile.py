@@ -11,8 +11,8 @@ from kernels.test_plan import CASES, drawn, everywhere, passes
 from kernels.workers import lines_of
 
 from linattn_edu import chunk_gated_delta_rule
-from linattn_edu.kernels import plan, precompile
-from linattn_edu.kernels.watching import Operations
+from linattn_edu.kernels.host import plan, precompile
+from linattn_edu.kernels.host.watching import Operations
 from linattn_edu.testing import gdn_inputs
 
 __all__ = ["everywhere"]  # a fixture of every test here
@@ -133,7 +133,7 @@ def test_no_call_imports_the_compiler_of_pytorch():
     code = """
 import sys, torch
 from linattn_edu import l2norm
-from linattn_edu.kernels import plan
+from linattn_edu.kernels.host import plan
 plan.DEVICES.add("cpu")
 for _ in range(3):
     l2norm(torch.ones(2, 16), impl="triton")

@@ -5,8 +5,9 @@ import torch
 from delta.stage_checks import inputs
 
 from linattn_edu.kernels import pieces
-from linattn_edu.kernels.delta import fused, fused_bwd, warm_up
+from linattn_edu.kernels.delta import warm_up
 from linattn_edu.kernels.delta.gate_cumsum import gate_cumsum
+from linattn_edu.kernels.fused import gdn_bwd, gdn_fwd
 from linattn_edu.packing import pack
 from linattn_edu.testing import assert_close
 
@@ -51,14 +52,16 @@ def test_scans(shape, given, processors, cut, monkeypatch, device):
     q, k, v, beta, gc, h0, dht, own = drawn(shape, device)
     h0, dht = (h0, dht) if given else (None, None)
     do = torch.randn_like(v)
-    P, R, _ = fused.intra(q, k, beta, gc, chunk_size=16, **own)
-    _, _, AG = fused.intra(q, k, beta, gc, chunk_size=16, return_inverse=True, gated=True, **own)
+    P, R, _ = gdn_fwd.intra_chunk(q, k, beta, gc, chunk_size=16, **own)
+    _, _, AG = gdn_fwd.intra_chunk(
+        q, k, beta, gc, chunk_size=16, return_inverse=True, gated=True, **own
+    )
     monkeypatch.setattr(warm_up, "device_of", lambda _: ("hopper", processors))
     _, (*wide, warm) = warm_up.warm_up(k, beta, gc, 24, chunk_size=16, **own)
 
     def run():
-        o = fused.scan(q, k, v, gc, P, R, h0, scale=0.3, output_final_state=True, **own)
-        return *o, *fused_bwd.scans(q, k, v, beta, gc, P, AG, do, h0, dht, scale=0.3, **own)
+        o = gdn_fwd.scan(q, k, v, gc, P, R, h0, scale=0.3, output_final_state=True, **own)
+        return *o, *gdn_bwd.scans(q, k, v, beta, gc, P, AG, do, h0, dht, scale=0.3, **own)
 
     got = run()
     monkeypatch.setattr(pieces, "FULL", 0)

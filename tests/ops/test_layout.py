@@ -225,11 +225,11 @@ def floor(module):
         (
             f"{OPS}.gdn.chunk.chunk_gated_delta_rule",
             "q",
-            {"ops.l2norm", "kernels.delta.fused", "kernels.delta.output"},
+            {"ops.l2norm", "kernels.fused.gdn_fwd", "kernels.delta.output"},
             {
                 "l2norm_kernel",
                 "scores_kernel",
-                "intra_kernel",
+                "intra_chunk_kernel",
                 "scan_kernel",
                 "scan_transposed_kernel",
                 "output_kernel",
@@ -274,7 +274,7 @@ def floor(module):
         (
             f"{OPS}.ssd.chunk.mamba_chunk_scan_combined",
             "x",
-            {"kernels.ssd.fused"},
+            {"kernels.fused.ssd_fwd"},
             {"ssd_ends_kernel", "ssd_fwd_kernel", "chunk_state_kernel", "chunk_scan_kernel"},
         ),
     ],

@@ -16,15 +16,6 @@ from linattn_edu.ops.ranks import Ranks
 from linattn_edu.packing import Packing
 from linattn_edu.reference.delta.cp_merge import cp_merge, piece_map
 from linattn_edu.reference.delta.cp_merge_bwd import cp_merge_bwd, piece_map_bwd
-from linattn_edu.reference.delta.fused import intra, scan, scan_map
-from linattn_edu.reference.delta.fused_bwd import (
-    heads_bwd,
-    intra_bwd,
-    scan_bwd,
-    scan_map_bwd,
-    scan_states,
-    scans,
-)
 from linattn_edu.reference.delta.gate_bwd import gate_bwd
 from linattn_edu.reference.delta.gate_cumsum import gate_cumsum
 from linattn_edu.reference.delta.output import output
@@ -34,6 +25,15 @@ from linattn_edu.reference.delta.state import state
 from linattn_edu.reference.delta.state_bwd import state_bwd
 from linattn_edu.reference.delta.wy import wy
 from linattn_edu.reference.delta.wy_bwd import wy_bwd
+from linattn_edu.reference.fused.gdn_bwd import (
+    chunk_bwd,
+    intra_chunk_bwd,
+    scan_bwd,
+    scan_map_bwd,
+    scan_states,
+    scans,
+)
+from linattn_edu.reference.fused.gdn_fwd import intra_chunk, scan, scan_map
 
 
 def chunk_gated_delta_rule(
@@ -206,19 +206,19 @@ class Stages:
 
 @dataclass(frozen=True)
 class FusedStages:
-    """The same passes in fused stages: intra for solve, scan for wy, state and output; scans, which
-    is scan_states for wy and state beside scan_bwd for state_bwd, and intra_bwd for output_bwd and
-    wy_bwd. heads_bwd is scans and intra_bwd.
+    """The same passes in fused stages: intra_chunk for solve, scan for wy, state and output; scans,
+    which is scan_states for wy and state beside scan_bwd for state_bwd, and intra_chunk_bwd for
+    output_bwd and wy_bwd. chunk_bwd is scans and intra_chunk_bwd.
     """
 
     gate_cumsum: Callable
-    intra: Callable
+    intra_chunk: Callable
     scan: Callable
     scan_states: Callable
     scan_bwd: Callable
     scans: Callable
-    intra_bwd: Callable
-    heads_bwd: Callable
+    intra_chunk_bwd: Callable
+    chunk_bwd: Callable
     gate_bwd: Callable
     scan_map: Callable
     cp_merge: Callable
@@ -245,8 +245,8 @@ _REFERENCE = Stages(
     cp_merge, piece_map_bwd, cp_merge_bwd,
 )  # fmt: skip
 _FUSED_REFERENCE = FusedStages(
-    gate_cumsum, intra, scan, scan_states, scan_bwd, scans, intra_bwd, heads_bwd, gate_bwd,
-    scan_map, cp_merge, scan_map_bwd, cp_merge_bwd,
+    gate_cumsum, intra_chunk, scan, scan_states, scan_bwd, scans, intra_chunk_bwd, chunk_bwd,
+    gate_bwd, scan_map, cp_merge, scan_map_bwd, cp_merge_bwd,
 )  # fmt: skip
 
 
@@ -254,15 +254,6 @@ def _kernels() -> tuple[Stages, FusedStages]:
     """The stages in Triton, which may be missing."""
     from linattn_edu.kernels.delta.cp_merge import cp_merge, piece_map
     from linattn_edu.kernels.delta.cp_merge_bwd import cp_merge_bwd, piece_map_bwd
-    from linattn_edu.kernels.delta.fused import intra, scan, scan_map
-    from linattn_edu.kernels.delta.fused_bwd import (
-        heads_bwd,
-        intra_bwd,
-        scan_bwd,
-        scan_map_bwd,
-        scan_states,
-        scans,
-    )
     from linattn_edu.kernels.delta.gate_bwd import gate_bwd
     from linattn_edu.kernels.delta.gate_cumsum import gate_cumsum
     from linattn_edu.kernels.delta.output import output
@@ -272,14 +263,23 @@ def _kernels() -> tuple[Stages, FusedStages]:
     from linattn_edu.kernels.delta.state_bwd import state_bwd
     from linattn_edu.kernels.delta.wy import wy
     from linattn_edu.kernels.delta.wy_bwd import wy_bwd
+    from linattn_edu.kernels.fused.gdn_bwd import (
+        chunk_bwd,
+        intra_chunk_bwd,
+        scan_bwd,
+        scan_map_bwd,
+        scan_states,
+        scans,
+    )
+    from linattn_edu.kernels.fused.gdn_fwd import intra_chunk, scan, scan_map
 
     staged = Stages(
         gate_cumsum, solve, wy, state, output, output_bwd, state_bwd, wy_bwd, gate_bwd, piece_map,
         cp_merge, piece_map_bwd, cp_merge_bwd,
     )  # fmt: skip
     fused = FusedStages(
-        gate_cumsum, intra, scan, scan_states, scan_bwd, scans, intra_bwd, heads_bwd, gate_bwd,
-        scan_map, cp_merge, scan_map_bwd, cp_merge_bwd,
+        gate_cumsum, intra_chunk, scan, scan_states, scan_bwd, scans, intra_chunk_bwd, chunk_bwd,
+        gate_bwd, scan_map, cp_merge, scan_map_bwd, cp_merge_bwd,
     )  # fmt: skip
     return staged, fused
 
@@ -304,7 +304,7 @@ def _saved(impl: str, q: Tensor, v: Tensor) -> str:
     the chain of scan_map_bwd is twice as long as that of piece_map_bwd.
     """
     if impl == "triton":
-        from linattn_edu.kernels.delta.fused_bwd import fits
+        from linattn_edu.kernels.fused.gdn_bwd import fits
 
         return "gc P AG" if fits(q, v) else "gc A"
     return "gc A"
@@ -384,7 +384,7 @@ def forward(
     if isinstance(stages, FusedStages):
         gated = "AG" in keep
         inverse = {"return_inverse": gated or "A" in keep, "gated": gated}
-        P, R, A = stages.intra(q, k, beta, gc, **inverse, **options)
+        P, R, A = stages.intra_chunk(q, k, beta, gc, **inverse, **options)
         A, AG = (None, A) if gated else (A, None)
         if cp is not None:
             cp.send(stages.scan_map, (k, v, gc, R), initial_state, **packed)
@@ -447,7 +447,7 @@ def backward(
             inputs = q, k, beta, gc, P, AG, do
             cp.send(stages.scan_map_bwd, inputs, dht, scale=scale, **packed)
             dht = cp.receive(stages.cp_merge_bwd, dht)
-        dq, dk, dv, dbeta, dgc, dh0 = stages.heads_bwd(
+        dq, dk, dv, dbeta, dgc, dh0 = stages.chunk_bwd(
             q, k, v, beta, gc, P, AG, do, initial_state, dht, scale=scale, **packed
         )
     else:

@@ -19,8 +19,6 @@ from linattn_edu.reference.delta.cp_merge_bwd import cp_merge_bwd, piece_map_bwd
 from linattn_edu.reference.delta.gate_bwd import gate_bwd
 from linattn_edu.reference.delta.gate_cumsum import gate_cumsum
 from linattn_edu.reference.delta.kda_bwd import kda_output_bwd, kda_wy_bwd
-from linattn_edu.reference.delta.kda_fused import channel_scan, kda_prepare
-from linattn_edu.reference.delta.kda_fused_bwd import channel_intra_bwd, channel_scans, kda_gates
 from linattn_edu.reference.delta.kda_intra import kda_intra
 from linattn_edu.reference.delta.kda_intra_bwd import kda_intra_bwd
 from linattn_edu.reference.delta.kda_scan import kda_scan
@@ -29,6 +27,8 @@ from linattn_edu.reference.delta.output import output
 from linattn_edu.reference.delta.state import state
 from linattn_edu.reference.delta.state_bwd import state_bwd
 from linattn_edu.reference.delta.wy import wy
+from linattn_edu.reference.fused.kda_bwd import kda_fused_intra_bwd, kda_fused_scans, kda_gates
+from linattn_edu.reference.fused.kda_fwd import kda_fused_scan, kda_prepare
 
 SAFE_BOUND = -5.0  # of the log decay, where safe_gate is given without another
 
@@ -250,12 +250,12 @@ def _fits(impl: str, q: Tensor, v: Tensor, chunk_size: int, packed: bool) -> int
     """
     if impl != "triton":
         return 0
-    from linattn_edu.kernels.delta import fused_bwd, kda_fused_bwd
+    from linattn_edu.kernels.fused import gdn_bwd, kda_bwd
 
-    if not fused_bwd.fits(q, v):
+    if not gdn_bwd.fits(q, v):
         return 0
     # the forward pass gives the same bits in all its kernels, whatever the batch
-    return 2 if kda_fused_bwd.fits(q, v, chunk_size, packed) else 1
+    return 2 if kda_bwd.fits(q, v, chunk_size, packed) else 1
 
 
 @dataclass(frozen=True)
@@ -286,17 +286,17 @@ class Stages:
 @dataclass(frozen=True)
 class FusedStages:
     """The same passes in fused stages, on rows that have the gate in them: kda_prepare for
-    kda_intra and a part of wy, channel_scan for the rest of wy and kda_scan; kda_gates and
-    channel_scans for wy and kda_scans, channel_intra_bwd for kda_output_bwd, kda_wy_bwd and
+    kda_intra and a part of wy, kda_fused_scan for the rest of wy and kda_scan; kda_gates and
+    kda_fused_scans for wy and kda_scans, kda_fused_intra_bwd for kda_output_bwd, kda_wy_bwd and
     kda_intra_bwd.
     """
 
     gate_cumsum: Callable
     kda_prepare: Callable
-    channel_scan: Callable
+    kda_fused_scan: Callable
     kda_gates: Callable
-    channel_scans: Callable
-    channel_intra_bwd: Callable
+    kda_fused_scans: Callable
+    kda_fused_intra_bwd: Callable
     gate_bwd: Callable
 
 
@@ -320,7 +320,7 @@ _REFERENCE = Stages(
     piece_map, cp_merge, piece_map_bwd, cp_merge_bwd,
 )  # fmt: skip
 _FUSED_REFERENCE = FusedStages(
-    gate_cumsum, kda_prepare, channel_scan, kda_gates, channel_scans, channel_intra_bwd,
+    gate_cumsum, kda_prepare, kda_fused_scan, kda_gates, kda_fused_scans, kda_fused_intra_bwd,
     gate_bwd,
 )  # fmt: skip
 
@@ -332,8 +332,6 @@ def _kernels() -> tuple[Stages, FusedStages]:
     from linattn_edu.kernels.delta.gate_bwd import gate_bwd
     from linattn_edu.kernels.delta.gate_cumsum import gate_cumsum
     from linattn_edu.kernels.delta.kda_bwd import kda_output_bwd, kda_wy_bwd
-    from linattn_edu.kernels.delta.kda_fused import channel_scan, kda_prepare
-    from linattn_edu.kernels.delta.kda_fused_bwd import channel_intra_bwd, channel_scans, kda_gates
     from linattn_edu.kernels.delta.kda_intra import kda_intra
     from linattn_edu.kernels.delta.kda_intra_bwd import kda_intra_bwd
     from linattn_edu.kernels.delta.kda_scan import kda_scan
@@ -342,6 +340,8 @@ def _kernels() -> tuple[Stages, FusedStages]:
     from linattn_edu.kernels.delta.state import state
     from linattn_edu.kernels.delta.state_bwd import state_bwd
     from linattn_edu.kernels.delta.wy import wy
+    from linattn_edu.kernels.fused.kda_bwd import kda_fused_intra_bwd, kda_fused_scans, kda_gates
+    from linattn_edu.kernels.fused.kda_fwd import kda_fused_scan, kda_prepare
 
     staged = Stages(
         gate_cumsum, kda_intra, wy, state, output, kda_scan,
@@ -349,7 +349,7 @@ def _kernels() -> tuple[Stages, FusedStages]:
         piece_map, cp_merge, piece_map_bwd, cp_merge_bwd,
     )  # fmt: skip
     fused = FusedStages(
-        gate_cumsum, kda_prepare, channel_scan, kda_gates, channel_scans, channel_intra_bwd,
+        gate_cumsum, kda_prepare, kda_fused_scan, kda_gates, kda_fused_scans, kda_fused_intra_bwd,
         gate_bwd,
     )  # fmt: skip
     return staged, fused
@@ -500,7 +500,7 @@ def _fused(
     *gate, lower_bound, safe_bound = gate
     gc = stages.gate_cumsum(*gate, lower_bound=lower_bound, **options)
     P, A, kd, kg, qg = stages.kda_prepare(q, k, beta, gc, lower_bound=safe_bound, **options)
-    o, final_state = stages.channel_scan(qg, kg, kd, v, beta, gc, P, A, initial_state, **scan)
+    o, final_state = stages.kda_fused_scan(qg, kg, kd, v, beta, gc, P, A, initial_state, **scan)
     kept = {n: x for n, x in (("P", P), ("A", A)) if n in keep}
     return o, final_state, Residuals(**kept)
 
@@ -543,11 +543,11 @@ def backward(
     gate, again = {"lower_bound": lower_bound, **options}, gc is None
     if isinstance(stages, FusedStages):
         gc, kd, kg, qg = stages.kda_gates(q, k, g, A_log, dt_bias, **gate)
-        h, v_new, dh, Z, dv, dh0 = stages.channel_scans(
+        h, v_new, dh, Z, dv, dh0 = stages.kda_fused_scans(
             qg, kg, kd, v, beta, gc, P, A, do, initial_state, dht, scale=scale, **packed
         )
         del kd, kg, qg
-        dq, dk, dbeta, dgc = stages.channel_intra_bwd(
+        dq, dk, dbeta, dgc = stages.kda_fused_intra_bwd(
             q, k, v, beta, gc, h, v_new, do, dh, Z, scale=scale, **options
         )
         del gc, h, v_new, dh, Z

@@ -20,6 +20,7 @@ from linattn_edu.reference.delta.cp_merge import cp_merge, piece_map
 from linattn_edu.reference.delta.cp_merge_bwd import cp_merge_bwd, piece_map_bwd
 from linattn_edu.reference.delta.state import state
 from linattn_edu.reference.delta.state_bwd import state_bwd
+from linattn_edu.reference.fused.ssd_fwd import chunk_scores, ssd_bwd_bc, ssd_bwd_dx, ssd_fwd
 from linattn_edu.reference.ssd.chunk_cumsum import chunk_cumsum, chunk_cumsum_log
 from linattn_edu.reference.ssd.chunk_cumsum_bwd import chunk_cumsum_bwd
 from linattn_edu.reference.ssd.chunk_scan import chunk_scan
@@ -29,7 +30,6 @@ from linattn_edu.reference.ssd.chunk_scan_bwd_dstates import chunk_scan_bwd_dsta
 from linattn_edu.reference.ssd.chunk_scan_chunk_state_bwd_dx import chunk_scan_chunk_state_bwd_dx
 from linattn_edu.reference.ssd.chunk_state import chunk_state
 from linattn_edu.reference.ssd.chunk_state_bwd_db import chunk_state_bwd_db
-from linattn_edu.reference.ssd.fused import chunk_scores, ssd_bwd_bc, ssd_bwd_dx, ssd_fwd
 from linattn_edu.reference.ssd.state_passing import state_passing
 from linattn_edu.reference.ssd.state_passing_bwd import state_passing_bwd
 
@@ -235,7 +235,7 @@ def _form(impl: str, x: Tensor, B: Tensor, chunk_size: int, low: float) -> tuple
     """
     if impl == "reference":
         return impl, min(chunk_size, 64)
-    from linattn_edu.kernels.ssd.fused import fits
+    from linattn_edu.kernels.fused.ssd_fwd import fits
     from linattn_edu.kernels.tiles import chunk_limit
 
     if low >= 0 and fits(x, B):
@@ -316,6 +316,7 @@ def _kernels() -> tuple[Stages, FusedStages]:
     from linattn_edu.kernels.delta.cp_merge_bwd import cp_merge_bwd, piece_map_bwd
     from linattn_edu.kernels.delta.state import state
     from linattn_edu.kernels.delta.state_bwd import state_bwd
+    from linattn_edu.kernels.fused.ssd_fwd import chunk_scores, ssd_bwd_bc, ssd_bwd_dx, ssd_fwd
     from linattn_edu.kernels.ssd.chunk_cumsum import chunk_cumsum, chunk_cumsum_log
     from linattn_edu.kernels.ssd.chunk_cumsum_bwd import chunk_cumsum_bwd
     from linattn_edu.kernels.ssd.chunk_scan import chunk_scan
@@ -325,7 +326,6 @@ def _kernels() -> tuple[Stages, FusedStages]:
     from linattn_edu.kernels.ssd.chunk_scan_chunk_state_bwd_dx import chunk_scan_chunk_state_bwd_dx
     from linattn_edu.kernels.ssd.chunk_state import chunk_state
     from linattn_edu.kernels.ssd.chunk_state_bwd_db import chunk_state_bwd_db
-    from linattn_edu.kernels.ssd.fused import chunk_scores, ssd_bwd_bc, ssd_bwd_dx, ssd_fwd
     from linattn_edu.kernels.ssd.state_passing import state_passing
     from linattn_edu.kernels.ssd.state_passing_bwd import state_passing_bwd
 

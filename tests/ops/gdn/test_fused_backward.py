@@ -11,7 +11,7 @@ from gdn_checks import check, cotangents, exact, fused_backward, inputs, run, sa
 
 from linattn_edu.cp import simulate
 from linattn_edu.kernels import pieces
-from linattn_edu.kernels.delta.fused_bwd import fits
+from linattn_edu.kernels.fused.gdn_bwd import fits
 
 pytestmark = pytest.mark.usefixtures("poison")
 IMPLS = ("reference", "triton")

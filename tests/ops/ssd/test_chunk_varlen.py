@@ -18,7 +18,7 @@ from ops.ssd.ssd_cases import (
 )
 
 from linattn_edu import mamba_chunk_scan_combined
-from linattn_edu.kernels.ssd import fused
+from linattn_edu.kernels.fused import ssd_fwd
 from linattn_edu.testing import assert_close
 
 pytestmark = pytest.mark.usefixtures("poison")
@@ -72,7 +72,7 @@ def test_long_sequences_in_parts(given, device, monkeypatch):
         x.pop("z", None)
     options["impl"] = "triton"
     whole = together(x, do, dht, lengths, **options)
-    monkeypatch.setattr(fused, "PART", 128)
+    monkeypatch.setattr(ssd_fwd, "PART", 128)
     got = together(x, do, dht, lengths, **options)
     for name in ("o", "ht"):
         assert_close(name, got[name], whole[name], tolerance(name, torch.bfloat16))

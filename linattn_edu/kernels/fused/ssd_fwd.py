@@ -91,7 +91,7 @@ def chunk_scores_kernel(
 ):  # fmt: skip
     """One program: one chunk of one group.  Grid (NT * G).
 
-    Reference: linattn_edu.reference.ssd.fused.
+    Reference: linattn_edu.reference.fused.ssd_fwd.
     """
     i_g, _, first, n_t = chunk_of(tl.program_id(0), cu_ptr, chunks_ptr, T, G, BT)
     i = first * G + i_g
@@ -146,7 +146,7 @@ def ssd_ends_kernel(
 ):  # fmt: skip
     """One program: PART tokens of one head.  Grid (NP * H).
 
-    Reference: linattn_edu.reference.ssd.fused.
+    Reference: linattn_edu.reference.fused.ssd_fwd.
     """
     i_h, _, i_part, before, first, n_t = part_of(tl.program_id(0), cu_ptr, parts_ptr, T, H, PART)
     o_t, o_n, o_p = tl.arange(0, BT), tl.arange(0, BN), tl.arange(0, BP)
@@ -203,7 +203,7 @@ def ssd_fwd_kernel(
 ):  # fmt: skip
     """One program: PART tokens of one head, BT at a time.  Grid (NP * H).
 
-    Reference: linattn_edu.reference.ssd.fused.
+    Reference: linattn_edu.reference.fused.ssd_fwd.
     """
     i_h, i_n, i_part, before, first, n_t = part_of(tl.program_id(0), cu_ptr, parts_ptr, T, H, PART)
     i_g = i_h // (H // G)
@@ -297,7 +297,7 @@ def ssd_bwd_dx_kernel(
 
     Grid (NT * G * SPLITS * BC / BT).  Of two tiles the first has what the second reads of it, as a
     product of its own: there the decay is one factor a row and one a column.
-    Reference: linattn_edu.reference.ssd.fused.
+    Reference: linattn_edu.reference.fused.ssd_fwd.
     """
     TILES: tl.constexpr = BC // BT
     start, i_g, _, i_h, n_heads, i_c, first, n_t = tile_of(
@@ -418,7 +418,7 @@ def ssd_bwd_da_kernel(
     """One program: what a tile of BT tokens reads, by its decay, and by the scores of some heads.
 
     Grid (NT * G * SPLITS * BC / BT).
-    Reference: linattn_edu.reference.ssd.fused.
+    Reference: linattn_edu.reference.fused.ssd_fwd.
     """
     start, i_g, i_split, i_h, n_heads, i_c, first, n_t = tile_of(
         tl.program_id(0), cu_ptr, chunks_ptr, T, H, G, SPLITS, BC, BT, WHOLE
@@ -494,7 +494,7 @@ def ssd_bwd_far_kernel(
     """One program: what the second tile of a chunk reads of the first, of some heads.
 
     Grid (NT * G * SPLITS).  The decay is one factor a row and one a column.
-    Reference: linattn_edu.reference.ssd.fused.
+    Reference: linattn_edu.reference.fused.ssd_fwd.
     """
     _, i_g, i_split, i_h, n_heads, _, first, n_t = tile_of(
         tl.program_id(0), cu_ptr, chunks_ptr, T, H, G, SPLITS, 2 * BT, 2 * BT, WHOLE
@@ -564,7 +564,7 @@ def ssd_bwd_states_kernel(
 ):  # fmt: skip
     """One program: what some heads of a group give to dC, or to dB, through the states.
 
-    Grid (NT * G * SPLITS * 2).  Reference: linattn_edu.reference.ssd.fused.
+    Grid (NT * G * SPLITS * 2).  Reference: linattn_edu.reference.fused.ssd_fwd.
     """
     to_B = tl.program_id(0) % 2
     _, i_g, i_split, i_h, n_heads, i_c, first, n_t = tile_of(
@@ -618,7 +618,7 @@ def ssd_bwd_sum_kernel(
 ):  # fmt: skip
     """One program: dC or dB of one chunk of one group, from its parts.  Grid (NT * G * 2).
 
-    Reference: linattn_edu.reference.ssd.fused.
+    Reference: linattn_edu.reference.fused.ssd_fwd.
     """
     i_gb, _, first, n_t = chunk_of(tl.program_id(0), cu_ptr, chunks_ptr, T, G * 2, BT)
     if WHOLE:

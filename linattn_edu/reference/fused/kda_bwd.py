@@ -65,7 +65,7 @@ def kda_gates(
     return gc, *kda_gated(q, k, gc, chunk_size=chunk_size)
 
 
-def channel_scans(
+def kda_fused_scans(
     qg: Tensor,
     kg: Tensor,
     kd: Tensor,
@@ -163,7 +163,7 @@ def _back(
     return torch.stack(dh[::-1], 1).to(kg.dtype), Z, dv, dS
 
 
-def channel_scan_map_bwd(
+def kda_fused_scan_map_bwd(
     qg: Tensor,
     kg: Tensor,
     kd: Tensor,
@@ -182,7 +182,7 @@ def channel_scan_map_bwd(
         dS_in = dM dS_out + dS_ext
 
     Args:
-        qg, kg, kd, beta, gc, P, A, do: the arguments of channel_scans.
+        qg, kg, kd, beta, gc, P, A, do: the arguments of kda_fused_scans.
         dht: [B, HV, K, V]: the gradient itself where it is known; dS_ext starts from it.
         transition: Whether to compute dM.
     Returns:
@@ -220,7 +220,7 @@ def kda_reads_bwd(
     kb = diag(beta) kd are the keys that read the state.
 
     Args:
-        v: [B, T, HV, V]. h, v_new, dh, Z: from channel_scans. do: gradient of o.
+        v: [B, T, HV, V]. h, v_new, dh, Z: from kda_fused_scans. do: gradient of o.
     Returns:
         dqg [B, T, HV, K], dP [B, T, HV, C], dkb, dkg [B, T, HV, K] and dL [B, T, HV, C] in v.dtype;
         dbeta [B, T, HV], the part rowsum(Z * V), and dgl [B, NT, HV, K], the gradient of 2^gc_last,
@@ -248,7 +248,7 @@ def kda_reads_bwd(
     return dqg, dP, dkb, dkg, dL, dbeta, dgl
 
 
-def channel_intra_bwd(
+def kda_fused_intra_bwd(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -266,7 +266,7 @@ def channel_intra_bwd(
     """All that is left, for each chunk by itself: kda_reads_bwd, then kda_intra_bwd.
 
     Args:
-        q, k, v, beta, gc: the arguments of the forward pass. h, v_new, dh, Z: from channel_scans.
+        q, k, v, beta, gc: the arguments of the forward pass. h, v_new, dh, Z: from kda_fused_scans.
         do: [B, T, HV, V], gradient of o.
     Returns:
         dq, dk, dbeta and dgc of kda_intra_bwd.

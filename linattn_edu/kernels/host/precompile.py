@@ -18,7 +18,7 @@ from triton import AsyncCompileMode
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from linattn_edu.kernels.watching import MAKES, Operations, launches
+from linattn_edu.kernels.host.watching import MAKES, Operations, launches
 
 
 def precompile(compose: Callable[[], object]) -> int:

@@ -1,4 +1,4 @@
-"""intra_bwd of Gated DeltaNet's fused backward pass in Gluon, for Hopper.
+"""intra_chunk_bwd of Gated DeltaNet's fused backward pass in Gluon, for Hopper.
 
 A program stays on its multiprocessor and takes one chunk after the other. One warp copies tiles
 ahead, each as soon as what lay in its place was read. Two groups of four warps compute, each half
@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from linattn_edu.kernels.scan_gluon import CHUNK, barrier, half, layout_of, product
+from linattn_edu.kernels.gluon.gdn_scan import CHUNK, barrier, half, layout_of, product
 from linattn_edu.kernels.tiles import device_of
 from linattn_edu.packing import Packing
 
@@ -163,7 +163,7 @@ def compute_half(
     N, ROW: gl.constexpr, H: gl.constexpr, G: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
     BT: gl.constexpr,
 ):  # fmt: skip
-    """Half c of the keys, by four warps: intra_bwd_kernel's sums.
+    """Half c of the keys, by four warps: intra_chunk_bwd_kernel's sums.
 
     ready: dM and dL are there.  used: neither, nor what was left beside them, is needed any more.
     """
@@ -277,7 +277,7 @@ def compute_half(
 
 
 @gluon.jit(do_not_specialize=["NT"])
-def intra_bwd_gluon_kernel(
+def intra_chunk_bwd_gluon_kernel(
     q_desc,  # [B * T, H * K]
     k_desc,  # [B * T, H * K]
     v_desc,  # [B * T, HV * V]
@@ -299,7 +299,7 @@ def intra_bwd_gluon_kernel(
 ):  # fmt: skip
     """One program: every so many-th chunk of a q/k head, with its value heads.  Any grid.
 
-    Reference: linattn_edu.reference.delta.fused_bwd.intra_bwd.
+    Reference: linattn_edu.reference.fused.gdn_bwd.intra_chunk_bwd.
     """
     dtype: gl.constexpr = k_desc.dtype
     G: gl.constexpr = HV // H
@@ -365,7 +365,7 @@ def intra_bwd_gluon_kernel(
 VERSIONS = ("3.6.",)  # of Triton, with which it has run on a Hopper GPU: Gluon is not stable yet
 HEAD = 128  # keys, and values
 # tokens of a sequence times value heads: with fewer a call waits for the host with either kernel.
-# Not the batch: the last bits are not those of intra_bwd_kernel
+# Not the batch: the last bits are not those of intra_chunk_bwd_kernel
 LEAST = 1 << 14
 # of the registers at the start the loading warp keeps 24 a thread, the others take the rest
 OPTIONS = {"num_warps": 4, "maxnreg": 168}
@@ -412,14 +412,14 @@ def intra_bwd_gluon(
     dgc: Tensor,
     scale: float,
 ) -> None:
-    """Launch intra_bwd_gluon_kernel; it writes dq, dk, dbeta and dgc. Tensors [B, T, heads, ...]
-    may be views of some heads.
+    """Launch intra_chunk_bwd_gluon_kernel; it writes dq, dk, dbeta and dgc. Tensors
+    [B, T, heads, ...] may be views of some heads.
     """
     (B, T, H, K), (HV, V) = q.shape, v.shape[2:]
     NT = B * T // CHUNK
     keys, values, states = (CHUNK, K // 2), (CHUNK, V), (K, V)
     sizes = keys, keys, values, states, values, values, states, values, keys, keys
     descriptors = map(descriptor, (q, k, v, h, v_new, do, dh, Z, dq, dk), *zip(*sizes, strict=True))
-    intra_bwd_gluon_kernel[(min(device_of(q)[1], NT * H),)](
+    intra_chunk_bwd_gluon_kernel[(min(device_of(q)[1], NT * H),)](
         *descriptors, beta, gc, dbeta, dgc, scale, NT, gc.stride(1), H, HV, K, V, CHUNK, **OPTIONS
     )

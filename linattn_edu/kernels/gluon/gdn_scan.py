@@ -200,7 +200,7 @@ def scan_gluon_kernel(
 ):  # fmt: skip
     """One program: S[:, v-tile] of one head, through all chunks.  Grid (N * HV * V / BV).
 
-    Reference: linattn_edu.reference.delta.fused.scan.
+    Reference: linattn_edu.reference.fused.gdn_fwd.scan.
     """
     dtype: gl.constexpr = k_desc.dtype
     NV: gl.constexpr = V // BV

@@ -9,15 +9,15 @@ from delta.stage_checks import DTYPES, check_rounded, check_stage, grid, inputs
 from gdn_checks import launches
 
 from linattn_edu.kernels import pieces
-from linattn_edu.kernels.delta import fused_bwd as kernels
 from linattn_edu.kernels.delta import warm_up
-from linattn_edu.kernels.delta.fused import intra as intra_kernel
-from linattn_edu.kernels.delta.fused import scan_map as scan_map_kernel
 from linattn_edu.kernels.delta.gate_cumsum import gate_cumsum as gate_cumsum_kernel
+from linattn_edu.kernels.fused import gdn_bwd as kernels
+from linattn_edu.kernels.fused.gdn_fwd import intra_chunk as intra_chunk_kernel
+from linattn_edu.kernels.fused.gdn_fwd import scan_map as scan_map_kernel
 from linattn_edu.ops.gdn import backward, forward, fused_stages, stages
-from linattn_edu.reference.delta import fused_bwd as references
-from linattn_edu.reference.delta.fused import intra, scan_map
 from linattn_edu.reference.delta.gate_cumsum import gate_cumsum
+from linattn_edu.reference.fused import gdn_bwd as references
+from linattn_edu.reference.fused.gdn_fwd import intra_chunk, scan_map
 from linattn_edu.testing import assert_close, gdn_inputs, relative_rms
 
 pytestmark = pytest.mark.usefixtures("poison")
@@ -36,7 +36,7 @@ def arguments(T, K, V, C, dtype, device):
     r = SimpleNamespace(do=torch.randn_like(x.v), dht=torch.randn_like(x.initial_state))
     r.gc = gate_cumsum(x.g, chunk_size=C)
     options = {"chunk_size": C, "return_inverse": True, "gated": True}
-    r.P, r.R, r.AG = intra(x.q, x.k, x.beta, r.gc, **options)
+    r.P, r.R, r.AG = intra_chunk(x.q, x.k, x.beta, r.gc, **options)
     r.h, r.v_new = references.scan_states(x.k, x.v, x.beta, r.gc, r.AG, x.initial_state)
     args = (x.q, x.k, x.beta, r.gc, r.P, r.AG, r.do, r.dht)
     r.dh, r.Z, *_ = references.scan_bwd(*args, scale=0.3)
@@ -86,22 +86,22 @@ def test_scans_are_one_launch_or_two(device, monkeypatch):
 @pytest.fixture
 def plain_and_gluon(device, monkeypatch):
     """The scans of what `gdn_inputs` gives, in plain Triton, then in Gluon, twice."""
-    scans_gluon = kernels.scans_gluon
+    scans_gluon = kernels.gdn_scans
     if scans_gluon is None:
         pytest.skip("made for another Triton")
-    monkeypatch.setattr(scans_gluon.scan_gluon, "pays", lambda *_: True)
+    monkeypatch.setattr(scans_gluon.gdn_scan, "pays", lambda *_: True)
     kinds = scans_gluon.scans_gluon_kernel, scans_gluon.scan_bwd_gluon_kernel
 
     def run(x, h0, dht):
         gc = gate_cumsum_kernel(x.g, chunk_size=64)
         options = {"chunk_size": 64, "return_inverse": True, "gated": True}
-        P, _, AG = intra_kernel(x.q, x.k, x.beta, gc, **options)
+        P, _, AG = intra_chunk_kernel(x.q, x.k, x.beta, gc, **options)
         if not scans_gluon.fits(x.q, x.k, x.v, P, AG, None):
             pytest.skip("made for Hopper and another Triton")
         torch.manual_seed(1)
         args = (x.q, x.k, x.v, x.beta, gc, P, AG, torch.randn_like(x.v), h0, dht)
         with monkeypatch.context() as patch:
-            patch.setattr(kernels, "scans_gluon", None)
+            patch.setattr(kernels, "gdn_scans", None)
             want = kernels.scans(*args, scale=0.3)
         for _ in range(2):  # what is copied ahead must not be overtaken
             with launches() as ran:
@@ -161,7 +161,7 @@ def test_scans_gluon_in_pieces(T, gates, given, device, plain_and_gluon, monkeyp
 def test_intra_bwd_kernel_matches_reference(T, K, V, C, dtype, device):
     x, r = arguments(T, K, V, C, dtype, device)
     args = (x.q, x.k, x.v, x.beta, r.gc, r.h, r.v_new, r.do, r.dh, r.Z)
-    check_stage(kernels.intra_bwd, references.intra_bwd, args, scale=0.3, chunk_size=C)
+    check_stage(kernels.intra_chunk_bwd, references.intra_chunk_bwd, args, scale=0.3, chunk_size=C)
 
 
 def test_intra_bwd_kernel_with_a_head_each(device):
@@ -169,7 +169,7 @@ def test_intra_bwd_kernel_with_a_head_each(device):
     x, r = arguments(100, 32, 48, 32, small(device), device)
     q, k = (t.repeat_interleave(2, 2) for t in (x.q, x.k))
     args = (q, k, x.v, x.beta, r.gc, r.h, r.v_new, r.do, r.dh, r.Z)
-    check_stage(kernels.intra_bwd, references.intra_bwd, args, scale=0.3, chunk_size=32)
+    check_stage(kernels.intra_chunk_bwd, references.intra_chunk_bwd, args, scale=0.3, chunk_size=32)
 
 
 @pytest.mark.gpu
@@ -179,25 +179,25 @@ def test_intra_bwd_gluon(HV, dtype, device, monkeypatch):
     """No farther from float64 than the other kernel; twice, since programs reuse their places for
     chunk after chunk: what is copied ahead must not be overtaken.
     """
-    gluon, B, T, H = kernels.intra_bwd_gluon, 2, 2560, 4  # three chunks a program, and two
+    gluon, B, T, H = kernels.gdn_intra_bwd, 2, 2560, 4  # three chunks a program, and two
     if gluon is None or not triton.__version__.startswith("3.6."):
         pytest.skip("made for another Triton")
     if kernels.device_of(torch.empty(1, device=device))[0] != "hopper":
         pytest.skip("made for Hopper")
     x = gdn_inputs(B, T, H, HV, 128, 128, dtype=dtype, device=device, seed=0)
     gc, do = gate_cumsum(x.g, chunk_size=64), torch.randn_like(x.v)
-    P, _, AG = intra(x.q, x.k, x.beta, gc, chunk_size=64, return_inverse=True, gated=True)
+    P, _, AG = intra_chunk(x.q, x.k, x.beta, gc, chunk_size=64, return_inverse=True, gated=True)
     h, v_new = kernels.scan_states(x.k, x.v, x.beta, gc, AG)
     dh, Z, *_ = kernels.scan_bwd(x.q, x.k, x.beta, gc, P, AG, do, scale=0.3)
     args, options = (x.q, x.k, x.v, x.beta, gc, h, v_new, do, dh, Z), {"scale": 0.3}
     options["chunk_size"] = 64
-    exact = references.intra_bwd(*(t.double() for t in args), **options)
+    exact = references.intra_chunk_bwd(*(t.double() for t in args), **options)
     monkeypatch.setattr(gluon, "LEAST", 1 << 30)
-    plain = kernels.intra_bwd(*args, **options)
+    plain = kernels.intra_chunk_bwd(*args, **options)
     monkeypatch.setattr(gluon, "LEAST", 1)
     with launches() as ran:
-        got, again = (kernels.intra_bwd(*args, **options) for _ in range(2))
-    assert ran == [gluon.intra_bwd_gluon_kernel] * 2
+        got, again = (kernels.intra_chunk_bwd(*args, **options) for _ in range(2))
+    assert ran == [gluon.intra_chunk_bwd_gluon_kernel] * 2
     assert all(map(torch.equal, got, again))
     for name, a, b, want in zip(("dq", "dk", "dbeta", "dgc"), got, plain, exact, strict=True):
         assert (a.dtype, a.shape) == (b.dtype, b.shape), name
@@ -209,7 +209,7 @@ def test_heads_bwd_kernels_match_reference(V, device):
     x, r = arguments(100, 32, V, 32, small(device), device)
     q, k = (t.repeat_interleave(2, 2) for t in (x.q, x.k))
     args = (q, k, x.v, x.beta, r.gc, r.P, r.AG, r.do, x.initial_state, r.dht)
-    check_stage(kernels.heads_bwd, references.heads_bwd, args, scale=0.3)
+    check_stage(kernels.chunk_bwd, references.chunk_bwd, args, scale=0.3)
 
 
 @pytest.mark.gpu
@@ -217,10 +217,10 @@ def test_heads_bwd_kernels_match_reference(V, device):
 @pytest.mark.parametrize(("T", "H", "HV"), [(256, 8, 8), (1024, 4, 8), (16384, 8, 8)])
 def test_heads_bwd_in_parts_gives_the_same_bits(T, H, HV, given, device, monkeypatch):
     """Whole sequences, heads that share a key in pieces without maps, and pieces by their maps."""
-    if kernels.intra_bwd_gluon is None:
+    if kernels.gdn_intra_bwd is None:
         pytest.skip("made for another Triton")
-    monkeypatch.setattr(kernels.scans_gluon.scan_gluon, "pays", lambda *_: True)
-    monkeypatch.setattr(kernels.intra_bwd_gluon, "LEAST", 1)
+    monkeypatch.setattr(kernels.gdn_scans.gdn_scan, "pays", lambda *_: True)
+    monkeypatch.setattr(kernels.gdn_intra_bwd, "LEAST", 1)
     x = gdn_inputs(2, T, H, HV, 128, 128, dtype=torch.bfloat16, device=device, seed=0)
     if T == 1024:  # pieces that begin where all is forgotten
         monkeypatch.setattr(pieces, "PROGRAMS", 0)
@@ -228,7 +228,7 @@ def test_heads_bwd_in_parts_gives_the_same_bits(T, H, HV, given, device, monkeyp
         x.g.fill_(-3.0)
     gc, do = gate_cumsum(x.g, chunk_size=64), torch.randn_like(x.v)
     options = {"chunk_size": 64, "return_inverse": True, "gated": True}
-    P, _, AG = intra_kernel(x.q, x.k, x.beta, gc, **options)
+    P, _, AG = intra_chunk_kernel(x.q, x.k, x.beta, gc, **options)
     if not kernels._in_gluon(x.q, x.k, x.v, P, AG, None):
         pytest.skip("made for Hopper and another Triton")
     states = torch.randn(2, 2, HV, 128, 128, device=device)
@@ -237,8 +237,8 @@ def test_heads_bwd_in_parts_gives_the_same_bits(T, H, HV, given, device, monkeyp
     for parts in (1, 2, 4):
         monkeypatch.setattr(kernels, "_parts", lambda *_, parts=parts: parts)
         with launches() as ran:
-            found[parts] = kernels.heads_bwd(*args, scale=0.3)
-        assert ran.count(kernels.intra_bwd_gluon.intra_bwd_gluon_kernel) == parts
+            found[parts] = kernels.chunk_bwd(*args, scale=0.3)
+        assert ran.count(kernels.gdn_intra_bwd.intra_chunk_bwd_gluon_kernel) == parts
     for got in (found[2], found[4]):
         assert all(map(torch.equal, got, found[1]))
 

@@ -43,9 +43,9 @@ from linattn_edu.kernels.tiles import (
 from linattn_edu.packing import Packing
 
 try:
-    from linattn_edu.kernels import intra_gluon, scan_gluon
+    from linattn_edu.kernels.gluon import gdn_intra, gdn_scan
 except (ImportError, AttributeError):  # a Triton whose Gluon has other names
-    intra_gluon = scan_gluon = None
+    gdn_intra = gdn_scan = None
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -62,7 +62,7 @@ def scores_kernel(
 ):  # fmt: skip
     """One program: one chunk of one q/k head, for all its value heads.  Grid (NT * H).
 
-    Reference: linattn_edu.reference.delta.fused.intra.
+    Reference: linattn_edu.reference.fused.gdn_fwd.intra_chunk.
     """
     i_h, _, first, n_t = chunk_of(tl.program_id(0), cu_ptr, chunks_ptr, T, H, BT)
     q_ptr += (first * H + i_h) * K
@@ -99,7 +99,7 @@ def resolvent_kernel(
 ):  # fmt: skip
     """One program: one chunk of one head.  Grid (NT * HV).
 
-    Reference: linattn_edu.reference.delta.fused.intra.
+    Reference: linattn_edu.reference.fused.gdn_fwd.intra_chunk.
     """
     i_h, _, first, n_t = chunk_of(tl.program_id(0), cu_ptr, chunks_ptr, T, HV, BT)
     k_ptr += (first * H + i_h // (HV // H)) * K
@@ -120,7 +120,7 @@ def resolvent_kernel(
 
 
 @triton.jit
-def corners(q_ptr, k_ptr, stride, n_t, S: tl.constexpr, K: tl.constexpr, BK: tl.constexpr):
+def three_quarters(q_ptr, k_ptr, stride, n_t, S: tl.constexpr, K: tl.constexpr, BK: tl.constexpr):
     """Three quarters [S, S] of Q K^T, of 2 S rows: all but the upper right one."""
     o = tl.arange(0, S)
     b_11 = tl.zeros([S, S], dtype=tl.float32)
@@ -139,14 +139,14 @@ def corners(q_ptr, k_ptr, stride, n_t, S: tl.constexpr, K: tl.constexpr, BK: tl.
 
 
 @triton.jit
-def four(M1, M2, M3, M4):
+def stack_tiles(M1, M2, M3, M4):
     """[4, 8, 8] of tiles [8, 8]."""
     M = tl.join(tl.join(M1, M2), tl.join(M3, M4))
     return tl.reshape(tl.permute(M, (3, 2, 0, 1)), (4, 8, 8))
 
 
 @triton.jit(do_not_specialize=["T"])
-def intra_kernel(
+def intra_chunk_kernel(
     q_ptr,  # [B, T, H, K]
     k_ptr,  # [B, T, H, K]
     beta_ptr,  # [B, T, HV]
@@ -166,7 +166,7 @@ def intra_kernel(
 
     One program: one chunk of one head.  Grid (NT * HV).
 
-    Reference: linattn_edu.reference.delta.fused.intra.
+    Reference: linattn_edu.reference.fused.gdn_fwd.intra_chunk.
     """
     S: tl.constexpr = BT // 2
     i_h, _, first, n_t = chunk_of(tl.program_id(0), cu_ptr, chunks_ptr, T, HV, BT)
@@ -183,7 +183,7 @@ def intra_kernel(
     b_gc1 = load_gate(gc_ptr, o, HV, n_t)
     b_gc2 = load_gate(gc_ptr, S + o, HV, n_t)
     # eq:delta-intra   P = Q K^T * G
-    P11, P21, P22 = corners(q_ptr, k_ptr, H * K, n_t, S, K, BK)
+    P11, P21, P22 = three_quarters(q_ptr, k_ptr, H * K, n_t, S, K, BK)
     P21 *= tl.exp2(b_gc2[:, None] - b_gc1[None, :])
     store_tile(P_ptr, P11 * decay_matrix(b_gc1, o), o, o, HV * BT, n_t, BT)
     store_tile(P_ptr, tl.zeros_like(P11), o, S + o, HV * BT, n_t, BT)
@@ -191,7 +191,7 @@ def intra_kernel(
     store_tile(P_ptr, P22 * decay_matrix(b_gc2, o), S + o, S + o, HV * BT, n_t, BT)
 
     # eq:delta-kkt   L = diag(beta) tril(K K^T, -1)
-    L11, L21, L22 = corners(k_ptr, k_ptr, H * K, n_t, S, K, BK)
+    L11, L21, L22 = three_quarters(k_ptr, k_ptr, H * K, n_t, S, K, BK)
     L21 *= load_row(beta_ptr, S + o, HV, n_t)[:, None]
     D1, M1, D2 = quarters(L11, 16)
     D3, M2, D4 = quarters(L22, 16)
@@ -202,7 +202,11 @@ def intra_kernel(
     a2, b2, c2 = quarters(D2, 8)
     a3, b3, c3 = quarters(D3, 8)
     a4, b4, c4 = quarters(D4, 8)
-    D11, D21, D22 = four(a1, a2, a3, a4), four(b1, b2, b3, b4), four(c1, c2, c3, c4)
+    D11, D21, D22 = (
+        stack_tiles(a1, a2, a3, a4),
+        stack_tiles(b1, b2, b3, b4),
+        stack_tiles(c1, c2, c3, c4),
+    )
     X = invert_columns(D11, D21, D22, beta_ptr, HV, n_t, 4)
     X = merge(X, M21, 16, BT, PRECISION)
     A = tl.reshape(merge(X, L21[None, :, :], S, BT, PRECISION), (BT, BT))
@@ -239,7 +243,7 @@ def scan_kernel(
 ):  # fmt: skip
     """One program: S[:, v-tile] of one head, through all chunks.  Grid (N * HV * V / BV).
 
-    Reference: linattn_edu.reference.delta.fused.scan.
+    Reference: linattn_edu.reference.fused.gdn_fwd.scan.
     """
     i_v, i_nh, i_h, first, n_seq, i_c = columns_of(
         tl.program_id(0), cu_ptr, offsets_ptr, T, HV, V, BT, BV
@@ -325,7 +329,7 @@ def scan_transposed_kernel(
     What a product makes is the first operand of the next and stays in registers: the shared memory
     of two programs fits a multiprocessor, and one works while the other waits.
 
-    Grid (N * HV * V / BV).  Reference: linattn_edu.reference.delta.fused.scan.
+    Grid (N * HV * V / BV).  Reference: linattn_edu.reference.fused.gdn_fwd.scan.
     """
     i_v, i_nh, i_h, first, n_seq, i_c = columns_of(
         tl.program_id(0), cu_ptr, offsets_ptr, T, HV, V, BT, BV
@@ -391,7 +395,7 @@ def scan_map_kernel(
 ):  # fmt: skip
     """One program: BV columns of [S_ext | M] of one head, through a piece.
 
-    Grid (NP * HV * W / BV).  Reference: linattn_edu.reference.delta.fused.scan_map.
+    Grid (NP * HV * W / BV).  Reference: linattn_edu.reference.fused.gdn_fwd.scan_map.
     """
     i_v, i_ph, i_h, first, n_seq = piece_of(tl.program_id(0), rows_ptr, cu_ptr, T, HV, W, BT, BV)
     k_ptr += (first * H + i_h // (HV // H)) * K
@@ -467,7 +471,7 @@ def crowded(k: Tensor, programs: int, config: dict[str, int]) -> bool:
     return fits and config["BK"] == 128 and config["BV"] == 64 and 2 * programs >= 3 * processors
 
 
-def intra(
+def intra_chunk(
     q: Tensor,
     k: Tensor,
     beta: Tensor,
@@ -484,13 +488,13 @@ def intra(
     NT, *chunks = chunk_args(k, chunk_size, packing)
     P, R = (q.new_empty(B, T, HV, chunk_size) for _ in range(2))
     A = torch.empty_like(R) if return_inverse else None
-    if intra_gluon is not None and intra_gluon.fits(q, k, chunk_size):
-        intra_gluon.intra_gluon(q, k, beta, gc, P, R, A, gated, packing)
+    if gdn_intra is not None and gdn_intra.fits(q, k, chunk_size):
+        gdn_intra.intra_gluon(q, k, beta, gc, P, R, A, gated, packing)
         return P, R, A
     options = {"BT": chunk_size, "PRECISION": merge_precision(k.dtype), "GATED": gated}
     rows = of_generation(INTRA_CONFIGS, device_of(k)[0]).get(k.element_size(), {})
     if K in rows and chunk_size == 64 and H == HV:
-        intra_kernel[(NT * HV,)](
+        intra_chunk_kernel[(NT * HV,)](
             q, k, beta, gc, P, R, A, *chunks, T, H, HV, K,
             WHOLE=whole(k, chunk_size, packing), **options, **rows[K].launch(K),
         )  # fmt: skip
@@ -519,7 +523,7 @@ def scan(
     H, K = q.shape[2:]
     HV, V = v.shape[2:]
     C = P.shape[-1]
-    in_gluon = scan_gluon is not None and scan_gluon.fits(q, k, v, P, R, packing)
+    in_gluon = gdn_scan is not None and gdn_scan.fits(q, k, v, P, R, packing)
     pieces = pieces_of(q, HV, V, C, packing)
     warm = [None]
     if pieces.several:
@@ -533,7 +537,7 @@ def scan(
     last = q.new_empty(pieces.N, HV, K, V, dtype=torch.float32) if output_final_state else None
     if in_gluon:
         given = q, k, v, gc, P, R, initial_state, o, last, scale
-        scan_gluon.scan_gluon(*given, *warm, pieces)
+        gdn_scan.scan_gluon(*given, *warm, pieces)
         return o, pieces.last(last)
     for i, skipped in enumerate(warm):
         heads = (pieces.batch if i else pieces.N) * HV

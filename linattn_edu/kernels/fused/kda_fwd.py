@@ -10,8 +10,8 @@ import triton.language as tl
 from torch import Tensor
 
 from linattn_edu.kernels.delta.cp_merge import cp_merge, map_args, piece_of
-from linattn_edu.kernels.delta.fused import TRANSPOSED, crowded
 from linattn_edu.kernels.delta.kda_intra import launch_intra
+from linattn_edu.kernels.fused.gdn_fwd import TRANSPOSED, crowded
 from linattn_edu.kernels.pieces import Pieces, pieces_of
 from linattn_edu.kernels.tiles import (
     cast,
@@ -28,13 +28,13 @@ from linattn_edu.kernels.tiles import (
 from linattn_edu.packing import Packing
 
 try:
-    from linattn_edu.kernels import channel_scan_gluon
+    from linattn_edu.kernels.gluon import kda_scan
 except (ImportError, AttributeError):  # a Triton whose Gluon has other names
-    channel_scan_gluon = None
+    kda_scan = None
 
 
 @triton.jit(do_not_specialize=["T"])
-def channel_scan_kernel(
+def kda_fused_scan_kernel(
     qg_ptr,  # [B, T, HV, K]
     kg_ptr,  # [B, T, HV, K]
     kd_ptr,  # [B, T, HV, K]
@@ -55,7 +55,7 @@ def channel_scan_kernel(
 ):  # fmt: skip
     """One program: S[:, v-tile] of one head, through all chunks.  Grid (N * HV * V / BV).
 
-    Reference: linattn_edu.reference.delta.kda_fused.channel_scan.
+    Reference: linattn_edu.reference.fused.kda_fwd.kda_fused_scan.
     """
     i_v, i_nh, i_h, first, n_seq, _ = columns_of(
         tl.program_id(0), cu_ptr, offsets_ptr, T, HV, V, BT, BV
@@ -122,7 +122,7 @@ def channel_scan_kernel(
 
 
 @triton.jit(do_not_specialize=["T"])
-def channel_scan_transposed_kernel(
+def kda_fused_scan_transposed_kernel(
     qg_ptr,  # [B, T, HV, K]
     kg_ptr,  # [B, T, HV, K]
     kd_ptr,  # [B, T, HV, K]
@@ -141,10 +141,10 @@ def channel_scan_transposed_kernel(
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    """channel_scan_kernel with S^T [BV, BK] in the place of S, and the same sums in the same order;
-    why, says fused.scan_transposed_kernel.
+    """kda_fused_scan_kernel with S^T [BV, BK] in the place of S, the same sums in the same order;
+    why, says gdn_fwd.scan_transposed_kernel.
 
-    Grid (N * HV * V / BV).  Reference: linattn_edu.reference.delta.kda_fused.channel_scan.
+    Grid (N * HV * V / BV).  Reference: linattn_edu.reference.fused.kda_fwd.kda_fused_scan.
     """
     i_v, i_nh, i_h, first, n_seq, _ = columns_of(
         tl.program_id(0), cu_ptr, offsets_ptr, T, HV, V, BT, BV
@@ -191,7 +191,7 @@ def channel_scan_transposed_kernel(
 
 
 @triton.jit(do_not_specialize=["T"])
-def channel_scan_map_kernel(
+def kda_fused_scan_map_kernel(
     kg_ptr,  # [B, T, HV, K]
     kd_ptr,  # [B, T, HV, K]
     v_ptr,  # [B, T, HV, V]
@@ -208,7 +208,7 @@ def channel_scan_map_kernel(
 ):  # fmt: skip
     """One program: BV columns of [S_ext | M] of one head, through a piece.
 
-    Grid (NP * HV * W / BV).  Reference: linattn_edu.reference.delta.kda_fused.channel_scan_map.
+    Grid (NP * HV * W / BV).  Reference: linattn_edu.reference.fused.kda_fwd.kda_fused_scan_map.
     """
     i_v, i_ph, i_h, first, n_seq = piece_of(tl.program_id(0), rows_ptr, cu_ptr, T, HV, W, BT, BV)
     o_t = tl.arange(0, BT)
@@ -273,7 +273,7 @@ def kda_prepare(
     return P, A, kd, kg, qg
 
 
-def channel_scan(
+def kda_fused_scan(
     qg: Tensor,
     kg: Tensor,
     kd: Tensor,
@@ -293,17 +293,17 @@ def channel_scan(
     V, C = v.shape[-1], A.shape[-1]
     pieces = pieces_of(kg, HV, V, C, packing)
     if pieces.several:
-        maps = channel_scan_map(kg, kd, v, beta, gc, A, pieces=pieces)
+        maps = kda_fused_scan_map(kg, kd, v, beta, gc, A, pieces=pieces)
         initial_state = pieces.entering(cp_merge, maps, initial_state)
     o = torch.empty_like(v)
     last = gc.new_empty(pieces.N, HV, K, V) if output_final_state else None
-    if channel_scan_gluon is not None and channel_scan_gluon.fits(kg, v, P, A, packing):
+    if kda_scan is not None and kda_scan.fits(kg, v, P, A, packing):
         given = qg, kg, kd, v, beta, gc, P, A, initial_state, o, last, scale
-        channel_scan_gluon.channel_scan_gluon(*given, pieces)
+        kda_scan.kda_scan_gluon(*given, pieces)
         return o, pieces.last(last)
     grid, config = scan_launch(CONFIGS, kg, pieces.N * HV, V)
     full = crowded(kg, *grid, config)
-    kernel = channel_scan_transposed_kernel if full else channel_scan_kernel
+    kernel = kda_fused_scan_transposed_kernel if full else kda_fused_scan_kernel
     kernel[grid](
         qg, kg, kd, v, beta, gc, P, A, initial_state, o, last, scale, pieces.cu_seqlens,
         pieces.chunk_offsets, pieces.T, HV, K, V, BT=C, **(config | TRANSPOSED if full else config),
@@ -311,7 +311,7 @@ def channel_scan(
     return o, pieces.last(last)
 
 
-def channel_scan_map(
+def kda_fused_scan_map(
     kg: Tensor,
     kd: Tensor,
     v: Tensor,
@@ -325,7 +325,7 @@ def channel_scan_map(
     rows: Tensor | None = None,
     pieces: Pieces | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Launch channel_scan_map_kernel; arguments and result as in the reference.
+    """Launch kda_fused_scan_map_kernel; arguments and result as in the reference.
 
     packing, rows, pieces: as in piece_map.
     """
@@ -335,7 +335,7 @@ def channel_scan_map(
     W = V + K if transition else V
     maps = gc.new_empty(NP, HV, K, W)
     grid, config = scan_launch(MAP_CONFIGS, kg, NP * HV, W)
-    channel_scan_map_kernel[grid](
+    kda_fused_scan_map_kernel[grid](
         kg, kd, v, beta, gc, A, initial_state, maps, rows, cu_seqlens, T, HV, K, V, W,
         BT=A.shape[-1], **config,
     )  # fmt: skip

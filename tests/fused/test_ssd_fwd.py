@@ -7,11 +7,11 @@ from ssd.ssd_checks import GIVEN, TOKENS, check_stage, parts
 
 from linattn_edu.kernels.delta.state import state
 from linattn_edu.kernels.delta.state_bwd import state_bwd
-from linattn_edu.kernels.ssd import fused as kernels
+from linattn_edu.kernels.fused import ssd_fwd as kernels
 from linattn_edu.packing import pack
 from linattn_edu.reference.delta.state import state as state_reference
 from linattn_edu.reference.delta.state_bwd import state_bwd as state_bwd_reference
-from linattn_edu.reference.ssd import fused as reference
+from linattn_edu.reference.fused import ssd_fwd as reference
 
 pytestmark = pytest.mark.usefixtures("poison")
 AXES = {

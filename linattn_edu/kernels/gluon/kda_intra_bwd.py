@@ -1,4 +1,4 @@
-"""channel_intra_bwd of Kimi Delta Attention's fused backward pass in Gluon, for Hopper.
+"""kda_fused_intra_bwd of Kimi Delta Attention's fused backward pass in Gluon, for Hopper.
 
 A program stays on its multiprocessor and takes one chunk after the other, as in intra_bwd_gluon.
 One warp copies tiles ahead. Two groups of four warps compute, each half of the channels, with the
@@ -20,8 +20,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from linattn_edu.kernels.delta.kda_intra_bwd import NEAR
-from linattn_edu.kernels.intra_bwd_gluon import own_dot
-from linattn_edu.kernels.scan_gluon import CHUNK, DTYPES, barrier, half, operand, product
+from linattn_edu.kernels.gluon.gdn_intra_bwd import own_dot
+from linattn_edu.kernels.gluon.gdn_scan import CHUNK, DTYPES, barrier, half, operand, product
 from linattn_edu.kernels.tiles import device_of
 
 
@@ -109,7 +109,7 @@ def compute_half(
     full_new, full_h, full_dh, full_k, gates_full, empty_h, empty_k, ready, used,
     N, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BT: gl.constexpr,
 ):  # fmt: skip
-    """Half c of the channels, by four warps: channel_intra_bwd_kernel's sums, transposed.
+    """Half c of the channels, by four warps: kda_fused_intra_bwd_kernel's sums, transposed.
 
     ready: dP and dL are there.  used: neither, nor what was left beside them, is needed any more.
     """
@@ -261,7 +261,7 @@ def compute_half(
 
 
 @gluon.jit(do_not_specialize=["NT"])
-def channel_intra_gluon_kernel(
+def kda_intra_bwd_gluon_kernel(
     q_desc,  # [B * T, HV * K]
     k_desc,  # [B * T, HV * K]
     v_desc,  # [B * T, HV * V]
@@ -287,7 +287,7 @@ def channel_intra_gluon_kernel(
 ):  # fmt: skip
     """One program: every so many-th chunk of a head.  Any grid.
 
-    Reference: linattn_edu.reference.delta.kda_fused_bwd.channel_intra_bwd.
+    Reference: linattn_edu.reference.fused.kda_bwd.kda_fused_intra_bwd.
     """
     dtype: gl.constexpr = k_desc.dtype
     N = gl.cdiv(NT * HV - gl.program_id(0), gl.num_programs(0))
@@ -373,7 +373,7 @@ def fits(
     chunk_size: int,
     packed: bool,
 ) -> bool:
-    """Whether channel_intra_gluon takes these."""
+    """Whether kda_intra_bwd_gluon takes these."""
     return (
         not packed
         and v.shape[1] * v.shape[2] >= LEAST
@@ -396,7 +396,7 @@ def descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, columns], layout)
 
 
-def channel_intra_gluon(
+def kda_intra_bwd_gluon(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -415,8 +415,8 @@ def channel_intra_gluon(
     near: Tensor,
     scale: float,
 ) -> None:
-    """Launch channel_intra_gluon_kernel; it writes what channel_intra_bwd_kernel writes, dP and dL
-    in the place of Z.
+    """Launch kda_intra_bwd_gluon_kernel; it writes what kda_fused_intra_bwd_kernel writes, dP and
+    dL in the place of Z.
     """
     B, T, HV, K = q.shape
     V, NT = v.shape[-1], B * T // CHUNK
@@ -424,7 +424,7 @@ def channel_intra_gluon(
     tensors = q, k, v, gc, h, v_new, do, dh, Z, dq, dk, dgc
     sizes = keys, keys, values, keys, states, values, values, states, values, keys, keys, keys
     descriptors = map(descriptor, tensors, *zip(*sizes, strict=True))
-    channel_intra_gluon_kernel[(min(device_of(q)[1], NT * HV),)](
+    kda_intra_bwd_gluon_kernel[(min(device_of(q)[1], NT * HV),)](
         *descriptors, beta, gc, near, Z, Z[..., CHUNK:], dgl, dbeta, scale, NT, HV, K, V, CHUNK,
         **OPTIONS,
     )  # fmt: skip

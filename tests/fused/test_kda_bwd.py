@@ -5,27 +5,27 @@ from types import SimpleNamespace
 import pytest
 import torch
 import triton
-from delta.channel_checks import (
+from delta.stage_checks import check_rounded, check_stage
+from fused.kda_checks import (
     GATES,
     RAW,
     SCALE,
     channel_gate,
-    channel_inputs,
     gates,
+    kda_stage_inputs,
     once,
     raw_gate,
 )
-from delta.stage_checks import check_rounded, check_stage
 from gdn_checks import launches
 
 from linattn_edu.kernels import pieces
-from linattn_edu.kernels.delta import kda_fused_bwd as kernels
-from linattn_edu.kernels.delta.fused_bwd import fits
+from linattn_edu.kernels.fused import kda_bwd as kernels
+from linattn_edu.kernels.fused.gdn_bwd import fits
 from linattn_edu.ops.kda.chunk import backward, chunk_kda, forward, fused_stages, stages
 from linattn_edu.packing import pack
-from linattn_edu.reference.delta import kda_fused_bwd as references
 from linattn_edu.reference.delta.gate_cumsum import gate_cumsum
 from linattn_edu.reference.delta.kda_intra import kda_intra
+from linattn_edu.reference.fused import kda_bwd as references
 from linattn_edu.testing import assert_close, gdn_inputs, kda_inputs, relative_rms
 
 pytestmark = pytest.mark.usefixtures("poison")
@@ -38,7 +38,7 @@ def small(device):
 
 def parts(T, K, V, C, dtype, device, g=None, **kinds):
     """(inputs, everything the fused backward stages read), by the reference stages."""
-    x = channel_inputs(T, K, V, dtype, device, **kinds)
+    x = kda_stage_inputs(T, K, V, dtype, device, **kinds)
     if x.q.is_cuda and not fits(x.q, x.v):
         pytest.skip("heads that the fused stages do not hold")
     torch.manual_seed(T + K)
@@ -48,7 +48,7 @@ def parts(T, K, V, C, dtype, device, g=None, **kinds):
     r.P, r.A = kda_intra(x.q, x.k, x.beta, r.gc, **options)
     r.kd, r.kg, r.qg = references.kda_gated(x.q, x.k, r.gc, **options)
     r.do, r.dht = torch.randn_like(x.v), torch.randn_like(x.initial_state)
-    r.h, r.v_new, r.dh, r.Z, *_ = references.channel_scans(*scanned(x, r), scale=SCALE)
+    r.h, r.v_new, r.dh, r.Z, *_ = references.kda_fused_scans(*scanned(x, r), scale=SCALE)
     return x, r
 
 
@@ -78,21 +78,21 @@ def check(x, r, C):
     options = {"scale": SCALE, "chunk_size": C}
     check_stage(kernels.kda_reads_bwd, references.kda_reads_bwd, args, **options)
     args = (x.q, x.k, x.v, x.beta, r.gc, r.h, r.v_new, r.do, r.dh, r.Z)
-    check_stage(channel_intra_bwd, references.channel_intra_bwd, args, **options)
+    check_stage(kda_fused_intra_bwd, references.kda_fused_intra_bwd, args, **options)
 
 
-def channel_intra_bwd(*args, **options):
+def kda_fused_intra_bwd(*args, **options):
     """The kernel on a copy of Z, which it overwrites."""
     *args, Z = args
-    return kernels.channel_intra_bwd(*args, Z.clone(), **options)
+    return kernels.kda_fused_intra_bwd(*args, Z.clone(), **options)
 
 
 @once
 def test_kernels_match_references(T, K, V, C, dtype, device):
     x, r = parts(T, K, V, C, dtype, device)
     with launches() as ran:
-        check_stage(kernels.channel_scans, references.channel_scans, scanned(x, r), scale=SCALE)
-    assert ran == [kernels.channel_scans_kernel]
+        check_stage(kernels.kda_fused_scans, references.kda_fused_scans, scanned(x, r), scale=SCALE)
+    assert ran == [kernels.kda_fused_scans_kernel]
     check(x, r, C)
 
 
@@ -105,7 +105,7 @@ def test_every_gate_and_chunk(gate, C, dtype, device):
 def test_without_states_at_the_ends(gate, device):
     x, r = parts(70, 34, 20, 32, small(device), device, H=2, gate=gate)
     *args, _, _ = scanned(x, r)
-    check_stage(kernels.channel_scans, references.channel_scans, args, scale=SCALE)
+    check_stage(kernels.kda_fused_scans, references.kda_fused_scans, args, scale=SCALE)
 
 
 def test_packed_sequences_have_the_bits_they_have_alone(device):
@@ -123,7 +123,7 @@ def test_packed_sequences_have_the_bits_they_have_alone(device):
     def run(tokens, h0, dht, **packed):
         q, k, v, g, beta, do, P, A = tokens
         gc, kd, kg, qg = kernels.kda_gates(q, k, g, **C, **packed)
-        scans = kernels.channel_scans(
+        scans = kernels.kda_fused_scans(
             qg, kg, kd, v, beta, gc, P, A, do, h0, dht, scale=SCALE, **packed
         )
         h, v_new, dh, Z, dv, dh0 = scans
@@ -148,8 +148,8 @@ def test_packed_sequences_have_the_bits_they_have_alone(device):
 def test_map_of_a_piece(dtype, device):
     x, r = parts(100, 32, 48, 32, dtype, device)
     args = (r.qg, r.kg, r.kd, x.beta, r.gc, r.P, r.A, r.do, r.dht)
-    kernel, options = kernels.channel_scan_map_bwd, {"scale": SCALE}
-    check_rounded(kernel, references.channel_scan_map_bwd, args, 1.2, **options)
+    kernel, options = kernels.kda_fused_scan_map_bwd, {"scale": SCALE}
+    check_rounded(kernel, references.kda_fused_scan_map_bwd, args, 1.2, **options)
     ext, none = kernel(*args, transition=False, **options)
     assert none is None
     assert torch.equal(ext, kernel(*args, **options)[0])
@@ -158,8 +158,8 @@ def test_map_of_a_piece(dtype, device):
 def test_the_map_takes_a_gradient_back_in_float64():
     x, r = parts(130, 20, 12, 32, torch.float64, "cpu", H=2)
     args = r.qg, r.kg, r.kd, x.beta, r.gc, r.P, r.A, r.do
-    ext, M = references.channel_scan_map_bwd(*args, scale=SCALE)
-    *_, dh0 = references.channel_scans(*scanned(x, r), scale=SCALE)
+    ext, M = references.kda_fused_scan_map_bwd(*args, scale=SCALE)
+    *_, dh0 = references.kda_fused_scans(*scanned(x, r), scale=SCALE)
     assert_close("dh0", ext + M @ r.dht, dh0, 1e-13)
 
 
@@ -175,12 +175,12 @@ def test_near_and_far_channels_in_one_chunk(K, V, C, device):
     x, r = parts(100, K, V, C, torch.bfloat16, device, H=2, g=g)
     args = (x.q, x.k, x.v, x.beta, r.gc, r.h, r.v_new, r.do, r.dh, r.Z)
     options = {"scale": SCALE, "chunk_size": C}
-    check_stage(channel_intra_bwd, references.channel_intra_bwd, args, **options)
+    check_stage(kda_fused_intra_bwd, references.kda_fused_intra_bwd, args, **options)
 
 
 @pytest.mark.parametrize("C", [16, 32, 64])
 def test_fused_equals_staged_in_float64(C):
-    x = channel_inputs(130, 20, 12, torch.float64, "cpu")
+    x = kda_stage_inputs(130, 20, 12, torch.float64, "cpu")
     found = []
     for used in (fused_stages, stages):
         options = {"scale": 0.5, "output_final_state": True, "chunk_size": C, "keep": ("P", "A")}
@@ -199,8 +199,8 @@ def test_fused_equals_staged_in_float64(C):
 @pytest.fixture
 def hopper(device):
     """Whether the kernels in Gluon run here."""
-    gluon = kernels.channel_scans_gluon
-    if gluon is None or not triton.__version__.startswith(gluon.scan_gluon.VERSIONS):
+    gluon = kernels.kda_scans
+    if gluon is None or not triton.__version__.startswith(gluon.gdn_scan.VERSIONS):
         pytest.skip("made for another Triton")
     if kernels.device_of(torch.empty(1, device=device))[0] != "hopper":
         pytest.skip("made for Hopper")
@@ -215,15 +215,15 @@ def test_scans_gluon_give_the_same_bits(
     B, T, HV, form, given, dtype, device, hopper, monkeypatch
 ):  # fmt: skip
     """Of whole sequences and, with 960 tokens, of pieces of 256, one of which is empty."""
-    gluon = kernels.channel_scans_gluon
+    gluon = kernels.kda_scans
     kinds = (
-        gluon.channel_scans_gluon_kernel, gluon.channel_states_gluon_kernel,
-        gluon.channel_gradients_gluon_kernel,
+        gluon.kda_scans_gluon_kernel, gluon.kda_scan_states_gluon_kernel,
+        gluon.kda_scan_bwd_gluon_kernel,
     )  # fmt: skip
     if T == 960:
         monkeypatch.setattr(pieces, "LENGTH", 256)
         monkeypatch.setattr(pieces, "LEAST", 2)
-    monkeypatch.setattr(gluon.scan_gluon, "pays", lambda *_: True)
+    monkeypatch.setattr(gluon.gdn_scan, "pays", lambda *_: True)
     monkeypatch.setattr(gluon, "workers_of", lambda *_: 1 + (form == "two tiles a program"))
     if form != "one launch":
         monkeypatch.setattr(kernels, "device_of", lambda _: ("hopper", 1))
@@ -235,13 +235,13 @@ def test_scans_gluon_give_the_same_bits(
     states = torch.randn(2, B, HV, 128, 128, device=device) if given else (None, None)
     args = qg, kg, kd, x.v, x.beta, gc, P, A, torch.randn_like(x.v), *states
     with monkeypatch.context() as patch:
-        patch.setattr(kernels, "channel_scans_gluon", None)
-        want = kernels.channel_scans(*args, scale=SCALE)
+        patch.setattr(kernels, "kda_scans", None)
+        want = kernels.kda_fused_scans(*args, scale=SCALE)
     for _ in range(2):  # what is copied ahead must not be overtaken
         with launches() as ran:
-            got = kernels.channel_scans(*args, scale=SCALE)
+            got = kernels.kda_fused_scans(*args, scale=SCALE)
         assert sum(kernel in kinds for kernel in ran) == 1 + (form != "one launch")
-        assert kernels.channel_scans_kernel not in ran
+        assert kernels.kda_fused_scans_kernel not in ran
         assert all(map(torch.equal, got, want))
 
 
@@ -252,7 +252,7 @@ def test_channel_intra_gluon(T, HV, far, device, hopper, monkeypatch):
     """No farther from float64 than the two stages; twice, since programs reuse their places for
     chunk after chunk.
     """
-    gluon = kernels.channel_intra_gluon
+    gluon = kernels.kda_intra_bwd_gluon
     x = gdn_inputs(2, T, HV, HV, 128, 128, dtype=torch.bfloat16, device=device, seed=0)
     g = -torch.rand(2, T, HV, 128, device=device) / 8
     if far:
@@ -263,17 +263,17 @@ def test_channel_intra_gluon(T, HV, far, device, hopper, monkeypatch):
     P, A = kda_intra(x.q, x.k, x.beta, gc, **options)
     kd, kg, qg = references.kda_gated(x.q, x.k, gc, **options)
     do, options["scale"] = torch.randn_like(x.v), SCALE
-    scans = kernels.channel_scans(qg, kg, kd, x.v, x.beta, gc, P, A, do, scale=SCALE)
+    scans = kernels.kda_fused_scans(qg, kg, kd, x.v, x.beta, gc, P, A, do, scale=SCALE)
     h, v_new, dh, Z, *_ = scans
     args = x.q, x.k, x.v, x.beta, gc, h, v_new, do, dh, Z
-    exact = references.channel_intra_bwd(*(t.double() for t in args), **options)
+    exact = references.kda_fused_intra_bwd(*(t.double() for t in args), **options)
     reads = kernels.kda_reads_bwd(x.v, *args[5:], **options)
     dqg, dP, dkb, dkg, dL, dbeta, dgl = reads
     staged = kernels.kda_intra_bwd(*args[:2], *args[3:5], dP, dL, dqg, dkb, dkg, dgl, dbeta)
     monkeypatch.setattr(gluon, "LEAST", 1)
     with launches() as ran:
-        got, again = (channel_intra_bwd(*args, **options) for _ in range(2))
-    assert gluon.channel_intra_gluon_kernel in ran
+        got, again = (kda_fused_intra_bwd(*args, **options) for _ in range(2))
+    assert gluon.kda_intra_bwd_gluon_kernel in ran
     assert all(map(torch.equal, got, again))
     for name, a, b, want in zip(("dq", "dk", "dbeta", "dgc"), got, staged, exact, strict=True):
         assert (a.dtype, a.shape) == (b.dtype, b.shape), name
@@ -283,13 +283,13 @@ def test_channel_intra_gluon(T, HV, far, device, hopper, monkeypatch):
 @pytest.mark.parametrize("kind", RAW)
 def test_kda_gates_of_raw_gates(kind, device):
     a, A_log, dt_bias, bound = raw_gate(kind, 70, 4, 20, device)
-    x = channel_inputs(70, 20, 16, torch.float32, device, H=2)
+    x = kda_stage_inputs(70, 20, 16, torch.float32, device, H=2)
     x.q, x.k = (torch.cat([t, t], 2)[:1] for t in (x.q, x.k))
     check_gates((x.q, x.k, a[:1], A_log, dt_bias), chunk_size=32, **bound)
 
 
 def test_kda_gates_reference_is_gate_cumsum_and_kda_gated():
-    x = channel_inputs(70, 20, 16, torch.float64, "cpu", H=2)
+    x = kda_stage_inputs(70, 20, 16, torch.float64, "cpu", H=2)
     gc, *rows = references.kda_gates(x.q, x.k, x.g, chunk_size=32)
     assert torch.equal(gc, gate_cumsum(x.g, chunk_size=32))
     assert all(map(torch.equal, rows, references.kda_gated(x.q, x.k, gc, chunk_size=32)))
@@ -309,7 +309,7 @@ def test_the_operator_takes_them(device, hopper):
 
     with launches() as ran:
         first = run()
-    assert kernels.channel_intra_gluon.channel_intra_gluon_kernel in ran
+    assert kernels.kda_intra_bwd.kda_intra_bwd_gluon_kernel in ran
     for _ in range(4):
         assert all(map(torch.equal, run(), first))
     names = ("o", "dq", "dk", "dv", "dg", "dbeta")

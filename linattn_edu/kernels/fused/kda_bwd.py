@@ -11,9 +11,7 @@ from torch import Tensor
 
 from linattn_edu.kernels.delta.cp_merge import cp_merge, map_args, piece_of
 from linattn_edu.kernels.delta.cp_merge_bwd import cp_merge_bwd
-from linattn_edu.kernels.delta.fused_bwd import fits as hold
 from linattn_edu.kernels.delta.gate_cumsum import cumulative
-from linattn_edu.kernels.delta.kda_fused import channel_scan_map
 from linattn_edu.kernels.delta.kda_intra import halve
 from linattn_edu.kernels.delta.kda_intra_bwd import (
     CONFIGS,
@@ -24,6 +22,8 @@ from linattn_edu.kernels.delta.kda_intra_bwd import (
     kda_intra_bwd_kernel,
     middle,
 )
+from linattn_edu.kernels.fused.gdn_bwd import fits as hold
+from linattn_edu.kernels.fused.kda_fwd import kda_fused_scan_map
 from linattn_edu.kernels.pieces import Pieces, pieces_of
 from linattn_edu.kernels.tiles import (
     block,
@@ -48,14 +48,10 @@ from linattn_edu.kernels.tiles import (
 from linattn_edu.packing import Packing
 
 try:
-    from linattn_edu.kernels import (
-        channel_intra_gluon,
-        channel_scans_gluon,
-        scan_gluon,
-        scans_gluon,
-    )
+    from linattn_edu.kernels.gluon import gdn_scan, gdn_scans, kda_scans
+    from linattn_edu.kernels.gluon import kda_intra_bwd as kda_intra_bwd_gluon
 except (ImportError, AttributeError):  # a Triton whose Gluon has other names
-    channel_intra_gluon = channel_scans_gluon = None
+    kda_intra_bwd_gluon = kda_scans = None
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -78,7 +74,7 @@ def kda_gates_kernel(
 ):  # fmt: skip
     """One program: BK channels of one chunk of one head.  Grid (NT * HV * K / BK).
 
-    Reference: linattn_edu.reference.delta.kda_fused_bwd.kda_gates.
+    Reference: linattn_edu.reference.fused.kda_bwd.kda_gates.
     """
     NK: tl.constexpr = (K + BK - 1) // BK
     o_k = tl.program_id(0) % NK * BK + tl.arange(0, BK)
@@ -103,7 +99,7 @@ def kda_gates_kernel(
 
 
 @triton.jit(do_not_specialize=["T"])
-def channel_states(
+def kda_scan_states(
     kg_ptr,  # [B, T, HV, K]
     kd_ptr,  # [B, T, HV, K]
     v_ptr,  # [B, T, HV, V]
@@ -122,7 +118,7 @@ def channel_states(
 ):  # fmt: skip
     """One program: S[:, v-tile] of one head, through all chunks.  Grid (N * HV * V / BV).
 
-    Reference: linattn_edu.reference.delta.kda_fused_bwd.channel_scans.
+    Reference: linattn_edu.reference.fused.kda_bwd.kda_fused_scans.
     """
     i_v, i_nh, i_h, first, n_seq, i_c = columns_of(
         tl.program_id(0) // STEP, cu_ptr, offsets_ptr, T, HV, V, BT, BV
@@ -177,9 +173,11 @@ def channel_states(
 
 
 @triton.jit
-def channel_back(b_dS, qg_ptr, kg_ptr, kd_ptr, beta_ptr, gc_ptr, P_ptr, A_ptr, do_ptr, scale, i_h,
-                 first, n_t, o_t, o_k, o_v, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-                 BT: tl.constexpr):  # fmt: skip
+def kda_scan_bwd_step(
+    b_dS, qg_ptr, kg_ptr, kd_ptr, beta_ptr, gc_ptr, P_ptr, A_ptr, do_ptr, scale, i_h,
+    first, n_t, o_t, o_k, o_v, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    BT: tl.constexpr,
+):  # fmt: skip
     """dS^T [BV, BK], back through the chunk of head i_h that begins with token `first`.
 
     Returns Z^T and dV^T [BV, BT], and the next dS^T; transposed as in fused_bwd.
@@ -211,7 +209,7 @@ def channel_back(b_dS, qg_ptr, kg_ptr, kd_ptr, beta_ptr, gc_ptr, P_ptr, A_ptr, d
 
 
 @triton.jit(do_not_specialize=["T"])
-def channel_gradients(
+def kda_scan_bwd(
     qg_ptr,  # [B, T, HV, K]
     kg_ptr,  # [B, T, HV, K]
     kd_ptr,  # [B, T, HV, K]
@@ -235,7 +233,7 @@ def channel_gradients(
 ):  # fmt: skip
     """One program: dS[:, v-tile] of one head, back through all chunks.  Grid (N * HV * V / BV).
 
-    Reference: linattn_edu.reference.delta.kda_fused_bwd.channel_scans.
+    Reference: linattn_edu.reference.fused.kda_bwd.kda_fused_scans.
     """
     i_v, i_nh, i_h, first, n_seq, i_c = columns_of(
         tl.program_id(0) // STEP, cu_ptr, offsets_ptr, T, HV, V, BT, BV
@@ -253,7 +251,7 @@ def channel_gradients(
         b_h = cast(b_dS, dh_ptr.dtype.element_ty)
         i_S = ((i_c + i_b) * HV + i_h) * K * V
         store_tile(dh_ptr + i_S, tl.trans(b_h), o_k, o_v, V, K, V)
-        b_Z, b_dv, b_dS = channel_back(
+        b_Z, b_dv, b_dS = kda_scan_bwd_step(
             b_dS, qg_ptr, kg_ptr, kd_ptr, beta_ptr, gc_ptr, P_ptr, A_ptr, do_ptr, scale, i_h,
             begin, n_t, o_t, o_k, o_v, HV, K, V, BT,
         )  # fmt: skip
@@ -266,7 +264,7 @@ def channel_gradients(
 
 
 @triton.jit(do_not_specialize=["T"])
-def channel_scans_kernel(
+def kda_fused_scans_kernel(
     qg_ptr,  # [B, T, HV, K]
     kg_ptr,  # [B, T, HV, K]
     kd_ptr,  # [B, T, HV, K]
@@ -291,24 +289,24 @@ def channel_scans_kernel(
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    """The programs of channel_states, and those of channel_gradients, which take longer.
+    """The programs of kda_scan_states, and those of kda_scan_bwd, which take longer.
 
-    Grid (2 * N * HV * V / BV).  Reference: linattn_edu.reference.delta.kda_fused_bwd.channel_scans.
+    Grid (2 * N * HV * V / BV).  Reference: linattn_edu.reference.fused.kda_bwd.kda_fused_scans.
     """
     if tl.program_id(0) % 2 == 1:
-        channel_states(
+        kda_scan_states(
             kg_ptr, kd_ptr, v_ptr, beta_ptr, gc_ptr, A_ptr, h0_ptr, h_ptr, v_new_ptr, cu_ptr,
             offsets_ptr, T, 2, HV, K, V, BT, BK, BV,
         )  # fmt: skip
     else:
-        channel_gradients(
+        kda_scan_bwd(
             qg_ptr, kg_ptr, kd_ptr, beta_ptr, gc_ptr, P_ptr, A_ptr, do_ptr, dht_ptr, dh_ptr, Z_ptr,
             dv_ptr, dh0_ptr, scale, cu_ptr, offsets_ptr, T, 2, HV, K, V, BT, BK, BV,
         )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["T"])
-def channel_scan_map_bwd_kernel(
+def kda_fused_scan_map_bwd_kernel(
     qg_ptr,  # [B, T, HV, K]
     kg_ptr,  # [B, T, HV, K]
     kd_ptr,  # [B, T, HV, K]
@@ -329,7 +327,7 @@ def channel_scan_map_bwd_kernel(
     """One program: BV columns of [dS_ext | dM] of one head, back through a piece.
 
     Grid (NP * HV * W / BV).  Reference:
-    linattn_edu.reference.delta.kda_fused_bwd.channel_scan_map_bwd.
+    linattn_edu.reference.fused.kda_bwd.kda_fused_scan_map_bwd.
     """
     i_v, i_ph, i_h, first, n_seq = piece_of(tl.program_id(0), rows_ptr, cu_ptr, T, HV, W, BT, BV)
     o_t = tl.arange(0, BT)
@@ -344,7 +342,7 @@ def channel_scan_map_bwd_kernel(
     for i_t in range(NT):
         i_b = NT - 1 - i_t
         begin, n_t = first + i_b * BT, n_seq - i_b * BT
-        _, _, b_dS = channel_back(
+        _, _, b_dS = kda_scan_bwd_step(
             b_dS, qg_ptr, kg_ptr, kd_ptr, beta_ptr, gc_ptr, P_ptr, A_ptr, do_ptr, scale, i_h,
             begin, n_t, o_t, o_k, o_v, HV, K, V, BT,
         )  # fmt: skip
@@ -375,7 +373,7 @@ def kda_reads_bwd_kernel(
 ):  # fmt: skip
     """One program: one chunk of one head.  Grid (NT * HV).
 
-    Reference: linattn_edu.reference.delta.kda_fused_bwd.kda_reads_bwd.
+    Reference: linattn_edu.reference.fused.kda_bwd.kda_reads_bwd.
     """
     i_h, i_c, first, n_t = chunk_of(tl.program_id(0), cu_ptr, chunks_ptr, T, HV, BT)
     i = first * HV + i_h
@@ -413,7 +411,7 @@ def kda_reads_bwd_kernel(
 
 
 @triton.jit(do_not_specialize=["T"])
-def channel_intra_bwd_kernel(
+def kda_fused_intra_bwd_kernel(
     q_ptr,  # [B, T, H, K]
     k_ptr,  # [B, T, H, K]
     v_ptr,  # [B, T, HV, V]
@@ -445,7 +443,7 @@ def channel_intra_bwd_kernel(
 
     What kda_intra_bwd reads of the others is stored in the place of what it writes.
 
-    Reference: linattn_edu.reference.delta.kda_fused_bwd.channel_intra_bwd.
+    Reference: linattn_edu.reference.fused.kda_bwd.kda_fused_intra_bwd.
     """
     i_h, i_c, first, n_t = chunk_of(tl.program_id(0), cu_ptr, chunks_ptr, T, HV, BT)
     i = first * HV + i_h
@@ -565,15 +563,15 @@ def fits(q: Tensor, v: Tensor, chunk_size: int, packed: bool) -> bool:
         return hold(q, v)
     _, T, HV, V = v.shape
     return (
-        channel_scans_gluon is not None
+        kda_scans is not None
         and not packed
         and q.dtype == torch.bfloat16
         and q.shape[2] == HV
         and T * HV >= LEAST
         and T % chunk_size == 0
         and device_of(q)[0] == "hopper"
-        and (q.shape[-1], V, chunk_size) == (scans_gluon.HEAD, scans_gluon.HEAD, scan_gluon.CHUNK)
-        and triton.__version__.startswith(scan_gluon.VERSIONS)
+        and (q.shape[-1], V, chunk_size) == (gdn_scans.HEAD, gdn_scans.HEAD, gdn_scan.CHUNK)
+        and triton.__version__.startswith(gdn_scan.VERSIONS)
     )
 
 
@@ -601,7 +599,7 @@ def kda_gates(
     return gc, kd, kg, qg
 
 
-def channel_scans(
+def kda_fused_scans(
     qg: Tensor,
     kg: Tensor,
     kd: Tensor,
@@ -617,34 +615,32 @@ def channel_scans(
     scale: float,
     packing: Packing | None = None,
 ) -> tuple[Tensor, ...]:
-    """Launch channel_scans_kernel, or those in Gluon; arguments and result as in the reference."""
+    """Launch the kernels that suit the GPU; arguments and result as in the reference."""
     HV, K = kg.shape[2:]
     V, C = v.shape[-1], A.shape[-1]
     pieces = pieces_of(kg, HV, V, C, packing)
     if pieces.several:
-        maps = channel_scan_map(kg, kd, v, beta, gc, A, pieces=pieces)
+        maps = kda_fused_scan_map(kg, kd, v, beta, gc, A, pieces=pieces)
         initial_state = pieces.entering(cp_merge, maps, initial_state)
         given = qg, kg, kd, beta, gc, P, A, do
-        maps = channel_scan_map_bwd(*given, scale=scale, pieces=pieces)
+        maps = kda_fused_scan_map_bwd(*given, scale=scale, pieces=pieces)
         dht = pieces.entering(cp_merge_bwd, maps, dht)
     h, dh = (kg.new_empty(*states(kg, C, packing), HV, K, V) for _ in range(2))
     v_new, Z, dv = (torch.empty_like(v) for _ in range(3))
     dh0 = gc.new_empty(pieces.N, HV, K, V)
     programs = pieces.N * HV * cdiv(V, BV)
     # whether they pay was asked when this set was taken; of do only the address may differ from v's
-    gluon = channel_scans_gluon is not None and all(
-        channel_scans_gluon.runs(kg, x, P, A, packing) for x in (v, do)
-    )
+    gluon = kda_scans is not None and all(kda_scans.runs(kg, x, P, A, packing) for x in (v, do))
     given = kg, kd, v, beta, gc, A, initial_state, h, v_new
     behind = qg, kg, kd, beta, gc, P, A, do, dht, dh, Z, dv, dh0, scale
     if gluon and programs < device_of(kg)[1]:
         given = qg, kg, kd, v, beta, gc, P, A, do, initial_state, dht, h, v_new, dh, Z, dv, dh0
-        channel_scans_gluon.channel_scans_gluon(*given, scale, pieces)
+        kda_scans.kda_scans_gluon(*given, scale, pieces)
     elif gluon:
-        channel_scans_gluon.channel_states_gluon(*given, pieces)
-        channel_scans_gluon.channel_gradients_gluon(*behind, pieces)
+        kda_scans.kda_scan_states_gluon(*given, pieces)
+        kda_scans.kda_scan_bwd_gluon(*behind, pieces)
     else:
-        channel_scans_kernel[(2 * programs,)](
+        kda_fused_scans_kernel[(2 * programs,)](
             qg, kg, kd, v, beta, gc, P, A, do, initial_state, dht, h, v_new, dh, Z, dv, dh0, scale,
             pieces.cu_seqlens, pieces.chunk_offsets, pieces.T, HV, K, V, BT=C, BK=block(K), BV=BV,
             **SCAN_OPTIONS,
@@ -652,7 +648,7 @@ def channel_scans(
     return h, v_new, dh, Z, dv, pieces.first(dh0)
 
 
-def channel_scan_map_bwd(
+def kda_fused_scan_map_bwd(
     qg: Tensor,
     kg: Tensor,
     kd: Tensor,
@@ -669,7 +665,7 @@ def channel_scan_map_bwd(
     rows: Tensor | None = None,
     pieces: Pieces | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Launch channel_scan_map_bwd_kernel; arguments and result as in the reference.
+    """Launch kda_fused_scan_map_bwd_kernel; arguments and result as in the reference.
 
     packing, rows, pieces: as in piece_map.
     """
@@ -678,7 +674,7 @@ def channel_scan_map_bwd(
     NP, cu_seqlens, T = map_args(kg, packing, rows, pieces)
     W = V + K if transition else V
     maps = gc.new_empty(NP, HV, K, W)
-    channel_scan_map_bwd_kernel[(NP * HV * cdiv(W, BV),)](
+    kda_fused_scan_map_bwd_kernel[(NP * HV * cdiv(W, BV),)](
         qg, kg, kd, beta, gc, P, A, do, dht, maps, scale, rows, cu_seqlens, T, HV, K, V, W,
         BT=A.shape[-1], BK=block(K), BV=BV, **SCAN_OPTIONS,
     )  # fmt: skip
@@ -712,7 +708,7 @@ def kda_reads_bwd(
     return dqg, dP, dkb, dkg, dL, dbeta, dgl
 
 
-def channel_intra_bwd(
+def kda_fused_intra_bwd(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -728,7 +724,7 @@ def channel_intra_bwd(
     chunk_size: int,
     packing: Packing | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Launch channel_intra_bwd_kernel or that in Gluon, and kda_intra_bwd_kernel for the channels
+    """Launch kda_fused_intra_bwd_kernel or that in Gluon, and kda_intra_bwd_kernel for the channels
     that are not near; arguments and result as in the reference, but Z is overwritten.
 
     Where kda_intra_bwd has no kernel of its own for near channels, or a loop over columns of 16
@@ -751,10 +747,10 @@ def channel_intra_bwd(
     NT, *chunks = chunk_args(v, chunk_size, packing)
     near = k.new_empty(NT * HV, cdiv(K, GROUP.value), dtype=torch.int8)
     tensors = q, k, v, beta, gc, h, v_new, do, dh, Z
-    if channel_intra_gluon and channel_intra_gluon.fits(*tensors, chunk_size, packing is not None):
-        channel_intra_gluon.channel_intra_gluon(*tensors, dgl, dq, dk, dbeta, dgc, near, scale)
+    if kda_intra_bwd_gluon and kda_intra_bwd_gluon.fits(*tensors, chunk_size, packing is not None):
+        kda_intra_bwd_gluon.kda_intra_bwd_gluon(*tensors, dgl, dq, dk, dbeta, dgc, near, scale)
     else:
-        channel_intra_bwd_kernel[(NT * HV,)](
+        kda_fused_intra_bwd_kernel[(NT * HV,)](
             *tensors, dP, dL, dgl, dq, dk, dbeta, dgc, near, scale, *chunks, T, H, HV, K, V,
             BT=chunk_size, BV=block(V), BN=max(block(K), GROUP.value), PW=width, **INTRA_OPTIONS,
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""intra of Gated DeltaNet's fused forward pass in Gluon, for Hopper.
+"""intra_chunk of Gated DeltaNet's fused forward pass in Gluon, for Hopper.
 
 Four warps work on one chunk of one value head. Each inverts a block of 16 tokens by substitution, a
 lane for each column; products on the tensor cores join the blocks. Their operands are fp16: as many
@@ -19,8 +19,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.runtime.jit import constexpr_function
 
-from linattn_edu.kernels.intra_bwd_gluon import gates_of, place
-from linattn_edu.kernels.scan_gluon import CHUNK, barrier, descriptor, half, operand, product
+from linattn_edu.kernels.gluon.gdn_intra_bwd import gates_of, place
+from linattn_edu.kernels.gluon.gdn_scan import CHUNK, barrier, descriptor, half, operand, product
 from linattn_edu.kernels.tiles import chunk_args, chunk_of, device_of, whole
 from linattn_edu.packing import Packing
 
@@ -278,7 +278,7 @@ def store_matrix(x_ptr, x_s, stride, n_t, BT: gl.constexpr):
 
 
 @gluon.jit(do_not_specialize=["T"])
-def intra_gluon_kernel(
+def intra_chunk_gluon_kernel(
     q_ptr,  # [B, T, H, K]
     k_ptr,  # [B, T, H, K]
     beta_ptr,  # [B, T, HV]
@@ -293,7 +293,7 @@ def intra_gluon_kernel(
 ):  # fmt: skip
     """One program: one chunk of one head.  Grid (NT * HV).
 
-    Reference: linattn_edu.reference.delta.fused.intra.
+    Reference: linattn_edu.reference.fused.gdn_fwd.intra_chunk.
     """
     dtype: gl.constexpr = k_ptr.dtype.element_ty
     keys: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BT, K], dtype)
@@ -372,7 +372,7 @@ def compute_items(
     full, gates_full, empty, N, H: gl.constexpr, G: gl.constexpr, BT: gl.constexpr,
     GATED: gl.constexpr,
 ):  # fmt: skip
-    """The warps that compute: intra_gluon_kernel's sums."""
+    """The warps that compute: intra_chunk_gluon_kernel's sums."""
     dtype: gl.constexpr = Ps.dtype
     n_s, w_s, u_s = norms.index(0), norms.index(1), norms.index(2)
     for n in range(N):
@@ -409,7 +409,7 @@ def compute_items(
 
 
 @gluon.jit(do_not_specialize=["NT"])
-def intra_chunks_gluon_kernel(
+def intra_chunk_ring_gluon_kernel(
     q_desc,  # [B * T, H * K]
     k_desc,  # [B * T, H * K]
     P_desc,  # [B * T, HV * BT] out
@@ -420,11 +420,11 @@ def intra_chunks_gluon_kernel(
     NT,  # chunks of all sequences
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, BT: gl.constexpr, GATED: gl.constexpr,
 ):  # fmt: skip
-    """intra_gluon_kernel for whole chunks: the next one is copied while one is worked on.
+    """intra_chunk_gluon_kernel for whole chunks: the next one is copied while one is worked on.
 
     One program: every so many-th chunk of a q/k head, with its value heads.  Any grid.
 
-    Reference: linattn_edu.reference.delta.fused.intra.
+    Reference: linattn_edu.reference.fused.gdn_fwd.intra_chunk.
     """
     dtype: gl.constexpr = k_desc.dtype
     G: gl.constexpr = HV // H
@@ -461,14 +461,14 @@ def intra_chunks_gluon_kernel(
 VERSIONS = ("3.6.",)  # of Triton, with which it has run on a Hopper GPU: Gluon is not stable yet
 HEADS = (64, 128)  # keys
 OPTIONS = {"num_warps": 4, "maxnreg": 128}
-# of intra_chunks_gluon_kernel on a multiprocessor -> options. Of its registers the loading warp
+# of intra_chunk_ring_gluon_kernel on a multiprocessor -> options. Of its registers the loading warp
 # keeps 24 a thread, the others take the rest
 OPTIONS_CHUNKS = {2: {"num_warps": 4, "maxnreg": 120}, 3: {"num_warps": 4, "maxnreg": 80}}
 
 
 def programs_of(K: int, H: int, HV: int) -> int:
-    """Of intra_chunks_gluon_kernel on a multiprocessor. Where a chunk is read for one value head
-    alone, two keep the way to memory full.
+    """Of intra_chunk_ring_gluon_kernel on a multiprocessor. Where a chunk is read for one value
+    head alone, two keep the way to memory full.
     """
     return 2 if K == 128 and H == HV else 3
 
@@ -509,11 +509,11 @@ def intra_gluon(
     grid = programs * device_of(k)[1]
     if whole(k, CHUNK, packing) and grid < NT * H:
         out = (x if x is None else descriptor(x, CHUNK) for x in (P, R, A))
-        intra_chunks_gluon_kernel[(grid,)](
+        intra_chunk_ring_gluon_kernel[(grid,)](
             descriptor(q, K), descriptor(k, K), *out, beta, gc, NT, H, HV, K, CHUNK, gated,
             **OPTIONS_CHUNKS[programs],
         )  # fmt: skip
         return
-    intra_gluon_kernel[(NT * HV,)](
+    intra_chunk_gluon_kernel[(NT * HV,)](
         q, k, beta, gc, P, R, A, *chunks, T, H, HV, K, CHUNK, gated, **OPTIONS
     )

@@ -25,8 +25,8 @@ from triton import knobs
 from triton.runtime import driver
 from triton.runtime.interpreter import InterpretedFunction
 
-from linattn_edu.kernels.precompile import precompile
-from linattn_edu.kernels.watching import MAKES, Operations, launches
+from linattn_edu.kernels.host.precompile import precompile
+from linattn_edu.kernels.host.watching import MAKES, Operations, launches
 
 LIMIT = 512  # programs of an operator's pass; beyond it the oldest is forgotten
 MAPS = 8192  # tensor maps; beyond it all are forgotten

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from linattn_edu.kernels.delta.cp_merge import cp_merge, map_args, piece_of
 from linattn_edu.kernels.delta.cp_merge_bwd import cp_merge_bwd
-from linattn_edu.kernels.delta.fused import SCAN_CONFIGS, scan_map
 from linattn_edu.kernels.delta.warm_up import span_of, warm_up
+from linattn_edu.kernels.fused.gdn_fwd import SCAN_CONFIGS, scan_map
 from linattn_edu.kernels.pieces import Pieces, pieces_of, spans_of
 from linattn_edu.kernels.tiles import (
     block,
@@ -34,9 +34,9 @@ from linattn_edu.kernels.tiles import (
 from linattn_edu.packing import Packing
 
 try:
-    from linattn_edu.kernels import intra_bwd_gluon, scans_gluon
+    from linattn_edu.kernels.gluon import gdn_intra_bwd, gdn_scans
 except (ImportError, AttributeError):  # a Triton whose Gluon has other names
-    intra_bwd_gluon = scans_gluon = None
+    gdn_intra_bwd = gdn_scans = None
 
 
 @triton.jit(do_not_specialize=["T", "N"])
@@ -60,7 +60,7 @@ def scan_states_kernel(
 ):  # fmt: skip
     """One program: S[:, v-tile] of one head, through all chunks.  Grid (N * HV * V / BV).
 
-    Reference: linattn_edu.reference.delta.fused_bwd.scan_states.
+    Reference: linattn_edu.reference.fused.gdn_bwd.scan_states.
     """
     i_v, i_nh, i_h, first, n_seq, i_c = columns_of(
         tl.program_id(0) // STEP, cu_ptr, offsets_ptr, T, HV, V, BT, BV
@@ -115,9 +115,11 @@ def scan_states_kernel(
 
 
 @triton.jit
-def back(b_dS, q_ptr, k_ptr, beta_ptr, gc_ptr, P_ptr, AG_ptr, do_ptr, scale, i_h, first, n_t,
-         o_t, o_k, o_v, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-         BT: tl.constexpr):  # fmt: skip
+def scan_bwd_step(
+    b_dS, q_ptr, k_ptr, beta_ptr, gc_ptr, P_ptr, AG_ptr, do_ptr, scale, i_h, first, n_t,
+    o_t, o_k, o_v, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    BT: tl.constexpr,
+):  # fmt: skip
     """dS^T [BV, BK], back through the chunk of head i_h that begins with token `first`.
 
     Returns Z^T and dV^T [BV, BT], and the next dS^T. Transposed, what a product makes is the first
@@ -174,7 +176,7 @@ def scan_bwd_kernel(
 ):  # fmt: skip
     """One program: dS[:, v-tile] of one head, back through all chunks.  Grid (N * HV * V / BV).
 
-    Reference: linattn_edu.reference.delta.fused_bwd.scan_bwd.
+    Reference: linattn_edu.reference.fused.gdn_bwd.scan_bwd.
     """
     i_v, i_nh, i_h, first, n_seq, i_c = columns_of(
         (tl.num_programs(0) - 1 - tl.program_id(0)) // STEP, cu_ptr, offsets_ptr, T, HV, V, BT, BV
@@ -197,7 +199,7 @@ def scan_bwd_kernel(
         b_h = cast(b_dS, dh_ptr.dtype.element_ty)
         i_S, n_k = ((i_c + i_b) * HV + i_h) * K * V, tl.where(i_t < skip, 0, K)
         store_tile(dh_ptr + i_S, tl.trans(b_h), o_k, o_v, V, n_k, V)
-        b_Z, b_dv, b_dS = back(
+        b_Z, b_dv, b_dS = scan_bwd_step(
             b_dS, q_ptr, k_ptr, beta_ptr, gc_ptr, P_ptr, AG_ptr, do_ptr, scale, i_h, begin, n_t,
             o_t, o_k, o_v, H, HV, K, V, BT,
         )  # fmt: skip
@@ -240,7 +242,7 @@ def scans_kernel(
 ):  # fmt: skip
     """The programs of scan_bwd, which take longer, and those of scan_states.
 
-    Grid (2 * N * HV * V / BV).  Reference: linattn_edu.reference.delta.fused_bwd.scans.
+    Grid (2 * N * HV * V / BV).  Reference: linattn_edu.reference.fused.gdn_bwd.scans.
     """
     if tl.program_id(0) % 2 == 0:
         scan_bwd_kernel(
@@ -255,7 +257,7 @@ def scans_kernel(
 
 
 @triton.jit(do_not_specialize=["T", "i_g"])
-def intra_bwd_kernel(
+def intra_chunk_bwd_kernel(
     q_ptr,  # [B, T, H, K]
     k_ptr,  # [B, T, H, K]
     v_ptr,  # [B, T, HV, V]
@@ -283,7 +285,7 @@ def intra_bwd_kernel(
 ):  # fmt: skip
     """One program: one chunk of value head i_g of a q/k head.  Grid (NT * H).
 
-    Reference: linattn_edu.reference.delta.fused_bwd.intra_bwd.
+    Reference: linattn_edu.reference.fused.gdn_bwd.intra_chunk_bwd.
     """
     i_h, i_c, first, n_t = chunk_of(tl.program_id(0), cu_ptr, chunks_ptr, T, H, BT)
     i_qk = (first * H + i_h) * K
@@ -391,7 +393,7 @@ def scan_map_bwd_kernel(
 ):  # fmt: skip
     """One program: BV columns of [dS_ext | dM] of one head, back through a piece.
 
-    Grid (NP * HV * W / BV).  Reference: linattn_edu.reference.delta.fused_bwd.scan_map_bwd.
+    Grid (NP * HV * W / BV).  Reference: linattn_edu.reference.fused.gdn_bwd.scan_map_bwd.
     """
     i_v, i_ph, i_h, first, n_seq = piece_of(tl.program_id(0), rows_ptr, cu_ptr, T, HV, W, BT, BV)
     o_t = tl.arange(0, BT)
@@ -406,7 +408,7 @@ def scan_map_bwd_kernel(
     for i_t in range(NT):
         i_b = NT - 1 - i_t
         begin, n_t = first + i_b * BT, n_seq - i_b * BT
-        _, _, b_dS = back(
+        _, _, b_dS = scan_bwd_step(
             b_dS, q_ptr, k_ptr, beta_ptr, gc_ptr, P_ptr, AG_ptr, do_ptr, scale, i_h, begin, n_t,
             o_t, o_k, o_v, H, HV, K, V, BT,
         )  # fmt: skip
@@ -454,7 +456,7 @@ def _in_gluon(
     q: Tensor, k: Tensor, v: Tensor, P: Tensor, AG: Tensor, packing: Packing | None
 ) -> bool:
     """Whether a scan is taken in Gluon."""
-    return scans_gluon is not None and scans_gluon.fits(q, k, v, P, AG, packing)
+    return gdn_scans is not None and gdn_scans.fits(q, k, v, P, AG, packing)
 
 
 def _states_out(k: Tensor, v: Tensor, C: int, packing: Packing | None) -> tuple[Tensor, Tensor]:
@@ -501,7 +503,7 @@ def _launch_states(
     """Launch the kernel, in plain Triton with the tiles that suit pieces, or whole sequences."""
     if gluon:
         given = k, v, beta, gc, AG, initial_state
-        scans_gluon.scan_states_gluon(*given, h, v_new, warm, pieces)
+        gdn_scans.scan_states_gluon(*given, h, v_new, warm, pieces)
         return
     H, K = k.shape[2:]
     HV, V = v.shape[2:]
@@ -578,7 +580,7 @@ def _launch_back(
 ) -> None:
     """Launch scan_bwd_kernel, or that in Gluon, on its tensors, the outputs last."""
     if gluon:
-        scans_gluon.scan_bwd_gluon(q, k, *rest, scale, warm, pieces)
+        gdn_scans.scan_bwd_gluon(q, k, *rest, scale, warm, pieces)
         return
     H, K = q.shape[2:]
     HV, V = rest[-1].shape[1], rest[-1].shape[-1]
@@ -620,7 +622,7 @@ def scans(
     dh, Z, dv, dh0 = _back_out(q, gc, do, C, pieces, packing)
     if gluon and programs < device_of(q)[1] and ahead[0] is None:
         given = q, k, v, beta, gc, P, AG, do, initial_state, dht, h, v_new, dh, Z, dv, dh0
-        scans_gluon.scans_gluon(*given, scale, ahead.pop(), behind.pop(), pieces)
+        gdn_scans.scans_gluon(*given, scale, ahead.pop(), behind.pop(), pieces)
     elif gluon or programs >= device_of(q)[1] or len(ahead) > 1:
         given = k, v, beta, gc, AG, initial_state, h, v_new
         _launch_states(gluon, pieces, ahead.pop(0), True, *given)
@@ -667,7 +669,7 @@ def scan_map_bwd(
     return maps[..., :V], maps[..., V:] if transition else None
 
 
-def intra_bwd(
+def intra_chunk_bwd(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -683,9 +685,7 @@ def intra_bwd(
     chunk_size: int,
     packing: Packing | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Launch intra_bwd_kernel, or what is faster where it fits; arguments and result as in the
-    reference.
-    """
+    """Launch the kernel that suits the GPU; arguments and result as in the reference."""
     out = tuple(map(torch.empty_like, (q, k, beta, gc)))
     _launch_intra(q, k, v, beta, gc, h, v_new, do, dh, Z, *out, scale, chunk_size, packing)
     return out
@@ -715,7 +715,7 @@ def _launch_intra(
     """
     tensors = q, k, v, beta, gc, h, v_new, do, dh, Z, dq, dk, dbeta, dgc
     if _intra_in_gluon(q, k, v, h, v_new, do, dh, Z, chunk_size=chunk_size, packing=packing):
-        intra_bwd_gluon.intra_bwd_gluon(*tensors, scale)
+        gdn_intra_bwd.intra_bwd_gluon(*tensors, scale)
         return
     _, T, H, K = q.shape
     HV, V = v.shape[2:]
@@ -724,7 +724,7 @@ def _launch_intra(
         sums = tuple(torch.empty_like(q, dtype=torch.float32) for _ in range(2))
     NT, *chunks = chunk_args(q, chunk_size, packing)
     for i_g in range(HV // H):
-        intra_bwd_kernel[(NT * H,)](
+        intra_chunk_bwd_kernel[(NT * H,)](
             *tensors[:12], *sums, dbeta, dgc, scale, *chunks, T, i_g, H, HV, K, V,
             BT=chunk_size, BS=block(K), BV=block(V), FIRST=i_g == 0, LAST=i_g == HV // H - 1,
             num_stages=INTRA_STAGES[K <= 64], **INTRA_OPTIONS,
@@ -732,12 +732,12 @@ def _launch_intra(
 
 
 def _intra_in_gluon(*tensors: Tensor, chunk_size: int, packing: Packing | None) -> bool:
-    """Whether intra_bwd is taken in Gluon."""
+    """Whether intra_chunk_bwd is taken in Gluon."""
     options = {"chunk_size": chunk_size, "packing": packing}
-    return intra_bwd_gluon is not None and intra_bwd_gluon.fits(*tensors, **options)
+    return gdn_intra_bwd is not None and gdn_intra_bwd.fits(*tensors, **options)
 
 
-def heads_bwd(
+def chunk_bwd(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -752,7 +752,7 @@ def heads_bwd(
     scale: float,
     packing: Packing | None = None,
 ) -> tuple[Tensor, ...]:
-    """Launch scans and intra_bwd, on some heads after the others where that takes no longer;
+    """Launch scans and intra_chunk_bwd, on some heads after the others where that takes no longer;
     arguments and result as in the reference.
     """
     C = AG.shape[-1]
@@ -800,7 +800,7 @@ def _in_parts(
     dht: Tensor | None,
     scale: float,
 ) -> tuple[Tensor, ...]:
-    """heads_bwd in Gluon, on as many parts of the heads: the same bits."""
+    """chunk_bwd in Gluon, on as many parts of the heads: the same bits."""
     pieces, (ahead,), entering = _forth(k, v, beta, gc, AG, initial_state, None, True)
     _, (behind,), leaving = _back(q, k, beta, gc, P, AG, do, dht, scale, None, True)
     dh0 = gc.new_empty(pieces.N, v.shape[2], q.shape[-1], v.shape[-1])
@@ -840,11 +840,9 @@ def _part(
     h, v_new = _states_out(k, v, C, None)
     dh, Z = torch.empty_like(h), torch.empty_like(v_new)
     dh0 = gc.new_empty(pieces.N, *h.shape[2:])
-    scans_gluon.scan_states_gluon(k, v, beta, gc, AG, entering, h, v_new, ahead, pieces)
-    scans_gluon.scan_bwd_gluon(
+    gdn_scans.scan_states_gluon(k, v, beta, gc, AG, entering, h, v_new, ahead, pieces)
+    gdn_scans.scan_bwd_gluon(
         q, k, beta, gc, P, AG, do, leaving, dh, Z, dv, dh0, scale, behind, pieces
     )
-    intra_bwd_gluon.intra_bwd_gluon(
-        q, k, v, beta, gc, h, v_new, do, dh, Z, dq, dk, dbeta, dgc, scale
-    )
+    gdn_intra_bwd.intra_bwd_gluon(q, k, v, beta, gc, h, v_new, do, dh, Z, dq, dk, dbeta, dgc, scale)
     return dh0

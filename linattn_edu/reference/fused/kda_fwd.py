@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from linattn_edu.reference.delta.kda_fused_bwd import kda_gated
 from linattn_edu.reference.delta.kda_intra import kda_intra
+from linattn_edu.reference.fused.kda_bwd import kda_gated
 from linattn_edu.reference.tiles import compute_dtype, from_chunks, pad_gate, to_chunks
 
 
@@ -32,7 +32,7 @@ def kda_prepare(
     return P, A, *kda_gated(q, k, gc, chunk_size=chunk_size)
 
 
-def channel_scan(
+def kda_fused_scan(
     qg: Tensor,
     kg: Tensor,
     kd: Tensor,
@@ -83,7 +83,7 @@ def channel_scan(
     return from_chunks(torch.stack(o, 2), T).to(v.dtype), S if output_final_state else None
 
 
-def channel_scan_map(
+def kda_fused_scan_map(
     kg: Tensor,
     kd: Tensor,
     v: Tensor,
@@ -94,12 +94,12 @@ def channel_scan_map(
     *,
     transition: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    """What a piece makes of the state that enters it, as piece_map, from channel_scan's arguments.
+    """What a piece makes of the state that enters it, as piece_map, from what kda_fused_scan takes.
 
         S_out = M S_in + S_ext
 
     Args:
-        kg, kd, v, beta, gc, A: as in channel_scan.
+        kg, kd, v, beta, gc, A: as in kda_fused_scan.
         initial_state: [B, HV, K, V]: the state itself where it is known; S_ext starts from it.
         transition: Whether to compute M.
     Returns:
@@ -109,12 +109,12 @@ def channel_scan_map(
     options = {"scale": 1.0, "output_final_state": True}
     nothing = torch.zeros_like(A)
     # eq:cp-ext   S_ext: the state after the piece, from zero
-    _, S_ext = channel_scan(kg, kg, kd, v, beta, gc, nothing, A, initial_state, **options)
+    _, S_ext = kda_fused_scan(kg, kg, kd, v, beta, gc, nothing, A, initial_state, **options)
     if not transition:
         return S_ext, None
     B, T, HV, K = kg.shape
     eye = torch.eye(K, dtype=S_ext.dtype, device=kg.device).expand(B, HV, K, K)
     # eq:cp-transition   M: the same with v = 0, from I
     none = v.new_zeros(B, T, HV, K)
-    _, M = channel_scan(kg, kg, kd, none, beta, gc, nothing, A, eye, **options)
+    _, M = kda_fused_scan(kg, kg, kd, none, beta, gc, nothing, A, eye, **options)
     return S_ext, M

@@ -14,7 +14,7 @@ from linattn_edu.reference.tiles import (
 )
 
 
-def intra(
+def intra_chunk(
     q: Tensor,
     k: Tensor,
     beta: Tensor,
@@ -75,7 +75,7 @@ def scan(
         S    <- 2^(gc_last) S + (diag(2^(gc_last - gc)) K)^T v_new
 
     Args:
-        q, k: [B, T, H, K]. v: [B, T, HV, V]. gc: [B, T, HV] (log2). P, R: from intra.
+        q, k: [B, T, H, K]. v: [B, T, HV, V]. gc: [B, T, HV] (log2). P, R: from intra_chunk.
         initial_state: [B, HV, K, V], zero if None.
     Returns:
         o [B, T, HV, V] in q.dtype; the final state [B, HV, K, V] in fp32 (fp64 for fp64 input)
@@ -124,7 +124,7 @@ def scan_map(
         S_out = M S_in + S_ext
 
     Args:
-        k: [B, T, H, K]. v: [B, T, HV, V]. gc: [B, T, HV] (log2). R: from intra.
+        k: [B, T, H, K]. v: [B, T, HV, V]. gc: [B, T, HV] (log2). R: from intra_chunk.
         initial_state: [B, HV, K, V]: the state itself where it is known; S_ext starts from it.
         beta: [B, T, HV], where R is A * G, without it.
         transition: Whether to compute M.

@@ -30,7 +30,7 @@ def scan_states(
 
     Args:
         k, v, beta, gc, initial_state: the arguments of the forward pass. AG: [B, T, HV, C], A * G,
-            from intra.
+            from intra_chunk.
     Returns:
         h [B, NT, HV, K, V] and v_new [B, T, HV, V] in k.dtype, as of state.
     Source: chapter 12.
@@ -77,7 +77,7 @@ def scan_bwd(
         dS    <- 2^(gc_last) dS + scale (diag(2^gc) Q)^T dO - (diag(2^gc) K)^T dV
 
     Args:
-        q, k, beta, gc: the arguments of the forward pass. P, AG: from intra.
+        q, k, beta, gc: the arguments of the forward pass. P, AG: from intra_chunk.
         do: [B, T, HV, V], gradient of o.
         dht: [B, HV, K, V], gradient of the final state, zero if None.
     Returns:
@@ -141,7 +141,7 @@ def scans(
     return *forth, *scan_bwd(q, k, beta, gc, P, AG, do, dht, scale=scale)
 
 
-def intra_bwd(
+def intra_chunk_bwd(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -217,7 +217,7 @@ def intra_bwd(
     return dq, dk, from_chunks(dbeta, T).to(beta.dtype), from_chunks(dgc, T)
 
 
-def heads_bwd(
+def chunk_bwd(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -231,18 +231,18 @@ def heads_bwd(
     *,
     scale: float,
 ) -> tuple[Tensor, ...]:
-    """scans and then intra_bwd. No head reads what another has, except that value heads of one
-    key head are added up: so the kernels may take some heads after the others, and hold the states
-    of those alone.
+    """scans and then intra_chunk_bwd. No head reads what another has, except that value heads of
+    one key head are added up: so the kernels may take some heads after the others, and hold the
+    states of those alone.
 
     Args:
         Those of scans.
     Returns:
-        dq, dk, dv, dbeta, dgc and dh0: of scans and intra_bwd what is a gradient.
+        dq, dk, dv, dbeta, dgc and dh0: of scans and intra_chunk_bwd what is a gradient.
     Source: chapter 24.
     """
     h, v_new, dh, Z, dv, dh0 = scans(q, k, v, beta, gc, P, AG, do, initial_state, dht, scale=scale)
-    dq, dk, dbeta, dgc = intra_bwd(
+    dq, dk, dbeta, dgc = intra_chunk_bwd(
         q, k, v, beta, gc, h, v_new, do, dh, Z, scale=scale, chunk_size=AG.shape[-1]
     )
     return dq, dk, dv, dbeta, dgc, dh0

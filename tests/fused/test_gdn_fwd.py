@@ -6,14 +6,14 @@ from delta.stage_checks import check_stage, grid, inputs
 from gdn_checks import exact_products, launches
 
 from linattn_edu.kernels import pieces
-from linattn_edu.kernels.delta import fused as kernels
 from linattn_edu.kernels.delta import warm_up
 from linattn_edu.kernels.delta.gate_cumsum import gate_cumsum as gate_cumsum_kernel
+from linattn_edu.kernels.fused import gdn_fwd as kernels
 from linattn_edu.kernels.tiles import device_of
 from linattn_edu.ops.gdn import forward, fused_stages, stages
 from linattn_edu.packing import pack
-from linattn_edu.reference.delta import fused as references
 from linattn_edu.reference.delta.gate_cumsum import gate_cumsum
+from linattn_edu.reference.fused import gdn_fwd as references
 from linattn_edu.testing import assert_close, gdn_inputs, relative_rms
 
 pytestmark = pytest.mark.usefixtures("poison")
@@ -24,9 +24,9 @@ def test_intra_kernel_matches_reference(T, K, V, C, dtype, device):
     x = inputs(T, K, V, dtype, device)
     gc = gate_cumsum(x.g, chunk_size=C)
     args = (x.q, x.k, x.beta, gc)
-    check_stage(kernels.intra, references.intra, args, chunk_size=C)
+    check_stage(kernels.intra_chunk, references.intra_chunk, args, chunk_size=C)
     options = {"chunk_size": C, "return_inverse": True, "gated": True}
-    check_stage(kernels.intra, references.intra, args, **options)
+    check_stage(kernels.intra_chunk, references.intra_chunk, args, **options)
 
 
 @pytest.mark.parametrize("T", [64, 100], ids=["whole chunks", "a rest"])
@@ -36,15 +36,15 @@ def test_intra_in_one_kernel(T, K, dtype, device, monkeypatch):
     """What Hopper does in plain Triton where no value heads share a key."""
     if device_of(torch.empty(1, device=device))[0] not in ("hopper", "blackwell"):
         pytest.skip("made for Hopper")
-    monkeypatch.setattr(kernels, "intra_gluon", None)
+    monkeypatch.setattr(kernels, "gdn_intra", None)
     x = gdn_inputs(1, T, 2, 2, K, 16, dtype=dtype, device=device, seed=T + K)
     args = (x.q, x.k, x.beta, gate_cumsum(x.g, chunk_size=64))
     options = {"chunk_size": 64, "return_inverse": True}
     for gated in (False, True):
         with launches() as ran:
-            kernels.intra(*args, gated=gated, **options)
-        assert ran == [kernels.intra_kernel]
-        check_stage(kernels.intra, references.intra, args, gated=gated, **options)
+            kernels.intra_chunk(*args, gated=gated, **options)
+        assert ran == [kernels.intra_chunk_kernel]
+        check_stage(kernels.intra_chunk, references.intra_chunk, args, gated=gated, **options)
 
 
 def unit(x):
@@ -113,7 +113,7 @@ def test_inverse_of_blocks_in_fp16(keys, K):
 
 @pytest.fixture
 def intra_gluon(device):
-    module = kernels.intra_gluon
+    module = kernels.gdn_intra
     if module is None or not module.triton.__version__.startswith(module.VERSIONS):
         pytest.skip("a kernel for another Triton")
     if device_of(torch.empty(1, device=device))[0] != "hopper":
@@ -132,15 +132,17 @@ def test_intra_gluon(B, T, H, HV, K, device, intra_gluon, monkeypatch):
     args = (x.q, x.k, x.beta, gate_cumsum(x.g, chunk_size=64))
     for more in ({}, {"return_inverse": True}, {"return_inverse": True, "gated": True}):
         with launches() as ran:
-            got = kernels.intra(*args, chunk_size=64, **more)
+            got = kernels.intra_chunk(*args, chunk_size=64, **more)
         chunks = T > 6000
         assert ran == [
-            intra_gluon.intra_chunks_gluon_kernel if chunks else intra_gluon.intra_gluon_kernel
+            intra_gluon.intra_chunk_ring_gluon_kernel
+            if chunks
+            else intra_gluon.intra_chunk_gluon_kernel
         ]
-        check_stage(kernels.intra, references.intra, args, chunk_size=64, **more)
+        check_stage(kernels.intra_chunk, references.intra_chunk, args, chunk_size=64, **more)
         with monkeypatch.context() as patch:
             patch.setattr(intra_gluon, "whole", lambda *_: False)
-            alone = kernels.intra(*args, chunk_size=64, **more)
+            alone = kernels.intra_chunk(*args, chunk_size=64, **more)
         for a, b in zip(got, alone, strict=True):
             assert a is b is None or torch.equal(a, b)
 
@@ -154,10 +156,10 @@ def test_intra_gluon_of_packed_sequences(K, device, intra_gluon):
     x = gdn_inputs(1, 700, 2, 4, K, 16, dtype=torch.bfloat16, device=device, seed=K)
     gc = gate_cumsum_kernel(x.g, chunk_size=64, packing=packing)
     options = {"chunk_size": 64, "return_inverse": True}
-    together = kernels.intra(x.q, x.k, x.beta, gc, packing=packing, **options)
+    together = kernels.intra_chunk(x.q, x.k, x.beta, gc, packing=packing, **options)
     for i in (slice(*bounds[n : n + 2]) for n in (0, 2, 3, 4, 5)):
         args = (t[:, i].contiguous() for t in (x.q, x.k, x.beta, gc))
-        for a, b in zip(together, kernels.intra(*args, **options), strict=True):
+        for a, b in zip(together, kernels.intra_chunk(*args, **options), strict=True):
             assert torch.equal(a[:, i], b)
 
 
@@ -171,10 +173,10 @@ def test_intra_gluon_with_any_keys(keys, K, device, intra_gluon, monkeypatch):
     k, beta = k.bfloat16().to(device), torch.as_tensor(beta).expand(1, 64, 64).to(device)
     beta, gc = beta.float().contiguous(), torch.zeros(1, 64, 64, device=device)
     options = {"chunk_size": 64, "return_inverse": True}
-    want = references.intra(*(x.double() for x in (k, k, beta, gc)), **options)
-    got = kernels.intra(k, k, beta, gc, **options)
-    monkeypatch.setattr(kernels, "intra_gluon", None)
-    plain = kernels.intra(k, k, beta, gc, **options)
+    want = references.intra_chunk(*(x.double() for x in (k, k, beta, gc)), **options)
+    got = kernels.intra_chunk(k, k, beta, gc, **options)
+    monkeypatch.setattr(kernels, "gdn_intra", None)
+    plain = kernels.intra_chunk(k, k, beta, gc, **options)
     for a, b, c in zip(got, plain, want, strict=True):
         assert relative_rms(a, c) < 1.06 * relative_rms(b, c) + 1e-9
 
@@ -183,7 +185,7 @@ def test_intra_gluon_with_any_keys(keys, K, device, intra_gluon, monkeypatch):
 def test_scan_kernel_matches_reference(T, K, V, C, dtype, device):
     x = inputs(T, K, V, dtype, device)
     gc = gate_cumsum(x.g, chunk_size=C)
-    P, R, _ = references.intra(x.q, x.k, x.beta, gc, chunk_size=C)
+    P, R, _ = references.intra_chunk(x.q, x.k, x.beta, gc, chunk_size=C)
     args = (x.q, x.k, x.v, gc, P, R, x.initial_state)
     check_stage(kernels.scan, references.scan, args, scale=0.3, output_final_state=True)
 
@@ -206,7 +208,7 @@ def test_scan_transposed_gives_the_same_bits(T, K, V, packed, dtype, device, mon
     # as if it had one multiprocessor: tiles of 64 columns
     monkeypatch.setattr("linattn_edu.kernels.tiles.device_of", lambda _: (generation, 1))
     gc = gate_cumsum_kernel(g, chunk_size=64, **own)
-    P, R, _ = kernels.intra(q, k, beta, gc, chunk_size=64, **own)
+    P, R, _ = kernels.intra_chunk(q, k, beta, gc, chunk_size=64, **own)
     exact_products(monkeypatch)
     got = []
     for crowded in (True, False):
@@ -220,7 +222,7 @@ def test_scan_transposed_gives_the_same_bits(T, K, V, packed, dtype, device, mon
 @pytest.fixture
 def plain_and_gluon(device, monkeypatch):
     """The scan of what `gdn_inputs` gives, in plain Triton, then in Gluon, twice."""
-    scan_gluon = kernels.scan_gluon
+    scan_gluon = kernels.gdn_scan
     if scan_gluon is None or not scan_gluon.triton.__version__.startswith(scan_gluon.VERSIONS):
         pytest.skip("made for another Triton")
     if device_of(torch.empty(1, device=device))[0] != "hopper":
@@ -229,11 +231,11 @@ def plain_and_gluon(device, monkeypatch):
 
     def scans(x, h0):
         gc = gate_cumsum_kernel(x.g, chunk_size=64)
-        P, R, _ = kernels.intra(x.q, x.k, x.beta, gc, chunk_size=64)
+        P, R, _ = kernels.intra_chunk(x.q, x.k, x.beta, gc, chunk_size=64)
         args, options = (x.q, x.k, x.v, gc, P, R, h0), {"scale": 0.3}
         assert scan_gluon.fits(x.q, x.k, x.v, P, R, None)
         with monkeypatch.context() as patch:
-            patch.setattr(kernels, "scan_gluon", None)
+            patch.setattr(kernels, "gdn_scan", None)
             yield kernels.scan(*args, **options, output_final_state=h0 is not None)
         for _ in range(2):  # what is copied ahead must not be overtaken
             yield kernels.scan(*args, **options, output_final_state=h0 is not None)

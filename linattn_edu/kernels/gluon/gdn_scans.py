@@ -1,4 +1,4 @@
-"""The two scans of the fused backward pass in Gluon, for Hopper, after the model of scan_gluon.
+"""The two scans of the fused backward pass in Gluon, for Hopper, after the model of gdn_scan.
 
 Four warps hold S^T or dS^T [64, 128] in registers. One warp copies chunks ahead, and one copies
 results out: the four only write them to shared memory.
@@ -15,10 +15,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from linattn_edu.kernels import scan_gluon
 from linattn_edu.kernels.delta.warm_up import span_of
-from linattn_edu.kernels.pieces import Pieces
-from linattn_edu.kernels.scan_gluon import (
+from linattn_edu.kernels.gluon import gdn_scan
+from linattn_edu.kernels.gluon.gdn_scan import (
     BV,
     CHUNK,
     OPTIONS,
@@ -29,12 +28,13 @@ from linattn_edu.kernels.scan_gluon import (
     operand,
     product,
 )
+from linattn_edu.kernels.pieces import Pieces
 from linattn_edu.kernels.tiles import sequence_of
 from linattn_edu.packing import Packing
 
 
 @gluon.jit
-def way(pid, warm_ptr, cu_ptr, offsets_ptr, T, N, H: gl.constexpr, HV: gl.constexpr,
+def piece_of_program(pid, warm_ptr, cu_ptr, offsets_ptr, T, N, H: gl.constexpr, HV: gl.constexpr,
         V: gl.constexpr, BT: gl.constexpr, BV: gl.constexpr, BACK: gl.constexpr):  # fmt: skip
     """What program pid goes through: a piece, or by warm_ptr more, or nothing.
 
@@ -139,7 +139,7 @@ def hand_over(bar):
 
 
 @gluon.jit
-def put(x, shared):
+def store_transposed(x, shared):
     """A result x^T into shared memory."""
     shared.permute((1, 0)).store(x)
 
@@ -176,8 +176,8 @@ def scan_forth(
     dtype: gl.constexpr = ks.dtype
     zero = gl.full([BV, 64], 0.0, gl.float32, mma)
     b_S1, b_S2 = state_of(h0_ptr, NT, i_nh, i_v, K, V, BV, mma)
-    put(b_S1.to(dtype), h1)
-    put(b_S2.to(dtype), h2)
+    store_transposed(b_S1.to(dtype), h1)
+    store_transposed(b_S2.to(dtype), h2)
     hand_over(out.index(0))
     mbarrier.wait(full.index(0), 0, pred=NT > 0)
     b_h1, b_h2 = operand(b_S1, dtype, mma), operand(b_S2, dtype, mma)
@@ -201,7 +201,7 @@ def scan_forth(
         b_S1 = product(b_x, half(ks.index(i), 0), b_S1)
         b_S2 = product(b_x, half(ks.index(i), 1), b_S2)
         mbarrier.wait(out.index(3), i_t & 1)
-        put(b_new.to(dtype), new)
+        store_transposed(b_new.to(dtype), new)
         hand_over(out.index(2))
         # K S of the next chunk; after the last one for nothing
         i_next = gl.minimum(i_t + 1, NT - 1)
@@ -214,8 +214,8 @@ def scan_forth(
         b_h2 = operand(b_S2, dtype, mma)
         b_W = product(b_h2, half(ks.index(n), 1).permute((1, 0)), b_W)
         mbarrier.wait(out.index(1), i_t & 1)
-        put(b_S1.to(dtype), h1)
-        put(b_S2.to(dtype), h2)
+        store_transposed(b_S1.to(dtype), h1)
+        store_transposed(b_S2.to(dtype), h2)
         hand_over(out.index(0))
         mbarrier.arrive(empty.index(i), count=1)  # no warp reads the chunk any more
         b_W = warpgroup_mma_wait(0, [b_W])
@@ -237,8 +237,8 @@ def scan_back(
     dtype: gl.constexpr = ks.dtype
     zero = gl.full([BV, 64], 0.0, gl.float32, mma)
     b_S1, b_S2 = state_of(dht_ptr, NT, i_nh, i_v, K, V, BV, mma)
-    put(b_S1.to(dtype), h1)
-    put(b_S2.to(dtype), h2)
+    store_transposed(b_S1.to(dtype), h1)
+    store_transposed(b_S2.to(dtype), h2)
     hand_over(out.index(0))
     mbarrier.wait(full.index(0), 0, pred=NT > 0)
     b_h1, b_h2 = operand(b_S1, dtype, mma), operand(b_S2, dtype, mma)
@@ -269,8 +269,8 @@ def scan_back(
         b_S1 = product(b_x, half(ks.index(i), 0), b_S1)
         b_S2 = product(b_x, half(ks.index(i), 1), b_S2)
         mbarrier.wait(out.index(3), i_t & 1)
-        put(b_Z.to(dtype), Zs)
-        put(b_dv.to(dtype), dvs)
+        store_transposed(b_Z.to(dtype), Zs)
+        store_transposed(b_dv.to(dtype), dvs)
         hand_over(out.index(2))
         # K dS of the next chunk; after the last one for nothing
         i_next = gl.minimum(i_t + 1, NT - 1)
@@ -283,8 +283,8 @@ def scan_back(
         b_h2 = operand(b_S2, dtype, mma)
         b_dv = product(b_h2, half(ks.index(n), 1).permute((1, 0)), b_dv)
         mbarrier.wait(out.index(1), i_t & 1)
-        put(b_S1.to(dtype), h1)
-        put(b_S2.to(dtype), h2)
+        store_transposed(b_S1.to(dtype), h1)
+        store_transposed(b_S2.to(dtype), h2)
         hand_over(out.index(0))
         mbarrier.arrive(empty.index(i), count=1)  # no warp reads the chunk any more
         b_dv = warpgroup_mma_wait(0, [b_dv])
@@ -338,9 +338,9 @@ def scan_states_gluon_kernel(
 ):  # fmt: skip
     """One program: S[:, v-tile] of one head, through all chunks.  Grid (N * HV * V / BV).
 
-    Reference: linattn_edu.reference.delta.fused_bwd.scan_states.
+    Reference: linattn_edu.reference.fused.gdn_bwd.scan_states.
     """
-    i_v, i_h, i_k, i_nh, _, first, i_c, NT, skip = way(
+    i_v, i_h, i_k, i_nh, _, first, i_c, NT, skip = piece_of_program(
         gl.program_id(0) // STEP, warm_ptr, cu_ptr, offsets_ptr, T, N, H, HV, V, BT, BV, False
     )
     c_v = i_h * V + i_v * BV
@@ -395,9 +395,9 @@ def scan_bwd_gluon_kernel(
 ):  # fmt: skip
     """One program: dS[:, v-tile] of one head, back through all chunks.  Grid (N * HV * V / BV).
 
-    Reference: linattn_edu.reference.delta.fused_bwd.scan_bwd.
+    Reference: linattn_edu.reference.fused.gdn_bwd.scan_bwd.
     """
-    i_v, i_h, i_k, i_nh, i_end, first, i_c, NT, skip = way(
+    i_v, i_h, i_k, i_nh, i_end, first, i_c, NT, skip = piece_of_program(
         gl.program_id(0) // STEP, warm_ptr, cu_ptr, offsets_ptr, T, N, H, HV, V, BT, BV, True
     )
     c_k, c_v, c_t = i_k * K, i_h * V + i_v * BV, i_h * BT
@@ -438,7 +438,7 @@ def scans_gluon_kernel(
 ):  # fmt: skip
     """The programs of both kernels, of which it has all arguments.
 
-    Grid (2 * N * HV * V / BV).  Reference: linattn_edu.reference.delta.fused_bwd.scans.
+    Grid (2 * N * HV * V / BV).  Reference: linattn_edu.reference.fused.gdn_bwd.scans.
     """
     if gl.program_id(0) % 2 == 0:
         scan_bwd_gluon_kernel(
@@ -462,7 +462,7 @@ TILES_BOTH = TILES | {"STAGES_BACK": 3}
 
 def fits(q: Tensor, k: Tensor, v: Tensor, P: Tensor, AG: Tensor, packing: Packing | None) -> bool:
     """Whether these kernels scan such sequences; do is as v is."""
-    return q.shape[-1] == HEAD and scan_gluon.fits(q, k, v, P, AG, packing)
+    return q.shape[-1] == HEAD and gdn_scan.fits(q, k, v, P, AG, packing)
 
 
 def states_descriptor(h: Tensor) -> TensorDescriptor:

@@ -83,7 +83,7 @@ def raw_gate(kind, T, HV, K, device, dtype=torch.float32):
     return a, A_log if rate else None, dt_bias if bias else None, {"lower_bound": lower_bound}
 
 
-def channel_inputs(T, K, V, dtype, device, H=1, gate="mixed"):
+def kda_stage_inputs(T, K, V, dtype, device, H=1, gate="mixed"):
     """stage_checks.inputs with a gate for each channel."""
     x = inputs(T, K, V, dtype, device) if H == 1 else gdn_inputs(
         1, T, H, H, K, V, dtype=dtype, device=device, initial_state=True
@@ -106,7 +106,7 @@ def forward_parts(x, C):
 
 def backward_parts(T, K, V, C, dtype, device, **kinds):
     """(inputs, everything the stages of the backward pass read), by the reference."""
-    x = channel_inputs(T, K, V, dtype, device, **kinds)
+    x = kda_stage_inputs(T, K, V, dtype, device, **kinds)
     r, options = forward_parts(x, C), {"scale": SCALE, "chunk_size": C}
     r.do, r.dht = torch.randn_like(x.v), torch.randn_like(x.initial_state)
     r.dqg, r.dP = kda_output_bwd(r.v_new, r.h, r.do, **options)

@@ -1,4 +1,4 @@
-"""channel_scan in Gluon, for Hopper, after the model of scan_gluon: a decay for each row of S.
+"""kda_fused_scan in Gluon, for Hopper, after the model of scan_gluon: a decay for each row of S.
 
 Four warps hold S^T [64, 128] of 64 values; a program of 128 values has them twice, and each chunk
 that the loading warp copies serves both.
@@ -14,9 +14,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from linattn_edu.kernels import scan_gluon
-from linattn_edu.kernels.pieces import Pieces
-from linattn_edu.kernels.scan_gluon import (
+from linattn_edu.kernels.gluon import gdn_scan
+from linattn_edu.kernels.gluon.gdn_scan import (
     BV,
     CHUNK,
     barrier,
@@ -26,15 +25,14 @@ from linattn_edu.kernels.scan_gluon import (
     operand,
     product,
 )
-from linattn_edu.kernels.scans_gluon import place, ring, rows_of, state_of
+from linattn_edu.kernels.gluon.gdn_scans import place, ring, rows_of, state_of
+from linattn_edu.kernels.pieces import Pieces
 from linattn_edu.kernels.tiles import cdiv, device_of, sequence_of
 from linattn_edu.packing import Packing
 
 
 @gluon.jit
-def channel_gates_of(
-    gc_ptr, beta_ptr, i_t, NT, HV: gl.constexpr, BT: gl.constexpr, BACK: gl.constexpr
-):
+def kda_gates_of(gc_ptr, beta_ptr, i_t, NT, HV: gl.constexpr, BT: gl.constexpr, BACK: gl.constexpr):
     """gc of the last token of the chunk that comes i_t-th, in halves of 64 keys, and its beta."""
     i = place(gl.maximum(gl.minimum(i_t, NT - 1), 0), gl.maximum(NT, 1), BACK) * BT
     o = gl.arange(0, 64, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
@@ -46,7 +44,7 @@ def channel_gates_of(
 
 
 @gluon.jit
-def load_channel_chunks(
+def load_kda_chunks(
     descs, columns, rings, gc_ptr, beta_ptr, gates, full, empty, first, NT,
     BYTES: gl.constexpr, HV: gl.constexpr, BT: gl.constexpr, STAGES: gl.constexpr,
     BACK: gl.constexpr,
@@ -56,7 +54,7 @@ def load_channel_chunks(
     first: row of the first token.  BACK: the last chunk first.  gates: of each place, in rows of
     64, the decay of the state in halves and beta.
     """
-    b_a1, b_a2, b_beta = channel_gates_of(gc_ptr, beta_ptr, 0, NT, HV, BT, BACK)
+    b_a1, b_a2, b_beta = kda_gates_of(gc_ptr, beta_ptr, 0, NT, HV, BT, BACK)
     for i_t in range(NT):
         i = i_t % STAGES
         begin = first + place(i_t, NT, BACK) * BT
@@ -69,20 +67,20 @@ def load_channel_chunks(
         gates.index(3 * i + 1).store(gl.exp2(b_a2))
         gates.index(3 * i + 2).store(b_beta)
         # those of the next chunk are on their way meanwhile
-        b_a1, b_a2, b_beta = channel_gates_of(gc_ptr, beta_ptr, i_t + 1, NT, HV, BT, BACK)
+        b_a1, b_a2, b_beta = kda_gates_of(gc_ptr, beta_ptr, i_t + 1, NT, HV, BT, BACK)
         barrier()
         mbarrier.arrive(bar, count=1)
 
 
 @gluon.jit
-def channel_scan_chunks(
+def kda_scan_chunks(
     o_desc, h0_ptr, ht_ptr, scale, qs, kgs, kds, vs, Ps, As, gates, full, empty, out,
     first, c_v, i_nh, i_v, NT,
     W: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BT: gl.constexpr, BV: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Four warps that compute: the sums of channel_scan_transposed_kernel in its order, for tile W
-    of the program's values.
+    """Four warps that compute: the sums of kda_fused_scan_transposed_kernel in its order, for tile
+    W of the program's values.
 
     At most three products are under way, and none where the loop turns: ptxas would run them one
     after the other.
@@ -144,7 +142,7 @@ def channel_scan_chunks(
 
 
 @gluon.jit(do_not_specialize=["T"])
-def channel_scan_gluon_kernel(
+def kda_scan_gluon_kernel(
     qg_desc,  # [B * T, HV * K]
     kg_desc,  # [B * T, HV * K]
     kd_desc,  # [B * T, HV * K]
@@ -167,7 +165,7 @@ def channel_scan_gluon_kernel(
 
     Grid (N * HV * V / BV / WORKERS).
 
-    Reference: linattn_edu.reference.delta.kda_fused.channel_scan.
+    Reference: linattn_edu.reference.fused.kda_fwd.kda_fused_scan.
     """
     NV: gl.constexpr = V // BV // WORKERS
     pid = gl.program_id(0)
@@ -193,15 +191,15 @@ def channel_scan_gluon_kernel(
     # the arguments stand here: in a variable, a tuple's constants are constants no more
     if WORKERS == 2:
         gl.warp_specialize([
-            (channel_scan_chunks, (
+            (kda_scan_chunks, (
                 o_desc, h0_ptr, ht_ptr, scale, qs, kgs, kds, vs, Ps, As, gates, full, empty,
                 out.index(0), first, c_v, i_nh, i_v, NT, 0, K, V, BT, BV, STAGES,
             )),
-            (channel_scan_chunks, (
+            (kda_scan_chunks, (
                 o_desc, h0_ptr, ht_ptr, scale, qs, kgs, kds, vs, Ps, As, gates, full, empty,
                 out.index(1), first, c_v, i_nh, i_v, NT, 1, K, V, BT, BV, STAGES,
             )),
-            (load_channel_chunks, (
+            (load_kda_chunks, (
                 (kd_desc, v_desc, A_desc, qg_desc, kg_desc, P_desc),
                 (c_k, c_v, c_t, c_k, c_k, c_t), (kds, vs, As, qs, kgs, Ps), gc_ptr, beta_ptr,
                 gates, full, empty, first, NT, BYTES, HV, BT, STAGES, False,
@@ -209,11 +207,11 @@ def channel_scan_gluon_kernel(
         ], [4, 1], [240, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (channel_scan_chunks, (
+            (kda_scan_chunks, (
                 o_desc, h0_ptr, ht_ptr, scale, qs, kgs, kds, vs, Ps, As, gates, full, empty,
                 out.index(0), first, c_v, i_nh, i_v, NT, 0, K, V, BT, BV, STAGES,
             )),
-            (load_channel_chunks, (
+            (load_kda_chunks, (
                 (kd_desc, v_desc, A_desc, qg_desc, kg_desc, P_desc),
                 (c_k, c_v, c_t, c_k, c_k, c_t), (kds, vs, As, qs, kgs, Ps), gc_ptr, beta_ptr,
                 gates, full, empty, first, NT, BYTES, HV, BT, STAGES, False,
@@ -231,18 +229,18 @@ OPTIONS = {
 
 
 def runs(kg: Tensor, v: Tensor, P: Tensor, A: Tensor, packing: Packing | None) -> bool:
-    """Whether channel_scan_gluon can scan these sequences, or pieces of them that are whole chunks;
+    """Whether kda_scan_gluon can scan these sequences, or pieces of them that are whole chunks;
     the other tensors are new, and lie as kg.
     """
-    return kg.shape[-1] == HEAD and scan_gluon.runs(kg, kg, v, P, A, packing)
+    return kg.shape[-1] == HEAD and gdn_scan.runs(kg, kg, v, P, A, packing)
 
 
 def fits(kg: Tensor, v: Tensor, P: Tensor, A: Tensor, packing: Packing | None) -> bool:
     """Whether it does, and is the faster."""
-    return runs(kg, v, P, A, packing) and scan_gluon.pays(kg, v)
+    return runs(kg, v, P, A, packing) and gdn_scan.pays(kg, v)
 
 
-def channel_scan_gluon(
+def kda_scan_gluon(
     qg: Tensor,
     kg: Tensor,
     kd: Tensor,
@@ -257,7 +255,7 @@ def channel_scan_gluon(
     scale: float,
     pieces: Pieces,
 ) -> None:
-    """Launch channel_scan_gluon_kernel on the pieces; it writes o and last.
+    """Launch kda_scan_gluon_kernel on the pieces; it writes o and last.
 
     A program takes 128 values where that leaves no more than three of ten multiprocessors idle.
     """
@@ -267,7 +265,7 @@ def channel_scan_gluon(
     workers = 2 if V % (2 * BV) == 0 and 10 * heads * cdiv(V, 2 * BV) >= 7 * device_of(kg)[1] else 1
     widths = K, K, K, workers * BV, CHUNK, CHUNK, BV
     descriptors = map(descriptor, (qg, kg, kd, v, P, A, o), widths)
-    channel_scan_gluon_kernel[(heads * V // BV // workers,)](
+    kda_scan_gluon_kernel[(heads * V // BV // workers,)](
         *descriptors, beta, gc, initial_state, last, scale, pieces.cu_seqlens, pieces.T, HV, K, V,
         BT=CHUNK, BV=BV, WORKERS=workers, **OPTIONS[workers],
     )  # fmt: skip

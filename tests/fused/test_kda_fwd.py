@@ -6,20 +6,20 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from delta.channel_checks import GATES, SCALE, channel_inputs, gates, once
 from delta.stage_checks import DTYPES, check_rounded, check_stage
+from fused.kda_checks import GATES, SCALE, gates, kda_stage_inputs, once
 from gdn_checks import exact_products
 
 from linattn_edu.kernels import pieces
-from linattn_edu.kernels.delta import kda_fused as kernels
-from linattn_edu.kernels.delta.fused_bwd import fits
-from linattn_edu.kernels.delta.kda_fused_bwd import kda_gates
 from linattn_edu.kernels.delta.kda_intra import kda_intra as kda_intra_kernel
+from linattn_edu.kernels.fused import kda_fwd as kernels
+from linattn_edu.kernels.fused.gdn_bwd import fits
+from linattn_edu.kernels.fused.kda_bwd import kda_gates
 from linattn_edu.kernels.tiles import device_of
 from linattn_edu.ops.kda import forward, fused_stages, stages
 from linattn_edu.packing import pack
-from linattn_edu.reference.delta import kda_fused as references
 from linattn_edu.reference.delta.gate_cumsum import gate_cumsum
+from linattn_edu.reference.fused import kda_fwd as references
 from linattn_edu.testing import assert_close, kda_inputs
 
 pytestmark = pytest.mark.usefixtures("poison")
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("poison")
 
 def prepared(T, K, V, C, dtype, device, **kinds):
     """(inputs, what kda_prepare reads and leaves), by the references."""
-    x = channel_inputs(T, K, V, dtype, device, **kinds)
+    x = kda_stage_inputs(T, K, V, dtype, device, **kinds)
     if x.q.is_cuda and not fits(x.q, x.v):
         pytest.skip("heads that the fused stages do not hold")
     r = SimpleNamespace(gc=gate_cumsum(x.g, chunk_size=C))
@@ -45,7 +45,7 @@ def test_kernels_match_references(T, K, V, C, dtype, device):
     args = (x.q, x.k, x.beta, r.gc)
     check_stage(kernels.kda_prepare, references.kda_prepare, args, chunk_size=C)
     options = {"scale": SCALE, "output_final_state": True}
-    check_stage(kernels.channel_scan, references.channel_scan, scanned(x, r), **options)
+    check_stage(kernels.kda_fused_scan, references.kda_fused_scan, scanned(x, r), **options)
 
 
 @gates
@@ -58,7 +58,7 @@ def test_any_gate(C, gate, dtype, device):
     want = *kda_intra_kernel(*args, **options), *rows
     assert all(map(torch.equal, kernels.kda_prepare(*args, **options), want))
     *args, _ = scanned(x, r)
-    check_rounded(kernels.channel_scan, references.channel_scan, args, 1.05, scale=SCALE)
+    check_rounded(kernels.kda_fused_scan, references.kda_fused_scan, args, 1.05, scale=SCALE)
 
 
 def test_with_a_promise(device):
@@ -80,7 +80,7 @@ def test_the_transposed_scan_gives_the_same_bits(K, V, dtype, device, monkeypatc
     got = []
     for crowded in (True, False):
         monkeypatch.setattr(kernels, "crowded", lambda *_, crowded=crowded: crowded)
-        got.append(kernels.channel_scan(*scanned(x, r), scale=SCALE, output_final_state=True))
+        got.append(kernels.kda_fused_scan(*scanned(x, r), scale=SCALE, output_final_state=True))
     for name, a, b in zip(("o", "final_state"), *got, strict=True):
         assert_close(name, a, b, 0)
 
@@ -96,7 +96,7 @@ def test_packed_sequences_have_the_bits_they_have_alone(device):
         gc = stages("triton").gate_cumsum(g, **C, **packed)
         P, A, kd, kg, qg = kernels.kda_prepare(q, k, beta, gc, **C, **packed)
         options = {"scale": SCALE, "output_final_state": True, **packed}
-        o, last = kernels.channel_scan(qg, kg, kd, v, beta, gc, P, A, h0, **options)
+        o, last = kernels.kda_fused_scan(qg, kg, kd, v, beta, gc, P, A, h0, **options)
         return (P, A, kd, kg, qg, o), last
 
     rows, last = run(*tokens, h0, packing=pack(torch.tensor(bounds, device=device), 16))
@@ -112,23 +112,23 @@ def test_packed_sequences_have_the_bits_they_have_alone(device):
 def test_map_of_a_piece(dtype, device):
     x, r = prepared(100, 32, 48, 32, dtype, device)
     args = (r.kg, r.kd, x.v, x.beta, r.gc, r.A, x.initial_state)
-    check_rounded(kernels.channel_scan_map, references.channel_scan_map, args, 1.2)
-    ext, none = kernels.channel_scan_map(*args, transition=False)
+    check_rounded(kernels.kda_fused_scan_map, references.kda_fused_scan_map, args, 1.2)
+    ext, none = kernels.kda_fused_scan_map(*args, transition=False)
     assert none is None
-    assert torch.equal(ext, kernels.channel_scan_map(*args)[0])
+    assert torch.equal(ext, kernels.kda_fused_scan_map(*args)[0])
 
 
 def test_the_map_takes_a_state_through_in_float64():
     x, r = prepared(130, 20, 12, 32, torch.float64, "cpu", H=2)
-    ext, M = references.channel_scan_map(r.kg, r.kd, x.v, x.beta, r.gc, r.A)
-    _, last = references.channel_scan(*scanned(x, r), scale=SCALE, output_final_state=True)
+    ext, M = references.kda_fused_scan_map(r.kg, r.kd, x.v, x.beta, r.gc, r.A)
+    _, last = references.kda_fused_scan(*scanned(x, r), scale=SCALE, output_final_state=True)
     assert_close("final_state", ext + M @ x.initial_state, last, 1e-13)
 
 
 @pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize("C", [16, 32, 64])
 def test_fused_equals_staged_in_float64(C, gate):
-    x = channel_inputs(130, 20, 12, torch.float64, "cpu", H=2, gate=gate)
+    x = kda_stage_inputs(130, 20, 12, torch.float64, "cpu", H=2, gate=gate)
     options = {"scale": 0.5, "output_final_state": True, "chunk_size": C}
     *got, less = forward(fused_stages("reference"), **x.asdict(), **options)
     *want, kept = forward(stages("reference"), **x.asdict(), **options)
@@ -152,16 +152,14 @@ def test_channel_scan_in_gluon_gives_the_same_bits(
     """For one tile of values or for two, of whole sequences and of pieces of 256 tokens, one of
     which is empty in the last case.
     """
-    gluon = kernels.channel_scan_gluon
-    if gluon is None or not gluon.scan_gluon.triton.__version__.startswith(
-        gluon.scan_gluon.VERSIONS
-    ):
+    gluon = kernels.kda_scan
+    if gluon is None or not gluon.gdn_scan.triton.__version__.startswith(gluon.gdn_scan.VERSIONS):
         pytest.skip("made for another Triton")
     if device_of(torch.empty(1, device=device))[0] != "hopper":
         pytest.skip("made for Hopper")
     if V == 64 and workers == 2:
         pytest.skip("one tile of values")
-    monkeypatch.setattr(gluon.scan_gluon, "LEAST", 1)
+    monkeypatch.setattr(gluon.gdn_scan, "LEAST", 1)
     if T in (1088, 960):
         monkeypatch.setattr(pieces, "LENGTH", 256)
         monkeypatch.setattr(pieces, "LEAST", 2)
@@ -175,9 +173,9 @@ def test_channel_scan_in_gluon_gives_the_same_bits(
     options = {"scale": SCALE, "output_final_state": given}
     assert gluon.fits(kg, x.v, P, A, None)
     with monkeypatch.context() as patch:
-        patch.setattr(kernels, "channel_scan_gluon", None)
-        o, last = kernels.channel_scan(*args, **options)
+        patch.setattr(kernels, "kda_scan", None)
+        o, last = kernels.kda_fused_scan(*args, **options)
     for _ in range(2):  # what is copied ahead must not be overtaken
-        got, end = kernels.channel_scan(*args, **options)
+        got, end = kernels.kda_fused_scan(*args, **options)
         assert torch.equal(got, o)
         assert last is None or torch.equal(end, last)

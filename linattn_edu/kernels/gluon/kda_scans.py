@@ -1,4 +1,4 @@
-"""channel_scans in Gluon, for Hopper, after the model of scans_gluon: a decay for each row of S.
+"""kda_fused_scans in Gluon, for Hopper, after the model of scans_gluon: a decay for each row of S.
 
 Four warps hold S^T or dS^T [64, 128] of 64 values; a program of 128 values has them twice, and each
 chunk that the loading warp copies serves both. One warp for each copies results out.
@@ -13,10 +13,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from linattn_edu.kernels import scan_gluon
-from linattn_edu.kernels.channel_scan_gluon import load_channel_chunks, runs
-from linattn_edu.kernels.pieces import Pieces
-from linattn_edu.kernels.scan_gluon import (
+from linattn_edu.kernels.gluon import gdn_scan
+from linattn_edu.kernels.gluon.gdn_scan import (
     BV,
     CHUNK,
     descriptor,
@@ -25,37 +23,43 @@ from linattn_edu.kernels.scan_gluon import (
     operand,
     product,
 )
-from linattn_edu.kernels.scans_gluon import (
+from linattn_edu.kernels.gluon.gdn_scans import (
     hand_over,
-    put,
+    piece_of_program,
     ring,
     rows_of,
     state_of,
     states_descriptor,
     store_chunks,
-    way,
+    store_transposed,
 )
+from linattn_edu.kernels.gluon.kda_scan import load_kda_chunks, runs
+from linattn_edu.kernels.pieces import Pieces
 from linattn_edu.kernels.tiles import cdiv, device_of
 
 __all__ = [
-    "channel_gradients_gluon", "channel_scans_gluon", "channel_states_gluon", "runs", "scan_gluon",
+    "gdn_scan",
+    "kda_scan_bwd_gluon",
+    "kda_scan_states_gluon",
+    "kda_scans_gluon",
+    "runs",
 ]  # fmt: skip
 
 
 @gluon.jit
-def channel_forth(
+def kda_scan_forth(
     h0_ptr, kgs, kds, vs, As, gates, full, empty, h1, h2, new, out, i_nh, i_v, NT,
     W: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BT: gl.constexpr, BV: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Four warps that compute: the sums of channel_states, for tile W of the values."""
+    """Four warps that compute: the sums of kda_scan_states, for tile W of the values."""
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, 64, 16])
     along: gl.constexpr = gl.SliceLayout(0, mma)  # a number for each column
     dtype: gl.constexpr = kds.dtype
     zero = gl.full([BV, 64], 0.0, gl.float32, mma)
     b_S1, b_S2 = state_of(h0_ptr, NT, i_nh, i_v + W, K, V, BV, mma)
-    put(b_S1.to(dtype), h1)
-    put(b_S2.to(dtype), h2)
+    store_transposed(b_S1.to(dtype), h1)
+    store_transposed(b_S2.to(dtype), h2)
     hand_over(out.index(0))
     mbarrier.wait(full.index(0), 0, pred=NT > 0)
     b_h1, b_h2 = operand(b_S1, dtype, mma), operand(b_S2, dtype, mma)
@@ -77,7 +81,7 @@ def channel_forth(
         b_S1 = product(b_x, half(kgs.index(i), 0), b_S1)
         b_S2 = product(b_x, half(kgs.index(i), 1), b_S2)
         mbarrier.wait(out.index(3), i_t & 1)
-        put(b_new.to(dtype), new)
+        store_transposed(b_new.to(dtype), new)
         hand_over(out.index(2))
         # kd S of the next chunk; after the last one for nothing
         i_next = gl.minimum(i_t + 1, NT - 1)
@@ -90,8 +94,8 @@ def channel_forth(
         b_h2 = operand(b_S2, dtype, mma)
         b_W = product(b_h2, half(kds.index(n), 1).permute((1, 0)), b_W)
         mbarrier.wait(out.index(1), i_t & 1)
-        put(b_S1.to(dtype), h1)
-        put(b_S2.to(dtype), h2)
+        store_transposed(b_S1.to(dtype), h1)
+        store_transposed(b_S2.to(dtype), h2)
         hand_over(out.index(0))
         mbarrier.arrive(empty.index(i), count=1)  # no warp reads the chunk any more
         b_W = warpgroup_mma_wait(0, [b_W])
@@ -111,13 +115,13 @@ def plus_keys_times_state(b_h1, b_h2, k, acc):
 
 
 @gluon.jit
-def channel_back(
+def kda_scan_bwd_step(
     dht_ptr, dh0_ptr, scale, qs, kgs, kds, dos, Ps, As, gates, full, empty, h1, h2, Zs, dvs, out,
     i_nh, i_v, NT,
     W: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BT: gl.constexpr, BV: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Four warps that compute: the sums of channel_gradients, for tile W of the values.
+    """Four warps that compute: the sums of kda_scan_bwd, for tile W of the values.
 
     At most three products are under way, and none where the loop turns: ptxas would run them one
     after the other.
@@ -127,8 +131,8 @@ def channel_back(
     dtype: gl.constexpr = kds.dtype
     zero = gl.full([BV, 64], 0.0, gl.float32, mma)
     b_S1, b_S2 = state_of(dht_ptr, NT, i_nh, i_v + W, K, V, BV, mma)
-    put(b_S1.to(dtype), h1)
-    put(b_S2.to(dtype), h2)
+    store_transposed(b_S1.to(dtype), h1)
+    store_transposed(b_S2.to(dtype), h2)
     hand_over(out.index(0))
     mbarrier.wait(full.index(0), 0, pred=NT > 0)
     b_h1, b_h2 = operand(b_S1, dtype, mma), operand(b_S2, dtype, mma)
@@ -155,8 +159,8 @@ def channel_back(
         b_S1 = product(b_x, half(kds.index(i), 0), b_S1)
         b_S2 = product(b_x, half(kds.index(i), 1), b_S2)
         mbarrier.wait(out.index(3), i_t & 1)
-        put(b_Z.to(dtype), Zs)
-        put(b_dv.to(dtype), dvs)
+        store_transposed(b_Z.to(dtype), Zs)
+        store_transposed(b_dv.to(dtype), dvs)
         hand_over(out.index(2))
         # eq:kda-dv-out   dv_new = scale P^T dO
         # eq:delta-dv-new   dv_new += kg dS: of the next chunk; after the last one for nothing
@@ -171,8 +175,8 @@ def channel_back(
         b_dv = warpgroup_mma_wait(0, [b_dv]) * scale
         b_dv = plus_keys_times_state(b_h1, b_h2, kgs.index(n), b_dv)
         mbarrier.wait(out.index(1), i_t & 1)
-        put(b_S1.to(dtype), h1)
-        put(b_S2.to(dtype), h2)
+        store_transposed(b_S1.to(dtype), h1)
+        store_transposed(b_S2.to(dtype), h2)
         hand_over(out.index(0))
         mbarrier.arrive(empty.index(i), count=1)  # no warp reads the chunk any more
         b_dv = warpgroup_mma_wait(0, [b_dv])
@@ -202,7 +206,7 @@ def results():
 
 
 @gluon.jit(do_not_specialize=["T", "N"])
-def channel_states_gluon_kernel(
+def kda_scan_states_gluon_kernel(
     kg_desc,  # [B * T, HV * K]
     kd_desc,  # [B * T, HV * K]
     v_desc,  # [B * T, HV * V]
@@ -225,9 +229,9 @@ def channel_states_gluon_kernel(
 
     Grid (N * HV * V / BV / WORKERS).
 
-    Reference: linattn_edu.reference.delta.kda_fused_bwd.channel_scans.
+    Reference: linattn_edu.reference.fused.kda_bwd.kda_fused_scans.
     """
-    i_v, i_h, _, i_nh, _, first, i_c, NT, _ = way(
+    i_v, i_h, _, i_nh, _, first, i_c, NT, _ = piece_of_program(
         gl.program_id(0) // STEP, None, cu_ptr, offsets_ptr, T, N, HV, HV, V, BT, WORKERS * BV,
         False,
     )  # fmt: skip
@@ -248,15 +252,15 @@ def channel_states_gluon_kernel(
         other = results()
         fence_async_shared()
         gl.warp_specialize([
-            (channel_forth, (
+            (kda_scan_forth, (
                 h0_ptr, kgs, kds, vs, As, gates, full, empty, hs.index(0), hs.index(1),
                 news.index(0), out, i_nh, i_v, NT, 0, K, V, BT, BV, STAGES,
             )),
-            (channel_forth, (
+            (kda_scan_forth, (
                 h0_ptr, kgs, kds, vs, As, gates, full, empty, hs.index(2), hs.index(3),
                 news.index(1), other, i_nh, i_v, NT, 1, K, V, BT, BV, STAGES,
             )),
-            (load_channel_chunks, (
+            (load_kda_chunks, (
                 (kd_desc, v_desc, A_desc, kg_desc), (c_k, c_v, i_h * BT, c_k), (kds, vs, As, kgs),
                 gc_ptr, beta_ptr, gates, full, empty, first, NT, BYTES, HV, BT, STAGES, False,
             )),
@@ -272,11 +276,11 @@ def channel_states_gluon_kernel(
     else:
         fence_async_shared()
         gl.warp_specialize([
-            (channel_forth, (
+            (kda_scan_forth, (
                 h0_ptr, kgs, kds, vs, As, gates, full, empty, hs.index(0), hs.index(1),
                 news.index(0), out, i_nh, i_v, NT, 0, K, V, BT, BV, STAGES,
             )),
-            (load_channel_chunks, (
+            (load_kda_chunks, (
                 (kd_desc, v_desc, A_desc, kg_desc), (c_k, c_v, i_h * BT, c_k), (kds, vs, As, kgs),
                 gc_ptr, beta_ptr, gates, full, empty, first, NT, BYTES, HV, BT, STAGES, False,
             )),
@@ -288,7 +292,7 @@ def channel_states_gluon_kernel(
 
 
 @gluon.jit(do_not_specialize=["T", "N"])
-def channel_gradients_gluon_kernel(
+def kda_scan_bwd_gluon_kernel(
     qg_desc,  # [B * T, HV * K]
     kg_desc,  # [B * T, HV * K]
     kd_desc,  # [B * T, HV * K]
@@ -316,9 +320,9 @@ def channel_gradients_gluon_kernel(
 
     Grid (N * HV * V / BV / WORKERS).
 
-    Reference: linattn_edu.reference.delta.kda_fused_bwd.channel_scans.
+    Reference: linattn_edu.reference.fused.kda_bwd.kda_fused_scans.
     """
-    i_v, i_h, _, i_nh, _, first, i_c, NT, _ = way(
+    i_v, i_h, _, i_nh, _, first, i_c, NT, _ = piece_of_program(
         gl.program_id(0) // STEP, None, cu_ptr, offsets_ptr, T, N, HV, HV, V, BT, WORKERS * BV,
         True,
     )  # fmt: skip
@@ -339,17 +343,17 @@ def channel_gradients_gluon_kernel(
         other = results()
         fence_async_shared()
         gl.warp_specialize([
-            (channel_back, (
+            (kda_scan_bwd_step, (
                 dht_ptr, dh0_ptr, scale, qs, kgs, kds, dos, Ps, As, gates, full, empty,
                 hs.index(0), hs.index(1), Zs.index(0), dvs.index(0), out, i_nh, i_v, NT,
                 0, K, V, BT, BV, STAGES,
             )),
-            (channel_back, (
+            (kda_scan_bwd_step, (
                 dht_ptr, dh0_ptr, scale, qs, kgs, kds, dos, Ps, As, gates, full, empty,
                 hs.index(2), hs.index(3), Zs.index(1), dvs.index(1), other, i_nh, i_v, NT,
                 1, K, V, BT, BV, STAGES,
             )),
-            (load_channel_chunks, (
+            (load_kda_chunks, (
                 (do_desc, P_desc, kg_desc, A_desc, qg_desc, kd_desc),
                 (c_v, c_t, c_k, c_t, c_k, c_k), (dos, Ps, kgs, As, qs, kds), gc_ptr, beta_ptr,
                 gates, full, empty, first, NT, BYTES, HV, BT, STAGES, True,
@@ -367,12 +371,12 @@ def channel_gradients_gluon_kernel(
     else:
         fence_async_shared()
         gl.warp_specialize([
-            (channel_back, (
+            (kda_scan_bwd_step, (
                 dht_ptr, dh0_ptr, scale, qs, kgs, kds, dos, Ps, As, gates, full, empty,
                 hs.index(0), hs.index(1), Zs.index(0), dvs.index(0), out, i_nh, i_v, NT,
                 0, K, V, BT, BV, STAGES,
             )),
-            (load_channel_chunks, (
+            (load_kda_chunks, (
                 (do_desc, P_desc, kg_desc, A_desc, qg_desc, kd_desc),
                 (c_v, c_t, c_k, c_t, c_k, c_k), (dos, Ps, kgs, As, qs, kds), gc_ptr, beta_ptr,
                 gates, full, empty, first, NT, BYTES, HV, BT, STAGES, True,
@@ -385,7 +389,7 @@ def channel_gradients_gluon_kernel(
 
 
 @gluon.jit(do_not_specialize=["T", "N"])
-def channel_scans_gluon_kernel(
+def kda_scans_gluon_kernel(
     qg_desc, kg_desc, kd_desc, v_desc, P_desc, A_desc, do_desc, h_desc, new_desc, dh_desc, Z_desc,
     dv_desc, beta_ptr, gc_ptr, h0_ptr, dht_ptr, dh0_ptr, scale, cu_ptr, offsets_ptr,
     T,
@@ -395,16 +399,16 @@ def channel_scans_gluon_kernel(
 ):  # fmt: skip
     """The programs of both kernels, of which it has all arguments.
 
-    Grid (2 * N * HV * V / BV).  Reference: linattn_edu.reference.delta.kda_fused_bwd.channel_scans.
+    Grid (2 * N * HV * V / BV).  Reference: linattn_edu.reference.fused.kda_bwd.kda_fused_scans.
     """
     if gl.program_id(0) % 2 == 0:
-        channel_gradients_gluon_kernel(
+        kda_scan_bwd_gluon_kernel(
             qg_desc, kg_desc, kd_desc, P_desc, A_desc, do_desc, dh_desc, Z_desc, dv_desc, beta_ptr,
             gc_ptr, dht_ptr, dh0_ptr, scale, cu_ptr, offsets_ptr, T, N, 2, HV, K, V, BT, BV,
             STAGES_BACK, 1,
         )  # fmt: skip
     else:
-        channel_states_gluon_kernel(
+        kda_scan_states_gluon_kernel(
             kg_desc, kd_desc, v_desc, A_desc, h_desc, new_desc, beta_ptr, gc_ptr, h0_ptr, cu_ptr,
             offsets_ptr, T, N, 2, HV, K, V, BT, BV, STAGES, 1,
         )  # fmt: skip
@@ -423,7 +427,7 @@ def workers_of(v: Tensor, pieces: Pieces) -> int:
     return 2 if V % (2 * BV) == 0 and 10 * wide >= 7 * device_of(v)[1] else 1
 
 
-def channel_states_gluon(
+def kda_scan_states_gluon(
     kg: Tensor,
     kd: Tensor,
     v: Tensor,
@@ -435,18 +439,18 @@ def channel_states_gluon(
     v_new: Tensor,
     pieces: Pieces,
 ) -> None:
-    """Launch channel_states_gluon_kernel on the pieces; it writes h and v_new."""
+    """Launch kda_scan_states_gluon_kernel on the pieces; it writes h and v_new."""
     HV, K, V = *kg.shape[2:], v.shape[-1]
     n = workers_of(v, pieces)
     chunks = map(descriptor, (kg, kd, v, A), (K, K, n * BV, CHUNK))
-    channel_states_gluon_kernel[(pieces.N * HV * V // BV // n,)](
+    kda_scan_states_gluon_kernel[(pieces.N * HV * V // BV // n,)](
         *chunks, states_descriptor(h), descriptor(v_new, BV), beta, gc, h0, pieces.cu_seqlens,
         pieces.chunk_offsets, pieces.T, pieces.N, 1, HV, K, V, BT=CHUNK, BV=BV, STAGES=STAGES[n],
         WORKERS=n, **OPTIONS[n],
     )  # fmt: skip
 
 
-def channel_gradients_gluon(
+def kda_scan_bwd_gluon(
     qg: Tensor,
     kg: Tensor,
     kd: Tensor,
@@ -463,18 +467,18 @@ def channel_gradients_gluon(
     scale: float,
     pieces: Pieces,
 ) -> None:
-    """Launch channel_gradients_gluon_kernel on the pieces; it writes dh, Z, dv and dh0."""
+    """Launch kda_scan_bwd_gluon_kernel on the pieces; it writes dh, Z, dv and dh0."""
     HV, K, V = *kg.shape[2:], do.shape[-1]
     n = workers_of(do, pieces)
     chunks = map(descriptor, (qg, kg, kd, P, A, do), (K, K, K, CHUNK, CHUNK, n * BV))
-    channel_gradients_gluon_kernel[(pieces.N * HV * V // BV // n,)](
+    kda_scan_bwd_gluon_kernel[(pieces.N * HV * V // BV // n,)](
         *chunks, states_descriptor(dh), *map(descriptor, (Z, dv), (BV, BV)), beta, gc, dht, dh0,
         scale, pieces.cu_seqlens, pieces.chunk_offsets, pieces.T, pieces.N, 1, HV, K, V, BT=CHUNK,
         BV=BV, STAGES=STAGES_BACK[n], WORKERS=n, **OPTIONS[n],
     )  # fmt: skip
 
 
-def channel_scans_gluon(
+def kda_scans_gluon(
     qg: Tensor,
     kg: Tensor,
     kd: Tensor,
@@ -495,12 +499,12 @@ def channel_scans_gluon(
     scale: float,
     pieces: Pieces,
 ) -> None:
-    """Launch channel_scans_gluon_kernel on the pieces; it writes what the two others write."""
+    """Launch kda_scans_gluon_kernel on the pieces; it writes what the two others write."""
     HV, K, V = *kg.shape[2:], v.shape[-1]
     tensors = qg, kg, kd, v, P, A, do, v_new, Z, dv
     widths = K, K, K, BV, CHUNK, CHUNK, BV, BV, BV, BV
     *chunks, new, Zs, dvs = map(descriptor, tensors, widths)
-    channel_scans_gluon_kernel[(2 * pieces.N * HV * V // BV,)](
+    kda_scans_gluon_kernel[(2 * pieces.N * HV * V // BV,)](
         *chunks, states_descriptor(h), new, states_descriptor(dh), Zs, dvs, beta, gc, h0, dht, dh0,
         scale, pieces.cu_seqlens, pieces.chunk_offsets, pieces.T, pieces.N, HV, K, V, BT=CHUNK,
         BV=BV, STAGES=STAGES[1], STAGES_BACK=STAGES_BACK[1], **OPTIONS[1],

@@ -1,0 +1,1 @@
+"""What surrounds launches: compiling ahead, calls written down."""

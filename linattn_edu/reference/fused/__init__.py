@@ -1,0 +1,1 @@
+"""Fused stages: an operator and a pass a file."""
