@@ -35,10 +35,10 @@ def other(n, change):
     return lambda a: {n: change(a[n])}
 
 
-def host_unknown(**changes):
+def host_unknown(change):
     """Changes of cu_seqlens, which nothing else says."""
-    unknown = (*BOUNDS[1:], "initial_state")
-    return lambda a: {n: None for n in unknown if n in a} | {n: f(a) for n, f in changes.items()}
+    none = dict.fromkeys((*BOUNDS[1:], "initial_state"))
+    return lambda a: {n: v for n, v in none.items() if n in a} | {BOUNDS[0]: change(a[BOUNDS[0]])}
 
 
 def alone(name):
@@ -76,83 +76,45 @@ def of_tensors(form, x):
 
 def of_bounds(form):
     """cu_seqlens, and what else says where sequences begin."""
-    first = form.tokens[0]
-    given = r"cu_seqlens must have shape \[N \+ 1\] .*, got \(1"
-    yield (
-        "bounds list",
-        TypeError,
-        "cu_seqlens must be a torch.Tensor .*got list",
-        other("cu_seqlens", Tensor.tolist),
-    )
-    yield (
-        "bounds dtype",
-        TypeError,
-        "cu_seqlens must be int32 or int64, got torch.float32",
-        other("cu_seqlens", Tensor.float),
-    )
-    yield "bounds rank", ValueError, given, other("cu_seqlens", lambda b: b[None])
-    yield "no sequence", ValueError, given, other("cu_seqlens", lambda b: b[:1])
-    yield (
-        "bounds elsewhere",
-        ValueError,
-        f"cu_seqlens must be on .* like {first}, got meta",
-        other("cu_seqlens", lambda b: b.to("meta")),
-    )
-    yield (
-        "begin",
-        ValueError,
-        "cu_seqlens must begin with 0, got 1",
-        host_unknown(cu_seqlens=lambda a: a["cu_seqlens"] + 1),
-    )
-    yield (
-        "end",
-        ValueError,
-        r"cu_seqlens must end at T=\d+, got \d+",
-        host_unknown(cu_seqlens=lambda a: 2 * a["cu_seqlens"]),
-    )
-    yield (
-        "falling",
-        ValueError,
-        r"cu_seqlens must not decrease, got \d+ and then 0",
-        host_unknown(cu_seqlens=lambda a: a["cu_seqlens"][[0, -1, 0, -1]]),
-    )
-    yield (
-        "batch",
-        ValueError,
-        f"{first} must have B = 1 with cu_seqlens, .*got B=2",
-        lambda a: {n: torch.cat([a[n], a[n]]) for n in form.tokens if n in a},
-    )
-    if "cu_seqlens_cpu" in form.known:
-        host = "cu_seqlens_cpu"
-        for what, error, message, change in (
-            ("host shape", ValueError, "must have the shape of cu_seqlens", lambda b: b.repeat(2)),
-            ("host dtype", TypeError, "must be int32 or int64, got torch.int16", Tensor.short),
-            ("host elsewhere", ValueError, "must be on cpu, got meta", lambda b: b.to("meta")),
-        ):
-            yield what, error, f"{host} {message}", other(host, change)
-        numbers = {} if "chunk_indices" not in form.known else {"chunk_indices": None}
-        yield (
-            "host numbers",
-            ValueError,
-            r"cu_seqlens must end at T=\d+, got \d+",
-            (lambda a: numbers | {host: 2 * a[host]}),
-        )
-    for name in form.known:
-        message = f"{name} belongs to cu_seqlens, which is None"
-        yield f"{name} alone", ValueError, message, alone(name)
-    if "chunk_indices" in form.known:
-        name, kinds = "chunk_indices", "must be a tensor of int32 or int64, got "
-        rows = r"must have \d+ rows, one for each chunk of \d+ tokens, got "
-        for what, error, message, change in (
-            ("chunks list", TypeError, kinds + "list", Tensor.tolist),
-            ("chunks dtype", TypeError, kinds + ".*float32", Tensor.float),
-            ("chunks shape", ValueError, r"must have shape \[NT, 2\], got \(2,\)", lambda c: c[0]),
-            ("chunks elsewhere", ValueError, f"must be on .* like {first}, got meta",
-             lambda c: c.to("meta")),
-            ("too few chunks", ValueError, rows, lambda c: c[:-1]),
-            ("too many chunks", ValueError, rows, lambda c: c.repeat(2, 1)),
-        ):  # fmt: skip
-            yield what, error, f"{name} {message}", other(name, change)
+    first, bounds, host, rows = form.tokens[0], "cu_seqlens", "cu_seqlens_cpu", "chunk_indices"
+    elsewhere, integers = f"must be on .* like {first}, got meta", "must be int32 or int64, got "
+    meta, numbers = lambda t: t.to("meta"), "must be a tensor of int32 or int64, got "
+    shape, count = r"must have shape \[N \+ 1\] .*, got \(1", r"must have \d+ rows, one for each "
+    end = r"cu_seqlens must end at T=\d+, got \d+"
+    for n, what, error, message, change in (
+        (bounds, "a list", TypeError, "must be a torch.Tensor .*got list", Tensor.tolist),
+        (bounds, "of floats", TypeError, integers + "torch.float32", Tensor.float),
+        (bounds, "of rank 2", ValueError, shape, lambda b: b[None]),
+        (bounds, "of no sequence", ValueError, shape, lambda b: b[:1]),
+        (bounds, "elsewhere", ValueError, elsewhere, meta),
+        (host, "of another shape", ValueError, "must have the shape of cu_seqlens",
+         lambda b: b.repeat(2)),
+        (host, "of int16", TypeError, integers + "torch.int16", Tensor.short),
+        (host, "elsewhere", ValueError, "must be on cpu, got meta", meta),
+        (rows, "a list", TypeError, numbers + "list", Tensor.tolist),
+        (rows, "of floats", TypeError, numbers + ".*float32", Tensor.float),
+        (rows, "of rank 1", ValueError, r"must have shape \[NT, 2\], got \(2,\)", lambda c: c[0]),
+        (rows, "elsewhere", ValueError, elsewhere, meta),
+        (rows, "too few", ValueError, count, lambda c: c[:-1]),
+        (rows, "too many", ValueError, count, lambda c: c.repeat(2, 1)),
+    ):  # fmt: skip
+        if n in (bounds, *form.known):
+            yield f"{n} {what}", error, f"{n} {message}", other(n, change)
+    for what, message, change in (
+        ("begin", "cu_seqlens must begin with 0, got 1", lambda b: b + 1),
+        ("end", end, lambda b: 2 * b),
+        ("fall", r"cu_seqlens must not decrease, got \d+ and then 0", lambda b: b[[0, -1, 0, -1]]),
+    ):
+        yield f"{bounds} {what}", ValueError, message, host_unknown(change)
+    message = f"{first} must have B = 1 with cu_seqlens, .*got B=2"
+    of_two = lambda a: {n: torch.cat([a[n], a[n]]) for n in form.tokens if n in a}
+    yield "batch", ValueError, message, of_two
+    if form.known:
+        unknown = {rows: None} if rows in form.known else {}
+        yield f"{host} end", ValueError, end, lambda a: unknown | {host: 2 * a[host]}
+    for n in form.known:
+        message = f"{n} belongs to cu_seqlens, which is None"
+        yield f"{n} alone", ValueError, message, alone(n)
 
 
 def of_options(form):

@@ -102,7 +102,6 @@ def new(*shape, **kwargs):
     return torch.zeros(*shape, **kwargs)
 
 
-ONE = {"x": new(1, 9, 5), "residual": None, "initial_state": None}
 REFUSED = {
     "no channel": ({"x": new(2, 9, 0)}, ValueError, "x must have D >= 1, got D=0"),
     "no row": ({"x": new(0, 9, 5)}, ValueError, "x must have B >= 1, got B=0"),

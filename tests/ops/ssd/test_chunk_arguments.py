@@ -3,13 +3,12 @@
 import pytest
 import torch
 from gdn_checks import refused
-from ops.ssd.ssd_cases import GIVEN, inputs
+from ops.ssd.ssd_cases import inputs
 from ops.test_contract_refused import other
 
 from linattn_edu import mamba_chunk_scan_combined
 
 T, H, G, P, N = 20, 4, 2, 16, 24
-TENSORS = ("x", "dt", "A", "B", "C", *GIVEN["all"])
 
 
 def everything(device, packed=True):
