@@ -406,7 +406,7 @@ MUTANTS = [
         f"{OPS}/sequences.py",
         "first := first - (begin - end) // length",
         "first := first + (end - begin) // length",
-        "tests/ops/test_contract_packed.py::test_packed_sequences_equal_each_by_itself",
+        "tests/ops/kda/test_chunk_varlen.py -k states",
     ),
     Mutant(
         "a traced graph takes the inverse for one of the dtype of the gate",

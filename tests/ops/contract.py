@@ -77,7 +77,8 @@ class Form:
     # length of a chunk -> number of tokens, and where others begin
     cuts: dict = field(default_factory=dict)
     lengths: tuple = (15, 0, 64, 1, 65, 0)  # of packed sequences
-    rows: tuple = ()  # (T, sizes) in which a row of the tables takes more than a tile
+    # (T, sizes) in which a row of the tables takes more than a tile, and more for its outputs
+    rows: tuple = ()
     crowd: tuple = ()  # B, T, sizes on a GPU: more programs than it runs at once
     exactly: bool = False  # the reference, too, has the bits of other batches
     chunk: int | None = 16  # length of the chunks of `chunk_indices`
@@ -163,14 +164,12 @@ def by_token(channels):
         kinds |= {"B": B, "dtype": dtype, "device": device}
         if channels:
             gate = "softplus" if raw else "log"
-            x, options = kda_case(T, heads, K, V, gate=gate, flags=flags, **kinds)
+            x, _ = kda_case(T, heads, K, V, gate=gate, flags=flags, **kinds)
         else:
-            flags, options = (*flags, "gate") if raw else (), dict.fromkeys(NAMES, True)
+            flags = (*flags, "gate") if raw else ()
             x = case(T, heads, K, V, gates="g gk gv", flags=flags, **kinds)
         x = {n: t for n, t in x.items() if t is not None}
-        options = {n: options[n] for n in NAMES if raw} | ({"lower_bound": None} if raw else {})
-        if not channels:
-            options.pop("lower_bound", None)
+        options = dict.fromkeys(NAMES, True) if raw else {}
         return (strengthen(x, -1000.0) if strong else x), options
 
     return make
@@ -257,7 +256,7 @@ gdn = Form(
     "gdn", chunk_gated_delta_rule, chunked(gdn_checks), **CHUNKED, check=gdn_checks.check,
     T=80, sizes=(1, 2, 24, 40), same=("q", "v"), cuts={64: (130, (1, 40, 64, 100))},
     lengths=(15, 0, 64, 1, 65, 100, 0),
-    rows=((40, (1, 2, 72, 100)), (70, (1, 1, 100, 40)), (70, (1, 1, 200, 16))),
+    rows=((40, (1, 2, 72, 100)), (70, (1, 2, 100, 40)), (70, (1, 2, 200, 16))),
     crowd=(40, 300, (2, 4, 64, 128)),
 )  # fmt: skip
 # in the interpreter one cut before the middle of a block of 16, one in another block or chunk
@@ -327,10 +326,12 @@ SSD = {
     "flags": ("dt_softplus",),
     "decay": ("A",),
     "cuts": {128: (140, (1, 40, 64, 128))},
-    "rows": ((70, (2, 1, 40, 72)),),
 }
 ssd = [
-    Form(f"ssd, {form}", **SSD, sizes=(2, 1, P, N), dtypes=dtypes, crowd=(8, 300, (2, 1, P, N)))
+    Form(
+        f"ssd, {form}", **SSD, sizes=(2, 1, P, N), dtypes=dtypes, crowd=(8, 300, (2, 1, P, N)),
+        rows=((70, (2, 1, 40, max(N, 72))),),
+    )
     for form, P, N, dtypes in (
         ("fused", 24, 40, HALF), ("staged", 24, 130, HALF), ("float32", 24, 40, DTYPES[:1])
     )
@@ -364,13 +365,14 @@ FORMS = (gdn, kda, safe, recurrent_gdn, recurrent_kda, *ssd, ema, conv)
 DELTA = (gdn, kda, safe, recurrent_gdn, recurrent_kda)
 
 
-def forms(property: str, *among: Form, dtypes=None, **axes):
-    """A mark: `property` for each form that has it, with its dtypes and `grids.combinations` of
-    the axes. dtypes: those of them that are taken.
+def forms(property: str, *among: Form, dtypes=DTYPES, **axes):
+    """A mark: `property` for each form that has it, with `grids.combinations` of dtypes and axes;
+    a form that has not a dtype takes the last one that it has instead.
     """
     having = [f for f in among or FORMS if property not in f.lacks]
-    pairs = [(f, d) for f in having for d in f.dtypes if dtypes is None or d in dtypes]
-    rows = combinations(run=pairs, **axes)
-    return pytest.mark.parametrize(
-        ("form", "dtype", *axes), [(*run, *rest) for run, *rest in rows], ids=name
-    )
+    having = [f for f in having if any(d in f.dtypes for d in dtypes)]
+    rows = {}
+    for form, dtype, *rest in combinations(form=having, dtype=dtypes, **axes):
+        own = [d for d in dtypes if d in form.dtypes]
+        rows[(form, dtype if dtype in own else own[-1], *rest)] = None
+    return pytest.mark.parametrize(("form", "dtype", *axes), list(rows), ids=name)

@@ -8,8 +8,8 @@ import kda_checks
 import pytest
 import torch
 from gdn_checks import GENERATIONS, launches, pretend, same_bits
-from grids import few
-from ops.contract import DELTA, FORMS, GPU, HALF, IMPLS, forms, gdn, kda, recurrence, ssd
+from grids import EVERY, few, name
+from ops.contract import DELTA, FORMS, GPU, HALF, IMPLS, forms, gdn, kda, recurrence, safe, ssd
 from torch.utils.checkpoint import checkpoint
 
 from linattn_edu.testing import assert_close
@@ -26,10 +26,12 @@ SOME = few(torch.float32, torch.bfloat16, more=(torch.float16,))
 # -- bits and causality
 
 
-@pytest.mark.parametrize(
-    ("form", "C"), [(f, C) for f in FORMS for C in f.cuts], ids=lambda value: str(value)
-)
-@pytest.mark.parametrize("dtype", (*F32, *HALF), ids=str)
+# on a push bfloat16 and one more: float16 where the gate is safe, else float32
+CAUSAL = [(f, C, d) for f in FORMS for C in f.cuts for d in f.dtypes
+          if EVERY or d == torch.bfloat16 or (d in F32) != (f is safe)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("form", "C", "dtype"), CAUSAL, ids=name)
 def test_causal_to_the_bit(form, C, dtype, device):
     """Other tokens from the cut on, gates included, the gates alone, or none at all: every output
     before it stays.
@@ -37,8 +39,6 @@ def test_causal_to_the_bit(form, C, dtype, device):
     A batch has a sequence for each cut. The gates that come later are as strong as they may be, or
     open: an anchor that saw one of them would move the exponents of the tokens before it.
     """
-    if dtype not in form.dtypes:
-        return
     T, cuts = form.cuts[C]
     last = len(cuts)
     cuts += cuts[: None if GPU else 1]
@@ -67,24 +67,21 @@ def test_causal_to_the_bit(form, C, dtype, device):
 def test_no_gradient_after_the_last_output_used(form, dtype, device):
     """do is zero from the cut on, dht is not given: exact zeros there, and the prefix's before."""
     C, (T, cuts) = next(iter(form.cuts.items()))
-    cuts = cuts[1:] if GPU else cuts[1:3]
-    x, options = form.draw(len(cuts), T, dtype, device)
-    do, _ = form.cotangents(x)
-    for n, cut in enumerate(cuts):
-        do[n, cut:] = 0
-    options |= {"impl": "triton"} | ({"chunk_size": C} if C else {})
-    got = form.run(x, do, None, **options)
-    tokens = [n for n in form.tokens if f"d{n}" in got]
-    for i, cut in enumerate(cuts):
-        for n in tokens:
-            assert not got[f"d{n}"][i, cut:].any(), (n, cut)
-        prefix = {n: t[:, :cut] if n in form.tokens else t for n, t in form.of_batch(x, i).items()}
-        want = form.run(prefix, do[i : i + 1, :cut], None, **options)
-        for n in tokens:
-            dx, alone = got[f"d{n}"][i : i + 1, :cut], want[f"d{n}"]
-            assert_close(f"d{n}", dx, alone.double(), 5e-3)
-            exempt = n not in form.same or (n, dtype) in form.but
-            assert exempt or torch.equal(dx, alone), (n, cut)
+    for cut in cuts[1:] if EVERY else cuts[1:][-2:][:1]:
+        x, options = form.draw(1, T, dtype, device)
+        do, _ = form.cotangents(x)
+        do[:, cut:] = 0
+        options |= {"impl": "triton"} | ({"chunk_size": C} if C else {})
+        got = form.run(x, do, None, **options)
+        prefix = {n: t[:, :cut] if n in form.tokens else t for n, t in x.items()}
+        want = form.run(prefix, do[:, :cut], None, **options)
+        for n in form.tokens:
+            if f"d{n}" in got:
+                dx, alone = got[f"d{n}"], want[f"d{n}"]
+                assert not dx[:, cut:].any(), (n, cut)
+                assert_close(f"d{n}", dx[:, :cut], alone.double(), 5e-3)
+                exempt = n not in form.same or (n, dtype) in form.but
+                assert exempt or torch.equal(dx[:, :cut], alone), (n, cut)
 
 
 @forms("test_same_bits_every_run_and_in_any_batch", dtypes=SOME)
@@ -331,10 +328,14 @@ def test_scale_is_a_factor_of_the_output(form, dtype, impl, device):
 def test_rows_of_a_generation(form, dtype, generation, device, monkeypatch):
     """Its tiles compute the same; that they compile is tests/kernels."""
     pretend(monkeypatch, generation)
-    for T, sizes in form.rows:
+    for i, (T, sizes) in enumerate(form.rows):
         x, options = form.draw(1, T, dtype, device, sizes=sizes)
         do, dht = form.cotangents(x)
-        got = form.run(x, do, dht, **options, impl="triton")
+        if i:
+            got = form(x, **options, output_final_state=True, impl="triton")
+            got = dict(zip(("o", "ht"), got, strict=True))
+        else:
+            got = form.run(x, do, dht, **options, impl="triton")
         form.check(got, form.exact(x, do, dht, **options), dtype)
 
 
