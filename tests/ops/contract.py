@@ -14,7 +14,7 @@ import kda_checks
 import pytest
 import torch
 from gdn_checks import DTYPES
-from grids import combinations, name
+from grids import combinations, few, name
 from ops.conv import conv_cases
 from ops.ema import ema_cases
 from ops.ssd import ssd_cases
@@ -333,7 +333,9 @@ ssd = [
         rows=((70, (2, 1, 40, max(N, 72))),),
     )
     for form, P, N, dtypes in (
-        ("fused", 24, 40, HALF), ("staged", 24, 130, HALF), ("float32", 24, 40, DTYPES[:1])
+        ("fused", 24, 40, HALF),
+        ("staged", 24, 130, few(torch.bfloat16, more=HALF[:1])),
+        ("float32", 24, 40, DTYPES[:1]),
     )
 ]  # fmt: skip
 ema = Form(

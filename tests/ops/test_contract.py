@@ -9,7 +9,7 @@ import pytest
 import torch
 from gdn_checks import GENERATIONS, launches, pretend, same_bits
 from grids import EVERY, few, name
-from ops.contract import DELTA, FORMS, GPU, HALF, IMPLS, forms, gdn, kda, recurrence, ssd
+from ops.contract import DELTA, FORMS, GPU, HALF, IMPLS, conv, ema, forms, gdn, kda, recurrence, ssd
 from torch.utils.checkpoint import checkpoint
 
 from linattn_edu.testing import assert_close
@@ -255,6 +255,31 @@ def test_a_second_backward_pass(form, dtype, impl, device):
     torch.autograd.grad(o, leaves, do)
     with pytest.raises(RuntimeError, match="second time"):
         torch.autograd.grad(o, leaves, do)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.gpu)])
+@forms("test_fullgraph", ema, conv, dtypes=F32, packed=(True, False))
+def test_fullgraph(form, dtype, packed, backend, device):
+    """One graph for two lengths, and the bits of eager mode; test_compile has the other forms."""
+
+    def f(x, **given):
+        bounds = {}
+        if packed:
+            T = x.shape[1]
+            bounds["cu_seqlens"] = torch.tensor([0, 3, 3, T], device=x.device)
+            bounds["cu_seqlens_cpu"] = torch.tensor([0, 3, 3, T])
+        return form.f(x=x, **given, **bounds, **options, output_final_state=True)
+
+    torch._dynamo.reset()
+    g = torch.compile(f, fullgraph=True, dynamic=True, backend=backend)
+    for T in (17, 33):
+        x, kinds = form.draw(1, T, dtype, device, N=3 if packed else None)
+        options = form.options | kinds
+        do, dht = form.cotangents(x, 3 if packed else 1)
+        with torch._dynamo.config.patch(error_on_recompile=T == 33):
+            got = gdn_checks.run(x, do, dht, g)
+        same_bits(got, gdn_checks.run(x, do, dht, f))
 
 
 # -- values

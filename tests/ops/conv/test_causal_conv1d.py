@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from gdn_checks import DTYPES, launches, same_bits
+from gdn_checks import DTYPES, launches
 from grids import few, parametrize
 from ops.conv.conv_cases import check, cotangents, exact, run, tensors
 
@@ -65,30 +65,6 @@ def test_dtypes_may_differ(impl, device):
     assert got["o"].dtype == got["ht"].dtype == torch.bfloat16
     assert {n: got[f"d{n}"].dtype for n in x} == {n: t.dtype for n, t in x.items()}
     check(got, exact(x, dy, dht), torch.bfloat16)
-
-
-@pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("packed", few(True, more=(False,)))
-def test_fullgraph(packed, backend, device):
-    """One graph for two lengths, and the bits of eager mode."""
-
-    def f(x, **given):
-        bounds = {}
-        if packed:
-            T = x.shape[1]
-            bounds["cu_seqlens"] = torch.tensor([0, 3, 3, T], device=x.device)
-            bounds["cu_seqlens_cpu"] = torch.tensor([0, 3, 3, T])
-        return causal_conv1d(x, **given, **bounds, output_final_state=True, activation="silu")
-
-    torch._dynamo.reset()
-    g = torch.compile(f, fullgraph=True, dynamic=True, backend=backend)
-    for T in (17, 33):
-        x = tensors(T, 6, device=device, B=1, N=3 if packed else 1)
-        dy, dht = cotangents(x, 3 if packed else 1)
-        with torch._dynamo.config.patch(error_on_recompile=T == 33):
-            got = run(x, dy, dht, g)
-        same_bits(got, run(x, dy, dht, f))
 
 
 def test_arguments_of_fla_that_change_nothing(device):

@@ -91,32 +91,6 @@ def test_a_probability_of_one(impl, device):
     assert dg.isfinite().all() and not dg[:, ::7].any()
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("packed", [False, True])
-def test_fullgraph(packed, backend, device):
-    """One graph for two lengths, and the bits of eager mode."""
-
-    def f(x, **given):
-        bounds = {}
-        if packed:
-            T = x.shape[1]
-            bounds["cu_seqlens"] = torch.tensor([0, 3, 3, T], device=x.device)
-            bounds["cu_seqlens_cpu"] = torch.tensor([0, 3, 3, T])
-        return ema_scan(x, **given, **bounds, output_final_state=True, chunk_size=16)
-
-    torch._dynamo.reset()
-    g = torch.compile(f, fullgraph=True, dynamic=True, backend=backend)
-    for T in (17, 33):
-        x = tensors(T, 6, device=device, B=1)
-        if packed:
-            x["initial_state"] = torch.randn(3, 3, 6, device=device)
-        dy, dht = cotangents(x, 3 if packed else 1)
-        with torch._dynamo.config.patch(error_on_recompile=T == 33):
-            got = run(x, dy, dht, g)
-        same_bits(got, run(x, dy, dht, f))
-
-
 def operations(f):
     with FlopCounterMode(display=False) as counter:
         f()
