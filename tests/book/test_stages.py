@@ -33,7 +33,8 @@ JOINED = {
     **{f"ssd/{stage}": "13_ssd" for stage in pipeline.SSD_STAGES},
     "ssd/selective_state_update": "13_ssd",
     "ssd/chunk_cumsum_bwd": "19_chunk_scan_bwd_da_cs",
-    "fused/ssd_fwd": "18_chunk_scan_chunk_state_bwd_dx",
+    "fused/ssd_fwd": "13_ssd",
+    "fused/ssd_bwd": "18_chunk_scan_chunk_state_bwd_dx",
     "ssd/ema_bwd": "20_ema",
 }
 # in the file or in the chapter of another stage

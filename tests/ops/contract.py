@@ -346,9 +346,9 @@ ema = Form(
     options={"chunk_size": 16}, cuts={64: (130, (1, 40, 64, 100))},
     lengths=(15, 0, 64, 1, 81, 0), rows=((70, (3, 140)),), crowd=(8, 300, (3, 140)),
 )  # fmt: skip
-in_segments = replace(
-    ema, name="ema, in segments", dtypes=DTYPES[:1],
-    patches=((ema_kernels, "SEGMENT", 2), (ema_bwd_kernels, "SEGMENT", 2)),
+in_pieces = replace(
+    ema, name="ema, in pieces", dtypes=DTYPES[:1],
+    patches=((ema_kernels, "PIECE", 2), (ema_bwd_kernels, "PIECE", 2)),
 )  # fmt: skip
 conv = Form(
     "conv", causal_conv1d, of_conv, conv_cases.cotangents, conv_cases.exact, conv_cases.check,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from gdn_checks import boundaries, by_value, no_wait, same_bits
 from grids import EVERY, few
-from ops.contract import DELTA, FORMS, IMPLS, forms, in_segments
+from ops.contract import DELTA, FORMS, IMPLS, forms, in_pieces
 
 from linattn_edu.testing import assert_close
 
@@ -51,7 +51,7 @@ def each_by_itself(form, x, do, dht, lengths, got, **options):
 
 
 @forms(
-    "test_packed_sequences_equal_each_by_itself", *FORMS, in_segments, dtypes=SOME, impl=IMPLS
+    "test_packed_sequences_equal_each_by_itself", *FORMS, in_pieces, dtypes=SOME, impl=IMPLS
 )  # fmt: skip
 def test_packed_sequences_equal_each_by_itself(form, dtype, impl, device):
     """Both passes, before the gate of a layer, documents within a sequence too."""
