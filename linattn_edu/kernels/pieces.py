@@ -10,15 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from linattn_edu.kernels.tiles import cdiv, device_of, sequence_args
+from linattn_edu.kernels.routes import by_kind, kind_of, limits
+from linattn_edu.kernels.tiles import cdiv, sequence_args
 from linattn_edu.packing import Packing
-
-PROGRAMS = 16  # of a scan, heads times tiles of 64 values: with more, maps cost more than they gain
-LENGTH = 2048  # tokens of a piece
-LEAST = 4  # pieces of a sequence that is cut
-FULL = 128  # programs: a sequence that makes more fills a GPU
-SPAN = 128  # tokens of a piece for each program, of a sequence of more than PROGRAMS
-MULTIPROCESSORS = 64  # at least, where sequences are cut
 
 
 @dataclass(frozen=True)
@@ -85,24 +79,19 @@ def whole_of(x: Tensor, packing: Packing | None) -> Pieces:
 
 def pieces_of(x: Tensor, heads: int, V: int, chunk_size: int, packing: Packing | None) -> Pieces:
     """The pieces that a scan of x [B, T, ...] with states [heads, K, V] works on, by their maps."""
-    few = heads * cdiv(V, 64) <= PROGRAMS
-    return _cut(x, chunk_size, packing, LENGTH, LEAST) if few else whole_of(x, packing)
+    size = by_kind.pieces(kind_of(x, heads, V, chunk_size, packing)).takes
+    return _cut(x, chunk_size, packing, size, limits.LEAST) if size else whole_of(x, packing)
 
 
 def spans_of(x: Tensor, heads: int, V: int, chunk_size: int, packing: Packing | None) -> Pieces:
     """The pieces of a scan that may begin anew where a state is forgotten."""
-    programs = heads * cdiv(V, 64)
-    if not PROGRAMS < programs <= FULL:
-        return whole_of(x, packing)
-    return _cut(x, chunk_size, packing, SPAN * programs, 2)
+    size = by_kind.spans(kind_of(x, heads, V, chunk_size, packing)).takes
+    return _cut(x, chunk_size, packing, size, 2) if size else whole_of(x, packing)
 
 
 def _cut(x: Tensor, chunk_size: int, packing: Packing | None, size: int, least: int) -> Pieces:
     """Sequences of `least` pieces and more in pieces of `size` tokens, the last of what is left."""
     whole, T = whole_of(x, packing), x.shape[1]
-    longest = T if packing is None or packing.longest is None else packing.longest
-    if longest < least * size or device_of(x)[1] < MULTIPROCESSORS:
-        return whole
     batch, cu_seqlens, chunk_offsets = whole.batch, whole.cu_seqlens, whole.chunk_offsets
     if cu_seqlens is None and T % size == 0:
         return Pieces(batch * T // size, None, None, size, batch)

@@ -13,7 +13,8 @@ from linattn_edu.kernels.delta.cp_merge import cp_merge, map_args, piece_of
 from linattn_edu.kernels.delta.cp_merge_bwd import cp_merge_bwd
 from linattn_edu.kernels.delta.warm_up import span_of, warm_up
 from linattn_edu.kernels.fused.gdn_fwd import SCAN_CONFIGS, scan_map
-from linattn_edu.kernels.pieces import Pieces, pieces_of, spans_of
+from linattn_edu.kernels.pieces import Pieces, pieces_of
+from linattn_edu.kernels.routes import Load, by_kind, by_load, kind_of, load_of
 from linattn_edu.kernels.tiles import (
     block,
     cast,
@@ -22,7 +23,6 @@ from linattn_edu.kernels.tiles import (
     chunk_of,
     columns_of,
     decay_matrix,
-    device_of,
     dot,
     load_gate,
     load_row,
@@ -425,13 +425,6 @@ INTRA_OPTIONS = {"BK": 32, "num_warps": 4}
 INTRA_STAGES = 2, 3  # of K > 64, and of narrower heads
 
 
-def fits(q: Tensor, v: Tensor) -> bool:
-    """Whether these kernels hold q's and v's heads on q's GPU; if not, the stages one by one."""
-    K, V = q.shape[-1], v.shape[-1]
-    hopper = device_of(q)[0] in ("hopper", "blackwell")
-    return hopper and q.element_size() == 2 and K % 2 == 0 and K <= 128 and V <= 128
-
-
 def scan_states(
     k: Tensor,
     v: Tensor,
@@ -444,7 +437,7 @@ def scan_states(
 ) -> tuple[Tensor, Tensor]:
     """Launch scan_states_kernel; arguments and result as in the reference."""
     C = AG.shape[-1]
-    gluon = _in_gluon(k, k, v, AG, AG, packing)
+    gluon = by_load.scans(_load(k, v, AG, packing, (k, v, AG))).takes == "gluon"
     pieces, warm, initial_state = _forth(k, v, beta, gc, AG, initial_state, packing, gluon)
     out = _states_out(k, v, C, packing)
     for i, skipped in enumerate(warm):
@@ -452,11 +445,11 @@ def scan_states(
     return out
 
 
-def _in_gluon(
-    q: Tensor, k: Tensor, v: Tensor, P: Tensor, AG: Tensor, packing: Packing | None
-) -> bool:
-    """Whether a scan is taken in Gluon."""
-    return gdn_scans is not None and gdn_scans.fits(q, k, v, P, AG, packing)
+def _load(
+    q: Tensor, v: Tensor, AG: Tensor, packing: Packing | None, tensors: tuple[Tensor, ...]
+) -> Load:
+    """What is asked about a scan that reads these tensors."""
+    return load_of(kind_of(q, *v.shape[2:], AG.shape[-1], packing, tensors), q, packing)
 
 
 def _states_out(k: Tensor, v: Tensor, C: int, packing: Packing | None) -> tuple[Tensor, Tensor]:
@@ -528,7 +521,7 @@ def scan_bwd(
     packing: Packing | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Launch scan_bwd_kernel; arguments and result as in the reference."""
-    gluon = _in_gluon(q, k, do, P, AG, packing)
+    gluon = by_load.scans(_load(q, do, AG, packing, (q, k, do, P, AG))).takes == "gluon"
     pieces, warm, dht = _back(q, k, beta, gc, P, AG, do, dht, scale, packing, gluon)
     out = _back_out(q, gc, do, AG.shape[-1], pieces, packing)
     for skipped in warm:
@@ -613,17 +606,18 @@ def scans(
     H, K = q.shape[2:]
     HV, V = v.shape[2:]
     C = AG.shape[-1]
-    # of do only the address may differ from v's
-    gluon = all(_in_gluon(q, k, x, P, AG, packing) for x in (v, do))
+    load = _load(q, v, AG, packing, (q, k, v, P, AG, do))
+    gluon = by_load.scans(load).takes == "gluon"
     pieces, ahead, initial_state = _forth(k, v, beta, gc, AG, initial_state, packing, gluon)
     _, behind, dht = _back(q, k, beta, gc, P, AG, do, dht, scale, packing, gluon)
     programs = pieces.N * HV * cdiv(V, BV)
+    one = by_load.together(load, programs).takes
     h, v_new = _states_out(k, v, C, packing)
     dh, Z, dv, dh0 = _back_out(q, gc, do, C, pieces, packing)
-    if gluon and programs < device_of(q)[1] and ahead[0] is None:
+    if gluon and one and ahead[0] is None:
         given = q, k, v, beta, gc, P, AG, do, initial_state, dht, h, v_new, dh, Z, dv, dh0
         gdn_scans.scans_gluon(*given, scale, ahead.pop(), behind.pop(), pieces)
-    elif gluon or programs >= device_of(q)[1] or len(ahead) > 1:
+    elif gluon or not one or len(ahead) > 1:
         given = k, v, beta, gc, AG, initial_state, h, v_new
         _launch_states(gluon, pieces, ahead.pop(0), True, *given)
         given = q, k, beta, gc, P, AG, do, dht, dh, Z, dv, dh0
@@ -714,11 +708,12 @@ def _launch_intra(
     before it writes dq and dk, which may lie in their place.
     """
     tensors = q, k, v, beta, gc, h, v_new, do, dh, Z, dq, dk, dbeta, dgc
-    if _intra_in_gluon(q, k, v, h, v_new, do, dh, Z, chunk_size=chunk_size, packing=packing):
-        gdn_intra_bwd.intra_bwd_gluon(*tensors, scale)
-        return
     _, T, H, K = q.shape
     HV, V = v.shape[2:]
+    kind = kind_of(q, HV, V, chunk_size, packing, (q, k, v, h, v_new, do, dh, Z))
+    if by_kind.intra_chunk_bwd(kind).takes == "gluon":
+        gdn_intra_bwd.intra_bwd_gluon(*tensors, scale)
+        return
     sums = (None, None)
     if HV > H:
         sums = tuple(torch.empty_like(q, dtype=torch.float32) for _ in range(2))
@@ -729,12 +724,6 @@ def _launch_intra(
             BT=chunk_size, BS=block(K), BV=block(V), FIRST=i_g == 0, LAST=i_g == HV // H - 1,
             num_stages=INTRA_STAGES[K <= 64], **INTRA_OPTIONS,
         )  # fmt: skip
-
-
-def _intra_in_gluon(*tensors: Tensor, chunk_size: int, packing: Packing | None) -> bool:
-    """Whether intra_chunk_bwd is taken in Gluon."""
-    options = {"chunk_size": chunk_size, "packing": packing}
-    return gdn_intra_bwd is not None and gdn_intra_bwd.fits(*tensors, **options)
 
 
 def chunk_bwd(
@@ -756,34 +745,15 @@ def chunk_bwd(
     arguments and result as in the reference.
     """
     C = AG.shape[-1]
-    gluon = all(_in_gluon(q, k, x, P, AG, packing) for x in (v, do))
-    if gluon and _intra_in_gluon(q, k, v, do, chunk_size=C, packing=packing):
-        parts = _parts(q, v, C)
-        if parts > 1:
-            return _in_parts(parts, q, k, v, beta, gc, P, AG, do, initial_state, dht, scale)
+    parts = by_load.head_parts(_load(q, v, AG, packing, (q, k, v, P, AG, do))).takes
+    if parts > 1:
+        return _in_parts(parts, q, k, v, beta, gc, P, AG, do, initial_state, dht, scale)
     options = {"scale": scale, "packing": packing}
     h, v_new, dh, Z, dv, dh0 = scans(q, k, v, beta, gc, P, AG, do, initial_state, dht, **options)
     dq, dk = (v_new, Z) if q.shape == v.shape else map(torch.empty_like, (q, k))
     out = dq, dk, torch.empty_like(beta), torch.empty_like(gc)
     _launch_intra(q, k, v, beta, gc, h, v_new, do, dh, Z, *out, scale, C, packing)
     return dq, dk, dv, *out[2:], dh0
-
-
-PART = 1 << 18  # tokens times heads, whose states take 128 MiB: less would not be worth launches
-
-
-def _parts(q: Tensor, v: Tensor, C: int) -> int:
-    """The most parts of the heads whose scans leave no more multiprocessors idle than all would."""
-    (B, T, HV, V), H = v.shape, q.shape[2]
-    pieces = pieces_of(v, HV, V, C, None)
-    pieces = pieces if pieces.several else spans_of(v, HV, V, C, None)
-    programs, processors = pieces.N * HV * cdiv(V, BV), device_of(q)[1]
-
-    def rounds(parts: int) -> int:
-        return parts * cdiv(programs // parts, processors)
-
-    fine = (n for n in range(2, H + 1) if H % n == 0 and n * PART <= B * T * HV)
-    return max((n for n in fine if rounds(n) <= rounds(1)), default=1)
 
 
 def _in_parts(

@@ -20,6 +20,7 @@ from linattn_edu.kernels.delta.solve import (
 )
 from linattn_edu.kernels.delta.warm_up import span_of, warm_up
 from linattn_edu.kernels.pieces import Pieces, pieces_of
+from linattn_edu.kernels.routes import by_kind, by_load, kind_of, load_of
 from linattn_edu.kernels.tiles import (
     cast,
     cdiv,
@@ -27,13 +28,11 @@ from linattn_edu.kernels.tiles import (
     chunk_of,
     columns_of,
     decay_matrix,
-    device_of,
     dot,
     entry,
     load_gate,
     load_row,
     load_tile,
-    of_generation,
     row,
     scan_launch,
     scan_table,
@@ -445,8 +444,7 @@ RESOLVENT_CONFIGS = {
     "ampere": {2: row(1, 1, BK=64), 4: row(4, 1, BK=32)},
     "hopper": {2: row(1, 3, BK=64), 4: row(4, 1, BK=32)},
 }
-# both in one, where that is faster and has run on a GPU: 16 bit, chunks of 64, a key head for each
-# value head, since each of those has its own program; keys -> row
+# both in one, where routes take it: keys -> row
 INTRA_CONFIGS = {"hopper": {2: {64: row(1, 3, BK=32, maxnreg=168), 128: row(1, 3, BK=64)}}}
 SCAN_CONFIGS = scan_table(
     ampere={128: [row(4, 1, BV=32)], 256: [row(4, 1, BV=16)]},
@@ -460,15 +458,6 @@ SCAN_CONFIGS = scan_table(
 
 # with a third chunk in flight there would be no room for a second program
 TRANSPOSED = {"num_warps": 4, "num_stages": 2}
-
-
-def crowded(k: Tensor, programs: int, config: dict[str, int]) -> bool:
-    """Whether scan_transposed_kernel, whose products are 64 rows high, has two programs for many a
-    multiprocessor; with one it would be the slower of the two. Measured for keys of more than 64.
-    """
-    generation, processors = device_of(k)
-    fits = generation in ("hopper", "blackwell") and k.element_size() == 2
-    return fits and config["BK"] == 128 and config["BV"] == 64 and 2 * programs >= 3 * processors
 
 
 def intra_chunk(
@@ -488,15 +477,17 @@ def intra_chunk(
     NT, *chunks = chunk_args(k, chunk_size, packing)
     P, R = (q.new_empty(B, T, HV, chunk_size) for _ in range(2))
     A = torch.empty_like(R) if return_inverse else None
-    if gdn_intra is not None and gdn_intra.fits(q, k, chunk_size):
+    kind = kind_of(q, HV, 0, chunk_size, packing, (q, k))
+    takes = by_kind.intra_chunk(kind).takes
+    if takes == "gluon":
         gdn_intra.intra_gluon(q, k, beta, gc, P, R, A, gated, packing)
         return P, R, A
     options = {"BT": chunk_size, "PRECISION": merge_precision(k.dtype), "GATED": gated}
-    rows = of_generation(INTRA_CONFIGS, device_of(k)[0]).get(k.element_size(), {})
-    if K in rows and chunk_size == 64 and H == HV:
+    if takes == "one":
         intra_chunk_kernel[(NT * HV,)](
             q, k, beta, gc, P, R, A, *chunks, T, H, HV, K,
-            WHOLE=whole(k, chunk_size, packing), **options, **rows[K].launch(K),
+            WHOLE=whole(k, chunk_size, packing), **options,
+            **entry(INTRA_CONFIGS, k)[K].launch(K),
         )  # fmt: skip
         return P, R, A
     config = entry(SCORES_CONFIGS, k).launch(K)
@@ -523,7 +514,8 @@ def scan(
     H, K = q.shape[2:]
     HV, V = v.shape[2:]
     C = P.shape[-1]
-    in_gluon = gdn_scan is not None and gdn_scan.fits(q, k, v, P, R, packing)
+    load = load_of(kind_of(q, HV, V, C, packing, (q, k, v, P, R)), q, packing)
+    in_gluon = by_load.scan(load).takes == "gluon"
     pieces = pieces_of(q, HV, V, C, packing)
     warm = [None]
     if pieces.several:
@@ -543,7 +535,7 @@ def scan(
         heads = (pieces.batch if i else pieces.N) * HV
         _, config = scan_launch(SCAN_CONFIGS, k, heads, V)
         programs = pieces.N * HV * cdiv(V, config["BV"])
-        full = crowded(k, programs, config)
+        full = by_load.transposed(load, programs, config["BK"], config["BV"]).takes == "transposed"
         kernel = scan_transposed_kernel if full else scan_kernel
         kernel[(programs,)](
             q, k, v, gc, P, R, initial_state, o, last, scale, skipped, pieces.cu_seqlens,

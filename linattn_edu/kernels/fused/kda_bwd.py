@@ -12,19 +12,18 @@ from torch import Tensor
 from linattn_edu.kernels.delta.cp_merge import cp_merge, map_args, piece_of
 from linattn_edu.kernels.delta.cp_merge_bwd import cp_merge_bwd
 from linattn_edu.kernels.delta.gate_cumsum import cumulative
-from linattn_edu.kernels.delta.kda_intra import halve
+from linattn_edu.kernels.delta.kda_intra import halving
 from linattn_edu.kernels.delta.kda_intra_bwd import (
     CONFIGS,
     GROUP,
-    NEAR_CONFIGS,
     are_near,
     kda_intra_bwd,
     kda_intra_bwd_kernel,
     middle,
 )
-from linattn_edu.kernels.fused.gdn_bwd import fits as hold
 from linattn_edu.kernels.fused.kda_fwd import kda_fused_scan_map
 from linattn_edu.kernels.pieces import Pieces, pieces_of
+from linattn_edu.kernels.routes import by_kind, by_load, kind_of, load_of
 from linattn_edu.kernels.tiles import (
     block,
     cast,
@@ -32,15 +31,12 @@ from linattn_edu.kernels.tiles import (
     chunk_args,
     chunk_of,
     columns_of,
-    device_of,
     dot,
     entry,
-    in_words,
     load_gates,
     load_row,
     load_tile,
     load_vector,
-    of_generation,
     shared_dtype,
     states,
     store_tile,
@@ -48,8 +44,8 @@ from linattn_edu.kernels.tiles import (
 from linattn_edu.packing import Packing
 
 try:
-    from linattn_edu.kernels.gluon import gdn_scan, gdn_scans, kda_scans
     from linattn_edu.kernels.gluon import kda_intra_bwd as kda_intra_bwd_gluon
+    from linattn_edu.kernels.gluon import kda_scans
 except (ImportError, AttributeError):  # a Triton whose Gluon has other names
     kda_intra_bwd_gluon = kda_scans = None
 
@@ -548,33 +544,6 @@ INTRA_OPTIONS = {"BK": 16, "num_warps": 4, "num_stages": 2}
 READS_OPTIONS = {"BK": 64, "num_warps": 4, "num_stages": 2}
 
 
-# tokens of a sequence times heads: with fewer the host decides how long a call takes. Not a batch:
-# the last bits are not those of the stages one by one
-LEAST = 1 << 14
-
-
-def fits(q: Tensor, v: Tensor, chunk_size: int, packed: bool) -> bool:
-    """Whether both passes of these are faster in fused stages: on a GPU where the kernels in Gluon
-    run. In plain Triton the chains, longer by a product, take what the other kernels save. And
-    where no more memory is needed than by the stages. The interpreter runs whatever the kernels
-    hold.
-    """
-    if not hold(q, v) or not q.is_cuda:
-        return hold(q, v)
-    _, T, HV, V = v.shape
-    return (
-        kda_scans is not None
-        and not packed
-        and q.dtype == torch.bfloat16
-        and q.shape[2] == HV
-        and T * HV >= LEAST
-        and T % chunk_size == 0
-        and device_of(q)[0] == "hopper"
-        and (q.shape[-1], V, chunk_size) == (gdn_scans.HEAD, gdn_scans.HEAD, gdn_scan.CHUNK)
-        and triton.__version__.startswith(gdn_scan.VERSIONS)
-    )
-
-
 def kda_gates(
     q: Tensor,
     k: Tensor,
@@ -629,11 +598,11 @@ def kda_fused_scans(
     v_new, Z, dv = (torch.empty_like(v) for _ in range(3))
     dh0 = gc.new_empty(pieces.N, HV, K, V)
     programs = pieces.N * HV * cdiv(V, BV)
-    # whether they pay was asked when this set was taken; of do only the address may differ from v's
-    gluon = kda_scans is not None and all(kda_scans.runs(kg, x, P, A, packing) for x in (v, do))
+    kind = kind_of(kg, HV, V, C, packing, (kg, v, P, A, do))
+    gluon = by_kind.kda_fused_scans(kind).takes == "gluon"
     given = kg, kd, v, beta, gc, A, initial_state, h, v_new
     behind = qg, kg, kd, beta, gc, P, A, do, dht, dh, Z, dv, dh0, scale
-    if gluon and programs < device_of(kg)[1]:
+    if gluon and by_load.together(load_of(kind, kg, packing), programs).takes:
         given = qg, kg, kd, v, beta, gc, P, A, do, initial_state, dht, h, v_new, dh, Z, dv, dh0
         kda_scans.kda_scans_gluon(*given, scale, pieces)
     elif gluon:
@@ -730,7 +699,9 @@ def kda_fused_intra_bwd(
     Where kda_intra_bwd has no kernel of its own for near channels, or a loop over columns of 16
     could not be pipelined, it is kda_reads_bwd and kda_intra_bwd.
     """
-    if k.dtype not in of_generation(NEAR_CONFIGS, device_of(k)[0]) or not in_words(k, v):
+    kind = kind_of(q, *v.shape[2:], chunk_size, packing, (q, k, v, gc, h, v_new, do, dh, Z))
+    takes = by_kind.kda_fused_intra_bwd(kind).takes
+    if takes == "apart":
         options = {"scale": scale, "chunk_size": chunk_size, "packing": packing}
         dqg, dP, dkb, dkg, dL, dbeta, dgl = kda_reads_bwd(v, h, v_new, do, dh, Z, **options)
         parts = dP, dL, dqg, dkb, dkg, dgl, dbeta
@@ -747,7 +718,7 @@ def kda_fused_intra_bwd(
     NT, *chunks = chunk_args(v, chunk_size, packing)
     near = k.new_empty(NT * HV, cdiv(K, GROUP.value), dtype=torch.int8)
     tensors = q, k, v, beta, gc, h, v_new, do, dh, Z
-    if kda_intra_bwd_gluon and kda_intra_bwd_gluon.fits(*tensors, chunk_size, packing is not None):
+    if takes == "gluon":
         kda_intra_bwd_gluon.kda_intra_bwd_gluon(*tensors, dgl, dq, dk, dbeta, dgc, near, scale)
     else:
         kda_fused_intra_bwd_kernel[(NT * HV,)](
@@ -756,7 +727,7 @@ def kda_fused_intra_bwd(
         )  # fmt: skip
     kda_intra_bwd_kernel[(NT * HV * (chunk_size // 16),)](
         q, k, beta, gc, dP, dL, dq, dk, dgc, dgl, dq, dk, dbeta, dgc, near, *chunks, T, H, HV, K,
-        BT=chunk_size, HALVE=halve(k.dtype), PW=width, SUMMED=True, **entry(CONFIGS, k).launch(K),
+        BT=chunk_size, HALVE=halving(k.dtype), PW=width, SUMMED=True, **entry(CONFIGS, k).launch(K),
     )  # fmt: skip
     if H < HV:
         dq, dk = (x.unflatten(2, (H, -1)).sum(3).to(q.dtype) for x in (dq, dk))

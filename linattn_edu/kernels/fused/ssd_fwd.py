@@ -5,13 +5,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from linattn_edu.kernels.routes import by_kind, kind_of
 from linattn_edu.kernels.ssd.chunk_scan import past_state
 from linattn_edu.kernels.tiles import (
     cast,
     cdiv,
     chunk_args,
     chunk_of,
-    device_of,
     documents,
     dot,
     load_gate,
@@ -653,15 +653,6 @@ STATES = {False: row(4, 3), True: row(8, 3, 128)}
 SUM = {False: row(4, 1), True: row(8, 1)}
 ENDS, FWD, DX, DA, FAR = row(4, 3), row(4, 2), row(4, 2), row(4, 3), row(4, 3)
 TOKENS = 64  # of a tile of ssd_fwd, dx and da
-FEW, MANY = 16, 80  # heads of a program: of dx, and where sums over heads are kept
-PART = 4096  # tokens of a program of ssd_fwd
-LARGEST = (128, 64)  # N and P of one tile
-
-
-def fits(x: Tensor, B: Tensor) -> bool:
-    """Whether the kernels hold x's heads and B's states: 16 bit, a Hopper or later, one tile."""
-    large = device_of(x)[0] in ("hopper", "blackwell")
-    return large and x.element_size() == 2 and B.shape[3] <= LARGEST[0] and x.shape[3] <= LARGEST[1]
 
 
 def _widths(N: int) -> tuple[int, int]:
@@ -715,25 +706,26 @@ def ssd_fwd(
     G, N = B.shape[2:]
     gs, gc = by_head(gs), by_head(gc)
     BC, widths = S.shape[3], _widths(N)
-    NP, sequences = n * cdiv(T, PART), (None, None)
+    part = by_kind.ssd_part(kind_of(B, H, P, BC, packing)).takes
+    NP, sequences = n * cdiv(T, part), (None, None)
     if packing is not None:
-        n, parts = packing.sequences, packing.parts(PART, T)
+        n, parts = packing.sequences, packing.parts(part, T)
         NP, sequences = len(parts), (packing.cu_seqlens, parts)
     out, ends, kept, last = torch.empty_like(x), None, None, None
     if output_final_state:
         last = gc.new_empty(n, H, N, P)
         if packing is not None:  # a sequence without tokens has no program
             last.zero_() if initial_state is None else last.copy_(initial_state)
-    if T > PART:
+    if part < T:
         ends, kept = gc.new_empty(NP, H, N, P), gc.new_empty(NP, H)
         ssd_ends_kernel[(NP * H,)](
-            B, x, gs, gc, seq_idx, ends, kept, *sequences, T, gc.numel() // H, G, H, N, P, PART,
+            B, x, gs, gc, seq_idx, ends, kept, *sequences, T, gc.numel() // H, G, H, N, P, part,
             BC, *widths, **ENDS.launch(),
         )  # fmt: skip
     ssd_fwd_kernel[(NP * H,)](
         C, B, S, x, gs, gc, initial_state, ends, kept, D, z, seq_idx, out, last, *sequences, T,
         gc.numel() // H, whole(x, BC, packing), 1 if D is None else D.numel() // H, G, H, N, P,
-        PART, BC, min(BC, TOKENS), *widths, **FWD.launch(),
+        part, BC, min(BC, TOKENS), *widths, **FWD.launch(),
     )  # fmt: skip
     return out, last
 
@@ -756,7 +748,8 @@ def ssd_bwd_bc(
     n, T, H, P = x.shape
     G, N = B.shape[2:]
     gs, gc = by_head(gs), by_head(gc)
-    BC, splits, (BN, BP) = chunk_size, cdiv(H // G, MANY), _widths(N)
+    BC, (BN, BP) = chunk_size, _widths(N)
+    splits = by_kind.ssd_heads(kind_of(B, H, P, BC, packing), True).takes
     NT, *chunks = chunk_args(x, BC, packing)
     BT, sizes = min(BC, TOKENS), (*chunks, T, n * T, whole(x, BC, packing))
     dB, dC, sums = torch.empty_like(B), torch.empty_like(C), gc.new_empty(2, H, n, T)
@@ -800,7 +793,8 @@ def ssd_bwd_dx(
     n, T, H, P = x.shape
     G, N = B.shape[2:]
     gs, gc, xdy, dgc = (by_head(y) for y in (gs, gc, xdy, dgc))
-    BC, BT, few = chunk_size, min(chunk_size, TOKENS), cdiv(H // G, FEW)
+    BC, BT = chunk_size, min(chunk_size, TOKENS)
+    few = by_kind.ssd_heads(kind_of(B, H, P, BC, packing), False).takes
     NT, *chunks = chunk_args(x, BC, packing)
     sizes = *chunks, T, n * T, whole(x, BC, packing)
     per = 1 if D is None else D.numel() // H

@@ -203,7 +203,7 @@ def chunk_kda(
         q, k = l2norm(q, impl=impl), l2norm(k, impl=impl)
     save = "P A gc w kg qg h v_new" if keep_all else "P A crossing" if place.group else "P A"
     staged = keep_all or return_states or cp_context is not None
-    fused = 0 if staged else _fits(impl, q, v, chunk_size, cu_seqlens is not None)
+    fused = 0 if staged else _fused_passes(impl, q, v, chunk_size, cu_seqlens is not None)
     o, final_state, *kept = chunk(
         *place.joined(q, k, v, g, arguments.write_strength(beta, sigmoid)), A_log, dt_bias,
         place.entering(arguments.transposed(initial_state, state_v_first)), *place.bounds,
@@ -244,18 +244,18 @@ def _bounds(
     return None, bound
 
 
-def _fits(impl: str, q: Tensor, v: Tensor, chunk_size: int, packed: bool) -> int:
+def _fused_passes(impl: str, q: Tensor, v: Tensor, chunk_size: int, packed: bool) -> int:
     """How many of the two passes run in fused kernels, the forward pass first, where nothing is
     asked for that only the stages make. Both forms of the backward pass start from P and A.
     """
     if impl != "triton":
         return 0
-    from linattn_edu.kernels.fused import gdn_bwd, kda_bwd
+    from linattn_edu.kernels.routes import by_kind, kind_of
 
-    if not gdn_bwd.fits(q, v):
+    kind = kind_of(q, *v.shape[2:], chunk_size, packed)
+    if by_kind.kda_forward_stages(kind).takes == "staged":
         return 0
-    # the forward pass gives the same bits in all its kernels, whatever the batch
-    return 2 if kda_bwd.fits(q, v, chunk_size, packed) else 1
+    return 1 + (by_kind.kda_backward_stages(kind).takes == "fused")
 
 
 @dataclass(frozen=True)
