@@ -3,12 +3,12 @@
 import pytest
 import torch
 from delta.stage_checks import check_stage, grid, inputs
-from gdn_checks import exact_products, launches
+from gdn_checks import PAYS, exact_products, launches, without_gluon
 
-from linattn_edu.kernels import pieces
 from linattn_edu.kernels.delta import warm_up
 from linattn_edu.kernels.delta.gate_cumsum import gate_cumsum as gate_cumsum_kernel
 from linattn_edu.kernels.fused import gdn_fwd as kernels
+from linattn_edu.kernels.routes import forced
 from linattn_edu.kernels.tiles import device_of
 from linattn_edu.ops.gdn import forward, fused_stages, stages
 from linattn_edu.packing import pack
@@ -32,11 +32,11 @@ def test_intra_kernel_matches_reference(T, K, V, C, dtype, device):
 @pytest.mark.parametrize("T", [64, 100], ids=["whole chunks", "a rest"])
 @pytest.mark.parametrize("K", [64, 128])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_intra_in_one_kernel(T, K, dtype, device, monkeypatch):
+def test_intra_in_one_kernel(T, K, dtype, device, force):
     """What Hopper does in plain Triton where no value heads share a key."""
     if device_of(torch.empty(1, device=device))[0] not in ("hopper", "blackwell"):
         pytest.skip("made for Hopper")
-    monkeypatch.setattr(kernels, "gdn_intra", None)
+    force(intra_chunk="one")
     x = gdn_inputs(1, T, 2, 2, K, 16, dtype=dtype, device=device, seed=T + K)
     args = (x.q, x.k, x.beta, gate_cumsum(x.g, chunk_size=64))
     options = {"chunk_size": 64, "return_inverse": True}
@@ -113,12 +113,9 @@ def test_inverse_of_blocks_in_fp16(keys, K):
 
 @pytest.fixture
 def intra_gluon(device):
-    module = kernels.gdn_intra
-    if module is None or not module.triton.__version__.startswith(module.VERSIONS):
-        pytest.skip("a kernel for another Triton")
-    if device_of(torch.empty(1, device=device))[0] != "hopper":
-        pytest.skip("a kernel for Hopper")
-    return module
+    if why := without_gluon(device):
+        pytest.skip(why)
+    return kernels.gdn_intra
 
 
 @pytest.mark.gpu
@@ -126,7 +123,7 @@ def intra_gluon(device):
     ("B", "T", "H", "HV"), [(2, 8192, 4, 4), (1, 6400, 4, 8), (2, 128, 1, 2), (1, 100, 2, 2)]
 )
 @pytest.mark.parametrize("K", [64, 128])
-def test_intra_gluon(B, T, H, HV, K, device, intra_gluon, monkeypatch):
+def test_intra_gluon(B, T, H, HV, K, device, intra_gluon):
     """Both kernels are right, and give the same bits."""
     x = gdn_inputs(B, T, H, HV, K, 16, dtype=torch.bfloat16, device=device, seed=T + K)
     args = (x.q, x.k, x.beta, gate_cumsum(x.g, chunk_size=64))
@@ -140,8 +137,7 @@ def test_intra_gluon(B, T, H, HV, K, device, intra_gluon, monkeypatch):
             else intra_gluon.intra_chunk_gluon_kernel
         ]
         check_stage(kernels.intra_chunk, references.intra_chunk, args, chunk_size=64, **more)
-        with monkeypatch.context() as patch:
-            patch.setattr(intra_gluon, "whole", lambda *_: False)
+        with forced(intra_ring=0):
             alone = kernels.intra_chunk(*args, chunk_size=64, **more)
         for a, b in zip(got, alone, strict=True):
             assert a is b is None or torch.equal(a, b)
@@ -166,7 +162,7 @@ def test_intra_gluon_of_packed_sequences(K, device, intra_gluon):
 @pytest.mark.gpu
 @pytest.mark.parametrize("keys", KEYS)
 @pytest.mark.parametrize("K", [64, 128])
-def test_intra_gluon_with_any_keys(keys, K, device, intra_gluon, monkeypatch):
+def test_intra_gluon_with_any_keys(keys, K, device, intra_gluon, force):
     """No worse than the kernel in plain Triton, whose products are in tf32."""
     torch.manual_seed(K)
     k, beta = KEYS[keys](torch.randn(1, 64, 64, K))
@@ -175,7 +171,7 @@ def test_intra_gluon_with_any_keys(keys, K, device, intra_gluon, monkeypatch):
     options = {"chunk_size": 64, "return_inverse": True}
     want = references.intra_chunk(*(x.double() for x in (k, k, beta, gc)), **options)
     got = kernels.intra_chunk(k, k, beta, gc, **options)
-    monkeypatch.setattr(kernels, "gdn_intra", None)
+    force(intra_chunk="one")
     plain = kernels.intra_chunk(k, k, beta, gc, **options)
     for a, b, c in zip(got, plain, want, strict=True):
         assert relative_rms(a, c) < 1.06 * relative_rms(b, c) + 1e-9
@@ -194,7 +190,7 @@ def test_scan_kernel_matches_reference(T, K, V, C, dtype, device):
     ("T", "K", "V", "packed"), [(150, 128, 128, False), (65, 100, 64, False), (130, 128, 128, True)]
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_scan_transposed_gives_the_same_bits(T, K, V, packed, dtype, device, monkeypatch):
+def test_scan_transposed_gives_the_same_bits(T, K, V, packed, dtype, device, force, monkeypatch):
     """Which of the two runs follows from what fills the GPU, and must not be seen."""
     x = inputs(T, K, V, dtype, device)
     tensors, h0, own = (x.q, x.k, x.v, x.g, x.beta), x.initial_state, {}
@@ -211,8 +207,8 @@ def test_scan_transposed_gives_the_same_bits(T, K, V, packed, dtype, device, mon
     P, R, _ = kernels.intra_chunk(q, k, beta, gc, chunk_size=64, **own)
     exact_products(monkeypatch)
     got = []
-    for crowded in (True, False):
-        monkeypatch.setattr(kernels, "crowded", lambda *_, crowded=crowded: crowded)
+    for form in ("transposed", "upright"):
+        force(transposed=form)
         options = {"scale": 0.3, "output_final_state": True, **own}
         got.append(kernels.scan(q, k, v, gc, P, R, h0, **options))
     for name, a, b in zip(("o", "final_state"), *got, strict=True):
@@ -220,25 +216,24 @@ def test_scan_transposed_gives_the_same_bits(T, K, V, packed, dtype, device, mon
 
 
 @pytest.fixture
-def plain_and_gluon(device, monkeypatch):
+def plain_and_gluon(device, force):
     """The scan of what `gdn_inputs` gives, in plain Triton, then in Gluon, twice."""
-    scan_gluon = kernels.gdn_scan
-    if scan_gluon is None or not scan_gluon.triton.__version__.startswith(scan_gluon.VERSIONS):
-        pytest.skip("made for another Triton")
-    if device_of(torch.empty(1, device=device))[0] != "hopper":
-        pytest.skip("made for Hopper")
-    monkeypatch.setattr(scan_gluon, "pays", lambda *_: True)
+    if why := without_gluon(device):
+        pytest.skip(why)
+    force(**PAYS)
 
     def scans(x, h0):
         gc = gate_cumsum_kernel(x.g, chunk_size=64)
         P, R, _ = kernels.intra_chunk(x.q, x.k, x.beta, gc, chunk_size=64)
         args, options = (x.q, x.k, x.v, gc, P, R, h0), {"scale": 0.3}
-        assert scan_gluon.fits(x.q, x.k, x.v, P, R, None)
-        with monkeypatch.context() as patch:
-            patch.setattr(kernels, "gdn_scan", None)
-            yield kernels.scan(*args, **options, output_final_state=h0 is not None)
+        with forced(scan="triton"):
+            want = kernels.scan(*args, **options, output_final_state=h0 is not None)
+        yield want
         for _ in range(2):  # what is copied ahead must not be overtaken
-            yield kernels.scan(*args, **options, output_final_state=h0 is not None)
+            with launches() as ran:
+                got = kernels.scan(*args, **options, output_final_state=h0 is not None)
+            assert kernels.gdn_scan.scan_gluon_kernel in ran
+            yield got
 
     return scans
 
@@ -266,11 +261,9 @@ def test_scan_gluon_gives_the_same_bits(B, T, HV, K, V, given, dtype, device, pl
 @pytest.mark.parametrize("given", [False, True], ids=["zero", "state"])
 @pytest.mark.parametrize("gates", ["forgotten", "slow", "mixed", "maps"])
 @pytest.mark.parametrize(("T", "K"), [(1024, 128), (960, 64)], ids=["whole pieces", "a rest"])
-def test_scan_gluon_in_pieces(T, K, gates, given, device, plain_and_gluon, monkeypatch):
+def test_scan_gluon_in_pieces(T, K, gates, given, device, plain_and_gluon, force, monkeypatch):
     """Pieces of 256 tokens, found forgotten in 128, or by their maps: the bits of scan_kernel."""
-    rule = {"LENGTH": 256, "LEAST": 2} if gates == "maps" else {"PROGRAMS": 0, "SPAN": 32}
-    for name, value in rule.items():
-        monkeypatch.setattr(pieces, name, value)
+    force(**{"LENGTH": 256, "LEAST": 2} if gates == "maps" else {"PROGRAMS": 0, "SPAN": 32})
     monkeypatch.setattr(warm_up, "REACH", 128)
     found = []
 

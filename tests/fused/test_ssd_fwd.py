@@ -37,10 +37,9 @@ def test_parts_of_packed_sequences(lengths):
 
 
 @pytest.fixture(params=[4096, 128], ids="PART={}".format)
-def split(request, monkeypatch):
+def split(request, force):
     """Two heads a program where heads are summed; sequences of one part, or of several."""
-    monkeypatch.setattr(kernels, "MANY", 2)
-    monkeypatch.setattr(kernels, "PART", request.param)
+    force(SSD_MANY=2, SSD_PART=request.param)
 
 
 @pytest.mark.parametrize(tuple(AXES), CASES, ids=name)

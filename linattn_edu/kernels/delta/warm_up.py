@@ -168,7 +168,7 @@ def warm_up(
         num_warps=4, num_stages=1,
     )  # fmt: skip
     load = load_of(kind_of(k, HV, V, chunk_size, packing), k, packing)
-    choice = by_load.both_widths(load, choice).takes == 1
+    choice = choice and by_load.both_widths(load).takes == 1
     warm = gc.new_empty(1 + choice, pieces.N, HV, dtype=torch.int32)
     warm_up_kernel[(1 if choice else cdiv(rows, ROWS),)](
         bound, warm, pieces.cu_seqlens, pieces.sequence, pieces.T, pieces.N // pieces.batch, rows,

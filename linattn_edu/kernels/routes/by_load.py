@@ -87,16 +87,16 @@ def ring_programs(K: int, H: int, HV: int) -> int:
 
 
 @decision
-def both_widths(load: Load, choice: bool) -> Choice:
-    """After a look whether some head does not forget: 1, two launches, of which one has nothing to
-    do, or 0, one.  choice: whether the scan has tiles of several widths.
+def both_widths(load: Load) -> Choice:
+    """Of a scan in pieces whose tiles have several widths, after a look whether some head does not
+    forget: 1, two launches, of which one has nothing to do, or 0, one.
 
     Where few whole sequences would leave a GPU half empty.
     """
     kind = load.kind
-    if choice and 2 * load.sequences * kind.HV * cdiv(kind.V, 64) < 3 * load.processors:
+    if 2 * load.sequences * kind.HV * cdiv(kind.V, 64) < 3 * load.processors:
         return Choice(1, "few whole sequences: narrow tiles, should a head not forget")
-    return Choice(0, "whole sequences would fill the GPU, or the tiles have one width")
+    return Choice(0, "whole sequences would fill the GPU")
 
 
 @decision

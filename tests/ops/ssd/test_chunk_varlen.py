@@ -20,7 +20,6 @@ from ops.ssd.ssd_cases import (
 )
 
 from linattn_edu import mamba_chunk_scan_combined
-from linattn_edu.kernels.fused import ssd_fwd
 from linattn_edu.testing import assert_close
 
 pytestmark = pytest.mark.usefixtures("poison")
@@ -96,7 +95,7 @@ def test_packed_sequences_equal_each_by_itself(form, impl, device):
 
 
 @pytest.mark.parametrize("given", ["all", "channels"])
-def test_long_sequences_in_parts(given, device, monkeypatch):
+def test_long_sequences_in_parts(given, device, force):
     """Parts of 128 tokens in place of 4096: as in one part, and packed to the bit as each alone."""
     lengths = (300, 0, 129, 128, 5)
     x, options, do, dht = packed("fused", lengths, device, given)
@@ -104,7 +103,7 @@ def test_long_sequences_in_parts(given, device, monkeypatch):
         x.pop("z", None)
     options["impl"] = "triton"
     whole = together(x, do, dht, lengths, **options)
-    monkeypatch.setattr(ssd_fwd, "PART", 128)
+    force(SSD_PART=128)
     got = together(x, do, dht, lengths, **options)
     for name in ("o", "ht"):
         assert_close(name, got[name], whole[name], tolerance(name, torch.bfloat16))
