@@ -48,7 +48,7 @@ SCALARS = ("dg", "dbeta", "dA_log", "ddt_bias")
 
 def holds(q: torch.Tensor, v: torch.Tensor) -> bool:
     """Whether the fused stages of the delta rule hold such heads where they are."""
-    return by_kind.gdn_stages(kind_of(q, *v.shape[2:], 64, None)).takes == "fused"
+    return by_kind.gdn_backward_stages(kind_of(q, *v.shape[2:], 64, None)).takes == "fused"
 
 
 def without_gluon(device: str | torch.device) -> str | None:

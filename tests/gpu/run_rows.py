@@ -108,7 +108,7 @@ def rows():
         DTYPES[2], (*equal(16, 64, 100, 128), (128, 33), (64, 128))
     ):
         q = torch.empty(1, 1, 1, size[0], dtype=dtype, device="cuda")
-        if by_kind.gdn_stages(kind_of(q, 1, size[1], 64, None)).takes == "fused":
+        if by_kind.gdn_backward_stages(kind_of(q, 1, size[1], 64, None)).takes == "fused":
             yield "fused_bwd", dtype, size, "shipped"
             yield "kda_fused", dtype, size, "shipped"
     for size, by_channels in of_generation(ema_kernels.CONFIGS, generation).items():

@@ -95,7 +95,7 @@ CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
 def holds(q, v):
     """Whether the fused stages of the delta rule hold such heads."""
-    return by_kind.gdn_stages(kind_of(q, *v.shape[2:], 64, None)).takes == "fused"
+    return by_kind.gdn_backward_stages(kind_of(q, *v.shape[2:], 64, None)).takes == "fused"
 
 
 def launches(K, V, dtype, chunk_size, heads):

@@ -27,8 +27,8 @@ FUSED = (
 
 
 @decision
-def gdn_stages(kind: Kind, ranks: bool = False) -> Choice:
-    """Of both passes of Gated DeltaNet: "fused" or "staged".
+def gdn_backward_stages(kind: Kind, ranks: bool = False) -> Choice:
+    """Of the backward pass of Gated DeltaNet: "fused" or "staged"; the forward pass is fused.
 
     ranks: over ranks, each finds the map of its whole part first, in which the chain of
     scan_map_bwd is twice as long as that of piece_map_bwd.
@@ -137,7 +137,7 @@ def intra_chunk(kind: Kind) -> Choice:
     """Of Gated DeltaNet: in "gluon", in "one" kernel of plain Triton, or in "two"."""
     why = first(INTRA, kind)
     if why is None:
-        return Choice("gluon", "Gluon: Hopper, bfloat16, K={K}, chunks of {C}")
+        return Choice("gluon", "Hopper, bfloat16, K={K}, chunks of {C}")
     return Choice("two" if first(ONE, kind) else "one", why)
 
 
@@ -156,7 +156,7 @@ def gluon_scan(kind: Kind, wide: bool) -> Choice:
     why = first(WIDE if wide else SCAN, kind)
     if why:
         return Choice("triton", why)
-    return Choice("gluon", "Gluon: Hopper, {dtype}, K={K}, whole chunks of {C}")
+    return Choice("gluon", "Hopper, {dtype}, K={K}, whole chunks of {C}")
 
 
 @decision
@@ -176,7 +176,7 @@ def intra_chunk_bwd(kind: Kind) -> Choice:
     why = first(INTRA_BWD, kind)
     if why:
         return Choice("triton", why)
-    return Choice("gluon", "Gluon: Hopper, {dtype}, K={K}, V={V}, whole chunks of {C}")
+    return Choice("gluon", "Hopper, {dtype}, K={K}, V={V}, whole chunks of {C}")
 
 
 def words(kind: Kind) -> bool:
@@ -213,7 +213,7 @@ def kda_fused_intra_bwd(kind: Kind) -> Choice:
         return Choice("apart", why)
     if why := first(KDA_INTRA, kind):
         return Choice("triton", why)
-    return Choice("gluon", "Gluon: Hopper, bfloat16, K={K}, V={V}, whole chunks of {C}")
+    return Choice("gluon", "Hopper, bfloat16, K={K}, V={V}, whole chunks of {C}")
 
 
 @decision

@@ -144,4 +144,4 @@ def head_parts(load: Load) -> Choice:
     parts = max((n for n in fine if rounds(n) <= rounds(1)), default=1)
     if parts == 1:
         return Choice(1, "parts would leave multiprocessors idle, or be too small")
-    return Choice(parts, "no more multiprocessors idle than with all heads at once")
+    return Choice(parts, "all in Gluon, and no more multiprocessors idle than with all heads")
