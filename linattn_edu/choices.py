@@ -37,6 +37,16 @@ GPUS = {
 }
 INTERPRETER = GPU("Triton's interpreter", (9, 0), 1, compiled=False)
 
+
+def generation(capability: tuple[int, int]) -> str:
+    """The tables' name of a GPU generation, by compute capability."""
+    if capability < (8, 0):
+        return "turing"
+    if capability in ((10, 0), (10, 3)):
+        return "blackwell"
+    return "hopper" if capability == (9, 0) else "ampere"
+
+
 _about: ContextVar[tuple[GPU, Callable] | None] = ContextVar("about", default=None)
 _asking = [0]  # how many ask at the moment: where nobody does, a choice costs one look at this
 

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from linattn_edu.choices import asked
+from linattn_edu.choices import asked, generation
 from linattn_edu.packing import Packing
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -194,15 +194,6 @@ def _launch(config: Config, K: int | None, V: int | None) -> dict[str, int]:
 def row(num_warps: int, num_stages: int, maxnreg: int | None = None, **tiles: int) -> Config:
     """Config(tiles, num_warps, num_stages, maxnreg), written as the tables write it."""
     return Config(tuple(tiles.items()), num_warps, num_stages, maxnreg)
-
-
-def generation(capability: tuple[int, int]) -> str:
-    """The table's name of a GPU generation, by compute capability."""
-    if capability < (8, 0):
-        return "turing"
-    if capability in ((10, 0), (10, 3)):
-        return "blackwell"
-    return "hopper" if capability == (9, 0) else "ampere"
 
 
 @functools.cache

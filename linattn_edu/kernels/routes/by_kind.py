@@ -64,7 +64,7 @@ GLUON = (
     ("in Triton's interpreter, which knows no Gluon", lambda k: k.compiled),
     ("{generation} GPU: Gluon kernels are for Hopper", lambda k: k.generation == "hopper"),
     ("chunks of {C}: Gluon kernels take 64", lambda k: k.C == limits.CHUNK),
-    ("{gluon}", lambda k: not k.gluon),
+    ("Gluon is {gluon}", lambda k: not k.gluon),
 )
 WHOLE = (
     ("packed sequences", lambda k: not k.packed),

@@ -21,7 +21,7 @@ GLUON_FROM = (3, 6)  # Triton's versions with the Gluon of these kernels
 def _gluon() -> str:
     """Why the kernels in Gluon are off, or "": they are on with this Triton, or tried."""
     if tuple(int(n) for n in triton.__version__.split(".")[:2]) < GLUON_FROM:
-        return f"Gluon is off with Triton {triton.__version__}: it needs 3.6 or newer"
+        return f"off, Triton {triton.__version__}: it needs 3.6 or newer"
     try:
         from triton.experimental.gluon.language.nvidia.hopper import (  # noqa: F401
             fence_async_shared,
@@ -32,7 +32,7 @@ def _gluon() -> str:
         )
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor  # noqa: F401
     except (ImportError, AttributeError) as error:
-        return f"Gluon is off with Triton {triton.__version__}, where it has other names: {error}"
+        return f"off, Triton {triton.__version__}, which has other names: {error}"
     return ""
 
 

@@ -143,7 +143,7 @@ def chunk_kda(
     of a group of 64 fades by more than 2^60 up to the middle of a chunk or from there (chapter 11).
 
     The forward pass runs in fused stages (chapter 24) in 16 bit on Hopper and later, for K and V up
-    to 128; the backward pass too on Hopper with Triton 3.6, in bfloat16, for K and V of 128, as
+    to 128; the backward pass too in Gluon on Hopper, in bfloat16, for K and V of 128, as
     many q/k heads as value heads, chunks of 64 and sequences of whole chunks, of at least 2^14
     tokens times heads, unless cu_seqlens is given. Neither does with cp_context, disable_recompute
     or return_intermediate_states. Their last bits are not those of the stages one by one.
