@@ -99,12 +99,14 @@ def load_of(kind: Kind, x: Tensor, packing: Packing | None) -> Load:
 
 # -- a decision
 
+_decisions: set[str] = set()  # their names
 _forced: dict[str, Choice] = {}  # decision -> what it is to choose
 
 
 def decision(f: Callable) -> Callable:
     """Make of f(record, ...) -> Choice a decision, which has the name of f."""
     name = f.__name__
+    _decisions.add(name)
 
     @functools.wraps(f)
     def choose(record, *about) -> Choice:
@@ -122,6 +124,9 @@ def forced(**what: object) -> Iterator[None]:
     For tests and benchmarks: `forced(scan="triton", LENGTH=256)`. In all threads; the programs of
     kernels.host.plan are to be cleared where calls of the same kind went before.
     """
+    for n in what:
+        if not (hasattr(limits, n) if n.isupper() else n in _decisions):
+            raise AttributeError(f"routes have no limit and no decision {n}")
     numbers = {n: what.pop(n) for n in [*what] if n.isupper()}
     before, held = {n: getattr(limits, n) for n in numbers}, {**_forced}
     for n, x in numbers.items():
