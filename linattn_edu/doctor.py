@@ -343,7 +343,8 @@ def sets(machine: Machine) -> dict[str, tuple[bool, str]]:
     if name != "hopper":
         return out | {"Gluon": (False, f"for Hopper: {gpu}")}
     on = "float16 and bfloat16, heads of 128, some of 64; whole chunks of 64"
-    return out | {"Gluon": (machine.gluon_problem is None, machine.gluon_problem or on)}
+    why = (machine.gluon_problem or "").removeprefix("off, ")
+    return out | {"Gluon": (not why, why or on)}
 
 
 def check(way: str) -> str:

@@ -23,7 +23,8 @@ from linattn_edu.ops.kda import chunk_kda
 from linattn_edu.ops.ssd import mamba_chunk_scan_combined
 
 CANNOT = "impl='triton' cannot run here: "
-# decision -> what it takes -> how that is said; a text alone for whatever it takes
+# decision -> what it takes -> how that is said in a step, "" for what goes without saying; a text
+# alone for whatever it takes
 SETS = {"fused": "fused stages", "staged": "stage by stage"}
 KERNELS = {"gluon": "Gluon", "triton": "plain Triton", "one": "plain Triton", "two": "plain Triton"}
 SAID = {
@@ -31,20 +32,20 @@ SAID = {
     "kda_forward_stages": SETS,
     "kda_backward_stages": SETS,
     "ssd_stages": SETS,
-    "chunk_limit": "chunks of {} at most",
+    "chunk_limit": {64: "", None: "chunks of {} at most"},
     "kda_fused_intra_bwd": KERNELS | {"apart": "stage by stage"},
-    "kda_near": {"anchored": "near channels by their own kernel", "all": "all channels alike"},
-    "kda_halved": "halved rows: {}",
-    "pieces": {0: "not cut by maps", None: "pieces of {}"},
-    "spans": {0: "not cut where forgotten", None: "pieces of {}"},
-    "ssd_part": "parts of {}",
-    "ssd_heads": "heads of a group in {}",
-    "transposed": "{}",
+    "kda_near": {"anchored": "near channels by their own kernel", "all": ""},
+    "kda_halved": {"far": "", None: "halved rows: {}"},
+    "pieces": {0: "", None: "pieces of {}"},
+    "spans": {0: "", None: "pieces of {}"},
+    "ssd_part": "",
+    "ssd_heads": {1: "", None: "heads of a group in {} parts"},
+    "transposed": {"upright": "", "transposed": "transposed"},
     "intra_ring": {0: "a program a chunk", None: "{} programs a multiprocessor"},
-    "both_widths": {0: "one width", 1: "two widths"},
+    "both_widths": {0: "", 1: "launched for two widths of tiles"},
     "together": {0: "two launches", 1: "one launch"},
-    "workers": "{} tiles of values a program",
-    "head_parts": {1: "all heads at once", None: "{} parts of the heads"},
+    "workers": {1: "", None: "{} tiles of values a program"},
+    "head_parts": {1: "", None: "{} parts of the heads"},
 }
 # decision -> the passes whose stages it takes
 OF_PASS = {
@@ -56,7 +57,9 @@ OF_PASS = {
 
 
 class Step(NamedTuple):
-    """A kernel that is launched, and the reasons for it: what was chosen since the one before."""
+    """A kernel that is launched, and the reasons for it: what was chosen since the one before that
+    does not go without saying.
+    """
 
     kernel: str
     why: tuple[str, ...]
@@ -202,8 +205,8 @@ def _run(gpu: GPU, function: Callable, bound, which: str | None) -> tuple[tuple[
         one = name, choice.takes, choice.why.format(*more, **fields)
         if one not in told:
             told.append(one)
-            if name not in OF_PASS:
-                fresh.append(f"{_said(name, choice.takes)}: {one[2]}")
+            if name not in OF_PASS and (said := _said(name, choice.takes)):
+                fresh.append(f"{said}: {one[2]}")
 
     def launched(run: Callable, kernel, args: tuple, grid, kwargs: dict) -> None:
         if not listens[0]:
