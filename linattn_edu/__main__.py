@@ -1,6 +1,7 @@
 """``python -m linattn_edu doctor``, ``... route``, ``... train`` and ``... puzzle``."""
 
 import argparse
+import os
 import sys
 
 from linattn_edu import __version__, dry_run, puzzles, train
@@ -31,5 +32,17 @@ def main(argv: list[str] | None = None) -> int:
     return doctor()
 
 
+def program() -> int:
+    """`main` for a shell; 1 where the reader of its output has gone, as ``| head`` has."""
+    try:
+        code = main()
+        print(end="", flush=True)
+        return code
+    except BrokenPipeError:
+        # what is left in the buffer would be written, and fail, at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(program())

@@ -4,6 +4,7 @@ import importlib.util
 import os
 import sys
 from contextlib import ExitStack
+from pathlib import Path
 
 import torch
 
@@ -37,6 +38,17 @@ def pytest_runtest_makereport(item, call):
         if os.environ.get("PYTEST_XDIST_WORKER"):
             os._exit(3)
         pytest.exit(f"{item.nodeid}: illegal memory access", returncode=3)
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    """Where LINATTN_EDU_RAN names a file, what ran on which GPU goes into it."""
+    file = os.environ.get("LINATTN_EDU_RAN")
+    if not file or not torch.cuda.is_available() or hasattr(config, "workerinput"):
+        return
+    from gpu import ran
+
+    counts = {name: len(found) for name, found in terminalreporter.stats.items()}
+    ran.add(ran.record(config.args, counts), Path(file))
 
 
 @pytest.fixture(autouse=True)

@@ -143,18 +143,18 @@ MUTANTS = [
     ),
     # moving averages
     Mutant(
-        "an average folds its segments in the wrong order",
+        "an average folds its pieces in the wrong order",
         f"{KERNELS}/ssd/ema.py",
         "n - j if REVERSE else j + 1",
         "j + 1 if REVERSE else n - j",
-        "tests/ssd/test_ema.py -k segments",
+        "tests/ssd/test_ema.py -k pieces",
     ),
     Mutant(
-        "an average finds the parts of the segment after",
+        "an average finds the parts of the piece after",
         f"{KERNELS}/ssd/ema.py",
         "i_l = i_l if REVERSE else i_l - 1",
         "i_l = i_l",
-        "tests/ssd/test_ema.py -k segments",
+        "tests/ssd/test_ema.py -k pieces",
     ),
     Mutant(
         "an average's weights of later tokens change how an earlier row is rounded",
@@ -434,6 +434,13 @@ MUTANTS = [
     ),
     # the book
     Mutant(
+        "a reader's puzzle is written anew at each call",
+        "linattn_edu/puzzles.py",
+        "if path.is_file() and not again:",
+        "if path.is_file() and again:",
+        "tests/test_puzzles.py -k kept",
+    ),
+    Mutant(
         "a kernel takes two steps in another order",
         f"{KERNELS}/delta/output.py",
         "# eq:delta-intra   P = Q K^T * G",
@@ -481,7 +488,7 @@ MUTANTS = [
     ),
     Mutant(
         "the fused states of a chapter are written without beta",
-        f"{KERNELS}/fused/gdn_bwd.py",
+        f"{KERNELS}/fused/gdn_scans.py",
         "cast(b_beta[:, None] * b_W, b_AG.dtype)",
         "cast(b_W, b_AG.dtype)",
         "--nbval-lax chapters/24_fusion.ipynb",
@@ -520,14 +527,14 @@ MUTANTS = [
     ),
     Mutant(
         "an unaligned state gets the program of an aligned one",
-        f"{KERNELS}/plan.py",
+        f"{KERNELS}/host/plan.py",
         "x.dtype, x.data_ptr() % 16)",
         "x.dtype)",
         "tests/kernels/test_plan.py -k anywhere",
     ),
     Mutant(
         "a program forgets where in a tensor a view begins",
-        f"{KERNELS}/plan.py",
+        f"{KERNELS}/host/plan.py",
         "x.storage_offset() + moved",
         "x.storage_offset()",
         "tests/kernels/test_plan.py -k any_kind",
@@ -535,17 +542,32 @@ MUTANTS = [
     # kernels that are compiled before their launch
     Mutant(
         "going through a composition changes its tensors",
-        f"{KERNELS}/precompile.py",
+        f"{KERNELS}/host/precompile.py",
         "        return args[0]\n",
         "        return func(*args, **kwargs)\n",
         "tests/kernels/test_precompile.py -k forms",
     ),
     Mutant(
         "kernels are compiled one after the other",
-        f"{KERNELS}/precompile.py",
+        f"{KERNELS}/host/precompile.py",
         "return super().submit(_compiled, compile)",
         "future = super().submit(_compiled, compile); future.exception(); return future",
         "tests/kernels/test_precompile.py -k hopper",
+    ),
+    # what was measured, and of which sources
+    Mutant(
+        "a time without a record of its sources passes for one of today",
+        "linattn_edu/sources.py",
+        'return "unrecorded"',
+        "return None",
+        "tests/benchmarks/test_sources.py -k why_a_row",
+    ),
+    Mutant(
+        "a table of tiles is no part of what ran",
+        "linattn_edu/sources.py",
+        "return {n.id for x in targets for n in ast.walk(x) if isinstance(n, ast.Name)}",
+        "return set()",
+        "tests/benchmarks/test_sources.py -k changes_a_hash",
     ),
 ]
 

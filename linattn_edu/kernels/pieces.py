@@ -1,7 +1,8 @@
-"""Long sequences of few heads in pieces that are scanned side by side.
+"""Long sequences of few heads in pieces that are scanned side by side, in one of two ways.
 
-The state that enters a piece is found first, from the maps of the pieces before it; or, where there
-are more heads, a piece begins a little earlier, where all that the state held is forgotten by then.
+`by_maps`: the state that enters a piece is found first, from maps of the pieces before it.
+`by_warm_up`, where there are more heads: a scan begins some chunks before its piece, where all that
+the state held is forgotten when the piece begins.
 """
 
 from collections.abc import Callable
@@ -36,8 +37,15 @@ class Pieces:
         """Whether a sequence may be cut."""
         return self.batch < self.N
 
-    def entering(self, merge: Callable, maps: tuple[Tensor, Tensor], state: Tensor | None):
-        """[N, ...]: the state that enters each piece, or with cp_merge_bwd leaves it."""
+    def entering(
+        self, merge: Callable, make: Callable, given: tuple, state: Tensor | None, **options
+    ) -> Tensor | None:
+        """[N, ...]: the state that enters each piece, by the maps that `make` makes of `given`; or
+        with cp_merge_bwd the gradient that leaves it. Of whole sequences it is `state` itself.
+        """
+        if not self.several:
+            return state
+        maps = make(*given, pieces=self, **options)
         first = 1 if self.chains is not None else self.batch
         S_ext, M = (x.view(first, -1, *x.shape[1:]) for x in maps)
         offsets = {} if self.chains is None else {"offsets": self.chains}
@@ -77,19 +85,21 @@ def whole_of(x: Tensor, packing: Packing | None) -> Pieces:
     return Pieces(batch, cu_seqlens, chunk_offsets, x.shape[1], batch)
 
 
-def pieces_of(x: Tensor, heads: int, V: int, chunk_size: int, packing: Packing | None) -> Pieces:
-    """The pieces that a scan of x [B, T, ...] with states [heads, K, V] works on, by their maps."""
-    size = by_kind.pieces(kind_of(x, heads, V, chunk_size, packing)).takes
-    return _cut(x, chunk_size, packing, size, limits.LEAST) if size else whole_of(x, packing)
+def by_maps(x: Tensor, heads: int, V: int, chunk_size: int, packing: Packing | None) -> Pieces:
+    """The pieces of a scan of x [B, T, ...] with states [heads, K, V] that are entered by maps."""
+    size = by_kind.pieces_by_maps(kind_of(x, heads, V, chunk_size, packing)).takes
+    return _in_pieces(x, chunk_size, packing, size, limits.LEAST) if size else whole_of(x, packing)
 
 
-def spans_of(x: Tensor, heads: int, V: int, chunk_size: int, packing: Packing | None) -> Pieces:
-    """The pieces of a scan that may begin anew where a state is forgotten."""
-    size = by_kind.spans(kind_of(x, heads, V, chunk_size, packing)).takes
-    return _cut(x, chunk_size, packing, size, 2) if size else whole_of(x, packing)
+def by_warm_up(x: Tensor, heads: int, V: int, chunk_size: int, packing: Packing | None) -> Pieces:
+    """The pieces of such a scan that are entered by a warm-up."""
+    size = by_kind.pieces_by_warm_up(kind_of(x, heads, V, chunk_size, packing)).takes
+    return _in_pieces(x, chunk_size, packing, size, 2) if size else whole_of(x, packing)
 
 
-def _cut(x: Tensor, chunk_size: int, packing: Packing | None, size: int, least: int) -> Pieces:
+def _in_pieces(
+    x: Tensor, chunk_size: int, packing: Packing | None, size: int, least: int
+) -> Pieces:
     """Sequences of `least` pieces and more in pieces of `size` tokens, the last of what is left."""
     whole, T = whole_of(x, packing), x.shape[1]
     batch, cu_seqlens, chunk_offsets = whole.batch, whole.cu_seqlens, whole.chunk_offsets

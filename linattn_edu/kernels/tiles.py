@@ -315,9 +315,13 @@ def widest(table: dict, k: torch.Tensor, heads: int, V: int) -> dict[str, int]:
     return config
 
 
-def scan_launch(table: dict, k: torch.Tensor, heads: int, V: int) -> tuple[tuple[int], dict]:
-    """(grid, BK and the row that `widest` chooses) of a kernel that carries S [K, BV]."""
-    config = widest(table, k, heads, V)
+def scan_launch(
+    table: dict | Config, k: torch.Tensor, heads: int, V: int
+) -> tuple[tuple[int], dict]:
+    """(grid, BK and the row) of a kernel that carries S [K, BV]: the row that `widest` chooses of a
+    `scan_table`, or this one.
+    """
+    config = table.launch() if isinstance(table, Config) else widest(table, k, heads, V)
     return (heads * cdiv(V, config["BV"]),), {"BK": block(k.shape[-1]), **config}
 
 

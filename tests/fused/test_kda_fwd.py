@@ -12,7 +12,7 @@ from gdn_checks import PAYS, exact_products, holds, launches, without_gluon
 
 from linattn_edu.kernels.delta.kda_intra import kda_intra as kda_intra_kernel
 from linattn_edu.kernels.fused import kda_fwd as kernels
-from linattn_edu.kernels.fused.kda_bwd import kda_gates
+from linattn_edu.kernels.fused.kda_scans import kda_gates
 from linattn_edu.kernels.routes import forced
 from linattn_edu.kernels.tiles import device_of
 from linattn_edu.ops.kda import forward, fused_stages, stages

@@ -30,7 +30,7 @@ from linattn_edu.kernels.delta import (
     wy_bwd,
 )
 from linattn_edu.kernels.delta import rms_norm_gated as norm
-from linattn_edu.kernels.fused import gdn_fwd
+from linattn_edu.kernels.fused import gdn_fwd, gdn_intra
 from linattn_edu.kernels.routes import by_kind, choosing, forced, kind_of
 from linattn_edu.kernels.ssd import ema as ema_kernels
 from linattn_edu.kernels.ssd import ema_bwd as ema_bwd_kernels
@@ -53,8 +53,8 @@ TABLES = (
     ("wy", wy, "CONFIGS"),
     ("state", state, "CONFIGS"),
     ("output", output, "CONFIGS"),
-    ("scores", gdn_fwd, "SCORES_CONFIGS"),
-    ("resolvent", gdn_fwd, "RESOLVENT_CONFIGS"),
+    ("scores", gdn_intra, "SCORES_CONFIGS"),
+    ("resolvent", gdn_intra, "RESOLVENT_CONFIGS"),
     ("scan", gdn_fwd, "SCAN_CONFIGS"),
     ("output_bwd", output_bwd, "CONFIGS"),
     ("state_bwd", state_bwd, "CONFIGS"),
@@ -291,19 +291,24 @@ def run_kda_fused(dtype, K, V):
 
 
 def fused_kda_results(x, impl, chunk_size):
-    """o, the final state and all gradients of a fixed linear function of the two."""
+    """o, the final state and all gradients of a fixed linear function of the two.
+
+    The fused backward pass is for bfloat16 and rows of whole words.
+    """
     used, tensors = kda.fused_stages(impl), (x.q, x.k, x.v, x.g, x.beta)
     given = {"scale": 0.3, "initial_state": x.initial_state}
     o, final_state, residuals = kda.forward(
         used, *tensors, output_final_state=True, chunk_size=chunk_size, **given
     )
     ends = cotangents(o, final_state)
+    if x.v.dtype != torch.bfloat16 or x.v.shape[-1] % 2:
+        used = kda.stages(impl)
     got = kda.backward(used, *tensors, residuals, *ends, **given)
     return [o, final_state, *(dx for dx in got if dx is not None)]
 
 
-def run_ema(dtype, D, T, chunk_size, segment):
-    """The largest error of ema_scan's outputs and gradients, in segments of so many chunks."""
+def run_ema(dtype, D, T, chunk_size, piece):
+    """The largest error of ema_scan's outputs and gradients, in pieces of so many chunks."""
     generator = torch.Generator("cuda").manual_seed(T)
 
     def randn(*shape):
@@ -312,8 +317,8 @@ def run_ema(dtype, D, T, chunk_size, segment):
     x = {"x": randn(2, T, 3, D).to(dtype), "g": -(randn(2, T, 3) - 2).exp()}
     x |= {"weight": randn(2, T, 3) if T % 2 else None, "initial_state": randn(2, 3, D)}
     dy, dht = randn(2, T, 3, D).to(dtype), randn(2, 3, D)
-    kept = ema_kernels.SEGMENT
-    ema_kernels.SEGMENT = ema_bwd_kernels.SEGMENT = segment
+    kept = ema_kernels.PIECE
+    ema_kernels.PIECE = ema_bwd_kernels.PIECE = piece
     found = []
     try:
         for impl, to in (("triton", same), ("reference", torch.Tensor.double)):
@@ -328,7 +333,7 @@ def run_ema(dtype, D, T, chunk_size, segment):
                 )
             found.append([t for t in (*outputs, *gradients) if t is not None])
     finally:
-        ema_kernels.SEGMENT = ema_bwd_kernels.SEGMENT = kept
+        ema_kernels.PIECE = ema_bwd_kernels.PIECE = kept
     return max(relative_rms(a, b) for a, b in zip(*found, strict=True))
 
 
@@ -374,10 +379,10 @@ def run_staged(dtype, N, P, entry):
 
 
 def run_fused(dtype, N, P, entry):
-    """Both passes in few stages: chunks of two tiles, and of one; sequences of several parts."""
+    """Both passes in few stages: chunks of two tiles, and of one; sequences of several pieces."""
     chunks = ((500, 128, "documents"), (300, 128, "channels"), (129, 64, "nothing"))
     worst = run_ssd(dtype, N, P, ssd.fused_stages("triton"), chunks)
-    with forced(SSD_PART=128):
+    with forced(SSD_PIECE=128):
         return max(worst, run_ssd(dtype, N, P, ssd.fused_stages("triton"), chunks))
 
 

@@ -48,7 +48,7 @@ def differentiate(f, x, **flags):
 
 
 def averages(dtype, T, D, C):
-    """ema_scan of a batch, and of packed sequences of which one has several segments."""
+    """ema_scan of a batch, and of packed sequences of which one has several pieces."""
     for N, bounds in ((2, None), (3, [0, 0, 5, 70 * C])):
         B, T = (2, T) if bounds is None else (1, bounds[-1])
         x = torch.randn(B, T, 2, D, device="cuda").to(dtype).requires_grad_()
@@ -93,8 +93,8 @@ def mamba(dtype, T, N, P, C):
 
     The first heads are those of the fused stages where dtype and GPU have them, the others not.
     """
-    limits.SSD_PART = 128  # so that there are parts
-    T += limits.SSD_PART
+    limits.SSD_PIECE = 128  # so that there are several
+    T += limits.SSD_PIECE
     few = min(P, 64)
     # a short last chunk, none, and heads that the fused stages do not hold
     for P_, C_, T_ in ((few, 2 * C, T), (few, 2 * C, 256), (max(P, 65), C, T)):

@@ -54,7 +54,7 @@ CHANNEL_BOTH = kda_fused_scans(
     "kda_scans_gluon_kernel", kda_scans.STAGES, 1,
     STAGES_BACK=kda_scans.STAGES_BACK[1],
 )  # fmt: skip
-WHOLE = "warm_ptr", "forth_ptr", "back_ptr", "cu_ptr", "offsets_ptr"
+WHOLE = "warmup_ptr", "forth_ptr", "back_ptr", "cu_ptr", "offsets_ptr"
 # kernel, dtype, K, the pointers that are None
 FORMS = (
     (SCAN, "bf16", 128, ("h0_ptr", "ht_ptr", *WHOLE)),

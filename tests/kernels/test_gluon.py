@@ -12,13 +12,14 @@ if not triton.__version__.startswith(("3.6.", "3.7.")):
 
 (
     forward_gluon, intra_gluon, scan_gluon, scans_gluon, channel_gluon, kda_fused_scans,
-    channel_intra, fused, fused_bwd, kda_fused, kda_fused_bwd,
+    channel_intra, fused, fused_intra, fused_scans, fused_bwd, kda_fused, kda_scans, kda_fused_bwd,
 ) = (
     import_module(f"linattn_edu.kernels.{name}")
     for name in (
         "gluon.gdn_intra", "gluon.gdn_intra_bwd", "gluon.gdn_scan", "gluon.gdn_scans",
         "gluon.kda_scan", "gluon.kda_scans", "gluon.kda_intra_bwd",
-        "fused.gdn_fwd", "fused.gdn_bwd", "fused.kda_fwd", "fused.kda_bwd",
+        "fused.gdn_fwd", "fused.gdn_intra", "fused.gdn_scans", "fused.gdn_bwd",
+        "fused.kda_fwd", "fused.kda_scans", "fused.kda_bwd",
     )
 )  # fmt: skip
 # products of 64 terms and 64 columns, for the first chunk and in the loop: K S twice 64 terms, the
@@ -41,11 +42,12 @@ PRODUCTS["kda_scans_gluon_kernel"] = (
 
 def test_the_launchers_have_them():
     """What fails to import is left out in silence: it may be for another Triton."""
-    assert fused.gdn_scan is scan_gluon and fused.gdn_intra is forward_gluon
+    assert fused.gdn_scan is scan_gluon and fused_intra.gdn_intra is forward_gluon
     assert kda_fused.kda_scan is channel_gluon
-    assert kda_fused_bwd.kda_scans is kda_fused_scans
+    assert kda_scans.kda_scans is kda_fused_bwd.kda_scans is kda_fused_scans
     assert kda_fused_bwd.kda_intra_bwd_gluon is channel_intra
-    assert fused_bwd.gdn_scans is scans_gluon and fused_bwd.gdn_intra_bwd is intra_gluon
+    assert fused_scans.gdn_scans is fused_bwd.gdn_scans is scans_gluon
+    assert fused_bwd.gdn_intra_bwd is intra_gluon
 
 
 def test_compiled_for_hopper():

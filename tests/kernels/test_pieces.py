@@ -10,7 +10,7 @@ from linattn_edu.kernels.delta.gate_cumsum import gate_cumsum
 from linattn_edu.kernels.delta.kda_scans import kda_scans
 from linattn_edu.kernels.delta.state import state
 from linattn_edu.kernels.delta.state_bwd import state_bwd
-from linattn_edu.kernels.fused import gdn_fwd
+from linattn_edu.kernels.fused import gdn_fwd, gdn_intra
 from linattn_edu.kernels.routes import forced
 from linattn_edu.packing import pack
 from linattn_edu.testing import assert_close
@@ -79,7 +79,7 @@ def test_scan(shape, given, cut, device):
     own = packed(bounds, 16, device)
     h0 = state_of(x.initial_state, bounds).contiguous() if given else None
     gc = gate_cumsum(g, chunk_size=16, **own)
-    P, R, _ = gdn_fwd.intra_chunk(q, k, beta, gc, chunk_size=16, **own)
+    P, R, _ = gdn_intra.intra_chunk(q, k, beta, gc, chunk_size=16, **own)
 
     def run():
         return gdn_fwd.scan(q, k, v, gc, P, R, h0, scale=0.3, output_final_state=True, **own)

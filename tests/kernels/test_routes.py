@@ -17,7 +17,7 @@ import linattn_edu
 from linattn_edu import choices, dry_run
 from linattn_edu.choices import GPUS
 from linattn_edu.dry_run import DTYPES, OPERATORS, route
-from linattn_edu.kernels.fused import gdn_bwd, gdn_fwd
+from linattn_edu.kernels.fused import gdn_intra, gdn_scans
 from linattn_edu.kernels.gluon import gdn_intra_bwd, gdn_scan
 from linattn_edu.kernels.routes import (
     Kind,
@@ -250,15 +250,15 @@ def test_what_keeps_them():
         assert by_kind.intra_chunk_bwd(GOOD._replace(**other)).takes == "gluon", other
     assert by_kind.kda_backward_stages(GOOD._replace(T=1024)).takes == "fused"
     # the interpreter runs whatever the kernels hold
-    held = GOOD._replace(compiled=False, T=5, K=10, V=7, H=8, C=16, packed=True)
+    held = GOOD._replace(compiled=False, T=5, K=10, V=6, H=8, C=16, packed=True)
     assert by_kind.kda_backward_stages(held).takes == "fused"
     assert by_kind.gdn_backward_stages(GOOD, True).takes == "staged"
     one = GOOD._replace(dtype=torch.float16)
     assert by_kind.intra_chunk(one).takes == "one"
     for other in ({"K": 96}, {"C": 32}, {"H": 8}, {"generation": "ampere"}):
         assert by_kind.intra_chunk(one._replace(**other)).takes == "two", other
-    odd = GOOD._replace(K=33, V=64)
-    assert by_kind.kda_fused_intra_bwd(odd).takes == "apart"
+    for other in ({"V": 33}, {"K": 33}, {"dtype": torch.float16}):
+        assert by_kind.kda_backward_stages(held._replace(**other)).takes == "staged", other
 
 
 @pytest.mark.parametrize("name", ["scan", "scans", "kda_scan"])
@@ -284,15 +284,15 @@ def test_scans_in_gluon(name):
     assert takes(256, T=256) and not takes(256, T=192)
 
 
-def test_pieces_and_spans():
+def test_pieces():
     few = GOOD._replace(HV=4, T=8192)
-    assert by_kind.pieces(few).takes == 2048 and by_kind.spans(few).takes == 0
+    assert by_kind.pieces_by_maps(few).takes == 2048 and by_kind.pieces_by_warm_up(few).takes == 0
     for other in ({"T": 8191}, {"HV": 9}, {"large": False}):
-        assert by_kind.pieces(few._replace(**other)).takes == 0, other
+        assert by_kind.pieces_by_maps(few._replace(**other)).takes == 0, other
     more = GOOD._replace(HV=32, T=16384)
-    assert by_kind.spans(more).takes == 8192 and by_kind.pieces(more).takes == 0
+    assert by_kind.pieces_by_warm_up(more).takes == 8192 and by_kind.pieces_by_maps(more).takes == 0
     for other in ({"T": 16383}, {"HV": 8}, {"HV": 65, "T": 1 << 20}, {"large": False}):
-        assert by_kind.spans(more._replace(**other)).takes == 0, other
+        assert by_kind.pieces_by_warm_up(more._replace(**other)).takes == 0, other
 
 
 # -- what decisions may know
@@ -332,8 +332,8 @@ def test_a_kind_has_what_the_gpu_is():
 
 def test_kernels_in_gluon_are_chosen_for_what_they_take():
     assert (limits.CHUNK, limits.COLUMNS) == (gdn_scan.CHUNK, gdn_scan.BV)
-    assert limits.HEAD == gdn_intra_bwd.HEAD and limits.COLUMNS == gdn_bwd.BV
-    assert {*gdn_fwd.INTRA_CONFIGS["hopper"][2]} == {*limits.HEADS}
+    assert limits.HEAD == gdn_intra_bwd.HEAD and gdn_scans.SCAN.launch()["BV"] == limits.COLUMNS
+    assert {*gdn_intra.INTRA_CONFIGS["hopper"][2]} == {*limits.HEADS}
 
 
 def test_nothing_else_chooses():

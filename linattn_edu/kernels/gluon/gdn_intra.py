@@ -292,7 +292,7 @@ def intra_chunk_gluon_kernel(
 ):  # fmt: skip
     """One program: one chunk of one head.  Grid (NT * HV).
 
-    Reference: linattn_edu.reference.fused.gdn_fwd.intra_chunk.
+    Reference: linattn_edu.reference.fused.gdn_intra.intra_chunk.
     """
     dtype: gl.constexpr = k_ptr.dtype.element_ty
     keys: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BT, K], dtype)
@@ -423,7 +423,7 @@ def intra_chunk_ring_gluon_kernel(
 
     One program: every so many-th chunk of a q/k head, with its value heads.  Any grid.
 
-    Reference: linattn_edu.reference.fused.gdn_fwd.intra_chunk.
+    Reference: linattn_edu.reference.fused.gdn_intra.intra_chunk.
     """
     dtype: gl.constexpr = k_desc.dtype
     G: gl.constexpr = HV // H

@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from linattn_edu.kernels.delta.warm_up import span_of
+from linattn_edu.kernels.delta.warm_up import with_warm_up
 from linattn_edu.kernels.pieces import Pieces
 from linattn_edu.kernels.tiles import sequence_of
 
@@ -189,7 +189,7 @@ def scan_gluon_kernel(
     h0_ptr,  # [N, HV, K, V] or None
     ht_ptr,  # [N, HV, K, V] out, or None
     scale,
-    warm_ptr,  # [N, HV] or None
+    warmup_ptr,  # [N, HV] or None
     cu_ptr,  # [N + 1] or None
     T,
     N,
@@ -207,9 +207,9 @@ def scan_gluon_kernel(
     i_h = i_nh % HV
     first, n_t, _ = sequence_of(i_nh // HV, cu_ptr, None, T, BT)
     skip, i_end = 0, i_nh
-    if warm_ptr is not None:
-        first, n_t, _, skip, i_end = span_of(
-            i_nh, first, n_t, 0, warm_ptr, cu_ptr, T, N, HV, BT, False
+    if warmup_ptr is not None:
+        first, n_t, _, skip, i_end = with_warm_up(
+            i_nh, first, n_t, 0, warmup_ptr, cu_ptr, T, N, HV, BT, False
         )
     if n_t == 0:  # an empty piece, or one that another program goes through
         return
@@ -277,17 +277,17 @@ def scan_gluon(
     o: Tensor,
     last: Tensor | None,
     scale: float,
-    warm: Tensor | None,
+    warmup: Tensor | None,
     pieces: Pieces,
 ) -> None:
     """Launch scan_gluon_kernel on the pieces; it writes o and last.
 
-    warm: as `warm_up` returns it, or None for pieces that are scanned from their own first token.
+    warmup: as `warm_up` returns it, or None for pieces that are scanned from their own first token.
     """
     (H, K), (HV, V) = q.shape[2:], v.shape[2:]
     widths = K, K, BV, CHUNK, CHUNK, BV
     descriptors = map(descriptor, (q, k, v, P, R, o), widths)
     scan_gluon_kernel[(pieces.N * HV * V // BV,)](
-        *descriptors, gc, initial_state, last, scale, warm, pieces.cu_seqlens, pieces.T, pieces.N,
+        *descriptors, gc, initial_state, last, scale, warmup, pieces.cu_seqlens, pieces.T, pieces.N,
         H, HV, K, V, **TILES, **OPTIONS,
     )  # fmt: skip

@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from linattn_edu.kernels.delta.warm_up import span_of
+from linattn_edu.kernels.delta.warm_up import with_warm_up
 from linattn_edu.kernels.gluon.gdn_scan import (
     BV,
     CHUNK,
@@ -32,9 +32,9 @@ from linattn_edu.kernels.tiles import sequence_of
 
 
 @gluon.jit
-def piece_of_program(pid, warm_ptr, cu_ptr, offsets_ptr, T, N, H: gl.constexpr, HV: gl.constexpr,
+def piece_of_program(pid, warmup_ptr, cu_ptr, offsets_ptr, T, N, H: gl.constexpr, HV: gl.constexpr,
         V: gl.constexpr, BT: gl.constexpr, BV: gl.constexpr, BACK: gl.constexpr):  # fmt: skip
-    """What program pid goes through: a piece, or by warm_ptr more, or nothing.
+    """What program pid goes through: a piece, or by warmup_ptr more, or nothing.
 
     Returns the tile of values, the head, its head of keys, the piece and head with which it begins
     and with which it ends (-1: another program goes through it), the first row, the number of the
@@ -44,9 +44,9 @@ def piece_of_program(pid, warm_ptr, cu_ptr, offsets_ptr, T, N, H: gl.constexpr, 
     i_v, i_nh = pid % NV, pid // NV
     i_h, skip, i_end = i_nh % HV, 0, i_nh
     first, n_t, i_c = sequence_of(i_nh // HV, cu_ptr, offsets_ptr, T, BT)
-    if warm_ptr is not None:
-        first, n_t, i_c, skip, i_end = span_of(
-            i_nh, first, n_t, i_c, warm_ptr, cu_ptr, T, N, HV, BT, BACK
+    if warmup_ptr is not None:
+        first, n_t, i_c, skip, i_end = with_warm_up(
+            i_nh, first, n_t, i_c, warmup_ptr, cu_ptr, T, N, HV, BT, BACK
         )
     first, i_c = first.to(gl.int32), i_c.to(gl.int32)  # rows of descriptors
     return i_v, i_h, i_h // (HV // H), i_nh, i_end, first, i_c, n_t // BT, skip
@@ -324,7 +324,7 @@ def scan_states_gluon_kernel(
     beta_ptr,  # [B, T, HV]
     gc_ptr,  # [B, T, HV] log2
     h0_ptr,  # [N, HV, K, V] or None
-    warm_ptr,  # [N, HV] or None
+    warmup_ptr,  # [N, HV] or None
     cu_ptr,  # [N + 1] or None
     offsets_ptr,  # [N] or None
     T,
@@ -336,10 +336,10 @@ def scan_states_gluon_kernel(
 ):  # fmt: skip
     """One program: S[:, v-tile] of one head, through all chunks.  Grid (N * HV * V / BV).
 
-    Reference: linattn_edu.reference.fused.gdn_bwd.scan_states.
+    Reference: linattn_edu.reference.fused.gdn_scans.scan_states.
     """
     i_v, i_h, i_k, i_nh, _, first, i_c, NT, skip = piece_of_program(
-        gl.program_id(0) // STEP, warm_ptr, cu_ptr, offsets_ptr, T, N, H, HV, V, BT, BV, False
+        gl.program_id(0) // STEP, warmup_ptr, cu_ptr, offsets_ptr, T, N, H, HV, V, BT, BV, False
     )
     c_v = i_h * V + i_v * BV
     gc_ptr += first.to(gl.int64) * ROW + i_h
@@ -381,7 +381,7 @@ def scan_bwd_gluon_kernel(
     dht_ptr,  # [N, HV, K, V] or None
     dh0_ptr,  # [N, HV, K, V] out
     scale,
-    warm_ptr,  # [N, HV] or None
+    warmup_ptr,  # [N, HV] or None
     cu_ptr,  # [N + 1] or None
     offsets_ptr,  # [N] or None
     T,
@@ -393,10 +393,10 @@ def scan_bwd_gluon_kernel(
 ):  # fmt: skip
     """One program: dS[:, v-tile] of one head, back through all chunks.  Grid (N * HV * V / BV).
 
-    Reference: linattn_edu.reference.fused.gdn_bwd.scan_bwd.
+    Reference: linattn_edu.reference.fused.gdn_scans.scan_bwd.
     """
     i_v, i_h, i_k, i_nh, i_end, first, i_c, NT, skip = piece_of_program(
-        gl.program_id(0) // STEP, warm_ptr, cu_ptr, offsets_ptr, T, N, H, HV, V, BT, BV, True
+        gl.program_id(0) // STEP, warmup_ptr, cu_ptr, offsets_ptr, T, N, H, HV, V, BT, BV, True
     )
     c_k, c_v, c_t = i_k * K, i_h * V + i_v * BV, i_h * BT
     gc_ptr += first.to(gl.int64) * ROW + i_h
@@ -436,7 +436,7 @@ def scans_gluon_kernel(
 ):  # fmt: skip
     """The programs of both kernels, of which it has all arguments.
 
-    Grid (2 * N * HV * V / BV).  Reference: linattn_edu.reference.fused.gdn_bwd.scans.
+    Grid (2 * N * HV * V / BV).  Reference: linattn_edu.reference.fused.gdn_scans.scans.
     """
     if gl.program_id(0) % 2 == 0:
         scan_bwd_gluon_kernel(
@@ -476,14 +476,14 @@ def scan_states_gluon(
     h0: Tensor | None,
     h: Tensor,
     v_new: Tensor,
-    warm: Tensor | None,
+    warmup: Tensor | None,
     pieces: Pieces,
 ) -> None:
     """Launch scan_states_gluon_kernel on the pieces; it writes h and v_new."""
     (H, K), (HV, V) = k.shape[2:], v.shape[2:]
     chunks = map(descriptor, (k, v, AG), (K, BV, CHUNK))
     scan_states_gluon_kernel[(pieces.N * HV * V // BV,)](
-        *chunks, states_descriptor(h), descriptor(v_new, BV), beta, gc, h0, warm,
+        *chunks, states_descriptor(h), descriptor(v_new, BV), beta, gc, h0, warmup,
         *places_of(pieces), gc.stride(1), 1, H, HV, K, V, **TILES, **OPTIONS,
     )  # fmt: skip
 
@@ -502,7 +502,7 @@ def scan_bwd_gluon(
     dv: Tensor,
     dh0: Tensor,
     scale: float,
-    warm: Tensor | None,
+    warmup: Tensor | None,
     pieces: Pieces,
 ) -> None:
     """Launch scan_bwd_gluon_kernel on the pieces; it writes dh, Z, dv and dh0."""
@@ -510,7 +510,7 @@ def scan_bwd_gluon(
     chunks = map(descriptor, (q, k, P, AG, do), (K, K, CHUNK, CHUNK, BV))
     outs = map(descriptor, (Z, dv), (BV, BV))
     scan_bwd_gluon_kernel[(pieces.N * HV * V // BV,)](
-        *chunks, states_descriptor(dh), *outs, beta, gc, dht, dh0, scale, warm,
+        *chunks, states_descriptor(dh), *outs, beta, gc, dht, dh0, scale, warmup,
         *places_of(pieces), gc.stride(1), 1, H, HV, K, V, **TILES_BACK, **OPTIONS,
     )  # fmt: skip
 

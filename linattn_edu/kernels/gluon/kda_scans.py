@@ -220,7 +220,7 @@ def kda_scan_states_gluon_kernel(
 
     Grid (N * HV * V / BV / WORKERS).
 
-    Reference: linattn_edu.reference.fused.kda_bwd.kda_fused_scans.
+    Reference: linattn_edu.reference.fused.kda_scans.kda_fused_scans.
     """
     i_v, i_h, _, i_nh, _, first, i_c, NT, _ = piece_of_program(
         gl.program_id(0) // STEP, None, cu_ptr, offsets_ptr, T, N, HV, HV, V, BT, WORKERS * BV,
@@ -311,7 +311,7 @@ def kda_scan_bwd_gluon_kernel(
 
     Grid (N * HV * V / BV / WORKERS).
 
-    Reference: linattn_edu.reference.fused.kda_bwd.kda_fused_scans.
+    Reference: linattn_edu.reference.fused.kda_scans.kda_fused_scans.
     """
     i_v, i_h, _, i_nh, _, first, i_c, NT, _ = piece_of_program(
         gl.program_id(0) // STEP, None, cu_ptr, offsets_ptr, T, N, HV, HV, V, BT, WORKERS * BV,
@@ -390,7 +390,7 @@ def kda_scans_gluon_kernel(
 ):  # fmt: skip
     """The programs of both kernels, of which it has all arguments.
 
-    Grid (2 * N * HV * V / BV).  Reference: linattn_edu.reference.fused.kda_bwd.kda_fused_scans.
+    Grid (2 * N * HV * V / BV).  Reference: linattn_edu.reference.fused.kda_scans.kda_fused_scans.
     """
     if gl.program_id(0) % 2 == 0:
         kda_scan_bwd_gluon_kernel(

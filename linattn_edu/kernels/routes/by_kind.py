@@ -74,6 +74,9 @@ ALIGNED = ("a tensor does not begin at 16 bytes", lambda k: k.aligned)
 SIXTEEN = ("{dtype}: Gluon kernels take 16 bit", lambda k: k.dtype.itemsize == 2)
 BFLOAT16 = ("{dtype}: bfloat16 is wanted", lambda k: k.dtype == torch.bfloat16)
 
+WORDS = ("V={V}: the fused stages want whole words, an even number", lambda k: k.V % 2 == 0)
+# what the kernels hold, and where those in Gluon run
+KDA_HELD = (*FUSED, BFLOAT16, WORDS)
 KDA_BACKWARD = (*FUSED, *WHOLE, BFLOAT16, KEY_HEADS, ENOUGH, *GLUON, WHOLE_HEADS)
 
 
@@ -85,7 +88,7 @@ def kda_backward_stages(kind: Kind) -> Choice:
     the other kernels save. And where no more memory is needed than by the stages. The interpreter
     runs whatever the kernels hold.
     """
-    why = first(KDA_BACKWARD if kind.compiled else FUSED, kind)
+    why = first(KDA_BACKWARD if kind.compiled else KDA_HELD, kind)
     return Choice("staged", why) if why else Choice("fused", "{generation}, {dtype}, K={K}, V={V}")
 
 
@@ -179,11 +182,6 @@ def intra_chunk_bwd(kind: Kind) -> Choice:
     return Choice("gluon", "Hopper, {dtype}, K={K}, V={V}, whole chunks of {C}")
 
 
-def words(kind: Kind) -> bool:
-    """Whether rows of keys and of values are whole 4-byte words: if not, see tiles.UNPIPELINED."""
-    return kind.K * kind.dtype.itemsize % 4 == 0 and kind.V * kind.dtype.itemsize % 4 == 0
-
-
 # where a factor of 2^NEAR fits the dtype and one anchor was found to be faster
 NEAR = (
     ("{generation} GPU: one anchor a chunk was not faster", lambda k: k.generation in LATER),
@@ -200,17 +198,12 @@ def kda_near(kind: Kind) -> Choice:
     return Choice("all", why) if why else Choice("anchored", "{generation}, {dtype}")
 
 
-STAGED_INTRA = (*NEAR, ("K={K}, V={V}: rows that are not whole words", words))
 KDA_INTRA = (*WHOLE, KEY_HEADS, *GLUON, BFLOAT16, WHOLE_HEADS, ENOUGH, ALIGNED)
 
 
 @decision
 def kda_fused_intra_bwd(kind: Kind) -> Choice:
-    """Of Kimi Delta Attention: "gluon"; "triton"; or "apart", where kda_intra_bwd has no kernel of
-    its own for near channels, or a loop over columns of 16 could not be pipelined.
-    """
-    if why := first(STAGED_INTRA, kind):
-        return Choice("apart", why)
+    """Of Kimi Delta Attention, "gluon" or "triton"."""
     if why := first(KDA_INTRA, kind):
         return Choice("triton", why)
     return Choice("gluon", "Hopper, bfloat16, K={K}, V={V}, whole chunks of {C}")
@@ -234,8 +227,8 @@ def kda_halved(dtype: torch.dtype, lower_bound: float | None = None) -> Choice:
 
 
 @decision
-def pieces(kind: Kind) -> Choice:
-    """Tokens of a piece that is found by its map, or 0: sequences are not cut so.
+def pieces_by_maps(kind: Kind) -> Choice:
+    """Tokens of a piece that is entered by maps, or 0: sequences are not cut so.
 
     By their own length and their heads alone, so that nothing changes with the batch.
     """
@@ -249,23 +242,23 @@ def pieces(kind: Kind) -> Choice:
 
 
 @decision
-def spans(kind: Kind) -> Choice:
-    """Tokens of a piece that may begin anew where a state is forgotten, or 0."""
+def pieces_by_warm_up(kind: Kind) -> Choice:
+    """Tokens of a piece that is entered by a warm-up, or 0: sequences are not cut so."""
     programs = kind.HV * cdiv(kind.V, 64)
     if not limits.PROGRAMS < programs <= limits.FULL:
         return Choice(0, "HV={HV}, V={V}: not 17 to 128 heads times tiles of 64 values")
     if not kind.large:
         return Choice(0, "a GPU of fewer than 64 multiprocessors")
-    size = limits.SPAN * programs
+    size = limits.PER_PROGRAM * programs
     if size > kind.T // 2:
         return Choice(0, "T={T}: shorter than 2 pieces of 128 tokens for each program")
-    return Choice(size, "T={T}, HV={HV}: long; from where the state is forgotten")
+    return Choice(size, "T={T}, HV={HV}: long; by a warm-up")
 
 
 @decision
-def ssd_part(kind: Kind) -> Choice:
-    """Tokens of a part of a sequence, which has a program of ssd_fwd for each head."""
-    return Choice(limits.SSD_PART, "T={T}")
+def ssd_piece(kind: Kind) -> Choice:
+    """Tokens of a piece of a sequence, which has a program of ssd_fwd for each head."""
+    return Choice(limits.SSD_PIECE, "T={T}")
 
 
 @decision

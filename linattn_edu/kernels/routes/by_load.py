@@ -5,9 +5,13 @@ These choices must not change a bit: the kernels between which they choose add i
 
 from linattn_edu.choices import Choice
 from linattn_edu.kernels.routes import limits
-from linattn_edu.kernels.routes.by_kind import INTRA_BWD, LATER, gluon_scan
-from linattn_edu.kernels.routes.by_kind import pieces as cut_by_maps
-from linattn_edu.kernels.routes.by_kind import spans as cut_by_spans
+from linattn_edu.kernels.routes.by_kind import (
+    INTRA_BWD,
+    LATER,
+    gluon_scan,
+    pieces_by_maps,
+    pieces_by_warm_up,
+)
 from linattn_edu.kernels.routes.choosing import Load, decision, first
 from linattn_edu.kernels.tiles import cdiv
 
@@ -122,26 +126,26 @@ def workers(load: Load, pieces: int) -> Choice:
 
 
 @decision
-def head_parts(load: Load) -> Choice:
-    """Parts of the heads that chunk_bwd in Gluon takes one after the other, with the states of one
+def head_groups(load: Load) -> Choice:
+    """Groups of heads that chunk_bwd in Gluon takes one after the other, with the states of one
     at a time: the most whose scans leave no more multiprocessors idle than all would.
     """
     kind = load.kind
     if _scan(load, True).takes != "gluon" or first(INTRA_BWD, kind):
         return Choice(1, "not all in Gluon")
-    size = cut_by_maps(kind).takes or cut_by_spans(kind).takes
+    size = pieces_by_maps(kind).takes or pieces_by_warm_up(kind).takes
     B, T = load.sequences, kind.T
     pieces = B if not size else B * T // size + (B if T % size else 0)
     programs = pieces * kind.HV * cdiv(kind.V, limits.COLUMNS)
 
-    def rounds(parts: int) -> int:
-        return parts * cdiv(programs // parts, load.processors)
+    def rounds(groups: int) -> int:
+        return groups * cdiv(programs // groups, load.processors)
 
     fine = (
         n for n in range(2, kind.H + 1)
-        if kind.H % n == 0 and n * limits.PART <= B * T * kind.HV
+        if kind.H % n == 0 and n * limits.HEAD_GROUP <= B * T * kind.HV
     )  # fmt: skip
-    parts = max((n for n in fine if rounds(n) <= rounds(1)), default=1)
-    if parts == 1:
-        return Choice(1, "parts would leave multiprocessors idle, or be too small")
-    return Choice(parts, "all in Gluon, and no more multiprocessors idle than with all heads")
+    groups = max((n for n in fine if rounds(n) <= rounds(1)), default=1)
+    if groups == 1:
+        return Choice(1, "groups would leave multiprocessors idle, or be too small")
+    return Choice(groups, "all in Gluon, and no more multiprocessors idle than with all heads")

@@ -16,19 +16,20 @@ CROWDED, LONG = 1 << 18, 256  # and tokens of a sequence: a few chunks do not pa
 FUSED = 128  # keys, and values
 SSD_STATES, SSD_HEAD = 128, 64  # N and P of Mamba-2: one tile
 SSD_CHUNK = 128  # tokens
-SSD_PART = 4096  # tokens of a program of ssd_fwd
+SSD_PIECE = 4096  # tokens of a program of ssd_fwd
 SSD_FEW, SSD_MANY = 16, 80  # heads of a program: of dx, and where sums over heads are kept
 
 # -- long sequences of few heads are cut
 PROGRAMS = 16  # of a scan, heads times tiles of 64 values: with more, maps cost more than they gain
-LENGTH = 2048  # tokens of a piece
+LENGTH = 2048  # tokens of a piece by maps
 LEAST = 4  # pieces of a sequence that is cut
 FULL = 128  # programs: a sequence that makes more fills a GPU
-SPAN = 128  # tokens of a piece for each program, of a sequence of more than PROGRAMS
+PER_PROGRAM = 128  # tokens of a piece by warm-up for each program of a sequence
 MULTIPROCESSORS = 64  # at least, where sequences are cut
 
-# -- parts of the heads, one after the other
-PART = 1 << 18  # tokens times heads, whose states take 128 MiB: less would not be worth launches
+# -- groups of heads, one after the other
+# tokens times heads of a group, whose states take 128 MiB: less would not be worth launches
+HEAD_GROUP = 1 << 18
 
 # -- tokens of a chunk
 # generation -> bytes of an element -> BK -> the longest chunk whose tiles fit shared memory and

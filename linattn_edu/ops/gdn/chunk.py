@@ -25,15 +25,10 @@ from linattn_edu.reference.delta.state import state
 from linattn_edu.reference.delta.state_bwd import state_bwd
 from linattn_edu.reference.delta.wy import wy
 from linattn_edu.reference.delta.wy_bwd import wy_bwd
-from linattn_edu.reference.fused.gdn_bwd import (
-    chunk_bwd,
-    intra_chunk_bwd,
-    scan_bwd,
-    scan_map_bwd,
-    scan_states,
-    scans,
-)
-from linattn_edu.reference.fused.gdn_fwd import intra_chunk, scan, scan_map
+from linattn_edu.reference.fused.gdn_bwd import chunk_bwd, intra_chunk_bwd
+from linattn_edu.reference.fused.gdn_fwd import scan, scan_map
+from linattn_edu.reference.fused.gdn_intra import intra_chunk
+from linattn_edu.reference.fused.gdn_scans import scan_bwd, scan_map_bwd, scan_states, scans
 
 
 def chunk_gated_delta_rule(
@@ -263,15 +258,10 @@ def _kernels() -> tuple[Stages, FusedStages]:
     from linattn_edu.kernels.delta.state_bwd import state_bwd
     from linattn_edu.kernels.delta.wy import wy
     from linattn_edu.kernels.delta.wy_bwd import wy_bwd
-    from linattn_edu.kernels.fused.gdn_bwd import (
-        chunk_bwd,
-        intra_chunk_bwd,
-        scan_bwd,
-        scan_map_bwd,
-        scan_states,
-        scans,
-    )
-    from linattn_edu.kernels.fused.gdn_fwd import intra_chunk, scan, scan_map
+    from linattn_edu.kernels.fused.gdn_bwd import chunk_bwd, intra_chunk_bwd
+    from linattn_edu.kernels.fused.gdn_fwd import scan, scan_map
+    from linattn_edu.kernels.fused.gdn_intra import intra_chunk
+    from linattn_edu.kernels.fused.gdn_scans import scan_bwd, scan_map_bwd, scan_states, scans
 
     staged = Stages(
         gate_cumsum, solve, wy, state, output, output_bwd, state_bwd, wy_bwd, gate_bwd, piece_map,

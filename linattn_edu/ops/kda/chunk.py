@@ -27,8 +27,9 @@ from linattn_edu.reference.delta.output import output
 from linattn_edu.reference.delta.state import state
 from linattn_edu.reference.delta.state_bwd import state_bwd
 from linattn_edu.reference.delta.wy import wy
-from linattn_edu.reference.fused.kda_bwd import kda_fused_intra_bwd, kda_fused_scans, kda_gates
+from linattn_edu.reference.fused.kda_bwd import kda_fused_intra_bwd
 from linattn_edu.reference.fused.kda_fwd import kda_fused_scan, kda_prepare
+from linattn_edu.reference.fused.kda_scans import kda_fused_scans, kda_gates
 
 SAFE_BOUND = -5.0  # of the log decay, where safe_gate is given without another
 
@@ -340,8 +341,9 @@ def _kernels() -> tuple[Stages, FusedStages]:
     from linattn_edu.kernels.delta.state import state
     from linattn_edu.kernels.delta.state_bwd import state_bwd
     from linattn_edu.kernels.delta.wy import wy
-    from linattn_edu.kernels.fused.kda_bwd import kda_fused_intra_bwd, kda_fused_scans, kda_gates
+    from linattn_edu.kernels.fused.kda_bwd import kda_fused_intra_bwd
     from linattn_edu.kernels.fused.kda_fwd import kda_fused_scan, kda_prepare
+    from linattn_edu.kernels.fused.kda_scans import kda_fused_scans, kda_gates
 
     staged = Stages(
         gate_cumsum, kda_intra, wy, state, output, kda_scan,

@@ -20,7 +20,8 @@ from linattn_edu.reference.delta.cp_merge import cp_merge, piece_map
 from linattn_edu.reference.delta.cp_merge_bwd import cp_merge_bwd, piece_map_bwd
 from linattn_edu.reference.delta.state import state
 from linattn_edu.reference.delta.state_bwd import state_bwd
-from linattn_edu.reference.fused.ssd_fwd import chunk_scores, ssd_bwd_bc, ssd_bwd_dx, ssd_fwd
+from linattn_edu.reference.fused.ssd_bwd import ssd_bwd_bc, ssd_bwd_dx
+from linattn_edu.reference.fused.ssd_fwd import chunk_scores, ssd_fwd
 from linattn_edu.reference.ssd.chunk_cumsum import chunk_cumsum, chunk_cumsum_log
 from linattn_edu.reference.ssd.chunk_cumsum_bwd import chunk_cumsum_bwd
 from linattn_edu.reference.ssd.chunk_scan import chunk_scan
@@ -316,7 +317,8 @@ def _kernels() -> tuple[Stages, FusedStages]:
     from linattn_edu.kernels.delta.cp_merge_bwd import cp_merge_bwd, piece_map_bwd
     from linattn_edu.kernels.delta.state import state
     from linattn_edu.kernels.delta.state_bwd import state_bwd
-    from linattn_edu.kernels.fused.ssd_fwd import chunk_scores, ssd_bwd_bc, ssd_bwd_dx, ssd_fwd
+    from linattn_edu.kernels.fused.ssd_bwd import ssd_bwd_bc, ssd_bwd_dx
+    from linattn_edu.kernels.fused.ssd_fwd import chunk_scores, ssd_fwd
     from linattn_edu.kernels.ssd.chunk_cumsum import chunk_cumsum, chunk_cumsum_log
     from linattn_edu.kernels.ssd.chunk_cumsum_bwd import chunk_cumsum_bwd
     from linattn_edu.kernels.ssd.chunk_scan import chunk_scan

@@ -9,7 +9,7 @@ import torch
 from gdn_checks import DTYPES, GENERATIONS, launches, same_bits
 from grids import parametrize
 from ssd.ema_checks import GATES, GIVEN, draw, loop
-from ssd.test_ema import in_segments
+from ssd.test_ema import in_pieces
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -115,8 +115,8 @@ def part(x, n, tokens):
 @impls
 @pytest.mark.parametrize(("chunks", "dtype"), [(2, torch.float32), (64, torch.bfloat16)], ids=str)
 def test_packed_sequences_are_each_by_itself(chunks, dtype, impl, device, monkeypatch):
-    """To the bit; those that are cut into segments too."""
-    in_segments(monkeypatch, kernels, backward_kernels, chunks=chunks)
+    """To the bit; those that are cut into pieces too."""
+    in_pieces(monkeypatch, kernels, backward_kernels, chunks=chunks)
     N, options = len(LENGTHS), {"output_final_state": True, "impl": impl, "chunk_size": 16}
     x = tensors(sum(LENGTHS), 20, "weight", dtype=dtype, device=device, B=1)
     x["initial_state"] = torch.randn(N, 3, 20, device=device)

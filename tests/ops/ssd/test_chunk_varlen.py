@@ -95,15 +95,15 @@ def test_packed_sequences_equal_each_by_itself(form, impl, device):
 
 
 @pytest.mark.parametrize("given", ["all", "channels"])
-def test_long_sequences_in_parts(given, device, force):
-    """Parts of 128 tokens in place of 4096: as in one part, and packed to the bit as each alone."""
+def test_long_sequences_in_pieces(given, device, force):
+    """Pieces of 128 tokens, not 4096: as in one piece, and packed to the bit as each alone."""
     lengths = (300, 0, 129, 128, 5)
     x, options, do, dht = packed("fused", lengths, device, given)
     if not GPU:  # as above
         x.pop("z", None)
     options["impl"] = "triton"
     whole = together(x, do, dht, lengths, **options)
-    force(SSD_PART=128)
+    force(SSD_PIECE=128)
     got = together(x, do, dht, lengths, **options)
     for name in ("o", "ht"):
         assert_close(name, got[name], whole[name], tolerance(name, torch.bfloat16))
