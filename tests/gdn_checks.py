@@ -20,6 +20,8 @@ from triton.runtime.jit import JITFunction
 
 from linattn_edu import chunk_gated_delta_rule
 from linattn_edu.kernels.host import plan
+from linattn_edu.kernels.routes import by_kind, kind_of
+from linattn_edu.kernels.routes.choosing import first
 from linattn_edu.kernels.tiles import device_of
 from linattn_edu.ops import gdn, kda
 from linattn_edu.reference.delta.recurrent import recurrent, recurrent_bwd
@@ -39,7 +41,20 @@ GENERATIONS = (
     if torch.cuda.is_available()
     else ["turing", "ampere"]
 )
+# kernels in Gluon wherever they run, however short a call
+PAYS = {"ENOUGH": 0, "CROWDED": 0, "LONG": 0}
 SCALARS = ("dg", "dbeta", "dA_log", "ddt_bias")
+
+
+def holds(q: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether the fused stages of the delta rule hold such heads where they are."""
+    return by_kind.gdn_backward_stages(kind_of(q, *v.shape[2:], 64, None)).takes == "fused"
+
+
+def without_gluon(device: str | torch.device) -> str | None:
+    """Why no kernel in Gluon runs on a device, for `pytest.skip`; None: they run."""
+    kind = kind_of(torch.empty(1, 1, 1, 1, device=device), 1, 1, 64, None)
+    return first(by_kind.GLUON, kind)
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, generation: str) -> None:

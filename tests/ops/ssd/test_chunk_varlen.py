@@ -18,7 +18,6 @@ from ops.ssd.ssd_cases import (
 )
 
 from linattn_edu import mamba_chunk_scan_combined
-from linattn_edu.kernels.fused import ssd_fwd
 from linattn_edu.testing import assert_close
 
 pytestmark = pytest.mark.usefixtures("poison")
@@ -64,7 +63,7 @@ def each(lengths):
 
 
 @pytest.mark.parametrize("given", ["all", "channels"])
-def test_long_sequences_in_pieces(given, device, monkeypatch):
+def test_long_sequences_in_pieces(given, device, force):
     """Pieces of 128 tokens, not 4096: as in one piece, and packed to the bit as each alone."""
     lengths = (300, 0, 129, 128, 5)
     x, options, do, dht = packed("fused", lengths, device, given)
@@ -72,7 +71,7 @@ def test_long_sequences_in_pieces(given, device, monkeypatch):
         x.pop("z", None)
     options["impl"] = "triton"
     whole = together(x, do, dht, lengths, **options)
-    monkeypatch.setattr(ssd_fwd, "PIECE", 128)
+    force(SSD_PIECE=128)
     got = together(x, do, dht, lengths, **options)
     for name in ("o", "ht"):
         assert_close(name, got[name], whole[name], tolerance(name, torch.bfloat16))
