@@ -23,7 +23,7 @@ from linattn_edu import (
 )
 from linattn_edu.kernels import pieces
 from linattn_edu.kernels.fused import gdn_bwd, gdn_fwd
-from linattn_edu.kernels.host import plan
+from linattn_edu.kernels.host import handles, launchers, plan, tape
 from linattn_edu.testing import gdn_inputs, kda_inputs, ssd_inputs
 
 K = 16
@@ -117,7 +117,7 @@ def test_a_program_gives_the_bits_of_the_composition(name, device, poison, monke
         got = passes(x, f)
         with plan.off():
             same_bits(got, passes(x, f))
-        assert not {plan.NEVER} & {*programs()}
+        assert not {tape.NEVER} & {*programs()}
     assert len(programs()) >= 2 and all(map(callable, programs())), "both passes"
 
 
@@ -251,7 +251,7 @@ def test_launches_and_operations_of_any_kind(device):
 def test_what_is_never_replayed(compose, device):
     x = torch.arange(1.0, 5.0, device=device)
     program, results = runs(compose, x)
-    assert program == plan.NEVER and len({tuple(r[0].tolist()) for r in results}) == 1
+    assert program == tape.NEVER and len({tuple(r[0].tolist()) for r in results}) == 1
 
 
 OUTSIDE = torch.ones(4)
@@ -374,10 +374,10 @@ def described(device, monkeypatch):
             """Its names are read."""
 
     current = SimpleNamespace(get_current_stream=lambda _: 7, utils=SimpleNamespace())
-    monkeypatch.setattr(plan, "driver", SimpleNamespace(active=current))
+    monkeypatch.setattr(tape, "driver", SimpleNamespace(active=current))
 
     def program(compiled, made):
-        tape, rows = plan._Tape([made]), made.view(128, 64)[16:]
+        tape, rows = tape._Tape([made]), made.view(128, 64)[16:]
         descriptor = gluon.TensorDescriptor.from_tensor(rows, [64, 64], layout)
         tape.launch(Kernel, compiled, (3,), (descriptor, made), {})
         return tape.program([made]), descriptor
