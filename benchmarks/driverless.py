@@ -5,6 +5,8 @@ launcher in Python. Tensors lie on the CPU. Not in it: the function in C that la
 time, and what its allocator takes.
 """
 
+import ctypes
+from contextlib import suppress
 from types import SimpleNamespace
 
 import torch
@@ -63,7 +65,11 @@ def install() -> None:
     from linattn_edu.kernels.host import plan
     from linattn_edu.ops import check
 
+    with suppress(AttributeError):  # freed memory stays here, as it does in CUDA's allocator
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(-4, 0), mallopt(-1, -1), mallopt(-2, 1 << 28)
     if hasattr(nvidia, "make_launcher"):  # Triton 3.6
+        nvidia.library_dirs = list
         nvidia.compile_module_from_src = lambda **_: SimpleNamespace(launch=LAUNCH)
     nvidia.PyKernelArg = SimpleNamespace
     driver.set_active(Driver())

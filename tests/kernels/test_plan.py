@@ -377,10 +377,10 @@ def described(device, monkeypatch):
     monkeypatch.setattr(tape, "driver", SimpleNamespace(active=current))
 
     def program(compiled, made):
-        tape, rows = tape._Tape([made]), made.view(128, 64)[16:]
+        told, rows = tape._Tape([made]), made.view(128, 64)[16:]
         descriptor = gluon.TensorDescriptor.from_tensor(rows, [64, 64], layout)
-        tape.launch(Kernel, compiled, (3,), (descriptor, made), {})
-        return tape.program([made]), descriptor
+        told.launch(Kernel, compiled, (3,), (descriptor, made), {})
+        return told.program([made]), descriptor
 
     return program
 

@@ -137,8 +137,6 @@ class _Tape:
 
     def _descriptor(self, x: object) -> tuple[Described, str]:
         """An expression for a descriptor, and the name of the tensor that it describes."""
-        for value in rest(x, "base").values():
-            self._plain(value)
         view, name = self._tensor(x.base)
         moved = x.base.data_ptr() - self.tensors[name][0]
         numbers = [*map(repr, place_of(x)[1:])]
