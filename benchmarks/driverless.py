@@ -17,6 +17,7 @@ from triton.runtime import driver
 
 HOPPER = {"major": 9, "minor": 0, "multi_processor_count": 132, "max_shared_mem": 232448}
 LAUNCH = "".format  # a function in C that takes whatever a launcher hands on
+SCRATCH = 0  # bytes of memory that a launch needs for itself
 MAP = {"swizzle": 3, "elem_size": 2, "elem_type": 10, "fp4_padded": False, "is_im2col": False}
 
 
@@ -29,7 +30,10 @@ class Kernel:
         maps = [x for x in src.signature.values() if x.startswith("tensordesc")]
         metadata = {"num_ctas": 1, "launch_cooperative_grid": False, "launch_pdl": False}
         for name in ("global", "profile"):
-            metadata |= {f"{name}_scratch_size": 0, f"{name}_scratch_align": 1}
+            metadata |= {
+                f"{name}_scratch_size": SCRATCH * (name == "global"),
+                f"{name}_scratch_align": 1,
+            }
         metadata["tensordesc_meta"] = [MAP | {"block_size": [64, 64]} for _ in maps]
         self.src, self.metadata = src, SimpleNamespace(**metadata)
         self.run = nvidia.CudaLauncher(src, self.metadata)
@@ -60,6 +64,19 @@ class Driver:
         return 0
 
 
+def replaced() -> list[tuple[object, str, object]]:
+    """Where, under which name, what: of Triton's."""
+    out = [
+        (type(driver), "active", Driver()),
+        (nvidia, "PyKernelArg", SimpleNamespace),
+        (triton.compiler, "compile", Kernel),
+    ]
+    if hasattr(nvidia, "make_launcher"):  # Triton 3.6
+        made = lambda **_: SimpleNamespace(launch=Driver.utils.launch)
+        out += [(nvidia, "library_dirs", list), (nvidia, "compile_module_from_src", made)]
+    return out
+
+
 def install() -> None:
     """From here on this process computes nothing."""
     from linattn_edu.kernels.host import plan
@@ -68,12 +85,8 @@ def install() -> None:
     with suppress(AttributeError):  # freed memory stays here, as it does in CUDA's allocator
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(-4, 0), mallopt(-1, -1), mallopt(-2, 1 << 28)
-    if hasattr(nvidia, "make_launcher"):  # Triton 3.6
-        nvidia.library_dirs = list
-        nvidia.compile_module_from_src = lambda **_: SimpleNamespace(launch=LAUNCH)
-    nvidia.PyKernelArg = SimpleNamespace
-    driver.set_active(Driver())
-    triton.compiler.compile = Kernel
+    for where in replaced():
+        setattr(*where)
     properties = SimpleNamespace(shared_memory_per_block_optin=232448, **HOPPER)
     torch.cuda.get_device_properties = lambda index=None: properties
     torch.cuda.current_device = lambda: None

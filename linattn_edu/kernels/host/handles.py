@@ -29,6 +29,7 @@ from linattn_edu.kernels.host.launchers import (
     handed,
     maps,
     place_of,
+    rest,
     told,
 )
 
@@ -71,13 +72,13 @@ def _run(self, *args, grid, warmup, **kwargs):
     if kind is None:
         kind = _Kind(self, device, len(grid), args, kwargs)
         _kinds.put(types, kind)
-    if kind.launch is not None:
-        try:
-            launched = kind.launch(grid, *args, **kwargs)
-        except TypeError:  # a constant that cannot be a key
-            launched, kind.launch = None, None
-        if launched is not None:
-            return launched
+    if (launch := kind.launch) is None:
+        return _triton_run(self, *args, grid=grid, warmup=warmup, **kwargs)
+    try:
+        if (compiled := launch(grid, *args, **kwargs)) is not None:
+            return compiled
+    except TypeError:  # a constant that cannot be a key
+        kind.launch = None
     compiled = _triton_run(self, *args, grid=grid, warmup=warmup, **kwargs)
     if kind.launch is not None:
         kind.keep(compiled, args, kwargs)
@@ -152,20 +153,18 @@ class _Kind:
         passed = [v for v in self.values if v is not None]
         grid = [f"_g{i}" for i in range(self.rank)]
         head = ["_grid", *self.names[: len(args)], "/", *(["*", *kwargs] if kwargs else [])]
+        key = f"({''.join(f'{k}, ' for k in key)})"
         body = [
             *lines,
-            f"_call = _known.get(({''.join(f'{k}, ' for k in key)}))",
+            f"_call = _known.get({key})",
             "if _call is None: return None",
             f"{''.join(f'{g}, ' for g in grid)}= _grid",
             f"_call[0]({', '.join([*grid, f'_stream({self.device})', *passed])})",
             "return _call[1]",
         ]
-        self.key = f"lambda {', '.join(head[1:])}: ({''.join(f'{k}, ' for k in key)})"
         space = {"_known": self.known, "_stream": self.stream}
         source = "\n    ".join([f"def launch({', '.join(head)}):", *body])
-        by_key = "\n    ".join(
-            [f"def key({', '.join(head)}):", *lines, f"return ({''.join(f'{k}, ' for k in key)})"]
-        )
+        by_key = "\n    ".join([f"def key({', '.join(head)}):", *lines, f"return {key}"])
         exec(compile(f"{source}\n{by_key}", "<launch>", "exec"), space)
         self.key = space["key"]
         return space["launch"]
@@ -219,8 +218,7 @@ class _Kind:
             head = ", ".join([*grid, "_s", *passed])
             space = {"maps": maps, **constants}
             exec(compile(f"def call({head}): {line}", "<handle>", "exec"), space)
-            layouts = [x for x in bound.values() if is_dataclass(x)]
-            held = [vars(x).get("layout") for x in layouts]  # whose ids are keys
+            held = [rest(x, *PLACE) for x in bound.values() if is_dataclass(x)]  # ids are keys
             self.known.put(self.key(None, *args, **kwargs), (space["call"], compiled, held))
         except (Untold, AttributeError, TypeError):
             self.launch = None
