@@ -126,7 +126,7 @@ def test_a_tensor_map_is_filled_once_for_an_address(described, device, monkeypat
     """A program hands the function in C what Triton's wrapper hands it, maps from the cache."""
     compiled = Wrapped(monkeypatch, print, [META])
     program, descriptor = described(compiled, new(device))
-    assert "maps[(pi0 + 2048, 112, 64, 64, 1), c" in program.source
+    assert "maps[pi0 + 2048, c" in program.source
     in_c = next(n for n, x in vars_of_kind(program) if x is print)
     handed, compiled.filled = [], []
     program.__globals__[in_c] = lambda *x: handed.append(x)

@@ -39,18 +39,20 @@ class Described(Text):
 
 
 class Fill:
-    """(address, *shape, *strides) -> the map of a descriptor that is otherwise like this one."""
+    """(address, *shape, *strides) -> the map of a descriptor that is otherwise like this one; an
+    address alone -> of one that has its shape and strides too.
+    """
 
     def __init__(self, descriptor: object, make: Callable, about: tuple):
         self.rest = rest(descriptor, "base", "shape", "strides")
         self.make, self.about = make, about
-        _, *numbers = place = place_of(descriptor)
-        if self.all(place)[1:] != numbers:
+        address, *self.numbers = place_of(descriptor)
+        if self.all(address)[1:] != self.numbers:
             raise Untold("a descriptor that is not a tensor map, a shape and strides")
 
-    def all(self, place: tuple) -> list:
+    def all(self, place: tuple | int) -> list:
         """What Triton hands on in the place of the descriptor."""
-        address, *numbers = place
+        address, *numbers = place if isinstance(place, tuple) else (place, *self.numbers)
         rank = len(numbers) // 2
         base = SimpleNamespace(data_ptr=lambda: address)
         form = {"shape": numbers[:rank], "strides": numbers[rank:], **self.rest}

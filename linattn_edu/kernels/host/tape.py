@@ -141,9 +141,8 @@ class _Tape:
         moved = x.base.data_ptr() - self.tensors[name][0]
         numbers = [*map(repr, place_of(x)[1:])]
         address = f"p{name} + {moved}" if moved else f"p{name}"
-        place = f"({address}, {', '.join(numbers)})"
         text = f"{self._constant(_based(x))}({view})"
-        return Described(text, x, place, numbers), name
+        return Described(text, x, address, numbers), name
 
     # -- what is told
 
