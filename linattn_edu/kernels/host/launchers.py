@@ -101,13 +101,13 @@ def handed(
     try:
         if getattr(run, "gsan_enabled", False):  # a sanitizer adds arguments to each launch
             return run, arguments
-        told, listening = [], copy.copy(run)
+        told, listening, launch = [], copy.copy(run), run.launch  # without one it would launch
         listening.launch = lambda *given: told.append(given)
         listening(*arguments)
         (given,) = told
-        if inspect.isbuiltin(run.launch):
-            return run.launch, given
-        return _with_maps(run.launch, given, arguments[HEAD:], constant)
+        if inspect.isbuiltin(launch):
+            return launch, given
+        return _with_maps(launch, given, arguments[HEAD:], constant)
     # it computes with the grid: memory that each launch needs for itself; or Triton has changed
     except Exception:
         return run, arguments
