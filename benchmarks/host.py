@@ -21,7 +21,7 @@ from torch import Tensor
 
 from benchmarks import tables
 from benchmarks.adapters import makers
-from benchmarks.cases import CASES, TRAINING, Case
+from benchmarks.cases import CASES, FUNCTIONS, TRAINING, Case
 from benchmarks.measure import inputs, prepare
 from benchmarks.progress import EXIT_USAGE
 
@@ -146,7 +146,9 @@ def main(argv: list[str]) -> int:
     p.add_argument("--rounds", type=int, default=ROUNDS, help=f"of all designs ({ROUNDS})")
     p.add_argument("--cases", nargs="+", help="by name; default all")
     args = p.parse_args(argv)
-    if (table := tables.opened(args, "host", "case", "what", "design")) is None:
+    op = {case.name: case.op for case, *_ in MEASURED}
+    ran = lambda row: (FUNCTIONS[op[row["case"]]],)
+    if (table := tables.opened(args, "host", "case", "what", "design", ran=ran)) is None:
         return EXIT_USAGE
     if args.device == "cpu":
         from benchmarks import driverless
