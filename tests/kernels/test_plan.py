@@ -61,6 +61,11 @@ def ssd(seed, device):
     return x, lambda **x: (mamba_chunk_scan_combined(**x, chunk_size=16),)
 
 
+def fused_ssd(seed, device):
+    x = drawn(ssd_inputs, 1, 80, 2, 1, 64, 64, seed=seed, device=device, dtype=torch.bfloat16)
+    return x, lambda **x: (mamba_chunk_scan_combined(**x, chunk_size=64),)
+
+
 def average(seed, device):
     generator = torch.Generator(device=device).manual_seed(seed)
     x = torch.randn(2, 40, 5, generator=generator, device=device)
@@ -90,6 +95,7 @@ CASES = {
     "kda": delta(chunk_kda, kda_inputs),
     "in pieces": cut,
     "ssd": ssd,
+    "fused ssd": fused_ssd,
     "ema": average,
     "conv": conv,
     "norms": norms,
