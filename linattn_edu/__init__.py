@@ -10,13 +10,14 @@ from linattn_edu.ops.gdn import (
     fused_gdn_gate,
     fused_recurrent_gated_delta_rule,
 )
-from linattn_edu.ops.gdn.kernel_delta_attention import kda, kda_decay, kernel_delta_attention
+from linattn_edu.ops.gdn.kernel_delta_attention import kda_decay, kernel_delta_attention
 from linattn_edu.ops.kda import chunk_kda, fused_kda_gate, fused_recurrent_kda
 from linattn_edu.ops.l2norm import l2norm
 from linattn_edu.ops.names import (
     L2Norm,
     chunk_gdn,
     fused_recurrent_gdn,
+    kda,
     l2_norm,
     naive_kda_gate,
     naive_recurrent_gated_delta_rule,

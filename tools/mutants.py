@@ -389,15 +389,15 @@ MUTANTS = [
     ),
     Mutant(
         "nobody looks at the dtype of v",
-        f"{OPS}/gdn/chunk.py",
-        'check.same_dtype(("q", q), ("k", k), ("v", v))',
-        'check.same_dtype(("q", q), ("k", k))',
+        f"{OPS}/delta/arguments.py",
+        'given.take("v", v, ("B", "T", "HV", "V"), alike=alike)',
+        'given.take("v", v, ("B", "T", "HV", "V"))',
         "tests/ops/gdn/test_chunk_arguments.py::test_refused_before_any_kernel "
         "tests/ops/gdn/test_errors.py",
     ),
     Mutant(
         "the scale that is left out is 1 / K",
-        f"{OPS}/gdn/chunk.py",
+        f"{OPS}/delta/arguments.py",
         'sizes["K"] ** -0.5 if scale is None',
         'sizes["K"] ** -1.0 if scale is None',
         "tests/ops/gdn/test_chunk.py::test_kernels_match_the_recurrence",
@@ -520,7 +520,7 @@ MUTANTS = [
     # calls that are written down
     Mutant(
         "calls with other options share a program",
-        f"{OPS}/operator.py",
+        f"{OPS}/operator/composing.py",
         "self._programs[which], (stages, options)",
         "self._programs[which], (stages,)",
         "tests/kernels/test_plan.py -k kinds",

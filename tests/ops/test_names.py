@@ -11,15 +11,18 @@ from recurrent_cases import case, cotangents, double, oracle, run
 import linattn_edu
 from linattn_edu import (
     L2Norm,
+    chunk_kda,
     fused_gdn_gate,
     fused_kda_gate,
+    kda,
+    kernel_delta_attention,
     l2norm,
     naive_kda_gate,
     naive_recurrent_gated_delta_rule,
     naive_recurrent_kda,
     prepare_chunk_indices,
 )
-from linattn_edu.testing import assert_close
+from linattn_edu.testing import assert_close, gdn_inputs, kda_inputs
 
 IMPLS = ("reference", "triton")
 impls = pytest.mark.parametrize("impl", IMPLS)
@@ -30,6 +33,31 @@ def test_names_of_one_function():
     assert linattn_edu.chunk_gdn is linattn_edu.chunk_gated_delta_rule
     assert linattn_edu.fused_recurrent_gdn is linattn_edu.fused_recurrent_gated_delta_rule
     assert linattn_edu.l2_norm is l2norm
+
+
+def test_kda_is_kimi_delta_attention(device):
+    x = kda_inputs(1, 20, 1, 2, 8, 6, device=device)
+    want = chunk_kda(**x.asdict(), scale=0.5, output_final_state=True)
+    got = kda(x.q, x.k, x.v, x.g, x.beta, 0.5, x.initial_state, True)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    assert inspect.signature(kda) == inspect.signature(chunk_kda)
+
+
+@pytest.mark.parametrize("names", [["beta"], ["beta", "decay"]])
+def test_kda_refuses_the_arguments_that_it_once_had(names):
+    """Of ejkernel, in their order and by name: nothing else is computed."""
+    x = gdn_inputs(1, 4, 2, 2, 8, 8)
+    rest = [{"beta": x.beta, "decay": x.g}[n] for n in names]
+    theirs = {"query": x.q, "key": x.k, "value": x.v, **dict(zip(names, rest, strict=True))}
+    kernel_delta_attention(**theirs)
+    for call in (
+        lambda: kda(x.q, x.k, x.v, *rest),
+        lambda: kda(**theirs),
+        lambda: kda(x.q, x.k, x.v, beta=x.beta, decay=None),
+        lambda: kda(x.q, x.k, x.v, x.beta, softmax_scale=0.5, use_chunked=False),
+    ):
+        with pytest.raises(TypeError, match="kernel_delta_attention"):
+            call()
 
 
 def test_arguments_stand_where_fla_has_them():

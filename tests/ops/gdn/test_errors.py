@@ -123,9 +123,13 @@ def test_triton_has_no_float64(device):
 
 def test_auto_takes_the_reference_where_kernels_cannot_run(monkeypatch):
     monkeypatch.setattr(check, "interpreted", lambda: False)
-    monkeypatch.setattr(chunk, "_kernels", lambda: pytest.fail("kernels were chosen"))
+    chosen = []
+    for name in ("stages", "forward_stages"):
+        found = getattr(chunk.chunk, name)
+        monkeypatch.setattr(chunk.chunk, name, lambda impl, f=found: chosen.append(impl) or f(impl))
     o, _ = chunk_gated_delta_rule(**arguments())
     assert o.isfinite().all()
+    assert chosen == ["reference"]
 
 
 def test_triton_without_triton(monkeypatch):
