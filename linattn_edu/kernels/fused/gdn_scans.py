@@ -319,9 +319,8 @@ class Scans(NamedTuple):
     @property
     def sizes(self) -> tuple[int, ...]:
         """H, HV, K, V."""
-        H, K = self.k.shape[2:]
-        HV, V = (self.do if self.v is None else self.v).shape[2:]
-        return H, HV, K, V
+        (H, K), v = self.k.shape[2:], self.do if self.v is None else self.v
+        return H, v.shape[2], K, v.shape[3]
 
     @property
     def forth(self) -> tuple[Tensor | None, ...]:
@@ -357,9 +356,7 @@ def load(
 def enter(
     x: Scans, gluon: bool, packing: Packing | None, scale: float | None = None
 ) -> tuple[Pieces, list[Tensor | None], Tensor | None]:
-    """`entering` of scan_states; or with scale that of scan_bwd: how many chunks behind each piece
-    it begins, and the gradients that leave the pieces.
-    """
+    """`entering` of scan_states; with scale that of scan_bwd, for chunks behind each piece."""
     options = {"chunk_size": x.AG.shape[-1], "choice": not gluon, "packing": packing}
     decays = x.k, x.beta, x.gc, x.sizes[-1]
     if scale is None:
