@@ -1,6 +1,7 @@
 """Linear attention, from the recurrence to the kernels: the library of the book linattn_edu."""
 
 from linattn_edu.cp.context import build_cp_context
+from linattn_edu.dry_run import route
 from linattn_edu.ops.causal_conv1d import causal_conv1d, causal_conv1d_fn
 from linattn_edu.ops.causal_conv1d_update import causal_conv1d_update
 from linattn_edu.ops.cumsum import chunk_global_cumsum, chunk_local_cumsum
@@ -62,6 +63,7 @@ __all__ = [
     "naive_recurrent_kda",
     "prepare_chunk_indices",
     "rms_norm_gated",
+    "route",
     "selective_state_update",
     "solve_tril",
 ]

@@ -11,6 +11,7 @@ from numbers import Real
 import torch
 from torch import Tensor
 
+from linattn_edu.choices import asked
 from linattn_edu.ops.tensors import known
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -362,9 +363,14 @@ def _why_not(device: torch.device, dtypes: tuple[torch.dtype, ...]) -> str | Non
         return triton_problem()
     if device.type == "cpu" and not interpreted():
         return "the tensors are on the CPU and TRITON_INTERPRET=1 was not set in time"
-    if device.type not in ("cpu", "cuda"):
+    gpu = asked() if device.type == "meta" else None
+    if device.type not in ("cpu", "cuda") and gpu is None:
         return f"there is no kernel for the device {device}"
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (7, 5):
+    if gpu is not None:
+        capability = gpu.capability
+    else:
+        capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
+    if capability < (7, 5):
         return "the GPU is older than compute capability 7.5"
     if any(dtype not in KERNEL_FLOATS for dtype in dtypes):
         return "the kernels compute in float32 at most, and float64 was given"

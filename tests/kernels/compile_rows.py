@@ -18,7 +18,6 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from unittest.mock import patch
 
 os.environ.pop("TRITON_INTERPRET", None)
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # as in conftest.py
@@ -30,7 +29,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime import JITFunction
 
-from linattn_edu.kernels import pieces, tiles
+from linattn_edu.kernels import tiles
 from linattn_edu.kernels.delta import (
     causal_conv1d,
     causal_conv1d_update,
@@ -67,6 +66,7 @@ from linattn_edu.kernels.fused import (
 )
 from linattn_edu.kernels.fused import kda_bwd as kda_fused_bwd
 from linattn_edu.kernels.fused import kda_scans as kda_fused_scans
+from linattn_edu.kernels.routes import by_kind, forced, kind_of, limits
 from linattn_edu.kernels.ssd import (
     chunk_cumsum,
     chunk_cumsum_bwd,
@@ -101,6 +101,11 @@ TYPES = {
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
 
+def holds(q, v):
+    """Whether the fused stages of the delta rule hold such heads."""
+    return by_kind.gdn_backward_stages(kind_of(q, *v.shape[2:], 64, None)).takes == "fused"
+
+
 def launches(K, V, dtype, chunk_size, heads):
     """Call every launcher on empty CPU tensors; the patched run() below records the launches."""
     B, T, H, HV = heads, chunk_size, 1, 1
@@ -117,7 +122,7 @@ def launches(K, V, dtype, chunk_size, heads):
     state.state(qk, qk, v, g, h0, chunk_size=chunk_size, output_final_state=True)
     output.output(qk, qk, v, h, g, scale=1.0, chunk_size=chunk_size)
     P, R, _ = gdn_intra.intra_chunk(qk, qk, g, g, chunk_size=chunk_size, return_inverse=True)
-    if gdn_bwd.fits(qk, v):
+    if holds(qk, v):
         fused_launches(qk, v, g, A, h0, h, chunk_size)
     warm_up_launches(K, V, dtype, chunk_size, heads)
     gdn_fwd.scan(qk, qk, v, g, P, R, h0, scale=1.0, output_final_state=True)
@@ -170,7 +175,7 @@ def channel_launches(qk, v, beta, g, A, h0, h, chunk_size):
     ):
         gate_cumsum.gate_cumsum(g, **given, **options)
         gate_bwd.gate_bwd(g, g, **given, **options)
-        if gdn_bwd.fits(qk, v):
+        if holds(qk, v):
             kda_fused_scans.kda_gates(qk, qk, g, **given, **options)
         if given:
             gate.gate(g, **{"A_log": None, **given})
@@ -191,7 +196,7 @@ def channel_launches(qk, v, beta, g, A, h0, h, chunk_size):
     kda_intra_bwd.kda_intra_bwd(qk, qk, beta, g, A, A, qk, qk, qk, dgl, beta)
     two = [torch.cat([x, x], 2) for x in (beta, g, A, A, qk, qk, qk, dgl, beta)]
     kda_intra_bwd.kda_intra_bwd(qk, qk, *two)
-    if gdn_bwd.fits(qk, v):
+    if holds(qk, v):
         fused_kda_launches(qk, v, beta, g, A, h0, h, options)
 
 
@@ -271,9 +276,9 @@ def warm_up_launches(K, V, dtype, chunk_size, heads):
     qk, v = (torch.empty(B, T, HV, D, dtype=dtype) for D in (K, V))
     g, A, h0 = torch.empty(B, T, HV), qk.new_empty(B, T, HV, chunk_size), torch.empty(B, HV, K, V)
     small = {"PROGRAMS": 0, "PER_PROGRAM": chunk_size, "MULTIPROCESSORS": 0}
-    with patch.multiple(pieces, **small):
+    with forced(**small):
         gdn_fwd.scan(qk, qk, v, g, A, A, h0, scale=1.0, output_final_state=True)
-        if gdn_bwd.fits(qk, v):
+        if holds(qk, v):
             gdn_scans.scan_states(qk, v, g, g, A, h0)
             gdn_scans.scan_bwd(qk, qk, g, g, A, A, v, h0, scale=1.0)
             gdn_scans.scans(qk, qk, v, g, g, A, A, v, h0, h0, scale=1.0)
@@ -283,7 +288,7 @@ def fused_ssd_launches(N, P, dtype):
     """The fused stages of Mamba-2, where they hold the heads: chunks of two tiles, and of one."""
     for T in (128, 64):
         x, BC = torch.empty(1, T, 2, P, dtype=dtype), torch.empty(1, T, 1, N, dtype=dtype)
-        if not ssd_fwd.fits(x, BC):
+        if by_kind.ssd_stages(kind_of(BC, 2, P, T, None)).takes == "staged":
             return
         step, A, D = torch.empty(1, T, 2), torch.empty(2), torch.empty(2, P)
         h, dht = torch.empty(1, 1, 2, N, P, dtype=dtype), torch.empty(1, 2, N, P)
@@ -291,7 +296,7 @@ def fused_ssd_launches(N, P, dtype):
         chunk_cumsum.chunk_cumsum_log(step, A, A, softplus=True, **options)
         S = ssd_fwd.chunk_scores(BC, BC, **options)
         ssd_fwd.chunk_scores(BC, BC, ids, **options)
-        whole = torch.empty(1, ssd_fwd.PIECE + T, 2, max(N, P), dtype=dtype)
+        whole = torch.empty(1, limits.SSD_PIECE + T, 2, max(N, P), dtype=dtype)
         long, rates = whole[..., :P], whole[..., 0].float()
         for seq_idx, D_, z in ((None, A, None), (ids, D, x), (ids, None, None)):
             state.state(BC, None, x, step, dht, step, seq_idx, output_final_state=True, **options)
@@ -396,9 +401,10 @@ def record(cc):
             for dtype, sizes in SIZES if cc == 90 else SIZES_ELSEWHERE:
                 for K, V in [(n, n) for n in sizes] + [(256, WIDE)] * (256 in sizes):
                     k = torch.empty(1, 1, 1, K, dtype=dtype)
-                    launches(K, V, dtype, tiles.chunk_limit(k), heads=1)
+                    limit = by_kind.chunk_limit(kind_of(k, 1, V, 64, None)).takes
+                    launches(K, V, dtype, limit, heads=1)
                     if V <= 256:
-                        ssd_launches(K, V, dtype, tiles.chunk_limit(k))
+                        ssd_launches(K, V, dtype, limit)
                         fused_ssd_launches(K, V, dtype)
                     if V <= 128:
                         averages(V, dtype)

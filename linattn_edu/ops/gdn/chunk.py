@@ -148,7 +148,7 @@ def chunk_gated_delta_rule(
     o, final_state, *_ = chunk(
         *place.joined(q, k, v, g, beta), A_log, dt_bias, place.entering(initial_state),
         *place.bounds, scale, output_final_state, chunk_size,
-        place.group, impl, "", save="gc A crossing" if place.group else _saved(impl, q, v),
+        place.group, impl, "", save=_saved(impl, q, v, chunk_size, place.group),
     )  # fmt: skip
     o, final_state = place.parted(o), place.leaving(final_state)
     final_state = transposed(final_state, state_v_first)
@@ -212,17 +212,15 @@ class Residuals(NamedTuple):
     crossing: Tensor | None = None  # states that come from other ranks
 
 
-def _saved(impl: str, q: Tensor, v: Tensor) -> str:
-    """The residuals that the backward pass starts from.
-
-    Over ranks it takes the stages one by one: each finds the map of its whole part first, in which
-    the chain of scan_map_bwd is twice as long as that of piece_map_bwd.
-    """
+def _saved(impl: str, q: Tensor, v: Tensor, chunk_size: int, group: str) -> str:
+    """The residuals that the backward pass starts from.  group: of the ranks, or ""."""
     if impl == "triton":
-        from linattn_edu.kernels.fused.gdn_bwd import fits
+        from linattn_edu.kernels.routes import by_kind, kind_of
 
-        return "gc P AG" if fits(q, v) else "gc A"
-    return "gc A"
+        kind = kind_of(q, *v.shape[2:], chunk_size, None)
+        if by_kind.gdn_backward_stages(kind, bool(group)).takes == "fused":
+            return "gc P AG"
+    return "gc A crossing" if group else "gc A"
 
 
 def _operations(s: dict) -> tuple[int, int]:

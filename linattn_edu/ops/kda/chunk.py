@@ -129,7 +129,7 @@ def chunk_kda(
     of a group of 64 fades by more than 2^60 up to the middle of a chunk or from there (chapter 11).
 
     The forward pass runs in fused stages (chapter 24) in 16 bit on Hopper and later, for K and V up
-    to 128; the backward pass too on Hopper with Triton 3.6, in bfloat16, for K and V of 128, as
+    to 128; the backward pass too in Gluon on Hopper, in bfloat16, for K and V of 128, as
     many q/k heads as value heads, chunks of 64 and sequences of whole chunks, of at least 2^14
     tokens times heads, unless cu_seqlens is given. Neither does with cp_context, disable_recompute
     or return_intermediate_states. Their last bits are not those of the stages one by one.
@@ -178,7 +178,7 @@ def chunk_kda(
         q, k = unit(q, impl), unit(k, impl)
     save = "P A gc w kg qg h v_new" if keep_all else "P A crossing" if place.group else "P A"
     staged = keep_all or return_states or cp_context is not None
-    fused = 0 if staged else _fits(impl, q, v, chunk_size, cu_seqlens is not None)
+    fused = 0 if staged else _fused_passes(impl, q, v, chunk_size, cu_seqlens is not None)
     o, final_state, *kept = chunk(
         *place.joined(q, k, v, g, beta), A_log, dt_bias, place.entering(initial_state),
         *place.bounds, scale, gate_bound, safe_bound, output_final_state, chunk_size, fused,
@@ -219,18 +219,18 @@ def _check_promise(g: Tensor, bound: float) -> None:
         )
 
 
-def _fits(impl: str, q: Tensor, v: Tensor, chunk_size: int, packed: bool) -> int:
+def _fused_passes(impl: str, q: Tensor, v: Tensor, chunk_size: int, packed: bool) -> int:
     """How many of the two passes run in fused kernels, the forward pass first, where nothing is
     asked for that only the stages make. Both forms of the backward pass start from P and A.
     """
     if impl != "triton":
         return 0
-    from linattn_edu.kernels.fused import gdn_bwd, kda_bwd
+    from linattn_edu.kernels.routes import by_kind, kind_of
 
-    if not gdn_bwd.fits(q, v):
+    kind = kind_of(q, *v.shape[2:], chunk_size, packed)
+    if by_kind.kda_forward_stages(kind).takes == "staged":
         return 0
-    # the forward pass gives the same bits in all its kernels, whatever the batch
-    return 2 if kda_bwd.fits(q, v, chunk_size, packed) else 1
+    return 1 + (by_kind.kda_backward_stages(kind).takes == "fused")
 
 
 @dataclass(frozen=True)

@@ -128,9 +128,10 @@ class Declaration:
                 return given[n].shape[self.axes[n].index("C")]
         if self.limited is None or given["impl"] == "reference":
             return given.get("chunk_size")
-        from linattn_edu.kernels.tiles import chunk_limit
+        from linattn_edu.kernels.routes import by_kind, kind_of
 
-        return min(given["chunk_size"], chunk_limit(given[self.limited]))
+        kind = kind_of(given[self.limited], 0, 0, given["chunk_size"], None)
+        return min(given["chunk_size"], by_kind.chunk_limit(kind).takes)
 
     def _sizes(self, given: dict, length: int | None) -> dict:
         """Axis -> size, as the tensors have it."""

@@ -215,12 +215,12 @@ def _form(impl: str, x: Tensor, B: Tensor, chunk_size: int, low: float) -> tuple
     """
     if impl == "reference":
         return impl, min(chunk_size, 64)
-    from linattn_edu.kernels.fused.ssd_fwd import fits
-    from linattn_edu.kernels.tiles import chunk_limit
+    from linattn_edu.kernels.routes import by_kind, kind_of, limits
 
-    if low >= 0 and fits(x, B):
-        return "fused", min(chunk_size, 128)
-    return impl, min(chunk_size, chunk_limit(B))
+    kind = kind_of(B, *x.shape[2:], chunk_size, None)
+    if by_kind.ssd_stages(kind, low).takes == "fused":
+        return "fused", min(chunk_size, limits.SSD_CHUNK)
+    return impl, min(chunk_size, by_kind.chunk_limit(kind).takes)
 
 
 @dataclass(frozen=True)
