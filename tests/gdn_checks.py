@@ -130,9 +130,12 @@ def cotangents(x: dict[str, Tensor], N: int | None = None, seed: int = 1) -> tup
 def run(
     x: dict[str, Tensor], do: Tensor | None, dht: Tensor | None, f=chunk_gated_delta_rule, **options
 ) -> dict[str, Tensor]:
-    """Outputs of f and, by autograd, the gradient of every tensor of x; None: no gradient in."""
-    leaves = {n: t.detach().clone().requires_grad_() for n, t in x.items()}
-    o, ht = f(**leaves, **options)
+    """Outputs of f and, by autograd, the gradient of every tensor of x but integers; None: no
+    gradient in.
+    """
+    integers = {n: t for n, t in x.items() if not t.is_floating_point()}
+    leaves = {n: t.detach().clone().requires_grad_() for n, t in x.items() if n not in integers}
+    o, ht = f(**leaves, **integers, **options)
     pairs = [(y, dy) for y, dy in ((o, do), (ht, dht)) if dy is not None]
     outputs, given = zip(*pairs, strict=True)
     gradients = torch.autograd.grad(outputs, leaves.values(), given)
@@ -260,6 +263,11 @@ def spacing(g: Tensor, chunk_size: int = 64) -> float:
     """How well float32 tells apart the decays of a chunk: they are differences of sums of g."""
     sums = torch.stack([x.sum(1).abs().max() for x in g.double().split(chunk_size, 1)])
     return 2**-24 * sums.max().item()
+
+
+def boundaries(lengths, device="cpu", dtype=torch.int32) -> Tensor:
+    """cu_seqlens of sequences of these lengths."""
+    return torch.tensor([0, *lengths], device=device).cumsum(0).to(dtype)
 
 
 def same_bits(got: dict[str, Tensor], want: dict[str, Tensor], *without: str):
