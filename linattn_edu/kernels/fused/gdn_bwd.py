@@ -13,6 +13,7 @@ from linattn_edu.kernels.delta.cp_merge import cp_merge, map_args, piece_of
 from linattn_edu.kernels.delta.cp_merge_bwd import cp_merge_bwd
 from linattn_edu.kernels.delta.warm_up import span_of, warm_up
 from linattn_edu.kernels.fused.gdn_fwd import SCAN_CONFIGS, scan_map
+from linattn_edu.kernels.gluon import support
 from linattn_edu.kernels.pieces import Pieces, pieces_of, spans_of
 from linattn_edu.kernels.tiles import (
     block,
@@ -35,8 +36,8 @@ from linattn_edu.packing import Packing
 
 try:
     from linattn_edu.kernels.gluon import gdn_intra_bwd, gdn_scans
-except (ImportError, AttributeError):  # a Triton whose Gluon has other names
-    gdn_intra_bwd = gdn_scans = None
+except Exception as error:  # a Triton whose Gluon has other names
+    gdn_intra_bwd = gdn_scans = support.left_out(error)
 
 
 @triton.jit(do_not_specialize=["T", "N"])
@@ -501,9 +502,8 @@ def _launch_states(
     v_new: Tensor,
 ) -> None:
     """Launch the kernel, in plain Triton with the tiles that suit pieces, or whole sequences."""
-    if gluon:
-        given = k, v, beta, gc, AG, initial_state
-        gdn_scans.scan_states_gluon(*given, h, v_new, warm, pieces)
+    given = k, v, beta, gc, AG, initial_state, h, v_new, warm, pieces
+    if gluon and support.attempt(gdn_scans.scan_states_gluon, *given):
         return
     H, K = k.shape[2:]
     HV, V = v.shape[2:]
@@ -579,8 +579,7 @@ def _launch_back(
     *rest: Tensor | None,
 ) -> None:
     """Launch scan_bwd_kernel, or that in Gluon, on its tensors, the outputs last."""
-    if gluon:
-        gdn_scans.scan_bwd_gluon(q, k, *rest, scale, warm, pieces)
+    if gluon and support.attempt(gdn_scans.scan_bwd_gluon, q, k, *rest, scale, warm, pieces):
         return
     H, K = q.shape[2:]
     HV, V = rest[-1].shape[1], rest[-1].shape[-1]
@@ -620,9 +619,11 @@ def scans(
     programs = pieces.N * HV * cdiv(V, BV)
     h, v_new = _states_out(k, v, C, packing)
     dh, Z, dv, dh0 = _back_out(q, gc, do, C, pieces, packing)
-    if gluon and programs < device_of(q)[1] and ahead[0] is None:
-        given = q, k, v, beta, gc, P, AG, do, initial_state, dht, h, v_new, dh, Z, dv, dh0
-        gdn_scans.scans_gluon(*given, scale, ahead.pop(), behind.pop(), pieces)
+    given = q, k, v, beta, gc, P, AG, do, initial_state, dht, h, v_new, dh, Z, dv, dh0
+    given = *given, scale, ahead[0], behind[0], pieces
+    both = gluon and programs < device_of(q)[1] and ahead[0] is None
+    if both and support.attempt(gdn_scans.scans_gluon, *given):
+        ahead.pop()
     elif gluon or programs >= device_of(q)[1] or len(ahead) > 1:
         given = k, v, beta, gc, AG, initial_state, h, v_new
         _launch_states(gluon, pieces, ahead.pop(0), True, *given)
@@ -714,8 +715,8 @@ def _launch_intra(
     before it writes dq and dk, which may lie in their place.
     """
     tensors = q, k, v, beta, gc, h, v_new, do, dh, Z, dq, dk, dbeta, dgc
-    if _intra_in_gluon(q, k, v, h, v_new, do, dh, Z, chunk_size=chunk_size, packing=packing):
-        gdn_intra_bwd.intra_bwd_gluon(*tensors, scale)
+    gluon = _intra_in_gluon(q, k, v, h, v_new, do, dh, Z, chunk_size=chunk_size, packing=packing)
+    if gluon and support.attempt(gdn_intra_bwd.intra_bwd_gluon, *tensors, scale):
         return
     _, T, H, K = q.shape
     HV, V = v.shape[2:]
@@ -758,7 +759,8 @@ def chunk_bwd(
     C = AG.shape[-1]
     gluon = all(_in_gluon(q, k, x, P, AG, packing) for x in (v, do))
     if gluon and _intra_in_gluon(q, k, v, do, chunk_size=C, packing=packing):
-        parts = _parts(q, v, C)
+        # parts are views, which plain Triton does not take in the place of a kernel that fails
+        parts = _parts(q, v, C) if support.tried() else 1
         if parts > 1:
             return _in_parts(parts, q, k, v, beta, gc, P, AG, do, initial_state, dht, scale)
     options = {"scale": scale, "packing": packing}

@@ -19,6 +19,7 @@ from linattn_edu.kernels.delta.solve import (
     unit_lower_inverse,
 )
 from linattn_edu.kernels.delta.warm_up import span_of, warm_up
+from linattn_edu.kernels.gluon import support
 from linattn_edu.kernels.pieces import Pieces, pieces_of
 from linattn_edu.kernels.tiles import (
     cast,
@@ -44,8 +45,8 @@ from linattn_edu.packing import Packing
 
 try:
     from linattn_edu.kernels.gluon import gdn_intra, gdn_scan
-except (ImportError, AttributeError):  # a Triton whose Gluon has other names
-    gdn_intra = gdn_scan = None
+except Exception as error:  # a Triton whose Gluon has other names
+    gdn_intra = gdn_scan = support.left_out(error)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -489,8 +490,9 @@ def intra_chunk(
     P, R = (q.new_empty(B, T, HV, chunk_size) for _ in range(2))
     A = torch.empty_like(R) if return_inverse else None
     if gdn_intra is not None and gdn_intra.fits(q, k, chunk_size):
-        gdn_intra.intra_gluon(q, k, beta, gc, P, R, A, gated, packing)
-        return P, R, A
+        given = q, k, beta, gc, P, R, A, gated, packing
+        if support.attempt(gdn_intra.intra_gluon, *given):
+            return P, R, A
     options = {"BT": chunk_size, "PRECISION": merge_precision(k.dtype), "GATED": gated}
     rows = of_generation(INTRA_CONFIGS, device_of(k)[0]).get(k.element_size(), {})
     if K in rows and chunk_size == 64 and H == HV:
@@ -537,8 +539,8 @@ def scan(
     last = q.new_empty(pieces.N, HV, K, V, dtype=torch.float32) if output_final_state else None
     if in_gluon:
         given = q, k, v, gc, P, R, initial_state, o, last, scale
-        gdn_scan.scan_gluon(*given, *warm, pieces)
-        return o, pieces.last(last)
+        if support.attempt(gdn_scan.scan_gluon, *given, *warm, pieces):
+            return o, pieces.last(last)
     for i, skipped in enumerate(warm):
         heads = (pieces.batch if i else pieces.N) * HV
         _, config = scan_launch(SCAN_CONFIGS, k, heads, V)

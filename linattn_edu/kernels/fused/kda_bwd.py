@@ -24,6 +24,7 @@ from linattn_edu.kernels.delta.kda_intra_bwd import (
 )
 from linattn_edu.kernels.fused.gdn_bwd import fits as hold
 from linattn_edu.kernels.fused.kda_fwd import kda_fused_scan_map
+from linattn_edu.kernels.gluon import support
 from linattn_edu.kernels.pieces import Pieces, pieces_of
 from linattn_edu.kernels.tiles import (
     block,
@@ -50,8 +51,8 @@ from linattn_edu.packing import Packing
 try:
     from linattn_edu.kernels.gluon import gdn_scan, gdn_scans, kda_scans
     from linattn_edu.kernels.gluon import kda_intra_bwd as kda_intra_bwd_gluon
-except (ImportError, AttributeError):  # a Triton whose Gluon has other names
-    kda_intra_bwd_gluon = kda_scans = None
+except Exception as error:  # a Triton whose Gluon has other names
+    gdn_scan = gdn_scans = kda_intra_bwd_gluon = kda_scans = support.left_out(error)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -571,7 +572,7 @@ def fits(q: Tensor, v: Tensor, chunk_size: int, packed: bool) -> bool:
         and T % chunk_size == 0
         and device_of(q)[0] == "hopper"
         and (q.shape[-1], V, chunk_size) == (gdn_scans.HEAD, gdn_scans.HEAD, gdn_scan.CHUNK)
-        and triton.__version__.startswith(gdn_scan.VERSIONS)
+        and support.available().usable
     )
 
 
@@ -631,19 +632,18 @@ def kda_fused_scans(
     programs = pieces.N * HV * cdiv(V, BV)
     # whether they pay was asked when this set was taken; of do only the address may differ from v's
     gluon = kda_scans is not None and all(kda_scans.runs(kg, x, P, A, packing) for x in (v, do))
-    given = kg, kd, v, beta, gc, A, initial_state, h, v_new
-    behind = qg, kg, kd, beta, gc, P, A, do, dht, dh, Z, dv, dh0, scale
+    given = qg, kg, kd, v, beta, gc, P, A, do, initial_state, dht, h, v_new, dh, Z, dv, dh0, scale
+    forth = kg, kd, v, beta, gc, A, initial_state, h, v_new, pieces
+    back = qg, kg, kd, beta, gc, P, A, do, dht, dh, Z, dv, dh0, scale, pieces
     if gluon and programs < device_of(kg)[1]:
-        given = qg, kg, kd, v, beta, gc, P, A, do, initial_state, dht, h, v_new, dh, Z, dv, dh0
-        kda_scans.kda_scans_gluon(*given, scale, pieces)
-    elif gluon:
-        kda_scans.kda_scan_states_gluon(*given, pieces)
-        kda_scans.kda_scan_bwd_gluon(*behind, pieces)
+        done = support.attempt(kda_scans.kda_scans_gluon, *given, pieces)
     else:
+        done = gluon and support.attempt(kda_scans.kda_scan_states_gluon, *forth)
+        done = done and support.attempt(kda_scans.kda_scan_bwd_gluon, *back)
+    if not done:
         kda_fused_scans_kernel[(2 * programs,)](
-            qg, kg, kd, v, beta, gc, P, A, do, initial_state, dht, h, v_new, dh, Z, dv, dh0, scale,
-            pieces.cu_seqlens, pieces.chunk_offsets, pieces.T, HV, K, V, BT=C, BK=block(K), BV=BV,
-            **SCAN_OPTIONS,
+            *given, pieces.cu_seqlens, pieces.chunk_offsets, pieces.T, HV, K, V, BT=C, BK=block(K),
+            BV=BV, **SCAN_OPTIONS,
         )  # fmt: skip
     return h, v_new, dh, Z, dv, pieces.first(dh0)
 
@@ -747,9 +747,12 @@ def kda_fused_intra_bwd(
     NT, *chunks = chunk_args(v, chunk_size, packing)
     near = k.new_empty(NT * HV, cdiv(K, GROUP.value), dtype=torch.int8)
     tensors = q, k, v, beta, gc, h, v_new, do, dh, Z
-    if kda_intra_bwd_gluon and kda_intra_bwd_gluon.fits(*tensors, chunk_size, packing is not None):
-        kda_intra_bwd_gluon.kda_intra_bwd_gluon(*tensors, dgl, dq, dk, dbeta, dgc, near, scale)
-    else:
+    gluon, given = kda_intra_bwd_gluon, (*tensors, dgl, dq, dk, dbeta, dgc, near, scale)
+    if not (
+        gluon is not None
+        and gluon.fits(*tensors, chunk_size, packing is not None)
+        and support.attempt(gluon.kda_intra_bwd_gluon, *given)
+    ):
         kda_fused_intra_bwd_kernel[(NT * HV,)](
             *tensors, dP, dL, dgl, dq, dk, dbeta, dgc, near, scale, *chunks, T, H, HV, K, V,
             BT=chunk_size, BV=block(V), BN=max(block(K), GROUP.value), PW=width, **INTRA_OPTIONS,

@@ -12,6 +12,7 @@ from torch import Tensor
 from linattn_edu.kernels.delta.cp_merge import cp_merge, map_args, piece_of
 from linattn_edu.kernels.delta.kda_intra import launch_intra
 from linattn_edu.kernels.fused.gdn_fwd import TRANSPOSED, crowded
+from linattn_edu.kernels.gluon import support
 from linattn_edu.kernels.pieces import Pieces, pieces_of
 from linattn_edu.kernels.tiles import (
     cast,
@@ -29,8 +30,8 @@ from linattn_edu.packing import Packing
 
 try:
     from linattn_edu.kernels.gluon import kda_scan
-except (ImportError, AttributeError):  # a Triton whose Gluon has other names
-    kda_scan = None
+except Exception as error:  # a Triton whose Gluon has other names
+    kda_scan = support.left_out(error)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -299,8 +300,8 @@ def kda_fused_scan(
     last = gc.new_empty(pieces.N, HV, K, V) if output_final_state else None
     if kda_scan is not None and kda_scan.fits(kg, v, P, A, packing):
         given = qg, kg, kd, v, beta, gc, P, A, initial_state, o, last, scale
-        kda_scan.kda_scan_gluon(*given, pieces)
-        return o, pieces.last(last)
+        if support.attempt(kda_scan.kda_scan_gluon, *given, pieces):
+            return o, pieces.last(last)
     grid, config = scan_launch(CONFIGS, kg, pieces.N * HV, V)
     full = crowded(kg, *grid, config)
     kernel = kda_fused_scan_transposed_kernel if full else kda_fused_scan_kernel

@@ -6,7 +6,6 @@ bits as tf32 has, and a power of two for each token keeps them in range.
 """
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -19,8 +18,21 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.runtime.jit import constexpr_function
 
-from linattn_edu.kernels.gluon.gdn_intra_bwd import gates_of, place
-from linattn_edu.kernels.gluon.gdn_scan import CHUNK, barrier, descriptor, half, operand, product
+from linattn_edu.kernels.gluon import support
+from linattn_edu.kernels.gluon.blocks import (
+    CHUNK,
+    async_load,
+    async_read,
+    async_store,
+    barrier,
+    descriptor,
+    gates_of_item,
+    half,
+    item_at,
+    operand,
+    product,
+    reinterpret,
+)
 from linattn_edu.kernels.tiles import chunk_args, chunk_of, device_of, whole
 from linattn_edu.packing import Packing
 
@@ -265,7 +277,7 @@ def load_keys(x_ptr, x_s, stride, n_t, K: gl.constexpr, BT: gl.constexpr):
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // K, K // 8], [gl.num_warps(), 1], [1, 0])
     o_t = gl.arange(0, BT, gl.SliceLayout(1, layout))[:, None]
     o_k = gl.arange(0, K, gl.SliceLayout(0, layout))[None, :]
-    async_copy.async_copy_global_to_shared(x_s, x_ptr + o_t * stride + o_k, mask=o_t < n_t)
+    async_read(x_s, x_ptr + o_t * stride + o_k, mask=o_t < n_t)
 
 
 @gluon.jit
@@ -320,7 +332,7 @@ def intra_chunk_gluon_kernel(
     L_s = gl.allocate_shared_memory(gl.float16, [BT, BT], tile)
     X_s = gl.allocate_shared_memory(gl.float16, [BT, BT], tile)
     P_s = half(q_s, 0)
-    N_s = half(k_s, 0)._reinterpret(gl.float16, [BT, BT], tile)
+    N_s = reinterpret(k_s, gl.float16, [K // 64, BT, BT], tile).index(0)
     gc_s.store(b_gc)
     beta_s.store(b_beta.to(gl.float32))
     async_copy.wait_group(0)
@@ -329,10 +341,10 @@ def intra_chunk_gluon_kernel(
     b_S, b_P = scores(q_s, k_s)
     invert_blocks(b_S, beta_s, n_s, w_s, u_s, D_s, L_s, X_s, 0)
     b_A, G = join_blocks(b_P, gc_s, P_s, L_s, X_s, N_s, 0)
-    R_s = L_s._reinterpret(dtype, [BT, BT], tile)
+    R_s = reinterpret(L_s, dtype, [BT, BT], tile)
     R_s.store(resolvent(b_A, G, w_s, u_s).to(dtype))
     if A_ptr is not None:
-        A_s = X_s._reinterpret(dtype, [BT, BT], tile)
+        A_s = reinterpret(X_s, dtype, [BT, BT], tile)
         b_A = inverse(b_A, G, n_s, w_s, GATED).to(dtype)
         barrier()
         A_s.store(b_A)
@@ -350,18 +362,20 @@ def load_items(
 ):  # fmt: skip
     """The warp that loads: q and k of a chunk and head, gc and beta of each of its value heads."""
     o_t = gl.arange(0, BT, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
-    b_gc, b_beta = gates_of(gc_ptr, beta_ptr, 0, o_t, H * G, H, G, BT)
+    b_gc, b_beta = gates_of_item(gc_ptr, beta_ptr, 0, o_t, H * G, H, G, BT)
     for n in range(N):
         mbarrier.wait(empty, (n & 1) ^ 1)
         if n % G == 0:
-            i_c, i_h, _ = place(n, H, G)
+            i_c, i_h, _ = item_at(n, H, G)
             mbarrier.expect(full, 2 * BT * K * 2)
-            tma.async_copy_global_to_shared(k_desc, [i_c * BT, i_h * K], full, ks.index(0))
-            tma.async_copy_global_to_shared(q_desc, [i_c * BT, i_h * K], full, qs.index(0))
+            async_load(k_desc, [i_c * BT, i_h * K], full, ks.index(0))
+            async_load(q_desc, [i_c * BT, i_h * K], full, qs.index(0))
         gates.index(n % 2 * 2).store(b_gc)
         gates.index(n % 2 * 2 + 1).store(b_beta)
         # those of the next one are on their way meanwhile
-        b_gc, b_beta = gates_of(gc_ptr, beta_ptr, gl.minimum(n + 1, N - 1), o_t, H * G, H, G, BT)
+        b_gc, b_beta = gates_of_item(
+            gc_ptr, beta_ptr, gl.minimum(n + 1, N - 1), o_t, H * G, H, G, BT
+        )
         barrier()
         mbarrier.arrive(gates_full, count=1)
 
@@ -381,9 +395,9 @@ def compute_items(
         z = n >> 30
         q_s, k_s, P_s = qs.index(z), ks.index(z), Ps.index(z)
         L_s, X_s, N_s = inner.index(z), inner.index(1 + z), inner.index(2 + z)
-        R_s = L_s._reinterpret(dtype, [BT, BT], Ps.layout)
-        A_s = X_s._reinterpret(dtype, [BT, BT], Ps.layout)
-        i_c, _, i_hv = place(n, H, G)
+        R_s = reinterpret(L_s, dtype, [BT, BT], Ps.layout)
+        A_s = reinterpret(X_s, dtype, [BT, BT], Ps.layout)
+        i_c, _, i_hv = item_at(n, H, G)
         gc_s, beta_s = gates.index(n % 2 * 2), gates.index(n % 2 * 2 + 1)
         mbarrier.wait(gates_full, n & 1)
         mbarrier.wait(full, n // G & 1)
@@ -401,10 +415,10 @@ def compute_items(
         fence_async_shared()
         barrier()
         at = [i_c * BT, i_hv * BT]
-        tma.async_copy_shared_to_global(P_desc, at, P_s)
-        tma.async_copy_shared_to_global(R_desc, at, R_s)
+        async_store(P_desc, at, P_s)
+        async_store(R_desc, at, R_s)
         if A_desc is not None:
-            tma.async_copy_shared_to_global(A_desc, at, A_s)
+            async_store(A_desc, at, A_s)
     tma.store_wait(0)
 
 
@@ -458,7 +472,6 @@ def intra_chunk_ring_gluon_kernel(
     ], [1], [24])  # fmt: skip
 
 
-VERSIONS = ("3.6.",)  # of Triton, with which it has run on a Hopper GPU: Gluon is not stable yet
 HEADS = (64, 128)  # keys
 OPTIONS = {"num_warps": 4, "maxnreg": 128}
 # of intra_chunk_ring_gluon_kernel on a multiprocessor -> options. Of its registers the loading warp
@@ -483,7 +496,7 @@ def fits(q: Tensor, k: Tensor, chunk_size: int) -> bool:
         and k.dtype == torch.bfloat16
         and k.shape[-1] in HEADS
         and chunk_size == CHUNK
-        and triton.__version__.startswith(VERSIONS)
+        and support.available().usable
         and all(x.data_ptr() % 16 == 0 for x in (q, k))
     )
 

@@ -7,7 +7,6 @@ the tensor cores are with its other products, or with the other group's. The val
 head follow one another, so their sums stay in registers.
 """
 
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -17,28 +16,23 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     tma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from linattn_edu.kernels.gluon.gdn_scan import CHUNK, barrier, half, layout_of, product
+from linattn_edu.kernels.gluon import support
+from linattn_edu.kernels.gluon.blocks import (
+    CHUNK,
+    async_load,
+    async_store,
+    barrier,
+    descriptor,
+    gates_of_item,
+    half,
+    item_at,
+    own_dot,
+    own_sums,
+    product,
+)
 from linattn_edu.kernels.tiles import device_of
 from linattn_edu.packing import Packing
-
-
-@gluon.jit
-def place(n, H: gl.constexpr, G: gl.constexpr):
-    """Of the n-th item of this program, a value head of a chunk: chunk, q/k head, value head."""
-    i = gl.program_id(0) + n // G * gl.num_programs(0)
-    i_h = i % H
-    return i // H, i_h, i_h * G + n % G
-
-
-@gluon.jit
-def gates_of(gc_ptr, beta_ptr, n, o_t, ROW: gl.constexpr, H: gl.constexpr,
-             G: gl.constexpr, BT: gl.constexpr):  # fmt: skip
-    """gc and beta [BT] of the n-th item."""
-    i_c, _, i_hv = place(n, H, G)
-    o = (i_c * BT + o_t).to(gl.int64) * ROW + i_hv
-    return gl.load(gc_ptr + o), gl.load(beta_ptr + o).to(gl.float32)
 
 
 @gluon.jit
@@ -51,53 +45,40 @@ def load_tiles(
 ):  # fmt: skip
     """The warp that loads, in the order in which the others read."""
     o_t = gl.arange(0, BT, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
-    b_gc, b_beta = gates_of(gc_ptr, beta_ptr, 0, o_t, ROW, H, G, BT)
+    b_gc, b_beta = gates_of_item(gc_ptr, beta_ptr, 0, o_t, ROW, H, G, BT)
     for n in range(N + 1):
         if n > 0:
-            i_c, _, i_hv = place(n - 1, H, G)
+            i_c, _, i_hv = item_at(n - 1, H, G)
             i_S, column = (i_c * (H * G) + i_hv) * K, i_hv * V
             mbarrier.wait(empty_h, n & 1)
             mbarrier.expect(full_Z, 2 * BT * V * 2)
-            tma.async_copy_global_to_shared(Z_desc, [i_c * BT, column], full_Z, Zs.index(0))
-            tma.async_copy_global_to_shared(v_desc, [i_c * BT, column], full_Z, vs.index(0))
+            async_load(Z_desc, [i_c * BT, column], full_Z, Zs.index(0))
+            async_load(v_desc, [i_c * BT, column], full_Z, vs.index(0))
             mbarrier.expect(full_h, K * V * 2)
-            tma.async_copy_global_to_shared(h_desc, [i_S, 0], full_h, hs.index(0))
+            async_load(h_desc, [i_S, 0], full_h, hs.index(0))
             mbarrier.expect(full_dh, K * V * 2)
-            tma.async_copy_global_to_shared(dh_desc, [i_S, 0], full_dh, dhs.index(0))
+            async_load(dh_desc, [i_S, 0], full_dh, dhs.index(0))
         if n < N:  # one item further, to the place that the wait above has seen empty
-            i_c, _, i_hv = place(n, H, G)
+            i_c, _, i_hv = item_at(n, H, G)
             i, column = n % 2, i_hv * V
             full = full_new.index(i)
             mbarrier.expect(full, 2 * BT * V * 2)
-            tma.async_copy_global_to_shared(do_desc, [i_c * BT, column], full, dos.index(i))
-            tma.async_copy_global_to_shared(v_new_desc, [i_c * BT, column], full, news.index(i))
+            async_load(do_desc, [i_c * BT, column], full, dos.index(i))
+            async_load(v_new_desc, [i_c * BT, column], full, news.index(i))
             gates.index(2 * i).store(b_gc)
             gates.index(2 * i + 1).store(b_beta)
             barrier()
             mbarrier.arrive(gates_full.index(i), count=1)
         if (n > 0) & ((n - 1) % G == 0):  # the place of q and k becomes empty last
-            i_c, i_h, _ = place(n - 1, H, G)
+            i_c, i_h, _ = item_at(n - 1, H, G)
             mbarrier.wait(empty_k, ((n - 1) // G & 1) ^ 1)
             mbarrier.expect(full_k, 2 * BT * K * 2)
             for c in gl.static_range(2):
                 at = [i_c * BT, i_h * K + c * (K // 2)]
-                tma.async_copy_global_to_shared(k_desc, at, full_k, ks.index(c))
-                tma.async_copy_global_to_shared(q_desc, at, full_k, qs.index(c))
+                async_load(k_desc, at, full_k, ks.index(c))
+                async_load(q_desc, at, full_k, qs.index(c))
         # those of the next one are on their way meanwhile
-        b_gc, b_beta = gates_of(gc_ptr, beta_ptr, gl.minimum(n + 1, N - 1), o_t, ROW, H, G, BT)
-
-
-@gluon.jit
-def own_sums(x):
-    """What each thread sums of a row by itself: [64, 4] of x [64, 64] in a product's layout."""
-    x = gl.reshape(x, [x.shape[0], 8, 4, 2])
-    return gl.sum(gl.sum(x, 1), 2)
-
-
-@gluon.jit
-def own_dot(x, y, mma: gl.constexpr):
-    """own_sums of x * y, both in shared memory."""
-    return own_sums(x.load(mma).to(gl.float32) * y.load(mma).to(gl.float32))
+        b_gc, b_beta = gates_of_item(gc_ptr, beta_ptr, gl.minimum(n + 1, N - 1), o_t, ROW, H, G, BT)
 
 
 @gluon.jit
@@ -118,7 +99,7 @@ def store_sums(
         0, gl.BlockedLayout([1, 2], [1, 32], [gl.num_warps(), 1], [1, 0])
     )
     o_t = gl.arange(0, BT, vector)
-    i_c, _, i_hv = place(n, H, G)
+    i_c, _, i_hv = item_at(n, H, G)
     o = (i_c * BT + o_t).to(gl.int64) * ROW + i_hv
     if c == 0:
         # eq:fused-dgc   dgc = q dq + beta k f - k d; dgc_last += sum k dk + 2^gc_last <dS, S>
@@ -264,13 +245,13 @@ def compute_half(
         barrier()  # no warp reads what the halves share any more, nor its k and q
         mbarrier.arrive(used, count=1)
         if (n + 1) % G == 0:
-            i_c, i_h, _ = place(n, H, G)
+            i_c, i_h, _ = item_at(n, H, G)
             q.store(b_dq.to(q.dtype))
             k.store(b_dk.to(k.dtype))
             fence_async_shared()
             barrier()
-            tma.async_copy_shared_to_global(dq_desc, [i_c * BT, i_h * K + c * BT], q)
-            tma.async_copy_shared_to_global(dk_desc, [i_c * BT, i_h * K + c * BT], k)
+            async_store(dq_desc, [i_c * BT, i_h * K + c * BT], q)
+            async_store(dk_desc, [i_c * BT, i_h * K + c * BT], k)
     mbarrier.wait(used, (N & 1) ^ 1)
     store_sums(parts, c, dbeta_ptr, dgc_ptr, N - 1, ROW, H, G, BT)
     tma.store_wait(0)
@@ -362,7 +343,6 @@ def intra_chunk_bwd_gluon_kernel(
     ], [4, 1], [240, 24])  # fmt: skip
 
 
-VERSIONS = ("3.6.",)  # of Triton, with which it has run on a Hopper GPU: Gluon is not stable yet
 HEAD = 128  # keys, and values
 # tokens of a sequence times value heads: with fewer a call waits for the host with either kernel.
 # Not the batch: the last bits are not those of intra_chunk_bwd_kernel
@@ -383,16 +363,9 @@ def fits(
         and device_of(q)[0] == "hopper"
         and q.element_size() == 2
         and (q.shape[-1], v.shape[-1], chunk_size) == (HEAD, HEAD, CHUNK)
-        and triton.__version__.startswith(VERSIONS)
+        and support.available().usable
         and all(x.data_ptr() % 16 == 0 for x in (q, k, v, *others))
     )
-
-
-def descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """Of x as a matrix whose row is a token, or a key of a state, for copies of such tiles."""
-    x = x.view(-1, x.shape[-1] if rows == HEAD else x.shape[-2] * x.shape[-1])
-    layout = layout_of(x.dtype, rows, columns)
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, columns], layout)
 
 
 def intra_bwd_gluon(
@@ -417,9 +390,10 @@ def intra_bwd_gluon(
     """
     (B, T, H, K), (HV, V) = q.shape, v.shape[2:]
     NT = B * T // CHUNK
-    keys, values, states = (CHUNK, K // 2), (CHUNK, V), (K, V)
+    keys, values, states = (K // 2,), (V,), (V, K)
     sizes = keys, keys, values, states, values, values, states, values, keys, keys
-    descriptors = map(descriptor, (q, k, v, h, v_new, do, dh, Z, dq, dk), *zip(*sizes, strict=True))
+    tensors = q, k, v, h, v_new, do, dh, Z, dq, dk
+    descriptors = (descriptor(x, *size) for x, size in zip(tensors, sizes, strict=True))
     intra_chunk_bwd_gluon_kernel[(min(device_of(q)[1], NT * H),)](
         *descriptors, beta, gc, dbeta, dgc, scale, NT, gc.stride(1), H, HV, K, V, CHUNK, **OPTIONS
     )

@@ -6,10 +6,6 @@ copies chunks ahead through a ring in shared memory; four hold S^T [64, K] in re
 waited for where its result is needed.
 """
 
-import functools
-
-import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -17,45 +13,26 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     tma,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from linattn_edu.kernels.delta.warm_up import span_of
+from linattn_edu.kernels.gluon import support
+from linattn_edu.kernels.gluon.blocks import (
+    BV,
+    CHUNK,
+    async_load,
+    async_store,
+    barrier,
+    descriptor,
+    half,
+    keys_times_state,
+    operand,
+    product,
+)
 from linattn_edu.kernels.pieces import Pieces
 from linattn_edu.kernels.tiles import device_of, sequence_of
 from linattn_edu.packing import Packing
-
-barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # its name in Triton 3.6
-DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
-
-
-@gluon.jit
-def product(a, b, acc, use_acc: gl.constexpr = True):
-    """Begin acc + a @ b, or a @ b without use_acc."""
-    return warpgroup_mma(a, b, acc, use_acc=use_acc, is_async=True)
-
-
-@gluon.jit
-def operand(x, dtype: gl.constexpr, mma: gl.constexpr):
-    """A product's result as another's first operand: every number stays in its thread."""
-    return gl.convert_layout(x.to(dtype), gl.DotOperandLayout(0, mma, 2))
-
-
-@gluon.jit
-def half(x, i: gl.constexpr):
-    """64 of 128 columns; of 64, all."""
-    return x.slice(64 * i, 64, dim=1)
-
-
-@gluon.jit
-def keys_times_state(b_h1, b_h2, k, zero, K: gl.constexpr):
-    """Begin (K S)^T, from S^T in halves of 64 keys; with K = 64 b_h2 is not read."""
-    b_W = product(b_h1, half(k, 0).permute((1, 0)), zero, False)
-    if K == 128:
-        b_W = product(b_h2, half(k, 1).permute((1, 0)), b_W)
-    return b_W
 
 
 @gluon.jit
@@ -78,11 +55,11 @@ def load_chunks(
         mbarrier.wait(empty.index(i), (i_t // STAGES & 1) ^ 1)
         bar = full.index(i)
         mbarrier.expect(bar, (ks.shape[2] + qs.shape[2] + vs.shape[2] + 2 * BT) * BT * 2)
-        tma.async_copy_global_to_shared(k_desc, [begin, c_k], bar, ks.index(i))
-        tma.async_copy_global_to_shared(v_desc, [begin, c_v], bar, vs.index(i))
-        tma.async_copy_global_to_shared(R_desc, [begin, c_t], bar, Rs.index(i))
-        tma.async_copy_global_to_shared(q_desc, [begin, c_k], bar, qs.index(i))
-        tma.async_copy_global_to_shared(P_desc, [begin, c_t], bar, Ps.index(i))
+        async_load(k_desc, [begin, c_k], bar, ks.index(i))
+        async_load(v_desc, [begin, c_v], bar, vs.index(i))
+        async_load(R_desc, [begin, c_t], bar, Rs.index(i))
+        async_load(q_desc, [begin, c_k], bar, qs.index(i))
+        async_load(P_desc, [begin, c_t], bar, Ps.index(i))
         gates.index(2 * i).store(gl.exp2(b_gc))
         gates.index(2 * i + 1).store(gl.exp2(b_last - b_gc))
         # those of the next chunk are on their way meanwhile
@@ -169,7 +146,7 @@ def scan_chunks(
         fence_async_shared()
         barrier()
         if i_t >= skip:
-            tma.async_copy_shared_to_global(o_desc, [first + i_t * BT, c_v], out)
+            async_store(o_desc, [first + i_t * BT, c_v], out)
         b_W = warpgroup_mma_wait(0, [b_W])
     tma.store_wait(0)
     if ht_ptr is not None:
@@ -248,14 +225,12 @@ def scan_gluon_kernel(
     ], [1], [24])  # fmt: skip
 
 
-VERSIONS = ("3.6.",)  # of Triton, with which it has run on a Hopper GPU: Gluon is not stable yet
 # tokens times heads: with fewer a call waits for the host with either kernel, and a first call,
 # which has its descriptors to make, for longer with this one
 LEAST = 1 << 14
 # the same where multiprocessors have several programs, and plain Triton has them work side by side
 CROWDED, LONG = 1 << 18, 256  # and tokens of a sequence: a few chunks do not pay the way in
 HEADS = (64, 128)  # keys
-CHUNK, BV = 64, 64
 # three chunks in shared memory: one at work, two on their way
 TILES = {"BT": CHUNK, "BV": BV, "STAGES": 3}
 # of the registers at the start the loading warp keeps 24 a thread, the others take the rest
@@ -282,7 +257,7 @@ def runs(q: Tensor, k: Tensor, v: Tensor, P: Tensor, R: Tensor, packing: Packing
         and q.shape[-1] in HEADS
         and v.shape[-1] % BV == 0
         and P.shape[-1] == CHUNK
-        and triton.__version__.startswith(VERSIONS)
+        and support.available().usable
         and all(x.data_ptr() % 16 == 0 for x in (q, k, v, P, R))
     )
 
@@ -290,19 +265,6 @@ def runs(q: Tensor, k: Tensor, v: Tensor, P: Tensor, R: Tensor, packing: Packing
 def fits(q: Tensor, k: Tensor, v: Tensor, P: Tensor, R: Tensor, packing: Packing | None) -> bool:
     """Whether it does, and is the faster."""
     return runs(q, k, v, P, R, packing) and pays(q, v)
-
-
-@functools.cache
-def layout_of(dtype: torch.dtype, rows: int, columns: int) -> gl.NVMMASharedLayout:
-    """Of a tile in shared memory."""
-    return gl.NVMMASharedLayout.get_default_for([rows, columns], DTYPES[dtype])
-
-
-def descriptor(x: Tensor, width: int) -> TensorDescriptor:
-    """Of x [B, T, heads, columns], for copies of a chunk and `width` columns."""
-    x = x.view(x.shape[0] * x.shape[1], -1)
-    layout = layout_of(x.dtype, CHUNK, width)
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [CHUNK, width], layout)
 
 
 def scan_gluon(

@@ -7,7 +7,6 @@ stays in registers.
 """
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -17,19 +16,22 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     tma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from linattn_edu.kernels.delta.kda_intra_bwd import NEAR
-from linattn_edu.kernels.gluon.gdn_intra_bwd import own_dot
-from linattn_edu.kernels.gluon.gdn_scan import CHUNK, DTYPES, barrier, half, operand, product
+from linattn_edu.kernels.gluon import support
+from linattn_edu.kernels.gluon.blocks import (
+    CHUNK,
+    async_load,
+    async_store,
+    barrier,
+    descriptor,
+    half,
+    item_at,
+    operand,
+    own_dot,
+    product,
+)
 from linattn_edu.kernels.tiles import device_of
-
-
-@gluon.jit
-def place(n, HV: gl.constexpr):
-    """Chunk and head of the n-th item of this program."""
-    i = gl.program_id(0) + n * gl.num_programs(0)
-    return i // HV, i % HV
 
 
 @gluon.jit
@@ -44,18 +46,18 @@ def load_tiles(
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     o_t, o_k, o_n = gl.arange(0, BT, layout), gl.arange(0, K, layout), gl.arange(0, 2, layout)
     for n in range(N):
-        i_c, i_h = place(n, HV)
+        i_c, i_h, _ = item_at(n, HV, 1)
         begin, column, i_S = i_c * BT, i_h * V, (i_c * HV + i_h) * K
         mbarrier.wait(empty_h, (n & 1) ^ 1)
         mbarrier.expect(full_new, 4 * BT * V * 2)
-        tma.async_copy_global_to_shared(do_desc, [begin, column], full_new, dos)
-        tma.async_copy_global_to_shared(v_new_desc, [begin, column], full_new, news)
-        tma.async_copy_global_to_shared(Z_desc, [begin, column], full_new, Zs)
-        tma.async_copy_global_to_shared(v_desc, [begin, column], full_new, vs)
+        async_load(do_desc, [begin, column], full_new, dos)
+        async_load(v_new_desc, [begin, column], full_new, news)
+        async_load(Z_desc, [begin, column], full_new, Zs)
+        async_load(v_desc, [begin, column], full_new, vs)
         mbarrier.expect(full_h, K * V * 2)
-        tma.async_copy_global_to_shared(h_desc, [i_S, 0], full_h, hs)
+        async_load(h_desc, [i_S, 0], full_h, hs)
         mbarrier.expect(full_dh, K * V * 2)
-        tma.async_copy_global_to_shared(dh_desc, [i_S, 0], full_dh, dhs)
+        async_load(dh_desc, [i_S, 0], full_dh, dhs)
         # of the gates these rows are needed before the others have come
         i = begin.to(gl.int64) * HV + i_h
         b_beta = gl.load(beta_ptr + i + o_t * HV).to(gl.float32)
@@ -66,9 +68,9 @@ def load_tiles(
         mbarrier.expect(full_k, BT * K * 8)
         for c in gl.static_range(2):
             at = [begin, i_h * K + c * (K // 2)]
-            tma.async_copy_global_to_shared(k_desc, at, full_k, ks.index(c))
-            tma.async_copy_global_to_shared(q_desc, at, full_k, qs.index(c))
-            tma.async_copy_global_to_shared(gc_desc, at, full_k, gcs.index(c))
+            async_load(k_desc, at, full_k, ks.index(c))
+            async_load(q_desc, at, full_k, qs.index(c))
+            async_load(gc_desc, at, full_k, gcs.index(c))
         # the last of these vectors was read before the place of q and k became empty
         betas.store(b_beta)
         middles.store(b_middle)
@@ -89,7 +91,7 @@ def store_sums(parts, dbeta_ptr, n, HV: gl.constexpr, BT: gl.constexpr):
     vector: gl.constexpr = gl.SliceLayout(
         0, gl.BlockedLayout([1, 2], [1, 32], [gl.num_warps(), 1], [1, 0])
     )
-    i_c, i_h = place(n, HV)
+    i_c, i_h, _ = item_at(n, HV, 1)
     b_dbeta = parts.index(0).load(vector) + parts.index(1).load(vector)
     b_dbeta += parts.index(2).load(vector) + parts.index(3).load(vector)
     o = (i_c * BT + gl.arange(0, BT, vector)).to(gl.int64) * HV + i_h
@@ -127,7 +129,7 @@ def compute_half(
         S, dS = hs.index(z).slice(c * BT, BT), dhs.index(z).slice(c * BT, BT)
         Z, v, do, new = Zs.index(z), vs.index(z), dos.index(z), news.index(z)
         dP, dL = inner.index(z), inner.index(1 + z)
-        i_c, i_h = place(n, HV)
+        i_c, i_h, _ = item_at(n, HV, 1)
         mbarrier.wait(full_new, n & 1)
         if c == 0:
             b_P = product(do, new.permute((1, 0)), zero, False)
@@ -251,9 +253,9 @@ def compute_half(
         barrier()
         mbarrier.arrive(used, count=1)
         at = [i_c * BT, i_h * K + c * BT]
-        tma.async_copy_shared_to_global(dgc_desc, at, gc)
-        tma.async_copy_shared_to_global(dq_desc, at, q)
-        tma.async_copy_shared_to_global(dk_desc, at, k)
+        async_store(dgc_desc, at, gc)
+        async_store(dq_desc, at, q)
+        async_store(dk_desc, at, k)
     if c == 1:
         mbarrier.wait(used, (N & 1) ^ 1)
         store_sums(parts, dbeta_ptr, N - 1, HV, BT)
@@ -352,7 +354,6 @@ def kda_intra_bwd_gluon_kernel(
     ], [4, 1], [240, 24])  # fmt: skip
 
 
-VERSIONS = ("3.6.",)  # of Triton, with which it has run on a Hopper GPU: Gluon is not stable yet
 HEAD = 128  # keys, and values
 LEAST = 1 << 14  # tokens of a sequence times heads: as in intra_bwd_gluon
 # of the registers at the start the loading warp keeps 24 a thread, the others take the rest
@@ -383,17 +384,9 @@ def fits(
         and device_of(q)[0] == "hopper"
         and q.dtype == torch.bfloat16
         and (q.shape[-1], v.shape[-1], chunk_size) == (HEAD, HEAD, CHUNK)
-        and triton.__version__.startswith(VERSIONS)
+        and support.available().usable
         and all(x.data_ptr() % 16 == 0 for x in (q, k, v, gc, h, v_new, do, dh, Z))
     )
-
-
-def descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """Of x as a matrix whose row is a token, or a key of a state, for copies of such tiles."""
-    x = x.view(-1, x.shape[-1] if rows == HEAD else x.shape[-2] * x.shape[-1])
-    dtype = gl.float32 if x.dtype == torch.float32 else DTYPES[x.dtype]
-    layout = gl.NVMMASharedLayout.get_default_for([rows, columns], dtype)
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, columns], layout)
 
 
 def kda_intra_bwd_gluon(
@@ -420,10 +413,10 @@ def kda_intra_bwd_gluon(
     """
     B, T, HV, K = q.shape
     V, NT = v.shape[-1], B * T // CHUNK
-    keys, values, states = (CHUNK, K // 2), (CHUNK, V), (K, V)
+    keys, values, states = (K // 2,), (V,), (V, K)
     tensors = q, k, v, gc, h, v_new, do, dh, Z, dq, dk, dgc
     sizes = keys, keys, values, keys, states, values, values, states, values, keys, keys, keys
-    descriptors = map(descriptor, tensors, *zip(*sizes, strict=True))
+    descriptors = (descriptor(x, *size) for x, size in zip(tensors, sizes, strict=True))
     kda_intra_bwd_gluon_kernel[(min(device_of(q)[1], NT * HV),)](
         *descriptors, beta, gc, near, Z, Z[..., CHUNK:], dgl, dbeta, scale, NT, HV, K, V, CHUNK,
         **OPTIONS,

@@ -15,17 +15,22 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from linattn_edu.kernels.gluon import gdn_scan
-from linattn_edu.kernels.gluon.gdn_scan import (
+from linattn_edu.kernels.gluon.blocks import (
     BV,
     CHUNK,
+    async_load,
+    async_store,
     barrier,
+    chunk_at,
     descriptor,
     half,
     keys_times_state,
     operand,
     product,
+    ring,
+    rows_of,
+    state_of,
 )
-from linattn_edu.kernels.gluon.gdn_scans import place, ring, rows_of, state_of
 from linattn_edu.kernels.pieces import Pieces
 from linattn_edu.kernels.tiles import cdiv, device_of, sequence_of
 from linattn_edu.packing import Packing
@@ -34,7 +39,7 @@ from linattn_edu.packing import Packing
 @gluon.jit
 def kda_gates_of(gc_ptr, beta_ptr, i_t, NT, HV: gl.constexpr, BT: gl.constexpr, BACK: gl.constexpr):
     """gc of the last token of the chunk that comes i_t-th, in halves of 64 keys, and its beta."""
-    i = place(gl.maximum(gl.minimum(i_t, NT - 1), 0), gl.maximum(NT, 1), BACK) * BT
+    i = chunk_at(gl.maximum(gl.minimum(i_t, NT - 1), 0), gl.maximum(NT, 1), BACK) * BT
     o = gl.arange(0, 64, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
     some = (o >= 0) & (NT > 0)  # an empty piece may begin behind the last token
     last_ptr = gc_ptr + (i + BT - 1).to(gl.int64) * (HV * 128) + o
@@ -57,12 +62,12 @@ def load_kda_chunks(
     b_a1, b_a2, b_beta = kda_gates_of(gc_ptr, beta_ptr, 0, NT, HV, BT, BACK)
     for i_t in range(NT):
         i = i_t % STAGES
-        begin = first + place(i_t, NT, BACK) * BT
+        begin = first + chunk_at(i_t, NT, BACK) * BT
         mbarrier.wait(empty.index(i), (i_t // STAGES & 1) ^ 1)
         bar = full.index(i)
         mbarrier.expect(bar, BYTES)
         for j in gl.static_range(len(rings)):
-            tma.async_copy_global_to_shared(descs[j], [begin, columns[j]], bar, rings[j].index(i))
+            async_load(descs[j], [begin, columns[j]], bar, rings[j].index(i))
         gates.index(3 * i).store(gl.exp2(b_a1))
         gates.index(3 * i + 1).store(gl.exp2(b_a2))
         gates.index(3 * i + 2).store(b_beta)
@@ -132,7 +137,7 @@ def kda_scan_chunks(
         out.permute((1, 0)).store(b_o)
         fence_async_shared()
         barrier()
-        tma.async_copy_shared_to_global(o_desc, [first + i_t * BT, c_v + W * BV], out)
+        async_store(o_desc, [first + i_t * BT, c_v + W * BV], out)
         b_W = warpgroup_mma_wait(0, [b_W])
     tma.store_wait(0)
     if ht_ptr is not None:

@@ -14,22 +14,21 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from linattn_edu.kernels.gluon import gdn_scan
-from linattn_edu.kernels.gluon.gdn_scan import (
+from linattn_edu.kernels.gluon.blocks import (
     BV,
     CHUNK,
     descriptor,
     half,
+    hand_over,
     keys_times_state,
     operand,
-    product,
-)
-from linattn_edu.kernels.gluon.gdn_scans import (
-    hand_over,
     piece_of_program,
+    places,
+    product,
+    results,
     ring,
     rows_of,
     state_of,
-    states_descriptor,
     store_chunks,
     store_transposed,
 )
@@ -183,26 +182,6 @@ def kda_scan_bwd_step(
     o_S = i_nh.to(gl.int64) * K * V + rows_of(i_v + W, V, BV, mma)
     gl.store(dh0_ptr + o_S, b_S1)
     gl.store(dh0_ptr + o_S + 64 * V, b_S2)
-
-
-@gluon.jit
-def places(STAGES: gl.constexpr, WORKERS: gl.constexpr):
-    """Barriers of the places in a ring, full and empty."""
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=2)  # the copies have come, and the gates
-        mbarrier.init(empty.index(i), count=WORKERS)
-    return full, empty
-
-
-@gluon.jit
-def results():
-    """Barriers of what a group of warps has made, see store_chunks."""
-    out = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(4):
-        mbarrier.init(out.index(i), count=1)
-    return out
 
 
 @gluon.jit(do_not_specialize=["T", "N"])
@@ -444,7 +423,7 @@ def kda_scan_states_gluon(
     n = workers_of(v, pieces)
     chunks = map(descriptor, (kg, kd, v, A), (K, K, n * BV, CHUNK))
     kda_scan_states_gluon_kernel[(pieces.N * HV * V // BV // n,)](
-        *chunks, states_descriptor(h), descriptor(v_new, BV), beta, gc, h0, pieces.cu_seqlens,
+        *chunks, descriptor(h, BV), descriptor(v_new, BV), beta, gc, h0, pieces.cu_seqlens,
         pieces.chunk_offsets, pieces.T, pieces.N, 1, HV, K, V, BT=CHUNK, BV=BV, STAGES=STAGES[n],
         WORKERS=n, **OPTIONS[n],
     )  # fmt: skip
@@ -472,7 +451,7 @@ def kda_scan_bwd_gluon(
     n = workers_of(do, pieces)
     chunks = map(descriptor, (qg, kg, kd, P, A, do), (K, K, K, CHUNK, CHUNK, n * BV))
     kda_scan_bwd_gluon_kernel[(pieces.N * HV * V // BV // n,)](
-        *chunks, states_descriptor(dh), *map(descriptor, (Z, dv), (BV, BV)), beta, gc, dht, dh0,
+        *chunks, descriptor(dh, BV), *map(descriptor, (Z, dv), (BV, BV)), beta, gc, dht, dh0,
         scale, pieces.cu_seqlens, pieces.chunk_offsets, pieces.T, pieces.N, 1, HV, K, V, BT=CHUNK,
         BV=BV, STAGES=STAGES_BACK[n], WORKERS=n, **OPTIONS[n],
     )  # fmt: skip
@@ -505,7 +484,7 @@ def kda_scans_gluon(
     widths = K, K, K, BV, CHUNK, CHUNK, BV, BV, BV, BV
     *chunks, new, Zs, dvs = map(descriptor, tensors, widths)
     kda_scans_gluon_kernel[(2 * pieces.N * HV * V // BV,)](
-        *chunks, states_descriptor(h), new, states_descriptor(dh), Zs, dvs, beta, gc, h0, dht, dh0,
+        *chunks, descriptor(h, BV), new, descriptor(dh, BV), Zs, dvs, beta, gc, h0, dht, dh0,
         scale, pieces.cu_seqlens, pieces.chunk_offsets, pieces.T, pieces.N, HV, K, V, BT=CHUNK,
         BV=BV, STAGES=STAGES[1], STAGES_BACK=STAGES_BACK[1], **OPTIONS[1],
     )  # fmt: skip
