@@ -52,6 +52,7 @@ class Machine:
     c_compiler: bool = True
     interpret: bool = False
     triton_problem: str | None = None  # what importing it fails with
+    gluon_problem: str | None = None  # why kernels in Gluon are off, or may be
     too_late: bool = False  # TRITON_INTERPRET was set after triton was imported
 
 
@@ -87,6 +88,8 @@ def dotted(numbers: tuple[int, ...]) -> str:
 def examine() -> Machine:
     """Look at this machine."""
     usable = torch.cuda.is_available()
+    problem = _triton_problem() if has_triton() else None
+    hopper = usable and torch.cuda.get_device_capability() == (9, 0)
     return Machine(
         system=platform.system(),
         torch=numbers(torch.__version__),
@@ -102,7 +105,8 @@ def examine() -> Machine:
         ptxas=_ptxas() if usable else None,
         c_compiler=bool(os.environ.get("CC") or any(map(shutil.which, ("gcc", "clang", "cc")))),
         interpret=interpreted(),
-        triton_problem=_triton_problem() if has_triton() else None,
+        triton_problem=problem,
+        gluon_problem=_gluon_problem() if hopper and has_triton() and problem is None else None,
         too_late=interpreter_wanted() and imported_for_compilation(),
     )
 
@@ -118,6 +122,18 @@ def _triton_problem() -> str | None:
     if done.returncode:
         return f"importing the package triton ends the process with code {done.returncode}"
     return textwrap.shorten(done.stdout, 300) or None
+
+
+def _gluon_problem() -> str | None:
+    """Why the kernels in Gluon are off, or tried for the first time; None with a Triton with which
+    they have been run. In a process of its own, since what launches them is imported.
+    """
+    code = """
+from linattn_edu.kernels.fused import gdn_bwd, gdn_fwd, kda_bwd, kda_fwd
+from linattn_edu.kernels.gluon.support import available, tried
+print("" if tried() else available().reason)"""
+    done = _process(code)
+    return done.stdout.strip() or None
 
 
 def _process(code: str, **env: str) -> subprocess.CompletedProcess:
@@ -282,6 +298,13 @@ def _gpu_notes(m: Machine) -> list[Note]:
                 "that this library launches with float64; kernels of your own may be hit.",
                 "if a kernel is wrong on this GPU and right in the interpreter, set "
                 "TRITON_PTXAS_PATH to a ptxas 13.1 or newer",
+            )
+        )
+    if m.gluon_problem is not None:
+        out.append(
+            Note(
+                f"{m.gluon_problem}.",
+                "for full speed, install a Triton with which the kernels in Gluon have been run",
             )
         )
     if not m.c_compiler:

@@ -37,6 +37,7 @@ def machine(**facts) -> Machine:
         (T4, "does not use the tensor cores"),
         (P100, "need 7.5"),
         ({**H200, "ptxas": (12, 8, 93)}, "ptxas 12.8.93"),
+        ({**H200, "gluon_problem": "Triton 3.10.0 is newer than 3.9"}, "newer than 3.9."),
         ({**H200, "c_compiler": False}, "C compiler"),
         ({**H200, "interpret": True}, "TRITON_INTERPRET=1 is set"),
     ],
@@ -189,6 +190,10 @@ def test_asking_the_doctor_does_not_import_triton():
     code = "import sys; from linattn_edu.doctor import examine; examine(); "
     done = run("-c", code + "sys.exit('triton.language' in sys.modules)")
     assert done.returncode == 0, done.stderr
+
+
+def test_the_kernels_in_gluon_have_been_run_with_this_triton():
+    assert doctor._gluon_problem() is None
 
 
 def test_an_unknown_command_is_refused():

@@ -388,6 +388,7 @@ def compute_items(
 ):  # fmt: skip
     """The warps that compute: intra_chunk_gluon_kernel's sums."""
     dtype: gl.constexpr = Ps.dtype
+    tile: gl.constexpr = Ps.layout
     n_s, w_s, u_s = norms.index(0), norms.index(1), norms.index(2)
     for n in range(N):
         # 0, and the compiler cannot know: else it makes all masks and addresses before the loop,
@@ -395,8 +396,8 @@ def compute_items(
         z = n >> 30
         q_s, k_s, P_s = qs.index(z), ks.index(z), Ps.index(z)
         L_s, X_s, N_s = inner.index(z), inner.index(1 + z), inner.index(2 + z)
-        R_s = reinterpret(L_s, dtype, [BT, BT], Ps.layout)
-        A_s = reinterpret(X_s, dtype, [BT, BT], Ps.layout)
+        R_s = reinterpret(L_s, dtype, [BT, BT], tile)
+        A_s = reinterpret(X_s, dtype, [BT, BT], tile)
         i_c, _, i_hv = item_at(n, H, G)
         gc_s, beta_s = gates.index(n % 2 * 2), gates.index(n % 2 * 2 + 1)
         mbarrier.wait(gates_full, n & 1)

@@ -87,7 +87,7 @@ def _turn_off(name: str, what: str, error: Exception) -> None:
     """Keep why, and warn, once a process."""
     said = " ".join(str(error).split())[:300]
     why = (
-        f"{what} with Triton {triton.__version__}, newer than any with which it has been run: "
+        f"{what} with Triton {triton.__version__}, which is newer than any that was tried: "
         f"{type(error).__name__}: {said}"
     )
     if name not in _off:
