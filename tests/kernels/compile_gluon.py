@@ -19,6 +19,7 @@ os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # as in conftest.py
 
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
@@ -33,7 +34,6 @@ from linattn_edu.kernels.gluon import (
 )
 from linattn_edu.kernels.gluon.blocks import BV, CHUNK
 
-BIN = Path(triton.__file__).parent / "backends/nvidia/bin"
 HEAD = 128
 DTYPES = {"bf16": gl.bfloat16, "fp16": gl.float16, "fp32": gl.float32}
 WHOLE = "warm_ptr", "forth_ptr", "back_ptr", "cu_ptr", "offsets_ptr"  # None: whole sequences
@@ -170,7 +170,7 @@ def results_of(compiled):
         source, cubin = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
         source.write_text(ptx)
         said = subprocess.run(
-            [BIN / "ptxas", "-v", "-arch=sm_90a", source, "-o", cubin],
+            [get_ptxas(90).path, "-v", "-arch=sm_90a", source, "-o", cubin],
             capture_output=True, text=True, check=True,
         ).stderr  # fmt: skip
     return {
