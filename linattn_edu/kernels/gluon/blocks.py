@@ -21,6 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.core import _aggregate
 
 from linattn_edu.kernels.delta.warm_up import span_of
 from linattn_edu.kernels.pieces import Pieces
@@ -42,6 +43,74 @@ def reinterpret(x, dtype: gl.constexpr, shape: gl.constexpr, layout: gl.constexp
         return x.reinterpret(dtype, shape, layout)
     else:
         return x._reinterpret(dtype, shape, layout)
+
+
+# -- records --------------------------------------------------------------------------------------
+def record(cls: type) -> type:
+    """A class of named values that functions of a kernel hand on, made of all of them in order.
+
+    Whatever can be an argument can be one: tensors, memory, tuples, None. Numbers are constants,
+    and stay constants, as those of a tuple in a variable do not.
+    """
+    names = list(cls.__annotations__)
+
+    def __init__(self, *values):
+        for name, value in zip(names, values, strict=True):
+            setattr(self, name, value if hasattr(value, "_flatten_ir") else gl.constexpr(value))
+
+    __init__.__triton_builtin__ = True
+    cls.__init__ = __init__
+    return _aggregate(cls)
+
+
+@record
+class Chunks:
+    """The chunks of a sequence that a scan goes through: a warp loads them, others compute."""
+
+    descs: object  # of tensors, in the order in which they are needed
+    columns: object  # where the columns of each begin
+    rings: object  # of each, the places [STAGES, BT, columns]
+    gates: object  # [3 * STAGES, 64] in fp32: three vectors a place
+    full: object  # [STAGES, 1] mbarriers: the copies have come to a place, and the gates
+    empty: object  # [STAGES, 1] mbarriers: no warp reads a place any more
+    first: object  # row of the first token
+    NT: object  # chunks
+    BYTES: object  # of a chunk's copies
+    BT: object
+    STAGES: object
+    BACK: object  # the last chunk first
+
+
+@record
+class Results:
+    """What a group of warps makes of each chunk, and another warp copies out."""
+
+    S_desc: object  # [rows, V], a row a key
+    descs: object  # of what else there is, a row a token
+    halves: object  # S, or its gradient, in halves of 64 keys
+    others: object  # what else there is
+    bars: object  # [4, 1] mbarriers: see store_chunks
+    row: object  # of the state of the first chunk
+    c_S: object  # columns, of the state and of the others
+    c_v: object
+    skip: object  # chunks that come first and are not copied out
+    HV: object
+    K: object
+
+
+@record
+class State:
+    """Which S [K, BV], or gradient of one, a group of warps has."""
+
+    first_ptr: object  # [N, HV, K, V] or None: what it begins with
+    last_ptr: object  # [N, HV, K, V] or None: what it ends with
+    i_nh: object  # piece and head with which it begins
+    i_end: object  # the same at the end; -1: another program goes through it
+    i_v: object  # first tile of values of the program
+    W: object  # the group's among them
+    K: object
+    V: object
+    BV: object
 
 
 # -- products ------------------------------------------------------------------------------------
@@ -137,24 +206,32 @@ def piece_of_program(pid, warm_ptr, cu_ptr, offsets_ptr, T, N, H: gl.constexpr, 
 
 
 @gluon.jit
-def rows_of(i_v, V: gl.constexpr, BV: gl.constexpr, mma: gl.constexpr):
+def rows_of(state, mma: gl.constexpr):
     """Where the numbers of S^T [BV, 64] are in S."""
-    o_v = i_v * BV + gl.arange(0, BV, gl.SliceLayout(1, mma))
-    return gl.arange(0, 64, gl.SliceLayout(0, mma))[None, :] * V + o_v[:, None]
+    BV: gl.constexpr = state.BV
+    o_v = (state.i_v + state.W) * BV + gl.arange(0, BV, gl.SliceLayout(1, mma))
+    return gl.arange(0, 64, gl.SliceLayout(0, mma))[None, :] * state.V + o_v[:, None]
 
 
 @gluon.jit
-def state_of(S_ptr, NT, i_nh, i_v, K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr,
-             mma: gl.constexpr):  # fmt: skip
-    """S^T [BV, 128] in halves of 64 keys, 0 without S_ptr."""
+def load_state(state, NT, mma: gl.constexpr):
+    """S^T [BV, 128] in halves of 64 keys, 0 without first_ptr."""
     # not a constant: a product of those ptxas would not run beside others
-    b_S1 = gl.full([BV, 64], gl.where(NT < 0, 1.0, 0.0), gl.float32, mma)
+    b_S1 = gl.full([state.BV, 64], gl.where(NT < 0, 1.0, 0.0), gl.float32, mma)
     b_S2 = b_S1
-    if S_ptr is not None:
-        o_S = i_nh.to(gl.int64) * K * V + rows_of(i_v, V, BV, mma)
-        b_S1 = gl.load(S_ptr + o_S).to(gl.float32)
-        b_S2 = gl.load(S_ptr + o_S + 64 * V).to(gl.float32)
+    if state.first_ptr is not None:
+        o_S = state.i_nh.to(gl.int64) * state.K * state.V + rows_of(state, mma)
+        b_S1 = gl.load(state.first_ptr + o_S).to(gl.float32)
+        b_S2 = gl.load(state.first_ptr + o_S + 64 * state.V).to(gl.float32)
     return b_S1, b_S2
+
+
+@gluon.jit
+def store_state(state, b_S1, b_S2, mma: gl.constexpr):
+    """S^T from its halves to last_ptr."""
+    o_S = state.i_end.to(gl.int64) * state.K * state.V + rows_of(state, mma)
+    gl.store(state.last_ptr + o_S, b_S1)
+    gl.store(state.last_ptr + o_S + 64 * state.V, b_S2)
 
 
 @gluon.jit
@@ -163,73 +240,121 @@ def chunk_at(i_t, NT, BACK: gl.constexpr):
     return NT - 1 - i_t if BACK else i_t
 
 
-@gluon.jit
-def gates_at(gc_ptr, beta_ptr, i_t, NT, ROW: gl.constexpr, BT: gl.constexpr, BACK: gl.constexpr):
-    """gc and beta of the chunk that comes i_t-th, and gc of its last token."""
-    i = chunk_at(gl.maximum(gl.minimum(i_t, NT - 1), 0), gl.maximum(NT, 1), BACK) * BT * ROW
-    o_t = gl.arange(0, BT, gl.BlockedLayout([1], [32], [gl.num_warps()], [0])) * ROW
-    some = (o_t >= 0) & (NT > 0)  # an empty piece may begin behind the last token
-    b_last = gl.load(gc_ptr + i + (BT - 1) * ROW, mask=NT > 0, other=0.0)
-    b_gc = gl.load(gc_ptr + i + o_t, mask=some, other=0.0)
-    return b_gc, gl.load(beta_ptr + i + o_t, mask=some, other=0.0).to(gl.float32), b_last
+@record
+class Gates:
+    """A gate a head. A place has 2^gc, 2^(gc_last - gc) and, if there is one, beta."""
 
+    gc_ptr: object  # at the first token
+    beta_ptr: object  # or None
+    ROW: object  # numbers between tokens
 
-@gluon.jit
-def load_chunks(
-    descs, columns, rings, gc_ptr, beta_ptr, gates, full, empty, first, NT,
-    BYTES: gl.constexpr, ROW: gl.constexpr, BT: gl.constexpr, STAGES: gl.constexpr,
-    BACK: gl.constexpr,
-):  # fmt: skip
-    """The warp that loads: every chunk into the rings, as soon as its place is empty.
+    @gluon.jit
+    def of(self, i_t, NT, BT: gl.constexpr, BACK: gl.constexpr):
+        """gc and beta of the chunk that comes i_t-th, and gc of its last token."""
+        ROW: gl.constexpr = self.ROW
+        i = chunk_at(gl.maximum(gl.minimum(i_t, NT - 1), 0), gl.maximum(NT, 1), BACK) * BT * ROW
+        o_t = gl.arange(0, BT, gl.BlockedLayout([1], [32], [gl.num_warps()], [0])) * ROW
+        some = (o_t >= 0) & (NT > 0)  # an empty piece may begin behind the last token
+        b_last = gl.load(self.gc_ptr + i + (BT - 1) * ROW, mask=NT > 0, other=0.0)
+        b_gc = gl.load(self.gc_ptr + i + o_t, mask=some, other=0.0)
+        b_beta = b_gc
+        if self.beta_ptr is not None:
+            b_beta = gl.load(self.beta_ptr + i + o_t, mask=some, other=0.0).to(gl.float32)
+        return b_gc, b_beta, b_last
 
-    first: row of the first token.  BACK: the last chunk first.
-    """
-    b_gc, b_beta, b_last = gates_at(gc_ptr, beta_ptr, 0, NT, ROW, BT, BACK)
-    for i_t in range(NT):
-        i = i_t % STAGES
-        begin = first + chunk_at(i_t, NT, BACK) * BT
-        mbarrier.wait(empty.index(i), (i_t // STAGES & 1) ^ 1)
-        bar = full.index(i)
-        mbarrier.expect(bar, BYTES)
-        for j in gl.static_range(len(rings)):
-            async_load(descs[j], [begin, columns[j]], bar, rings[j].index(i))
+    @gluon.jit
+    def leave(self, gates, i, b_gc, b_beta, b_last):
+        """Write to place i what `of` has loaded."""
         gates.index(3 * i).store(gl.exp2(b_gc))
         gates.index(3 * i + 1).store(gl.exp2(b_last - b_gc))
+        if self.beta_ptr is not None:
+            gates.index(3 * i + 2).store(b_beta)
+
+
+@record
+class ChannelGates:
+    """A gate a channel. A place has 2^gc_last, in halves of 64 keys, and beta."""
+
+    gc_ptr: object  # at the first token
+    beta_ptr: object
+    HV: object
+
+    @gluon.jit
+    def of(self, i_t, NT, BT: gl.constexpr, BACK: gl.constexpr):
+        """gc of the last token of the chunk that comes i_t-th, in halves, and its beta."""
+        HV: gl.constexpr = self.HV
+        i = chunk_at(gl.maximum(gl.minimum(i_t, NT - 1), 0), gl.maximum(NT, 1), BACK) * BT
+        o = gl.arange(0, 64, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+        some = (o >= 0) & (NT > 0)  # an empty piece may begin behind the last token
+        last_ptr = self.gc_ptr + (i + BT - 1).to(gl.int64) * (HV * 128) + o
+        b_a1 = gl.load(last_ptr, mask=some, other=0.0)
+        b_a2 = gl.load(last_ptr + 64, mask=some, other=0.0)
+        b_beta = gl.load(self.beta_ptr + (i + o) * HV, mask=some, other=0.0).to(gl.float32)
+        return b_a1, b_a2, b_beta
+
+    @gluon.jit
+    def leave(self, gates, i, b_a1, b_a2, b_beta):
+        """Write to place i what `of` has loaded."""
+        gates.index(3 * i).store(gl.exp2(b_a1))
+        gates.index(3 * i + 1).store(gl.exp2(b_a2))
         gates.index(3 * i + 2).store(b_beta)
+
+
+@gluon.jit
+def load_chunks(chunks, given):
+    """The producer: every chunk into the rings, as soon as its place is empty.
+
+    given: Gates or ChannelGates.
+    """
+    NT = chunks.NT
+    BT: gl.constexpr = chunks.BT
+    STAGES: gl.constexpr = chunks.STAGES
+    BACK: gl.constexpr = chunks.BACK
+    b_1, b_2, b_3 = given.of(0, NT, BT, BACK)
+    for i_t in range(NT):
+        i = i_t % STAGES
+        begin = chunks.first + chunk_at(i_t, NT, BACK) * BT
+        mbarrier.wait(chunks.empty.index(i), (i_t // STAGES & 1) ^ 1)
+        bar = chunks.full.index(i)
+        mbarrier.expect(bar, chunks.BYTES)
+        for j in gl.static_range(len(chunks.rings)):
+            place = chunks.rings[j].index(i)
+            async_load(chunks.descs[j], [begin, chunks.columns[j]], bar, place)
+        given.leave(chunks.gates, i, b_1, b_2, b_3)
         # those of the next chunk are on their way meanwhile
-        b_gc, b_beta, b_last = gates_at(gc_ptr, beta_ptr, i_t + 1, NT, ROW, BT, BACK)
+        b_1, b_2, b_3 = given.of(i_t + 1, NT, BT, BACK)
         barrier()
         mbarrier.arrive(bar, count=1)
 
 
 @gluon.jit
-def store_chunks(
-    S_desc, descs, Ss, outs, out, row, c_S, first, c_v, NT, skip,
-    HV: gl.constexpr, K: gl.constexpr, BT: gl.constexpr, BACK: gl.constexpr,
-):  # fmt: skip
-    """The warp that stores: a chunk's state in halves, then the rest; not of the first `skip`.
+def store_chunks(chunks, made):
+    """The warp that copies Results out: a chunk's state in halves, then the rest.
 
-    row: of the state of the first chunk.  out: barriers; the state is there, and has been taken;
-    the rest is there, and what was there before has been taken. Of each it is said when the next
-    copy has begun: their latencies overlap.
+    Its mbarriers: 0, the state is there; 1, it was taken; 2, the rest is there; 3, it was taken.
+    That something was taken is said when the next copy has begun: their latencies overlap.
     """
+    NT = chunks.NT
+    K: gl.constexpr = made.K
+    BACK: gl.constexpr = chunks.BACK
     for i_t in range(NT):
         i_c = chunk_at(i_t, NT, BACK)
-        mbarrier.wait(out.index(0), i_t & 1)
-        if i_t >= skip:
-            i = row + i_c * HV * K
-            async_store(S_desc, [i, c_S], Ss[0])
-            async_store(S_desc, [i + K // 2, c_S], Ss[1])
-        tma.store_wait(len(Ss))
+        mbarrier.wait(made.bars.index(0), i_t & 1)
+        if i_t >= made.skip:
+            i = made.row + i_c * made.HV * K
+            async_store(made.S_desc, [i, made.c_S], made.halves[0])
+            async_store(made.S_desc, [i + K // 2, made.c_S], made.halves[1])
+        tma.store_wait(len(made.halves))
         barrier()
-        mbarrier.arrive(out.index(3), count=1)
-        mbarrier.wait(out.index(2), i_t & 1)
-        if i_t >= skip:
-            for j in gl.static_range(len(outs)):
-                async_store(descs[j], [first + i_c * BT, c_v], outs[j])
-        tma.store_wait(len(outs))
+        mbarrier.arrive(made.bars.index(3), count=1)
+        mbarrier.wait(made.bars.index(2), i_t & 1)
+        if i_t >= made.skip:
+            for j in gl.static_range(len(made.others)):
+                at = [chunks.first + i_c * chunks.BT, made.c_v]
+                async_store(made.descs[j], at, made.others[j])
+        tma.store_wait(len(made.others))
         barrier()
-        mbarrier.arrive(out.index(1), count=1)
+        mbarrier.arrive(made.bars.index(1), count=1)
     tma.store_wait(0)
 
 

@@ -17,11 +17,16 @@ from linattn_edu.kernels.gluon import gdn_scan
 from linattn_edu.kernels.gluon.blocks import (
     BV,
     CHUNK,
+    Chunks,
+    Gates,
+    Results,
+    State,
     descriptor,
     half,
     hand_over,
     keys_times_state,
     load_chunks,
+    load_state,
     operand,
     piece_args,
     piece_of_program,
@@ -29,9 +34,8 @@ from linattn_edu.kernels.gluon.blocks import (
     product,
     results,
     ring,
-    rows_of,
-    state_of,
     store_chunks,
+    store_state,
     store_transposed,
 )
 from linattn_edu.kernels.pieces import Pieces
@@ -39,16 +43,21 @@ from linattn_edu.packing import Packing
 
 
 @gluon.jit
-def scan_forth(
-    h0_ptr, ks, vs, AGs, gates, full, empty, h1, h2, new, out, i_nh, i_v, NT,
-    K: gl.constexpr, V: gl.constexpr, BT: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
+def scan_forth(chunks, made, state):
     """The warps that compute: the sums of scan_states_kernel in its order."""
+    ks, vs, AGs = chunks.rings
+    gates, full, empty, NT = chunks.gates, chunks.full, chunks.empty, chunks.NT
+    h1, h2 = made.halves
+    new, out = made.others[0], made.bars
+    K: gl.constexpr = state.K
+    BT: gl.constexpr = chunks.BT
+    BV: gl.constexpr = state.BV
+    STAGES: gl.constexpr = chunks.STAGES
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, 64, 16])
     along: gl.constexpr = gl.SliceLayout(0, mma)  # a number for each column
     dtype: gl.constexpr = ks.dtype
     zero = gl.full([BV, 64], 0.0, gl.float32, mma)
-    b_S1, b_S2 = state_of(h0_ptr, NT, i_nh, i_v, K, V, BV, mma)
+    b_S1, b_S2 = load_state(state, NT, mma)
     store_transposed(b_S1.to(dtype), h1)
     store_transposed(b_S2.to(dtype), h2)
     hand_over(out.index(0))
@@ -95,21 +104,26 @@ def scan_forth(
 
 
 @gluon.jit
-def scan_back(
-    dht_ptr, dh0_ptr, scale, qs, ks, dos, Ps, AGs, gates, full, empty, h1, h2, Zs, dvs, out,
-    i_nh, i_end, i_v, NT,
-    K: gl.constexpr, V: gl.constexpr, BT: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
+def scan_back(chunks, made, state, scale):
     """The warps that compute: the sums of scan_bwd_kernel in its order; dS^T in halves of 64 keys.
 
     At most three products are under way, and none where the loop turns: ptxas would run them one
     after the other.
     """
+    ks, dos, Ps, qs, AGs = chunks.rings
+    gates, full, empty, NT = chunks.gates, chunks.full, chunks.empty, chunks.NT
+    h1, h2 = made.halves
+    Zs, dvs = made.others
+    out = made.bars
+    K: gl.constexpr = state.K
+    BT: gl.constexpr = chunks.BT
+    BV: gl.constexpr = state.BV
+    STAGES: gl.constexpr = chunks.STAGES
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, 64, 16])
     along: gl.constexpr = gl.SliceLayout(0, mma)  # a number for each column
     dtype: gl.constexpr = ks.dtype
     zero = gl.full([BV, 64], 0.0, gl.float32, mma)
-    b_S1, b_S2 = state_of(dht_ptr, NT, i_nh, i_v, K, V, BV, mma)
+    b_S1, b_S2 = load_state(state, NT, mma)
     store_transposed(b_S1.to(dtype), h1)
     store_transposed(b_S2.to(dtype), h2)
     hand_over(out.index(0))
@@ -161,10 +175,8 @@ def scan_back(
         hand_over(out.index(0))
         mbarrier.arrive(empty.index(i), count=1)  # no warp reads the chunk any more
         b_dv = warpgroup_mma_wait(0, [b_dv])
-    if i_end >= 0:
-        o_S = i_end.to(gl.int64) * K * V + rows_of(i_v, V, BV, mma)
-        gl.store(dh0_ptr + o_S, b_S1)
-        gl.store(dh0_ptr + o_S + 64 * V, b_S2)
+    if state.i_end >= 0:
+        store_state(state, b_S1, b_S2, mma)
 
 
 @gluon.jit(do_not_specialize=["T", "N"])
@@ -205,19 +217,18 @@ def scan_states_gluon_kernel(
     full, empty = places(STAGES, 1)
     out = results()
     fence_async_shared()
+    chunks = Chunks(
+        (k_desc, v_desc, AG_desc), (i_k * K, c_v, i_h * BT), (ks, vs, AGs), gates, full, empty,
+        first, NT, (K + BV + BT) * BT * 2, BT, STAGES, False,
+    )  # fmt: skip
+    made = Results(
+        h_desc, (new_desc,), (h1, h2), (new,), out, (i_c * HV + i_h) * K, i_v * BV, c_v, skip, HV, K
+    )
+    state = State(h0_ptr, None, i_nh, i_nh, i_v, 0, K, V, BV)
     gl.warp_specialize([
-        (scan_forth, (
-            h0_ptr, ks, vs, AGs, gates, full, empty, h1, h2, new, out, i_nh, i_v, NT,
-            K, V, BT, BV, STAGES,
-        )),
-        (load_chunks, (
-            (k_desc, v_desc, AG_desc), (i_k * K, c_v, i_h * BT), (ks, vs, AGs), gc_ptr, beta_ptr,
-            gates, full, empty, first, NT, (K + BV + BT) * BT * 2, ROW, BT, STAGES, False,
-        )),
-        (store_chunks, (
-            h_desc, (new_desc,), (h1, h2), (new,), out, (i_c * HV + i_h) * K, i_v * BV, first, c_v,
-            NT, skip, HV, K, BT, False,
-        )),
+        (scan_forth, (chunks, made, state)),
+        (load_chunks, (chunks, Gates(gc_ptr, beta_ptr, ROW))),
+        (store_chunks, (chunks, made)),
     ], [1, 1], [24, 24])  # fmt: skip
 
 
@@ -265,20 +276,20 @@ def scan_bwd_gluon_kernel(
     full, empty = places(STAGES, 1)
     out = results()
     fence_async_shared()
+    chunks = Chunks(
+        (k_desc, do_desc, P_desc, q_desc, AG_desc), (c_k, c_v, c_t, c_k, c_t),
+        (ks, dos, Ps, qs, AGs), gates, full, empty, first, NT, (2 * K + BV + 2 * BT) * BT * 2, BT,
+        STAGES, True,
+    )  # fmt: skip
+    made = Results(
+        dh_desc, (Z_desc, dv_desc), (h1, h2), (Zs, dvs), out, (i_c * HV + i_h) * K, i_v * BV, c_v,
+        skip, HV, K,
+    )  # fmt: skip
+    state = State(dht_ptr, dh0_ptr, i_nh, i_end, i_v, 0, K, V, BV)
     gl.warp_specialize([
-        (scan_back, (
-            dht_ptr, dh0_ptr, scale, qs, ks, dos, Ps, AGs, gates, full, empty, h1, h2, Zs, dvs,
-            out, i_nh, i_end, i_v, NT, K, V, BT, BV, STAGES,
-        )),
-        (load_chunks, (
-            (k_desc, do_desc, P_desc, q_desc, AG_desc), (c_k, c_v, c_t, c_k, c_t),
-            (ks, dos, Ps, qs, AGs), gc_ptr, beta_ptr, gates, full, empty, first, NT,
-            (2 * K + BV + 2 * BT) * BT * 2, ROW, BT, STAGES, True,
-        )),
-        (store_chunks, (
-            dh_desc, (Z_desc, dv_desc), (h1, h2), (Zs, dvs), out, (i_c * HV + i_h) * K, i_v * BV,
-            first, c_v, NT, skip, HV, K, BT, True,
-        )),
+        (scan_back, (chunks, made, state, scale)),
+        (load_chunks, (chunks, Gates(gc_ptr, beta_ptr, ROW))),
+        (store_chunks, (chunks, made)),
     ], [1, 1], [24, 24])  # fmt: skip
 
 

@@ -17,22 +17,27 @@ from linattn_edu.kernels.gluon import gdn_scan
 from linattn_edu.kernels.gluon.blocks import (
     BV,
     CHUNK,
+    ChannelGates,
+    Chunks,
+    Results,
+    State,
     descriptor,
     half,
     hand_over,
     keys_times_state,
+    load_chunks,
+    load_state,
     operand,
     piece_of_program,
     places,
     product,
     results,
     ring,
-    rows_of,
-    state_of,
     store_chunks,
+    store_state,
     store_transposed,
 )
-from linattn_edu.kernels.gluon.kda_scan import load_kda_chunks, runs
+from linattn_edu.kernels.gluon.kda_scan import runs
 from linattn_edu.kernels.pieces import Pieces
 from linattn_edu.kernels.tiles import cdiv, device_of
 
@@ -46,17 +51,21 @@ __all__ = [
 
 
 @gluon.jit
-def kda_scan_forth(
-    h0_ptr, kgs, kds, vs, As, gates, full, empty, h1, h2, new, out, i_nh, i_v, NT,
-    W: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BT: gl.constexpr, BV: gl.constexpr,
-    STAGES: gl.constexpr,
-):  # fmt: skip
+def kda_scan_forth(chunks, made, state):
     """Four warps that compute: the sums of kda_scan_states, for tile W of the values."""
+    kds, vs, As, kgs = chunks.rings
+    gates, full, empty, NT = chunks.gates, chunks.full, chunks.empty, chunks.NT
+    h1, h2 = made.halves
+    new, out = made.others[0], made.bars
+    K: gl.constexpr = state.K
+    BV: gl.constexpr = state.BV
+    W: gl.constexpr = state.W
+    STAGES: gl.constexpr = chunks.STAGES
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, 64, 16])
     along: gl.constexpr = gl.SliceLayout(0, mma)  # a number for each column
     dtype: gl.constexpr = kds.dtype
     zero = gl.full([BV, 64], 0.0, gl.float32, mma)
-    b_S1, b_S2 = state_of(h0_ptr, NT, i_nh, i_v + W, K, V, BV, mma)
+    b_S1, b_S2 = load_state(state, NT, mma)
     store_transposed(b_S1.to(dtype), h1)
     store_transposed(b_S2.to(dtype), h2)
     hand_over(out.index(0))
@@ -114,22 +123,25 @@ def plus_keys_times_state(b_h1, b_h2, k, acc):
 
 
 @gluon.jit
-def kda_scan_bwd_step(
-    dht_ptr, dh0_ptr, scale, qs, kgs, kds, dos, Ps, As, gates, full, empty, h1, h2, Zs, dvs, out,
-    i_nh, i_v, NT,
-    W: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BT: gl.constexpr, BV: gl.constexpr,
-    STAGES: gl.constexpr,
-):  # fmt: skip
+def kda_scan_back(chunks, made, state, scale):
     """Four warps that compute: the sums of kda_scan_bwd, for tile W of the values.
 
     At most three products are under way, and none where the loop turns: ptxas would run them one
     after the other.
     """
+    dos, Ps, kgs, As, qs, kds = chunks.rings
+    gates, full, empty, NT = chunks.gates, chunks.full, chunks.empty, chunks.NT
+    h1, h2 = made.halves
+    Zs, dvs = made.others
+    out = made.bars
+    BV: gl.constexpr = state.BV
+    W: gl.constexpr = state.W
+    STAGES: gl.constexpr = chunks.STAGES
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, 64, 16])
     along: gl.constexpr = gl.SliceLayout(0, mma)  # a number for each column
     dtype: gl.constexpr = kds.dtype
     zero = gl.full([BV, 64], 0.0, gl.float32, mma)
-    b_S1, b_S2 = state_of(dht_ptr, NT, i_nh, i_v + W, K, V, BV, mma)
+    b_S1, b_S2 = load_state(state, NT, mma)
     store_transposed(b_S1.to(dtype), h1)
     store_transposed(b_S2.to(dtype), h2)
     hand_over(out.index(0))
@@ -179,9 +191,7 @@ def kda_scan_bwd_step(
         hand_over(out.index(0))
         mbarrier.arrive(empty.index(i), count=1)  # no warp reads the chunk any more
         b_dv = warpgroup_mma_wait(0, [b_dv])
-    o_S = i_nh.to(gl.int64) * K * V + rows_of(i_v + W, V, BV, mma)
-    gl.store(dh0_ptr + o_S, b_S1)
-    gl.store(dh0_ptr + o_S + 64 * V, b_S2)
+    store_state(state, b_S1, b_S2, mma)
 
 
 @gluon.jit(do_not_specialize=["T", "N"])
@@ -224,50 +234,31 @@ def kda_scan_states_gluon_kernel(
     rows: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     gates = gl.allocate_shared_memory(gl.float32, [3 * STAGES, 64], rows)
     full, empty = places(STAGES, WORKERS)
-    out = results()
-    row = (i_c * HV + i_h) * K
-    BYTES: gl.constexpr = (2 * K + WORKERS * BV + BT) * BT * 2
+    chunks = Chunks(
+        (kd_desc, v_desc, A_desc, kg_desc), (c_k, c_v, i_h * BT, c_k), (kds, vs, As, kgs), gates,
+        full, empty, first, NT, (2 * K + WORKERS * BV + BT) * BT * 2, BT, STAGES, False,
+    )  # fmt: skip
+    made = Results(
+        h_desc, (new_desc,), (hs.index(0), hs.index(1)), (news.index(0),), results(),
+        (i_c * HV + i_h) * K, i_v * BV, c_v, 0, HV, K,
+    )  # fmt: skip
+    state = State(h0_ptr, None, i_nh, i_nh, i_v, 0, K, V, BV)
+    given = ChannelGates(gc_ptr, beta_ptr, HV)
     if WORKERS == 2:
-        other = results()
-        fence_async_shared()
-        gl.warp_specialize([
-            (kda_scan_forth, (
-                h0_ptr, kgs, kds, vs, As, gates, full, empty, hs.index(0), hs.index(1),
-                news.index(0), out, i_nh, i_v, NT, 0, K, V, BT, BV, STAGES,
-            )),
-            (kda_scan_forth, (
-                h0_ptr, kgs, kds, vs, As, gates, full, empty, hs.index(2), hs.index(3),
-                news.index(1), other, i_nh, i_v, NT, 1, K, V, BT, BV, STAGES,
-            )),
-            (load_kda_chunks, (
-                (kd_desc, v_desc, A_desc, kg_desc), (c_k, c_v, i_h * BT, c_k), (kds, vs, As, kgs),
-                gc_ptr, beta_ptr, gates, full, empty, first, NT, BYTES, HV, BT, STAGES, False,
-            )),
-            (store_chunks, (
-                h_desc, (new_desc,), (hs.index(0), hs.index(1)), (news.index(0),), out, row,
-                i_v * BV, first, c_v, NT, 0, HV, K, BT, False,
-            )),
-            (store_chunks, (
-                h_desc, (new_desc,), (hs.index(2), hs.index(3)), (news.index(1),), other, row,
-                i_v * BV + BV, first, c_v + BV, NT, 0, HV, K, BT, False,
-            )),
-        ], [4, 1, 1, 1], [240, 24, 24, 24])  # fmt: skip
-    else:
-        fence_async_shared()
-        gl.warp_specialize([
-            (kda_scan_forth, (
-                h0_ptr, kgs, kds, vs, As, gates, full, empty, hs.index(0), hs.index(1),
-                news.index(0), out, i_nh, i_v, NT, 0, K, V, BT, BV, STAGES,
-            )),
-            (load_kda_chunks, (
-                (kd_desc, v_desc, A_desc, kg_desc), (c_k, c_v, i_h * BT, c_k), (kds, vs, As, kgs),
-                gc_ptr, beta_ptr, gates, full, empty, first, NT, BYTES, HV, BT, STAGES, False,
-            )),
-            (store_chunks, (
-                h_desc, (new_desc,), (hs.index(0), hs.index(1)), (news.index(0),), out, row,
-                i_v * BV, first, c_v, NT, 0, HV, K, BT, False,
-            )),
-        ], [1, 1], [24, 24])  # fmt: skip
+        made_2 = Results(
+            h_desc, (new_desc,), (hs.index(2), hs.index(3)), (news.index(1),), results(),
+            (i_c * HV + i_h) * K, i_v * BV + BV, c_v + BV, 0, HV, K,
+        )  # fmt: skip
+        state_2 = State(h0_ptr, None, i_nh, i_nh, i_v, 1, K, V, BV)
+    fence_async_shared()
+    gl.warp_specialize(
+        [(kda_scan_forth, (chunks, made, state))]
+        + ([(kda_scan_forth, (chunks, made_2, state_2))] if WORKERS == 2 else [])
+        + [(load_chunks, (chunks, given)), (store_chunks, (chunks, made))]
+        + ([(store_chunks, (chunks, made_2))] if WORKERS == 2 else []),
+        [4, 1, 1, 1] if WORKERS == 2 else [1, 1],
+        [240, 24, 24, 24] if WORKERS == 2 else [24, 24],
+    )
 
 
 @gluon.jit(do_not_specialize=["T", "N"])
@@ -315,56 +306,32 @@ def kda_scan_bwd_gluon_kernel(
     rows: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     gates = gl.allocate_shared_memory(gl.float32, [3 * STAGES, 64], rows)
     full, empty = places(STAGES, WORKERS)
-    out = results()
-    row = (i_c * HV + i_h) * K
-    BYTES: gl.constexpr = (3 * K + WORKERS * BV + 2 * BT) * BT * 2
+    chunks = Chunks(
+        (do_desc, P_desc, kg_desc, A_desc, qg_desc, kd_desc), (c_v, c_t, c_k, c_t, c_k, c_k),
+        (dos, Ps, kgs, As, qs, kds), gates, full, empty, first, NT,
+        (3 * K + WORKERS * BV + 2 * BT) * BT * 2, BT, STAGES, True,
+    )  # fmt: skip
+    made = Results(
+        dh_desc, (Z_desc, dv_desc), (hs.index(0), hs.index(1)), (Zs.index(0), dvs.index(0)),
+        results(), (i_c * HV + i_h) * K, i_v * BV, c_v, 0, HV, K,
+    )  # fmt: skip
+    state = State(dht_ptr, dh0_ptr, i_nh, i_nh, i_v, 0, K, V, BV)
+    given = ChannelGates(gc_ptr, beta_ptr, HV)
     if WORKERS == 2:
-        other = results()
-        fence_async_shared()
-        gl.warp_specialize([
-            (kda_scan_bwd_step, (
-                dht_ptr, dh0_ptr, scale, qs, kgs, kds, dos, Ps, As, gates, full, empty,
-                hs.index(0), hs.index(1), Zs.index(0), dvs.index(0), out, i_nh, i_v, NT,
-                0, K, V, BT, BV, STAGES,
-            )),
-            (kda_scan_bwd_step, (
-                dht_ptr, dh0_ptr, scale, qs, kgs, kds, dos, Ps, As, gates, full, empty,
-                hs.index(2), hs.index(3), Zs.index(1), dvs.index(1), other, i_nh, i_v, NT,
-                1, K, V, BT, BV, STAGES,
-            )),
-            (load_kda_chunks, (
-                (do_desc, P_desc, kg_desc, A_desc, qg_desc, kd_desc),
-                (c_v, c_t, c_k, c_t, c_k, c_k), (dos, Ps, kgs, As, qs, kds), gc_ptr, beta_ptr,
-                gates, full, empty, first, NT, BYTES, HV, BT, STAGES, True,
-            )),
-            (store_chunks, (
-                dh_desc, (Z_desc, dv_desc), (hs.index(0), hs.index(1)),
-                (Zs.index(0), dvs.index(0)), out, row, i_v * BV, first, c_v, NT, 0, HV, K, BT, True,
-            )),
-            (store_chunks, (
-                dh_desc, (Z_desc, dv_desc), (hs.index(2), hs.index(3)),
-                (Zs.index(1), dvs.index(1)), other, row, i_v * BV + BV, first, c_v + BV, NT, 0,
-                HV, K, BT, True,
-            )),
-        ], [4, 1, 1, 1], [240, 24, 24, 24])  # fmt: skip
-    else:
-        fence_async_shared()
-        gl.warp_specialize([
-            (kda_scan_bwd_step, (
-                dht_ptr, dh0_ptr, scale, qs, kgs, kds, dos, Ps, As, gates, full, empty,
-                hs.index(0), hs.index(1), Zs.index(0), dvs.index(0), out, i_nh, i_v, NT,
-                0, K, V, BT, BV, STAGES,
-            )),
-            (load_kda_chunks, (
-                (do_desc, P_desc, kg_desc, A_desc, qg_desc, kd_desc),
-                (c_v, c_t, c_k, c_t, c_k, c_k), (dos, Ps, kgs, As, qs, kds), gc_ptr, beta_ptr,
-                gates, full, empty, first, NT, BYTES, HV, BT, STAGES, True,
-            )),
-            (store_chunks, (
-                dh_desc, (Z_desc, dv_desc), (hs.index(0), hs.index(1)),
-                (Zs.index(0), dvs.index(0)), out, row, i_v * BV, first, c_v, NT, 0, HV, K, BT, True,
-            )),
-        ], [1, 1], [24, 24])  # fmt: skip
+        made_2 = Results(
+            dh_desc, (Z_desc, dv_desc), (hs.index(2), hs.index(3)), (Zs.index(1), dvs.index(1)),
+            results(), (i_c * HV + i_h) * K, i_v * BV + BV, c_v + BV, 0, HV, K,
+        )  # fmt: skip
+        state_2 = State(dht_ptr, dh0_ptr, i_nh, i_nh, i_v, 1, K, V, BV)
+    fence_async_shared()
+    gl.warp_specialize(
+        [(kda_scan_back, (chunks, made, state, scale))]
+        + ([(kda_scan_back, (chunks, made_2, state_2, scale))] if WORKERS == 2 else [])
+        + [(load_chunks, (chunks, given)), (store_chunks, (chunks, made))]
+        + ([(store_chunks, (chunks, made_2))] if WORKERS == 2 else []),
+        [4, 1, 1, 1] if WORKERS == 2 else [1, 1],
+        [240, 24, 24, 24] if WORKERS == 2 else [24, 24],
+    )
 
 
 @gluon.jit(do_not_specialize=["T", "N"])
