@@ -53,6 +53,7 @@ lint: $(STAMP) ## ruff: lint and format, check only
 chapters: $(STAMP) ## sync each chapters/*.md to its .ipynb and execute what changed
 	$(BIN)/python tools/chapters.py $(ARGS)
 
+gpu-test: export LINATTN_EDU_RAN := tests/gpu/ran.json
 gpu-test: $(STAMP) ## the kernels compiled: tests, every configuration row, the chapters (needs a CUDA GPU)
 	$(BIN)/python -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "gpu-test needs a CUDA GPU")'
 	$(BIN)/python -m pytest -q -n $(GPU_WORKERS) --dist worksteal tests --ignore tests/book --ignore tests/gpu

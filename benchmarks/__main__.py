@@ -29,6 +29,10 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("cases", nargs="*", metavar="CASE", help="names or beginnings; all if none")
     p.add_argument("--list", action="store_true", help="print the cases and their floors, and end")
+    p.add_argument(
+        "--stale", action="store_true",
+        help="print which results are of older sources, on every card, and end",
+    )  # fmt: skip
     p.add_argument("--libraries", help="comma-separated; all that import if not given")
     p.add_argument("--calls", action="store_true", help="time whole calls of every library")
     p.add_argument("--what", help=f"comma-separated calls, of {', '.join(ALL_CALLS)}; all if none")
@@ -82,9 +86,11 @@ def measure(args: argparse.Namespace, argv: list[str]) -> int:
         return fail(f"no call is called {unknown[0]!r}; there are {', '.join(ALL_CALLS)}")
     if reason := usable_gpu():
         return fail(f"benchmarks run on a CUDA GPU: {reason}")
-    from benchmarks import results
+    from benchmarks import results, stale
     from benchmarks.run import PARTS, run
 
+    if args.begun is None:
+        print(stale.listing(results.DATA, gpu_name()))
     parts = tuple(name for name in PARTS if args.all or getattr(args, name)) or ("calls",)
     operators = [x for x in OPERATORS if any(case.operator == x for case in cases)]
     outs = {x: args.out or results.default_path(gpu_name(), x) for x in operators}
@@ -126,6 +132,12 @@ def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
     if args.list:
         print(listing())
+        return 0
+    if args.stale:
+        from benchmarks.results import DATA
+        from benchmarks.stale import listing as stale
+
+        print(stale(DATA))
         return 0
     return measure(args, argv)
 

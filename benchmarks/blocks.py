@@ -25,8 +25,9 @@ import torch
 
 from benchmarks import measure
 from benchmarks.adapters import version_of
+from benchmarks.cases import FUNCTIONS
 from benchmarks.progress import fail
-from benchmarks.results import default_path, save
+from benchmarks.results import default_path, save, stamped
 from linattn_edu.integrations.transformers import use
 from linattn_edu.testing import relative_rms
 
@@ -78,6 +79,15 @@ CONVOLUTION = {
     name: ("causal_conv1d", name) for name in ("causal_conv1d_fn", "causal_conv1d_update")
 }
 PEERS = {"gdn_block": "fla", "mamba2_block": "mamba_ssm"}
+# what `use` puts into each
+RAN = {
+    "gdn_block": (
+        FUNCTIONS["gdn"], FUNCTIONS["gdn_decode"], "causal_conv1d_fn", "causal_conv1d_update",
+    ),
+    "mamba2_block": (
+        FUNCTIONS["ssd"], FUNCTIONS["ssd_decode"], "causal_conv1d_fn", "causal_conv1d_update",
+    ),
+}  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -275,7 +285,7 @@ def main(argv: list[str]) -> int:
             return fail(f"there is no case {case!r}: {', '.join(PEERS)}")
         for row in rows_of(case, device):
             print(json.dumps(row), flush=True)
-            rows.append(row)
+            rows.append(stamped(row, RAN[case]))
             save(args.out or default_path(name, "blocks"), {**heading(device), "rows": rows})
     return 0
 

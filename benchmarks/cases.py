@@ -109,6 +109,17 @@ CALLS = {
 }
 ALL_CALLS = tuple(dict.fromkeys(call for calls in CALLS.values() for call in calls))
 
+# the public function of each op
+FUNCTIONS = {
+    "gdn": "chunk_gated_delta_rule",
+    "gdn_decode": "fused_recurrent_gated_delta_rule",
+    "kda": "chunk_kda",
+    "kda_decode": "fused_recurrent_kda",
+    "ssd": "mamba_chunk_scan_combined",
+    "ssd_decode": "selective_state_update",
+    "ema": "ema_scan",
+}
+
 # the cost of the three forms of GDN against the length of the sequence
 SCALING = "gdn_scaling"
 SCALING_T = tuple(256 << i for i in range(8))
@@ -168,6 +179,17 @@ def select(names: list[str]) -> list[Case]:
             raise ValueError(f"no case is called {name!r}; there are {', '.join(CASES)}")
         chosen.update((c.name, c) for c in found)
     return [c for c in CASES.values() if c.name in chosen or not names]
+
+
+def ran(row: dict) -> tuple[str, ...]:
+    """What of the package a row of results is the time of, as linattn_edu.sources names it."""
+    what = row["what"]
+    if what.startswith("stage:"):
+        return (f"kernels.{what.removeprefix('stage:')}",)
+    if row["case"] == SCALING:
+        forms = {"chunked": (FUNCTIONS["gdn"],), "recurrent": ("kernels.recurrent",)}
+        return forms.get(what, ())  # the quadratic form is PyTorch's
+    return (FUNCTIONS[CASES[row["case"]].op],)
 
 
 # ---- bytes and operations

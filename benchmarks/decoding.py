@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from benchmarks import measure, tables
+from benchmarks.cases import FUNCTIONS
 from benchmarks.progress import EXIT_USAGE
 from linattn_edu import fused_recurrent_gated_delta_rule
 from linattn_edu.testing import gdn_inputs
@@ -63,9 +64,15 @@ def rows_of(N: int, T: int, device: torch.device) -> Iterator[dict]:
         yield row | {"what": "graph", "ms": round(measure.time_ms(measure.captured(call)), 5)}
 
 
+def opened(args):
+    """The table of this command."""
+    key = "op", "sequences", "tokens", "what"
+    return tables.opened(args, "decoding", *key, ran=lambda row: (FUNCTIONS["gdn_decode"],))
+
+
 def main(argv: list[str]) -> int:
     args = tables.parser("decoding", __doc__, sequences=SEQUENCES, tokens=TOKENS).parse_args(argv)
-    if (table := tables.opened(args, "decoding", "op", "sequences", "tokens", "what")) is None:
+    if (table := opened(args)) is None:
         return EXIT_USAGE
     for N in args.sequences:
         for T in args.tokens if N >= DRAFTS or args.device == "cpu" else args.tokens[:1]:

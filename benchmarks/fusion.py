@@ -15,12 +15,12 @@ from functools import partial
 import torch
 
 from benchmarks import measure, tables
-from benchmarks.cases import Case, work
+from benchmarks.cases import FUNCTIONS, Case, work
 from benchmarks.progress import EXIT_USAGE
 from benchmarks.rows import significant
 from linattn_edu.kernels.delta import state, state_bwd
-from linattn_edu.kernels.fused import gdn_bwd, gdn_fwd
-from linattn_edu.kernels.pieces import pieces_of, spans_of
+from linattn_edu.kernels.fused import gdn_fwd, gdn_scans
+from linattn_edu.kernels.pieces import by_maps, by_warm_up
 from linattn_edu.kernels.tiles import cdiv, scan_launch
 from linattn_edu.ops import gdn
 from linattn_edu.testing import relative_rms
@@ -39,8 +39,8 @@ SCANS = {
     "state_bwd": state_bwd.CONFIGS,
     "scan": gdn_fwd.SCAN_CONFIGS,
     "scan_states": gdn_fwd.SCAN_CONFIGS,
-    "scan_bwd": None,
-    "scans": None,
+    "scan_bwd": gdn_scans.SCAN,
+    "scans": gdn_scans.SCAN,
 }
 GRADIENTS = ("q", "k", "v", "g", "beta")
 
@@ -106,14 +106,11 @@ def passes(form: str, i, do) -> tuple[Callable, Callable, Callable]:
 def programs(name: str, i, chunk: int = 64) -> dict:
     """Programs of a scan and the columns of each, and whether its sequences are cut."""
     HV, V = i.v.shape[2:]
-    pieces = pieces_of(i.q, HV, V, chunk, None)
+    pieces = by_maps(i.q, HV, V, chunk, None)
     if not pieces.several and name not in ("state", "state_bwd"):
-        pieces = spans_of(i.q, HV, V, chunk, None)
+        pieces = by_warm_up(i.q, HV, V, chunk, None)
     heads = pieces.N * HV
-    if SCANS[name] is None:
-        columns = gdn_bwd.BV
-    else:
-        columns = scan_launch(SCANS[name], i.k, heads, V)[1]["BV"]
+    columns = scan_launch(SCANS[name], i.k, heads, V)[1]["BV"]
     both = 2 if name == "scans" else 1
     return {"programs": both * heads * cdiv(V, columns), "columns": columns, "cut": pieces.several}
 
@@ -165,9 +162,15 @@ def rows_of(case: Case, device: torch.device, rates: tuple[float, float]) -> Ite
         del run, runs, once
 
 
+def ran(row: dict) -> tuple[str, ...]:
+    """What of the package a row is the time of."""
+    stage = row["what"].partition(":")[2]
+    return (f"kernels.{stage}",) if stage else (FUNCTIONS["gdn"],)
+
+
 def main(argv: list[str]) -> int:
     args = tables.parser("fusion", __doc__).parse_args(argv)
-    if (table := tables.opened(args, "fusion", "case", "form", "what")) is None:
+    if (table := tables.opened(args, "fusion", "case", "form", "what", ran=ran)) is None:
         return EXIT_USAGE
     cuda = table.device.type == "cuda"
     rates = measure.rates() if cuda else (1e9, 1e9)

@@ -10,7 +10,6 @@ import ast
 import importlib
 import importlib.util
 import itertools
-import re
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -26,28 +25,20 @@ from benchmarks.forms import KDAStageArguments, SSDStageArguments, StageArgument
 from benchmarks.mamba import Scan
 from benchmarks.measure import gradient
 from linattn_edu.kernels.tiles import block
+from linattn_edu.sources import cells
 from linattn_edu.testing import gdn_inputs, kda_inputs, ssd_inputs
 
 ROOT = Path(__file__).resolve().parents[1]
-CELL = re.compile(r"^```\{code-cell\} ipython3\n(.*?)^```$", re.M | re.S)
-OPTIONS = re.compile(r"\A(?:---\n.*?^---\n|(?::[^\n]*\n)+)", re.M | re.S)
 BOTH, SINGLE = ("bfloat16", "float32"), ("float32",)
 
 
 # ---- what a chapter defines
 
 
-def cells(chapter: str) -> list[str]:
-    """The code of a chapter, cell by cell."""
-    text = (ROOT / "chapters" / f"{chapter}.md").read_text(encoding="utf-8")
-    every = (OPTIONS.sub("", code) for code in CELL.findall(text))
-    return [code for code in every if "google.colab" not in code]
-
-
 def statements(chapter: str) -> list[ast.stmt]:
     """The imports, one name each, and the functions of a chapter, in their order."""
     found = []
-    for code in cells(chapter):
+    for code in cells(ROOT / "chapters" / f"{chapter}.md"):
         for node in ast.parse(code).body:
             if isinstance(node, ast.Import | ast.ImportFrom):
                 for alias in node.names:
@@ -108,7 +99,7 @@ def definitions(chapter: str, names: Iterable[str], folder: Path) -> ModuleType:
 
 def solution(puzzle: str) -> ModuleType:
     """The solved puzzle of a chapter."""
-    return _module(ROOT / "puzzles" / "solutions" / f"{puzzle}.py")
+    return _module(ROOT / "puzzles" / f"{puzzle}_solved.py")
 
 
 def _module(path: Path) -> ModuleType:

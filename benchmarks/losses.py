@@ -17,11 +17,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from benchmarks.progress import Progress, fail
-from benchmarks.results import save
+from benchmarks.results import save, stamped
 from linattn_edu import data
 from linattn_edu.models import Config, LanguageModel
 
 MIXERS = ("gdn", "kda")
+LAYERS = {"gdn": "layers.GatedDeltaNet", "kda": "layers.KimiDeltaAttention"}
 WAYS = ("reference", "nudged", "triton", "fla")
 LENGTH, BATCH, RATE = 256, 8, 2e-3
 
@@ -104,7 +105,8 @@ def main(argv: list[str] | None = None) -> int:
             apart = max(abs(a - b) for a, b in zip(got, reference, strict=True))
             seconds = round(time.perf_counter() - begun, 1)
             row = {"mixer": mixer, "way": way, "apart": apart, "seconds": seconds}
-            results["rows"].append({**row, "losses": [round(x, 5) for x in got]})
+            row["losses"] = [round(x, 5) for x in got]
+            results["rows"].append(stamped(row, (LAYERS[mixer],)))
             save(args.out, results)
             progress.step(
                 f"{mixer} {way:<10}last loss {got[-1]:.4f}, at most {apart:.1e} "

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks.cases import Case
 from linattn_edu.reference.ssd.selective_state_update import selective_state_update
 
-SEGMENT = 64  # tokens whose states are held at a time where a recurrence is differentiated
+PIECE = 64  # tokens whose states are held at a time where a recurrence is differentiated
 
 
 @dataclass
@@ -126,7 +126,7 @@ class Token(Inputs):
 def _through(step: Callable, S: Tensor, tokens: tuple[Tensor, ...]) -> Tensor:
     """y_t of y_t, S = step(S, *tokens at t), [B, T, ...]; each y_t is [B, ...]."""
 
-    def segment(S: Tensor, *tokens: Tensor) -> tuple[Tensor, Tensor]:
+    def piece(S: Tensor, *tokens: Tensor) -> tuple[Tensor, Tensor]:
         ys = []
         for at in zip(*(y.unbind(1) for y in tokens), strict=True):
             y, S = step(S, *at)
@@ -134,8 +134,8 @@ def _through(step: Callable, S: Tensor, tokens: tuple[Tensor, ...]) -> Tensor:
         return torch.stack(ys, 1), S
 
     out = []
-    for part in zip(*(y.split(SEGMENT, 1) for y in tokens), strict=True):
-        y, S = checkpoint(segment, S, *part, use_reentrant=False)
+    for part in zip(*(y.split(PIECE, 1) for y in tokens), strict=True):
+        y, S = checkpoint(piece, S, *part, use_reentrant=False)
         out.append(y)
     return torch.cat(out, 1)
 

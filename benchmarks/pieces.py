@@ -13,10 +13,11 @@ from unittest.mock import patch
 import torch
 
 from benchmarks import measure, tables
+from benchmarks.cases import FUNCTIONS
 from benchmarks.progress import EXIT_USAGE, fail
 from benchmarks.ranks import OURS
-from linattn_edu.kernels import pieces
 from linattn_edu.kernels.delta import warm_up as warm_kernels
+from linattn_edu.kernels.routes import forced, limits
 from linattn_edu.kernels.tiles import cdiv
 from linattn_edu.ops import gdn
 from linattn_edu.testing import gdn_inputs, relative_rms
@@ -25,6 +26,7 @@ SIZE = 128  # of a key and of a value
 HEADS, TOKENS, LENGTHS = (1, 2, 4, 8, 16), (8192, 16384, 32768), (512, 1024, 2048, 4096, 8192)
 MOST = 64  # pieces of a sequence, in this table
 PAIRS = ("16/32", "16/16", "32/64")  # heads of q and k / of v
+KEY = ("op", "heads", "tokens", "gates", "piece")  # of a row
 GATES = {"usual": lambda g: g, "zero": torch.zeros_like, "every third": lambda g: slow(g)}
 
 
@@ -52,7 +54,7 @@ def rows_of(op: str, heads: int, tokens: int, lengths: list[int], device: torch.
     whole = None
     for length in (0, *lengths):
         rule = {"LENGTH": length, "PROGRAMS": 1024 if length else 0, "FULL": 0}
-        with patch.multiple(pieces, **rule, LEAST=1, MULTIPROCESSORS=1):
+        with forced(**rule, LEAST=1, MULTIPROCESSORS=1):
             o, _ = call()
             ms = time_ms(call, device)
         whole = o if whole is None else whole
@@ -73,8 +75,8 @@ def trial(cuda: bool):
     if cuda:
         yield
         return
-    rule = {"PROGRAMS": 0, "SPAN": 64, "MULTIPROCESSORS": 1}
-    with patch.multiple(pieces, **rule), patch.object(warm_kernels, "REACH", 128):
+    rule = {"PROGRAMS": 0, "PER_PROGRAM": 64, "MULTIPROCESSORS": 1}
+    with forced(**rule), patch.object(warm_kernels, "REACH", 128):
         yield
 
 
@@ -102,13 +104,13 @@ def rows_of_scans(heads: str, tokens: int, device: torch.device):
         }
         for op, (stage, tensors, written) in calls.items():
             call, whole = partial(stage, *tensors, scale=scale), None
-            for full in (0, pieces.FULL):
-                with trial(cuda), patch.object(pieces, "FULL", full):
+            for full in (0, limits.FULL):
+                with trial(cuda), forced(FULL=full):
                     found, starts = warm_kernels.warm_up(x.k, x.beta, gc, size, chunk_size=64)
                     out = call()
                     out = [out[i] for i in written]
                     ms = time_ms(call, device)
-                    piece = pieces.SPAN * HV * cdiv(size, 64) if found.several else 0
+                    piece = limits.PER_PROGRAM * HV * cdiv(size, 64) if found.several else 0
                 whole = whole or out
                 row = {"op": op, "heads": HV, "qk_heads": H, "tokens": tokens, "gates": gates}
                 row |= {"piece": piece, "ms": round(ms, 4)}
@@ -116,6 +118,11 @@ def rows_of_scans(heads: str, tokens: int, device: torch.device):
                 if piece:  # -1 in all tensors: not forgotten
                     row["forgotten"] = (torch.stack(starts).amax(0)[1:] >= 0).double().mean().item()
                 yield row
+
+
+def ran(row: dict) -> tuple[str, ...]:
+    """What of the package a row is the time of: an operator, or one of the two scans."""
+    return (FUNCTIONS.get(row["op"], f"kernels.{row['op']}"),)
 
 
 def main(argv: list[str]) -> int:
@@ -126,7 +133,7 @@ def main(argv: list[str]) -> int:
     args = p.parse_args(argv)
     if any(n % 64 for n in args.lengths):
         return fail(f"lengths must be whole chunks of 64 tokens, got {args.lengths}")
-    if (table := tables.opened(args, "pieces", "op", "heads", "tokens", "gates", "piece")) is None:
+    if (table := tables.opened(args, "pieces", *KEY, ran=ran)) is None:
         return EXIT_USAGE
     for op in args.ops.split(","):
         if op == "scans":

@@ -20,9 +20,9 @@ from benchmarks.cases import (
     TRAINING,
 )
 from benchmarks.progress import fail
+from linattn_edu import measurements, sources
 
 FIGURES = results.DATA.parents[1] / "book" / "_static" / "figures"
-MAIN = "gdn_h200"  # its figures have the plain names
 
 # readable on a white and on a black page
 INK = "#767676"
@@ -78,7 +78,8 @@ def bars(data: dict, plt, what: str, axis: str):
                 ax.text(0.12 * longest, y, text, va="center", fontsize=8)
                 continue
             ax.barh(y, row["ms"], 0.92 * height, color=LIBRARIES[library])
-            ax.text(row["ms"] + 0.01 * longest, y, f"{row['ms']:.2f}", va="center", fontsize=9)
+            text = sources.marked(f"{row['ms']:.2f}", row)
+            ax.text(row["ms"] + 0.01 * longest, y, text, va="center", fontsize=9)
         floor = next(row["floor_ms"] for row in here.values() if "ms" in row)
         ax.plot([floor, floor], [n - 0.45, n + 0.45], color=FLOOR, lw=1.4)
     handles = [plt.Rectangle((0, 0), 1, 1, color=LIBRARIES[name]) for name in libraries]
@@ -89,6 +90,7 @@ def bars(data: dict, plt, what: str, axis: str):
     ax.grid(visible=False, axis="y")
     ax.set_xlim(0, 1.12 * longest)
     ax.set_xlabel(axis)
+    _note(ax, data, [row for here in shown.values() for row in here.values() if "ms" in row])
     return fig
 
 
@@ -135,7 +137,8 @@ def roofline(data: dict, plt, call: str, stages: dict[str, tuple[str, ...]]):
         ax.plot(
             x, y, ls="", marker=MARKERS[(n + n // len(COLOURS)) % len(MARKERS)], ms=6,
             alpha=0.85, mew=0,
-            color=COLOURS[n % len(COLOURS)], label=name.replace("_backward", " + backward"),
+            color=COLOURS[n % len(COLOURS)],
+            label=_marked(name.replace("_backward", " + backward"), points[name]),
         )  # fmt: skip
     ax.set_xscale("log")
     ax.set_yscale("log")
@@ -150,6 +153,7 @@ def roofline(data: dict, plt, call: str, stages: dict[str, tuple[str, ...]]):
     ax.text(x, x * copy / 1e12 * 1.2, f"{copy / 1e12:.1f} TB/s", **text)
     handles, labels = ax.get_legend_handles_labels()
     _legend(ax, handles, labels, columns=2 if max(map(len, labels)) > 20 else 3)
+    _note(ax, data, shown)
     return fig
 
 
@@ -162,17 +166,16 @@ def _operators(data: dict) -> list[str]:
 
 def scaling(data: dict, plt):
     """Time of the three forms against the length of the sequence."""
-    series = {
-        form: sorted((row["T"], row["ms"]) for row in data["rows"] if row["what"] == form)
-        for form in SCALING_FORMS
-    }
-    series = {form: points for form, points in series.items() if points}
+    rows = {form: [row for row in data["rows"] if row["what"] == form] for form in SCALING_FORMS}
+    rows = {form: sorted(found, key=lambda r: r["T"]) for form, found in rows.items() if found}
+    series = {form: [(row["T"], row["ms"]) for row in found] for form, found in rows.items()}
     if not series:
         return None
     fig, ax = plt.subplots(figsize=(WIDTH, 3.4))
     for n, (form, points) in enumerate(series.items()):
         x, y = zip(*points, strict=True)
-        ax.plot(x, y, color=COLOURS[n], marker=MARKERS[n], ms=4.5, mew=0, label=form)
+        label = _marked(form, rows[form])
+        ax.plot(x, y, color=COLOURS[n], marker=MARKERS[n], ms=4.5, mew=0, label=label)
     lengths = sorted({T for points in series.values() for T, _ in points})
     ax.set_xscale("log", base=2)
     ax.set_yscale("log")
@@ -180,7 +183,21 @@ def scaling(data: dict, plt):
     ax.set_xlabel("tokens")
     ax.set_ylabel("ms")
     _legend(ax, *ax.get_legend_handles_labels())
+    _note(ax, data, [row for found in rows.values() for row in found])
     return fig
+
+
+def _marked(name: str, rows: list[dict]) -> str:
+    """The name of a series, with the mark if one of its rows has it."""
+    return next((text for row in rows if (text := sources.marked(name, row)) != name), name)
+
+
+def _note(ax, data: dict, rows: list[dict]) -> None:
+    """Below the axes, what the marks say; nothing where there are none."""
+    text = sources.note(rows, data["date"]).replace(", or with ", ",\nor with ")
+    if text:
+        place = {"xycoords": "axes fraction", "textcoords": "offset points"}
+        ax.annotate(text, (-0.12, 0), (0, -34), va="top", fontsize=8, **place)
 
 
 def _legend(ax, handles: list, labels: list[str], columns: int = 3) -> None:
@@ -227,7 +244,8 @@ def main(argv: list[str]) -> int:
     p.add_argument("--data", type=Path, default=results.DATA, help="folder of the results")
     p.add_argument("--out", type=Path, default=FIGURES, help="folder of the figures")
     args = p.parse_args(argv)
-    files = sorted(results.of_operators(args.data), key=lambda path: path.stem != MAIN)
+    suffixes = {p: measurements.suffix(p.stem, args.data) for p in results.of_operators(args.data)}
+    files = sorted(suffixes, key=lambda path: bool(suffixes[path]))  # the plain names first
     if not files:
         return fail(f"{args.data} holds no results: run python -m benchmarks")
     try:
@@ -237,6 +255,6 @@ def main(argv: list[str]) -> int:
     for path in files:
         data = results.load(path)
         print(f"{path.name}: {data['gpu']}, torch {data['torch']}, {data['date']}")
-        for file in draw(data, args.out, "" if path.stem == MAIN else f"_{path.stem}"):
+        for file in draw(data, args.out, suffixes[path]):
             print(f"  {file}")
     return 0

@@ -19,8 +19,9 @@ import torch.distributed as dist
 import torch.multiprocessing as processes
 
 from benchmarks import measure
+from benchmarks.cases import FUNCTIONS
 from benchmarks.progress import fail
-from benchmarks.results import default_path, save
+from benchmarks.results import default_path, save, stamped
 from benchmarks.tuning import compile_side_by_side
 from linattn_edu import build_cp_context, chunk_gated_delta_rule, chunk_kda
 from linattn_edu.testing import gdn_inputs, kda_inputs, relative_rms
@@ -148,7 +149,7 @@ def work(rank: int, args: argparse.Namespace, meeting: str) -> None:
     rows = []
     for op in args.ops.split(","):
         for row in rows_of(op, device, args.tokens, args.heads, args.size):
-            rows.append(row)
+            rows.append(stamped(row, (FUNCTIONS[op], "cp")))
             if rank == 0:
                 print(json.dumps(row), flush=True)
                 save(args.out, {**heading(device), "rows": rows})

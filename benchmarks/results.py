@@ -4,6 +4,7 @@ import json
 import os
 import re
 import tempfile
+from collections.abc import Iterable
 from datetime import date
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from benchmarks.adapters import (
     version_of,
 )
 from benchmarks.cases import ALL_CALLS, CALLS, CASES, OPERATORS, SCALING, SCALING_FORMS, STAGES
+from linattn_edu import sources
+from linattn_edu.measurements import CARDS
 
 DATA = Path(__file__).resolve().parents[1] / "chapters" / "data"
 ENVIRONMENT = ("gpu", "torch", "triton", *DISTRIBUTIONS)
@@ -24,6 +27,7 @@ ENVIRONMENT = ("gpu", "torch", "triton", *DISTRIBUTIONS)
 def default_path(gpu: str, operator: str) -> Path:
     """chapters/data/<operator>_<gpu>.json: "NVIDIA H200", "gdn" -> gdn_h200.json."""
     slug = re.sub(r"[^a-z0-9]+", "_", gpu.lower().removeprefix("nvidia")).strip("_")
+    slug = CARDS.get(gpu, slug)
     return DATA / f"{operator}_{slug}.json"
 
 
@@ -44,6 +48,16 @@ def new(gpu: str, rates: tuple[float, float]) -> dict:
     return {**data, "date": date.today().isoformat(), "rows": []}
 
 
+def stamped(row: dict, entries: Iterable[str]) -> dict:
+    """A row with the day and, if it is ours, the hash of the sources that ran.
+
+    Args:
+        entries: As in linattn_edu.sources.digests.
+    """
+    row = row | {"date": date.today().isoformat()}
+    return row | ({"sources": sources.digests(*entries)} if sources.ours(row) else {})
+
+
 def differences(old: dict, new: dict) -> list[str]:
     """What of the environment differs; a library that one of the two did not have does not."""
     return [
@@ -56,14 +70,15 @@ def differences(old: dict, new: dict) -> list[str]:
 def merge(old: dict | None, new: dict) -> dict:
     """`new` over `old`, row by row; only `new` where the two were measured in different places.
 
-    A row measured again keeps what only the older run measured (a first call, say); a row without
-    "ms" is one of which only the first call has been measured.
+    A row measured again keeps what only the older run measured (a first call, say), if both are of
+    the same sources; a row without "ms" is one of which only the first call has been measured.
     """
     if old is None or differences(old, new):
         old = {"rows": []}
     rows = {}
     for row in (*old["rows"], *new["rows"]):
-        both = {**rows.get(_key(row), {}), **row}
+        before = rows.get(_key(row), {})
+        both = {**(before if before.get("sources") == row.get("sources") else {}), **row}
         rows[_key(row)] = dict(sorted(both.items(), key=lambda item: item[0] == "first_call_s"))
     known = {name: value for name, value in old.items() if value is not None}
     top = {**known, **{name: value for name, value in new.items() if value is not None}}

@@ -18,6 +18,7 @@ from benchmarks.cases import (
     STAGES,
     TRAINING,
     Case,
+    ran,
 )
 from benchmarks.first_call import FirstCall, first_calls
 from benchmarks.progress import Progress
@@ -45,7 +46,7 @@ class Record:
 
     def add(self, row: dict) -> None:
         with self.lock:
-            self.data["rows"].append(row)
+            self.data["rows"].append(results.stamped(row, ran(row)))
             results.save(self.path, results.merge(self.old, self.data))
 
 
@@ -61,7 +62,9 @@ def run(
         begun: Measurements not to begin again.  again: Goes on in a fresh process, with a list of
             what was begun, after a kernel that ended the GPU's context.
     """
-    data = results.new(measure.gpu_name(), measure.rates())
+    old = results.load(out) or {}
+    known = old.get("bytes_per_s"), old.get("flops_per_s")  # floors of one file have one rate
+    data = results.new(measure.gpu_name(), known if all(known) else measure.rates())
     rates = data["bytes_per_s"], data["flops_per_s"]
     record, steps = Record(out, data), Steps(begun or ())
     print(f"{data['gpu']}, torch {data['torch']}, Triton {data['triton']}, {data['date']}")

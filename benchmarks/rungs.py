@@ -252,6 +252,17 @@ class Run:
                 self.add(key, rung, refused="not measured: the run ended before")
 
 
+def ran(row: dict) -> tuple[str, ...]:
+    """What a rung is the time of: the chapter's functions, a puzzle's solution or a stage."""
+    chapter, rung = row["chapter"], row["rung"]
+    if rung.startswith("puzzle"):
+        return (rung,)
+    ladder, words = LADDERS[chapter], rung.split()
+    if ladder.ships(rung):
+        return (f"kernels.{words[0]}",)
+    return tuple(f"{chapter}.{name}" for name in words if name in ladder.kernels)
+
+
 def summary(rows: list[dict]) -> str:
     """The rows as a short table."""
     lines = []
@@ -275,7 +286,7 @@ def main(argv: list[str]) -> int:
     if args.device == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"
         keys = [key for key in keys if key[1] == "float32"]  # the interpreter's bf16 is wrong
-    if (table := tables.opened(args, "rungs", "chapter", "rung", "dtype")) is None:
+    if (table := tables.opened(args, "rungs", "chapter", "rung", "dtype", ran=ran)) is None:
         return EXIT_USAGE
     named = {(c, r) for c, it in LADDERS.items() for r in it.steps}
     table.rows = {k: r for k, r in table.rows.items() if k[:2] in named}

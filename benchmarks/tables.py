@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import torch
 from benchmarks import measure
 from benchmarks.progress import fail
 from benchmarks.ranks import heading
-from benchmarks.results import default_path, differences, load, save
+from benchmarks.results import default_path, differences, load, save, stamped
 
 
 def parser(name: str, doc: str, **lists: tuple[int, ...]) -> argparse.ArgumentParser:
@@ -31,6 +32,7 @@ class Table:
     top: dict  # where and with what it is measured
     key: tuple[str, ...]  # the columns by which a row is known
     device: torch.device
+    ran: Callable[[dict], tuple[str, ...]]  # what of the package a row is the time of
     rows: dict = field(default_factory=dict)
 
     def known(self, row: dict) -> tuple:
@@ -39,14 +41,18 @@ class Table:
 
     def add(self, row: dict) -> None:
         """Print a row and save it, over the one of its key if there is one."""
+        row = stamped(row, self.ran(row))
         self.rows[self.known(row)] = row
         print(json.dumps(row), flush=True)
         save(self.path, {**self.top, "rows": [self.rows[key] for key in sorted(self.rows)]})
 
 
-def opened(args: argparse.Namespace, name: str, *key: str) -> Table | None:
+def opened(
+    args: argparse.Namespace, name: str, *key: str, ran: Callable[[dict], tuple[str, ...]]
+) -> Table | None:
     """The table that a command adds to, with the rows that were measured in the same place.
 
+    ran: What of the package a row is the time of, as linattn_edu.sources names it. The result is
     None, with a line that says why, where nothing can be measured.
     """
     device = torch.device(args.device)
@@ -54,7 +60,7 @@ def opened(args: argparse.Namespace, name: str, *key: str) -> Table | None:
         fail(f"benchmarks run on a CUDA GPU: {reason}")
         return None
     path = args.out or default_path("cpu" if device.type == "cpu" else measure.gpu_name(), name)
-    table, old = Table(path, heading(device), key, device), load(path)
+    table, old = Table(path, heading(device), key, device, ran), load(path)
     for row in old["rows"] if old and not differences(old, table.top) else ():
         table.rows[table.known(row)] = row
     return table

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from linattn_edu.choices import generation as table_generation
 from linattn_edu.ops.check import (
     has_triton,
     imported_for_compilation,
@@ -52,8 +53,8 @@ class Machine:
     c_compiler: bool = True
     interpret: bool = False
     triton_problem: str | None = None  # what importing it fails with
-    gluon_problem: str | None = None  # why kernels in Gluon are off, or may be
     too_late: bool = False  # TRITON_INTERPRET was set after triton was imported
+    gluon_problem: str | None = None  # why this Triton's Gluon is not used
 
 
 @dataclass(frozen=True)
@@ -88,8 +89,10 @@ def dotted(numbers: tuple[int, ...]) -> str:
 def examine() -> Machine:
     """Look at this machine."""
     usable = torch.cuda.is_available()
+    capability = torch.cuda.get_device_capability() if usable else None
     problem = _triton_problem() if has_triton() else None
-    hopper = usable and torch.cuda.get_device_capability() == (9, 0)
+    # elsewhere no kernel in Gluon runs with any Triton
+    hopper = has_triton() and problem is None and capability == (9, 0)
     return Machine(
         system=platform.system(),
         torch=numbers(torch.__version__),
@@ -101,13 +104,13 @@ def examine() -> Machine:
         nvidia_driver=Path("/proc/driver/nvidia/version").exists()
         or bool(shutil.which("nvidia-smi")),
         gpu=torch.cuda.get_device_name() if usable else None,
-        capability=torch.cuda.get_device_capability() if usable else None,
+        capability=capability,
         ptxas=_ptxas() if usable else None,
         c_compiler=bool(os.environ.get("CC") or any(map(shutil.which, ("gcc", "clang", "cc")))),
         interpret=interpreted(),
         triton_problem=problem,
-        gluon_problem=_gluon_problem() if hopper and has_triton() and problem is None else None,
         too_late=interpreter_wanted() and imported_for_compilation(),
+        gluon_problem=_gluon_problem() if hopper else None,
     )
 
 
@@ -125,15 +128,17 @@ def _triton_problem() -> str | None:
 
 
 def _gluon_problem() -> str | None:
-    """Why the kernels in Gluon are off, or tried for the first time; None with a Triton with which
-    they have been run. In a process of its own, since what launches them is imported.
+    """Why the kernels in Gluon are off with this Triton, or tried for the first time; None: they
+    are on. Asked in a process of its own, since what launches them is imported.
     """
-    code = """
-from linattn_edu.kernels.fused import gdn_bwd, gdn_fwd, kda_bwd, kda_fwd
-from linattn_edu.kernels.gluon.support import available, tried
-print("" if tried() else available().reason)"""
-    done = _process(code)
-    return done.stdout.strip() or None
+    done = _process(
+        "from linattn_edu.kernels.fused import gdn_bwd, gdn_fwd, kda_bwd, kda_fwd\n"
+        "from linattn_edu.kernels.gluon.support import available, tried\n"
+        "print('' if tried() else available().reason)"
+    )
+    if done.returncode:
+        return f"asking it ends the process with code {done.returncode}"
+    return textwrap.shorten(done.stdout, 300) or None
 
 
 def _process(code: str, **env: str) -> subprocess.CompletedProcess:
@@ -300,13 +305,6 @@ def _gpu_notes(m: Machine) -> list[Note]:
                 "TRITON_PTXAS_PATH to a ptxas 13.1 or newer",
             )
         )
-    if m.gluon_problem is not None:
-        out.append(
-            Note(
-                f"{m.gluon_problem}.",
-                "for full speed, install a Triton with which the kernels in Gluon have been run",
-            )
-        )
     if not m.c_compiler:
         out.append(
             Note(
@@ -331,6 +329,28 @@ def unavailable(way: str, machine: Machine) -> str | None:
     if way == "compiled" and machine.capability < MIN_CAPABILITY:
         return f"the GPU is older than compute capability {dotted(MIN_CAPABILITY)}"
     return None
+
+
+def sets(machine: Machine) -> dict[str, tuple[bool, str]]:
+    """Set of kernels -> whether a call may run it here, and for what, or why not."""
+    why, interpreter = unavailable("compiled", machine), unavailable("interpreter", machine)
+    if why is not None and interpreter is not None:
+        return dict.fromkeys(("staged", "fused", "Gluon"), (False, why))
+    if why is not None:
+        text = f"in the interpreter alone: {why}"
+        return {"staged": (True, text), "fused": (True, text), "Gluon": (False, why)}
+    name = table_generation(machine.capability)
+    later, gpu = name in ("hopper", "blackwell"), f"the {machine.gpu} is none"
+    held = "float16 and bfloat16, heads of up to 128"
+    out = {
+        "staged": (True, "every dtype and head size"),
+        "fused": (later, held if later else f"for Hopper and later: {gpu}"),
+    }
+    if name != "hopper":
+        return out | {"Gluon": (False, f"for Hopper: {gpu}")}
+    on = "float16 and bfloat16, heads of 128, some of 64; whole chunks of 64"
+    why = machine.gluon_problem or ""
+    return out | {"Gluon": (not why.startswith("off, "), why.removeprefix("off, ") or on)}
 
 
 def check(way: str) -> str:
@@ -405,6 +425,9 @@ def report(machine: Machine, results: dict[str, tuple[bool | None, str]]) -> str
         lines.append(f"  {way:<12} {word[holds]:<6} {text}{see}")
         if holds:
             lines.append(f"  {'':<19} {WHAT[way]}")
+    lines += ["", "kernels (linattn_edu.route says which of them a call runs, and why):"]
+    for name, (on, text) in sets(machine).items():
+        lines.append(f"  {name:<12} {'on' if on else 'off':<6} {text}")
     for note in found:
         lines += ["", *textwrap.wrap(note.text, 96, initial_indent="* ", subsequent_indent="  ")]
         lines += textwrap.wrap(

@@ -30,11 +30,11 @@ class Packing:
         """NT, the number of chunks of all sequences."""
         return len(self.chunk_indices)
 
-    def parts(self, size: int, tokens: int) -> Tensor:
-        """[NP, 2]: as chunk_indices, for parts of `size` of all `tokens`.
+    def pieces(self, size: int, tokens: int) -> Tensor:
+        """[NP, 2]: as chunk_indices, for pieces of `size` of all `tokens`.
 
         NP is what may be needed, so that nothing waits for the device: the rows left over are of
-        parts after the last sequence's end.
+        pieces after the last sequence's end.
         """
         counts = (self.cu_seqlens.diff() + size - 1).div(size, rounding_mode="floor")
         ends = counts.cumsum(0)

@@ -26,8 +26,8 @@ from linattn_edu.reference.delta.state import state
 from linattn_edu.reference.delta.state_bwd import state_bwd
 from linattn_edu.reference.delta.wy import wy
 from linattn_edu.reference.delta.wy_bwd import wy_bwd
-from linattn_edu.reference.fused.gdn_bwd import scan_bwd
-from linattn_edu.reference.fused.gdn_fwd import intra_chunk
+from linattn_edu.reference.fused.gdn_intra import intra_chunk
+from linattn_edu.reference.fused.gdn_scans import scan_bwd
 from linattn_edu.reference.ssd.chunk_cumsum import chunk_cumsum
 from linattn_edu.reference.ssd.chunk_scan import chunk_scan
 from linattn_edu.reference.ssd.chunk_scan_bwd_da_cs import chunk_scan_bwd_da_cs

@@ -10,6 +10,7 @@ import textwrap
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from types import ModuleType
 
@@ -22,9 +23,11 @@ from linattn_edu.puzzle_stages import PUZZLES, Puzzle
 from linattn_edu.teaching import choose_device
 
 WHERE = "https://github.com/linattn-edu/linattn_edu"
+MINE = "my_puzzles"  # the reader's folder, beside puzzles/; git ignores it
 HINTS = 3
 UNSAID = {"chunk_size", "scale", "eps"}  # options that a case's sizes say, or that follow from them
 STILL = "still a blank"
+SOLVED = "solved"
 BLANK = re.compile(r"^(?P<left>\s*(?:return\b|[^=#]*?[-+*/]?=)) (?P<right>.*?)  # blank: ")
 WITHIN = {"row", "column", "channel", "token-of-chunk", "place"}  # axes inside of a unit of work
 # largest error of an entry, relative to the largest entry of the output
@@ -41,7 +44,7 @@ class Wrong(Exception):
 def folder() -> Path:
     """The folder ``puzzles``: of the working directory, of one above it, or beside the library."""
     for root in (Path.cwd(), *Path.cwd().parents, Path(__file__).resolve().parents[1]):
-        if (root / "puzzles" / "solutions").is_dir():
+        if any((root / "puzzles").glob("*_solved.py")):
             return root / "puzzles"
     raise Wrong(
         "The puzzles are files of the repository, which the installed package does not have.\n"
@@ -50,9 +53,31 @@ def folder() -> Path:
     )
 
 
+def source(puzzle: Puzzle) -> Path:
+    """The one file that a puzzle is made from: the solved stage with marks, and the hints."""
+    return folder() / f"{puzzle.chapter}_solved.py"
+
+
+def readers_file(puzzle: Puzzle) -> Path:
+    """The reader's file, which need not be there yet."""
+    return _short(folder().parent / MINE / f"{puzzle.chapter}.py")
+
+
 def _short(path: Path) -> Path:
     """The path as seen from the working directory, if it is below it."""
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
+def text_of(path: Path) -> str:
+    """The text of a file, which is UTF-8."""
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+    except OSError as error:
+        raise Wrong(f"{path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        line, byte = error.object.count(b"\n", 0, error.start) + 1, error.object[error.start]
+        raise Wrong(f"{path}:{line}: byte {byte:#x} is not UTF-8; save the file as UTF-8") from None
+    return text.replace("\r\n", "\n")
 
 
 def find(name: str) -> Puzzle:
@@ -61,6 +86,24 @@ def find(name: str) -> Puzzle:
         if name.zfill(2) == puzzle.number or name in (puzzle.stage, puzzle.chapter):
             return puzzle
     raise Wrong(f"There is no puzzle {name}; there are {', '.join(PUZZLES)}.")
+
+
+def parts(puzzle: Puzzle) -> list[str]:
+    """The solved stage, then its hints, which stand in comments ``# hint 1`` to 3 at the end."""
+    solved, *hints = re.split(r"^# hint \d\n", text_of(source(puzzle)), flags=re.M)
+    return [f"{solved.rstrip()}\n", *(re.sub(r"^# ?", "", x, flags=re.M).strip() for x in hints)]
+
+
+def solution(puzzle: Puzzle) -> str:
+    """The solved stage."""
+    return parts(puzzle)[0]
+
+
+def hint(puzzle: Puzzle, level: int) -> str:
+    """Hint 1 (the idea), 2 (what is multiplied by what) or 3 (nearly the lines)."""
+    if not 1 <= level <= HINTS:
+        raise Wrong(f"Hints are numbered from 1 to {HINTS}, got {level}.")
+    return parts(puzzle)[level]
 
 
 def blanked(solution: str) -> str:
@@ -79,18 +122,25 @@ def blanked(solution: str) -> str:
     return "".join(lines)
 
 
-def hint(puzzle: Puzzle, level: int) -> str:
-    """Hint 1 (the idea), 2 (what is multiplied by what) or 3 (nearly the lines)."""
-    text = (folder() / "hints" / f"{puzzle.chapter}.md").read_text()
-    hints = re.split(r"^## .*\n", text, flags=re.M)[1:]
-    if not 1 <= level <= len(hints):
-        raise Wrong(f"Hints are numbered from 1 to {len(hints)}, got {level}.")
-    return hints[level - 1].strip()
+def begin(puzzle: Puzzle, *, again: bool = False) -> str:
+    """Write the reader's file with blanks where there is none, and say so; "" if there is one.
 
-
-def solution(puzzle: Puzzle) -> str:
-    """The solved file."""
-    return (folder() / "solutions" / f"{puzzle.chapter}.py").read_text()
+    With ``again``, one that is there is kept under another name first. No file is overwritten.
+    """
+    path, kept = readers_file(puzzle), ""
+    if path.is_file() and not again:
+        return ""
+    text, new = blanked(solution(puzzle)), path.with_suffix(".new")
+    try:
+        path.parent.mkdir(exist_ok=True)
+        new.write_text(text, "utf-8")
+        if path.is_file():
+            names = (path.with_stem(f"{path.stem}_{i}") for i in count(1))
+            kept = f"{path.rename(next(x for x in names if not x.exists()))} is what you had.\n"
+        new.rename(path)
+    except OSError as error:
+        raise Wrong(f"{kept}{path} cannot be written: {error.strerror}") from None
+    return f"{kept}{path} is new, and yours: fill in every `...` in it."
 
 
 # ---- the reader's file
@@ -107,11 +157,14 @@ def load(path: Path) -> ModuleType:
 
 def open_blanks(path: Path) -> dict[str, list[str]]:
     """Function -> its blanks that are still open, as "file:line: what belongs there"."""
-    text = path.read_text()
+    text = text_of(path)
     try:
         tree = ast.parse(text)
     except SyntaxError as error:
-        raise Wrong(f"{path}:{error.lineno}: SyntaxError: {error.msg}") from None
+        at = f":{error.lineno}" if error.lineno else ""  # of a null byte no line is told
+        raise Wrong(f"{path}{at}: SyntaxError: {error.msg}") from None
+    except ValueError as error:  # a null byte, before Python 3.12
+        raise Wrong(f"{path}: {error}") from None
     lines, found = text.splitlines(), {}
     for function in (x for x in tree.body if isinstance(x, ast.FunctionDef)):
         nodes = (x for x in ast.walk(function) if isinstance(x, ast.stmt))
@@ -148,7 +201,7 @@ def _line(error: BaseException, path: Path) -> str:
     """The line of the file in an exception's own trace, "" if there is none."""
     frames = traceback.extract_tb(error.__traceback__)
     lines = [f.lineno for f in frames if Path(f.filename).resolve() == path.resolve()]
-    text = path.read_text()
+    text = text_of(path)
     # the compiler counts lines from the kernel's first one
     source, node = getattr(error, "src", None), getattr(error, "node", None)
     if node is not None and source in text:
@@ -284,7 +337,7 @@ def verdicts(
         if problem := triton_problem():
             raise Wrong(f"The puzzles need Triton: {problem}.")
     if torch_fn is None and kernel_fn is None:
-        path = path or _short(folder() / f"{puzzle.chapter}.py")
+        path = path or readers_file(puzzle)
         if not path.is_file():
             raise Wrong(f"{path}: there is no such file")
         blanks = open_blanks(path)
@@ -326,13 +379,17 @@ def check(
     `teaching.setup`: call that, or this, before anything imports triton.
 
     Args:
-        name: "05", or "state".  path: A file with both functions; ``puzzles/05_state.py`` if None.
+        name: "05", or "state".
+        path: A file with both functions; if None ``my_puzzles/05_state.py``, which is written with
+            blanks where there is none.
         torch_fn, kernel_fn: One or both of the functions themselves, in place of a file.
     Returns:
         Whether everything that was checked is right.
     """
     try:
         puzzle = find(name)
+        if path is None and torch_fn is None and kernel_fn is None and (new := begin(puzzle)):
+            print(new)
         found = verdicts(
             puzzle, None if path is None else Path(path), torch_fn=torch_fn, kernel_fn=kernel_fn
         )
@@ -352,38 +409,53 @@ def overview() -> int:
     """Print every puzzle and whether it is solved; 0 if all are."""
     solved = 0
     for puzzle in PUZZLES.values():
-        try:
-            found = verdicts(puzzle)
-        except Wrong as wrong:
-            found = {"file": str(wrong)}
-        blanks = sum((wrong or "").count(STILL) for wrong in found.values())
-        wrong = [part.partition(",")[0] for part, wrong in found.items() if wrong]
-        said = f"{blanks} blanks" if blanks else f"not right: {', '.join(wrong)}"
-        print(f"{puzzle.number}  {puzzle.stage:<31} {said if wrong else 'solved'}")
-        solved += not wrong
+        said = progress(puzzle)
+        print(f"{puzzle.number}  {puzzle.stage:<31} {said}")
+        solved += said == SOLVED
     print(f"{solved} of {len(PUZZLES)} solved; python -m linattn_edu puzzle NUMBER checks one")
     return int(solved < len(PUZZLES))
+
+
+def progress(puzzle: Puzzle) -> str:
+    """How far the reader's file is, in a few words."""
+    if not readers_file(puzzle).is_file():
+        return f"{solution(puzzle).count('# blank: ')} blanks, not begun"
+    try:
+        found = verdicts(puzzle)
+    except Wrong as wrong:
+        found = {"file": str(wrong)}
+    blanks = sum((wrong or "").count(STILL) for wrong in found.values())
+    wrong = [part.partition(",")[0] for part, wrong in found.items() if wrong]
+    return f"{blanks} blanks" if blanks else f"not right: {', '.join(wrong)}" if wrong else SOLVED
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
     parser.add_argument("number", nargs="?", help="such as 05; all of them if left out")
-    parser.add_argument("--path", type=Path, metavar="FILE", help="instead of puzzles/NN_stage.py")
-    shown = parser.add_mutually_exclusive_group()
-    shown.add_argument("--hint", type=int, metavar="N", help=f"show hint N, 1 to {HINTS}")
-    shown.add_argument("--solution", action="store_true", help="show the solution")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--path", type=Path, metavar="FILE", help=f"check it, not {MINE}/NN_stage.py")
+    what.add_argument("--hint", type=int, metavar="N", help=f"show hint N, 1 to {HINTS}")
+    what.add_argument("--solution", action="store_true", help="show the solution")
+    what.add_argument("--again", action="store_true", help="set your file aside, write a new one")
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run the command; 0 only if what was checked is right, or what was asked for was shown."""
+    """Run the command; 0 only if what was checked is right, or what was asked for was done."""
     try:
         if args.number is None:
+            if args.again or args.solution or args.path or args.hint is not None:
+                raise Wrong("Which puzzle? Give its number, such as 05, too.")
             folder()
             return overview()
         puzzle = find(args.number)
-        if args.hint is None and not args.solution:
+        if args.hint is not None:
+            print(hint(puzzle, args.hint))
+        elif args.solution:
+            print(solution(puzzle), end="")
+        elif args.again:
+            print(begin(puzzle, again=True))
+        else:
             return int(not check(args.number, args.path))
-        print(solution(puzzle) if args.solution else hint(puzzle, args.hint))
         return 0
     except Wrong as wrong:
         print(wrong, file=sys.stderr)

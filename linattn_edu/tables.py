@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 
+from linattn_edu.sources import marked
+
 TEXTS = (
     "case",
     "passes",
@@ -31,7 +33,7 @@ def stage_cells(rows: list[dict]) -> Cells:
         [
             row["case"],
             *([row["library"]] if several else []),
-            f"{row['ms']:.3f}",
+            _ms(row),
             f"{row['floor_ms']:.3f}",
             f"{row['bytes'] / row['ms'] / 1e6:.0f}",
             f"{row['flops'] / row['ms'] / 1e9:.1f}",
@@ -46,7 +48,7 @@ def ladder_cells(rows: list[dict]) -> Cells:
     dtypes = [name for name in SHORT if any(row["dtype"] == name for row in rows)]
     rungs = {(row["step"], row["order"], row["rung"]): {} for row in sorted(rows, key=_place)}
     for row in rows:
-        text = _three_digits(row["ms"]) if "ms" in row else "refused"
+        text = marked(_three_digits(row["ms"]), row) if "ms" in row else "refused"
         rungs[row["step"], row["order"], row["rung"]][row["dtype"]] = text
     heads = ["step", "kernel", *(f"{SHORT[name]} ms" for name in dtypes)]
     lines = [
@@ -54,6 +56,10 @@ def ladder_cells(rows: list[dict]) -> Cells:
         for (step, _, rung), times in rungs.items()
     ]
     return heads, lines
+
+
+def _ms(row: dict) -> str:
+    return marked(f"{row['ms']:.3f}", row)
 
 
 def _three_digits(ms: float) -> str:
@@ -80,7 +86,7 @@ def _call_cells(rows: list[dict], errors: dict[str, Callable[[dict], float | Non
         [
             row["case"],
             row["library"],
-            f"{row['ms']:.3f}",
+            _ms(row),
             f"{row['floor_ms']:.3f}",
             *(_percent(error(row)) for error in errors.values()),
             _optional(row.get("first_call_s"), ".1f"),
@@ -128,7 +134,7 @@ def decode_cells(rows: list[dict]) -> Cells:
             row["case"],
             *([row["library"]] if several else []),
             DECODE[row["what"]],
-            f"{row['ms']:.3f}",
+            _ms(row),
             f"{row['floor_ms']:.3f}",
             f"{row['bytes'] / row['ms'] / 1e6:.0f}",
             *([f"{100 * row['state_share']:.0f}"] if shares else []),
@@ -148,14 +154,14 @@ def beside_cells(rows: list[dict], libraries: dict[str, str] = BESIDE) -> Cells:
     "ratio" is our time divided by that of the last.
     """
     *_, last = libraries
-    times = {(row["case"], row["what"], row["library"]): row["ms"] for row in rows}
-    both = [key[:2] for key in times if key[2] == OURS and (*key[:2], last) in times]
+    there = {(row["case"], row["what"], row["library"]): row for row in rows}
+    both = [key[:2] for key in there if key[2] == OURS and (*key[:2], last) in there]
     lines = [
         [
             case,
             PASSES[what],
-            *(_optional(times.get((case, what, name)), ".3f") for name in libraries),
-            f"{times[case, what, OURS] / times[case, what, last]:.2f}",
+            *(_ms(there[x]) if (x := (case, what, name)) in there else "" for name in libraries),
+            f"{there[case, what, OURS]['ms'] / there[case, what, last]['ms']:.2f}",
         ]
         for case, what in both
         if what in PASSES

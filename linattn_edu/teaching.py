@@ -3,7 +3,6 @@
 import html
 import importlib
 import inspect
-import json
 import os
 import sys
 import textwrap
@@ -12,7 +11,8 @@ from pathlib import Path
 
 import torch
 
-from linattn_edu import tables
+from linattn_edu import measurements, tables
+from linattn_edu.measurements import timed
 from linattn_edu.pipeline import (
     BACKWARD,
     CP_BACKWARD,
@@ -22,35 +22,14 @@ from linattn_edu.pipeline import (
     SSD_BACKWARD,
     SSD_STAGES,
     STAGES,
-    backward_svg,
-    cp_backward_svg,
-    cp_svg,
-    kda_backward_svg,
-    kda_svg,
     pipeline_svg,
-    ssd_backward_svg,
-    ssd_svg,
 )
 from linattn_edu.steps import steps_html
 
 HASH_SALT = "linattn_edu"
-# chapters/data/<name>.json
-RESULTS, KDA_RESULTS, SSD_RESULTS = "gdn_h200", "kda_h200", "ssd_h200"
-LADDERS = "rungs_h200"
-# key of the results -> distribution
-PEERS = {
-    "fla": "fla-core",
-    "flash_qla": "flash-qla",
-    "flashinfer": "flashinfer-python",
-    "attn_gym": "attn_gym",
-    "cudnn": "nvidia-cudnn-frontend",
-    "mamba_ssm": "mamba_ssm",
-}
-SCALING = (
-    "One layer with 16 heads and K = V = 128, from 256 to 32768 tokens: the recurrence token by "
-    "token, the chunked form, and the quadratic form that keeps no state "
-    "({doc}`/chapters/06_output`)."
-)
+# chapters/data/<name>_<card>.json
+RESULTS, KDA_RESULTS, SSD_RESULTS = "gdn", "kda", "ssd"
+LADDERS = "rungs"
 
 
 def setup(seed: int = 0) -> torch.device:
@@ -230,19 +209,16 @@ def _line_with(text: str, lines: Sequence[str]) -> int:
 def measured(name: str = RESULTS) -> dict:
     """The measured results ``chapters/data/<name>.json`` of ``python -m benchmarks``.
 
+    Args:
+        name: Of a file; or without the card at its end: then that of the first card there is.
     Returns:
         {"gpu", "torch", "triton", "date", "rows": [{"case", "library", "what", "ms", "bytes",
-        "flops", "floor_ms", ...}]}; "what" is "forward", "forward_backward", "decode",
-        "decode_inplace", "decode_graph" or "stage:<name>".
+        "flops", "floor_ms", "date", "sources", ...}]}; "what" is "forward", "forward_backward",
+        "decode", "decode_inplace", "decode_graph" or "stage:<name>".
     Raises:
         FileNotFoundError: nothing has been measured under this name.
     """
-    roots = [Path.cwd(), *Path.cwd().parents, *Path(__file__).resolve().parents]
-    for root in roots:
-        path = root / "chapters" / "data" / f"{name}.json"
-        if path.is_file():
-            return json.loads(path.read_text())
-    raise FileNotFoundError(f"chapters/data/{name}.json: not measured yet")
+    return measurements.load(name)
 
 
 def measured_stage(stage: str, name: str | None = None) -> None:
@@ -257,12 +233,8 @@ def measured_stage(stage: str, name: str | None = None) -> None:
         only_kda = stage in (*KDA_STAGES, *KDA_BACKWARD) and stage not in shared
         only_ssd = stage in (*SSD_STAGES, *SSD_BACKWARD)
         name = KDA_RESULTS if only_kda else SSD_RESULTS if only_ssd else RESULTS
-    data = _load(name)
-    rows = _rows(data, f"stage:{stage}")
-    if rows:
-        _table(*tables.stage_cells(rows), f"Stage {stage}. {_provenance(data)}")
-    else:
-        print("not measured yet")
+    what = f"stage:{stage}"
+    _tables(name, lambda data: timed(data, what), tables.stage_cells, f"Stage {stage}.")
 
 
 def measured_ladder(chapter: str, name: str = LADDERS) -> None:
@@ -271,12 +243,8 @@ def measured_ladder(chapter: str, name: str = LADDERS) -> None:
     Args:
         chapter: Its file's name.  name: Of the file of results.
     """
-    data = _load(name)
-    rows = [r for r in data["rows"] if r.get("chapter") == chapter] if data else []
-    if rows:
-        _table(*tables.ladder_cells(rows), f"{_ladder_notes(rows)} {_provenance(data)}")
-    else:
-        print("not measured yet")
+    of_chapter = lambda data: [r for r in data["rows"] if r.get("chapter") == chapter]
+    _tables(name, of_chapter, tables.ladder_cells, _ladder_notes)
 
 
 def _ladder_notes(rows: list[dict]) -> str:
@@ -317,7 +285,7 @@ def measured_forward(name: str = RESULTS) -> None:
     Args:
         name: Of the file of results.
     """
-    _measured_calls(("forward",), tables.forward_cells, "Forward pass.", name)
+    _tables(name, lambda data: timed(data, "forward"), tables.forward_cells, "Forward pass.")
 
 
 def measured_backward(name: str = RESULTS) -> None:
@@ -326,8 +294,8 @@ def measured_backward(name: str = RESULTS) -> None:
     Args:
         name: Of the file of results.
     """
-    whats = ("forward_backward",)
-    _measured_calls(whats, tables.backward_cells, "Forward and backward pass.", name)
+    both = lambda data: timed(data, "forward_backward")
+    _tables(name, both, tables.backward_cells, "Forward and backward pass.")
 
 
 def measured_decode(name: str = RESULTS) -> None:
@@ -336,120 +304,36 @@ def measured_decode(name: str = RESULTS) -> None:
     Args:
         name: Of the file of results.
     """
-    _measured_calls(tables.DECODE, tables.decode_cells, "One token of each sequence.", name)
+    token = lambda data: timed(data, *tables.DECODE)
+    _tables(name, token, tables.decode_cells, "One token of each sequence.")
 
 
-def _measured_calls(whats: Iterable[str], cells: Callable, caption: str, name: str) -> None:
-    data = _load(name)
-    rows = _rows(data, *whats)
-    if rows:
-        _table(*cells(rows), f"{caption} {_provenance(data)}")
-    else:
+def _tables(name: str, rows_of: Callable, cells: Callable, caption: str | Callable) -> None:
+    """A table of some rows for each card that has them, else that there are none.
+
+    Args:
+        name: Of the file of results, or without the card.  rows_of: The rows of a file.
+        cells: Of a table of rows.  caption: Or what makes it of the rows; its end is
+            ``measurements.provenance``.
+    """
+    shown = [(data, rows_of(data)) for data in measurements.every(name).values()]
+    for data, rows in shown:
+        if rows:
+            words = caption if isinstance(caption, str) else caption(rows)
+            _table(*cells(rows), f"{words} {measurements.provenance(data, rows)}")
+    if not any(rows for _, rows in shown):
         print("not measured yet")
 
 
-def _rows(data: dict | None, *whats: str) -> list[dict]:
-    """The timed rows of `whats`; of some calls only the first may have been measured."""
-    return [row for row in data["rows"] if row["what"] in whats and "ms" in row] if data else []
+def measured_where(data: dict, rows: Iterable[dict] | None = None) -> None:
+    """Print where, with what and when results were measured, and whether kernels changed since.
 
-
-def performance_page(name: str = RESULTS, figures: Path | None = None, under: int = 0) -> str:
-    """The results as MyST text, included by the book's page on performance.
+    For cells of a chapter that show results themselves; their output is not to be compared.
 
     Args:
-        name: Of the file of results.  figures: Folder of the figures to show where they exist.
-        under: How many levels deeper the headings are than those of a section.
+        data: As `measured` returns.  rows: Those that are shown, if not all.
     """
-    section, suffix = "##" + "#" * under, "" if name == RESULTS else f"_{name}"
-    data = _load(name)
-
-    def drawn(figure: str, alt: str) -> str:
-        return _figure(figures, figure + suffix, alt)
-
-    if data is None:
-        return "Nothing has been measured yet.\n"
-    parts = [f"Measured on {_provenance(data)}"]
-    if "bytes_per_s" in data and "flops_per_s" in data:
-        parts[0] += (
-            f" Floors are reckoned with {data['bytes_per_s'] / 1e12:.1f} TB/s "
-            f"and {data['flops_per_s'] / 1e12:.0f} TFLOP/s."
-        )
-    if rows := _rows(data, "forward"):
-        parts += [f"{section} The forward pass", drawn("forward", "Time of the forward pass")]
-        parts.append(tables.markdown(*tables.forward_cells(rows)))
-    if rows := _rows(data, "forward_backward"):
-        parts.append(f"{section} Forward and backward")
-        parts.append(drawn("backward", "Time of the forward and the backward pass"))
-        parts.append(tables.markdown(*tables.backward_cells(rows)))
-        parts.append("Errors of the output and of each gradient:")
-        parts.append(tables.markdown(*tables.gradient_cells(rows)))
-    if rows := _rows(data, *tables.DECODE):
-        parts += [f"{section} Decoding", tables.markdown(*tables.decode_cells(rows))]
-    if scaling := drawn("scaling", "Time against the length of the sequence"):
-        parts += [f"{section} Three forms of one layer", SCALING, scaling]
-    stages = dict.fromkeys(r["what"] for r in data["rows"] if r["what"].startswith("stage:"))
-    shown = [(what.removeprefix("stage:"), _rows(data, what)) for what in stages]
-    if shown:
-        parts += [f"{section} The stages", drawn("roofline", "Stages against the roofline")]
-        there = "Stages of the backward pass against the roofline"
-        parts.append(drawn("roofline_backward", there))
-    for stage, rows in shown:
-        parts += [f"{section}# {stage}", tables.markdown(*tables.stage_cells(rows))]
-    return "\n\n".join(filter(None, parts)) + "\n"
-
-
-README_PART = ("<!-- measured: written by python -m linattn_edu.teaching -->", "<!-- end -->")
-README_SSD = (
-    "<!-- Mamba-2, measured: written by python -m linattn_edu.teaching -->",
-    "<!-- end -->",
-)
-
-
-def readme_with_results(
-    readme: str,
-    name: str = RESULTS,
-    marks: tuple[str, str] = README_PART,
-    libraries: dict[str, str] = tables.BESIDE,
-) -> str:
-    """The README's text with our times beside other libraries' between two marks.
-
-    Args:
-        readme: The text.  name: Of the file of results; without it there is nothing between them.
-        marks: First and last line of the part.  libraries: As in tables.beside_cells.
-    """
-    data, (begin, end), part = _load(name), marks, ""
-    if data is not None:
-        table = tables.markdown(*tables.beside_cells(_rows(data, *tables.PASSES), libraries))
-        part = f"{table}\n\nInputs in bfloat16; {_provenance(data)}\n"
-    before, rest = readme.split(begin)
-    after = rest.split(end, 1)[1]
-    return f"{before}{begin}\n{part}{end}{after}"
-
-
-def readme_with_all(readme: str) -> str:
-    """The README's text with every measured part."""
-    readme = readme_with_results(readme)
-    return readme_with_results(readme, SSD_RESULTS, README_SSD, tables.BESIDE_SSD)
-
-
-def _figure(figures: Path | None, name: str, alt: str) -> str:
-    there = figures is not None and (figures / f"{name}.svg").is_file()
-    # the class says that the drawing can be read on a dark page as it is
-    image = f"```{{image}} _static/figures/{name}.svg\n:alt: {alt}\n:class: dark-light\n```"
-    return image if there else ""
-
-
-def _load(name: str) -> dict | None:
-    try:
-        return measured(name)
-    except FileNotFoundError:
-        return None
-
-
-def _provenance(data: dict) -> str:
-    versions = [f"torch {data['torch']}", f"Triton {data['triton']}"]
-    versions += [f"{name} {data[key]}" for key, name in PEERS.items() if data.get(key)]
-    return f"{data['gpu']}, {', '.join(versions)}, {data['date']}."
+    print(measurements.provenance(data, rows))
 
 
 def _table(heads: list[str], rows: Iterable[list[str]], caption: str) -> None:
@@ -497,41 +381,7 @@ def _display(plain: str, *, html_text: str | None = None, markdown: str | None =
     display({mime: text for mime, text in data.items() if text is not None}, raw=True)
 
 
-def page_parts(figures: Path) -> dict[str, str]:
-    """The files in `figures` that the book's pages include, by name: drawn, measured or shipped."""
-    from linattn_edu.figures import roofline
-    from linattn_edu.ops import gdn, kda, ssd
-
-    results = _load(RESULTS)
-    return {
-        "pipeline.svg": pipeline_svg() + "\n",
-        "pipeline_bwd.svg": backward_svg() + "\n",
-        "kda_pipeline.svg": kda_svg() + "\n",
-        "kda_pipeline_bwd.svg": kda_backward_svg() + "\n",
-        "ssd_pipeline.svg": ssd_svg() + "\n",
-        "ssd_pipeline_bwd.svg": ssd_backward_svg() + "\n",
-        "cp_pipeline.svg": cp_svg() + "\n",
-        "cp_pipeline_bwd.svg": cp_backward_svg() + "\n",
-        "composition.txt": inspect.getsource(gdn.forward),
-        "composition_bwd.txt": inspect.getsource(gdn.backward),
-        "kda_composition.txt": inspect.getsource(kda.forward),
-        "kda_composition_bwd.txt": inspect.getsource(kda.backward),
-        "ssd_composition.txt": inspect.getsource(ssd.forward),
-        "ssd_composition_bwd.txt": inspect.getsource(ssd.backward),
-        "whole_pass.html": steps_html(*_figure_of("whole_pass")()) + "\n",
-        "choose_gpu.html": steps_html(*roofline.figure(results)) + "\n" if results else "",
-        "gpus.md": roofline.table(),
-        "performance.md": performance_page(figures=figures),
-        "performance_kda.md": performance_page(KDA_RESULTS, figures, under=1),
-        "performance_ssd.md": performance_page(SSD_RESULTS, figures, under=1),
-    }
-
-
 if __name__ == "__main__":
-    root = Path(__file__).resolve().parents[1]
-    folder = root / "book" / "_static" / "figures"
-    for file, text in page_parts(folder).items():
-        (folder / file).write_text(text, encoding="utf-8")
-    readme = root / "README.md"
-    text = readme_with_all(readme.read_text(encoding="utf-8"))
-    readme.write_text(text, encoding="utf-8")
+    from linattn_edu.pages import write
+
+    write(Path(__file__).resolve().parents[1])

@@ -3,6 +3,8 @@
 import importlib.util
 import os
 import sys
+from contextlib import ExitStack
+from pathlib import Path
 
 import torch
 
@@ -38,6 +40,17 @@ def pytest_runtest_makereport(item, call):
         pytest.exit(f"{item.nodeid}: illegal memory access", returncode=3)
 
 
+def pytest_terminal_summary(terminalreporter, config):
+    """Where LINATTN_EDU_RAN names a file, what ran on which GPU goes into it."""
+    file = os.environ.get("LINATTN_EDU_RAN")
+    if not file or not torch.cuda.is_available() or hasattr(config, "workerinput"):
+        return
+    from gpu import ran
+
+    counts = {name: len(found) for name, found in terminalreporter.stats.items()}
+    ran.add(ran.record(config.args, counts), Path(file))
+
+
 @pytest.fixture(autouse=True)
 def no_plans():
     """A test that changes what is launched does not meet the programs of another."""
@@ -48,6 +61,15 @@ def no_plans():
 @pytest.fixture
 def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture
+def force():
+    """force(scan="triton", LENGTH=256): what routes choose in a test, and limits that they have."""
+    from linattn_edu.kernels.routes import forced
+
+    with ExitStack() as stack:
+        yield lambda **what: stack.enter_context(forced(**what))
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""puzzles/: solutions are right, blanks and planted mistakes are named, and nothing drifts."""
+"""puzzles/: solutions are right, blanks and planted mistakes are named, a reader's work is kept."""
 
 import os
 import re
@@ -165,12 +165,19 @@ def changed(tmp_path, number, old, new):
     return path
 
 
+@pytest.fixture
+def clone(tmp_path, monkeypatch):
+    """A working directory with the puzzles, in which no reader has worked yet."""
+    (tmp_path / "puzzles").symlink_to(FOLDER)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
 def test_files():
-    names = [f"{p.chapter}.py" for p in puzzles.PUZZLES.values()]
-    for folder in (FOLDER, FOLDER / "solutions"):
-        assert sorted(p.name for p in folder.glob("*.py")) == names
-    assert sorted(p.stem for p in (FOLDER / "hints").glob("*.md")) == [n[:-3] for n in names]
+    names = [f"{p.chapter}_solved.py" for p in puzzles.PUZZLES.values()]
+    assert sorted(p.name for p in FOLDER.rglob("*.[pm][yd]")) == [*names, "README.md"]
     assert sorted(PLANTED) == sorted(puzzles.PUZZLES)
+    assert f"/{puzzles.MINE}/" in (ROOT / ".gitignore").read_text().splitlines()
 
 
 def test_every_chapter_of_a_stage_has_a_puzzle_and_names_it():
@@ -182,12 +189,15 @@ def test_every_chapter_of_a_stage_has_a_puzzle_and_names_it():
 
 
 @pytest.mark.parametrize("number", puzzles.PUZZLES)
-def test_puzzle_is_the_solution_with_blanks(number):
+def test_puzzle_is_the_solution_with_blanks(number, tmp_path):
     puzzle = puzzles.PUZZLES[number]
     solution = puzzles.solution(puzzle)
-    assert (FOLDER / f"{puzzle.chapter}.py").read_text() == puzzles.blanked(solution)
-    assert not puzzles.open_blanks(FOLDER / "solutions" / f"{puzzle.chapter}.py")
-    blanks = puzzles.open_blanks(FOLDER / f"{puzzle.chapter}.py")
+    assert not puzzles.open_blanks(puzzles.source(puzzle))
+    path = tmp_path / "blanks.py"
+    path.write_text(puzzles.blanked(solution))
+    pairs = zip(path.read_text().splitlines(), solution.splitlines(), strict=True)
+    assert all(a == b or "= ...  # blank: " in a or "return ...  # blank: " in a for a, b in pairs)
+    blanks = puzzles.open_blanks(path)
     assert sum(map(len, blanks.values())) == solution.count("# blank: ")
     in_torch = len(blanks.pop(f"{puzzle.stage}_torch"))
     assert 1 <= in_torch <= 5 and 1 <= sum(map(len, blanks.values())) <= 5
@@ -197,9 +207,22 @@ def test_puzzle_is_the_solution_with_blanks(number):
 
 
 @pytest.mark.parametrize("number", puzzles.PUZZLES)
-def test_solution_is_right(number, capsys):
+def test_the_last_hint_has_a_line_for_each_blank(number):
     puzzle = puzzles.PUZZLES[number]
-    path = FOLDER / "solutions" / f"{puzzle.chapter}.py"
+    text = puzzles.source(puzzle).read_text()
+    assert re.findall(r"^# hint.*", text, re.M) == [f"# hint {i}" for i in (1, 2, 3)]
+    assert re.fullmatch(r"(#( .+)?\n)+", text[text.index("# hint 1") :]), "code behind a hint"
+    assert "hint" not in puzzles.solution(puzzle)
+    lines = [x[4:] for x in puzzles.hint(puzzle, 3).splitlines() if x.startswith("    ")]
+    marked = [x for x in puzzles.solution(puzzle).splitlines() if "# blank: " in x]
+    for line, blank in zip(lines, marked, strict=True):
+        pattern = ".+".join(map(re.escape, line.split("...")))
+        assert re.fullmatch(pattern, blank.partition("  # blank: ")[0].strip()), line
+
+
+@pytest.mark.parametrize("number", puzzles.PUZZLES)
+def test_solution_is_right(number, capsys):
+    path = puzzles.source(puzzles.PUZZLES[number])
     code, said = say(capsys, number, "--path", path)
     assert code == 0 and said.count(": right\n") == 2, said
 
@@ -216,14 +239,15 @@ def test_solutions_compile():
 
 
 @pytest.mark.parametrize("number", puzzles.PUZZLES)
-def test_blanks_are_named(number, capsys):
-    puzzle = puzzles.PUZZLES[number]
-    path = FOLDER / f"{puzzle.chapter}.py"
-    code, said = say(capsys, number, "--path", path)
-    assert code == 1
-    for i, line in enumerate(path.read_text().splitlines(), 1):
-        if "# blank: " in line:
-            assert f"{path}:{i}: still a blank: {line.partition('# blank: ')[2]}\n" in said
+def test_blanks_are_named(number, clone, capsys):
+    path = f"{puzzles.MINE}/{puzzles.PUZZLES[number].chapter}.py"
+    code, said = say(capsys, number)
+    assert code == 1 and said.startswith(f"{path} is new, and yours: fill in every `...` in it.\n")
+    lines = (clone / path).read_text().splitlines()
+    marked = [(i, x) for i, x in enumerate(lines, 1) if "# blank: " in x]
+    assert marked
+    for i, line in marked:
+        assert f"{path}:{i}: still a blank: {line.partition('# blank: ')[2]}\n" in said
 
 
 @pytest.mark.parametrize(
@@ -271,7 +295,7 @@ def test_hints_and_solution(number, capsys):
     assert len({text for _, text in hints}) == 3
     assert say(capsys, number, "--hint", 4) == (1, "Hints are numbered from 1 to 3, got 4.\n")
     solution = puzzles.solution(puzzles.PUZZLES[number])
-    assert say(capsys, number, "--solution") == (0, f"{solution}\n")
+    assert say(capsys, number, "--solution") == (0, solution)
 
 
 @pytest.mark.parametrize(
@@ -298,7 +322,7 @@ def test_what_a_file_does_wrong_is_said_in_a_few_lines(old, new, said, tmp_path,
 
 def test_functions_of_a_notebook(capsys):
     puzzle = puzzles.PUZZLES["05"]
-    stage = puzzles.load(FOLDER / "solutions" / f"{puzzle.chapter}.py")
+    stage = puzzles.load(puzzles.source(puzzle))
     both = {"torch_fn": stage.state_torch, "kernel_fn": stage.state_triton}
     assert puzzles.check("05", **both) and puzzles.check("state", torch_fn=stage.state_torch)
     assert capsys.readouterr().out.count(": right\n") == 3
@@ -313,11 +337,89 @@ def test_a_mark_on_a_line_without_a_value():
         puzzles.blanked("f(x=1)  # blank: x\n")
 
 
+def test_a_readers_work_is_kept(clone, capsys):
+    path = clone / puzzles.MINE / "05_state.py"
+    say(capsys, "05")
+    fresh = path.read_text()
+    path.write_text("the first try\n")
+    assert "is new" not in say(capsys, "05")[1] and path.read_text() == "the first try\n"
+    set_aside = "my_puzzles/05_state_1.py is what you had.\nmy_puzzles/05_state.py is new"
+    code, said = say(capsys, "05", "--again")
+    assert code == 0 and said.startswith(set_aside) and path.read_text() == fresh
+    path.write_text("the second\n")
+    assert say(capsys, "05", "--again")[1].startswith(set_aside.replace("_1", "_2"))
+    kept = {p.name: p.read_text() for p in path.parent.iterdir()}
+    assert kept == {
+        "05_state.py": fresh,
+        "05_state_1.py": "the first try\n",
+        "05_state_2.py": "the second\n",
+    }
+    code, said = say(capsys, "06", "--again")
+    assert code == 0 and said.startswith("my_puzzles/06_output.py is new")
+
+
+def test_what_is_asked_for_beside_the_check_writes_nothing(clone, capsys):
+    for arguments in ((), ("05", "--hint", 1), ("05", "--solution")):
+        say(capsys, *arguments)
+    assert [p.name for p in clone.iterdir()] == ["puzzles"]
+
+
+def test_a_folder_that_cannot_be_written(clone, capsys):
+    (clone / puzzles.MINE).write_text("a file\n")
+    for arguments in (("05",), ("05", "--again")):
+        code, said = say(capsys, *arguments)
+        assert code == 1 and said == "my_puzzles/05_state.py cannot be written: File exists\n"
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (
+            "a = 1\n# \u00f6\n".encode("latin-1"),
+            ":2: byte 0xf6 is not UTF-8; save the file as UTF-8",
+        ),
+        ("a = 1\n".encode("utf-16"), ":1: byte 0xff is not UTF-8; save the file as UTF-8"),
+        ("a = 1\n".encode("utf-16-le"), ": .*null byte"),
+    ],
+)
+def test_a_file_that_is_not_utf8(data, said, tmp_path, capsys):
+    path = tmp_path / "mine.py"
+    path.write_bytes(data)
+    code, text = say(capsys, "05", "--path", path)
+    assert code == 1 and re.fullmatch(f"{re.escape(str(path))}{said}.*\n", text), text
+
+
+def test_a_file_of_another_editor(tmp_path, capsys):
+    text = puzzles.solution(puzzles.PUZZLES["02"]).replace("\n", "\r\n")
+    path = tmp_path / "mine.py"
+    path.write_bytes(text.encode("utf-8-sig"))
+    code, said = say(capsys, "02", "--path", path)
+    assert code == 0 and said.count(": right\n") == 2, said
+    path.write_bytes(text.replace("tl.cumsum(", "tl.cumsum(1, ").encode("utf-8-sig"))
+    assert re.search(r"mine.py:\d+: b_gc = tl.cumsum\(1, ", say(capsys, "02", "--path", path)[1])
+
+
 def test_bad_calls(tmp_path, capsys):
     code, said = say(capsys, "99")
     assert code == 1 and said.startswith("There is no puzzle 99; there are ")
     code, said = say(capsys, "05", "--path", tmp_path / "none.py")
     assert code == 1 and said == f"{tmp_path / 'none.py'}: there is no such file\n"
+    for arguments in (("--hint", 1), ("--solution",), ("--again",), ("--path", "x.py")):
+        code, said = say(capsys, *arguments)
+        assert code == 1 and said == "Which puzzle? Give its number, such as 05, too.\n"
+
+
+@pytest.mark.parametrize("command", ["puzzle 05 --solution", "puzzle 05", "doctor"])
+def test_a_closed_pipe_ends_a_command(command, clone):
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(
+        [sys.executable, "-m", "linattn_edu", *command.split()],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stdout=write, stderr=subprocess.PIPE, text=True, timeout=120,
+    )  # fmt: skip
+    os.close(write)
+    assert (done.returncode, done.stderr) == (1, "")
 
 
 def test_without_the_folder_it_says_where_to_get_it(tmp_path, capsys, monkeypatch):
@@ -332,17 +434,22 @@ def test_the_command_turns_the_interpreter_on():
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "linattn_edu", "puzzle"]
     done = subprocess.run(
-        [*command, "05", "--path", "puzzles/solutions/05_state.py"],
+        [*command, "05", "--path", "puzzles/05_state_solved.py"],
         cwd=ROOT, env=env, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert done.returncode == 0 and done.stdout.count(": right\n") == 2, done.stdout + done.stderr
 
 
-def test_list(capsys, monkeypatch):
-    monkeypatch.chdir(ROOT)
+def test_list(clone, capsys):
+    for number, change in (("02", str), ("03", puzzles.blanked), ("04", lambda x: x + "(")):
+        puzzle = puzzles.PUZZLES[number]
+        puzzles.begin(puzzle)
+        puzzles.readers_file(puzzle).write_text(change(puzzles.solution(puzzle)))
     code, said = say(capsys)
     assert code == 1
-    for puzzle in puzzles.PUZZLES.values():
+    begun = {"02": "solved", "04": "not right: file"}
+    for number, puzzle in puzzles.PUZZLES.items():
         blanks = puzzles.solution(puzzle).count("# blank: ")
-        assert re.search(rf"{puzzle.number}  {puzzle.stage} +{blanks} blanks\n", said)
-    assert f"0 of {len(puzzles.PUZZLES)} solved" in said
+        state = f"{blanks} blanks" + (", not begun" if number != "03" else "")
+        assert re.search(rf"{number}  {puzzle.stage} +{begun.get(number, state)}\n", said), said
+    assert f"1 of {len(puzzles.PUZZLES)} solved" in said

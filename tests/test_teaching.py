@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from linattn_edu import pipeline, teaching
+from linattn_edu import pages, pipeline, teaching
 
 ROOT = Path(__file__).resolve().parents[1]
 STAGES = ("recurrent", *pipeline.STAGES)
@@ -113,9 +113,7 @@ def test_an_unknown_stage_is_refused(draw):
 FIGURES = ROOT / "book" / "_static" / "figures"
 
 
-@pytest.mark.parametrize(
-    ("name", "text"), teaching.page_parts(FIGURES).items(), ids=lambda x: x[:16]
-)
+@pytest.mark.parametrize(("name", "text"), pages.page_parts(FIGURES).items(), ids=lambda x: x[:16])
 def test_what_the_pages_include_is_current(name, text):
     assert (FIGURES / name).read_text(encoding="utf-8") == text, (
         "run: python -m linattn_edu.teaching"
@@ -124,7 +122,7 @@ def test_what_the_pages_include_is_current(name, text):
 
 def test_the_readme_has_the_measured_times():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert teaching.readme_with_all(text) == text, "run: python -m linattn_edu.teaching"
+    assert pages.readme_with_all(text) == text, "run: python -m linattn_edu.teaching"
 
 
 # ---- listings
@@ -136,12 +134,12 @@ def test_show_source_of_a_function(capsys):
 
 
 def test_show_source_of_a_part(capsys):
-    teaching.show_source(teaching.measured, "for root in", "return json")
+    teaching.show_source(teaching.measured_where, "def ", "print(")
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "for root in roots:"
-    assert lines[-1] == "        return json.loads(path.read_text())"
+    assert lines[0].startswith("def measured_where(")
+    assert lines[-1] == "    print(measurements.provenance(data, rows))"
     with pytest.raises(ValueError, match="no such line"):
-        teaching.show_source(teaching.measured, "no such line", "return json")
+        teaching.show_source(teaching.measured, "no such line", "return")
 
 
 def test_show_source_unwraps_a_kernel():
@@ -160,7 +158,7 @@ def test_show_source_unwraps_a_kernel():
 ROW = {
     "case": "gdn_train", "library": "linattn_edu", "what": "stage:solve", "ms": 0.05,
     "bytes": 2e8, "flops": 1e10, "floor_ms": 0.04, "error": 1e-3, "first_call_s": 2.5,
-    "peak_mib": 100,
+    "peak_mib": 100, "sources": {},
 }  # fmt: skip
 DATA = {
     "gpu": "NVIDIA H200", "torch": "2.11.0", "triton": "3.6.0", "date": "2026-01-01",
@@ -231,12 +229,13 @@ LADDER = [
     {"chapter": "05_state", "step": 2, "order": 1, "rung": "tiled", "dtype": "bfloat16",
      "refused": "ValueError: two dtypes"},
     {"chapter": "05_state", "step": 2, "order": 1, "rung": "tiled", "dtype": "float32",
-     "ms": 0.2346, "shape": {"T": 9, "K": 64, "V": 32}},
+     "sources": {}, "ms": 0.2346, "shape": {"T": 9, "K": 64, "V": 32}},
     {"chapter": "05_state", "step": 1, "order": 0, "rung": "naive", "dtype": "float32",
-     "ms": 12.345, "shape": {"T": 9, "K": 64, "V": 32}},
+     "sources": {}, "ms": 12.345, "shape": {"T": 9, "K": 64, "V": 32}},
     {"chapter": "05_state", "step": 1, "order": 0, "rung": "naive", "dtype": "bfloat16",
-     "ms": 1234.6, "shape": {"T": 9, "K": 128, "V": 128}},
-    {"chapter": "06_output", "step": 1, "order": 0, "rung": "x", "dtype": "float32", "ms": 1.0},
+     "sources": {}, "ms": 1234.6, "shape": {"T": 9, "K": 128, "V": 128}},
+    {"chapter": "06_output", "step": 1, "order": 0, "rung": "x", "dtype": "float32",
+     "sources": {}, "ms": 1.0},
 ]  # fmt: skip
 
 
@@ -298,7 +297,7 @@ def test_a_stage_of_kda_alone_is_looked_for_in_its_results(results, tmp_path, ca
 
 def test_the_page_of_the_book(results, tmp_path):
     (tmp_path / "forward_made_up.svg").touch()
-    text = teaching.performance_page(results, tmp_path)
+    text = pages.performance_page(results, tmp_path)
     assert "Measured on NVIDIA H200, torch 2.11.0, Triton 3.6.0, fla-core 0.6.0, 2026" in text
     assert "with 4.3 TB/s and 790 TFLOP/s." in text
     assert "| gdn_train | fla | 0.800 | 0.040 |  |  |  |" in text
@@ -308,15 +307,15 @@ def test_the_page_of_the_book(results, tmp_path):
     assert "## Decoding\n\n| case | state | ms |" in text
     assert " _static/figures/forward_made_up.svg\n" in text and "roofline" not in text
     (tmp_path / "backward_made_up.svg").touch()
-    text = teaching.performance_page(results, tmp_path, under=1)
+    text = pages.performance_page(results, tmp_path, under=1)
     assert "### Forward and backward\n\n```{image} _static/figures/backward_made_up.svg" in text
     assert "\n### The stages\n" in text and "\n#### solve\n" in text
     assert "\n## " not in text
-    assert teaching.performance_page("no_such") == "Nothing has been measured yet.\n"
+    assert pages.performance_page("no_such") == "Nothing has been measured yet.\n"
 
 
 def test_our_times_beside_the_fastest_library(results, tmp_path):
-    begin, end = teaching.README_PART
+    begin, end = pages.README_PART
     readme = f"before\n{begin}\nold\n{end}\nafter\n"
     rows = [
         *DATA["rows"],
@@ -325,23 +324,22 @@ def test_our_times_beside_the_fastest_library(results, tmp_path):
         {**ROW, "library": "flash_qla", "what": "forward", "case": "gdn_long", "ms": 1.0},
     ]
     (tmp_path / "chapters" / "data" / "made_up.json").write_text(json.dumps({**DATA, "rows": rows}))
-    text = teaching.readme_with_results(readme, results)
+    text = pages.readme_with_results(readme, results)
     assert "| gdn_train | forward | 0.400 | 0.800 | 0.250 | 1.60 |\n" in text
     assert "| gdn_train | forward and backward | 1.250 |  | 2.500 | 0.50 |\n" in text
     assert "gdn_long" not in text and "old" not in text  # where both were measured
-    assert text.startswith(f"before\n{begin}\n|") and text.endswith(f"\n{end}\nafter\n")
-    assert teaching.readme_with_results(text, results) == text
-    assert teaching.readme_with_results(text, "no_such") == f"before\n{begin}\n{end}\nafter\n"
+    assert text.startswith(f"before\n{begin}\nOn an NVIDIA H200:\n\n|")
+    assert text.endswith(f"\n{end}\nafter\n")
+    assert pages.readme_with_results(text, results) == text
+    assert pages.readme_with_results(text, "no_such") == f"before\n{begin}\n{end}\nafter\n"
 
 
 def test_mamba_2_stands_beside_mamba_ssm(results, tmp_path):
     ours = {**ROW, "what": "forward", "case": "ssd_2.7b", "ms": 2.0}
     rows = [ours, {**ours, "library": "mamba_ssm", "ms": 4.0}]
     (tmp_path / "chapters" / "data" / "made_up.json").write_text(json.dumps({**DATA, "rows": rows}))
-    text = "\n".join(teaching.README_SSD)
-    text = teaching.readme_with_results(
-        text, results, teaching.README_SSD, teaching.tables.BESIDE_SSD
-    )
+    text = "\n".join(pages.README_SSD)
+    text = pages.readme_with_results(text, results, pages.README_SSD, teaching.tables.BESIDE_SSD)
     assert "| ssd_2.7b | forward | 2.000 | 4.000 | 0.50 |\n" in text and "fla ms" not in text
 
 

@@ -33,7 +33,7 @@ STALE = (BUILD / "html", BUILD / ".doctrees")
 KEPT = BUILD / "executed"
 SKIP = shutil.ignore_patterns("__pycache__", ".ipynb_checkpoints")
 # what a chapter's outputs come from, beside its cells
-READ = ("linattn_edu/**/*.py", "benchmarks/**/*.py", "puzzles/**/*.py", "chapters/data/*")
+READ = ("linattn_edu/**/*.py", "benchmarks/**/*.py", "puzzles/*.py", "chapters/data/*")
 # and the packages whose versions matter to it
 RUN_WITH = {
     *("torch", "triton", "numpy", "transformers", "matplotlib", "matplotlib-inline"),

@@ -60,7 +60,7 @@ MUTANTS = [
         f"{KERNELS}/tiles.py",
         "n_t = (tl.load(cu_ptr + i_n + 1) - first).to(tl.int32)\n    else:\n        NT =",
         "n_t = (tl.load(cu_ptr + i_n + 1) - first + 1).to(tl.int32)\n    else:\n        NT =",
-        "tests/ops/gdn/test_chunk_varlen.py",
+        "tests/ops/test_contract_packed.py::test_packed_sequences_equal_each_by_itself",
     ),
     Mutant(
         "sequences of a batch share their last chunk's state",
@@ -89,7 +89,7 @@ MUTANTS = [
         "linattn_edu/packing.py",
         "- offsets[sequence]",
         "- offsets[sequence] + (sequence > 0)",
-        "tests/ops/gdn/test_chunk_varlen.py",
+        "tests/ops/test_contract_packed.py::test_packed_sequences_equal_each_by_itself",
     ),
     Mutant(
         "the reference's scale misses what comes from the state",
@@ -143,25 +143,25 @@ MUTANTS = [
     ),
     # moving averages
     Mutant(
-        "an average folds its segments in the wrong order",
+        "an average folds its pieces in the wrong order",
         f"{KERNELS}/ssd/ema.py",
         "n - j if REVERSE else j + 1",
         "j + 1 if REVERSE else n - j",
-        "tests/ssd/test_ema.py -k segments",
+        "tests/ssd/test_ema.py -k pieces",
     ),
     Mutant(
-        "an average finds the parts of the segment after",
+        "an average finds the parts of the piece after",
         f"{KERNELS}/ssd/ema.py",
         "i_l = i_l if REVERSE else i_l - 1",
         "i_l = i_l",
-        "tests/ssd/test_ema.py -k segments",
+        "tests/ssd/test_ema.py -k pieces",
     ),
     Mutant(
         "an average's weights of later tokens change how an earlier row is rounded",
         f"{KERNELS}/ssd/ema.py",
         "tl.max(tl.abs(b_M), 1), 1e-30)[:, None]",
         "tl.max(tl.max(tl.abs(b_M), 1), 0), 1e-30)",
-        "tests/ops/ema/test_ema_scan.py -k causal",
+        "tests/ops/test_contract.py -k ema",
     ),
     Mutant(
         "the decay of an average hears what its token has written",
@@ -298,7 +298,7 @@ MUTANTS = [
         f"{REFERENCE}/tiles.py",
         "return torch.float64 if wide else torch.float32",
         "return torch.float32",
-        "tests/delta/test_solve.py tests/ops/test_training.py",
+        "tests/delta/test_solve.py tests/ops/test_contract.py -k float64",
     ),
     Mutant(
         "what fades by 2^800 counts as near",
@@ -389,15 +389,14 @@ MUTANTS = [
     ),
     Mutant(
         "nobody looks at the dtype of v",
-        f"{OPS}/gdn/chunk.py",
-        'check.same_dtype(("q", q), ("k", k), ("v", v))',
-        'check.same_dtype(("q", q), ("k", k))',
-        "tests/ops/gdn/test_chunk_arguments.py::test_refused_before_any_kernel "
+        f"{OPS}/delta/arguments.py",
+        'given.take("v", v, ("B", "T", "HV", "V"), alike=alike)',
+        'given.take("v", v, ("B", "T", "HV", "V"))',
         "tests/ops/gdn/test_errors.py",
     ),
     Mutant(
         "the scale that is left out is 1 / K",
-        f"{OPS}/gdn/chunk.py",
+        f"{OPS}/delta/arguments.py",
         'sizes["K"] ** -0.5 if scale is None',
         'sizes["K"] ** -1.0 if scale is None',
         "tests/ops/gdn/test_chunk.py::test_kernels_match_the_recurrence",
@@ -407,7 +406,7 @@ MUTANTS = [
         f"{OPS}/sequences.py",
         "first := first - (begin - end) // length",
         "first := first + (end - begin) // length",
-        "tests/ops/gdn/test_chunk_varlen.py tests/ops/kda/test_chunk_varlen.py",
+        "tests/ops/kda/test_chunk_varlen.py -k states",
     ),
     Mutant(
         "a traced graph takes the inverse for one of the dtype of the gate",
@@ -433,6 +432,13 @@ MUTANTS = [
         "bytes of shared memory, there are",
     ),
     # the book
+    Mutant(
+        "a reader's puzzle is written anew at each call",
+        "linattn_edu/puzzles.py",
+        "if path.is_file() and not again:",
+        "if path.is_file() and again:",
+        "tests/test_puzzles.py -k kept",
+    ),
     Mutant(
         "a kernel takes two steps in another order",
         f"{KERNELS}/delta/output.py",
@@ -481,7 +487,7 @@ MUTANTS = [
     ),
     Mutant(
         "the fused states of a chapter are written without beta",
-        f"{KERNELS}/fused/gdn_bwd.py",
+        f"{KERNELS}/fused/gdn_scans.py",
         "cast(b_beta[:, None] * b_W, b_AG.dtype)",
         "cast(b_W, b_AG.dtype)",
         "--nbval-lax chapters/24_fusion.ipynb",
@@ -513,21 +519,21 @@ MUTANTS = [
     # calls that are written down
     Mutant(
         "calls with other options share a program",
-        f"{OPS}/operator.py",
+        f"{OPS}/operator/composing.py",
         "self._programs[which], (stages, options)",
         "self._programs[which], (stages,)",
         "tests/kernels/test_plan.py -k kinds",
     ),
     Mutant(
         "an unaligned state gets the program of an aligned one",
-        f"{KERNELS}/plan.py",
+        f"{KERNELS}/host/plan.py",
         "x.dtype, x.data_ptr() % 16)",
         "x.dtype)",
         "tests/kernels/test_plan.py -k anywhere",
     ),
     Mutant(
         "a program forgets where in a tensor a view begins",
-        f"{KERNELS}/plan.py",
+        f"{KERNELS}/host/plan.py",
         "x.storage_offset() + moved",
         "x.storage_offset()",
         "tests/kernels/test_plan.py -k any_kind",
@@ -535,17 +541,32 @@ MUTANTS = [
     # kernels that are compiled before their launch
     Mutant(
         "going through a composition changes its tensors",
-        f"{KERNELS}/precompile.py",
+        f"{KERNELS}/host/precompile.py",
         "        return args[0]\n",
         "        return func(*args, **kwargs)\n",
         "tests/kernels/test_precompile.py -k forms",
     ),
     Mutant(
         "kernels are compiled one after the other",
-        f"{KERNELS}/precompile.py",
+        f"{KERNELS}/host/precompile.py",
         "return super().submit(_compiled, compile)",
         "future = super().submit(_compiled, compile); future.exception(); return future",
         "tests/kernels/test_precompile.py -k hopper",
+    ),
+    # what was measured, and of which sources
+    Mutant(
+        "a time without a record of its sources passes for one of today",
+        "linattn_edu/sources.py",
+        'return "unrecorded"',
+        "return None",
+        "tests/benchmarks/test_sources.py -k why_a_row",
+    ),
+    Mutant(
+        "a table of tiles is no part of what ran",
+        "linattn_edu/sources.py",
+        "return {n.id for x in targets for n in ast.walk(x) if isinstance(n, ast.Name)}",
+        "return set()",
+        "tests/benchmarks/test_sources.py -k changes_a_hash",
     ),
 ]
 

@@ -22,11 +22,11 @@ if str(ROOT) not in sys.path:
 REFERENCE, KERNELS = "reference", "kernels"
 TAG = re.compile(r"#\s*(eq:[\w-]+)")
 LABEL = re.compile(r"\$\$ *\((eq:[\w-]+)\)")
-# file of results -> where the page on performance shows it
-SHOWN = {"gdn_h200": "performance", "kda_h200": "performance-kda", "ssd_h200": "performance-ssd"}
+# operator of a file of results -> where the page on performance shows it
+SHOWN = {"gdn": "performance", "kda": "performance-kda", "ssd": "performance-ssd"}
 OURS = ("linattn_edu", "linattn_edu_safe")
 # name of a GPU in a file of results -> compute capability
-GPUS = {"NVIDIA H200": 90}
+GPUS = {"NVIDIA H200": 90, "NVIDIA H100 80GB HBM3": 90}
 NONE = "–"
 
 
@@ -93,9 +93,14 @@ def results() -> dict[str, dict]:
 
 
 def chapter_of(module: str) -> str | None:
-    """The chapter with most of a file's equations, or the one with its name."""
+    """The chapter with a file's name, or that its reference names as the source of most functions,
+    or with most of its equations.
+    """
     tags = [t for side in modules()[module].values() for ts in side.values() for t in ts]
     named = [c for c in toc_chapters() if c.split("_", 1)[1] == module.split("/")[1]]
+    text = (ROOT / "linattn_edu" / REFERENCE / f"{module}.py").read_text()
+    sources = Counter(re.findall(r"Source: [^\n]*?chapters? (\d+)", text)).most_common(1)
+    named += [c for c in toc_chapters() if sources and c.startswith(f"{sources[0][0]}_")]
     counted = Counter(equations()[t] for t in tags if t in equations())
     return named[0] if named else counted.most_common(1)[0][0] if counted else None
 
@@ -182,9 +187,14 @@ def cases(whats, operators=None) -> str:
             if r.get("what") in whats and r.get("library") in OURS and "ms" in r
             and (operators is None or operator(r["case"]) in operators)
         ]  # fmt: skip
-        if found and name in SHOWN:
-            cells.append(f"{{ref}}`{name} <{SHOWN[name]}>`: {some(found)}")
+        if found and (at := shown(name)):
+            cells.append(f"{{ref}}`{name} <{at}>`: {some(found)}")
     return some(cells, "; ")
+
+
+def shown(name: str) -> str | None:
+    """Where the page on performance shows a file of results, None if nowhere."""
+    return SHOWN.get(name.split("_")[0])
 
 
 @functools.cache
@@ -252,9 +262,9 @@ def stage_table() -> str:
             )
             for s in (REFERENCE, KERNELS)
         ]  # fmt: skip
-        puzzle = f"puzzles/{at}.py" if at and at.split("_", 1)[1] == name else ""
         learnt = [f"chapter {chapter(at)}"] if at else []
-        learnt += [file(puzzle, "puzzle")] if puzzle and (ROOT / puzzle).exists() else []
+        if at and at.split("_", 1)[1] == name and (ROOT / f"puzzles/{at}_solved.py").exists():
+            learnt += [file("puzzles/README.md", f"puzzle {at.split('_')[0]}")]
         rows.append([
             f"`{module}`: {some(learnt)}", some(f"{{eq}}`{t}`" for t in tags),
             f"{code[0]}: {file(f'linattn_edu/{REFERENCE}/{module}.py', f'{name}.py')}",
@@ -354,9 +364,9 @@ def pinned(name: str) -> str:
 
 
 def runs() -> dict[tuple, list[str]]:
-    """(GPU, PyTorch, Triton, CUDA) -> dates on which results were written."""
+    """(GPU, PyTorch, Triton, CUDA) -> dates on which results were written, or tests were run."""
     found = {}
-    for data in results().values():
+    for data in (*results().values(), *suites()):
         known = data["gpu"], data["torch"], data.get("triton"), data.get("cuda")
         if all(known):
             found.setdefault(known, []).append(data["date"])
@@ -396,15 +406,37 @@ def version_table() -> str:
     )
 
 
+@functools.cache
+def suites() -> list[dict]:
+    """The runs of the tests on GPUs."""
+    return json.loads((ROOT / "tests/gpu/ran.json").read_text())
+
+
+def suite_table() -> str:
+    """The runs of the tests on GPUs, with versions: of `make gpu-test`, or of the tests named."""
+    rows = [
+        [
+            r["gpu"], r["torch"], r["triton"], r["cuda"], r["date"], f"`{r['tests']}`",
+            f"{r['passed']} passed, {r['failed'] + r['error']} failed, {r['skipped']} skipped",
+        ]
+        for r in suites()
+    ]  # fmt: skip
+    return table(["GPU", "PyTorch", "Triton", "CUDA", "Date", "Tests", "Result"], rows)
+
+
 def gpu_table() -> str:
     """Compute capabilities: what is compiled for each, and whether it ever ran on one."""
     from linattn_edu.doctor import generation
 
-    rows, ran = [], {GPUS[run[0]]: run for run in runs()}
+    rows, ran = [], {}
+    for gpu, *versions in runs():
+        dates = ran.setdefault(GPUS[gpu], {}).setdefault(gpu, [])
+        dates += runs()[(gpu, *versions)]
     for cc in capabilities():
         number = sum(n for (c, _), n in compiled().items() if c == cc)
         names = sum(1 for (c, _), n in compiled().items() if c == cc)
-        said = f"yes: {ran[cc][0]}, {max(runs()[ran[cc]])}" if cc in ran else "**never**"
+        cards = [f"{gpu}, {max(dates)}" for gpu, dates in ran.get(cc, {}).items()]
+        said = f"yes: {'; '.join(cards)}" if cards else "**never**"
         part = f"{number} rows of {names} kernels"
         rows.append([dotted(cc), generation((cc // 10, cc % 10)), part, said])
     return table(["Capability", "Generation", "Compiled, kept and held to bounds", "Run"], rows)
@@ -414,8 +446,10 @@ def never_run() -> str:
     """A sentence on what never ran on hardware."""
     ran = {GPUS[run[0]] for run in runs()}
     absent = some(dotted(cc) for cc in capabilities() if cc not in ran)
+    kinds = dict.fromkeys(run[0] for run in runs())
+    many = "one kind of GPU" if len(kinds) == 1 else f"{len(kinds)} kinds of GPUs"
     return (
-        f"All results come from one kind of GPU, {some(run[0] for run in runs())}. No kernel has "
+        f"All results come from {many}, {some(kinds)}. No kernel has "
         f"run on a GPU of capability {absent}: for these the kernels are compiled and nothing "
         "more, and nobody has timed their tables of tiles. What is not in the table is not even "
         "compiled."
@@ -476,9 +510,9 @@ def case_table() -> str:
     rows = []
     for name, data in results().items():
         there = {r["case"] for r in data["rows"] if r.get("library") in OURS and "ms" in r}
-        for case in (c for c in CASES.values() if c.name in there and name in SHOWN):
+        for case in (c for c in CASES.values() if c.name in there and shown(name)):
             rows.append([
-                f"{{ref}}`{name} <{SHOWN[name]}>`", f"`{case.name}`", kinds[case.size],
+                f"{{ref}}`{name} <{shown(name)}>`", f"`{case.name}`", kinds[case.size],
                 str(case.K) if case.op != "ema" else NONE, str(case.V),
                 f"{data['gpu']}, {data['date']}",
             ])  # fmt: skip
@@ -491,6 +525,7 @@ PARTS = {
     "where_kernels": kernel_table,
     "where_functions": function_table,
     "tested_versions": version_table,
+    "tested_suites": suite_table,
     "tested_gpus": gpu_table,
     "tested_never": never_run,
     "tested_sizes": size_table,

@@ -3,6 +3,7 @@
 import math
 from typing import NamedTuple
 
+from linattn_edu import sources
 from linattn_edu.figures.drawing import BLUE, GRAY, ORANGE, line, picture, text
 
 _NVIDIA = "https://www.nvidia.com/"
@@ -17,6 +18,7 @@ class GPU(NamedTuple):
     products: float  # dense products of bfloat16 with float32 sums, TFLOP/s
     source: str  # of both
     dtype: str = "bf16"
+    reported: str = ""  # its name in a file of results, if that is not NVIDIA and `name`
 
     @property
     def corner(self) -> float:
@@ -27,7 +29,10 @@ class GPU(NamedTuple):
 # where a data sheet gives the rate with sparsity, half of it
 GPUS = (
     GPU("H200", 4800, 989, _NVIDIA + "en-us/data-center/h200/"),
-    GPU("H100 SXM", 3350, 989, _NVIDIA + "en-us/data-center/h100/"),
+    GPU(
+        "H100 SXM", 3350, 989, _NVIDIA + "en-us/data-center/h100/",
+        reported="NVIDIA H100 80GB HBM3",
+    ),
     GPU(
         "H100 PCIe", 2000, 756,
         "https://resources.nvidia.com/en-us-tensor-core/nvidia-tensor-core-gpu-datasheet",
@@ -95,16 +100,18 @@ def bounds(data: dict, gpu: GPU) -> list[Bound]:
                 row["flops"] / row["bytes"],
                 row["bytes"] / gpu.bandwidth / 1e6,
                 row["flops"] / gpu.products / 1e9,
-                row["ms"] if data["gpu"] == f"NVIDIA {gpu.name}" else None,
+                row["ms"] if data["gpu"] == (gpu.reported or f"NVIDIA {gpu.name}") else None,
             )
         )
     return found
 
 
-def figure(data: dict) -> tuple[list[tuple[str, str]], str, tuple[str, list[str]]]:
-    """A frame for each GPU."""
+def figure(*results: dict) -> tuple[list[tuple[str, str]], str, tuple[str, list[str]]]:
+    """A frame for each GPU, with what was measured on it; results: as of `bounds`."""
     shown = []
     for gpu in GPUS:
+        named = gpu.reported or f"NVIDIA {gpu.name}"
+        data = next((x for x in results if x["gpu"] == named), results[0])
         found = bounds(data, gpu)
         slow = [b.stage for b in found if b.products_ms > b.bytes_ms]
         waits = f"products bound {_listed(slow)}, bytes the others" if slow else "bytes bound all"
@@ -120,6 +127,9 @@ def figure(data: dict) -> tuple[list[tuple[str, str]], str, tuple[str, list[str]
                 f" Hollow squares are measured ({data['date']}); a stage is below the roof by the "
                 "factor by which it misses its bound."
             )
+            rows = [r for r in data["rows"] if r["case"] == CASE and r["what"][6:] in STAGES]
+            if note := sources.note(rows, data["date"]):
+                caption += f" {note.removeprefix(sources.MARK).strip()}"
         shown.append((_frame(gpu, found), caption))
     return shown, LABEL, ("GPU", [gpu.name for gpu in GPUS])
 

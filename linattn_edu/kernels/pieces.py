@@ -1,7 +1,8 @@
-"""Long sequences of few heads in pieces that are scanned side by side.
+"""Long sequences of few heads in pieces that are scanned side by side, in one of two ways.
 
-The state that enters a piece is found first, from the maps of the pieces before it; or, where there
-are more heads, a piece begins a little earlier, where all that the state held is forgotten by then.
+`by_maps`: the state that enters a piece is found first, from maps of the pieces before it.
+`by_warm_up`, where there are more heads: a scan begins some chunks before its piece, where all that
+the state held is forgotten when the piece begins.
 """
 
 from collections.abc import Callable
@@ -10,15 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from linattn_edu.kernels.tiles import cdiv, device_of, sequence_args
+from linattn_edu.kernels.routes import by_kind, kind_of, limits
+from linattn_edu.kernels.tiles import cdiv, sequence_args
 from linattn_edu.packing import Packing
-
-PROGRAMS = 16  # of a scan, heads times tiles of 64 values: with more, maps cost more than they gain
-LENGTH = 2048  # tokens of a piece
-LEAST = 4  # pieces of a sequence that is cut
-FULL = 128  # programs: a sequence that makes more fills a GPU
-SPAN = 128  # tokens of a piece for each program, of a sequence of more than PROGRAMS
-MULTIPROCESSORS = 64  # at least, where sequences are cut
 
 
 @dataclass(frozen=True)
@@ -42,8 +37,15 @@ class Pieces:
         """Whether a sequence may be cut."""
         return self.batch < self.N
 
-    def entering(self, merge: Callable, maps: tuple[Tensor, Tensor], state: Tensor | None):
-        """[N, ...]: the state that enters each piece, or with cp_merge_bwd leaves it."""
+    def entering(
+        self, merge: Callable, make: Callable, given: tuple, state: Tensor | None, **options
+    ) -> Tensor | None:
+        """[N, ...]: the state that enters each piece, by the maps that `make` makes of `given`; or
+        with cp_merge_bwd the gradient that leaves it. Of whole sequences it is `state` itself.
+        """
+        if not self.several:
+            return state
+        maps = make(*given, pieces=self, **options)
         first = 1 if self.chains is not None else self.batch
         S_ext, M = (x.view(first, -1, *x.shape[1:]) for x in maps)
         offsets = {} if self.chains is None else {"offsets": self.chains}
@@ -83,26 +85,23 @@ def whole_of(x: Tensor, packing: Packing | None) -> Pieces:
     return Pieces(batch, cu_seqlens, chunk_offsets, x.shape[1], batch)
 
 
-def pieces_of(x: Tensor, heads: int, V: int, chunk_size: int, packing: Packing | None) -> Pieces:
-    """The pieces that a scan of x [B, T, ...] with states [heads, K, V] works on, by their maps."""
-    few = heads * cdiv(V, 64) <= PROGRAMS
-    return _cut(x, chunk_size, packing, LENGTH, LEAST) if few else whole_of(x, packing)
+def by_maps(x: Tensor, heads: int, V: int, chunk_size: int, packing: Packing | None) -> Pieces:
+    """The pieces of a scan of x [B, T, ...] with states [heads, K, V] that are entered by maps."""
+    size = by_kind.pieces_by_maps(kind_of(x, heads, V, chunk_size, packing)).takes
+    return _in_pieces(x, chunk_size, packing, size, limits.LEAST) if size else whole_of(x, packing)
 
 
-def spans_of(x: Tensor, heads: int, V: int, chunk_size: int, packing: Packing | None) -> Pieces:
-    """The pieces of a scan that may begin anew where a state is forgotten."""
-    programs = heads * cdiv(V, 64)
-    if not PROGRAMS < programs <= FULL:
-        return whole_of(x, packing)
-    return _cut(x, chunk_size, packing, SPAN * programs, 2)
+def by_warm_up(x: Tensor, heads: int, V: int, chunk_size: int, packing: Packing | None) -> Pieces:
+    """The pieces of such a scan that are entered by a warm-up."""
+    size = by_kind.pieces_by_warm_up(kind_of(x, heads, V, chunk_size, packing)).takes
+    return _in_pieces(x, chunk_size, packing, size, 2) if size else whole_of(x, packing)
 
 
-def _cut(x: Tensor, chunk_size: int, packing: Packing | None, size: int, least: int) -> Pieces:
+def _in_pieces(
+    x: Tensor, chunk_size: int, packing: Packing | None, size: int, least: int
+) -> Pieces:
     """Sequences of `least` pieces and more in pieces of `size` tokens, the last of what is left."""
     whole, T = whole_of(x, packing), x.shape[1]
-    longest = T if packing is None or packing.longest is None else packing.longest
-    if longest < least * size or device_of(x)[1] < MULTIPROCESSORS:
-        return whole
     batch, cu_seqlens, chunk_offsets = whole.batch, whole.cu_seqlens, whole.chunk_offsets
     if cu_seqlens is None and T % size == 0:
         return Pieces(batch * T // size, None, None, size, batch)

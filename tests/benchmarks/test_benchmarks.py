@@ -41,7 +41,7 @@ from benchmarks.cases import (
     work,
 )
 from benchmarks.progress import Progress
-from linattn_edu import chunk_kda, ema_scan, mamba_chunk_scan_combined, tables
+from linattn_edu import chunk_kda, ema_scan, mamba_chunk_scan_combined, measurements, tables
 from linattn_edu.reference.delta.recurrent import recurrent, recurrent_bwd
 from linattn_edu.testing import gdn_inputs, kda_inputs, relative_rms
 
@@ -388,11 +388,11 @@ def test_the_oracle_of_a_token_of_mamba_2():
     assert all(y.stride(-1) == 0 for y in i.expanded())
 
 
-def test_a_recurrence_is_differentiated_in_segments(monkeypatch):
+def test_a_recurrence_is_differentiated_in_pieces(monkeypatch):
     i = measure.inputs(SSD_SMALL, "cpu").double()
     dy, found = measure.gradient(i.x), []
     for tokens in (1, 32, 100):
-        monkeypatch.setattr(mamba, "SEGMENT", tokens)
+        monkeypatch.setattr(mamba, "PIECE", tokens)
         found.append(i.gradients(dy))
     for name, x in found[0].items():
         assert relative_rms(found[1][name], x) < 1e-14 and relative_rms(found[2][name], x) < 1e-14
@@ -647,7 +647,7 @@ def test_a_number_that_is_taken_out_is_noticed(path, tmp_path):
 def test_the_figures_have_texts_for_the_committed_absences(tmp_path):
     """What is said to be absent is read off the drawing too: no bar is left out in silence."""
     pytest.importorskip("matplotlib")
-    data = results.load(results.DATA / f"{plot.MAIN}.json")
+    data = measurements.load("gdn")
     cut = [r for r in data["rows"] if (r["case"], r["library"]) != ("gdn_gva", "fla")]
     for rows in (data["rows"], cut):
         texts = drawn({**data, "rows": rows}, tmp_path)
@@ -662,7 +662,7 @@ def test_the_figures_have_texts_for_the_committed_absences(tmp_path):
 def test_the_committed_figures_are_those_of_the_results(path, tmp_path):
     """By their texts: the outlines depend on the version of matplotlib and its fonts."""
     pytest.importorskip("matplotlib")
-    suffix = "" if path.stem == plot.MAIN else f"_{path.stem}"
+    suffix = measurements.suffix(path.stem)
     for figure, texts in drawn(results.load(path), tmp_path).items():
         committed = (plot.FIGURES / f"{figure}{suffix}.svg").read_text(encoding="utf-8")
         assert re.findall(r"<!-- (.*?) -->", committed) == texts, "run: python -m benchmarks plot"

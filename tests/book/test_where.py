@@ -72,11 +72,19 @@ def test_tags_belong_to_the_function_around_them(where, tmp_path):
 
 def test_only_a_gpu_with_results_counts_as_run(where, monkeypatch):
     gpus = {json.loads(p.read_text()).get("gpu") for p in ROOT.glob("chapters/data/*.json")}
-    assert gpus - {None} == {"NVIDIA H200"}
+    gpus.discard(None)
+    assert gpus <= set(where.GPUS)
     said = where.never_run()
     assert all(f"{cc // 10}.{cc % 10}" in said for cc in where.capabilities() if cc != 90)
     ran = [r for r in rows(where.gpu_table()) if "never" not in r[-1]]
-    assert [r[0] for r in ran] == ["9.0"]
+    assert [r[0] for r in ran] == ["9.0"] and all(gpu in ran[0][-1] for gpu in gpus)
+    # two cards of one capability are both named
+    known = {"torch": "1", "triton": "1", "cuda": "1"}
+    two = {gpu: {**known, "gpu": gpu, "date": f"day {i}"} for i, gpu in enumerate(where.GPUS)}
+    with monkeypatch.context() as patch:
+        patch.setattr(where, "results", lambda: two)
+        assert "NVIDIA H200, day 0; NVIDIA H100 80GB HBM3, day 1" in where.gpu_table()
+        assert "come from 2 kinds of GPUs, NVIDIA H200, NVIDIA H100" in where.never_run()
     # another GPU is not taken for one that is known
     other = {"x": {"gpu": "Another", "torch": "1", "triton": "1", "cuda": "1", "date": "d"}}
     monkeypatch.setattr(where, "results", lambda: other)
@@ -98,3 +106,15 @@ def test_sizes_are_those_of_the_grids(where):
     row = next(r for r in rows(where.size_table()) if r[0].startswith("stages of the delta"))
     assert row[1].startswith(", ".join(map(str, stage_checks.DIMS)) + "; V ")
     assert row[2] == ", ".join(map(str, stage_checks.TOKENS))
+
+
+def test_runs_of_the_tests_on_gpus(where, tmp_path):
+    """Every record has its row; a new one takes the place of that of the same versions."""
+    from gpu import ran
+
+    assert len(rows(where.suite_table())) == len(ran.read())
+    file, one = tmp_path / "ran.json", {"gpu": "G", "torch": "2", "triton": "3.9.0", "cuda": "13"}
+    one |= {"date": "2026-01-01", "tests": "tests", "passed": 1}
+    for new in (one, one | {"triton": "3.6.0"}, one | {"passed": 2}):
+        ran.add(new, file)
+    assert [(r["triton"], r["passed"]) for r in ran.read(file)] == [("3.6.0", 1), ("3.9.0", 2)]

@@ -5,12 +5,12 @@ from itertools import pairwise
 import pytest
 import torch
 
-from linattn_edu.kernels import pieces
 from linattn_edu.kernels.delta import warm_up as kernels
 from linattn_edu.packing import pack
 from linattn_edu.reference.delta.gate_cumsum import gate_cumsum
 from linattn_edu.reference.delta.warm_up import bound, warm_up
-from linattn_edu.reference.fused.gdn_fwd import intra_chunk, scan, scan_map
+from linattn_edu.reference.fused.gdn_fwd import scan, scan_map
+from linattn_edu.reference.fused.gdn_intra import intra_chunk
 from linattn_edu.testing import assert_close, gdn_inputs
 
 C = 16
@@ -50,11 +50,11 @@ def test_the_bound_of_a_token_is_its_norm():
 def test_what_is_left_out_is_below_the_threshold(back):
     """The state that enters a piece, begun from zero so many chunks before, in float64."""
     x, gc = drawn(16 * C, B=1)
-    span, options = 4 * C, {"chunk_size": C}
-    warm = warm_up(x.k, x.beta, gc, span=span, reach=span, back=back, **options)
+    piece, options = 4 * C, {"chunk_size": C}
+    warmup = warm_up(x.k, x.beta, gc, piece=piece, reach=piece, back=back, **options)
     P, R, _ = intra_chunk(x.q, x.k, x.beta, gc, **options)
-    assert (warm[:, 3 if back else 0] == 0).all()
-    assert (warm >= 0).all() and len(warm.unique()) > 1
+    assert (warmup[:, 3 if back else 0] == 0).all()
+    assert (warmup >= 0).all() and len(warmup.unique()) > 1
     if back:  # the adjoint goes through the same matrices, transposed
         return
     given = x.q, x.k, x.v, gc, P, R
@@ -67,10 +67,10 @@ def test_what_is_left_out_is_below_the_threshold(back):
         return scan(*tokens, S, scale=1.0, output_final_state=True)[1]
 
     for p in range(1, 4):
-        true = final(0, p * span, x.initial_state)
+        true = final(0, p * piece, x.initial_state)
         for h in range(4):
-            begin = p * span - int(warm[0, p, h]) * C
-            missing = (true - final(begin, p * span, None))[0, h]
+            begin = p * piece - int(warmup[0, p, h]) * C
+            missing = (true - final(begin, p * piece, None))[0, h]
             early = final(0, begin, x.initial_state)[0, h]
             norm = torch.linalg.matrix_norm
             assert 0 < norm(missing, 2) <= 2.0**-32 * norm(early, 2)
@@ -79,13 +79,14 @@ def test_what_is_left_out_is_below_the_threshold(back):
 @pytest.mark.parametrize("back", [False, True])
 @pytest.mark.parametrize("bounds", [None, [0, 128, 128, 160, 400]])
 @pytest.mark.parametrize(("diagonal", "processors"), [(False, 1), (True, 132)])
-def test_kernels_match_the_reference(back, bounds, diagonal, processors, monkeypatch, device):
+def test_kernels_match_the_reference(
+    back, bounds, diagonal, processors, force, monkeypatch, device
+):
     T = 208 if bounds is None else bounds[-1]
-    for name, value in {"PROGRAMS": 0, "SPAN": 16, "MULTIPROCESSORS": 1}.items():
-        monkeypatch.setattr(pieces, name, value)  # four heads: pieces of 64 tokens
+    force(PROGRAMS=0, PER_PROGRAM=16, MULTIPROCESSORS=1)  # four heads: pieces of 64 tokens
     monkeypatch.setattr(kernels, "REACH", 48)
     monkeypatch.setattr(kernels, "ROWS", 8)
-    monkeypatch.setattr(kernels, "device_of", lambda _: ("hopper", processors))
+    force(both_widths=int(processors > 1))
     x, _ = drawn(T, torch.float32, device, length=1.5, beta=1.5, B=2 if bounds is None else 1)
     x.g[..., 0] -= 1  # forgets in no time
     x.g[..., 1] *= 0.01  # not at all
@@ -97,8 +98,8 @@ def test_kernels_match_the_reference(back, bounds, diagonal, processors, monkeyp
     for a, b in at:
         gc[:, a:b] = gate_cumsum(x.g[:, a:b], chunk_size=C)
         one = (x.k[:, a:b], x.beta[:, a:b], gc[:, a:b])
-        span = 64 if b - a >= 128 else max(b - a, C)
-        options = {"chunk_size": C, "span": span, "reach": 48, "back": back}
+        piece = 64 if b - a >= 128 else max(b - a, C)
+        options = {"chunk_size": C, "piece": piece, "reach": 48, "back": back}
         want.append(warm_up(*one, **options) if b > a else one[1].new_zeros(1, 1, 4).int())
     beta = x.beta
     if diagonal:  # of each chunk the diagonal of R
@@ -107,11 +108,11 @@ def test_kernels_match_the_reference(back, bounds, diagonal, processors, monkeyp
             i = torch.arange(a, b, device=device)
             beta[:, i, :, (i - a) % C] = x.beta[:, i].transpose(0, 1)
     own |= {"chunk_size": C, "back": back}
-    found, (*wide, warm) = kernels.warm_up(x.k, beta, gc, 20, **own)
+    found, (*wide, warmup) = kernels.warm_up(x.k, beta, gc, 20, **own)
     want = torch.cat([z.flatten(0, 1) for z in want])
-    assert torch.equal(warm[: len(want)], want)
+    assert torch.equal(warmup[: len(want)], want)
     assert len(wide) == (processors > 1) and all((x < 0).all() for x in wide)
     if wide:
         _, (one,) = kernels.warm_up(x.k, beta, gc, 20, choice=False, **own)
-        assert torch.equal(one, warm)
+        assert torch.equal(one, warmup)
     assert len(want) <= found.N and (want < 0).any() and (want > 1).any()

@@ -6,6 +6,7 @@ import pytest
 import torch
 from delta import stage_checks
 from delta.stage_checks import CHUNKS, DIMS, DTYPES, SIZES, TOKENS, WIDE, inputs
+from gdn_checks import without_gluon
 from grids import EVERY, name, parametrize
 
 from linattn_edu.reference.delta.gate_cumsum import gate_cumsum
@@ -116,3 +117,9 @@ def backward_parts(T, K, V, C, dtype, device, **kinds):
         x.v, x.beta, r.A, r.h, r.v_new, r.dh, r.dv_new
     )
     return x, r
+
+
+def needs_gluon(device):
+    """Skip a test where the kernels in Gluon do not run."""
+    if why := without_gluon(device):
+        pytest.skip(why)

@@ -1,84 +1,26 @@
-"""The fused backward stages of Kimi Delta Attention: kernels against references."""
-
-from types import SimpleNamespace
+"""What is left of a chunk in the fused backward pass of Kimi Delta Attention: kernel, reference."""
 
 import pytest
 import torch
-from delta.stage_checks import check_rounded, check_stage
-from fused.kda_checks import (
-    GATES,
-    RAW,
-    SCALE,
-    channel_gate,
-    gates,
-    kda_stage_inputs,
-    once,
-    raw_gate,
-)
+from delta.stage_checks import CHUNKS, TOKENS, check_stage
+from fused.kda_checks import GATES, SCALE, needs_gluon
+from fused.test_kda_scans import parts
 from gdn_checks import launches
+from grids import parametrize
 
-from linattn_edu.kernels import pieces
+from linattn_edu.kernels.delta.kda_bwd import kda_output_bwd, kda_wy_bwd
+from linattn_edu.kernels.delta.kda_intra_bwd import kda_intra_bwd
 from linattn_edu.kernels.fused import kda_bwd as kernels
-from linattn_edu.kernels.fused.gdn_bwd import fits
-from linattn_edu.kernels.gluon import support
-from linattn_edu.ops.kda.chunk import backward, chunk_kda, forward, fused_stages, stages
+from linattn_edu.kernels.fused.kda_scans import kda_fused_scans
 from linattn_edu.packing import pack
 from linattn_edu.reference.delta.gate_cumsum import gate_cumsum
 from linattn_edu.reference.delta.kda_intra import kda_intra
 from linattn_edu.reference.fused import kda_bwd as references
-from linattn_edu.testing import assert_close, gdn_inputs, kda_inputs, relative_rms
+from linattn_edu.reference.fused.kda_scans import kda_gated
+from linattn_edu.testing import gdn_inputs, relative_rms
 
 pytestmark = pytest.mark.usefixtures("poison")
-
-
-def small(device):
-    """A dtype that the kernels hold: on a GPU of 16 bits."""
-    return torch.float32 if device.type == "cpu" else torch.bfloat16
-
-
-def parts(T, K, V, C, dtype, device, g=None, **kinds):
-    """(inputs, everything the fused backward stages read), by the reference stages."""
-    x = kda_stage_inputs(T, K, V, dtype, device, **kinds)
-    if x.q.is_cuda and not fits(x.q, x.v):
-        pytest.skip("heads that the fused stages do not hold")
-    torch.manual_seed(T + K)
-    x.g = x.g if g is None else g
-    r, options = SimpleNamespace(), {"chunk_size": C}
-    r.gc = gate_cumsum(x.g, **options)
-    r.P, r.A = kda_intra(x.q, x.k, x.beta, r.gc, **options)
-    r.kd, r.kg, r.qg = references.kda_gated(x.q, x.k, r.gc, **options)
-    r.do, r.dht = torch.randn_like(x.v), torch.randn_like(x.initial_state)
-    r.h, r.v_new, r.dh, r.Z, *_ = references.kda_fused_scans(*scanned(x, r), scale=SCALE)
-    return x, r
-
-
-def scanned(x, r):
-    given = r.qg, r.kg, r.kd, x.v, x.beta, r.gc, r.P, r.A, r.do
-    return *given, x.initial_state, r.dht
-
-
-def check_gates(args, chunk_size, **options):
-    """The rows are those of the kernel's own gates: a closed one's sum has few bits left."""
-    q, k, *gates = args
-    gc, *rows = kernels.kda_gates(*args, chunk_size=chunk_size, **options)
-    want = gate_cumsum(*gates, chunk_size=chunk_size, **options)
-    assert gc.dtype == want.dtype
-    assert_close("gc", gc, want, 5e-6)
-
-    def found(*_, **__):
-        return tuple(rows)
-
-    check_stage(found, references.kda_gated, (q, k, gc), chunk_size=chunk_size)
-
-
-def check(x, r, C):
-    """All but the scans."""
-    check_gates((x.q, x.k, x.g), chunk_size=C)
-    args = (x.v, r.h, r.v_new, r.do, r.dh, r.Z)
-    options = {"scale": SCALE, "chunk_size": C}
-    check_stage(kernels.kda_reads_bwd, references.kda_reads_bwd, args, **options)
-    args = (x.q, x.k, x.v, x.beta, r.gc, r.h, r.v_new, r.do, r.dh, r.Z)
-    check_stage(kda_fused_intra_bwd, references.kda_fused_intra_bwd, args, **options)
+HEADS = (16, 34, 64, 100, 128)
 
 
 def kda_fused_intra_bwd(*args, **options):
@@ -87,80 +29,45 @@ def kda_fused_intra_bwd(*args, **options):
     return kernels.kda_fused_intra_bwd(*args, Z.clone(), **options)
 
 
-@once
-def test_kernels_match_references(T, K, V, C, dtype, device):
-    x, r = parts(T, K, V, C, dtype, device)
-    with launches() as ran:
-        check_stage(kernels.kda_fused_scans, references.kda_fused_scans, scanned(x, r), scale=SCALE)
-    assert ran == [kernels.kda_fused_scans_kernel]
-    check(x, r, C)
+def check(x, r, C):
+    args = (x.q, x.k, x.v, x.beta, r.gc, r.h, r.v_new, r.do, r.dh, r.Z)
+    options = {"scale": SCALE, "chunk_size": C}
+    check_stage(kda_fused_intra_bwd, references.kda_fused_intra_bwd, args, **options)
 
 
-@gates
-def test_every_gate_and_chunk(gate, C, dtype, device):
-    check(*parts(70, 34, 20, C, dtype, device, H=2, gate=gate), C)
+@parametrize(T=TOKENS, K=HEADS, V=HEADS, C=CHUNKS)
+def test_kernel_matches_reference(T, K, V, C, device):
+    check(*parts(T, K, V, C, torch.bfloat16, device), C)
 
 
-@pytest.mark.parametrize("gate", GATES)
-def test_without_states_at_the_ends(gate, device):
-    x, r = parts(70, 34, 20, 32, small(device), device, H=2, gate=gate)
-    *args, _, _ = scanned(x, r)
-    check_stage(kernels.kda_fused_scans, references.kda_fused_scans, args, scale=SCALE)
+@parametrize(gate=GATES, C=CHUNKS)
+def test_every_gate_and_chunk(gate, C, device):
+    check(*parts(70, 34, 20, C, torch.bfloat16, device, H=2, gate=gate), C)
 
 
-def test_packed_sequences_have_the_bits_they_have_alone(device):
-    """One of them is empty, one ends inside a chunk, each has states of its own."""
-    x, r = parts(150, 20, 24, 16, torch.bfloat16, device, H=2)
-    bounds, C = [0, 40, 40, 41, 150], {"chunk_size": 16}
-    q, k, _, g, beta, _ = tokens = [t[:1] for t in (x.q, x.k, x.v, x.g, x.beta, r.do)]
+@pytest.mark.parametrize("V", [24, 64])
+def test_packed_sequences_have_the_bits_they_have_alone(V, device):
+    """One of them is empty, one ends inside a chunk."""
+    x, r = parts(150, 20, V, 16, torch.bfloat16, device, H=2)
+    bounds, options = [0, 40, 40, 41, 150], {"scale": SCALE, "chunk_size": 16}
+    tokens = [t[:1] for t in (x.q, x.k, x.v, x.beta)]
     own = [slice(*bounds[n : n + 2]) for n in (0, 2, 3)]
-    gc = torch.cat([gate_cumsum(g[:, i], **C) for i in own], 1)
-    scores = [kda_intra(q[:, i], k[:, i], beta[:, i], gc[:, i], **C) for i in own]
-    P, A = (torch.cat(parts, 1) for parts in zip(*scores, strict=True))
-    ends = [n * t[:1] for t in (x.initial_state, r.dht) for n in range(1, 5)]
-    h0, dht = torch.cat(ends[:4]), torch.cat(ends[4:])
+    gc = torch.cat([gate_cumsum(x.g[:1, i], chunk_size=16) for i in own], 1)
+    chunks = [-(-(i.stop - i.start) // 16) for i in own]
+    h, dh = torch.randn(2, 1, sum(chunks), 2, 20, V, device=device).bfloat16()
+    tokens += [gc, *(t[:1] for t in (r.v_new, r.do, r.Z))]
 
-    def run(tokens, h0, dht, **packed):
-        q, k, v, g, beta, do, P, A = tokens
-        gc, kd, kg, qg = kernels.kda_gates(q, k, g, **C, **packed)
-        scans = kernels.kda_fused_scans(
-            qg, kg, kd, v, beta, gc, P, A, do, h0, dht, scale=SCALE, **packed
-        )
-        h, v_new, dh, Z, dv, dh0 = scans
-        reads = kernels.kda_reads_bwd(v, h, v_new, do, dh, Z, scale=SCALE, **C, **packed)
-        return (gc, kd, kg, qg, v_new, Z, dv, *reads[:-1]), (h, dh, reads[-1]), dh0
+    def run(q, k, v, beta, gc, v_new, do, Z, h, dh, **packed):
+        given = q, k, v, beta, gc, h, v_new, do, dh
+        return kda_fused_intra_bwd(*given, Z, **options, **packed)
 
-    tokens += [P, A]
     packing = pack(torch.tensor(bounds, device=device), 16)
-    rows, chunks, dh0 = run(tokens, h0, dht, packing=packing)
-    assert torch.equal(dh0[1], dht[1])  # of the empty one
-    chunk = 0
-    for n, i in zip((0, 2, 3), own, strict=True):
+    found, first = run(*tokens, h, dh, packing=packing), 0
+    for i, n in zip(own, chunks, strict=True):
+        of, first = slice(first, first + n), first + n
         alone = [t[:, i].contiguous() for t in tokens]
-        want = run(alone, h0[n : n + 1], dht[n : n + 1])
-        of = slice(chunk, chunk + want[1][0].shape[1])
-        found = [t[:, i] for t in rows] + [t[:, of] for t in chunks] + [dh0[n : n + 1]]
-        assert all(map(torch.equal, found, (*want[0], *want[1], want[2]))), n
-        chunk = of.stop
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_map_of_a_piece(dtype, device):
-    x, r = parts(100, 32, 48, 32, dtype, device)
-    args = (r.qg, r.kg, r.kd, x.beta, r.gc, r.P, r.A, r.do, r.dht)
-    kernel, options = kernels.kda_fused_scan_map_bwd, {"scale": SCALE}
-    check_rounded(kernel, references.kda_fused_scan_map_bwd, args, 1.2, **options)
-    ext, none = kernel(*args, transition=False, **options)
-    assert none is None
-    assert torch.equal(ext, kernel(*args, **options)[0])
-
-
-def test_the_map_takes_a_gradient_back_in_float64():
-    x, r = parts(130, 20, 12, 32, torch.float64, "cpu", H=2)
-    args = r.qg, r.kg, r.kd, x.beta, r.gc, r.P, r.A, r.do
-    ext, M = references.kda_fused_scan_map_bwd(*args, scale=SCALE)
-    *_, dh0 = references.kda_fused_scans(*scanned(x, r), scale=SCALE)
-    assert_close("dh0", ext + M @ r.dht, dh0, 1e-13)
+        want = run(*alone, *(t[:, of].contiguous() for t in (h, dh)))
+        assert all(torch.equal(a[:, i], b) for a, b in zip(found, want, strict=True)), i
 
 
 @pytest.mark.parametrize(("K", "V", "C"), [(128, 128, 64), (100, 64, 32), (150, 16, 64)])
@@ -178,80 +85,14 @@ def test_near_and_far_channels_in_one_chunk(K, V, C, device):
     check_stage(kda_fused_intra_bwd, references.kda_fused_intra_bwd, args, **options)
 
 
-@pytest.mark.parametrize("C", [16, 32, 64])
-def test_fused_equals_staged_in_float64(C):
-    x = kda_stage_inputs(130, 20, 12, torch.float64, "cpu")
-    found = []
-    for used in (fused_stages, stages):
-        options = {"scale": 0.5, "output_final_state": True, "chunk_size": C, "keep": ("P", "A")}
-        o, last, residuals = forward(used("reference"), **x.asdict(), **options)
-        torch.manual_seed(0)
-        found.append(backward(
-            used("reference"), x.q, x.k, x.v, x.g, x.beta, residuals, torch.randn_like(o),
-            torch.randn_like(last), scale=0.5, initial_state=x.initial_state,
-        ))  # fmt: skip
-    for i, (a, b) in enumerate(zip(*found, strict=True)):
-        assert (a is None) == (b is None)
-        if a is not None:
-            assert_close(f"gradient {i}", a, b, 1e-12)
-
-
-@pytest.fixture
-def hopper(device):
-    """Whether the kernels in Gluon run here."""
-    gluon = kernels.kda_scans
-    if gluon is None or not support.available().usable:
-        pytest.skip("made for another Triton")
-    if kernels.device_of(torch.empty(1, device=device))[0] != "hopper":
-        pytest.skip("made for Hopper")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("given", [False, True], ids=["zero", "states"])
-@pytest.mark.parametrize("form", ["one launch", "two launches", "two tiles a program"])
-@pytest.mark.parametrize(("B", "T", "HV"), [(1, 64, 1), (2, 128, 4), (1, 2048, 4), (2, 960, 2)])
-def test_scans_gluon_give_the_same_bits(
-    B, T, HV, form, given, dtype, device, hopper, monkeypatch
-):  # fmt: skip
-    """Of whole sequences and, with 960 tokens, of pieces of 256, one of which is empty."""
-    gluon = kernels.kda_scans
-    kinds = (
-        gluon.kda_scans_gluon_kernel, gluon.kda_scan_states_gluon_kernel,
-        gluon.kda_scan_bwd_gluon_kernel,
-    )  # fmt: skip
-    if T == 960:
-        monkeypatch.setattr(pieces, "LENGTH", 256)
-        monkeypatch.setattr(pieces, "LEAST", 2)
-    monkeypatch.setattr(gluon.gdn_scan, "pays", lambda *_: True)
-    monkeypatch.setattr(gluon, "workers_of", lambda *_: 1 + (form == "two tiles a program"))
-    if form != "one launch":
-        monkeypatch.setattr(kernels, "device_of", lambda _: ("hopper", 1))
-    x = gdn_inputs(B, T, HV, HV, 128, 128, dtype=dtype, device=device, seed=0)
-    x.g = channel_gate("mixed", *x.g.shape, 128, seed=0, device=device)
-    gc, options = gate_cumsum(x.g, chunk_size=64), {"chunk_size": 64}
-    P, A = kda_intra(x.q, x.k, x.beta, gc, **options)
-    kd, kg, qg = references.kda_gated(x.q, x.k, gc, **options)
-    states = torch.randn(2, B, HV, 128, 128, device=device) if given else (None, None)
-    args = qg, kg, kd, x.v, x.beta, gc, P, A, torch.randn_like(x.v), *states
-    with monkeypatch.context() as patch:
-        patch.setattr(kernels, "kda_scans", None)
-        want = kernels.kda_fused_scans(*args, scale=SCALE)
-    for _ in range(2):  # what is copied ahead must not be overtaken
-        with launches() as ran:
-            got = kernels.kda_fused_scans(*args, scale=SCALE)
-        assert sum(kernel in kinds for kernel in ran) == 1 + (form != "one launch")
-        assert kernels.kda_fused_scans_kernel not in ran
-        assert all(map(torch.equal, got, want))
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("far", [False, True], ids=["near", "near and far"])
 @pytest.mark.parametrize(("T", "HV"), [(64, 4), (2560, 8)])
-def test_channel_intra_gluon(T, HV, far, device, hopper, monkeypatch):
+def test_channel_intra_gluon(T, HV, far, device, force):
     """No farther from float64 than the two stages; twice, since programs reuse their places for
     chunk after chunk.
     """
+    needs_gluon(device)
     gluon = kernels.kda_intra_bwd_gluon
     x = gdn_inputs(2, T, HV, HV, 128, 128, dtype=torch.bfloat16, device=device, seed=0)
     g = -torch.rand(2, T, HV, 128, device=device) / 8
@@ -261,16 +102,18 @@ def test_channel_intra_gluon(T, HV, far, device, hopper, monkeypatch):
         g[:, 20:40, 2, :64] = -1e4
     gc, options = gate_cumsum(g, chunk_size=64), {"chunk_size": 64}
     P, A = kda_intra(x.q, x.k, x.beta, gc, **options)
-    kd, kg, qg = references.kda_gated(x.q, x.k, gc, **options)
+    kd, kg, qg = kda_gated(x.q, x.k, gc, **options)
     do, options["scale"] = torch.randn_like(x.v), SCALE
-    scans = kernels.kda_fused_scans(qg, kg, kd, x.v, x.beta, gc, P, A, do, scale=SCALE)
+    scans = kda_fused_scans(qg, kg, kd, x.v, x.beta, gc, P, A, do, scale=SCALE)
     h, v_new, dh, Z, *_ = scans
     args = x.q, x.k, x.v, x.beta, gc, h, v_new, do, dh, Z
     exact = references.kda_fused_intra_bwd(*(t.double() for t in args), **options)
-    reads = kernels.kda_reads_bwd(x.v, *args[5:], **options)
-    dqg, dP, dkb, dkg, dL, dbeta, dgl = reads
-    staged = kernels.kda_intra_bwd(*args[:2], *args[3:5], dP, dL, dqg, dkb, dkg, dgl, dbeta)
-    monkeypatch.setattr(gluon, "LEAST", 1)
+    dqg, dP = kda_output_bwd(v_new, h, do, **options)
+    one = torch.eye(64, dtype=x.v.dtype, device=device).repeat(T // 64, 1)  # dv_new is Z already
+    one = one[:, None].expand(2, -1, HV, -1).contiguous()
+    dkb, dkg, _, dL, dbeta, dgl = kda_wy_bwd(x.v, x.beta, one, h, v_new, dh, Z)
+    staged = kda_intra_bwd(*args[:2], *args[3:5], dP, dL, dqg, dkb, dkg, dgl, dbeta)
+    force(ENOUGH=1)
     with launches() as ran:
         got, again = (kda_fused_intra_bwd(*args, **options) for _ in range(2))
     assert gluon.kda_intra_bwd_gluon_kernel in ran
@@ -278,40 +121,3 @@ def test_channel_intra_gluon(T, HV, far, device, hopper, monkeypatch):
     for name, a, b, want in zip(("dq", "dk", "dbeta", "dgc"), got, staged, exact, strict=True):
         assert (a.dtype, a.shape) == (b.dtype, b.shape), name
         assert relative_rms(a, want) <= 1.02 * relative_rms(b, want), name
-
-
-@pytest.mark.parametrize("kind", RAW)
-def test_kda_gates_of_raw_gates(kind, device):
-    a, A_log, dt_bias, bound = raw_gate(kind, 70, 4, 20, device)
-    x = kda_stage_inputs(70, 20, 16, torch.float32, device, H=2)
-    x.q, x.k = (torch.cat([t, t], 2)[:1] for t in (x.q, x.k))
-    check_gates((x.q, x.k, a[:1], A_log, dt_bias), chunk_size=32, **bound)
-
-
-def test_kda_gates_reference_is_gate_cumsum_and_kda_gated():
-    x = kda_stage_inputs(70, 20, 16, torch.float64, "cpu", H=2)
-    gc, *rows = references.kda_gates(x.q, x.k, x.g, chunk_size=32)
-    assert torch.equal(gc, gate_cumsum(x.g, chunk_size=32))
-    assert all(map(torch.equal, rows, references.kda_gated(x.q, x.k, gc, chunk_size=32)))
-
-
-@pytest.mark.gpu
-def test_the_operator_takes_them(device, hopper):
-    """Near the stages one by one; the same bits where a call is replayed."""
-    x = kda_inputs(1, 1024, 16, 16, 128, 128, dtype=torch.bfloat16, device=device, seed=0)
-    do = torch.randn_like(x.v)
-
-    def run(**options):
-        leaves = [t.detach().requires_grad_() for t in (x.q, x.k, x.v, x.g, x.beta)]
-        o, _ = chunk_kda(*leaves, **options)
-        o.backward(do)
-        return o.detach(), *(t.grad for t in leaves)
-
-    with launches() as ran:
-        first = run()
-    assert kernels.kda_intra_bwd.kda_intra_bwd_gluon_kernel in ran
-    for _ in range(4):
-        assert all(map(torch.equal, run(), first))
-    names = ("o", "dq", "dk", "dv", "dg", "dbeta")
-    for name, a, b in zip(names, first, run(disable_recompute=True), strict=True):
-        assert_close(name, a, b, 1e-2)

@@ -1,4 +1,4 @@
-"""The fused stages of Mamba-2: kernel against reference, chunks of one tile and of two."""
+"""The fused forward pass of Mamba-2: kernel against reference, chunks of one tile and of two."""
 
 import pytest
 import torch
@@ -27,36 +27,28 @@ CASES = pairs(**AXES) + ([c[::-1] for c in pairs(**dict(reversed(AXES.items())))
 
 
 @pytest.mark.parametrize("lengths", [(5,), (4, 0, 9, 0), (0, 0, 8, 3), (0,), (12, 4, 1)], ids=str)
-def test_parts_of_packed_sequences(lengths):
-    """Every part of every sequence in order; what is left over begins at a sequence's end."""
+def test_pieces_of_packed_sequences(lengths):
+    """Every piece of every sequence in order; what is left over begins at a sequence's end."""
     cu_seqlens, size = torch.tensor([0, *lengths]).cumsum(0), 4
-    table = pack(cu_seqlens, 2).parts(size, sum(lengths)).tolist()
-    parts = [[n, i] for n, length in enumerate(lengths) for i in range(-(-length // size))]
-    assert table[: len(parts)] == parts
-    assert all(i * size >= lengths[n] for n, i in table[len(parts) :])
+    table = pack(cu_seqlens, 2).pieces(size, sum(lengths)).tolist()
+    pieces = [[n, i] for n, length in enumerate(lengths) for i in range(-(-length // size))]
+    assert table[: len(pieces)] == pieces
+    assert all(i * size >= lengths[n] for n, i in table[len(pieces) :])
 
 
-@pytest.fixture(params=[4096, 128], ids="PART={}".format)
-def split(request, monkeypatch):
-    """Two heads a program where heads are summed; sequences of one part, or of several."""
-    monkeypatch.setattr(kernels, "MANY", 2)
-    monkeypatch.setattr(kernels, "PART", request.param)
+@pytest.fixture(params=[4096, 128], ids="PIECE={}".format)
+def piece(request, force):
+    """Sequences of one piece, or of several."""
+    force(SSD_PIECE=request.param)
 
 
 @pytest.mark.parametrize(tuple(AXES), CASES, ids=name)
-def test_kernels(T, N, P, C, heads, given, dtype, device, split):
+def test_kernels(T, N, P, C, heads, given, dtype, device, piece):
     r = parts(T, N, P, C, given, dtype, device, *heads)
     check_stage(kernels.chunk_scores, reference.chunk_scores, (r.C, r.B, r.seq_idx), chunk_size=C)
     S = reference.chunk_scores(r.C, r.B, r.seq_idx, chunk_size=C)
-    h, dh = r.h.to(dtype), r.ds.to(dtype)
     args = (r.C, r.B, S, r.x, r.gs, r.gc, r.h0, r.D, r.z, r.seq_idx)
     check_stage(kernels.ssd_fwd, reference.ssd_fwd, args, output_final_state=True)
-    inputs = (r.C, r.B, r.x, r.gs, r.gc)
-    args = (*inputs, h, dh, r.dy, r.seq_idx)
-    check_stage(kernels.ssd_bwd_bc, reference.ssd_bwd_bc, args, chunk_size=C)
-    *_, dgc, xdy = reference.ssd_bwd_bc(*args, chunk_size=C)
-    args = (*inputs, dh, r.dy, xdy, dgc, r.D, r.seq_idx)
-    check_stage(kernels.ssd_bwd_dx, reference.ssd_bwd_dx, args, chunk_size=C)
 
 
 @pytest.mark.parametrize(tuple(AXES), pairs(**AXES | {"P": (33, 64, 128)}), ids=name)

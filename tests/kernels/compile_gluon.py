@@ -33,12 +33,13 @@ from linattn_edu.kernels.gluon import (
     kda_scans,
 )
 from linattn_edu.kernels.gluon.blocks import BV, CHUNK
+from linattn_edu.kernels.routes import by_load, limits
 
 HEAD = 128
 DTYPES = {"bf16": gl.bfloat16, "fp16": gl.float16, "fp32": gl.float32}
-WHOLE = "warm_ptr", "forth_ptr", "back_ptr", "cu_ptr", "offsets_ptr"  # None: whole sequences
+WHOLE = "warmup_ptr", "forth_ptr", "back_ptr", "cu_ptr", "offsets_ptr"  # None: whole sequences
 POINTERS = dict.fromkeys(("cu", "offsets", "chunks"), "*i64") | {"near": "*i8"}
-POINTERS |= dict.fromkeys(("warm", "forth", "back"), "*i32")
+POINTERS |= dict.fromkeys(("warmup", "forth", "back"), "*i32")
 SCALARS = {"scale": "fp32"}  # the others are numbers of tokens, sequences or chunks
 
 
@@ -148,10 +149,10 @@ def intra_forms():
         about = {"kernel": kernel.__name__, "dtype": "bf16", "K": K, "G": 4 // H}
         return about | {"packed": kernel is one and not absent}, source, options
 
-    for K in gdn_intra.HEADS:
+    for K in limits.HEADS:
         yield form(one, K, 4, gdn_intra.OPTIONS, ("A_ptr", "cu_ptr", "chunks_ptr"))
         for H in (4, 2):
-            yield form(ring, K, H, gdn_intra.OPTIONS_CHUNKS[gdn_intra.programs_of(K, H, 4)])
+            yield form(ring, K, H, gdn_intra.OPTIONS_CHUNKS[by_load.ring_programs(K, H, 4)])
     yield form(one, K, 2, gdn_intra.OPTIONS)
 
 

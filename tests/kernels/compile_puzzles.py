@@ -28,7 +28,7 @@ def launches(puzzle):
     inputs = puzzle.family.inputs(case)
     tensors = [inputs[name] for name in puzzle.arguments]
     tensors = [x.float() if x.is_floating_point() else x for x in tensors]
-    module = puzzles.load(puzzles.folder() / "solutions" / f"{puzzle.chapter}.py")
+    module = puzzles.load(puzzles.source(puzzle))
     original, JITFunction.run = JITFunction.run, run
     try:
         options = {name: inputs[name] for name in puzzle.options}

@@ -18,7 +18,6 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from unittest.mock import patch
 
 os.environ.pop("TRITON_INTERPRET", None)
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # as in conftest.py
@@ -30,7 +29,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime import JITFunction
 
-from linattn_edu.kernels import pieces, tiles
+from linattn_edu.kernels import tiles
 from linattn_edu.kernels.delta import (
     causal_conv1d,
     causal_conv1d_update,
@@ -56,9 +55,18 @@ from linattn_edu.kernels.delta import (
     wy,
     wy_bwd,
 )
-from linattn_edu.kernels.fused import gdn_bwd, gdn_fwd, kda_fwd
+from linattn_edu.kernels.fused import (
+    gdn_bwd,
+    gdn_fwd,
+    gdn_intra,
+    gdn_scans,
+    kda_fwd,
+    ssd_bwd,
+    ssd_fwd,
+)
 from linattn_edu.kernels.fused import kda_bwd as kda_fused_bwd
-from linattn_edu.kernels.fused import ssd_fwd as ssd_fused
+from linattn_edu.kernels.fused import kda_scans as kda_fused_scans
+from linattn_edu.kernels.routes import by_kind, forced, kind_of, limits
 from linattn_edu.kernels.ssd import (
     chunk_cumsum,
     chunk_cumsum_bwd,
@@ -93,6 +101,11 @@ TYPES = {
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
 
+def holds(q, v):
+    """Whether the fused stages of the delta rule hold such heads."""
+    return by_kind.gdn_backward_stages(kind_of(q, *v.shape[2:], 64, None)).takes == "fused"
+
+
 def launches(K, V, dtype, chunk_size, heads):
     """Call every launcher on empty CPU tensors; the patched run() below records the launches."""
     B, T, H, HV = heads, chunk_size, 1, 1
@@ -108,10 +121,10 @@ def launches(K, V, dtype, chunk_size, heads):
     wy.wy(qk, v, g, g, A)
     state.state(qk, qk, v, g, h0, chunk_size=chunk_size, output_final_state=True)
     output.output(qk, qk, v, h, g, scale=1.0, chunk_size=chunk_size)
-    P, R, _ = gdn_fwd.intra_chunk(qk, qk, g, g, chunk_size=chunk_size, return_inverse=True)
-    if gdn_bwd.fits(qk, v):
+    P, R, _ = gdn_intra.intra_chunk(qk, qk, g, g, chunk_size=chunk_size, return_inverse=True)
+    if holds(qk, v):
         fused_launches(qk, v, g, A, h0, h, chunk_size)
-    span_launches(K, V, dtype, chunk_size, heads)
+    warm_up_launches(K, V, dtype, chunk_size, heads)
     gdn_fwd.scan(qk, qk, v, g, P, R, h0, scale=1.0, output_final_state=True)
     gdn_fwd.scan_map(qk, v, g, R, h0)
     S, M = cp_merge.piece_map(qk, qk, v, g, h0, chunk_size=chunk_size)
@@ -162,8 +175,8 @@ def channel_launches(qk, v, beta, g, A, h0, h, chunk_size):
     ):
         gate_cumsum.gate_cumsum(g, **given, **options)
         gate_bwd.gate_bwd(g, g, **given, **options)
-        if gdn_bwd.fits(qk, v):
-            kda_fused_bwd.kda_gates(qk, qk, g, **given, **options)
+        if holds(qk, v):
+            kda_fused_scans.kda_gates(qk, qk, g, **given, **options)
         if given:
             gate.gate(g, **{"A_log": None, **given})
             gate.layer_gate_bwd(g, g, **{"A_log": None, **given})
@@ -183,7 +196,7 @@ def channel_launches(qk, v, beta, g, A, h0, h, chunk_size):
     kda_intra_bwd.kda_intra_bwd(qk, qk, beta, g, A, A, qk, qk, qk, dgl, beta)
     two = [torch.cat([x, x], 2) for x in (beta, g, A, A, qk, qk, qk, dgl, beta)]
     kda_intra_bwd.kda_intra_bwd(qk, qk, *two)
-    if gdn_bwd.fits(qk, v):
+    if holds(qk, v):
         fused_kda_launches(qk, v, beta, g, A, h0, h, options)
 
 
@@ -196,10 +209,11 @@ def fused_kda_launches(qk, v, beta, g, A, h0, h, options):
     gated = qk, qk, qk, v, beta, g, A, A
     kda_fwd.kda_fused_scan(*gated, h0, scale=1.0, output_final_state=True)
     kda_fwd.kda_fused_scan_map(*gated[1:-1], h0)
-    kda_fused_bwd.kda_fused_scans(*gated, v, h0, h0, scale=1.0)
-    kda_fused_bwd.kda_fused_scan_map_bwd(*gated[:3], *gated[4:], v, h0, scale=1.0)
+    kda_fused_scans.kda_fused_scans(*gated, v, h0, h0, scale=1.0)
+    kda_fused_scans.kda_fused_scan_map_bwd(*gated[:3], *gated[4:], v, h0, scale=1.0)
     options["scale"] = 1.0
-    kda_fused_bwd.kda_reads_bwd(v, h, v, v, h, v, **options)
+    if qk.dtype != torch.bfloat16:
+        return
     given = v, beta, g, h, v, v, h, v
     kda_fused_bwd.kda_fused_intra_bwd(qk, qk, *given, **options)
     two = [torch.cat([x, x], -2 if x.ndim == 4 else -1) for x in (v, beta, g)]
@@ -244,50 +258,50 @@ def ssd_launches(N, P, dtype, chunk_size):
 def fused_launches(qk, v, g, A, h0, h, chunk_size):
     """The fused backward pass of Gated DeltaNet, with a value head for each q/k head and with two,
     and what the forward pass does for it."""
-    gdn_fwd.intra_chunk(qk, qk, g, g, chunk_size=chunk_size, return_inverse=True, gated=True)
+    gdn_intra.intra_chunk(qk, qk, g, g, chunk_size=chunk_size, return_inverse=True, gated=True)
     gdn_fwd.scan_map(qk, v, g, A, h0, g)
-    gdn_bwd.scan_states(qk, v, g, g, A, h0)
-    gdn_bwd.scan_bwd(qk, qk, g, g, A, A, v, h0, scale=1.0)
-    gdn_bwd.scans(qk, qk, v, g, g, A, A, v, h0, h0, scale=1.0)
-    gdn_bwd.scan_map_bwd(qk, qk, g, g, A, A, v, h0, scale=1.0)
+    gdn_scans.scan_states(qk, v, g, g, A, h0)
+    gdn_scans.scan_bwd(qk, qk, g, g, A, A, v, h0, scale=1.0)
+    gdn_scans.scans(qk, qk, v, g, g, A, A, v, h0, h0, scale=1.0)
+    gdn_scans.scan_map_bwd(qk, qk, g, g, A, A, v, h0, scale=1.0)
     options = {"scale": 1.0, "chunk_size": chunk_size}
     gdn_bwd.intra_chunk_bwd(qk, qk, v, g, g, h, v, v, h, v, **options)
     v, g, h = (x.expand(*x.shape[:2], 2, *x.shape[3:]) for x in (v, g, h))
     gdn_bwd.intra_chunk_bwd(qk, qk, v, g, g, h, v, v, h, v, **options)
 
 
-def span_launches(K, V, dtype, chunk_size, heads):
+def warm_up_launches(K, V, dtype, chunk_size, heads):
     """The scans of Gated DeltaNet in pieces that begin where the state is forgotten."""
     B, T, HV = heads, 4 * chunk_size * tiles.cdiv(V, 64), 1
     qk, v = (torch.empty(B, T, HV, D, dtype=dtype) for D in (K, V))
     g, A, h0 = torch.empty(B, T, HV), qk.new_empty(B, T, HV, chunk_size), torch.empty(B, HV, K, V)
-    small = {"PROGRAMS": 0, "SPAN": chunk_size, "MULTIPROCESSORS": 0}
-    with patch.multiple(pieces, **small):
+    small = {"PROGRAMS": 0, "PER_PROGRAM": chunk_size, "MULTIPROCESSORS": 0}
+    with forced(**small):
         gdn_fwd.scan(qk, qk, v, g, A, A, h0, scale=1.0, output_final_state=True)
-        if gdn_bwd.fits(qk, v):
-            gdn_bwd.scan_states(qk, v, g, g, A, h0)
-            gdn_bwd.scan_bwd(qk, qk, g, g, A, A, v, h0, scale=1.0)
-            gdn_bwd.scans(qk, qk, v, g, g, A, A, v, h0, h0, scale=1.0)
+        if holds(qk, v):
+            gdn_scans.scan_states(qk, v, g, g, A, h0)
+            gdn_scans.scan_bwd(qk, qk, g, g, A, A, v, h0, scale=1.0)
+            gdn_scans.scans(qk, qk, v, g, g, A, A, v, h0, h0, scale=1.0)
 
 
 def fused_ssd_launches(N, P, dtype):
     """The fused stages of Mamba-2, where they hold the heads: chunks of two tiles, and of one."""
     for T in (128, 64):
         x, BC = torch.empty(1, T, 2, P, dtype=dtype), torch.empty(1, T, 1, N, dtype=dtype)
-        if not ssd_fused.fits(x, BC):
+        if by_kind.ssd_stages(kind_of(BC, 2, P, T, None)).takes == "staged":
             return
         step, A, D = torch.empty(1, T, 2), torch.empty(2), torch.empty(2, P)
         h, dht = torch.empty(1, 1, 2, N, P, dtype=dtype), torch.empty(1, 2, N, P)
         ids, options = torch.empty(1, T, dtype=torch.int32), {"chunk_size": T}
         chunk_cumsum.chunk_cumsum_log(step, A, A, softplus=True, **options)
-        S = ssd_fused.chunk_scores(BC, BC, **options)
-        ssd_fused.chunk_scores(BC, BC, ids, **options)
-        whole = torch.empty(1, ssd_fused.PART + T, 2, max(N, P), dtype=dtype)
+        S = ssd_fwd.chunk_scores(BC, BC, **options)
+        ssd_fwd.chunk_scores(BC, BC, ids, **options)
+        whole = torch.empty(1, limits.SSD_PIECE + T, 2, max(N, P), dtype=dtype)
         long, rates = whole[..., :P], whole[..., 0].float()
         for seq_idx, D_, z in ((None, A, None), (ids, D, x), (ids, None, None)):
             state.state(BC, None, x, step, dht, step, seq_idx, output_final_state=True, **options)
-            ssd_fused.ssd_fwd(BC, BC, S, x, step, step, None, D_, z, seq_idx)
-            ssd_fused.ssd_fwd(
+            ssd_fwd.ssd_fwd(BC, BC, S, x, step, step, None, D_, z, seq_idx)
+            ssd_fwd.ssd_fwd(
                 whole[..., :N],
                 whole[..., :N],
                 S,
@@ -306,8 +320,8 @@ def fused_ssd_launches(N, P, dtype):
             cp_merge.piece_map(BC, None, x, step, dht, step, **options)
             cp_merge_bwd.piece_map_bwd(BC, None, None, step, x, None, dht, scale=1.0, **options)
             given = BC, BC, x, step, step
-            ssd_fused.ssd_bwd_bc(*given, h, h, x, seq_idx, **options)
-            ssd_fused.ssd_bwd_dx(*given, h, x, step, step, D_, seq_idx, **options)
+            ssd_bwd.ssd_bwd_bc(*given, h, h, x, seq_idx, **options)
+            ssd_bwd.ssd_bwd_dx(*given, h, x, step, step, D_, seq_idx, **options)
         chunk_cumsum_bwd.chunk_cumsum_bwd(
             step, torch.empty(1, 1, 2), step, step, A, A, step, softplus=True, **options
         )
@@ -326,7 +340,7 @@ def updates(x, dt, BC, A, D):
 
 def averages(D, dtype):
     """Exponential moving averages: short and with nothing given; long and with everything."""
-    for T, given in ((64, False), (64 * (ema.SEGMENT + 1), True)):
+    for T, given in ((64, False), (64 * (ema.PIECE + 1), True)):
         x, g = torch.empty(1, T, 1, D, dtype=dtype), torch.empty(1, T, 1)
         weight, state = (g, torch.empty(1, 1, D)) if given else (None, None)
         options = {"chunk_size": 64, "output_final_state": given, "return_states": given}
@@ -387,9 +401,10 @@ def record(cc):
             for dtype, sizes in SIZES if cc == 90 else SIZES_ELSEWHERE:
                 for K, V in [(n, n) for n in sizes] + [(256, WIDE)] * (256 in sizes):
                     k = torch.empty(1, 1, 1, K, dtype=dtype)
-                    launches(K, V, dtype, tiles.chunk_limit(k), heads=1)
+                    limit = by_kind.chunk_limit(kind_of(k, 1, V, 64, None)).takes
+                    launches(K, V, dtype, limit, heads=1)
                     if V <= 256:
-                        ssd_launches(K, V, dtype, tiles.chunk_limit(k))
+                        ssd_launches(K, V, dtype, limit)
                         fused_ssd_launches(K, V, dtype)
                     if V <= 128:
                         averages(V, dtype)

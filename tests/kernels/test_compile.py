@@ -39,7 +39,7 @@ STACK = {
 # kernels without a matrix product, or with small ones only
 SCALAR = (
     "gate_", "layer_gate_", "recurrent", "cumsum", "global_cumsum", "l2norm", "solve_tril",
-    "chunk_cumsum", "state_passing", "selective_state_update", "segment", "total",
+    "chunk_cumsum", "state_passing", "selective_state_update", "ema_piece", "total",
     "causal_conv1d", "reach", "rms_norm_gated", "bound_kernel", "warm_up", "kda_gates",
 )  # fmt: skip
 # of one block, where nothing is left to merge; of numbers
@@ -63,11 +63,12 @@ KERNELS = {
         "scores", "resolvent", "scan", "output_bwd", "state_bwd", "wy_bwd", "gate_bwd",
         "recurrent_bwd", "solve_tril", "cumsum", "global_cumsum", "l2norm", "l2norm_bwd",
         "gate", "layer_gate_bwd",
-        "kda_scores", "kda_inverse", "kda_scans", "kda_output_bwd", "kda_wy_bwd", "kda_intra_bwd",
+        "kda_scores", "kda_inverse", "kda_scans", "kda_state_bwd", "kda_output_bwd",
+        "kda_wy_bwd", "kda_intra_bwd",
         "chunk_cumsum", "chunk_state", "state_passing", "chunk_scan",
         "chunk_cumsum_bwd", "chunk_scan_chunk_state_bwd_dx", "chunk_scan_bwd_da_cs",
         "chunk_scan_bwd_dstates", "state_passing_bwd", "chunk_state_bwd_db", "chunk_scan_bwd_dc",
-        "selective_state_update", "ema", "ema_bwd", "segment", "total",
+        "selective_state_update", "ema", "ema_bwd", "ema_piece", "total",
         "causal_conv1d", "causal_conv1d_bwd", "causal_conv1d_update", "reach", "rms_norm_gated",
         "rms_norm_gated_bwd",
         "piece_map", "piece_map_bwd", "scan_map", "merge",
@@ -81,7 +82,7 @@ LARGE = {  # where a multiprocessor is large
         "ssd_bwd_far", "ssd_bwd_sum", "ssd_bwd_dx",
         "intra_chunk", "kda_fused_scan", "kda_fused_scan_transposed", "kda_fused_scan_map",
         "kda_gates",
-        "kda_fused_scans", "kda_fused_scan_map_bwd", "kda_reads_bwd", "kda_fused_intra_bwd",
+        "kda_fused_scans", "kda_fused_scan_map_bwd", "kda_fused_intra_bwd",
     )
 }  # fmt: skip
 

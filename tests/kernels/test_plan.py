@@ -9,7 +9,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from gdn_checks import same_bits
+from gdn_checks import PAYS, same_bits, without_gluon
 
 from linattn_edu import (
     causal_conv1d,
@@ -21,9 +21,6 @@ from linattn_edu import (
     mamba_chunk_scan_combined,
     rms_norm_gated,
 )
-from linattn_edu.kernels import pieces
-from linattn_edu.kernels.fused import gdn_bwd, gdn_fwd
-from linattn_edu.kernels.gluon import support
 from linattn_edu.kernels.host import plan
 from linattn_edu.testing import gdn_inputs, kda_inputs, ssd_inputs
 
@@ -108,11 +105,9 @@ def passes(x, f):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_program_gives_the_bits_of_the_composition(name, device, poison, monkeypatch):
+def test_a_program_gives_the_bits_of_the_composition(name, device, poison, force):
     if name == "in pieces":
-        monkeypatch.setattr(pieces, "LENGTH", 32)
-        monkeypatch.setattr(pieces, "LEAST", 2)
-        monkeypatch.setattr(pieces, "MULTIPROCESSORS", 1)
+        force(LENGTH=32, LEAST=2, MULTIPROCESSORS=1)
     for seed in range(3):
         x, f = CASES[name](seed, device)
         got = passes(x, f)
@@ -486,15 +481,11 @@ def test_maps_are_bounded(monkeypatch):
 
 
 @pytest.fixture
-def in_gluon(device, monkeypatch):
+def in_gluon(device, force):
     """seed -> inputs that the kernels in Gluon take, and the call; no two share an address."""
-    scan, intra_chunk = gdn_fwd.gdn_scan, gdn_bwd.gdn_intra_bwd
-    if scan is None or not support.available().usable:
-        pytest.skip("made for another Triton")
-    if gdn_fwd.device_of(torch.empty(1, device=device))[0] != "hopper":
-        pytest.skip("made for Hopper")
-    monkeypatch.setattr(scan, "pays", lambda *_: True)
-    monkeypatch.setattr(intra_chunk, "LEAST", 1)
+    if why := without_gluon(device):
+        pytest.skip(why)
+    force(**PAYS)
     kept = []
 
     def draw(seed):

@@ -58,23 +58,23 @@ def test_reference_is_mamba_without_b_and_c():
         assert_close(name, a, b, 1e-13)
 
 
-def in_segments(monkeypatch, *modules, chunks=2):
-    """Segments so short that few tokens have many."""
+def in_pieces(monkeypatch, *modules, chunks=2):
+    """Pieces so short that few tokens have many."""
     for module in modules:
-        monkeypatch.setattr(module, "SEGMENT", chunks)
+        monkeypatch.setattr(module, "PIECE", chunks)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("T", [31, 32, 33, 64, 65, 150])
-def test_segments(T, dtype, device, monkeypatch):
-    in_segments(monkeypatch, kernels)
+def test_pieces(T, dtype, device, monkeypatch):
+    in_pieces(monkeypatch, kernels)
     r = parts(T, 20, 16, "both", "trained", dtype, device, B=2)
     args = (r.x, r.g, r.gc, r.weight, r.h0)
     check_stage(kernel, reference, args, chunk_size=16, output_final_state=True)
 
 
-def test_segments_of_the_length_that_ships(device):
-    r = parts(16 * (2 * kernels.SEGMENT + 1) + 3, 5, 16, "state", "trained", torch.float32, device)
+def test_pieces_of_the_length_that_ships(device):
+    r = parts(16 * (2 * kernels.PIECE + 1) + 3, 5, 16, "state", "trained", torch.float32, device)
     args = (r.x[..., :1, :], r.g[..., :1], r.gc[..., :1], None, r.h0[:, :1])
     args = [t if t is None else t.contiguous() for t in args]
     check_stage(kernel, reference, args, chunk_size=16, output_final_state=True)
@@ -82,8 +82,8 @@ def test_segments_of_the_length_that_ships(device):
 
 @pytest.mark.parametrize("chunks", [2, 64])
 def test_packed_sequences_are_each_by_itself(chunks, device, monkeypatch):
-    """To the bit; those that are cut into segments too."""
-    in_segments(monkeypatch, kernels, chunks=chunks)
+    """To the bit; those that are cut into pieces too."""
+    in_pieces(monkeypatch, kernels, chunks=chunks)
     lengths = (33, 0, 16, 150, 1, 64, 0, 97)
     x, g, weight, h0 = draw(sum(lengths), 20, "both", "trained", device=device, B=1)
     h0 = torch.randn(len(lengths), 3, 20, device=device)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from ssd.ema_checks import GATES, GIVEN, draw, grid, loop, parts
 from ssd.ssd_checks import check_stage
-from ssd.test_ema import in_segments
+from ssd.test_ema import in_pieces
 
 from linattn_edu.kernels.ssd import ema as kernels
 from linattn_edu.kernels.ssd import ema_bwd as backward_kernels
@@ -53,8 +53,8 @@ def test_reference_is_the_gradient_of_the_recurrence(given, gate):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("T", [31, 32, 33, 64, 65, 150])
-def test_segments(T, dtype, device, monkeypatch):
-    in_segments(monkeypatch, kernels, backward_kernels)
+def test_pieces(T, dtype, device, monkeypatch):
+    in_pieces(monkeypatch, kernels, backward_kernels)
     r = parts(T, 20, 16, "both", "trained", dtype, device, B=2)
     args = (r.x, r.g, r.gc, r.weight, r.h, r.dy, r.dht)
     check_stage(kernel, reference, args, chunk_size=16)
@@ -62,8 +62,8 @@ def test_segments(T, dtype, device, monkeypatch):
 
 @pytest.mark.parametrize("chunks", [2, 64])
 def test_packed_sequences_are_each_by_itself(chunks, device, monkeypatch):
-    """To the bit; those that are cut into segments too."""
-    in_segments(monkeypatch, kernels, backward_kernels, chunks=chunks)
+    """To the bit; those that are cut into pieces too."""
+    in_pieces(monkeypatch, kernels, backward_kernels, chunks=chunks)
     lengths = (33, 0, 16, 150, 1, 64, 0, 97)
     x, g, weight, _ = draw(sum(lengths), 20, "both", "trained", device=device, B=1)
     dht, dy = torch.randn(len(lengths), 3, 20, device=device), torch.randn_like(x)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from linattn_edu.kernels.pieces import Pieces
 from linattn_edu.kernels.tiles import (
+    Config,
     block,
     cast,
     cdiv,
@@ -193,38 +194,56 @@ def piece_map(
     gs: Tensor | None = None,
     *,
     chunk_size: int,
+    **which,
+) -> tuple[Tensor, Tensor | None]:
+    """Launch piece_map_kernel; arguments and result as in the reference; which: of launch_map."""
+    given, sizes = (k, w, u, gc, initial_state, gs), (k.shape[2], *u.shape[2:])
+    return launch_map(
+        piece_map_kernel, MAP_CONFIGS, given, sizes, *gc.stride()[1:3], x=k, numbers=w is None,
+        constants={"BT": chunk_size, "CHANNEL": gc.ndim == 4}, **which,
+    )  # fmt: skip
+
+
+def launch_map(
+    kernel,
+    table: dict | Config,
+    given: tuple,
+    sizes: tuple[int, ...],
+    *strides: int,
+    x: Tensor,
+    constants: dict,
+    after: tuple = (),
+    numbers: bool | None = None,
     transition: bool = True,
     packing: Packing | None = None,
     rows: Tensor | None = None,
     pieces: Pieces | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Launch piece_map_kernel; arguments and result as in the reference.
+    """Launch a kernel that makes maps of pieces; return S_ext [NP, HV, K, V] and M [NP, HV, K, K].
 
-    packing, rows: the pieces are all its sequences, or those of these numbers [NP]. pieces: or they
-    are these.
+    Args:
+        given: what the kernel reads, in its order. after: what comes after its outputs.
+        sizes: H, where keys have heads of their own, HV and V. x: the keys [B, T, .., K].
+        numbers: whether M is a number [NP, HV]; None: the kernel has no place for one.
+        transition: whether to make M, which else is None.
+        packing, rows: the pieces are all its sequences, or those of these numbers [NP].
+        pieces: or they are these.
     """
-    H, K = k.shape[2:]
-    HV, V = u.shape[2:]
-    NP, cu_seqlens, T = map_args(k, packing, rows, pieces)
-    W = V + K if transition and w is not None else V
-    maps = k.new_empty(NP, HV, K, W, dtype=torch.float32)
-    number = maps.new_empty(NP, HV) if transition and w is None else None
-    grid, config = scan_launch(MAP_CONFIGS, k, NP * HV, W)
-    piece_map_kernel[grid](
-        k, w, u, gc, initial_state, gs, maps, number, rows, cu_seqlens, T, *gc.stride()[1:3],
-        H, HV, K, V, W, BT=chunk_size, CHANNEL=gc.ndim == 4, **config,
-    )  # fmt: skip
+    K, (*H, HV, V) = x.shape[-1], sizes
+    if pieces is None:
+        NP, cu_seqlens, _ = sequence_args(x, packing)
+        NP, T = NP if rows is None else len(rows), x.shape[1]
+    else:
+        NP, cu_seqlens, T = pieces.N, pieces.cu_seqlens, pieces.T
+    W = V + K if transition and not numbers else V
+    maps = x.new_empty(NP, HV, K, W, dtype=torch.float32)
+    number = maps.new_empty(NP, HV) if transition and numbers else None
+    outs = (maps,) if numbers is None else (maps, number)
+    grid, config = scan_launch(table, x, NP * HV, W)
+    kernel[grid](
+        *given, *outs, *after, rows, cu_seqlens, T, *strides, *H, HV, K, V, W, **constants, **config
+    )
     return maps[..., :V], maps[..., V:] if W > V else number
-
-
-def map_args(
-    x: Tensor, packing: Packing | None, rows: Tensor | None, pieces: Pieces | None
-) -> tuple[int, Tensor | None, int]:
-    """(number of pieces, cu_ptr, T) of the map of pieces of x [B, T, ...]."""
-    if pieces is not None:
-        return pieces.N, pieces.cu_seqlens, pieces.T
-    N, cu_seqlens, _ = sequence_args(x, packing)
-    return N if rows is None else len(rows), cu_seqlens, x.shape[1]
 
 
 def cp_merge(

@@ -4,8 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from linattn_edu.kernels.delta.cp_merge import launch_merge, map_args, piece_of
-from linattn_edu.kernels.pieces import Pieces
+from linattn_edu.kernels.delta.cp_merge import launch_map, launch_merge, piece_of
 from linattn_edu.kernels.tiles import (
     cast,
     dot,
@@ -13,11 +12,9 @@ from linattn_edu.kernels.tiles import (
     load_tile,
     load_vector,
     row,
-    scan_launch,
     scan_table,
     store_tile,
 )
-from linattn_edu.packing import Packing
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -139,27 +136,15 @@ def piece_map_bwd(
     *,
     scale: float,
     chunk_size: int,
-    transition: bool = True,
-    packing: Packing | None = None,
-    rows: Tensor | None = None,
-    pieces: Pieces | None = None,
+    **which,
 ) -> tuple[Tensor, Tensor | None]:
-    """Launch piece_map_bwd_kernel; arguments and result as in the reference.
-
-    packing, rows, pieces: as in piece_map.
-    """
-    H, K = q.shape[2:]
-    HV, V = do.shape[2:]
-    NP, cu_seqlens, T = map_args(q, packing, rows, pieces)
-    W = V + K if transition and w is not None else V
-    maps = gc.new_empty(NP, HV, K, W)
-    number = gc.new_empty(NP, HV) if transition and w is None else None
-    grid, config = scan_launch(MAP_CONFIGS if P is None else MAP_CHANNEL_CONFIGS, q, NP * HV, W)
-    piece_map_bwd_kernel[grid](
-        q, k, w, gc, do, dv_new, P, dht, maps, number, scale, rows, cu_seqlens, T,
-        *gc.stride()[1:3], H, HV, K, V, W, BT=chunk_size, CHANNEL=gc.ndim == 4, **config,
+    """Launch piece_map_bwd_kernel; arguments, result as in the reference; which: of launch_map."""
+    given, sizes = (q, k, w, gc, do, dv_new, P, dht), (q.shape[2], *do.shape[2:])
+    return launch_map(
+        piece_map_bwd_kernel, MAP_CONFIGS if P is None else MAP_CHANNEL_CONFIGS, given, sizes,
+        *gc.stride()[1:3], x=q, after=(scale,), numbers=w is None,
+        constants={"BT": chunk_size, "CHANNEL": gc.ndim == 4}, **which,
     )  # fmt: skip
-    return maps[..., :V], maps[..., V:] if W > V else number
 
 
 def cp_merge_bwd(

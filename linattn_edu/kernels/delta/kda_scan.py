@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from linattn_edu.kernels.delta.cp_merge import cp_merge, piece_map
-from linattn_edu.kernels.pieces import pieces_of
+from linattn_edu.kernels.pieces import by_maps
 from linattn_edu.kernels.tiles import (
     cast,
     columns_of,
@@ -121,10 +121,10 @@ def kda_scan(
     """Launch kda_scan_kernel; arguments and result as in the reference."""
     HV, K = kg.shape[2:]
     V, chunk_size = u.shape[-1], P.shape[-1]
-    pieces = pieces_of(kg, HV, V, chunk_size, packing)
-    if pieces.several:
-        maps = piece_map(kg, w, u, gc, chunk_size=chunk_size, pieces=pieces)
-        initial_state = pieces.entering(cp_merge, maps, initial_state)
+    pieces = by_maps(kg, HV, V, chunk_size, packing)
+    initial_state = pieces.entering(
+        cp_merge, piece_map, (kg, w, u, gc), initial_state, chunk_size=chunk_size
+    )
     o = torch.empty_like(u)
     last = kg.new_empty(pieces.N, HV, K, V, dtype=torch.float32) if output_final_state else None
     grid, config = scan_launch(CONFIGS, kg, pieces.N * HV, V)

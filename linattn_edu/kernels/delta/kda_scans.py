@@ -8,8 +8,8 @@ from torch import Tensor
 from linattn_edu.kernels.delta.cp_merge import cp_merge, piece_map
 from linattn_edu.kernels.delta.cp_merge_bwd import cp_merge_bwd, piece_map_bwd
 from linattn_edu.kernels.delta.state import state_kernel
-from linattn_edu.kernels.delta.state_bwd import state_bwd_kernel
-from linattn_edu.kernels.pieces import pieces_of
+from linattn_edu.kernels.delta.state_bwd import kda_state_bwd_kernel
+from linattn_edu.kernels.pieces import by_maps
 from linattn_edu.kernels.tiles import row, scan_launch, scan_table, states
 from linattn_edu.packing import Packing
 
@@ -48,10 +48,9 @@ def kda_scans_kernel(
         # eq:kda-dv-out   dv_new = scale P^T dO
         # eq:delta-dv-new   dv_new += diag(2^(gc_last - gc)) K dS
         # eq:delta-ds   dS <- 2^gc_last dS + scale (diag(2^gc) Q)^T dO - w^T dv_new
-        state_bwd_kernel(
-            qg_ptr, kg_ptr, w_ptr, gc_ptr, do_ptr, None, P_ptr, dht_ptr, None, None, dh_ptr,
-            dv_ptr, dh0_ptr, None, scale, cu_ptr, offsets_ptr, T, stride_t, stride_h,
-            HV, HV, K, V, BT, BK, BV, CHANNEL=True, WHOLE=False,
+        kda_state_bwd_kernel(
+            qg_ptr, kg_ptr, w_ptr, gc_ptr, do_ptr, P_ptr, dht_ptr, dh_ptr, dv_ptr, dh0_ptr, scale,
+            cu_ptr, offsets_ptr, T, stride_t, stride_h, HV, K, V, BT, BK, BV,
         )  # fmt: skip
     else:
         # eq:delta-v-new   v_new = u - w S
@@ -93,13 +92,11 @@ def kda_scans(
     """Launch kda_scans_kernel; arguments and result as in the reference."""
     HV, K = kg.shape[2:]
     V, chunk_size = u.shape[3], P.shape[3]
-    pieces = pieces_of(kg, HV, V, chunk_size, packing)
-    if pieces.several:
-        options = {"chunk_size": chunk_size, "pieces": pieces}
-        maps = piece_map(kg, w, u, gc, **options)
-        initial_state = pieces.entering(cp_merge, maps, initial_state)
-        maps = piece_map_bwd(qg, kg, w, gc, do, None, P=P, scale=scale, **options)
-        dht = pieces.entering(cp_merge_bwd, maps, dht)
+    pieces = by_maps(kg, HV, V, chunk_size, packing)
+    given, options = (kg, w, u, gc), {"chunk_size": chunk_size}
+    initial_state = pieces.entering(cp_merge, piece_map, given, initial_state, **options)
+    given = qg, kg, w, gc, do, None, None, P
+    dht = pieces.entering(cp_merge_bwd, piece_map_bwd, given, dht, scale=scale, **options)
     h, dh = (kg.new_empty(*states(kg, chunk_size, packing), HV, K, V) for _ in range(2))
     v_new, dv_new = torch.empty_like(u), torch.empty_like(u)
     dh0 = kg.new_empty(pieces.N, HV, K, V, dtype=torch.float32)

@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from linattn_edu.kernels.delta.cp_merge import cp_merge, piece_map
-from linattn_edu.kernels.pieces import pieces_of, whole_of
+from linattn_edu.kernels.pieces import by_maps, whole_of
 from linattn_edu.kernels.tiles import (
     cast,
     columns_of,
@@ -161,10 +161,11 @@ def state(
     """Launch state_kernel; arguments and result as in the reference."""
     H, K = k.shape[2:]
     HV, V = u.shape[2:]
-    pieces = pieces_of(k, HV, V, chunk_size, packing) if seq_idx is None else whole_of(k, packing)
-    if pieces.several:
-        maps = piece_map(k, w, u, gc, None, gs, chunk_size=chunk_size, pieces=pieces)
-        initial_state = pieces.entering(cp_merge, maps, initial_state)
+    pieces = by_maps(k, HV, V, chunk_size, packing) if seq_idx is None else whole_of(k, packing)
+    given = k, w, u, gc, None, gs
+    initial_state = pieces.entering(
+        cp_merge, piece_map, given, initial_state, chunk_size=chunk_size
+    )
     h = k.new_empty(*states(k, chunk_size, packing), HV, K, V)
     v_new = None if w is None else torch.empty_like(u)
     last = k.new_empty(pieces.N, HV, K, V, dtype=torch.float32) if output_final_state else None

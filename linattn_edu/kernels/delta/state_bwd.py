@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from linattn_edu.kernels.delta.cp_merge_bwd import cp_merge_bwd, piece_map_bwd
-from linattn_edu.kernels.pieces import pieces_of, whole_of
+from linattn_edu.kernels.pieces import by_maps, whole_of
 from linattn_edu.kernels.tiles import (
     cast,
     cdiv,
@@ -31,10 +31,9 @@ def state_bwd_kernel(
     q_ptr,  # [B, T, H, K]
     k_ptr,  # [B, T, H, K], or None with w: no v_new
     w_ptr,  # [B, T, HV, K] or None
-    gc_ptr,  # [B, T, HV] log2; or [B, T, HV, K], and q and k are qg and kg of HV heads
+    gc_ptr,  # [B, T, HV] log2
     do_ptr,  # [B, T, HV, V]
     dv_out_ptr,  # [B, T, HV, V]: the part of dv_new that output_bwd found; or None
-    P_ptr,  # [B, T, HV, BT], from which that part is made here; with gates [B, T, HV, K]
     dht_ptr,  # [N, HV, K, V] or None
     seq_ptr,  # [B, T] or None
     h_ptr,  # [B, NT, HV, K, V] of state, or None
@@ -50,7 +49,6 @@ def state_bwd_kernel(
     stride_h,  # and between heads
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    CHANNEL: tl.constexpr,  # a gate for each row of dS
     WHOLE: tl.constexpr,  # every chunk has BT tokens
 ):  # fmt: skip
     """One program: dS[:, v-tile] of one head, back through all chunks.  Grid (N * HV * V / BV).
@@ -68,9 +66,6 @@ def state_bwd_kernel(
         k_ptr += (first * H + i_h // (HV // H)) * K
         w_ptr += (first * HV + i_h) * K
         dv_ptr += (first * HV + i_h) * V
-    if CHANNEL:
-        P_ptr += (first * HV + i_h) * BT
-    elif k_ptr is not None:
         dv_out_ptr += (first * HV + i_h) * V
     if seq_ptr is not None:
         seq_ptr += first
@@ -91,50 +86,32 @@ def state_bwd_kernel(
         b_S = load_tile(h_ptr, o_k, o_v, V, tl.where(n_seq > 0, K, 0), V)
     # the load of what a chunk decays by runs one chunk ahead, as in state
     o_last = (n_seq - (NT - 1) * BT - 1) * stride_t
-    if CHANNEL:
-        b_last = load_vector(gc_ptr + o_last, o_k, tl.where(n_seq > 0, K, 0))
-    else:
-        b_last = tl.load(gc_ptr + o_last, mask=n_seq > 0, other=0.0)
+    b_last = tl.load(gc_ptr + o_last, mask=n_seq > 0, other=0.0)
     for i_t in range(NT):
         n_t = BT if WHOLE else n_seq - (NT - 1 - i_t) * BT
         b_h = cast(b_dS, dh_ptr.dtype.element_ty)
         store_tile(dh_ptr, b_h, o_k, o_v, V, K, V)
 
-        if CHANNEL:
-            b_a = tl.exp2(b_last)[:, None]
-        else:
-            b_a = tl.exp2(b_last)
-            b_gc = load_gate(gc_ptr, o_t, stride_t, n_t)  # [BT]
-        # eq:kda-dv-out   dv_new = scale P^T dO
+        b_a = tl.exp2(b_last)
+        b_gc = load_gate(gc_ptr, o_t, stride_t, n_t)  # [BT]
         # eq:delta-dv-new   dv_new += diag(2^(gc_last - gc)) K dS
         if k_ptr is not None:
             b_k = load_tile(k_ptr, o_t, o_k, H * K, n_t, K)  # [BT, BK]
-            if CHANNEL:
-                b_P = load_tile(P_ptr, o_t, o_t, HV * BT, n_t, BT)  # [BT, BT]
-                b_do = load_tile(do_ptr, o_t, o_v, HV * V, n_t, V)  # [BT, BV]
-                b_dv = dot(b_k, b_h, scale * dot(tl.trans(b_P), b_do))
-            else:
-                b_dv = load_tile(dv_out_ptr, o_t, o_v, HV * V, n_t, V).to(tl.float32)  # [BT, BV]
-                b_dv += tl.exp2(b_last - b_gc)[:, None] * dot(b_k, b_h)
+            b_dv = load_tile(dv_out_ptr, o_t, o_v, HV * V, n_t, V).to(tl.float32)  # [BT, BV]
+            b_dv += tl.exp2(b_last - b_gc)[:, None] * dot(b_k, b_h)
             store_tile(dv_ptr, b_dv, o_t, o_v, HV * V, n_t, V)
-        if CHANNEL:
-            b_last = load_vector(gc_ptr - stride_t, o_k, tl.where(i_t < NT - 1, K, 0))
-        else:
-            b_last = tl.load(gc_ptr - stride_t, mask=i_t < NT - 1, other=0.0)
+        b_last = tl.load(gc_ptr - stride_t, mask=i_t < NT - 1, other=0.0)
 
         # eq:delta-ds   dS <- 2^gc_last dS + scale (diag(2^gc) Q)^T dO - w^T dv_new
         b_q = load_tile(q_ptr, o_t, o_k, H * K, n_t, K)  # [BT, BK]
-        if CHANNEL:
-            b_do = b_do.to(tl.float32) * scale
-        else:
-            b_do = load_tile(do_ptr, o_t, o_v, HV * V, n_t, V).to(tl.float32)  # [BT, BV]
-            b_e = tl.exp2(b_gc) * scale
-            if seq_ptr is not None:
-                b_id, before, end = documents(seq_ptr, NT - 1 - i_t, o_t, n_t)
-                b_e = tl.where(b_id == before, b_e, 0.0)
-                b_a = tl.where(end == before, b_a, 0.0)
-                seq_ptr -= BT
-            b_do *= b_e[:, None]
+        b_do = load_tile(do_ptr, o_t, o_v, HV * V, n_t, V).to(tl.float32)  # [BT, BV]
+        b_e = tl.exp2(b_gc) * scale
+        if seq_ptr is not None:
+            b_id, before, end = documents(seq_ptr, NT - 1 - i_t, o_t, n_t)
+            b_e = tl.where(b_id == before, b_e, 0.0)
+            b_a = tl.where(end == before, b_a, 0.0)
+            seq_ptr -= BT
+        b_do *= b_e[:, None]
         # eq:ssd-dlast   dlast = a <h, dS>
         if h_ptr is not None:
             b_hS = b_S.to(tl.float32) * b_dS
@@ -153,10 +130,90 @@ def state_bwd_kernel(
             k_ptr -= BT * H * K
             w_ptr -= BT * HV * K
             dv_ptr -= BT * HV * V
-        if CHANNEL:
-            P_ptr -= BT * HV * BT
-        elif k_ptr is not None:
             dv_out_ptr -= BT * HV * V
+        gc_ptr -= BT * stride_t
+        dh_ptr -= HV * K * V
+
+    store_tile(dh0_ptr + i_nh * K * V, b_dS, o_k, o_v, V, K, V)
+
+
+@triton.jit(do_not_specialize=["T"])
+def kda_state_bwd_kernel(
+    qg_ptr,  # [B, T, HV, K]
+    kg_ptr,  # [B, T, HV, K]
+    w_ptr,  # [B, T, HV, K]
+    gc_ptr,  # [B, T, HV, K] log2
+    do_ptr,  # [B, T, HV, V]
+    P_ptr,  # [B, T, HV, BT]
+    dht_ptr,  # [N, HV, K, V] or None
+    dh_ptr,  # [B, NT, HV, K, V] out: gradient of the state leaving each chunk
+    dv_ptr,  # [B, T, HV, V] out
+    dh0_ptr,  # [N, HV, K, V] out
+    scale,
+    cu_ptr,  # [N + 1] or None
+    offsets_ptr,  # [N + 1] or None
+    T,
+    stride_t,  # of gc, between tokens
+    stride_h,  # and between heads
+    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+):  # fmt: skip
+    """state_bwd_kernel with a gate for each row of dS, and its whole dv_new.
+
+    Grid (N * HV * V / BV).  Reference: linattn_edu.reference.delta.state_bwd.
+    """
+    i_v, i_nh, i_h, first, n_seq, i_c = columns_of(
+        tl.program_id(0), cu_ptr, offsets_ptr, T, HV, V, BT, BV
+    )
+    NT = tl.cdiv(n_seq, BT)
+    first += (NT - 1) * BT
+    qg_ptr += (first * HV + i_h) * K
+    do_ptr += (first * HV + i_h) * V
+    kg_ptr += (first * HV + i_h) * K
+    w_ptr += (first * HV + i_h) * K
+    dv_ptr += (first * HV + i_h) * V
+    P_ptr += (first * HV + i_h) * BT
+    gc_ptr += first * stride_t + i_h * stride_h
+    dh_ptr += ((i_c + NT - 1) * HV + i_h) * K * V
+
+    o_t = tl.arange(0, BT)
+    o_k = tl.arange(0, BK)
+    o_v = i_v * BV + tl.arange(0, BV)
+    b_dS = tl.zeros([BK, BV], dtype=tl.float32)
+    if dht_ptr is not None:
+        b_dS += load_tile(dht_ptr + i_nh * K * V, o_k, o_v, V, K, V).to(tl.float32)
+
+    # the load of what a chunk decays by runs one chunk ahead, as in state
+    o_last = (n_seq - (NT - 1) * BT - 1) * stride_t
+    b_last = load_vector(gc_ptr + o_last, o_k, tl.where(n_seq > 0, K, 0))
+    for i_t in range(NT):
+        n_t = n_seq - (NT - 1 - i_t) * BT
+        b_h = cast(b_dS, dh_ptr.dtype.element_ty)
+        store_tile(dh_ptr, b_h, o_k, o_v, V, K, V)
+
+        b_a = tl.exp2(b_last)[:, None]
+        # eq:kda-dv-out   dv_new = scale P^T dO
+        # eq:delta-dv-new   dv_new += kg dS
+        b_k = load_tile(kg_ptr, o_t, o_k, HV * K, n_t, K)  # [BT, BK]
+        b_P = load_tile(P_ptr, o_t, o_t, HV * BT, n_t, BT)  # [BT, BT]
+        b_do = load_tile(do_ptr, o_t, o_v, HV * V, n_t, V)  # [BT, BV]
+        b_dv = dot(b_k, b_h, scale * dot(tl.trans(b_P), b_do))
+        store_tile(dv_ptr, b_dv, o_t, o_v, HV * V, n_t, V)
+        b_last = load_vector(gc_ptr - stride_t, o_k, tl.where(i_t < NT - 1, K, 0))
+
+        # eq:delta-ds   dS <- diag(2^gc_last) dS + scale qg^T dO - w^T dv_new
+        b_q = load_tile(qg_ptr, o_t, o_k, HV * K, n_t, K)  # [BT, BK]
+        b_do = b_do.to(tl.float32) * scale
+        b_dS = dot(tl.trans(b_q), cast(b_do, b_q.dtype), b_dS * b_a)
+        b_w = load_tile(w_ptr, o_t, o_k, HV * K, n_t, K)  # [BT, BK]
+        b_dS = dot(tl.trans(b_w), cast(-b_dv, b_w.dtype), b_dS)
+
+        qg_ptr -= BT * HV * K
+        do_ptr -= BT * HV * V
+        kg_ptr -= BT * HV * K
+        w_ptr -= BT * HV * K
+        dv_ptr -= BT * HV * V
+        P_ptr -= BT * HV * BT
         gc_ptr -= BT * stride_t
         dh_ptr -= HV * K * V
 
@@ -208,25 +265,28 @@ def state_bwd(
     chunk_size: int,
     packing: Packing | None = None,
 ) -> tuple[Tensor | None, ...]:
-    """Launch state_bwd_kernel; arguments and result as in the reference."""
+    """Launch the kernel that suits the gates; arguments and result as in the reference."""
     H, K = q.shape[2:]
     HV, V = do.shape[2:]
-    pieces = pieces_of(q, HV, V, chunk_size, packing) if seq_idx is None else whole_of(q, packing)
-    if pieces.several:
-        options = {"scale": scale, "chunk_size": chunk_size, "pieces": pieces}
-        maps = piece_map_bwd(q, k, w, gc, do, dv_new, P=P, **options)
-        dht = pieces.entering(cp_merge_bwd, maps, dht)
+    pieces = by_maps(q, HV, V, chunk_size, packing) if seq_idx is None else whole_of(q, packing)
+    given, options = (q, k, w, gc, do, dv_new, None, P), {"scale": scale, "chunk_size": chunk_size}
+    dht = pieces.entering(cp_merge_bwd, piece_map_bwd, given, dht, **options)
     dh = q.new_empty(*states(q, chunk_size, packing), HV, K, V)
     dv_out, dv_new = dv_new, None if w is None else torch.empty_like(do)
     dh0 = q.new_empty(pieces.N, HV, K, V, dtype=torch.float32)
     table = FREE if w is None else CONFIGS if P is None else CHANNEL_CONFIGS
     grid, config = scan_launch(table, q, pieces.N * HV, V)
+    places = pieces.cu_seqlens, pieces.chunk_offsets, pieces.T, *gc.stride()[1:3]
+    if P is not None:
+        kda_state_bwd_kernel[grid](
+            q, k, w, gc, do, P, dht, dh, dv_new, dh0, scale, *places, HV, K, V, BT=chunk_size,
+            **config,
+        )  # fmt: skip
+        return dh, dv_new, pieces.first(dh0)
     parts = None if h is None else gc.new_empty(*dh.shape[:3], cdiv(V, config["BV"]), K)
     state_bwd_kernel[grid](
-        q, k, w, gc, do, dv_out, P, dht, seq_idx, h, dh, dv_new, dh0, parts,
-        scale, pieces.cu_seqlens, pieces.chunk_offsets, pieces.T, *gc.stride()[1:3], H, HV, K, V,
-        BT=chunk_size, CHANNEL=gc.ndim == 4,
-        WHOLE=w is None and whole(q, chunk_size, packing), **config,
+        q, k, w, gc, do, dv_out, dht, seq_idx, h, dh, dv_new, dh0, parts, scale, *places,
+        H, HV, K, V, BT=chunk_size, WHOLE=w is None and whole(q, chunk_size, packing), **config,
     )  # fmt: skip
     dh0 = pieces.first(dh0)
     return (dh, dv_new, dh0) if h is None else (dh, dv_new, dh0, parts.sum((-1, -2)))

@@ -8,8 +8,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from linattn_edu.kernels.pieces import Pieces, spans_of
-from linattn_edu.kernels.tiles import block, cdiv, device_of, load_row, load_tile, sequence_of
+from linattn_edu.kernels.pieces import Pieces, by_warm_up
+from linattn_edu.kernels.routes import by_load, kind_of, load_of
+from linattn_edu.kernels.tiles import block, cdiv, load_row, load_tile, sequence_of
 from linattn_edu.packing import Packing
 
 FORGOTTEN = tl.constexpr(32.0)  # log2: what is left of a state, 2^-32 of it, no sum in fp32 holds
@@ -60,7 +61,7 @@ def bound_kernel(
 @triton.jit(do_not_specialize=["T", "each", "rows"])
 def warm_up_kernel(
     bound_ptr,  # [NR, N, HV]
-    warm_ptr,  # [N, HV] int32 out; with CHOICE [2, N, HV]
+    warmup_ptr,  # [N, HV] int32 out; with CHOICE [2, N, HV]
     cu_ptr,  # [N + 1] or None
     sequence_ptr,  # [N] or None
     T,
@@ -93,32 +94,32 @@ def warm_up_kernel(
             need = tl.where(found, i_r + 1, need)
         need = tl.where(edge | (other == i_n), 0, need)
         slow = tl.maximum(slow, tl.max(tl.where(need < 0, 1, 0), 0))
-        tl.store(warm_ptr + i_nh, need, mask=i_nh < rows)
+        tl.store(warmup_ptr + i_nh, need, mask=i_nh < rows)
     if CHOICE:
         for begin in range(0, rows, BR):
             i_nh = begin + tl.arange(0, BR)
-            need = tl.load(warm_ptr + i_nh, mask=i_nh < rows)  # by the threads that stored it
-            tl.store(warm_ptr + i_nh, tl.where(slow > 0, -1, need), mask=i_nh < rows)
+            need = tl.load(warmup_ptr + i_nh, mask=i_nh < rows)  # by the threads that stored it
+            tl.store(warmup_ptr + i_nh, tl.where(slow > 0, -1, need), mask=i_nh < rows)
             need = tl.where(slow > 0, need, -1)
-            tl.store(warm_ptr + rows + i_nh, need, mask=i_nh < rows)
+            tl.store(warmup_ptr + rows + i_nh, need, mask=i_nh < rows)
 
 
 @triton.jit
-def span_of(i_nh, first, n_t, i_c, warm_ptr, cu_ptr, T, N, HV: tl.constexpr, BT: tl.constexpr,
-            BACK: tl.constexpr):  # fmt: skip
+def with_warm_up(i_nh, first, n_t, i_c, warmup_ptr, cu_ptr, T, N, HV: tl.constexpr,
+                 BT: tl.constexpr, BACK: tl.constexpr):  # fmt: skip
     """What a program that begins with a piece and head goes through, by the tensor of `warm_up`.
 
     first, n_t, i_c: of the piece, as of `columns_of`. N: pieces.
     Returns the same of the whole way, the chunks at whose end nothing is to be stored, and the
     piece and head with which it ends; -1 if the piece belongs to another program's way.
     """
-    skip = tl.load(warm_ptr + i_nh)
+    skip = tl.load(warmup_ptr + i_nh)
     i_end, n = i_nh, n_t
     if BACK:
         i_next = i_nh - HV
     else:
         i_next = i_nh + HV
-    more = tl.load(warm_ptr + i_next, mask=(i_next >= 0) & (i_next < N * HV), other=0) < 0
+    more = tl.load(warmup_ptr + i_next, mask=(i_next >= 0) & (i_next < N * HV), other=0) < 0
     while more:
         _, n_next, _ = sequence_of(i_next // HV, cu_ptr, None, T, BT)
         n += n_next
@@ -127,7 +128,7 @@ def span_of(i_nh, first, n_t, i_c, warm_ptr, cu_ptr, T, N, HV: tl.constexpr, BT:
             i_next -= HV
         else:
             i_next += HV
-        more = tl.load(warm_ptr + i_next, mask=(i_next >= 0) & (i_next < N * HV), other=0) < 0
+        more = tl.load(warmup_ptr + i_next, mask=(i_next >= 0) & (i_next < N * HV), other=0) < 0
     before = n - n_t if BACK else skip * BT
     mine = skip >= 0
     n = tl.where(mine, n + skip * BT, 0)
@@ -156,7 +157,7 @@ def warm_up(
     """
     H, K = k.shape[2:]
     HV = gc.shape[2]
-    pieces = spans_of(k, HV, V, chunk_size, packing)
+    pieces = by_warm_up(k, HV, V, chunk_size, packing)
     if not pieces.several:
         return pieces, [None]
     rows, NR = pieces.N * HV, REACH // chunk_size
@@ -166,10 +167,11 @@ def warm_up(
         BT=chunk_size, BK=min(128, block(K)), NR=NR, DIAGONAL=beta.ndim == 4, BACK=back,
         num_warps=4, num_stages=1,
     )  # fmt: skip
-    choice = choice and 2 * pieces.batch * HV * cdiv(V, 64) < 3 * device_of(k)[1]
-    warm = gc.new_empty(1 + choice, pieces.N, HV, dtype=torch.int32)
+    load = load_of(kind_of(k, HV, V, chunk_size, packing), k, packing)
+    choice = choice and by_load.both_widths(load).takes == 1
+    warmup = gc.new_empty(1 + choice, pieces.N, HV, dtype=torch.int32)
     warm_up_kernel[(1 if choice else cdiv(rows, ROWS),)](
-        bound, warm, pieces.cu_seqlens, pieces.sequence, pieces.T, pieces.N // pieces.batch, rows,
+        bound, warmup, pieces.cu_seqlens, pieces.sequence, pieces.T, pieces.N // pieces.batch, rows,
         HV, BT=chunk_size, NR=NR, BR=ROWS, BACK=back, CHOICE=choice, num_warps=4, num_stages=1,
     )  # fmt: skip
-    return pieces, [*warm]
+    return pieces, [*warmup]

@@ -1,225 +1,40 @@
-"""The forward pass in fused kernels: all that needs no state (scores, resolvent), then the scan.
+"""The forward pass in fused kernels: the scan, after all that needs no state (gdn_intra).
 
 Against the five stages nothing of size [T, K] or [T, V] is written between kernels: w, u, v_new and
 the states h stay on the chip.
 """
+
+from collections.abc import Callable
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from linattn_edu.kernels.delta.cp_merge import cp_merge, map_args, piece_of
-from linattn_edu.kernels.delta.solve import (
-    invert_columns,
-    kkt,
-    merge,
-    merge_precision,
-    quarters,
-    unit_lower_inverse,
-)
-from linattn_edu.kernels.delta.warm_up import span_of, warm_up
+from linattn_edu.kernels.delta.cp_merge import cp_merge, launch_map, piece_of
+from linattn_edu.kernels.delta.warm_up import warm_up, with_warm_up
 from linattn_edu.kernels.gluon import support
-from linattn_edu.kernels.pieces import Pieces, pieces_of
+from linattn_edu.kernels.pieces import Pieces, by_maps
+from linattn_edu.kernels.routes import by_load, kind_of, load_of
 from linattn_edu.kernels.tiles import (
     cast,
     cdiv,
-    chunk_args,
-    chunk_of,
     columns_of,
-    decay_matrix,
-    device_of,
     dot,
-    entry,
     load_gate,
     load_row,
     load_tile,
-    of_generation,
     row,
     scan_launch,
     scan_table,
     store_tile,
-    whole,
 )
 from linattn_edu.packing import Packing
 
 try:
-    from linattn_edu.kernels.gluon import gdn_intra, gdn_scan
+    from linattn_edu.kernels.gluon import gdn_scan
 except Exception as error:  # a Triton whose Gluon has other names
-    gdn_intra = gdn_scan = support.left_out(error)
-
-
-@triton.jit(do_not_specialize=["T"])
-def scores_kernel(
-    q_ptr,  # [B, T, H, K]
-    k_ptr,  # [B, T, H, K]
-    gc_ptr,  # [B, T, HV] log2
-    P_ptr,  # [B, T, HV, BT] out
-    cu_ptr,  # [N + 1] or None
-    chunks_ptr,  # [NT, 2] or None
-    T,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
-    BT: tl.constexpr, BK: tl.constexpr,
-):  # fmt: skip
-    """One program: one chunk of one q/k head, for all its value heads.  Grid (NT * H).
-
-    Reference: linattn_edu.reference.fused.gdn_fwd.intra_chunk.
-    """
-    i_h, _, first, n_t = chunk_of(tl.program_id(0), cu_ptr, chunks_ptr, T, H, BT)
-    q_ptr += (first * H + i_h) * K
-    k_ptr += (first * H + i_h) * K
-    o_t = tl.arange(0, BT)
-
-    b_QK = tl.zeros([BT, BT], dtype=tl.float32)
-    for i_k in range(tl.cdiv(K, BK)):
-        o_k = i_k * BK + tl.arange(0, BK)
-        b_q = load_tile(q_ptr, o_t, o_k, H * K, n_t, K)  # [BT, BK]
-        b_k = load_tile(k_ptr, o_t, o_k, H * K, n_t, K)  # [BT, BK]
-        b_QK = dot(b_q, tl.trans(b_k), b_QK)
-    for i_g in range(HV // H):
-        i = first * HV + i_h * (HV // H) + i_g
-        # eq:delta-decay-matrix   G = 2^(gc_i - gc_j), i >= j
-        G = decay_matrix(load_gate(gc_ptr + i, o_t, HV, n_t), o_t)
-        # eq:delta-intra   P = Q K^T * G
-        store_tile(P_ptr + i * BT, b_QK * G, o_t, o_t, HV * BT, n_t, BT)
-
-
-@triton.jit(do_not_specialize=["T"])
-def resolvent_kernel(
-    k_ptr,  # [B, T, H, K]
-    beta_ptr,  # [B, T, HV]
-    gc_ptr,  # [B, T, HV] log2
-    R_ptr,  # [B, T, HV, BT] out
-    A_ptr,  # [B, T, HV, BT] out, A * G with GATED; or None
-    cu_ptr,  # [N + 1] or None
-    chunks_ptr,  # [NT, 2] or None
-    T,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
-    BT: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
-    GATED: tl.constexpr,
-):  # fmt: skip
-    """One program: one chunk of one head.  Grid (NT * HV).
-
-    Reference: linattn_edu.reference.fused.gdn_fwd.intra_chunk.
-    """
-    i_h, _, first, n_t = chunk_of(tl.program_id(0), cu_ptr, chunks_ptr, T, HV, BT)
-    k_ptr += (first * H + i_h // (HV // H)) * K
-    o_t = tl.arange(0, BT)
-
-    b_beta = load_row(beta_ptr + first * HV + i_h, o_t, HV, n_t)
-    # eq:delta-kkt   L = diag(beta) tril(K K^T, -1)
-    L = kkt(k_ptr, b_beta, H * K, n_t, K, BT, BK)
-    A = unit_lower_inverse(L, BT, PRECISION)
-    if A_ptr is not None and not GATED:
-        store_tile(A_ptr + (first * HV + i_h) * BT, A, o_t, o_t, HV * BT, n_t, BT)
-    # eq:delta-resolvent   R = (A * G) diag(beta)
-    A *= decay_matrix(load_gate(gc_ptr + first * HV + i_h, o_t, HV, n_t), o_t)
-    if A_ptr is not None and GATED:
-        store_tile(A_ptr + (first * HV + i_h) * BT, A, o_t, o_t, HV * BT, n_t, BT)
-    R = A * b_beta[None, :]
-    store_tile(R_ptr + (first * HV + i_h) * BT, R, o_t, o_t, HV * BT, n_t, BT)
-
-
-@triton.jit
-def three_quarters(q_ptr, k_ptr, stride, n_t, S: tl.constexpr, K: tl.constexpr, BK: tl.constexpr):
-    """Three quarters [S, S] of Q K^T, of 2 S rows: all but the upper right one."""
-    o = tl.arange(0, S)
-    b_11 = tl.zeros([S, S], dtype=tl.float32)
-    b_21 = tl.zeros([S, S], dtype=tl.float32)
-    b_22 = tl.zeros([S, S], dtype=tl.float32)
-    for i_k in range(tl.cdiv(K, BK)):
-        o_k = i_k * BK + tl.arange(0, BK)
-        b_q1 = load_tile(q_ptr, o, o_k, stride, n_t, K)  # [S, BK]
-        b_k1 = load_tile(k_ptr, o, o_k, stride, n_t, K)  # [S, BK]
-        b_q2 = load_tile(q_ptr, S + o, o_k, stride, n_t, K)  # [S, BK]
-        b_k2 = load_tile(k_ptr, S + o, o_k, stride, n_t, K)  # [S, BK]
-        b_11 = dot(b_q1, tl.trans(b_k1), b_11)
-        b_21 = dot(b_q2, tl.trans(b_k1), b_21)
-        b_22 = dot(b_q2, tl.trans(b_k2), b_22)
-    return b_11, b_21, b_22
-
-
-@triton.jit
-def stack_tiles(M1, M2, M3, M4):
-    """[4, 8, 8] of tiles [8, 8]."""
-    M = tl.join(tl.join(M1, M2), tl.join(M3, M4))
-    return tl.reshape(tl.permute(M, (3, 2, 0, 1)), (4, 8, 8))
-
-
-@triton.jit(do_not_specialize=["T"])
-def intra_chunk_kernel(
-    q_ptr,  # [B, T, H, K]
-    k_ptr,  # [B, T, H, K]
-    beta_ptr,  # [B, T, HV]
-    gc_ptr,  # [B, T, HV] log2
-    P_ptr,  # [B, T, HV, BT] out
-    R_ptr,  # [B, T, HV, BT] out
-    A_ptr,  # [B, T, HV, BT] out, A * G with GATED; or None
-    cu_ptr,  # [N + 1] or None
-    chunks_ptr,  # [NT, 2] or None
-    T,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
-    BT: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
-    GATED: tl.constexpr,
-    WHOLE: tl.constexpr,  # every chunk has BT tokens
-):  # fmt: skip
-    """scores_kernel and resolvent_kernel in one, for chunks of 64.
-
-    One program: one chunk of one head.  Grid (NT * HV).
-
-    Reference: linattn_edu.reference.fused.gdn_fwd.intra_chunk.
-    """
-    S: tl.constexpr = BT // 2
-    i_h, _, first, n_t = chunk_of(tl.program_id(0), cu_ptr, chunks_ptr, T, HV, BT)
-    n_t = BT if WHOLE else n_t
-    q_ptr += (first * H + i_h // (HV // H)) * K
-    k_ptr += (first * H + i_h // (HV // H)) * K
-    beta_ptr += first * HV + i_h
-    gc_ptr += first * HV + i_h
-    P_ptr += (first * HV + i_h) * BT
-    R_ptr += (first * HV + i_h) * BT
-    o = tl.arange(0, S)
-
-    # eq:delta-decay-matrix   G = 2^(gc_i - gc_j), i >= j
-    b_gc1 = load_gate(gc_ptr, o, HV, n_t)
-    b_gc2 = load_gate(gc_ptr, S + o, HV, n_t)
-    # eq:delta-intra   P = Q K^T * G
-    P11, P21, P22 = three_quarters(q_ptr, k_ptr, H * K, n_t, S, K, BK)
-    P21 *= tl.exp2(b_gc2[:, None] - b_gc1[None, :])
-    store_tile(P_ptr, P11 * decay_matrix(b_gc1, o), o, o, HV * BT, n_t, BT)
-    store_tile(P_ptr, tl.zeros_like(P11), o, S + o, HV * BT, n_t, BT)
-    store_tile(P_ptr, P21, S + o, o, HV * BT, n_t, BT)
-    store_tile(P_ptr, P22 * decay_matrix(b_gc2, o), S + o, S + o, HV * BT, n_t, BT)
-
-    # eq:delta-kkt   L = diag(beta) tril(K K^T, -1)
-    L11, L21, L22 = three_quarters(k_ptr, k_ptr, H * K, n_t, S, K, BK)
-    L21 *= load_row(beta_ptr, S + o, HV, n_t)[:, None]
-    D1, M1, D2 = quarters(L11, 16)
-    D3, M2, D4 = quarters(L22, 16)
-    o_i = tl.arange(0, 2)[:, None] * 32 + 16 + tl.arange(0, 16)[None, :]
-    M21 = tl.permute(tl.join(M1, M2), (2, 0, 1))
-    M21 *= load_row(beta_ptr, o_i, HV, n_t)[:, :, None]
-    a1, b1, c1 = quarters(D1, 8)
-    a2, b2, c2 = quarters(D2, 8)
-    a3, b3, c3 = quarters(D3, 8)
-    a4, b4, c4 = quarters(D4, 8)
-    D11, D21, D22 = (
-        stack_tiles(a1, a2, a3, a4),
-        stack_tiles(b1, b2, b3, b4),
-        stack_tiles(c1, c2, c3, c4),
-    )
-    X = invert_columns(D11, D21, D22, beta_ptr, HV, n_t, 4)
-    X = merge(X, M21, 16, BT, PRECISION)
-    A = tl.reshape(merge(X, L21[None, :, :], S, BT, PRECISION), (BT, BT))
-    # eq:delta-resolvent   R = (A * G) diag(beta)
-    o_t = tl.arange(0, BT)
-    if A_ptr is not None and not GATED:
-        store_tile(A_ptr + (first * HV + i_h) * BT, A, o_t, o_t, HV * BT, n_t, BT)
-    A *= decay_matrix(load_gate(gc_ptr, o_t, HV, n_t), o_t)
-    if A_ptr is not None and GATED:
-        store_tile(A_ptr + (first * HV + i_h) * BT, A, o_t, o_t, HV * BT, n_t, BT)
-    R = A * load_row(beta_ptr, o_t, HV, n_t)[None, :]
-    store_tile(R_ptr, R, o_t, o_t, HV * BT, n_t, BT)
+    gdn_scan = support.left_out(error)
 
 
 @triton.jit(do_not_specialize=["T", "N"])
@@ -234,7 +49,7 @@ def scan_kernel(
     o_ptr,  # [B, T, HV, V] out
     ht_ptr,  # [N, HV, K, V] out, or None
     scale,
-    warm_ptr,  # [N, HV] or None
+    warmup_ptr,  # [N, HV] or None
     cu_ptr,  # [N + 1] or None
     offsets_ptr,  # [N + 1] or None
     T,
@@ -250,9 +65,9 @@ def scan_kernel(
         tl.program_id(0), cu_ptr, offsets_ptr, T, HV, V, BT, BV
     )
     skip, i_end = 0, i_nh
-    if warm_ptr is not None:
-        first, n_seq, _, skip, i_end = span_of(
-            i_nh, first, n_seq, i_c, warm_ptr, cu_ptr, T, N, HV, BT, False
+    if warmup_ptr is not None:
+        first, n_seq, _, skip, i_end = with_warm_up(
+            i_nh, first, n_seq, i_c, warmup_ptr, cu_ptr, T, N, HV, BT, False
         )
     q_ptr += (first * H + i_h // (HV // H)) * K
     k_ptr += (first * H + i_h // (HV // H)) * K
@@ -317,7 +132,7 @@ def scan_transposed_kernel(
     o_ptr,  # [B, T, HV, V] out
     ht_ptr,  # [N, HV, K, V] out, or None
     scale,
-    warm_ptr,  # [N, HV] or None
+    warmup_ptr,  # [N, HV] or None
     cu_ptr,  # [N + 1] or None
     offsets_ptr,  # [N + 1] or None
     T,
@@ -336,9 +151,9 @@ def scan_transposed_kernel(
         tl.program_id(0), cu_ptr, offsets_ptr, T, HV, V, BT, BV
     )
     skip, i_end = 0, i_nh
-    if warm_ptr is not None:
-        first, n_seq, _, skip, i_end = span_of(
-            i_nh, first, n_seq, i_c, warm_ptr, cu_ptr, T, N, HV, BT, False
+    if warmup_ptr is not None:
+        first, n_seq, _, skip, i_end = with_warm_up(
+            i_nh, first, n_seq, i_c, warmup_ptr, cu_ptr, T, N, HV, BT, False
         )
     o_t = tl.arange(0, BT)
     o_k = tl.arange(0, BK)
@@ -434,21 +249,6 @@ def scan_map_kernel(
     store_tile(map_ptr + i_ph * K * W, b_S, o_k, o_v, W, K, W)
 
 
-# generation -> bytes of an element -> row
-SCORES_CONFIGS = {
-    "turing": {2: row(4, 1, BK=64), 4: row(4, 1, BK=32)},
-    "ampere": {2: row(4, 1, BK=64), 4: row(4, 1, BK=32)},
-    "hopper": {2: row(2, 3, BK=64), 4: row(4, 1, BK=32)},
-}
-# one warp, as in solve
-RESOLVENT_CONFIGS = {
-    "turing": {2: row(4, 1, BK=64), 4: row(4, 1, BK=32)},
-    "ampere": {2: row(1, 1, BK=64), 4: row(4, 1, BK=32)},
-    "hopper": {2: row(1, 3, BK=64), 4: row(4, 1, BK=32)},
-}
-# both in one, where that is faster and has run on a GPU: 16 bit, chunks of 64, a key head for each
-# value head, since each of those has its own program; keys -> row
-INTRA_CONFIGS = {"hopper": {2: {64: row(1, 3, BK=32, maxnreg=168), 128: row(1, 3, BK=64)}}}
 SCAN_CONFIGS = scan_table(
     ampere={128: [row(4, 1, BV=32)], 256: [row(4, 1, BV=16)]},
     # never 1 stage in 16 bit with BV < 64: miscompiled by ptxas 12.8, see tiles.UNPIPELINED
@@ -463,49 +263,32 @@ SCAN_CONFIGS = scan_table(
 TRANSPOSED = {"num_warps": 4, "num_stages": 2}
 
 
-def crowded(k: Tensor, programs: int, config: dict[str, int]) -> bool:
-    """Whether scan_transposed_kernel, whose products are 64 rows high, has two programs for many a
-    multiprocessor; with one it would be the slower of the two. Measured for keys of more than 64.
-    """
-    generation, processors = device_of(k)
-    fits = generation in ("hopper", "blackwell") and k.element_size() == 2
-    return fits and config["BK"] == 128 and config["BV"] == 64 and 2 * programs >= 3 * processors
-
-
-def intra_chunk(
-    q: Tensor,
-    k: Tensor,
-    beta: Tensor,
-    gc: Tensor,
+def entering(
+    decays: tuple,
+    merge: Callable,
+    make: Callable,
+    given: tuple,
+    state: Tensor | None,
     *,
     chunk_size: int,
-    return_inverse: bool = False,
-    gated: bool = False,
+    choice: bool,
+    back: bool = False,
     packing: Packing | None = None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Launch the kernel or the two that suit the GPU; arguments and result as in the reference."""
-    B, T, H, K = k.shape
-    HV = beta.shape[-1]
-    NT, *chunks = chunk_args(k, chunk_size, packing)
-    P, R = (q.new_empty(B, T, HV, chunk_size) for _ in range(2))
-    A = torch.empty_like(R) if return_inverse else None
-    if gdn_intra is not None and gdn_intra.fits(q, k, chunk_size):
-        given = q, k, beta, gc, P, R, A, gated, packing
-        if support.attempt(gdn_intra.intra_gluon, *given):
-            return P, R, A
-    options = {"BT": chunk_size, "PRECISION": merge_precision(k.dtype), "GATED": gated}
-    rows = of_generation(INTRA_CONFIGS, device_of(k)[0]).get(k.element_size(), {})
-    if K in rows and chunk_size == 64 and H == HV:
-        intra_chunk_kernel[(NT * HV,)](
-            q, k, beta, gc, P, R, A, *chunks, T, H, HV, K,
-            WHOLE=whole(k, chunk_size, packing), **options, **rows[K].launch(K),
-        )  # fmt: skip
-        return P, R, A
-    config = entry(SCORES_CONFIGS, k).launch(K)
-    scores_kernel[(NT * H,)](q, k, gc, P, *chunks, T, H, HV, K, BT=chunk_size, **config)
-    config = entry(RESOLVENT_CONFIGS, k).launch(K)
-    resolvent_kernel[(NT * HV,)](k, beta, gc, R, A, *chunks, T, H, HV, K, **options, **config)
-    return P, R, A
+    **options,
+) -> tuple[Pieces, list[Tensor | None], Tensor | None]:
+    """The pieces of a scan, with how many chunks before each it begins, and the states that enter.
+
+    decays, choice, back: k, beta, gc, V and options of warm_up, where pieces are entered by a
+    warm-up. merge, make, given, state, options: of Pieces.entering, where they are by maps.
+    """
+    k, _, gc, V = decays
+    pieces = by_maps(k, gc.shape[2], V, chunk_size, packing)
+    if pieces.several:
+        return pieces, [None], pieces.entering(merge, make, given, state, **options)
+    pieces, warmup = warm_up(
+        *decays, chunk_size=chunk_size, back=back, choice=choice, packing=packing
+    )
+    return pieces, warmup, pieces.placed(state, last=back)
 
 
 def scan(
@@ -525,27 +308,22 @@ def scan(
     H, K = q.shape[2:]
     HV, V = v.shape[2:]
     C = P.shape[-1]
-    in_gluon = gdn_scan is not None and gdn_scan.fits(q, k, v, P, R, packing)
-    pieces = pieces_of(q, HV, V, C, packing)
-    warm = [None]
-    if pieces.several:
-        maps = scan_map(k, v, gc, R, pieces=pieces)
-        initial_state = pieces.entering(cp_merge, maps, initial_state)
-    else:
-        options = {"chunk_size": C, "packing": packing, "choice": not in_gluon}
-        pieces, warm = warm_up(k, R, gc, V, **options)
-        initial_state = pieces.placed(initial_state)
+    load = load_of(kind_of(q, HV, V, C, packing, (q, k, v, P, R)), q, packing)
+    in_gluon = by_load.scan(load).takes == "gluon"
+    pieces, warmup, initial_state = entering(
+        (k, R, gc, V), cp_merge, scan_map, (k, v, gc, R), initial_state, chunk_size=C,
+        choice=not in_gluon, packing=packing,
+    )  # fmt: skip
     o = torch.empty_like(v)
     last = q.new_empty(pieces.N, HV, K, V, dtype=torch.float32) if output_final_state else None
-    if in_gluon:
-        given = q, k, v, gc, P, R, initial_state, o, last, scale
-        if support.attempt(gdn_scan.scan_gluon, *given, *warm, pieces):
-            return o, pieces.last(last)
-    for i, skipped in enumerate(warm):
+    given = q, k, v, gc, P, R, initial_state, o, last, scale
+    if in_gluon and gdn_scan.scan_gluon(*given, *warmup, pieces):
+        return o, pieces.last(last)
+    for i, skipped in enumerate(warmup):
         heads = (pieces.batch if i else pieces.N) * HV
         _, config = scan_launch(SCAN_CONFIGS, k, heads, V)
         programs = pieces.N * HV * cdiv(V, config["BV"])
-        full = crowded(k, programs, config)
+        full = by_load.transposed(load, programs, config["BK"], config["BV"]).takes == "transposed"
         kernel = scan_transposed_kernel if full else scan_kernel
         kernel[(programs,)](
             q, k, v, gc, P, R, initial_state, o, last, scale, skipped, pieces.cu_seqlens,
@@ -562,24 +340,10 @@ def scan_map(
     R: Tensor,
     initial_state: Tensor | None = None,
     beta: Tensor | None = None,
-    *,
-    transition: bool = True,
-    packing: Packing | None = None,
-    rows: Tensor | None = None,
-    pieces: Pieces | None = None,
+    **which,
 ) -> tuple[Tensor, Tensor | None]:
-    """Launch scan_map_kernel; arguments and result as in the reference.
-
-    packing, rows, pieces: as in piece_map.
-    """
-    H, K = k.shape[2:]
-    HV, V = v.shape[2:]
-    NP, cu_seqlens, T = map_args(k, packing, rows, pieces)
-    W = V + K if transition else V
-    maps = gc.new_empty(NP, HV, K, W)
-    grid, config = scan_launch(SCAN_CONFIGS, k, NP * HV, W)
-    scan_map_kernel[grid](
-        k, v, gc, R, initial_state, beta, maps, rows, cu_seqlens, T, H, HV, K, V, W, BT=R.shape[-1],
-        **config,
-    )  # fmt: skip
-    return maps[..., :V], maps[..., V:] if transition else None
+    """Launch scan_map_kernel; arguments and result as in the reference; which: of launch_map."""
+    given, sizes = (k, v, gc, R, initial_state, beta), (k.shape[2], *v.shape[2:])
+    return launch_map(
+        scan_map_kernel, SCAN_CONFIGS, given, sizes, x=k, constants={"BT": R.shape[-1]}, **which
+    )

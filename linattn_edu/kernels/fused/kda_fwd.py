@@ -9,11 +9,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from linattn_edu.kernels.delta.cp_merge import cp_merge, map_args, piece_of
+from linattn_edu.kernels.delta.cp_merge import cp_merge, launch_map, piece_of
 from linattn_edu.kernels.delta.kda_intra import launch_intra
-from linattn_edu.kernels.fused.gdn_fwd import TRANSPOSED, crowded
+from linattn_edu.kernels.fused.gdn_fwd import TRANSPOSED
 from linattn_edu.kernels.gluon import support
-from linattn_edu.kernels.pieces import Pieces, pieces_of
+from linattn_edu.kernels.pieces import by_maps
+from linattn_edu.kernels.routes import by_load, kind_of, load_of
 from linattn_edu.kernels.tiles import (
     cast,
     columns_of,
@@ -292,18 +293,18 @@ def kda_fused_scan(
     """Launch the scan that suits the GPU; arguments and result as in the reference."""
     HV, K = kg.shape[2:]
     V, C = v.shape[-1], A.shape[-1]
-    pieces = pieces_of(kg, HV, V, C, packing)
-    if pieces.several:
-        maps = kda_fused_scan_map(kg, kd, v, beta, gc, A, pieces=pieces)
-        initial_state = pieces.entering(cp_merge, maps, initial_state)
+    pieces = by_maps(kg, HV, V, C, packing)
+    given = kg, kd, v, beta, gc, A
+    initial_state = pieces.entering(cp_merge, kda_fused_scan_map, given, initial_state)
     o = torch.empty_like(v)
     last = gc.new_empty(pieces.N, HV, K, V) if output_final_state else None
-    if kda_scan is not None and kda_scan.fits(kg, v, P, A, packing):
+    load = load_of(kind_of(kg, HV, V, C, packing, (kg, v, P, A)), kg, packing)
+    if by_load.kda_scan(load).takes == "gluon":
         given = qg, kg, kd, v, beta, gc, P, A, initial_state, o, last, scale
-        if support.attempt(kda_scan.kda_scan_gluon, *given, pieces):
+        if kda_scan.kda_scan_gluon(*given, pieces):
             return o, pieces.last(last)
     grid, config = scan_launch(CONFIGS, kg, pieces.N * HV, V)
-    full = crowded(kg, *grid, config)
+    full = by_load.transposed(load, *grid, config["BK"], config["BV"]).takes == "transposed"
     kernel = kda_fused_scan_transposed_kernel if full else kda_fused_scan_kernel
     kernel[grid](
         qg, kg, kd, v, beta, gc, P, A, initial_state, o, last, scale, pieces.cu_seqlens,
@@ -320,24 +321,13 @@ def kda_fused_scan_map(
     gc: Tensor,
     A: Tensor,
     initial_state: Tensor | None = None,
-    *,
-    transition: bool = True,
-    packing: Packing | None = None,
-    rows: Tensor | None = None,
-    pieces: Pieces | None = None,
+    **which,
 ) -> tuple[Tensor, Tensor | None]:
-    """Launch kda_fused_scan_map_kernel; arguments and result as in the reference.
-
-    packing, rows, pieces: as in piece_map.
+    """Launch kda_fused_scan_map_kernel; arguments and result as in the reference; which: of
+    launch_map.
     """
-    HV, K = kg.shape[2:]
-    V = v.shape[-1]
-    NP, cu_seqlens, T = map_args(kg, packing, rows, pieces)
-    W = V + K if transition else V
-    maps = gc.new_empty(NP, HV, K, W)
-    grid, config = scan_launch(MAP_CONFIGS, kg, NP * HV, W)
-    kda_fused_scan_map_kernel[grid](
-        kg, kd, v, beta, gc, A, initial_state, maps, rows, cu_seqlens, T, HV, K, V, W,
-        BT=A.shape[-1], **config,
+    given = kg, kd, v, beta, gc, A, initial_state
+    return launch_map(
+        kda_fused_scan_map_kernel, MAP_CONFIGS, given, v.shape[2:], x=kg,
+        constants={"BT": A.shape[-1]}, **which,
     )  # fmt: skip
-    return maps[..., :V], maps[..., V:] if transition else None

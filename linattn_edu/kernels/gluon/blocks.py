@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.core import _aggregate
 
-from linattn_edu.kernels.delta.warm_up import span_of
+from linattn_edu.kernels.delta.warm_up import with_warm_up
 from linattn_edu.kernels.pieces import Pieces
 from linattn_edu.kernels.tiles import sequence_of
 
@@ -185,9 +185,9 @@ def store_transposed(x, shared):
 
 # -- scans: a piece of a sequence a program, a chunk after the other -----------------------------
 @gluon.jit
-def piece_of_program(pid, warm_ptr, cu_ptr, offsets_ptr, T, N, H: gl.constexpr, HV: gl.constexpr,
+def piece_of_program(pid, warmup_ptr, cu_ptr, offsets_ptr, T, N, H: gl.constexpr, HV: gl.constexpr,
         V: gl.constexpr, BT: gl.constexpr, BV: gl.constexpr, BACK: gl.constexpr):  # fmt: skip
-    """What program pid goes through: a piece, or by warm_ptr more, or nothing.
+    """What program pid goes through: a piece, or by warmup_ptr more, or nothing.
 
     Returns the tile of values, the head, its head of keys, the piece and head with which it begins
     and with which it ends (-1: another program goes through it), the first row, the number of the
@@ -197,9 +197,9 @@ def piece_of_program(pid, warm_ptr, cu_ptr, offsets_ptr, T, N, H: gl.constexpr, 
     i_v, i_nh = pid % NV, pid // NV
     i_h, skip, i_end = i_nh % HV, 0, i_nh
     first, n_t, i_c = sequence_of(i_nh // HV, cu_ptr, offsets_ptr, T, BT)
-    if warm_ptr is not None:
-        first, n_t, i_c, skip, i_end = span_of(
-            i_nh, first, n_t, i_c, warm_ptr, cu_ptr, T, N, HV, BT, BACK
+    if warmup_ptr is not None:
+        first, n_t, i_c, skip, i_end = with_warm_up(
+            i_nh, first, n_t, i_c, warmup_ptr, cu_ptr, T, N, HV, BT, BACK
         )
     first, i_c = first.to(gl.int32), i_c.to(gl.int32)  # rows of descriptors
     return i_v, i_h, i_h // (HV // H), i_nh, i_end, first, i_c, n_t // BT, skip

@@ -3,7 +3,6 @@
 Four warps work on one chunk of one value head; the inverse is that of gdn_solve.
 """
 
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -14,7 +13,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     tma,
 )
 
-from linattn_edu.kernels.gluon import support
 from linattn_edu.kernels.gluon.blocks import (
     CHUNK,
     async_load,
@@ -35,7 +33,9 @@ from linattn_edu.kernels.gluon.gdn_solve import (
     resolvent,
     scores,
 )
-from linattn_edu.kernels.tiles import chunk_args, chunk_of, device_of, whole
+from linattn_edu.kernels.gluon.support import attempt
+from linattn_edu.kernels.routes import by_load, kind_of, load_of
+from linattn_edu.kernels.tiles import chunk_args, chunk_of, whole
 from linattn_edu.packing import Packing
 
 
@@ -73,7 +73,7 @@ def intra_chunk_gluon_kernel(
 ):  # fmt: skip
     """One program: one chunk of one head.  Grid (NT * HV).
 
-    Reference: linattn_edu.reference.fused.gdn_fwd.intra_chunk.
+    Reference: linattn_edu.reference.fused.gdn_intra.intra_chunk.
     """
     dtype: gl.constexpr = k_ptr.dtype.element_ty
     keys: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BT, K], dtype)
@@ -218,7 +218,7 @@ def intra_chunk_ring_gluon_kernel(
 
     One program: every so many-th chunk of a q/k head, with its value heads.  Any grid.
 
-    Reference: linattn_edu.reference.fused.gdn_fwd.intra_chunk.
+    Reference: linattn_edu.reference.fused.gdn_intra.intra_chunk.
     """
     dtype: gl.constexpr = k_desc.dtype
     G: gl.constexpr = HV // H
@@ -247,35 +247,13 @@ def intra_chunk_ring_gluon_kernel(
     ], [1], [24])  # fmt: skip
 
 
-HEADS = (64, 128)  # keys
 OPTIONS = {"num_warps": 4, "maxnreg": 128}
 # of intra_chunk_ring_gluon_kernel on a multiprocessor -> options. Of its registers the loading warp
 # keeps 24 a thread, the others take the rest
 OPTIONS_CHUNKS = {2: {"num_warps": 4, "maxnreg": 120}, 3: {"num_warps": 4, "maxnreg": 80}}
 
 
-def programs_of(K: int, H: int, HV: int) -> int:
-    """Of intra_chunk_ring_gluon_kernel on a multiprocessor. Where a chunk is read for one value
-    head alone, two keep the way to memory full.
-    """
-    return 2 if K == 128 and H == HV else 3
-
-
-def fits(q: Tensor, k: Tensor, chunk_size: int) -> bool:
-    """Whether intra_gluon takes these. Neither batch nor length may decide, since the last bits are
-    not those of the other kernels.
-    """
-    return (
-        k.is_cuda
-        and device_of(k)[0] == "hopper"
-        and k.dtype == torch.bfloat16
-        and k.shape[-1] in HEADS
-        and chunk_size == CHUNK
-        and support.available().usable
-        and all(x.data_ptr() % 16 == 0 for x in (q, k))
-    )
-
-
+@attempt
 def intra_gluon(
     q: Tensor,
     k: Tensor,
@@ -293,11 +271,11 @@ def intra_gluon(
     T, H, K = k.shape[1:]
     HV = beta.shape[-1]
     NT, *chunks = chunk_args(k, CHUNK, packing)
-    programs = programs_of(K, H, HV)
-    grid = programs * device_of(k)[1]
-    if whole(k, CHUNK, packing) and grid < NT * H:
+    load = load_of(kind_of(k, HV, 0, CHUNK, packing), k, packing)
+    programs = by_load.intra_ring(load, NT, whole(k, CHUNK, packing)).takes
+    if programs:
         out = (x if x is None else descriptor(x, CHUNK) for x in (P, R, A))
-        intra_chunk_ring_gluon_kernel[(grid,)](
+        intra_chunk_ring_gluon_kernel[(programs * load.processors,)](
             descriptor(q, K), descriptor(k, K), *out, beta, gc, NT, H, HV, K, CHUNK, gated,
             **OPTIONS_CHUNKS[programs],
         )  # fmt: skip

@@ -17,7 +17,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from linattn_edu.kernels.gluon import support
 from linattn_edu.kernels.gluon.blocks import (
     CHUNK,
     async_load,
@@ -32,8 +31,8 @@ from linattn_edu.kernels.gluon.blocks import (
     product,
     record,
 )
+from linattn_edu.kernels.gluon.support import attempt
 from linattn_edu.kernels.tiles import device_of
-from linattn_edu.packing import Packing
 
 
 @record
@@ -416,30 +415,11 @@ def intra_chunk_bwd_gluon_kernel(
 
 
 HEAD = 128  # keys, and values
-# tokens of a sequence times value heads: with fewer a call waits for the host with either kernel.
-# Not the batch: the last bits are not those of intra_chunk_bwd_kernel
-LEAST = 1 << 14
 # of the registers at the start the loading warp keeps 24 a thread, the others take the rest
 OPTIONS = {"num_warps": 4, "maxnreg": 168}
 
 
-def fits(
-    q: Tensor, k: Tensor, v: Tensor, *others: Tensor, chunk_size: int, packing: Packing | None
-) -> bool:
-    """Whether intra_bwd_gluon takes these; others: what else is copied in tiles."""
-    return (
-        packing is None
-        and v.shape[1] * v.shape[2] >= LEAST
-        and q.shape[1] % CHUNK == 0
-        and q.is_cuda
-        and device_of(q)[0] == "hopper"
-        and q.element_size() == 2
-        and (q.shape[-1], v.shape[-1], chunk_size) == (HEAD, HEAD, CHUNK)
-        and support.available().usable
-        and all(x.data_ptr() % 16 == 0 for x in (q, k, v, *others))
-    )
-
-
+@attempt
 def intra_bwd_gluon(
     q: Tensor,
     k: Tensor,

@@ -16,7 +16,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from linattn_edu.kernels.gluon import support
 from linattn_edu.kernels.gluon.blocks import (
     BV,
     CHUNK,
@@ -36,9 +35,8 @@ from linattn_edu.kernels.gluon.blocks import (
     ring,
     rows_of,
 )
+from linattn_edu.kernels.gluon.support import attempt
 from linattn_edu.kernels.pieces import Pieces
-from linattn_edu.kernels.tiles import device_of
-from linattn_edu.packing import Packing
 
 
 @gluon.jit
@@ -139,7 +137,7 @@ def scan_gluon_kernel(
     h0_ptr,  # [N, HV, K, V] or None
     ht_ptr,  # [N, HV, K, V] out, or None
     scale,
-    warm_ptr,  # [N, HV] or None
+    warmup_ptr,  # [N, HV] or None
     cu_ptr,  # [N + 1] or None
     T,
     N,
@@ -151,7 +149,7 @@ def scan_gluon_kernel(
     Reference: linattn_edu.reference.fused.gdn_fwd.scan.
     """
     i_v, i_h, i_k, i_nh, i_end, first, _, NT, skip = piece_of_program(
-        gl.program_id(0), warm_ptr, cu_ptr, None, T, N, H, HV, V, BT, BV, False
+        gl.program_id(0), warmup_ptr, cu_ptr, None, T, N, H, HV, V, BT, BV, False
     )
     if NT == 0:  # an empty piece, or one that another program goes through
         return
@@ -175,48 +173,13 @@ def scan_gluon_kernel(
     ], [1], [24])  # fmt: skip
 
 
-# tokens times heads: with fewer a call waits for the host with either kernel, and a first call,
-# which has its descriptors to make, for longer with this one
-LEAST = 1 << 14
-# the same where multiprocessors have several programs, and plain Triton has them work side by side
-CROWDED, LONG = 1 << 18, 256  # and tokens of a sequence: a few chunks do not pay the way in
-HEADS = (64, 128)  # keys
 # three chunks in shared memory: one at work, two on their way
 TILES = {"BT": CHUNK, "BV": BV, "STAGES": 3}
 # of the registers at the start the loading warp keeps 24 a thread, the others take the rest
 OPTIONS = {"num_warps": 4, "maxnreg": 144}
 
 
-def pays(q: Tensor, v: Tensor) -> bool:
-    """Whether the kernels here are faster; the batch may decide, since the bits are the same."""
-    B, T, HV, V = v.shape
-    programs = B * HV * V // BV
-    if q.shape[-1] == 128 and programs <= device_of(q)[1]:
-        return B * T * HV >= LEAST
-    return B * T * HV >= CROWDED and T >= LONG
-
-
-def runs(q: Tensor, k: Tensor, v: Tensor, P: Tensor, R: Tensor, packing: Packing | None) -> bool:
-    """Whether scan_gluon can scan these sequences, or pieces of them that are whole chunks."""
-    return (
-        packing is None
-        and q.shape[1] % CHUNK == 0
-        and q.is_cuda
-        and device_of(q)[0] == "hopper"
-        and q.element_size() == 2
-        and q.shape[-1] in HEADS
-        and v.shape[-1] % BV == 0
-        and P.shape[-1] == CHUNK
-        and support.available().usable
-        and all(x.data_ptr() % 16 == 0 for x in (q, k, v, P, R))
-    )
-
-
-def fits(q: Tensor, k: Tensor, v: Tensor, P: Tensor, R: Tensor, packing: Packing | None) -> bool:
-    """Whether it does, and is the faster."""
-    return runs(q, k, v, P, R, packing) and pays(q, v)
-
-
+@attempt
 def scan_gluon(
     q: Tensor,
     k: Tensor,
@@ -228,17 +191,17 @@ def scan_gluon(
     o: Tensor,
     last: Tensor | None,
     scale: float,
-    warm: Tensor | None,
+    warmup: Tensor | None,
     pieces: Pieces,
 ) -> None:
     """Launch scan_gluon_kernel on the pieces; it writes o and last.
 
-    warm: as `warm_up` returns it, or None for pieces that are scanned from their own first token.
+    warmup: as `warm_up` returns it, or None for pieces that are scanned from their own first token.
     """
     (H, K), (HV, V) = q.shape[2:], v.shape[2:]
     widths = K, K, BV, CHUNK, CHUNK, BV
     descriptors = map(descriptor, (q, k, v, P, R, o), widths)
     scan_gluon_kernel[(pieces.N * HV * V // BV,)](
-        *descriptors, gc, initial_state, last, scale, warm, pieces.cu_seqlens, pieces.T, pieces.N,
+        *descriptors, gc, initial_state, last, scale, warmup, pieces.cu_seqlens, pieces.T, pieces.N,
         H, HV, K, V, **TILES, **OPTIONS,
     )  # fmt: skip

@@ -38,8 +38,8 @@ from linattn_edu.kernels.gluon.blocks import (
     store_state,
     store_transposed,
 )
+from linattn_edu.kernels.gluon.support import attempt
 from linattn_edu.kernels.pieces import Pieces
-from linattn_edu.packing import Packing
 
 
 @gluon.jit
@@ -189,7 +189,7 @@ def scan_states_gluon_kernel(
     beta_ptr,  # [B, T, HV]
     gc_ptr,  # [B, T, HV] log2
     h0_ptr,  # [N, HV, K, V] or None
-    warm_ptr,  # [N, HV] or None
+    warmup_ptr,  # [N, HV] or None
     cu_ptr,  # [N + 1] or None
     offsets_ptr,  # [N] or None
     T,
@@ -201,10 +201,10 @@ def scan_states_gluon_kernel(
 ):  # fmt: skip
     """One program: S[:, v-tile] of one head, through all chunks.  Grid (N * HV * V / BV).
 
-    Reference: linattn_edu.reference.fused.gdn_bwd.scan_states.
+    Reference: linattn_edu.reference.fused.gdn_scans.scan_states.
     """
     i_v, i_h, i_k, i_nh, _, first, i_c, NT, skip = piece_of_program(
-        gl.program_id(0) // STEP, warm_ptr, cu_ptr, offsets_ptr, T, N, H, HV, V, BT, BV, False
+        gl.program_id(0) // STEP, warmup_ptr, cu_ptr, offsets_ptr, T, N, H, HV, V, BT, BV, False
     )
     c_v = i_h * V + i_v * BV
     gc_ptr += first.to(gl.int64) * ROW + i_h
@@ -247,7 +247,7 @@ def scan_bwd_gluon_kernel(
     dht_ptr,  # [N, HV, K, V] or None
     dh0_ptr,  # [N, HV, K, V] out
     scale,
-    warm_ptr,  # [N, HV] or None
+    warmup_ptr,  # [N, HV] or None
     cu_ptr,  # [N + 1] or None
     offsets_ptr,  # [N] or None
     T,
@@ -259,10 +259,10 @@ def scan_bwd_gluon_kernel(
 ):  # fmt: skip
     """One program: dS[:, v-tile] of one head, back through all chunks.  Grid (N * HV * V / BV).
 
-    Reference: linattn_edu.reference.fused.gdn_bwd.scan_bwd.
+    Reference: linattn_edu.reference.fused.gdn_scans.scan_bwd.
     """
     i_v, i_h, i_k, i_nh, i_end, first, i_c, NT, skip = piece_of_program(
-        gl.program_id(0) // STEP, warm_ptr, cu_ptr, offsets_ptr, T, N, H, HV, V, BT, BV, True
+        gl.program_id(0) // STEP, warmup_ptr, cu_ptr, offsets_ptr, T, N, H, HV, V, BT, BV, True
     )
     c_k, c_v, c_t = i_k * K, i_h * V + i_v * BV, i_h * BT
     gc_ptr += first.to(gl.int64) * ROW + i_h
@@ -304,7 +304,7 @@ def scans_gluon_kernel(
 ):  # fmt: skip
     """The programs of both kernels, of which it has all arguments.
 
-    Grid (2 * N * HV * V / BV).  Reference: linattn_edu.reference.fused.gdn_bwd.scans.
+    Grid (2 * N * HV * V / BV).  Reference: linattn_edu.reference.fused.gdn_scans.scans.
     """
     if gl.program_id(0) % 2 == 0:
         scan_bwd_gluon_kernel(
@@ -319,18 +319,13 @@ def scans_gluon_kernel(
         )  # fmt: skip
 
 
-HEAD = 128  # keys
 # STAGES: chunks in shared memory, one at work, the others on their way
 TILES = {"BT": CHUNK, "BV": BV, "STAGES": 4}
 TILES_BACK = TILES | {"STAGES": 3}
 TILES_BOTH = TILES | {"STAGES_BACK": 3}
 
 
-def fits(q: Tensor, k: Tensor, v: Tensor, P: Tensor, AG: Tensor, packing: Packing | None) -> bool:
-    """Whether these kernels scan such sequences; do is as v is."""
-    return q.shape[-1] == HEAD and gdn_scan.fits(q, k, v, P, AG, packing)
-
-
+@attempt
 def scan_states_gluon(
     k: Tensor,
     v: Tensor,
@@ -340,18 +335,19 @@ def scan_states_gluon(
     h0: Tensor | None,
     h: Tensor,
     v_new: Tensor,
-    warm: Tensor | None,
+    warmup: Tensor | None,
     pieces: Pieces,
 ) -> None:
     """Launch scan_states_gluon_kernel on the pieces; it writes h and v_new."""
     (H, K), (HV, V) = k.shape[2:], v.shape[2:]
     chunks = map(descriptor, (k, v, AG), (K, BV, CHUNK))
     scan_states_gluon_kernel[(pieces.N * HV * V // BV,)](
-        *chunks, descriptor(h, BV), descriptor(v_new, BV), beta, gc, h0, warm,
+        *chunks, descriptor(h, BV), descriptor(v_new, BV), beta, gc, h0, warmup,
         *piece_args(pieces), gc.stride(1), 1, H, HV, K, V, **TILES, **gdn_scan.OPTIONS,
     )  # fmt: skip
 
 
+@attempt
 def scan_bwd_gluon(
     q: Tensor,
     k: Tensor,
@@ -366,7 +362,7 @@ def scan_bwd_gluon(
     dv: Tensor,
     dh0: Tensor,
     scale: float,
-    warm: Tensor | None,
+    warmup: Tensor | None,
     pieces: Pieces,
 ) -> None:
     """Launch scan_bwd_gluon_kernel on the pieces; it writes dh, Z, dv and dh0."""
@@ -374,11 +370,12 @@ def scan_bwd_gluon(
     chunks = map(descriptor, (q, k, P, AG, do), (K, K, CHUNK, CHUNK, BV))
     outs = map(descriptor, (Z, dv), (BV, BV))
     scan_bwd_gluon_kernel[(pieces.N * HV * V // BV,)](
-        *chunks, descriptor(dh, BV), *outs, beta, gc, dht, dh0, scale, warm,
+        *chunks, descriptor(dh, BV), *outs, beta, gc, dht, dh0, scale, warmup,
         *piece_args(pieces), gc.stride(1), 1, H, HV, K, V, **TILES_BACK, **gdn_scan.OPTIONS,
     )  # fmt: skip
 
 
+@attempt
 def scans_gluon(
     q: Tensor,
     k: Tensor,

@@ -6,7 +6,6 @@ channels as rows: of what a gate multiplies a product makes the first operand of
 stays in registers.
 """
 
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -18,7 +17,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from linattn_edu.kernels.delta.kda_intra_bwd import NEAR
-from linattn_edu.kernels.gluon import support
 from linattn_edu.kernels.gluon.blocks import (
     CHUNK,
     async_load,
@@ -32,6 +30,7 @@ from linattn_edu.kernels.gluon.blocks import (
     product,
     record,
 )
+from linattn_edu.kernels.gluon.support import attempt
 from linattn_edu.kernels.tiles import device_of
 
 
@@ -430,40 +429,11 @@ def kda_intra_bwd_gluon_kernel(
 
 
 HEAD = 128  # keys, and values
-LEAST = 1 << 14  # tokens of a sequence times heads: as in intra_bwd_gluon
 # of the registers at the start the loading warp keeps 24 a thread, the others take the rest
 OPTIONS = {"num_warps": 4, "maxnreg": 168}
 
 
-def fits(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    gc: Tensor,
-    h: Tensor,
-    v_new: Tensor,
-    do: Tensor,
-    dh: Tensor,
-    Z: Tensor,
-    chunk_size: int,
-    packed: bool,
-) -> bool:
-    """Whether kda_intra_bwd_gluon takes these."""
-    return (
-        not packed
-        and v.shape[1] * v.shape[2] >= LEAST
-        and q.shape[2] == v.shape[2]
-        and q.shape[1] % CHUNK == 0
-        and q.is_cuda
-        and device_of(q)[0] == "hopper"
-        and q.dtype == torch.bfloat16
-        and (q.shape[-1], v.shape[-1], chunk_size) == (HEAD, HEAD, CHUNK)
-        and support.available().usable
-        and all(x.data_ptr() % 16 == 0 for x in (q, k, v, gc, h, v_new, do, dh, Z))
-    )
-
-
+@attempt
 def kda_intra_bwd_gluon(
     q: Tensor,
     k: Tensor,

@@ -14,7 +14,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from linattn_edu.kernels.gluon import gdn_scan
 from linattn_edu.kernels.gluon.blocks import (
     BV,
     CHUNK,
@@ -33,9 +32,10 @@ from linattn_edu.kernels.gluon.blocks import (
     ring,
     store_state,
 )
+from linattn_edu.kernels.gluon.support import attempt
 from linattn_edu.kernels.pieces import Pieces
-from linattn_edu.kernels.tiles import cdiv, device_of, sequence_of
-from linattn_edu.packing import Packing
+from linattn_edu.kernels.routes import by_load, kind_of, load_of
+from linattn_edu.kernels.tiles import sequence_of
 
 
 @gluon.jit
@@ -177,7 +177,6 @@ def kda_scan_gluon_kernel(
     )
 
 
-HEAD = 128  # keys
 # WORKERS -> chunks in shared memory, one at work, the others on their way; and registers of a
 # thread at the start, of which the loading warp keeps 24, and the others take the rest
 OPTIONS = {
@@ -186,18 +185,7 @@ OPTIONS = {
 }
 
 
-def runs(kg: Tensor, v: Tensor, P: Tensor, A: Tensor, packing: Packing | None) -> bool:
-    """Whether kda_scan_gluon can scan these sequences, or pieces of them that are whole chunks;
-    the other tensors are new, and lie as kg.
-    """
-    return kg.shape[-1] == HEAD and gdn_scan.runs(kg, kg, v, P, A, packing)
-
-
-def fits(kg: Tensor, v: Tensor, P: Tensor, A: Tensor, packing: Packing | None) -> bool:
-    """Whether it does, and is the faster."""
-    return runs(kg, v, P, A, packing) and gdn_scan.pays(kg, v)
-
-
+@attempt
 def kda_scan_gluon(
     qg: Tensor,
     kg: Tensor,
@@ -220,7 +208,8 @@ def kda_scan_gluon(
     HV, K = kg.shape[2:]
     V = v.shape[-1]
     heads = pieces.N * HV
-    workers = 2 if V % (2 * BV) == 0 and 10 * heads * cdiv(V, 2 * BV) >= 7 * device_of(kg)[1] else 1
+    load = load_of(kind_of(kg, HV, V, CHUNK, None), kg, None)
+    workers = by_load.workers(load, pieces.N).takes
     widths = K, K, K, workers * BV, CHUNK, CHUNK, BV
     descriptors = map(descriptor, (qg, kg, kd, v, P, A, o), widths)
     kda_scan_gluon_kernel[(heads * V // BV // workers,)](

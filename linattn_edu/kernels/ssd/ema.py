@@ -1,7 +1,7 @@
 """Stage ema: the exponential moving average of every channel, Mamba-2 without B and C.
 
-A sequence is cut into segments of SEGMENT chunks, counted from its first token, and the segments
-run side by side.  `segment_kernel` finds first what each of them adds to the state.
+A sequence is cut into pieces of PIECE chunks, counted from its first token, and the pieces
+run side by side.  `ema_piece_kernel` finds first what each of them adds to the state.
 """
 
 import torch
@@ -27,10 +27,10 @@ from linattn_edu.kernels.tiles import (
 )
 from linattn_edu.packing import Packing
 
-# Chunks of a segment. One chain of 64 short steps is about as long as reading x once takes on a
+# Chunks of a piece. One chain of 64 short steps is about as long as reading x once takes on a
 # full GPU, and a sequence of up to 64 chunks is read once only. The length follows from nothing but
 # chunk_size: the bits of a sequence do not depend on what is beside it.
-SEGMENT = 64
+PIECE = 64
 
 
 @triton.jit
@@ -77,8 +77,8 @@ def mixed(b_M, b_x):
 
 
 @triton.jit
-def later_segment(i_w, N, T, offsets_ptr, chunks_ptr, BT: tl.constexpr, L: tl.constexpr):
-    """(sequence, number in it) of the segment that begins in the i_w-th L chunks of all; number 0:
+def later_piece(i_w, N, T, offsets_ptr, chunks_ptr, BT: tl.constexpr, L: tl.constexpr):
+    """(sequence, number in it) of the piece that begins in the i_w-th L chunks of all; number 0:
     none does, but for those at the head of a sequence.
 
     There cannot be two: each has L chunks of its own sequence before it.
@@ -97,11 +97,11 @@ def later_segment(i_w, N, T, offsets_ptr, chunks_ptr, BT: tl.constexpr, L: tl.co
 
 
 @triton.jit
-def segment_of(i_s, N, T, offsets_ptr, chunks_ptr, BT: tl.constexpr, L: tl.constexpr):
-    """(sequence, number in it) of the i_s-th segment: first those at the head of the N sequences,
-    then `later_segment`.  Number -1: there is none.
+def piece_of(i_s, N, T, offsets_ptr, chunks_ptr, BT: tl.constexpr, L: tl.constexpr):
+    """(sequence, number in it) of the i_s-th piece: first those at the head of the N sequences,
+    then `later_piece`.  Number -1: there is none.
     """
-    i_n, i_l = later_segment(tl.maximum(i_s - N, 0), N, T, offsets_ptr, chunks_ptr, BT, L)
+    i_n, i_l = later_piece(tl.maximum(i_s - N, 0), N, T, offsets_ptr, chunks_ptr, BT, L)
     i_l = tl.where(i_l > 0, i_l, -1)
     return tl.where(i_s < N, i_s, i_n), tl.where(i_s < N, 0, i_l)
 
@@ -109,7 +109,7 @@ def segment_of(i_s, N, T, offsets_ptr, chunks_ptr, BT: tl.constexpr, L: tl.const
 @triton.jit
 def fold(b_h, s_ptr, a_ptr, i_w, n, i_h, o_d, H: tl.constexpr, D: tl.constexpr,
          REVERSE: tl.constexpr):  # fmt: skip
-    """The state after n segments, whose own parts and decays stand at i_w + 1, ..., i_w + n."""
+    """The state after n pieces, whose own parts and decays stand at i_w + 1, ..., i_w + n."""
     for j in range(n):
         i = (i_w + (n - j if REVERSE else j + 1)) * H + i_h
         b_h = tl.load(a_ptr + i) * b_h + load_vector(s_ptr + i * D, o_d, D)
@@ -117,12 +117,12 @@ def fold(b_h, s_ptr, a_ptr, i_w, n, i_h, o_d, H: tl.constexpr, D: tl.constexpr,
 
 
 @triton.jit(do_not_specialize=["N", "T"])
-def segment_kernel(
+def ema_piece_kernel(
     x_ptr,  # [B, T, H, D]; backwards: dy
     g_ptr,  # [B, T, H] natural log; backwards: None
     w_ptr,  # [B, T, H] or None
     gc_ptr,  # [B, T, H] log2
-    s_ptr,  # [NW, H, D] out: what a segment adds to the state
+    s_ptr,  # [NW, H, D] out: what a piece adds to the state
     a_ptr,  # [NW, H] out: its decay
     cu_ptr,  # [N + 1] or None
     offsets_ptr,  # [N + 1] or None
@@ -131,35 +131,35 @@ def segment_kernel(
     T,
     H: tl.constexpr, D: tl.constexpr,
     BT: tl.constexpr, BD: tl.constexpr,
-    L: tl.constexpr,  # chunks of a segment
+    L: tl.constexpr,  # chunks of a piece
     REVERSE: tl.constexpr,
 ):  # fmt: skip
-    """One program: BD channels of one head, a segment.  Grid (NT / L * H * D / BD).
+    """One program: BD channels of one head, a piece.  Grid (NT / L * H * D / BD).
 
-    Forwards the segment before a `later_segment`, backwards that segment itself.
+    Forwards the piece before a `later_piece`, backwards that piece itself.
     """
     ND: tl.constexpr = (D + BD - 1) // BD
     pid = tl.program_id(0)
     i_d, i_h, i_w = pid % ND, pid // ND % H, (pid // (ND * H)).to(tl.int64)
-    i_n, i_l = later_segment(i_w, N, T, offsets_ptr, chunks_ptr, BT, L)
+    i_n, i_l = later_piece(i_w, N, T, offsets_ptr, chunks_ptr, BT, L)
     if i_l == 0:
         return
     first, n_seq, _ = sequence_of(i_n, cu_ptr, None, T, BT)
     i_l = i_l if REVERSE else i_l - 1
     first += i_l * L * BT
-    n_seg = tl.minimum(n_seq - i_l * L * BT, L * BT)
+    n_piece = tl.minimum(n_seq - i_l * L * BT, L * BT)
     o_t = tl.arange(0, BT)
     o_d = i_d * BD + tl.arange(0, BD)
     b_s = tl.zeros([BD], tl.float32)
     a_all = 1.0
-    NT = tl.cdiv(n_seg, BT)
-    seg_gc_ptr = gc_ptr + first * H + i_h
-    next_last = load_last(seg_gc_ptr, NT - 1 if REVERSE else 0, n_seg, H, BT)
+    NT = tl.cdiv(n_piece, BT)
+    piece_gc_ptr = gc_ptr + first * H + i_h
+    next_last = load_last(piece_gc_ptr, NT - 1 if REVERSE else 0, n_piece, H, BT)
     for i in range(NT):
         i_t = NT - 1 - i if REVERSE else i
         last = next_last  # loaded one chunk ahead
-        next_last = load_last(seg_gc_ptr, i_t - 1 if REVERSE else i_t + 1, n_seg, H, BT)
-        n_t, start = n_seg - i_t * BT, (first + i_t * BT) * H + i_h
+        next_last = load_last(piece_gc_ptr, i_t - 1 if REVERSE else i_t + 1, n_piece, H, BT)
+        n_t, start = n_piece - i_t * BT, (first + i_t * BT) * H + i_h
         b_x = load_tile(x_ptr + start * D, o_t, o_d, H * D, n_t, D)  # [BT, BD]
         b_gc = load_gate_once(gc_ptr + start, o_t, H, n_t)  # [BT]
         if REVERSE:
@@ -182,8 +182,8 @@ def ema_kernel(
     w_ptr,  # [B, T, H] or None
     gc_ptr,  # [B, T, H] log2
     h0_ptr,  # [N, H, D] or None
-    s_ptr,  # [NW, H, D] of segment_kernel, or None: every sequence is one segment
-    a_ptr,  # [NW, H] of segment_kernel, or None
+    s_ptr,  # [NW, H, D] of ema_piece_kernel, or None: every sequence is one piece
+    a_ptr,  # [NW, H] of ema_piece_kernel, or None
     y_ptr,  # [B, T, H, D] out
     h_ptr,  # [NT, H, D] out: state entering each chunk, or None
     ht_ptr,  # [N, H, D] out, or None
@@ -194,9 +194,9 @@ def ema_kernel(
     T,
     H: tl.constexpr, D: tl.constexpr,
     BT: tl.constexpr, BD: tl.constexpr,
-    L: tl.constexpr,  # chunks of a segment
+    L: tl.constexpr,  # chunks of a piece
 ):  # fmt: skip
-    """One program: BD channels of one head, through a segment.  Grid ((N + NT / L) * H * D / BD).
+    """One program: BD channels of one head, through a piece.  Grid ((N + NT / L) * H * D / BD).
 
     Reference: linattn_edu.reference.ssd.ema.
     """
@@ -205,7 +205,7 @@ def ema_kernel(
     i_d, i_h, i_n = pid % ND, pid // ND % H, (pid // (ND * H)).to(tl.int64)
     i_l = 0
     if s_ptr is not None:
-        i_n, i_l = segment_of(i_n, N, T, offsets_ptr, chunks_ptr, BT, L)
+        i_n, i_l = piece_of(i_n, N, T, offsets_ptr, chunks_ptr, BT, L)
         if i_l < 0:
             return
     first, n_seq, i_c = sequence_of(i_n, cu_ptr, offsets_ptr, T, BT)
@@ -218,14 +218,14 @@ def ema_kernel(
         b_h = fold(b_h, s_ptr, a_ptr, i_c // L, i_l, i_h, o_d, H, D, REVERSE=False)
     n_seq -= i_l * L * BT
     start = (first + i_l * L * BT) * H + i_h
-    seg_gc_ptr = gc_ptr + start
+    piece_gc_ptr = gc_ptr + start
     NT = tl.cdiv(tl.minimum(n_seq, L * BT), BT)
-    next_last = load_last(seg_gc_ptr, 0, n_seq, H, BT)
+    next_last = load_last(piece_gc_ptr, 0, n_seq, H, BT)
 
     for i_t in range(NT):
         n_t = n_seq - i_t * BT
         last = next_last  # loaded one chunk ahead
-        next_last = load_last(seg_gc_ptr, i_t + 1, n_seq, H, BT)
+        next_last = load_last(piece_gc_ptr, i_t + 1, n_seq, H, BT)
         b_x = load_tile(x_ptr + start * D, o_t, o_d, H * D, n_t, D)  # [BT, BD]
         b_gc = load_gate_once(gc_ptr + start, o_t, H, n_t)  # [BT]
         b_w = weights(g_ptr, w_ptr, start, o_t, n_t, H)
@@ -242,7 +242,7 @@ def ema_kernel(
         start += BT * H
 
     if ht_ptr is not None:
-        m_d = mask_if(o_d < D, n_seq <= L * BT)  # of the last segment
+        m_d = mask_if(o_d < D, n_seq <= L * BT)  # of the last piece
         tl.store(ht_ptr + (i_n * H + i_h) * D + o_d, b_h, mask=m_d)
 
 
@@ -271,15 +271,15 @@ def width(x: Tensor) -> dict[str, int]:
     return entry(CONFIGS, x)[64 if x.shape[-1] <= 64 else 128].launch()
 
 
-def segments(x: Tensor, chunk_size: int, packing: Packing | None) -> int:
-    """How many later segments there may be in x [B, T, ...]; 0: there are none."""
+def later_pieces(x: Tensor, chunk_size: int, packing: Packing | None) -> int:
+    """How many later pieces there may be in x [B, T, ...]; 0: there are none."""
     if packing is None:
         B, NT = x.shape[0], cdiv(x.shape[1], chunk_size)
-        return cdiv(B * NT, SEGMENT) if NT > SEGMENT else 0
-    return cdiv(packing.chunks, SEGMENT) if packing.chunks > SEGMENT else 0
+        return cdiv(B * NT, PIECE) if NT > PIECE else 0
+    return cdiv(packing.chunks, PIECE) if packing.chunks > PIECE else 0
 
 
-def segment_parts(
+def piece_parts(
     x: Tensor,
     g: Tensor | None,
     gc: Tensor,
@@ -289,18 +289,18 @@ def segment_parts(
     packing: Packing | None,
     reverse: bool = False,
 ) -> tuple[Tensor | None, Tensor | None, int]:
-    """Launch segment_kernel where there are later segments; return its results, and how many."""
+    """Launch ema_piece_kernel where there are later pieces; return its results, and how many."""
     H, D = x.shape[2:]
-    NW = segments(x, chunk_size, packing)
+    NW = later_pieces(x, chunk_size, packing)
     if not NW:
         return None, None, 0
     s, a = gc.new_empty(NW, H, D), gc.new_empty(NW, H)
     config = width(x)
     N, cu_seqlens, offsets = sequence_args(x, packing)
     chunks = None if packing is None else packing.chunk_indices
-    segment_kernel[(NW * H * cdiv(D, config["BD"]),)](
+    ema_piece_kernel[(NW * H * cdiv(D, config["BD"]),)](
         x, g, weight, gc, s, a, cu_seqlens, offsets, chunks, N, x.shape[1], H, D, BT=chunk_size,
-        L=SEGMENT, REVERSE=reverse, **config,
+        L=PIECE, REVERSE=reverse, **config,
     )  # fmt: skip
     return s, a, NW
 
@@ -317,18 +317,18 @@ def ema(
     return_states: bool = True,
     packing: Packing | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Launch segment_kernel and ema_kernel; arguments and results as in the reference."""
+    """Launch ema_piece_kernel and ema_kernel; arguments and results as in the reference."""
     _, T, H, D = x.shape
     y = torch.empty_like(x)
     h = gc.new_empty(*states(x, chunk_size, packing), H, D) if return_states else None
     N, *sequences = sequence_args(x, packing)
     final_state = gc.new_empty(N, H, D) if output_final_state else None
     options = {"chunk_size": chunk_size, "packing": packing}
-    s, a, NW = segment_parts(x, g, gc, weight, **options)
+    s, a, NW = piece_parts(x, g, gc, weight, **options)
     config = width(x)
     chunks = None if packing is None else packing.chunk_indices
     ema_kernel[((N + NW) * H * cdiv(D, config["BD"]),)](
         x, g, weight, gc, initial_state, s, a, y, h, final_state, *sequences, chunks, N, T, H, D,
-        BT=chunk_size, L=SEGMENT, **config,
+        BT=chunk_size, L=PIECE, **config,
     )  # fmt: skip
     return y, h, final_state

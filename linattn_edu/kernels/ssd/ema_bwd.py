@@ -6,13 +6,13 @@ import triton.language as tl
 from torch import Tensor
 
 from linattn_edu.kernels.ssd.ema import (
-    SEGMENT,
+    PIECE,
     fold,
     load_gate_once,
     load_last,
     mixed,
-    segment_of,
-    segment_parts,
+    piece_of,
+    piece_parts,
     weights,
     width,
 )
@@ -40,8 +40,8 @@ def ema_bwd_kernel(
     h_ptr,  # [NT, H, D] of ema
     dy_ptr,  # [B, T, H, D]
     dht_ptr,  # [N, H, D] or None
-    s_ptr,  # [NW, H, D] of segment_kernel, or None: every sequence is one segment
-    a_ptr,  # [NW, H] of segment_kernel, or None
+    s_ptr,  # [NW, H, D] of ema_piece_kernel, or None: every sequence is one piece
+    a_ptr,  # [NW, H] of ema_piece_kernel, or None
     dx_ptr,  # [B, T, H, D] out
     dg_ptr,  # [D / BD, B, T, H] out: parts of dg
     dw_ptr,  # [D / BD, B, T, H] out: parts of dw, or None
@@ -53,9 +53,9 @@ def ema_bwd_kernel(
     T,
     H: tl.constexpr, D: tl.constexpr,
     BT: tl.constexpr, BD: tl.constexpr,
-    L: tl.constexpr,  # chunks of a segment
+    L: tl.constexpr,  # chunks of a piece
 ):  # fmt: skip
-    """One program: BD channels of one head, back through a segment.  Grid as of ema_kernel.
+    """One program: BD channels of one head, back through a piece.  Grid as of ema_kernel.
 
     Reference: linattn_edu.reference.ssd.ema_bwd.
     """
@@ -64,7 +64,7 @@ def ema_bwd_kernel(
     i_d, i_h, i_n = pid % ND, pid // ND % H, (pid // (ND * H)).to(tl.int64)
     i_l = 0
     if s_ptr is not None:
-        i_n, i_l = segment_of(i_n, N, T, offsets_ptr, chunks_ptr, BT, L)
+        i_n, i_l = piece_of(i_n, N, T, offsets_ptr, chunks_ptr, BT, L)
         if i_l < 0:
             return
     first, n_seq, i_c = sequence_of(i_n, cu_ptr, offsets_ptr, T, BT)
@@ -79,13 +79,13 @@ def ema_bwd_kernel(
     i_p = i_d * (T if cu_ptr is not None else N.to(tl.int64) * T) * H  # this tile's parts
     n_seq -= i_l * L * BT
     NT = tl.cdiv(tl.minimum(n_seq, L * BT), BT)
-    seg_gc_ptr = gc_ptr + (first + i_l * L * BT) * H + i_h
-    next_last = load_last(seg_gc_ptr, NT - 1, n_seq, H, BT)
+    piece_gc_ptr = gc_ptr + (first + i_l * L * BT) * H + i_h
+    next_last = load_last(piece_gc_ptr, NT - 1, n_seq, H, BT)
 
     for i in range(NT):
         i_t = NT - 1 - i
         last = next_last  # loaded one chunk ahead
-        next_last = load_last(seg_gc_ptr, i_t - 1, n_seq, H, BT)
+        next_last = load_last(piece_gc_ptr, i_t - 1, n_seq, H, BT)
         n_t, start = n_seq - i_t * BT, (first + (i_l * L + i_t) * BT) * H + i_h
         b_dy = load_tile(dy_ptr + start * D, o_t, o_d, H * D, n_t, D)  # [BT, BD]
         b_gc = load_gate_once(gc_ptr + start, o_t, H, n_t)  # [BT]
@@ -157,7 +157,7 @@ def ema_bwd(
     chunk_size: int,
     packing: Packing | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """Launch segment_kernel, ema_bwd_kernel, total_kernel; the rest as in the reference."""
+    """Launch ema_piece_kernel, ema_bwd_kernel, total_kernel; the rest as in the reference."""
     B, T, H, D = x.shape
     config = width(x)
     ND, (N, *sequences) = cdiv(D, config["BD"]), sequence_args(x, packing)
@@ -165,10 +165,10 @@ def ema_bwd(
     dg = gc.new_empty(ND, B, T, H)
     dw = None if weight is None else torch.empty_like(dg)
     options = {"chunk_size": chunk_size, "packing": packing}
-    s, a, NW = segment_parts(dy, None, gc, None, reverse=True, **options)
+    s, a, NW = piece_parts(dy, None, gc, None, reverse=True, **options)
     chunks = None if packing is None else packing.chunk_indices
     ema_bwd_kernel[((N + NW) * H * ND,)](
         x, g, weight, gc, h, dy, dht, s, a, dx, dg, dw, dh0, *sequences, chunks,
-        N, T, H, D, BT=chunk_size, L=SEGMENT, **config,
+        N, T, H, D, BT=chunk_size, L=PIECE, **config,
     )  # fmt: skip
     return dx, total(dg, g), None if dw is None else total(dw, weight), dh0

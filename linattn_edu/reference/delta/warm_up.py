@@ -37,7 +37,7 @@ def warm_up(
     gc: Tensor,
     *,
     chunk_size: int,
-    span: int,
+    piece: int,
     reach: int,
     forgotten: float = 32.0,
     back: bool = False,
@@ -48,7 +48,7 @@ def warm_up(
     of the whole scan, as far as fp32 can tell.
 
     Args:
-        k, beta, gc: as of bound. span: tokens of a piece, a multiple of chunk_size.
+        k, beta, gc: as of bound. piece: tokens of a piece, a multiple of chunk_size.
         reach: tokens before a piece that are looked at. forgotten: log2.
         back: for a scan from the last chunk to the first: the chunks behind each piece.
     Returns:
@@ -56,10 +56,10 @@ def warm_up(
         -1 where more chunks would be needed: there the piece before goes on.
     Source: chapter 25.
     """
-    T, chunks = gc.shape[1], span // chunk_size
-    NP, most = -(-T // span), reach // chunk_size
+    T, chunks = gc.shape[1], piece // chunk_size
+    NP, most = -(-T // piece), reach // chunk_size
     left = bound(k, beta, gc, chunk_size=chunk_size)
-    warm = torch.zeros(gc.shape[0], NP, gc.shape[2], dtype=torch.int32, device=gc.device)
+    warmup = torch.zeros(gc.shape[0], NP, gc.shape[2], dtype=torch.int32, device=gc.device)
     for p in range(NP - 1):
         end = (p + 1) * chunks  # between piece p and the next
         if back:
@@ -68,5 +68,5 @@ def warm_up(
             near = left[:, end - min(most, chunks) : end].flip(1)
         found = near.cumsum(1) <= -forgotten
         first = torch.where(found.any(1), found.int().argmax(1) + 1, -1) if near.shape[1] else -1
-        warm[:, p if back else p + 1] = first
-    return warm
+        warmup[:, p if back else p + 1] = first
+    return warmup

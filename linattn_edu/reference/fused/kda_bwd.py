@@ -1,251 +1,13 @@
-"""The backward pass of Kimi Delta Attention in fused stages, on rows that have the gate in them."""
+"""What is left of Kimi Delta Attention's backward pass when states and gradients are carried."""
 
-import torch
 from torch import Tensor
 
-from linattn_edu.reference.delta.gate_cumsum import gate_cumsum
 from linattn_edu.reference.delta.kda_intra_bwd import kda_intra_bwd
 from linattn_edu.reference.tiles import (
     compute_dtype,
     from_chunks,
-    pad_gate,
-    repeat_heads,
     to_chunks,
 )
-
-
-def kda_gated(
-    q: Tensor, k: Tensor, gc: Tensor, *, chunk_size: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The rows that read and write the state, each channel faded by its gate.
-
-        kd = 2^gc * K,  kg = 2^(gc_last - gc) * K,  qg = 2^gc * Q
-
-    Args:
-        q, k: [B, T, H, K]. gc: [B, T, HV, K] from gate_cumsum (log2).
-    Returns:
-        kd, kg, qg [B, T, HV, K] in k.dtype.
-    Source: chapter 24.
-    """
-    dtype = compute_dtype(q, k, gc)
-    T, HV = gc.shape[1:3]
-    Q, K, gc = (
-        to_chunks(x.to(dtype), chunk_size)
-        for x in (repeat_heads(q, HV), repeat_heads(k, HV), pad_gate(gc, chunk_size))
-    )
-    # eq:kda-kd   kd = 2^gc * K
-    kd = torch.exp2(gc) * K
-    # eq:kda-kg   kg = 2^(gc_last - gc) * K
-    kg = torch.exp2(gc[..., -1:, :] - gc) * K
-    # eq:kda-qg   qg = 2^gc * Q
-    qg = torch.exp2(gc) * Q
-    return tuple(from_chunks(x, T).to(k.dtype) for x in (kd, kg, qg))
-
-
-def kda_gates(
-    q: Tensor,
-    k: Tensor,
-    g: Tensor,
-    A_log: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    *,
-    lower_bound: float | None = None,
-    chunk_size: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """gate_cumsum, and kda_gated of what it finds.
-
-    Args:
-        q, k: [B, T, H, K]. g, A_log, dt_bias, lower_bound: as in gate_cumsum.
-    Returns:
-        gc [B, T, HV, K] of gate_cumsum, kd, kg and qg of kda_gated.
-    Source: chapter 24.
-    """
-    # eq:delta-gate-cumsum   gc = log2(e) cumsum(g)
-    gc = gate_cumsum(g, A_log, dt_bias, lower_bound=lower_bound, chunk_size=chunk_size)
-    return gc, *kda_gated(q, k, gc, chunk_size=chunk_size)
-
-
-def kda_fused_scans(
-    qg: Tensor,
-    kg: Tensor,
-    kd: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    gc: Tensor,
-    P: Tensor,
-    A: Tensor,
-    do: Tensor,
-    initial_state: Tensor | None = None,
-    dht: Tensor | None = None,
-    *,
-    scale: float,
-) -> tuple[Tensor, ...]:
-    """The states again, and their gradients, which read nothing of each other.
-
-        v_new  = A diag(beta) (V - kd S)
-        S     <- diag(2^gc_last) S + kg^T v_new
-        dv_new = scale P^T dO + kg dS,  Z = A^T dv_new,  dV = diag(beta) Z
-        dS    <- diag(2^gc_last) dS + scale qg^T dO - kd^T dV
-
-    Args:
-        qg, kg, kd: from kda_gates. v, beta, gc: the arguments of the forward pass. P, A: from
-            kda_intra.
-        do: [B, T, HV, V], gradient of o.
-        initial_state: [B, HV, K, V], zero if None. dht: of its shape, gradient of the final state.
-    Returns:
-        h [B, NT, HV, K, V], the state entering each chunk, and v_new [B, T, HV, V]; dh like h, the
-        gradient of the state leaving each chunk; Z and dv like v_new; all in kg.dtype. dh0
-        [B, HV, K, V] in fp32 (fp64 for fp64 input), the gradient of the initial state.
-    Source: chapter 24.
-    """
-    forth = _forth(kg, kd, v, beta, gc, A, initial_state)
-    return *forth, *_back(qg, kg, kd, beta, gc, P, A, do, dht, scale)
-
-
-def _forth(
-    kg: Tensor, kd: Tensor, v: Tensor, beta: Tensor, gc: Tensor, A: Tensor, state: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """h and v_new."""
-    dtype = compute_dtype(kg, kd, v, beta, gc, A, state)
-    T, C = v.shape[1], A.shape[-1]
-    KG, KD, V, b, gc, A = (
-        to_chunks(x.to(dtype), C) for x in (kg, kd, v, beta[..., None], pad_gate(gc, C), A)
-    )
-    B, HV, NT, _, DK = KG.shape
-    S = KG.new_zeros(B, HV, DK, v.shape[-1]) if state is None else state.to(dtype)
-    h, v_new = [], []
-    for c in range(NT):
-        h.append(S)
-        # eq:delta-residual   W = V - kd S
-        W = V[:, :, c] - KD[:, :, c] @ S
-        # eq:delta-v-new   v_new = A diag(beta) W
-        v_new.append(A[:, :, c] @ (b[:, :, c] * W))
-        # eq:delta-state   S <- diag(2^gc_last) S + kg^T v_new
-        S = torch.exp2(gc[:, :, c, -1])[..., None] * S + KG[:, :, c].mT @ v_new[-1]
-    return torch.stack(h, 1).to(kg.dtype), from_chunks(torch.stack(v_new, 2), T).to(kg.dtype)
-
-
-def _back(
-    qg: Tensor,
-    kg: Tensor,
-    kd: Tensor,
-    beta: Tensor,
-    gc: Tensor,
-    P: Tensor,
-    A: Tensor,
-    do: Tensor,
-    dht: Tensor | None,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dh, Z, dv and dh0."""
-    dtype = compute_dtype(qg, kg, kd, beta, gc, P, A, do, dht)
-    T, C = do.shape[1], A.shape[-1]
-    QG, KG, KD, b, gc, P, A, dO = (
-        to_chunks(x.to(dtype), C) for x in (qg, kg, kd, beta[..., None], pad_gate(gc, C), P, A, do)
-    )
-    B, HV, NT, _, DK = KG.shape
-    dS = KG.new_zeros(B, HV, DK, do.shape[-1]) if dht is None else dht.to(dtype)
-    dh, Z, dv = [], [], []
-    for c in reversed(range(NT)):
-        dh.append(dS)
-        # eq:kda-dv-out   dv_new = scale P^T dO
-        dv_new = scale * (P[:, :, c].mT @ dO[:, :, c])
-        # eq:delta-dv-new   dv_new += kg dS
-        dv_new = dv_new + KG[:, :, c] @ dS
-        # eq:kda-z   Z = A^T dv_new
-        Z.append(A[:, :, c].mT @ dv_new)
-        # eq:kda-dv   dV = diag(beta) Z
-        dv.append(b[:, :, c] * Z[-1])
-        # eq:fused-ds   dS <- diag(2^gc_last) dS + qg^T scale dO - kd^T dV
-        dS = torch.exp2(gc[:, :, c, -1])[..., None] * dS + QG[:, :, c].mT @ (scale * dO[:, :, c])
-        dS = dS - KD[:, :, c].mT @ dv[-1]
-    Z, dv = (from_chunks(torch.stack(x[::-1], 2), T).to(kg.dtype) for x in (Z, dv))
-    return torch.stack(dh[::-1], 1).to(kg.dtype), Z, dv, dS
-
-
-def kda_fused_scan_map_bwd(
-    qg: Tensor,
-    kg: Tensor,
-    kd: Tensor,
-    beta: Tensor,
-    gc: Tensor,
-    P: Tensor,
-    A: Tensor,
-    do: Tensor,
-    dht: Tensor | None = None,
-    *,
-    scale: float,
-    transition: bool = True,
-) -> tuple[Tensor, Tensor | None]:
-    """What a piece makes of the gradient of the state that leaves it, as piece_map_bwd.
-
-        dS_in = dM dS_out + dS_ext
-
-    Args:
-        qg, kg, kd, beta, gc, P, A, do: the arguments of kda_fused_scans.
-        dht: [B, HV, K, V]: the gradient itself where it is known; dS_ext starts from it.
-        transition: Whether to compute dM.
-    Returns:
-        dS_ext [B, HV, K, V], and dM [B, HV, K, K] or None, in fp32 (fp64 for fp64 input).
-    Source: chapter 22.
-    """
-    # eq:cp-ext-bwd   dS_ext: the gradient before the piece, from zero
-    ends = [(do, dht)]
-    if transition:
-        B, T, HV, K = kg.shape
-        eye = torch.eye(K, dtype=compute_dtype(kg, gc), device=kg.device)
-        # eq:cp-transition-bwd   dM: the same with dO = 0, from I
-        ends.append((do.new_zeros(B, T, HV, K), eye.expand(B, HV, K, K)))
-    maps = [_back(qg, kg, kd, beta, gc, P, A, *end, scale)[-1] for end in ends]
-    return maps[0], maps[1] if transition else None
-
-
-def kda_reads_bwd(
-    v: Tensor,
-    h: Tensor,
-    v_new: Tensor,
-    do: Tensor,
-    dh: Tensor,
-    Z: Tensor,
-    *,
-    scale: float,
-    chunk_size: int,
-) -> tuple[Tensor, ...]:
-    """kda_output_bwd and kda_wy_bwd where Z and dV are known: what kda_intra_bwd starts from.
-
-        dP  = scale tril(dO v_new^T),  dL  = -tril(Z v_new^T, -1)
-        dqg = scale dO h^T,            dkb = -Z h^T
-        dkg = v_new dS^T,              dgl = rowsum(dS * S)
-
-    kb = diag(beta) kd are the keys that read the state.
-
-    Args:
-        v: [B, T, HV, V]. h, v_new, dh, Z: from kda_fused_scans. do: gradient of o.
-    Returns:
-        dqg [B, T, HV, K], dP [B, T, HV, C], dkb, dkg [B, T, HV, K] and dL [B, T, HV, C] in v.dtype;
-        dbeta [B, T, HV], the part rowsum(Z * V), and dgl [B, NT, HV, K], the gradient of 2^gc_last,
-        in fp32 (fp64 for fp64 input).
-    Source: chapter 24.
-    """
-    dtype = compute_dtype(v, h, v_new, do, dh, Z)
-    T = v.shape[1]
-    V, v_new, dO, Z = (to_chunks(x.to(dtype), chunk_size) for x in (v, v_new, do, Z))
-    S, dS = (x.to(dtype).transpose(1, 2) for x in (h, dh))
-    # eq:kda-dp   dP = scale tril(dO v_new^T)
-    dP = scale * (dO @ v_new.mT).tril()
-    # eq:kda-dl   dL = -tril(Z v_new^T, -1)
-    dL = -(Z @ v_new.mT).tril(-1)
-    # eq:kda-dqg   dqg = scale dO h^T
-    dqg = scale * dO @ S.mT
-    # eq:kda-dkb   dkb = -Z S^T
-    dkb = -Z @ S.mT
-    # eq:kda-dkg   dkg = v_new dS^T
-    dkg = v_new @ dS.mT
-    # eq:kda-dgl   dgl = rowsum(dS * S)
-    dgl = (dS * S).sum(-1).transpose(1, 2).contiguous()
-    dbeta = from_chunks((Z * V).sum(-1), T)
-    dqg, dP, dkb, dkg, dL = (from_chunks(x, T).to(v.dtype) for x in (dqg, dP, dkb, dkg, dL))
-    return dqg, dP, dkb, dkg, dL, dbeta, dgl
 
 
 def kda_fused_intra_bwd(
@@ -263,7 +25,12 @@ def kda_fused_intra_bwd(
     scale: float,
     chunk_size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """All that is left, for each chunk by itself: kda_reads_bwd, then kda_intra_bwd.
+    """All that is left, for each chunk by itself: kda_output_bwd and kda_wy_bwd where Z and dV are
+    known, then kda_intra_bwd.
+
+        dP  = scale tril(dO v_new^T),  dL  = -tril(Z v_new^T, -1)
+        dqg = scale dO h^T,            dkb = -Z h^T
+        dkg = v_new dS^T,              dgl = rowsum(dS * S)
 
     Args:
         q, k, v, beta, gc: the arguments of the forward pass. h, v_new, dh, Z: from kda_fused_scans.
@@ -272,8 +39,21 @@ def kda_fused_intra_bwd(
         dq, dk, dbeta and dgc of kda_intra_bwd.
     Source: chapter 24.
     """
-    reads = kda_reads_bwd(v, h, v_new, do, dh, Z, scale=scale, chunk_size=chunk_size)
-    dqg, dP, dkb, dkg, dL, dbeta, dgl = reads
+    dtype, T = compute_dtype(v, h, v_new, do, dh, Z), v.shape[1]
+    V, V_new, dO, Z = (to_chunks(x.to(dtype), chunk_size) for x in (v, v_new, do, Z))
+    S, dS = (x.to(dtype).transpose(1, 2) for x in (h, dh))
+    # eq:kda-dp   dP = scale tril(dO v_new^T)
+    dP = scale * (dO @ V_new.mT).tril()
+    # eq:kda-dl   dL = -tril(Z v_new^T, -1)
+    dL = -(Z @ V_new.mT).tril(-1)
+    # eq:kda-dqg   dqg = scale dO h^T
+    # eq:kda-dkb   dkb = -Z S^T
+    # eq:kda-dkg   dkg = v_new dS^T
+    rows = scale * dO @ S.mT, -Z @ S.mT, V_new @ dS.mT
+    # eq:kda-dgl   dgl = rowsum(dS * S)
+    dgl = (dS * S).sum(-1).transpose(1, 2).contiguous()
+    dbeta = from_chunks((Z * V).sum(-1), T)
+    dP, dL, *rows = (from_chunks(x, T).to(v.dtype) for x in (dP, dL, *rows))
     # eq:kda-r   R_j += sum over i > j of (dP_ij q_i + beta_i dL_ij k_i) 2^(gc_i - gc_j)
     # eq:kda-dq   dQ_i += sum over j < i of dP_ij k_j 2^(gc_i - gc_j)
     # eq:kda-y   Y_i += sum over j < i of dL_ij k_j 2^(gc_i - gc_j)
@@ -282,4 +62,4 @@ def kda_fused_intra_bwd(
     # eq:kda-dgc   dgc = Q * dQ + K * (diag(beta) Y - R)
     # eq:kda-dbeta   dbeta += rowsum(K * Y)
     # eq:kda-dk   dk = diag(beta) Y + R + diag(dP) Q
-    return kda_intra_bwd(q, k, beta, gc, dP, dL, dqg, dkb, dkg, dgl, dbeta)
+    return kda_intra_bwd(q, k, beta, gc, dP, dL, *rows, dgl, dbeta)

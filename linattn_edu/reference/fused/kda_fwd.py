@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from linattn_edu.reference.delta.kda_intra import kda_intra
-from linattn_edu.reference.fused.kda_bwd import kda_gated
+from linattn_edu.reference.fused.kda_scans import kda_gated
 from linattn_edu.reference.tiles import compute_dtype, from_chunks, pad_gate, to_chunks
 
 

@@ -1,0 +1,503 @@
+"""The scans of the fused backward pass: the states again, and their gradients, side by side."""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from linattn_edu.kernels.delta.cp_merge import cp_merge, launch_map, piece_of
+from linattn_edu.kernels.delta.cp_merge_bwd import cp_merge_bwd
+from linattn_edu.kernels.delta.warm_up import with_warm_up
+from linattn_edu.kernels.fused.gdn_fwd import SCAN_CONFIGS, entering, scan_map
+from linattn_edu.kernels.gluon import support
+from linattn_edu.kernels.pieces import Pieces
+from linattn_edu.kernels.routes import Load, by_load, kind_of, load_of
+from linattn_edu.kernels.tiles import (
+    cast,
+    cdiv,
+    columns_of,
+    dot,
+    load_gate,
+    load_row,
+    load_tile,
+    row,
+    scan_launch,
+    states,
+    store_tile,
+)
+from linattn_edu.packing import Packing
+
+try:
+    from linattn_edu.kernels.gluon import gdn_scans
+except Exception as error:  # a Triton whose Gluon has other names
+    gdn_scans = support.left_out(error)
+
+
+@triton.jit(do_not_specialize=["T", "N"])
+def scan_states_kernel(
+    k_ptr,  # [B, T, H, K]
+    v_ptr,  # [B, T, HV, V]
+    beta_ptr,  # [B, T, HV]
+    gc_ptr,  # [B, T, HV] log2
+    AG_ptr,  # [B, T, HV, BT]
+    h0_ptr,  # [N, HV, K, V] or None
+    h_ptr,  # [B, NT, HV, K, V] out: state entering each chunk
+    v_new_ptr,  # [B, T, HV, V] out
+    warmup_ptr,  # [N, HV] or None
+    cu_ptr,  # [N + 1] or None
+    offsets_ptr,  # [N + 1] or None
+    T,
+    N,
+    STEP: tl.constexpr,  # one of so many programs of the grid, the last of them
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+):  # fmt: skip
+    """One program: S[:, v-tile] of one head, through all chunks.  Grid (N * HV * V / BV).
+
+    Reference: linattn_edu.reference.fused.gdn_scans.scan_states.
+    """
+    i_v, i_nh, i_h, first, n_seq, i_c = columns_of(
+        tl.program_id(0) // STEP, cu_ptr, offsets_ptr, T, HV, V, BT, BV
+    )
+    skip = 0
+    if warmup_ptr is not None:
+        first, n_seq, i_c, skip, _ = with_warm_up(
+            i_nh, first, n_seq, i_c, warmup_ptr, cu_ptr, T, N, HV, BT, False
+        )
+    k_ptr += (first * H + i_h // (HV // H)) * K
+    v_ptr += (first * HV + i_h) * V
+    v_new_ptr += (first * HV + i_h) * V
+    AG_ptr += (first * HV + i_h) * BT
+    beta_ptr += first * HV + i_h
+    gc_ptr += first * HV + i_h
+    h_ptr += (i_c * HV + i_h) * K * V
+
+    o_t = tl.arange(0, BT)
+    o_k = tl.arange(0, BK)
+    o_v = i_v * BV + tl.arange(0, BV)
+    b_S = tl.zeros([BK, BV], dtype=tl.float32)
+    if h0_ptr is not None:
+        b_S += load_tile(h0_ptr + i_nh * K * V, o_k, o_v, V, K, V).to(tl.float32)
+
+    for i_t in range(tl.cdiv(n_seq, BT)):
+        n_t = n_seq - i_t * BT
+        b_h = cast(b_S, k_ptr.dtype.element_ty)
+        store_tile(h_ptr, b_h, o_k, o_v, V, tl.where(i_t < skip, 0, K), V)
+        b_k = load_tile(k_ptr, o_t, o_k, H * K, n_t, K)  # [BT, BK]
+        b_v = load_tile(v_ptr, o_t, o_v, HV * V, n_t, V)  # [BT, BV]
+        b_AG = load_tile(AG_ptr, o_t, o_t, HV * BT, n_t, BT)  # [BT, BT]
+        b_gc = load_gate(gc_ptr, o_t, HV, n_t)  # [BT]
+        b_beta = load_row(beta_ptr, o_t, HV, n_t)  # [BT]
+        b_last = tl.load(gc_ptr + (tl.minimum(BT, n_t) - 1) * HV)
+
+        # eq:delta-residual   W = V - diag(2^gc) K S
+        b_W = b_v.to(tl.float32) - tl.exp2(b_gc)[:, None] * dot(b_k, b_h)
+        # eq:delta-v-new   v_new = (A * G) diag(beta) W
+        b_v = dot(b_AG, cast(b_beta[:, None] * b_W, b_AG.dtype))
+        store_tile(v_new_ptr, b_v, o_t, o_v, HV * V, tl.where(i_t < skip, 0, n_t), V)
+        # eq:delta-state   S <- 2^gc_last S + (diag(2^(gc_last - gc)) K)^T v_new
+        b_v *= tl.exp2(b_last - b_gc)[:, None]
+        b_S = dot(tl.trans(b_k), cast(b_v, b_k.dtype), b_S * tl.exp2(b_last))
+
+        k_ptr += BT * H * K
+        v_ptr += BT * HV * V
+        v_new_ptr += BT * HV * V
+        AG_ptr += BT * HV * BT
+        beta_ptr += BT * HV
+        gc_ptr += BT * HV
+        h_ptr += HV * K * V
+
+
+@triton.jit
+def scan_bwd_step(
+    b_dS, q_ptr, k_ptr, beta_ptr, gc_ptr, P_ptr, AG_ptr, do_ptr, scale, i_h, first, n_t,
+    o_t, o_k, o_v, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    BT: tl.constexpr,
+):  # fmt: skip
+    """dS^T [BV, BK], back through the chunk of head i_h that begins with token `first`.
+
+    Returns Z^T and dV^T [BV, BT], and the next dS^T. Transposed, what a product makes is the first
+    operand of the next: it stays in registers.
+    """
+    i, i_qk = first * HV + i_h, (first * H + i_h // (HV // H)) * K
+    b_h = cast(b_dS, k_ptr.dtype.element_ty)
+    b_k = load_tile(k_ptr + i_qk, o_t, o_k, H * K, n_t, K)  # [BT, BK]
+    b_q = load_tile(q_ptr + i_qk, o_t, o_k, H * K, n_t, K)  # [BT, BK]
+    b_do = load_tile(do_ptr + i * V, o_t, o_v, HV * V, n_t, V)  # [BT, BV]
+    b_P = load_tile(P_ptr + i * BT, o_t, o_t, HV * BT, n_t, BT)  # [BT, BT]
+    b_AG = load_tile(AG_ptr + i * BT, o_t, o_t, HV * BT, n_t, BT)  # [BT, BT]
+    b_gc = load_gate(gc_ptr + i, o_t, HV, n_t)  # [BT]
+    b_beta = load_row(beta_ptr + i, o_t, HV, n_t)  # [BT]
+    b_last = tl.load(gc_ptr + i + (tl.minimum(BT, n_t) - 1) * HV)
+    # eq:delta-dv-new   dv_new = scale P^T dO + diag(2^(gc_last - gc)) K dS
+    b_dv = tl.exp2(b_last - b_gc)[None, :] * dot(b_h, tl.trans(b_k))
+    b_do = tl.trans(b_do).to(tl.float32) * scale
+    b_dv = dot(cast(b_do, b_P.dtype), b_P, b_dv)
+    # eq:delta-z   Z = (A * G)^T dv_new
+    b_Z = dot(cast(b_dv, b_AG.dtype), b_AG)
+    # eq:delta-dv   dV = diag(beta) Z
+    b_dv = b_beta[None, :] * b_Z
+    # eq:fused-ds   dS <- 2^gc_last dS + (diag(2^gc) Q)^T scale dO - (diag(2^gc) K)^T dV
+    b_e = tl.exp2(b_gc)[None, :]
+    b_dS = dot(cast(b_e * b_do, b_q.dtype), b_q, b_dS * tl.exp2(b_last))
+    b_dS = dot(cast(-b_e * b_dv, b_k.dtype), b_k, b_dS)
+    return b_Z, b_dv, b_dS
+
+
+@triton.jit(do_not_specialize=["T", "N"])
+def scan_bwd_kernel(
+    q_ptr,  # [B, T, H, K]
+    k_ptr,  # [B, T, H, K]
+    beta_ptr,  # [B, T, HV]
+    gc_ptr,  # [B, T, HV] log2
+    P_ptr,  # [B, T, HV, BT]
+    AG_ptr,  # [B, T, HV, BT]
+    do_ptr,  # [B, T, HV, V]
+    dht_ptr,  # [N, HV, K, V] or None
+    dh_ptr,  # [B, NT, HV, K, V] out: gradient of the state leaving each chunk
+    Z_ptr,  # [B, T, HV, V] out
+    dv_ptr,  # [B, T, HV, V] out
+    dh0_ptr,  # [N, HV, K, V] out
+    scale,
+    warmup_ptr,  # [N, HV] or None
+    cu_ptr,  # [N + 1] or None
+    offsets_ptr,  # [N + 1] or None
+    T,
+    N,
+    STEP: tl.constexpr,  # one of so many programs of the grid, the first of them
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+):  # fmt: skip
+    """One program: dS[:, v-tile] of one head, back through all chunks.  Grid (N * HV * V / BV).
+
+    Reference: linattn_edu.reference.fused.gdn_scans.scan_bwd.
+    """
+    i_v, i_nh, i_h, first, n_seq, i_c = columns_of(
+        (tl.num_programs(0) - 1 - tl.program_id(0)) // STEP, cu_ptr, offsets_ptr, T, HV, V, BT, BV
+    )
+    skip, i_end = 0, i_nh
+    if warmup_ptr is not None:
+        first, n_seq, i_c, skip, i_end = with_warm_up(
+            i_nh, first, n_seq, i_c, warmup_ptr, cu_ptr, T, N, HV, BT, True
+        )
+    o_t = tl.arange(0, BT)
+    o_k = tl.arange(0, BK)
+    o_v = i_v * BV + tl.arange(0, BV)
+    b_dS = tl.zeros([BV, BK], dtype=tl.float32)
+    if dht_ptr is not None:
+        b_dS += tl.trans(load_tile(dht_ptr + i_nh * K * V, o_k, o_v, V, K, V)).to(tl.float32)
+    NT = tl.cdiv(n_seq, BT)
+    for i_t in range(NT):
+        i_b = NT - 1 - i_t  # of the chunk, back from the last
+        begin, n_t = first + i_b * BT, n_seq - i_b * BT
+        b_h = cast(b_dS, dh_ptr.dtype.element_ty)
+        i_S, n_k = ((i_c + i_b) * HV + i_h) * K * V, tl.where(i_t < skip, 0, K)
+        store_tile(dh_ptr + i_S, tl.trans(b_h), o_k, o_v, V, n_k, V)
+        b_Z, b_dv, b_dS = scan_bwd_step(
+            b_dS, q_ptr, k_ptr, beta_ptr, gc_ptr, P_ptr, AG_ptr, do_ptr, scale, i_h, begin, n_t,
+            o_t, o_k, o_v, H, HV, K, V, BT,
+        )  # fmt: skip
+        i, n_t = begin * HV + i_h, tl.where(i_t < skip, 0, n_t)
+        b_Z = tl.trans(cast(b_Z, Z_ptr.dtype.element_ty))
+        store_tile(Z_ptr + i * V, b_Z, o_t, o_v, HV * V, n_t, V)
+        b_dv = tl.trans(cast(b_dv, dv_ptr.dtype.element_ty))
+        store_tile(dv_ptr + i * V, b_dv, o_t, o_v, HV * V, n_t, V)
+    n_k = tl.where(i_end < 0, 0, K)
+    store_tile(dh0_ptr + i_end * K * V, tl.trans(b_dS), o_k, o_v, V, n_k, V)
+
+
+@triton.jit(do_not_specialize=["T", "N"])
+def scans_kernel(
+    q_ptr,  # [B, T, H, K]
+    k_ptr,  # [B, T, H, K]
+    v_ptr,  # [B, T, HV, V]
+    beta_ptr,  # [B, T, HV]
+    gc_ptr,  # [B, T, HV] log2
+    P_ptr,  # [B, T, HV, BT]
+    AG_ptr,  # [B, T, HV, BT]
+    do_ptr,  # [B, T, HV, V]
+    h0_ptr,  # [N, HV, K, V] or None
+    dht_ptr,  # [N, HV, K, V] or None
+    h_ptr,  # [B, NT, HV, K, V] out
+    v_new_ptr,  # [B, T, HV, V] out
+    dh_ptr,  # [B, NT, HV, K, V] out
+    Z_ptr,  # [B, T, HV, V] out
+    dv_ptr,  # [B, T, HV, V] out
+    dh0_ptr,  # [N, HV, K, V] out
+    scale,
+    forth_ptr,  # [N, HV] or None
+    back_ptr,  # [N, HV] or None
+    cu_ptr,  # [N + 1] or None
+    offsets_ptr,  # [N + 1] or None
+    T,
+    N,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+):  # fmt: skip
+    """The programs of scan_bwd, which take longer, and those of scan_states.
+
+    Grid (2 * N * HV * V / BV).  Reference: linattn_edu.reference.fused.gdn_scans.scans.
+    """
+    if tl.program_id(0) % 2 == 0:
+        scan_bwd_kernel(
+            q_ptr, k_ptr, beta_ptr, gc_ptr, P_ptr, AG_ptr, do_ptr, dht_ptr, dh_ptr, Z_ptr, dv_ptr,
+            dh0_ptr, scale, back_ptr, cu_ptr, offsets_ptr, T, N, 2, H, HV, K, V, BT, BK, BV,
+        )  # fmt: skip
+    else:
+        scan_states_kernel(
+            k_ptr, v_ptr, beta_ptr, gc_ptr, AG_ptr, h0_ptr, h_ptr, v_new_ptr, forth_ptr, cu_ptr,
+            offsets_ptr, T, N, 2, H, HV, K, V, BT, BK, BV,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["T"])
+def scan_map_bwd_kernel(
+    q_ptr,  # [B, T, H, K]
+    k_ptr,  # [B, T, H, K]
+    beta_ptr,  # [B, T, HV]
+    gc_ptr,  # [B, T, HV] log2
+    P_ptr,  # [B, T, HV, BT]
+    AG_ptr,  # [B, T, HV, BT]
+    do_ptr,  # [B, T, HV, V]
+    dht_ptr,  # [NP, HV, K, V] or None
+    map_ptr,  # [NP, HV, K, W] out: dS_ext, and dM where W is V + K
+    scale,
+    rows_ptr,  # [NP] or None
+    cu_ptr,  # [N + 1] or None
+    T,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr,
+    BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+):  # fmt: skip
+    """One program: BV columns of [dS_ext | dM] of one head, back through a piece.
+
+    Grid (NP * HV * W / BV).  Reference: linattn_edu.reference.fused.gdn_scans.scan_map_bwd.
+    """
+    i_v, i_ph, i_h, first, n_seq = piece_of(tl.program_id(0), rows_ptr, cu_ptr, T, HV, W, BT, BV)
+    o_t = tl.arange(0, BT)
+    o_k = tl.arange(0, BK)
+    o_v = i_v * BV + tl.arange(0, BV)
+    # eq:cp-ext-bwd   dS_ext: the gradient before the piece, from zero
+    # eq:cp-transition-bwd   dM: the same with dO = 0, from I
+    b_dS = tl.where(o_k[None, :] + V == o_v[:, None], 1.0, 0.0)
+    if dht_ptr is not None:
+        b_dS += tl.trans(load_tile(dht_ptr + i_ph * K * V, o_k, o_v, V, K, V)).to(tl.float32)
+    NT = tl.cdiv(n_seq, BT)
+    for i_t in range(NT):
+        i_b = NT - 1 - i_t
+        begin, n_t = first + i_b * BT, n_seq - i_b * BT
+        _, _, b_dS = scan_bwd_step(
+            b_dS, q_ptr, k_ptr, beta_ptr, gc_ptr, P_ptr, AG_ptr, do_ptr, scale, i_h, begin, n_t,
+            o_t, o_k, o_v, H, HV, K, V, BT,
+        )  # fmt: skip
+    store_tile(map_ptr + i_ph * K * W, tl.trans(b_dS), o_k, o_v, W, K, W)
+
+
+SCAN = row(4, 2, BV=64)  # rows of dS^T: a product of fewer would leave tensor cores idle
+
+
+class Scans(NamedTuple):
+    """The tensors of both scans in the order of scans_kernel; None: of the other scan, or zero."""
+
+    q: Tensor | None
+    k: Tensor
+    v: Tensor | None
+    beta: Tensor
+    gc: Tensor
+    P: Tensor | None
+    AG: Tensor
+    do: Tensor | None
+    h0: Tensor | None = None
+    dht: Tensor | None = None
+    h: Tensor | None = None
+    v_new: Tensor | None = None
+    dh: Tensor | None = None
+    Z: Tensor | None = None
+    dv: Tensor | None = None
+    dh0: Tensor | None = None
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """H, HV, K, V."""
+        H, K = self.k.shape[2:]
+        HV, V = (self.do if self.v is None else self.v).shape[2:]
+        return H, HV, K, V
+
+    @property
+    def forth(self) -> tuple[Tensor | None, ...]:
+        """Those of scan_states, in its kernels' order."""
+        return self.k, self.v, self.beta, self.gc, self.AG, self.h0, self.h, self.v_new
+
+    @property
+    def back(self) -> tuple[Tensor | None, ...]:
+        """Those of scan_bwd, in its kernels' order."""
+        given = self.q, self.k, self.beta, self.gc, self.P, self.AG, self.do, self.dht
+        return *given, self.dh, self.Z, self.dv, self.dh0
+
+    def written(self, pieces: Pieces, packing: Packing | None) -> "Scans":
+        """With places for what the scans write, but for a dv that is there."""
+        _, HV, K, V = self.sizes
+        x, shape = self, (*states(self.k, self.AG.shape[-1], packing), HV, K, V)
+        if x.v is not None:
+            x = x._replace(h=x.k.new_empty(*shape), v_new=torch.empty_like(x.v))
+        if x.do is not None:
+            dv, dh0 = x.dv, x.gc.new_empty(pieces.N, HV, K, V)
+            dv = torch.empty_like(x.do) if dv is None else dv
+            x = x._replace(dh=x.k.new_empty(*shape), Z=torch.empty_like(x.do), dv=dv, dh0=dh0)
+        return x
+
+
+def load(
+    q: Tensor, v: Tensor, AG: Tensor, packing: Packing | None, tensors: tuple[Tensor, ...]
+) -> Load:
+    """What is asked about a scan that reads these tensors."""
+    return load_of(kind_of(q, *v.shape[2:], AG.shape[-1], packing, tensors), q, packing)
+
+
+def enter(
+    x: Scans, gluon: bool, packing: Packing | None, scale: float | None = None
+) -> tuple[Pieces, list[Tensor | None], Tensor | None]:
+    """`entering` of scan_states; or with scale that of scan_bwd: how many chunks behind each piece
+    it begins, and the gradients that leave the pieces.
+    """
+    options = {"chunk_size": x.AG.shape[-1], "choice": not gluon, "packing": packing}
+    decays = x.k, x.beta, x.gc, x.sizes[-1]
+    if scale is None:
+        given = x.k, x.v, x.gc, x.AG, None, x.beta
+        return entering(decays, cp_merge, scan_map, given, x.h0, **options)
+    given, options = (x.q, x.k, x.beta, x.gc, x.P, x.AG, x.do), options | {"scale": scale}
+    return entering(decays, cp_merge_bwd, scan_map_bwd, given, x.dht, back=True, **options)
+
+
+def scan_states(
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    gc: Tensor,
+    AG: Tensor,
+    initial_state: Tensor | None = None,
+    *,
+    packing: Packing | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Launch scan_states_kernel; arguments and result as in the reference."""
+    gluon = by_load.scans(load(k, v, AG, packing, (k, v, AG))).takes == "gluon"
+    x = Scans(None, k, v, beta, gc, None, AG, None, initial_state)
+    pieces, warmup, h0 = enter(x, gluon, packing)
+    x = x._replace(h0=h0).written(pieces, packing)
+    for i, skipped in enumerate(warmup):
+        _launch_forth(x, gluon, pieces, skipped, i == 0)
+    return x.h, x.v_new
+
+
+def _launch_forth(x: Scans, gluon: bool, pieces: Pieces, warmup: Tensor | None, wide: bool) -> None:
+    """Launch the kernel, in plain Triton with the tiles that suit pieces, or whole sequences."""
+    if gluon and gdn_scans.scan_states_gluon(*x.forth, warmup, pieces):
+        return
+    H, HV, K, V = x.sizes
+    _, config = scan_launch(SCAN_CONFIGS, x.k, (pieces.N if wide else pieces.batch) * HV, V)
+    scan_states_kernel[(pieces.N * HV * cdiv(V, config["BV"]),)](
+        *x.forth, warmup, pieces.cu_seqlens, pieces.chunk_offsets, pieces.T, pieces.N, 1, H, HV, K,
+        V, BT=x.AG.shape[-1], **config,
+    )  # fmt: skip
+
+
+def scan_bwd(
+    q: Tensor,
+    k: Tensor,
+    beta: Tensor,
+    gc: Tensor,
+    P: Tensor,
+    AG: Tensor,
+    do: Tensor,
+    dht: Tensor | None = None,
+    *,
+    scale: float,
+    packing: Packing | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Launch scan_bwd_kernel; arguments and result as in the reference."""
+    gluon = by_load.scans(load(q, do, AG, packing, (q, k, do, P, AG))).takes == "gluon"
+    x = Scans(q, k, None, beta, gc, P, AG, do, None, dht)
+    pieces, warmup, dht = enter(x, gluon, packing, scale)
+    x = x._replace(dht=dht).written(pieces, packing)
+    for skipped in warmup:
+        _launch_back(x, gluon, pieces, skipped, scale)
+    return x.dh, x.Z, x.dv, pieces.first(x.dh0)
+
+
+def _launch_back(
+    x: Scans, gluon: bool, pieces: Pieces, warmup: Tensor | None, scale: float
+) -> None:
+    """Launch scan_bwd_kernel, or that in Gluon."""
+    if gluon and gdn_scans.scan_bwd_gluon(*x.back, scale, warmup, pieces):
+        return
+    H, HV, K, V = x.sizes
+    grid, config = scan_launch(SCAN, x.q, pieces.N * HV, V)
+    scan_bwd_kernel[grid](
+        *x.back, scale, warmup, pieces.cu_seqlens, pieces.chunk_offsets, pieces.T, pieces.N, 1, H,
+        HV, K, V, BT=x.AG.shape[-1], **config,
+    )  # fmt: skip
+
+
+def scans(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    gc: Tensor,
+    P: Tensor,
+    AG: Tensor,
+    do: Tensor,
+    initial_state: Tensor | None = None,
+    dht: Tensor | None = None,
+    *,
+    scale: float,
+    packing: Packing | None = None,
+) -> tuple[Tensor, ...]:
+    """Launch scans_kernel, or that in Gluon; arguments and result as in the reference.
+
+    Where either scan alone has a program for every multiprocessor, it is two launches, which
+    choose their options each for itself: the same bits.
+    """
+    asked = load(q, v, AG, packing, (q, k, v, P, AG, do))
+    gluon = by_load.scans(asked).takes == "gluon"
+    x = Scans(q, k, v, beta, gc, P, AG, do, initial_state, dht)
+    pieces, ahead, h0 = enter(x, gluon, packing)
+    _, behind, dht = enter(x, gluon, packing, scale)
+    x = x._replace(h0=h0, dht=dht).written(pieces, packing)
+    H, HV, K, V = x.sizes
+    (programs,), config = scan_launch(SCAN, q, pieces.N * HV, V)
+    one = by_load.together(asked, programs).takes
+    both = gluon and one and ahead[0] is None
+    if both and gdn_scans.scans_gluon(*x, scale, ahead[0], behind[0], pieces):
+        ahead.pop()
+    elif gluon or not one or len(ahead) > 1:
+        _launch_forth(x, gluon, pieces, ahead.pop(0), True)
+        _launch_back(x, gluon, pieces, behind.pop(0), scale)
+    if ahead:
+        scans_kernel[(2 * programs,)](
+            *x, scale, *ahead, *behind, pieces.cu_seqlens, pieces.chunk_offsets, pieces.T, pieces.N,
+            H, HV, K, V, BT=AG.shape[-1], **config,
+        )  # fmt: skip
+    return x.h, x.v_new, x.dh, x.Z, x.dv, pieces.first(x.dh0)
+
+
+def scan_map_bwd(
+    q: Tensor,
+    k: Tensor,
+    beta: Tensor,
+    gc: Tensor,
+    P: Tensor,
+    AG: Tensor,
+    do: Tensor,
+    dht: Tensor | None = None,
+    *,
+    scale: float,
+    **which,
+) -> tuple[Tensor, Tensor | None]:
+    """Launch scan_map_bwd_kernel; arguments, result as in the reference; which: of launch_map."""
+    given, sizes = (q, k, beta, gc, P, AG, do, dht), (q.shape[2], *do.shape[2:])
+    return launch_map(
+        scan_map_bwd_kernel, SCAN, given, sizes, x=q, after=(scale,),
+        constants={"BT": AG.shape[-1]}, **which,
+    )  # fmt: skip

@@ -1,0 +1,433 @@
+"""The backward pass of Kimi Delta Attention in fused kernels, on rows that have the gate in them.
+
+The keys and queries are multiplied by their gates once; then the states and their gradients are
+carried as in Gated DeltaNet.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from linattn_edu.kernels.delta.cp_merge import cp_merge, launch_map, piece_of
+from linattn_edu.kernels.delta.cp_merge_bwd import cp_merge_bwd
+from linattn_edu.kernels.delta.gate_cumsum import cumulative
+from linattn_edu.kernels.fused.kda_fwd import kda_fused_scan_map
+from linattn_edu.kernels.gluon import support
+from linattn_edu.kernels.pieces import by_maps
+from linattn_edu.kernels.routes import by_kind, by_load, kind_of, load_of
+from linattn_edu.kernels.tiles import (
+    cast,
+    cdiv,
+    chunk_args,
+    chunk_of,
+    columns_of,
+    dot,
+    load_row,
+    load_tile,
+    load_vector,
+    row,
+    scan_launch,
+    states,
+    store_tile,
+)
+from linattn_edu.packing import Packing
+
+try:
+    from linattn_edu.kernels.gluon import kda_scans
+except Exception as error:  # a Triton whose Gluon has other names
+    kda_scans = support.left_out(error)
+
+
+@triton.jit(do_not_specialize=["T"])
+def kda_gates_kernel(
+    q_ptr,  # [B, T, H, K]
+    k_ptr,  # [B, T, H, K]
+    g_ptr,  # [B, T, HV, K] natural log; with A_log or a bound, the raw gate
+    A_log_ptr,  # [HV] or None
+    bias_ptr,  # [HV * K] or None
+    gc_ptr,  # [B, T, HV, K] out: log2, cumulative within a chunk
+    kd_ptr,  # [B, T, HV, K] out
+    kg_ptr,  # [B, T, HV, K] out
+    qg_ptr,  # [B, T, HV, K] out
+    bound,  # lower bound of the gate, or None
+    cu_ptr,  # [N + 1] or None
+    chunks_ptr,  # [NT, 2] or None
+    T,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
+    BT: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """One program: BK channels of one chunk of one head.  Grid (NT * HV * K / BK).
+
+    Reference: linattn_edu.reference.fused.kda_scans.kda_gates.
+    """
+    NK: tl.constexpr = (K + BK - 1) // BK
+    o_k = tl.program_id(0) % NK * BK + tl.arange(0, BK)
+    i_h, _, first, n_t = chunk_of(tl.program_id(0) // NK, cu_ptr, chunks_ptr, T, HV, BT)
+    i_k, i = (first * H + i_h // (HV // H)) * K, (first * HV + i_h) * K
+    o_t = tl.arange(0, BT)
+    b_k = load_tile(k_ptr + i_k, o_t, o_k, H * K, n_t, K)  # [BT, BK]
+    b_q = load_tile(q_ptr + i_k, o_t, o_k, H * K, n_t, K)  # [BT, BK]
+    b_g = load_tile(g_ptr + i, o_t, o_k, HV * K, n_t, K).to(tl.float32)  # [BT, BK]
+    # eq:delta-gate-cumsum   gc = log2(e) cumsum(g)
+    b_g = cumulative(b_g, A_log_ptr, bias_ptr, bound, i_h * K + o_k, HV * K, K)
+    store_tile(gc_ptr + i, b_g, o_t, o_k, HV * K, n_t, K)
+    b_last = tl.sum(tl.where(o_t[:, None] == tl.minimum(BT, n_t) - 1, b_g, 0.0), 0)
+    b_e = tl.exp2(b_g)
+    # eq:kda-kd   kd = 2^gc * K
+    store_tile(kd_ptr + i, b_e * b_k.to(tl.float32), o_t, o_k, HV * K, n_t, K)
+    # eq:kda-kg   kg = 2^(gc_last - gc) * K
+    b_r = tl.exp2(b_last[None, :] - b_g) * b_k.to(tl.float32)
+    store_tile(kg_ptr + i, b_r, o_t, o_k, HV * K, n_t, K)
+    # eq:kda-qg   qg = 2^gc * Q
+    store_tile(qg_ptr + i, b_e * b_q.to(tl.float32), o_t, o_k, HV * K, n_t, K)
+
+
+@triton.jit(do_not_specialize=["T"])
+def kda_scan_states(
+    kg_ptr,  # [B, T, HV, K]
+    kd_ptr,  # [B, T, HV, K]
+    v_ptr,  # [B, T, HV, V]
+    beta_ptr,  # [B, T, HV]
+    gc_ptr,  # [B, T, HV, K] log2
+    A_ptr,  # [B, T, HV, BT]
+    h0_ptr,  # [N, HV, K, V] or None
+    h_ptr,  # [B, NT, HV, K, V] out: state entering each chunk
+    v_new_ptr,  # [B, T, HV, V] out
+    cu_ptr,  # [N + 1] or None
+    offsets_ptr,  # [N + 1] or None
+    T,
+    STEP: tl.constexpr,  # one of so many programs of the grid, the last of them
+    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+):  # fmt: skip
+    """One program: S[:, v-tile] of one head, through all chunks.  Grid (N * HV * V / BV).
+
+    Reference: linattn_edu.reference.fused.kda_scans.kda_fused_scans.
+    """
+    i_v, i_nh, i_h, first, n_seq, i_c = columns_of(
+        tl.program_id(0) // STEP, cu_ptr, offsets_ptr, T, HV, V, BT, BV
+    )
+    kg_ptr += (first * HV + i_h) * K
+    kd_ptr += (first * HV + i_h) * K
+    gc_ptr += (first * HV + i_h) * K
+    v_ptr += (first * HV + i_h) * V
+    v_new_ptr += (first * HV + i_h) * V
+    A_ptr += (first * HV + i_h) * BT
+    beta_ptr += first * HV + i_h
+    h_ptr += (i_c * HV + i_h) * K * V
+
+    o_t = tl.arange(0, BT)
+    o_k = tl.arange(0, BK)
+    o_v = i_v * BV + tl.arange(0, BV)
+    b_S = tl.zeros([BK, BV], dtype=tl.float32)
+    if h0_ptr is not None:
+        b_S += load_tile(h0_ptr + i_nh * K * V, o_k, o_v, V, K, V).to(tl.float32)
+    # the load of a chunk's gates runs one chunk ahead: the state waits for them
+    o_last = (tl.minimum(BT, n_seq) - 1) * HV * K
+    b_last = load_vector(gc_ptr + o_last, o_k, tl.where(n_seq > 0, K, 0))
+    for i_t in range(tl.cdiv(n_seq, BT)):
+        n_t = n_seq - i_t * BT
+        b_h = cast(b_S, kd_ptr.dtype.element_ty)
+        store_tile(h_ptr, b_h, o_k, o_v, V, K, V)
+        b_kd = load_tile(kd_ptr, o_t, o_k, HV * K, n_t, K)  # [BT, BK]
+        b_v = load_tile(v_ptr, o_t, o_v, HV * V, n_t, V)  # [BT, BV]
+        b_A = load_tile(A_ptr, o_t, o_t, HV * BT, n_t, BT)  # [BT, BT]
+        b_kg = load_tile(kg_ptr, o_t, o_k, HV * K, n_t, K)  # [BT, BK]
+        b_beta = load_row(beta_ptr, o_t, HV, n_t)  # [BT]
+        b_a = tl.exp2(b_last)[:, None]
+        o_last = (tl.minimum(2 * BT, n_t) - 1) * HV * K
+        b_last = load_vector(gc_ptr + o_last, o_k, tl.where(n_t > BT, K, 0))
+
+        # eq:delta-residual   W = V - kd S
+        b_W = b_v.to(tl.float32) - dot(b_kd, b_h)
+        # eq:delta-v-new   v_new = A diag(beta) W
+        b_v = cast(dot(b_A, cast(b_beta[:, None] * b_W, b_A.dtype)), b_kg.dtype)
+        store_tile(v_new_ptr, b_v, o_t, o_v, HV * V, n_t, V)
+        # eq:delta-state   S <- diag(2^gc_last) S + kg^T v_new
+        b_S = dot(tl.trans(b_kg), b_v, b_S * b_a)
+
+        kg_ptr += BT * HV * K
+        kd_ptr += BT * HV * K
+        gc_ptr += BT * HV * K
+        v_ptr += BT * HV * V
+        v_new_ptr += BT * HV * V
+        A_ptr += BT * HV * BT
+        beta_ptr += BT * HV
+        h_ptr += HV * K * V
+
+
+@triton.jit
+def kda_scan_bwd_step(
+    b_dS, qg_ptr, kg_ptr, kd_ptr, beta_ptr, gc_ptr, P_ptr, A_ptr, do_ptr, scale, i_h,
+    first, n_t, o_t, o_k, o_v, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    BT: tl.constexpr,
+):  # fmt: skip
+    """dS^T [BV, BK], back through the chunk of head i_h that begins with token `first`.
+
+    Returns Z^T and dV^T [BV, BT], and the next dS^T; transposed as in gdn_bwd.
+    """
+    i = first * HV + i_h
+    b_h = cast(b_dS, kg_ptr.dtype.element_ty)
+    b_kg = load_tile(kg_ptr + i * K, o_t, o_k, HV * K, n_t, K)  # [BT, BK]
+    b_do = load_tile(do_ptr + i * V, o_t, o_v, HV * V, n_t, V)  # [BT, BV]
+    b_P = load_tile(P_ptr + i * BT, o_t, o_t, HV * BT, n_t, BT)  # [BT, BT]
+    b_A = load_tile(A_ptr + i * BT, o_t, o_t, HV * BT, n_t, BT)  # [BT, BT]
+    b_qg = load_tile(qg_ptr + i * K, o_t, o_k, HV * K, n_t, K)  # [BT, BK]
+    b_kd = load_tile(kd_ptr + i * K, o_t, o_k, HV * K, n_t, K)  # [BT, BK]
+    b_beta = load_row(beta_ptr + i, o_t, HV, n_t)  # [BT]
+    b_last = load_vector(gc_ptr + (i + (tl.minimum(BT, n_t) - 1) * HV) * K, o_k, K)  # [BK]
+    b_do = tl.trans(b_do)
+    # eq:kda-dv-out   dv_new = scale P^T dO
+    b_dv = scale * dot(b_do, b_P)
+    # eq:delta-dv-new   dv_new += kg dS
+    b_dv = dot(b_h, tl.trans(b_kg), b_dv)
+    # eq:kda-z   Z = A^T dv_new
+    b_Z = dot(cast(b_dv, b_A.dtype), b_A)
+    # eq:kda-dv   dV = diag(beta) Z
+    b_dv = b_beta[None, :] * b_Z
+    # eq:fused-ds   dS <- diag(2^gc_last) dS + qg^T scale dO - kd^T dV
+    b_do = cast(b_do.to(tl.float32) * scale, b_qg.dtype)
+    b_dS = dot(b_do, b_qg, b_dS * tl.exp2(b_last)[None, :])
+    b_dS = dot(cast(-b_dv, b_kd.dtype), b_kd, b_dS)
+    return b_Z, b_dv, b_dS
+
+
+@triton.jit(do_not_specialize=["T"])
+def kda_scan_bwd(
+    qg_ptr,  # [B, T, HV, K]
+    kg_ptr,  # [B, T, HV, K]
+    kd_ptr,  # [B, T, HV, K]
+    beta_ptr,  # [B, T, HV]
+    gc_ptr,  # [B, T, HV, K] log2
+    P_ptr,  # [B, T, HV, BT]
+    A_ptr,  # [B, T, HV, BT]
+    do_ptr,  # [B, T, HV, V]
+    dht_ptr,  # [N, HV, K, V] or None
+    dh_ptr,  # [B, NT, HV, K, V] out: gradient of the state leaving each chunk
+    Z_ptr,  # [B, T, HV, V] out
+    dv_ptr,  # [B, T, HV, V] out
+    dh0_ptr,  # [N, HV, K, V] out
+    scale,
+    cu_ptr,  # [N + 1] or None
+    offsets_ptr,  # [N + 1] or None
+    T,
+    STEP: tl.constexpr,  # one of so many programs of the grid, the first of them
+    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+):  # fmt: skip
+    """One program: dS[:, v-tile] of one head, back through all chunks.  Grid (N * HV * V / BV).
+
+    Reference: linattn_edu.reference.fused.kda_scans.kda_fused_scans.
+    """
+    i_v, i_nh, i_h, first, n_seq, i_c = columns_of(
+        tl.program_id(0) // STEP, cu_ptr, offsets_ptr, T, HV, V, BT, BV
+    )
+    o_t = tl.arange(0, BT)
+    o_k = tl.arange(0, BK)
+    o_v = i_v * BV + tl.arange(0, BV)
+    b_dS = tl.zeros([BV, BK], dtype=tl.float32)
+    if dht_ptr is not None:
+        b_dS += tl.trans(load_tile(dht_ptr + i_nh * K * V, o_k, o_v, V, K, V)).to(tl.float32)
+    NT = tl.cdiv(n_seq, BT)
+    for i_t in range(NT):
+        i_b = NT - 1 - i_t  # of the chunk, back from the last
+        begin, n_t = first + i_b * BT, n_seq - i_b * BT
+        b_h = cast(b_dS, dh_ptr.dtype.element_ty)
+        i_S = ((i_c + i_b) * HV + i_h) * K * V
+        store_tile(dh_ptr + i_S, tl.trans(b_h), o_k, o_v, V, K, V)
+        b_Z, b_dv, b_dS = kda_scan_bwd_step(
+            b_dS, qg_ptr, kg_ptr, kd_ptr, beta_ptr, gc_ptr, P_ptr, A_ptr, do_ptr, scale, i_h,
+            begin, n_t, o_t, o_k, o_v, HV, K, V, BT,
+        )  # fmt: skip
+        i = (begin * HV + i_h) * V
+        b_Z = tl.trans(cast(b_Z, Z_ptr.dtype.element_ty))
+        store_tile(Z_ptr + i, b_Z, o_t, o_v, HV * V, n_t, V)
+        b_dv = tl.trans(cast(b_dv, dv_ptr.dtype.element_ty))
+        store_tile(dv_ptr + i, b_dv, o_t, o_v, HV * V, n_t, V)
+    store_tile(dh0_ptr + i_nh * K * V, tl.trans(b_dS), o_k, o_v, V, K, V)
+
+
+@triton.jit(do_not_specialize=["T"])
+def kda_fused_scans_kernel(
+    qg_ptr,  # [B, T, HV, K]
+    kg_ptr,  # [B, T, HV, K]
+    kd_ptr,  # [B, T, HV, K]
+    v_ptr,  # [B, T, HV, V]
+    beta_ptr,  # [B, T, HV]
+    gc_ptr,  # [B, T, HV, K] log2
+    P_ptr,  # [B, T, HV, BT]
+    A_ptr,  # [B, T, HV, BT]
+    do_ptr,  # [B, T, HV, V]
+    h0_ptr,  # [N, HV, K, V] or None
+    dht_ptr,  # [N, HV, K, V] or None
+    h_ptr,  # [B, NT, HV, K, V] out
+    v_new_ptr,  # [B, T, HV, V] out
+    dh_ptr,  # [B, NT, HV, K, V] out
+    Z_ptr,  # [B, T, HV, V] out
+    dv_ptr,  # [B, T, HV, V] out
+    dh0_ptr,  # [N, HV, K, V] out
+    scale,
+    cu_ptr,  # [N + 1] or None
+    offsets_ptr,  # [N + 1] or None
+    T,
+    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+):  # fmt: skip
+    """The programs of kda_scan_states, and those of kda_scan_bwd, which take longer.
+
+    Grid (2 * N * HV * V / BV).  Reference: linattn_edu.reference.fused.kda_scans.kda_fused_scans.
+    """
+    if tl.program_id(0) % 2 == 1:
+        kda_scan_states(
+            kg_ptr, kd_ptr, v_ptr, beta_ptr, gc_ptr, A_ptr, h0_ptr, h_ptr, v_new_ptr, cu_ptr,
+            offsets_ptr, T, 2, HV, K, V, BT, BK, BV,
+        )  # fmt: skip
+    else:
+        kda_scan_bwd(
+            qg_ptr, kg_ptr, kd_ptr, beta_ptr, gc_ptr, P_ptr, A_ptr, do_ptr, dht_ptr, dh_ptr, Z_ptr,
+            dv_ptr, dh0_ptr, scale, cu_ptr, offsets_ptr, T, 2, HV, K, V, BT, BK, BV,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["T"])
+def kda_fused_scan_map_bwd_kernel(
+    qg_ptr,  # [B, T, HV, K]
+    kg_ptr,  # [B, T, HV, K]
+    kd_ptr,  # [B, T, HV, K]
+    beta_ptr,  # [B, T, HV]
+    gc_ptr,  # [B, T, HV, K] log2
+    P_ptr,  # [B, T, HV, BT]
+    A_ptr,  # [B, T, HV, BT]
+    do_ptr,  # [B, T, HV, V]
+    dht_ptr,  # [NP, HV, K, V] or None
+    map_ptr,  # [NP, HV, K, W] out: dS_ext, and dM where W is V + K
+    scale,
+    rows_ptr,  # [NP] or None
+    cu_ptr,  # [N + 1] or None
+    T,
+    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr,
+    BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+):  # fmt: skip
+    """One program: BV columns of [dS_ext | dM] of one head, back through a piece.
+
+    Grid (NP * HV * W / BV).  Reference:
+    linattn_edu.reference.fused.kda_scans.kda_fused_scan_map_bwd.
+    """
+    i_v, i_ph, i_h, first, n_seq = piece_of(tl.program_id(0), rows_ptr, cu_ptr, T, HV, W, BT, BV)
+    o_t = tl.arange(0, BT)
+    o_k = tl.arange(0, BK)
+    o_v = i_v * BV + tl.arange(0, BV)
+    # eq:cp-ext-bwd   dS_ext: the gradient before the piece, from zero
+    # eq:cp-transition-bwd   dM: the same with dO = 0, from I
+    b_dS = tl.where(o_k[None, :] + V == o_v[:, None], 1.0, 0.0)
+    if dht_ptr is not None:
+        b_dS += tl.trans(load_tile(dht_ptr + i_ph * K * V, o_k, o_v, V, K, V)).to(tl.float32)
+    NT = tl.cdiv(n_seq, BT)
+    for i_t in range(NT):
+        i_b = NT - 1 - i_t
+        begin, n_t = first + i_b * BT, n_seq - i_b * BT
+        _, _, b_dS = kda_scan_bwd_step(
+            b_dS, qg_ptr, kg_ptr, kd_ptr, beta_ptr, gc_ptr, P_ptr, A_ptr, do_ptr, scale, i_h,
+            begin, n_t, o_t, o_k, o_v, HV, K, V, BT,
+        )  # fmt: skip
+    store_tile(map_ptr + i_ph * K * W, tl.trans(b_dS), o_k, o_v, W, K, W)
+
+
+GATES_OPTIONS = {"BK": 64, "num_warps": 4}
+SCAN = row(4, 2, BV=64)  # rows of dS^T: a product of fewer would leave tensor cores idle
+
+
+def kda_gates(
+    q: Tensor,
+    k: Tensor,
+    g: Tensor,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    *,
+    lower_bound: float | None = None,
+    chunk_size: int,
+    packing: Packing | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Launch kda_gates_kernel; arguments and result as in the reference."""
+    T, H, K = k.shape[1:]
+    HV = g.shape[2]
+    gc = torch.empty_like(g, dtype=torch.float32)
+    kd, kg, qg = (torch.empty_like(g, dtype=k.dtype) for _ in range(3))
+    NT, *chunks = chunk_args(k, chunk_size, packing)
+    kda_gates_kernel[(NT * HV * cdiv(K, GATES_OPTIONS["BK"]),)](
+        q, k, g, A_log, dt_bias, gc, kd, kg, qg, lower_bound, *chunks, T, H, HV, K, BT=chunk_size,
+        **GATES_OPTIONS,
+    )  # fmt: skip
+    return gc, kd, kg, qg
+
+
+def kda_fused_scans(
+    qg: Tensor,
+    kg: Tensor,
+    kd: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    gc: Tensor,
+    P: Tensor,
+    A: Tensor,
+    do: Tensor,
+    initial_state: Tensor | None = None,
+    dht: Tensor | None = None,
+    *,
+    scale: float,
+    packing: Packing | None = None,
+) -> tuple[Tensor, ...]:
+    """Launch the kernels that suit the GPU; arguments and result as in the reference."""
+    HV, K = kg.shape[2:]
+    V, C = v.shape[-1], A.shape[-1]
+    pieces = by_maps(kg, HV, V, C, packing)
+    given = kg, kd, v, beta, gc, A
+    initial_state = pieces.entering(cp_merge, kda_fused_scan_map, given, initial_state)
+    given = qg, kg, kd, beta, gc, P, A, do
+    dht = pieces.entering(cp_merge_bwd, kda_fused_scan_map_bwd, given, dht, scale=scale)
+    h, dh = (kg.new_empty(*states(kg, C, packing), HV, K, V) for _ in range(2))
+    v_new, Z, dv = (torch.empty_like(v) for _ in range(3))
+    dh0 = gc.new_empty(pieces.N, HV, K, V)
+    (programs,), config = scan_launch(SCAN, kg, pieces.N * HV, V)
+    kind = kind_of(kg, HV, V, C, packing, (kg, v, P, A, do))
+    gluon = by_kind.kda_fused_scans(kind).takes == "gluon"
+    given = kg, kd, v, beta, gc, A, initial_state, h, v_new
+    behind = qg, kg, kd, beta, gc, P, A, do, dht, dh, Z, dv, dh0, scale
+    all_of = qg, kg, kd, v, beta, gc, P, A, do, initial_state, dht, h, v_new, dh, Z, dv, dh0
+    done = False
+    if gluon and by_load.together(load_of(kind, kg, packing), programs).takes:
+        done = kda_scans.kda_scans_gluon(*all_of, scale, pieces)
+    elif gluon:
+        done = kda_scans.kda_scan_states_gluon(*given, pieces)
+        done = done and kda_scans.kda_scan_bwd_gluon(*behind, pieces)
+    if not done:
+        kda_fused_scans_kernel[(2 * programs,)](
+            *all_of, scale, pieces.cu_seqlens, pieces.chunk_offsets, pieces.T, HV, K, V, BT=C,
+            **config,
+        )  # fmt: skip
+    return h, v_new, dh, Z, dv, pieces.first(dh0)
+
+
+def kda_fused_scan_map_bwd(
+    qg: Tensor,
+    kg: Tensor,
+    kd: Tensor,
+    beta: Tensor,
+    gc: Tensor,
+    P: Tensor,
+    A: Tensor,
+    do: Tensor,
+    dht: Tensor | None = None,
+    *,
+    scale: float,
+    **which,
+) -> tuple[Tensor, Tensor | None]:
+    """Launch kda_fused_scan_map_bwd_kernel; arguments and result as in the reference; which: of
+    launch_map.
+    """
+    given = qg, kg, kd, beta, gc, P, A, do, dht
+    return launch_map(
+        kda_fused_scan_map_bwd_kernel, SCAN, given, do.shape[2:], x=kg, after=(scale,),
+        constants={"BT": A.shape[-1]}, **which,
+    )  # fmt: skip

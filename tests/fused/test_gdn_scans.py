@@ -1,0 +1,162 @@
+"""The scans of the fused backward pass: kernels against references, one launch or two."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from delta.stage_checks import DTYPES, check_rounded, check_stage, grid, inputs
+from gdn_checks import PAYS, holds, launches, without_gluon
+
+from linattn_edu.kernels.delta import warm_up
+from linattn_edu.kernels.delta.gate_cumsum import gate_cumsum as gate_cumsum_kernel
+from linattn_edu.kernels.fused import gdn_fwd
+from linattn_edu.kernels.fused import gdn_scans as kernels
+from linattn_edu.kernels.fused.gdn_fwd import scan_map as scan_map_kernel
+from linattn_edu.kernels.fused.gdn_intra import intra_chunk as intra_chunk_kernel
+from linattn_edu.kernels.routes import forced
+from linattn_edu.reference.delta.gate_cumsum import gate_cumsum
+from linattn_edu.reference.fused import gdn_scans as references
+from linattn_edu.reference.fused.gdn_fwd import scan_map
+from linattn_edu.reference.fused.gdn_intra import intra_chunk
+from linattn_edu.testing import gdn_inputs
+
+pytestmark = pytest.mark.usefixtures("poison")
+
+
+def small(device):
+    """A dtype that the kernels hold: on a GPU of 16 bits."""
+    return torch.float32 if device == "cpu" else torch.bfloat16
+
+
+def arguments(T, K, V, C, dtype, device):
+    """(inputs, everything the fused backward stages read), by the reference stages."""
+    x = inputs(T, K, V, dtype, device)
+    if x.q.is_cuda and not holds(x.q, x.v):
+        pytest.skip("heads that the fused stages do not hold")
+    r = SimpleNamespace(do=torch.randn_like(x.v), dht=torch.randn_like(x.initial_state))
+    r.gc = gate_cumsum(x.g, chunk_size=C)
+    options = {"chunk_size": C, "return_inverse": True, "gated": True}
+    r.P, r.R, r.AG = intra_chunk(x.q, x.k, x.beta, r.gc, **options)
+    r.h, r.v_new = references.scan_states(x.k, x.v, x.beta, r.gc, r.AG, x.initial_state)
+    args = (x.q, x.k, x.beta, r.gc, r.P, r.AG, r.do, r.dht)
+    r.dh, r.Z, *_ = references.scan_bwd(*args, scale=0.3)
+    return x, r
+
+
+@grid
+def test_scan_states_kernel_matches_reference(T, K, V, C, dtype, device):
+    x, r = arguments(T, K, V, C, dtype, device)
+    args = (x.k, x.v, x.beta, r.gc, r.AG, x.initial_state)
+    check_stage(kernels.scan_states, references.scan_states, args)
+
+
+@grid
+def test_scan_bwd_kernel_matches_reference(T, K, V, C, dtype, device):
+    x, r = arguments(T, K, V, C, dtype, device)
+    args = (x.q, x.k, x.beta, r.gc, r.P, r.AG, r.do, r.dht)
+    check_stage(kernels.scan_bwd, references.scan_bwd, args, scale=0.3)
+
+
+@grid
+def test_scans_kernel_matches_reference(T, K, V, C, dtype, device, force):
+    """Both directions in one grid, where each alone would leave multiprocessors idle."""
+    x, r = arguments(T, K, V, C, dtype, device)
+    force(together=1)
+    args = (x.q, x.k, x.v, x.beta, r.gc, r.P, r.AG, r.do, x.initial_state, r.dht)
+    with launches() as ran:
+        check_stage(kernels.scans, references.scans, args, scale=0.3)
+    assert ran == [kernels.scans_kernel]
+
+
+def test_scans_are_one_launch_or_two(device, force):
+    """The same bits, whichever way the number of programs decides."""
+    x, r = arguments(100, 32, 48, 32, small(device), device)
+    args = (x.q, x.k, x.v, x.beta, r.gc, r.P, r.AG, r.do, x.initial_state, r.dht)
+    found = []
+    for together, ran in ((0, 2), (1, 1)):
+        force(together=together)
+        with launches() as names:
+            found.append(kernels.scans(*args, scale=0.3))
+        assert len(names) == ran
+    assert all(map(torch.equal, *found))
+
+
+@pytest.fixture
+def plain_and_gluon(device, force):
+    """The scans of what `gdn_inputs` gives, in plain Triton, then in Gluon, twice."""
+    if why := without_gluon(device):
+        pytest.skip(why)
+    scans_gluon = kernels.gdn_scans
+    force(**PAYS)
+    kinds = scans_gluon.scans_gluon_kernel, scans_gluon.scan_bwd_gluon_kernel
+
+    def run(x, h0, dht):
+        gc = gate_cumsum_kernel(x.g, chunk_size=64)
+        options = {"chunk_size": 64, "return_inverse": True, "gated": True}
+        P, _, AG = intra_chunk_kernel(x.q, x.k, x.beta, gc, **options)
+        torch.manual_seed(1)
+        args = (x.q, x.k, x.v, x.beta, gc, P, AG, torch.randn_like(x.v), h0, dht)
+        with forced(scans="triton"):
+            want = kernels.scans(*args, scale=0.3)
+        for _ in range(2):  # what is copied ahead must not be overtaken
+            with launches() as ran:
+                got = kernels.scans(*args, scale=0.3)
+            assert {*kinds} & {*ran}
+            assert all(map(torch.equal, got, want))
+
+    return run
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("given", [False, True], ids=["zero", "states"])
+@pytest.mark.parametrize("full", [False, True], ids=["one launch", "two launches"])
+@pytest.mark.parametrize(("B", "T", "HV"), [(1, 64, 1), (2, 128, 4), (1, 2048, 4)])
+def test_scans_gluon_give_the_same_bits(
+    B, T, HV, full, given, dtype, device, plain_and_gluon, force
+):
+    if full:
+        force(together=0)
+    x = gdn_inputs(B, T, max(1, HV // 2), HV, 128, 128, dtype=dtype, device=device, seed=0)
+    states = torch.randn(2, B, HV, 128, 128, device=device)
+    plain_and_gluon(x, *(states if given else (None, None)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("given", [False, True], ids=["zero", "states"])
+@pytest.mark.parametrize("gates", ["forgotten", "slow", "mixed", "maps"])
+@pytest.mark.parametrize("T", [1024, 960], ids=["whole pieces", "a rest"])
+def test_scans_gluon_in_pieces(T, gates, given, device, plain_and_gluon, force, monkeypatch):
+    """Pieces of 256 tokens, found forgotten in 128, or by their maps."""
+    force(**{"LENGTH": 256, "LEAST": 2} if gates == "maps" else {"PROGRAMS": 0, "PER_PROGRAM": 32})
+    monkeypatch.setattr(warm_up, "REACH", 128)
+    found = []
+
+    def seen(*args, **options):
+        cut, warmup = warm_up.warm_up(*args, **options)
+        found.append([*warmup])
+        return cut, warmup
+
+    monkeypatch.setattr(gdn_fwd, "warm_up", seen)
+    x = gdn_inputs(2, T, 2, 4, 128, 128, dtype=torch.bfloat16, device=device, seed=0)
+    x.g.fill_(-0.01 if gates == "slow" else -3.0)
+    if gates == "mixed":  # head 0 forgets in a chunk, 1 at one place, 2 never, 3 in two chunks
+        x.g[..., 1:] = torch.tensor([-0.01, -0.01, -0.25], device=device)
+        x.g[:, 500:524, 1] = -40.0
+    states = torch.randn(2, 2, 4, 128, 128, device=device)
+    plain_and_gluon(x, *(states if given else (None, None)))
+    starts = [{*torch.stack(warmup).amax(0).unique().tolist()} for warmup in found]
+    want = {"forgotten": {0, 1}, "slow": {-1, 0}, "mixed": {-1, 0, 1, 2}, "maps": None}[gates]
+    assert starts == ([] if want is None else [want] * 6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_maps_of_a_piece(dtype, device):
+    """Of 200 draws in bf16 the largest factor was 1.27 forwards, where the reference rounds R and
+    beta as one operand, and 1.05 back in time; a gate that is rounded too makes at least 1.24.
+    """
+    x, r = arguments(100, 32, 48, 32, dtype, device)
+    args = (x.k, x.v, r.gc, r.AG, x.initial_state, x.beta)
+    check_rounded(scan_map_kernel, scan_map, args, 1.4)
+    args = (x.q, x.k, x.beta, r.gc, r.P, r.AG, r.do, r.dht)
+    check_rounded(kernels.scan_map_bwd, references.scan_map_bwd, args, 1.2, scale=0.3)
