@@ -358,9 +358,7 @@ def load(
 def enter(
     x: Scans, gluon: bool, packing: Packing | None, scale: float | None = None
 ) -> tuple[Pieces, list[Tensor | None], Tensor | None]:
-    """`entering` of scan_states; or with scale that of scan_bwd: how many chunks behind each piece
-    it begins, and the gradients that leave the pieces.
-    """
+    """`entering` of scan_states; or with scale that of scan_bwd, whose states are gradients."""
     options = {"chunk_size": x.AG.shape[-1], "choice": not gluon, "packing": packing}
     decays = x.k, x.beta, x.gc, x.sizes[-1]
     if scale is None:
@@ -454,10 +452,8 @@ def scans(
     scale: float,
     packing: Packing | None = None,
 ) -> tuple[Tensor, ...]:
-    """Launch scans_kernel, or that in Gluon; arguments and result as in the reference.
-
-    Where either scan alone has a program for every multiprocessor, it is two launches, which
-    choose their options each for itself: the same bits.
+    """Launch scans_kernel, or that in Gluon; where either scan alone fills the GPU, two launches
+    with options of their own: the same bits. Arguments and result as in the reference.
     """
     asked = load(q, v, AG, packing, (q, k, v, P, AG, do))
     gluon = by_load.scans(asked).takes == "gluon"
@@ -469,7 +465,7 @@ def scans(
     (programs,), config = scan_launch(SCAN, q, pieces.N * HV, V)
     one = by_load.together(asked, programs).takes
     both = gluon and one and ahead[0] is None
-    if both and gdn_scans.scans_gluon(*x, scale, ahead[0], behind[0], pieces):
+    if both and gdn_scans.scans_gluon(*x, scale, *ahead, *behind, pieces):
         ahead.pop()
     elif gluon or not one or len(ahead) > 1:
         _launch_forth(x, gluon, pieces, ahead.pop(0), True)

@@ -219,6 +219,11 @@ def intra_chunk_ring_gluon_kernel(
     One program: every so many-th chunk of a q/k head, with its value heads.  Any grid.
 
     Reference: linattn_edu.reference.fused.gdn_intra.intra_chunk.
+
+    mbarriers, item by item:
+        empty       computing warps, when the scores are made -> loading warp
+        full        the copies of q and k, once a chunk and q/k head -> computing warps
+        gates_full  loading warp, once an item -> computing warps
     """
     dtype: gl.constexpr = k_desc.dtype
     G: gl.constexpr = HV // H

@@ -111,7 +111,7 @@ class Size:
 
 @gluon.jit
 def load_tiles(source, m, bars, size):
-    """The warp that loads, in the order in which the others read."""
+    """The producer, a warp that loads, in the order in which the others read."""
     N = size.N
     ROW: gl.constexpr = size.ROW
     H: gl.constexpr = size.H
@@ -213,6 +213,7 @@ def inside(
         bL.store((beta.load(rows)[:, None] * b_P).to(bL.dtype))
 
 
+# over 80 lines: the order of its products, waits and arithmetic is what it is about
 @gluon.jit
 def compute_half(c: gl.constexpr, out, m, bars, size):
     """Half c of the keys, by four warps: intra_chunk_bwd_kernel's sums.
@@ -358,6 +359,18 @@ def intra_chunk_bwd_gluon_kernel(
     """One program: every so many-th chunk of a q/k head, with its value heads.  Any grid.
 
     Reference: linattn_edu.reference.fused.gdn_bwd.intra_chunk_bwd.
+
+    mbarriers, in the order of an item; two groups of four warps compute, c = 0 and 1:
+        full_new    do and v_new, an item ahead -> both groups: dO v_new^T, Z v_new^T
+        full_Z      Z and v -> both
+        full_h      h -> both: dO S^T, Z S^T
+        full_dh     dh -> both: v_new dS^T
+        gates_full  loading warp: gc and beta, an item ahead -> both
+        empty_k     both: the last dq and dk have left -> loading warp
+        used        both, at the end of the item before -> both: they write dM or dL, and sums
+        ready       both: dM and dL are there -> both, which multiply by them
+        empty_h     both: no product reads h, dh, Z or v any more -> loading warp
+        full_k      q and k, once a chunk and q/k head -> both
     """
     dtype: gl.constexpr = k_desc.dtype
     G: gl.constexpr = HV // H

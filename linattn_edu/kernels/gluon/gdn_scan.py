@@ -147,6 +147,11 @@ def scan_gluon_kernel(
     """One program: S[:, v-tile] of one head, through all chunks.  Grid (N * HV * V / BV).
 
     Reference: linattn_edu.reference.fused.gdn_fwd.scan.
+
+    mbarriers, of a chunk in place i of the rings:
+        empty[i]  computing warps -> loading warp: it may copy the next chunk to this place
+        full[i]   the copies, and the loading warp with the gates -> computing warps, which begin
+                  the products of the chunk before the last ones of the chunk ahead of it are done
     """
     i_v, i_h, i_k, i_nh, i_end, first, _, NT, skip = piece_of_program(
         gl.program_id(0), warmup_ptr, cu_ptr, None, T, N, H, HV, V, BT, BV, False

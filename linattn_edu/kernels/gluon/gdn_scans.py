@@ -202,6 +202,17 @@ def scan_states_gluon_kernel(
     """One program: S[:, v-tile] of one head, through all chunks.  Grid (N * HV * V / BV).
 
     Reference: linattn_edu.reference.fused.gdn_scans.scan_states.
+
+    mbarriers, of a chunk in place i of the rings:
+        empty[i]  computing warps -> loading warp: it may copy the next chunk to this place
+        full[i]   the copies, and the loading warp with the gates -> computing warps, which begin
+                  the products of the chunk before the last ones of the chunk ahead of it are done
+        bars[0]   computing warps -> storing warp: the state has been written to `halves`
+        bars[3]   storing warp -> computing warps: it has left `others`, which may be written
+        bars[2]   computing warps -> storing warp: `others` have been written
+        bars[1]   storing warp -> computing warps: it has left `halves`, which may be written
+    In this order in each chunk, for the storing warp; the computing warps wait for bars[3], arrive
+    at bars[2], wait for full of the next chunk and for bars[1], arrive at bars[0] and at empty[i].
     """
     i_v, i_h, i_k, i_nh, _, first, i_c, NT, skip = piece_of_program(
         gl.program_id(0) // STEP, warmup_ptr, cu_ptr, offsets_ptr, T, N, H, HV, V, BT, BV, False
@@ -260,6 +271,8 @@ def scan_bwd_gluon_kernel(
     """One program: dS[:, v-tile] of one head, back through all chunks.  Grid (N * HV * V / BV).
 
     Reference: linattn_edu.reference.fused.gdn_scans.scan_bwd.
+
+    mbarriers: as in scan_states_gluon_kernel; `halves` are of dS, `others` Z and dV.
     """
     i_v, i_h, i_k, i_nh, i_end, first, i_c, NT, skip = piece_of_program(
         gl.program_id(0) // STEP, warmup_ptr, cu_ptr, offsets_ptr, T, N, H, HV, V, BT, BV, True

@@ -116,7 +116,7 @@ class Size:
 
 @gluon.jit
 def load_tiles(source, m, bars, size):
-    """The warp that loads, in the order in which the others read."""
+    """The producer, a warp that loads, in the order in which the others read."""
     N = size.N
     HV: gl.constexpr = size.HV
     K: gl.constexpr = size.K
@@ -183,6 +183,7 @@ def square(i_c, i_h, o_i, o_j, HV: gl.constexpr, V: gl.constexpr, BT: gl.constex
     return (i_c * BT + o_i).to(gl.int64)[:, None] * (HV * V) + (i_h * V + o_j)[None, :]
 
 
+# over 80 lines: the order of its products, waits and arithmetic is what it is about
 @gluon.jit
 def compute_half(c: gl.constexpr, out, m, bars, size):
     """Half c of the channels, by four warps: kda_fused_intra_bwd_kernel's sums, transposed.
@@ -369,6 +370,17 @@ def kda_intra_bwd_gluon_kernel(
     """One program: every so many-th chunk of a head.  Any grid.
 
     Reference: linattn_edu.reference.fused.kda_bwd.kda_fused_intra_bwd.
+
+    mbarriers, in the order of an item; two groups of four warps compute, c = 0 and 1:
+        full_new    do, v_new, Z and v -> both groups: dO v_new^T, Z v_new^T
+        full_h      h -> both: dO S^T, Z S^T
+        full_dh     dh -> both: v_new dS^T
+        empty_k     both: the last dq, dk and dgc have left -> loading warp
+        used        both, at the end of the item before -> both: they write dP or dL, and sums
+        gates_full  loading warp: betas, middles, lasts, nears -> both
+        ready       both: dP and dL are there -> both, which multiply by them
+        empty_h     both: no product reads what lies in the first three any more -> loading warp
+        full_k      q, k and gc -> both
     """
     dtype: gl.constexpr = k_desc.dtype
     N = gl.cdiv(NT * HV - gl.program_id(0), gl.num_programs(0))

@@ -210,6 +210,9 @@ def kda_scan_states_gluon_kernel(
     Grid (N * HV * V / BV / WORKERS).
 
     Reference: linattn_edu.reference.fused.kda_scans.kda_fused_scans.
+
+    mbarriers: as in gdn_scans' scan_states_gluon_kernel. Every group of four warps arrives at
+    empty[i], and has Results and a storing warp of its own.
     """
     i_v, i_h, _, i_nh, _, first, i_c, NT, _ = piece_of_program(
         gl.program_id(0) // STEP, None, cu_ptr, offsets_ptr, T, N, HV, HV, V, BT, WORKERS * BV,
@@ -282,6 +285,8 @@ def kda_scan_bwd_gluon_kernel(
     Grid (N * HV * V / BV / WORKERS).
 
     Reference: linattn_edu.reference.fused.kda_scans.kda_fused_scans.
+
+    mbarriers: as in kda_scan_states_gluon_kernel; `halves` are of dS, `others` Z and dV.
     """
     i_v, i_h, _, i_nh, _, first, i_c, NT, _ = piece_of_program(
         gl.program_id(0) // STEP, None, cu_ptr, offsets_ptr, T, N, HV, HV, V, BT, WORKERS * BV,
