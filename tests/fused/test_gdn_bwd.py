@@ -100,6 +100,27 @@ def test_chunk_bwd_in_head_groups_gives_the_same_bits(T, H, HV, given, device, f
         assert all(map(torch.equal, got, found[1]))
 
 
+@pytest.mark.gpu
+def test_head_groups_hold_the_states_of_one_at_a_time(device, force):
+    if why := without_gluon(device):
+        pytest.skip(why)
+    force(**PAYS)
+    x = gdn_inputs(2, 4096, 8, 8, 128, 128, dtype=torch.bfloat16, device=device, seed=0)
+    gc, do = gate_cumsum(x.g, chunk_size=64), torch.randn_like(x.v)
+    options = {"chunk_size": 64, "return_inverse": True, "gated": True}
+    P, _, AG = intra_chunk_kernel(x.q, x.k, x.beta, gc, **options)
+    args, peaks = (x.q, x.k, x.v, x.beta, gc, P, AG, do), {}
+    for groups in (1, 4):
+        force(head_groups=groups)
+        kernels.chunk_bwd(*args, scale=0.3)
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        kernels.chunk_bwd(*args, scale=0.3)
+        peaks[groups] = torch.cuda.max_memory_allocated() - before
+    states = 2 * 2 * 4096 // 64 * 8 * 128 * 128 * 2  # bytes of h and dh of all heads
+    assert peaks[1] - peaks[4] > states / 2
+
+
 def test_head_groups_leave_no_more_idle():
     for (B, T, H, HV), want in {
         (8, 4096, 16, 16): 2,  # 256 programs: two rounds of 128

@@ -47,7 +47,7 @@ def test_the_launchers_have_them():
     """What fails to import is left out: it may be for another Triton."""
     assert fused.gdn_scan is scan_gluon and fused_intra.gdn_intra is forward_gluon
     assert kda_fused.kda_scan is channel_gluon
-    assert kda_scans.kda_scans is kda_fused_bwd.kda_scans is kda_fused_scans
+    assert kda_scans.kda_scans is kda_fused_scans
     assert kda_fused_bwd.kda_intra_bwd_gluon is channel_intra
     assert fused_scans.gdn_scans is fused_bwd.gdn_scans is scans_gluon
     assert fused_bwd.gdn_intra_bwd is intra_gluon
@@ -154,9 +154,9 @@ def test_a_newer_triton_with_other_names(newer):
     assert not support.available().usable and not works([]) and not absent.scan_gluon(1, 2)
 
 
-def test_plain_triton_takes_the_place(newer, monkeypatch, force):
-    """Of a launch that fails: the same result, in the interpreter, by the plain kernel."""
-    x = gdn_inputs(1, 64, 1, 1, 16, 16, dtype=torch.float32, device="cpu", seed=0)
+def test_plain_triton_takes_the_place(newer, monkeypatch, force, device):
+    """Of a launch that fails: the same result, by the plain kernel."""
+    x = gdn_inputs(1, 64, 1, 1, 16, 16, dtype=torch.float32, device=device, seed=0)
     gc = gate_cumsum(x.g, chunk_size=64)
     P, R, _ = want = fused_intra.intra_chunk(x.q, x.k, x.beta, gc, chunk_size=64)
     o, _ = fused.scan(x.q, x.k, x.v, gc, P, R, scale=1.0)

@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from linattn_edu.kernels.gluon import support
+from linattn_edu.kernels.pieces import Pieces
 from linattn_edu.kernels.routes import by_kind, by_load, kind_of
 from linattn_edu.kernels.tiles import (
     block,
@@ -244,15 +245,31 @@ def _in_head_groups(groups: int, x: Scans, scale: float) -> tuple[Tensor, ...]:
     dh0 = x.gc.new_empty(pieces.N, HV, K, V)
     out = tuple(map(torch.empty_like, (x.q, x.k, x.v, x.beta, x.gc)))
     for i in range(groups):
-        given = (t.chunk(groups, 2)[i] for t in x[:8])
-        dq, dk, dv, *rest = (t.chunk(groups, 2)[i] for t in out)
-        start, stop, *ends = (
+        given, own = ([t.chunk(groups, 2)[i] for t in tensors] for tensors in (x[:8], out))
+        ends = (
             t if t is None else t.chunk(groups, 1)[i].contiguous() for t in (ahead, behind, h0, dht)
         )
-        own = Scans(*given, *ends, dv=dv).written(pieces, None)
-        gdn_scans.scan_states_gluon(*own.forth, start, pieces)
-        gdn_scans.scan_bwd_gluon(*own.back, scale, stop, pieces)
-        read = *own[:5], own.h, own.v_new, own.do, own.dh, own.Z
-        gdn_intra_bwd.intra_bwd_gluon(*read, dq, dk, *rest, scale)
-        dh0.chunk(groups, 1)[i].copy_(own.dh0)
+        dh0.chunk(groups, 1)[i].copy_(_head_group(given, own, *ends, scale, pieces))
     return *out, pieces.first(dh0)
+
+
+def _head_group(
+    given: list[Tensor],
+    out: list[Tensor],
+    ahead: Tensor | None,
+    behind: Tensor | None,
+    h0: Tensor | None,
+    dht: Tensor | None,
+    scale: float,
+    pieces: Pieces,
+) -> Tensor:
+    """One of the groups, views of its heads: writes dq, dk, dv, dbeta and dgc, returns dh0. A
+    function, so that its states go before those of the next are made.
+    """
+    dq, dk, dv, *rest = out
+    own = Scans(*given, h0, dht, dv=dv).written(pieces, None)
+    gdn_scans.scan_states_gluon(*own.forth, ahead, pieces)
+    gdn_scans.scan_bwd_gluon(*own.back, scale, behind, pieces)
+    read = *own[:5], own.h, own.v_new, own.do, own.dh, own.Z
+    gdn_intra_bwd.intra_bwd_gluon(*read, dq, dk, *rest, scale)
+    return own.dh0
