@@ -533,10 +533,31 @@ MUTANTS = [
     ),
     Mutant(
         "a program forgets where in a tensor a view begins",
-        f"{KERNELS}/host/plan.py",
+        f"{KERNELS}/host/tape.py",
         "x.storage_offset() + moved",
         "x.storage_offset()",
         "tests/kernels/test_plan.py -k any_kind",
+    ),
+    Mutant(
+        "a program keeps what it does not know",
+        f"{KERNELS}/host/tape.py",
+        "if not isinstance(x, PLAIN):",
+        "if False:",
+        "tests/kernels/test_plan.py -k told",
+    ),
+    Mutant(
+        "the oldest program is forgotten",
+        f"{KERNELS}/host/bounded.py",
+        "self._keys[i], self._keys[-1] = self._keys[-1], self._keys[i]",
+        "self._keys.append(self._keys.pop(0))",
+        "tests/kernels/test_plan.py -k bounded",
+    ),
+    Mutant(
+        "plan.off() is not known where gradients are computed",
+        f"{KERNELS}/host/plan.py",
+        "torch._C._stash_obj_in_tls(_OFF, True)",
+        "pass",
+        "tests/kernels/test_plan.py -k off",
     ),
     # kernels that are compiled before their launch
     Mutant(

@@ -346,7 +346,7 @@ def test_nothing_else_chooses():
     asked = {p.name for p, text in texts.items() if re.search(r"triton\.__version__", text)}
     assert len(asked) == 1
     for path in (PACKAGE / "ops").rglob("*.py"):  # no operator names an implementation
-        assert not re.search(r"kernels(\.|/)(fused|gluon|tiles|pieces)\b", texts[path]), path
+        assert not re.search(r"kernels(\.|/)(fused|gluon|pieces)\b", texts[path]), path
 
 
 def test_forced():

@@ -225,7 +225,7 @@ def chunk_bwd(
     arguments and result as in the reference.
     """
     C, given = AG.shape[-1], (q, k, v, beta, gc, P, AG, do, initial_state, dht)
-    groups = by_load.head_groups(load(q, v, AG, packing, (q, k, v, P, AG, do))).takes
+    groups = by_load.head_groups(load(q, v, AG, packing, k, P, do)).takes
     # groups are views, which plain Triton does not take in the place of a kernel that fails
     if groups > 1 and support.tried():
         return _in_head_groups(groups, Scans(*given), scale)

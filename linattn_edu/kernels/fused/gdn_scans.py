@@ -348,11 +348,10 @@ class Scans(NamedTuple):
         return x
 
 
-def load(
-    q: Tensor, v: Tensor, AG: Tensor, packing: Packing | None, tensors: tuple[Tensor, ...]
-) -> Load:
+def load(q: Tensor, v: Tensor, AG: Tensor, packing: Packing | None, *others: Tensor) -> Load:
     """What is asked about a scan that reads these tensors."""
-    return load_of(kind_of(q, *v.shape[2:], AG.shape[-1], packing, tensors), q, packing)
+    kind = kind_of(q, *v.shape[2:], AG.shape[-1], packing, (q, v, AG, *others))
+    return load_of(kind, q, packing)
 
 
 def enter(
@@ -379,7 +378,7 @@ def scan_states(
     packing: Packing | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Launch scan_states_kernel; arguments and result as in the reference."""
-    gluon = by_load.scans(load(k, v, AG, packing, (k, v, AG))).takes == "gluon"
+    gluon = by_load.scans(load(k, v, AG, packing)).takes == "gluon"
     x = Scans(None, k, v, beta, gc, None, AG, None, initial_state)
     pieces, warmup, h0 = enter(x, gluon, packing)
     x = x._replace(h0=h0).written(pieces, packing)
@@ -414,7 +413,7 @@ def scan_bwd(
     packing: Packing | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Launch scan_bwd_kernel; arguments and result as in the reference."""
-    gluon = by_load.scans(load(q, do, AG, packing, (q, k, do, P, AG))).takes == "gluon"
+    gluon = by_load.scans(load(q, do, AG, packing, k, P)).takes == "gluon"
     x = Scans(q, k, None, beta, gc, P, AG, do, None, dht)
     pieces, warmup, dht = enter(x, gluon, packing, scale)
     x = x._replace(dht=dht).written(pieces, packing)
@@ -452,10 +451,8 @@ def scans(
     scale: float,
     packing: Packing | None = None,
 ) -> tuple[Tensor, ...]:
-    """Launch scans_kernel, or that in Gluon; where either scan alone fills the GPU, two launches
-    with options of their own: the same bits. Arguments and result as in the reference.
-    """
-    asked = load(q, v, AG, packing, (q, k, v, P, AG, do))
+    """Launch both scans, together or one after the other: the same bits. As in the reference."""
+    asked = load(q, v, AG, packing, k, P, do)
     gluon = by_load.scans(asked).takes == "gluon"
     x = Scans(q, k, v, beta, gc, P, AG, do, initial_state, dht)
     pieces, ahead, h0 = enter(x, gluon, packing)

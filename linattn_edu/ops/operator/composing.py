@@ -88,7 +88,7 @@ class Composition(Declaration):
         """A pass with these tensors, by the program of earlier calls of its kind, if there is."""
         options, plan = args[-len(self.options) :], None
         cut = any(x is not None for x in bounds)
-        if not cut and args[self._impl] == "triton" and not transformed():
+        if not cut and args[self._impl] != "reference" and not transformed():
             plan = _plan()
             if self._programs is None:
                 self._programs = plan.plans(), plan.plans()
