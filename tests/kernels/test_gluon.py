@@ -47,7 +47,7 @@ def test_the_launchers_have_them():
     """What fails to import is left out: it may be for another Triton."""
     assert fused.gdn_scan is scan_gluon and fused_intra.gdn_intra is forward_gluon
     assert kda_fused.kda_scan is channel_gluon
-    assert kda_scans.kda_scans is kda_fused_bwd.kda_scans is kda_fused_scans
+    assert kda_scans.kda_scans is kda_fused_scans
     assert kda_fused_bwd.kda_intra_bwd_gluon is channel_intra
     assert fused_scans.gdn_scans is fused_bwd.gdn_scans is scans_gluon
     assert fused_bwd.gdn_intra_bwd is intra_gluon
