@@ -72,9 +72,9 @@ def programs_of(row):
     return 4 if row["kernel"] == "intra_chunk_gluon_kernel" else 1
 
 
-# bytes a thread; scans spill nothing
+# stores of a thread, in bytes; scans spill nothing
 SPILLED = {
-    "intra_chunk_bwd_gluon_kernel": 128,
+    "intra_chunk_bwd_gluon_kernel": 128 if support.THIS < (3, 9) else 160,
     "kda_intra_bwd_gluon_kernel": 512,
     "intra_chunk_gluon_kernel": 64,
     "intra_chunk_ring_gluon_kernel": 16,
@@ -86,9 +86,13 @@ def test_compiled_for_hopper():
     rows = lines_of("compile_gluon.py")
     assert len(rows) == 26 and {row["kernel"] for row in rows} == {*PRODUCTS, *SPILLED}
     for row in rows:
-        lone = row["kernel"] == "intra_chunk_bwd_gluon_kernel" and row["G"] == 1
-        assert row["spilled"] <= (16 if lone else SPILLED.get(row["kernel"], 0)), row
-        assert not row["serialized"], row
+        most = SPILLED.get(row["kernel"], 0)
+        if row["kernel"] == "intra_chunk_bwd_gluon_kernel" and row["G"] == 1:
+            most = 16 if support.THIS < (3, 9) else 64
+        assert row["spilled"] <= most, row
+        # Triton 3.8's form of this one is the only one whose products ptxas has wait
+        known = support.THIS == (3, 8) and row["kernel"] == "kda_intra_bwd_gluon_kernel"
+        assert row["serialized"] == known, row
         assert 0 < row["shared"] + 1024 <= (228 << 10) // programs_of(row), row
         assert row["products"] == products_of(row), row
 
