@@ -1,0 +1,70 @@
+"""What the registry says of a stage."""
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+SCALE = 0.3
+
+
+def call(*args, **options):
+    return args, options
+
+
+def options(C: int) -> dict:
+    """What parts of chunks of C tokens have of the options that calls share."""
+    return {"chunks": {"chunk_size": C}, "scaled": {"scale": SCALE, "chunk_size": C}}
+
+
+class Table(NamedTuple):
+    """A configuration table whose every row runs on a GPU: gpu/run_rows.py says what `by` means."""
+
+    name: str  # that of the stage, `kda_` before it with a gate for each channel
+    table: str = "CONFIGS"  # in the stage's file
+    by: str = ""  # "dim": rows for keys up to a width, "value": for values, "": one or by chunk
+    run: tuple[str, ...] = ()  # "backward": by gradients; "fused"; "pieces": of a sequence
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A function that is in both rooms, as it is called on the parts of one family."""
+
+    file: str  # "delta/state"
+    family: str  # of PARTS, or of kernels/blanks.py alone
+    call: Callable  # parts -> the call that is tested, and compiled
+    function: str = ""  # where its name is not the file's
+    more: Callable = lambda r: ()  # parts -> calls that are compiled beside it
+    adds: int = 0  # to so many of the last arguments it adds in place
+    when: Callable = lambda r: True  # parts -> whether it is compiled on them
+    pieces: bool = False  # compiled also where it cuts a sequence
+    tables: tuple[Table, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return self.function or self.file.split("/")[1]
+
+    @property
+    def module(self):
+        """The file with the kernels."""
+        return importlib.import_module(f"linattn_edu.kernels.{self.file.replace('/', '.')}")
+
+    @property
+    def kernel(self) -> Callable:
+        """The kernel, on copies of what it adds to."""
+        kernel = getattr(self.module, self.name)
+
+        def added(*args, **options):
+            kept = len(args) - self.adds
+            return kernel(*args[:kept], *(x.clone() for x in args[kept:]), **options)
+
+        return added if self.adds else kernel
+
+    @property
+    def reference(self) -> Callable:
+        at = f"linattn_edu.reference.{self.file.replace('/', '.')}"
+        return getattr(importlib.import_module(at), self.name)
+
+    def calls(self, r) -> list:
+        """All that is compiled."""
+        return [self.call(r), *self.more(r)]
