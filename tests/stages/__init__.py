@@ -60,13 +60,28 @@ def find(name: str, family: str) -> Stage:
     return stage
 
 
-def check(names: str, family: str, *sizes, check=None, without=(), **kinds) -> None:
-    """Each kernel is its reference on parts of these sizes, `without` some of them."""
-    r = FAMILIES[family].parts(*sizes, **kinds)
+def parts(family: str, *sizes, **kinds) -> SimpleNamespace:
+    """All that the stages of a family read, by name; sizes: a case of its grid, and the device."""
+    return FAMILIES[family].parts(*sizes, **kinds)
+
+
+def arguments(name: str, family: str, *sizes, **kinds) -> tuple:
+    """What a stage is called with."""
+    return find(name, family).call(parts(family, *sizes, **kinds))[0]
+
+
+def check(names, family, *sizes, check=None, without=(), change=None, more=None, **kinds) -> None:
+    """Each kernel is its reference on such parts, `without` some of them, or after a `change` of
+    them; more: options beside those of the registry.
+    """
+    r = parts(family, *sizes, **kinds)
     vars(r).update(dict.fromkeys(without))
+    if change:
+        change(r)
     for stage in (find(one, family) for one in names.split()):
         args, given = stage.call(r)
-        (check or FAMILIES[family].check)(stage.kernel, stage.reference, args, **given)
+        check_ = check or FAMILIES[family].check
+        check_(stage.kernel, stage.reference, args, **(given | (more or {})))
 
 
 def matches(names: str, family: str = "gdn", grid=None, **how):
