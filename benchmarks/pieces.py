@@ -16,8 +16,8 @@ from benchmarks import measure, tables
 from benchmarks.cases import FUNCTIONS
 from benchmarks.progress import EXIT_USAGE, fail
 from benchmarks.ranks import OURS
-from linattn_edu.kernels import pieces
 from linattn_edu.kernels.delta import warm_up as warm_kernels
+from linattn_edu.kernels.routes import forced, limits
 from linattn_edu.kernels.tiles import cdiv
 from linattn_edu.ops import gdn
 from linattn_edu.testing import gdn_inputs, relative_rms
@@ -54,7 +54,7 @@ def rows_of(op: str, heads: int, tokens: int, lengths: list[int], device: torch.
     whole = None
     for length in (0, *lengths):
         rule = {"LENGTH": length, "PROGRAMS": 1024 if length else 0, "FULL": 0}
-        with patch.multiple(pieces, **rule, LEAST=1, MULTIPROCESSORS=1):
+        with forced(**rule, LEAST=1, MULTIPROCESSORS=1):
             o, _ = call()
             ms = time_ms(call, device)
         whole = o if whole is None else whole
@@ -76,7 +76,7 @@ def trial(cuda: bool):
         yield
         return
     rule = {"PROGRAMS": 0, "PER_PROGRAM": 64, "MULTIPROCESSORS": 1}
-    with patch.multiple(pieces, **rule), patch.object(warm_kernels, "REACH", 128):
+    with forced(**rule), patch.object(warm_kernels, "REACH", 128):
         yield
 
 
@@ -104,13 +104,13 @@ def rows_of_scans(heads: str, tokens: int, device: torch.device):
         }
         for op, (stage, tensors, written) in calls.items():
             call, whole = partial(stage, *tensors, scale=scale), None
-            for full in (0, pieces.FULL):
-                with trial(cuda), patch.object(pieces, "FULL", full):
+            for full in (0, limits.FULL):
+                with trial(cuda), forced(FULL=full):
                     found, starts = warm_kernels.warm_up(x.k, x.beta, gc, size, chunk_size=64)
                     out = call()
                     out = [out[i] for i in written]
                     ms = time_ms(call, device)
-                    piece = pieces.PER_PROGRAM * HV * cdiv(size, 64) if found.several else 0
+                    piece = limits.PER_PROGRAM * HV * cdiv(size, 64) if found.several else 0
                 whole = whole or out
                 row = {"op": op, "heads": HV, "qk_heads": H, "tokens": tokens, "gates": gates}
                 row |= {"piece": piece, "ms": round(ms, 4)}

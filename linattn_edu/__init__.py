@@ -1,6 +1,7 @@
 """Linear attention, from the recurrence to the kernels: the library of the book linattn_edu."""
 
 from linattn_edu.cp.context import build_cp_context
+from linattn_edu.dry_run import route
 from linattn_edu.ops.causal_conv1d import causal_conv1d, causal_conv1d_fn
 from linattn_edu.ops.causal_conv1d_update import causal_conv1d_update
 from linattn_edu.ops.cumsum import chunk_global_cumsum, chunk_local_cumsum
@@ -10,13 +11,14 @@ from linattn_edu.ops.gdn import (
     fused_gdn_gate,
     fused_recurrent_gated_delta_rule,
 )
-from linattn_edu.ops.gdn.kernel_delta_attention import kda, kda_decay, kernel_delta_attention
+from linattn_edu.ops.gdn.kernel_delta_attention import kda_decay, kernel_delta_attention
 from linattn_edu.ops.kda import chunk_kda, fused_kda_gate, fused_recurrent_kda
 from linattn_edu.ops.l2norm import l2norm
 from linattn_edu.ops.names import (
     L2Norm,
     chunk_gdn,
     fused_recurrent_gdn,
+    kda,
     l2_norm,
     naive_kda_gate,
     naive_recurrent_gated_delta_rule,
@@ -61,6 +63,7 @@ __all__ = [
     "naive_recurrent_kda",
     "prepare_chunk_indices",
     "rms_norm_gated",
+    "route",
     "selective_state_update",
     "solve_tril",
 ]

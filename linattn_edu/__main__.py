@@ -1,10 +1,10 @@
-"""``python -m linattn_edu doctor``, ``... train`` and ``... puzzle``."""
+"""``python -m linattn_edu doctor``, ``... route``, ``... train`` and ``... puzzle``."""
 
 import argparse
 import os
 import sys
 
-from linattn_edu import __version__, puzzles, train
+from linattn_edu import __version__, dry_run, puzzles, train
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -13,11 +13,16 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser("doctor", help="say what runs on this machine, and how")
+    dry_run.add_arguments(
+        commands.add_parser("route", help="say which kernels a call would run, and why")
+    )
     train.add_arguments(
         commands.add_parser("train", help="train a small language model of these layers")
     )
     puzzles.add_arguments(commands.add_parser("puzzle", help="check a puzzle of the book"))
     args = parser.parse_args(argv)
+    if args.command == "route":
+        return dry_run.main(args)
     if args.command == "train":
         return train.main(args)
     if args.command == "puzzle":

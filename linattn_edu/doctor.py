@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from linattn_edu.choices import generation as table_generation
 from linattn_edu.ops.check import (
     has_triton,
     imported_for_compilation,
@@ -53,6 +54,7 @@ class Machine:
     interpret: bool = False
     triton_problem: str | None = None  # what importing it fails with
     too_late: bool = False  # TRITON_INTERPRET was set after triton was imported
+    gluon_problem: str | None = None  # why this Triton's Gluon is not used
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,10 @@ def dotted(numbers: tuple[int, ...]) -> str:
 def examine() -> Machine:
     """Look at this machine."""
     usable = torch.cuda.is_available()
+    capability = torch.cuda.get_device_capability() if usable else None
+    problem = _triton_problem() if has_triton() else None
+    # elsewhere no kernel in Gluon runs with any Triton
+    hopper = has_triton() and problem is None and capability == (9, 0)
     return Machine(
         system=platform.system(),
         torch=numbers(torch.__version__),
@@ -98,12 +104,13 @@ def examine() -> Machine:
         nvidia_driver=Path("/proc/driver/nvidia/version").exists()
         or bool(shutil.which("nvidia-smi")),
         gpu=torch.cuda.get_device_name() if usable else None,
-        capability=torch.cuda.get_device_capability() if usable else None,
+        capability=capability,
         ptxas=_ptxas() if usable else None,
         c_compiler=bool(os.environ.get("CC") or any(map(shutil.which, ("gcc", "clang", "cc")))),
         interpret=interpreted(),
-        triton_problem=_triton_problem() if has_triton() else None,
+        triton_problem=problem,
         too_late=interpreter_wanted() and imported_for_compilation(),
+        gluon_problem=_gluon_problem() if hopper else None,
     )
 
 
@@ -117,6 +124,14 @@ def _triton_problem() -> str | None:
     done = _process(code)
     if done.returncode:
         return f"importing the package triton ends the process with code {done.returncode}"
+    return textwrap.shorten(done.stdout, 300) or None
+
+
+def _gluon_problem() -> str | None:
+    """Why the kernels in Gluon are off with this Triton, asked in a process; None: they are on."""
+    done = _process("from linattn_edu.kernels.routes.choosing import GLUON; print(GLUON)")
+    if done.returncode:
+        return f"asking it ends the process with code {done.returncode}"
     return textwrap.shorten(done.stdout, 300) or None
 
 
@@ -310,6 +325,28 @@ def unavailable(way: str, machine: Machine) -> str | None:
     return None
 
 
+def sets(machine: Machine) -> dict[str, tuple[bool, str]]:
+    """Set of kernels -> whether a call may run it here, and for what, or why not."""
+    why, interpreter = unavailable("compiled", machine), unavailable("interpreter", machine)
+    if why is not None and interpreter is not None:
+        return dict.fromkeys(("staged", "fused", "Gluon"), (False, why))
+    if why is not None:
+        text = f"in the interpreter alone: {why}"
+        return {"staged": (True, text), "fused": (True, text), "Gluon": (False, why)}
+    name = table_generation(machine.capability)
+    later, gpu = name in ("hopper", "blackwell"), f"the {machine.gpu} is none"
+    held = "float16 and bfloat16, heads of up to 128"
+    out = {
+        "staged": (True, "every dtype and head size"),
+        "fused": (later, held if later else f"for Hopper and later: {gpu}"),
+    }
+    if name != "hopper":
+        return out | {"Gluon": (False, f"for Hopper: {gpu}")}
+    on = "float16 and bfloat16, heads of 128, some of 64; whole chunks of 64"
+    why = (machine.gluon_problem or "").removeprefix("off, ")
+    return out | {"Gluon": (not why, why or on)}
+
+
 def check(way: str) -> str:
     """Run a small chunk_gated_delta_rule in one way and compare it with the recurrence.
 
@@ -382,6 +419,9 @@ def report(machine: Machine, results: dict[str, tuple[bool | None, str]]) -> str
         lines.append(f"  {way:<12} {word[holds]:<6} {text}{see}")
         if holds:
             lines.append(f"  {'':<19} {WHAT[way]}")
+    lines += ["", "kernels (linattn_edu.route says which of them a call runs, and why):"]
+    for name, (on, text) in sets(machine).items():
+        lines.append(f"  {name:<12} {'on' if on else 'off':<6} {text}")
     for note in found:
         lines += ["", *textwrap.wrap(note.text, 96, initial_indent="* ", subsequent_indent="  ")]
         lines += textwrap.wrap(

@@ -66,6 +66,7 @@ class Definition:
     def named(self) -> set[Place]:
         """All that the statement names of the package, and what it binds."""
         found, left = {(self.module.name, name) for name in _bound(self.node)}, [self.node]
+        found |= set(_stages(self.node))
         while left:
             node = left.pop()
             if (place := self.resolved(node)) is not None:
@@ -107,6 +108,17 @@ class Definition:
 
 
 _PASSES = ("forward", "backward")
+
+
+def _stages(node: ast.AST) -> Iterator[Place]:
+    """The kernels' stages of a record: fields `name: Callable = stage("file")`."""
+    for field_ in (n for n in ast.walk(node) if isinstance(n, ast.AnnAssign)):
+        match field_:
+            case ast.AnnAssign(
+                target=ast.Name(id=name),
+                value=ast.Call(func=ast.Name(id="stage"), args=[ast.Constant(value=str(file))]),
+            ):
+                yield f"{KERNELS}.{file}", name
 
 
 def _ours(node: ast.Import | ast.ImportFrom) -> bool:

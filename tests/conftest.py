@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -60,6 +61,15 @@ def no_plans():
 @pytest.fixture
 def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture
+def force():
+    """force(scan="triton", LENGTH=256): what routes choose in a test, and limits that they have."""
+    from linattn_edu.kernels.routes import forced
+
+    with ExitStack() as stack:
+        yield lambda **what: stack.enter_context(forced(**what))
 
 
 @pytest.fixture

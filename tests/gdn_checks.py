@@ -20,6 +20,8 @@ from triton.runtime.jit import JITFunction
 
 from linattn_edu import chunk_gated_delta_rule
 from linattn_edu.kernels.host import plan
+from linattn_edu.kernels.routes import by_kind, kind_of
+from linattn_edu.kernels.routes.choosing import first
 from linattn_edu.kernels.tiles import device_of
 from linattn_edu.ops import gdn, kda
 from linattn_edu.reference.delta.recurrent import recurrent, recurrent_bwd
@@ -39,7 +41,20 @@ GENERATIONS = (
     if torch.cuda.is_available()
     else ["turing", "ampere"]
 )
+# kernels in Gluon wherever they run, however short a call
+PAYS = {"ENOUGH": 0, "CROWDED": 0, "LONG": 0}
 SCALARS = ("dg", "dbeta", "dA_log", "ddt_bias")
+
+
+def holds(q: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether the fused stages of the delta rule hold such heads where they are."""
+    return by_kind.gdn_backward_stages(kind_of(q, *v.shape[2:], 64, None)).takes == "fused"
+
+
+def without_gluon(device: str | torch.device) -> str | None:
+    """Why no kernel in Gluon runs on a device, for `pytest.skip`; None: they run."""
+    kind = kind_of(torch.empty(1, 1, 1, 1, device=device), 1, 1, 64, None)
+    return first(by_kind.GLUON, kind)
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, generation: str) -> None:
@@ -115,9 +130,12 @@ def cotangents(x: dict[str, Tensor], N: int | None = None, seed: int = 1) -> tup
 def run(
     x: dict[str, Tensor], do: Tensor | None, dht: Tensor | None, f=chunk_gated_delta_rule, **options
 ) -> dict[str, Tensor]:
-    """Outputs of f and, by autograd, the gradient of every tensor of x; None: no gradient in."""
-    leaves = {n: t.detach().clone().requires_grad_() for n, t in x.items()}
-    o, ht = f(**leaves, **options)
+    """Outputs of f and, by autograd, the gradient of every tensor of x but integers; None: no
+    gradient in.
+    """
+    integers = {n: t for n, t in x.items() if not t.is_floating_point()}
+    leaves = {n: t.detach().clone().requires_grad_() for n, t in x.items() if n not in integers}
+    o, ht = f(**leaves, **integers, **options)
     pairs = [(y, dy) for y, dy in ((o, do), (ht, dht)) if dy is not None]
     outputs, given = zip(*pairs, strict=True)
     gradients = torch.autograd.grad(outputs, leaves.values(), given)
@@ -245,6 +263,11 @@ def spacing(g: Tensor, chunk_size: int = 64) -> float:
     """How well float32 tells apart the decays of a chunk: they are differences of sums of g."""
     sums = torch.stack([x.sum(1).abs().max() for x in g.double().split(chunk_size, 1)])
     return 2**-24 * sums.max().item()
+
+
+def boundaries(lengths, device="cpu", dtype=torch.int32) -> Tensor:
+    """cu_seqlens of sequences of these lengths."""
+    return torch.tensor([0, *lengths], device=device).cumsum(0).to(dtype)
 
 
 def same_bits(got: dict[str, Tensor], want: dict[str, Tensor], *without: str):

@@ -4,6 +4,7 @@ from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
+from gdn_checks import log_decay
 
 from linattn_edu.reference.delta.recurrent import recurrent
 from linattn_edu.testing import assert_close, gdn_inputs
@@ -15,6 +16,16 @@ TOLERANCE = {
     torch.float32: (1e-5, 1e-5, 3e-5),
     torch.float16: (5e-3, 8e-3, 2e-2),
     torch.bfloat16: (5e-3, 8e-3, 2e-2),
+}
+
+# the gate of a call: what it is made of, and the least log decay
+GATES = {
+    "log": ((), None),
+    "softplus": (("A_log", "dt_bias"), None),
+    "softplus, no bias": (("A_log",), None),
+    "bounded": (("A_log", "dt_bias"), -5.0),
+    "bounded, bias alone": (("dt_bias",), -2),
+    "bounded, bare": ((), -0.5),
 }
 
 
@@ -63,6 +74,25 @@ def options(flags):
     }
 
 
+def kda_case(T, heads=(1, 2), K=16, V=12, *, gate="log", flags=(), seed=0, **kwargs):
+    """Arguments by name, and those that are no tensors."""
+    x = case(T, heads, K, V, gates="gk", flags=flags, seed=seed, **kwargs)
+    x["g"] = x.pop("gk")
+    del x["gv"]
+    x, rest = {n: t for n, t in x.items() if t is not None}, options(flags)
+    given, lower_bound = GATES[gate]
+    if gate != "log":
+        generator = torch.Generator(device=x["g"].device).manual_seed(seed + 2)
+        new = lambda like: torch.randn(
+            like, generator=generator, device=x["g"].device, dtype=x["g"].dtype
+        )
+        x["g"] = (2 * new(x["g"].shape) - 1).to(x["q"].dtype)
+        x |= {n: t for n, t in (("A_log", new((heads[1],)) / 2),
+                                ("dt_bias", new((heads[1] * K,)))) if n in given}  # fmt: skip
+        rest |= {"use_gate_in_kernel": True, "lower_bound": lower_bound}
+    return x, rest
+
+
 def oracle(
     q, k, v, g=None, gk=None, gv=None, beta=None, initial_state=None, A_log=None, dt_bias=None, *,
     flags=(), scale=None, cu_seqlens=None,
@@ -99,6 +129,19 @@ def _packed(tensors, states, scale, bounds):
     return torch.cat(outputs, 1), torch.cat(last)
 
 
+def kda_oracle(rest, *, flags=()):
+    """A function of the tensors: the gate by its formula, the recurrence with gk."""
+
+    def f(g, A_log=None, dt_bias=None, **x):
+        gk = g
+        if rest.get("use_gate_in_kernel"):
+            gate = {"g": g, "A_log": A_log, "dt_bias": dt_bias}
+            gk = log_decay({n: t for n, t in gate.items() if t is not None}, rest["lower_bound"])
+        return oracle(gk=gk, **x, flags=flags)
+
+    return f
+
+
 def double(x):
     """The same arguments in float64."""
     return {n: t if t is None else t.double() for n, t in x.items()}
@@ -126,11 +169,16 @@ def close(name, got, want, tol, size=0.1):
     assert_close(name, got, want, tol * max(1.0, size / rms if rms else size))
 
 
-def check_all(got, want, dtype):
-    """Outputs and gradients as `run` returns them, within TOLERANCE."""
+def check_all(got, want, dtype, of_sums=None):
+    """Outputs and gradients as `run` returns them, within TOLERANCE; of_sums: parameters of gates,
+    sums over the tokens.
+    """
     of_outputs, of_gradients, of_gates = TOLERANCE[dtype]
+    tolerances = dict.fromkeys(OF_GATES, of_gates)
+    if of_sums:
+        tolerances |= dict.fromkeys(("A_log", "dt_bias"), of_sums)
     for name, a, b in zip(("o", "final_state"), got[0], want[0], strict=True):
         close(name, a, b, of_outputs)
     assert got[1].keys() == want[1].keys()
     for name, a in got[1].items():
-        close(f"d{name}", a, want[1][name], of_gates if name in OF_GATES else of_gradients)
+        close(f"d{name}", a, want[1][name], tolerances.get(name, of_gradients))

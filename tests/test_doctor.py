@@ -89,6 +89,39 @@ def test_a_failing_way_is_named_with_its_note_and_the_reason():
     assert "Failing: interpreter; right: reference." in text
 
 
+A100 = {"gpu": "NVIDIA A100", "capability": (8, 0), "cuda_build": True, "nvidia_driver": True}
+B200 = {"gpu": "NVIDIA B200", "capability": (10, 0), "cuda_build": True, "nvidia_driver": True}
+OFF = "off, Triton 3.5.1: it needs 3.6 or newer"
+
+
+@pytest.mark.parametrize(
+    ("facts", "on", "why"),
+    [
+        (H200, "staged fused Gluon", "whole chunks of 64"),
+        ({**H200, "gluon_problem": OFF}, "staged fused", "Triton 3.5.1"),
+        (B200, "staged fused", "for Hopper: the NVIDIA B200 is none"),
+        (A100, "staged", "for Hopper and later: the NVIDIA A100 is none"),
+        (T4, "staged", "for Hopper and later: the Tesla T4 is none"),
+        (P100, "staged fused", "in the interpreter alone: the GPU is older"),
+        ({}, "staged fused", "in the interpreter alone: no CUDA GPU"),
+        ({"triton": None}, "", "Triton is not installed"),
+        ({**H200, "triton_problem": "it is broken"}, "", "Triton cannot be imported"),
+    ],
+)
+def test_which_sets_are_on(facts, on, why):
+    sets = doctor.sets(machine(**facts))
+    assert [*sets] == ["staged", "fused", "Gluon"]
+    assert [name for name, (is_on, _) in sets.items() if is_on] == on.split()
+    assert why in " ".join(text for _, text in sets.values())
+
+
+def test_the_report_says_which_sets_are_on():
+    results = dict.fromkeys(doctor.WAYS, (True, "float32"))
+    text = doctor.report(machine(**H200, gluon_problem=OFF), results)
+    assert "fused        on     float16 and bfloat16, heads of up to 128" in text
+    assert "Gluon        off    Triton 3.5.1: it needs 3.6 or newer" in text
+
+
 @pytest.mark.parametrize(
     ("compiled", "interpreter", "reference", "usable"),
     [
@@ -131,6 +164,7 @@ def test_the_command_runs_each_way_that_is_here():
     for way in (used, "reference"):
         assert f"{way:<12} right  float32, float16, bfloat16" in done.stdout
     assert "Usable" in done.stdout
+    assert f"{'staged':<12} on" in done.stdout
 
 
 def test_the_command_runs_without_triton():

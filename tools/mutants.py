@@ -60,7 +60,7 @@ MUTANTS = [
         f"{KERNELS}/tiles.py",
         "n_t = (tl.load(cu_ptr + i_n + 1) - first).to(tl.int32)\n    else:\n        NT =",
         "n_t = (tl.load(cu_ptr + i_n + 1) - first + 1).to(tl.int32)\n    else:\n        NT =",
-        "tests/ops/gdn/test_chunk_varlen.py",
+        "tests/ops/test_contract_packed.py::test_packed_sequences_equal_each_by_itself",
     ),
     Mutant(
         "sequences of a batch share their last chunk's state",
@@ -89,7 +89,7 @@ MUTANTS = [
         "linattn_edu/packing.py",
         "- offsets[sequence]",
         "- offsets[sequence] + (sequence > 0)",
-        "tests/ops/gdn/test_chunk_varlen.py",
+        "tests/ops/test_contract_packed.py::test_packed_sequences_equal_each_by_itself",
     ),
     Mutant(
         "the reference's scale misses what comes from the state",
@@ -161,7 +161,7 @@ MUTANTS = [
         f"{KERNELS}/ssd/ema.py",
         "tl.max(tl.abs(b_M), 1), 1e-30)[:, None]",
         "tl.max(tl.max(tl.abs(b_M), 1), 0), 1e-30)",
-        "tests/ops/ema/test_ema_scan.py -k causal",
+        "tests/ops/test_contract.py -k ema",
     ),
     Mutant(
         "the decay of an average hears what its token has written",
@@ -298,7 +298,7 @@ MUTANTS = [
         f"{REFERENCE}/tiles.py",
         "return torch.float64 if wide else torch.float32",
         "return torch.float32",
-        "tests/delta/test_solve.py tests/ops/test_training.py",
+        "tests/delta/test_solve.py tests/ops/test_contract.py -k float64",
     ),
     Mutant(
         "what fades by 2^800 counts as near",
@@ -389,15 +389,14 @@ MUTANTS = [
     ),
     Mutant(
         "nobody looks at the dtype of v",
-        f"{OPS}/gdn/chunk.py",
-        'check.same_dtype(("q", q), ("k", k), ("v", v))',
-        'check.same_dtype(("q", q), ("k", k))',
-        "tests/ops/gdn/test_chunk_arguments.py::test_refused_before_any_kernel "
+        f"{OPS}/delta/arguments.py",
+        'given.take("v", v, ("B", "T", "HV", "V"), alike=alike)',
+        'given.take("v", v, ("B", "T", "HV", "V"))',
         "tests/ops/gdn/test_errors.py",
     ),
     Mutant(
         "the scale that is left out is 1 / K",
-        f"{OPS}/gdn/chunk.py",
+        f"{OPS}/delta/arguments.py",
         'sizes["K"] ** -0.5 if scale is None',
         'sizes["K"] ** -1.0 if scale is None',
         "tests/ops/gdn/test_chunk.py::test_kernels_match_the_recurrence",
@@ -407,7 +406,7 @@ MUTANTS = [
         f"{OPS}/sequences.py",
         "first := first - (begin - end) // length",
         "first := first + (end - begin) // length",
-        "tests/ops/gdn/test_chunk_varlen.py tests/ops/kda/test_chunk_varlen.py",
+        "tests/ops/kda/test_chunk_varlen.py -k states",
     ),
     Mutant(
         "a traced graph takes the inverse for one of the dtype of the gate",
@@ -520,7 +519,7 @@ MUTANTS = [
     # calls that are written down
     Mutant(
         "calls with other options share a program",
-        f"{OPS}/operator.py",
+        f"{OPS}/operator/composing.py",
         "self._programs[which], (stages, options)",
         "self._programs[which], (stages,)",
         "tests/kernels/test_plan.py -k kinds",
@@ -534,10 +533,31 @@ MUTANTS = [
     ),
     Mutant(
         "a program forgets where in a tensor a view begins",
-        f"{KERNELS}/host/plan.py",
+        f"{KERNELS}/host/tape.py",
         "x.storage_offset() + moved",
         "x.storage_offset()",
         "tests/kernels/test_plan.py -k any_kind",
+    ),
+    Mutant(
+        "a program keeps what it does not know",
+        f"{KERNELS}/host/tape.py",
+        "if not isinstance(x, PLAIN):",
+        "if False:",
+        "tests/kernels/test_plan.py -k told",
+    ),
+    Mutant(
+        "the oldest program is forgotten",
+        f"{KERNELS}/host/bounded.py",
+        "self._keys[i], self._keys[-1] = self._keys[-1], self._keys[i]",
+        "self._keys.append(self._keys.pop(0))",
+        "tests/kernels/test_plan.py -k bounded",
+    ),
+    Mutant(
+        "plan.off() is not known where gradients are computed",
+        f"{KERNELS}/host/plan.py",
+        "torch._C._stash_obj_in_tls(_OFF, True)",
+        "pass",
+        "tests/kernels/test_plan.py -k off",
     ),
     # kernels that are compiled before their launch
     Mutant(

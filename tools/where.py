@@ -93,9 +93,14 @@ def results() -> dict[str, dict]:
 
 
 def chapter_of(module: str) -> str | None:
-    """The chapter with most of a file's equations, or the one with its name."""
+    """The chapter with a file's name, or that its reference names as the source of most functions,
+    or with most of its equations.
+    """
     tags = [t for side in modules()[module].values() for ts in side.values() for t in ts]
     named = [c for c in toc_chapters() if c.split("_", 1)[1] == module.split("/")[1]]
+    text = (ROOT / "linattn_edu" / REFERENCE / f"{module}.py").read_text()
+    sources = Counter(re.findall(r"Source: [^\n]*?chapters? (\d+)", text)).most_common(1)
+    named += [c for c in toc_chapters() if sources and c.startswith(f"{sources[0][0]}_")]
     counted = Counter(equations()[t] for t in tags if t in equations())
     return named[0] if named else counted.most_common(1)[0][0] if counted else None
 

@@ -11,15 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from linattn_edu.kernels.tiles import cdiv, device_of, sequence_args
+from linattn_edu.kernels.routes import by_kind, kind_of, limits
+from linattn_edu.kernels.tiles import cdiv, sequence_args
 from linattn_edu.packing import Packing
-
-PROGRAMS = 16  # of a scan, heads times tiles of 64 values: with more, maps cost more than they gain
-LENGTH = 2048  # tokens of a piece by maps
-LEAST = 4  # pieces of a sequence that is cut
-FULL = 128  # programs: a sequence that makes more fills a GPU
-PER_PROGRAM = 128  # tokens of a piece by warm-up for each program of a sequence
-MULTIPROCESSORS = 64  # at least, where sequences are cut
 
 
 @dataclass(frozen=True)
@@ -93,16 +87,14 @@ def whole_of(x: Tensor, packing: Packing | None) -> Pieces:
 
 def by_maps(x: Tensor, heads: int, V: int, chunk_size: int, packing: Packing | None) -> Pieces:
     """The pieces of a scan of x [B, T, ...] with states [heads, K, V] that are entered by maps."""
-    few = heads * cdiv(V, 64) <= PROGRAMS
-    return _in_pieces(x, chunk_size, packing, LENGTH, LEAST) if few else whole_of(x, packing)
+    size = by_kind.pieces_by_maps(kind_of(x, heads, V, chunk_size, packing)).takes
+    return _in_pieces(x, chunk_size, packing, size, limits.LEAST) if size else whole_of(x, packing)
 
 
 def by_warm_up(x: Tensor, heads: int, V: int, chunk_size: int, packing: Packing | None) -> Pieces:
     """The pieces of such a scan that are entered by a warm-up."""
-    programs = heads * cdiv(V, 64)
-    if not PROGRAMS < programs <= FULL:
-        return whole_of(x, packing)
-    return _in_pieces(x, chunk_size, packing, PER_PROGRAM * programs, 2)
+    size = by_kind.pieces_by_warm_up(kind_of(x, heads, V, chunk_size, packing)).takes
+    return _in_pieces(x, chunk_size, packing, size, 2) if size else whole_of(x, packing)
 
 
 def _in_pieces(
@@ -110,9 +102,6 @@ def _in_pieces(
 ) -> Pieces:
     """Sequences of `least` pieces and more in pieces of `size` tokens, the last of what is left."""
     whole, T = whole_of(x, packing), x.shape[1]
-    longest = T if packing is None or packing.longest is None else packing.longest
-    if longest < least * size or device_of(x)[1] < MULTIPROCESSORS:
-        return whole
     batch, cu_seqlens, chunk_offsets = whole.batch, whole.cu_seqlens, whole.chunk_offsets
     if cu_seqlens is None and T % size == 0:
         return Pieces(batch * T // size, None, None, size, batch)

@@ -7,6 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
+from linattn_edu.choices import asked, generation
 from linattn_edu.packing import Packing
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -195,15 +196,6 @@ def row(num_warps: int, num_stages: int, maxnreg: int | None = None, **tiles: in
     return Config(tuple(tiles.items()), num_warps, num_stages, maxnreg)
 
 
-def generation(capability: tuple[int, int]) -> str:
-    """The table's name of a GPU generation, by compute capability."""
-    if capability < (8, 0):
-        return "turing"
-    if capability in ((10, 0), (10, 3)):
-        return "blackwell"
-    return "hopper" if capability == (9, 0) else "ampere"
-
-
 @functools.cache
 def _device(index: int) -> tuple[str, int]:
     properties = torch.cuda.get_device_properties(index)
@@ -211,8 +203,21 @@ def _device(index: int) -> tuple[str, int]:
 
 
 def device_of(x: torch.Tensor) -> tuple[str, int]:
-    """(generation, number of multiprocessors) of x's device; the interpreter counts as Hopper."""
-    return _device(x.device.index) if x.is_cuda else ("hopper", 1)
+    """(generation, number of multiprocessors) of x's device, or of the GPU that is asked about; the
+    interpreter counts as Hopper.
+    """
+    if x.is_cuda:
+        return _device(x.device.index)
+    gpu = asked()
+    return ("hopper", 1) if gpu is None else (generation(gpu.capability), gpu.processors)
+
+
+def compiled(x: torch.Tensor) -> bool:
+    """Whether kernels are compiled for x's device, or the one that is asked about."""
+    if x.is_cuda:
+        return True
+    gpu = asked()
+    return gpu is not None and gpu.compiled
 
 
 def chunk_args(x: torch.Tensor, chunk_size: int, packing: Packing | None):
@@ -354,19 +359,3 @@ def by_width(table: dict, v: torch.Tensor) -> dict[str, int]:
 def shared_dtype(q: torch.Tensor, HV: int) -> torch.dtype:
     """Dtype of a gradient of q or k [B, T, H, K] to which value heads add one after the other."""
     return q.dtype if q.shape[2] == HV else torch.float32
-
-
-# generation -> bytes of an element -> BK -> the longest chunk whose tiles fit shared memory and
-# registers; 64 where nothing is said. Turing has no tensor cores in Triton, and its products
-# keep whole operands in registers; fp32 products split each operand in three (tf32x3).
-CHUNK_LIMITS = {
-    "turing": {2: {128: 32, 256: 16}, 4: {128: 16, 256: 16}},
-    "ampere": {4: {128: 32, 256: 16}},
-    "hopper": {4: {128: 64, 256: 32}},
-}
-
-
-def chunk_limit(k: torch.Tensor) -> int:
-    """The longest chunk for k's device, dtype and head size."""
-    by_size = of_generation(CHUNK_LIMITS, device_of(k)[0]).get(k.element_size(), {})
-    return by_size.get(max(128, block(k.shape[-1])), 64)

@@ -1,7 +1,7 @@
 """causal_conv1d and causal_conv1d_fn: the public functions, their declaration, its two stages."""
 
-import functools
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -14,9 +14,8 @@ from linattn_edu.ops import check
 from linattn_edu.ops.delta import arguments
 from linattn_edu.ops.operator import Operator, like, widened
 from linattn_edu.ops.ranks import Ranks
+from linattn_edu.ops.stages import implementations, stage
 from linattn_edu.packing import Packing
-from linattn_edu.reference.delta.causal_conv1d import causal_conv1d as convolution
-from linattn_edu.reference.delta.causal_conv1d import causal_conv1d_bwd as convolution_bwd
 
 WIDEST = 8  # tokens of a sum: the kernels have a load for each
 CHUNK = 64  # tokens of a tile of the kernels
@@ -96,15 +95,13 @@ def causal_conv1d(
 
     Source: chapter 23.
     """
-    sizes = _check_tensors(x, weight, bias, residual, initial_state, cu_seqlens, cp_context)
+    given = _check_tensors(x, weight, bias, residual, initial_state, cu_seqlens, cp_context)
     output_final_state = check.flag("output_final_state", output_final_state)
     activation = activation_of(activation)
     check_backend(backend)
     tensors = (x, weight, bias, initial_state)
     impl = check.resolve_impl(impl, x.device, tuple(t.dtype for t in tensors if t is not None))
-    place = arguments.place(
-        "x", x, sizes, cu_seqlens, cu_seqlens_cpu, chunk_indices, CHUNK, cp_context
-    )
+    place = arguments.place(given, cu_seqlens, cu_seqlens_cpu, chunk_indices, CHUNK, cp_context)
     y, final_state, _ = convolve(
         *place.joined(x), weight, bias, place.entering(initial_state), None, *place.bounds,
         output_final_state, activation, CHUNK, place.group, impl, "",
@@ -195,17 +192,15 @@ def _check_channels(
     states: dict[str, Tensor | None],
 ) -> None:
     """Refuse tensors of causal_conv1d_fn that do not fit."""
-    sizes = check_sizes(x, ("B", "D", "T"), weight)
-    sizes["W - 1"] = sizes["W"] - 1
+    given = check_sizes(x, ("B", "D", "T"), weight)
+    given.sizes["W - 1"] = given.sizes["W"] - 1
     if bias is not None:
-        check.tensor("bias", bias, ("D",), sizes)
+        given.take("bias", bias, ("D",))
     for name, state in states.items():
         if state is not None:
-            check.tensor(name, state, ("B", "D", "W - 1"), sizes)
+            given.take(name, state, ("B", "D", "W - 1"))
     if seq_idx is not None:
-        check.sequence_numbers("seq_idx", seq_idx, sizes["B"], sizes["T"])
-    others = {"weight": weight, "bias": bias, "seq_idx": seq_idx, **states}
-    check.same_device(("x", x), *others.items())
+        given.sequence_numbers("seq_idx", seq_idx)
 
 
 def _check_tensors(
@@ -216,35 +211,32 @@ def _check_tensors(
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
     cp_context: CPContext | None,
-) -> dict[str, int]:
-    """Refuse tensors that do not fit; return the sizes B, T, D, W and N."""
-    sizes = check_sizes(x, ("B", "T", "D"), weight)
+) -> check.Tensors:
+    """Refuse tensors that do not fit; the sizes are B, T, D, W and N."""
+    given = check_sizes(x, ("B", "T", "D"), weight)
     state = "initial_state", initial_state
-    arguments.count_sequences("x", x, cu_seqlens, sizes, cp_context, state)
-    others = {"weight": weight}
+    arguments.count_sequences(given, cu_seqlens, cp_context, state)
     for name, y, shape in (
         ("bias", bias, ("D",)),
         ("residual", residual, ("B", "T", "D")),
         ("initial_state", initial_state, ("N", "D", "W")),
     ):
         if y is not None:
-            check.tensor(name, y, shape, sizes)
-            others[name] = y
-    check.same_device(("x", x), *others.items())
-    return sizes
+            given.take(name, y, shape)
+    return given
 
 
-def check_sizes(x: Tensor, axes: tuple[str, ...], weight: Tensor) -> dict[str, int]:
-    """Refuse x and weight that do not fit; return the sizes B, T, D and W."""
-    sizes: dict[str, int] = {}
-    check.tensor("x", x, axes, sizes)
-    for axis, size in sizes.items():
+def check_sizes(x: Tensor, axes: tuple[str, ...], weight: Tensor) -> check.Tensors:
+    """Refuse x and weight that do not fit; the sizes are B, T, D and W."""
+    given = check.Tensors()
+    given.take("x", x, axes)
+    for axis, size in given.sizes.items():
         if size < 1 and axis != "T":
             raise ValueError(f"x must have {axis} >= 1, got {axis}={size}")
-    check.tensor("weight", weight, ("D", "W"), sizes)
-    if not 1 <= sizes["W"] <= WIDEST:
-        raise ValueError(f"weight must have W from 1 to {WIDEST}, got W={sizes['W']}")
-    return sizes
+    given.take("weight", weight, ("D", "W"))
+    if not 1 <= given.sizes["W"] <= WIDEST:
+        raise ValueError(f"weight must have W from 1 to {WIDEST}, got W={given.sizes['W']}")
+    return given
 
 
 def activation_of(name: str | None) -> str | None:
@@ -260,27 +252,17 @@ def check_backend(backend: str | None) -> None:
         raise ValueError(f"backend must be None or 'triton', got {backend!r}: impl says what runs")
 
 
-class Stages(NamedTuple):
+@dataclass(frozen=True)
+class Stages:
     """The convolution, and its adjoint."""
 
-    causal_conv1d: Callable
-    causal_conv1d_bwd: Callable
+    causal_conv1d: Callable = stage("delta.causal_conv1d")
+    causal_conv1d_bwd: Callable = stage("delta.causal_conv1d")
     cp_merge: Callable = halo.merge
     cp_merge_bwd: Callable = halo.merge_bwd
 
 
-@functools.cache
-def stages(impl: str) -> Stages:
-    """The stages of an implementation, "reference" or "triton"."""
-    check.choice("impl", impl, check.STAGES)
-    return _kernels() if impl == "triton" else Stages(convolution, convolution_bwd)
-
-
-def _kernels() -> Stages:
-    """The stages in Triton, which may be missing."""
-    from linattn_edu.kernels.delta.causal_conv1d import causal_conv1d, causal_conv1d_bwd
-
-    return Stages(causal_conv1d, causal_conv1d_bwd)
+stages = implementations(Stages)
 
 
 class Residuals(NamedTuple):

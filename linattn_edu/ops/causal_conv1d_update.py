@@ -1,15 +1,15 @@
 """causal_conv1d_update: the short convolution token by token, with the state written in place."""
 
-import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from linattn_edu.ops import check, inplace
 from linattn_edu.ops.causal_conv1d import activation_of, check_sizes
 from linattn_edu.ops.operator import Operator, like
-from linattn_edu.reference.delta.causal_conv1d_update import causal_conv1d_update as reference
+from linattn_edu.ops.stages import implementations, stage
+from linattn_edu.ops.tensors import known
 
 
 def causal_conv1d_update(
@@ -94,9 +94,10 @@ def _check_tensors(
 ) -> bool:
     """Refuse tensors that do not fit; return whether x is one token without an axis."""
     one = isinstance(x, Tensor) and x.ndim == 2
-    sizes = check_sizes(x, ("B", "D") if one else ("B", "D", "T"), weight)
+    given = check_sizes(x, ("B", "D") if one else ("B", "D", "T"), weight)
     first = "B" if conv_state_indices is None else "slots"
-    check.tensor("conv_state", conv_state, (first, "D", "S"), sizes)
+    given.take("conv_state", conv_state, (first, "D", "S"))
+    sizes = given.sizes
     if conv_state.shape[0] < 1:
         raise ValueError("conv_state must have a slot, got slots=0")
     least = max(sizes["W"] - 1, 1)
@@ -105,16 +106,14 @@ def _check_tensors(
             f"conv_state must have S >= {least} with weight's W={sizes['W']}, got S={sizes['S']}"
         )
     if bias is not None:
-        check.tensor("bias", bias, ("D",), sizes)
+        given.take("bias", bias, ("D",))
     others = {"cache_seqlens": cache_seqlens, "conv_state_indices": conv_state_indices}
     for name, y in others.items():
         if y is not None:
-            check.integers(name, y)
+            given.integers(name, y)
             if y.shape != (sizes["B"],):
                 raise ValueError(f"{name} must have shape [B={sizes['B']}], got {tuple(y.shape)}")
-    others |= {"conv_state": conv_state, "weight": weight, "bias": bias}
-    check.same_device(("x", x), *others.items())
-    if check.known(cache_seqlens) and bool((cache_seqlens < 0).any()):
+    if known(cache_seqlens) and bool((cache_seqlens < 0).any()):
         raise ValueError(f"cache_seqlens must be >= 0, got {cache_seqlens.min().item()}")
     if not (inplace.dense(conv_state) or inplace.dense(conv_state.mT)):
         raise ValueError(
@@ -125,24 +124,14 @@ def _check_tensors(
     return one
 
 
-class Stages(NamedTuple):
+@dataclass(frozen=True)
+class Stages:
     """The convolution of new tokens, in place."""
 
-    causal_conv1d_update: Callable
+    causal_conv1d_update: Callable = stage("delta.causal_conv1d_update")
 
 
-@functools.cache
-def stages(impl: str) -> Stages:
-    """The stage of an implementation, "reference" or "triton"."""
-    return _kernels() if impl == "triton" else Stages(reference)
-
-
-def _kernels() -> Stages:
-    """The stage in Triton, which may be missing."""
-    from linattn_edu.kernels.delta.causal_conv1d_update import causal_conv1d_update
-
-    return Stages(causal_conv1d_update)
-
+stages = implementations(Stages)
 
 # The channels are called H, as in causal_conv1d.
 update = Operator(
@@ -175,7 +164,7 @@ def forward(
     activation: str | None,
 ) -> Tensor:
     """y; the new states go where the old ones are."""
-    if check.known(indices):
+    if known(indices):
         rows = [[slot] for slot in indices.tolist()]
         inplace.check_slots("conv_state_indices", "conv_state", rows, state.shape[0])
     return stages.causal_conv1d_update(

@@ -11,6 +11,7 @@ from numbers import Real
 import torch
 from torch import Tensor
 
+from linattn_edu.choices import asked
 from linattn_edu.ops.tensors import known
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -27,7 +28,10 @@ def tensor(name: str, x: object, shape: tuple[str, ...], sizes: dict[str, int]) 
     `shape` names the axes ("B", "T", ...). A name met for the first time is bound in `sizes`;
     one met before must agree.
     """
-    if not _dense(x):
+    if (
+        not isinstance(x, Tensor) or x.is_nested or x.layout != torch.strided
+        or x.dtype not in FLOATS
+    ):  # fmt: skip
         dense(name, x, f"[{', '.join(shape)}]")
     if x.ndim != len(shape):
         raise ValueError(
@@ -38,18 +42,6 @@ def tensor(name: str, x: object, shape: tuple[str, ...], sizes: dict[str, int]) 
         if sizes.setdefault(axis, size) != size:
             want = "[" + ", ".join(f"{a}={sizes[a]}" if a in sizes else a for a in shape) + "]"
             raise ValueError(f"{name} must have shape {want}, got {tuple(x.shape)}")
-
-
-def given(name: str, x: object, shape: tuple[str, ...]) -> None:
-    """Check that a tensor of the named shape is given, and not None."""
-    if x is None:
-        dense(name, x, f"[{', '.join(shape)}]")
-
-
-def _dense(x: object) -> bool:
-    if not isinstance(x, Tensor) or x.is_nested:
-        return False
-    return x.layout == torch.strided and x.dtype in FLOATS
 
 
 def dense(name: str, x: object, shape: str) -> None:
@@ -132,6 +124,81 @@ def same_dtype(first: tuple[str, Tensor], *others: tuple[str, Tensor]) -> None:
     for name, x in others:
         if x.dtype != first[1].dtype:
             raise TypeError(f"{name} must be {first[1].dtype} like {first[0]}, got {x.dtype}")
+
+
+class Tensors:
+    """The tensors of a call: each is taken once, which checks all that can be said of it.
+
+    The first gives the device of all, and the dtype of those that must be like it.
+
+    Attributes:
+        sizes: Axis -> size, as the tensors so far have it.
+        first: Name of the first.  device, dtype: Of the first.
+        dtypes: Of all floating-point tensors.
+    """
+
+    __slots__ = ("device", "dtype", "dtypes", "first", "sizes")
+
+    def __init__(self) -> None:
+        self.sizes: dict[str, int] = {}
+        self.dtypes: list[torch.dtype] = []
+        self.first: str | None = None
+
+    def take(
+        self,
+        name: str,
+        x: object,
+        shape: tuple[str, ...],
+        *,
+        alike: bool = False,
+        decay: bool = False,
+    ) -> None:
+        """Check a tensor as `tensor`; alike: of the first one's dtype; decay: nowhere positive."""
+        tensor(name, x, shape, self.sizes)
+        if self.first is None or x.device != self.device:
+            self._beside(name, x)
+        dtype = x.dtype
+        if alike and dtype != self.dtype:
+            raise TypeError(f"{name} must be {self.dtype} like {self.first}, got {dtype}")
+        self.dtypes.append(dtype)
+        if decay:
+            log_decay(name, x)
+
+    def dense(self, name: str, x: object, shape: str) -> None:
+        """Check a tensor as `dense`, whose sizes are looked at elsewhere."""
+        dense(name, x, shape)
+        self._beside(name, x)
+        self.dtypes.append(x.dtype)
+
+    def elements(self, name: str, x: object, shape: tuple[str, ...]) -> Tensor:
+        """x of any shape, as a tensor of the named one, as `elements`."""
+        y = elements(name, x, shape, self.sizes)
+        self._beside(name, x)
+        self.dtypes.append(x.dtype)
+        return y
+
+    def integers(self, name: str, x: object) -> None:
+        """Check a tensor of integers."""
+        integers(name, x)
+        self._beside(name, x)
+
+    def sequence_numbers(self, name: str, x: object) -> None:
+        """Check that x holds an integer for each token [B, T]."""
+        sequence_numbers(name, x, self.sizes["B"], self.sizes["T"])
+        self._beside(name, x)
+
+    def boundaries(self, name: str, x: object) -> int:
+        """Check a vector of boundaries; return how many sequences it bounds."""
+        sequences = boundaries(name, x)
+        self._beside(name, x)
+        return sequences
+
+    def _beside(self, name: str, x: Tensor) -> None:
+        """Check that x lies where the first tensor does."""
+        if self.first is None:
+            self.first, self.device, self.dtype = name, x.device, x.dtype
+        elif x.device != self.device:
+            raise ValueError(f"{name} must be on {self.device} like {self.first}, got {x.device}")
 
 
 def log_decay(name: str, g: Tensor) -> None:
@@ -296,9 +363,14 @@ def _why_not(device: torch.device, dtypes: tuple[torch.dtype, ...]) -> str | Non
         return triton_problem()
     if device.type == "cpu" and not interpreted():
         return "the tensors are on the CPU and TRITON_INTERPRET=1 was not set in time"
-    if device.type not in ("cpu", "cuda"):
+    gpu = asked() if device.type == "meta" else None
+    if device.type not in ("cpu", "cuda") and gpu is None:
         return f"there is no kernel for the device {device}"
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (7, 5):
+    if gpu is not None:
+        capability = gpu.capability
+    else:
+        capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
+    if capability < (7, 5):
         return "the GPU is older than compute capability 7.5"
     if any(dtype not in KERNEL_FLOATS for dtype in dtypes):
         return "the kernels compute in float32 at most, and float64 was given"

@@ -1,8 +1,7 @@
 """Cumulative sums over the tokens, in chunks and over whole sequences."""
 
-import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -10,8 +9,9 @@ from torch import Tensor
 from linattn_edu.ops import check
 from linattn_edu.ops.delta import arguments
 from linattn_edu.ops.operator import Operator, widened
+from linattn_edu.ops.stages import implementations, stage
+from linattn_edu.ops.tensors import known
 from linattn_edu.packing import Packing
-from linattn_edu.reference.delta.cumsum import cumsum, global_cumsum
 
 
 def chunk_local_cumsum(
@@ -49,12 +49,12 @@ def chunk_local_cumsum(
 
     Source: chapters 02 and 12.
     """
-    sizes = _check_summands("g", g, cu_seqlens, output_dtype)
+    given = _check_summands("g", g, cu_seqlens, output_dtype)
     check.power_of_two("chunk_size", chunk_size)
     reverse, scale = check.flag("reverse", reverse), check.number("scale", scale)
     impl = check.resolve_impl(impl, g.device, (g.dtype,))
     cu_seqlens_cpu = arguments.check_packing(
-        "g", g, sizes, cu_seqlens, cu_seqlens_cpu, chunk_indices, chunk_size
+        given, cu_seqlens, cu_seqlens_cpu, chunk_indices, chunk_size
     )
     (y,) = local(
         g.flatten(2), cu_seqlens, cu_seqlens_cpu, chunk_indices,
@@ -94,11 +94,11 @@ def chunk_global_cumsum(
 
     Source: chapter 02.
     """
-    sizes = _check_summands("s", s, cu_seqlens, output_dtype)
+    given = _check_summands("s", s, cu_seqlens, output_dtype)
     reverse, scale = check.flag("reverse", reverse), check.number("scale", scale)
     impl = check.resolve_impl(impl, s.device, (s.dtype,))
-    if check.known(cu_seqlens):
-        check.lengths("cu_seqlens", cu_seqlens.tolist(), sizes["T"])
+    if known(cu_seqlens):
+        check.lengths("cu_seqlens", cu_seqlens.tolist(), given.sizes["T"])
     (y,) = whole(
         s.flatten(2), cu_seqlens, 1.0 if scale is None else scale, reverse,
         impl,
@@ -108,38 +108,28 @@ def chunk_global_cumsum(
 
 def _check_summands(
     name: str, x: Tensor, cu_seqlens: Tensor | None, output_dtype: torch.dtype | None
-) -> dict[str, int]:
-    """Refuse summands, and a dtype of their sums, that do not fit; return the sizes."""
-    sizes: dict[str, int] = {}
+) -> check.Tensors:
+    """Refuse summands, and a dtype of their sums, that do not fit."""
+    given = check.Tensors()
     axes = ("B", "T", "H", "D") if isinstance(x, Tensor) and x.ndim == 4 else ("B", "T", "H")
-    check.tensor(name, x, axes, sizes)
-    if any(size == 0 for axis, size in sizes.items() if axis != "T"):
+    given.take(name, x, axes)
+    if any(size == 0 for axis, size in given.sizes.items() if axis != "T"):
         raise ValueError(f"{name} must have no empty axis but T, got {tuple(x.shape)}")
     if output_dtype is not None:
         check.dtype("output_dtype", output_dtype)
-    arguments.count_sequences(name, x, cu_seqlens, sizes)
-    return sizes
+    arguments.count_sequences(given, cu_seqlens)
+    return given
 
 
-class Stages(NamedTuple):
+@dataclass(frozen=True)
+class Stages:
     """The sums within chunks, and over whole sequences."""
 
-    cumsum: Callable
-    global_cumsum: Callable
+    cumsum: Callable = stage("delta.cumsum")
+    global_cumsum: Callable = stage("delta.cumsum")
 
 
-@functools.cache
-def stages(impl: str) -> Stages:
-    """The sums of an implementation, "reference" or "triton"."""
-    return _kernels() if impl == "triton" else Stages(cumsum, global_cumsum)
-
-
-def _kernels() -> Stages:
-    """The stages in Triton, which may be missing."""
-    from linattn_edu.kernels.delta.cumsum import cumsum, global_cumsum
-
-    return Stages(cumsum, global_cumsum)
-
+stages = implementations(Stages)
 
 local = Operator(
     "chunk_local_cumsum",

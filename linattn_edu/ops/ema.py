@@ -1,7 +1,7 @@
 """ema_scan: the public function, its declaration, the composition of its stages."""
 
-import functools
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -12,12 +12,8 @@ from linattn_edu.ops import check
 from linattn_edu.ops.delta import arguments
 from linattn_edu.ops.operator import Operator, like, widened
 from linattn_edu.ops.ranks import Ranks
+from linattn_edu.ops.stages import implementations, stage
 from linattn_edu.packing import Packing
-from linattn_edu.reference.delta.cp_merge import cp_merge
-from linattn_edu.reference.delta.cp_merge_bwd import cp_merge_bwd
-from linattn_edu.reference.delta.gate_cumsum import gate_cumsum
-from linattn_edu.reference.ssd.ema import ema
-from linattn_edu.reference.ssd.ema_bwd import ema_bwd
 
 
 def ema_scan(
@@ -96,15 +92,14 @@ def ema_scan(
 
     Source: Dao and Gu 2024 (arXiv:2405.21060) section 6; chapter 20.
     """
-    sizes = _check_tensors(x, g, weight, initial_state, cu_seqlens, cp_context)
-    check.log_decay("g", g)
+    given = _check_tensors(x, g, weight, initial_state, cu_seqlens, cp_context)
     output_final_state = check.flag("output_final_state", output_final_state)
     check.choice("chunk_size", chunk_size, arguments.CHUNK_SIZES)
-    tensors = (x, g, weight, initial_state)
-    impl = check.resolve_impl(impl, x.device, tuple(t.dtype for t in tensors if t is not None))
+    impl = check.resolve_impl(impl, given.device, tuple(given.dtypes))
     place = arguments.place(
-        "x", x, sizes, cu_seqlens, cu_seqlens_cpu, chunk_indices, chunk_size, cp_context
+        given, cu_seqlens, cu_seqlens_cpu, chunk_indices, chunk_size, cp_context
     )
+    tensors = (x, g, weight, initial_state)
     one_head = x.ndim == 3
     if one_head:
         axes = (2, 2, 2, 1)
@@ -127,56 +122,35 @@ def _check_tensors(
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
     cp_context: CPContext | None,
-) -> dict[str, int]:
-    """Refuse tensors that do not fit; return the sizes B, T, D, N, and H where heads are given."""
-    sizes: dict[str, int] = {}
+) -> check.Tensors:
+    """Refuse tensors that do not fit; the sizes are B, T, D, N, and H where heads are given."""
+    given = check.Tensors()
     head = () if isinstance(x, Tensor) and x.ndim == 3 else ("H",)
-    check.tensor("x", x, ("B", "T", *head, "D"), sizes)
-    for axis, size in sizes.items():
+    given.take("x", x, ("B", "T", *head, "D"))
+    for axis, size in given.sizes.items():
         if size < 1 and axis != "T":
             raise ValueError(f"x must have {axis} >= 1, got {axis}={size}")
-    check.tensor("g", g, ("B", "T", *head), sizes)
+    given.take("g", g, ("B", "T", *head), decay=True)
     if weight is not None:
-        check.tensor("weight", weight, ("B", "T", *head), sizes)
-    arguments.count_sequences(
-        "x", x, cu_seqlens, sizes, cp_context, ("initial_state", initial_state)
-    )
+        given.take("weight", weight, ("B", "T", *head))
+    arguments.count_sequences(given, cu_seqlens, cp_context, ("initial_state", initial_state))
     if initial_state is not None:
-        check.tensor("initial_state", initial_state, ("N", *head, "D"), sizes)
-    others = {"g": g, "weight": weight, "initial_state": initial_state}
-    check.same_device(("x", x), *others.items())
-    return sizes
+        given.take("initial_state", initial_state, ("N", *head, "D"))
+    return given
 
 
-class Stages(NamedTuple):
+@dataclass(frozen=True)
+class Stages:
     """One implementation of each stage."""
 
-    gate_cumsum: Callable
-    ema: Callable
-    ema_bwd: Callable
-    cp_merge: Callable
-    cp_merge_bwd: Callable
+    gate_cumsum: Callable = stage("delta.gate_cumsum")
+    ema: Callable = stage("ssd.ema")
+    ema_bwd: Callable = stage("ssd.ema_bwd")
+    cp_merge: Callable = stage("delta.cp_merge")
+    cp_merge_bwd: Callable = stage("delta.cp_merge_bwd")
 
 
-@functools.cache
-def stages(impl: str) -> Stages:
-    """The stages of an implementation, "reference" or "triton"."""
-    check.choice("impl", impl, check.STAGES)
-    return _kernels() if impl == "triton" else _REFERENCE
-
-
-_REFERENCE = Stages(gate_cumsum, ema, ema_bwd, cp_merge, cp_merge_bwd)
-
-
-def _kernels() -> Stages:
-    """The stages in Triton, which may be missing."""
-    from linattn_edu.kernels.delta.cp_merge import cp_merge
-    from linattn_edu.kernels.delta.cp_merge_bwd import cp_merge_bwd
-    from linattn_edu.kernels.delta.gate_cumsum import gate_cumsum
-    from linattn_edu.kernels.ssd.ema import ema
-    from linattn_edu.kernels.ssd.ema_bwd import ema_bwd
-
-    return Stages(gate_cumsum, ema, ema_bwd, cp_merge, cp_merge_bwd)
+stages = implementations(Stages)
 
 
 class Residuals(NamedTuple):

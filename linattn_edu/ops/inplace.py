@@ -25,7 +25,7 @@ def check(
         raise ValueError(
             f"{writer} overwrites what a gradient needs: call it under torch.no_grad(){instead}"
         )
-    if not traced(state):
+    if state.device.type != "meta" and not traced(state):
         begin, end = _memory(state)
         for x in others:
             if x is not None and x.numel():

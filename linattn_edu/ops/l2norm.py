@@ -1,23 +1,22 @@
 """l2norm: the public function, its declaration, its two stages."""
 
-import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from linattn_edu.ops import check
 from linattn_edu.ops.operator import Operator, like, widened
+from linattn_edu.ops.stages import implementations, stage
 from linattn_edu.ops.tensors import wide
-from linattn_edu.reference.delta.l2norm import l2norm as rows
-from linattn_edu.reference.delta.l2norm import l2norm_bwd as rows_bwd
 
 WIDEST = 2**16  # a program of the kernel holds a row
+EPS = 1e-6
 
 
 def l2norm(
-    x: Tensor, eps: float = 1e-6, output_dtype: torch.dtype | None = None, *, impl: str = "auto"
+    x: Tensor, eps: float = EPS, output_dtype: torch.dtype | None = None, *, impl: str = "auto"
 ) -> Tensor:
     """Divide each row of x by its length: y = x / sqrt(sum x^2 + eps).
 
@@ -57,25 +56,20 @@ def l2norm(
     return y if output_dtype is None else y.to(output_dtype)
 
 
-class Stages(NamedTuple):
+def unit(x: Tensor, impl: str) -> Tensor:
+    """`l2norm` of rows that an operator has checked."""
+    return norm(x, EPS, impl)[0]
+
+
+@dataclass(frozen=True)
+class Stages:
     """The division of rows by their length, and its adjoint."""
 
-    l2norm: Callable
-    l2norm_bwd: Callable
+    l2norm: Callable = stage("delta.l2norm")
+    l2norm_bwd: Callable = stage("delta.l2norm")
 
 
-@functools.cache
-def stages(impl: str) -> Stages:
-    """The stages of an implementation, "reference" or "triton"."""
-    return _kernels() if impl == "triton" else Stages(rows, rows_bwd)
-
-
-def _kernels() -> Stages:
-    """The stages in Triton, which may be missing."""
-    from linattn_edu.kernels.delta.l2norm import l2norm, l2norm_bwd
-
-    return Stages(l2norm, l2norm_bwd)
-
+stages = implementations(Stages)
 
 norm = Operator(
     "l2norm",

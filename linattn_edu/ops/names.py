@@ -1,17 +1,42 @@
-"""Functions under the other names that fla-core 0.6 has for them."""
+"""Functions under other names: a short one, and those that fla-core 0.6 has for them."""
+
+import functools
+import inspect
 
 import torch
 from torch import Tensor, nn
 
 from linattn_edu.ops import check
 from linattn_edu.ops.gdn import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
-from linattn_edu.ops.kda import fused_kda_gate, fused_recurrent_kda
+from linattn_edu.ops.gdn.kernel_delta_attention import kernel_delta_attention
+from linattn_edu.ops.kda import chunk_kda, fused_kda_gate, fused_recurrent_kda
 from linattn_edu.ops.l2norm import l2norm
 from linattn_edu.packing import pack
 
 chunk_gdn = chunk_gated_delta_rule
 fused_recurrent_gdn = fused_recurrent_gated_delta_rule
 l2_norm = l2norm
+_EJKERNEL = {*inspect.signature(kernel_delta_attention).parameters}
+_EJKERNEL -= {*inspect.signature(chunk_kda).parameters}
+
+
+@functools.wraps(chunk_kda, assigned=("__annotations__",), updated=())
+def kda(*args, **options):
+    """:func:`chunk_kda`, Kimi Delta Attention.
+
+    Raises:
+        TypeError: the arguments are those of ejkernel's function of this name, which is
+            :func:`kernel_delta_attention` here.
+    """
+    theirs = [name for name in options if name in _EJKERNEL]
+    if len(args) > 3 and getattr(args[3], "ndim", None) == 3:  # beta, where g has channels
+        theirs.append("beta in the fourth place")
+    if theirs:
+        raise TypeError(
+            "kda is Kimi Delta Attention and takes the arguments of chunk_kda; ejkernel's function "
+            f"of this name is kernel_delta_attention, which has these: {', '.join(theirs)}"
+        )
+    return chunk_kda(*args, **options)
 
 
 def naive_recurrent_gated_delta_rule(

@@ -1,15 +1,13 @@
 """rms_norm_gated: the public function, its declaration, its two stages."""
 
-import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from linattn_edu.ops import check
 from linattn_edu.ops.operator import Operator, like, widened
-from linattn_edu.reference.delta.rms_norm_gated import rms_norm_gated as rows
-from linattn_edu.reference.delta.rms_norm_gated import rms_norm_gated_bwd as rows_bwd
+from linattn_edu.ops.stages import implementations, stage
 
 WIDEST = 2**15  # a program of the kernels holds a row
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "sigmoid": "sigmoid"}
@@ -102,18 +100,18 @@ def _check_tensors(
     group_size: int | None,
 ) -> tuple[int, int]:
     """Refuse tensors that do not fit; return D and the length of a group."""
-    check.dense("x", x, "[..., D]")
+    given = check.Tensors()
+    given.dense("x", x, "[..., D]")
     if x.ndim < 1 or 0 in x.shape[-1:]:
         raise ValueError(f"x must have shape [..., D] with D >= 1, got {tuple(x.shape)}")
-    D = x.shape[-1]
+    D = given.sizes["D"] = x.shape[-1]
     for name, y in (("weight", weight), ("bias", bias)):
         if y is not None:
-            check.tensor(name, y, ("D",), {"D": D})
+            given.take(name, y, ("D",))
     if z is not None:
-        check.dense("z", z, "[..., D]")
+        given.dense("z", z, "[..., D]")
         if z.shape != x.shape:
             raise ValueError(f"z must have x's shape {tuple(x.shape)}, got {tuple(z.shape)}")
-    check.same_device(("x", x), ("weight", weight), ("bias", bias), ("z", z))
     if group_size is None:
         return D, D
     if isinstance(group_size, bool) or not isinstance(group_size, int):
@@ -123,25 +121,15 @@ def _check_tensors(
     return D, group_size
 
 
-class Stages(NamedTuple):
+@dataclass(frozen=True)
+class Stages:
     """The norm with its gate, and its adjoint."""
 
-    rms_norm_gated: Callable
-    rms_norm_gated_bwd: Callable
+    rms_norm_gated: Callable = stage("delta.rms_norm_gated")
+    rms_norm_gated_bwd: Callable = stage("delta.rms_norm_gated")
 
 
-@functools.cache
-def stages(impl: str) -> Stages:
-    """The stages of an implementation, "reference" or "triton"."""
-    return _kernels() if impl == "triton" else Stages(rows, rows_bwd)
-
-
-def _kernels() -> Stages:
-    """The stages in Triton, which may be missing."""
-    from linattn_edu.kernels.delta.rms_norm_gated import rms_norm_gated, rms_norm_gated_bwd
-
-    return Stages(rms_norm_gated, rms_norm_gated_bwd)
-
+stages = implementations(Stages)
 
 norm = Operator(
     "rms_norm_gated",

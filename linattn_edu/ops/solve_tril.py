@@ -1,8 +1,7 @@
 """The inverse of a unit triangular matrix, one for each chunk."""
 
-import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -10,8 +9,8 @@ from torch import Tensor
 from linattn_edu.ops import check
 from linattn_edu.ops.delta import arguments
 from linattn_edu.ops.operator import Operator, widened
+from linattn_edu.ops.stages import implementations, stage
 from linattn_edu.packing import Packing
-from linattn_edu.reference.delta.solve import solve_tril as inverse
 from linattn_edu.reference.delta.solve import solve_tril_bwd
 
 
@@ -45,42 +44,33 @@ def solve_tril(
 
     Source: chapters 03 and 10.
     """
-    sizes: dict[str, int] = {}
-    check.tensor("A", A, ("B", "T", "H", "C"), sizes)
+    given = check.Tensors()
+    given.take("A", A, ("B", "T", "H", "C"))
+    sizes = given.sizes
     if any(size == 0 for axis, size in sizes.items() if axis != "T"):
         raise ValueError(f"A must have no empty axis but T, got {tuple(A.shape)}")
     if sizes["C"] not in arguments.CHUNK_SIZES:
         raise ValueError(f"A must have C = 16, 32 or 64, got C={sizes['C']}")
     if output_dtype is not None:
         check.dtype("output_dtype", output_dtype)
-    arguments.count_sequences("A", A, cu_seqlens, sizes)
+    arguments.count_sequences(given, cu_seqlens)
     impl = check.resolve_impl(impl, A.device, (A.dtype,))
     cu_seqlens_cpu = arguments.check_packing(
-        "A", A, sizes, cu_seqlens, cu_seqlens_cpu, chunk_indices, sizes["C"]
+        given, cu_seqlens, cu_seqlens_cpu, chunk_indices, sizes["C"]
     )
     (X,) = solve(A, cu_seqlens, cu_seqlens_cpu, chunk_indices, impl)
     return X.to(A.dtype if output_dtype is None else output_dtype)
 
 
-class Stages(NamedTuple):
+@dataclass(frozen=True)
+class Stages:
     """The inverse and its adjoint, which is matrix products of PyTorch."""
 
-    solve_tril: Callable
-    solve_tril_bwd: Callable
+    solve_tril: Callable = stage("delta.solve")
+    solve_tril_bwd: Callable = solve_tril_bwd
 
 
-@functools.cache
-def stages(impl: str) -> Stages:
-    """The stages of an implementation, "reference" or "triton"."""
-    return Stages(_kernel() if impl == "triton" else inverse, solve_tril_bwd)
-
-
-def _kernel() -> Callable:
-    """The inverse in Triton, which may be missing."""
-    from linattn_edu.kernels.delta.solve import solve_tril
-
-    return solve_tril
-
+stages = implementations(Stages)
 
 solve = Operator(
     "solve_tril",

@@ -54,6 +54,11 @@ def wide(*tensors: Tensor | None) -> torch.dtype:
     return torch.float64 if doubled else torch.float32
 
 
+def transposed(x: Tensor | None, v_first: bool) -> Tensor | None:
+    """States [..., K, V] of states [..., V, K], and the reverse; as they are without v_first."""
+    return x if x is None or not v_first else x.transpose(-1, -2)
+
+
 def contiguous(x: Tensor | None) -> Tensor | None:
     """x, or a copy if it has gaps or does not start at 16 bytes on a GPU.
 

@@ -1,84 +1,96 @@
-"""Book and library in step: every stage has its four rooms, every tag its equation."""
+"""Book and library in step: every stage has its four rooms, every tag its equation.
+
+Nothing is listed here: folders, stages and chapters are those that there are. A file's chapter is
+found by tools/where.py: the one with its name, or that its docstrings name as their source.
+"""
 
 import ast
 import dataclasses
 import re
 
 import pytest
-from book.layout import CHAPTERS, ROOT, toc
+from book.layout import CHAPTERS, ROOT, toc, tool
 
-from linattn_edu import pipeline
-from linattn_edu.ops import gdn, kda
+from linattn_edu.ops import gdn, kda, ssd
 
 REFERENCE = ROOT / "linattn_edu" / "reference"
 KERNELS = ROOT / "linattn_edu" / "kernels"
 TAG = re.compile(r"#\s*(eq:[\w-]+)")
-
-# files of several stages, and those that compute several at once, and the chapter of each
-JOINED = {
-    "delta/kda_bwd": "11_kda_intra_bwd",
-    "fused/kda_fwd": "24_fusion",
-    "fused/kda_bwd": "24_fusion",
-    "delta/kda_scan": "07_kda_intra",
-    "delta/kda_scans": "12_gate_bwd",
-    "fused/gdn_fwd": "06_output",
-    "fused/gdn_bwd": "12_gate_bwd",
-    "delta/warm_up": "25_few_heads",
-    "delta/gate": "12_gate_bwd",
-    "delta/l2norm": "08_output_bwd",
-    "delta/cumsum": "12_gate_bwd",
-    "delta/causal_conv1d": "23_cp_conv",
-    "delta/causal_conv1d_update": "27_model_end_to_end",
-    "delta/rms_norm_gated": "27_model_end_to_end",
-    **{f"ssd/{stage}": "13_ssd" for stage in pipeline.SSD_STAGES},
-    "ssd/selective_state_update": "13_ssd",
-    "ssd/chunk_cumsum_bwd": "19_chunk_scan_bwd_da_cs",
-    "fused/ssd_fwd": "13_ssd",
-    "fused/ssd_bwd": "18_chunk_scan_chunk_state_bwd_dx",
-    "ssd/ema_bwd": "20_ema",
-}
-# in the file or in the chapter of another stage
-IN_JOINED = {
-    "kda_output_bwd", "kda_scan", "kda_scans", "kda_wy_bwd", "piece_map", "piece_map_bwd",
-}  # fmt: skip
-STAGES = {f.name for set_ in (gdn.Stages, kda.Stages) for f in dataclasses.fields(set_)}
-STAGES = [f"delta/{stage}" for stage in ("recurrent", *sorted(STAGES - IN_JOINED))]
-STAGES += [x for x in map("ssd/{}".format, pipeline.SSD_BACKWARD) if x not in JOINED]
+NAMED = re.compile(r"Reference:\s+linattn_edu\.reference\.(\w+)\.(\w+)(?:\.(\w+))?\.")
+WHERE = tool("where")
 
 
-def modules(root):
-    """Every stage file under reference/ or kernels/, as "delta/state"."""
-    folders = ("delta", "ssd", "fused")
-    files = (p for folder in folders for p in root.glob(f"{folder}/*.py"))
-    return sorted(str(p.relative_to(root).with_suffix("")) for p in files if p.stem != "__init__")
+def functions(file):
+    """The functions at a file's top level."""
+    found = ast.parse(file.read_text()).body
+    return {f.name: f for f in found if isinstance(f, ast.FunctionDef)}
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_stage_has_its_four_rooms(stage):
-    folder, name = stage.split("/")
-    chapters = [chapter for chapter in toc() if chapter.split("_", 1)[1] == name]
-    assert len(chapters) == 1
-    rooms = [
-        CHAPTERS / f"{chapters[0]}.md",
-        CHAPTERS / f"{chapters[0]}.ipynb",
-        REFERENCE / f"{stage}.py",
-        KERNELS / f"{stage}.py",
-        ROOT / "tests" / folder / f"test_{name}.py",
-    ]
-    assert [str(r) for r in rooms if not r.exists()] == []
+def files(root):
+    """Every file of stages under reference/ or kernels/, as "delta/state": of each folder in which
+    there is a function with a tag or a kernel.
+    """
+    found = [p for p in sorted(root.glob("*/*.py")) if p.stem != "__init__"]
+    text = {p: p.read_text() for p in found}
+    folders = {p.parent for p in found if TAG.search(text[p]) or "_kernel(" in text[p]}
+    return [f"{p.parent.name}/{p.stem}" for p in found if p.parent in folders]
+
+
+MODULES = files(REFERENCE)
+# kernels in folders of their own: what they compute has its rooms where the reference is
+OTHERS = [m for m in files(KERNELS) if not (REFERENCE / m.split("/")[0]).exists()]
+SETS = [s for op in (gdn, kda, ssd) for s in (op.Stages, op.FusedStages)]
+STAGES = sorted({f.name for set_ in SETS for f in dataclasses.fields(set_)})
+
+
+def test_every_folder_of_kernels_is_seen():
+    assert {m.split("/")[0] for m in MODULES + OTHERS} == {
+        p.parent.name
+        for p in KERNELS.glob("*/*.py")
+        if re.search(r"^@\w+\.jit", p.read_text(), re.M)
+    }
 
 
 def test_reference_and_kernels_hold_the_same_files():
-    assert modules(REFERENCE) == modules(KERNELS)
+    assert sorted(MODULES) == sorted(m for m in files(KERNELS) if m not in OTHERS)
 
 
-@pytest.mark.parametrize("module", modules(KERNELS))
+@pytest.mark.parametrize("stage", STAGES)
+def test_stage_has_a_reference_and_a_kernel(stage):
+    """In files of the same name."""
+    found = [
+        {m for m in MODULES if stage in functions(root / f"{m}.py")}
+        for root in (REFERENCE, KERNELS)
+    ]
+    assert found[0] == found[1] and len(found[0]) == 1
+
+
+@pytest.mark.parametrize("module", MODULES)
 def test_module_has_a_test_and_a_chapter(module):
+    """A chapter that names one of its functions, as text and as a notebook."""
     folder, name = module.split("/")
     assert (ROOT / "tests" / folder / f"test_{name}.py").exists()
-    chapter = JOINED.get(module) or next((c for c in toc() if c.split("_", 1)[1] == name), None)
-    assert chapter in toc()
-    assert name in (CHAPTERS / f"{chapter}.md").read_text()
+    chapter = WHERE.chapter_of(module)
+    assert chapter in toc() and (CHAPTERS / f"{chapter}.ipynb").exists()
+    words = {*re.findall(r"\w+", (CHAPTERS / f"{chapter}.md").read_text())}
+    assert words & {name, *functions(REFERENCE / f"{module}.py")}
+
+
+@pytest.mark.parametrize("module", MODULES + OTHERS)
+def test_kernels_name_references_that_there_are(module):
+    """In their docstrings; those in folders of their own all do, and its test knows of them."""
+    kernels = [f for n, f in functions(KERNELS / f"{module}.py").items() if n.endswith("_kernel")]
+    for kernel in kernels:
+        named = NAMED.search(" ".join((ast.get_docstring(kernel) or "").split()) + " ")
+        if named is None:
+            assert module not in OTHERS, kernel.name
+            continue
+        folder, name, function = named.groups()
+        assert f"{folder}/{name}" in MODULES, kernel.name
+        assert function is None or function in functions(REFERENCE / folder / f"{name}.py")
+        if module in OTHERS:
+            own = module.split("/")[0]
+            assert own in (ROOT / "tests" / folder / f"test_{name}.py").read_text(), kernel.name
 
 
 def labels():
@@ -140,7 +152,7 @@ class Module:
         return [tag for *_, tags in sorted(events, key=lambda e: e[:2]) for tag in tags]
 
 
-@pytest.mark.parametrize("module", modules(KERNELS))
+@pytest.mark.parametrize("module", MODULES)
 def test_kernel_takes_the_steps_of_its_reference(module):
     reference = Module((REFERENCE / f"{module}.py").read_text())
     kernel = Module((KERNELS / f"{module}.py").read_text())

@@ -7,7 +7,7 @@ from delta.stage_checks import DTYPES, check_stage
 from fused.kda_checks import gates, kda_stage_inputs, once
 
 from linattn_edu.kernels.delta import kda_intra as module
-from linattn_edu.kernels.delta.kda_intra import ALL, FAR, NONE, halve
+from linattn_edu.kernels.delta.kda_intra import ALL, FAR, NONE, halving
 from linattn_edu.kernels.delta.kda_intra import kda_intra as kernel
 from linattn_edu.reference.delta.gate_cumsum import gate_cumsum
 from linattn_edu.reference.delta.kda_intra import kda_intra as reference
@@ -50,10 +50,10 @@ def test_whom_a_promise_serves(dtype, bound, device, monkeypatch):
     used = []
 
     def noted(*asked):
-        used.append(halve(*asked))
+        used.append(halving(*asked))
         return used[-1]
 
-    monkeypatch.setattr(module, "halve", noted)
+    monkeypatch.setattr(module, "halving", noted)
     args = arguments(17, 16, 32, dtype, device, gate="bounded")
     got = kernel(*args, chunk_size=32, lower_bound=bound)
     serves = bound >= -5 and dtype != torch.float16

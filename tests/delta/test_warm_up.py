@@ -5,7 +5,6 @@ from itertools import pairwise
 import pytest
 import torch
 
-from linattn_edu.kernels import pieces
 from linattn_edu.kernels.delta import warm_up as kernels
 from linattn_edu.packing import pack
 from linattn_edu.reference.delta.gate_cumsum import gate_cumsum
@@ -80,13 +79,14 @@ def test_what_is_left_out_is_below_the_threshold(back):
 @pytest.mark.parametrize("back", [False, True])
 @pytest.mark.parametrize("bounds", [None, [0, 128, 128, 160, 400]])
 @pytest.mark.parametrize(("diagonal", "processors"), [(False, 1), (True, 132)])
-def test_kernels_match_the_reference(back, bounds, diagonal, processors, monkeypatch, device):
+def test_kernels_match_the_reference(
+    back, bounds, diagonal, processors, force, monkeypatch, device
+):
     T = 208 if bounds is None else bounds[-1]
-    for name, value in {"PROGRAMS": 0, "PER_PROGRAM": 16, "MULTIPROCESSORS": 1}.items():
-        monkeypatch.setattr(pieces, name, value)  # four heads: pieces of 64 tokens
+    force(PROGRAMS=0, PER_PROGRAM=16, MULTIPROCESSORS=1)  # four heads: pieces of 64 tokens
     monkeypatch.setattr(kernels, "REACH", 48)
     monkeypatch.setattr(kernels, "ROWS", 8)
-    monkeypatch.setattr(kernels, "device_of", lambda _: ("hopper", processors))
+    force(both_widths=int(processors > 1))
     x, _ = drawn(T, torch.float32, device, length=1.5, beta=1.5, B=2 if bounds is None else 1)
     x.g[..., 0] -= 1  # forgets in no time
     x.g[..., 1] *= 0.01  # not at all

@@ -4,12 +4,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import triton
 from delta import stage_checks
 from delta.stage_checks import CHUNKS, DIMS, DTYPES, SIZES, TOKENS, WIDE, inputs
+from gdn_checks import without_gluon
 from grids import EVERY, name, parametrize
 
-from linattn_edu.kernels.fused import kda_bwd as kernels
 from linattn_edu.reference.delta.gate_cumsum import gate_cumsum
 from linattn_edu.reference.delta.kda_bwd import kda_output_bwd, kda_wy_bwd
 from linattn_edu.reference.delta.kda_intra import kda_intra
@@ -122,8 +121,5 @@ def backward_parts(T, K, V, C, dtype, device, **kinds):
 
 def needs_gluon(device):
     """Skip a test where the kernels in Gluon do not run."""
-    gluon = kernels.kda_scans
-    if gluon is None or not triton.__version__.startswith(gluon.gdn_scan.VERSIONS):
-        pytest.skip("made for another Triton")
-    if kernels.device_of(torch.empty(1, device=device))[0] != "hopper":
-        pytest.skip("made for Hopper")
+    if why := without_gluon(device):
+        pytest.skip(why)

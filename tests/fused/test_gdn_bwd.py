@@ -2,15 +2,15 @@
 
 import pytest
 import torch
-import triton
 from delta.stage_checks import check_stage, grid, inputs
 from fused.test_gdn_scans import arguments, small
-from gdn_checks import launches
+from gdn_checks import PAYS, launches, without_gluon
 
-from linattn_edu.kernels import pieces
+from linattn_edu.choices import GPUS, ask
 from linattn_edu.kernels.fused import gdn_bwd as kernels
 from linattn_edu.kernels.fused.gdn_intra import intra_chunk as intra_chunk_kernel
 from linattn_edu.kernels.fused.gdn_scans import scan_bwd, scan_states
+from linattn_edu.kernels.routes import by_load, forced, kind_of, load_of
 from linattn_edu.ops.gdn import backward, forward, fused_stages, stages
 from linattn_edu.reference.delta.gate_cumsum import gate_cumsum
 from linattn_edu.reference.fused import gdn_bwd as references
@@ -38,15 +38,13 @@ def test_intra_bwd_kernel_with_a_head_each(device):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("HV", [4, 8, 16])
-def test_intra_bwd_gluon(HV, dtype, device, monkeypatch):
+def test_intra_bwd_gluon(HV, dtype, device, force):
     """No farther from float64 than the other kernel; twice, since programs reuse their places for
     chunk after chunk: what is copied ahead must not be overtaken.
     """
     gluon, B, T, H = kernels.gdn_intra_bwd, 2, 2560, 4  # three chunks a program, and two
-    if gluon is None or not triton.__version__.startswith("3.6."):
-        pytest.skip("made for another Triton")
-    if kernels.device_of(torch.empty(1, device=device))[0] != "hopper":
-        pytest.skip("made for Hopper")
+    if why := without_gluon(device):
+        pytest.skip(why)
     x = gdn_inputs(B, T, H, HV, 128, 128, dtype=dtype, device=device, seed=0)
     gc, do = gate_cumsum(x.g, chunk_size=64), torch.randn_like(x.v)
     P, _, AG = intra_chunk(x.q, x.k, x.beta, gc, chunk_size=64, return_inverse=True, gated=True)
@@ -55,9 +53,9 @@ def test_intra_bwd_gluon(HV, dtype, device, monkeypatch):
     args, options = (x.q, x.k, x.v, x.beta, gc, h, v_new, do, dh, Z), {"scale": 0.3}
     options["chunk_size"] = 64
     exact = references.intra_chunk_bwd(*(t.double() for t in args), **options)
-    monkeypatch.setattr(gluon, "LEAST", 1 << 30)
-    plain = kernels.intra_chunk_bwd(*args, **options)
-    monkeypatch.setattr(gluon, "LEAST", 1)
+    with forced(intra_chunk_bwd="triton"):
+        plain = kernels.intra_chunk_bwd(*args, **options)
+    force(ENOUGH=1)
     with launches() as ran:
         got, again = (kernels.intra_chunk_bwd(*args, **options) for _ in range(2))
     assert ran == [gluon.intra_chunk_bwd_gluon_kernel] * 2
@@ -78,27 +76,23 @@ def test_chunk_bwd_kernels_match_reference(V, device):
 @pytest.mark.gpu
 @pytest.mark.parametrize("given", [False, True], ids=["zero", "states"])
 @pytest.mark.parametrize(("T", "H", "HV"), [(256, 8, 8), (1024, 4, 8), (16384, 8, 8)])
-def test_chunk_bwd_in_head_groups_gives_the_same_bits(T, H, HV, given, device, monkeypatch):
+def test_chunk_bwd_in_head_groups_gives_the_same_bits(T, H, HV, given, device, force):
     """Whole sequences, heads that share a key in pieces without maps, and pieces by their maps."""
-    if kernels.gdn_intra_bwd is None:
-        pytest.skip("made for another Triton")
-    monkeypatch.setattr(kernels.gdn_scans.gdn_scan, "pays", lambda *_: True)
-    monkeypatch.setattr(kernels.gdn_intra_bwd, "LEAST", 1)
+    if why := without_gluon(device):
+        pytest.skip(why)
+    force(**PAYS)
     x = gdn_inputs(2, T, H, HV, 128, 128, dtype=torch.bfloat16, device=device, seed=0)
     if T == 1024:  # pieces that begin where all is forgotten
-        monkeypatch.setattr(pieces, "PROGRAMS", 0)
-        monkeypatch.setattr(pieces, "PER_PROGRAM", 32)
+        force(PROGRAMS=0, PER_PROGRAM=32)
         x.g.fill_(-3.0)
     gc, do = gate_cumsum(x.g, chunk_size=64), torch.randn_like(x.v)
     options = {"chunk_size": 64, "return_inverse": True, "gated": True}
     P, _, AG = intra_chunk_kernel(x.q, x.k, x.beta, gc, **options)
-    if not kernels.in_gluon(x.q, x.k, x.v, P, AG, packing=None):
-        pytest.skip("made for Hopper and another Triton")
     states = torch.randn(2, 2, HV, 128, 128, device=device)
     args = (x.q, x.k, x.v, x.beta, gc, P, AG, do, *(states if given else (None, None)))
     found = {}
     for groups in (1, 2, 4):
-        monkeypatch.setattr(kernels, "_head_groups", lambda *_, groups=groups: groups)
+        force(head_groups=groups)
         with launches() as ran:
             found[groups] = kernels.chunk_bwd(*args, scale=0.3)
         assert ran.count(kernels.gdn_intra_bwd.intra_chunk_bwd_gluon_kernel) == groups
@@ -106,9 +100,7 @@ def test_chunk_bwd_in_head_groups_gives_the_same_bits(T, H, HV, given, device, m
         assert all(map(torch.equal, got, found[1]))
 
 
-def test_head_groups_leave_no_more_idle(monkeypatch):
-    monkeypatch.setattr(kernels, "device_of", lambda _: ("hopper", 132))
-    monkeypatch.setattr(pieces, "device_of", lambda _: ("hopper", 132))
+def test_head_groups_leave_no_more_idle():
     for (B, T, H, HV), want in {
         (8, 4096, 16, 16): 2,  # 256 programs: two rounds of 128
         (32, 4096, 16, 16): 8,
@@ -117,8 +109,10 @@ def test_head_groups_leave_no_more_idle(monkeypatch):
         (8, 512, 16, 16): 1,  # small
         (6, 8192, 16, 16): 1,  # 384 programs of 12 pieces: halves would take four rounds, not three
     }.items():
-        q, v = (torch.empty(B, T, n, 128, device="meta") for n in (H, HV))
-        assert kernels._head_groups(q, v, 64) == want
+        q = torch.empty(B, T, H, 128, device="meta", dtype=torch.bfloat16)
+        with ask(GPUS["h100"], lambda *_: None):
+            kind = kind_of(q, HV, 128, 64, None)
+            assert by_load.head_groups(load_of(kind._replace(gluon=""), q, None)).takes == want
 
 
 @pytest.mark.parametrize("C", [16, 32, 64])

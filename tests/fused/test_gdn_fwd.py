@@ -3,13 +3,13 @@
 import pytest
 import torch
 from delta.stage_checks import check_stage, grid, inputs
-from gdn_checks import exact_products
+from gdn_checks import PAYS, exact_products, launches, without_gluon
 
-from linattn_edu.kernels import pieces
 from linattn_edu.kernels.delta import warm_up
 from linattn_edu.kernels.delta.gate_cumsum import gate_cumsum as gate_cumsum_kernel
 from linattn_edu.kernels.fused import gdn_fwd as kernels
 from linattn_edu.kernels.fused.gdn_intra import intra_chunk
+from linattn_edu.kernels.routes import forced
 from linattn_edu.kernels.tiles import device_of
 from linattn_edu.ops.gdn import forward, fused_stages, stages
 from linattn_edu.packing import pack
@@ -34,7 +34,7 @@ def test_scan_kernel_matches_reference(T, K, V, C, dtype, device):
     ("T", "K", "V", "packed"), [(150, 128, 128, False), (65, 100, 64, False), (130, 128, 128, True)]
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_scan_transposed_gives_the_same_bits(T, K, V, packed, dtype, device, monkeypatch):
+def test_scan_transposed_gives_the_same_bits(T, K, V, packed, dtype, device, force, monkeypatch):
     """Which of the two runs follows from what fills the GPU, and must not be seen."""
     x = inputs(T, K, V, dtype, device)
     tensors, h0, own = (x.q, x.k, x.v, x.g, x.beta), x.initial_state, {}
@@ -51,8 +51,8 @@ def test_scan_transposed_gives_the_same_bits(T, K, V, packed, dtype, device, mon
     P, R, _ = intra_chunk(q, k, beta, gc, chunk_size=64, **own)
     exact_products(monkeypatch)
     got = []
-    for crowded in (True, False):
-        monkeypatch.setattr(kernels, "crowded", lambda *_, crowded=crowded: crowded)
+    for form in ("transposed", "upright"):
+        force(transposed=form)
         options = {"scale": 0.3, "output_final_state": True, **own}
         got.append(kernels.scan(q, k, v, gc, P, R, h0, **options))
     for name, a, b in zip(("o", "final_state"), *got, strict=True):
@@ -60,25 +60,24 @@ def test_scan_transposed_gives_the_same_bits(T, K, V, packed, dtype, device, mon
 
 
 @pytest.fixture
-def plain_and_gluon(device, monkeypatch):
+def plain_and_gluon(device, force):
     """The scan of what `gdn_inputs` gives, in plain Triton, then in Gluon, twice."""
-    scan_gluon = kernels.gdn_scan
-    if scan_gluon is None or not scan_gluon.triton.__version__.startswith(scan_gluon.VERSIONS):
-        pytest.skip("made for another Triton")
-    if device_of(torch.empty(1, device=device))[0] != "hopper":
-        pytest.skip("made for Hopper")
-    monkeypatch.setattr(scan_gluon, "pays", lambda *_: True)
+    if why := without_gluon(device):
+        pytest.skip(why)
+    force(**PAYS)
 
     def scans(x, h0):
         gc = gate_cumsum_kernel(x.g, chunk_size=64)
         P, R, _ = intra_chunk(x.q, x.k, x.beta, gc, chunk_size=64)
         args, options = (x.q, x.k, x.v, gc, P, R, h0), {"scale": 0.3}
-        assert scan_gluon.fits(x.q, x.k, x.v, P, R, None)
-        with monkeypatch.context() as patch:
-            patch.setattr(kernels, "gdn_scan", None)
-            yield kernels.scan(*args, **options, output_final_state=h0 is not None)
+        with forced(scan="triton"):
+            want = kernels.scan(*args, **options, output_final_state=h0 is not None)
+        yield want
         for _ in range(2):  # what is copied ahead must not be overtaken
-            yield kernels.scan(*args, **options, output_final_state=h0 is not None)
+            with launches() as ran:
+                got = kernels.scan(*args, **options, output_final_state=h0 is not None)
+            assert kernels.gdn_scan.scan_gluon_kernel in ran
+            yield got
 
     return scans
 
@@ -106,11 +105,9 @@ def test_scan_gluon_gives_the_same_bits(B, T, HV, K, V, given, dtype, device, pl
 @pytest.mark.parametrize("given", [False, True], ids=["zero", "state"])
 @pytest.mark.parametrize("gates", ["forgotten", "slow", "mixed", "maps"])
 @pytest.mark.parametrize(("T", "K"), [(1024, 128), (960, 64)], ids=["whole pieces", "a rest"])
-def test_scan_gluon_in_pieces(T, K, gates, given, device, plain_and_gluon, monkeypatch):
+def test_scan_gluon_in_pieces(T, K, gates, given, device, plain_and_gluon, force, monkeypatch):
     """Pieces of 256 tokens, found forgotten in 128, or by their maps: the bits of scan_kernel."""
-    rule = {"LENGTH": 256, "LEAST": 2} if gates == "maps" else {"PROGRAMS": 0, "PER_PROGRAM": 32}
-    for name, value in rule.items():
-        monkeypatch.setattr(pieces, name, value)
+    force(**{"LENGTH": 256, "LEAST": 2} if gates == "maps" else {"PROGRAMS": 0, "PER_PROGRAM": 32})
     monkeypatch.setattr(warm_up, "REACH", 128)
     found = []
 

@@ -3,10 +3,11 @@
 import pytest
 import torch
 from delta.stage_checks import check_stage, grid, inputs
-from gdn_checks import launches
+from gdn_checks import launches, without_gluon
 
 from linattn_edu.kernels.delta.gate_cumsum import gate_cumsum as gate_cumsum_kernel
 from linattn_edu.kernels.fused import gdn_intra as kernels
+from linattn_edu.kernels.routes import forced
 from linattn_edu.kernels.tiles import device_of
 from linattn_edu.packing import pack
 from linattn_edu.reference.delta.gate_cumsum import gate_cumsum
@@ -29,11 +30,11 @@ def test_intra_kernel_matches_reference(T, K, V, C, dtype, device):
 @pytest.mark.parametrize("T", [64, 100], ids=["whole chunks", "a rest"])
 @pytest.mark.parametrize("K", [64, 128])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_intra_in_one_kernel(T, K, dtype, device, monkeypatch):
+def test_intra_in_one_kernel(T, K, dtype, device, force):
     """What Hopper does in plain Triton where no value heads share a key."""
     if device_of(torch.empty(1, device=device))[0] not in ("hopper", "blackwell"):
         pytest.skip("made for Hopper")
-    monkeypatch.setattr(kernels, "gdn_intra", None)
+    force(intra_chunk="one")
     x = gdn_inputs(1, T, 2, 2, K, 16, dtype=dtype, device=device, seed=T + K)
     args = (x.q, x.k, x.beta, gate_cumsum(x.g, chunk_size=64))
     options = {"chunk_size": 64, "return_inverse": True}
@@ -110,12 +111,9 @@ def test_inverse_of_blocks_in_fp16(keys, K):
 
 @pytest.fixture
 def intra_gluon(device):
-    module = kernels.gdn_intra
-    if module is None or not module.triton.__version__.startswith(module.VERSIONS):
-        pytest.skip("a kernel for another Triton")
-    if device_of(torch.empty(1, device=device))[0] != "hopper":
-        pytest.skip("a kernel for Hopper")
-    return module
+    if why := without_gluon(device):
+        pytest.skip(why)
+    return kernels.gdn_intra
 
 
 @pytest.mark.gpu
@@ -123,7 +121,7 @@ def intra_gluon(device):
     ("B", "T", "H", "HV"), [(2, 8192, 4, 4), (1, 6400, 4, 8), (2, 128, 1, 2), (1, 100, 2, 2)]
 )
 @pytest.mark.parametrize("K", [64, 128])
-def test_intra_gluon(B, T, H, HV, K, device, intra_gluon, monkeypatch):
+def test_intra_gluon(B, T, H, HV, K, device, intra_gluon):
     """Both kernels are right, and give the same bits."""
     x = gdn_inputs(B, T, H, HV, K, 16, dtype=torch.bfloat16, device=device, seed=T + K)
     args = (x.q, x.k, x.beta, gate_cumsum(x.g, chunk_size=64))
@@ -137,8 +135,7 @@ def test_intra_gluon(B, T, H, HV, K, device, intra_gluon, monkeypatch):
             else intra_gluon.intra_chunk_gluon_kernel
         ]
         check_stage(kernels.intra_chunk, references.intra_chunk, args, chunk_size=64, **more)
-        with monkeypatch.context() as patch:
-            patch.setattr(intra_gluon, "whole", lambda *_: False)
+        with forced(intra_ring=0):
             alone = kernels.intra_chunk(*args, chunk_size=64, **more)
         for a, b in zip(got, alone, strict=True):
             assert a is b is None or torch.equal(a, b)
@@ -163,7 +160,7 @@ def test_intra_gluon_of_packed_sequences(K, device, intra_gluon):
 @pytest.mark.gpu
 @pytest.mark.parametrize("keys", KEYS)
 @pytest.mark.parametrize("K", [64, 128])
-def test_intra_gluon_with_any_keys(keys, K, device, intra_gluon, monkeypatch):
+def test_intra_gluon_with_any_keys(keys, K, device, intra_gluon, force):
     """No worse than the kernel in plain Triton, whose products are in tf32."""
     torch.manual_seed(K)
     k, beta = KEYS[keys](torch.randn(1, 64, 64, K))
@@ -172,7 +169,7 @@ def test_intra_gluon_with_any_keys(keys, K, device, intra_gluon, monkeypatch):
     options = {"chunk_size": 64, "return_inverse": True}
     want = references.intra_chunk(*(x.double() for x in (k, k, beta, gc)), **options)
     got = kernels.intra_chunk(k, k, beta, gc, **options)
-    monkeypatch.setattr(kernels, "gdn_intra", None)
+    force(intra_chunk="one")
     plain = kernels.intra_chunk(k, k, beta, gc, **options)
     for a, b, c in zip(got, plain, want, strict=True):
         assert relative_rms(a, c) < 1.06 * relative_rms(b, c) + 1e-9

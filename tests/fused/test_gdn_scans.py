@@ -5,16 +5,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 from delta.stage_checks import DTYPES, check_rounded, check_stage, grid, inputs
-from gdn_checks import launches
+from gdn_checks import PAYS, holds, launches, without_gluon
 
-from linattn_edu.kernels import pieces
 from linattn_edu.kernels.delta import warm_up
 from linattn_edu.kernels.delta.gate_cumsum import gate_cumsum as gate_cumsum_kernel
 from linattn_edu.kernels.fused import gdn_fwd
 from linattn_edu.kernels.fused import gdn_scans as kernels
-from linattn_edu.kernels.fused.gdn_bwd import fits
 from linattn_edu.kernels.fused.gdn_fwd import scan_map as scan_map_kernel
 from linattn_edu.kernels.fused.gdn_intra import intra_chunk as intra_chunk_kernel
+from linattn_edu.kernels.routes import forced
 from linattn_edu.reference.delta.gate_cumsum import gate_cumsum
 from linattn_edu.reference.fused import gdn_scans as references
 from linattn_edu.reference.fused.gdn_fwd import scan_map
@@ -32,7 +31,7 @@ def small(device):
 def arguments(T, K, V, C, dtype, device):
     """(inputs, everything the fused backward stages read), by the reference stages."""
     x = inputs(T, K, V, dtype, device)
-    if x.q.is_cuda and not fits(x.q, x.v):
+    if x.q.is_cuda and not holds(x.q, x.v):
         pytest.skip("heads that the fused stages do not hold")
     r = SimpleNamespace(do=torch.randn_like(x.v), dht=torch.randn_like(x.initial_state))
     r.gc = gate_cumsum(x.g, chunk_size=C)
@@ -59,25 +58,23 @@ def test_scan_bwd_kernel_matches_reference(T, K, V, C, dtype, device):
 
 
 @grid
-def test_scans_kernel_matches_reference(T, K, V, C, dtype, device, monkeypatch):
+def test_scans_kernel_matches_reference(T, K, V, C, dtype, device, force):
     """Both directions in one grid, where each alone would leave multiprocessors idle."""
     x, r = arguments(T, K, V, C, dtype, device)
-    known = kernels.device_of(x.q)[0], 10**6  # multiprocessors
-    monkeypatch.setattr(kernels, "device_of", lambda _: known)
+    force(together=1)
     args = (x.q, x.k, x.v, x.beta, r.gc, r.P, r.AG, r.do, x.initial_state, r.dht)
     with launches() as ran:
         check_stage(kernels.scans, references.scans, args, scale=0.3)
     assert ran == [kernels.scans_kernel]
 
 
-def test_scans_are_one_launch_or_two(device, monkeypatch):
+def test_scans_are_one_launch_or_two(device, force):
     """The same bits, whichever way the number of programs decides."""
     x, r = arguments(100, 32, 48, 32, small(device), device)
     args = (x.q, x.k, x.v, x.beta, r.gc, r.P, r.AG, r.do, x.initial_state, r.dht)
     found = []
-    for processors, ran in ((1, 2), (132, 1)):
-        known = kernels.device_of(x.q)[0], processors
-        monkeypatch.setattr(kernels, "device_of", lambda _, known=known: known)
+    for together, ran in ((0, 2), (1, 1)):
+        force(together=together)
         with launches() as names:
             found.append(kernels.scans(*args, scale=0.3))
         assert len(names) == ran
@@ -85,24 +82,21 @@ def test_scans_are_one_launch_or_two(device, monkeypatch):
 
 
 @pytest.fixture
-def plain_and_gluon(device, monkeypatch):
+def plain_and_gluon(device, force):
     """The scans of what `gdn_inputs` gives, in plain Triton, then in Gluon, twice."""
+    if why := without_gluon(device):
+        pytest.skip(why)
     scans_gluon = kernels.gdn_scans
-    if scans_gluon is None:
-        pytest.skip("made for another Triton")
-    monkeypatch.setattr(scans_gluon.gdn_scan, "pays", lambda *_: True)
+    force(**PAYS)
     kinds = scans_gluon.scans_gluon_kernel, scans_gluon.scan_bwd_gluon_kernel
 
     def run(x, h0, dht):
         gc = gate_cumsum_kernel(x.g, chunk_size=64)
         options = {"chunk_size": 64, "return_inverse": True, "gated": True}
         P, _, AG = intra_chunk_kernel(x.q, x.k, x.beta, gc, **options)
-        if not scans_gluon.fits(x.q, x.k, x.v, P, AG, None):
-            pytest.skip("made for Hopper and another Triton")
         torch.manual_seed(1)
         args = (x.q, x.k, x.v, x.beta, gc, P, AG, torch.randn_like(x.v), h0, dht)
-        with monkeypatch.context() as patch:
-            patch.setattr(kernels, "gdn_scans", None)
+        with forced(scans="triton"):
             want = kernels.scans(*args, scale=0.3)
         for _ in range(2):  # what is copied ahead must not be overtaken
             with launches() as ran:
@@ -119,10 +113,10 @@ def plain_and_gluon(device, monkeypatch):
 @pytest.mark.parametrize("full", [False, True], ids=["one launch", "two launches"])
 @pytest.mark.parametrize(("B", "T", "HV"), [(1, 64, 1), (2, 128, 4), (1, 2048, 4)])
 def test_scans_gluon_give_the_same_bits(
-    B, T, HV, full, given, dtype, device, plain_and_gluon, monkeypatch
+    B, T, HV, full, given, dtype, device, plain_and_gluon, force
 ):
     if full:
-        monkeypatch.setattr(kernels, "device_of", lambda _: ("hopper", 1))
+        force(together=0)
     x = gdn_inputs(B, T, max(1, HV // 2), HV, 128, 128, dtype=dtype, device=device, seed=0)
     states = torch.randn(2, B, HV, 128, 128, device=device)
     plain_and_gluon(x, *(states if given else (None, None)))
@@ -132,11 +126,9 @@ def test_scans_gluon_give_the_same_bits(
 @pytest.mark.parametrize("given", [False, True], ids=["zero", "states"])
 @pytest.mark.parametrize("gates", ["forgotten", "slow", "mixed", "maps"])
 @pytest.mark.parametrize("T", [1024, 960], ids=["whole pieces", "a rest"])
-def test_scans_gluon_in_pieces(T, gates, given, device, plain_and_gluon, monkeypatch):
+def test_scans_gluon_in_pieces(T, gates, given, device, plain_and_gluon, force, monkeypatch):
     """Pieces of 256 tokens, found forgotten in 128, or by their maps."""
-    rule = {"LENGTH": 256, "LEAST": 2} if gates == "maps" else {"PROGRAMS": 0, "PER_PROGRAM": 32}
-    for name, value in rule.items():
-        monkeypatch.setattr(pieces, name, value)
+    force(**{"LENGTH": 256, "LEAST": 2} if gates == "maps" else {"PROGRAMS": 0, "PER_PROGRAM": 32})
     monkeypatch.setattr(warm_up, "REACH", 128)
     found = []
 

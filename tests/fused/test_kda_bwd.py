@@ -88,7 +88,7 @@ def test_near_and_far_channels_in_one_chunk(K, V, C, device):
 @pytest.mark.gpu
 @pytest.mark.parametrize("far", [False, True], ids=["near", "near and far"])
 @pytest.mark.parametrize(("T", "HV"), [(64, 4), (2560, 8)])
-def test_channel_intra_gluon(T, HV, far, device, monkeypatch):
+def test_channel_intra_gluon(T, HV, far, device, force):
     """No farther from float64 than the two stages; twice, since programs reuse their places for
     chunk after chunk.
     """
@@ -113,7 +113,7 @@ def test_channel_intra_gluon(T, HV, far, device, monkeypatch):
     one = one[:, None].expand(2, -1, HV, -1).contiguous()
     dkb, dkg, _, dL, dbeta, dgl = kda_wy_bwd(x.v, x.beta, one, h, v_new, dh, Z)
     staged = kda_intra_bwd(*args[:2], *args[3:5], dP, dL, dqg, dkb, dkg, dgl, dbeta)
-    monkeypatch.setattr(gluon, "LEAST", 1)
+    force(ENOUGH=1)
     with launches() as ran:
         got, again = (kda_fused_intra_bwd(*args, **options) for _ in range(2))
     assert gluon.kda_intra_bwd_gluon_kernel in ran

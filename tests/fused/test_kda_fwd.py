@@ -8,13 +8,12 @@ import pytest
 import torch
 from delta.stage_checks import DTYPES, check_rounded, check_stage
 from fused.kda_checks import GATES, SCALE, gates, kda_stage_inputs, once
-from gdn_checks import exact_products
+from gdn_checks import PAYS, exact_products, holds, launches, without_gluon
 
-from linattn_edu.kernels import pieces
 from linattn_edu.kernels.delta.kda_intra import kda_intra as kda_intra_kernel
 from linattn_edu.kernels.fused import kda_fwd as kernels
-from linattn_edu.kernels.fused.gdn_bwd import fits
 from linattn_edu.kernels.fused.kda_scans import kda_gates
+from linattn_edu.kernels.routes import forced
 from linattn_edu.kernels.tiles import device_of
 from linattn_edu.ops.kda import forward, fused_stages, stages
 from linattn_edu.packing import pack
@@ -28,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("poison")
 def prepared(T, K, V, C, dtype, device, **kinds):
     """(inputs, what kda_prepare reads and leaves), by the references."""
     x = kda_stage_inputs(T, K, V, dtype, device, **kinds)
-    if x.q.is_cuda and not fits(x.q, x.v):
+    if x.q.is_cuda and not holds(x.q, x.v):
         pytest.skip("heads that the fused stages do not hold")
     r = SimpleNamespace(gc=gate_cumsum(x.g, chunk_size=C))
     r.P, r.A, r.kd, r.kg, r.qg = references.kda_prepare(x.q, x.k, x.beta, r.gc, chunk_size=C)
@@ -70,7 +69,7 @@ def test_with_a_promise(device):
 
 @pytest.mark.parametrize(("K", "V"), [(128, 128), (100, 64)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_the_transposed_scan_gives_the_same_bits(K, V, dtype, device, monkeypatch):
+def test_the_transposed_scan_gives_the_same_bits(K, V, dtype, device, force, monkeypatch):
     """Which of the two runs follows from what fills the GPU, and must not be seen."""
     x, r = prepared(150, K, V, 64, dtype, device)
     generation, _ = device_of(x.q)
@@ -78,8 +77,8 @@ def test_the_transposed_scan_gives_the_same_bits(K, V, dtype, device, monkeypatc
     monkeypatch.setattr("linattn_edu.kernels.tiles.device_of", lambda _: (generation, 1))
     exact_products(monkeypatch)
     got = []
-    for crowded in (True, False):
-        monkeypatch.setattr(kernels, "crowded", lambda *_, crowded=crowded: crowded)
+    for form in ("transposed", "upright"):
+        force(transposed=form)
         got.append(kernels.kda_fused_scan(*scanned(x, r), scale=SCALE, output_final_state=True))
     for name, a, b in zip(("o", "final_state"), *got, strict=True):
         assert_close(name, a, b, 0)
@@ -147,35 +146,29 @@ def test_fused_equals_staged_in_float64(C, gate):
     [(1, 64, 1, 128), (2, 128, 4, 64), (1, 2048, 4, 128), (1, 1088, 2, 128), (2, 960, 2, 128)],
 )
 def test_channel_scan_in_gluon_gives_the_same_bits(
-    B, T, HV, V, workers, given, dtype, device, monkeypatch
+    B, T, HV, V, workers, given, dtype, device, force
 ):
     """For one tile of values or for two, of whole sequences and of pieces of 256 tokens, one of
     which is empty in the last case.
     """
-    gluon = kernels.kda_scan
-    if gluon is None or not gluon.gdn_scan.triton.__version__.startswith(gluon.gdn_scan.VERSIONS):
-        pytest.skip("made for another Triton")
-    if device_of(torch.empty(1, device=device))[0] != "hopper":
-        pytest.skip("made for Hopper")
+    if why := without_gluon(device):
+        pytest.skip(why)
     if V == 64 and workers == 2:
         pytest.skip("one tile of values")
-    monkeypatch.setattr(gluon.gdn_scan, "LEAST", 1)
+    force(workers=workers, **PAYS)
     if T in (1088, 960):
-        monkeypatch.setattr(pieces, "LENGTH", 256)
-        monkeypatch.setattr(pieces, "LEAST", 2)
-    processors = 1 if workers == 2 else 10**6
-    monkeypatch.setattr(gluon, "device_of", lambda _: ("hopper", processors))
+        force(LENGTH=256, LEAST=2)
     x = kda_inputs(B, T, max(1, HV // 2), HV, 128, V, dtype=dtype, device=device, seed=0)
     h0 = torch.randn(B, HV, 128, V, device=device) if given else None
     gc = stages("triton").gate_cumsum(x.g, chunk_size=64)
     P, A, kd, kg, qg = kernels.kda_prepare(x.q, x.k, x.beta, gc, chunk_size=64)
     args = qg, kg, kd, x.v, x.beta, gc, P, A, h0
     options = {"scale": SCALE, "output_final_state": given}
-    assert gluon.fits(kg, x.v, P, A, None)
-    with monkeypatch.context() as patch:
-        patch.setattr(kernels, "kda_scan", None)
+    with forced(kda_scan="triton"):
         o, last = kernels.kda_fused_scan(*args, **options)
     for _ in range(2):  # what is copied ahead must not be overtaken
-        got, end = kernels.kda_fused_scan(*args, **options)
+        with launches() as ran:
+            got, end = kernels.kda_fused_scan(*args, **options)
+        assert kernels.kda_scan.kda_scan_gluon_kernel in ran
         assert torch.equal(got, o)
         assert last is None or torch.equal(end, last)

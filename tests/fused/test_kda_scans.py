@@ -16,12 +16,11 @@ from fused.kda_checks import (
     once,
     raw_gate,
 )
-from gdn_checks import launches
+from gdn_checks import holds, launches
 
-from linattn_edu.kernels import pieces
 from linattn_edu.kernels.fused import kda_bwd
 from linattn_edu.kernels.fused import kda_scans as kernels
-from linattn_edu.kernels.fused.gdn_bwd import fits
+from linattn_edu.kernels.routes import forced
 from linattn_edu.ops.kda.chunk import backward, chunk_kda, forward, fused_stages, stages
 from linattn_edu.packing import pack
 from linattn_edu.reference.delta.gate_cumsum import gate_cumsum
@@ -40,7 +39,7 @@ def small(device):
 def parts(T, K, V, C, dtype, device, g=None, **kinds):
     """(inputs, everything the fused backward stages read), by the reference stages."""
     x = kda_stage_inputs(T, K, V, dtype, device, **kinds)
-    if x.q.is_cuda and not fits(x.q, x.v):
+    if x.q.is_cuda and not holds(x.q, x.v):
         pytest.skip("heads that the fused stages do not hold")
     torch.manual_seed(T + K)
     x.g = x.g if g is None else g
@@ -177,7 +176,7 @@ def hopper(device):
 @pytest.mark.parametrize("form", ["one launch", "two launches", "two tiles a program"])
 @pytest.mark.parametrize(("B", "T", "HV"), [(1, 64, 1), (2, 128, 4), (1, 2048, 4), (2, 960, 2)])
 def test_scans_gluon_give_the_same_bits(
-    B, T, HV, form, given, dtype, device, hopper, monkeypatch
+    B, T, HV, form, given, dtype, device, hopper, force
 ):  # fmt: skip
     """Of whole sequences and, with 960 tokens, of pieces of 256, one of which is empty."""
     gluon = kernels.kda_scans
@@ -186,12 +185,8 @@ def test_scans_gluon_give_the_same_bits(
         gluon.kda_scan_bwd_gluon_kernel,
     )  # fmt: skip
     if T == 960:
-        monkeypatch.setattr(pieces, "LENGTH", 256)
-        monkeypatch.setattr(pieces, "LEAST", 2)
-    monkeypatch.setattr(gluon.gdn_scan, "pays", lambda *_: True)
-    monkeypatch.setattr(gluon, "workers_of", lambda *_: 1 + (form == "two tiles a program"))
-    if form != "one launch":
-        monkeypatch.setattr(kernels, "device_of", lambda _: ("hopper", 1))
+        force(LENGTH=256, LEAST=2)
+    force(workers=1 + (form == "two tiles a program"), together=int(form == "one launch"))
     x = gdn_inputs(B, T, HV, HV, 128, 128, dtype=dtype, device=device, seed=0)
     x.g = channel_gate("mixed", *x.g.shape, 128, seed=0, device=device)
     gc, options = gate_cumsum(x.g, chunk_size=64), {"chunk_size": 64}
@@ -199,8 +194,7 @@ def test_scans_gluon_give_the_same_bits(
     kd, kg, qg = references.kda_gated(x.q, x.k, gc, **options)
     states = torch.randn(2, B, HV, 128, 128, device=device) if given else (None, None)
     args = qg, kg, kd, x.v, x.beta, gc, P, A, torch.randn_like(x.v), *states
-    with monkeypatch.context() as patch:
-        patch.setattr(kernels, "kda_scans", None)
+    with forced(kda_fused_scans="triton"):
         want = kernels.kda_fused_scans(*args, scale=SCALE)
     for _ in range(2):  # what is copied ahead must not be overtaken
         with launches() as ran:

@@ -12,9 +12,9 @@ pytestmark = pytest.mark.usefixtures("poison")
 
 
 @pytest.mark.parametrize(tuple(AXES), CASES, ids=name)
-def test_kernels(T, N, P, C, heads, given, dtype, device, monkeypatch):
+def test_kernels(T, N, P, C, heads, given, dtype, device, force):
     """With two heads a program where heads are summed."""
-    monkeypatch.setattr(kernels, "MANY", 2)
+    force(SSD_MANY=2)
     r = parts(T, N, P, C, given, dtype, device, *heads)
     h, dh = r.h.to(dtype), r.ds.to(dtype)
     inputs = (r.C, r.B, r.x, r.gs, r.gc)

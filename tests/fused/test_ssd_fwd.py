@@ -37,9 +37,9 @@ def test_pieces_of_packed_sequences(lengths):
 
 
 @pytest.fixture(params=[4096, 128], ids="PIECE={}".format)
-def piece(request, monkeypatch):
+def piece(request, force):
     """Sequences of one piece, or of several."""
-    monkeypatch.setattr(kernels, "PIECE", request.param)
+    force(SSD_PIECE=request.param)
 
 
 @pytest.mark.parametrize(tuple(AXES), CASES, ids=name)

@@ -6,7 +6,6 @@ its largest error. A miscompiled row can end the CUDA context, so each runs in a
 
 import itertools
 import sys
-from contextlib import nullcontext
 from pathlib import Path
 from unittest.mock import patch
 
@@ -15,16 +14,16 @@ import torch
 sys.path.append(str(Path(__file__).parents[1]))
 from stages import STAGES
 
-from linattn_edu.kernels import pieces, tiles
+from linattn_edu.kernels import tiles
 from linattn_edu.kernels.delta import causal_conv1d as convolution
 from linattn_edu.kernels.delta import causal_conv1d_update as convolution_update
 from linattn_edu.kernels.delta import rms_norm_gated as norm
 from linattn_edu.kernels.delta import state, state_bwd
-from linattn_edu.kernels.fused import gdn_bwd, gdn_fwd, gdn_scans, ssd_fwd
+from linattn_edu.kernels.routes import by_kind, choosing, forced, kind_of
 from linattn_edu.kernels.ssd import ema as ema_kernels
 from linattn_edu.kernels.ssd import ema_bwd as ema_bwd_kernels
 from linattn_edu.kernels.ssd import selective_state_update as update
-from linattn_edu.kernels.tiles import UNPIPELINED, block, chunk_limit, device_of, of_generation
+from linattn_edu.kernels.tiles import UNPIPELINED, block, device_of, of_generation
 from linattn_edu.ops import ema, kda, ssd
 from linattn_edu.ops.gdn import backward, forward, fused_stages, stages
 from linattn_edu.reference.delta import causal_conv1d as convolution_reference
@@ -38,6 +37,11 @@ from linattn_edu.reference.ssd.selective_state_update import selective_state_upd
 from linattn_edu.testing import gdn_inputs, poison, relative_rms, ssd_inputs
 
 TABLES = {t.name: (s.module, t) for s in STAGES for t in s.tables}
+
+
+def limit_of(k):
+    """The longest chunk for k."""
+    return by_kind.chunk_limit(kind_of(k, 1, 1, 64, None)).takes
 
 
 def rows():
@@ -54,7 +58,8 @@ def rows():
     for dtype, size in itertools.product(
         DTYPES[2], (*equal(16, 64, 100, 128), (128, 33), (64, 128))
     ):
-        if gdn_bwd.fits(*(torch.empty(1, 1, 1, n, dtype=dtype, device="cuda") for n in size)):
+        q = torch.empty(1, 1, 1, size[0], dtype=dtype, device="cuda")
+        if by_kind.gdn_backward_stages(kind_of(q, 1, size[1], 64, None)).takes == "fused":
             yield "fused_bwd", dtype, size, "shipped"
             yield "kda_fused", dtype, size, "shipped"
     for size, by_channels in of_generation(ema_kernels.CONFIGS, generation).items():
@@ -84,8 +89,8 @@ def ssd_rows(generation):
                 for entry in by_dim[max(128, block(sides[0]))]:
                     yield stage, dtype, sides, entry
     for dtype, size in itertools.product(DTYPES[2], (*equal(16, 33, 64), (128, 64), (100, 40))):
-        x, B = (torch.empty(1, 1, 1, n, dtype=dtype, device="cuda") for n in size[::-1])
-        if ssd_fwd.fits(x, B):
+        B = torch.empty(1, 1, 1, size[0], dtype=dtype, device="cuda")
+        if by_kind.ssd_stages(kind_of(B, 1, size[1], 64, None)).takes == "fused":
             yield "ssd_fused", dtype, size, "shipped"
     for dtype, size in itertools.product(itertools.chain(*DTYPES.values()), sizes):
         for entry in of_generation(update.TILES, generation):
@@ -146,7 +151,7 @@ def run(stage, dtype, sizes, entry):
         x = gdn_inputs(
             2, T, H, 4, *sizes, dtype=dtype, device="cuda", initial_state=True, seed=seed
         )
-        chunk_size = min(chunk_size, chunk_limit(x.k))
+        chunk_size = min(chunk_size, limit_of(x.k))
         if stage.startswith("kda_"):
             generator = torch.Generator("cuda").manual_seed(seed)
             g = torch.randn(*x.g.shape, sizes[0], device="cuda", generator=generator)
@@ -159,7 +164,7 @@ def run(stage, dtype, sizes, entry):
             setattr(module, table, tables)
             rule = {"LENGTH": 64, "LEAST": 1, "PROGRAMS": 1024} if "pieces" in how else {}
             try:
-                with poison(), patch.multiple(pieces, **rule) if rule else nullcontext():
+                with poison(), forced(**rule):
                     got = results(x, "triton", stage, chunk_size, safe)
             finally:
                 setattr(module, table, kept)
@@ -194,12 +199,10 @@ def run_fused_bwd(dtype, K, V):
     for T, chunk_size, H in ((500, 64, 2), (129, 32, 4), (65, 16, 2)):
         x = gdn_inputs(2, T, H, 4, K, V, dtype=dtype, device="cuda", initial_state=True, seed=T)
         exact = fused_gradients(x.double(), "reference", chunk_size)
-        known = device_of(x.q)
         cut = {"LENGTH": 64, "LEAST": 1, "PROGRAMS": 1024}
-        # with one multiprocessor the two scans are two launches
-        for rule, has in itertools.product(({}, cut), ((known[0], 1), known)):
-            of = patch.object(gdn_scans, "device_of", lambda _, has=has: has)
-            with poison(), patch.multiple(pieces, **rule) if rule else nullcontext(), of:
+        # the two scans in two launches, or as suits the GPU
+        for rule, way in itertools.product(({}, cut), ({"together": 0}, {})):
+            with poison(), forced(**rule, **way):
                 got = fused_gradients(x, "triton", chunk_size)
             worst = max(worst, *(relative_rms(a, b) for a, b in zip(got, exact, strict=True)))
     return worst
@@ -228,13 +231,12 @@ def run_kda_fused(dtype, K, V):
         g = torch.randn(*x.g.shape, K, device="cuda", generator=generator)
         x.g = -(2 * g - 3).exp().clamp(max=5)
         exact = fused_kda_results(x.double(), "reference", chunk_size)
-        cut = {"LENGTH": 64, "LEAST": 1, "PROGRAMS": 1024}
+        cut = {"LENGTH": 64, "LEAST": 1, "PROGRAMS": 1024, "MULTIPROCESSORS": 1}
         sizes = [(device_of(x.q)[0], n) for n in (1, 20, 10**6)]  # multiprocessors
         for rule, size in itertools.product(({}, cut), sizes):
             has = {"device_of": lambda _, size=size: size}
-            known = patch.multiple(tiles, **has), patch.multiple(gdn_fwd, **has)
-            cutting = patch.multiple(pieces, **rule) if rule else nullcontext()
-            with poison(), cutting, known[0], known[1]:
+            known = patch.multiple(tiles, **has), patch.multiple(choosing, **has)
+            with poison(), forced(**rule), known[0], known[1]:
                 got = fused_kda_results(x, "triton", chunk_size)
             worst = max(worst, *(relative_rms(a, b) for a, b in zip(got, exact, strict=True)))
     return worst
@@ -324,7 +326,7 @@ def run_staged(dtype, N, P, entry):
     """Both passes in stages."""
     B = torch.empty(1, 1, 1, N, dtype=dtype, device="cuda")
     chunks = ((500, 64, "documents"), (129, 32, "channels"), (65, 16, "nothing"))
-    chunks = [(T, min(C, chunk_limit(B)), given) for T, C, given in chunks]
+    chunks = [(T, min(C, limit_of(B)), given) for T, C, given in chunks]
     return run_ssd(dtype, N, P, ssd.stages("triton"), chunks)
 
 
@@ -332,11 +334,8 @@ def run_fused(dtype, N, P, entry):
     """Both passes in few stages: chunks of two tiles, and of one; sequences of several pieces."""
     chunks = ((500, 128, "documents"), (300, 128, "channels"), (129, 64, "nothing"))
     worst = run_ssd(dtype, N, P, ssd.fused_stages("triton"), chunks)
-    piece, ssd_fwd.PIECE = ssd_fwd.PIECE, 128
-    try:
+    with forced(SSD_PIECE=128):
         return max(worst, run_ssd(dtype, N, P, ssd.fused_stages("triton"), chunks))
-    finally:
-        ssd_fwd.PIECE = piece
 
 
 def run_free(dtype, N, P, entry, backwards):
@@ -347,7 +346,7 @@ def run_free(dtype, N, P, entry, backwards):
     kept = module.FREE
     for T, chunk_size, documents in ((500, 64, True), (65, 16, False)):
         x = ssd_inputs(2, T, 4, 2, P, N, dtype=dtype, device="cuda", seed=T)
-        chunk_size = min(chunk_size, chunk_limit(x.B))
+        chunk_size = min(chunk_size, limit_of(x.B))
         gs, gc = ssd.fused_stages("reference").chunk_cumsum_log(
             x.dt, x.A, x.dt_bias, softplus=True, chunk_size=chunk_size
         )

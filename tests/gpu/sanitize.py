@@ -23,8 +23,7 @@ from linattn_edu import (
     selective_state_update,
     solve_tril,
 )
-from linattn_edu.kernels import pieces
-from linattn_edu.kernels.fused import ssd_fwd
+from linattn_edu.kernels.routes import limits
 from linattn_edu.ops.gdn import forward, stages
 from linattn_edu.testing import gdn_inputs, ssd_inputs
 
@@ -94,8 +93,8 @@ def mamba(dtype, T, N, P, C):
 
     The first heads are those of the fused stages where dtype and GPU have them, the others not.
     """
-    ssd_fwd.PIECE = 128  # so that there are several
-    T += ssd_fwd.PIECE
+    limits.SSD_PIECE = 128  # so that there are several
+    T += limits.SSD_PIECE
     few = min(P, 64)
     # a short last chunk, none, and heads that the fused stages do not hold
     for P_, C_, T_ in ((few, 2 * C, T), (few, 2 * C, 256), (max(P, 65), C, T)):
@@ -137,7 +136,7 @@ def main(dtype, T, K, V, C):
     short = x.prefix(5)
     differentiate(fused_recurrent_gated_delta_rule, short)
     fused_recurrent_gated_delta_rule(**short.asdict(), output_final_state=True)
-    pieces.LENGTH, pieces.LEAST = C, 1  # now they are cut
+    limits.LENGTH, limits.LEAST = C, 1  # now they are cut
     channels = x.g[..., None].repeat(1, 1, 1, K)
     for f, g in ((chunk_gated_delta_rule, x.g), (chunk_kda, channels)):
         differentiate(f, replace(x, g=g), chunk_size=C)

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import torch
 from stages.record import options
 
-from linattn_edu.kernels.fused import gdn_bwd, ssd_fwd
+from linattn_edu.kernels.routes import by_kind, kind_of, limits
 from linattn_edu.kernels.ssd import ema
 
 empty = torch.empty
@@ -34,8 +34,9 @@ def gated(K, V, dtype, C, channels=False, chunks=1):
     qk, v, beta = empty(1, T, 1, K, dtype=dtype), empty(1, T, 1, V, dtype=dtype), empty(1, T, 1)
     g, A = qk.float() if channels else beta, empty(1, T, 1, C, dtype=dtype)
     S, M = empty(1, 1, 1, K, V + K).split([V, K], -1)  # of one map
+    held = by_kind.gdn_backward_stages(kind_of(qk, 1, V, 64, None)).takes == "fused"
     h, h0 = empty(1, chunks, 1, K, V, dtype=dtype), empty(1, 1, K, V)
-    r = SimpleNamespace(**options(C), held=gdn_bwd.fits(qk, v), beta=beta, h=h, dh=h, h0=h0, dht=h0)
+    r = SimpleNamespace(**options(C), held=held, beta=beta, h=h, dh=h, h0=h0, dht=h0)
     names = {
         "q k w qg kg dk_out dqg dkb dkg": qk, "v u v_new do dv_out dv_new": v, "A P dP dL": A,
         "g gc dgc_out": g, "one": empty(1), "bias": empty(K), "rstd": beta, "dbeta": beta,
@@ -74,9 +75,9 @@ def ssd_fused(N, P, dtype):
     for T in (128, 64):
         for given in ("none", "all", "documents"):
             r = ssd(N, P, dtype, T, given, state=dtype)
-            if not ssd_fwd.fits(r.x, r.B):
+            if by_kind.ssd_stages(kind_of(r.B, 2, P, T, None)).takes == "staged":
                 return found
-            whole = empty(1, ssd_fwd.PIECE + T, 2, max(N, P), dtype=dtype)
+            whole = empty(1, limits.SSD_PIECE + T, 2, max(N, P), dtype=dtype)
             r.long = SimpleNamespace(x=whole[..., :P], C=whole[..., :N], gc=whole[..., 0].float())
             r.long.z = r.z
             r.dt, r.dt_bias, r.dht, r.scores = (

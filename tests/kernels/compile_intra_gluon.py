@@ -21,6 +21,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from linattn_edu.kernels.gluon import gdn_intra, gdn_intra_bwd, kda_intra_bwd
 from linattn_edu.kernels.gluon.gdn_intra_bwd import HEAD
 from linattn_edu.kernels.gluon.gdn_scan import CHUNK
+from linattn_edu.kernels.routes import by_load, limits
 
 BIN = Path(triton.__file__).parent / "backends/nvidia/bin"
 STATES, KEYS = ("h", "dh"), ("q", "k", "dq", "dk")
@@ -96,11 +97,11 @@ def forward_source(kernel, K, H, absent):
 def forward_forms():
     """Form, source and options of those in gdn_intra: forward alone, and with all they write."""
     one, chunks = gdn_intra.intra_chunk_gluon_kernel, gdn_intra.intra_chunk_ring_gluon_kernel
-    for K in gdn_intra.HEADS:
+    for K in limits.HEADS:
         source = forward_source(one, K, 4, ("A_ptr", "cu_ptr", "chunks_ptr"))
         yield ["one", K], source, gdn_intra.OPTIONS
         for H in (4, 2):
-            options = gdn_intra.OPTIONS_CHUNKS[gdn_intra.programs_of(K, H, 4)]
+            options = gdn_intra.OPTIONS_CHUNKS[by_load.ring_programs(K, H, 4)]
             yield [f"chunks, {H}/4", K], forward_source(chunks, K, H, ()), options
     yield ["one, packed", K], forward_source(one, K, 2, ()), gdn_intra.OPTIONS
 

@@ -18,7 +18,6 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from unittest.mock import patch
 
 os.environ.pop("TRITON_INTERPRET", None)
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # as in conftest.py
@@ -30,7 +29,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime import JITFunction
 
-from linattn_edu.kernels import pieces, tiles
+from linattn_edu.kernels import tiles
+from linattn_edu.kernels.routes import by_kind, forced, kind_of
 
 sys.path.append(str(Path(__file__).parents[1]))
 import blanks
@@ -57,13 +57,14 @@ def launches(K, V, dtype):
     """Make every call of every stage that has such heads; the patched run() below records what
     they launch.
     """
-    C = tiles.chunk_limit(torch.empty(1, 1, 1, K, dtype=dtype))
+    k = torch.empty(1, 1, 1, K, dtype=dtype)
+    C = by_kind.chunk_limit(kind_of(k, 1, V, 64, None)).takes
     for family, found in blanks.of_sizes(K, V, dtype, C).items():
         for r in found:
             launch(family, r)
     # in pieces that begin where the state is forgotten
     small = {"PROGRAMS": 0, "PER_PROGRAM": C, "MULTIPROCESSORS": 0}
-    with patch.multiple(pieces, **small):
+    with forced(**small):
         launch("gdn", blanks.gated(K, V, dtype, C, chunks=4 * tiles.cdiv(V, 64)), pieces=True)
 
 

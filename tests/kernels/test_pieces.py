@@ -5,13 +5,13 @@ import torch
 from delta.stage_checks import backward_inputs, inputs
 from fused import kda_checks
 
-from linattn_edu.kernels import pieces
 from linattn_edu.kernels.delta import cp_merge, cp_merge_bwd
 from linattn_edu.kernels.delta.gate_cumsum import gate_cumsum
 from linattn_edu.kernels.delta.kda_scans import kda_scans
 from linattn_edu.kernels.delta.state import state
 from linattn_edu.kernels.delta.state_bwd import state_bwd
 from linattn_edu.kernels.fused import gdn_fwd, gdn_intra
+from linattn_edu.kernels.routes import forced
 from linattn_edu.packing import pack
 from linattn_edu.testing import assert_close
 
@@ -27,10 +27,9 @@ shapes = pytest.mark.parametrize("shape", SHAPES)
 
 
 @pytest.fixture
-def cut(monkeypatch):
+def cut(force, monkeypatch):
     """Pieces of 32 tokens, of sequences of 128 and more."""
-    monkeypatch.setattr(pieces, "LENGTH", 32)
-    monkeypatch.setattr(pieces, "MULTIPROCESSORS", 1)
+    force(LENGTH=32, MULTIPROCESSORS=1)
     counts = []
     launch = cp_merge.launch_merge
 
@@ -43,11 +42,11 @@ def cut(monkeypatch):
     return counts
 
 
-def both(f, monkeypatch):
+def both(f):
     """f() in pieces and whole."""
     got = f()
-    monkeypatch.setattr(pieces, "PROGRAMS", 0)
-    return got, f()
+    with forced(PROGRAMS=0):
+        return got, f()
 
 
 def packed(bounds, C, device):
@@ -72,7 +71,7 @@ def same(got, want):
 
 @shapes
 @pytest.mark.parametrize("given", [False, True], ids=["zero", "state"])
-def test_scan(shape, given, cut, monkeypatch, device):
+def test_scan(shape, given, cut, device):
     T, bounds = SHAPES[shape]
     x = inputs(T, 20, 24, torch.float32, device)
     one = slice(0, 1 if bounds else None)
@@ -85,13 +84,13 @@ def test_scan(shape, given, cut, monkeypatch, device):
     def run():
         return gdn_fwd.scan(q, k, v, gc, P, R, h0, scale=0.3, output_final_state=True, **own)
 
-    same(*both(run, monkeypatch))
+    same(*both(run))
     assert cut
 
 
 @shapes
 @pytest.mark.parametrize("given", [False, True], ids=["zero", "state"])
-def test_state_and_its_adjoint(shape, given, cut, monkeypatch, device):
+def test_state_and_its_adjoint(shape, given, cut, device):
     T, bounds = SHAPES[shape]
     x, r = backward_inputs(T, 20, 24, 16, torch.float32, device)
     one = slice(0, 1 if bounds else None)
@@ -107,13 +106,13 @@ def test_state_and_its_adjoint(shape, given, cut, monkeypatch, device):
             *state_bwd(*back, dht, scale=0.3, **own),
         )
 
-    same(*both(run, monkeypatch))
+    same(*both(run))
     assert len(cut) == 2
 
 
 @shapes
 @pytest.mark.parametrize("given", [False, True], ids=["zero", "state"])
-def test_scans_of_channels(shape, given, cut, monkeypatch, device):
+def test_scans_of_channels(shape, given, cut, device):
     """Of Kimi Delta Attention, both at once; and state_bwd alone, where the states were kept."""
     T, bounds = SHAPES[shape]
     x, r = kda_checks.backward_parts(T, 20, 24, 16, torch.float32, device)
@@ -130,12 +129,12 @@ def test_scans_of_channels(shape, given, cut, monkeypatch, device):
             *state_bwd(*alone, P=P, scale=0.3, chunk_size=16, **own),
         )
 
-    same(*both(run, monkeypatch))
+    same(*both(run))
     assert len(cut) == 3
 
 
 @shapes
-def test_without_a_correction(shape, cut, monkeypatch, device):
+def test_without_a_correction(shape, cut, device):
     """As Mamba-2 uses them: a step in the exponent, and the gradient of each chunk's decay."""
     T, bounds = SHAPES[shape]
     x, r = backward_inputs(T, 20, 24, 16, torch.float32, device)
@@ -149,7 +148,7 @@ def test_without_a_correction(shape, cut, monkeypatch, device):
         given = gc, do, None, dht, None, h
         return h, last, *state_bwd(q, None, None, *given, scale=0.3, **own)
 
-    same(*both(run, monkeypatch))
+    same(*both(run))
     assert len(cut) == 2
 
 

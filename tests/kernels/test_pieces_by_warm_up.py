@@ -4,7 +4,6 @@ import pytest
 import torch
 from delta.stage_checks import inputs
 
-from linattn_edu.kernels import pieces
 from linattn_edu.kernels.delta import warm_up
 from linattn_edu.kernels.delta.gate_cumsum import gate_cumsum
 from linattn_edu.kernels.fused import gdn_fwd, gdn_intra, gdn_scans
@@ -38,17 +37,16 @@ def drawn(shape, device):
 
 
 @pytest.fixture
-def cut(monkeypatch):
+def cut(force, monkeypatch):
     """Pieces of 64 tokens, found forgotten in 32."""
-    for name, value in {"PROGRAMS": 0, "PER_PROGRAM": 32, "MULTIPROCESSORS": 1}.items():
-        monkeypatch.setattr(pieces, name, value)
+    force(PROGRAMS=0, PER_PROGRAM=32, MULTIPROCESSORS=1)
     monkeypatch.setattr(warm_up, "REACH", 32)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("given", [False, True], ids=["zero", "state"])
 @pytest.mark.parametrize("processors", [1, 132])
-def test_scans(shape, given, processors, cut, monkeypatch, device):
+def test_scans(shape, given, processors, cut, force, device):
     q, k, v, beta, gc, h0, dht, own = drawn(shape, device)
     h0, dht = (h0, dht) if given else (None, None)
     do = torch.randn_like(v)
@@ -56,7 +54,7 @@ def test_scans(shape, given, processors, cut, monkeypatch, device):
     _, _, AG = gdn_intra.intra_chunk(
         q, k, beta, gc, chunk_size=16, return_inverse=True, gated=True, **own
     )
-    monkeypatch.setattr(warm_up, "device_of", lambda _: ("hopper", processors))
+    force(both_widths=int(processors > 1))
     _, (*wide, warmup) = warm_up.warm_up(k, beta, gc, 24, chunk_size=16, **own)
 
     def run():
@@ -64,7 +62,7 @@ def test_scans(shape, given, processors, cut, monkeypatch, device):
         return *o, *gdn_scans.scans(q, k, v, beta, gc, P, AG, do, h0, dht, scale=0.3, **own)
 
     got = run()
-    monkeypatch.setattr(pieces, "FULL", 0)
+    force(FULL=0)
     for i, (a, b) in enumerate(zip(got, run(), strict=True)):
         assert_close(f"output {i}", a, b, 5e-6)
     assert (warmup < 0).any() and (warmup > 0).any()

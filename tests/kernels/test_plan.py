@@ -1,6 +1,5 @@
 """A composition that is written down: the same bits as composed, and what is never written down."""
 
-import dataclasses
 import threading
 from types import SimpleNamespace
 
@@ -9,7 +8,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from gdn_checks import same_bits
+from gdn_checks import PAYS, same_bits, without_gluon
 
 from linattn_edu import (
     causal_conv1d,
@@ -21,9 +20,7 @@ from linattn_edu import (
     mamba_chunk_scan_combined,
     rms_norm_gated,
 )
-from linattn_edu.kernels import pieces
-from linattn_edu.kernels.fused import gdn_bwd, gdn_fwd
-from linattn_edu.kernels.host import plan
+from linattn_edu.kernels.host import bounded, launchers, plan, tape
 from linattn_edu.testing import gdn_inputs, kda_inputs, ssd_inputs
 
 K = 16
@@ -62,6 +59,11 @@ def ssd(seed, device):
     return x, lambda **x: (mamba_chunk_scan_combined(**x, chunk_size=16),)
 
 
+def fused_ssd(seed, device):
+    x = drawn(ssd_inputs, 1, 80, 2, 1, 64, 64, seed=seed, device=device, dtype=torch.bfloat16)
+    return x, lambda **x: (mamba_chunk_scan_combined(**x, chunk_size=64),)
+
+
 def average(seed, device):
     generator = torch.Generator(device=device).manual_seed(seed)
     x = torch.randn(2, 40, 5, generator=generator, device=device)
@@ -91,6 +93,7 @@ CASES = {
     "kda": delta(chunk_kda, kda_inputs),
     "in pieces": cut,
     "ssd": ssd,
+    "fused ssd": fused_ssd,
     "ema": average,
     "conv": conv,
     "norms": norms,
@@ -107,17 +110,15 @@ def passes(x, f):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_program_gives_the_bits_of_the_composition(name, device, poison, monkeypatch):
+def test_a_program_gives_the_bits_of_the_composition(name, device, poison, force):
     if name == "in pieces":
-        monkeypatch.setattr(pieces, "LENGTH", 32)
-        monkeypatch.setattr(pieces, "LEAST", 2)
-        monkeypatch.setattr(pieces, "MULTIPROCESSORS", 1)
+        force(LENGTH=32, LEAST=2, MULTIPROCESSORS=1)
     for seed in range(3):
         x, f = CASES[name](seed, device)
         got = passes(x, f)
         with plan.off():
             same_bits(got, passes(x, f))
-        assert not {plan.NEVER} & {*programs()}
+        assert not {tape.NEVER} & {*programs()}
     assert len(programs()) >= 2 and all(map(callable, programs())), "both passes"
 
 
@@ -251,7 +252,7 @@ def test_launches_and_operations_of_any_kind(device):
 def test_what_is_never_replayed(compose, device):
     x = torch.arange(1.0, 5.0, device=device)
     program, results = runs(compose, x)
-    assert program == plan.NEVER and len({tuple(r[0].tolist()) for r in results}) == 1
+    assert program == tape.NEVER and len({tuple(r[0].tolist()) for r in results}) == 1
 
 
 OUTSIDE = torch.ones(4)
@@ -313,187 +314,146 @@ def test_a_profiler_sees_every_launch(device, monkeypatch):
 
 
 def test_programs_are_bounded(device, monkeypatch):
-    monkeypatch.setattr(plan, "LIMIT", 3)
-    place = plan.plans()
-    for n in range(1, 9):
-        x = torch.ones(n, device=device)
-        for _ in range(3):
-            plan.run(place, (), [x], lambda x=x: (x + 1,))
-    assert len(place) == 3
+    """And a few more kinds of calls in turn than there is place for are mostly found."""
+    monkeypatch.setattr(plan, "LIMIT", 16)
+    place, composed = plan.plans(), []
+    inputs = [torch.ones(n, device=device) for n in range(1, 18)]
+    for n in range(2 * len(inputs), 22 * len(inputs)):
+        if n == 12 * len(inputs):
+            composed.clear()
+        x = inputs[n % len(inputs)]
+        (y,) = plan.run(place, (), [x], lambda x=x: composed.append(1) or (x + 1,))
+        assert torch.equal(y, x + 1) and len(place) <= 16
+    assert len(composed) < 10 * len(inputs) / 2, "by programs, most of them"
     plan.clear()
     assert not place
 
 
-class Launcher:
-    """As Triton's: it hands its arguments to a function in C, here one that keeps them."""
-
-    def __init__(self, scratch=0):
-        self.given, self.scratch = {}, scratch
-        self.launch = self.given.setdefault
-
-    def __call__(self, x, y, z, stream, *args):
-        memory = x * y * z * self.scratch if self.scratch else None
-        self.launch(stream, (x, y, z, memory, args))
-
-
-def test_what_a_launcher_hands_on():
-    """A program calls the function in C, unless the launcher has more to do."""
-    launcher, packed = Launcher(), object()
-    arguments = (*map(plan._Text, ("4", "1", "1", "stream", "pi0")), packed, None)
-    call, given = plan._handed(launcher, arguments)
-    assert call == launcher.launch and not launcher.given
-    assert given == ("stream", ("4", "1", "1", None, ("pi0", packed, None)))
-    for other in (Launcher(scratch=8), print):
-        assert plan._handed(other, arguments) == (other, arguments)
+def test_what_is_compiled_is_bounded(device, monkeypatch):
+    monkeypatch.setattr(plan, "LIMIT", 16)
+    gone_through = []
+    monkeypatch.setattr(plan, "precompile", lambda compose: gone_through.append(1) and 0)
+    place = plan.plans()
+    for n in range(20 * 17):
+        x = torch.ones(2, 2, 1 + n % 17, device=device)
+        plan._precompile(place, (), [x], lambda: None)
+    assert 17 <= len(gone_through) < 20 * 17 / 2 and len(plan._compiled) == 16
 
 
-class Compiled:
-    """What a launch of a compiled kernel gives, with the arguments that its launcher was handed."""
+def test_a_bounded_dict():
+    kept, limit, missed = bounded.Bounded(lambda: limit), 64, 0
+    for n in range(100 * (limit + 1)):
+        key = n % (limit + 1)
+        if kept.get(key) is None:
+            missed += 1
+            kept.put(key, n + 1)
+        assert len(kept) <= limit
+    assert missed < 100 * 4
+    limit = 8
+    kept.put("other", 1)
+    kept.put("other", 2)
+    assert len(kept) == 8 and kept["other"] == 2
+    kept.clear()
+    kept.put("again", 1)
+    assert [*kept] == ["again"]
 
-    function, packed_metadata = 1, ()
 
-    def __init__(self):
-        self.handed = []
+def test_off_is_of_a_thread(device):
+    """The programs of the others stay, and those of gradients that it asks for are off too."""
+    x = torch.ones(4, device=device)
+    place, composed = plan.plans(), []
+    one = lambda: plan.run(place, (), [x], lambda: composed.append(threading.get_ident()) or (x,))
+    for _ in range(3):
+        one()
+    composed.clear()
+    inside, done = threading.Event(), threading.Event()
 
-    def run(self, *args):
-        self.handed.append(args)
+    def work():
+        with plan.off():
+            with plan.off():
+                one()
+            inside.set()
+            done.wait(10)
+            one()
+        one()
+
+    other = threading.Thread(target=work)
+    other.start()
+    assert inside.wait(10)
+    one()
+    done.set()
+    other.join()
+    assert composed == 2 * [other.ident]
+    with pytest.raises(RuntimeError, match="inside"), plan.off():
+        raise RuntimeError("inside")
+    one()
+    assert len(composed) == 2 and not plan._offs
 
 
-@pytest.fixture
-def described(device, monkeypatch):
-    """(Compiled, tensor) -> the program of a launch on the tensor's descriptor and itself; and the
-    descriptor.
-    """
-    gluon = pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
-    language = pytest.importorskip("triton.experimental.gluon.language")
-    layout = language.NVMMASharedLayout(128, 16)
+class Deep(torch.autograd.Function):
+    """A gradient within a gradient, so often that PyTorch takes another thread for it."""
+
+    @staticmethod
+    def forward(ctx, x, depth, inside):
+        ctx.about = depth, inside
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, dy):
+        depth, inside = ctx.about
+        if not depth:
+            inside()
+        else:
+            with torch.enable_grad():
+                Deep.apply(torch.ones(1, requires_grad=True), depth - 1, inside).backward()
+        return dy, None, None
+
+
+def test_off_in_a_gradient_of_another_thread():
+    seen = []
+    see = lambda: seen.append((threading.get_ident(), plan._is_off()))
+    y = Deep.apply(torch.ones(1, requires_grad=True), 100, see)
+    with plan.off():
+        y.backward()
+    Deep.apply(torch.ones(1, requires_grad=True), 100, see).backward()
+    assert all(thread != threading.get_ident() for thread, _ in seen)
+    assert [off for _, off in seen] == [True, False]
+
+
+@pytest.mark.parametrize("known", [2, 0.5, "ieee", torch.float32, tl.float32, (1, None)])
+def test_an_argument_that_is_told(known, monkeypatch):
+    assert callable(of_launch(known, monkeypatch))
+
+
+@pytest.mark.parametrize("unknown", [object(), [object()], {}, SimpleNamespace(base=1), print])
+def test_an_argument_that_is_not_told(unknown, monkeypatch):
+    """What it holds may be another in the next call."""
+    with pytest.raises(tape.Untold):
+        of_launch(unknown, monkeypatch)
+
+
+def of_launch(argument, monkeypatch):
+    """The program of a launch with this argument."""
+    current = SimpleNamespace(get_current_stream=lambda _: 7)
+    monkeypatch.setattr(tape, "driver", SimpleNamespace(active=current))
 
     class Kernel:
         @staticmethod
-        def fn(x_desc, y_ptr):
+        def fn(x_ptr, argument):
             """Its names are read."""
 
-    current = SimpleNamespace(get_current_stream=lambda _: 7, utils=SimpleNamespace())
-    monkeypatch.setattr(plan, "driver", SimpleNamespace(active=current))
-
-    def program(compiled, made):
-        tape, rows = plan._Tape([made]), made.view(128, 64)[16:]
-        descriptor = gluon.TensorDescriptor.from_tensor(rows, [64, 64], layout)
-        tape.launch(Kernel, compiled, (3,), (descriptor, made), {})
-        return tape.program([made]), descriptor
-
-    return program
-
-
-def new(device, *, of=torch.zeros):
-    return of(2, 64, 64, dtype=torch.bfloat16, device=device)
-
-
-def test_a_descriptor_is_made_anew(described, device):
-    """It holds an address: that of the first call's tensor would be read and written again."""
-    compiled = Compiled()
-    program, descriptor = described(compiled, new(device))
-    others = [new(device, of=torch.ones) for _ in range(2)]
-    for x in others:
-        program(x)
-    for x, handed in zip(others, compiled.handed, strict=True):
-        assert handed[:4] == (3, 1, 1, 7)
-        got, address = handed[-2:]
-        assert (got.base.data_ptr(), address) == (x.data_ptr() + 16 * 64 * 2, x.data_ptr())
-        assert dataclasses.replace(got, base=descriptor.base) == descriptor
-        assert got.base.shape == (112, 64)
-    held = [c.cell_contents for f in vars_of(program) for c in f.__closure__ or ()]
-    assert not any(isinstance(x, torch.Tensor) for x in held)
-
-
-class Wrapped(Compiled):
-    """A compiled kernel with Triton's own launcher in Python and `launch` for its function in C."""
-
-    def __init__(self, monkeypatch, launch, meta):
-        nvidia = pytest.importorskip("triton.backends.nvidia.driver")
-        signature = {0: "tensordesc<bf16[64, 64]>", 1: "*bf16"}
-        self.run = object.__new__(nvidia.CudaLauncher)
-        vars(self.run).update(
-            num_ctas=1, launch_cooperative_grid=False, launch_pdl=False,
-            global_scratch_size=0, global_scratch_align=1, profile_scratch_size=0,
-            profile_scratch_align=1, arg_annotations="O", kernel_signature=b"",
-            launch=nvidia.wrap_handle_tensordesc(launch, signature, meta),
-        )  # fmt: skip
-        self.filled = []
-        for name in ("fill_tma_descriptor", "fill_tma_descriptor_tiled"):
-            monkeypatch.setattr(nvidia.triton.runtime, "driver", plan.driver)
-            setattr(plan.driver.active.utils, name, self.fill)
-
-    def fill(self, address, *numbers):
-        self.filled.append((address, *numbers))
-        return SimpleNamespace(address=address, numbers=numbers)
-
-
-META = {"swizzle": 3, "elem_size": 2, "elem_type": 10, "block_size": [64, 64], "fp4_padded": False}
-
-
-def flat(handed):
-    return [y for x in handed for y in (flat(x) if isinstance(x, (tuple, list)) else [x])]
-
-
-def test_a_tensor_map_is_filled_once_for_an_address(described, device, monkeypatch):
-    """A program hands the function in C what Triton's wrapper hands it, maps from the cache."""
-    compiled = Wrapped(monkeypatch, print, [META])
-    program, descriptor = described(compiled, new(device))
-    assert "maps[pi0 + 2048, c" in program.source
-    in_c = next(n for n, x in vars_of_kind(program) if x is print)
-    handed, compiled.filled = [], []
-    program.__globals__[in_c] = lambda *x: handed.append(x)
-    tensors = [new(device) for _ in range(2)]
-    for x in (*tensors, *tensors):
-        program(x)
-    assert len(compiled.filled) == 2
-    expected = []
-    wrapped = Wrapped(monkeypatch, lambda *x: expected.append(x), [META])
-    for x in tensors:
-        rows = dataclasses.replace(descriptor, base=x.view(128, 64)[16:])
-        wrapped.run(3, 1, 1, 7, wrapped.function, (), None, None, None, rows, x.data_ptr())
-    assert wrapped.filled == compiled.filled
-    assert [flat(x) for x in handed] == 2 * [flat(x) for x in expected]
-    assert [type(x) for x in handed[0]] == [type(x) for x in expected[0]]
-
-
-@pytest.mark.parametrize("why", ["no maps", "other numbers", "a failure", "no wrapper known"])
-def test_a_wrapper_of_another_kind_is_called_itself(why, described, device, monkeypatch):
-    meta = META.copy()
-    if why == "a failure":
-        del meta["swizzle"]
-    if why == "other numbers":
-        nvidia = pytest.importorskip("triton.backends.nvidia.driver")
-        make = nvidia.make_tensordesc_arg
-        more = lambda x, meta: [*make(x, meta), x.base.data_ptr()]
-        monkeypatch.setattr(nvidia, "make_tensordesc_arg", more)
-    launch = (lambda *x: None) if why == "no wrapper known" else print
-    compiled = Wrapped(monkeypatch, launch, None if why == "no maps" else [meta])
-    program, _ = described(compiled, new(device))
-    assert "maps[" not in program.source
-    assert any(x is compiled.run for _, x in vars_of_kind(program))
-
-
-def test_maps_are_bounded(monkeypatch):
-    monkeypatch.setattr(plan, "MAPS", 3)
-    maps, filled = plan._Maps(), []
-    fill = lambda address: [filled.append(address) or -address]
-    for address in (1, 2, 3, 2, 4, 4, 2):
-        assert maps[address, fill] == -address
-    assert filled == [1, 2, 3, 4, 2] and len(maps) == 2
+    x, compiled = torch.ones(4), SimpleNamespace(function=1, packed_metadata=(), run=print)
+    written = tape._Tape([x])
+    written.launch(Kernel, compiled, (1,), (x, argument), {})
+    return written.program([x])
 
 
 @pytest.fixture
-def in_gluon(device, monkeypatch):
+def in_gluon(device, force):
     """seed -> inputs that the kernels in Gluon take, and the call; no two share an address."""
-    scan, intra_chunk = gdn_fwd.gdn_scan, gdn_bwd.gdn_intra_bwd
-    if scan is None or not triton.__version__.startswith(scan.VERSIONS):
-        pytest.skip("made for another Triton")
-    if gdn_fwd.device_of(torch.empty(1, device=device))[0] != "hopper":
-        pytest.skip("made for Hopper")
-    monkeypatch.setattr(scan, "pays", lambda *_: True)
-    monkeypatch.setattr(intra_chunk, "LEAST", 1)
+    if why := without_gluon(device):
+        pytest.skip(why)
+    force(**PAYS)
     kept = []
 
     def draw(seed):
@@ -541,7 +501,7 @@ def test_tensor_maps_in_a_cuda_graph(in_gluon):
 @pytest.mark.gpu
 def test_tensor_maps_of_two_threads(in_gluon, monkeypatch):
     """Who finds the cache full forgets all, while the other takes and adds."""
-    monkeypatch.setattr(plan, "MAPS", 40)
+    monkeypatch.setattr(launchers, "MAPS", 40)
     draws = [[in_gluon(10 * i + seed) for seed in range(10)] for i in range(2)]
     for _ in range(3):
         passes(*draws[0][0])
@@ -560,11 +520,3 @@ def test_tensor_maps_of_two_threads(in_gluon, monkeypatch):
         assert len(got[i]) == 50
         for n, outputs in enumerate(got[i]):
             same_bits(outputs, composed(*draws[i][n % 10]))
-
-
-def vars_of_kind(program):
-    return [(n, x) for n, x in program.__globals__.items() if n[0] == "c" and n[1:].isdigit()]
-
-
-def vars_of(program):
-    return [f for f in program.__globals__.values() if getattr(f, "__closure__", None)]

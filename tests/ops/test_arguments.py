@@ -224,33 +224,6 @@ def test_wide_heads(f, sizes, impl, device):
     check_all(got, want, torch.float32)
 
 
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("state", [True, False])
-@impls
-@forms
-def test_no_tokens(f, impl, state, packed, device):
-    """The initial state is the final one, and its gradient goes straight through."""
-    x = arguments(f, 0, device=device, raw=True)
-    options = RAW | {"output_final_state": True, "impl": impl}
-    if packed:
-        options["cu_seqlens"] = torch.zeros(3, dtype=torch.int64, device=device)
-        x["initial_state"] = torch.randn(2, 2, 6, 4, device=device)
-    shape = x["initial_state"].shape
-    if not state:
-        del x["initial_state"]
-    want = x["initial_state"] if state else torch.zeros(shape, device=device)
-    with torch.no_grad():
-        o, S = f(**x, **options)
-    assert o.shape == (1, 0, 2, 4) and o.dtype == torch.float32
-    assert torch.equal(S, want) and S is not x.get("initial_state")
-    dht = torch.randn(shape, device=device)
-    outputs, gradients = run(f, x, [o, dht], **options)
-    assert outputs[0].shape == o.shape and torch.equal(outputs[1], want)
-    for n, dx in gradients.items():
-        assert dx.shape == x[n].shape
-        assert torch.equal(dx, dht if n == "initial_state" else torch.zeros_like(dx)), n
-
-
 @impls
 @forms
 def test_no_tokens_and_the_other_layout(f, impl):

@@ -3,8 +3,7 @@
 import pytest
 import torch
 from gdn_checks import by_value, launches
-from ops.kda.test_recurrent import kda_case
-from recurrent_cases import case, options
+from recurrent_cases import case, kda_case, options
 
 from linattn_edu import fused_recurrent_gated_delta_rule, fused_recurrent_kda
 from linattn_edu.testing import assert_close, poison

@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import itertools
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,16 @@ def imports(module):
                 yield name, id(node) in inside
 
 
+def staged(module):
+    """Stage -> its file, "delta.solve": what the records of a module say of their fields."""
+    return {
+        field.target.id: field.value.args[0].value
+        for record in tree(module).body if isinstance(record, ast.ClassDef)
+        for field in record.body if isinstance(field, ast.AnnAssign)
+        and isinstance(field.value, ast.Call) and ast.unparse(field.value.func) == "stage"
+    }  # fmt: skip
+
+
 def below(name, *packages):
     return any(name == p or name.startswith(p + ".") for p in packages)
 
@@ -56,6 +67,9 @@ def below(name, *packages):
 def test_no_two_modules_import_each_other():
     """Nor three in a circle; what functions import counts too."""
     left = {m: {name for name, _ in imports(m) if name in PATHS} - {m} for m in PATHS}
+    for module, needs in left.items():
+        for room in ("reference", "kernels"):
+            needs |= {f"linattn_edu.{room}.{file}" for file in staged(module).values()}
     while free := [m for m, needs in left.items() if not needs]:
         left = {m: needs - {*free} for m, needs in left.items() if m not in free}
     assert not left
@@ -101,12 +115,12 @@ class Text:
         self.module, nodes = module, list(ast.walk(tree(module)))
         self.every = [f for f in nodes if isinstance(f, ast.FunctionDef)]
         self.functions = {f.name: f for f in tree(module).body if isinstance(f, ast.FunctionDef)}
-        self.imported, self.kernels = {}, {}
+        self.imported = {}
         for f in [tree(module), *self.functions.values()]:
-            into = self.kernels if getattr(f, "name", "").startswith("_kernel") else self.imported
-            for node in f.body:
+            tried = [x for node in f.body if isinstance(node, ast.Try) for x in node.body]
+            for node in (*f.body, *tried):
                 if isinstance(node, ast.ImportFrom) and below(node.module, "linattn_edu"):
-                    into |= {a.asname or a.name: (node.module, a.name) for a in node.names}
+                    self.imported |= {a.asname or a.name: (node.module, a.name) for a in node.names}
         self.values = {
             node.targets[0].id: node.value for node in tree(module).body
             if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
@@ -142,20 +156,20 @@ class Text:
         if isinstance(value, ast.Attribute) and isinstance(value.value, ast.Name):
             owner = value.value.id
             if owner == "stages":
-                module, symbol = self.stages()[value.attr]
-                return text(module).called(symbol)
+                file = self.stages()[value.attr]
+                return text(f"linattn_edu.kernels.{file}").called(value.attr)
             module = ".".join(self.imported.get(owner, ()))
             return text(module).called(value.attr) if module in PATHS else []
         return self.called(value.id) if isinstance(value, ast.Name) else []
 
     def stages(self):
-        """Stage -> (file, function): what _kernels imports, here or where the stages come from."""
-        if self.kernels:
-            return self.kernels
+        """Stage -> its file, by the records here or where the stages come from."""
+        if found := staged(self.module):
+            return found
         given = (k.value for node in ast.walk(tree(self.module)) if isinstance(node, ast.Call)
                  for k in node.keywords if k.arg == "stages")  # fmt: skip
         owner = next(v.value.id for v in given if isinstance(v, ast.Attribute))
-        return text(".".join(self.imported[owner])).kernels
+        return staged(".".join(self.imported[owner]))
 
 
 text = functools.cache(Text)
@@ -176,10 +190,24 @@ def parameter(f, call, names, letter):
     rest = f.args.vararg and f.args.vararg.arg
     for i, argument in enumerate(call.args):
         if carries(argument, names) and isinstance(argument, ast.Starred):
-            return letter if letter in positional else rest
+            return next((n for n in (letter, f"{letter}_desc") if n in positional), rest)
         if carries(argument, names):
             return positional[i] if i < len(positional) else rest
     return next((k.arg for k in call.keywords if carries(k.value, names)), None)
+
+
+# by which numbers come from memory: in Triton, in Gluon, and by its copying engine
+# -> among how many of the first arguments there is where from
+LOADS = {
+    "tl.load": 1, "gl.load": 1, "tma.async_copy_global_to_shared": 1, "tma.async_load": 1,
+    "async_copy.async_copy_global_to_shared": 2, "async_copy.async_load": 2,
+}  # fmt: skip
+
+
+def gathers(value):
+    """Whether an expression holds several tensors, or descriptors of them."""
+    of = value.func.id if isinstance(value, ast.Call) and isinstance(value.func, ast.Name) else ""
+    return isinstance(value, ast.Tuple) or of == "map"
 
 
 def paths(file, f, name, letter, before=()):
@@ -189,7 +217,7 @@ def paths(file, f, name, letter, before=()):
     for node in sorted(ast.walk(f), key=lambda n: getattr(getattr(n, "iter", n), "lineno", 0)):
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
             local[node.targets[0].id] = node.value
-            if isinstance(node.value, ast.Tuple) and carries(node.value, names):
+            if gathers(node.value) and carries(node.value, names):
                 names.add(node.targets[0].id)
         elif isinstance(node, ast.Assign) and carries(node.value, names):
             names |= {t.id for t in ast.walk(node.targets[0])
@@ -199,15 +227,26 @@ def paths(file, f, name, letter, before=()):
     for node in ast.walk(f):
         if not isinstance(node, ast.Call) or not carries(node, names):
             continue
-        if ast.unparse(node.func) == "tl.load" and carries(node.args[0], names):
+        if any(carries(x, names) for x in node.args[: LOADS.get(ast.unparse(node.func), 0)]):
             yield here
             continue
-        func = node.func.value if isinstance(node.func, ast.Subscript) else node.func
-        value = local.get(func.id) if isinstance(func, ast.Name) else None
-        for next_file, g in file.meaning(value or node.func):
-            argument = parameter(g, node, names, letter)
-            if argument is not None and (next_file.module, g.name) not in here:
-                yield from paths(next_file, g, argument, letter, here)
+        if ast.unparse(node.func) == "gl.warp_specialize":  # warps with functions of their own
+            parts = (x.elts for x in node.args[0].elts)
+            calls = [ast.Call(g, given.elts, []) for g, given in parts]
+        else:
+            calls = [node]
+        for call in calls:
+            yield from followed(file, call, names, letter, local, here)
+
+
+def followed(file, node, names, letter, local, here):
+    """The ways on from a call that hands on one of the names."""
+    func = node.func.value if isinstance(node.func, ast.Subscript) else node.func
+    value = local.get(func.id) if isinstance(func, ast.Name) else None
+    for next_file, g in file.meaning(value or node.func):
+        argument = parameter(g, node, names, letter)
+        if argument is not None and (next_file.module, g.name) not in here:
+            yield from paths(next_file, g, argument, letter, here)
 
 
 FAMILY, SHARED, STAGE, TILES = range(4)
@@ -225,13 +264,22 @@ def floor(module):
         (
             f"{OPS}.gdn.chunk.chunk_gated_delta_rule",
             "q",
-            {"ops.l2norm", "kernels.fused.gdn_fwd", "kernels.delta.output"},
+            {
+                "ops.l2norm",
+                "kernels.fused.gdn_fwd",
+                "kernels.gluon.gdn_intra",
+                "kernels.gluon.gdn_scan",
+                "kernels.delta.output",
+            },
             {
                 "l2norm_kernel",
                 "scores_kernel",
                 "intra_chunk_kernel",
+                "intra_chunk_gluon_kernel",
+                "intra_chunk_ring_gluon_kernel",
                 "scan_kernel",
                 "scan_transposed_kernel",
+                "scan_gluon_kernel",
                 "output_kernel",
             },
         ),
@@ -293,3 +341,32 @@ def test_a_tensor_goes_down_the_floors(start, letter, floors, kernels):
         entered |= {m.removeprefix("linattn_edu.") for m in visits}
     assert reached == kernels
     assert floors <= entered
+
+
+def test_the_followed_kernels_are_those_of_the_routes(monkeypatch):
+    """Of every route that kernels choose, those that take q are among the kernels followed."""
+    pytest.importorskip("triton")
+    import torch
+
+    from linattn_edu.kernels.routes import choosing
+
+    module = f"{OPS}.gdn.chunk"
+    file, f = text(module), linattn_edu.chunk_gated_delta_rule
+    reached = {name for path in paths(file, file.functions[f.__name__], "q", "q")
+               for _, name in path}  # fmt: skip
+    readers = {
+        f.name for m in PATHS if below(m, "linattn_edu.kernels")
+        for f in text(m).functions.values()
+        if {"q_ptr", "q_desc"} & {a.arg for a in f.args.args}
+    }  # fmt: skip
+    ran = set()
+    for gpu, gluon, B in itertools.product(("a100", "h100"), ("", "off"), (1, 64)):
+        monkeypatch.setattr(choosing, "GLUON", gluon)
+        for H in (2, 16):
+            x, v = (torch.empty(B, 2048, n, 128, dtype=torch.bfloat16, device="meta")
+                    for n in (H, 16))  # fmt: skip
+            ran |= {
+                s.kernel for s in linattn_edu.route(f, x, x, v, *[v[..., 0]] * 2, gpu=gpu).forward
+            }
+    assert "scan_gluon_kernel" in ran and "scores_kernel" in ran
+    assert ran & readers <= reached

@@ -11,15 +11,18 @@ from recurrent_cases import case, cotangents, double, oracle, run
 import linattn_edu
 from linattn_edu import (
     L2Norm,
+    chunk_kda,
     fused_gdn_gate,
     fused_kda_gate,
+    kda,
+    kernel_delta_attention,
     l2norm,
     naive_kda_gate,
     naive_recurrent_gated_delta_rule,
     naive_recurrent_kda,
     prepare_chunk_indices,
 )
-from linattn_edu.testing import assert_close
+from linattn_edu.testing import assert_close, gdn_inputs, kda_inputs
 
 IMPLS = ("reference", "triton")
 impls = pytest.mark.parametrize("impl", IMPLS)
@@ -32,18 +35,68 @@ def test_names_of_one_function():
     assert linattn_edu.l2_norm is l2norm
 
 
-def test_arguments_stand_where_fla_has_them():
-    recurrence = ["scale", "initial_state", "output_final_state"]
-    for f, names in (
-        (naive_recurrent_gated_delta_rule, ["q", "k", "v", "beta", "g", *recurrence]),
-        (naive_recurrent_kda, ["q", "k", "v", "g", "beta", *recurrence]),
-        (naive_kda_gate, ["g", "A_log", "dt_bias", "output_dtype"]),
-        (fused_gdn_gate, ["g", "A_log", "dt_bias", "output_dtype"]),
-        (fused_kda_gate, ["g", "A_log", "dt_bias", "lower_bound", "output_dtype"]),
-        (prepare_chunk_indices, ["cu_seqlens", "chunk_size", "cu_seqlens_cpu"]),
-        (L2Norm, ["eps", "output_dtype"]),
+def test_kda_is_kimi_delta_attention(device):
+    x = kda_inputs(1, 20, 1, 2, 8, 6, device=device)
+    want = chunk_kda(**x.asdict(), scale=0.5, output_final_state=True)
+    got = kda(x.q, x.k, x.v, x.g, x.beta, 0.5, x.initial_state, True)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    assert inspect.signature(kda) == inspect.signature(chunk_kda)
+
+
+@pytest.mark.parametrize("names", [["beta"], ["beta", "decay"]])
+def test_kda_refuses_the_arguments_that_it_once_had(names):
+    """Of ejkernel, in their order and by name: nothing else is computed."""
+    x = gdn_inputs(1, 4, 2, 2, 8, 8)
+    rest = [{"beta": x.beta, "decay": x.g}[n] for n in names]
+    theirs = {"query": x.q, "key": x.k, "value": x.v, **dict(zip(names, rest, strict=True))}
+    kernel_delta_attention(**theirs)
+    for call in (
+        lambda: kda(x.q, x.k, x.v, *rest),
+        lambda: kda(**theirs),
+        lambda: kda(x.q, x.k, x.v, beta=x.beta, decay=None),
+        lambda: kda(x.q, x.k, x.v, x.beta, softmax_scale=0.5, use_chunked=False),
     ):
-        assert list(inspect.signature(f).parameters)[: len(names)] == names
+        with pytest.raises(TypeError, match="kernel_delta_attention"):
+            call()
+
+
+RECURRENCE = "scale initial_state output_final_state"
+FLAGS = "use_beta_sigmoid_in_kernel allow_neg_eigval"
+# the arguments as fla-core, mamba_ssm and causal_conv1d have them, the first ones of ours
+ORDER = {
+    naive_recurrent_gated_delta_rule: f"q k v beta g {RECURRENCE}",
+    naive_recurrent_kda: f"q k v g beta {RECURRENCE}",
+    naive_kda_gate: "g A_log dt_bias output_dtype",
+    fused_gdn_gate: "g A_log dt_bias output_dtype",
+    fused_kda_gate: "g A_log dt_bias lower_bound output_dtype",
+    prepare_chunk_indices: "cu_seqlens chunk_size cu_seqlens_cpu",
+    L2Norm: "eps output_dtype",
+    linattn_edu.chunk_gated_delta_rule: f"q k v g beta {RECURRENCE} use_qk_l2norm_in_kernel {FLAGS}"
+    " state_v_first cu_seqlens cu_seqlens_cpu chunk_indices",
+    linattn_edu.chunk_kda: f"q k v g beta {RECURRENCE} use_qk_l2norm_in_kernel use_gate_in_kernel"
+    f" {FLAGS} safe_gate lower_bound disable_recompute return_intermediate_states state_v_first"
+    " cu_seqlens cu_seqlens_cpu",
+    linattn_edu.fused_recurrent_gated_delta_rule: f"q k v g gk gv beta {RECURRENCE}"
+    f" use_qk_l2norm_in_kernel use_gate_in_kernel A_log dt_bias {FLAGS} state_v_first cu_seqlens",
+    linattn_edu.fused_recurrent_kda: f"q k v g beta A_log dt_bias {RECURRENCE}"
+    f" use_qk_l2norm_in_kernel use_gate_in_kernel {FLAGS} lower_bound state_v_first cu_seqlens",
+    linattn_edu.causal_conv1d: "x weight bias residual initial_state output_final_state activation"
+    " backend cu_seqlens cu_seqlens_cpu chunk_indices cp_context",
+    linattn_edu.causal_conv1d_fn: "x weight bias seq_idx initial_states return_final_states"
+    " final_states_out activation",
+    linattn_edu.causal_conv1d_update: "x conv_state weight bias activation cache_seqlens"
+    " conv_state_indices",
+    linattn_edu.rms_norm_gated: "x weight bias z eps group_size norm_before_gate",
+    linattn_edu.mamba_split_conv1d_scan_combined: "zxbcdt conv1d_weight conv1d_bias dt_bias A D"
+    " chunk_size initial_states seq_idx dt_limit return_final_states activation rmsnorm_weight"
+    " rmsnorm_eps outproj_weight outproj_bias headdim ngroups norm_before_gate",
+}
+
+
+@pytest.mark.parametrize("f", ORDER, ids=lambda f: f.__name__)
+def test_arguments_stand_where_their_packages_have_them(f):
+    names = ORDER[f].split()
+    assert list(inspect.signature(f).parameters)[: len(names)] == names
 
 
 @pytest.mark.parametrize("channels", [False, True])

@@ -4,14 +4,13 @@ A chunk is cut into blocks of 16 tokens. One warp takes the 16 rows of a block: 
 left are anchored at its first row; the block on the diagonal is halved again and again.
 """
 
-import math
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from linattn_edu.kernels.delta.solve import merge, merge_precision, substitute
+from linattn_edu.kernels.routes import by_kind
 from linattn_edu.kernels.tiles import (
     cast,
     chunk_args,
@@ -227,16 +226,10 @@ CONFIGS = {
 GATED_CONFIGS = {"hopper": {2: row(1, 2, BK=64)}}
 
 
-def halve(dtype: torch.dtype, lower_bound: float | None = None) -> int:
-    """The rows of a block on the diagonal that are halved: NONE, FAR or ALL.
-
-    With a lower bound of the log decay, the exponent in a block of 16 is at most
-    15 log2(e) |lower_bound|: that must leave fp32 and bf16 room, and fp16 has none.
-    """
-    if dtype == torch.float16:
-        return ALL.value
-    safe = lower_bound is not None and -15 * math.log2(math.e) * lower_bound < 110
-    return (NONE if safe else FAR).value
+def halving(dtype: torch.dtype, lower_bound: float | None = None) -> int:
+    """The rows of a block on the diagonal that are halved: NONE, FAR or ALL."""
+    takes = by_kind.kda_halved(dtype, lower_bound).takes
+    return {"none": NONE, "far": FAR, "all": ALL}[takes].value
 
 
 def kda_intra(
@@ -279,7 +272,7 @@ def launch_intra(
     NT, *chunks = chunk_args(k, chunk_size, packing)
     kda_scores_kernel[(NT * HV * (chunk_size // 16),)](
         q, k, beta, gc, P, L, kd, kg, qg, *chunks, T, H, HV, K,
-        BT=chunk_size, HALVE=halve(k.dtype, lower_bound), **config.launch(K),
+        BT=chunk_size, HALVE=halving(k.dtype, lower_bound), **config.launch(K),
     )  # fmt: skip
     precision = merge_precision(k.dtype)
     kda_inverse_kernel[(NT * HV,)](

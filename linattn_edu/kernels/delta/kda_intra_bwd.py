@@ -5,7 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from linattn_edu.kernels.delta.kda_intra import FAR, halve, halves, pairs
+from linattn_edu.kernels.delta.kda_intra import FAR, halves, halving, pairs
+from linattn_edu.kernels.routes import by_kind, kind_of
 from linattn_edu.kernels.tiles import (
     block,
     cast,
@@ -376,16 +377,16 @@ def kda_intra_bwd(
     NT, *chunks = chunk_args(k, chunk_size, packing)
     tensors = q, k, beta, gc, dP, dL, dqg, dkb, dkg, dgl, dq, dk, dbeta, dgc
     sizes = *chunks, T, H, HV, K
-    config = of_generation(NEAR_CONFIGS, device_of(k)[0]).get(k.dtype)
     near = None
-    if config is not None:
+    if by_kind.kda_near(kind_of(q, HV, 0, chunk_size, packing)).takes == "anchored":
+        config = of_generation(NEAR_CONFIGS, device_of(k)[0])[k.dtype]
         near = k.new_empty(NT * HV, cdiv(K, GROUP.value), dtype=torch.int8)
         kda_intra_bwd_near_kernel[(NT * HV,)](
             *tensors, near, *sizes, BT=chunk_size, BN=max(block(K), GROUP.value), **config.launch(K)
         )
     config = entry(CONFIGS, k).launch(K)
     kda_intra_bwd_kernel[(NT * HV * (chunk_size // 16),)](
-        *tensors, near, *sizes, BT=chunk_size, HALVE=halve(k.dtype), PW=chunk_size, SUMMED=False,
+        *tensors, near, *sizes, BT=chunk_size, HALVE=halving(k.dtype), PW=chunk_size, SUMMED=False,
         **config,
     )  # fmt: skip
     if H < HV:

@@ -9,7 +9,8 @@ import triton.language as tl
 from torch import Tensor
 
 from linattn_edu.kernels.pieces import Pieces, by_warm_up
-from linattn_edu.kernels.tiles import block, cdiv, device_of, load_row, load_tile, sequence_of
+from linattn_edu.kernels.routes import by_load, kind_of, load_of
+from linattn_edu.kernels.tiles import block, cdiv, load_row, load_tile, sequence_of
 from linattn_edu.packing import Packing
 
 FORGOTTEN = tl.constexpr(32.0)  # log2: what is left of a state, 2^-32 of it, no sum in fp32 holds
@@ -166,7 +167,8 @@ def warm_up(
         BT=chunk_size, BK=min(128, block(K)), NR=NR, DIAGONAL=beta.ndim == 4, BACK=back,
         num_warps=4, num_stages=1,
     )  # fmt: skip
-    choice = choice and 2 * pieces.batch * HV * cdiv(V, 64) < 3 * device_of(k)[1]
+    load = load_of(kind_of(k, HV, V, chunk_size, packing), k, packing)
+    choice = choice and by_load.both_widths(load).takes == 1
     warmup = gc.new_empty(1 + choice, pieces.N, HV, dtype=torch.int32)
     warm_up_kernel[(1 if choice else cdiv(rows, ROWS),)](
         bound, warmup, pieces.cu_seqlens, pieces.sequence, pieces.T, pieces.N // pieces.batch, rows,

@@ -5,20 +5,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from linattn_edu.kernels.pieces import by_maps, by_warm_up
+from linattn_edu.kernels.routes import by_kind, by_load, kind_of
 from linattn_edu.kernels.tiles import (
     block,
     cast,
-    cdiv,
     chunk_args,
     chunk_of,
     decay_matrix,
-    device_of,
     dot,
     load_gate,
     load_row,
     load_tile,
-    scan_launch,
     store_tile,
 )
 from linattn_edu.packing import Packing
@@ -28,10 +25,9 @@ try:
 except (ImportError, AttributeError):  # a Triton whose Gluon has other names
     gdn_intra_bwd = gdn_scans = None
 from linattn_edu.kernels.fused.gdn_scans import (
-    SCAN,
     Scans,
     enter,
-    in_gluon,
+    load,
     scans,
 )
 
@@ -159,13 +155,6 @@ INTRA_OPTIONS = {"BK": 32, "num_warps": 4}
 INTRA_STAGES = 2, 3  # of K > 64, and of narrower heads
 
 
-def fits(q: Tensor, v: Tensor) -> bool:
-    """Whether these kernels hold q's and v's heads on q's GPU; if not, the stages one by one."""
-    K, V = q.shape[-1], v.shape[-1]
-    hopper = device_of(q)[0] in ("hopper", "blackwell")
-    return hopper and q.element_size() == 2 and K % 2 == 0 and K <= 128 and V <= 128
-
-
 def intra_chunk_bwd(
     q: Tensor,
     k: Tensor,
@@ -198,10 +187,11 @@ def _launch_intra(
     """Launch what writes dq, dk, dbeta and dgc. A program reads v_new and Z of its chunk whole
     before it writes dq and dk, which may lie in their place.
     """
-    if _intra_in_gluon(*given[:3], *given[5:], chunk_size=chunk_size, packing=packing):
+    (_, T, H, K), (HV, V) = given[0].shape, given[2].shape[2:]
+    kind = kind_of(given[0], HV, V, chunk_size, packing, (*given[:3], *given[5:]))
+    if by_kind.intra_chunk_bwd(kind).takes == "gluon":
         gdn_intra_bwd.intra_bwd_gluon(*given, *out, scale)
         return
-    (_, T, H, K), (HV, V) = given[0].shape, given[2].shape[2:]
     dq, dk, dbeta, dgc = out
     sums = (None, None)
     if HV > H:
@@ -213,12 +203,6 @@ def _launch_intra(
             BT=chunk_size, BS=block(K), BV=block(V), FIRST=i_g == 0, LAST=i_g == HV // H - 1,
             num_stages=INTRA_STAGES[K <= 64], **INTRA_OPTIONS,
         )  # fmt: skip
-
-
-def _intra_in_gluon(*tensors: Tensor, chunk_size: int, packing: Packing | None) -> bool:
-    """Whether intra_chunk_bwd is taken in Gluon."""
-    options = {"chunk_size": chunk_size, "packing": packing}
-    return gdn_intra_bwd is not None and gdn_intra_bwd.fits(*tensors, **options)
 
 
 def chunk_bwd(
@@ -240,35 +224,14 @@ def chunk_bwd(
     arguments and result as in the reference.
     """
     C, given = AG.shape[-1], (q, k, v, beta, gc, P, AG, do, initial_state, dht)
-    gluon = all(in_gluon(q, k, x, P, AG, packing=packing) for x in (v, do))
-    if gluon and _intra_in_gluon(q, k, v, do, chunk_size=C, packing=packing):
-        groups = _head_groups(q, v, C)
-        if groups > 1:
-            return _in_head_groups(groups, Scans(*given), scale)
+    groups = by_load.head_groups(load(q, v, AG, packing, (q, k, v, P, AG, do))).takes
+    if groups > 1:
+        return _in_head_groups(groups, Scans(*given), scale)
     h, v_new, dh, Z, dv, dh0 = scans(*given, scale=scale, packing=packing)
     dq, dk = (v_new, Z) if q.shape == v.shape else map(torch.empty_like, (q, k))
     out = dq, dk, torch.empty_like(beta), torch.empty_like(gc)
     _launch_intra((q, k, v, beta, gc, h, v_new, do, dh, Z), out, scale, C, packing)
     return dq, dk, dv, *out[2:], dh0
-
-
-# tokens times heads of a group, whose states take 128 MiB: less would not be worth launches
-HEAD_GROUP = 1 << 18
-
-
-def _head_groups(q: Tensor, v: Tensor, C: int) -> int:
-    """The most groups of heads whose scans leave no more multiprocessors idle than all would."""
-    (B, T, HV, V), H = v.shape, q.shape[2]
-    pieces = by_maps(v, HV, V, C, None)
-    pieces = pieces if pieces.several else by_warm_up(v, HV, V, C, None)
-    (programs,), _ = scan_launch(SCAN, v, pieces.N * HV, V)
-    processors = device_of(q)[1]
-
-    def rounds(groups: int) -> int:
-        return groups * cdiv(programs // groups, processors)
-
-    fine = (n for n in range(2, H + 1) if H % n == 0 and n * HEAD_GROUP <= B * T * HV)
-    return max((n for n in fine if rounds(n) <= rounds(1)), default=1)
 
 
 def _in_head_groups(groups: int, x: Scans, scale: float) -> tuple[Tensor, ...]:

@@ -14,11 +14,11 @@ from torch import Tensor
 from linattn_edu.kernels.delta.cp_merge import cp_merge, launch_map, piece_of
 from linattn_edu.kernels.delta.warm_up import warm_up, with_warm_up
 from linattn_edu.kernels.pieces import Pieces, by_maps
+from linattn_edu.kernels.routes import by_load, kind_of, load_of
 from linattn_edu.kernels.tiles import (
     cast,
     cdiv,
     columns_of,
-    device_of,
     dot,
     load_gate,
     load_row,
@@ -31,9 +31,9 @@ from linattn_edu.kernels.tiles import (
 from linattn_edu.packing import Packing
 
 try:
-    from linattn_edu.kernels.gluon import gdn_intra, gdn_scan
+    from linattn_edu.kernels.gluon import gdn_scan
 except (ImportError, AttributeError):  # a Triton whose Gluon has other names
-    gdn_intra = gdn_scan = None
+    gdn_scan = None
 
 
 @triton.jit(do_not_specialize=["T", "N"])
@@ -262,15 +262,6 @@ SCAN_CONFIGS = scan_table(
 TRANSPOSED = {"num_warps": 4, "num_stages": 2}
 
 
-def crowded(k: Tensor, programs: int, config: dict[str, int]) -> bool:
-    """Whether scan_transposed_kernel, whose products are 64 rows high, has two programs for many a
-    multiprocessor; with one it would be the slower of the two. Measured for keys of more than 64.
-    """
-    generation, processors = device_of(k)
-    fits = generation in ("hopper", "blackwell") and k.element_size() == 2
-    return fits and config["BK"] == 128 and config["BV"] == 64 and 2 * programs >= 3 * processors
-
-
 def entering(
     decays: tuple,
     merge: Callable,
@@ -316,7 +307,8 @@ def scan(
     H, K = q.shape[2:]
     HV, V = v.shape[2:]
     C = P.shape[-1]
-    in_gluon = gdn_scan is not None and gdn_scan.fits(q, k, v, P, R, packing)
+    load = load_of(kind_of(q, HV, V, C, packing, (q, k, v, P, R)), q, packing)
+    in_gluon = by_load.scan(load).takes == "gluon"
     pieces, warmup, initial_state = entering(
         (k, R, gc, V), cp_merge, scan_map, (k, v, gc, R), initial_state, chunk_size=C,
         choice=not in_gluon, packing=packing,
@@ -331,7 +323,7 @@ def scan(
         heads = (pieces.batch if i else pieces.N) * HV
         _, config = scan_launch(SCAN_CONFIGS, k, heads, V)
         programs = pieces.N * HV * cdiv(V, config["BV"])
-        full = crowded(k, programs, config)
+        full = by_load.transposed(load, programs, config["BK"], config["BV"]).takes == "transposed"
         kernel = scan_transposed_kernel if full else scan_kernel
         kernel[(programs,)](
             q, k, v, gc, P, R, initial_state, o, last, scale, skipped, pieces.cu_seqlens,

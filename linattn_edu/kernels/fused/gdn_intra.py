@@ -13,17 +13,16 @@ from linattn_edu.kernels.delta.solve import (
     quarters,
     unit_lower_inverse,
 )
+from linattn_edu.kernels.routes import by_kind, kind_of
 from linattn_edu.kernels.tiles import (
     chunk_args,
     chunk_of,
     decay_matrix,
-    device_of,
     dot,
     entry,
     load_gate,
     load_row,
     load_tile,
-    of_generation,
     row,
     store_tile,
     whole,
@@ -31,9 +30,9 @@ from linattn_edu.kernels.tiles import (
 from linattn_edu.packing import Packing
 
 try:
-    from linattn_edu.kernels.gluon import gdn_intra, gdn_scan
+    from linattn_edu.kernels.gluon import gdn_intra
 except (ImportError, AttributeError):  # a Triton whose Gluon has other names
-    gdn_intra = gdn_scan = None
+    gdn_intra = None
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -221,8 +220,7 @@ RESOLVENT_CONFIGS = {
     "ampere": {2: row(1, 1, BK=64), 4: row(4, 1, BK=32)},
     "hopper": {2: row(1, 3, BK=64), 4: row(4, 1, BK=32)},
 }
-# both in one, where that is faster and has run on a GPU: 16 bit, chunks of 64, a key head for each
-# value head, since each of those has its own program; keys -> row
+# both in one, where routes take it: keys -> row
 INTRA_CONFIGS = {"hopper": {2: {64: row(1, 3, BK=32, maxnreg=168), 128: row(1, 3, BK=64)}}}
 
 
@@ -243,15 +241,17 @@ def intra_chunk(
     NT, *chunks = chunk_args(k, chunk_size, packing)
     P, R = (q.new_empty(B, T, HV, chunk_size) for _ in range(2))
     A = torch.empty_like(R) if return_inverse else None
-    if gdn_intra is not None and gdn_intra.fits(q, k, chunk_size):
+    kind = kind_of(q, HV, 0, chunk_size, packing, (q, k))
+    takes = by_kind.intra_chunk(kind).takes
+    if takes == "gluon":
         gdn_intra.intra_gluon(q, k, beta, gc, P, R, A, gated, packing)
         return P, R, A
     options = {"BT": chunk_size, "PRECISION": merge_precision(k.dtype), "GATED": gated}
-    rows = of_generation(INTRA_CONFIGS, device_of(k)[0]).get(k.element_size(), {})
-    if K in rows and chunk_size == 64 and H == HV:
+    if takes == "one":
         intra_chunk_kernel[(NT * HV,)](
             q, k, beta, gc, P, R, A, *chunks, T, H, HV, K,
-            WHOLE=whole(k, chunk_size, packing), **options, **rows[K].launch(K),
+            WHOLE=whole(k, chunk_size, packing), **options,
+            **entry(INTRA_CONFIGS, k)[K].launch(K),
         )  # fmt: skip
         return P, R, A
     config = entry(SCORES_CONFIGS, k).launch(K)

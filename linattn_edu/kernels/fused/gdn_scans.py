@@ -12,11 +12,11 @@ from linattn_edu.kernels.delta.cp_merge_bwd import cp_merge_bwd
 from linattn_edu.kernels.delta.warm_up import with_warm_up
 from linattn_edu.kernels.fused.gdn_fwd import SCAN_CONFIGS, entering, scan_map
 from linattn_edu.kernels.pieces import Pieces
+from linattn_edu.kernels.routes import Load, by_load, kind_of, load_of
 from linattn_edu.kernels.tiles import (
     cast,
     cdiv,
     columns_of,
-    device_of,
     dot,
     load_gate,
     load_row,
@@ -347,9 +347,11 @@ class Scans(NamedTuple):
         return x
 
 
-def in_gluon(*tensors: Tensor, packing: Packing | None) -> bool:
-    """Whether a scan of q, k, v, P and AG is taken in Gluon."""
-    return gdn_scans is not None and gdn_scans.fits(*tensors, packing)
+def load(
+    q: Tensor, v: Tensor, AG: Tensor, packing: Packing | None, tensors: tuple[Tensor, ...]
+) -> Load:
+    """What is asked about a scan that reads these tensors."""
+    return load_of(kind_of(q, *v.shape[2:], AG.shape[-1], packing, tensors), q, packing)
 
 
 def enter(
@@ -378,7 +380,7 @@ def scan_states(
     packing: Packing | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Launch scan_states_kernel; arguments and result as in the reference."""
-    gluon = in_gluon(k, k, v, AG, AG, packing=packing)
+    gluon = by_load.scans(load(k, v, AG, packing, (k, v, AG))).takes == "gluon"
     x = Scans(None, k, v, beta, gc, None, AG, None, initial_state)
     pieces, warmup, h0 = enter(x, gluon, packing)
     x = x._replace(h0=h0).written(pieces, packing)
@@ -414,7 +416,7 @@ def scan_bwd(
     packing: Packing | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Launch scan_bwd_kernel; arguments and result as in the reference."""
-    gluon = in_gluon(q, k, do, P, AG, packing=packing)
+    gluon = by_load.scans(load(q, do, AG, packing, (q, k, do, P, AG))).takes == "gluon"
     x = Scans(q, k, None, beta, gc, P, AG, do, None, dht)
     pieces, warmup, dht = enter(x, gluon, packing, scale)
     x = x._replace(dht=dht).written(pieces, packing)
@@ -458,16 +460,18 @@ def scans(
     Where either scan alone has a program for every multiprocessor, it is two launches, which
     choose their options each for itself: the same bits.
     """
-    gluon = all(in_gluon(q, k, x, P, AG, packing=packing) for x in (v, do))  # their addresses
+    asked = load(q, v, AG, packing, (q, k, v, P, AG, do))
+    gluon = by_load.scans(asked).takes == "gluon"
     x = Scans(q, k, v, beta, gc, P, AG, do, initial_state, dht)
     pieces, ahead, h0 = enter(x, gluon, packing)
     _, behind, dht = enter(x, gluon, packing, scale)
     x = x._replace(h0=h0, dht=dht).written(pieces, packing)
     H, HV, K, V = x.sizes
     (programs,), config = scan_launch(SCAN, q, pieces.N * HV, V)
-    if gluon and programs < device_of(q)[1] and ahead[0] is None:
+    one = by_load.together(asked, programs).takes
+    if gluon and one and ahead[0] is None:
         gdn_scans.scans_gluon(*x, scale, ahead.pop(), behind.pop(), pieces)
-    elif gluon or programs >= device_of(q)[1] or len(ahead) > 1:
+    elif gluon or not one or len(ahead) > 1:
         _launch_forth(x, gluon, pieces, ahead.pop(0), True)
         _launch_back(x, gluon, pieces, behind.pop(0), scale)
     if ahead:

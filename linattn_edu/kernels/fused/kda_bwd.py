@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from linattn_edu.kernels.delta.kda_intra import halve
+from linattn_edu.kernels.delta.kda_intra import halving
 from linattn_edu.kernels.delta.kda_intra_bwd import (
     CONFIGS,
     GROUP,
@@ -16,14 +16,13 @@ from linattn_edu.kernels.delta.kda_intra_bwd import (
     kda_intra_bwd_kernel,
     middle,
 )
-from linattn_edu.kernels.fused.gdn_bwd import fits as hold
+from linattn_edu.kernels.routes import by_kind, kind_of
 from linattn_edu.kernels.tiles import (
     block,
     cast,
     cdiv,
     chunk_args,
     chunk_of,
-    device_of,
     dot,
     entry,
     in_words,
@@ -37,10 +36,9 @@ from linattn_edu.kernels.tiles import (
 from linattn_edu.packing import Packing
 
 try:
-    from linattn_edu.kernels.gluon import gdn_scan, gdn_scans, kda_scans
     from linattn_edu.kernels.gluon import kda_intra_bwd as kda_intra_bwd_gluon
 except (ImportError, AttributeError):  # a Triton whose Gluon has other names
-    kda_intra_bwd_gluon = kda_scans = None
+    kda_intra_bwd_gluon = None
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -177,33 +175,6 @@ def kda_fused_intra_bwd_kernel(
 INTRA_OPTIONS = {"BK": 16, "num_warps": 4, "num_stages": 2}
 
 
-# tokens of a sequence times heads: with fewer the host decides how long a call takes. Not a batch:
-# the last bits are not those of the stages one by one
-LEAST = 1 << 14
-
-
-def fits(q: Tensor, v: Tensor, chunk_size: int, packed: bool) -> bool:
-    """Whether both passes of these are faster in fused stages: on a GPU where the kernels in Gluon
-    run. In plain Triton the chains, longer by a product, take what the other kernels save. And
-    where no more memory is needed than by the stages. The interpreter runs whatever the kernels
-    hold.
-    """
-    if not hold(q, v) or not q.is_cuda:
-        return hold(q, v) and q.dtype == torch.bfloat16 and in_words(v)
-    _, T, HV, V = v.shape
-    return (
-        kda_scans is not None
-        and not packed
-        and q.dtype == torch.bfloat16
-        and q.shape[2] == HV
-        and T * HV >= LEAST
-        and T % chunk_size == 0
-        and device_of(q)[0] == "hopper"
-        and (q.shape[-1], V, chunk_size) == (gdn_scans.HEAD, gdn_scans.HEAD, gdn_scan.CHUNK)
-        and triton.__version__.startswith(gdn_scan.VERSIONS)
-    )
-
-
 def kda_fused_intra_bwd(
     q: Tensor,
     k: Tensor,
@@ -239,7 +210,8 @@ def kda_fused_intra_bwd(
     NT, *chunks = chunk_args(v, chunk_size, packing)
     near = k.new_empty(NT * HV, cdiv(K, GROUP.value), dtype=torch.int8)
     tensors = q, k, v, beta, gc, h, v_new, do, dh, Z
-    if kda_intra_bwd_gluon and kda_intra_bwd_gluon.fits(*tensors, chunk_size, packing is not None):
+    kind = kind_of(q, HV, V, chunk_size, packing, (q, k, v, gc, h, v_new, do, dh, Z))
+    if by_kind.kda_fused_intra_bwd(kind).takes == "gluon":
         kda_intra_bwd_gluon.kda_intra_bwd_gluon(*tensors, dgl, dq, dk, dbeta, dgc, near, scale)
     else:
         kda_fused_intra_bwd_kernel[(NT * HV,)](
@@ -248,7 +220,8 @@ def kda_fused_intra_bwd(
         )  # fmt: skip
     kda_intra_bwd_kernel[(NT * HV * (chunk_size // 16),)](
         q, k, beta, gc, dP, dL, dq, dk, dgc, dgl, dq, dk, dbeta, dgc, near, *chunks, T, H, HV, K,
-        BT=chunk_size, HALVE=halve(k.dtype), PW=width, SUMMED=True, **entry(CONFIGS, k).launch(K),
+        BT=chunk_size, HALVE=halving(k.dtype), PW=width, SUMMED=True,
+        **entry(CONFIGS, k).launch(K),
     )  # fmt: skip
     if H < HV:
         dq, dk = (x.unflatten(2, (H, -1)).sum(3).to(q.dtype) for x in (dq, dk))

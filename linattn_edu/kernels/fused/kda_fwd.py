@@ -11,8 +11,9 @@ from torch import Tensor
 
 from linattn_edu.kernels.delta.cp_merge import cp_merge, launch_map, piece_of
 from linattn_edu.kernels.delta.kda_intra import launch_intra
-from linattn_edu.kernels.fused.gdn_fwd import TRANSPOSED, crowded
+from linattn_edu.kernels.fused.gdn_fwd import TRANSPOSED
 from linattn_edu.kernels.pieces import by_maps
+from linattn_edu.kernels.routes import by_load, kind_of, load_of
 from linattn_edu.kernels.tiles import (
     cast,
     columns_of,
@@ -296,12 +297,13 @@ def kda_fused_scan(
     initial_state = pieces.entering(cp_merge, kda_fused_scan_map, given, initial_state)
     o = torch.empty_like(v)
     last = gc.new_empty(pieces.N, HV, K, V) if output_final_state else None
-    if kda_scan is not None and kda_scan.fits(kg, v, P, A, packing):
+    load = load_of(kind_of(kg, HV, V, C, packing, (kg, v, P, A)), kg, packing)
+    if by_load.kda_scan(load).takes == "gluon":
         given = qg, kg, kd, v, beta, gc, P, A, initial_state, o, last, scale
         kda_scan.kda_scan_gluon(*given, pieces)
         return o, pieces.last(last)
     grid, config = scan_launch(CONFIGS, kg, pieces.N * HV, V)
-    full = crowded(kg, *grid, config)
+    full = by_load.transposed(load, *grid, config["BK"], config["BV"]).takes == "transposed"
     kernel = kda_fused_scan_transposed_kernel if full else kda_fused_scan_kernel
     kernel[grid](
         qg, kg, kd, v, beta, gc, P, A, initial_state, o, last, scale, pieces.cu_seqlens,

@@ -14,13 +14,13 @@ from linattn_edu.kernels.delta.cp_merge_bwd import cp_merge_bwd
 from linattn_edu.kernels.delta.gate_cumsum import cumulative
 from linattn_edu.kernels.fused.kda_fwd import kda_fused_scan_map
 from linattn_edu.kernels.pieces import by_maps
+from linattn_edu.kernels.routes import by_kind, by_load, kind_of, load_of
 from linattn_edu.kernels.tiles import (
     cast,
     cdiv,
     chunk_args,
     chunk_of,
     columns_of,
-    device_of,
     dot,
     load_row,
     load_tile,
@@ -389,11 +389,11 @@ def kda_fused_scans(
     v_new, Z, dv = (torch.empty_like(v) for _ in range(3))
     dh0 = gc.new_empty(pieces.N, HV, K, V)
     (programs,), config = scan_launch(SCAN, kg, pieces.N * HV, V)
-    # whether they pay was asked when this set was taken; of do only the address may differ from v's
-    gluon = kda_scans is not None and all(kda_scans.runs(kg, x, P, A, packing) for x in (v, do))
+    kind = kind_of(kg, HV, V, C, packing, (kg, v, P, A, do))
+    gluon = by_kind.kda_fused_scans(kind).takes == "gluon"
     given = kg, kd, v, beta, gc, A, initial_state, h, v_new
     behind = qg, kg, kd, beta, gc, P, A, do, dht, dh, Z, dv, dh0, scale
-    if gluon and programs < device_of(kg)[1]:
+    if gluon and by_load.together(load_of(kind, kg, packing), programs).takes:
         given = qg, kg, kd, v, beta, gc, P, A, do, initial_state, dht, h, v_new, dh, Z, dv, dh0
         kda_scans.kda_scans_gluon(*given, scale, pieces)
     elif gluon:

@@ -15,10 +15,10 @@ from linattn_edu.kernels.fused.ssd_fwd import (
     store_sums,
     tile_of,
 )
+from linattn_edu.kernels.routes import by_kind, kind_of
 from linattn_edu.kernels.ssd.chunk_scan import past_state
 from linattn_edu.kernels.tiles import (
     cast,
-    cdiv,
     chunk_args,
     chunk_of,
     dot,
@@ -417,7 +417,6 @@ def ssd_bwd_sum_kernel(
 STATES = {False: row(4, 3), True: row(8, 3, 128)}
 SUM = {False: row(4, 1), True: row(8, 1)}
 DX, DA, FAR = row(4, 2), row(4, 3), row(4, 3)
-FEW, MANY = 16, 80  # heads of a program: of dx, and where sums over heads are kept
 
 
 def ssd_bwd_bc(
@@ -438,7 +437,8 @@ def ssd_bwd_bc(
     n, T, H, P = x.shape
     G, N = B.shape[2:]
     gs, gc = by_head(gs), by_head(gc)
-    BC, splits, (BN, BP) = chunk_size, cdiv(H // G, MANY), _widths(N)
+    BC, (BN, BP) = chunk_size, _widths(N)
+    splits = by_kind.ssd_heads(kind_of(B, H, P, BC, packing), True).takes
     NT, *chunks = chunk_args(x, BC, packing)
     BT, sizes = min(BC, TOKENS), (*chunks, T, n * T, whole(x, BC, packing))
     dB, dC, sums = torch.empty_like(B), torch.empty_like(C), gc.new_empty(2, H, n, T)
@@ -482,7 +482,8 @@ def ssd_bwd_dx(
     n, T, H, P = x.shape
     G, N = B.shape[2:]
     gs, gc, xdy, dgc = (by_head(y) for y in (gs, gc, xdy, dgc))
-    BC, BT, few = chunk_size, min(chunk_size, TOKENS), cdiv(H // G, FEW)
+    BC, BT = chunk_size, min(chunk_size, TOKENS)
+    few = by_kind.ssd_heads(kind_of(B, H, P, BC, packing), False).takes
     NT, *chunks = chunk_args(x, BC, packing)
     sizes = *chunks, T, n * T, whole(x, BC, packing)
     per = 1 if D is None else D.numel() // H

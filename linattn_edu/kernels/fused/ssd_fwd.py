@@ -8,13 +8,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from linattn_edu.kernels.routes import by_kind, kind_of
 from linattn_edu.kernels.ssd.chunk_scan import past_state
 from linattn_edu.kernels.tiles import (
     cast,
     cdiv,
     chunk_args,
     chunk_of,
-    device_of,
     documents,
     dot,
     load_gate,
@@ -275,14 +275,6 @@ def ssd_fwd_kernel(
 
 ENDS, FWD = row(4, 3), row(4, 2)
 TOKENS = 64  # of a tile of ssd_fwd, and of dx and da
-PIECE = 4096  # tokens of a program of ssd_fwd
-LARGEST = (128, 64)  # N and P of one tile
-
-
-def fits(x: Tensor, B: Tensor) -> bool:
-    """Whether the kernels hold x's heads and B's states: 16 bit, a Hopper or later, one tile."""
-    large = device_of(x)[0] in ("hopper", "blackwell")
-    return large and x.element_size() == 2 and B.shape[3] <= LARGEST[0] and x.shape[3] <= LARGEST[1]
 
 
 def _widths(N: int) -> tuple[int, int]:
@@ -336,24 +328,25 @@ def ssd_fwd(
     G, N = B.shape[2:]
     gs, gc = by_head(gs), by_head(gc)
     BC, widths = S.shape[3], _widths(N)
-    NP, sequences = n * cdiv(T, PIECE), (None, None)
+    piece = by_kind.ssd_piece(kind_of(B, H, P, BC, packing)).takes
+    NP, sequences = n * cdiv(T, piece), (None, None)
     if packing is not None:
-        n, pieces = packing.sequences, packing.pieces(PIECE, T)
+        n, pieces = packing.sequences, packing.pieces(piece, T)
         NP, sequences = len(pieces), (packing.cu_seqlens, pieces)
     out, ends, kept, last = torch.empty_like(x), None, None, None
     if output_final_state:
         last = gc.new_empty(n, H, N, P)
         if packing is not None:  # a sequence without tokens has no program
             last.zero_() if initial_state is None else last.copy_(initial_state)
-    if T > PIECE:
+    if piece < T:
         ends, kept = gc.new_empty(NP, H, N, P), gc.new_empty(NP, H)
         ssd_ends_kernel[(NP * H,)](
-            B, x, gs, gc, seq_idx, ends, kept, *sequences, T, gc.numel() // H, G, H, N, P, PIECE,
+            B, x, gs, gc, seq_idx, ends, kept, *sequences, T, gc.numel() // H, G, H, N, P, piece,
             BC, *widths, **ENDS.launch(),
         )  # fmt: skip
     ssd_fwd_kernel[(NP * H,)](
         C, B, S, x, gs, gc, initial_state, ends, kept, D, z, seq_idx, out, last, *sequences, T,
         gc.numel() // H, whole(x, BC, packing), 1 if D is None else D.numel() // H, G, H, N, P,
-        PIECE, BC, min(BC, TOKENS), *widths, **FWD.launch(),
+        piece, BC, min(BC, TOKENS), *widths, **FWD.launch(),
     )  # fmt: skip
     return out, last

@@ -5,8 +5,6 @@ lane for each column; products on the tensor cores join the blocks. Their operan
 bits as tf32 has, and a power of two for each token keeps them in range.
 """
 
-import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -21,7 +19,8 @@ from triton.runtime.jit import constexpr_function
 
 from linattn_edu.kernels.gluon.gdn_intra_bwd import gates_of, place
 from linattn_edu.kernels.gluon.gdn_scan import CHUNK, barrier, descriptor, half, operand, product
-from linattn_edu.kernels.tiles import chunk_args, chunk_of, device_of, whole
+from linattn_edu.kernels.routes import by_load, kind_of, load_of
+from linattn_edu.kernels.tiles import chunk_args, chunk_of, whole
 from linattn_edu.packing import Packing
 
 # a product's result [64, 64], and the same numbers as [4, 16, 4, 16]: blocks of 16 rows, which are
@@ -458,34 +457,10 @@ def intra_chunk_ring_gluon_kernel(
     ], [1], [24])  # fmt: skip
 
 
-VERSIONS = ("3.6.",)  # of Triton, with which it has run on a Hopper GPU: Gluon is not stable yet
-HEADS = (64, 128)  # keys
 OPTIONS = {"num_warps": 4, "maxnreg": 128}
 # of intra_chunk_ring_gluon_kernel on a multiprocessor -> options. Of its registers the loading warp
 # keeps 24 a thread, the others take the rest
 OPTIONS_CHUNKS = {2: {"num_warps": 4, "maxnreg": 120}, 3: {"num_warps": 4, "maxnreg": 80}}
-
-
-def programs_of(K: int, H: int, HV: int) -> int:
-    """Of intra_chunk_ring_gluon_kernel on a multiprocessor. Where a chunk is read for one value
-    head alone, two keep the way to memory full.
-    """
-    return 2 if K == 128 and H == HV else 3
-
-
-def fits(q: Tensor, k: Tensor, chunk_size: int) -> bool:
-    """Whether intra_gluon takes these. Neither batch nor length may decide, since the last bits are
-    not those of the other kernels.
-    """
-    return (
-        k.is_cuda
-        and device_of(k)[0] == "hopper"
-        and k.dtype == torch.bfloat16
-        and k.shape[-1] in HEADS
-        and chunk_size == CHUNK
-        and triton.__version__.startswith(VERSIONS)
-        and all(x.data_ptr() % 16 == 0 for x in (q, k))
-    )
 
 
 def intra_gluon(
@@ -505,11 +480,11 @@ def intra_gluon(
     T, H, K = k.shape[1:]
     HV = beta.shape[-1]
     NT, *chunks = chunk_args(k, CHUNK, packing)
-    programs = programs_of(K, H, HV)
-    grid = programs * device_of(k)[1]
-    if whole(k, CHUNK, packing) and grid < NT * H:
+    load = load_of(kind_of(k, HV, 0, CHUNK, packing), k, packing)
+    programs = by_load.intra_ring(load, NT, whole(k, CHUNK, packing)).takes
+    if programs:
         out = (x if x is None else descriptor(x, CHUNK) for x in (P, R, A))
-        intra_chunk_ring_gluon_kernel[(grid,)](
+        intra_chunk_ring_gluon_kernel[(programs * load.processors,)](
             descriptor(q, K), descriptor(k, K), *out, beta, gc, NT, H, HV, K, CHUNK, gated,
             **OPTIONS_CHUNKS[programs],
         )  # fmt: skip

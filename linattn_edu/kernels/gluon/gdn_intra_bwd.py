@@ -7,7 +7,6 @@ the tensor cores are with its other products, or with the other group's. The val
 head follow one another, so their sums stay in registers.
 """
 
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -21,7 +20,6 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from linattn_edu.kernels.gluon.gdn_scan import CHUNK, barrier, half, layout_of, product
 from linattn_edu.kernels.tiles import device_of
-from linattn_edu.packing import Packing
 
 
 @gluon.jit
@@ -362,30 +360,9 @@ def intra_chunk_bwd_gluon_kernel(
     ], [4, 1], [240, 24])  # fmt: skip
 
 
-VERSIONS = ("3.6.",)  # of Triton, with which it has run on a Hopper GPU: Gluon is not stable yet
 HEAD = 128  # keys, and values
-# tokens of a sequence times value heads: with fewer a call waits for the host with either kernel.
-# Not the batch: the last bits are not those of intra_chunk_bwd_kernel
-LEAST = 1 << 14
 # of the registers at the start the loading warp keeps 24 a thread, the others take the rest
 OPTIONS = {"num_warps": 4, "maxnreg": 168}
-
-
-def fits(
-    q: Tensor, k: Tensor, v: Tensor, *others: Tensor, chunk_size: int, packing: Packing | None
-) -> bool:
-    """Whether intra_bwd_gluon takes these; others: what else is copied in tiles."""
-    return (
-        packing is None
-        and v.shape[1] * v.shape[2] >= LEAST
-        and q.shape[1] % CHUNK == 0
-        and q.is_cuda
-        and device_of(q)[0] == "hopper"
-        and q.element_size() == 2
-        and (q.shape[-1], v.shape[-1], chunk_size) == (HEAD, HEAD, CHUNK)
-        and triton.__version__.startswith(VERSIONS)
-        and all(x.data_ptr() % 16 == 0 for x in (q, k, v, *others))
-    )
 
 
 def descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor:

@@ -9,7 +9,6 @@ waited for where its result is needed.
 import functools
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -24,8 +23,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from linattn_edu.kernels.delta.warm_up import with_warm_up
 from linattn_edu.kernels.pieces import Pieces
-from linattn_edu.kernels.tiles import device_of, sequence_of
-from linattn_edu.packing import Packing
+from linattn_edu.kernels.tiles import sequence_of
 
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # its name in Triton 3.6
 DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
@@ -248,48 +246,11 @@ def scan_gluon_kernel(
     ], [1], [24])  # fmt: skip
 
 
-VERSIONS = ("3.6.",)  # of Triton, with which it has run on a Hopper GPU: Gluon is not stable yet
-# tokens times heads: with fewer a call waits for the host with either kernel, and a first call,
-# which has its descriptors to make, for longer with this one
-LEAST = 1 << 14
-# the same where multiprocessors have several programs, and plain Triton has them work side by side
-CROWDED, LONG = 1 << 18, 256  # and tokens of a sequence: a few chunks do not pay the way in
-HEADS = (64, 128)  # keys
 CHUNK, BV = 64, 64
 # three chunks in shared memory: one at work, two on their way
 TILES = {"BT": CHUNK, "BV": BV, "STAGES": 3}
 # of the registers at the start the loading warp keeps 24 a thread, the others take the rest
 OPTIONS = {"num_warps": 4, "maxnreg": 144}
-
-
-def pays(q: Tensor, v: Tensor) -> bool:
-    """Whether the kernels here are faster; the batch may decide, since the bits are the same."""
-    B, T, HV, V = v.shape
-    programs = B * HV * V // BV
-    if q.shape[-1] == 128 and programs <= device_of(q)[1]:
-        return B * T * HV >= LEAST
-    return B * T * HV >= CROWDED and T >= LONG
-
-
-def runs(q: Tensor, k: Tensor, v: Tensor, P: Tensor, R: Tensor, packing: Packing | None) -> bool:
-    """Whether scan_gluon can scan these sequences, or pieces of them that are whole chunks."""
-    return (
-        packing is None
-        and q.shape[1] % CHUNK == 0
-        and q.is_cuda
-        and device_of(q)[0] == "hopper"
-        and q.element_size() == 2
-        and q.shape[-1] in HEADS
-        and v.shape[-1] % BV == 0
-        and P.shape[-1] == CHUNK
-        and triton.__version__.startswith(VERSIONS)
-        and all(x.data_ptr() % 16 == 0 for x in (q, k, v, P, R))
-    )
-
-
-def fits(q: Tensor, k: Tensor, v: Tensor, P: Tensor, R: Tensor, packing: Packing | None) -> bool:
-    """Whether it does, and is the faster."""
-    return runs(q, k, v, P, R, packing) and pays(q, v)
 
 
 @functools.cache

@@ -16,7 +16,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from linattn_edu.kernels.delta.warm_up import with_warm_up
-from linattn_edu.kernels.gluon import gdn_scan
 from linattn_edu.kernels.gluon.gdn_scan import (
     BV,
     CHUNK,
@@ -30,7 +29,6 @@ from linattn_edu.kernels.gluon.gdn_scan import (
 )
 from linattn_edu.kernels.pieces import Pieces
 from linattn_edu.kernels.tiles import sequence_of
-from linattn_edu.packing import Packing
 
 
 @gluon.jit
@@ -453,16 +451,10 @@ def scans_gluon_kernel(
         )  # fmt: skip
 
 
-HEAD = 128  # keys
 # STAGES: chunks in shared memory, one at work, the others on their way
 TILES = {"BT": CHUNK, "BV": BV, "STAGES": 4}
 TILES_BACK = TILES | {"STAGES": 3}
 TILES_BOTH = TILES | {"STAGES_BACK": 3}
-
-
-def fits(q: Tensor, k: Tensor, v: Tensor, P: Tensor, AG: Tensor, packing: Packing | None) -> bool:
-    """Whether these kernels scan such sequences; do is as v is."""
-    return q.shape[-1] == HEAD and gdn_scan.fits(q, k, v, P, AG, packing)
 
 
 def states_descriptor(h: Tensor) -> TensorDescriptor:

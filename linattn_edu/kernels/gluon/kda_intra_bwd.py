@@ -7,7 +7,6 @@ stays in registers.
 """
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -352,40 +351,9 @@ def kda_intra_bwd_gluon_kernel(
     ], [4, 1], [240, 24])  # fmt: skip
 
 
-VERSIONS = ("3.6.",)  # of Triton, with which it has run on a Hopper GPU: Gluon is not stable yet
 HEAD = 128  # keys, and values
-LEAST = 1 << 14  # tokens of a sequence times heads: as in intra_bwd_gluon
 # of the registers at the start the loading warp keeps 24 a thread, the others take the rest
 OPTIONS = {"num_warps": 4, "maxnreg": 168}
-
-
-def fits(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    gc: Tensor,
-    h: Tensor,
-    v_new: Tensor,
-    do: Tensor,
-    dh: Tensor,
-    Z: Tensor,
-    chunk_size: int,
-    packed: bool,
-) -> bool:
-    """Whether kda_intra_bwd_gluon takes these."""
-    return (
-        not packed
-        and v.shape[1] * v.shape[2] >= LEAST
-        and q.shape[2] == v.shape[2]
-        and q.shape[1] % CHUNK == 0
-        and q.is_cuda
-        and device_of(q)[0] == "hopper"
-        and q.dtype == torch.bfloat16
-        and (q.shape[-1], v.shape[-1], chunk_size) == (HEAD, HEAD, CHUNK)
-        and triton.__version__.startswith(VERSIONS)
-        and all(x.data_ptr() % 16 == 0 for x in (q, k, v, gc, h, v_new, do, dh, Z))
-    )
 
 
 def descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor:

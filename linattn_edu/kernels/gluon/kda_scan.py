@@ -14,7 +14,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from linattn_edu.kernels.gluon import gdn_scan
 from linattn_edu.kernels.gluon.gdn_scan import (
     BV,
     CHUNK,
@@ -27,8 +26,8 @@ from linattn_edu.kernels.gluon.gdn_scan import (
 )
 from linattn_edu.kernels.gluon.gdn_scans import place, ring, rows_of, state_of
 from linattn_edu.kernels.pieces import Pieces
-from linattn_edu.kernels.tiles import cdiv, device_of, sequence_of
-from linattn_edu.packing import Packing
+from linattn_edu.kernels.routes import by_load, kind_of, load_of
+from linattn_edu.kernels.tiles import sequence_of
 
 
 @gluon.jit
@@ -219,25 +218,12 @@ def kda_scan_gluon_kernel(
         ], [1], [24])  # fmt: skip
 
 
-HEAD = 128  # keys
 # WORKERS -> chunks in shared memory, one at work, the others on their way; and registers of a
 # thread at the start, of which the loading warp keeps 24, and the others take the rest
 OPTIONS = {
     1: {"STAGES": 3, "num_warps": 4, "maxnreg": 144},
     2: {"STAGES": 2, "num_warps": 4, "maxnreg": 168},
 }
-
-
-def runs(kg: Tensor, v: Tensor, P: Tensor, A: Tensor, packing: Packing | None) -> bool:
-    """Whether kda_scan_gluon can scan these sequences, or pieces of them that are whole chunks;
-    the other tensors are new, and lie as kg.
-    """
-    return kg.shape[-1] == HEAD and gdn_scan.runs(kg, kg, v, P, A, packing)
-
-
-def fits(kg: Tensor, v: Tensor, P: Tensor, A: Tensor, packing: Packing | None) -> bool:
-    """Whether it does, and is the faster."""
-    return runs(kg, v, P, A, packing) and gdn_scan.pays(kg, v)
 
 
 def kda_scan_gluon(
@@ -262,7 +248,8 @@ def kda_scan_gluon(
     HV, K = kg.shape[2:]
     V = v.shape[-1]
     heads = pieces.N * HV
-    workers = 2 if V % (2 * BV) == 0 and 10 * heads * cdiv(V, 2 * BV) >= 7 * device_of(kg)[1] else 1
+    load = load_of(kind_of(kg, HV, V, CHUNK, None), kg, None)
+    workers = by_load.workers(load, pieces.N).takes
     widths = K, K, K, workers * BV, CHUNK, CHUNK, BV
     descriptors = map(descriptor, (qg, kg, kd, v, P, A, o), widths)
     kda_scan_gluon_kernel[(heads * V // BV // workers,)](

@@ -13,7 +13,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from linattn_edu.kernels.gluon import gdn_scan
 from linattn_edu.kernels.gluon.gdn_scan import (
     BV,
     CHUNK,
@@ -33,17 +32,9 @@ from linattn_edu.kernels.gluon.gdn_scans import (
     store_chunks,
     store_transposed,
 )
-from linattn_edu.kernels.gluon.kda_scan import load_kda_chunks, runs
+from linattn_edu.kernels.gluon.kda_scan import load_kda_chunks
 from linattn_edu.kernels.pieces import Pieces
-from linattn_edu.kernels.tiles import cdiv, device_of
-
-__all__ = [
-    "gdn_scan",
-    "kda_scan_bwd_gluon",
-    "kda_scan_states_gluon",
-    "kda_scans_gluon",
-    "runs",
-]  # fmt: skip
+from linattn_edu.kernels.routes import by_load, kind_of, load_of
 
 
 @gluon.jit
@@ -420,11 +411,10 @@ OPTIONS = {1: {"num_warps": 4, "maxnreg": 144}, 2: {"num_warps": 4, "maxnreg": 1
 STAGES, STAGES_BACK = {1: 3, 2: 3}, {1: 2, 2: 2}
 
 
-def workers_of(v: Tensor, pieces: Pieces) -> int:
-    """Tiles of BV values a program: two where that leaves at most 3 of 10 multiprocessors idle."""
-    HV, V = v.shape[2:]
-    wide = pieces.N * HV * cdiv(V, 2 * BV)
-    return 2 if V % (2 * BV) == 0 and 10 * wide >= 7 * device_of(v)[1] else 1
+def _workers(kg: Tensor, V: int, pieces: Pieces) -> int:
+    """Tiles of BV values a program."""
+    load = load_of(kind_of(kg, kg.shape[2], V, CHUNK, None), kg, None)
+    return by_load.workers(load, pieces.N).takes
 
 
 def kda_scan_states_gluon(
@@ -441,7 +431,7 @@ def kda_scan_states_gluon(
 ) -> None:
     """Launch kda_scan_states_gluon_kernel on the pieces; it writes h and v_new."""
     HV, K, V = *kg.shape[2:], v.shape[-1]
-    n = workers_of(v, pieces)
+    n = _workers(kg, V, pieces)
     chunks = map(descriptor, (kg, kd, v, A), (K, K, n * BV, CHUNK))
     kda_scan_states_gluon_kernel[(pieces.N * HV * V // BV // n,)](
         *chunks, states_descriptor(h), descriptor(v_new, BV), beta, gc, h0, pieces.cu_seqlens,
@@ -469,7 +459,7 @@ def kda_scan_bwd_gluon(
 ) -> None:
     """Launch kda_scan_bwd_gluon_kernel on the pieces; it writes dh, Z, dv and dh0."""
     HV, K, V = *kg.shape[2:], do.shape[-1]
-    n = workers_of(do, pieces)
+    n = _workers(kg, V, pieces)
     chunks = map(descriptor, (qg, kg, kd, P, A, do), (K, K, K, CHUNK, CHUNK, n * BV))
     kda_scan_bwd_gluon_kernel[(pieces.N * HV * V // BV // n,)](
         *chunks, states_descriptor(dh), *map(descriptor, (Z, dv), (BV, BV)), beta, gc, dht, dh0,

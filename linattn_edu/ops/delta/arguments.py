@@ -2,12 +2,13 @@
 
 import warnings
 
-import torch
 from torch import Tensor
 
 from linattn_edu.cp.context import CPContext
 from linattn_edu.cp.place import Place
-from linattn_edu.ops import check, tensors
+from linattn_edu.ops import check
+from linattn_edu.ops.delta.gate import write_strength
+from linattn_edu.ops.tensors import known, transposed
 
 CHUNK_SIZES = (16, 32, 64)
 
@@ -34,78 +35,130 @@ def v_first(state_v_first: bool, transpose_state_layout: bool | None) -> bool:
 
 
 def check_tensors(
+    given: check.Tensors,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     g: Tensor | None,
     beta: Tensor | None,
     initial_state: Tensor | None,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
     cu_seqlens: Tensor | None,
-    state_v_first: bool,
+    cp_context: CPContext | None = None,
     gk: Tensor | None = None,
     gv: Tensor | None = None,
     *,
+    v_first: bool,
+    raw_gate: bool,
+    lower_bound: float | None = None,
     channels: bool = False,
+    optional: bool = False,
+    alike: bool = False,
     pool: bool = False,
     largest: tuple[int, int] = (256, 512),
-    cp_context: CPContext | None = None,
-) -> dict[str, int]:
-    """Refuse tensors that do not fit; return the sizes B, T, H, HV, K, V and N.
+) -> tuple[Tensor | None, Tensor | None]:
+    """Refuse tensors that do not fit; given.sizes then has B, T, H, HV, K, V and N.
 
-    channels: g is a decay for each row of the state. pool: initial_state holds any number of
-    states, sizes["slots"]. largest: K and V.
+    channels: g is a decay for each row of the state. optional: g and beta may be None. alike: q, k
+    and v have one dtype. pool: initial_state holds any number of states, sizes["slots"]. largest: K
+    and V. Returns A_log [HV] and dt_bias [HV], or with a gate for each channel [HV, K].
     """
-    sizes: dict[str, int] = {}
-    check.tensor("q", q, ("B", "T", "H", "K"), sizes)
-    check.tensor("k", k, ("B", "T", "H", "K"), sizes)
-    check.tensor("v", v, ("B", "T", "HV", "V"), sizes)
-    for name, x, shape in (
-        ("g", g, ("B", "T", "HV", "K") if channels else ("B", "T", "HV")),
-        ("gk", gk, ("B", "T", "HV", "K")),
-        ("gv", gv, ("B", "T", "HV", "V")),
-        ("beta", beta, ("B", "T", "HV")),
-    ):
-        if x is not None:
-            check.tensor(name, x, shape, sizes)
-    check.head_counts(sizes, largest=largest)
-    count_sequences("q", q, cu_seqlens, sizes, cp_context, ("initial_state", initial_state))
+    given.take("q", q, ("B", "T", "H", "K"))
+    given.take("k", k, ("B", "T", "H", "K"), alike=alike)
+    given.take("v", v, ("B", "T", "HV", "V"), alike=alike)
+    if g is not None or not optional:
+        shape = ("B", "T", "HV", "K") if channels else ("B", "T", "HV")
+        given.take("g", g, shape, decay=not raw_gate)
+    if gk is not None:
+        given.take("gk", gk, ("B", "T", "HV", "K"), decay=True)
+    if gv is not None:
+        given.take("gv", gv, ("B", "T", "HV", "V"), decay=True)
+    if beta is not None or not optional:
+        given.take("beta", beta, ("B", "T", "HV"))
+    check.head_counts(given.sizes, largest=largest)
+    count_sequences(given, cu_seqlens, cp_context, ("initial_state", initial_state))
     if initial_state is not None:
-        shape = ("HV", "V", "K") if state_v_first else ("HV", "K", "V")
-        check.tensor("initial_state", initial_state, ("slots" if pool else "N", *shape), sizes)
-    others = {
-        "k": k, "v": v, "g": g, "gk": gk, "gv": gv, "beta": beta, "initial_state": initial_state,
-        "cu_seqlens": cu_seqlens,
-    }  # fmt: skip
-    check.same_device(("q", q), *others.items())
-    return sizes
+        shape = ("HV", "V", "K") if v_first else ("HV", "K", "V")
+        given.take("initial_state", initial_state, ("slots" if pool else "N", *shape))
+    if raw_gate:
+        _check_raw_gate(g is not None, A_log is not None, lower_bound, channels=channels)
+        return layer_parameters(given, A_log, dt_bias, channels=channels)
+    parameters = {"A_log": A_log, "dt_bias": dt_bias, "lower_bound": lower_bound}
+    for name, x in parameters.items():
+        if x is not None:
+            raise ValueError(f"{name} is used with use_gate_in_kernel=True only")
+    return None, None
+
+
+def _check_raw_gate(g: bool, A_log: bool, lower_bound: float | None, *, channels: bool) -> None:
+    """Refuse a gate of a layer that is not given whole; g, A_log: whether they are."""
+    if not g:
+        raise ValueError("g must be given with use_gate_in_kernel=True, got None")
+    if not A_log and lower_bound is None:
+        wanted, got = ("A_log or lower_bound", "None for both") if channels else ("A_log", "None")
+        raise ValueError(f"{wanted} must be given with use_gate_in_kernel=True, got {got}")
+    if lower_bound is not None and lower_bound >= 0:
+        raise ValueError(f"lower_bound must be < 0, the least log decay, got {lower_bound}")
+
+
+def chunked(
+    tensors: tuple[Tensor | None, ...],
+    bounds: tuple[Tensor | None, ...],
+    cp_context: CPContext | None,
+    scale: float | None,
+    chunk_size: int,
+    impl: str,
+    *,
+    sigmoid: int,
+    v_first: bool,
+    **gate: object,
+) -> tuple[tuple[Tensor | None, ...], Place, float, str]:
+    """Refuse what does not fit a chunked form; the others as its operator takes them.
+
+    tensors: q, k, v, g, beta, A_log, dt_bias, initial_state.  bounds: cu_seqlens, the same on the
+    CPU, chunk_indices.  gate: raw_gate, lower_bound, channels of `check_tensors`.
+    Returns the tensors, where the sequences are, scale, and "triton" or "reference".
+    """
+    q, k, v, g, beta, A_log, dt_bias, state = tensors
+    given = check.Tensors()
+    A_log, dt_bias = check_tensors(
+        given, q, k, v, g, beta, state, A_log, dt_bias, bounds[0], cp_context,
+        v_first=v_first, alike=True, **gate,
+    )  # fmt: skip
+    check.choice("chunk_size", chunk_size, CHUNK_SIZES)
+    scale = check.number("scale", scale)
+    scale = given.sizes["K"] ** -0.5 if scale is None else scale
+    impl = check.resolve_impl(impl, given.device, tuple(given.dtypes))
+    where = place(given, *bounds, chunk_size, cp_context)
+    beta, state = write_strength(beta, sigmoid), transposed(state, v_first)
+    return (q, k, v, g, beta, A_log, dt_bias, state), where, scale, impl
 
 
 def count_sequences(
-    name: str,
-    x: Tensor,
+    given: check.Tensors,
     cu_seqlens: Tensor | None,
-    sizes: dict[str, int],
     cp_context: CPContext | None = None,
     state: tuple[str, Tensor | None] = ("initial_state", None),
 ) -> None:
-    """Set sizes["N"], of the initial states of x [B, T, ...]; with cu_seqlens, B must be 1."""
+    """Set sizes["N"], of the initial states of [B, T, ...]; with cu_seqlens, B must be 1."""
+    sizes = given.sizes
     sizes["N"] = sizes["B"]
     if cp_context is not None:
-        check_context(name, cp_context, sizes)
+        check_context(given.first, cp_context, sizes)
         sizes["N"] *= len(cp_context.first)
-        given = getattr(state[1], "shape", ())
-        if len(given) and given[0] != sizes["N"]:
+        shape = getattr(state[1], "shape", ())
+        if len(shape) and shape[0] != sizes["N"]:
             raise ValueError(
                 f"{state[0]} must have a row for each of the {sizes['N']} sequences that begin on "
-                f"rank {cp_context.rank} of {cp_context.world}, got {tuple(given)}"
+                f"rank {cp_context.rank} of {cp_context.world}, got {tuple(shape)}"
             )
     if cu_seqlens is None:
         return
-    sizes["N"] = check.boundaries("cu_seqlens", cu_seqlens)
-    check.same_device((name, x), ("cu_seqlens", cu_seqlens))
+    sizes["N"] = given.boundaries("cu_seqlens", cu_seqlens)
     if sizes["B"] != 1:
         raise ValueError(
-            f"{name} must have B = 1 with cu_seqlens, which packs all sequences into one, "
+            f"{given.first} must have B = 1 with cu_seqlens, which packs all sequences into one, "
             f"got B={sizes['B']}"
         )
 
@@ -125,9 +178,7 @@ def check_context(name: str, cp_context: object, sizes: dict[str, int]) -> None:
 
 
 def check_packing(
-    name: str,
-    x: Tensor,
-    sizes: dict[str, int],
+    given: check.Tensors,
     cu_seqlens: Tensor | None,
     cu_seqlens_cpu: Tensor | None,
     chunk_indices: Tensor | None,
@@ -144,7 +195,7 @@ def check_packing(
     if cu_seqlens is None:
         return None
     if cu_seqlens_cpu is not None:
-        if check.boundaries("cu_seqlens_cpu", cu_seqlens_cpu) != sizes["N"]:
+        if check.boundaries("cu_seqlens_cpu", cu_seqlens_cpu) != given.sizes["N"]:
             raise ValueError(
                 f"cu_seqlens_cpu must have the shape of cu_seqlens, {tuple(cu_seqlens.shape)}, "
                 f"got {tuple(cu_seqlens_cpu.shape)}"
@@ -152,18 +203,17 @@ def check_packing(
         if cu_seqlens_cpu.device.type != "cpu":
             raise ValueError(f"cu_seqlens_cpu must be on cpu, got {cu_seqlens_cpu.device}")
     if chunk_indices is not None:
-        check.integers("chunk_indices", chunk_indices)
+        given.integers("chunk_indices", chunk_indices)
         if chunk_indices.ndim != 2 or chunk_indices.shape[1] != 2:
             raise ValueError(
                 f"chunk_indices must have shape [NT, 2], got {tuple(chunk_indices.shape)}"
             )
-        check.same_device((name, x), ("chunk_indices", chunk_indices))
     on_cpu = cu_seqlens.device.type == "cpu"
     if cu_seqlens_cpu is None and (chunk_indices is None or on_cpu):
         cu_seqlens_cpu = cu_seqlens.cpu()
-    if check.known(cu_seqlens_cpu):
-        bounds = check.lengths("cu_seqlens", cu_seqlens_cpu.tolist(), sizes["T"])
-        if check.known(cu_seqlens) and cu_seqlens.tolist() != bounds:
+    if known(cu_seqlens_cpu):
+        bounds = check.lengths("cu_seqlens", cu_seqlens_cpu.tolist(), given.sizes["T"])
+        if known(cu_seqlens) and cu_seqlens.tolist() != bounds:
             raise ValueError(f"cu_seqlens_cpu must be cu_seqlens, {cu_seqlens}, got {bounds}")
         if chunk_indices is not None:
             check.chunks(chunk_indices, bounds, chunk_size)
@@ -171,9 +221,7 @@ def check_packing(
 
 
 def place(
-    name: str,
-    x: Tensor,
-    sizes: dict[str, int],
+    given: check.Tensors,
     cu_seqlens: Tensor | None,
     cu_seqlens_cpu: Tensor | None,
     chunk_indices: Tensor | None,
@@ -182,67 +230,30 @@ def place(
 ) -> Place:
     """Refuse what does not fit, as check_packing; return where the sequences are."""
     if cp_context is None:
-        cu_seqlens_cpu = check_packing(
-            name, x, sizes, cu_seqlens, cu_seqlens_cpu, chunk_indices, chunk_size
-        )
+        cu_seqlens_cpu = check_packing(given, cu_seqlens, cu_seqlens_cpu, chunk_indices, chunk_size)
         return Place((cu_seqlens, cu_seqlens_cpu, chunk_indices, None, None))
-    given = {
+    bounds = {
         "cu_seqlens": cu_seqlens, "cu_seqlens_cpu": cu_seqlens_cpu, "chunk_indices": chunk_indices,
     }  # fmt: skip
-    for other, y in given.items():
+    for other, y in bounds.items():
         if y is not None:
             raise ValueError(f"{other} must be None with cp_context, which has the boundaries")
-    return cp_context.place(sizes["B"], x.device)
-
-
-def check_gate(
-    sizes: dict[str, int],
-    q: Tensor,
-    g: Tensor | None,
-    use_gate_in_kernel: bool,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
-    lower_bound: float | None = None,
-    *,
-    channels: bool = False,
-) -> tuple[Tensor | None, Tensor | None]:
-    """Refuse a log decay that is positive, or parameters of a gate that do not fit.
-
-    Returns A_log [HV] and dt_bias [HV], or with a gate for each channel [HV, K].
-    """
-    parameters = {"A_log": A_log, "dt_bias": dt_bias, "lower_bound": lower_bound}
-    if not use_gate_in_kernel:
-        for name, x in parameters.items():
-            if x is not None:
-                raise ValueError(f"{name} is used with use_gate_in_kernel=True only")
-        if g is not None:
-            check.log_decay("g", g)
-        return None, None
-    if g is None:
-        raise ValueError("g must be given with use_gate_in_kernel=True, got None")
-    if A_log is None and lower_bound is None:
-        wanted, got = ("A_log or lower_bound", "None for both") if channels else ("A_log", "None")
-        raise ValueError(f"{wanted} must be given with use_gate_in_kernel=True, got {got}")
-    if lower_bound is not None and lower_bound >= 0:
-        raise ValueError(f"lower_bound must be < 0, the least log decay, got {lower_bound}")
-    return layer_parameters(("q", q), sizes, A_log, dt_bias, channels=channels)
+    return cp_context.place(given.sizes["B"], given.device)
 
 
 def layer_parameters(
-    like: tuple[str, Tensor],
-    sizes: dict[str, int],
+    given: check.Tensors,
     A_log: Tensor | None,
     dt_bias: Tensor | None,
     *,
     channels: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """A_log [HV] and dt_bias [HV] or [HV, K], given in any shape, on the device of another."""
+    """A_log [HV] and dt_bias [HV] or [HV, K], given in any shape, with the sizes of the gate."""
     if A_log is not None:
-        A_log = check.elements("A_log", A_log, ("HV",), sizes)
+        A_log = given.elements("A_log", A_log, ("HV",))
     if dt_bias is not None:
         shape = ("HV", "K") if channels else ("HV",)
-        dt_bias = check.elements("dt_bias", dt_bias, shape, sizes)
-    check.same_device(like, ("A_log", A_log), ("dt_bias", dt_bias))
+        dt_bias = given.elements("dt_bias", dt_bias, shape)
     return A_log, dt_bias
 
 
@@ -257,16 +268,3 @@ def sigmoid_factor(use_beta_sigmoid_in_kernel: bool, allow_neg_eigval: bool) -> 
             "use_beta_sigmoid_in_kernel=True, got False"
         )
     return int(sigmoid) + int(double)
-
-
-def transposed(x: Tensor | None, v_first: bool) -> Tensor | None:
-    """States [..., K, V] of states [..., V, K], and the reverse; as they are without v_first."""
-    return x if x is None or not v_first else x.transpose(-1, -2)
-
-
-def write_strength(beta: Tensor, factor: int) -> Tensor:
-    """beta, or this factor times its sigmoid, in float32 (float64 for float64)."""
-    if not factor:
-        return beta
-    beta = torch.sigmoid(beta.to(tensors.wide(beta)))
-    return 2 * beta if factor == 2 else beta

@@ -3,32 +3,32 @@
 from torch import Tensor
 
 from linattn_edu.ops import check, inplace, sequences
-from linattn_edu.ops.delta import arguments, recurrence
+from linattn_edu.ops.delta import recurrence
 from linattn_edu.ops.delta.recurrence import FLAGS, GIVEN, How
 from linattn_edu.ops.operator import Operator, like
-from linattn_edu.ops.tensors import contiguous, wide
+from linattn_edu.ops.tensors import contiguous, known, transposed, wide
 from linattn_edu.reference.delta.recurrent import recurrent_pool
 
 
 def in_place(
     tensors: tuple[Tensor | None, ...],
     cu_seqlens: Tensor | None,
-    sizes: dict[str, int],
+    checked: check.Tensors,
     how: How,
     asked: bool,
     indices: Tensor | None,
     accepted: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """o and the initial state, in which the final one stands; arguments as in recurrence.run."""
+    """o and the initial state, in which the final one stands; arguments as in recurrence.run.
+
+    checked: what took them.
+    """
     state = tensors[-1]
-    no_pool(accepted) if indices is None else _check_pool(sizes, asked, indices, accepted)
+    no_pool(accepted) if indices is None else _check_pool(checked, asked, indices, accepted)
     _check_state(tensors, indices is not None)
     if indices is not None:
-        check.same_device(
-            ("q", tensors[0]), ("ssm_state_indices", indices), ("num_accepted_tokens", accepted)
-        )
-        indices = indices.reshape(sizes["N"], -1)
-    tensors, dtype = recurrence.prepare(tensors, cu_seqlens, sizes, how)
+        indices = indices.reshape(checked.sizes["N"], -1)
+    tensors, dtype = recurrence.prepare(tensors, cu_seqlens, checked, how)
     if how.impl == "triton":
         (o,) = step_(
             *recurrence.given(tensors), indices, accepted, cu_seqlens, how.scale, how.normalise,
@@ -55,18 +55,18 @@ def no_pool(accepted: Tensor | None) -> None:
 
 
 def _check_pool(
-    sizes: dict[str, int], asked: bool, indices: Tensor, accepted: Tensor | None
+    checked: check.Tensors, asked: bool, indices: Tensor, accepted: Tensor | None
 ) -> None:
     """Refuse slots of a pool, and numbers of accepted tokens, of a shape that does not fit."""
     for name, x in (("ssm_state_indices", indices), ("num_accepted_tokens", accepted)):
         if x is not None:
-            check.integers(name, x)
+            checked.integers(name, x)
     if not asked:
         raise ValueError(
             "ssm_state_indices names slots of a pool that is written in place: it needs "
             "inplace_final_state=True, got False"
         )
-    N = sizes["N"]
+    N = checked.sizes["N"]
     if indices.ndim not in (1, 2) or indices.shape[0] != N or not indices.numel():
         raise ValueError(
             f"ssm_state_indices must have shape [N={N}] or [N={N}, S], got {tuple(indices.shape)}"
@@ -104,7 +104,7 @@ def _check_state(tensors: tuple[Tensor | None, ...], pool: bool) -> None:
 
 def _check_slots(indices: Tensor | None, accepted: Tensor | None, slots: int) -> None:
     """Refuse slots and numbers of accepted tokens that cannot be, where they can be read."""
-    if not check.known(indices):
+    if not known(indices):
         return
     rows = indices.tolist()
     inplace.check_slots("ssm_state_indices", "initial_state", rows, slots)
@@ -177,7 +177,7 @@ def _pool(
     one = (x if x is None else x.flatten(0, 1)[None] for x in (q, k, v, g, beta, gk, gv))
     q, k, v_, g, beta, gk, gv = one
     o = recurrent_pool(
-        q, k, v_, g, beta, arguments.transposed(initial_state, v_first), indices, accepted,
+        q, k, v_, g, beta, transposed(initial_state, v_first), indices, accepted,
         gk=gk, gv=gv, scale=scale, bounds=bounds,
     )  # fmt: skip
     return o.view(v.shape)

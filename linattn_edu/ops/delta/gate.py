@@ -1,13 +1,14 @@
-"""The gate of a layer: the log decay of a raw gate, for each head or each channel."""
+"""The gates of a layer: the log decay of a raw gate, for each head or each channel; beta's."""
 
-import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from linattn_edu.ops.operator import Operator, widened
-from linattn_edu.reference.delta.gate import gate, layer_gate_bwd
+from linattn_edu.ops.stages import implementations, stage
+from linattn_edu.ops.tensors import wide
 
 
 def layer_gate(
@@ -20,24 +21,23 @@ def layer_gate(
     return y
 
 
-class Stages(NamedTuple):
+def write_strength(beta: Tensor, factor: int) -> Tensor:
+    """beta, or this factor times its sigmoid, in float32 (float64 for float64)."""
+    if not factor:
+        return beta
+    beta = torch.sigmoid(beta.to(wide(beta)))
+    return 2 * beta if factor == 2 else beta
+
+
+@dataclass(frozen=True)
+class Stages:
     """The gate and its adjoint."""
 
-    gate: Callable
-    layer_gate_bwd: Callable
+    gate: Callable = stage("delta.gate")
+    layer_gate_bwd: Callable = stage("delta.gate")
 
 
-@functools.cache
-def stages(impl: str) -> Stages:
-    """The gate of an implementation, "reference" or "triton"."""
-    return _kernels() if impl == "triton" else Stages(gate, layer_gate_bwd)
-
-
-def _kernels() -> Stages:
-    """The stages in Triton, which may be missing."""
-    from linattn_edu.kernels.delta.gate import gate, layer_gate_bwd
-
-    return Stages(gate, layer_gate_bwd)
+stages = implementations(Stages)
 
 
 def _declare(name: str, channels: str) -> Operator:

@@ -6,18 +6,16 @@ The public functions are those of Gated DeltaNet (gate g; gk, gv) and of Kimi De
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from linattn_edu.ops import check
-from linattn_edu.ops.delta import arguments
-from linattn_edu.ops.delta.gate import layer_gate
-from linattn_edu.ops.l2norm import l2norm
+from linattn_edu.ops.delta.gate import layer_gate, write_strength
+from linattn_edu.ops.l2norm import unit
 from linattn_edu.ops.operator import Operator, like, widened
-from linattn_edu.ops.tensors import needs_gradient, transformed, wide
-from linattn_edu.reference.delta.recurrent import recurrent, recurrent_bwd
+from linattn_edu.ops.stages import implementations, stage
+from linattn_edu.ops.tensors import known, needs_gradient, transformed, transposed, wide
 
 LARGEST = (512, 512)  # K and V
 
@@ -43,15 +41,15 @@ class How:
 def run(
     tensors: tuple[Tensor | None, ...],
     cu_seqlens: Tensor | None,
-    sizes: dict[str, int],
+    checked: check.Tensors,
     how: How,
     output_final_state: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """o and the final state or None, in new tensors.
 
-    tensors: q, k, v, g, gk, gv, beta, A_log, dt_bias, initial_state, in shapes that fit.
+    tensors: q, k, v, g, gk, gv, beta, A_log, dt_bias, initial_state.  checked: what took them.
     """
-    tensors, dtype = prepare(tensors, cu_seqlens, sizes, how)
+    tensors, dtype = prepare(tensors, cu_seqlens, checked, how)
     if how.impl == "reference" or transformed() or needs_gradient(*tensors):
         o, final_state = differentiable(tensors, cu_seqlens, how)
     else:
@@ -64,16 +62,14 @@ def run(
 
 
 def prepare(
-    tensors: tuple[Tensor | None, ...], cu_seqlens: Tensor | None, sizes: dict[str, int], how: How
+    tensors: tuple[Tensor | None, ...], cu_seqlens: Tensor | None, checked: check.Tensors, how: How
 ) -> tuple[tuple[Tensor | None, ...], torch.dtype]:
     """Check what all forms share; return the tensors, q, k and v in one dtype, and that of o."""
-    if check.known(cu_seqlens):
-        check.lengths("cu_seqlens", cu_seqlens.tolist(), sizes["T"])
+    if known(cu_seqlens):
+        check.lengths("cu_seqlens", cu_seqlens.tolist(), checked.sizes["T"])
     q, k, v, *rest = tensors
-    how.impl = check.resolve_impl(
-        how.impl, q.device, tuple(x.dtype for x in tensors if x is not None)
-    )
-    how.scale = sizes["K"] ** -0.5 if how.scale is None else how.scale
+    how.impl = check.resolve_impl(how.impl, checked.device, tuple(checked.dtypes))
+    how.scale = checked.sizes["K"] ** -0.5 if how.scale is None else how.scale
     dtype = v.dtype
     if not q.dtype == k.dtype == dtype:
         common = functools.reduce(torch.promote_types, (q.dtype, k.dtype, dtype))
@@ -97,10 +93,10 @@ def plain(tensors: tuple[Tensor | None, ...], how: How) -> tuple[Tensor | None, 
         g = layer_gate(g, A_log, dt_bias, how.lower_bound, how.impl)
     if how.normalise:  # not rounded to 16 bit, as in the kernel
         # one call for both: decoding is a few short calls
-        q, k = l2norm(torch.stack((q, k)), output_dtype=wide(q), impl=how.impl)
+        q, k = unit(torch.stack((q, k)).to(wide(q)), how.impl)
         v = v.to(wide(q))
     beta = torch.ones_like(v[..., 0]) if beta is None else beta
-    return q, k, v, g, gk, gv, arguments.write_strength(beta, how.sigmoid)
+    return q, k, v, g, gk, gv, write_strength(beta, how.sigmoid)
 
 
 def differentiable(
@@ -108,29 +104,20 @@ def differentiable(
 ) -> tuple[Tensor, Tensor]:
     """o and the final state, with gradients."""
     q, k, v, g, gk, gv, beta = plain(tensors, how)
-    state = arguments.transposed(tensors[-1], how.v_first)
+    state = transposed(tensors[-1], how.v_first)
     o, final_state = recurrence(q, k, v, g, beta, gk, gv, state, cu_seqlens, how.scale, how.impl)
-    return o, arguments.transposed(final_state, how.v_first).contiguous()
+    return o, transposed(final_state, how.v_first).contiguous()
 
 
-class Stages(NamedTuple):
+@dataclass(frozen=True)
+class Stages:
     """The recurrence and its reverse."""
 
-    recurrent: Callable
-    recurrent_bwd: Callable
+    recurrent: Callable = stage("delta.recurrent")
+    recurrent_bwd: Callable = stage("delta.recurrent")
 
 
-@functools.cache
-def stages(impl: str) -> Stages:
-    """The recurrence of an implementation, "reference" or "triton"."""
-    return _kernels() if impl == "triton" else Stages(recurrent, recurrent_bwd)
-
-
-def _kernels() -> Stages:
-    """The stages in Triton, which may be missing."""
-    from linattn_edu.kernels.delta.recurrent import recurrent, recurrent_bwd
-
-    return Stages(recurrent, recurrent_bwd)
+stages = implementations(Stages)
 
 
 def _operations(s: dict) -> tuple[int, int]:

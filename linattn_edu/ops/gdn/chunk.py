@@ -1,6 +1,5 @@
 """Gated DeltaNet in chunks: the public function, its declaration, the composition of its stages."""
 
-import functools
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -8,27 +7,13 @@ from typing import NamedTuple
 from torch import Tensor
 
 from linattn_edu.cp.context import CPContext
-from linattn_edu.ops import check
 from linattn_edu.ops.delta import arguments
-from linattn_edu.ops.l2norm import l2norm
+from linattn_edu.ops.l2norm import unit
 from linattn_edu.ops.operator import Operator, like, widened
 from linattn_edu.ops.ranks import Ranks
+from linattn_edu.ops.stages import implementations, stage
+from linattn_edu.ops.tensors import transposed
 from linattn_edu.packing import Packing
-from linattn_edu.reference.delta.cp_merge import cp_merge, piece_map
-from linattn_edu.reference.delta.cp_merge_bwd import cp_merge_bwd, piece_map_bwd
-from linattn_edu.reference.delta.gate_bwd import gate_bwd
-from linattn_edu.reference.delta.gate_cumsum import gate_cumsum
-from linattn_edu.reference.delta.output import output
-from linattn_edu.reference.delta.output_bwd import output_bwd
-from linattn_edu.reference.delta.solve import solve
-from linattn_edu.reference.delta.state import state
-from linattn_edu.reference.delta.state_bwd import state_bwd
-from linattn_edu.reference.delta.wy import wy
-from linattn_edu.reference.delta.wy_bwd import wy_bwd
-from linattn_edu.reference.fused.gdn_bwd import chunk_bwd, intra_chunk_bwd
-from linattn_edu.reference.fused.gdn_fwd import scan, scan_map
-from linattn_edu.reference.fused.gdn_intra import intra_chunk
-from linattn_edu.reference.fused.gdn_scans import scan_bwd, scan_map_bwd, scan_states, scans
 
 
 def chunk_gated_delta_rule(
@@ -147,36 +132,26 @@ def chunk_gated_delta_rule(
     Source: Yang et al. 2024 (arXiv:2412.06464); chapters 01 to 12.
     """
     state_v_first = arguments.v_first(state_v_first, transpose_state_layout)
-    sizes = arguments.check_tensors(
-        q, k, v, g, beta, initial_state, cu_seqlens, state_v_first, cp_context=cp_context
-    )
-    check.given("g", g, ("B", "T", "HV"))  # which the recurrent form may do without
-    check.given("beta", beta, ("B", "T", "HV"))
-    check.same_dtype(("q", q), ("k", k), ("v", v))
     output_final_state, normalise, raw_gate = arguments.flags(
         output_final_state=output_final_state,
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
         use_gate_in_kernel=use_gate_in_kernel,
     )
-    A_log, dt_bias = arguments.check_gate(sizes, q, g, raw_gate, A_log, dt_bias)
     sigmoid = arguments.sigmoid_factor(use_beta_sigmoid_in_kernel, allow_neg_eigval)
-    check.choice("chunk_size", chunk_size, arguments.CHUNK_SIZES)
-    scale = check.number("scale", scale)
-    tensors = (q, k, v, g, beta, initial_state, A_log, dt_bias)
-    impl = check.resolve_impl(impl, q.device, tuple(x.dtype for x in tensors if x is not None))
-    place = arguments.place(
-        "q", q, sizes, cu_seqlens, cu_seqlens_cpu, chunk_indices, chunk_size, cp_context
-    )
+    (q, k, v, g, beta, A_log, dt_bias, initial_state), place, scale, impl = arguments.chunked(
+        (q, k, v, g, beta, A_log, dt_bias, initial_state),
+        (cu_seqlens, cu_seqlens_cpu, chunk_indices), cp_context, scale, chunk_size, impl,
+        sigmoid=sigmoid, v_first=state_v_first, raw_gate=raw_gate,
+    )  # fmt: skip
     if normalise:
-        q, k = l2norm(q, impl=impl), l2norm(k, impl=impl)
+        q, k = unit(q, impl), unit(k, impl)
     o, final_state, *_ = chunk(
-        *place.joined(q, k, v, g, arguments.write_strength(beta, sigmoid)), A_log, dt_bias,
-        place.entering(arguments.transposed(initial_state, state_v_first)), *place.bounds,
-        sizes["K"] ** -0.5 if scale is None else scale, output_final_state, chunk_size,
-        place.group, impl, "", save="gc A crossing" if place.group else _saved(impl, q, v),
+        *place.joined(q, k, v, g, beta), A_log, dt_bias, place.entering(initial_state),
+        *place.bounds, scale, output_final_state, chunk_size,
+        place.group, impl, "", save=_saved(impl, q, v, chunk_size, place.group),
     )  # fmt: skip
     o, final_state = place.parted(o), place.leaving(final_state)
-    final_state = arguments.transposed(final_state, state_v_first)
+    final_state = transposed(final_state, state_v_first)
     return o, final_state if final_state is None else final_state.contiguous()
 
 
@@ -184,19 +159,19 @@ def chunk_gated_delta_rule(
 class Stages:
     """One implementation of each stage; `dataclasses.replace` swaps a single one."""
 
-    gate_cumsum: Callable
-    solve: Callable
-    wy: Callable
-    state: Callable
-    output: Callable
-    output_bwd: Callable
-    state_bwd: Callable
-    wy_bwd: Callable
-    gate_bwd: Callable
-    piece_map: Callable
-    cp_merge: Callable
-    piece_map_bwd: Callable
-    cp_merge_bwd: Callable
+    gate_cumsum: Callable = stage("delta.gate_cumsum")
+    solve: Callable = stage("delta.solve")
+    wy: Callable = stage("delta.wy")
+    state: Callable = stage("delta.state")
+    output: Callable = stage("delta.output")
+    output_bwd: Callable = stage("delta.output_bwd")
+    state_bwd: Callable = stage("delta.state_bwd")
+    wy_bwd: Callable = stage("delta.wy_bwd")
+    gate_bwd: Callable = stage("delta.gate_bwd")
+    piece_map: Callable = stage("delta.cp_merge")
+    cp_merge: Callable = stage("delta.cp_merge")
+    piece_map_bwd: Callable = stage("delta.cp_merge_bwd")
+    cp_merge_bwd: Callable = stage("delta.cp_merge_bwd")
 
 
 @dataclass(frozen=True)
@@ -206,72 +181,22 @@ class FusedStages:
     output_bwd and wy_bwd. chunk_bwd is scans and intra_chunk_bwd.
     """
 
-    gate_cumsum: Callable
-    intra_chunk: Callable
-    scan: Callable
-    scan_states: Callable
-    scan_bwd: Callable
-    scans: Callable
-    intra_chunk_bwd: Callable
-    chunk_bwd: Callable
-    gate_bwd: Callable
-    scan_map: Callable
-    cp_merge: Callable
-    scan_map_bwd: Callable
-    cp_merge_bwd: Callable
+    gate_cumsum: Callable = stage("delta.gate_cumsum")
+    intra_chunk: Callable = stage("fused.gdn_intra")
+    scan: Callable = stage("fused.gdn_fwd")
+    scan_states: Callable = stage("fused.gdn_scans")
+    scan_bwd: Callable = stage("fused.gdn_scans")
+    scans: Callable = stage("fused.gdn_scans")
+    intra_chunk_bwd: Callable = stage("fused.gdn_bwd")
+    chunk_bwd: Callable = stage("fused.gdn_bwd")
+    gate_bwd: Callable = stage("delta.gate_bwd")
+    scan_map: Callable = stage("fused.gdn_fwd")
+    cp_merge: Callable = stage("delta.cp_merge")
+    scan_map_bwd: Callable = stage("fused.gdn_scans")
+    cp_merge_bwd: Callable = stage("delta.cp_merge_bwd")
 
 
-@functools.cache
-def stages(impl: str) -> Stages:
-    """The stages of an implementation, "reference" or "triton"."""
-    check.choice("impl", impl, check.STAGES)
-    return _kernels()[0] if impl == "triton" else _REFERENCE
-
-
-@functools.cache
-def fused_stages(impl: str) -> FusedStages:
-    """The fused stages of an implementation, "reference" or "triton"."""
-    check.choice("impl", impl, check.STAGES)
-    return _kernels()[1] if impl == "triton" else _FUSED_REFERENCE
-
-
-_REFERENCE = Stages(
-    gate_cumsum, solve, wy, state, output, output_bwd, state_bwd, wy_bwd, gate_bwd, piece_map,
-    cp_merge, piece_map_bwd, cp_merge_bwd,
-)  # fmt: skip
-_FUSED_REFERENCE = FusedStages(
-    gate_cumsum, intra_chunk, scan, scan_states, scan_bwd, scans, intra_chunk_bwd, chunk_bwd,
-    gate_bwd, scan_map, cp_merge, scan_map_bwd, cp_merge_bwd,
-)  # fmt: skip
-
-
-def _kernels() -> tuple[Stages, FusedStages]:
-    """The stages in Triton, which may be missing."""
-    from linattn_edu.kernels.delta.cp_merge import cp_merge, piece_map
-    from linattn_edu.kernels.delta.cp_merge_bwd import cp_merge_bwd, piece_map_bwd
-    from linattn_edu.kernels.delta.gate_bwd import gate_bwd
-    from linattn_edu.kernels.delta.gate_cumsum import gate_cumsum
-    from linattn_edu.kernels.delta.output import output
-    from linattn_edu.kernels.delta.output_bwd import output_bwd
-    from linattn_edu.kernels.delta.solve import solve
-    from linattn_edu.kernels.delta.state import state
-    from linattn_edu.kernels.delta.state_bwd import state_bwd
-    from linattn_edu.kernels.delta.wy import wy
-    from linattn_edu.kernels.delta.wy_bwd import wy_bwd
-    from linattn_edu.kernels.fused.gdn_bwd import chunk_bwd, intra_chunk_bwd
-    from linattn_edu.kernels.fused.gdn_fwd import scan, scan_map
-    from linattn_edu.kernels.fused.gdn_intra import intra_chunk
-    from linattn_edu.kernels.fused.gdn_scans import scan_bwd, scan_map_bwd, scan_states, scans
-
-    staged = Stages(
-        gate_cumsum, solve, wy, state, output, output_bwd, state_bwd, wy_bwd, gate_bwd, piece_map,
-        cp_merge, piece_map_bwd, cp_merge_bwd,
-    )  # fmt: skip
-    fused = FusedStages(
-        gate_cumsum, intra_chunk, scan, scan_states, scan_bwd, scans, intra_chunk_bwd, chunk_bwd,
-        gate_bwd, scan_map, cp_merge, scan_map_bwd, cp_merge_bwd,
-    )  # fmt: skip
-    return staged, fused
+stages, fused_stages = implementations(Stages), implementations(FusedStages)
 
 
 class Residuals(NamedTuple):
@@ -287,17 +212,15 @@ class Residuals(NamedTuple):
     crossing: Tensor | None = None  # states that come from other ranks
 
 
-def _saved(impl: str, q: Tensor, v: Tensor) -> str:
-    """The residuals that the backward pass starts from.
-
-    Over ranks it takes the stages one by one: each finds the map of its whole part first, in which
-    the chain of scan_map_bwd is twice as long as that of piece_map_bwd.
-    """
+def _saved(impl: str, q: Tensor, v: Tensor, chunk_size: int, group: str) -> str:
+    """The residuals that the backward pass starts from.  group: of the ranks, or ""."""
     if impl == "triton":
-        from linattn_edu.kernels.fused.gdn_bwd import fits
+        from linattn_edu.kernels.routes import by_kind, kind_of
 
-        return "gc P AG" if fits(q, v) else "gc A"
-    return "gc A"
+        kind = kind_of(q, *v.shape[2:], chunk_size, None)
+        if by_kind.gdn_backward_stages(kind, bool(group)).takes == "fused":
+            return "gc P AG"
+    return "gc A crossing" if group else "gc A"
 
 
 def _operations(s: dict) -> tuple[int, int]:

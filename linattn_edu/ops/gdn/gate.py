@@ -40,16 +40,16 @@ def fused_gdn_gate(
 
     Source: Yang et al. 2024 (arXiv:2412.06464); chapter 12.
     """
-    check.dense("g", g, "[..., HV]")
+    given = check.Tensors()
+    given.dense("g", g, "[..., HV]")
     if g.ndim < 1 or g.shape[-1] < 1:
         raise ValueError(f"g must have shape [..., HV] with HV >= 1, got {tuple(g.shape)}")
     check.dtype("output_dtype", output_dtype)
-    sizes = {"HV": g.shape[-1]}
+    given.sizes["HV"] = g.shape[-1]
     if A_log is None:
         raise TypeError("A_log must be a torch.Tensor of shape [HV], got NoneType")
-    A_log, dt_bias = arguments.layer_parameters(("g", g), sizes, A_log, dt_bias, channels=False)
-    given = (x.dtype for x in (g, A_log, dt_bias) if x is not None)
-    impl = check.resolve_impl(impl, g.device, tuple(given))
+    A_log, dt_bias = arguments.layer_parameters(given, A_log, dt_bias, channels=False)
+    impl = check.resolve_impl(impl, given.device, tuple(given.dtypes))
     rows = g if g.ndim == 3 and g.numel() else g.reshape(1, -1, g.shape[-1])
     y = layer_gate(rows, A_log, dt_bias, None, impl)
     return y.view(g.shape).to(output_dtype)

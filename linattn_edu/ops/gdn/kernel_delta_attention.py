@@ -61,23 +61,16 @@ def kernel_delta_attention(
 
     Source: Yang et al. 2024 (arXiv:2412.06464); ejkernel, ``kernel_delta_attention``; chapter 01.
     """
-    sizes: dict[str, int] = {}
-    for name, x, shape in (
-        ("query", query, ("B", "T", "H", "K")),
-        ("key", key, ("B", "T", "H", "K")),
-        ("value", value, ("B", "T", "H", "V")),
-        ("beta", beta, ("B", "T", "H")),
-        ("decay", decay, ("B", "T", "H")),
-        ("initial_state", initial_state, ("B", "H", "K", "V")),
-    ):
-        if x is not None or name in ("query", "key", "value", "beta"):
-            check.tensor(name, x, shape, sizes)
-    check.head_counts(sizes | {"HV": sizes["H"]}, ("query", "key", "value"))
-    check.same_dtype(("query", query), ("key", key), ("value", value))
-    others = {"key": key, "value": value, "beta": beta, "decay": decay}
-    check.same_device(("query", query), *others.items(), ("initial_state", initial_state))
+    given = check.Tensors()
+    given.take("query", query, ("B", "T", "H", "K"))
+    given.take("key", key, ("B", "T", "H", "K"), alike=True)
+    given.take("value", value, ("B", "T", "H", "V"), alike=True)
+    given.take("beta", beta, ("B", "T", "H"))
     if decay is not None:
-        check.log_decay("decay", decay)
+        given.take("decay", decay, ("B", "T", "H"), decay=True)
+    if initial_state is not None:
+        given.take("initial_state", initial_state, ("B", "H", "K", "V"))
+    check.head_counts(given.sizes | {"HV": given.sizes["H"]}, ("query", "key", "value"))
     softmax_scale = check.number("softmax_scale", softmax_scale)
     check.choice("chunk_size", chunk_size, arguments.CHUNK_SIZES)
     use_qk_l2norm, use_chunked = arguments.flags(
@@ -87,15 +80,12 @@ def kernel_delta_attention(
         "scale": softmax_scale, "initial_state": initial_state, "output_final_state": True,
         "use_qk_l2norm_in_kernel": use_qk_l2norm, "impl": impl,
     }  # fmt: skip
-    if not use_chunked or (sizes["T"] == 1 and initial_state is not None):
+    if not use_chunked or (given.sizes["T"] == 1 and initial_state is not None):
         return fused_recurrent_gated_delta_rule(query, key, value, decay, beta=beta, **options)
     decay = beta.new_zeros(beta.shape) if decay is None else decay
     if beta.dtype == torch.float64:  # as the recurrent form: the state is too
         decay = decay.double()
     return chunk_gated_delta_rule(query, key, value, decay, beta, **options, chunk_size=chunk_size)
-
-
-kda = kernel_delta_attention
 
 
 def kda_decay(gate: Tensor, A_log: Tensor, dt_bias: Tensor) -> Tensor:
@@ -118,10 +108,9 @@ def kda_decay(gate: Tensor, A_log: Tensor, dt_bias: Tensor) -> Tensor:
 
     Source: ejkernel, ``kda_decay``; chapter 12.
     """
-    sizes: dict[str, int] = {}
-    check.tensor("gate", gate, ("B", "T", "H"), sizes)
+    given = check.Tensors()
+    given.take("gate", gate, ("B", "T", "H"))
     for name, x in (("A_log", A_log), ("dt_bias", dt_bias)):
-        check.tensor(name, x, ("H",), sizes)
-    check.same_device(("gate", gate), ("A_log", A_log), ("dt_bias", dt_bias))
+        given.take(name, x, ("H",))
     wide = tensors.wide(gate, A_log, dt_bias)
     return fused_gdn_gate(gate, A_log, dt_bias, output_dtype=wide)

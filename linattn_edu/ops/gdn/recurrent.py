@@ -84,20 +84,18 @@ def fused_recurrent_gated_delta_rule(
     """
     check.absent("cp_context", cp_context)
     state_v_first = arguments.v_first(state_v_first, transpose_state_layout)
-    sizes = arguments.check_tensors(
-        q, k, v, g, beta, initial_state, cu_seqlens, state_v_first, gk, gv,
-        pool=ssm_state_indices is not None, largest=recurrence.LARGEST,
-    )  # fmt: skip
     output_final_state, normalise, raw_gate, inplace = arguments.flags(
         output_final_state=output_final_state,
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
         use_gate_in_kernel=use_gate_in_kernel,
         inplace_final_state=inplace_final_state,
     )
-    A_log, dt_bias = arguments.check_gate(sizes, q, g, raw_gate, A_log, dt_bias)
-    for name, x in (("gk", gk), ("gv", gv)):
-        if x is not None:
-            check.log_decay(name, x)
+    given = check.Tensors()
+    A_log, dt_bias = arguments.check_tensors(
+        given, q, k, v, g, beta, initial_state, A_log, dt_bias, cu_seqlens, None, gk, gv,
+        v_first=state_v_first, raw_gate=raw_gate, optional=True,
+        pool=ssm_state_indices is not None, largest=recurrence.LARGEST,
+    )  # fmt: skip
     sigmoid = arguments.sigmoid_factor(use_beta_sigmoid_in_kernel, allow_neg_eigval)
     if sigmoid and beta is None:
         raise ValueError("beta must be given with use_beta_sigmoid_in_kernel=True, got None")
@@ -107,7 +105,7 @@ def fused_recurrent_gated_delta_rule(
     )
     if inplace or ssm_state_indices is not None:
         return decode.in_place(
-            tensors, cu_seqlens, sizes, how, inplace, ssm_state_indices, num_accepted_tokens
+            tensors, cu_seqlens, given, how, inplace, ssm_state_indices, num_accepted_tokens
         )
     decode.no_pool(num_accepted_tokens)
-    return recurrence.run(tensors, cu_seqlens, sizes, how, output_final_state)
+    return recurrence.run(tensors, cu_seqlens, given, how, output_final_state)

@@ -1,6 +1,5 @@
 """Kimi Delta Attention in chunks: the public function, its declaration, the composition."""
 
-import functools
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -10,26 +9,12 @@ from torch import Tensor
 from linattn_edu.cp.context import CPContext
 from linattn_edu.ops import check
 from linattn_edu.ops.delta import arguments
-from linattn_edu.ops.l2norm import l2norm
+from linattn_edu.ops.l2norm import unit
 from linattn_edu.ops.operator import Operator, like, widened
 from linattn_edu.ops.ranks import Ranks
+from linattn_edu.ops.stages import implementations, stage
+from linattn_edu.ops.tensors import known, transposed
 from linattn_edu.packing import Packing
-from linattn_edu.reference.delta.cp_merge import cp_merge, piece_map
-from linattn_edu.reference.delta.cp_merge_bwd import cp_merge_bwd, piece_map_bwd
-from linattn_edu.reference.delta.gate_bwd import gate_bwd
-from linattn_edu.reference.delta.gate_cumsum import gate_cumsum
-from linattn_edu.reference.delta.kda_bwd import kda_output_bwd, kda_wy_bwd
-from linattn_edu.reference.delta.kda_intra import kda_intra
-from linattn_edu.reference.delta.kda_intra_bwd import kda_intra_bwd
-from linattn_edu.reference.delta.kda_scan import kda_scan
-from linattn_edu.reference.delta.kda_scans import kda_scans
-from linattn_edu.reference.delta.output import output
-from linattn_edu.reference.delta.state import state
-from linattn_edu.reference.delta.state_bwd import state_bwd
-from linattn_edu.reference.delta.wy import wy
-from linattn_edu.reference.fused.kda_bwd import kda_fused_intra_bwd
-from linattn_edu.reference.fused.kda_fwd import kda_fused_scan, kda_prepare
-from linattn_edu.reference.fused.kda_scans import kda_fused_scans, kda_gates
 
 SAFE_BOUND = -5.0  # of the log decay, where safe_gate is given without another
 
@@ -144,7 +129,7 @@ def chunk_kda(
     of a group of 64 fades by more than 2^60 up to the middle of a chunk or from there (chapter 11).
 
     The forward pass runs in fused stages (chapter 24) in 16 bit on Hopper and later, for K and V up
-    to 128; the backward pass too on Hopper with Triton 3.6, in bfloat16, for K and V of 128, as
+    to 128; the backward pass too in Gluon on Hopper, in bfloat16, for K and V of 128, as
     many q/k heads as value heads, chunks of 64 and sequences of whole chunks, of at least 2^14
     tokens times heads, unless cu_seqlens is given. Neither does with cp_context, disable_recompute
     or return_intermediate_states. Their last bits are not those of the stages one by one.
@@ -169,13 +154,6 @@ def chunk_kda(
     check.absent("use_graph", use_graph, False)
     check.absent("max_num_seqs", max_num_seqs)
     state_v_first = arguments.v_first(state_v_first, transpose_state_layout)
-    sizes = arguments.check_tensors(
-        q, k, v, g, beta, initial_state, cu_seqlens, state_v_first, channels=True,
-        cp_context=cp_context,
-    )  # fmt: skip
-    check.given("g", g, ("B", "T", "HV", "K"))  # which the recurrent form may do without
-    check.given("beta", beta, ("B", "T", "HV"))
-    check.same_dtype(("q", q), ("k", k), ("v", v))
     output_final_state, normalise, raw_gate, safe_gate, keep_all, return_states = arguments.flags(
         output_final_state=output_final_state,
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
@@ -184,44 +162,38 @@ def chunk_kda(
         disable_recompute=disable_recompute,
         return_intermediate_states=return_intermediate_states,
     )
-    gate_bound, safe_bound = _bounds(
-        g, raw_gate, safe_gate, check.number("lower_bound", lower_bound)
-    )
-    A_log, dt_bias = arguments.check_gate(
-        sizes, q, g, raw_gate, A_log, dt_bias, gate_bound, channels=True
-    )
+    gate_bound, safe_bound = _bounds(raw_gate, safe_gate, check.number("lower_bound", lower_bound))
     sigmoid = arguments.sigmoid_factor(use_beta_sigmoid_in_kernel, allow_neg_eigval)
-    check.choice("chunk_size", chunk_size, arguments.CHUNK_SIZES)
-    scale = check.number("scale", scale)
-    tensors = (q, k, v, g, beta, initial_state, A_log, dt_bias)
-    impl = check.resolve_impl(impl, q.device, tuple(x.dtype for x in tensors if x is not None))
+    (q, k, v, g, beta, A_log, dt_bias, initial_state), place, scale, impl = arguments.chunked(
+        (q, k, v, g, beta, A_log, dt_bias, initial_state),
+        (cu_seqlens, cu_seqlens_cpu, chunk_indices), cp_context, scale, chunk_size, impl,
+        sigmoid=sigmoid, v_first=state_v_first, raw_gate=raw_gate, lower_bound=gate_bound,
+        channels=True,
+    )  # fmt: skip
     if return_states and cp_context is not None:
         raise ValueError("return_intermediate_states=True is not supported with cp_context")
-    place = arguments.place(
-        "q", q, sizes, cu_seqlens, cu_seqlens_cpu, chunk_indices, chunk_size, cp_context
-    )
+    if safe_gate and not raw_gate:
+        _check_promise(g, safe_bound)
     if normalise:
-        q, k = l2norm(q, impl=impl), l2norm(k, impl=impl)
+        q, k = unit(q, impl), unit(k, impl)
     save = "P A gc w kg qg h v_new" if keep_all else "P A crossing" if place.group else "P A"
     staged = keep_all or return_states or cp_context is not None
-    fused = 0 if staged else _fits(impl, q, v, chunk_size, cu_seqlens is not None)
+    fused = 0 if staged else _fused_passes(impl, q, v, chunk_size, cu_seqlens is not None)
     o, final_state, *kept = chunk(
-        *place.joined(q, k, v, g, arguments.write_strength(beta, sigmoid)), A_log, dt_bias,
-        place.entering(arguments.transposed(initial_state, state_v_first)), *place.bounds,
-        sizes["K"] ** -0.5 if scale is None else scale, gate_bound, safe_bound,
-        output_final_state, chunk_size, fused, place.group, impl, "h" if return_states else "",
-        save=save,
+        *place.joined(q, k, v, g, beta), A_log, dt_bias, place.entering(initial_state),
+        *place.bounds, scale, gate_bound, safe_bound, output_final_state, chunk_size, fused,
+        place.group, impl, "h" if return_states else "", save=save,
     )  # fmt: skip
     o, final_state = place.parted(o), place.leaving(final_state)
     final_state, h = (
-        x if x is None else arguments.transposed(x, state_v_first).contiguous()
+        x if x is None else transposed(x, state_v_first).contiguous()
         for x in (final_state, Residuals(*kept).h)
     )
     return (o, final_state, h) if return_states else (o, final_state)
 
 
 def _bounds(
-    g: Tensor, use_gate_in_kernel: bool, safe_gate: bool, lower_bound: float | None
+    use_gate_in_kernel: bool, safe_gate: bool, lower_bound: float | None
 ) -> tuple[float | None, float | None]:
     """The bound that the gate is made with, and the one that is promised; refuse others."""
     if not safe_gate:
@@ -236,27 +208,29 @@ def _bounds(
     bound = SAFE_BOUND if lower_bound is None else lower_bound
     if not SAFE_BOUND <= bound < 0:
         raise ValueError(f"lower_bound must be in [-5, 0) with safe_gate=True, got {lower_bound}")
-    if use_gate_in_kernel:
-        return bound, bound
-    if check.known(g) and bool((g < bound).any()):
+    return (bound if use_gate_in_kernel else None), bound
+
+
+def _check_promise(g: Tensor, bound: float) -> None:
+    """Check the promise of safe_gate where the numbers of g are known."""
+    if known(g) and bool((g < bound).any()):
         raise ValueError(
             f"g must be >= {bound} with safe_gate=True, got a minimum of {g.min().item():.4g}"
         )
-    return None, bound
 
 
-def _fits(impl: str, q: Tensor, v: Tensor, chunk_size: int, packed: bool) -> int:
+def _fused_passes(impl: str, q: Tensor, v: Tensor, chunk_size: int, packed: bool) -> int:
     """How many of the two passes run in fused kernels, the forward pass first, where nothing is
     asked for that only the stages make. Both forms of the backward pass start from P and A.
     """
     if impl != "triton":
         return 0
-    from linattn_edu.kernels.fused import gdn_bwd, kda_bwd
+    from linattn_edu.kernels.routes import by_kind, kind_of
 
-    if not gdn_bwd.fits(q, v):
+    kind = kind_of(q, *v.shape[2:], chunk_size, packed)
+    if by_kind.kda_forward_stages(kind).takes == "staged":
         return 0
-    # the forward pass gives the same bits in all its kernels, whatever the batch
-    return 2 if kda_bwd.fits(q, v, chunk_size, packed) else 1
+    return 1 + (by_kind.kda_backward_stages(kind).takes == "fused")
 
 
 @dataclass(frozen=True)
@@ -266,22 +240,22 @@ class Stages:
     kda_scan is state and output, kda_scans is state and state_bwd, where no state is kept.
     """
 
-    gate_cumsum: Callable
-    kda_intra: Callable
-    wy: Callable
-    state: Callable
-    output: Callable
-    kda_scan: Callable
-    kda_scans: Callable
-    state_bwd: Callable
-    kda_output_bwd: Callable
-    kda_wy_bwd: Callable
-    kda_intra_bwd: Callable
-    gate_bwd: Callable
-    piece_map: Callable
-    cp_merge: Callable
-    piece_map_bwd: Callable
-    cp_merge_bwd: Callable
+    gate_cumsum: Callable = stage("delta.gate_cumsum")
+    kda_intra: Callable = stage("delta.kda_intra")
+    wy: Callable = stage("delta.wy")
+    state: Callable = stage("delta.state")
+    output: Callable = stage("delta.output")
+    kda_scan: Callable = stage("delta.kda_scan")
+    kda_scans: Callable = stage("delta.kda_scans")
+    state_bwd: Callable = stage("delta.state_bwd")
+    kda_output_bwd: Callable = stage("delta.kda_bwd")
+    kda_wy_bwd: Callable = stage("delta.kda_bwd")
+    kda_intra_bwd: Callable = stage("delta.kda_intra_bwd")
+    gate_bwd: Callable = stage("delta.gate_bwd")
+    piece_map: Callable = stage("delta.cp_merge")
+    cp_merge: Callable = stage("delta.cp_merge")
+    piece_map_bwd: Callable = stage("delta.cp_merge_bwd")
+    cp_merge_bwd: Callable = stage("delta.cp_merge_bwd")
 
 
 @dataclass(frozen=True)
@@ -292,69 +266,16 @@ class FusedStages:
     kda_intra_bwd.
     """
 
-    gate_cumsum: Callable
-    kda_prepare: Callable
-    kda_fused_scan: Callable
-    kda_gates: Callable
-    kda_fused_scans: Callable
-    kda_fused_intra_bwd: Callable
-    gate_bwd: Callable
+    gate_cumsum: Callable = stage("delta.gate_cumsum")
+    kda_prepare: Callable = stage("fused.kda_fwd")
+    kda_fused_scan: Callable = stage("fused.kda_fwd")
+    kda_gates: Callable = stage("fused.kda_scans")
+    kda_fused_scans: Callable = stage("fused.kda_scans")
+    kda_fused_intra_bwd: Callable = stage("fused.kda_bwd")
+    gate_bwd: Callable = stage("delta.gate_bwd")
 
 
-@functools.cache
-def stages(impl: str) -> Stages:
-    """The stages of an implementation, "reference" or "triton"."""
-    check.choice("impl", impl, check.STAGES)
-    return _kernels()[0] if impl == "triton" else _REFERENCE
-
-
-@functools.cache
-def fused_stages(impl: str) -> FusedStages:
-    """The fused stages of an implementation, "reference" or "triton"."""
-    check.choice("impl", impl, check.STAGES)
-    return _kernels()[1] if impl == "triton" else _FUSED_REFERENCE
-
-
-_REFERENCE = Stages(
-    gate_cumsum, kda_intra, wy, state, output, kda_scan,
-    kda_scans, state_bwd, kda_output_bwd, kda_wy_bwd, kda_intra_bwd, gate_bwd,
-    piece_map, cp_merge, piece_map_bwd, cp_merge_bwd,
-)  # fmt: skip
-_FUSED_REFERENCE = FusedStages(
-    gate_cumsum, kda_prepare, kda_fused_scan, kda_gates, kda_fused_scans, kda_fused_intra_bwd,
-    gate_bwd,
-)  # fmt: skip
-
-
-def _kernels() -> tuple[Stages, FusedStages]:
-    """The stages in Triton, which may be missing."""
-    from linattn_edu.kernels.delta.cp_merge import cp_merge, piece_map
-    from linattn_edu.kernels.delta.cp_merge_bwd import cp_merge_bwd, piece_map_bwd
-    from linattn_edu.kernels.delta.gate_bwd import gate_bwd
-    from linattn_edu.kernels.delta.gate_cumsum import gate_cumsum
-    from linattn_edu.kernels.delta.kda_bwd import kda_output_bwd, kda_wy_bwd
-    from linattn_edu.kernels.delta.kda_intra import kda_intra
-    from linattn_edu.kernels.delta.kda_intra_bwd import kda_intra_bwd
-    from linattn_edu.kernels.delta.kda_scan import kda_scan
-    from linattn_edu.kernels.delta.kda_scans import kda_scans
-    from linattn_edu.kernels.delta.output import output
-    from linattn_edu.kernels.delta.state import state
-    from linattn_edu.kernels.delta.state_bwd import state_bwd
-    from linattn_edu.kernels.delta.wy import wy
-    from linattn_edu.kernels.fused.kda_bwd import kda_fused_intra_bwd
-    from linattn_edu.kernels.fused.kda_fwd import kda_fused_scan, kda_prepare
-    from linattn_edu.kernels.fused.kda_scans import kda_fused_scans, kda_gates
-
-    staged = Stages(
-        gate_cumsum, kda_intra, wy, state, output, kda_scan,
-        kda_scans, state_bwd, kda_output_bwd, kda_wy_bwd, kda_intra_bwd, gate_bwd,
-        piece_map, cp_merge, piece_map_bwd, cp_merge_bwd,
-    )  # fmt: skip
-    fused = FusedStages(
-        gate_cumsum, kda_prepare, kda_fused_scan, kda_gates, kda_fused_scans, kda_fused_intra_bwd,
-        gate_bwd,
-    )  # fmt: skip
-    return staged, fused
+stages, fused_stages = implementations(Stages), implementations(FusedStages)
 
 
 class Residuals(NamedTuple):

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from linattn_edu.ops import check
 from linattn_edu.ops.delta import arguments
-from linattn_edu.ops.delta.gate import layer_gate
+from linattn_edu.ops.delta.gate import layer_gate, write_strength
 
 
 def fused_kda_gate(
@@ -67,7 +67,8 @@ def fused_kda_gate(
     for name, value, default in (("beta", beta, 1.0), ("threshold", threshold, 20.0)):
         if value != default:
             raise ValueError(f"{name} must be {default}, got {value}")
-    check.dense("g", g, "[..., HV, K]")
+    given = check.Tensors()
+    given.dense("g", g, "[..., HV, K]")
     if head_k_dim is not None:
         if g.ndim < 1 or head_k_dim < 1 or g.shape[-1] % head_k_dim:
             raise ValueError(
@@ -83,14 +84,13 @@ def fused_kda_gate(
         raise ValueError(f"lower_bound must be < 0, the least log decay, got {lower_bound}")
     if lower_bound is None and A_log is None:
         raise ValueError("A_log or lower_bound must be given, got None for both")
-    sizes = dict(zip(("HV", "K"), g.shape[-2:], strict=True))
-    A_log, dt_bias = arguments.layer_parameters(("g", g), sizes, A_log, dt_bias, channels=True)
-    given = (x.dtype for x in (g, A_log, dt_bias) if x is not None)
-    impl = check.resolve_impl(impl, g.device, tuple(given))
+    given.sizes |= zip(("HV", "K"), g.shape[-2:], strict=True)
+    A_log, dt_bias = arguments.layer_parameters(given, A_log, dt_bias, channels=True)
+    impl = check.resolve_impl(impl, given.device, tuple(given.dtypes))
     rows = g if g.ndim == 4 and g.numel() else g.reshape(1, -1, *g.shape[-2:])
     y = layer_gate(rows, A_log, dt_bias, lower_bound, impl)
     y = y.view(g.shape).to(output_dtype)
     if b is None:
         return y
     check.dense("b", b, "[..., HV]")
-    return y, arguments.write_strength(b, 1)
+    return y, write_strength(b, 1)

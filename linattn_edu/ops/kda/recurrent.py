@@ -70,12 +70,6 @@ def fused_recurrent_kda(
     """
     check.absent("cp_context", cp_context)
     state_v_first = arguments.v_first(state_v_first, transpose_state_layout)
-    sizes = arguments.check_tensors(
-        q, k, v, g, beta, initial_state, cu_seqlens, state_v_first,
-        channels=True, pool=ssm_state_indices is not None, largest=recurrence.LARGEST,
-    )  # fmt: skip
-    for name, x, shape in (("g", g, ("B", "T", "HV", "K")), ("beta", beta, ("B", "T", "HV"))):
-        check.tensor(name, x, shape, sizes)  # which the gated delta rule may do without
     output_final_state, normalise, raw_gate, inplace = arguments.flags(
         output_final_state=output_final_state,
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
@@ -83,9 +77,12 @@ def fused_recurrent_kda(
         inplace_final_state=inplace_final_state,
     )
     lower_bound = check.number("lower_bound", lower_bound)
-    A_log, dt_bias = arguments.check_gate(
-        sizes, q, g, raw_gate, A_log, dt_bias, lower_bound, channels=True
-    )
+    given = check.Tensors()
+    A_log, dt_bias = arguments.check_tensors(
+        given, q, k, v, g, beta, initial_state, A_log, dt_bias, cu_seqlens,
+        v_first=state_v_first, raw_gate=raw_gate, lower_bound=lower_bound, channels=True,
+        pool=ssm_state_indices is not None, largest=recurrence.LARGEST,
+    )  # fmt: skip
     sigmoid = arguments.sigmoid_factor(use_beta_sigmoid_in_kernel, allow_neg_eigval)
     tensors = (q, k, v, None, g, None, beta, A_log, dt_bias, initial_state)
     how = recurrence.How(
@@ -93,7 +90,7 @@ def fused_recurrent_kda(
     )
     if inplace or ssm_state_indices is not None:
         return decode.in_place(
-            tensors, cu_seqlens, sizes, how, inplace, ssm_state_indices, num_accepted_tokens
+            tensors, cu_seqlens, given, how, inplace, ssm_state_indices, num_accepted_tokens
         )
     decode.no_pool(num_accepted_tokens)
-    return recurrence.run(tensors, cu_seqlens, sizes, how, output_final_state)
+    return recurrence.run(tensors, cu_seqlens, given, how, output_final_state)

@@ -1,6 +1,5 @@
 """Mamba-2 in chunks: the public function, its declaration, the composition of its stages."""
 
-import functools
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
@@ -14,25 +13,9 @@ from linattn_edu.ops import check
 from linattn_edu.ops.delta import arguments
 from linattn_edu.ops.operator import Operator, like, widened
 from linattn_edu.ops.ranks import Ranks
-from linattn_edu.ops.tensors import wide
+from linattn_edu.ops.stages import implementations, stage
+from linattn_edu.ops.tensors import transposed, wide
 from linattn_edu.packing import Packing
-from linattn_edu.reference.delta.cp_merge import cp_merge, piece_map
-from linattn_edu.reference.delta.cp_merge_bwd import cp_merge_bwd, piece_map_bwd
-from linattn_edu.reference.delta.state import state
-from linattn_edu.reference.delta.state_bwd import state_bwd
-from linattn_edu.reference.fused.ssd_bwd import ssd_bwd_bc, ssd_bwd_dx
-from linattn_edu.reference.fused.ssd_fwd import chunk_scores, ssd_fwd
-from linattn_edu.reference.ssd.chunk_cumsum import chunk_cumsum, chunk_cumsum_log
-from linattn_edu.reference.ssd.chunk_cumsum_bwd import chunk_cumsum_bwd
-from linattn_edu.reference.ssd.chunk_scan import chunk_scan
-from linattn_edu.reference.ssd.chunk_scan_bwd_da_cs import chunk_scan_bwd_da_cs
-from linattn_edu.reference.ssd.chunk_scan_bwd_dc import chunk_scan_bwd_dc
-from linattn_edu.reference.ssd.chunk_scan_bwd_dstates import chunk_scan_bwd_dstates
-from linattn_edu.reference.ssd.chunk_scan_chunk_state_bwd_dx import chunk_scan_chunk_state_bwd_dx
-from linattn_edu.reference.ssd.chunk_state import chunk_state
-from linattn_edu.reference.ssd.chunk_state_bwd_db import chunk_state_bwd_db
-from linattn_edu.reference.ssd.state_passing import state_passing
-from linattn_edu.reference.ssd.state_passing_bwd import state_passing_bwd
 
 LARGEST = 256  # P and N
 
@@ -130,7 +113,7 @@ def mamba_chunk_scan_combined(
     2.3.2, which sees the boundaries of cu_seqlens only through seq_idx; chapters 13 to 19.
     """
     given = {"dt": dt, "A": A, "D": D, "z": z, "dt_bias": dt_bias, "initial_states": initial_states}
-    sizes = _check_tensors(x, B, C, given, seq_idx, cu_seqlens, cp_context)
+    checked = _check_tensors(x, B, C, given, seq_idx, cu_seqlens, cp_context)
     softplus, final, varlen = arguments.flags(
         dt_softplus=dt_softplus,
         return_final_states=return_final_states,
@@ -141,14 +124,13 @@ def mamba_chunk_scan_combined(
     if seq_idx is not None and cp_context is not None:
         raise ValueError("seq_idx must be None with cp_context, which has the boundaries")
     low, high = check_options(chunk_size, dt_limit)
-    tensors = (x, B, C, *given.values())
-    impl = check.resolve_impl(impl, x.device, tuple(y.dtype for y in tensors if y is not None))
-    place = arguments.place("x", x, sizes, cu_seqlens, cu_seqlens_cpu, None, chunk_size, cp_context)
+    impl = check.resolve_impl(impl, x.device, tuple(checked.dtypes))
+    place = arguments.place(checked, cu_seqlens, cu_seqlens_cpu, None, chunk_size, cp_context)
     impl, chunk_size = _form(impl, x, B, chunk_size, low)
     x, dt, B, C, z = place.joined(x, dt, B, C, z)
     out, states, _ = scan(
-        x, dt, A, B, C, None if D is None else D.reshape(sizes["H"], -1), z, dt_bias,
-        place.entering(arguments.transposed(initial_states, True)), _runs(seq_idx), *place.bounds,
+        x, dt, A, B, C, None if D is None else D.reshape(x.shape[2], -1), z, dt_bias,
+        place.entering(transposed(initial_states, True)), _runs(seq_idx), *place.bounds,
         softplus, low, high, final or varlen, chunk_size, place.group, impl, "",
         save="crossing" if place.group else "",
     )  # fmt: skip
@@ -168,14 +150,15 @@ def _check_tensors(
     seq_idx: Tensor | None,
     cu_seqlens: Tensor | None,
     cp_context: CPContext | None,
-) -> dict[str, int]:
-    """Refuse tensors that do not fit; return the sizes B, T, H, P, G, S (the states' N) and N."""
-    sizes: dict[str, int] = {}
-    check.tensor("x", x, ("B", "T", "H", "P"), sizes)
-    check.tensor("dt", given["dt"], ("B", "T", "H"), sizes)
-    check.tensor("A", given["A"], ("H",), sizes)
+) -> check.Tensors:
+    """Refuse tensors that do not fit; the sizes are B, T, H, P, G, S (the states' N) and N."""
+    checked = check.Tensors()
+    sizes = checked.sizes
+    checked.take("x", x, ("B", "T", "H", "P"))
+    checked.take("dt", given["dt"], ("B", "T", "H"))
+    checked.take("A", given["A"], ("H",), decay=True)
     for name, y in (("B", B), ("C", C)):
-        check.tensor(name, y, ("B", "T", "G", "S"), sizes)
+        checked.take(name, y, ("B", "T", "G", "S"), alike=True)
     for axis, owner in (("B", "x"), ("H", "x"), ("P", "x"), ("G", "B"), ("S", "B")):
         if sizes[axis] < 1:
             raise ValueError(f"{owner} must have no empty axis but T, got {axis}=0")
@@ -193,18 +176,14 @@ def _check_tensors(
         "dt_bias": ("H",),
         "initial_states": ("N", "H", "P", "S"),
     }
-    arguments.count_sequences(
-        "x", x, cu_seqlens, sizes, cp_context, ("initial_states", given["initial_states"])
-    )
+    state = "initial_states", given["initial_states"]
+    arguments.count_sequences(checked, cu_seqlens, cp_context, state)
     for name, shape in shapes.items():
         if given[name] is not None:
-            check.tensor(name, given[name], shape, sizes)
-    check.same_dtype(("x", x), ("B", B), ("C", C))
+            checked.take(name, given[name], shape)
     if seq_idx is not None:
-        check.sequence_numbers("seq_idx", seq_idx, *x.shape[:2])
-    check.same_device(("x", x), ("B", B), ("C", C), *given.items(), ("seq_idx", seq_idx))
-    check.log_decay("A", given["A"])
-    return sizes
+        checked.sequence_numbers("seq_idx", seq_idx)
+    return checked
 
 
 def check_options(chunk_size: int, dt_limit: tuple[float, float]) -> tuple[float, float]:
@@ -236,111 +215,57 @@ def _form(impl: str, x: Tensor, B: Tensor, chunk_size: int, low: float) -> tuple
     """
     if impl == "reference":
         return impl, min(chunk_size, 64)
-    from linattn_edu.kernels.fused.ssd_fwd import fits
-    from linattn_edu.kernels.tiles import chunk_limit
+    from linattn_edu.kernels.routes import by_kind, kind_of, limits
 
-    if low >= 0 and fits(x, B):
-        return "fused", min(chunk_size, 128)
-    return impl, min(chunk_size, chunk_limit(B))
+    kind = kind_of(B, *x.shape[2:], chunk_size, None)
+    if by_kind.ssd_stages(kind, low).takes == "fused":
+        return "fused", min(chunk_size, limits.SSD_CHUNK)
+    return impl, min(chunk_size, by_kind.chunk_limit(kind).takes)
 
 
 @dataclass(frozen=True)
 class Stages:
     """One implementation of each stage; `dataclasses.replace` swaps a single one."""
 
-    chunk_cumsum: Callable
-    chunk_state: Callable
-    state_passing: Callable
-    chunk_scan: Callable
-    chunk_scan_bwd_dstates: Callable
-    state_passing_bwd: Callable
-    chunk_state_bwd_db: Callable
-    chunk_scan_bwd_dc: Callable
-    chunk_scan_chunk_state_bwd_dx: Callable
-    chunk_scan_bwd_da_cs: Callable
-    chunk_cumsum_bwd: Callable
-    cp_merge: Callable
-    cp_merge_bwd: Callable
+    chunk_cumsum: Callable = stage("ssd.chunk_cumsum")
+    chunk_state: Callable = stage("ssd.chunk_state")
+    state_passing: Callable = stage("ssd.state_passing")
+    chunk_scan: Callable = stage("ssd.chunk_scan")
+    chunk_scan_bwd_dstates: Callable = stage("ssd.chunk_scan_bwd_dstates")
+    state_passing_bwd: Callable = stage("ssd.state_passing_bwd")
+    chunk_state_bwd_db: Callable = stage("ssd.chunk_state_bwd_db")
+    chunk_scan_bwd_dc: Callable = stage("ssd.chunk_scan_bwd_dc")
+    chunk_scan_chunk_state_bwd_dx: Callable = stage("ssd.chunk_scan_chunk_state_bwd_dx")
+    chunk_scan_bwd_da_cs: Callable = stage("ssd.chunk_scan_bwd_da_cs")
+    chunk_cumsum_bwd: Callable = stage("ssd.chunk_cumsum_bwd")
+    cp_merge: Callable = stage("delta.cp_merge")
+    cp_merge_bwd: Callable = stage("delta.cp_merge_bwd")
 
 
 @dataclass(frozen=True)
 class FusedStages:
     """Both passes in fused stages, whose scans for the backward pass are the delta rule's."""
 
-    chunk_cumsum_log: Callable
-    chunk_scores: Callable
-    ssd_fwd: Callable
-    state: Callable
-    state_bwd: Callable
-    ssd_bwd_bc: Callable
-    ssd_bwd_dx: Callable
-    chunk_cumsum_bwd: Callable
-    piece_map: Callable
-    cp_merge: Callable
-    piece_map_bwd: Callable
-    cp_merge_bwd: Callable
+    chunk_cumsum_log: Callable = stage("ssd.chunk_cumsum")
+    chunk_scores: Callable = stage("fused.ssd_fwd")
+    ssd_fwd: Callable = stage("fused.ssd_fwd")
+    state: Callable = stage("delta.state")
+    state_bwd: Callable = stage("delta.state_bwd")
+    ssd_bwd_bc: Callable = stage("fused.ssd_bwd")
+    ssd_bwd_dx: Callable = stage("fused.ssd_bwd")
+    chunk_cumsum_bwd: Callable = stage("ssd.chunk_cumsum_bwd")
+    piece_map: Callable = stage("delta.cp_merge")
+    cp_merge: Callable = stage("delta.cp_merge")
+    piece_map_bwd: Callable = stage("delta.cp_merge_bwd")
+    cp_merge_bwd: Callable = stage("delta.cp_merge_bwd")
 
 
-_REFERENCE = Stages(
-    chunk_cumsum, chunk_state, state_passing, chunk_scan, chunk_scan_bwd_dstates,
-    state_passing_bwd, chunk_state_bwd_db, chunk_scan_bwd_dc, chunk_scan_chunk_state_bwd_dx,
-    chunk_scan_bwd_da_cs, chunk_cumsum_bwd, cp_merge, cp_merge_bwd,
-)  # fmt: skip
-_FUSED_REFERENCE = FusedStages(
-    chunk_cumsum_log, chunk_scores, ssd_fwd, state, state_bwd, ssd_bwd_bc, ssd_bwd_dx,
-    chunk_cumsum_bwd, piece_map, cp_merge, piece_map_bwd, cp_merge_bwd,
-)  # fmt: skip
-
-
-@functools.cache
-def stages(impl: str) -> Stages:
-    """The stages of an implementation, "reference" or "triton"."""
-    check.choice("impl", impl, check.STAGES)
-    return _kernels()[0] if impl == "triton" else _REFERENCE
-
-
-@functools.cache
-def fused_stages(impl: str) -> FusedStages:
-    """The fused stages of an implementation, "reference" or "triton"."""
-    check.choice("impl", impl, check.STAGES)
-    return _kernels()[1] if impl == "triton" else _FUSED_REFERENCE
+stages, fused_stages = implementations(Stages), implementations(FusedStages)
 
 
 def _chosen(form: str) -> Stages | FusedStages:
     """The stages that `_form` chose."""
     return fused_stages("triton") if form == "fused" else stages(form)
-
-
-def _kernels() -> tuple[Stages, FusedStages]:
-    """The stages in Triton, which may be missing."""
-    from linattn_edu.kernels.delta.cp_merge import cp_merge, piece_map
-    from linattn_edu.kernels.delta.cp_merge_bwd import cp_merge_bwd, piece_map_bwd
-    from linattn_edu.kernels.delta.state import state
-    from linattn_edu.kernels.delta.state_bwd import state_bwd
-    from linattn_edu.kernels.fused.ssd_bwd import ssd_bwd_bc, ssd_bwd_dx
-    from linattn_edu.kernels.fused.ssd_fwd import chunk_scores, ssd_fwd
-    from linattn_edu.kernels.ssd.chunk_cumsum import chunk_cumsum, chunk_cumsum_log
-    from linattn_edu.kernels.ssd.chunk_cumsum_bwd import chunk_cumsum_bwd
-    from linattn_edu.kernels.ssd.chunk_scan import chunk_scan
-    from linattn_edu.kernels.ssd.chunk_scan_bwd_da_cs import chunk_scan_bwd_da_cs
-    from linattn_edu.kernels.ssd.chunk_scan_bwd_dc import chunk_scan_bwd_dc
-    from linattn_edu.kernels.ssd.chunk_scan_bwd_dstates import chunk_scan_bwd_dstates
-    from linattn_edu.kernels.ssd.chunk_scan_chunk_state_bwd_dx import chunk_scan_chunk_state_bwd_dx
-    from linattn_edu.kernels.ssd.chunk_state import chunk_state
-    from linattn_edu.kernels.ssd.chunk_state_bwd_db import chunk_state_bwd_db
-    from linattn_edu.kernels.ssd.state_passing import state_passing
-    from linattn_edu.kernels.ssd.state_passing_bwd import state_passing_bwd
-
-    staged = Stages(
-        chunk_cumsum, chunk_state, state_passing, chunk_scan, chunk_scan_bwd_dstates,
-        state_passing_bwd, chunk_state_bwd_db, chunk_scan_bwd_dc, chunk_scan_chunk_state_bwd_dx,
-        chunk_scan_bwd_da_cs, chunk_cumsum_bwd, cp_merge, cp_merge_bwd,
-    )  # fmt: skip
-    fused = FusedStages(
-        chunk_cumsum_log, chunk_scores, ssd_fwd, state, state_bwd, ssd_bwd_bc, ssd_bwd_dx,
-        chunk_cumsum_bwd, piece_map, cp_merge, piece_map_bwd, cp_merge_bwd,
-    )  # fmt: skip
-    return staged, fused
 
 
 class Residuals(NamedTuple):

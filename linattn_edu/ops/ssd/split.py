@@ -87,13 +87,11 @@ def mamba_split_conv1d_scan_combined(
         "rmsnorm_weight": rmsnorm_weight, "outproj_weight": outproj_weight,
         "outproj_bias": outproj_bias,
     }  # fmt: skip
-    H, P, N, M = _check_tensors(zxbcdt, conv1d_weight, D, headdim, ngroups, tensors)
+    given = check.Tensors()
+    H, P, N, M = _check_tensors(given, zxbcdt, conv1d_weight, D, headdim, ngroups, tensors)
     if seq_idx is not None:
-        check.sequence_numbers("seq_idx", seq_idx, *zxbcdt.shape[:2])
-    check.same_device(("zxbcdt", zxbcdt), ("seq_idx", seq_idx))
-    check.log_decay("A", A)
-    given = (zxbcdt, conv1d_weight, D, *tensors.values())
-    check.resolve_impl(impl, zxbcdt.device, tuple(t.dtype for t in given if t is not None))
+        given.sequence_numbers("seq_idx", seq_idx)
+    check.resolve_impl(impl, zxbcdt.device, tuple(given.dtypes))
     check_options(chunk_size, dt_limit)
     activation_of(activation)
     check_eps("rmsnorm_eps", rmsnorm_eps)
@@ -125,6 +123,7 @@ def mamba_split_conv1d_scan_combined(
 
 
 def _check_tensors(
+    given: check.Tensors,
     zxbcdt: Tensor,
     conv1d_weight: Tensor,
     D: Tensor,
@@ -133,10 +132,10 @@ def _check_tensors(
     tensors: dict[str, Tensor | None],
 ) -> tuple[int, int, int, int]:
     """Refuse tensors that do not fit; return H, P, N and M."""
-    sizes: dict[str, int] = {}
-    check.tensor("zxbcdt", zxbcdt, ("B", "T", "L"), sizes)
+    sizes = given.sizes
+    given.take("zxbcdt", zxbcdt, ("B", "T", "L"))
     whole = isinstance(D, Tensor) and D.ndim == 2
-    check.tensor("D", D, ("H", "P") if whole else ("H",), sizes)
+    given.take("D", D, ("H", "P") if whole else ("H",))
     for name, value in (("headdim", headdim), ("ngroups", ngroups)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
             raise TypeError(f"{name} must be an integer, got {value!r}")
@@ -150,7 +149,7 @@ def _check_tensors(
         raise ValueError(f"D and headdim must have H >= 1 and P from 1 to {LARGEST}, got {H}, {P}")
     if ngroups is None or ngroups < 1 or H % ngroups:
         raise ValueError(f"ngroups must divide H={H}, got {ngroups}")
-    check.tensor("conv1d_weight", conv1d_weight, ("channels", "W"), sizes)
+    given.take("conv1d_weight", conv1d_weight, ("channels", "W"))
     N, rest = divmod(sizes["channels"] - H * P, 2 * ngroups)
     if rest or not 1 <= N <= LARGEST:
         raise ValueError(
@@ -169,16 +168,11 @@ def _check_tensors(
         "initial_states": ("B", "H", "P", "N"), "rmsnorm_weight": ("H P",),
         "outproj_weight": ("E", "M + H P"), "outproj_bias": ("E",),
     }  # fmt: skip
+    projected = ("outproj_weight", "outproj_bias")
+    alike = projected if not torch.is_autocast_enabled(zxbcdt.device.type) else ()
     for name, shape in shapes.items():
         if tensors[name] is not None or name == "A":
-            check.tensor(name, tensors[name], shape, sizes)
-    check.same_device(
-        ("zxbcdt", zxbcdt), ("conv1d_weight", conv1d_weight), ("D", D), *tensors.items()
-    )
-    weight = tensors["outproj_weight"]
-    if weight is None and tensors["outproj_bias"] is not None:
+            given.take(name, tensors[name], shape, alike=name in alike, decay=name == "A")
+    if tensors["outproj_weight"] is None and tensors["outproj_bias"] is not None:
         raise ValueError("outproj_bias needs outproj_weight, got None")
-    if weight is not None and not torch.is_autocast_enabled(zxbcdt.device.type):
-        given = ("outproj_weight", weight), ("outproj_bias", tensors["outproj_bias"])
-        check.same_dtype(("zxbcdt", zxbcdt), *((n, t) for n, t in given if t is not None))
     return H, P, N, M

@@ -1,15 +1,14 @@
 """Mamba-2 token by token: decoding, with the state written in place."""
 
-import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from linattn_edu.ops import check, inplace
 from linattn_edu.ops.operator import Operator, like
-from linattn_edu.ops.tensors import contiguous_rows
-from linattn_edu.reference.ssd.selective_state_update import selective_state_update as reference
+from linattn_edu.ops.stages import implementations, stage
+from linattn_edu.ops.tensors import contiguous_rows, known
 
 LARGEST = 256  # N: a program of the kernel holds rows of a state whole
 SHAPES = {
@@ -108,12 +107,12 @@ def _checked(
     state: Tensor, given: dict[str, Tensor | None], indices: Tensor | None
 ) -> tuple[Tensor, dict[str, Tensor | None], Tensor | None]:
     """Refuse tensors that do not fit; return them with their axis of heads or groups."""
-    sizes: dict[str, int] = {}
-    first = "B" if indices is None else "slots"
-    whole = _with_heads("state", state, (first, "H", "P", "N"), sizes)
+    checked = check.Tensors()
+    sizes, first = checked.sizes, "B" if indices is None else "slots"
+    whole = _with_heads("state", state, (first, "H", "P", "N"), checked)
     tensors = {
-        name: None if x is None and name in OPTIONAL else _with_heads(name, x, SHAPES[name], sizes)
-        for name, x in given.items()
+        n: None if x is None and n in OPTIONAL else _with_heads(n, x, SHAPES[n], checked)
+        for n, x in given.items()
     }
     for axis, size in sizes.items():
         if size < 1:
@@ -126,12 +125,11 @@ def _checked(
     if sizes["N"] > LARGEST:
         raise ValueError(f"state must have N <= {LARGEST}, got N={sizes['N']}")
     if indices is not None:
-        check.integers("state_batch_indices", indices)
+        checked.integers("state_batch_indices", indices)
         if indices.shape != (sizes["B"],):
             raise ValueError(
                 f"state_batch_indices must have shape [B={sizes['B']}], got {tuple(indices.shape)}"
             )
-    check.same_device(("state", state), *given.items(), ("state_batch_indices", indices))
     if not inplace.dense(whole):
         raise ValueError(
             "state must be contiguous in every sequence or slot, and they must not overlap, "
@@ -140,15 +138,15 @@ def _checked(
     return whole, tensors, indices
 
 
-def _with_heads(name: str, x: object, shape: tuple[str, ...], sizes: dict[str, int]) -> Tensor:
+def _with_heads(name: str, x: object, shape: tuple[str, ...], checked: check.Tensors) -> Tensor:
     """x, checked, with an axis of one head or group if it is left out."""
     axis = next(i for i, a in enumerate(shape) if a in ("H", "G"))
     short = isinstance(x, Tensor) and x.ndim == len(shape) - 1
-    if not (short and sizes.get(shape[axis], 1) == 1):
-        check.tensor(name, x, shape, sizes)
+    if not (short and checked.sizes.get(shape[axis], 1) == 1):
+        checked.take(name, x, shape)
         return x
-    sizes[shape[axis]] = 1
-    check.tensor(name, x, shape[:axis] + shape[axis + 1 :], sizes)
+    checked.sizes[shape[axis]] = 1
+    checked.take(name, x, shape[:axis] + shape[axis + 1 :])
     return x.unsqueeze(axis)
 
 
@@ -162,24 +160,14 @@ def _once(x: Tensor | None, first: int) -> Tensor | None:
     return x
 
 
-class Stages(NamedTuple):
+@dataclass(frozen=True)
+class Stages:
     """The recurrence of one token, in place."""
 
-    selective_state_update: Callable
+    selective_state_update: Callable = stage("ssd.selective_state_update")
 
 
-@functools.cache
-def stages(impl: str) -> Stages:
-    """The recurrence of an implementation, "reference" or "triton"."""
-    return _kernels() if impl == "triton" else Stages(reference)
-
-
-def _kernels() -> Stages:
-    """The stage in Triton, which may be missing."""
-    from linattn_edu.kernels.ssd.selective_state_update import selective_state_update
-
-    return Stages(selective_state_update)
-
+stages = implementations(Stages)
 
 # H: the groups of B and C, HV: the heads, S: N.  P_.., N_..: P and N, or 1, one number for all
 update = Operator(
@@ -220,7 +208,7 @@ def forward(
     softplus: bool,
 ) -> Tensor:
     """out; the new states go where the old ones are."""
-    if check.known(indices):
+    if known(indices):
         rows = [[slot] for slot in indices.tolist()]
         inplace.check_slots("state_batch_indices", "state", rows, state.shape[0])
     aligned = state if indices is not None else contiguous_rows(state)

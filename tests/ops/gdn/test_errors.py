@@ -21,17 +21,9 @@ def new(*shape, **kwargs):
 
 
 CASES = {
-    "q no tensor": ({"q": [1.0]}, TypeError, "q must be a torch.Tensor .*got list"),
-    "k missing": ({"k": None}, TypeError, "k must be a torch.Tensor .*got NoneType"),
-    "q rank": (
-        {"q": new(2, 20, 16)},
-        ValueError,
-        r"q must have 4 dimensions \[B, T, H, K\], got 3",
-    ),
     "k shape": ({"k": new(2, 20, 2, 8)}, ValueError, r"k must have shape \[B=2, T=20, H=2, K=16\]"),
     "v tokens": ({"v": new(2, 19, 4, 24)}, ValueError, r"v must have shape \[B=2, T=20"),
     "head first": ({"v": new(2, 4, 20, 24)}, ValueError, r"v must have shape \[B=2, T=20"),
-    "g rank": ({"g": new(2, 20)}, ValueError, r"g must have 3 dimensions \[B, T, HV\]"),
     "g heads": ({"g": new(2, 20, 2)}, ValueError, r"g must have shape \[B=2, T=20, HV=4\]"),
     "beta shape": ({"beta": new(2, 20, 5)}, ValueError, r"beta must have shape .*HV=4"),
     "state shape": (
@@ -44,7 +36,6 @@ CASES = {
         ValueError,
         r"multiple of q's 2 heads .*HV=3",
     ),
-    "q dtype": ({"q": new(*SIZES[:3], 16, dtype=torch.int32)}, TypeError, "q must be float.*int32"),
     "k dtype": (
         {"k": new(2, 20, 2, 16).half()},
         TypeError,
@@ -55,35 +46,6 @@ CASES = {
         TypeError,
         "v must be torch.float32 like q.*float16",
     ),
-    "g dtype": ({"g": new(2, 20, 4, dtype=torch.bool)}, TypeError, "g must be float.*bool"),
-    "device": (
-        {"beta": new(2, 20, 4, device="meta")},
-        ValueError,
-        "beta must be on cpu like q.*meta",
-    ),
-    "positive g": ({"g": new(2, 20, 4) + 0.5}, ValueError, "g must be a log decay, <= 0.*0.5"),
-    "chunk_size": ({"chunk_size": 48}, ValueError, "chunk_size must be one of 16, 32, 64, got 48"),
-    "chunk_size bool": ({"chunk_size": True}, ValueError, "chunk_size must be one of"),
-    "chunk_size float": ({"chunk_size": 64.0}, ValueError, "chunk_size must be one of .*64.0"),
-    "state device": (
-        {"initial_state": new(2, 4, 16, 24, device="meta")},
-        ValueError,
-        "initial_state must be on cpu like q, got meta",
-    ),
-    "beta dtype": (
-        {"beta": new(2, 20, 4, dtype=torch.int64)},
-        TypeError,
-        "beta must be float.*int64",
-    ),
-    "scale": ({"scale": float("nan")}, ValueError, "scale must be finite, got nan"),
-    "scale type": ({"scale": "big"}, TypeError, "scale must be a number or None, got str"),
-    "flag": (
-        {"output_final_state": 2},
-        TypeError,
-        "output_final_state must be True or False, got 2",
-    ),
-    "impl": ({"impl": "cuda"}, ValueError, "impl must be one of 'auto', 'triton', 'reference'"),
-    "misspelt": ({"output_finl_state": True}, TypeError, "unexpected keyword argument"),
 }
 
 
@@ -123,9 +85,13 @@ def test_triton_has_no_float64(device):
 
 def test_auto_takes_the_reference_where_kernels_cannot_run(monkeypatch):
     monkeypatch.setattr(check, "interpreted", lambda: False)
-    monkeypatch.setattr(chunk, "_kernels", lambda: pytest.fail("kernels were chosen"))
+    chosen = []
+    for name in ("stages", "forward_stages"):
+        found = getattr(chunk.chunk, name)
+        monkeypatch.setattr(chunk.chunk, name, lambda impl, f=found: chosen.append(impl) or f(impl))
     o, _ = chunk_gated_delta_rule(**arguments())
     assert o.isfinite().all()
+    assert chosen == ["reference"]
 
 
 def test_triton_without_triton(monkeypatch):

@@ -7,11 +7,9 @@ from itertools import pairwise
 import pytest
 import torch
 from cp.cp_checks import compare, draw, on_one, on_rank
-from gdn_checks import check, cotangents, exact, fused_backward, inputs, run, same_bits
+from gdn_checks import check, cotangents, exact, fused_backward, holds, inputs, run, same_bits
 
 from linattn_edu.cp import simulate
-from linattn_edu.kernels import pieces
-from linattn_edu.kernels.fused.gdn_bwd import fits
 
 pytestmark = pytest.mark.usefixtures("poison")
 IMPLS = ("reference", "triton")
@@ -33,7 +31,7 @@ def drawn(lengths, dtype, device, H=1, HV=2, **kinds):
     """(arguments, do, dht, cu_seqlens) of packed sequences with a state each."""
     N = len(lengths)
     x = inputs(1, sum(lengths), H, HV, 24, 40, dtype, device, N=N, **kinds)
-    if x["q"].is_cuda and not fits(x["q"], x["v"]):
+    if x["q"].is_cuda and not holds(x["q"], x["v"]):
         pytest.skip("a GPU whose kernels these are not")
     bounds = torch.tensor([0, *lengths], device=device).cumsum(0)
     return x, *cotangents(x, N), bounds
@@ -82,11 +80,9 @@ def test_the_gate_of_a_layer(impl, device):
 
 
 @pytest.mark.parametrize("lengths", [(64,), (15, 0, 70, 1)], ids=str)
-def test_pieces(lengths, monkeypatch, device):
+def test_pieces(lengths, force, device):
     """Sequences of 64 tokens and more in pieces of 32."""
-    monkeypatch.setattr(pieces, "LENGTH", 32)
-    monkeypatch.setattr(pieces, "LEAST", 2)
-    monkeypatch.setattr(pieces, "MULTIPROCESSORS", 1)
+    force(LENGTH=32, LEAST=2, MULTIPROCESSORS=1)
     x, do, dht, bounds = drawn(lengths, WHOLE, device, norm=16)  # a state that is not forgotten
     options = {"output_final_state": True, "impl": "triton", "chunk_size": 16}
     options |= {"cu_seqlens": bounds} if len(lengths) > 1 else {}
@@ -104,7 +100,7 @@ def check_ranks(bounds, world, operator="gdn", B=1, **options):
     dtype, device = options.pop("dtype", torch.float64), options.pop("device", "cpu")
     f, *tensors = draw(operator, bounds, B, dtype=dtype, device=device)
     tokens, shared, *rest = tensors
-    if tokens["q"].is_cuda and not fits(tokens["q"], tokens["v"]):
+    if tokens["q"].is_cuda and not holds(tokens["q"], tokens["v"]):
         pytest.skip("a GPU whose kernels these are not")
     with fused_backward():
         parts = simulate(world, lambda group: on_rank((f, *tensors), bounds, group, B, **options))

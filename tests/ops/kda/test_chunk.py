@@ -1,15 +1,21 @@
 """chunk_kda: against the recurrence, what other operators it contains, what a user relies on."""
 
 import dataclasses
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
-from gdn_checks import DTYPES, GENERATIONS, cotangents, exact, pretend, same_bits
+from gdn_checks import DTYPES, cotangents, exact, run
 from grids import parametrize
 from kda_checks import GATE, check, inputs, spacing, tolerance, triton
 
-from linattn_edu import chunk_gated_delta_rule, chunk_kda, fused_recurrent_kda
+from linattn_edu import (
+    chunk_gated_delta_rule,
+    chunk_kda,
+    fused_recurrent_gated_delta_rule,
+    fused_recurrent_kda,
+)
 from linattn_edu.ops.kda import backward, forward, stages
 from linattn_edu.ops.kda import chunk as chunk_module
 from linattn_edu.reference.delta.recurrent import recurrent
@@ -79,61 +85,6 @@ def test_intermediate_states_beside_a_gradient(impl, keep, device):
     assert torch.equal(got[0], o) and torch.equal(got[2], h)
 
 
-@pytest.mark.parametrize("impl", IMPLS)
-def test_a_gate_that_is_nan_shows(impl, device):
-    x = small(torch.float32, device)
-    x["g"][0, 5, 0, 3] = torch.nan
-    o, S = chunk_kda(**x, output_final_state=True, impl=impl, **C16)
-    assert o[:, 5:].isnan().any() and S.isnan().any()
-
-
-def test_unaligned_storage(device):
-    """Tensors that do not start at 16 bytes give the same bits as those that do."""
-    x, shifted = small(torch.bfloat16, device), {}
-    for name, t in x.items():
-        storage = torch.empty(t.numel() + 1, dtype=t.dtype, device=device)
-        shifted[name] = storage[1:].view(t.shape).copy_(t)
-    assert shifted["q"].is_contiguous() and shifted["q"].data_ptr() % 16
-    got, _ = chunk_kda(**shifted, impl="triton", **C16)
-    want, _ = chunk_kda(**x, impl="triton", **C16)
-    assert torch.equal(got, want)
-
-
-@pytest.mark.parametrize("impl", IMPLS)
-def test_non_contiguous_arguments_are_copied(impl, device):
-    x = small(torch.float32, device)
-    strided = {n: t.transpose(1, 2).contiguous().transpose(1, 2) for n, t in x.items()}
-    assert not strided["g"].is_contiguous()
-    got, _ = chunk_kda(**strided, impl=impl, **C16)
-    want, _ = chunk_kda(**x, impl=impl, **C16)
-    assert torch.equal(got, want)
-
-
-@pytest.mark.parametrize("gen", GENERATIONS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_rows_of_a_generation(gen, dtype, device, monkeypatch):
-    """Its tiles compute the same; that they compile is tests/kernels."""
-    pretend(monkeypatch, gen)
-    x = inputs(1, 9, 1, 1, 40, 72, dtype, device)
-    do, dht = cotangents(x)
-    check(triton(x, do, dht), exact(x, do, dht), dtype)
-
-
-@pytest.mark.gpu
-def test_more_heads_than_a_grid_axis_holds():
-    x = inputs(40000, 1, 1, 2, 16, 16, torch.float32, "cuda", state=False)
-    o, _ = chunk_kda(**x)
-    assert_close("o", o, recurrence(x)[0], 5e-6)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs a second GPU")
-def test_tensors_on_another_gpu_than_the_current_one():
-    x = inputs(1, 70, 1, 2, 24, 40, torch.float32, "cuda:1")
-    o, _ = chunk_kda(**x)
-    assert_close("o", o, recurrence(x)[0], 5e-6)
-
-
 def both_passes(stages, x, do, dht):
     """Outputs and gradients of the composition, by name."""
     options = {"scale": 0.2, "initial_state": x["initial_state"], "lower_bound": -4.0}
@@ -162,29 +113,26 @@ def test_stages_of_an_unknown_implementation():
         stages("cuda")
 
 
-@pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("cut", [1, 16, 21])
-def test_splitting_a_sequence_equals_one_call(impl, cut, device):
-    x = inputs(1, 36, 1, 1, 24, 16, torch.float32, device)
-    options = {"output_final_state": True, "impl": impl, **C16}
-    o, final = chunk_kda(**x, **options)
-    first, rest = ({n: t if n == "initial_state" else t[:, part] for n, t in x.items()}
-                   for part in (slice(cut), slice(cut, None)))  # fmt: skip
-    o1, middle = chunk_kda(**first, **options)
-    o2, end = chunk_kda(**rest | {"initial_state": middle}, **options)
-    assert_close("o", torch.cat([o1, o2], 1), o, 2e-6)
-    assert_close("final_state", end, final, 2e-6)
+in_16 = partial(chunk_kda, **C16)
+# with a gate a channel, and the same with one a head
+BOTH = (
+    (in_16, chunk_gated_delta_rule),
+    (fused_recurrent_kda, fused_recurrent_gated_delta_rule),
+)
+forms = pytest.mark.parametrize(("f", "one_gate"), BOTH, ids=["in chunks", "by token"])
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-def test_equal_channels_are_gated_deltanet(impl, device):
+@forms
+def test_equal_channels_are_gated_deltanet(f, one_gate, impl, device):
     """Outputs and gradients; the sum of g's over the channels is that of the one gate."""
     x = small(torch.float32, device)
     x["g"] = x["g"][..., 0].contiguous()
     do, dht = cotangents(x)
-    want = triton(x, do, dht, f=chunk_gated_delta_rule)
+    options = {"output_final_state": True, "impl": impl}
+    want = run(x, do, dht, one_gate, **options)
     channels = x | {"g": x["g"][..., None].expand(-1, -1, -1, 12).contiguous()}
-    got = triton(channels, do, dht, **C16)
+    got = run(channels, do, dht, f, **options)
     got["dg"] = got["dg"].sum(-1)
     check(got, {n: t.double() for n, t in want.items()}, torch.float32)
 
@@ -203,10 +151,11 @@ def test_open_gates_are_the_delta_rule(dtype, device):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-def test_without_writes_the_state_decays(impl, device):
+@forms
+def test_without_writes_the_state_decays(f, one_gate, impl, device):
     x = small(torch.float32, device)
     x["beta"].zero_()
-    o, S = chunk_kda(**x, output_final_state=True, impl=impl, **C16)
+    o, S = f(**x, output_final_state=True, impl=impl)
     decay = x["g"].double().cumsum(1).exp()
     states = decay[..., None] * x["initial_state"].double()[:, None]
     q = x["q"].double().expand(-1, -1, 2, -1) * 12**-0.5
@@ -229,32 +178,11 @@ def test_token_by_token_is_the_same(bound, dtype, device):
         assert_close(name, a, b, 2 * tolerance(name, dtype))
 
 
-def test_state_is_returned_only_on_request(device):
-    x = small(torch.float32, device)
-    assert chunk_kda(**x, **C16)[1] is None
-
-
-def test_scale_is_a_factor_of_the_output(device):
-    x = small(torch.float32, device)
-    o, _ = chunk_kda(**x, **C16)
-    doubled, _ = chunk_kda(**x, scale=2 * 12**-0.5, **C16)
-    assert_close("o", doubled, 2 * o, 1e-6)
-
-
 LATER = ("q", "k", "v", "g", "beta")
 # chunk_size -> tokens, and cuts among them; in the interpreter one cut before the middle of a block
 # of 16, one in another block or chunk
 CUTS = dict.fromkeys((32, 64), (130, (1, 5, 15, 16, 17, 31, 33, 47, 64, 65, 77, 96)))
 CUTS = CUTS if GPU else {32: (36, (5, 33)), 64: (20, (5, 17))}
-causal = pytest.mark.parametrize(
-    ("safe", "C", "dtype"),
-    [(safe, C, dtype) for safe in (False, True) for C in (32, 64) for dtype in DTYPES],
-    ids=str,
-)
-
-promised = pytest.mark.parametrize(
-    ("safe", "dtype"), list(zip((False, True, True), DTYPES, strict=True)), ids=str
-)
 
 
 def prefixes(safe, C, dtype, device):
@@ -279,17 +207,6 @@ def prefixes(safe, C, dtype, device):
     return x, y, cuts
 
 
-@causal
-def test_causal_to_the_bit(safe, C, dtype, device):
-    """Other tokens after the cut, gates included: every output before it stays, to the bit."""
-    options = {"safe_gate": safe, "chunk_size": C, "impl": "triton"}
-    x, y, cuts = prefixes(safe, C, dtype, device)
-    (o, _), (others, _) = chunk_kda(**x, **options), chunk_kda(**y, **options)
-    for cut, other in zip(cuts, others, strict=True):
-        assert torch.equal(o[0, :cut], other[:cut]), cut
-        assert not torch.equal(o[0, cut:], other[cut:])
-
-
 @pytest.mark.parametrize("cut", CUTS[32][1] if GPU else (16, 23))
 @pytest.mark.parametrize(
     ("safe", "dtype"), list(zip((False, True, True), DTYPES, strict=True)), ids=str
@@ -303,30 +220,6 @@ def test_nothing_after_the_cut(safe, dtype, cut, device):
     (o, _, h), (o_short, _, h_short) = chunk_kda(**x, **options), chunk_kda(**short, **options)
     assert torch.equal(o[:, :cut], o_short)
     assert torch.equal(h[:, : h_short.shape[1]], h_short)
-
-
-@pytest.mark.parametrize(
-    ("safe", "dtype"), list(zip((False, True, True), DTYPES, strict=True)), ids=str
-)
-def test_no_gradient_after_the_last_output_used(safe, dtype, device):
-    """do is zero from the cut on, dht is not given: exact zeros there, and the prefix's before."""
-    x, _, cuts = prefixes(safe, 32, dtype, device)
-    x = {n: t.expand(len(cuts), *t.shape[1:]).contiguous() for n, t in x.items()}
-    do, _ = cotangents(x)
-    for n, cut in enumerate(cuts):
-        do[n, cut:] = 0
-    options = {"safe_gate": safe, "chunk_size": 32}
-    got = triton(x, do, None, **options)
-    for n, cut in enumerate(cuts):
-        for name in LATER:
-            assert not got[f"d{name}"][n, cut:].any(), (name, cut)
-    n, cut = 1, cuts[1]
-    one = {m: t[n : n + 1] if m == "initial_state" else t[n : n + 1, :cut] for m, t in x.items()}
-    want = triton(one, do[n : n + 1, :cut], None, **options)
-    # where a chunk has one anchor, later gates choose it: the last bits of dq follow
-    names = ("dv",) if dtype == torch.bfloat16 else ("dq", "dv")
-    same_bits({m: got[m][n : n + 1, :cut] for m in names}, {m: want[m] for m in names})
-    assert_close("dq", got["dq"][n : n + 1, :cut], want["dq"].double(), 5e-3)
 
 
 @pytest.mark.parametrize("dtype", DTYPES if GPU else DTYPES[::2], ids=str)

@@ -25,7 +25,6 @@ TOLERANCES = {
     torch.float16: (5e-3, 1e-2),
     torch.bfloat16: (5e-3, 1e-2),
 }
-INTEGERS = ("seq_idx", "cu_seqlens", "cu_seqlens_cpu")
 # what there is beside x, dt, A, B and C; "limit" has no tensor of its own
 GIVEN = {
     "all": ("D", "z", "dt_bias", "initial_states", "seq_idx"),
@@ -112,8 +111,6 @@ def scan(x, dt, A, B, C, *, chunk_size=64, return_final_states=True, **rest):
 
 def run(x, do, dht, f=scan, **options):
     """out ("o"), the states ("ht") and the gradient of every tensor of x."""
-    options |= {n: t for n, t in x.items() if n in INTEGERS}
-    x = {n: t for n, t in x.items() if n not in INTEGERS}
     return gdn_checks.run(x, do, dht, f, **options)
 
 

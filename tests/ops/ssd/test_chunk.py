@@ -115,46 +115,6 @@ def test_steps_below_zero(form, device):
         assert_close(n, a, b, TOLERANCES[x["x"].dtype][0])
 
 
-@forms
-@pytest.mark.parametrize("cut", [1, 40, 64, 128])
-def test_causal_to_the_bit(cut, form, device):
-    """Other tokens from the cut on, resets among them, or none: the outputs before it stay."""
-    x, options = of_form(form, 140, device, "limit")
-    y, _ = of_form(form, 140, device, "limit", seed=1, decay="reset")
-    options |= {"impl": "triton", "chunk_size": 128, "dt_limit": (0.0, 1e4)}
-    tokens = ("x", "dt", "B", "C", "z")
-    joined = x | {n: torch.cat([x[n][:, :cut], y[n][:, cut:]], 1) for n in tokens}
-    short = x | {n: x[n][:, :cut] for n in tokens}
-    out, _ = scan(**x, **options)
-    assert torch.equal(scan(**joined, **options)[0][:, :cut], out[:, :cut])
-    assert torch.equal(scan(**short, **options)[0], out[:, :cut])
-
-
-@forms
-def test_one_token_changes_nothing_before_it(form, device):
-    x, options = of_form(form, 100, device, "channels")
-    out, _ = scan(**x, **options, impl="triton")
-    for t, n in ((30, "x"), (70, "dt"), (64, "B"), (99, "C")):
-        other = x | {n: x[n].clone()}
-        other[n][:, t] += 1
-        got, _ = scan(**other, **options, impl="triton")
-        assert torch.equal(got[:, :t], out[:, :t]) and not torch.equal(got[:, t], out[:, t])
-
-
-@impls
-@pytest.mark.parametrize("cut", [1, 64, 77])
-def test_splitting_a_sequence_equals_one_call(cut, impl, device):
-    x, options = of_form("float32", 130, device, "channels")
-    options["impl"] = impl
-    out, last = scan(**x, **options)
-    tokens = ("x", "dt", "B", "C")
-    first, middle = scan(**x | {n: x[n][:, :cut] for n in tokens}, **options)
-    rest = x | {n: x[n][:, cut:] for n in tokens} | {"initial_states": middle}
-    second, end = scan(**rest, **options)
-    assert_close("out", torch.cat([first, second], 1), out, 2e-6)
-    assert_close("states", end, last, 2e-6)
-
-
 @impls
 @pytest.mark.parametrize("rule", [chunk_gated_delta_rule, fused_recurrent_gated_delta_rule])
 def test_is_the_delta_rule_without_its_correction(rule, impl, device):
@@ -175,28 +135,6 @@ def test_is_the_delta_rule_without_its_correction(rule, impl, device):
         tol = 1e-12 if impl == "reference" else 5e-6
         assert_close("out", out, o, tol)
         assert_close("states", last.mT, S, tol)
-
-
-@impls
-def test_a_step_that_is_nan_shows(impl, device):
-    x, options = of_form("float32", 70, device, "channels")
-    x["dt"][0, 5, 0] = torch.nan
-    out, last = scan(**x, **options, impl=impl)
-    assert out[:, 5:, 0].isnan().any() and last[:, 0].isnan().any()
-    assert out[:, :, 1].isfinite().all()
-
-
-@forms
-def test_unaligned_storage(form, device):
-    """Tensors that do not start at 16 bytes give the same bits as those that do."""
-    x, options = of_form(form, 70, device)
-    shifted = {}
-    for n, t in x.items():
-        storage = torch.empty(t.numel() + 1, dtype=t.dtype, device=device)
-        shifted[n] = storage[1:].view(t.shape).copy_(t)
-    assert shifted["x"].is_contiguous() and shifted["x"].data_ptr() % 16
-    got, want = (scan(**y, **options, impl="triton") for y in (shifted, x))
-    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -225,20 +163,6 @@ def test_any_one_stage_can_be_swapped(fused, device):
         got |= {"o": out, "ht": last.mT, "dinitial_states": got["dinitial_states"].mT}
         got["dD"] = got["dD"].reshape(-1)
         check_all(got, want, dtype)
-
-
-@pytest.mark.gpu
-def test_more_heads_than_a_grid_axis_holds():
-    x, options = inputs(40000, 1, 2, 1, 16, 16, torch.bfloat16, "cuda", "limit")
-    want = recurrence(**wide(x), **options)
-    assert_close("out", scan(**x, **options)[0], want[0], 5e-3)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs a second GPU")
-def test_tensors_on_another_gpu_than_the_current_one():
-    x, options = of_form("fused", 70, "cuda:1")
-    assert_close("out", scan(**x, **options)[0], recurrence(**wide(x), **options)[0], 5e-3)
 
 
 @settings(max_examples=40 if GPU else 12, derandomize=not GPU, deadline=None)

@@ -4,10 +4,9 @@ from itertools import pairwise
 
 import pytest
 import torch
-from gdn_checks import no_wait, same_bits
+from gdn_checks import boundaries, same_bits
 from ops.ssd.ssd_cases import (
     FORMS,
-    IMPLS,
     check,
     cotangents,
     exact,
@@ -15,27 +14,20 @@ from ops.ssd.ssd_cases import (
     impls,
     inputs,
     run,
-    scan,
     tolerance,
 )
 
 from linattn_edu import mamba_chunk_scan_combined
-from linattn_edu.kernels.fused import ssd_fwd
 from linattn_edu.testing import assert_close
 
 pytestmark = pytest.mark.usefixtures("poison")
 
 GPU = torch.cuda.is_available()
-LENGTHS = (15, 0, 64, 1, 65, 0)
 SUMMED = ("A", "D", "dt_bias")  # over all tokens
 STATES = ("ht", "initial_states", "dinitial_states")
 # one form of the reference, whose chunks are any, and the three of the kernels
 RUNS = (("float32", "reference"), *((form, "triton") for form in FORMS))
 runs = pytest.mark.parametrize(("form", "impl"), RUNS)
-
-
-def boundaries(lengths, device="cpu", dtype=torch.int32):
-    return torch.tensor([0, *lengths], device=device).cumsum(0).to(dtype)
 
 
 def packed(form, lengths, device, given="all", **kinds):
@@ -70,33 +62,8 @@ def each(lengths):
             yield n, slice(a, b)
 
 
-def total(parts):
-    """Gradients that are sums over all tokens, from those of the sequences."""
-    return {n: sum(p[n] for p in parts) for n in parts[0] if n.removeprefix("d") in SUMMED}
-
-
-@runs
-def test_packed_sequences_equal_each_by_itself(form, impl, device):
-    """To the bit, both passes, documents within a sequence too; but for sums over them all."""
-    x, options, do, dht = packed(form, LENGTHS, device)
-    if not GPU:  # where the bits of PyTorch's sigmoid depend on where in memory a number lies
-        x.pop("z", None)
-    options["impl"] = impl
-    got, alone = together(x, do, dht, LENGTHS, **options), []
-    for n, tokens in each(LENGTHS):
-        want = run(part(x, n, tokens), do[:, tokens], dht[n : n + 1], **options)
-        same_bits(part(got, n, tokens), want, *(f"d{name}" for name in SUMMED))
-        alone.append(want)
-    for n, T in enumerate(LENGTHS):
-        if not T:  # the state goes through
-            assert torch.equal(got["ht"][n], x["initial_states"][n])
-            assert torch.equal(got["dinitial_states"][n], dht[n])
-    for name, want in total(alone).items():
-        torch.testing.assert_close(got[name], want, rtol=1e-3, atol=1e-4)
-
-
 @pytest.mark.parametrize("given", ["all", "channels"])
-def test_long_sequences_in_pieces(given, device, monkeypatch):
+def test_long_sequences_in_pieces(given, device, force):
     """Pieces of 128 tokens, not 4096: as in one piece, and packed to the bit as each alone."""
     lengths = (300, 0, 129, 128, 5)
     x, options, do, dht = packed("fused", lengths, device, given)
@@ -104,7 +71,7 @@ def test_long_sequences_in_pieces(given, device, monkeypatch):
         x.pop("z", None)
     options["impl"] = "triton"
     whole = together(x, do, dht, lengths, **options)
-    monkeypatch.setattr(ssd_fwd, "PIECE", 128)
+    force(SSD_PIECE=128)
     got = together(x, do, dht, lengths, **options)
     for name in ("o", "ht"):
         assert_close(name, got[name], whole[name], tolerance(name, torch.bfloat16))
@@ -112,18 +79,6 @@ def test_long_sequences_in_pieces(given, device, monkeypatch):
         want = run(part(x, n, tokens), do[:, tokens], dht[n : n + 1], **options)
         same_bits(part(got, n, tokens), want, *(f"d{name}" for name in SUMMED))
     assert torch.equal(got["ht"][1], x["initial_states"][1])
-
-
-@runs
-def test_without_initial_states(form, impl, device):
-    """What a sequence without tokens leaves is zero."""
-    lengths = (15, 0, 70)
-    x, options, do, dht = packed(form, lengths, device, "none")
-    got = together(x, do, dht, lengths, impl=impl, **options)
-    assert not got["ht"][1].any()
-    for n, tokens in each(lengths):
-        want = run(part(x, n, tokens), do[:, tokens], dht[n : n + 1], impl=impl, **options)
-        same_bits(part(got, n, tokens), want, "dA")
 
 
 @impls
@@ -198,69 +153,3 @@ def test_documents_do_not_leak(form, device):
         for kept in (slice(0, 50), slice(100, 140)):
             assert torch.equal(got[n][:, kept], want[n][:, kept]), n
     assert torch.equal(got["ht"], want["ht"])
-
-
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
-@impls
-def test_however_the_boundaries_are_given(impl, dtype, device):
-    """int32, int64; known to the host or not; a column of a table."""
-    lengths = (15, 0, 20)
-    x, options, do, dht = packed("float32", lengths, device)
-    options |= {"impl": impl, "chunk_size": 16}
-    want = together(x, do, dht, lengths, **options)
-    bounds = boundaries(lengths, device, dtype)
-    column = torch.stack([bounds, torch.full_like(bounds, 35)], 1)[:, 0]
-    known = {"cu_seqlens_cpu": boundaries(lengths, dtype=dtype)}
-    for given, extra in ((bounds, {}), (column, known)):
-        got = together(x, do, dht, lengths, cu_seqlens=given, **options, **extra)
-        same_bits(got, want)
-
-
-@pytest.mark.parametrize(("form", "impl"), [run for run in RUNS if run[0] != "staged"])
-def test_neighbours_change_nothing(form, impl, device):
-    """Other tokens, gradients, lengths and more sequences around it: the same bits."""
-    x, options, do, dht = packed(form, (20, 70, 9), device, "channels")
-    y, _, do_y, dht_y = packed(form, (3, 33, 70, 0, 1), device, "channels", seed=5)
-    for name, t in (y | {"do": do_y, "dht": dht_y}).items():
-        source = (x | {"do": do, "dht": dht})[name]
-        if name in ("initial_states", "dht"):
-            t[2] = source[1]
-        elif name in SUMMED:
-            t.copy_(source)
-        else:
-            t[:, 36:106] = source[:, 20:90]
-    a = together(x, do, dht, (20, 70, 9), impl=impl, **options)
-    b = together(y, do_y, dht_y, (3, 33, 70, 0, 1), impl=impl, **options)
-    a, b = part(a, 1, slice(20, 90)), part(b, 2, slice(36, 106))
-    same_bits(a, b, *(f"d{n}" for n in SUMMED))
-
-
-@pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("bounds", [None, [0, 0], [0, 0, 0]], ids=str)
-def test_no_tokens(bounds, impl, device):
-    """The states go through, and so does their gradient."""
-    states = 2 if bounds is None else len(bounds) - 1
-    x, options = inputs(2 if bounds is None else 1, 0, 2, 1, 24, 40, device=device, states=states)
-    do, dht = cotangents(x, states)
-    if bounds is not None:
-        options["cu_seqlens"] = torch.tensor(bounds, device=device)
-        options |= {"return_varlen_states": True, "return_final_states": False}
-    got = run(x, do, dht, impl=impl, **options)
-    assert got["o"].shape == x["x"].shape
-    assert torch.equal(got["ht"], x["initial_states"])
-    assert torch.equal(got["dinitial_states"], dht)
-    assert not any(got[f"d{n}"].any() for n in SUMMED)
-    x.pop("initial_states")
-    _, last = scan(**x, **options, impl=impl)
-    assert not last.any() and len(last) == states
-
-
-@pytest.mark.gpu
-def test_no_wait_for_the_device():
-    """With cu_seqlens_cpu the host reads nothing from the GPU, forward or backward."""
-    x, options, do, dht = packed("fused", LENGTHS, "cuda")
-    options |= {"cu_seqlens": boundaries(LENGTHS, "cuda"), "cu_seqlens_cpu": boundaries(LENGTHS)}
-    want = together(x, do, dht, LENGTHS, **options)
-    with no_wait():
-        got = together(x, do, dht, LENGTHS, **options)
-    same_bits(got, want)

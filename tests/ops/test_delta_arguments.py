@@ -1,49 +1,80 @@
-"""Arguments of chunk_kda: every valid call against float64, every invalid one refused in time."""
+"""Arguments of the chunked delta rules: any valid call against float64, any invalid one refused."""
 
-import inspect
-
+import gdn_checks
+import kda_checks
 import pytest
 import torch
-from gdn_checks import DTYPES, cotangents, exact, launches, refused
+from gdn_checks import DTYPES, boundaries, cotangents, exact, launches, refused, spacing
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from kda_checks import GATE, check, inputs, run, spacing
-from ops.gdn.test_chunk_arguments import CASES as OF_GDN
-from ops.gdn.test_chunk_arguments import INTEGERS, NAMES, other, packing, rounded
+from kda_checks import check, inputs, run
+from ops.contract import GATE, GPU, NAMES, gdn, kda
+from ops.test_contract_packed import indices
+from ops.test_contract_refused import cases, everything, other
 
-from linattn_edu import chunk_kda
-from linattn_edu.testing import poison, relative_rms
+from linattn_edu import chunk_gated_delta_rule, chunk_kda
+from linattn_edu.testing import gdn_inputs, poison, relative_rms
 
-GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 LONGEST = 40 if GPU else 18  # tokens of a sequence
-few = settings(max_examples=30 if GPU else 8, derandomize=not GPU, deadline=None)
+UNIT = {torch.float32: 2**-24, torch.float16: 2**-11, torch.bfloat16: 2**-8}
+INTEGERS = (torch.int32, torch.int64)
+few = settings(max_examples=30 if GPU else 12, derandomize=not GPU, deadline=None)
+both = pytest.mark.parametrize("form", (gdn, kda), ids=str)
+# options that change no result but by rounding
+RUN_ONLY = (
+    "chunk_size", "output_final_state", "cu_seqlens_cpu", "chunk_indices", "disable_recompute",
+)  # fmt: skip
 
 
 @st.composite
-def calls(draw):
+def calls(draw, form):
     """(tensors, do, dht, options) of a valid call."""
-    flag = st.booleans()
+    flag, sizes = st.booleans(), [8, 16, 27] + [40] * (form is gdn)
     lengths = draw(
         st.none() | st.lists(st.integers(0, LONGEST), min_size=1, max_size=3).filter(any)
     )
     N = draw(st.integers(1, 2)) if lengths is None else len(lengths)
     B, T = (N, draw(st.integers(1, 2 * LONGEST))) if lengths is None else (1, sum(lengths))
-    heads, dtype = draw(st.sampled_from([(1, 1), (1, 2), (2, 2)])), draw(st.sampled_from(DTYPES))
-    V = draw(st.sampled_from([1, 8, 16, 27]))
+    heads = draw(st.sampled_from([(1, 1), (1, 3 if form is gdn else 2), (2, 2)]))
+    dtype, V = draw(st.sampled_from(DTYPES)), draw(st.sampled_from([1, *sizes]))
     raw = [draw(flag) for _ in NAMES]
     # a key of one number has unit length whatever it is, and the gradient of that is rounding alone
-    K = draw(st.sampled_from([8, 16, 27] if raw[0] else [1, 8, 16, 27]))
+    K = draw(st.sampled_from(sizes if raw[0] else [1, *sizes]))
     options = dict(zip(NAMES, raw, strict=True)) | {"state_v_first": draw(flag)}
     options["allow_neg_eigval"] = raw[1] and draw(flag)
     options["scale"] = draw(st.none() | st.floats(0.1, 2))
     options["chunk_size"] = draw(st.sampled_from([16, 32, 64]))
-    options |= {n: draw(flag) for n in ("output_final_state", "disable_recompute", "safe_gate")}
+    options["output_final_state"] = draw(flag)
     kinds = dict(zip(("raw_qk", "raw_beta", "raw_gate"), raw, strict=True))
     kinds |= {"state": draw(flag), "norm": draw(st.sampled_from([0.1, 1]))}
     kinds |= {"mask": draw(st.sampled_from([0, 0.5])), "seed": draw(st.integers(0, 2**31))}
-    bounds = st.sampled_from([-5.0, -5, -0.25])
-    if raw[2]:
+    if form is kda:
+        draw_channels(draw, options, kinds)
+    else:
+        kinds["dt_bias"] = draw(flag)
+    make = inputs if form is kda else gdn_checks.inputs
+    x = make(B, T, *heads, K, V, dtype, DEVICE, N=N, **kinds)
+    do, dht = cotangents(x, N)
+    if options["state_v_first"]:
+        dht = dht.mT.contiguous()
+        x |= {n: x[n].mT.contiguous() for n in x if n == "initial_state"}
+    if lengths is not None:
+        integer = draw(st.sampled_from(INTEGERS))
+        options["cu_seqlens"] = boundaries(lengths, DEVICE, integer)
+        known = {
+            "cu_seqlens_cpu": boundaries(lengths, dtype=integer),
+            "chunk_indices": indices(lengths, DEVICE, options["chunk_size"], integer),
+        }
+        options |= {n: v for n, v in known.items() if draw(flag)}
+    return x, do, dht if options["output_final_state"] else None, options
+
+
+def draw_channels(draw, options, kinds):
+    """What only a gate for each channel has."""
+    flag, bounds = st.booleans(), st.sampled_from([-5.0, -5, -0.25])
+    options |= {n: draw(flag) for n in ("disable_recompute", "safe_gate")}
+    if kinds["raw_gate"]:
         options["lower_bound"] = draw(bounds if options["safe_gate"] else st.none() | bounds)
         bounded = options["lower_bound"] is not None
         without = draw(flag) and bounded
@@ -52,15 +83,11 @@ def calls(draw):
         # lower_bound without safe_gate belongs to the gate of a layer
         options["lower_bound"] = draw(st.sampled_from([None, -5])) if options["safe_gate"] else None
         kinds["safe"] = options["safe_gate"]
-    x = inputs(B, T, *heads, K, V, dtype, DEVICE, N=N, **kinds)
-    do, dht = cotangents(x, N)
-    if options["state_v_first"]:
-        dht = dht.mT.contiguous()
-        x |= {n: x[n].mT.contiguous() for n in x if n == "initial_state"}
-    if lengths is not None:
-        known = packing(lengths, options["chunk_size"], DEVICE, draw(st.sampled_from(INTEGERS)))
-        options |= {n: v for n, v in known.items() if n == "cu_seqlens" or draw(flag)}
-    return x, do, dht if options["output_final_state"] else None, options
+
+
+def rounded(x, dtype):
+    """The float64 value of x, each number one unit of rounding of dtype away from it."""
+    return x.double() * (1 + UNIT[dtype] * (2 * torch.randint_like(x, 2).double() - 1))
 
 
 def conditioning(x, do, dht, want, dtype, options):
@@ -71,15 +98,11 @@ def conditioning(x, do, dht, want, dtype, options):
     return {n: relative_rms(y, want[n]) for n, y in got.items()}
 
 
-RUN_ONLY = (
-    "chunk_size", "output_final_state", "cu_seqlens_cpu", "chunk_indices", "disable_recompute",
-)  # fmt: skip
-
-
+@both
 @few
-@given(call=calls(), impl=st.sampled_from(["auto", "auto", "triton", "reference"]))
-def test_any_valid_call(call, impl):
-    x, do, dht, options = call
+@given(data=st.data(), impl=st.sampled_from(["auto", "auto", "triton", "reference"]))
+def test_any_valid_call(form, data, impl):
+    x, do, dht, options = data.draw(calls(form))
     dtype = x["q"].dtype
     asked = {n: v for n, v in options.items() if n not in RUN_ONLY}
     want = exact(x, do, dht, **asked)
@@ -87,34 +110,56 @@ def test_any_valid_call(call, impl):
     moved = [conditioning(x, do, dht, want, dtype, asked) for _ in range(3)]
     at_least = {n: 4 * max(m[n] for m in moved) for n in want}
     if not options["use_gate_in_kernel"]:
-        at_least["dg"] = max(at_least["dg"], spacing(x["g"]))
+        of_gates = kda_checks.spacing if form is kda else spacing
+        at_least["dg"] = max(at_least["dg"], of_gates(x["g"]))
     with poison():
-        got = run(x, do, dht, impl=impl, **options)
+        got = gdn_checks.run(x, do, dht, form.f, impl=impl, **options)
     assert ("ht" in got) == options["output_final_state"]
-    check(got, want, dtype, **at_least)
+    form.check(got, want, dtype, **at_least)
 
 
 def ungated(a, **changes):
     """A call whose log decays are given."""
     off = {"use_gate_in_kernel": False, "lower_bound": None, "A_log": None, "dt_bias": None}
-    return {"g": -a["g"].abs().clamp(max=4)} | off | {"safe_gate": False} | changes
+    off |= {"safe_gate": False} if a["g"].ndim == 4 else {}
+    off = off if a["g"].ndim == 4 else {n: v for n, v in off.items() if n != "lower_bound"}
+    return {"g": -a["g"].abs().clamp(max=4)} | off | changes
 
 
 def raw(**changes):
     return lambda a: {"use_gate_in_kernel": True, "A_log": a["A_log"]} | changes
 
 
-# of the cases of chunk_gated_delta_rule: those whose arguments mean something else here
-ELSEWHERE = ("A_log alone", "dt_bias alone", "gate without A_log", "dt_bias elements", "no g")
-CASES = {n: case for n, case in OF_GDN.items() if n not in ELSEWHERE} | {
-    "no g": (TypeError, "g must be a torch.Tensor .*got NoneType", lambda a: {"g": None}),
+# what is wrong, beside what every operator refuses: the error, its message, the changes
+OF_BOTH = {
+    "A_log elements": (ValueError, r"A_log must have the elements of \[HV=\d\], in any shape, got ",
+                       other("A_log", lambda x: torch.cat([x, x])[None])),
+    "neg_eigval alone": (ValueError, "allow_neg_eigval=True .* needs use_beta_sigmoid_in_kernel",
+                         lambda a: {"allow_neg_eigval": True, "use_beta_sigmoid_in_kernel": False}),
+    "two layouts": (ValueError, "state_v_first and transpose_state_layout are one argument",
+                    lambda a: {"state_v_first": True, "transpose_state_layout": False}),
+    "transpose_state_layout": (TypeError, "transpose_state_layout must be True or False, got 2",
+                               lambda a: {"transpose_state_layout": 2}),
+    "cp_context": (TypeError, "cp_context must come from build_cp_context, got str",
+                   lambda a: {"cp_context": "no"}),
+}  # fmt: skip
+OF_GDN = {
+    "A_log alone": (ValueError, "A_log is used with use_gate_in_kernel=True only",
+                    lambda a: ungated(a, A_log=a["g"][0, 0])),
+    "dt_bias alone": (ValueError, "dt_bias is used with use_gate_in_kernel=True only",
+                      lambda a: ungated(a, dt_bias=a["g"][0, 0])),
+    "gate without A_log": (ValueError, "A_log must be given with use_gate_in_kernel=True, got None",
+                           lambda a: {"use_gate_in_kernel": True, "A_log": None}),
+    "dt_bias elements": (ValueError, r"dt_bias must have the elements of \[HV=\d\], in any shape",
+                         other("dt_bias", lambda x: x.repeat(3, 1))),
+}  # fmt: skip
+OF_KDA = {
     "g of heads": (ValueError, r"g must have 4 dimensions \[B, T, HV, K\], got 3",
                    other("g", lambda g: g[..., 0])),
     "g channels": (ValueError, r"g must have shape \[B=\d, T=\d+, HV=\d, K=\d+\], got ",
                    other("g", lambda g: torch.cat([g, g], -1))),
     "g of key heads": (ValueError, r"g must have shape \[B=\d, T=\d+, HV=\d, K=\d+\], got ",
                        other("g", lambda g: torch.cat([g, g], 2))),
-    "g dtype": (TypeError, "g must be float64, .*got torch.int32", other("g", lambda g: g.int())),
     "beta of channels": (ValueError, "beta must have 3 dimensions",
                          lambda a: {"beta": a["g"]}),
     "A_log without a gate": (ValueError, "A_log is used with use_gate_in_kernel=True only",
@@ -145,51 +190,27 @@ CASES = {n: case for n, case in OF_GDN.items() if n not in ELSEWHERE} | {
                             lambda a: ungated(a, safe_gate=True, lower_bound=-6)),
     "dt_bias elements": (ValueError, r"dt_bias must have the elements of \[HV=\d, K=\d+\], in any ",
                          other("dt_bias", lambda x: torch.cat([x, x]))),
-    "chunk_size": (ValueError, "chunk_size must be one of 16, 32, 64, got 128",
-                   lambda a: {"chunk_size": 128}),
-    "scale": (ValueError, "scale must be finite, got nan", lambda a: {"scale": float("nan")}),
-    "impl": (ValueError, "impl must be one of", lambda a: {"impl": "cuda"}),
-    **{flag: (TypeError, f"{flag} must be True or False, got {value!r}",
-              lambda a, flag=flag, value=value: {flag: value})
-       for flag, value in (("use_qk_l2norm_in_kernel", 2), ("use_beta_sigmoid_in_kernel", "yes"),
-                           ("allow_neg_eigval", 0.0), ("use_gate_in_kernel", -1),
-                           ("safe_gate", "1"), ("disable_recompute", "no"),
-                           ("return_intermediate_states", 2), ("output_final_state", 1.0),
-                           ("state_v_first", "1"), ("transpose_state_layout", 2))},
     **{name: (ValueError, f"{name} is not supported: leave it out, or give {default}, got {value}",
               lambda a, name=name, value=value: {name: value})
        for name, default, value in (("use_graph", False, True), ("max_num_seqs", None, 4))},
-    "cp_context": (TypeError, "cp_context must come from build_cp_context, got int",
-                   lambda a: {"cp_context": 1}),
 }  # fmt: skip
+OWN = [(gdn, what) for what in OF_BOTH | OF_GDN] + [(kda, what) for what in OF_BOTH | OF_KDA]
+CASES = {gdn: OF_BOTH | OF_GDN, kda: OF_BOTH | OF_KDA}
 
 
-def everything(device):
-    """(tensors, options) of a call that uses every argument."""
-    x = inputs(1, 20, 2, 4, 16, 24, torch.float32, device, N=3, raw_gate=True)
-    options = dict.fromkeys((*NAMES, "output_final_state"), True) | packing((5, 0, 15), 64, device)
-    options |= {"safe_gate": True, "lower_bound": -5.0, "disable_recompute": True}
-    return x, options | {"return_intermediate_states": True}
+@pytest.mark.parametrize(("form", "what"), OWN, ids=str)
+def test_refused_before_any_kernel(form, what, device):
+    assert refused(form.f, CASES[form][what], everything(form, device), {})
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_refused_before_any_kernel(case, device):
-    assert refused(chunk_kda, CASES[case], *everything(device))
-
-
+@both
 @few
-@given(call=calls(), case=st.sampled_from(list(CASES)), impl=st.sampled_from(["auto", "reference"]))
-def test_any_invalid_call(call, case, impl):
-    x, _, _, options = call
-    assume(refused(chunk_kda, CASES[case], x, options | {"impl": impl}))
-
-
-def test_kernels_are_counted(device):
-    x, options = everything(device)
-    with launches() as ran:
-        o, S, h = chunk_kda(**x, **options, impl="triton")
-    assert len(ran) > 5
-    assert o.shape == x["v"].shape and S.shape == (3, 4, 16, 24) and h.shape == (1, 2, 4, 16, 24)
+@given(data=st.data(), impl=st.sampled_from(["auto", "reference"]))
+def test_any_invalid_call(form, data, impl):
+    x, _, _, options = data.draw(calls(form))
+    every = cases(form) | CASES[form]
+    change = every[data.draw(st.sampled_from(list(every)))]
+    assume(refused(form.f, change, x, options | {"impl": impl}))
 
 
 @pytest.mark.parametrize(
@@ -224,35 +245,15 @@ def test_a_bound_and_no_promise(device):
     check(got, exact(x, do, dht, **flags), torch.float32)
 
 
-def test_rows_of_chunk_indices_are_counted(device):
-    x, options = everything(device)
-    for rows in ([[0, 0]], [[0, 0], [2, 0], [2, 1]]):
-        options["chunk_indices"] = torch.tensor(rows, device=device)
-        with pytest.raises(ValueError, match=r"chunk_indices must have 2 rows, .* of 64 tokens"):
-            chunk_kda(**x, **options)
-
-
-def test_the_deprecated_name_of_state_v_first(device):
-    x, options = everything(device)
-    x["initial_state"] = x["initial_state"].mT.contiguous()
-    want = chunk_kda(**x, **options, state_v_first=True)
-    with pytest.warns(DeprecationWarning, match="use state_v_first") as caught:
-        got = chunk_kda(**x, **options, transpose_state_layout=True)
-    assert [w.filename for w in caught] == [__file__]
-    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-
-
-def test_an_unknown_argument_is_refused(device):
-    x, options = everything(device)
-    with pytest.raises(TypeError, match="unexpected keyword argument 'cp_contexts'"):
-        chunk_kda(**x, **options, cp_contexts=None)
-
-
-def test_arguments_stand_where_fla_has_them():
-    names = list(inspect.signature(chunk_kda).parameters)
-    assert names[:19] == [
-        "q", "k", "v", "g", "beta", "scale", "initial_state", "output_final_state",
-        "use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel",
-        "allow_neg_eigval", "safe_gate", "lower_bound", "disable_recompute",
-        "return_intermediate_states", "state_v_first", "cu_seqlens", "cu_seqlens_cpu",
-    ]  # fmt: skip
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"cu_seqlens_cpu": [0, 5, 20]}, "cu_seqlens_cpu must be cu_seqlens"),
+        ({"chunk_indices": [[1, 0], [0, 0]]}, "chunk_indices must hold the sequence of each chunk"),
+        ({"chunk_indices": [[0, 0]]}, "chunk_indices must have 2 rows"),
+    ],
+)
+def test_numbers_that_cost_nothing_to_read_are_compared(changes, message):
+    x = gdn_inputs(1, 20, 1, 1, 8, 8).asdict() | {"cu_seqlens": torch.tensor([0, 10, 20])}
+    with pytest.raises(ValueError, match=message):
+        chunk_gated_delta_rule(**x, **{n: torch.tensor(v) for n, v in changes.items()})

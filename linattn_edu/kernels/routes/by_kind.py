@@ -1,0 +1,270 @@
+"""What is chosen by a sequence's own kind: its shape and dtype, the GPU, the version of Triton.
+
+These choices may change the last bits of a result. None is shown a batch.
+"""
+
+import math
+
+import torch
+
+from linattn_edu.choices import Choice
+from linattn_edu.kernels.routes import limits
+from linattn_edu.kernels.routes.choosing import Kind, decision, first
+from linattn_edu.kernels.tiles import block, cdiv, of_generation
+
+LATER = ("hopper", "blackwell")
+
+# -- which set of stages
+
+# what the fused stages of the delta rule hold: (why not, whether they do)
+FUSED = (
+    ("{generation} GPU: the fused stages need Hopper or later", lambda k: k.generation in LATER),
+    ("{dtype}: the fused stages hold 16 bit", lambda k: k.dtype.itemsize == 2),
+    ("K={K}: the fused stages want whole words, an even number", lambda k: k.K % 2 == 0),
+    ("K={K}: the fused stages hold 128 keys", lambda k: k.K <= limits.FUSED),
+    ("V={V}: the fused stages hold 128 values", lambda k: k.V <= limits.FUSED),
+)
+
+
+@decision
+def gdn_backward_stages(kind: Kind, ranks: bool = False) -> Choice:
+    """Of the backward pass of Gated DeltaNet: "fused" or "staged"; the forward pass is fused.
+
+    ranks: over ranks, each finds the map of its whole part first, in which the chain of
+    scan_map_bwd is twice as long as that of piece_map_bwd.
+    """
+    if ranks:
+        return Choice("staged", "over several ranks, whose maps have shorter chains so")
+    why = first(FUSED, kind)
+    return Choice("staged", why) if why else Choice("fused", "{generation}, {dtype}, K={K}, V={V}")
+
+
+@decision
+def kda_forward_stages(kind: Kind) -> Choice:
+    """Of the forward pass of Kimi Delta Attention: "fused" or "staged". Its kernels give the same
+    bits, whatever the batch.
+    """
+    why = first(FUSED, kind)
+    return Choice("staged", why) if why else Choice("fused", "{generation}, {dtype}, K={K}, V={V}")
+
+
+def enough(kind: Kind) -> bool:
+    """Whether a sequence has tokens enough, times heads, for kernels in Gluon to gain."""
+    return kind.T * kind.HV >= limits.ENOUGH
+
+
+KEY_HEADS = ("H={H}, HV={HV}: a q/k head each is wanted", lambda k: k.H == k.HV)
+ENOUGH = ("T x HV = {T} x {HV}: fewer than 2^14, the host decides the time", enough)
+WHOLE_HEADS = (
+    "K={K}, V={V}: heads of 128 are wanted",
+    lambda k: (k.K, k.V) == (limits.HEAD, limits.HEAD),
+)
+# what every kernel in Gluon wants
+GLUON = (
+    ("in Triton's interpreter, which knows no Gluon", lambda k: k.compiled),
+    ("{generation} GPU: Gluon kernels are for Hopper", lambda k: k.generation == "hopper"),
+    ("chunks of {C}: Gluon kernels take 64", lambda k: k.C == limits.CHUNK),
+    ("Gluon is {gluon}", lambda k: not k.gluon),
+)
+WHOLE = (
+    ("packed sequences", lambda k: not k.packed),
+    ("T={T}: not whole chunks of 64", lambda k: k.T % limits.CHUNK == 0),
+)
+ALIGNED = ("a tensor does not begin at 16 bytes", lambda k: k.aligned)
+SIXTEEN = ("{dtype}: Gluon kernels take 16 bit", lambda k: k.dtype.itemsize == 2)
+BFLOAT16 = ("{dtype}: bfloat16 is wanted", lambda k: k.dtype == torch.bfloat16)
+
+WORDS = ("V={V}: the fused stages want whole words, an even number", lambda k: k.V % 2 == 0)
+# what the kernels hold, and where those in Gluon run
+KDA_HELD = (*FUSED, BFLOAT16, WORDS)
+KDA_BACKWARD = (*FUSED, *WHOLE, BFLOAT16, KEY_HEADS, ENOUGH, *GLUON, WHOLE_HEADS)
+
+
+@decision
+def kda_backward_stages(kind: Kind) -> Choice:
+    """Of the backward pass of Kimi Delta Attention: "fused" or "staged".
+
+    Fused where the kernels in Gluon run: in plain Triton the chains, longer by a product, take what
+    the other kernels save. And where no more memory is needed than by the stages. The interpreter
+    runs whatever the kernels hold.
+    """
+    why = first(KDA_BACKWARD if kind.compiled else KDA_HELD, kind)
+    return Choice("staged", why) if why else Choice("fused", "{generation}, {dtype}, K={K}, V={V}")
+
+
+SSD = (
+    ("{generation} GPU: the fused stages need Hopper or later", lambda k: k.generation in LATER),
+    ("{dtype}: the fused stages hold 16 bit", lambda k: k.dtype.itemsize == 2),
+    ("N={K}: the fused stages hold states of 128", lambda k: k.K <= limits.SSD_STATES),
+    ("P={V}: the fused stages hold heads of 64", lambda k: k.V <= limits.SSD_HEAD),
+)
+
+
+@decision
+def ssd_stages(kind: Kind, low: float = 0.0) -> Choice:
+    """Of both passes of Mamba-2: "fused" or "staged".  low: the least step; where it is negative, a
+    memory may grow.
+    """
+    if low < 0:
+        return Choice("staged", "a step may be negative, and a memory grow")
+    why = first(SSD, kind)
+    return Choice("staged", why) if why else Choice("fused", "{generation}, {dtype}, N={K}, P={V}")
+
+
+@decision
+def chunk_limit(kind: Kind) -> Choice:
+    """The longest chunk for a device, dtype and head size."""
+    by_size = of_generation(limits.CHUNK_LIMITS, kind.generation).get(kind.dtype.itemsize, {})
+    limit = by_size.get(max(128, block(kind.K)), 64)
+    return Choice(limit, "{generation}, {dtype}, K={K}")
+
+
+# -- which kernel
+
+INTRA = (
+    *GLUON, BFLOAT16, ("K={K}: 64 or 128 keys are wanted", lambda k: k.K in limits.HEADS), ALIGNED
+)  # fmt: skip
+# both in one, where that is faster and has run on a GPU: 16 bit, chunks of 64, a key head for each
+# value head, since each of those has its own program
+ONE = (
+    ("{generation} GPU", lambda k: k.generation in LATER),
+    ("{dtype}", lambda k: k.dtype.itemsize == 2),
+    ("K={K}", lambda k: k.K in limits.HEADS),
+    ("chunks of {C}", lambda k: k.C == limits.CHUNK),
+    ("several value heads of a q/k head", lambda k: k.H == k.HV),
+)
+
+
+@decision
+def intra_chunk(kind: Kind) -> Choice:
+    """Of Gated DeltaNet: in "gluon", in "one" kernel of plain Triton, or in "two"."""
+    why = first(INTRA, kind)
+    if why is None:
+        return Choice("gluon", "Hopper, bfloat16, K={K}, chunks of {C}")
+    return Choice("two" if first(ONE, kind) else "one", why)
+
+
+# the order is by what a reader would ask first
+SCAN = (
+    *WHOLE, *GLUON, SIXTEEN, ("K={K}: 64 or 128 keys are wanted", lambda k: k.K in limits.HEADS),
+    ("V={V}: no multiple of 64 values", lambda k: k.V % limits.COLUMNS == 0), ALIGNED,
+)  # fmt: skip
+WIDE = (("K={K}: 128 keys are wanted", lambda k: k.K == limits.HEAD), *SCAN)
+
+
+def gluon_scan(kind: Kind, wide: bool) -> Choice:
+    """A scan that Gluon may take, with the bits of plain Triton: `by_load.scan` asks whether it
+    pays.  wide: one whose states have 128 keys, as all but the first have.
+    """
+    why = first(WIDE if wide else SCAN, kind)
+    if why:
+        return Choice("triton", why)
+    return Choice("gluon", "Hopper, {dtype}, K={K}, whole chunks of {C}")
+
+
+@decision
+def kda_fused_scans(kind: Kind) -> Choice:
+    """Both scans of the backward pass of Kimi Delta Attention, "gluon" or "triton"; whether they
+    pay was asked when the set was taken.
+    """
+    return gluon_scan(kind, True)
+
+
+INTRA_BWD = (*WHOLE, *GLUON, SIXTEEN, WHOLE_HEADS, ENOUGH, ALIGNED)
+
+
+@decision
+def intra_chunk_bwd(kind: Kind) -> Choice:
+    """Of Gated DeltaNet, "gluon" or "triton"."""
+    why = first(INTRA_BWD, kind)
+    if why:
+        return Choice("triton", why)
+    return Choice("gluon", "Hopper, {dtype}, K={K}, V={V}, whole chunks of {C}")
+
+
+# where a factor of 2^NEAR fits the dtype and one anchor was found to be faster
+NEAR = (
+    ("{generation} GPU: one anchor a chunk was not faster", lambda k: k.generation in LATER),
+    ("{dtype}: one anchor a chunk is for bfloat16", lambda k: k.dtype == torch.bfloat16),
+)
+
+
+@decision
+def kda_near(kind: Kind) -> Choice:
+    """Channels that fade little in a chunk: "anchored" once, by a kernel of their own, or "all"
+    channels by the one kernel.
+    """
+    why = first(NEAR, kind)
+    return Choice("all", why) if why else Choice("anchored", "{generation}, {dtype}")
+
+
+KDA_INTRA = (*WHOLE, KEY_HEADS, *GLUON, BFLOAT16, WHOLE_HEADS, ENOUGH, ALIGNED)
+
+
+@decision
+def kda_fused_intra_bwd(kind: Kind) -> Choice:
+    """Of Kimi Delta Attention, "gluon" or "triton"."""
+    if why := first(KDA_INTRA, kind):
+        return Choice("triton", why)
+    return Choice("gluon", "Hopper, bfloat16, K={K}, V={V}, whole chunks of {C}")
+
+
+@decision
+def kda_halved(dtype: torch.dtype, lower_bound: float | None = None) -> Choice:
+    """The rows of a block on the diagonal that are halved: "none", "far" or "all".
+
+    With a lower bound of the log decay, the exponent in a block of 16 is at most
+    15 log2(e) |lower_bound|: that must leave fp32 and bf16 room, and fp16 has none.
+    """
+    if dtype == torch.float16:
+        return Choice("all", "float16 has no room for the exponent of a block")
+    if lower_bound is not None and -15 * math.log2(math.e) * lower_bound < 110:
+        return Choice("none", "the gate is promised to be at least {0}")
+    return Choice("far", "nothing bounds the gate")
+
+
+# -- which sequences are cut, and where
+
+
+@decision
+def pieces_by_maps(kind: Kind) -> Choice:
+    """Tokens of a piece that is entered by maps, or 0: sequences are not cut so.
+
+    By their own length and their heads alone, so that nothing changes with the batch.
+    """
+    if kind.HV * cdiv(kind.V, 64) > limits.PROGRAMS:
+        return Choice(0, "more than 16 heads times tiles of 64 values: maps would cost too much")
+    if not kind.large:
+        return Choice(0, "a GPU of fewer than 64 multiprocessors")
+    if kind.T < limits.LEAST * limits.LENGTH:
+        return Choice(0, "T={T}: shorter than 4 pieces of 2048")
+    return Choice(limits.LENGTH, "T={T}, HV={HV}: long, of few heads; by their maps")
+
+
+@decision
+def pieces_by_warm_up(kind: Kind) -> Choice:
+    """Tokens of a piece that is entered by a warm-up, or 0: sequences are not cut so."""
+    programs = kind.HV * cdiv(kind.V, 64)
+    if not limits.PROGRAMS < programs <= limits.FULL:
+        return Choice(0, "HV={HV}, V={V}: not 17 to 128 heads times tiles of 64 values")
+    if not kind.large:
+        return Choice(0, "a GPU of fewer than 64 multiprocessors")
+    size = limits.PER_PROGRAM * programs
+    if size > kind.T // 2:
+        return Choice(0, "T={T}: shorter than 2 pieces of 128 tokens for each program")
+    return Choice(size, "T={T}, HV={HV}: long; by a warm-up")
+
+
+@decision
+def ssd_piece(kind: Kind) -> Choice:
+    """Tokens of a piece of a sequence, which has a program of ssd_fwd for each head."""
+    return Choice(limits.SSD_PIECE, "T={T}")
+
+
+@decision
+def ssd_heads(kind: Kind, kept: bool) -> Choice:
+    """In how many parts the heads of a group are summed.  kept: sums over heads are kept, of which
+    a program then has many; else of dx.
+    """
+    heads = limits.SSD_MANY if kept else limits.SSD_FEW
+    return Choice(cdiv(kind.HV // kind.H, heads), "H={HV}, G={H}")

@@ -1,0 +1,151 @@
+"""What is chosen by how much there is to do, and multiprocessors for it.
+
+These choices must not change a bit: the kernels between which they choose add in the same order.
+"""
+
+from linattn_edu.choices import Choice
+from linattn_edu.kernels.routes import limits
+from linattn_edu.kernels.routes.by_kind import (
+    INTRA_BWD,
+    LATER,
+    gluon_scan,
+    pieces_by_maps,
+    pieces_by_warm_up,
+)
+from linattn_edu.kernels.routes.choosing import Load, decision, first
+from linattn_edu.kernels.tiles import cdiv
+
+
+def pays(load: Load) -> Choice | None:
+    """Why a scan in Gluon would be slower than in plain Triton, or None: it is faster."""
+    kind, tokens = load.kind, load.sequences * load.kind.T * load.kind.HV
+    programs = load.sequences * kind.HV * kind.V // limits.COLUMNS
+    if kind.K == limits.HEAD and programs <= load.processors:
+        if tokens >= limits.ENOUGH:
+            return None
+        return Choice("triton", "fewer than 2^14 tokens times heads")
+    if tokens < limits.CROWDED:
+        return Choice("triton", "a full GPU and fewer than 2^18 tokens times heads")
+    if kind.T < limits.LONG:
+        return Choice("triton", "a full GPU and T={T}, fewer than 256 tokens")
+    return None
+
+
+def _scan(load: Load, wide: bool) -> Choice:
+    choice = gluon_scan(load.kind, wide)
+    return choice if choice.takes != "gluon" else pays(load) or choice
+
+
+@decision
+def scan(load: Load) -> Choice:
+    """The scan of Gated DeltaNet's forward pass, "gluon" or "triton"."""
+    return _scan(load, False)
+
+
+@decision
+def scans(load: Load) -> Choice:
+    """A scan of Gated DeltaNet's backward pass, or both, "gluon" or "triton"."""
+    return _scan(load, True)
+
+
+@decision
+def kda_scan(load: Load) -> Choice:
+    """The scan of Kimi Delta Attention's forward pass, "gluon" or "triton"."""
+    return _scan(load, True)
+
+
+@decision
+def transposed(load: Load, programs: int, BK: int, BV: int) -> Choice:
+    """A scan in plain Triton: "transposed", or "upright".
+
+    The transposed kernel, whose products are 64 rows high, has two programs for many a
+    multiprocessor; with one it would be the slower of the two. Measured for keys of more than 64.
+    """
+    kind = load.kind
+    if kind.generation not in LATER or kind.dtype.itemsize != 2 or BK != 128 or BV != 64:
+        return Choice("upright", "not 16 bit with tiles of 128 keys and 64 values on Hopper")
+    if 2 * programs < 3 * load.processors:
+        return Choice("upright", "{0} programs: fewer than 3 for 2 multiprocessors")
+    return Choice("transposed", "{0} programs for {processors} multiprocessors")
+
+
+@decision
+def intra_ring(load: Load, chunks: int, whole: bool) -> Choice:
+    """intra_chunk in Gluon: programs of a multiprocessor that take one chunk after the other, or 0,
+    a program for each chunk.
+
+    Where a chunk is read for one value head alone, two keep the way to memory full.
+    """
+    kind = load.kind
+    programs = ring_programs(kind.K, kind.H, kind.HV)
+    if not whole:
+        return Choice(0, "some chunk has fewer than 64 tokens")
+    if programs * load.processors >= chunks * kind.H:
+        return Choice(0, "{0} chunks of {H} heads: programs enough for all at once")
+    return Choice(programs, "{0} chunks of {H} heads, one after the other")
+
+
+def ring_programs(K: int, H: int, HV: int) -> int:
+    """How many of them there are on a multiprocessor, where there are chunks enough."""
+    return 2 if K == 128 and H == HV else 3
+
+
+@decision
+def both_widths(load: Load) -> Choice:
+    """Of a scan in pieces whose tiles have several widths, after a look whether some head does not
+    forget: 1, two launches, of which one has nothing to do, or 0, one.
+
+    Where few whole sequences would leave a GPU half empty.
+    """
+    kind = load.kind
+    if 2 * load.sequences * kind.HV * cdiv(kind.V, 64) < 3 * load.processors:
+        return Choice(1, "few whole sequences: narrow tiles, should a head not forget")
+    return Choice(0, "whole sequences would fill the GPU")
+
+
+@decision
+def together(load: Load, programs: int) -> Choice:
+    """Both scans of a backward pass: 1, in one launch, or 0, in two, which choose their options
+    each for itself, where either alone has a program for every multiprocessor.
+    """
+    if programs < load.processors:
+        return Choice(1, "{0} programs a scan, for {processors} multiprocessors")
+    return Choice(0, "{0} programs a scan, for {processors} multiprocessors")
+
+
+@decision
+def workers(load: Load, pieces: int) -> Choice:
+    """Tiles of 64 values of a program of Kimi Delta Attention in Gluon: two where that leaves at
+    most 3 of 10 multiprocessors idle.
+    """
+    kind = load.kind
+    wide = pieces * kind.HV * cdiv(kind.V, 2 * limits.COLUMNS)
+    if kind.V % (2 * limits.COLUMNS) == 0 and 10 * wide >= 7 * load.processors:
+        return Choice(2, "as many programs of 128 values as fill the GPU")
+    return Choice(1, "programs of 128 values would leave multiprocessors idle")
+
+
+@decision
+def head_groups(load: Load) -> Choice:
+    """Groups of heads that chunk_bwd in Gluon takes one after the other, with the states of one
+    at a time: the most whose scans leave no more multiprocessors idle than all would.
+    """
+    kind = load.kind
+    if _scan(load, True).takes != "gluon" or first(INTRA_BWD, kind):
+        return Choice(1, "not all in Gluon")
+    size = pieces_by_maps(kind).takes or pieces_by_warm_up(kind).takes
+    B, T = load.sequences, kind.T
+    pieces = B if not size else B * T // size + (B if T % size else 0)
+    programs = pieces * kind.HV * cdiv(kind.V, limits.COLUMNS)
+
+    def rounds(groups: int) -> int:
+        return groups * cdiv(programs // groups, load.processors)
+
+    fine = (
+        n for n in range(2, kind.H + 1)
+        if kind.H % n == 0 and n * limits.HEAD_GROUP <= B * T * kind.HV
+    )  # fmt: skip
+    groups = max((n for n in fine if rounds(n) <= rounds(1)), default=1)
+    if groups == 1:
+        return Choice(1, "groups would leave multiprocessors idle, or be too small")
+    return Choice(groups, "all in Gluon, and no more multiprocessors idle than with all heads")

@@ -1,0 +1,469 @@
+"""What routes choose: of some seventy calls, by each condition, and from what they may know."""
+
+import ast
+import inspect
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import linattn_edu
+from linattn_edu import choices, dry_run
+from linattn_edu.choices import GPUS
+from linattn_edu.dry_run import DTYPES, OPERATORS, route
+from linattn_edu.kernels.fused import gdn_intra, gdn_scans
+from linattn_edu.kernels.gluon import gdn_intra_bwd, gdn_scan
+from linattn_edu.kernels.routes import (
+    Kind,
+    Load,
+    by_kind,
+    by_load,
+    choosing,
+    forced,
+    kind_of,
+    limits,
+    load_of,
+)
+
+PACKAGE = Path(linattn_edu.__file__).parent
+# -- the routes of calls
+
+PARTS = {
+    "RING": "gate_cumsum intra_chunk_ring_gluon",
+    "ALONE": "gate_cumsum intra_chunk_gluon",
+    "ONE": "gate_cumsum intra_chunk",
+    "TWO": "gate_cumsum scores resolvent",
+    "PART": "scan_states_gluon scan_bwd_gluon intra_chunk_bwd_gluon",
+    "PARTS8": "PART PART PART PART PART PART PART PART",
+    "MAPS": "scan_map merge scan_map_bwd merge",
+    "BOUNDS": "bound warm_up bound warm_up",
+    "FUSED": "scan_states scan_bwd intra_chunk_bwd gate_bwd",
+    "FUSED_ONE": "scans intra_chunk_bwd gate_bwd",
+    "STAGED": "wy state output_bwd state_bwd wy_bwd gate_bwd",
+    "KDA": "gate_cumsum kda_scores kda_inverse",
+    "KDA_END": "kda_intra_bwd_gluon kda_intra_bwd gate_bwd",
+    "KDA_AGAIN": "gate_cumsum wy kda_scans kda_output_bwd kda_wy_bwd",
+    "KDA_NEAR": "KDA_AGAIN kda_intra_bwd_near kda_intra_bwd gate_bwd",
+    "KDA_STAGED": "KDA_AGAIN kda_intra_bwd gate_bwd",
+    "SSD_FUSED": "chunk_cumsum_log chunk_scores ssd_fwd",
+    "SSD_PARTS": "chunk_cumsum_log chunk_scores ssd_ends ssd_fwd",
+    "SSD_END": "ssd_bwd_states ssd_bwd_da ssd_bwd_far ssd_bwd_sum ssd_bwd_dx chunk_cumsum_bwd",
+    "SSD": "chunk_cumsum chunk_state state_passing chunk_scan",
+    "SSD_BWD": "chunk_cumsum chunk_state state_passing chunk_scan_bwd_dstates state_passing_bwd "
+    "chunk_state_bwd_db chunk_scan_bwd_dc chunk_scan_chunk_state_bwd_dx chunk_scan_bwd_da_cs "
+    "chunk_cumsum_bwd",
+}
+# operator and sizes, as the command takes them | what is not a bf16 call on an H100 | both passes
+CALLS = """
+gdn 8 4096 16 16 128 128  |           | RING scan_gluon | PART PART gate_bwd
+gdn 8 4096 16 16 128 128  | gpu=h200  | RING scan_gluon | PART PART gate_bwd
+gdn 8 4096 16 16 128 128  | gpu=b200  | ONE scan_transposed | FUSED
+gdn 8 4096 16 16 128 128  | gpu=a100  | TWO scan | STAGED
+gdn 8 4096 16 16 128 128  | gpu=4090  | TWO scan | STAGED
+gdn 8 4096 16 16 128 128  | gpu=l4    | TWO scan | STAGED
+gdn 8 4096 16 16 128 128  | gpu=t4    | TWO scan | STAGED
+gdn 8 4096 16 16 128 128  | dtype=fp16 | ONE scan_gluon | PART PART gate_bwd
+gdn 8 4096 16 16 128 128  | dtype=fp32 | TWO scan | STAGED
+gdn 8 4096 16 16 128 128  | packed    | ALONE scan_transposed | FUSED
+gdn 8 4096 16 16 128 128  | gluon=off | ONE scan_transposed | FUSED
+gdn 8 4100 16 16 128 128  |           | ALONE scan_transposed | FUSED
+gdn 8 4096 16 16 128 128  | chunk=32  | TWO scan_transposed | FUSED
+gdn 1 64 1 1 128 128      |           | ALONE scan | FUSED_ONE
+gdn 1 64 1 2 128 128      |           | ALONE scan |
+        scans intra_chunk_bwd intra_chunk_bwd gate_bwd
+gdn 8 4096 8 16 128 128   |           | RING scan_gluon | PART PART gate_bwd
+gdn 8 4096 8 16 128 128   | gluon=off | TWO scan_transposed |
+        scan_states scan_bwd intra_chunk_bwd intra_chunk_bwd gate_bwd
+gdn 8 4096 16 16 64 64    |           | RING scan_gluon | FUSED_ONE
+gdn 8 4096 16 16 64 64    | packed    | ALONE scan | FUSED_ONE
+gdn 8 2048 16 16 64 64    |           | RING scan_gluon | FUSED_ONE
+gdn 64 192 16 16 128 128  |           | RING scan_transposed | FUSED
+gdn 8 4096 16 16 128 256  |           | RING scan_gluon | STAGED
+gdn 8 4096 16 16 256 128  |           | TWO scan | STAGED
+gdn 8 4096 16 16 96 128   |           | TWO scan_transposed | FUSED
+gdn 8 4096 16 16 33 128   |           | TWO scan | STAGED
+gdn 8 4096 16 16 128 96   |           | RING scan_transposed | FUSED
+gdn 1 32768 4 4 128 128   |           | RING scan_map merge scan_gluon |
+        MAPS scans_gluon intra_chunk_bwd_gluon gate_bwd
+gdn 1 32768 4 4 128 128   | packed    | ALONE scan_map merge scan | MAPS FUSED
+gdn 1 32768 4 4 128 128   | gpu=t4    | TWO scan | STAGED
+gdn 1 32768 4 4 128 128   | gpu=a100  | TWO scan_map merge scan |
+        wy piece_map merge state output_bwd piece_map_bwd merge state_bwd wy_bwd gate_bwd
+gdn 1 32768 4 4 128 128   | gpu=l4    | TWO scan | STAGED
+gdn 4 32768 4 4 128 128   |           | RING scan_map merge scan_gluon | MAPS PART PART gate_bwd
+gdn 1 8191 4 4 128 128    |           | ALONE scan | FUSED_ONE
+gdn 1 8192 4 4 128 128    |           | RING scan_map merge scan_gluon |
+        MAPS scans_gluon intra_chunk_bwd_gluon gate_bwd
+gdn 1 32768 16 32 128 128 |           | RING bound warm_up scan_gluon | BOUNDS PART PART gate_bwd
+gdn 1 32768 16 32 128 128 | gluon=off | TWO bound warm_up scan_transposed scan |
+        BOUNDS scan_states scan_bwd scans intra_chunk_bwd intra_chunk_bwd gate_bwd
+gdn 32 4096 16 16 128 128 |           | RING scan_gluon | PARTS8 gate_bwd
+gdn 32 4096 16 16 128 128 | gluon=off | ONE scan_transposed | FUSED
+gdn 1 1024 16 16 128 128  |           | ALONE scan_gluon |
+        scans_gluon intra_chunk_bwd_gluon gate_bwd
+gdn 1 960 16 16 128 128   |           | ALONE scan | FUSED_ONE
+gdn 2 32768 16 32 128 128 | packed    | ALONE bound warm_up scan_transposed scan_transposed |
+        BOUNDS scan_states scan_bwd scans intra_chunk_bwd intra_chunk_bwd gate_bwd
+kda 8 4096 16 16 128 128  |           | KDA kda_scan_gluon |
+        kda_gates kda_scan_states_gluon kda_scan_bwd_gluon KDA_END
+kda 8 4096 16 16 128 128  | gluon=off | KDA kda_fused_scan_transposed | KDA_NEAR
+kda 8 4096 16 16 128 128  | gpu=b200  | KDA kda_fused_scan_transposed | KDA_NEAR
+kda 8 4096 16 16 128 128  | gpu=a100  | KDA wy kda_scan | KDA_STAGED
+kda 8 4096 16 16 128 128  | gpu=t4    | KDA wy kda_scan | KDA_STAGED
+kda 8 4096 16 16 128 128  | dtype=fp16 | KDA kda_scan_gluon | KDA_STAGED
+kda 8 4096 16 16 128 128  | dtype=fp32 | KDA wy kda_scan | KDA_STAGED
+kda 8 4096 16 16 128 128  | packed    | KDA kda_fused_scan_transposed | KDA_NEAR
+kda 8 4096 8 16 128 128   |           | KDA kda_scan_gluon | KDA_NEAR
+kda 8 4096 16 16 64 64    |           | KDA kda_fused_scan | KDA_NEAR
+kda 1 512 16 16 128 128   |           | KDA kda_fused_scan | KDA_NEAR
+kda 1 32768 4 4 128 128   |           | KDA kda_fused_scan_map merge kda_scan_gluon |
+        kda_gates kda_fused_scan_map merge kda_fused_scan_map_bwd merge kda_scans_gluon
+        KDA_END
+kda 2 4096 32 32 128 128  |           | KDA kda_scan_gluon | kda_gates kda_scans_gluon KDA_END
+kda 2 4096 16 16 128 128  |           | KDA kda_scan_gluon | kda_gates kda_scans_gluon KDA_END
+kda 8 4100 16 16 128 128  |           | KDA kda_fused_scan_transposed | KDA_NEAR
+kda 8 4096 16 16 256 256  |           | KDA wy kda_scan | KDA_NEAR
+ssd 8 4096 16 1 64 128    |           | SSD_FUSED | chunk_cumsum_log state state_bwd SSD_END
+ssd 8 4096 16 1 64 128    | gpu=b200  | SSD_FUSED | chunk_cumsum_log state state_bwd SSD_END
+ssd 8 4096 16 1 64 128    | gpu=a100  | SSD | SSD_BWD
+ssd 8 4096 16 1 64 128    | dtype=fp32 | SSD | SSD_BWD
+ssd 8 4096 16 1 64 256    |           | SSD | SSD_BWD
+ssd 8 4096 16 1 128 128   |           | SSD | SSD_BWD
+ssd 2 8192 16 1 64 128    |           | SSD_PARTS |
+        chunk_cumsum_log piece_map merge state piece_map_bwd merge state_bwd SSD_END
+ssd 2 4096 16 1 64 128    | packed    | SSD_PARTS | chunk_cumsum_log state state_bwd SSD_END
+ssd 8 4096 16 1 64 128    | step=-1   | SSD | SSD_BWD
+ema 2 4096 1 512          |           | gate_cumsum ema | ema_bwd total
+ema 1 65536 1 512         |           | gate_cumsum ema_piece ema | ema_piece ema_bwd total
+ema 2 4096 1 512          | packed    | gate_cumsum ema_piece ema | ema_piece ema_bwd total
+"""
+CALLS = re.split(r"\n(?=\w)", CALLS.strip())
+CALLS = [tuple(part.strip() for part in row.split("|")) for row in CALLS]
+
+
+def expanded(text):
+    names = text.split()
+    while any(n in PARTS for n in names):
+        names = " ".join(PARTS.get(n, n) for n in names).split()
+    return [f"{n}_kernel" for n in names]
+
+
+def asked(call, more="", **options):
+    """The route of a row."""
+    operator, *sizes = call.split()
+    function, shapes, wide, chunk_size = OPERATORS[operator]
+    sizes = dict(zip(inspect.signature(shapes).parameters, map(int, sizes), strict=True))
+    more = dict(x.split("=") if "=" in x else (x, True) for x in more.split())
+    options |= {"chunk_size": int(more.get("chunk", chunk_size)), "gpu": more.get("gpu", "h100")}
+    if "step" in more:
+        options["dt_limit"] = (float(more["step"]), 1.0)
+    if "packed" in more:
+        options["cu_seqlens"] = torch.arange(sizes["B"] + 1) * sizes["T"]
+        sizes |= {"B": 1, "T": sizes["B"] * sizes["T"]}
+    dtype = DTYPES[more.get("dtype", "bf16")]
+    tensors = {
+        n: torch.empty(s, dtype=torch.float32 if n in wide else dtype, device="meta")
+        for n, s in shapes(**sizes).items()
+    }
+    return route(function, **tensors, **options)
+
+
+@pytest.fixture(autouse=True)
+def gluon(monkeypatch):
+    """As if this Triton's Gluon were on."""
+    monkeypatch.setattr(choosing, "GLUON", "")
+
+
+@pytest.mark.parametrize(("call", "more", "forward", "backward"), CALLS, ids=lambda x: x or "-")
+def test_calls(call, more, forward, backward, monkeypatch):
+    if "gluon=off" in more:
+        monkeypatch.setattr(choosing, "GLUON", "off, Triton 3.5.1: it needs 3.6 or newer")
+    found = asked(call, more)
+    names = [[s.kernel for s in steps for _ in range(s.times)]
+             for steps in (found.forward, found.backward)]  # fmt: skip
+    assert names == [expanded(forward), expanded(backward)]
+    assert found.kernels == [*names[0], *names[1]]
+    assert "{" not in str(found)
+    if "gluon=off" in more and call.startswith("gdn"):
+        assert "Gluon is off, Triton 3.5.1" in str(found)
+
+
+# -- each condition by itself turns a kernel away
+
+GOOD = Kind(4096, 16, 16, 128, 128, 64, torch.bfloat16, "hopper", True, True, "", False, True)
+NOT_GLUON = (
+    {"compiled": False}, {"generation": "ampere"}, {"generation": "blackwell"}, {"C": 32},
+    {"gluon": "off"},
+)  # fmt: skip
+NOT_WHOLE = ({"packed": True}, {"T": 4097}, {"T": 32 * 127})
+NOT_BFLOAT16 = ({"dtype": torch.float16}, {"dtype": torch.float32})
+NOT_FUSED = (
+    {"generation": "turing"}, {"generation": "ampere"}, {"dtype": torch.float32},
+    {"K": 126 + 1}, {"K": 130}, {"V": 129},
+)  # fmt: skip
+SHORT = {"T": 960}  # 15 chunks of 16 heads: fewer than 2^14
+CONDITIONS = {
+    "gdn_backward_stages": ("fused", NOT_FUSED),
+    "kda_forward_stages": ("fused", NOT_FUSED),
+    "kda_backward_stages": ("fused", (
+        *NOT_FUSED, *NOT_WHOLE, *NOT_BFLOAT16, SHORT, {"H": 8}, {"generation": "blackwell"},
+        {"C": 32}, {"gluon": "off"}, {"K": 64}, {"V": 64},
+    )),
+    "intra_chunk": ("gluon", (
+        *NOT_GLUON, *NOT_BFLOAT16, {"K": 96}, {"K": 256}, {"aligned": False},
+    )),
+    "intra_chunk_bwd": ("gluon", (
+        *NOT_GLUON, *NOT_WHOLE, SHORT, {"dtype": torch.float32}, {"K": 64}, {"V": 256},
+        {"aligned": False},
+    )),
+    "kda_fused_scans": ("gluon", (
+        *NOT_GLUON, *NOT_WHOLE, {"dtype": torch.float32}, {"K": 64}, {"V": 96}, {"aligned": False},
+    )),
+    "kda_fused_intra_bwd": ("gluon", (
+        *NOT_GLUON, *NOT_WHOLE, *NOT_BFLOAT16, SHORT, {"H": 8}, {"K": 64}, {"V": 256},
+        {"aligned": False},
+    )),
+    "kda_near": ("anchored", (*NOT_BFLOAT16, {"generation": "ampere"})),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CONDITIONS)
+def test_each_condition_turns_it_away(name):
+    decide, (takes, others) = getattr(by_kind, name), CONDITIONS[name]
+    assert decide(GOOD).takes == takes
+    for other in others:
+        choice = decide(GOOD._replace(**other))
+        assert choice.takes != takes and choice.why, other
+
+
+def test_what_keeps_them():
+    """At the edges of the conditions; neither length nor packing turns intra_chunk away."""
+    for other in ({"T": 1}, {"packed": True}, {"K": 64}, {"V": 33}, {"H": 2}, {"large": False}):
+        assert by_kind.intra_chunk(GOOD._replace(**other)).takes == "gluon", other
+    for other in ({"T": 1024}, {"dtype": torch.float16}, {"H": 2}):
+        assert by_kind.intra_chunk_bwd(GOOD._replace(**other)).takes == "gluon", other
+    assert by_kind.kda_backward_stages(GOOD._replace(T=1024)).takes == "fused"
+    # the interpreter runs whatever the kernels hold
+    held = GOOD._replace(compiled=False, T=5, K=10, V=6, H=8, C=16, packed=True)
+    assert by_kind.kda_backward_stages(held).takes == "fused"
+    assert by_kind.gdn_backward_stages(GOOD, True).takes == "staged"
+    one = GOOD._replace(dtype=torch.float16)
+    assert by_kind.intra_chunk(one).takes == "one"
+    for other in ({"K": 96}, {"C": 32}, {"H": 8}, {"generation": "ampere"}):
+        assert by_kind.intra_chunk(one._replace(**other)).takes == "two", other
+    for other in ({"V": 33}, {"K": 33}, {"dtype": torch.float16}):
+        assert by_kind.kda_backward_stages(held._replace(**other)).takes == "staged", other
+
+
+@pytest.mark.parametrize("name", ["scan", "scans", "kda_scan"])
+def test_scans_in_gluon(name):
+    """Each condition by itself turns a scan away, and where it would not pay."""
+
+    def takes(sequences=8, **other):
+        kind = GOOD._replace(HV=8, **other)
+        return getattr(by_load, name)(Load(kind, sequences, 132)).takes == "gluon"
+
+    wide = name != "scan"
+    assert takes() and takes(dtype=torch.float16) and takes(V=256)
+    for other in (
+        *NOT_GLUON, *NOT_WHOLE, {"dtype": torch.float32}, {"K": 96}, {"K": 256}, {"V": 96},
+        {"aligned": False},
+    ):  # fmt: skip
+        assert not takes(**other), other
+    # a program for each multiprocessor at most: 2^14 tokens times heads
+    assert takes(T=256) and not takes(T=192)
+    # more, or small keys: 2^18, and no short sequences
+    assert takes(9) and not takes(9, T=2048)
+    assert takes(K=64, V=64) == (not wide) and not takes(K=64, V=64, T=2048)
+    assert takes(256, T=256) and not takes(256, T=192)
+
+
+def test_pieces():
+    few = GOOD._replace(HV=4, T=8192)
+    assert by_kind.pieces_by_maps(few).takes == 2048 and by_kind.pieces_by_warm_up(few).takes == 0
+    for other in ({"T": 8191}, {"HV": 9}, {"large": False}):
+        assert by_kind.pieces_by_maps(few._replace(**other)).takes == 0, other
+    more = GOOD._replace(HV=32, T=16384)
+    assert by_kind.pieces_by_warm_up(more).takes == 8192 and by_kind.pieces_by_maps(more).takes == 0
+    for other in ({"T": 16383}, {"HV": 8}, {"HV": 65, "T": 1 << 20}, {"large": False}):
+        assert by_kind.pieces_by_warm_up(more._replace(**other)).takes == 0, other
+
+
+# -- what decisions may know
+
+
+def test_what_is_decided_by_kind_sees_no_batch():
+    """No field of a Kind has it, no decision is told it, and the file cannot ask for it."""
+    loads = {"sequences", "processors", "pieces", "programs", "chunks", "batch", "N", "B"}
+    assert not {*Kind._fields} & loads and {*Load._fields} == {"kind", "sequences", "processors"}
+    tree = ast.parse(inspect.getsource(by_kind))
+    used = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)}
+    used |= {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute)}
+    assert not used & {"Load", "load_of", "processors", "sequences", "by_load", "device_of"}
+    more = {
+        p for f in vars(by_kind).values() if hasattr(f, "__wrapped__")
+        for p in [*inspect.signature(f).parameters][1:]
+    }  # fmt: skip
+    assert more == {"ranks", "low", "kept", "lower_bound"}
+    with choices.ask(GPUS["h100"], lambda *_: None):
+        one, many = (torch.empty(B, 100, 2, 64, device="meta") for B in (1, 64))
+        assert kind_of(one, 4, 32, 64, None) == kind_of(many, 4, 32, 64, None)
+        kind = kind_of(many, 4, 32, 64, None)
+        assert load_of(kind, many, None) == Load(kind, 64, 132)
+
+
+def test_a_kind_has_what_the_gpu_is():
+    q = torch.empty(2, 100, 2, 64, dtype=torch.float16, device="meta")
+    want = {"t4": ("turing", False), "l4": ("ampere", False), "a100": ("ampere", True),
+            "h100": ("hopper", True), "b200": ("blackwell", True)}  # fmt: skip
+    for name, (generation, large) in want.items():
+        with choices.ask(GPUS[name], lambda *_: None):
+            kind = kind_of(q, 4, 32, 16, True)
+        rest = (torch.float16, generation, large, True, "", True, True)
+        assert kind == Kind(100, 2, 4, 64, 32, 16, *rest)
+    assert not kind_of(q, 4, 32, 16, None).compiled  # nobody asks
+
+
+def test_kernels_in_gluon_are_chosen_for_what_they_take():
+    assert (limits.CHUNK, limits.COLUMNS) == (gdn_scan.CHUNK, gdn_scan.BV)
+    assert limits.HEAD == gdn_intra_bwd.HEAD and gdn_scans.SCAN.launch()["BV"] == limits.COLUMNS
+    assert {*gdn_intra.INTRA_CONFIGS["hopper"][2]} == {*limits.HEADS}
+
+
+def test_nothing_else_chooses():
+    """No predicate of these names outside; no version of Triton but once."""
+    files = [p for room in ("kernels", "ops") for p in (PACKAGE / room).rglob("*.py")]
+    texts = {p: p.read_text() for p in files}
+    names = r"def fits\b|\bfits\(|import fits\b|def pays\b|def crowded\b|\bVERSIONS\b"
+    found = {p.name for p, text in texts.items() if re.search(names, text)}
+    assert found <= {"by_load.py", "blocks.py"}  # pays; and what bridges versions
+    asked = {p.name for p, text in texts.items() if re.search(r"triton\.__version__", text)}
+    assert len(asked) == 1
+    for path in (PACKAGE / "ops").rglob("*.py"):  # no operator names an implementation
+        assert not re.search(r"kernels(\.|/)(fused|gluon|tiles|pieces)\b", texts[path]), path
+
+
+def test_forced():
+    before = limits.LENGTH
+    with forced(intra_chunk="two", LENGTH=7):
+        assert by_kind.intra_chunk(GOOD) == ("two", "forced") and limits.LENGTH == 7
+        with forced(intra_chunk="one"):
+            assert by_kind.intra_chunk(GOOD).takes == "one"
+        assert by_kind.intra_chunk(GOOD).takes == "two"
+    assert by_kind.intra_chunk(GOOD).takes == "gluon" and before == limits.LENGTH
+    with pytest.raises(KeyError), forced(intra_chunk="two", LENGTH=7):
+        raise KeyError
+    assert by_kind.intra_chunk(GOOD).takes == "gluon" and before == limits.LENGTH
+    for name in ("no_such", "NO_SUCH"):
+        with pytest.raises(AttributeError, match=name), forced(**{name: 1}):
+            pass
+
+
+# -- the public function
+
+
+def test_a_route_is_printed_a_line_a_step():
+    text = str(asked("gdn 8 4096 16 16 128 128"))
+    head, *lines = text.splitlines()
+    assert head == "chunk_gated_delta_rule on H100"
+    steps = [line.split() for line in lines if line.startswith("  ")]
+    assert [s[0] for s in steps][:3] == expanded("RING scan_gluon")
+    assert any("Gluon: Hopper, bfloat16, K=128, chunks of 64" in line for line in lines)
+    assert any(line.startswith("backward: fused stages: Hopper, bfloat16") for line in lines)
+
+
+def test_real_tensors():
+    """In the interpreter kernels run on the CPU, with one multiprocessor and without Gluon."""
+    x = torch.randn(1, 70, 2, 16)
+    given = (x, x, x, -x[..., 0].abs(), x[..., 0].abs().clamp(max=1))
+    found = route(linattn_edu.chunk_gated_delta_rule, *given)
+    if torch.cuda.is_available():
+        assert "reference" in found.stages["forward"] and not found.kernels
+        return
+    assert found.gpu == "Triton's interpreter" and "scan_kernel" in found.kernels
+    from gdn_checks import launches
+
+    leaves = [t.clone().requires_grad_() for t in given]
+    with launches() as ran:
+        linattn_edu.chunk_gated_delta_rule(*leaves)[0].sum().backward()
+    assert [kernel.fn.__name__ for kernel in ran] == found.kernels
+
+
+def test_a_function_without_a_gradient():
+    x = torch.empty(2, 3, 64, dtype=torch.bfloat16, device="meta")
+    found = route(linattn_edu.l2norm, x, gpu="a100")
+    assert found.kernels == ["l2norm_kernel", "l2norm_bwd_kernel"]
+    state = torch.empty(2, 3, 8, 16, device="meta")
+    one, dt = torch.empty(2, 3, 8, device="meta"), torch.empty(2, 3, 8, device="meta")
+    A, B = torch.empty(3, 8, 16, device="meta"), torch.empty(2, 1, 16, device="meta")
+    found = route(linattn_edu.selective_state_update, state, one, dt, A, B, B, gpu="h100")
+    assert found.kernels == ["selective_state_update_kernel"]
+
+
+def test_the_reference_says_why():
+    x = torch.empty(1, 5, 2, 16, dtype=torch.float64, device="meta")
+    given = (x, x, x, x[..., 0], x[..., 0])
+    found = route(linattn_edu.chunk_gated_delta_rule, *given, gpu="h100")
+    assert "float64 was given" in found.stages["forward"] and not found.kernels
+    given = tuple(t.bfloat16() for t in given)
+    found = route(linattn_edu.chunk_gated_delta_rule, *given, gpu="h100", impl="reference")
+    assert 'impl="reference"' in str(found) and not found.kernels
+    code = "import torch, linattn_edu as a; x = torch.ones(1, 5, 2, 16); g = x[..., 0]\n"
+    code += "print(a.route(a.chunk_gated_delta_rule, x, x, x, -g, g))"
+    assert "TRITON_INTERPRET" in run("-c", code)
+    hide = "import sys; sys.modules['triton'] = None; "
+    assert "triton is not installed" in run("-c", hide + code)
+
+
+def run(*args):
+    env = {n: x for n, x in os.environ.items() if n != "TRITON_INTERPRET"}
+    env |= {"CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sys.executable, *args], capture_output=True, text=True, env=env, cwd=PACKAGE.parent
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_errors_are_the_operators_own():
+    x = torch.empty(1, 5, 2, 16, device="meta")
+    g = x[..., 0]
+    f = linattn_edu.chunk_gated_delta_rule
+    with pytest.raises(ValueError, match="k must have"):
+        route(f, x, x[:, :3], x, g, g, gpu="h100")
+    with pytest.raises(ValueError, match="chunk_size"):
+        route(f, x, x, x, g, g, gpu="h100", chunk_size=48)
+    with pytest.raises(ValueError, match="gpu must be one of t4"):
+        route(f, x, x, x, g, g, gpu="h900")
+    with pytest.raises(ValueError, match="gpu must be named"):
+        route(f, x, x, x, g, g)
+    with pytest.raises(ValueError, match=r"cannot run here: .*float64"):
+        route(f, *(t.double() for t in (x, x, x, g, g)), gpu="h100", impl="triton")
+    with pytest.raises(ValueError, match="cu_seqlens must have numbers"):
+        bounds = torch.empty(2, dtype=torch.int64, device="meta")
+        route(f, x, x, x, g, g, gpu="h100", cu_seqlens=bounds)
+    with pytest.raises(TypeError):
+        route(f, x, gpu="h100")
+
+
+def test_the_command(capsys):
+    from linattn_edu.__main__ import main
+
+    sizes = ["gdn", "2", "256", "4", "4", "128", "128"]
+    assert main(["route", *sizes, "--gpu", "h100", "--forward"]) == 0
+    text = capsys.readouterr().out
+    assert "intra_chunk_gluon_kernel" in text and "backward" not in text
+    assert main(["route", *sizes, "--gpu", "t4", "--dtype", "fp16", "--packed", "--backward"]) == 0
+    text = capsys.readouterr().out
+    assert "stage by stage: Turing GPU" in text and "forward" not in text
+    assert main(["route", "ssd", "1", "2", "--gpu", "h100"]) == 2
+    assert "ssd has the sizes B T H G P N, got 2 numbers" in capsys.readouterr().out
+    assert main(["route", *sizes, "--gpu", "h100", "--chunk-size", "48"]) == 2
+    assert "chunk_size" in capsys.readouterr().out
+    assert dry_run.OPERATORS.keys() == {"gdn", "kda", "ssd", "ema"}
