@@ -24,7 +24,7 @@ def of_sizes(K, V, dtype, C):
     if V <= 128:
         found["ema"] = [average(V, dtype, n) for n in (1, ema.PIECE + 1)]
         found["convolution"] = [convolution(V, dtype, W) for W in (3, 4, 8)]
-        found["norm"] = norms(V, dtype)
+        found["norm"] = list(norms(V, dtype))
     return found
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-SCALE = 0.3
+from fused.kda_checks import SCALE
 
 
 def call(*args, **options):
@@ -18,12 +18,12 @@ def options(C: int) -> dict:
 
 
 class Table(NamedTuple):
-    """A configuration table whose every row runs on a GPU: gpu/run_rows.py says what `by` means."""
+    """A configuration table, whose every row gpu/run_rows.py runs."""
 
     name: str  # that of the stage, `kda_` before it with a gate for each channel
-    table: str = "CONFIGS"  # in the stage's file
-    by: str = ""  # "dim": rows for keys up to a width, "value": for values, "": one or by chunk
-    run: tuple[str, ...] = ()  # "backward": by gradients; "fused"; "pieces": of a sequence
+    table: str = "CONFIGS"  # its name in the stage's file
+    by: str = ""  # its rows: "dim", for keys up to a width, "value", for values; else for any
+    run: tuple[str, ...] = ()  # what shows them: "backward" passes, "fused" stages, in "pieces"
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Stage:
     """A function that is in both rooms, as it is called on the parts of one family."""
 
     file: str  # "delta/state"
-    family: str  # of PARTS, or of kernels/blanks.py alone
+    family: str  # of kernels/blanks.py, and of FAMILIES where its grid is theirs
     call: Callable  # parts -> the call that is tested, and compiled
     function: str = ""  # where its name is not the file's
     more: Callable = lambda r: ()  # parts -> calls that are compiled beside it
