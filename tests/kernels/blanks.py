@@ -40,7 +40,7 @@ def gated(K, V, dtype, C, channels=False, chunks=1):
     names = {
         "q k w qg kg dk_out dqg dkb dkg": qk, "v u v_new do dv_out dv_new": v, "A P dP dL": A,
         "g gc dgc_out": g, "one": empty(1), "bias": empty(K), "rstd": beta, "dbeta": beta,
-        "dgl": h[..., 0].float(), "S": S, "M": M,
+        "dgl": h[..., 0].float(), "S": S, "M": M, "number": M[..., 0, 0],
     }  # fmt: skip
     vars(r).update((n, x) for some, x in names.items() for n in some.split())
     return r
@@ -48,9 +48,10 @@ def gated(K, V, dtype, C, channels=False, chunks=1):
 
 def recurrent(K, V, dtype, T):
     qk, v, g = empty(1, T, 1, K, dtype=dtype), empty(1, T, 1, V, dtype=dtype), empty(1, T, 1)
+    slots = empty(1, 2, dtype=torch.int32)
     return SimpleNamespace(
-        q=qk, k=qk, v=v, g=g, beta=g, gk=qk, h0=empty(1, 1, K, V), one=empty(1), bias=empty(K),
-        slots=empty(1, 2, dtype=torch.int32),
+        q=qk, k=qk, v=v, g=g, beta=g, gk=qk, gk_wide=qk.float(), gv_wide=v.float(),
+        h0=empty(1, 1, K, V), one=empty(1), bias=empty(K), slots=slots, accepted=slots[:, 0],
     )  # fmt: skip
 
 
@@ -65,6 +66,14 @@ def ssd(N, P, dtype, T, given, state=torch.float32):
     r.D = {"all": A, "channels": rows}.get(given)
     r.dt_bias, r.z, r.seq_idx = (y if every else None for y in (A, x, ids))
     r.s = r.ds = r.dh_out = h
+    r.ends, r.slots = True, empty(T, dtype=torch.int32)
+    # a token of T sequences: with one number a head; with one for each row and entry
+    token = {"x": x[0], "B": B[0]}
+    state, dt = empty(T, 2, P, N), r.dt[0, ..., None]
+    r.one = SimpleNamespace(
+        **token, state=state, dt=dt, A=A[:, None, None], D=rows[:, :1], bias=A[:, None]
+    )
+    r.all = SimpleNamespace(**token, state=state.to(dtype), A=empty(2, P, N))
     r.h0, r.dht, r.dB_state = h[0].float(), h[0] if every else None, B.float()
     return r
 
@@ -79,7 +88,6 @@ def ssd_fused(N, P, dtype):
                 return found
             whole = empty(1, limits.SSD_PIECE + T, 2, max(N, P), dtype=dtype)
             r.long = SimpleNamespace(x=whole[..., :P], C=whole[..., :N], gc=whole[..., 0].float())
-            r.long.z = r.z
             r.dt, r.dt_bias, r.dht, r.scores = (
                 r.step,
                 r.A,
@@ -109,6 +117,7 @@ def convolution(D, dtype, W):
     x, weight = empty(1, 64, D, dtype=dtype), empty(D, W, dtype=dtype)
     r = SimpleNamespace(x=x, weight=weight, bias=None, state=None, activation=None, width=W)
     r.seq_idx, r.pool = empty(1, 64, dtype=torch.int32), empty(2, D, W, dtype=dtype)
+    r.own, r.ends, r.slots = r.pool[:1], W > 3, r.seq_idx[0, :1] if W > 3 else None
     if W > 3:
         r.bias, r.state, r.activation = weight[:, 0], empty(1, D, W, dtype=dtype), "silu"
     return r

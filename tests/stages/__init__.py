@@ -38,7 +38,8 @@ def _joined(make):
 
 
 def _ssd(*sizes, **kinds):
-    return SimpleNamespace(**vars(ssd_checks.parts(*sizes, **kinds)), **options(sizes[3]))
+    r = ssd_checks.parts(*sizes, **kinds)
+    return SimpleNamespace(**vars(r), **options(sizes[3]), ends=r.h0 is not None)
 
 
 def _ema(*sizes, **kinds):
@@ -56,8 +57,7 @@ FAMILIES = {
 
 def find(name: str, family: str) -> Stage:
     """The stage with this function on the parts of a family."""
-    (stage,) = (s for s in STAGES if (s.name, s.family) == (name, family))
-    return stage
+    return next(s for s in STAGES if (s.name, s.family) == (name, family))
 
 
 def parts(family: str, *sizes, **kinds) -> SimpleNamespace:

@@ -1,15 +1,27 @@
 """What the registry says of a stage."""
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import NamedTuple
 
 from fused.kda_checks import SCALE
 
 
-def call(*args, **options):
-    return args, options
+def call(names: str, given: str = "", **options) -> Callable:
+    """A call on parts: parts -> (arguments, options).
+
+    names: the parts that are its arguments, `-` where one is None. given: parts that are options
+    already. options: by name, a word is that of a part.
+    """
+
+    def of(r):
+        args = [None if n == "-" else attrgetter(n)(r) for n in names.split()]
+        named = {n: getattr(r, x) if isinstance(x, str) else x for n, x in options.items()}
+        return args, {n: x for g in given.split() for n, x in getattr(r, g).items()} | named
+
+    return of
 
 
 def options(C: int) -> dict:
@@ -34,7 +46,7 @@ class Stage:
     family: str  # of kernels/blanks.py, and of FAMILIES where its grid is theirs
     call: Callable  # parts -> the call that is tested, and compiled
     function: str = ""  # where its name is not the file's
-    more: Callable = lambda r: ()  # parts -> calls that are compiled beside it
+    more: Sequence[Callable] = ()  # calls that are compiled beside it
     adds: int = 0  # to so many of the last arguments it adds in place
     when: Callable = lambda r: True  # parts -> whether it is compiled on them
     pieces: bool = False  # compiled also where it cuts a sequence
@@ -67,4 +79,4 @@ class Stage:
 
     def calls(self, r) -> list:
         """All that is compiled."""
-        return [self.call(r), *self.more(r)]
+        return [f(r) for f in (self.call, *self.more)]

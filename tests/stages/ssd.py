@@ -1,86 +1,26 @@
 """The stages of kernels/ssd."""
 
-import torch
-
 from stages.record import Stage, call
 
-
-def _update(r):
-    """A token of each sequence, with one number a head; with a number for each row and entry, in
-    a pool."""
-    x, dt, B = r.x[0], r.dt[0], r.B[0]
-    A, D = r.A, r.rows
-    (n, H, P), N = x.shape, B.shape[2]
-    state, rates = torch.empty(n, H, P, N), torch.empty(H, P, N)
-    one = dt[..., None], A[:, None, None], B, B, D[:, :1], x, A[:, None]
-    slots = torch.empty(n, dtype=torch.int32)
-    return [
-        call(state, x, *one, softplus=True),
-        call(state.to(x.dtype), x, x, rates, B, B, indices=slots),
-    ]
-
-
 STAGES = [
-    Stage(
-        "ssd/chunk_cumsum", "ssd",
-        lambda r: call(r.dt, r.A, r.dt_bias, softplus=r.softplus, **r.chunks),
-    ),
-    Stage(
-        "ssd/chunk_cumsum_bwd", "ssd",
-        lambda r: call(r.gc, r.dlast, r.step, r.dt, r.A, r.dt_bias, softplus=r.softplus,
-                       **r.chunks),
-    ),
-    Stage(
-        "ssd/chunk_state", "ssd",
-        lambda r: call(r.B, r.x, r.step, r.gc, r.seq_idx, **r.chunks),
-    ),
-    Stage(
-        "ssd/state_passing", "ssd",
-        lambda r: call(r.s, r.gc, r.h0, r.seq_idx, **r.chunks,
-                       output_final_state=r.h0 is not None),
-    ),
-    Stage(
-        "ssd/chunk_scan", "ssd",
-        lambda r: call(r.C, r.B, r.x, r.step, r.gc, r.h, r.D, r.z, r.seq_idx,
-                       **r.chunks),
-    ),
-    Stage(
-        "ssd/chunk_scan_chunk_state_bwd_dx", "ssd",
-        lambda r: call(r.C, r.B, r.x, r.step, r.gc, r.ds, r.dy, r.D, r.seq_idx,
-                       **r.chunks),
-    ),
-    Stage(
-        "ssd/chunk_scan_bwd_da_cs", "ssd",
-        lambda r: call(r.C, r.B, r.x, r.step, r.gc, r.dy, r.seq_idx, **r.chunks),
-    ),
-    Stage(
-        "ssd/chunk_scan_bwd_dstates", "ssd",
-        lambda r: call(r.C, r.gc, r.dy, r.seq_idx, **r.chunks),
-    ),
-    Stage(
-        "ssd/chunk_state_bwd_db", "ssd",
-        lambda r: call(r.B, r.x, r.step, r.gc, r.ds, r.seq_idx, **r.chunks),
-    ),
-    Stage(
-        "ssd/chunk_scan_bwd_dc", "ssd",
-        lambda r: call(r.C, r.B, r.x, r.step, r.gc, r.h, r.dy, r.dB_state, r.seq_idx,
-                       **r.chunks),
-    ),
-    Stage(
-        "ssd/state_passing_bwd", "ssd",
-        lambda r: call(r.dh_out, r.gc, r.h, r.dht, r.seq_idx, **r.chunks),
-    ),
-    Stage(
-        "ssd/selective_state_update", "ssd", lambda r: _update(r)[0],
-        more=lambda r: _update(r)[1:],
-    ),
+    Stage("ssd/chunk_cumsum", "ssd", call("dt A dt_bias", "chunks", softplus="softplus")),
+    Stage("ssd/chunk_cumsum_bwd", "ssd",
+          call("gc dlast step dt A dt_bias", "chunks", softplus="softplus")),
+    Stage("ssd/chunk_state", "ssd", call("B x step gc seq_idx", "chunks")),
+    Stage("ssd/state_passing", "ssd",
+          call("s gc h0 seq_idx", "chunks", output_final_state="ends")),
+    Stage("ssd/chunk_scan", "ssd", call("C B x step gc h D z seq_idx", "chunks")),
+    Stage("ssd/chunk_scan_chunk_state_bwd_dx", "ssd",
+          call("C B x step gc ds dy D seq_idx", "chunks")),
+    Stage("ssd/chunk_scan_bwd_da_cs", "ssd", call("C B x step gc dy seq_idx", "chunks")),
+    Stage("ssd/chunk_scan_bwd_dstates", "ssd", call("C gc dy seq_idx", "chunks")),
+    Stage("ssd/chunk_state_bwd_db", "ssd", call("B x step gc ds seq_idx", "chunks")),
+    Stage("ssd/chunk_scan_bwd_dc", "ssd", call("C B x step gc h dy dB_state seq_idx", "chunks")),
+    Stage("ssd/state_passing_bwd", "ssd", call("dh_out gc h dht seq_idx", "chunks")),
+    Stage("ssd/selective_state_update", "ssd",
+          call("one.state one.x one.dt one.A one.B one.B one.D one.x one.bias", softplus=True),
+          more=[call("all.state all.x all.x all.A all.B all.B", indices="slots")]),
     # averages
-    Stage(
-        "ssd/ema", "ema",
-        lambda r: call(r.x, r.g, r.gc, r.weight, r.h0, **r.chunks, **r.wanted),
-    ),
-    Stage(
-        "ssd/ema_bwd", "ema",
-        lambda r: call(r.x, r.g, r.gc, r.weight, r.h, r.dy, r.dht, **r.chunks),
-    ),
+    Stage("ssd/ema", "ema", call("x g gc weight h0", "chunks wanted")),
+    Stage("ssd/ema_bwd", "ema", call("x g gc weight h dy dht", "chunks")),
 ]  # fmt: skip
