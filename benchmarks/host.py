@@ -12,7 +12,7 @@ the composition, PyTorch's part and Triton's.
 
 import sys
 import time
-from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from statistics import quantiles
 
@@ -28,7 +28,6 @@ from benchmarks.progress import EXIT_USAGE
 DESIGNS = ("composed", "handles", "tape")
 CALLS, ROUNDS = 20, 15
 WITHIN = 1.15
-PACKED = "gdn_packed"
 MIDDLE = Case("gdn_middle", "gdn", 1, 8192, 16, 16, 128, 128)
 TOKEN, STEP = (replace(CASES[n], name=n) for n in ("gdn_decode", "ssd_decode"))
 # case, call, whether the decision looks at it
@@ -41,18 +40,7 @@ MEASURED = (
     (CASES["gdn_train"], TRAINING, False),
     *((replace(TOKEN, name=f"gdn_token_{B}", B=B), "decode", True) for B in (1, 64)),
     *((replace(STEP, name=f"ssd_token_{B}", B=B), "decode_inplace", True) for B in (1, 64)),
-    (replace(MIDDLE, name=PACKED), "forward", False),
 )
-
-
-def packed(bounds: Tensor) -> Callable:
-    """The adapter of sequences one behind the other."""
-    from linattn_edu import chunk_gated_delta_rule
-
-    cpu = bounds.cpu()
-    return lambda i: chunk_gated_delta_rule(
-        i.q, i.k, i.v, i.g, i.beta, cu_seqlens=bounds, cu_seqlens_cpu=cpu
-    )[0]
 
 
 class Call:
@@ -61,11 +49,7 @@ class Call:
     def __init__(self, case: Case, what: str, device: str):
         self.training = what == TRAINING
         self.i = inputs(case, device)
-        if case.name == PACKED:
-            bounds = torch.tensor([0, 100, 1000, 1064, 4000, 8192], device=device)
-            self.f = packed(bounds)
-        else:
-            self.f = makers(case, what)["linattn_edu"]()
+        self.f = makers(case, what)["linattn_edu"]()
         self.call = prepare(what, self.i)
 
     def __call__(self) -> object:
@@ -107,29 +91,28 @@ def timed(call: Call, calls: int, device: str) -> tuple[list[float], float]:
 
 def rows_of(case: Case, what: str, device: str, calls: int, rounds: int) -> list[dict]:
     """A row for each design."""
+    from benchmarks import handles
     from linattn_edu.kernels.host import plan
 
+    under = {"composed": plan.off, "handles": handles.instead, "tape": nullcontext}
     call = Call(case, what, device)
     host, wall, same, expected = {}, {}, {}, None
-    before = plan.design
-    try:
-        for design in DESIGNS:
-            host[design], wall[design] = [], []
-            for plan.design in ("tape", design):  # the first compiles side by side
+    for design in DESIGNS:
+        host[design], wall[design] = [], []
+        for way in ("tape", design):  # the first compiles side by side
+            with under[way]():
                 for _ in range(4):  # compiled, written down, repeated
                     got = call.results()
-            expected = expected or got
-            pairs = zip(got, expected, strict=True)
-            same[design] = device == "cpu" or all(torch.equal(a, b) for a, b in pairs)
-        for _ in range(rounds):
-            for design in DESIGNS:
-                plan.design = design
+        expected = expected or got
+        pairs = zip(got, expected, strict=True)
+        same[design] = device == "cpu" or all(torch.equal(a, b) for a, b in pairs)
+    for _ in range(rounds):
+        for design in DESIGNS:
+            with under[design]():
                 call()
                 each, whole = timed(call, calls, device)
-                host[design] += each
-                wall[design].append(whole)
-    finally:
-        plan.design = before
+            host[design] += each
+            wall[design].append(whole)
     rows = []
     for design in DESIGNS:
         row = {"case": case.name, "what": what, "design": design, "calls": calls * rounds}

@@ -48,7 +48,8 @@ def pytest_terminal_summary(terminalreporter, config):
     from gpu import ran
 
     counts = {name: len(found) for name, found in terminalreporter.stats.items()}
-    ran.add(ran.record(config.args, counts), Path(file))
+    only = [f"-k {config.option.keyword}"] if config.option.keyword else []
+    ran.add(ran.record([*config.args, *only], counts), Path(file))
 
 
 @pytest.fixture(autouse=True)

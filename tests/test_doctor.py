@@ -92,6 +92,7 @@ def test_a_failing_way_is_named_with_its_note_and_the_reason():
 A100 = {"gpu": "NVIDIA A100", "capability": (8, 0), "cuda_build": True, "nvidia_driver": True}
 B200 = {"gpu": "NVIDIA B200", "capability": (10, 0), "cuda_build": True, "nvidia_driver": True}
 OFF = "off, Triton 3.5.1: it needs 3.6 or newer"
+NEW = "Triton 3.10.0, newer than 3.9, the last one with which they have been run"
 
 
 @pytest.mark.parametrize(
@@ -99,6 +100,7 @@ OFF = "off, Triton 3.5.1: it needs 3.6 or newer"
     [
         (H200, "staged fused Gluon", "whole chunks of 64"),
         ({**H200, "gluon_problem": OFF}, "staged fused", "Triton 3.5.1"),
+        ({**H200, "gluon_problem": NEW}, "staged fused Gluon", "Triton 3.10.0, newer than 3.9"),
         (B200, "staged fused", "for Hopper: the NVIDIA B200 is none"),
         (A100, "staged", "for Hopper and later: the NVIDIA A100 is none"),
         (T4, "staged", "for Hopper and later: the Tesla T4 is none"),
@@ -223,6 +225,10 @@ def test_asking_the_doctor_does_not_import_triton():
     code = "import sys; from linattn_edu.doctor import examine; examine(); "
     done = run("-c", code + "sys.exit('triton.language' in sys.modules)")
     assert done.returncode == 0, done.stderr
+
+
+def test_the_kernels_in_gluon_have_been_run_with_this_triton():
+    assert doctor._gluon_problem() is None
 
 
 def test_an_unknown_command_is_refused():

@@ -59,14 +59,21 @@ def load_gate(gc_ptr, o_t, stride, n_t):
 
 
 @triton.jit
-def load_once(x_ptr):
-    """The numbers that a vector of pointers points to, each read twice.
+def load_once(x_ptr, o):
+    """The numbers at a vector of offsets o, each read twice.
 
     Of a vector of fewer numbers than a program has threads Triton makes a load for each layout in
     which it is used; those that feed no product are not loaded ahead, and a loop waits for them.
+    Offsets are joined, not pointers: of those Triton 3.8 and 3.9 compile no product.
     """
-    x, _ = tl.split(tl.load(tl.join(x_ptr, x_ptr)))
+    x, _ = tl.split(tl.load(x_ptr + tl.join(o, o)))
     return x
+
+
+@triton.jit
+def mask_if(m, condition):
+    """m & condition, a scalar: in the interpreter of Triton 3.9 what `&` gives is no mask."""
+    return tl.where(condition, m, False)
 
 
 @triton.jit

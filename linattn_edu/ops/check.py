@@ -38,6 +38,8 @@ def tensor(name: str, x: object, shape: tuple[str, ...], sizes: dict[str, int]) 
             f"{name} must have {len(shape)} dimensions [{', '.join(shape)}], got {x.ndim}: "
             f"{tuple(x.shape)}"
         )
+    if (*map(sizes.get, shape),) == x.shape:  # at once, where all are known
+        return
     for axis, size in zip(shape, x.shape, strict=True):
         if sizes.setdefault(axis, size) != size:
             want = "[" + ", ".join(f"{a}={sizes[a]}" if a in sizes else a for a in shape) + "]"

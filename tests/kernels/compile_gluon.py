@@ -1,4 +1,6 @@
-"""Compile the kernels in Gluon for Hopper, which need not be present.
+"""Compile the kernels in Gluon for Hopper, which need not be present, with the Triton that is here.
+
+    python tests/kernels/compile_gluon.py [WORD]    those whose names have the word
 
 Prints a JSON line for each of their forms. A program, because a process that interprets kernels
 cannot compile them.
@@ -6,7 +8,9 @@ cannot compile them.
 
 import json
 import os
+import re
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -15,117 +19,176 @@ os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # as in conftest.py
 
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from linattn_edu.kernels.gluon import gdn_scan, gdn_scans, kda_scan, kda_scans
-
-BIN = Path(triton.__file__).parent / "backends/nvidia/bin"
-CHUNK, BV = gdn_scan.CHUNK, gdn_scan.BV
-SCAN = gdn_scan.scan_gluon_kernel, gdn_scan.TILES
-STATES = gdn_scans.scan_states_gluon_kernel, gdn_scans.TILES | {"STEP": 1, "ROW": 8}
-BACK = gdn_scans.scan_bwd_gluon_kernel, gdn_scans.TILES_BACK | {"STEP": 1, "ROW": 8}
-BOTH = gdn_scans.scans_gluon_kernel, gdn_scans.TILES_BOTH | {"ROW": 8}
-CHANNEL, CHANNEL_2 = (
-    (kda_scan.kda_scan_gluon_kernel, {"BT": CHUNK, "BV": BV, "WORKERS": n, **tiles})
-    for n, tiles in kda_scan.OPTIONS.items()
+from linattn_edu.kernels.gluon import (
+    gdn_intra,
+    gdn_intra_bwd,
+    gdn_scan,
+    gdn_scans,
+    kda_intra_bwd,
+    kda_scan,
+    kda_scans,
 )
+from linattn_edu.kernels.gluon.blocks import BV, CHUNK
+from linattn_edu.kernels.routes import by_load, limits
+
+HEAD = 128
+DTYPES = {"bf16": gl.bfloat16, "fp16": gl.float16, "fp32": gl.float32}
+WHOLE = "warmup_ptr", "forth_ptr", "back_ptr", "cu_ptr", "offsets_ptr"  # None: whole sequences
+POINTERS = dict.fromkeys(("cu", "offsets", "chunks"), "*i64") | {"near": "*i8"}
+POINTERS |= dict.fromkeys(("warmup", "forth", "back"), "*i32")
+SCALARS = {"scale": "fp32"}  # the others are numbers of tokens, sequences or chunks
 
 
-def kda_fused_scans(kernel, stages, workers, **more):
-    """A kernel of kda_scans with its tiles and options."""
-    tiles = {"BT": CHUNK, "BV": BV, "STAGES": stages[workers], **more}
-    return getattr(kda_scans, kernel), tiles | kda_scans.OPTIONS[workers]
+def source_of(kernel, constants, dtype, columns, absent=(), states=(), half="*fp32", gates=()):
+    """The kernel for numbers of 16 bit.
 
-
-FORTH, FORTH_2 = (
-    kda_fused_scans(
-        "kda_scan_states_gluon_kernel", kda_scans.STAGES, n, WORKERS=n, STEP=1
-    )
-    for n in (1, 2)
-)  # fmt: skip
-GRADIENTS, GRADIENTS_2 = (
-    kda_fused_scans(
-        "kda_scan_bwd_gluon_kernel", kda_scans.STAGES_BACK, n, WORKERS=n, STEP=1
-    )
-    for n in (1, 2)
-)  # fmt: skip
-CHANNEL_BOTH = kda_fused_scans(
-    "kda_scans_gluon_kernel", kda_scans.STAGES, 1,
-    STAGES_BACK=kda_scans.STAGES_BACK[1],
-)  # fmt: skip
-WHOLE = "warmup_ptr", "forth_ptr", "back_ptr", "cu_ptr", "offsets_ptr"
-# kernel, dtype, K, the pointers that are None
-FORMS = (
-    (SCAN, "bf16", 128, ("h0_ptr", "ht_ptr", *WHOLE)),
-    (SCAN, "fp16", 128, ()),
-    (SCAN, "bf16", 64, ("cu_ptr",)),
-    (STATES, "bf16", 128, ("h0_ptr", *WHOLE)),
-    (STATES, "fp16", 128, ()),
-    (BACK, "bf16", 128, ("dht_ptr", *WHOLE)),
-    (BACK, "fp16", 128, ()),
-    (BOTH, "bf16", 128, ("h0_ptr", "dht_ptr", *WHOLE)),
-    (CHANNEL, "bf16", 128, ("h0_ptr", "ht_ptr", "cu_ptr")),
-    (CHANNEL, "fp16", 128, ()),
-    (CHANNEL_2, "bf16", 128, ("h0_ptr", "ht_ptr", "cu_ptr")),
-    (FORTH, "fp16", 128, ()),
-    (FORTH_2, "bf16", 128, ("h0_ptr", *WHOLE)),
-    (GRADIENTS, "fp16", 128, ()),
-    (GRADIENTS_2, "bf16", 128, ("dht_ptr", *WHOLE)),
-    (CHANNEL_BOTH, "bf16", 128, ("h0_ptr", "dht_ptr", *WHOLE)),
-)
-DTYPES = {"bf16": gl.bfloat16, "fp16": gl.float16}
-POINTERS = {name: "*i64" if name in ("cu_ptr", "offsets_ptr") else "*i32" for name in WHOLE}
-SCALARS = {"scale": "fp32", "T": "i32", "N": "i32"}
-
-
-def source_of(kernel, tiles, name, K, absent):
-    """The kernel for numbers of 16 bit and K keys, with these arguments None."""
-    widths = dict.fromkeys(("q", "k", "qg", "kg", "kd"), K)  # else BV
-    widths |= dict.fromkeys(("P", "A", "R", "AG"), CHUNK) | dict.fromkeys(
-        ("v", "do"), BV * tiles.get("WORKERS", 1)
-    )
-    constants = {"H": 2, "HV": 4, "K": K, "V": 128, **tiles, **dict.fromkeys(absent)}
+    Args:
+        columns: Of the tiles that are copied, by tensor; of the others, under "".
+        absent: The arguments that are None.
+        states: The tensors of whose tiles a row is a key, and there are 128.
+        half: The type of the pointers that have none in POINTERS; of `gates`, and of what is
+            copied of them, it is fp32.
+    """
+    constants = constants | dict.fromkeys(absent)
     signature, values, attrs = {}, {}, {}
     for i, argument in enumerate(kernel.arg_names):
+        tensor, _, kind = argument.rpartition("_")
         if argument in constants:
             signature[argument], values[(i,)] = "constexpr", constants[argument]
-        elif argument.endswith("_desc"):
-            block = [CHUNK, widths.get(argument.removesuffix("_desc"), BV)]
+        elif kind == "desc":
+            name = "fp32" if tensor in gates else dtype
+            block = [HEAD if tensor in states else CHUNK, columns.get(tensor, columns[""])]
             layout = gl.NVMMASharedLayout.get_default_for(block, DTYPES[name])
             signature[argument] = f"tensordesc<{name}{block},{layout!r}>"
-        elif argument.endswith("_ptr"):
-            signature[argument] = POINTERS.get(argument, "*fp32")
+        elif kind == "ptr":
+            signature[argument] = POINTERS.get(tensor, "*fp32" if tensor in gates else half)
             attrs[(i,)] = [["tt.divisibility", 16]]
         else:
-            signature[argument] = SCALARS[argument]
+            signature[argument] = SCALARS.get(argument, "i32")
     return GluonASTSource(kernel, signature, values, attrs)
+
+
+def scan(kernel, tiles, options, dtype="bf16", K=HEAD, absent=(), workers=1):
+    """A scan: its name and what it is, source and options."""
+    columns = {"": BV} | dict.fromkeys(("q", "k", "qg", "kg", "kd"), K)
+    columns |= dict.fromkeys(("P", "A", "R", "AG"), CHUNK)
+    columns |= dict.fromkeys(("v", "do"), BV * workers)
+    constants = {"H": 2, "HV": 4, "K": K, "V": HEAD, "BT": CHUNK, "BV": BV, "ROW": 8, "STEP": 1}
+    constants |= tiles | {"WORKERS": workers}
+    options = {n: options[n] for n in ("num_warps", "maxnreg")}
+    form = {"kernel": kernel.__name__, "dtype": dtype, "K": K, "workers": workers}
+    return form, source_of(kernel, constants, dtype, columns, absent), options
+
+
+def gdn_scan_forms():
+    options = gdn_scan.OPTIONS
+    kernel, tiles = gdn_scan.scan_gluon_kernel, gdn_scan.TILES
+    yield scan(kernel, tiles, options, absent=("h0_ptr", "ht_ptr", *WHOLE))
+    yield scan(kernel, tiles, options, "fp16")
+    yield scan(kernel, tiles, options, K=64, absent=("cu_ptr",))
+    kernel = gdn_scans.scan_states_gluon_kernel
+    yield scan(kernel, gdn_scans.TILES, options, absent=("h0_ptr", *WHOLE))
+    yield scan(kernel, gdn_scans.TILES, options, "fp16")
+    kernel = gdn_scans.scan_bwd_gluon_kernel
+    yield scan(kernel, gdn_scans.TILES_BACK, options, absent=("dht_ptr", *WHOLE))
+    yield scan(kernel, gdn_scans.TILES_BACK, options, "fp16")
+    absent = "h0_ptr", "dht_ptr", *WHOLE
+    yield scan(gdn_scans.scans_gluon_kernel, gdn_scans.TILES_BOTH, options, absent=absent)
+
+
+def kda_scan_forms():
+    one, two = (kda_scan.OPTIONS[n] for n in (1, 2))
+    kernel, absent = kda_scan.kda_scan_gluon_kernel, ("h0_ptr", "ht_ptr", "cu_ptr")
+    yield scan(kernel, one, one, absent=absent)
+    yield scan(kernel, one, one, "fp16")
+    yield scan(kernel, two, two, absent=absent, workers=2)
+    one, two = (kda_scans.OPTIONS[n] for n in (1, 2))
+    forth, back = (
+        {n: {"STAGES": x[n]} for n in x} for x in (kda_scans.STAGES, kda_scans.STAGES_BACK)
+    )
+    kernel = kda_scans.kda_scan_states_gluon_kernel
+    yield scan(kernel, forth[1], one, "fp16")
+    yield scan(kernel, forth[2], two, absent=("h0_ptr", *WHOLE), workers=2)
+    kernel = kda_scans.kda_scan_bwd_gluon_kernel
+    yield scan(kernel, back[1], one, "fp16")
+    yield scan(kernel, back[2], two, absent=("dht_ptr", *WHOLE), workers=2)
+    tiles = forth[1] | {"STAGES_BACK": kda_scans.STAGES_BACK[1]}
+    absent = "h0_ptr", "dht_ptr", *WHOLE
+    yield scan(kda_scans.kda_scans_gluon_kernel, tiles, one, absent=absent)
+
+
+def intra_bwd_forms():
+    """Both operators' intra_chunk_bwd, of G value heads a q/k head."""
+    columns = {"": HEAD} | dict.fromkeys(("q", "k", "dq", "dk", "gc", "dgc"), HEAD // 2)
+    size = {"K": HEAD, "V": HEAD, "BT": CHUNK}
+    kernel = gdn_intra_bwd.intra_chunk_bwd_gluon_kernel
+    for dtype, G in (("bf16", 1), ("fp16", 4)):
+        constants = size | {"ROW": 4 * G, "H": 2, "HV": 2 * G}
+        source = source_of(kernel, constants, dtype, columns, states=("h", "dh"))
+        yield {"kernel": kernel.__name__, "dtype": dtype, "G": G}, source, gdn_intra_bwd.OPTIONS
+    kernel = kda_intra_bwd.kda_intra_bwd_gluon_kernel
+    gates = "gc", "dgc", "beta", "dgl", "dbeta"
+    source = source_of(
+        kernel, size | {"HV": 4}, "bf16", columns, (), ("h", "dh"), "*bf16", gates
+    )  # fmt: skip
+    yield {"kernel": kernel.__name__, "dtype": "bf16", "G": 1}, source, kda_intra_bwd.OPTIONS
+
+
+def intra_forms():
+    """intra_chunk: forward alone, and with all it writes; by chunks, for two G, with the ring."""
+    one, ring = gdn_intra.intra_chunk_gluon_kernel, gdn_intra.intra_chunk_ring_gluon_kernel
+
+    def form(kernel, K, H, options, absent=()):
+        constants = {"H": H, "HV": 4, "K": K, "BT": CHUNK, "GATED": True}
+        columns = {"": CHUNK, "q": K, "k": K}
+        source = source_of(kernel, constants, "bf16", columns, absent, (), "*bf16", ("gc",))
+        about = {"kernel": kernel.__name__, "dtype": "bf16", "K": K, "G": 4 // H}
+        return about | {"packed": kernel is one and not absent}, source, options
+
+    for K in limits.HEADS:
+        yield form(one, K, 4, gdn_intra.OPTIONS, ("A_ptr", "cu_ptr", "chunks_ptr"))
+        for H in (4, 2):
+            yield form(ring, K, H, gdn_intra.OPTIONS_CHUNKS[by_load.ring_programs(K, H, 4)])
+    yield form(one, K, 2, gdn_intra.OPTIONS)
+
+
+def forms():
+    """What each form is, its source and options."""
+    yield from gdn_scan_forms()
+    yield from kda_scan_forms()
+    yield from intra_bwd_forms()
+    yield from intra_forms()
+
+
+def results_of(compiled):
+    """What ptxas says of a compiled kernel, and what is in it."""
+    ptx = compiled.asm["ptx"]
+    with tempfile.TemporaryDirectory() as folder:
+        source, cubin = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
+        source.write_text(ptx)
+        said = subprocess.run(
+            [get_ptxas(90).path, "-v", "-arch=sm_90a", source, "-o", cubin],
+            capture_output=True, text=True, check=True,
+        ).stderr  # fmt: skip
+    return {
+        "registers": int(re.search(r"Used (\d+) registers", said)[1]),
+        "spilled": int(re.search(r"(\d+) bytes spill stores", said)[1]),
+        "serialized": "serialized" in said,
+        "shared": compiled.metadata.shared,
+        "products": ptx.count("wgmma.mma_async"),
+    }
 
 
 def main():
     target = GPUTarget("cuda", 90, 32)
-    for (kernel, tiles), dtype, K, absent in FORMS:
-        source = source_of(kernel, tiles, dtype, K, absent)
-        options = {n: tiles.get(n, x) for n, x in gdn_scan.OPTIONS.items()}
-        compiled = triton.compile(source, target=target, options=options)
-        with tempfile.TemporaryDirectory() as folder:
-            ptx, cubin = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
-            ptx.write_text(compiled.asm["ptx"])
-            said = subprocess.run(
-                [BIN / "ptxas", "-v", "-arch=sm_90a", ptx, "-o", cubin],
-                capture_output=True, text=True, check=True,
-            ).stderr  # fmt: skip
-        found = {
-            "spilled": "0 bytes spill stores, 0 bytes spill loads" not in said,
-            "serialized": "serialized" in said,
-            "shared": compiled.metadata.shared,
-            "from_registers": compiled.asm["ptx"].count("wgmma.mma_async"),
-        }
-        print(
-            json.dumps(
-                {"kernel": kernel.__name__, "K": K, "workers": tiles.get("WORKERS", 1)} | found
-            )
-        )
+    for form, source, options in forms():
+        if all(word in form["kernel"] for word in sys.argv[1:]):
+            compiled = triton.compile(source, target=target, options=options)
+            print(json.dumps(form | results_of(compiled)), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,18 @@
-"""The kernels in Gluon compiled for Hopper, which need not be present."""
+"""The kernels in Gluon compiled for Hopper, which need not be present, and when they are chosen."""
 
 from importlib import import_module
+from types import SimpleNamespace
 
 import pytest
+import torch
 from kernels.workers import lines_of
 
-triton = pytest.importorskip("triton")
-by_load = import_module("linattn_edu.kernels.routes.by_load")
-if not triton.__version__.startswith(("3.6.", "3.7.")):
-    pytest.skip("Gluon has other names in other versions", allow_module_level=True)
+from linattn_edu.reference.delta.gate_cumsum import gate_cumsum
+from linattn_edu.testing import gdn_inputs
 
+triton = pytest.importorskip("triton")
+support = import_module("linattn_edu.kernels.gluon.support")
+by_load = import_module("linattn_edu.kernels.routes.by_load")
 (
     forward_gluon, intra_gluon, scan_gluon, scans_gluon, channel_gluon, kda_fused_scans,
     channel_intra, fused, fused_intra, fused_scans, fused_bwd, kda_fused, kda_scans, kda_fused_bwd,
@@ -41,7 +44,7 @@ PRODUCTS["kda_scans_gluon_kernel"] = (
 
 
 def test_the_launchers_have_them():
-    """What fails to import is left out in silence: it may be for another Triton."""
+    """What fails to import is left out: it may be for another Triton."""
     assert fused.gdn_scan is scan_gluon and fused_intra.gdn_intra is forward_gluon
     assert kda_fused.kda_scan is channel_gluon
     assert kda_scans.kda_scans is kda_fused_bwd.kda_scans is kda_fused_scans
@@ -50,39 +53,122 @@ def test_the_launchers_have_them():
     assert fused_bwd.gdn_intra_bwd is intra_gluon
 
 
-def test_compiled_for_hopper():
-    """Nothing is spilled, the products run beside one another, and shared memory suffices."""
-    rows = lines_of("compile_gluon.py")
-    assert {row["kernel"] for row in rows} == {*PRODUCTS}
-    for row in rows:
-        assert not row["spilled"], row
-        assert not row["serialized"], row
-        assert 0 < row["shared"] <= 227 << 10, row
+def products_of(row):
+    """Of 16 terms and 64 columns for 64 rows, in all groups of warps."""
+    name = row["kernel"]
+    if name in PRODUCTS:
         # of 64 keys those of twice 64 terms or columns are half as many
-        products = PRODUCTS[row["kernel"]] if row["K"] == 128 else 1 + (1 + 1 + 1 + 1 + 1)
-        assert row["from_registers"] == 4 * products * row["workers"], row
+        products = PRODUCTS[name] if row["K"] == 128 else 1 + (1 + 1 + 1 + 1 + 1)
+        return 4 * products * row["workers"]
+    if name.endswith("intra_bwd_gluon_kernel") or name == "intra_chunk_bwd_gluon_kernel":
+        return 2 * (4 * 8 + 4 * 4)  # a half: four products of 128 terms and four of 64
+    return 2 * (row["K"] // 16) + 4 * 4  # K K^T and Q K^T, and four products of 64 terms
 
 
-def test_intra_bwd_compiled_for_hopper():
+def programs_of(row):
+    """Of a multiprocessor, which share its memory."""
+    if row["kernel"] == "intra_chunk_ring_gluon_kernel":
+        return by_load.ring_programs(row["K"], 4 // row["G"], 4)
+    return 4 if row["kernel"] == "intra_chunk_gluon_kernel" else 1
+
+
+# bytes a thread; scans spill nothing
+SPILLED = {
+    "intra_chunk_bwd_gluon_kernel": 128,
+    "kda_intra_bwd_gluon_kernel": 512,
+    "intra_chunk_gluon_kernel": 64,
+    "intra_chunk_ring_gluon_kernel": 16,
+}
+
+
+def test_compiled_for_hopper():
     """Products run beside one another, shared memory suffices, next to nothing is spilled."""
-    rows = lines_of("compile_intra_gluon.py")
-    rows, channel, forward = rows[:2], rows[2], rows[3:]
-    assert [row["form"] for row in rows] == [["bf16", 1], ["fp16", 4]]
+    rows = lines_of("compile_gluon.py")
+    assert len(rows) == 26 and {row["kernel"] for row in rows} == {*PRODUCTS, *SPILLED}
     for row in rows:
-        assert row["spilled"] <= (16 if row["form"][1] == 1 else 128), row
+        lone = row["kernel"] == "intra_chunk_bwd_gluon_kernel" and row["G"] == 1
+        assert row["spilled"] <= (16 if lone else SPILLED.get(row["kernel"], 0)), row
         assert not row["serialized"], row
-        assert 0 < row["shared"] <= 227 << 10, row
-        # a half: four products of 128 terms and four of 64, 64 columns each
-        assert row["products"] == 2 * (4 * 8 + 4 * 4), row
-    assert channel["form"] == "channel" and not channel["serialized"], channel
-    assert channel["spilled"] <= 512 and 0 < channel["shared"] <= 227 << 10, channel
-    assert channel["products"] == 2 * (4 * 8 + 4 * 4), channel
-    assert len(forward) == 7
-    for row in forward:
-        (form, K), chunks = row["form"], row["form"][0].startswith("chunks")
-        assert row["spilled"] <= (16 if chunks else 64), row
-        assert not row["serialized"], row
-        programs = by_load.ring_programs(K, int(form.split()[1][0]), 4) if chunks else 4
-        assert 0 < row["shared"] + 1024 <= (228 << 10) // programs, row
-        # K K^T and Q K^T, and four products of 64 terms
-        assert row["products"] == 2 * (K // 16) + 4 * 4, row
+        assert 0 < row["shared"] + 1024 <= (228 << 10) // programs_of(row), row
+        assert row["products"] == products_of(row), row
+
+
+LATER = (99, 0), (99, 9)  # versions, later than any that there is
+
+
+@pytest.fixture
+def newer(monkeypatch):
+    """This Triton is newer than any that was tried."""
+    monkeypatch.setattr(support, "VERSIONS", ((3, 0), (3, 1)))
+    monkeypatch.setattr(support, "_off", {})
+
+
+def test_versions():
+    """This Triton is one that was tried; numbers are compared as numbers."""
+    assert support.tried() and support.available().usable
+    assert support.version("3.10.0+git12") == (3, 10) > support.version("3.9.0")
+
+
+def test_an_older_triton(monkeypatch):
+    monkeypatch.setattr(support, "VERSIONS", LATER)
+    usable, reason = support.available()
+    assert not usable and triton.__version__ in reason and "99.0" in reason
+
+
+@support.attempt
+def fails(ran):
+    ran.append("fails")
+    raise ValueError("no such\nlayout")
+
+
+@support.attempt
+def works(ran):
+    ran.append("works")
+
+
+def test_a_failure_with_a_triton_that_was_tried_is_an_error():
+    with pytest.raises(ValueError, match="no such"):
+        fails([])
+    with pytest.raises(ImportError):
+        support.left_out(ImportError("no such name"))
+
+
+def test_a_newer_triton_is_tried(newer, recwarn):
+    """What fails is off from then on, which is said once; what does not is on."""
+    ran = []
+    assert works(ran) and not recwarn
+    assert not fails(ran)
+    (said,) = recwarn
+    assert "fails: ValueError: no such layout" in str(said.message)
+    assert not fails(ran) and works(ran) and len(recwarn) == 1
+    assert ran == ["works", "fails", "works"]
+    assert support.available().usable and "3.1" in support.available("works").reason
+    usable, reason = support.available("fails")
+    assert not usable and "no such layout" in reason
+
+
+def test_a_newer_triton_with_other_names(newer):
+    """All are off, and why is kept."""
+    with pytest.warns(UserWarning, match="no such name"):
+        absent = support.left_out(ImportError("no such name"))
+    assert not support.available().usable and not works([]) and not absent.scan_gluon(1, 2)
+
+
+def test_plain_triton_takes_the_place(newer, monkeypatch, force):
+    """Of a launch that fails: the same result, in the interpreter, by the plain kernel."""
+    x = gdn_inputs(1, 64, 1, 1, 16, 16, dtype=torch.float32, device="cpu", seed=0)
+    gc = gate_cumsum(x.g, chunk_size=64)
+    P, R, _ = want = fused_intra.intra_chunk(x.q, x.k, x.beta, gc, chunk_size=64)
+    o, _ = fused.scan(x.q, x.k, x.v, gc, P, R, scale=1.0)
+    monkeypatch.setattr(fused_intra, "gdn_intra", SimpleNamespace(intra_gluon=no_launch))
+    monkeypatch.setattr(fused, "gdn_scan", SimpleNamespace(scan_gluon=no_launch))
+    force(intra_chunk="gluon", scan="gluon")
+    with pytest.warns(UserWarning, match="no_launch"):
+        got = fused_intra.intra_chunk(x.q, x.k, x.beta, gc, chunk_size=64)
+    assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
+    assert torch.equal(fused.scan(x.q, x.k, x.v, gc, P, R, scale=1.0)[0], o)
+
+
+@support.attempt
+def no_launch(*_):
+    raise ValueError("not with this Triton")

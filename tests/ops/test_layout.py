@@ -199,15 +199,14 @@ def parameter(f, call, names, letter):
 # by which numbers come from memory: in Triton, in Gluon, and by its copying engine
 # -> among how many of the first arguments there is where from
 LOADS = {
-    "tl.load": 1, "gl.load": 1, "tma.async_copy_global_to_shared": 1, "tma.async_load": 1,
-    "async_copy.async_copy_global_to_shared": 2, "async_copy.async_load": 2,
+    "tl.load": 1, "gl.load": 1, "async_load": 1, "async_read": 2,
 }  # fmt: skip
 
 
 def gathers(value):
-    """Whether an expression holds several tensors, or descriptors of them."""
+    """Whether an expression holds several tensors, or descriptors of them: a record, for one."""
     of = value.func.id if isinstance(value, ast.Call) and isinstance(value.func, ast.Name) else ""
-    return isinstance(value, ast.Tuple) or of == "map"
+    return isinstance(value, ast.Tuple) or of == "map" or of[:1].isupper()
 
 
 def paths(file, f, name, letter, before=()):
@@ -231,8 +230,9 @@ def paths(file, f, name, letter, before=()):
             yield here
             continue
         if ast.unparse(node.func) == "gl.warp_specialize":  # warps with functions of their own
-            parts = (x.elts for x in node.args[0].elts)
-            calls = [ast.Call(g, given.elts, []) for g, given in parts]
+            pairs = (x.elts for x in ast.walk(node.args[0])
+                     if isinstance(x, ast.Tuple) and isinstance(x.elts[-1], ast.Tuple))  # fmt: skip
+            calls = [ast.Call(g, given.elts, []) for g, given in pairs]
         else:
             calls = [node]
         for call in calls:

@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from linattn_edu.kernels.delta.recurrent import slot_of
-from linattn_edu.kernels.tiles import cast, cdiv, load_row, load_vector, row
+from linattn_edu.kernels.tiles import cast, cdiv, load_row, load_vector, mask_if, row
 
 
 @triton.jit
@@ -41,7 +41,7 @@ def causal_conv1d_update_kernel(
     i_n = (tl.program_id(0) // ND).to(tl.int64)
     o_d, o_s = tl.program_id(0) % ND * BD + tl.arange(0, BD), tl.arange(0, BS)
     slot = i_n if indices_ptr is None else slot_of(indices_ptr, i_n, 0, slots, 1)
-    m_d = (o_d < D) & (slot >= 0)
+    m_d = mask_if(o_d < D, slot >= 0)
     state_ptr += slot * slot_stride + o_d * D_STRIDE
     x_ptr += i_n * x_stride + o_d
     y_ptr += i_n * T * D + o_d
@@ -53,8 +53,8 @@ def causal_conv1d_update_kernel(
             s = t - (W - 1) + j
             # eq:conv-update-read   u_t = s_((length + t) mod S) for t < 0
             o_k = column_of(tl.minimum(s, -1), length, S)
-            b_s = tl.load(state_ptr + o_k * S_STRIDE, mask=m_d & (s < 0), other=0.0)
-            b_x = tl.load(x_ptr + s * D, mask=m_d & (s >= 0), other=0.0)
+            b_s = tl.load(state_ptr + o_k * S_STRIDE, mask=mask_if(m_d, s < 0), other=0.0)
+            b_x = tl.load(x_ptr + s * D, mask=mask_if(m_d, s >= 0), other=0.0)
             b_u = tl.where(s < 0, b_s.to(tl.float32), b_x.to(tl.float32))
             # eq:conv-pre   p_t = b + sum_j w_j u_(t-W+1+j)
             b_p += load_row(w_ptr + j, o_d, W, D) * b_u

@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from linattn_edu.kernels.gluon import support
 from linattn_edu.kernels.routes import by_kind, by_load, kind_of
 from linattn_edu.kernels.tiles import (
     block,
@@ -22,8 +23,8 @@ from linattn_edu.packing import Packing
 
 try:
     from linattn_edu.kernels.gluon import gdn_intra_bwd, gdn_scans
-except (ImportError, AttributeError):  # a Triton whose Gluon has other names
-    gdn_intra_bwd = gdn_scans = None
+except Exception as error:  # a Triton whose Gluon has other names
+    gdn_intra_bwd = gdn_scans = support.left_out(error)
 from linattn_edu.kernels.fused.gdn_scans import (
     Scans,
     enter,
@@ -189,8 +190,8 @@ def _launch_intra(
     """
     (_, T, H, K), (HV, V) = given[0].shape, given[2].shape[2:]
     kind = kind_of(given[0], HV, V, chunk_size, packing, (*given[:3], *given[5:]))
-    if by_kind.intra_chunk_bwd(kind).takes == "gluon":
-        gdn_intra_bwd.intra_bwd_gluon(*given, *out, scale)
+    gluon = by_kind.intra_chunk_bwd(kind).takes == "gluon"
+    if gluon and gdn_intra_bwd.intra_bwd_gluon(*given, *out, scale):
         return
     dq, dk, dbeta, dgc = out
     sums = (None, None)
@@ -224,8 +225,9 @@ def chunk_bwd(
     arguments and result as in the reference.
     """
     C, given = AG.shape[-1], (q, k, v, beta, gc, P, AG, do, initial_state, dht)
-    groups = by_load.head_groups(load(q, v, AG, packing, (q, k, v, P, AG, do))).takes
-    if groups > 1:
+    groups = by_load.head_groups(load(q, v, AG, packing, k, P, do)).takes
+    # groups are views, which plain Triton does not take in the place of a kernel that fails
+    if groups > 1 and support.tried():
         return _in_head_groups(groups, Scans(*given), scale)
     h, v_new, dh, Z, dv, dh0 = scans(*given, scale=scale, packing=packing)
     dq, dk = (v_new, Z) if q.shape == v.shape else map(torch.empty_like, (q, k))

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from linattn_edu.kernels.delta.cp_merge import cp_merge, launch_map, piece_of
 from linattn_edu.kernels.delta.warm_up import warm_up, with_warm_up
+from linattn_edu.kernels.gluon import support
 from linattn_edu.kernels.pieces import Pieces, by_maps
 from linattn_edu.kernels.routes import by_load, kind_of, load_of
 from linattn_edu.kernels.tiles import (
@@ -32,8 +33,8 @@ from linattn_edu.packing import Packing
 
 try:
     from linattn_edu.kernels.gluon import gdn_scan
-except (ImportError, AttributeError):  # a Triton whose Gluon has other names
-    gdn_scan = None
+except Exception as error:  # a Triton whose Gluon has other names
+    gdn_scan = support.left_out(error)
 
 
 @triton.jit(do_not_specialize=["T", "N"])
@@ -315,9 +316,8 @@ def scan(
     )  # fmt: skip
     o = torch.empty_like(v)
     last = q.new_empty(pieces.N, HV, K, V, dtype=torch.float32) if output_final_state else None
-    if in_gluon:
-        given = q, k, v, gc, P, R, initial_state, o, last, scale
-        gdn_scan.scan_gluon(*given, *warmup, pieces)
+    given = q, k, v, gc, P, R, initial_state, o, last, scale
+    if in_gluon and gdn_scan.scan_gluon(*given, *warmup, pieces):
         return o, pieces.last(last)
     for i, skipped in enumerate(warmup):
         heads = (pieces.batch if i else pieces.N) * HV

@@ -13,6 +13,7 @@ from linattn_edu.kernels.delta.solve import (
     quarters,
     unit_lower_inverse,
 )
+from linattn_edu.kernels.gluon import support
 from linattn_edu.kernels.routes import by_kind, kind_of
 from linattn_edu.kernels.tiles import (
     chunk_args,
@@ -31,8 +32,8 @@ from linattn_edu.packing import Packing
 
 try:
     from linattn_edu.kernels.gluon import gdn_intra
-except (ImportError, AttributeError):  # a Triton whose Gluon has other names
-    gdn_intra = None
+except Exception as error:  # a Triton whose Gluon has other names
+    gdn_intra = support.left_out(error)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -243,8 +244,7 @@ def intra_chunk(
     A = torch.empty_like(R) if return_inverse else None
     kind = kind_of(q, HV, 0, chunk_size, packing, (q, k))
     takes = by_kind.intra_chunk(kind).takes
-    if takes == "gluon":
-        gdn_intra.intra_gluon(q, k, beta, gc, P, R, A, gated, packing)
+    if takes == "gluon" and gdn_intra.intra_gluon(q, k, beta, gc, P, R, A, gated, packing):
         return P, R, A
     options = {"BT": chunk_size, "PRECISION": merge_precision(k.dtype), "GATED": gated}
     if takes == "one":

@@ -11,6 +11,7 @@ from linattn_edu.kernels.delta.cp_merge import cp_merge, launch_map, piece_of
 from linattn_edu.kernels.delta.cp_merge_bwd import cp_merge_bwd
 from linattn_edu.kernels.delta.warm_up import with_warm_up
 from linattn_edu.kernels.fused.gdn_fwd import SCAN_CONFIGS, entering, scan_map
+from linattn_edu.kernels.gluon import support
 from linattn_edu.kernels.pieces import Pieces
 from linattn_edu.kernels.routes import Load, by_load, kind_of, load_of
 from linattn_edu.kernels.tiles import (
@@ -30,8 +31,8 @@ from linattn_edu.packing import Packing
 
 try:
     from linattn_edu.kernels.gluon import gdn_scans
-except (ImportError, AttributeError):  # a Triton whose Gluon has other names
-    gdn_scans = None
+except Exception as error:  # a Triton whose Gluon has other names
+    gdn_scans = support.left_out(error)
 
 
 @triton.jit(do_not_specialize=["T", "N"])
@@ -347,19 +348,16 @@ class Scans(NamedTuple):
         return x
 
 
-def load(
-    q: Tensor, v: Tensor, AG: Tensor, packing: Packing | None, tensors: tuple[Tensor, ...]
-) -> Load:
+def load(q: Tensor, v: Tensor, AG: Tensor, packing: Packing | None, *others: Tensor) -> Load:
     """What is asked about a scan that reads these tensors."""
-    return load_of(kind_of(q, *v.shape[2:], AG.shape[-1], packing, tensors), q, packing)
+    kind = kind_of(q, *v.shape[2:], AG.shape[-1], packing, (q, v, AG, *others))
+    return load_of(kind, q, packing)
 
 
 def enter(
     x: Scans, gluon: bool, packing: Packing | None, scale: float | None = None
 ) -> tuple[Pieces, list[Tensor | None], Tensor | None]:
-    """`entering` of scan_states; or with scale that of scan_bwd: how many chunks behind each piece
-    it begins, and the gradients that leave the pieces.
-    """
+    """`entering` of scan_states; or with scale that of scan_bwd, whose states are gradients."""
     options = {"chunk_size": x.AG.shape[-1], "choice": not gluon, "packing": packing}
     decays = x.k, x.beta, x.gc, x.sizes[-1]
     if scale is None:
@@ -380,7 +378,7 @@ def scan_states(
     packing: Packing | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Launch scan_states_kernel; arguments and result as in the reference."""
-    gluon = by_load.scans(load(k, v, AG, packing, (k, v, AG))).takes == "gluon"
+    gluon = by_load.scans(load(k, v, AG, packing)).takes == "gluon"
     x = Scans(None, k, v, beta, gc, None, AG, None, initial_state)
     pieces, warmup, h0 = enter(x, gluon, packing)
     x = x._replace(h0=h0).written(pieces, packing)
@@ -391,8 +389,7 @@ def scan_states(
 
 def _launch_forth(x: Scans, gluon: bool, pieces: Pieces, warmup: Tensor | None, wide: bool) -> None:
     """Launch the kernel, in plain Triton with the tiles that suit pieces, or whole sequences."""
-    if gluon:
-        gdn_scans.scan_states_gluon(*x.forth, warmup, pieces)
+    if gluon and gdn_scans.scan_states_gluon(*x.forth, warmup, pieces):
         return
     H, HV, K, V = x.sizes
     _, config = scan_launch(SCAN_CONFIGS, x.k, (pieces.N if wide else pieces.batch) * HV, V)
@@ -416,7 +413,7 @@ def scan_bwd(
     packing: Packing | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Launch scan_bwd_kernel; arguments and result as in the reference."""
-    gluon = by_load.scans(load(q, do, AG, packing, (q, k, do, P, AG))).takes == "gluon"
+    gluon = by_load.scans(load(q, do, AG, packing, k, P)).takes == "gluon"
     x = Scans(q, k, None, beta, gc, P, AG, do, None, dht)
     pieces, warmup, dht = enter(x, gluon, packing, scale)
     x = x._replace(dht=dht).written(pieces, packing)
@@ -429,8 +426,7 @@ def _launch_back(
     x: Scans, gluon: bool, pieces: Pieces, warmup: Tensor | None, scale: float
 ) -> None:
     """Launch scan_bwd_kernel, or that in Gluon."""
-    if gluon:
-        gdn_scans.scan_bwd_gluon(*x.back, scale, warmup, pieces)
+    if gluon and gdn_scans.scan_bwd_gluon(*x.back, scale, warmup, pieces):
         return
     H, HV, K, V = x.sizes
     grid, config = scan_launch(SCAN, x.q, pieces.N * HV, V)
@@ -455,12 +451,8 @@ def scans(
     scale: float,
     packing: Packing | None = None,
 ) -> tuple[Tensor, ...]:
-    """Launch scans_kernel, or that in Gluon; arguments and result as in the reference.
-
-    Where either scan alone has a program for every multiprocessor, it is two launches, which
-    choose their options each for itself: the same bits.
-    """
-    asked = load(q, v, AG, packing, (q, k, v, P, AG, do))
+    """Launch both scans, together or one after the other: the same bits. As in the reference."""
+    asked = load(q, v, AG, packing, k, P, do)
     gluon = by_load.scans(asked).takes == "gluon"
     x = Scans(q, k, v, beta, gc, P, AG, do, initial_state, dht)
     pieces, ahead, h0 = enter(x, gluon, packing)
@@ -469,8 +461,9 @@ def scans(
     H, HV, K, V = x.sizes
     (programs,), config = scan_launch(SCAN, q, pieces.N * HV, V)
     one = by_load.together(asked, programs).takes
-    if gluon and one and ahead[0] is None:
-        gdn_scans.scans_gluon(*x, scale, ahead.pop(), behind.pop(), pieces)
+    both = gluon and one and ahead[0] is None
+    if both and gdn_scans.scans_gluon(*x, scale, *ahead, *behind, pieces):
+        ahead.pop()
     elif gluon or not one or len(ahead) > 1:
         _launch_forth(x, gluon, pieces, ahead.pop(0), True)
         _launch_back(x, gluon, pieces, behind.pop(0), scale)

@@ -16,6 +16,7 @@ from linattn_edu.kernels.delta.kda_intra_bwd import (
     kda_intra_bwd_kernel,
     middle,
 )
+from linattn_edu.kernels.gluon import support
 from linattn_edu.kernels.routes import by_kind, kind_of
 from linattn_edu.kernels.tiles import (
     block,
@@ -37,8 +38,8 @@ from linattn_edu.packing import Packing
 
 try:
     from linattn_edu.kernels.gluon import kda_intra_bwd as kda_intra_bwd_gluon
-except (ImportError, AttributeError):  # a Triton whose Gluon has other names
-    kda_intra_bwd_gluon = None
+except Exception as error:  # a Triton whose Gluon has other names
+    kda_intra_bwd_gluon = support.left_out(error)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -211,9 +212,9 @@ def kda_fused_intra_bwd(
     near = k.new_empty(NT * HV, cdiv(K, GROUP.value), dtype=torch.int8)
     tensors = q, k, v, beta, gc, h, v_new, do, dh, Z
     kind = kind_of(q, HV, V, chunk_size, packing, (q, k, v, gc, h, v_new, do, dh, Z))
-    if by_kind.kda_fused_intra_bwd(kind).takes == "gluon":
-        kda_intra_bwd_gluon.kda_intra_bwd_gluon(*tensors, dgl, dq, dk, dbeta, dgc, near, scale)
-    else:
+    gluon = by_kind.kda_fused_intra_bwd(kind).takes == "gluon"
+    given = *tensors, dgl, dq, dk, dbeta, dgc, near, scale
+    if not (gluon and kda_intra_bwd_gluon.kda_intra_bwd_gluon(*given)):
         kda_fused_intra_bwd_kernel[(NT * HV,)](
             *tensors, dP, dL, dgl, dq, dk, dbeta, dgc, near, scale, *chunks, T, H, HV, K, V,
             BT=chunk_size, BV=block(V), BN=max(block(K), GROUP.value), PW=width, **INTRA_OPTIONS,

@@ -12,6 +12,7 @@ from torch import Tensor
 from linattn_edu.kernels.delta.cp_merge import cp_merge, launch_map, piece_of
 from linattn_edu.kernels.delta.kda_intra import launch_intra
 from linattn_edu.kernels.fused.gdn_fwd import TRANSPOSED
+from linattn_edu.kernels.gluon import support
 from linattn_edu.kernels.pieces import by_maps
 from linattn_edu.kernels.routes import by_load, kind_of, load_of
 from linattn_edu.kernels.tiles import (
@@ -30,8 +31,8 @@ from linattn_edu.packing import Packing
 
 try:
     from linattn_edu.kernels.gluon import kda_scan
-except (ImportError, AttributeError):  # a Triton whose Gluon has other names
-    kda_scan = None
+except Exception as error:  # a Triton whose Gluon has other names
+    kda_scan = support.left_out(error)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -300,8 +301,8 @@ def kda_fused_scan(
     load = load_of(kind_of(kg, HV, V, C, packing, (kg, v, P, A)), kg, packing)
     if by_load.kda_scan(load).takes == "gluon":
         given = qg, kg, kd, v, beta, gc, P, A, initial_state, o, last, scale
-        kda_scan.kda_scan_gluon(*given, pieces)
-        return o, pieces.last(last)
+        if kda_scan.kda_scan_gluon(*given, pieces):
+            return o, pieces.last(last)
     grid, config = scan_launch(CONFIGS, kg, pieces.N * HV, V)
     full = by_load.transposed(load, *grid, config["BK"], config["BV"]).takes == "transposed"
     kernel = kda_fused_scan_transposed_kernel if full else kda_fused_scan_kernel

@@ -13,6 +13,7 @@ from linattn_edu.kernels.delta.cp_merge import cp_merge, launch_map, piece_of
 from linattn_edu.kernels.delta.cp_merge_bwd import cp_merge_bwd
 from linattn_edu.kernels.delta.gate_cumsum import cumulative
 from linattn_edu.kernels.fused.kda_fwd import kda_fused_scan_map
+from linattn_edu.kernels.gluon import support
 from linattn_edu.kernels.pieces import by_maps
 from linattn_edu.kernels.routes import by_kind, by_load, kind_of, load_of
 from linattn_edu.kernels.tiles import (
@@ -34,8 +35,8 @@ from linattn_edu.packing import Packing
 
 try:
     from linattn_edu.kernels.gluon import kda_scans
-except (ImportError, AttributeError):  # a Triton whose Gluon has other names
-    kda_scans = None
+except Exception as error:  # a Triton whose Gluon has other names
+    kda_scans = support.left_out(error)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -393,16 +394,17 @@ def kda_fused_scans(
     gluon = by_kind.kda_fused_scans(kind).takes == "gluon"
     given = kg, kd, v, beta, gc, A, initial_state, h, v_new
     behind = qg, kg, kd, beta, gc, P, A, do, dht, dh, Z, dv, dh0, scale
+    all_of = qg, kg, kd, v, beta, gc, P, A, do, initial_state, dht, h, v_new, dh, Z, dv, dh0
+    done = False
     if gluon and by_load.together(load_of(kind, kg, packing), programs).takes:
-        given = qg, kg, kd, v, beta, gc, P, A, do, initial_state, dht, h, v_new, dh, Z, dv, dh0
-        kda_scans.kda_scans_gluon(*given, scale, pieces)
+        done = kda_scans.kda_scans_gluon(*all_of, scale, pieces)
     elif gluon:
-        kda_scans.kda_scan_states_gluon(*given, pieces)
-        kda_scans.kda_scan_bwd_gluon(*behind, pieces)
-    else:
+        done = kda_scans.kda_scan_states_gluon(*given, pieces)
+        done = done and kda_scans.kda_scan_bwd_gluon(*behind, pieces)
+    if not done:
         kda_fused_scans_kernel[(2 * programs,)](
-            qg, kg, kd, v, beta, gc, P, A, do, initial_state, dht, h, v_new, dh, Z, dv, dh0, scale,
-            pieces.cu_seqlens, pieces.chunk_offsets, pieces.T, HV, K, V, BT=C, **config,
+            *all_of, scale, pieces.cu_seqlens, pieces.chunk_offsets, pieces.T, HV, K, V, BT=C,
+            **config,
         )  # fmt: skip
     return h, v_new, dh, Z, dv, pieces.first(dh0)
 

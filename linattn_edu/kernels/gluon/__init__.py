@@ -1,1 +1,3 @@
-"""Kernels in Gluon, for Hopper: a stage a file."""
+"""Kernels in Gluon, for Hopper: what they share (blocks), where they run (support), and a stage a
+file.
+"""

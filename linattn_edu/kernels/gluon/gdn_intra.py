@@ -1,8 +1,6 @@
 """intra_chunk of Gated DeltaNet's fused forward pass in Gluon, for Hopper.
 
-Four warps work on one chunk of one value head. Each inverts a block of 16 tokens by substitution, a
-lane for each column; products on the tensor cores join the blocks. Their operands are fp16: as many
-bits as tf32 has, and a power of two for each token keeps them in range.
+Four warps work on one chunk of one value head; the inverse is that of gdn_solve.
 """
 
 from torch import Tensor
@@ -13,249 +11,32 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     tma,
-    warpgroup_mma_wait,
 )
-from triton.runtime.jit import constexpr_function
 
-from linattn_edu.kernels.gluon.gdn_intra_bwd import gates_of, place
-from linattn_edu.kernels.gluon.gdn_scan import CHUNK, barrier, descriptor, half, operand, product
+from linattn_edu.kernels.gluon.blocks import (
+    CHUNK,
+    async_load,
+    async_read,
+    async_store,
+    barrier,
+    descriptor,
+    gates_of_item,
+    half,
+    item_at,
+    record,
+    reinterpret,
+)
+from linattn_edu.kernels.gluon.gdn_solve import (
+    inverse,
+    invert_blocks,
+    join_blocks,
+    resolvent,
+    scores,
+)
+from linattn_edu.kernels.gluon.support import attempt
 from linattn_edu.kernels.routes import by_load, kind_of, load_of
 from linattn_edu.kernels.tiles import chunk_args, chunk_of, whole
 from linattn_edu.packing import Packing
-
-# a product's result [64, 64], and the same numbers as [4, 16, 4, 16]: blocks of 16 rows, which are
-# those of a warp, and of 16 columns
-MMA = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
-BLOCKS = gl.constexpr(
-    gl.DistributedLinearLayout(
-        reg_bases=[[0, 0, 0, 1], [0, 8, 0, 0], [0, 0, 0, 8], [0, 0, 1, 0], [0, 0, 2, 0]],
-        lane_bases=[[0, 0, 0, 2], [0, 0, 0, 4], [0, 1, 0, 0], [0, 2, 0, 0], [0, 4, 0, 0]],
-        warp_bases=[[1, 0, 0, 0], [2, 0, 0, 0]],
-        block_bases=[],
-        shape=[4, 16, 4, 16],
-    )
-)
-# [block, row, column]: a lane has a column
-COLUMNS = gl.constexpr(
-    gl.DistributedLinearLayout(
-        reg_bases=[[0, 1, 0], [0, 2, 0], [0, 4, 0], [0, 8, 0]],
-        lane_bases=[[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 0, 8], [0, 0, 0]],
-        warp_bases=[[1, 0, 0], [2, 0, 0]],
-        block_bases=[],
-        shape=[4, 16, 16],
-    )
-)
-# [block, 1, column] of a row that every lane has
-ROW = gl.constexpr(
-    gl.DistributedLinearLayout(
-        reg_bases=[[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 0, 8]],
-        lane_bases=[[0, 0, 0]] * 5,
-        warp_bases=[[1, 0, 0], [2, 0, 0]],
-        block_bases=[],
-        shape=[4, 1, 16],
-    )
-)
-# [block, column, block, row] of a transposed matrix: a lane has a column of half the blocks
-TRANSPOSED = gl.constexpr(
-    gl.DistributedLinearLayout(
-        reg_bases=[[0, 0, 0, 1], [0, 0, 0, 2], [0, 0, 0, 4], [0, 0, 0, 8], [0, 0, 1, 0]],
-        lane_bases=[[0, 1, 0, 0], [0, 2, 0, 0], [0, 4, 0, 0], [0, 8, 0, 0], [0, 0, 2, 0]],
-        warp_bases=[[1, 0, 0, 0], [2, 0, 0, 0]],
-        block_bases=[],
-        shape=[4, 16, 4, 16],
-    )
-)
-
-
-@constexpr_function
-def along(layout, *axes):
-    """Of a tensor that varies along these axes of one in `layout`."""
-    for axis in reversed(range(len(layout.shape))):
-        if axis not in axes:
-            layout = gl.SliceLayout(axis, layout)
-    return layout
-
-
-@gluon.jit
-def in_blocks(x):
-    """[4, 16, 4, 16] of a product's result: every number stays in its thread."""
-    return gl.convert_layout(gl.reshape(x, [4, 16, 4, 16]), BLOCKS, assert_trivial=True)
-
-
-@gluon.jit
-def nothing():
-    """-0: adding it changes nothing, and is no instruction, as adding 0 would be."""
-    return gl.to_tensor(-2147483648).to(gl.float32, bitcast=True)
-
-
-@gluon.jit
-def blocks_beside(z):
-    """Of BLOCKS, [4, 1, 4, 1]: a number's block of columns less its block of rows."""
-    own = gl.arange(0, 4, along(BLOCKS, 0))[:, None, None, None] + z
-    return gl.arange(0, 4, along(BLOCKS, 2))[None, None, :, None] - own
-
-
-@gluon.jit
-def diagonal_blocks(b_S, z):
-    """[4, 16, 16] of a product's result."""
-    return gl.sum(in_blocks(b_S) * gl.where(blocks_beside(z) == 0, 1.0, 0.0), 2)
-
-
-@gluon.jit
-def leave_norms(b_D, beta_s, n_s, w_s, u_s, z):
-    """n, the powers of two next to the lengths of 64 keys, from K K^T's diagonal; 1 / n; beta n.
-
-    Half of the exponent: normal numbers, whatever the key; of no length, 2^-63.
-    """
-    layout: gl.constexpr = gl.SliceLayout(2, BLOCKS)
-    i = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None] + z
-    j = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
-    b_n = gl.sum(gl.where(i == j, b_D, nothing()), 2).to(gl.int32, bitcast=True)
-    b_n = (((b_n >> 23) + 128) >> 1) << 23
-    b_w = (254 << 23) - b_n
-    b_n = b_n.to(gl.float32, bitcast=True)
-    n_s.reshape([4, 16]).store(b_n)
-    w_s.reshape([4, 16]).store(b_w.to(gl.float32, bitcast=True))
-    u_s.reshape([4, 16]).store(b_n * beta_s.reshape([4, 16]).load(gl.SliceLayout(2, layout)))
-
-
-@gluon.jit
-def substitute(D_s, z):
-    """(I + D)^-1 of four strictly lower-triangular blocks [16, 16], given as -D.
-
-    A lane has a column; the numbers of D, which all lanes need, come from shared memory.
-    """
-    i = gl.arange(0, 16, along(COLUMNS, 1))[None, :, None]
-    c = gl.arange(0, 16, along(COLUMNS, 2))[None, None, :] + z
-    X = gl.where((i == 0) & (c == 0), 1.0, gl.full([4, 16, 16], 0.0, gl.float32, COLUMNS))
-    for r in gl.static_range(1, 16):
-        # eq:delta-substitution   x_r = e_r - sum_{j < r} L_rj x_j
-        b_d = gl.reshape(D_s.slice(r, 1, dim=1).load(ROW), [4, 16])
-        b_d = gl.convert_layout(b_d, gl.SliceLayout(2, COLUMNS), assert_trivial=True)
-        b_x = gl.where(i == 0, gl.where(c == r, 1.0, 0.0), nothing()) + b_d[:, :, None] * X
-        b_x = gl.sum(gl.where(i < r, b_x, nothing()), 1)
-        X = gl.where(i == r, b_x[:, None, :], X)
-    return X
-
-
-@gluon.jit
-def leave_inverses(X, n_s, w_s, X_s, z):
-    """diag(n) X diag(1 / n) of four blocks on the diagonal of X_s, transposed; 0 beside them."""
-    layout: gl.constexpr = gl.SliceLayout(2, TRANSPOSED)
-    X *= n_s.reshape([4, 16]).load(gl.SliceLayout(2, COLUMNS))[:, :, None]
-    X = gl.convert_layout(gl.permute(X, (0, 2, 1)), layout, assert_trivial=True)
-    own = gl.arange(0, 4, along(TRANSPOSED, 0))[:, None, None, None] + z
-    other = gl.arange(0, 4, along(TRANSPOSED, 2))[None, None, :, None]
-    b_w = w_s.reshape([4, 16]).load(along(TRANSPOSED, 0, 1))[:, :, None, None]
-    X = X[:, :, None, :] * gl.where(own == other, b_w, 0.0)
-    X_s.store(gl.reshape(X.to(gl.float16), [64, 64]))
-
-
-@gluon.jit
-def leave_lower(b_S, w_s, u_s, L_s, z):
-    """-diag(n) L diag(1 / n), of which the blocks on the diagonal are 0."""
-    b_w = w_s.reshape([4, 16]).load(along(BLOCKS, 2, 3))[None, None, :, :]
-    b_u = u_s.reshape([4, 16]).load(along(BLOCKS, 0, 1))[:, :, None, None]
-    b_L = in_blocks(b_S) * b_w * gl.where(blocks_beside(z) < 0, -b_u, 0.0)
-    last = gl.arange(0, 4, along(BLOCKS, 2))[None, None, :, None] == 3  # known in advance
-    L_s.store(gl.reshape(gl.where(last, 0.0, b_L).to(gl.float16), [64, 64]))
-
-
-@gluon.jit
-def plus_identity(b_U, z):
-    """I + U of a product's result."""
-    i = gl.arange(0, 16, along(BLOCKS, 1))[None, :, None, None] + z
-    j = gl.arange(0, 16, along(BLOCKS, 3))[None, None, None, :]
-    b_I = gl.where(blocks_beside(z) == 0, gl.where(i == j, 1.0, nothing()), nothing())
-    return gl.convert_layout(gl.reshape(in_blocks(b_U) + b_I, [64, 64]), MMA, assert_trivial=True)
-
-
-@gluon.jit
-def decays(gc_s, z):
-    """G_ij = 2^(gc_i - gc_j) for i >= j, else 0."""
-    infinite: gl.constexpr = float("inf")
-    i = gl.arange(0, 16, along(BLOCKS, 1))[None, :, None, None] + z
-    j = gl.arange(0, 16, along(BLOCKS, 3))[None, None, None, :]
-    b_i = gc_s.reshape([4, 16]).load(along(BLOCKS, 0, 1))[:, :, None, None]
-    b_j = gc_s.reshape([4, 16]).load(along(BLOCKS, 2, 3))[None, None, :, :]
-    beside = blocks_beside(z)
-    b_d = b_i - gl.where(beside > 0, infinite, b_j)
-    b_d = gl.where((beside == 0) & (i < j), -infinite, b_d)
-    return gl.convert_layout(gl.reshape(gl.exp2(b_d), [64, 64]), MMA, assert_trivial=True)
-
-
-@gluon.jit
-def scores(q_s, k_s):
-    """K K^T and Q K^T, in fp32 as MMA."""
-    zero = gl.full([64, 64], 0.0, gl.float32, MMA)
-    b_S = product(k_s, k_s.permute((1, 0)), zero, False)
-    b_P = product(q_s, k_s.permute((1, 0)), zero, False)
-    return warpgroup_mma_wait(0, [b_S, b_P])
-
-
-@gluon.jit
-def invert_blocks(b_S, beta_s, n_s, w_s, u_s, D_s, L_s, X_s, z):
-    """The blocks of 16 on L's diagonal inverted in X_s, the others in L_s, for `join_blocks`.
-
-    Four warps, all of them at once, as in what follows; nothing is allocated.
-
-    b_S: K K^T of `scores`.  beta_s: [64] in fp32, 0 of tokens that are missing.
-    n_s, w_s, u_s: [64] in fp32 out: powers of two n, 1 / n, and beta n.
-    D_s: [4, 16, 16] in fp32, to work in.  L_s, X_s: [64, 64] in fp16, for products.
-    z: 0, where a loop is around it a number of which the compiler does not know that it is.
-    """
-    # eq:delta-kkt   L = diag(beta) tril(K K^T, -1)
-    b_D = diagonal_blocks(b_S, z)
-    leave_norms(b_D, beta_s, n_s, w_s, u_s, z)
-    b_beta = beta_s.reshape([4, 16]).load(gl.SliceLayout(2, gl.SliceLayout(2, BLOCKS)))
-    D_s.store(b_D * -b_beta[:, :, None])
-    leave_lower(b_S, w_s, u_s, L_s, z)
-    leave_inverses(substitute(D_s, z), n_s, w_s, X_s, z)
-    fence_async_shared()
-    barrier()
-
-
-@gluon.jit
-def join_blocks(b_P, gc_s, P_s, L_s, X_s, N_s, z):
-    """P to P_s.  Returns diag(n) A diag(1 / n) and G, [64, 64] in fp32 as MMA.
-
-    b_P: Q K^T of `scores`.  gc_s: [64] in fp32 (log2), that of the last token where one is missing.
-    P_s: [64, 64], for products; its writes have no fence yet.  N_s: [64, 64] in fp16, to work in.
-    After it L_s and X_s can be overwritten.
-    """
-    zero = gl.full([64, 64], 0.0, gl.float32, MMA)
-    # eq:delta-merge   X_21 = -X_22 L_21 X_11: A = (I - N)^-1 X with N = -X L, and N^4 = 0
-    b_N = product(X_s.permute((1, 0)), L_s, zero, False)
-    # eq:delta-intra   P = Q K^T * G
-    G = decays(gc_s, z)
-    P_s.store((b_P * G).to(P_s.dtype))
-    b_N = warpgroup_mma_wait(0, [b_N])
-    N_s.store(b_N.to(gl.float16))
-    fence_async_shared()
-    barrier()
-    b_U = warpgroup_mma_wait(0, [product(operand(b_N, gl.float16, MMA), N_s, b_N)])
-    b_U = warpgroup_mma_wait(0, [product(operand(b_U, gl.float16, MMA), N_s, b_N)])
-    b_T = operand(plus_identity(b_U, z), gl.float16, MMA)
-    b_A = product(b_T, X_s.permute((1, 0)), zero, False)
-    return warpgroup_mma_wait(0, [b_A]), G
-
-
-@gluon.jit
-def resolvent(b_A, G, w_s, u_s):
-    """R = (A * G) diag(beta) from what `join_blocks` returns."""
-    # eq:delta-resolvent   R = (A * G) diag(beta)
-    b_w = w_s.load(gl.SliceLayout(1, MMA))[:, None]
-    return b_A * G * u_s.load(gl.SliceLayout(0, MMA))[None, :] * b_w
-
-
-@gluon.jit
-def inverse(b_A, G, n_s, w_s, GATED: gl.constexpr):
-    """A, or with GATED A * G, from what `join_blocks` returns."""
-    b_w = w_s.load(gl.SliceLayout(1, MMA))[:, None]
-    b_A = b_A * n_s.load(gl.SliceLayout(0, MMA))[None, :] * b_w
-    if GATED:
-        b_A *= G
-    return b_A
 
 
 @gluon.jit
@@ -264,7 +45,7 @@ def load_keys(x_ptr, x_s, stride, n_t, K: gl.constexpr, BT: gl.constexpr):
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // K, K // 8], [gl.num_warps(), 1], [1, 0])
     o_t = gl.arange(0, BT, gl.SliceLayout(1, layout))[:, None]
     o_k = gl.arange(0, K, gl.SliceLayout(0, layout))[None, :]
-    async_copy.async_copy_global_to_shared(x_s, x_ptr + o_t * stride + o_k, mask=o_t < n_t)
+    async_read(x_s, x_ptr + o_t * stride + o_k, mask=o_t < n_t)
 
 
 @gluon.jit
@@ -319,7 +100,7 @@ def intra_chunk_gluon_kernel(
     L_s = gl.allocate_shared_memory(gl.float16, [BT, BT], tile)
     X_s = gl.allocate_shared_memory(gl.float16, [BT, BT], tile)
     P_s = half(q_s, 0)
-    N_s = half(k_s, 0)._reinterpret(gl.float16, [BT, BT], tile)
+    N_s = reinterpret(k_s, gl.float16, [K // 64, BT, BT], tile).index(0)
     gc_s.store(b_gc)
     beta_s.store(b_beta.to(gl.float32))
     async_copy.wait_group(0)
@@ -328,10 +109,10 @@ def intra_chunk_gluon_kernel(
     b_S, b_P = scores(q_s, k_s)
     invert_blocks(b_S, beta_s, n_s, w_s, u_s, D_s, L_s, X_s, 0)
     b_A, G = join_blocks(b_P, gc_s, P_s, L_s, X_s, N_s, 0)
-    R_s = L_s._reinterpret(dtype, [BT, BT], tile)
+    R_s = reinterpret(L_s, dtype, [BT, BT], tile)
     R_s.store(resolvent(b_A, G, w_s, u_s).to(dtype))
     if A_ptr is not None:
-        A_s = X_s._reinterpret(dtype, [BT, BT], tile)
+        A_s = reinterpret(X_s, dtype, [BT, BT], tile)
         b_A = inverse(b_A, G, n_s, w_s, GATED).to(dtype)
         barrier()
         A_s.store(b_A)
@@ -342,55 +123,69 @@ def intra_chunk_gluon_kernel(
         store_matrix(A_ptr + i * BT, A_s, HV * BT, n_t, BT)
 
 
+@record
+class Memory:
+    """Shared memory of intra_chunk_ring_gluon_kernel, and its mbarriers."""
+
+    qs: object
+    ks: object
+    Ps: object
+    inner: object  # three of [64, 64] in fp16, see gdn_solve; R and A leave from the first two
+    D_s: object
+    gates: object  # two places of gc and beta
+    norms: object
+    full: object  # q and k have come
+    gates_full: object
+    empty: object  # q and k have been read, and what was made before has left
+
+
 @gluon.jit
-def load_items(
-    q_desc, k_desc, gc_ptr, beta_ptr, qs, ks, gates, full, gates_full, empty, N,
-    H: gl.constexpr, G: gl.constexpr, K: gl.constexpr, BT: gl.constexpr,
-):  # fmt: skip
+def load_items(q_desc, k_desc, gc_ptr, beta_ptr, m, N, H: gl.constexpr, G: gl.constexpr,
+               K: gl.constexpr, BT: gl.constexpr):  # fmt: skip
     """The warp that loads: q and k of a chunk and head, gc and beta of each of its value heads."""
     o_t = gl.arange(0, BT, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
-    b_gc, b_beta = gates_of(gc_ptr, beta_ptr, 0, o_t, H * G, H, G, BT)
+    b_gc, b_beta = gates_of_item(gc_ptr, beta_ptr, 0, o_t, H * G, H, G, BT)
     for n in range(N):
-        mbarrier.wait(empty, (n & 1) ^ 1)
+        mbarrier.wait(m.empty, (n & 1) ^ 1)
         if n % G == 0:
-            i_c, i_h, _ = place(n, H, G)
-            mbarrier.expect(full, 2 * BT * K * 2)
-            tma.async_copy_global_to_shared(k_desc, [i_c * BT, i_h * K], full, ks.index(0))
-            tma.async_copy_global_to_shared(q_desc, [i_c * BT, i_h * K], full, qs.index(0))
-        gates.index(n % 2 * 2).store(b_gc)
-        gates.index(n % 2 * 2 + 1).store(b_beta)
+            i_c, i_h, _ = item_at(n, H, G)
+            mbarrier.expect(m.full, 2 * BT * K * 2)
+            async_load(k_desc, [i_c * BT, i_h * K], m.full, m.ks.index(0))
+            async_load(q_desc, [i_c * BT, i_h * K], m.full, m.qs.index(0))
+        m.gates.index(n % 2 * 2).store(b_gc)
+        m.gates.index(n % 2 * 2 + 1).store(b_beta)
         # those of the next one are on their way meanwhile
-        b_gc, b_beta = gates_of(gc_ptr, beta_ptr, gl.minimum(n + 1, N - 1), o_t, H * G, H, G, BT)
+        b_gc, b_beta = gates_of_item(
+            gc_ptr, beta_ptr, gl.minimum(n + 1, N - 1), o_t, H * G, H, G, BT
+        )
         barrier()
-        mbarrier.arrive(gates_full, count=1)
+        mbarrier.arrive(m.gates_full, count=1)
 
 
 @gluon.jit
-def compute_items(
-    P_desc, R_desc, A_desc, qs, ks, gates, norms, D_s, inner, Ps,
-    full, gates_full, empty, N, H: gl.constexpr, G: gl.constexpr, BT: gl.constexpr,
-    GATED: gl.constexpr,
-):  # fmt: skip
+def compute_items(P_desc, R_desc, A_desc, m, N, H: gl.constexpr, G: gl.constexpr,
+                  BT: gl.constexpr, GATED: gl.constexpr):  # fmt: skip
     """The warps that compute: intra_chunk_gluon_kernel's sums."""
-    dtype: gl.constexpr = Ps.dtype
-    n_s, w_s, u_s = norms.index(0), norms.index(1), norms.index(2)
+    dtype: gl.constexpr = m.Ps.dtype
+    tile: gl.constexpr = m.Ps.layout
+    n_s, w_s, u_s = m.norms.index(0), m.norms.index(1), m.norms.index(2)
     for n in range(N):
         # 0, and the compiler cannot know: else it makes all masks and addresses before the loop,
         # and they hold every register
         z = n >> 30
-        q_s, k_s, P_s = qs.index(z), ks.index(z), Ps.index(z)
-        L_s, X_s, N_s = inner.index(z), inner.index(1 + z), inner.index(2 + z)
-        R_s = L_s._reinterpret(dtype, [BT, BT], Ps.layout)
-        A_s = X_s._reinterpret(dtype, [BT, BT], Ps.layout)
-        i_c, _, i_hv = place(n, H, G)
-        gc_s, beta_s = gates.index(n % 2 * 2), gates.index(n % 2 * 2 + 1)
-        mbarrier.wait(gates_full, n & 1)
-        mbarrier.wait(full, n // G & 1)
+        q_s, k_s, P_s = m.qs.index(z), m.ks.index(z), m.Ps.index(z)
+        L_s, X_s, N_s = m.inner.index(z), m.inner.index(1 + z), m.inner.index(2 + z)
+        R_s = reinterpret(L_s, dtype, [BT, BT], tile)
+        A_s = reinterpret(X_s, dtype, [BT, BT], tile)
+        i_c, _, i_hv = item_at(n, H, G)
+        gc_s, beta_s = m.gates.index(n % 2 * 2), m.gates.index(n % 2 * 2 + 1)
+        mbarrier.wait(m.gates_full, n & 1)
+        mbarrier.wait(m.full, n // G & 1)
         b_S, b_P = scores(q_s, k_s)
         tma.store_wait(0)
         barrier()  # no warp reads q and k any more, nor the copies what was made before
-        mbarrier.arrive(empty, count=1)
-        invert_blocks(b_S, beta_s, n_s, w_s, u_s, D_s, L_s, X_s, z)
+        mbarrier.arrive(m.empty, count=1)
+        invert_blocks(b_S, beta_s, n_s, w_s, u_s, m.D_s, L_s, X_s, z)
         b_A, b_G = join_blocks(b_P, gc_s, P_s, L_s, X_s, N_s, z)
         R_s.store(resolvent(b_A, b_G, w_s, u_s).to(dtype))
         if A_desc is not None:
@@ -400,10 +195,10 @@ def compute_items(
         fence_async_shared()
         barrier()
         at = [i_c * BT, i_hv * BT]
-        tma.async_copy_shared_to_global(P_desc, at, P_s)
-        tma.async_copy_shared_to_global(R_desc, at, R_s)
+        async_store(P_desc, at, P_s)
+        async_store(R_desc, at, R_s)
         if A_desc is not None:
-            tma.async_copy_shared_to_global(A_desc, at, A_s)
+            async_store(A_desc, at, A_s)
     tma.store_wait(0)
 
 
@@ -424,6 +219,11 @@ def intra_chunk_ring_gluon_kernel(
     One program: every so many-th chunk of a q/k head, with its value heads.  Any grid.
 
     Reference: linattn_edu.reference.fused.gdn_intra.intra_chunk.
+
+    mbarriers, item by item:
+        empty       computing warps, when the scores are made -> loading warp
+        full        the copies of q and k, once a chunk and q/k head -> computing warps
+        gates_full  loading warp, once an item -> computing warps
     """
     dtype: gl.constexpr = k_desc.dtype
     G: gl.constexpr = HV // H
@@ -445,15 +245,10 @@ def intra_chunk_ring_gluon_kernel(
     mbarrier.init(gates_full, count=1)
     mbarrier.init(empty, count=1)
     fence_async_shared()
+    m = Memory(qs, ks, Ps, inner, D_s, gates, norms, full, gates_full, empty)
     gl.warp_specialize([
-        (compute_items, (
-            P_desc, R_desc, A_desc, qs, ks, gates, norms, D_s, inner, Ps,
-            full, gates_full, empty, N, H, G, BT, GATED,
-        )),
-        (load_items, (
-            q_desc, k_desc, gc_ptr, beta_ptr, qs, ks, gates, full, gates_full, empty, N,
-            H, G, K, BT,
-        )),
+        (compute_items, (P_desc, R_desc, A_desc, m, N, H, G, BT, GATED)),
+        (load_items, (q_desc, k_desc, gc_ptr, beta_ptr, m, N, H, G, K, BT)),
     ], [1], [24])  # fmt: skip
 
 
@@ -463,6 +258,7 @@ OPTIONS = {"num_warps": 4, "maxnreg": 128}
 OPTIONS_CHUNKS = {2: {"num_warps": 4, "maxnreg": 120}, 3: {"num_warps": 4, "maxnreg": 80}}
 
 
+@attempt
 def intra_gluon(
     q: Tensor,
     k: Tensor,

@@ -16,86 +16,146 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     tma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from linattn_edu.kernels.gluon.gdn_scan import CHUNK, barrier, half, layout_of, product
+from linattn_edu.kernels.gluon.blocks import (
+    CHUNK,
+    async_load,
+    async_store,
+    barrier,
+    descriptor,
+    gates_of_item,
+    half,
+    item_at,
+    own_dot,
+    own_sums,
+    product,
+    record,
+)
+from linattn_edu.kernels.gluon.support import attempt
 from linattn_edu.kernels.tiles import device_of
 
 
-@gluon.jit
-def place(n, H: gl.constexpr, G: gl.constexpr):
-    """Of the n-th item of this program, a value head of a chunk: chunk, q/k head, value head."""
-    i = gl.program_id(0) + n // G * gl.num_programs(0)
-    i_h = i % H
-    return i // H, i_h, i_h * G + n % G
+@record
+class Source:
+    """What is copied in, by tensor maps, and the gates."""
+
+    q_desc: object
+    k_desc: object
+    v_desc: object
+    h_desc: object
+    v_new_desc: object
+    do_desc: object
+    dh_desc: object
+    Z_desc: object
+    gc_ptr: object
+    beta_ptr: object
+
+
+@record
+class Memory:
+    """Shared memory. Places of two are used in turn; halves of the keys are two places."""
+
+    qs: object  # halves; dq leaves from there
+    ks: object  # halves; dk leaves from there
+    vs: object
+    hs: object
+    news: object  # two: v_new
+    dos: object  # two
+    dhs: object
+    Zs: object
+    gates: object  # two: gc and beta
+    inner: object  # dM, dL, diag(beta) dL
+    own: object  # the diagonal of dM
+    parts: object  # three sums of each half
+
+
+@record
+class Bars:
+    """The mbarriers. Full: copies have come; two of them where there are two places."""
+
+    full_new: object  # two: do and v_new
+    full_Z: object  # Z and v
+    full_h: object
+    full_dh: object
+    full_k: object  # q and k
+    gates_full: object  # two
+    empty_h: object  # v, h, dh and Z have been read
+    empty_k: object  # q and k have been read, dq and dk have left
+    ready: object  # dM and dL are there
+    used: object  # neither, nor what was left beside them, is needed any more
+
+
+@record
+class Out:
+    """Where the results go, and what they are scaled by."""
+
+    dq_desc: object
+    dk_desc: object
+    dbeta_ptr: object
+    dgc_ptr: object
+    scale: object
+
+
+@record
+class Size:
+    """Items of the program, and the constants of the kernel."""
+
+    N: object
+    ROW: object
+    H: object
+    G: object
+    K: object
+    V: object
+    BT: object
 
 
 @gluon.jit
-def gates_of(gc_ptr, beta_ptr, n, o_t, ROW: gl.constexpr, H: gl.constexpr,
-             G: gl.constexpr, BT: gl.constexpr):  # fmt: skip
-    """gc and beta [BT] of the n-th item."""
-    i_c, _, i_hv = place(n, H, G)
-    o = (i_c * BT + o_t).to(gl.int64) * ROW + i_hv
-    return gl.load(gc_ptr + o), gl.load(beta_ptr + o).to(gl.float32)
-
-
-@gluon.jit
-def load_tiles(
-    q_desc, k_desc, v_desc, h_desc, v_new_desc, do_desc, dh_desc, Z_desc, gc_ptr, beta_ptr,
-    qs, ks, vs, hs, news, dos, dhs, Zs, gates,
-    full_new, full_Z, full_h, full_dh, full_k, gates_full, empty_h, empty_k,
-    N, ROW: gl.constexpr, H: gl.constexpr, G: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
-    BT: gl.constexpr,
-):  # fmt: skip
-    """The warp that loads, in the order in which the others read."""
+def load_tiles(source, m, bars, size):
+    """The producer, a warp that loads, in the order in which the others read."""
+    N = size.N
+    ROW: gl.constexpr = size.ROW
+    H: gl.constexpr = size.H
+    G: gl.constexpr = size.G
+    K: gl.constexpr = size.K
+    V: gl.constexpr = size.V
+    BT: gl.constexpr = size.BT
     o_t = gl.arange(0, BT, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
-    b_gc, b_beta = gates_of(gc_ptr, beta_ptr, 0, o_t, ROW, H, G, BT)
+    b_gc, b_beta = gates_of_item(source.gc_ptr, source.beta_ptr, 0, o_t, ROW, H, G, BT)
     for n in range(N + 1):
         if n > 0:
-            i_c, _, i_hv = place(n - 1, H, G)
+            i_c, _, i_hv = item_at(n - 1, H, G)
             i_S, column = (i_c * (H * G) + i_hv) * K, i_hv * V
-            mbarrier.wait(empty_h, n & 1)
-            mbarrier.expect(full_Z, 2 * BT * V * 2)
-            tma.async_copy_global_to_shared(Z_desc, [i_c * BT, column], full_Z, Zs.index(0))
-            tma.async_copy_global_to_shared(v_desc, [i_c * BT, column], full_Z, vs.index(0))
-            mbarrier.expect(full_h, K * V * 2)
-            tma.async_copy_global_to_shared(h_desc, [i_S, 0], full_h, hs.index(0))
-            mbarrier.expect(full_dh, K * V * 2)
-            tma.async_copy_global_to_shared(dh_desc, [i_S, 0], full_dh, dhs.index(0))
+            mbarrier.wait(bars.empty_h, n & 1)
+            mbarrier.expect(bars.full_Z, 2 * BT * V * 2)
+            async_load(source.Z_desc, [i_c * BT, column], bars.full_Z, m.Zs.index(0))
+            async_load(source.v_desc, [i_c * BT, column], bars.full_Z, m.vs.index(0))
+            mbarrier.expect(bars.full_h, K * V * 2)
+            async_load(source.h_desc, [i_S, 0], bars.full_h, m.hs.index(0))
+            mbarrier.expect(bars.full_dh, K * V * 2)
+            async_load(source.dh_desc, [i_S, 0], bars.full_dh, m.dhs.index(0))
         if n < N:  # one item further, to the place that the wait above has seen empty
-            i_c, _, i_hv = place(n, H, G)
+            i_c, _, i_hv = item_at(n, H, G)
             i, column = n % 2, i_hv * V
-            full = full_new.index(i)
+            full = bars.full_new.index(i)
             mbarrier.expect(full, 2 * BT * V * 2)
-            tma.async_copy_global_to_shared(do_desc, [i_c * BT, column], full, dos.index(i))
-            tma.async_copy_global_to_shared(v_new_desc, [i_c * BT, column], full, news.index(i))
-            gates.index(2 * i).store(b_gc)
-            gates.index(2 * i + 1).store(b_beta)
+            async_load(source.do_desc, [i_c * BT, column], full, m.dos.index(i))
+            async_load(source.v_new_desc, [i_c * BT, column], full, m.news.index(i))
+            m.gates.index(2 * i).store(b_gc)
+            m.gates.index(2 * i + 1).store(b_beta)
             barrier()
-            mbarrier.arrive(gates_full.index(i), count=1)
+            mbarrier.arrive(bars.gates_full.index(i), count=1)
         if (n > 0) & ((n - 1) % G == 0):  # the place of q and k becomes empty last
-            i_c, i_h, _ = place(n - 1, H, G)
-            mbarrier.wait(empty_k, ((n - 1) // G & 1) ^ 1)
-            mbarrier.expect(full_k, 2 * BT * K * 2)
+            i_c, i_h, _ = item_at(n - 1, H, G)
+            mbarrier.wait(bars.empty_k, ((n - 1) // G & 1) ^ 1)
+            mbarrier.expect(bars.full_k, 2 * BT * K * 2)
             for c in gl.static_range(2):
                 at = [i_c * BT, i_h * K + c * (K // 2)]
-                tma.async_copy_global_to_shared(k_desc, at, full_k, ks.index(c))
-                tma.async_copy_global_to_shared(q_desc, at, full_k, qs.index(c))
+                async_load(source.k_desc, at, bars.full_k, m.ks.index(c))
+                async_load(source.q_desc, at, bars.full_k, m.qs.index(c))
         # those of the next one are on their way meanwhile
-        b_gc, b_beta = gates_of(gc_ptr, beta_ptr, gl.minimum(n + 1, N - 1), o_t, ROW, H, G, BT)
-
-
-@gluon.jit
-def own_sums(x):
-    """What each thread sums of a row by itself: [64, 4] of x [64, 64] in a product's layout."""
-    x = gl.reshape(x, [x.shape[0], 8, 4, 2])
-    return gl.sum(gl.sum(x, 1), 2)
-
-
-@gluon.jit
-def own_dot(x, y, mma: gl.constexpr):
-    """own_sums of x * y, both in shared memory."""
-    return own_sums(x.load(mma).to(gl.float32) * y.load(mma).to(gl.float32))
+        b_gc, b_beta = gates_of_item(
+            source.gc_ptr, source.beta_ptr, gl.minimum(n + 1, N - 1), o_t, ROW, H, G, BT
+        )
 
 
 @gluon.jit
@@ -116,7 +176,7 @@ def store_sums(
         0, gl.BlockedLayout([1, 2], [1, 32], [gl.num_warps(), 1], [1, 0])
     )
     o_t = gl.arange(0, BT, vector)
-    i_c, _, i_hv = place(n, H, G)
+    i_c, _, i_hv = item_at(n, H, G)
     o = (i_c * BT + o_t).to(gl.int64) * ROW + i_hv
     if c == 0:
         # eq:fused-dgc   dgc = q dq + beta k f - k d; dgc_last += sum k dk + 2^gc_last <dS, S>
@@ -153,18 +213,19 @@ def inside(
         bL.store((beta.load(rows)[:, None] * b_P).to(bL.dtype))
 
 
+# over 80 lines: the order of its products, waits and arithmetic is what it is about
 @gluon.jit
-def compute_half(
-    c: gl.constexpr, dq_desc, dk_desc, dbeta_ptr, dgc_ptr, scale,
-    qs, ks, vs, hs, news, dos, dhs, Zs, gates, inner, own, parts,
-    full_new, full_Z, full_h, full_dh, full_k, gates_full, empty_h, empty_k, ready, used,
-    N, ROW: gl.constexpr, H: gl.constexpr, G: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
-    BT: gl.constexpr,
-):  # fmt: skip
+def compute_half(c: gl.constexpr, out, m, bars, size):
     """Half c of the keys, by four warps: intra_chunk_bwd_kernel's sums.
 
     ready: dM and dL are there.  used: neither, nor what was left beside them, is needed any more.
     """
+    N = size.N
+    ROW: gl.constexpr = size.ROW
+    H: gl.constexpr = size.H
+    G: gl.constexpr = size.G
+    K: gl.constexpr = size.K
+    BT: gl.constexpr = size.BT
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     rows: gl.constexpr = gl.SliceLayout(1, mma)
     zero = gl.full([BT, BT], 0.0, gl.float32, mma)
@@ -175,42 +236,42 @@ def compute_half(
         # 0, and the compiler cannot know: else it makes the addresses of all products before the
         # loop, and they hold every register
         z = n >> 30
-        k, q = ks.index(c + z), qs.index(c + z)
-        S, dS = hs.index(z).slice(c * BT, BT), dhs.index(z).slice(c * BT, BT)
-        Z, v = Zs.index(z), vs.index(z)
-        dM, dL, bL = inner.index(z), inner.index(1 + z), inner.index(2 + z)
-        do, new = dos.index(i), news.index(i)
-        gc, beta = gates.index(2 * i), gates.index(2 * i + 1)
-        mbarrier.wait(full_new.index(i), n // 2 & 1)
-        mbarrier.wait(full_Z, n & 1)
+        k, q = m.ks.index(c + z), m.qs.index(c + z)
+        S, dS = m.hs.index(z).slice(c * BT, BT), m.dhs.index(z).slice(c * BT, BT)
+        Z, v = m.Zs.index(z), m.vs.index(z)
+        dM, dL, bL = m.inner.index(z), m.inner.index(1 + z), m.inner.index(2 + z)
+        do, new = m.dos.index(i), m.news.index(i)
+        gc, beta = m.gates.index(2 * i), m.gates.index(2 * i + 1)
+        mbarrier.wait(bars.full_new.index(i), n // 2 & 1)
+        mbarrier.wait(bars.full_Z, n & 1)
         if c == 0:
             b_P = product(do, new.permute((1, 0)), zero, False)
         else:
             b_P = product(Z, new.permute((1, 0)), zero, False)
-        mbarrier.wait(full_h, n & 1)
+        mbarrier.wait(bars.full_h, n & 1)
         b_R = product(do, S.permute((1, 0)), zero, False)
         b_F = product(Z, S.permute((1, 0)), zero, False)
-        mbarrier.wait(full_dh, n & 1)
+        mbarrier.wait(bars.full_dh, n & 1)
         if G == 1:
             b_W = product(new, dS.permute((1, 0)), zero, False)
-        mbarrier.wait(gates_full.index(i), n // 2 & 1)
+        mbarrier.wait(bars.gates_full.index(i), n // 2 & 1)
         if (n > 0) & (n % G == 0):  # what was stored last left from the place of q and k
             tma.store_wait(0)
             barrier()
-            mbarrier.arrive(empty_k, count=1)
-        mbarrier.wait(used, (n & 1) ^ 1)
+            mbarrier.arrive(bars.empty_k, count=1)
+        mbarrier.wait(bars.used, (n & 1) ^ 1)
         if n > 0:
-            store_sums(parts, c, dbeta_ptr, dgc_ptr, n - 1, ROW, H, G, BT)
+            store_sums(m.parts, c, out.dbeta_ptr, out.dgc_ptr, n - 1, ROW, H, G, BT)
         if G == 1:
             b_P = warpgroup_mma_wait(3, [b_P])
         else:
             b_P = warpgroup_mma_wait(2, [b_P])
-        inside(b_P, gc, beta, dM, dL, bL, own, c, scale, BT, mma)
+        inside(b_P, gc, beta, dM, dL, bL, m.own, c, out.scale, BT, mma)
         if G > 1:
             b_W = product(new, dS.permute((1, 0)), zero, False)
         fence_async_shared()
         barrier()
-        mbarrier.arrive(ready, count=1)
+        mbarrier.arrive(bars.ready, count=1)
         b_last = gl.max(gc.slice(BT - 1, 1).load(rows), 0)
         b_through = own_dot(half(S, 0), half(dS, 0), mma)
         b_through += own_dot(half(S, 1), half(dS, 1), mma)
@@ -219,13 +280,13 @@ def compute_half(
         b_gc, b_beta = gc.load(rows)[:, None], beta.load(rows)[:, None]
         b_R, b_F, b_W = warpgroup_mma_wait(0, [b_R, b_F, b_W])
         barrier()
-        mbarrier.arrive(empty_h, count=1)
+        mbarrier.arrive(bars.empty_h, count=1)
         # sums over value heads grow where they are: a head's part of rowsum(Q * dQ) and of
         # rowsum(K * D) is what the sum has more than before
-        mbarrier.wait(full_k, n // G & 1)
+        mbarrier.wait(bars.full_k, n // G & 1)
         b_q = q.load(mma).to(gl.float32)
-        mbarrier.wait(ready, n & 1)
-        b_own = own.load(rows)[:, None]
+        mbarrier.wait(bars.ready, n & 1)
+        b_own = m.own.load(rows)[:, None]
         b_dgc = gl.zeros_like(b_through)
         if G == 1:
             b_dq, b_dk = zero, zero
@@ -235,7 +296,7 @@ def compute_half(
             b_dgc -= own_sums(b_q * b_dq)
         b_e = gl.exp2(b_gc)
         # eq:delta-dq   dQ = scale diag(2^gc) dO S^T + dM K
-        b_dq = product(dM, k, b_dq + b_R * (b_e * scale))
+        b_dq = product(dM, k, b_dq + b_R * (b_e * out.scale))
         # eq:fused-read   F = dL K - diag(2^gc) Z S^T
         b_F = product(dL, k, b_F * -b_e)
         # eq:delta-dk-state   dK = diag(2^(gc_last - gc)) v_new dS^T
@@ -258,19 +319,19 @@ def compute_half(
         b_dk = warpgroup_mma_wait(0, [b_dk])
         b_dgc -= own_sums(b_k * b_dk)
         b_dk += b_F
-        leave_sums(parts, c, b_dgc, b_dbeta, b_through + b_t, rows)
+        leave_sums(m.parts, c, b_dgc, b_dbeta, b_through + b_t, rows)
         barrier()  # no warp reads what the halves share any more, nor its k and q
-        mbarrier.arrive(used, count=1)
+        mbarrier.arrive(bars.used, count=1)
         if (n + 1) % G == 0:
-            i_c, i_h, _ = place(n, H, G)
+            i_c, i_h, _ = item_at(n, H, G)
             q.store(b_dq.to(q.dtype))
             k.store(b_dk.to(k.dtype))
             fence_async_shared()
             barrier()
-            tma.async_copy_shared_to_global(dq_desc, [i_c * BT, i_h * K + c * BT], q)
-            tma.async_copy_shared_to_global(dk_desc, [i_c * BT, i_h * K + c * BT], k)
-    mbarrier.wait(used, (N & 1) ^ 1)
-    store_sums(parts, c, dbeta_ptr, dgc_ptr, N - 1, ROW, H, G, BT)
+            async_store(out.dq_desc, [i_c * BT, i_h * K + c * BT], q)
+            async_store(out.dk_desc, [i_c * BT, i_h * K + c * BT], k)
+    mbarrier.wait(bars.used, (N & 1) ^ 1)
+    store_sums(m.parts, c, out.dbeta_ptr, out.dgc_ptr, N - 1, ROW, H, G, BT)
     tma.store_wait(0)
 
 
@@ -298,6 +359,18 @@ def intra_chunk_bwd_gluon_kernel(
     """One program: every so many-th chunk of a q/k head, with its value heads.  Any grid.
 
     Reference: linattn_edu.reference.fused.gdn_bwd.intra_chunk_bwd.
+
+    mbarriers, in the order of an item; two groups of four warps compute, c = 0 and 1:
+        full_new    do and v_new, an item ahead -> both groups: dO v_new^T, Z v_new^T
+        full_Z      Z and v -> both
+        full_h      h -> both: dO S^T, Z S^T
+        full_dh     dh -> both: v_new dS^T
+        gates_full  loading warp: gc and beta, an item ahead -> both
+        empty_k     both: the last dq and dk have left -> loading warp
+        used        both, at the end of the item before -> both: they write dM or dL, and sums
+        ready       both: dM and dL are there -> both, which multiply by them
+        empty_h     both: no product reads h, dh, Z or v any more -> loading warp
+        full_k      q and k, once a chunk and q/k head -> both
     """
     dtype: gl.constexpr = k_desc.dtype
     G: gl.constexpr = HV // H
@@ -338,25 +411,19 @@ def intra_chunk_bwd_gluon_kernel(
     mbarrier.init(ready, count=2)
     mbarrier.init(used, count=2)
     fence_async_shared()
+    m = Memory(qs, ks, vs, hs, news, dos, dhs, Zs, gates, inner, own, parts)
+    bars = Bars(
+        full_new, full_Z, full_h, full_dh, full_k, gates_full, empty_h, empty_k, ready, used
+    )  # fmt: skip
+    size = Size(N, ROW, H, G, K, V, BT)
+    out = Out(dq_desc, dk_desc, dbeta_ptr, dgc_ptr, scale)
+    source = Source(
+        q_desc, k_desc, v_desc, h_desc, v_new_desc, do_desc, dh_desc, Z_desc, gc_ptr, beta_ptr
+    )  # fmt: skip
     gl.warp_specialize([
-        (compute_half, (
-            0, dq_desc, dk_desc, dbeta_ptr, dgc_ptr, scale,
-            qs, ks, vs, hs, news, dos, dhs, Zs, gates, inner, own, parts,
-            full_new, full_Z, full_h, full_dh, full_k, gates_full, empty_h, empty_k, ready, used,
-            N, ROW, H, G, K, V, BT,
-        )),
-        (compute_half, (
-            1, dq_desc, dk_desc, dbeta_ptr, dgc_ptr, scale,
-            qs, ks, vs, hs, news, dos, dhs, Zs, gates, inner, own, parts,
-            full_new, full_Z, full_h, full_dh, full_k, gates_full, empty_h, empty_k, ready, used,
-            N, ROW, H, G, K, V, BT,
-        )),
-        (load_tiles, (
-            q_desc, k_desc, v_desc, h_desc, v_new_desc, do_desc, dh_desc, Z_desc, gc_ptr, beta_ptr,
-            qs, ks, vs, hs, news, dos, dhs, Zs, gates,
-            full_new, full_Z, full_h, full_dh, full_k, gates_full, empty_h, empty_k,
-            N, ROW, H, G, K, V, BT,
-        )),
+        (compute_half, (0, out, m, bars, size)),
+        (compute_half, (1, out, m, bars, size)),
+        (load_tiles, (source, m, bars, size)),
     ], [4, 1], [240, 24])  # fmt: skip
 
 
@@ -365,13 +432,7 @@ HEAD = 128  # keys, and values
 OPTIONS = {"num_warps": 4, "maxnreg": 168}
 
 
-def descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """Of x as a matrix whose row is a token, or a key of a state, for copies of such tiles."""
-    x = x.view(-1, x.shape[-1] if rows == HEAD else x.shape[-2] * x.shape[-1])
-    layout = layout_of(x.dtype, rows, columns)
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, columns], layout)
-
-
+@attempt
 def intra_bwd_gluon(
     q: Tensor,
     k: Tensor,
@@ -394,9 +455,10 @@ def intra_bwd_gluon(
     """
     (B, T, H, K), (HV, V) = q.shape, v.shape[2:]
     NT = B * T // CHUNK
-    keys, values, states = (CHUNK, K // 2), (CHUNK, V), (K, V)
+    keys, values, states = (K // 2,), (V,), (V, K)
     sizes = keys, keys, values, states, values, values, states, values, keys, keys
-    descriptors = map(descriptor, (q, k, v, h, v_new, do, dh, Z, dq, dk), *zip(*sizes, strict=True))
+    tensors = q, k, v, h, v_new, do, dh, Z, dq, dk
+    descriptors = (descriptor(x, *size) for x, size in zip(tensors, sizes, strict=True))
     intra_chunk_bwd_gluon_kernel[(min(device_of(q)[1], NT * H),)](
         *descriptors, beta, gc, dbeta, dgc, scale, NT, gc.stride(1), H, HV, K, V, CHUNK, **OPTIONS
     )

@@ -10,170 +10,54 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from linattn_edu.kernels.delta.warm_up import with_warm_up
-from linattn_edu.kernels.gluon.gdn_scan import (
+from linattn_edu.kernels.gluon import gdn_scan
+from linattn_edu.kernels.gluon.blocks import (
     BV,
     CHUNK,
-    OPTIONS,
-    barrier,
+    Chunks,
+    Gates,
+    Results,
+    State,
     descriptor,
     half,
+    hand_over,
     keys_times_state,
+    load_chunks,
+    load_state,
     operand,
+    piece_args,
+    piece_of_program,
+    places,
     product,
+    results,
+    ring,
+    store_chunks,
+    store_state,
+    store_transposed,
 )
+from linattn_edu.kernels.gluon.support import attempt
 from linattn_edu.kernels.pieces import Pieces
-from linattn_edu.kernels.tiles import sequence_of
 
 
 @gluon.jit
-def piece_of_program(pid, warmup_ptr, cu_ptr, offsets_ptr, T, N, H: gl.constexpr, HV: gl.constexpr,
-        V: gl.constexpr, BT: gl.constexpr, BV: gl.constexpr, BACK: gl.constexpr):  # fmt: skip
-    """What program pid goes through: a piece, or by warmup_ptr more, or nothing.
-
-    Returns the tile of values, the head, its head of keys, the piece and head with which it begins
-    and with which it ends (-1: another program goes through it), the first row, the number of the
-    first chunk, the chunks, and those at whose end nothing is stored.
-    """
-    NV: gl.constexpr = V // BV
-    i_v, i_nh = pid % NV, pid // NV
-    i_h, skip, i_end = i_nh % HV, 0, i_nh
-    first, n_t, i_c = sequence_of(i_nh // HV, cu_ptr, offsets_ptr, T, BT)
-    if warmup_ptr is not None:
-        first, n_t, i_c, skip, i_end = with_warm_up(
-            i_nh, first, n_t, i_c, warmup_ptr, cu_ptr, T, N, HV, BT, BACK
-        )
-    first, i_c = first.to(gl.int32), i_c.to(gl.int32)  # rows of descriptors
-    return i_v, i_h, i_h // (HV // H), i_nh, i_end, first, i_c, n_t // BT, skip
-
-
-@gluon.jit
-def place(i_t, NT, BACK: gl.constexpr):
-    """Which chunk of a sequence comes i_t-th."""
-    return NT - 1 - i_t if BACK else i_t
-
-
-@gluon.jit
-def gates_of(gc_ptr, beta_ptr, i_t, NT, ROW: gl.constexpr, BT: gl.constexpr, BACK: gl.constexpr):
-    """gc and beta of the chunk that comes i_t-th, and gc of its last token."""
-    i = place(gl.maximum(gl.minimum(i_t, NT - 1), 0), gl.maximum(NT, 1), BACK) * BT * ROW
-    o_t = gl.arange(0, BT, gl.BlockedLayout([1], [32], [gl.num_warps()], [0])) * ROW
-    some = (o_t >= 0) & (NT > 0)  # an empty piece may begin behind the last token
-    b_last = gl.load(gc_ptr + i + (BT - 1) * ROW, mask=NT > 0, other=0.0)
-    b_gc = gl.load(gc_ptr + i + o_t, mask=some, other=0.0)
-    return b_gc, gl.load(beta_ptr + i + o_t, mask=some, other=0.0).to(gl.float32), b_last
-
-
-@gluon.jit
-def load_chunks(
-    descs, columns, rings, gc_ptr, beta_ptr, gates, full, empty, first, NT,
-    BYTES: gl.constexpr, ROW: gl.constexpr, BT: gl.constexpr, STAGES: gl.constexpr,
-    BACK: gl.constexpr,
-):  # fmt: skip
-    """The warp that loads: every chunk into the rings, as soon as its place is empty.
-
-    first: row of the first token.  BACK: the last chunk first.
-    """
-    b_gc, b_beta, b_last = gates_of(gc_ptr, beta_ptr, 0, NT, ROW, BT, BACK)
-    for i_t in range(NT):
-        i = i_t % STAGES
-        begin = first + place(i_t, NT, BACK) * BT
-        mbarrier.wait(empty.index(i), (i_t // STAGES & 1) ^ 1)
-        bar = full.index(i)
-        mbarrier.expect(bar, BYTES)
-        for j in gl.static_range(len(rings)):
-            tma.async_copy_global_to_shared(descs[j], [begin, columns[j]], bar, rings[j].index(i))
-        gates.index(3 * i).store(gl.exp2(b_gc))
-        gates.index(3 * i + 1).store(gl.exp2(b_last - b_gc))
-        gates.index(3 * i + 2).store(b_beta)
-        # those of the next chunk are on their way meanwhile
-        b_gc, b_beta, b_last = gates_of(gc_ptr, beta_ptr, i_t + 1, NT, ROW, BT, BACK)
-        barrier()
-        mbarrier.arrive(bar, count=1)
-
-
-@gluon.jit
-def store_chunks(
-    S_desc, descs, Ss, outs, out, row, c_S, first, c_v, NT, skip,
-    HV: gl.constexpr, K: gl.constexpr, BT: gl.constexpr, BACK: gl.constexpr,
-):  # fmt: skip
-    """The warp that stores: a chunk's state in halves, then the rest; not of the first `skip`.
-
-    row: of the state of the first chunk.  out: barriers; the state is there, and has been taken;
-    the rest is there, and what was there before has been taken. Of each it is said when the next
-    copy has begun: their latencies overlap.
-    """
-    for i_t in range(NT):
-        i_c = place(i_t, NT, BACK)
-        mbarrier.wait(out.index(0), i_t & 1)
-        if i_t >= skip:
-            i = row + i_c * HV * K
-            tma.async_copy_shared_to_global(S_desc, [i, c_S], Ss[0])
-            tma.async_copy_shared_to_global(S_desc, [i + K // 2, c_S], Ss[1])
-        tma.store_wait(len(Ss))
-        barrier()
-        mbarrier.arrive(out.index(3), count=1)
-        mbarrier.wait(out.index(2), i_t & 1)
-        if i_t >= skip:
-            for j in gl.static_range(len(outs)):
-                tma.async_copy_shared_to_global(descs[j], [first + i_c * BT, c_v], outs[j])
-        tma.store_wait(len(outs))
-        barrier()
-        mbarrier.arrive(out.index(1), count=1)
-    tma.store_wait(0)
-
-
-@gluon.jit
-def hand_over(bar):
-    """What the warps have written to shared memory is there for the warp that waits at bar."""
-    fence_async_shared()
-    barrier()
-    mbarrier.arrive(bar, count=1)
-
-
-@gluon.jit
-def store_transposed(x, shared):
-    """A result x^T into shared memory."""
-    shared.permute((1, 0)).store(x)
-
-
-@gluon.jit
-def state_of(S_ptr, NT, i_nh, i_v, K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr,
-             mma: gl.constexpr):  # fmt: skip
-    """S^T [BV, 128] in halves of 64 keys, 0 without S_ptr."""
-    # not a constant: a product of those ptxas would not run beside others
-    b_S1 = gl.full([BV, 64], gl.where(NT < 0, 1.0, 0.0), gl.float32, mma)
-    b_S2 = b_S1
-    if S_ptr is not None:
-        o_S = i_nh.to(gl.int64) * K * V + rows_of(i_v, V, BV, mma)
-        b_S1 = gl.load(S_ptr + o_S).to(gl.float32)
-        b_S2 = gl.load(S_ptr + o_S + 64 * V).to(gl.float32)
-    return b_S1, b_S2
-
-
-@gluon.jit
-def rows_of(i_v, V: gl.constexpr, BV: gl.constexpr, mma: gl.constexpr):
-    """Where the numbers of S^T [BV, 64] are in S."""
-    o_v = i_v * BV + gl.arange(0, BV, gl.SliceLayout(1, mma))
-    return gl.arange(0, 64, gl.SliceLayout(0, mma))[None, :] * V + o_v[:, None]
-
-
-@gluon.jit
-def scan_forth(
-    h0_ptr, ks, vs, AGs, gates, full, empty, h1, h2, new, out, i_nh, i_v, NT,
-    K: gl.constexpr, V: gl.constexpr, BT: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
+def scan_forth(chunks, made, state):
     """The warps that compute: the sums of scan_states_kernel in its order."""
+    ks, vs, AGs = chunks.rings
+    gates, full, empty, NT = chunks.gates, chunks.full, chunks.empty, chunks.NT
+    h1, h2 = made.halves
+    new, out = made.others[0], made.bars
+    K: gl.constexpr = state.K
+    BT: gl.constexpr = chunks.BT
+    BV: gl.constexpr = state.BV
+    STAGES: gl.constexpr = chunks.STAGES
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, 64, 16])
     along: gl.constexpr = gl.SliceLayout(0, mma)  # a number for each column
     dtype: gl.constexpr = ks.dtype
     zero = gl.full([BV, 64], 0.0, gl.float32, mma)
-    b_S1, b_S2 = state_of(h0_ptr, NT, i_nh, i_v, K, V, BV, mma)
+    b_S1, b_S2 = load_state(state, NT, mma)
     store_transposed(b_S1.to(dtype), h1)
     store_transposed(b_S2.to(dtype), h2)
     hand_over(out.index(0))
@@ -220,21 +104,26 @@ def scan_forth(
 
 
 @gluon.jit
-def scan_back(
-    dht_ptr, dh0_ptr, scale, qs, ks, dos, Ps, AGs, gates, full, empty, h1, h2, Zs, dvs, out,
-    i_nh, i_end, i_v, NT,
-    K: gl.constexpr, V: gl.constexpr, BT: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
+def scan_back(chunks, made, state, scale):
     """The warps that compute: the sums of scan_bwd_kernel in its order; dS^T in halves of 64 keys.
 
     At most three products are under way, and none where the loop turns: ptxas would run them one
     after the other.
     """
+    ks, dos, Ps, qs, AGs = chunks.rings
+    gates, full, empty, NT = chunks.gates, chunks.full, chunks.empty, chunks.NT
+    h1, h2 = made.halves
+    Zs, dvs = made.others
+    out = made.bars
+    K: gl.constexpr = state.K
+    BT: gl.constexpr = chunks.BT
+    BV: gl.constexpr = state.BV
+    STAGES: gl.constexpr = chunks.STAGES
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, 64, 16])
     along: gl.constexpr = gl.SliceLayout(0, mma)  # a number for each column
     dtype: gl.constexpr = ks.dtype
     zero = gl.full([BV, 64], 0.0, gl.float32, mma)
-    b_S1, b_S2 = state_of(dht_ptr, NT, i_nh, i_v, K, V, BV, mma)
+    b_S1, b_S2 = load_state(state, NT, mma)
     store_transposed(b_S1.to(dtype), h1)
     store_transposed(b_S2.to(dtype), h2)
     hand_over(out.index(0))
@@ -286,32 +175,8 @@ def scan_back(
         hand_over(out.index(0))
         mbarrier.arrive(empty.index(i), count=1)  # no warp reads the chunk any more
         b_dv = warpgroup_mma_wait(0, [b_dv])
-    if i_end >= 0:
-        o_S = i_end.to(gl.int64) * K * V + rows_of(i_v, V, BV, mma)
-        gl.store(dh0_ptr + o_S, b_S1)
-        gl.store(dh0_ptr + o_S + 64 * V, b_S2)
-
-
-@gluon.jit
-def ring(desc, STAGES: gl.constexpr):
-    """Shared memory for STAGES copies of a descriptor's tile."""
-    shape: gl.constexpr = [STAGES, desc.block_shape[0], desc.block_shape[1]]
-    return gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
-
-
-@gluon.jit
-def barriers(STAGES: gl.constexpr):
-    """Of places in a ring, full and empty; and of the results, see store_chunks."""
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    out = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=2)  # the copies have come, and the gates
-        mbarrier.init(empty.index(i), count=1)
-    for i in gl.static_range(4):
-        mbarrier.init(out.index(i), count=1)
-    fence_async_shared()
-    return full, empty, out
+    if state.i_end >= 0:
+        store_state(state, b_S1, b_S2, mma)
 
 
 @gluon.jit(do_not_specialize=["T", "N"])
@@ -337,6 +202,17 @@ def scan_states_gluon_kernel(
     """One program: S[:, v-tile] of one head, through all chunks.  Grid (N * HV * V / BV).
 
     Reference: linattn_edu.reference.fused.gdn_scans.scan_states.
+
+    mbarriers, of a chunk in place i of the rings:
+        empty[i]  computing warps -> loading warp: it may copy the next chunk to this place
+        full[i]   the copies, and the loading warp with the gates -> computing warps, which begin
+                  the products of the chunk before the last ones of the chunk ahead of it are done
+        bars[0]   computing warps -> storing warp: the state has been written to `halves`
+        bars[3]   storing warp -> computing warps: it has left `others`, which may be written
+        bars[2]   computing warps -> storing warp: `others` have been written
+        bars[1]   storing warp -> computing warps: it has left `halves`, which may be written
+    In this order in each chunk, for the storing warp; the computing warps wait for bars[3], arrive
+    at bars[2], wait for full of the next chunk and for bars[1], arrive at bars[0] and at empty[i].
     """
     i_v, i_h, i_k, i_nh, _, first, i_c, NT, skip = piece_of_program(
         gl.program_id(0) // STEP, warmup_ptr, cu_ptr, offsets_ptr, T, N, H, HV, V, BT, BV, False
@@ -349,20 +225,21 @@ def scan_states_gluon_kernel(
     new = ring(new_desc, 1).index(0)
     rows: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     gates = gl.allocate_shared_memory(gl.float32, [3 * STAGES, BT], rows)
-    full, empty, out = barriers(STAGES)
+    full, empty = places(STAGES, 1)
+    out = results()
+    fence_async_shared()
+    chunks = Chunks(
+        (k_desc, v_desc, AG_desc), (i_k * K, c_v, i_h * BT), (ks, vs, AGs), gates, full, empty,
+        first, NT, (K + BV + BT) * BT * 2, BT, STAGES, False,
+    )  # fmt: skip
+    made = Results(
+        h_desc, (new_desc,), (h1, h2), (new,), out, (i_c * HV + i_h) * K, i_v * BV, c_v, skip, HV, K
+    )
+    state = State(h0_ptr, None, i_nh, i_nh, i_v, 0, K, V, BV)
     gl.warp_specialize([
-        (scan_forth, (
-            h0_ptr, ks, vs, AGs, gates, full, empty, h1, h2, new, out, i_nh, i_v, NT,
-            K, V, BT, BV, STAGES,
-        )),
-        (load_chunks, (
-            (k_desc, v_desc, AG_desc), (i_k * K, c_v, i_h * BT), (ks, vs, AGs), gc_ptr, beta_ptr,
-            gates, full, empty, first, NT, (K + BV + BT) * BT * 2, ROW, BT, STAGES, False,
-        )),
-        (store_chunks, (
-            h_desc, (new_desc,), (h1, h2), (new,), out, (i_c * HV + i_h) * K, i_v * BV, first, c_v,
-            NT, skip, HV, K, BT, False,
-        )),
+        (scan_forth, (chunks, made, state)),
+        (load_chunks, (chunks, Gates(gc_ptr, beta_ptr, ROW))),
+        (store_chunks, (chunks, made)),
     ], [1, 1], [24, 24])  # fmt: skip
 
 
@@ -394,6 +271,8 @@ def scan_bwd_gluon_kernel(
     """One program: dS[:, v-tile] of one head, back through all chunks.  Grid (N * HV * V / BV).
 
     Reference: linattn_edu.reference.fused.gdn_scans.scan_bwd.
+
+    mbarriers: as in scan_states_gluon_kernel; `halves` are of dS, `others` Z and dV.
     """
     i_v, i_h, i_k, i_nh, i_end, first, i_c, NT, skip = piece_of_program(
         gl.program_id(0) // STEP, warmup_ptr, cu_ptr, offsets_ptr, T, N, H, HV, V, BT, BV, True
@@ -407,21 +286,23 @@ def scan_bwd_gluon_kernel(
     Zs, dvs = ring(Z_desc, 1).index(0), ring(dv_desc, 1).index(0)
     rows: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     gates = gl.allocate_shared_memory(gl.float32, [3 * STAGES, BT], rows)
-    full, empty, out = barriers(STAGES)
+    full, empty = places(STAGES, 1)
+    out = results()
+    fence_async_shared()
+    chunks = Chunks(
+        (k_desc, do_desc, P_desc, q_desc, AG_desc), (c_k, c_v, c_t, c_k, c_t),
+        (ks, dos, Ps, qs, AGs), gates, full, empty, first, NT, (2 * K + BV + 2 * BT) * BT * 2, BT,
+        STAGES, True,
+    )  # fmt: skip
+    made = Results(
+        dh_desc, (Z_desc, dv_desc), (h1, h2), (Zs, dvs), out, (i_c * HV + i_h) * K, i_v * BV, c_v,
+        skip, HV, K,
+    )  # fmt: skip
+    state = State(dht_ptr, dh0_ptr, i_nh, i_end, i_v, 0, K, V, BV)
     gl.warp_specialize([
-        (scan_back, (
-            dht_ptr, dh0_ptr, scale, qs, ks, dos, Ps, AGs, gates, full, empty, h1, h2, Zs, dvs,
-            out, i_nh, i_end, i_v, NT, K, V, BT, BV, STAGES,
-        )),
-        (load_chunks, (
-            (k_desc, do_desc, P_desc, q_desc, AG_desc), (c_k, c_v, c_t, c_k, c_t),
-            (ks, dos, Ps, qs, AGs), gc_ptr, beta_ptr, gates, full, empty, first, NT,
-            (2 * K + BV + 2 * BT) * BT * 2, ROW, BT, STAGES, True,
-        )),
-        (store_chunks, (
-            dh_desc, (Z_desc, dv_desc), (h1, h2), (Zs, dvs), out, (i_c * HV + i_h) * K, i_v * BV,
-            first, c_v, NT, skip, HV, K, BT, True,
-        )),
+        (scan_back, (chunks, made, state, scale)),
+        (load_chunks, (chunks, Gates(gc_ptr, beta_ptr, ROW))),
+        (store_chunks, (chunks, made)),
     ], [1, 1], [24, 24])  # fmt: skip
 
 
@@ -457,16 +338,7 @@ TILES_BACK = TILES | {"STAGES": 3}
 TILES_BOTH = TILES | {"STAGES_BACK": 3}
 
 
-def states_descriptor(h: Tensor) -> TensorDescriptor:
-    """Of h [B, NT, HV, K, V], for copies of 64 keys and BV values."""
-    return descriptor(h.view(-1, 1, 1, h.shape[-1]), BV)
-
-
-def places_of(pieces: Pieces) -> tuple[Tensor | None, Tensor | None, int, int]:
-    """The last arguments of both kernels that no tensor's shape says."""
-    return pieces.cu_seqlens, pieces.chunk_offsets, pieces.T, pieces.N
-
-
+@attempt
 def scan_states_gluon(
     k: Tensor,
     v: Tensor,
@@ -483,11 +355,12 @@ def scan_states_gluon(
     (H, K), (HV, V) = k.shape[2:], v.shape[2:]
     chunks = map(descriptor, (k, v, AG), (K, BV, CHUNK))
     scan_states_gluon_kernel[(pieces.N * HV * V // BV,)](
-        *chunks, states_descriptor(h), descriptor(v_new, BV), beta, gc, h0, warmup,
-        *places_of(pieces), gc.stride(1), 1, H, HV, K, V, **TILES, **OPTIONS,
+        *chunks, descriptor(h, BV), descriptor(v_new, BV), beta, gc, h0, warmup,
+        *piece_args(pieces), gc.stride(1), 1, H, HV, K, V, **TILES, **gdn_scan.OPTIONS,
     )  # fmt: skip
 
 
+@attempt
 def scan_bwd_gluon(
     q: Tensor,
     k: Tensor,
@@ -510,11 +383,12 @@ def scan_bwd_gluon(
     chunks = map(descriptor, (q, k, P, AG, do), (K, K, CHUNK, CHUNK, BV))
     outs = map(descriptor, (Z, dv), (BV, BV))
     scan_bwd_gluon_kernel[(pieces.N * HV * V // BV,)](
-        *chunks, states_descriptor(dh), *outs, beta, gc, dht, dh0, scale, warmup,
-        *places_of(pieces), gc.stride(1), 1, H, HV, K, V, **TILES_BACK, **OPTIONS,
+        *chunks, descriptor(dh, BV), *outs, beta, gc, dht, dh0, scale, warmup,
+        *piece_args(pieces), gc.stride(1), 1, H, HV, K, V, **TILES_BACK, **gdn_scan.OPTIONS,
     )  # fmt: skip
 
 
+@attempt
 def scans_gluon(
     q: Tensor,
     k: Tensor,
@@ -543,6 +417,7 @@ def scans_gluon(
     widths = K, K, BV, CHUNK, CHUNK, BV, BV, BV, BV
     *chunks, new, Zs, dvs = map(descriptor, tensors, widths)
     scans_gluon_kernel[(2 * pieces.N * HV * V // BV,)](
-        *chunks, states_descriptor(h), new, states_descriptor(dh), Zs, dvs, beta, gc, h0, dht, dh0,
-        scale, forth, back, *places_of(pieces), gc.stride(1), H, HV, K, V, **TILES_BOTH, **OPTIONS,
+        *chunks, descriptor(h, BV), new, descriptor(dh, BV), Zs, dvs, beta, gc, h0, dht, dh0,
+        scale, forth, back, *piece_args(pieces), gc.stride(1), H, HV, K, V, **TILES_BOTH,
+        **gdn_scan.OPTIONS,
     )  # fmt: skip

@@ -6,7 +6,6 @@ channels as rows: of what a gate multiplies a product makes the first operand of
 stays in registers.
 """
 
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -16,70 +15,153 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     tma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from linattn_edu.kernels.delta.kda_intra_bwd import NEAR
-from linattn_edu.kernels.gluon.gdn_intra_bwd import own_dot
-from linattn_edu.kernels.gluon.gdn_scan import CHUNK, DTYPES, barrier, half, operand, product
+from linattn_edu.kernels.gluon.blocks import (
+    CHUNK,
+    async_load,
+    async_store,
+    barrier,
+    descriptor,
+    half,
+    item_at,
+    operand,
+    own_dot,
+    product,
+    record,
+)
+from linattn_edu.kernels.gluon.support import attempt
 from linattn_edu.kernels.tiles import device_of
 
 
-@gluon.jit
-def place(n, HV: gl.constexpr):
-    """Chunk and head of the n-th item of this program."""
-    i = gl.program_id(0) + n * gl.num_programs(0)
-    return i // HV, i % HV
+@record
+class Source:
+    """What is copied in, by tensor maps, and the gates; and near_ptr, which the loader writes."""
+
+    q_desc: object
+    k_desc: object
+    v_desc: object
+    gc_desc: object
+    h_desc: object
+    v_new_desc: object
+    do_desc: object
+    dh_desc: object
+    Z_desc: object
+    beta_ptr: object
+    gc_ptr: object
+    near_ptr: object
+
+
+@record
+class Memory:
+    """Shared memory. Halves of the channels are two places."""
+
+    qs: object  # halves; dq leaves from there
+    ks: object  # halves; dk leaves from there
+    vs: object
+    gcs: object  # halves; dgc leaves from there
+    hs: object
+    news: object  # v_new
+    dos: object
+    dhs: object
+    Zs: object
+    betas: object
+    middles: object  # gc of the middle token
+    lasts: object  # gc of the last token
+    nears: object  # whether the gates of a half are near
+    inner: object  # dP and dL
+    own: object  # the diagonal of dP
+    parts: object  # two sums of each half
+
+
+@record
+class Bars:
+    """The mbarriers. Full: copies have come."""
+
+    full_new: object  # do, v_new, Z and v
+    full_h: object
+    full_dh: object
+    full_k: object  # q, k and gc
+    gates_full: object  # betas, middles, lasts and nears
+    empty_h: object  # what full_new, full_h and full_dh say has been read
+    empty_k: object  # q, k and gc have been read, their gradients have left
+    ready: object  # dP and dL are there
+    used: object  # neither, nor what was left beside them, is needed any more
+
+
+@record
+class Out:
+    """Where the results go, and what they are scaled by."""
+
+    dq_desc: object
+    dk_desc: object
+    dgc_desc: object
+    dP_ptr: object
+    dL_ptr: object
+    dgl_ptr: object
+    dbeta_ptr: object
+    scale: object
+
+
+@record
+class Size:
+    """Items of the program, and the constants of the kernel."""
+
+    N: object
+    HV: object
+    K: object
+    V: object
+    BT: object
 
 
 @gluon.jit
-def load_tiles(
-    q_desc, k_desc, v_desc, gc_desc, h_desc, v_new_desc, do_desc, dh_desc, Z_desc,
-    beta_ptr, gc_ptr, near_ptr,
-    qs, ks, vs, gcs, hs, news, dos, dhs, Zs, betas, middles, lasts, nears,
-    full_new, full_h, full_dh, full_k, gates_full, empty_h, empty_k,
-    N, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BT: gl.constexpr,
-):  # fmt: skip
-    """The warp that loads, in the order in which the others read."""
+def load_tiles(source, m, bars, size):
+    """The producer, a warp that loads, in the order in which the others read."""
+    N = size.N
+    HV: gl.constexpr = size.HV
+    K: gl.constexpr = size.K
+    V: gl.constexpr = size.V
+    BT: gl.constexpr = size.BT
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     o_t, o_k, o_n = gl.arange(0, BT, layout), gl.arange(0, K, layout), gl.arange(0, 2, layout)
     for n in range(N):
-        i_c, i_h = place(n, HV)
+        i_c, i_h, _ = item_at(n, HV, 1)
         begin, column, i_S = i_c * BT, i_h * V, (i_c * HV + i_h) * K
-        mbarrier.wait(empty_h, (n & 1) ^ 1)
-        mbarrier.expect(full_new, 4 * BT * V * 2)
-        tma.async_copy_global_to_shared(do_desc, [begin, column], full_new, dos)
-        tma.async_copy_global_to_shared(v_new_desc, [begin, column], full_new, news)
-        tma.async_copy_global_to_shared(Z_desc, [begin, column], full_new, Zs)
-        tma.async_copy_global_to_shared(v_desc, [begin, column], full_new, vs)
-        mbarrier.expect(full_h, K * V * 2)
-        tma.async_copy_global_to_shared(h_desc, [i_S, 0], full_h, hs)
-        mbarrier.expect(full_dh, K * V * 2)
-        tma.async_copy_global_to_shared(dh_desc, [i_S, 0], full_dh, dhs)
+        mbarrier.wait(bars.empty_h, (n & 1) ^ 1)
+        mbarrier.expect(bars.full_new, 4 * BT * V * 2)
+        async_load(source.do_desc, [begin, column], bars.full_new, m.dos.index(0))
+        async_load(source.v_new_desc, [begin, column], bars.full_new, m.news.index(0))
+        async_load(source.Z_desc, [begin, column], bars.full_new, m.Zs.index(0))
+        async_load(source.v_desc, [begin, column], bars.full_new, m.vs.index(0))
+        mbarrier.expect(bars.full_h, K * V * 2)
+        async_load(source.h_desc, [i_S, 0], bars.full_h, m.hs.index(0))
+        mbarrier.expect(bars.full_dh, K * V * 2)
+        async_load(source.dh_desc, [i_S, 0], bars.full_dh, m.dhs.index(0))
         # of the gates these rows are needed before the others have come
         i = begin.to(gl.int64) * HV + i_h
-        b_beta = gl.load(beta_ptr + i + o_t * HV).to(gl.float32)
-        b_first = gl.load(gc_ptr + i * K + o_k)
-        b_middle = gl.load(gc_ptr + (i + BT // 2 * HV) * K + o_k)
-        b_last = gl.load(gc_ptr + (i + (BT - 1) * HV) * K + o_k)
-        mbarrier.wait(empty_k, (n & 1) ^ 1)
-        mbarrier.expect(full_k, BT * K * 8)
+        b_beta = gl.load(source.beta_ptr + i + o_t * HV).to(gl.float32)
+        b_first = gl.load(source.gc_ptr + i * K + o_k)
+        b_middle = gl.load(source.gc_ptr + (i + BT // 2 * HV) * K + o_k)
+        b_last = gl.load(source.gc_ptr + (i + (BT - 1) * HV) * K + o_k)
+        mbarrier.wait(bars.empty_k, (n & 1) ^ 1)
+        mbarrier.expect(bars.full_k, BT * K * 8)
         for c in gl.static_range(2):
             at = [begin, i_h * K + c * (K // 2)]
-            tma.async_copy_global_to_shared(k_desc, at, full_k, ks.index(c))
-            tma.async_copy_global_to_shared(q_desc, at, full_k, qs.index(c))
-            tma.async_copy_global_to_shared(gc_desc, at, full_k, gcs.index(c))
+            async_load(source.k_desc, at, bars.full_k, m.ks.index(c))
+            async_load(source.q_desc, at, bars.full_k, m.qs.index(c))
+            async_load(source.gc_desc, at, bars.full_k, m.gcs.index(c))
         # the last of these vectors was read before the place of q and k became empty
-        betas.store(b_beta)
-        middles.store(b_middle)
-        lasts.store(b_last)
+        m.betas.store(b_beta)
+        m.middles.store(b_middle)
+        m.lasts.store(b_last)
         b_most = gl.maximum(b_first - b_middle, b_middle - b_last)
         most = gl.max(gl.where(o_k < K // 2, b_most, 0.0), 0)
         other = gl.max(gl.where(o_k < K // 2, 0.0, b_most), 0)
         b_near = gl.where(o_n == 0, most, other) <= NEAR
-        nears.store(b_near.to(gl.float32))
-        gl.store(near_ptr + (i_c * HV + i_h).to(gl.int64) * 2 + o_n, b_near.to(gl.int8))
+        m.nears.store(b_near.to(gl.float32))
+        gl.store(source.near_ptr + (i_c * HV + i_h).to(gl.int64) * 2 + o_n, b_near.to(gl.int8))
         barrier()
-        mbarrier.arrive(gates_full, count=1)
+        mbarrier.arrive(bars.gates_full, count=1)
 
 
 @gluon.jit
@@ -88,7 +170,7 @@ def store_sums(parts, dbeta_ptr, n, HV: gl.constexpr, BT: gl.constexpr):
     vector: gl.constexpr = gl.SliceLayout(
         0, gl.BlockedLayout([1, 2], [1, 32], [gl.num_warps(), 1], [1, 0])
     )
-    i_c, i_h = place(n, HV)
+    i_c, i_h, _ = item_at(n, HV, 1)
     b_dbeta = parts.index(0).load(vector) + parts.index(1).load(vector)
     b_dbeta += parts.index(2).load(vector) + parts.index(3).load(vector)
     o = (i_c * BT + gl.arange(0, BT, vector)).to(gl.int64) * HV + i_h
@@ -101,75 +183,76 @@ def square(i_c, i_h, o_i, o_j, HV: gl.constexpr, V: gl.constexpr, BT: gl.constex
     return (i_c * BT + o_i).to(gl.int64)[:, None] * (HV * V) + (i_h * V + o_j)[None, :]
 
 
+# over 80 lines: the order of its products, waits and arithmetic is what it is about
 @gluon.jit
-def compute_half(
-    c: gl.constexpr, dq_desc, dk_desc, dgc_desc, dP_ptr, dL_ptr, dgl_ptr, dbeta_ptr, scale,
-    qs, ks, vs, gcs, hs, news, dos, dhs, Zs, betas, middles, lasts, nears, inner, own, parts,
-    full_new, full_h, full_dh, full_k, gates_full, empty_h, empty_k, ready, used,
-    N, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BT: gl.constexpr,
-):  # fmt: skip
+def compute_half(c: gl.constexpr, out, m, bars, size):
     """Half c of the channels, by four warps: kda_fused_intra_bwd_kernel's sums, transposed.
 
     ready: dP and dL are there.  used: neither, nor what was left beside them, is needed any more.
     """
+    N = size.N
+    HV: gl.constexpr = size.HV
+    K: gl.constexpr = size.K
+    V: gl.constexpr = size.V
+    BT: gl.constexpr = size.BT
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     rows: gl.constexpr = gl.SliceLayout(1, mma)
     along: gl.constexpr = gl.SliceLayout(0, mma)
-    dtype: gl.constexpr = ks.dtype
+    dtype: gl.constexpr = m.ks.dtype
     zero = gl.full([BT, BT], 0.0, gl.float32, mma)
     o_i, o_j = gl.arange(0, BT, rows), gl.arange(0, BT, along)
     for n in range(N):
         # 0, and the compiler cannot know: else it makes the addresses of all products before the
         # loop, and they hold every register
         z = n >> 30
-        k, q, gc = ks.index(c + z), qs.index(c + z), gcs.index(c + z)
-        S, dS = hs.index(z).slice(c * BT, BT), dhs.index(z).slice(c * BT, BT)
-        Z, v, do, new = Zs.index(z), vs.index(z), dos.index(z), news.index(z)
-        dP, dL = inner.index(z), inner.index(1 + z)
-        i_c, i_h = place(n, HV)
-        mbarrier.wait(full_new, n & 1)
+        k, q, gc = m.ks.index(c + z), m.qs.index(c + z), m.gcs.index(c + z)
+        S, dS = m.hs.index(z).slice(c * BT, BT), m.dhs.index(z).slice(c * BT, BT)
+        Z, v, do, new = m.Zs.index(z), m.vs.index(z), m.dos.index(z), m.news.index(z)
+        dP, dL = m.inner.index(z), m.inner.index(1 + z)
+        i_c, i_h, _ = item_at(n, HV, 1)
+        mbarrier.wait(bars.full_new, n & 1)
         if c == 0:
             b_P = product(do, new.permute((1, 0)), zero, False)
         else:
             b_P = product(Z, new.permute((1, 0)), zero, False)
-        mbarrier.wait(full_h, n & 1)
+        mbarrier.wait(bars.full_h, n & 1)
         # eq:kda-dqg   dqg = scale dO h^T
         b_x = product(S, do.permute((1, 0)), zero, False)
         # eq:kda-dkb   dkb = -Z S^T
         b_y = product(S, Z.permute((1, 0)), zero, False)
-        mbarrier.wait(full_dh, n & 1)
+        mbarrier.wait(bars.full_dh, n & 1)
         # eq:kda-dkg   dkg = v_new dS^T
         b_r = product(dS, new.permute((1, 0)), zero, False)
         if n > 0:  # what was stored last left from the place of q, k and gc
             tma.store_wait(0)
             barrier()
-            mbarrier.arrive(empty_k, count=1)
-        mbarrier.wait(used, (n & 1) ^ 1)
+            mbarrier.arrive(bars.empty_k, count=1)
+        mbarrier.wait(bars.used, (n & 1) ^ 1)
         if c == 1:  # noqa: SIM102  (the other half has no such branch)
             if n > 0:
-                store_sums(parts, dbeta_ptr, n - 1, HV, BT)
-        mbarrier.wait(gates_full, n & 1)
-        near = gl.max(nears.slice(c, 1).load(rows), 0) > 0.0
-        both = gl.max(nears.slice(0, 1).load(rows), 0) * gl.max(nears.slice(1, 1).load(rows), 0)
+                store_sums(m.parts, out.dbeta_ptr, n - 1, HV, BT)
+        mbarrier.wait(bars.gates_full, n & 1)
+        near = gl.max(m.nears.slice(c, 1).load(rows), 0) > 0.0
+        both = gl.max(m.nears.slice(0, 1).load(rows), 0) * gl.max(m.nears.slice(1, 1).load(rows), 0)
         b_P = warpgroup_mma_wait(3, [b_P])
         below = o_i[:, None] > o_j[None, :]
         if c == 0:
             # eq:kda-dp   dP = scale tril(dO v_new^T)
-            b_P *= scale
-            own.store(gl.sum(gl.where(o_i[:, None] == o_j[None, :], b_P, 0.0), 1))
+            b_P *= out.scale
+            m.own.store(gl.sum(gl.where(o_i[:, None] == o_j[None, :], b_P, 0.0), 1))
             dP.store(gl.where(below, b_P, 0.0).to(dtype))
             if both == 0.0:
                 b_P = gl.where(o_i[:, None] >= o_j[None, :], b_P, 0.0)
-                gl.store(dP_ptr + square(i_c, i_h, o_i, o_j, HV, V, BT), b_P.to(dtype))
+                gl.store(out.dP_ptr + square(i_c, i_h, o_i, o_j, HV, V, BT), b_P.to(dtype))
         else:
             # eq:kda-dl   dL = -tril(Z v_new^T, -1)
             b_P = gl.where(below, -b_P, 0.0)
             dL.store(b_P.to(dtype))
             if both == 0.0:
-                gl.store(dL_ptr + square(i_c, i_h, o_i, o_j, HV, V, BT), b_P.to(dtype))
+                gl.store(out.dL_ptr + square(i_c, i_h, o_i, o_j, HV, V, BT), b_P.to(dtype))
         fence_async_shared()
         barrier()
-        mbarrier.arrive(ready, count=1)
+        mbarrier.arrive(bars.ready, count=1)
         # eq:kda-dgl   dgl = rowsum(dS * S)
         b_t = own_dot(half(S, 0), half(dS, 0), mma) + own_dot(half(S, 1), half(dS, 1), mma)
         b_dgl = gl.convert_layout(gl.sum(b_t, 1), rows)
@@ -177,13 +260,13 @@ def compute_half(
         b_dbeta = gl.convert_layout(gl.sum(b_t, 1), rows)
         b_x, b_y, b_r = warpgroup_mma_wait(0, [b_x, b_y, b_r])
         barrier()
-        mbarrier.arrive(empty_h, count=1)
-        b_gl = lasts.slice(c * BT, BT).load(rows)
-        mbarrier.wait(full_k, n & 1)
+        mbarrier.arrive(bars.empty_h, count=1)
+        b_gl = m.lasts.slice(c * BT, BT).load(rows)
+        mbarrier.wait(bars.full_k, n & 1)
         if near:
-            b_ga = middles.slice(c * BT, BT).load(rows)
+            b_ga = m.middles.slice(c * BT, BT).load(rows)
             # gates that all of a row has are in the sums from their beginning
-            b_x *= (gl.exp2(b_ga) * scale)[:, None]
+            b_x *= (gl.exp2(b_ga) * out.scale)[:, None]
             b_y *= -gl.exp2(b_ga)[:, None]
             b_r *= gl.exp2(b_gl - b_ga)[:, None]
             b_F = gl.exp2(b_ga[:, None] - gc.permute((1, 0)).load(mma))
@@ -191,8 +274,8 @@ def compute_half(
             # eq:kda-dgc-last   dgc_last += colsum(K * R) + 2^gc_last dgl
             b_u = gl.where(o_j[None, :] == BT - 1, 0.0, b_kF.to(gl.float32) * b_r)
             b_dgl = b_dgl * gl.exp2(b_gl) + gl.sum(b_u, 1)
-            mbarrier.wait(ready, n & 1)
-            parts.index(2 * c).store(b_dbeta)
+            mbarrier.wait(bars.ready, n & 1)
+            m.parts.index(2 * c).store(b_dbeta)
             # eq:kda-dq   dQ_i += sum over j < i of dP_ij k_j 2^(gc_i - gc_j)
             b_x = product(operand(b_kF, dtype, mma), dP.permute((1, 0)), b_x)
             # eq:kda-y   Y_i += sum over j < i of dL_ij k_j 2^(gc_i - gc_j)
@@ -201,7 +284,7 @@ def compute_half(
             b_E = gl.exp2(gc.permute((1, 0)).load(mma) - b_ga[:, None])
             b_qE = (q.permute((1, 0)).load(mma).to(gl.float32) * b_E).to(dtype)
             b_r = product(operand(b_qE, dtype, mma), dP, b_r)
-            b_E *= betas.load(along)[None, :]
+            b_E *= m.betas.load(along)[None, :]
             b_kE = (k.permute((1, 0)).load(mma).to(gl.float32) * b_E).to(dtype)
             b_r = product(operand(b_kE, dtype, mma), dL, b_r)
             b_x, b_y, b_r = warpgroup_mma_wait(0, [b_x, b_y, b_r])
@@ -215,47 +298,47 @@ def compute_half(
             b_dgc = gl.where(o_j[None, :] == BT - 1, b_dgl[:, None], -b_u)
             b_r *= b_F
             b_E = gl.exp2(b_g)
-            b_beta = betas.load(along)[None, :]
+            b_beta = m.betas.load(along)[None, :]
             b_dgc += (b_k * b_E * b_beta).to(dtype).to(gl.float32) * b_y
             b_q = q.permute((1, 0)).load(mma).to(gl.float32)
             # eq:kda-dgc   dgc = Q * dQ + K * (diag(beta) Y - R)
             b_dgc += (b_q * b_E).to(dtype).to(gl.float32) * b_x
             gc.permute((1, 0)).store(b_dgc)
             # eq:kda-outer   dQ += 2^gc * dqg, Y += 2^gc * dkb, R += 2^(gc_last - gc) * dkg
-            b_own = own.load(along)[None, :]
+            b_own = m.own.load(along)[None, :]
             b_x = b_E * b_x + b_own * b_k
             b_y *= b_E
             # eq:kda-dbeta   dbeta += rowsum(K * Y)
-            parts.index(2 * c + 1).store(gl.sum(b_k * b_y, 0))
+            m.parts.index(2 * c + 1).store(gl.sum(b_k * b_y, 0))
             # eq:kda-dk   dk = diag(beta) Y + R + diag(dP) Q
             b_y = b_beta * b_y + b_r + b_own * b_q
             barrier()
             q.permute((1, 0)).store(b_x.to(dtype))
             k.permute((1, 0)).store(b_y.to(dtype))
         else:
-            mbarrier.wait(ready, n & 1)
+            mbarrier.wait(bars.ready, n & 1)
             b_k = k.permute((1, 0)).load(mma).to(gl.float32)
             b_g = gc.permute((1, 0)).load(mma)
             b_u = b_k * gl.exp2(b_gl[:, None] - b_g) * b_r
             b_u = gl.where(o_j[None, :] == BT - 1, 0.0, b_u)
             b_dgl = b_dgl * gl.exp2(b_gl) + gl.sum(b_u, 1)
-            gl.store(dgl_ptr + (i_c * HV + i_h).to(gl.int64) * K + c * BT + o_i, b_dgl)
-            parts.index(2 * c).store(b_dbeta)
-            parts.index(2 * c + 1).store(gl.full([BT], 0.0, gl.float32, along))
+            gl.store(out.dgl_ptr + (i_c * HV + i_h).to(gl.int64) * K + c * BT + o_i, b_dgl)
+            m.parts.index(2 * c).store(b_dbeta)
+            m.parts.index(2 * c + 1).store(gl.full([BT], 0.0, gl.float32, along))
             barrier()
             gc.permute((1, 0)).store(b_r)
-            q.permute((1, 0)).store((b_x * scale).to(dtype))
+            q.permute((1, 0)).store((b_x * out.scale).to(dtype))
             k.permute((1, 0)).store((-b_y).to(dtype))
         fence_async_shared()
         barrier()
-        mbarrier.arrive(used, count=1)
+        mbarrier.arrive(bars.used, count=1)
         at = [i_c * BT, i_h * K + c * BT]
-        tma.async_copy_shared_to_global(dgc_desc, at, gc)
-        tma.async_copy_shared_to_global(dq_desc, at, q)
-        tma.async_copy_shared_to_global(dk_desc, at, k)
+        async_store(out.dgc_desc, at, gc)
+        async_store(out.dq_desc, at, q)
+        async_store(out.dk_desc, at, k)
     if c == 1:
-        mbarrier.wait(used, (N & 1) ^ 1)
-        store_sums(parts, dbeta_ptr, N - 1, HV, BT)
+        mbarrier.wait(bars.used, (N & 1) ^ 1)
+        store_sums(m.parts, out.dbeta_ptr, N - 1, HV, BT)
     tma.store_wait(0)
 
 
@@ -287,6 +370,17 @@ def kda_intra_bwd_gluon_kernel(
     """One program: every so many-th chunk of a head.  Any grid.
 
     Reference: linattn_edu.reference.fused.kda_bwd.kda_fused_intra_bwd.
+
+    mbarriers, in the order of an item; two groups of four warps compute, c = 0 and 1:
+        full_new    do, v_new, Z and v -> both groups: dO v_new^T, Z v_new^T
+        full_h      h -> both: dO S^T, Z S^T
+        full_dh     dh -> both: v_new dS^T
+        empty_k     both: the last dq, dk and dgc have left -> loading warp
+        used        both, at the end of the item before -> both: they write dP or dL, and sums
+        gates_full  loading warp: betas, middles, lasts, nears -> both
+        ready       both: dP and dL are there -> both, which multiply by them
+        empty_h     both: no product reads what lies in the first three any more -> loading warp
+        full_k      q, k and gc -> both
     """
     dtype: gl.constexpr = k_desc.dtype
     N = gl.cdiv(NT * HV - gl.program_id(0), gl.num_programs(0))
@@ -327,27 +421,22 @@ def kda_intra_bwd_gluon_kernel(
     mbarrier.init(ready, count=2)
     mbarrier.init(used, count=2)
     fence_async_shared()
+    m = Memory(
+        qs, ks, vs, gcs, hs, news, dos, dhs, Zs, betas, middles, lasts, nears, inner, own, parts
+    )  # fmt: skip
+    bars = Bars(
+        full_new, full_h, full_dh, full_k, gates_full, empty_h, empty_k, ready, used
+    )  # fmt: skip
+    size = Size(N, HV, K, V, BT)
+    out = Out(dq_desc, dk_desc, dgc_desc, dP_ptr, dL_ptr, dgl_ptr, dbeta_ptr, scale)
+    source = Source(
+        q_desc, k_desc, v_desc, gc_desc, h_desc, v_new_desc, do_desc, dh_desc, Z_desc, beta_ptr,
+        gc_ptr, near_ptr,
+    )  # fmt: skip
     gl.warp_specialize([
-        (compute_half, (
-            0, dq_desc, dk_desc, dgc_desc, dP_ptr, dL_ptr, dgl_ptr, dbeta_ptr, scale,
-            qs, ks, vs, gcs, hs, news, dos, dhs, Zs, betas, middles, lasts, nears, inner, own,
-            parts, full_new, full_h, full_dh, full_k, gates_full, empty_h, empty_k, ready, used,
-            N, HV, K, V, BT,
-        )),
-        (compute_half, (
-            1, dq_desc, dk_desc, dgc_desc, dP_ptr, dL_ptr, dgl_ptr, dbeta_ptr, scale,
-            qs, ks, vs, gcs, hs, news, dos, dhs, Zs, betas, middles, lasts, nears, inner, own,
-            parts, full_new, full_h, full_dh, full_k, gates_full, empty_h, empty_k, ready, used,
-            N, HV, K, V, BT,
-        )),
-        (load_tiles, (
-            q_desc, k_desc, v_desc, gc_desc, h_desc, v_new_desc, do_desc, dh_desc, Z_desc,
-            beta_ptr, gc_ptr, near_ptr,
-            qs, ks, vs.index(0), gcs, hs.index(0), news.index(0), dos.index(0), dhs.index(0),
-            Zs.index(0), betas, middles, lasts, nears,
-            full_new, full_h, full_dh, full_k, gates_full, empty_h, empty_k,
-            N, HV, K, V, BT,
-        )),
+        (compute_half, (0, out, m, bars, size)),
+        (compute_half, (1, out, m, bars, size)),
+        (load_tiles, (source, m, bars, size)),
     ], [4, 1], [240, 24])  # fmt: skip
 
 
@@ -356,14 +445,7 @@ HEAD = 128  # keys, and values
 OPTIONS = {"num_warps": 4, "maxnreg": 168}
 
 
-def descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """Of x as a matrix whose row is a token, or a key of a state, for copies of such tiles."""
-    x = x.view(-1, x.shape[-1] if rows == HEAD else x.shape[-2] * x.shape[-1])
-    dtype = gl.float32 if x.dtype == torch.float32 else DTYPES[x.dtype]
-    layout = gl.NVMMASharedLayout.get_default_for([rows, columns], dtype)
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, columns], layout)
-
-
+@attempt
 def kda_intra_bwd_gluon(
     q: Tensor,
     k: Tensor,
@@ -388,10 +470,10 @@ def kda_intra_bwd_gluon(
     """
     B, T, HV, K = q.shape
     V, NT = v.shape[-1], B * T // CHUNK
-    keys, values, states = (CHUNK, K // 2), (CHUNK, V), (K, V)
+    keys, values, states = (K // 2,), (V,), (V, K)
     tensors = q, k, v, gc, h, v_new, do, dh, Z, dq, dk, dgc
     sizes = keys, keys, values, keys, states, values, values, states, values, keys, keys, keys
-    descriptors = map(descriptor, tensors, *zip(*sizes, strict=True))
+    descriptors = (descriptor(x, *size) for x, size in zip(tensors, sizes, strict=True))
     kda_intra_bwd_gluon_kernel[(min(device_of(q)[1], NT * HV),)](
         *descriptors, beta, gc, near, Z, Z[..., CHUNK:], dgl, dbeta, scale, NT, HV, K, V, CHUNK,
         **OPTIONS,

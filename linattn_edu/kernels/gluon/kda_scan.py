@@ -14,81 +14,50 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from linattn_edu.kernels.gluon.gdn_scan import (
+from linattn_edu.kernels.gluon.blocks import (
     BV,
     CHUNK,
+    ChannelGates,
+    Chunks,
+    State,
+    async_store,
     barrier,
     descriptor,
     half,
     keys_times_state,
+    load_chunks,
+    load_state,
     operand,
     product,
+    ring,
+    store_state,
 )
-from linattn_edu.kernels.gluon.gdn_scans import place, ring, rows_of, state_of
+from linattn_edu.kernels.gluon.support import attempt
 from linattn_edu.kernels.pieces import Pieces
 from linattn_edu.kernels.routes import by_load, kind_of, load_of
 from linattn_edu.kernels.tiles import sequence_of
 
 
 @gluon.jit
-def kda_gates_of(gc_ptr, beta_ptr, i_t, NT, HV: gl.constexpr, BT: gl.constexpr, BACK: gl.constexpr):
-    """gc of the last token of the chunk that comes i_t-th, in halves of 64 keys, and its beta."""
-    i = place(gl.maximum(gl.minimum(i_t, NT - 1), 0), gl.maximum(NT, 1), BACK) * BT
-    o = gl.arange(0, 64, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
-    some = (o >= 0) & (NT > 0)  # an empty piece may begin behind the last token
-    last_ptr = gc_ptr + (i + BT - 1).to(gl.int64) * (HV * 128) + o
-    b_a1 = gl.load(last_ptr, mask=some, other=0.0)
-    b_a2 = gl.load(last_ptr + 64, mask=some, other=0.0)
-    return b_a1, b_a2, gl.load(beta_ptr + (i + o) * HV, mask=some, other=0.0).to(gl.float32)
-
-
-@gluon.jit
-def load_kda_chunks(
-    descs, columns, rings, gc_ptr, beta_ptr, gates, full, empty, first, NT,
-    BYTES: gl.constexpr, HV: gl.constexpr, BT: gl.constexpr, STAGES: gl.constexpr,
-    BACK: gl.constexpr,
-):  # fmt: skip
-    """The warp that loads: every chunk into the rings, as soon as its place is empty.
-
-    first: row of the first token.  BACK: the last chunk first.  gates: of each place, in rows of
-    64, the decay of the state in halves and beta.
-    """
-    b_a1, b_a2, b_beta = kda_gates_of(gc_ptr, beta_ptr, 0, NT, HV, BT, BACK)
-    for i_t in range(NT):
-        i = i_t % STAGES
-        begin = first + place(i_t, NT, BACK) * BT
-        mbarrier.wait(empty.index(i), (i_t // STAGES & 1) ^ 1)
-        bar = full.index(i)
-        mbarrier.expect(bar, BYTES)
-        for j in gl.static_range(len(rings)):
-            tma.async_copy_global_to_shared(descs[j], [begin, columns[j]], bar, rings[j].index(i))
-        gates.index(3 * i).store(gl.exp2(b_a1))
-        gates.index(3 * i + 1).store(gl.exp2(b_a2))
-        gates.index(3 * i + 2).store(b_beta)
-        # those of the next chunk are on their way meanwhile
-        b_a1, b_a2, b_beta = kda_gates_of(gc_ptr, beta_ptr, i_t + 1, NT, HV, BT, BACK)
-        barrier()
-        mbarrier.arrive(bar, count=1)
-
-
-@gluon.jit
-def kda_scan_chunks(
-    o_desc, h0_ptr, ht_ptr, scale, qs, kgs, kds, vs, Ps, As, gates, full, empty, out,
-    first, c_v, i_nh, i_v, NT,
-    W: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BT: gl.constexpr, BV: gl.constexpr,
-    STAGES: gl.constexpr,
-):  # fmt: skip
+def kda_scan_chunks(chunks, state, o_desc, out, scale, c_v):
     """Four warps that compute: the sums of kda_fused_scan_transposed_kernel in its order, for tile
     W of the program's values.
 
     At most three products are under way, and none where the loop turns: ptxas would run them one
     after the other.
     """
+    kds, vs, As, qs, kgs, Ps = chunks.rings
+    gates, full, empty, NT = chunks.gates, chunks.full, chunks.empty, chunks.NT
+    K: gl.constexpr = state.K
+    BT: gl.constexpr = chunks.BT
+    BV: gl.constexpr = state.BV
+    W: gl.constexpr = state.W
+    STAGES: gl.constexpr = chunks.STAGES
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, 64, 16])
     along: gl.constexpr = gl.SliceLayout(0, mma)  # a number for each column
     dtype: gl.constexpr = kds.dtype
     zero = gl.full([BV, 64], 0.0, gl.float32, mma)
-    b_S1, b_S2 = state_of(h0_ptr, NT, i_nh, i_v + W, K, V, BV, mma)
+    b_S1, b_S2 = load_state(state, NT, mma)
     b_h1, b_h2 = operand(b_S1, dtype, mma), operand(b_S2, dtype, mma)
     mbarrier.wait(full.index(0), 0, pred=NT > 0)
     # (kd S)^T of the first chunk
@@ -131,13 +100,12 @@ def kda_scan_chunks(
         out.permute((1, 0)).store(b_o)
         fence_async_shared()
         barrier()
-        tma.async_copy_shared_to_global(o_desc, [first + i_t * BT, c_v + W * BV], out)
+        at = [chunks.first + i_t * BT, c_v + W * BV]
+        async_store(o_desc, at, out)
         b_W = warpgroup_mma_wait(0, [b_W])
     tma.store_wait(0)
-    if ht_ptr is not None:
-        o_S = i_nh.to(gl.int64) * K * V + rows_of(i_v + W, V, BV, mma)
-        gl.store(ht_ptr + o_S, b_S1)
-        gl.store(ht_ptr + o_S + 64 * V, b_S2)
+    if state.last_ptr is not None:
+        store_state(state, b_S1, b_S2, mma)
 
 
 @gluon.jit(do_not_specialize=["T"])
@@ -165,6 +133,12 @@ def kda_scan_gluon_kernel(
     Grid (N * HV * V / BV / WORKERS).
 
     Reference: linattn_edu.reference.fused.kda_fwd.kda_fused_scan.
+
+    mbarriers, of a chunk in place i of the rings:
+        empty[i]  computing warps -> loading warp: it may copy the next chunk to this place
+        full[i]   the copies, and the loading warp with the gates -> computing warps, which begin
+                  the products of the chunk before the last ones of the chunk ahead of it are done
+    Every group of four warps arrives at empty[i].
     """
     NV: gl.constexpr = V // BV // WORKERS
     pid = gl.program_id(0)
@@ -187,35 +161,26 @@ def kda_scan_gluon_kernel(
         mbarrier.init(empty.index(i), count=WORKERS)
     fence_async_shared()
     BYTES: gl.constexpr = (3 * K + WORKERS * BV + 2 * BT) * BT * 2
-    # the arguments stand here: in a variable, a tuple's constants are constants no more
-    if WORKERS == 2:
-        gl.warp_specialize([
-            (kda_scan_chunks, (
-                o_desc, h0_ptr, ht_ptr, scale, qs, kgs, kds, vs, Ps, As, gates, full, empty,
-                out.index(0), first, c_v, i_nh, i_v, NT, 0, K, V, BT, BV, STAGES,
-            )),
-            (kda_scan_chunks, (
-                o_desc, h0_ptr, ht_ptr, scale, qs, kgs, kds, vs, Ps, As, gates, full, empty,
-                out.index(1), first, c_v, i_nh, i_v, NT, 1, K, V, BT, BV, STAGES,
-            )),
-            (load_kda_chunks, (
-                (kd_desc, v_desc, A_desc, qg_desc, kg_desc, P_desc),
-                (c_k, c_v, c_t, c_k, c_k, c_t), (kds, vs, As, qs, kgs, Ps), gc_ptr, beta_ptr,
-                gates, full, empty, first, NT, BYTES, HV, BT, STAGES, False,
-            )),
-        ], [4, 1], [240, 24])  # fmt: skip
-    else:
-        gl.warp_specialize([
-            (kda_scan_chunks, (
-                o_desc, h0_ptr, ht_ptr, scale, qs, kgs, kds, vs, Ps, As, gates, full, empty,
-                out.index(0), first, c_v, i_nh, i_v, NT, 0, K, V, BT, BV, STAGES,
-            )),
-            (load_kda_chunks, (
-                (kd_desc, v_desc, A_desc, qg_desc, kg_desc, P_desc),
-                (c_k, c_v, c_t, c_k, c_k, c_t), (kds, vs, As, qs, kgs, Ps), gc_ptr, beta_ptr,
-                gates, full, empty, first, NT, BYTES, HV, BT, STAGES, False,
-            )),
-        ], [1], [24])  # fmt: skip
+    chunks = Chunks(
+        (kd_desc, v_desc, A_desc, qg_desc, kg_desc, P_desc), (c_k, c_v, c_t, c_k, c_k, c_t),
+        (kds, vs, As, qs, kgs, Ps), gates, full, empty, first, NT, BYTES, BT, STAGES, False,
+    )  # fmt: skip
+    given = ChannelGates(gc_ptr, beta_ptr, HV)
+    states = (
+        State(h0_ptr, ht_ptr, i_nh, i_nh, i_v, 0, K, V, BV),
+        State(h0_ptr, ht_ptr, i_nh, i_nh, i_v, 1, K, V, BV),
+    )
+    gl.warp_specialize(
+        [(kda_scan_chunks, (chunks, states[0], o_desc, out.index(0), scale, c_v))]
+        + (
+            [(kda_scan_chunks, (chunks, states[1], o_desc, out.index(1), scale, c_v))]
+            if WORKERS == 2
+            else []
+        )
+        + [(load_chunks, (chunks, given))],
+        [4, 1] if WORKERS == 2 else [1],
+        [240, 24] if WORKERS == 2 else [24],
+    )
 
 
 # WORKERS -> chunks in shared memory, one at work, the others on their way; and registers of a
@@ -226,6 +191,7 @@ OPTIONS = {
 }
 
 
+@attempt
 def kda_scan_gluon(
     qg: Tensor,
     kg: Tensor,

@@ -13,42 +13,50 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from linattn_edu.kernels.gluon.gdn_scan import (
+from linattn_edu.kernels.gluon.blocks import (
     BV,
     CHUNK,
+    ChannelGates,
+    Chunks,
+    Results,
+    State,
     descriptor,
     half,
-    keys_times_state,
-    operand,
-    product,
-)
-from linattn_edu.kernels.gluon.gdn_scans import (
     hand_over,
+    keys_times_state,
+    load_chunks,
+    load_state,
+    operand,
     piece_of_program,
+    places,
+    product,
+    results,
     ring,
-    rows_of,
-    state_of,
-    states_descriptor,
     store_chunks,
+    store_state,
     store_transposed,
 )
-from linattn_edu.kernels.gluon.kda_scan import load_kda_chunks
+from linattn_edu.kernels.gluon.support import attempt
 from linattn_edu.kernels.pieces import Pieces
 from linattn_edu.kernels.routes import by_load, kind_of, load_of
 
 
 @gluon.jit
-def kda_scan_forth(
-    h0_ptr, kgs, kds, vs, As, gates, full, empty, h1, h2, new, out, i_nh, i_v, NT,
-    W: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BT: gl.constexpr, BV: gl.constexpr,
-    STAGES: gl.constexpr,
-):  # fmt: skip
+def kda_scan_forth(chunks, made, state):
     """Four warps that compute: the sums of kda_scan_states, for tile W of the values."""
+    kds, vs, As, kgs = chunks.rings
+    gates, full, empty, NT = chunks.gates, chunks.full, chunks.empty, chunks.NT
+    h1, h2 = made.halves
+    new, out = made.others[0], made.bars
+    K: gl.constexpr = state.K
+    BV: gl.constexpr = state.BV
+    W: gl.constexpr = state.W
+    STAGES: gl.constexpr = chunks.STAGES
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, 64, 16])
     along: gl.constexpr = gl.SliceLayout(0, mma)  # a number for each column
     dtype: gl.constexpr = kds.dtype
     zero = gl.full([BV, 64], 0.0, gl.float32, mma)
-    b_S1, b_S2 = state_of(h0_ptr, NT, i_nh, i_v + W, K, V, BV, mma)
+    b_S1, b_S2 = load_state(state, NT, mma)
     store_transposed(b_S1.to(dtype), h1)
     store_transposed(b_S2.to(dtype), h2)
     hand_over(out.index(0))
@@ -106,22 +114,25 @@ def plus_keys_times_state(b_h1, b_h2, k, acc):
 
 
 @gluon.jit
-def kda_scan_bwd_step(
-    dht_ptr, dh0_ptr, scale, qs, kgs, kds, dos, Ps, As, gates, full, empty, h1, h2, Zs, dvs, out,
-    i_nh, i_v, NT,
-    W: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BT: gl.constexpr, BV: gl.constexpr,
-    STAGES: gl.constexpr,
-):  # fmt: skip
+def kda_scan_back(chunks, made, state, scale):
     """Four warps that compute: the sums of kda_scan_bwd, for tile W of the values.
 
     At most three products are under way, and none where the loop turns: ptxas would run them one
     after the other.
     """
+    dos, Ps, kgs, As, qs, kds = chunks.rings
+    gates, full, empty, NT = chunks.gates, chunks.full, chunks.empty, chunks.NT
+    h1, h2 = made.halves
+    Zs, dvs = made.others
+    out = made.bars
+    BV: gl.constexpr = state.BV
+    W: gl.constexpr = state.W
+    STAGES: gl.constexpr = chunks.STAGES
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, 64, 16])
     along: gl.constexpr = gl.SliceLayout(0, mma)  # a number for each column
     dtype: gl.constexpr = kds.dtype
     zero = gl.full([BV, 64], 0.0, gl.float32, mma)
-    b_S1, b_S2 = state_of(dht_ptr, NT, i_nh, i_v + W, K, V, BV, mma)
+    b_S1, b_S2 = load_state(state, NT, mma)
     store_transposed(b_S1.to(dtype), h1)
     store_transposed(b_S2.to(dtype), h2)
     hand_over(out.index(0))
@@ -171,29 +182,7 @@ def kda_scan_bwd_step(
         hand_over(out.index(0))
         mbarrier.arrive(empty.index(i), count=1)  # no warp reads the chunk any more
         b_dv = warpgroup_mma_wait(0, [b_dv])
-    o_S = i_nh.to(gl.int64) * K * V + rows_of(i_v + W, V, BV, mma)
-    gl.store(dh0_ptr + o_S, b_S1)
-    gl.store(dh0_ptr + o_S + 64 * V, b_S2)
-
-
-@gluon.jit
-def places(STAGES: gl.constexpr, WORKERS: gl.constexpr):
-    """Barriers of the places in a ring, full and empty."""
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=2)  # the copies have come, and the gates
-        mbarrier.init(empty.index(i), count=WORKERS)
-    return full, empty
-
-
-@gluon.jit
-def results():
-    """Barriers of what a group of warps has made, see store_chunks."""
-    out = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(4):
-        mbarrier.init(out.index(i), count=1)
-    return out
+    store_state(state, b_S1, b_S2, mma)
 
 
 @gluon.jit(do_not_specialize=["T", "N"])
@@ -221,6 +210,9 @@ def kda_scan_states_gluon_kernel(
     Grid (N * HV * V / BV / WORKERS).
 
     Reference: linattn_edu.reference.fused.kda_scans.kda_fused_scans.
+
+    mbarriers: as in gdn_scans' scan_states_gluon_kernel. Every group of four warps arrives at
+    empty[i], and has Results and a storing warp of its own.
     """
     i_v, i_h, _, i_nh, _, first, i_c, NT, _ = piece_of_program(
         gl.program_id(0) // STEP, None, cu_ptr, offsets_ptr, T, N, HV, HV, V, BT, WORKERS * BV,
@@ -236,50 +228,31 @@ def kda_scan_states_gluon_kernel(
     rows: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     gates = gl.allocate_shared_memory(gl.float32, [3 * STAGES, 64], rows)
     full, empty = places(STAGES, WORKERS)
-    out = results()
-    row = (i_c * HV + i_h) * K
-    BYTES: gl.constexpr = (2 * K + WORKERS * BV + BT) * BT * 2
+    chunks = Chunks(
+        (kd_desc, v_desc, A_desc, kg_desc), (c_k, c_v, i_h * BT, c_k), (kds, vs, As, kgs), gates,
+        full, empty, first, NT, (2 * K + WORKERS * BV + BT) * BT * 2, BT, STAGES, False,
+    )  # fmt: skip
+    made = Results(
+        h_desc, (new_desc,), (hs.index(0), hs.index(1)), (news.index(0),), results(),
+        (i_c * HV + i_h) * K, i_v * BV, c_v, 0, HV, K,
+    )  # fmt: skip
+    state = State(h0_ptr, None, i_nh, i_nh, i_v, 0, K, V, BV)
+    given = ChannelGates(gc_ptr, beta_ptr, HV)
     if WORKERS == 2:
-        other = results()
-        fence_async_shared()
-        gl.warp_specialize([
-            (kda_scan_forth, (
-                h0_ptr, kgs, kds, vs, As, gates, full, empty, hs.index(0), hs.index(1),
-                news.index(0), out, i_nh, i_v, NT, 0, K, V, BT, BV, STAGES,
-            )),
-            (kda_scan_forth, (
-                h0_ptr, kgs, kds, vs, As, gates, full, empty, hs.index(2), hs.index(3),
-                news.index(1), other, i_nh, i_v, NT, 1, K, V, BT, BV, STAGES,
-            )),
-            (load_kda_chunks, (
-                (kd_desc, v_desc, A_desc, kg_desc), (c_k, c_v, i_h * BT, c_k), (kds, vs, As, kgs),
-                gc_ptr, beta_ptr, gates, full, empty, first, NT, BYTES, HV, BT, STAGES, False,
-            )),
-            (store_chunks, (
-                h_desc, (new_desc,), (hs.index(0), hs.index(1)), (news.index(0),), out, row,
-                i_v * BV, first, c_v, NT, 0, HV, K, BT, False,
-            )),
-            (store_chunks, (
-                h_desc, (new_desc,), (hs.index(2), hs.index(3)), (news.index(1),), other, row,
-                i_v * BV + BV, first, c_v + BV, NT, 0, HV, K, BT, False,
-            )),
-        ], [4, 1, 1, 1], [240, 24, 24, 24])  # fmt: skip
-    else:
-        fence_async_shared()
-        gl.warp_specialize([
-            (kda_scan_forth, (
-                h0_ptr, kgs, kds, vs, As, gates, full, empty, hs.index(0), hs.index(1),
-                news.index(0), out, i_nh, i_v, NT, 0, K, V, BT, BV, STAGES,
-            )),
-            (load_kda_chunks, (
-                (kd_desc, v_desc, A_desc, kg_desc), (c_k, c_v, i_h * BT, c_k), (kds, vs, As, kgs),
-                gc_ptr, beta_ptr, gates, full, empty, first, NT, BYTES, HV, BT, STAGES, False,
-            )),
-            (store_chunks, (
-                h_desc, (new_desc,), (hs.index(0), hs.index(1)), (news.index(0),), out, row,
-                i_v * BV, first, c_v, NT, 0, HV, K, BT, False,
-            )),
-        ], [1, 1], [24, 24])  # fmt: skip
+        made_2 = Results(
+            h_desc, (new_desc,), (hs.index(2), hs.index(3)), (news.index(1),), results(),
+            (i_c * HV + i_h) * K, i_v * BV + BV, c_v + BV, 0, HV, K,
+        )  # fmt: skip
+        state_2 = State(h0_ptr, None, i_nh, i_nh, i_v, 1, K, V, BV)
+    fence_async_shared()
+    gl.warp_specialize(
+        [(kda_scan_forth, (chunks, made, state))]
+        + ([(kda_scan_forth, (chunks, made_2, state_2))] if WORKERS == 2 else [])
+        + [(load_chunks, (chunks, given)), (store_chunks, (chunks, made))]
+        + ([(store_chunks, (chunks, made_2))] if WORKERS == 2 else []),
+        [4, 1, 1, 1] if WORKERS == 2 else [1, 1],
+        [240, 24, 24, 24] if WORKERS == 2 else [24, 24],
+    )
 
 
 @gluon.jit(do_not_specialize=["T", "N"])
@@ -312,6 +285,8 @@ def kda_scan_bwd_gluon_kernel(
     Grid (N * HV * V / BV / WORKERS).
 
     Reference: linattn_edu.reference.fused.kda_scans.kda_fused_scans.
+
+    mbarriers: as in kda_scan_states_gluon_kernel; `halves` are of dS, `others` Z and dV.
     """
     i_v, i_h, _, i_nh, _, first, i_c, NT, _ = piece_of_program(
         gl.program_id(0) // STEP, None, cu_ptr, offsets_ptr, T, N, HV, HV, V, BT, WORKERS * BV,
@@ -327,56 +302,32 @@ def kda_scan_bwd_gluon_kernel(
     rows: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     gates = gl.allocate_shared_memory(gl.float32, [3 * STAGES, 64], rows)
     full, empty = places(STAGES, WORKERS)
-    out = results()
-    row = (i_c * HV + i_h) * K
-    BYTES: gl.constexpr = (3 * K + WORKERS * BV + 2 * BT) * BT * 2
+    chunks = Chunks(
+        (do_desc, P_desc, kg_desc, A_desc, qg_desc, kd_desc), (c_v, c_t, c_k, c_t, c_k, c_k),
+        (dos, Ps, kgs, As, qs, kds), gates, full, empty, first, NT,
+        (3 * K + WORKERS * BV + 2 * BT) * BT * 2, BT, STAGES, True,
+    )  # fmt: skip
+    made = Results(
+        dh_desc, (Z_desc, dv_desc), (hs.index(0), hs.index(1)), (Zs.index(0), dvs.index(0)),
+        results(), (i_c * HV + i_h) * K, i_v * BV, c_v, 0, HV, K,
+    )  # fmt: skip
+    state = State(dht_ptr, dh0_ptr, i_nh, i_nh, i_v, 0, K, V, BV)
+    given = ChannelGates(gc_ptr, beta_ptr, HV)
     if WORKERS == 2:
-        other = results()
-        fence_async_shared()
-        gl.warp_specialize([
-            (kda_scan_bwd_step, (
-                dht_ptr, dh0_ptr, scale, qs, kgs, kds, dos, Ps, As, gates, full, empty,
-                hs.index(0), hs.index(1), Zs.index(0), dvs.index(0), out, i_nh, i_v, NT,
-                0, K, V, BT, BV, STAGES,
-            )),
-            (kda_scan_bwd_step, (
-                dht_ptr, dh0_ptr, scale, qs, kgs, kds, dos, Ps, As, gates, full, empty,
-                hs.index(2), hs.index(3), Zs.index(1), dvs.index(1), other, i_nh, i_v, NT,
-                1, K, V, BT, BV, STAGES,
-            )),
-            (load_kda_chunks, (
-                (do_desc, P_desc, kg_desc, A_desc, qg_desc, kd_desc),
-                (c_v, c_t, c_k, c_t, c_k, c_k), (dos, Ps, kgs, As, qs, kds), gc_ptr, beta_ptr,
-                gates, full, empty, first, NT, BYTES, HV, BT, STAGES, True,
-            )),
-            (store_chunks, (
-                dh_desc, (Z_desc, dv_desc), (hs.index(0), hs.index(1)),
-                (Zs.index(0), dvs.index(0)), out, row, i_v * BV, first, c_v, NT, 0, HV, K, BT, True,
-            )),
-            (store_chunks, (
-                dh_desc, (Z_desc, dv_desc), (hs.index(2), hs.index(3)),
-                (Zs.index(1), dvs.index(1)), other, row, i_v * BV + BV, first, c_v + BV, NT, 0,
-                HV, K, BT, True,
-            )),
-        ], [4, 1, 1, 1], [240, 24, 24, 24])  # fmt: skip
-    else:
-        fence_async_shared()
-        gl.warp_specialize([
-            (kda_scan_bwd_step, (
-                dht_ptr, dh0_ptr, scale, qs, kgs, kds, dos, Ps, As, gates, full, empty,
-                hs.index(0), hs.index(1), Zs.index(0), dvs.index(0), out, i_nh, i_v, NT,
-                0, K, V, BT, BV, STAGES,
-            )),
-            (load_kda_chunks, (
-                (do_desc, P_desc, kg_desc, A_desc, qg_desc, kd_desc),
-                (c_v, c_t, c_k, c_t, c_k, c_k), (dos, Ps, kgs, As, qs, kds), gc_ptr, beta_ptr,
-                gates, full, empty, first, NT, BYTES, HV, BT, STAGES, True,
-            )),
-            (store_chunks, (
-                dh_desc, (Z_desc, dv_desc), (hs.index(0), hs.index(1)),
-                (Zs.index(0), dvs.index(0)), out, row, i_v * BV, first, c_v, NT, 0, HV, K, BT, True,
-            )),
-        ], [1, 1], [24, 24])  # fmt: skip
+        made_2 = Results(
+            dh_desc, (Z_desc, dv_desc), (hs.index(2), hs.index(3)), (Zs.index(1), dvs.index(1)),
+            results(), (i_c * HV + i_h) * K, i_v * BV + BV, c_v + BV, 0, HV, K,
+        )  # fmt: skip
+        state_2 = State(dht_ptr, dh0_ptr, i_nh, i_nh, i_v, 1, K, V, BV)
+    fence_async_shared()
+    gl.warp_specialize(
+        [(kda_scan_back, (chunks, made, state, scale))]
+        + ([(kda_scan_back, (chunks, made_2, state_2, scale))] if WORKERS == 2 else [])
+        + [(load_chunks, (chunks, given)), (store_chunks, (chunks, made))]
+        + ([(store_chunks, (chunks, made_2))] if WORKERS == 2 else []),
+        [4, 1, 1, 1] if WORKERS == 2 else [1, 1],
+        [240, 24, 24, 24] if WORKERS == 2 else [24, 24],
+    )
 
 
 @gluon.jit(do_not_specialize=["T", "N"])
@@ -417,6 +368,7 @@ def _workers(kg: Tensor, V: int, pieces: Pieces) -> int:
     return by_load.workers(load, pieces.N).takes
 
 
+@attempt
 def kda_scan_states_gluon(
     kg: Tensor,
     kd: Tensor,
@@ -434,12 +386,13 @@ def kda_scan_states_gluon(
     n = _workers(kg, V, pieces)
     chunks = map(descriptor, (kg, kd, v, A), (K, K, n * BV, CHUNK))
     kda_scan_states_gluon_kernel[(pieces.N * HV * V // BV // n,)](
-        *chunks, states_descriptor(h), descriptor(v_new, BV), beta, gc, h0, pieces.cu_seqlens,
+        *chunks, descriptor(h, BV), descriptor(v_new, BV), beta, gc, h0, pieces.cu_seqlens,
         pieces.chunk_offsets, pieces.T, pieces.N, 1, HV, K, V, BT=CHUNK, BV=BV, STAGES=STAGES[n],
         WORKERS=n, **OPTIONS[n],
     )  # fmt: skip
 
 
+@attempt
 def kda_scan_bwd_gluon(
     qg: Tensor,
     kg: Tensor,
@@ -462,12 +415,13 @@ def kda_scan_bwd_gluon(
     n = _workers(kg, V, pieces)
     chunks = map(descriptor, (qg, kg, kd, P, A, do), (K, K, K, CHUNK, CHUNK, n * BV))
     kda_scan_bwd_gluon_kernel[(pieces.N * HV * V // BV // n,)](
-        *chunks, states_descriptor(dh), *map(descriptor, (Z, dv), (BV, BV)), beta, gc, dht, dh0,
+        *chunks, descriptor(dh, BV), *map(descriptor, (Z, dv), (BV, BV)), beta, gc, dht, dh0,
         scale, pieces.cu_seqlens, pieces.chunk_offsets, pieces.T, pieces.N, 1, HV, K, V, BT=CHUNK,
         BV=BV, STAGES=STAGES_BACK[n], WORKERS=n, **OPTIONS[n],
     )  # fmt: skip
 
 
+@attempt
 def kda_scans_gluon(
     qg: Tensor,
     kg: Tensor,
@@ -495,7 +449,7 @@ def kda_scans_gluon(
     widths = K, K, K, BV, CHUNK, CHUNK, BV, BV, BV, BV
     *chunks, new, Zs, dvs = map(descriptor, tensors, widths)
     kda_scans_gluon_kernel[(2 * pieces.N * HV * V // BV,)](
-        *chunks, states_descriptor(h), new, states_descriptor(dh), Zs, dvs, beta, gc, h0, dht, dh0,
+        *chunks, descriptor(h, BV), new, descriptor(dh, BV), Zs, dvs, beta, gc, h0, dht, dh0,
         scale, pieces.cu_seqlens, pieces.chunk_offsets, pieces.T, pieces.N, HV, K, V, BT=CHUNK,
         BV=BV, STAGES=STAGES[1], STAGES_BACK=STAGES_BACK[1], **OPTIONS[1],
     )  # fmt: skip

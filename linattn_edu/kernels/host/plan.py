@@ -1,12 +1,11 @@
-"""What stands around a composition of stages, so that a short call does not wait for the host.
+"""Calls that are written down, so that a short one does not wait for the host.
 
 Most of the host's time goes into what is the same in every call with tensors of the same shapes,
 strides and dtypes: choosing rows and grids, and what Triton does with each argument of a launch.
-Three designs, of which `design` names one:
+So the second such call is watched, and what it did becomes a program that later ones run (`tape`).
 
-tape: the second such call is watched, and what it did becomes a program that later ones run
-(`tape`); handles: every call is composed, its launches go past Triton's front (`handles`);
-composed: every call is composed, and Triton launches.
+Why not compose every call and only launch past Triton's front, as `benchmarks.handles` does: most
+of the host's time is the composition's. `python -m benchmarks.host` measures the three.
 """
 
 import threading
@@ -17,13 +16,11 @@ import torch
 from torch import Tensor
 from triton import knobs
 
-from linattn_edu.kernels.host import handles
 from linattn_edu.kernels.host.bounded import Bounded
 from linattn_edu.kernels.host.launchers import maps
 from linattn_edu.kernels.host.precompile import precompile
 from linattn_edu.kernels.host.tape import record
 
-design = "tape"
 LIMIT = 512  # programs of an operator's pass
 SEEN = "seen once"
 DEVICES = {"cuda"}  # where calls are not composed anew; elsewhere the host is not waited for
@@ -43,7 +40,6 @@ def clear() -> None:
     """Forget all programs: after a change of what a composition launches."""
     for forgotten in (*_all, _compiled, maps):
         forgotten.clear()
-    handles.clear()
 
 
 @contextmanager
@@ -71,7 +67,7 @@ def _is_off() -> bool:
 def find(programs: dict, key: tuple, inputs: Sequence[Tensor | None]) -> Callable | None:
     """The program of earlier calls of this kind, or None; arguments as of `run`."""
     device = next(x for x in inputs if x is not None).device
-    if design == "handles" or not _repeats(device):
+    if not _repeats(device):
         return None
     program = programs.get(_kind(device, key, inputs))
     if not callable(program) or (program.computes and torch.is_autocast_enabled(device.type)):
@@ -94,9 +90,6 @@ def run(
     device = next(x for x in inputs if x is not None).device
     if not _repeats(device):
         return compose()
-    if design == "handles":
-        _precompile(programs, (key, device.index), inputs, compose)
-        return handles.fast(device, compose)
     kind = _kind(device, key, inputs)
     program = programs.get(kind)
     if callable(program):
@@ -113,16 +106,6 @@ def run(
     return compose()
 
 
-def run_packed(
-    inputs: Sequence[Tensor | None], compose: Callable[[], tuple]
-) -> tuple[Tensor | None, ...]:
-    """compose(), a composition that depends on numbers of tensors beside these inputs."""
-    device = next(x for x in inputs if x is not None).device
-    if design != "handles" or not _repeats(device):
-        return compose()
-    return handles.fast(device, compose)
-
-
 def _precompile(programs: dict, key: tuple, inputs: Sequence, compose: Callable) -> None:
     """Before the first call of a kind; but with ever new lengths and batches only until there is
     nothing left to compile, since it takes as long as the host's part of a call.
@@ -135,7 +118,7 @@ def _precompile(programs: dict, key: tuple, inputs: Sequence, compose: Callable)
 
 def _repeats(device: torch.device) -> bool:
     """Whether calls on this device may be repeated, and nobody wants to see each launch."""
-    if design == "composed" or device.type not in DEVICES or _is_off() or _watched():
+    if device.type not in DEVICES or _is_off() or _watched():
         return False
     return device.index is None or device.index == torch.cuda.current_device()
 

@@ -6,38 +6,18 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from linattn_edu import choices
 from linattn_edu.choices import Choice
+from linattn_edu.kernels.gluon import support
 from linattn_edu.kernels.routes import limits
 from linattn_edu.kernels.tiles import compiled, device_of
 from linattn_edu.packing import Packing
 
-GLUON_FROM = (3, 6)  # Triton's versions with the Gluon of these kernels
-
-
-def _gluon() -> str:
-    """Why the kernels in Gluon are off, or "": they are on with this Triton, or tried."""
-    if tuple(int(n) for n in triton.__version__.split(".")[:2]) < GLUON_FROM:
-        return f"off, Triton {triton.__version__}: it needs 3.6 or newer"
-    try:
-        from triton.experimental.gluon.language.nvidia.hopper import (  # noqa: F401
-            fence_async_shared,
-            mbarrier,
-            tma,
-            warpgroup_mma,
-            warpgroup_mma_wait,
-        )
-        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor  # noqa: F401
-    except (ImportError, AttributeError) as error:
-        return f"off, Triton {triton.__version__}, which has other names: {error}"
-    return ""
-
-
-# once, at import: torch.compile, which traces the choice of a set of stages, cannot ask
-GLUON = _gluon()
+# why the kernels in Gluon are off, or "": once, at import, since torch.compile, which traces the
+# choice of a set of stages, cannot ask
+GLUON = "" if support.available().usable else support.available().reason
 
 
 class Kind(NamedTuple):

@@ -18,6 +18,7 @@ from linattn_edu.kernels.tiles import (
     load_once,
     load_tile,
     load_vector,
+    mask_if,
     row,
     sequence_args,
     sequence_of,
@@ -35,7 +36,7 @@ PIECE = 64
 @triton.jit
 def load_gate_once(gc_ptr, o_t, stride, n_t):
     """`load_gate`, by `load_once`."""
-    return load_once(gc_ptr + tl.minimum(o_t, n_t - 1) * stride)
+    return load_once(gc_ptr, tl.minimum(o_t, n_t - 1) * stride)
 
 
 @triton.jit
@@ -241,7 +242,7 @@ def ema_kernel(
         start += BT * H
 
     if ht_ptr is not None:
-        m_d = (o_d < D) & (n_seq <= L * BT)  # of the last piece
+        m_d = mask_if(o_d < D, n_seq <= L * BT)  # of the last piece
         tl.store(ht_ptr + (i_n * H + i_h) * D + o_d, b_h, mask=m_d)
 
 

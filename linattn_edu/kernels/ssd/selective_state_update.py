@@ -9,7 +9,7 @@ from torch import Tensor
 
 from linattn_edu.kernels.delta.gate import softplus as softplus_of
 from linattn_edu.kernels.delta.recurrent import slot_of
-from linattn_edu.kernels.tiles import cast, cdiv, device_of, load_tile, of_generation
+from linattn_edu.kernels.tiles import cast, cdiv, device_of, load_tile, mask_if, of_generation
 
 
 @triton.jit
@@ -66,7 +66,7 @@ def selective_state_update_kernel(
     o_p, o_n = tl.program_id(0) % NP * BP + tl.arange(0, BP), tl.arange(0, BN)
     slot = i_n if indices_ptr is None else slot_of(indices_ptr, i_n, 0, slots, 1)
     m_p = o_p[:, None] < P
-    m_S = m_p & (o_n[None, :] < N) & (slot >= 0)
+    m_S = mask_if(m_p & (o_n[None, :] < N), slot >= 0)
     state_ptr += tl.multiple_of(slot * slot_stride, ALIGNED) + i_h * P * N
     state_ptr += o_p[:, None] * N + o_n[None, :]
 

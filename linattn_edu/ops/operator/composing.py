@@ -88,12 +88,12 @@ class Composition(Declaration):
         """A pass with these tensors, by the program of earlier calls of its kind, if there is."""
         options, plan = args[-len(self.options) :], None
         cut = any(x is not None for x in bounds)
-        if args[self._impl] != "reference" and not transformed():
+        if not cut and args[self._impl] != "reference" and not transformed():
             plan = _plan()
             if self._programs is None:
                 self._programs = plan.plans(), plan.plans()
             place = self._programs[which], (stages, options)
-            if not cut and (program := plan.find(*place, tensors)) is not None:
+            if (program := plan.find(*place, tensors)) is not None:
                 return program(*tensors)
         bring, names, compose = self._brought, (*self.inputs, *self.bounds), self._compose
         if which:
@@ -105,11 +105,7 @@ class Composition(Declaration):
             values = (*tensors, *bounds, *options)
             return compose(stages, dict(zip((*names, *self.options), values, strict=True)))
 
-        if plan is None:
-            return composed()
-        if cut:
-            return plan.run_packed(tensors, composed)
-        return plan.run(*place, tensors, composed)
+        return composed() if plan is None else plan.run(*place, tensors, composed)
 
     def _compose(self, stages, given: dict) -> tuple[Tensor | None, ...]:
         """The forward pass of contiguous tensors."""

@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from triton.runtime.jit import JITFunction
 
-from benchmarks import driverless
-from linattn_edu.kernels.host import handles, launchers, plan
+from benchmarks import driverless, handles
+from linattn_edu.kernels.host import launchers, plan
 
 CPU = torch.device("cpu")
 
@@ -191,29 +191,23 @@ def test_descriptors(launched, fronts):
     assert len(launchers.maps) == 2 * 4
 
 
-def test_designs(launched, fronts, monkeypatch):
-    """By `plan.design`; packed sequences too, whose composition reads numbers."""
-    kernel, x = JITFunction(body), new()
+def test_in_the_place_of_the_tape(launched, fronts, monkeypatch):
+    """Every pass that would be written down is composed, and launched so."""
+    kernel, x, composed = JITFunction(body), new(), []
     monkeypatch.setattr(plan, "DEVICES", {"cpu"})
     monkeypatch.setattr(plan, "precompile", lambda compose: 0)
 
     def compose():
+        composed.append(1)
         kernel[(1,)](x, x, 3, 5, True, 0.5, B=16)
         return (x,)
 
     place = plan.plans()
-    runs = {"run": lambda: plan.run(place, (), [x], compose)}
-    runs["run_packed"] = lambda: plan.run_packed([None, x], compose)
-    counts = {"composed": (4, 4), "tape": (2, 4), "handles": (1, 0)}
-    for plan_design, (whole, packed) in counts.items():
-        monkeypatch.setattr(plan, "design", plan_design)
-        for run, count in ("run", whole), ("run_packed", packed):
-            before = len(fronts)
-            for _ in range(4):
-                runs[run]()
-            assert len(fronts) - before == count, (plan_design, run)
-    assert len(launched) == 24
-    with plan.off():
-        runs["run"]()
-    assert len(fronts) == 14 + 2
-    handles.fast(CPU, lambda: None)
+    run = lambda: plan.run(place, (), [x], compose)
+    with handles.instead():
+        for _ in range(4):
+            run()
+    assert (len(fronts), len(launched), len(composed)) == (1, 4, 4) and not place
+    for _ in range(4):
+        run()
+    assert (len(fronts), len(launched), len(composed)) == (3, 8, 6)
