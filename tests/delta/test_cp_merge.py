@@ -1,12 +1,12 @@
 """Stage cp_merge: maps of pieces and their chain, kernel against reference, what they mean."""
 
+from functools import partial
 from itertools import pairwise
 
 import pytest
+import stages
 import torch
-from delta.stage_checks import check_stage, grid
-from delta.test_state import arguments, channel_arguments
-from fused import kda_checks
+from delta.stage_checks import check_stage
 
 from linattn_edu.kernels.delta import cp_merge as kernels
 from linattn_edu.packing import pack
@@ -15,6 +15,8 @@ from linattn_edu.reference.delta.state import state
 from linattn_edu.testing import assert_close
 
 pytestmark = pytest.mark.usefixtures("poison")
+
+arguments = partial(stages.arguments, "piece_map")
 # rms error of an fp32 sum whose factors were rounded, over that of what it started from
 ROUNDED = {torch.float16: 4e-4, torch.bfloat16: 3e-3}
 FADED = 1e-30  # the last bits of smaller numbers are less than 2^-126, a GPU's 0
@@ -40,28 +42,22 @@ def check_map(kernel, reference, args, **options):
     assert error <= tol * unit
 
 
-@grid
-def test_map_kernel_matches_reference(T, K, V, C, dtype, device):
-    args = arguments(T, K, V, C, dtype, device)
-    check_map(kernels.piece_map, references.piece_map, args, chunk_size=C)
+MAP = {"check": check_map}
 
-
-@kda_checks.grid
-def test_a_gate_for_each_channel(T, K, V, C, dtype, device):
-    *args, _ = channel_arguments(T, K, V, C, dtype, device)
-    check_map(kernels.piece_map, references.piece_map, args, chunk_size=C)
+test_map_kernel_matches_reference = stages.matches("piece_map", **MAP)
+test_a_gate_for_each_channel = stages.matches("piece_map", "kda", without=["h0"], **MAP)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_without_a_correction(dtype, device):
-    k, _, u, gc, h0 = arguments(100, 33, 40, 32, dtype, device)
+    k, _, u, gc, h0 = arguments("gdn", 100, 33, 40, 32, dtype, device)
     args = (k, None, u, gc, h0, gc + 0.5)
     check_map(kernels.piece_map, references.piece_map, args, chunk_size=32)
 
 
 def test_some_of_several_sequences(device):
     bounds, rows = [0, 40, 40, 41, 100, 165], [3, 0]
-    k, w, u, gc, _ = (x[:1] for x in arguments(165, 20, 24, 32, torch.float32, device))
+    k, w, u, gc, _ = (x[:1] for x in arguments("gdn", 165, 20, 24, 32, torch.float32, device))
     packing = pack(torch.tensor(bounds, device=device), 32)
     rows_there = torch.tensor(rows, device=device)
     got = kernels.piece_map(k, w, u, gc, chunk_size=32, packing=packing, rows=rows_there)
@@ -119,8 +115,7 @@ def test_merge_of_several_sequences(device):
 @pytest.mark.parametrize("channels", [False, True], ids=["scalar", "channels"])
 def test_pieces_are_the_sequence(channels):
     """In float64: the states at the cuts, from the maps of pieces alone."""
-    make = channel_arguments if channels else arguments
-    *args, h0 = make(150, 12, 10, 16, torch.float64, "cpu")
+    *args, h0 = arguments("kda" if channels else "gdn", 150, 12, 10, 16, torch.float64, "cpu")
     h, _, last = state(*args, h0, chunk_size=16, output_final_state=True)
     cuts = (0, 32, 48, 112, 150)
     pieces = [[x[:, a:b] for x in args] for a, b in pairwise(cuts)]

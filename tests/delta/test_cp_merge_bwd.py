@@ -1,12 +1,14 @@
 """Stage cp_merge_bwd: adjoint maps of pieces, kernels against references, and what they mean."""
 
+from functools import partial
 from itertools import pairwise
 
 import pytest
+import stages
 import torch
-from delta.stage_checks import backward_inputs, check_stage, grid
+from delta.stage_checks import check_stage
 from delta.test_cp_merge import SHAPES, check_map, maps
-from fused import kda_checks
+from fused.kda_checks import once
 
 from linattn_edu.kernels.delta import cp_merge_bwd as kernels
 from linattn_edu.packing import pack
@@ -19,39 +21,23 @@ pytestmark = pytest.mark.usefixtures("poison")
 OPTIONS = {"scale": 0.3, "chunk_size": 16}
 
 
-def arguments(T, K, V, C, dtype, device):
-    x, r = backward_inputs(T, K, V, C, dtype, device)
-    return x.q, x.k, r.w, r.gc, r.do, r.dv_out, r.dht
+arguments = partial(stages.arguments, "piece_map_bwd")
+MAP = {"check": check_map}
 
-
-def channel_arguments(T, K, V, C, dtype, device):
-    _, r = kda_checks.backward_parts(T, K, V, C, dtype, device)
-    return r.qg, r.kg, r.w, r.gc, r.do, r.P, r.dht
-
-
-@grid
-def test_map_kernel_matches_reference(T, K, V, C, dtype, device):
-    args = arguments(T, K, V, C, dtype, device)
-    check_map(kernels.piece_map_bwd, references.piece_map_bwd, args, scale=0.3, chunk_size=C)
-
-
-@kda_checks.once
-def test_a_gate_for_each_channel(T, K, V, C, dtype, device):
-    *args, P, _ = channel_arguments(T, K, V, C, dtype, device)
-    args = (*args, None, None, P)
-    check_map(kernels.piece_map_bwd, references.piece_map_bwd, args, scale=0.3, chunk_size=C)
+test_map_kernel_matches_reference = stages.matches("piece_map_bwd", **MAP)
+test_a_gate_for_each_channel = stages.matches("piece_map_bwd", "kda", once, without=["dht"], **MAP)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_without_a_correction(dtype, device):
-    q, _, _, gc, do, _, dht = arguments(100, 33, 40, 32, dtype, device)
+    q, _, _, gc, do, _, dht = arguments("gdn", 100, 33, 40, 32, dtype, device)
     args = (q, None, None, gc, do, None, dht)
     check_map(kernels.piece_map_bwd, references.piece_map_bwd, args, scale=0.3, chunk_size=32)
 
 
 def test_some_of_several_sequences(device):
     bounds, rows = [0, 40, 40, 41, 100, 165], [3, 0]
-    args = [x[:1] for x in arguments(165, 20, 24, 16, torch.float32, device)[:-1]]
+    args = [x[:1] for x in arguments("gdn", 165, 20, 24, 16, torch.float32, device)[:-1]]
     packing = pack(torch.tensor(bounds, device=device), 16)
     there = torch.tensor(rows, device=device)
     got = kernels.piece_map_bwd(*args, packing=packing, rows=there, **OPTIONS)
@@ -88,8 +74,9 @@ def test_merge_of_several_sequences(device):
 @pytest.mark.parametrize("channels", [False, True], ids=["scalar", "channels"])
 def test_pieces_are_the_sequence(channels):
     """In float64: the gradients at the cuts, from the maps of pieces alone; dM is M^T."""
-    make = channel_arguments if channels else arguments
-    *args, dht = make(150, 12, 10, 16, torch.float64, "cpu")
+    r = stages.parts("kda" if channels else "gdn", 150, 12, 10, 16, torch.float64, "cpu")
+    args = [r.qg, r.kg, r.w, r.gc, r.do, r.P] if channels else [r.q, r.k, r.w, r.gc, r.do, r.dv_out]
+    dht = r.dht
 
     def run(f, q, k, w, gc, do, last, **ends):
         given = {"dv_new": None, "P": last} if channels else {"dv_new": last}

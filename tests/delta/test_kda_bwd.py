@@ -1,6 +1,7 @@
 """Stages kda_output_bwd and kda_wy_bwd: kernels against references."""
 
 import pytest
+import stages
 import torch
 from delta.stage_checks import check_stage
 from fused.kda_checks import GATES, SCALE, backward_parts, once
@@ -11,28 +12,20 @@ from linattn_edu.reference.delta import kda_bwd as references
 pytestmark = pytest.mark.usefixtures("poison")
 
 
-def check(x, r, C):
-    options = {"scale": SCALE, "chunk_size": C}
-    args = (r.v_new, r.h, r.do)
-    check_stage(kernels.kda_output_bwd, references.kda_output_bwd, args, **options)
-    args = (x.v, x.beta, r.A, r.h, r.v_new, r.dh, r.dv_new)
-    check_stage(kernels.kda_wy_bwd, references.kda_wy_bwd, args)
+BOTH = "kda_output_bwd kda_wy_bwd"
 
-
-@once
-def test_kernels_match_references(T, K, V, C, dtype, device):
-    check(*backward_parts(T, K, V, C, dtype, device), C)
+test_kernels_match_references = stages.matches(BOTH, "kda", once)
 
 
 @pytest.mark.parametrize("gate", GATES)
 def test_one_value_head_a_key_head(gate, device):
-    check(*backward_parts(70, 33, 65, 32, torch.float32, device, H=2, gate=gate), 32)
+    stages.check(BOTH, "kda", 70, 33, 65, 32, torch.float32, device, H=2, gate=gate)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("V", [16, 200, 256])
 def test_values_wider_than_a_tile(V, dtype, device):
-    check(*backward_parts(40, 33, V, 32, dtype, device), 32)
+    stages.check(BOTH, "kda", 40, 33, V, 32, dtype, device)
 
 
 def test_nothing_is_divided_by_beta(device):

@@ -1,9 +1,10 @@
 """Stage kda_intra: kernel against reference, for any gate and with one that is promised."""
 
 import pytest
+import stages
 import torch
 from delta.stage_checks import DTYPES, check_stage
-from fused.kda_checks import gates, grid, kda_stage_inputs, once
+from fused.kda_checks import gates, kda_stage_inputs, once
 
 from linattn_edu.kernels.delta import kda_intra as module
 from linattn_edu.kernels.delta.kda_intra import ALL, FAR, NONE, halving
@@ -20,23 +21,16 @@ def arguments(T, K, C, dtype, device, **kinds):
     return x.q, x.k, x.beta, gate_cumsum(x.g, chunk_size=C)
 
 
-@grid
-def test_kernel_matches_reference(T, K, V, C, dtype, device):
-    args = arguments(T, K, C, dtype, device)
-    check_stage(kernel, reference, args, chunk_size=C)
+PROMISED = {"gate": "bounded", "more": {"lower_bound": -5.0}}
 
-
-@once
-def test_with_a_promise(T, K, V, C, dtype, device):
-    args = arguments(T, K, C, dtype, device, gate="bounded")
-    check_stage(kernel, reference, args, chunk_size=C, lower_bound=-5.0)
+test_kernel_matches_reference = stages.matches("kda_intra", "kda")
+test_with_a_promise = stages.matches("kda_intra", "kda", once, **PROMISED)
 
 
 @gates
 def test_any_gate(C, gate, dtype, device):
     """One value head a key head; channels that are shut, open, or decay by any factor."""
-    args = arguments(33, 20, C, dtype, device, H=2, gate=gate)
-    check_stage(kernel, reference, args, chunk_size=C)
+    stages.check("kda_intra", "kda", 33, 20, 16, C, dtype, device, H=2, gate=gate)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

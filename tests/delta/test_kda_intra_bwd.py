@@ -1,6 +1,7 @@
 """Stage kda_intra_bwd: kernel against reference, and what cancels to the bit."""
 
 import pytest
+import stages
 import torch
 from delta.stage_checks import DTYPES, check_stage
 from fused.kda_checks import backward_parts, gates, once
@@ -22,16 +23,13 @@ def arguments(x, r):
     return x.q, x.k, x.beta, r.gc, r.dP, r.dL, r.dqg, r.dkb, r.dkg, r.dgl, r.dbeta
 
 
-@once
-def test_kernel_matches_reference(T, K, V, C, dtype, device):
-    check_stage(kernel, reference, arguments(*backward_parts(T, K, V, C, dtype, device)))
+test_kernel_matches_reference = stages.matches("kda_intra_bwd", "kda", once)
 
 
 @gates
 def test_any_gate(C, gate, dtype, device):
     """One value head a key head; channels that are shut, open, or decay by any factor."""
-    x, r = backward_parts(33, 20, 16, C, dtype, device, H=2, gate=gate)
-    check_stage(kernel, reference, arguments(x, r))
+    stages.check("kda_intra_bwd", "kda", 33, 20, 16, C, dtype, device, H=2, gate=gate)
 
 
 @pytest.mark.parametrize("C", [64, 32])
@@ -66,9 +64,8 @@ def test_dbeta_is_added_to(device):
 
 
 def test_beta_zero_leaves_no_key_s_own_read(device):
-    x, r = backward_parts(70, 16, 16, 32, torch.float32, device)
-    x.beta[:] = 0
-    check_stage(kernel, reference, arguments(x, r))
+    sizes = (70, 16, 16, 32, torch.float32, device)
+    stages.check("kda_intra_bwd", "kda", *sizes, change=lambda r: r.beta.zero_())
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

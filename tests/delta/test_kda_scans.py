@@ -1,9 +1,10 @@
 """Stage kda_scans: kernel against reference, and against the stages whose place it takes."""
 
 import pytest
+import stages
 import torch
 from delta.stage_checks import check_stage
-from fused.kda_checks import GATES, SCALE, backward_parts, grid
+from fused.kda_checks import GATES, SCALE, backward_parts
 from gdn_checks import launches
 
 from linattn_edu.kernels.delta import kda_scans as kernels
@@ -22,19 +23,20 @@ def arguments(x, r):
     return r.qg, r.kg, r.w, r.u, r.gc, r.P, r.do, x.initial_state, r.dht
 
 
-@grid
-def test_kernel_matches_reference(T, K, V, C, dtype, device):
-    x, r = backward_parts(T, K, V, C, dtype, device)
+def check(*stage, **options):
+    """In one launch."""
     with launches() as ran:
-        check_stage(kernels.kda_scans, reference, arguments(x, r), scale=SCALE)
+        check_stage(*stage, **options)
     assert ran == [kernels.kda_scans_kernel]
+
+
+test_kernel_matches_reference = stages.matches("kda_scans", "kda", check=check)
 
 
 @pytest.mark.parametrize("gate", GATES)
 def test_without_states_at_the_ends(gate, device):
-    x, r = backward_parts(70, 33, 65, 32, torch.float32, device, H=2, gate=gate)
-    *args, _, _ = arguments(x, r)
-    check_stage(kernels.kda_scans, reference, args, scale=SCALE)
+    sizes = (70, 33, 65, 32, torch.float32, device)
+    stages.check("kda_scans", "kda", *sizes, H=2, gate=gate, without=["h0", "dht"])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

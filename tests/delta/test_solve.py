@@ -1,8 +1,9 @@
 """Stage solve: kernel against reference, the inverse itself, and hard matrices."""
 
 import pytest
+import stages
 import torch
-from delta.stage_checks import CHUNKS, DTYPES, TOKENS, check_stage, grid, inputs
+from delta.stage_checks import CHUNKS, DTYPES, TOKENS, check_stage
 from grids import parametrize
 
 from linattn_edu import solve_tril
@@ -17,10 +18,7 @@ from linattn_edu.testing import assert_close
 pytestmark = pytest.mark.usefixtures("poison")
 
 
-@grid
-def test_kernel_matches_reference(T, K, V, C, dtype, device):
-    x = inputs(T, K, V, dtype, device)
-    check_stage(kernel, reference, (x.k, x.beta), chunk_size=C)
+test_kernel_matches_reference = stages.matches("solve")
 
 
 @pytest.mark.parametrize("C", [16, 32, 64])

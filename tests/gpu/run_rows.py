@@ -6,31 +6,19 @@ its largest error. A miscompiled row can end the CUDA context, so each runs in a
 
 import itertools
 import sys
+from pathlib import Path
 from unittest.mock import patch
 
 import torch
 
+sys.path.append(str(Path(__file__).parents[1]))
+from stages import STAGES
+
 from linattn_edu.kernels import tiles
 from linattn_edu.kernels.delta import causal_conv1d as convolution
 from linattn_edu.kernels.delta import causal_conv1d_update as convolution_update
-from linattn_edu.kernels.delta import (
-    cp_merge,
-    cp_merge_bwd,
-    kda_bwd,
-    kda_intra,
-    kda_intra_bwd,
-    kda_scan,
-    kda_scans,
-    output,
-    output_bwd,
-    solve,
-    state,
-    state_bwd,
-    wy,
-    wy_bwd,
-)
 from linattn_edu.kernels.delta import rms_norm_gated as norm
-from linattn_edu.kernels.fused import gdn_fwd, gdn_intra
+from linattn_edu.kernels.delta import state, state_bwd
 from linattn_edu.kernels.routes import by_kind, choosing, forced, kind_of
 from linattn_edu.kernels.ssd import ema as ema_kernels
 from linattn_edu.kernels.ssd import ema_bwd as ema_bwd_kernels
@@ -48,44 +36,7 @@ from linattn_edu.reference.delta.state_bwd import state_bwd as state_bwd_referen
 from linattn_edu.reference.ssd.selective_state_update import selective_state_update
 from linattn_edu.testing import gdn_inputs, poison, relative_rms, ssd_inputs
 
-TABLES = (
-    ("solve", solve, "CONFIGS"),
-    ("wy", wy, "CONFIGS"),
-    ("state", state, "CONFIGS"),
-    ("output", output, "CONFIGS"),
-    ("scores", gdn_intra, "SCORES_CONFIGS"),
-    ("resolvent", gdn_intra, "RESOLVENT_CONFIGS"),
-    ("scan", gdn_fwd, "SCAN_CONFIGS"),
-    ("output_bwd", output_bwd, "CONFIGS"),
-    ("state_bwd", state_bwd, "CONFIGS"),
-    ("wy_bwd", wy_bwd, "CONFIGS"),
-    # with a gate for each channel
-    ("kda_intra", kda_intra, "CONFIGS"),
-    ("kda_wy", wy, "CHANNEL_CONFIGS"),
-    ("kda_state", state, "CONFIGS"),
-    ("kda_output", output, "CONFIGS"),
-    ("kda_scan", kda_scan, "CONFIGS"),
-    ("kda_bwd", kda_bwd, "CONFIGS"),
-    ("kda_scans", kda_scans, "CONFIGS"),
-    ("kda_state_bwd", state_bwd, "CHANNEL_CONFIGS"),
-    ("kda_intra_bwd", kda_intra_bwd, "CONFIGS"),
-    # in pieces
-    ("scan_map", gdn_fwd, "SCAN_CONFIGS"),
-    ("piece_map", cp_merge, "MAP_CONFIGS"),
-    ("piece_map_bwd", cp_merge_bwd, "MAP_CONFIGS"),
-    ("kda_piece_map", cp_merge, "MAP_CONFIGS"),
-    ("kda_piece_map_bwd", cp_merge_bwd, "MAP_CHANNEL_CONFIGS"),
-)
-FUSED = ("scores", "resolvent", "scan", "scan_map")
-IN_PIECES = ("scan_map", "piece_map", "piece_map_bwd", "kda_piece_map", "kda_piece_map_bwd")
-BACKWARD = (
-    "output_bwd", "state_bwd", "wy_bwd", "kda_bwd", "kda_scans", "kda_state_bwd", "kda_intra_bwd",
-    "piece_map_bwd", "kda_piece_map_bwd",
-)  # fmt: skip
-BY_DIM = (
-    "state", "scan", "state_bwd", "kda_state", "kda_scan", "kda_scans", "kda_state_bwd", *IN_PIECES
-)  # fmt: skip
-BY_VALUE = ("output_bwd", "wy_bwd", "kda_bwd")  # rows for values up to a width
+TABLES = {t.name: (s.module, t) for s in STAGES for t in s.tables}
 
 
 def limit_of(k):
@@ -96,12 +47,12 @@ def limit_of(k):
 def rows():
     """(stage, dtype, (K, V), row) of every table; a K below the tile too, and one that is odd."""
     generation = device_of(torch.empty(0, device="cuda"))[0]
-    for stage, module, table in TABLES:
+    for stage, (module, of) in TABLES.items():
         # where a table says nothing, the module's first one holds
-        by_size = getattr(module, "CONFIGS", {}).get(generation, {}) if stage not in FUSED else {}
-        by_size = by_size | getattr(module, table).get(generation, {})
+        first = {} if "fused" in of.run else getattr(module, "CONFIGS", {})
+        by_size = first.get(generation, {}) | getattr(module, of.table).get(generation, {})
         for size, by_case in by_size.items():
-            for dtype, (sizes, entry) in itertools.product(DTYPES[size], cases(stage, by_case)):
+            for dtype, (sizes, entry) in itertools.product(DTYPES[size], cases(of.by, by_case)):
                 yield stage, dtype, sizes, entry
     # the fused backward passes have no table; of Kimi Delta Attention the forward pass is with it
     for dtype, size in itertools.product(
@@ -146,14 +97,14 @@ def ssd_rows(generation):
             yield "selective_state_update", dtype, size, entry
 
 
-def cases(stage, by_case):
+def cases(by, by_case):
     """((K, V), row) of a table's part for one generation and element size."""
-    if stage in BY_DIM:
+    if by == "dim":
         for limit, entries in by_case.items():
             sizes = (*equal(256, 200), WIDE) if limit == 256 else equal(limit, 64)
             yield from itertools.product(sizes, entries)
         yield from itertools.product(equal(33, 201, 255), [UNPIPELINED])
-    elif stage in BY_VALUE:
+    elif by == "value":
         sizes = {64: equal(33, 64), 128: equal(100, 128), 256: equal(33, 128, 200, 256)}
         sizes[512] = (*sizes[256], (64, 300), WIDE)
         for limit, entry in by_case.items():
@@ -189,10 +140,10 @@ def run(stage, dtype, sizes, entry):
         return LAYER_RUNS[stage](dtype, *sizes)
     if stage in SSD_RUNS:
         return SSD_RUNS[stage](dtype, *sizes, entry)
-    ((module, table),) = [(m, t) for s, m, t in TABLES if s == stage]
+    module, (_, table, by, how) = TABLES[stage]
     only = {64: entry, 128: entry} if stage.endswith("output") else entry
-    only = {128: [entry], 256: [entry]} if stage in BY_DIM else only
-    only = {512: entry} if stage in BY_VALUE else only
+    only = {128: [entry], 256: [entry]} if by == "dim" else only
+    only = {512: entry} if by == "value" else only
     tables = {g: {2: only, 4: only} for g in ("turing", "ampere", "hopper")}
     kept = getattr(module, table)
     worst = 0.0
@@ -211,7 +162,7 @@ def run(stage, dtype, sizes, entry):
         for safe in (None, -5.0) if stage.startswith("kda_intra") else (None,):
             exact = results(x.double(), "reference", stage, chunk_size, safe)
             setattr(module, table, tables)
-            rule = {"LENGTH": 64, "LEAST": 1, "PROGRAMS": 1024} if stage in IN_PIECES else {}
+            rule = {"LENGTH": 64, "LEAST": 1, "PROGRAMS": 1024} if "pieces" in how else {}
             try:
                 with poison(), forced(**rule):
                     got = results(x, "triton", stage, chunk_size, safe)
@@ -223,14 +174,15 @@ def run(stage, dtype, sizes, entry):
 
 def results(x, impl, stage, chunk_size, safe):
     """o and the final state, or all gradients of a fixed linear function of the two."""
-    gradients = stage in BACKWARD
+    (*_, how) = TABLES[stage][1]
+    gradients = "backward" in how
     options = {"scale": 0.3, "chunk_size": chunk_size}
     if stage.startswith("kda_"):
         if stage == "kda_scan":
             options["keep"] = ()
         again = ("gc", "h", "v_new") if stage == "kda_scans" else ("gc",)
         return channel_results(x, impl, gradients, options, safe, dict.fromkeys(again))
-    used = fused_stages(impl) if stage in FUSED else stages(impl)
+    used = fused_stages(impl) if "fused" in how else stages(impl)
     o, final_state, residuals = forward(used, **x.asdict(), output_final_state=True, **options)
     if not gradients:
         return o, final_state

@@ -1,10 +1,12 @@
 """The grid every stage of Mamba-2 is held to, and what its stages read."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
-from delta.stage_checks import CHUNKS, DIMS, DTYPES, TOKENS, outputs
+from delta import stage_checks
+from delta.stage_checks import CHUNKS, DIMS, DTYPES, TOKENS
 from grids import EVERY, name, pairs
 
 from linattn_edu.reference.ssd.chunk_cumsum import chunk_cumsum
@@ -13,7 +15,7 @@ from linattn_edu.reference.ssd.chunk_state import chunk_state
 from linattn_edu.reference.ssd.chunk_state_bwd_db import chunk_state_bwd_db
 from linattn_edu.reference.ssd.state_passing import state_passing
 from linattn_edu.reference.ssd.state_passing_bwd import state_passing_bwd
-from linattn_edu.testing import assert_close, relative_rms, ssd_inputs
+from linattn_edu.testing import ssd_inputs
 
 WIDE = [(70, 256, 256, 16, "all", torch.float32), (40, 16, 256, 32, "all", torch.bfloat16)]
 # what there is beside x, step, B and C
@@ -66,27 +68,5 @@ def parts(T, N, P, C, given, dtype, device, H=4, G=2):
     return r
 
 
-def check_stage(kernel, reference, args, **options):
-    """Kernel against reference on the same arguments.
-
-    fp32: relative RMS <= 5e-6. fp16 and bf16: error against float64 at most twice the rounding
-    error of the reference run in that dtype, the largest over the stage's outputs, or half the
-    dtype's epsilon, since a kernel rounds the operands of its products.
-    """
-    wide = [x.double() if _rounded(x) else x for x in args]
-    got, low = outputs(kernel(*args, **options)), outputs(reference(*args, **options))
-    exact = outputs(reference(*wide, **options))
-    assert [(x.dtype, x.shape) for x in got] == [(x.dtype, x.shape) for x in low]
-    half = next((x.dtype for x in args if _rounded(x) and x.element_size() == 2), None)
-    if half is not None:
-        rounding = 2 * max(relative_rms(x, ref) for x, ref in zip(low, exact, strict=True))
-        budget = max(rounding, torch.finfo(half).eps / 2)
-    for i, (x, y, ref) in enumerate(zip(got, low, exact, strict=True)):
-        if half is not None:
-            assert_close(f"output {i}", x, ref, budget)
-        else:
-            assert_close(f"output {i}", x, y, 5e-6)
-
-
-def _rounded(x):
-    return isinstance(x, torch.Tensor) and x.is_floating_point()
+# a kernel rounds the operands of its products
+check_stage = partial(stage_checks.check_stage, rounds=True)

@@ -1,8 +1,9 @@
 """Stage chunk_scan_bwd_da_cs: kernel against reference."""
 
 import pytest
+import stages
 import torch
-from ssd.ssd_checks import check_stage, grid, parts
+from ssd.ssd_checks import check_stage, parts
 
 from linattn_edu.kernels.ssd.chunk_scan_bwd_da_cs import chunk_scan_bwd_da_cs as kernel
 from linattn_edu.reference.ssd.chunk_scan_bwd_da_cs import chunk_scan_bwd_da_cs as reference
@@ -10,11 +11,7 @@ from linattn_edu.reference.ssd.chunk_scan_bwd_da_cs import chunk_scan_bwd_da_cs 
 pytestmark = pytest.mark.usefixtures("poison")
 
 
-@grid
-def test_kernel(T, N, P, C, given, dtype, device):
-    r = parts(T, N, P, C, given, dtype, device)
-    args = (r.C, r.B, r.x, r.step, r.gc, r.dy, r.seq_idx)
-    check_stage(kernel, reference, args, chunk_size=C)
+test_kernel = stages.matches("chunk_scan_bwd_da_cs", "ssd")
 
 
 def test_a_strong_decay_keeps_its_digits(device):

@@ -1,20 +1,17 @@
 """Stage chunk_scan_bwd_dstates: kernel against reference."""
 
 import pytest
+import stages
 import torch
-from ssd.ssd_checks import check_stage, grid, parts
+from ssd.ssd_checks import parts
 
 from linattn_edu.kernels.ssd.chunk_scan_bwd_dstates import chunk_scan_bwd_dstates as kernel
 from linattn_edu.packing import pack
-from linattn_edu.reference.ssd.chunk_scan_bwd_dstates import chunk_scan_bwd_dstates as reference
 
 pytestmark = pytest.mark.usefixtures("poison")
 
 
-@grid
-def test_kernel(T, N, P, C, given, dtype, device):
-    r = parts(T, N, P, C, given, dtype, device)
-    check_stage(kernel, reference, (r.C, r.gc, r.dy, r.seq_idx), chunk_size=C)
+test_kernel = stages.matches("chunk_scan_bwd_dstates", "ssd")
 
 
 def test_sequences_in_a_pack_are_those_alone(device):

@@ -1,8 +1,9 @@
 """Stage chunk_scan_chunk_state_bwd_dx: kernel against reference."""
 
 import pytest
+import stages
 import torch
-from ssd.ssd_checks import check_stage, grid, parts
+from ssd.ssd_checks import parts
 
 from linattn_edu.kernels.ssd.chunk_scan_chunk_state_bwd_dx import (
     chunk_scan_chunk_state_bwd_dx as kernel,
@@ -14,11 +15,7 @@ from linattn_edu.reference.ssd.chunk_scan_chunk_state_bwd_dx import (
 pytestmark = pytest.mark.usefixtures("poison")
 
 
-@grid
-def test_kernel(T, N, P, C, given, dtype, device):
-    r = parts(T, N, P, C, given, dtype, device)
-    args = (r.C, r.B, r.x, r.step, r.gc, r.ds, r.dy, r.D, r.seq_idx)
-    check_stage(kernel, reference, args, chunk_size=C)
+test_kernel = stages.matches("chunk_scan_chunk_state_bwd_dx", "ssd")
 
 
 def test_one_column_of_D_is_one_number_a_head(device):

@@ -3,8 +3,9 @@
 from itertools import pairwise
 
 import pytest
+import stages
 import torch
-from ssd.ema_checks import GATES, GIVEN, draw, grid, loop, parts
+from ssd.ema_checks import GATES, GIVEN, draw, loop, parts
 from ssd.ssd_checks import check_stage
 
 from linattn_edu.kernels.ssd import ema as kernels
@@ -21,11 +22,7 @@ from linattn_edu.testing import assert_close
 pytestmark = pytest.mark.usefixtures("poison")
 
 
-@grid
-def test_kernel(T, D, C, given, gate, dtype, device):
-    r = parts(T, D, C, given, gate, dtype, device)
-    args = (r.x, r.g, r.gc, r.weight, r.h0)
-    check_stage(kernel, reference, args, chunk_size=C, output_final_state=True)
+test_kernel = stages.matches("ema", "ema")
 
 
 @pytest.mark.parametrize("gate", GATES)
@@ -68,9 +65,7 @@ def in_pieces(monkeypatch, *modules, chunks=2):
 @pytest.mark.parametrize("T", [31, 32, 33, 64, 65, 150])
 def test_pieces(T, dtype, device, monkeypatch):
     in_pieces(monkeypatch, kernels)
-    r = parts(T, 20, 16, "both", "trained", dtype, device, B=2)
-    args = (r.x, r.g, r.gc, r.weight, r.h0)
-    check_stage(kernel, reference, args, chunk_size=16, output_final_state=True)
+    stages.check("ema", "ema", T, 20, 16, "both", "trained", dtype, device, B=2)
 
 
 def test_pieces_of_the_length_that_ships(device):

@@ -3,9 +3,9 @@
 from itertools import pairwise
 
 import pytest
+import stages
 import torch
-from ssd.ema_checks import GATES, GIVEN, draw, grid, loop, parts
-from ssd.ssd_checks import check_stage
+from ssd.ema_checks import GATES, GIVEN, draw, loop
 from ssd.test_ema import in_pieces
 
 from linattn_edu.kernels.ssd import ema as kernels
@@ -23,11 +23,7 @@ pytestmark = pytest.mark.usefixtures("poison")
 NAMES = ("dx", "dg", "dw", "dh0")
 
 
-@grid
-def test_kernel(T, D, C, given, gate, dtype, device):
-    r = parts(T, D, C, given, gate, dtype, device)
-    args = (r.x, r.g, r.gc, r.weight, r.h, r.dy, r.dht)
-    check_stage(kernel, reference, args, chunk_size=C)
+test_kernel = stages.matches("ema_bwd", "ema")
 
 
 @pytest.mark.parametrize("gate", GATES)
@@ -55,9 +51,7 @@ def test_reference_is_the_gradient_of_the_recurrence(given, gate):
 @pytest.mark.parametrize("T", [31, 32, 33, 64, 65, 150])
 def test_pieces(T, dtype, device, monkeypatch):
     in_pieces(monkeypatch, kernels, backward_kernels)
-    r = parts(T, 20, 16, "both", "trained", dtype, device, B=2)
-    args = (r.x, r.g, r.gc, r.weight, r.h, r.dy, r.dht)
-    check_stage(kernel, reference, args, chunk_size=16)
+    stages.check("ema_bwd", "ema", T, 20, 16, "both", "trained", dtype, device, B=2)
 
 
 @pytest.mark.parametrize("chunks", [2, 64])

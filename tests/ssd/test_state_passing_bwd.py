@@ -1,8 +1,9 @@
 """Stage state_passing_bwd: kernel against reference."""
 
 import pytest
+import stages
 import torch
-from ssd.ssd_checks import check_stage, grid, parts
+from ssd.ssd_checks import check_stage, parts
 
 from linattn_edu.kernels.ssd.state_passing_bwd import state_passing_bwd as kernel
 from linattn_edu.packing import pack
@@ -14,24 +15,21 @@ from linattn_edu.testing import assert_close
 pytestmark = pytest.mark.usefixtures("poison")
 
 
-@grid
-def test_kernel(T, N, P, C, given, dtype, device):
+def check(kernel, reference, args, chunk_size):
     """dlast is an inner product of terms of either sign: they are its yardstick, for each entry."""
-    r = parts(T, N, P, C, given, dtype, device)
-    args, options = (r.dh_out, r.gc, r.h, r.dht, r.seq_idx), {"chunk_size": C}
+    options, (dh_out, gc, h, *_, seq_idx) = {"chunk_size": chunk_size}, args
     got_ds, dlast, got_dh0 = kernel(*args, **options)
-    check_stage(
-        lambda *_, **__: (got_ds, got_dh0),
-        lambda *x, **y: reference(*x, **y)[::2],
-        args,
-        **options,
-    )
-    ds, exact, _ = reference(r.dh_out.double(), r.gc.double(), *args[2:], **options)
-    a = decays(r.gc.double(), r.seq_idx, C)[3][..., 0, 0].transpose(1, 2)
-    terms = (r.h.double() * ds).abs().sum((-1, -2))
+    first = (lambda *_, **__: (got_ds, got_dh0)), (lambda *x, **y: reference(*x, **y)[::2])
+    check_stage(*first, args, **options)
+    ds, exact, _ = reference(dh_out.double(), gc.double(), *args[2:], **options)
+    a = decays(gc.double(), seq_idx, chunk_size)[3][..., 0, 0].transpose(1, 2)
+    terms = (h.double() * ds).abs().sum((-1, -2))
     assert dlast.dtype == torch.float32 and dlast.shape == exact.shape
     bound = (1e-6 * a + torch.finfo(torch.float32).tiny * (a > 0)) * terms
     assert ((dlast - exact).abs() <= bound).all()
+
+
+test_kernel = stages.matches("state_passing_bwd", "ssd", check=check)
 
 
 def test_reference_is_the_gradient_of_state_passing():

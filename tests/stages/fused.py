@@ -1,0 +1,77 @@
+"""The stages of kernels/fused, and others as the fused sets call them."""
+
+import torch
+
+from stages.delta import two_heads, with_gates
+from stages.record import SCALE, Stage, Table, call
+
+
+def held(r):
+    """Whether a multiprocessor holds what the fused stages keep."""
+    return r.held
+
+
+def held_bf16(r):
+    return r.held and r.q.dtype == torch.bfloat16
+
+
+_intra_bwd = call("q k v beta gc h do v_new dh dv_new", "scaled")
+
+STAGES = [
+    # Gated DeltaNet
+    Stage("fused/gdn_intra", "gdn", call("q k beta gc", "chunks", return_inverse=True),
+          "intra_chunk",
+          tables=(Table("scores", "SCORES_CONFIGS", run=("fused",)),
+                  Table("resolvent", "RESOLVENT_CONFIGS", run=("fused",)))),
+    Stage("fused/gdn_intra", "gdn",
+          call("q k beta gc", "chunks", return_inverse=True, gated=True), "intra_chunk", when=held),
+    Stage("fused/gdn_fwd", "gdn", call("q k v gc P A h0", scale=SCALE, output_final_state=True),
+          "scan", pieces=True,
+          tables=(Table("scan", "SCAN_CONFIGS", "dim", ("fused",)),)),
+    Stage("fused/gdn_fwd", "gdn", call("k v gc A h0"), "scan_map",
+          tables=(Table("scan_map", "SCAN_CONFIGS", "dim", ("fused", "pieces")),)),
+    Stage("fused/gdn_fwd", "gdn", call("k v gc A h0 g"), "scan_map", when=held),
+    Stage("fused/gdn_scans", "gdn", call("k v beta gc A h0"), "scan_states", when=held,
+          pieces=True),
+    Stage("fused/gdn_scans", "gdn", call("q k beta gc P A do dht", scale=SCALE), "scan_bwd",
+          when=held, pieces=True),
+    Stage("fused/gdn_scans", "gdn", call("q k v beta gc P A do h0 dht", scale=SCALE), "scans",
+          when=held, pieces=True),
+    Stage("fused/gdn_scans", "gdn", call("q k beta gc P A do dht", scale=SCALE), "scan_map_bwd",
+          when=held),
+    Stage("fused/gdn_bwd", "gdn", _intra_bwd, "intra_chunk_bwd", when=held,
+          more=[two_heads(_intra_bwd)]),
+    # Kimi Delta Attention
+    Stage("fused/kda_scans", "kda", call("q k g", "chunks"), "kda_gates",
+          more=with_gates("q k g"), when=held),
+    Stage("fused/kda_fwd", "kda", call("q k beta gc", "chunks"), "kda_prepare", when=held,
+          more=[call("q k beta gc", "chunks", lower_bound=-5.0)]),
+    Stage("fused/kda_fwd", "kda",
+          call("qg kg k v beta gc P A h0", scale=SCALE, output_final_state=True), "kda_fused_scan",
+          when=held),
+    Stage("fused/kda_fwd", "kda", call("kg k v beta gc A h0"), "kda_fused_scan_map", when=held),
+    Stage("fused/kda_scans", "kda", call("qg kg k v beta gc P A do h0 dht", scale=SCALE),
+          "kda_fused_scans", when=held),
+    Stage("fused/kda_scans", "kda", call("qg kg k beta gc P A do dht", scale=SCALE),
+          "kda_fused_scan_map_bwd", when=held),
+    Stage("fused/kda_bwd", "kda", _intra_bwd, "kda_fused_intra_bwd", when=held_bf16,
+          more=[two_heads(_intra_bwd)]),
+    # Mamba-2, and the stages that its fused sets share with the delta rule and the staged
+    Stage("ssd/chunk_cumsum", "ssd_fused", call("dt A dt_bias", "chunks", softplus=True),
+          "chunk_cumsum_log"),
+    Stage("ssd/chunk_cumsum_bwd", "ssd_fused",
+          call("gc dlast step dt A dt_bias step", "chunks", softplus=True)),
+    Stage("fused/ssd_fwd", "ssd_fused", call("C B", "chunks"), "chunk_scores",
+          more=[call("C B ids", "chunks")]),
+    Stage("fused/ssd_fwd", "ssd_fused", call("C B scores x gs gc - D z seq_idx"),
+          more=[call("long.C long.C scores long.x long.gc long.gc dht D z seq_idx",
+                     output_final_state=True)]),
+    Stage("delta/state", "ssd_fused",
+          call("B - x gc dht gs seq_idx", "chunks", output_final_state=True)),
+    Stage("delta/state_bwd", "ssd_fused", call("C - - gc dy - dht seq_idx h", "scaled")),
+    Stage("delta/cp_merge", "ssd_fused", call("B - x gc dht gs", "chunks"), "piece_map"),
+    Stage("delta/cp_merge_bwd", "ssd_fused", call("C - - gc dy - dht", "scaled"), "piece_map_bwd"),
+    Stage("fused/ssd_bwd", "ssd_fused", call("C B x gs gc h h dy seq_idx", "chunks"), "ssd_bwd_bc"),
+    Stage("fused/ssd_bwd", "ssd_fused", call("C B x gs gc h dy step step D seq_idx", "chunks"),
+          "ssd_bwd_dx"),
+]  # fmt: skip
