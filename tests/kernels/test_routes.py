@@ -284,6 +284,14 @@ def test_scans_in_gluon(name):
     assert takes(256, T=256) and not takes(256, T=192)
 
 
+def test_the_ring_of_shared_keys_is_for_tritons_with_its_bits(monkeypatch):
+    for version, taken in (((3, 6), True), ((3, 7), True), ((3, 8), False), ((3, 9), False)):
+        monkeypatch.setattr(by_load.support, "THIS", version)
+        for heads, ring in (((4, 8), taken), ((8, 8), True)):
+            load = Load(GOOD._replace(K=128, H=heads[0], HV=heads[1]), 1, 132)
+            assert bool(by_load.intra_ring(load, 10_000, True).takes) == ring
+
+
 def test_pieces():
     few = GOOD._replace(HV=4, T=8192)
     assert by_kind.pieces_by_maps(few).takes == 2048 and by_kind.pieces_by_warm_up(few).takes == 0

@@ -4,6 +4,7 @@ These choices must not change a bit: the kernels between which they choose add i
 """
 
 from linattn_edu.choices import Choice
+from linattn_edu.kernels.gluon import support
 from linattn_edu.kernels.routes import limits
 from linattn_edu.kernels.routes.by_kind import (
     INTRA_BWD,
@@ -80,6 +81,8 @@ def intra_ring(load: Load, chunks: int, whole: bool) -> Choice:
     programs = ring_programs(kind.K, kind.H, kind.HV)
     if not whole:
         return Choice(0, "some chunk has fewer than 64 tokens")
+    if kind.K == limits.HEAD and kind.H < kind.HV and support.THIS > limits.SHARED_RING:
+        return Choice(0, "H={H}, HV={HV}: a Triton with which the last bits would be others")
     if programs * load.processors >= chunks * kind.H:
         return Choice(0, "{0} chunks of {H} heads: programs enough for all at once")
     return Choice(programs, "{0} chunks of {H} heads, one after the other")

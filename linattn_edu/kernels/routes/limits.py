@@ -12,6 +12,10 @@ ENOUGH = 1 << 14
 # the same where multiprocessors have several programs, and plain Triton has them work side by side
 CROWDED, LONG = 1 << 18, 256  # and tokens of a sequence: a few chunks do not pay the way in
 
+# the newest Triton with which both kernels of intra_chunk in Gluon give the same bits for 128 keys
+# of several value heads; with 3.9 they were seen not to
+SHARED_RING = (3, 7)
+
 # -- what the fused stages hold
 FUSED = 128  # keys, and values
 SSD_STATES, SSD_HEAD = 128, 64  # N and P of Mamba-2: one tile
