@@ -90,7 +90,9 @@ def test_a_chapter_without_a_ladder(capsys):
 def spoken(tmp_path):
     """A run, one of its processes and the end of the line at which that one speaks."""
     device = torch.device("cpu")
-    table = tables.Table(tmp_path / "rungs.json", {}, ("chapter", "rung", "dtype"), device)
+    table = tables.Table(
+        tmp_path / "rungs.json", {}, ("chapter", "rung", "dtype"), device, lambda _: ()
+    )
     ours, theirs = multiprocessing.Pipe()
     process = SimpleNamespace(is_alive=lambda: False, join=lambda timeout: None)
     key = "05_state", "float32"

@@ -132,7 +132,7 @@ KDA = (
     ({}, None, -5.0, "P A", "h"),
     ({"packed": True, "gate": ("A_log", "dt_bias")}, -5.0, -5.0, ALL_KEPT, ""),
     ({"packed": True}, None, None, "P A", "h"),
-    ({"gate": ("A_log",), "state": False}, None, None, "P A", ""),
+    ({"gate": ("A_log",), "state": False, "dtype": torch.bfloat16}, None, None, "P A", ""),
     ({"packed": True, "dtype": torch.bfloat16}, None, -5.0, "P A", ""),
     ({"gate": ("dt_bias",), "dtype": torch.bfloat16}, -5.0, None, ALL_KEPT, ""),
 )

@@ -8,7 +8,6 @@ from gdn_checks import DTYPES, cotangents, exact, same_bits
 from kda_checks import check, inputs, run, spacing, tolerance, triton
 
 from linattn_edu import chunk_kda
-from linattn_edu.ops.kda import chunk as chunk_module
 from linattn_edu.testing import assert_close
 
 pytestmark = [
@@ -164,17 +163,17 @@ C16 = {"chunk_size": 16}
 
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("dtype", DTYPES if GPU else DTYPES[::2], ids=str)
-def test_what_is_kept_changes_no_bit(dtype, impl, device, monkeypatch):
+def test_what_is_kept_changes_no_bit(dtype, impl, device, force):
     x, do, dht = small(dtype, device, raw_gate=True)
     options = {"use_gate_in_kernel": True, "output_final_state": True, "impl": impl, **C16}
     got, want = (run(x, do, dht, disable_recompute=keep, **options) for keep in (True, False))
     if impl == "triton" and dtype != torch.float32:  # fused stages, which keep nothing else
         for name, y in got.items():
             assert_close(name, y, want[name].double(), tolerance(name, dtype))
-        monkeypatch.setattr(chunk_module, "_fits", lambda *_: 0)
+        force(kda_forward_stages="staged", kda_backward_stages="staged")
         want = run(x, do, dht, **options)
         # either backward pass follows the fused forward pass, which leaves the same P and A
-        monkeypatch.setattr(chunk_module, "_fits", lambda *_: 1)
+        force(kda_forward_stages="fused", kda_backward_stages="staged")
         same_bits(run(x, do, dht, **options), want, "o", "ht")
     # o is made by another stage, of the same products only in the kernels and in 16 bit
     o = ("o",) if impl == "reference" or dtype == torch.float32 else ()
