@@ -26,12 +26,12 @@ class Support(NamedTuple):
 
 
 def version(text: str) -> tuple[int, int]:
-    """The first two numbers of a version."""
-    major, minor = re.match(r"(\d+)\.(\d+)", text).groups()
-    return int(major), int(minor)
+    """The first two numbers of a version; 0, 0 of a text that has none."""
+    found = re.match(r"(\d+)\.(\d+)", text)
+    return (int(found[1]), int(found[2])) if found else (0, 0)
 
 
-THIS = version(triton.__version__)
+THIS = version(str(triton.__version__))  # where the book is built, there is something else
 
 
 def tried() -> bool:
