@@ -96,7 +96,9 @@ def test_versions_are_those_of_the_files(where):
     cells = {r[0]: r for r in rows(where.version_table())}
     pins = (ROOT / "constraints.txt").read_text()
     assert f"torch=={cells['PyTorch'][2]}" in pins and f"triton=={cells['Triton'][2]}" in pins
-    ran = {r["triton"] for r in where.suites()} | {r.get("triton") for r in where.results().values()}
+    ran = {r["triton"] for r in where.suites()} | {
+        r.get("triton") for r in where.results().values()
+    }
     assert cells["PyTorch"][4].startswith("2.11.0")
     assert {*cells["Triton"][4].split(", ")} == ran - {None}
     assert cells["Python"][2].split(", ")[0] == "3.10"

@@ -220,7 +220,8 @@ def intra_chunk_ring_gluon_kernel(
 
     Reference: linattn_edu.reference.fused.gdn_intra.intra_chunk.
 
-    mbarriers, item by item:
+    mbarriers, item by item::
+
         empty       computing warps, when the scores are made -> loading warp
         full        the copies of q and k, once a chunk and q/k head -> computing warps
         gates_full  loading warp, once an item -> computing warps

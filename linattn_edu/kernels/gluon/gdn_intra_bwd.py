@@ -360,7 +360,8 @@ def intra_chunk_bwd_gluon_kernel(
 
     Reference: linattn_edu.reference.fused.gdn_bwd.intra_chunk_bwd.
 
-    mbarriers, in the order of an item; two groups of four warps compute, c = 0 and 1:
+    mbarriers, in the order of an item; two groups of four warps compute, c = 0 and 1::
+
         full_new    do and v_new, an item ahead -> both groups: dO v_new^T, Z v_new^T
         full_Z      Z and v -> both
         full_h      h -> both: dO S^T, Z S^T

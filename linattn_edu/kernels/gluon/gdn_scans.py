@@ -203,7 +203,8 @@ def scan_states_gluon_kernel(
 
     Reference: linattn_edu.reference.fused.gdn_scans.scan_states.
 
-    mbarriers, of a chunk in place i of the rings:
+    mbarriers, of a chunk in place i of the rings::
+
         empty[i]  computing warps -> loading warp: it may copy the next chunk to this place
         full[i]   the copies, and the loading warp with the gates -> computing warps, which begin
                   the products of the chunk before the last ones of the chunk ahead of it are done
@@ -211,6 +212,7 @@ def scan_states_gluon_kernel(
         bars[3]   storing warp -> computing warps: it has left `others`, which may be written
         bars[2]   computing warps -> storing warp: `others` have been written
         bars[1]   storing warp -> computing warps: it has left `halves`, which may be written
+
     In this order in each chunk, for the storing warp; the computing warps wait for bars[3], arrive
     at bars[2], wait for full of the next chunk and for bars[1], arrive at bars[0] and at empty[i].
     """

@@ -371,7 +371,8 @@ def kda_intra_bwd_gluon_kernel(
 
     Reference: linattn_edu.reference.fused.kda_bwd.kda_fused_intra_bwd.
 
-    mbarriers, in the order of an item; two groups of four warps compute, c = 0 and 1:
+    mbarriers, in the order of an item; two groups of four warps compute, c = 0 and 1::
+
         full_new    do, v_new, Z and v -> both groups: dO v_new^T, Z v_new^T
         full_h      h -> both: dO S^T, Z S^T
         full_dh     dh -> both: v_new dS^T

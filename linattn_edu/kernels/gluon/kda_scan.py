@@ -134,10 +134,12 @@ def kda_scan_gluon_kernel(
 
     Reference: linattn_edu.reference.fused.kda_fwd.kda_fused_scan.
 
-    mbarriers, of a chunk in place i of the rings:
+    mbarriers, of a chunk in place i of the rings::
+
         empty[i]  computing warps -> loading warp: it may copy the next chunk to this place
         full[i]   the copies, and the loading warp with the gates -> computing warps, which begin
                   the products of the chunk before the last ones of the chunk ahead of it are done
+
     Every group of four warps arrives at empty[i].
     """
     NV: gl.constexpr = V // BV // WORKERS
