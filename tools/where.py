@@ -414,14 +414,12 @@ def suites() -> list[dict]:
 
 def suite_table() -> str:
     """The runs of the tests on GPUs, with versions: of `make gpu-test`, or of the tests named."""
-    rows = [
-        [
-            r["gpu"], r["torch"], r["triton"], r["cuda"], r["date"], f"`{r['tests']}`",
-            f"{r['passed']} passed, {r['failed'] + r['error']} failed, {r['skipped']} skipped",
-        ]
-        for r in suites()
-    ]  # fmt: skip
-    return table(["GPU", "PyTorch", "Triton", "CUDA", "Date", "Tests", "Result"], rows)
+    rows = []
+    for r in suites():
+        where = f"{r['gpu']}, PyTorch {r['torch']}, CUDA {r['cuda']}, {r['date']}"
+        counts = f"{r['passed']} passed, {r['failed'] + r['error']} failed, {r['skipped']} skipped"
+        rows.append([r["triton"], where, counts, r["tests"].replace("tests/", "")])
+    return table(["Triton", "On", "Result", "Tests of"], rows)
 
 
 def gpu_table() -> str:
