@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from grids import EVERY, name, pairs
+from grids import FULL, name, pairs
 from ssd.ssd_checks import GIVEN, TOKENS, check_stage, parts
 
 from linattn_edu.kernels.delta.state import state
@@ -23,7 +23,7 @@ AXES = {
     "given": GIVEN,
     "dtype": (torch.float16, torch.bfloat16),
 }
-CASES = pairs(**AXES) + ([c[::-1] for c in pairs(**dict(reversed(AXES.items())))] if EVERY else [])
+CASES = pairs(**AXES) + ([c[::-1] for c in pairs(**dict(reversed(AXES.items())))] if FULL else [])
 
 
 @pytest.mark.parametrize("lengths", [(5,), (4, 0, 9, 0), (0, 0, 8, 3), (0,), (12, 4, 1)], ids=str)
