@@ -32,7 +32,8 @@ from linattn_edu.kernels.gluon import (
     kda_scan,
     kda_scans,
 )
-from linattn_edu.kernels.gluon.blocks import BV, CHUNK
+from linattn_edu.kernels.gluon.blocks import CHUNK
+from linattn_edu.kernels.gluon.scan_frame import BV
 from linattn_edu.kernels.routes import by_load, limits
 
 HEAD = 128

@@ -192,7 +192,7 @@ def _launch_intra(
     (_, T, H, K), (HV, V) = given[0].shape, given[2].shape[2:]
     kind = kind_of(given[0], HV, V, chunk_size, packing, (*given[:3], *given[5:]))
     gluon = by_kind.intra_chunk_bwd(kind).takes == "gluon"
-    if gluon and gdn_intra_bwd.intra_bwd_gluon(*given, *out, scale):
+    if gluon and gdn_intra_bwd.intra_bwd_gluon(given, out, scale):
         return
     dq, dk, dbeta, dgc = out
     sums = (None, None)
@@ -268,8 +268,8 @@ def _head_group(
     """
     dq, dk, dv, *rest = out
     own = Scans(*given, h0, dht, dv=dv).written(pieces, None)
-    gdn_scans.scan_states_gluon(*own.forth, ahead, pieces)
-    gdn_scans.scan_bwd_gluon(*own.back, scale, behind, pieces)
+    gdn_scans.scan_states_gluon(own.forth, ahead, pieces)
+    gdn_scans.scan_bwd_gluon(own.back, scale, behind, pieces)
     read = *own[:5], own.h, own.v_new, own.do, own.dh, own.Z
-    gdn_intra_bwd.intra_bwd_gluon(*read, dq, dk, *rest, scale)
+    gdn_intra_bwd.intra_bwd_gluon(read, (dq, dk, *rest), scale)
     return own.dh0

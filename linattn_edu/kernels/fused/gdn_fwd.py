@@ -122,25 +122,13 @@ def scan_kernel(
 
 @triton.jit(do_not_specialize=["T", "N"])
 def scan_transposed_kernel(
-    q_ptr,  # [B, T, H, K]
-    k_ptr,  # [B, T, H, K]
-    v_ptr,  # [B, T, HV, V]
-    gc_ptr,  # [B, T, HV] log2
-    P_ptr,  # [B, T, HV, BT]
-    R_ptr,  # [B, T, HV, BT]
-    h0_ptr,  # [N, HV, K, V] or None
-    o_ptr,  # [B, T, HV, V] out
-    ht_ptr,  # [N, HV, K, V] out, or None
-    scale,
-    warmup_ptr,  # [N, HV] or None
-    cu_ptr,  # [N + 1] or None
-    offsets_ptr,  # [N + 1] or None
-    T,
-    N,
+    q_ptr, k_ptr, v_ptr, gc_ptr, P_ptr, R_ptr, h0_ptr, o_ptr, ht_ptr, scale, warmup_ptr, cu_ptr,
+    offsets_ptr, T, N,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    """scan_kernel with S^T [BV, BK] in the place of S, and the same sums in the same order.
+    """scan_kernel, whose arguments it has, with S^T [BV, BK] in the place of S and the same sums in
+    the same order.
 
     What a product makes is the first operand of the next and stays in registers: the shared memory
     of two programs fits a multiprocessor, and one works while the other waits.
@@ -196,10 +184,7 @@ def scan_transposed_kernel(
 
 @triton.jit(do_not_specialize=["T"])
 def scan_map_kernel(
-    k_ptr,  # [B, T, H, K]
-    v_ptr,  # [B, T, HV, V]
-    gc_ptr,  # [B, T, HV] log2
-    R_ptr,  # [B, T, HV, BT]
+    k_ptr, v_ptr, gc_ptr, R_ptr,  # as of scan_kernel
     h0_ptr,  # [NP, HV, K, V] or None
     beta_ptr,  # [B, T, HV], where R is without it; or None
     map_ptr,  # [NP, HV, K, W] out: S_ext, and M where W is V + K
@@ -316,8 +301,8 @@ def scan(
     )  # fmt: skip
     o = torch.empty_like(v)
     last = q.new_empty(pieces.N, HV, K, V, dtype=torch.float32) if output_final_state else None
-    given = q, k, v, gc, P, R, initial_state, o, last, scale
-    if in_gluon and gdn_scan.scan_gluon(*given, *warmup, pieces):
+    given = q, k, v, gc, P, R, initial_state, o, last
+    if in_gluon and gdn_scan.scan_gluon(given, scale, *warmup, pieces):
         return o, pieces.last(last)
     for i, skipped in enumerate(warmup):
         heads = (pieces.batch if i else pieces.N) * HV
@@ -326,8 +311,8 @@ def scan(
         full = by_load.transposed(load, programs, config["BK"], config["BV"]).takes == "transposed"
         kernel = scan_transposed_kernel if full else scan_kernel
         kernel[(programs,)](
-            q, k, v, gc, P, R, initial_state, o, last, scale, skipped, pieces.cu_seqlens,
-            pieces.chunk_offsets, pieces.T, pieces.N, H, HV, K, V, BT=C,
+            *given, scale, skipped, pieces.cu_seqlens, pieces.chunk_offsets, pieces.T, pieces.N, H,
+            HV, K, V, BT=C,
             **(config | TRANSPOSED if full else config),
         )  # fmt: skip
     return o, pieces.last(last)

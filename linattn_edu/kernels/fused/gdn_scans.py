@@ -37,26 +37,15 @@ except Exception as error:  # a Triton whose Gluon has other names
 
 @triton.jit(do_not_specialize=["T", "N"])
 def scan_states_kernel(
-    k_ptr,  # [B, T, H, K]
-    v_ptr,  # [B, T, HV, V]
-    beta_ptr,  # [B, T, HV]
-    gc_ptr,  # [B, T, HV] log2
-    AG_ptr,  # [B, T, HV, BT]
-    h0_ptr,  # [N, HV, K, V] or None
-    h_ptr,  # [B, NT, HV, K, V] out: state entering each chunk
-    v_new_ptr,  # [B, T, HV, V] out
-    warmup_ptr,  # [N, HV] or None
-    cu_ptr,  # [N + 1] or None
-    offsets_ptr,  # [N + 1] or None
-    T,
-    N,
+    k_ptr, v_ptr, beta_ptr, gc_ptr, AG_ptr, h0_ptr, h_ptr, v_new_ptr, warmup_ptr, cu_ptr,
+    offsets_ptr, T, N,
     STEP: tl.constexpr,  # one of so many programs of the grid, the last of them
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
     """One program: S[:, v-tile] of one head, through all chunks.  Grid (N * HV * V / BV).
 
-    Reference: linattn_edu.reference.fused.gdn_scans.scan_states.
+    Arguments of scans_kernel.  Reference: linattn_edu.reference.fused.gdn_scans.scan_states.
     """
     i_v, i_nh, i_h, first, n_seq, i_c = columns_of(
         tl.program_id(0) // STEP, cu_ptr, offsets_ptr, T, HV, V, BT, BV
@@ -148,31 +137,15 @@ def scan_bwd_step(
 
 @triton.jit(do_not_specialize=["T", "N"])
 def scan_bwd_kernel(
-    q_ptr,  # [B, T, H, K]
-    k_ptr,  # [B, T, H, K]
-    beta_ptr,  # [B, T, HV]
-    gc_ptr,  # [B, T, HV] log2
-    P_ptr,  # [B, T, HV, BT]
-    AG_ptr,  # [B, T, HV, BT]
-    do_ptr,  # [B, T, HV, V]
-    dht_ptr,  # [N, HV, K, V] or None
-    dh_ptr,  # [B, NT, HV, K, V] out: gradient of the state leaving each chunk
-    Z_ptr,  # [B, T, HV, V] out
-    dv_ptr,  # [B, T, HV, V] out
-    dh0_ptr,  # [N, HV, K, V] out
-    scale,
-    warmup_ptr,  # [N, HV] or None
-    cu_ptr,  # [N + 1] or None
-    offsets_ptr,  # [N + 1] or None
-    T,
-    N,
+    q_ptr, k_ptr, beta_ptr, gc_ptr, P_ptr, AG_ptr, do_ptr, dht_ptr, dh_ptr, Z_ptr, dv_ptr, dh0_ptr,
+    scale, warmup_ptr, cu_ptr, offsets_ptr, T, N,
     STEP: tl.constexpr,  # one of so many programs of the grid, the first of them
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
     """One program: dS[:, v-tile] of one head, back through all chunks.  Grid (N * HV * V / BV).
 
-    Reference: linattn_edu.reference.fused.gdn_scans.scan_bwd.
+    Arguments of scans_kernel.  Reference: linattn_edu.reference.fused.gdn_scans.scan_bwd.
     """
     i_v, i_nh, i_h, first, n_seq, i_c = columns_of(
         (tl.num_programs(0) - 1 - tl.program_id(0)) // STEP, cu_ptr, offsets_ptr, T, HV, V, BT, BV
@@ -220,15 +193,15 @@ def scans_kernel(
     do_ptr,  # [B, T, HV, V]
     h0_ptr,  # [N, HV, K, V] or None
     dht_ptr,  # [N, HV, K, V] or None
-    h_ptr,  # [B, NT, HV, K, V] out
+    h_ptr,  # [B, NT, HV, K, V] out: state entering each chunk
     v_new_ptr,  # [B, T, HV, V] out
-    dh_ptr,  # [B, NT, HV, K, V] out
+    dh_ptr,  # [B, NT, HV, K, V] out: gradient of the state leaving each chunk
     Z_ptr,  # [B, T, HV, V] out
     dv_ptr,  # [B, T, HV, V] out
     dh0_ptr,  # [N, HV, K, V] out
     scale,
-    forth_ptr,  # [N, HV] or None
-    back_ptr,  # [N, HV] or None
+    forth_ptr,  # [N, HV] or None: warmup_ptr of the states
+    back_ptr,  # [N, HV] or None: of their gradients
     cu_ptr,  # [N + 1] or None
     offsets_ptr,  # [N + 1] or None
     T,
@@ -254,13 +227,7 @@ def scans_kernel(
 
 @triton.jit(do_not_specialize=["T"])
 def scan_map_bwd_kernel(
-    q_ptr,  # [B, T, H, K]
-    k_ptr,  # [B, T, H, K]
-    beta_ptr,  # [B, T, HV]
-    gc_ptr,  # [B, T, HV] log2
-    P_ptr,  # [B, T, HV, BT]
-    AG_ptr,  # [B, T, HV, BT]
-    do_ptr,  # [B, T, HV, V]
+    q_ptr, k_ptr, beta_ptr, gc_ptr, P_ptr, AG_ptr, do_ptr,  # as of scans_kernel
     dht_ptr,  # [NP, HV, K, V] or None
     map_ptr,  # [NP, HV, K, W] out: dS_ext, and dM where W is V + K
     scale,
@@ -388,7 +355,7 @@ def scan_states(
 
 def _launch_forth(x: Scans, gluon: bool, pieces: Pieces, warmup: Tensor | None, wide: bool) -> None:
     """Launch the kernel, in plain Triton with the tiles that suit pieces, or whole sequences."""
-    if gluon and gdn_scans.scan_states_gluon(*x.forth, warmup, pieces):
+    if gluon and gdn_scans.scan_states_gluon(x.forth, warmup, pieces):
         return
     H, HV, K, V = x.sizes
     _, config = scan_launch(SCAN_CONFIGS, x.k, (pieces.N if wide else pieces.batch) * HV, V)
@@ -425,7 +392,7 @@ def _launch_back(
     x: Scans, gluon: bool, pieces: Pieces, warmup: Tensor | None, scale: float
 ) -> None:
     """Launch scan_bwd_kernel, or that in Gluon."""
-    if gluon and gdn_scans.scan_bwd_gluon(*x.back, scale, warmup, pieces):
+    if gluon and gdn_scans.scan_bwd_gluon(x.back, scale, warmup, pieces):
         return
     H, HV, K, V = x.sizes
     grid, config = scan_launch(SCAN, x.q, pieces.N * HV, V)
@@ -461,7 +428,7 @@ def scans(
     (programs,), config = scan_launch(SCAN, q, pieces.N * HV, V)
     one = by_load.together(asked, programs).takes
     both = gluon and one and ahead[0] is None
-    if both and gdn_scans.scans_gluon(*x, scale, *ahead, *behind, pieces):
+    if both and gdn_scans.scans_gluon(x, scale, *ahead, *behind, pieces):
         ahead.pop()
     elif gluon or not one or len(ahead) > 1:
         _launch_forth(x, gluon, pieces, ahead.pop(0), True)

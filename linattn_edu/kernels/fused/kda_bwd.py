@@ -213,10 +213,10 @@ def kda_fused_intra_bwd(
     tensors = q, k, v, beta, gc, h, v_new, do, dh, Z
     kind = kind_of(q, HV, V, chunk_size, packing, (q, k, v, gc, h, v_new, do, dh, Z))
     gluon = by_kind.kda_fused_intra_bwd(kind).takes == "gluon"
-    given = *tensors, dgl, dq, dk, dbeta, dgc, near, scale
-    if not (gluon and kda_intra_bwd_gluon.kda_intra_bwd_gluon(*given)):
+    out = dgl, dq, dk, dbeta, dgc
+    if not (gluon and kda_intra_bwd_gluon.kda_intra_bwd_gluon(tensors, out, near, scale)):
         kda_fused_intra_bwd_kernel[(NT * HV,)](
-            *tensors, dP, dL, dgl, dq, dk, dbeta, dgc, near, scale, *chunks, T, H, HV, K, V,
+            *tensors, dP, dL, *out, near, scale, *chunks, T, H, HV, K, V,
             BT=chunk_size, BV=block(V), BN=max(block(K), GROUP.value), PW=width, **INTRA_OPTIONS,
         )  # fmt: skip
     kda_intra_bwd_kernel[(NT * HV * (chunk_size // 16),)](

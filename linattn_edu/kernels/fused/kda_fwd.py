@@ -125,26 +125,13 @@ def kda_fused_scan_kernel(
 
 @triton.jit(do_not_specialize=["T"])
 def kda_fused_scan_transposed_kernel(
-    qg_ptr,  # [B, T, HV, K]
-    kg_ptr,  # [B, T, HV, K]
-    kd_ptr,  # [B, T, HV, K]
-    v_ptr,  # [B, T, HV, V]
-    beta_ptr,  # [B, T, HV]
-    gc_ptr,  # [B, T, HV, K] log2
-    P_ptr,  # [B, T, HV, BT]
-    A_ptr,  # [B, T, HV, BT]
-    h0_ptr,  # [N, HV, K, V] or None
-    o_ptr,  # [B, T, HV, V] out
-    ht_ptr,  # [N, HV, K, V] out, or None
-    scale,
-    cu_ptr,  # [N + 1] or None
-    offsets_ptr,  # [N + 1] or None
-    T,
+    qg_ptr, kg_ptr, kd_ptr, v_ptr, beta_ptr, gc_ptr, P_ptr, A_ptr, h0_ptr, o_ptr, ht_ptr, scale,
+    cu_ptr, offsets_ptr, T,
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    """kda_fused_scan_kernel with S^T [BV, BK] in the place of S, the same sums in the same order;
-    why, says gdn_fwd.scan_transposed_kernel.
+    """kda_fused_scan_kernel, whose arguments it has, with S^T [BV, BK] in the place of S: the same
+    sums in the same order; why, says gdn_fwd.scan_transposed_kernel.
 
     Grid (N * HV * V / BV).  Reference: linattn_edu.reference.fused.kda_fwd.kda_fused_scan.
     """
@@ -194,12 +181,7 @@ def kda_fused_scan_transposed_kernel(
 
 @triton.jit(do_not_specialize=["T"])
 def kda_fused_scan_map_kernel(
-    kg_ptr,  # [B, T, HV, K]
-    kd_ptr,  # [B, T, HV, K]
-    v_ptr,  # [B, T, HV, V]
-    beta_ptr,  # [B, T, HV]
-    gc_ptr,  # [B, T, HV, K] log2
-    A_ptr,  # [B, T, HV, BT]
+    kg_ptr, kd_ptr, v_ptr, beta_ptr, gc_ptr, A_ptr,  # as of kda_fused_scan_kernel
     h0_ptr,  # [NP, HV, K, V] or None
     map_ptr,  # [NP, HV, K, W] out: S_ext, and M where W is V + K
     rows_ptr,  # [NP] or None
@@ -298,17 +280,17 @@ def kda_fused_scan(
     initial_state = pieces.entering(cp_merge, kda_fused_scan_map, given, initial_state)
     o = torch.empty_like(v)
     last = gc.new_empty(pieces.N, HV, K, V) if output_final_state else None
+    given = qg, kg, kd, v, beta, gc, P, A, initial_state, o, last
     load = load_of(kind_of(kg, HV, V, C, packing, (kg, v, P, A)), kg, packing)
-    if by_load.kda_scan(load).takes == "gluon":
-        given = qg, kg, kd, v, beta, gc, P, A, initial_state, o, last, scale
-        if kda_scan.kda_scan_gluon(*given, pieces):
-            return o, pieces.last(last)
+    gluon = by_load.kda_scan(load).takes == "gluon"
+    if gluon and kda_scan.kda_scan_gluon(given, scale, pieces):
+        return o, pieces.last(last)
     grid, config = scan_launch(CONFIGS, kg, pieces.N * HV, V)
     full = by_load.transposed(load, *grid, config["BK"], config["BV"]).takes == "transposed"
     kernel = kda_fused_scan_transposed_kernel if full else kda_fused_scan_kernel
     kernel[grid](
-        qg, kg, kd, v, beta, gc, P, A, initial_state, o, last, scale, pieces.cu_seqlens,
-        pieces.chunk_offsets, pieces.T, HV, K, V, BT=C, **(config | TRANSPOSED if full else config),
+        *given, scale, pieces.cu_seqlens, pieces.chunk_offsets, pieces.T, HV, K, V, BT=C,
+        **(config | TRANSPOSED if full else config),
     )  # fmt: skip
     return o, pieces.last(last)
 

@@ -85,17 +85,7 @@ def kda_gates_kernel(
 
 @triton.jit(do_not_specialize=["T"])
 def kda_scan_states(
-    kg_ptr,  # [B, T, HV, K]
-    kd_ptr,  # [B, T, HV, K]
-    v_ptr,  # [B, T, HV, V]
-    beta_ptr,  # [B, T, HV]
-    gc_ptr,  # [B, T, HV, K] log2
-    A_ptr,  # [B, T, HV, BT]
-    h0_ptr,  # [N, HV, K, V] or None
-    h_ptr,  # [B, NT, HV, K, V] out: state entering each chunk
-    v_new_ptr,  # [B, T, HV, V] out
-    cu_ptr,  # [N + 1] or None
-    offsets_ptr,  # [N + 1] or None
+    kg_ptr, kd_ptr, v_ptr, beta_ptr, gc_ptr, A_ptr, h0_ptr, h_ptr, v_new_ptr, cu_ptr, offsets_ptr,
     T,
     STEP: tl.constexpr,  # one of so many programs of the grid, the last of them
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
@@ -103,6 +93,7 @@ def kda_scan_states(
 ):  # fmt: skip
     """One program: S[:, v-tile] of one head, through all chunks.  Grid (N * HV * V / BV).
 
+    Arguments of kda_fused_scans_kernel.
     Reference: linattn_edu.reference.fused.kda_scans.kda_fused_scans.
     """
     i_v, i_nh, i_h, first, n_seq, i_c = columns_of(
@@ -195,29 +186,15 @@ def kda_scan_bwd_step(
 
 @triton.jit(do_not_specialize=["T"])
 def kda_scan_bwd(
-    qg_ptr,  # [B, T, HV, K]
-    kg_ptr,  # [B, T, HV, K]
-    kd_ptr,  # [B, T, HV, K]
-    beta_ptr,  # [B, T, HV]
-    gc_ptr,  # [B, T, HV, K] log2
-    P_ptr,  # [B, T, HV, BT]
-    A_ptr,  # [B, T, HV, BT]
-    do_ptr,  # [B, T, HV, V]
-    dht_ptr,  # [N, HV, K, V] or None
-    dh_ptr,  # [B, NT, HV, K, V] out: gradient of the state leaving each chunk
-    Z_ptr,  # [B, T, HV, V] out
-    dv_ptr,  # [B, T, HV, V] out
-    dh0_ptr,  # [N, HV, K, V] out
-    scale,
-    cu_ptr,  # [N + 1] or None
-    offsets_ptr,  # [N + 1] or None
-    T,
+    qg_ptr, kg_ptr, kd_ptr, beta_ptr, gc_ptr, P_ptr, A_ptr, do_ptr, dht_ptr, dh_ptr, Z_ptr, dv_ptr,
+    dh0_ptr, scale, cu_ptr, offsets_ptr, T,
     STEP: tl.constexpr,  # one of so many programs of the grid, the first of them
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
     """One program: dS[:, v-tile] of one head, back through all chunks.  Grid (N * HV * V / BV).
 
+    Arguments of kda_fused_scans_kernel.
     Reference: linattn_edu.reference.fused.kda_scans.kda_fused_scans.
     """
     i_v, i_nh, i_h, first, n_seq, i_c = columns_of(
@@ -261,9 +238,9 @@ def kda_fused_scans_kernel(
     do_ptr,  # [B, T, HV, V]
     h0_ptr,  # [N, HV, K, V] or None
     dht_ptr,  # [N, HV, K, V] or None
-    h_ptr,  # [B, NT, HV, K, V] out
+    h_ptr,  # [B, NT, HV, K, V] out: state entering each chunk
     v_new_ptr,  # [B, T, HV, V] out
-    dh_ptr,  # [B, NT, HV, K, V] out
+    dh_ptr,  # [B, NT, HV, K, V] out: gradient of the state leaving each chunk
     Z_ptr,  # [B, T, HV, V] out
     dv_ptr,  # [B, T, HV, V] out
     dh0_ptr,  # [N, HV, K, V] out
@@ -292,14 +269,7 @@ def kda_fused_scans_kernel(
 
 @triton.jit(do_not_specialize=["T"])
 def kda_fused_scan_map_bwd_kernel(
-    qg_ptr,  # [B, T, HV, K]
-    kg_ptr,  # [B, T, HV, K]
-    kd_ptr,  # [B, T, HV, K]
-    beta_ptr,  # [B, T, HV]
-    gc_ptr,  # [B, T, HV, K] log2
-    P_ptr,  # [B, T, HV, BT]
-    A_ptr,  # [B, T, HV, BT]
-    do_ptr,  # [B, T, HV, V]
+    qg_ptr, kg_ptr, kd_ptr, beta_ptr, gc_ptr, P_ptr, A_ptr, do_ptr,  # as of kda_fused_scans_kernel
     dht_ptr,  # [NP, HV, K, V] or None
     map_ptr,  # [NP, HV, K, W] out: dS_ext, and dM where W is V + K
     scale,
@@ -393,14 +363,14 @@ def kda_fused_scans(
     kind = kind_of(kg, HV, V, C, packing, (kg, v, P, A, do))
     gluon = by_kind.kda_fused_scans(kind).takes == "gluon"
     given = kg, kd, v, beta, gc, A, initial_state, h, v_new
-    behind = qg, kg, kd, beta, gc, P, A, do, dht, dh, Z, dv, dh0, scale
+    behind = qg, kg, kd, beta, gc, P, A, do, dht, dh, Z, dv, dh0
     all_of = qg, kg, kd, v, beta, gc, P, A, do, initial_state, dht, h, v_new, dh, Z, dv, dh0
     done = False
     if gluon and by_load.together(load_of(kind, kg, packing), programs).takes:
-        done = kda_scans.kda_scans_gluon(*all_of, scale, pieces)
+        done = kda_scans.kda_scans_gluon(all_of, scale, pieces)
     elif gluon:
-        done = kda_scans.kda_scan_states_gluon(*given, pieces)
-        done = done and kda_scans.kda_scan_bwd_gluon(*behind, pieces)
+        done = kda_scans.kda_scan_states_gluon(given, pieces)
+        done = done and kda_scans.kda_scan_bwd_gluon(behind, scale, pieces)
     if not done:
         kda_fused_scans_kernel[(2 * programs,)](
             *all_of, scale, pieces.cu_seqlens, pieces.chunk_offsets, pieces.T, HV, K, V, BT=C,

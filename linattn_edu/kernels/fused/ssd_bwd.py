@@ -161,21 +161,13 @@ def ssd_bwd_dx_kernel(
 
 @triton.jit(do_not_specialize=["T", "tokens"])
 def ssd_bwd_da_kernel(
-    C_ptr,  # [B, T, G, N]
-    B_ptr,  # [B, T, G, N]
-    x_ptr,  # [B, T, H, P]
-    gs_ptr,  # [H, B, T] log2
-    gc_ptr,  # [H, B, T] log2
+    C_ptr, B_ptr, x_ptr, gs_ptr, gc_ptr,
     h_ptr,  # [B, NT, H, N, P]
-    dy_ptr,  # [B, T, H, P]
-    seq_ptr,  # [B, T] or None
+    dy_ptr, seq_ptr,
     sums_ptr,  # [2, H, B, T] out: dgc by what a token reads in its tile; x . dY
     dS_ptr,  # [SPLITS, B, T, G, BC] out: rows of dscores, on the diagonal
-    cu_ptr,  # [NS + 1] or None
-    chunks_ptr,  # [NT, 2] or None
-    T,
-    tokens,  # B * T
-    WHOLE: tl.constexpr,  # every chunk has as many tokens as it may
+    cu_ptr, chunks_ptr, T, tokens,
+    WHOLE: tl.constexpr,
     G: tl.constexpr, H: tl.constexpr, N: tl.constexpr, P: tl.constexpr,
     BC: tl.constexpr, SPLITS: tl.constexpr,
     BT: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr,
@@ -183,6 +175,7 @@ def ssd_bwd_da_kernel(
     """One program: what a tile of BT tokens reads, by its decay, and by the scores of some heads.
 
     Grid (NT * G * SPLITS * BC / BT).
+    Arguments without a shape as of ssd_bwd_dx_kernel.
     Reference: linattn_edu.reference.fused.ssd_bwd.
     """
     start, i_g, i_split, i_h, n_heads, i_c, first, n_t = tile_of(
@@ -239,26 +232,18 @@ def ssd_bwd_da_kernel(
 
 @triton.jit(do_not_specialize=["T", "tokens"])
 def ssd_bwd_far_kernel(
-    C_ptr,  # [B, T, G, N]
-    B_ptr,  # [B, T, G, N]
-    x_ptr,  # [B, T, H, P]
-    gs_ptr,  # [H, B, T] log2
-    gc_ptr,  # [H, B, T] log2
-    dy_ptr,  # [B, T, H, P]
-    seq_ptr,  # [B, T] or None
+    C_ptr, B_ptr, x_ptr, gs_ptr, gc_ptr, dy_ptr, seq_ptr,
     dgc_ptr,  # [H, B, T] of da, to which is added what the second tile reads of the first
     dS_ptr,  # [SPLITS, B, T, G, 2 * BT] out: rows of dscores, off the diagonal
-    cu_ptr,  # [NS + 1] or None
-    chunks_ptr,  # [NT, 2] or None
-    T,
-    tokens,  # B * T
-    WHOLE: tl.constexpr,  # every chunk has as many tokens as it may
+    cu_ptr, chunks_ptr, T, tokens,
+    WHOLE: tl.constexpr,
     G: tl.constexpr, H: tl.constexpr, N: tl.constexpr, P: tl.constexpr, SPLITS: tl.constexpr,
     BT: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr,
 ):  # fmt: skip
     """One program: what the second tile of a chunk reads of the first, of some heads.
 
     Grid (NT * G * SPLITS).  The decay is one factor a row and one a column.
+    Arguments without a shape as of ssd_bwd_dx_kernel.
     Reference: linattn_edu.reference.fused.ssd_bwd.
     """
     _, i_g, i_split, i_h, n_heads, _, first, n_t = tile_of(
@@ -311,25 +296,19 @@ def ssd_bwd_far_kernel(
 
 @triton.jit(do_not_specialize=["T", "tokens"])
 def ssd_bwd_states_kernel(
-    x_ptr,  # [B, T, H, P]
-    dy_ptr,  # [B, T, H, P]
-    gs_ptr,  # [H, B, T] log2
-    gc_ptr,  # [H, B, T] log2
+    x_ptr, dy_ptr, gs_ptr, gc_ptr,
     h_ptr,  # [B, NT, H, N, P]
-    dh_ptr,  # [B, NT, H, N, P]
-    seq_ptr,  # [B, T] or None
+    dh_ptr, seq_ptr,
     parts_ptr,  # [SPLITS, 2, B, T, G, N] out: of dC and dB
-    cu_ptr,  # [NS + 1] or None
-    chunks_ptr,  # [NT, 2] or None
-    T,
-    tokens,  # B * T
-    WHOLE: tl.constexpr,  # every chunk has as many tokens as it may
+    cu_ptr, chunks_ptr, T, tokens,
+    WHOLE: tl.constexpr,
     G: tl.constexpr, H: tl.constexpr, N: tl.constexpr, P: tl.constexpr, SPLITS: tl.constexpr,
     BT: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr,
 ):  # fmt: skip
     """One program: what some heads of a group give to dC, or to dB, through the states.
 
     Grid (NT * G * SPLITS * 2).  Reference: linattn_edu.reference.fused.ssd_bwd.
+    Arguments without a shape as of ssd_bwd_dx_kernel.
     """
     to_B = tl.program_id(0) % 2
     _, i_g, i_split, i_h, n_heads, i_c, first, n_t = tile_of(
@@ -368,22 +347,19 @@ def ssd_bwd_states_kernel(
 
 @triton.jit(do_not_specialize=["T", "tokens"])
 def ssd_bwd_sum_kernel(
-    C_ptr,  # [B, T, G, N]
-    B_ptr,  # [B, T, G, N]
+    C_ptr, B_ptr,
     parts_ptr,  # [SPLITS, 2, B, T, G, N]
     dS_ptr,  # [SPLITS, B, T, G, BT]
     dB_ptr,  # [B, T, G, N] out
     dC_ptr,  # [B, T, G, N] out
-    cu_ptr,  # [NS + 1] or None
-    chunks_ptr,  # [NT, 2] or None
-    T,
-    tokens,  # B * T
-    WHOLE: tl.constexpr,  # every chunk has as many tokens as it may
+    cu_ptr, chunks_ptr, T, tokens,
+    WHOLE: tl.constexpr,
     G: tl.constexpr, N: tl.constexpr, SPLITS: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """One program: dC or dB of one chunk of one group, from its parts.  Grid (NT * G * 2).
 
     Reference: linattn_edu.reference.fused.ssd_bwd.
+    Arguments without a shape as of ssd_bwd_dx_kernel.
     """
     i_gb, _, first, n_t = chunk_of(tl.program_id(0), cu_ptr, chunks_ptr, T, G * 2, BT)
     if WHOLE:

@@ -18,13 +18,16 @@ from linattn_edu.kernels.gluon.blocks import (
     async_load,
     async_read,
     async_store,
+    bar,
     barrier,
     descriptor,
     gates_of_item,
     half,
     item_at,
+    numbers,
     record,
     reinterpret,
+    ring,
 )
 from linattn_edu.kernels.gluon.gdn_solve import (
     inverse,
@@ -78,7 +81,6 @@ def intra_chunk_gluon_kernel(
     dtype: gl.constexpr = k_ptr.dtype.element_ty
     keys: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BT, K], dtype)
     tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BT, BT], dtype)
-    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     i_h, _, first, n_t = chunk_of(gl.program_id(0), cu_ptr, chunks_ptr, T, HV, BT)
     i = first * HV + i_h
     i_k = (first * H + i_h // (HV // H)) * K
@@ -90,11 +92,8 @@ def intra_chunk_gluon_kernel(
     o_t = gl.arange(0, BT, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
     b_gc = gl.load(gc_ptr + i + gl.minimum(o_t, n_t - 1) * HV)
     b_beta = gl.load(beta_ptr + i + o_t * HV, mask=o_t < n_t, other=0.0)
-    gc_s = gl.allocate_shared_memory(gl.float32, [BT], flat)
-    beta_s = gl.allocate_shared_memory(gl.float32, [BT], flat)
-    n_s = gl.allocate_shared_memory(gl.float32, [BT], flat)
-    w_s = gl.allocate_shared_memory(gl.float32, [BT], flat)
-    u_s = gl.allocate_shared_memory(gl.float32, [BT], flat)
+    gc_s, beta_s = numbers([BT]), numbers([BT])
+    n_s, w_s, u_s = numbers([BT]), numbers([BT]), numbers([BT])
     cube: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
     D_s = gl.allocate_shared_memory(gl.float32, [4, 16, 16], cube)
     L_s = gl.allocate_shared_memory(gl.float16, [BT, BT], tile)
@@ -226,27 +225,16 @@ def intra_chunk_ring_gluon_kernel(
         full        the copies of q and k, once a chunk and q/k head -> computing warps
         gates_full  loading warp, once an item -> computing warps
     """
-    dtype: gl.constexpr = k_desc.dtype
     G: gl.constexpr = HV // H
     N = gl.cdiv(NT * H - gl.program_id(0), gl.num_programs(0)) * G
-    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     cube: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
-    bar: gl.constexpr = mbarrier.MBarrierLayout()
-    qs = gl.allocate_shared_memory(dtype, [1, BT, K], q_desc.layout)
-    ks = gl.allocate_shared_memory(dtype, [1, BT, K], k_desc.layout)
-    Ps = gl.allocate_shared_memory(dtype, [1, BT, BT], P_desc.layout)
-    inner = gl.allocate_shared_memory(gl.float16, [3, BT, BT], P_desc.layout)
-    D_s = gl.allocate_shared_memory(gl.float32, [4, 16, 16], cube)
-    gates = gl.allocate_shared_memory(gl.float32, [4, BT], flat)
-    norms = gl.allocate_shared_memory(gl.float32, [3, BT], flat)
-    full = gl.allocate_shared_memory(gl.int64, [1], bar)
-    gates_full = gl.allocate_shared_memory(gl.int64, [1], bar)
-    empty = gl.allocate_shared_memory(gl.int64, [1], bar)
-    mbarrier.init(full, count=1)
-    mbarrier.init(gates_full, count=1)
-    mbarrier.init(empty, count=1)
+    m = Memory(
+        ring(q_desc, 1), ring(k_desc, 1), ring(P_desc, 1),
+        gl.allocate_shared_memory(gl.float16, [3, BT, BT], P_desc.layout),
+        gl.allocate_shared_memory(gl.float32, [4, 16, 16], cube), numbers([4, BT]),
+        numbers([3, BT]), bar(1), bar(1), bar(1),
+    )  # fmt: skip
     fence_async_shared()
-    m = Memory(qs, ks, Ps, inner, D_s, gates, norms, full, gates_full, empty)
     gl.warp_specialize([
         (compute_items, (P_desc, R_desc, A_desc, m, N, H, G, BT, GATED)),
         (load_items, (q_desc, k_desc, gc_ptr, beta_ptr, m, N, H, G, K, BT)),

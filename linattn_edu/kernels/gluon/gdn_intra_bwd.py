@@ -21,15 +21,19 @@ from linattn_edu.kernels.gluon.blocks import (
     CHUNK,
     async_load,
     async_store,
+    bar,
+    bar_pairs,
     barrier,
     descriptor,
     gates_of_item,
     half,
     item_at,
+    numbers,
     own_dot,
     own_sums,
     product,
     record,
+    ring,
 )
 from linattn_edu.kernels.gluon.support import attempt
 from linattn_edu.kernels.tiles import device_of
@@ -63,8 +67,8 @@ class Memory:
     dos: object  # two
     dhs: object
     Zs: object
-    gates: object  # two: gc and beta
     inner: object  # dM, dL, diag(beta) dL
+    gates: object  # two: gc and beta
     own: object  # the diagonal of dM
     parts: object  # three sums of each half
 
@@ -74,11 +78,11 @@ class Bars:
     """The mbarriers. Full: copies have come; two of them where there are two places."""
 
     full_new: object  # two: do and v_new
+    gates_full: object  # two
     full_Z: object  # Z and v
     full_h: object
     full_dh: object
     full_k: object  # q and k
-    gates_full: object  # two
     empty_h: object  # v, h, dh and Z have been read
     empty_k: object  # q and k have been read, dq and dk have left
     ready: object  # dM and dL are there
@@ -373,58 +377,27 @@ def intra_chunk_bwd_gluon_kernel(
         empty_h     both: no product reads h, dh, Z or v any more -> loading warp
         full_k      q and k, once a chunk and q/k head -> both
     """
-    dtype: gl.constexpr = k_desc.dtype
     G: gl.constexpr = HV // H
     N = gl.cdiv(NT * H - gl.program_id(0), gl.num_programs(0)) * G
-    qs = gl.allocate_shared_memory(dtype, [2, BT, BT], q_desc.layout)
-    ks = gl.allocate_shared_memory(dtype, [2, BT, BT], k_desc.layout)
-    vs = gl.allocate_shared_memory(dtype, [1, BT, V], v_desc.layout)
-    hs = gl.allocate_shared_memory(dtype, [1, K, V], h_desc.layout)
-    news = gl.allocate_shared_memory(dtype, [2, BT, V], v_new_desc.layout)
-    dos = gl.allocate_shared_memory(dtype, [2, BT, V], do_desc.layout)
-    dhs = gl.allocate_shared_memory(dtype, [1, K, V], dh_desc.layout)
-    Zs = gl.allocate_shared_memory(dtype, [1, BT, V], Z_desc.layout)
-    inner = gl.allocate_shared_memory(dtype, [3, BT, BT], dq_desc.layout)
-    vector: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    gates = gl.allocate_shared_memory(gl.float32, [4, BT], vector)
-    own = gl.allocate_shared_memory(gl.float32, [BT], vector)
-    parts = gl.allocate_shared_memory(gl.float32, [6, BT], vector)
-    bar: gl.constexpr = mbarrier.MBarrierLayout()
-    full_new = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
-    gates_full = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
-    full_Z = gl.allocate_shared_memory(gl.int64, [1], bar)
-    full_h = gl.allocate_shared_memory(gl.int64, [1], bar)
-    full_dh = gl.allocate_shared_memory(gl.int64, [1], bar)
-    full_k = gl.allocate_shared_memory(gl.int64, [1], bar)
-    empty_h = gl.allocate_shared_memory(gl.int64, [1], bar)
-    empty_k = gl.allocate_shared_memory(gl.int64, [1], bar)
-    ready = gl.allocate_shared_memory(gl.int64, [1], bar)
-    used = gl.allocate_shared_memory(gl.int64, [1], bar)
-    for i in gl.static_range(2):
-        mbarrier.init(full_new.index(i), count=1)
-        mbarrier.init(gates_full.index(i), count=1)
-    mbarrier.init(full_Z, count=1)
-    mbarrier.init(full_h, count=1)
-    mbarrier.init(full_dh, count=1)
-    mbarrier.init(full_k, count=1)
-    mbarrier.init(empty_h, count=2)
-    mbarrier.init(empty_k, count=2)
-    mbarrier.init(ready, count=2)
-    mbarrier.init(used, count=2)
-    fence_async_shared()
-    m = Memory(qs, ks, vs, hs, news, dos, dhs, Zs, gates, inner, own, parts)
-    bars = Bars(
-        full_new, full_Z, full_h, full_dh, full_k, gates_full, empty_h, empty_k, ready, used
+    m = Memory(
+        ring(q_desc, 2), ring(k_desc, 2), ring(v_desc, 1), ring(h_desc, 1), ring(v_new_desc, 2),
+        ring(do_desc, 2), ring(dh_desc, 1), ring(Z_desc, 1), ring(dq_desc, 3), numbers([4, BT]),
+        numbers([BT]), numbers([6, BT]),
     )  # fmt: skip
+    full_new, gates_full = bar_pairs(2, 1, 1)
+    b = Bars(
+        full_new, gates_full, bar(1), bar(1), bar(1), bar(1), bar(2), bar(2), bar(2), bar(2)
+    )  # fmt: skip
+    fence_async_shared()
     size = Size(N, ROW, H, G, K, V, BT)
     out = Out(dq_desc, dk_desc, dbeta_ptr, dgc_ptr, scale)
     source = Source(
         q_desc, k_desc, v_desc, h_desc, v_new_desc, do_desc, dh_desc, Z_desc, gc_ptr, beta_ptr
     )  # fmt: skip
     gl.warp_specialize([
-        (compute_half, (0, out, m, bars, size)),
-        (compute_half, (1, out, m, bars, size)),
-        (load_tiles, (source, m, bars, size)),
+        (compute_half, (0, out, m, b, size)),
+        (compute_half, (1, out, m, b, size)),
+        (load_tiles, (source, m, b, size)),
     ], [4, 1], [240, 24])  # fmt: skip
 
 
@@ -435,25 +408,13 @@ OPTIONS = {"num_warps": 4, "maxnreg": 168}
 
 @attempt
 def intra_bwd_gluon(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    gc: Tensor,
-    h: Tensor,
-    v_new: Tensor,
-    do: Tensor,
-    dh: Tensor,
-    Z: Tensor,
-    dq: Tensor,
-    dk: Tensor,
-    dbeta: Tensor,
-    dgc: Tensor,
-    scale: float,
+    given: tuple[Tensor, ...], out: tuple[Tensor, Tensor, Tensor, Tensor], scale: float
 ) -> None:
-    """Launch intra_chunk_bwd_gluon_kernel; it writes dq, dk, dbeta and dgc. Tensors
-    [B, T, heads, ...] may be views of some heads.
+    """Launch intra_chunk_bwd_gluon_kernel on what intra_chunk_bwd is given; it writes dq, dk, dbeta
+    and dgc. Tensors [B, T, heads, ...] may be views of some heads.
     """
+    q, k, v, beta, gc, h, v_new, do, dh, Z = given
+    dq, dk, dbeta, dgc = out
     (B, T, H, K), (HV, V) = q.shape, v.shape[2:]
     NT = B * T // CHUNK
     keys, values, states = (K // 2,), (V,), (V, K)

@@ -17,23 +17,24 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from linattn_edu.kernels.gluon.blocks import (
-    BV,
     CHUNK,
-    Chunks,
-    Gates,
-    State,
     async_store,
     barrier,
     descriptor,
     half,
-    keys_times_state,
-    load_chunks,
     operand,
-    piece_of_program,
-    places,
     product,
     ring,
+)
+from linattn_edu.kernels.gluon.scan_frame import (
+    BV,
+    chunks_of,
+    gates_of,
+    keys_times_state,
+    load_chunks,
+    piece_of_program,
     rows_of,
+    state_of,
 )
 from linattn_edu.kernels.gluon.support import attempt
 from linattn_edu.kernels.pieces import Pieces
@@ -154,28 +155,26 @@ def scan_gluon_kernel(
         full[i]   the copies, and the loading warp with the gates -> computing warps, which begin
                   the products of the chunk before the last ones of the chunk ahead of it are done
     """
-    i_v, i_h, i_k, i_nh, i_end, first, _, NT, skip = piece_of_program(
-        gl.program_id(0), warmup_ptr, cu_ptr, None, T, N, H, HV, V, BT, BV, False
+    piece = piece_of_program(
+        gl.program_id(0), warmup_ptr, cu_ptr, None, T, N, H, HV, V, BT, BV, 1, False
     )
-    if NT == 0:  # an empty piece, or one that another program goes through
+    if piece.NT == 0:  # an empty piece, or one that another program goes through
         return
-    c_k, c_v, c_t = i_k * K, i_h * V + i_v * BV, i_h * BT
-    gc_ptr += first.to(gl.int64) * HV + i_h
+    c_k, c_v, c_t = piece.i_k * K, piece.i_h * V + piece.i_v * BV, piece.i_h * BT
+    given = gates_of(piece, gc_ptr, None, HV)
     ks, qs, vs = ring(k_desc, STAGES), ring(q_desc, STAGES), ring(v_desc, STAGES)
     Rs, Ps, out = ring(R_desc, STAGES), ring(P_desc, STAGES), ring(o_desc, 1).index(0)
-    rows: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    gates = gl.allocate_shared_memory(gl.float32, [3 * STAGES, BT], rows)
-    full, empty = places(STAGES, 1)
-    fence_async_shared()
-    chunks = Chunks(
-        (k_desc, v_desc, R_desc, q_desc, P_desc), (c_k, c_v, c_t, c_k, c_t),
-        (ks, vs, Rs, qs, Ps), gates, full, empty, first, NT, (2 * K + BV + 2 * BT) * BT * 2, BT,
-        STAGES, False,
+    chunks = chunks_of(
+        piece, (k_desc, v_desc, R_desc, q_desc, P_desc), (c_k, c_v, c_t, c_k, c_t),
+        (ks, vs, Rs, qs, Ps), BT, STAGES, 1, False,
     )  # fmt: skip
-    state = State(h0_ptr, ht_ptr, i_nh, i_end, i_v, 0, K, V, BV)
+    fence_async_shared()
     gl.warp_specialize([
-        (scan_chunks, (chunks, state, o_desc, out, scale, c_v, skip)),
-        (load_chunks, (chunks, Gates(gc_ptr, None, HV))),
+        (scan_chunks, (
+            chunks, state_of(0, piece, h0_ptr, ht_ptr, K, V, BV), o_desc, out, scale, c_v,
+            piece.skip,
+        )),
+        (load_chunks, (chunks, given)),
     ], [1], [24])  # fmt: skip
 
 
@@ -187,27 +186,17 @@ OPTIONS = {"num_warps": 4, "maxnreg": 144}
 
 @attempt
 def scan_gluon(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gc: Tensor,
-    P: Tensor,
-    R: Tensor,
-    initial_state: Tensor | None,
-    o: Tensor,
-    last: Tensor | None,
-    scale: float,
-    warmup: Tensor | None,
-    pieces: Pieces,
+    given: tuple[Tensor | None, ...], scale: float, warmup: Tensor | None, pieces: Pieces
 ) -> None:
-    """Launch scan_gluon_kernel on the pieces; it writes o and last.
+    """Launch scan_gluon_kernel on the pieces; given: the tensors of scan_kernel, whose o and ht it
+    writes.
 
     warmup: as `warm_up` returns it, or None for pieces that are scanned from their own first token.
     """
+    q, k, v, gc, P, R, h0, o, ht = given
     (H, K), (HV, V) = q.shape[2:], v.shape[2:]
-    widths = K, K, BV, CHUNK, CHUNK, BV
-    descriptors = map(descriptor, (q, k, v, P, R, o), widths)
+    descriptors = map(descriptor, (q, k, v, P, R, o), (K, K, BV, CHUNK, CHUNK, BV))
     scan_gluon_kernel[(pieces.N * HV * V // BV,)](
-        *descriptors, gc, initial_state, last, scale, warmup, pieces.cu_seqlens, pieces.T, pieces.N,
-        H, HV, K, V, **TILES, **OPTIONS,
+        *descriptors, gc, h0, ht, scale, warmup, pieces.cu_seqlens, pieces.T, pieces.N, H, HV, K, V,
+        **TILES, **OPTIONS,
     )  # fmt: skip

@@ -8,33 +8,28 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
     warpgroup_mma_wait,
 )
 
 from linattn_edu.kernels.gluon import gdn_scan
 from linattn_edu.kernels.gluon.blocks import (
-    BV,
     CHUNK,
-    Chunks,
-    Gates,
-    Results,
-    State,
     descriptor,
     half,
     hand_over,
-    keys_times_state,
-    load_chunks,
-    load_state,
     operand,
+    product,
+    ring,
+)
+from linattn_edu.kernels.gluon.scan_frame import (
+    BV,
+    gates_of,
+    keys_times_state,
+    load_state,
     piece_args,
     piece_of_program,
-    places,
-    product,
-    results,
-    ring,
-    store_chunks,
+    scan_and_store,
     store_state,
     store_transposed,
 )
@@ -181,140 +176,92 @@ def scan_back(chunks, made, state, scale):
 
 @gluon.jit(do_not_specialize=["T", "N"])
 def scan_states_gluon_kernel(
-    k_desc,  # [B * T, H * K]
-    v_desc,  # [B * T, HV * V]
-    AG_desc,  # [B * T, HV * BT]
-    h_desc,  # [B * NT * HV * K, V] out: state entering each chunk
-    new_desc,  # [B * T, HV * V] out: v_new
-    beta_ptr,  # [B, T, HV]
-    gc_ptr,  # [B, T, HV] log2
-    h0_ptr,  # [N, HV, K, V] or None
-    warmup_ptr,  # [N, HV] or None
-    cu_ptr,  # [N + 1] or None
-    offsets_ptr,  # [N] or None
+    k_desc, v_desc, AG_desc, h_desc, new_desc, beta_ptr, gc_ptr, h0_ptr, warmup_ptr, cu_ptr,
+    offsets_ptr,
     T,
     N,
-    ROW: gl.constexpr,  # numbers between tokens in beta and gc, which may have more heads
-    STEP: gl.constexpr,  # one of so many programs of the grid
+    ROW: gl.constexpr, STEP: gl.constexpr,  # one of so many programs of the grid
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
     BT: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """One program: S[:, v-tile] of one head, through all chunks.  Grid (N * HV * V / BV).
 
+    Arguments of scans_gluon_kernel, and mbarriers of scan_and_store; `others` is v_new.
+
     Reference: linattn_edu.reference.fused.gdn_scans.scan_states.
-
-    mbarriers, of a chunk in place i of the rings::
-
-        empty[i]  computing warps -> loading warp: it may copy the next chunk to this place
-        full[i]   the copies, and the loading warp with the gates -> computing warps, which begin
-                  the products of the chunk before the last ones of the chunk ahead of it are done
-        bars[0]   computing warps -> storing warp: the state has been written to `halves`
-        bars[3]   storing warp -> computing warps: it has left `others`, which may be written
-        bars[2]   computing warps -> storing warp: `others` have been written
-        bars[1]   storing warp -> computing warps: it has left `halves`, which may be written
-
-    In this order in each chunk, for the storing warp; the computing warps wait for bars[3], arrive
-    at bars[2], wait for full of the next chunk and for bars[1], arrive at bars[0] and at empty[i].
     """
-    i_v, i_h, i_k, i_nh, _, first, i_c, NT, skip = piece_of_program(
-        gl.program_id(0) // STEP, warmup_ptr, cu_ptr, offsets_ptr, T, N, H, HV, V, BT, BV, False
+    piece = piece_of_program(
+        gl.program_id(0) // STEP, warmup_ptr, cu_ptr, offsets_ptr, T, N, H, HV, V, BT, BV, 1, False
     )
-    c_v = i_h * V + i_v * BV
-    gc_ptr += first.to(gl.int64) * ROW + i_h
-    beta_ptr += first.to(gl.int64) * ROW + i_h
-    ks, vs, AGs = ring(k_desc, STAGES), ring(v_desc, STAGES), ring(AG_desc, STAGES)
-    h1, h2 = ring(h_desc, 1).index(0), ring(h_desc, 1).index(0)
-    new = ring(new_desc, 1).index(0)
-    rows: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    gates = gl.allocate_shared_memory(gl.float32, [3 * STAGES, BT], rows)
-    full, empty = places(STAGES, 1)
-    out = results()
-    fence_async_shared()
-    chunks = Chunks(
-        (k_desc, v_desc, AG_desc), (i_k * K, c_v, i_h * BT), (ks, vs, AGs), gates, full, empty,
-        first, NT, (K + BV + BT) * BT * 2, BT, STAGES, False,
+    c_k, c_v, c_t = piece.i_k * K, piece.i_h * V + piece.i_v * BV, piece.i_h * BT
+    given = gates_of(piece, gc_ptr, beta_ptr, ROW)
+    rings = ring(k_desc, STAGES), ring(v_desc, STAGES), ring(AG_desc, STAGES)
+    halves = ring(h_desc, 1).index(0), ring(h_desc, 1).index(0)
+    scan_and_store(
+        scan_forth, (), piece, given, (k_desc, v_desc, AG_desc), (c_k, c_v, c_t), rings, h_desc,
+        halves, (new_desc,), h0_ptr, None, HV, K, V, BT, BV, STAGES, 1, False,
     )  # fmt: skip
-    made = Results(
-        h_desc, (new_desc,), (h1, h2), (new,), out, (i_c * HV + i_h) * K, i_v * BV, c_v, skip, HV, K
-    )
-    state = State(h0_ptr, None, i_nh, i_nh, i_v, 0, K, V, BV)
-    gl.warp_specialize([
-        (scan_forth, (chunks, made, state)),
-        (load_chunks, (chunks, Gates(gc_ptr, beta_ptr, ROW))),
-        (store_chunks, (chunks, made)),
-    ], [1, 1], [24, 24])  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["T", "N"])
 def scan_bwd_gluon_kernel(
-    q_desc,  # [B * T, H * K]
-    k_desc,  # [B * T, H * K]
-    P_desc,  # [B * T, HV * BT]
-    AG_desc,  # [B * T, HV * BT]
-    do_desc,  # [B * T, HV * V]
-    dh_desc,  # [B * NT * HV * K, V] out: gradient of the state leaving each chunk
-    Z_desc,  # [B * T, HV * V] out
-    dv_desc,  # [B * T, HV * V] out
-    beta_ptr,  # [B, T, HV]
-    gc_ptr,  # [B, T, HV] log2
-    dht_ptr,  # [N, HV, K, V] or None
-    dh0_ptr,  # [N, HV, K, V] out
-    scale,
-    warmup_ptr,  # [N, HV] or None
-    cu_ptr,  # [N + 1] or None
-    offsets_ptr,  # [N] or None
+    q_desc, k_desc, P_desc, AG_desc, do_desc, dh_desc, Z_desc, dv_desc, beta_ptr, gc_ptr, dht_ptr,
+    dh0_ptr, scale, warmup_ptr, cu_ptr, offsets_ptr,
     T,
     N,
-    ROW: gl.constexpr,  # numbers between tokens in beta and gc, which may have more heads
-    STEP: gl.constexpr,  # one of so many programs of the grid
+    ROW: gl.constexpr, STEP: gl.constexpr,  # one of so many programs of the grid
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
     BT: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """One program: dS[:, v-tile] of one head, back through all chunks.  Grid (N * HV * V / BV).
 
-    Reference: linattn_edu.reference.fused.gdn_scans.scan_bwd.
+    Arguments of scans_gluon_kernel, and mbarriers of scan_and_store; `halves` are of dS, `others`
+    Z and dV.
 
-    mbarriers: as in scan_states_gluon_kernel; `halves` are of dS, `others` Z and dV.
+    Reference: linattn_edu.reference.fused.gdn_scans.scan_bwd.
     """
-    i_v, i_h, i_k, i_nh, i_end, first, i_c, NT, skip = piece_of_program(
-        gl.program_id(0) // STEP, warmup_ptr, cu_ptr, offsets_ptr, T, N, H, HV, V, BT, BV, True
+    piece = piece_of_program(
+        gl.program_id(0) // STEP, warmup_ptr, cu_ptr, offsets_ptr, T, N, H, HV, V, BT, BV, 1, True
     )
-    c_k, c_v, c_t = i_k * K, i_h * V + i_v * BV, i_h * BT
-    gc_ptr += first.to(gl.int64) * ROW + i_h
-    beta_ptr += first.to(gl.int64) * ROW + i_h
+    c_k, c_v, c_t = piece.i_k * K, piece.i_h * V + piece.i_v * BV, piece.i_h * BT
+    given = gates_of(piece, gc_ptr, beta_ptr, ROW)
     ks, qs, dos = ring(k_desc, STAGES), ring(q_desc, STAGES), ring(do_desc, STAGES)
     Ps, AGs = ring(P_desc, STAGES), ring(AG_desc, STAGES)
-    h1, h2 = ring(dh_desc, 1).index(0), ring(dh_desc, 1).index(0)
-    Zs, dvs = ring(Z_desc, 1).index(0), ring(dv_desc, 1).index(0)
-    rows: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    gates = gl.allocate_shared_memory(gl.float32, [3 * STAGES, BT], rows)
-    full, empty = places(STAGES, 1)
-    out = results()
-    fence_async_shared()
-    chunks = Chunks(
-        (k_desc, do_desc, P_desc, q_desc, AG_desc), (c_k, c_v, c_t, c_k, c_t),
-        (ks, dos, Ps, qs, AGs), gates, full, empty, first, NT, (2 * K + BV + 2 * BT) * BT * 2, BT,
-        STAGES, True,
+    halves = ring(dh_desc, 1).index(0), ring(dh_desc, 1).index(0)
+    scan_and_store(
+        scan_back, (scale,), piece, given, (k_desc, do_desc, P_desc, q_desc, AG_desc),
+        (c_k, c_v, c_t, c_k, c_t), (ks, dos, Ps, qs, AGs), dh_desc, halves,
+        (Z_desc, dv_desc), dht_ptr, dh0_ptr, HV, K, V, BT, BV, STAGES, 1, True,
     )  # fmt: skip
-    made = Results(
-        dh_desc, (Z_desc, dv_desc), (h1, h2), (Zs, dvs), out, (i_c * HV + i_h) * K, i_v * BV, c_v,
-        skip, HV, K,
-    )  # fmt: skip
-    state = State(dht_ptr, dh0_ptr, i_nh, i_end, i_v, 0, K, V, BV)
-    gl.warp_specialize([
-        (scan_back, (chunks, made, state, scale)),
-        (load_chunks, (chunks, Gates(gc_ptr, beta_ptr, ROW))),
-        (store_chunks, (chunks, made)),
-    ], [1, 1], [24, 24])  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["T", "N"])
 def scans_gluon_kernel(
-    q_desc, k_desc, v_desc, P_desc, AG_desc, do_desc, h_desc, new_desc, dh_desc, Z_desc, dv_desc,
-    beta_ptr, gc_ptr, h0_ptr, dht_ptr, dh0_ptr, scale, forth_ptr, back_ptr, cu_ptr, offsets_ptr,
+    q_desc,  # [B * T, H * K]
+    k_desc,  # [B * T, H * K]
+    v_desc,  # [B * T, HV * V]
+    P_desc,  # [B * T, HV * BT]
+    AG_desc,  # [B * T, HV * BT]
+    do_desc,  # [B * T, HV * V]
+    h_desc,  # [B * NT * HV * K, V] out: state entering each chunk
+    new_desc,  # [B * T, HV * V] out: v_new
+    dh_desc,  # [B * NT * HV * K, V] out: gradient of the state leaving each chunk
+    Z_desc,  # [B * T, HV * V] out
+    dv_desc,  # [B * T, HV * V] out
+    beta_ptr,  # [B, T, HV]
+    gc_ptr,  # [B, T, HV] log2
+    h0_ptr,  # [N, HV, K, V] or None
+    dht_ptr,  # [N, HV, K, V] or None
+    dh0_ptr,  # [N, HV, K, V] out
+    scale,
+    forth_ptr,  # [N, HV] or None: warmup_ptr of the states
+    back_ptr,  # [N, HV] or None: of their gradients
+    cu_ptr,  # [N + 1] or None
+    offsets_ptr,  # [N] or None
     T,
     N,
-    ROW: gl.constexpr, H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
+    ROW: gl.constexpr,  # numbers between tokens in beta and gc, which may have more heads
+    H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
     BT: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr, STAGES_BACK: gl.constexpr,
 ):  # fmt: skip
     """The programs of both kernels, of which it has all arguments.
@@ -342,84 +289,50 @@ TILES_BOTH = TILES | {"STAGES_BACK": 3}
 
 @attempt
 def scan_states_gluon(
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    gc: Tensor,
-    AG: Tensor,
-    h0: Tensor | None,
-    h: Tensor,
-    v_new: Tensor,
-    warmup: Tensor | None,
-    pieces: Pieces,
+    given: tuple[Tensor | None, ...], warmup: Tensor | None, pieces: Pieces
 ) -> None:
-    """Launch scan_states_gluon_kernel on the pieces; it writes h and v_new."""
+    """Launch scan_states_gluon_kernel on the pieces; given: Scans.forth, whose h and v_new it
+    writes.
+    """
+    k, v, beta, gc, AG, h0, h, v_new = given
     (H, K), (HV, V) = k.shape[2:], v.shape[2:]
-    chunks = map(descriptor, (k, v, AG), (K, BV, CHUNK))
+    descriptors = map(descriptor, (k, v, AG, h, v_new), (K, BV, CHUNK, BV, BV))
     scan_states_gluon_kernel[(pieces.N * HV * V // BV,)](
-        *chunks, descriptor(h, BV), descriptor(v_new, BV), beta, gc, h0, warmup,
-        *piece_args(pieces), gc.stride(1), 1, H, HV, K, V, **TILES, **gdn_scan.OPTIONS,
+        *descriptors, beta, gc, h0, warmup, *piece_args(pieces), gc.stride(1), 1, H, HV, K, V,
+        **TILES, **gdn_scan.OPTIONS,
     )  # fmt: skip
 
 
 @attempt
 def scan_bwd_gluon(
-    q: Tensor,
-    k: Tensor,
-    beta: Tensor,
-    gc: Tensor,
-    P: Tensor,
-    AG: Tensor,
-    do: Tensor,
-    dht: Tensor | None,
-    dh: Tensor,
-    Z: Tensor,
-    dv: Tensor,
-    dh0: Tensor,
-    scale: float,
-    warmup: Tensor | None,
-    pieces: Pieces,
+    given: tuple[Tensor | None, ...], scale: float, warmup: Tensor | None, pieces: Pieces
 ) -> None:
-    """Launch scan_bwd_gluon_kernel on the pieces; it writes dh, Z, dv and dh0."""
+    """Launch scan_bwd_gluon_kernel on the pieces; given: Scans.back, whose dh, Z, dv and dh0 it
+    writes.
+    """
+    q, k, beta, gc, P, AG, do, dht, dh, Z, dv, dh0 = given
     (H, K), (HV, V) = q.shape[2:], do.shape[2:]
-    chunks = map(descriptor, (q, k, P, AG, do), (K, K, CHUNK, CHUNK, BV))
-    outs = map(descriptor, (Z, dv), (BV, BV))
+    widths = K, K, CHUNK, CHUNK, BV, BV, BV, BV
+    descriptors = map(descriptor, (q, k, P, AG, do, dh, Z, dv), widths)
     scan_bwd_gluon_kernel[(pieces.N * HV * V // BV,)](
-        *chunks, descriptor(dh, BV), *outs, beta, gc, dht, dh0, scale, warmup,
-        *piece_args(pieces), gc.stride(1), 1, H, HV, K, V, **TILES_BACK, **gdn_scan.OPTIONS,
+        *descriptors, beta, gc, dht, dh0, scale, warmup, *piece_args(pieces), gc.stride(1), 1, H,
+        HV, K, V, **TILES_BACK, **gdn_scan.OPTIONS,
     )  # fmt: skip
 
 
 @attempt
 def scans_gluon(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    gc: Tensor,
-    P: Tensor,
-    AG: Tensor,
-    do: Tensor,
-    h0: Tensor | None,
-    dht: Tensor | None,
-    h: Tensor,
-    v_new: Tensor,
-    dh: Tensor,
-    Z: Tensor,
-    dv: Tensor,
-    dh0: Tensor,
-    scale: float,
-    forth: Tensor | None,
-    back: Tensor | None,
+    given: tuple[Tensor | None, ...], scale: float, forth: Tensor | None, back: Tensor | None,
     pieces: Pieces,
-) -> None:
-    """Launch scans_gluon_kernel on the pieces; it writes what the two others write."""
+) -> None:  # fmt: skip
+    """Launch scans_gluon_kernel on the pieces; given: Scans, of which it writes what the two others
+    write.
+    """
+    q, k, v, beta, gc, P, AG, do, h0, dht, h, v_new, dh, Z, dv, dh0 = given
     (H, K), (HV, V) = q.shape[2:], v.shape[2:]
-    tensors = q, k, v, P, AG, do, v_new, Z, dv
-    widths = K, K, BV, CHUNK, CHUNK, BV, BV, BV, BV
-    *chunks, new, Zs, dvs = map(descriptor, tensors, widths)
+    tensors = q, k, v, P, AG, do, h, v_new, dh, Z, dv
+    widths = K, K, BV, CHUNK, CHUNK, BV, BV, BV, BV, BV, BV
     scans_gluon_kernel[(2 * pieces.N * HV * V // BV,)](
-        *chunks, descriptor(h, BV), new, descriptor(dh, BV), Zs, dvs, beta, gc, h0, dht, dh0,
-        scale, forth, back, *piece_args(pieces), gc.stride(1), H, HV, K, V, **TILES_BOTH,
-        **gdn_scan.OPTIONS,
+        *map(descriptor, tensors, widths), beta, gc, h0, dht, dh0, scale, forth, back,
+        *piece_args(pieces), gc.stride(1), H, HV, K, V, **TILES_BOTH, **gdn_scan.OPTIONS,
     )  # fmt: skip

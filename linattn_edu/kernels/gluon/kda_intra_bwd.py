@@ -21,14 +21,17 @@ from linattn_edu.kernels.gluon.blocks import (
     CHUNK,
     async_load,
     async_store,
+    bar,
     barrier,
     descriptor,
     half,
     item_at,
+    numbers,
     operand,
     own_dot,
     product,
     record,
+    ring,
 )
 from linattn_edu.kernels.gluon.support import attempt
 from linattn_edu.kernels.tiles import device_of
@@ -58,18 +61,18 @@ class Memory:
 
     qs: object  # halves; dq leaves from there
     ks: object  # halves; dk leaves from there
-    vs: object
     gcs: object  # halves; dgc leaves from there
+    vs: object
     hs: object
     news: object  # v_new
     dos: object
     dhs: object
     Zs: object
+    inner: object  # dP and dL
     betas: object
     middles: object  # gc of the middle token
     lasts: object  # gc of the last token
     nears: object  # whether the gates of a half are near
-    inner: object  # dP and dL
     own: object  # the diagonal of dP
     parts: object  # two sums of each half
 
@@ -383,51 +386,14 @@ def kda_intra_bwd_gluon_kernel(
         empty_h     both: no product reads what lies in the first three any more -> loading warp
         full_k      q, k and gc -> both
     """
-    dtype: gl.constexpr = k_desc.dtype
     N = gl.cdiv(NT * HV - gl.program_id(0), gl.num_programs(0))
-    qs = gl.allocate_shared_memory(dtype, [2, BT, BT], q_desc.layout)
-    ks = gl.allocate_shared_memory(dtype, [2, BT, BT], k_desc.layout)
-    gcs = gl.allocate_shared_memory(gl.float32, [2, BT, BT], gc_desc.layout)
-    vs = gl.allocate_shared_memory(dtype, [1, BT, V], v_desc.layout)
-    hs = gl.allocate_shared_memory(dtype, [1, K, V], h_desc.layout)
-    news = gl.allocate_shared_memory(dtype, [1, BT, V], v_new_desc.layout)
-    dos = gl.allocate_shared_memory(dtype, [1, BT, V], do_desc.layout)
-    dhs = gl.allocate_shared_memory(dtype, [1, K, V], dh_desc.layout)
-    Zs = gl.allocate_shared_memory(dtype, [1, BT, V], Z_desc.layout)
-    inner = gl.allocate_shared_memory(dtype, [2, BT, BT], dq_desc.layout)
-    vector: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    betas = gl.allocate_shared_memory(gl.float32, [BT], vector)
-    middles = gl.allocate_shared_memory(gl.float32, [K], vector)
-    lasts = gl.allocate_shared_memory(gl.float32, [K], vector)
-    nears = gl.allocate_shared_memory(gl.float32, [2], vector)
-    own = gl.allocate_shared_memory(gl.float32, [BT], vector)
-    parts = gl.allocate_shared_memory(gl.float32, [4, BT], vector)
-    bar: gl.constexpr = mbarrier.MBarrierLayout()
-    full_new = gl.allocate_shared_memory(gl.int64, [1], bar)
-    full_h = gl.allocate_shared_memory(gl.int64, [1], bar)
-    full_dh = gl.allocate_shared_memory(gl.int64, [1], bar)
-    full_k = gl.allocate_shared_memory(gl.int64, [1], bar)
-    gates_full = gl.allocate_shared_memory(gl.int64, [1], bar)
-    empty_h = gl.allocate_shared_memory(gl.int64, [1], bar)
-    empty_k = gl.allocate_shared_memory(gl.int64, [1], bar)
-    ready = gl.allocate_shared_memory(gl.int64, [1], bar)
-    used = gl.allocate_shared_memory(gl.int64, [1], bar)
-    mbarrier.init(full_new, count=1)
-    mbarrier.init(full_h, count=1)
-    mbarrier.init(full_dh, count=1)
-    mbarrier.init(full_k, count=1)
-    mbarrier.init(gates_full, count=1)
-    mbarrier.init(empty_h, count=2)
-    mbarrier.init(empty_k, count=2)
-    mbarrier.init(ready, count=2)
-    mbarrier.init(used, count=2)
-    fence_async_shared()
     m = Memory(
-        qs, ks, vs, gcs, hs, news, dos, dhs, Zs, betas, middles, lasts, nears, inner, own, parts
+        ring(q_desc, 2), ring(k_desc, 2), ring(gc_desc, 2), ring(v_desc, 1), ring(h_desc, 1),
+        ring(v_new_desc, 1), ring(do_desc, 1), ring(dh_desc, 1), ring(Z_desc, 1), ring(dq_desc, 2),
+        numbers([BT]), numbers([K]), numbers([K]), numbers([2]), numbers([BT]), numbers([4, BT]),
     )  # fmt: skip
-    bars = Bars(
-        full_new, full_h, full_dh, full_k, gates_full, empty_h, empty_k, ready, used
-    )  # fmt: skip
+    b = Bars(bar(1), bar(1), bar(1), bar(1), bar(1), bar(2), bar(2), bar(2), bar(2))
+    fence_async_shared()
     size = Size(N, HV, K, V, BT)
     out = Out(dq_desc, dk_desc, dgc_desc, dP_ptr, dL_ptr, dgl_ptr, dbeta_ptr, scale)
     source = Source(
@@ -435,9 +401,9 @@ def kda_intra_bwd_gluon_kernel(
         gc_ptr, near_ptr,
     )  # fmt: skip
     gl.warp_specialize([
-        (compute_half, (0, out, m, bars, size)),
-        (compute_half, (1, out, m, bars, size)),
-        (load_tiles, (source, m, bars, size)),
+        (compute_half, (0, out, m, b, size)),
+        (compute_half, (1, out, m, b, size)),
+        (load_tiles, (source, m, b, size)),
     ], [4, 1], [240, 24])  # fmt: skip
 
 
@@ -448,27 +414,13 @@ OPTIONS = {"num_warps": 4, "maxnreg": 168}
 
 @attempt
 def kda_intra_bwd_gluon(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    gc: Tensor,
-    h: Tensor,
-    v_new: Tensor,
-    do: Tensor,
-    dh: Tensor,
-    Z: Tensor,
-    dgl: Tensor,
-    dq: Tensor,
-    dk: Tensor,
-    dbeta: Tensor,
-    dgc: Tensor,
-    near: Tensor,
-    scale: float,
+    given: tuple[Tensor, ...], out: tuple[Tensor, ...], near: Tensor, scale: float
 ) -> None:
-    """Launch kda_intra_bwd_gluon_kernel; it writes what kda_fused_intra_bwd_kernel writes, dP and
-    dL in the place of Z.
+    """Launch kda_intra_bwd_gluon_kernel on what kda_fused_intra_bwd is given; it writes dgl, dq,
+    dk, dbeta, dgc and near as kda_fused_intra_bwd_kernel does, dP and dL in the place of Z.
     """
+    q, k, v, beta, gc, h, v_new, do, dh, Z = given
+    dgl, dq, dk, dbeta, dgc = out
     B, T, HV, K = q.shape
     V, NT = v.shape[-1], B * T // CHUNK
     keys, values, states = (K // 2,), (V,), (V, K)

@@ -15,27 +15,29 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from linattn_edu.kernels.gluon.blocks import (
-    BV,
     CHUNK,
-    ChannelGates,
-    Chunks,
-    State,
     async_store,
     barrier,
     descriptor,
     half,
-    keys_times_state,
-    load_chunks,
-    load_state,
     operand,
     product,
     ring,
+)
+from linattn_edu.kernels.gluon.scan_frame import (
+    BV,
+    channel_gates_of,
+    chunks_of,
+    keys_times_state,
+    load_chunks,
+    load_state,
+    piece_of_program,
+    state_of,
     store_state,
 )
 from linattn_edu.kernels.gluon.support import attempt
 from linattn_edu.kernels.pieces import Pieces
 from linattn_edu.kernels.routes import by_load, kind_of, load_of
-from linattn_edu.kernels.tiles import sequence_of
 
 
 @gluon.jit
@@ -142,40 +144,24 @@ def kda_scan_gluon_kernel(
 
     Every group of four warps arrives at empty[i].
     """
-    NV: gl.constexpr = V // BV // WORKERS
-    pid = gl.program_id(0)
-    i_v, i_nh = pid % NV * WORKERS, pid // NV
-    i_h = i_nh % HV
-    first, n_t, _ = sequence_of(i_nh // HV, cu_ptr, None, T, BT)
-    first, NT = first.to(gl.int32), n_t // BT
-    c_k, c_v, c_t = i_h * K, i_h * V + i_v * BV, i_h * BT
-    gc_ptr += (first.to(gl.int64) * HV + i_h) * K
-    beta_ptr += first.to(gl.int64) * HV + i_h
+    piece = piece_of_program(
+        gl.program_id(0), None, cu_ptr, None, T, 0, HV, HV, V, BT, BV, WORKERS, False
+    )
+    c_k, c_v, c_t = piece.i_h * K, piece.i_h * V + piece.i_v * BV, piece.i_h * BT
+    given = channel_gates_of(piece, gc_ptr, beta_ptr, HV)
     kds, kgs, qs = ring(kd_desc, STAGES), ring(kg_desc, STAGES), ring(qg_desc, STAGES)
     vs, As, Ps = ring(v_desc, STAGES), ring(A_desc, STAGES), ring(P_desc, STAGES)
     out = ring(o_desc, WORKERS)
-    rows: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    gates = gl.allocate_shared_memory(gl.float32, [3 * STAGES, 64], rows)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=2)  # the copies have come, and the gates
-        mbarrier.init(empty.index(i), count=WORKERS)
-    fence_async_shared()
-    BYTES: gl.constexpr = (3 * K + WORKERS * BV + 2 * BT) * BT * 2
-    chunks = Chunks(
-        (kd_desc, v_desc, A_desc, qg_desc, kg_desc, P_desc), (c_k, c_v, c_t, c_k, c_k, c_t),
-        (kds, vs, As, qs, kgs, Ps), gates, full, empty, first, NT, BYTES, BT, STAGES, False,
+    chunks = chunks_of(
+        piece, (kd_desc, v_desc, A_desc, qg_desc, kg_desc, P_desc), (c_k, c_v, c_t, c_k, c_k, c_t),
+        (kds, vs, As, qs, kgs, Ps), BT, STAGES, WORKERS, False,
     )  # fmt: skip
-    given = ChannelGates(gc_ptr, beta_ptr, HV)
-    states = (
-        State(h0_ptr, ht_ptr, i_nh, i_nh, i_v, 0, K, V, BV),
-        State(h0_ptr, ht_ptr, i_nh, i_nh, i_v, 1, K, V, BV),
-    )
+    fence_async_shared()
+    state, state_2 = [state_of(w, piece, h0_ptr, ht_ptr, K, V, BV) for w in (0, 1)]
     gl.warp_specialize(
-        [(kda_scan_chunks, (chunks, states[0], o_desc, out.index(0), scale, c_v))]
+        [(kda_scan_chunks, (chunks, state, o_desc, out.index(0), scale, c_v))]
         + (
-            [(kda_scan_chunks, (chunks, states[1], o_desc, out.index(1), scale, c_v))]
+            [(kda_scan_chunks, (chunks, state_2, o_desc, out.index(1), scale, c_v))]
             if WORKERS == 2
             else []
         )
@@ -194,33 +180,19 @@ OPTIONS = {
 
 
 @attempt
-def kda_scan_gluon(
-    qg: Tensor,
-    kg: Tensor,
-    kd: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    gc: Tensor,
-    P: Tensor,
-    A: Tensor,
-    initial_state: Tensor | None,
-    o: Tensor,
-    last: Tensor | None,
-    scale: float,
-    pieces: Pieces,
-) -> None:
-    """Launch kda_scan_gluon_kernel on the pieces; it writes o and last.
+def kda_scan_gluon(given: tuple[Tensor | None, ...], scale: float, pieces: Pieces) -> None:
+    """Launch kda_scan_gluon_kernel on the pieces; given: the tensors of kda_fused_scan_kernel,
+    whose o and ht it writes.
 
     A program takes 128 values where that leaves no more than three of ten multiprocessors idle.
     """
-    HV, K = kg.shape[2:]
-    V = v.shape[-1]
-    heads = pieces.N * HV
+    qg, kg, kd, v, beta, gc, P, A, h0, o, ht = given
+    HV, K, V = *kg.shape[2:], v.shape[-1]
     load = load_of(kind_of(kg, HV, V, CHUNK, None), kg, None)
     workers = by_load.workers(load, pieces.N).takes
     widths = K, K, K, workers * BV, CHUNK, CHUNK, BV
     descriptors = map(descriptor, (qg, kg, kd, v, P, A, o), widths)
-    kda_scan_gluon_kernel[(heads * V // BV // workers,)](
-        *descriptors, beta, gc, initial_state, last, scale, pieces.cu_seqlens, pieces.T, HV, K, V,
-        BT=CHUNK, BV=BV, WORKERS=workers, **OPTIONS[workers],
+    kda_scan_gluon_kernel[(pieces.N * HV * V // BV // workers,)](
+        *descriptors, beta, gc, h0, ht, scale, pieces.cu_seqlens, pieces.T, HV, K, V, BT=CHUNK,
+        BV=BV, WORKERS=workers, **OPTIONS[workers],
     )  # fmt: skip

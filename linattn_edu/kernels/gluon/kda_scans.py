@@ -8,31 +8,28 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
     warpgroup_mma_wait,
 )
 
 from linattn_edu.kernels.gluon.blocks import (
-    BV,
     CHUNK,
-    ChannelGates,
-    Chunks,
-    Results,
-    State,
     descriptor,
     half,
     hand_over,
-    keys_times_state,
-    load_chunks,
-    load_state,
     operand,
+    product,
+    ring,
+)
+from linattn_edu.kernels.gluon.scan_frame import (
+    BV,
+    channel_gates_of,
+    keys_times_state,
+    load_state,
+    piece_args,
     piece_of_program,
     places,
-    product,
-    results,
-    ring,
-    store_chunks,
+    scan_and_store,
     store_state,
     store_transposed,
 )
@@ -187,17 +184,8 @@ def kda_scan_back(chunks, made, state, scale):
 
 @gluon.jit(do_not_specialize=["T", "N"])
 def kda_scan_states_gluon_kernel(
-    kg_desc,  # [B * T, HV * K]
-    kd_desc,  # [B * T, HV * K]
-    v_desc,  # [B * T, HV * V]
-    A_desc,  # [B * T, HV * BT]
-    h_desc,  # [B * NT * HV * K, V] out: state entering each chunk
-    new_desc,  # [B * T, HV * V] out: v_new
-    beta_ptr,  # [B, T, HV]
-    gc_ptr,  # [B, T, HV, K] log2
-    h0_ptr,  # [N, HV, K, V] or None
-    cu_ptr,  # [N + 1] or None
-    offsets_ptr,  # [N] or None
+    kg_desc, kd_desc, v_desc, A_desc, h_desc, new_desc, beta_ptr, gc_ptr, h0_ptr, cu_ptr,
+    offsets_ptr,
     T,
     N,
     STEP: gl.constexpr,  # one of so many programs of the grid
@@ -207,72 +195,30 @@ def kda_scan_states_gluon_kernel(
 ):  # fmt: skip
     """One program: S[:, v-tiles] of one head, through all chunks.
 
-    Grid (N * HV * V / BV / WORKERS).
+    Grid (N * HV * V / BV / WORKERS).  Arguments of kda_scans_gluon_kernel, and mbarriers of
+    scan_and_store; `others` is v_new.
 
     Reference: linattn_edu.reference.fused.kda_scans.kda_fused_scans.
-
-    mbarriers: as in gdn_scans' scan_states_gluon_kernel. Every group of four warps arrives at
-    empty[i], and has Results and a storing warp of its own.
     """
-    i_v, i_h, _, i_nh, _, first, i_c, NT, _ = piece_of_program(
-        gl.program_id(0) // STEP, None, cu_ptr, offsets_ptr, T, N, HV, HV, V, BT, WORKERS * BV,
-        False,
-    )  # fmt: skip
-    i_v *= WORKERS
-    c_k, c_v = i_h * K, i_h * V + i_v * BV
-    gc_ptr += (first.to(gl.int64) * HV + i_h) * K
-    beta_ptr += first.to(gl.int64) * HV + i_h
+    piece = piece_of_program(
+        gl.program_id(0) // STEP, None, cu_ptr, offsets_ptr, T, N, HV, HV, V, BT, BV, WORKERS, False
+    )
+    c_k, c_v, c_t = piece.i_h * K, piece.i_h * V + piece.i_v * BV, piece.i_h * BT
+    given = channel_gates_of(piece, gc_ptr, beta_ptr, HV)
     kds, kgs = ring(kd_desc, STAGES), ring(kg_desc, STAGES)
     vs, As = ring(v_desc, STAGES), ring(A_desc, STAGES)
-    hs, news = ring(h_desc, 2 * WORKERS), ring(new_desc, WORKERS)
-    rows: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    gates = gl.allocate_shared_memory(gl.float32, [3 * STAGES, 64], rows)
-    full, empty = places(STAGES, WORKERS)
-    chunks = Chunks(
-        (kd_desc, v_desc, A_desc, kg_desc), (c_k, c_v, i_h * BT, c_k), (kds, vs, As, kgs), gates,
-        full, empty, first, NT, (2 * K + WORKERS * BV + BT) * BT * 2, BT, STAGES, False,
+    halves = places(ring(h_desc, 2 * WORKERS))
+    scan_and_store(
+        kda_scan_forth, (), piece, given, (kd_desc, v_desc, A_desc, kg_desc), (c_k, c_v, c_t, c_k),
+        (kds, vs, As, kgs), h_desc, halves, (new_desc,), h0_ptr, None, HV, K, V, BT, BV, STAGES,
+        WORKERS, False,
     )  # fmt: skip
-    made = Results(
-        h_desc, (new_desc,), (hs.index(0), hs.index(1)), (news.index(0),), results(),
-        (i_c * HV + i_h) * K, i_v * BV, c_v, 0, HV, K,
-    )  # fmt: skip
-    state = State(h0_ptr, None, i_nh, i_nh, i_v, 0, K, V, BV)
-    given = ChannelGates(gc_ptr, beta_ptr, HV)
-    if WORKERS == 2:
-        made_2 = Results(
-            h_desc, (new_desc,), (hs.index(2), hs.index(3)), (news.index(1),), results(),
-            (i_c * HV + i_h) * K, i_v * BV + BV, c_v + BV, 0, HV, K,
-        )  # fmt: skip
-        state_2 = State(h0_ptr, None, i_nh, i_nh, i_v, 1, K, V, BV)
-    fence_async_shared()
-    gl.warp_specialize(
-        [(kda_scan_forth, (chunks, made, state))]
-        + ([(kda_scan_forth, (chunks, made_2, state_2))] if WORKERS == 2 else [])
-        + [(load_chunks, (chunks, given)), (store_chunks, (chunks, made))]
-        + ([(store_chunks, (chunks, made_2))] if WORKERS == 2 else []),
-        [4, 1, 1, 1] if WORKERS == 2 else [1, 1],
-        [240, 24, 24, 24] if WORKERS == 2 else [24, 24],
-    )
 
 
 @gluon.jit(do_not_specialize=["T", "N"])
 def kda_scan_bwd_gluon_kernel(
-    qg_desc,  # [B * T, HV * K]
-    kg_desc,  # [B * T, HV * K]
-    kd_desc,  # [B * T, HV * K]
-    P_desc,  # [B * T, HV * BT]
-    A_desc,  # [B * T, HV * BT]
-    do_desc,  # [B * T, HV * V]
-    dh_desc,  # [B * NT * HV * K, V] out: gradient of the state leaving each chunk
-    Z_desc,  # [B * T, HV * V] out
-    dv_desc,  # [B * T, HV * V] out
-    beta_ptr,  # [B, T, HV]
-    gc_ptr,  # [B, T, HV, K] log2
-    dht_ptr,  # [N, HV, K, V] or None
-    dh0_ptr,  # [N, HV, K, V] out
-    scale,
-    cu_ptr,  # [N + 1] or None
-    offsets_ptr,  # [N] or None
+    qg_desc, kg_desc, kd_desc, P_desc, A_desc, do_desc, dh_desc, Z_desc, dv_desc, beta_ptr, gc_ptr,
+    dht_ptr, dh0_ptr, scale, cu_ptr, offsets_ptr,
     T,
     N,
     STEP: gl.constexpr,  # one of so many programs of the grid
@@ -282,58 +228,48 @@ def kda_scan_bwd_gluon_kernel(
 ):  # fmt: skip
     """One program: dS[:, v-tiles] of one head, back through all chunks.
 
-    Grid (N * HV * V / BV / WORKERS).
+    Grid (N * HV * V / BV / WORKERS).  Arguments of kda_scans_gluon_kernel, and mbarriers of
+    scan_and_store; `halves` are of dS, `others` Z and dV.
 
     Reference: linattn_edu.reference.fused.kda_scans.kda_fused_scans.
-
-    mbarriers: as in kda_scan_states_gluon_kernel; `halves` are of dS, `others` Z and dV.
     """
-    i_v, i_h, _, i_nh, _, first, i_c, NT, _ = piece_of_program(
-        gl.program_id(0) // STEP, None, cu_ptr, offsets_ptr, T, N, HV, HV, V, BT, WORKERS * BV,
-        True,
-    )  # fmt: skip
-    i_v *= WORKERS
-    c_k, c_v, c_t = i_h * K, i_h * V + i_v * BV, i_h * BT
-    gc_ptr += (first.to(gl.int64) * HV + i_h) * K
-    beta_ptr += first.to(gl.int64) * HV + i_h
+    piece = piece_of_program(
+        gl.program_id(0) // STEP, None, cu_ptr, offsets_ptr, T, N, HV, HV, V, BT, BV, WORKERS, True
+    )
+    c_k, c_v, c_t = piece.i_h * K, piece.i_h * V + piece.i_v * BV, piece.i_h * BT
+    given = channel_gates_of(piece, gc_ptr, beta_ptr, HV)
     kds, kgs, qs = ring(kd_desc, STAGES), ring(kg_desc, STAGES), ring(qg_desc, STAGES)
     dos, As, Ps = ring(do_desc, STAGES), ring(A_desc, STAGES), ring(P_desc, STAGES)
-    hs, Zs, dvs = ring(dh_desc, 2 * WORKERS), ring(Z_desc, WORKERS), ring(dv_desc, WORKERS)
-    rows: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    gates = gl.allocate_shared_memory(gl.float32, [3 * STAGES, 64], rows)
-    full, empty = places(STAGES, WORKERS)
-    chunks = Chunks(
-        (do_desc, P_desc, kg_desc, A_desc, qg_desc, kd_desc), (c_v, c_t, c_k, c_t, c_k, c_k),
-        (dos, Ps, kgs, As, qs, kds), gates, full, empty, first, NT,
-        (3 * K + WORKERS * BV + 2 * BT) * BT * 2, BT, STAGES, True,
+    halves = places(ring(dh_desc, 2 * WORKERS))
+    scan_and_store(
+        kda_scan_back, (scale,), piece, given, (do_desc, P_desc, kg_desc, A_desc, qg_desc, kd_desc),
+        (c_v, c_t, c_k, c_t, c_k, c_k), (dos, Ps, kgs, As, qs, kds), dh_desc, halves,
+        (Z_desc, dv_desc), dht_ptr, dh0_ptr, HV, K, V, BT, BV, STAGES, WORKERS, True,
     )  # fmt: skip
-    made = Results(
-        dh_desc, (Z_desc, dv_desc), (hs.index(0), hs.index(1)), (Zs.index(0), dvs.index(0)),
-        results(), (i_c * HV + i_h) * K, i_v * BV, c_v, 0, HV, K,
-    )  # fmt: skip
-    state = State(dht_ptr, dh0_ptr, i_nh, i_nh, i_v, 0, K, V, BV)
-    given = ChannelGates(gc_ptr, beta_ptr, HV)
-    if WORKERS == 2:
-        made_2 = Results(
-            dh_desc, (Z_desc, dv_desc), (hs.index(2), hs.index(3)), (Zs.index(1), dvs.index(1)),
-            results(), (i_c * HV + i_h) * K, i_v * BV + BV, c_v + BV, 0, HV, K,
-        )  # fmt: skip
-        state_2 = State(dht_ptr, dh0_ptr, i_nh, i_nh, i_v, 1, K, V, BV)
-    fence_async_shared()
-    gl.warp_specialize(
-        [(kda_scan_back, (chunks, made, state, scale))]
-        + ([(kda_scan_back, (chunks, made_2, state_2, scale))] if WORKERS == 2 else [])
-        + [(load_chunks, (chunks, given)), (store_chunks, (chunks, made))]
-        + ([(store_chunks, (chunks, made_2))] if WORKERS == 2 else []),
-        [4, 1, 1, 1] if WORKERS == 2 else [1, 1],
-        [240, 24, 24, 24] if WORKERS == 2 else [24, 24],
-    )
 
 
 @gluon.jit(do_not_specialize=["T", "N"])
 def kda_scans_gluon_kernel(
-    qg_desc, kg_desc, kd_desc, v_desc, P_desc, A_desc, do_desc, h_desc, new_desc, dh_desc, Z_desc,
-    dv_desc, beta_ptr, gc_ptr, h0_ptr, dht_ptr, dh0_ptr, scale, cu_ptr, offsets_ptr,
+    qg_desc,  # [B * T, HV * K]
+    kg_desc,  # [B * T, HV * K]
+    kd_desc,  # [B * T, HV * K]
+    v_desc,  # [B * T, HV * V]
+    P_desc,  # [B * T, HV * BT]
+    A_desc,  # [B * T, HV * BT]
+    do_desc,  # [B * T, HV * V]
+    h_desc,  # [B * NT * HV * K, V] out: state entering each chunk
+    new_desc,  # [B * T, HV * V] out: v_new
+    dh_desc,  # [B * NT * HV * K, V] out: gradient of the state leaving each chunk
+    Z_desc,  # [B * T, HV * V] out
+    dv_desc,  # [B * T, HV * V] out
+    beta_ptr,  # [B, T, HV]
+    gc_ptr,  # [B, T, HV, K] log2
+    h0_ptr,  # [N, HV, K, V] or None
+    dht_ptr,  # [N, HV, K, V] or None
+    dh0_ptr,  # [N, HV, K, V] out
+    scale,
+    cu_ptr,  # [N + 1] or None
+    offsets_ptr,  # [N] or None
     T,
     N,
     HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
@@ -369,87 +305,46 @@ def _workers(kg: Tensor, V: int, pieces: Pieces) -> int:
 
 
 @attempt
-def kda_scan_states_gluon(
-    kg: Tensor,
-    kd: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    gc: Tensor,
-    A: Tensor,
-    h0: Tensor | None,
-    h: Tensor,
-    v_new: Tensor,
-    pieces: Pieces,
-) -> None:
-    """Launch kda_scan_states_gluon_kernel on the pieces; it writes h and v_new."""
+def kda_scan_states_gluon(given: tuple[Tensor | None, ...], pieces: Pieces) -> None:
+    """Launch kda_scan_states_gluon_kernel on the pieces; given: the tensors of kda_scan_states,
+    whose h and v_new it writes.
+    """
+    kg, kd, v, beta, gc, A, h0, h, v_new = given
     HV, K, V = *kg.shape[2:], v.shape[-1]
     n = _workers(kg, V, pieces)
-    chunks = map(descriptor, (kg, kd, v, A), (K, K, n * BV, CHUNK))
+    descriptors = map(descriptor, (kg, kd, v, A, h, v_new), (K, K, n * BV, CHUNK, BV, BV))
     kda_scan_states_gluon_kernel[(pieces.N * HV * V // BV // n,)](
-        *chunks, descriptor(h, BV), descriptor(v_new, BV), beta, gc, h0, pieces.cu_seqlens,
-        pieces.chunk_offsets, pieces.T, pieces.N, 1, HV, K, V, BT=CHUNK, BV=BV, STAGES=STAGES[n],
-        WORKERS=n, **OPTIONS[n],
+        *descriptors, beta, gc, h0, *piece_args(pieces), 1, HV, K, V, BT=CHUNK, BV=BV,
+        STAGES=STAGES[n], WORKERS=n, **OPTIONS[n],
     )  # fmt: skip
 
 
 @attempt
-def kda_scan_bwd_gluon(
-    qg: Tensor,
-    kg: Tensor,
-    kd: Tensor,
-    beta: Tensor,
-    gc: Tensor,
-    P: Tensor,
-    A: Tensor,
-    do: Tensor,
-    dht: Tensor | None,
-    dh: Tensor,
-    Z: Tensor,
-    dv: Tensor,
-    dh0: Tensor,
-    scale: float,
-    pieces: Pieces,
-) -> None:
-    """Launch kda_scan_bwd_gluon_kernel on the pieces; it writes dh, Z, dv and dh0."""
+def kda_scan_bwd_gluon(given: tuple[Tensor | None, ...], scale: float, pieces: Pieces) -> None:
+    """Launch kda_scan_bwd_gluon_kernel on the pieces; given: the tensors of kda_scan_bwd, whose dh,
+    Z, dv and dh0 it writes.
+    """
+    qg, kg, kd, beta, gc, P, A, do, dht, dh, Z, dv, dh0 = given
     HV, K, V = *kg.shape[2:], do.shape[-1]
     n = _workers(kg, V, pieces)
-    chunks = map(descriptor, (qg, kg, kd, P, A, do), (K, K, K, CHUNK, CHUNK, n * BV))
+    widths = K, K, K, CHUNK, CHUNK, n * BV, BV, BV, BV
+    descriptors = map(descriptor, (qg, kg, kd, P, A, do, dh, Z, dv), widths)
     kda_scan_bwd_gluon_kernel[(pieces.N * HV * V // BV // n,)](
-        *chunks, descriptor(dh, BV), *map(descriptor, (Z, dv), (BV, BV)), beta, gc, dht, dh0,
-        scale, pieces.cu_seqlens, pieces.chunk_offsets, pieces.T, pieces.N, 1, HV, K, V, BT=CHUNK,
-        BV=BV, STAGES=STAGES_BACK[n], WORKERS=n, **OPTIONS[n],
+        *descriptors, beta, gc, dht, dh0, scale, *piece_args(pieces), 1, HV, K, V, BT=CHUNK, BV=BV,
+        STAGES=STAGES_BACK[n], WORKERS=n, **OPTIONS[n],
     )  # fmt: skip
 
 
 @attempt
-def kda_scans_gluon(
-    qg: Tensor,
-    kg: Tensor,
-    kd: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    gc: Tensor,
-    P: Tensor,
-    A: Tensor,
-    do: Tensor,
-    h0: Tensor | None,
-    dht: Tensor | None,
-    h: Tensor,
-    v_new: Tensor,
-    dh: Tensor,
-    Z: Tensor,
-    dv: Tensor,
-    dh0: Tensor,
-    scale: float,
-    pieces: Pieces,
-) -> None:
-    """Launch kda_scans_gluon_kernel on the pieces; it writes what the two others write."""
+def kda_scans_gluon(given: tuple[Tensor | None, ...], scale: float, pieces: Pieces) -> None:
+    """Launch kda_scans_gluon_kernel on the pieces; given: the tensors of kda_fused_scans_kernel, of
+    which it writes what the two others write.
+    """
+    qg, kg, kd, v, beta, gc, P, A, do, h0, dht, h, v_new, dh, Z, dv, dh0 = given
     HV, K, V = *kg.shape[2:], v.shape[-1]
-    tensors = qg, kg, kd, v, P, A, do, v_new, Z, dv
-    widths = K, K, K, BV, CHUNK, CHUNK, BV, BV, BV, BV
-    *chunks, new, Zs, dvs = map(descriptor, tensors, widths)
+    tensors = qg, kg, kd, v, P, A, do, h, v_new, dh, Z, dv
+    widths = K, K, K, BV, CHUNK, CHUNK, BV, BV, BV, BV, BV, BV
     kda_scans_gluon_kernel[(2 * pieces.N * HV * V // BV,)](
-        *chunks, descriptor(h, BV), new, descriptor(dh, BV), Zs, dvs, beta, gc, h0, dht, dh0,
-        scale, pieces.cu_seqlens, pieces.chunk_offsets, pieces.T, pieces.N, HV, K, V, BT=CHUNK,
-        BV=BV, STAGES=STAGES[1], STAGES_BACK=STAGES_BACK[1], **OPTIONS[1],
+        *map(descriptor, tensors, widths), beta, gc, h0, dht, dh0, scale, *piece_args(pieces), HV,
+        K, V, BT=CHUNK, BV=BV, STAGES=STAGES[1], STAGES_BACK=STAGES_BACK[1], **OPTIONS[1],
     )  # fmt: skip
