@@ -190,7 +190,8 @@ def parameter(f, call, names, letter):
     rest = f.args.vararg and f.args.vararg.arg
     for i, argument in enumerate(call.args):
         if carries(argument, names) and isinstance(argument, ast.Starred):
-            return next((n for n in (letter, f"{letter}_desc") if n in positional), rest)
+            known = letter, f"{letter}_ptr", f"{letter}_desc"
+            return next((n for n in known if n in positional), rest)
         if carries(argument, names):
             return positional[i] if i < len(positional) else rest
     return next((k.arg for k in call.keywords if carries(k.value, names)), None)
@@ -206,7 +207,7 @@ LOADS = {
 def gathers(value):
     """Whether an expression holds several tensors, or descriptors of them: a record, for one."""
     of = value.func.id if isinstance(value, ast.Call) and isinstance(value.func, ast.Name) else ""
-    return isinstance(value, ast.Tuple) or of == "map" or of[:1].isupper()
+    return isinstance(value, ast.Tuple) or of in ("map", "chunks_of") or of[:1].isupper()
 
 
 def paths(file, f, name, letter, before=()):
