@@ -62,20 +62,12 @@ def store_matrix(x_ptr, x_s, stride, n_t, BT: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["T"])
 def intra_chunk_gluon_kernel(
-    q_ptr,  # [B, T, H, K]
-    k_ptr,  # [B, T, H, K]
-    beta_ptr,  # [B, T, HV]
-    gc_ptr,  # [B, T, HV] log2
-    P_ptr,  # [B, T, HV, BT] out
-    R_ptr,  # [B, T, HV, BT] out
-    A_ptr,  # [B, T, HV, BT] out, A * G with GATED; or None
-    cu_ptr,  # [N + 1] or None
-    chunks_ptr,  # [NT, 2] or None
-    T,
+    q_ptr, k_ptr, beta_ptr, gc_ptr, P_ptr, R_ptr, A_ptr, cu_ptr, chunks_ptr, T,
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, BT: gl.constexpr, GATED: gl.constexpr,
 ):  # fmt: skip
     """One program: one chunk of one head.  Grid (NT * HV).
 
+    Arguments of intra_chunk_kernel of kernels/fused/gdn_intra.py.
     Reference: linattn_edu.reference.fused.gdn_intra.intra_chunk.
     """
     dtype: gl.constexpr = k_ptr.dtype.element_ty

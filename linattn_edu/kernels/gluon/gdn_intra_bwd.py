@@ -100,29 +100,10 @@ class Out:
     scale: object
 
 
-@record
-class Size:
-    """Items of the program, and the constants of the kernel."""
-
-    N: object
-    ROW: object
-    H: object
-    G: object
-    K: object
-    V: object
-    BT: object
-
-
 @gluon.jit
-def load_tiles(source, m, bars, size):
-    """The producer, a warp that loads, in the order in which the others read."""
-    N = size.N
-    ROW: gl.constexpr = size.ROW
-    H: gl.constexpr = size.H
-    G: gl.constexpr = size.G
-    K: gl.constexpr = size.K
-    V: gl.constexpr = size.V
-    BT: gl.constexpr = size.BT
+def load_tiles(source, m, bars, N, ROW: gl.constexpr, H: gl.constexpr, G: gl.constexpr,
+               K: gl.constexpr, V: gl.constexpr, BT: gl.constexpr):  # fmt: skip
+    """The producer, a warp that loads, in the order in which the others read, for N items."""
     o_t = gl.arange(0, BT, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
     b_gc, b_beta = gates_of_item(source.gc_ptr, source.beta_ptr, 0, o_t, ROW, H, G, BT)
     for n in range(N + 1):
@@ -219,17 +200,12 @@ def inside(
 
 # over 80 lines: the order of its products, waits and arithmetic is what it is about
 @gluon.jit
-def compute_half(c: gl.constexpr, out, m, bars, size):
+def compute_half(c: gl.constexpr, out, m, bars, N, ROW: gl.constexpr, H: gl.constexpr,
+                 G: gl.constexpr, K: gl.constexpr, BT: gl.constexpr):  # fmt: skip
     """Half c of the keys, by four warps: intra_chunk_bwd_kernel's sums.
 
     ready: dM and dL are there.  used: neither, nor what was left beside them, is needed any more.
     """
-    N = size.N
-    ROW: gl.constexpr = size.ROW
-    H: gl.constexpr = size.H
-    G: gl.constexpr = size.G
-    K: gl.constexpr = size.K
-    BT: gl.constexpr = size.BT
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     rows: gl.constexpr = gl.SliceLayout(1, mma)
     zero = gl.full([BT, BT], 0.0, gl.float32, mma)
@@ -389,15 +365,14 @@ def intra_chunk_bwd_gluon_kernel(
         full_new, gates_full, bar(1), bar(1), bar(1), bar(1), bar(2), bar(2), bar(2), bar(2)
     )  # fmt: skip
     fence_async_shared()
-    size = Size(N, ROW, H, G, K, V, BT)
     out = Out(dq_desc, dk_desc, dbeta_ptr, dgc_ptr, scale)
     source = Source(
         q_desc, k_desc, v_desc, h_desc, v_new_desc, do_desc, dh_desc, Z_desc, gc_ptr, beta_ptr
     )  # fmt: skip
     gl.warp_specialize([
-        (compute_half, (0, out, m, b, size)),
-        (compute_half, (1, out, m, b, size)),
-        (load_tiles, (source, m, b, size)),
+        (compute_half, (0, out, m, b, N, ROW, H, G, K, BT)),
+        (compute_half, (1, out, m, b, N, ROW, H, G, K, BT)),
+        (load_tiles, (source, m, b, N, ROW, H, G, K, V, BT)),
     ], [4, 1], [240, 24])  # fmt: skip
 
 

@@ -106,25 +106,10 @@ class Out:
     scale: object
 
 
-@record
-class Size:
-    """Items of the program, and the constants of the kernel."""
-
-    N: object
-    HV: object
-    K: object
-    V: object
-    BT: object
-
-
 @gluon.jit
-def load_tiles(source, m, bars, size):
-    """The producer, a warp that loads, in the order in which the others read."""
-    N = size.N
-    HV: gl.constexpr = size.HV
-    K: gl.constexpr = size.K
-    V: gl.constexpr = size.V
-    BT: gl.constexpr = size.BT
+def load_tiles(source, m, bars, N, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
+               BT: gl.constexpr):  # fmt: skip
+    """The producer, a warp that loads, in the order in which the others read, for N items."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     o_t, o_k, o_n = gl.arange(0, BT, layout), gl.arange(0, K, layout), gl.arange(0, 2, layout)
     for n in range(N):
@@ -188,16 +173,12 @@ def square(i_c, i_h, o_i, o_j, HV: gl.constexpr, V: gl.constexpr, BT: gl.constex
 
 # over 80 lines: the order of its products, waits and arithmetic is what it is about
 @gluon.jit
-def compute_half(c: gl.constexpr, out, m, bars, size):
+def compute_half(c: gl.constexpr, out, m, bars, N, HV: gl.constexpr, K: gl.constexpr,
+                 V: gl.constexpr, BT: gl.constexpr):  # fmt: skip
     """Half c of the channels, by four warps: kda_fused_intra_bwd_kernel's sums, transposed.
 
     ready: dP and dL are there.  used: neither, nor what was left beside them, is needed any more.
     """
-    N = size.N
-    HV: gl.constexpr = size.HV
-    K: gl.constexpr = size.K
-    V: gl.constexpr = size.V
-    BT: gl.constexpr = size.BT
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     rows: gl.constexpr = gl.SliceLayout(1, mma)
     along: gl.constexpr = gl.SliceLayout(0, mma)
@@ -394,16 +375,15 @@ def kda_intra_bwd_gluon_kernel(
     )  # fmt: skip
     b = Bars(bar(1), bar(1), bar(1), bar(1), bar(1), bar(2), bar(2), bar(2), bar(2))
     fence_async_shared()
-    size = Size(N, HV, K, V, BT)
     out = Out(dq_desc, dk_desc, dgc_desc, dP_ptr, dL_ptr, dgl_ptr, dbeta_ptr, scale)
     source = Source(
         q_desc, k_desc, v_desc, gc_desc, h_desc, v_new_desc, do_desc, dh_desc, Z_desc, beta_ptr,
         gc_ptr, near_ptr,
     )  # fmt: skip
     gl.warp_specialize([
-        (compute_half, (0, out, m, b, size)),
-        (compute_half, (1, out, m, b, size)),
-        (load_tiles, (source, m, b, size)),
+        (compute_half, (0, out, m, b, N, HV, K, V, BT)),
+        (compute_half, (1, out, m, b, N, HV, K, V, BT)),
+        (load_tiles, (source, m, b, N, HV, K, V, BT)),
     ], [4, 1], [240, 24])  # fmt: skip
 
 

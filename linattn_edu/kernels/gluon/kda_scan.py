@@ -136,13 +136,7 @@ def kda_scan_gluon_kernel(
 
     Reference: linattn_edu.reference.fused.kda_fwd.kda_fused_scan.
 
-    mbarriers, of a chunk in place i of the rings::
-
-        empty[i]  computing warps -> loading warp: it may copy the next chunk to this place
-        full[i]   the copies, and the loading warp with the gates -> computing warps, which begin
-                  the products of the chunk before the last ones of the chunk ahead of it are done
-
-    Every group of four warps arrives at empty[i].
+    mbarriers: as in gdn_scan's scan_gluon_kernel. Every group of four warps arrives at empty[i].
     """
     piece = piece_of_program(
         gl.program_id(0), None, cu_ptr, None, T, 0, HV, HV, V, BT, BV, WORKERS, False
