@@ -26,12 +26,7 @@ try:
     from linattn_edu.kernels.gluon import gdn_intra_bwd, gdn_scans
 except Exception as error:  # a Triton whose Gluon has other names
     gdn_intra_bwd = gdn_scans = support.left_out(error)
-from linattn_edu.kernels.fused.gdn_scans import (
-    Scans,
-    enter,
-    load,
-    scans,
-)
+from linattn_edu.kernels.fused.gdn_scans import Scans, enter, load, scans
 
 
 @triton.jit(do_not_specialize=["T", "i_g"])

@@ -15,18 +15,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from linattn_edu.kernels.gluon.blocks import (
     CHUNK,
-    async_load,
-    async_read,
-    async_store,
     bar,
-    barrier,
     descriptor,
     gates_of_item,
     half,
     item_at,
     numbers,
-    record,
-    reinterpret,
     ring,
 )
 from linattn_edu.kernels.gluon.gdn_solve import (
@@ -35,6 +29,14 @@ from linattn_edu.kernels.gluon.gdn_solve import (
     join_blocks,
     resolvent,
     scores,
+)
+from linattn_edu.kernels.gluon.names import (
+    async_load,
+    async_read,
+    async_store,
+    barrier,
+    record,
+    reinterpret,
 )
 from linattn_edu.kernels.gluon.support import attempt
 from linattn_edu.kernels.routes import by_load, kind_of, load_of

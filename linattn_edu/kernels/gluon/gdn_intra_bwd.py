@@ -19,11 +19,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from linattn_edu.kernels.gluon.blocks import (
     CHUNK,
-    async_load,
-    async_store,
     bar,
     bar_pairs,
-    barrier,
     descriptor,
     gates_of_item,
     half,
@@ -32,9 +29,9 @@ from linattn_edu.kernels.gluon.blocks import (
     own_dot,
     own_sums,
     product,
-    record,
     ring,
 )
+from linattn_edu.kernels.gluon.names import async_load, async_store, barrier, record
 from linattn_edu.kernels.gluon.support import attempt
 from linattn_edu.kernels.tiles import device_of
 

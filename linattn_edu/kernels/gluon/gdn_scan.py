@@ -16,16 +16,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from linattn_edu.kernels.gluon.blocks import (
-    CHUNK,
-    async_store,
-    barrier,
-    descriptor,
-    half,
-    operand,
-    product,
-    ring,
-)
+from linattn_edu.kernels.gluon.blocks import CHUNK, descriptor, half, operand, product, ring
+from linattn_edu.kernels.gluon.names import async_store, barrier
 from linattn_edu.kernels.gluon.scan_frame import (
     BV,
     chunks_of,

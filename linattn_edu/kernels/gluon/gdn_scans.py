@@ -7,24 +7,14 @@ results out: the four only write them to shared memory.
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    mbarrier,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma_wait
 
 from linattn_edu.kernels.gluon import gdn_scan
-from linattn_edu.kernels.gluon.blocks import (
-    CHUNK,
-    descriptor,
-    half,
-    hand_over,
-    operand,
-    product,
-    ring,
-)
+from linattn_edu.kernels.gluon.blocks import CHUNK, descriptor, half, operand, product, ring
 from linattn_edu.kernels.gluon.scan_frame import (
     BV,
     gates_of,
+    hand_over,
     keys_times_state,
     load_state,
     piece_args,

@@ -10,7 +10,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma_wait
 from triton.runtime.jit import constexpr_function
 
-from linattn_edu.kernels.gluon.blocks import barrier, operand, product
+from linattn_edu.kernels.gluon.blocks import operand, product
+from linattn_edu.kernels.gluon.names import barrier
 
 # a product's result [64, 64], and the same numbers as [4, 16, 4, 16]: blocks of 16 rows, which are
 # those of a warp, and of 16 columns

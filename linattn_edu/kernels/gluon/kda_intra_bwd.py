@@ -19,10 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from linattn_edu.kernels.delta.kda_intra_bwd import NEAR
 from linattn_edu.kernels.gluon.blocks import (
     CHUNK,
-    async_load,
-    async_store,
     bar,
-    barrier,
     descriptor,
     half,
     item_at,
@@ -30,9 +27,9 @@ from linattn_edu.kernels.gluon.blocks import (
     operand,
     own_dot,
     product,
-    record,
     ring,
 )
+from linattn_edu.kernels.gluon.names import async_load, async_store, barrier, record
 from linattn_edu.kernels.gluon.support import attempt
 from linattn_edu.kernels.tiles import device_of
 

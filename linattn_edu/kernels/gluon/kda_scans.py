@@ -7,23 +7,13 @@ chunk that the loading warp copies serves both. One warp for each copies results
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    mbarrier,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma_wait
 
-from linattn_edu.kernels.gluon.blocks import (
-    CHUNK,
-    descriptor,
-    half,
-    hand_over,
-    operand,
-    product,
-    ring,
-)
+from linattn_edu.kernels.gluon.blocks import CHUNK, descriptor, half, operand, product, ring
 from linattn_edu.kernels.gluon.scan_frame import (
     BV,
     channel_gates_of,
+    hand_over,
     keys_times_state,
     load_state,
     piece_args,

@@ -11,18 +11,8 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.runtime.jit import constexpr_function
 
 from linattn_edu.kernels.delta.warm_up import with_warm_up
-from linattn_edu.kernels.gluon.blocks import (
-    async_load,
-    async_store,
-    bar_pairs,
-    barrier,
-    bars,
-    half,
-    numbers,
-    product,
-    record,
-    ring,
-)
+from linattn_edu.kernels.gluon.blocks import bar_pairs, bars, half, numbers, product, ring
+from linattn_edu.kernels.gluon.names import async_load, async_store, barrier, record
 from linattn_edu.kernels.pieces import Pieces
 from linattn_edu.kernels.tiles import sequence_of
 
@@ -160,6 +150,14 @@ def keys_times_state(b_h1, b_h2, k, zero, K: gl.constexpr):
 def store_transposed(x, shared):
     """A result x^T into shared memory."""
     shared.permute((1, 0)).store(x)
+
+
+@gluon.jit
+def hand_over(bar):
+    """What the warps have written to shared memory is there for the warp that waits at bar."""
+    fence_async_shared()
+    barrier()
+    mbarrier.arrive(bar, count=1)
 
 
 @gluon.jit

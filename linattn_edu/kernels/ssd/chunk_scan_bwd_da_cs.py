@@ -6,15 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from linattn_edu.kernels.ssd.chunk_cumsum import decay_within, decays
-from linattn_edu.kernels.tiles import (
-    chunk_args,
-    chunk_of,
-    dot,
-    entry,
-    load_row,
-    load_tile,
-    row,
-)
+from linattn_edu.kernels.tiles import chunk_args, chunk_of, dot, entry, load_row, load_tile, row
 from linattn_edu.packing import Packing
 
 

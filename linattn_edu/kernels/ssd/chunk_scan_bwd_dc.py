@@ -5,11 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from linattn_edu.kernels.ssd.chunk_cumsum import (
-    decay_within,
-    decay_within_transposed,
-    decays,
-)
+from linattn_edu.kernels.ssd.chunk_cumsum import decay_within, decay_within_transposed, decays
 from linattn_edu.kernels.ssd.chunk_state_bwd_db import sum_tiles
 from linattn_edu.kernels.tiles import (
     cast,
