@@ -186,6 +186,7 @@ def scan_states_gluon_kernel(
     c_k, c_v, c_t = piece.i_k * K, piece.i_h * V + piece.i_v * BV, piece.i_h * BT
     given = gates_of(piece, gc_ptr, beta_ptr, ROW)
     rings = ring(k_desc, STAGES), ring(v_desc, STAGES), ring(AG_desc, STAGES)
+    # apart: between two stores to one allocation the compiler puts a barrier
     halves = ring(h_desc, 1).index(0), ring(h_desc, 1).index(0)
     scan_and_store(
         scan_forth, (), piece, given, (k_desc, v_desc, AG_desc), (c_k, c_v, c_t), rings, h_desc,
@@ -217,7 +218,7 @@ def scan_bwd_gluon_kernel(
     given = gates_of(piece, gc_ptr, beta_ptr, ROW)
     ks, qs, dos = ring(k_desc, STAGES), ring(q_desc, STAGES), ring(do_desc, STAGES)
     Ps, AGs = ring(P_desc, STAGES), ring(AG_desc, STAGES)
-    halves = ring(dh_desc, 1).index(0), ring(dh_desc, 1).index(0)
+    halves = ring(dh_desc, 1).index(0), ring(dh_desc, 1).index(0)  # apart, as forth
     scan_and_store(
         scan_back, (scale,), piece, given, (k_desc, do_desc, P_desc, q_desc, AG_desc),
         (c_k, c_v, c_t, c_k, c_t), (ks, dos, Ps, qs, AGs), dh_desc, halves,
