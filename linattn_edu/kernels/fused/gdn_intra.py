@@ -68,14 +68,20 @@ def scores_kernel(
 
 @triton.jit(do_not_specialize=["T"])
 def resolvent_kernel(
-    k_ptr, beta_ptr, gc_ptr, R_ptr, A_ptr, cu_ptr, chunks_ptr, T,
+    k_ptr,  # [B, T, H, K]
+    beta_ptr,  # [B, T, HV]
+    gc_ptr,  # [B, T, HV] log2
+    R_ptr,  # [B, T, HV, BT] out
+    A_ptr,  # [B, T, HV, BT] out, A * G with GATED; or None
+    cu_ptr,  # [N + 1] or None
+    chunks_ptr,  # [NT, 2] or None
+    T,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
     BT: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
     GATED: tl.constexpr,
 ):  # fmt: skip
     """One program: one chunk of one head.  Grid (NT * HV).
 
-    Arguments of intra_chunk_kernel.
     Reference: linattn_edu.reference.fused.gdn_intra.intra_chunk.
     """
     i_h, _, first, n_t = chunk_of(tl.program_id(0), cu_ptr, chunks_ptr, T, HV, BT)

@@ -132,16 +132,22 @@ def piece_of(pid, cu_ptr, pieces_ptr, T, H: tl.constexpr, PIECE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "tokens"])
 def ssd_ends_kernel(
-    B_ptr, x_ptr, gs_ptr, gc_ptr, seq_ptr,
+    B_ptr,  # [B, T, G, N]
+    x_ptr,  # [B, T, H, P]
+    gs_ptr,  # [H, B, T] log2
+    gc_ptr,  # [H, B, T] log2
+    seq_ptr,  # [B, T] or None
     ends_ptr,  # [NP, H, N, P] out: the state after each piece but a sequence's last, from zero
     kept_ptr,  # [NP, H] out: what is left of the state before the piece
-    cu_ptr, pieces_ptr, T, tokens,
+    cu_ptr,  # [NS + 1] or None
+    pieces_ptr,  # [NP, 2] or None
+    T,
+    tokens,  # B * T
     G: tl.constexpr, H: tl.constexpr, N: tl.constexpr, P: tl.constexpr,
     PIECE: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr,
 ):  # fmt: skip
     """One program: PIECE tokens of one head.  Grid (NP * H).
 
-    Arguments without a shape as of ssd_fwd_kernel.
     Reference: linattn_edu.reference.fused.ssd_fwd.
     """
     i_h, _, i_piece, before, first, n_t = piece_of(
