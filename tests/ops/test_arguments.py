@@ -352,7 +352,7 @@ TAKES = {
 def test_tensors_that_are_not_dense_are_refused_by_name(name, kind):
     f, names, make = TAKES[name]
     for n in names:
-        x = make()
+        x = {m: t.cpu() for m, t in make().items()}  # of mkldnn there are no others
         x[n] = STRANGE[kind](x[n])
         with pytest.raises(TypeError, match=rf"^{n} must be a dense tensor, got"):
             f(**x)
@@ -361,13 +361,14 @@ def test_tensors_that_are_not_dense_are_refused_by_name(name, kind):
 @pytest.mark.parametrize("kind", ["sparse", "nested"])
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
 def test_numbers_of_sequences_that_are_not_dense_are_refused_by_name(kind):
-    x, bounds = arguments(chunk_kda), {"cu_seqlens": torch.tensor([0, 5])}
+    x, bounds = arguments(chunk_kda), {"cu_seqlens": torch.tensor([0, 5], device=DEVICE)}
     for n, numbers in (
         ("cu_seqlens", [0, 5]),
         ("cu_seqlens_cpu", [0, 5]),
         ("chunk_indices", [[0, 0]]),
     ):
-        strange = {n: STRANGE[kind](torch.tensor(numbers))}
+        device = "cpu" if n == "cu_seqlens_cpu" else DEVICE
+        strange = {n: STRANGE[kind](torch.tensor(numbers, device=device))}
         with pytest.raises(TypeError, match=rf"^{n} must be a dense tensor, got"):
             chunk_kda(**x, **bounds | strange)
     slots = {"ssm_state_indices": torch.tensor([[0]]), "num_accepted_tokens": torch.tensor([1])}

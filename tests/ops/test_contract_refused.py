@@ -142,16 +142,22 @@ def cases(form):
     return {what: case for what, *case in every}
 
 
+def where(form, what, device):
+    """On a GPU nobody reads the numbers of sequences that have no copy on the host."""
+    unread = not form.known and what in ("cu_seqlens begin", "cu_seqlens end", "cu_seqlens fall")
+    return torch.device("cpu") if unread else device
+
+
 CASES = [
-    pytest.param(form, case, id=f"{form}: {what}")
+    pytest.param(form, what, case, id=f"{form}: {what}")
     for form in OPERATORS
     for what, case in cases(form).items()
 ]
 
 
-@pytest.mark.parametrize(("form", "case"), CASES)
-def test_refused_before_any_kernel(form, case, device):
-    assert refused(form.f, case, everything(form, device), {})
+@pytest.mark.parametrize(("form", "what", "case"), CASES)
+def test_refused_before_any_kernel(form, what, case, device):
+    assert refused(form.f, case, everything(form, where(form, what, device)), {})
 
 
 @operators

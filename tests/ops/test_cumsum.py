@@ -147,7 +147,7 @@ REFUSED = {
     ),
     "impl": ({"impl": "gpu"}, ValueError, "impl must be one of"),
     "float64": (
-        {"s": torch.zeros(1, 2, 2).double(), "impl": "triton"},
+        {"s": torch.zeros(1, 2, 2, device=DEVICE).double(), "impl": "triton"},
         ValueError,
         "float64 was given",
     ),
