@@ -352,7 +352,8 @@ TAKES = {
 def test_tensors_that_are_not_dense_are_refused_by_name(name, kind):
     f, names, make = TAKES[name]
     for n in names:
-        x = {m: t.cpu() for m, t in make().items()}  # of mkldnn there are no others
+        x = make()
+        x[n] = x[n].cpu()  # of mkldnn there are no others
         x[n] = STRANGE[kind](x[n])
         with pytest.raises(TypeError, match=rf"^{n} must be a dense tensor, got"):
             f(**x)
