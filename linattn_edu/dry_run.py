@@ -27,6 +27,7 @@ CANNOT = "impl='triton' cannot run here: "
 # alone for whatever it takes
 SETS = {"fused": "fused stages", "staged": "stage by stage"}
 KERNELS = {"gluon": "Gluon", "triton": "plain Triton", "one": "plain Triton", "two": "plain Triton"}
+IN_GLUON = f"{KERNELS['gluon']}: "
 SAID = {
     "gdn_backward_stages": SETS,
     "kda_forward_stages": SETS,
@@ -35,6 +36,7 @@ SAID = {
     "chunk_limit": {64: "", None: "chunks of {} at most"},
     "kda_fused_intra_bwd": KERNELS,
     "kda_near": {"anchored": "near channels by their own kernel", "all": ""},
+    "gluon": KERNELS,  # a launcher of a kernel in Gluon that is off in this process
     "kda_halved": {"far": "", None: "halved rows: {}"},
     "pieces_by_maps": {0: "", None: "pieces of {}"},
     "pieces_by_warm_up": {0: "", None: "pieces of {}"},
@@ -203,6 +205,8 @@ def _run(gpu: GPU, function: Callable, bound, which: str | None) -> tuple[tuple[
         fields = {n: str(x).removeprefix("torch.") for n, x in fields.items()}
         fields["generation"] = fields.get("generation", "").capitalize()
         one = name, choice.takes, choice.why.format(*more, **fields)
+        if name == "gluon":  # what was chosen before is not what runs
+            fresh[:] = [text for text in fresh if not text.startswith(IN_GLUON)]
         if one not in told:
             told.append(one)
             if name not in OF_PASS and (said := _said(name, choice.takes)):
@@ -211,9 +215,10 @@ def _run(gpu: GPU, function: Callable, bound, which: str | None) -> tuple[tuple[
     def launched(run: Callable, kernel, args: tuple, grid, kwargs: dict) -> None:
         if not listens[0]:
             return
-        why = tuple(fresh)
-        fresh.clear()
         name = kernel.fn.__name__
+        # what a scan enters with may be launched between the choice of its kernel and that one
+        why = tuple(x for x in fresh if "_gluon_" in name or not x.startswith(IN_GLUON))
+        fresh[:] = [x for x in fresh if x not in why]
         if steps and steps[-1].kernel == name and not why:
             steps[-1] = steps[-1]._replace(times=steps[-1].times + 1)
         else:

@@ -386,6 +386,32 @@ def test_a_route_is_printed_a_line_a_step():
     assert any(line.startswith("backward: fused stages: Hopper, bfloat16") for line in lines)
 
 
+@pytest.mark.parametrize(
+    ("off", "call", "took", "instead", "said"),
+    [
+        ("scan_gluon", "gdn 8 4096 16 16 128 128", "RING scan_gluon", "RING scan_transposed", 2),
+        ("intra_gluon", "gdn 8 4096 16 16 128 128", "RING scan_gluon", "TWO scan_gluon", 1),
+        ("", "gdn 8 4096 16 16 128 128", "RING scan_gluon", "TWO scan_transposed", 1),
+        ("scan_gluon", "gdn 1 32768 16 32 128 128", "RING bound warm_up scan_gluon",
+         "RING bound warm_up scan_transposed", 4),
+    ],
+)  # fmt: skip
+def test_a_kernel_that_is_off_in_this_process(off, call, took, instead, said, monkeypatch):
+    """A newer Triton failed with it: the kernel that takes its place, and why it does."""
+    support = by_load.support
+    monkeypatch.setattr(support, "VERSIONS", ((3, 0), (3, 1)))
+    monkeypatch.setattr(support, "_off", {})
+    assert [s.kernel for s in asked(call).forward] == expanded(took)
+    support._off[off] = why = "off, Triton 99.0: it failed: {no such} layout"
+    found = asked(call)
+    assert [s.kernel for s in found.forward] == expanded(instead)
+    (step,) = (s for s in found.forward if f"plain Triton: {why}" in s.why)
+    assert step.kernel == expanded(instead)[said]
+    for step in found.forward:
+        assert any(x.startswith("Gluon: ") for x in step.why) == ("gluon" in step.kernel)
+    assert ("gluon", "triton", why) in found.choices
+
+
 def test_real_tensors():
     """In the interpreter kernels run on the CPU, with one multiprocessor and without Gluon."""
     x = torch.randn(1, 70, 2, 16)

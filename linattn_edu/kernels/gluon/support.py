@@ -13,6 +13,9 @@ from typing import NamedTuple
 
 import triton
 
+from linattn_edu import choices
+from linattn_edu.choices import Choice
+
 VERSIONS = (3, 6), (3, 9)  # the oldest and the newest Triton with which they have been run
 # a launcher's name, or "" for all of them -> why it is off in this process
 _off: dict[str, str] = {}
@@ -67,7 +70,7 @@ class Absent:
     """In the place of modules that cannot be imported: their launchers launch nothing."""
 
     def __getattr__(self, name: str) -> Callable[..., bool]:
-        return lambda *_: False
+        return lambda *_: _instead("")
 
 
 def left_out(error: Exception) -> Absent:
@@ -91,15 +94,21 @@ def attempt(launch: Callable[..., None]) -> Callable[..., bool]:
             launch(*args)
             return True
         if not available(launch.__name__).usable:
-            return False
+            return _instead(launch.__name__)
         try:
             launch(*args)
         except Exception as error:
             _turn_off(launch.__name__, launch.__name__, error)
-            return False
+            return _instead(launch.__name__)
         return True
 
     return attempted
+
+
+def _instead(name: str) -> bool:
+    """False; whoever asks for a route hears that plain Triton takes the place, and why."""
+    choices.tell("gluon", Choice("triton", "{0}"), None, (available(name).reason,))
+    return False
 
 
 def _turn_off(name: str, what: str, error: Exception) -> None:

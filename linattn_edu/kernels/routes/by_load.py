@@ -136,6 +136,8 @@ def head_groups(load: Load) -> Choice:
     kind = load.kind
     if _scan(load, True).takes != "gluon" or first(INTRA_BWD, kind):
         return Choice(1, "not all in Gluon")
+    if not support.tried():
+        return Choice(1, "groups are views, which plain Triton does not take where Gluon fails")
     size = pieces_by_maps(kind).takes or pieces_by_warm_up(kind).takes
     B, T = load.sequences, kind.T
     pieces = B if not size else B * T // size + (B if T % size else 0)
