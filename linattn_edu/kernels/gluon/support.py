@@ -93,14 +93,14 @@ def attempt(launch: Callable[..., None]) -> Callable[..., bool]:
         if tried():
             launch(*args)
             return True
-        if not available(launch.__name__).usable:
-            return _instead(launch.__name__)
-        try:
-            launch(*args)
-        except Exception as error:
-            _turn_off(launch.__name__, launch.__name__, error)
-            return _instead(launch.__name__)
-        return True
+        name = launch.__name__
+        if available(name).usable:
+            try:
+                launch(*args)
+                return True
+            except Exception as error:
+                _turn_off(name, name, error)
+        return _instead(name)
 
     return attempted
 
