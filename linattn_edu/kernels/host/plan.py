@@ -136,8 +136,14 @@ def _kind(device: torch.device, key: tuple, inputs: Sequence[Tensor | None]) -> 
 
 
 def _watched() -> bool:
-    """Whether a profiler wants to be told of every launch, with what Triton alone has for it."""
+    """Whether a profiler wants to be told of every launch, with what Triton alone has for it; or
+    Triton launches other kernels for now: with assertions, instrumented, through other stages.
+
+    Its other knobs reach no kernel that this process has, whoever launches it.
+    """
     at = knobs.runtime
+    if at.debug or at.add_stages_inspection_hook or knobs.compilation.instrumentation_mode:
+        return True
     return bool(_calls(at.launch_enter_hook) or _calls(at.launch_exit_hook))
 
 
