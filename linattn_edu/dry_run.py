@@ -48,6 +48,7 @@ SAID = {
     "together": {0: "two launches", 1: "one launch"},
     "workers": {1: "", None: "{} tiles of values a program"},
     "head_groups": {1: "", None: "{} groups of heads"},
+    "exchange": {None: "maps of {} ranks are gathered"},
 }
 # decision -> the passes whose stages it takes
 OF_PASS = {
@@ -108,7 +109,8 @@ def route(function: Callable, *args, gpu: str | GPU | None = None, **kwargs) -> 
         function: An operator of this library, as :func:`chunk_gated_delta_rule`.
         args, kwargs: What it would be called with. Of tensors only shape, strides, dtype and device
             count; with `gpu` they may be on the device ``meta``, which takes no memory. Numbers are
-            needed of cu_seqlens alone. cp_context must be None.
+            needed of cu_seqlens alone. With a cp_context the route is that of its rank; nothing is
+            sent, and no other rank need ask.
         gpu: The GPU that is asked about, which need not be there: "t4", "a100", "l4", "4090",
             "h100", "h200" or "b200". None: where the tensors are.
 
@@ -119,15 +121,13 @@ def route(function: Callable, *args, gpu: str | GPU | None = None, **kwargs) -> 
         there is none where the function has none. Where the reference runs, ``stages`` says why.
 
     Raises:
-        ValueError: the name of the GPU is unknown; tensors are on ``meta`` and no GPU is named; a
-            cp_context; cu_seqlens without numbers. Beside these, what the function itself raises.
+        ValueError: the name of the GPU is unknown; tensors are on ``meta`` and no GPU is named;
+            cu_seqlens without numbers. Beside these, what the function itself raises.
 
     The choices are made in ``linattn_edu.kernels.routes``.
     """
     bound = inspect.signature(function).bind(*args, **kwargs)
     given = bound.arguments
-    if given.get("cp_context") is not None:
-        raise ValueError("cp_context must be None: a route is that of one rank")
     tensors = [x for x in given.values() if isinstance(x, Tensor)]
     device = tensors[0].device if tensors else torch.device("cpu")
     about, refused = _gpu(gpu, device), None
