@@ -40,6 +40,8 @@ SAID = {
     "kda_halved": {"far": "", None: "halved rows: {}"},
     "pieces_by_maps": {0: "", None: "pieces of {}"},
     "pieces_by_warm_up": {0: "", None: "pieces of {}"},
+    "scan_rows": {"table": "", "unpipelined": "2 warps a program"},
+    "widest": "",
     "ssd_piece": "",
     "ssd_heads": {1: "", None: "heads of a group in {} parts"},
     "transposed": {"upright": "", "transposed": "transposed"},

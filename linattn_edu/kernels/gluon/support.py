@@ -13,8 +13,7 @@ from typing import NamedTuple
 
 import triton
 
-from linattn_edu import choices
-from linattn_edu.choices import Choice
+from linattn_edu.choices import gluon_is_off
 
 VERSIONS = (3, 6), (3, 9)  # the oldest and the newest Triton with which they have been run
 # a launcher's name, or "" for all of them -> why it is off in this process
@@ -70,7 +69,7 @@ class Absent:
     """In the place of modules that cannot be imported: their launchers launch nothing."""
 
     def __getattr__(self, name: str) -> Callable[..., bool]:
-        return lambda *_: _instead("")
+        return lambda *_: gluon_is_off(_off[""])
 
 
 def left_out(error: Exception) -> Absent:
@@ -90,25 +89,18 @@ def attempt(launch: Callable[..., None]) -> Callable[..., bool]:
 
     @functools.wraps(launch)
     def attempted(*args: object) -> bool:
-        if tried():
-            launch(*args)
-            return True
         name = launch.__name__
-        if available(name).usable:
+        if tried() or available(name).usable:
             try:
                 launch(*args)
                 return True
             except Exception as error:
+                if tried():
+                    raise
                 _turn_off(name, name, error)
-        return _instead(name)
+        return gluon_is_off(available(name).reason)
 
     return attempted
-
-
-def _instead(name: str) -> bool:
-    """False; whoever asks for a route hears that plain Triton takes the place, and why."""
-    choices.tell("gluon", Choice("triton", "{0}"), None, (available(name).reason,))
-    return False
 
 
 def _turn_off(name: str, what: str, error: Exception) -> None:

@@ -144,8 +144,5 @@ def _watched() -> bool:
     at = knobs.runtime
     if at.debug or at.add_stages_inspection_hook or knobs.compilation.instrumentation_mode:
         return True
-    return bool(_calls(at.launch_enter_hook) or _calls(at.launch_exit_hook))
-
-
-def _calls(hook: object) -> object:
-    return getattr(hook, "calls", hook)
+    enter, leave = at.launch_enter_hook, at.launch_exit_hook
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
