@@ -193,6 +193,12 @@ OPTIONS = {
 }
 
 
+def workers_of(kg: Tensor, V: int, pieces: Pieces) -> int:
+    """Tiles of BV values a program, of a scan in either direction."""
+    load = load_of(kind_of(kg, kg.shape[2], V, CHUNK, None), kg, None)
+    return by_load.workers(load, pieces.N).takes
+
+
 @attempt
 def kda_scan_gluon(
     qg: Tensor,
@@ -209,18 +215,12 @@ def kda_scan_gluon(
     scale: float,
     pieces: Pieces,
 ) -> None:
-    """Launch kda_scan_gluon_kernel on the pieces; it writes o and last.
-
-    A program takes 128 values where that leaves no more than three of ten multiprocessors idle.
-    """
-    HV, K = kg.shape[2:]
-    V = v.shape[-1]
-    heads = pieces.N * HV
-    load = load_of(kind_of(kg, HV, V, CHUNK, None), kg, None)
-    workers = by_load.workers(load, pieces.N).takes
+    """Launch kda_scan_gluon_kernel on the pieces; it writes o and last."""
+    HV, K, V = *kg.shape[2:], v.shape[-1]
+    workers = workers_of(kg, V, pieces)
     widths = K, K, K, workers * BV, CHUNK, CHUNK, BV
     descriptors = map(descriptor, (qg, kg, kd, v, P, A, o), widths)
-    kda_scan_gluon_kernel[(heads * V // BV // workers,)](
+    kda_scan_gluon_kernel[(pieces.N * HV * V // BV // workers,)](
         *descriptors, beta, gc, initial_state, last, scale, pieces.cu_seqlens, pieces.T, HV, K, V,
         BT=CHUNK, BV=BV, WORKERS=workers, **OPTIONS[workers],
     )  # fmt: skip

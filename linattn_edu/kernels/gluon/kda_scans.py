@@ -27,6 +27,7 @@ from linattn_edu.kernels.gluon.blocks import (
     load_chunks,
     load_state,
     operand,
+    piece_args,
     piece_of_program,
     places,
     product,
@@ -36,9 +37,9 @@ from linattn_edu.kernels.gluon.blocks import (
     store_state,
     store_transposed,
 )
+from linattn_edu.kernels.gluon.kda_scan import workers_of
 from linattn_edu.kernels.gluon.support import attempt
 from linattn_edu.kernels.pieces import Pieces
-from linattn_edu.kernels.routes import by_load, kind_of, load_of
 
 
 @gluon.jit
@@ -362,12 +363,6 @@ OPTIONS = {1: {"num_warps": 4, "maxnreg": 144}, 2: {"num_warps": 4, "maxnreg": 1
 STAGES, STAGES_BACK = {1: 3, 2: 3}, {1: 2, 2: 2}
 
 
-def _workers(kg: Tensor, V: int, pieces: Pieces) -> int:
-    """Tiles of BV values a program."""
-    load = load_of(kind_of(kg, kg.shape[2], V, CHUNK, None), kg, None)
-    return by_load.workers(load, pieces.N).takes
-
-
 @attempt
 def kda_scan_states_gluon(
     kg: Tensor,
@@ -383,12 +378,11 @@ def kda_scan_states_gluon(
 ) -> None:
     """Launch kda_scan_states_gluon_kernel on the pieces; it writes h and v_new."""
     HV, K, V = *kg.shape[2:], v.shape[-1]
-    n = _workers(kg, V, pieces)
+    n = workers_of(kg, V, pieces)
     chunks = map(descriptor, (kg, kd, v, A), (K, K, n * BV, CHUNK))
     kda_scan_states_gluon_kernel[(pieces.N * HV * V // BV // n,)](
-        *chunks, descriptor(h, BV), descriptor(v_new, BV), beta, gc, h0, pieces.cu_seqlens,
-        pieces.chunk_offsets, pieces.T, pieces.N, 1, HV, K, V, BT=CHUNK, BV=BV, STAGES=STAGES[n],
-        WORKERS=n, **OPTIONS[n],
+        *chunks, descriptor(h, BV), descriptor(v_new, BV), beta, gc, h0, *piece_args(pieces), 1, HV,
+        K, V, BT=CHUNK, BV=BV, STAGES=STAGES[n], WORKERS=n, **OPTIONS[n],
     )  # fmt: skip
 
 
@@ -412,12 +406,12 @@ def kda_scan_bwd_gluon(
 ) -> None:
     """Launch kda_scan_bwd_gluon_kernel on the pieces; it writes dh, Z, dv and dh0."""
     HV, K, V = *kg.shape[2:], do.shape[-1]
-    n = _workers(kg, V, pieces)
+    n = workers_of(kg, V, pieces)
     chunks = map(descriptor, (qg, kg, kd, P, A, do), (K, K, K, CHUNK, CHUNK, n * BV))
     kda_scan_bwd_gluon_kernel[(pieces.N * HV * V // BV // n,)](
         *chunks, descriptor(dh, BV), *map(descriptor, (Z, dv), (BV, BV)), beta, gc, dht, dh0,
-        scale, pieces.cu_seqlens, pieces.chunk_offsets, pieces.T, pieces.N, 1, HV, K, V, BT=CHUNK,
-        BV=BV, STAGES=STAGES_BACK[n], WORKERS=n, **OPTIONS[n],
+        scale, *piece_args(pieces), 1, HV, K, V, BT=CHUNK, BV=BV, STAGES=STAGES_BACK[n], WORKERS=n,
+        **OPTIONS[n],
     )  # fmt: skip
 
 
@@ -450,6 +444,6 @@ def kda_scans_gluon(
     *chunks, new, Zs, dvs = map(descriptor, tensors, widths)
     kda_scans_gluon_kernel[(2 * pieces.N * HV * V // BV,)](
         *chunks, descriptor(h, BV), new, descriptor(dh, BV), Zs, dvs, beta, gc, h0, dht, dh0,
-        scale, pieces.cu_seqlens, pieces.chunk_offsets, pieces.T, pieces.N, HV, K, V, BT=CHUNK,
-        BV=BV, STAGES=STAGES[1], STAGES_BACK=STAGES_BACK[1], **OPTIONS[1],
+        scale, *piece_args(pieces), HV, K, V, BT=CHUNK, BV=BV, STAGES=STAGES[1],
+        STAGES_BACK=STAGES_BACK[1], **OPTIONS[1],
     )  # fmt: skip
