@@ -132,7 +132,7 @@ def check_rounded(kernel, reference, args, factor, **options):
     products round their operands, its outputs rounded as the kernel's: a kernel can do without none
     of these roundings, and rounds nothing else but the order of its sums.
     """
-    wide = [x.double() for x in args]
+    wide = [x.double() if is_real(x) else x for x in args]
     exact = outputs(reference(*wide, **options))
     dtypes = [x.dtype for x in outputs(reference(*args, **options))]
     with RoundedOperands(args[0].dtype):

@@ -1,12 +1,13 @@
 """What is left of a chunk in the fused backward pass of Kimi Delta Attention: kernel, reference."""
 
 import pytest
+import stages
 import torch
-from delta.stage_checks import CHUNKS, TOKENS, check_stage
+from delta.stage_checks import CHUNKS, SIZES, TOKENS
 from fused.kda_checks import GATES, SCALE, needs_gluon
-from fused.test_kda_scans import parts
+from fused.parts import kda as parts
 from gdn_checks import launches
-from grids import parametrize
+from grids import combinations, parametrize
 
 from linattn_edu.kernels.delta.kda_bwd import kda_output_bwd, kda_wy_bwd
 from linattn_edu.kernels.delta.kda_intra_bwd import kda_intra_bwd
@@ -23,26 +24,16 @@ pytestmark = pytest.mark.usefixtures("poison")
 HEADS = (16, 34, 64, 100, 128)
 
 
-def kda_fused_intra_bwd(*args, **options):
-    """The kernel on a copy of Z, which it overwrites."""
-    *args, Z = args
-    return kernels.kda_fused_intra_bwd(*args, Z.clone(), **options)
+STAGE = ("kda_fused_intra_bwd", "kda_fused")
+kda_fused_intra_bwd = stages.find(*STAGE).kernel  # on a copy of Z
+CASES = [(*case, torch.bfloat16) for case in combinations(T=TOKENS, K=HEADS, V=HEADS, C=CHUNKS)]
 
-
-def check(x, r, C):
-    args = (x.q, x.k, x.v, x.beta, r.gc, r.h, r.v_new, r.do, r.dh, r.Z)
-    options = {"scale": SCALE, "chunk_size": C}
-    check_stage(kda_fused_intra_bwd, references.kda_fused_intra_bwd, args, **options)
-
-
-@parametrize(T=TOKENS, K=HEADS, V=HEADS, C=CHUNKS)
-def test_kernel_matches_reference(T, K, V, C, device):
-    check(*parts(T, K, V, C, torch.bfloat16, device), C)
+test_kernel_matches_reference = stages.matches(*STAGE, pytest.mark.parametrize(SIZES, CASES))
 
 
 @parametrize(gate=GATES, C=CHUNKS)
 def test_every_gate_and_chunk(gate, C, device):
-    check(*parts(70, 34, 20, C, torch.bfloat16, device, H=2, gate=gate), C)
+    stages.check(*STAGE, 70, 34, 20, C, torch.bfloat16, device, H=2, gate=gate)
 
 
 @pytest.mark.parametrize("V", [24, 64])
@@ -79,16 +70,13 @@ def test_near_and_far_channels_in_one_chunk(K, V, C, device):
     g[:, 64:, :, 64:] = -20
     g[:, 90:, 1, :64] = -200
     g[:, :30, 0, 64:128] = -1e4
-    x, r = parts(100, K, V, C, torch.bfloat16, device, H=2, g=g)
-    args = (x.q, x.k, x.v, x.beta, r.gc, r.h, r.v_new, r.do, r.dh, r.Z)
-    options = {"scale": SCALE, "chunk_size": C}
-    check_stage(kda_fused_intra_bwd, references.kda_fused_intra_bwd, args, **options)
+    stages.check(*STAGE, 100, K, V, C, torch.bfloat16, device, H=2, g=g)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("far", [False, True], ids=["near", "near and far"])
 @pytest.mark.parametrize(("T", "HV"), [(64, 4), (2560, 8)])
-def test_channel_intra_gluon(T, HV, far, device, force):
+def test_kda_intra_bwd_gluon(T, HV, far, device, force):
     """No farther from float64 than the two stages; twice, since programs reuse their places for
     chunk after chunk.
     """

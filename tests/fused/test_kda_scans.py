@@ -1,22 +1,24 @@
 """The fused backward stages of Kimi Delta Attention: kernels against references."""
 
-from types import SimpleNamespace
+from functools import partial
 
 import pytest
+import stages as registry
 import torch
 from delta.stage_checks import check_rounded, check_stage
 from fused.kda_checks import (
     GATES,
     RAW,
     SCALE,
-    channel_gate,
     gates,
+    kda_gate,
     kda_stage_inputs,
     needs_gluon,
-    once,
     raw_gate,
 )
-from gdn_checks import holds, launches
+from fused.parts import kda as parts
+from fused.parts import small
+from gdn_checks import launches
 
 from linattn_edu.kernels.fused import kda_bwd
 from linattn_edu.kernels.fused import kda_scans as kernels
@@ -31,36 +33,17 @@ from linattn_edu.testing import assert_close, gdn_inputs, kda_inputs
 pytestmark = pytest.mark.usefixtures("poison")
 
 
-def small(device):
-    """A dtype that the kernels hold: on a GPU of 16 bits."""
-    return torch.float32 if device.type == "cpu" else torch.bfloat16
+def check_scans(*stage, **options):
+    """In one launch."""
+    with launches() as ran:
+        check_stage(*stage, **options)
+    assert ran == [kernels.kda_fused_scans_kernel]
 
 
-def parts(T, K, V, C, dtype, device, g=None, **kinds):
-    """(inputs, everything the fused backward stages read), by the reference stages."""
-    x = kda_stage_inputs(T, K, V, dtype, device, **kinds)
-    if x.q.is_cuda and not holds(x.q, x.v):
-        pytest.skip("heads that the fused stages do not hold")
-    torch.manual_seed(T + K)
-    x.g = x.g if g is None else g
-    r, options = SimpleNamespace(), {"chunk_size": C}
-    r.gc = gate_cumsum(x.g, **options)
-    r.P, r.A = kda_intra(x.q, x.k, x.beta, r.gc, **options)
-    r.kd, r.kg, r.qg = references.kda_gated(x.q, x.k, r.gc, **options)
-    r.do, r.dht = torch.randn_like(x.v), torch.randn_like(x.initial_state)
-    r.h, r.v_new, r.dh, r.Z, *_ = references.kda_fused_scans(*scanned(x, r), scale=SCALE)
-    return x, r
-
-
-def scanned(x, r):
-    given = r.qg, r.kg, r.kd, x.v, x.beta, r.gc, r.P, r.A, r.do
-    return *given, x.initial_state, r.dht
-
-
-def check_gates(args, chunk_size, **options):
+def check_gates(kernel, reference, args, chunk_size, **options):
     """The rows are those of the kernel's own gates: a closed one's sum has few bits left."""
     q, k, *gates = args
-    gc, *rows = kernels.kda_gates(*args, chunk_size=chunk_size, **options)
+    gc, *rows = kernel(*args, chunk_size=chunk_size, **options)
     want = gate_cumsum(*gates, chunk_size=chunk_size, **options)
     assert gc.dtype == want.dtype
     assert_close("gc", gc, want, 5e-6)
@@ -71,26 +54,20 @@ def check_gates(args, chunk_size, **options):
     check_stage(found, references.kda_gated, (q, k, gc), chunk_size=chunk_size)
 
 
-@once
-def test_kernels_match_references(T, K, V, C, dtype, device):
-    x, r = parts(T, K, V, C, dtype, device)
-    with launches() as ran:
-        check_stage(kernels.kda_fused_scans, references.kda_fused_scans, scanned(x, r), scale=SCALE)
-    assert ran == [kernels.kda_fused_scans_kernel]
-    check_gates((x.q, x.k, x.g), chunk_size=C)
+test_kernel_matches_reference = registry.matches("kda_fused_scans", "kda_fused", check=check_scans)
+test_gates_match_reference = registry.matches("kda_gates", "kda_fused", check=check_gates)
 
 
 @gates
 def test_every_gate_and_chunk(gate, C, dtype, device):
-    x, _ = parts(70, 34, 20, C, dtype, device, H=2, gate=gate)
-    check_gates((x.q, x.k, x.g), chunk_size=C)
+    sizes = ("kda_fused", 70, 34, 20, C, dtype, device)
+    registry.check("kda_gates", *sizes, H=2, gate=gate, check=check_gates)
 
 
 @pytest.mark.parametrize("gate", GATES)
 def test_without_states_at_the_ends(gate, device):
-    x, r = parts(70, 34, 20, 32, small(device), device, H=2, gate=gate)
-    *args, _, _ = scanned(x, r)
-    check_stage(kernels.kda_fused_scans, references.kda_fused_scans, args, scale=SCALE)
+    sizes = ("kda_fused", 70, 34, 20, 32, small(device), device)
+    registry.check("kda_fused_scans", *sizes, H=2, gate=gate, without=["h0", "dht"])
 
 
 def test_packed_sequences_have_the_bits_they_have_alone(device):
@@ -130,21 +107,21 @@ def test_packed_sequences_have_the_bits_they_have_alone(device):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_map_of_a_piece(dtype, device):
-    x, r = parts(100, 32, 48, 32, dtype, device)
-    args = (r.qg, r.kg, r.kd, x.beta, r.gc, r.P, r.A, r.do, r.dht)
-    kernel, options = kernels.kda_fused_scan_map_bwd, {"scale": SCALE}
-    check_rounded(kernel, references.kda_fused_scan_map_bwd, args, 1.2, **options)
-    ext, none = kernel(*args, transition=False, **options)
+    sizes = ("kda_fused_scan_map_bwd", "kda_fused", 100, 32, 48, 32, dtype, device)
+    registry.check(*sizes, check=partial(check_rounded, factor=1.2))
+    args, options = registry.arguments(*sizes), {"scale": SCALE}
+    ext, none = kernels.kda_fused_scan_map_bwd(*args, transition=False, **options)
     assert none is None
-    assert torch.equal(ext, kernel(*args, **options)[0])
+    assert torch.equal(ext, kernels.kda_fused_scan_map_bwd(*args, **options)[0])
 
 
 def test_the_map_takes_a_gradient_back_in_float64():
-    x, r = parts(130, 20, 12, 32, torch.float64, "cpu", H=2)
-    args = r.qg, r.kg, r.kd, x.beta, r.gc, r.P, r.A, r.do
+    sizes = ("kda_fused", 130, 20, 12, 32, torch.float64, "cpu")
+    *args, dht = registry.arguments("kda_fused_scan_map_bwd", *sizes, H=2)
     ext, M = references.kda_fused_scan_map_bwd(*args, scale=SCALE)
-    *_, dh0 = references.kda_fused_scans(*scanned(x, r), scale=SCALE)
-    assert_close("dh0", ext + M @ r.dht, dh0, 1e-13)
+    args = registry.arguments("kda_fused_scans", *sizes, H=2)
+    *_, dh0 = references.kda_fused_scans(*args, scale=SCALE)
+    assert_close("dh0", ext + M @ dht, dh0, 1e-13)
 
 
 @pytest.mark.parametrize("C", [16, 32, 64])
@@ -188,7 +165,7 @@ def test_scans_gluon_give_the_same_bits(
         force(LENGTH=256, LEAST=2)
     force(workers=1 + (form == "two tiles a program"), together=int(form == "one launch"))
     x = gdn_inputs(B, T, HV, HV, 128, 128, dtype=dtype, device=device, seed=0)
-    x.g = channel_gate("mixed", *x.g.shape, 128, seed=0, device=device)
+    x.g = kda_gate("mixed", *x.g.shape, 128, seed=0, device=device)
     gc, options = gate_cumsum(x.g, chunk_size=64), {"chunk_size": 64}
     P, A = kda_intra(x.q, x.k, x.beta, gc, **options)
     kd, kg, qg = references.kda_gated(x.q, x.k, gc, **options)
@@ -209,7 +186,8 @@ def test_kda_gates_of_raw_gates(kind, device):
     a, A_log, dt_bias, bound = raw_gate(kind, 70, 4, 20, device)
     x = kda_stage_inputs(70, 20, 16, torch.float32, device, H=2)
     x.q, x.k = (torch.cat([t, t], 2)[:1] for t in (x.q, x.k))
-    check_gates((x.q, x.k, a[:1], A_log, dt_bias), chunk_size=32, **bound)
+    args = (x.q, x.k, a[:1], A_log, dt_bias)
+    check_gates(kernels.kda_gates, references.kda_gates, args, chunk_size=32, **bound)
 
 
 def test_kda_gates_reference_is_gate_cumsum_and_kda_gated():
