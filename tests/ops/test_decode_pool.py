@@ -4,6 +4,7 @@ import pytest
 import torch
 from gdn_checks import by_value, launches
 from recurrent_cases import case, kda_case, options
+from refusals import refuses
 
 from linattn_edu import fused_recurrent_gated_delta_rule, fused_recurrent_kda
 from linattn_edu.testing import assert_close, poison
@@ -440,12 +441,10 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_refused_before_any_kernel(name):
-    changes, error, message = REFUSED[name]
-    f, x, _ = kda(1, 2, "cpu", gate="log", flags=())
-    given = {"initial_state": new(5, 2, 16, 12), "ssm_state_indices": torch.tensor([3, 1])}
-    given |= {"inplace_final_state": True}
-    with launches() as ran, pytest.raises(error, match=message):
-        f(**(x | given | changes))
-    assert not ran
+def valid():
+    _, x, _ = kda(1, 2, "cpu", gate="log", flags=())
+    x |= {"initial_state": new(5, 2, 16, 12), "ssm_state_indices": torch.tensor([3, 1])}
+    return x | {"inplace_final_state": True}
+
+
+test_refused_before_any_kernel = refuses(fused_recurrent_kda, valid, REFUSED)

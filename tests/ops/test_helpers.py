@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from gdn_checks import launches
+from refusals import refuses
 
 from linattn_edu import (
     chunk_local_cumsum,
@@ -75,14 +75,11 @@ RECURRENT = {
 }
 
 
-@pytest.mark.parametrize("case", RECURRENT)
-def test_recurrent_form_refuses(case):
-    changes, error, message = RECURRENT[case]
-    arguments = gdn_inputs(*SIZES, initial_state=True).asdict() | changes
-    with launches() as ran, pytest.raises(error, match=message):
-        fused_recurrent_gated_delta_rule(**arguments)
-    assert not ran
+def recurrent():
+    return gdn_inputs(*SIZES, initial_state=True).asdict()
 
+
+test_recurrent_form_refuses = refuses(fused_recurrent_gated_delta_rule, recurrent, RECURRENT)
 
 G = {"g": new(1, 20, 2), "chunk_size": 16}
 CUMSUM = {
@@ -116,12 +113,7 @@ CUMSUM = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CUMSUM)
-def test_chunk_local_cumsum_refuses(case):
-    changes, error, message = CUMSUM[case]
-    with pytest.raises(error, match=message):
-        chunk_local_cumsum(**(G | changes))
-
+test_chunk_local_cumsum_refuses = refuses(chunk_local_cumsum, lambda: G, CUMSUM)
 
 A = {"A": new(1, 20, 2, 16)}
 SOLVE = {
@@ -155,12 +147,7 @@ SOLVE = {
 }
 
 
-@pytest.mark.parametrize("case", SOLVE)
-def test_solve_tril_refuses(case):
-    changes, error, message = SOLVE[case]
-    with pytest.raises(error, match=message):
-        solve_tril(**(A | changes))
-
+test_solve_tril_refuses = refuses(solve_tril, lambda: A, SOLVE)
 
 L2NORM = {
     "x no tensor": ({"x": [3.0, 4.0]}, TypeError, "x must be a torch.Tensor .*got list"),
@@ -177,12 +164,7 @@ L2NORM = {
 }
 
 
-@pytest.mark.parametrize("case", L2NORM)
-def test_l2norm_refuses(case):
-    changes, error, message = L2NORM[case]
-    with pytest.raises(error, match=message):
-        l2norm(**({"x": new(2, 3)} | changes))
-
+test_l2norm_refuses = refuses(l2norm, lambda: {"x": new(2, 3)}, L2NORM)
 
 CALLS = {
     "recurrent": lambda **o: fused_recurrent_gated_delta_rule(**gdn_inputs(*SIZES).asdict(), **o),

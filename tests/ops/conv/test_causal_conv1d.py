@@ -5,6 +5,7 @@ import torch
 from gdn_checks import DTYPES, launches
 from grids import few, parametrize
 from ops.conv.conv_cases import check, cotangents, exact, run, tensors
+from refusals import refuses
 
 from linattn_edu import causal_conv1d
 from linattn_edu.testing import assert_close
@@ -99,13 +100,7 @@ REFUSED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_refused_before_any_kernel(name):
-    change, error, message = REFUSED[name]
-    x = tensors(9, 5) | change
-    with launches() as ran, pytest.raises(error, match=message):
-        causal_conv1d(**x)
-    assert not ran
+test_refused_before_any_kernel = refuses(causal_conv1d, lambda: tensors(9, 5), REFUSED)
 
 
 def test_impl_and_unknown_arguments(device):

@@ -3,8 +3,8 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from gdn_checks import launches
 from grids import parametrize
+from refusals import refuses
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from linattn_edu import causal_conv1d_fn, causal_conv1d_update
@@ -203,11 +203,4 @@ REFUSED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_refused_before_any_kernel(name):
-    change, error, message = REFUSED[name]
-    x = tensors() | change
-    before = x["conv_state"].clone()
-    with launches() as ran, pytest.raises(error, match=message):
-        causal_conv1d_update(**x)
-    assert not ran and torch.equal(x["conv_state"], before)
+test_refused_before_any_kernel = refuses(causal_conv1d_update, tensors, REFUSED)

@@ -8,6 +8,7 @@ import torch
 from gdn_checks import DTYPES, launches, same_bits
 from grids import parametrize
 from ops.ema.ema_cases import check, cotangents, exact, run, tensors
+from refusals import refuses
 from ssd.ema_checks import GATES, GIVEN, loop
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -136,13 +137,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_refused_before_any_kernel(name):
-    change, error, message = REFUSED[name]
-    x = tensors(20, 5, B=2) | change
-    with launches() as ran, pytest.raises(error, match=message):
-        ema_scan(**x)
-    assert not ran
+test_refused_before_any_kernel = refuses(ema_scan, lambda: tensors(20, 5, B=2), REFUSED)
 
 
 def test_impl_and_unknown_arguments(device):

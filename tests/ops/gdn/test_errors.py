@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from gdn_checks import launches
+from refusals import refuses
 
 from linattn_edu import chunk_gated_delta_rule
 from linattn_edu.ops import check
@@ -49,12 +49,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_refused_before_any_kernel(case):
-    changes, error, message = CASES[case]
-    with launches() as ran, pytest.raises(error, match=message):
-        chunk_gated_delta_rule(**arguments(**changes))
-    assert not ran
+test_refused_before_any_kernel = refuses(chunk_gated_delta_rule, arguments, CASES)
 
 
 @pytest.mark.parametrize("sizes", [(2, 20, 2, 2, 257, 8), (2, 20, 2, 2, 8, 513)])

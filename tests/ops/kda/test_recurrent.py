@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from gdn_checks import launches
 from recurrent_cases import kda_case, run
+from refusals import refuses
 
 from linattn_edu import fused_recurrent_gated_delta_rule, fused_recurrent_kda
 from linattn_edu.testing import assert_close
@@ -123,10 +123,4 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_refused_before_any_kernel(name):
-    changes, error, message = REFUSED[name]
-    x, _ = kda_case(3, device="cpu")
-    with launches() as ran, pytest.raises(error, match=message):
-        fused_recurrent_kda(**(x | changes))
-    assert not ran
+test_refused_before_any_kernel = refuses(fused_recurrent_kda, lambda: kda_case(3)[0], REFUSED)

@@ -6,6 +6,7 @@ import re
 import pytest
 import torch
 from gdn_checks import launches, no_wait
+from refusals import refuses
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 
@@ -661,16 +662,12 @@ REFUSED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_refused_before_any_kernel(name):
-    changes, error, message = REFUSED[name]
-    state, x = case(device=torch.device("cpu"))
-    given = {"state": state, **x, **changes}
-    before = given["state"].clone() if tensor(given["state"]) else None
-    with launches() as ran, pytest.raises(error, match=message):
-        selective_state_update(**given)
-    assert not ran
-    assert before is None or torch.equal(given["state"], before)
+def valid():
+    state, x = case()
+    return {"state": state, **x}
+
+
+test_refused_before_any_kernel = refuses(selective_state_update, valid, REFUSED)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
