@@ -392,7 +392,7 @@ MUTANTS = [
         f"{OPS}/delta/arguments.py",
         'given.take("v", v, ("B", "T", "HV", "V"), alike=alike)',
         'given.take("v", v, ("B", "T", "HV", "V"))',
-        "tests/ops/gdn/test_errors.py",
+        "tests/ops/test_contract_refused.py -k bits",
     ),
     Mutant(
         "the scale that is left out is 1 / K",

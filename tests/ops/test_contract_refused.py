@@ -46,8 +46,18 @@ def alone(name):
     return lambda a: {n: None for n in (*BOUNDS, "initial_state") if n in a} | {name: a[name]}
 
 
+def token_more(t):
+    return torch.cat([t, t[:, -1:]], 1)
+
+
+def another_half(t):
+    return t.half() if t.dtype != torch.float16 else t.bfloat16()
+
+
 def of_tensors(form, x):
-    """Each tensor of no tensor, of integers, on another device; the required ones left out."""
+    """Each tensor of no tensor, of integers, on another device, of another length or dtype than the
+    first; the required ones left out.
+    """
     first = form.tokens[0]
     for n, t in x.items():
         # a state is of no interest where there is none
@@ -59,6 +69,12 @@ def of_tensors(form, x):
         if n != first:
             message = f"{name} must be on .* like {first}, got meta"
             yield f"{n} elsewhere", ValueError, message, other(n, lambda t: t.to("meta"))
+        if n in form.tokens[1:]:
+            message = rf"{n} must have shape .*, got \(\d+, \d+"
+            yield f"{n} of a token more", ValueError, message, other(n, token_more)
+        if n in form.alike:
+            message = rf"{n} must be (torch\.\w+) like {first}, got (?!\1)torch.b?float16"
+            yield f"{n} of 16 bits", TypeError, message, other(n, another_half)
     for n in form.required:
         message = f"{n} must be a torch.Tensor .*got NoneType"
         yield f"no {n}", TypeError, message, lambda a, n=n: {n: None}

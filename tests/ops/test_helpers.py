@@ -33,7 +33,6 @@ def packed(*numbers, **changes):
 
 RECURRENT = {
     "k shape": ({"k": new(2, 20, 2, 8)}, ValueError, r"k must have shape \[B=2, T=20, H=2, K=16\]"),
-    "v tokens": ({"v": new(2, 19, 4, 24)}, ValueError, r"v must have shape \[B=2, T=20"),
     "g shape": ({"g": new(2, 20, 2)}, ValueError, r"g must have shape \[B=2, T=20, HV=4\]"),
     "gk shape": (
         {"gk": new(2, 20, 4, 24)},

@@ -87,7 +87,6 @@ REFUSED = {
     "wide": ({"weight": new(5, 9)}, ValueError, "weight must have W from 1 to 8, got W=9"),
     "of nothing": ({"weight": new(5, 0)}, ValueError, "weight must have W from 1 to 8, got W=0"),
     "bias": ({"bias": new(4)}, ValueError, r"bias must have shape \[D=5\], got \(4,\)"),
-    "residual": ({"residual": new(2, 8, 5)}, ValueError, r"residual must have shape \[B=2, T=9"),
     "state": (
         {"initial_state": new(2, 5, 3)},
         ValueError,

@@ -127,7 +127,6 @@ REFUSED = {
         ValueError,
         r"g must have 2 dimensions \[B, T\], got 3",
     ),
-    "g shape": ({"g": new(2, 19, 3)}, ValueError, r"g must have shape \[B=2, T=20, H=3\]"),
     "weight": ({"weight": new(2, 20, 1)}, ValueError, r"weight must have shape \[B=2, T=20, H=3\]"),
     "state": (
         {"initial_state": new(2, 5, 3)},

@@ -22,8 +22,6 @@ def new(*shape, **kwargs):
 
 CASES = {
     "k shape": ({"k": new(2, 20, 2, 8)}, ValueError, r"k must have shape \[B=2, T=20, H=2, K=16\]"),
-    "v tokens": ({"v": new(2, 19, 4, 24)}, ValueError, r"v must have shape \[B=2, T=20"),
-    "head first": ({"v": new(2, 4, 20, 24)}, ValueError, r"v must have shape \[B=2, T=20"),
     "g heads": ({"g": new(2, 20, 2)}, ValueError, r"g must have shape \[B=2, T=20, HV=4\]"),
     "beta shape": ({"beta": new(2, 20, 5)}, ValueError, r"beta must have shape .*HV=4"),
     "state shape": (
@@ -35,16 +33,6 @@ CASES = {
         {"v": new(2, 20, 3, 24), "g": new(2, 20, 3), "beta": new(2, 20, 3), "initial_state": None},
         ValueError,
         r"multiple of q's 2 heads .*HV=3",
-    ),
-    "k dtype": (
-        {"k": new(2, 20, 2, 16).half()},
-        TypeError,
-        "k must be torch.float32 like q.*float16",
-    ),
-    "v dtype": (
-        {"v": new(2, 20, 4, 24).half()},
-        TypeError,
-        "v must be torch.float32 like q.*float16",
     ),
 }
 
@@ -70,12 +58,6 @@ def test_triton_where_it_cannot_run(monkeypatch):
         ValueError, match="impl='triton' cannot run here: the tensors are on the CPU"
     ):
         chunk_gated_delta_rule(**arguments(impl="triton"))
-
-
-def test_triton_has_no_float64(device):
-    x = gdn_inputs(*SIZES, dtype=torch.float64, device=device)
-    with pytest.raises(ValueError, match="float64 was given"):
-        chunk_gated_delta_rule(**x.asdict(), impl="triton")
 
 
 def test_auto_takes_the_reference_where_kernels_cannot_run(monkeypatch):
