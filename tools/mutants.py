@@ -406,7 +406,7 @@ MUTANTS = [
         f"{OPS}/sequences.py",
         "first := first - (begin - end) // length",
         "first := first + (end - begin) // length",
-        "tests/ops/kda/test_chunk_varlen.py -k states",
+        "tests/ops/kda/test_chunk.py -k states_of_the_chunks",
     ),
     Mutant(
         "a traced graph takes the inverse for one of the dtype of the gate",
