@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from gdn_checks import DTYPES, boundaries, cotangents, exact, run, same_bits
 from kda_checks import check, inputs, spacing, tolerance, triton
 from ops.contract import kda
+from ops.test_compile import compiled
 
 from linattn_edu import (
     chunk_gated_delta_rule,
@@ -283,3 +284,57 @@ def test_keys_far_from_unit_length(device):
 def test_spacing_is_of_floored_gates():
     g = torch.full((1, 64, 1, 1), -1000.0)
     assert spacing(g) == pytest.approx(2**-24 * 64 * 104, rel=1e-3)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")
+@pytest.mark.parametrize("packed", [True, False] if GPU else [True])
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.gpu)])
+def test_fullgraph_with_states_of_chunks(backend, keep, packed, device):
+    """How many chunks packed sequences have is not known while the graph is traced."""
+
+    def states(**leaves):
+        bounds = [0, 3, 3, leaves["q"].shape[1]]
+        known = {"cu_seqlens": torch.tensor(bounds, device=device)} if packed else {}
+        known |= {"cu_seqlens_cpu": torch.tensor(bounds)} if packed else {}
+        o, ht, h = in_16(
+            **leaves, **known, output_final_state=True, return_intermediate_states=True,
+            disable_recompute=keep,
+        )  # fmt: skip
+        return o, ht, 2 * h.float()
+
+    g = compiled(states, backend)
+    for T in (17, 20):
+        x = inputs(1, T, 1, 2, 8, 16, torch.float32, device, N=3 if packed else 1)
+        do, _ = cotangents(x)
+        with torch.no_grad():
+            got, want = g(**x), states(**x)
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    results = []
+    for function in (g, states):
+        leaves = {n: t.clone().requires_grad_() for n, t in x.items()}
+        o, _, h = function(**leaves)
+        results.append([o, h, *torch.autograd.grad(o, list(leaves.values()), do)])
+    for a, b in zip(*results, strict=True):
+        assert_close("value", a, b, 1e-6)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_memory_between_the_passes(keep, device):
+    """What autograd holds: the inputs, P and A; with disable_recompute the rest too."""
+    x = inputs(1, 20, 1, 2, 8, 16, torch.float32, device)
+    held = []
+
+    def pack(t):
+        held.append(t)
+        return t
+
+    leaves = {n: t.requires_grad_() for n, t in x.items()}
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        in_16(**leaves, disable_recompute=keep)
+    numbers = sum(t.numel() for t in held if t is not None)
+    given = sum(t.numel() for t in x.values())
+    pairs = 2 * 20 * 2 * 16
+    # gc, w, kg, qg: K a token; h: K V a chunk; v_new: V a token
+    rest = 20 * 2 * (4 * 8 + 16) + 2 * 2 * 8 * 16
+    assert numbers == given + pairs + keep * rest

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from recurrent_cases import kda_case, run
+from recurrent_cases import kda_case
 from refusals import refuses
 
 from linattn_edu import fused_recurrent_gated_delta_rule, fused_recurrent_kda
@@ -11,10 +11,6 @@ from linattn_edu.testing import assert_close
 CUDA = torch.cuda.is_available()
 IMPLS = ("triton", "reference")
 ALL = frozenset(("norm", "sigmoid", "neg", "v_first"))
-
-
-def flat(result):
-    return [*result[0], *result[1].values()]
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -54,19 +50,6 @@ def test_in_place_is_out_of_place(impl, device):
     got, same = fused_recurrent_kda(**x, **rest, inplace_final_state=True, impl=impl)
     assert same is x["initial_state"]
     assert torch.equal(got, o) and torch.equal(same, S)
-
-
-@pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")
-def test_fullgraph(device):
-    """Forward and backward in one graph, and without a gradient."""
-    x, rest = kda_case(3, device=device, gate="bounded", flags=ALL)
-    f = lambda **y: fused_recurrent_kda(**y, **rest)
-    torch._dynamo.reset()
-    g = torch.compile(f, fullgraph=True, backend="aot_eager")
-    for a, b in zip(flat(run(g, x)), flat(run(f, x)), strict=True):
-        assert_close("value", a, b, 1e-6)
-    with torch.no_grad():
-        assert all(torch.equal(a, b) for a, b in zip(g(**x), f(**x), strict=True))
 
 
 def new(*shape, **kwargs):
