@@ -161,7 +161,8 @@ def test_fullgraph_forward_and_backward(name, backend, device):
         with torch._dynamo.config.patch(error_on_recompile=lengths[0] != T):
             got = run(g, x)
         rounded = 0.0
-        if backend == "inductor" and name.endswith("kda, flags"):  # its sigmoid rounds gates otherwise
+        # inductor's own sigmoid rounds the gates otherwise
+        if backend == "inductor" and name.endswith("kda, flags"):
             rounded = spacing(log_decay(x, BOUND), 16)
         same(got, run(f, x), max(1e-6, rounded), 3e-5 if rounded else 0)
 
