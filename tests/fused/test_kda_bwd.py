@@ -3,9 +3,8 @@
 import pytest
 import stages
 import torch
-from delta.stage_checks import CHUNKS, SIZES, TOKENS
+from delta.stage_checks import CHUNKS, SIZES, TOKENS, check_packed, of_sequences
 from fused.kda_checks import GATES, SCALE, needs_gluon
-from fused.parts import kda as parts
 from gdn_checks import launches
 from grids import combinations, parametrize
 
@@ -13,7 +12,6 @@ from linattn_edu.kernels.delta.kda_bwd import kda_output_bwd, kda_wy_bwd
 from linattn_edu.kernels.delta.kda_intra_bwd import kda_intra_bwd
 from linattn_edu.kernels.fused import kda_bwd as kernels
 from linattn_edu.kernels.fused.kda_scans import kda_fused_scans
-from linattn_edu.packing import pack
 from linattn_edu.reference.delta.gate_cumsum import gate_cumsum
 from linattn_edu.reference.delta.kda_intra import kda_intra
 from linattn_edu.reference.fused import kda_bwd as references
@@ -38,27 +36,15 @@ def test_every_gate_and_chunk(gate, C, device):
 
 @pytest.mark.parametrize("V", [24, 64])
 def test_packed_sequences_have_the_bits_they_have_alone(V, device):
-    """One of them is empty, one ends inside a chunk."""
-    x, r = parts(150, 20, V, 16, torch.bfloat16, device, H=2)
-    bounds, options = [0, 40, 40, 41, 150], {"scale": SCALE, "chunk_size": 16}
-    tokens = [t[:1] for t in (x.q, x.k, x.v, x.beta)]
-    own = [slice(*bounds[n : n + 2]) for n in (0, 2, 3)]
-    gc = torch.cat([gate_cumsum(x.g[:1, i], chunk_size=16) for i in own], 1)
-    chunks = [-(-(i.stop - i.start) // 16) for i in own]
-    h, dh = torch.randn(2, 1, sum(chunks), 2, 20, V, device=device).bfloat16()
-    tokens += [gc, *(t[:1] for t in (r.v_new, r.do, r.Z))]
+    def run(tokens, chunks, _, **packed):
+        (q, k, v, beta, gc, v_new, do, Z), (h, dh) = tokens, chunks
+        args, options = (q, k, v, beta, gc, h, v_new, do, dh, Z), {"scale": SCALE, "chunk_size": 16}
+        return kda_fused_intra_bwd(*args, **options, **packed), (), ()
 
-    def run(q, k, v, beta, gc, v_new, do, Z, h, dh, **packed):
-        given = q, k, v, beta, gc, h, v_new, do, dh
-        return kda_fused_intra_bwd(*given, Z, **options, **packed)
-
-    packing = pack(torch.tensor(bounds, device=device), 16)
-    found, first = run(*tokens, h, dh, packing=packing), 0
-    for i, n in zip(own, chunks, strict=True):
-        of, first = slice(first, first + n), first + n
-        alone = [t[:, i].contiguous() for t in tokens]
-        want = run(*alone, *(t[:, of].contiguous() for t in (h, dh)))
-        assert all(torch.equal(a[:, i], b) for a, b in zip(found, want, strict=True)), i
+    r = stages.parts("kda_fused", 150, 20, V, 16, torch.bfloat16, device, H=2)
+    gc = of_sequences(lambda g: gate_cumsum(g, chunk_size=16), r.g)
+    chunks = torch.randn(2, 1, 11, 2, 20, V, device=device).bfloat16()
+    check_packed(run, (r.q, r.k, r.v, r.beta, gc, r.v_new, r.do, r.Z), chunks)
 
 
 @pytest.mark.parametrize(("K", "V", "C"), [(128, 128, 64), (100, 64, 32), (150, 16, 64)])

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import stages as registry
 import torch
-from delta.stage_checks import DTYPES, check_rounded
+from delta.stage_checks import DTYPES, check_packed, check_rounded
 from fused.kda_checks import GATES, SCALE, gates, kda_stage_inputs
 from gdn_checks import PAYS, exact_products, launches, without_gluon
 
@@ -17,7 +17,6 @@ from linattn_edu.kernels.fused.kda_scans import kda_gates
 from linattn_edu.kernels.routes import forced
 from linattn_edu.kernels.tiles import device_of
 from linattn_edu.ops.kda import forward, fused_stages, stages
-from linattn_edu.packing import pack
 from linattn_edu.reference.fused import kda_fwd as references
 from linattn_edu.testing import assert_close, kda_inputs
 
@@ -63,26 +62,16 @@ def test_the_transposed_scan_gives_the_same_bits(K, V, dtype, device, force, mon
 
 
 def test_packed_sequences_have_the_bits_they_have_alone(device):
-    """One of them is empty, one ends inside a chunk, each has a state of its own."""
-    x = kda_stage_inputs(150, 20, 24, torch.bfloat16, device, H=2)
-    bounds, C = [0, 40, 40, 41, 150], {"chunk_size": 16}
-    tokens = [t[:1] for t in (x.q, x.k, x.v, x.g, x.beta)]
-    h0 = torch.cat([n * x.initial_state[:1] for n in range(1, 5)])
-
-    def run(q, k, v, g, beta, h0, **packed):
+    def run(tokens, _, states, **packed):
+        (q, k, v, g, beta), C = tokens, {"chunk_size": 16}
         gc = stages("triton").gate_cumsum(g, **C, **packed)
         P, A, kd, kg, qg = kernels.kda_prepare(q, k, beta, gc, **C, **packed)
         options = {"scale": SCALE, "output_final_state": True, **packed}
-        o, last = kernels.kda_fused_scan(qg, kg, kd, v, beta, gc, P, A, h0, **options)
-        return (P, A, kd, kg, qg, o), last
+        o, last = kernels.kda_fused_scan(qg, kg, kd, v, beta, gc, P, A, *states, **options)
+        return (P, A, kd, kg, qg, o), (), (last,)
 
-    rows, last = run(*tokens, h0, packing=pack(torch.tensor(bounds, device=device), 16))
-    assert torch.equal(last[1], h0[1])  # of the empty one
-    for n in (0, 2, 3):
-        own = slice(*bounds[n : n + 2])
-        want, end = run(*(t[:, own].contiguous() for t in tokens), h0[n : n + 1])
-        assert all(map(torch.equal, [t[:, own] for t in rows], want)), n
-        assert torch.equal(last[n : n + 1], end)
+    x = kda_stage_inputs(150, 20, 24, torch.bfloat16, device, H=2)
+    check_packed(run, (x.q, x.k, x.v, x.g, x.beta), states=(x.initial_state,))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

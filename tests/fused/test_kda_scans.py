@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import stages as registry
 import torch
-from delta.stage_checks import check_rounded, check_stage
+from delta.stage_checks import check_packed, check_rounded, check_stage, of_sequences
 from fused.kda_checks import (
     GATES,
     RAW,
@@ -16,7 +16,6 @@ from fused.kda_checks import (
     needs_gluon,
     raw_gate,
 )
-from fused.parts import kda as parts
 from fused.parts import small
 from gdn_checks import launches
 
@@ -24,7 +23,6 @@ from linattn_edu.kernels.fused import kda_bwd
 from linattn_edu.kernels.fused import kda_scans as kernels
 from linattn_edu.kernels.routes import forced
 from linattn_edu.ops.kda.chunk import backward, chunk_kda, forward, fused_stages, stages
-from linattn_edu.packing import pack
 from linattn_edu.reference.delta.gate_cumsum import gate_cumsum
 from linattn_edu.reference.delta.kda_intra import kda_intra
 from linattn_edu.reference.fused import kda_scans as references
@@ -71,38 +69,21 @@ def test_without_states_at_the_ends(gate, device):
 
 
 def test_packed_sequences_have_the_bits_they_have_alone(device):
-    """One of them is empty, one ends inside a chunk, each has states of its own."""
-    x, r = parts(150, 20, 24, 16, torch.bfloat16, device, H=2)
-    bounds, C = [0, 40, 40, 41, 150], {"chunk_size": 16}
-    q, k, _, g, beta, _ = tokens = [t[:1] for t in (x.q, x.k, x.v, x.g, x.beta, r.do)]
-    own = [slice(*bounds[n : n + 2]) for n in (0, 2, 3)]
-    gc = torch.cat([gate_cumsum(g[:, i], **C) for i in own], 1)
-    scores = [kda_intra(q[:, i], k[:, i], beta[:, i], gc[:, i], **C) for i in own]
-    P, A = (torch.cat(parts, 1) for parts in zip(*scores, strict=True))
-    ends = [n * t[:1] for t in (x.initial_state, r.dht) for n in range(1, 5)]
-    h0, dht = torch.cat(ends[:4]), torch.cat(ends[4:])
+    C = {"chunk_size": 16}
 
-    def run(tokens, h0, dht, **packed):
+    def run(tokens, _, states, **packed):
         q, k, v, g, beta, do, P, A = tokens
         gc, kd, kg, qg = kernels.kda_gates(q, k, g, **C, **packed)
-        scans = kernels.kda_fused_scans(
-            qg, kg, kd, v, beta, gc, P, A, do, h0, dht, scale=SCALE, **packed
-        )
-        h, v_new, dh, Z, dv, dh0 = scans
-        return (gc, kd, kg, qg, v_new, Z, dv), (h, dh), dh0
+        args = (qg, kg, kd, v, beta, gc, P, A, do, *states)
+        h, v_new, dh, Z, dv, dh0 = kernels.kda_fused_scans(*args, scale=SCALE, **packed)
+        return (gc, kd, kg, qg, v_new, Z, dv), (h, dh), (dh0,)
 
-    tokens += [P, A]
-    packing = pack(torch.tensor(bounds, device=device), 16)
-    rows, chunks, dh0 = run(tokens, h0, dht, packing=packing)
-    assert torch.equal(dh0[1], dht[1])  # of the empty one
-    chunk = 0
-    for n, i in zip((0, 2, 3), own, strict=True):
-        alone = [t[:, i].contiguous() for t in tokens]
-        want = run(alone, h0[n : n + 1], dht[n : n + 1])
-        of = slice(chunk, chunk + want[1][0].shape[1])
-        found = [t[:, i] for t in rows] + [t[:, of] for t in chunks] + [dh0[n : n + 1]]
-        assert all(map(torch.equal, found, (*want[0], *want[1], want[2]))), n
-        chunk = of.stop
+    r = registry.parts("kda_fused", 150, 20, 24, 16, torch.bfloat16, device, H=2)
+    gc = of_sequences(lambda g: gate_cumsum(g, **C), r.g)
+    pairs = (
+        of_sequences(lambda *x, i=i: kda_intra(*x, **C)[i], r.q, r.k, r.beta, gc) for i in (0, 1)
+    )
+    check_packed(run, (r.q, r.k, r.v, r.g, r.beta, r.do, *pairs), states=(r.h0, r.dht))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
