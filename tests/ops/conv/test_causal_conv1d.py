@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from gdn_checks import DTYPES, launches
+from gdn_checks import DTYPES
 from grids import few, parametrize
 from ops.conv.conv_cases import check, cotangents, exact, run, tensors
 from refusals import refuses
@@ -100,16 +100,3 @@ REFUSED = {
 
 
 test_refused_before_any_kernel = refuses(causal_conv1d, lambda: tensors(9, 5), REFUSED)
-
-
-def test_impl_and_unknown_arguments(device):
-    x = tensors(9, 5, device=device)
-    with launches() as ran:
-        causal_conv1d(**x, impl="reference")
-        causal_conv1d(**{n: t.double() for n, t in x.items()})
-    assert not ran
-    with launches() as ran:
-        causal_conv1d(**x)
-    assert [f.fn.__name__ for f in ran] == ["causal_conv1d_kernel"]
-    with pytest.raises(TypeError, match="unexpected keyword"):
-        causal_conv1d(**x, seq_idx=None)

@@ -1,11 +1,9 @@
 """ema_scan: both passes against the recurrence in float64, every form, what it refuses."""
 
-import re
-
 import gdn_checks
 import pytest
 import torch
-from gdn_checks import DTYPES, launches, same_bits
+from gdn_checks import DTYPES, same_bits
 from grids import parametrize
 from ops.ema.ema_cases import check, cotangents, exact, run, tensors
 from refusals import refuses
@@ -137,17 +135,3 @@ REFUSED = {
 
 
 test_refused_before_any_kernel = refuses(ema_scan, lambda: tensors(20, 5, B=2), REFUSED)
-
-
-def test_impl_and_unknown_arguments(device):
-    x = tensors(20, 5, device=device)
-    with launches() as ran:
-        ema_scan(**x, impl="reference")
-        ema_scan(**{n: t.double() for n, t in x.items()})
-    assert not ran
-    with launches() as ran:
-        ema_scan(**x)
-    names = [re.sub(r"\W", "", f.fn.__name__) for f in ran]
-    assert names == ["gate_cumsum_kernel", "ema_kernel"]
-    with pytest.raises(TypeError, match="unexpected keyword"):
-        ema_scan(**x, decay=1)
