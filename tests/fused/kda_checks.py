@@ -7,7 +7,7 @@ import torch
 from delta import stage_checks
 from delta.stage_checks import CHUNKS, DIMS, DTYPES, SIZES, TOKENS, WIDE, inputs
 from gdn_checks import without_gluon
-from grids import EVERY, name, parametrize
+from grids import FULL, name, parametrize
 
 from linattn_edu.reference.delta.gate_cumsum import gate_cumsum
 from linattn_edu.reference.delta.kda_bwd import kda_output_bwd, kda_wy_bwd
@@ -38,7 +38,7 @@ def _brief_grid():
 
 def _brief(cases):
     """The whole grid where it runs; the interpreter takes longer for kernels of blocks of 16."""
-    return stage_checks.grid if EVERY else pytest.mark.parametrize(SIZES, [*cases, *WIDE], ids=name)
+    return stage_checks.grid if FULL else pytest.mark.parametrize(SIZES, [*cases, *WIDE], ids=name)
 
 
 grid = _brief(_brief_grid())

@@ -8,7 +8,7 @@ import kda_checks
 import pytest
 import torch
 from gdn_checks import GENERATIONS, launches, pretend, same_bits
-from grids import EVERY, few, name
+from grids import FULL, few, name
 from ops.contract import DELTA, FORMS, GPU, HALF, IMPLS, conv, ema, forms, gdn, kda, recurrence, ssd
 from torch.utils.checkpoint import checkpoint
 
@@ -65,7 +65,7 @@ def test_causal_to_the_bit(form, C, dtype, device):
 def test_no_gradient_after_the_last_output_used(form, dtype, device):
     """do is zero from the cut on, dht is not given: exact zeros there, and the prefix's before."""
     C, (T, cuts) = next(iter(form.cuts.items()))
-    for cut in cuts[1:] if EVERY else cuts[1:][-2:][:1]:
+    for cut in cuts[1:] if FULL else cuts[1:][-2:][:1]:
         x, options = form.draw(1, T, dtype, device)
         do, _ = form.cotangents(x)
         do[:, cut:] = 0
@@ -88,7 +88,7 @@ def halves(form, dtype, device):
     """
     C, (T, cuts) = next(iter(form.cuts.items()))
     near = ("q", dtype) in form.but
-    for cut in cuts[-1:] if near else cuts if EVERY else cuts[1:3]:
+    for cut in cuts[-1:] if near else cuts if FULL else cuts[1:3]:
         (x, options), (y, _) = (
             form.draw(1 + 3 * near, T, dtype, device, seed=seed, strong=seed > 0) for seed in (0, 7)
         )

@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 from gdn_checks import boundaries, by_value, no_wait, same_bits
-from grids import EVERY, few
+from grids import FULL, few
 from ops.contract import DELTA, FORMS, IMPLS, forms, in_pieces
 
 from linattn_edu.testing import assert_close
@@ -96,7 +96,7 @@ def test_however_the_boundaries_are_given(form, dtype, impl, device):
         known["chunk_indices"] = indices(lengths, device, form.chunk or 16, integer)
         known = {n: known[n] for n in form.known}
         extras = {}, *({n: t} for n, t in known.items()), known
-        if not EVERY:
+        if not FULL:
             extras = extras[:-1] if integer == torch.int32 else extras[-1:]
         given += [extra | {"cu_seqlens": bounds.to(integer)} for extra in extras]
     for extra in given:

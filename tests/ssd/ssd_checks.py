@@ -7,7 +7,7 @@ import pytest
 import torch
 from delta import stage_checks
 from delta.stage_checks import CHUNKS, DIMS, DTYPES, TOKENS
-from grids import EVERY, name, pairs
+from grids import FULL, name, pairs
 
 from linattn_edu.reference.ssd.chunk_cumsum import chunk_cumsum
 from linattn_edu.reference.ssd.chunk_scan_bwd_dstates import chunk_scan_bwd_dstates
@@ -25,7 +25,7 @@ GIVEN = ("all", "none", "documents", "channels")
 def _grid():
     """Pairs; on a GPU and in the full suite, twice as many."""
     some = pairs(T=TOKENS, N=DIMS, P=DIMS, C=CHUNKS, given=GIVEN, dtype=DTYPES)
-    more = pairs(dtype=DTYPES, given=GIVEN, C=CHUNKS, P=DIMS, N=DIMS, T=TOKENS) if EVERY else []
+    more = pairs(dtype=DTYPES, given=GIVEN, C=CHUNKS, P=DIMS, N=DIMS, T=TOKENS) if FULL else []
     return list(dict.fromkeys([*some, *(case[::-1] for case in more), *WIDE]))
 
 

@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.nn.functional as F
-from grids import EVERY, parametrize
+from grids import FULL, parametrize
 from refusals import refuses
 
 from linattn_edu import mamba_split_conv1d_scan_combined
@@ -25,7 +25,7 @@ B, T, H, P, N, W, E = 2, 18, 4, 6, 5, 4, 7
 LENGTHS = (4, 1, 13)  # of the sequences of every row, where there are several
 OPTIONAL = ("conv1d_bias", "dt_bias", "initial_states", "outproj_bias")
 # in bfloat16 of more heads: a relative RMS of four sums of roundings is anything
-MANY = 64 if EVERY else 16
+MANY = 64 if FULL else 16
 
 
 def layer(G=2, M=0, per_entry=False, dtype=torch.float32, device="cpu", without=(), H=H):
