@@ -94,8 +94,6 @@ CASES = {
     "long B": (ValueError, "B's last axis must be <= 256, got 257", wide(3)),
     **{f"no {axis}": (ValueError, rf"{n} must have no empty axis but T, got \w=0", empty(n, axis))
        for n, axis in (("x", "B"), ("x", "H"), ("x", "P"), ("B", "G"), ("B", "N"))},
-    "sparse": (TypeError, "z must be a dense tensor, got layout torch.sparse_coo",
-               other("z", lambda t: t.to_sparse())),
     **{f"chunk_size {value}": (error, message, lambda a, value=value: {"chunk_size": value})
        for value, error, message in (
            (8, ValueError, "chunk_size must be at least 16, got 8"),

@@ -442,7 +442,6 @@ REFUSED = {
     "no tensor": ({"state": None}, TypeError, "state must be a torch.Tensor of shape"),
     "integers": ({"x": new(3, H, P, **I64)}, TypeError, "x must be float64, float32, float16 or"),
     "complex": ({"A": new(H, P, N).cfloat()}, TypeError, "A must be float64, .* got torch.c"),
-    "sparse": ({"C": new(3, G, N).to_sparse()}, TypeError, "C must be a dense tensor"),
     "x is missing": ({"x": None}, TypeError, "x must be a torch.Tensor"),
     "rank": ({"dt": new(3, H)}, ValueError, r"dt must have 3 dimensions \[B, H, P\], got 2: \("),
     "state": ({"state": new(3, H, P)}, ValueError, r"x must have shape \[B=3, H=1, P=4\]"),
