@@ -67,7 +67,7 @@ def launches(K, V, dtype):
     # in pieces that begin where the state is forgotten
     small = {"PROGRAMS": 0, "PER_PROGRAM": C, "MULTIPROCESSORS": 0}
     with forced(**small):
-        launch("gdn", blanks.gated(K, V, dtype, C, chunks=4 * tiles.cdiv(V, 64)), pieces=True)
+        launch("gdn_fused", blanks.gated(K, V, dtype, C, chunks=4 * tiles.cdiv(V, 64)), pieces=True)
 
 
 def launch(family, r, pieces=False):
