@@ -10,11 +10,11 @@ PIP_INSTALL_FLAGS ?=
 GPU_WORKERS ?= 8
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help venv book pdf audit test test-full compile mutants lint chapters gpu-test bench
+.PHONY: help venv book pdf audit test test-full compile compile-newest mutants lint chapters gpu-test bench
 .DEFAULT_GOAL := help
 
 help: ## list the commands
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -39,6 +39,9 @@ test-full: $(STAMP) ## the same with whole grids, every row compiled anew, and m
 
 compile: $(STAMP) ## compile the rows of kernels that changed, keep the results (ARGS=--all: all rows)
 	$(BIN)/python tests/kernels/compile_rows.py --write $(ARGS)
+
+compile-newest: $(STAMP) ## compile them with the newest Triton, in .venv/triton-newest: a sixtieth of the rows
+	$(BIN)/python tools/newest.py
 
 audit: $(STAMP) ## every page of the book with axe-core: light and dark, wide and narrow (after make book)
 	LINATTN_EDU_FULL=1 $(BIN)/python -m pytest -q -n 2 tests/book/test_pages.py -k audit

@@ -21,7 +21,8 @@ from benchmarks.rows import significant
 from linattn_edu.kernels.delta import state, state_bwd
 from linattn_edu.kernels.fused import gdn_fwd, gdn_scans
 from linattn_edu.kernels.pieces import by_maps, by_warm_up
-from linattn_edu.kernels.tiles import cdiv, scan_launch
+from linattn_edu.kernels.routes import scan_launch
+from linattn_edu.kernels.tiles import cdiv
 from linattn_edu.ops import gdn
 from linattn_edu.testing import relative_rms
 

@@ -64,6 +64,14 @@ def tell(name: str, choice: Choice, record: object, more: tuple) -> None:
         about[1](name, choice, record, more)
 
 
+def gluon_is_off(why: str) -> bool:
+    """False: a launcher of a kernel in Gluon has not launched it, and plain Triton takes its place,
+    which whoever asks hears.
+    """
+    tell("gluon", Choice("triton", "{0}"), None, (why,))
+    return False
+
+
 @contextmanager
 def ask(gpu: GPU, listen: Callable[[str, Choice, object, tuple], None]) -> Iterator[None]:
     """Meanwhile the choices of this thread are those for this GPU, and listen hears of each."""

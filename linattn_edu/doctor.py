@@ -1,7 +1,6 @@
 """``python -m linattn_edu doctor``: what runs on this machine, and what stands in the way."""
 
 import importlib.metadata
-import importlib.util
 import os
 import platform
 import re
@@ -11,6 +10,7 @@ import sys
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -36,6 +36,14 @@ TOLERANCE = {"float32": 5e-6, "float16": 2e-3, "bfloat16": 1e-2}
 TIMEOUT = 300
 
 
+class Assembler(NamedTuple):
+    """The ptxas that Triton calls for a GPU."""
+
+    version: tuple[int, ...]
+    path: str
+    variable: str  # of the environment: where it names a file, that one is called
+
+
 @dataclass
 class Machine:
     """The facts that the notes are drawn from; versions as tuples, None where absent."""
@@ -49,7 +57,7 @@ class Machine:
     nvidia_driver: bool = False
     gpu: str | None = None
     capability: tuple[int, int] | None = None
-    ptxas: tuple[int, ...] | None = None
+    ptxas: Assembler | None = None
     c_compiler: bool = True
     interpret: bool = False
     triton_problem: str | None = None  # what importing it fails with
@@ -105,7 +113,7 @@ def examine() -> Machine:
         or bool(shutil.which("nvidia-smi")),
         gpu=torch.cuda.get_device_name() if usable else None,
         capability=capability,
-        ptxas=_ptxas() if usable else None,
+        ptxas=_ptxas(capability) if usable and problem is None else None,
         c_compiler=bool(os.environ.get("CC") or any(map(shutil.which, ("gcc", "clang", "cc")))),
         interpret=interpreted(),
         triton_problem=problem,
@@ -151,21 +159,27 @@ def _process(code: str, **env: str) -> subprocess.CompletedProcess:
     )
 
 
-def _ptxas() -> tuple[int, ...] | None:
-    """The version of the assembler that Triton will call."""
-    spec = importlib.util.find_spec("triton")
-    if spec is None or not spec.submodule_search_locations:
+def _ptxas(capability: tuple[int, int]) -> Assembler | None:
+    """The assembler that Triton calls for such a GPU, or None if it cannot say.
+
+    It brings two, ptxas and ptxas-blackwell. Up to 3.8 the second is for 10.0 and later, in 3.9 for
+    9.0 too. Asked in a process of its own, as in `_triton_problem`.
+    """
+    major, minor = capability
+    done = _process(
+        "import subprocess\n"
+        "from triton import knobs\n"
+        "from triton.backends.nvidia.compiler import get_ptxas\n"
+        f"path = get_ptxas({10 * major + minor}).path\n"
+        "second = path == knobs.nvidia.ptxas_blackwell.path != knobs.nvidia.ptxas.path\n"
+        "print('TRITON_PTXAS_BLACKWELL_PATH' if second else 'TRITON_PTXAS_PATH', path, sep='\\n')\n"
+        "print(subprocess.check_output([path, '--version'], text=True))"
+    )
+    found = re.search(r"V(\d+\.\d+\.\d+)", done.stdout)
+    if done.returncode or not found:
         return None
-    bundled = Path(spec.submodule_search_locations[0]) / "backends/nvidia/bin/ptxas"
-    path = os.environ.get("TRITON_PTXAS_PATH", str(bundled))
-    try:
-        text = subprocess.run(
-            [path, "--version"], capture_output=True, text=True, timeout=30
-        ).stdout
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    found = re.search(r"V(\d+\.\d+\.\d+)", text)
-    return numbers(found.group(1)) if found else None
+    variable, path, *_ = done.stdout.splitlines()
+    return Assembler(numbers(found.group(1)), path, variable)
 
 
 def generation(capability: tuple[int, int]) -> str:
@@ -295,14 +309,16 @@ def _gpu_notes(m: Machine) -> list[Note]:
                 "nothing to do for learning; measure speed on Ampere or newer",
             )
         )
-    if m.capability == (9, 0) and m.ptxas is not None and m.ptxas[:2] in ((12, 8), (13, 0)):
+    known = (12, 8), (13, 0)
+    if m.capability == (9, 0) and m.ptxas is not None and m.ptxas.version[:2] in known:
         out.append(
             Note(
-                f"Triton uses ptxas {dotted(m.ptxas)} here. The versions 12.8 and 13.0 are known "
-                "to miscompile some kernels for Hopper. The GPU tests compare every configuration "
-                "that this library launches with float64; kernels of your own may be hit.",
+                f"Triton uses ptxas {dotted(m.ptxas.version)} here. The versions 12.8 and 13.0 "
+                "are known to miscompile some kernels for Hopper. The GPU tests compare every "
+                "configuration that this library launches with float64; kernels of your own may be "
+                "hit.",
                 "if a kernel is wrong on this GPU and right in the interpreter, set "
-                "TRITON_PTXAS_PATH to a ptxas 13.1 or newer",
+                f"{m.ptxas.variable} to a ptxas 13.1 or newer",
             )
         )
     if not m.c_compiler:
@@ -407,6 +423,7 @@ def report(machine: Machine, results: dict[str, tuple[bool | None, str]]) -> str
     if machine.gpu is not None:
         gpu = f"{machine.gpu}, compute capability {dotted(machine.capability)}"
         gpu += f" ({generation(machine.capability)})"
+    ptxas = machine.ptxas
     lines = [
         f"linattn_edu {__version__}",
         f"  Python  {platform.python_version()} on {platform.system()} {platform.machine()}",
@@ -414,6 +431,7 @@ def report(machine: Machine, results: dict[str, tuple[bool | None, str]]) -> str
         f"  Triton  {absent(machine.triton)}{', broken' if machine.triton_problem else ''}",
         f"  NumPy   {absent(machine.numpy)}",
         f"  GPU     {gpu}",
+        *([] if ptxas is None else [f"  ptxas   {dotted(ptxas.version)}, {ptxas.path}"]),
         "",
         "chunk_gated_delta_rule against the recurrence in float64:",
     ]

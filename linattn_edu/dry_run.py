@@ -27,6 +27,7 @@ CANNOT = "impl='triton' cannot run here: "
 # alone for whatever it takes
 SETS = {"fused": "fused stages", "staged": "stage by stage"}
 KERNELS = {"gluon": "Gluon", "triton": "plain Triton", "one": "plain Triton", "two": "plain Triton"}
+IN_GLUON = f"{KERNELS['gluon']}: "
 SAID = {
     "gdn_backward_stages": SETS,
     "kda_forward_stages": SETS,
@@ -35,9 +36,12 @@ SAID = {
     "chunk_limit": {64: "", None: "chunks of {} at most"},
     "kda_fused_intra_bwd": KERNELS,
     "kda_near": {"anchored": "near channels by their own kernel", "all": ""},
+    "gluon": KERNELS,  # a launcher of a kernel in Gluon that is off in this process
     "kda_halved": {"far": "", None: "halved rows: {}"},
     "pieces_by_maps": {0: "", None: "pieces of {}"},
     "pieces_by_warm_up": {0: "", None: "pieces of {}"},
+    "scan_rows": {"table": "", "unpipelined": "2 warps a program"},
+    "widest": "",
     "ssd_piece": "",
     "ssd_heads": {1: "", None: "heads of a group in {} parts"},
     "transposed": {"upright": "", "transposed": "transposed"},
@@ -46,6 +50,7 @@ SAID = {
     "together": {0: "two launches", 1: "one launch"},
     "workers": {1: "", None: "{} tiles of values a program"},
     "head_groups": {1: "", None: "{} groups of heads"},
+    "exchange": {None: "maps of {} ranks are gathered"},
 }
 # decision -> the passes whose stages it takes
 OF_PASS = {
@@ -106,7 +111,8 @@ def route(function: Callable, *args, gpu: str | GPU | None = None, **kwargs) -> 
         function: An operator of this library, as :func:`chunk_gated_delta_rule`.
         args, kwargs: What it would be called with. Of tensors only shape, strides, dtype and device
             count; with `gpu` they may be on the device ``meta``, which takes no memory. Numbers are
-            needed of cu_seqlens alone. cp_context must be None.
+            needed of cu_seqlens alone. With a cp_context the route is that of its rank; nothing is
+            sent, and no other rank need ask.
         gpu: The GPU that is asked about, which need not be there: "t4", "a100", "l4", "4090",
             "h100", "h200" or "b200". None: where the tensors are.
 
@@ -117,15 +123,13 @@ def route(function: Callable, *args, gpu: str | GPU | None = None, **kwargs) -> 
         there is none where the function has none. Where the reference runs, ``stages`` says why.
 
     Raises:
-        ValueError: the name of the GPU is unknown; tensors are on ``meta`` and no GPU is named; a
-            cp_context; cu_seqlens without numbers. Beside these, what the function itself raises.
+        ValueError: the name of the GPU is unknown; tensors are on ``meta`` and no GPU is named;
+            cu_seqlens without numbers. Beside these, what the function itself raises.
 
     The choices are made in ``linattn_edu.kernels.routes``.
     """
     bound = inspect.signature(function).bind(*args, **kwargs)
     given = bound.arguments
-    if given.get("cp_context") is not None:
-        raise ValueError("cp_context must be None: a route is that of one rank")
     tensors = [x for x in given.values() if isinstance(x, Tensor)]
     device = tensors[0].device if tensors else torch.device("cpu")
     about, refused = _gpu(gpu, device), None
@@ -203,6 +207,8 @@ def _run(gpu: GPU, function: Callable, bound, which: str | None) -> tuple[tuple[
         fields = {n: str(x).removeprefix("torch.") for n, x in fields.items()}
         fields["generation"] = fields.get("generation", "").capitalize()
         one = name, choice.takes, choice.why.format(*more, **fields)
+        if name == "gluon":  # what was chosen before is not what runs
+            fresh[:] = [text for text in fresh if not text.startswith(IN_GLUON)]
         if one not in told:
             told.append(one)
             if name not in OF_PASS and (said := _said(name, choice.takes)):
@@ -211,9 +217,10 @@ def _run(gpu: GPU, function: Callable, bound, which: str | None) -> tuple[tuple[
     def launched(run: Callable, kernel, args: tuple, grid, kwargs: dict) -> None:
         if not listens[0]:
             return
-        why = tuple(fresh)
-        fresh.clear()
         name = kernel.fn.__name__
+        # what a scan enters with may be launched between the choice of its kernel and that one
+        why = tuple(x for x in fresh if "_gluon_" in name or not x.startswith(IN_GLUON))
+        fresh[:] = [x for x in fresh if x not in why]
         if steps and steps[-1].kernel == name and not why:
             steps[-1] = steps[-1]._replace(times=steps[-1].times + 1)
         else:

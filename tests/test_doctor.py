@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from linattn_edu import doctor
-from linattn_edu.doctor import Machine, notes, unavailable
+from linattn_edu.doctor import Assembler, Machine, notes, unavailable
 
 ROOT = Path(__file__).resolve().parents[1]
 H200 = {"gpu": "NVIDIA H200", "capability": (9, 0), "cuda_build": True, "nvidia_driver": True}
 T4 = {"gpu": "Tesla T4", "capability": (7, 5), "cuda_build": True, "nvidia_driver": True}
+OLD = Assembler((12, 8, 93), "bin/ptxas", "TRITON_PTXAS_PATH")
 P100 = {"gpu": "Tesla P100", "capability": (6, 0), "cuda_build": True, "nvidia_driver": True}
 
 
@@ -36,7 +37,7 @@ def machine(**facts) -> Machine:
         ({"hip_build": True, "gpu": "MI300", "capability": (9, 4)}, "AMD"),
         (T4, "does not use the tensor cores"),
         (P100, "need 7.5"),
-        ({**H200, "ptxas": (12, 8, 93)}, "ptxas 12.8.93"),
+        ({**H200, "ptxas": OLD}, "ptxas 12.8.93"),
         ({**H200, "c_compiler": False}, "C compiler"),
         ({**H200, "interpret": True}, "TRITON_INTERPRET=1 is set"),
     ],
@@ -52,7 +53,8 @@ def test_a_known_problem_gets_one_note_with_advice(facts, says):
     [
         {},
         H200,
-        {**H200, "ptxas": (13, 1, 80)},
+        {**H200, "ptxas": OLD._replace(version=(13, 1, 80))},
+        {**T4, "capability": (8, 9), "ptxas": OLD},
         {"triton": (3, 6, 0), "numpy": (2, 3, 5)},
         {"triton": (3, 8, 0)},
         {"c_compiler": False},
@@ -225,6 +227,34 @@ def test_asking_the_doctor_does_not_import_triton():
     code = "import sys; from linattn_edu.doctor import examine; examine(); "
     done = run("-c", code + "sys.exit('triton.language' in sys.modules)")
     assert done.returncode == 0, done.stderr
+
+
+def test_the_assembler_is_the_one_that_triton_calls(tmp_path, monkeypatch):
+    """For each capability, its own and where the environment names others."""
+    get_ptxas = pytest.importorskip("triton.backends.nvidia.compiler").get_ptxas
+    names = "TRITON_PTXAS_PATH", "TRITON_PTXAS_BLACKWELL_PATH"
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    called = {arch: get_ptxas(arch) for arch in (80, 90, 100)}
+    own = {arch: doctor._ptxas(divmod(arch, 10)) for arch in called}
+    for n, name in enumerate(names):
+        path = tmp_path / f"ptxas{n}"
+        path.write_text(f"#!/bin/sh\necho Cuda compilation tools, release 7.{n}, V7.{n}.9")
+        path.chmod(0o755)
+        monkeypatch.setenv(name, str(path))
+    for arch, tool in called.items():
+        assert own[arch].path == tool.path
+        assert doctor.dotted(own[arch].version).startswith(tool.version)
+        other = doctor._ptxas(divmod(arch, 10))
+        assert other.path == get_ptxas(arch).path == os.environ[own[arch].variable]
+        assert other == ((7, names.index(other.variable), 9), other.path, own[arch].variable)
+
+
+def test_the_report_and_the_advice_name_the_assembler():
+    facts = {**H200, "ptxas": OLD._replace(variable="TRITON_PTXAS_BLACKWELL_PATH")}
+    text = doctor.report(machine(**facts), dict.fromkeys(doctor.WAYS, (True, "float32")))
+    assert "  ptxas   12.8.93, bin/ptxas\n" in text
+    assert "set TRITON_PTXAS_BLACKWELL_PATH to a ptxas 13.1" in " ".join(text.split())
 
 
 def test_the_kernels_in_gluon_have_been_run_with_this_triton():

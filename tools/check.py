@@ -2,7 +2,8 @@
 
     python tools/check.py              everything that runs on every push
     python tools/check.py ruff nbval   only the steps with one of these words in their name
-    python tools/check.py --full       with whole grids, every row compiled, mistakes planted
+    python tools/check.py --full       with whole grids, every row compiled, with the pinned Triton
+                                       and with the newest, mistakes planted
 
 All steps run even if one fails; the exit code is 0 only if none did.
 """
@@ -41,7 +42,10 @@ STEPS = {
     "pages": [*PYTEST, "-n", "4", "--dist", "worksteal", PAGES],
 }
 ALLOWED = 120  # seconds of one core a chapter: 28 chapters in half an hour on two
-FULL = {"mutants": [sys.executable, "tools/mutants.py"]}
+FULL = {
+    "newest Triton": [sys.executable, "tools/newest.py"],
+    "mutants": [sys.executable, "tools/mutants.py"],
+}
 
 
 def run(name: str, command: list[str], full: bool) -> tuple[bool, float, float]:
@@ -76,7 +80,7 @@ def main(words: list[str]) -> int:
     results = {n: run(n, steps[n], full) for n in names}
     print("\n=== seconds, and of all cores together")
     for name, (passed, seconds, cpu) in results.items():
-        print(f"{name:12s} {'passed' if passed else 'FAILED'} {seconds:5.0f} {cpu:5.0f}")
+        print(f"{name:13s} {'passed' if passed else 'FAILED'} {seconds:5.0f} {cpu:5.0f}")
     chapters = len(NOTEBOOKS)
     taken = sum(cpu for *_, cpu in results.values())
     print(f"{taken / chapters:.0f} s of one core a chapter; {ALLOWED} are allowed (CONTRIBUTING)")

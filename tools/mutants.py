@@ -336,6 +336,35 @@ MUTANTS = [
         "i_group = i_h // H * N",
         "tests/ssd/test_selective_state_update.py::test_groups",
     ),
+    Mutant(
+        "an argument may lie in the memory of a state that is written",
+        f"{OPS}/inplace.py",
+        "if first < end and begin < last:",
+        "if first < begin and begin < last:",
+        "tests/ops/test_contract_in_place.py -k memory",
+    ),
+    # fused stages
+    Mutant(
+        "the fused states are written without beta",
+        f"{KERNELS}/fused/gdn_scans.py",
+        "cast(b_beta[:, None] * b_W, b_AG.dtype)",
+        "cast(b_W, b_AG.dtype)",
+        "tests/fused/test_gdn_scans.py -k scan_states",
+    ),
+    Mutant(
+        "a token has no score with itself",
+        f"{KERNELS}/fused/ssd_fwd.py",
+        "o_t[:, None] >= o_t[None, :], b_S, 0.0",
+        "o_t[:, None] > o_t[None, :], b_S, 0.0",
+        "tests/fused/test_ssd_fwd.py -k scores",
+    ),
+    Mutant(
+        "a token's output sends nothing back to its own key",
+        f"{KERNELS}/fused/kda_bwd.py",
+        "o_t[:, None] >= o_t[None, :], b_dP, 0.0",
+        "o_t[:, None] > o_t[None, :], b_dP, 0.0",
+        "tests/fused/test_kda_bwd.py -k every_gate",
+    ),
     # gradients of Mamba-2
     Mutant(
         "the diagonal is in both sums of the decay's gradient",
@@ -392,7 +421,14 @@ MUTANTS = [
         f"{OPS}/delta/arguments.py",
         'given.take("v", v, ("B", "T", "HV", "V"), alike=alike)',
         'given.take("v", v, ("B", "T", "HV", "V"))',
-        "tests/ops/gdn/test_errors.py",
+        "tests/ops/test_contract_refused.py -k bits",
+    ),
+    Mutant(
+        "B and C may have another dtype than x",
+        f"{OPS}/ssd/chunk.py",
+        '("B", "T", "G", "S"), alike=True)',
+        '("B", "T", "G", "S"))',
+        "tests/ops/test_contract_refused.py -k bits",
     ),
     Mutant(
         "the scale that is left out is 1 / K",
@@ -406,7 +442,7 @@ MUTANTS = [
         f"{OPS}/sequences.py",
         "first := first - (begin - end) // length",
         "first := first + (end - begin) // length",
-        "tests/ops/kda/test_chunk_varlen.py -k states",
+        "tests/ops/kda/test_chunk.py -k states_of_the_chunks",
     ),
     Mutant(
         "a traced graph takes the inverse for one of the dtype of the gate",
@@ -514,7 +550,7 @@ MUTANTS = [
         f"{KERNELS}/delta/cp_merge_bwd.py",
         "dot(b_k, cast(b_dS, b_k.dtype))",
         "dot(b_k, cast(b_dS * b_a, b_k.dtype))",
-        "tests/delta/test_cp_merge_bwd.py",
+        "tests/delta/test_cp_merge.py -k map_bwd",
     ),
     # calls that are written down
     Mutant(

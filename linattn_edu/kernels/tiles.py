@@ -1,4 +1,4 @@
-"""The few device functions all kernels share, and the choice of a configuration row."""
+"""The few device functions all kernels share, and the rows of their tables."""
 
 import functools
 from dataclasses import dataclass
@@ -284,13 +284,8 @@ def entry(table: dict, x: torch.Tensor):
 UNPIPELINED = row(2, 1, BV=16)
 
 
-def in_words(*tensors: torch.Tensor) -> bool:
-    """Whether their rows are whole 4-byte words: if not, see UNPIPELINED."""
-    return all(x.shape[-1] * x.element_size() % 4 == 0 for x in tensors)
-
-
 def scan_table(ampere: dict[int, list[Config]], hopper: dict[int, list[Config]]) -> dict:
-    """The rows of a kernel that carries S [K, BV] through a sequence, for `widest`.
+    """The rows of a kernel that carries S [K, BV] through a sequence, for `by_load.scan_launch`.
 
     generation -> bytes of an element -> BK -> rows, widest BV first. ampere, hopper: those of 16
     bit. The others are as wide as the registers allow, whatever else the kernel does.
@@ -302,34 +297,6 @@ def scan_table(ampere: dict[int, list[Config]], hopper: dict[int, list[Config]])
         "ampere": {2: ampere, 4: {128: narrow, 256: narrow}},
         "hopper": {2: hopper, 4: {128: [row(4, 1, BV=32), *narrow], 256: narrow}},
     }
-
-
-def widest(table: dict, k: torch.Tensor, heads: int, V: int) -> dict[str, int]:
-    """The widest BV whose tiles, over `heads` heads, still occupy 7 of 10 multiprocessors.
-
-    Everything but the columns of V is read once a program, so wide tiles read less; too few
-    programs leave the GPU idle. `table` is a `scan_table`; the last row is taken if none has enough
-    programs. The result does not depend on the choice.
-    """
-    gen, processors = device_of(k)
-    size = k.element_size()
-    if not in_words(k) and gen in ("hopper", "blackwell"):
-        return UNPIPELINED.launch(V=V)
-    for candidate in of_generation(table, gen)[size][max(128, block(k.shape[-1]))]:
-        config = candidate.launch(V=V)
-        if 10 * heads * cdiv(V, config["BV"]) >= 7 * processors:
-            break
-    return config
-
-
-def scan_launch(
-    table: dict | Config, k: torch.Tensor, heads: int, V: int
-) -> tuple[tuple[int], dict]:
-    """(grid, BK and the row) of a kernel that carries S [K, BV]: the row that `widest` chooses of a
-    `scan_table`, or this one.
-    """
-    config = table.launch() if isinstance(table, Config) else widest(table, k, heads, V)
-    return (heads * cdiv(V, config["BV"]),), {"BK": block(k.shape[-1]), **config}
 
 
 def value_table(whole: Config) -> dict:
@@ -358,9 +325,7 @@ def value_table(whole: Config) -> dict:
 
 def by_width(table: dict, v: torch.Tensor) -> dict[str, int]:
     """The first row of a `value_table` that holds v's values."""
-    rows = entry(table, v)
-    width = next(width for width in rows if width >= v.shape[-1])
-    return rows[width].launch()
+    return next(row for width, row in entry(table, v).items() if width >= v.shape[-1]).launch()
 
 
 def shared_dtype(q: torch.Tensor, HV: int) -> torch.dtype:

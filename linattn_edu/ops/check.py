@@ -232,6 +232,14 @@ def head_counts(
             raise ValueError(f"{name} must have {axis} <= {limit}, got {axis}={sizes[axis]}")
 
 
+def group_count(sizes: dict[str, int]) -> None:
+    """Check that H is a multiple of G, the groups of B and C."""
+    if sizes["H"] % sizes["G"]:
+        raise ValueError(
+            f"B must have a number of groups G that divides H={sizes['H']}, got G={sizes['G']}"
+        )
+
+
 def number(name: str, value: object) -> float | None:
     """value, None or a finite number (of Python, of NumPy, a tensor of one), as a float."""
     if value is None:

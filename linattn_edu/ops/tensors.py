@@ -59,6 +59,11 @@ def transposed(x: Tensor | None, v_first: bool) -> Tensor | None:
     return x if x is None or not v_first else x.transpose(-1, -2)
 
 
+def laid_out(x: Tensor | None, v_first: bool) -> Tensor | None:
+    """States as they are returned: `transposed`, without gaps."""
+    return x if x is None else transposed(x, v_first).contiguous()
+
+
 def contiguous(x: Tensor | None) -> Tensor | None:
     """x, or a copy if it has gaps or does not start at 16 bytes on a GPU.
 

@@ -34,10 +34,11 @@ def test_tuner_checks_a_row_and_puts_the_shipped_one_back(op, kernel, monkeypatc
 def test_tuner_uses_the_row_that_it_is_given():
     with tune.installed("scan", SMALL, {"BV": 32, "num_warps": 2, "num_stages": 5}, "hopper"):
         from linattn_edu.kernels.fused.gdn_fwd import SCAN_CONFIGS
-        from linattn_edu.kernels.tiles import widest
+        from linattn_edu.kernels.routes import scan_launch
 
-        chosen = widest(SCAN_CONFIGS, torch.empty(1, 1, 1, 128, dtype=torch.bfloat16), 8, 128)
-    assert chosen == {"BV": 32, "num_warps": 2, "num_stages": 5}
+        k = torch.empty(1, 1, 1, 128, dtype=torch.bfloat16)
+        _, chosen = scan_launch(SCAN_CONFIGS, k, 8, 128)
+    assert chosen == {"BK": 128, "BV": 32, "num_warps": 2, "num_stages": 5}
 
 
 WORKER = """

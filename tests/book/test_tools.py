@@ -1,6 +1,9 @@
 """tools/: a notebook is replaced only when all of its cells ran, and names the one that did not."""
 
 import copy
+import importlib.metadata
+import json
+import shutil
 
 import nbformat
 import pytest
@@ -171,3 +174,42 @@ def test_an_appendix_is_collapsed_in_the_notebook(chapter):
         # neither has to do with what a cell prints
         assert chapters.update(chapter, always=False) == "text only"
         assert chapters.problems(chapter) == []
+
+
+def test_the_newest_triton_is_installed_once(tmp_path, monkeypatch, capsys):
+    """And again when there is a newer one; without a network the last one is taken, or none."""
+    newest, folder, asked = tool("newest"), tmp_path / "triton-newest", []
+    there = ["9.8.7"]
+
+    def pip(*options):
+        asked.append(options[0])
+        if not there:
+            raise newest.NoAnswer("no such host")
+        if options[0] == "--dry-run":
+            return json.dumps({"install": [{"metadata": {"version": there[0]}}]})
+        assert options == ("--target", str(folder), f"triton=={there[0]}")
+        about = folder / f"triton-{there[0]}.dist-info" / "METADATA"
+        about.parent.mkdir(parents=True)
+        about.write_text(f"Metadata-Version: 2.1\nName: triton\nVersion: {there[0]}\n")
+        return ""
+
+    monkeypatch.setattr(newest, "pip", pip)
+    monkeypatch.setattr(newest, "FOLDER", folder)
+    for version, installs in (("9.8.7", True), ("9.8.7", False), ("9.9.0", True)):
+        there[:], asked[:] = [version], []
+        assert newest.provide(folder) == newest.installed(folder) == version
+        assert asked == ["--dry-run"] + ["--target"] * installs
+    assert len([*folder.iterdir()]) == 1
+    there.clear()
+    assert newest.provide(folder) == "9.9.0" and "no such host" in capsys.readouterr().out
+    shutil.rmtree(folder)
+    assert newest.main() == 1
+    assert "needs a network: no such host" in capsys.readouterr().out
+
+
+def test_the_newest_triton_may_be_the_pinned_one(monkeypatch, capsys):
+    """Whose rows have results that are kept: there is nothing to run."""
+    pytest.importorskip("triton")
+    newest = tool("newest")
+    monkeypatch.setattr(newest, "provide", lambda _: importlib.metadata.version("triton"))
+    assert newest.main() == 0 and "is the one that is pinned" in capsys.readouterr().out

@@ -1,6 +1,7 @@
 """Context parallel: every operator on several ranks gives what it gives on one."""
 
 import dataclasses
+import threading
 
 import pytest
 import torch
@@ -9,7 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
-from linattn_edu.cp import simulate
+from linattn_edu import (
+    causal_conv1d,
+    chunk_gated_delta_rule,
+    chunk_kda,
+    ema_scan,
+    mamba_chunk_scan_combined,
+    route,
+)
+from linattn_edu.cp import build_cp_context, simulate
 from linattn_edu.ops import gdn
 from linattn_edu.ops.gdn.chunk import chunk
 
@@ -71,6 +80,54 @@ def test_kernels(operator, layout, device):
 
 def test_fused_kernels_of_mamba_2(device):
     check("ssd", [0, 10, 80], 3, impl="triton", dtype=torch.bfloat16, device=device)
+
+
+ROUTED = {
+    "gdn": (chunk_gated_delta_rule, {"chunk_size": 16, "output_final_state": True}),
+    "kda": (chunk_kda, {"chunk_size": 16, "output_final_state": True}),
+    "ssd": (mamba_chunk_scan_combined, {"chunk_size": 16, "return_varlen_states": True}),
+    "ema": (ema_scan, {"chunk_size": 16, "output_final_state": True}),
+    "conv": (causal_conv1d, {"output_final_state": True}),
+}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "layout"), [(torch.bfloat16, "contiguous"), (torch.float32, "zigzag")]
+)
+@pytest.mark.parametrize("operator", ROUTED)
+def test_the_route_of_a_rank(operator, dtype, layout, monkeypatch):
+    """The kernels that it launches, asked for by itself: without anything that others send."""
+    if torch.cuda.is_available():
+        pytest.skip("tensors on the CPU run no kernels here")
+    from triton.runtime.interpreter import InterpretedFunction
+
+    bounds, world, ran = [0, 10, 10, 37, 100], 3, {}
+    f, options = ROUTED[operator]
+    _, tokens, shared, *_ = draw(operator, bounds, dtype=dtype)
+    original = InterpretedFunction.run
+
+    def run(self, *args, **kwargs):
+        ran[threading.get_ident()].append(self.fn.__name__)
+        return original(self, *args, **kwargs)
+
+    def on_rank(group, exchange=True):
+        context = build_cp_context(torch.tensor(bounds), group, layout=layout)
+        own = torch.cat([torch.arange(*part.tokens) for part in context.parts])
+        x = {n: t[:, own] for n, t in tokens.items()} | shared
+        if not exchange:
+            return route(f, **x, cp_context=context, **options)
+        ran[threading.get_ident()] = launched = []
+        x = {n: t.clone().requires_grad_() for n, t in x.items()}
+        out = [y for y in f(**x, cp_context=context, **options) if y.numel()]
+        torch.autograd.grad(out, list(x.values()), [torch.ones_like(y) for y in out])
+        return launched
+
+    # one rank after the other, each alone
+    groups = simulate(world, lambda group: group)
+    found = [on_rank(group, exchange=False) for group in groups]
+    monkeypatch.setattr(InterpretedFunction, "run", run)
+    assert [x.kernels for x in found] == simulate(world, on_rank)
+    assert all(("exchange", world, "cp_context") in x.choices for x in found)
 
 
 def test_activation_checkpointing():

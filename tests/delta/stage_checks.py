@@ -1,6 +1,7 @@
 """The grid and the tolerances every stage of the delta rule is held to."""
 
 import itertools
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from grids import FULL, name, pairs
 from torch.overrides import TorchFunctionMode
 
+from linattn_edu.packing import pack
 from linattn_edu.reference.delta.gate_cumsum import gate_cumsum
 from linattn_edu.reference.delta.output_bwd import output_bwd
 from linattn_edu.reference.delta.solve import solve
@@ -106,6 +108,37 @@ def check_stage(kernel, reference, args, rounds=False, **options):
             assert_close(f"output {i}", x, y, 5e-6)
 
 
+BOUNDS = (0, 40, 40, 41, 150)  # of packed sequences: one is empty, one ends inside a chunk of 16
+
+
+def of_sequences(f, *tokens):
+    """f of each packed sequence by itself, one after the other."""
+    own = [slice(a, b) for a, b in pairwise(BOUNDS) if a < b]
+    return torch.cat([f(*(t[:1, i] for t in tokens)) for i in own], 1)
+
+
+def check_packed(run, tokens, chunks=(), states=()):
+    """Packed sequences have the bits that they have alone, each with states of its own.
+
+    run(tokens, chunks, states, **packed) -> three tuples, of tokens, chunks and states. tokens
+    [B, 150, ...]; chunks [1, NT, ...] of all sequences; states [B, ...]: of each the first.
+    """
+    tokens = [t[:1] for t in tokens]
+    states = [torch.cat([n * t[:1] for n in range(1, len(BOUNDS))]) for t in states]
+    packing = pack(torch.tensor(BOUNDS, device=tokens[0].device), 16)
+    together, first = run(tokens, chunks, states, packing=packing), 0
+    for n, (a, b) in enumerate(pairwise(BOUNDS)):
+        if a == b:  # what comes in goes through
+            assert all(torch.equal(x[n], states[-1][n]) for x in together[2])
+            continue
+        of = slice(first, first := first - (a - b) // 16)
+        own = [t[:, a:b].contiguous() for t in tokens], [t[:, of].contiguous() for t in chunks]
+        alone = run(*own, [t[n : n + 1] for t in states])
+        found = [t[:, a:b] for t in together[0]], [t[:, of] for t in together[1]]
+        for got, want in zip((*found, [t[n : n + 1] for t in together[2]]), alone, strict=True):
+            assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True)), n
+
+
 def is_real(x):
     """Whether x is a tensor of numbers that may be rounded, not of counts."""
     return isinstance(x, torch.Tensor) and x.is_floating_point()
@@ -132,7 +165,7 @@ def check_rounded(kernel, reference, args, factor, **options):
     products round their operands, its outputs rounded as the kernel's: a kernel can do without none
     of these roundings, and rounds nothing else but the order of its sums.
     """
-    wide = [x.double() for x in args]
+    wide = [x.double() if is_real(x) else x for x in args]
     exact = outputs(reference(*wide, **options))
     dtypes = [x.dtype for x in outputs(reference(*args, **options))]
     with RoundedOperands(args[0].dtype):

@@ -1,22 +1,37 @@
-"""Stage cp_merge: maps of pieces and their chain, kernel against reference, what they mean."""
+"""Stages cp_merge and cp_merge_bwd: maps of pieces and their chain, forwards and back in time:
+kernels against references, and what they mean.
+"""
 
-from functools import partial
 from itertools import pairwise
 
 import pytest
 import stages
 import torch
 from delta.stage_checks import check_stage
+from fused.kda_checks import once
 
 from linattn_edu.kernels.delta import cp_merge as kernels
+from linattn_edu.kernels.delta import cp_merge_bwd as kernels_bwd
 from linattn_edu.packing import pack
 from linattn_edu.reference.delta import cp_merge as references
+from linattn_edu.reference.delta import cp_merge_bwd as references_bwd
 from linattn_edu.reference.delta.state import state
+from linattn_edu.reference.delta.state_bwd import state_bwd
 from linattn_edu.testing import assert_close
 
 pytestmark = pytest.mark.usefixtures("poison")
 
-arguments = partial(stages.arguments, "piece_map")
+arguments = stages.arguments
+ROOMS = kernels, references
+ROOMS_BWD = kernels_bwd, references_bwd
+MAPS = {  # kernel, reference, options
+    "piece_map": (*(room.piece_map for room in ROOMS), {}),
+    "piece_map_bwd": (*(room.piece_map_bwd for room in ROOMS_BWD), {"scale": 0.3}),
+}
+MERGES = {
+    "merge": [room.cp_merge for room in ROOMS],
+    "merge_bwd": [room.cp_merge_bwd for room in ROOMS_BWD],
+}
 # rms error of an fp32 sum whose factors were rounded, over that of what it started from
 ROUNDED = {torch.float16: 4e-4, torch.bfloat16: 3e-3}
 FADED = 1e-30  # the last bits of smaller numbers are less than 2^-126, a GPU's 0
@@ -45,26 +60,38 @@ def check_map(kernel, reference, args, **options):
 MAP = {"check": check_map}
 
 test_map_kernel_matches_reference = stages.matches("piece_map", **MAP)
-test_a_gate_for_each_channel = stages.matches("piece_map", "kda", without=["h0"], **MAP)
+test_map_of_a_gate_for_each_channel = stages.matches("piece_map", "kda", without=["h0"], **MAP)
+test_map_bwd_kernel_matches_reference = stages.matches("piece_map_bwd", **MAP)
+test_map_bwd_of_a_gate_for_each_channel = stages.matches(
+    "piece_map_bwd", "kda", once, without=["dht"], **MAP
+)
 
 
+@pytest.mark.parametrize("map", MAPS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_without_a_correction(dtype, device):
-    k, _, u, gc, h0 = arguments("gdn", 100, 33, 40, 32, dtype, device)
-    args = (k, None, u, gc, h0, gc + 0.5)
-    check_map(kernels.piece_map, references.piece_map, args, chunk_size=32)
+def test_without_a_correction(dtype, map, device):
+    kernel, reference, options = MAPS[map]
+    given = arguments(map, "gdn", 100, 33, 40, 32, dtype, device)
+    if map == "piece_map":
+        k, _, u, gc, h0 = given
+        args = (k, None, u, gc, h0, gc + 0.5)
+    else:
+        q, _, _, gc, do, _, dht = given
+        args = (q, None, None, gc, do, None, dht)
+    check_map(kernel, reference, args, chunk_size=32, **options)
 
 
-def test_some_of_several_sequences(device):
+@pytest.mark.parametrize(("map", "C"), [("piece_map", 32), ("piece_map_bwd", 16)])
+def test_map_of_some_of_several_sequences(map, C, device):
     bounds, rows = [0, 40, 40, 41, 100, 165], [3, 0]
-    k, w, u, gc, _ = (x[:1] for x in arguments("gdn", 165, 20, 24, 32, torch.float32, device))
-    packing = pack(torch.tensor(bounds, device=device), 32)
-    rows_there = torch.tensor(rows, device=device)
-    got = kernels.piece_map(k, w, u, gc, chunk_size=32, packing=packing, rows=rows_there)
+    kernel, _, options = MAPS[map]
+    options = options | {"chunk_size": C}
+    args = [x[:1] for x in arguments(map, "gdn", 165, 20, 24, C, torch.float32, device)[:-1]]
+    packing = pack(torch.tensor(bounds, device=device), C)
+    got = kernel(*args, packing=packing, rows=torch.tensor(rows, device=device), **options)
     for i, n in enumerate(rows):
-        alone = (x[:, bounds[n] : bounds[n + 1]].contiguous() for x in (k, w, u, gc))
-        want = kernels.piece_map(*alone, chunk_size=32)
-        for name, x, y in zip(("S_ext", "M"), got, want, strict=True):
+        alone = (x[:, bounds[n] : bounds[n + 1]].contiguous() for x in args)
+        for name, x, y in zip(("ext", "M"), got, kernel(*alone, **options), strict=True):
             assert torch.equal(x[i], y[0]), name
 
 
@@ -82,13 +109,14 @@ def maps(shape, numbers, device, dtype=torch.float32):
 SHAPES = ((1, 1, 1, 16, 16), (2, 3, 2, 33, 20), (1, 5, 1, 128, 70), (1, 2, 1, 200, 16))
 
 
+@pytest.mark.parametrize("merge", MERGES)
 @pytest.mark.parametrize("numbers", [False, True], ids=["matrices", "numbers"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_merge_kernel_matches_reference(shape, numbers, device):
+def test_merge_kernel_matches_reference(shape, numbers, merge, device):
     S_ext, M = maps(shape, numbers, device)
-    h0 = torch.randn_like(S_ext[:, 0])
-    check_stage(kernels.cp_merge, references.cp_merge, (S_ext, M, h0))
-    check_stage(kernels.cp_merge, references.cp_merge, (S_ext, M))
+    end = torch.randn_like(S_ext[:, 0])
+    check_stage(*MERGES[merge], (S_ext, M, end))
+    check_stage(*MERGES[merge], (S_ext, M))
 
 
 def test_merge_of_columns_side_by_side(device):
@@ -99,23 +127,27 @@ def test_merge_of_columns_side_by_side(device):
     assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
 
 
-def test_merge_of_several_sequences(device):
+@pytest.mark.parametrize("merge", MERGES)
+def test_merge_of_several_sequences(merge, device):
+    """One of them has no piece: what comes in goes through."""
+    kernel, _ = MERGES[merge]
     S_ext, M = maps((1, 6, 2, 20, 16), False, device)
     offsets = [0, 2, 2, 6]
-    h0 = torch.randn(3, *S_ext.shape[2:], device=device)
-    S_in, S_out = kernels.cp_merge(S_ext, M, h0, offsets=torch.tensor(offsets, device=device))
+    ends = torch.randn(3, *S_ext.shape[2:], device=device)
+    at_pieces, through = kernel(S_ext, M, ends, offsets=torch.tensor(offsets, device=device))
     for n in (0, 2):
         own = slice(offsets[n], offsets[n + 1])
-        want = kernels.cp_merge(S_ext[:, own], M[:, own], h0[n : n + 1])
-        assert torch.equal(S_in[:, own], want[0])
-        assert torch.equal(S_out[n], want[1][0])
-    assert torch.equal(S_out[1], h0[1])
+        want = kernel(S_ext[:, own], M[:, own], ends[n : n + 1])
+        assert torch.equal(at_pieces[:, own], want[0])
+        assert torch.equal(through[n], want[1][0])
+    assert torch.equal(through[1], ends[1])
 
 
 @pytest.mark.parametrize("channels", [False, True], ids=["scalar", "channels"])
-def test_pieces_are_the_sequence(channels):
+def test_maps_are_the_sequence(channels):
     """In float64: the states at the cuts, from the maps of pieces alone."""
-    *args, h0 = arguments("kda" if channels else "gdn", 150, 12, 10, 16, torch.float64, "cpu")
+    family = "kda" if channels else "gdn"
+    *args, h0 = arguments("piece_map", family, 150, 12, 10, 16, torch.float64, "cpu")
     h, _, last = state(*args, h0, chunk_size=16, output_final_state=True)
     cuts = (0, 32, 48, 112, 150)
     pieces = [[x[:, a:b] for x in args] for a, b in pairwise(cuts)]
@@ -125,3 +157,27 @@ def test_pieces_are_the_sequence(channels):
     assert_close("S_out", S_out, last, 1e-13)
     known, _ = references.piece_map(*pieces[0], h0, chunk_size=16, transition=False)
     assert_close("the first piece's state", known, S_in[:, 1], 1e-13)
+
+
+@pytest.mark.parametrize("channels", [False, True], ids=["scalar", "channels"])
+def test_maps_bwd_are_the_sequence(channels):
+    """In float64: the gradients at the cuts, from the maps of pieces alone; dM is M^T."""
+    r = stages.parts("kda" if channels else "gdn", 150, 12, 10, 16, torch.float64, "cpu")
+    args = [r.qg, r.kg, r.w, r.gc, r.do, r.P] if channels else [r.q, r.k, r.w, r.gc, r.do, r.dv_out]
+    dht = r.dht
+
+    def run(f, q, k, w, gc, do, last, **ends):
+        given = {"dv_new": None, "P": last} if channels else {"dv_new": last}
+        return f(q, k, w, gc, do, **given, **ends, scale=0.3, chunk_size=16)
+
+    dh, _, first = run(state_bwd, *args, dht=dht)
+    cuts = (0, 32, 48, 112, 150)
+    pieces = [[x[:, a:b] for x in args] for a, b in pairwise(cuts)]
+    found = [run(references_bwd.piece_map_bwd, *piece) for piece in pieces]
+    dS_ext, dM = (torch.stack(x, 1) for x in zip(*found, strict=True))
+    dS_out, dS_in = references_bwd.cp_merge_bwd(dS_ext, dM, dht)
+    assert_close("dS_out", dS_out, dh[:, [-(-cut // 16) - 1 for cut in cuts[1:]]], 1e-13)
+    assert_close("dS_in", dS_in, first, 1e-13)
+    for p, (_, k, w, gc, do, *_) in enumerate(pieces):
+        _, M = references.piece_map(k, w, do, gc, chunk_size=16)
+        assert_close("dM", dM[:, p], M.mT, 1e-13)

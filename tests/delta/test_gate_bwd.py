@@ -111,7 +111,7 @@ def test_low_precision_gates(dtype, device):
 @pytest.mark.parametrize(("T", "C"), list(zip(TOKENS, itertools.cycle(CHUNKS), strict=False)))
 def test_a_gate_for_each_channel(T, C, gate, device):
     for HV, K in ((1, 1), (3, 33)):  # in one tile of channels, in two
-        g = kda_checks.channel_gate(gate, 2, T, HV, K, seed=T, device=device)
+        g = kda_checks.kda_gate(gate, 2, T, HV, K, seed=T, device=device)
         dgc = torch.randn_like(g)
         got, *none = kernel(dgc, g, chunk_size=C)
         assert none == [None, None]

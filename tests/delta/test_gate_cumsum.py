@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 from delta.stage_checks import CHUNKS, DTYPES, TOKENS
-from fused.kda_checks import RAW, channel_gate, raw_gate
+from fused.kda_checks import RAW, kda_gate, raw_gate
 from grids import parametrize
 
 from linattn_edu.kernels.delta.gate_cumsum import gate_cumsum as kernel
@@ -49,7 +49,7 @@ def test_floor_keeps_later_decays(device):
 @pytest.mark.parametrize(("T", "C"), list(zip(TOKENS, itertools.cycle(CHUNKS), strict=False)))
 def test_a_gate_for_each_channel(T, C, gate, device):
     for HV, K in ((1, 1), (3, 33)):  # in one tile of channels, in two
-        g = channel_gate(gate, 2, T, HV, K, seed=T, device=device)
+        g = kda_gate(gate, 2, T, HV, K, seed=T, device=device)
         assert_close("gc", kernel(g, chunk_size=C), reference(g, chunk_size=C), 5e-6)
 
 

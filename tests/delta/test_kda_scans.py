@@ -3,14 +3,13 @@
 import pytest
 import stages
 import torch
-from delta.stage_checks import check_stage
+from delta.stage_checks import check_packed, check_stage
 from fused.kda_checks import GATES, SCALE, backward_parts
 from gdn_checks import launches
 
 from linattn_edu.kernels.delta import kda_scans as kernels
 from linattn_edu.kernels.delta.state import state
 from linattn_edu.kernels.delta.state_bwd import state_bwd
-from linattn_edu.packing import pack
 from linattn_edu.reference.delta.kda_scans import kda_scans as reference
 from linattn_edu.reference.delta.state import state as state_reference
 from linattn_edu.reference.delta.state_bwd import state_bwd as state_bwd_reference
@@ -51,24 +50,12 @@ def test_the_bits_are_those_of_state_and_state_bwd(dtype, device):
 
 
 def test_packed_sequences_have_the_bits_they_have_alone(device):
-    """One of them is empty, one ends inside a chunk, each has states of its own."""
-    x, r = backward_parts(150, 20, 24, 16, torch.float32, device, H=2)
-    bounds = [0, 40, 40, 41, 150]
-    tokens = [t[:1] for t in (r.qg, r.kg, r.w, r.u, r.gc, r.P, r.do)]
-    ends = [n * t[:1] for t in (x.initial_state, r.dht) for n in range(1, 5)]
-    h0, dht = torch.cat(ends[:4]), torch.cat(ends[4:])
-    packing = pack(torch.tensor(bounds, device=device), 16)
-    h, v_new, dh, dv_new, dh0 = kernels.kda_scans(*tokens, h0, dht, scale=SCALE, packing=packing)
-    assert torch.equal(dh0[1], dht[1])  # of the empty one
-    chunk = 0
-    for n in (0, 2, 3):
-        own = slice(bounds[n], bounds[n + 1])
-        alone = [t[:, own].contiguous() for t in tokens]
-        want = kernels.kda_scans(*alone, h0[n : n + 1], dht[n : n + 1], scale=SCALE)
-        chunks = slice(chunk, chunk + want[0].shape[1])
-        found = h[:, chunks], v_new[:, own], dh[:, chunks], dv_new[:, own], dh0[n : n + 1]
-        assert all(map(torch.equal, found, want)), n
-        chunk = chunks.stop
+    def run(tokens, _, states, **packed):
+        h, v_new, dh, dv_new, dh0 = kernels.kda_scans(*tokens, *states, scale=SCALE, **packed)
+        return (v_new, dv_new), (h, dh), (dh0,)
+
+    r = stages.parts("kda", 150, 20, 24, 16, torch.float32, device, H=2)
+    check_packed(run, (r.qg, r.kg, r.w, r.u, r.gc, r.P, r.do), states=(r.h0, r.dht))
 
 
 def test_reference_is_the_two_stages_from_dv_new_in_float64():

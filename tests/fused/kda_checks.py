@@ -46,7 +46,7 @@ once = _brief(_brief_grid()[::2])  # one dtype for each T
 gates = parametrize(gate=GATES, C=CHUNKS, dtype=DTYPES)
 
 
-def channel_gate(gate, *shape, seed, device):
+def kda_gate(gate, *shape, seed, device):
     """Log decays. mixed: from 1e-4 to 10 in size, as trained channels are; shut: one of eight of
     these at -1e4; bounded: down to -5, which one channel of three has at every token; open: 0.
     """
@@ -91,7 +91,7 @@ def kda_stage_inputs(T, K, V, dtype, device, H=1, gate="mixed"):
     )  # fmt: skip
     if not torch.cuda.is_available():  # of a batch of short sequences the first
         x = type(x)(**{n: t[:4].contiguous() for n, t in x.asdict().items()})
-    x.g = channel_gate(gate, *x.g.shape, K, seed=T + K, device=device)
+    x.g = kda_gate(gate, *x.g.shape, K, seed=T + K, device=device)
     return x
 
 

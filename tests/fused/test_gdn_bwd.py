@@ -1,9 +1,10 @@
 """The fused backward stages: kernels against references, and the composition against the staged."""
 
 import pytest
+import stages as registry
 import torch
-from delta.stage_checks import check_stage, grid, inputs
-from fused.test_gdn_scans import arguments, small
+from delta.stage_checks import check_stage, inputs
+from fused.parts import small
 from gdn_checks import PAYS, launches, without_gluon
 
 from linattn_edu.choices import GPUS, ask
@@ -20,19 +21,17 @@ from linattn_edu.testing import assert_close, gdn_inputs, relative_rms
 pytestmark = pytest.mark.usefixtures("poison")
 
 
-@grid
-def test_intra_bwd_kernel_matches_reference(T, K, V, C, dtype, device):
-    x, r = arguments(T, K, V, C, dtype, device)
-    args = (x.q, x.k, x.v, x.beta, r.gc, r.h, r.v_new, r.do, r.dh, r.Z)
-    check_stage(kernels.intra_chunk_bwd, references.intra_chunk_bwd, args, scale=0.3, chunk_size=C)
+test_intra_bwd_kernel_matches_reference = registry.matches("intra_chunk_bwd", "gdn_fused")
+
+
+def a_head_each(r):
+    r.q, r.k = (t.repeat_interleave(2, 2) for t in (r.q, r.k))
 
 
 def test_intra_bwd_kernel_with_a_head_each(device):
     """Without heads to add up: the other branch of the kernel."""
-    x, r = arguments(100, 32, 48, 32, small(device), device)
-    q, k = (t.repeat_interleave(2, 2) for t in (x.q, x.k))
-    args = (q, k, x.v, x.beta, r.gc, r.h, r.v_new, r.do, r.dh, r.Z)
-    check_stage(kernels.intra_chunk_bwd, references.intra_chunk_bwd, args, scale=0.3, chunk_size=32)
+    sizes = ("gdn_fused", 100, 32, 48, 32, small(device), device)
+    registry.check("intra_chunk_bwd", *sizes, change=a_head_each)
 
 
 @pytest.mark.gpu
@@ -67,9 +66,9 @@ def test_intra_bwd_gluon(HV, dtype, device, force):
 
 @pytest.mark.parametrize("V", [32, 48], ids=["in the place of v_new and Z", "apart"])
 def test_chunk_bwd_kernels_match_reference(V, device):
-    x, r = arguments(100, 32, V, 32, small(device), device)
-    q, k = (t.repeat_interleave(2, 2) for t in (x.q, x.k))
-    args = (q, k, x.v, x.beta, r.gc, r.P, r.AG, r.do, x.initial_state, r.dht)
+    r = registry.parts("gdn_fused", 100, 32, V, 32, small(device), device)
+    a_head_each(r)
+    args = (r.q, r.k, r.v, r.beta, r.gc, r.P, r.AG, r.do, r.h0, r.dht)
     check_stage(kernels.chunk_bwd, references.chunk_bwd, args, scale=0.3)
 
 

@@ -1,8 +1,9 @@
 """The fused scan: kernels against references, and the fused forward against the staged one."""
 
 import pytest
+import stages as registry
 import torch
-from delta.stage_checks import check_stage, grid, inputs
+from delta.stage_checks import inputs
 from gdn_checks import PAYS, exact_products, launches, without_gluon
 
 from linattn_edu.kernels.delta import warm_up
@@ -13,21 +14,12 @@ from linattn_edu.kernels.routes import forced
 from linattn_edu.kernels.tiles import device_of
 from linattn_edu.ops.gdn import forward, fused_stages, stages
 from linattn_edu.packing import pack
-from linattn_edu.reference.delta.gate_cumsum import gate_cumsum
-from linattn_edu.reference.fused import gdn_fwd as references
-from linattn_edu.reference.fused.gdn_intra import intra_chunk as intra_chunk_reference
 from linattn_edu.testing import assert_close, gdn_inputs
 
 pytestmark = pytest.mark.usefixtures("poison")
 
 
-@grid
-def test_scan_kernel_matches_reference(T, K, V, C, dtype, device):
-    x = inputs(T, K, V, dtype, device)
-    gc = gate_cumsum(x.g, chunk_size=C)
-    P, R, _ = intra_chunk_reference(x.q, x.k, x.beta, gc, chunk_size=C)
-    args = (x.q, x.k, x.v, gc, P, R, x.initial_state)
-    check_stage(kernels.scan, references.scan, args, scale=0.3, output_final_state=True)
+test_scan_kernel_matches_reference = registry.matches("scan", "gdn_fused")
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,9 @@
 """What the fused passes need of a chunk by itself: kernels against references."""
 
 import pytest
+import stages
 import torch
-from delta.stage_checks import check_stage, grid, inputs
+from delta.stage_checks import check_stage
 from gdn_checks import launches, without_gluon
 
 from linattn_edu.kernels.delta.gate_cumsum import gate_cumsum as gate_cumsum_kernel
@@ -18,14 +19,9 @@ from linattn_edu.testing import gdn_inputs, relative_rms
 pytestmark = pytest.mark.usefixtures("poison")
 
 
-@grid
-def test_intra_kernel_matches_reference(T, K, V, C, dtype, device):
-    x = inputs(T, K, V, dtype, device)
-    gc = gate_cumsum(x.g, chunk_size=C)
-    args = (x.q, x.k, x.beta, gc)
-    check_stage(kernels.intra_chunk, references.intra_chunk, args, chunk_size=C)
-    options = {"chunk_size": C, "return_inverse": True, "gated": True}
-    check_stage(kernels.intra_chunk, references.intra_chunk, args, **options)
+GATED, NO_INVERSE = {"gated": True}, {"return_inverse": False}
+test_kernel_matches_reference = stages.matches("intra_chunk", "gdn_fused", more=GATED)
+test_without_the_inverse = stages.matches("intra_chunk", "gdn_fused", more=NO_INVERSE)
 
 
 @pytest.mark.parametrize("T", [64, 100], ids=["whole chunks", "a rest"])

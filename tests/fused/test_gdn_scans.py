@@ -1,11 +1,13 @@
 """The scans of the fused backward pass: kernels against references, one launch or two."""
 
-from types import SimpleNamespace
+from functools import partial
 
 import pytest
+import stages
 import torch
-from delta.stage_checks import DTYPES, check_rounded, check_stage, grid, inputs
-from gdn_checks import PAYS, holds, launches, without_gluon
+from delta.stage_checks import DTYPES, check_rounded, check_stage
+from fused.parts import small
+from gdn_checks import PAYS, launches, without_gluon
 
 from linattn_edu.kernels.delta import warm_up
 from linattn_edu.kernels.delta.gate_cumsum import gate_cumsum as gate_cumsum_kernel
@@ -14,64 +16,34 @@ from linattn_edu.kernels.fused import gdn_scans as kernels
 from linattn_edu.kernels.fused.gdn_fwd import scan_map as scan_map_kernel
 from linattn_edu.kernels.fused.gdn_intra import intra_chunk as intra_chunk_kernel
 from linattn_edu.kernels.routes import forced
-from linattn_edu.reference.delta.gate_cumsum import gate_cumsum
-from linattn_edu.reference.fused import gdn_scans as references
 from linattn_edu.reference.fused.gdn_fwd import scan_map
-from linattn_edu.reference.fused.gdn_intra import intra_chunk
 from linattn_edu.testing import gdn_inputs
 
 pytestmark = pytest.mark.usefixtures("poison")
 
 
-def small(device):
-    """A dtype that the kernels hold: on a GPU of 16 bits."""
-    return torch.float32 if device == "cpu" else torch.bfloat16
-
-
-def arguments(T, K, V, C, dtype, device):
-    """(inputs, everything the fused backward stages read), by the reference stages."""
-    x = inputs(T, K, V, dtype, device)
-    if x.q.is_cuda and not holds(x.q, x.v):
-        pytest.skip("heads that the fused stages do not hold")
-    r = SimpleNamespace(do=torch.randn_like(x.v), dht=torch.randn_like(x.initial_state))
-    r.gc = gate_cumsum(x.g, chunk_size=C)
-    options = {"chunk_size": C, "return_inverse": True, "gated": True}
-    r.P, r.R, r.AG = intra_chunk(x.q, x.k, x.beta, r.gc, **options)
-    r.h, r.v_new = references.scan_states(x.k, x.v, x.beta, r.gc, r.AG, x.initial_state)
-    args = (x.q, x.k, x.beta, r.gc, r.P, r.AG, r.do, r.dht)
-    r.dh, r.Z, *_ = references.scan_bwd(*args, scale=0.3)
-    return x, r
-
-
-@grid
-def test_scan_states_kernel_matches_reference(T, K, V, C, dtype, device):
-    x, r = arguments(T, K, V, C, dtype, device)
-    args = (x.k, x.v, x.beta, r.gc, r.AG, x.initial_state)
-    check_stage(kernels.scan_states, references.scan_states, args)
-
-
-@grid
-def test_scan_bwd_kernel_matches_reference(T, K, V, C, dtype, device):
-    x, r = arguments(T, K, V, C, dtype, device)
-    args = (x.q, x.k, x.beta, r.gc, r.P, r.AG, r.do, r.dht)
-    check_stage(kernels.scan_bwd, references.scan_bwd, args, scale=0.3)
-
-
-@grid
-def test_scans_kernel_matches_reference(T, K, V, C, dtype, device, force):
+@pytest.fixture
+def together(force):
     """Both directions in one grid, where each alone would leave multiprocessors idle."""
-    x, r = arguments(T, K, V, C, dtype, device)
     force(together=1)
-    args = (x.q, x.k, x.v, x.beta, r.gc, r.P, r.AG, r.do, x.initial_state, r.dht)
+
+
+def check_together(*stage, **options):
     with launches() as ran:
-        check_stage(kernels.scans, references.scans, args, scale=0.3)
+        check_stage(*stage, **options)
     assert ran == [kernels.scans_kernel]
+
+
+test_scan_states_kernel_matches_reference = stages.matches("scan_states", "gdn_fused")
+test_scan_bwd_kernel_matches_reference = stages.matches("scan_bwd", "gdn_fused")
+test_scans_kernel_matches_reference = pytest.mark.usefixtures("together")(
+    stages.matches("scans", "gdn_fused", check=check_together)
+)
 
 
 def test_scans_are_one_launch_or_two(device, force):
     """The same bits, whichever way the number of programs decides."""
-    x, r = arguments(100, 32, 48, 32, small(device), device)
-    args = (x.q, x.k, x.v, x.beta, r.gc, r.P, r.AG, r.do, x.initial_state, r.dht)
+    args = stages.arguments("scans", "gdn_fused", 100, 32, 48, 32, small(device), device)
     found = []
     for together, ran in ((0, 2), (1, 1)):
         force(together=together)
@@ -155,8 +127,8 @@ def test_maps_of_a_piece(dtype, device):
     """Of 200 draws in bf16 the largest factor was 1.27 forwards, where the reference rounds R and
     beta as one operand, and 1.05 back in time; a gate that is rounded too makes at least 1.24.
     """
-    x, r = arguments(100, 32, 48, 32, dtype, device)
-    args = (x.k, x.v, r.gc, r.AG, x.initial_state, x.beta)
+    sizes = ("gdn_fused", 100, 32, 48, 32, dtype, device)
+    r = stages.parts(*sizes)
+    args = (r.k, r.v, r.gc, r.AG, r.h0, r.beta)
     check_rounded(scan_map_kernel, scan_map, args, 1.4)
-    args = (x.q, x.k, x.beta, r.gc, r.P, r.AG, r.do, r.dht)
-    check_rounded(kernels.scan_map_bwd, references.scan_map_bwd, args, 1.2, scale=0.3)
+    stages.check("scan_map_bwd", *sizes, check=partial(check_rounded, factor=1.2))

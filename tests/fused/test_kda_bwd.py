@@ -1,18 +1,17 @@
 """What is left of a chunk in the fused backward pass of Kimi Delta Attention: kernel, reference."""
 
 import pytest
+import stages
 import torch
-from delta.stage_checks import CHUNKS, TOKENS, check_stage
+from delta.stage_checks import CHUNKS, SIZES, TOKENS, check_packed, of_sequences
 from fused.kda_checks import GATES, SCALE, needs_gluon
-from fused.test_kda_scans import parts
 from gdn_checks import launches
-from grids import parametrize
+from grids import combinations, parametrize
 
 from linattn_edu.kernels.delta.kda_bwd import kda_output_bwd, kda_wy_bwd
 from linattn_edu.kernels.delta.kda_intra_bwd import kda_intra_bwd
 from linattn_edu.kernels.fused import kda_bwd as kernels
 from linattn_edu.kernels.fused.kda_scans import kda_fused_scans
-from linattn_edu.packing import pack
 from linattn_edu.reference.delta.gate_cumsum import gate_cumsum
 from linattn_edu.reference.delta.kda_intra import kda_intra
 from linattn_edu.reference.fused import kda_bwd as references
@@ -23,51 +22,29 @@ pytestmark = pytest.mark.usefixtures("poison")
 HEADS = (16, 34, 64, 100, 128)
 
 
-def kda_fused_intra_bwd(*args, **options):
-    """The kernel on a copy of Z, which it overwrites."""
-    *args, Z = args
-    return kernels.kda_fused_intra_bwd(*args, Z.clone(), **options)
+STAGE = ("kda_fused_intra_bwd", "kda_fused")
+kda_fused_intra_bwd = stages.find(*STAGE).kernel  # on a copy of Z
+CASES = [(*case, torch.bfloat16) for case in combinations(T=TOKENS, K=HEADS, V=HEADS, C=CHUNKS)]
 
-
-def check(x, r, C):
-    args = (x.q, x.k, x.v, x.beta, r.gc, r.h, r.v_new, r.do, r.dh, r.Z)
-    options = {"scale": SCALE, "chunk_size": C}
-    check_stage(kda_fused_intra_bwd, references.kda_fused_intra_bwd, args, **options)
-
-
-@parametrize(T=TOKENS, K=HEADS, V=HEADS, C=CHUNKS)
-def test_kernel_matches_reference(T, K, V, C, device):
-    check(*parts(T, K, V, C, torch.bfloat16, device), C)
+test_kernel_matches_reference = stages.matches(*STAGE, pytest.mark.parametrize(SIZES, CASES))
 
 
 @parametrize(gate=GATES, C=CHUNKS)
 def test_every_gate_and_chunk(gate, C, device):
-    check(*parts(70, 34, 20, C, torch.bfloat16, device, H=2, gate=gate), C)
+    stages.check(*STAGE, 70, 34, 20, C, torch.bfloat16, device, H=2, gate=gate)
 
 
 @pytest.mark.parametrize("V", [24, 64])
 def test_packed_sequences_have_the_bits_they_have_alone(V, device):
-    """One of them is empty, one ends inside a chunk."""
-    x, r = parts(150, 20, V, 16, torch.bfloat16, device, H=2)
-    bounds, options = [0, 40, 40, 41, 150], {"scale": SCALE, "chunk_size": 16}
-    tokens = [t[:1] for t in (x.q, x.k, x.v, x.beta)]
-    own = [slice(*bounds[n : n + 2]) for n in (0, 2, 3)]
-    gc = torch.cat([gate_cumsum(x.g[:1, i], chunk_size=16) for i in own], 1)
-    chunks = [-(-(i.stop - i.start) // 16) for i in own]
-    h, dh = torch.randn(2, 1, sum(chunks), 2, 20, V, device=device).bfloat16()
-    tokens += [gc, *(t[:1] for t in (r.v_new, r.do, r.Z))]
+    def run(tokens, chunks, _, **packed):
+        (q, k, v, beta, gc, v_new, do, Z), (h, dh) = tokens, chunks
+        args, options = (q, k, v, beta, gc, h, v_new, do, dh, Z), {"scale": SCALE, "chunk_size": 16}
+        return kda_fused_intra_bwd(*args, **options, **packed), (), ()
 
-    def run(q, k, v, beta, gc, v_new, do, Z, h, dh, **packed):
-        given = q, k, v, beta, gc, h, v_new, do, dh
-        return kda_fused_intra_bwd(*given, Z, **options, **packed)
-
-    packing = pack(torch.tensor(bounds, device=device), 16)
-    found, first = run(*tokens, h, dh, packing=packing), 0
-    for i, n in zip(own, chunks, strict=True):
-        of, first = slice(first, first + n), first + n
-        alone = [t[:, i].contiguous() for t in tokens]
-        want = run(*alone, *(t[:, of].contiguous() for t in (h, dh)))
-        assert all(torch.equal(a[:, i], b) for a, b in zip(found, want, strict=True)), i
+    r = stages.parts("kda_fused", 150, 20, V, 16, torch.bfloat16, device, H=2)
+    gc = of_sequences(lambda g: gate_cumsum(g, chunk_size=16), r.g)
+    chunks = torch.randn(2, 1, 11, 2, 20, V, device=device).bfloat16()
+    check_packed(run, (r.q, r.k, r.v, r.beta, gc, r.v_new, r.do, r.Z), chunks)
 
 
 @pytest.mark.parametrize(("K", "V", "C"), [(128, 128, 64), (100, 64, 32), (150, 16, 64)])
@@ -79,16 +56,13 @@ def test_near_and_far_channels_in_one_chunk(K, V, C, device):
     g[:, 64:, :, 64:] = -20
     g[:, 90:, 1, :64] = -200
     g[:, :30, 0, 64:128] = -1e4
-    x, r = parts(100, K, V, C, torch.bfloat16, device, H=2, g=g)
-    args = (x.q, x.k, x.v, x.beta, r.gc, r.h, r.v_new, r.do, r.dh, r.Z)
-    options = {"scale": SCALE, "chunk_size": C}
-    check_stage(kda_fused_intra_bwd, references.kda_fused_intra_bwd, args, **options)
+    stages.check(*STAGE, 100, K, V, C, torch.bfloat16, device, H=2, g=g)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("far", [False, True], ids=["near", "near and far"])
 @pytest.mark.parametrize(("T", "HV"), [(64, 4), (2560, 8)])
-def test_channel_intra_gluon(T, HV, far, device, force):
+def test_kda_intra_bwd_gluon(T, HV, far, device, force):
     """No farther from float64 than the two stages; twice, since programs reuse their places for
     chunk after chunk.
     """

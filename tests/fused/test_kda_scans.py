@@ -1,28 +1,28 @@
 """The fused backward stages of Kimi Delta Attention: kernels against references."""
 
-from types import SimpleNamespace
+from functools import partial
 
 import pytest
+import stages as registry
 import torch
-from delta.stage_checks import check_rounded, check_stage
+from delta.stage_checks import check_packed, check_rounded, check_stage, of_sequences
 from fused.kda_checks import (
     GATES,
     RAW,
     SCALE,
-    channel_gate,
     gates,
+    kda_gate,
     kda_stage_inputs,
     needs_gluon,
-    once,
     raw_gate,
 )
-from gdn_checks import holds, launches
+from fused.parts import small
+from gdn_checks import launches
 
 from linattn_edu.kernels.fused import kda_bwd
 from linattn_edu.kernels.fused import kda_scans as kernels
 from linattn_edu.kernels.routes import forced
 from linattn_edu.ops.kda.chunk import backward, chunk_kda, forward, fused_stages, stages
-from linattn_edu.packing import pack
 from linattn_edu.reference.delta.gate_cumsum import gate_cumsum
 from linattn_edu.reference.delta.kda_intra import kda_intra
 from linattn_edu.reference.fused import kda_scans as references
@@ -31,36 +31,17 @@ from linattn_edu.testing import assert_close, gdn_inputs, kda_inputs
 pytestmark = pytest.mark.usefixtures("poison")
 
 
-def small(device):
-    """A dtype that the kernels hold: on a GPU of 16 bits."""
-    return torch.float32 if device.type == "cpu" else torch.bfloat16
+def check_scans(*stage, **options):
+    """In one launch."""
+    with launches() as ran:
+        check_stage(*stage, **options)
+    assert ran == [kernels.kda_fused_scans_kernel]
 
 
-def parts(T, K, V, C, dtype, device, g=None, **kinds):
-    """(inputs, everything the fused backward stages read), by the reference stages."""
-    x = kda_stage_inputs(T, K, V, dtype, device, **kinds)
-    if x.q.is_cuda and not holds(x.q, x.v):
-        pytest.skip("heads that the fused stages do not hold")
-    torch.manual_seed(T + K)
-    x.g = x.g if g is None else g
-    r, options = SimpleNamespace(), {"chunk_size": C}
-    r.gc = gate_cumsum(x.g, **options)
-    r.P, r.A = kda_intra(x.q, x.k, x.beta, r.gc, **options)
-    r.kd, r.kg, r.qg = references.kda_gated(x.q, x.k, r.gc, **options)
-    r.do, r.dht = torch.randn_like(x.v), torch.randn_like(x.initial_state)
-    r.h, r.v_new, r.dh, r.Z, *_ = references.kda_fused_scans(*scanned(x, r), scale=SCALE)
-    return x, r
-
-
-def scanned(x, r):
-    given = r.qg, r.kg, r.kd, x.v, x.beta, r.gc, r.P, r.A, r.do
-    return *given, x.initial_state, r.dht
-
-
-def check_gates(args, chunk_size, **options):
+def check_gates(kernel, reference, args, chunk_size, **options):
     """The rows are those of the kernel's own gates: a closed one's sum has few bits left."""
     q, k, *gates = args
-    gc, *rows = kernels.kda_gates(*args, chunk_size=chunk_size, **options)
+    gc, *rows = kernel(*args, chunk_size=chunk_size, **options)
     want = gate_cumsum(*gates, chunk_size=chunk_size, **options)
     assert gc.dtype == want.dtype
     assert_close("gc", gc, want, 5e-6)
@@ -71,80 +52,57 @@ def check_gates(args, chunk_size, **options):
     check_stage(found, references.kda_gated, (q, k, gc), chunk_size=chunk_size)
 
 
-@once
-def test_kernels_match_references(T, K, V, C, dtype, device):
-    x, r = parts(T, K, V, C, dtype, device)
-    with launches() as ran:
-        check_stage(kernels.kda_fused_scans, references.kda_fused_scans, scanned(x, r), scale=SCALE)
-    assert ran == [kernels.kda_fused_scans_kernel]
-    check_gates((x.q, x.k, x.g), chunk_size=C)
+test_kernel_matches_reference = registry.matches("kda_fused_scans", "kda_fused", check=check_scans)
+test_gates_match_reference = registry.matches("kda_gates", "kda_fused", check=check_gates)
 
 
 @gates
 def test_every_gate_and_chunk(gate, C, dtype, device):
-    x, _ = parts(70, 34, 20, C, dtype, device, H=2, gate=gate)
-    check_gates((x.q, x.k, x.g), chunk_size=C)
+    sizes = ("kda_fused", 70, 34, 20, C, dtype, device)
+    registry.check("kda_gates", *sizes, H=2, gate=gate, check=check_gates)
 
 
 @pytest.mark.parametrize("gate", GATES)
 def test_without_states_at_the_ends(gate, device):
-    x, r = parts(70, 34, 20, 32, small(device), device, H=2, gate=gate)
-    *args, _, _ = scanned(x, r)
-    check_stage(kernels.kda_fused_scans, references.kda_fused_scans, args, scale=SCALE)
+    sizes = ("kda_fused", 70, 34, 20, 32, small(device), device)
+    registry.check("kda_fused_scans", *sizes, H=2, gate=gate, without=["h0", "dht"])
 
 
 def test_packed_sequences_have_the_bits_they_have_alone(device):
-    """One of them is empty, one ends inside a chunk, each has states of its own."""
-    x, r = parts(150, 20, 24, 16, torch.bfloat16, device, H=2)
-    bounds, C = [0, 40, 40, 41, 150], {"chunk_size": 16}
-    q, k, _, g, beta, _ = tokens = [t[:1] for t in (x.q, x.k, x.v, x.g, x.beta, r.do)]
-    own = [slice(*bounds[n : n + 2]) for n in (0, 2, 3)]
-    gc = torch.cat([gate_cumsum(g[:, i], **C) for i in own], 1)
-    scores = [kda_intra(q[:, i], k[:, i], beta[:, i], gc[:, i], **C) for i in own]
-    P, A = (torch.cat(parts, 1) for parts in zip(*scores, strict=True))
-    ends = [n * t[:1] for t in (x.initial_state, r.dht) for n in range(1, 5)]
-    h0, dht = torch.cat(ends[:4]), torch.cat(ends[4:])
+    C = {"chunk_size": 16}
 
-    def run(tokens, h0, dht, **packed):
+    def run(tokens, _, states, **packed):
         q, k, v, g, beta, do, P, A = tokens
         gc, kd, kg, qg = kernels.kda_gates(q, k, g, **C, **packed)
-        scans = kernels.kda_fused_scans(
-            qg, kg, kd, v, beta, gc, P, A, do, h0, dht, scale=SCALE, **packed
-        )
-        h, v_new, dh, Z, dv, dh0 = scans
-        return (gc, kd, kg, qg, v_new, Z, dv), (h, dh), dh0
+        args = (qg, kg, kd, v, beta, gc, P, A, do, *states)
+        h, v_new, dh, Z, dv, dh0 = kernels.kda_fused_scans(*args, scale=SCALE, **packed)
+        return (gc, kd, kg, qg, v_new, Z, dv), (h, dh), (dh0,)
 
-    tokens += [P, A]
-    packing = pack(torch.tensor(bounds, device=device), 16)
-    rows, chunks, dh0 = run(tokens, h0, dht, packing=packing)
-    assert torch.equal(dh0[1], dht[1])  # of the empty one
-    chunk = 0
-    for n, i in zip((0, 2, 3), own, strict=True):
-        alone = [t[:, i].contiguous() for t in tokens]
-        want = run(alone, h0[n : n + 1], dht[n : n + 1])
-        of = slice(chunk, chunk + want[1][0].shape[1])
-        found = [t[:, i] for t in rows] + [t[:, of] for t in chunks] + [dh0[n : n + 1]]
-        assert all(map(torch.equal, found, (*want[0], *want[1], want[2]))), n
-        chunk = of.stop
+    r = registry.parts("kda_fused", 150, 20, 24, 16, torch.bfloat16, device, H=2)
+    gc = of_sequences(lambda g: gate_cumsum(g, **C), r.g)
+    pairs = (
+        of_sequences(lambda *x, i=i: kda_intra(*x, **C)[i], r.q, r.k, r.beta, gc) for i in (0, 1)
+    )
+    check_packed(run, (r.q, r.k, r.v, r.g, r.beta, r.do, *pairs), states=(r.h0, r.dht))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_map_of_a_piece(dtype, device):
-    x, r = parts(100, 32, 48, 32, dtype, device)
-    args = (r.qg, r.kg, r.kd, x.beta, r.gc, r.P, r.A, r.do, r.dht)
-    kernel, options = kernels.kda_fused_scan_map_bwd, {"scale": SCALE}
-    check_rounded(kernel, references.kda_fused_scan_map_bwd, args, 1.2, **options)
-    ext, none = kernel(*args, transition=False, **options)
+    sizes = ("kda_fused_scan_map_bwd", "kda_fused", 100, 32, 48, 32, dtype, device)
+    registry.check(*sizes, check=partial(check_rounded, factor=1.2))
+    args, options = registry.arguments(*sizes), {"scale": SCALE}
+    ext, none = kernels.kda_fused_scan_map_bwd(*args, transition=False, **options)
     assert none is None
-    assert torch.equal(ext, kernel(*args, **options)[0])
+    assert torch.equal(ext, kernels.kda_fused_scan_map_bwd(*args, **options)[0])
 
 
 def test_the_map_takes_a_gradient_back_in_float64():
-    x, r = parts(130, 20, 12, 32, torch.float64, "cpu", H=2)
-    args = r.qg, r.kg, r.kd, x.beta, r.gc, r.P, r.A, r.do
+    sizes = ("kda_fused", 130, 20, 12, 32, torch.float64, "cpu")
+    *args, dht = registry.arguments("kda_fused_scan_map_bwd", *sizes, H=2)
     ext, M = references.kda_fused_scan_map_bwd(*args, scale=SCALE)
-    *_, dh0 = references.kda_fused_scans(*scanned(x, r), scale=SCALE)
-    assert_close("dh0", ext + M @ r.dht, dh0, 1e-13)
+    args = registry.arguments("kda_fused_scans", *sizes, H=2)
+    *_, dh0 = references.kda_fused_scans(*args, scale=SCALE)
+    assert_close("dh0", ext + M @ dht, dh0, 1e-13)
 
 
 @pytest.mark.parametrize("C", [16, 32, 64])
@@ -188,7 +146,7 @@ def test_scans_gluon_give_the_same_bits(
         force(LENGTH=256, LEAST=2)
     force(workers=1 + (form == "two tiles a program"), together=int(form == "one launch"))
     x = gdn_inputs(B, T, HV, HV, 128, 128, dtype=dtype, device=device, seed=0)
-    x.g = channel_gate("mixed", *x.g.shape, 128, seed=0, device=device)
+    x.g = kda_gate("mixed", *x.g.shape, 128, seed=0, device=device)
     gc, options = gate_cumsum(x.g, chunk_size=64), {"chunk_size": 64}
     P, A = kda_intra(x.q, x.k, x.beta, gc, **options)
     kd, kg, qg = references.kda_gated(x.q, x.k, gc, **options)
@@ -209,7 +167,8 @@ def test_kda_gates_of_raw_gates(kind, device):
     a, A_log, dt_bias, bound = raw_gate(kind, 70, 4, 20, device)
     x = kda_stage_inputs(70, 20, 16, torch.float32, device, H=2)
     x.q, x.k = (torch.cat([t, t], 2)[:1] for t in (x.q, x.k))
-    check_gates((x.q, x.k, a[:1], A_log, dt_bias), chunk_size=32, **bound)
+    args = (x.q, x.k, a[:1], A_log, dt_bias)
+    check_gates(kernels.kda_gates, references.kda_gates, args, chunk_size=32, **bound)
 
 
 def test_kda_gates_reference_is_gate_cumsum_and_kda_gated():

@@ -1,29 +1,19 @@
 """The fused forward pass of Mamba-2: kernel against reference, chunks of one tile and of two."""
 
 import pytest
+import stages
 import torch
-from grids import FULL, name, pairs
-from ssd.ssd_checks import GIVEN, TOKENS, check_stage, parts
+from fused.parts import AXES
+from grids import name, pairs
+from ssd.ssd_checks import check_stage, parts
 
 from linattn_edu.kernels.delta.state import state
 from linattn_edu.kernels.delta.state_bwd import state_bwd
-from linattn_edu.kernels.fused import ssd_fwd as kernels
 from linattn_edu.packing import pack
 from linattn_edu.reference.delta.state import state as state_reference
 from linattn_edu.reference.delta.state_bwd import state_bwd as state_bwd_reference
-from linattn_edu.reference.fused import ssd_fwd as reference
 
 pytestmark = pytest.mark.usefixtures("poison")
-AXES = {
-    "T": (*TOKENS, 130, 192),
-    "N": (16, 33, 64, 100, 128),
-    "P": (16, 33, 64),
-    "C": (128, 64, 32),
-    "heads": ((4, 2), (3, 3), (5, 1)),
-    "given": GIVEN,
-    "dtype": (torch.float16, torch.bfloat16),
-}
-CASES = pairs(**AXES) + ([c[::-1] for c in pairs(**dict(reversed(AXES.items())))] if FULL else [])
 
 
 @pytest.mark.parametrize("lengths", [(5,), (4, 0, 9, 0), (0, 0, 8, 3), (0,), (12, 4, 1)], ids=str)
@@ -42,13 +32,9 @@ def piece(request, force):
     force(SSD_PIECE=request.param)
 
 
-@pytest.mark.parametrize(tuple(AXES), CASES, ids=name)
-def test_kernels(T, N, P, C, heads, given, dtype, device, piece):
-    r = parts(T, N, P, C, given, dtype, device, *heads)
-    check_stage(kernels.chunk_scores, reference.chunk_scores, (r.C, r.B, r.seq_idx), chunk_size=C)
-    S = reference.chunk_scores(r.C, r.B, r.seq_idx, chunk_size=C)
-    args = (r.C, r.B, S, r.x, r.gs, r.gc, r.h0, r.D, r.z, r.seq_idx)
-    check_stage(kernels.ssd_fwd, reference.ssd_fwd, args, output_final_state=True)
+ENDS = {"output_final_state": True}
+test_scores = stages.matches("chunk_scores", "ssd_fused")
+test_kernels = pytest.mark.usefixtures("piece")(stages.matches("ssd_fwd", "ssd_fused", more=ENDS))
 
 
 @pytest.mark.parametrize(tuple(AXES), pairs(**AXES | {"P": (33, 64, 128)}), ids=name)

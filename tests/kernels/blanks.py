@@ -16,6 +16,8 @@ def of_sizes(K, V, dtype, C):
     found = {
         "gdn": [gated(K, V, dtype, C)],
         "kda": [gated(K, V, dtype, C, channels=True)],
+        "gdn_fused": [gated(K, V, dtype, C)],
+        "kda_fused": [gated(K, V, dtype, C, channels=True)],
         "recurrent": [recurrent(K, V, dtype, C)],
     }
     if V <= 256:
@@ -38,7 +40,8 @@ def gated(K, V, dtype, C, channels=False, chunks=1):
     h, h0 = empty(1, chunks, 1, K, V, dtype=dtype), empty(1, 1, K, V)
     r = SimpleNamespace(**options(C), held=held, beta=beta, h=h, dh=h, h0=h0, dht=h0)
     names = {
-        "q k w qg kg dk_out dqg dkb dkg": qk, "v u v_new do dv_out dv_new": v, "A P dP dL": A,
+        "q k w qg kg kd dk_out dqg dkb dkg": qk, "v u v_new do dv_out dv_new Z": v,
+        "A P R AG dP dL": A,
         "g gc dgc_out": g, "one": empty(1), "bias": empty(K), "rstd": beta, "dbeta": beta,
         "dgl": h[..., 0].float(), "S": S, "M": M, "number": M[..., 0, 0],
     }  # fmt: skip
@@ -94,6 +97,8 @@ def ssd_fused(N, P, dtype):
                 empty(1, 2, N, P),
                 empty(1, T, 1, T, dtype=dtype),
             )
+            r.dh, r.h0, r.ends = r.h, None, False
+            r.xdy = r.dgc = r.step
             r.D = {"none": r.A, "all": r.rows}.get(given)
             r.seq_idx = None if given == "none" else r.ids
             found.append(r)

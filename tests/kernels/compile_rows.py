@@ -2,9 +2,10 @@
 
     python tests/kernels/compile_rows.py             compile what is not kept, and a sample
     python tests/kernels/compile_rows.py --all       compile every row
+    python tests/kernels/compile_rows.py --sample    compile the sample alone
     python tests/kernels/compile_rows.py --write     (`make compile`) and keep the results
 
-Prints a JSON line a row. The sample is another thirtieth of the rows every day. A program, because
+Prints a JSON line a row. The sample is another sixtieth of the rows every day. A program, because
 a process that interprets kernels cannot compile them.
 """
 
@@ -17,6 +18,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 os.environ.pop("TRITON_INTERPRET", None)
@@ -65,7 +67,7 @@ def launches(K, V, dtype):
     # in pieces that begin where the state is forgotten
     small = {"PROGRAMS": 0, "PER_PROGRAM": C, "MULTIPROCESSORS": 0}
     with forced(**small):
-        launch("gdn", blanks.gated(K, V, dtype, C, chunks=4 * tiles.cdiv(V, 64)), pieces=True)
+        launch("gdn_fused", blanks.gated(K, V, dtype, C, chunks=4 * tiles.cdiv(V, 64)), pieces=True)
 
 
 def launch(family, r, pieces=False):
@@ -157,28 +159,36 @@ def compile_row(cc, source, options, anew):
 
 def compile_rows(rows, anew):
     """kept.Row -> kept.Result, on every core."""
-    tasks = [(row.cc, *launch, row in anew) for row, (_, *launch) in rows.items()]
+    TASKS[:] = [(name, row.cc, *launch, row in anew) for row, (name, *launch) in rows.items()]
     # a fork has the kernels already; they cannot be sent
-    with multiprocessing.get_context("fork").Pool(initializer=TASKS.extend, initargs=(tasks,)) as p:
-        return dict(zip(rows, p.map(compile_task, range(len(tasks)), chunksize=1), strict=True))
+    with ProcessPoolExecutor(mp_context=multiprocessing.get_context("fork")) as pool:
+        return dict(zip(rows, pool.map(compile_task, range(len(TASKS))), strict=True))
 
 
-TASKS = []  # of a process of the pool
+TASKS = []
 
 
 def compile_task(i):
-    return compile_row(*TASKS[i])
+    name, cc, *launch = TASKS[i]
+    try:
+        return compile_row(cc, *launch)
+    except Exception as error:
+        raise RuntimeError(f"cc {cc} {name} does not compile") from error
 
 
 def main():
     parser = argparse.ArgumentParser(description="compile the rows of every kernel")
     parser.add_argument("--all", action="store_true", help="also rows whose results are kept")
+    parser.add_argument("--sample", action="store_true", help="the sample alone")
     parser.add_argument("--write", action="store_true", help="keep the results")
     args = parser.parse_args()
+    if args.sample and args.write:
+        parser.error("a sample is not kept")
     rows, results = all_rows(), kept.read(triton.__version__)
     today = datetime.date.today().toordinal() % SAMPLES
     again = {row for i, row in enumerate(sorted(rows)) if args.all or i % SAMPLES == today}
-    wanted = {row: launch for row, launch in rows.items() if row in again or row not in results}
+    missing = set() if args.sample else rows.keys() - results.keys()
+    wanted = {row: launch for row, launch in rows.items() if row in again | missing}
     compiled = compile_rows(wanted, again)
     for row in rows | results:
         name = rows[row][0] if row in rows else None  # None: no launcher picks it any more

@@ -313,6 +313,35 @@ def test_a_profiler_sees_every_launch(device, monkeypatch):
     assert composed
 
 
+KNOBS = {
+    "debug": lambda: (triton.knobs.runtime, True),
+    "add_stages_inspection_hook": lambda: (triton.knobs.runtime, lambda *_: ("key", "hash")),
+    "instrumentation_mode": lambda: (triton.knobs.compilation, "fpsan"),
+}
+
+
+@pytest.mark.parametrize("name", KNOBS)
+def test_a_knob_for_other_kernels_is_seen(name, device, monkeypatch):
+    """While it is set Triton would launch others: no program runs, and none is made."""
+    x, f = CASES["gdn"](0, device)
+    for _ in range(3):
+        f(**x)
+    composed, kept = [], [*programs()]
+    with monkeypatch.context() as patch:
+        where, value = KNOBS[name]()
+        patch.setattr(where, name, value)
+        patch.setattr(
+            "linattn_edu.ops.operator.Operator._compose",
+            lambda *_: composed.append(1) or (x["v"],) * 7,
+        )
+        f(**x)
+        assert composed == [1] and [*programs()] == kept
+    monkeypatch.setattr(
+        "linattn_edu.ops.operator.Operator._compose", lambda *_: pytest.fail("composed")
+    )
+    f(**x)
+
+
 def test_programs_are_bounded(device, monkeypatch):
     """And a few more kinds of calls in turn than there is place for are mostly found."""
     monkeypatch.setattr(plan, "LIMIT", 16)

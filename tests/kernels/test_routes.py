@@ -17,6 +17,7 @@ import linattn_edu
 from linattn_edu import choices, dry_run
 from linattn_edu.choices import GPUS
 from linattn_edu.dry_run import DTYPES, OPERATORS, route
+from linattn_edu.kernels import tiles
 from linattn_edu.kernels.fused import gdn_intra, gdn_scans
 from linattn_edu.kernels.gluon import gdn_intra_bwd, gdn_scan
 from linattn_edu.kernels.routes import (
@@ -29,6 +30,7 @@ from linattn_edu.kernels.routes import (
     kind_of,
     limits,
     load_of,
+    scan_launch,
 )
 
 PACKAGE = Path(linattn_edu.__file__).parent
@@ -303,6 +305,30 @@ def test_pieces():
         assert by_kind.pieces_by_warm_up(more._replace(**other)).takes == 0, other
 
 
+def test_the_rows_of_a_scan():
+    """The widest that occupies 7 of 10 multiprocessors; keys of odd size on Hopper have their own,
+    and a kernel with one row has that.
+    """
+    for programs, n in (((93, 186), 0), ((92, 93), 1), ((1, 2), 1), ((400, 800), 0), ((5,), 0)):
+        assert by_load.widest(programs, 132, 7).takes == n
+    assert by_load.widest((527, 1054), 132, 40).takes == 1
+    rows = [tiles.row(4, n, BV=BV) for n, BV in ((2, 64), (1, 32))]
+    table = tiles.scan_table(ampere={128: rows}, hopper={128: rows})
+    for gpu, K, heads, BV, warps in (
+        ("h100", 128, 47, 64, 4), ("h100", 128, 46, 32, 4), ("h100", 100, 2, 32, 4),
+        ("h100", 33, 200, 16, 2), ("b200", 33, 200, 16, 2), ("a100", 33, 200, 64, 4),
+    ):  # fmt: skip
+        k = torch.empty(1, 1, 1, K, dtype=torch.bfloat16, device="meta")
+        with choices.ask(GPUS[gpu], lambda *_: None):
+            grid, row = scan_launch(table, k, heads, 128)
+            assert (row["BV"], row["num_warps"]) == (BV, warps) and row["BK"] == tiles.block(K)
+            assert grid == (heads * 128 // BV,)
+            assert scan_launch(rows[1], k, heads, 32)[0] == (heads,)
+    found = asked("gdn 8 4096 16 16 33 128")
+    assert ("scan_rows", "unpipelined") in [x[:2] for x in found.choices]
+    assert "2 warps a program: keys of 66 bytes, no whole words" in str(found)
+
+
 # -- what decisions may know
 
 
@@ -318,7 +344,7 @@ def test_what_is_decided_by_kind_sees_no_batch():
         p for f in vars(by_kind).values() if hasattr(f, "__wrapped__")
         for p in [*inspect.signature(f).parameters][1:]
     }  # fmt: skip
-    assert more == {"ranks", "low", "kept", "lower_bound"}
+    assert more == {"ranks", "low", "kept", "lower_bound", "size"}
     with choices.ask(GPUS["h100"], lambda *_: None):
         one, many = (torch.empty(B, 100, 2, 64, device="meta") for B in (1, 64))
         assert kind_of(one, 4, 32, 64, None) == kind_of(many, 4, 32, 64, None)
@@ -384,6 +410,32 @@ def test_a_route_is_printed_a_line_a_step():
     assert [s[0] for s in steps][:3] == expanded("RING scan_gluon")
     assert any("Gluon: Hopper, bfloat16, K=128, chunks of 64" in line for line in lines)
     assert any(line.startswith("backward: fused stages: Hopper, bfloat16") for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("off", "call", "took", "instead", "said"),
+    [
+        ("scan_gluon", "gdn 8 4096 16 16 128 128", "RING scan_gluon", "RING scan_transposed", 2),
+        ("intra_gluon", "gdn 8 4096 16 16 128 128", "RING scan_gluon", "TWO scan_gluon", 1),
+        ("", "gdn 8 4096 16 16 128 128", "RING scan_gluon", "TWO scan_transposed", 1),
+        ("scan_gluon", "gdn 1 32768 16 32 128 128", "RING bound warm_up scan_gluon",
+         "RING bound warm_up scan_transposed", 4),
+    ],
+)  # fmt: skip
+def test_a_kernel_that_is_off_in_this_process(off, call, took, instead, said, monkeypatch):
+    """A newer Triton failed with it: the kernel that takes its place, and why it does."""
+    support = by_load.support
+    monkeypatch.setattr(support, "VERSIONS", ((3, 0), (3, 1)))
+    monkeypatch.setattr(support, "_off", {})
+    assert [s.kernel for s in asked(call).forward] == expanded(took)
+    support._off[off] = why = "off, Triton 99.0: it failed: {no such} layout"
+    found = asked(call)
+    assert [s.kernel for s in found.forward] == expanded(instead)
+    (step,) = (s for s in found.forward if f"plain Triton: {why}" in s.why)
+    assert step.kernel == expanded(instead)[said]
+    for step in found.forward:
+        assert any(x.startswith("Gluon: ") for x in step.why) == ("gluon" in step.kernel)
+    assert ("gluon", "triton", why) in found.choices
 
 
 def test_real_tensors():

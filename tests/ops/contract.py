@@ -85,6 +85,7 @@ class Form:
     known: tuple = ("cu_seqlens_cpu", "chunk_indices")  # what else says where sequences begin
     patches: tuple = ()  # (module, name, value) that hold for the form
     required: tuple = ()  # tensors
+    alike: tuple = ()  # tensors of the dtype of the first
     flags: tuple = ("output_final_state",)
     decay: tuple = ()  # log decays
     lacks: dict = field(default_factory=dict)  # property -> why there is none
@@ -249,6 +250,7 @@ CHUNKED = {
     "alone": ("q", "initial_state", *GATE),
     "summed": GATE,
     "required": ("q", "k", "v", "g", "beta"),
+    "alike": ("k", "v"),
     "flags": FLAGS,
     "decay": ("g",),
 }
@@ -323,6 +325,7 @@ SSD = {
     "options": {"chunk_size": 64},
     "known": ("cu_seqlens_cpu",),
     "required": ("x", "dt", "A", "B", "C"),
+    "alike": ("B", "C"),
     "flags": ("dt_softplus",),
     "decay": ("A",),
     "cuts": {128: (140, (1, 40, 64, 128))},

@@ -82,6 +82,59 @@ def test_no_gradient_after_the_last_output_used(form, dtype, device):
                 assert exempt or torch.equal(dx[:, :cut], alone), (n, cut)
 
 
+def halves(form, dtype, device):
+    """(x, options, do, dht, cut, y) for some cuts; y: a draw whose gates are as strong as they may
+    be. Where dq has not the same bits, one cut in several sequences: few numbers are no yardstick.
+    """
+    C, (T, cuts) = next(iter(form.cuts.items()))
+    near = ("q", dtype) in form.but
+    for cut in cuts[-1:] if near else cuts if FULL else cuts[1:3]:
+        (x, options), (y, _) = (
+            form.draw(1 + 3 * near, T, dtype, device, seed=seed, strong=seed > 0) for seed in (0, 7)
+        )
+        options |= {"impl": "triton", "chunk_size": C}
+        yield x, options, *form.cotangents(x), cut, y
+
+
+def joined(one, other, cut):
+    """The tokens of one before the cut, of the other from there on."""
+    return torch.cat([one[:, :cut], other[:, cut:]], 1)
+
+
+@forms("test_dq_depends_on_nothing_after_its_token", gdn, kda, dtypes=SOME)
+def test_dq_depends_on_nothing_after_its_token(form, dtype, device):
+    """Not on later tokens, not on the gradients of other outputs or of the final state."""
+    for x, options, do, dht, cut, y in halves(form, dtype, device):
+        later = {n: joined(t, y[n], cut) if n in form.tokens else t for n, t in x.items()}
+        other = torch.randn_like(do)
+        other[:, cut - 1] = do[:, cut - 1]
+        want = form.run(x, do, dht, **options)["dq"][:, cut - 1]
+        got = form.run(later, other, 2 * dht, **options)["dq"][:, cut - 1]
+        assert_close("dq", got, want.double(), 5e-3 if ("q", dtype) in form.but else 0)
+
+
+@forms("test_earlier_output_gradients_do_not_reach_later_tokens", gdn, kda, dtypes=SOME)
+def test_earlier_output_gradients_do_not_reach_later_tokens(form, dtype, device):
+    """What k, v, g and beta of a token get comes from its own output and later ones."""
+    for x, options, do, dht, cut, _ in halves(form, dtype, device):
+        other = joined(torch.randn_like(do), do, cut)
+        a, b = (
+            {f"d{n}": got[f"d{n}"][:, cut:] for n in form.tokens}
+            for got in (form.run(x, given, dht, **options) for given in (do, other))
+        )
+        same_bits(a, b)
+
+
+@forms("test_dv_depends_on_no_value_and_no_earlier_token", gdn, kda, dtypes=SOME)
+def test_dv_depends_on_no_value_and_no_earlier_token(form, dtype, device):
+    """Values enter linearly. The gates stay: their sums in a chunk begin with the earlier ones."""
+    for x, options, do, dht, cut, y in halves(form, dtype, device):
+        other = x | {n: joined(y[n], x[n], cut) for n in ("q", "k", "beta")}
+        other |= {n: y[n] for n in ("v", "initial_state")}
+        a, b = (form.run(given, do, dht, **options)["dv"][:, cut:] for given in (x, other))
+        assert torch.equal(a, b), cut
+
+
 @forms("test_same_bits_every_run_and_in_any_batch")
 def test_same_bits_every_run_and_in_any_batch(form, dtype, device):
     """Outputs and gradients; those of parameters from run to run."""

@@ -46,8 +46,18 @@ def alone(name):
     return lambda a: {n: None for n in (*BOUNDS, "initial_state") if n in a} | {name: a[name]}
 
 
+def token_more(t):
+    return torch.cat([t, t[:, -1:]], 1)
+
+
+def another_half(t):
+    return t.half() if t.dtype != torch.float16 else t.bfloat16()
+
+
 def of_tensors(form, x):
-    """Each tensor of no tensor, of integers, on another device; the required ones left out."""
+    """Each tensor of no tensor, of integers, on another device, of another length or dtype than the
+    first; the required ones left out.
+    """
     first = form.tokens[0]
     for n, t in x.items():
         # a state is of no interest where there is none
@@ -59,6 +69,12 @@ def of_tensors(form, x):
         if n != first:
             message = f"{name} must be on .* like {first}, got meta"
             yield f"{n} elsewhere", ValueError, message, other(n, lambda t: t.to("meta"))
+        if n in form.tokens[1:]:
+            message = rf"{n} must have shape .*, got \(\d+, \d+"
+            yield f"{n} of a token more", ValueError, message, other(n, token_more)
+        if n in form.alike:
+            message = rf"{n} must be (torch\.\w+) like {first}, got (?!\1)torch.b?float16"
+            yield f"{n} of 16 bits", TypeError, message, other(n, another_half)
     for n in form.required:
         message = f"{n} must be a torch.Tensor .*got NoneType"
         yield f"no {n}", TypeError, message, lambda a, n=n: {n: None}
@@ -142,25 +158,39 @@ def cases(form):
     return {what: case for what, *case in every}
 
 
+def where(form, what, device):
+    """On a GPU nobody reads the numbers of sequences that have no copy on the host."""
+    unread = not form.known and what in ("cu_seqlens begin", "cu_seqlens end", "cu_seqlens fall")
+    return torch.device("cpu") if unread else device
+
+
 CASES = [
-    pytest.param(form, case, id=f"{form}: {what}")
+    pytest.param(form, what, case, id=f"{form}: {what}")
     for form in OPERATORS
     for what, case in cases(form).items()
 ]
 
 
-@pytest.mark.parametrize(("form", "case"), CASES)
-def test_refused_before_any_kernel(form, case, device):
-    assert refused(form.f, case, everything(form, device), {})
+@pytest.mark.parametrize(("form", "what", "case"), CASES)
+def test_refused_before_any_kernel(form, what, case, device):
+    assert refused(form.f, case, everything(form, where(form, what, device)), {})
+
+
+# where it is known without a route
+KERNELS = {conv: ["causal_conv1d_kernel"], ema: ["gate_cumsum_kernel", "ema_kernel"]}
 
 
 @operators
 def test_kernels_are_counted(form, device):
-    """The call that is refused when it is changed runs some."""
+    """The call that is refused when it is changed runs some, with impl="reference" none."""
     with launches() as ran:
-        o, S = form.f(**everything(form, device), impl="triton")
-    assert len(ran) >= (1 if form.chunk is None or form is conv else 2)
+        o, S = form.f(**everything(form, device))
+    assert len(ran) >= (1 if form.chunk is None else 2) or form is conv
+    assert form not in KERNELS or [f.fn.__name__ for f in ran] == KERNELS[form]
     assert o.shape[:2] == (1, T) and len(S) == len(LENGTHS)
+    with launches() as ran:
+        form.f(**everything(form, device), impl="reference")
+    assert not ran
 
 
 @operators

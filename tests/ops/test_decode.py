@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from gdn_checks import by_value, launches
+from gdn_checks import by_value
 from recurrent_cases import case, double, options, oracle
+from refusals import refuses
 
 from linattn_edu import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 from linattn_edu.reference.delta.recurrent import recurrent
@@ -83,45 +84,6 @@ def test_in_place_is_out_of_place(flags, impl, packed, device):
     assert (buffer[:4] == 7).all() and (buffer[-4:] == 7).all()
 
 
-def test_in_place_at_any_address(device):
-    """A state that does not start at 16 bytes, which the kernel is not handed, is written too."""
-    x = case(2, device=device)
-    o, S = fused_recurrent_gated_delta_rule(**x, output_final_state=True)
-    state = x["initial_state"]
-    shifted = torch.empty(state.numel() + 1, device=device)[1:].view(state.shape).copy_(state)
-    assert shifted.data_ptr() % 16
-    x["initial_state"] = shifted
-    got, same = fused_recurrent_gated_delta_rule(**x, inplace_final_state=True)
-    assert same is shifted and torch.equal(got, o) and torch.equal(shifted, S)
-
-
-@pytest.mark.parametrize("impl", IMPLS)
-def test_in_place_is_seen_by_autograd(impl, device):
-    """A gradient that needs the state as it was is refused, and not computed from the new one."""
-    x = case(1, device=device)
-    weight = torch.ones_like(x["initial_state"], requires_grad=True)
-    y = (weight * x["initial_state"]).sum()
-    fused_recurrent_gated_delta_rule(**x, inplace_final_state=True, impl=impl)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        y.backward()
-    with torch.inference_mode():  # whose tensors have no version
-        x["initial_state"] = x["initial_state"].clone()
-        _, state = fused_recurrent_gated_delta_rule(**x, inplace_final_state=True, impl=impl)
-    assert state is x["initial_state"]
-    # and outside of it
-    want, _ = fused_recurrent_gated_delta_rule(**x | {"initial_state": state.clone()}, impl=impl)
-    o, _ = fused_recurrent_gated_delta_rule(**x, inplace_final_state=True, impl=impl)
-    assert torch.equal(o, want)
-
-
-def test_in_place_where_no_gradient_is_recorded(device):
-    x = case(2, device=device)
-    x["v"].requires_grad_()
-    with torch.no_grad():
-        o, S = fused_recurrent_gated_delta_rule(**x, inplace_final_state=True)
-    assert S is x["initial_state"] and not o.requires_grad
-
-
 def test_in_place_in_float64(device):
     x = case(3, device=device, dtype=torch.float64)
     want, last = oracle(**x)
@@ -129,45 +91,6 @@ def test_in_place_in_float64(device):
     assert S is x["initial_state"]
     assert_close("o", o, want, 1e-13)
     assert_close("S", S, last, 1e-13)
-
-
-def overlapping(name, device):
-    """Arguments of which one is a view of the state, or lies in the same memory beside it."""
-    x = case(3, (2, 2), 16, 16, device=device, gates="g gk gv")
-    size, state = x[name].numel(), x["initial_state"]
-    arena = torch.zeros(state.numel() + size, device=device)
-    views = {
-        "first": arena[:size],
-        "within": arena[7 : 7 + size],
-        "last": arena[state.numel() - 1 :][:size],
-        "beside": arena[state.numel() :],
-    }
-    views = {where: y.view(x[name].shape) for where, y in views.items()}
-    x["initial_state"] = arena[: state.numel()].view(state.shape)
-    return x, views, state
-
-
-@pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("name", ["q", "k", "v", "g", "gk", "gv", "beta"])
-def test_an_argument_in_the_memory_of_the_state_is_refused(name, impl, device):
-    """It would be overwritten while it is read; beside the state it is none of its business."""
-    x, views, start = overlapping(name, device)
-    want, last = fused_recurrent_gated_delta_rule(
-        **x | {"initial_state": start}, output_final_state=True, impl=impl
-    )
-    for where, view in views.items():
-        x["initial_state"].copy_(start)
-        given = x | {name: view}
-        if where == "beside":
-            view.copy_(x[name])
-            o, S = fused_recurrent_gated_delta_rule(**given, inplace_final_state=True, impl=impl)
-            assert torch.equal(o, want) and torch.equal(S, last)
-            continue
-        view.fill_(-0.5) if name[0] == "g" else None  # a decay
-        before = x["initial_state"].clone()
-        with launches() as ran, pytest.raises(ValueError, match="must not share memory with anoth"):
-            fused_recurrent_gated_delta_rule(**given, inplace_final_state=True, impl=impl)
-        assert not ran and torch.equal(x["initial_state"], before)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -211,12 +134,11 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_in_place_is_refused(name):
-    changes, error, message = REFUSED[name]
-    with launches() as ran, pytest.raises(error, match=message):
-        fused_recurrent_gated_delta_rule(**({"inplace_final_state": True} | case(3) | changes))
-    assert not ran
+def valid():
+    return {"inplace_final_state": True} | case(3)
+
+
+test_in_place_is_refused = refuses(fused_recurrent_gated_delta_rule, valid, REFUSED)
 
 
 def long_case(device, heads, K, V):

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from gdn_checks import by_value, launches
+from gdn_checks import by_value
 from recurrent_cases import case, kda_case, options
+from refusals import refuses
 
 from linattn_edu import fused_recurrent_gated_delta_rule, fused_recurrent_kda
 from linattn_edu.testing import assert_close, poison
@@ -71,25 +72,6 @@ def alone(call, n, T, start, **changes):
         outputs.append(o[0])
         states.append(S)
     return torch.cat(outputs), [S[0] for S in states]
-
-
-@pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("make", [kda, gdn], ids=["kda", "gdn"])
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
-def test_a_slot_for_each_sequence(dtype, make, impl, device, monkeypatch):
-    """The bits of calls without a pool; padding gives zeros and touches nothing."""
-    by_value(monkeypatch)
-    call = make(2, 4, device)
-    pool = call[1]["initial_state"].clone()
-    start = pool.clone()
-    slots = [7, -1, 0, 11]
-    o = pooled(call, pool, ints(slots, device, dtype), impl=impl)
-    for n, slot in enumerate(slots):
-        if slot < 0:
-            assert not o[n].any()
-            continue
-        want, states = alone(call, n, 2, start[slot], impl=impl)
-        assert torch.equal(o[n], want) and torch.equal(pool[slot], states[-1])
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -191,32 +173,6 @@ def test_float64_runs_in_the_reference(device):
     assert_close("S", pool[[2, 5]], S, 1e-14)
 
 
-def test_many_sequences_in_any_order(device):
-    """On a GPU all at once; each gives the bits it has in its own call."""
-    B = 300 if CUDA else 6
-    call = kda(1, B, device, gate="softplus")
-    _, x, _ = call
-    pool = x["initial_state"][:1].repeat(2 * B, 1, 1, 1)
-    pool += torch.randn(2 * B, device=device)[:, None, None, None]
-    start = pool.clone()
-    slots = torch.randperm(2 * B, generator=torch.Generator().manual_seed(0))[:B]
-    o = pooled(call, pool, slots.to(device))
-    for n in range(0, B, max(1, B // 10)):
-        want, states = alone(call, n, 1, start[slots[n]])
-        assert torch.equal(o[n], want) and torch.equal(pool[slots[n]], states[-1])
-
-
-@pytest.mark.parametrize("impl", IMPLS)
-def test_writing_is_seen_by_autograd(impl, device):
-    call = kda(1, 1, device)
-    pool = call[1]["initial_state"].clone()
-    weight = torch.ones_like(pool, requires_grad=True)
-    y = (weight * pool).sum()
-    pooled(call, pool, ints([2], device), impl=impl)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        y.backward()
-
-
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")
 def test_fullgraph(impl, device):
@@ -276,59 +232,6 @@ def test_a_graph_refuses_wrong_numbers_when_it_runs(impl, make, device):
         again = ints([[-1, 8], [0, 1]], device), ints([1, 2], device)
         got, want = g(pool, *again), step(start, *again)
     assert torch.equal(got, want) and torch.equal(pool, start)
-
-
-@pytest.mark.parametrize("impl", IMPLS)
-def test_a_pool_made_in_inference_mode(impl, device):
-    """It is written outside of it too: it has no version that anybody could ask for."""
-    call = kda(2, 2, device)
-    start, rows = call[1]["initial_state"], ints([3, 8], device)
-    whole = start.clone()
-    want = pooled(call, whole, rows, impl=impl)
-    with torch.inference_mode():
-        pool = start.clone()
-    f, x, rest = call
-    o, same = f(
-        **tokens(x), **rest, initial_state=pool, inplace_final_state=True, ssm_state_indices=rows,
-        impl=impl,
-    )  # fmt: skip
-    assert same is pool and torch.equal(o, want) and torch.equal(pool, whole)
-
-
-@pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("name", ["q", "k", "v", "g", "beta"])
-def test_an_argument_in_a_slot_is_refused(name, impl, device):
-    f, x, rest = kda(1, 2, device, gate="log", flags=())
-    start = x["initial_state"]
-    arena = torch.cat([start.flatten(), x[name].flatten()])
-    pool = arena[: start.numel()].view(start.shape)
-    beside = arena[start.numel() :].view(x[name].shape)
-    rest = rest | {"ssm_state_indices": ints([3, 8], device), "inplace_final_state": True}
-    rest["impl"] = impl
-    x = tokens(x)
-    want, S = f(**x, **rest, initial_state=start.clone())
-    inside = -arena[: x[name].numel()].abs() if name == "g" else arena[: x[name].numel()]
-    arena[: x[name].numel()] = inside
-    before = pool.clone()
-    view = arena[: x[name].numel()].view(x[name].shape)
-    with launches() as ran, pytest.raises(ValueError, match="must not share memory with another"):
-        f(**x | {name: view}, **rest, initial_state=pool)
-    assert not ran and torch.equal(pool, before)
-    pool.copy_(start)
-    o, same = f(**x | {name: beside}, **rest, initial_state=pool)
-    assert torch.equal(o, want) and torch.equal(same, S)
-
-
-def test_a_pool_under_a_transform_is_refused(device):
-    f, x, rest = kda(1, 2, device)
-    pool, x = x["initial_state"], tokens(x)
-    before = pool.clone()
-    rest = rest | {"ssm_state_indices": ints([3, 8], device), "inplace_final_state": True}
-    for wrapped in (torch.func.vmap, lambda f: torch.func.grad(lambda q: f(q).sum())):
-        with pytest.raises(ValueError, match=r"a transform of torch.func \(vmap, grad\) cannot"):
-            g = wrapped(lambda q: f(**x | {"q": q}, **rest, initial_state=pool)[0])
-            g(x["q"][None] if wrapped is torch.func.vmap else x["q"])
-        assert torch.equal(pool, before)
 
 
 def new(*shape, **kwargs):
@@ -440,12 +343,10 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_refused_before_any_kernel(name):
-    changes, error, message = REFUSED[name]
-    f, x, _ = kda(1, 2, "cpu", gate="log", flags=())
-    given = {"initial_state": new(5, 2, 16, 12), "ssm_state_indices": torch.tensor([3, 1])}
-    given |= {"inplace_final_state": True}
-    with launches() as ran, pytest.raises(error, match=message):
-        f(**(x | given | changes))
-    assert not ran
+def valid():
+    _, x, _ = kda(1, 2, "cpu", gate="log", flags=())
+    x |= {"initial_state": new(5, 2, 16, 12), "ssm_state_indices": torch.tensor([3, 1])}
+    return x | {"inplace_final_state": True}
+
+
+test_refused_before_any_kernel = refuses(fused_recurrent_kda, valid, REFUSED)

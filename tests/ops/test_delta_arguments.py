@@ -8,7 +8,7 @@ from gdn_checks import DTYPES, boundaries, cotangents, exact, launches, refused,
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from kda_checks import check, inputs, run
-from ops.contract import GATE, GPU, NAMES, gdn, kda
+from ops.contract import GATE, GPU, NAMES, gdn, kda, recurrent_kda
 from ops.test_contract_packed import indices
 from ops.test_contract_refused import cases, everything, other
 
@@ -194,8 +194,21 @@ OF_KDA = {
               lambda a, name=name, value=value: {name: value})
        for name, default, value in (("use_graph", False, True), ("max_num_seqs", None, 4))},
 }  # fmt: skip
-OWN = [(gdn, what) for what in OF_BOTH | OF_GDN] + [(kda, what) for what in OF_BOTH | OF_KDA]
+# and of KDA token by token, which has no safe_gate
+BY_TOKEN = (
+    "g of heads", "g channels", "g of key heads", "beta of channels", "A_log without a gate",
+    "bias without a gate", "neither rate nor bound", "bound above zero", "bound of zero",
+    "bound not finite", "bound no number", "dt_bias elements", "A_log elements", "neg_eigval alone",
+)  # fmt: skip
+
+
+def without_safe_gate(error, message, change):
+    return error, message, lambda a: {n: v for n, v in change(a).items() if n != "safe_gate"}
+
+
 CASES = {gdn: OF_BOTH | OF_GDN, kda: OF_BOTH | OF_KDA}
+CASES[recurrent_kda] = {what: without_safe_gate(*CASES[kda][what]) for what in BY_TOKEN}
+OWN = [(form, what) for form, cases_of in CASES.items() for what in cases_of]
 
 
 @pytest.mark.parametrize(("form", "what"), OWN, ids=str)

@@ -1,16 +1,18 @@
-"""Bad input of the functions that are no chunked form: the message names argument and case."""
+"""Bad input, and kernels where they cannot run: the message names argument and case."""
 
 import pytest
 import torch
-from gdn_checks import launches
+from refusals import refuses
 
 from linattn_edu import (
+    chunk_gated_delta_rule,
     chunk_local_cumsum,
     fused_recurrent_gated_delta_rule,
     l2norm,
     solve_tril,
 )
 from linattn_edu.ops import check
+from linattn_edu.ops.gdn import chunk
 from linattn_edu.testing import gdn_inputs
 
 SIZES = (2, 20, 2, 4, 16, 24)  # B, T, H, HV, K, V
@@ -31,16 +33,34 @@ def packed(*numbers, **changes):
     return x | {"cu_seqlens": bounds(*numbers)} | changes
 
 
-RECURRENT = {
+DELTA = {
     "k shape": ({"k": new(2, 20, 2, 8)}, ValueError, r"k must have shape \[B=2, T=20, H=2, K=16\]"),
-    "v tokens": ({"v": new(2, 19, 4, 24)}, ValueError, r"v must have shape \[B=2, T=20"),
     "g shape": ({"g": new(2, 20, 2)}, ValueError, r"g must have shape \[B=2, T=20, HV=4\]"),
+    "beta shape": ({"beta": new(2, 20, 5)}, ValueError, r"beta must have shape .*HV=4"),
+    "state shape": (
+        {"initial_state": new(2, 4, 24, 16)},
+        ValueError,
+        r"initial_state must have shape \[N=2, HV=4, K=16, V=24\], got \(2, 4, 24, 16\)",
+    ),
+    "v first": ({"state_v_first": True}, ValueError, "initial_state must have shape .*V=24, K"),
+    "head counts": (
+        {"v": new(2, 20, 3, 24), "g": new(2, 20, 3), "beta": new(2, 20, 3), "initial_state": None},
+        ValueError,
+        r"multiple of q's 2 heads .*HV=3",
+    ),
+    "no row": (gdn_inputs(0, 20, 2, 2, 8, 8).asdict(), ValueError, "q must have B >= 1, got B=0"),
+    "no value": (gdn_inputs(2, 20, 2, 2, 8, 0).asdict(), ValueError, "v must have V >= 1, got V=0"),
+    "V": (gdn_inputs(1, 1, 1, 1, 2, 513).asdict(), ValueError, "v must have V <= 512, got V=513"),
+}
+CHUNKED = {
+    "K": (gdn_inputs(1, 1, 1, 1, 257, 2).asdict(), ValueError, "must have K <= 256, got K=257"),
+}
+RECURRENT = {
     "gk shape": (
         {"gk": new(2, 20, 4, 24)},
         ValueError,
         r"gk must have shape \[B=2, T=20, HV=4, K=16\], got \(2, 20, 4, 24\)",
     ),
-    "state shape": ({"state_v_first": True}, ValueError, "initial_state must have shape .*V=24, K"),
     "A_log alone": ({"A_log": new(4)}, ValueError, "A_log is used with use_gate_in_kernel=True"),
     "A_log missing": (
         {"use_gate_in_kernel": True},
@@ -66,7 +86,6 @@ RECURRENT = {
     "scale": ({"scale": float("inf")}, ValueError, "scale must be finite, got inf"),
     "cp_context": ({"cp_context": 1}, ValueError, "cp_context is not supported: .* got 1"),
     "K": (gdn_inputs(1, 1, 1, 1, 513, 2).asdict(), ValueError, "q and k must have K <= 512, .*513"),
-    "V": (gdn_inputs(1, 1, 1, 1, 2, 513).asdict(), ValueError, "v must have V <= 512, got V=513"),
     "states": (
         packed(0, 5, 20, initial_state=new(1, 4, 16, 24)),
         ValueError,
@@ -75,14 +94,12 @@ RECURRENT = {
 }
 
 
-@pytest.mark.parametrize("case", RECURRENT)
-def test_recurrent_form_refuses(case):
-    changes, error, message = RECURRENT[case]
-    arguments = gdn_inputs(*SIZES, initial_state=True).asdict() | changes
-    with launches() as ran, pytest.raises(error, match=message):
-        fused_recurrent_gated_delta_rule(**arguments)
-    assert not ran
+def delta():
+    return gdn_inputs(*SIZES, initial_state=True).asdict()
 
+
+test_chunked_form_refuses = refuses(chunk_gated_delta_rule, delta, DELTA, CHUNKED)
+test_recurrent_form_refuses = refuses(fused_recurrent_gated_delta_rule, delta, DELTA, RECURRENT)
 
 G = {"g": new(1, 20, 2), "chunk_size": 16}
 CUMSUM = {
@@ -116,12 +133,7 @@ CUMSUM = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CUMSUM)
-def test_chunk_local_cumsum_refuses(case):
-    changes, error, message = CUMSUM[case]
-    with pytest.raises(error, match=message):
-        chunk_local_cumsum(**(G | changes))
-
+test_chunk_local_cumsum_refuses = refuses(chunk_local_cumsum, lambda: G, CUMSUM)
 
 A = {"A": new(1, 20, 2, 16)}
 SOLVE = {
@@ -155,12 +167,7 @@ SOLVE = {
 }
 
 
-@pytest.mark.parametrize("case", SOLVE)
-def test_solve_tril_refuses(case):
-    changes, error, message = SOLVE[case]
-    with pytest.raises(error, match=message):
-        solve_tril(**(A | changes))
-
+test_solve_tril_refuses = refuses(solve_tril, lambda: A, SOLVE)
 
 L2NORM = {
     "x no tensor": ({"x": [3.0, 4.0]}, TypeError, "x must be a torch.Tensor .*got list"),
@@ -177,14 +184,10 @@ L2NORM = {
 }
 
 
-@pytest.mark.parametrize("case", L2NORM)
-def test_l2norm_refuses(case):
-    changes, error, message = L2NORM[case]
-    with pytest.raises(error, match=message):
-        l2norm(**({"x": new(2, 3)} | changes))
-
+test_l2norm_refuses = refuses(l2norm, lambda: {"x": new(2, 3)}, L2NORM)
 
 CALLS = {
+    "chunk": lambda **o: chunk_gated_delta_rule(**delta(), **o),
     "recurrent": lambda **o: fused_recurrent_gated_delta_rule(**gdn_inputs(*SIZES).asdict(), **o),
     "cumsum": lambda **o: chunk_local_cumsum(**G, **o),
     "solve_tril": lambda **o: solve_tril(**A, **o),
@@ -198,6 +201,29 @@ def test_triton_where_it_cannot_run(name, monkeypatch):
     with pytest.raises(ValueError, match="impl='triton' cannot run here: the tensors are on the C"):
         CALLS[name](impl="triton")
     CALLS[name](impl="auto")
+
+
+def test_auto_takes_the_reference_where_kernels_cannot_run(monkeypatch):
+    monkeypatch.setattr(check, "interpreted", lambda: False)
+    chosen = []
+    for name in ("stages", "forward_stages"):
+        found = getattr(chunk.chunk, name)
+        monkeypatch.setattr(chunk.chunk, name, lambda impl, f=found: chosen.append(impl) or f(impl))
+    o, _ = chunk_gated_delta_rule(**delta())
+    assert o.isfinite().all()
+    assert chosen == ["reference"]
+
+
+def test_triton_without_triton(monkeypatch):
+    monkeypatch.setattr(check, "has_triton", lambda: False)
+    with pytest.raises(ValueError, match="the package triton is not installed"):
+        chunk_gated_delta_rule(**delta(), impl="triton")
+
+
+def test_triton_on_another_device():
+    x = {n: t.to("meta") for n, t in delta().items()}
+    with pytest.raises(ValueError, match="no kernel for the device meta"):
+        chunk_gated_delta_rule(**x, impl="triton")
 
 
 def test_triton_has_no_float64(device):

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from gdn_checks import launches
 from recurrent_cases import case, cotangents, double, oracle, run
+from refusals import refuses
 
 import linattn_edu
 from linattn_edu import (
@@ -244,97 +245,68 @@ def test_naive_kda_gate(device):
     assert not ran
 
 
-REFUSED = {
-    "g alone": (fused_kda_gate, {}, ValueError, "A_log or lower_bound must be given"),
-    "bound": (fused_kda_gate, {"lower_bound": 0.0}, ValueError, "lower_bound must be < 0"),
-    "bound type": (fused_kda_gate, {"lower_bound": "x"}, TypeError, "lower_bound must be a number"),
+def new(*shape, **kinds):
+    return torch.zeros(*shape, **kinds)
+
+
+KDA_GATE = {
+    "g alone": ({}, ValueError, "A_log or lower_bound must be given"),
+    "bound": ({"lower_bound": 0.0}, ValueError, "lower_bound must be < 0"),
+    "bound type": ({"lower_bound": "x"}, TypeError, "lower_bound must be a number"),
     "A_log": (
-        fused_kda_gate,
-        {"A_log": torch.zeros(3)},
+        {"A_log": new(3)},
         ValueError,
         r"A_log must have the elements of \[HV=2\], in any shape, got \(3,\)",
     ),
     "dt_bias": (
-        fused_kda_gate,
-        {"A_log": torch.zeros(2), "dt_bias": torch.zeros(2)},
+        {"A_log": new(2), "dt_bias": new(2)},
         ValueError,
         r"dt_bias must have the elements of \[HV=2, K=4\], in any shape, got \(2,\)",
     ),
     "device": (
-        fused_kda_gate,
-        {"A_log": torch.zeros(2, device="meta")},
-        ValueError,
-        "A_log must be on .* like g, got meta",
+        {"A_log": new(2, device="meta")}, ValueError, "A_log must be on .* like g, got meta"
     ),
     "head_k_dim": (
-        fused_kda_gate,
-        {"A_log": torch.zeros(2), "head_k_dim": 3},
+        {"A_log": new(2), "head_k_dim": 3},
         ValueError,
         r"g must have shape \[..., HV \* K\] with K = head_k_dim = 3, got \(5, 2, 4\)",
     ),
     "head_k_dim twice": (
-        fused_kda_gate,
-        {"A_log": torch.zeros(2), "dt_bias": 4, "head_k_dim": 4},
-        ValueError,
-        "head_k_dim is given twice",
+        {"A_log": new(2), "dt_bias": 4, "head_k_dim": 4}, ValueError, "head_k_dim is given twice"
     ),
     "two biases": (
-        fused_kda_gate,
-        {"A_log": torch.zeros(2), "dt_bias": torch.zeros(8), "g_bias": torch.zeros(8)},
+        {"A_log": new(2), "dt_bias": new(8), "g_bias": new(8)},
         ValueError,
         "dt_bias and g_bias are one argument",
     ),
     "beta": (
-        fused_kda_gate,
-        {"A_log": torch.zeros(2), "head_k_dim": 4, "beta": 2.0},
-        ValueError,
-        "beta must be 1.0, got 2.0",
+        {"A_log": new(2), "head_k_dim": 4, "beta": 2.0}, ValueError, "beta must be 1.0, got 2.0"
     ),
     "threshold": (
-        fused_kda_gate,
-        {"A_log": torch.zeros(2), "head_k_dim": 4, "threshold": 10.0},
+        {"A_log": new(2), "head_k_dim": 4, "threshold": 10.0},
         ValueError,
         "threshold must be 20.0, got 10.0",
     ),
     "output_dtype": (
-        fused_kda_gate,
-        {"A_log": torch.zeros(2), "output_dtype": torch.int8},
+        {"A_log": new(2), "output_dtype": torch.int8},
         TypeError,
         "output_dtype must be a floating-point dtype",
     ),
-    "a number": (
-        fused_gdn_gate, {"g": torch.tensor(1.0), "A_log": torch.zeros(1)}, ValueError,
-        r"g must have shape \[..., HV\]",
-    ),
-    "no A_log": (fused_gdn_gate, {"A_log": None}, TypeError, "A_log must be a torch.Tensor .*None"),
-    "A_log of gdn": (
-        fused_gdn_gate, {"A_log": torch.zeros(3)}, ValueError,
-        r"A_log must have the elements of \[HV=4\]",
-    ),
-    "dtype": (fused_gdn_gate, {"g": torch.zeros(2).int(), "A_log": None}, TypeError, "g must be f"),
-    "float64": (
-        fused_gdn_gate, {"A_log": torch.zeros(4).double(), "impl": "triton"}, ValueError,
-        "float64 was given",
-    ),
-    "impl": (fused_gdn_gate, {"A_log": torch.zeros(4), "impl": "x"}, ValueError, "impl must be o"),
 }  # fmt: skip
-
-
-def on(device, arguments):
-    """The arguments, tensors on this device; one on none stays there."""
-
-    def moved(x):
-        return x.to(device) if isinstance(x, torch.Tensor) and not x.is_meta else x
-
-    return {n: moved(x) for n, x in arguments.items()}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_gates_refuse(case, device):
-    f, changes, error, message = REFUSED[case]
-    with launches() as ran, pytest.raises(error, match=message):
-        f(**on(device, {"g": torch.zeros(5, 2, 4)} | changes))
-    assert not ran
+GDN_GATE = {
+    "a number": (
+        {"g": torch.tensor(1.0), "A_log": new(1)}, ValueError, r"g must have shape \[..., HV\]"
+    ),
+    "no A_log": ({"A_log": None}, TypeError, "A_log must be a torch.Tensor .*None"),
+    "A_log": ({"A_log": new(3)}, ValueError, r"A_log must have the elements of \[HV=4\]"),
+    "dtype": ({"g": new(2).int(), "A_log": None}, TypeError, "g must be f"),
+    "float64": (
+        {"A_log": new(4).double(), "impl": "triton"}, ValueError, "float64 was given"
+    ),
+    "impl": ({"A_log": new(4), "impl": "x"}, ValueError, "impl must be o"),
+}  # fmt: skip
+test_kda_gate_refuses = refuses(fused_kda_gate, lambda: {"g": new(5, 2, 4)}, KDA_GATE)
+test_gdn_gate_refuses = refuses(fused_gdn_gate, lambda: {"g": new(5, 2, 4)}, GDN_GATE)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)

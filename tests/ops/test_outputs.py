@@ -2,23 +2,15 @@
 
 import pytest
 import torch
+from ops.calls import CALLS, IN_PLACE, call
 
 from linattn_edu import (
-    causal_conv1d,
-    causal_conv1d_fn,
     chunk_gated_delta_rule,
-    chunk_global_cumsum,
     chunk_kda,
-    chunk_local_cumsum,
-    ema_scan,
-    fused_gdn_gate,
-    fused_kda_gate,
     fused_recurrent_gated_delta_rule,
     fused_recurrent_kda,
     kda_decay,
     kernel_delta_attention,
-    l2norm,
-    rms_norm_gated,
     solve_tril,
 )
 from linattn_edu.testing import assert_close, gdn_inputs, kda_inputs
@@ -47,7 +39,6 @@ def one(f, *shape):
 
 GATE = torch.tensor([0.5, 1.0], device=DEVICE)
 OPERATORS = {
-    "chunk_gated_delta_rule": delta(chunk_gated_delta_rule, gdn_inputs),
     "chunk_gated_delta_rule, packed": delta(chunk_gated_delta_rule, gdn_inputs, packed=True),
     "chunk_kda": delta(chunk_kda, kda_inputs),
     "chunk_kda, all kept": delta(chunk_kda, kda_inputs, disable_recompute=True),
@@ -60,29 +51,20 @@ OPERATORS = {
     "kernel_delta_attention": one(
         lambda x, impl: kernel_delta_attention(x, x, x, x[..., 0].sigmoid(), impl=impl), 1, 5, 2, 4
     ),
-    "ema_scan": one(
-        lambda x, impl: ema_scan(x, -x[..., 0].abs(), None, x[:, 0], True, impl=impl), 1, 5, 2, 4
-    ),
-    "causal_conv1d": one(
-        lambda x, impl: causal_conv1d(
-            x, x[0, :3].mT, None, x, x[:, :3].mT, True, "silu", impl=impl
-        ),
-        2, 5, 4,
-    ),
-    "causal_conv1d_fn": one(
-        lambda x, impl: causal_conv1d_fn(
-            x.mT, x[0, :3].mT, None, None, x[:, :2].mT, True, impl=impl
-        ),
-        2, 5, 4,
-    ),
-    "l2norm": one(l2norm, 5, 4),
-    "rms_norm_gated": one(lambda x, impl: rms_norm_gated(x, x[0], None, x, impl=impl), 5, 4),
-    "chunk_local_cumsum": one(lambda x, impl: chunk_local_cumsum(x, 4, impl=impl), 1, 9, 2),
-    "chunk_global_cumsum": one(lambda x, impl: chunk_global_cumsum(x, impl=impl), 1, 9, 2),
-    "fused_gdn_gate": one(lambda x, impl: fused_gdn_gate(x, GATE, impl=impl), 1, 5, 2),
-    "fused_kda_gate": one(lambda x, impl: fused_kda_gate(x, GATE, impl=impl), 1, 5, 2, 3),
     "kda_decay": one(lambda x, impl: kda_decay(x, GATE, GATE), 1, 5, 2),
 }  # fmt: skip
+
+
+def of(name):
+    """The float tensors of ops.calls, and the function of them."""
+    f, x, options = call(name, DEVICE)
+    floats = {n: t for n, t in x.items() if t.is_floating_point()}
+    return floats, lambda impl, **given: f(**x | given, **options, impl=impl)
+
+
+# the gradient of an inverse needs it as it was
+NAMES = [n for n in CALLS if n not in (*IN_PLACE, "solve_tril")]
+OPERATORS |= {f"{n}, every tensor": of(n) for n in NAMES}
 
 
 def gradients(f, x, impl, change):

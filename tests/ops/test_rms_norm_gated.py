@@ -3,8 +3,8 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from gdn_checks import launches
 from grids import parametrize
+from refusals import refuses
 from torch.utils.checkpoint import checkpoint
 
 from linattn_edu import rms_norm_gated
@@ -165,10 +165,4 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_refused_before_any_kernel(name):
-    change, error, message = REFUSED[name]
-    x, _ = tensors()
-    with launches() as ran, pytest.raises(error, match=message):
-        rms_norm_gated(**x | change)
-    assert not ran
+test_refused_before_any_kernel = refuses(rms_norm_gated, lambda: tensors()[0], REFUSED)

@@ -254,7 +254,8 @@ def test_a_mesh_of_two_dimensions():
         x = gdn_inputs(2, 5, 4, 8, 6, 8, initial_state=True).asdict()
         places = {"initial_state": [Shard(0), Shard(1)]}
         parts = {
-            n: distribute_tensor(t, mesh, places.get(n, [Shard(0), Shard(2)])) for n, t in x.items()
+            n: distribute_tensor(t, mesh, places.get(n, [Shard(0), Shard(2)]), src_data_rank=None)
+            for n, t in x.items()
         }
         o, S = chunk_gated_delta_rule(**parts, output_final_state=True, impl="reference")
         assert o.placements == (Shard(0), Shard(2)) and o.shape == (2, 5, 8, 8)
@@ -264,7 +265,10 @@ def test_a_mesh_of_two_dimensions():
             **{n: t.to_local() for n, t in parts.items()}, impl="reference"
         )
         assert torch.equal(o.to_local(), want)
-        again = {n: distribute_tensor(t, mesh, [Shard(0), Shard(0)]) for n, t in x.items()}
+        again = {
+            n: distribute_tensor(t, mesh, [Shard(0), Shard(0)], src_data_rank=None)
+            for n, t in x.items()
+        }
         o, _ = chunk_gated_delta_rule(**again, impl="reference")
         assert o.placements == (Shard(0), Replicate()) and o.shape == (2, 5, 8, 8)
     finally:

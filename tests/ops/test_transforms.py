@@ -204,18 +204,6 @@ def packed_inputs():
     return inputs(1, T, H, HV, K, V, torch.float32, state=False)
 
 
-def test_in_place_is_refused_under_a_transform(device):
-    x = inputs(1, 1, H, HV, K, V, torch.float32, device)
-
-    def f(q):
-        return fused_recurrent_gated_delta_rule(**x | {"q": q}, inplace_final_state=True)[0]
-
-    before = x["initial_state"].clone()
-    with pytest.raises(ValueError, match=r"a transform of torch.func \(vmap, grad\) cannot"):
-        vmap(f)(x["q"][None])
-    assert torch.equal(x["initial_state"], before)
-
-
 def test_who_traces_takes_a_step_in_place_whole(device):
     """make_fx sees one operator, which writes the state."""
     state, x = draw(2, 4, 16, 8, device=device), draw(2, 4, 16, device=device)

@@ -47,7 +47,7 @@ class Stage:
     call: Callable  # parts -> the call that is tested, and compiled
     function: str = ""  # where its name is not the file's
     more: Sequence[Callable] = ()  # calls that are compiled beside it
-    adds: int = 0  # to so many of the last arguments it adds in place
+    adds: int = 0  # so many of the last arguments it adds to, or overwrites
     when: Callable = lambda r: True  # parts -> whether it is compiled on them
     pieces: bool = False  # compiled also where it cuts a sequence
     tables: tuple[Table, ...] = ()
@@ -63,7 +63,7 @@ class Stage:
 
     @property
     def kernel(self) -> Callable:
-        """The kernel, on copies of what it adds to."""
+        """The kernel, on copies of what it changes."""
         kernel = getattr(self.module, self.name)
 
         def added(*args, **options):

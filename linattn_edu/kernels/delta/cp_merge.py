@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from linattn_edu.kernels.pieces import Pieces
+from linattn_edu.kernels.routes import scan_launch
 from linattn_edu.kernels.tiles import (
     Config,
     block,
@@ -17,7 +18,6 @@ from linattn_edu.kernels.tiles import (
     load_tile,
     load_vector,
     row,
-    scan_launch,
     scan_table,
     sequence_args,
     sequence_of,

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from linattn_edu.kernels.delta.cp_merge import cp_merge, piece_map
 from linattn_edu.kernels.pieces import by_maps
+from linattn_edu.kernels.routes import scan_launch
 from linattn_edu.kernels.tiles import (
     cast,
     columns_of,
@@ -14,7 +15,6 @@ from linattn_edu.kernels.tiles import (
     load_tile,
     load_vector,
     row,
-    scan_launch,
     scan_table,
     store_tile,
 )

@@ -222,8 +222,7 @@ def chunk_bwd(
     """
     C, given = AG.shape[-1], (q, k, v, beta, gc, P, AG, do, initial_state, dht)
     groups = by_load.head_groups(load(q, v, AG, packing, k, P, do)).takes
-    # groups are views, which plain Triton does not take in the place of a kernel that fails
-    if groups > 1 and support.tried():
+    if groups > 1:
         return _in_head_groups(groups, Scans(*given), scale)
     h, v_new, dh, Z, dv, dh0 = scans(*given, scale=scale, packing=packing)
     dq, dk = (v_new, Z) if q.shape == v.shape else map(torch.empty_like, (q, k))

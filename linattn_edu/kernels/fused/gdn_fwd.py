@@ -15,7 +15,7 @@ from linattn_edu.kernels.delta.cp_merge import cp_merge, launch_map, piece_of
 from linattn_edu.kernels.delta.warm_up import warm_up, with_warm_up
 from linattn_edu.kernels.gluon import support
 from linattn_edu.kernels.pieces import Pieces, by_maps
-from linattn_edu.kernels.routes import by_load, kind_of, load_of
+from linattn_edu.kernels.routes import by_load, kind_of, load_of, scan_launch
 from linattn_edu.kernels.tiles import (
     cast,
     cdiv,
@@ -25,7 +25,6 @@ from linattn_edu.kernels.tiles import (
     load_row,
     load_tile,
     row,
-    scan_launch,
     scan_table,
     store_tile,
 )

@@ -13,7 +13,7 @@ from linattn_edu.kernels.delta.warm_up import with_warm_up
 from linattn_edu.kernels.fused.gdn_fwd import SCAN_CONFIGS, entering, scan_map
 from linattn_edu.kernels.gluon import support
 from linattn_edu.kernels.pieces import Pieces
-from linattn_edu.kernels.routes import Load, by_load, kind_of, load_of
+from linattn_edu.kernels.routes import Load, by_load, kind_of, load_of, scan_launch
 from linattn_edu.kernels.tiles import (
     cast,
     cdiv,
@@ -23,7 +23,6 @@ from linattn_edu.kernels.tiles import (
     load_row,
     load_tile,
     row,
-    scan_launch,
     states,
     store_tile,
 )

@@ -26,7 +26,6 @@ from linattn_edu.kernels.tiles import (
     chunk_of,
     dot,
     entry,
-    in_words,
     load_gates,
     load_row,
     load_tile,
@@ -198,7 +197,7 @@ def kda_fused_intra_bwd(
     Of bfloat16, which holds a factor of 2^NEAR, and rows of whole words, without which a loop over
     columns of 16 could not be pipelined.
     """
-    assert k.dtype == torch.bfloat16 and in_words(k, v)
+    assert k.dtype == torch.bfloat16 and k.shape[-1] % 2 == v.shape[-1] % 2 == 0
     B, T, H, K = k.shape
     HV, V = v.shape[2:]
     dq, dk = (v.new_empty(B, T, HV, K, dtype=shared_dtype(q, HV)) for _ in range(2))

@@ -14,7 +14,7 @@ from linattn_edu.kernels.delta.kda_intra import launch_intra
 from linattn_edu.kernels.fused.gdn_fwd import TRANSPOSED
 from linattn_edu.kernels.gluon import support
 from linattn_edu.kernels.pieces import by_maps
-from linattn_edu.kernels.routes import by_load, kind_of, load_of
+from linattn_edu.kernels.routes import by_load, kind_of, load_of, scan_launch
 from linattn_edu.kernels.tiles import (
     cast,
     columns_of,
@@ -23,7 +23,6 @@ from linattn_edu.kernels.tiles import (
     load_tile,
     load_vector,
     row,
-    scan_launch,
     scan_table,
     store_tile,
 )

@@ -15,7 +15,7 @@ from linattn_edu.kernels.delta.gate_cumsum import cumulative
 from linattn_edu.kernels.fused.kda_fwd import kda_fused_scan_map
 from linattn_edu.kernels.gluon import support
 from linattn_edu.kernels.pieces import by_maps
-from linattn_edu.kernels.routes import by_kind, by_load, kind_of, load_of
+from linattn_edu.kernels.routes import by_kind, by_load, kind_of, load_of, scan_launch
 from linattn_edu.kernels.tiles import (
     cast,
     cdiv,
@@ -27,7 +27,6 @@ from linattn_edu.kernels.tiles import (
     load_tile,
     load_vector,
     row,
-    scan_launch,
     states,
     store_tile,
 )

@@ -165,17 +165,20 @@ OPTIONS = {
 }
 
 
+def workers_of(kg: Tensor, V: int, pieces: Pieces) -> int:
+    """Tiles of BV values a program, of a scan in either direction."""
+    load = load_of(kind_of(kg, kg.shape[2], V, CHUNK, None), kg, None)
+    return by_load.workers(load, pieces.N).takes
+
+
 @attempt
 def kda_scan_gluon(given: tuple[Tensor | None, ...], scale: float, pieces: Pieces) -> None:
     """Launch kda_scan_gluon_kernel on the pieces; given: the tensors of kda_fused_scan_kernel,
     whose o and ht it writes.
-
-    A program takes 128 values where that leaves no more than three of ten multiprocessors idle.
     """
     qg, kg, kd, v, beta, gc, P, A, h0, o, ht = given
     HV, K, V = *kg.shape[2:], v.shape[-1]
-    load = load_of(kind_of(kg, HV, V, CHUNK, None), kg, None)
-    workers = by_load.workers(load, pieces.N).takes
+    workers = workers_of(kg, V, pieces)
     widths = K, K, K, workers * BV, CHUNK, CHUNK, BV
     descriptors = map(descriptor, (qg, kg, kd, v, P, A, o), widths)
     kda_scan_gluon_kernel[(pieces.N * HV * V // BV // workers,)](

@@ -10,6 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma_wait
 
 from linattn_edu.kernels.gluon.blocks import CHUNK, descriptor, half, operand, product, ring
+from linattn_edu.kernels.gluon.kda_scan import workers_of
 from linattn_edu.kernels.gluon.scan_frame import (
     BV,
     channel_gates_of,
@@ -25,7 +26,6 @@ from linattn_edu.kernels.gluon.scan_frame import (
 )
 from linattn_edu.kernels.gluon.support import attempt
 from linattn_edu.kernels.pieces import Pieces
-from linattn_edu.kernels.routes import by_load, kind_of, load_of
 
 
 @gluon.jit
@@ -288,12 +288,6 @@ OPTIONS = {1: {"num_warps": 4, "maxnreg": 144}, 2: {"num_warps": 4, "maxnreg": 1
 STAGES, STAGES_BACK = {1: 3, 2: 3}, {1: 2, 2: 2}
 
 
-def _workers(kg: Tensor, V: int, pieces: Pieces) -> int:
-    """Tiles of BV values a program."""
-    load = load_of(kind_of(kg, kg.shape[2], V, CHUNK, None), kg, None)
-    return by_load.workers(load, pieces.N).takes
-
-
 @attempt
 def kda_scan_states_gluon(given: tuple[Tensor | None, ...], pieces: Pieces) -> None:
     """Launch kda_scan_states_gluon_kernel on the pieces; given: the tensors of kda_scan_states,
@@ -301,7 +295,7 @@ def kda_scan_states_gluon(given: tuple[Tensor | None, ...], pieces: Pieces) -> N
     """
     kg, kd, v, beta, gc, A, h0, h, v_new = given
     HV, K, V = *kg.shape[2:], v.shape[-1]
-    n = _workers(kg, V, pieces)
+    n = workers_of(kg, V, pieces)
     descriptors = map(descriptor, (kg, kd, v, A, h, v_new), (K, K, n * BV, CHUNK, BV, BV))
     kda_scan_states_gluon_kernel[(pieces.N * HV * V // BV // n,)](
         *descriptors, beta, gc, h0, *piece_args(pieces), 1, HV, K, V, BT=CHUNK, BV=BV,
@@ -316,7 +310,7 @@ def kda_scan_bwd_gluon(given: tuple[Tensor | None, ...], scale: float, pieces: P
     """
     qg, kg, kd, beta, gc, P, A, do, dht, dh, Z, dv, dh0 = given
     HV, K, V = *kg.shape[2:], do.shape[-1]
-    n = _workers(kg, V, pieces)
+    n = workers_of(kg, V, pieces)
     widths = K, K, K, CHUNK, CHUNK, n * BV, BV, BV, BV
     descriptors = map(descriptor, (qg, kg, kd, P, A, do, dh, Z, dv), widths)
     kda_scan_bwd_gluon_kernel[(pieces.N * HV * V // BV // n,)](

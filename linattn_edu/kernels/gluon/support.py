@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 import triton
 
+from linattn_edu.choices import gluon_is_off
+
 VERSIONS = (3, 6), (3, 9)  # the oldest and the newest Triton with which they have been run
 # a launcher's name, or "" for all of them -> why it is off in this process
 _off: dict[str, str] = {}
@@ -67,7 +69,7 @@ class Absent:
     """In the place of modules that cannot be imported: their launchers launch nothing."""
 
     def __getattr__(self, name: str) -> Callable[..., bool]:
-        return lambda *_: False
+        return lambda *_: gluon_is_off(_off[""])
 
 
 def left_out(error: Exception) -> Absent:
@@ -87,17 +89,16 @@ def attempt(launch: Callable[..., None]) -> Callable[..., bool]:
 
     @functools.wraps(launch)
     def attempted(*args: object) -> bool:
-        if tried():
-            launch(*args)
-            return True
-        if not available(launch.__name__).usable:
-            return False
-        try:
-            launch(*args)
-        except Exception as error:
-            _turn_off(launch.__name__, launch.__name__, error)
-            return False
-        return True
+        name = launch.__name__
+        if tried() or available(name).usable:
+            try:
+                launch(*args)
+                return True
+            except Exception as error:
+                if tried():
+                    raise
+                _turn_off(name, name, error)
+        return gluon_is_off(available(name).reason)
 
     return attempted
 

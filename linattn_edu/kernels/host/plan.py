@@ -136,10 +136,13 @@ def _kind(device: torch.device, key: tuple, inputs: Sequence[Tensor | None]) -> 
 
 
 def _watched() -> bool:
-    """Whether a profiler wants to be told of every launch, with what Triton alone has for it."""
+    """Whether a profiler wants to be told of every launch, with what Triton alone has for it; or
+    Triton launches other kernels for now: with assertions, instrumented, through other stages.
+
+    Its other knobs reach no kernel that this process has, whoever launches it.
+    """
     at = knobs.runtime
-    return bool(_calls(at.launch_enter_hook) or _calls(at.launch_exit_hook))
-
-
-def _calls(hook: object) -> object:
-    return getattr(hook, "calls", hook)
+    if at.debug or at.add_stages_inspection_hook or knobs.compilation.instrumentation_mode:
+        return True
+    enter, leave = at.launch_enter_hook, at.launch_exit_hook
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))

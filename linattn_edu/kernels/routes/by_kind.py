@@ -223,6 +223,14 @@ def kda_halved(dtype: torch.dtype, lower_bound: float | None = None) -> Choice:
     return Choice("far", "nothing bounds the gate")
 
 
+@decision
+def scan_rows(generation: str, size: int) -> Choice:
+    """Of a kernel that carries a state, for keys of `size` bytes: its "table", or "unpipelined"."""
+    if size % 4 and generation in LATER:
+        return Choice("unpipelined", "keys of {0} bytes, no whole words, are not copied ahead")
+    return Choice("table", "keys of {0} bytes")
+
+
 # -- which sequences are cut, and where
 
 

@@ -3,6 +3,8 @@
 These choices must not change a bit: the kernels between which they choose add in the same order.
 """
 
+from torch import Tensor
+
 from linattn_edu.choices import Choice
 from linattn_edu.kernels.gluon import support
 from linattn_edu.kernels.routes import limits
@@ -12,9 +14,10 @@ from linattn_edu.kernels.routes.by_kind import (
     gluon_scan,
     pieces_by_maps,
     pieces_by_warm_up,
+    scan_rows,
 )
 from linattn_edu.kernels.routes.choosing import Load, decision, first
-from linattn_edu.kernels.tiles import cdiv
+from linattn_edu.kernels.tiles import UNPIPELINED, Config, block, cdiv, device_of, of_generation
 
 
 def pays(load: Load) -> Choice | None:
@@ -136,6 +139,8 @@ def head_groups(load: Load) -> Choice:
     kind = load.kind
     if _scan(load, True).takes != "gluon" or first(INTRA_BWD, kind):
         return Choice(1, "not all in Gluon")
+    if not support.tried():
+        return Choice(1, "groups are views, which plain Triton does not take where Gluon fails")
     size = pieces_by_maps(kind).takes or pieces_by_warm_up(kind).takes
     B, T = load.sequences, kind.T
     pieces = B if not size else B * T // size + (B if T % size else 0)
@@ -152,3 +157,37 @@ def head_groups(load: Load) -> Choice:
     if groups == 1:
         return Choice(1, "groups would leave multiprocessors idle, or be too small")
     return Choice(groups, "all in Gluon, and no more multiprocessors idle than with all heads")
+
+
+# -- the row of a table
+
+
+@decision
+def widest(programs: tuple[int, ...], processors: int, tenths: int) -> Choice:
+    """The number of a row, of those whose tiles make so many programs, widest first: the first with
+    `tenths` programs for ten multiprocessors, or the last.
+
+    What is not a tile's own is read once a program, so wide tiles read less; too few programs leave
+    the GPU idle.
+    """
+    for n, some in enumerate(programs):
+        if 10 * some >= tenths * processors:
+            return Choice(n, "the widest tiles with programs enough for {0} multiprocessors")
+    return Choice(len(programs) - 1, "no tiles make programs enough for {0} multiprocessors")
+
+
+def scan_launch(table: dict | Config, k: Tensor, heads: int, V: int) -> tuple[tuple[int], dict]:
+    """(grid, BK and the row) of a kernel that carries S [K, BV]: of a `tiles.scan_table` the row
+    with the widest BV that occupies 7 of 10 multiprocessors; or this row.
+    """
+    K, size, (generation, processors) = k.shape[-1], k.element_size(), device_of(k)
+    if isinstance(table, Config):
+        config = table.launch()
+    else:
+        rows = (UNPIPELINED,)
+        if scan_rows(generation, K * size).takes == "table":
+            rows = of_generation(table, generation)[size][max(128, block(K))]
+        launches = [row.launch(V=V) for row in rows]
+        programs = tuple(heads * cdiv(V, x["BV"]) for x in launches)
+        config = launches[widest(programs, processors, 7).takes]
+    return (heads * cdiv(V, config["BV"]),), {"BK": block(K), **config}

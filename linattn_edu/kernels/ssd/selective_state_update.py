@@ -9,6 +9,7 @@ from torch import Tensor
 
 from linattn_edu.kernels.delta.gate import softplus as softplus_of
 from linattn_edu.kernels.delta.recurrent import slot_of
+from linattn_edu.kernels.routes import by_load
 from linattn_edu.kernels.tiles import cast, cdiv, device_of, load_tile, mask_if, of_generation
 
 
@@ -119,19 +120,15 @@ TILES = {
 }
 
 
-def _rows(state: Tensor, sequences: int) -> tuple[int, int, int]:
-    """BP, BN and warps of the first tile that gives every multiprocessor four programs, or of the
-    last.
-    """
+def _tile(state: Tensor, sequences: int) -> tuple[int, int, int]:
+    """BP, BN and warps of the first tile with four programs a multiprocessor, or of the last."""
     H, P, N = state.shape[1:]
     generation, processors = device_of(state)
     BN, whole = 1 << (N - 1).bit_length(), 1 << (P - 1).bit_length()
-    for tile in of_generation(TILES, generation):
-        size, warps = tile
-        BP = min(whole, max(1, size // (state.element_size() * BN)))
-        if 4 * processors <= sequences * H * cdiv(P, BP):
-            break
-    return BP, BN, warps
+    row = state.element_size() * BN
+    tiles = [(min(whole, max(1, n // row)), BN, w) for n, w in of_generation(TILES, generation)]
+    programs = tuple(sequences * H * cdiv(P, BP) for BP, *_ in tiles)
+    return tiles[by_load.widest(programs, processors, 40).takes]
 
 
 def selective_state_update(
@@ -155,7 +152,7 @@ def selective_state_update(
     """
     (sequences, H, P), (G, N) = x.shape, B.shape[1:]
     out = x.new_empty(x.shape)
-    BP, BN, warps = _rows(state, sequences)
+    BP, BN, warps = _tile(state, sequences)
     apart = (state, x, dt, B, C, z)
     strides = [0 if y is None or y.shape[0] == 1 else y.stride(0) for y in apart]
     aligned = math.gcd(WORD, strides[0], *strides[3:5])

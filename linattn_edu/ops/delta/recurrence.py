@@ -15,7 +15,7 @@ from linattn_edu.ops.delta.gate import layer_gate, write_strength
 from linattn_edu.ops.l2norm import unit
 from linattn_edu.ops.operator import Operator, like, widened
 from linattn_edu.ops.stages import implementations, stage
-from linattn_edu.ops.tensors import known, needs_gradient, transformed, transposed, wide
+from linattn_edu.ops.tensors import known, laid_out, needs_gradient, transformed, transposed, wide
 
 LARGEST = (512, 512)  # K and V
 
@@ -106,7 +106,7 @@ def differentiable(
     q, k, v, g, gk, gv, beta = plain(tensors, how)
     state = transposed(tensors[-1], how.v_first)
     o, final_state = recurrence(q, k, v, g, beta, gk, gv, state, cu_seqlens, how.scale, how.impl)
-    return o, transposed(final_state, how.v_first).contiguous()
+    return o, laid_out(final_state, how.v_first)
 
 
 @dataclass(frozen=True)

@@ -2,17 +2,19 @@
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 from torch import Tensor
 
 from linattn_edu.cp.context import CPContext
 from linattn_edu.ops.delta import arguments
+from linattn_edu.ops.delta.operations import operations
 from linattn_edu.ops.l2norm import unit
 from linattn_edu.ops.operator import Operator, like, widened
 from linattn_edu.ops.ranks import Ranks
 from linattn_edu.ops.stages import implementations, stage
-from linattn_edu.ops.tensors import transposed
+from linattn_edu.ops.tensors import laid_out
 from linattn_edu.packing import Packing
 
 
@@ -151,8 +153,7 @@ def chunk_gated_delta_rule(
         place.group, impl, "", save=_saved(impl, q, v, chunk_size, place.group),
     )  # fmt: skip
     o, final_state = place.parted(o), place.leaving(final_state)
-    final_state = transposed(final_state, state_v_first)
-    return o, final_state if final_state is None else final_state.contiguous()
+    return o, laid_out(final_state, state_v_first)
 
 
 @dataclass(frozen=True)
@@ -223,14 +224,6 @@ def _saved(impl: str, q: Tensor, v: Tensor, chunk_size: int, group: str) -> str:
     return "gc A crossing" if group else "gc A"
 
 
-def _operations(s: dict) -> tuple[int, int]:
-    """Operations of the matrix products, forward and backward: two for each multiply-add."""
-    token, C, K, V = 2 * s["B"] * s["T"] * s["HV"], s["C"], s["K"], s["V"]
-    forward = token * (C * (3 * K + 2 * V) + 3 * K * V)
-    again = token * (C * (K + V) + 2 * K * V)  # wy and state
-    return forward, again + token * (C * (5 * K + 4 * V) + 6 * K * V)
-
-
 chunk = Operator(
     "chunk_gated_delta_rule",
     {
@@ -260,7 +253,7 @@ chunk = Operator(
     packed="ranks",
     transition="HV K K",
     limited="k",
-    flops=_operations,
+    flops=partial(operations, keys=5),
 )
 
 

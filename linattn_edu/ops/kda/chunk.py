@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 from torch import Tensor
@@ -9,11 +10,12 @@ from torch import Tensor
 from linattn_edu.cp.context import CPContext
 from linattn_edu.ops import check
 from linattn_edu.ops.delta import arguments
+from linattn_edu.ops.delta.operations import operations
 from linattn_edu.ops.l2norm import unit
 from linattn_edu.ops.operator import Operator, like, widened
 from linattn_edu.ops.ranks import Ranks
 from linattn_edu.ops.stages import implementations, stage
-from linattn_edu.ops.tensors import known, transposed
+from linattn_edu.ops.tensors import known, laid_out
 from linattn_edu.packing import Packing
 
 SAFE_BOUND = -5.0  # of the log decay, where safe_gate is given without another
@@ -185,10 +187,7 @@ def chunk_kda(
         place.group, impl, "h" if return_states else "", save=save,
     )  # fmt: skip
     o, final_state = place.parted(o), place.leaving(final_state)
-    final_state, h = (
-        x if x is None else transposed(x, state_v_first).contiguous()
-        for x in (final_state, Residuals(*kept).h)
-    )
+    final_state, h = (laid_out(x, state_v_first) for x in (final_state, Residuals(*kept).h))
     return (o, final_state, h) if return_states else (o, final_state)
 
 
@@ -292,14 +291,6 @@ class Residuals(NamedTuple):
     crossing: Tensor | None = None  # states that come from other ranks
 
 
-def _operations(s: dict) -> tuple[int, int]:
-    """Operations of the matrix products, forward and backward: two for each multiply-add."""
-    token, C, K, V = 2 * s["B"] * s["T"] * s["HV"], s["C"], s["K"], s["V"]
-    forward = token * (C * (3 * K + 2 * V) + 3 * K * V)
-    again = token * (C * (K + V) + 2 * K * V)  # wy and state
-    return forward, again + token * (C * (4 * K + 4 * V) + 6 * K * V)
-
-
 chunk = Operator(
     "chunk_kda",
     {
@@ -340,7 +331,7 @@ chunk = Operator(
     packed="ranks",
     transition="HV K K",
     limited="k",
-    flops=_operations,
+    flops=partial(operations, keys=4),
 )
 
 

@@ -165,10 +165,7 @@ def _check_tensors(
     for axis, owner in (("P", "x"), ("S", "B")):
         if sizes[axis] > LARGEST:
             raise ValueError(f"{owner}'s last axis must be <= {LARGEST}, got {sizes[axis]}")
-    if sizes["H"] % sizes["G"]:
-        raise ValueError(
-            f"B must have a number of groups G that divides H={sizes['H']}, got G={sizes['G']}"
-        )
+    check.group_count(sizes)
     D = given["D"]
     shapes = {
         "D": ("H", "P") if isinstance(D, Tensor) and D.ndim == 2 else ("H",),

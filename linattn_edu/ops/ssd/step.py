@@ -118,10 +118,7 @@ def _checked(
         if size < 1:
             owner = "B" if axis == "G" else "x" if axis == "B" else "state"
             raise ValueError(f"{owner} must have {axis} >= 1, got {axis}={size}")
-    if sizes["H"] % sizes["G"]:
-        raise ValueError(
-            f"B must have a number of groups G that divides H={sizes['H']}, got G={sizes['G']}"
-        )
+    check.group_count(sizes)
     if sizes["N"] > LARGEST:
         raise ValueError(f"state must have N <= {LARGEST}, got N={sizes['N']}")
     if indices is not None:

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from gdn_checks import DTYPES, launches
+from gdn_checks import DTYPES
 from grids import few, parametrize
 from ops.conv.conv_cases import check, cotangents, exact, run, tensors
+from refusals import refuses
 
 from linattn_edu import causal_conv1d
 from linattn_edu.testing import assert_close
@@ -86,7 +87,6 @@ REFUSED = {
     "wide": ({"weight": new(5, 9)}, ValueError, "weight must have W from 1 to 8, got W=9"),
     "of nothing": ({"weight": new(5, 0)}, ValueError, "weight must have W from 1 to 8, got W=0"),
     "bias": ({"bias": new(4)}, ValueError, r"bias must have shape \[D=5\], got \(4,\)"),
-    "residual": ({"residual": new(2, 8, 5)}, ValueError, r"residual must have shape \[B=2, T=9"),
     "state": (
         {"initial_state": new(2, 5, 3)},
         ValueError,
@@ -99,23 +99,4 @@ REFUSED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_refused_before_any_kernel(name):
-    change, error, message = REFUSED[name]
-    x = tensors(9, 5) | change
-    with launches() as ran, pytest.raises(error, match=message):
-        causal_conv1d(**x)
-    assert not ran
-
-
-def test_impl_and_unknown_arguments(device):
-    x = tensors(9, 5, device=device)
-    with launches() as ran:
-        causal_conv1d(**x, impl="reference")
-        causal_conv1d(**{n: t.double() for n, t in x.items()})
-    assert not ran
-    with launches() as ran:
-        causal_conv1d(**x)
-    assert [f.fn.__name__ for f in ran] == ["causal_conv1d_kernel"]
-    with pytest.raises(TypeError, match="unexpected keyword"):
-        causal_conv1d(**x, seq_idx=None)
+test_refused_before_any_kernel = refuses(causal_conv1d, lambda: tensors(9, 5), REFUSED)

@@ -6,8 +6,9 @@ import gdn_checks
 import pytest
 import torch
 import torch.nn.functional as F
-from gdn_checks import DTYPES, launches, same_bits
+from gdn_checks import DTYPES, same_bits
 from grids import parametrize
+from refusals import refuses
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from linattn_edu import causal_conv1d, causal_conv1d_fn
@@ -215,10 +216,4 @@ REFUSED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_refused_before_any_kernel(name):
-    change, error, message = REFUSED[name]
-    x, _ = tensors(9)
-    with launches() as ran, pytest.raises(error, match=message):
-        causal_conv1d_fn(**x | change)
-    assert not ran
+test_refused_before_any_kernel = refuses(causal_conv1d_fn, lambda: tensors(9)[0], REFUSED)

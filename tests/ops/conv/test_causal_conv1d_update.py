@@ -3,8 +3,8 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from gdn_checks import launches
 from grids import parametrize
+from refusals import refuses
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from linattn_edu import causal_conv1d_fn, causal_conv1d_update
@@ -81,22 +81,6 @@ def test_by_position_after_a_prefill(impl, device):
 
 
 @impls
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
-def test_slots_of_a_pool(dtype, impl, device):
-    x = tensors(2, device=device, slots=8)
-    indices, before = torch.tensor([6, -1, 2], device=device, dtype=dtype), x["conv_state"].clone()
-    alone = x | {"conv_state": before[[6, 1, 2]]}
-    y, state = oracle(*alone.values(), False)
-    got = causal_conv1d_update(**x, conv_state_indices=indices, impl=impl)
-    assert not got[1].any()
-    for n, slot in ((0, 6), (2, 2)):
-        assert_close("y", got[n], y[n], 1e-6)
-        assert torch.equal(x["conv_state"][slot].double().cpu(), state[n])
-        before[slot] = x["conv_state"][slot]
-    assert torch.equal(x["conv_state"], before)
-
-
-@impls
 def test_dtypes_may_differ_and_pages_of_either_order(impl, device):
     x = tensors(2, 5, torch.bfloat16, device) | {"bias": torch.randn(D, device=device)}
     pages = torch.full((B, 2, 5, D), 7.0, device=device)
@@ -109,51 +93,11 @@ def test_dtypes_may_differ_and_pages_of_either_order(impl, device):
 
 
 @impls
-def test_autograd_and_inference_mode(impl, device):
-    """What was kept for a gradient is known to have changed; a state of inference mode is fine."""
-    x = tensors(device=device)
-    leaf = torch.ones(B, D, W, device=device, requires_grad=True)
-    kept = (leaf * x["conv_state"]).sum()
-    causal_conv1d_update(**x, impl=impl)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        kept.backward()
-    with torch.inference_mode():
-        state = x["conv_state"].clone()
-        inside = causal_conv1d_update(**x | {"conv_state": state.clone()}, impl=impl)
-    y = causal_conv1d_update(**x | {"conv_state": state}, impl=impl)
-    assert torch.equal(y, inside)
-
-
-@impls
 def test_no_tokens(impl, device):
     x = tensors(device=device)
     before = x["conv_state"].clone()
     y = causal_conv1d_update(**x | {"x": torch.empty(B, D, 0, device=device)}, impl=impl)
     assert y.shape == (B, D, 0) and torch.equal(x["conv_state"], before)
-
-
-@pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.gpu)])
-def test_fullgraph(backend, device):
-    """The graph writes the state where it is, and checks the slots."""
-    x = tensors(device=device, slots=5)
-
-    def f(x, conv_state, weight, bias, indices):
-        return causal_conv1d_update(x, conv_state, weight, bias, "silu", None, indices)
-
-    torch._dynamo.reset()
-    g, indices = torch.compile(f, fullgraph=True, backend=backend), torch.tensor([4, -1, 0])
-    states = [x["conv_state"].clone() for _ in range(2)]
-    with torch.no_grad():
-        got, want = (
-            h(**x | {"conv_state": S}, indices=indices.to(device))
-            for h, S in zip((g, f), states, strict=True)
-        )
-    assert torch.equal(got, want) and torch.equal(*states)
-    assert not torch.equal(states[0], x["conv_state"])
-    if device.type == "cpu":
-        with pytest.raises(ValueError, match="below the 5 slots of conv_state, got 5"):
-            g(**x, indices=indices + 1)
 
 
 def test_shapes_without_numbers():
@@ -203,11 +147,4 @@ REFUSED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_refused_before_any_kernel(name):
-    change, error, message = REFUSED[name]
-    x = tensors() | change
-    before = x["conv_state"].clone()
-    with launches() as ran, pytest.raises(error, match=message):
-        causal_conv1d_update(**x)
-    assert not ran and torch.equal(x["conv_state"], before)
+test_refused_before_any_kernel = refuses(causal_conv1d_update, tensors, REFUSED)

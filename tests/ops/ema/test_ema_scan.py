@@ -1,13 +1,12 @@
 """ema_scan: both passes against the recurrence in float64, every form, what it refuses."""
 
-import re
-
 import gdn_checks
 import pytest
 import torch
-from gdn_checks import DTYPES, launches, same_bits
+from gdn_checks import DTYPES, same_bits
 from grids import parametrize
 from ops.ema.ema_cases import check, cotangents, exact, run, tensors
+from refusals import refuses
 from ssd.ema_checks import GATES, GIVEN, loop
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -126,7 +125,6 @@ REFUSED = {
         ValueError,
         r"g must have 2 dimensions \[B, T\], got 3",
     ),
-    "g shape": ({"g": new(2, 19, 3)}, ValueError, r"g must have shape \[B=2, T=20, H=3\]"),
     "weight": ({"weight": new(2, 20, 1)}, ValueError, r"weight must have shape \[B=2, T=20, H=3\]"),
     "state": (
         {"initial_state": new(2, 5, 3)},
@@ -136,24 +134,4 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_refused_before_any_kernel(name):
-    change, error, message = REFUSED[name]
-    x = tensors(20, 5, B=2) | change
-    with launches() as ran, pytest.raises(error, match=message):
-        ema_scan(**x)
-    assert not ran
-
-
-def test_impl_and_unknown_arguments(device):
-    x = tensors(20, 5, device=device)
-    with launches() as ran:
-        ema_scan(**x, impl="reference")
-        ema_scan(**{n: t.double() for n, t in x.items()})
-    assert not ran
-    with launches() as ran:
-        ema_scan(**x)
-    names = [re.sub(r"\W", "", f.fn.__name__) for f in ran]
-    assert names == ["gate_cumsum_kernel", "ema_kernel"]
-    with pytest.raises(TypeError, match="unexpected keyword"):
-        ema_scan(**x, decay=1)
+test_refused_before_any_kernel = refuses(ema_scan, lambda: tensors(20, 5, B=2), REFUSED)

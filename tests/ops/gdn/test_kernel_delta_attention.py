@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from gdn_checks import launches
 from recurrent_cases import TOLERANCE, close, cotangents, double, run
+from refusals import refuses
 
 from linattn_edu import chunk_gated_delta_rule, kda_decay, kernel_delta_attention
 from linattn_edu.testing import assert_close, poison, relative_rms
@@ -182,13 +183,9 @@ REFUSED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("chunked", [True, False])
-@pytest.mark.parametrize("name", REFUSED)
-def test_refused_before_any_kernel(name, chunked):
-    changes, error, message = REFUSED[name]
-    with launches() as ran, pytest.raises(error, match=message):
-        kernel_delta_attention(**(inputs(5, "cpu") | {"use_chunked": chunked} | changes))
-    assert not ran
+token = {"use_chunked": False}
+test_refused_in_chunks = refuses(kernel_delta_attention, lambda: inputs(5, "cpu"), REFUSED)
+test_refused_by_token = refuses(kernel_delta_attention, lambda: inputs(5, "cpu") | token, REFUSED)
 
 
 @pytest.mark.parametrize("chunked", [True, False])

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from gdn_checks import launches
-from recurrent_cases import kda_case, run
+from recurrent_cases import kda_case
+from refusals import refuses
 
 from linattn_edu import fused_recurrent_gated_delta_rule, fused_recurrent_kda
 from linattn_edu.testing import assert_close
@@ -11,10 +11,6 @@ from linattn_edu.testing import assert_close
 CUDA = torch.cuda.is_available()
 IMPLS = ("triton", "reference")
 ALL = frozenset(("norm", "sigmoid", "neg", "v_first"))
-
-
-def flat(result):
-    return [*result[0], *result[1].values()]
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -56,77 +52,22 @@ def test_in_place_is_out_of_place(impl, device):
     assert torch.equal(got, o) and torch.equal(same, S)
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")
-def test_fullgraph(device):
-    """Forward and backward in one graph, and without a gradient."""
-    x, rest = kda_case(3, device=device, gate="bounded", flags=ALL)
-    f = lambda **y: fused_recurrent_kda(**y, **rest)
-    torch._dynamo.reset()
-    g = torch.compile(f, fullgraph=True, backend="aot_eager")
-    for a, b in zip(flat(run(g, x)), flat(run(f, x)), strict=True):
-        assert_close("value", a, b, 1e-6)
-    with torch.no_grad():
-        assert all(torch.equal(a, b) for a, b in zip(g(**x), f(**x), strict=True))
-
-
 def new(*shape, **kwargs):
     return torch.zeros(*shape, **kwargs)
 
 
 RAW = {"use_gate_in_kernel": True, "A_log": new(2), "dt_bias": new(32)}
+# beside what test_delta_arguments has of both forms
 REFUSED = {
-    "g of a head": ({"g": new(1, 3, 2)}, ValueError, r"g must have 4 dimensions \[B, T, HV, K\]"),
-    "g channels": (
-        {"g": new(1, 3, 2, 12)},
-        ValueError,
-        r"g must have shape \[B=1, T=3, HV=2, K=16\], got \(1, 3, 2, 12\)",
-    ),
-    "beta of channels": ({"beta": new(1, 3, 2, 12)}, ValueError, "beta must have 3 dimensions"),
-    "state": (
-        {"initial_state": new(1, 2, 12, 16)},
-        ValueError,
-        r"initial_state must have shape \[N=1, HV=2, K=16, V=12\]",
-    ),
-    "no parameters": (
-        {"use_gate_in_kernel": True},
-        ValueError,
-        "A_log or lower_bound must be given with use_gate_in_kernel=True",
-    ),
-    "A_log without a gate": ({"A_log": new(2)}, ValueError, "A_log is used with use_gate_in_kern"),
-    "bias without a gate": ({"dt_bias": new(32)}, ValueError, "dt_bias is used with use_gate_in"),
     "bound without a gate": ({"lower_bound": -5.0}, ValueError, "lower_bound is used with use_ga"),
-    "A_log elements": (
-        RAW | {"A_log": new(1)},
-        ValueError,
-        r"A_log must have the elements of \[HV=2\], in any shape, got \(1,\)",
-    ),
-    "bias of heads": (
-        RAW | {"dt_bias": new(2)},
-        ValueError,
-        r"dt_bias must have the elements of \[HV=2, K=16\], in any shape, got \(2,\)",
-    ),
     "bias rank": (
         RAW | {"dt_bias": new(2, 16, 1, 2)},
         ValueError,
         r"dt_bias must have the elements of \[HV=2, K=16\], in any shape, got \(2, 16, 1, 2\)",
     ),
-    "bound sign": (RAW | {"lower_bound": 0}, ValueError, "lower_bound must be < 0.*got 0"),
-    "bound infinite": (
-        RAW | {"lower_bound": -float("inf")},
-        ValueError,
-        "lower_bound must be finite, got -inf",
-    ),
-    "bound type": (RAW | {"lower_bound": "-5"}, TypeError, "lower_bound must be a number or None"),
     "cp_context": ({"cp_context": 1}, ValueError, "cp_context is not supported: .* got 1"),
-    "neg_eigval": ({"allow_neg_eigval": True}, ValueError, "needs use_beta_sigmoid_in_kernel=True"),
     "misspelt": ({"safe_gate": True}, TypeError, "unexpected keyword argument"),
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_refused_before_any_kernel(name):
-    changes, error, message = REFUSED[name]
-    x, _ = kda_case(3, device="cpu")
-    with launches() as ran, pytest.raises(error, match=message):
-        fused_recurrent_kda(**(x | changes))
-    assert not ran
+test_refused_before_any_kernel = refuses(fused_recurrent_kda, lambda: kda_case(3)[0], REFUSED)

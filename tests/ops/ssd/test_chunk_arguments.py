@@ -61,10 +61,6 @@ def empty(name, axis):
 
 # what is wrong: the error, its message, the changes to a valid call
 CASES = {
-    **{f"{n} in half": (TypeError, f"{n} must be torch.float32 like x, got torch.float16",
-                        to(n, torch.float16)) for n in ("B", "C")},
-    "dt tokens": (ValueError, r"dt must have shape \[B=1, T=20, H=4\], got \(1, 21, 4\)",
-                  longer("dt", 1)),
     "dt heads": (ValueError, r"dt must have shape \[B=1, T=20, H=4\], got \(1, 20, 5\)",
                  longer("dt", 2)),
     "dt of channels": (ValueError, r"dt must have 3 dimensions \[B, T, H\], got 4",
@@ -72,7 +68,6 @@ CASES = {
     "A heads": (ValueError, r"A must have shape \[H=4\], got \(5,\)", longer("A", 0)),
     "A of Mamba-1": (ValueError, r"A must have 1 dimensions \[H\], got 2",
                      other("A", lambda t: t[:, None])),
-    "B tokens": (ValueError, r"B must have shape \[B=1, T=20, G, S\], got", longer("B", 1)),
     "B without groups": (ValueError, r"B must have 4 dimensions", other("B", lambda t: t[:, :, 0])),
     "C groups": (ValueError, r"C must have shape .*G=2.*, got \(1, 20, 3, 24\)", longer("C", 2)),
     "C size": (ValueError, r"C must have shape .*, got \(1, 20, 2, 25\)", longer("C", 3)),
@@ -89,8 +84,6 @@ CASES = {
                longer("initial_states", 0)),
     "states turned": (ValueError, r"initial_states must have shape .*, got \(3, 4, 24, 16\)",
                       other("initial_states", lambda t: t.mT)),
-    "seq_idx shape": (ValueError, r"seq_idx must have shape \[B, T\] = \(1, 20\), got \(1, 21\)",
-                      longer("seq_idx", 1)),
     "seq_idx rank": (ValueError, r"seq_idx must have shape \[B, T\] = \(1, 20\), got \(20,\)",
                      other("seq_idx", lambda t: t[0])),
     "seq_idx dtype": (TypeError, "seq_idx must be a tensor of int32 or int64, got torch.float32",
@@ -101,8 +94,6 @@ CASES = {
     "long B": (ValueError, "B's last axis must be <= 256, got 257", wide(3)),
     **{f"no {axis}": (ValueError, rf"{n} must have no empty axis but T, got \w=0", empty(n, axis))
        for n, axis in (("x", "B"), ("x", "H"), ("x", "P"), ("B", "G"), ("B", "N"))},
-    "sparse": (TypeError, "z must be a dense tensor, got layout torch.sparse_coo",
-               other("z", lambda t: t.to_sparse())),
     **{f"chunk_size {value}": (error, message, lambda a, value=value: {"chunk_size": value})
        for value, error, message in (
            (8, ValueError, "chunk_size must be at least 16, got 8"),

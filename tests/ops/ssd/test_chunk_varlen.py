@@ -1,10 +1,9 @@
 """mamba_chunk_scan_combined on packed sequences and rows of documents: as each by itself."""
 
-from itertools import pairwise
-
 import pytest
 import torch
-from gdn_checks import boundaries, same_bits
+from gdn_checks import boundaries, by_value, same_bits
+from ops.contract import ssd
 from ops.ssd.ssd_cases import (
     FORMS,
     check,
@@ -16,6 +15,7 @@ from ops.ssd.ssd_cases import (
     run,
     tolerance,
 )
+from ops.test_contract_packed import each_by_itself
 
 from linattn_edu import mamba_chunk_scan_combined
 from linattn_edu.testing import assert_close
@@ -23,8 +23,6 @@ from linattn_edu.testing import assert_close
 pytestmark = pytest.mark.usefixtures("poison")
 
 GPU = torch.cuda.is_available()
-SUMMED = ("A", "D", "dt_bias")  # over all tokens
-STATES = ("ht", "initial_states", "dinitial_states")
 # one form of the reference, whose chunks are any, and the three of the kernels
 RUNS = (("float32", "reference"), *((form, "triton") for form in FORMS))
 runs = pytest.mark.parametrize(("form", "impl"), RUNS)
@@ -38,16 +36,6 @@ def packed(form, lengths, device, given="all", **kinds):
     return x, options, *cotangents(x, states)
 
 
-def part(x, n, tokens):
-    """Sequence n of packed tensors: tokens by their axis 1, states by their axis 0."""
-    return {
-        name: t[n : n + 1] if name in STATES
-        else t if name.removeprefix("d") in SUMMED or name in SUMMED
-        else t[:, tokens]
-        for name, t in x.items()
-    }  # fmt: skip
-
-
 def together(x, do, dht, lengths, **options):
     """`run` of all sequences at once, with the states of each."""
     bounds = options.pop("cu_seqlens", None)
@@ -55,30 +43,20 @@ def together(x, do, dht, lengths, **options):
     return run(x, do, dht, return_final_states=False, return_varlen_states=True, **options)
 
 
-def each(lengths):
-    """(number, tokens) of every sequence that has tokens."""
-    for n, (a, b) in enumerate(pairwise(boundaries(lengths).tolist())):
-        if b > a:
-            yield n, slice(a, b)
-
-
-@pytest.mark.parametrize("given", ["all", "channels"])
-def test_long_sequences_in_pieces(given, device, force):
+@pytest.mark.parametrize("raw", [True, False], ids=["all", "channels"])
+def test_long_sequences_in_pieces(raw, device, force, monkeypatch):
     """Pieces of 128 tokens, not 4096: as in one piece, and packed to the bit as each alone."""
-    lengths = (300, 0, 129, 128, 5)
-    x, options, do, dht = packed("fused", lengths, device, given)
-    if not GPU:  # as above
-        x.pop("z", None)
+    by_value(monkeypatch)
+    lengths, fused = (300, 0, 129, 128, 5), ssd[0]
+    x, do, dht, options = fused.packed(lengths, torch.bfloat16, device, raw=raw)
     options["impl"] = "triton"
-    whole = together(x, do, dht, lengths, **options)
+    bounds = boundaries(lengths, device)
+    whole = fused.run(x, do, dht, cu_seqlens=bounds, **options)
     force(SSD_PIECE=128)
-    got = together(x, do, dht, lengths, **options)
+    got = fused.run(x, do, dht, cu_seqlens=bounds, **options)
     for name in ("o", "ht"):
         assert_close(name, got[name], whole[name], tolerance(name, torch.bfloat16))
-    for n, tokens in each(lengths):
-        want = run(part(x, n, tokens), do[:, tokens], dht[n : n + 1], **options)
-        same_bits(part(got, n, tokens), want, *(f"d{name}" for name in SUMMED))
-    assert torch.equal(got["ht"][1], x["initial_states"][1])
+    each_by_itself(fused, x, do, dht, lengths, got, **options)
 
 
 @impls

@@ -6,8 +6,8 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.nn.functional as F
-from gdn_checks import launches
 from grids import FULL, parametrize
+from refusals import refuses
 
 from linattn_edu import mamba_split_conv1d_scan_combined
 from linattn_edu.testing import assert_close
@@ -211,10 +211,8 @@ REFUSED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_refused_before_any_kernel(name):
-    change, error, message = REFUSED[name]
-    given = layer() | {"chunk_size": 16, "headdim": P, "ngroups": 2} | change
-    with launches() as ran, pytest.raises(error, match=message):
-        mamba_split_conv1d_scan_combined(**given)
-    assert not ran
+def valid():
+    return layer() | {"chunk_size": 16, "headdim": P, "ngroups": 2}
+
+
+test_refused_before_any_kernel = refuses(mamba_split_conv1d_scan_combined, valid, REFUSED)

@@ -1,13 +1,12 @@
 """selective_state_update: one token of Mamba-2, the state in place, as its callers call it."""
 
 import math
-import re
 
 import pytest
 import torch
 from gdn_checks import launches, no_wait
+from refusals import refuses
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd import forward_ad
 
 from linattn_edu import selective_state_update
 from linattn_edu.ops.ssd import step
@@ -318,70 +317,6 @@ def test_memory():
 # -- in place
 
 
-@pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("shift", [0, 1])
-def test_at_any_address(shift, impl, device):
-    """What lies around the state is left as it is."""
-    state, x = case(device=device)
-    want, S = update(kept := state.clone(), x, impl), kept
-    buffer = torch.full((state.numel() + 9,), 7.0, device=device)
-    view = buffer[4 + shift : 4 + shift + state.numel()].view(state.shape).copy_(state)
-    out = update(view, x, impl)
-    assert torch.equal(out, want) and torch.equal(view, S)
-    assert (buffer[: 4 + shift] == 7).all() and (buffer[4 + shift + state.numel() :] == 7).all()
-
-
-@pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("gap", [32, 21])
-def test_states_lie_apart(gap, impl, device):
-    """As in the pages of a cache, or beside those of other layers."""
-    state, x = case(device=device)
-    want, S = update(kept := state.clone(), x, impl), kept
-    pages = torch.full((BATCH, state[0].numel() + gap), 7.0, device=device)
-    apart = pages[:, :-gap].view(state.shape).copy_(state)
-    assert_close("out", update(apart, x, impl), want, 1e-6)  # narrower loads: another kernel
-    assert_close("state", apart, S, 1e-6)
-    assert (pages[:, -gap:] == 7).all()
-
-
-@pytest.mark.parametrize("impl", IMPLS)
-def test_autograd_sees_that_it_is_written(impl, device):
-    state, x = case(device=device)
-    weight = torch.ones_like(state, requires_grad=True)
-    y = (weight * state).sum()
-    selective_state_update(state, **x, impl=impl)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        y.backward()
-
-
-@pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("pool", [False, True])
-def test_inference_mode(pool, impl, device):
-    """A state made there is written there, and outside of it."""
-    state, x = case(device=device)
-    where = {"state_batch_indices": torch.tensor([2, 0, 1], device=device)} if pool else {}
-    want, S = update(kept := state.clone(), x, impl, **where), kept
-    with torch.inference_mode():
-        made = state.clone()
-        out = selective_state_update(made, **x, **where, impl=impl)
-        assert torch.equal(out, want) and torch.equal(made, S)
-        again = state.clone()
-    out = selective_state_update(again, **x, **where, impl=impl)
-    assert torch.equal(out, want) and torch.equal(again, S)
-
-
-def test_parameters_where_no_gradient_is_recorded(device):
-    """As a layer has them: A, D and dt_bias are parameters."""
-    state, x = case(device=device)
-    want = update(state.clone(), x, "auto")
-    for n in ("A", "D", "dt_bias"):
-        x[n] = x[n].clone().requires_grad_()
-    with torch.no_grad():
-        out = selective_state_update(state, **x)
-    assert not out.requires_grad
-    assert_close("out", out, want, 1e-6)
-
-
 def test_autocast_changes_nothing(device):
     state, x = case(device=device)
     want, S = update(kept := state.clone(), x, "reference"), kept
@@ -397,22 +332,6 @@ def slots_of(rows, device, dtype=torch.int32):
     return torch.tensor(rows, dtype=dtype, device=device)
 
 
-@pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
-def test_slots_of_a_pool(dtype, impl, device):
-    """A call of its own for each sequence; padding gives zeros and touches nothing."""
-    pool, x = case(slots=8, device=device)
-    start, rows = pool.clone(), [6, -1, 0]
-    out = update(pool, x, impl, state_batch_indices=slots_of(rows, device, dtype))
-    want, S = oracle(start[[6, 0]], **{n: y if n in ("A", "D", "dt_bias") or not tensor(y)
-                                       else y[[0, 2]] for n, y in x.items()})  # fmt: skip
-    assert not out[1].any()
-    assert_close("out", out[[0, 2]], want, 1e-6)
-    assert_close("pool", pool[[6, 0]], S, 1e-6)
-    others = [1, 2, 3, 4, 5, 7]
-    assert torch.equal(pool[others], start[others])
-
-
 def test_a_pool_without_heads(device):
     pool, x = case(1, G=1, slots=5, device=device)
     want, S = update(kept := pool.clone(), x, "triton", state_batch_indices=(
@@ -421,21 +340,6 @@ def test_a_pool_without_heads(device):
             for n, y in x.items()}  # fmt: skip
     out = update(pool[:, 0], flat, "triton", state_batch_indices=rows)
     assert torch.equal(out, want[:, 0]) and torch.equal(pool, S)
-
-
-def test_many_sequences_in_any_order(device):
-    """On a GPU enough for the wide tile; each gives the bits that it has in its own call."""
-    B = 300 if CUDA else 6
-    pool, x = case(8, 64, 32, B=B, slots=2 * B, device=device)
-    start = pool.clone()
-    rows = torch.randperm(2 * B, generator=generator("cpu"))[:B].to(device)
-    out = update(pool, x, "triton", state_batch_indices=rows)
-    for n in range(0, B, max(1, B // 10)):
-        one = {n_: y if n_ in ("A", "D", "dt_bias") or not tensor(y) else y[n : n + 1]
-               for n_, y in x.items()}  # fmt: skip
-        state = start[rows[n] : rows[n] + 1].clone()
-        assert torch.equal(update(state, one, "triton"), out[n : n + 1])
-        assert torch.equal(state, pool[rows[n] : rows[n] + 1])
 
 
 @pytest.mark.gpu
@@ -448,35 +352,6 @@ def test_slots_that_are_not_there_on_a_gpu():
         out = update(pool, x, "triton", state_batch_indices=rows)
     assert not out[:2].any() and out[2].any()
     assert torch.equal(pool[[0, 2]], before[[0, 2]])
-
-
-WRONG = {
-    "slot named twice": ([1, 4, 1], "must name a slot for one sequence only, got 1 for 0 and 2"),
-    "slot beyond": ([1, 8, 2], r"below the 8 slots of state, got 8 for sequence 1"),
-}
-
-
-@pytest.mark.skipif(CUDA, reason="there the numbers are taken on trust")
-@pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")
-def test_a_graph_refuses_wrong_slots_when_it_runs(impl, device):
-    """They are not known while it is traced; nothing is written then, and it serves again."""
-    pool, x = case(slots=8, device=device)
-
-    def f(pool, rows):
-        return selective_state_update(pool, **x, state_batch_indices=rows, impl=impl)
-
-    torch._dynamo.reset()
-    g = torch.compile(f, fullgraph=True, backend="aot_eager")
-    g(pool, slots_of([5, 1, 0], device))
-    start = pool.clone()
-    for rows, message in WRONG.values():
-        for call in (g, f):
-            with pytest.raises(ValueError, match=message):
-                call(pool, slots_of(rows, device))
-            assert torch.equal(pool, start)
-    rows = slots_of([-1, 7, 2], device)
-    assert torch.equal(g(pool, rows), f(start, rows)) and torch.equal(pool, start)
 
 
 # -- compiled, traced, recorded
@@ -567,7 +442,6 @@ REFUSED = {
     "no tensor": ({"state": None}, TypeError, "state must be a torch.Tensor of shape"),
     "integers": ({"x": new(3, H, P, **I64)}, TypeError, "x must be float64, float32, float16 or"),
     "complex": ({"A": new(H, P, N).cfloat()}, TypeError, "A must be float64, .* got torch.c"),
-    "sparse": ({"C": new(3, G, N).to_sparse()}, TypeError, "C must be a dense tensor"),
     "x is missing": ({"x": None}, TypeError, "x must be a torch.Tensor"),
     "rank": ({"dt": new(3, H)}, ValueError, r"dt must have 3 dimensions \[B, H, P\], got 2: \("),
     "state": ({"state": new(3, H, P)}, ValueError, r"x must have shape \[B=3, H=1, P=4\]"),
@@ -661,58 +535,9 @@ REFUSED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_refused_before_any_kernel(name):
-    changes, error, message = REFUSED[name]
-    state, x = case(device=torch.device("cpu"))
-    given = {"state": state, **x, **changes}
-    before = given["state"].clone() if tensor(given["state"]) else None
-    with launches() as ran, pytest.raises(error, match=message):
-        selective_state_update(**given)
-    assert not ran
-    assert before is None or torch.equal(given["state"], before)
+def valid():
+    state, x = case()
+    return {"state": state, **x}
 
 
-@pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("name", ["x", "dt", "A", "B", "C", "D", "z", "dt_bias"])
-def test_an_argument_in_the_memory_of_the_state_is_refused(name, impl, device):
-    """It would be overwritten while it is read; beside the state it is none of its business."""
-    start, x = case(device=device)
-    x = copy(x) | {"impl": impl}
-    want, S = update(kept := start.clone(), x, impl=x.pop("impl")), kept
-    size = x[name].numel()
-    arena = torch.zeros(start.numel() + size, device=device)
-    state = arena[: start.numel()].view(start.shape)
-    for first in (0, 7, start.numel() - size // 2):
-        view = arena[first : first + size].view(x[name].shape)
-        state.copy_(start)
-        before = arena.clone()
-        with launches() as ran, pytest.raises(ValueError, match="state must not share memory with"):
-            update(state, x | {name: view}, impl)
-        assert not ran and torch.equal(arena, before)
-    beside = arena[start.numel() :].view(x[name].shape).copy_(x[name])
-    out = update(state, x | {name: beside}, impl)
-    assert_close("out", out, want, 1e-6)
-    assert_close("state", state, S, 1e-6)
-
-
-@pytest.mark.parametrize("transform", ["vmap", "grad"])
-def test_a_transform_is_refused(transform, device):
-    state, x = case(device=device)
-    before = state.clone()
-
-    def f(y):
-        return selective_state_update(state, **x | {"x": y}).sum()
-
-    message = re.escape("which a transform of torch.func (vmap, grad) cannot follow")
-    with pytest.raises(ValueError, match=message):
-        torch.func.vmap(f)(x["x"][None]) if transform == "vmap" else torch.func.grad(f)(x["x"])
-    assert torch.equal(state, before)
-
-
-def test_forward_mode_is_refused(device):
-    state, x = case(device=device)
-    with forward_ad.dual_level():
-        x["x"] = forward_ad.make_dual(x["x"].contiguous(), torch.ones_like(x["x"]))
-        with pytest.raises(ValueError, match="overwrites what a gradient needs"):
-            selective_state_update(state, **x)
+test_refused_before_any_kernel = refuses(selective_state_update, valid, REFUSED)

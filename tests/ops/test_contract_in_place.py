@@ -1,0 +1,326 @@
+"""What every step that writes its states in place keeps: where they lie, who sees it, what it
+refuses. Each has its values, slots and drafts in its own file.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from gdn_checks import by_value, launches
+from ops.conv import test_causal_conv1d_update as conv_cases
+from ops.ssd import test_step as ssd_cases
+from recurrent_cases import case, kda_case
+from torch.autograd import forward_ad
+
+from linattn_edu import (
+    causal_conv1d_update,
+    fused_recurrent_gated_delta_rule,
+    fused_recurrent_kda,
+    selective_state_update,
+)
+from linattn_edu.testing import assert_close, poison
+
+CUDA = torch.cuda.is_available()
+IMPLS = ("triton", "reference")
+B, SLOTS, ROWS = 3, 6, (4, 0, 2)
+SHARED = ("A", "A_log", "D", "dt_bias", "weight", "bias")  # of all sequences
+
+
+@dataclass(frozen=True)
+class Step:
+    """`make(B, slots, device)` returns the states of all slots and the other tensors by name, of
+    one token; `call(states, x, rows, **options)` the output, rows: the slot of each sequence.
+    """
+
+    name: str
+    make: Callable
+    call: Callable
+    decays: tuple = ()
+    apart: bool = False  # states that are not slots of a pool may lie apart, too
+    near: float = 0.0  # how near results are where numbers lie at other addresses
+
+    def __str__(self):
+        return self.name
+
+    def drawn(self, pool, device, B=B, slots=SLOTS):
+        """(states, the other tensors, rows); without a pool the sequences' own states."""
+        states, x = self.make(B, slots if pool else B, device)
+        rows = torch.tensor(ROWS, device=device) if pool else None
+        return states, {n: t for n, t in x.items() if t is not None}, rows
+
+    def run(self, states, x, rows, **options):
+        """The output; what a kernel leaves unwritten is NaN."""
+        with poison(), torch.no_grad():
+            return self.call(states, x, rows, **options)
+
+
+def of_delta(f, make, **flags):
+    def call(states, x, rows, **options):
+        o, same = f(
+            **x, **flags, initial_state=states, inplace_final_state=True, ssm_state_indices=rows,
+            **options,
+        )  # fmt: skip
+        assert same is states
+        return o
+
+    return make, call
+
+
+def gdn_case(B, slots, device):
+    x = case(1, B=B, N=slots, gates="g gk gv", device=device)
+    return x.pop("initial_state"), x
+
+
+def raw_kda_case(B, slots, device):
+    x, _ = kda_case(1, B=B, N=slots, gate="bounded", device=device)
+    return x.pop("initial_state"), x
+
+
+def of_ssd(B, slots, device):
+    """For many sequences of a size that takes the wide tile."""
+    sizes = (8, 64, 32) if B > 3 else (4, 20, 24)
+    states, x = ssd_cases.case(*sizes, B=B, slots=slots, device=device)
+    del x["dt_softplus"]
+    return states, x
+
+
+def of_conv(B, slots, device):
+    x = conv_cases.tensors(device=device, slots=slots)
+    x["x"] = x["x"].repeat(B // len(x["x"]), 1, 1)
+    return x.pop("conv_state"), x
+
+
+RAW = {"use_gate_in_kernel": True, "lower_bound": -5.0}
+STEPS = (
+    Step("gdn", *of_delta(fused_recurrent_gated_delta_rule, gdn_case), decays=("g", "gk", "gv")),
+    Step("kda", *of_delta(fused_recurrent_kda, raw_kda_case, **RAW)),
+    Step(
+        "ssd", of_ssd, lambda S, x, rows, **options: selective_state_update(
+            S, **x, dt_softplus=True, state_batch_indices=rows, **options
+        ), apart=True, near=1e-6,
+    ),
+    Step(
+        "conv", of_conv, lambda S, x, rows, **options: causal_conv1d_update(
+            **x, conv_state=S, activation="silu", conv_state_indices=rows, **options
+        ), apart=True,
+    ),
+)  # fmt: skip
+steps = pytest.mark.parametrize("step", STEPS, ids=str)
+impls = pytest.mark.parametrize("impl", IMPLS)
+pools = pytest.mark.parametrize("pool", [False, True], ids=["states", "pool"])
+
+
+@pytest.fixture
+def device(device, request):
+    """The CPU for the reference: on a GPU the bits of its products depend on the batch."""
+    parameters = getattr(request.node, "callspec", None)
+    reference = parameters is not None and parameters.params.get("impl") == "reference"
+    return torch.device("cpu") if reference else device
+
+
+def same(got, want, near=0.0):
+    """Outputs and states by twos, to the bit if nothing is said."""
+    for name, a, b in zip(("out", "states"), got, want, strict=True):
+        assert torch.equal(a, b) or near
+        assert_close(name, a, b, near)
+
+
+@impls
+@pools
+@steps
+@pytest.mark.parametrize("shift", [0, 1])
+def test_at_any_address(shift, step, pool, impl, device):
+    """What lies around the states is left as it is."""
+    states, x, rows = step.drawn(pool, device)
+    buffer = torch.full((states.numel() + 9,), 7.0, device=device)
+    inner = slice(4 + shift, 4 + shift + states.numel())
+    view = buffer[inner].view(states.shape).copy_(states)
+    assert bool(view.data_ptr() % 16) == bool(shift)
+    out, want = (step.run(S, x, rows, impl=impl) for S in (view, states))
+    same((out, view), (want, states))
+    assert (buffer[: inner.start] == 7).all() and (buffer[inner.stop :] == 7).all()
+
+
+@impls
+@pools
+@steps
+@pytest.mark.parametrize("gap", [32, 21])
+def test_states_lie_apart(gap, step, pool, impl, device):
+    """As in the pages of a cache, or beside those of other layers."""
+    if not pool and not step.apart:
+        pytest.skip("its own states lie one after the other")
+    states, x, rows = step.drawn(pool, device)
+    pages = torch.full((len(states), states[0].numel() + gap), 7.0, device=device)
+    apart = pages[:, :-gap].view(states.shape).copy_(states)
+    out, want = (step.run(S, x, rows, impl=impl) for S in (apart, states))
+    same((out, apart), (want, states), 1e-6)  # narrower loads: another kernel
+    assert (pages[:, -gap:] == 7).all()
+
+
+@impls
+@pools
+@steps
+def test_autograd_sees_that_they_are_written(step, pool, impl, device):
+    """A gradient that needs the states as they were is not computed from the new ones."""
+    states, x, rows = step.drawn(pool, device)
+    weight = torch.ones_like(states, requires_grad=True)
+    y = (weight * states).sum()
+    step.call(states, x, rows, impl=impl)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()
+
+
+@impls
+@pools
+@steps
+def test_inference_mode(step, pool, impl, device):
+    """States made there, which have no version, are written there, and outside of it."""
+    states, x, rows = step.drawn(pool, device)
+    start = states.clone()
+    want = step.run(states, x, rows, impl=impl)
+    with torch.inference_mode():
+        made, again = start.clone(), start.clone()
+        same((step.call(made, x, rows, impl=impl), made), (want, states))
+    same((step.call(again, x, rows, impl=impl), again), (want, states))
+
+
+@impls
+@pools
+@steps
+def test_where_no_gradient_is_recorded(step, pool, impl, device):
+    """Every tensor may ask for one, as parameters do; without torch.no_grad() it is refused."""
+    states, x, rows = step.drawn(pool, device)
+    start = states.clone()
+    want = step.run(start, x, rows, impl=impl)
+    leaves = {n: t.detach().requires_grad_() for n, t in x.items()}
+    out = step.run(states, leaves, rows, impl=impl)
+    assert not out.requires_grad
+    same((out, states), (want, start))
+    for n, leaf in leaves.items():
+        with launches() as ran, pytest.raises(ValueError, match="overwrites what a gradient needs"):
+            step.call(states, x | {n: leaf}, rows, impl=impl)
+        assert not ran and torch.equal(states, start)
+
+
+@impls
+@pools
+@steps
+def test_an_argument_in_the_memory_of_the_states_is_refused(step, pool, impl, device):
+    """It would be overwritten while it is read; beside the states it is none of its business."""
+    start, x, rows = step.drawn(pool, device)
+    x = {n: t.contiguous() for n, t in x.items()}
+    last = start.clone()
+    want = step.run(last, x, rows, impl=impl)
+    for n, t in x.items():
+        size = t.numel()
+        arena = torch.zeros(start.numel() + size, device=device)
+        states = arena[: start.numel()].view(start.shape)
+        for first in (0, 7, start.numel() - 1):
+            states.copy_(start)
+            view = arena[first : first + size].view(t.shape)
+            view.fill_(-0.5) if n in step.decays else None
+            before = arena.clone()
+            with launches() as ran, pytest.raises(ValueError, match="must not share memory with"):
+                step.run(states, x | {n: view}, rows, impl=impl)
+            assert not ran and torch.equal(arena, before), n
+        states.copy_(start)
+        beside = arena[start.numel() :].view(t.shape).copy_(t)
+        out = step.run(states, x | {n: beside}, rows, impl=impl)
+        same((out, states), (want, last), step.near)
+
+
+@pools
+@steps
+def test_a_transform_is_refused(step, pool, device):
+    states, x, rows = step.drawn(pool, device)
+    before, first = states.clone(), next(iter(x))
+    f = lambda y: step.call(states, x | {first: y}, rows)
+    for transformed, y in (
+        (torch.func.vmap(f), x[first][None]),
+        (torch.func.grad(lambda y: f(y).sum()), x[first]),
+    ):
+        with pytest.raises(ValueError, match=r"a transform of torch.func \(vmap, grad\) cannot"):
+            transformed(y)
+        assert torch.equal(states, before)
+
+
+@steps
+def test_forward_mode_is_refused(step, device):
+    states, x, rows = step.drawn(False, device)
+    before, first = states.clone(), next(iter(x))
+    with forward_ad.dual_level():
+        x[first] = forward_ad.make_dual(x[first].contiguous(), torch.ones_like(x[first]))
+        with pytest.raises(ValueError, match="overwrites what a gradient needs"):
+            step.call(states, x, rows)
+    assert torch.equal(states, before)
+
+
+@steps
+def test_many_sequences_in_any_order(step, device, monkeypatch):
+    """On a GPU enough for a wide tile; each has the bits that it has in a call of its own."""
+    by_value(monkeypatch)
+    N = 300 if CUDA else 6
+    pool, x, _ = step.drawn(True, device, N, 2 * N)
+    start = pool.clone()
+    rows = torch.randperm(2 * N, generator=torch.Generator().manual_seed(0))[:N]
+    out = step.run(pool, x, rows.to(device), impl="triton")
+    for n in range(0, N, max(1, N // 10)):
+        one = {m: t if m in SHARED else t[n : n + 1] for m, t in x.items()}
+        state = start[rows[n] : rows[n] + 1].clone()
+        alone = step.run(state, one, None, impl="triton")
+        same((out[n : n + 1], pool[rows[n] : rows[n] + 1]), (alone, state))
+
+
+@impls
+@steps
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_slots_of_a_pool(dtype, step, impl, device, monkeypatch):
+    """Each sequence as in a call of its own; padding gives zeros and touches nothing."""
+    by_value(monkeypatch)
+    pool, x, _ = step.drawn(True, device)
+    start, rows = pool.clone(), [4, -1, 0]
+    out = step.run(pool, x, torch.tensor(rows, dtype=dtype, device=device), impl=impl)
+    assert not out[1].any()
+    for n, slot in ((0, 4), (2, 0)):
+        one = {m: t if m in SHARED else t[n : n + 1] for m, t in x.items()}
+        state = start[slot : slot + 1].clone()
+        alone = step.run(state, one, None, impl=impl)
+        same((out[n : n + 1], pool[slot : slot + 1]), (alone, state))
+    others = [1, 2, 3, 5]
+    assert torch.equal(pool[others], start[others])
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.gpu)])
+@impls
+@pools
+@steps
+def test_fullgraph(step, pool, impl, backend, device):
+    """The graph writes the states. It does not know the slots while it is traced: it refuses wrong
+    ones when it runs, writes nothing then, and serves again.
+    """
+    states, x, rows = step.drawn(pool, device)
+    f = lambda states, x, rows: step.call(states, x, rows, impl=impl)
+    torch._dynamo.reset()
+    g = torch.compile(f, fullgraph=True, backend=backend)
+    other = states.clone()
+
+    def check(rows):
+        with torch.no_grad():
+            got, want = g(states, x, rows), f(other, x, rows)
+        same((got, states), (want, other))
+
+    check(rows)
+    check(rows)
+    if not pool or CUDA:  # there the numbers are taken on trust
+        return
+    for wrong, message in (
+        ([1, 4, 1], "must name a slot for one sequence only, got 1 for 0 and 2"),
+        ([1, SLOTS, 2], f"below the {SLOTS} slots of .*, got {SLOTS} for sequence 1"),
+    ):
+        for call in (g, f):
+            with torch.no_grad(), pytest.raises(ValueError, match=message):
+                call(states, x, torch.tensor(wrong))
+            assert torch.equal(states, other)
+    check(torch.tensor([-1, 5, 2]))
