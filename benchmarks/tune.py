@@ -120,13 +120,13 @@ def candidates(kernel: str, case: Case) -> Iterator[dict[str, int]]:
 @contextmanager
 def installed(kernel: str, case: Case, row: dict[str, int], generation: str) -> Iterator[None]:
     """The kernel's launcher uses this row in this process, then its own again."""
-    from linattn_edu.kernels import tiles
+    from linattn_edu.kernels.rows import row as config
 
     def replaced(entry):
         """A table's entry with the row in every place, whatever it is chosen by."""
         if isinstance(entry, dict):
             return {key: replaced(value) for key, value in entry.items()}
-        return [tiles.row(**row)] if isinstance(entry, list) else tiles.row(**row)
+        return [config(**row)] if isinstance(entry, list) else config(**row)
 
     place = PLACES[kernel]
     module = import_module(f"linattn_edu.kernels.{place.module}")
@@ -154,12 +154,12 @@ class Worker:
     def run(self, kernel: str, case: Case, row: dict[str, int], timed: bool) -> dict:
         """{"error": ...} against the reference, or {"ms": ...}."""
         from benchmarks.forms import stage_function
-        from linattn_edu.kernels import tiles
+        from linattn_edu.kernels.rows import device_of
 
         stage, options = PLACES[kernel].stage, dict(PLACES[kernel].options)
         args, kwargs = self._arguments(case, timed)[stage]
         kwargs = kwargs | options
-        generation, _ = tiles.device_of(args[0])
+        generation, _ = device_of(args[0])
         f = stage_function(stage, "triton")
         with installed(kernel, case, row, generation):
             if timed:

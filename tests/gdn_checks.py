@@ -22,7 +22,7 @@ from linattn_edu import chunk_gated_delta_rule
 from linattn_edu.kernels.host import plan
 from linattn_edu.kernels.routes import by_kind, kind_of
 from linattn_edu.kernels.routes.choosing import first
-from linattn_edu.kernels.tiles import device_of
+from linattn_edu.kernels.rows import device_of
 from linattn_edu.ops import gdn, kda
 from linattn_edu.reference.delta.recurrent import recurrent, recurrent_bwd
 from linattn_edu.testing import assert_close

@@ -280,7 +280,7 @@ MUTANTS = [
     ),
     Mutant(
         "a gradient of shared heads is rounded after each of them",
-        f"{KERNELS}/tiles.py",
+        f"{KERNELS}/rows.py",
         "return q.dtype if q.shape[2] == HV else torch.float32",
         "return q.dtype",
         "tests/delta/test_output_bwd.py tests/delta/test_kda_intra_bwd.py",

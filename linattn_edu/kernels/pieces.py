@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from linattn_edu.kernels.routes import by_kind, kind_of, limits
-from linattn_edu.kernels.tiles import cdiv, sequence_args
+from linattn_edu.kernels.rows import sequence_args
+from linattn_edu.kernels.tiles import cdiv
 from linattn_edu.packing import Packing
 
 

@@ -11,7 +11,7 @@ from linattn_edu.kernels.delta.gate_cumsum import gate_cumsum as gate_cumsum_ker
 from linattn_edu.kernels.fused import gdn_fwd as kernels
 from linattn_edu.kernels.fused.gdn_intra import intra_chunk
 from linattn_edu.kernels.routes import forced
-from linattn_edu.kernels.tiles import device_of
+from linattn_edu.kernels.rows import device_of
 from linattn_edu.ops.gdn import forward, fused_stages, stages
 from linattn_edu.packing import pack
 from linattn_edu.testing import assert_close, gdn_inputs
@@ -38,7 +38,7 @@ def test_scan_transposed_gives_the_same_bits(T, K, V, packed, dtype, device, for
     if generation not in ("hopper", "blackwell"):
         pytest.skip("made for Hopper")
     # as if it had one multiprocessor: tiles of 64 columns
-    monkeypatch.setattr("linattn_edu.kernels.tiles.device_of", lambda _: (generation, 1))
+    monkeypatch.setattr("linattn_edu.kernels.rows.device_of", lambda _: (generation, 1))
     gc = gate_cumsum_kernel(g, chunk_size=64, **own)
     P, R, _ = intra_chunk(q, k, beta, gc, chunk_size=64, **own)
     exact_products(monkeypatch)

@@ -10,7 +10,7 @@ from linattn_edu.kernels.delta.gate_cumsum import gate_cumsum as gate_cumsum_ker
 from linattn_edu.kernels.fused import gdn_intra as kernels
 from linattn_edu.kernels.gluon import support
 from linattn_edu.kernels.routes import forced, limits
-from linattn_edu.kernels.tiles import device_of
+from linattn_edu.kernels.rows import device_of
 from linattn_edu.packing import pack
 from linattn_edu.reference.delta.gate_cumsum import gate_cumsum
 from linattn_edu.reference.fused import gdn_intra as references

@@ -15,7 +15,7 @@ from linattn_edu.kernels.delta.kda_intra import kda_intra as kda_intra_kernel
 from linattn_edu.kernels.fused import kda_fwd as kernels
 from linattn_edu.kernels.fused.kda_scans import kda_gates
 from linattn_edu.kernels.routes import forced
-from linattn_edu.kernels.tiles import device_of
+from linattn_edu.kernels.rows import device_of
 from linattn_edu.ops.kda import forward, fused_stages, stages
 from linattn_edu.reference.fused import kda_fwd as references
 from linattn_edu.testing import assert_close, kda_inputs
@@ -51,7 +51,7 @@ def test_the_transposed_scan_gives_the_same_bits(K, V, dtype, device, force, mon
     q, *args = registry.arguments("kda_fused_scan", "kda_fused", 150, K, V, 64, dtype, device)
     generation, _ = device_of(q)
     # as if it had one multiprocessor: tiles of 64 columns
-    monkeypatch.setattr("linattn_edu.kernels.tiles.device_of", lambda _: (generation, 1))
+    monkeypatch.setattr("linattn_edu.kernels.rows.device_of", lambda _: (generation, 1))
     exact_products(monkeypatch)
     got = []
     for form in ("transposed", "upright"):

@@ -14,16 +14,17 @@ import torch
 sys.path.append(str(Path(__file__).parents[1]))
 from stages import STAGES
 
-from linattn_edu.kernels import tiles
+from linattn_edu.kernels import rows as tables
 from linattn_edu.kernels.delta import causal_conv1d as convolution
 from linattn_edu.kernels.delta import causal_conv1d_update as convolution_update
 from linattn_edu.kernels.delta import rms_norm_gated as norm
 from linattn_edu.kernels.delta import state, state_bwd
 from linattn_edu.kernels.routes import by_kind, choosing, forced, kind_of
+from linattn_edu.kernels.rows import UNPIPELINED, device_of, of_generation
 from linattn_edu.kernels.ssd import ema as ema_kernels
 from linattn_edu.kernels.ssd import ema_bwd as ema_bwd_kernels
 from linattn_edu.kernels.ssd import selective_state_update as update
-from linattn_edu.kernels.tiles import UNPIPELINED, block, device_of, of_generation
+from linattn_edu.kernels.tiles import block
 from linattn_edu.ops import ema, kda, ssd
 from linattn_edu.ops.gdn import backward, forward, fused_stages, stages
 from linattn_edu.reference.delta import causal_conv1d as convolution_reference
@@ -235,7 +236,7 @@ def run_kda_fused(dtype, K, V):
         sizes = [(device_of(x.q)[0], n) for n in (1, 20, 10**6)]  # multiprocessors
         for rule, size in itertools.product(({}, cut), sizes):
             has = {"device_of": lambda _, size=size: size}
-            known = patch.multiple(tiles, **has), patch.multiple(choosing, **has)
+            known = patch.multiple(tables, **has), patch.multiple(choosing, **has)
             with poison(), forced(**rule), known[0], known[1]:
                 got = fused_kda_results(x, "triton", chunk_size)
             worst = max(worst, *(relative_rms(a, b) for a, b in zip(got, exact, strict=True)))

@@ -31,8 +31,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime import JITFunction
 
-from linattn_edu.kernels import tiles
+from linattn_edu.choices import generation
 from linattn_edu.kernels.routes import by_kind, forced, kind_of
+from linattn_edu.kernels.rows import device_of
+from linattn_edu.kernels.tiles import cdiv
 
 sys.path.append(str(Path(__file__).parents[1]))
 import blanks
@@ -67,7 +69,7 @@ def launches(K, V, dtype):
     # in pieces that begin where the state is forgotten
     small = {"PROGRAMS": 0, "PER_PROGRAM": C, "MULTIPROCESSORS": 0}
     with forced(**small):
-        launch("gdn_fused", blanks.gated(K, V, dtype, C, chunks=4 * tiles.cdiv(V, 64)), pieces=True)
+        launch("gdn_fused", blanks.gated(K, V, dtype, C, chunks=4 * cdiv(V, 64)), pieces=True)
 
 
 def launch(family, r, pieces=False):
@@ -89,14 +91,13 @@ def record(cc):
         seen[" ".join(key)] = (self, bound)
 
     original, JITFunction.run = JITFunction.run, run
-    device = tiles.device_of
     assert all(stage.module for stage in STAGES)  # loaded
     ours = [m for n, m in sys.modules.items() if n.startswith("linattn_edu.kernels.")]
     modules = [m for m in ours if hasattr(m, "device_of")]
     try:
         for processors in (1, 2, 5, 10, 10**6):  # so that every row of a list is the choice once
             for module in modules:
-                module.device_of = lambda x, n=processors: (tiles.generation(divmod(cc, 10)), n)
+                module.device_of = lambda x, n=processors: (generation(divmod(cc, 10)), n)
             for dtype, sizes in SIZES if cc == 90 else SIZES_ELSEWHERE:
                 for K, V in [(n, n) for n in sizes] + [(256, WIDE)] * (256 in sizes):
                     launches(K, V, dtype)
@@ -107,7 +108,7 @@ def record(cc):
     finally:
         JITFunction.run = original
         for module in modules:
-            module.device_of = device
+            module.device_of = device_of
     return seen
 
 

@@ -18,7 +18,7 @@ from kernels import kept
 from kernels.workers import lines_of
 
 from linattn_edu import kernels as package
-from linattn_edu.kernels.tiles import generation
+from linattn_edu.choices import generation
 
 triton = pytest.importorskip("triton")
 

@@ -17,7 +17,7 @@ import linattn_edu
 from linattn_edu import choices, dry_run
 from linattn_edu.choices import GPUS
 from linattn_edu.dry_run import DTYPES, OPERATORS, route
-from linattn_edu.kernels import tiles
+from linattn_edu.kernels import rows as tables
 from linattn_edu.kernels.fused import gdn_intra, gdn_scans
 from linattn_edu.kernels.gluon import gdn_intra_bwd, gdn_scan
 from linattn_edu.kernels.routes import (
@@ -32,6 +32,7 @@ from linattn_edu.kernels.routes import (
     load_of,
     scan_launch,
 )
+from linattn_edu.kernels.tiles import block
 
 PACKAGE = Path(linattn_edu.__file__).parent
 # -- the routes of calls
@@ -312,8 +313,8 @@ def test_the_rows_of_a_scan():
     for programs, n in (((93, 186), 0), ((92, 93), 1), ((1, 2), 1), ((400, 800), 0), ((5,), 0)):
         assert by_load.widest(programs, 132, 7).takes == n
     assert by_load.widest((527, 1054), 132, 40).takes == 1
-    rows = [tiles.row(4, n, BV=BV) for n, BV in ((2, 64), (1, 32))]
-    table = tiles.scan_table(ampere={128: rows}, hopper={128: rows})
+    rows = [tables.row(4, n, BV=BV) for n, BV in ((2, 64), (1, 32))]
+    table = tables.scan_table(ampere={128: rows}, hopper={128: rows})
     for gpu, K, heads, BV, warps in (
         ("h100", 128, 47, 64, 4), ("h100", 128, 46, 32, 4), ("h100", 100, 2, 32, 4),
         ("h100", 33, 200, 16, 2), ("b200", 33, 200, 16, 2), ("a100", 33, 200, 64, 4),
@@ -321,7 +322,7 @@ def test_the_rows_of_a_scan():
         k = torch.empty(1, 1, 1, K, dtype=torch.bfloat16, device="meta")
         with choices.ask(GPUS[gpu], lambda *_: None):
             grid, row = scan_launch(table, k, heads, 128)
-            assert (row["BV"], row["num_warps"]) == (BV, warps) and row["BK"] == tiles.block(K)
+            assert (row["BV"], row["num_warps"]) == (BV, warps) and row["BK"] == block(K)
             assert grid == (heads * 128 // BV,)
             assert scan_launch(rows[1], k, heads, 32)[0] == (heads,)
     found = asked("gdn 8 4096 16 16 33 128")

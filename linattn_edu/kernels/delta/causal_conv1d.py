@@ -9,15 +9,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from linattn_edu.kernels.rows import chunk_args, row, sequence_args
 from linattn_edu.kernels.tiles import (
     cast,
     cdiv,
-    chunk_args,
     load_row,
     load_tile,
     load_vector,
-    row,
-    sequence_args,
     sequence_of,
     store_tile,
 )

@@ -6,7 +6,8 @@ import triton.language as tl
 from torch import Tensor
 
 from linattn_edu.kernels.delta.recurrent import slot_of
-from linattn_edu.kernels.tiles import cast, cdiv, load_row, load_vector, mask_if, row
+from linattn_edu.kernels.rows import row
+from linattn_edu.kernels.tiles import cast, cdiv, load_row, load_vector, mask_if
 
 
 @triton.jit

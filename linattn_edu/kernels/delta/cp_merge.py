@@ -7,19 +7,15 @@ from torch import Tensor
 
 from linattn_edu.kernels.pieces import Pieces
 from linattn_edu.kernels.routes import scan_launch
+from linattn_edu.kernels.rows import Config, entry, row, scan_table, sequence_args
 from linattn_edu.kernels.tiles import (
-    Config,
     block,
     cast,
     cdiv,
     dot,
-    entry,
     load_gate,
     load_tile,
     load_vector,
-    row,
-    scan_table,
-    sequence_args,
     sequence_of,
     store_tile,
 )

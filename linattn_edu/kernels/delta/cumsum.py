@@ -6,7 +6,8 @@ import triton.language as tl
 from torch import Tensor
 
 from linattn_edu.kernels.delta.gate import BH
-from linattn_edu.kernels.tiles import cdiv, chunk_args, chunk_of, load_tile, sequence_of, store_tile
+from linattn_edu.kernels.rows import chunk_args
+from linattn_edu.kernels.tiles import cdiv, chunk_of, load_tile, sequence_of, store_tile
 from linattn_edu.packing import Packing
 
 BLOCK = 256  # tokens of a tile; longer chunks and sequences take several, one after the other

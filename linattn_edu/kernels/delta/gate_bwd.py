@@ -12,7 +12,8 @@ from linattn_edu.kernels.delta.gate import (
     parameter_gradients,
     store_sums,
 )
-from linattn_edu.kernels.tiles import LOG2E, cdiv, chunk_args, chunk_of, load_tile, store_tile
+from linattn_edu.kernels.rows import chunk_args
+from linattn_edu.kernels.tiles import LOG2E, cdiv, chunk_of, load_tile, store_tile
 from linattn_edu.packing import Packing
 
 

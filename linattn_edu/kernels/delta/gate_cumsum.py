@@ -6,7 +6,8 @@ import triton.language as tl
 from torch import Tensor
 
 from linattn_edu.kernels.delta.gate import columns, gate_tile
-from linattn_edu.kernels.tiles import LOG2E, cdiv, chunk_args, chunk_of, load_tile, store_tile
+from linattn_edu.kernels.rows import chunk_args
+from linattn_edu.kernels.tiles import LOG2E, cdiv, chunk_of, load_tile, store_tile
 from linattn_edu.packing import Packing
 
 

@@ -5,18 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from linattn_edu.kernels.tiles import (
-    by_width,
-    cast,
-    chunk_args,
-    chunk_of,
-    dot,
-    load_row,
-    load_tile,
-    row,
-    store_tile,
-    value_table,
-)
+from linattn_edu.kernels.rows import by_width, chunk_args, row, value_table
+from linattn_edu.kernels.tiles import cast, chunk_of, dot, load_row, load_tile, store_tile
 from linattn_edu.packing import Packing
 
 

@@ -11,19 +11,15 @@ from torch import Tensor
 
 from linattn_edu.kernels.delta.solve import merge, merge_precision, substitute
 from linattn_edu.kernels.routes import by_kind
+from linattn_edu.kernels.rows import chunk_args, device_of, entry, of_generation, row
 from linattn_edu.kernels.tiles import (
     cast,
-    chunk_args,
     chunk_of,
-    device_of,
     dot,
-    entry,
     load_gates,
     load_row,
     load_tile,
     load_vector,
-    of_generation,
-    row,
     store_tile,
 )
 from linattn_edu.packing import Packing

@@ -7,22 +7,17 @@ from torch import Tensor
 
 from linattn_edu.kernels.delta.kda_intra import FAR, halves, halving, pairs
 from linattn_edu.kernels.routes import by_kind, kind_of
+from linattn_edu.kernels.rows import chunk_args, device_of, entry, of_generation, row, shared_dtype
 from linattn_edu.kernels.tiles import (
     block,
     cast,
     cdiv,
-    chunk_args,
     chunk_of,
-    device_of,
     dot,
-    entry,
     load_gates,
     load_row,
     load_tile,
     load_vector,
-    of_generation,
-    row,
-    shared_dtype,
     store_tile,
 )
 from linattn_edu.packing import Packing

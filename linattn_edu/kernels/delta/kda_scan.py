@@ -8,16 +8,8 @@ from torch import Tensor
 from linattn_edu.kernels.delta.cp_merge import cp_merge, piece_map
 from linattn_edu.kernels.pieces import by_maps
 from linattn_edu.kernels.routes import scan_launch
-from linattn_edu.kernels.tiles import (
-    cast,
-    columns_of,
-    dot,
-    load_tile,
-    load_vector,
-    row,
-    scan_table,
-    store_tile,
-)
+from linattn_edu.kernels.rows import row, scan_table
+from linattn_edu.kernels.tiles import cast, columns_of, dot, load_tile, load_vector, store_tile
 from linattn_edu.packing import Packing
 
 

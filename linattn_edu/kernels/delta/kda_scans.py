@@ -11,7 +11,7 @@ from linattn_edu.kernels.delta.state import state_kernel
 from linattn_edu.kernels.delta.state_bwd import kda_state_bwd_kernel
 from linattn_edu.kernels.pieces import by_maps
 from linattn_edu.kernels.routes import scan_launch
-from linattn_edu.kernels.tiles import row, scan_table, states
+from linattn_edu.kernels.rows import row, scan_table, states
 from linattn_edu.packing import Packing
 
 

@@ -5,17 +5,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from linattn_edu.kernels.rows import chunk_args, entry, row
 from linattn_edu.kernels.tiles import (
     cast,
     cdiv,
-    chunk_args,
     chunk_of,
     decay_matrix,
     dot,
-    entry,
     load_gate,
     load_tile,
-    row,
     store_tile,
 )
 from linattn_edu.packing import Packing

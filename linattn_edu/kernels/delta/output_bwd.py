@@ -5,20 +5,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from linattn_edu.kernels.rows import by_width, chunk_args, row, shared_dtype, value_table
 from linattn_edu.kernels.tiles import (
-    by_width,
     cast,
-    chunk_args,
     chunk_of,
     decay_matrix,
     decay_matrix_transposed,
     dot,
     load_gate,
     load_tile,
-    row,
-    shared_dtype,
     store_tile,
-    value_table,
 )
 from linattn_edu.packing import Packing
 

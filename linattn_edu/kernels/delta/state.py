@@ -8,6 +8,7 @@ from torch import Tensor
 from linattn_edu.kernels.delta.cp_merge import cp_merge, piece_map
 from linattn_edu.kernels.pieces import by_maps, whole_of
 from linattn_edu.kernels.routes import scan_launch
+from linattn_edu.kernels.rows import row, scan_table, states, whole
 from linattn_edu.kernels.tiles import (
     cast,
     columns_of,
@@ -16,11 +17,7 @@ from linattn_edu.kernels.tiles import (
     load_gate,
     load_tile,
     load_vector,
-    row,
-    scan_table,
-    states,
     store_tile,
-    whole,
 )
 from linattn_edu.packing import Packing
 

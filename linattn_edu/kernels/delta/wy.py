@@ -5,21 +5,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from linattn_edu.kernels.rows import chunk_args, device_of, entry, of_generation, row
 from linattn_edu.kernels.tiles import (
     cast,
-    chunk_args,
     chunk_of,
     decay_matrix,
-    device_of,
     dot,
-    entry,
     load_gate,
     load_gates,
     load_row,
     load_tile,
     load_vector,
-    of_generation,
-    row,
     store_tile,
 )
 from linattn_edu.packing import Packing
@@ -93,7 +89,7 @@ def wy_kernel(
         store_tile(u_ptr, dot(b_Au, b_v), o_t, o_v, HV * V, n_t, V)
 
 
-# generation -> bytes of an element -> row. Narrower heads keep these tiles: see tiles.UNPIPELINED.
+# generation -> bytes of an element -> row. Narrower heads keep these tiles: see rows.UNPIPELINED.
 CONFIGS = {
     "turing": {2: row(4, 1, BK=64, BV=64), 4: row(4, 1, BK=32, BV=32)},
     "ampere": {2: row(4, 1, BK=64, BV=64), 4: row(4, 1, BK=32, BV=32)},

@@ -5,10 +5,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from linattn_edu.kernels.rows import by_width, chunk_args, row, value_table
 from linattn_edu.kernels.tiles import (
-    by_width,
     cast,
-    chunk_args,
     chunk_of,
     decay_matrix,
     decay_matrix_transposed,
@@ -16,9 +15,7 @@ from linattn_edu.kernels.tiles import (
     load_gate,
     load_row,
     load_tile,
-    row,
     store_tile,
-    value_table,
 )
 from linattn_edu.packing import Packing
 

@@ -8,10 +8,10 @@ from torch import Tensor
 from linattn_edu.kernels.gluon import support
 from linattn_edu.kernels.pieces import Pieces
 from linattn_edu.kernels.routes import by_kind, by_load, kind_of
+from linattn_edu.kernels.rows import chunk_args
 from linattn_edu.kernels.tiles import (
     block,
     cast,
-    chunk_args,
     chunk_of,
     decay_matrix,
     dot,

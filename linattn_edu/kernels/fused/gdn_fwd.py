@@ -16,6 +16,7 @@ from linattn_edu.kernels.delta.warm_up import warm_up, with_warm_up
 from linattn_edu.kernels.gluon import support
 from linattn_edu.kernels.pieces import Pieces, by_maps
 from linattn_edu.kernels.routes import by_load, kind_of, load_of, scan_launch
+from linattn_edu.kernels.rows import row, scan_table
 from linattn_edu.kernels.tiles import (
     cast,
     cdiv,
@@ -24,8 +25,6 @@ from linattn_edu.kernels.tiles import (
     load_gate,
     load_row,
     load_tile,
-    row,
-    scan_table,
     store_tile,
 )
 from linattn_edu.packing import Packing
@@ -238,7 +237,7 @@ def scan_map_kernel(
 
 SCAN_CONFIGS = scan_table(
     ampere={128: [row(4, 1, BV=32)], 256: [row(4, 1, BV=16)]},
-    # never 1 stage in 16 bit with BV < 64: miscompiled by ptxas 12.8, see tiles.UNPIPELINED
+    # never 1 stage in 16 bit with BV < 64: miscompiled by ptxas 12.8, see rows.UNPIPELINED
     hopper={
         128: [row(4, 3, BV=64), row(4, 3, BV=32), row(4, 3, BV=16)],
         256: [row(4, 2, BV=64), row(4, 2, BV=32), row(4, 2, BV=16)],

@@ -15,18 +15,15 @@ from linattn_edu.kernels.delta.solve import (
 )
 from linattn_edu.kernels.gluon import support
 from linattn_edu.kernels.routes import by_kind, kind_of
+from linattn_edu.kernels.rows import chunk_args, entry, row, whole
 from linattn_edu.kernels.tiles import (
-    chunk_args,
     chunk_of,
     decay_matrix,
     dot,
-    entry,
     load_gate,
     load_row,
     load_tile,
-    row,
     store_tile,
-    whole,
 )
 from linattn_edu.packing import Packing
 

@@ -14,6 +14,7 @@ from linattn_edu.kernels.fused.gdn_fwd import SCAN_CONFIGS, entering, scan_map
 from linattn_edu.kernels.gluon import support
 from linattn_edu.kernels.pieces import Pieces
 from linattn_edu.kernels.routes import Load, by_load, kind_of, load_of, scan_launch
+from linattn_edu.kernels.rows import row, states
 from linattn_edu.kernels.tiles import (
     cast,
     cdiv,
@@ -22,8 +23,6 @@ from linattn_edu.kernels.tiles import (
     load_gate,
     load_row,
     load_tile,
-    row,
-    states,
     store_tile,
 )
 from linattn_edu.packing import Packing

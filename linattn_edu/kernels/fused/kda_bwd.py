@@ -18,19 +18,17 @@ from linattn_edu.kernels.delta.kda_intra_bwd import (
 )
 from linattn_edu.kernels.gluon import support
 from linattn_edu.kernels.routes import by_kind, kind_of
+from linattn_edu.kernels.rows import chunk_args, entry, shared_dtype
 from linattn_edu.kernels.tiles import (
     block,
     cast,
     cdiv,
-    chunk_args,
     chunk_of,
     dot,
-    entry,
     load_gates,
     load_row,
     load_tile,
     load_vector,
-    shared_dtype,
     store_tile,
 )
 from linattn_edu.packing import Packing

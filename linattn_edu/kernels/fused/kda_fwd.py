@@ -15,6 +15,7 @@ from linattn_edu.kernels.fused.gdn_fwd import TRANSPOSED
 from linattn_edu.kernels.gluon import support
 from linattn_edu.kernels.pieces import by_maps
 from linattn_edu.kernels.routes import by_load, kind_of, load_of, scan_launch
+from linattn_edu.kernels.rows import row, scan_table
 from linattn_edu.kernels.tiles import (
     cast,
     columns_of,
@@ -22,8 +23,6 @@ from linattn_edu.kernels.tiles import (
     load_row,
     load_tile,
     load_vector,
-    row,
-    scan_table,
     store_tile,
 )
 from linattn_edu.packing import Packing

@@ -16,18 +16,16 @@ from linattn_edu.kernels.fused.kda_fwd import kda_fused_scan_map
 from linattn_edu.kernels.gluon import support
 from linattn_edu.kernels.pieces import by_maps
 from linattn_edu.kernels.routes import by_kind, by_load, kind_of, load_of, scan_launch
+from linattn_edu.kernels.rows import chunk_args, row, states
 from linattn_edu.kernels.tiles import (
     cast,
     cdiv,
-    chunk_args,
     chunk_of,
     columns_of,
     dot,
     load_row,
     load_tile,
     load_vector,
-    row,
-    states,
     store_tile,
 )
 from linattn_edu.packing import Packing

@@ -16,18 +16,16 @@ from linattn_edu.kernels.fused.ssd_fwd import (
     tile_of,
 )
 from linattn_edu.kernels.routes import by_kind, kind_of
+from linattn_edu.kernels.rows import chunk_args, row, whole
 from linattn_edu.kernels.ssd.chunk_scan import past_state
 from linattn_edu.kernels.tiles import (
     cast,
-    chunk_args,
     chunk_of,
     dot,
     load_gate,
     load_tile,
     load_vector,
-    row,
     store_tile,
-    whole,
 )
 from linattn_edu.packing import Packing
 

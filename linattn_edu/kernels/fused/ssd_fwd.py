@@ -9,19 +9,17 @@ import triton.language as tl
 from torch import Tensor
 
 from linattn_edu.kernels.routes import by_kind, kind_of
+from linattn_edu.kernels.rows import chunk_args, row, whole
 from linattn_edu.kernels.ssd.chunk_scan import past_state
 from linattn_edu.kernels.tiles import (
     cast,
     cdiv,
-    chunk_args,
     chunk_of,
     documents,
     dot,
     load_gate,
     load_tile,
-    row,
     store_tile,
-    whole,
 )
 from linattn_edu.packing import Packing
 

@@ -40,7 +40,8 @@ from linattn_edu.kernels.gluon.names import (
 )
 from linattn_edu.kernels.gluon.support import attempt
 from linattn_edu.kernels.routes import by_load, kind_of, load_of
-from linattn_edu.kernels.tiles import chunk_args, chunk_of, whole
+from linattn_edu.kernels.rows import chunk_args, whole
+from linattn_edu.kernels.tiles import chunk_of
 from linattn_edu.packing import Packing
 
 

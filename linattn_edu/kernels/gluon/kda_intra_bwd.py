@@ -31,7 +31,7 @@ from linattn_edu.kernels.gluon.blocks import (
 )
 from linattn_edu.kernels.gluon.names import async_load, async_store, barrier, record
 from linattn_edu.kernels.gluon.support import attempt
-from linattn_edu.kernels.tiles import device_of
+from linattn_edu.kernels.rows import device_of
 
 
 @record

@@ -10,7 +10,8 @@ import torch
 from linattn_edu.choices import Choice
 from linattn_edu.kernels.routes import limits
 from linattn_edu.kernels.routes.choosing import Kind, decision, first
-from linattn_edu.kernels.tiles import block, cdiv, of_generation
+from linattn_edu.kernels.rows import of_generation
+from linattn_edu.kernels.tiles import block, cdiv
 
 LATER = ("hopper", "blackwell")
 

@@ -17,7 +17,8 @@ from linattn_edu.kernels.routes.by_kind import (
     scan_rows,
 )
 from linattn_edu.kernels.routes.choosing import Load, decision, first
-from linattn_edu.kernels.tiles import UNPIPELINED, Config, block, cdiv, device_of, of_generation
+from linattn_edu.kernels.rows import UNPIPELINED, Config, device_of, of_generation
+from linattn_edu.kernels.tiles import block, cdiv
 
 
 def pays(load: Load) -> Choice | None:

@@ -12,7 +12,7 @@ from linattn_edu import choices
 from linattn_edu.choices import Choice
 from linattn_edu.kernels.gluon import support
 from linattn_edu.kernels.routes import limits
-from linattn_edu.kernels.tiles import compiled, device_of
+from linattn_edu.kernels.rows import compiled, device_of
 from linattn_edu.packing import Packing
 
 # why the kernels in Gluon are off, or "": once, at import, since torch.compile, which traces the

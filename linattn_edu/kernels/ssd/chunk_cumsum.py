@@ -6,10 +6,10 @@ import triton.language as tl
 from torch import Tensor
 
 from linattn_edu.kernels.delta.gate import BH, softplus
+from linattn_edu.kernels.rows import chunk_args
 from linattn_edu.kernels.tiles import (
     LOG2E,
     cdiv,
-    chunk_args,
     chunk_of,
     decay_matrix,
     decay_matrix_transposed,

@@ -5,20 +5,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from linattn_edu.kernels.rows import chunk_args, entry, row
 from linattn_edu.kernels.ssd.chunk_cumsum import decay_within, decay_within_transposed, decays
 from linattn_edu.kernels.ssd.chunk_state_bwd_db import sum_tiles
-from linattn_edu.kernels.tiles import (
-    cast,
-    cdiv,
-    chunk_args,
-    chunk_of,
-    dot,
-    entry,
-    load_row,
-    load_tile,
-    row,
-    store_tile,
-)
+from linattn_edu.kernels.tiles import cast, cdiv, chunk_of, dot, load_row, load_tile, store_tile
 from linattn_edu.packing import Packing
 
 

@@ -4,20 +4,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from linattn_edu.kernels.rows import chunk_args, entry, row, states
 from linattn_edu.kernels.ssd.chunk_cumsum import decays
-from linattn_edu.kernels.tiles import (
-    cast,
-    cdiv,
-    chunk_args,
-    chunk_of,
-    dot,
-    entry,
-    load_row,
-    load_tile,
-    row,
-    states,
-    store_tile,
-)
+from linattn_edu.kernels.tiles import cast, cdiv, chunk_of, dot, load_row, load_tile, store_tile
 from linattn_edu.packing import Packing
 
 

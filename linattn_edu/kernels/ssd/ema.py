@@ -9,20 +9,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from linattn_edu.kernels.rows import entry, row, sequence_args, states
 from linattn_edu.kernels.tiles import (
     cast,
     cdiv,
     decay_matrix,
     dot,
-    entry,
     load_once,
     load_tile,
     load_vector,
     mask_if,
-    row,
-    sequence_args,
     sequence_of,
-    states,
     store_tile,
 )
 from linattn_edu.packing import Packing

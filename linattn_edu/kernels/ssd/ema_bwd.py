@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from linattn_edu.kernels.rows import sequence_args
 from linattn_edu.kernels.ssd.ema import (
     PIECE,
     fold,
@@ -24,7 +25,6 @@ from linattn_edu.kernels.tiles import (
     dot,
     load_tile,
     load_vector,
-    sequence_args,
     sequence_of,
     store_tile,
 )

@@ -10,7 +10,8 @@ from torch import Tensor
 from linattn_edu.kernels.delta.gate import softplus as softplus_of
 from linattn_edu.kernels.delta.recurrent import slot_of
 from linattn_edu.kernels.routes import by_load
-from linattn_edu.kernels.tiles import cast, cdiv, device_of, load_tile, mask_if, of_generation
+from linattn_edu.kernels.rows import device_of, of_generation
+from linattn_edu.kernels.tiles import cast, cdiv, load_tile, mask_if
 
 
 @triton.jit

@@ -5,7 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from linattn_edu.kernels.tiles import cdiv, load_vector, sequence_args, sequence_of
+from linattn_edu.kernels.rows import sequence_args
+from linattn_edu.kernels.tiles import cdiv, load_vector, sequence_of
 from linattn_edu.packing import Packing
 
 
