@@ -260,9 +260,10 @@ def kda_intra_bwd_kernel(
         b_qE = cast(b_q * b_E, dtype)
         b_kE = cast(b_k * b_E * b_beta, dtype)
         if HALVE == FAR:
-            close = (o[:, None] > o[None, :]) & ~b_far
-            b_dPn = tl.where(close, b_dP, 0.0)
-            b_dLn = tl.where(close, b_dL, 0.0)
+            # in two steps: Triton 3.9 compiles one mask of both only where K is a multiple of 8
+            later = o[:, None] > o[None, :]
+            b_dPn = tl.where(later, tl.where(b_far, 0.0, b_dP), 0.0)
+            b_dLn = tl.where(later, tl.where(b_far, 0.0, b_dL), 0.0)
             b_kF = cast(b_k * b_F, dtype)
             b_x = dot(b_dPn, b_kF, b_x)
             b_y = dot(b_dLn, b_kF, b_y)
