@@ -179,8 +179,17 @@ def asked(call, more="", **options):
 
 @pytest.fixture(autouse=True)
 def gluon(monkeypatch):
-    """As if this Triton's Gluon were on."""
+    """As if this Triton's Gluon were on, with one that gives the ring's bits."""
     monkeypatch.setattr(choosing, "GLUON", "")
+    monkeypatch.setattr(limits, "SHARED_RING", by_load.support.THIS)
+
+
+def test_the_ring_where_its_bits_would_be_others(monkeypatch):
+    monkeypatch.setattr(limits, "SHARED_RING", (3, 5))
+    kernels = [s.kernel for s in asked("gdn 8 4096 8 16 128 128").forward]
+    assert kernels == expanded("ALONE scan_gluon")
+    kernels = [s.kernel for s in asked("gdn 8 4096 16 16 128 128").forward]
+    assert kernels == expanded("RING scan_gluon")
 
 
 @pytest.mark.parametrize(("call", "more", "forward", "backward"), CALLS, ids=lambda x: x or "-")

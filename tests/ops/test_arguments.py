@@ -311,7 +311,8 @@ def test_numbers_of_sequences_that_are_not_dense_are_refused_by_name(kind):
         strange = {n: STRANGE[kind](torch.tensor(numbers, device=device))}
         with pytest.raises(TypeError, match=rf"^{n} must be a dense tensor, got"):
             chunk_kda(**x, **bounds | strange)
-    slots = {"ssm_state_indices": torch.tensor([[0]]), "num_accepted_tokens": torch.tensor([1])}
+    slots = {"ssm_state_indices": [[0]], "num_accepted_tokens": [1]}
+    slots = {n: torch.tensor(numbers, device=DEVICE) for n, numbers in slots.items()}
     for n, numbers in slots.items():
         strange = slots | {n: STRANGE[kind](numbers)}
         with pytest.raises(TypeError, match=rf"^{n} must be a dense tensor, got"):

@@ -138,7 +138,8 @@ def test_at_any_address(shift, step, pool, impl, device):
     view = buffer[inner].view(states.shape).copy_(states)
     assert bool(view.data_ptr() % 16) == bool(shift)
     out, want = (step.run(S, x, rows, impl=impl) for S in (view, states))
-    same((out, view), (want, states))
+    # compiled, loads of other widths sum in another order
+    same((out, view), (want, states), 1e-6 if shift and pool and device.type == "cuda" else 0.0)
     assert (buffer[: inner.start] == 7).all() and (buffer[inner.stop :] == 7).all()
 
 

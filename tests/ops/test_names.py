@@ -25,6 +25,8 @@ from linattn_edu import (
 )
 from linattn_edu.testing import assert_close, gdn_inputs, kda_inputs
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
 IMPLS = ("reference", "triton")
 impls = pytest.mark.parametrize("impl", IMPLS)
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -245,8 +247,8 @@ def test_naive_kda_gate(device):
     assert not ran
 
 
-def new(*shape, **kinds):
-    return torch.zeros(*shape, **kinds)
+def new(*shape, device=DEVICE):
+    return torch.zeros(*shape, device=device)
 
 
 KDA_GATE = {
@@ -295,7 +297,7 @@ KDA_GATE = {
 }  # fmt: skip
 GDN_GATE = {
     "a number": (
-        {"g": torch.tensor(1.0), "A_log": new(1)}, ValueError, r"g must have shape \[..., HV\]"
+        {"g": new(1)[0], "A_log": new(1)}, ValueError, r"g must have shape \[..., HV\]"
     ),
     "no A_log": ({"A_log": None}, TypeError, "A_log must be a torch.Tensor .*None"),
     "A_log": ({"A_log": new(3)}, ValueError, r"A_log must have the elements of \[HV=4\]"),

@@ -179,8 +179,8 @@ def ema_kernel(
     w_ptr,  # [B, T, H] or None
     gc_ptr,  # [B, T, H] log2
     h0_ptr,  # [N, H, D] or None
-    s_ptr,  # [NW, H, D] of ema_piece_kernel, or None: every sequence is one piece
-    a_ptr,  # [NW, H] of ema_piece_kernel, or None
+    s_ptr,  # [NW, H, D] of ema_piece_kernel; not read where every sequence is one piece
+    a_ptr,  # [NW, H] of ema_piece_kernel
     y_ptr,  # [B, T, H, D] out
     h_ptr,  # [NT, H, D] out: state entering each chunk, or None
     ht_ptr,  # [N, H, D] out, or None
@@ -200,19 +200,16 @@ def ema_kernel(
     ND: tl.constexpr = (D + BD - 1) // BD
     pid = tl.program_id(0)
     i_d, i_h, i_n = pid % ND, pid // ND % H, (pid // (ND * H)).to(tl.int64)
-    i_l = 0
-    if s_ptr is not None:
-        i_n, i_l = piece_of(i_n, N, T, offsets_ptr, chunks_ptr, BT, L)
-        if i_l < 0:
-            return
+    i_n, i_l = piece_of(i_n, N, T, offsets_ptr, chunks_ptr, BT, L)
+    if i_l < 0:
+        return
     first, n_seq, i_c = sequence_of(i_n, cu_ptr, offsets_ptr, T, BT)
     o_t = tl.arange(0, BT)
     o_d = i_d * BD + tl.arange(0, BD)
     b_h = tl.zeros([BD], tl.float32)
     if h0_ptr is not None:
         b_h += load_vector(h0_ptr + (i_n * H + i_h) * D, o_d, D)
-    if s_ptr is not None:
-        b_h = fold(b_h, s_ptr, a_ptr, i_c // L, i_l, i_h, o_d, H, D, REVERSE=False)
+    b_h = fold(b_h, s_ptr, a_ptr, i_c // L, i_l, i_h, o_d, H, D, REVERSE=False)
     n_seq -= i_l * L * BT
     start = (first + i_l * L * BT) * H + i_h
     piece_gc_ptr = gc_ptr + start
@@ -285,12 +282,16 @@ def piece_parts(
     chunk_size: int,
     packing: Packing | None,
     reverse: bool = False,
-) -> tuple[Tensor | None, Tensor | None, int]:
-    """Launch ema_piece_kernel where there are later pieces; return its results, and how many."""
+) -> tuple[Tensor, Tensor, int]:
+    """Launch ema_piece_kernel where there are later pieces; return its results, and how many.
+
+    Where there are none, other tensors stand for them: a kernel compiled without pieces need not
+    have the same bits, and on Triton 3.9 has not.
+    """
     H, D = x.shape[2:]
     NW = later_pieces(x, chunk_size, packing)
     if not NW:
-        return None, None, 0
+        return gc, gc, 0
     s, a = gc.new_empty(NW, H, D), gc.new_empty(NW, H)
     config = width(x)
     N, cu_seqlens, offsets = sequence_args(x, packing)

@@ -40,8 +40,8 @@ def ema_bwd_kernel(
     h_ptr,  # [NT, H, D] of ema
     dy_ptr,  # [B, T, H, D]
     dht_ptr,  # [N, H, D] or None
-    s_ptr,  # [NW, H, D] of ema_piece_kernel, or None: every sequence is one piece
-    a_ptr,  # [NW, H] of ema_piece_kernel, or None
+    s_ptr,  # [NW, H, D] of ema_piece_kernel; not read where every sequence is one piece
+    a_ptr,  # [NW, H] of ema_piece_kernel
     dx_ptr,  # [B, T, H, D] out
     dg_ptr,  # [D / BD, B, T, H] out: parts of dg
     dw_ptr,  # [D / BD, B, T, H] out: parts of dw, or None
@@ -62,20 +62,17 @@ def ema_bwd_kernel(
     ND: tl.constexpr = (D + BD - 1) // BD
     pid = tl.program_id(0)
     i_d, i_h, i_n = pid % ND, pid // ND % H, (pid // (ND * H)).to(tl.int64)
-    i_l = 0
-    if s_ptr is not None:
-        i_n, i_l = piece_of(i_n, N, T, offsets_ptr, chunks_ptr, BT, L)
-        if i_l < 0:
-            return
+    i_n, i_l = piece_of(i_n, N, T, offsets_ptr, chunks_ptr, BT, L)
+    if i_l < 0:
+        return
     first, n_seq, i_c = sequence_of(i_n, cu_ptr, offsets_ptr, T, BT)
     o_t = tl.arange(0, BT)
     o_d = i_d * BD + tl.arange(0, BD)
     b_dh = tl.zeros([BD], tl.float32)
     if dht_ptr is not None:
         b_dh += load_vector(dht_ptr + (i_n * H + i_h) * D, o_d, D)
-    if s_ptr is not None:
-        later = tl.maximum(tl.cdiv(n_seq, L * BT) - 1 - i_l, 0)
-        b_dh = fold(b_dh, s_ptr, a_ptr, i_c // L + i_l, later, i_h, o_d, H, D, REVERSE=True)
+    later = tl.maximum(tl.cdiv(n_seq, L * BT) - 1 - i_l, 0)
+    b_dh = fold(b_dh, s_ptr, a_ptr, i_c // L + i_l, later, i_h, o_d, H, D, REVERSE=True)
     i_p = i_d * (T if cu_ptr is not None else N.to(tl.int64) * T) * H  # this tile's parts
     n_seq -= i_l * L * BT
     NT = tl.cdiv(tl.minimum(n_seq, L * BT), BT)
