@@ -40,7 +40,7 @@ def pytest_runtest_makereport(item, call):
         pytest.exit(f"{item.nodeid}: illegal memory access", returncode=3)
 
 
-def pytest_terminal_summary(terminalreporter, config):
+def pytest_terminal_summary(terminalreporter, exitstatus, config):
     """Where LINATTN_EDU_RAN names a file, what ran on which GPU goes into it."""
     file = os.environ.get("LINATTN_EDU_RAN")
     if not file or not torch.cuda.is_available() or hasattr(config, "workerinput"):
@@ -49,7 +49,8 @@ def pytest_terminal_summary(terminalreporter, config):
 
     counts = {name: len(found) for name, found in terminalreporter.stats.items()}
     only = [f"-k {config.option.keyword}"] if config.option.keyword else []
-    ran.add(ran.record([*config.args, *only], counts), Path(file))
+    cut = exitstatus == pytest.ExitCode.INTERRUPTED
+    ran.add(ran.record([*config.args, *only], counts, cut), Path(file))
 
 
 @pytest.fixture(autouse=True)

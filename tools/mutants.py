@@ -550,7 +550,7 @@ MUTANTS = [
         f"{KERNELS}/delta/cp_merge_bwd.py",
         "dot(b_k, cast(b_dS, b_k.dtype))",
         "dot(b_k, cast(b_dS * b_a, b_k.dtype))",
-        "tests/delta/test_cp_merge.py -k map_bwd",
+        "tests/delta/test_cp_merge_bwd.py -k map_bwd",
     ),
     # calls that are written down
     Mutant(

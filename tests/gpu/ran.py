@@ -18,8 +18,8 @@ def read(file: Path = FILE) -> list[dict]:
     return json.loads(file.read_text()) if file.exists() else []
 
 
-def record(tests: list[str], counts: dict[str, int]) -> dict:
-    """What this process can say of a run of these tests."""
+def record(tests: list[str], counts: dict[str, int], cut: bool = False) -> dict:
+    """What this process can say of a run of these tests; cut: some were not reached."""
     import triton
 
     names = {"chapters" if name.endswith(".ipynb") else name for name in tests}
@@ -31,6 +31,7 @@ def record(tests: list[str], counts: dict[str, int]) -> dict:
         "date": datetime.date.today().isoformat(),
         "tests": " ".join(sorted(names)),
         **{name: counts.get(name, 0) for name in ("passed", "failed", "error", "skipped")},
+        "cut": cut,
     }
 
 
