@@ -28,7 +28,7 @@ def instead_of(where, name):
 
 def quicken():
     """Replace functions of the interpreter by ones that remember; the results are the same."""
-    if not triton.__version__.startswith("3.7."):
+    if not triton.__version__.startswith(("3.7.", "3.8.", "3.9.")):
         return
     builder = interpreter.interpreter_builder
     if not builder.options.debug:  # without it, nobody reads what the check finds

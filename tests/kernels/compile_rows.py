@@ -4,6 +4,7 @@
     python tests/kernels/compile_rows.py --all       compile every row
     python tests/kernels/compile_rows.py --sample    compile the sample alone
     python tests/kernels/compile_rows.py --write     (`make compile`) and keep the results
+    python tests/kernels/compile_rows.py --all --write FILE      every result, in a file of its own
 
 Prints a JSON line a row. The sample is another sixtieth of the rows every day. A program, because
 a process that interprets kernels cannot compile them.
@@ -44,7 +45,7 @@ CAPABILITIES = (75, 80, 89, 90, 100)
 SAMPLES = 60  # parts of the rows, of which a day's sample is one
 # head sizes; heads of odd size and fp16 take rows of their own on Hopper alone, or none
 SIZES = (
-    (torch.bfloat16, (33, 64, 128, 255, 256)),
+    (torch.bfloat16, (33, 64, 100, 128, 255, 256)),
     (torch.float16, (128,)),
     (torch.float32, (64, 128, 256)),
 )
@@ -181,7 +182,9 @@ def main():
     parser = argparse.ArgumentParser(description="compile the rows of every kernel")
     parser.add_argument("--all", action="store_true", help="also rows whose results are kept")
     parser.add_argument("--sample", action="store_true", help="the sample alone")
-    parser.add_argument("--write", action="store_true", help="keep the results")
+    parser.add_argument(
+        "--write", nargs="?", type=Path, const=kept.FILE, metavar="FILE", help="keep the results"
+    )
     args = parser.parse_args()
     if args.sample and args.write:
         parser.error("a sample is not kept")
@@ -196,7 +199,8 @@ def main():
         line = {"cc": row.cc, "kernel": row.kernel, "name": name}
         print(json.dumps(line | {"kept": results.get(row), "compiled": compiled.get(row)}))
     if args.write:
-        kept.write(triton.__version__, {row: compiled.get(row, results.get(row)) for row in rows})
+        results |= compiled
+        kept.write(triton.__version__, {row: results[row] for row in rows}, args.write)
 
 
 if __name__ == "__main__":

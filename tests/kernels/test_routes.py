@@ -179,17 +179,9 @@ def asked(call, more="", **options):
 
 @pytest.fixture(autouse=True)
 def gluon(monkeypatch):
-    """As if this Triton's Gluon were on, with one that gives the ring's bits."""
+    """As if this Triton's Gluon were on, and of the table's version."""
     monkeypatch.setattr(choosing, "GLUON", "")
-    monkeypatch.setattr(limits, "SHARED_RING", by_load.support.THIS)
-
-
-def test_the_ring_where_its_bits_would_be_others(monkeypatch):
-    monkeypatch.setattr(limits, "SHARED_RING", (3, 5))
-    kernels = [s.kernel for s in asked("gdn 8 4096 8 16 128 128").forward]
-    assert kernels == expanded("ALONE scan_gluon")
-    kernels = [s.kernel for s in asked("gdn 8 4096 16 16 128 128").forward]
-    assert kernels == expanded("RING scan_gluon")
+    monkeypatch.setattr(by_load.support, "THIS", limits.SHARED_RING)
 
 
 @pytest.mark.parametrize(("call", "more", "forward", "backward"), CALLS, ids=lambda x: x or "-")
@@ -204,6 +196,15 @@ def test_calls(call, more, forward, backward, monkeypatch):
     assert "{" not in str(found)
     if "gluon=off" in more and call.startswith("gdn"):
         assert "Gluon is off, Triton 3.5.1" in str(found)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_triton_with_other_bits_has_no_ring_of_shared_heads(shared, monkeypatch):
+    monkeypatch.setattr(by_load.support, "THIS", (3, 9))
+    found = asked(f"gdn 8 4096 {8 if shared else 16} 16 128 128")
+    (step,) = (s for s in found.forward if "intra_chunk" in s.kernel)
+    assert step.kernel == f"intra_chunk_{'' if shared else 'ring_'}gluon_kernel"
+    assert any("a Triton with which the last bits would be others" in x for x in step.why) == shared
 
 
 # -- each condition by itself turns a kernel away
