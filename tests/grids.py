@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-# set by `make test-full`, and on a GPU by `make gpu-test FULL=1`
+# set by `make test-full`; `LINATTN_EDU_FULL=1 make gpu-test` does it on a GPU
 FULL = os.environ.get("LINATTN_EDU_FULL", "") not in ("", "0")
 
 

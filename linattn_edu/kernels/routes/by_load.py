@@ -178,7 +178,7 @@ def widest(programs: tuple[int, ...], processors: int, tenths: int) -> Choice:
 
 
 def scan_launch(table: dict | Config, k: Tensor, heads: int, V: int) -> tuple[tuple[int], dict]:
-    """(grid, BK and the row) of a kernel that carries S [K, BV]: of a `tiles.scan_table` the row
+    """(grid, BK and the row) of a kernel that carries S [K, BV]: of a `rows.scan_table` the row
     with the widest BV that occupies 7 of 10 multiprocessors; or this row.
     """
     K, size, (generation, processors) = k.shape[-1], k.element_size(), device_of(k)
