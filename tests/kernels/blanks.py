@@ -46,6 +46,7 @@ def gated(K, V, dtype, C, channels=False, chunks=1):
         "dgl": h[..., 0].float(), "S": S, "M": M, "number": M[..., 0, 0],
     }  # fmt: skip
     vars(r).update((n, x) for some, x in names.items() for n in some.split())
+    r.halves, r.low = (r.P, r.A), (r.v, r.v)
     return r
 
 

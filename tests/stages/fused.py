@@ -41,6 +41,15 @@ STAGES = [
           "scan_map_bwd", when=held),
     Stage("fused/gdn_bwd", "gdn_fused", _intra_bwd, "intra_chunk_bwd", when=held,
           more=[two_heads(_intra_bwd)]),
+    # the same with low halves
+    Stage("fused/gdn_intra", "gdn_fused", call("q k beta gc", "chunks"), "intra_halves", when=held),
+    Stage("fused/gdn_fwd", "gdn_fused",
+          call("q k v gc P AG h0 beta halves", scale=SCALE, output_final_state=True), "scan",
+          when=held),
+    Stage("fused/gdn_scans", "gdn_fused", call("q k v beta gc P AG do h0 dht halves", scale=SCALE),
+          "scans", when=held),
+    Stage("fused/gdn_bwd", "gdn_fused", call("q k v beta gc h v_new do dh Z low", "scaled"),
+          "intra_chunk_bwd", when=held),
     # Kimi Delta Attention
     Stage("fused/kda_scans", "kda_fused", call("q k g", "chunks"), "kda_gates",
           more=with_gates("q k g"), when=held),

@@ -41,6 +41,15 @@ def gdn_backward_stages(kind: Kind, ranks: bool = False) -> Choice:
 
 
 @decision
+def gdn_halves(kind: Kind) -> Choice:
+    """Of Gated DeltaNet whose beta may be beyond 1: P and A * G in "halves" in both passes, or as
+    "one" number of 16 bit each. No kernel in Gluon takes halves.
+    """
+    why = first(FUSED, kind)
+    return Choice("one", why) if why else Choice("halves", "{generation}, {dtype}, K={K}, V={V}")
+
+
+@decision
 def kda_forward_stages(kind: Kind) -> Choice:
     """Of the forward pass of Kimi Delta Attention: "fused" or "staged". Its kernels give the same
     bits, whatever the batch.

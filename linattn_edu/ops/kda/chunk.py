@@ -87,7 +87,8 @@ def chunk_kda(
             ``-exp(A_log) * softplus(g + dt_bias)``, or, with lower_bound,
             ``lower_bound * sigmoid(exp(A_log) * (g + dt_bias))``.
         use_beta_sigmoid_in_kernel: Whether beta is given before its sigmoid.
-        allow_neg_eigval: With use_beta_sigmoid_in_kernel: take twice the sigmoid.
+        allow_neg_eigval: Whether beta may be beyond 1, as in :func:`chunk_gated_delta_rule`; in 16
+            bit everything is computed in float32 then.
         safe_gate: A promise that every log decay is at least lower_bound (-5 if None), in [-5, 0):
             in bfloat16 and float32 the forward pass need not look for channels that fade by more
             than 2^80 in 16 tokens, and is faster for it. With use_gate_in_kernel it needs
@@ -165,7 +166,7 @@ def chunk_kda(
         return_intermediate_states=return_intermediate_states,
     )
     gate_bound, safe_bound = _bounds(raw_gate, safe_gate, check.number("lower_bound", lower_bound))
-    sigmoid = arguments.sigmoid_factor(use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    sigmoid, beyond = arguments.sigmoid_factor(use_beta_sigmoid_in_kernel, allow_neg_eigval)
     (q, k, v, g, beta, A_log, dt_bias, initial_state), place, scale, impl = arguments.chunked(
         (q, k, v, g, beta, A_log, dt_bias, initial_state),
         (cu_seqlens, cu_seqlens_cpu, chunk_indices), cp_context, scale, chunk_size, impl,
@@ -176,6 +177,9 @@ def chunk_kda(
         raise ValueError("return_intermediate_states=True is not supported with cp_context")
     if safe_gate and not raw_gate:
         _check_promise(g, safe_bound)
+    dtype = q.dtype
+    if beyond or impl == "reference":  # where it costs no time
+        q, k, v = arguments.in_float32(q, k, v)
     if normalise:
         q, k = unit(q, impl), unit(k, impl)
     save = "P A gc w kg qg h v_new" if keep_all else "P A crossing" if place.group else "P A"
@@ -186,8 +190,9 @@ def chunk_kda(
         *place.bounds, scale, gate_bound, safe_bound, output_final_state, chunk_size, fused,
         place.group, impl, "h" if return_states else "", save=save,
     )  # fmt: skip
-    o, final_state = place.parted(o), place.leaving(final_state)
+    o, final_state = place.parted(o).to(dtype), place.leaving(final_state)
     final_state, h = (laid_out(x, state_v_first) for x in (final_state, Residuals(*kept).h))
+    h = h if h is None else h.to(dtype)
     return (o, final_state, h) if return_states else (o, final_state)
 
 
