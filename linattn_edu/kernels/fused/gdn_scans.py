@@ -364,8 +364,10 @@ def scan_states(
 ) -> tuple[Tensor, ...]:
     """Launch scan_states_kernel; arguments and result as in the reference."""
     x = Scans(None, k, v, beta, gc, None, AG, None, initial_state)
-    if AG_low is not None:
-        return _on_halves(x, (AG_low,), packing)
+    if AG_low is not None:  # whole sequences
+        x, v_low = x.written(pieces := whole_of(k, packing), packing), torch.empty_like(v)
+        _launch_forth(x, False, pieces, None, True, AG_low, v_low)
+        return x.h, x.v_new, v_low
     gluon = by_load.scans(load(k, v, AG, packing)).takes == "gluon"
     pieces, warmup, h0 = enter(x, gluon, packing)
     x = x._replace(h0=h0).written(pieces, packing)
@@ -403,8 +405,10 @@ def scan_bwd(
 ) -> tuple[Tensor, ...]:
     """Launch scan_bwd_kernel; arguments and result as in the reference."""
     x = Scans(q, k, None, beta, gc, P, AG, do, None, dht)
-    if low is not None:
-        return _on_halves(x, low, packing, scale)
+    if low is not None:  # whole sequences
+        x, Z_low = x.written(pieces := whole_of(k, packing), packing), torch.empty_like(do)
+        _launch_back(x, False, pieces, None, scale, *low, Z_low)
+        return x.dh, x.Z, x.dv, x.dh0, Z_low
     gluon = by_load.scans(load(q, do, AG, packing, k, P)).takes == "gluon"
     pieces, warmup, dht = enter(x, gluon, packing, scale)
     x = x._replace(dht=dht).written(pieces, packing)
@@ -425,18 +429,6 @@ def _launch_back(x: Scans, gluon: bool, pieces: Pieces, warmup: Tensor | None, s
     )  # fmt: skip
 
 
-def _on_halves(x: Scans, low: tuple, packing: Packing | None, scale: float = 1.0) -> tuple:
-    """The scans, or one, on whole sequences where AG and P have low halves, and those they make."""
-    x = x.written(pieces := whole_of(x.k, packing), packing)
-    v_low, Z_low = (None if y is None else torch.empty_like(y) for y in (x.v, x.do))
-    if x.v is not None:
-        _launch_forth(x, False, pieces, None, True, low[-1], v_low)
-    if x.do is not None:
-        _launch_back(x, False, pieces, None, scale, *low, Z_low)
-    made = x.h, x.v_new, x.dh, x.Z, x.dv, x.dh0, v_low, Z_low
-    return tuple(y for y in made if y is not None)
-
-
 def scans(
     q: Tensor,
     k: Tensor,
@@ -454,9 +446,11 @@ def scans(
     packing: Packing | None = None,
 ) -> tuple[Tensor, ...]:
     """Launch both scans, together or one after the other: the same bits. As in the reference."""
-    x = Scans(q, k, v, beta, gc, P, AG, do, initial_state, dht)
     if low is not None:
-        return _on_halves(x, low, packing, scale)
+        h, v_new, *v_low = scan_states(k, v, beta, gc, AG, initial_state, low[1], packing=packing)
+        back = scan_bwd(q, k, beta, gc, P, AG, do, dht, low, scale=scale, packing=packing)
+        return h, v_new, *back[:-1], *v_low, back[-1]
+    x = Scans(q, k, v, beta, gc, P, AG, do, initial_state, dht)
     asked = load(q, v, AG, packing, k, P, do)
     gluon = by_load.scans(asked).takes == "gluon"
     pieces, ahead, h0 = enter(x, gluon, packing)

@@ -257,11 +257,6 @@ def layer_parameters(
     return A_log, dt_bias
 
 
-def in_float32(*tensors: Tensor) -> list[Tensor]:
-    """q, k and v of 16 bit in float32, for beta beyond 1 where no kernel keeps low halves."""
-    return [x.float() if x.dtype.itemsize == 2 else x for x in tensors]
-
-
 def sigmoid_factor(use_beta_sigmoid_in_kernel: bool, allow_neg_eigval: bool) -> tuple[int, bool]:
     """How many times the sigmoid of beta is its value, 1 or 2, or 0: beta is its value; and whether
     it is said that the value may be beyond 1.

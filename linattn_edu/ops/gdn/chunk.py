@@ -14,7 +14,7 @@ from linattn_edu.ops.l2norm import unit
 from linattn_edu.ops.operator import Operator, like, widened
 from linattn_edu.ops.ranks import Ranks
 from linattn_edu.ops.stages import implementations, stage
-from linattn_edu.ops.tensors import laid_out
+from linattn_edu.ops.tensors import in_float32, laid_out
 from linattn_edu.packing import Packing
 
 
@@ -156,7 +156,7 @@ def chunk_gated_delta_rule(
     halves = beyond and _in_halves(impl, q, v, chunk_size, place.group)
     dtype = q.dtype
     if beyond and not halves:
-        q, k, v = arguments.in_float32(q, k, v)
+        q, k, v = in_float32(q, k, v)
     if normalise:
         q, k = unit(q, impl), unit(k, impl)
     save = "gc P AG P_low AG_low" if halves else _saved(impl, q, v, chunk_size, place.group)

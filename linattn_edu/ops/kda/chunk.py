@@ -15,7 +15,7 @@ from linattn_edu.ops.l2norm import unit
 from linattn_edu.ops.operator import Operator, like, widened
 from linattn_edu.ops.ranks import Ranks
 from linattn_edu.ops.stages import implementations, stage
-from linattn_edu.ops.tensors import known, laid_out
+from linattn_edu.ops.tensors import in_float32, known, laid_out
 from linattn_edu.packing import Packing
 
 SAFE_BOUND = -5.0  # of the log decay, where safe_gate is given without another
@@ -179,7 +179,7 @@ def chunk_kda(
         _check_promise(g, safe_bound)
     dtype = q.dtype
     if beyond or impl == "reference":  # where it costs no time
-        q, k, v = arguments.in_float32(q, k, v)
+        q, k, v = in_float32(q, k, v)
     if normalise:
         q, k = unit(q, impl), unit(k, impl)
     save = "P A gc w kg qg h v_new" if keep_all else "P A crossing" if place.group else "P A"
