@@ -107,9 +107,10 @@ def chunk_gated_delta_rule(
     Accuracy: products are accumulated in float32; 16-bit inputs are rounded where a product needs
     them. Of o that costs two to four times what rounding the result does, with keys of any two
     cosines up to .5 and beta up to 1; up to 30 times with keys alike and beta near 1. With keys
-    alike and beta beyond 1 it is as much as the output: the numbers that are rounded alternate and
-    cancel. allow_neg_eigval says so, and keeps them in two halves of 16 bit each (Hopper and later,
-    K and V up to 128, on one rank) or, elsewhere, in float32, which costs time and memory: then o,
+    alike and a beta beyond 1 of which nothing is said, o and gradients are off by as much as they
+    are, or more: the numbers that are rounded alternate and cancel. allow_neg_eigval says that beta
+    may be beyond 1, and keeps these in two halves of 16 bit each (Hopper, an even K and V up to
+    128, on one rank) or, elsewhere, in float32, which costs time and memory: then o,
     the final state and all gradients but that of g are within three roundings with unit keys,
     however alike. The reference stages always are. In float16 every value written, about ``2 |v|``,
     must stay below 65504: beyond it the whole chunk turns to NaN; and v of 1e-6 and less, with two

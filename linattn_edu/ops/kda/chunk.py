@@ -88,7 +88,8 @@ def chunk_kda(
             ``lower_bound * sigmoid(exp(A_log) * (g + dt_bias))``.
         use_beta_sigmoid_in_kernel: Whether beta is given before its sigmoid.
         allow_neg_eigval: Whether beta may be beyond 1, as in :func:`chunk_gated_delta_rule`; in 16
-            bit everything is computed in float32 then.
+            bit everything is computed in float32 then. With keys alike and a beta beyond 1 of which
+            nothing is said, o and gradients are off by as much as they are.
         safe_gate: A promise that every log decay is at least lower_bound (-5 if None), in [-5, 0):
             in bfloat16 and float32 the forward pass need not look for channels that fade by more
             than 2^80 in 16 tokens, and is faster for it. With use_gate_in_kernel it needs
