@@ -215,7 +215,7 @@ class Part:
                 f"the last of them to {view.name}"
             )
         copy = Copy(tensor, view, barrier, size)
-        self.touch(view, True, copy, "a copy")
+        self.touch(view, True, copy, "a copy of " + self.name)
         view.tensor.fill_(float("nan"))
         self.machine.copies.append(copy)
 
@@ -223,13 +223,13 @@ class Part:
         """Begin a copy from shared memory."""
         self.turn()
         store = Begun(write)
-        self.touch(view, False, store, "a copy out")
+        self.touch(view, False, store, "a copy out of " + self.name)
         self.stores.append(store)
 
     def read(self, view: Shared, values: Callable) -> None:
         """Begin a copy to shared memory by these warps, around registers."""
         copy = Begun(values)
-        copy.access = self.touch(view, True, copy, "a copy by pointers")
+        copy.access = self.touch(view, True, copy, "a copy by pointers of " + self.name)
         copy.access.fenced = None
         view.tensor.fill_(float("nan"))
         self.reads.append(copy)
@@ -243,7 +243,7 @@ class Part:
         product = Product(a, b, acc, use_acc)
         for operand in (a, b):
             if isinstance(operand, Shared):
-                self.touch(operand, False, product.begun, "a product")
+                self.touch(operand, False, product.begun, "a product of " + self.name)
         self.products.append(product.begun)
         return product
 
