@@ -16,7 +16,6 @@ from linattn_edu.gluon_interpreter.errors import ByteCount, Deadlock, KernelErro
 from linattn_edu.gluon_interpreter.memory import Access, Shared, race
 from linattn_edu.gluon_interpreter.values import Block
 
-
 MARKER = "__gluon_interpreter__"  # a global name of every function of a kernel
 
 

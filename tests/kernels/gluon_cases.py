@@ -38,14 +38,14 @@ class Case(NamedTuple):
         assert [x.__name__.removesuffix("_gluon_kernel") for x in ran] == self.kernels.split()
 
 
-def gates() -> torch.Tensor:
-    """[1, 192, 2, 128]: near in the first chunk, of one head far in half of the channels in the
-    second, of both heads far in the third.
+def gates(T: int) -> torch.Tensor:
+    """[1, T, 2, 128]: slow ones, another for each channel, so that states live for some chunks. In
+    the second chunk half of the channels of one head close at some tokens, in the third all.
     """
-    torch.manual_seed(0)
-    g = -torch.rand(1, 192, 2, HEAD) / 8
-    g[:, 64:128, 0, 64:] = -2.0
-    g[:, 128:] = -2.0
+    torch.manual_seed(T)
+    g = -torch.rand(1, T, 2, HEAD) * torch.linspace(0, 0.02, HEAD)
+    g[:, 108:112, 0, 64:] = -20.0
+    g[:, 172:176] = -20.0
     return g
 
 
@@ -86,22 +86,24 @@ CASES = {
         "intra_chunk_bwd", "gdn_fused", "intra_chunk_bwd", {"intra_chunk_bwd": "gluon"}, dtype=FP16
     ),
     "kda_scan": Case(
-        "kda_fused_scan", "kda_fused", "kda_scan", {"kda_scan": "gluon", "workers": 1}, 320
+        "kda_fused_scan", "kda_fused", "kda_scan", {"kda_scan": "gluon", "workers": 1}, 320,
+        kinds={"g": gates(320)},
     ),
     "kda_scan, two": Case(
         "kda_fused_scan", "kda_fused", "kda_scan", {"kda_scan": "gluon", "workers": 2}, 320,
-        dtype=FP16, without=("h0",), more={"output_final_state": False},
+        dtype=FP16, kinds={"g": gates(320)}, without=("h0",), more={"output_final_state": False},
     ),
     "kda_scans, both": Case(
-        "kda_fused_scans", "kda_fused", "kda_scans", _KDA | _BOTH | {"workers": 1}, 320
+        "kda_fused_scans", "kda_fused", "kda_scans", _KDA | _BOTH | {"workers": 1}, 320,
+        kinds={"g": gates(320)},
     ),
     "kda_scans, two, no states": Case(
         "kda_fused_scans", "kda_fused", "kda_scan_states kda_scan_bwd",
-        _KDA | _EACH | {"workers": 2}, dtype=FP16, without=ENDS,
+        _KDA | _EACH | {"workers": 2}, dtype=FP16, kinds={"g": gates(192)}, without=ENDS,
     ),
     "kda_intra_bwd": Case(
         "kda_fused_intra_bwd", "kda_fused", "kda_intra_bwd", {"kda_fused_intra_bwd": "gluon"},
-        kinds={"H": 2, "g": gates()},
+        kinds={"H": 2, "g": gates(192)},
     ),
 }  # fmt: skip
 
