@@ -323,11 +323,11 @@ class Machine:
         """Run the parts until all have ended."""
         name_memory()
         self.main.barrier()  # it is one for all warps
-        knows, parts = self.main.knows | {self.main: self.main.time}, []
-        for i, ((function, args), n) in enumerate(
-            zip(calls, [self.main.num_warps, *warps], strict=True)
-        ):
-            parts.append(Part(self, f"part {i} ({function.__name__})", n, knows))
+        knows, warps = self.main.knows | {self.main: self.main.time}, [self.main.num_warps, *warps]
+        parts = [
+            Part(self, f"part {i} ({function.__name__})", n, knows)
+            for i, ((function, _), n) in enumerate(zip(calls, warps, strict=True))
+        ]
         self.go = {part: threading.Semaphore(0) for part in parts}
         self.back = threading.Semaphore(0)
         for part, (function, args) in zip(parts, calls, strict=True):

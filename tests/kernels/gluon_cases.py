@@ -1,6 +1,7 @@
 """The kernels in Gluon, each as a launcher calls it, for the interpreter of Gluon."""
 
 from importlib import import_module
+from types import MappingProxyType
 from typing import NamedTuple
 
 import stages
@@ -24,9 +25,9 @@ class Case(NamedTuple):
     T: int = 192
     K: int = HEAD
     dtype: torch.dtype = BF16
-    kinds: dict = {}  # of parts
+    kinds: dict = MappingProxyType({})  # of parts
     without: tuple = ()  # parts
-    more: dict = {}  # options of the stage
+    more: dict = MappingProxyType({})  # options of the stage
 
     def check(self, device, **how) -> None:
         """The stage's results are its reference's; how: of `interpreted`."""
