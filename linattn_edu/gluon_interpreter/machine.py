@@ -38,13 +38,8 @@ class Barrier:
         self._begin()
 
     def _begin(self):
-        self.pending, self.expected, self.issued, self.landed, self.gathers = (
-            self.count,
-            0,
-            0,
-            0,
-            {},
-        )
+        self.pending, self.gathers = self.count, {}
+        self.expected = self.issued = self.landed = 0  # bytes
 
     def passed(self, parity: int) -> bool:
         """Whether the phase of this parity has ended, of the two that a wait can mean."""
@@ -246,7 +241,7 @@ class Part:
         self.products.append(product.begun)
         return product
 
-    def finish(self, under_way: deque, most: int) -> Iterator:
+    def finish(self, under_way: deque, most: int) -> list:
         """Finish what was begun first until at most so many are under way."""
         self.turn()
         done = []
@@ -299,7 +294,7 @@ class Machine:
                 raise _Stopped
             return
         while part.ready and not part.ready():  # before and after it is in parts
-            self.land([])
+            self.land([part])
 
     def land(self, waiting: list[Part]) -> None:
         """One of the copies; without any, nobody can go on."""

@@ -1,6 +1,5 @@
 """The kernels in Gluon, each as a launcher calls it, for the interpreter of Gluon."""
 
-from importlib import import_module
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -107,8 +106,3 @@ CASES = {
         kinds={"H": 2, "g": gates(192)},
     ),
 }  # fmt: skip
-
-
-def file_of(name: str):
-    """A module of kernels/gluon."""
-    return import_module(f"linattn_edu.kernels.gluon.{name}")

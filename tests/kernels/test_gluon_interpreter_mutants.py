@@ -5,16 +5,19 @@ too short, a number of bytes.
 """
 
 import re
+from importlib import import_module
 
 import pytest
 import torch
-from kernels.gluon_cases import CASES, file_of
+from kernels.gluon_cases import CASES
+from kernels.gluon_small import double_gluon
 
-from linattn_edu.gluon_interpreter import ByteCount, Deadlock, Race, Unfinished
+from linattn_edu.gluon_interpreter import ByteCount, Deadlock, Race, Unfinished, interpreted
 
 Wrong = AssertionError  # the result is not the reference's
 OUTSIDE = IndexError  # a place that a ring does not have
 LEFT_OUT = "pass"
+STORED = "    tma.store_wait(0)\n"
 # with what follows where a text alone is in a file twice
 WAIT_OTHERS, HAND_OVER = "mbarrier.wait(out.index(3), i_t & 1)\n", "hand_over(out.index(2))"
 STORE_NEW = "        store_transposed(b_new.to(dtype), new)"
@@ -23,6 +26,22 @@ STORE_Z = "        store_transposed(b_Z.to(dtype), Zs)"
 # case -> file of its kernel -> mistakes: the error, what it names, a text that the file has once,
 # and what of it becomes what; else all of it is left out
 MISTAKES = {
+    ("double", "kernels.gluon_small"): [
+        (Wrong, "not 2 x", "load(layout) * 2", "2", "3"),
+        (Race, "xs[0] is", "mbarrier.wait(full.index(i), n // 2 & 1)"),
+        (Race, "xs[0] is written by a copy", "mbarrier.wait(empty.index(i), (n // 2 & 1) ^ 1)"),
+        (Deadlock, "load) waits for empty[0] (phase 0)", "(n // 2 & 1) ^ 1", " ^ 1", ""),
+        (Deadlock, "double) waits for full[0]", "bar_pairs(2, 1, 1)", "2, 1, 1", "2, 2, 1"),
+        (ByteCount, "full[0] expects 8184", "BYTES)\n        async_load", "BYTES", "BYTES - 8"),
+        (ByteCount, "full[0] expects 8200", "BYTES)\n        async_load", "BYTES", "BYTES + 8"),
+        (Race, "xs[0] is written by a copy", "barrier()  # all have read", "barrier()", "pass"),
+        (Race, "out[0] is read by a copy out", "barrier()  # all have w", "barrier()", "pass"),
+        (Race, "out[0] is written", STORED + "    barrier()", STORED, ""),
+        (Race, "fence", "fence_async_shared()\n        barrier()", "fence_async_shared()", "pass"),
+        (Race, "full[0]", "fence_async_shared()\n    gl.warp", "fence_async_shared()", "pass"),
+        (Unfinished, "double) ends", "out.index(0))\n" + STORED, STORED, ""),
+        (OUTSIDE, "place 1 of", "ring(x_desc, 2)", "2", "1"),
+    ],
     ("gdn_scan", "gdn_scan"): [
         (Wrong, "output 0", "- b_e * b_W", "-", "+"),
         (Wrong, "output 0", "b_r = gates.index(3 * i + 1)", " + 1", ""),
@@ -238,22 +257,34 @@ def _cases():
             yield pytest.param(case, file, error, named, text, text.replace(old, new), id=said)
 
 
+def file_of(name):
+    """A module of kernels/gluon, or of the tests."""
+    return import_module(name if "." in name else f"linattn_edu.kernels.gluon.{name}")
+
+
+def check(case, **how):
+    """how: of `interpreted`."""
+    if case != "double":
+        return CASES[case].check(torch.device("cpu"), **how)
+    x = torch.randn(1, 5 * 64, 1, 64).bfloat16()
+    with interpreted(**how):
+        assert torch.equal(double_gluon(x), 2 * x), "not 2 x"
+
+
 @pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize(("case", "file", "error", "named", "before", "after"), [*_cases()])
 def test_a_mistake_is_found(case, file, error, named, before, after):
-    changes = ((file_of(file), before, after),)
     with pytest.raises(error, match=re.escape(named)):
-        CASES[case].check(torch.device("cpu"), changes=changes)
+        check(case, changes=((file_of(file), before, after),))
 
 
 @pytest.mark.parametrize("case", ["gdn_scan", "gdn_scans, forth", "gdn_scans, back", "kda_scan"])
 def test_a_ring_of_one_place_is_too_short(case):
     """The next chunk is waited for before a place is empty."""
     with pytest.raises(Deadlock, match=r"load_chunks\) waits for chunks"):
-        CASES[case].check(torch.device("cpu"), constants={"STAGES": 1})
+        check(case, constants={"STAGES": 1})
 
 
 def test_a_mistake_has_a_place():
     with pytest.raises(ValueError, match="gdn_scan has 0 times: no such text"):
-        changes = ((file_of("gdn_scan"), "no such text", LEFT_OUT),)
-        CASES["gdn_scan"].check(torch.device("cpu"), changes=changes)
+        check("gdn_scan", changes=((file_of("gdn_scan"), "no such text", LEFT_OUT),))
