@@ -2,8 +2,12 @@
 
 Triton's own interpreter knows no Gluon, and a GPU shows a mistake only sometimes. `interpreted()`
 is a context in which kernels in Gluon that are launched run in Python, on tensors of the CPU,
-operation by operation, with what the launcher made for the GPU. Their results are the kernel's up
-to the order of sums, and an error is raised for
+operation by operation, with what the launcher made for the GPU:
+
+    with interpreted(seed=0) as ran:  # another seed: other turns
+        scan_gluon(given, scale, warmup, pieces)
+
+Their results are the kernel's up to the order of sums, and an error is raised for
 
 - a wait that nobody answers, with the barrier and who waits (Deadlock);
 - shared memory that is read before its copy has landed, overwritten while it may still be read, or

@@ -240,7 +240,8 @@ def wait_group(most: int) -> None:
 def warpgroup_mma(a: object, b: Shared, acc: Block, *, use_acc: bool, is_async: bool) -> Block:
     """Begin a @ b, or acc + a @ b."""
     (m, k), (k_b, n) = a.shape, b.shape
-    if k != k_b or acc.shape != [m, n] or a.dtype != b.dtype or not is_async:
+    fits = k == k_b and acc.shape == [m, n] and a.dtype == b.dtype and is_async
+    if not fits or a.dtype.primitive_bitwidth != 16:
         raise TypeError(f"a product of {a.dtype}{a.shape} and {b.dtype}{b.shape} for {acc.shape}")
     return running().part.multiply(a, b, acc, use_acc)
 

@@ -30,7 +30,7 @@ def interpreted(
 
     Raises:
         KernelError: from a launch, and others as `linattn_edu.gluon_interpreter` says.
-        ValueError: a text of `changes` is not once in its module.
+        ValueError: a text of `changes` is not once in its module, or in no function that ran.
     """
     sources, ran = Sources(changes), []
 
@@ -51,6 +51,8 @@ def interpreted(
     GluonJITFunction.run = run
     try:
         yield ran
+        if sources.unplanted:
+            raise ValueError(f"in no function that ran: {sources.unplanted}")
     finally:
         if inherited:
             del GluonJITFunction.run

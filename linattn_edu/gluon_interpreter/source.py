@@ -32,7 +32,7 @@ class Sources:
             if found != 1:
                 raise ValueError(f"{module.__name__} has {found} times: {before}")
         self._kept = []  # so that an id is one object's alone
-        self._unused = [before for _, before, _ in changes]
+        self.unplanted = [before for _, before, _ in changes]  # in no function so far
 
     def plain(self, x: object) -> object:
         """What stands for a global name's value."""
@@ -68,7 +68,7 @@ class Sources:
         for module, before, after in self._changes:
             if module.__name__ == fn.__module__ and before in inspect.getsource(fn):
                 text = textwrap.dedent("".join(lines).replace(before, after))
-                self._unused = [x for x in self._unused if x != before]
+                self.unplanted = [x for x in self.unplanted if x != before]
         tree = ast.parse(text)
         ast.increment_lineno(tree, first - 1)
         (node,) = tree.body

@@ -3,6 +3,7 @@
 from types import MappingProxyType
 from typing import NamedTuple
 
+import pytest
 import stages
 import torch
 from gdn_checks import PAYS
@@ -11,6 +12,8 @@ from linattn_edu.gluon_interpreter import interpreted
 from linattn_edu.kernels.routes import forced
 
 HEAD = 128
+# with a GPU the kernels in plain Triton around them are compiled, and take no tensors of the CPU
+NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="these run where kernels are not")
 BF16, FP16 = torch.bfloat16, torch.float16
 
 

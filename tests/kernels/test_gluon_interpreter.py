@@ -4,7 +4,7 @@ import pytest
 import torch
 from delta.stage_checks import check_stage
 from gdn_checks import PAYS
-from kernels.gluon_cases import BF16, CASES, HEAD, gates
+from kernels.gluon_cases import BF16, CASES, HEAD, NO_GPU, gates
 from kernels.gluon_small import double_gluon
 from triton.experimental.gluon import language as gl
 
@@ -22,7 +22,7 @@ from linattn_edu.reference.fused import gdn_scans as scans_reference
 from linattn_edu.reference.fused import kda_scans as kda_reference
 from linattn_edu.testing import gdn_inputs
 
-pytestmark = pytest.mark.usefixtures("poison")
+pytestmark = [pytest.mark.usefixtures("poison"), NO_GPU]
 CPU = torch.device("cpu")
 CHUNKS, SCALED = {"chunk_size": 64}, {"scale": 0.3}
 

@@ -9,11 +9,12 @@ from importlib import import_module
 
 import pytest
 import torch
-from kernels.gluon_cases import CASES
+from kernels.gluon_cases import CASES, NO_GPU
 from kernels.gluon_small import double_gluon
 
 from linattn_edu.gluon_interpreter import ByteCount, Deadlock, Race, Unfinished, interpreted
 
+pytestmark = [pytest.mark.usefixtures("poison"), NO_GPU]
 Wrong = AssertionError  # the result is not the reference's
 OUTSIDE = IndexError  # a place that a ring does not have
 LEFT_OUT = "pass"
@@ -36,10 +37,10 @@ MISTAKES = {
         (ByteCount, "full[0] expects 8200", "BYTES)\n        async_load", "BYTES", "BYTES + 8"),
         (Race, "xs[0] is written by a copy", "barrier()  # all have read", "barrier()", "pass"),
         (Race, "out[0] is read by a copy out", "barrier()  # all have w", "barrier()", "pass"),
-        (Race, "out[0] is written", STORED + "    barrier()", STORED, ""),
+        (Race, "out[0] is written", STORED + "        barrier()", "tma.store_wait(0)", "pass"),
         (Race, "fence", "fence_async_shared()\n        barrier()", "fence_async_shared()", "pass"),
         (Race, "full[0]", "fence_async_shared()\n    gl.warp", "fence_async_shared()", "pass"),
-        (Unfinished, "double) ends", "out.index(0))\n" + STORED, STORED, ""),
+        (Unfinished, "double) ends", "out.index(0))\n" + STORED, "tma.store_wait(0)", "pass"),
         (OUTSIDE, "place 1 of", "ring(x_desc, 2)", "2", "1"),
     ],
     ("gdn_scan", "gdn_scan"): [
@@ -271,7 +272,6 @@ def check(case, **how):
         assert torch.equal(double_gluon(x), 2 * x), "not 2 x"
 
 
-@pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize(("case", "file", "error", "named", "before", "after"), [*_cases()])
 def test_a_mistake_is_found(case, file, error, named, before, after):
     with pytest.raises(error, match=re.escape(named)):
