@@ -56,8 +56,10 @@ class Sources:
         return x
 
     def _record(self, cls: type) -> type:
-        held = [cell.cell_contents for cell in cls.__setattr__.__closure__]
-        (fields,) = (x.__annotations__ for x in held if x is not cls)  # of the class as written
+        fields = cls.__annotations__
+        if not fields:  # before Triton 3.8 only the class as written has them
+            held = [cell.cell_contents for cell in cls.__setattr__.__closure__]
+            (fields,) = (x.__annotations__ for x in held if x is not cls)
         methods = {name: self.plain(f) for name, f in vars(cls).items() if hasattr(f, "arg_names")}
         return type(cls.__name__, (Record,), {"fields": [*fields]} | methods)
 
