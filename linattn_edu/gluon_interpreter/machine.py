@@ -37,7 +37,7 @@ class Barrier:
         self.knows = {}  # what those who arrived in the phases that have ended knew
         self._begin()
 
-    def _begin(self):
+    def _begin(self) -> None:
         self.pending, self.gathers = self.count, {}
         self.expected = self.issued = self.landed = 0  # bytes
 
@@ -125,8 +125,7 @@ class Part:
         self.ended = {}  # what some of these warps saw the end of: all know at the next barrier
         self.unfenced: list[Access] = []
         self.products, self.stores, self.reads = deque(), deque(), deque()
-        self.ready: Callable | None = None  # what it waits for
-        self.waits = ""
+        self.waits: tuple[Shared, Barrier, int] | None = None  # for which phase of a barrier
 
     # -- what it may touch
     def knows_of(self, access: Access, by_one: bool) -> bool:
@@ -163,18 +162,25 @@ class Part:
         """What who waits for this part knows when one of its warps arrives."""
         return self.knows | {self: self.time - 1}
 
+    @property
+    def ready(self) -> bool:
+        """Whether it can have a turn."""
+        return self.waits is None or self.waits[1].passed(self.waits[2])
+
     # -- its operations, each of which others may notice
     def turn(self) -> None:
         """Let others go first, if they are drawn."""
         self.machine.give_turn(self)
 
     def barrier(self) -> None:
+        """A barrier of these warps: what each has done, all know of."""
         self.turn()
         self.time += 1
         merge(self.knows, self.ended)
         self.ended = {}
 
     def fence(self) -> None:
+        """After the next barrier, copies and products may read what was written until now."""
         for access in self.unfenced:
             access.fenced = self.time
         self.unfenced = []
@@ -182,15 +188,15 @@ class Part:
             barrier.fenced = True
 
     def wait(self, view: Shared, parity: int) -> None:
+        """Until a phase has ended; then to know what those who arrived in it knew."""
         barrier = self.machine.barrier_of(view)
-        self.ready = lambda: barrier.passed(parity)
-        self.waits = f"{view.name} (phase {parity})"
-        self.barrier_waited = view, barrier
+        self.waits = view, barrier, parity
         self.turn()
-        self.ready, self.waits = None, ""
+        self.waits = None
         merge(self.knows, barrier.knows)
 
     def arrive(self, view: Shared, count: int, expected: int = 0) -> None:
+        """Arrivals at an mbarrier, whose phase waits for so many more bytes."""
         barrier = self.machine.barrier_of(view)
         self.turn()
         barrier.expected += expected
@@ -229,11 +235,13 @@ class Part:
         self.reads.append(copy)
 
     def wait_reads(self, most: int) -> None:
+        """What has been copied so counts as written through registers: it wants a fence."""
         for copy in self.finish(self.reads, most):
             copy.access.actor, copy.access.time = self, self.time
             self.unfenced.append(copy.access)
 
-    def multiply(self, a, b, acc, use_acc: bool) -> Product:
+    def multiply(self, a: object, b: Shared, acc: Block, use_acc: bool) -> Product:
+        """Begin a product, which reads shared memory until a wait for it."""
         product = Product(a, b, acc, use_acc)
         for operand in (a, b):
             if isinstance(operand, Shared):
@@ -252,6 +260,7 @@ class Part:
         return done
 
     def check_end(self) -> None:
+        """Raise Unfinished if something is under way."""
         if self.stores or self.products or self.reads:
             raise Unfinished(f"{self.name} ends, and no wait says that what it began is done")
 
@@ -287,13 +296,14 @@ class Machine:
 
     # -- turns
     def give_turn(self, part: Part) -> None:
+        """Come back when it is this part's turn again, and what it waits for has come."""
         if part is not self.main:
             self.back.release()
             self.go[part].acquire()
             if self.error:
                 raise _Stopped
             return
-        while part.ready and not part.ready():  # before and after it is in parts
+        while not part.ready:  # before and after it is in parts, and has no others beside it
             self.land([part])
 
     def land(self, waiting: list[Part]) -> None:
@@ -304,15 +314,16 @@ class Machine:
         self.copies.pop(i).land()
 
     def stuck(self, waiting: list[Part]) -> KernelError:
+        """Why none of these parts can go on."""
         for part in waiting:
-            view, barrier = part.barrier_waited
+            view, barrier, _ = part.waits
             if barrier.pending <= 0 and barrier.landed < barrier.expected:
                 return ByteCount(
                     f"{view.name} expects {barrier.expected} bytes, and copies bring "
                     f"{barrier.landed}: {part.name} waits for the rest"
                 )
-        said = "; ".join(f"{part.name} waits for {part.waits}" for part in waiting)
-        return Deadlock(f"nobody answers: {said}")
+        said = (f"{x.name} waits for {x.waits[0].name} (phase {x.waits[2]})" for x in waiting)
+        return Deadlock("nobody answers: " + "; ".join(said))
 
     def specialize(self, calls: list[tuple], warps: list[int]) -> None:
         """Run the parts until all have ended."""
@@ -335,7 +346,7 @@ class Machine:
         left = parts
         try:
             while left:
-                able = [x for x in left if x.ready is None or x.ready()]
+                able = [x for x in left if x.ready]
                 if not able:
                     self.land(left)
                     continue
@@ -363,6 +374,7 @@ class Machine:
             merge(self.main.knows, part.knows | {part: part.time})
 
     def run(self, part: Part, function: Callable, args: tuple) -> None:
+        """A part's thread."""
         self.go[part].acquire()
         try:
             if not self.error:
