@@ -16,7 +16,9 @@ Their results are the kernel's up to the order of sums, and an error is raised f
 - a product's result that is used before a wait says that it is there (Unfinished);
 - pointers beside their tensors, tiles beside their rings, tiles of another shape or dtype.
 
-What it does not see: layouts, banks, registers, and how long anything takes.
+What it does not see: layouts, banks, registers, and how long anything takes. Between accesses of
+the same warps through registers the compiler puts barriers itself, so that these count as in order;
+between those and copies, products and other warps it puts none.
 
 By file: `values` has numbers and blocks in registers, `memory` shared memory and the rule for
 races, `machine` the parts of a program and whose turn it is, `language` the names that kernels use,
