@@ -365,6 +365,47 @@ MUTANTS = [
         "o_t[:, None] > o_t[None, :], b_dP, 0.0",
         "tests/fused/test_kda_bwd.py -k every_gate",
     ),
+    # kernels in Gluon, which are interpreted
+    Mutant(
+        "a sign is turned round in the scan in Gluon",
+        f"{KERNELS}/gluon/gdn_scan.py",
+        "b_v.to(gl.float32) - b_e * b_W",
+        "b_v.to(gl.float32) + b_e * b_W",
+        "tests/kernels/test_gluon_interpreter.py -k gdn_scan",
+        "AssertionError",
+    ),
+    Mutant(
+        "a warp gives a place of a ring back that another one still reads",
+        f"{KERNELS}/gluon/kda_scan.py",
+        "barrier()  # no warp reads the chunk any more",
+        "pass  # no warp reads the chunk any more",
+        "tests/kernels/test_gluon_interpreter.py -k kda_scan",
+        "Race",
+    ),
+    Mutant(
+        "the parity of a wait in Gluon is that of the phase before",
+        f"{KERNELS}/gluon/gdn_intra_bwd.py",
+        "mbarrier.wait(bars.empty_k, ((n - 1) // G & 1) ^ 1)",
+        "mbarrier.wait(bars.empty_k, (n - 1) // G & 1)",
+        "tests/kernels/test_gluon_interpreter.py -k gdn_intra_bwd",
+        "Deadlock",
+    ),
+    Mutant(
+        "a barrier expects fewer bytes than its copies bring",
+        f"{KERNELS}/gluon/kda_intra_bwd.py",
+        "mbarrier.expect(bars.full_k, BT * K * 8)",
+        "mbarrier.expect(bars.full_k, BT * K * 4)",
+        "tests/kernels/test_gluon_interpreter.py -k kda_intra_bwd",
+        "ByteCount",
+    ),
+    Mutant(
+        "the interpreter of Gluon lets copies overtake who reads",
+        "linattn_edu/gluon_interpreter/machine.py",
+        "return self.knows.get(access.actor, 0) >= access.time",
+        "return True",
+        "tests/kernels/test_gluon_interpreter_mutants.py -k double",
+        "test_a_mistake_is_found",
+    ),
     # gradients of Mamba-2
     Mutant(
         "the diagonal is in both sums of the decay's gradient",

@@ -1,0 +1,111 @@
+"""The kernels in Gluon, each as a launcher calls it, for the interpreter of Gluon."""
+
+from types import MappingProxyType
+from typing import NamedTuple
+
+import pytest
+import stages
+import torch
+from gdn_checks import PAYS
+
+from linattn_edu.gluon_interpreter import interpreted
+from linattn_edu.kernels.routes import forced
+
+HEAD = 128
+# with a GPU the kernels in plain Triton around them are compiled, and take no tensors of the CPU
+NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="these run where kernels are not")
+BF16, FP16 = torch.bfloat16, torch.float16
+
+
+class Case(NamedTuple):
+    """A stage on small parts, in such a form that its launcher takes these kernels in Gluon."""
+
+    stage: str
+    family: str
+    kernels: str  # the names of those that run, without `_gluon_kernel`
+    forced: dict  # what routes choose
+    T: int = 192
+    K: int = HEAD
+    dtype: torch.dtype = BF16
+    kinds: dict = MappingProxyType({})  # of parts
+    without: tuple = ()  # parts
+    more: dict = MappingProxyType({})  # options of the stage
+
+    def check(self, device, **how) -> None:
+        """The stage's results are its reference's; how: of `interpreted`."""
+        with forced(**PAYS, **self.forced), interpreted(**how) as ran:
+            sizes = self.T, self.K, HEAD, 64, self.dtype, device
+            stages.check(
+                self.stage, self.family, *sizes, without=self.without, more=self.more, **self.kinds
+            )
+        assert [x.__name__.removesuffix("_gluon_kernel") for x in ran] == self.kernels.split()
+
+
+def gates(T: int) -> torch.Tensor:
+    """[1, T, 2, 128]: slow ones, another for each channel, so that states live for some chunks. In
+    the second chunk half of the channels of one head close at some tokens, in the third all.
+    """
+    torch.manual_seed(T)
+    g = -torch.rand(1, T, 2, HEAD) * torch.linspace(0, 0.02, HEAD)
+    g[:, 108:112, 0, 64:] = -20.0
+    g[:, 172:176] = -20.0
+    return g
+
+
+ENDS = ("h0", "dht")
+_INTRA = {"intra_chunk": "gluon"}
+_BOTH, _EACH = {"together": 1}, {"together": 0}
+_SCANS, _KDA = {"scans": "gluon"}, {"kda_fused_scans": "gluon"}
+CASES = {
+    "gdn_intra": Case("intra_chunk", "gdn_fused", "intra_chunk", _INTRA, 150),
+    "gdn_intra, K=64, gated": Case(
+        "intra_chunk", "gdn_fused", "intra_chunk", _INTRA, 150, 64, more={"gated": True}
+    ),
+    "gdn_intra, no inverse": Case(
+        "intra_chunk", "gdn_fused", "intra_chunk", _INTRA, more={"return_inverse": False}
+    ),
+    "gdn_intra, ring": Case(
+        "intra_chunk", "gdn_fused", "intra_chunk_ring", _INTRA | {"intra_ring": 2}
+    ),
+    "gdn_intra, ring, K=64, no inverse": Case(
+        "intra_chunk", "gdn_fused", "intra_chunk_ring", _INTRA | {"intra_ring": 3}, 192, 64,
+        more={"return_inverse": False},
+    ),
+    "gdn_scan": Case("scan", "gdn_fused", "scan", {"scan": "gluon"}, 320),
+    "gdn_scan, K=64, no states": Case(
+        "scan", "gdn_fused", "scan", {"scan": "gluon"}, 320, 64, FP16, without=("h0",),
+        more={"output_final_state": False},
+    ),
+    "gdn_scans, forth": Case("scan_states", "gdn_fused", "scan_states", _SCANS, 320),
+    "gdn_scans, back": Case("scan_bwd", "gdn_fused", "scan_bwd", _SCANS, 320),
+    "gdn_scans, both": Case("scans", "gdn_fused", "scans", _SCANS | _BOTH, dtype=FP16),
+    "gdn_scans, no states": Case(
+        "scans", "gdn_fused", "scan_states scan_bwd", _SCANS | _EACH, without=ENDS
+    ),
+    "gdn_intra_bwd": Case(
+        "intra_chunk_bwd", "gdn_fused", "intra_chunk_bwd", {"intra_chunk_bwd": "gluon"}
+    ),
+    "gdn_intra_bwd, fp16": Case(
+        "intra_chunk_bwd", "gdn_fused", "intra_chunk_bwd", {"intra_chunk_bwd": "gluon"}, dtype=FP16
+    ),
+    "kda_scan": Case(
+        "kda_fused_scan", "kda_fused", "kda_scan", {"kda_scan": "gluon", "workers": 1}, 320,
+        kinds={"g": gates(320)},
+    ),
+    "kda_scan, two": Case(
+        "kda_fused_scan", "kda_fused", "kda_scan", {"kda_scan": "gluon", "workers": 2}, 320,
+        dtype=FP16, kinds={"g": gates(320)}, without=("h0",), more={"output_final_state": False},
+    ),
+    "kda_scans, both": Case(
+        "kda_fused_scans", "kda_fused", "kda_scans", _KDA | _BOTH | {"workers": 1}, 320,
+        kinds={"g": gates(320)},
+    ),
+    "kda_scans, two, no states": Case(
+        "kda_fused_scans", "kda_fused", "kda_scan_states kda_scan_bwd",
+        _KDA | _EACH | {"workers": 2}, dtype=FP16, kinds={"g": gates(192)}, without=ENDS,
+    ),
+    "kda_intra_bwd": Case(
+        "kda_fused_intra_bwd", "kda_fused", "kda_intra_bwd", {"kda_fused_intra_bwd": "gluon"},
+        kinds={"H": 2, "g": gates(192)},
+    ),
+}  # fmt: skip

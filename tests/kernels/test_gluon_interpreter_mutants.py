@@ -1,0 +1,290 @@
+"""Mistakes in each kernel in Gluon: the interpreter finds them, or the comparison does.
+
+Of each kind where a kernel has it: a sign, a phase, a wait or a barrier left out, a ring that is
+too short, a number of bytes.
+"""
+
+import re
+from importlib import import_module
+
+import pytest
+import torch
+from kernels.gluon_cases import CASES, NO_GPU
+from kernels.gluon_small import double_gluon
+
+from linattn_edu.gluon_interpreter import ByteCount, Deadlock, Race, Unfinished, interpreted
+
+pytestmark = [pytest.mark.usefixtures("poison"), NO_GPU]
+Wrong = AssertionError  # the result is not the reference's
+OUTSIDE = IndexError  # a place that a ring does not have
+LEFT_OUT = "pass"
+STORED = "    tma.store_wait(0)\n"
+# with what follows where a text alone is in a file twice
+WAIT_OTHERS, HAND_OVER = "mbarrier.wait(out.index(3), i_t & 1)\n", "hand_over(out.index(2))"
+STORE_NEW = "        store_transposed(b_new.to(dtype), new)"
+STORE_Z = "        store_transposed(b_Z.to(dtype), Zs)"
+
+# case -> file of its kernel -> mistakes: the error, what it names, a text that the file has once,
+# and what of it becomes what; else all of it is left out
+MISTAKES = {
+    ("double", "kernels.gluon_small"): [
+        (Wrong, "not 2 x", "load(layout) * 2", "2", "3"),
+        (Race, "xs[0] is", "mbarrier.wait(full.index(i), n // 2 & 1)"),
+        (Race, "xs[0] is written by a copy", "mbarrier.wait(empty.index(i), (n // 2 & 1) ^ 1)"),
+        (Deadlock, "load) waits for empty[0] (phase 0)", "(n // 2 & 1) ^ 1", " ^ 1", ""),
+        (Deadlock, "double) waits for full[0]", "bar_pairs(2, 1, 1)", "2, 1, 1", "2, 2, 1"),
+        (ByteCount, "full[0] expects 8184", "BYTES)\n        async_load", "BYTES", "BYTES - 8"),
+        (ByteCount, "full[0] expects 8200", "BYTES)\n        async_load", "BYTES", "BYTES + 8"),
+        (Race, "xs[0] is written by a copy", "barrier()  # all have read", "barrier()", "pass"),
+        (Race, "out[0] is read by a copy out", "barrier()  # all have w", "barrier()", "pass"),
+        (Race, "out[0] is written", STORED + "        barrier()", "tma.store_wait(0)", "pass"),
+        (Race, "fence", "fence_async_shared()\n        barrier()", "fence_async_shared()", "pass"),
+        (Race, "full[0]", "fence_async_shared()\n    gl.warp", "fence_async_shared()", "pass"),
+        (Unfinished, "double) ends", "out.index(0))\n" + STORED, "tma.store_wait(0)", "pass"),
+        (OUTSIDE, "place 1 of", "ring(x_desc, 2)", "2", "1"),
+    ],
+    ("gdn_scan", "gdn_scan"): [
+        (Wrong, "output 0", "- b_e * b_W", "-", "+"),
+        (Wrong, "output 0", "b_r = gates.index(3 * i + 1)", " + 1", ""),
+        (Wrong, "output 0", "chunks.first + i_t * BT, c_v", "i_t", "i"),
+        (Race, "ks[1] is", "i_next // STAGES & 1", "i_next // STAGES & 1",
+         "i_next // STAGES & 1 ^ 1"),
+        (Race, "ks[0] is", "mbarrier.wait(full.index(0), 0)"),
+        (Race, "by a copy of part 1", "barrier()  # no warp reads", "barrier()", "pass"),
+        (Race, "out[0] is written", "tma.store_wait(0)\n        barrier()  # no",
+         "tma.store_wait(0)\n        ", ""),
+        (Race, "out[0] is read by a copy out", "        fence_async_shared()\n        barrier()\n",
+         "fence_async_shared()\n        ", ""),
+        (Deadlock, "empty[0]", "mbarrier.arrive(empty.index(i), count=1)"),
+        (OUTSIDE, "place 2 of", "ring(R_desc, STAGES)", "STAGES", "STAGES - 1"),
+        (Unfinished, "product", "wait(HALVES - 1, [b_new])", " - 1", ""),
+    ],
+    ("gdn_scan", "scan_frame"): [
+        (Wrong, "output 0", "gl.exp2(b_last - b_gc)", "b_last - b_gc", "b_gc - b_last"),
+        (ByteCount, "full[0] expects", "expect(bar, chunks.BYTES)", "BYTES", "BYTES - 8"),
+        (ByteCount, "full[0] expects", "expect(bar, chunks.BYTES)", "BYTES", "BYTES + 8"),
+        (Race, "ks[0] is", "mbarrier.wait(chunks.empty.index(i), (i_t // STAGES & 1) ^ 1)"),
+        (Deadlock, "empty[0]", "mbarrier.wait(chunks.empty.index(i), (i_t // STAGES & 1) ^ 1)",
+         " ^ 1", ""),
+        (Race, "gates[0] is", "        barrier()\n        mbarrier.arrive(bar, count=1)",
+         "barrier()\n        ", ""),
+        (Deadlock, "full[0]", "        barrier()\n        mbarrier.arrive(bar, count=1)",
+         "        mbarrier.arrive(bar, count=1)", ""),
+        (Deadlock, "full[0]", "bar_pairs(STAGES, 2, WORKERS)", "2", "3"),
+        (Race, "gates[0] is", "bar_pairs(STAGES, 2, WORKERS)", "2", "1"),
+    ],
+    ("gdn_scans, forth", "scan_frame"): [
+        (Wrong, "output 0", "i + K // 2, made.c_S", " + K // 2", ""),
+        (Race, "halves[0][0] is read by a copy out",
+         "fence_async_shared()\n    barrier()\n    mbarrier.arrive(bar, count=1)",
+         "fence_async_shared()\n    ", ""),
+        (Race, "halves[0][0] is read by a copy out",
+         "fence_async_shared()\n    barrier()\n    mbarrier.arrive(bar, count=1)",
+         "barrier()\n    ", ""),
+        (Race, "halves[0][0] is", "mbarrier.wait(made.bars.index(0), i_t & 1)"),
+        (Race, "others[0][0] is", "mbarrier.wait(made.bars.index(2), i_t & 1)"),
+        (Race, "others[0][0] is", "bars.index(2), i_t & 1", "1", "1 ^ 1"),
+        (Race, "halves[0][0] is", "tma.store_wait(len(made.others))"),
+        (Race, "others[0][0] is", "tma.store_wait(len(made.halves))"),
+        (Race, "others[0][0] is",
+         "barrier()\n        mbarrier.arrive(made.bars.index(3), count=1)", "barrier()\n        ",
+         ""),
+        (Deadlock, "bars[3]", "mbarrier.arrive(made.bars.index(3), count=1)"),
+        (Deadlock, "bars[1]", "mbarrier.arrive(made.bars.index(1), count=1)"),
+        (Unfinished, "store_chunks", "    tma.store_wait(0)", "tma.store_wait(0)", "pass"),
+    ],
+    ("gdn_scans, forth", "gdn_scans"): [
+        (Wrong, "output", "gates.index(3 * i).load(along)[None, :] * b_W",
+         "gates.index(3 * i).load(along)[None, :] * ", ""),
+        (Wrong, "output", "b_x = operand(b_new * b_r", "(", "(-"),
+        (Deadlock, "bars[3]", WAIT_OTHERS + STORE_NEW, "i_t & 1", "i_t & 1 ^ 1"),
+        (Deadlock, "bars[2]", "hand_over(out.index(2))\n        # K S of", HAND_OVER, LEFT_OUT),
+        (OUTSIDE, "place 3", "rings = ring(k_desc, STAGES)", "STAGES", "STAGES - 1"),
+    ],
+    ("gdn_scans, back", "gdn_scans"): [
+        (Wrong, "output", "operand(-b_e * b_dv", "-", ""),
+        (Wrong, "output", "operand(b_do, dtype, mma), Ps.index(i)", "P", "AG"),
+        (Deadlock, "bars[3]", WAIT_OTHERS + STORE_Z, "i_t & 1", "i_t & 1 ^ 1"),
+        (Deadlock, "bars[2]", "hand_over(out.index(2))\n        # K dS of", HAND_OVER, LEFT_OUT),
+        (OUTSIDE, "place 2", "ks, qs, dos = ring(k_desc, STAGES)", "STAGES", "STAGES - 1"),
+        (Unfinished, "product", "b_dv = warpgroup_mma_wait(1, [b_dv])", "1", "2"),
+    ],
+    ("gdn_intra", "gdn_intra"): [
+        (Wrong, "output", "gl.minimum(o_t, n_t - 1)", "1", "2"),
+        (Race, "k_s is", "    async_copy.wait_group(0)\n", "    async_copy.wait_group(0)\n", ""),
+        (Race, "fence_async_shared", "async_copy.wait_group(0)\n    fence_async_shared()\n",
+         "    fence_async_shared()\n", ""),
+        (Race, "k_s is read by a product",
+         "wait_group(0)\n    fence_async_shared()\n    barrier()", "\n    barrier()", ""),
+        (Race, "X_s is written", "GATED).to(dtype)\n        barrier()\n        A_s",
+         "barrier()\n        ", ""),
+    ],
+    ("gdn_intra", "gdn_solve"): [
+        (Wrong, "output", "gl.where(blocks_beside(z) < 0, -b_u, 0.0)", "-", ""),
+        (Wrong, "output", "D_s.store(b_D * -b_beta", "-", ""),
+        (Wrong, "output", "b_d = b_i - gl.where", "= ", "= -"),
+        (Race, "fence_async_shared", "X_s, z)\n    fence_async_shared()\n    barrier()",
+         "fence_async_shared()\n    ", ""),
+        (Race, "k_s[0] is read by a product",
+         "N_s.store(b_N.to(gl.float16))\n    fence_async_shared()\n    barrier()",
+         "\n    barrier()", ""),
+        (Unfinished, "product", "b_N = warpgroup_mma_wait(0, [b_N])", "0", "1"),
+    ],
+    ("gdn_intra, ring", "gdn_intra"): [
+        (ByteCount, "m.full expects", "mbarrier.expect(m.full, 2 * BT * K * 2)", "2 * ", ""),
+        (ByteCount, "m.full expects", "mbarrier.expect(m.full, 2 * BT * K * 2)", ", 2", ", 4"),
+        (Race, "m.gates", "mbarrier.wait(m.gates_full, n & 1)"),
+        (Race, "m.ks[0] is", "mbarrier.wait(m.full, n // G & 1)"),
+        (Race, "m.ks[0] is", "mbarrier.wait(m.empty, (n & 1) ^ 1)"),
+        (Deadlock, "m.empty", "(n & 1) ^ 1", "(n & 1) ^", "n &"),
+        (Deadlock, "m.empty", "mbarrier.arrive(m.empty, count=1)"),
+        (Deadlock, "m.full", "n // G & 1", "// G ", ""),
+        (Race, "read by a copy out", "barrier()  # no warp reads", "barrier()", "pass"),
+        (Race, "m.", "tma.store_wait(0)\n        barrier()  # no", "tma.store_wait(0)\n        ",
+         ""),
+        (Race, "m.gates", "barrier()\n        mbarrier.arrive(m.gates_full, count=1)",
+         "barrier()\n        ", ""),
+        (Race, "is read by a copy out", "fence_async_shared()\n        barrier()\n        at",
+         "fence_async_shared()\n        ", ""),
+        (OUTSIDE, "place 2", "[3, BT, BT]", "3", "2"),
+        (OUTSIDE, "place 2", "numbers([4, BT])", "4", "2"),
+        (Wrong, "output", "async_store(R_desc, at, R_s)", " R", " P"),
+    ],
+    ("gdn_intra_bwd", "gdn_intra_bwd"): [
+        (Wrong, "output", "b_P = gl.where(below, -b_P, 0.0)", "-", ""),
+        (Wrong, "output", "b_F * -b_e", "-", ""),
+        (Wrong, "output", "b_dgc -= own_sums(b_k * b_dk)", "-", "+"),
+        (ByteCount, "b.full_Z expects", "expect(bars.full_Z, 2 * BT * V * 2)", "2 * ", ""),
+        (ByteCount, "full_new[0] expects", "expect(full, 2 * BT * V * 2)", ", 2", ", 4"),
+        (ByteCount, "b.full_k expects", "expect(bars.full_k, 2 * BT * K * 2)", "2 * ", ""),
+        (Race, "m.news[0] is", "mbarrier.wait(bars.full_new.index(i), n // 2 & 1)"),
+        (Race, "m.", "mbarrier.wait(bars.full_Z, n & 1)"),
+        (Race, "m.hs[0] is", "mbarrier.wait(bars.full_h, n & 1)"),
+        (Race, "m.dhs[0] is", "mbarrier.wait(bars.full_dh, n & 1)"),
+        (Race, "m.", "mbarrier.wait(bars.full_k, n // G & 1)"),
+        (Race, "m.", "mbarrier.wait(bars.ready, n & 1)"),
+        (Race, "m.", "mbarrier.wait(bars.used, (n & 1) ^ 1)"),
+        (Race, "m.", "mbarrier.wait(bars.empty_h, n & 1)"),
+        (Race, "m.", "mbarrier.wait(bars.empty_k, ((n - 1) // G & 1) ^ 1)"),
+        (Deadlock, "b.empty_k", "((n - 1) // G & 1) ^ 1", "(n - 1) // G & 1) ^", "n - 1) // G &"),
+        (Race, "m.", "bars.full_new.index(i), n // 2 & 1", "1", "1 ^ 1"),
+        (Deadlock, "b.used", "mbarrier.arrive(bars.used, count=1)"),
+        (Deadlock, "b.empty_h", "mbarrier.arrive(bars.empty_h, count=1)"),
+        (Race, "m.", "barrier()\n        mbarrier.arrive(bars.empty_h, count=1)",
+         "barrier()\n        ", ""),
+        (Race, "m.inner",
+         "fence_async_shared()\n        barrier()\n        mbarrier.arrive(bars.ready",
+         "fence_async_shared()\n        ", ""),
+        (Race, "m.", "barrier()  # no warp reads what", "barrier()", "pass"),
+        (OUTSIDE, "place 1", "ring(v_new_desc, 2)", "2", "1"),
+        (Deadlock, "nobody answers", "bar(1), bar(1), bar(1), bar(1), bar(2)", "2", "3"),
+        (Unfinished, "ends", "N - 1, ROW, H, G, BT)\n    tma.store_wait(0)",
+         "\n    tma.store_wait(0)", ""),
+    ],
+    ("kda_scan, two", "kda_scan"): [
+        (Wrong, "output 0", "b_v.to(gl.float32) - b_W", "-", "+"),
+        (Wrong, "output 0", "b_S2 *= gates.index(3 * i + 1)", " + 1", ""),
+        (Deadlock, "full[1]", "i_next // STAGES & 1", "i_next // STAGES & 1",
+         "i_next // STAGES & 1 ^ 1"),
+        (Race, "kds[0] is", "mbarrier.wait(full.index(0), 0, pred=NT > 0)"),
+        (Race, "by a copy of part 2", "barrier()  # no warp reads", "barrier()", "pass"),
+        (Race, "out[1] is read by a copy out", "        fence_async_shared()\n        barrier()\n",
+         "fence_async_shared()\n        ", ""),
+        (Deadlock, "empty[0]", "mbarrier.arrive(empty.index(i), count=1)"),
+        (OUTSIDE, "place 1 of", "ring(kg_desc, STAGES)", "STAGES", "STAGES - 1"),
+        (Unfinished, "product", "b_new = warpgroup_mma_wait(1, [b_new])", "1", "2"),
+    ],
+    ("kda_scan, two", "scan_frame"): [
+        (ByteCount, "full[0] expects", "expect(bar, chunks.BYTES)", "BYTES", "BYTES - 8"),
+        (Race, "by a copy of part 2", "bar_pairs(STAGES, 2, WORKERS)", "WORKERS", "1"),
+        (Wrong, "output", "b_a2 = gl.load(last_ptr + 64", " + 64", ""),
+    ],
+    ("kda_scans, both", "kda_scans"): [
+        (Wrong, "output", "b_v.to(gl.float32) - b_W", "-", "+"),
+        (Wrong, "output", "operand(-b_dv", "-", ""),
+        (Deadlock, "bars[3]", WAIT_OTHERS + STORE_NEW, "i_t & 1", "i_t & 1 ^ 1"),
+        (Deadlock, "bars[3]", WAIT_OTHERS + STORE_Z, "i_t & 1", "i_t & 1 ^ 1"),
+        (Deadlock, "bars[2]", "hand_over(out.index(2))\n        # kd S of", HAND_OVER, LEFT_OUT),
+        (Deadlock, "bars[2]", "hand_over(out.index(2))\n        # eq:kda-dv-out",
+         HAND_OVER, LEFT_OUT),
+        (OUTSIDE, "place 2 of", "kds, kgs = ring(kd_desc, STAGES), ring(kg_desc, STAGES)\n    vs",
+         "d_desc, STAGES", "d_desc, STAGES - 1"),
+        (OUTSIDE, "place 1 of", "dos, As, Ps = ring(do_desc, STAGES)", "STAGES", "STAGES - 1"),
+        (Unfinished, "product", "b_Z = warpgroup_mma_wait(2, [b_Z])", "2", "3"),
+    ],
+    ("kda_scans, both", "scan_frame"): [
+        (ByteCount, "full[0] expects", "expect(bar, chunks.BYTES)", "BYTES", "BYTES + 8"),
+    ],
+    ("kda_intra_bwd", "kda_intra_bwd"): [
+        (Wrong, "output", "b_P = gl.where(below, -b_P, 0.0)", "-", ""),
+        (Wrong, "output", "b_y *= -gl.exp2(b_ga)[:, None]", "-", ""),
+        (Wrong, "output", "k.permute((1, 0)).store((-b_y).to(dtype))", "(-b_y)", "b_y"),
+        (Wrong, "output", "i_h * K + c * (K // 2)]", "c", "(1 - c)"),
+        (ByteCount, "b.full_new expects", "expect(bars.full_new, 4 * BT * V * 2)", "4", "3"),
+        (ByteCount, "b.full_k expects", "expect(bars.full_k, BT * K * 8)", "8", "12"),
+        (Race, "m.", "mbarrier.wait(bars.full_new, n & 1)"),
+        (Race, "m.hs[0] is", "mbarrier.wait(bars.full_h, n & 1)"),
+        (Race, "m.dhs[0] is", "mbarrier.wait(bars.full_dh, n & 1)"),
+        (Race, "m.", "mbarrier.wait(bars.full_k, n & 1)"),
+        (Race, "m.", "mbarrier.wait(bars.gates_full, n & 1)"),
+        (Race, "m.", "mbarrier.wait(bars.used, (n & 1) ^ 1)"),
+        (Race, "m.", "mbarrier.wait(bars.empty_h, (n & 1) ^ 1)"),
+        (Race, "m.", "mbarrier.wait(bars.empty_k, (n & 1) ^ 1)"),
+        (Deadlock, "b.empty_h", "bars.empty_h, (n & 1) ^ 1", "(n & 1) ^", "n &"),
+        (Deadlock, "b.used", "mbarrier.arrive(bars.used, count=1)"),
+        (Deadlock, "b.empty_k", "mbarrier.arrive(bars.empty_k, count=1)"),
+        (Race, "m.", "barrier()\n        mbarrier.arrive(bars.empty_h, count=1)",
+         "barrier()\n        ", ""),
+        (Race, "m.", "tma.store_wait(0)\n            barrier()", "tma.store_wait(0)\n            ",
+         ""),
+        (Race, "m.", "fence_async_shared()\n        barrier()\n        mbarrier.arrive(bars.ready",
+         "fence_async_shared()\n        ", ""),
+        (Race, "m.gcs",
+         "fence_async_shared()\n        barrier()\n        mbarrier.arrive(bars.used",
+         "fence_async_shared()\n        ", ""),
+        (OUTSIDE, "place 1", "ring(gc_desc, 2)", "2", "1"),
+        (Unfinished, "ends", "N - 1, HV, BT)\n    tma.store_wait(0)", "\n    tma.store_wait(0)",
+         ""),
+    ],
+}  # fmt: skip
+
+
+def _cases():
+    for (case, file), mistakes in MISTAKES.items():
+        for i, (error, named, text, *change) in enumerate(mistakes):
+            old, new = change or (text, LEFT_OUT)
+            assert text.count(old) == 1, text
+            said = f"{case}-{file}-{i}-{error.__name__}"
+            yield pytest.param(case, file, error, named, text, text.replace(old, new), id=said)
+
+
+def file_of(name):
+    """A module of kernels/gluon, or of the tests."""
+    return import_module(name if "." in name else f"linattn_edu.kernels.gluon.{name}")
+
+
+def check(case, **how):
+    """how: of `interpreted`."""
+    if case != "double":
+        return CASES[case].check(torch.device("cpu"), **how)
+    x = torch.randn(1, 5 * 64, 1, 64).bfloat16()
+    with interpreted(**how):
+        assert torch.equal(double_gluon(x), 2 * x), "not 2 x"
+
+
+@pytest.mark.parametrize(("case", "file", "error", "named", "before", "after"), [*_cases()])
+def test_a_mistake_is_found(case, file, error, named, before, after):
+    with pytest.raises(error, match=re.escape(named)):
+        check(case, changes=((file_of(file), before, after),))
+
+
+@pytest.mark.parametrize("case", ["gdn_scan", "gdn_scans, forth", "gdn_scans, back", "kda_scan"])
+def test_a_ring_of_one_place_is_too_short(case):
+    """The next chunk is waited for before a place is empty."""
+    with pytest.raises(Deadlock, match=r"load_chunks\) waits for chunks"):
+        check(case, constants={"STAGES": 1})
+
+
+def test_a_mistake_has_a_place():
+    with pytest.raises(ValueError, match="gdn_scan has 0 times: no such text"):
+        check("gdn_scan", changes=((file_of("gdn_scan"), "no such text", LEFT_OUT),))
