@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from linattn_edu.ops import gdn, kda, ssd
@@ -19,7 +18,6 @@ from linattn_edu.ops.causal_conv1d import causal_conv1d
 from linattn_edu.ops.causal_conv1d import causal_conv1d_fn as convolve
 from linattn_edu.ops.causal_conv1d_update import causal_conv1d_update as convolve_one
 from linattn_edu.ops.rms_norm_gated import rms_norm_gated
-from linattn_edu.ops.tensors import needs_gradient
 
 # What a model may call the boundaries of packed sequences: the first two are [N + 1], the last
 # has each token's sequence.
@@ -116,22 +114,8 @@ def causal_conv1d_fn(x: Tensor, weight: Tensor, bias: Tensor | None = None, *arg
 
 
 @serves(convolve_one)
-def causal_conv1d_update(
-    x: Tensor, conv_state: Tensor, weight, bias=None, activation=None, *args: Any, **kwargs: Any
-) -> Tensor:
-    if not needs_gradient(x, conv_state, weight, bias):
-        kwargs = known("causal_conv1d_update", kwargs)
-        return convolve_one(x, conv_state, weight, bias, activation, *args, **kwargs)
-    # Someone decodes without torch.no_grad().
-    token, W = x[..., None] if x.ndim == 2 else x, weight.shape[1]
-    seen = torch.cat([conv_state, token.to(conv_state.dtype)], -1)
-    before = F.pad(seen[..., : conv_state.shape[-1]], (W, 0))[..., -W:]
-    y, _ = causal_conv1d(
-        token.mT, weight, bias, initial_state=before, activation=activation,
-        impl=kwargs.get("impl", "auto"),
-    )  # fmt: skip
-    conv_state.copy_(seen[..., token.shape[-1] :])
-    return y.mT.reshape(x.shape)
+def causal_conv1d_update(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    return convolve_one(x, *args, **known("causal_conv1d_update", kwargs))
 
 
 @serves(ssd.mamba_chunk_scan_combined)
@@ -160,25 +144,8 @@ def _power(chunk_size: int) -> int:
 
 
 @serves(ssd.selective_state_update)
-def selective_state_update(
-    state, x, dt, A, B, C, D=None, z=None, dt_bias=None, dt_softplus=False, **kwargs: Any
-) -> Tensor:
-    if not needs_gradient(state, x, dt, A, B, C, D, z, dt_bias):
-        return ssd.selective_state_update(
-            state, x, dt, A, B, C, D, z, dt_bias, dt_softplus,
-            **known("selective_state_update", kwargs),
-        )  # fmt: skip
-    # Someone decodes without torch.no_grad(): a chunk of one token has gradients. Steps, A, D and
-    # the bias are one number a head, expanded.
-    head = lambda t, *index: None if t is None else t[index]
-    out, last = ssd.mamba_chunk_scan_combined(
-        x[:, None], dt[:, None, :, 0], A[:, 0, 0], B[:, None], C[:, None], 16,
-        D=head(D, ..., 0), z=head(z, slice(None), None), dt_bias=head(dt_bias, ..., 0),
-        initial_states=state.clone(), dt_softplus=dt_softplus, return_final_states=True,
-        impl=kwargs.get("impl", "auto"),
-    )  # fmt: skip
-    state.copy_(last)
-    return out[:, 0]
+def selective_state_update(state: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    return ssd.selective_state_update(state, *args, **known("selective_state_update", kwargs))
 
 
 @serves(ssd.mamba_split_conv1d_scan_combined)

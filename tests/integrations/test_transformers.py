@@ -350,6 +350,29 @@ def test_decoding_where_gradients_are_recorded(name):
         assert_close("logits", decode(), wanted, TOLERANCE)
 
 
+def test_what_a_step_is_given_reaches_it_where_gradients_are_recorded():
+    """Slots, a ring, and numbers of every channel; the bits of the function itself."""
+    draw = torch.Generator().manual_seed(0)
+    randn = lambda *shape: torch.randn(*shape, generator=draw)
+    weight, bias, slots = randn(6, 4).requires_grad_(), randn(6), torch.tensor([4, 0, 2])
+    x, pool, seen = randn(3, 6), randn(5, 6, 9), torch.tensor([7, 0, 30])
+    H, P, N = 2, 4, 3
+    state = randn(5, H, P, N)
+    rate = (-torch.rand(H, P, N, generator=draw)).requires_grad_()
+    more = randn(3, H, P), rate, randn(3, 1, N), randn(3, 1, N), randn(H, P), None, randn(H, P)
+    for lent, own, first, rest, where in (
+        (calls.causal_conv1d_update, linattn_edu.causal_conv1d_update, (x, pool),
+         (weight, bias, "silu"), {"cache_seqlens": seen, "conv_state_indices": slots}),
+        (calls.selective_state_update, linattn_edu.selective_state_update,
+         (state, randn(3, H, P)), more, {"dt_softplus": True, "state_batch_indices": slots}),
+    ):  # fmt: skip
+        copies = [tuple(t.clone() for t in first) for _ in range(2)]
+        got = lent(*copies[0], *rest, **where, unknown=None)
+        with torch.no_grad():
+            want = own(*copies[1], *rest, **where)
+        assert torch.equal(got, want) and all(map(torch.equal, *copies))
+
+
 def run(code: str, **variables: str) -> str:
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
     env = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"} | variables
