@@ -78,7 +78,8 @@ def selective_state_update(
 
     A step has no gradient, as in mamba_ssm. Where one is recorded, as in decoding without
     torch.no_grad(), it runs, and a backward pass that comes to its output or to the new state is an
-    error; under torch.compile neither asks for one. For training there is :func:`mamba_chunk_scan_combined`.
+    error; under torch.compile neither asks for one. For training there is
+    :func:`mamba_chunk_scan_combined`.
 
     Returns:
         out ``[B, H, P]``, or as x is ``[B, P]``, in the dtype of x.
@@ -86,8 +87,8 @@ def selective_state_update(
     Raises:
         TypeError: An argument is no tensor of such a dtype, or dt_softplus is no flag.
         ValueError: Shapes, devices, strides or slots do not fit; state is a leaf that needs a
-            gradient, or a transform of torch.func or forward-mode differentiation is at work; impl cannot run.
-            Before any kernel runs.
+            gradient; a transform of torch.func or forward-mode differentiation is at work; impl
+            cannot run. Before any kernel runs.
 
     Source: Dao and Gu 2024 (arXiv:2405.21060); mamba_ssm 2.3.2, whose arguments these are; chapter
     13.
