@@ -169,6 +169,41 @@ def test_states_with_v_first(form, dtype, packed, impl, device):
     same_bits(got, want)
 
 
+@pytest.mark.parametrize("compiled", (False, True), ids=("", "compiled"))
+@pytest.mark.parametrize("end", (17, 0))
+@forms("test_tokens_behind_the_last_sequence", dtypes=F32, impl=IMPLS, raw=(False, True))
+def test_tokens_behind_the_last_sequence(form, dtype, impl, raw, end, compiled, device):
+    """Padding: outputs and gradients zero, and the bits of the call without; whatever is there, but
+    where a function of one token comes first, whose gradient is its own.
+    """
+    if compiled and (raw or end == 0 or form.name == "ema, in pieces"):
+        pytest.skip("one case of each is enough")
+    lengths = (end // 2, 0, end - end // 2)
+    x, options = form.draw(1, end + 9, dtype, device, N=3, raw=raw)
+    do, dht = form.cotangents(x, 3)
+    options |= {"cu_seqlens": boundaries(lengths, device), "impl": impl}
+    options |= {"chunk_size": 16} if form.chunk == 16 else {}
+    short = {n: t[:, :end] if n in form.tokens else t for n, t in x.items()}
+    want = form.run(short, do[:, :end], dht, **options)
+    behind = {n: t for n, t in (x | {"do": do}).items() if n in (*form.tokens, "do")}
+    for n, t in behind.items():
+        if not raw and n != "residual":
+            t[:, end:] = torch.nan
+    f = form.f
+    if compiled:
+        torch._dynamo.reset()
+        f = torch.compile(f, fullgraph=True, backend="aot_eager")
+    got = form.run(x, do, dht, f=f, **options)
+    for n, t in got.items():
+        if n == "o" or n.removeprefix("d") in behind:
+            rest = t[:, end:]
+            if n == "o" and "residual" in x:  # which is added to it
+                rest = rest - x["residual"][:, end:]
+            assert not rest.any() or n == "dresidual"
+            got[n], want[n] = t[:, :end], want[n][:, :end]
+    same_bits(got, want)
+
+
 @forms("test_no_tokens", dtypes=SOME, impl=IMPLS, packed=(False, True), state=(True, False))
 def test_no_tokens(form, dtype, impl, packed, state, device):
     """The initial state is the final one, and its gradient goes straight through."""

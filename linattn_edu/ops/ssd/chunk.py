@@ -75,7 +75,8 @@ def mamba_chunk_scan_combined(
             starts anew from zero. initial_states belong to the first token's document, and the
             final states to the last token's.
         cu_seqlens: Boundaries ``[N + 1]``, int32 or int64, of sequences packed into a batch of one:
-            0 first, T last. Each sequence gives the same bits as alone; seq_idx is not needed.
+            0 first, T last, or less: as in :func:`chunk_gated_delta_rule`. Each sequence gives the
+            same bits as alone; seq_idx is not needed.
         dt_softplus: Whether the step is the softplus of dt + dt_bias, or that itself.
         dt_limit: Least and largest step; a step beyond them gives dt no gradient.
         return_final_states: Whether to return the states after the last token.
