@@ -97,6 +97,22 @@ def test_packed_sequences_are_as_alone(kind, device):
 
 
 @every_kind
+def test_tokens_behind_packed_sequences(kind, device):
+    """They are padding: y is zero there, whatever they hold."""
+    layer, x = make(kind, device=device), hidden(1, T, device=device)
+    cu_seqlens = torch.tensor([0, 3, 20], device=device)
+    x[:, 20:] = torch.nan
+    y = layer(x.requires_grad_(), cu_seqlens=cu_seqlens)
+    (dx,) = torch.autograd.grad(y.sum(), x)
+    own = x.detach()[:, :20].requires_grad_()
+    want = layer(own, cu_seqlens=cu_seqlens)
+    (of_own,) = torch.autograd.grad(want.sum(), own)
+    assert_close("y", y[:, :20], want, 1e-12)
+    assert_close("dx", dx[:, :20], of_own, 1e-12)
+    assert not y[:, 20:].any() and not dx[:, 20:].any()
+
+
+@every_kind
 @dtypes
 def test_pieces_are_the_whole(kind, dtype, device):
     layer, x = make(kind, dtype, device), hidden(3, T, dtype, device)

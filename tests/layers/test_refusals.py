@@ -84,9 +84,11 @@ def test_a_mask_that_is_not_left_padding(kind):
     refused(layer, cache, ValueError, r"shape \(2, 6\)", x, late[:, 1:])
     refused(layer, cache, TypeError, "attention_mask must be a tensor", x, late.tolist())
     bounds = torch.tensor([0, 6])
-    refused(layer, cache, ValueError, "None with cu_seqlens", x[:1], late[:1], cu_seqlens=bounds)
-    context = build_cp_context(bounds)
-    refused(layer, cache, ValueError, "None with cp_context", x, late, cp_context=context)
+    for some in ({"cu_seqlens": bounds}, {"cp_context": build_cp_context(bounds)}):
+        refused(layer, cache, ValueError, "must be ones alone with cu_seqlens or cp_context", x[:1],
+                late[1:], **some)  # fmt: skip
+        with torch.no_grad():
+            assert torch.equal(layer(x[:1], late[:1] | 1, **some), layer(x[:1], **some))
 
 
 @each_class

@@ -78,9 +78,9 @@ def chunk_gated_delta_rule(
         state_v_first: Whether states are ``[N, HV, V, K]``. Costs a copy of them.
         cu_seqlens: Boundaries ``[N + 1]``, int32 or int64, of N sequences packed one after the
             other into a batch of one: 0 first, none smaller than the one before, the last at most
-            T. Tokens behind the last are padding: outputs and gradients are zero there. Each sequence gives the same bits as alone; but gradients of a long one
-            alone may come from a kernel for Hopper that packed ones do not have, and differ in
-            their last bits.
+            T. Tokens behind the last are padding: outputs and gradients are zero there. Each
+            sequence gives the same bits as alone; but gradients of a long one alone may come from
+            a kernel for Hopper that packed ones do not have, and differ in their last bits.
         cu_seqlens_cpu: The same numbers on the CPU. Without them a cu_seqlens on a GPU is read
             once, and the call waits for the device; with them it does not.
         chunk_indices: ``[NT, 2]``, int32 or int64: sequence of every chunk of 64 tokens (or
