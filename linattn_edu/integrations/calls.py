@@ -127,8 +127,6 @@ def _mamba(name: str, kwargs: dict[str, Any]) -> dict[str, Any]:
     """The keywords of Mamba-2's operators; boundaries [N + 1] win over each token's sequence."""
     cu_seqlens, seq_idx = boundaries(kwargs)
     kwargs = known(name, kwargs)
-    if "chunk_size" in kwargs:
-        kwargs["chunk_size"] = _power(kwargs["chunk_size"])
     if kwargs.get("dt_limit") is not None:  # a list, where it was read from a file
         kwargs["dt_limit"] = tuple(kwargs["dt_limit"])
     if cu_seqlens is not None and "cu_seqlens" in KNOWN[name]:
@@ -136,11 +134,6 @@ def _mamba(name: str, kwargs: dict[str, Any]) -> dict[str, Any]:
     elif seq_idx is not None:
         kwargs["seq_idx"] = seq_idx
     return kwargs
-
-
-def _power(chunk_size: int) -> int:
-    """The next power of two from 16 on: the size changes the speed and the rounding only."""
-    return max(16, 1 << (chunk_size - 1).bit_length())
 
 
 @serves(ssd.selective_state_update)

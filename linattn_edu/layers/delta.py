@@ -81,8 +81,8 @@ class DeltaLayer(Layer):
     def _draw_rate(self) -> None:
         raise NotImplementedError
 
-    def _weight(self) -> Tensor:
-        return self.q_proj.weight
+    def _projection(self) -> nn.Module:
+        return self.q_proj
 
     def _raw_gate(self, x: Tensor) -> Tensor:
         """g before the gate: [B, T, HV], or [B, T, HV, K]."""

@@ -35,23 +35,16 @@ class Layer(nn.Module):
 
         Args:
             batch_size: Sequences, at least 1.
-            device: Where they lie; None: where the layer's parameters do.
-            dtype: Of the activations; None: autocast's where it is on, else that of the parameters.
-                The recurrent state is float32, or float64 with float64.
+            device: Where they lie; None: where the layer's parameters do, or, of those that
+                accelerate keeps elsewhere, where it brings them.
+            dtype: Of the activations; None: autocast's where it is on, else that of the parameters,
+                packed ones apart. The recurrent state is float32, or float64 with float64.
 
         Raises:
             TypeError: batch_size is no integer, dtype no floating-point dtype.
-            ValueError: batch_size is below 1.
+            ValueError: batch_size is below 1; device or dtype is None, and no parameter tells.
         """
-        if isinstance(batch_size, bool) or not isinstance(batch_size, int):
-            raise TypeError(f"batch_size must be an integer, got {batch_size!r}")
-        if batch_size < 1:
-            raise ValueError(f"batch_size must be >= 1, got {batch_size}")
-        if dtype is not None:
-            check.dtype("dtype", dtype)
-        weight = self._weight()
-        device = weight.device if device is None else torch.device(device)
-        dtype = _activations(weight.dtype, device) if dtype is None else dtype
+        device, dtype = placed(self, self._projection(), batch_size, device, dtype)
         shapes = self._cache_shapes(batch_size)
         *conv, state = (torch.zeros(s, device=device, dtype=dtype) for s in shapes)
         return Cache(type(self).__name__, tuple(conv), state.to(_widened(dtype)))
@@ -76,8 +69,8 @@ class Layer(nn.Module):
                 neither is written to a state nor read, and y is zero there: a row gives what it
                 gives alone. On the CPU a mask that is no left padding is refused, as is one with
                 padding after tokens of an earlier call. On a GPU, where that would wait for the
-                device, and under torch.compile such a row is NaN instead, from there on at least, in
-                the cache too; without a cache padding that no token follows is zero, as what comes
+                device, and under torch.compile such a row is NaN instead, at least from there on,
+                in the cache too; without a cache padding that no token follows is zero: what comes
                 before it is right. With cu_seqlens or cp_context: ones alone, else NaN likewise.
             cache: Of this layer's :meth:`make_cache`, for as many sequences: x goes on from its
                 states, which are then overwritten with those after x. The pieces of a sequence, of
@@ -132,8 +125,8 @@ class Layer(nn.Module):
             write(state, final)
         return y
 
-    def _weight(self) -> Tensor:
-        """The matrix that the hidden states meet first."""
+    def _projection(self) -> nn.Module:
+        """The module that the hidden states meet first."""
         raise NotImplementedError
 
     def _cache_shapes(self, N: int) -> list[tuple[int, ...]]:
@@ -223,6 +216,37 @@ class Layer(nn.Module):
         """Raise an error if anything is wrong with a state dict."""
         if said := "; ".join(wrong):
             raise ValueError(f"state_dict does not fit {type(self).__name__}: {said}")
+
+
+def placed(
+    module: nn.Module, first: nn.Module, batch_size: int, device, dtype: torch.dtype | None
+) -> tuple[torch.device, torch.dtype]:
+    """Device and dtype of a cache of a module whose inputs meet `first` first; make_cache has the
+    rest.
+    """
+    if isinstance(batch_size, bool) or not isinstance(batch_size, int):
+        raise TypeError(f"batch_size must be an integer, got {batch_size!r}")
+    if batch_size < 1:
+        raise ValueError(f"batch_size must be >= 1, got {batch_size}")
+    if dtype is not None:
+        check.dtype("dtype", dtype)
+    # a quantised module may have no weight, or one of integers; rates and norms may be wider
+    weights = [getattr(first, "weight", None), *first.parameters(), *module.parameters()]
+    weights = [x for x in weights if isinstance(x, Tensor)]
+    if device is None:
+        hooks = (getattr(m, "_hf_hook", None) for m in (first, module))  # accelerate's
+        brought = [getattr(hook, "execution_device", None) for hook in hooks]
+        found = [d for d in brought if d is not None] + [x.device for x in weights]
+        if not found:
+            raise ValueError("device must be given: there is no parameter whose device it could be")
+        device = found[0]
+    device = torch.device(device)
+    if dtype is None:
+        floats = [x.dtype for x in weights if x.dtype in check.FLOATS]
+        if not floats:
+            raise ValueError("dtype must be given: there is no parameter of a floating-point dtype")
+        dtype = _activations(floats[0], device)
+    return device, dtype
 
 
 def _activations(dtype: torch.dtype, device: torch.device) -> torch.dtype:

@@ -124,13 +124,13 @@ class Mamba2(Layer):
         dt_min, dt_max = check.pair("(dt_min, dt_max)", (dt_min, dt_max))
         if not 0 < dt_min <= dt_max:
             raise ValueError(f"dt_min must be > 0 and at most dt_max={dt_max}, got {dt_min}")
-        dt_limit = check_options(chunk_size, dt_limit)
+        _, *limit = check_options(chunk_size, dt_limit)
         factory = {"device": device, "dtype": dtype}
         self.hidden_size = self.d_model = d_model
         self.d_state, self.d_conv, self.conv_init, self.expand = d_state, d_conv, conv_init, expand
         self.headdim, self.d_inner, self.d_ssm, self.nheads = headdim, d_inner, d_ssm, nheads
         self.ngroups, self.A_init_range, self.D_has_hdim = ngroups, A_init_range, D_has_hdim
-        self.rmsnorm, self.norm_before_gate, self.dt_limit = rmsnorm, norm_before_gate, dt_limit
+        self.rmsnorm, self.norm_before_gate, self.dt_limit = rmsnorm, norm_before_gate, tuple(limit)
         self.dt_min, self.dt_max, self.dt_init_floor = dt_min, dt_max, dt_init_floor
         self.chunk_size, self.layer_idx, self.impl = chunk_size, layer_idx, impl
         conv_dim = d_ssm + 2 * ngroups * d_state
@@ -162,8 +162,8 @@ class Mamba2(Layer):
         draw_rate(self.A_log, *self.A_init_range)
         nn.init.ones_(self.D)
 
-    def _weight(self) -> Tensor:
-        return self.in_proj.weight
+    def _projection(self) -> nn.Module:
+        return self.in_proj
 
     def _mixed(
         self, x: Tensor, padding: Tensor | None, cache: Cache | None, bounds: dict, step: bool

@@ -154,7 +154,7 @@ def test_a_state_dict_that_does_not_fit(kind):
         (Mamba2, {"d_model": 24, "headdim": 8, "A_init_range": (0, 1)}, "A_init_range must be"),
         (Mamba2, {"d_model": 24, "headdim": 0}, "headdim must be an integer >= 1, got 0"),
         (Mamba2, {"d_model": 24, "headdim": 8, "d_state": 300}, "d_state must be at most 256"),
-        (Mamba2, {"d_model": 24, "headdim": 8, "chunk_size": 48}, "chunk_size must be a power"),
+        (Mamba2, {"d_model": 24, "headdim": 8, "chunk_size": 0}, "chunk_size must be at least 1"),
         (Mamba2, {"d_model": 24, "headdim": 8, "dt_limit": (1, 0)}, "dt_limit must be"),
         (Mamba2, {"d_model": 24, "headdim": 8, "dt_min": 0}, "dt_min must be > 0"),
         (Mamba2, {"d_model": 24, "headdim": 8, "process_group": 1}, "process_group is not"),

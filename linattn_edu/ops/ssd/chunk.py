@@ -64,8 +64,9 @@ def mamba_chunk_scan_combined(
             CPU; on a GPU, where that would wait for the device, it is not looked for.
         B, C: What is written with, and read with, ``[B, T, G, N]`` of x's dtype; H a multiple of G,
             N <= 256.
-        chunk_size: Tokens of a chunk at most: a power of two, 16 at least. It changes the speed and
-            the rounding only; the kernels take shorter ones, of 128 tokens or less.
+        chunk_size: Tokens of a chunk at most, any number >= 1, which is rounded up to a power of
+            two from 16 on. It changes the speed and the rounding only; the kernels take shorter
+            ones, of 128 tokens or less.
         D: Weight of x in out, ``[H]`` or ``[H, P]``, or None: 0.
         z: Gate ``[B, T, H, P]``, or None: out is not gated.
         dt_bias: Added to dt ``[H]``, or None: 0.
@@ -124,7 +125,7 @@ def mamba_chunk_scan_combined(
         raise ValueError("return_varlen_states=True needs cu_seqlens or cp_context, got None")
     if seq_idx is not None and cp_context is not None:
         raise ValueError("seq_idx must be None with cp_context, which has the boundaries")
-    low, high = check_options(chunk_size, dt_limit)
+    chunk_size, low, high = check_options(chunk_size, dt_limit)
     impl = check.resolve_impl(impl, x.device, tuple(checked.dtypes))
     place = arguments.place(checked, cu_seqlens, cu_seqlens_cpu, None, chunk_size, cp_context)
     impl, chunk_size = _form(impl, x, B, chunk_size, low)
@@ -184,18 +185,21 @@ def _check_tensors(
     return checked
 
 
-def check_options(chunk_size: int, dt_limit: tuple[float, float]) -> tuple[float, float]:
-    """Refuse what does not fit; return the least and the largest step, as floats."""
-    check.power_of_two("chunk_size", chunk_size)
-    if chunk_size < 16:
-        raise ValueError(f"chunk_size must be at least 16, got {chunk_size}")
+def check_options(chunk_size: int, dt_limit: tuple[float, float]) -> tuple[int, float, float]:
+    """Refuse what does not fit; return the tokens of a chunk, a power of two from 16 on, and the
+    least and the largest step, as floats.
+    """
+    if isinstance(chunk_size, bool) or not isinstance(chunk_size, int):
+        raise TypeError(f"chunk_size must be an integer, got {chunk_size!r}")
+    if chunk_size < 1:
+        raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
     try:
         low, high = (float(y) for y in dt_limit)
     except (TypeError, ValueError):
         raise TypeError(f"dt_limit must be two numbers, got {dt_limit!r}") from None
     if not low <= high:
         raise ValueError(f"dt_limit must be (least, largest), got {dt_limit}")
-    return low, high
+    return max(16, 1 << (chunk_size - 1).bit_length()), low, high
 
 
 def _runs(seq_idx: Tensor | None) -> Tensor | None:
