@@ -38,16 +38,22 @@ def check(
         raise ValueError(
             f"{writer} overwrites what a gradient needs: call it under torch.no_grad(){instead}"
         )
-    if state.device.type != "meta" and not traced(state):
-        begin, end = _memory(state)
-        for x in others:
-            if x is not None and x.numel():
-                first, last = _memory(x)
-                if first < end and begin < last:
-                    raise ValueError(
-                        f"{name} must not share memory with another argument: {writer} would "
-                        "overwrite it while it is read"
-                    )
+    refuse_shared(name, state, others, writer)
+
+
+def refuse_shared(name: str, written: Tensor, others: tuple[Tensor | None, ...], writer: str):
+    """Refuse what is written where another argument lies."""
+    if written.device.type == "meta" or traced(written):
+        return
+    begin, end = _memory(written)
+    for x in others:
+        if x is not None and x.numel():
+            first, last = _memory(x)
+            if first < end and begin < last:
+                raise ValueError(
+                    f"{name} must not share memory with another argument: {writer} would "
+                    "overwrite it while it is read"
+                )
 
 
 def dense(pool: Tensor) -> bool:

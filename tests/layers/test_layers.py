@@ -231,6 +231,25 @@ def test_short_convolution_has_the_call_of_fla(device):
             assert_close("step", y, (want + residual)[:, t : t + 1], 1e-12)
         assert state.data_ptr() == place
         assert_close("state", state, x[:, 5:].mT, 1e-12)
+    assert conv.state_size == 5 * 4
+    with torch.no_grad():  # one token of each packed sequence, in place too
+        _, state = conv(x[:, :6], output_final_state=True)
+        place, bounds = state.data_ptr(), torch.tensor([0, 1, 2], device=device)
+        for t, of in ((6, conv), (7, conv.step), (8, conv)):
+            given = {"cache": state, "output_final_state": True, "cu_seqlens": bounds}
+            y, state = of(x[None, :, t], residual=residual[None, :, t], **given)
+            assert_close("packed step", y[0], (want + residual)[:, t], 1e-12)
+            assert state.data_ptr() == place
+        assert_close("state", state, x[:, 5:].mT, 1e-12)
+        y, none = conv.step(x[:, :1], None, None)
+        assert none is None
+        assert_close("first", y, want[:, :1], 1e-12)
+        # as many tokens as sequences, but not one each: a new state
+        uneven = torch.tensor([0, 0, 2], device=device)
+        y, new = conv(x[:1, :2], cache=state, output_final_state=True, cu_seqlens=uneven)
+        assert new.data_ptr() != place
+    with pytest.raises(ValueError, match=r"x must be \[N, 1, D\], got \(2, 9, 5\)"):
+        conv.step(x, None, None)
     with pytest.raises(ValueError, match="mask must be None with cu_seqlens"):
         conv(x[:1], mask=mask[:1], cu_seqlens=torch.tensor([0, 9], device=device))
 
