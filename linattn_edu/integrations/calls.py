@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from linattn_edu.cp import context
+from linattn_edu.cp.context import CPContext
 from linattn_edu.ops import gdn, kda, ssd
 from linattn_edu.ops.causal_conv1d import causal_conv1d
 from linattn_edu.ops.causal_conv1d import causal_conv1d_fn as convolve
@@ -116,6 +118,21 @@ def causal_conv1d_fn(x: Tensor, weight: Tensor, bias: Tensor | None = None, *arg
 @serves(convolve_one)
 def causal_conv1d_update(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     return convolve_one(x, *args, **known("causal_conv1d_update", kwargs))
+
+
+def build_cp_context(
+    cu_seqlens: Tensor,
+    group: Any = None,
+    conv1d_kernel_size: int | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    use_tf32x3_affine_chain: bool = True,
+    layout: str = "contiguous",
+    **unknown: Any,
+) -> CPContext:
+    """:func:`linattn_edu.build_cp_context`; how fla multiplies its maps changes nothing here."""
+    return context.build_cp_context(
+        cu_seqlens, group, conv1d_kernel_size, cu_seqlens_cpu, layout=layout
+    )
 
 
 @serves(ssd.mamba_chunk_scan_combined)

@@ -151,6 +151,12 @@ class Layer(nn.Module):
         if cu_seqlens is not None and cu_seqlens_cpu is None and cp_context is None:
             check.boundaries("cu_seqlens", cu_seqlens)
             cu_seqlens_cpu = cu_seqlens.cpu()
+        elif known(cu_seqlens) and known(cu_seqlens_cpu):  # not all forms take both
+            check.boundaries("cu_seqlens", cu_seqlens)
+            if cu_seqlens.tolist() != cu_seqlens_cpu.tolist():
+                raise ValueError(
+                    f"cu_seqlens_cpu must be cu_seqlens, {cu_seqlens}, got {cu_seqlens_cpu}"
+                )
         return x, cu_seqlens_cpu
 
     def _check_cache(self, x: Tensor, cache: object, N: int, cp_context: CPContext | None) -> None:

@@ -167,3 +167,11 @@ def test_the_first_error_of_a_rank_ends_all():
 
     with pytest.raises(KeyError, match="one"):
         simulate(2, rank)
+
+
+def test_a_context_keeps_few_places():
+    context = build_cp_context(torch.tensor([0, 5, 9]))
+    for B in range(1, 40):
+        assert context.place(B, torch.device("cpu")).B == B
+    assert len(context._kept) <= 8
+    assert context.place(39, torch.device("cpu")) is context.place(39, torch.device("cpu"))

@@ -70,6 +70,12 @@ def test_boundaries_that_do_not_fit(kind):
     ):
         given = {"cu_seqlens": torch.tensor(bounds), "cache": cache}
         refused(layer, cache, ValueError, match, x[:1], **given)
+    for mode in ("chunk", "fused_recurrent"):  # which does not take it
+        layer.mode = mode
+        bounds = {"cu_seqlens": torch.tensor([0, 2, 6]), "cu_seqlens_cpu": torch.tensor([0, 3, 6])}
+        refused(
+            layer, cache, ValueError, "cu_seqlens_cpu must be cu_s", x[:1], cache=cache, **bounds
+        )
     refused(layer, cache, ValueError, "B = 1", x, cu_seqlens=torch.tensor([0, 2, 6]), cache=cache)
 
 

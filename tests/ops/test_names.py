@@ -252,6 +252,28 @@ def new(*shape, device=DEVICE):
 
 
 KDA_GATE = {
+    "beta of several": (
+        {"A_log": new(2), "beta": torch.ones(2)}, TypeError, "beta must be a number or None, got T"
+    ),
+    "threshold of several": (
+        {"A_log": new(2), "threshold": [20.0]}, TypeError, "threshold must be a number or None"
+    ),
+    "K True": (
+        {"A_log": new(2), "head_k_dim": True}, TypeError, "head_k_dim must be an integer, got True"
+    ),
+    "K in the third place": (
+        {"A_log": new(2), "dt_bias": True}, TypeError, "head_k_dim must be an integer, got True"
+    ),
+    "K in words": (
+        {"A_log": new(2), "head_k_dim": "4"}, TypeError, "head_k_dim must be an integer, got '4'"
+    ),
+    "b": (
+        {"A_log": new(2), "b": new(5, 3)}, ValueError,
+        r"b must have shape \[..., HV\] = \(5, 2\), got \(5, 3\)",
+    ),
+    "b elsewhere": (
+        {"A_log": new(2), "b": new(5, 2, device="meta")}, ValueError, "b must be on .* like g, got"
+    ),
     "g alone": ({}, ValueError, "A_log or lower_bound must be given"),
     "bound": ({"lower_bound": 0.0}, ValueError, "lower_bound must be < 0"),
     "bound type": ({"lower_bound": "x"}, TypeError, "lower_bound must be a number"),
