@@ -197,3 +197,28 @@ def gated_norm(
         activation=getattr(norm, "activation", "silu"),
         impl=impl,
     )  # fmt: skip
+
+
+# The names that functions have in a file of models, or in the layers of one, and ours.
+RECURRENCES: dict[str, Callable] = {
+    "chunk_gated_delta_rule": chunk_gated_delta_rule,
+    "torch_chunk_gated_delta_rule": chunk_gated_delta_rule,
+    "fused_recurrent_gated_delta_rule": fused_recurrent_gated_delta_rule,
+    "recurrent_gated_delta_rule": fused_recurrent_gated_delta_rule,
+    "torch_recurrent_gated_delta_rule": fused_recurrent_gated_delta_rule,
+    "chunk_kda": chunk_kda,
+    "chunk_kimi_delta_attention": chunk_kda,
+    "fused_recurrent_kda": fused_recurrent_kda,
+    "recurrent_kimi_delta_attention": fused_recurrent_kda,
+    "mamba_chunk_scan_combined": mamba_chunk_scan_combined,
+    "mamba2_chunk_scan": mamba_chunk_scan_combined,
+    "mamba2_selective_state_update": selective_state_update,
+    "mamba_split_conv1d_scan_combined": mamba_split_conv1d_scan_combined,
+    "mamba2_split_conv1d_scan_combined": one_by_one,
+}
+# Those that layers of other kinds call too.
+FUNCTIONS = RECURRENCES | {
+    "causal_conv1d_fn": causal_conv1d_fn,
+    "causal_conv1d_update": causal_conv1d_update,
+    "selective_state_update": selective_state_update,
+}

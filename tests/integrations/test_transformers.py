@@ -18,7 +18,8 @@ from torch import Tensor
 
 import linattn_edu
 from linattn_edu.integrations import calls
-from linattn_edu.integrations.transformers import use
+from linattn_edu.integrations import transformers as in_use
+from linattn_edu.integrations.transformers import undo, use
 from linattn_edu.layers import GatedDeltaNet
 from linattn_edu.testing import assert_close, relative_rms
 
@@ -281,6 +282,57 @@ def private(model: torch.nn.Module) -> list[tuple]:
     """The names of what modules have that is not PyTorch's, and their hooks."""
     plain = vars(torch.nn.Module()).keys()
     return [(sorted(vars(m).keys() - plain), len(m._forward_pre_hooks)) for m in model.modules()]
+
+
+@pytest.mark.parametrize("error", (ValueError, KeyboardInterrupt))
+@pytest.mark.parametrize("at", (0, 1, 2, 5, None))
+@pytest.mark.parametrize("name", ("qwen3_next", "mamba2"))
+def test_an_exception_inside_use_leaves_nothing_in_use(name, at, error, monkeypatch):
+    """While an attribute is set, or (None) hooks are added; alone, and beside another use."""
+    model = models.build(name)
+    untouched = attributes(model)
+    for beside in (False, True):
+        outer = use(model, impl="reference") if beside else None
+        before, left = attributes(model), [at]
+
+        def set_and_fail(owner, key, value, left=left):
+            setattr(owner, key, value)
+            left[0] -= 1
+            if left[0] == -1:
+                raise error("no more")
+
+        def hooks_and_fail(model, original=in_use._hooks):
+            yield from original(model)
+            raise error("no more")
+
+        with monkeypatch.context() as patch:
+            if at is None:
+                patch.setattr(in_use, "_hooks", hooks_and_fail)
+            else:
+                patch.setattr(in_use, "setattr", set_and_fail, raising=False)
+            with pytest.raises(error, match="no more"):
+                use(model, impl="reference")
+        assert attributes(model) == before
+        if outer is not None:
+            outer()
+    assert attributes(model) == untouched
+    with use(model, impl="auto"):  # another impl: nothing is left of those that failed
+        pass
+
+
+def test_a_use_whose_result_is_dropped_can_be_undone():
+    model, other = models.build("mamba2"), models.build("mamba2", num_heads=4, head_dim=16)
+    before = attributes(model), attributes(other)
+    use(model)
+    use(model)
+    kept = use(other)
+    assert undo(model) == 2 and undo(model) == 0
+    file = sys.modules[type(model).__module__]
+    assert file.mamba2_chunk_scan is calls.mamba_chunk_scan_combined  # for the other
+    kept()
+    assert undo(other) == 0 and (attributes(model), attributes(other)) == before
+    with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, got str"):
+        undo("mamba2")
 
 
 def test_layers_that_are_ours_already():
