@@ -58,13 +58,13 @@ def mamba_chunk_scan_combined(
     Args:
         x: Values ``[B, T, H, P]``, float32, float16 or bfloat16 (float64: reference only),
             P <= 256; T may be 0.
-        dt: Raw step sizes ``[B, T, H]``, any of these dtypes, as all that follow but B and C. With
-            x in float16 the gradient of a step below 1e-6 loses digits in the fused kernels, which
-            multiply by steps in x's dtype.
+        dt: Raw step sizes ``[B, T, H]``, any of these dtypes, as all that follow. With x in float16
+            the gradient of a step below 1e-6 loses digits in the fused kernels, which multiply by
+            steps in x's dtype.
         A: Rate of the log decay of each head ``[H]``, <= 0. A positive number is refused on the
             CPU; on a GPU, where that would wait for the device, it is not looked for.
-        B, C: What is written with, and read with, ``[B, T, G, N]`` of x's dtype; H a multiple of G,
-            N <= 256.
+        B, C: What is written with, and read with, ``[B, T, G, N]``, H a multiple of G, N <= 256; in
+            products they are rounded to x's dtype.
         chunk_size: Tokens of a chunk at most, any number >= 1, which is rounded up to a power of
             two from 16 on. It changes the speed and the rounding only; the kernels take shorter
             ones, of 128 tokens or less.
@@ -129,6 +129,7 @@ def mamba_chunk_scan_combined(
     chunk_size, low, high = check_options(chunk_size, dt_limit)
     impl = check.resolve_impl(impl, x.device, tuple(checked.dtypes))
     place = arguments.place(checked, cu_seqlens, cu_seqlens_cpu, None, chunk_size, cp_context)
+    B, C = B.to(x.dtype), C.to(x.dtype)
     impl, chunk_size = _form(impl, x, B, chunk_size, low)
     x, dt, B, C, z = place.joined(x, dt, B, C, z)
     out, states, _ = scan(
@@ -161,7 +162,7 @@ def _check_tensors(
     checked.take("dt", given["dt"], ("B", "T", "H"))
     checked.take("A", given["A"], ("H",), decay=True)
     for name, y in (("B", B), ("C", C)):
-        checked.take(name, y, ("B", "T", "G", "S"), alike=True)
+        checked.take(name, y, ("B", "T", "G", "S"))
     for axis, owner in (("B", "x"), ("H", "x"), ("P", "x"), ("G", "B"), ("S", "B")):
         if sizes[axis] < 1:
             raise ValueError(f"{owner} must have no empty axis but T, got {axis}=0")

@@ -129,6 +129,26 @@ def test_refused_before_any_kernel(case, device):
     assert refused(mamba_chunk_scan_combined, CASES[case], *everything(device))
 
 
+@pytest.mark.parametrize("impl", ("reference", "triton"))
+def test_b_and_c_may_be_wider_than_x(impl, device):
+    """As mamba_ssm is called: products round them, and their gradients have their dtype."""
+    x, options = everything(device)
+    x["x"] = x["x"].bfloat16()
+
+    def both(x):
+        leaves = {n: t.detach().requires_grad_() for n, t in x.items() if n in "xBC"}
+        out = mamba_chunk_scan_combined(**x | leaves, **options, impl=impl)[0]
+        generator = torch.Generator().manual_seed(1)
+        dout = torch.randn(out.shape, generator=generator).to(out)
+        return out, dict(zip(leaves, torch.autograd.grad(out, leaves.values(), dout), strict=True))
+
+    out, got = both(x)
+    rounded, want = both(x | {n: x[n].bfloat16() for n in "BC"})
+    assert out.dtype == torch.bfloat16 and torch.equal(out, rounded)
+    for n, t in want.items():
+        assert got[n].dtype == x[n].dtype and torch.equal(got[n], t.to(x[n].dtype))
+
+
 @pytest.mark.parametrize(
     ("given", "taken"), ((1, 16), (8, 16), (16, 16), (48, 64), (100, 128), (1000, 1024))
 )
