@@ -333,6 +333,20 @@ test_kda_gate_refuses = refuses(fused_kda_gate, lambda: {"g": new(5, 2, 4)}, KDA
 test_gdn_gate_refuses = refuses(fused_gdn_gate, lambda: {"g": new(5, 2, 4)}, GDN_GATE)
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_chunk_indices_in_a_graph_that_serves_all(dtype, dynamic):
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda b: prepare_chunk_indices(b, 16), fullgraph=True, dynamic=dynamic, backend="aot_eager"
+    )
+    for bounds in ([0, 5, 70], [0, 64, 64, 200], [0, 0, 0, 16], [0, 7]):
+        b = torch.tensor(bounds, dtype=dtype)
+        rows, want = compiled(b), prepare_chunk_indices(b, 16)
+        assert torch.equal(rows, want) and rows.dtype == want.dtype
+
+
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 def test_prepare_chunk_indices(dtype):
     """Sequence and number of every chunk, of sequences of 5, 0 and 15 tokens."""
@@ -348,6 +362,9 @@ def test_prepare_chunk_indices(dtype):
     del packed["chunk_indices"]
     want, _ = linattn_edu.chunk_gated_delta_rule(**x, **packed, impl="reference")
     assert torch.equal(o, want)
+    for wrong in (0, 1.5):
+        with pytest.raises(ValueError, match="chunk_size must be an integer >= 1"):
+            prepare_chunk_indices(cu_seqlens, wrong)
     with pytest.raises(ValueError, match="cu_seqlens must not decrease"):
         prepare_chunk_indices(torch.tensor([0, 5, 4]), 4)
     with pytest.raises(TypeError, match="cu_seqlens must be int32 or int64"):
