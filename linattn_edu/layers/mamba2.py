@@ -124,6 +124,8 @@ class Mamba2(Layer):
         dt_min, dt_max = check.pair("(dt_min, dt_max)", (dt_min, dt_max))
         if not 0 < dt_min <= dt_max:
             raise ValueError(f"dt_min must be > 0 and at most dt_max={dt_max}, got {dt_min}")
+        if check.real("dt_init_floor", dt_init_floor) < 0:
+            raise ValueError(f"dt_init_floor must be >= 0, got {dt_init_floor}")
         _, *limit = check_options(chunk_size, dt_limit)
         factory = {"device": device, "dtype": dtype}
         self.hidden_size = self.d_model = d_model

@@ -255,6 +255,13 @@ def number(name: str, value: object) -> float | None:
     return float(value)
 
 
+def real(name: str, value: object) -> float:
+    """value, a finite number, as a float."""
+    if value is None:
+        raise TypeError(f"{name} must be a number, got None")
+    return number(name, value)
+
+
 def positive(largest: dict[str, int] | None = None, /, **sizes: object) -> None:
     """Check that sizes are integers >= 1, and at most the largest of that name."""
     for name, value in sizes.items():

@@ -163,6 +163,7 @@ def test_a_state_dict_that_does_not_fit(kind):
         (Mamba2, {"d_model": 24, "headdim": 8, "chunk_size": 0}, "chunk_size must be at least 1"),
         (Mamba2, {"d_model": 24, "headdim": 8, "dt_limit": (1, 0)}, "dt_limit must be"),
         (Mamba2, {"d_model": 24, "headdim": 8, "dt_min": 0}, "dt_min must be > 0"),
+        (Mamba2, {"d_model": 24, "headdim": 8, "dt_init_floor": -1}, "dt_init_floor must be >= 0"),
         (Mamba2, {"d_model": 24, "headdim": 8, "process_group": 1}, "process_group is not"),
         (EMA, {"hidden_size": 9, "num_heads": 2}, "num_heads must divide"),
         (EMA, {"hidden_size": 8, "memory": (1.0, 4.0)}, "memory must be"),
@@ -179,6 +180,15 @@ def test_a_state_dict_that_does_not_fit(kind):
 def test_sizes_that_do_not_fit(cls, arguments, match):
     with pytest.raises(ValueError, match=match), torch.device("meta"):
         cls(**arguments)
+
+
+@pytest.mark.parametrize("wrong", [None, "4"])
+def test_numbers_that_are_none(wrong):
+    got = "None" if wrong is None else "str"
+    with pytest.raises(TypeError, match=f"expand_v must be a number.*got {got}"):
+        GatedDeltaNet(8, head_dim=4, num_heads=1, expand_v=wrong)
+    with pytest.raises(TypeError, match=f"dt_init_floor must be a number.*got {got}"):
+        Mamba2(24, headdim=8, dt_init_floor=wrong)
 
 
 def test_an_unknown_argument():
