@@ -3,7 +3,7 @@
 from typing import Any
 
 from linattn_edu.cp.context import CPContext, get_cp_cu_seqlens
-from linattn_edu.integrations import calls, convolutions, norms, padding
+from linattn_edu.integrations import calls, convolutions, layers, norms, padding
 from linattn_edu.layers import ShortConvolution
 from linattn_edu.ops import names
 from linattn_edu.ops.cumsum import chunk_global_cumsum, chunk_local_cumsum
@@ -51,6 +51,8 @@ UNPAD = _of(
     padding, "get_unpad_data", "index_first_axis", "index_put_first_axis", "pad_input",
     "unpad_input", "get_layer_cache", "update_layer_cache",
 )  # fmt: skip
+FLA_LAYERS = _of(layers, "GatedDeltaNet", "KimiDeltaAttention")
+MAMBA_LAYER = _of(layers, "Mamba2")
 CONVOLUTION = {"ShortConvolution": ShortConvolution} | _of(
     convolutions, "causal_conv1d", "causal_conv1d_update"
 )
@@ -73,7 +75,9 @@ VARLEN = _of(convolutions, "causal_conv1d_varlen_states")
 # Each module and what is in it; submodules are attributes of their packages from the start.
 MODULES: dict[str, dict[str, Any]] = {
     "fla": {},
-    "fla.layers": {},
+    "fla.layers": FLA_LAYERS,
+    "fla.layers.gated_deltanet": _of(layers, "GatedDeltaNet"),
+    "fla.layers.kda": _of(layers, "KimiDeltaAttention"),
     "fla.layers.utils": UNPAD,
     "fla.modules": {
         "ShortConvolution": ShortConvolution,
@@ -104,6 +108,8 @@ MODULES: dict[str, dict[str, Any]] = {
     "fla.ops.utils.solve_tril": SOLVE,
     "fla.utils": _of(padding, "tensor_cache"),
     "mamba_ssm": {},
+    "mamba_ssm.modules": {},
+    "mamba_ssm.modules.mamba2": MAMBA_LAYER,
     "mamba_ssm.ops": {},
     "mamba_ssm.ops.triton": {},
     "mamba_ssm.ops.triton.layernorm_gated": MAMBA_NORMS,

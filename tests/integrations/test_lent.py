@@ -57,6 +57,12 @@ FILES = {
     "GDN in OLMo-core": (
         UNPAD, DELTA, "from fla.modules.convolution import causal_conv1d, causal_conv1d_update",
     ),
+    "layers of fla": (
+        "from fla.layers import GatedDeltaNet, KimiDeltaAttention",
+        "from fla.layers.gated_deltanet import GatedDeltaNet",
+        "from fla.layers.kda import KimiDeltaAttention",
+    ),
+    "layer of mamba_ssm": ("from mamba_ssm.modules.mamba2 import Mamba2",),
     "tests of fla": (
         "from fla.ops.gated_delta_rule.gate import fused_gdn_gate",
         "from fla.ops.gated_delta_rule.naive import naive_recurrent_gated_delta_rule",
