@@ -336,6 +336,11 @@ def imported_for_compilation() -> bool:
 def resolve_impl(impl: str, device: torch.device, dtypes: tuple[torch.dtype, ...]) -> str:
     """Turn impl into "triton" or "reference"; a "triton" that cannot run here is a ValueError."""
     choice("impl", impl, IMPLS)
+    if torch.jit.is_tracing():  # which records no kernel, and sizes as numbers
+        raise RuntimeError(
+            "operators of linattn_edu cannot be recorded by torch.jit.trace, whose graph would "
+            "serve these numbers alone: torch.export and torch.compile can"
+        )
     if impl == "reference":
         return impl
     why_not = _why_not(device, dtypes)

@@ -387,3 +387,17 @@ def test_export_for_any_length(form):
     for length in (5, 64, 65, 130):
         x = drawn(length)
         assert torch.equal(program(x), form(x, **options, impl="reference")[0])
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("form", [*(getattr(contract, n) for n in EXPORTED), contract.ssd[-1]])
+def test_a_trace_of_jit_is_refused(form, impl):
+    """It would hold what kernels gave as constants, and sizes as numbers."""
+    x, options = form.draw(2, 5, torch.float32, "cpu")
+
+    def f(*tensors):
+        return form(dict(zip(x, tensors, strict=True)), **options, impl=impl)[0]
+
+    with pytest.raises(RuntimeError, match=r"cannot be recorded by torch.jit.trace.*torch.export"):
+        torch.jit.trace(f, tuple(x.values()), check_trace=False)
