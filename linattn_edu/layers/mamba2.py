@@ -33,6 +33,7 @@ class Mamba2(Layer):
     boundaries instead of seq_idx, a :class:`Cache` instead of inference_params, which any number of
     tokens may follow; hidden states are ``[B, T, d_model]`` only; one token of a cache obeys
     dt_limit, which mamba_ssm's step does not read, and may have D for each channel.
+    ``linattn_edu.integrations.layers`` has mamba_ssm's call.
 
     Parameters, with H = d_ssm / headdim, G = ngroups, N = d_state, d_inner = expand d_model and
     D_conv = d_ssm + 2 G N: in_proj ``[2 d_inner + 2 G N + H, d_model]``, conv1d ``[D_conv, 1, W]``
