@@ -85,6 +85,14 @@ def chunk_gated_delta_rule(q: Tensor, *args: Any, **kwargs: Any):
     return _delta("chunk_gated_delta_rule", gdn.chunk_gated_delta_rule, q, args, kwargs)
 
 
+@serves(gdn.chunk_gated_delta_rule)
+def doubled_gated_delta_rule(q: Tensor, *args: Any, **kwargs: Any):
+    """chunk_gated_delta_rule for a layer that may have doubled beta itself: that is said."""
+    if not kwargs.get("use_beta_sigmoid_in_kernel"):
+        kwargs.setdefault("allow_neg_eigval", True)
+    return chunk_gated_delta_rule(q, *args, **kwargs)
+
+
 @serves(gdn.fused_recurrent_gated_delta_rule)
 def fused_recurrent_gated_delta_rule(q: Tensor, *args: Any, **kwargs: Any):
     operator = gdn.fused_recurrent_gated_delta_rule

@@ -22,7 +22,8 @@ def enable(*, impl: str = "auto") -> None:
     meanwhile, its version too.
 
     :func:`~linattn_edu.integrations.transformers.use` does more: it serves the gated norms as well,
-    Mamba2ForCausalLM hands boundaries of packed sequences on, and it can be undone.
+    Mamba2ForCausalLM hands boundaries of packed sequences on, a beta that olmo_hybrid has doubled
+    is told to the operator, which a call of fla's function does not do, and it can be undone.
 
     Args:
         impl: "triton", "reference" or "auto", as in :func:`linattn_edu.chunk_gated_delta_rule`.

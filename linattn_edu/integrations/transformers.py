@@ -82,7 +82,8 @@ def use(model: nn.Module, *, impl: str = "auto") -> "InUse":
     nemotron_h, zamba2) are found by the functions that they call, so that their subclasses and
     models around them (PEFT, DDP) are served too; their short convolutions and gated norms with
     them (the norms on a GPU, on a CPU with an impl named). Weights, outputs to rounding, and caches
-    stay as they were.
+    stay as they were. Of layers that may double beta themselves (olmo_hybrid) the operator is told
+    so, ``allow_neg_eigval=True``, which in 16 bit keeps their outputs right and takes longer.
 
     Packed sequences: the boundaries that a model is called with, ``cu_seq_lens_q`` [N + 1] or
     ``seq_idx`` [1, T] (Mamba-2: [B, T]), reach convolution and recurrence, and there each sequence
@@ -306,6 +307,8 @@ def _of_layer(layer: nn.Module, impl: str) -> Iterator[tuple[Any, str, Any, str]
     functions = [*_attributes(layer), *_functions(layer)]
     for owner, name in functions:
         ours = calls.FUNCTIONS[name]
+        if ours is calls.chunk_gated_delta_rule and _may_double(layer, owner):
+            ours = calls.doubled_gated_delta_rule
         yield owner, name, _with_impl(ours, impl), ours.__name__
     for kind in type(layer).__mro__ if functions else ():
         fast = vars(kind).get("cuda_kernels_forward")
@@ -324,6 +327,15 @@ def _of_layer(layer: nn.Module, impl: str) -> Iterator[tuple[Any, str, Any, str]
         if _is_gated_norm(norm):
             ours = functools.partial(calls.gated_norm, norm, before_gate, impl)
             yield norm, "forward", ours, "rms_norm_gated"
+
+
+def _may_double(layer: nn.Module, owner: nn.Module | ModuleType) -> bool:
+    """Whether beta comes doubled to a function of a layer, as olmo_hybrid's can; to one of a file,
+    from any layer of its kind, whatever this one's flag is.
+    """
+    return getattr(layer, "allow_neg_eigval", False) or (
+        owner is not layer and hasattr(layer, "allow_neg_eigval")
+    )
 
 
 def _with_impl(function: Callable, impl: str) -> Callable:

@@ -89,6 +89,49 @@ def dot(a, b, acc=None, precision: tl.constexpr = TF32X3):
 
 
 @triton.jit
+def cut_off(x, dtype: tl.constexpr):
+    """What rounding x to dtype, of 16 bit, cuts off, in that dtype: the low half of x."""
+    return cast(x - cast(x, dtype).to(tl.float32), dtype)
+
+
+@triton.jit
+def store_halves(x_ptr, low_ptr, b_x, o_row, o_col, stride, n_row, n_col):
+    """`store_tile`, and the low half where there is a place for it."""
+    store_tile(x_ptr, b_x, o_row, o_col, stride, n_row, n_col)
+    if low_ptr is not None:
+        b_low = cut_off(b_x, x_ptr.dtype.element_ty)
+        store_tile(low_ptr, b_low, o_row, o_col, stride, n_row, n_col)
+
+
+@triton.jit
+def dot_halves(a, a_low, b, b_low, acc=None):
+    """(a + a_low) @ (b + b_low) + acc, where a low half may be None; without that of both."""
+    if a_low is not None:
+        acc = dot(a_low, b, acc)
+    if b_low is not None:
+        acc = dot(a, b_low, acc)
+    return dot(a, b, acc)
+
+
+@triton.jit
+def dot_right(a, a_low, x, acc, FINE: tl.constexpr):
+    """a @ x + acc with x, in fp32, rounded to a's dtype; with FINE in two halves, and a_low's."""
+    if FINE:
+        return dot_halves(a, a_low, cast(x, a.dtype), cut_off(x, a.dtype), acc)
+    else:
+        return dot(a, cast(x, a.dtype), acc)
+
+
+@triton.jit
+def dot_left(x, a, a_low, acc, FINE: tl.constexpr):
+    """x @ a + acc, as `dot_right`."""
+    if FINE:
+        return dot_halves(cast(x, a.dtype), cut_off(x, a.dtype), a, a_low, acc)
+    else:
+        return dot(cast(x, a.dtype), a, acc)
+
+
+@triton.jit
 def decay_matrix(b_gc, o_t):
     """G_ij = 2^(gc_i - gc_j) for i >= j, else 0; the mask comes first, so nothing overflows."""
     causal = o_t[:, None] >= o_t[None, :]

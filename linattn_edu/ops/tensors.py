@@ -69,6 +69,11 @@ def laid_out(x: Tensor | None, v_first: bool) -> Tensor | None:
     return x if x is None else transposed(x, v_first).contiguous()
 
 
+def in_float32(*tensors: Tensor) -> list[Tensor]:
+    """Those of 16 bit in float32, for beta beyond 1 where no kernel keeps low halves."""
+    return [x.float() if x.dtype.itemsize == 2 else x for x in tensors]
+
+
 def contiguous(x: Tensor | None) -> Tensor | None:
     """x, or a copy if it has gaps or does not start at 16 bytes on a GPU.
 

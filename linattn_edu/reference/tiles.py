@@ -10,6 +10,12 @@ def compute_dtype(*tensors: Tensor | None) -> torch.dtype:
     return torch.float64 if wide else torch.float32
 
 
+def halves(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """x rounded to a dtype of 16 bit, and what that cuts off: their sum has twice the bits."""
+    high = x.to(dtype)
+    return high, (x - high.to(x.dtype)).to(dtype)
+
+
 def sigmoid(x: Tensor) -> Tensor:
     """1 / (1 + e^-x), the same bits wherever a number stands in x.
 

@@ -106,6 +106,24 @@ def test_inverse_of_blocks_in_fp16(keys, K):
         assert error < 1.06 * other + 1e-9  # 2^-25 beside 1 is nothing in fp16
 
 
+@pytest.mark.parametrize("keys", ["unit", "alike", "the same"])
+@pytest.mark.parametrize(("C", "T"), [(64, 100), (16, 64)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_intra_halves(keys, C, T, dtype, device):
+    """The sum of the halves has 16 bits and more, also where the rows of A alternate."""
+    x = gdn_inputs(1, T, 1, 2, 32, 16, dtype=dtype, device=device, seed=C)
+    k = KEYS[keys](torch.randn(1, 64, 1, 32, device=device))[0].repeat(1, 2, 1, 1)[:, :T].to(dtype)
+    args = (x.q, k, torch.full_like(x.beta, 1.9), gate_cumsum(x.g / 64, chunk_size=C))
+    P, AG, *low = kernels.intra_halves(*args, chunk_size=C)
+    for a, b in zip((P, AG, *low), references.intra_halves(*args, chunk_size=C), strict=True):
+        assert a.dtype == b.dtype == dtype
+    options = {"chunk_size": C, "return_inverse": True, "gated": True}
+    want, _, want_AG = references.intra_chunk(*(y.double() for y in args), **options)
+    for high, rest, exact in ((P, low[0], want), (AG, low[1], want_AG)):
+        assert relative_rms(high, exact) > 1e-4
+        assert relative_rms(high.double() + rest, exact) < 1e-5
+
+
 @pytest.fixture
 def intra_gluon(device):
     if why := without_gluon(device):

@@ -199,6 +199,21 @@ def test_what_it_says():
     assert repr(undo) == "Qwen3NextForCausalLM (model_type qwen3_next): undone"
 
 
+@pytest.mark.parametrize("name", ["olmo_hybrid", "qwen3_next"])
+def test_a_layer_that_doubles_beta_says_so(name, monkeypatch):
+    told, operator = [], calls.gdn.chunk_gated_delta_rule
+
+    def listening(*args, **kwargs):
+        told.append((kwargs.get("allow_neg_eigval", False), kwargs["beta"].max().item() > 1))
+        return operator(*args, **kwargs)
+
+    monkeypatch.setattr(calls.gdn, "chunk_gated_delta_rule", listening)
+    with use(models.build(name)), torch.no_grad():
+        models.build(name)(input_ids=tokens(2, 70))
+    doubled = name == "olmo_hybrid"
+    assert told and set(told) == {(doubled, doubled)}
+
+
 def test_uses_may_be_undone_in_any_order():
     model, other = models.build("mamba2"), models.build("mamba2", num_heads=4, head_dim=16)
     before = attributes(model), attributes(other)

@@ -36,7 +36,8 @@ def gated(K, V, dtype, C, channels=False, chunks=1):
     qk, v, beta = empty(1, T, 1, K, dtype=dtype), empty(1, T, 1, V, dtype=dtype), empty(1, T, 1)
     g, A = qk.float() if channels else beta, empty(1, T, 1, C, dtype=dtype)
     S, M = empty(1, 1, 1, K, V + K).split([V, K], -1)  # of one map
-    held = by_kind.gdn_backward_stages(kind_of(qk, 1, V, 64, None)).takes == "fused"
+    kind = kind_of(qk, 1, V, 64, None)
+    held = by_kind.gdn_backward_stages(kind).takes == "fused"
     h, h0 = empty(1, chunks, 1, K, V, dtype=dtype), empty(1, 1, K, V)
     r = SimpleNamespace(**options(C), held=held, beta=beta, h=h, dh=h, h0=h0, dht=h0)
     names = {
@@ -46,6 +47,8 @@ def gated(K, V, dtype, C, channels=False, chunks=1):
         "dgl": h[..., 0].float(), "S": S, "M": M, "number": M[..., 0, 0],
     }  # fmt: skip
     vars(r).update((n, x) for some, x in names.items() for n in some.split())
+    r.halved = by_kind.gdn_halves(kind).takes == "halves"
+    r.halves, r.low = (r.P, r.A), (r.v, r.v)
     return r
 
 

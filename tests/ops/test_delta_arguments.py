@@ -42,7 +42,7 @@ def calls(draw, form):
     # a key of one number has unit length whatever it is, and the gradient of that is rounding alone
     K = draw(st.sampled_from(sizes if raw[0] else [1, *sizes]))
     options = dict(zip(NAMES, raw, strict=True)) | {"state_v_first": draw(flag)}
-    options["allow_neg_eigval"] = raw[1] and draw(flag)
+    options["allow_neg_eigval"] = draw(flag)
     options["scale"] = draw(st.none() | st.floats(0.1, 2))
     options["chunk_size"] = draw(st.sampled_from([16, 32, 64]))
     options["output_final_state"] = draw(flag)
@@ -134,8 +134,6 @@ def raw(**changes):
 OF_BOTH = {
     "A_log elements": (ValueError, r"A_log must have the elements of \[HV=\d\], in any shape, got ",
                        other("A_log", lambda x: torch.cat([x, x])[None])),
-    "neg_eigval alone": (ValueError, "allow_neg_eigval=True .* needs use_beta_sigmoid_in_kernel",
-                         lambda a: {"allow_neg_eigval": True, "use_beta_sigmoid_in_kernel": False}),
     "two layouts": (ValueError, "state_v_first and transpose_state_layout are one argument",
                     lambda a: {"state_v_first": True, "transpose_state_layout": False}),
     "transpose_state_layout": (TypeError, "transpose_state_layout must be True or False, got 2",
@@ -198,7 +196,7 @@ OF_KDA = {
 BY_TOKEN = (
     "g of heads", "g channels", "g of key heads", "beta of channels", "A_log without a gate",
     "bias without a gate", "neither rate nor bound", "bound above zero", "bound of zero",
-    "bound not finite", "bound no number", "dt_bias elements", "A_log elements", "neg_eigval alone",
+    "bound not finite", "bound no number", "dt_bias elements", "A_log elements",
 )  # fmt: skip
 
 

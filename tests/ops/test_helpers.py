@@ -77,7 +77,6 @@ RECURRENT = {
         ValueError,
         r"dt_bias must have the elements of \[HV=4\]",
     ),
-    "negative alone": ({"allow_neg_eigval": True}, ValueError, "needs use_beta_sigmoid_in_kernel"),
     "no beta": (
         {"beta": None, "use_beta_sigmoid_in_kernel": True},
         ValueError,

@@ -11,6 +11,11 @@ def held(r):
     return r.held
 
 
+def halved(r):
+    """Whether it holds them in halves."""
+    return r.halved
+
+
 def held_bf16(r):
     return r.held and r.q.dtype == torch.bfloat16
 
@@ -41,6 +46,16 @@ STAGES = [
           "scan_map_bwd", when=held),
     Stage("fused/gdn_bwd", "gdn_fused", _intra_bwd, "intra_chunk_bwd", when=held,
           more=[two_heads(_intra_bwd)]),
+    # the same with low halves
+    Stage("fused/gdn_intra", "gdn_fused", call("q k beta gc", "chunks"), "intra_halves",
+          when=halved),
+    Stage("fused/gdn_fwd", "gdn_fused",
+          call("q k v gc P AG h0 beta halves", scale=SCALE, output_final_state=True), "scan",
+          when=halved),
+    Stage("fused/gdn_scans", "gdn_fused", call("q k v beta gc P AG do h0 dht halves", scale=SCALE),
+          "scans", when=halved),
+    Stage("fused/gdn_bwd", "gdn_fused", call("q k v beta gc h v_new do dh Z low", "scaled"),
+          "intra_chunk_bwd", when=halved),
     # Kimi Delta Attention
     Stage("fused/kda_scans", "kda_fused", call("q k g", "chunks"), "kda_gates",
           more=with_gates("q k g"), when=held),

@@ -13,8 +13,10 @@ from linattn_edu.kernels.tiles import (
     block,
     cast,
     chunk_of,
+    cut_off,
     decay_matrix,
     dot,
+    dot_halves,
     load_gate,
     load_row,
     load_tile,
@@ -41,6 +43,8 @@ def intra_chunk_bwd_kernel(
     do_ptr,  # [B, T, HV, V]
     dh_ptr,  # [B, NT, HV, K, V]
     Z_ptr,  # [B, T, HV, V]
+    v_low_ptr,  # [B, T, HV, V] or None
+    Z_low_ptr,  # [B, T, HV, V] or None
     dq_ptr,  # [B, T, H, K] out
     dk_ptr,  # [B, T, H, K] out
     dq_sum_ptr,  # [B, T, H, K] fp32: of the value heads before; or None: there is one
@@ -78,18 +82,32 @@ def intra_chunk_bwd_kernel(
     b_v_new = load_tile(v_new_ptr + i * V, o_t, o_v, HV * V, n_t, V)  # [BT, BV]
     b_Z = load_tile(Z_ptr + i * V, o_t, o_v, HV * V, n_t, V)  # [BT, BV]
     b_v = load_tile(v_ptr + i * V, o_t, o_v, HV * V, n_t, V)  # [BT, BV]
+    FINE: tl.constexpr = Z_low_ptr is not None
     b_dbeta = tl.sum(b_Z.to(tl.float32) * b_v.to(tl.float32), 1)
+    b_v_low, b_Z_low, b_vT_low = None, None, None
+    b_vT = tl.trans(b_v_new)
+    if FINE:
+        b_v_low = load_tile(v_low_ptr + i * V, o_t, o_v, HV * V, n_t, V)  # [BT, BV]
+        b_Z_low = load_tile(Z_low_ptr + i * V, o_t, o_v, HV * V, n_t, V)  # [BT, BV]
+        b_vT_low = tl.trans(b_v_low)
+        b_dbeta += tl.sum(b_Z_low.to(tl.float32) * b_v.to(tl.float32), 1)
+        b_written = (b_Z.to(tl.float32) + b_Z_low) * (b_v_new.to(tl.float32) + b_v_low)
+        b_written = tl.sum(b_written, 1)  # beta rowsum(Z * (V - K S))
     G = decay_matrix(b_gc, o_t)
     # eq:delta-dm   dM = scale (dO v_new^T) * G
     below = o_t[:, None] > o_t[None, :]
-    b_dM = dot(b_do, tl.trans(b_v_new)) * G * scale
+    b_dM = dot_halves(b_do, None, b_vT, b_vT_low) * G * scale
     # no decay acts on the diagonal: it must not be in the sums of dgc, where it would cancel
     b_own = tl.sum(tl.where(o_t[:, None] == o_t[None, :], b_dM, 0.0), 1)
-    b_dM = cast(tl.where(below, b_dM, 0.0), b_do.dtype)
+    b_dM = tl.where(below, b_dM, 0.0)
     # eq:delta-dl   dL = -tril(Z v_new^T, -1) * G
-    b_dL = tl.where(below, -dot(b_Z, tl.trans(b_v_new)) * G, 0.0)
-    b_NT = cast(tl.trans(b_beta[:, None] * b_dL), b_do.dtype)
-    b_dL = cast(b_dL, b_do.dtype)
+    b_dL = tl.where(below, -dot_halves(b_Z, b_Z_low, b_vT, b_vT_low) * G, 0.0)
+    b_NT = tl.trans(b_beta[:, None] * b_dL)
+    b_dM_low, b_MT_low, b_dL_low, b_NT_low = None, None, None, None
+    if FINE:
+        b_dM_low, b_dL_low = cut_off(b_dM, b_do.dtype), cut_off(b_dL, b_do.dtype)
+        b_MT_low, b_NT_low = tl.trans(b_dM_low), cut_off(b_NT, b_do.dtype)
+    b_dM, b_NT, b_dL = cast(b_dM, b_do.dtype), cast(b_NT, b_do.dtype), cast(b_dL, b_do.dtype)
     b_dgc = tl.zeros([BT], dtype=tl.float32)
     b_KF = tl.zeros([BT], dtype=tl.float32)
     b_t = tl.zeros([BT], dtype=tl.float32)
@@ -105,7 +123,7 @@ def intra_chunk_bwd_kernel(
         b_dh = load_tile(dh_ptr + i_S, o_k, o_v, V, K, V)  # [BK, BV]
         # eq:delta-dq   dQ = scale diag(2^gc) dO S^T + dM K
         b_dq = dot(b_do, tl.trans(b_h)) * (tl.exp2(b_gc) * scale)[:, None]
-        b_dq = dot(b_dM, b_k, b_dq)
+        b_dq = dot_halves(b_dM, b_dM_low, b_k, None, b_dq)
         b_dgc += tl.sum(b_q.to(tl.float32) * b_dq, 1)
         b_dq += b_own[:, None] * b_k.to(tl.float32)
         if not FIRST:
@@ -116,16 +134,18 @@ def intra_chunk_bwd_kernel(
         else:
             store_tile(dq_sum_ptr + i_qk, b_dq, o_t, o_k, H * K, n_t, K)
         # eq:fused-read   F = dL K - diag(2^gc) Z S^T
-        b_F = dot(b_Z, tl.trans(b_h)) * -tl.exp2(b_gc)[:, None]
-        b_F = dot(b_dL, b_k, b_F)
+        b_F = dot_halves(b_Z, b_Z_low, tl.trans(b_h), None) * -tl.exp2(b_gc)[:, None]
+        b_F = dot_halves(b_dL, b_dL_low, b_k, None, b_F)
         # eq:fused-dbeta   dbeta = rowsum(Z * V) + rowsum(K * F)
         b_KF += tl.sum(b_k.to(tl.float32) * b_F, 1)
         # eq:delta-dk-state   dK = diag(2^(gc_last - gc)) v_new dS^T
-        b_dk = dot(b_v_new, tl.trans(b_dh)) * tl.exp2(b_last - b_gc)[:, None]
+        b_dk = dot_halves(b_v_new, b_v_low, tl.trans(b_dh), None)
+        b_dk *= tl.exp2(b_last - b_gc)[:, None]
         b_t += tl.sum(b_k.to(tl.float32) * b_dk, 1)
         b_dk += b_own[:, None] * b_q.to(tl.float32) + b_beta[:, None] * b_F
         # eq:fused-write   D = dK_state + dM^T Q + (diag(beta) dL)^T K
-        b_D = dot(b_NT, b_k, dot(tl.trans(b_dM), b_q))
+        b_D = dot_halves(tl.trans(b_dM), b_MT_low, b_q, None)
+        b_D = dot_halves(b_NT, b_NT_low, b_k, None, b_D)
         b_dgc -= tl.sum(b_k.to(tl.float32) * b_D, 1)
         # eq:fused-dk   dK = diag(beta) F + D
         b_dk += b_D
@@ -136,6 +156,9 @@ def intra_chunk_bwd_kernel(
             store_tile(dk_ptr + i_qk, b_dk, o_t, o_k, H * K, n_t, K)
         else:
             store_tile(dk_sum_ptr + i_qk, b_dk, o_t, o_k, H * K, n_t, K)
+    if FINE:  # dbeta, without the rounding of the states that K F has
+        large = b_beta > 0.5
+        b_KF = tl.where(large, b_written / tl.where(large, b_beta, 1.0) - b_dbeta, b_KF)
     # eq:fused-dgc   dgc = q dq + beta k f - k d; dgc_last += sum k dk + 2^gc_last <dS, S>
     b_t = tl.where(o_t == last, 0.0, b_t)
     # [:, None]: as in wy_bwd
@@ -149,7 +172,7 @@ def intra_chunk_bwd_kernel(
 # 32: with 64 columns of K one program alone would fill a multiprocessor's shared memory. Two such
 # programs leave no room for L1: a register that spills is read back from L2
 INTRA_OPTIONS = {"BK": 32, "num_warps": 4}
-INTRA_STAGES = 2, 3  # of K > 64, and of narrower heads
+INTRA_STAGES = 2, 3  # of K > 64, and of narrower heads; with low halves 1
 
 
 def intra_chunk_bwd(
@@ -163,6 +186,7 @@ def intra_chunk_bwd(
     do: Tensor,
     dh: Tensor,
     Z: Tensor,
+    low: tuple[Tensor, Tensor] | None = None,
     *,
     scale: float,
     chunk_size: int,
@@ -170,12 +194,14 @@ def intra_chunk_bwd(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Launch the kernel that suits the GPU; arguments and result as in the reference."""
     out = tuple(map(torch.empty_like, (q, k, beta, gc)))
-    _launch_intra((q, k, v, beta, gc, h, v_new, do, dh, Z), out, scale, chunk_size, packing)
+    given = q, k, v, beta, gc, h, v_new, do, dh, Z
+    _launch_intra(given, low, out, scale, chunk_size, packing)
     return out
 
 
 def _launch_intra(
     given: tuple[Tensor, ...],
+    low: tuple[Tensor, Tensor] | None,
     out: tuple[Tensor, ...],
     scale: float,
     chunk_size: int,
@@ -186,7 +212,7 @@ def _launch_intra(
     """
     (_, T, H, K), (HV, V) = given[0].shape, given[2].shape[2:]
     kind = kind_of(given[0], HV, V, chunk_size, packing, (*given[:3], *given[5:]))
-    gluon = by_kind.intra_chunk_bwd(kind).takes == "gluon"
+    gluon = low is None and by_kind.intra_chunk_bwd(kind).takes == "gluon"
     if gluon and gdn_intra_bwd.intra_bwd_gluon(given, out, scale):
         return
     dq, dk, dbeta, dgc = out
@@ -196,9 +222,10 @@ def _launch_intra(
     NT, *chunks = chunk_args(given[0], chunk_size, packing)
     for i_g in range(HV // H):
         intra_chunk_bwd_kernel[(NT * H,)](
-            *given, dq, dk, *sums, dbeta, dgc, scale, *chunks, T, i_g, H, HV, K, V,
-            BT=chunk_size, BS=block(K), BV=block(V), FIRST=i_g == 0, LAST=i_g == HV // H - 1,
-            num_stages=INTRA_STAGES[K <= 64], **INTRA_OPTIONS,
+            *given, *(low or (None, None)), dq, dk, *sums, dbeta, dgc, scale, *chunks, T, i_g,
+            H, HV, K, V, BT=chunk_size, BS=block(K), BV=block(V), FIRST=i_g == 0,
+            LAST=i_g == HV // H - 1, num_stages=1 if low else INTRA_STAGES[K <= 64],
+            **INTRA_OPTIONS,
         )  # fmt: skip
 
 
@@ -213,6 +240,7 @@ def chunk_bwd(
     do: Tensor,
     initial_state: Tensor | None = None,
     dht: Tensor | None = None,
+    low: tuple[Tensor, Tensor] | None = None,
     *,
     scale: float,
     packing: Packing | None = None,
@@ -221,13 +249,14 @@ def chunk_bwd(
     arguments and result as in the reference.
     """
     C, given = AG.shape[-1], (q, k, v, beta, gc, P, AG, do, initial_state, dht)
-    groups = by_load.head_groups(load(q, v, AG, packing, k, P, do)).takes
+    groups = 1 if low else by_load.head_groups(load(q, v, AG, packing, k, P, do)).takes
     if groups > 1:
         return _in_head_groups(groups, Scans(*given), scale)
-    h, v_new, dh, Z, dv, dh0 = scans(*given, scale=scale, packing=packing)
+    h, v_new, dh, Z, dv, dh0, *low = scans(*given, low, scale=scale, packing=packing)
     dq, dk = (v_new, Z) if q.shape == v.shape else map(torch.empty_like, (q, k))
     out = dq, dk, torch.empty_like(beta), torch.empty_like(gc)
-    _launch_intra((q, k, v, beta, gc, h, v_new, do, dh, Z), out, scale, C, packing)
+    given = q, k, v, beta, gc, h, v_new, do, dh, Z
+    _launch_intra(given, low or None, out, scale, C, packing)
     return dq, dk, dv, *out[2:], dh0
 
 

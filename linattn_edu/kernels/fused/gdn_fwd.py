@@ -14,7 +14,7 @@ from torch import Tensor
 from linattn_edu.kernels.delta.cp_merge import cp_merge, launch_map, piece_of
 from linattn_edu.kernels.delta.warm_up import warm_up, with_warm_up
 from linattn_edu.kernels.gluon import support
-from linattn_edu.kernels.pieces import Pieces, by_maps
+from linattn_edu.kernels.pieces import Pieces, by_maps, whole_of
 from linattn_edu.kernels.routes import by_load, kind_of, load_of, scan_launch
 from linattn_edu.kernels.rows import row, scan_table
 from linattn_edu.kernels.tiles import (
@@ -22,6 +22,7 @@ from linattn_edu.kernels.tiles import (
     cdiv,
     columns_of,
     dot,
+    dot_right,
     load_gate,
     load_row,
     load_tile,
@@ -44,6 +45,9 @@ def scan_kernel(
     P_ptr,  # [B, T, HV, BT]
     R_ptr,  # [B, T, HV, BT]
     h0_ptr,  # [N, HV, K, V] or None
+    beta_ptr,  # [B, T, HV], with low halves: R is without it; or None
+    P_low_ptr,  # [B, T, HV, BT] or None
+    R_low_ptr,  # [B, T, HV, BT] or None
     o_ptr,  # [B, T, HV, V] out
     ht_ptr,  # [N, HV, K, V] out, or None
     scale,
@@ -74,6 +78,8 @@ def scan_kernel(
     P_ptr += (first * HV + i_h) * BT
     R_ptr += (first * HV + i_h) * BT
     gc_ptr += first * HV + i_h
+    FINE: tl.constexpr = R_low_ptr is not None
+    i_low = (first * HV + i_h) * BT
 
     o_t = tl.arange(0, BT)
     o_k = tl.arange(0, BK)
@@ -93,18 +99,28 @@ def scan_kernel(
         b_last = tl.load(gc_ptr + (tl.minimum(BT, n_t) - 1) * HV)
         b_h = cast(b_S, b_k.dtype)
 
+        b_R_low, b_P_low = None, None
+        if FINE:
+            b_R_low = load_tile(R_low_ptr + i_low, o_t, o_t, HV * BT, n_t, BT)  # [BT, BT]
+            b_P_low = load_tile(P_low_ptr + i_low, o_t, o_t, HV * BT, n_t, BT)  # [BT, BT]
+            b_beta = load_row(beta_ptr + i_low // BT, o_t, HV, n_t)  # [BT]
+            i_low += BT * HV * BT
+
         # eq:delta-residual   W = V - diag(2^gc) K S
-        b_W = b_v.to(tl.float32) - tl.exp2(b_gc)[:, None] * dot(b_k, b_h)
+        b_kS = dot_right(b_k, None, b_S, None, FINE)
+        b_W = b_v.to(tl.float32) - tl.exp2(b_gc)[:, None] * b_kS
+        if FINE:
+            b_W *= b_beta[:, None]
         # eq:delta-v-new   v_new = R W
-        b_v = dot(b_R, cast(b_W, b_R.dtype))
+        b_v = dot_right(b_R, b_R_low, b_W, None, FINE)
         # eq:delta-inter   diag(2^gc) Q S
         b_o = tl.exp2(b_gc)[:, None] * dot(b_q, b_h)
         # eq:delta-output   o = scale (inter + P v_new)
-        b_o = scale * dot(b_P, cast(b_v, b_P.dtype), b_o)
+        b_o = scale * dot_right(b_P, b_P_low, b_v, b_o, FINE)
         store_tile(o_ptr, b_o, o_t, o_v, HV * V, tl.where(i_t < skip, 0, n_t), V)
         # eq:delta-state   S <- 2^gc_last S + (diag(2^(gc_last - gc)) K)^T v_new
         b_v *= tl.exp2(b_last - b_gc)[:, None]
-        b_S = dot(tl.trans(b_k), cast(b_v, b_k.dtype), b_S * tl.exp2(b_last))
+        b_S = dot_right(tl.trans(b_k), None, b_v, b_S * tl.exp2(b_last), FINE)
 
         q_ptr += BT * H * K
         k_ptr += BT * H * K
@@ -125,8 +141,8 @@ def scan_transposed_kernel(
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    """scan_kernel, whose arguments it has, with S^T [BV, BK] in the place of S and the same sums in
-    the same order.
+    """scan_kernel, whose arguments it has but beta and low halves, with S^T [BV, BK] in the place
+    of S and the same sums in the same order.
 
     What a product makes is the first operand of the next and stays in registers: the shared memory
     of two programs fits a multiprocessor, and one works while the other waits.
@@ -245,6 +261,16 @@ SCAN_CONFIGS = scan_table(
 )
 
 
+# with low halves: twice the matrices of a chunk, and products of two halves
+HALVES_CONFIGS = scan_table(
+    ampere={128: [row(4, 1, BV=32)], 256: [row(4, 1, BV=16)]},
+    hopper={
+        128: [row(4, 2, BV=64), row(4, 2, BV=32), row(4, 2, BV=16)],
+        256: [row(4, 2, BV=32), row(4, 2, BV=16)],
+    },
+)
+
+
 # with a third chunk in flight there would be no room for a second program
 TRANSPOSED = {"num_warps": 4, "num_stages": 2}
 
@@ -285,12 +311,17 @@ def scan(
     P: Tensor,
     R: Tensor,
     initial_state: Tensor | None = None,
+    beta: Tensor | None = None,
+    low: tuple[Tensor, Tensor] | None = None,
     *,
     scale: float,
     output_final_state: bool = False,
     packing: Packing | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Launch the scan that suits the GPU; arguments and result as in the reference."""
+    if low is not None:
+        given = q, k, v, gc, P, R, initial_state, beta, *low
+        return _scan_halves(given, scale, output_final_state, packing)
     H, K = q.shape[2:]
     HV, V = v.shape[2:]
     C = P.shape[-1]
@@ -312,11 +343,31 @@ def scan(
         full = by_load.transposed(load, programs, config["BK"], config["BV"]).takes == "transposed"
         kernel = scan_transposed_kernel if full else scan_kernel
         kernel[(programs,)](
-            *given, scale, skipped, pieces.cu_seqlens, pieces.chunk_offsets, pieces.T, pieces.N, H,
-            HV, K, V, BT=C,
+            *given[:7], *(() if full else (None, None, None)), *given[7:], scale, skipped,
+            pieces.cu_seqlens, pieces.chunk_offsets, pieces.T, pieces.N, H, HV, K, V, BT=C,
             **(config | TRANSPOSED if full else config),
         )  # fmt: skip
     return o, pieces.last(last)
+
+
+def _scan_halves(
+    given: tuple[Tensor | None, ...],
+    scale: float,
+    output_final_state: bool,
+    packing: Packing | None,
+) -> tuple[Tensor, Tensor | None]:
+    """Launch scan_kernel on whole sequences and tensors that have low halves."""
+    q, _, v, _, P, *_ = given
+    (H, K), (HV, V) = q.shape[2:], v.shape[2:]
+    pieces = whole_of(q, packing)
+    o = torch.empty_like(v)
+    last = q.new_empty(pieces.N, HV, K, V, dtype=torch.float32) if output_final_state else None
+    grid, config = scan_launch(HALVES_CONFIGS, q, pieces.N * HV, V)
+    scan_kernel[grid](
+        *given, o, last, scale, None, pieces.cu_seqlens, pieces.chunk_offsets, pieces.T, pieces.N,
+        H, HV, K, V, BT=P.shape[-1], **config,
+    )  # fmt: skip
+    return o, last
 
 
 def scan_map(

@@ -23,6 +23,7 @@ from linattn_edu.kernels.tiles import (
     load_gate,
     load_row,
     load_tile,
+    store_halves,
     store_tile,
 )
 from linattn_edu.packing import Packing
@@ -35,7 +36,7 @@ except Exception as error:  # a Triton whose Gluon has other names
 
 @triton.jit(do_not_specialize=["T"])
 def scores_kernel(
-    q_ptr, k_ptr, gc_ptr, P_ptr, cu_ptr, chunks_ptr, T,
+    q_ptr, k_ptr, gc_ptr, P_ptr, P_low_ptr, cu_ptr, chunks_ptr, T,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
     BT: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
@@ -60,7 +61,8 @@ def scores_kernel(
         # eq:delta-decay-matrix   G = 2^(gc_i - gc_j), i >= j
         G = decay_matrix(load_gate(gc_ptr + i, o_t, HV, n_t), o_t)
         # eq:delta-intra   P = Q K^T * G
-        store_tile(P_ptr + i * BT, b_QK * G, o_t, o_t, HV * BT, n_t, BT)
+        low_ptr = None if P_low_ptr is None else P_low_ptr + i * BT
+        store_halves(P_ptr + i * BT, low_ptr, b_QK * G, o_t, o_t, HV * BT, n_t, BT)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -68,8 +70,9 @@ def resolvent_kernel(
     k_ptr,  # [B, T, H, K]
     beta_ptr,  # [B, T, HV]
     gc_ptr,  # [B, T, HV] log2
-    R_ptr,  # [B, T, HV, BT] out
+    R_ptr,  # [B, T, HV, BT] out, or None
     A_ptr,  # [B, T, HV, BT] out, A * G with GATED; or None
+    A_low_ptr,  # [B, T, HV, BT] out, or None; with GATED
     cu_ptr,  # [N + 1] or None
     chunks_ptr,  # [NT, 2] or None
     T,
@@ -94,9 +97,12 @@ def resolvent_kernel(
     # eq:delta-resolvent   R = (A * G) diag(beta)
     A *= decay_matrix(load_gate(gc_ptr + first * HV + i_h, o_t, HV, n_t), o_t)
     if A_ptr is not None and GATED:
-        store_tile(A_ptr + (first * HV + i_h) * BT, A, o_t, o_t, HV * BT, n_t, BT)
-    R = A * b_beta[None, :]
-    store_tile(R_ptr + (first * HV + i_h) * BT, R, o_t, o_t, HV * BT, n_t, BT)
+        i = (first * HV + i_h) * BT
+        low_ptr = None if A_low_ptr is None else A_low_ptr + i
+        store_halves(A_ptr + i, low_ptr, A, o_t, o_t, HV * BT, n_t, BT)
+    if R_ptr is not None:
+        R = A * b_beta[None, :]
+        store_tile(R_ptr + (first * HV + i_h) * BT, R, o_t, o_t, HV * BT, n_t, BT)
 
 
 @triton.jit
@@ -247,7 +253,31 @@ def intra_chunk(
         )  # fmt: skip
         return P, R, A
     config = entry(SCORES_CONFIGS, k).launch(K)
-    scores_kernel[(NT * H,)](q, k, gc, P, *chunks, T, H, HV, K, BT=chunk_size, **config)
+    scores_kernel[(NT * H,)](q, k, gc, P, None, *chunks, T, H, HV, K, BT=chunk_size, **config)
     config = entry(RESOLVENT_CONFIGS, k).launch(K)
-    resolvent_kernel[(NT * HV,)](k, beta, gc, R, A, *chunks, T, H, HV, K, **options, **config)
+    resolvent_kernel[(NT * HV,)](k, beta, gc, R, A, None, *chunks, T, H, HV, K, **options, **config)
     return P, R, A
+
+
+def intra_halves(
+    q: Tensor,
+    k: Tensor,
+    beta: Tensor,
+    gc: Tensor,
+    *,
+    chunk_size: int,
+    packing: Packing | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Launch scores_kernel and resolvent_kernel; arguments and result as in the reference."""
+    B, T, H, K = k.shape
+    HV = beta.shape[-1]
+    NT, *chunks = chunk_args(k, chunk_size, packing)
+    P, AG, P_low, AG_low = (q.new_empty(B, T, HV, chunk_size) for _ in range(4))
+    config = entry(SCORES_CONFIGS, k).launch(K)
+    scores_kernel[(NT * H,)](q, k, gc, P, P_low, *chunks, T, H, HV, K, BT=chunk_size, **config)
+    config = entry(RESOLVENT_CONFIGS, k).launch(K)
+    resolvent_kernel[(NT * HV,)](
+        k, beta, gc, None, AG, AG_low, *chunks, T, H, HV, K, BT=chunk_size, PRECISION="tf32x3",
+        GATED=True, **config,
+    )  # fmt: skip
+    return P, AG, P_low, AG_low

@@ -10,19 +10,22 @@ from torch import Tensor
 from linattn_edu.kernels.delta.cp_merge import cp_merge, launch_map, piece_of
 from linattn_edu.kernels.delta.cp_merge_bwd import cp_merge_bwd
 from linattn_edu.kernels.delta.warm_up import with_warm_up
-from linattn_edu.kernels.fused.gdn_fwd import SCAN_CONFIGS, entering, scan_map
+from linattn_edu.kernels.fused.gdn_fwd import HALVES_CONFIGS, SCAN_CONFIGS, entering, scan_map
 from linattn_edu.kernels.gluon import support
-from linattn_edu.kernels.pieces import Pieces
+from linattn_edu.kernels.pieces import Pieces, whole_of
 from linattn_edu.kernels.routes import Load, by_load, kind_of, load_of, scan_launch
 from linattn_edu.kernels.rows import row, states
 from linattn_edu.kernels.tiles import (
     cast,
     cdiv,
     columns_of,
-    dot,
+    cut_off,
+    dot_left,
+    dot_right,
     load_gate,
     load_row,
     load_tile,
+    store_halves,
     store_tile,
 )
 from linattn_edu.packing import Packing
@@ -35,8 +38,8 @@ except Exception as error:  # a Triton whose Gluon has other names
 
 @triton.jit(do_not_specialize=["T", "N"])
 def scan_states_kernel(
-    k_ptr, v_ptr, beta_ptr, gc_ptr, AG_ptr, h0_ptr, h_ptr, v_new_ptr, warmup_ptr, cu_ptr,
-    offsets_ptr, T, N,
+    k_ptr, v_ptr, beta_ptr, gc_ptr, AG_ptr, h0_ptr, h_ptr, v_new_ptr, AG_low_ptr, v_low_ptr,
+    warmup_ptr, cu_ptr, offsets_ptr, T, N,
     STEP: tl.constexpr,  # one of so many programs of the grid, the last of them
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
@@ -60,6 +63,8 @@ def scan_states_kernel(
     beta_ptr += first * HV + i_h
     gc_ptr += first * HV + i_h
     h_ptr += (i_c * HV + i_h) * K * V
+    FINE: tl.constexpr = AG_low_ptr is not None
+    i_low = first * HV + i_h
 
     o_t = tl.arange(0, BT)
     o_k = tl.arange(0, BK)
@@ -80,13 +85,20 @@ def scan_states_kernel(
         b_last = tl.load(gc_ptr + (tl.minimum(BT, n_t) - 1) * HV)
 
         # eq:delta-residual   W = V - diag(2^gc) K S
-        b_W = b_v.to(tl.float32) - tl.exp2(b_gc)[:, None] * dot(b_k, b_h)
+        b_kS = dot_right(b_k, None, b_S, None, FINE)
+        b_W = b_v.to(tl.float32) - tl.exp2(b_gc)[:, None] * b_kS
         # eq:delta-v-new   v_new = (A * G) diag(beta) W
-        b_v = dot(b_AG, cast(b_beta[:, None] * b_W, b_AG.dtype))
-        store_tile(v_new_ptr, b_v, o_t, o_v, HV * V, tl.where(i_t < skip, 0, n_t), V)
+        b_low, low_ptr = None, None
+        if FINE:
+            b_low = load_tile(AG_low_ptr + i_low * BT, o_t, o_t, HV * BT, n_t, BT)  # [BT, BT]
+            low_ptr = v_low_ptr + i_low * V
+            i_low += BT * HV
+        b_v = dot_right(b_AG, b_low, b_beta[:, None] * b_W, None, FINE)
+        n_v = tl.where(i_t < skip, 0, n_t)
+        store_halves(v_new_ptr, low_ptr, b_v, o_t, o_v, HV * V, n_v, V)
         # eq:delta-state   S <- 2^gc_last S + (diag(2^(gc_last - gc)) K)^T v_new
         b_v *= tl.exp2(b_last - b_gc)[:, None]
-        b_S = dot(tl.trans(b_k), cast(b_v, b_k.dtype), b_S * tl.exp2(b_last))
+        b_S = dot_right(tl.trans(b_k), None, b_v, b_S * tl.exp2(b_last), FINE)
 
         k_ptr += BT * H * K
         v_ptr += BT * HV * V
@@ -99,8 +111,8 @@ def scan_states_kernel(
 
 @triton.jit
 def scan_bwd_step(
-    b_dS, q_ptr, k_ptr, beta_ptr, gc_ptr, P_ptr, AG_ptr, do_ptr, scale, i_h, first, n_t,
-    o_t, o_k, o_v, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    b_dS, q_ptr, k_ptr, beta_ptr, gc_ptr, P_ptr, AG_ptr, P_low_ptr, AG_low_ptr, do_ptr, scale, i_h,
+    first, n_t, o_t, o_k, o_v, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BT: tl.constexpr,
 ):  # fmt: skip
     """dS^T [BV, BK], back through the chunk of head i_h that begins with token `first`.
@@ -109,7 +121,6 @@ def scan_bwd_step(
     operand of the next: it stays in registers.
     """
     i, i_qk = first * HV + i_h, (first * H + i_h // (HV // H)) * K
-    b_h = cast(b_dS, k_ptr.dtype.element_ty)
     b_k = load_tile(k_ptr + i_qk, o_t, o_k, H * K, n_t, K)  # [BT, BK]
     b_q = load_tile(q_ptr + i_qk, o_t, o_k, H * K, n_t, K)  # [BT, BK]
     b_do = load_tile(do_ptr + i * V, o_t, o_v, HV * V, n_t, V)  # [BT, BV]
@@ -118,25 +129,30 @@ def scan_bwd_step(
     b_gc = load_gate(gc_ptr + i, o_t, HV, n_t)  # [BT]
     b_beta = load_row(beta_ptr + i, o_t, HV, n_t)  # [BT]
     b_last = tl.load(gc_ptr + i + (tl.minimum(BT, n_t) - 1) * HV)
+    FINE: tl.constexpr = AG_low_ptr is not None
+    b_P_low, b_AG_low = None, None
+    if FINE:
+        b_P_low = load_tile(P_low_ptr + i * BT, o_t, o_t, HV * BT, n_t, BT)  # [BT, BT]
+        b_AG_low = load_tile(AG_low_ptr + i * BT, o_t, o_t, HV * BT, n_t, BT)  # [BT, BT]
     # eq:delta-dv-new   dv_new = scale P^T dO + diag(2^(gc_last - gc)) K dS
-    b_dv = tl.exp2(b_last - b_gc)[None, :] * dot(b_h, tl.trans(b_k))
+    b_dv = tl.exp2(b_last - b_gc)[None, :] * dot_left(b_dS, tl.trans(b_k), None, None, FINE)
     b_do = tl.trans(b_do).to(tl.float32) * scale
-    b_dv = dot(cast(b_do, b_P.dtype), b_P, b_dv)
+    b_dv = dot_left(b_do, b_P, b_P_low, b_dv, FINE)
     # eq:delta-z   Z = (A * G)^T dv_new
-    b_Z = dot(cast(b_dv, b_AG.dtype), b_AG)
+    b_Z = dot_left(b_dv, b_AG, b_AG_low, None, FINE)
     # eq:delta-dv   dV = diag(beta) Z
     b_dv = b_beta[None, :] * b_Z
     # eq:fused-ds   dS <- 2^gc_last dS + (diag(2^gc) Q)^T scale dO - (diag(2^gc) K)^T dV
     b_e = tl.exp2(b_gc)[None, :]
-    b_dS = dot(cast(b_e * b_do, b_q.dtype), b_q, b_dS * tl.exp2(b_last))
-    b_dS = dot(cast(-b_e * b_dv, b_k.dtype), b_k, b_dS)
+    b_dS = dot_left(b_e * b_do, b_q, None, b_dS * tl.exp2(b_last), FINE)
+    b_dS = dot_left(-b_e * b_dv, b_k, None, b_dS, FINE)
     return b_Z, b_dv, b_dS
 
 
 @triton.jit(do_not_specialize=["T", "N"])
 def scan_bwd_kernel(
     q_ptr, k_ptr, beta_ptr, gc_ptr, P_ptr, AG_ptr, do_ptr, dht_ptr, dh_ptr, Z_ptr, dv_ptr, dh0_ptr,
-    scale, warmup_ptr, cu_ptr, offsets_ptr, T, N,
+    P_low_ptr, AG_low_ptr, Z_low_ptr, scale, warmup_ptr, cu_ptr, offsets_ptr, T, N,
     STEP: tl.constexpr,  # one of so many programs of the grid, the first of them
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
@@ -167,10 +183,13 @@ def scan_bwd_kernel(
         i_S, n_k = ((i_c + i_b) * HV + i_h) * K * V, tl.where(i_t < skip, 0, K)
         store_tile(dh_ptr + i_S, tl.trans(b_h), o_k, o_v, V, n_k, V)
         b_Z, b_dv, b_dS = scan_bwd_step(
-            b_dS, q_ptr, k_ptr, beta_ptr, gc_ptr, P_ptr, AG_ptr, do_ptr, scale, i_h, begin, n_t,
-            o_t, o_k, o_v, H, HV, K, V, BT,
+            b_dS, q_ptr, k_ptr, beta_ptr, gc_ptr, P_ptr, AG_ptr, P_low_ptr, AG_low_ptr, do_ptr,
+            scale, i_h, begin, n_t, o_t, o_k, o_v, H, HV, K, V, BT,
         )  # fmt: skip
         i, n_t = begin * HV + i_h, tl.where(i_t < skip, 0, n_t)
+        if Z_low_ptr is not None:
+            b_low = tl.trans(cut_off(b_Z, Z_ptr.dtype.element_ty))
+            store_tile(Z_low_ptr + i * V, b_low, o_t, o_v, HV * V, n_t, V)
         b_Z = tl.trans(cast(b_Z, Z_ptr.dtype.element_ty))
         store_tile(Z_ptr + i * V, b_Z, o_t, o_v, HV * V, n_t, V)
         b_dv = tl.trans(cast(b_dv, dv_ptr.dtype.element_ty))
@@ -214,12 +233,13 @@ def scans_kernel(
     if tl.program_id(0) % 2 == 0:
         scan_bwd_kernel(
             q_ptr, k_ptr, beta_ptr, gc_ptr, P_ptr, AG_ptr, do_ptr, dht_ptr, dh_ptr, Z_ptr, dv_ptr,
-            dh0_ptr, scale, back_ptr, cu_ptr, offsets_ptr, T, N, 2, H, HV, K, V, BT, BK, BV,
+            dh0_ptr, None, None, None, scale, back_ptr, cu_ptr, offsets_ptr, T, N, 2, H, HV, K, V,
+            BT, BK, BV,
         )  # fmt: skip
     else:
         scan_states_kernel(
-            k_ptr, v_ptr, beta_ptr, gc_ptr, AG_ptr, h0_ptr, h_ptr, v_new_ptr, forth_ptr, cu_ptr,
-            offsets_ptr, T, N, 2, H, HV, K, V, BT, BK, BV,
+            k_ptr, v_ptr, beta_ptr, gc_ptr, AG_ptr, h0_ptr, h_ptr, v_new_ptr, None, None, forth_ptr,
+            cu_ptr, offsets_ptr, T, N, 2, H, HV, K, V, BT, BK, BV,
         )  # fmt: skip
 
 
@@ -253,8 +273,8 @@ def scan_map_bwd_kernel(
         i_b = NT - 1 - i_t
         begin, n_t = first + i_b * BT, n_seq - i_b * BT
         _, _, b_dS = scan_bwd_step(
-            b_dS, q_ptr, k_ptr, beta_ptr, gc_ptr, P_ptr, AG_ptr, do_ptr, scale, i_h, begin, n_t,
-            o_t, o_k, o_v, H, HV, K, V, BT,
+            b_dS, q_ptr, k_ptr, beta_ptr, gc_ptr, P_ptr, AG_ptr, None, None, do_ptr, scale, i_h,
+            begin, n_t, o_t, o_k, o_v, H, HV, K, V, BT,
         )  # fmt: skip
     store_tile(map_ptr + i_ph * K * W, tl.trans(b_dS), o_k, o_v, W, K, W)
 
@@ -338,12 +358,17 @@ def scan_states(
     gc: Tensor,
     AG: Tensor,
     initial_state: Tensor | None = None,
+    AG_low: Tensor | None = None,
     *,
     packing: Packing | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """Launch scan_states_kernel; arguments and result as in the reference."""
-    gluon = by_load.scans(load(k, v, AG, packing)).takes == "gluon"
     x = Scans(None, k, v, beta, gc, None, AG, None, initial_state)
+    if AG_low is not None:  # whole sequences
+        x, v_low = x.written(pieces := whole_of(k, packing), packing), torch.empty_like(v)
+        _launch_forth(x, False, pieces, None, True, AG_low, v_low)
+        return x.h, x.v_new, v_low
+    gluon = by_load.scans(load(k, v, AG, packing)).takes == "gluon"
     pieces, warmup, h0 = enter(x, gluon, packing)
     x = x._replace(h0=h0).written(pieces, packing)
     for i, skipped in enumerate(warmup):
@@ -351,15 +376,16 @@ def scan_states(
     return x.h, x.v_new
 
 
-def _launch_forth(x: Scans, gluon: bool, pieces: Pieces, warmup: Tensor | None, wide: bool) -> None:
+def _launch_forth(x: Scans, gluon: bool, pieces: Pieces, warmup: Tensor | None, wide: bool, *low):
     """Launch the kernel, in plain Triton with the tiles that suit pieces, or whole sequences."""
     if gluon and gdn_scans.scan_states_gluon(x.forth, warmup, pieces):
         return
     H, HV, K, V = x.sizes
-    _, config = scan_launch(SCAN_CONFIGS, x.k, (pieces.N if wide else pieces.batch) * HV, V)
+    table = HALVES_CONFIGS if low else SCAN_CONFIGS
+    _, config = scan_launch(table, x.k, (pieces.N if wide else pieces.batch) * HV, V)
     scan_states_kernel[(pieces.N * HV * cdiv(V, config["BV"]),)](
-        *x.forth, warmup, pieces.cu_seqlens, pieces.chunk_offsets, pieces.T, pieces.N, 1, H, HV, K,
-        V, BT=x.AG.shape[-1], **config,
+        *x.forth, *(low or (None, None)), warmup, pieces.cu_seqlens, pieces.chunk_offsets, pieces.T,
+        pieces.N, 1, H, HV, K, V, BT=x.AG.shape[-1], **config,
     )  # fmt: skip
 
 
@@ -372,13 +398,18 @@ def scan_bwd(
     AG: Tensor,
     do: Tensor,
     dht: Tensor | None = None,
+    low: tuple[Tensor, Tensor] | None = None,
     *,
     scale: float,
     packing: Packing | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """Launch scan_bwd_kernel; arguments and result as in the reference."""
-    gluon = by_load.scans(load(q, do, AG, packing, k, P)).takes == "gluon"
     x = Scans(q, k, None, beta, gc, P, AG, do, None, dht)
+    if low is not None:  # whole sequences
+        x, Z_low = x.written(pieces := whole_of(k, packing), packing), torch.empty_like(do)
+        _launch_back(x, False, pieces, None, scale, *low, Z_low)
+        return x.dh, x.Z, x.dv, x.dh0, Z_low
+    gluon = by_load.scans(load(q, do, AG, packing, k, P)).takes == "gluon"
     pieces, warmup, dht = enter(x, gluon, packing, scale)
     x = x._replace(dht=dht).written(pieces, packing)
     for skipped in warmup:
@@ -386,17 +417,15 @@ def scan_bwd(
     return x.dh, x.Z, x.dv, pieces.first(x.dh0)
 
 
-def _launch_back(
-    x: Scans, gluon: bool, pieces: Pieces, warmup: Tensor | None, scale: float
-) -> None:
+def _launch_back(x: Scans, gluon: bool, pieces: Pieces, warmup: Tensor | None, scale: float, *low):
     """Launch scan_bwd_kernel, or that in Gluon."""
     if gluon and gdn_scans.scan_bwd_gluon(x.back, scale, warmup, pieces):
         return
     H, HV, K, V = x.sizes
     grid, config = scan_launch(SCAN, x.q, pieces.N * HV, V)
     scan_bwd_kernel[grid](
-        *x.back, scale, warmup, pieces.cu_seqlens, pieces.chunk_offsets, pieces.T, pieces.N, 1, H,
-        HV, K, V, BT=x.AG.shape[-1], **config,
+        *x.back, *(low or (None,) * 3), scale, warmup, pieces.cu_seqlens, pieces.chunk_offsets,
+        pieces.T, pieces.N, 1, H, HV, K, V, BT=x.AG.shape[-1], **config,
     )  # fmt: skip
 
 
@@ -411,14 +440,19 @@ def scans(
     do: Tensor,
     initial_state: Tensor | None = None,
     dht: Tensor | None = None,
+    low: tuple[Tensor, Tensor] | None = None,
     *,
     scale: float,
     packing: Packing | None = None,
 ) -> tuple[Tensor, ...]:
     """Launch both scans, together or one after the other: the same bits. As in the reference."""
+    if low is not None:
+        h, v_new, *v_low = scan_states(k, v, beta, gc, AG, initial_state, low[1], packing=packing)
+        back = scan_bwd(q, k, beta, gc, P, AG, do, dht, low, scale=scale, packing=packing)
+        return h, v_new, *back[:-1], *v_low, back[-1]
+    x = Scans(q, k, v, beta, gc, P, AG, do, initial_state, dht)
     asked = load(q, v, AG, packing, k, P, do)
     gluon = by_load.scans(asked).takes == "gluon"
-    x = Scans(q, k, v, beta, gc, P, AG, do, initial_state, dht)
     pieces, ahead, h0 = enter(x, gluon, packing)
     _, behind, dht = enter(x, gluon, packing, scale)
     x = x._replace(h0=h0, dht=dht).written(pieces, packing)

@@ -40,6 +40,22 @@ def gdn_backward_stages(kind: Kind, ranks: bool = False) -> Choice:
     return Choice("staged", why) if why else Choice("fused", "{generation}, {dtype}, K={K}, V={V}")
 
 
+# with 128 keys scan_bwd in halves wants 640 columns of tensor memory, and Blackwell has 512
+HALVES = (
+    ("{generation} GPU: kernels with halves are for Hopper", lambda k: k.generation == "hopper"),
+    *FUSED[1:],
+)
+
+
+@decision
+def gdn_halves(kind: Kind) -> Choice:
+    """Of Gated DeltaNet whose beta may be beyond 1: P and A * G in "halves" in both passes, or as
+    "one" number, with q, k and v in float32. No kernel in Gluon takes halves.
+    """
+    why = first(HALVES, kind)
+    return Choice("one", why) if why else Choice("halves", "{generation}, {dtype}, K={K}, V={V}")
+
+
 @decision
 def kda_forward_stages(kind: Kind) -> Choice:
     """Of the forward pass of Kimi Delta Attention: "fused" or "staged". Its kernels give the same

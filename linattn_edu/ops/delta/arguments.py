@@ -257,14 +257,11 @@ def layer_parameters(
     return A_log, dt_bias
 
 
-def sigmoid_factor(use_beta_sigmoid_in_kernel: bool, allow_neg_eigval: bool) -> int:
-    """How many times the sigmoid of beta is its value, 1 or 2; 0: beta is its value."""
-    sigmoid, double = flags(
+def sigmoid_factor(use_beta_sigmoid_in_kernel: bool, allow_neg_eigval: bool) -> tuple[int, bool]:
+    """How many times the sigmoid of beta is its value, 1 or 2, or 0: beta is its value; and whether
+    it is said that the value may be beyond 1.
+    """
+    sigmoid, beyond = flags(
         use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel, allow_neg_eigval=allow_neg_eigval
     )
-    if double and not sigmoid:
-        raise ValueError(
-            "allow_neg_eigval=True takes twice the sigmoid of beta and needs "
-            "use_beta_sigmoid_in_kernel=True, got False"
-        )
-    return int(sigmoid) + int(double)
+    return int(sigmoid) * (1 + beyond), beyond

@@ -14,7 +14,7 @@ from linattn_edu.ops.l2norm import unit
 from linattn_edu.ops.operator import Operator, like, widened
 from linattn_edu.ops.ranks import Ranks
 from linattn_edu.ops.stages import implementations, stage
-from linattn_edu.ops.tensors import laid_out
+from linattn_edu.ops.tensors import in_float32, laid_out
 from linattn_edu.packing import Packing
 
 
@@ -63,7 +63,8 @@ def chunk_gated_delta_rule(
         g: Natural-log decay of each token ``[B, T, HV]``, <= 0, any of these dtypes. A positive g
             is refused on the CPU; on a GPU, where that would wait for the device, and under
             torch.compile it is not looked for.
-        beta: Write strength ``[B, T, HV]`` in [0, 2], any of these dtypes.
+        beta: Write strength ``[B, T, HV]`` in [0, 2], any of these dtypes. Where it may be beyond 1,
+            allow_neg_eigval should say so.
         scale: Factor of the output, ``K ** -0.5`` if None; a number of Python or NumPy, or a tensor
             of one. Under torch.compile each value is a graph of its own: where it changes from
             call to call, give 1 and multiply o.
@@ -73,8 +74,9 @@ def chunk_gated_delta_rule(
         use_qk_l2norm_in_kernel: Whether to divide the rows of q and k by their length first
             (:func:`l2norm`, eps 1e-6).
         use_beta_sigmoid_in_kernel: Whether beta is given before its sigmoid.
-        allow_neg_eigval: With use_beta_sigmoid_in_kernel: take twice the sigmoid, so that
-            ``1 - beta`` may be negative.
+        allow_neg_eigval: Whether beta may be beyond 1, and ``1 - beta`` negative. With
+            use_beta_sigmoid_in_kernel it is twice the sigmoid; a beta given as it is stays, and
+            should come with this where it may be beyond 1: see Accuracy.
         state_v_first: Whether states are ``[N, HV, V, K]``. Costs a copy of them.
         cu_seqlens: Boundaries ``[N + 1]``, int32 or int64, of N sequences packed one after the
             other into a batch of one: 0 first, none smaller than the one before, the last at most
@@ -106,18 +108,25 @@ def chunk_gated_delta_rule(
     Non-contiguous tensors, and on a GPU those that do not start at 16 bytes, are copied first.
 
     Accuracy: products are accumulated in float32; 16-bit inputs are rounded where a product needs
-    them. In float16 every value written, about ``2 |v|``, must stay below 65504: beyond it the
-    whole chunk turns to NaN; and v of 1e-6 and less, with two or three bits left, is a quarter
-    wrong: multiply such values by a power of two, and o by its inverse. A decay between two tokens
-    is the difference of two sums of g over the chunk, in float32, and has about 1e-7 times the
-    larger of them as its relative error: 2e-5 after 32 tokens with ``g = -5``, up to 1e-3 after
-    many that are shut. A token whose decay is shut (``g`` below -104, a zero in float32) counts as
-    -104, and its g has the gradient 0.
+    them. Of o that costs two to four times what rounding the result does, with keys of any two
+    cosines up to .5 and beta up to 1; up to 30 times with keys alike and beta near 1. With keys
+    alike and a beta beyond 1 of which nothing is said, o and gradients are off by as much as they
+    are, or more: the numbers that are rounded alternate and cancel. allow_neg_eigval says that beta
+    may be beyond 1, and keeps these in two halves of 16 bit each (Hopper, an even K and V up to
+    128, on one rank) or, elsewhere, in float32, which costs time and memory: then o,
+    the final state and all gradients but that of g are within three roundings with unit keys,
+    however alike. The reference stages always are. In float16 every value written, about ``2 |v|``,
+    must stay below 65504: beyond it the whole chunk turns to NaN; and v of 1e-6 and less, with two
+    or three bits left, is a quarter wrong: multiply such values by a power of two, and o by its
+    inverse. A decay between two tokens is the difference of two sums of g over the chunk, in
+    float32, and has about 1e-7 times the larger of them as its relative error: 2e-5 after 32 tokens
+    with ``g = -5``, up to 1e-3 after many that are shut. A token whose decay is shut (``g`` below
+    -104, a zero in float32) counts as -104, and its g has the gradient 0.
 
     Memory: between the passes it keeps its inputs and, of each token and head, chunk_size numbers
     of q's dtype, twice as many where both passes run in fused kernels (16 bit, Hopper and later, K
-    and V up to 128). With use_qk_l2norm_in_kernel it keeps q and k twice, as given and divided, and
-    with use_beta_sigmoid_in_kernel beta.
+    and V up to 128), four times where these keep halves. With use_qk_l2norm_in_kernel it keeps q
+    and k twice, as given and divided, and with use_beta_sigmoid_in_kernel beta.
 
     Works under ``torch.compile(fullgraph=True)``, in CUDA graphs (with cu_seqlens only together
     with cu_seqlens_cpu), with activation checkpointing and under autocast, which does not change
@@ -141,20 +150,26 @@ def chunk_gated_delta_rule(
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
         use_gate_in_kernel=use_gate_in_kernel,
     )
-    sigmoid = arguments.sigmoid_factor(use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    sigmoid, beyond = arguments.sigmoid_factor(use_beta_sigmoid_in_kernel, allow_neg_eigval)
     (q, k, v, g, beta, A_log, dt_bias, initial_state), place, scale, impl = arguments.chunked(
         (q, k, v, g, beta, A_log, dt_bias, initial_state),
         (cu_seqlens, cu_seqlens_cpu, chunk_indices), cp_context, scale, chunk_size, impl,
         sigmoid=sigmoid, v_first=state_v_first, raw_gate=raw_gate,
     )  # fmt: skip
+    beyond |= impl == "reference"  # where it costs no time
+    halves = beyond and _in_halves(impl, q, v, chunk_size, place.group)
+    dtype = q.dtype
+    if beyond and not halves:
+        q, k, v = in_float32(q, k, v)
     if normalise:
         q, k = unit(q, impl), unit(k, impl)
+    save = "gc P AG P_low AG_low" if halves else _saved(impl, q, v, chunk_size, place.group)
     o, final_state, *_ = chunk(
         *place.joined(q, k, v, g, beta), A_log, dt_bias, place.entering(initial_state),
-        *place.bounds, scale, output_final_state, chunk_size,
-        place.group, impl, "", save=_saved(impl, q, v, chunk_size, place.group),
+        *place.bounds, scale, output_final_state, chunk_size, halves, place.group, impl, "",
+        save=save,
     )  # fmt: skip
-    o, final_state = place.parted(o), place.leaving(final_state)
+    o, final_state = place.parted(o).to(dtype), place.leaving(final_state)
     return o, laid_out(final_state, state_v_first)
 
 
@@ -179,13 +194,14 @@ class Stages:
 
 @dataclass(frozen=True)
 class FusedStages:
-    """The same passes in fused stages: intra_chunk for solve, scan for wy, state and output; scans,
-    which is scan_states for wy and state beside scan_bwd for state_bwd, and intra_chunk_bwd for
-    output_bwd and wy_bwd. chunk_bwd is scans and intra_chunk_bwd.
+    """The same passes in fused stages: intra_chunk, or intra_halves, for solve, scan for wy, state
+    and output; scans, which is scan_states for wy and state beside scan_bwd for state_bwd, and
+    intra_chunk_bwd for output_bwd and wy_bwd. chunk_bwd is scans and intra_chunk_bwd.
     """
 
     gate_cumsum: Callable = stage("delta.gate_cumsum")
     intra_chunk: Callable = stage("fused.gdn_intra")
+    intra_halves: Callable = stage("fused.gdn_intra")
     scan: Callable = stage("fused.gdn_fwd")
     scan_states: Callable = stage("fused.gdn_scans")
     scan_bwd: Callable = stage("fused.gdn_scans")
@@ -205,13 +221,15 @@ stages, fused_stages = implementations(Stages), implementations(FusedStages)
 class Residuals(NamedTuple):
     """What the backward pass reads beside the arguments of the forward pass; None: not kept.
 
-    With A it runs in Stages, with P and AG in FusedStages.
+    With A it runs in Stages, with P and AG in FusedStages, where these may have low halves.
     """
 
     gc: Tensor | None
     A: Tensor | None = None
     P: Tensor | None = None
     AG: Tensor | None = None  # A * G
+    P_low: Tensor | None = None  # what rounding has cut off from P and AG
+    AG_low: Tensor | None = None
     crossing: Tensor | None = None  # states that come from other ranks
 
 
@@ -224,6 +242,19 @@ def _saved(impl: str, q: Tensor, v: Tensor, chunk_size: int, group: str) -> str:
         if by_kind.gdn_backward_stages(kind, bool(group)).takes == "fused":
             return "gc P AG"
     return "gc A crossing" if group else "gc A"
+
+
+def _in_halves(impl: str, q: Tensor, v: Tensor, chunk_size: int, group: str) -> bool:
+    """Whether numbers of 16 bit are given a low half where a product would cancel: P, A * G and
+    what is made with them.  group: of the ranks, or "".
+    """
+    if group or q.dtype.itemsize != 2:
+        return False
+    if impl != "triton":
+        return True
+    from linattn_edu.kernels.routes import by_kind, kind_of
+
+    return by_kind.gdn_halves(kind_of(q, *v.shape[2:], chunk_size, None)).takes == "halves"
 
 
 chunk = Operator(
@@ -245,9 +276,16 @@ chunk = Operator(
         "A": like("B T HV C", "q"),
         "P": like("B T HV C", "q"),
         "AG": like("B T HV C", "q"),
+        "P_low": like("B T HV C", "q"),
+        "AG_low": like("B T HV C", "q"),
         "crossing": widened("X HV K V", "q"),
     },
-    options={"scale": "float", "output_final_state": "bool", "chunk_size": "int"},
+    options={
+        "scale": "float",
+        "output_final_state": "bool",
+        "chunk_size": "int",
+        "halves": "bool",
+    },
     residuals=Residuals,
     stages=stages,
     forward_stages=fused_stages,
@@ -274,13 +312,15 @@ def forward(
     A_log: Tensor | None = None,
     dt_bias: Tensor | None = None,
     chunk_size: int = 64,
+    halves: bool = False,
     packing: Packing | None = None,
     cp: Ranks | None = None,
     keep: Collection[str] = ("gc", "A", "crossing"),
 ) -> tuple[Tensor, Tensor | None, Residuals]:
     """The chunked forward pass as a composition of stages (shapes as in chunk_gated_delta_rule).
 
-    cp: what other ranks send and are sent. keep: the residuals that are returned, of A and AG one.
+    halves: FusedStages with P and A * G in halves; without cp. cp: what other ranks send and are
+    sent. keep: the residuals that are returned, of A and AG one, with halves AG.
     Returns o, the final state or None, and what the backward pass starts from. Only the kernels
     take a packing.
 
@@ -289,7 +329,14 @@ def forward(
     packed = {} if packing is None else {"packing": packing}
     options = {"chunk_size": chunk_size, **packed}
     gc = stages.gate_cumsum(g, A_log, dt_bias, **options)
-    if isinstance(stages, FusedStages):
+    P_low, AG_low = None, None
+    if isinstance(stages, FusedStages) and halves:
+        A, (P, AG, P_low, AG_low) = None, stages.intra_halves(q, k, beta, gc, **options)
+        o, final_state = stages.scan(
+            q, k, v, gc, P, AG, initial_state, beta, (P_low, AG_low), scale=scale,
+            output_final_state=output_final_state, **packed,
+        )  # fmt: skip
+    elif isinstance(stages, FusedStages):
         gated = "AG" in keep
         inverse = {"return_inverse": gated or "A" in keep, "gated": gated}
         P, R, A = stages.intra_chunk(q, k, beta, gc, **inverse, **options)
@@ -311,7 +358,7 @@ def forward(
             k, w, u, gc, initial_state, output_final_state=output_final_state, **options
         )
         o = stages.output(q, k, v_new, h, gc, scale=scale, **options)
-    kept = Residuals(gc, A, P, AG, cp and cp.crossing)._asdict()
+    kept = Residuals(gc, A, P, AG, P_low, AG_low, cp and cp.crossing)._asdict()
     return o, final_state, Residuals(*(x if n in keep else None for n, x in kept.items()))
 
 
@@ -345,7 +392,7 @@ def backward(
         dq, dk, dv, dg, dbeta, dA_log and ddt_bias (or None), and the gradient of the initial state.
     Source: chapter 12.
     """
-    gc, A, P, AG, crossing = residuals
+    gc, A, P, AG, *low, crossing = residuals
     packed = {} if packing is None else {"packing": packing}
     if cp is not None:
         initial_state = cp.entering(crossing, initial_state)
@@ -356,8 +403,9 @@ def backward(
             cp.send(stages.scan_map_bwd, inputs, dht, scale=scale, **packed)
             dht = cp.receive(stages.cp_merge_bwd, dht)
         dq, dk, dv, dbeta, dgc, dh0 = stages.chunk_bwd(
-            q, k, v, beta, gc, P, AG, do, initial_state, dht, scale=scale, **packed
-        )
+            q, k, v, beta, gc, P, AG, do, initial_state, dht,
+            None if low[0] is None else tuple(low), scale=scale, **packed,
+        )  # fmt: skip
     else:
         options = {"chunk_size": A.shape[-1], **packed}
         w, u = stages.wy(k, v, beta, gc, A, **packed)

@@ -40,7 +40,8 @@ def kernel_delta_attention(
         query, key: ``[B, T, H, K]``, float32, float16 or bfloat16 (float64: reference only),
             K <= 256.
         value: ``[B, T, H, V]`` of query's dtype, V <= 512.
-        beta: Write strength ``[B, T, H]``, any of these dtypes.
+        beta: Write strength ``[B, T, H]``, any of these dtypes. Beyond 1, chunks of 16 bit are as
+            :func:`chunk_gated_delta_rule` has them where allow_neg_eigval is not given.
         decay: Natural-log decay of each token ``[B, T, H]``, <= 0, or None: no decay.
         softmax_scale: Factor of the output, ``K ** -0.5`` if None.
         chunk_size: Tokens a chunk at most: 16, 32 or 64. ejkernel takes any; the result does not

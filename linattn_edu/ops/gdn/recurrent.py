@@ -96,7 +96,7 @@ def fused_recurrent_gated_delta_rule(
         v_first=state_v_first, raw_gate=raw_gate, optional=True,
         pool=ssm_state_indices is not None, largest=recurrence.LARGEST,
     )  # fmt: skip
-    sigmoid = arguments.sigmoid_factor(use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    sigmoid, _ = arguments.sigmoid_factor(use_beta_sigmoid_in_kernel, allow_neg_eigval)
     if sigmoid and beta is None:
         raise ValueError("beta must be given with use_beta_sigmoid_in_kernel=True, got None")
     tensors = (q, k, v, g, gk, gv, beta, A_log, dt_bias, initial_state)

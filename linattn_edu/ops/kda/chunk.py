@@ -15,7 +15,7 @@ from linattn_edu.ops.l2norm import unit
 from linattn_edu.ops.operator import Operator, like, widened
 from linattn_edu.ops.ranks import Ranks
 from linattn_edu.ops.stages import implementations, stage
-from linattn_edu.ops.tensors import known, laid_out
+from linattn_edu.ops.tensors import in_float32, known, laid_out
 from linattn_edu.packing import Packing
 
 SAFE_BOUND = -5.0  # of the log decay, where safe_gate is given without another
@@ -74,7 +74,8 @@ def chunk_kda(
         g: Natural-log decay of each token and channel ``[B, T, HV, K]``, <= 0, any of these
             dtypes. A positive g is refused on the CPU; on a GPU, where that would wait for the
             device, and under torch.compile it is not looked for.
-        beta: Write strength ``[B, T, HV]`` in [0, 2], any of these dtypes.
+        beta: Write strength ``[B, T, HV]`` in [0, 2], any of these dtypes. Where it may be beyond 1,
+            allow_neg_eigval should say so.
         scale: Factor of the output, ``K ** -0.5`` if None; a number of Python or NumPy, or a tensor
             of one. Under torch.compile each value is a graph of its own: where it changes from
             call to call, give 1 and multiply o.
@@ -87,7 +88,9 @@ def chunk_kda(
             ``-exp(A_log) * softplus(g + dt_bias)``, or, with lower_bound,
             ``lower_bound * sigmoid(exp(A_log) * (g + dt_bias))``.
         use_beta_sigmoid_in_kernel: Whether beta is given before its sigmoid.
-        allow_neg_eigval: With use_beta_sigmoid_in_kernel: take twice the sigmoid.
+        allow_neg_eigval: Whether beta may be beyond 1, as in :func:`chunk_gated_delta_rule`; in 16
+            bit everything is computed in float32 then. With keys alike and a beta beyond 1 of which
+            nothing is said, o and gradients are off by as much as they are.
         safe_gate: A promise that every log decay is at least lower_bound (-5 if None), in [-5, 0):
             in bfloat16 and float32 the forward pass need not look for channels that fade by more
             than 2^80 in 16 tokens, and is faster for it. With use_gate_in_kernel it needs
@@ -165,7 +168,7 @@ def chunk_kda(
         return_intermediate_states=return_intermediate_states,
     )
     gate_bound, safe_bound = _bounds(raw_gate, safe_gate, check.number("lower_bound", lower_bound))
-    sigmoid = arguments.sigmoid_factor(use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    sigmoid, beyond = arguments.sigmoid_factor(use_beta_sigmoid_in_kernel, allow_neg_eigval)
     (q, k, v, g, beta, A_log, dt_bias, initial_state), place, scale, impl = arguments.chunked(
         (q, k, v, g, beta, A_log, dt_bias, initial_state),
         (cu_seqlens, cu_seqlens_cpu, chunk_indices), cp_context, scale, chunk_size, impl,
@@ -176,6 +179,9 @@ def chunk_kda(
         raise ValueError("return_intermediate_states=True is not supported with cp_context")
     if safe_gate and not raw_gate:
         _check_promise(g, safe_bound)
+    dtype = q.dtype
+    if beyond or impl == "reference":  # where it costs no time
+        q, k, v = in_float32(q, k, v)
     if normalise:
         q, k = unit(q, impl), unit(k, impl)
     save = "P A gc w kg qg h v_new" if keep_all else "P A crossing" if place.group else "P A"
@@ -186,8 +192,9 @@ def chunk_kda(
         *place.bounds, scale, gate_bound, safe_bound, output_final_state, chunk_size, fused,
         place.group, impl, "h" if return_states else "", save=save,
     )  # fmt: skip
-    o, final_state = place.parted(o), place.leaving(final_state)
+    o, final_state = place.parted(o).to(dtype), place.leaving(final_state)
     final_state, h = (laid_out(x, state_v_first) for x in (final_state, Residuals(*kept).h))
+    h = h if h is None else h.to(dtype)
     return (o, final_state, h) if return_states else (o, final_state)
 
 

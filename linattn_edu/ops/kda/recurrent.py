@@ -83,7 +83,7 @@ def fused_recurrent_kda(
         v_first=state_v_first, raw_gate=raw_gate, lower_bound=lower_bound, channels=True,
         pool=ssm_state_indices is not None, largest=recurrence.LARGEST,
     )  # fmt: skip
-    sigmoid = arguments.sigmoid_factor(use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    sigmoid, _ = arguments.sigmoid_factor(use_beta_sigmoid_in_kernel, allow_neg_eigval)
     tensors = (q, k, v, None, g, None, beta, A_log, dt_bias, initial_state)
     how = recurrence.How(
         check.number("scale", scale), normalise, raw_gate, sigmoid, state_v_first, lower_bound, impl

@@ -27,6 +27,7 @@ def intra_chunk_bwd(
     do: Tensor,
     dh: Tensor,
     Z: Tensor,
+    low: tuple[Tensor, Tensor] | None = None,
     *,
     scale: float,
     chunk_size: int,
@@ -46,6 +47,7 @@ def intra_chunk_bwd(
     Args:
         q, k, v, beta, gc: the arguments of the forward pass. h, v_new: from scan_states.
         do: [B, T, HV, V], gradient of o. dh, Z: from scan_bwd.
+        low: of v_new and Z the low halves, if they have any.
     Returns:
         dq and dk [B, T, H, K] in q.dtype, dbeta [B, T, HV] in beta.dtype, dgc [B, T, HV] in fp32
         (fp64 for fp64 input) and natural units: the whole gradients.
@@ -60,6 +62,8 @@ def intra_chunk_bwd(
             do, Z,
         )
     )  # fmt: skip
+    if low is not None:
+        v_new, Z = (x + to_chunks(y.to(dtype), C) for x, y in zip((v_new, Z), low, strict=True))
     S, dS = (x.to(dtype).transpose(1, 2) for x in (h, dh))
     G, e, last = decay_matrix(gc), torch.exp2(gc)[..., None], gc[..., -1:]
     # eq:delta-dm   dM = scale (dO v_new^T) * G
@@ -103,6 +107,7 @@ def chunk_bwd(
     do: Tensor,
     initial_state: Tensor | None = None,
     dht: Tensor | None = None,
+    low: tuple[Tensor, Tensor] | None = None,
     *,
     scale: float,
 ) -> tuple[Tensor, ...]:
@@ -116,8 +121,10 @@ def chunk_bwd(
         dq, dk, dv, dbeta, dgc and dh0: of scans and intra_chunk_bwd what is a gradient.
     Source: chapter 24.
     """
-    h, v_new, dh, Z, dv, dh0 = scans(q, k, v, beta, gc, P, AG, do, initial_state, dht, scale=scale)
+    h, v_new, dh, Z, dv, dh0, *low = scans(
+        q, k, v, beta, gc, P, AG, do, initial_state, dht, low, scale=scale
+    )
     dq, dk, dbeta, dgc = intra_chunk_bwd(
-        q, k, v, beta, gc, h, v_new, do, dh, Z, scale=scale, chunk_size=AG.shape[-1]
+        q, k, v, beta, gc, h, v_new, do, dh, Z, low or None, scale=scale, chunk_size=AG.shape[-1]
     )
     return dq, dk, dv, dbeta, dgc, dh0

@@ -20,6 +20,8 @@ def scan(
     P: Tensor,
     R: Tensor,
     initial_state: Tensor | None = None,
+    beta: Tensor | None = None,
+    low: tuple[Tensor, Tensor] | None = None,
     *,
     scale: float,
     output_final_state: bool = False,
@@ -33,6 +35,8 @@ def scan(
     Args:
         q, k: [B, T, H, K]. v: [B, T, HV, V]. gc: [B, T, HV] (log2). P, R: from intra_chunk.
         initial_state: [B, HV, K, V], zero if None.
+        beta, low: with P and A * G of intra_halves, the second in the place of R: beta [B, T, HV],
+            which is not in it, and the low halves of the two.
     Returns:
         o [B, T, HV, V] in q.dtype; the final state [B, HV, K, V] in fp32 (fp64 for fp64 input)
         or None.
@@ -41,6 +45,9 @@ def scan(
     dtype = compute_dtype(q, k, v, gc, initial_state)
     T, HV = gc.shape[1:]
     C = P.shape[-1]
+    if low is not None:
+        P, R = (x.to(dtype) + y.to(dtype) for x, y in zip((P, R), low, strict=True))
+        R = from_chunks(to_chunks(R, C) * to_chunks(beta[..., None], C).mT, T)
     Q, K, V, gc, P, R = (
         to_chunks(x.to(dtype), C)
         for x in (repeat_heads(q, HV), repeat_heads(k, HV), v, pad_gate(gc, C), P, R)

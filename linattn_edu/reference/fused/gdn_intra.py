@@ -7,6 +7,7 @@ from linattn_edu.reference.delta.solve import unit_lower_inverse
 from linattn_edu.reference.tiles import (
     compute_dtype,
     from_chunks,
+    halves,
     repeat_heads,
     to_chunks,
 )
@@ -52,3 +53,23 @@ def intra_chunk(
     R = A * G * b.mT
     P, R, A = (from_chunks(x, T).to(q.dtype) for x in (P, R, A * G if gated else A))
     return P, R, A if return_inverse else None
+
+
+def intra_halves(
+    q: Tensor, k: Tensor, beta: Tensor, gc: Tensor, *, chunk_size: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """P and A * G of intra_chunk as sums of two numbers of 16 bit, for beta beyond 1.
+
+    With keys alike and beta near 2 the rows of A alternate: what is summed with them cancels, and
+    one rounding of A is as large as the output.
+
+    Args:
+        Those of intra_chunk.
+    Returns:
+        P, A * G, and what rounding has cut off from the two, each [B, T, HV, C] in q.dtype.
+    Source: chapter 03.
+    """
+    wide = [x.to(compute_dtype(q, k, beta, gc)) for x in (q, k, beta, gc)]
+    P, _, AG = intra_chunk(*wide, chunk_size=chunk_size, return_inverse=True, gated=True)
+    (P, P_low), (AG, AG_low) = (halves(x, q.dtype) for x in (P, AG))
+    return P, AG, P_low, AG_low
