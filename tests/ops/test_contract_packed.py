@@ -6,8 +6,9 @@ import pytest
 import torch
 from gdn_checks import boundaries, by_value, no_wait, same_bits
 from grids import FULL, few
-from ops.contract import DELTA, FORMS, IMPLS, forms, in_pieces
+from ops.contract import DELTA, FORMS, IMPLS, forms, in_pieces, recurrent_gdn, recurrent_kda
 
+from linattn_edu.ops.operator import composing
 from linattn_edu.testing import assert_close
 
 pytestmark = [
@@ -202,6 +203,28 @@ def test_tokens_behind_the_last_sequence(form, dtype, impl, raw, end, compiled, 
             assert not rest.any() or n == "dresidual"
             got[n], want[n] = t[:, :end], want[n][:, :end]
     same_bits(got, want)
+
+
+@forms("test_behind_ends_that_the_host_does_not_read", recurrent_gdn, recurrent_kda, dtypes=F32)
+def test_behind_ends_that_the_host_does_not_read(form, dtype, device, monkeypatch):
+    """As on a GPU, where kernels go by cu_seqlens alone and leave what is behind unwritten."""
+    monkeypatch.setattr(composing, "READABLE", ())
+    lengths, end = (2, 0, 3), 5
+    x, options = form.draw(1, end + 4, dtype, device, N=3)
+    do, dht = form.cotangents(x, 3)
+    options |= {"cu_seqlens": boundaries(lengths, device), "impl": "triton"}
+    for t in (*(x[n] for n in form.tokens if n in x), do):
+        t[:, end:] = torch.nan
+    got = form.run(x, do, dht, **options)
+    short = {n: t[:, :end] if n in form.tokens else t for n, t in x.items()}
+    want = form.run(short, do[:, :end], dht, **options)
+    for n in ("o", *(f"d{n}" for n in form.tokens if n in x)):
+        assert not got[n][:, end:].any()
+        got[n] = got[n][:, :end]
+    same_bits(got, want)
+    with torch.no_grad():
+        o, _ = form(x, **options)
+    assert not o[:, end:].any() and torch.equal(o[:, :end], want["o"])
 
 
 @forms("test_no_tokens", dtypes=SOME, impl=IMPLS, packed=(False, True), state=(True, False))

@@ -14,6 +14,7 @@ from linattn_edu.ops.tensors import at_device, contiguous, contiguous_rows, tran
 
 PACKED = ("cu_seqlens", "packing")  # by which a composition says that it knows packed sequences
 KNOWN = (*PACKED, "cp")  # made of the bounds
+READABLE = ("cpu",)  # devices whose numbers the host reads without waiting
 
 
 class Composition(Declaration):
@@ -224,7 +225,7 @@ class Composition(Declaration):
         known = given["cu_seqlens"] if known is None else known
         axis = {n: axes.index("T") for n, axes in self.axes.items() if "T" in axes}
         T = next(x.shape[axis[n]] for n, x in given.items() if n in axis and x is not None)
-        if known.device.type == "cpu":
+        if known.device.type in READABLE:
             end = int(known[-1])
             if not 0 <= end < T:
                 return compose(given)

@@ -61,6 +61,8 @@ def empty(name, axis):
 
 # what is wrong: the error, its message, the changes to a valid call
 CASES = {
+    "x of a token more": (ValueError, r"dt must have shape \[B=1, T=21, H=4\], got \(1, 20, 4\): "
+                          "T=21 is that of x", longer("x", 1)),
     "dt heads": (ValueError, r"dt must have shape \[B=1, T=20, H=4\], got \(1, 20, 5\)",
                  longer("dt", 2)),
     "dt of channels": (ValueError, r"dt must have 3 dimensions \[B, T, H\], got 4",
