@@ -16,8 +16,9 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt constraints-triton.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet $(PIP_INSTALL_FLAGS) --no-deps -r constraints-triton.txt
 	$(BIN)/python -m pip install --quiet $(PIP_INSTALL_FLAGS) -c constraints.txt -e '.[book,test,bench]'
 	$(BIN)/python -m pip install --quiet $(PIP_INSTALL_FLAGS) --no-deps --upgrade --target $(OLDEST) \
 		transformers==4.57.6 'huggingface-hub<1' 'tokenizers<0.23'

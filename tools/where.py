@@ -359,7 +359,7 @@ def dotted(cc: int) -> str:
 
 def pinned(name: str) -> str:
     """The version of a package that `make venv` installs."""
-    text = (ROOT / "constraints.txt").read_text()
+    text = "".join(x.read_text() for x in sorted(ROOT.glob("constraints*.txt")))
     return some(f"{x}" for x in re.findall(rf"^{name}==([\w.+]+)", text, re.M))
 
 

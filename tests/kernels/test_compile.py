@@ -2,7 +2,7 @@
 
 The results are kept (kept.py): what has none is compiled, and every day another part of the rest.
 With LINATTN_EDU_FULL set, and where the file is another Triton's, every row is compiled; but with
-LINATTN_EDU_SAMPLE (tools/newest.py) that part alone.
+LINATTN_EDU_SAMPLE (tools/newest.py), and on Python 3.10, whose Triton is older, that part alone.
 """
 
 import importlib.util
@@ -10,6 +10,7 @@ import inspect
 import os
 import pkgutil
 import re
+import sys
 import textwrap
 
 import pytest
@@ -23,7 +24,8 @@ from linattn_edu.choices import generation
 triton = pytest.importorskip("triton")
 
 KEPT = kept.read(triton.__version__)
-ROWS = ["--all"] if FULL else ["--sample"] if os.environ.get("LINATTN_EDU_SAMPLE") else []
+PART = os.environ.get("LINATTN_EDU_SAMPLE") or sys.version_info < (3, 11)
+ROWS = ["--all"] if FULL else ["--sample"] if PART else []
 
 # shared memory one program may use, in bytes: CUDA C++ programming guide, compute capabilities
 SHARED = {75: 64 << 10, 80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}
