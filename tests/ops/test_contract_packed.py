@@ -205,6 +205,26 @@ def test_tokens_behind_the_last_sequence(form, dtype, impl, raw, end, compiled, 
     same_bits(got, want)
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")
+@pytest.mark.parametrize("host", (False, True), ids=("", "known to the host"))
+@forms("test_a_graph_keeps_no_boundaries", dtypes=F32)
+def test_a_graph_keeps_no_boundaries(form, dtype, host, device):
+    """Compiled once, it serves others of as many sequences; also those that end before T."""
+    if host and "cu_seqlens_cpu" not in form.known:
+        pytest.skip("it takes none")
+    x, options = form.draw(1, 20, dtype, device, N=2)
+    options |= {"impl": "reference"} if device.type == "cpu" else {}
+    torch._dynamo.reset()
+    f = torch.compile(form.f, fullgraph=True, dynamic=True, backend="aot_eager")
+    for i, end in enumerate(((8, 20), (3, 20), (0, 20), (5, 17))):
+        bounds = {"cu_seqlens": torch.tensor([0, *end], device=device)}
+        bounds |= {"cu_seqlens_cpu": torch.tensor([0, *end])} if host else {}
+        given = form.options | options | bounds
+        with torch._dynamo.config.patch(error_on_recompile=i > 0):
+            got = f(**x, **given)[0]
+        assert torch.equal(got, form.f(**x, **given)[0])
+
+
 @forms("test_behind_ends_that_the_host_does_not_read", recurrent_gdn, recurrent_kda, dtypes=F32)
 def test_behind_ends_that_the_host_does_not_read(form, dtype, device, monkeypatch):
     """As on a GPU, where kernels go by cu_seqlens alone and leave what is behind unwritten."""

@@ -63,8 +63,8 @@ def chunk_gated_delta_rule(
         g: Natural-log decay of each token ``[B, T, HV]``, <= 0, any of these dtypes. A positive g
             is refused on the CPU; on a GPU, where that would wait for the device, and under
             torch.compile it is not looked for.
-        beta: Write strength ``[B, T, HV]`` in [0, 2], any of these dtypes. Where it may be beyond 1,
-            allow_neg_eigval should say so.
+        beta: Write strength ``[B, T, HV]`` in [0, 2], any of these dtypes. Where it may be beyond
+            1, allow_neg_eigval should say so.
         scale: Factor of the output, ``K ** -0.5`` if None; a number of Python or NumPy, or a tensor
             of one. Under torch.compile each value is a graph of its own: where it changes from
             call to call, give 1 and multiply o.
