@@ -3,7 +3,7 @@
 from typing import Any
 
 from linattn_edu.cp.context import CPContext, get_cp_cu_seqlens
-from linattn_edu.integrations import calls, convolutions, layers, norms, padding
+from linattn_edu.integrations import calls, convolutions, layers, naive, norms, padding
 from linattn_edu.layers import ShortConvolution
 from linattn_edu.ops import names
 from linattn_edu.ops.cumsum import chunk_global_cumsum, chunk_local_cumsum
@@ -28,13 +28,19 @@ RECURRENT_DELTA = {
     "recurrent_gated_delta_rule": calls.fused_recurrent_gated_delta_rule,
 }
 DELTA = CHUNK_DELTA | RECURRENT_DELTA
-DELTA_NAIVE = _of(names, "naive_recurrent_gated_delta_rule")
-DELTA_GATE = {"fused_gdn_gate": fused_gdn_gate}
+DELTA_NAIVE = _of(names, "naive_recurrent_gated_delta_rule") | _of(
+    naive, "naive_chunk_gated_delta_rule"
+)
+DELTA_GATE = {"fused_gdn_gate": fused_gdn_gate} | _of(naive, "naive_gdn_gate")
 CHUNK_KDA = {"chunk_kda": calls.chunk_kda}
 RECURRENT_KDA = {"fused_recurrent_kda": calls.fused_recurrent_kda}
 KDA = CHUNK_KDA | RECURRENT_KDA
-KDA_NAIVE = _of(names, "naive_recurrent_kda")
-KDA_GATE = {"fused_kda_gate": fused_kda_gate} | _of(names, "naive_kda_gate")
+KDA_NAIVE = _of(names, "naive_recurrent_kda") | _of(naive, "naive_chunk_kda")
+KDA_GATE = (
+    {"fused_kda_gate": fused_kda_gate}
+    | _of(names, "naive_kda_gate")
+    | _of(naive, "naive_kda_lowerbound_gate")
+)
 CP = {
     "build_cp_context": calls.build_cp_context,
     "get_cp_cu_seqlens": get_cp_cu_seqlens,

@@ -8,8 +8,8 @@ from integrations.test_transformers import run
 import linattn_edu
 from linattn_edu.cp import build_cp_context, simulate
 from linattn_edu.cp.context import get_cp_cu_seqlens
-from linattn_edu.integrations import convolutions, norms, padding
-from linattn_edu.testing import assert_close
+from linattn_edu.integrations import convolutions, naive, norms, padding
+from linattn_edu.testing import assert_close, gdn_inputs, kda_inputs
 
 DELTA = "from fla.ops.gated_delta_rule import {}, {}".format(
     "chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"
@@ -64,10 +64,11 @@ FILES = {
     ),
     "layer of mamba_ssm": ("from mamba_ssm.modules.mamba2 import Mamba2",),
     "tests of fla": (
-        "from fla.ops.gated_delta_rule.gate import fused_gdn_gate",
+        "from fla.ops.gated_delta_rule.gate import fused_gdn_gate, naive_gdn_gate",
         "from fla.ops.gated_delta_rule.naive import naive_recurrent_gated_delta_rule",
-        "from fla.ops.kda.naive import naive_recurrent_kda",
-        "from fla.ops.kda.gate import naive_kda_gate",
+        "from fla.ops.gated_delta_rule.naive import naive_chunk_gated_delta_rule",
+        "from fla.ops.kda.naive import naive_chunk_kda, naive_recurrent_kda",
+        "from fla.ops.kda.gate import naive_kda_gate, naive_kda_lowerbound_gate",
         "from fla.ops.utils import chunk_local_cumsum, chunk_global_cumsum, solve_tril",
         "from fla.ops.utils.solve_tril import solve_tril",
         "from fla.ops.cp import FLACPContext, get_cp_cu_seqlens",
@@ -217,6 +218,26 @@ def test_convolution_as_fla_is_called():
         x.flatten(2), weight, residual=x.flatten(2), output_final_state=True, activation="silu"
     )
     assert torch.equal(y, want.view(x.shape)) and torch.equal(state, last)
+
+
+def test_what_the_tests_of_fla_compare_with():
+    """By position, in the order of theirs; in PyTorch."""
+    x, k = gdn_inputs(1, 40, 2, 2, 8, 6), kda_inputs(1, 40, 2, 2, 8, 6)
+    state = torch.randn(1, 2, 8, 6)
+    for i, f, own, order in (
+        (x, naive.naive_chunk_gated_delta_rule, linattn_edu.chunk_gated_delta_rule,
+         (32, 0.5, state, True)),
+        (k, naive.naive_chunk_kda, linattn_edu.chunk_kda, (0.5, state, True, 32)),
+    ):  # fmt: skip
+        got = f(i.q, i.k, i.v, i.g, i.beta, *order)
+        want = own(i.q, i.k, i.v, i.g, i.beta, 0.5, state, True, chunk_size=32, impl="reference")
+        assert all(map(torch.equal, got, want))
+    g, A_log, bias = torch.randn(2, 3, 4), torch.randn(4), torch.randn(4)
+    want = -A_log.double().exp() * F.softplus(g.double() + bias)
+    assert_close("gdn", naive.naive_gdn_gate(g, A_log, bias), want, 1e-6)
+    a = A_log[:3, None].double().exp() * (g.double() + bias)
+    got = naive.naive_kda_lowerbound_gate(g, A_log[:3], bias.repeat(3))
+    assert_close("kda", got, -5 * torch.sigmoid(a), 1e-6)
 
 
 def test_states_of_packed_sequences():
