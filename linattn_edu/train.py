@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import time
+import zipfile
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
@@ -336,6 +337,9 @@ def read(path: Path) -> dict:
     if not path.exists():
         raise ValueError(f"--resume needs a run in --out, and there is no {path}")
     try:
+        with zipfile.ZipFile(path) as parts:
+            if damaged := parts.testzip():
+                raise ValueError(f"its part {damaged} has other bytes than were written")
         state = torch.load(path, map_location="cpu", weights_only=True)
         Settings(**state["settings"])
     except Exception as error:

@@ -141,7 +141,7 @@ def test_what_the_readme_says_that_is_taken():
         (CHUNKED, {"A_log": torch.zeros(2)}, "A_log"),
         ("chunk_kda", {"lower_bound": -5.0}, "lower_bound"),
         ("chunk_kda", {"safe_gate": True, "lower_bound": -6.0}, "lower_bound"),
-        (CHUNKED, {"cu_seqlens": torch.tensor([0, 3])}, "cu_seqlens must end at T=4"),
+        (CHUNKED, {"cu_seqlens": torch.tensor([0, 5])}, "cu_seqlens must end at T=4 or before"),
         (RECURRENT, {"v": torch.zeros(1, 4, 2, 513)}, "V <= 512"),
         (CHUNKED, {"v": torch.zeros(1, 4, 2, 513)}, "V <= 512"),
         (RECURRENT, {"beta": torch.zeros(1, 4, 2, 8)}, "beta"),

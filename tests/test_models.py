@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -134,7 +135,8 @@ def test_generate_draws_from_the_softmax():
         ({"mixers": ("gdn", "rwkv")}, "got 'rwkv'"),
         ({"width": 0}, "width must be an integer >= 1, got 0"),
         ({"width": 32.0}, "width must be an integer >= 1, got 32.0"),
-        ({"hidden": -1}, "hidden must be at least 0, got -1"),
+        ({"hidden": -1}, "hidden must be an integer of at least 0, got -1"),
+        ({"hidden": None}, "hidden must be an integer of at least 0, got None"),
         ({"mixers": ("attention",), "key_dim": 7}, "key_dim must be even"),
         ({"mixers": ("mamba2",), "value_dim": 12}, "multiple of width=32 for mamba2, got 2 [*] 12"),
     ],
@@ -159,6 +161,67 @@ def test_a_config_that_makes_no_model(changes, says):
 def test_generate_refuses(arguments, says):
     with pytest.raises(ValueError, match=says):
         model_of(("ema",)).generate(**{"prompt": tokens(1, 3), "new_tokens": 2, **arguments})
+
+
+@pytest.mark.parametrize("wrong", [1.5, "3", None, True])
+def test_generate_refuses_what_is_no_number_of_tokens(wrong):
+    with pytest.raises(TypeError, match=f"new_tokens must be an integer, got {wrong!r}"):
+        model_of(("ema",)).generate(tokens(1, 3), wrong)
+
+
+@each
+def test_weights_that_come_when_a_module_is_called(mixers):
+    """As accelerate offloads them: between the calls of their module they are on meta."""
+    model, x = model_of(mixers), tokens(2, 6)
+    want, said = model(x), model.generate(x, 4)
+
+    def bring(module, args, kwargs):
+        for name, p in away[module].items():
+            module._parameters[name] = p
+
+    def take(module, args, kwargs=None, out=None):
+        for name, p in away[module].items():
+            module._parameters[name] = torch.nn.Parameter(p.to("meta"), requires_grad=False)
+
+    own = {m: dict(m.named_parameters(recurse=False)) for m in model.modules()}
+    away = {m: parameters for m, parameters in own.items() if parameters}
+    for module in away:
+        module.register_forward_pre_hook(bring, with_kwargs=True)
+        module.register_forward_hook(take)
+        module._hf_hook = SimpleNamespace(execution_device="cpu")
+        take(module, ())
+    assert torch.equal(model(x), want)
+    assert torch.equal(model.generate(x, 4), said)
+
+
+def dtypes(cache):
+    """Of a layer's cache: of its convolutions, of its state."""
+    states = getattr(cache, "states", None) or (cache.conv_state,)
+    return [(x.dtype, x.device.type) for x in states]
+
+
+@each
+def test_where_a_cache_is_made(mixers):
+    model, x = model_of(mixers), tokens(2, 3)
+    want = [dtypes(c) for c in model.make_cache(2)]
+    for block in model.blocks:  # packed weights, of bytes or under other names
+        first = "qkv_proj" if hasattr(block.mixer, "qkv_proj") else None
+        projection = getattr(block.mixer, first) if first else block.mixer._projection()
+        byte = torch.nn.Parameter(projection.weight.to(torch.uint8), requires_grad=False)
+        projection.weight = byte
+        assert [dtypes(c) for c in model.make_cache(2)] == want
+        del projection.weight
+        projection.qweight = byte
+        assert [dtypes(c) for c in model.make_cache(2)] == want
+    cache = model.make_cache(2, "meta", torch.bfloat16)
+    assert all(kind[1] == "meta" for c in cache for kind in dtypes(c))
+    assert all(dtypes(c)[0][0] == torch.bfloat16 or "ema" in mixers for c in cache)
+    model = model_of(mixers)
+    assert torch.equal(model.generate(x, 2, device="cpu", dtype=torch.float32),
+                       model.generate(x, 2))  # fmt: skip
+    for size, error in (("2", TypeError), (0, ValueError)):
+        with pytest.raises(error, match="batch_size must be"):
+            model.make_cache(size)
 
 
 @pytest.mark.parametrize("mixer", ["gdn", "attention"])
@@ -202,7 +265,8 @@ def test_attention_is_not_cut_over_ranks():
 
 def test_the_coldest_draw_is_the_most_likely_token():
     model, x = model_of(("ema",)), tokens(2, 5)
-    assert torch.equal(model.generate(x, 4, temperature=1e-40), model.generate(x, 4))
+    for temperature in (1e-40, 1e-46, 5e-324):  # which float32 holds, or not
+        assert torch.equal(model.generate(x, 4, temperature=temperature), model.generate(x, 4))
 
 
 def test_first_numbers_of_the_embedding():

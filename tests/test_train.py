@@ -173,6 +173,13 @@ def test_a_run_is_neither_overwritten_nor_changed(tmp_path, text, capsys):
         assert run(out, "--resume", text=text) == 2
         error = capsys.readouterr().err
         assert "does not fit this program" in error and says in error and error.count("\n") == 1
+    torch.save(state(out) | held, out / "checkpoint.pt")
+    whole = (out / "checkpoint.pt").read_bytes()
+    for at in (len(whole) // 3, len(whole) // 2, 2 * len(whole) // 3):  # a disk that forgets
+        (out / "checkpoint.pt").write_bytes(whole[:at] + bytes([whole[at] ^ 16]) + whole[at + 1 :])
+        assert run(out, "--resume", text=text) == 2
+        error = capsys.readouterr().err
+        assert "is no checkpoint of this program: " in error and error.count("\n") == 1
     (out / "checkpoint.pt").write_bytes(b"half")
     assert run(out, "--resume", text=text) == 2
     assert "is no checkpoint of this program" in capsys.readouterr().err

@@ -13,11 +13,13 @@ from torch import Tensor
 
 from linattn_edu.cp.place import Place
 from linattn_edu.ops import check
+from linattn_edu.ops.tensors import known
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 LAYOUTS = ("contiguous", "zigzag")
+PLACES = 8  # of batches of other sizes that a context keeps
 
 
 @dataclass(frozen=True)
@@ -123,6 +125,11 @@ class CPContext:
 
     def check_group(self) -> None:
         """Refuse a group that is gone, or has another size than the context was built for."""
+        if self.world > 1 and self.group is None:
+            raise ValueError(
+                f"cp_context of rank {self.rank} of {self.world} must have a group for an operator "
+                "to run with it, got None"
+            )
         if self.world > 1 and (self.group.size(), self.group.rank()) != (self.world, self.rank):
             raise ValueError(
                 f"cp_context was built for rank {self.rank} of {self.world}, and its group now has "
@@ -138,6 +145,8 @@ class CPContext:
         """
         key = B, device
         if key not in self._kept:
+            while len(self._kept) >= PLACES:
+                del self._kept[next(iter(self._kept))]
             self._kept[key] = self._place(B, device)
         return self._kept[key]
 
@@ -163,7 +172,7 @@ class CPContext:
         exchange = (torch.tensor(plan), both) if self.world > 1 else (None, None)
         return Place(
             (cpu.to(device), cpu, None, *exchange),
-            self.group.group_name if self.world > 1 else "",
+            self.group.group_name if self.world > 1 and self.group is not None else "",
             B, self.tokens, B * N, ends(self.first), ends(self.last),
         )  # fmt: skip
 
@@ -204,6 +213,49 @@ def build_cp_context(
 
     Source: chapters 21 and 23; the arguments are those of fla-core.
     """
+    return _context(cu_seqlens, group, conv1d_kernel_size, cu_seqlens_cpu, layout, None)
+
+
+def get_cp_cu_seqlens(
+    cu_seqlens: Tensor,
+    cu_seqlens_cpu: Tensor | None = None,
+    world_size: int | None = None,
+    rank: int | None = None,
+    group: ProcessGroup | None = None,
+    conv1d_kernel_size: int | None = None,
+    layout: str = "contiguous",
+) -> CPContext:
+    """:func:`build_cp_context` under fla-core's other name, or what any rank of a world would hold.
+
+    Args:
+        world_size, rank: Number of all ranks, and of the one to look at; None: those of the group.
+            The operators refuse such a context of another rank than the group's.
+        The others as in :func:`build_cp_context`.
+
+    Raises:
+        ValueError: one of world_size and rank without the other, or a rank that is not in the
+            world; otherwise as :func:`build_cp_context`.
+    """
+    if (world_size is None) != (rank is None):
+        raise ValueError(f"world_size and rank must come together, got {world_size} and {rank}")
+    place = None
+    if world_size is not None:
+        check.positive(world_size=world_size)
+        if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < world_size:
+            raise ValueError(f"rank must be an integer from 0 to {world_size - 1}, got {rank!r}")
+        place = rank, world_size
+    return _context(cu_seqlens, group, conv1d_kernel_size, cu_seqlens_cpu, layout, place)
+
+
+def _context(
+    cu_seqlens: Tensor,
+    group: ProcessGroup | None,
+    conv1d_kernel_size: int | None,
+    cu_seqlens_cpu: Tensor | None,
+    layout: str,
+    place: tuple[int, int] | None,
+) -> CPContext:
+    """The context of a rank of a world, or of this one."""
     check.choice("layout", layout, LAYOUTS)
     N = check.boundaries("cu_seqlens", cu_seqlens)
     if cu_seqlens_cpu is not None and check.boundaries("cu_seqlens_cpu", cu_seqlens_cpu) != N:
@@ -217,7 +269,9 @@ def build_cp_context(
         raise ValueError(f"conv1d_kernel_size must be an integer >= 1, got {conv1d_kernel_size!r}")
     bounds = (cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu).tolist()
     check.lengths("cu_seqlens", bounds, bounds[-1])
-    rank, world = _place(group)
+    if known(cu_seqlens) and cu_seqlens.tolist() != bounds:
+        raise ValueError(f"cu_seqlens_cpu must be cu_seqlens, {cu_seqlens}, got {bounds}")
+    rank, world = _place(group) if place is None else place
     zigzag = layout == "zigzag" and world > 1
     count = 2 * world if zigzag else world
     if bounds[-1] < count:

@@ -21,18 +21,41 @@ class _Threads:
 
     def __init__(self, world: int):
         self.name = f"simulated:{next(_numbers)}"
-        self.turn, self.meeting = threading.Lock(), threading.Barrier(world)
+        self.turn, self.meeting = threading.Lock(), threading.Condition()
         self.world, self.given = world, [None] * world
+        self.here, self.meetings = 0, 0  # ranks that wait, and how often all have met
+        self.ended: list[int] = []
+        self.over = False
         _simulated[self.name] = self
 
     def _meet(self) -> None:
         self.turn.release()
         try:
-            self.meeting.wait()
+            with self.meeting:
+                before, self.here = self.meetings, self.here + 1
+                if self.here == self.world:
+                    self.here, self.meetings = 0, before + 1
+                    self.meeting.notify_all()
+                self.meeting.wait_for(lambda: self.meetings > before or self.ended)
+                if self.meetings == before:
+                    raise RuntimeError(
+                        f"rank {self.ended[0]} of {self.world} has ended, and the others wait for "
+                        "its tensor: each must make the same calls"
+                    )
         finally:
             self.turn.acquire()
 
+    def end(self, rank: int) -> None:
+        """No rank is to wait for this one any more."""
+        with self.meeting:
+            self.ended.append(rank)
+            self.meeting.notify_all()
+
     def all_gather(self, x: Tensor, rank: int) -> Tensor:
+        if self.over:
+            raise ValueError(
+                f"cp_context is of rank {rank} of simulate(), which is over: build another"
+            )
         self.given[rank] = x
         self._meet()
         gathered = torch.stack(self.given)
@@ -65,6 +88,7 @@ def simulate(world: int, f: Callable) -> list:
     it waits for the others.
 
     Raises:
+        RuntimeError: a rank has ended, and others wait for what it does not send.
         Whatever the first rank that fails raises; the others end.
 
     Source: chapter 21.
@@ -78,13 +102,15 @@ def simulate(world: int, f: Callable) -> list:
                 results[rank] = f(SimulatedRank(threads, rank))
             except BaseException as error:
                 errors.append(error)
-                threads.meeting.abort()
+            finally:
+                threads.end(rank)
 
     running = [threading.Thread(target=run, args=(rank,)) for rank in range(world)]
     for thread in running:
         thread.start()
     for thread in running:
         thread.join()
+    threads.over = True
     if errors:
         raise errors[0]
     return results

@@ -11,15 +11,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from linattn_edu.cp import context
+from linattn_edu.cp.context import CPContext
 from linattn_edu.ops import gdn, kda, ssd
 from linattn_edu.ops.causal_conv1d import causal_conv1d
 from linattn_edu.ops.causal_conv1d import causal_conv1d_fn as convolve
 from linattn_edu.ops.causal_conv1d_update import causal_conv1d_update as convolve_one
 from linattn_edu.ops.rms_norm_gated import rms_norm_gated
-from linattn_edu.ops.tensors import needs_gradient
 
 # What a model may call the boundaries of packed sequences: the first two are [N + 1], the last
 # has each token's sequence.
@@ -124,22 +124,23 @@ def causal_conv1d_fn(x: Tensor, weight: Tensor, bias: Tensor | None = None, *arg
 
 
 @serves(convolve_one)
-def causal_conv1d_update(
-    x: Tensor, conv_state: Tensor, weight, bias=None, activation=None, *args: Any, **kwargs: Any
-) -> Tensor:
-    if not needs_gradient(x, conv_state, weight, bias):
-        kwargs = known("causal_conv1d_update", kwargs)
-        return convolve_one(x, conv_state, weight, bias, activation, *args, **kwargs)
-    # Someone decodes without torch.no_grad().
-    token, W = x[..., None] if x.ndim == 2 else x, weight.shape[1]
-    seen = torch.cat([conv_state, token.to(conv_state.dtype)], -1)
-    before = F.pad(seen[..., : conv_state.shape[-1]], (W, 0))[..., -W:]
-    y, _ = causal_conv1d(
-        token.mT, weight, bias, initial_state=before, activation=activation,
-        impl=kwargs.get("impl", "auto"),
-    )  # fmt: skip
-    conv_state.copy_(seen[..., token.shape[-1] :])
-    return y.mT.reshape(x.shape)
+def causal_conv1d_update(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    return convolve_one(x, *args, **known("causal_conv1d_update", kwargs))
+
+
+def build_cp_context(
+    cu_seqlens: Tensor,
+    group: Any = None,
+    conv1d_kernel_size: int | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    use_tf32x3_affine_chain: bool = True,
+    layout: str = "contiguous",
+    **unknown: Any,
+) -> CPContext:
+    """:func:`linattn_edu.build_cp_context`; how fla multiplies its maps changes nothing here."""
+    return context.build_cp_context(
+        cu_seqlens, group, conv1d_kernel_size, cu_seqlens_cpu, layout=layout
+    )
 
 
 @serves(ssd.mamba_chunk_scan_combined)
@@ -151,8 +152,6 @@ def _mamba(name: str, kwargs: dict[str, Any]) -> dict[str, Any]:
     """The keywords of Mamba-2's operators; boundaries [N + 1] win over each token's sequence."""
     cu_seqlens, seq_idx = boundaries(kwargs)
     kwargs = known(name, kwargs)
-    if "chunk_size" in kwargs:
-        kwargs["chunk_size"] = _power(kwargs["chunk_size"])
     if kwargs.get("dt_limit") is not None:  # a list, where it was read from a file
         kwargs["dt_limit"] = tuple(kwargs["dt_limit"])
     if cu_seqlens is not None and "cu_seqlens" in KNOWN[name]:
@@ -162,31 +161,9 @@ def _mamba(name: str, kwargs: dict[str, Any]) -> dict[str, Any]:
     return kwargs
 
 
-def _power(chunk_size: int) -> int:
-    """The next power of two from 16 on: the size changes the speed and the rounding only."""
-    return max(16, 1 << (chunk_size - 1).bit_length())
-
-
 @serves(ssd.selective_state_update)
-def selective_state_update(
-    state, x, dt, A, B, C, D=None, z=None, dt_bias=None, dt_softplus=False, **kwargs: Any
-) -> Tensor:
-    if not needs_gradient(state, x, dt, A, B, C, D, z, dt_bias):
-        return ssd.selective_state_update(
-            state, x, dt, A, B, C, D, z, dt_bias, dt_softplus,
-            **known("selective_state_update", kwargs),
-        )  # fmt: skip
-    # Someone decodes without torch.no_grad(): a chunk of one token has gradients. Steps, A, D and
-    # the bias are one number a head, expanded.
-    head = lambda t, *index: None if t is None else t[index]
-    out, last = ssd.mamba_chunk_scan_combined(
-        x[:, None], dt[:, None, :, 0], A[:, 0, 0], B[:, None], C[:, None], 16,
-        D=head(D, ..., 0), z=head(z, slice(None), None), dt_bias=head(dt_bias, ..., 0),
-        initial_states=state.clone(), dt_softplus=dt_softplus, return_final_states=True,
-        impl=kwargs.get("impl", "auto"),
-    )  # fmt: skip
-    state.copy_(last)
-    return out[:, 0]
+def selective_state_update(state: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    return ssd.selective_state_update(state, *args, **known("selective_state_update", kwargs))
 
 
 @serves(ssd.mamba_split_conv1d_scan_combined)
@@ -228,3 +205,28 @@ def gated_norm(
         activation=getattr(norm, "activation", "silu"),
         impl=impl,
     )  # fmt: skip
+
+
+# The names that functions have in a file of models, or in the layers of one, and ours.
+RECURRENCES: dict[str, Callable] = {
+    "chunk_gated_delta_rule": chunk_gated_delta_rule,
+    "torch_chunk_gated_delta_rule": chunk_gated_delta_rule,
+    "fused_recurrent_gated_delta_rule": fused_recurrent_gated_delta_rule,
+    "recurrent_gated_delta_rule": fused_recurrent_gated_delta_rule,
+    "torch_recurrent_gated_delta_rule": fused_recurrent_gated_delta_rule,
+    "chunk_kda": chunk_kda,
+    "chunk_kimi_delta_attention": chunk_kda,
+    "fused_recurrent_kda": fused_recurrent_kda,
+    "recurrent_kimi_delta_attention": fused_recurrent_kda,
+    "mamba_chunk_scan_combined": mamba_chunk_scan_combined,
+    "mamba2_chunk_scan": mamba_chunk_scan_combined,
+    "mamba2_selective_state_update": selective_state_update,
+    "mamba_split_conv1d_scan_combined": mamba_split_conv1d_scan_combined,
+    "mamba2_split_conv1d_scan_combined": one_by_one,
+}
+# Those that layers of other kinds call too.
+FUNCTIONS = RECURRENCES | {
+    "causal_conv1d_fn": causal_conv1d_fn,
+    "causal_conv1d_update": causal_conv1d_update,
+    "selective_state_update": selective_state_update,
+}

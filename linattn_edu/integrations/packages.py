@@ -7,6 +7,7 @@ first on sys.meta_path, answers for their modules and for their versions, and is
 import functools
 import importlib
 import importlib.metadata
+import inspect
 import sys
 from collections.abc import Iterator
 from importlib.abc import Loader, MetaPathFinder
@@ -15,48 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from linattn_edu.integrations import calls
-from linattn_edu.layers import RMSNormGated, ShortConvolution
-from linattn_edu.ops.kda import fused_kda_gate
-
-DELTA = {
-    "chunk_gated_delta_rule": calls.chunk_gated_delta_rule,
-    "fused_recurrent_gated_delta_rule": calls.fused_recurrent_gated_delta_rule,
-    "recurrent_gated_delta_rule": calls.fused_recurrent_gated_delta_rule,
-}
-KDA = {"chunk_kda": calls.chunk_kda, "fused_recurrent_kda": calls.fused_recurrent_kda}
-SSD = {
-    "mamba_chunk_scan_combined": calls.mamba_chunk_scan_combined,
-    "mamba_split_conv1d_scan_combined": calls.mamba_split_conv1d_scan_combined,
-}
-STEP = {"selective_state_update": calls.selective_state_update}
-CONVOLUTION = {
-    "causal_conv1d_fn": calls.causal_conv1d_fn,
-    "causal_conv1d_update": calls.causal_conv1d_update,
-}
-# Each module and what is in it; submodules are attributes of their packages from the start.
-MODULES: dict[str, dict[str, Any]] = {
-    "fla": {},
-    "fla.ops": DELTA | KDA,
-    "fla.ops.gated_delta_rule": DELTA,
-    "fla.ops.kda": KDA,
-    "fla.modules": {"FusedRMSNormGated": RMSNormGated, "ShortConvolution": ShortConvolution},
-    "fla.ops.kda.gate": {"fused_kda_gate": fused_kda_gate},
-    "mamba_ssm": {},
-    "mamba_ssm.ops": {},
-    "mamba_ssm.ops.triton": {},
-    "mamba_ssm.ops.triton.ssd_combined": SSD,
-    "mamba_ssm.ops.triton.selective_state_update": STEP,
-    "causal_conv1d": CONVOLUTION,
-}
-# The versions whose arguments these functions take.
-VERSIONS = {"fla": "0.6.0", "mamba_ssm": "2.3.2", "causal_conv1d": "1.6.0"}
-DISTRIBUTIONS = {
-    "fla": "fla",
-    "fla-core": "fla",
-    "flash-linear-attention": "fla",
-    "mamba-ssm": "mamba_ssm",
-    "causal-conv1d": "causal_conv1d",
-}
+from linattn_edu.integrations.lent import DISTRIBUTIONS, MODULES, VERSIONS
 
 
 class Metadata(importlib.metadata.Distribution):
@@ -93,9 +53,7 @@ class Lender(MetaPathFinder, Loader):
     def exec_module(self, module: ModuleType) -> None:
         name = module.__name__
         for key, lent in MODULES[name].items():
-            if self.impl != "auto" and not isinstance(lent, type):
-                lent = functools.partial(lent, impl=self.impl)
-            setattr(module, key, lent)
+            setattr(module, key, _with_impl(lent, self.impl))
         if name in VERSIONS:
             module.__version__ = VERSIONS[name]
         if name == "mamba_ssm" and self.whole_layers:
@@ -108,6 +66,20 @@ class Lender(MetaPathFinder, Loader):
         name = (getattr(context, "name", None) or "").lower().replace("_", "-")
         if name in DISTRIBUTIONS:
             yield Metadata(name, VERSIONS[DISTRIBUTIONS[name]])
+
+
+@functools.cache
+def _with_impl(lent: Any, impl: str) -> Any:
+    """What is lent, on this impl where it has one: the same for every module that has it."""
+    if impl == "auto" or "impl" not in inspect.signature(lent).parameters:
+        return lent
+    if not isinstance(lent, type):
+        return functools.partial(lent, impl=impl)
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        lent.__init__(self, *args, **{"impl": impl} | kwargs)
+
+    return type(lent.__name__, (lent,), {"__init__": __init__, "__doc__": lent.__doc__})
 
 
 def _has_modules(name: str) -> bool:

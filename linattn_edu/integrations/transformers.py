@@ -1,7 +1,6 @@
 """Models of transformers on the operators of this library."""
 
 import functools
-import importlib.metadata
 import inspect
 import sys
 import threading
@@ -11,36 +10,14 @@ from collections.abc import Callable, Iterator
 from types import ModuleType, TracebackType
 from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from linattn_edu.integrations import calls, packages
+from linattn_edu.integrations import calls
+from linattn_edu.integrations.loan import disable, enable
 from linattn_edu.ops import check
 
-# The names that functions have in a file of models, or in the layers of one, and ours.
-RECURRENCES: dict[str, Callable] = {
-    "chunk_gated_delta_rule": calls.chunk_gated_delta_rule,
-    "torch_chunk_gated_delta_rule": calls.chunk_gated_delta_rule,
-    "fused_recurrent_gated_delta_rule": calls.fused_recurrent_gated_delta_rule,
-    "recurrent_gated_delta_rule": calls.fused_recurrent_gated_delta_rule,
-    "torch_recurrent_gated_delta_rule": calls.fused_recurrent_gated_delta_rule,
-    "chunk_kda": calls.chunk_kda,
-    "chunk_kimi_delta_attention": calls.chunk_kda,
-    "fused_recurrent_kda": calls.fused_recurrent_kda,
-    "recurrent_kimi_delta_attention": calls.fused_recurrent_kda,
-    "mamba_chunk_scan_combined": calls.mamba_chunk_scan_combined,
-    "mamba2_chunk_scan": calls.mamba_chunk_scan_combined,
-    "mamba2_selective_state_update": calls.selective_state_update,
-    "mamba_split_conv1d_scan_combined": calls.mamba_split_conv1d_scan_combined,
-    "mamba2_split_conv1d_scan_combined": calls.one_by_one,
-}
-# Those that layers of other kinds call too.
-FUNCTIONS = RECURRENCES | {
-    "causal_conv1d_fn": calls.causal_conv1d_fn,
-    "causal_conv1d_update": calls.causal_conv1d_update,
-    "selective_state_update": calls.selective_state_update,
-}
+__all__ = ["disable", "enable", "undo", "use"]
 
 
 class Missing:
@@ -83,13 +60,14 @@ class Place(NamedTuple):
         return isinstance(self.owner, ModuleType)
 
 
-KERNELS = "_KERNEL_MODULE_MAPPING"  # where transformers 5 before 5.15 keeps packages it has found
 IN_USE = "_linattn_edu_in_use"  # where an owner keeps what of it is in use
-MAMBA = frozenset(name for name in RECURRENCES if name.startswith("mamba"))
+MAMBA = frozenset(name for name in calls.RECURRENCES if name.startswith("mamba"))
 _LOCK = threading.Lock()
 # What a use has put somewhere and will take away. What is of the same kind and not here came with a
 # copy of a model in use, which deepcopy and pickle make without a constructor.
 _LIVE: weakref.WeakSet = weakref.WeakSet()
+# The uses of each model that are not undone, for who has dropped them.
+_USES: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
 def use(model: nn.Module, *, impl: str = "auto") -> "InUse":
@@ -136,7 +114,7 @@ def use(model: nn.Module, *, impl: str = "auto") -> "InUse":
         any order, one of them several times. What someone else has replaced since is left alone,
         with a warning. A copy of a model in use (deepcopy, pickle) has our attributes of layers and
         no undo; a use of the copy and its undo take them away. Entering a ``with`` block by an
-        object that is undone is a RuntimeError.
+        object that is undone is a RuntimeError. Who has dropped it calls :func:`undo`.
 
     Raises:
         TypeError: model is no module.
@@ -165,96 +143,17 @@ def use(model: nn.Module, *, impl: str = "auto") -> "InUse":
         return InUse(model, impl, found)
 
 
-def enable(*, impl: str = "auto") -> None:
-    """Lend the operators of this library to transformers as fla, mamba_ssm and causal_conv1d.
+def undo(model: nn.Module) -> int:
+    """Undo every use of a model that is not undone, the last one first; say how many there were.
 
-    Call it before a model's file is imported: a model built after it runs on our operators from
-    the start, and so does remote code that imports these packages. What a file has imported it
-    keeps; :func:`disable` ends the loan for files to come. A package that is installed is hidden
-    meanwhile, its version too.
-
-    :func:`use` does more: it serves the gated norms as well, Mamba2ForCausalLM hands boundaries of
-    packed sequences on, a beta that olmo_hybrid has doubled is told to the operator, which a call
-    of fla's function does not do, and it can be undone.
-
-    Args:
-        impl: "triton", "reference" or "auto", as in :func:`linattn_edu.chunk_gated_delta_rule`.
-
-    Raises:
-        ImportError: transformers is not installed.
-        RuntimeError: fla, mamba_ssm or causal_conv1d is imported already; or transformers is older
-            than 5.15, which looks for them only where CUDA is, and there is none.
-        ValueError: impl is none of the three, or another than that of a loan that is not ended.
-
-    Warns:
-        UserWarning: A file of models has been imported before, and keeps the functions it has.
+    For ``use(model)`` whose result is not at hand. Warns as that does.
     """
-    check.choice("impl", impl, ("auto", "triton", "reference"))
-    new = _version() >= (5, 15)
-    others = packages.foreign()
-    if others:
-        raise RuntimeError(
-            f"{' and '.join(others)} must not be imported before enable(): use(model) works then"
-        )
-    if not new and not torch.cuda.is_available():
-        raise RuntimeError(
-            "transformers older than 5.15 asks for fla and mamba_ssm only where CUDA is, and there "
-            "is none: use(model) works here"
-        )
-    before = packages.lent()
-    if before is not None:
-        if before.impl != impl:
-            raise ValueError(f"impl must be {before.impl!r}, that of the loan, got {impl!r}")
-        return
-    packages.lend(impl, whole_layers=new)
-    _forget()
-    files = [name for name, file in list(sys.modules.items()) if _is_served(name, file)]
-    if files:
-        warnings.warn(
-            f"{', '.join(files)} had been imported before enable(), and keep the functions they "
-            f"have: use(model) serves their models",
-            stacklevel=2,
-        )
-
-
-def disable() -> None:
-    """End the loan of :func:`enable`, if there is one; files that were imported meanwhile keep it.
-
-    fla, mamba_ssm and causal_conv1d are found again where they are installed.
-    """
-    packages.take_back()
-    _forget()
-
-
-def _version() -> tuple[int, ...]:
-    """The first two numbers of the version of transformers."""
-    try:
-        version = importlib.metadata.version("transformers")
-    except importlib.metadata.PackageNotFoundError:
-        raise ImportError("enable() needs transformers, which is not installed") from None
-    return tuple(int(number) for number in version.split(".")[:2])
-
-
-def _is_served(name: str, file: ModuleType | None) -> bool:
-    """Whether a module is a file of transformers whose models run on functions like ours."""
-    return (
-        name.startswith("transformers.models.")
-        and ".modeling_" in name
-        and bool(RECURRENCES.keys() & vars(file).keys())
-    )
-
-
-def _forget() -> None:
-    """Make transformers ask again which packages there are."""
-    answers = sys.modules.get("transformers.utils.import_utils")
-    for package in ("mamba_ssm", "mamba_2_ssm", "flash_linear_attention", "causal_conv1d"):
-        answer = getattr(answers, f"is_{package}_available", None)
-        if hasattr(answer, "cache_clear"):
-            answer.cache_clear()
-    kept = getattr(sys.modules.get("transformers.integrations.hub_kernels"), KERNELS, {})
-    for name, package in list(kept.items()):
-        if package is None or packages.is_lent(package):
-            del kept[name]
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    uses = [*_USES.get(model, ())]
+    for one in reversed(uses):
+        one()
+    return len(uses)
 
 
 class InUse:
@@ -262,21 +161,37 @@ class InUse:
 
     def __init__(self, model: nn.Module, impl: str, places: list[Place]) -> None:
         self.model, self.impl = _name(model), impl
-        self.places = places
-        self.hooks = list(_hooks(model))
-        for place in places:
-            _hold(place, impl)
+        self.places: list[Place] = []
+        self.hooks: list[RemovableHandle] = []
+        self.of = weakref.ref(model)
+        try:
+            for hook in _hooks(model):
+                self.hooks.append(hook)
+            for place in places:
+                _hold(place, impl)
+                self.places.append(place)
+            _USES.setdefault(model, []).append(self)
+        except BaseException:  # an interrupt too: nothing is left half in use
+            self._undo()
+            raise
 
     def __call__(self) -> None:
         """Undo. A second call does nothing."""
         with _LOCK:
-            places, self.places = self.places, []
-            hooks, self.hooks = self.hooks, []
-            for hook in hooks:
-                hook.remove()
-            left = [str(place) for place in places if not _release(place)]
+            left = self._undo()
         for name in left:  # at last: a warning may be an error
             warnings.warn(f"{name} was replaced by someone else and is left alone", stacklevel=2)
+
+    def _undo(self) -> list[str]:
+        """Undo; return the names of what someone else has replaced."""
+        places, self.places = self.places, []
+        hooks, self.hooks = self.hooks, []
+        for hook in hooks:
+            hook.remove()
+        model = self.of()
+        if model is not None and self in _USES.get(model, ()):
+            _USES[model].remove(self)
+        return [str(place) for place in places if not _release(place)]
 
     def __enter__(self) -> "InUse":
         if not self.places:
@@ -317,16 +232,25 @@ def _held(owner: ModuleType | nn.Module) -> dict[str, Held]:
 
 
 def _hold(place: Place, impl: str) -> None:
-    """Replace an attribute, or count one more use of it."""
+    """Replace an attribute, or count one more use of it; an exception leaves all as it was."""
     owner, name, held = place.owner, place.name, _held(place.owner)
-    now = vars(owner).get(name, Missing)
-    if name not in held:
-        held[name] = Held(now, place.ours, impl)
-    elif now is not held[name].ours:  # someone else's, since
-        held[name].original = now
-    held[name].count += 1
-    setattr(owner, IN_USE, held)
-    setattr(owner, name, held[name].ours)
+    now, before = vars(owner).get(name, Missing), held.get(name)
+    one = Held(now, place.ours, impl) if before is None else before
+    original = one.original
+    if now is not one.ours:  # someone else's, since
+        one.original = now
+    try:
+        one.count += 1
+        setattr(owner, IN_USE, held | {name: one})
+        setattr(owner, name, one.ours)
+    except BaseException:
+        one.count, one.original = one.count - 1, original
+        for key, value in ((name, now), (IN_USE, held or Missing)):
+            if value is Missing:
+                vars(owner).pop(key, None)
+            else:
+                vars(owner)[key] = value
+        raise
 
 
 def _release(place: Place) -> bool:
@@ -382,7 +306,7 @@ def _of_layer(layer: nn.Module, impl: str) -> Iterator[tuple[Any, str, Any, str]
     """What to replace for a layer: owner, name, ours and its name."""
     functions = [*_attributes(layer), *_functions(layer)]
     for owner, name in functions:
-        ours = FUNCTIONS[name]
+        ours = calls.FUNCTIONS[name]
         if ours is calls.chunk_gated_delta_rule and _may_double(layer, owner):
             ours = calls.doubled_gated_delta_rule
         yield owner, name, _with_impl(ours, impl), ours.__name__
@@ -430,8 +354,8 @@ def _is_gated_norm(norm: nn.Module) -> bool:
 
 def _attributes(layer: nn.Module) -> Iterator[tuple[nn.Module, str]]:
     """Functions that a layer of transformers before 5.15 keeps itself."""
-    names = FUNCTIONS.keys() & vars(layer).keys()
-    if names & RECURRENCES.keys():
+    names = calls.FUNCTIONS.keys() & vars(layer).keys()
+    if names & calls.RECURRENCES.keys():
         yield from ((layer, name) for name in sorted(names))
 
 
@@ -441,8 +365,8 @@ def _functions(layer: nn.Module) -> Iterator[tuple[ModuleType, str]]:
         if kind.__module__.startswith("linattn_edu."):
             continue  # ours already
         file = sys.modules.get(kind.__module__)
-        names = (_looked_up(kind) & FUNCTIONS.keys()) - vars(layer).keys()
-        if file is None or not names & RECURRENCES.keys():
+        names = (_looked_up(kind) & calls.FUNCTIONS.keys()) - vars(layer).keys()
+        if file is None or not names & calls.RECURRENCES.keys():
             continue
         if "cuda_kernels_forward" not in vars(kind):  # else None or missing without the packages
             names = {name for name in names if callable(vars(file).get(name))}

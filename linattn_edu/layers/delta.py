@@ -39,7 +39,7 @@ class DeltaLayer(Layer):
             raise ValueError(
                 f"num_v_heads must be a multiple of num_heads={num_heads}, got {num_v_heads}"
             )
-        whole = head_dim * check.number("expand_v", expand_v)
+        whole = head_dim * check.real("expand_v", expand_v)
         head_v_dim = round(whole)  # 7 * (61 / 7) is less than 61
         if not 1 <= head_v_dim <= V or not math.isclose(head_v_dim, whole, rel_tol=1e-5):
             raise ValueError(
@@ -81,8 +81,8 @@ class DeltaLayer(Layer):
     def _draw_rate(self) -> None:
         raise NotImplementedError
 
-    def _weight(self) -> Tensor:
-        return self.q_proj.weight
+    def _projection(self) -> nn.Module:
+        return self.q_proj
 
     def _raw_gate(self, x: Tensor) -> Tensor:
         """g before the gate: [B, T, HV], or [B, T, HV, K]."""

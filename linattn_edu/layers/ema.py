@@ -93,8 +93,8 @@ class EMA(Layer):
         """Set the gate's weight to zero and its bias to the memories of the heads."""
         self.a_proj.reset_parameters()
 
-    def _weight(self) -> Tensor:
-        return self.v_proj.weight
+    def _projection(self) -> nn.Module:
+        return self.v_proj
 
     def _mixed(
         self, x: Tensor, padding: Tensor | None, cache: Cache | None, bounds: dict, step: bool

@@ -28,7 +28,7 @@ class GatedDeltaNet(DeltaLayer):
     returned; a :class:`Cache` of :meth:`make_cache` takes the place of past_key_values and
     use_cache; what runs is the same with a gradient and without, in training and not, whatever T
     is: mode, and for one token with a cache the recurrent form; a mask covers the tokens of this
-    call alone, and may not come together with cu_seqlens.
+    call alone, and beside cu_seqlens is ones. ``linattn_edu.integrations.layers`` has fla's call.
 
     Parameters, with K = head_dim, V = expand_v K, H = num_heads, HV = num_v_heads: q_proj, k_proj
     ``[H K, hidden_size]``, v_proj, g_proj ``[HV V, hidden_size]``, a_proj, b_proj

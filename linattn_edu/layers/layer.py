@@ -35,23 +35,16 @@ class Layer(nn.Module):
 
         Args:
             batch_size: Sequences, at least 1.
-            device: Where they lie; None: where the layer's parameters do.
-            dtype: Of the activations; None: autocast's where it is on, else that of the parameters.
-                The recurrent state is float32, or float64 with float64.
+            device: Where they lie; None: where the layer's parameters do, or, of those that
+                accelerate keeps elsewhere, where it brings them.
+            dtype: Of the activations; None: autocast's where it is on, else that of the parameters,
+                packed ones apart. The recurrent state is float32, or float64 with float64.
 
         Raises:
             TypeError: batch_size is no integer, dtype no floating-point dtype.
-            ValueError: batch_size is below 1.
+            ValueError: batch_size is below 1; device or dtype is None, and no parameter tells.
         """
-        if isinstance(batch_size, bool) or not isinstance(batch_size, int):
-            raise TypeError(f"batch_size must be an integer, got {batch_size!r}")
-        if batch_size < 1:
-            raise ValueError(f"batch_size must be >= 1, got {batch_size}")
-        if dtype is not None:
-            check.dtype("dtype", dtype)
-        weight = self._weight()
-        device = weight.device if device is None else torch.device(device)
-        dtype = _activations(weight.dtype, device) if dtype is None else dtype
+        device, dtype = placed(self, self._projection(), batch_size, device, dtype)
         shapes = self._cache_shapes(batch_size)
         *conv, state = (torch.zeros(s, device=device, dtype=dtype) for s in shapes)
         return Cache(type(self).__name__, tuple(conv), state.to(_widened(dtype)))
@@ -75,15 +68,18 @@ class Layer(nn.Module):
                 left padding, so that each row is zeros and then ones. Padding, whatever x is there,
                 neither is written to a state nor read, and y is zero there: a row gives what it
                 gives alone. On the CPU a mask that is no left padding is refused, as is one with
-                padding after tokens of an earlier call; on a GPU, where that would wait for the
-                device, and under torch.compile its numbers are not looked at.
+                padding after tokens of an earlier call. On a GPU, where that would wait for the
+                device, and under torch.compile such a row is NaN instead, at least from there on,
+                in the cache too; without a cache padding that no token follows is zero: what comes
+                before it is right. With cu_seqlens or cp_context: ones alone, else NaN likewise.
             cache: Of this layer's :meth:`make_cache`, for as many sequences: x goes on from its
                 states, which are then overwritten with those after x. The pieces of a sequence, of
                 any lengths, one after the other give what the whole gives at once. One token (T =
                 1) takes the recurrent operators, in place, without a new state. Under
                 torch.no_grad() or torch.inference_mode() only.
             cu_seqlens: Boundaries ``[N + 1]``, int32 or int64, of N sequences packed into a batch
-                of one: each gives what it gives alone. A cache then has N sequences.
+                of one: each gives what it gives alone. A cache then has N sequences. y is zero at
+                tokens behind the last of them.
             cu_seqlens_cpu: The same numbers on the CPU. Without them a cu_seqlens on a GPU is read
                 once, and the call waits for the device.
             cp_context: Of :func:`build_cp_context`, where the sequences are cut over several ranks;
@@ -98,15 +94,20 @@ class Layer(nn.Module):
                 arguments does not fit, or a gradient is recorded with a cache; the message names
                 the argument, what was expected and what came. Nothing has been written then.
         """
-        x, padding, cu_seqlens_cpu = self._begin(
-            x, attention_mask, cache, cu_seqlens, cu_seqlens_cpu, cp_context
-        )
+        x, cu_seqlens_cpu = self._begin(x, cache, cu_seqlens, cu_seqlens_cpu, cp_context)
+        packed = cu_seqlens is not None or cp_context is not None
+        padding = fill = None
+        if attention_mask is not None:
+            padding, fill = mask_padding(attention_mask, x, cache, packed)
+        elif cu_seqlens_cpu is not None and behind(cu_seqlens_cpu, x.shape[1]):
+            padding = torch.arange(x.shape[1], device=x.device)[None, :, None] >= cu_seqlens[-1]
+        x = _filled(x, padding, fill)
         bounds = {
             "cu_seqlens": cu_seqlens, "cu_seqlens_cpu": cu_seqlens_cpu, "cp_context": cp_context,
         }  # fmt: skip
         step = cache is not None and x.shape[1] == 1 and cu_seqlens is None
         y = self._mixed(x, padding, cache, bounds, step)
-        return y if padding is None else y.masked_fill(padding, 0)
+        return _filled(y, padding, fill)
 
     def _mixed(
         self, x: Tensor, padding: Tensor | None, cache: Cache | None, bounds: dict, step: bool
@@ -124,8 +125,8 @@ class Layer(nn.Module):
             write(state, final)
         return y
 
-    def _weight(self) -> Tensor:
-        """The matrix that the hidden states meet first."""
+    def _projection(self) -> nn.Module:
+        """The module that the hidden states meet first."""
         raise NotImplementedError
 
     def _cache_shapes(self, N: int) -> list[tuple[int, ...]]:
@@ -134,14 +135,13 @@ class Layer(nn.Module):
     def _begin(
         self,
         x: Tensor,
-        attention_mask: Tensor | None,
         cache: Cache | None,
         cu_seqlens: Tensor | None,
         cu_seqlens_cpu: Tensor | None,
         cp_context: CPContext | None,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Refuse what does not fit; return x without its padding, [B, T, 1] True at padding, and
-        the boundaries on the CPU, read once for all operators of the layer.
+    ) -> tuple[Tensor, Tensor | None]:
+        """Refuse what does not fit; return x and the boundaries on the CPU, read once for all
+        operators of the layer.
         """
         sizes: dict[str, int] = {"hidden_size": self.hidden_size}
         check.tensor("x", x, ("B", "T", "hidden_size"), sizes)
@@ -151,16 +151,13 @@ class Layer(nn.Module):
         if cu_seqlens is not None and cu_seqlens_cpu is None and cp_context is None:
             check.boundaries("cu_seqlens", cu_seqlens)
             cu_seqlens_cpu = cu_seqlens.cpu()
-        if attention_mask is None:
-            return x, None, cu_seqlens_cpu
-        for name, other in (("cu_seqlens", cu_seqlens), ("cp_context", cp_context)):
-            if other is not None:
+        elif known(cu_seqlens) and known(cu_seqlens_cpu):  # not all forms take both
+            check.boundaries("cu_seqlens", cu_seqlens)
+            if cu_seqlens.tolist() != cu_seqlens_cpu.tolist():
                 raise ValueError(
-                    f"attention_mask must be None with {name}, which packs sequences without "
-                    "padding"
+                    f"cu_seqlens_cpu must be cu_seqlens, {cu_seqlens}, got {cu_seqlens_cpu}"
                 )
-        padding = ~check_mask(attention_mask, x, cache)[..., None]
-        return x.masked_fill(padding, 0), padding, cu_seqlens_cpu
+        return x, cu_seqlens_cpu
 
     def _check_cache(self, x: Tensor, cache: object, N: int, cp_context: CPContext | None) -> None:
         """Refuse a cache that is not this layer's, or that must not be written."""
@@ -227,6 +224,37 @@ class Layer(nn.Module):
             raise ValueError(f"state_dict does not fit {type(self).__name__}: {said}")
 
 
+def placed(
+    module: nn.Module, first: nn.Module, batch_size: int, device, dtype: torch.dtype | None
+) -> tuple[torch.device, torch.dtype]:
+    """Device and dtype of a cache of a module whose inputs meet `first` first; make_cache has the
+    rest.
+    """
+    if isinstance(batch_size, bool) or not isinstance(batch_size, int):
+        raise TypeError(f"batch_size must be an integer, got {batch_size!r}")
+    if batch_size < 1:
+        raise ValueError(f"batch_size must be >= 1, got {batch_size}")
+    if dtype is not None:
+        check.dtype("dtype", dtype)
+    # a quantised module may have no weight, or one of integers; rates and norms may be wider
+    weights = [getattr(first, "weight", None), *first.parameters(), *module.parameters()]
+    weights = [x for x in weights if isinstance(x, Tensor)]
+    if device is None:
+        hooks = (getattr(m, "_hf_hook", None) for m in (first, module))  # accelerate's
+        brought = [getattr(hook, "execution_device", None) for hook in hooks]
+        found = [d for d in brought if d is not None] + [x.device for x in weights]
+        if not found:
+            raise ValueError("device must be given: there is no parameter whose device it could be")
+        device = found[0]
+    device = torch.device(device)
+    if dtype is None:
+        floats = [x.dtype for x in weights if x.dtype in check.FLOATS]
+        if not floats:
+            raise ValueError("dtype must be given: there is no parameter of a floating-point dtype")
+        dtype = _activations(floats[0], device)
+    return device, dtype
+
+
 def _activations(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     """The dtype of what projections of this dtype give: autocast leaves float64 alone."""
     kind = device.type
@@ -253,14 +281,61 @@ def check_mask(mask: object, x: Tensor, cache: Cache | None = None) -> Tensor:
             )
         padded = (mask == 0).any(1)
         if cache is not None and padded.any():
-            begun = sum(state.flatten(1).count_nonzero(1) for state in cache.states) > 0
-            bad = (begun & padded).nonzero()
+            bad = (_begun(cache) & padded).nonzero()
             if len(bad):
                 raise ValueError(
                     "attention_mask must have no padding after a token, got a zero in row "
                     f"{bad[0].item()}, whose cache holds tokens"
                 )
     return mask.bool()
+
+
+def _begun(cache: Cache) -> Tensor:
+    """Whether each sequence of a cache has tokens [N]."""
+    return torch.stack([(state != 0).flatten(1).any(1) for state in cache.states]).any(0)
+
+
+def mask_padding(
+    mask: object, x: Tensor, cache: Cache | None, packed: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """Where padding is [B, T, 1], and what it becomes: 0 (None), or NaN where it may not be.
+
+    Where the numbers of the mask are known such a mask is refused.
+    """
+    if packed:
+        check.token_mask("attention_mask", mask, x)
+        if known(mask):
+            if not (mask == 1).all():
+                raise ValueError(
+                    "attention_mask must be ones alone with cu_seqlens or cp_context, which pack "
+                    "sequences without padding"
+                )
+            return None, None
+        wrong = ~mask.bool()[..., None]
+        return wrong, x.new_zeros(wrong.shape).masked_fill(wrong, torch.nan)
+    tokens = check_mask(mask, x, cache)
+    padding = ~tokens[..., None]
+    if known(mask):
+        return padding, None
+    before = tokens.cumsum(1) > 0  # a token, at or before each
+    if cache is not None:
+        wrong = before | _begun(cache)[:, None]
+    else:  # it is in nothing where no token follows
+        wrong = before & (tokens.sum(1, keepdim=True) > tokens.cumsum(1))
+    wrong = padding & wrong[..., None]
+    return padding, x.new_zeros(wrong.shape).masked_fill(wrong, torch.nan)
+
+
+def behind(cu_seqlens_cpu: Tensor, T: int) -> bool:
+    """Whether there are tokens behind the last sequence, or may be, while a graph is traced."""
+    return not known(cu_seqlens_cpu) or int(cu_seqlens_cpu[-1]) < T
+
+
+def _filled(x: Tensor, padding: Tensor | None, fill: Tensor | None) -> Tensor:
+    """x with zeros, or what there is to fill, at padding."""
+    if padding is None:
+        return x
+    return x.masked_fill(padding, 0) if fill is None else torch.where(padding, fill.to(x.dtype), x)
 
 
 def write(state: Tensor, value: Tensor) -> None:

@@ -33,6 +33,7 @@ class Mamba2(Layer):
     boundaries instead of seq_idx, a :class:`Cache` instead of inference_params, which any number of
     tokens may follow; hidden states are ``[B, T, d_model]`` only; one token of a cache obeys
     dt_limit, which mamba_ssm's step does not read, and may have D for each channel.
+    ``linattn_edu.integrations.layers`` has mamba_ssm's call.
 
     Parameters, with H = d_ssm / headdim, G = ngroups, N = d_state, d_inner = expand d_model and
     D_conv = d_ssm + 2 G N: in_proj ``[2 d_inner + 2 G N + H, d_model]``, conv1d ``[D_conv, 1, W]``
@@ -124,13 +125,15 @@ class Mamba2(Layer):
         dt_min, dt_max = check.pair("(dt_min, dt_max)", (dt_min, dt_max))
         if not 0 < dt_min <= dt_max:
             raise ValueError(f"dt_min must be > 0 and at most dt_max={dt_max}, got {dt_min}")
-        dt_limit = check_options(chunk_size, dt_limit)
+        if check.real("dt_init_floor", dt_init_floor) < 0:
+            raise ValueError(f"dt_init_floor must be >= 0, got {dt_init_floor}")
+        _, *limit = check_options(chunk_size, dt_limit)
         factory = {"device": device, "dtype": dtype}
         self.hidden_size = self.d_model = d_model
         self.d_state, self.d_conv, self.conv_init, self.expand = d_state, d_conv, conv_init, expand
         self.headdim, self.d_inner, self.d_ssm, self.nheads = headdim, d_inner, d_ssm, nheads
         self.ngroups, self.A_init_range, self.D_has_hdim = ngroups, A_init_range, D_has_hdim
-        self.rmsnorm, self.norm_before_gate, self.dt_limit = rmsnorm, norm_before_gate, dt_limit
+        self.rmsnorm, self.norm_before_gate, self.dt_limit = rmsnorm, norm_before_gate, tuple(limit)
         self.dt_min, self.dt_max, self.dt_init_floor = dt_min, dt_max, dt_init_floor
         self.chunk_size, self.layer_idx, self.impl = chunk_size, layer_idx, impl
         conv_dim = d_ssm + 2 * ngroups * d_state
@@ -162,8 +165,8 @@ class Mamba2(Layer):
         draw_rate(self.A_log, *self.A_init_range)
         nn.init.ones_(self.D)
 
-    def _weight(self) -> Tensor:
-        return self.in_proj.weight
+    def _projection(self) -> nn.Module:
+        return self.in_proj
 
     def _mixed(
         self, x: Tensor, padding: Tensor | None, cache: Cache | None, bounds: dict, step: bool

@@ -67,11 +67,22 @@ class RMSNormGated(nn.Module):
         if self.weight is not None:
             nn.init.ones_(self.weight)
 
-    def forward(self, x: Tensor, z: Tensor | None = None) -> Tensor:
-        """y like x ``[..., D]``; z, the gate before its activation, like x, or None: no gate."""
+    def forward(
+        self,
+        x: Tensor,
+        z: Tensor | None = None,
+        residual: Tensor | None = None,
+        prenorm: bool = False,
+        residual_in_fp32: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """y like x ``[..., D]``; z, the gate before its activation, like x, or None: no gate.
+
+        residual, prenorm, residual_in_fp32: As in :func:`rms_norm_gated`.
+        """
         return rms_norm_gated(
             x, self.weight, None, z, self.eps, self.group_size, self.norm_before_gate,
-            self.activation, impl=self.impl,
+            self.activation, residual=residual, prenorm=prenorm,
+            residual_in_fp32=residual_in_fp32, impl=self.impl,
         )  # fmt: skip
 
     def extra_repr(self) -> str:

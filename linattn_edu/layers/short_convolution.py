@@ -7,6 +7,7 @@ from linattn_edu.cp.context import CPContext
 from linattn_edu.ops import check
 from linattn_edu.ops.causal_conv1d import WIDEST, activation_of, causal_conv1d, check_backend
 from linattn_edu.ops.causal_conv1d_update import causal_conv1d_update
+from linattn_edu.ops.tensors import traced
 
 
 class ShortConvolution(nn.Conv1d):
@@ -80,8 +81,10 @@ class ShortConvolution(nn.Conv1d):
             x: ``[B, T, D]``.
             mask: 0 or 1 for each token ``[B, T]``, any dtype: tokens with 0 count as zero, whatever
                 they hold. x stays as it is, where fla writes to it.
-            cache: The W tokens before x ``[N, D, W]``. Without a gradient, one token (T = 1, no
-                cu_seqlens) is written to it in place, and it is the final state.
+            cache: The W tokens before x ``[N, D, W]``. Where no gradient is recorded, one token of
+                each sequence, packed or not, is written to it in place (:meth:`step`). For packed
+                ones with as many tokens as sequences the numbers of cu_seqlens are read, on a GPU
+                too where cu_seqlens_cpu is not given.
             residual, output_final_state, cu_seqlens, chunk_indices, cu_seqlens_cpu, cp_context: As
                 in :func:`causal_conv1d`.
 
@@ -95,19 +98,67 @@ class ShortConvolution(nn.Conv1d):
             check.tensor("x", x, ("B", "T", "D"), {})
             check.token_mask("mask", mask, x)
             x = x.masked_fill(~mask.bool()[..., None], 0)
-        weight = self.weight.squeeze(1)
-        packed = cu_seqlens is not None or cp_context is not None
-        if cache is not None and not packed and x.shape[1] == 1 and not torch.is_grad_enabled():
-            y = causal_conv1d_update(
-                x[:, 0], cache, weight, self.bias, self.activation, impl=self.impl
-            )[:, None]
-            y = y if residual is None else (y + residual).to(x.dtype)
-            return y, cache if output_final_state else None
+        alone = cp_context is None and _one_each(x, cu_seqlens, cu_seqlens_cpu)
+        if cache is not None and alone and not torch.is_grad_enabled():
+            return self.step(x, residual, cache, output_final_state, cu_seqlens)
         return causal_conv1d(
-            x, weight, self.bias, residual, cache, output_final_state, self.activation,
-            self.backend, cu_seqlens, cu_seqlens_cpu, chunk_indices, cp_context, impl=self.impl,
+            x, self.weight.squeeze(1), self.bias, residual, cache, output_final_state,
+            self.activation, self.backend, cu_seqlens, cu_seqlens_cpu, chunk_indices, cp_context,
+            impl=self.impl,
         )  # fmt: skip
+
+    def step(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        cache: Tensor | None,
+        output_final_state: bool = False,
+        cu_seqlens: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """One token of each sequence: y, and with output_final_state the cache.
+
+        Args:
+            x: ``[N, 1, D]``, or with cu_seqlens ``[1, N, D]``.
+            residual: Of x's shape, added to y, or None.
+            cache: The tokens before ``[N, D, S]``, overwritten; None: none, new zeros.
+            cu_seqlens: Whether x is packed; its numbers are not looked at.
+
+        Raises:
+            TypeError, ValueError: As :func:`causal_conv1d_update`.
+        """
+        one = 1 if cu_seqlens is None else 0
+        if not isinstance(x, Tensor) or x.ndim != 3 or x.shape[one] != 1:
+            shape = "[N, 1, D]" if one else "[1, N, D] with cu_seqlens"
+            raise ValueError(f"x must be {shape}, got {tuple(getattr(x, 'shape', ()))}")
+        rows = x.squeeze(one)
+        if cache is None:
+            cache = x.new_zeros(*rows.shape, self.kernel_size[0])
+        if residual is not None:
+            sizes = dict(zip("BTD", x.shape, strict=True))
+            check.tensor("residual", residual, ("B", "T", "D"), sizes)
+        y = causal_conv1d_update(
+            rows, cache, self.weight.squeeze(1), self.bias, self.activation, impl=self.impl
+        ).unsqueeze(one)
+        y = y if residual is None else (y + residual).to(x.dtype)
+        return y, cache if output_final_state else None
+
+    @property
+    def state_size(self) -> int:
+        """Numbers of the state of a sequence, D W."""
+        return self.hidden_size * self.kernel_size[0]
 
     def extra_repr(self) -> str:
         bias = "" if self.bias is not None else ", bias=False"
         return f"{self.hidden_size}, {self.kernel_size[0]}{bias}, activation={self.activation!r}"
+
+
+def _one_each(x: Tensor, cu_seqlens: Tensor | None, cu_seqlens_cpu: Tensor | None) -> bool:
+    """Whether each sequence has one token; while boundaries are traced they are not read."""
+    if not isinstance(x, Tensor) or x.ndim != 3:
+        return False
+    if cu_seqlens is None:
+        return x.shape[1] == 1
+    if x.shape[0] != 1 or x.shape[1] != cu_seqlens.shape[0] - 1 or traced(cu_seqlens):
+        return False
+    bounds = cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu
+    return bounds.tolist() == list(range(x.shape[1] + 1))

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from linattn_edu.layers import ShortConvolution
-from linattn_edu.layers.layer import check_mask
+from linattn_edu.layers.layer import check_mask, placed
 from linattn_edu.ops import check
 
 
@@ -27,10 +27,17 @@ class Attention(nn.Module):
         self.qkv_conv1d = ShortConvolution(3 * heads * head_dim, 4, activation=None, impl=impl)
         self.o_proj = nn.Linear(heads * head_dim, width, bias=False)
 
-    def make_cache(self, batch_size: int) -> "KeyValueCache":
-        """The memory of no tokens."""
-        weight = self.qkv_proj.weight
-        return KeyValueCache(weight.new_zeros(batch_size, *self.qkv_conv1d.weight.shape[::2]))
+    def make_cache(
+        self,
+        batch_size: int,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> "KeyValueCache":
+        """The memory of no tokens; arguments as those of the recurrent layers."""
+        device, dtype = placed(self, self.qkv_proj, batch_size, device, dtype)
+        conv = self.qkv_conv1d
+        shape = batch_size, conv.hidden_size, conv.kernel_size[0]
+        return KeyValueCache(torch.zeros(shape, device=device, dtype=dtype))
 
     def forward(
         self,

@@ -12,6 +12,8 @@ from linattn_edu.layers.layer import check_mask
 from linattn_edu.models.attention import Attention
 from linattn_edu.ops import check
 
+COLDEST = torch.finfo(torch.float32).tiny
+
 
 @dataclass(frozen=True)
 class Config:
@@ -42,8 +44,8 @@ class Config:
             raise ValueError(f"mixers must be names among {', '.join(MIXERS)}, got {got}")
         names = ("vocabulary", "width", "heads", "key_dim", "value_dim")
         check.positive(**{name: getattr(self, name) for name in names})
-        if self.hidden < 0:
-            raise ValueError(f"hidden must be at least 0, got {self.hidden}")
+        if isinstance(self.hidden, bool) or not isinstance(self.hidden, int) or self.hidden < 0:
+            raise ValueError(f"hidden must be an integer of at least 0, got {self.hidden!r}")
         if "mamba2" in self.mixers and self.heads * self.value_dim % self.width:
             raise ValueError(
                 f"heads * value_dim must be a multiple of width={self.width} for mamba2, got "
@@ -102,7 +104,15 @@ class Block(nn.Module):
 
 
 class Embedding(nn.Embedding):
-    """Small vectors at first: they are the output matrix too."""
+    """Small vectors at first: they are the output matrix too.
+
+    Its weight is read here alone, so that what brings it when the module is called (accelerate's
+    hooks, FSDP) serves both.
+    """
+
+    def forward(self, x: Tensor, out: bool = False) -> Tensor:
+        """The vectors of tokens, or with `out` a number of each token for vectors."""
+        return F.linear(x, self.weight) if out else super().forward(x)
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.weight, std=0.02)
@@ -149,11 +159,19 @@ class LanguageModel(nn.Module):
         options = {"attention_mask": attention_mask, "cu_seqlens": cu_seqlens}
         for block, own in zip(self.blocks, caches, strict=True):
             x = block(x, cache=own, cp_context=cp_context, **options)
-        return F.linear(self.norm(x), self.embedding.weight)
+        return self.embedding(self.norm(x), out=True)
 
-    def make_cache(self, batch_size: int) -> list:
-        """The memory of no tokens of each layer, for a batch of so many sequences."""
-        return [block.mixer.make_cache(batch_size) for block in self.blocks]
+    def make_cache(
+        self,
+        batch_size: int,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> list:
+        """The memory of no tokens of each layer, for a batch of so many sequences.
+
+        device, dtype: As in a layer's make_cache.
+        """
+        return [block.mixer.make_cache(batch_size, device, dtype) for block in self.blocks]
 
     @torch.no_grad()
     def generate(
@@ -163,6 +181,8 @@ class LanguageModel(nn.Module):
         temperature: float = 0.0,
         generator: torch.Generator | None = None,
         attention_mask: Tensor | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> Tensor:
         """The prompt ``[B, T]`` and so many tokens after it, ``[B, T + new_tokens]``.
 
@@ -173,24 +193,28 @@ class LanguageModel(nn.Module):
                 ``softmax(logits / temperature)``.
             generator: Of the draws, on the model's device.
             attention_mask: ``[B, T]``, 0 for padding; each row ends with a token.
+            device, dtype: Of the cache, as in :meth:`make_cache`.
         Raises:
             TypeError, ValueError: an argument does not fit; the message says what was expected.
         """
         check.tokens("prompt", prompt, self.config.vocabulary)
         if not prompt.numel():
             raise ValueError(f"prompt must be [B, T] with B, T > 0, got {list(prompt.shape)}")
+        if isinstance(new_tokens, bool) or not isinstance(new_tokens, int):
+            raise TypeError(f"new_tokens must be an integer, got {new_tokens!r}")
         if new_tokens < 0:
             raise ValueError(f"new_tokens must be at least 0, got {new_tokens}")
         if not isinstance(temperature, (int, float)) or not 0 <= temperature < math.inf:
             raise ValueError(f"temperature must be finite and at least 0, got {temperature!r}")
         if attention_mask is not None and not check_mask(attention_mask, prompt)[:, -1].all():
             raise ValueError("attention_mask must end with a token in each row, got padding alone")
-        cache, tokens, step = self.make_cache(len(prompt)), prompt, prompt
+        cache, tokens, step = self.make_cache(len(prompt), device, dtype), prompt, prompt
         for _ in range(new_tokens):
             logits = self(step, attention_mask, cache)[:, -1].float()
             if temperature:
                 logits -= logits.amax(-1, keepdim=True)  # 0 stays finite, however cold
-                chances = torch.softmax(logits / temperature, -1)
+                cold = max(temperature, COLDEST)  # which float32 can divide by
+                chances = torch.softmax(logits / cold, -1)
                 step = torch.multinomial(chances, 1, generator=generator)
             else:
                 step = logits.argmax(-1, keepdim=True)

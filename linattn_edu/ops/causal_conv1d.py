@@ -10,11 +10,12 @@ from torch import Tensor
 
 from linattn_edu.cp import halo
 from linattn_edu.cp.context import CPContext
-from linattn_edu.ops import check
+from linattn_edu.ops import check, inplace
 from linattn_edu.ops.delta import arguments
 from linattn_edu.ops.operator import Operator, like, widened
 from linattn_edu.ops.ranks import Ranks
 from linattn_edu.ops.stages import implementations, stage
+from linattn_edu.ops.tensors import needs_gradient
 from linattn_edu.packing import Packing
 
 WIDEST = 8  # tokens of a sum: the kernels have a load for each
@@ -35,6 +36,7 @@ def causal_conv1d(
     chunk_indices: Tensor | None = None,
     cp_context: CPContext | None = None,
     *,
+    seq_idx: Tensor | None = None,
     impl: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
     r"""Short causal convolution: each channel's sum over the last W tokens.
@@ -67,6 +69,9 @@ def causal_conv1d(
         cp_context: Sequences cut over several ranks, as in :func:`chunk_gated_delta_rule`; the
             kernels give y the same bits as on one. Each pass gathers ``D (W + 1)`` numbers of
             float32 for each part of the stream, once.
+        seq_idx: Sequence of each token ``[B, T]``, as in :func:`causal_conv1d_fn`, in place of
+            cu_seqlens and cp_context: the states are those of the first token's and of the last
+            token's sequence.
         impl: "triton", "reference" or "auto", as in :func:`chunk_gated_delta_rule`.
 
     Non-contiguous tensors, and on a GPU those that do not start at 16 bytes, are copied first.
@@ -96,6 +101,10 @@ def causal_conv1d(
     Source: chapter 23.
     """
     given = _check_tensors(x, weight, bias, residual, initial_state, cu_seqlens, cp_context)
+    if seq_idx is not None:
+        given.sequence_numbers("seq_idx", seq_idx)
+        if cu_seqlens is not None or cp_context is not None:
+            raise ValueError("seq_idx must be None with cu_seqlens or cp_context, which cut too")
     output_final_state = check.flag("output_final_state", output_final_state)
     activation = activation_of(activation)
     check_backend(backend)
@@ -103,7 +112,7 @@ def causal_conv1d(
     impl = check.resolve_impl(impl, x.device, tuple(t.dtype for t in tensors if t is not None))
     place = arguments.place(given, cu_seqlens, cu_seqlens_cpu, chunk_indices, CHUNK, cp_context)
     y, final_state, _ = convolve(
-        *place.joined(x), weight, bias, place.entering(initial_state), None, *place.bounds,
+        *place.joined(x), weight, bias, place.entering(initial_state), seq_idx, *place.bounds,
         output_final_state, activation, CHUNK, place.group, impl, "",
         save="crossing" if place.group else "",
     )  # fmt: skip
@@ -146,7 +155,8 @@ def causal_conv1d_fn(
             these dtypes, zero if None. With seq_idx they are of the first token's sequence.
         return_final_states: Whether to return the last W - 1 tokens, with seq_idx those of the last
             token's sequence, and zeros for the others.
-        final_states_out: Where to write them ``[B, D, W - 1]``, or None: a new tensor.
+        final_states_out: Where to write them ``[B, D, W - 1]``, or None: a new tensor. Not
+            expanded, no leaf that needs a gradient, and not in the memory of x, weight or bias.
         activation: None, or "silu" (also called "swish"), ``p * sigmoid(p)``.
         impl: "triton", "reference" or "auto", as in :func:`chunk_gated_delta_rule`.
 
@@ -167,8 +177,10 @@ def causal_conv1d_fn(
     final = check.flag("return_final_states", return_final_states)
     states = {"initial_states": initial_states, "final_states_out": final_states_out}
     _check_channels(x, weight, bias, seq_idx, states)
-    if final_states_out is not None and not final:
-        raise ValueError("final_states_out needs return_final_states=True, got False")
+    if final_states_out is not None:
+        if not final:
+            raise ValueError("final_states_out needs return_final_states=True, got False")
+        _check_out(final_states_out, (x, weight, bias))
     activation = activation_of(activation)
     tensors = (x, weight, bias, initial_states)
     impl = check.resolve_impl(impl, x.device, tuple(t.dtype for t in tensors if t is not None))
@@ -201,6 +213,18 @@ def _check_channels(
             given.take(name, state, ("B", "D", "W - 1"))
     if seq_idx is not None:
         given.sequence_numbers("seq_idx", seq_idx)
+
+
+def _check_out(out: Tensor, others: tuple[Tensor | None, ...]) -> None:
+    """Refuse final states that cannot be written, or would be over another argument."""
+    if any(n > 1 and stride == 0 for n, stride in zip(out.shape, out.stride(), strict=True)):
+        raise ValueError(
+            f"final_states_out must not be expanded, got strides {out.stride()} for "
+            f"{tuple(out.shape)}"
+        )
+    if out.is_leaf and needs_gradient(out):
+        raise ValueError("final_states_out must not need a gradient: it is overwritten")
+    inplace.refuse_shared("final_states_out", out, others, "causal_conv1d_fn")
 
 
 def _check_tensors(

@@ -58,13 +58,18 @@ def causal_conv1d_update(
     The kernels give the same bits as :func:`causal_conv1d_fn` of all tokens at once, if the state
     holds x's dtype.
 
+    A step has no gradient, as in causal_conv1d. Where one is recorded, as in decoding without
+    torch.no_grad(), it runs, and a backward pass that comes to its output or to the new state is an
+    error; under torch.compile neither asks for one. For training there is :func:`causal_conv1d_fn`.
+
     Returns:
         y, in shape and dtype as x.
 
     Raises:
         TypeError: An argument is no tensor of such a dtype.
-        ValueError: Shapes, devices, strides, lengths or slots do not fit; a gradient is recorded,
-            or a transform of torch.func is at work; impl cannot run. Before any kernel runs.
+        ValueError: Shapes, devices, strides, lengths or slots do not fit; conv_state is a leaf
+            that needs a gradient; a transform of torch.func or forward-mode differentiation is at
+            work; impl cannot run. Before any kernel runs.
 
     Source: the arguments are those of causal_conv1d 1.6 (Dao-AILab); chapter 27.
     """
@@ -73,14 +78,14 @@ def causal_conv1d_update(
     tensors = (conv_state, x, weight, bias)
     impl = check.resolve_impl(impl, x.device, tuple(y.dtype for y in tensors if y is not None))
     given = (x, weight, bias, cache_seqlens, conv_state_indices)
-    inplace.check("conv_state", conv_state, given, "causal_conv1d_update")
+    inplace.check("conv_state", conv_state, given, "causal_conv1d_update", without_gradient=True)
     x = x[:, None] if one else x.mT
-    with inplace.writable(conv_state):
-        (y,) = update(
-            x, weight, bias, conv_state, cache_seqlens, conv_state_indices, activation, impl
-        )
-    if impl == "triton":
-        inplace.written(conv_state)
+
+    def step(state: Tensor) -> Tensor:
+        (y,) = update(x, weight, bias, state, cache_seqlens, conv_state_indices, activation, impl)
+        return y
+
+    y = inplace.stepped(step, conv_state, impl)
     return y[:, 0] if one else y.mT
 
 

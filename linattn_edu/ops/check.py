@@ -22,11 +22,18 @@ IMPLS = ("auto", *STAGES)
 LARGEST = sys.float_info.max
 
 
-def tensor(name: str, x: object, shape: tuple[str, ...], sizes: dict[str, int]) -> None:
+def tensor(
+    name: str,
+    x: object,
+    shape: tuple[str, ...],
+    sizes: dict[str, int],
+    taken: list[tuple[str, tuple[str, ...]]] | None = None,
+) -> None:
     """Check that x is a floating-point tensor of the named shape; bind or compare each size.
 
     `shape` names the axes ("B", "T", ...). A name met for the first time is bound in `sizes`;
-    one met before must agree.
+    one met before must agree. taken: names and shapes of the tensors that have bound them, in
+    order, so that the error can say whose size it is.
     """
     if (
         not isinstance(x, Tensor) or x.is_nested or x.layout != torch.strided
@@ -43,7 +50,9 @@ def tensor(name: str, x: object, shape: tuple[str, ...], sizes: dict[str, int]) 
     for axis, size in zip(shape, x.shape, strict=True):
         if sizes.setdefault(axis, size) != size:
             want = "[" + ", ".join(f"{a}={sizes[a]}" if a in sizes else a for a in shape) + "]"
-            raise ValueError(f"{name} must have shape {want}, got {tuple(x.shape)}")
+            owner = next((n for n, axes in taken or () if axis in axes and n != name), None)
+            whose = "" if owner is None else f": {axis}={sizes[axis]} is that of {owner}"
+            raise ValueError(f"{name} must have shape {want}, got {tuple(x.shape)}{whose}")
 
 
 def dense(name: str, x: object, shape: str) -> None:
@@ -137,12 +146,14 @@ class Tensors:
         sizes: Axis -> size, as the tensors so far have it.
         first: Name of the first.  device, dtype: Of the first.
         dtypes: Of all floating-point tensors.
+        taken: Names and shapes, as they were taken.
     """
 
-    __slots__ = ("device", "dtype", "dtypes", "first", "sizes")
+    __slots__ = ("device", "dtype", "dtypes", "first", "sizes", "taken")
 
     def __init__(self) -> None:
         self.sizes: dict[str, int] = {}
+        self.taken: list[tuple[str, tuple[str, ...]]] = []
         self.dtypes: list[torch.dtype] = []
         self.first: str | None = None
 
@@ -156,7 +167,8 @@ class Tensors:
         decay: bool = False,
     ) -> None:
         """Check a tensor as `tensor`; alike: of the first one's dtype; decay: nowhere positive."""
-        tensor(name, x, shape, self.sizes)
+        tensor(name, x, shape, self.sizes, self.taken)
+        self.taken.append((name, shape))
         if self.first is None or x.device != self.device:
             self._beside(name, x)
         dtype = x.dtype
@@ -255,6 +267,13 @@ def number(name: str, value: object) -> float | None:
     return float(value)
 
 
+def real(name: str, value: object) -> float:
+    """value, a finite number, as a float."""
+    if value is None:
+        raise TypeError(f"{name} must be a number, got None")
+    return number(name, value)
+
+
 def positive(largest: dict[str, int] | None = None, /, **sizes: object) -> None:
     """Check that sizes are integers >= 1, and at most the largest of that name."""
     for name, value in sizes.items():
@@ -329,6 +348,11 @@ def imported_for_compilation() -> bool:
 def resolve_impl(impl: str, device: torch.device, dtypes: tuple[torch.dtype, ...]) -> str:
     """Turn impl into "triton" or "reference"; a "triton" that cannot run here is a ValueError."""
     choice("impl", impl, IMPLS)
+    if torch.jit.is_tracing():  # which records no kernel, and sizes as numbers
+        raise RuntimeError(
+            "operators of linattn_edu cannot be recorded by torch.jit.trace, whose graph would "
+            "serve these numbers alone: torch.export and torch.compile can"
+        )
     if impl == "reference":
         return impl
     why_not = _why_not(device, dtypes)
@@ -405,14 +429,14 @@ def boundaries(name: str, x: object) -> int:
 
 
 def lengths(name: str, bounds: list[int], T: int) -> list[int]:
-    """Check that the bounds of packed sequences begin at 0, never fall and end at T."""
+    """Check that the bounds of packed sequences begin at 0, never fall and end at T or before."""
     if bounds[0] != 0:
         raise ValueError(f"{name} must begin with 0, got {bounds[0]}")
     for n, (a, b) in enumerate(pairwise(bounds)):
         if b < a:
             raise ValueError(f"{name} must not decrease, got {a} and then {b} at position {n + 1}")
-    if bounds[-1] != T:
-        raise ValueError(f"{name} must end at T={T}, got {bounds[-1]}")
+    if bounds[-1] > T:
+        raise ValueError(f"{name} must end at T={T} or before, got {bounds[-1]}")
     return bounds
 
 

@@ -1,40 +1,59 @@
 """What operators share that write a state in place, one a sequence or in the slots of a pool."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 
-from linattn_edu.ops.tensors import needs_gradient, traced, transformed
+from linattn_edu.ops.tensors import has_tangent, needs_gradient, traced, transformed
 
 
 def check(
-    name: str, state: Tensor, others: tuple[Tensor | None, ...], writer: str, instead: str = ""
+    name: str,
+    state: Tensor,
+    others: tuple[Tensor | None, ...],
+    writer: str,
+    instead: str = "",
+    *,
+    without_gradient: bool = False,
 ) -> None:
     """Refuse to write a state where a transform or a gradient would not notice, or where another
     argument lies.
 
     writer: who writes it, and `instead` what else there is, in the words of the refusals.
+    without_gradient: the writer runs by `stepped`: only a leaf that needs a gradient is refused, as
+    everywhere in PyTorch.
     """
     if transformed():
         raise ValueError(
             f"{writer} writes one state, which a transform of torch.func (vmap, grad) cannot "
             f"follow: call it outside{instead}"
         )
-    if needs_gradient(state, *others):
+    if without_gradient:
+        refused = has_tangent(state, *others) or (needs_gradient(state) and state.is_leaf)
+    else:
+        refused = needs_gradient(state, *others)
+    if refused:
         raise ValueError(
             f"{writer} overwrites what a gradient needs: call it under torch.no_grad(){instead}"
         )
-    if state.device.type != "meta" and not traced(state):
-        begin, end = _memory(state)
-        for x in others:
-            if x is not None and x.numel():
-                first, last = _memory(x)
-                if first < end and begin < last:
-                    raise ValueError(
-                        f"{name} must not share memory with another argument: {writer} would "
-                        "overwrite it while it is read"
-                    )
+    refuse_shared(name, state, others, writer)
+
+
+def refuse_shared(name: str, written: Tensor, others: tuple[Tensor | None, ...], writer: str):
+    """Refuse what is written where another argument lies."""
+    if written.device.type == "meta" or traced(written):
+        return
+    begin, end = _memory(written)
+    for x in others:
+        if x is not None and x.numel():
+            first, last = _memory(x)
+            if first < end and begin < last:
+                raise ValueError(
+                    f"{name} must not share memory with another argument: {writer} would "
+                    "overwrite it while it is read"
+                )
 
 
 def dense(pool: Tensor) -> bool:
@@ -68,6 +87,37 @@ def writable(state: Tensor) -> AbstractContextManager:
     """Where a state may be written: one made in inference mode, in inference mode alone."""
     made_there = not traced(state) and state.is_inference()
     return torch.inference_mode() if made_there else nullcontext()
+
+
+def stepped(step: Callable, state: Tensor, impl: str) -> Tensor:
+    """The output of a step of a kind that has no gradient, which writes the state that it is given.
+
+    A backward pass that comes to the output or to the new state is an error. A graph that is traced
+    records none of it.
+    """
+    if traced(state):
+        with torch.no_grad():
+            return step(state)
+    with writable(state):
+        out = step(state.detach() if state.requires_grad else state)
+    if impl == "triton":
+        written(state)
+    if needs_gradient(state):  # made of what has one: what it was made of is overwritten
+        _Overwritten.apply(state)
+    return out
+
+
+class _Overwritten(torch.autograd.Function):
+    """The history of a state from when a step has written it."""
+
+    @staticmethod
+    def forward(ctx, state: Tensor) -> Tensor:
+        ctx.mark_dirty(state)
+        return state
+
+    @staticmethod
+    def backward(ctx, _):
+        raise RuntimeError("a state that a decoding step has written has no gradient")
 
 
 def written(state: Tensor) -> None:

@@ -11,6 +11,7 @@ from linattn_edu.ops.gdn import chunk_gated_delta_rule, fused_recurrent_gated_de
 from linattn_edu.ops.gdn.kernel_delta_attention import kernel_delta_attention
 from linattn_edu.ops.kda import chunk_kda, fused_kda_gate, fused_recurrent_kda
 from linattn_edu.ops.l2norm import l2norm
+from linattn_edu.ops.tensors import traced
 from linattn_edu.packing import pack
 
 chunk_gdn = chunk_gated_delta_rule
@@ -89,15 +90,30 @@ def prepare_chunk_indices(
     """The chunk_indices of :func:`chunk_gated_delta_rule`: ``[NT, 2]``, of cu_seqlens' dtype.
 
     Sequence of every chunk of chunk_size tokens, and its number in the sequence. Without
-    cu_seqlens_cpu, a cu_seqlens on a GPU is read, and the call waits for the device.
+    cu_seqlens_cpu, a cu_seqlens on a GPU is read, and the call waits for the device. In a graph
+    that is traced its numbers are not looked at, and the graph serves all.
     """
     check.boundaries("cu_seqlens", cu_seqlens)
-    known = cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu
-    lengths = known.tolist()
+    check.positive(chunk_size=chunk_size)
+    numbers = cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu
+    if traced(numbers):
+        return _traced_chunk_indices(cu_seqlens, chunk_size)
+    lengths = numbers.tolist()
     packing = pack(
         cu_seqlens, chunk_size, lengths=check.lengths("cu_seqlens", lengths, lengths[-1])
     )
     return packing.chunk_indices.to(cu_seqlens.dtype)
+
+
+def _traced_chunk_indices(cu_seqlens: Tensor, chunk_size: int) -> Tensor:
+    """The same, of as many rows as the numbers will say."""
+    counts = (cu_seqlens.diff() + chunk_size - 1).div(chunk_size, rounding_mode="floor").long()
+    total = counts.sum().item()
+    torch._check(total >= 0)
+    i = torch.arange(total, device=counts.device)
+    sequence = torch.searchsorted(counts.cumsum(0), i, right=True)
+    number = i - (counts.cumsum(0) - counts)[sequence]
+    return torch.stack([sequence, number], 1).to(cu_seqlens.dtype)
 
 
 class L2Norm(nn.Module):

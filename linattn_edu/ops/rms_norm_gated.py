@@ -8,6 +8,7 @@ from torch import Tensor
 from linattn_edu.ops import check
 from linattn_edu.ops.operator import Operator, like, widened
 from linattn_edu.ops.stages import implementations, stage
+from linattn_edu.ops.tensors import wide
 
 WIDEST = 2**15  # a program of the kernels holds a row
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "sigmoid": "sigmoid"}
@@ -23,8 +24,11 @@ def rms_norm_gated(
     norm_before_gate: bool = True,
     activation: str = "silu",
     *,
+    residual: Tensor | None = None,
+    prenorm: bool = False,
+    residual_in_fp32: bool = False,
     impl: str = "auto",
-) -> Tensor:
+) -> Tensor | tuple[Tensor, Tensor]:
     r"""Divide each row of x by its root mean square, and gate it.
 
     .. math::
@@ -34,7 +38,7 @@ def rms_norm_gated(
         y &= \frac{v}{\mathrm{rms}(v)} \odot w + b, \quad v = x \odot \mathrm{act}(z); \qquad
         \mathrm{rms}(v) = \sqrt{\mathrm{mean}(v^2) + eps}
 
-    Differentiable by x, weight, bias and z.
+    With residual, x is the sum of both. Differentiable by x, weight, bias, z and residual.
 
     Args:
         x: ``[..., D]``, float32, float16 or bfloat16 (float64, or rows above 32768: reference
@@ -47,6 +51,9 @@ def rms_norm_gated(
             divisor of D, or None: D.
         norm_before_gate: Whether the gate comes after the norm, or before it.
         activation: act, "silu" (also called "swish"), ``z * sigmoid(z)``, or "sigmoid".
+        residual: Of x's shape, any of these dtypes, added to x first, or None.
+        prenorm: Whether to return the sum too, what the next residual is.
+        residual_in_fp32: Whether the sum is in float32 where there is no residual.
         impl: "triton", "reference" or "auto", as in :func:`chunk_gated_delta_rule`.
 
     Accuracy: the arithmetic is in float32 (float64 where an input is); y is rounded once. Squares
@@ -56,7 +63,8 @@ def rms_norm_gated(
     backward pass adds up the gradients of weight and bias from at most 1024 rows of float32.
 
     Returns:
-        y ``[..., D]`` in x's dtype.
+        y ``[..., D]`` in x's dtype; with prenorm ``(y, sum)``, the sum in residual's dtype (x's
+        without one, or float32), to which it is rounded before the norm.
 
     Raises:
         TypeError: an argument is not of a type or dtype listed above.
@@ -66,7 +74,9 @@ def rms_norm_gated(
     Source: the arguments are those of mamba_ssm 2.3.2's rmsnorm_fn, and activation that of
     fla-core's FusedRMSNormGated; chapter 27.
     """
-    D, group = _check_tensors(x, weight, bias, z, group_size)
+    D, group = _check_tensors(x, weight, bias, z, residual, group_size)
+    prenorm = check.flag("prenorm", prenorm)
+    residual_in_fp32 = check.flag("residual_in_fp32", residual_in_fp32)
     eps = check_eps("eps", eps)
     norm_before_gate = check.flag("norm_before_gate", norm_before_gate)
     if not isinstance(activation, str) or activation not in ACTIVATIONS:
@@ -75,13 +85,20 @@ def rms_norm_gated(
         raise ValueError(f"impl='triton' takes rows up to {WIDEST}, got {group}")
     if group > WIDEST and impl == "auto":
         impl = "reference"
-    tensors = (x, weight, bias, z)
+    tensors = (x, weight, bias, z, residual)
     impl = check.resolve_impl(impl, x.device, tuple(t.dtype for t in tensors if t is not None))
+    dtype, total = x.dtype, x
+    if residual is not None:
+        total = (x.to(wide(x, residual)) + residual).to(residual.dtype)
+    elif residual_in_fp32:
+        total = x.to(wide(x))
     x, weight, bias, z = (
-        None if t is None else t.reshape(*t.shape[:-1], D // group, group) for t in tensors
+        None if t is None else t.reshape(*t.shape[:-1], D // group, group)
+        for t in (total, weight, bias, z)
     )
     y, _ = norm(x, weight, bias, z, eps, norm_before_gate, ACTIVATIONS[activation], impl)
-    return y.flatten(-2)
+    y = y.flatten(-2).to(dtype)
+    return (y, total) if prenorm else y
 
 
 def check_eps(name: str, eps: float) -> float:
@@ -97,6 +114,7 @@ def _check_tensors(
     weight: Tensor | None,
     bias: Tensor | None,
     z: Tensor | None,
+    residual: Tensor | None,
     group_size: int | None,
 ) -> tuple[int, int]:
     """Refuse tensors that do not fit; return D and the length of a group."""
@@ -108,10 +126,13 @@ def _check_tensors(
     for name, y in (("weight", weight), ("bias", bias)):
         if y is not None:
             given.take(name, y, ("D",))
-    if z is not None:
-        given.dense("z", z, "[..., D]")
-        if z.shape != x.shape:
-            raise ValueError(f"z must have x's shape {tuple(x.shape)}, got {tuple(z.shape)}")
+    for name, y in (("z", z), ("residual", residual)):
+        if y is not None:
+            given.dense(name, y, "[..., D]")
+            if y.shape != x.shape:
+                raise ValueError(
+                    f"{name} must have x's shape {tuple(x.shape)}, got {tuple(y.shape)}"
+                )
     if group_size is None:
         return D, D
     if isinstance(group_size, bool) or not isinstance(group_size, int):

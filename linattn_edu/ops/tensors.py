@@ -16,11 +16,16 @@ def needs_gradient(*tensors: Tensor | None) -> bool:
     tangent of one: it is to find an operator without forward mode, and to say so.
     """
     given = [x for x in tensors if x is not None]
-    if forward_ad._current_level >= 0 and any(
-        forward_ad.unpack_dual(x)[1] is not None for x in given
-    ):
+    if has_tangent(*given):
         return True
     return torch.is_grad_enabled() and any(x.requires_grad for x in given)
+
+
+def has_tangent(*tensors: Tensor | None) -> bool:
+    """Whether forward mode has a tangent of one of the tensors."""
+    return forward_ad._current_level >= 0 and any(
+        x is not None and forward_ad.unpack_dual(x)[1] is not None for x in tensors
+    )
 
 
 def traced(x: Tensor) -> bool:

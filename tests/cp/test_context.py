@@ -8,7 +8,7 @@ from cp.cp_checks import OPERATORS, draw
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from linattn_edu import mamba_chunk_scan_combined
+from linattn_edu import causal_conv1d, mamba_chunk_scan_combined
 from linattn_edu.cp import build_cp_context, simulate
 
 
@@ -167,3 +167,33 @@ def test_the_first_error_of_a_rank_ends_all():
 
     with pytest.raises(KeyError, match="one"):
         simulate(2, rank)
+
+
+def test_a_context_keeps_few_places():
+    context = build_cp_context(torch.tensor([0, 5, 9]))
+    for B in range(1, 40):
+        assert context.place(B, torch.device("cpu")).B == B
+    assert len(context._kept) <= 8
+    assert context.place(39, torch.device("cpu")) is context.place(39, torch.device("cpu"))
+
+
+def test_a_rank_that_never_calls():
+    """The others are told, and do not wait for ever; the error is the same from run to run."""
+    bounds = torch.tensor([0, 9])
+
+    def rank(group):
+        context = build_cp_context(bounds, group)
+        if group.rank() == 1:
+            return None
+        x = torch.ones(1, context.tokens, 2)
+        return causal_conv1d(x, torch.ones(2, 3), cp_context=context)
+
+    with pytest.raises(RuntimeError, match="rank 1 of 3 has ended, and the others wait for its t"):
+        simulate(3, rank)
+
+
+def test_a_context_after_its_simulation():
+    contexts = simulate(2, lambda group: build_cp_context(torch.tensor([0, 9]), group))
+    x = torch.ones(1, contexts[1].tokens, 2)
+    with pytest.raises(ValueError, match=r"of rank 1 of simulate\(\), which is over"):
+        causal_conv1d(x, torch.ones(2, 3), cp_context=contexts[1])

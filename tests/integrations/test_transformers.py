@@ -18,7 +18,8 @@ from torch import Tensor
 
 import linattn_edu
 from linattn_edu.integrations import calls
-from linattn_edu.integrations.transformers import use
+from linattn_edu.integrations import transformers as in_use
+from linattn_edu.integrations.transformers import undo, use
 from linattn_edu.layers import GatedDeltaNet
 from linattn_edu.testing import assert_close, relative_rms
 
@@ -298,6 +299,57 @@ def private(model: torch.nn.Module) -> list[tuple]:
     return [(sorted(vars(m).keys() - plain), len(m._forward_pre_hooks)) for m in model.modules()]
 
 
+@pytest.mark.parametrize("error", (ValueError, KeyboardInterrupt))
+@pytest.mark.parametrize("at", (0, 1, 2, 5, None))
+@pytest.mark.parametrize("name", ("qwen3_next", "mamba2"))
+def test_an_exception_inside_use_leaves_nothing_in_use(name, at, error, monkeypatch):
+    """While an attribute is set, or (None) hooks are added; alone, and beside another use."""
+    model = models.build(name)
+    untouched = attributes(model)
+    for beside in (False, True):
+        outer = use(model, impl="reference") if beside else None
+        before, left = attributes(model), [at]
+
+        def set_and_fail(owner, key, value, left=left):
+            setattr(owner, key, value)
+            left[0] -= 1
+            if left[0] == -1:
+                raise error("no more")
+
+        def hooks_and_fail(model, original=in_use._hooks):
+            yield from original(model)
+            raise error("no more")
+
+        with monkeypatch.context() as patch:
+            if at is None:
+                patch.setattr(in_use, "_hooks", hooks_and_fail)
+            else:
+                patch.setattr(in_use, "setattr", set_and_fail, raising=False)
+            with pytest.raises(error, match="no more"):
+                use(model, impl="reference")
+        assert attributes(model) == before
+        if outer is not None:
+            outer()
+    assert attributes(model) == untouched
+    with use(model, impl="auto"):  # another impl: nothing is left of those that failed
+        pass
+
+
+def test_a_use_whose_result_is_dropped_can_be_undone():
+    model, other = models.build("mamba2"), models.build("mamba2", num_heads=4, head_dim=16)
+    before = attributes(model), attributes(other)
+    use(model)
+    use(model)
+    kept = use(other)
+    assert undo(model) == 2 and undo(model) == 0
+    file = sys.modules[type(model).__module__]
+    assert file.mamba2_chunk_scan is calls.mamba_chunk_scan_combined  # for the other
+    kept()
+    assert undo(other) == 0 and (attributes(model), attributes(other)) == before
+    with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, got str"):
+        undo("mamba2")
+
+
 def test_layers_that_are_ours_already():
     with pytest.raises(ValueError, match="got GatedDeltaNet without one"):
         use(GatedDeltaNet(hidden_size=8, num_heads=1, head_dim=8))
@@ -363,6 +415,29 @@ def test_decoding_where_gradients_are_recorded(name):
     wanted = decode()
     with use(model, impl="reference"):
         assert_close("logits", decode(), wanted, TOLERANCE)
+
+
+def test_what_a_step_is_given_reaches_it_where_gradients_are_recorded():
+    """Slots, a ring, and numbers of every channel; the bits of the function itself."""
+    draw = torch.Generator().manual_seed(0)
+    randn = lambda *shape: torch.randn(*shape, generator=draw)
+    weight, bias, slots = randn(6, 4).requires_grad_(), randn(6), torch.tensor([4, 0, 2])
+    x, pool, seen = randn(3, 6), randn(5, 6, 9), torch.tensor([7, 0, 30])
+    H, P, N = 2, 4, 3
+    state = randn(5, H, P, N)
+    rate = (-torch.rand(H, P, N, generator=draw)).requires_grad_()
+    more = randn(3, H, P), rate, randn(3, 1, N), randn(3, 1, N), randn(H, P), None, randn(H, P)
+    for lent, own, first, rest, where in (
+        (calls.causal_conv1d_update, linattn_edu.causal_conv1d_update, (x, pool),
+         (weight, bias, "silu"), {"cache_seqlens": seen, "conv_state_indices": slots}),
+        (calls.selective_state_update, linattn_edu.selective_state_update,
+         (state, randn(3, H, P)), more, {"dt_softplus": True, "state_batch_indices": slots}),
+    ):  # fmt: skip
+        copies = [tuple(t.clone() for t in first) for _ in range(2)]
+        got = lent(*copies[0], *rest, **where, unknown=None)
+        with torch.no_grad():
+            want = own(*copies[1], *rest, **where)
+        assert torch.equal(got, want) and all(map(torch.equal, *copies))
 
 
 def run(code: str, **variables: str) -> str:

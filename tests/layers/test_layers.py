@@ -97,6 +97,22 @@ def test_packed_sequences_are_as_alone(kind, device):
 
 
 @every_kind
+def test_tokens_behind_packed_sequences(kind, device):
+    """They are padding: y is zero there, whatever they hold."""
+    layer, x = make(kind, device=device), hidden(1, T, device=device)
+    cu_seqlens = torch.tensor([0, 3, 20], device=device)
+    x[:, 20:] = torch.nan
+    y = layer(x.requires_grad_(), cu_seqlens=cu_seqlens)
+    (dx,) = torch.autograd.grad(y.sum(), x)
+    own = x.detach()[:, :20].requires_grad_()
+    want = layer(own, cu_seqlens=cu_seqlens)
+    (of_own,) = torch.autograd.grad(want.sum(), own)
+    assert_close("y", y[:, :20], want, 1e-12)
+    assert_close("dx", dx[:, :20], of_own, 1e-12)
+    assert not y[:, 20:].any() and not dx[:, 20:].any()
+
+
+@every_kind
 @dtypes
 def test_pieces_are_the_whole(kind, dtype, device):
     layer, x = make(kind, dtype, device), hidden(3, T, dtype, device)
@@ -215,6 +231,25 @@ def test_short_convolution_has_the_call_of_fla(device):
             assert_close("step", y, (want + residual)[:, t : t + 1], 1e-12)
         assert state.data_ptr() == place
         assert_close("state", state, x[:, 5:].mT, 1e-12)
+    assert conv.state_size == 5 * 4
+    with torch.no_grad():  # one token of each packed sequence, in place too
+        _, state = conv(x[:, :6], output_final_state=True)
+        place, bounds = state.data_ptr(), torch.tensor([0, 1, 2], device=device)
+        for t, of in ((6, conv), (7, conv.step), (8, conv)):
+            given = {"cache": state, "output_final_state": True, "cu_seqlens": bounds}
+            y, state = of(x[None, :, t], residual=residual[None, :, t], **given)
+            assert_close("packed step", y[0], (want + residual)[:, t], 1e-12)
+            assert state.data_ptr() == place
+        assert_close("state", state, x[:, 5:].mT, 1e-12)
+        y, none = conv.step(x[:, :1], None, None)
+        assert none is None
+        assert_close("first", y, want[:, :1], 1e-12)
+        # as many tokens as sequences, but not one each: a new state
+        uneven = torch.tensor([0, 0, 2], device=device)
+        y, new = conv(x[:1, :2], cache=state, output_final_state=True, cu_seqlens=uneven)
+        assert new.data_ptr() != place
+    with pytest.raises(ValueError, match=r"x must be \[N, 1, D\], got \(2, 9, 5\)"):
+        conv.step(x, None, None)
     with pytest.raises(ValueError, match="mask must be None with cu_seqlens"):
         conv(x[:1], mask=mask[:1], cu_seqlens=torch.tensor([0, 9], device=device))
 

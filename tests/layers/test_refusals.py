@@ -64,12 +64,18 @@ def test_a_cache_of_a_layer_of_other_sizes():
 def test_boundaries_that_do_not_fit(kind):
     layer, x, cache = begun(kind)
     for bounds, match in (
-        ([0, 2, 5], "end at T=6"),
+        ([0, 2, 7], "end at T=6 or before"),
         ([1, 2, 6], "begin with 0"),
         ([0, 7, 6], "decr"),
     ):
         given = {"cu_seqlens": torch.tensor(bounds), "cache": cache}
         refused(layer, cache, ValueError, match, x[:1], **given)
+    for mode in ("chunk", "fused_recurrent"):  # which does not take it
+        layer.mode = mode
+        bounds = {"cu_seqlens": torch.tensor([0, 2, 6]), "cu_seqlens_cpu": torch.tensor([0, 3, 6])}
+        refused(
+            layer, cache, ValueError, "cu_seqlens_cpu must be cu_s", x[:1], cache=cache, **bounds
+        )
     refused(layer, cache, ValueError, "B = 1", x, cu_seqlens=torch.tensor([0, 2, 6]), cache=cache)
 
 
@@ -84,9 +90,11 @@ def test_a_mask_that_is_not_left_padding(kind):
     refused(layer, cache, ValueError, r"shape \(2, 6\)", x, late[:, 1:])
     refused(layer, cache, TypeError, "attention_mask must be a tensor", x, late.tolist())
     bounds = torch.tensor([0, 6])
-    refused(layer, cache, ValueError, "None with cu_seqlens", x[:1], late[:1], cu_seqlens=bounds)
-    context = build_cp_context(bounds)
-    refused(layer, cache, ValueError, "None with cp_context", x, late, cp_context=context)
+    for some in ({"cu_seqlens": bounds}, {"cp_context": build_cp_context(bounds)}):
+        refused(layer, cache, ValueError, "must be ones alone with cu_seqlens or cp_context", x[:1],
+                late[1:], **some)  # fmt: skip
+        with torch.no_grad():
+            assert torch.equal(layer(x[:1], late[:1] | 1, **some), layer(x[:1], **some))
 
 
 @each_class
@@ -152,9 +160,10 @@ def test_a_state_dict_that_does_not_fit(kind):
         (Mamba2, {"d_model": 24, "headdim": 8, "A_init_range": (0, 1)}, "A_init_range must be"),
         (Mamba2, {"d_model": 24, "headdim": 0}, "headdim must be an integer >= 1, got 0"),
         (Mamba2, {"d_model": 24, "headdim": 8, "d_state": 300}, "d_state must be at most 256"),
-        (Mamba2, {"d_model": 24, "headdim": 8, "chunk_size": 48}, "chunk_size must be a power"),
+        (Mamba2, {"d_model": 24, "headdim": 8, "chunk_size": 0}, "chunk_size must be at least 1"),
         (Mamba2, {"d_model": 24, "headdim": 8, "dt_limit": (1, 0)}, "dt_limit must be"),
         (Mamba2, {"d_model": 24, "headdim": 8, "dt_min": 0}, "dt_min must be > 0"),
+        (Mamba2, {"d_model": 24, "headdim": 8, "dt_init_floor": -1}, "dt_init_floor must be >= 0"),
         (Mamba2, {"d_model": 24, "headdim": 8, "process_group": 1}, "process_group is not"),
         (EMA, {"hidden_size": 9, "num_heads": 2}, "num_heads must divide"),
         (EMA, {"hidden_size": 8, "memory": (1.0, 4.0)}, "memory must be"),
@@ -171,6 +180,15 @@ def test_a_state_dict_that_does_not_fit(kind):
 def test_sizes_that_do_not_fit(cls, arguments, match):
     with pytest.raises(ValueError, match=match), torch.device("meta"):
         cls(**arguments)
+
+
+@pytest.mark.parametrize("wrong", [None, "4"])
+def test_numbers_that_are_none(wrong):
+    got = "None" if wrong is None else "str"
+    with pytest.raises(TypeError, match=f"expand_v must be a number.*got {got}"):
+        GatedDeltaNet(8, head_dim=4, num_heads=1, expand_v=wrong)
+    with pytest.raises(TypeError, match=f"dt_init_floor must be a number.*got {got}"):
+        Mamba2(24, headdim=8, dt_init_floor=wrong)
 
 
 def test_an_unknown_argument():

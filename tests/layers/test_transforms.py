@@ -39,6 +39,41 @@ def test_compiled_training(kind):
 
 
 @each_class
+def test_compiled_with_a_mask_that_is_no_left_padding(kind):
+    """Its numbers are not known: what would be wrong is NaN, and nothing else is."""
+    layer, x = make(kind), hidden(3, 12)
+    compiled = torch.compile(layer, fullgraph=True, backend="eager")
+    mask = torch.ones(3, 12)
+    mask[0, :2], mask[1, 9:], mask[2, 5] = 0, 0, 0  # left, right, between
+    alone = layer(x)
+    with torch.no_grad():
+        y = compiled(x, mask)
+        assert_close("left", y[0, 2:], layer(x[:1, 2:])[0], 1e-12)
+        assert_close("right", y[1, :9], alone[1, :9], 1e-12)
+        assert not y[0, :2].any() and not y[1, 9:].any()
+        assert y[2, 5:].isnan().all()
+        cache = layer.make_cache(3)
+        assert compiled(x, mask, cache)[1, 9:].isnan().all()
+        assert compiled(x[:, :1], None, cache).flatten(1).isnan().all(1).tolist() == [0, 1, 1]
+        late = torch.tensor([[1.0], [1.0], [0.0]])  # after tokens of an earlier call
+        cache = layer.make_cache(3)
+        layer(x, cache=cache)
+        assert compiled(x[:, :1], late, cache).flatten(1).isnan().any(1).tolist() == [0, 0, 1]
+
+
+@each_class
+def test_compiled_with_a_mask_of_ones_beside_boundaries(kind):
+    layer, x, bounds = make(kind), hidden(1, 12), torch.tensor([0, 5, 9])
+    compiled = torch.compile(layer, fullgraph=True, backend="eager")
+    with torch.no_grad():
+        want = layer(x, cu_seqlens=bounds)
+        assert_close("ones", compiled(x, torch.ones(1, 12), cu_seqlens=bounds), want, 1e-12)
+        y = compiled(x, torch.tensor([[0] + 11 * [1]]), cu_seqlens=bounds)
+        assert y[0, :5].isnan().all()
+        assert_close("another", y[0, 5:], want[0, 5:], 1e-12)
+
+
+@each_class
 def test_compiled_steps(kind):
     layer, x = make(kind), hidden(2, 12)
     compiled = torch.compile(layer, fullgraph=True, backend="eager")

@@ -325,7 +325,6 @@ SSD = {
     "options": {"chunk_size": 64},
     "known": ("cu_seqlens_cpu",),
     "required": ("x", "dt", "A", "B", "C"),
-    "alike": ("B", "C"),
     "flags": ("dt_softplus",),
     "decay": ("A",),
     "cuts": {128: (140, (1, 40, 64, 128))},

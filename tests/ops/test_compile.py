@@ -6,6 +6,7 @@ import pytest
 import torch
 from gdn_checks import log_decay
 from kda_checks import spacing
+from ops import contract
 from recurrent_cases import (
     case,
     check_all,
@@ -361,3 +362,42 @@ def test_cumulative_sum_has_a_second_gradient(device):
     (ddx,) = torch.autograd.grad(dx.sum(), x)
     L = torch.ones(3, 3, device=device).tril()
     assert_close("ddx", ddx, (2 * L.mT @ L).sum(0)[None, :, None].expand_as(x), 1e-6)
+
+
+EXPORTED = ("gdn", "kda", "recurrent_gdn", "ema", "conv")
+
+
+@pytest.mark.parametrize("form", [*(getattr(contract, n) for n in EXPORTED), contract.ssd[-1]])
+def test_export_for_any_length(form):
+    """Where a gradient is recorded too: what is kept for it has a row a chunk, and may have one."""
+    options = {}
+
+    class Call(torch.nn.Module):
+        def forward(self, x):
+            return form(x, **options, impl="reference")[0]
+
+    def drawn(T):
+        x, given = form.draw(1, T, torch.float32, "cpu")
+        options.update(given)
+        return {n: t.requires_grad_(t.is_floating_point()) for n, t in x.items()}
+
+    x, T = drawn(40), torch.export.Dim("T", min=2, max=4096)
+    shapes = {n: {1: T} if n in form.tokens else None for n in x}
+    program = torch.export.export(Call(), (x,), dynamic_shapes={"x": shapes}).module()
+    for length in (5, 64, 65, 130):
+        x = drawn(length)
+        assert torch.equal(program(x), form(x, **options, impl="reference")[0])
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("form", [*(getattr(contract, n) for n in EXPORTED), contract.ssd[-1]])
+def test_a_trace_of_jit_is_refused(form, impl):
+    """It would hold what kernels gave as constants, and sizes as numbers."""
+    x, options = form.draw(2, 5, torch.float32, "cpu")
+
+    def f(*tensors):
+        return form(dict(zip(x, tensors, strict=True)), **options, impl=impl)[0]
+
+    with pytest.raises(RuntimeError, match=r"cannot be recorded by torch.jit.trace.*torch.export"):
+        torch.jit.trace(f, tuple(x.values()), check_trace=False)

@@ -39,6 +39,7 @@ class Step:
     decays: tuple = ()
     apart: bool = False  # states that are not slots of a pool may lie apart, too
     near: float = 0.0  # how near results are where numbers lie at other addresses
+    without_gradient: bool = False  # it runs where one is recorded, and has none
 
     def __str__(self):
         return self.name
@@ -98,12 +99,12 @@ STEPS = (
     Step(
         "ssd", of_ssd, lambda S, x, rows, **options: selective_state_update(
             S, **x, dt_softplus=True, state_batch_indices=rows, **options
-        ), apart=True, near=1e-6,
+        ), apart=True, near=1e-6, without_gradient=True,
     ),
     Step(
         "conv", of_conv, lambda S, x, rows, **options: causal_conv1d_update(
             **x, conv_state=S, activation="silu", conv_state_indices=rows, **options
-        ), apart=True,
+        ), apart=True, without_gradient=True,
     ),
 )  # fmt: skip
 steps = pytest.mark.parametrize("step", STEPS, ids=str)
@@ -190,7 +191,9 @@ def test_inference_mode(step, pool, impl, device):
 @pools
 @steps
 def test_where_no_gradient_is_recorded(step, pool, impl, device):
-    """Every tensor may ask for one, as parameters do; without torch.no_grad() it is refused."""
+    """Every tensor may ask for one, as parameters do; without torch.no_grad() it is refused, or, of
+    a step that has none, an error once a backward pass comes to it.
+    """
     states, x, rows = step.drawn(pool, device)
     start = states.clone()
     want = step.run(start, x, rows, impl=impl)
@@ -198,10 +201,28 @@ def test_where_no_gradient_is_recorded(step, pool, impl, device):
     out = step.run(states, leaves, rows, impl=impl)
     assert not out.requires_grad
     same((out, states), (want, start))
+    refused = pytest.raises(ValueError, match="overwrites what a gradient needs")
     for n, leaf in leaves.items():
-        with launches() as ran, pytest.raises(ValueError, match="overwrites what a gradient needs"):
+        if step.without_gradient:
+            again, there = states.clone(), start.clone()
+            got = step.call(there, x | {n: leaf}, rows, impl=impl)
+            same((got, there), (step.run(again, x, rows, impl=impl), again))
+            with pytest.raises(RuntimeError, match="update has no gradient"):
+                got.sum().backward()
+            continue
+        with launches() as ran, refused:
             step.call(states, x | {n: leaf}, rows, impl=impl)
         assert not ran and torch.equal(states, start)
+    leaf = states.clone().requires_grad_()
+    with launches() as ran, refused:
+        step.call(leaf, x, rows, impl=impl)
+    assert not ran and torch.equal(leaf, states)
+    if step.without_gradient:  # states of a prefill that was recorded, some of a larger tensor
+        made = torch.cat([leaf, leaf]) * 1
+        got, whole = step.call(made[: len(leaf)], x, rows, impl=impl), states.clone()
+        same((got, made[: len(leaf)]), (step.run(whole, x, rows, impl=impl), whole))
+        with pytest.raises(RuntimeError, match="has written has no gradient"):
+            made.sum().backward()
 
 
 @impls
@@ -307,13 +328,16 @@ def test_fullgraph(step, pool, impl, backend, device):
     g = torch.compile(f, fullgraph=True, backend=backend)
     other = states.clone()
 
-    def check(rows):
-        with torch.no_grad():
+    def check(rows, x=x, recorded=False):
+        with torch.set_grad_enabled(recorded):
             got, want = g(states, x, rows), f(other, x, rows)
+        assert not got.requires_grad
         same((got, states), (want, other))
 
     check(rows)
     check(rows)
+    if step.without_gradient:
+        check(rows, {n: t.detach().requires_grad_() for n, t in x.items()}, recorded=True)
     if not pool or CUDA:  # there the numbers are taken on trust
         return
     for wrong, message in (

@@ -6,8 +6,9 @@ import pytest
 import torch
 from gdn_checks import boundaries, by_value, no_wait, same_bits
 from grids import FULL, few
-from ops.contract import DELTA, FORMS, IMPLS, forms, in_pieces
+from ops.contract import DELTA, FORMS, IMPLS, forms, in_pieces, recurrent_gdn, recurrent_kda
 
+from linattn_edu.ops.operator import composing
 from linattn_edu.testing import assert_close
 
 pytestmark = [
@@ -167,6 +168,83 @@ def test_states_with_v_first(form, dtype, packed, impl, device):
         assert got[n].shape == x["initial_state"].shape
         got[n] = got[n].mT
     same_bits(got, want)
+
+
+@pytest.mark.parametrize("compiled", (False, True), ids=("", "compiled"))
+@pytest.mark.parametrize("end", (17, 0))
+@forms("test_tokens_behind_the_last_sequence", dtypes=F32, impl=IMPLS, raw=(False, True))
+def test_tokens_behind_the_last_sequence(form, dtype, impl, raw, end, compiled, device):
+    """Padding: outputs and gradients zero, and the bits of the call without; whatever is there, but
+    where a function of one token comes first, whose gradient is its own.
+    """
+    if compiled and (raw or end == 0 or form.name == "ema, in pieces"):
+        pytest.skip("one case of each is enough")
+    lengths = (end // 2, 0, end - end // 2)
+    x, options = form.draw(1, end + 9, dtype, device, N=3, raw=raw)
+    do, dht = form.cotangents(x, 3)
+    options |= {"cu_seqlens": boundaries(lengths, device), "impl": impl}
+    options |= {"chunk_size": 16} if form.chunk == 16 else {}
+    short = {n: t[:, :end] if n in form.tokens else t for n, t in x.items()}
+    want = form.run(short, do[:, :end], dht, **options)
+    behind = {n: t for n, t in (x | {"do": do}).items() if n in (*form.tokens, "do")}
+    for n, t in behind.items():
+        if not raw and n != "residual":
+            t[:, end:] = torch.nan
+    f = form.f
+    if compiled:
+        torch._dynamo.reset()
+        f = torch.compile(f, fullgraph=True, backend="aot_eager")
+    got = form.run(x, do, dht, f=f, **options)
+    for n, t in got.items():
+        if n == "o" or n.removeprefix("d") in behind:
+            rest = t[:, end:]
+            if n == "o" and "residual" in x:  # which is added to it
+                rest = rest - x["residual"][:, end:]
+            assert not rest.any() or n == "dresidual"
+            got[n], want[n] = t[:, :end], want[n][:, :end]
+    same_bits(got, want)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")
+@pytest.mark.parametrize("host", (False, True), ids=("", "known to the host"))
+@forms("test_a_graph_keeps_no_boundaries", dtypes=F32)
+def test_a_graph_keeps_no_boundaries(form, dtype, host, device):
+    """Compiled once, it serves others of as many sequences; also those that end before T."""
+    if host and "cu_seqlens_cpu" not in form.known:
+        pytest.skip("it takes none")
+    x, options = form.draw(1, 20, dtype, device, N=2)
+    options |= {"impl": "reference"} if device.type == "cpu" else {}
+    torch._dynamo.reset()
+    f = torch.compile(form.f, fullgraph=True, dynamic=True, backend="aot_eager")
+    for i, end in enumerate(((8, 20), (3, 20), (0, 20), (5, 17))):
+        bounds = {"cu_seqlens": torch.tensor([0, *end], device=device)}
+        bounds |= {"cu_seqlens_cpu": torch.tensor([0, *end])} if host else {}
+        given = form.options | options | bounds
+        with torch._dynamo.config.patch(error_on_recompile=i > 0):
+            got = f(**x, **given)[0]
+        assert torch.equal(got, form.f(**x, **given)[0])
+
+
+@forms("test_behind_ends_that_the_host_does_not_read", recurrent_gdn, recurrent_kda, dtypes=F32)
+def test_behind_ends_that_the_host_does_not_read(form, dtype, device, monkeypatch):
+    """As on a GPU, where kernels go by cu_seqlens alone and leave what is behind unwritten."""
+    monkeypatch.setattr(composing, "READABLE", ())
+    lengths, end = (2, 0, 3), 5
+    x, options = form.draw(1, end + 4, dtype, device, N=3)
+    do, dht = form.cotangents(x, 3)
+    options |= {"cu_seqlens": boundaries(lengths, device), "impl": "triton"}
+    for t in (*(x[n] for n in form.tokens if n in x), do):
+        t[:, end:] = torch.nan
+    got = form.run(x, do, dht, **options)
+    short = {n: t[:, :end] if n in form.tokens else t for n, t in x.items()}
+    want = form.run(short, do[:, :end], dht, **options)
+    for n in ("o", *(f"d{n}" for n in form.tokens if n in x)):
+        assert not got[n][:, end:].any()
+        got[n] = got[n][:, :end]
+    same_bits(got, want)
+    with torch.no_grad():
+        o, _ = form(x, **options)
+    assert not o[:, end:].any() and torch.equal(o[:, :end], want["o"])
 
 
 @forms("test_no_tokens", dtypes=SOME, impl=IMPLS, packed=(False, True), state=(True, False))

@@ -96,7 +96,7 @@ def of_bounds(form):
     elsewhere, integers = f"must be on .* like {first}, got meta", "must be int32 or int64, got "
     meta, numbers = lambda t: t.to("meta"), "must be a tensor of int32 or int64, got "
     shape, count = r"must have shape \[N \+ 1\] .*, got \(1", r"must have \d+ rows, one for each "
-    end = r"cu_seqlens must end at T=\d+, got \d+"
+    end = r"cu_seqlens must end at T=\d+ or before, got \d+"
     for n, what, error, message, change in (
         (bounds, "a list", TypeError, "must be a torch.Tensor .*got list", Tensor.tolist),
         (bounds, "of floats", TypeError, integers + "torch.float32", Tensor.float),

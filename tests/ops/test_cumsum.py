@@ -132,7 +132,7 @@ REFUSED = {
     "reverse": ({"reverse": "yes"}, TypeError, "reverse must be True or False, got 'yes'"),
     "scale": ({"scale": "2"}, TypeError, "scale must be a number or None, got str"),
     "output_dtype": ({"output_dtype": torch.int8}, TypeError, "output_dtype must be a floating"),
-    "bounds": ({"cu_seqlens": torch.tensor([0, 9])}, ValueError, "must end at T=20, got 9"),
+    "bounds": ({"cu_seqlens": torch.tensor([0, 29])}, ValueError, "must end at T=20 or before"),
     "bounds dtype": ({"cu_seqlens": torch.zeros(2)}, TypeError, "cu_seqlens must be int32 or int"),
     "batch": (
         {"s": torch.zeros(2, 9, 1), "cu_seqlens": torch.tensor([0, 9])},

@@ -252,6 +252,28 @@ def new(*shape, device=DEVICE):
 
 
 KDA_GATE = {
+    "beta of several": (
+        {"A_log": new(2), "beta": torch.ones(2)}, TypeError, "beta must be a number or None, got T"
+    ),
+    "threshold of several": (
+        {"A_log": new(2), "threshold": [20.0]}, TypeError, "threshold must be a number or None"
+    ),
+    "K True": (
+        {"A_log": new(2), "head_k_dim": True}, TypeError, "head_k_dim must be an integer, got True"
+    ),
+    "K in the third place": (
+        {"A_log": new(2), "dt_bias": True}, TypeError, "head_k_dim must be an integer, got True"
+    ),
+    "K in words": (
+        {"A_log": new(2), "head_k_dim": "4"}, TypeError, "head_k_dim must be an integer, got '4'"
+    ),
+    "b": (
+        {"A_log": new(2), "b": new(5, 3)}, ValueError,
+        r"b must have shape \[..., HV\] = \(5, 2\), got \(5, 3\)",
+    ),
+    "b elsewhere": (
+        {"A_log": new(2), "b": new(5, 2, device="meta")}, ValueError, "b must be on .* like g, got"
+    ),
     "g alone": ({}, ValueError, "A_log or lower_bound must be given"),
     "bound": ({"lower_bound": 0.0}, ValueError, "lower_bound must be < 0"),
     "bound type": ({"lower_bound": "x"}, TypeError, "lower_bound must be a number"),
@@ -311,6 +333,20 @@ test_kda_gate_refuses = refuses(fused_kda_gate, lambda: {"g": new(5, 2, 4)}, KDA
 test_gdn_gate_refuses = refuses(fused_gdn_gate, lambda: {"g": new(5, 2, 4)}, GDN_GATE)
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_chunk_indices_in_a_graph_that_serves_all(dtype, dynamic):
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda b: prepare_chunk_indices(b, 16), fullgraph=True, dynamic=dynamic, backend="aot_eager"
+    )
+    for bounds in ([0, 5, 70], [0, 64, 64, 200], [0, 0, 0, 16], [0, 7]):
+        b = torch.tensor(bounds, dtype=dtype)
+        rows, want = compiled(b), prepare_chunk_indices(b, 16)
+        assert torch.equal(rows, want) and rows.dtype == want.dtype
+
+
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 def test_prepare_chunk_indices(dtype):
     """Sequence and number of every chunk, of sequences of 5, 0 and 15 tokens."""
@@ -326,6 +362,9 @@ def test_prepare_chunk_indices(dtype):
     del packed["chunk_indices"]
     want, _ = linattn_edu.chunk_gated_delta_rule(**x, **packed, impl="reference")
     assert torch.equal(o, want)
+    for wrong in (0, 1.5):
+        with pytest.raises(ValueError, match="chunk_size must be an integer >= 1"):
+            prepare_chunk_indices(cu_seqlens, wrong)
     with pytest.raises(ValueError, match="cu_seqlens must not decrease"):
         prepare_chunk_indices(torch.tensor([0, 5, 4]), 4)
     with pytest.raises(TypeError, match="cu_seqlens must be int32 or int64"):

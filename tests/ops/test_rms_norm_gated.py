@@ -66,6 +66,38 @@ def test_both_passes(shape, without, group_size, norm_before_gate, activation, d
         assert_close(n, got[n], t, TOLERANCES[dtype])
 
 
+@parametrize(
+    dtype=DTYPES, other=(None, *DTYPES), residual_in_fp32=(False, True),
+    norm_before_gate=(True, False), impl=IMPLS,
+)  # fmt: skip
+def test_with_a_residual(dtype, other, residual_in_fp32, norm_before_gate, impl, device):
+    """The sum is what is normed, and is returned; gradients come from both."""
+    x, dy = tensors(dtype=dtype, device=device)
+    summed = torch.float32 if residual_in_fp32 else dtype
+    if other is not None:
+        x["residual"], summed = torch.randn(x["x"].shape).to(device, other), other
+    options = {"norm_before_gate": norm_before_gate, "group_size": 8}
+    dsum = torch.randn_like(dy)
+
+    def both(x, f):
+        leaves = {n: t.detach().clone().requires_grad_() for n, t in x.items()}
+        y, total = f(**leaves)
+        gradients = torch.autograd.grad((y, total), leaves.values(), (dy.to(y), dsum.to(total)))
+        return {"y": y, "sum": total} | {f"d{n}": t for n, t in zip(leaves, gradients, strict=True)}
+
+    def exact(x, residual=0, **more):
+        return plain(x + residual, **more, **options), x + residual
+
+    more = options | {"residual_in_fp32": residual_in_fp32, "impl": impl}
+    got = both(x, lambda **x: rms_norm_gated(**x, **more, prenorm=True))
+    want = both({n: t.double() for n, t in x.items()}, exact)
+    assert got["y"].dtype == dtype and got["sum"].dtype == summed
+    least = max((dtype, summed), key=TOLERANCES.get)
+    for n, t in want.items():
+        assert_close(n, got[n], t, 2 * TOLERANCES[least])
+    assert torch.equal(rms_norm_gated(**x, **more), got["y"])
+
+
 @impls
 def test_a_row_alone(impl, device):
     """Without axes before it, its gradients are not summed over any."""
@@ -153,6 +185,8 @@ REFUSED = {
     "bias": ({"bias": new(1, 24)}, ValueError, "bias must have 1 dimensions"),
     "z": ({"z": new(5, 24)}, ValueError, r"z must have x's shape \(2, 5, 24\), got \(5, 24\)"),
     "z dtype": ({"z": new(2, 5, 24).int()}, TypeError, "z must be float64.*int32"),
+    "residual": ({"residual": new(24)}, ValueError, r"residual must have x's shape \(2, 5, 24\)"),
+    "prenorm": ({"prenorm": 2}, TypeError, "prenorm must be True or False, got 2"),
     "eps": ({"eps": -1.0}, ValueError, "eps must be >= 0, got -1.0"),
     "group": ({"group_size": 7}, ValueError, "group_size must divide D=24, got 7"),
     "no group": ({"group_size": 0}, ValueError, "group_size must divide D=24, got 0"),

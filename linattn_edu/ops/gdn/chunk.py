@@ -79,14 +79,16 @@ def chunk_gated_delta_rule(
             should come with this where it may be beyond 1: see Accuracy.
         state_v_first: Whether states are ``[N, HV, V, K]``. Costs a copy of them.
         cu_seqlens: Boundaries ``[N + 1]``, int32 or int64, of N sequences packed one after the
-            other into a batch of one: 0 first, T last, none smaller than the one before. Each
+            other into a batch of one: 0 first, none smaller than the one before, the last at most
+            T. Tokens behind the last are padding: outputs and gradients are zero there. Each
             sequence gives the same bits as alone; but gradients of a long one alone may come from
             a kernel for Hopper that packed ones do not have, and differ in their last bits.
         cu_seqlens_cpu: The same numbers on the CPU. Without them a cu_seqlens on a GPU is read
             once, and the call waits for the device; with them it does not.
         chunk_indices: ``[NT, 2]``, int32 or int64: sequence of every chunk of 64 tokens (or
             chunk_size) and its number in the sequence, where the caller has it already. On a GPU
-            its numbers are taken on trust, and without cu_seqlens_cpu its length too.
+            its numbers are taken on trust, and without cu_seqlens_cpu its length too, and that
+            cu_seqlens ends at T.
         use_gate_in_kernel: Whether g is the raw gate of a layer, from which the log decay is
             ``-exp(A_log) * softplus(g + dt_bias)``.
         A_log, dt_bias: HV numbers in any shape, with use_gate_in_kernel only; dt_bias may be left

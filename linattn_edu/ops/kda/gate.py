@@ -44,7 +44,7 @@ def fused_kda_gate(
         output_dtype: Dtype of the result. The arithmetic is in float32 (float64 where an argument
             is).
         head_k_dim: K, in the older form.  g_bias: dt_bias, in the older form.
-        b: Raw write strength of any shape, in the older form: its sigmoid is returned too.
+        b: Raw write strength ``[..., HV]``, in the older form: its sigmoid is returned too.
         beta, threshold: Of the softplus in the older form: 1 and 20, which changes nothing.
         impl: "triton", "reference" or "auto", as in :func:`chunk_gated_delta_rule`.
 
@@ -56,7 +56,7 @@ def fused_kda_gate(
 
     Source: Kimi Team 2025 (arXiv:2510.26692); chapter 12.
     """
-    if isinstance(dt_bias, int):
+    if isinstance(dt_bias, int):  # True too, to be refused below
         if head_k_dim is not None:
             raise ValueError("head_k_dim is given twice, in the third place and by name")
         head_k_dim, dt_bias = dt_bias, None
@@ -65,11 +65,13 @@ def fused_kda_gate(
             raise ValueError("dt_bias and g_bias are one argument: give the first")
         dt_bias = g_bias
     for name, value, default in (("beta", beta, 1.0), ("threshold", threshold, 20.0)):
-        if value != default:
+        if check.number(name, value) != default:
             raise ValueError(f"{name} must be {default}, got {value}")
     given = check.Tensors()
     given.dense("g", g, "[..., HV, K]")
     if head_k_dim is not None:
+        if isinstance(head_k_dim, bool) or not isinstance(head_k_dim, int):
+            raise TypeError(f"head_k_dim must be an integer, got {head_k_dim!r}")
         if g.ndim < 1 or head_k_dim < 1 or g.shape[-1] % head_k_dim:
             raise ValueError(
                 f"g must have shape [..., HV * K] with K = head_k_dim = {head_k_dim}, "
@@ -86,11 +88,15 @@ def fused_kda_gate(
         raise ValueError("A_log or lower_bound must be given, got None for both")
     given.sizes |= zip(("HV", "K"), g.shape[-2:], strict=True)
     A_log, dt_bias = arguments.layer_parameters(given, A_log, dt_bias, channels=True)
+    if b is not None:
+        given.dense("b", b, "[..., HV]")
+        if b.shape != g.shape[:-1]:
+            raise ValueError(
+                f"b must have shape [..., HV] = {tuple(g.shape[:-1])}, got {tuple(b.shape)}"
+            )
+        given.dtypes.pop()  # which no kernel reads
     impl = check.resolve_impl(impl, given.device, tuple(given.dtypes))
     rows = g if g.ndim == 4 and g.numel() else g.reshape(1, -1, *g.shape[-2:])
     y = layer_gate(rows, A_log, dt_bias, lower_bound, impl)
     y = y.view(g.shape).to(output_dtype)
-    if b is None:
-        return y
-    check.dense("b", b, "[..., HV]")
-    return y, write_strength(b, 1)
+    return y if b is None else (y, write_strength(b, 1))

@@ -14,6 +14,7 @@ from linattn_edu.ops.tensors import at_device, contiguous, contiguous_rows, tran
 
 PACKED = ("cu_seqlens", "packing")  # by which a composition says that it knows packed sequences
 KNOWN = (*PACKED, "cp")  # made of the bounds
+READABLE = ("cpu",)  # devices whose numbers the host reads without waiting
 
 
 class Composition(Declaration):
@@ -103,7 +104,9 @@ class Composition(Declaration):
 
         def composed() -> tuple[Tensor | None, ...]:
             values = (*tensors, *bounds, *options)
-            return compose(stages, dict(zip((*names, *self.options), values, strict=True)))
+            given = dict(zip((*names, *self.options), values, strict=True))
+            outputs = self.inputs if which else tuple(self.outputs)
+            return self._padded(lambda given: compose(stages, given), given, outputs)
 
         return composed() if plan is None else plan.run(*place, tensors, composed)
 
@@ -210,6 +213,38 @@ class Composition(Declaration):
 
     # -- where the sequences are
 
+    def _padded(self, compose: Callable, given: dict, outputs: tuple[str, ...]) -> tuple:
+        """The results of tokens that are of a sequence: those behind the last one are zero there.
+
+        They are left out where the host knows how many there are. Elsewhere the kernels, which go
+        by cu_seqlens alone, do not see them.
+        """
+        if not self.bounds or given["cu_seqlens"] is None:
+            return compose(given)
+        known = given.get("cu_seqlens_cpu")
+        known = given["cu_seqlens"] if known is None else known
+        axis = {n: axes.index("T") for n, axes in self.axes.items() if "T" in axes}
+        T = next(x.shape[axis[n]] for n, x in given.items() if n in axis and x is not None)
+        if known.device.type in READABLE:
+            end = int(known[-1])
+            if not 0 <= end < T:
+                return compose(given)
+            results = compose(
+                {n: x.narrow(axis[n], 0, end) if n in axis and x is not None else x
+                 for n, x in given.items()}
+            )  # fmt: skip
+            return tuple(
+                x if x is None or n not in axis else _with_zeros(x, axis[n], T)
+                for n, x in zip(outputs, results, strict=True)
+            )
+        results = compose(given)
+        if self.packed == "tokens":
+            behind = torch.arange(T, device=known.device) >= known[-1]
+            for n, x in zip(outputs, results, strict=True):
+                if x is not None and n in axis:
+                    x.masked_fill_(behind.view(-1, *[1] * (x.ndim - axis[n] - 1)), 0)
+        return results
+
     def _packing(self, given: dict, tokens: Tensor, length: int | None) -> dict:
         """What tells the kernels where the sequences are."""
         if not self.bounds or given["cu_seqlens"] is None:
@@ -273,6 +308,13 @@ def _flat(results) -> tuple[Tensor | None, ...]:
 
 def several(results) -> tuple:
     return results if isinstance(results, (tuple, list)) else (results,)
+
+
+def _with_zeros(x: Tensor, axis: int, T: int) -> Tensor:
+    """x, with as many zeros behind it as make T tokens."""
+    whole = x.new_zeros(*x.shape[:axis], T, *x.shape[axis + 1 :])
+    whole.narrow(axis, 0, x.shape[axis]).copy_(x)
+    return whole
 
 
 def _owned(x: Tensor | None) -> Tensor | None:

@@ -169,8 +169,10 @@ class Declaration:
     def _chunks(self, given: dict, sizes: dict) -> int:
         """How many chunks there are."""
         cu_seqlens, T, C = given.get("cu_seqlens"), sizes["T"], sizes["C"]
-        if cu_seqlens is None:
+        if cu_seqlens is None and isinstance(T, int):
             return -(-T // C)
+        if cu_seqlens is None:  # a graph for any T must not ask whether there is one chunk
+            return torch.library.get_ctx().new_dynamic_size()
         if traced(cu_seqlens):  # as many as its numbers say
             return torch.library.get_ctx().new_dynamic_size()
         bounds = sequences.bounds(cu_seqlens, given["cu_seqlens_cpu"], T)

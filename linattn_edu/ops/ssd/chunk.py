@@ -16,6 +16,7 @@ from linattn_edu.ops.ranks import Ranks
 from linattn_edu.ops.stages import implementations, stage
 from linattn_edu.ops.tensors import transposed, wide
 from linattn_edu.packing import Packing
+from linattn_edu.reference.tiles import sigmoid as by_number
 
 LARGEST = 256  # P and N
 
@@ -57,15 +58,16 @@ def mamba_chunk_scan_combined(
     Args:
         x: Values ``[B, T, H, P]``, float32, float16 or bfloat16 (float64: reference only),
             P <= 256; T may be 0.
-        dt: Raw step sizes ``[B, T, H]``, any of these dtypes, as all that follow but B and C. With
-            x in float16 the gradient of a step below 1e-6 loses digits in the fused kernels, which
-            multiply by steps in x's dtype.
+        dt: Raw step sizes ``[B, T, H]``, any of these dtypes, as all that follow. With x in float16
+            the gradient of a step below 1e-6 loses digits in the fused kernels, which multiply by
+            steps in x's dtype.
         A: Rate of the log decay of each head ``[H]``, <= 0. A positive number is refused on the
             CPU; on a GPU, where that would wait for the device, it is not looked for.
-        B, C: What is written with, and read with, ``[B, T, G, N]`` of x's dtype; H a multiple of G,
-            N <= 256.
-        chunk_size: Tokens of a chunk at most: a power of two, 16 at least. It changes the speed and
-            the rounding only; the kernels take shorter ones, of 128 tokens or less.
+        B, C: What is written with, and read with, ``[B, T, G, N]``, H a multiple of G, N <= 256; in
+            products they are rounded to x's dtype.
+        chunk_size: Tokens of a chunk at most, any number >= 1, which is rounded up to a power of
+            two from 16 on. It changes the speed and the rounding only; the kernels take shorter
+            ones, of 128 tokens or less.
         D: Weight of x in out, ``[H]`` or ``[H, P]``, or None: 0.
         z: Gate ``[B, T, H, P]``, or None: out is not gated.
         dt_bias: Added to dt ``[H]``, or None: 0.
@@ -75,7 +77,8 @@ def mamba_chunk_scan_combined(
             starts anew from zero. initial_states belong to the first token's document, and the
             final states to the last token's.
         cu_seqlens: Boundaries ``[N + 1]``, int32 or int64, of sequences packed into a batch of one:
-            0 first, T last. Each sequence gives the same bits as alone; seq_idx is not needed.
+            0 first, T last, or less: as in :func:`chunk_gated_delta_rule`. Each sequence gives the
+            same bits as alone; seq_idx is not needed.
         dt_softplus: Whether the step is the softplus of dt + dt_bias, or that itself.
         dt_limit: Least and largest step; a step beyond them gives dt no gradient.
         return_final_states: Whether to return the states after the last token.
@@ -123,9 +126,10 @@ def mamba_chunk_scan_combined(
         raise ValueError("return_varlen_states=True needs cu_seqlens or cp_context, got None")
     if seq_idx is not None and cp_context is not None:
         raise ValueError("seq_idx must be None with cp_context, which has the boundaries")
-    low, high = check_options(chunk_size, dt_limit)
+    chunk_size, low, high = check_options(chunk_size, dt_limit)
     impl = check.resolve_impl(impl, x.device, tuple(checked.dtypes))
     place = arguments.place(checked, cu_seqlens, cu_seqlens_cpu, None, chunk_size, cp_context)
+    B, C = B.to(x.dtype), C.to(x.dtype)
     impl, chunk_size = _form(impl, x, B, chunk_size, low)
     x, dt, B, C, z = place.joined(x, dt, B, C, z)
     out, states, _ = scan(
@@ -158,7 +162,7 @@ def _check_tensors(
     checked.take("dt", given["dt"], ("B", "T", "H"))
     checked.take("A", given["A"], ("H",), decay=True)
     for name, y in (("B", B), ("C", C)):
-        checked.take(name, y, ("B", "T", "G", "S"), alike=True)
+        checked.take(name, y, ("B", "T", "G", "S"))
     for axis, owner in (("B", "x"), ("H", "x"), ("P", "x"), ("G", "B"), ("S", "B")):
         if sizes[axis] < 1:
             raise ValueError(f"{owner} must have no empty axis but T, got {axis}=0")
@@ -183,18 +187,21 @@ def _check_tensors(
     return checked
 
 
-def check_options(chunk_size: int, dt_limit: tuple[float, float]) -> tuple[float, float]:
-    """Refuse what does not fit; return the least and the largest step, as floats."""
-    check.power_of_two("chunk_size", chunk_size)
-    if chunk_size < 16:
-        raise ValueError(f"chunk_size must be at least 16, got {chunk_size}")
+def check_options(chunk_size: int, dt_limit: tuple[float, float]) -> tuple[int, float, float]:
+    """Refuse what does not fit; return the tokens of a chunk, a power of two from 16 on, and the
+    least and the largest step, as floats.
+    """
+    if isinstance(chunk_size, bool) or not isinstance(chunk_size, int):
+        raise TypeError(f"chunk_size must be an integer, got {chunk_size!r}")
+    if chunk_size < 1:
+        raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
     try:
         low, high = (float(y) for y in dt_limit)
     except (TypeError, ValueError):
         raise TypeError(f"dt_limit must be two numbers, got {dt_limit!r}") from None
     if not low <= high:
         raise ValueError(f"dt_limit must be (least, largest), got {dt_limit}")
-    return low, high
+    return max(16, 1 << (chunk_size - 1).bit_length()), low, high
 
 
 def _runs(seq_idx: Tensor | None) -> Tensor | None:
@@ -494,6 +501,7 @@ def _through_gate(dout: Tensor, y: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
     """dy and dz of out = y silu(z)."""
     dtype = wide(dout, y, z)
     do, z = dout.to(dtype), z.to(dtype)
-    sigmoid = torch.sigmoid(z)
+    # torch's rounds by where a number stands on the CPU, so by what else is in the batch
+    sigmoid = (by_number if z.device.type == "cpu" else torch.sigmoid)(z)
     dz = do * y.to(dtype) * sigmoid * (1 + z * (1 - sigmoid))
     return (do * z * sigmoid).to(dout.dtype), dz

@@ -76,13 +76,19 @@ def selective_state_update(
 
         The axis H may be left out where it is 1, in all of them or in some.
 
+    A step has no gradient, as in mamba_ssm. Where one is recorded, as in decoding without
+    torch.no_grad(), it runs, and a backward pass that comes to its output or to the new state is an
+    error; under torch.compile neither asks for one. For training there is
+    :func:`mamba_chunk_scan_combined`.
+
     Returns:
         out ``[B, H, P]``, or as x is ``[B, P]``, in the dtype of x.
 
     Raises:
         TypeError: An argument is no tensor of such a dtype, or dt_softplus is no flag.
-        ValueError: Shapes, devices, strides or slots do not fit; a gradient is recorded, or a
-            transform of torch.func is at work; impl cannot run. Before any kernel runs.
+        ValueError: Shapes, devices, strides or slots do not fit; state is a leaf that needs a
+            gradient; a transform of torch.func or forward-mode differentiation is at work; impl
+            cannot run. Before any kernel runs.
 
     Source: Dao and Gu 2024 (arXiv:2405.21060); mamba_ssm 2.3.2, whose arguments these are; chapter
     13.
@@ -93,13 +99,13 @@ def selective_state_update(
     impl = check.resolve_impl(
         impl, x.device, tuple(y.dtype for y in (whole, *tensors.values()) if y is not None)
     )
-    inplace.check("state", state, tuple(given.values()), "selective_state_update")
+    others = tuple(given.values())
+    inplace.check("state", state, others, "selective_state_update", without_gradient=True)
     for name, first in (("dt", 2), ("A", 1), ("D", 1), ("dt_bias", 1)):
         tensors[name] = _once(tensors[name], first)
-    with inplace.writable(state):
-        (out,) = update(*tensors.values(), whole, indices, softplus, impl)
-    if impl == "triton":
-        inplace.written(state)
+    out = inplace.stepped(
+        lambda state: update(*tensors.values(), state, indices, softplus, impl)[0], whole, impl
+    )
     return out[:, 0] if x.ndim == 2 else out
 
 

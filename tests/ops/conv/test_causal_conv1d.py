@@ -7,7 +7,7 @@ from grids import few, parametrize
 from ops.conv.conv_cases import check, cotangents, exact, run, tensors
 from refusals import refuses
 
-from linattn_edu import causal_conv1d
+from linattn_edu import causal_conv1d, causal_conv1d_fn
 from linattn_edu.testing import assert_close
 
 pytestmark = pytest.mark.usefixtures("poison")
@@ -75,6 +75,29 @@ def test_arguments_of_fla_that_change_nothing(device):
     assert state is None and torch.equal(got, want)
 
 
+@pytest.mark.parametrize("impl", ("reference", "triton"))
+def test_documents_by_the_number_of_each_token(impl, device):
+    """As causal_conv1d_fn of the transpose, both passes, with states."""
+    x = tensors(9, 5, device=device, without=("residual", "initial_state"))
+    rows = [[0, 0, 1, 1, 1, 2, 2, 2, 2], [3] * 4 + [-1] * 2 + [4] * 3]
+    seq_idx = torch.tensor(rows, device=device)
+    options = {"activation": "silu", "seq_idx": seq_idx, "impl": impl}
+    dy = torch.randn_like(x["x"])
+
+    def passes(f, x):
+        leaves = {n: t.detach().clone().requires_grad_() for n, t in x.items()}
+        y, state = f(**leaves)
+        return y, state, *torch.autograd.grad(y, leaves.values(), dy)
+
+    got = passes(lambda **x: causal_conv1d(**x, output_final_state=True, **options), x)
+    y, last = causal_conv1d_fn(
+        x["x"].mT, x["weight"], x["bias"], return_final_states=True, **options
+    )
+    want = passes(lambda x, **more: (causal_conv1d_fn(x.mT, **more, **options).mT, None), x)
+    assert torch.equal(got[0], y.mT) and torch.equal(got[1][..., 1:], last)
+    assert all(map(torch.equal, got[2:], want[2:]))
+
+
 def new(*shape, **kwargs):
     return torch.zeros(*shape, **kwargs)
 
@@ -95,6 +118,16 @@ REFUSED = {
     "activation": ({"activation": "relu"}, ValueError, "activation must be None, .*got 'relu'"),
     "no name": ({"activation": True}, ValueError, "activation must be None, .*got True"),
     "backend": ({"backend": "cuda"}, ValueError, "backend must be None or 'triton', got 'cuda'"),
+    "seq_idx": ({"seq_idx": new(9)}, TypeError, "seq_idx must be a tensor of int32 or int64"),
+    "seq_idx shape": (
+        {"seq_idx": new(9, dtype=torch.int32)}, ValueError, r"seq_idx must have shape \[B, T\]"
+    ),
+    "both": (
+        {"x": new(1, 9, 5), "residual": None, "initial_state": None,
+         "seq_idx": new(1, 9, dtype=torch.int32), "cu_seqlens": torch.tensor([0, 9])},
+        ValueError,
+        "seq_idx must be None with cu_seqlens or cp_context",
+    ),
     "cp_context": ({"cp_context": 1}, TypeError, "must come from build_cp_context, got int"),
 }  # fmt: skip
 

@@ -202,6 +202,23 @@ REFUSED = {
     "out for nothing": (
         {"final_states_out": new(2, 6, 3)}, ValueError, "final_states_out needs return_final_states"
     ),
+    "out expanded": (
+        {"final_states_out": new(2, 6, 1).expand(2, 6, 3), "return_final_states": True},
+        ValueError,
+        r"final_states_out must not be expanded, got strides \(6, 1, 0\)",
+    ),
+    "out of a gradient": (
+        {"final_states_out": new(2, 6, 3, requires_grad=True), "return_final_states": True},
+        ValueError,
+        "final_states_out must not need a gradient",
+    ),
+    "out in x": (
+        (lambda x: {"x": x, "final_states_out": x[..., :3], "return_final_states": True})(
+            new(2, 6, 9)
+        ),
+        ValueError,
+        "final_states_out must not share memory with another argument",
+    ),
     "seq_idx dtype": (
         {"seq_idx": new(2, 9)}, TypeError, "seq_idx must be a tensor of int32 or int64, got .*float"
     ),

@@ -140,7 +140,9 @@ REFUSED = {
     "twice": (
         {"conv_state_indices": slots([0, 1, 1])}, ValueError, "must name a slot for one sequence"
     ),
-    "gradient": ({"weight": new(6, 4, requires_grad=True)}, ValueError, "it under torch.no_grad"),
+    "gradient": (
+        {"conv_state": new(3, 6, 4, requires_grad=True)}, ValueError, "it under torch.no_grad"
+    ),
     "device": ({"weight": new(6, 4, device="meta")}, ValueError, "weight must be on cpu like x"),
     "impl": ({"impl": 1}, ValueError, "impl must be one of"),
     "unknown": ({"pad_slot_id": -1}, TypeError, "unexpected keyword argument 'pad_slot_id'"),

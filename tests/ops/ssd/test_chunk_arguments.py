@@ -61,6 +61,8 @@ def empty(name, axis):
 
 # what is wrong: the error, its message, the changes to a valid call
 CASES = {
+    "x of a token more": (ValueError, r"dt must have shape \[B=1, T=21, H=4\], got \(1, 20, 4\): "
+                          "T=21 is that of x", longer("x", 1)),
     "dt heads": (ValueError, r"dt must have shape \[B=1, T=20, H=4\], got \(1, 20, 5\)",
                  longer("dt", 2)),
     "dt of channels": (ValueError, r"dt must have 3 dimensions \[B, T, H\], got 4",
@@ -96,10 +98,8 @@ CASES = {
        for n, axis in (("x", "B"), ("x", "H"), ("x", "P"), ("B", "G"), ("B", "N"))},
     **{f"chunk_size {value}": (error, message, lambda a, value=value: {"chunk_size": value})
        for value, error, message in (
-           (8, ValueError, "chunk_size must be at least 16, got 8"),
-           (48, ValueError, "chunk_size must be a power of two, got 48"),
-           (0, ValueError, "chunk_size must be a power of two, got 0"),
-           (-64, ValueError, "chunk_size must be a power of two, got -64"),
+           (0, ValueError, "chunk_size must be at least 1, got 0"),
+           (-64, ValueError, "chunk_size must be at least 1, got -64"),
            (64.0, TypeError, "chunk_size must be an integer, got 64.0"),
            (True, TypeError, "chunk_size must be an integer, got True"),
            (None, TypeError, "chunk_size must be an integer, got None"),
@@ -129,6 +129,37 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_refused_before_any_kernel(case, device):
     assert refused(mamba_chunk_scan_combined, CASES[case], *everything(device))
+
+
+@pytest.mark.parametrize("impl", ("reference", "triton"))
+def test_b_and_c_may_be_wider_than_x(impl, device):
+    """As mamba_ssm is called: products round them, and their gradients have their dtype."""
+    x, options = everything(device)
+    x["x"] = x["x"].bfloat16()
+
+    def both(x):
+        leaves = {n: t.detach().requires_grad_() for n, t in x.items() if n in "xBC"}
+        out = mamba_chunk_scan_combined(**x | leaves, **options, impl=impl)[0]
+        generator = torch.Generator().manual_seed(1)
+        dout = torch.randn(out.shape, generator=generator).to(out)
+        return out, dict(zip(leaves, torch.autograd.grad(out, leaves.values(), dout), strict=True))
+
+    out, got = both(x)
+    rounded, want = both(x | {n: x[n].bfloat16() for n in "BC"})
+    assert out.dtype == torch.bfloat16 and torch.equal(out, rounded)
+    for n, t in want.items():
+        assert got[n].dtype == x[n].dtype and torch.equal(got[n], t.to(x[n].dtype))
+
+
+@pytest.mark.parametrize(
+    ("given", "taken"), ((1, 16), (8, 16), (16, 16), (48, 64), (100, 128), (1000, 1024))
+)
+def test_a_chunk_of_any_size_is_rounded_up(given, taken, device):
+    x, options = everything(device)
+    got, want = (
+        mamba_chunk_scan_combined(**x, **options | {"chunk_size": n}) for n in (given, taken)
+    )
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
 def test_other_ways_to_write_an_argument(device):

@@ -43,6 +43,25 @@ def together(x, do, dht, lengths, **options):
     return run(x, do, dht, return_final_states=False, return_varlen_states=True, **options)
 
 
+def test_the_gradient_of_a_gate_does_not_depend_on_where_it_stands():
+    """With the CPU's own functions: the last numbers of a tensor fill no vector register."""
+    lengths, generator = (30, 51, 17), torch.Generator().manual_seed(0)
+    shapes = (1, 98, 1, 3), (1, 98, 1), (1,), *((1, 98, 1, n) for n in (4, 4, 3, 3))
+    x, dt, A, B, C, z, do = (torch.randn(s, generator=generator) for s in shapes)
+    z.requires_grad_()
+
+    def dz(t, **bounds):
+        tokens = (y[:, t] for y in (x, dt.abs()))
+        out = mamba_chunk_scan_combined(
+            *tokens, -A.abs(), B[:, t], C[:, t], 16, z=z[:, t], impl="triton", **bounds
+        )
+        return torch.autograd.grad(out, z, do[:, t])[0][:, t]
+
+    whole = dz(slice(98), cu_seqlens=boundaries(lengths))
+    for a, b in ((0, 30), (30, 81), (81, 98)):
+        assert torch.equal(whole[:, a:b], dz(slice(a, b)))
+
+
 @pytest.mark.parametrize("raw", [True, False], ids=["all", "channels"])
 def test_long_sequences_in_pieces(raw, device, force, monkeypatch):
     """Pieces of 128 tokens, not 4096: as in one piece, and packed to the bit as each alone."""

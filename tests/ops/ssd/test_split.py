@@ -192,7 +192,7 @@ REFUSED = {
     "headdim": ({"D": new(H, P), "headdim": 5}, ValueError, "headdim must be D's P=6, got 5"),
     "type": ({"headdim": 6.0}, TypeError, "headdim must be an integer, got 6.0"),
     "groups": ({"ngroups": 3}, ValueError, "ngroups must divide H=4, got 3"),
-    "chunk": ({"chunk_size": 24}, ValueError, "chunk_size must be a power of two, got 24"),
+    "chunk": ({"chunk_size": 0}, ValueError, "chunk_size must be at least 1, got 0"),
     "limit": ({"dt_limit": (2.0, 1.0)}, ValueError, "dt_limit must be"),
     "eps": ({"rmsnorm_eps": -1}, ValueError, "rmsnorm_eps must be >= 0"),
     "norm": ({"rmsnorm_weight": new(5)}, ValueError, r"rmsnorm_weight must have shape \[H P=24\]"),

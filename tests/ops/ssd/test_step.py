@@ -520,16 +520,10 @@ REFUSED = {
         ValueError,
         "state must have slots >= 1, got slots=0",
     ),
-    "gradient of x": (
-        {"x": new(3, H, P, requires_grad=True)},
+    "gradient of the state": (
+        {"state": new(3, H, P, N, requires_grad=True)},
         ValueError,
         r"selective_state_update overwrites what a gradient needs: call it under torch.no_grad\(\)",
-    ),
-    "gradient of the rate": (
-        {"A": new(H, 1, 1, requires_grad=True).expand(H, P, N)}, ValueError, "overwrites what a"
-    ),
-    "gradient of the state": (
-        {"state": new(3, H, P, N, requires_grad=True)}, ValueError, "overwrites what a gradient"
     ),
     "unknown": ({"out": new(3, H, P)}, TypeError, "unexpected keyword argument 'out'"),
 }  # fmt: skip
