@@ -47,9 +47,11 @@ def test_compute_sanitizer(tool, dtype, shape):
     program = sys.executable, HERE / "sanitize.py", dtype, str(shape)
     compiled = _run(*program)  # faster outside the sanitizer
     assert compiled.returncode == 0, compiled.stderr[-2000:]
-    # every tensor an allocation of its own, so that memcheck sees the end of each
+    # every tensor an allocation of its own, so that memcheck sees the end of each; Triton 3.9 asks
+    # the driver for more shared memory than it has and goes on when refused: no error of a kernel
     result = _run(
-        sanitizer, "--tool", tool, "--target-processes", "application-only", *program,
+        sanitizer, "--tool", tool, "--target-processes", "application-only",
+        *("--report-api-errors", "no") * (tool == "memcheck"), *program,
         PYTORCH_NO_CUDA_MEMORY_CACHING="1",
     )  # fmt: skip
     said = result.stdout[-3000:] + result.stderr[-500:]
