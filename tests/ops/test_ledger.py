@@ -1,0 +1,276 @@
+"""Defects that other libraries of linear attention had, each as a test of every operator that could
+have it: outputs and gradients against the recurrence in float64, or to the bit. The forms and their
+tolerances are those of contract.py; attention-gym's ledger of cuDNN's kernels and transformers
+#48455 name the cases.
+"""
+
+from itertools import accumulate
+from math import log
+
+import pytest
+import torch
+from gdn_checks import TOLERANCES, boundaries, by_value, same_bits, tolerance
+from grids import few
+from ops.contract import (
+    DELTA,
+    IMPLS,
+    STATES,
+    conv,
+    ema,
+    forms,
+    gdn,
+    kda,
+    recurrent_gdn,
+    recurrent_kda,
+    safe,
+    ssd,
+)
+from ops.test_contract_packed import each_by_itself
+
+from linattn_edu.packing import pack
+from linattn_edu.testing import assert_close
+
+pytestmark = [
+    pytest.mark.usefixtures("poison"),
+    pytest.mark.filterwarnings("ignore:overflow encountered in exp"),  # of NumPy's, interpreted
+]
+
+F32, F16 = (torch.float32,), (torch.float16,)
+SOME = few(torch.float32, torch.bfloat16, more=(torch.float16,))
+SMALL = (0.0, 1e-10, 1e-6)  # beta
+
+
+@forms("test_a_beta_of_next_to_nothing", *DELTA, dtypes=SOME, impl=IMPLS)
+def test_a_beta_of_next_to_nothing(form, dtype, impl, device):
+    """dbeta is the gradient there too. Computed as a sum over beta times something, divided by
+    beta, it is NaN or zero at 0, and half of it is lost at 1e-10.
+    """
+    x, do, dht, options = form.short(dtype, device)
+    for i, beta in enumerate(SMALL):
+        x["beta"][:, i :: len(SMALL) + 1] = beta  # one token in four keeps its own
+    got, want = form.run(x, do, dht, **options, impl=impl), form.exact(x, do, dht, **options)
+    form.check(got, want, dtype)
+    for i, beta in enumerate(SMALL):
+        at = slice(i, None, len(SMALL) + 1)
+        assert want["dbeta"][:, at].norm() > 0
+        tol = tolerance("dbeta", dtype)
+        assert_close(f"dbeta at {beta}", got["dbeta"][:, at], want["dbeta"][:, at], tol)
+
+
+@forms("test_no_write_at_all", *DELTA, dtypes=SOME, impl=IMPLS)
+def test_no_write_at_all(form, dtype, impl, device):
+    """beta is 0 everywhere, no state is given: outputs are zero, dbeta is not."""
+    x, do, dht, options = form.short(dtype, device, state=False)
+    x["beta"].zero_()
+    got, want = form.run(x, do, dht, **options, impl=impl), form.exact(x, do, dht, **options)
+    assert not got["o"].any() and not got["ht"].any() and not got["dv"].any()
+    assert want["dbeta"].norm() > 0
+    form.check(got, want, dtype)
+
+
+@forms("test_what_is_written_is_a_small_difference", *DELTA, impl=IMPLS)
+def test_what_is_written_is_a_small_difference(form, dtype, impl, device):
+    """v is 4096 and the state answers 4096 + 2: every token writes a part of -2, then of -1.
+    Rounded to bfloat16 before v is taken from it, 4098 is 4096, and nothing is written: outputs
+    stay 2 where 1.5, 1.25, 1.125, ... are exact.
+    """
+    T, K, V = (4 if form.chunk is None else 64), 16, 16
+    like = {"dtype": dtype, "device": device}
+    x = {"q": torch.zeros(1, T, 1, K, **like), "k": torch.zeros(1, T, 1, K, **like)}
+    x["q"][..., 1], x["k"][..., :2] = K**0.5, 1
+    gates = (1, T, 1) if form in (gdn, recurrent_gdn) else (1, T, 1, K)
+    x |= {"v": torch.full((1, T, 1, V), 4096.0, **like), "g": torch.zeros(gates, device=device)}
+    x |= {"beta": torch.full((1, T, 1), 0.25, device=device)}
+    x["initial_state"] = torch.zeros(1, 1, K, V, device=device)
+    x["initial_state"][:, :, 0], x["initial_state"][:, :, 1] = 4096, 2
+    do, dht = form.cotangents(x)
+    chunks = {} if form.chunk is None else {"chunk_size": 64}
+    got, want = form.run(x, do, dht, **chunks, impl=impl), form.exact(x, do, dht)
+    written = 0.5 ** torch.arange(1, T + 1, dtype=torch.float64, device=device) - 1
+    written = written[None, :, None, None].expand(do.shape)
+    assert_close("o", want["o"] - 2, written, 1e-12)
+    assert_close("o", got["o"].double() - 2, written, TOLERANCES[dtype][0])
+    if dtype == torch.float32:  # 16 bit: the error of keys that are all alike, see test_alike
+        del got["dbeta"]  # in chunks the difference of two sums some thousand times as large
+        form.check(got, want, dtype)
+
+
+@pytest.fixture
+def numbers_by_value(monkeypatch):
+    by_value(monkeypatch)
+
+
+EMPTY = (*[0] * 20, 3, *[0] * 30, 1, 17, *[0] * 21)  # 71 of them
+
+
+# of one head
+LITTLE = {
+    gdn: (1, 1, 16, 16), kda: (1, 1, 16, 16), recurrent_gdn: ((1, 1), 16, 16),
+    recurrent_kda: ((1, 1), 16, 16), ssd[-1]: (1, 1, 16, 16), ema: (1, 16), conv: (4, 4),
+}  # fmt: skip
+
+
+@pytest.mark.usefixtures("numbers_by_value")
+@forms("test_many_documents_without_tokens", *LITTLE, dtypes=F32, impl=IMPLS)
+def test_many_documents_without_tokens(form, dtype, impl, device):
+    """71 of them among three: the bits of the three alone, and the states of the others and their
+    gradients go through. Chunks counted by document, or a document found by its first token, mix
+    up their neighbours.
+    """
+    lengths = tuple(min(T, 3) for T in EMPTY) if form.chunk is None else EMPTY
+    x, do, dht, options = form.packed(lengths, dtype, device, sizes=LITTLE[form])
+    options |= {"impl": impl} | ({"chunk_size": 16} if form.chunk == 16 else {})
+    got = form.run(x, do, dht, cu_seqlens=boundaries(lengths, device), **options)
+    each_by_itself(form, x, do, dht, lengths, got, **options)
+
+
+def shown_as(show):
+    """f of what `show` makes of each tensor, so that gradients come by way of it."""
+    return lambda f: (
+        lambda **given: f(**{n: show(n, t) if torch.is_tensor(t) else t for n, t in given.items()})
+    )
+
+
+def every_second(n, t):
+    apart = torch.stack([t, torch.full_like(t, torch.nan)], -1) if t.is_floating_point() else None
+    return t if apart is None else apart[..., 0]
+
+
+def heads_first(n, t):
+    return t.transpose(1, 2).contiguous().transpose(1, 2) if t.ndim > 2 else t
+
+
+GATES = ("g", "gk", "gv", "beta", "dt")
+ONE_OF_EACH = (gdn, kda, recurrent_gdn, recurrent_kda, ssd[-1], ema, conv)
+
+
+@forms("test_tensors_of_any_strides", *ONE_OF_EACH, dtypes=F32, impl=IMPLS)
+def test_tensors_of_any_strides(form, dtype, impl, device):
+    """Gates expanded over the heads (strides of 0) beside tensors that are every second number of
+    others, and tokens behind heads: the bits of copies. A kernel that takes a stride of a head or
+    a channel for 1 reads another's gate, or the NaN between.
+    """
+    x, do, dht, options = form.short(dtype, device)
+    options["impl"] = impl
+
+    def expanded(n, t):
+        return t[:, :, :1].expand(t.shape) if n in GATES else every_second(n, t)
+
+    def copied(n, t):
+        return t[:, :, :1].expand(t.shape).contiguous() if n in GATES else t
+
+    for show, plain in ((expanded, copied), (heads_first, lambda n, t: t)):
+        got, want = (form.run(x, do, dht, shown_as(f)(form.f), **options) for f in (show, plain))
+        same_bits(got, want)
+
+
+@forms("test_gradients_of_unaligned_storage", *ONE_OF_EACH, dtypes=F32, impl=IMPLS)
+def test_gradients_of_unaligned_storage(form, dtype, impl, device):
+    """Tensors and gradients that begin one element behind an aligned one: the same bits. Loads of
+    16 bytes, or an address without the offset of its storage, read the neighbour before.
+    """
+
+    def shift(n, t):
+        y = torch.cat([t.new_full((1,), 77), t.flatten()])[1:].view(t.shape)
+        assert y.is_contiguous() and y.data_ptr() % 16
+        return y
+
+    x, do, dht, options = form.short(dtype, device)
+    options["impl"] = impl
+    want = form.run(x, do, dht, **options)
+    odd = shift("do", do), shift("dht", dht)
+    same_bits(form.run(x, *odd, shown_as(shift)(form.f), **options), want)
+
+
+@forms("test_products_beyond_float16", *DELTA, dtypes=F16, impl=IMPLS)
+def test_products_beyond_float16(form, dtype, impl, device):
+    """beta is 2^-10 and v up to 6e4: sums of v over channels are beyond float16, beta times them
+    are not. Rounded before beta, they are inf and dk is NaN.
+    """
+    x, do, dht, options = form.short(dtype, device)
+    do = 8 * do
+    x["v"] = (2e4 * x["v"].float()).clamp(-6e4, 6e4).to(dtype)
+    x["beta"] = torch.full_like(x["beta"], 2**-10, dtype=torch.float32)  # dbeta is beyond it too
+    want = form.exact(x, do, dht, **options)
+    assert (want["dbeta"].abs() > 65504).any()
+    assert all(want[f"d{n}"].abs().max() < 65504 for n in ("q", "k", "v"))
+    form.check(form.run(x, do, dht, **options, impl=impl), want, dtype)
+
+
+@forms(
+    "test_gates_at_the_bound", gdn, kda, safe, recurrent_gdn, recurrent_kda, *ssd, ema,
+    dtypes=SOME, impl=IMPLS,
+)  # fmt: skip
+def test_gates_at_the_bound(form, dtype, impl, device):
+    """Log decays are -5 at every token and channel, over a whole chunk of 64. The exponent of a
+    difference that is masked afterwards is 315: inf, and its gradient NaN.
+    """
+    T = 4 if form.chunk is None else 66
+    x, options = form.draw(1, T, dtype, device)
+    if "dt" in x:
+        x["A"].fill_(-5)
+        x["dt"] = (log(torch.e - 1) - x["dt_bias"]).expand(x["dt"].shape).to(dtype).contiguous()
+    for n in ("g", "gk", "gv"):
+        if n in x:
+            x[n].fill_(-5)
+    do, dht = form.cotangents(x)
+    chunks = {} if form.chunk is None else {"chunk_size": 64}
+    got = form.run(x, do, dht, **options, **chunks, impl=impl)
+    form.check(got, form.exact(x, do, dht, **options), dtype)
+
+
+def ends(form, N, impl, device, both=True):
+    """Assert that of N packed sequences of one token or two, the first, those about the 4096th and
+    the last have the bits of a call of them alone.
+    """
+    lengths = [1 + n % 2 for n in range(N)]
+    x, do, dht, options = form.packed(lengths, torch.float32, device, sizes=LITTLE[form])
+    bounds = boundaries(lengths, device)
+
+    def results(x, do, dht, bounds):
+        if both:
+            return form.run(x, do, dht, cu_seqlens=bounds, impl=impl, **options)
+        y = form(x, cu_seqlens=bounds, impl=impl, output_final_state=True, **options)
+        return dict(zip(("o", "ht"), y, strict=True))
+
+    def some(y, a, b):
+        tokens = slice(int(bounds[a]), int(bounds[b]))
+        return {
+            n: t[a:b] if n in STATES else t if n.removeprefix("d") in form.summed else t[:, tokens]
+            for n, t in y.items()
+        }
+
+    got = results(x, do, dht, bounds)
+    for a, b in ((0, 2), (4094, 4098), (N - 3, N)):
+        given = some(x | {"do": do}, a, b)
+        want = results(given, given.pop("do"), dht[a:b], boundaries(lengths[a:b], device))
+        same_bits(some(got, a, b), want, *form.sums())
+
+
+@pytest.mark.parametrize("form", (recurrent_gdn, recurrent_kda, conv), ids=str)
+def test_five_thousand_sequences(form, device, numbers_by_value):
+    """A table of 4096 sequences ends before the last ones. The operators that pass over sequences
+    quickly, without gradients: all others on a GPU.
+    """
+    ends(form, 5_000, "reference", device, both=False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("N", (5_000, 70_000))
+@forms("test_thousands_of_sequences", *LITTLE, dtypes=F32)
+def test_thousands_of_sequences(form, dtype, N, device):
+    """As above in both passes; a grid has no more than 65,535 programs on its second axis."""
+    ends(form, N, "triton", device)
+
+
+@pytest.mark.parametrize("N", (5_000, 70_000))
+def test_chunks_of_thousands_of_sequences(N, device):
+    """The tables that kernels go by, counted by hand. A counter of 16 bit ends at 32,767."""
+    lengths = [(0, 1, 16, 17, 40)[n % 5] for n in range(N)]
+    packing = pack(boundaries(lengths, device), 16)
+    rows = [(n, c) for n, T in enumerate(lengths) for c in range(-(-T // 16))]
+    offsets = [0, *accumulate(-(-T // 16) for T in lengths)]
+    assert packing.chunk_indices.tolist() == [[*row] for row in rows]
+    assert packing.chunk_offsets.tolist() == offsets
+    pieces = packing.pieces(16, sum(lengths))
+    assert torch.equal(pieces[: len(rows)].cpu(), torch.tensor(rows))
