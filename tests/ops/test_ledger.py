@@ -236,9 +236,11 @@ def ends(form, N, impl, device, both=True):
     def some(y, a, b):
         tokens = slice(int(bounds[a]), int(bounds[b]))
         return {
-            n: t[a:b] if n in STATES else t if n.removeprefix("d") in form.summed else t[:, tokens]
+            n: t[a:b] if n in STATES
+            else t if {n, n.removeprefix("d")} & {*form.summed}
+            else t[:, tokens]
             for n, t in y.items()
-        }
+        }  # fmt: skip
 
     got = results(x, do, dht, bounds)
     for a, b in ((0, 2), (4094, 4098), (N - 3, N)):
