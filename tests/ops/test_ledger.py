@@ -90,9 +90,11 @@ def test_what_is_written_is_a_small_difference(form, dtype, impl, device):
     written = written[None, :, None, None].expand(do.shape)
     assert_close("o", want["o"] - 2, written, 1e-12)
     assert_close("o", got["o"].double() - 2, written, TOLERANCES[dtype][0])
-    if dtype == torch.float32:  # 16 bit: the error of keys that are all alike, see test_alike
-        del got["dbeta"]  # in chunks the difference of two sums some thousand times as large
-        form.check(got, want, dtype)
+    wide = dtype == torch.float32
+    if form in (kda, safe) and impl == "triton" and not wide:
+        del got["dbeta"]  # a difference of sums that are rounded to 16 bit
+    # in chunks dbeta is the difference of two sums some thousand times as large; keys are alike
+    form.check(got, want, dtype, every=0 if wide else 1.5e-2, dbeta=3e-3)
 
 
 @pytest.fixture
