@@ -34,7 +34,7 @@ book: $(STAMP) ## run the chapters that changed, render the book to _build/html 
 pdf: $(STAMP) ## print the pages of make book to _build/linattn_edu.pdf, with Chromium or Chrome
 	$(BIN)/python tools/pdf.py
 
-check: $(STAMP) ## before every save: ruff, and one case of each test (minutes)
+check: $(STAMP) ## before every save: ruff, and one case of each test of the library (minutes)
 	$(BIN)/python tools/check.py --quick
 
 test: $(STAMP) ## the checks of every push

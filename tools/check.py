@@ -2,7 +2,7 @@
 
     python tools/check.py              everything that runs on every push
     python tools/check.py ruff nbval   only the steps with one of these words in their name
-    python tools/check.py --quick      ruff, and one case of each test (what `make check` does)
+    python tools/check.py --quick      ruff, and one case of each test of the library (`make check`)
     python tools/check.py --full       with whole grids, every row compiled, with the pinned Triton
                                        and with the newest, mistakes planted
 
@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 
+from newest import TESTS as COMPILING
 from notebooks import ROOT
 
 PYTEST = [sys.executable, "-m", "pytest", "-q"]
@@ -44,7 +45,16 @@ STEPS = {
 }
 ALLOWED = 120  # seconds of one core a chapter: 28 chapters in half an hour on two
 QUICK = {n: STEPS[n] for n in ("ruff check", "ruff format")} | {
-    "pytest": [*STEPS["pytest"], "--quick"]
+    # the library's tests: the book, benchmarks and compiling wait for `make test`
+    "pytest": [
+        *STEPS["pytest"],
+        "--ignore",
+        "tests/book",
+        "--ignore",
+        "tests/benchmarks",
+        *(f"--deselect={test}" for test in COMPILING),
+        "--quick",
+    ],
 }
 FULL = {
     "newest Triton": [sys.executable, "tools/newest.py"],
