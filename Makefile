@@ -6,11 +6,13 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # the oldest transformers that the integration serves, beside the newest: for one test
 OLDEST := $(VENV)/transformers-4.57
+# an environment without constraints, as `pip install` makes it today
+NEWEST := $(VENV)/newest
 PIP_INSTALL_FLAGS ?=
 GPU_WORKERS ?= 8
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help venv book pdf audit test test-full compile compile-newest mutants lint chapters gpu-test bench
+.PHONY: help venv book pdf audit check test test-full test-newest compile compile-newest mutants lint chapters gpu-test bench
 .DEFAULT_GOAL := help
 
 help: ## list the commands
@@ -32,11 +34,21 @@ book: $(STAMP) ## run the chapters that changed, render the book to _build/html 
 pdf: $(STAMP) ## print the pages of make book to _build/linattn_edu.pdf, with Chromium or Chrome
 	$(BIN)/python tools/pdf.py
 
+check: $(STAMP) ## before every save: ruff, and one case of each test of the library (minutes)
+	$(BIN)/python tools/check.py --quick
+
 test: $(STAMP) ## the checks of every push
 	$(BIN)/python tools/check.py
 
 test-full: $(STAMP) ## the same with whole grids, every row compiled anew, and mutants (hours)
 	$(BIN)/python tools/check.py --full
+
+test-newest: ## the tests on what pip installs today without constraints, in .venv/newest
+	$(PYTHON) -m venv $(NEWEST)
+	$(NEWEST)/bin/python -m pip install --quiet $(PIP_INSTALL_FLAGS) --upgrade \
+		--upgrade-strategy eager -e '.[book,test,bench]'
+	$(NEWEST)/bin/python -m pip list | grep -E '^(torch|triton|transformers|numpy) '
+	LINATTN_EDU_SAMPLE=1 $(NEWEST)/bin/python tools/check.py pytest
 
 compile: $(STAMP) ## compile the rows of kernels that changed, keep the results (ARGS=--all: all rows)
 	$(BIN)/python tests/kernels/compile_rows.py --write $(ARGS)

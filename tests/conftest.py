@@ -22,12 +22,31 @@ if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("trito
     quicken()
 
 
-def pytest_collection_modifyitems(items):
+def pytest_addoption(parser):
+    parser.addoption("--quick", action="store_true", help="of each test function one case")
+
+
+def pytest_collection_modifyitems(config, items):
+    if config.getoption("--quick"):
+        kept = first_cases(items)
+        config.hook.pytest_deselected(items=[x for x in items if x not in kept])
+        items[:] = kept
     if torch.cuda.is_available():
         return
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+
+
+def first_cases(items):
+    """What --quick keeps: the first case of every test function, all of a file marked `whole`."""
+    seen = set()
+
+    def first(item):
+        function = item.nodeid.partition("[")[0]
+        return not (function in seen or seen.add(function))
+
+    return [x for x in items if first(x) or x.get_closest_marker("whole")]
 
 
 @pytest.hookimpl(hookwrapper=True)

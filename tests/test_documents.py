@@ -14,6 +14,7 @@ import linattn_edu
 from benchmarks.results import of_operators
 from linattn_edu import testing
 
+pytestmark = pytest.mark.whole
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = ("README.md", "CONTRIBUTING.md")
 PYTHON = [

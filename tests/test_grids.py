@@ -1,6 +1,10 @@
-"""grids.py: pairs of values, as few combinations as may be, the same every time."""
+"""grids.py: pairs of values, as few combinations as may be, the same every time. And --quick."""
 
 import itertools
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
 
 import pytest
 from grids import pairs
@@ -22,3 +26,33 @@ def test_every_pair_of_values_occurs(sizes):
     two = sorted(sizes)[-2:]
     assert len(found) <= 2 * two[0] * two[-1]
     assert pairs(**axes) == found
+
+
+SPY = """
+import pytest
+
+class Spy:
+    def pytest_deselected(self, items):
+        print(*(f"out {x.nodeid}" for x in items), sep="\\n")
+
+pytest.main(["--collect-only", "-q", "--quick", "tests/delta", "tests/kernels"], plugins=[Spy()])
+"""
+
+
+def test_quick_keeps_a_case_of_every_function():
+    """Less than half of all; of files that are marked `whole` every case, of others one."""
+    root = Path(__file__).parents[1]
+    said = subprocess.run([sys.executable, "-c", SPY], cwd=root, capture_output=True, text=True)
+    lines = [x for x in said.stdout.splitlines() if "::" in x]
+    out = [x.removeprefix("out ") for x in lines if x.startswith("out ")]
+    kept = Counter(function_of(x) for x in lines if x.startswith("tests/"))
+    assert {function_of(x) for x in out} <= set(kept), said.stdout + said.stderr
+    assert 0 < sum(kept.values()) < len(out)
+    whole = {x for x in kept if "mark.whole" in (root / x.partition("::")[0]).read_text()}
+    assert not whole & {function_of(x) for x in out} and any(kept[x] > 1 for x in whole)
+    assert all(kept[x] == 1 for x in set(kept) - whole)
+
+
+def function_of(case):
+    """tests/test_a.py::test_b of one of its cases."""
+    return case.partition("[")[0]

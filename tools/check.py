@@ -2,6 +2,7 @@
 
     python tools/check.py              everything that runs on every push
     python tools/check.py ruff nbval   only the steps with one of these words in their name
+    python tools/check.py --quick      ruff, and one case of each test of the library (`make check`)
     python tools/check.py --full       with whole grids, every row compiled, with the pinned Triton
                                        and with the newest, mistakes planted
 
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import time
 
+from newest import TESTS as COMPILING
 from notebooks import ROOT
 
 PYTEST = [sys.executable, "-m", "pytest", "-q"]
@@ -42,6 +44,18 @@ STEPS = {
     "pages": [*PYTEST, "-n", "4", "--dist", "worksteal", PAGES],
 }
 ALLOWED = 120  # seconds of one core a chapter: 28 chapters in half an hour on two
+QUICK = {n: STEPS[n] for n in ("ruff check", "ruff format")} | {
+    # the library's tests: the book, benchmarks and compiling wait for `make test`
+    "pytest": [
+        *STEPS["pytest"],
+        "--ignore",
+        "tests/book",
+        "--ignore",
+        "tests/benchmarks",
+        *(f"--deselect={test}" for test in COMPILING),
+        "--quick",
+    ],
+}
 FULL = {
     "newest Triton": [sys.executable, "tools/newest.py"],
     "mutants": [sys.executable, "tools/mutants.py"],
@@ -73,9 +87,9 @@ def cpu_seconds() -> float:
 
 
 def main(words: list[str]) -> int:
-    full = "--full" in words
-    words = [w for w in words if w != "--full"]
-    steps = STEPS | (FULL if full else {})
+    full, quick = "--full" in words, "--quick" in words
+    words = [w for w in words if w not in ("--full", "--quick")]
+    steps = QUICK if quick else STEPS | (FULL if full else {})
     names = [n for n in steps if not words or any(w in n for w in words)]
     results = {n: run(n, steps[n], full) for n in names}
     print("\n=== seconds, and of all cores together")
@@ -83,7 +97,10 @@ def main(words: list[str]) -> int:
         print(f"{name:13s} {'passed' if passed else 'FAILED'} {seconds:5.0f} {cpu:5.0f}")
     chapters = len(NOTEBOOKS)
     taken = sum(cpu for *_, cpu in results.values())
-    print(f"{taken / chapters:.0f} s of one core a chapter; {ALLOWED} are allowed (CONTRIBUTING)")
+    if set(STEPS) <= set(names):  # a part says nothing of a chapter
+        print(
+            f"{taken / chapters:.0f} s of one core a chapter; {ALLOWED} are allowed (CONTRIBUTING)"
+        )
     failed = [n for n, (passed, *_) in results.items() if not passed]
     print(f"failed: {', '.join(failed)}" if failed else "all checks passed")
     return 1 if failed else 0

@@ -213,3 +213,22 @@ def test_the_newest_triton_may_be_the_pinned_one(monkeypatch, capsys):
     newest = tool("newest")
     monkeypatch.setattr(newest, "provide", lambda _: importlib.metadata.version("triton"))
     assert newest.main() == 0 and "is the one that is pinned" in capsys.readouterr().out
+
+
+def test_the_quick_check_is_ruff_and_one_case_of_each_test(monkeypatch, capsys):
+    check, ran = tool("check"), {}
+
+    def run(name, command, full):
+        ran[name] = command
+        return name != failing, 0.0, 0.0
+
+    monkeypatch.setattr(check, "run", run)
+    for failing in ("no step", "pytest"):
+        ran.clear()
+        assert check.main(["--quick"]) == (failing == "pytest")
+        assert list(ran) == ["ruff check", "ruff format", "pytest"]
+        step = len(check.STEPS["pytest"])
+        assert ran["pytest"][:step] == check.STEPS["pytest"] and "--quick" in ran["pytest"][step:]
+    assert "failed: pytest" in capsys.readouterr().out
+    check.main(["pytest"])
+    assert ran["pytest"] == check.STEPS["pytest"]

@@ -6,6 +6,7 @@ import re
 import pytest
 from book.layout import ROOT
 
+pytestmark = pytest.mark.whole
 ROOM = ROOT / "linattn_edu" / "kernels"
 GLUON = ROOM / "gluon"
 FILES = sorted(ROOM.rglob("*.py"))

@@ -12,6 +12,7 @@ from kernels.kept import is_kernel
 
 pytest.importorskip("triton")
 
+pytestmark = pytest.mark.whole
 ROOT = Path(__file__).parents[2]
 FILES = sorted(
     f"{folder}/{p.stem}"

@@ -34,6 +34,7 @@ from linattn_edu.kernels.routes import (
 )
 from linattn_edu.kernels.tiles import block
 
+pytestmark = pytest.mark.whole
 PACKAGE = Path(linattn_edu.__file__).parent
 # -- the routes of calls
 

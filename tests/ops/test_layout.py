@@ -9,6 +9,7 @@ import pytest
 
 import linattn_edu
 
+pytestmark = pytest.mark.whole
 PACKAGE = Path(linattn_edu.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 OPS = "linattn_edu.ops"
