@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from linattn_edu.kernels.tiles import block, cdiv, load_vector
+from linattn_edu.kernels.tiles import block, cdiv, load_vector, mask_if
 from linattn_edu.reference.tiles import repeat_heads
 
 
@@ -61,7 +61,7 @@ def decoding_kernel(q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, pool_ptr, slots_ptr, a
     place = i_n * T + tl.load(accepted_ptr + i_n) - 1  # blank: in slots, of the state to start from
     slot = tl.load(slots_ptr + place).to(tl.int64)
     live = (slot >= 0) & (slot < n_slots)
-    b_S = tl.load(pool_ptr + slot * HV * K * V + i_S, mask=m_S & live, other=0.0)  # [BK, BV]
+    b_S = tl.load(pool_ptr + slot * HV * K * V + i_S, mask=mask_if(m_S, live), other=0.0)
     for t in range(T):
         i = (i_n * T + t) * HV + i_h
         i_k = (i_n * T + t) * H + i_h // (HV // H)
@@ -82,7 +82,7 @@ def decoding_kernel(q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, pool_ptr, slots_ptr, a
         place_t = i_n * T + t  # blank: in slots, of the state after token t
         slot_t = tl.load(slots_ptr + place_t).to(tl.int64)
         kept = live & (slot_t >= 0) & (slot_t < n_slots)
-        tl.store(pool_ptr + slot_t * HV * K * V + i_S, b_S, mask=m_S & kept)
+        tl.store(pool_ptr + slot_t * HV * K * V + i_S, b_S, mask=mask_if(m_S, kept))
 
 
 def decoding_triton(q, k, v, g, beta, pool, slots, accepted, *, scale, BV=16):

@@ -451,10 +451,10 @@ MUTANTS = [
     ),
     # the public functions
     Mutant(
-        "cu_seqlens may end before the last token",
+        "cu_seqlens may end behind the last token",
         f"{OPS}/check.py",
-        "    if bounds[-1] != T:",
         "    if bounds[-1] > T:",
+        "    if bounds[-1] > T + 64:",
         "tests/ops/test_helpers.py",
     ),
     Mutant(
@@ -462,13 +462,6 @@ MUTANTS = [
         f"{OPS}/delta/arguments.py",
         'given.take("v", v, ("B", "T", "HV", "V"), alike=alike)',
         'given.take("v", v, ("B", "T", "HV", "V"))',
-        "tests/ops/test_contract_refused.py -k bits",
-    ),
-    Mutant(
-        "B and C may have another dtype than x",
-        f"{OPS}/ssd/chunk.py",
-        '("B", "T", "G", "S"), alike=True)',
-        '("B", "T", "G", "S"))',
         "tests/ops/test_contract_refused.py -k bits",
     ),
     Mutant(
