@@ -227,10 +227,11 @@ def get_cp_cu_seqlens(
 ) -> CPContext:
     """:func:`build_cp_context` under fla-core's other name, or what any rank of a world would hold.
 
+    The arguments that are not named here are those of :func:`build_cp_context`.
+
     Args:
         world_size, rank: Number of all ranks, and of the one to look at; None: those of the group.
             The operators refuse such a context of another rank than the group's.
-        The others as in :func:`build_cp_context`.
 
     Raises:
         ValueError: one of world_size and rank without the other, or a rank that is not in the
