@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from linattn_edu.layers import RMSNormGated
 from linattn_edu.ops import check
-from linattn_edu.ops.rms_norm_gated import ACTIVATIONS, rms_norm_gated
+from linattn_edu.ops.rms_norm_gated import ACTIVATIONS, rms_norm_gated, summed
 from linattn_edu.ops.tensors import wide
 
 
@@ -65,14 +65,10 @@ def layer_norm_gated(
     Centring is PyTorch's, in float32; what the norm reads is a copy of x in that.
     """
     check.dense("x", x, "[..., D]")
-    dtype, total = x.dtype, x
-    if residual is not None:
-        if not isinstance(residual, Tensor) or residual.shape != x.shape:
-            got = tuple(getattr(residual, "shape", ()))
-            raise ValueError(f"residual must have x's shape {tuple(x.shape)}, got {got}")
-        total = (x.to(wide(x, residual)) + residual).to(residual.dtype)
-    elif residual_in_fp32:
-        total = x.to(wide(x))
+    if residual is not None and (not isinstance(residual, Tensor) or residual.shape != x.shape):
+        got = tuple(getattr(residual, "shape", ()))
+        raise ValueError(f"residual must have x's shape {tuple(x.shape)}, got {got}")
+    dtype, total = x.dtype, summed(x, residual, residual_in_fp32)
     v = total.to(wide(total))
     if z is not None and not norm_before_gate:
         gate = torch.sigmoid if ACTIVATIONS.get(activation) == "sigmoid" else F.silu

@@ -87,11 +87,7 @@ def rms_norm_gated(
         impl = "reference"
     tensors = (x, weight, bias, z, residual)
     impl = check.resolve_impl(impl, x.device, tuple(t.dtype for t in tensors if t is not None))
-    dtype, total = x.dtype, x
-    if residual is not None:
-        total = (x.to(wide(x, residual)) + residual).to(residual.dtype)
-    elif residual_in_fp32:
-        total = x.to(wide(x))
+    dtype, total = x.dtype, summed(x, residual, residual_in_fp32)
     x, weight, bias, z = (
         None if t is None else t.reshape(*t.shape[:-1], D // group, group)
         for t in (total, weight, bias, z)
@@ -99,6 +95,13 @@ def rms_norm_gated(
     y, _ = norm(x, weight, bias, z, eps, norm_before_gate, ACTIVATIONS[activation], impl)
     y = y.flatten(-2).to(dtype)
     return (y, total) if prenorm else y
+
+
+def summed(x: Tensor, residual: Tensor | None, in_fp32: bool) -> Tensor:
+    """x + residual in residual's dtype; without a residual x, or x in float32."""
+    if residual is not None:
+        return (x.to(wide(x, residual)) + residual).to(residual.dtype)
+    return x.to(wide(x)) if in_fp32 else x
 
 
 def check_eps(name: str, eps: float) -> float:

@@ -18,6 +18,8 @@ pytestmark = [
 
 F32 = (torch.float32,)
 SOME = few(torch.float32, torch.bfloat16, more=(torch.float16,))
+WHOLE = [f for f in FORMS if f.name != "ema, in pieces"]
+KNOWN = [f for f in FORMS if "cu_seqlens_cpu" in f.known]
 
 
 @pytest.fixture(autouse=True)
@@ -170,15 +172,24 @@ def test_states_with_v_first(form, dtype, packed, impl, device):
     same_bits(got, want)
 
 
-@pytest.mark.parametrize("compiled", (False, True), ids=("", "compiled"))
 @pytest.mark.parametrize("end", (17, 0))
 @forms("test_tokens_behind_the_last_sequence", dtypes=F32, impl=IMPLS, raw=(False, True))
-def test_tokens_behind_the_last_sequence(form, dtype, impl, raw, end, compiled, device):
+def test_tokens_behind_the_last_sequence(form, dtype, impl, raw, end, device):
     """Padding: outputs and gradients zero, and the bits of the call without; whatever is there, but
     where a function of one token comes first, whose gradient is its own.
     """
-    if compiled and (raw or end == 0 or form.name == "ema, in pieces"):
-        pytest.skip("one case of each is enough")
+    check_behind(form, form.f, dtype, impl, raw, end, device)
+
+
+@forms("test_tokens_behind_the_last_sequence", *WHOLE, dtypes=F32, impl=IMPLS)
+def test_tokens_behind_the_last_sequence_compiled(form, dtype, impl, device):
+    torch._dynamo.reset()
+    f = torch.compile(form.f, fullgraph=True, backend="aot_eager")
+    check_behind(form, f, dtype, impl, False, 17, device)
+
+
+def check_behind(form, f, dtype, impl, raw, end, device):
+    """f of a form on three sequences that end before T, beside form.f on them alone."""
     lengths = (end // 2, 0, end - end // 2)
     x, options = form.draw(1, end + 9, dtype, device, N=3, raw=raw)
     do, dht = form.cotangents(x, 3)
@@ -190,10 +201,6 @@ def test_tokens_behind_the_last_sequence(form, dtype, impl, raw, end, compiled, 
     for n, t in behind.items():
         if not raw and n != "residual":
             t[:, end:] = torch.nan
-    f = form.f
-    if compiled:
-        torch._dynamo.reset()
-        f = torch.compile(f, fullgraph=True, backend="aot_eager")
     got = form.run(x, do, dht, f=f, **options)
     for n, t in got.items():
         if n == "o" or n.removeprefix("d") in behind:
@@ -206,12 +213,21 @@ def test_tokens_behind_the_last_sequence(form, dtype, impl, raw, end, compiled, 
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")
-@pytest.mark.parametrize("host", (False, True), ids=("", "known to the host"))
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")
 @forms("test_a_graph_keeps_no_boundaries", dtypes=F32)
-def test_a_graph_keeps_no_boundaries(form, dtype, host, device):
+def test_a_graph_keeps_no_boundaries(form, dtype, device):
     """Compiled once, it serves others of as many sequences; also those that end before T."""
-    if host and "cu_seqlens_cpu" not in form.known:
-        pytest.skip("it takes none")
+    check_graph(form, dtype, False, device)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")
+@forms("test_a_graph_keeps_no_boundaries", *KNOWN, dtypes=F32)
+def test_a_graph_keeps_no_boundaries_that_the_host_knows(form, dtype, device):
+    check_graph(form, dtype, True, device)
+
+
+def check_graph(form, dtype, host, device):
+    """One graph, four pairs of sequences; host: it is given their boundaries too."""
     x, options = form.draw(1, 20, dtype, device, N=2)
     options |= {"impl": "reference"} if device.type == "cpu" else {}
     torch._dynamo.reset()
