@@ -12,7 +12,6 @@ import pytest
 from gpu.sanitize import DTYPES, SHAPES
 
 HERE = Path(__file__).parent
-pytestmark = pytest.mark.gpu
 
 
 def _run(*command, **environment):
@@ -23,6 +22,7 @@ def _run(*command, **environment):
     )  # fmt: skip
 
 
+@pytest.mark.gpu
 def test_every_row():
     listing = _run(sys.executable, HERE / "run_rows.py").stdout.splitlines()
     assert len(listing) > 50
@@ -37,6 +37,7 @@ def test_every_row():
     assert not failures, "\n".join(failures)
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("shape", range(len(SHAPES)))
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
