@@ -114,7 +114,7 @@ def ema_bwd_kernel(
         b_dg = tl.sum(b_kept * b_dH, 1)
         if tl.max(not_finite(b_dg).to(tl.int32), 0) > 0:
             b_kept, _h = one_by_one(
-                b_kept, b_h, b_h, o_d < D, x_ptr, g_ptr, w_ptr, start, n_t, o_t, o_d, H, D, False,
+                b_kept, b_h, b_h, o_d >= 0, x_ptr, g_ptr, w_ptr, start, n_t, o_t, o_d, H, D, False,
                 True,
             )  # fmt: skip
             b_dg = tl.sum(b_kept * b_dH, 1)
