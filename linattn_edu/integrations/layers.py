@@ -32,8 +32,8 @@ class _Fla:
             attention_mask: Left padding ``[B, T]``, or of earlier tokens too, of which the last T
                 count.
             past_key_values: As fla's Cache: at layer_idx a dict with "conv_state", a tuple of
-                tensors ``[N, D, W]`` or None, and "recurrent_state"; with ``update``. Under
-                torch.no_grad() only.
+                tensors ``[N, D, W]`` or None, and "recurrent_state"; with ``update``. Where a
+                gradient is recorded, it goes on into the pieces that they come from, as in fla.
             kwargs: cu_seqlens; what else there is changes nothing.
         """
         if attention_mask is not None:
@@ -83,7 +83,8 @@ class Mamba2(layers.Mamba2):
                 with inference_params, and cu_seqlens, if there, must say the same.
             cu_seqlens: Boundaries ``[N + 1]`` of sequences packed into a batch of one.
             inference_params: Has key_value_memory_dict, in which the states of this layer are, or
-                are put, at layer_idx, and seqlen_offset, 0 before the first tokens.
+                are put, at layer_idx, and seqlen_offset, 0 before the first tokens. Where a
+                gradient is recorded, it goes on into the pieces that they come from.
         """
         shape = u.shape
         if seqlen is not None:
@@ -99,7 +100,10 @@ class Mamba2(layers.Mamba2):
             check.tensor("u", u, ("B", "T", "d_model"), {})
             check.sequence_numbers("seq_idx", seq_idx, *u.shape[:2])
             cu_seqlens, u = _bounds(seq_idx), u.flatten(0, 1)[None]
-        return super().forward(u, cache=cache, cu_seqlens=cu_seqlens).reshape(shape)
+        y = super().forward(u, cache=cache, cu_seqlens=cu_seqlens).reshape(shape)
+        if cache is not None:
+            inference_params.key_value_memory_dict[self.layer_idx] = cache.states
+        return y
 
     def step(
         self, hidden_states: Tensor, conv_state: Tensor, ssm_state: Tensor

@@ -16,6 +16,10 @@ class Cache:
     Made by the layer's ``make_cache``; never allocated anew, so that a CUDA graph of a step may be
     replayed. :func:`copy.deepcopy` gives a second memory of the same tokens.
 
+    Where a gradient is recorded, in training over the pieces of a document, new states with their
+    history take the place of the old ones: a backward pass goes on into earlier pieces, as far as
+    the last :meth:`detach`.
+
     Args:
         layer: Name of the layer's class.
         conv_states: For each short convolution, in the order of the forward pass, its last W inputs
@@ -37,14 +41,40 @@ class Cache:
         """All states."""
         return (*self.conv_states, self.recurrent_state)
 
-    @torch.no_grad()
-    def reset(self) -> None:
-        """Forget all tokens: set the states to zero, in place."""
-        for state in self.states:
-            with inplace.writable(state):
-                state.zero_()
+    def put(self, i: int, value: Tensor) -> None:
+        """Make value the state number i of :attr:`states`: in place, or where it or the old one
+        has a gradient's history, with that, in a new tensor.
+        """
+        state = self.states[i]
+        if not (value.requires_grad or state.requires_grad):
+            with inplace.writable(state), torch.no_grad():
+                state.copy_(value)
+            return
+        self._replace(i, value.to(state.dtype).contiguous())
+
+    def _replace(self, i: int, value: Tensor) -> None:
+        if i == len(self.conv_states):
+            self.recurrent_state = value
+        else:
+            self.conv_states = (*self.conv_states[:i], value, *self.conv_states[i + 1 :])
+
+    def detach(self) -> None:
+        """Keep the states and forget their history: no gradient goes back over this place."""
+        self.conv_states = tuple(state.detach() for state in self.conv_states)
+        self.recurrent_state = self.recurrent_state.detach()
+
+    def own(self) -> None:
+        """Let go of histories, with copies that may be written."""
+        for i, state in enumerate(self.states):
+            if state.requires_grad:
+                self._replace(i, state.detach().clone())
 
     @torch.no_grad()
+    def reset(self) -> None:
+        """Forget all tokens: set the states to zero, in place; those with a history anew."""
+        for i, state in enumerate(self.states):
+            self.put(i, torch.zeros_like(state))
+
     def reorder(self, rows: Tensor) -> None:
         """Give row n the states of row ``rows[n]``, in place: beam search.
 
@@ -61,6 +91,5 @@ class Cache:
         check.same_device(("the cache", self.recurrent_state), ("rows", rows))
         if known(rows) and not ((rows >= 0) & (rows < N)).all():
             raise ValueError(f"rows must be from 0 to {N - 1}, got {rows.tolist()}")
-        for state in self.states:
-            with inplace.writable(state):
-                state.copy_(state.index_select(0, rows))
+        for i, state in enumerate(self.states):
+            self.put(i, state.index_select(0, rows))

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from linattn_edu.layers.cache import Cache
-from linattn_edu.layers.layer import Layer, draw_step_bias, write
+from linattn_edu.layers.layer import Layer, draw_step_bias
 from linattn_edu.layers.short_convolution import ShortConvolution
 from linattn_edu.ops import check
 from linattn_edu.ops.causal_conv1d import WIDEST
@@ -125,7 +125,7 @@ class DeltaLayer(Layer):
             **({"inplace_final_state": True} if step else {}),
         )
         if cache is not None and not step:
-            write(cache.recurrent_state, state)
+            cache.put(len(cache.conv_states), state)
         return self.o_proj(self._norm(o, x).flatten(-2))
 
     def _qkv(self, i: int, x: Tensor, cache: Cache | None, bounds: dict) -> Tensor:

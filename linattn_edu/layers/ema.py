@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from linattn_edu.layers.cache import Cache
-from linattn_edu.layers.layer import Layer, write
+from linattn_edu.layers.layer import Layer
 from linattn_edu.ops import check, inplace
 from linattn_edu.ops.ema import ema_scan
 from linattn_edu.ops.tensors import wide
@@ -112,5 +112,5 @@ class EMA(Layer):
                 v, -F.softplus(u), None, state, state is not None, impl=self.impl, **bounds
             )
             if state is not None:
-                write(state, final)
+                cache.put(0, final)
         return self.o_proj(y.flatten(-2))

@@ -26,9 +26,10 @@ class GatedDeltaNet(DeltaLayer):
     A state dict of fla's GatedDeltaNet (fla-core 0.6.0) loads with strict=True and gives its
     outputs; one that does not fit is refused whole. What differs from fla's forward: y alone is
     returned; a :class:`Cache` of :meth:`make_cache` takes the place of past_key_values and
-    use_cache; what runs is the same with a gradient and without, in training and not, whatever T
-    is: mode, and for one token with a cache the recurrent form; a mask covers the tokens of this
-    call alone, and beside cu_seqlens is ones. ``linattn_edu.integrations.layers`` has fla's call.
+    use_cache; what runs is the same in training and not, whatever T is: mode, and for one token
+    with a cache, where no gradient is recorded, the recurrent form; a mask covers the tokens of
+    this call alone, and beside cu_seqlens is ones. ``linattn_edu.integrations.layers`` has fla's
+    call.
 
     Parameters, with K = head_dim, V = expand_v K, H = num_heads, HV = num_v_heads: q_proj, k_proj
     ``[H K, hidden_size]``, v_proj, g_proj ``[HV V, hidden_size]``, a_proj, b_proj

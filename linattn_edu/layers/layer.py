@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from linattn_edu.cp.context import CPContext
 from linattn_edu.layers.cache import Cache
 from linattn_edu.layers.short_convolution import ShortConvolution
-from linattn_edu.ops import check, inplace
-from linattn_edu.ops.tensors import AUTOCAST, known, needs_gradient
+from linattn_edu.ops import check
+from linattn_edu.ops.tensors import AUTOCAST, known, needs_gradient, transformed
 
 
 class Layer(nn.Module):
@@ -75,8 +75,10 @@ class Layer(nn.Module):
             cache: Of this layer's :meth:`make_cache`, for as many sequences: x goes on from its
                 states, which are then overwritten with those after x. The pieces of a sequence, of
                 any lengths, one after the other give what the whole gives at once. One token (T =
-                1) takes the recurrent operators, in place, without a new state. Under
-                torch.no_grad() or torch.inference_mode() only.
+                1) takes the recurrent operators, in place, without a new state. Where a gradient is
+                recorded, the cache gets new states with their history, one token as more: call
+                ``cache.detach()`` between the pieces that a gradient shall not cross. Not inside
+                of activation checkpointing, which would run the layer a second time.
             cu_seqlens: Boundaries ``[N + 1]``, int32 or int64, of N sequences packed into a batch
                 of one: each gives what it gives alone. A cache then has N sequences. y is zero at
                 tokens behind the last of them.
@@ -91,8 +93,8 @@ class Layer(nn.Module):
         Raises:
             TypeError: an argument is not of a type or dtype listed above.
             ValueError: a shape, a mask, a cache of another layer or batch size, or a combination of
-                arguments does not fit, or a gradient is recorded with a cache; the message names
-                the argument, what was expected and what came. Nothing has been written then.
+                arguments does not fit, or a cache comes in a transform of torch.func; the message
+                names the argument, what was expected and what came. Nothing has been written then.
         """
         x, cu_seqlens_cpu = self._begin(x, cache, cu_seqlens, cu_seqlens_cpu, cp_context)
         packed = cu_seqlens is not None or cp_context is not None
@@ -106,6 +108,10 @@ class Layer(nn.Module):
             "cu_seqlens": cu_seqlens, "cu_seqlens_cpu": cu_seqlens_cpu, "cp_context": cp_context,
         }  # fmt: skip
         step = cache is not None and x.shape[1] == 1 and cu_seqlens is None
+        if cache is not None and needs_gradient(x, *self.parameters(), *cache.states):
+            step = False
+        elif cache is not None:
+            cache.own()
         y = self._mixed(x, padding, cache, bounds, step)
         return _filled(y, padding, fill)
 
@@ -122,7 +128,7 @@ class Layer(nn.Module):
         state = None if cache is None else cache.conv_states[i]
         y, final = conv(x, cache=state, output_final_state=state is not None, **bounds)
         if state is not None and final is not state:
-            write(state, final)
+            cache.put(i, final)
         return y
 
     def _projection(self) -> nn.Module:
@@ -166,6 +172,11 @@ class Layer(nn.Module):
             raise TypeError(f"cache must come from {name}.make_cache, got {type(cache).__name__}")
         if cp_context is not None:
             raise ValueError("cache must be None with cp_context, got a Cache")
+        if transformed():
+            raise ValueError(
+                "cache must be None in a transform of torch.func, whose states stay inside, "
+                "got a Cache"
+            )
         if cache.layer != name:
             raise ValueError(f"cache must be of a {name}, got one of a {cache.layer}")
         dtype = _activations(x.dtype, x.device)
@@ -186,11 +197,6 @@ class Layer(nn.Module):
                     f"cache must have contiguous states, got strides {y.stride()} for {shape}"
                 )
         check.same_device(("x", x), *(("cache", y) for y in cache.states))
-        if torch.is_grad_enabled() and needs_gradient(x, *self.parameters()):
-            raise ValueError(
-                "cache is written in place, which a gradient would not notice: call the layer "
-                "under torch.no_grad() or without a cache"
-            )
 
     def load_state_dict(self, state_dict, strict: bool = True, assign: bool = False):
         """As PyTorch's, but a state dict that does not fit is refused before anything is loaded.
@@ -336,12 +342,6 @@ def _filled(x: Tensor, padding: Tensor | None, fill: Tensor | None) -> Tensor:
     if padding is None:
         return x
     return x.masked_fill(padding, 0) if fill is None else torch.where(padding, fill.to(x.dtype), x)
-
-
-def write(state: Tensor, value: Tensor) -> None:
-    """Put a value where a state of a cache is."""
-    with inplace.writable(state), torch.no_grad():
-        state.copy_(value)
 
 
 @torch.no_grad()

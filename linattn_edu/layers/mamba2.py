@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from linattn_edu.layers.cache import Cache
-from linattn_edu.layers.layer import Layer, draw_rate, draw_step_bias, write
+from linattn_edu.layers.layer import Layer, draw_rate, draw_step_bias
 from linattn_edu.layers.rms_norm_gated import RMSNormGated
 from linattn_edu.layers.short_convolution import ShortConvolution
 from linattn_edu.ops import check
@@ -213,7 +213,7 @@ class Mamba2(Layer):
         )  # fmt: skip
         if keep:
             y, state = y
-            write(cache.recurrent_state, state)
+            cache.put(len(cache.conv_states), state)
         return y
 
     def _step(

@@ -100,6 +100,12 @@ class KeyValueCache:
         self.conv_state, self.length = conv_state, 0
         self.k = self.v = self.mask = None
 
+    def detach(self) -> None:
+        """Forget the history: no gradient goes back over this place."""
+        for name in ("conv_state", "k", "v"):
+            state = getattr(self, name)
+            setattr(self, name, None if state is None else state.detach())
+
     def append(self, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple:
         """Keys, values and mask (or None) of all tokens, with the new ones."""
         new, old = mask, self.mask

@@ -142,7 +142,8 @@ class LanguageModel(nn.Module):
         Args:
             tokens: ``[B, T]``, integers below ``config.vocabulary``.
             attention_mask: ``[B, T]``, 0 for padding on the left, 1 for tokens; None without.
-            cache: What :meth:`make_cache` made; it is brought up to the last token, in place.
+            cache: What :meth:`make_cache` made; it is brought up to the last token, in place. Where
+                a gradient is recorded it keeps the history, until ``detach()`` of each part.
             cu_seqlens: ``[N + 1]``, the bounds of sequences packed in a row (B is 1). A cache then
                 has N sequences; "attention" takes none.
             cp_context: Of :func:`build_cp_context`: the tokens are this rank's. Not "attention".

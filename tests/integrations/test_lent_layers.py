@@ -71,8 +71,10 @@ def test_layers_of_fla(name, short_conv):
         y, *_ = theirs(x[:1], past_key_values=memory, cu_seqlens=bounds)
         assert torch.equal(y, layer(x[:1], cu_seqlens=bounds))
         assert len(memory[1]["recurrent_state"]) == 2
-    with pytest.raises(ValueError, match="a gradient would not notice"):
-        theirs(x, past_key_values=Memory())
+    memory = Memory()
+    parts = [theirs(x[:, a:b], past_key_values=memory)[0] for a, b in pairwise((0, 6, 7, T))]
+    (again,) = torch.autograd.grad(torch.cat(parts, 1).sum(), x)
+    assert_close("dx over pieces", again, dx, 1e-10)
     theirs.layer_idx = None
     with pytest.raises(ValueError, match=f"layer_idx of {name} must be given"):
         theirs(x, past_key_values=Memory())
@@ -92,6 +94,14 @@ def test_layer_of_mamba_ssm():
                 parts.append(theirs(x[:, a:b], inference_params=params))
                 params.seqlen_offset += b - a
             assert_close(f"with states, {again}", torch.cat(parts, 1), want, 1e-12)
+    params, parts = SimpleNamespace(key_value_memory_dict={}, seqlen_offset=0), []
+    x.requires_grad_()
+    for a, b in ((0, 6), (6, 7), (7, T)):  # training over the pieces of a document
+        parts.append(theirs(x[:, a:b], inference_params=params))
+        params.seqlen_offset += b - a
+    (dx,) = torch.autograd.grad(torch.cat(parts, 1).sum(), x)
+    assert_close("dx over pieces", dx, torch.autograd.grad(layer(x).sum(), x)[0], 1e-10)
+    with torch.no_grad():
         conv_state, state = theirs.allocate_inference_cache(2, 100)
         assert conv_state.shape == (2, *theirs.conv_shapes[0]) and not state.any()
         assert state.shape == (2, 6, 8, 8) and state.dtype == torch.float64

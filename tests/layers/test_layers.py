@@ -128,6 +128,63 @@ def test_pieces_are_the_whole(kind, dtype, device):
         assert torch.equal(layer(x[:, :9], cache=cache), pieces[0])
 
 
+CUTS = [0, 5, 6, 6, 20, T]
+
+
+@every_kind
+def test_gradients_through_the_pieces_of_a_document(kind, device):
+    layer, x = make(kind, device=device), hidden(2, T, device=device).requires_grad_()
+    dy = hidden(2, T, device=device, seed=3)
+    whole = layer(x)
+    want = {"y": whole} | gradients(layer, whole, x, dy)
+    cache = layer.make_cache(2)
+    first = cache.states
+    y = torch.cat([layer(x[:, a:b], cache=cache) for a, b in itertools.pairwise(CUTS)], 1)
+    assert not any(state.any() for state in first)  # which a backward pass may need
+    got = {"y": y} | gradients(layer, y, x, dy)
+    for name, right in want.items():
+        assert_close(name, got[name], right, 1e-10)
+    with torch.no_grad():  # decoding goes on from what was trained on
+        layer(x[:, :1], cache=cache)
+        assert not any(state.requires_grad for state in cache.states)
+
+
+@each_class
+def test_no_gradient_crosses_a_detached_cache(kind, device):
+    layer, x = make(kind, device=device), hidden(2, T, device=device).requires_grad_()
+    dy = hidden(2, T, device=device, seed=3)
+    cache, parts = layer.make_cache(2), []
+    for a, b in itertools.pairwise(CUTS):
+        y = layer(x[:, a:b], cache=cache)
+        cache.detach()
+        assert_close("y", y, layer(x)[:, a:b], 1e-12)
+        (dx,) = torch.autograd.grad(y, x, dy[:, a:b])
+        assert not dx[:, :a].any()
+        parts.append(dx[:, a:b])
+    within = [
+        torch.autograd.grad(layer(x)[:, a:b], x, dy[:, a:b])[0][:, a:b]
+        for a, b in itertools.pairwise(CUTS)
+    ]
+    assert_close("dx", torch.cat(parts, 1), torch.cat(within, 1), 1e-10)
+
+
+@each_class
+def test_a_cache_with_a_history_is_reset_and_reordered(kind, device):
+    layer, x = make(kind, device=device), hidden(2, 9, device=device).requires_grad_()
+    cache, rows = layer.make_cache(2), torch.tensor([1, 1], device=device)
+    first = layer(x[:, :5], cache=cache)
+    cache.reorder(rows)
+    second = layer(x[:, 5:], cache=cache)
+    swapped = torch.cat([x[rows, :5], x[:, 5:]], 1)
+    (dx,) = torch.autograd.grad(second.square().sum(), x, retain_graph=True)
+    want = torch.autograd.grad(layer(swapped)[:, 5:].square().sum(), x)[0]
+    assert_close("dx", dx, want, 1e-10)
+    cache.reset()
+    assert not any(state.requires_grad or state.any() for state in cache.states)
+    assert torch.equal(layer(x[:, :5], cache=cache), first)
+    first.sum().backward()  # what it kept is as it was
+
+
 @each_class
 def test_padded_prefill_then_steps(kind, device):
     layer, x = make(kind, device=device), hidden(2, T, device=device)
