@@ -77,13 +77,14 @@ def use(model: nn.Module, *, impl: str = "auto") -> "InUse":
             trainer.train()
 
     or ``undo = use(model)`` and later ``undo()``. Layers with the gated delta rule (qwen3_next,
-    qwen3_5, qwen3_5_moe, qwen4_exp, olmo_hybrid), with Kimi Delta Attention (kimi_linear,
-    glm5_next, bailing_hybrid) and with Mamba-2 (mamba2, bamba, falcon_h1, granitemoehybrid,
-    nemotron_h, zamba2) are found by the functions that they call, so that their subclasses and
-    models around them (PEFT, DDP) are served too; their short convolutions and gated norms with
-    them (the norms on a GPU, on a CPU with an impl named). Weights, outputs to rounding, and caches
-    stay as they were. Of layers that may double beta themselves (olmo_hybrid) the operator is told
-    so, ``allow_neg_eigval=True``, which in 16 bit keeps their outputs right and takes longer.
+    qwen3_5, qwen3_5_moe, qwen4_exp, lara_mini, olmo_hybrid), with Kimi Delta Attention
+    (kimi_linear, glm5_next, bailing_hybrid) and with Mamba-2 (mamba2, bamba, falcon_h1,
+    granitemoehybrid, nemotron_h, zamba2) are found by the functions that they call, so that their
+    subclasses and models around them (PEFT, DDP) are served too; their short convolutions and gated
+    norms with them (the norms on a GPU, on a CPU with an impl named). Weights, outputs to rounding,
+    and caches stay as they were. Of layers that may double beta themselves (olmo_hybrid) the
+    operator is told so, ``allow_neg_eigval=True``, which in 16 bit keeps their outputs right and
+    takes longer.
 
     Packed sequences: the boundaries that a model is called with, ``cu_seq_lens_q`` [N + 1] or
     ``seq_idx`` [1, T] (Mamba-2: [B, T]), reach convolution and recurrence, and there each sequence

@@ -45,8 +45,10 @@ def causal_conv1d_update(
         activation: None, or "silu" (also called "swish"), ``p * sigmoid(p)``.
         cache_seqlens: How many tokens each sequence had before ``[B]``, int32 or int64, >= 0:
             conv_state is then a ring, in which token number n is in column n mod S; only the
-            columns of new tokens are written. It is not counted up. None: columns are in order. On
-            a GPU the numbers are not looked at.
+            columns of new tokens are written. It is not counted up. With S >= W + T - 2 any number
+            of a call's T tokens, from one on, may be kept: the next call goes on from there, and
+            writes over those that were rejected. None: columns are in order. On a GPU the numbers
+            are not looked at.
         conv_state_indices: Slot of each sequence ``[B]``, int32 or int64, in a pool of states:
             conv_state is then ``[slots, D, S]``. Slots that are not named keep their bits. A
             negative slot is none: nothing is read or written there, and its row of y is zero. No

@@ -83,6 +83,13 @@ def check_slots(name: str, pool: str, rows: list[list[int]], slots: int) -> None
                 )
 
 
+def check_accepted(name: str, rows: list[list[int]], counts: list[int]) -> None:
+    """Refuse numbers of accepted tokens that are not those of a slot of their row."""
+    for n, (row, count) in enumerate(zip(rows, counts, strict=True)):
+        if not 1 <= count <= len(row):
+            raise ValueError(f"{name} must be 1 to S={len(row)}, got {count} for sequence {n}")
+
+
 def writable(state: Tensor) -> AbstractContextManager:
     """Where a state may be written: one made in inference mode, in inference mode alone."""
     made_there = not traced(state) and state.is_inference()

@@ -82,6 +82,15 @@ MODELS = {
             "indexer_compress_ratio": 4,
         },
     ),
+    "lara_mini": (
+        "LaraMiniConfig",
+        "LaraMiniForCausalLM",
+        {
+            **{n: x for n, x in DELTA.items() if n != "intermediate_size"},
+            **EXPERTS,
+            "num_experts_per_tok": 2,
+        },
+    ),
     "olmo_hybrid": ("OlmoHybridConfig", "OlmoHybridForCausalLM", DELTA),
     "kimi_linear": (
         "KimiLinearConfig",

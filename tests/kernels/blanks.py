@@ -74,6 +74,7 @@ def ssd(N, P, dtype, T, given, state=torch.float32):
     r.dt_bias, r.z, r.seq_idx = (y if every else None for y in (A, x, ids))
     r.s = r.ds = r.dh_out = h
     r.ends, r.slots = True, empty(T, dtype=torch.int32)
+    r.drafts, r.bounds = empty(T, 4, dtype=torch.int32), empty(T + 1, dtype=torch.int32)
     # a token of T sequences: with one number a head; with one for each row and entry
     token = {"x": x[0], "B": B[0]}
     state, dt = empty(T, 2, P, N), r.dt[0, ..., None]

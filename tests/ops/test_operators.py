@@ -222,6 +222,19 @@ def test_step_of_ssd(impl, pool, device):
         check(step.update, *tokens, *given, x.initial_states, indices, True, impl)
 
 
+@pytest.mark.parametrize("accepted", [False, True])
+@pytest.mark.parametrize("impl", IMPLS)
+def test_drafts_of_ssd(impl, accepted, device):
+    x = ssd_inputs(5, 1, 4, 2, K, V, device=device)
+    tokens = (x.x[:, 0], x.dt[:, 0, :, None], x.A[:, None, None], x.B[:, 0], x.C[:, 0])
+    rest = (x.D[:, None].expand(-1, K), x.z[:, 0], x.dt_bias[:, None])
+    indices = torch.tensor([[-1, 1, 2], [0, -1, 4]], device=device)
+    where = (indices, torch.tensor([2, 1], device=device) if accepted else None,
+             torch.tensor([0, 3, 4], device=device))  # fmt: skip
+    for given in (rest, (None, None, None)):
+        check(step.drafts, *tokens, *given, x.initial_states, *where, True, impl)
+
+
 SSD = (
     {},
     {"packed": True, "given": ("D", "z", "dt_bias", "initial_states", "seq_idx")},
@@ -370,7 +383,7 @@ def test_every_operator_is_checked():
         *differentiable, *(f"{n}_backward" for n in differentiable),
         "chunk_local_cumsum", "chunk_global_cumsum",  # whose adjoints they are themselves
         "recurrent_pool", "recurrent_step", "recurrent_step_v_first", "recurrent_step_",
-        "selective_state_update", "causal_conv1d_update",
+        "selective_state_update", "selective_state_update_drafts", "causal_conv1d_update",
     }  # fmt: skip
 
 

@@ -32,6 +32,33 @@ def load_part(x_ptr, i, o_p, o_n, P: tl.constexpr, N: tl.constexpr):
         return load_tile(x_ptr + i, o_p, o_n, N, P, N)
 
 
+@triton.jit
+def write(b_S, b_x, b_dt, b_bias, b_A, b_B, bias_ptr, SOFTPLUS: tl.constexpr):
+    """The state after a token, float32."""
+    # eq:ssd-step   step = softplus(dt + dt_bias)
+    b_step = b_dt.to(tl.float32)
+    if bias_ptr is not None:
+        b_step += b_bias.to(tl.float32)
+    if SOFTPLUS:
+        b_step = softplus_of(b_step)
+    # eq:ssd-update   S <- exp(step A) S + step B x
+    b_S = tl.exp(b_step * b_A.to(tl.float32)) * b_S.to(tl.float32)
+    return b_S + (b_step * b_x) * b_B.to(tl.float32)
+
+
+@triton.jit
+def read(b_S, b_x, b_C, b_D, b_z, D_ptr, z_ptr):
+    """out of a token and of the state after it."""
+    # eq:ssd-read   out = C S + D x
+    b_out = tl.sum(b_S * b_C.to(tl.float32), 1, keep_dims=True)
+    if D_ptr is not None:
+        b_out += b_D.to(tl.float32) * b_x
+    # eq:ssd-gate   out = out silu(z)
+    if z_ptr is not None:
+        b_out *= b_z.to(tl.float32) * tl.sigmoid(b_z.to(tl.float32))
+    return b_out
+
+
 STRIDES = [f"{x}_stride" for x in ("slot", "x", "dt", "B", "C", "z")]
 
 
@@ -84,26 +111,66 @@ def selective_state_update_kernel(
     b_bias = load_part(bias_ptr, i_h * P_BIAS, o_p, o_n, P_BIAS, 1)
     b_D = load_part(D_ptr, i_h * P_D, o_p, o_n, P_D, 1)
 
-    # eq:ssd-step   step = softplus(dt + dt_bias)
-    b_step, b_x = b_dt.to(tl.float32), b_x.to(tl.float32)
-    if bias_ptr is not None:
-        b_step += b_bias.to(tl.float32)
-    if SOFTPLUS:
-        b_step = softplus_of(b_step)
-    # eq:ssd-update   S <- exp(step A) S + step B x
-    b_S = tl.exp(b_step * b_A.to(tl.float32)) * b_S.to(tl.float32)
-    b_S += (b_step * b_x) * b_B.to(tl.float32)
+    b_x = b_x.to(tl.float32)
+    b_S = write(b_S, b_x, b_dt, b_bias, b_A, b_B, bias_ptr, SOFTPLUS)
     tl.store(state_ptr, cast(b_S, state_ptr.dtype.element_ty), mask=m_S)
-    # eq:ssd-read   out = C S + D x
-    b_out = tl.sum(b_S * b_C.to(tl.float32), 1, keep_dims=True)
-    if D_ptr is not None:
-        b_out += b_D.to(tl.float32) * b_x
-    # eq:ssd-gate   out = out silu(z)
-    if z_ptr is not None:
-        b_out *= b_z.to(tl.float32) * tl.sigmoid(b_z.to(tl.float32))
+    b_out = read(b_S, b_x, b_C, b_D, b_z, D_ptr, z_ptr)
     b_out = tl.where(slot >= 0, b_out, 0.0)  # no sequence: zeros come out
     out_ptr += i_nh.to(tl.int64) * P + o_p[:, None]
     tl.store(out_ptr, cast(b_out, out_ptr.dtype.element_ty), mask=m_p)
+
+
+@triton.jit(do_not_specialize=["slots", *STRIDES])
+def selective_state_update_drafts_kernel(
+    state_ptr,  # [slots, H, P, N] in and out
+    x_ptr, dt_ptr, A_ptr, B_ptr, C_ptr, D_ptr, z_ptr, bias_ptr,  # as above, B: tokens
+    out_ptr,  # [tokens, H, P] out
+    indices_ptr,  # [sequences, SLOTS]
+    accepted_ptr,  # [sequences] or None
+    cu_ptr,  # [sequences + 1]
+    slot_stride, slots,
+    x_stride, dt_stride, B_stride, C_stride, z_stride,  # from one token to the next
+    H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
+    P_DT: tl.constexpr, P_A: tl.constexpr, N_A: tl.constexpr, P_D: tl.constexpr,
+    P_BIAS: tl.constexpr, SOFTPLUS: tl.constexpr, ALIGNED: tl.constexpr,
+    SLOTS: tl.constexpr, BP: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """One program: BP rows of one state, through all tokens.  Grid (sequences * H * P / BP).
+
+    A state is rounded to its dtype after each token, as if each had a call of its own.
+
+    Reference: linattn_edu.reference.ssd.selective_state_update.
+    """
+    NP: tl.constexpr = (P + BP - 1) // BP
+    i_nh = tl.program_id(0) // NP
+    i_n, i_h = (i_nh // H).to(tl.int64), i_nh % H
+    o_p, o_n = tl.program_id(0) % NP * BP + tl.arange(0, BP), tl.arange(0, BN)
+    first, last = tl.load(cu_ptr + i_n).to(tl.int64), tl.load(cu_ptr + i_n + 1).to(tl.int64)
+    before = 0 if accepted_ptr is None else tl.load(accepted_ptr + i_n) - 1
+    start = slot_of(indices_ptr, i_n, before, slots, SLOTS)
+    m_p = o_p[:, None] < P
+    m_S = mask_if(m_p & (o_n[None, :] < N), start >= 0)
+    state_ptr += i_h * P * N + o_p[:, None] * N + o_n[None, :]
+    b_S = tl.load(state_ptr + tl.multiple_of(start * slot_stride, ALIGNED), mask=m_S, other=0.0)
+    b_A = load_part(A_ptr, i_h * P_A * N_A, o_p, o_n, P_A, N_A)
+    b_bias = load_part(bias_ptr, i_h * P_BIAS, o_p, o_n, P_BIAS, 1)
+    b_D = load_part(D_ptr, i_h * P_D, o_p, o_n, P_D, 1)
+    i_group = i_h // (H // G) * N
+    for t in range(first, last):
+        b_B = load_part(B_ptr, tl.multiple_of(t * B_stride, ALIGNED) + i_group, o_p, o_n, 1, N)
+        b_C = load_part(C_ptr, tl.multiple_of(t * C_stride, ALIGNED) + i_group, o_p, o_n, 1, N)
+        b_x = load_part(x_ptr, t * x_stride + i_h * P, o_p, o_n, P, 1).to(tl.float32)
+        b_z = load_part(z_ptr, t * z_stride + i_h * P, o_p, o_n, P, 1)
+        b_dt = load_part(dt_ptr, t * dt_stride + i_h * P_DT, o_p, o_n, P_DT, 1)
+        b_new = write(b_S, b_x, b_dt, b_bias, b_A, b_B, bias_ptr, SOFTPLUS)
+        b_out = tl.where(start >= 0, read(b_new, b_x, b_C, b_D, b_z, D_ptr, z_ptr), 0.0)
+        tl.store(out_ptr + (t * H + i_h) * P + o_p[:, None],
+                 cast(b_out, out_ptr.dtype.element_ty), mask=m_p)  # fmt: skip
+        b_S = cast(b_new, state_ptr.dtype.element_ty)
+        if (t - first < SLOTS - 1) | (t == last - 1):  # past the last column, the last state alone
+            slot = slot_of(indices_ptr, i_n, tl.minimum(t - first, SLOTS - 1), slots, SLOTS)
+            tl.store(state_ptr + tl.multiple_of(slot * slot_stride, ALIGNED), b_S,
+                     mask=mask_if(m_S, slot >= 0))  # fmt: skip
 
 
 WORD = 8  # numbers of 16 bit in a load
@@ -151,17 +218,52 @@ def selective_state_update(
     What is between the states, and between the rows x[i], dt[i], B[i], C[i], z[i] of the sequences,
     does not matter.
     """
-    (sequences, H, P), (G, N) = x.shape, B.shape[1:]
     out = x.new_empty(x.shape)
+    grid, strides, sizes, options = _launch(len(x), state, x, dt, A, B, C, D, z, dt_bias)
+    with torch.cuda.device_of(x):
+        selective_state_update_kernel[grid](
+            state, x, dt, A, B, C, D, z, dt_bias, out, indices, strides[0], state.shape[0],
+            *strides[1:], *sizes, SOFTPLUS=softplus, **options,
+        )  # fmt: skip
+    return out
+
+
+def selective_state_update_drafts(
+    state: Tensor,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    z: Tensor | None,
+    dt_bias: Tensor | None,
+    indices: Tensor,
+    accepted: Tensor | None,
+    cu_seqlens: Tensor,
+    *,
+    softplus: bool = False,
+) -> Tensor:
+    """Launch selective_state_update_drafts_kernel; arguments and result as in the reference."""
+    out = x.new_zeros(x.shape)  # behind the last sequence too
+    grid, strides, sizes, options = _launch(len(indices), state, x, dt, A, B, C, D, z, dt_bias)
+    with torch.cuda.device_of(x):
+        selective_state_update_drafts_kernel[grid](
+            state, x, dt, A, B, C, D, z, dt_bias, out, indices, accepted, cu_seqlens, strides[0],
+            state.shape[0], *strides[1:], *sizes, SOFTPLUS=softplus, SLOTS=indices.shape[1],
+            **options,
+        )  # fmt: skip
+    return out
+
+
+def _launch(sequences: int, state, x, dt, A, B, C, D, z, dt_bias) -> tuple:
+    """The grid of so many sequences; strides, sizes and options of either kernel."""
+    (H, P), (G, N) = x.shape[1:], B.shape[1:]
     BP, BN, warps = _tile(state, sequences)
     apart = (state, x, dt, B, C, z)
     strides = [0 if y is None or y.shape[0] == 1 else y.stride(0) for y in apart]
+    sizes = H, G, P, N, dt.shape[2], *A.shape[1:]
+    sizes += tuple(1 if y is None else y.shape[1] for y in (D, dt_bias))
     aligned = math.gcd(WORD, strides[0], *strides[3:5])
-    with torch.cuda.device_of(x):
-        selective_state_update_kernel[(sequences * H * cdiv(P, BP),)](
-            state, x, dt, A, B, C, D, z, dt_bias, out, indices, strides[0], state.shape[0],
-            *strides[1:], H, G, P, N, dt.shape[2], *A.shape[1:],
-            *(1 if y is None else y.shape[1] for y in (D, dt_bias)),
-            SOFTPLUS=softplus, ALIGNED=aligned, BP=BP, BN=BN, num_warps=warps,
-        )  # fmt: skip
-    return out
+    options = {"ALIGNED": aligned, "BP": BP, "BN": BN, "num_warps": warps}
+    return (sequences * H * cdiv(P, BP),), strides, sizes, options

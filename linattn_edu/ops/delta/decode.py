@@ -108,13 +108,8 @@ def _check_slots(indices: Tensor | None, accepted: Tensor | None, slots: int) ->
         return
     rows = indices.tolist()
     inplace.check_slots("ssm_state_indices", "initial_state", rows, slots)
-    if accepted is None:
-        return
-    for n, (row, count) in enumerate(zip(rows, accepted.tolist(), strict=True)):
-        if not 1 <= count <= len(row):
-            raise ValueError(
-                f"num_accepted_tokens must be 1 to S={len(row)}, got {count} for sequence {n}"
-            )
+    if accepted is not None:
+        inplace.check_accepted("num_accepted_tokens", rows, accepted.tolist())
 
 
 _POOL = {"initial_state": "slots HV X Y", "indices": "N S?", "accepted": "N?"}

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from linattn_edu.ops import check, inplace
@@ -37,9 +38,11 @@ def selective_state_update(
     dt_softplus: bool = False,
     state_batch_indices: Tensor | None = None,
     *,
+    num_accepted_tokens: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
     impl: str = "auto",
 ) -> Tensor:
-    r"""Mamba-2, one token: decoding. The new state is written over the old one.
+    r"""Mamba-2, one token or a few: decoding. The new state is written over the old one.
 
     For each sequence and head, with its state S of P rows and N columns:
 
@@ -72,6 +75,18 @@ def selective_state_update(
             be named by two sequences. On the CPU slots are checked, when a compiled graph runs too.
             On a GPU they are not read; there a slot past the pool's end counts as negative, and one
             named twice is left with either state.
+
+            Or ``[B, S]``, for tokens that may be rejected later: the state after token t of
+            sequence n goes to slot ``[n, t]``. With more tokens than columns the last slot is left
+            with the last state. A sequence that would start from no slot is padding.
+        num_accepted_tokens: How many tokens of the previous call were kept ``[B]``, int32 or int64,
+            1 to S, with state_batch_indices ``[B, S]``: sequence n starts from the state in slot
+            ``[n, num_accepted_tokens[n] - 1]``. None: from slot ``[n, 0]``. On a GPU a count that
+            is none of these is a slot that is not there.
+        cu_seqlens: Boundaries ``[B + 1]``, int32 or int64, of B sequences of several tokens: x, dt,
+            B, C and z then have a row for each token, those of a sequence one after the other. out
+            is zero at tokens behind the last of them. Each token has the bits that it has in a call
+            of its own. On a GPU the numbers are not looked at.
         impl: "triton", "reference" or "auto", as in :func:`chunk_gated_delta_rule`.
 
         The axis H may be left out where it is 1, in all of them or in some.
@@ -82,19 +97,22 @@ def selective_state_update(
     :func:`mamba_chunk_scan_combined`.
 
     Returns:
-        out ``[B, H, P]``, or as x is ``[B, P]``, in the dtype of x.
+        out, in shape and dtype as x.
 
     Raises:
         TypeError: An argument is no tensor of such a dtype, or dt_softplus is no flag.
-        ValueError: Shapes, devices, strides or slots do not fit; state is a leaf that needs a
-            gradient; a transform of torch.func or forward-mode differentiation is at work; impl
+        ValueError: Shapes, devices, strides, slots or counts do not fit; state is a leaf that needs
+            a gradient; a transform of torch.func or forward-mode differentiation is at work; impl
             cannot run. Before any kernel runs.
 
-    Source: Dao and Gu 2024 (arXiv:2405.21060); mamba_ssm 2.3.2, whose arguments these are; chapter
-    13.
+    Source: Dao and Gu 2024 (arXiv:2405.21060); mamba_ssm 2.3.2, whose arguments these are, and
+    vLLM's num_accepted_tokens and cu_seqlens; chapter 13.
     """
     given = {"x": x, "dt": dt, "A": A, "B": B, "C": C, "D": D, "z": z, "dt_bias": dt_bias}
-    whole, tensors, indices = _checked(state, given, state_batch_indices)
+    whole, tensors, sequences = _checked(
+        state, given, state_batch_indices, num_accepted_tokens, cu_seqlens
+    )
+    indices = state_batch_indices
     softplus = check.flag("dt_softplus", dt_softplus)
     impl = check.resolve_impl(
         impl, x.device, tuple(y.dtype for y in (whole, *tensors.values()) if y is not None)
@@ -103,18 +121,32 @@ def selective_state_update(
     inplace.check("state", state, others, "selective_state_update", without_gradient=True)
     for name, first in (("dt", 2), ("A", 1), ("D", 1), ("dt_bias", 1)):
         tensors[name] = _once(tensors[name], first)
-    out = inplace.stepped(
-        lambda state: update(*tensors.values(), state, indices, softplus, impl)[0], whole, impl
-    )
+    rows = tuple(tensors.values())
+    if cu_seqlens is None and (indices is None or indices.ndim == 1):
+        step = lambda state: update(*rows, state, indices, softplus, impl)[0]
+    else:
+        if cu_seqlens is None:
+            cu_seqlens = torch.arange(sequences + 1, device=x.device)
+        if indices is None:
+            indices = torch.arange(sequences, device=x.device)
+        where = indices.reshape(sequences, -1), num_accepted_tokens, cu_seqlens
+        step = lambda state: drafts(*rows, state, *where, softplus, impl)[0]
+    out = inplace.stepped(step, whole, impl)
     return out[:, 0] if x.ndim == 2 else out
 
 
 def _checked(
-    state: Tensor, given: dict[str, Tensor | None], indices: Tensor | None
-) -> tuple[Tensor, dict[str, Tensor | None], Tensor | None]:
-    """Refuse tensors that do not fit; return them with their axis of heads or groups."""
+    state: Tensor,
+    given: dict[str, Tensor | None],
+    indices: Tensor | None,
+    accepted: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, dict[str, Tensor | None], int]:
+    """Refuse tensors that do not fit; return the state and the others with their axis of heads or
+    groups, and how many sequences there are.
+    """
     checked = check.Tensors()
-    sizes, first = checked.sizes, "B" if indices is None else "slots"
+    sizes, first = checked.sizes, "B" if indices is None and cu_seqlens is None else "slots"
     whole = _with_heads("state", state, (first, "H", "P", "N"), checked)
     tensors = {
         n: None if x is None and n in OPTIONAL else _with_heads(n, x, SHAPES[n], checked)
@@ -127,18 +159,46 @@ def _checked(
     check.group_count(sizes)
     if sizes["N"] > LARGEST:
         raise ValueError(f"state must have N <= {LARGEST}, got N={sizes['N']}")
-    if indices is not None:
-        checked.integers("state_batch_indices", indices)
-        if indices.shape != (sizes["B"],):
-            raise ValueError(
-                f"state_batch_indices must have shape [B={sizes['B']}], got {tuple(indices.shape)}"
-            )
+    sequences = sizes["B"]
+    if cu_seqlens is not None:
+        sequences = checked.boundaries("cu_seqlens", cu_seqlens)
+        if known(cu_seqlens):
+            check.lengths("cu_seqlens", cu_seqlens.tolist(), sizes["B"])
+    _check_slots(checked, sequences, indices, accepted)
+    if cu_seqlens is not None and indices is None and sizes["slots"] != sequences:
+        raise ValueError(
+            f"state must have B={sequences} states with cu_seqlens, got {sizes['slots']}"
+        )
     if not inplace.dense(whole):
         raise ValueError(
             "state must be contiguous in every sequence or slot, and they must not overlap, "
             f"got strides {state.stride()} for {tuple(state.shape)}"
         )
-    return whole, tensors, indices
+    return whole, tensors, sequences
+
+
+def _check_slots(
+    checked: check.Tensors, sequences: int, indices: Tensor | None, accepted: Tensor | None
+) -> None:
+    """Refuse slots, and numbers of accepted tokens, of a shape that does not fit."""
+    if indices is not None:
+        checked.integers("state_batch_indices", indices)
+        if indices.ndim not in (1, 2) or len(indices) != sequences or not indices.numel():
+            raise ValueError(
+                f"state_batch_indices must have shape [B={sequences}] or [B={sequences}, S], "
+                f"got {tuple(indices.shape)}"
+            )
+    if accepted is not None:
+        checked.integers("num_accepted_tokens", accepted)
+        if indices is None or indices.ndim == 1:
+            raise ValueError(
+                "num_accepted_tokens needs state_batch_indices of shape [B, S], a slot for each "
+                f"token, got {None if indices is None else tuple(indices.shape)}"
+            )
+        if accepted.shape != (sequences,):
+            raise ValueError(
+                f"num_accepted_tokens must have shape [B={sequences}], got {tuple(accepted.shape)}"
+            )
 
 
 def _with_heads(name: str, x: object, shape: tuple[str, ...], checked: check.Tensors) -> Tensor:
@@ -165,28 +225,29 @@ def _once(x: Tensor | None, first: int) -> Tensor | None:
 
 @dataclass(frozen=True)
 class Stages:
-    """The recurrence of one token, in place."""
+    """The recurrence of one token, and of several, in place."""
 
     selective_state_update: Callable = stage("ssd.selective_state_update")
+    selective_state_update_drafts: Callable = stage("ssd.selective_state_update")
 
 
 stages = implementations(Stages)
 
 # H: the groups of B and C, HV: the heads, S: N.  P_.., N_..: P and N, or 1, one number for all
+AXES = {
+    "x": "B HV P",
+    "dt": "B HV P_DT",
+    "A": "HV P_A N_A",
+    "B": "B H S",
+    "C": "B H S",
+    "D": "HV P_D?",
+    "z": "B HV P?",
+    "dt_bias": "HV P_BIAS?",
+    "state": "slots HV P S",
+}
 update = Operator(
     "selective_state_update",
-    {
-        "x": "B HV P",
-        "dt": "B HV P_DT",
-        "A": "HV P_A N_A",
-        "B": "B H S",
-        "C": "B H S",
-        "D": "HV P_D?",
-        "z": "B HV P?",
-        "dt_bias": "HV P_BIAS?",
-        "state": "slots HV P S",
-        "indices": "B?",
-    },
+    AXES | {"indices": "B?"},
     {"out": like("B HV P", "x")},
     options={"softplus": "bool"},
     stages=stages,
@@ -221,3 +282,43 @@ def forward(
     if aligned is not state:
         state.copy_(aligned)
     return out
+
+
+drafts = Operator(
+    "selective_state_update_drafts",
+    {name: axes.replace("B ", "ROWS ") for name, axes in AXES.items()}
+    | {"indices": "SEQUENCES COLUMNS", "accepted": "SEQUENCES?", "cu_seqlens": "BOUNDS"},
+    {"out": like("ROWS HV P", "x")},
+    options={"softplus": "bool"},
+    stages=stages,
+    mutates="state",
+    apart=("x", "dt", "B", "C", "z"),
+)
+
+
+@drafts.forward
+def forward_drafts(
+    stages: Stages,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    z: Tensor | None,
+    dt_bias: Tensor | None,
+    state: Tensor,
+    indices: Tensor,
+    accepted: Tensor | None,
+    cu_seqlens: Tensor,
+    softplus: bool,
+) -> Tensor:
+    """out; the new states go to their slots."""
+    if known(indices):
+        rows = indices.tolist()
+        inplace.check_slots("state_batch_indices", "state", rows, state.shape[0])
+        if accepted is not None:
+            inplace.check_accepted("num_accepted_tokens", rows, accepted.tolist())
+    return stages.selective_state_update_drafts(
+        state, x, dt, A, B, C, D, z, dt_bias, indices, accepted, cu_seqlens, softplus=softplus
+    )

@@ -1,4 +1,6 @@
-"""Stage selective_state_update: one token of Mamba-2, the state written in place."""
+"""Stage selective_state_update: tokens of Mamba-2, the states written in place."""
+
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -51,6 +53,54 @@ def selective_state_update(
     tokens = (None if y is None else y[rows] for y in tokens)
     out[rows] = _update(S, *tokens, *parameters, softplus)
     state[indices[rows]] = S
+    return out
+
+
+def selective_state_update_drafts(
+    state: Tensor,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    z: Tensor | None,
+    dt_bias: Tensor | None,
+    indices: Tensor,
+    accepted: Tensor | None,
+    cu_seqlens: Tensor,
+    *,
+    softplus: bool = False,
+) -> Tensor:
+    """Take all tokens of each sequence into states of a pool, and keep those that may be wanted.
+
+    Sequence n, tokens cu_seqlens[n] to cu_seqlens[n + 1], starts from the state in slot
+    indices[n, accepted[n] - 1] (accepted None: 1), and leaves the state after its token t in slot
+    indices[n, t]. With more tokens than columns the last slot is left with the last state. Nothing
+    is kept in a slot outside of the pool. A sequence that would start from one is no sequence: its
+    out is zero, and it writes nothing. A state is rounded to its dtype after each token.
+
+    Args:
+        state: [slots, H, P, N].  x, dt, B, C, z: as above, with tokens in place of sequences.
+        A, D, dt_bias, softplus: as above.  indices: [sequences, columns].
+        accepted: [sequences] or None.  cu_seqlens: [sequences + 1].
+    Returns:
+        out [tokens, H, P] in x.dtype, zero behind the last sequence.
+    Source: arXiv:2405.21060 section 6, chapter 26.
+    """
+    out, rows = torch.zeros_like(x), indices.tolist()
+    for n, (first, last) in enumerate(pairwise(cu_seqlens.tolist())):
+        column = 0 if accepted is None else int(accepted[n]) - 1
+        before = rows[n][column] if 0 <= column < len(rows[n]) else -1
+        if not 0 <= before < len(state):
+            continue
+        S = state[before : before + 1].clone()
+        for t in range(first, last):
+            tokens = (y if y is None else y[t : t + 1] for y in (x, dt, B, C, z))
+            out[t] = _update(S, *tokens, A, D, dt_bias, softplus)[0]
+            slot = rows[n][min(t - first, len(rows[n]) - 1)]
+            if 0 <= slot < len(state):
+                state[slot] = S[0]
     return out
 
 

@@ -64,6 +64,27 @@ def test_update(T, S, ring, dtype, impl, activation, device):
 
 
 @impls
+@pytest.mark.parametrize(("T", "S"), [(1, W - 1), (3, W + 1), (3, 8)])
+def test_rejected_tokens_are_written_over(T, S, impl, device):
+    """Of each T tokens from one on are kept; what was guessed after them is another token."""
+    x = tensors(T=12, S=S, device=device)
+    x["conv_state"].zero_()
+    want = causal_conv1d_fn(x["x"], x["weight"], x["bias"], impl=impl)
+    done, parts = 0, []
+    for kept in (1, 2, 1, 3, 2, 1, 1, 1, *12 * (1,)):
+        kept = min(kept, T, 12 - done)
+        if not kept:
+            break
+        given = x["x"][:, :, done : done + T].clone()
+        given[:, :, kept:] += 1
+        count = torch.full((B,), done, dtype=torch.int32, device=device)
+        y = causal_conv1d_update(**x | {"x": given}, cache_seqlens=count, impl=impl)
+        parts.append(y[:, :, :kept])
+        done += kept
+    assert_close("y", torch.cat(parts, 2), want, 0 if impl == "triton" else 1e-6)
+
+
+@impls
 def test_by_position_after_a_prefill(impl, device):
     """As transformers calls it: the cache holds W tokens, and the slice of a projection comes."""
     generator = torch.Generator().manual_seed(0)
