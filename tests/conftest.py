@@ -39,14 +39,17 @@ def pytest_collection_modifyitems(config, items):
 
 
 def first_cases(items):
-    """What --quick keeps: the first case of every test function, all of a file marked `whole`."""
+    """What --quick keeps: the first case of every test function, all of a file marked `whole`, and
+    nothing that is marked `long`.
+    """
     seen = set()
 
     def first(item):
         function = item.nodeid.partition("[")[0]
         return not (function in seen or seen.add(function))
 
-    return [x for x in items if first(x) or x.get_closest_marker("whole")]
+    short = [x for x in items if not x.get_closest_marker("long")]
+    return [x for x in short if first(x) or x.get_closest_marker("whole")]
 
 
 @pytest.hookimpl(hookwrapper=True)

@@ -161,6 +161,7 @@ def run(*command: str) -> subprocess.CompletedProcess:
     )
 
 
+@pytest.mark.long
 def test_the_command_runs_each_way_that_is_here():
     done = run("-m", "linattn_edu", "doctor")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -171,6 +172,7 @@ def test_the_command_runs_each_way_that_is_here():
     assert f"{'staged':<12} on" in done.stdout
 
 
+@pytest.mark.long
 def test_the_command_runs_without_triton():
     hide = "import sys; sys.modules['triton'] = None; from linattn_edu.__main__ import main; "
     done = run("-c", hide + "sys.exit(main(['doctor']))")
@@ -201,6 +203,7 @@ def test_what_importing_triton_fails_with(broken):
     assert BROKEN[broken] in doctor._triton_problem()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("broken", [next(iter(BROKEN))], indirect=True)
 def test_the_command_goes_on_where_triton_is_broken(broken):
     """One sentence says so; the reference works, in the doctor and in the library."""
@@ -215,6 +218,7 @@ def test_the_command_goes_on_where_triton_is_broken(broken):
     assert done.stdout.splitlines()[-1] == "Usable: CPU tensors run the reference stages."
 
 
+@pytest.mark.long
 def test_the_doctor_sees_that_the_interpreter_was_asked_for_too_late():
     pytest.importorskip("triton")
     late = "import os, sys, triton; os.environ['TRITON_INTERPRET'] = '1'; "
@@ -222,6 +226,7 @@ def test_the_doctor_sees_that_the_interpreter_was_asked_for_too_late():
     assert done.returncode == 1, done.stderr
 
 
+@pytest.mark.long
 def test_asking_the_doctor_does_not_import_triton():
     """Else TRITON_INTERPRET could no longer be set in that process."""
     code = "import sys; from linattn_edu.doctor import examine; examine(); "

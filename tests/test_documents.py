@@ -24,6 +24,7 @@ PYTHON = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "i", "code"), PYTHON, ids=[f"{n}-{i}" for n, i, _ in PYTHON])
 def test_python_examples_run(name, i, code):
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}

@@ -44,6 +44,7 @@ STEPS = {
     "pages": [*PYTEST, "-n", "4", "--dist", "worksteal", PAGES],
 }
 ALLOWED = 120  # seconds of one core a chapter: 28 chapters in half an hour on two
+ALLOWED_QUICK = 400  # seconds of one core: under four minutes on two
 QUICK = {n: STEPS[n] for n in ("ruff check", "ruff format")} | {
     # the library's tests: the book, benchmarks and compiling wait for `make test`
     "pytest": [
@@ -97,6 +98,8 @@ def main(words: list[str]) -> int:
         print(f"{name:13s} {'passed' if passed else 'FAILED'} {seconds:5.0f} {cpu:5.0f}")
     chapters = len(NOTEBOOKS)
     taken = sum(cpu for *_, cpu in results.values())
+    if names == [*QUICK]:
+        print(f"{taken:.0f} s of one core; {ALLOWED_QUICK} are allowed (CONTRIBUTING)")
     if set(STEPS) <= set(names):  # a part says nothing of a chapter
         print(
             f"{taken / chapters:.0f} s of one core a chapter; {ALLOWED} are allowed (CONTRIBUTING)"

@@ -9,6 +9,7 @@ from processes import run_ranks
 SCRIPT = Path(__file__).with_name("one_rank.py")
 
 
+@pytest.mark.long
 @pytest.mark.skipif(
     not torch.distributed.is_available() or not torch.distributed.is_gloo_available(),
     reason="this PyTorch has no gloo",

@@ -451,6 +451,7 @@ def run(code: str, **variables: str) -> str:
     return done.stdout
 
 
+@pytest.mark.long
 def test_enable():
     code = """
 import importlib.util, sys

@@ -179,6 +179,7 @@ def test_fullgraph_without_a_gradient(name, device):
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
+@pytest.mark.long
 def test_inductor(device):
     """On the CPU too: what surrounds the operators is fused there as well."""
     name = "recurrent, flags"

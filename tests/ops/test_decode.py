@@ -161,6 +161,7 @@ def test_state_held_for_10000_steps(impl):
     assert_close("state", state, last, 1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(CUDA, reason="there every step runs in the kernel")
 def test_state_held_for_10000_steps_without_a_gpu():
     """The reference takes 10,000 steps of one token; the kernel the last 500 again.

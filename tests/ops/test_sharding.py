@@ -240,6 +240,7 @@ def wrong(tmp_path_factory):
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(PROCESSES)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [*CASES, *POOLS])
 def test_two_processes(name, wrong):
     for rank, of_process in enumerate(wrong):

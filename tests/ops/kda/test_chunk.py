@@ -266,6 +266,7 @@ def triton_free(x, do, dht, **options):
     return {"o": o, "ht": ht} | {f"d{n}": dx for n, dx in zip(leaves, gradients, strict=True)}
 
 
+@pytest.mark.long
 def test_keys_far_from_unit_length(device):
     """Raw keys of any size, normalised by the call: fla's inputs of context parallelism."""
     B, HV = (16, 8) if GPU else (8, 4)  # the error of a handful of numbers is no yardstick

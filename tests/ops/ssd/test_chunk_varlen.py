@@ -62,6 +62,7 @@ def test_the_gradient_of_a_gate_does_not_depend_on_where_it_stands():
         assert torch.equal(whole[:, a:b], dz(slice(a, b)))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("raw", [True, False], ids=["all", "channels"])
 def test_long_sequences_in_pieces(raw, device, force, monkeypatch):
     """Pieces of 128 tokens, not 4096: as in one piece, and packed to the bit as each alone."""
