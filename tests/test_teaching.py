@@ -382,6 +382,7 @@ def test_rich_output_in_a_notebook(call, mime, holds):
     assert holds in data[mime] and data["text/plain"]
 
 
+@pytest.mark.long
 def test_figures_are_the_same_svg_every_time():
     pytest.importorskip("matplotlib_inline")
     code = """

@@ -99,6 +99,7 @@ def test_any_valid_arguments(f, data):
         close(name, a, b, TOLERANCE[dtype][0])
 
 
+@pytest.mark.long
 @any_call(10)
 def test_any_valid_gradient(f, data):
     x, rest, exact, packed, impl = data.draw(calls(f))
