@@ -344,6 +344,20 @@ MUTANTS = [
         "tests/ssd/test_selective_state_update.py::test_groups",
     ),
     Mutant(
+        "a draft of Mamba-2 starts from the first slot that was rejected",
+        f"{KERNELS}/ssd/selective_state_update.py",
+        "before = 0 if accepted_ptr is None else tl.load(accepted_ptr + i_n) - 1",
+        "before = 0 if accepted_ptr is None else tl.load(accepted_ptr + i_n)",
+        "tests/ops/ssd/test_step_drafts.py::test_drafts_of_which_some_are_rejected",
+    ),
+    Mutant(
+        "a state's history ends at the piece that made it",
+        "linattn_edu/layers/cache.py",
+        "self._replace(i, value.to(state.dtype).contiguous())",
+        "self._replace(i, value.detach().to(state.dtype).contiguous())",
+        "tests/layers/test_layers.py::test_gradients_through_the_pieces_of_a_document",
+    ),
+    Mutant(
         "an argument may lie in the memory of a state that is written",
         f"{OPS}/inplace.py",
         "if first < end and begin < last:",

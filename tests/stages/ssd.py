@@ -19,11 +19,10 @@ STAGES = [
     Stage("ssd/state_passing_bwd", "ssd", call("dh_out gc h dht seq_idx", "chunks")),
     Stage("ssd/selective_state_update", "ssd",
           call("one.state one.x one.dt one.A one.B one.B one.D one.x one.bias", softplus=True),
-          more=[call("all.state all.x all.x all.A all.B all.B", indices="slots")]),
-    Stage("ssd/selective_state_update", "ssd",
-          call("one.state one.x one.dt one.A one.B one.B one.D one.x one.bias drafts - bounds",
-               softplus=True), "selective_state_update_drafts",
-          more=[call("all.state all.x all.x all.A all.B all.B - - - drafts slots bounds")]),
+          more=[call("all.state all.x all.x all.A all.B all.B", indices="slots"),
+                call("one.state one.x one.dt one.A one.B one.B one.D one.x one.bias drafts - "
+                     "bounds", softplus=True),
+                call("all.state all.x all.x all.A all.B all.B - - - drafts slots bounds")]),
     # averages
     Stage("ssd/ema", "ema", call("x g gc weight h0", "chunks wanted")),
     Stage("ssd/ema_bwd", "ema", call("x g gc weight h dy dht", "chunks")),

@@ -210,60 +210,31 @@ def selective_state_update(
     z: Tensor | None = None,
     dt_bias: Tensor | None = None,
     indices: Tensor | None = None,
+    accepted: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
     *,
     softplus: bool = False,
 ) -> Tensor:
-    """Launch selective_state_update_kernel; arguments and result as in the reference.
+    """Launch the kernel of one token, or with cu_seqlens of several; arguments and result as in the
+    reference.
 
-    What is between the states, and between the rows x[i], dt[i], B[i], C[i], z[i] of the sequences,
-    does not matter.
+    What is between the states, and between the rows x[i], dt[i], B[i], C[i], z[i], does not matter.
     """
-    out = x.new_empty(x.shape)
-    grid, strides, sizes, options = _launch(len(x), state, x, dt, A, B, C, D, z, dt_bias)
-    with torch.cuda.device_of(x):
-        selective_state_update_kernel[grid](
-            state, x, dt, A, B, C, D, z, dt_bias, out, indices, strides[0], state.shape[0],
-            *strides[1:], *sizes, SOFTPLUS=softplus, **options,
-        )  # fmt: skip
-    return out
-
-
-def selective_state_update_drafts(
-    state: Tensor,
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None,
-    z: Tensor | None,
-    dt_bias: Tensor | None,
-    indices: Tensor,
-    accepted: Tensor | None,
-    cu_seqlens: Tensor,
-    *,
-    softplus: bool = False,
-) -> Tensor:
-    """Launch selective_state_update_drafts_kernel; arguments and result as in the reference."""
-    out = x.new_zeros(x.shape)  # behind the last sequence too
-    grid, strides, sizes, options = _launch(len(indices), state, x, dt, A, B, C, D, z, dt_bias)
-    with torch.cuda.device_of(x):
-        selective_state_update_drafts_kernel[grid](
-            state, x, dt, A, B, C, D, z, dt_bias, out, indices, accepted, cu_seqlens, strides[0],
-            state.shape[0], *strides[1:], *sizes, SOFTPLUS=softplus, SLOTS=indices.shape[1],
-            **options,
-        )  # fmt: skip
-    return out
-
-
-def _launch(sequences: int, state, x, dt, A, B, C, D, z, dt_bias) -> tuple:
-    """The grid of so many sequences; strides, sizes and options of either kernel."""
     (H, P), (G, N) = x.shape[1:], B.shape[1:]
+    kernel, where, columns = selective_state_update_kernel, (), {}
+    sequences, out = len(x), x.new_empty(x.shape)
+    if cu_seqlens is not None:
+        kernel, where = selective_state_update_drafts_kernel, (accepted, cu_seqlens)
+        (sequences, columns["SLOTS"]), out = indices.shape, out.zero_()  # behind the last one too
     BP, BN, warps = _tile(state, sequences)
     apart = (state, x, dt, B, C, z)
     strides = [0 if y is None or y.shape[0] == 1 else y.stride(0) for y in apart]
-    sizes = H, G, P, N, dt.shape[2], *A.shape[1:]
-    sizes += tuple(1 if y is None else y.shape[1] for y in (D, dt_bias))
     aligned = math.gcd(WORD, strides[0], *strides[3:5])
-    options = {"ALIGNED": aligned, "BP": BP, "BN": BN, "num_warps": warps}
-    return (sequences * H * cdiv(P, BP),), strides, sizes, options
+    with torch.cuda.device_of(x):
+        kernel[(sequences * H * cdiv(P, BP),)](
+            state, x, dt, A, B, C, D, z, dt_bias, out, indices, *where, strides[0], state.shape[0],
+            *strides[1:], H, G, P, N, dt.shape[2], *A.shape[1:],
+            *(1 if y is None else y.shape[1] for y in (D, dt_bias)),
+            SOFTPLUS=softplus, ALIGNED=aligned, BP=BP, BN=BN, num_warps=warps, **columns,
+        )  # fmt: skip
+    return out

@@ -225,10 +225,9 @@ def _once(x: Tensor | None, first: int) -> Tensor | None:
 
 @dataclass(frozen=True)
 class Stages:
-    """The recurrence of one token, and of several, in place."""
+    """The recurrence of one token, or of several, in place."""
 
     selective_state_update: Callable = stage("ssd.selective_state_update")
-    selective_state_update_drafts: Callable = stage("ssd.selective_state_update")
 
 
 stages = implementations(Stages)
@@ -319,6 +318,6 @@ def forward_drafts(
         inplace.check_slots("state_batch_indices", "state", rows, state.shape[0])
         if accepted is not None:
             inplace.check_accepted("num_accepted_tokens", rows, accepted.tolist())
-    return stages.selective_state_update_drafts(
+    return stages.selective_state_update(
         state, x, dt, A, B, C, D, z, dt_bias, indices, accepted, cu_seqlens, softplus=softplus
     )

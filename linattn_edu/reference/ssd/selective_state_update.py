@@ -23,10 +23,13 @@ def selective_state_update(
     z: Tensor | None = None,
     dt_bias: Tensor | None = None,
     indices: Tensor | None = None,
+    accepted: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
     *,
     softplus: bool = False,
 ) -> Tensor:
-    """Take one token into the state of each sequence, which is overwritten, and read it.
+    """Take one token into the state of each sequence, which is overwritten, and read it; with
+    cu_seqlens several, of which some may be rejected later.
 
         step = softplus(dt + dt_bias)
         S <- exp(step A) S + step B x
@@ -40,12 +43,21 @@ def selective_state_update(
         D, dt_bias: [H, P or 1] or None.  z: [B, H, P], or None: out is not gated.
         indices: slot of each sequence [B], or None. Outside of the pool there is no sequence: its
             out is zero, and nothing is written.
+        cu_seqlens: boundaries [sequences + 1], or None. x, dt, B, C and z then have a row for each
+            token, and indices is [sequences, columns]: the state after token t of sequence n goes
+            to slot indices[n, t]. With more tokens than columns the last slot is left with the last
+            state. A state is rounded to its dtype after each token. out is zero behind the last
+            sequence, and where one would start from no slot.
+        accepted: [sequences], with cu_seqlens: sequence n starts from the state in slot
+            indices[n, accepted[n] - 1]; None: from slot indices[n, 0].
         softplus: whether the softplus is taken.
     Returns:
         out [B, H, P] in x.dtype. It is read from the state before that is rounded to its dtype.
     Source: arXiv:2405.21060 section 6, chapter 13.
     """
     tokens, parameters = (x, dt, B, C, z), (A, D, dt_bias)
+    if cu_seqlens is not None:
+        return _drafts(state, tokens, parameters, indices, accepted, cu_seqlens, softplus)
     if indices is None:
         return _update(state, *tokens, *parameters, softplus)
     rows = ((indices >= 0) & (indices < len(state))).nonzero().flatten()
@@ -56,39 +68,9 @@ def selective_state_update(
     return out
 
 
-def selective_state_update_drafts(
-    state: Tensor,
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None,
-    z: Tensor | None,
-    dt_bias: Tensor | None,
-    indices: Tensor,
-    accepted: Tensor | None,
-    cu_seqlens: Tensor,
-    *,
-    softplus: bool = False,
-) -> Tensor:
-    """Take all tokens of each sequence into states of a pool, and keep those that may be wanted.
-
-    Sequence n, tokens cu_seqlens[n] to cu_seqlens[n + 1], starts from the state in slot
-    indices[n, accepted[n] - 1] (accepted None: 1), and leaves the state after its token t in slot
-    indices[n, t]. With more tokens than columns the last slot is left with the last state. Nothing
-    is kept in a slot outside of the pool. A sequence that would start from one is no sequence: its
-    out is zero, and it writes nothing. A state is rounded to its dtype after each token.
-
-    Args:
-        state: [slots, H, P, N].  x, dt, B, C, z: as above, with tokens in place of sequences.
-        A, D, dt_bias, softplus: as above.  indices: [sequences, columns].
-        accepted: [sequences] or None.  cu_seqlens: [sequences + 1].
-    Returns:
-        out [tokens, H, P] in x.dtype, zero behind the last sequence.
-    Source: arXiv:2405.21060 section 6, chapter 26.
-    """
-    out, rows = torch.zeros_like(x), indices.tolist()
+def _drafts(state, tokens, parameters, indices, accepted, cu_seqlens, softplus) -> Tensor:
+    """The same token by token, with a slot for the state after each."""
+    out, rows = torch.zeros_like(tokens[0]), indices.tolist()
     for n, (first, last) in enumerate(pairwise(cu_seqlens.tolist())):
         column = 0 if accepted is None else int(accepted[n]) - 1
         before = rows[n][column] if 0 <= column < len(rows[n]) else -1
@@ -96,8 +78,8 @@ def selective_state_update_drafts(
             continue
         S = state[before : before + 1].clone()
         for t in range(first, last):
-            tokens = (y if y is None else y[t : t + 1] for y in (x, dt, B, C, z))
-            out[t] = _update(S, *tokens, A, D, dt_bias, softplus)[0]
+            one = (y if y is None else y[t : t + 1] for y in tokens)
+            out[t] = _update(S, *one, *parameters, softplus)[0]
             slot = rows[n][min(t - first, len(rows[n]) - 1)]
             if 0 <= slot < len(state):
                 state[slot] = S[0]
