@@ -76,9 +76,9 @@ class Layer(nn.Module):
                 states, which are then overwritten with those after x. The pieces of a sequence, of
                 any lengths, one after the other give what the whole gives at once. One token (T =
                 1) takes the recurrent operators, in place, without a new state. Where a gradient is
-                recorded, the cache gets new states with their history, one token as more: call
+                recorded, the cache gets new states with their history, with T = 1 too: call
                 ``cache.detach()`` between the pieces that a gradient shall not cross. Not inside
-                of activation checkpointing, which would run the layer a second time.
+                activation checkpointing, which would run the layer a second time.
             cu_seqlens: Boundaries ``[N + 1]``, int32 or int64, of N sequences packed into a batch
                 of one: each gives what it gives alone. A cache then has N sequences. y is zero at
                 tokens behind the last of them.
@@ -108,10 +108,12 @@ class Layer(nn.Module):
             "cu_seqlens": cu_seqlens, "cu_seqlens_cpu": cu_seqlens_cpu, "cp_context": cp_context,
         }  # fmt: skip
         step = cache is not None and x.shape[1] == 1 and cu_seqlens is None
-        if cache is not None and needs_gradient(x, *self.parameters(), *cache.states):
-            step = False
-        elif cache is not None:
-            cache.own()
+        if cache is not None:
+            recorded = torch.is_grad_enabled()  # else a step does not go through the parameters
+            if recorded and needs_gradient(x, *self.parameters(), *cache.states):
+                step = False
+            else:
+                cache.own()
         y = self._mixed(x, padding, cache, bounds, step)
         return _filled(y, padding, fill)
 
