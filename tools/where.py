@@ -518,6 +518,35 @@ def case_table() -> str:
     return table(["Results", "Case", "Dtype", "K", "V", "On"], rows)
 
 
+def accuracy_table() -> str:
+    """The worst output and gradient of every operator and kind of inputs, in roundings."""
+    kinds = ("float32", "bfloat16", "float16")
+    rows = []
+    for r in json.loads((ROOT / "tests/accuracy.json").read_text()):
+        beta = "" if r["beta"] is None else f"beta {r['beta']:g}, "
+        what = f"{r['inputs']}, {beta}gate {r['gate']:g}"
+        rows.append([function(f"linattn_edu.{r['operator']}"), what, *(worst(r[k]) for k in kinds)])
+    return table(["Operator", "Inputs", *kinds], rows)
+
+
+def worst(errors: dict[str, float]) -> str:
+    """ "o 2.1, dk 14": the largest error of an output, and of a gradient where there are any."""
+    outputs = {n: e for n, e in errors.items() if n in ("o", "ht")}
+    gradients = {n: e for n, e in errors.items() if n not in outputs}
+    found = [max(x.items(), key=lambda item: item[1]) for x in (outputs, gradients) if x]
+    return some(f"{short(n)}\u00a0{two_digits(e)}" for n, e in found)
+
+
+def short(name: str) -> str:
+    """A gradient's name in a narrow column."""
+    return re.sub("initial_states?", "h0", name)
+
+
+def two_digits(x: float) -> str:
+    """2.1, 14, 310."""
+    return f"{x:.1f}" if x < 9.95 else f"{float(f'{x:.1e}'):.0f}"
+
+
 PARTS = {
     "where_equations": equation_tables,
     "where_stages": stage_table,
@@ -529,6 +558,7 @@ PARTS = {
     "tested_never": never_run,
     "tested_sizes": size_table,
     "tested_cases": case_table,
+    "tested_accuracy": accuracy_table,
 }
 
 

@@ -113,6 +113,29 @@ def test_sizes_are_those_of_the_grids(where):
     assert row[2] == ", ".join(map(str, stage_checks.TOKENS))
 
 
+def test_errors_are_those_of_the_file(where):
+    """A row each, with the largest error of an output and of a gradient, and their names."""
+    import accuracy
+
+    table = rows(where.accuracy_table())
+    assert len(table) == len(accuracy.read())
+    for cells, (case, errors) in zip(table, accuracy.read().items(), strict=True):
+        assert f".{case.operator}>" in cells[0]
+        assert case.inputs in cells[1] and cells[1].endswith(f"gate {case.gate:g}")
+        assert case.beta is None or f"beta {case.beta:g}, " in cells[1]
+        for cell, found in zip(cells[2:], errors.values(), strict=True):
+            told = [part.split("\u00a0") for part in cell.split(", ")]
+            sides = ({"o", "ht"}, found.keys() - {"o", "ht"})
+            assert len(told) == sum(any(n in found for n in side) for side in sides)
+            for (name, number), side in zip(told, sides, strict=False):
+                largest = max(found[n] for n in side if n in found)
+                names = {where.short(n) for n in side if found.get(n) == largest}
+                assert name in names and abs(float(number) - largest) <= 0.05 * largest + 0.05
+    assert where.worst({"o": 2.04, "ht": 0.1, "dq": 1, "dinitial_states": 1234}) == (
+        "o\u00a02.0, dh0\u00a01200"
+    )
+
+
 def test_runs_of_the_tests_on_gpus(where, tmp_path):
     """Every record has its row; a new one takes the place of that of the same versions."""
     from gpu import ran
