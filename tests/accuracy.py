@@ -51,6 +51,9 @@ class Case(NamedTuple):
     beta: float | None
     gate: float
 
+    def __str__(self) -> str:
+        return ", ".join(str(x) for x in self if x is not None)
+
 
 def cases() -> list[Case]:
     """Every row; token by token they are fewer."""

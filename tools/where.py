@@ -518,15 +518,36 @@ def case_table() -> str:
     return table(["Results", "Case", "Dtype", "K", "V", "On"], rows)
 
 
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def errors() -> list[dict]:
+    """The rows of the errors of every operator."""
+    return json.loads((ROOT / "tests/accuracy.json").read_text())
+
+
 def accuracy_table() -> str:
     """The worst output and gradient of every operator and kind of inputs, in roundings."""
-    kinds = ("float32", "bfloat16", "float16")
     rows = []
-    for r in json.loads((ROOT / "tests/accuracy.json").read_text()):
+    for r in errors():
         beta = "" if r["beta"] is None else f"beta {r['beta']:g}, "
         what = f"{r['inputs']}, {beta}gate {r['gate']:g}"
-        rows.append([function(f"linattn_edu.{r['operator']}"), what, *(worst(r[k]) for k in kinds)])
-    return table(["Operator", "Inputs", *kinds], rows)
+        rows.append(
+            [function(f"linattn_edu.{r['operator']}"), what, *(worst(r[k]) for k in DTYPES)]
+        )
+    return table(["Operator", "Inputs", *DTYPES], rows)
+
+
+def accuracy_of_keys_alike() -> str:
+    """A sentence on chunks of the delta rule in 16 bit with keys alike and beta up to 1."""
+    found = [
+        r[kind]
+        for r in errors()
+        if r["operator"].startswith("chunk_") and "random" not in r["inputs"] and r["beta"] <= 1
+        for kind in DTYPES[1:]
+    ]
+    most = [f"{n} {two_digits(max(e[n] for e in found))}" for n in ("o", "ht", "dv", "dbeta", "dg")]
+    return f"The most in chunks of 16 bit with keys alike and a beta of at most 1: {some(most)}."
 
 
 def worst(errors: dict[str, float]) -> str:
@@ -559,6 +580,7 @@ PARTS = {
     "tested_sizes": size_table,
     "tested_cases": case_table,
     "tested_accuracy": accuracy_table,
+    "tested_alike": accuracy_of_keys_alike,
 }
 
 

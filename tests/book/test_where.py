@@ -131,6 +131,14 @@ def test_errors_are_those_of_the_file(where):
                 largest = max(found[n] for n in side if n in found)
                 names = {where.short(n) for n in side if found.get(n) == largest}
                 assert name in names and abs(float(number) - largest) <= 0.05 * largest + 0.05
+    told = dict(re.findall(r"(\w+) ([\d.]+)[,.]", where.accuracy_of_keys_alike()))
+    alike = [
+        e for c, kinds in accuracy.read().items() for d, e in kinds.items()
+        if c.operator in ("chunk_gated_delta_rule", "chunk_kda") and d != "float32"
+        and c.inputs != "random keys" and c.beta <= 1
+    ]  # fmt: skip
+    for n in ("o", "ht", "dv", "dbeta", "dg"):
+        assert float(told[n]) == pytest.approx(max(e[n] for e in alike), rel=0.05)
     assert where.worst({"o": 2.04, "ht": 0.1, "dq": 1, "dinitial_states": 1234}) == (
         "o\u00a02.0, dh0\u00a01200"
     )
