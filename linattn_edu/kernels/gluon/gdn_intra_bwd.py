@@ -261,7 +261,6 @@ def compute_half(c: gl.constexpr, out, m, bars, N, ROW: gl.constexpr, H: gl.cons
         # sums over value heads grow where they are: a head's part of rowsum(Q * dQ) and of
         # rowsum(K * D) is what the sum has more than before
         mbarrier.wait(bars.full_k, n // G & 1)
-        b_q = q.load(mma).to(gl.float32)
         mbarrier.wait(bars.ready, n & 1)
         b_own = m.own.load(rows)[:, None]
         b_dgc = gl.zeros_like(b_through)
@@ -270,7 +269,7 @@ def compute_half(c: gl.constexpr, out, m, bars, N, ROW: gl.constexpr, H: gl.cons
         else:
             more = n % G > 0
             b_dq, b_dk = gl.where(more, b_dq, 0.0), gl.where(more, b_dk, 0.0)
-            b_dgc -= own_sums(b_q * b_dq)
+            b_dgc -= own_sums(q.load(mma).to(gl.float32) * b_dq)
         b_e = gl.exp2(b_gc)
         # eq:delta-dq   dQ = scale diag(2^gc) dO S^T + dM K
         b_dq = product(dM, k, b_dq + b_R * (b_e * out.scale))
@@ -281,13 +280,14 @@ def compute_half(c: gl.constexpr, out, m, bars, N, ROW: gl.constexpr, H: gl.cons
         b_W *= gl.exp2(b_last - b_gc)
         b_t = own_sums(gl.where(o_t == BT - 1, 0.0, b_k * b_W))
         # eq:fused-dk   dK = diag(beta) F + D
-        b_dk += b_W + b_own * b_q
+        b_dk += b_W + b_own * q.load(mma).to(gl.float32)
         b_dgc += own_sums(b_k * b_dk) - b_t
         # eq:fused-write   D = dK_state + dM^T Q + (diag(beta) dL)^T K
         b_dk = product(bL.permute((1, 0)), k, b_dk)
         b_dk = product(dM.permute((1, 0)), q, b_dk)
         b_dq = warpgroup_mma_wait(3, [b_dq])
-        b_dgc += own_sums(b_q * b_dq)
+        b_dgc += own_sums(q.load(mma).to(gl.float32) * b_dq)
+        b_k = k.load(mma).to(gl.float32)
         b_dq += b_own * b_k
         b_F = warpgroup_mma_wait(2, [b_F])
         b_dbeta += own_sums(b_k * b_F)

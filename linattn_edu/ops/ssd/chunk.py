@@ -94,7 +94,10 @@ def mamba_chunk_scan_combined(
     A NaN or infinity reaches earlier tokens of its chunk, as in :func:`chunk_gated_delta_rule`.
 
     Accuracy: products are accumulated in float32; 16-bit inputs are rounded where a product needs
-    them, and the states between chunks are kept in x's dtype.
+    them, and the states between chunks are kept in x's dtype. So in float16 every number of a state
+    must stay below 65504: beyond it out is infinite or NaN from the next chunk on, and gradients
+    are, even where the right ones fit. bfloat16, float32 and :func:`selective_state_update` with a
+    state in float32 hold such states.
 
     Memory: between the passes it keeps its inputs alone.
 

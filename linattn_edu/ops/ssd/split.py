@@ -70,6 +70,9 @@ def mamba_split_conv1d_scan_combined(
         norm_before_gate: Whether the gate silu(z) comes after the norm, or before it.
         impl: "triton", "reference" or "auto", as in :func:`chunk_gated_delta_rule`.
 
+    Accuracy: as of the three; in float16 states must stay below 65504, as in
+    :func:`mamba_chunk_scan_combined`.
+
     Memory: autograd keeps what passes from one of the three to the next.
 
     Returns:
