@@ -527,15 +527,18 @@ def errors() -> list[dict]:
 
 
 def accuracy_table() -> str:
-    """The worst output and gradient of every operator and kind of inputs, in roundings."""
-    rows = []
-    for r in errors():
-        beta = "" if r["beta"] is None else f"beta {r['beta']:g}, "
-        what = f"{r['inputs']}, {beta}gate {r['gate']:g}"
-        rows.append(
-            [function(f"linattn_edu.{r['operator']}"), what, *(worst(r[k]) for k in DTYPES)]
-        )
-    return table(["Operator", "Inputs", *DTYPES], rows)
+    """The worst output and gradient of every kind of inputs, in roundings, an operator a table."""
+    parts = []
+    for name in dict.fromkeys(r["operator"] for r in errors()):
+        rows = [
+            [r["inputs"], NONE if r["beta"] is None else f"{r['beta']:g}", f"{r['gate']:g}"]
+            + [worst(r[k]) for k in DTYPES]
+            for r in errors()
+            if r["operator"] == name
+        ]
+        heads = ["Inputs", "beta", "gate", *DTYPES]
+        parts.append(f"{function(f'linattn_edu.{name}')}\n\n{table(heads, rows)}")
+    return "\n\n".join(parts)
 
 
 def accuracy_of_keys_alike() -> str:
