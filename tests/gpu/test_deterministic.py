@@ -2,6 +2,8 @@
 before it is written is NaN, and runs agree to the bit, on another stream and in dirty memory too.
 """
 
+import os
+
 import pytest
 import torch
 from gdn_checks import same_bits
@@ -9,11 +11,11 @@ from ops import calls
 from ops.contract import forms
 
 pytestmark = pytest.mark.gpu
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read once, at the first product
 
 
 @pytest.fixture(autouse=True)
 def deterministic(monkeypatch):
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     torch.use_deterministic_algorithms(True)
     yield
