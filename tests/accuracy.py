@@ -169,7 +169,7 @@ def row(case: Case) -> str:
     """A line of the file."""
     torch.set_num_threads(1)
     errors = {d: {n: float(f"{e:.3g}") for n, e in results(case, d).items()} for d in DTYPES}
-    print(*case, flush=True)
+    print(case, flush=True)
     return json.dumps(case._asdict() | errors)
 
 
