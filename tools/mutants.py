@@ -634,6 +634,16 @@ MUTANTS = [
         "AssertionError",
     ),
     Mutant(
+        "a state is rounded at every token beside inputs of 16 bit",
+        f"{KERNELS}/delta/recurrent.py",
+        "b_S += b_k[:, None] * b_e[None, :]",
+        "b_S += b_k[:, None] * b_e[None, :]\n"
+        "        b_S = b_S.to(tl.float32 if q_ptr.dtype.element_ty == tl.float32 else tl.float16)\n"
+        "        b_S = b_S.to(tl.float32)",
+        "tests/ops/test_accuracy.py -k recurrent",
+        "AssertionError",
+    ),
+    Mutant(
         "a gradient is decayed before the keys read it",
         f"{KERNELS}/delta/cp_merge_bwd.py",
         "dot(b_k, cast(b_dS, b_k.dtype))",

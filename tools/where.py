@@ -518,6 +518,59 @@ def case_table() -> str:
     return table(["Results", "Case", "Dtype", "K", "V", "On"], rows)
 
 
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def errors() -> list[dict]:
+    """The rows of the errors of every operator."""
+    return json.loads((ROOT / "tests/accuracy.json").read_text())
+
+
+def accuracy_table() -> str:
+    """The worst output and gradient of every kind of inputs, in roundings, an operator a table."""
+    parts = []
+    for name in dict.fromkeys(r["operator"] for r in errors()):
+        rows = [
+            [r["inputs"], NONE if r["beta"] is None else f"{r['beta']:g}", f"{r['gate']:g}"]
+            + [worst(r[k]) for k in DTYPES]
+            for r in errors()
+            if r["operator"] == name
+        ]
+        heads = ["Inputs", "beta", "gate", *DTYPES]
+        parts.append(f"{function(f'linattn_edu.{name}')}\n\n{table(heads, rows)}")
+    return "\n\n".join(parts)
+
+
+def accuracy_of_keys_alike() -> str:
+    """A sentence on chunks of the delta rule in 16 bit with keys alike and beta up to 1."""
+    found = [
+        r[kind]
+        for r in errors()
+        if r["operator"].startswith("chunk_") and "random" not in r["inputs"] and r["beta"] <= 1
+        for kind in DTYPES[1:]
+    ]
+    most = [f"{n} {two_digits(max(e[n] for e in found))}" for n in ("o", "ht", "dv", "dbeta", "dg")]
+    return f"The most in chunks of 16 bit with keys alike and a beta of at most 1: {some(most)}."
+
+
+def worst(errors: dict[str, float]) -> str:
+    """ "o 2.1, dk 14": the largest error of an output, and of a gradient where there are any."""
+    outputs = {n: e for n, e in errors.items() if n in ("o", "ht")}
+    gradients = {n: e for n, e in errors.items() if n not in outputs}
+    found = [max(x.items(), key=lambda item: item[1]) for x in (outputs, gradients) if x]
+    return some(f"{short(n)}\u00a0{two_digits(e)}" for n, e in found)
+
+
+def short(name: str) -> str:
+    """A gradient's name in a narrow column."""
+    return re.sub("initial_states?", "h0", name)
+
+
+def two_digits(x: float) -> str:
+    """2.1, 14, 310."""
+    return f"{x:.1f}" if x < 9.95 else f"{float(f'{x:.1e}'):.0f}"
+
+
 PARTS = {
     "where_equations": equation_tables,
     "where_stages": stage_table,
@@ -529,6 +582,8 @@ PARTS = {
     "tested_never": never_run,
     "tested_sizes": size_table,
     "tested_cases": case_table,
+    "tested_accuracy": accuracy_table,
+    "tested_alike": accuracy_of_keys_alike,
 }
 
 

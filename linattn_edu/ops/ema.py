@@ -64,6 +64,8 @@ def ema_scan(
 
     Non-contiguous tensors, and on a GPU those that do not start at 16 bytes, are copied first.
 
+    A NaN or infinity reaches earlier tokens of its chunk, as in :func:`chunk_gated_delta_rule`.
+
     Accuracy: states and sums are float32; with 16-bit inputs the products inside a chunk have
     rounded operands, and y is rounded. A decay between two tokens is the difference of two sums of
     g over the chunk, as in :func:`chunk_gated_delta_rule`. One below ``e^-87`` may be 0, and one

@@ -113,6 +113,39 @@ def test_sizes_are_those_of_the_grids(where):
     assert row[2] == ", ".join(map(str, stage_checks.TOKENS))
 
 
+def test_errors_are_those_of_the_file(where):
+    """A row each, with the largest error of an output and of a gradient, and their names."""
+    import accuracy
+
+    text = where.accuracy_table()
+    operators = [c.operator for c in accuracy.read()]
+    assert re.findall(r"linattn_edu\.(\w+)>", text) == [*dict.fromkeys(operators)]
+    table = rows(text)
+    assert len(table) == len(operators)
+    for cells, (case, errors) in zip(table, accuracy.read().items(), strict=True):
+        beta = "–" if case.beta is None else f"{case.beta:g}"
+        assert cells[:3] == [case.inputs, beta, f"{case.gate:g}"]
+        for cell, found in zip(cells[3:], errors.values(), strict=True):
+            told = [part.split("\u00a0") for part in cell.split(", ")]
+            sides = ({"o", "ht"}, found.keys() - {"o", "ht"})
+            assert len(told) == sum(any(n in found for n in side) for side in sides)
+            for (name, number), side in zip(told, sides, strict=False):
+                largest = max(found[n] for n in side if n in found)
+                names = {where.short(n) for n in side if found.get(n) == largest}
+                assert name in names and abs(float(number) - largest) <= 0.05 * largest + 0.05
+    told = dict(re.findall(r"(\w+) ([\d.]+)[,.]", where.accuracy_of_keys_alike()))
+    alike = [
+        e for c, kinds in accuracy.read().items() for d, e in kinds.items()
+        if c.operator in ("chunk_gated_delta_rule", "chunk_kda") and d != "float32"
+        and c.inputs != "random keys" and c.beta <= 1
+    ]  # fmt: skip
+    for n in ("o", "ht", "dv", "dbeta", "dg"):
+        assert float(told[n]) == pytest.approx(max(e[n] for e in alike), rel=0.05)
+    assert where.worst({"o": 2.04, "ht": 0.1, "dq": 1, "dinitial_states": 1234}) == (
+        "o\u00a02.0, dh0\u00a01200"
+    )
+
+
 def test_runs_of_the_tests_on_gpus(where, tmp_path):
     """Every record has its row; a new one takes the place of that of the same versions."""
     from gpu import ran

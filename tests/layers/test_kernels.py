@@ -36,6 +36,30 @@ def test_kernels_are_the_reference(kind, device, poison):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", MAIN)
+def test_a_mask_whose_numbers_are_not_looked_at(kind):
+    """transformers #48256: a prompt padded on the right. Its tokens are right; what follows it, of
+    a cache, is NaN and not another number. Rows padded on the left, or not at all, go on.
+    """
+    layer, x = make(kind, torch.float32, "cuda"), hidden(3, 13, torch.float32, "cuda")
+    mask = torch.ones(3, 12, device="cuda")
+    mask[0, :2], mask[1, 9:] = 0, 0
+    with torch.no_grad():
+        prompt, alone, cache = x[:, :12], layer(x), layer.make_cache(3)
+        y = layer(prompt, mask)
+        late = layer(x[:1, 2:])  # the first row without its padding
+        assert_close("left", y[0, 2:], late[0, :-1], 1e-5)
+        assert_close("right", y[1, :9], alone[1, :9], 1e-5)
+        assert not y[0, :2].any() and not y[1, 9:].any()
+        y = layer(prompt, mask, cache)
+        assert y[1, 9:].isnan().all()
+        step = layer(x[:, 12:], cache=cache)
+        assert_close("left, next", step[0], late[0, -1:], 1e-5)
+        assert step[1].isnan().all()
+        assert_close("whole, next", step[2], alone[2, 12:], 1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", MAIN)
 def test_a_step_in_a_cuda_graph(kind):
     layer = make(kind, torch.float32, "cuda")
     x = hidden(2, 8, torch.float32, "cuda")

@@ -127,3 +127,20 @@ def test_halves_of_packed_sequences(dtype, device):
         for name, y in want.items():
             part = got[name][n : n + 1] if name == "ht" else got[name][:, a:b]
             assert torch.equal(part, y), name
+
+
+@pytest.mark.gpu
+@grids.parametrize(
+    name=("gdn", "kda"), beta=(1.0, 1.5, 1.9), g=(0, -0.02), dtype=(torch.bfloat16, torch.float16)
+)
+def test_one_key_over_many_chunks(name, beta, g, dtype, device):
+    """flashinfer #3001, maxtext #4577, fla #389: heads of 128, of which the kernels have others."""
+    f, sizes = {"gdn": chunk_gated_delta_rule, "kda": chunk_kda}[name], {"H": 4, "HV": 4}
+    sizes |= {"T": 512, "K": 128, "V": 128}
+    x = inputs(ONE, beta, g, dtype, device, **sizes, channels=name == "kda")
+    check(f, x, beta, "triton", dtype)
+    if beta == 1:  # of which nothing is said
+        given = x | {"beta": torch.ones_like(x["beta"])}
+        o, _ = f(**given, impl="triton")
+        want = exact(given, *cotangents(x))["o"]
+        assert relative_rms(o, want) < 5e-2

@@ -5,6 +5,7 @@ import torch
 from recurrent_cases import case, options
 
 from linattn_edu import (
+    causal_conv1d,
     chunk_gated_delta_rule,
     chunk_kda,
     chunk_local_cumsum,
@@ -19,6 +20,7 @@ pytestmark = pytest.mark.gpu
 
 ALL = ("norm", "gate", "sigmoid", "neg", "v_first")
 BOUNDS = (0, 70, 70, 200)
+OTHERS = (0, 100, 130, 200)  # as many chunks of 16, 32 and 64
 
 
 def chunk(**arguments):
@@ -46,6 +48,13 @@ def mamba(q, k, v, g, initial_state, A_log, dt_bias, beta=None, **bounds):
         v, g, -A_log.exp(), k, q, 64, D=A_log, z=v, dt_bias=dt_bias, initial_states=initial_state,
         dt_softplus=True, **{f"return_{'varlen' if bounds else 'final'}_states": True}, **bounds,
     )  # fmt: skip
+
+
+def convolution(v, **bounds):
+    x = v.flatten(2)
+    weight = x[0, :4].detach().mT.contiguous()
+    bounds = {n: t for n, t in bounds.items() if n.startswith("cu_seqlens")}
+    return (causal_conv1d(x, weight, activation="silu", **bounds)[0],)
 
 
 def helpers(g, v, q, **_):
@@ -113,6 +122,34 @@ def test_replay_of_packed_sequences(f):
     if f is not recurrent:
         bounds["cu_seqlens_cpu"] = known
     check_replay(lambda **x: f(**x, **bounds), N=3)
+
+
+@pytest.mark.parametrize("f", [chunk, kda, recurrent, mamba, convolution])
+def test_replay_after_other_boundaries(f):
+    """Megatron #6796, fla #1155, torchtitan #3709: others of as many sequences and chunks, written
+    to the same tensor, are followed in both passes; those of the recording would be wrong.
+    """
+    known, others = torch.tensor(BOUNDS), torch.tensor(OTHERS)
+
+    def bounded(cu_seqlens, cu_seqlens_cpu):
+        told = {} if f is recurrent else {"cu_seqlens_cpu": cu_seqlens_cpu}
+        return lambda **x: f(**x, cu_seqlens=cu_seqlens, **told)
+
+    bounds = known.cuda()
+    g = bounded(bounds, known)
+    leaves = {n: t.requires_grad_() for n, t in inputs(0, 3).items()}
+    cotangents = [torch.randn_like(x) for x in g(**leaves)]
+    graph, results = record(lambda: forward_and_backward(g, leaves, cotangents))
+    before = None
+    for now in (known, others, known):
+        bounds.copy_(now)
+        graph.replay()
+        got = [x if x is None else x.clone() for x in results]
+        want = forward_and_backward(bounded(now.cuda(), now), leaves, cotangents)
+        for a, b in zip(got, want, strict=True):
+            assert a is b is None or torch.equal(a, b)
+        assert before is None or not torch.equal(got[0], before)
+        before = got[0]
 
 
 @pytest.mark.parametrize("name", ["cumsum", "solve_tril"])

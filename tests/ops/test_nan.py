@@ -148,13 +148,13 @@ CHUNKED = ("chunk_gated_delta_rule", "chunk_kda", "mamba_chunk_scan_combined", "
 @pytest.mark.parametrize("name", LATER)
 def test_a_nan_does_not_reach_earlier_tokens(name, impl, device):
     """Of every function of tokens: all that comes later is NaN, outputs before keep their bits; of
-    the CHUNKED ones in earlier chunks. Rows read past the end of a chunk, or anything summed over a
-    sequence, carry it back.
+    the CHUNKED ones those of earlier chunks, as their docstrings say. Rows read past the end of a
+    chunk, or anything summed over a sequence, carry it back.
     """
     f, x, options = calls.call(name, device)
-    cut = 17
+    cut = kept = 17
     if name.split()[0] in CHUNKED:
-        cut = options["chunk_size"] = 16
+        kept = options["chunk_size"] = 16
     later = [n for n in floats(x) if x[n].shape[1:2] == (T,)]
     bad = with_nan(x, {n: (slice(None), slice(cut, None)) for n in later})
     with torch.no_grad():
@@ -164,4 +164,21 @@ def test_a_nan_does_not_reach_earlier_tokens(name, impl, device):
     assert got[0][:, cut:].isnan().any()
     for a, b in zip(got, want, strict=True):
         if b is not None and b.shape[1:2] == (T,):
-            assert torch.equal(a[:, :cut], b[:, :cut])
+            assert torch.equal(a[:, :kept], b[:, :kept])
+
+
+@forms(
+    "test_earlier_chunks_keep_their_bits", gdn, kda, *ssd, ema,
+    dtypes=(torch.float32, torch.bfloat16), impl=IMPLS,
+)  # fmt: skip
+def test_earlier_chunks_keep_their_bits(form, dtype, impl, device):
+    """A NaN in the midst of a chunk, of one tensor after the other: every chunk before it."""
+    C = 16
+    x, options = form.draw(1, 3 * C, dtype, device)
+    options |= {"chunk_size": C, "impl": impl}
+    with torch.no_grad():
+        want, _ = form(x, **options)
+        for n in (n for n in floats(x) if n in form.tokens):
+            got, _ = form(with_nan(x, {n: (slice(None), 2 * C + 5)}), **options)
+            assert got[:, 2 * C + 5 :].isnan().any(), n
+            assert torch.equal(got[:, : 2 * C], want[:, : 2 * C]), n

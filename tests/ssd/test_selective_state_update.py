@@ -128,6 +128,20 @@ def test_padding_reads_nothing(device):
         assert out.isfinite().all() and not out[1].any() and state.isfinite().all()
 
 
+def test_slots_of_others_hold_no_number(device):
+    """vllm #56524: states that are not named, and those of padding, are NaN and stay it; what is
+    named is finite.
+    """
+    whole = arguments(20, 24, B=6, device=device)
+    args = [*part(whole, slice(4))[:-1], torch.tensor([2, -1, 4, -1], device=device)]
+    args[0] = args[0].clone()
+    args[0][[0, 1, 3, 5]] = torch.nan
+    for f in (kernel, reference):
+        out, state = run(f)(*args, softplus=True)
+        assert out.isfinite().all() and not out[[1, 3]].any()
+        assert state[[2, 4]].isfinite().all() and state[[0, 1, 3, 5]].isnan().all()
+
+
 @pytest.mark.parametrize("P", [17, 64])
 def test_rows_and_states_may_lie_apart(P, device):
     """As slices of a projection, and pages of a cache; what is between them is left as it is."""

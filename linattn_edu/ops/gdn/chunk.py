@@ -107,6 +107,9 @@ def chunk_gated_delta_rule(
 
     Non-contiguous tensors, and on a GPU those that do not start at 16 bytes, are copied first.
 
+    A token that is NaN or infinite may make all outputs of its chunk NaN, those before it too, and
+    all that follow; earlier chunks keep their bits.
+
     Accuracy: products are accumulated in float32; 16-bit inputs are rounded where a product needs
     them. Of o that costs two to four times what rounding the result does, with keys of any two
     cosines up to .5 and beta up to 1; up to 30 times with keys alike and beta near 1. With keys

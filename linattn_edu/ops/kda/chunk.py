@@ -122,8 +122,8 @@ def chunk_kda(
     Non-contiguous tensors, and on a GPU those that do not start at 16 bytes, are copied first.
 
     Causal to the bit, while all values stay finite: changing a token, its gate included, changes
-    no output before it. An infinity or NaN spoils the chunk it is in from its first token on, and
-    all that follows.
+    no output before it. A token that is NaN or infinite may make all outputs of its chunk NaN,
+    those before it too, and all that follow; earlier chunks keep their bits.
 
     Accuracy: as of :func:`chunk_gated_delta_rule`, states and written values below 65504 in float16
     included: :func:`fused_recurrent_kda`, bfloat16 and float32 hold larger ones.

@@ -94,6 +94,8 @@ def mamba_chunk_scan_combined(
             ``H (P N + 1)`` numbers of float32 from every rank, once.
         impl: "triton", "reference" or "auto", as in :func:`chunk_gated_delta_rule`.
 
+    A NaN or infinity reaches earlier tokens of its chunk, as in :func:`chunk_gated_delta_rule`.
+
     Accuracy: products are accumulated in float32; 16-bit inputs are rounded where a product needs
     them, and the states between chunks are kept in x's dtype. So in float16 every number of a state
     must stay below 65504: beyond it out is infinite or NaN from the next chunk on, and gradients
