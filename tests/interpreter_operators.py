@@ -42,10 +42,11 @@ def straight_to_numpy(instead_of):
         if key not in constants:
             if dtype.is_ptr():
                 return self.to_tensor(value) if kind is int else None
-            beside = self.to_tensor_type(value)
-            if self.computation_type_impl(dtype, False, beside, True, False) is not dtype:
+            beside = self.scalar_constant(0, dtype)
+            number = self.binary_op_type_checking_impl(beside, value)[1]
+            if number.dtype is not dtype:
                 return None
-            constants[key] = self._cast_to_computation_type(value, dtype)
+            constants[key] = number
         return constants[key]
 
     def straight(name, ufunc):
