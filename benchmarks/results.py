@@ -72,9 +72,13 @@ def merge(old: dict | None, new: dict) -> dict:
 
     A row measured again keeps what only the older run measured (a first call, say), if both are of
     the same sources; a row without "ms" is one of which only the first call has been measured.
+    Where nothing but Triton's version differs, libraries of OPTIONAL, which do not use it, keep
+    their rows, with their day, if the newer run did not have them: a peer that is faster stays.
     """
-    if old is None or differences(old, new):
+    if old is None:
         old = {"rows": []}
+    elif differences(old, new):
+        old = _of_absent(old, new)
     rows = {}
     for row in (*old["rows"], *new["rows"]):
         before = rows.get(_key(row), {})
@@ -83,6 +87,16 @@ def merge(old: dict | None, new: dict) -> dict:
     known = {name: value for name, value in old.items() if value is not None}
     top = {**known, **{name: value for name, value in new.items() if value is not None}}
     return {**new, **top, "rows": sorted(rows.values(), key=_order)}
+
+
+def _of_absent(old: dict, new: dict) -> dict:
+    """Of older results what holds beside those of another Triton."""
+    without = [{**data, "triton": None} for data in (old, new)]
+    absent = [x for x in OPTIONAL if old.get(x) and not new.get(x)]
+    if differences(*without) or not absent:
+        return {"rows": []}
+    rows = [{"date": old["date"]} | row for row in old["rows"] if row["library"] in absent]
+    return {**{x: old[x] for x in absent}, "rows": rows}
 
 
 def missing(data: dict) -> list[tuple[str, str, str]]:

@@ -164,6 +164,13 @@ MUTANTS = [
         "tests/ops/test_contract.py -k ema",
     ),
     Mutant(
+        "a reset of an average multiplies NaN by zero",
+        f"{KERNELS}/ssd/ema.py",
+        "a * tl.where(a == 0.0, 0.0, b_h)",
+        "a * b_h",
+        "tests/ops/test_nan.py -k reset",
+    ),
+    Mutant(
         "the decay of an average hears what its token has written",
         f"{KERNELS}/ssd/ema_bwd.py",
         "o_t[:, None] > o_t[None, :]",

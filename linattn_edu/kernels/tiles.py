@@ -89,6 +89,17 @@ def dot(a, b, acc=None, precision: tl.constexpr = TF32X3):
 
 
 @triton.jit
+def as_factor(x, dtype: tl.constexpr):
+    """x in fp32, but rounded as a product of float16 reads it.
+
+    A sum has x times v and x times S: where v and S cancel, both x must be the same.
+    """
+    if dtype == tl.float16:
+        x = cast(x, dtype).to(tl.float32)
+    return x
+
+
+@triton.jit
 def cut_off(x, dtype: tl.constexpr):
     """What rounding x to dtype, of 16 bit, cuts off, in that dtype: the low half of x."""
     return cast(x - cast(x, dtype).to(tl.float32), dtype)

@@ -46,9 +46,10 @@ def ema_scan(
             reference only), any D >= 1; T may be 0. Many channels of few heads are what the
             kernels are made for: a head takes as long as one of 64 channels.
         g: Natural-log decay of each token ``[B, T, H]``, or ``[B, T]`` with x ``[B, T, D]``, <= 0,
-            any of these dtypes. ``-inf`` is a reset: nothing is left of the tokens before. A
-            positive g is refused on the CPU; on a GPU, where that would wait for the device, and
-            under torch.compile it is not looked for.
+            any of these dtypes. ``-inf`` is a reset: nothing is left of the tokens before, also of
+            NaN and inf in x, weight and the state; backwards so of gradients. A NaN of g itself is
+            ended only by resets in other chunks. A positive g is refused on the CPU; on a GPU,
+            where that would wait for the device, and under torch.compile it is not looked for.
         weight: Factor of each token, of g's shape, any of these dtypes and any numbers; if None
             ``1 - exp(g)``, computed without loss where g is small.
         initial_state: State before the first token ``[N, H, D]``, or ``[N, D]``, zero if None. N is
@@ -65,10 +66,11 @@ def ema_scan(
 
     Accuracy: states and sums are float32; with 16-bit inputs the products inside a chunk have
     rounded operands, and y is rounded. A decay between two tokens is the difference of two sums of
-    g over the chunk, as in :func:`chunk_gated_delta_rule`. One below ``e^-104`` is 0, and its g has
-    the gradient 0. The gradient of g, without a weight, is that of ``e^g (y_(t-1) - x_t)``: where
-    the two are large and nearly equal, 16 bits have few digits for the difference. Then subtract
-    the level from x and the state and add it to y, which gives the same numbers, or use float32.
+    g over the chunk, as in :func:`chunk_gated_delta_rule`. One below ``e^-87`` may be 0, and one
+    below ``e^-104`` is, whose g has the gradient 0. The gradient of g, without a weight, is that of
+    ``e^g (y_(t-1) - x_t)``: where the two are large and nearly equal, 16 bits have few digits for
+    the difference. Then subtract the level from x and the state and add it to y, which gives the
+    same numbers, or use float32.
 
     A probability p that sets ``g = log(1 - p)`` may be 1, but PyTorch then multiplies g's gradient
     0 by the slope of the logarithm, which is infinite: give

@@ -466,6 +466,21 @@ def test_merge_drops_what_was_measured_elsewhere(change):
     assert [r["case"] for r in results.merge(old, new)["rows"]] == ["gdn_train"]
 
 
+def test_an_absent_peers_rows_stay_where_only_triton_differs():
+    peers = [some_row(library="flashinfer"), some_row(library="fla")]
+    ours = some_row(library="linattn_edu")
+    old = some([ours, *peers], flashinfer="0.5", fla="0.6.0", date="2026-01-01")
+    new = some([ours | {"ms": 3.0}], triton="3.9.0", date="2026-02-02")
+    both = results.merge(old, new)
+    assert [(r["library"], r.get("date")) for r in both["rows"]] == [
+        ("linattn_edu", None),
+        ("flashinfer", "2026-01-01"),
+    ]
+    assert (both["triton"], both["flashinfer"], both["date"]) == ("3.9.0", "0.5", "2026-02-02")
+    for change in ({"flashinfer": "0.6"}, {"gpu": "NVIDIA B200"}):  # there, or elsewhere
+        assert len(results.merge(old, {**new, **change})["rows"]) == 1
+
+
 def test_save_is_whole_or_not_at_all(tmp_path, monkeypatch):
     path = tmp_path / "data" / "x.json"
     data = some([some_row(), some_row("gdn_gva")])

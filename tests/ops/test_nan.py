@@ -13,16 +13,20 @@ from ops.contract import (
     ema,
     forms,
     gdn,
+    in_pieces,
     kda,
     recurrent_gdn,
     recurrent_kda,
     ssd,
 )  # fmt: skip
 
+from linattn_edu.testing import assert_close
+
 pytestmark = [
     pytest.mark.usefixtures("poison"),
     pytest.mark.filterwarnings("ignore:overflow encountered in exp"),  # of NumPy's, interpreted
     pytest.mark.filterwarnings("ignore:All-NaN slice encountered"),
+    pytest.mark.filterwarnings("ignore:invalid value encountered"),
 ]
 
 F32 = (torch.float32,)
@@ -89,6 +93,45 @@ def test_a_nan_stays_in_its_document(form, dtype, impl, device):
     got, want = (form.run(y, do, dht, **options) for y in (bad, x))
     for n, tokens in ((0, slice(a)), (2, slice(b, None))):
         same_bits(form.part(got, n, tokens), form.part(want, n, tokens), *form.sums())
+
+
+@forms(
+    "test_a_reset_ends_a_nan", ema, in_pieces,
+    dtypes=(torch.float32, torch.float16), impl=IMPLS, bad=(torch.nan, torch.inf),
+)  # fmt: skip
+def test_a_reset_ends_a_nan(form, dtype, impl, bad, device, monkeypatch):
+    """ema_scan with g = -inf at a token, in a chunk's midst, at its head, and in a later piece: of
+    bad numbers on one side nothing reaches the other, neither in y and the state nor backwards in
+    the gradients. A factor that multiplies by zero carries them over, and so does one that a
+    rounded difference of two sums of g leaves at 2^-149.
+    """
+    for patch in form.patches:
+        monkeypatch.setattr(*patch)
+    x, options = form.draw(1, 70, dtype, device)
+    resets = (5, 22, 32, 57)
+    x["g"][:, [3, 4, 5, 21, 22, 32, 40, 57]] = -torch.inf
+    do, dht = form.cotangents(x)
+    options["impl"] = impl
+    want = form.run(x, do, dht, **options)
+    for r in resets:
+        for wrong, right in ((slice(r), slice(r, None)), (slice(r, None), slice(r))):
+            y, dy, dS = {n: t.clone() for n, t in x.items()}, do.clone(), dht.clone()
+            for n in ("x", "weight"):
+                y[n][:, wrong] = bad
+            dy[:, wrong] = bad
+            before, behind = r // 16 * 16, r // 16 * 16 + 16  # a gate's NaN has the whole chunk
+            y["g"][:, slice(before) if wrong.stop else slice(behind, None)] = torch.nan
+            edge, kept = ("initial_state", "ht") if right.start else ("ht", "dinitial_state")
+            y["initial_state"][:] = bad if edge == "initial_state" else y["initial_state"]
+            dS[:] = bad if edge == "ht" else dS
+            got = form.run(y, dy, dS, **options)
+            assert not got["o"][:, wrong].isfinite().all()
+            right = {n: (slice(None), right) for n in ("o", "dx", "dg", "dweight")} | {kept: ...}
+            for n, at in right.items():
+                if impl == "reference":
+                    assert torch.equal(got[n][at], want[n][at]), (n, r)
+                else:  # that chunk is computed token by token
+                    assert_close(n, got[n][at], want[n][at], 1e-5 if dtype == F32[0] else 5e-3)
 
 
 T = 20  # of calls.py

@@ -6,7 +6,15 @@ import triton.language as tl
 from torch import Tensor
 
 from linattn_edu.kernels.rows import by_width, chunk_args, row, value_table
-from linattn_edu.kernels.tiles import cast, chunk_of, dot, load_row, load_tile, store_tile
+from linattn_edu.kernels.tiles import (
+    as_factor,
+    cast,
+    chunk_of,
+    dot,
+    load_row,
+    load_tile,
+    store_tile,
+)
 from linattn_edu.packing import Packing
 
 
@@ -64,7 +72,7 @@ def kda_wy_bwd_kernel(
     v_new_ptr,  # [B, T, HV, V]
     dh_ptr,  # [B, NT, HV, K, V]
     dv_new_ptr,  # [B, T, HV, V]
-    dkb_ptr,  # [B, T, HV, K] out
+    dkb_ptr,  # [B, T, HV, K] out; fp32 for float16
     dkg_ptr,  # [B, T, HV, K] out
     dv_ptr,  # [B, T, HV, V] out
     dL_ptr,  # [B, T, HV, BT] out
@@ -96,7 +104,7 @@ def kda_wy_bwd_kernel(
         b_v = load_tile(v_ptr + i * V, o_t, o_v, HV * V, n_t, V)  # [BT, BV]
         # eq:kda-z   Z = A^T dv_new
         b_Z = dot(tl.trans(b_A), b_dv)
-        b_dbeta += tl.sum(b_Z * b_v.to(tl.float32), 1)
+        b_dbeta += tl.sum(as_factor(b_Z, b_v.dtype) * b_v.to(tl.float32), 1)
         # eq:kda-dv   dV = diag(beta) Z
         store_tile(dv_ptr + i * V, b_beta[:, None] * b_Z, o_t, o_v, HV * V, n_t, V)
         # eq:kda-dl   dL = -tril(Z v_new^T, -1)
@@ -167,7 +175,9 @@ def kda_wy_bwd(
     """Launch kda_wy_bwd_kernel; arguments and result as in the reference."""
     B, T, HV, V = v.shape
     K, chunk_size = h.shape[3], A.shape[-1]
-    dkb, dkg = (v.new_empty(B, T, HV, K) for _ in range(2))
+    # half of dbeta: where v and k S cancel it is all digits that float16 would round off
+    wide = torch.float32 if v.dtype == torch.float16 else v.dtype
+    dkb, dkg = (v.new_empty(B, T, HV, K, dtype=dtype) for dtype in (wide, v.dtype))
     dv, dL = torch.empty_like(v), torch.empty_like(A)
     dbeta = v.new_empty(B, T, HV, dtype=torch.float32)
     dgl = v.new_empty(*h.shape[:4], dtype=torch.float32)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from linattn_edu.kernels.rows import by_width, chunk_args, row, value_table
 from linattn_edu.kernels.tiles import (
+    as_factor,
     cast,
     chunk_of,
     decay_matrix,
@@ -74,7 +75,7 @@ def wy_bwd_kernel(
             b_v = load_tile(v_ptr + i * V, o_t, o_v, HV * V, n_t, V)  # [BT, BV]
             # eq:delta-z   Z = (A * G)^T dv_new
             b_Z = dot(b_AGT, b_dv)
-            b_dbeta += tl.sum(b_Z * b_v.to(tl.float32), 1)
+            b_dbeta += tl.sum(as_factor(b_Z, b_v.dtype) * b_v.to(tl.float32), 1)
             # eq:delta-dv   dV = diag(beta) Z
             store_tile(dv_ptr + i * V, b_beta[:, None] * b_Z, o_t, o_v, HV * V, n_t, V)
             # eq:delta-dl   dL = -tril(Z v_new^T, -1) * G

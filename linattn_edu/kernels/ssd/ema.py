@@ -74,6 +74,50 @@ def mixed(b_M, b_x):
 
 
 @triton.jit
+def not_finite(b_x):
+    """Where x is NaN or inf."""
+    return ~(tl.abs(b_x) < float("inf"))
+
+
+@triton.jit
+def kept(a, b_h):
+    """a h; a reset leaves nothing of NaN and inf."""
+    return a * tl.where(a == 0.0, 0.0, b_h)
+
+
+@triton.jit
+def one_by_one(b_y, b_last, b_h, m_d, x_ptr, g_ptr, w_ptr, start, n_t, o_t, o_d, H: tl.constexpr,
+               D: tl.constexpr, REVERSE: tl.constexpr, BEFORE: tl.constexpr):  # fmt: skip
+    """b_y [BT, BD] and the state b_last after a chunk; of channels m_d, where NaN or inf is, by
+    the recurrence itself, from b_h: the chunk's sums have them times 0.
+
+    BEFORE: y is what each token finds, e^g (h [- x]).  REVERSE: from the last token, x is dy.
+    """
+    if tl.max(m_d.to(tl.int32), 0) > 0:
+        n = tl.minimum(n_t, o_t.shape[0])
+        for j in range(n):
+            i = n - 1 - j if REVERSE else j
+            at = start + i * H
+            m_y = (o_t == i)[:, None] & m_d[None, :]
+            a = tl.exp(tl.load(g_ptr + at).to(tl.float32))
+            b_x = load_vector(x_ptr + at * D, o_d, D)
+            if REVERSE:
+                b_h += b_x
+                b_y = tl.where(m_y, b_h[None, :], b_y)
+                b_h = kept(a, b_h)
+            else:
+                b_h = kept(a, b_h)
+                if BEFORE:
+                    b_before = b_h - a * b_x if w_ptr is None else b_h
+                    b_y = tl.where(m_y, b_before[None, :], b_y)
+                b_h += tl.sum(weights(g_ptr, w_ptr, at, o_t, 1, H), 0) * b_x
+                if not BEFORE:
+                    b_y = tl.where(m_y, b_h[None, :], b_y)
+        b_last = tl.where(m_d, b_h, b_last)
+    return b_y, b_last
+
+
+@triton.jit
 def later_piece(i_w, N, T, offsets_ptr, chunks_ptr, BT: tl.constexpr, L: tl.constexpr):
     """(sequence, number in it) of the piece that begins in the i_w-th L chunks of all; number 0:
     none does, but for those at the head of a sequence.
@@ -109,14 +153,14 @@ def fold(b_h, s_ptr, a_ptr, i_w, n, i_h, o_d, H: tl.constexpr, D: tl.constexpr,
     """The state after n pieces, whose own parts and decays stand at i_w + 1, ..., i_w + n."""
     for j in range(n):
         i = (i_w + (n - j if REVERSE else j + 1)) * H + i_h
-        b_h = tl.load(a_ptr + i) * b_h + load_vector(s_ptr + i * D, o_d, D)
+        b_h = kept(tl.load(a_ptr + i), b_h) + load_vector(s_ptr + i * D, o_d, D)
     return b_h
 
 
 @triton.jit(do_not_specialize=["N", "T"])
 def ema_piece_kernel(
     x_ptr,  # [B, T, H, D]; backwards: dy
-    g_ptr,  # [B, T, H] natural log; backwards: None
+    g_ptr,  # [B, T, H] natural log
     w_ptr,  # [B, T, H] or None
     gc_ptr,  # [B, T, H] log2
     s_ptr,  # [NW, H, D] out: what a piece adds to the state
@@ -165,8 +209,13 @@ def ema_piece_kernel(
             b_w = weights(g_ptr, w_ptr, start, o_t, n_t, H)
             b_r = tl.exp2(last - b_gc) * b_w
         # as the last step of ema_kernel, or of ema_bwd_kernel
-        b_s = tl.exp2(last) * b_s + tl.sum(b_r[:, None] * b_x.to(tl.float32), 0)
-        a_all *= tl.exp2(last)
+        b_new = tl.exp2(last) * b_s + tl.sum(b_r[:, None] * b_x.to(tl.float32), 0)
+        m_d = not_finite(b_new)
+        _y, b_s = one_by_one(
+            tl.zeros([BT, BD], tl.float32), b_new, b_s, m_d, x_ptr, g_ptr, w_ptr, start, n_t,
+            o_t, o_d, H, D, REVERSE, False,
+        )  # fmt: skip
+        a_all = kept(tl.exp2(last), a_all)
     i = i_w * H + i_h
     tl.store(s_ptr + i * D + o_d, b_s, mask=o_d < D)
     tl.store(a_ptr + i, a_all, mask=i_d == 0)
@@ -229,10 +278,14 @@ def ema_kernel(
         # eq:ema-output   Y = diag(e) h + (G * w) X
         b_M = decay_matrix(b_gc, o_t) * b_w[None, :]
         b_y = tl.exp2(b_gc)[:, None] * b_h[None, :] + mixed(b_M, b_x)
-        store_tile(y_ptr + start * D, b_y, o_t, o_d, H * D, n_t, D)
         # eq:ema-state   h <- a h + (r * w)^T X
         b_r = tl.exp2(last - b_gc) * b_w
-        b_h = tl.exp2(last) * b_h + tl.sum(b_r[:, None] * b_x.to(tl.float32), 0)
+        b_new = tl.exp2(last) * b_h + tl.sum(b_r[:, None] * b_x.to(tl.float32), 0)
+        m_d = not_finite(b_new)
+        b_y, b_h = one_by_one(
+            b_y, b_new, b_h, m_d, x_ptr, g_ptr, w_ptr, start, n_t, o_t, o_d, H, D, False, False
+        )
+        store_tile(y_ptr + start * D, b_y, o_t, o_d, H * D, n_t, D)
         start += BT * H
 
     if ht_ptr is not None:
@@ -275,7 +328,7 @@ def later_pieces(x: Tensor, chunk_size: int, packing: Packing | None) -> int:
 
 def piece_parts(
     x: Tensor,
-    g: Tensor | None,
+    g: Tensor,
     gc: Tensor,
     weight: Tensor | None,
     *,

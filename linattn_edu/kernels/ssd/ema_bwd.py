@@ -12,6 +12,8 @@ from linattn_edu.kernels.ssd.ema import (
     load_gate_once,
     load_last,
     mixed,
+    not_finite,
+    one_by_one,
     piece_of,
     piece_parts,
     weights,
@@ -91,7 +93,12 @@ def ema_bwd_kernel(
         b_dH = tl.exp2(last - b_gc)[:, None] * b_dh[None, :]
         b_dH += dot(cast(decay_matrix_transposed(b_gc, o_t), b_dy.dtype), b_dy)
         # eq:ema-dh-before   dh <- a dh + e^T dY
-        b_dh = tl.exp2(last) * b_dh + tl.sum(tl.exp2(b_gc)[:, None] * b_dy.to(tl.float32), 0)
+        b_new = tl.exp2(last) * b_dh + tl.sum(tl.exp2(b_gc)[:, None] * b_dy.to(tl.float32), 0)
+        m_d = not_finite(b_new)
+        b_dH, b_dh = one_by_one(
+            b_dH, b_new, b_dh, m_d, dy_ptr, g_ptr, w_ptr, start, n_t, o_t, o_d, H, D, True,
+            False,
+        )  # fmt: skip
         # eq:ema-dx   dX = diag(w) dH
         b_w = weights(g_ptr, w_ptr, start, o_t, n_t, H)
         store_tile(dx_ptr + start * D, b_w[:, None] * b_dH, o_t, o_d, H * D, n_t, D)
@@ -104,7 +111,14 @@ def ema_bwd_kernel(
             b_g = load_gate_once(g_ptr + start, o_t, H, n_t).to(tl.float32)
             b_kept -= tl.exp(b_g)[:, None] * b_x
         # eq:ema-dg   dg = e^g (h_(t-1) [- x]) . dH
-        tl.store(dg_ptr + i_p + start + o_t * H, tl.sum(b_kept * b_dH, 1), mask=o_t < n_t)
+        b_dg = tl.sum(b_kept * b_dH, 1)
+        if tl.max(not_finite(b_dg).to(tl.int32), 0) > 0:
+            b_kept, _h = one_by_one(
+                b_kept, b_h, b_h, o_d >= 0, x_ptr, g_ptr, w_ptr, start, n_t, o_t, o_d, H, D, False,
+                True,
+            )  # fmt: skip
+            b_dg = tl.sum(b_kept * b_dH, 1)
+        tl.store(dg_ptr + i_p + start + o_t * H, b_dg, mask=o_t < n_t)
         # eq:ema-dw   dw = x . dH
         if dw_ptr is not None:
             tl.store(dw_ptr + i_p + start + o_t * H, tl.sum(b_x * b_dH, 1), mask=o_t < n_t)
@@ -162,7 +176,7 @@ def ema_bwd(
     dg = gc.new_empty(ND, B, T, H)
     dw = None if weight is None else torch.empty_like(dg)
     options = {"chunk_size": chunk_size, "packing": packing}
-    s, a, NW = piece_parts(dy, None, gc, None, reverse=True, **options)
+    s, a, NW = piece_parts(dy, g, gc, None, reverse=True, **options)
     chunks = None if packing is None else packing.chunk_indices
     ema_bwd_kernel[((N + NW) * H * ND,)](
         x, g, weight, gc, h, dy, dht, s, a, dx, dg, dw, dh0, *sequences, chunks,

@@ -116,12 +116,15 @@ def chunk_gated_delta_rule(
     128, on one rank) or, elsewhere, in float32, which costs time and memory: then o,
     the final state and all gradients but that of g are within three roundings with unit keys,
     however alike. The reference stages always are. In float16 every value written, about ``2 |v|``,
-    must stay below 65504: beyond it the whole chunk turns to NaN; and v of 1e-6 and less, with two
-    or three bits left, is a quarter wrong: multiply such values by a power of two, and o by its
-    inverse. A decay between two tokens is the difference of two sums of g over the chunk, in
-    float32, and has about 1e-7 times the larger of them as its relative error: 2e-5 after 32 tokens
-    with ``g = -5``, up to 1e-3 after many that are shut. A token whose decay is shut (``g`` below
-    -104, a zero in float32) counts as -104, and its g has the gradient 0.
+    and every number of a state must stay below 65504, as the kernels read copies of 16 bit of both:
+    beyond it o, the state and gradients are NaN or infinite from that chunk on, even where the
+    right ones fit. :func:`fused_recurrent_gated_delta_rule`, bfloat16 and float32 hold such states.
+    And v of 1e-6 and less, with two or three bits left, is a quarter wrong: multiply such values,
+    and the initial state, by a power of two, and o and the state by its inverse. A decay between
+    two tokens is the difference of two sums of g over the chunk, in float32, and has about 1e-7
+    times the larger of them as its relative error: 2e-5 after 32 tokens with ``g = -5``, up to 1e-3
+    after many that are shut. A token whose decay is shut (``g`` below -104, a zero in float32)
+    counts as -104, and its g has the gradient 0.
 
     Memory: between the passes it keeps its inputs and, of each token and head, chunk_size numbers
     of q's dtype, twice as many where both passes run in fused kernels (16 bit, Hopper and later, K

@@ -53,6 +53,8 @@ def kernel_delta_attention(
             :func:`fused_recurrent_gated_delta_rule`.
         impl: "triton", "reference" or "auto", as in :func:`chunk_gated_delta_rule`.
 
+    Accuracy: as of the function that computes; chunks in float16 hold states below 65504 alone.
+
     Returns:
         ``(o, final_state)``, always both: o ``[B, T, H, V]`` in query's dtype, final_state
         ``[B, H, K, V]`` in float32 (float64 where an argument is).

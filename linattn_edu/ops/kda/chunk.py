@@ -125,7 +125,8 @@ def chunk_kda(
     no output before it. An infinity or NaN spoils the chunk it is in from its first token on, and
     all that follows.
 
-    Accuracy: as of :func:`chunk_gated_delta_rule`.
+    Accuracy: as of :func:`chunk_gated_delta_rule`, states and written values below 65504 in float16
+    included: :func:`fused_recurrent_kda`, bfloat16 and float32 hold larger ones.
 
     Memory: between the passes it keeps its inputs and, of each token and head, 2 chunk_size numbers
     of q's dtype; more with the flags named in :func:`chunk_gated_delta_rule`.

@@ -75,7 +75,10 @@ def mamba_chunk_scan_combined(
             sequence), zero if None.
         seq_idx: Document of each token ``[B, T]``, int32 or int64: where it changes, the state
             starts anew from zero. initial_states belong to the first token's document, and the
-            final states to the last token's.
+            final states to the last token's. Documents are kept apart by factors of zero, which
+            NaN and inf pass: one in x, dt or B reaches out of every token of its row from the first
+            of its chunk on, and the final states; one in any tensor, or in the gradient of out, the
+            gradients of its whole row. With cu_seqlens it stays in its sequence.
         cu_seqlens: Boundaries ``[N + 1]``, int32 or int64, of sequences packed into a batch of one:
             0 first, T last, or less: as in :func:`chunk_gated_delta_rule`. Each sequence gives the
             same bits as alone; seq_idx is not needed.
@@ -92,7 +95,10 @@ def mamba_chunk_scan_combined(
         impl: "triton", "reference" or "auto", as in :func:`chunk_gated_delta_rule`.
 
     Accuracy: products are accumulated in float32; 16-bit inputs are rounded where a product needs
-    them, and the states between chunks are kept in x's dtype.
+    them, and the states between chunks are kept in x's dtype. So in float16 every number of a state
+    must stay below 65504: beyond it out is infinite or NaN from the next chunk on, and gradients
+    are, even where the right ones fit. bfloat16, float32 and :func:`selective_state_update` with a
+    state in float32 hold such states.
 
     Memory: between the passes it keeps its inputs alone.
 

@@ -58,7 +58,8 @@ def mamba_split_conv1d_scan_combined(
         chunk_size, initial_states, dt_limit, return_final_states: As in
             :func:`mamba_chunk_scan_combined`.
         seq_idx: Sequence of each token ``[B, T]``, int32 or int64: where it changes, convolution
-            and state start anew.
+            and state start anew. The scan lets NaN and inf of one sequence reach others of its row,
+            as :func:`mamba_chunk_scan_combined` says.
         activation: Of the convolution: "silu", "swish" or None.
         rmsnorm_weight: ``[H P]``, or None: no norm.
         rmsnorm_eps: Added to the mean of squares.
@@ -69,6 +70,9 @@ def mamba_split_conv1d_scan_combined(
         ngroups: G.
         norm_before_gate: Whether the gate silu(z) comes after the norm, or before it.
         impl: "triton", "reference" or "auto", as in :func:`chunk_gated_delta_rule`.
+
+    Accuracy: as of the three; in float16 states must stay below 65504, as in
+    :func:`mamba_chunk_scan_combined`.
 
     Memory: autograd keeps what passes from one of the three to the next.
 

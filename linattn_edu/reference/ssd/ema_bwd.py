@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from linattn_edu.reference.ssd.chunk_cumsum import decays
-from linattn_edu.reference.ssd.ema import weights
+from linattn_edu.reference.ssd.ema import mixed, seen, weights
 from linattn_edu.reference.tiles import compute_dtype, from_chunks, to_chunks
 
 
@@ -46,14 +46,15 @@ def ema_bwd(
     dH = []
     for c in reversed(range(dY.shape[2])):
         # eq:ema-dh   dH = G^T dY + diag(r) dh
-        dH.append(G[:, :, c].mT @ dY[:, :, c] + r[:, :, c] * dh)
+        dH.append(mixed(G[:, :, c].mT, dY[:, :, c]) + r[:, :, c] * seen(r[:, :, c], dh))
         # eq:ema-dh-before   dh <- a dh + e^T dY
-        dh = a[:, :, c] * dh + e[:, :, c].mT @ dY[:, :, c]
+        dh = a[:, :, c] * seen(a[:, :, c], dh) + mixed(e[:, :, c].mT, dY[:, :, c])
     dH = torch.stack(dH[::-1], 2)
     # eq:ema-dx   dX = diag(w) dH
     dx = from_chunks(w * dH, x.shape[1])
     # eq:ema-kept   e^g h_(t-1) = diag(e) h + (G * w below the diagonal) X
-    kept = e * h.to(dtype).transpose(1, 2)[..., None, :] + (G * w.mT).tril(-1) @ X
+    G = G.tril(-1)
+    kept = e * seen(e, h.to(dtype).transpose(1, 2)[..., None, :]) + mixed(G * seen(G, w.mT), X)
     if weight is None:
         kept = kept - to_chunks(g.to(dtype).exp(), chunk_size)[..., None] * X
     # eq:ema-dg   dg = e^g (h_(t-1) [- x]) . dH
