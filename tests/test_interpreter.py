@@ -2,6 +2,10 @@
 
 import itertools
 import operator
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -276,3 +280,23 @@ def test_a_handle_refuses_data_that_is_too_wide(undo):
     undo()
     assert quick == list(made())
     assert any("exceeds" in str(x) for x in quick)
+
+
+def test_chapters_have_it_too():
+    """After the cell that imports Triton, and no name more."""
+    pytest.importorskip("IPython")
+    code = """
+import sys
+from IPython.core.interactiveshell import InteractiveShell
+shell = InteractiveShell.instance()
+shell.safe_execfile(sys.argv[1], shell.user_ns, raise_exceptions=True)
+assert not {"os", "sys", "start"} & set(shell.user_ns)
+shell.run_cell("import triton.language").raise_error()
+shell.run_cell("from triton.runtime import interpreter").raise_error()
+interpreter = shell.user_ns["interpreter"]
+print(interpreter._patch_lang.__wrapped__.__name__)
+"""
+    command = [sys.executable, "-c", code, str(Path(__file__).parent / "chapters_startup.py")]
+    env = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert done.stdout.strip() == "_patch_lang", done.stderr
