@@ -289,6 +289,7 @@ def test_chapters_have_it_too():
 import sys
 from IPython.core.interactiveshell import InteractiveShell
 shell = InteractiveShell.instance()
+shell.user_ns["__file__"] = sys.argv[1]  # as IPython does it for a file of its start
 shell.safe_execfile(sys.argv[1], shell.user_ns, raise_exceptions=True)
 assert not {"os", "sys", "start"} & set(shell.user_ns)
 shell.run_cell("import triton.language").raise_error()
