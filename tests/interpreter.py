@@ -7,13 +7,33 @@ triton.language that the launch has replaced already, and checks for overflow wh
 import functools
 from dataclasses import replace
 
+import numpy as np
 import triton
 import triton.language as tl
-from triton.language import core, semantic
+from interpreter_operators import straight_to_numpy
+from triton.language import core
 from triton.runtime import interpreter
 
 # where and under which name; what stood there is the replacement's `__wrapped__`
 REPLACED = []
+
+# of a tensor: the method of TritonSemantic, whether the tensor stands on the right, more arguments
+OPERATORS = {
+    "__add__": ("add", False, True),
+    "__radd__": ("add", True, True),
+    "__sub__": ("sub", False, True),
+    "__rsub__": ("sub", True, True),
+    "__mul__": ("mul", False, True),
+    "__rmul__": ("mul", True, True),
+    "__lt__": ("less_than", False),
+    "__le__": ("less_equal", False),
+    "__gt__": ("greater_than", False),
+    "__ge__": ("greater_equal", False),
+    "__eq__": ("equal", False),
+    "__ne__": ("not_equal", False),
+    "__and__": ("and_", False),
+    "__or__": ("or_", False),
+}
 
 
 def instead_of(where, name):
@@ -35,6 +55,11 @@ def quicken():
         builder.options = replace(builder.options, sanitize_overflow=False)
     _remember_what_is_replaced()
     _remember_shapes()
+    if not triton.__version__.startswith("3.9."):
+        return  # operators took numbers in another way
+    _fewer_calls()
+    if not builder.options.sanitize_overflow:
+        straight_to_numpy(instead_of)
 
 
 def _remember_what_is_replaced():
@@ -63,7 +88,6 @@ def _remember_shapes():
     unwrap, constexpr = core._unwrap_if_constexpr, core.constexpr
     plain = {int, float, bool, str, type(None), core.tensor, core.dtype, core.pointer_type}
     block_init, tensor_init = core.block_type.__init__, core.tensor.__init__
-    broadcast = semantic.TritonSemantic.broadcast_impl_value
     # the types of blocks that there were; one shape for all of its sizes; of its id, a tensor's
     blocks, shapes, of_tensors = {}, {}, {}
 
@@ -94,9 +118,50 @@ def _remember_shapes():
         if shape is None or type.shape is shapes.get(tuple(type.shape)):
             of_tensors[shape] = self.shape, self.numel
 
-    @instead_of(semantic.TritonSemantic, "broadcast_impl_value")
-    def broadcast_quickly(self, lhs, rhs):
-        a, b = lhs.type, rhs.type
-        if a.is_block() and b.is_block() and a.shape is b.shape:
-            return lhs, rhs
-        return broadcast(self, lhs, rhs)
+
+def _fewer_calls():
+    """Of a call to a builtin, and of making a handle, only what they do."""
+    patch_attr, wrapper = interpreter._patch_attr, core.builtin(lambda: None).__code__
+
+    @instead_of(interpreter, "_patch_attr")
+    def patch_attr_quickly(obj, name, member, builder, scope):
+        semantic = interpreter.interpreter_semantic
+        if obj is core.tensor and name in OPERATORS:
+            operator, swapped, *more = OPERATORS[name]
+            run = getattr(semantic, operator)
+            if swapped:
+                new = lambda y, x, _semantic=None: run(core._unwrap_if_constexpr(x), y, *more)
+            else:
+                new = lambda x, y, _semantic=None: run(x, core._unwrap_if_constexpr(y), *more)
+        elif getattr(member, "__code__", None) is wrapper:
+            inner = member.__wrapped__  # the wrapper looks whether there is a `_semantic`
+
+            def new(*args, **kwargs):
+                kwargs["_semantic"] = semantic
+                return inner(*args, **kwargs)
+        else:
+            return patch_attr(obj, name, member, builder, scope)
+        scope.set_attr(obj, name, new)
+
+    @instead_of(interpreter.TensorHandle, "__init__")
+    def handle_quickly(self, data, dtype, attr=None):
+        self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
+        if data.itemsize > 1 and (
+            type(dtype) is not core.dtype or data.itemsize * 8 > dtype.primitive_bitwidth
+        ):
+            self.__post_init__()
+
+    convert = interpreter._convert_float
+
+    @instead_of(interpreter, "_convert_float")
+    def convert_quickly(input, input_dtype, output_dtype, rounding_mode):
+        """bfloat16 is the upper half of a float32's bits; subnormal numbers are left to Triton."""
+        kinds = input_dtype.name, output_dtype.name, input.dtype.name
+        if rounding_mode is None and kinds == ("bf16", "fp32", "uint16"):
+            if not ((input & 0x7FFF) - np.uint16(1) < 0x7F).any():
+                return input.astype(np.uint32, order="C") << 16
+        elif rounding_mode is None and kinds == ("fp32", "bf16", "float32"):
+            bits = np.ascontiguousarray(input).view(np.uint32)
+            if not ((bits & 0x7FFFFFFF) - np.uint32(1) < 0x7FFFFF).any():
+                return (bits >> 16).astype(np.uint16)
+        return convert(input, input_dtype, output_dtype, rounding_mode)

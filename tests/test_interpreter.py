@@ -1,5 +1,13 @@
 """interpreter.py: Triton's interpreter as conftest.py makes it gives the bits that it gave."""
 
+import itertools
+import operator
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
 import pytest
 import torch
 
@@ -7,7 +15,8 @@ from linattn_edu import chunk_kda, mamba_chunk_scan_combined
 from linattn_edu.testing import kda_inputs, ssd_inputs
 
 interpreter = pytest.importorskip("triton.runtime.interpreter")
-core = pytest.importorskip("triton.language.core")
+tl = pytest.importorskip("triton.language")
+core = tl.core
 REPLACED = pytest.importorskip("interpreter").REPLACED
 
 pytestmark = pytest.mark.skipif(not REPLACED, reason="Triton's own interpreter, or none")
@@ -90,3 +99,205 @@ def test_shapes_and_types(undo):
     quick = list(made())
     undo()
     assert quick == list(made())
+
+
+def values(dtype, shape):
+    """Random numbers, zeros of both signs, the smallest, the largest, inf and NaN: as NumPy's."""
+    kind = interpreter._get_np_dtype(dtype)
+    rng = np.random.default_rng(0)
+    if kind == np.bool_:
+        return rng.random(shape) < 0.5
+    x = np.frombuffer(rng.bytes(kind.itemsize * int(np.prod(shape))), kind).copy()
+    ordinary = rng.standard_normal(x.shape) * 3
+    if dtype == tl.bfloat16:
+        x[::2] = torch.tensor(ordinary).bfloat16().view(torch.uint16).numpy()[::2]
+        special = [0, 0x8000, 1, 0x807F, 0x7F7F, 0x7F80, 0xFF80, 0x7FC0]
+    elif dtype.is_floating():
+        x[::2] = ordinary.astype(kind)[::2]
+        tiny = np.finfo(kind).smallest_subnormal
+        special = [0.0, -0.0, tiny, -tiny, np.finfo(kind).max, np.inf, -np.inf, np.nan]
+    else:
+        special = [0, 1, np.iinfo(kind).min, np.iinfo(kind).max]
+    n = min(len(special), x.size)
+    x[-n:] = np.array(special, kind)[:n]
+    return x.reshape(shape)
+
+
+def tensor(dtype, shape=(), layout="C"):
+    data = np.asarray(values(dtype, shape or (1,)), order=layout)
+    handle = interpreter.TensorHandle(data, dtype)
+    return tl.tensor(handle, tl.block_type(dtype, list(shape)) if shape else dtype)
+
+
+def told(f, *args):
+    """All that a result is, or how it is refused."""
+    try:
+        with np.errstate(all="ignore"):
+            found = f(*args)
+    except Exception as e:
+        return type(e), str(e)
+    return [
+        (
+            x.handle.data.tobytes(),
+            x.handle.data.dtype,
+            x.dtype.is_ptr() or x.handle.data.strides,  # nobody sees the order of pointers
+            x.handle.dtype,
+            x.type,
+            str(x.type),
+            [n.value for n in x.shape],
+            x.numel.value,
+        )
+        for x in (found if isinstance(found, tuple) else (found,))
+    ]
+
+
+def same(undo, make):
+    """make() yields calls: told the same when met first, when met again, and by Triton's own."""
+
+    def act():
+        scope = interpreter._patch_lang(told)
+        try:
+            return [(call[1:], told(*call)) for call in make()]
+        finally:
+            scope.restore()
+
+    act()
+    quick = act()
+    undo()
+    for (what, a), (_, b) in zip(quick, act(), strict=True):
+        assert a == b, what
+    return quick
+
+
+KINDS = [tl.float32, tl.float16, tl.bfloat16, tl.float64, tl.int32, tl.int64, tl.uint8, tl.int1]
+SHAPES = [((), "C"), ((4,), "C"), ((8, 1), "C"), ((1, 4), "C"), ((8, 4), "C"), ((8, 4), "F")]
+OPERATORS = [
+    *(operator.add, operator.sub, operator.mul, operator.and_, operator.or_),
+    *(operator.lt, operator.le, operator.gt, operator.ge, operator.eq, operator.ne),
+]
+
+
+@pytest.mark.parametrize("f", OPERATORS, ids=lambda f: f.__name__)
+def test_operators(f, undo):
+    """Every pair of types, of each every pair of shapes; numbers on both sides."""
+    numbers = [0, 3, -1, 2**31, 2**40, 2.5, 0.0, -0.0, 1e-45, 1e300, np.inf, np.nan, True]
+
+    def made():
+        for a, b in itertools.product(KINDS, repeat=2):
+            for x, y in itertools.product(SHAPES, repeat=2):
+                if a == b or (x[1] == "F" and y in SHAPES[::2]):
+                    yield f, tensor(a, *x), tensor(b, *y)
+        for a, x, number in itertools.product(KINDS, SHAPES[::5], numbers):
+            yield f, tensor(a, *x), number
+            yield f, number, tensor(a, *x)
+            yield f, tensor(a, *x), tl.constexpr(number)
+
+    same(undo, made)
+
+
+def test_operators_of_what_compared(undo):
+    """The result of a comparison keeps the type of what it compared in its handle."""
+
+    def made():
+        for a, b in itertools.product(KINDS, repeat=2):
+            less = tensor(a, (8, 4)) < tensor(a, (8, 1))
+            for f in (operator.and_, operator.or_, operator.add):
+                yield f, less, tensor(b, (8, 4)) > tensor(b, (4,))
+            yield less.to, b
+
+    same(undo, made)
+
+
+def test_pointers(undo):
+    def made():
+        for kind, (shape, _) in itertools.product(KINDS[::3], SHAPES[:-1]):
+            for const in (False, True):
+                pointer = tl.pointer_type(kind, const=const)
+                data = np.arange(int(np.prod(shape or (1,))), dtype=np.uint64).reshape(shape or 1)
+                type_ = tl.block_type(pointer, list(shape)) if shape else pointer
+                x = tl.tensor(interpreter.TensorHandle(data, pointer), type_)
+                for y in [3, -1, 2**40, 1.5, *(tensor(t, *s) for t in KINDS[4:] for s in SHAPES)]:
+                    yield operator.add, x, y
+                    yield operator.add, y, x
+                yield operator.sub, x, 3
+                yield x.__getitem__, (None, slice(None))
+
+    same(undo, made)
+
+
+def test_casts(undo):
+    def made():
+        for a, b, (shape, layout) in itertools.product(KINDS, KINDS, SHAPES):
+            yield tensor(a, shape, layout).to, b
+            yield interpreter.interpreter_semantic.cast, tensor(a, shape, layout), b
+
+    same(undo, made)
+
+
+def test_shapes(undo):
+    semantic = interpreter.interpreter_semantic
+
+    def made():
+        for kind, (shape, layout) in itertools.product(KINDS, SHAPES):
+            x = tensor(kind, shape, layout)
+            for axis in range(-1, 4):
+                yield semantic.expand_dims, x, axis
+            for slices in (None, (None, slice(None)), (slice(None), None), (slice(1),)):
+                yield x.__getitem__, slices
+            for other in SHAPES:
+                yield semantic.broadcast_impl_value, x, tensor(tl.int1, *other)
+                yield semantic.broadcast_impl_value, tensor(tl.float32, *other), x
+
+    same(undo, made)
+
+
+def test_every_bfloat16_and_many_float32():
+    """As float32 and back; a subnormal number among others and alone."""
+    quick = interpreter._convert_float
+    own = getattr(quick, "__wrapped__", quick)  # of Triton 3.8, nothing stands in its place
+    pair = tl.bfloat16, tl.float32
+    x = np.arange(2**16, dtype=np.uint16).reshape(256, 256)
+    wide = np.random.default_rng(0).integers(0, 2**32, (256, 256), dtype=np.uint32)
+    normal = (wide & 0x7F800000) != 0
+    for mode in (None, interpreter._ir.ROUNDING_MODE.RTNE):
+        for rows in (x, x.T, x[1:127], x[127:129], x[1::2, ::3], x[:1, :1], x[:1]):
+            assert np.array_equal(quick(rows, *pair, mode), own(rows, *pair, mode))
+        for bits in (wide, np.where(normal, wide, 0), wide.T, wide & 0x807FFFFF, wide | 0x7F800000):
+            y = bits.view(np.float32)
+            assert np.array_equal(quick(y, *pair[::-1], mode), own(y, *pair[::-1], mode))
+
+
+def test_a_handle_refuses_data_that_is_too_wide(undo):
+    def made():
+        for kind, data in itertools.product((*KINDS, tl.pointer_type(tl.int8)), KINDS):
+            try:
+                handle = interpreter.TensorHandle(values(data, (4,)), kind)
+                yield handle.dtype, handle.data.dtype, handle.attr
+            except ValueError as e:
+                yield str(e)
+
+    quick = list(made())
+    undo()
+    assert quick == list(made())
+    assert any("exceeds" in str(x) for x in quick)
+
+
+def test_chapters_have_it_too():
+    """After the cell that imports Triton, and no name more."""
+    pytest.importorskip("IPython")
+    code = """
+import sys
+from IPython.core.interactiveshell import InteractiveShell
+shell = InteractiveShell.instance()
+shell.user_ns["__file__"] = sys.argv[1]  # as IPython does it for a file of its start
+shell.safe_execfile(sys.argv[1], shell.user_ns, raise_exceptions=True)
+assert not {"os", "sys", "start"} & set(shell.user_ns)
+shell.run_cell("import triton.language").raise_error()
+shell.run_cell("from triton.runtime import interpreter").raise_error()
+interpreter = shell.user_ns["interpreter"]
+print(interpreter._patch_lang.__wrapped__.__name__)
+"""
+    command = [sys.executable, "-c", code, str(Path(__file__).parent / "chapters_startup.py")]
+    env = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert done.stdout.strip() == "_patch_lang", done.stderr

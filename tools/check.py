@@ -73,6 +73,8 @@ def run(name: str, command: list[str], full: bool) -> tuple[bool, float, float]:
     env = dict(os.environ)
     if "-n" in command:  # the workers share the cores; more threads only get in each other's way
         env["OMP_NUM_THREADS"] = "1"
+    if name == "nbval":  # IPython runs it before the first cell
+        env["PYTHONSTARTUP"] = str(ROOT / "tests" / "chapters_startup.py")
     if full:
         env["LINATTN_EDU_FULL"] = "1"
     code = subprocess.run(command, cwd=ROOT, env=env).returncode
