@@ -4,8 +4,8 @@ page "What is tested where" shows and ops/test_accuracy.py holds.
     python tests/accuracy.py    compute all of it anew, in the interpreter (minutes)
 
 A rounding is the relative RMS error of the exact result rounded to the dtype of the inputs: no
-kernel that returns this dtype can be nearer. Of few numbers, and of those that this dtype holds by
-chance, it is that of random ones.
+kernel that returns this dtype can be nearer. Of fewer than 50 numbers, and of numbers that
+this dtype happens to hold exactly, it is the error of rounding random ones.
 """
 
 import json
@@ -75,6 +75,7 @@ def results(case: Case, dtype: str) -> dict[str, float]:
         patch.setattr(np, "matmul", in_order)
         got, want = RUN.get(case.operator, delta)(case, kind)
     terms = want.get("terms", {})
+    assert all(want[n].any() or not y.any() for n, y in got.items())
     return {n: error(y, want[n], kind, terms.get(n)) for n, y in got.items() if want[n].any()}
 
 
@@ -95,6 +96,7 @@ def error(got: Tensor, want: Tensor, dtype: torch.dtype, terms: float | None = N
     part = size / max(size, terms or 0)
     rounding = relative_rms(want.to(dtype), want) if want.numel() >= FEW else 0
     usual = relative_rms(random.to(dtype), random)
+    assert rounding < 1, f"the exact result does not fit {dtype}"
     return part * relative_rms(got, want) / (rounding if rounding > usual / 4 else usual)
 
 

@@ -159,9 +159,9 @@ def _fewer_calls():
         kinds = input_dtype.name, output_dtype.name, input.dtype.name
         if rounding_mode is None and kinds == ("bf16", "fp32", "uint16"):
             if not ((input & 0x7FFF) - np.uint16(1) < 0x7F).any():
-                return input.astype(np.uint32, order="C") << 16
+                return np.asarray(input.astype(np.uint32, order="C") << 16)
         elif rounding_mode is None and kinds == ("fp32", "bf16", "float32"):
-            bits = np.ascontiguousarray(input).view(np.uint32)
+            bits = np.asarray(input, order="C").view(np.uint32)
             if not ((bits & 0x7FFFFFFF) - np.uint32(1) < 0x7FFFFF).any():
-                return (bits >> 16).astype(np.uint16)
+                return np.asarray(bits >> 16).astype(np.uint16)
         return convert(input, input_dtype, output_dtype, rounding_mode)

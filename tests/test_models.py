@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from linattn_edu.cp import build_cp_context, simulate
-from linattn_edu.models import MIXERS, Config, LanguageModel
+from linattn_edu.models import MIXERS, Attention, Config, LanguageModel
 from linattn_edu.recall import IGNORE, Recall, accuracy, learn, small_model
 from linattn_edu.testing import assert_close
 
@@ -91,7 +91,7 @@ def test_causal(mixers):
 
 def test_attention_is_softmax_over_rotated_keys():
     """Against the formula, and positions enter as differences alone."""
-    from linattn_edu.models.attention import Attention, rotate
+    from linattn_edu.models.attention import rotate
 
     torch.manual_seed(2)
     layer, x = Attention(16, 2, 8, impl="reference").double(), torch.randn(1, 7, 16).double()
@@ -222,6 +222,28 @@ def test_where_a_cache_is_made(mixers):
     for size, error in (("2", TypeError), (0, ValueError)):
         with pytest.raises(error, match="batch_size must be"):
             model.make_cache(size)
+
+
+def test_training_over_pieces_with_attention():
+    """Gradients over the pieces of a sequence; none across detach, nor a step without one."""
+    layer, x = Attention(16, 2, 8, impl="reference").double(), torch.randn(1, 7, 16).double()
+    x.requires_grad_()
+    cache = layer.make_cache(1)
+    y = torch.cat([layer(x[:, a:b], cache=cache) for a, b in ((0, 3), (3, 4), (4, 7))], 1)
+    (want,) = torch.autograd.grad(layer(x).square().sum(), x)
+    assert_close("dx", torch.autograd.grad(y.square().sum(), x)[0], want, 1e-10)
+
+    def step(cache):
+        with torch.no_grad():
+            layer(x[:, 3:4], cache=cache)
+
+    for end in (lambda cache: cache.detach(), step):
+        cache = layer.make_cache(1)
+        layer(x[:, :3], cache=cache)
+        end(cache)
+        (dx,) = torch.autograd.grad(layer(x[:, 4:], cache=cache).square().sum(), x)
+        assert not dx[:, :4].any()
+        assert dx[:, 4:].any()
 
 
 @pytest.mark.parametrize("mixer", ["gdn", "attention"])

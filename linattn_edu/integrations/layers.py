@@ -112,7 +112,7 @@ class Mamba2(layers.Mamba2):
         if not isinstance(hidden_states, Tensor) or hidden_states.shape[1:2] != (1,):
             got = tuple(getattr(hidden_states, "shape", ()))
             raise ValueError(f"hidden_states must be [B, 1, d_model], one token, got {got}")
-        cache = Cache(layers.Mamba2.__name__, (conv_state,), ssm_state)
+        cache = Cache(layers.Mamba2.__name__, (conv_state.detach(),), ssm_state.detach())
         with torch.no_grad():
             y = super().forward(hidden_states, cache=cache)
         return y, conv_state, ssm_state

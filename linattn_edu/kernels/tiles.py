@@ -90,13 +90,11 @@ def dot(a, b, acc=None, precision: tl.constexpr = TF32X3):
 
 @triton.jit
 def as_factor(x, dtype: tl.constexpr):
-    """x in fp32, but rounded as a product of float16 reads it.
+    """x in fp32, but rounded as a product in dtype reads it.
 
     A sum has x times v and x times S: where v and S cancel, both x must be the same.
     """
-    if dtype == tl.float16:
-        x = cast(x, dtype).to(tl.float32)
-    return x
+    return cast(x, dtype).to(tl.float32)
 
 
 @triton.jit

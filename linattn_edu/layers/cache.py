@@ -1,20 +1,22 @@
 """What a layer keeps of the tokens that it has seen, for decoding."""
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from linattn_edu.ops import check, inplace
-from linattn_edu.ops.tensors import known
+from linattn_edu.ops.tensors import known, traced
 
 
 @dataclass(eq=False)
 class Cache:
     """The states of one layer, which its forward pass reads and writes in place.
 
-    Made by the layer's ``make_cache``; never allocated anew, so that a CUDA graph of a step may be
-    replayed. :func:`copy.deepcopy` gives a second memory of the same tokens.
+    Made by the layer's ``make_cache``. Without a gradient never allocated anew, so that a CUDA
+    graph of a step may be replayed: capture one after training, and after a step without a
+    gradient. :func:`copy.deepcopy` gives a second memory of the same tokens.
 
     Where a gradient is recorded, in training over the pieces of a document, new states with their
     history take the place of the old ones: a backward pass goes on into earlier pieces, as far as
@@ -45,6 +47,8 @@ class Cache:
         """Make value the state number i of :attr:`states`: in place, or where it or the old one
         has a gradient's history, with that, in a new tensor.
         """
+        if not torch.is_grad_enabled():
+            self.own()
         state = self.states[i]
         if not (value.requires_grad or state.requires_grad):
             with inplace.writable(state), torch.no_grad():
@@ -67,7 +71,12 @@ class Cache:
         """Let go of histories, with copies that may be written."""
         for i, state in enumerate(self.states):
             if state.requires_grad:
-                self._replace(i, state.detach().clone())
+                self._replace(i, owned(state))
+
+    def __deepcopy__(self, memo: dict) -> "Cache":
+        """Copies with their history, which a deepcopy of tensors refuses."""
+        *conv, state = (x.clone() for x in self.states)
+        return Cache(self.layer, tuple(conv), state)
 
     @torch.no_grad()
     def reset(self) -> None:
@@ -93,3 +102,9 @@ class Cache:
             raise ValueError(f"rows must be from 0 to {N - 1}, got {rows.tolist()}")
         for i, state in enumerate(self.states):
             self.put(i, state.index_select(0, rows))
+
+
+def owned(state: Tensor) -> Tensor:
+    """A copy without history that may be written, and in training read, wherever it is made."""
+    with nullcontext() if traced(state) else torch.inference_mode(False), torch.no_grad():
+        return state.detach().clone()

@@ -77,7 +77,8 @@ class Layer(nn.Module):
                 any lengths, one after the other give what the whole gives at once. One token (T =
                 1) takes the recurrent operators, in place, without a new state. Where a gradient is
                 recorded, the cache gets new states with their history, with T = 1 too: call
-                ``cache.detach()`` between the pieces that a gradient shall not cross. Not inside
+                ``cache.detach()`` between the pieces that a gradient shall not cross, and decode
+                under ``torch.no_grad()``, or memory grows with every token. Refused inside
                 activation checkpointing, which would run the layer a second time.
             cu_seqlens: Boundaries ``[N + 1]``, int32 or int64, of N sequences packed into a batch
                 of one: each gives what it gives alone. A cache then has N sequences. y is zero at
@@ -93,7 +94,8 @@ class Layer(nn.Module):
         Raises:
             TypeError: an argument is not of a type or dtype listed above.
             ValueError: a shape, a mask, a cache of another layer or batch size, or a combination of
-                arguments does not fit, or a cache comes in a transform of torch.func; the message
+                arguments does not fit, or a cache comes in a transform of torch.func or in the
+                second run of activation checkpointing; the message
                 names the argument, what was expected and what came. Nothing has been written then.
         """
         x, cu_seqlens_cpu = self._begin(x, cache, cu_seqlens, cu_seqlens_cpu, cp_context)
@@ -178,6 +180,11 @@ class Layer(nn.Module):
             raise ValueError(
                 "cache must be None in a transform of torch.func, whose states stay inside, "
                 "got a Cache"
+            )
+        if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
+            raise ValueError(
+                "cache must be None under activation checkpointing, which runs the layer again "
+                "in the backward pass, on states of later tokens, got a Cache"
             )
         if cache.layer != name:
             raise ValueError(f"cache must be of a {name}, got one of a {cache.layer}")

@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from linattn_edu.layers import ShortConvolution
+from linattn_edu.layers.cache import owned
 from linattn_edu.layers.layer import check_mask, placed
 from linattn_edu.ops import check
 
@@ -67,6 +68,8 @@ class Attention(nn.Module):
         qkv = self.qkv_proj(x)
         if attention_mask is not None:
             qkv = qkv.masked_fill(~attention_mask[..., None], 0)
+        if cache is not None and not torch.is_grad_enabled() and cache.conv_state.requires_grad:
+            cache.conv_state = owned(cache.conv_state)  # a step writes it
         qkv, conv_state = self.qkv_conv1d(
             qkv, cache=cache and cache.conv_state, output_final_state=cache is not None,
             cu_seqlens=cu_seqlens,

@@ -1,5 +1,6 @@
 """Sizes that are no multiple of a block, and sequences without tokens, each tensor an allocation of
-its own: a read past the end of one meets nothing that happens to be finite.
+its own: a read far past the end of one is an error, as it is not in a cache of memory. One that
+stays in its last page only compute-sanitizer sees.
 
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 python tests/gpu/ends.py
 

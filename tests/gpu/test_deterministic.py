@@ -29,7 +29,8 @@ def again(run):
     with torch.cuda.stream(stream):
         found = [run()]
     torch.cuda.current_stream().wait_stream(stream)
-    dirty = [torch.full((2**24,), torch.nan, device="cuda") for _ in range(8)]
+    sizes = [2**24] * 8 + [2**n for n in range(7, 18)] * 16  # of both pools of the allocator
+    dirty = [torch.full((n,), torch.nan, device="cuda") for n in sizes]
     del dirty
     return [*found, run(), run()]
 

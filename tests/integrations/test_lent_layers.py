@@ -101,6 +101,12 @@ def test_layer_of_mamba_ssm():
         params.seqlen_offset += b - a
     (dx,) = torch.autograd.grad(torch.cat(parts, 1).sum(), x)
     assert_close("dx over pieces", dx, torch.autograd.grad(layer(x).sum(), x)[0], 1e-10)
+    one = SimpleNamespace(key_value_memory_dict={}, seqlen_offset=0)
+    theirs(x[:, :6], inference_params=one)
+    (held,) = one.key_value_memory_dict.values()
+    for t in (6, 7):  # steps write states that training has left, too
+        y, *_ = theirs.step(x[:, t : t + 1], *held)
+        assert_close("a step after training", y, want[:, t : t + 1], 1e-12)
     with torch.no_grad():
         conv_state, state = theirs.allocate_inference_cache(2, 100)
         assert conv_state.shape == (2, *theirs.conv_shapes[0]) and not state.any()

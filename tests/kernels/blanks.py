@@ -42,7 +42,7 @@ def gated(K, V, dtype, C, channels=False, chunks=1):
     r = SimpleNamespace(**options(C), held=held, beta=beta, h=h, dh=h, h0=h0, dht=h0)
     names = {
         "q k w qg kg kd dk_out dqg dkg": qk,
-        "dkb": qk.float() if dtype == torch.float16 else qk, "v u v_new do dv_out dv_new Z": v,
+        "dkb": qk.float(), "v u v_new do dv_out dv_new Z": v,
         "A P R AG dP dL": A,
         "g gc dgc_out": g, "one": empty(1), "bias": empty(K), "rstd": beta, "dbeta": beta,
         "dgl": h[..., 0].float(), "S": S, "M": M, "number": M[..., 0, 0],

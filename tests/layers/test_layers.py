@@ -1,5 +1,6 @@
 """The layers against plain PyTorch in float64; padding, packing, caches, first values."""
 
+import copy
 import itertools
 import math
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from layers.layer_checks import KINDS, MAIN, hidden, make, plain
+from torch.utils.checkpoint import checkpoint
 
 from linattn_edu.cp import build_cp_context, simulate
 from linattn_edu.layers import (
@@ -183,6 +185,53 @@ def test_a_cache_with_a_history_is_reset_and_reordered(kind, device):
     assert not any(state.requires_grad or state.any() for state in cache.states)
     assert torch.equal(layer(x[:, :5], cache=cache), first)
     first.sum().backward()  # what it kept is as it was
+
+
+@each_class
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_training_goes_on_after_a_step_without_a_gradient(kind, mode, device):
+    """And after reset, reorder and a copy there: what they write may be trained on."""
+    layer, x = make(kind, device=device), hidden(2, 12, device=device).requires_grad_()
+    rows = torch.tensor([1, 0], device=device)
+    for act in (
+        lambda cache: layer(x[:, 5:6], cache=cache),
+        lambda cache: cache.reorder(rows),
+        lambda cache: cache.reset(),
+    ):
+        cache = layer.make_cache(2)
+        layer(x[:, :5], cache=cache)
+        with mode():
+            act(cache)
+        (dx,) = torch.autograd.grad(layer(x[:, 6:], cache=cache).square().sum(), x)
+        assert not dx[:, :6].any()
+        assert dx[:, 6:].any()
+
+
+@each_class
+def test_a_copy_of_a_cache_keeps_its_history(kind, device):
+    layer, x = make(kind, device=device), hidden(2, 9, device=device).requires_grad_()
+    cache = layer.make_cache(2)
+    layer(x[:, :5], cache=cache)
+    copied = copy.deepcopy(cache)
+    pieces = [layer(x[:, 5:], cache=c) for c in (cache, copied)]
+    assert torch.equal(*pieces)
+    grads = [torch.autograd.grad(y.square().sum(), x, retain_graph=True)[0] for y in pieces]
+    assert_close("dx", *grads, 1e-12)
+
+
+@each_class
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_cache_under_activation_checkpointing_is_refused(kind, reentrant, device):
+    """It would run the layer a second time on the states of later tokens."""
+    layer, x = make(kind, device=device), hidden(2, 9, device=device).requires_grad_()
+    cache = layer.make_cache(2)
+
+    def piece(x):
+        return layer(x, cache=cache)
+
+    y = checkpoint(piece, x, use_reentrant=reentrant)
+    with pytest.raises(ValueError, match="cache must be None under activation checkpointing"):
+        y.sum().backward()
 
 
 @each_class

@@ -12,7 +12,8 @@ pytestmark = [
 ]
 
 MOST = 1.3  # errors of the table
-NOTHING = 5e-3  # roundings to 16 bit: what float32 in another order costs a float32 result
+# roundings: about ten of float32, what another order of sums costs a float32 result
+NOTHING = {"float32": 0.0, "bfloat16": 2e-4, "float16": 2e-3}
 GDN, KDA, MAMBA = "chunk_gated_delta_rule", "chunk_kda", "mamba_chunk_scan_combined"
 SAMPLE = [
     (Case(GDN, "one key", 0.9, -0.005), "bfloat16"),
@@ -37,7 +38,8 @@ def test_no_error_is_larger_than_the_table_says(case, dtype):
     told = accuracy.read()[case][dtype]
     found = accuracy.results(case, dtype)
     assert found.keys() == told.keys()
-    worse = {n: (e, told[n]) for n, e in found.items() if not e <= MOST * told[n] + NOTHING}
+    most = {n: MOST * e + NOTHING[dtype] for n, e in told.items()}
+    worse = {n: (e, told[n]) for n, e in found.items() if not e <= most[n]}
     assert not worse, f"name: (roundings, what the table says): {worse}"
 
 

@@ -16,11 +16,14 @@ BETA = {1.0: 0.0, 1.5: 1.0986, 1.9: 2.9444, 1.99: 5.2933, 2.0: 40.0}
 MOST = 3.0  # errors, in roundings of the result to its 16 bits
 
 
-def most(name, beta):
+def most(name, beta, dtype, forgets=True):
     """dg, in float32, is a small difference of sums over states that are rounded to 16 bit; with
-    beta near 1 a token erases what its gate has left, and next to nothing is left of dg.
+    beta near 1 a token erases what its gate has left, and next to nothing is left of dg. forgets:
+    not so with one key, beta 2 and no gate, where every rounding stays.
     """
-    return MOST if name != "dg" else 8.0 if beta > 1 else 40.0
+    if name != "dg":
+        return MOST if forgets or dtype != torch.bfloat16 else 9.0
+    return 8.0 if beta > 1 else 40.0
 
 
 def inputs(cosine, beta, g, dtype, device, *, T=200, H=1, HV=2, K=32, V=24, channels=False, seed=0):
@@ -61,7 +64,9 @@ def check(f, x, beta, impl, dtype, **options):
     assert torch.equal(o, got["o"])
     assert torch.equal(ht, got["ht"])
     errors = roundings(got, want, dtype)
-    assert not {n: e for n, e in errors.items() if e > most(n, beta)}, errors
+    one = (x["k"] == x["k"][:, :1]).all()
+    forgets = not (one and beta == 2 and (x["g"] == 0).all())
+    assert not {n: e for n, e in errors.items() if e > most(n, beta, dtype, forgets)}, errors
 
 
 GRID = {
@@ -80,6 +85,13 @@ def test_gdn_is_as_right_as_its_rounding(cosine, beta, g, dtype, impl, device):
 def test_kda_is_as_right_as_its_rounding(cosine, beta, g, dtype, impl, device):
     x = inputs(cosine, beta, g, dtype, device, T=100, channels=True)
     check(chunk_kda, x, beta, impl, dtype)
+
+
+@pytest.mark.parametrize("impl", ["triton", "reference"])
+def test_nothing_is_forgotten(impl, device):
+    """One key, beta 2, no gate: a token only turns the state's sign under the key."""
+    x = inputs(ONE, 2.0, 0, torch.bfloat16, device)
+    check(chunk_gated_delta_rule, x, 2.0, impl, torch.bfloat16)
 
 
 @pytest.mark.parametrize("f", [chunk_gated_delta_rule, chunk_kda])
@@ -108,7 +120,7 @@ def test_the_reference_is_right_without_being_told(f):
     do, dht = cotangents(x)
     got = run(given, do, dht, f, output_final_state=True, impl="reference")
     errors = roundings(got, exact(given, do, dht), torch.bfloat16)
-    assert not {n: e for n, e in errors.items() if e > most(n, 1.9)}, errors
+    assert not {n: e for n, e in errors.items() if e > most(n, 1.9, torch.bfloat16)}, errors
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

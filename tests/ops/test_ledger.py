@@ -91,6 +91,10 @@ def in_stages(form, x):
     return form is safe or (form.chunk is not None and stages(kind).takes == "staged")
 
 
+# what is left of dbeta's digits where v and the state's answer cancel
+DBETA = {torch.float32: 3e-3, torch.float16: 3e-3, torch.bfloat16: 1e-2}
+
+
 @forms("test_what_is_written_is_a_small_difference", *DELTA, impl=IMPLS)
 def test_what_is_written_is_a_small_difference(form, dtype, impl, device):
     """v is 4096 and the state answers 4096 + 2: every token writes a part of -2, then of -1.
@@ -106,16 +110,14 @@ def test_what_is_written_is_a_small_difference(form, dtype, impl, device):
     assert_close("o", want["o"] - 2, written, 1e-12)
     assert_close("o", got["o"].double() - 2, written, TOLERANCES[dtype][0])
     wide = dtype == torch.float32
-    if dtype == torch.bfloat16 and impl == "triton" and in_stages(form, x):
-        del got["dbeta"]  # a difference of sums that these stages round to 8 bits
     # in chunks dbeta is the difference of two sums some thousand times as large; keys are alike
-    form.check(got, want, dtype, every=0 if wide else 1.5e-2, dbeta=3e-3)
+    form.check(got, want, dtype, every=0 if wide else 1.5e-2, dbeta=DBETA[dtype])
 
 
-@forms("test_a_small_difference_in_stages", gdn, kda, safe, dtypes=F16)
+@forms("test_a_small_difference_in_stages", gdn, kda, safe)
 def test_a_small_difference_in_stages(form, dtype, device, monkeypatch):
     """The same by the kernels of the stages one by one: both parts of dbeta, v's and the state's,
-    have a factor that float16 rounds, and one of them goes from stage to stage.
+    have a factor that is rounded, and one of them goes from stage to stage.
     """
     if not GPU:
         pretend(monkeypatch, "ampere")
@@ -124,7 +126,7 @@ def test_a_small_difference_in_stages(form, dtype, device, monkeypatch):
     do, dht = form.cotangents(x)
     got, want = form.run(x, do, dht, chunk_size=32, impl="triton"), form.exact(x, do, dht)
     form.check(got, want, dtype, every=1.5e-2)
-    assert_close("dbeta", got["dbeta"], want["dbeta"], 3e-3)
+    assert_close("dbeta", got["dbeta"], want["dbeta"], DBETA[dtype])
 
 
 # what has room for a state beyond 65504, by what the docstrings of chunked operators say

@@ -72,7 +72,7 @@ def kda_wy_bwd_kernel(
     v_new_ptr,  # [B, T, HV, V]
     dh_ptr,  # [B, NT, HV, K, V]
     dv_new_ptr,  # [B, T, HV, V]
-    dkb_ptr,  # [B, T, HV, K] out; fp32 for float16
+    dkb_ptr,  # [B, T, HV, K] out, fp32
     dkg_ptr,  # [B, T, HV, K] out
     dv_ptr,  # [B, T, HV, V] out
     dL_ptr,  # [B, T, HV, BT] out
@@ -175,9 +175,8 @@ def kda_wy_bwd(
     """Launch kda_wy_bwd_kernel; arguments and result as in the reference."""
     B, T, HV, V = v.shape
     K, chunk_size = h.shape[3], A.shape[-1]
-    # half of dbeta: where v and k S cancel it is all digits that float16 would round off
-    wide = torch.float32 if v.dtype == torch.float16 else v.dtype
-    dkb, dkg = (v.new_empty(B, T, HV, K, dtype=dtype) for dtype in (wide, v.dtype))
+    # half of dbeta: where v and k S cancel it is all digits that 16 bit would round off
+    dkb, dkg = (v.new_empty(B, T, HV, K, dtype=dtype) for dtype in (torch.float32, v.dtype))
     dv, dL = torch.empty_like(v), torch.empty_like(A)
     dbeta = v.new_empty(B, T, HV, dtype=torch.float32)
     dgl = v.new_empty(*h.shape[:4], dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""One token of Mamba-2 as one kernel: every state is read once and written once."""
+"""Tokens of Mamba-2, one or several, as one kernel: a state is read once, and written for each."""
 
 import math
 

@@ -119,7 +119,7 @@ def chunk_gated_delta_rule(
     128, on one rank) or, elsewhere, in float32, which costs time and memory: then o,
     the final state and all gradients but that of g are within three roundings with unit keys,
     however alike; nine in bfloat16 with one key, beta 2 and no decay, which forget nothing. The
-    reference stages always are. In float16 every value written, about ``2 |v|``,
+    reference stages are so without being told. In float16 every value written, about ``2 |v|``,
     and every number of a state must stay below 65504, as the kernels read copies of 16 bit of both:
     beyond it o, the state and gradients are NaN or infinite from that chunk on, even where the
     right ones fit. :func:`fused_recurrent_gated_delta_rule`, bfloat16 and float32 hold such states.

@@ -77,8 +77,8 @@ def mamba_chunk_scan_combined(
             starts anew from zero. initial_states belong to the first token's document, and the
             final states to the last token's. Documents are kept apart by factors of zero, which
             NaN and inf pass: one in x, dt or B reaches out of every token of its row from the first
-            of its chunk on, and the final states; one in any tensor, or in the gradient of out, the
-            gradients of its whole row. With cu_seqlens it stays in its sequence.
+            of its chunk on, and the final states; one in any tensor, or in the gradient of out, may
+            reach all gradients of its row. With cu_seqlens it stays in its sequence.
         cu_seqlens: Boundaries ``[N + 1]``, int32 or int64, of sequences packed into a batch of one:
             0 first, T last, or less: as in :func:`chunk_gated_delta_rule`. Each sequence gives the
             same bits as alone; seq_idx is not needed.

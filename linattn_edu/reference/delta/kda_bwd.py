@@ -1,6 +1,5 @@
 """The adjoints of output and of wy where their operands have the gate in them already."""
 
-import torch
 from torch import Tensor
 
 from linattn_edu.reference.tiles import compute_dtype, from_chunks, to_chunks
@@ -49,10 +48,10 @@ def kda_wy_bwd(
     Args:
         v, beta, A, h, v_new: as in the forward stages. dh and dv_new: from state_bwd.
     Returns:
-        dkb, dkg [B, T, HV, K], dv [B, T, HV, V], dL [B, T, HV, C] in v.dtype, but dkb in fp32 for
-        float16: of it and of dbeta a large part may cancel; dbeta [B, T, HV], the part
-        rowsum(Z * V), and dgl [B, NT, HV, K], the gradient of 2^gc_last, in fp32 (fp64 for fp64
-        input).
+        dkg [B, T, HV, K], dv [B, T, HV, V], dL [B, T, HV, C] in v.dtype; dkb [B, T, HV, K], of
+        which and of dbeta a large part may cancel, dbeta [B, T, HV], the part rowsum(Z * V), and
+        dgl [B, NT, HV, K], the gradient of 2^gc_last, in fp32 (fp64 for fp64 input). The order is
+        dkb, dkg, dv, dL, dbeta, dgl.
     Source: chapter 11.
     """
     dtype = compute_dtype(v, beta, A, h, v_new, dh, dv_new)
@@ -74,7 +73,6 @@ def kda_wy_bwd(
     # eq:kda-dgl   dgl = rowsum(dS * S)
     dgl = (dS * S).sum(-1).transpose(1, 2).contiguous()
     dbeta = from_chunks((Z * V).sum(-1), T)
-    wide = dtype if v.dtype == torch.float16 else v.dtype
-    dkb = from_chunks(dkb, T).to(wide)
+    dkb = from_chunks(dkb, T)
     dkg, dV, dL = (from_chunks(x, T).to(v.dtype) for x in (dkg, dV, dL))
     return dkb, dkg, dV, dL, dbeta, dgl
