@@ -332,8 +332,8 @@ MUTANTS = [
     Mutant(
         "every head reads the first group",
         f"{KERNELS}/ssd/selective_state_update.py",
-        "i_group = i_h // (H // G) * N",
-        "i_group = i_h // H * N",
+        "i_group = i_h // (H // G) * N\n    b_B",
+        "i_group = i_h // H * N\n    b_B",
         "tests/ssd/test_selective_state_update.py::test_groups",
     ),
     Mutant(

@@ -497,9 +497,11 @@ REFUSED = {
     "slots of two sequences": (
         {"state_batch_indices": new(2, **I64)},
         ValueError,
-        r"state_batch_indices must have shape \[B=3\], got \(2,\)",
+        r"state_batch_indices must have shape \[B=3\] or \[B=3, S\], got \(2,\)",
     ),
-    "slots of a matrix": ({"state_batch_indices": new(3, 1, **I64)}, ValueError, r"shape \[B=3\]"),
+    "slots of three axes": (
+        {"state_batch_indices": new(3, 1, 1, **I64)}, ValueError, r"shape \[B=3\]"
+    ),
     "slots elsewhere": (
         {"state_batch_indices": new(3, device="meta", **I64)},
         ValueError,
