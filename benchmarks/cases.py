@@ -276,7 +276,8 @@ def _kda_bytes(c: Case, what: str, chunk: int) -> int:
     tokens, chunks = c.B * c.T, c.B * -(-c.T // chunk)
     q = k = dq = dk = tokens * c.H * c.K * c.size
     v = o = u = v_new = do = dv = tokens * c.HV * c.V * c.size
-    w = kd = kg = qg = dqg = dkb = dkg = tokens * c.HV * c.K * c.size
+    w = kd = kg = qg = dqg = dkg = tokens * c.HV * c.K * c.size
+    dkb = tokens * c.HV * c.K * 4
     g = gc = dg = dgc = tokens * c.HV * c.K * GATE_BYTES
     last = dgl = chunks * c.HV * c.K * GATE_BYTES  # gc of the last tokens
     beta, dbeta = tokens * c.HV * c.size, tokens * c.HV * GATE_BYTES
