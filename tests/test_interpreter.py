@@ -285,7 +285,6 @@ def test_a_handle_refuses_data_that_is_too_wide(undo):
 
 def test_chapters_have_it_too():
     """After the cell that imports Triton, and no name more."""
-    pytest.importorskip("IPython")
     code = """
 import sys
 from IPython.core.interactiveshell import InteractiveShell

@@ -95,8 +95,8 @@ class Layer(nn.Module):
             TypeError: an argument is not of a type or dtype listed above.
             ValueError: a shape, a mask, a cache of another layer or batch size, or a combination of
                 arguments does not fit, or a cache comes in a transform of torch.func or in the
-                second run of activation checkpointing; the message
-                names the argument, what was expected and what came. Nothing has been written then.
+                second run of activation checkpointing; the message names the argument, what was
+                expected and what came. Nothing has been written by that call.
         """
         x, cu_seqlens_cpu = self._begin(x, cache, cu_seqlens, cu_seqlens_cpu, cp_context)
         packed = cu_seqlens is not None or cp_context is not None

@@ -210,29 +210,32 @@ def test_steps_of_a_pool(lower_bound, device):
     check(decode.pool_, *tensors[:7], pool, *slots, bounds(device), 0.5, True, "reference")
 
 
+def tokens_of_ssd(n, device):
+    """What n tokens have, what may be left out, and as many states."""
+    x = ssd_inputs(n, 1, 4, 2, K, V, device=device)
+    tokens = (x.x[:, 0], x.dt[:, 0, :, None], x.A[:, None, None], x.B[:, 0], x.C[:, 0])
+    return tokens, (x.D[:, None].expand(-1, K), x.z[:, 0], x.dt_bias[:, None]), x.initial_states
+
+
 @pytest.mark.parametrize("pool", [False, True])
 @pytest.mark.parametrize("impl", IMPLS)
 def test_step_of_ssd(impl, pool, device):
     """One number a head, and one for each row; with all that may be left out, and without."""
-    x = ssd_inputs(2, 1, 4, 2, K, V, device=device)
-    tokens = (x.x[:, 0], x.dt[:, 0, :, None], x.A[:, None, None], x.B[:, 0], x.C[:, 0])
-    rest = (x.D[:, None].expand(-1, K), x.z[:, 0], x.dt_bias[:, None])
+    tokens, rest, states = tokens_of_ssd(2, device)
     indices = torch.tensor([-1, 1], device=device) if pool else None
     for given in (rest, (None, None, None)):
-        check(step.update, *tokens, *given, x.initial_states, indices, True, impl)
+        check(step.update, *tokens, *given, states, indices, True, impl)
 
 
 @pytest.mark.parametrize("accepted", [False, True])
 @pytest.mark.parametrize("impl", IMPLS)
 def test_drafts_of_ssd(impl, accepted, device):
-    x = ssd_inputs(5, 1, 4, 2, K, V, device=device)
-    tokens = (x.x[:, 0], x.dt[:, 0, :, None], x.A[:, None, None], x.B[:, 0], x.C[:, 0])
-    rest = (x.D[:, None].expand(-1, K), x.z[:, 0], x.dt_bias[:, None])
+    tokens, rest, states = tokens_of_ssd(5, device)
     indices = torch.tensor([[-1, 1, 2], [0, -1, 4]], device=device)
     where = (indices, torch.tensor([2, 1], device=device) if accepted else None,
              torch.tensor([0, 3, 4], device=device))  # fmt: skip
     for given in (rest, (None, None, None)):
-        check(step.drafts, *tokens, *given, x.initial_states, *where, True, impl)
+        check(step.drafts, *tokens, *given, states, *where, True, impl)
 
 
 SSD = (
