@@ -83,6 +83,26 @@ def check_slots(name: str, pool: str, rows: list[list[int]], slots: int) -> None
                 )
 
 
+def check_rows(
+    name: str, axis: str, N: int, indices: Tensor | None, accepted: Tensor | None
+) -> None:
+    """Refuse slots of N sequences, and numbers of accepted tokens, of a shape that does not fit."""
+    shape = None if indices is None else tuple(indices.shape)
+    if shape is not None and (len(shape) not in (1, 2) or shape[0] != N or 0 in shape):
+        raise ValueError(f"{name} must have shape [{axis}={N}] or [{axis}={N}, S], got {shape}")
+    if accepted is None:
+        return
+    if shape is None or len(shape) == 1:
+        raise ValueError(
+            f"num_accepted_tokens needs {name} of shape [{axis}, S], a slot for each token, "
+            f"got {shape}"
+        )
+    if accepted.shape != (N,):
+        raise ValueError(
+            f"num_accepted_tokens must have shape [{axis}={N}], got {tuple(accepted.shape)}"
+        )
+
+
 def check_accepted(name: str, rows: list[list[int]], counts: list[int]) -> None:
     """Refuse numbers of accepted tokens that are not those of a slot of their row."""
     for n, (row, count) in enumerate(zip(rows, counts, strict=True)):

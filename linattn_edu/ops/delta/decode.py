@@ -66,20 +66,7 @@ def _check_pool(
             "ssm_state_indices names slots of a pool that is written in place: it needs "
             "inplace_final_state=True, got False"
         )
-    N = checked.sizes["N"]
-    if indices.ndim not in (1, 2) or indices.shape[0] != N or not indices.numel():
-        raise ValueError(
-            f"ssm_state_indices must have shape [N={N}] or [N={N}, S], got {tuple(indices.shape)}"
-        )
-    if accepted is not None and indices.ndim == 1:
-        raise ValueError(
-            "num_accepted_tokens needs ssm_state_indices of shape [N, S], a slot for each token, "
-            f"got {tuple(indices.shape)}"
-        )
-    if accepted is not None and accepted.shape != (N,):
-        raise ValueError(
-            f"num_accepted_tokens must have shape [N={N}], got {tuple(accepted.shape)}"
-        )
+    inplace.check_rows("ssm_state_indices", "N", checked.sizes["N"], indices, accepted)
 
 
 def _check_state(tensors: tuple[Tensor | None, ...], pool: bool) -> None:

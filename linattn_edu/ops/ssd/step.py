@@ -164,7 +164,10 @@ def _checked(
         sequences = checked.boundaries("cu_seqlens", cu_seqlens)
         if known(cu_seqlens):
             check.lengths("cu_seqlens", cu_seqlens.tolist(), sizes["B"])
-    _check_slots(checked, sequences, indices, accepted)
+    for name, x in (("state_batch_indices", indices), ("num_accepted_tokens", accepted)):
+        if x is not None:
+            checked.integers(name, x)
+    inplace.check_rows("state_batch_indices", "B", sequences, indices, accepted)
     if cu_seqlens is not None and indices is None and sizes["slots"] != sequences:
         raise ValueError(
             f"state must have B={sequences} states with cu_seqlens, got {sizes['slots']}"
@@ -175,30 +178,6 @@ def _checked(
             f"got strides {state.stride()} for {tuple(state.shape)}"
         )
     return whole, tensors, sequences
-
-
-def _check_slots(
-    checked: check.Tensors, sequences: int, indices: Tensor | None, accepted: Tensor | None
-) -> None:
-    """Refuse slots, and numbers of accepted tokens, of a shape that does not fit."""
-    if indices is not None:
-        checked.integers("state_batch_indices", indices)
-        if indices.ndim not in (1, 2) or len(indices) != sequences or not indices.numel():
-            raise ValueError(
-                f"state_batch_indices must have shape [B={sequences}] or [B={sequences}, S], "
-                f"got {tuple(indices.shape)}"
-            )
-    if accepted is not None:
-        checked.integers("num_accepted_tokens", accepted)
-        if indices is None or indices.ndim == 1:
-            raise ValueError(
-                "num_accepted_tokens needs state_batch_indices of shape [B, S], a slot for each "
-                f"token, got {None if indices is None else tuple(indices.shape)}"
-            )
-        if accepted.shape != (sequences,):
-            raise ValueError(
-                f"num_accepted_tokens must have shape [B={sequences}], got {tuple(accepted.shape)}"
-            )
 
 
 def _with_heads(name: str, x: object, shape: tuple[str, ...], checked: check.Tensors) -> Tensor:
