@@ -136,22 +136,24 @@ class CPContext:
                 f"rank {self.group.rank()} of {self.group.size()}"
             )
 
-    def place(self, B: int, device: torch.device) -> Place:
-        """The place of B sequences that are cut alike, one after the other.
+    def place(self, B: int, device: torch.device, even: bool = False) -> Place:
+        """The place of B sequences that are cut alike, one after the other; with even and local
+        sequences that are equally long, a batch of these.
 
         Its plan has the rank, the world, B and the local sequences of all entries, then of each
         part its number, those where its head begins and its tail ends, and its head and tail, or
         -1; its rows are the numbers of all tails and then of all heads.
         """
-        key = B, device
+        key = B, device, even
         if key not in self._kept:
             while len(self._kept) >= PLACES:
                 del self._kept[next(iter(self._kept))]
-            self._kept[key] = self._place(B, device)
+            self._kept[key] = self._place(*key)
         return self._kept[key]
 
-    def _place(self, B: int, device: torch.device) -> Place:
+    def _place(self, B: int, device: torch.device, even: bool) -> Place:
         N, cpu = self.num_seqs, self.cu_seqlens_cpu
+        even = even and self.tokens > 0 and len(set(cpu.diff().tolist())) == 1
 
         def rows(local) -> list[int]:
             return [row + b * N for row in local if row is not None for b in range(B)]
@@ -170,10 +172,11 @@ class CPContext:
         both = rows(p.tail for p in self.parts) + rows(p.head for p in self.parts)
         both = torch.tensor(both, dtype=torch.int64).to(device)
         exchange = (torch.tensor(plan), both) if self.world > 1 else (None, None)
+        bounds = (None, None) if even else (cpu.to(device), cpu)
         return Place(
-            (cpu.to(device), cpu, None, *exchange),
+            (*bounds, None, *exchange),
             self.group.group_name if self.world > 1 and self.group is not None else "",
-            B, self.tokens, B * N, ends(self.first), ends(self.last),
+            B, self.tokens, B * N, ends(self.first), ends(self.last), even,
         )  # fmt: skip
 
 
@@ -346,5 +349,6 @@ def _local(bounds: list[int], count: int, numbers: tuple[int, ...], device, **of
         parts=tuple(parts), documents=tuple(documents), first=tuple(first), last=tuple(last),
         tokens=local[-1], cu_seqlens_cpu=cpu, cu_seqlens=cpu.to(device), **of_context,
     )  # fmt: skip
-    context.place(1, device)  # made here, where nothing is traced
+    for even in (False, True):
+        context.place(1, device, even)  # made here, where nothing is traced
     return context

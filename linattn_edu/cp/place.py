@@ -9,15 +9,17 @@ from torch import Tensor
 class Place:
     """The bounds that an operator declared packed="ranks" takes, and the ways in and out of it.
 
-    On ranks the entries of a batch are packed into one, and there is a state for every local
-    sequence, where the caller has those of the sequences that begin, or end, on this rank.
+    On ranks the entries of a batch are packed into one, or are a batch of local sequences, where
+    all are equally long; and there is a state for every local sequence, where the caller has those
+    of the sequences that begin, or end, on this rank.
 
     Args:
         bounds: cu_seqlens, the same on the CPU, chunk_indices, plan and rows.
         group: Name of the process group; empty where nothing is exchanged.
-        B, tokens: Entries of the batch and the tokens of each; B is 0 where nothing is packed.
+        B, tokens: Entries of the batch and the tokens of each; B is 0 where nothing is changed.
         sequences: All local ones.
         first, last: Those that begin, and that end, here; None: all.
+        even: Whether they are a batch.
     """
 
     bounds: tuple[Tensor | None, ...]
@@ -27,16 +29,19 @@ class Place:
     sequences: int = 0
     first: Tensor | None = None
     last: Tensor | None = None
+    even: bool = False
 
     def joined(self, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Tensors [B, T, ...] as [1, B T, ...]."""
+        """Tensors [B, T, ...] as [1, B T, ...], or as a batch of the local sequences."""
         if not self.B:
             return tensors
-        return tuple(x if x is None else x.flatten(0, 1)[None] for x in tensors)
+        rows = self.sequences if self.even else 1
+        size = rows, self.B * self.tokens // rows
+        return tuple(x if x is None else x.reshape(*size, *x.shape[2:]) for x in tensors)
 
     def parted(self, x: Tensor) -> Tensor:
-        """[1, B T, ...] as [B, T, ...]."""
-        return x[0].unflatten(0, (self.B, self.tokens)) if self.B else x
+        """What came of joined tensors as [B, T, ...]."""
+        return x.reshape(self.B, self.tokens, *x.shape[2:]) if self.B else x
 
     def entering(self, state: Tensor | None) -> Tensor | None:
         """States of the sequences that begin here, as those of all local ones."""

@@ -63,6 +63,8 @@ class Ranks:
         axes: Sizes of a state: heads, then one or two more.
         matrices: Whether a transition is a matrix for each head, or a number.
         dtype: Of the maps on the wire, the same on all ranks.
+        kernels: Whether kernels make them, which are told which sequences are wanted and where the
+            maps go.
         back: Whether time runs back.
     """
 
@@ -75,12 +77,13 @@ class Ranks:
         *,
         matrices: bool,
         dtype: torch.dtype,
+        kernels: bool,
         back: bool = False,
     ):
         self.rank, self.world, self.B, self.N, *parts = plan.tolist()
         self.parts = [_Part(*p) for p in zip(*[iter(parts)] * 5, strict=True)]
         self.group, self.axes, self.matrices = group, axes, matrices
-        self.dtype, self.back = dtype, back
+        self.dtype, self.kernels, self.back = dtype, kernels, back
         tails = self.B * sum(p.tail >= 0 for p in self.parts)
         self.tails, self.heads = rows[:tails], rows[tails:]
         self.sources = self.heads if back else self.tails
@@ -93,12 +96,25 @@ class Ranks:
 
     def send(self, f: Callable, tensors: tuple, state: Tensor | None, **options) -> None:
         """Send f of the tensors and the sources' states, their maps; nothing waits for others."""
-        maps = None
-        if len(self.sources):
-            state = None if state is None else state[self.sources]
-            options |= {"rows": self.sources, "transition": self.transition}
-            maps = f(*tensors, state, **options)
-        self.gather(maps)
+        if not len(self.sources):
+            return self.gather(None)
+        state = None if state is None else state[self.sources]
+        options |= {"transition": self.transition}
+        if self.kernels and self.matrices:
+            message, slots = self._message()
+            out = message[slots[0] : slots[-1] + 1].flatten(0, 1)
+            f(*tensors, state, rows=self.sources, out=out, **options)
+            return self._gather(message)
+        if self.kernels:
+            options |= {"rows": self.sources}
+        else:  # tensors of a batch
+
+            def own(x):
+                return x[self.sources] if isinstance(x, Tensor) else x
+
+            tensors = map(own, tensors)
+            options = {n: own(x) for n, x in options.items()}
+        return self.gather(f(*tensors, state, **options))
 
     def send_all(self, f: Callable, tensors: tuple, state: Tensor | None, **options) -> None:
         """As send, where f gives the maps of all local sequences."""
@@ -110,11 +126,7 @@ class Ranks:
 
     def gather(self, maps: tuple[Tensor, Tensor | None] | None) -> None:
         """Begin to gather the maps of all ranks; of a part without one it is zero."""
-        H, K, V = self._matrix
-        size = K * (V + K) if self.matrices else K * V + 1
-        shape = len(self.parts), self.B, H, size
-        message = torch.zeros(shape, dtype=self.dtype, device=self.sources.device)
-        slots = [i for i, p in enumerate(self.parts) if self._source(p) >= 0]
+        message, slots = self._message()
         S_ext, M = (None, None) if maps is None else maps
         for i, slot in enumerate(slots):
             own = slice(i * self.B, (i + 1) * self.B)
@@ -122,6 +134,17 @@ class Ranks:
             to_ext.copy_(S_ext[own].reshape(to_ext.shape))
             if M is not None:
                 to_M.copy_(M[own])
+        self._gather(message)
+
+    def _message(self) -> tuple[Tensor, list[int]]:
+        """Zeros for the maps of all parts, and which parts have one: those beside each other."""
+        H, K, V = self._matrix
+        sizes = (K, V + K) if self.matrices else (K * V + 1,)
+        shape = len(self.parts), self.B, H, *sizes
+        message = torch.zeros(shape, dtype=self.dtype, device=self.sources.device)
+        return message, [i for i, p in enumerate(self.parts) if self._source(p) >= 0]
+
+    def _gather(self, message: Tensor) -> None:
         self._arriving = Gathering(message, self.group, self.rank, self.world)
 
     def receive(self, merge: Callable, state: Tensor | None) -> Tensor | None:
@@ -130,18 +153,25 @@ class Ranks:
         for p in self.parts:
             if self._target(p) >= 0:
                 numbers = range(p.number + 1, p.end + 1) if self.back else range(p.begin, p.number)
-                pieces = torch.stack([gathered[self._place(i)] for i in numbers], 1)
-                found.append(merge(*self._split(pieces))[1])
+                found.append(merge(*self._split(self._of(gathered, numbers)))[1])
         if not found:
             return state
-        self.crossing = torch.cat(found).reshape(-1, *self.axes)
+        self.crossing = (torch.cat(found) if found[1:] else found[0]).reshape(-1, *self.axes)
         return self._placed(self.tails if self.back else self.heads, self.crossing, state)
+
+    def _of(self, gathered: Tensor, numbers: range) -> Tensor:
+        """[B, pieces, ...]: the maps of the parts of these numbers."""
+        if numbers.stop <= self.world:  # the first of each rank, in the order of ranks
+            return gathered[numbers.start : numbers.stop, 0].transpose(0, 1)
+        return torch.stack([gathered[self._place(i)] for i in numbers], 1)
 
     def entering(self, crossing: Tensor | None, state: Tensor | None) -> Tensor | None:
         """state [N, ...], with the states that entered the heads in the forward pass."""
         return state if crossing is None else self._placed(self.heads, crossing, state)
 
     def _placed(self, rows: Tensor, values: Tensor, state: Tensor | None) -> Tensor:
+        if len(rows) == self.N and 1 in (self.B, len(self.parts)):  # all of them, in their order
+            return values
         if state is None:
             state = values.new_zeros(self.N, *self.axes)
         dtype = torch.promote_types(state.dtype, values.dtype)
@@ -156,8 +186,7 @@ class Ranks:
         """S_ext [..., H, K, V] and M, [..., H, K, K] or [..., H], of messages."""
         _, K, V = self._matrix
         if self.matrices:
-            both = message.unflatten(-1, (K, V + K))
-            return both[..., :V], both[..., V:]
+            return message[..., :V], message[..., V:]
         return message[..., :-1].unflatten(-1, (K, V)), message[..., -1]
 
     def _source(self, p: _Part) -> int:

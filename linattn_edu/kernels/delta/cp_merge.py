@@ -21,6 +21,9 @@ from linattn_edu.kernels.tiles import (
 )
 from linattn_edu.packing import Packing
 
+FORGOTTEN = tl.constexpr(2.0**-32)  # of a state: no sum in fp32 holds it
+NEAR = 16  # chunks from which a map is made first, where what was before them may be forgotten
+
 
 @triton.jit
 def piece_of(pid, rows_ptr, cu_ptr, T, HV: tl.constexpr, W: tl.constexpr, BT: tl.constexpr,
@@ -39,6 +42,45 @@ def piece_of(pid, rows_ptr, cu_ptr, T, HV: tl.constexpr, W: tl.constexpr, BT: tl
     return i_v, i_ph, i_ph % HV, first, n_seq
 
 
+@triton.jit
+def span_of(left_ptr, i_ph, first, n_seq, K: tl.constexpr, NEAR: tl.constexpr, NW: tl.constexpr,
+            BT: tl.constexpr, BACK: tl.constexpr):  # fmt: skip
+    """The chunks of a piece that its map is made of: with NEAR that many at its end, with BACK at
+    its beginning; else all, or none where those left 2^-32 of a state or less, by left_ptr.
+
+    left_ptr: [NP, HV, NW] of store_left, or None: all.
+    Returns their first token, their tokens, whether there are more, and whether to make the map.
+    """
+    more, made = 0, 1
+    if NEAR > 0:
+        n_near = tl.minimum(n_seq, NEAR * BT)
+        more = tl.where(n_near < n_seq, 1, 0)
+        if not BACK:
+            n_far = tl.maximum(tl.cdiv(n_seq, BT) - NEAR, 0) * BT
+            first += n_far
+            n_near = n_seq - n_far
+        n_seq = n_near
+    elif left_ptr is not None:
+        left = 0.0
+        for i in tl.static_range(NW):
+            left = tl.maximum(left, tl.load(left_ptr + i_ph * NW + i))
+        # |M S| <= K max |M| |S|
+        made = tl.where(left * K > FORGOTTEN, 1, 0)
+        n_seq *= made
+    return first, n_seq, more, made
+
+
+@triton.jit
+def store_left(left_ptr, i, b_S, b_is_M, more):
+    """left_ptr[i]: the largest number of M among the columns b_S of a map; 0 if the chunks it was
+    made of were the whole piece.  b_is_M: which columns are M's.
+    """
+    b_S = tl.where(b_is_M, tl.abs(b_S), 0.0)
+    b_S = tl.where(b_S == b_S, b_S, float("inf"))  # NaN
+    left = tl.max(tl.max(b_S, 1), 0)
+    tl.store(left_ptr + i, tl.where(more > 0, left, 0.0))
+
+
 @triton.jit(do_not_specialize=["T"])
 def piece_map_kernel(
     k_ptr,  # [B, T, H, K]
@@ -55,6 +97,7 @@ def piece_map_kernel(
     stride_t,  # of gc and gs, between tokens
     stride_h,  # and between heads
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr,
+    ROW: tl.constexpr,  # from row to row of map_ptr
     BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     CHANNEL: tl.constexpr,  # a gate for each row of S
 ):  # fmt: skip
@@ -107,7 +150,7 @@ def piece_map_kernel(
         u_ptr += BT * HV * V
         gc_ptr += BT * stride_t
 
-    store_tile(map_ptr + i_ph * K * W, b_S, o_k, o_v, W, K, W)
+    store_tile(map_ptr + i_ph * K * ROW, b_S, o_k, o_v, ROW, K, W)
     if number_ptr is not None:
         tl.store(number_ptr + i_ph, number, mask=i_v == 0)
 
@@ -213,9 +256,14 @@ def launch_map(
     transition: bool = True,
     packing: Packing | None = None,
     rows: Tensor | None = None,
+    out: Tensor | None = None,
     pieces: Pieces | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Launch a kernel that makes maps of pieces; return S_ext [NP, HV, K, V] and M [NP, HV, K, K].
+
+    Over ranks, where there is `out`, a kernel of a fused stage is launched twice: for NEAR chunks
+    of each piece at the end where the state leaves it, and for all chunks of those heads whose
+    transition through these is more than 2^-32. Of the others M is that of these chunks.
 
     Args:
         given: what the kernel reads, in its order. after: what comes after its outputs.
@@ -223,6 +271,7 @@ def launch_map(
         numbers: whether M is a number [NP, HV]; None: the kernel has no place for one.
         transition: whether to make M, which else is None.
         packing, rows: the pieces are all its sequences, or those of these numbers [NP].
+        out: zeros [NP, HV, K, V + K], into which both are written, side by side.
         pieces: or they are these.
     """
     K, (*H, HV, V) = x.shape[-1], sizes
@@ -232,14 +281,26 @@ def launch_map(
     else:
         NP, cu_seqlens, T = pieces.N, pieces.cu_seqlens, pieces.T
     W = V + K if transition and not numbers else V
-    maps = x.new_empty(NP, HV, K, W, dtype=torch.float32)
+    maps = x.new_empty(NP, HV, K, W, dtype=torch.float32) if out is None else out
     number = maps.new_empty(NP, HV) if transition and numbers else None
-    outs = (maps,) if numbers is None else (maps, number)
-    grid, config = scan_launch(table, x, NP * HV, W)
-    kernel[grid](
-        *given, *outs, *after, rows, cu_seqlens, T, *strides, *H, HV, K, V, W, **constants, **config
-    )
-    return maps[..., :V], maps[..., V:] if W > V else number
+
+    def launch(W: int, other: Tensor | None, **near) -> None:
+        grid, config = scan_launch(table, x, NP * HV, W)
+        kernel[grid](
+            *given, maps, other, *after, rows, cu_seqlens, T, *strides, *H, HV, K, V, W,
+            maps.shape[-1], **near, **constants, **config,
+        )  # fmt: skip
+
+    if numbers is not None:
+        launch(W, number)
+    elif out is None:
+        launch(W, None, NEAR=0, NW=1)
+    else:
+        tiles = cdiv(V + K, scan_launch(table, x, NP * HV, V + K)[1]["BV"])
+        left = maps.new_empty(NP, HV, tiles)
+        launch(V + K, left, NEAR=NEAR, NW=tiles)
+        launch(W, left, NEAR=0, NW=tiles)
+    return maps[..., :V], maps[..., V:] if maps.shape[-1] > V else number
 
 
 def cp_merge(

@@ -28,6 +28,7 @@ def piece_map_bwd_kernel(
     stride_t,  # of gc, between tokens
     stride_h,  # and between heads
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr,
+    ROW: tl.constexpr,  # from row to row of map_ptr
     BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     CHANNEL: tl.constexpr,  # a gate for each row of dS
 ):  # fmt: skip
@@ -94,7 +95,7 @@ def piece_map_bwd_kernel(
         do_ptr -= BT * HV * V
         gc_ptr -= BT * stride_t
 
-    store_tile(map_ptr + i_ph * K * W, b_dS, o_k, o_v, W, K, W)
+    store_tile(map_ptr + i_ph * K * ROW, b_dS, o_k, o_v, ROW, K, W)
     if number_ptr is not None:
         tl.store(number_ptr + i_ph, number, mask=i_v == 0)
 

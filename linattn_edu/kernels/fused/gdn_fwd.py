@@ -11,7 +11,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from linattn_edu.kernels.delta.cp_merge import cp_merge, launch_map, piece_of
+from linattn_edu.kernels.delta.cp_merge import (
+    cp_merge,
+    launch_map,
+    piece_of,
+    span_of,
+    store_left,
+)
 from linattn_edu.kernels.delta.warm_up import warm_up, with_warm_up
 from linattn_edu.kernels.gluon import support
 from linattn_edu.kernels.pieces import Pieces, by_maps, whole_of
@@ -204,18 +210,21 @@ def scan_map_kernel(
     R_ptr,  # [B, T, HV, BT]
     h0_ptr,  # [NP, HV, K, V] or None
     beta_ptr,  # [B, T, HV], where R is without it; or None
-    map_ptr,  # [NP, HV, K, W] out: S_ext, and M where W is V + K
+    map_ptr,  # [NP, HV, K, ROW] out: S_ext, and M where W is V + K
+    left_ptr,  # [NP, HV, NW] of span_of, with NEAR out; or None
     rows_ptr,  # [NP] or None
     cu_ptr,  # [N + 1] or None
     T,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr,
-    BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    ROW: tl.constexpr,  # from row to row of map_ptr
+    NEAR: tl.constexpr, NW: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
     """One program: BV columns of [S_ext | M] of one head, through a piece.
 
     Grid (NP * HV * W / BV).  Reference: linattn_edu.reference.fused.gdn_fwd.scan_map.
     """
     i_v, i_ph, i_h, first, n_seq = piece_of(tl.program_id(0), rows_ptr, cu_ptr, T, HV, W, BT, BV)
+    first, n_seq, more, made = span_of(left_ptr, i_ph, first, n_seq, K, NEAR, NW, BT, False)
     k_ptr += (first * H + i_h // (HV // H)) * K
     v_ptr += (first * HV + i_h) * V
     R_ptr += (first * HV + i_h) * BT
@@ -230,7 +239,8 @@ def scan_map_kernel(
     # eq:cp-transition   M: the same with v = 0, from I
     b_S = tl.where(o_k[:, None] + V == o_v[None, :], 1.0, 0.0)
     if h0_ptr is not None:
-        b_S += load_tile(h0_ptr + i_ph * K * V, o_k, o_v, V, K, V).to(tl.float32)
+        n_k = tl.where(more > 0, 0, K)
+        b_S += load_tile(h0_ptr + i_ph * K * V, o_k, o_v, V, n_k, V).to(tl.float32)
     for i_t in range(tl.cdiv(n_seq, BT)):
         n_t = n_seq - i_t * BT
         b_k = load_tile(k_ptr, o_t, o_k, H * K, n_t, K)  # [BT, BK]
@@ -248,7 +258,10 @@ def scan_map_kernel(
         v_ptr += BT * HV * V
         R_ptr += BT * HV * BT
         gc_ptr += BT * HV
-    store_tile(map_ptr + i_ph * K * W, b_S, o_k, o_v, W, K, W)
+    n_k = tl.where(made > 0, K, 0)
+    store_tile(map_ptr + i_ph * K * ROW, b_S, o_k, o_v, ROW, n_k, W)
+    if NEAR > 0:
+        store_left(left_ptr, i_ph * NW + i_v, b_S, o_v[None, :] >= V, more)
 
 
 SCAN_CONFIGS = scan_table(

@@ -9,7 +9,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from linattn_edu.kernels.delta.cp_merge import cp_merge, launch_map, piece_of
+from linattn_edu.kernels.delta.cp_merge import (
+    cp_merge,
+    launch_map,
+    piece_of,
+    span_of,
+    store_left,
+)
 from linattn_edu.kernels.delta.kda_intra import launch_intra
 from linattn_edu.kernels.fused.gdn_fwd import TRANSPOSED
 from linattn_edu.kernels.gluon import support
@@ -181,18 +187,20 @@ def kda_fused_scan_transposed_kernel(
 def kda_fused_scan_map_kernel(
     kg_ptr, kd_ptr, v_ptr, beta_ptr, gc_ptr, A_ptr,  # as of kda_fused_scan_kernel
     h0_ptr,  # [NP, HV, K, V] or None
-    map_ptr,  # [NP, HV, K, W] out: S_ext, and M where W is V + K
+    map_ptr,  # [NP, HV, K, ROW] out: S_ext, and M where W is V + K
+    left_ptr,  # [NP, HV, NW] of span_of, with NEAR out; or None
     rows_ptr,  # [NP] or None
     cu_ptr,  # [N + 1] or None
     T,
-    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr,
-    BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr, ROW: tl.constexpr,
+    NEAR: tl.constexpr, NW: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
     """One program: BV columns of [S_ext | M] of one head, through a piece.
 
     Grid (NP * HV * W / BV).  Reference: linattn_edu.reference.fused.kda_fwd.kda_fused_scan_map.
     """
     i_v, i_ph, i_h, first, n_seq = piece_of(tl.program_id(0), rows_ptr, cu_ptr, T, HV, W, BT, BV)
+    first, n_seq, more, made = span_of(left_ptr, i_ph, first, n_seq, K, NEAR, NW, BT, False)
     o_t = tl.arange(0, BT)
     o_k = tl.arange(0, BK)
     o_v = i_v * BV + tl.arange(0, BV)
@@ -200,7 +208,8 @@ def kda_fused_scan_map_kernel(
     # eq:cp-transition   M: the same with v = 0, from I
     b_S = tl.where(o_k[:, None] + V == o_v[None, :], 1.0, 0.0)
     if h0_ptr is not None:
-        b_S += load_tile(h0_ptr + i_ph * K * V, o_k, o_v, V, K, V).to(tl.float32)
+        n_k = tl.where(more > 0, 0, K)
+        b_S += load_tile(h0_ptr + i_ph * K * V, o_k, o_v, V, n_k, V).to(tl.float32)
     i = first * HV + i_h
     o_last = (tl.minimum(BT, n_seq) - 1) * HV * K
     b_last = load_vector(gc_ptr + i * K + o_last, o_k, tl.where(n_seq > 0, K, 0))
@@ -218,7 +227,10 @@ def kda_fused_scan_map_kernel(
         b_last = load_vector(gc_ptr + i * K + o_last, o_k, tl.where(n_t > BT, K, 0))
         b_beta = load_row(beta_ptr + i + BT * HV, o_t, HV, n_t - BT)
         b_S = dot(tl.trans(b_kg), b_v, b_S)
-    store_tile(map_ptr + i_ph * K * W, b_S, o_k, o_v, W, K, W)
+    n_k = tl.where(made > 0, K, 0)
+    store_tile(map_ptr + i_ph * K * ROW, b_S, o_k, o_v, ROW, n_k, W)
+    if NEAR > 0:
+        store_left(left_ptr, i_ph * NW + i_v, b_S, o_v[None, :] >= V, more)
 
 
 CONFIGS = scan_table(

@@ -9,7 +9,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from linattn_edu.kernels.delta.cp_merge import cp_merge, launch_map, piece_of
+from linattn_edu.kernels.delta.cp_merge import (
+    cp_merge,
+    launch_map,
+    piece_of,
+    span_of,
+    store_left,
+)
 from linattn_edu.kernels.delta.cp_merge_bwd import cp_merge_bwd
 from linattn_edu.kernels.delta.gate_cumsum import cumulative
 from linattn_edu.kernels.fused.kda_fwd import kda_fused_scan_map
@@ -268,13 +274,14 @@ def kda_fused_scans_kernel(
 def kda_fused_scan_map_bwd_kernel(
     qg_ptr, kg_ptr, kd_ptr, beta_ptr, gc_ptr, P_ptr, A_ptr, do_ptr,  # as of kda_fused_scans_kernel
     dht_ptr,  # [NP, HV, K, V] or None
-    map_ptr,  # [NP, HV, K, W] out: dS_ext, and dM where W is V + K
+    map_ptr,  # [NP, HV, K, ROW] out: dS_ext, and dM where W is V + K
+    left_ptr,  # [NP, HV, NW] of span_of, with NEAR out; or None
     scale,
     rows_ptr,  # [NP] or None
     cu_ptr,  # [N + 1] or None
     T,
-    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr,
-    BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr, ROW: tl.constexpr,
+    NEAR: tl.constexpr, NW: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
     """One program: BV columns of [dS_ext | dM] of one head, back through a piece.
 
@@ -282,6 +289,7 @@ def kda_fused_scan_map_bwd_kernel(
     linattn_edu.reference.fused.kda_scans.kda_fused_scan_map_bwd.
     """
     i_v, i_ph, i_h, first, n_seq = piece_of(tl.program_id(0), rows_ptr, cu_ptr, T, HV, W, BT, BV)
+    first, n_seq, more, made = span_of(left_ptr, i_ph, first, n_seq, K, NEAR, NW, BT, True)
     o_t = tl.arange(0, BT)
     o_k = tl.arange(0, BK)
     o_v = i_v * BV + tl.arange(0, BV)
@@ -289,7 +297,8 @@ def kda_fused_scan_map_bwd_kernel(
     # eq:cp-transition-bwd   dM: the same with dO = 0, from I
     b_dS = tl.where(o_k[None, :] + V == o_v[:, None], 1.0, 0.0)
     if dht_ptr is not None:
-        b_dS += tl.trans(load_tile(dht_ptr + i_ph * K * V, o_k, o_v, V, K, V)).to(tl.float32)
+        n_k = tl.where(more > 0, 0, K)
+        b_dS += tl.trans(load_tile(dht_ptr + i_ph * K * V, o_k, o_v, V, n_k, V)).to(tl.float32)
     NT = tl.cdiv(n_seq, BT)
     for i_t in range(NT):
         i_b = NT - 1 - i_t
@@ -298,7 +307,10 @@ def kda_fused_scan_map_bwd_kernel(
             b_dS, qg_ptr, kg_ptr, kd_ptr, beta_ptr, gc_ptr, P_ptr, A_ptr, do_ptr, scale, i_h,
             begin, n_t, o_t, o_k, o_v, HV, K, V, BT,
         )  # fmt: skip
-    store_tile(map_ptr + i_ph * K * W, tl.trans(b_dS), o_k, o_v, W, K, W)
+    n_k = tl.where(made > 0, K, 0)
+    store_tile(map_ptr + i_ph * K * ROW, tl.trans(b_dS), o_k, o_v, ROW, n_k, W)
+    if NEAR > 0:
+        store_left(left_ptr, i_ph * NW + i_v, b_dS, o_v[:, None] >= V, more)
 
 
 GATES_OPTIONS = {"BK": 64, "num_warps": 4}

@@ -28,14 +28,8 @@ FUSED = (
 
 
 @decision
-def gdn_backward_stages(kind: Kind, ranks: bool = False) -> Choice:
-    """Of the backward pass of Gated DeltaNet: "fused" or "staged"; the forward pass is fused.
-
-    ranks: over ranks, each finds the map of its whole part first, in which the chain of
-    scan_map_bwd is twice as long as that of piece_map_bwd.
-    """
-    if ranks:
-        return Choice("staged", "over several ranks, whose maps have shorter chains so")
+def gdn_backward_stages(kind: Kind) -> Choice:
+    """Of the backward pass of Gated DeltaNet: "fused" or "staged"; the forward pass is fused."""
     why = first(FUSED, kind)
     return Choice("staged", why) if why else Choice("fused", "{generation}, {dtype}, K={K}, V={V}")
 

@@ -130,7 +130,7 @@ def chunked(
     scale = check.number("scale", scale)
     scale = given.sizes["K"] ** -0.5 if scale is None else scale
     impl = check.resolve_impl(impl, given.device, tuple(given.dtypes))
-    where = place(given, *bounds, chunk_size, cp_context)
+    where = place(given, *bounds, chunk_size, cp_context, even=True)
     beta, state = write_strength(beta, sigmoid), transposed(state, v_first)
     return (q, k, v, g, beta, A_log, dt_bias, state), where, scale, impl
 
@@ -227,8 +227,12 @@ def place(
     chunk_indices: Tensor | None,
     chunk_size: int,
     cp_context: CPContext | None,
+    *,
+    even: bool = False,
 ) -> Place:
-    """Refuse what does not fit, as check_packing; return where the sequences are."""
+    """Refuse what does not fit, as check_packing; return where the sequences are.  even: of place
+    of CPContext.
+    """
     if cp_context is None:
         cu_seqlens_cpu = check_packing(given, cu_seqlens, cu_seqlens_cpu, chunk_indices, chunk_size)
         return Place((cu_seqlens, cu_seqlens_cpu, chunk_indices, None, None))
@@ -238,7 +242,7 @@ def place(
     for other, y in bounds.items():
         if y is not None:
             raise ValueError(f"{other} must be None with cp_context, which has the boundaries")
-    return cp_context.place(given.sizes["B"], given.device)
+    return cp_context.place(given.sizes["B"], given.device, even)
 
 
 def layer_parameters(

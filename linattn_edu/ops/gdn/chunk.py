@@ -246,8 +246,8 @@ def _saved(impl: str, q: Tensor, v: Tensor, chunk_size: int, group: str) -> str:
         from linattn_edu.kernels.routes import by_kind, kind_of
 
         kind = kind_of(q, *v.shape[2:], chunk_size, None)
-        if by_kind.gdn_backward_stages(kind, bool(group)).takes == "fused":
-            return "gc P AG"
+        if by_kind.gdn_backward_stages(kind).takes == "fused":
+            return "gc P AG crossing" if group else "gc P AG"
     return "gc A crossing" if group else "gc A"
 
 

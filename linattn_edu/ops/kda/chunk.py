@@ -186,10 +186,11 @@ def chunk_kda(
     if normalise:
         q, k = unit(q, impl), unit(k, impl)
     save = "P A gc w kg qg h v_new" if keep_all else "P A crossing" if place.group else "P A"
-    staged = keep_all or return_states or cp_context is not None
-    fused = 0 if staged else _fused_passes(impl, q, v, chunk_size, cu_seqlens is not None)
+    q, k, v, g, beta = place.joined(q, k, v, g, beta)
+    staged, packed = keep_all or return_states, place.bounds[0] is not None
+    fused = 0 if staged else _fused_passes(impl, q, v, chunk_size, packed)
     o, final_state, *kept = chunk(
-        *place.joined(q, k, v, g, beta), A_log, dt_bias, place.entering(initial_state),
+        q, k, v, g, beta, A_log, dt_bias, place.entering(initial_state),
         *place.bounds, scale, gate_bound, safe_bound, output_final_state, chunk_size, fused,
         place.group, impl, "h" if return_states else "", save=save,
     )  # fmt: skip
@@ -280,6 +281,10 @@ class FusedStages:
     kda_fused_scans: Callable = stage("fused.kda_scans")
     kda_fused_intra_bwd: Callable = stage("fused.kda_bwd")
     gate_bwd: Callable = stage("delta.gate_bwd")
+    kda_fused_scan_map: Callable = stage("fused.kda_fwd")
+    cp_merge: Callable = stage("delta.cp_merge")
+    kda_fused_scan_map_bwd: Callable = stage("fused.kda_scans")
+    cp_merge_bwd: Callable = stage("delta.cp_merge_bwd")
 
 
 stages, fused_stages = implementations(Stages), implementations(FusedStages)
@@ -369,7 +374,7 @@ def forward(
     safe_bound: a promise that no log decay of a token is below it. cp: what other ranks send and
     are sent. keep: the residuals that are returned; the others are freed as soon as no stage reads
     them. Without h and v_new among them kda_scan takes the place of state and output. FusedStages
-    keep P and A alone, and have no cp.
+    keep P, A and crossing alone.
     Returns o, the final state or None, and what the backward pass may read. Only the kernels take a
     packing.
 
@@ -380,7 +385,7 @@ def forward(
     if isinstance(stages, FusedStages):
         gate = g, A_log, dt_bias, lower_bound, safe_bound
         scan = {"scale": scale, "output_final_state": output_final_state, **packed}
-        return _fused(stages, q, k, v, gate, beta, initial_state, options, scan, keep)
+        return _fused(stages, q, k, v, gate, beta, initial_state, cp, options, scan, keep)
     gc = stages.gate_cumsum(g, A_log, dt_bias, lower_bound=lower_bound, **options)
     P, A = stages.kda_intra(q, k, beta, gc, lower_bound=safe_bound, **options)
     w, u, kg, qg = stages.wy(k, v, beta, gc, A, q, **packed)
@@ -414,6 +419,7 @@ def _fused(
     gate: tuple,
     beta: Tensor,
     initial_state: Tensor | None,
+    cp: Ranks | None,
     options: dict,
     scan: dict,
     keep: Collection[str],
@@ -422,9 +428,13 @@ def _fused(
     *gate, lower_bound, safe_bound = gate
     gc = stages.gate_cumsum(*gate, lower_bound=lower_bound, **options)
     P, A, kd, kg, qg = stages.kda_prepare(q, k, beta, gc, lower_bound=safe_bound, **options)
+    if cp is not None:
+        packed = {n: x for n, x in options.items() if n == "packing"}
+        cp.send(stages.kda_fused_scan_map, (kg, kd, v, beta, gc, A), initial_state, **packed)
+        initial_state = cp.receive(stages.cp_merge, initial_state)
     o, final_state = stages.kda_fused_scan(qg, kg, kd, v, beta, gc, P, A, initial_state, **scan)
-    kept = {n: x for n, x in (("P", P), ("A", A)) if n in keep}
-    return o, final_state, Residuals(**kept)
+    kept = {"P": P, "A": A, "crossing": cp and cp.crossing}
+    return o, final_state, Residuals(**{n: x for n, x in kept.items() if n in keep})
 
 
 @chunk.backward
@@ -463,8 +473,14 @@ def backward(
     P, A, gc, w, kg, qg, h, v_new, crossing = residuals
     options = {"chunk_size": A.shape[-1], **packed}
     gate, again = {"lower_bound": lower_bound, **options}, gc is None
+    if again and cp is not None:
+        initial_state = cp.entering(crossing, initial_state)
     if isinstance(stages, FusedStages):
         gc, kd, kg, qg = stages.kda_gates(q, k, g, A_log, dt_bias, **gate)
+        if cp is not None:
+            inputs = qg, kg, kd, beta, gc, P, A, do
+            cp.send(stages.kda_fused_scan_map_bwd, inputs, dht, scale=scale, **packed)
+            dht = cp.receive(stages.cp_merge_bwd, dht)
         h, v_new, dh, Z, dv, dh0 = stages.kda_fused_scans(
             qg, kg, kd, v, beta, gc, P, A, do, initial_state, dht, scale=scale, **packed
         )
@@ -478,8 +494,6 @@ def backward(
     if again:
         gc = stages.gate_cumsum(g, A_log, dt_bias, **gate)
         w, u, kg, qg = stages.wy(k, v, beta, gc, A, q, **packed)
-        if cp is not None:
-            initial_state = cp.entering(crossing, initial_state)
     back = {"P": P, "scale": scale, **options}
     if cp is not None:
         cp.send(stages.piece_map_bwd, (qg, kg, w, gc, do, None), dht, **back)

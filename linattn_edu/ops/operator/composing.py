@@ -262,6 +262,7 @@ class Composition(Declaration):
         sizes = self._sizes(given, None)
         axes = tuple(sizes[a] for a in self.axes["initial_state"][1:])
         options = {"matrices": self.matrices, "dtype": wide(tokens), "back": back}
+        options["kernels"] = given["impl"] != "reference"
         return Ranks(given["cp_plan"], given["cp_rows"], given["group"], axes, **options)
 
     def _alone(

@@ -136,7 +136,8 @@ def mamba_chunk_scan_combined(
         raise ValueError("seq_idx must be None with cp_context, which has the boundaries")
     chunk_size, low, high = check_options(chunk_size, dt_limit)
     impl = check.resolve_impl(impl, x.device, tuple(checked.dtypes))
-    place = arguments.place(checked, cu_seqlens, cu_seqlens_cpu, None, chunk_size, cp_context)
+    bounds = cu_seqlens, cu_seqlens_cpu, None
+    place = arguments.place(checked, *bounds, chunk_size, cp_context, even=True)
     B, C = B.to(x.dtype), C.to(x.dtype)
     impl, chunk_size = _form(impl, x, B, chunk_size, low)
     x, dt, B, C, z = place.joined(x, dt, B, C, z)
