@@ -120,7 +120,7 @@ class Gathering:
     """A tensor of every rank, on its way."""
 
     def __init__(self, x: Tensor, name: str, rank: int, world: int):
-        self.work = None
+        self.on_its_way = False
         if x.is_meta:  # a route is asked for: nothing is sent, and nobody waits for this rank
             choices.tell("exchange", Choice(world, "cp_context"), None, ())
             self.gathered = x.new_empty(world, *x.shape)
@@ -128,17 +128,17 @@ class Gathering:
         if name in _simulated:
             self.gathered = _simulated[name].all_gather(x, rank)
             return
-        import torch.distributed as dist
-
-        group = dist.distributed_c10d._resolve_process_group(name)
-        self.gathered = x.new_empty(world, *x.shape)
-        self.sent = x  # until all have it
-        # PyTorch 2.13 renamed it
-        f = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        self.work = f(self.gathered.flatten(0, 1), x, group=group, async_op=True)
+        # operations like others, so that a call with them can be told to `kernels.host.tape`
+        self.sent = torch.ops._c10d_functional.all_gather_into_tensor(x, world, name)
+        self.gathered, self.on_its_way = self.sent.view(world, *x.shape), True
 
     def wait(self) -> Tensor:
         """[world, ...]: the tensors of all ranks."""
-        if self.work is not None:
-            self.work.wait()
+        if self.on_its_way:
+            torch.ops._c10d_functional.wait_tensor(self.sent)
         return self.gathered
+
+
+def is_simulated(name: str) -> bool:
+    """Whether the ranks of the group of this name are threads of :func:`simulate`."""
+    return name in _simulated

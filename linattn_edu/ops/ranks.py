@@ -174,7 +174,7 @@ class Ranks:
             return values
         if state is None:
             state = values.new_zeros(self.N, *self.axes)
-        dtype = torch.promote_types(state.dtype, values.dtype)
+        dtype = max(state.dtype, values.dtype, key=lambda dtype: dtype.itemsize)
         return state.to(dtype).index_copy(0, rows, values.to(dtype))
 
     @property

@@ -1,10 +1,15 @@
 """One of the processes that are the ranks of a group: python one_rank.py BACKEND RANK WORLD FILE.
 
-Every operator, with and without the compiler, against one rank; "right" is written to FILE.RANK.
+Every operator, with and without the compiler, against one rank; calls that are written down
+against composed ones. "right" is written to FILE.RANK.
 """
 
+import os
 import sys
 from pathlib import Path
+
+if sys.argv[1] == "gloo":
+    os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 import torch.distributed as dist
@@ -13,6 +18,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from cp.cp_checks import OPERATORS, TOLERANCES, compare, draw, on_one, on_rank
 from processes import be_a_rank
+
+from linattn_edu.kernels.host import plan
+from linattn_edu.ops.gdn.chunk import chunk as gdn
+from linattn_edu.ops.kda.chunk import chunk as kda
+from linattn_edu.ops.ssd.chunk import scan as ssd
 
 BOUNDS = [0, 30, 41, 90]
 DTYPES = {"cpu": (torch.float64,), "cuda": (torch.float32, torch.bfloat16)}
@@ -42,6 +52,35 @@ def check(device: torch.device, rank: int, world: int) -> None:
     results = [on_rank((g, *drawn), BOUNDS, group)[3] for g in (f, compiled)]
     plain, again = (torch.cat([x.flatten() for x in (o, s, *g.values())]) for o, s, g in results)
     assert torch.equal(plain, again), "compiled"
+    if world > 2 and device.type == "cpu":
+        return  # the interpreter takes its time
+    plan.DEVICES.add("cpu")
+    for operator, declared in (("gdn", gdn), ("kda", kda), ("ssd", ssd)):
+        for layout in ("contiguous", "zigzag"):
+            written_down(operator, declared, [0, 48 * world], layout, device)
+        two_each = [0, *range(24, 48 * world, 48), 48 * world]  # which go on in another rank
+        written_down(operator, declared, two_each, "contiguous", device)
+
+
+def written_down(operator: str, declared, bounds: list[int], layout: str, device) -> None:
+    """Calls of a kind, each with other numbers: composed, watched, and run as a program."""
+
+    def run(drawn) -> list[torch.Tensor]:
+        found = on_rank(drawn, bounds, dist.group.WORLD, impl="triton", layout=layout)[3]
+        return [*found[:2], *found[2].values()]
+
+    before = [len(each) for each in declared._programs or ((), ())]
+    for seed in range(3):
+        f, *drawn = draw(operator, bounds, dtype=torch.bfloat16, device=device)
+        torch.manual_seed(seed)
+        drawn[2:] = [x + 0.1 * torch.randn_like(x) for x in drawn[2:]]  # states, gradients
+        found = run((f, *drawn))
+    with plan.off():
+        composed = run((f, *drawn))
+    assert all(map(torch.equal, found, composed)), (operator, layout)
+    for n, each in zip(before, declared._programs, strict=True):
+        made = [*each.values()][n:]
+        assert made and all(map(callable, made)), (operator, layout, made)
 
 
 if __name__ == "__main__":

@@ -37,10 +37,13 @@ NEVER = "cannot be told"
 PLAIN = (int, float, str, torch.dtype, tl.dtype, torch.device, torch.layout, torch.memory_format)
 
 _aten = torch.ops.aten
+# what autocast leaves as it is; others are taken for what it may change
 _MOVES = (
     _aten._to_copy.default, _aten.clone.default, _aten.copy_.default, _aten.zero_.default,
     _aten.fill_.Scalar, _aten.new_zeros.default, _aten.zeros.default, _aten.zeros_like.default,
+    _aten.index.Tensor, _aten.index_copy.default, _aten.index_copy_.default,
 )  # fmt: skip
+_SENDS = "_c10d_functional"  # the namespace of what goes to other processes, as it is
 
 
 def record(inputs: Sequence[Tensor | None], compose: Callable) -> tuple[tuple, object]:
@@ -225,10 +228,10 @@ class _Tape:
             raise Untold(f"{func} gives more or less than a tensor")
         texts, uses = self._arguments(args, kwargs)
         call = f"{self._constant(func)}({', '.join(texts)})"
-        self.computes |= func not in _MOVES
+        self.computes |= func not in _MOVES and func.namespace != _SENDS
         if func is _aten._to_copy.default and [*kwargs] == ["dtype"]:  # quicker in this form
             call = f"{texts[0]}.to({self._constant(kwargs['dtype'])})"
-        if func._schema.is_mutable:
+        if func._schema.is_mutable or (func.namespace == _SENDS and out is args[0]):
             self.lines.append((call, uses))
             return None
         if self.at.get(out.untyped_storage().data_ptr()) in uses:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterator
 import torch
 from torch import Tensor
 
+from linattn_edu.cp.groups import is_simulated
 from linattn_edu.ops import sequences
 from linattn_edu.ops.operator.declaration import BOUNDS, Declaration
 from linattn_edu.ops.ranks import Probe, Ranks, Reached
@@ -88,14 +89,14 @@ class Composition(Declaration):
     ) -> tuple[Tensor | None, ...]:
         """A pass with these tensors, by the program of earlier calls of its kind, if there is."""
         options, plan = args[-len(self.options) :], None
-        cut = any(x is not None for x in bounds)
-        if not cut and args[self._impl] != "reference" and not transformed():
-            plan = _plan()
+        exchange = self._exchange(bounds, args)
+        if exchange is not None and args[self._impl] != "reference" and not transformed():
+            plan, (numbers, rows) = _plan(), exchange
             if self._programs is None:
                 self._programs = plan.plans(), plan.plans()
-            place = self._programs[which], (stages, options)
-            if (program := plan.find(*place, tensors)) is not None:
-                return program(*tensors)
+            place = self._programs[which], (stages, options, numbers)
+            if (program := plan.find(*place, (*tensors, *rows))) is not None:
+                return program(*tensors, *rows)
         bring, names, compose = self._brought, (*self.inputs, *self.bounds), self._compose
         if which:
             bring, names = self._brought_back, (*self._saved, *self._given, *self.bounds)
@@ -108,7 +109,20 @@ class Composition(Declaration):
             outputs = self.inputs if which else tuple(self.outputs)
             return self._padded(lambda given: compose(stages, given), given, outputs)
 
-        return composed() if plan is None else plan.run(*place, tensors, composed)
+        return composed() if plan is None else plan.run(*place, (*tensors, *rows), composed)
+
+    def _exchange(self, bounds: tuple, args: tuple) -> tuple[tuple, tuple[Tensor, ...]] | None:
+        """What of the bounds tells calls apart that no program knows: the numbers of a plan and its
+        rows; None: there are others, which differ from call to call.
+        """
+        if all(x is None for x in bounds):
+            return (), ()
+        if self.packed != "ranks" or any(x is not None for x in bounds[: len(BOUNDS["chunks"])]):
+            return None
+        plan, rows = bounds[-2:]
+        if not rows.numel() or is_simulated(args[self._group]):
+            return None
+        return tuple(plan.tolist()), (rows,)
 
     def _compose(self, stages, given: dict) -> tuple[Tensor | None, ...]:
         """The forward pass of contiguous tensors."""

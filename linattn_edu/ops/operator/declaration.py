@@ -105,10 +105,9 @@ class Declaration:
         if residuals:
             self.options |= {"keep": "str", "save": "str"}
         self.names = (*self.inputs, *self.bounds, *self.options)
-        self._impl = [*self.options].index("impl") - len(self.options)  # from the end
-        self._asked = None
-        if fused in self.options:
-            self._asked = [*self.options].index(fused) - len(self.options)
+        from_end = {n: i - len(self.options) for i, n in enumerate(self.options)}
+        self._impl, self._group = from_end["impl"], from_end.get("group")
+        self._asked = from_end.get(fused)
 
     def _made(self, given: dict) -> Collection[str]:
         """The outputs that this call makes."""
