@@ -64,6 +64,8 @@ class CPContext:
         tokens: How many tokens this rank has.
         cu_seqlens_cpu: ``[N + 1]`` int64, boundaries of the local sequences.
         cu_seqlens: The same numbers on the device of the global ones.
+        through: Whether a part of any rank lies within a sequence, begun before and going on after
+            it.
         conv1d_kernel_size: Taps of the short convolution, or None.
     """
 
@@ -78,6 +80,7 @@ class CPContext:
     tokens: int
     cu_seqlens_cpu: Tensor
     cu_seqlens: Tensor
+    through: bool = False
     conv1d_kernel_size: int | None = None
     _kept: dict = field(default_factory=dict, repr=False, compare=False)
 
@@ -140,9 +143,10 @@ class CPContext:
         """The place of B sequences that are cut alike, one after the other; with even and local
         sequences that are equally long, a batch of these.
 
-        Its plan has the rank, the world, B and the local sequences of all entries, then of each
-        part its number, those where its head begins and its tail ends, and its head and tail, or
-        -1; its rows are the numbers of all tails and then of all heads.
+        Its plan has the rank, the world, B, the local sequences of all entries, and whether a part
+        of any rank lies within a sequence; then of each part its number, those where its head
+        begins and its tail ends, and its head and tail, or -1. Its rows are the numbers of all
+        tails and then of all heads.
         """
         key = B, device, even
         if key not in self._kept:
@@ -166,7 +170,7 @@ class CPContext:
 
         starts = torch.arange(B)[:, None] * self.tokens + cpu[:-1]
         cpu = torch.cat([starts.flatten(), cpu[-1:] * B])
-        plan = [self.rank, self.world, B, B * N]
+        plan = [self.rank, self.world, B, B * N, int(self.through)]
         for p in self.parts:
             plan += [p.number, p.begin, p.end, *(-1 if x is None else x for x in (p.head, p.tail))]
         both = rows(p.tail for p in self.parts) + rows(p.head for p in self.parts)
@@ -344,10 +348,14 @@ def _local(bounds: list[int], count: int, numbers: tuple[int, ...], device, **of
                 end=part_of(bounds[after + 1] - 1) if bounds[after + 1] > end else number,
             )
         )
+    through = any(
+        a < begin and end < b for a, b in pairwise(bounds) for begin, end in pairwise(cuts)
+    )
     cpu = torch.tensor(local)
     context = CPContext(
         parts=tuple(parts), documents=tuple(documents), first=tuple(first), last=tuple(last),
-        tokens=local[-1], cu_seqlens_cpu=cpu, cu_seqlens=cpu.to(device), **of_context,
+        tokens=local[-1], cu_seqlens_cpu=cpu, cu_seqlens=cpu.to(device), through=through,
+        **of_context,
     )  # fmt: skip
     for even in (False, True):
         context.place(1, device, even)  # made here, where nothing is traced

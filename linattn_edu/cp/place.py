@@ -36,12 +36,16 @@ class Place:
         if not self.B:
             return tensors
         rows = self.sequences if self.even else 1
+        if rows == self.B:
+            return tensors
         size = rows, self.B * self.tokens // rows
         return tuple(x if x is None else x.reshape(*size, *x.shape[2:]) for x in tensors)
 
     def parted(self, x: Tensor) -> Tensor:
         """What came of joined tensors as [B, T, ...]."""
-        return x.reshape(self.B, self.tokens, *x.shape[2:]) if self.B else x
+        if self.B in (0, x.shape[0]):
+            return x
+        return x.reshape(self.B, self.tokens, *x.shape[2:])
 
     def entering(self, state: Tensor | None) -> Tensor | None:
         """States of the sequences that begin here, as those of all local ones."""

@@ -56,12 +56,12 @@ class Pieces:
         """[N, ...]: states [batch, ...] at the first piece of every sequence, or at the last."""
         if states is None or not self.several:
             return states
+        placed = states.new_zeros(self.N, *states.shape[1:])
         if self.chains is None:
-            edge = torch.arange(self.batch, device=states.device) * (self.N // self.batch)
-            edge += (self.N // self.batch - 1) * last
-        else:
-            edge = self.chains[1:] - 1 if last else self.chains[:-1]
-        return states.new_zeros(self.N, *states.shape[1:]).index_copy_(0, edge, states)
+            placed.unflatten(0, (self.batch, -1))[:, -1 if last else 0].copy_(states)
+            return placed
+        edge = self.chains[1:] - 1 if last else self.chains[:-1]
+        return placed.index_copy_(0, edge, states)
 
     def last(self, states: Tensor | None) -> Tensor | None:
         """Of states [N, ...] those of the last piece of every sequence."""

@@ -47,7 +47,7 @@ class _Part:
 
 def crossings(plan: Tensor) -> int:
     """How many states come from other ranks."""
-    _, _, B, _, *parts = plan.tolist()
+    _, _, B, _, _, *parts = plan.tolist()
     return B * sum(head >= 0 for head in parts[3::5])
 
 
@@ -80,13 +80,14 @@ class Ranks:
         kernels: bool,
         back: bool = False,
     ):
-        self.rank, self.world, self.B, self.N, *parts = plan.tolist()
+        self.rank, self.world, self.B, self.N, through, *parts = plan.tolist()
         self.parts = [_Part(*p) for p in zip(*[iter(parts)] * 5, strict=True)]
         self.group, self.axes, self.matrices = group, axes, matrices
         self.dtype, self.kernels, self.back = dtype, kernels, back
         tails = self.B * sum(p.tail >= 0 for p in self.parts)
         self.tails, self.heads = rows[:tails], rows[tails:]
         self.sources = self.heads if back else self.tails
+        self.alone = matrices and not through  # a state is what one piece makes of nothing
         self.crossing: Tensor | None = None
 
     @property
@@ -101,7 +102,7 @@ class Ranks:
         state = None if state is None else state[self.sources]
         options |= {"transition": self.transition}
         if self.kernels and self.matrices:
-            message, slots = self._message()
+            message, slots = self._message(torch.empty)
             out = message[slots[0] : slots[-1] + 1].flatten(0, 1)
             f(*tensors, state, rows=self.sources, out=out, **options)
             return self._gather(message)
@@ -132,16 +133,17 @@ class Ranks:
             own = slice(i * self.B, (i + 1) * self.B)
             to_ext, to_M = self._split(message[slot])
             to_ext.copy_(S_ext[own].reshape(to_ext.shape))
-            if M is not None:
+            if M is not None and to_M.numel():
                 to_M.copy_(M[own])
         self._gather(message)
 
-    def _message(self) -> tuple[Tensor, list[int]]:
-        """Zeros for the maps of all parts, and which parts have one: those beside each other."""
+    def _message(self, new: Callable = torch.zeros) -> tuple[Tensor, list[int]]:
+        """A place for the maps of all parts, and which parts have one: those beside each other."""
         H, K, V = self._matrix
-        sizes = (K, V + K) if self.matrices else (K * V + 1,)
-        shape = len(self.parts), self.B, H, *sizes
-        message = torch.zeros(shape, dtype=self.dtype, device=self.sources.device)
+        sizes = (K, V + K * (not self.alone)) if self.matrices else (K * V + 1,)
+        message = new(
+            len(self.parts), self.B, H, *sizes, dtype=self.dtype, device=self.sources.device
+        )
         return message, [i for i, p in enumerate(self.parts) if self._source(p) >= 0]
 
     def _gather(self, message: Tensor) -> None:
@@ -153,7 +155,8 @@ class Ranks:
         for p in self.parts:
             if self._target(p) >= 0:
                 numbers = range(p.number + 1, p.end + 1) if self.back else range(p.begin, p.number)
-                found.append(merge(*self._split(self._of(gathered, numbers)))[1])
+                S_ext, M = self._split(self._of(gathered, numbers))
+                found.append(S_ext[:, 0] if self.alone else merge(S_ext, M)[1])
         if not found:
             return state
         self.crossing = (torch.cat(found) if found[1:] else found[0]).reshape(-1, *self.axes)
@@ -183,7 +186,9 @@ class Ranks:
         return self.axes if len(self.axes) == 3 else (self.axes[0], 1, self.axes[1])
 
     def _split(self, message: Tensor) -> tuple[Tensor, Tensor]:
-        """S_ext [..., H, K, V] and M, [..., H, K, K] or [..., H], of messages."""
+        """S_ext [..., H, K, V] and M, [..., H, K, K] or [..., H], of messages; M without columns
+        where none is sent.
+        """
         _, K, V = self._matrix
         if self.matrices:
             return message[..., :V], message[..., V:]

@@ -150,7 +150,7 @@ def piece_map_kernel(
         u_ptr += BT * HV * V
         gc_ptr += BT * stride_t
 
-    store_tile(map_ptr + i_ph * K * ROW, b_S, o_k, o_v, ROW, K, W)
+    store_tile(map_ptr + i_ph * K * ROW, b_S, o_k, o_v, ROW, K, min(W, ROW))
     if number_ptr is not None:
         tl.store(number_ptr + i_ph, number, mask=i_v == 0)
 
@@ -271,7 +271,7 @@ def launch_map(
         numbers: whether M is a number [NP, HV]; None: the kernel has no place for one.
         transition: whether to make M, which else is None.
         packing, rows: the pieces are all its sequences, or those of these numbers [NP].
-        out: zeros [NP, HV, K, V + K], into which both are written, side by side.
+        out: [NP, HV, K, V + K], into which both are written, side by side; or [NP, HV, K, V].
         pieces: or they are these.
     """
     K, (*H, HV, V) = x.shape[-1], sizes
@@ -292,6 +292,8 @@ def launch_map(
         )  # fmt: skip
 
     if numbers is not None:
+        if W < maps.shape[-1] and not numbers:
+            maps[..., V:] = 0  # which is read, and multiplied by zero
         launch(W, number)
     elif out is None:
         launch(W, None, NEAR=0, NW=1)

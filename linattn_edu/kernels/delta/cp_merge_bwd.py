@@ -95,7 +95,7 @@ def piece_map_bwd_kernel(
         do_ptr -= BT * HV * V
         gc_ptr -= BT * stride_t
 
-    store_tile(map_ptr + i_ph * K * ROW, b_dS, o_k, o_v, ROW, K, W)
+    store_tile(map_ptr + i_ph * K * ROW, b_dS, o_k, o_v, ROW, K, min(W, ROW))
     if number_ptr is not None:
         tl.store(number_ptr + i_ph, number, mask=i_v == 0)
 

@@ -259,7 +259,7 @@ def scan_map_kernel(
         R_ptr += BT * HV * BT
         gc_ptr += BT * HV
     n_k = tl.where(made > 0, K, 0)
-    store_tile(map_ptr + i_ph * K * ROW, b_S, o_k, o_v, ROW, n_k, W)
+    store_tile(map_ptr + i_ph * K * ROW, b_S, o_k, o_v, ROW, n_k, min(W, ROW))
     if NEAR > 0:
         store_left(left_ptr, i_ph * NW + i_v, b_S, o_v[None, :] >= V, more)
 

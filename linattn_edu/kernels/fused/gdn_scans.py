@@ -287,7 +287,7 @@ def scan_map_bwd_kernel(
             begin, n_t, o_t, o_k, o_v, H, HV, K, V, BT,
         )  # fmt: skip
     n_k = tl.where(made > 0, K, 0)
-    store_tile(map_ptr + i_ph * K * ROW, tl.trans(b_dS), o_k, o_v, ROW, n_k, W)
+    store_tile(map_ptr + i_ph * K * ROW, tl.trans(b_dS), o_k, o_v, ROW, n_k, min(W, ROW))
     if NEAR > 0:
         store_left(left_ptr, i_ph * NW + i_v, b_dS, o_v[:, None] >= V, more)
 

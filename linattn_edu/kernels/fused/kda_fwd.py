@@ -228,7 +228,7 @@ def kda_fused_scan_map_kernel(
         b_beta = load_row(beta_ptr + i + BT * HV, o_t, HV, n_t - BT)
         b_S = dot(tl.trans(b_kg), b_v, b_S)
     n_k = tl.where(made > 0, K, 0)
-    store_tile(map_ptr + i_ph * K * ROW, b_S, o_k, o_v, ROW, n_k, W)
+    store_tile(map_ptr + i_ph * K * ROW, b_S, o_k, o_v, ROW, n_k, min(W, ROW))
     if NEAR > 0:
         store_left(left_ptr, i_ph * NW + i_v, b_S, o_v[None, :] >= V, more)
 

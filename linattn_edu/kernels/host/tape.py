@@ -227,7 +227,8 @@ class _Tape:
         if not all(isinstance(x, Tensor) for x in outs) or len(outs) != 1:
             raise Untold(f"{func} gives more or less than a tensor")
         texts, uses = self._arguments(args, kwargs)
-        call = f"{self._constant(func)}({', '.join(texts)})"
+        run = _below_autograd(func) if func.namespace == _SENDS else func
+        call = f"{self._constant(run)}({', '.join(texts)})"
         self.computes |= func not in _MOVES and func.namespace != _SENDS
         if func is _aten._to_copy.default and [*kwargs] == ["dtype"]:  # quicker in this form
             call = f"{texts[0]}.to({self._constant(kwargs['dtype'])})"
@@ -295,6 +296,16 @@ def _based(descriptor: object) -> Callable[[Tensor], object]:
     """Tensor -> a descriptor like this one of that tensor; this one's own is not kept."""
     kind, others = type(descriptor), rest(descriptor, "base")
     return lambda base: kind(base=base, **others)
+
+
+def _below_autograd(func: Callable) -> Callable:
+    """func without its gradient, which PyTorch looks for in Python and nobody asks for here."""
+
+    def run(*args):
+        with torch._C._AutoDispatchBelowAutograd():
+            return func(*args)
+
+    return run
 
 
 def _view(x: Tensor, shape: tuple, stride: tuple, moved: int) -> Tensor:
