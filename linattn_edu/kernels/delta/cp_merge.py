@@ -43,14 +43,16 @@ def piece_of(pid, rows_ptr, cu_ptr, T, HV: tl.constexpr, W: tl.constexpr, BT: tl
 
 
 @triton.jit
-def span_of(left_ptr, i_ph, first, n_seq, K: tl.constexpr, NEAR: tl.constexpr, NW: tl.constexpr,
-            BT: tl.constexpr, BACK: tl.constexpr):  # fmt: skip
-    """The chunks of a piece that its map is made of: with NEAR that many at its end, with BACK at
-    its beginning; else all, or none where those left 2^-32 of a state or less, by left_ptr.
+def span_of(pid, left_ptr, rows_ptr, cu_ptr, T, HV: tl.constexpr, K: tl.constexpr, W: tl.constexpr,
+            NEAR: tl.constexpr, NW: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr,
+            BACK: tl.constexpr):  # fmt: skip
+    """As piece_of, of the chunks that the map of the piece is made of: with NEAR that many at its
+    end, with BACK at its beginning; else all, or none where those left 2^-32 of a state or less.
 
-    left_ptr: [NP, HV, NW] of store_left, or None: all.
-    Returns their first token, their tokens, whether there are more, and whether to make the map.
+    left_ptr: [NP, HV, NW] of store_map, or None: all.
+    Returns also whether the piece has more chunks, and whether the map is to be stored.
     """
+    i_v, i_ph, i_h, first, n_seq = piece_of(pid, rows_ptr, cu_ptr, T, HV, W, BT, BV)
     more, made = 0, 1
     if NEAR > 0:
         n_near = tl.minimum(n_seq, NEAR * BT)
@@ -67,18 +69,23 @@ def span_of(left_ptr, i_ph, first, n_seq, K: tl.constexpr, NEAR: tl.constexpr, N
         # |M S| <= K max |M| |S|
         made = tl.where(left * K > FORGOTTEN, 1, 0)
         n_seq *= made
-    return first, n_seq, more, made
+    return i_v, i_ph, i_h, first, n_seq, more, made
 
 
 @triton.jit
-def store_left(left_ptr, i, b_S, b_is_M, more):
-    """left_ptr[i]: the largest number of M among the columns b_S of a map; 0 if the chunks it was
-    made of were the whole piece.  b_is_M: which columns are M's.
+def store_map(map_ptr, left_ptr, b_S, i_v, i_ph, o_k, o_v, more, made, K: tl.constexpr,
+              V: tl.constexpr, W: tl.constexpr, ROW: tl.constexpr, NEAR: tl.constexpr,
+              NW: tl.constexpr):  # fmt: skip
+    """Columns o_v of [S_ext | M], and with NEAR the largest number of M among them; 0 if the piece
+    has no more chunks.
     """
-    b_S = tl.where(b_is_M, tl.abs(b_S), 0.0)
-    b_S = tl.where(b_S == b_S, b_S, float("inf"))  # NaN
-    left = tl.max(tl.max(b_S, 1), 0)
-    tl.store(left_ptr + i, tl.where(more > 0, left, 0.0))
+    n_k = tl.where(made > 0, K, 0)
+    store_tile(map_ptr + i_ph * K * ROW, b_S, o_k, o_v, ROW, n_k, min(W, ROW))
+    if NEAR > 0:
+        b_M = tl.where(o_v[None, :] >= V, tl.abs(b_S), 0.0)
+        b_M = tl.where(b_M == b_M, b_M, float("inf"))  # NaN is not forgotten
+        left = tl.max(tl.max(b_M, 1), 0)
+        tl.store(left_ptr + i_ph * NW + i_v, tl.where(more > 0, left, 0.0))
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -292,7 +299,7 @@ def launch_map(
         )  # fmt: skip
 
     if numbers is not None:
-        if W < maps.shape[-1] and not numbers:
+        if maps.shape[-1] > W and not numbers:
             maps[..., V:] = 0  # which is read, and multiplied by zero
         launch(W, number)
     elif out is None:

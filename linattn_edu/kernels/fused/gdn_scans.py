@@ -1,5 +1,6 @@
 """The scans of the fused backward pass: the states again, and their gradients, side by side."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -7,13 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from linattn_edu.kernels.delta.cp_merge import (
-    cp_merge,
-    launch_map,
-    piece_of,
-    span_of,
-    store_left,
-)
+from linattn_edu.kernels.delta.cp_merge import cp_merge, launch_map, span_of, store_map
 from linattn_edu.kernels.delta.cp_merge_bwd import cp_merge_bwd
 from linattn_edu.kernels.delta.warm_up import with_warm_up
 from linattn_edu.kernels.fused.gdn_fwd import HALVES_CONFIGS, SCAN_CONFIGS, entering, scan_map
@@ -267,8 +262,9 @@ def scan_map_bwd_kernel(
 
     Grid (NP * HV * W / BV).  Reference: linattn_edu.reference.fused.gdn_scans.scan_map_bwd.
     """
-    i_v, i_ph, i_h, first, n_seq = piece_of(tl.program_id(0), rows_ptr, cu_ptr, T, HV, W, BT, BV)
-    first, n_seq, more, made = span_of(left_ptr, i_ph, first, n_seq, K, NEAR, NW, BT, True)
+    i_v, i_ph, i_h, first, n_seq, more, made = span_of(
+        tl.program_id(0), left_ptr, rows_ptr, cu_ptr, T, HV, K, W, NEAR, NW, BT, BV, True
+    )
     o_t = tl.arange(0, BT)
     o_k = tl.arange(0, BK)
     o_v = i_v * BV + tl.arange(0, BV)
@@ -286,10 +282,9 @@ def scan_map_bwd_kernel(
             b_dS, q_ptr, k_ptr, beta_ptr, gc_ptr, P_ptr, AG_ptr, None, None, do_ptr, scale, i_h,
             begin, n_t, o_t, o_k, o_v, H, HV, K, V, BT,
         )  # fmt: skip
-    n_k = tl.where(made > 0, K, 0)
-    store_tile(map_ptr + i_ph * K * ROW, tl.trans(b_dS), o_k, o_v, ROW, n_k, min(W, ROW))
-    if NEAR > 0:
-        store_left(left_ptr, i_ph * NW + i_v, b_dS, o_v[:, None] >= V, more)
+    store_map(
+        map_ptr, left_ptr, tl.trans(b_dS), i_v, i_ph, o_k, o_v, more, made, K, V, W, ROW, NEAR, NW
+    )
 
 
 SCAN = row(4, 2, BV=64)  # rows of dS^T: a product of fewer would leave tensor cores idle
@@ -452,13 +447,15 @@ def scans(
     AG: Tensor,
     do: Tensor,
     initial_state: Tensor | None = None,
-    dht: Tensor | None = None,
+    dht: Tensor | Callable | None = None,
     low: tuple[Tensor, Tensor] | None = None,
     *,
     scale: float,
     packing: Packing | None = None,
 ) -> tuple[Tensor, ...]:
-    """Launch both scans, together or one after the other: the same bits. As in the reference."""
+    """Launch both scans, together or one after the other: the same bits. As in the reference, but
+    that dht may be a function that waits for it, while the states are made.
+    """
     if low is not None:
         h, v_new, *v_low = scan_states(k, v, beta, gc, AG, initial_state, low[1], packing=packing)
         back = scan_bwd(q, k, beta, gc, P, AG, do, dht, low, scale=scale, packing=packing)
@@ -467,16 +464,21 @@ def scans(
     asked = load(q, v, AG, packing, k, P, do)
     gluon = by_load.scans(asked).takes == "gluon"
     pieces, ahead, h0 = enter(x, gluon, packing)
-    _, behind, dht = enter(x, gluon, packing, scale)
-    x = x._replace(h0=h0, dht=dht).written(pieces, packing)
+    x = x._replace(h0=h0).written(pieces, packing)
     H, HV, K, V = x.sizes
     (programs,), config = scan_launch(SCAN, q, pieces.N * HV, V)
     one = by_load.together(asked, programs).takes
     both = gluon and one and ahead[0] is None
+    apart = not both and (gluon or not one or len(ahead) > 1)
+    if apart:
+        _launch_forth(x, gluon, pieces, ahead.pop(0), True)
+    _, behind, dht = enter(x, gluon, packing, scale)
+    x = x._replace(dht=dht)
     if both and gdn_scans.scans_gluon(x, scale, *ahead, *behind, pieces):
         ahead.pop()
-    elif gluon or not one or len(ahead) > 1:
-        _launch_forth(x, gluon, pieces, ahead.pop(0), True)
+    elif both or apart:
+        if both:
+            _launch_forth(x, gluon, pieces, ahead.pop(0), True)
         _launch_back(x, gluon, pieces, behind.pop(0), scale)
     if ahead:
         scans_kernel[(2 * programs,)](
