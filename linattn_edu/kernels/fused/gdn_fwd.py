@@ -217,7 +217,7 @@ def scan_map_kernel(
 
     Grid (NP * HV * W / BV).  Reference: linattn_edu.reference.fused.gdn_fwd.scan_map.
     """
-    i_v, i_ph, i_h, first, n_seq, more, made = span_of(
+    i_v, i_ph, i_h, first, n_seq, made = span_of(
         tl.program_id(0), left_ptr, rows_ptr, cu_ptr, T, HV, K, W, NEAR, NW, BT, BV, False
     )
     k_ptr += (first * H + i_h // (HV // H)) * K
@@ -234,7 +234,7 @@ def scan_map_kernel(
     # eq:cp-transition   M: the same with v = 0, from I
     b_S = tl.where(o_k[:, None] + V == o_v[None, :], 1.0, 0.0)
     if h0_ptr is not None:
-        n_k = tl.where(more > 0, 0, K)
+        n_k = tl.where(made > 1, 0, K)
         b_S += load_tile(h0_ptr + i_ph * K * V, o_k, o_v, V, n_k, V).to(tl.float32)
     for i_t in range(tl.cdiv(n_seq, BT)):
         n_t = n_seq - i_t * BT
@@ -253,7 +253,7 @@ def scan_map_kernel(
         v_ptr += BT * HV * V
         R_ptr += BT * HV * BT
         gc_ptr += BT * HV
-    store_map(map_ptr, left_ptr, b_S, i_v, i_ph, o_k, o_v, more, made, K, V, W, ROW, NEAR, NW)
+    store_map(map_ptr, left_ptr, b_S, i_v, i_ph, o_k, o_v, made, K, V, W, ROW, NEAR, NW)
 
 
 SCAN_CONFIGS = scan_table(

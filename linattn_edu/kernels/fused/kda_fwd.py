@@ -193,7 +193,7 @@ def kda_fused_scan_map_kernel(
 
     Grid (NP * HV * W / BV).  Reference: linattn_edu.reference.fused.kda_fwd.kda_fused_scan_map.
     """
-    i_v, i_ph, i_h, first, n_seq, more, made = span_of(
+    i_v, i_ph, i_h, first, n_seq, made = span_of(
         tl.program_id(0), left_ptr, rows_ptr, cu_ptr, T, HV, K, W, NEAR, NW, BT, BV, False
     )
     o_t = tl.arange(0, BT)
@@ -203,7 +203,7 @@ def kda_fused_scan_map_kernel(
     # eq:cp-transition   M: the same with v = 0, from I
     b_S = tl.where(o_k[:, None] + V == o_v[None, :], 1.0, 0.0)
     if h0_ptr is not None:
-        n_k = tl.where(more > 0, 0, K)
+        n_k = tl.where(made > 1, 0, K)
         b_S += load_tile(h0_ptr + i_ph * K * V, o_k, o_v, V, n_k, V).to(tl.float32)
     i = first * HV + i_h
     o_last = (tl.minimum(BT, n_seq) - 1) * HV * K
@@ -222,7 +222,7 @@ def kda_fused_scan_map_kernel(
         b_last = load_vector(gc_ptr + i * K + o_last, o_k, tl.where(n_t > BT, K, 0))
         b_beta = load_row(beta_ptr + i + BT * HV, o_t, HV, n_t - BT)
         b_S = dot(tl.trans(b_kg), b_v, b_S)
-    store_map(map_ptr, left_ptr, b_S, i_v, i_ph, o_k, o_v, more, made, K, V, W, ROW, NEAR, NW)
+    store_map(map_ptr, left_ptr, b_S, i_v, i_ph, o_k, o_v, made, K, V, W, ROW, NEAR, NW)
 
 
 CONFIGS = scan_table(

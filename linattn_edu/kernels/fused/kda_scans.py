@@ -282,7 +282,7 @@ def kda_fused_scan_map_bwd_kernel(
     Grid (NP * HV * W / BV).  Reference:
     linattn_edu.reference.fused.kda_scans.kda_fused_scan_map_bwd.
     """
-    i_v, i_ph, i_h, first, n_seq, more, made = span_of(
+    i_v, i_ph, i_h, first, n_seq, made = span_of(
         tl.program_id(0), left_ptr, rows_ptr, cu_ptr, T, HV, K, W, NEAR, NW, BT, BV, True
     )
     o_t = tl.arange(0, BT)
@@ -292,7 +292,7 @@ def kda_fused_scan_map_bwd_kernel(
     # eq:cp-transition-bwd   dM: the same with dO = 0, from I
     b_dS = tl.where(o_k[None, :] + V == o_v[:, None], 1.0, 0.0)
     if dht_ptr is not None:
-        n_k = tl.where(more > 0, 0, K)
+        n_k = tl.where(made > 1, 0, K)
         b_dS += tl.trans(load_tile(dht_ptr + i_ph * K * V, o_k, o_v, V, n_k, V)).to(tl.float32)
     NT = tl.cdiv(n_seq, BT)
     for i_t in range(NT):
@@ -302,9 +302,7 @@ def kda_fused_scan_map_bwd_kernel(
             b_dS, qg_ptr, kg_ptr, kd_ptr, beta_ptr, gc_ptr, P_ptr, A_ptr, do_ptr, scale, i_h,
             begin, n_t, o_t, o_k, o_v, HV, K, V, BT,
         )  # fmt: skip
-    store_map(
-        map_ptr, left_ptr, tl.trans(b_dS), i_v, i_ph, o_k, o_v, more, made, K, V, W, ROW, NEAR, NW
-    )
+    store_map(map_ptr, left_ptr, tl.trans(b_dS), i_v, i_ph, o_k, o_v, made, K, V, W, ROW, NEAR, NW)
 
 
 GATES_OPTIONS = {"BK": 64, "num_warps": 4}
