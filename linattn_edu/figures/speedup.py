@@ -56,25 +56,35 @@ def speedups(rows: list[dict], what: str, case: str = "strong", gate: str = "tra
 
 
 def paired(rows: list[dict], case: str, gate: str) -> list[dict]:
-    """The rows that `speedups` finds in both passes, and those of one GPU before them."""
+    """The rows that `speedups` finds in both passes, each after that of one GPU; then messages'."""
     every = [line for what in PASSES for line in speedups(rows, what, case, gate).values()]
-    return [row for line in every for pair in line.values() for row in reversed(pair)]
+    pairs = [row for line in every for pair in line.values() for row in reversed(pair)]
+    sent = {_wire(row) for row in pairs}
+    return pairs + [row for row in rows if row["what"] == "gather" and _wire(row) in sent]
+
+
+def _wire(row: dict) -> tuple:
+    """What rows have in common with that of their message."""
+    return tuple(row[key] for key in ("case", "library", "layout", "gate", "ranks"))
 
 
 def cells(rows: list[dict], case: str, gate: str) -> Cells:
     """A line for each row of several GPUs, beside one GPU with the same tokens."""
     heads = ["case", "library", "GPUs", "tokens", "one GPU ms", "ms", "times as fast"]
-    heads += ["queued", "graph", "error"]
+    heads += ["queued", "graph", "message ms", "error"]
+    sent = {_wire(row): sources.marked(f"{row['ms']:.3f}", row) for row in rows
+            if row["what"] == "gather"}  # fmt: skip
     lines = []
     for what, name in PASSES.items():
         for (op, library, layout), line in speedups(rows, what, case, gate).items():
             for ranks, (row, alone) in line.items():
                 error = row["error" if what == "forward" else "error_gradients"]
                 lines.append([
-                    f"{NAMES[op]}, {name}", library + STYLES[library, layout][1].split(", fla")[0],
-                    str(ranks), str(row["tokens"]), sources.marked(f"{alone['ms']:.2f}", alone),
-                    sources.marked(f"{row['ms']:.2f}", row), f"{alone['ms'] / row['ms']:.2f}",
-                    *(_gain(row, alone, key) for key in ("row_ms", "graph_ms")), f"{error:.0e}",
+                    f"{NAMES[op]}, {name}", library + (", zigzag" if layout == "zigzag" else ""),
+                    str(ranks), str(row["tokens"]), sources.marked(f"{alone['ms']:.3f}", alone),
+                    sources.marked(f"{row['ms']:.3f}", row), f"{alone['ms'] / row['ms']:.2f}",
+                    *(_gain(row, alone, key) for key in ("row_ms", "graph_ms")),
+                    sent.get(_wire(row), ""), f"{error:.0e}",
                 ])  # fmt: skip
     return heads, lines
 
