@@ -161,9 +161,10 @@ def compare(whole, parts, shared, tol):
 
 
 def check(operator, bounds, world, *, B=1, layout="contiguous", states=True, dtype=torch.float64,
-          device="cpu", **options):  # fmt: skip
-    """Ranks that are simulated against one."""
+          device="cpu", change=lambda tokens: None, **options):  # fmt: skip
+    """Ranks that are simulated against one.  change: of the tensors of tokens, in place."""
     drawn = draw(operator, bounds, B, states, dtype, device)
+    change(drawn[1])
     whole = on_one(drawn, bounds, B, **options)
     run = functools.partial(on_rank, drawn, bounds, B=B, layout=layout, **options)
     compare(whole, simulate(world, run), drawn[2], TOLERANCES[dtype])
