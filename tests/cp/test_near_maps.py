@@ -22,8 +22,10 @@ BEHIND = NEAR * C  # the first that is not near back in time
 def forget(tokens, kind):
     """Gates of two heads. all: both forget in a few chunks; none: neither ever; some: one of them;
     slow: so little that the near chunks leave some of it; edge: one at the first token that is near
-    and at no other, the other at the token before; edge back: the same back in time.
+    and at no other, the other at the token before; edge back: the same back in time. Writes are
+    weak: with eight keys those of a chunk would else overwrite what the state held.
     """
+    tokens["beta"].mul_(0.02)
     each = {"all": (-2.0, -0.5), "some": (-2.0, 0.0), "slow": (-0.02, -0.01)}
     g = tokens["g"]
     by_head = torch.tensor(each.get(kind, (0.0, 0.0)), dtype=g.dtype, device=g.device)

@@ -7,8 +7,10 @@ from itertools import pairwise
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
-from linattn_edu.kernels.delta.cp_merge import FORGOTTEN, NEAR
+from linattn_edu.kernels.delta.cp_merge import FORGOTTEN, NEAR, store_left
 from linattn_edu.kernels.fused.gdn_fwd import scan_map
 from linattn_edu.kernels.fused.gdn_scans import scan_map_bwd
 from linattn_edu.kernels.fused.kda_fwd import kda_fused_scan_map
@@ -192,6 +194,29 @@ def test_nan_is_not_forgotten(family, back, what, device):
         assert x[1].isfinite().all() and x[0, 1:].isfinite().all()
     left = [h for h in FORGET if h != ALL]
     compare([x[:1, 1:] for x in found], [x[:1, 1:] for x in whole], [h - 1 for h in left])
+
+
+@triton.jit
+def left_kernel(S_ptr, left_ptr, more, K: tl.constexpr):
+    o = tl.arange(0, K)
+    b_S = tl.load(S_ptr + o[:, None] * K + o[None, :])
+    store_left(left_ptr, 0, b_S, o[None, :] >= 4, more)
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "more", "left"),
+    [
+        ((3, 9), torch.nan, 1, torch.inf),
+        ((3, 9), -7.0, 1, 7.0),
+        ((3, 2), torch.nan, 1, 1.0),  # of S_ext, which does not matter
+        ((3, 9), torch.nan, 0, 0.0),  # the near chunks are all there are
+    ],
+)
+def test_one_nan_is_not_forgotten(place, value, more, left, device):
+    S, found = torch.ones(K, K, device=device), torch.empty(1, device=device)
+    S[place] = value
+    left_kernel[(1,)](S, found, more, K)
+    assert found.item() == left
 
 
 def test_few_columns_decide_for_all(device):
