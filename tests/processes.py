@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 
 
-def run_ranks(script: Path, backend: str, world: int, folder: Path) -> None:
-    """Run `python script BACKEND RANK WORLD FILE` for each rank; all must end well."""
+def run_ranks(script: Path, backend: str, world: int, folder: Path, *more: str) -> None:
+    """Run `python script BACKEND RANK WORLD FILE MORE` for each rank; all must end well."""
     file = folder / "meeting"
     ranks = [
         subprocess.Popen(
-            [sys.executable, str(script), backend, str(rank), str(world), str(file)],
+            [sys.executable, str(script), backend, str(rank), str(world), str(file), *more],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )
         for rank in range(world)

@@ -198,6 +198,11 @@ def build_cp_context(
     part r; with zigzag the parts r and 2 R - 1 - r, one after the other, so that causal attention
     in other layers has the same work on every rank. Sequences may begin and end anywhere.
 
+    The operators refuse their arguments before anything is sent. A rank that raises leaves the
+    others waiting for its message until its process ends or the group's timeout has passed, and
+    then they raise too: give ``torch.distributed.init_process_group`` a ``timeout`` of what a step
+    may take, as its own is 10 minutes or, without NCCL, 30.
+
     Args:
         cu_seqlens: Boundaries ``[N + 1]``, int32 or int64, of all sequences before they are cut;
             on the device where the operators run, or on the CPU.

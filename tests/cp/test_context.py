@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from linattn_edu import causal_conv1d, mamba_chunk_scan_combined
-from linattn_edu.cp import build_cp_context, simulate
+from linattn_edu.cp import build_cp_context, groups, simulate
 
 
 class Rank:
@@ -197,3 +197,25 @@ def test_a_context_after_its_simulation():
     x = torch.ones(1, contexts[1].tokens, 2)
     with pytest.raises(ValueError, match=r"of rank 1 of simulate\(\), which is over"):
         causal_conv1d(x, torch.ones(2, 3), cp_context=contexts[1])
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_arguments_are_refused_before_anything_is_sent(operator, monkeypatch):
+    """Each tensor in turn, and what is no tensor: the other ranks get an error of their own, or
+    wait for the whole timeout.
+    """
+    sent = []
+    monkeypatch.setattr(groups.Gathering, "__init__", lambda *args: sent.append(args))
+    f, tokens, shared, state, *_ = draw(operator, [0, 40])
+    context = contexts([0, 40], 2)[0]
+    right = {n: x[:, :20] for n, x in tokens.items()} | shared | {"initial_state": state}
+    wrong = [{n: torch.cat([x, x])} for n, x in right.items()] + [
+        {n: x.int()} for n, x in right.items()
+    ]
+    for change in [*wrong, {"impl": "fast"}, {"cp_context": 3}]:
+        with pytest.raises((TypeError, ValueError)):
+            f(**({**right, "cp_context": context} | change))
+        assert not sent, change
+    with pytest.raises(AttributeError):  # all is well but for what was to be sent
+        f(**right, cp_context=context)
+    assert sent

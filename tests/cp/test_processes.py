@@ -7,16 +7,25 @@ import torch
 from processes import run_ranks
 
 SCRIPT = Path(__file__).with_name("one_rank.py")
-
-
-@pytest.mark.long
-@pytest.mark.skipif(
+RAISING = Path(__file__).with_name("raising_rank.py")
+gloo = pytest.mark.skipif(
     not torch.distributed.is_available() or not torch.distributed.is_gloo_available(),
     reason="this PyTorch has no gloo",
 )
+
+
+@pytest.mark.long
+@gloo
 @pytest.mark.parametrize("world", [2, 4])
 def test_processes_are_one(world, tmp_path):
     run_ranks(SCRIPT, "gloo", world, tmp_path)
+
+
+@pytest.mark.long
+@gloo
+@pytest.mark.parametrize("how", ["input", "stage", "stays"])
+def test_no_rank_hangs_on_an_error_of_another(how, tmp_path):
+    run_ranks(RAISING, "gloo", 2, tmp_path, how)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs a second GPU")

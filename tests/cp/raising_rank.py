@@ -1,0 +1,77 @@
+"""One of the ranks of a group of which the last raises:
+python raising_rank.py gloo RANK WORLD FILE HOW.
+
+How: "input", it refuses its arguments before its first exchange, and ends; "stage", a stage raises
+between its exchanges, and it ends; "stays", as "input", but it lives on, and the others end by the
+group's timeout. Each that waits for it must get an error; then "right" is written to FILE.RANK.
+"""
+
+import dataclasses
+import os
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from linattn_edu import chunk_gated_delta_rule
+from linattn_edu.cp import build_cp_context
+from linattn_edu.ops.gdn.chunk import chunk
+from linattn_edu.testing import gdn_inputs
+
+TIMEOUT = 5  # seconds
+
+
+def refuse(*args, **options):
+    raise ArithmeticError("a stage of this rank")
+
+
+def call(group, raises: bool, how: str) -> None:
+    """Both passes on this rank's tokens."""
+    world = group.size()
+    context = build_cp_context(torch.tensor([0, 16 * world]), group)
+    x = gdn_inputs(1, 16, 1, 1, 8, 8)
+    tokens = {n: getattr(x, n).requires_grad_() for n in ("q", "k", "v", "g", "beta")}
+    if raises and how != "stage":
+        tokens["g"] = tokens["g"][:, :3]
+    if raises and how == "stage":
+        stages = chunk.stages
+        chunk.stages = lambda impl: dataclasses.replace(stages(impl), piece_map_bwd=refuse)
+    o, _ = chunk_gated_delta_rule(**tokens, cp_context=context, impl="reference")
+    o.sum().backward()
+
+
+def main() -> None:
+    backend, rank, world, file, how = sys.argv[1:]
+    rank, world = int(rank), int(world)
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        backend, init_method=f"file://{file}", rank=rank, world_size=world,
+        timeout=timedelta(seconds=TIMEOUT),
+    )  # fmt: skip
+    raises, begun = rank == world - 1, time.monotonic()
+    try:
+        call(dist.group.WORLD, raises, how)
+    except Exception as error:
+        kind = {True: ArithmeticError if how == "stage" else ValueError, False: RuntimeError}
+        assert isinstance(error, kind[raises]), error
+        took = time.monotonic() - begun
+        assert took < 4 * TIMEOUT, took
+        if how == "stays" and raises:
+            others = [Path(f"{file}.{i}") for i in range(world - 1)]
+            while not all(other.exists() for other in others) and took < 12 * TIMEOUT:
+                time.sleep(0.1)
+                took = time.monotonic() - begun
+        elif how == "stays":
+            assert "imed out" in str(error) or took > 0.8 * TIMEOUT, error
+    else:
+        raise AssertionError(f"rank {rank} waited for nobody")
+    Path(f"{file}.{rank}").write_text("right")
+    sys.stdout.flush()
+    os._exit(0)  # as a program that an error ends: it does not leave the group
+
+
+if __name__ == "__main__":
+    main()
