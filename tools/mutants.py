@@ -679,8 +679,8 @@ MUTANTS = [
     Mutant(
         "calls with other options share a program",
         f"{OPS}/operator/composing.py",
-        "self._programs[which], (stages, options)",
-        "self._programs[which], (stages,)",
+        "self._programs[which], (stages, options, numbers)",
+        "self._programs[which], (stages, numbers)",
         "tests/kernels/test_plan.py -k kinds",
     ),
     Mutant(
