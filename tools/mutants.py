@@ -140,8 +140,8 @@ MUTANTS = [
     Mutant(
         "a map that is NaN in one number counts as forgotten",
         f"{KERNELS}/delta/cp_merge.py",
-        'b_S = tl.where(b_S == b_S, b_S, float("inf"))  # NaN',
-        "b_S = tl.where(b_S == b_S, b_S, 0.0)",
+        'b_M = tl.where(b_M == b_M, b_M, float("inf"))',
+        "b_M = tl.where(b_M == b_M, b_M, 0.0)",
         "tests/fused/test_near_maps.py -k nan",
         "AssertionError",
     ),

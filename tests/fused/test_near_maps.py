@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from linattn_edu.kernels.delta.cp_merge import FORGOTTEN, NEAR, store_left
+from linattn_edu.kernels.delta.cp_merge import FORGOTTEN, NEAR, store_map
 from linattn_edu.kernels.fused.gdn_fwd import scan_map
 from linattn_edu.kernels.fused.gdn_scans import scan_map_bwd
 from linattn_edu.kernels.fused.kda_fwd import kda_fused_scan_map
@@ -197,26 +197,28 @@ def test_nan_is_not_forgotten(family, back, what, device):
 
 
 @triton.jit
-def left_kernel(S_ptr, left_ptr, more, K: tl.constexpr):
+def store_kernel(S_ptr, map_ptr, left_ptr, made, K: tl.constexpr, V: tl.constexpr):
     o = tl.arange(0, K)
     b_S = tl.load(S_ptr + o[:, None] * K + o[None, :])
-    store_left(left_ptr, 0, b_S, o[None, :] >= 4, more)
+    store_map(map_ptr, left_ptr, b_S, 0, 0, o, o, made, K, V, K, K, 1, 1)
 
 
 @pytest.mark.parametrize(
-    ("place", "value", "more", "left"),
+    ("place", "value", "made", "left"),
     [
-        ((3, 9), torch.nan, 1, torch.inf),
-        ((3, 9), -7.0, 1, 7.0),
-        ((3, 2), torch.nan, 1, 1.0),  # of S_ext, which does not matter
-        ((3, 9), torch.nan, 0, 0.0),  # the near chunks are all there are
+        ((3, 9), torch.nan, 2, torch.inf),
+        ((3, 9), -7.0, 2, 7.0),
+        ((3, 2), torch.nan, 2, 1.0),  # of S_ext, which does not matter
+        ((3, 9), torch.nan, 1, 0.0),  # the near chunks are all there are
     ],
 )
-def test_one_nan_is_not_forgotten(place, value, more, left, device):
+def test_one_nan_is_not_forgotten(place, value, made, left, device):
     S, found = torch.ones(K, K, device=device), torch.empty(1, device=device)
     S[place] = value
-    left_kernel[(1,)](S, found, more, K)
+    out = torch.empty_like(S)
+    store_kernel[(1,)](S, out, found, made, K, 4)
     assert found.item() == left
+    assert torch.equal(out.nan_to_num(9.0), S.nan_to_num(9.0))
 
 
 def test_few_columns_decide_for_all(device):
