@@ -32,7 +32,7 @@ def forget(tokens, kind):
     weak: with eight keys those of a chunk would else overwrite what the state held.
     """
     tokens["beta"].mul_(0.02)
-    each = {"all": (-2.0, -0.5), "some": (-2.0, 0.0), "slow": (-0.06, -0.03)}
+    each = {"all": (-2.0, -0.5), "some": (-2.0, 0.0), "slow": (-0.09, -0.03)}
     g = tokens["g"]
     by_head = torch.tensor(each.get(kind, (0.0, 0.0)), dtype=g.dtype, device=g.device)
     g.copy_(by_head.reshape(2, *[1] * (g.ndim - 3)).expand_as(g))
