@@ -176,13 +176,16 @@ def ssd_ends_kernel(
         gs_ptr += i_h.to(tl.int64) * tokens + first
     b_h = tl.zeros([BN, BP], dtype=tl.float32)
     kept = 1.0
-    n_tiles = tl.where(wanted > 0, tl.cdiv(tl.minimum(n_t, size), BT), 0)
+    n_tiles = size // BT
+    if EDGE or BACK:  # also of pieces that are shorter
+        n_tiles = tl.cdiv(tl.minimum(n_t, size), BT)
+    n_tiles = tl.where(wanted > 0, n_tiles, 0)
     for i in range(n_tiles):  # from where the sum needs no decay of its own
         i_t = i if BACK else n_tiles - 1 - i
         own = first + i_t * BT
         n_own = BT if WHOLE else n_t - i_t * BT
         i, i_B = own * H + i_h, own * G + i_h // (H // G)
-        start = i_t * BT % BC  # in the chunk
+        start = 0 if BT == BC else i_t * BT % BC  # in the chunk
         n_c = BC if WHOLE else tl.minimum(n_own + start, BC)
         last = tl.load(gc_ptr + i_t * BT - start + n_c - 1)
         if BACK:
