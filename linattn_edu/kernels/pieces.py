@@ -17,6 +17,11 @@ from linattn_edu.kernels.tiles import cdiv
 from linattn_edu.packing import Packing
 
 
+def here(state: Tensor | Callable | None) -> Tensor | None:
+    """A state, or what a function gives that waits for it."""
+    return state() if callable(state) else state
+
+
 @dataclass(frozen=True)
 class Pieces:
     """The sequences of a scan, or pieces of them: arguments that say to a kernel where they are.

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -174,6 +175,13 @@ class Ranks:
             return state
         self.crossing = (torch.cat(found) if found[1:] else found[0]).reshape(-1, *self.axes)
         return self._placed(self.tails if self.back else self.heads, self.crossing, state)
+
+    def promised(self, merge: Callable, state: Tensor | None) -> Tensor | Callable | None:
+        """What `receive` gives; to kernels, which have other work before they need it, a function
+        that gives it.
+        """
+        f = partial(self.receive, merge, state)
+        return f if self.kernels else f()
 
     def _of(self, gathered: Tensor, numbers: range) -> Tensor:
         """[B, pieces, ...]: the maps of the parts of these numbers."""

@@ -47,6 +47,7 @@ PARTS = {
     "PARTS8": "PART PART PART PART PART PART PART PART",
     "MAPS": "scan_map merge scan_map_bwd merge",
     "BOUNDS": "bound warm_up bound warm_up",
+    "APART": "bound warm_up scan_states bound warm_up scan_bwd",
     "FUSED": "scan_states scan_bwd intra_chunk_bwd gate_bwd",
     "FUSED_ONE": "scans intra_chunk_bwd gate_bwd",
     "STAGED": "wy state output_bwd state_bwd wy_bwd gate_bwd",
@@ -95,7 +96,8 @@ gdn 8 4096 16 16 33 128   |           | TWO scan | STAGED
 gdn 8 4096 16 16 128 96   |           | RING scan_transposed | FUSED
 gdn 1 32768 4 4 128 128   |           | RING scan_map merge scan_gluon |
         MAPS scans_gluon intra_chunk_bwd_gluon gate_bwd
-gdn 1 32768 4 4 128 128   | packed    | ALONE scan_map merge scan | MAPS FUSED
+gdn 1 32768 4 4 128 128   | packed    | ALONE scan_map merge scan |
+        scan_map merge scan_states scan_map_bwd merge scan_bwd intra_chunk_bwd gate_bwd
 gdn 1 32768 4 4 128 128   | gpu=t4    | TWO scan | STAGED
 gdn 1 32768 4 4 128 128   | gpu=a100  | TWO scan_map merge scan |
         wy piece_map merge state output_bwd piece_map_bwd merge state_bwd wy_bwd gate_bwd
@@ -106,14 +108,14 @@ gdn 1 8192 4 4 128 128    |           | RING scan_map merge scan_gluon |
         MAPS scans_gluon intra_chunk_bwd_gluon gate_bwd
 gdn 1 32768 16 32 128 128 |           | RING bound warm_up scan_gluon | BOUNDS PART PART gate_bwd
 gdn 1 32768 16 32 128 128 | gluon=off | TWO bound warm_up scan_transposed scan |
-        BOUNDS scan_states scan_bwd scans intra_chunk_bwd intra_chunk_bwd gate_bwd
+        APART scans intra_chunk_bwd intra_chunk_bwd gate_bwd
 gdn 32 4096 16 16 128 128 |           | RING scan_gluon | PARTS8 gate_bwd
 gdn 32 4096 16 16 128 128 | gluon=off | ONE scan_transposed | FUSED
 gdn 1 1024 16 16 128 128  |           | ALONE scan_gluon |
         scans_gluon intra_chunk_bwd_gluon gate_bwd
 gdn 1 960 16 16 128 128   |           | ALONE scan | FUSED_ONE
 gdn 2 32768 16 32 128 128 | packed    | ALONE bound warm_up scan_transposed scan_transposed |
-        BOUNDS scan_states scan_bwd scans intra_chunk_bwd intra_chunk_bwd gate_bwd
+        APART scans intra_chunk_bwd intra_chunk_bwd gate_bwd
 kda 8 4096 16 16 128 128  |           | KDA kda_scan_gluon |
         kda_gates kda_scan_states_gluon kda_scan_bwd_gluon KDA_END
 kda 8 4096 16 16 128 128  | gluon=off | KDA kda_fused_scan_transposed | KDA_NEAR
@@ -266,7 +268,6 @@ def test_what_keeps_them():
     # the interpreter runs whatever the kernels hold
     held = GOOD._replace(compiled=False, T=5, K=10, V=6, H=8, C=16, packed=True)
     assert by_kind.kda_backward_stages(held).takes == "fused"
-    assert by_kind.gdn_backward_stages(GOOD, True).takes == "staged"
     one = GOOD._replace(dtype=torch.float16)
     assert by_kind.intra_chunk(one).takes == "one"
     for other in ({"K": 96}, {"C": 32}, {"H": 8}, {"generation": "ampere"}):
@@ -356,7 +357,7 @@ def test_what_is_decided_by_kind_sees_no_batch():
         p for f in vars(by_kind).values() if hasattr(f, "__wrapped__")
         for p in [*inspect.signature(f).parameters][1:]
     }  # fmt: skip
-    assert more == {"ranks", "low", "kept", "lower_bound", "size"}
+    assert more == {"low", "kept", "lower_bound", "size"}
     with choices.ask(GPUS["h100"], lambda *_: None):
         one, many = (torch.empty(B, 100, 2, 64, device="meta") for B in (1, 64))
         assert kind_of(one, 4, 32, 64, None) == kind_of(many, 4, 32, 64, None)

@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from linattn_edu.kernels.pieces import Pieces
-from linattn_edu.kernels.routes import scan_launch
+from linattn_edu.kernels.routes import scan_launch, widest_launch
 from linattn_edu.kernels.rows import Config, entry, row, scan_table, sequence_args
 from linattn_edu.kernels.tiles import (
     block,
@@ -43,18 +43,20 @@ def piece_of(pid, rows_ptr, cu_ptr, T, HV: tl.constexpr, W: tl.constexpr, BT: tl
 
 
 @triton.jit
-def span_of(left_ptr, i_ph, first, n_seq, K: tl.constexpr, NEAR: tl.constexpr, NW: tl.constexpr,
-            BT: tl.constexpr, BACK: tl.constexpr):  # fmt: skip
-    """The chunks of a piece that its map is made of: with NEAR that many at its end, with BACK at
-    its beginning; else all, or none where those left 2^-32 of a state or less, by left_ptr.
+def span_of(pid, left_ptr, rows_ptr, cu_ptr, T, HV: tl.constexpr, K: tl.constexpr, W: tl.constexpr,
+            NEAR: tl.constexpr, NW: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr,
+            BACK: tl.constexpr):  # fmt: skip
+    """As piece_of, of the chunks that the map of the piece is made of: with NEAR that many at its
+    end, with BACK at its beginning; else all, or none where those left 2^-32 of a state or less.
 
-    left_ptr: [NP, HV, NW] of store_left, or None: all.
-    Returns their first token, their tokens, whether there are more, and whether to make the map.
+    left_ptr: [NP, HV, NW] of store_map, or None: all.
+    Returns also whether to store the map: 0 or 1, or 2, and the piece has more chunks.
     """
-    more, made = 0, 1
+    i_v, i_ph, i_h, first, n_seq = piece_of(pid, rows_ptr, cu_ptr, T, HV, W, BT, BV)
+    made = 1
     if NEAR > 0:
         n_near = tl.minimum(n_seq, NEAR * BT)
-        more = tl.where(n_near < n_seq, 1, 0)
+        made = tl.where(n_near < n_seq, 2, 1)
         if not BACK:
             n_far = tl.maximum(tl.cdiv(n_seq, BT) - NEAR, 0) * BT
             first += n_far
@@ -67,18 +69,23 @@ def span_of(left_ptr, i_ph, first, n_seq, K: tl.constexpr, NEAR: tl.constexpr, N
         # |M S| <= K max |M| |S|
         made = tl.where(left * K > FORGOTTEN, 1, 0)
         n_seq *= made
-    return first, n_seq, more, made
+    return i_v, i_ph, i_h, first, n_seq, made
 
 
 @triton.jit
-def store_left(left_ptr, i, b_S, b_is_M, more):
-    """left_ptr[i]: the largest number of M among the columns b_S of a map; 0 if the chunks it was
-    made of were the whole piece.  b_is_M: which columns are M's.
+def store_map(map_ptr, left_ptr, b_S, i_v, i_ph, o_k, o_v, made, K: tl.constexpr,
+              V: tl.constexpr, W: tl.constexpr, ROW: tl.constexpr, NEAR: tl.constexpr,
+              NW: tl.constexpr):  # fmt: skip
+    """Columns o_v of [S_ext | M], and with NEAR the largest number of M among them; 0 if the piece
+    has no more chunks.
     """
-    b_S = tl.where(b_is_M, tl.abs(b_S), 0.0)
-    b_S = tl.where(b_S == b_S, b_S, float("inf"))  # NaN
-    left = tl.max(tl.max(b_S, 1), 0)
-    tl.store(left_ptr + i, tl.where(more > 0, left, 0.0))
+    n_k = tl.where(made > 0, K, 0)
+    store_tile(map_ptr + i_ph * K * ROW, b_S, o_k, o_v, ROW, n_k, min(W, ROW))
+    if NEAR > 0:
+        b_M = tl.where(o_v[None, :] >= V, tl.abs(b_S), 0.0)
+        b_M = tl.where(b_M == b_M, b_M, float("inf"))  # NaN is not forgotten
+        left = tl.max(tl.max(b_M, 1), 0)
+        tl.store(left_ptr + i_ph * NW + i_v, tl.where(made > 1, left, 0.0))
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -259,12 +266,18 @@ MAP_CONFIGS = scan_table(
         256: [row(4, 2, BV=32), row(4, 2, BV=16)],
     },
 )
-# generation -> bytes of an element -> rows of M up to -> row: fp32 whatever the inputs. One stage
-# where the state is read back: a load ahead of its time would read it before it is stored
+# generation -> bytes of an element -> rows of M up to -> rows, widest BV first: fp32 whatever the
+# inputs. One stage where the state is read back: a load ahead of its time would read it before it
+# is stored
 MERGE_CONFIGS = {
-    "turing": {4: {256: row(4, 1, BJ=16, BV=16)}},
-    "ampere": {4: {256: row(4, 1, BJ=32, BV=16)}},
-    "hopper": {4: {128: row(8, 3, BJ=128, BV=8), 256: row(8, 1, BJ=32, BV=16)}},
+    "turing": {4: {256: [row(4, 1, BJ=16, BV=16)]}},
+    "ampere": {4: {256: [row(4, 1, BJ=32, BV=16)]}},
+    "hopper": {
+        4: {
+            128: [row(8, 3, BJ=128, BV=BV) for BV in (32, 16, 8)],
+            256: [row(8, 1, BJ=32, BV=16)],
+        }
+    },
 }
 
 
@@ -416,9 +429,10 @@ def launch_merge(
     # a scan reads the state of pieces that no sequence has, too
     S_in = S_ext.new_empty(S_ext.shape) if offsets is None else S_ext.new_zeros(S_ext.shape)
     S_out = S_ext.new_empty(N, H, K, V)
-    rows = entry(MERGE_CONFIGS, S_ext)
-    config = rows[min(most for most in rows if most >= K)].launch(V=V)
-    merge_kernel[(N * H * cdiv(V, config["BV"]),)](
+    table = entry(MERGE_CONFIGS, S_ext)
+    rows = table[min(most for most in table if most >= K)]
+    grid, config = widest_launch(rows, S_ext, N * H, V)
+    merge_kernel[grid](
         ext, M, initial_state, S_in, S_out, offsets, NP, H, K, V, row_ext, row_M,
         NUMBERS=numbers, REVERSE=reverse, BK=block(K), **config,
     )  # fmt: skip
@@ -427,8 +441,7 @@ def launch_merge(
 
 def _rows(x: Tensor) -> tuple[Tensor, int]:
     """x [B, NP, H, K, D] and how far apart its rows are; a copy unless all are equally far."""
-    _, NP, H, K, D = x.shape
+    B, NP, H, K, D = x.shape
     row = x.stride(3)
-    even = (NP * H * K * row, H * K * row, K * row, row, 1)
-    same = (a == b or n == 1 for a, b, n in zip(x.stride(), even, x.shape, strict=True))
-    return (x, row) if all(same) else (x.contiguous(), D)
+    even = (x.stride(0) if B == 1 else NP * H * K * row, H * K * row, K * row, row, 1)
+    return (x, row) if x.stride() == even else (x.contiguous(), D)

@@ -11,16 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from linattn_edu.kernels.delta.cp_merge import (
-    cp_merge,
-    launch_map,
-    piece_of,
-    span_of,
-    store_left,
-)
+from linattn_edu.kernels.delta.cp_merge import cp_merge, launch_map, span_of, store_map
 from linattn_edu.kernels.delta.warm_up import warm_up, with_warm_up
 from linattn_edu.kernels.gluon import support
-from linattn_edu.kernels.pieces import Pieces, by_maps, whole_of
+from linattn_edu.kernels.pieces import Pieces, by_maps, here, whole_of
 from linattn_edu.kernels.routes import by_load, kind_of, load_of, scan_launch
 from linattn_edu.kernels.rows import row, scan_table
 from linattn_edu.kernels.tiles import (
@@ -223,8 +217,9 @@ def scan_map_kernel(
 
     Grid (NP * HV * W / BV).  Reference: linattn_edu.reference.fused.gdn_fwd.scan_map.
     """
-    i_v, i_ph, i_h, first, n_seq = piece_of(tl.program_id(0), rows_ptr, cu_ptr, T, HV, W, BT, BV)
-    first, n_seq, more, made = span_of(left_ptr, i_ph, first, n_seq, K, NEAR, NW, BT, False)
+    i_v, i_ph, i_h, first, n_seq, made = span_of(
+        tl.program_id(0), left_ptr, rows_ptr, cu_ptr, T, HV, K, W, NEAR, NW, BT, BV, False
+    )
     k_ptr += (first * H + i_h // (HV // H)) * K
     v_ptr += (first * HV + i_h) * V
     R_ptr += (first * HV + i_h) * BT
@@ -239,7 +234,7 @@ def scan_map_kernel(
     # eq:cp-transition   M: the same with v = 0, from I
     b_S = tl.where(o_k[:, None] + V == o_v[None, :], 1.0, 0.0)
     if h0_ptr is not None:
-        n_k = tl.where(more > 0, 0, K)
+        n_k = tl.where(made > 1, 0, K)
         b_S += load_tile(h0_ptr + i_ph * K * V, o_k, o_v, V, n_k, V).to(tl.float32)
     for i_t in range(tl.cdiv(n_seq, BT)):
         n_t = n_seq - i_t * BT
@@ -258,10 +253,7 @@ def scan_map_kernel(
         v_ptr += BT * HV * V
         R_ptr += BT * HV * BT
         gc_ptr += BT * HV
-    n_k = tl.where(made > 0, K, 0)
-    store_tile(map_ptr + i_ph * K * ROW, b_S, o_k, o_v, ROW, n_k, min(W, ROW))
-    if NEAR > 0:
-        store_left(left_ptr, i_ph * NW + i_v, b_S, o_v[None, :] >= V, more)
+    store_map(map_ptr, left_ptr, b_S, i_v, i_ph, o_k, o_v, made, K, V, W, ROW, NEAR, NW)
 
 
 SCAN_CONFIGS = scan_table(
@@ -293,7 +285,7 @@ def entering(
     merge: Callable,
     make: Callable,
     given: tuple,
-    state: Tensor | None,
+    state: Tensor | Callable | None,
     *,
     chunk_size: int,
     choice: bool,
@@ -304,16 +296,17 @@ def entering(
     """The pieces of a scan, with how many chunks before each it begins, and the states that enter.
 
     decays, choice, back: k, beta, gc, V and options of warm_up, where pieces are entered by a
-    warm-up. merge, make, given, state, options: of Pieces.entering, where they are by maps.
+    warm-up. merge, make, given, state, options: of Pieces.entering, where they are by maps. A state
+    that is on its way is waited for when all else is done.
     """
     k, _, gc, V = decays
     pieces = by_maps(k, gc.shape[2], V, chunk_size, packing)
     if pieces.several:
-        return pieces, [None], pieces.entering(merge, make, given, state, **options)
+        return pieces, [None], pieces.entering(merge, make, given, here(state), **options)
     pieces, warmup = warm_up(
         *decays, chunk_size=chunk_size, back=back, choice=choice, packing=packing
     )
-    return pieces, warmup, pieces.placed(state, last=back)
+    return pieces, warmup, pieces.placed(here(state), last=back)
 
 
 def scan(
@@ -323,7 +316,7 @@ def scan(
     gc: Tensor,
     P: Tensor,
     R: Tensor,
-    initial_state: Tensor | None = None,
+    initial_state: Tensor | Callable | None = None,
     beta: Tensor | None = None,
     low: tuple[Tensor, Tensor] | None = None,
     *,
@@ -331,7 +324,9 @@ def scan(
     output_final_state: bool = False,
     packing: Packing | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Launch the scan that suits the GPU; arguments and result as in the reference."""
+    """Launch the scan that suits the GPU; arguments and result as in the reference, but that
+    initial_state may be a function that waits for it.
+    """
     if low is not None:
         given = q, k, v, gc, P, R, initial_state, beta, *low
         return _scan_halves(given, scale, output_final_state, packing)

@@ -1,5 +1,6 @@
 """The scans of the fused backward pass: the states again, and their gradients, side by side."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -7,13 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from linattn_edu.kernels.delta.cp_merge import (
-    cp_merge,
-    launch_map,
-    piece_of,
-    span_of,
-    store_left,
-)
+from linattn_edu.kernels.delta.cp_merge import cp_merge, launch_map, span_of, store_map
 from linattn_edu.kernels.delta.cp_merge_bwd import cp_merge_bwd
 from linattn_edu.kernels.delta.warm_up import with_warm_up
 from linattn_edu.kernels.fused.gdn_fwd import HALVES_CONFIGS, SCAN_CONFIGS, entering, scan_map
@@ -33,7 +28,7 @@ from linattn_edu.kernels.tiles import (
     load_tile,
     store_halves,
     store_tile,
-)
+)  # fmt: skip
 from linattn_edu.packing import Packing
 
 try:
@@ -267,8 +262,9 @@ def scan_map_bwd_kernel(
 
     Grid (NP * HV * W / BV).  Reference: linattn_edu.reference.fused.gdn_scans.scan_map_bwd.
     """
-    i_v, i_ph, i_h, first, n_seq = piece_of(tl.program_id(0), rows_ptr, cu_ptr, T, HV, W, BT, BV)
-    first, n_seq, more, made = span_of(left_ptr, i_ph, first, n_seq, K, NEAR, NW, BT, True)
+    i_v, i_ph, i_h, first, n_seq, made = span_of(
+        tl.program_id(0), left_ptr, rows_ptr, cu_ptr, T, HV, K, W, NEAR, NW, BT, BV, True
+    )
     o_t = tl.arange(0, BT)
     o_k = tl.arange(0, BK)
     o_v = i_v * BV + tl.arange(0, BV)
@@ -276,7 +272,7 @@ def scan_map_bwd_kernel(
     # eq:cp-transition-bwd   dM: the same with dO = 0, from I
     b_dS = tl.where(o_k[None, :] + V == o_v[:, None], 1.0, 0.0)
     if dht_ptr is not None:
-        n_k = tl.where(more > 0, 0, K)
+        n_k = tl.where(made > 1, 0, K)
         b_dS += tl.trans(load_tile(dht_ptr + i_ph * K * V, o_k, o_v, V, n_k, V)).to(tl.float32)
     NT = tl.cdiv(n_seq, BT)
     for i_t in range(NT):
@@ -286,10 +282,7 @@ def scan_map_bwd_kernel(
             b_dS, q_ptr, k_ptr, beta_ptr, gc_ptr, P_ptr, AG_ptr, None, None, do_ptr, scale, i_h,
             begin, n_t, o_t, o_k, o_v, H, HV, K, V, BT,
         )  # fmt: skip
-    n_k = tl.where(made > 0, K, 0)
-    store_tile(map_ptr + i_ph * K * ROW, tl.trans(b_dS), o_k, o_v, ROW, n_k, min(W, ROW))
-    if NEAR > 0:
-        store_left(left_ptr, i_ph * NW + i_v, b_dS, o_v[:, None] >= V, more)
+    store_map(map_ptr, left_ptr, tl.trans(b_dS), i_v, i_ph, o_k, o_v, made, K, V, W, ROW, NEAR, NW)
 
 
 SCAN = row(4, 2, BV=64)  # rows of dS^T: a product of fewer would leave tensor cores idle
@@ -347,13 +340,10 @@ class Scans(NamedTuple):
 
 def load(q: Tensor, v: Tensor, AG: Tensor, packing: Packing | None, *others: Tensor) -> Load:
     """What is asked about a scan that reads these tensors."""
-    kind = kind_of(q, *v.shape[2:], AG.shape[-1], packing, (q, v, AG, *others))
-    return load_of(kind, q, packing)
+    return load_of(kind_of(q, *v.shape[2:], AG.shape[-1], packing, (q, v, AG, *others)), q, packing)
 
 
-def enter(
-    x: Scans, gluon: bool, packing: Packing | None, scale: float | None = None
-) -> tuple[Pieces, list[Tensor | None], Tensor | None]:
+def enter(x: Scans, gluon: bool, packing: Packing | None, scale: float | None = None) -> tuple:
     """`entering` of scan_states; with scale that of scan_bwd, for chunks behind each piece."""
     options = {"chunk_size": x.AG.shape[-1], "choice": not gluon, "packing": packing}
     decays = x.k, x.beta, x.gc, x.sizes[-1]
@@ -452,31 +442,34 @@ def scans(
     AG: Tensor,
     do: Tensor,
     initial_state: Tensor | None = None,
-    dht: Tensor | None = None,
+    dht: Tensor | Callable | None = None,
     low: tuple[Tensor, Tensor] | None = None,
     *,
     scale: float,
     packing: Packing | None = None,
 ) -> tuple[Tensor, ...]:
-    """Launch both scans, together or one after the other: the same bits. As in the reference."""
+    """Launch both scans, together or one after the other: the same bits. As in the reference, but
+    that dht may be a function that waits for it, while the states are made.
+    """
     if low is not None:
         h, v_new, *v_low = scan_states(k, v, beta, gc, AG, initial_state, low[1], packing=packing)
         back = scan_bwd(q, k, beta, gc, P, AG, do, dht, low, scale=scale, packing=packing)
         return h, v_new, *back[:-1], *v_low, back[-1]
     x = Scans(q, k, v, beta, gc, P, AG, do, initial_state, dht)
-    asked = load(q, v, AG, packing, k, P, do)
-    gluon = by_load.scans(asked).takes == "gluon"
+    gluon = by_load.scans(asked := load(q, v, AG, packing, k, P, do)).takes == "gluon"
     pieces, ahead, h0 = enter(x, gluon, packing)
-    _, behind, dht = enter(x, gluon, packing, scale)
-    x = x._replace(h0=h0, dht=dht).written(pieces, packing)
+    x = x._replace(h0=h0).written(pieces, packing)
     H, HV, K, V = x.sizes
     (programs,), config = scan_launch(SCAN, q, pieces.N * HV, V)
-    one = by_load.together(asked, programs).takes
-    both = gluon and one and ahead[0] is None
+    both = (one := by_load.together(asked, programs).takes) and gluon and ahead[0] is None
+    apart = not both and (gluon or not one or len(ahead) > 1)
+    if apart:
+        _launch_forth(x, gluon, pieces, ahead.pop(0), True)
+    _, behind, dht = enter(x, gluon, packing, scale)
+    x = x._replace(dht=dht)
     if both and gdn_scans.scans_gluon(x, scale, *ahead, *behind, pieces):
         ahead.pop()
-    elif gluon or not one or len(ahead) > 1:
-        _launch_forth(x, gluon, pieces, ahead.pop(0), True)
+    elif apart:
         _launch_back(x, gluon, pieces, behind.pop(0), scale)
     if ahead:
         scans_kernel[(2 * programs,)](

@@ -9,13 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from linattn_edu.kernels.delta.cp_merge import (
-    cp_merge,
-    launch_map,
-    piece_of,
-    span_of,
-    store_left,
-)
+from linattn_edu.kernels.delta.cp_merge import cp_merge, launch_map, span_of, store_map
 from linattn_edu.kernels.delta.kda_intra import launch_intra
 from linattn_edu.kernels.fused.gdn_fwd import TRANSPOSED
 from linattn_edu.kernels.gluon import support
@@ -199,8 +193,9 @@ def kda_fused_scan_map_kernel(
 
     Grid (NP * HV * W / BV).  Reference: linattn_edu.reference.fused.kda_fwd.kda_fused_scan_map.
     """
-    i_v, i_ph, i_h, first, n_seq = piece_of(tl.program_id(0), rows_ptr, cu_ptr, T, HV, W, BT, BV)
-    first, n_seq, more, made = span_of(left_ptr, i_ph, first, n_seq, K, NEAR, NW, BT, False)
+    i_v, i_ph, i_h, first, n_seq, made = span_of(
+        tl.program_id(0), left_ptr, rows_ptr, cu_ptr, T, HV, K, W, NEAR, NW, BT, BV, False
+    )
     o_t = tl.arange(0, BT)
     o_k = tl.arange(0, BK)
     o_v = i_v * BV + tl.arange(0, BV)
@@ -208,7 +203,7 @@ def kda_fused_scan_map_kernel(
     # eq:cp-transition   M: the same with v = 0, from I
     b_S = tl.where(o_k[:, None] + V == o_v[None, :], 1.0, 0.0)
     if h0_ptr is not None:
-        n_k = tl.where(more > 0, 0, K)
+        n_k = tl.where(made > 1, 0, K)
         b_S += load_tile(h0_ptr + i_ph * K * V, o_k, o_v, V, n_k, V).to(tl.float32)
     i = first * HV + i_h
     o_last = (tl.minimum(BT, n_seq) - 1) * HV * K
@@ -227,10 +222,7 @@ def kda_fused_scan_map_kernel(
         b_last = load_vector(gc_ptr + i * K + o_last, o_k, tl.where(n_t > BT, K, 0))
         b_beta = load_row(beta_ptr + i + BT * HV, o_t, HV, n_t - BT)
         b_S = dot(tl.trans(b_kg), b_v, b_S)
-    n_k = tl.where(made > 0, K, 0)
-    store_tile(map_ptr + i_ph * K * ROW, b_S, o_k, o_v, ROW, n_k, min(W, ROW))
-    if NEAR > 0:
-        store_left(left_ptr, i_ph * NW + i_v, b_S, o_v[None, :] >= V, more)
+    store_map(map_ptr, left_ptr, b_S, i_v, i_ph, o_k, o_v, made, K, V, W, ROW, NEAR, NW)
 
 
 CONFIGS = scan_table(

@@ -9,13 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from linattn_edu.kernels.delta.cp_merge import (
-    cp_merge,
-    launch_map,
-    piece_of,
-    span_of,
-    store_left,
-)
+from linattn_edu.kernels.delta.cp_merge import cp_merge, launch_map, span_of, store_map
 from linattn_edu.kernels.delta.cp_merge_bwd import cp_merge_bwd
 from linattn_edu.kernels.delta.gate_cumsum import cumulative
 from linattn_edu.kernels.fused.kda_fwd import kda_fused_scan_map
@@ -288,8 +282,9 @@ def kda_fused_scan_map_bwd_kernel(
     Grid (NP * HV * W / BV).  Reference:
     linattn_edu.reference.fused.kda_scans.kda_fused_scan_map_bwd.
     """
-    i_v, i_ph, i_h, first, n_seq = piece_of(tl.program_id(0), rows_ptr, cu_ptr, T, HV, W, BT, BV)
-    first, n_seq, more, made = span_of(left_ptr, i_ph, first, n_seq, K, NEAR, NW, BT, True)
+    i_v, i_ph, i_h, first, n_seq, made = span_of(
+        tl.program_id(0), left_ptr, rows_ptr, cu_ptr, T, HV, K, W, NEAR, NW, BT, BV, True
+    )
     o_t = tl.arange(0, BT)
     o_k = tl.arange(0, BK)
     o_v = i_v * BV + tl.arange(0, BV)
@@ -297,7 +292,7 @@ def kda_fused_scan_map_bwd_kernel(
     # eq:cp-transition-bwd   dM: the same with dO = 0, from I
     b_dS = tl.where(o_k[None, :] + V == o_v[:, None], 1.0, 0.0)
     if dht_ptr is not None:
-        n_k = tl.where(more > 0, 0, K)
+        n_k = tl.where(made > 1, 0, K)
         b_dS += tl.trans(load_tile(dht_ptr + i_ph * K * V, o_k, o_v, V, n_k, V)).to(tl.float32)
     NT = tl.cdiv(n_seq, BT)
     for i_t in range(NT):
@@ -307,10 +302,7 @@ def kda_fused_scan_map_bwd_kernel(
             b_dS, qg_ptr, kg_ptr, kd_ptr, beta_ptr, gc_ptr, P_ptr, A_ptr, do_ptr, scale, i_h,
             begin, n_t, o_t, o_k, o_v, HV, K, V, BT,
         )  # fmt: skip
-    n_k = tl.where(made > 0, K, 0)
-    store_tile(map_ptr + i_ph * K * ROW, tl.trans(b_dS), o_k, o_v, ROW, n_k, min(W, ROW))
-    if NEAR > 0:
-        store_left(left_ptr, i_ph * NW + i_v, b_dS, o_v[:, None] >= V, more)
+    store_map(map_ptr, left_ptr, tl.trans(b_dS), i_v, i_ph, o_k, o_v, made, K, V, W, ROW, NEAR, NW)
 
 
 GATES_OPTIONS = {"BK": 64, "num_warps": 4}

@@ -6,9 +6,10 @@ not change a bit. Kernels ask; where nobody asks of both, a launcher has one ker
 """
 
 from linattn_edu.kernels.routes import by_kind, by_load, limits
-from linattn_edu.kernels.routes.by_load import scan_launch
+from linattn_edu.kernels.routes.by_load import scan_launch, widest_launch
 from linattn_edu.kernels.routes.choosing import Kind, Load, forced, kind_of, load_of
 
 __all__ = [
-    "Kind", "Load", "by_kind", "by_load", "forced", "kind_of", "limits", "load_of", "scan_launch"
+    "Kind", "Load", "by_kind", "by_load", "forced", "kind_of", "limits", "load_of", "scan_launch",
+    "widest_launch",
 ]  # fmt: skip

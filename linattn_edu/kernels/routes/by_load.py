@@ -3,6 +3,8 @@
 These choices must not change a bit: the kernels between which they choose add in the same order.
 """
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from linattn_edu.choices import Choice
@@ -177,18 +179,25 @@ def widest(programs: tuple[int, ...], processors: int, tenths: int) -> Choice:
     return Choice(len(programs) - 1, "no tiles make programs enough for {0} multiprocessors")
 
 
-def scan_launch(table: dict | Config, k: Tensor, heads: int, V: int) -> tuple[tuple[int], dict]:
-    """(grid, BK and the row) of a kernel that carries S [K, BV]: of a `rows.scan_table` the row
-    with the widest BV that occupies 7 of 10 multiprocessors; or this row.
+def widest_launch(rows: Sequence[Config], x: Tensor, heads: int, V: int) -> tuple[tuple[int], dict]:
+    """(grid, row) of a kernel on tiles of BV columns of each head, on x's device: of rows, widest
+    BV first, the first that occupies 7 of 10 multiprocessors.
     """
-    K, size, (generation, processors) = k.shape[-1], k.element_size(), device_of(k)
+    launches = [row.launch(V=V) for row in rows]
+    programs = tuple(heads * cdiv(V, each["BV"]) for each in launches)
+    n = widest(programs, device_of(x)[1], 7).takes if rows[1:] else 0
+    return (programs[n],), launches[n]
+
+
+def scan_launch(table: dict | Config, k: Tensor, heads: int, V: int) -> tuple[tuple[int], dict]:
+    """(grid, BK and the row) of a kernel that carries S [K, BV]: of a `rows.scan_table`, or this
+    row.
+    """
+    K, size, generation = k.shape[-1], k.element_size(), device_of(k)[0]
+    rows = (UNPIPELINED,)
     if isinstance(table, Config):
-        config = table.launch()
-    else:
-        rows = (UNPIPELINED,)
-        if scan_rows(generation, K * size).takes == "table":
-            rows = of_generation(table, generation)[size][max(128, block(K))]
-        launches = [row.launch(V=V) for row in rows]
-        programs = tuple(heads * cdiv(V, x["BV"]) for x in launches)
-        config = launches[widest(programs, processors, 7).takes]
-    return (heads * cdiv(V, config["BV"]),), {"BK": block(K), **config}
+        rows = (table,)
+    elif scan_rows(generation, K * size).takes == "table":
+        rows = of_generation(table, generation)[size][max(128, block(K))]
+    grid, config = widest_launch(rows, k, heads, V)
+    return grid, {"BK": block(K), **config}

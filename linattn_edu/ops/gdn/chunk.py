@@ -350,7 +350,7 @@ def forward(
         A, AG = (None, A) if gated else (A, None)
         if cp is not None:
             cp.send(stages.scan_map, (k, v, gc, R), initial_state, **packed)
-            initial_state = cp.receive(stages.cp_merge, initial_state)
+            initial_state = cp.promised(stages.cp_merge, initial_state)
         o, final_state = stages.scan(
             q, k, v, gc, P, R, initial_state, scale=scale, output_final_state=output_final_state,
             **packed,
@@ -408,7 +408,7 @@ def backward(
         if cp is not None:
             inputs = q, k, beta, gc, P, AG, do
             cp.send(stages.scan_map_bwd, inputs, dht, scale=scale, **packed)
-            dht = cp.receive(stages.cp_merge_bwd, dht)
+            dht = cp.promised(stages.cp_merge_bwd, dht)
         dq, dk, dv, dbeta, dgc, dh0 = stages.chunk_bwd(
             q, k, v, beta, gc, P, AG, do, initial_state, dht,
             None if low[0] is None else tuple(low), scale=scale, **packed,
