@@ -40,10 +40,13 @@ def time_ms(f: Callable[[], object]) -> float:
     return do_bench(f, warmup=WARMUP_MS, rep=REPEAT_MS, return_mode="median")
 
 
-def captured(f: Callable[[], object]) -> Callable[[], object]:
-    """f as a CUDA graph, which a server launches for each token: its kernels without the host."""
+def captured(f: Callable[[], object], **options) -> Callable[[], object]:
+    """f as a CUDA graph, which a server launches for each token: its kernels without the host.
+
+    options: Of torch.cuda.graph.
+    """
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, **options):
         f()
     return graph.replay
 

@@ -1,140 +1,348 @@
 """python -m benchmarks.ranks: one long sequence on one GPU and on several, beside fla.
 
-Starts a process for each GPU. Every time is the median of REPEATS calls, L2 emptied before each, on
-the slowest rank; the error is that of a rank's output, or worst gradient, against one GPU's.
+Starts a process for each GPU, once; those that a number of ranks leaves over wait. Every time is
+that of the slowest rank. ms: median of calls that begin together, L2 emptied before each. row_ms:
+of a call among 10 that are queued one after the other, as the layers of a model are. graph_ms: of a
+call replayed from a CUDA graph, null where it cannot be captured. The error is that of the output,
+or worst gradient, against one GPU's.
 """
 
 import argparse
-import json
+import gc
+import math
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from datetime import date
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as processes
+from torch import Tensor
 
-from benchmarks import measure
+from benchmarks import measure, tables
 from benchmarks.cases import FUNCTIONS
 from benchmarks.progress import fail
-from benchmarks.results import default_path, save, stamped
 from benchmarks.tuning import compile_side_by_side
-from linattn_edu import build_cp_context, chunk_gated_delta_rule, chunk_kda
-from linattn_edu.testing import gdn_inputs, kda_inputs, relative_rms
+from linattn_edu import (
+    build_cp_context,
+    chunk_gated_delta_rule,
+    chunk_kda,
+    mamba_chunk_scan_combined,
+)
+from linattn_edu.cp.groups import Gathering
+from linattn_edu.figures import speedup
+from linattn_edu.kernels.host import plan
+from linattn_edu.testing import gdn_inputs, kda_inputs, ssd_inputs
 
-TOKENS, HEADS, SIZE = 65536, 32, 128
-WARMUP, REPEATS = 5, 15
-NAMES = ("q", "k", "v", "g", "beta")
+RANKS = (1, 2, 4)
+CASES = ("strong", "none", "weak", "short")  # none: strong without gates, which forgets nothing
+# by case: tokens, of all ranks or of each
+TOKENS = {
+    "cuda": {"strong": speedup.STRONG, "weak": speedup.WEAK, "short": speedup.SHORT},
+    "cpu": {"strong": 96, "weak": 32, "short": 16},
+}
+# H, HV, K, V; of Mamba-2 heads, groups, P, N
+SIZES = {
+    "cuda": {"gdn": (32, 32, 128, 128), "kda": (32, 32, 128, 128), "ssd": (80, 1, 64, 128)},
+    "cpu": {"gdn": (1, 1, 8, 8), "kda": (1, 1, 8, 8), "ssd": (2, 1, 8, 8)},
+}
 LAYOUTS = ("contiguous", "zigzag")
 OURS = {"gdn": (chunk_gated_delta_rule, gdn_inputs), "kda": (chunk_kda, kda_inputs)}
+NAMES = ("q", "k", "v", "g", "beta")
+SSD = partial(mamba_chunk_scan_combined, chunk_size=256, dt_softplus=True)
+SSD_NAMES = ("x", "dt", "A", "B", "C", "D", "dt_bias")
+SHARED = ("A", "D", "dt_bias")  # whole on every rank, so that gradients are parts of a sum
+KEY = ("case", "gate", "library", "layout", "what", "ranks")  # of a row
+WARMUP, REPEATS = 3, 15
+ROW = {"cuda": 10, "cpu": 2}  # calls in a row
+QUEUES = 3  # rows of calls, of which the median counts
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is measured of one sequence."""
+
+    op: str
+    gate: str
+    tokens: int
+    ranks: tuple[int, ...]
+    library: str = "linattn_edu"
+
+    @property
+    def case(self) -> str:
+        n = self.tokens
+        return f"{self.op}_{n if n % 1024 else f'{n >> 10}k'}"
+
+
+def jobs(args: argparse.Namespace) -> list[Job]:
+    """The jobs of a run, without any twice; peers, which may have to tune themselves, at its end.
+
+    A case of weak scaling or short parts has as many tokens as there are ranks for it, and also its
+    time on one.
+    """
+    found, peers, seen = [], [], set()
+    strong = args.tokens or TOKENS[args.device]["strong"]
+    for case in args.cases:
+        gate = "none" if case == "none" else "trained"
+        for op in args.ops:
+            if case == "none" and op not in OURS:
+                continue
+            if case in ("strong", "none"):
+                lengths = {strong: args.ranks}
+                peers.append(Job(op, gate, strong, args.ranks, "fla"))
+            else:
+                each = TOKENS[args.device][case]
+                lengths = {each * n: tuple(sorted({1, n})) for n in args.ranks}
+            for tokens, ranks in lengths.items():
+                new = tuple(n for n in ranks if (op, gate, tokens, n) not in seen)
+                seen |= {(op, gate, tokens, n) for n in new}
+                found += [Job(op, gate, tokens, new)] if new else []
+    return found + [job for job in peers if args.device != "cpu" and fla(job.op)]
 
 
 def fla(op: str):
-    """fla's function of an operator, and its contexts; None where it is not installed."""
+    """fla's function of an operator, and what makes its contexts; None where there is none."""
     try:
         from fla.ops.cp import build_cp_context as context
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule as gdn
         from fla.ops.kda import chunk_kda as kda
     except ImportError:
         return None
-    return {"gdn": gdn, "kda": kda}[op], context
+    f = {"gdn": gdn, "kda": kda}.get(op)
+    return f and (f, context)
 
 
-def once(device: torch.device, f) -> float:
-    """Milliseconds of one call, which begins on all ranks at once."""
-    if device.type == "cpu":
-        dist.barrier()
-        begun = time.perf_counter()
-        f()
-        return 1e3 * (time.perf_counter() - begun)
-    torch.empty(2**26, dtype=torch.int32, device=device).zero_()  # empties L2
-    dist.all_reduce(torch.zeros(1, device=device))
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    f()
-    end.record()
-    torch.cuda.synchronize()
-    return begin.elapsed_time(end)
+# ---- ranks that measure together
 
 
-def time_ms(device: torch.device, f) -> float:
-    """The median on the slowest rank."""
-    for _ in range(WARMUP):
-        f()
-    own = statistics.median(once(device, f) for _ in range(REPEATS))
-    every = [None] * dist.get_world_size()
-    dist.all_gather_object(every, own)
-    return max(every)
+@dataclass
+class Team:
+    """The first ranks of the world, on each of them."""
+
+    device: torch.device
+    size: int
+    group: dist.ProcessGroup | None  # of their tensors; None: one rank
+    control: dist.ProcessGroup | None  # of what their hosts say to each other
+
+    def gathered(self, x: object) -> list:
+        """What each rank has."""
+        every = [x] * self.size
+        if self.control is not None:
+            dist.all_gather_object(every, x, group=self.control)
+        return every
+
+    def attempt(self, name: str, f: Callable):
+        """f(), or None where it fails on any rank, of which the first says why."""
+        found, why = None, None
+        try:
+            found = f()
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}".splitlines()[0]
+        reasons = [x for x in self.gathered(why) if x]
+        if not reasons:
+            return found
+        if self.group is None or self.group.rank() == 0:
+            print(f"{name}: {reasons[0]}", file=sys.stderr, flush=True)
+        return None
+
+    def timed(self, f: Callable, calls: int = 1, flush: bool = True) -> float:
+        """Milliseconds of one of some calls, the first of which begins on all ranks at once."""
+        if self.device.type == "cpu":
+            self.gathered(None)
+            begun = time.perf_counter()
+            for _ in range(calls):
+                f()
+            return 1e3 * (time.perf_counter() - begun) / calls
+        if flush:
+            torch.empty(2**26, dtype=torch.int32, device=self.device).zero_()  # empties L2
+        if self.group is not None:
+            dist.all_reduce(torch.zeros(1, device=self.device), group=self.group)
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for _ in range(calls):
+            f()
+        end.record()
+        torch.cuda.synchronize()
+        return begin.elapsed_time(end) / calls
+
+    def median(self, f: Callable, repeats: int, **options) -> float:
+        """The median on the slowest rank."""
+        repeats = repeats if self.device.type == "cuda" else 1
+        own = statistics.median(self.timed(f, **options) for _ in range(repeats))
+        return round(max(self.gathered(own)), 4)
+
+    def times(self, name: str, f: Callable) -> dict:
+        """ms, row_ms and graph_ms of a call that has been made before."""
+        for _ in range(WARMUP if self.device.type == "cuda" else 0):
+            f()
+        times = {"ms": self.median(f, REPEATS)}
+        times["row_ms"] = self.median(f, QUEUES, calls=ROW[self.device.type], flush=False)
+        replay = None
+        if self.device.type == "cuda" and name not in _REFUSED:
+            # the threads of NCCL may look at events meanwhile
+            capture = partial(measure.captured, f, capture_error_mode="thread_local")
+            replay = self.attempt(f"{name} as a CUDA graph", capture)
+            _REFUSED.update(() if replay else (name,))
+        return times | {"graph_ms": replay and self.median(replay, REPEATS)}
 
 
-def passes(f, tensors: dict, do: torch.Tensor, **options):
+_REFUSED: set[str] = set()  # calls that no CUDA graph takes, the same on all ranks of a team
+
+
+# ---- calls and rows
+
+
+def drawn(job: Job, device: torch.device) -> tuple[Callable, dict[str, Tensor], Tensor]:
+    """Our function, the tensors of the whole sequence, the gradient of the output."""
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    shape, options = (1, job.tokens, *SIZES[device.type][job.op]), {"dtype": dtype}
+    options["device"] = device
+    if job.op in OURS:
+        f, inputs = OURS[job.op]
+        i, names, like = inputs(*shape, gate=job.gate, **options), NAMES, "v"
+    else:
+        f, names, like = SSD, SSD_NAMES, "x"
+        i = ssd_inputs(*shape, decay=job.gate, **options)
+    x = {n: getattr(i, n) for n in names}
+    return f, x, measure.gradient(x[like])
+
+
+def passes(f: Callable, tensors: dict, do: Tensor, **options) -> dict[str, Callable]:
     """The two calls that are timed."""
     leaves = {n: t.detach().requires_grad_() for n, t in tensors.items()}
 
-    def forward():
-        with torch.no_grad():
-            return f(**tensors, **options)[0]
+    def output(x: dict) -> Tensor:
+        o = f(**x, **options)
+        return o[0] if isinstance(o, tuple) else o
 
-    def both():
-        o = f(**leaves, **options)[0]
+    def forward() -> Tensor:
+        with torch.no_grad():
+            return output(tensors)
+
+    def both() -> tuple[Tensor, ...]:
+        o = output(leaves)
         return (o.detach(), *torch.autograd.grad(o, list(leaves.values()), do))
 
     return {"forward": forward, "forward_backward": both}
 
 
-def rows_of(op: str, device: torch.device, tokens: int, heads: int, size: int) -> Iterator[dict]:
-    """The rows of an operator, as they come; rank 0 alone needs them."""
-    ours, inputs = OURS[op]
-    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    i = inputs(1, tokens, heads, heads, size, size, dtype=dtype, device=device)
-    x = {n: getattr(i, n) for n in NAMES}
-    do = torch.randn(i.v.shape, device=device, generator=seeded(device)).to(dtype)
-    world, cu_seqlens = dist.get_world_size(), torch.tensor([0, tokens], device=device)
-    whole = passes(ours, x, do)["forward_backward"]()
-    group = dist.group.WORLD
-    contexts = {n: build_cp_context(cu_seqlens, group, layout=n) for n in LAYOUTS}
-    libraries = {"linattn_edu": (ours, contexts["contiguous"], contexts["contiguous"])}
-    libraries["linattn_edu_zigzag"] = ours, contexts["zigzag"], contexts["zigzag"]
-    if (found := fla(op)) is not None and device.type != "cpu":
-        f, build = found
-        own = build(cu_seqlens=cu_seqlens, group=group)
-        libraries["fla"] = f, own, contexts["contiguous"]
-    for library, (f, own, where) in libraries.items():
+def apart(x: Tensor, ref: Tensor) -> float:
+    """testing.relative_rms, on the device: these tensors are large."""
+    x, ref = x.double(), ref.double()
+    error = ((x - ref).norm() / ref.norm()).item()
+    return error if math.isfinite(error) else math.inf
 
-        def mine(y, where=where):
-            return torch.cat([y[:, slice(*part.tokens)] for part in where.parts], 1)
 
-        cut = {n: mine(t) for n, t in x.items()}
-        on = {world: passes(f, cut, mine(do), cp_context=own)}
-        if library in ("linattn_edu", "fla"):  # on one GPU there is one layout
-            on[1] = passes(f, x, do)
-        got = on[world]["forward_backward"]()
-        errors = [relative_rms(a, mine(b)) for a, b in zip(got, whole, strict=True)]
-        every = [None] * world
-        dist.all_gather_object(every, errors)
-        del got
-        for ranks, calls in sorted(on.items()):
+def rows_of(job: Job, team: Team, f: Callable, x: dict, do: Tensor, whole: tuple) -> Iterator[dict]:
+    """The rows of a job on a team, as they come, on each of its ranks.
+
+    whole: The output and the gradients on one GPU.
+    """
+    ours = job.library == "linattn_edu"
+    if not ours:
+        f, build = fla(job.op)
+
+    def row(what: str, layout: str) -> dict:
+        places = {"layout": layout, "gate": job.gate, "ranks": team.size, "tokens": job.tokens}
+        return {"case": job.case, "library": job.library, "what": what} | places
+
+    def result(call: Callable) -> tuple[Tensor, ...] | None:
+        """Of a first call; a peer may fail."""
+        return call() if ours else team.attempt(f"{job.library} {job.case}, {team.size}", call)
+
+    if team.size == 1:
+        calls = passes(f, x, do)
+        if result(calls["forward_backward"]) is not None:
             for what, call in calls.items():
-                row = {"case": f"{op}_{tokens >> 10}k", "library": library, "what": what}
-                row |= {"ranks": ranks, "ms": round(time_ms(device, call), 4)}
-                if ranks > 1:
-                    row["error"] = max(e[0] for e in every)
-                    row["error_gradients"] = max(max(e[1:]) for e in every)
-                yield row
-    message = torch.zeros(1, heads, size, 2 * size, device=device)
-    gathered = message.new_empty(world, *message.shape[1:])
+                name = f"{job.library} {job.op} {what} on 1"
+                yield row(what, LAYOUTS[0]) | team.times(name, call)
+        return
+    cu_seqlens = torch.tensor([0, job.tokens], device=team.device)
+    for layout in LAYOUTS if ours else LAYOUTS[:1]:
+        context = build_cp_context(cu_seqlens, team.group, layout=layout)
+        own = context if ours else build(cu_seqlens=cu_seqlens, group=team.group)
+
+        def mine(y: Tensor, parts=context.parts) -> Tensor:
+            return torch.cat([y[:, slice(*part.tokens)] for part in parts], 1)
+
+        cut = {n: t if n in SHARED else mine(t) for n, t in x.items()}
+        calls = passes(f, cut, mine(do), cp_context=own)
+        if (got := result(calls["forward_backward"])) is None:
+            continue
+        errors = []
+        for name, a, b in zip(("o", *x), got, whole, strict=True):
+            if name in SHARED:
+                a = a.double()
+                dist.all_reduce(a, group=team.group)
+            errors.append(apart(a, b if name in SHARED else mine(b)))
+        del got, a, b
+        every = team.gathered(errors)
+        error = {"error": max(e[0] for e in every)}
+        error["error_gradients"] = max(max(e[1:]) for e in every)
+        for what, call in calls.items():
+            name = f"{job.library} {job.op} {what} over {team.size}"
+            yield row(what, layout) | team.times(name, call) | error
+        if ours:
+            sent = messages(calls["forward"])
+            times = team.times(f"gather over {team.size}", partial(gather, sent, team))
+            nbytes = sum(message.nbytes for message in sent)
+            yield row("gather", layout) | times | {"bytes": nbytes}
+
+
+def messages(call: Callable) -> list[Tensor]:
+    """What a rank sends in a call."""
+    sent, begin = [], Gathering.__init__
+
+    def watched(self, x: Tensor, *args):
+        sent.extend([] if x.is_meta else [x])
+        begin(self, x, *args)
+
+    with patch.object(Gathering, "__init__", watched), plan.off():
+        call()
+    return sent
+
+
+def gather(sent: list[Tensor], team: Team) -> None:
+    """Send messages as a call does, and nothing else."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    ms = round(time_ms(device, lambda: gather(gathered, message)), 4)
-    row = {"case": f"{op}_{tokens >> 10}k", "library": "linattn_edu", "what": "gather"}
-    yield row | {"ranks": world, "ms": ms, "bytes": message.numel() * 4}
+    for x in sent:
+        gather(x.new_empty(team.size * len(x), *x.shape[1:]), x, group=team.group)
 
 
-def seeded(device: torch.device) -> torch.Generator:
-    return torch.Generator(device=device).manual_seed(1)
+# ---- processes
+
+
+def measure_jobs(rank: int, args: argparse.Namespace, device: torch.device) -> None:
+    """All jobs, on a rank of the world."""
+    teams = {}
+    for n in sorted({*args.ranks, args.world}):
+        group = control = None
+        if n > 1:
+            group = control = dist.new_group(range(n))
+            control = dist.new_group(range(n), backend="gloo") if device.type == "cuda" else group
+        teams[n] = Team(device, n, group, control)
+    table = None
+    if rank == 0:
+        table = tables.opened(args, "cp", *KEY, ran=lambda row: (FUNCTIONS[op_of(row)], "cp"))
+    for job in jobs(args):
+        f, x, do = drawn(job, device)
+        whole = passes(f, x, do)["forward_backward"]() if max(job.ranks) > 1 else ()
+        for n in job.ranks:
+            teams[args.world].gathered(None)  # nobody disturbs those who measure
+            for row in rows_of(job, teams[n], f, x, do, whole) if rank < n else ():
+                if table is not None:
+                    table.add(row)
+        del x, do, whole
+
+
+def op_of(row: dict) -> str:
+    """The operator of a row."""
+    return row["case"].split("_")[0]
 
 
 def work(rank: int, args: argparse.Namespace, meeting: str) -> None:
@@ -143,47 +351,47 @@ def work(rank: int, args: argparse.Namespace, meeting: str) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
         compile_side_by_side()
+    else:
+        torch.set_num_threads(1)
     backend = "nccl" if device.type == "cuda" else "gloo"
-    options = {"init_method": f"file://{meeting}", "rank": rank, "world_size": args.ranks}
+    options = {"init_method": f"file://{meeting}", "rank": rank, "world_size": args.world}
     dist.init_process_group(backend, **options)
-    rows = []
-    for op in args.ops.split(","):
-        for row in rows_of(op, device, args.tokens, args.heads, args.size):
-            rows.append(stamped(row, (FUNCTIONS[op], "cp")))
-            if rank == 0:
-                print(json.dumps(row), flush=True)
-                save(args.out, {**heading(device), "rows": rows})
+    measure_jobs(rank, args, device)
+    gc.collect()  # threads of a group end with the last reference to it
     dist.destroy_process_group()
 
 
-def heading(device: torch.device) -> dict:
-    """Where and with what it was measured."""
-    import triton
+def parsed(argv: list[str]) -> argparse.Namespace:
+    """The arguments; ranks begin with one, which all are compared with."""
+    p = tables.parser("ranks", __doc__, file="cp")
+    every = (*OURS, "ssd")
 
-    from benchmarks.adapters import version_of
+    def listed(text: str) -> tuple[str, ...]:
+        return tuple(text.split(","))
 
-    gpu = "CPU" if device.type == "cpu" else measure.gpu_name()
-    data = {"gpu": gpu, "torch": torch.__version__, "triton": triton.__version__}
-    data |= {"fla": version_of("fla"), "cuda": torch.version.cuda}
-    return data | {"date": date.today().isoformat()}
+    def numbers(text: str) -> tuple[int, ...]:
+        return tuple(sorted({1, *map(int, text.split(","))}))
+
+    p.add_argument("--ranks", type=numbers, default=RANKS, help="GPUs (default 1,2,4)")
+    p.add_argument("--ops", type=listed, default=every, help=f"(default {','.join(every)})")
+    p.add_argument("--cases", type=listed, default=CASES, help=f"(default {','.join(CASES)})")
+    p.add_argument("--tokens", type=int, help="of all ranks, in strong and none (default 65536)")
+    args = p.parse_args(argv)
+    for name, known in (("ops", every), ("cases", CASES)):
+        if unknown := [x for x in getattr(args, name) if x not in known]:
+            p.error(f"--{name} must be of {', '.join(known)}, got {', '.join(unknown)}")
+    if args.ranks[0] < 1:
+        p.error(f"--ranks must be 1 or more, got {args.ranks[0]}")
+    args.world = max(args.ranks)
+    return args
 
 
 def main(argv: list[str]) -> int:
-    p = argparse.ArgumentParser(prog="python -m benchmarks.ranks", description=__doc__)
-    p.add_argument("--ranks", type=int, default=2, help="GPUs (default 2)")
-    p.add_argument("--ops", default="gdn,kda", help="comma-separated (default gdn,kda)")
-    p.add_argument("--tokens", type=int, default=TOKENS)
-    p.add_argument("--heads", type=int, default=HEADS)
-    p.add_argument("--size", type=int, default=SIZE, help="of a key and of a value")
-    p.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    p.add_argument("--out", type=Path, help="file of results (chapters/data/cp_<gpu>.json)")
-    args = p.parse_args(argv)
-    if args.device == "cuda" and torch.cuda.device_count() < args.ranks:
-        return fail(f"{args.ranks} GPUs are wanted, torch sees {torch.cuda.device_count()}")
-    if args.out is None:
-        args.out = default_path("cpu" if args.device == "cpu" else measure.gpu_name(), "cp")
+    args = parsed(argv)
+    if args.device == "cuda" and torch.cuda.device_count() < args.world:
+        return fail(f"{args.world} GPUs are wanted, torch sees {torch.cuda.device_count()}")
     with tempfile.TemporaryDirectory() as folder:
-        processes.spawn(work, (args, f"{folder}/meeting"), nprocs=args.ranks)
+        processes.spawn(work, (args, f"{folder}/meeting"), nprocs=args.world)
     return 0
 
 

@@ -4,23 +4,40 @@ import argparse
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import date
 from pathlib import Path
 
 import torch
 
 from benchmarks import measure
+from benchmarks.adapters import version_of
 from benchmarks.progress import fail
-from benchmarks.ranks import heading
 from benchmarks.results import default_path, differences, load, save, stamped
 
 
-def parser(name: str, doc: str, **lists: tuple[int, ...]) -> argparse.ArgumentParser:
-    """The options --device and --out, and one for each list of integers."""
+def heading(device: torch.device) -> dict:
+    """Where and with what it is measured."""
+    import triton
+
+    gpu = "CPU" if device.type == "cpu" else measure.gpu_name()
+    data = {"gpu": gpu, "torch": torch.__version__, "triton": triton.__version__}
+    data |= {"fla": version_of("fla"), "cuda": torch.version.cuda}
+    return data | {"date": date.today().isoformat()}
+
+
+def parser(
+    name: str, doc: str, *, file: str | None = None, **lists: tuple[int, ...]
+) -> argparse.ArgumentParser:
+    """The options --device and --out, and one for each list of integers.
+
+    file: Of results, where it has another name than the command.
+    """
+    file = file or name
     p = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=doc)
     for option, default in lists.items():
         p.add_argument(f"--{option}", type=int, nargs="+", default=default)
     p.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try it")
-    p.add_argument("--out", type=Path, help=f"file of results (chapters/data/{name}_<gpu>.json)")
+    p.add_argument("--out", type=Path, help=f"file of results (chapters/data/{file}_<gpu>.json)")
     return p
 
 
@@ -61,6 +78,7 @@ def opened(
         return None
     path = args.out or default_path("cpu" if device.type == "cpu" else measure.gpu_name(), name)
     table, old = Table(path, heading(device), key, device, ran), load(path)
-    for row in old["rows"] if old and not differences(old, table.top) else ():
-        table.rows[table.known(row)] = row
+    if old and not differences(old, table.top):
+        table.rows = {table.known(row): row for row in old["rows"]}
+        table.top |= {name: old.get(name) for name, value in table.top.items() if value is None}
     return table

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from linattn_edu import measurements, tables
+from linattn_edu.figures import speedup
 from linattn_edu.measurements import timed
 from linattn_edu.pipeline import (
     BACKWARD,
@@ -296,6 +297,22 @@ def measured_backward(name: str = RESULTS) -> None:
     """
     both = lambda data: timed(data, "forward_backward")
     _tables(name, both, tables.backward_cells, "Forward and backward pass.")
+
+
+def measured_ranks(case: str = "strong", gate: str = "trained", name: str = "cp") -> None:
+    """Show what several GPUs take beside one, and how many times as fast they are.
+
+    Args:
+        case, gate: As in linattn_edu.figures.speedup.speedups.  name: Of the file of results.
+    """
+    caption = {"strong": "The same tokens", "weak": f"{speedup.WEAK} tokens for each GPU"}.get(
+        case, f"{speedup.SHORT} tokens for each GPU"
+    )
+    caption += ", no gates." if gate == "none" else "."
+    caption += " queued, graph: times as fast where calls wait in a row, and in a CUDA graph;"
+    caption += " message: the forward pass's, alone."
+    rows_of = lambda data: speedup.paired(data["rows"], case, gate)
+    _tables(name, rows_of, lambda rows: speedup.cells(rows, case, gate), caption)
 
 
 def measured_decode(name: str = RESULTS) -> None:
