@@ -1,6 +1,6 @@
 """Sequences of different lengths, one after the other in a batch of one."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import torch
@@ -19,6 +19,7 @@ class Packing:
     chunk_indices: Tensor  # [NT, 2] int64: sequence of each chunk, and its number in the sequence
     chunk_offsets: Tensor  # [N + 1] int64: number of the first chunk of each sequence
     longest: int | None = None  # tokens of the longest sequence, where the host knows
+    _pieces: dict = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def sequences(self) -> int:
@@ -30,17 +31,31 @@ class Packing:
         """NT, the number of chunks of all sequences."""
         return len(self.chunk_indices)
 
-    def pieces(self, size: int, tokens: int) -> Tensor:
-        """[NP, 2]: as chunk_indices, for pieces of `size` of all `tokens`.
+    def pieces(self, size: int, tokens: int, short: int | None = None, long: int = 0) -> Tensor:
+        """[NP, 3]: as chunk_indices, for pieces of all `tokens`, and the tokens of a piece: `size`,
+        or at most `short` in sequences of more than `size` and up to `long` tokens.
 
-        NP is what may be needed, so that nothing waits for the device: the rows left over are of
-        pieces after the last sequence's end.
+        A sequence without tokens has a piece. NP is what may be needed, so that nothing waits for
+        the device: the rows left over are of pieces after the last sequence's end.
         """
-        counts = (self.cu_seqlens.diff() + size - 1).div(size, rounding_mode="floor")
+        key = size, tokens, short, long
+        if key not in self._pieces:
+            self._pieces[key] = self._cut(*key)
+        return self._pieces[key]
+
+    def _cut(self, size: int, tokens: int, short: int | None, long: int) -> Tensor:
+        lengths, short = self.cu_seqlens.diff(), min(short or size, size)
+        sizes = torch.where((lengths > size) & (lengths <= long), short, size)
+        counts = (lengths + sizes - 1).div(sizes, rounding_mode="floor").clamp_(min=1)
         ends = counts.cumsum(0)
-        i = torch.arange(len(counts) + tokens // size, device=counts.device)
+        i = torch.arange(len(counts) + tokens // short, device=counts.device)
         sequence = torch.searchsorted(ends, i, right=True).clamp_(max=len(counts) - 1)
-        return torch.stack([sequence, i - (ends - counts)[sequence]], 1)
+        return torch.stack([sequence, i - (ends - counts)[sequence], sizes[sequence]], 1)
+
+    def piece_offsets(self, size: int) -> Tensor:
+        """[N + 1]: as chunk_offsets, for `pieces` of this size."""
+        counts = (self.cu_seqlens.diff() + size - 1).div(size, rounding_mode="floor").clamp_(min=1)
+        return torch.cat([counts.new_zeros(1), counts.cumsum(0)])
 
 
 def pack(

@@ -156,8 +156,8 @@ def test_what_the_readme_says_that_is_refused(function, arguments, said):
 
 JOINED = {
     "delta.cumsum": ("cumsum", "global_cumsum"),
-    "delta.cp_merge": ("piece_map", "cp_merge"),
-    "delta.cp_merge_bwd": ("piece_map_bwd", "cp_merge_bwd"),
+    "delta.cp_merge": ("piece_map", "cp_merge", "cp_join"),
+    "delta.cp_merge_bwd": ("piece_map_bwd", "cp_merge_bwd", "cp_join_bwd"),
     "delta.gate": ("gate", "layer_gate_bwd"),
     "delta.kda_bwd": ("kda_output_bwd", "kda_wy_bwd"),
     "fused.gdn_intra": ("intra_chunk",),

@@ -51,7 +51,12 @@ class Pieces:
         """
         if not self.several:
             return state
-        maps = make(*given, pieces=self, **options)
+        return self.through(merge, make(*given, pieces=self, **options), state)
+
+    def through(self, merge: Callable, maps: tuple, state: Tensor | None) -> Tensor | None:
+        """The same by maps [N, ...] that are there already."""
+        if not self.several:
+            return state
         first = 1 if self.chains is not None else self.batch
         S_ext, M = (x.view(first, -1, *x.shape[1:]) for x in maps)
         offsets = {} if self.chains is None else {"offsets": self.chains}
@@ -97,6 +102,13 @@ def by_maps(x: Tensor, heads: int, V: int, chunk_size: int, packing: Packing | N
     return _in_pieces(x, chunk_size, packing, size, limits.LEAST) if size else whole_of(x, packing)
 
 
+def over_ranks(x: Tensor, heads: int, V: int, chunk_size: int, packing: Packing | None) -> Pieces:
+    """The pieces of Mamba-2's scans where sequences are cut over ranks: those of ssd_ends."""
+    size = by_kind.ssd_piece(kind_of(x, heads, V, chunk_size, packing), True).takes
+    cut = size < x.shape[1]
+    return _in_pieces(x, chunk_size, packing, size, 1) if cut else whole_of(x, packing)
+
+
 def by_warm_up(x: Tensor, heads: int, V: int, chunk_size: int, packing: Packing | None) -> Pieces:
     """The pieces of such a scan that are entered by a warm-up."""
     size = by_kind.pieces_by_warm_up(kind_of(x, heads, V, chunk_size, packing)).takes
@@ -118,7 +130,10 @@ def _in_pieces(
     counts = (lengths + size - 1).div(size, rounding_mode="floor")
     counts = counts.where(lengths >= least * size, 1)
     chains = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-    N = batch + x.shape[0] * T // size  # what may be needed: the last ones are empty
+    if packing is None:
+        N = batch * (cdiv(T, size) if least * size <= T else 1)
+    else:
+        N = batch + T // size  # what may be needed: the last ones are empty
     i = torch.arange(N, device=x.device)
     sequence = torch.searchsorted(chains, i, right=True).sub_(1)  # batch: there is no such piece
     begun = (i - chains[sequence]) * size

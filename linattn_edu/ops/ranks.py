@@ -118,6 +118,17 @@ class Ranks:
             options = {n: own(x) for n, x in options.items()}
         return self.gather(f(*tensors, state, **options))
 
+    def send_pieces(self, join: Callable, maps: tuple, state: Tensor | None, **options) -> None:
+        """As send, where the maps of the pieces of all local sequences are there, numbers: join
+        writes those of the sources into the message. Kernels alone do.
+        """
+        message, slots = self._message(torch.empty)
+        if slots:
+            state = None if state is None else state[self.sources]
+            own = message[slots[0] : slots[-1] + 1].flatten(0, 1)
+            join(*maps, state, rows=self.sources, out=self._split(own), **options)
+        self._gather(message)
+
     def send_all(self, f: Callable, tensors: tuple, state: Tensor | None, **options) -> None:
         """As send, where f gives the maps of all local sequences."""
         maps = None
@@ -128,7 +139,7 @@ class Ranks:
 
     def gather(self, maps: tuple[Tensor, Tensor | None] | None) -> None:
         """Begin to gather the maps of all ranks; of a part without one it is zero."""
-        message, slots = self._message()
+        message, slots = self._message(torch.empty if maps is None else torch.zeros)
         S_ext, M = (None, None) if maps is None else maps
         for i, slot in enumerate(slots):
             own = slice(i * self.B, (i + 1) * self.B)
@@ -138,13 +149,15 @@ class Ranks:
                 to_M.copy_(M[own])
         self._gather(message)
 
-    def _message(self, new: Callable = torch.zeros) -> tuple[Tensor, list[int]]:
-        """A place for the maps of all parts, and which parts have one: those beside each other."""
+    def _message(self, new: Callable) -> tuple[Tensor, list[int]]:
+        """A place for the maps of all parts, and which parts have one: those beside each other.
+
+        A number is in a column of its own, or four, so that rows begin at 16 bytes.
+        """
         H, K, V = self._matrix
-        sizes = (K, V + K * (not self.alone)) if self.matrices else (K * V + 1,)
-        message = new(
-            len(self.parts), self.B, H, *sizes, dtype=self.dtype, device=self.sources.device
-        )
+        more = K * (not self.alone) if self.matrices else 1 if K == 1 else 4
+        sizes = len(self.parts), self.B, H, K, V + more
+        message = new(sizes, dtype=self.dtype, device=self.sources.device)
         return message, [i for i, p in enumerate(self.parts) if self._source(p) >= 0]
 
     def _gather(self, message: Tensor) -> None:
@@ -197,10 +210,8 @@ class Ranks:
         """S_ext [..., H, K, V] and M, [..., H, K, K] or [..., H], of messages; M without columns
         where none is sent.
         """
-        _, K, V = self._matrix
-        if self.matrices:
-            return message[..., :V], message[..., V:]
-        return message[..., :-1].unflatten(-1, (K, V)), message[..., -1]
+        V = self._matrix[2]
+        return message[..., :V], message[..., V:] if self.matrices else message[..., 0, V]
 
     def _source(self, p: _Part) -> int:
         return p.head if self.back else p.tail

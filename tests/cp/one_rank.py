@@ -20,6 +20,7 @@ from cp.cp_checks import OPERATORS, TOLERANCES, compare, draw, on_one, on_rank
 from processes import be_a_rank
 
 from linattn_edu.kernels.host import plan
+from linattn_edu.kernels.routes import forced
 from linattn_edu.ops.gdn.chunk import chunk as gdn
 from linattn_edu.ops.kda.chunk import chunk as kda
 from linattn_edu.ops.ssd.chunk import scan as ssd
@@ -60,6 +61,8 @@ def check(device: torch.device, rank: int, world: int) -> None:
             written_down(operator, declared, [0, 48 * world], layout, device)
         two_each = [0, *range(24, 48 * world, 48), 48 * world]  # which go on in another rank
         written_down(operator, declared, two_each, "contiguous", device)
+    with forced(SSD_PIECE=128):  # two pieces, the second one shorter
+        written_down("ssd", ssd, [0, 200 * world], "contiguous", device)
 
 
 def written_down(operator: str, declared, bounds: list[int], layout: str, device) -> None:

@@ -21,6 +21,7 @@ from linattn_edu import (
 from linattn_edu.cp import build_cp_context, simulate
 from linattn_edu.ops import gdn
 from linattn_edu.ops.gdn.chunk import chunk
+from linattn_edu.ops.ssd import chunk as ssd
 
 LAYOUTS = ("contiguous", "zigzag")
 # one sequence; several, one without tokens, some shorter than a chunk, one over all cuts
@@ -80,6 +81,33 @@ def test_kernels(operator, layout, device):
 
 def test_fused_kernels_of_mamba_2(device):
     check("ssd", [0, 10, 80], 3, impl="triton", dtype=torch.bfloat16, device=device)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("bounds", "B"), [([0, 512], 1), ([0, 600], 2), ([0, 100, 700, 700, 800], 1)], ids=str
+)
+def test_pieces_of_mamba_2(bounds, B, layout, device, force):
+    """Parts of several pieces: one sequence and whole pieces, a batch and a rest, documents."""
+    force(SSD_PIECE=128)
+    world = 2 if layout == "contiguous" else 1 + (B == 1)
+    options = {"impl": "triton", "dtype": torch.bfloat16, "device": device, "chunk_size": 128}
+    check("ssd", bounds, world, B=B, layout=layout, **options)
+
+
+@pytest.mark.parametrize("what", ["ssd_ends", "ssd_ends_bwd"])
+def test_a_piece_without_an_end_is_noticed(what, device, force, monkeypatch):
+    """Where the map of a part lacks its last piece, or that of gradients its first."""
+    force(SSD_PIECE=128)
+    stages = ssd.fused_stages("triton")
+    make = getattr(stages, what)
+    wrong = dataclasses.replace(
+        stages, **{what: lambda *x, rows, **y: make(*x, rows=rows[:0], **y)}
+    )
+    monkeypatch.setattr(ssd, "fused_stages", lambda impl: wrong)
+    options = {"impl": "triton", "dtype": torch.bfloat16, "device": device, "chunk_size": 128}
+    with pytest.raises(AssertionError, match="relative RMS"):
+        check("ssd", [0, 512], 2, **options)
 
 
 ROUTED = {

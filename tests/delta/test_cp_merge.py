@@ -32,6 +32,10 @@ MERGES = {
 }
 # rms error of an fp32 sum whose factors were rounded, over that of what it started from
 ROUNDED = {torch.float16: 4e-4, torch.bfloat16: 3e-3}
+JOINS = {
+    "join": [room.cp_join for room in ROOMS],
+    "join_bwd": [room.cp_join_bwd for room in ROOMS_BWD],
+}
 FADED = 1e-30  # the last bits of smaller numbers are less than 2^-126, a GPU's 0
 
 
@@ -135,6 +139,33 @@ def test_merge_of_several_sequences(merge, device):
         assert torch.equal(at_pieces[:, own], want[0])
         assert torch.equal(through[n], want[1][0])
     assert torch.equal(through[1], ends[1])
+
+
+@pytest.mark.parametrize("join", JOINS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_join_kernel_matches_reference(shape, join, device):
+    S_ext, M = maps(shape, True, device)
+    check_stage(*JOINS[join], (S_ext, M, torch.randn_like(S_ext[:, 0])))
+    check_stage(*JOINS[join], (S_ext, M))
+
+
+@pytest.mark.parametrize("join", JOINS)
+def test_join_of_some_of_several_sequences(join, device):
+    """Into rows that are further apart, as in a message; of a sequence without pieces too."""
+    kernel, _ = JOINS[join]
+    S_ext, M = maps((1, 6, 2, 20, 16), True, device)
+    offsets, rows = [0, 2, 2, 6], [2, 1]
+    ends = torch.randn(2, *S_ext.shape[2:], device=device)
+    message = torch.full((2, 2, 20, 20), float("nan"), device=device)
+    places = {n: torch.tensor(x, device=device) for n, x in (("offsets", offsets), ("rows", rows))}
+    S, number = kernel(S_ext, M, ends, out=(message[..., :16], message[..., 0, 16]), **places)
+    for i, n in enumerate(rows):
+        own = slice(offsets[n], offsets[n + 1])
+        want = kernel(S_ext[:, own], M[:, own], ends[i : i + 1])
+        assert torch.equal(S[i], want[0][0]) and torch.equal(number[i], want[1][0])
+    assert torch.equal(S[1], ends[1]) and (number[1] == 1).all()
+    message[..., :16], message[..., 0, 16] = 0, 0
+    assert message.isnan().sum() == 2 * 2 * (20 * 4 - 1)  # nothing else is written
 
 
 @pytest.mark.parametrize("channels", [False, True], ids=["scalar", "channels"])

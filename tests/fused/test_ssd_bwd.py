@@ -2,12 +2,48 @@
 
 import pytest
 import stages
+import torch
+
+from linattn_edu.kernels.delta.state import state
+from linattn_edu.kernels.delta.state_bwd import state_bwd
+from linattn_edu.kernels.fused.ssd_bwd import ssd_ends_bwd
+from linattn_edu.kernels.ssd.chunk_cumsum import chunk_cumsum_log
+from linattn_edu.packing import pack
+from linattn_edu.testing import assert_close
 
 
 @pytest.fixture
 def many(force):
     """Two heads a program where heads are summed."""
     force(SSD_MANY=2)
+
+
+test_ends = stages.matches("ssd_ends_bwd", "ssd_fused")
+
+
+@pytest.mark.parametrize("lengths", [(5,), (256,), (300,), (300, 0, 40, 256, 65)], ids=str)
+def test_over_ranks_pieces_are_scanned_side_by_side(lengths, device, force):
+    """By their maps; as the whole sequences, to the rounding of dS before each piece in fp32."""
+    force(SSD_PIECE=128)
+    several, options = len(lengths) > 1, {"chunk_size": 128}
+    kinds = ((4, 2), "channels", torch.bfloat16, device)
+    r = stages.parts("ssd_fused", sum(lengths), 40, 33, 128, *kinds)
+    C, B, x, dy, dt, dht = r.C, r.B, r.x, r.dy, r.dt, r.dht
+    if several:
+        options["packing"] = pack(torch.tensor([0, *lengths], device=device).cumsum(0), 128)
+        C, B, x, dy, dt = (y[:1] for y in (C, B, x, dy, dt))
+        dht = torch.randn(len(lengths), *dht.shape[1:], device=device)
+    gs, gc = chunk_cumsum_log(dt, r.A, r.dt_bias, softplus=True, **options)
+    h = state(B, None, x, gc, None, gs, **options)[0]
+    *maps, _ = ssd_ends_bwd(C, gc, dy, rows=torch.tensor([], dtype=torch.int64), **options)
+    args = (C, None, None, gc, dy, None, dht, None, h)
+    got = state_bwd(*args, scale=1.0, maps=maps, **options)
+    want = state_bwd(*args, scale=1.0, **options)
+    for name, x, y in zip(("dh", "dv", "dh0", "dlast"), got, want, strict=True):
+        if y is None:
+            assert x is None
+        else:
+            assert_close(name, x, y, 3e-3)
 
 
 test_kernels = pytest.mark.usefixtures("many")(stages.matches("ssd_bwd_bc ssd_bwd_dx", "ssd_fused"))

@@ -1,5 +1,8 @@
 """The fused forward pass of Mamba-2: kernel against reference, chunks of one tile and of two."""
 
+from functools import partial
+from itertools import accumulate, pairwise
+
 import pytest
 import stages
 import torch
@@ -7,23 +10,37 @@ from fused.parts import AXES
 from grids import name, pairs
 from ssd.ssd_checks import check_stage, parts
 
+from linattn_edu.kernels.delta.cp_merge import cp_join
 from linattn_edu.kernels.delta.state import state
 from linattn_edu.kernels.delta.state_bwd import state_bwd
+from linattn_edu.kernels.fused.ssd_bwd import ssd_ends_bwd
+from linattn_edu.kernels.fused.ssd_fwd import ssd_ends, ssd_fwd
+from linattn_edu.kernels.ssd.chunk_cumsum import chunk_cumsum_log
 from linattn_edu.packing import pack
+from linattn_edu.reference.delta.cp_merge import piece_map as piece_map_reference
 from linattn_edu.reference.delta.state import state as state_reference
 from linattn_edu.reference.delta.state_bwd import state_bwd as state_bwd_reference
+from linattn_edu.reference.fused.ssd_fwd import ssd_fwd as ssd_fwd_reference
 
 pytestmark = pytest.mark.usefixtures("poison")
 
 
+@pytest.mark.parametrize("short", [None, 2], ids="short={}".format)
 @pytest.mark.parametrize("lengths", [(5,), (4, 0, 9, 0), (0, 0, 8, 3), (0,), (12, 4, 1)], ids=str)
-def test_pieces_of_packed_sequences(lengths):
-    """Every piece of every sequence in order; what is left over begins at a sequence's end."""
-    cu_seqlens, size = torch.tensor([0, *lengths]).cumsum(0), 4
-    table = pack(cu_seqlens, 2).pieces(size, sum(lengths)).tolist()
-    pieces = [[n, i] for n, length in enumerate(lengths) for i in range(-(-length // size))]
+def test_pieces_of_packed_sequences(lengths, short):
+    """Every piece of every sequence in order; what is left over begins at a sequence's end.
+
+    Those of 5 to 9 tokens come in shorter ones, whatever is beside them.
+    """
+    packing, size = pack(torch.tensor([0, *lengths]).cumsum(0), 2), 4
+    table = packing.pieces(size, sum(lengths), short, 9).tolist()
+    sizes = [short if short and size < length <= 9 else size for length in lengths]
+    counts = [max(1, -(-length // s)) for length, s in zip(lengths, sizes, strict=True)]
+    pieces = [[n, i, sizes[n]] for n, count in enumerate(counts) for i in range(count)]
     assert table[: len(pieces)] == pieces
-    assert all(i * size >= lengths[n] for n, i in table[len(pieces) :])
+    assert all(i * s >= lengths[n] for n, i, s in table[len(pieces) :])
+    if short is None:
+        assert packing.piece_offsets(size).tolist() == [0, *accumulate(counts)]
 
 
 @pytest.fixture(params=[4096, 128], ids="PIECE={}".format)
@@ -35,6 +52,53 @@ def piece(request, force):
 ENDS = {"output_final_state": True}
 test_scores = stages.matches("chunk_scores", "ssd_fused")
 test_kernels = pytest.mark.usefixtures("piece")(stages.matches("ssd_fwd", "ssd_fused", more=ENDS))
+
+
+test_ends = stages.matches("ssd_ends", "ssd_fused")
+
+
+@pytest.mark.parametrize("T", [5, 128, 300, 256])
+def test_over_ranks_the_ends_of_pieces_serve_twice(T, device, force):
+    """They are the map of all, and bring each piece the state that enters it."""
+    force(SSD_PIECE=128)
+    r = stages.parts("ssd_fused", T, 33, 33, 64, (4, 2), "channels", torch.bfloat16, device)
+    *maps, offsets = ssd_ends(r.B, r.x, r.gs, r.gc, chunk_size=64)
+    assert offsets is None and maps[0].shape[1] == -(-T // 128)
+    kernel = partial(ssd_fwd, maps=maps)
+    args = (r.C, r.B, r.scores, r.x, r.gs, r.gc, r.h0, r.D)
+    check_stage(kernel, ssd_fwd_reference, args, output_final_state=True)
+    args = (r.B, None, r.x, r.gc, r.h0, r.gs)
+    check_stage(
+        lambda *_, **__: cp_join(*maps, r.h0), piece_map_reference, args, chunk_size=64
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("rows", [None, [0, 3], [4], []], ids=str)
+@pytest.mark.parametrize("back", [False, True], ids=["forward", "back"])
+def test_ends_of_packed_sequences(back, rows, device, force):
+    """To the bit those of each alone; at the edge of a sequence only where that is wanted."""
+    force(SSD_PIECE=128)
+    lengths = (300, 0, 40, 256, 65)
+    r = stages.parts("ssd_fused", 661, 40, 33, 128, (4, 2), "none", torch.bfloat16, device)
+    bounds = torch.tensor([0, *lengths], device=device).cumsum(0)
+    packing, f = pack(bounds, 128), ssd_ends_bwd if back else ssd_ends
+    gs, gc = chunk_cumsum_log(r.dt[:1], r.A, softplus=True, chunk_size=128, packing=packing)
+    given = (r.C[:1], gc, r.dy[:1]) if back else (r.B[:1], r.x[:1], gs, gc)
+    if rows is not None:
+        rows = torch.tensor(rows, device=device, dtype=torch.int64)
+    ends, kept, offsets = f(*given, chunk_size=128, packing=packing, rows=rows)
+    for n, (a, b) in enumerate(pairwise(bounds.tolist())):
+        first, after = offsets[n : n + 2].tolist()
+        assert after - first == max(1, -(-(b - a) // 128))
+        if a == b:
+            continue
+        want = f(*(t[:, a:b] for t in given), chunk_size=128, piece=128)
+        own = slice(first, after)
+        if rows is not None and n not in rows:
+            own = slice(first + 1, after) if back else slice(first, after - 1)
+        of = slice(own.start - first, own.stop - first)
+        assert torch.equal(ends[0, own], want[0][0, of]), n
+        assert torch.equal(kept[0, own], want[1][0, of]), n
 
 
 @pytest.mark.parametrize(tuple(AXES), pairs(**AXES | {"P": (33, 64, 128)}), ids=name)

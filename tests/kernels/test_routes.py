@@ -342,6 +342,17 @@ def test_the_rows_of_a_scan():
     assert "2 warps a program: keys of 66 bytes, no whole words" in str(found)
 
 
+def test_pieces_of_mamba_2():
+    """By a sequence's own length; of packed ones a table says it. Over ranks by eighths."""
+    lengths = {4096: 4096, 4097: 2048, 16384: 2048, 16385: 4096, 65536: 4096}
+    for T, tokens in lengths.items():
+        assert by_kind.ssd_piece(GOOD._replace(T=T)).takes == tokens
+        assert by_kind.ssd_piece(GOOD._replace(T=T, packed=True)).takes == 4096
+    ranks = {1: 512, 4096: 512, 4097: 640, 16384: 2048, 16385: 2176, 65536: 4096}
+    for T, tokens in ranks.items():
+        assert by_kind.ssd_piece(GOOD._replace(T=T), True).takes == tokens
+
+
 # -- what decisions may know
 
 
@@ -357,7 +368,7 @@ def test_what_is_decided_by_kind_sees_no_batch():
         p for f in vars(by_kind).values() if hasattr(f, "__wrapped__")
         for p in [*inspect.signature(f).parameters][1:]
     }  # fmt: skip
-    assert more == {"low", "kept", "lower_bound", "size"}
+    assert more == {"ranks", "low", "kept", "lower_bound", "size"}
     with choices.ask(GPUS["h100"], lambda *_: None):
         one, many = (torch.empty(B, 100, 2, 64, device="meta") for B in (1, 64))
         assert kind_of(one, 4, 32, 64, None) == kind_of(many, 4, 32, 64, None)

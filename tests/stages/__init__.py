@@ -41,7 +41,8 @@ def _joined(make):
 def _ssd(make):
     def parts(*sizes, **kinds):
         r = make(*sizes, **kinds)
-        return SimpleNamespace(**vars(r), **options(sizes[3]), ends=r.h0 is not None)
+        own = {"ends": r.h0 is not None, "piece": 2 * sizes[3]}
+        return SimpleNamespace(**vars(r), **options(sizes[3]), **own)
 
     return parts
 

@@ -85,6 +85,8 @@ STAGES = [
     Stage("delta/state", "ssd_fused",
           call("B - x gc dht gs seq_idx", "chunks", output_final_state=True)),
     Stage("delta/state_bwd", "ssd_fused", call("C - - gc dy - dht seq_idx h", "scaled")),
+    Stage("fused/ssd_fwd", "ssd_fused", call("B x gs gc", "chunks", piece="piece"), "ssd_ends"),
+    Stage("fused/ssd_bwd", "ssd_fused", call("C gc dy", "chunks", piece="piece"), "ssd_ends_bwd"),
     Stage("delta/cp_merge", "ssd_fused", call("B - x gc dht gs", "chunks"), "piece_map"),
     Stage("delta/cp_merge_bwd", "ssd_fused", call("C - - gc dy - dht", "scaled"), "piece_map_bwd"),
     Stage("fused/ssd_bwd", "ssd_fused", call("C B x gs gc h dh dy seq_idx", "chunks"),

@@ -215,6 +215,50 @@ def merge_kernel(
     store_tile(out_ptr + (i_n * H + i_h) * K * V, b_S, o_k, o_v, V, K, V)
 
 
+@triton.jit(do_not_specialize=["NP"])
+def join_kernel(
+    ext_ptr,  # [B, NP, H, K, V]
+    M_ptr,  # [B, NP, H]
+    h0_ptr,  # [R, H, K, V] or None
+    map_ptr,  # [R, H, K, V] out
+    number_ptr,  # [R, H] out
+    rows_ptr,  # [R]: the sequences that are joined; or None: all
+    offsets_ptr,  # [N + 1]: number of the first piece of each sequence; or None
+    NP,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    ROW: tl.constexpr,  # from row to row of map_ptr
+    STEP: tl.constexpr,  # from number to number
+    REVERSE: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr,
+):  # fmt: skip
+    """One program: BV columns of the map of one head, through a sequence's pieces.
+
+    Grid (R * H * V / BV).  Reference: linattn_edu.reference.delta.cp_merge.cp_join.
+    """
+    NV: tl.constexpr = (V + BV - 1) // BV
+    pid = tl.program_id(0)
+    i_v, i_r, i_h = pid % NV, (pid // NV).to(tl.int64), pid // NV % H
+    i_n = i_r // H if rows_ptr is None else tl.load(rows_ptr + i_r // H)
+    if offsets_ptr is None:
+        start, n = i_n * NP, NP
+    else:
+        start = tl.load(offsets_ptr + i_n)
+        n = (tl.load(offsets_ptr + i_n + 1) - start).to(tl.int32)
+    o_k, o_v = tl.arange(0, BK), i_v * BV + tl.arange(0, BV)
+    b_S = tl.zeros([BK, BV], dtype=tl.float32)
+    if h0_ptr is not None:
+        b_S += load_tile(h0_ptr + i_r * K * V, o_k, o_v, V, K, V).to(tl.float32)
+    number = 1.0
+    for i in tl.range(0, n, num_stages=3):
+        i_p = (start + (n - 1 - i if REVERSE else i)) * H + i_h
+        # eq:cp-merge   S <- M S + S_ext
+        M = tl.load(M_ptr + i_p)
+        b_S = M * b_S + load_tile(ext_ptr + i_p * K * V, o_k, o_v, V, K, V)
+        number *= M
+    store_tile(map_ptr + i_r * K * ROW, b_S, o_k, o_v, ROW, K, V)
+    tl.store(number_ptr + i_r * STEP, number, mask=i_v == 0)
+
+
 MAP_CONFIGS = scan_table(
     ampere={128: [row(4, 2, BV=32)], 256: [row(4, 1, BV=32)]},
     hopper={
@@ -235,6 +279,9 @@ MERGE_CONFIGS = {
         }
     },
 }
+
+
+JOIN = row(4, 3, BV=16)
 
 
 def piece_map(
@@ -327,6 +374,42 @@ def cp_merge(
     other in a batch of one.
     """
     return launch_merge(S_ext, M, initial_state, offsets, reverse=False)
+
+
+def cp_join(
+    S_ext: Tensor, M: Tensor, initial_state: Tensor | None = None, **which
+) -> tuple[Tensor, Tensor]:
+    """Launch join_kernel; arguments and result as in the reference; which: of launch_join."""
+    return launch_join(S_ext, M, initial_state, reverse=False, **which)
+
+
+def launch_join(
+    S_ext: Tensor,
+    M: Tensor,
+    initial_state: Tensor | None,
+    *,
+    reverse: bool,
+    offsets: Tensor | None = None,
+    rows: Tensor | None = None,
+    out: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Launch join_kernel, from the first piece of a sequence or from the last.
+
+    Args:
+        initial_state: [R, H, K, V], of the sequences that are joined.
+        offsets: as in cp_merge.  rows: [R], the sequences that are joined; None: all.
+        out: ([R, H, K, V], [R, H]), of which maps, rows and numbers are evenly spaced.
+    """
+    B, NP, H, K, V = S_ext.shape
+    R = len(rows) if rows is not None else B if offsets is None else len(offsets) - 1
+    if out is None:
+        out = S_ext.new_empty(R, H, K, V), S_ext.new_empty(R, H)
+    config = JOIN.launch(V=V)
+    join_kernel[(R * H * cdiv(V, config["BV"]),)](
+        S_ext, M, initial_state, *out, rows, offsets, NP, H, K, V, out[0].stride(2),
+        out[1].stride(1), reverse, BK=block(K), **config,
+    )  # fmt: skip
+    return out
 
 
 def launch_merge(

@@ -4,7 +4,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from linattn_edu.kernels.delta.cp_merge import launch_map, launch_merge, piece_of
+from linattn_edu.kernels.delta.cp_merge import (
+    launch_join,
+    launch_map,
+    launch_merge,
+    piece_of,
+)
 from linattn_edu.kernels.rows import row, scan_table
 from linattn_edu.kernels.tiles import cast, dot, load_gate, load_tile, load_vector, store_tile
 
@@ -138,6 +143,17 @@ def piece_map_bwd(
         *gc.stride()[1:3], x=q, after=(scale,), numbers=w is None,
         constants={"BT": chunk_size, "CHANNEL": gc.ndim == 4}, **which,
     )  # fmt: skip
+
+
+def cp_join_bwd(
+    dS_ext: Tensor, dM: Tensor, dht: Tensor | None = None, **which
+) -> tuple[Tensor, Tensor]:
+    """Launch join_kernel, back in time; arguments and result as in the reference.
+
+    which: of launch_join.
+    """
+    # eq:cp-merge-bwd   dS <- dM dS + dS_ext
+    return launch_join(dS_ext, dM, dht, reverse=True, **which)
 
 
 def cp_merge_bwd(

@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from linattn_edu.kernels.delta.cp_merge_bwd import cp_merge_bwd, piece_map_bwd
-from linattn_edu.kernels.pieces import by_maps, whole_of
+from linattn_edu.kernels.pieces import by_maps, over_ranks, whole_of
 from linattn_edu.kernels.routes import scan_launch
 from linattn_edu.kernels.rows import row, scan_table, states, whole
 from linattn_edu.kernels.tiles import (
@@ -261,13 +261,21 @@ def state_bwd(
     scale: float,
     chunk_size: int,
     packing: Packing | None = None,
+    maps: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor | None, ...]:
-    """Launch the kernel that suits the gates; arguments and result as in the reference."""
+    """Launch the kernel that suits the gates; arguments and result as in the reference.
+
+    maps: of ssd_ends_bwd, of the pieces that are then scanned side by side.
+    """
     H, K = q.shape[2:]
     HV, V = do.shape[2:]
-    pieces = by_maps(q, HV, V, chunk_size, packing) if seq_idx is None else whole_of(q, packing)
     given, options = (q, k, w, gc, do, dv_new, None, P), {"scale": scale, "chunk_size": chunk_size}
-    dht = pieces.entering(cp_merge_bwd, piece_map_bwd, given, dht, **options)
+    if maps is not None:
+        pieces = over_ranks(q, HV, V, chunk_size, packing)
+        dht = pieces.through(cp_merge_bwd, tuple(x.flatten(0, 1) for x in maps), dht)
+    else:
+        pieces = by_maps(q, HV, V, chunk_size, packing) if seq_idx is None else whole_of(q, packing)
+        dht = pieces.entering(cp_merge_bwd, piece_map_bwd, given, dht, **options)
     dh = q.new_empty(*states(q, chunk_size, packing), HV, K, V)
     dv_out, dv_new = dv_new, None if w is None else torch.empty_like(do)
     dh0 = q.new_empty(pieces.N, HV, K, V, dtype=torch.float32)

@@ -11,6 +11,7 @@ from linattn_edu.kernels.fused.ssd_fwd import (
     by_head,
     decay,
     documents_of,
+    launch_ends,
     load_step,
     store_sums,
     tile_of,
@@ -391,6 +392,24 @@ def ssd_bwd_sum_kernel(
 STATES = {False: row(4, 3), True: row(8, 3, 128)}
 SUM = {False: row(4, 1), True: row(8, 1)}
 DX, DA, FAR = row(4, 2), row(4, 3), row(4, 3)
+
+
+def ssd_ends_bwd(
+    C: Tensor,
+    gc: Tensor,
+    dy: Tensor,
+    *,
+    chunk_size: int,
+    piece: int | None = None,
+    packing: Packing | None = None,
+    rows: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Launch ssd_ends_kernel back in time; arguments and result as in the reference.
+
+    piece: None: as in ssd_ends. rows: the sequences [n] whose first piece is wanted; None: all.
+    What it is of others is not said.
+    """
+    return launch_ends(C, dy, None, gc, chunk_size, piece, packing, rows, back=True)
 
 
 def ssd_bwd_bc(

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from linattn_edu.kernels.routes import by_kind, kind_of
+from linattn_edu.kernels.routes import by_kind, kind_of, limits
 from linattn_edu.kernels.rows import chunk_args, row, whole
 from linattn_edu.kernels.ssd.chunk_scan import past_state
 from linattn_edu.kernels.tiles import (
@@ -112,67 +112,105 @@ def chunk_scores_kernel(
 
 @triton.jit
 def piece_of(pid, cu_ptr, pieces_ptr, T, H: tl.constexpr, PIECE: tl.constexpr):
-    """What program pid of a scan works on: PIECE tokens of one sequence of one head.
+    """What program pid of a scan works on: a piece of one sequence of one head.
 
-    cu_ptr, pieces_ptr: Packing.cu_seqlens and .pieces(PIECE), or None.
+    cu_ptr, pieces_ptr: Packing.cu_seqlens and .pieces, or None: pieces have PIECE tokens.
     Returns the head, the sequence, the number of the piece (through all sequences), the pieces
-    before it in its sequence, and, as `chunk_of`, its tokens.
+    before it in its sequence, its first token (through all sequences), the tokens from there to the
+    end of its sequence, and the tokens of a piece.
     """
-    i_h, i_piece, first, n_t = chunk_of(pid, cu_ptr, pieces_ptr, T, H, PIECE)
+    i_h, i_piece, size = pid % H, (pid // H).to(tl.int64), PIECE
     if cu_ptr is not None:
-        i_n = tl.load(pieces_ptr + 2 * i_piece)
-        before = tl.load(pieces_ptr + 2 * i_piece + 1).to(tl.int32)
+        i_n = tl.load(pieces_ptr + 3 * i_piece)
+        before = tl.load(pieces_ptr + 3 * i_piece + 1)
+        size = tl.load(pieces_ptr + 3 * i_piece + 2).to(tl.int32)
+        first = tl.load(cu_ptr + i_n) + before * size
+        n_t = (tl.load(cu_ptr + i_n + 1) - first).to(tl.int32)
     else:
         NP = tl.cdiv(T, PIECE)
-        i_n, before = i_piece // NP, (i_piece % NP).to(tl.int32)
-    return i_h, i_n, i_piece, before, first, n_t
+        i_n, before = i_piece // NP, i_piece % NP
+        first = i_n * T + before * PIECE
+        n_t = (T - before * PIECE).to(tl.int32)
+    return i_h, i_n, i_piece, before.to(tl.int32), first, n_t, size
 
 
-@triton.jit(do_not_specialize=["T", "tokens"])
+@triton.jit(do_not_specialize=["T", "tokens", "n_rows"])
 def ssd_ends_kernel(
-    B_ptr,  # [B, T, G, N]
-    x_ptr,  # [B, T, H, P]
-    gs_ptr,  # [H, B, T] log2
+    B_ptr,  # [B, T, G, N]; with BACK C
+    x_ptr,  # [B, T, H, P]; with BACK dy
+    gs_ptr,  # [H, B, T] log2; or None with BACK
     gc_ptr,  # [H, B, T] log2
     seq_ptr,  # [B, T] or None
-    ends_ptr,  # [NP, H, N, P] out: the state after each piece but a sequence's last, from zero
+    ends_ptr,  # [NP, H, N, P] out: the state after each piece, from zero
     kept_ptr,  # [NP, H] out: what is left of the state before the piece
+    rows_ptr,  # [n_rows]: sequences whose last piece has an end too; or None: with EDGE all
     cu_ptr,  # [NS + 1] or None
-    pieces_ptr,  # [NP, 2] or None
+    pieces_ptr,  # [NP, 3] or None
     T,
     tokens,  # B * T
+    n_rows,
+    BACK: tl.constexpr,  # back in time: the gradient of the state before each piece
+    EDGE: tl.constexpr,  # of a sequence's last piece, too; with BACK of its first
+    WHOLE: tl.constexpr,  # every chunk that is read has BC tokens
     G: tl.constexpr, H: tl.constexpr, N: tl.constexpr, P: tl.constexpr,
-    PIECE: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr,
+    PIECE: tl.constexpr, BC: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr,
 ):  # fmt: skip
-    """One program: PIECE tokens of one head.  Grid (NP * H).
+    """One program: a piece of one head, BT tokens at a time.  Grid (NP * H).
 
+    With documents BT is BC.
     Reference: linattn_edu.reference.fused.ssd_fwd.
     """
-    i_h, _, i_piece, before, first, n_t = piece_of(
+    i_h, i_n, i_piece, before, first, n_t, size = piece_of(
         tl.program_id(0), cu_ptr, pieces_ptr, T, H, PIECE
     )
+    wanted = tl.where(before > 0, 1, 0) if BACK else tl.where(n_t > size, 1, 0)
+    if EDGE:
+        if rows_ptr is None:
+            wanted = tl.where(n_t > 0, 1, 0)
+        else:
+            for i_row in range(n_rows):
+                wanted = tl.where(tl.load(rows_ptr + i_row) == i_n, 1, wanted)
     o_t, o_n, o_p = tl.arange(0, BT), tl.arange(0, BN), tl.arange(0, BP)
     gc_ptr += i_h.to(tl.int64) * tokens + first
-    gs_ptr += i_h.to(tl.int64) * tokens + first
+    if not BACK:
+        gs_ptr += i_h.to(tl.int64) * tokens + first
     b_h = tl.zeros([BN, BP], dtype=tl.float32)
     kept = 1.0
-    n_chunks = tl.where(n_t > PIECE, PIECE // BT, 0)
-    for i in range(n_chunks):  # from the last, so that the sum needs no decay of its own
-        i_t = n_chunks - 1 - i
+    n_tiles = size // BT
+    if EDGE or BACK:  # also of pieces that are shorter
+        n_tiles = tl.cdiv(tl.minimum(n_t, size), BT)
+    n_tiles = tl.where(wanted > 0, n_tiles, 0)
+    for i in range(n_tiles):  # from where the sum needs no decay of its own
+        i_t = i if BACK else n_tiles - 1 - i
         own = first + i_t * BT
+        n_own = BT if WHOLE else n_t - i_t * BT
         i, i_B = own * H + i_h, own * G + i_h // (H // G)
-        last = tl.load(gc_ptr + i_t * BT + BT - 1)
-        b_r, b_a = tl.exp2(last - tl.load(gs_ptr + i_t * BT + o_t)), tl.exp2(last)
+        start = 0 if BT == BC else i_t * BT % BC  # in the chunk
+        n_c = BC if WHOLE else tl.minimum(n_own + start, BC)
+        last = tl.load(gc_ptr + i_t * BT - start + n_c - 1)
+        if BACK:
+            b_r = tl.exp2(load_gate(gc_ptr + i_t * BT, o_t, 1, n_own))
+        elif WHOLE:
+            b_r = tl.exp2(last - tl.load(gs_ptr + i_t * BT + o_t))
+        else:
+            b_r = tl.exp2(last - load_step(gs_ptr + i_t * BT, o_t, n_own))
+        b_a = tl.exp2(last)
         if seq_ptr is not None:
             b_id, old, end = documents(seq_ptr + own, before * PIECE + i_t, o_t, BT)
             b_r = tl.where(b_id == end, b_r, 0.0)
             b_a = tl.where(end == old, b_a, 0.0)
-        b_x = load_tile(x_ptr + i * P, o_t, o_p, H * P, BT, P)  # [BT, BP]
-        b_B = load_tile(B_ptr + i_B * N, o_t, o_n, G * N, BT, N)  # [BT, BN]
-        # eq:ssd-scan   h <- a h + (diag(r * step) B)^T X, with the a of all chunks after this one
+        b_x = load_tile(x_ptr + i * P, o_t, o_p, H * P, n_own, P)  # [BT, BP]
+        b_B = load_tile(B_ptr + i_B * N, o_t, o_n, G * N, n_own, N)  # [BT, BN]
+        # eq:ssd-scan   h <- a h + (diag(r * step) B)^T X, with the a of all chunks after this one;
+        # back in time  dh <- a dh + (diag(e) C)^T dY, with the a of all chunks before it
         b_x = cast(b_x.to(tl.float32) * (b_r * kept)[:, None], b_x.dtype)
         b_h = dot(tl.trans(b_B), b_x, b_h)
-        kept *= b_a
+        if BT == BC:
+            kept *= b_a
+        elif BACK:
+            kept *= tl.where(start + BT >= n_c, b_a, 1.0)
+        else:
+            kept *= tl.where(start == 0, b_a, 1.0)
     i_end = i_piece * H + i_h
     store_tile(ends_ptr + i_end * N * P, b_h, o_n, o_p, P, N, P)
     tl.store(kept_ptr + i_end, kept)
@@ -195,7 +233,7 @@ def ssd_fwd_kernel(
     out_ptr,  # [B, T, H, P] out
     ht_ptr,  # [NS, H, N, P] out, or None
     cu_ptr,  # [NS + 1] or None
-    pieces_ptr,  # [NP, 2] or None
+    pieces_ptr,  # [NP, 3] or None
     T,
     tokens,  # B * T
     WHOLE: tl.constexpr,  # every chunk has as many tokens as it may
@@ -203,11 +241,11 @@ def ssd_fwd_kernel(
     G: tl.constexpr, H: tl.constexpr, N: tl.constexpr, P: tl.constexpr,
     PIECE: tl.constexpr, BC: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr,
 ):  # fmt: skip
-    """One program: PIECE tokens of one head, BT at a time.  Grid (NP * H).
+    """One program: a piece of one head, BT tokens at a time.  Grid (NP * H).
 
     Reference: linattn_edu.reference.fused.ssd_fwd.
     """
-    i_h, i_n, i_piece, before, first, n_t = piece_of(
+    i_h, i_n, i_piece, before, first, n_t, size = piece_of(
         tl.program_id(0), cu_ptr, pieces_ptr, T, H, PIECE
     )
     i_g = i_h // (H // G)
@@ -227,7 +265,7 @@ def ssd_fwd_kernel(
     before_gc = 0.0
     # gc of a tile's last token is loaded a tile ahead: nothing else hides that load
     next_gc = tl.load(gc_ptr + tl.minimum(BT, n_t) - 1, mask=n_t > 0, other=0.0)
-    for i_t in range(tl.cdiv(tl.minimum(n_t, PIECE), BT)):
+    for i_t in range(tl.cdiv(tl.minimum(n_t, size), BT)):
         own, n_own = first + i_t * BT, n_t - i_t * BT
         if WHOLE:
             n_own = BT
@@ -267,12 +305,12 @@ def ssd_fwd_kernel(
         store_tile(out_ptr + i_x * P, b_y, o_t, o_p, H * P, n_own, P)
 
     if ht_ptr is not None:
-        n_last = tl.where((n_t > 0) & (n_t <= PIECE), N, 0)
+        n_last = tl.where((n_t > 0) & (n_t <= size), N, 0)
         store_tile(ht_ptr + (i_n * H + i_h) * N * P, b_h, o_n, o_p, P, n_last, P)
 
 
 ENDS, FWD = row(4, 3), row(4, 2)
-TOKENS = 64  # of a tile of ssd_fwd, and of dx and da
+TOKENS = 64  # of a tile of ssd_fwd, and of dx and da; of ends over ranks, three a multiprocessor
 
 
 def _widths(N: int) -> tuple[int, int]:
@@ -303,6 +341,57 @@ def chunk_scores(
     return S
 
 
+def ssd_ends(
+    B: Tensor,
+    x: Tensor,
+    gs: Tensor,
+    gc: Tensor,
+    *,
+    chunk_size: int,
+    piece: int | None = None,
+    packing: Packing | None = None,
+    rows: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Launch ssd_ends_kernel; arguments and result as in the reference.
+
+    piece: None: over ranks, by the sequences' kind. rows: the sequences [n] whose last piece is
+    wanted; None: all. What it is of others is not said.
+    """
+    return launch_ends(B, x, gs, gc, chunk_size, piece, packing, rows, back=False)
+
+
+def launch_ends(
+    B: Tensor,
+    x: Tensor,
+    gs: Tensor | None,
+    gc: Tensor,
+    chunk_size: int,
+    piece: int | None,
+    packing: Packing | None,
+    rows: Tensor | None,
+    *,
+    back: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Launch ssd_ends_kernel on all pieces, 64 tokens at a time; back: C, dy and no gs."""
+    n, T, H, P = x.shape
+    G, N = B.shape[2:]
+    if piece is None:
+        piece = by_kind.ssd_piece(kind_of(B, H, P, chunk_size, packing), True).takes
+    NP, sequences, offsets = n * cdiv(T, piece), (None, None), None
+    if packing is not None:
+        pieces, offsets = packing.pieces(piece, T), packing.piece_offsets(piece)
+        NP, sequences = len(pieces), (packing.cu_seqlens, pieces)
+    ends, kept = gc.new_empty(n, NP // n, H, N, P), gc.new_empty(n, NP // n, H)
+    n_rows = 0 if rows is None else len(rows)
+    ssd_ends_kernel[(NP * H,)](
+        B, x, gs if gs is None else by_head(gs), by_head(gc), None, ends, kept,
+        rows if n_rows else None, *sequences, T, n * T, n_rows, back, rows is None or n_rows > 0,
+        whole(x, chunk_size, packing), G, H, N, P, piece, chunk_size, min(chunk_size, TOKENS),
+        *_widths(N), **ENDS.launch(),
+    )  # fmt: skip
+    return ends, kept, offsets
+
+
 def ssd_fwd(
     C: Tensor,
     B: Tensor,
@@ -317,30 +406,33 @@ def ssd_fwd(
     *,
     output_final_state: bool = False,
     packing: Packing | None = None,
+    maps: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Launch ssd_ends_kernel, where a sequence has several pieces, and ssd_fwd_kernel.
 
-    Arguments and results as in the reference.
+    Arguments and results as in the reference. maps: of ssd_ends, where they are made already.
     """
     n, T, H, P = x.shape
     G, N = B.shape[2:]
     gs, gc = by_head(gs), by_head(gc)
     BC, widths = S.shape[3], _widths(N)
-    piece = by_kind.ssd_piece(kind_of(B, H, P, BC, packing)).takes
+    piece = by_kind.ssd_piece(kind_of(B, H, P, BC, packing), maps is not None).takes
     NP, sequences = n * cdiv(T, piece), (None, None)
     if packing is not None:
-        n, pieces = packing.sequences, packing.pieces(piece, T)
+        own = (limits.SSD_SHORT, limits.SSD_LONG) if maps is None else ()
+        n, pieces = packing.sequences, packing.pieces(piece, T, *own)
         NP, sequences = len(pieces), (packing.cu_seqlens, pieces)
-    out, ends, kept, last = torch.empty_like(x), None, None, None
+    out, last = torch.empty_like(x), None
+    ends, kept = (None, None) if maps is None or piece >= T else maps
     if output_final_state:
         last = gc.new_empty(n, H, N, P)
         if packing is not None:  # a sequence without tokens has no program
             last.zero_() if initial_state is None else last.copy_(initial_state)
-    if piece < T:
+    if piece < T and maps is None:
         ends, kept = gc.new_empty(NP, H, N, P), gc.new_empty(NP, H)
         ssd_ends_kernel[(NP * H,)](
-            B, x, gs, gc, seq_idx, ends, kept, *sequences, T, gc.numel() // H, G, H, N, P, piece,
-            BC, *widths, **ENDS.launch(),
+            B, x, gs, gc, seq_idx, ends, kept, None, *sequences, T, gc.numel() // H, 0, False,
+            False, True, G, H, N, P, piece, BC, BC, *widths, **ENDS.launch(),
         )  # fmt: skip
     ssd_fwd_kernel[(NP * H,)](
         C, B, S, x, gs, gc, initial_state, ends, kept, D, z, seq_idx, out, last, *sequences, T,

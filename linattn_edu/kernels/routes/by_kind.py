@@ -275,8 +275,17 @@ def pieces_by_warm_up(kind: Kind) -> Choice:
 
 
 @decision
-def ssd_piece(kind: Kind) -> Choice:
-    """Tokens of a piece of a sequence, which has a program of ssd_fwd for each head."""
+def ssd_piece(kind: Kind, ranks: bool = False) -> Choice:
+    """Tokens of a piece of a sequence, which has a program of ssd_fwd for each head; of packed
+    sequences the most: the length of each decides.  ranks: whether sequences are cut over ranks.
+    """
+    if ranks:
+        size = cdiv(cdiv(kind.T, limits.SSD_PIECES), limits.SSD_CHUNK) * limits.SSD_CHUNK
+        size = min(max(size, limits.SSD_LEAST), limits.SSD_PIECE)
+        return Choice(size, "T={T}: a part of a sequence that is cut over ranks")
+    if not kind.packed and limits.SSD_PIECE < kind.T <= limits.SSD_LONG:
+        size = min(limits.SSD_SHORT, limits.SSD_PIECE)
+        return Choice(size, "T={T}: longer pieces would be few programs")
     return Choice(limits.SSD_PIECE, "T={T}")
 
 

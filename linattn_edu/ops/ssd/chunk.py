@@ -91,7 +91,7 @@ def mamba_chunk_scan_combined(
         cp_context: Sequences cut over several ranks, as in :func:`chunk_gated_delta_rule`; not with
             seq_idx. initial_states have a row for each sequence that begins on this rank; the final
             states one for each that ends on it, whichever flag asks for them. Each pass gathers
-            ``H (P N + 1)`` numbers of float32 from every rank, once.
+            ``H N (P + 4)`` numbers of float32 from every rank, once.
         impl: "triton", "reference" or "auto", as in :func:`chunk_gated_delta_rule`.
 
     A NaN or infinity reaches earlier tokens of its chunk, as in :func:`chunk_gated_delta_rule`.
@@ -267,9 +267,11 @@ class FusedStages:
     ssd_bwd_bc: Callable = stage("fused.ssd_bwd")
     ssd_bwd_dx: Callable = stage("fused.ssd_bwd")
     chunk_cumsum_bwd: Callable = stage("ssd.chunk_cumsum_bwd")
-    piece_map: Callable = stage("delta.cp_merge")
+    ssd_ends: Callable = stage("fused.ssd_fwd")
+    cp_join: Callable = stage("delta.cp_merge")
     cp_merge: Callable = stage("delta.cp_merge")
-    piece_map_bwd: Callable = stage("delta.cp_merge_bwd")
+    ssd_ends_bwd: Callable = stage("fused.ssd_bwd")
+    cp_join_bwd: Callable = stage("delta.cp_merge_bwd")
     cp_merge_bwd: Callable = stage("delta.cp_merge_bwd")
 
 
@@ -369,13 +371,16 @@ def forward(
     final = {"output_final_state": output_final_state}
     if isinstance(stages, FusedStages):
         gs, gc = stages.chunk_cumsum_log(dt, A, dt_bias, **steps)
+        pieces = {}
         if cp is not None:
-            cp.send(stages.piece_map, (B, None, x, gc), initial_state, gs=gs, **options)
+            *maps, offsets = stages.ssd_ends(B, x, gs, gc, rows=cp.sources, **options)
+            cp.send_pieces(stages.cp_join, maps, initial_state, offsets=offsets)
+            pieces = {"maps": maps}
         S = stages.chunk_scores(C, B, seq_idx, **options)  # while the maps are on their way
         if cp is not None:
             initial_state = cp.receive(stages.cp_merge, initial_state)
         out, final_state = stages.ssd_fwd(
-            C, B, S, x, gs, gc, initial_state, D, z, seq_idx, **final, **packed
+            C, B, S, x, gs, gc, initial_state, D, z, seq_idx, **final, **packed, **pieces
         )
     else:
         step, gc = stages.chunk_cumsum(dt, A, dt_bias, **steps)
@@ -464,13 +469,17 @@ def backward(
             S = stages.chunk_scores(C, B, seq_idx, **options)
             y, _ = stages.ssd_fwd(C, B, S, x, gs, gc, initial_state, D, None, seq_idx, **packed)
             dy, dz = _through_gate(dout, y, z)
+        pieces = {}
+        if cp is not None:
+            *maps, offsets = stages.ssd_ends_bwd(C, gc, dy, rows=cp.sources, **options)
+            cp.send_pieces(stages.cp_join_bwd, maps, dht, offsets=offsets)
+            pieces = {"maps": maps}
+        # while the maps are on their way
         h, *_ = stages.state(B, None, x, gc, initial_state, gs, seq_idx, **options)
         if cp is not None:
-            of_outputs = C, None, None, gc, dy, None
-            cp.send(stages.piece_map_bwd, of_outputs, dht, scale=1.0, **options)
             dht = cp.receive(stages.cp_merge_bwd, dht)
         dh, _, dh0, dlast = stages.state_bwd(
-            C, None, None, gc, dy, None, dht, seq_idx, h, scale=1.0, **options
+            C, None, None, gc, dy, None, dht, seq_idx, h, scale=1.0, **options, **pieces
         )
         dB, dC, dgc, xdy = stages.ssd_bwd_bc(C, B, x, gs, gc, h, dh, dy, seq_idx, **options)
         del h  # before dx is made

@@ -85,6 +85,21 @@ def cp_merge(
     return torch.stack(S_in, 1), S
 
 
+def cp_join(S_ext: Tensor, M: Tensor, initial_state: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The map of a sequence, or of the part that a rank has of it, from those of its pieces.
+
+        S_ext <- M_p S_ext + S_ext_p,   M <- M_p M
+
+    Args:
+        S_ext: [B, NP, H, K, V], one for each piece.  M: numbers [B, NP, H].
+        initial_state: [B, H, K, V]: the state itself where it is known; S_ext starts from it.
+    Returns:
+        S_ext [B, H, K, V] and M [B, H]; in fp32 (fp64 for fp64 input).
+    Source: chapter 21.
+    """
+    return cp_merge(S_ext, M, initial_state)[1], M.to(compute_dtype(S_ext, M)).prod(1)
+
+
 def apply(M: Tensor, S: Tensor) -> Tensor:
     """M S, with M a matrix [.., K, K] or a number [..] for each state [.., K, V]."""
     return M @ S if M.ndim == S.ndim else M[..., None, None] * S

@@ -54,6 +54,21 @@ def piece_map_bwd(
     return dS_ext, transition_number(gc, dS_ext.dtype, chunk_size)
 
 
+def cp_join_bwd(dS_ext: Tensor, dM: Tensor, dht: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The map of a sequence back in time, from those of its pieces.
+
+        dS_ext <- dM_p dS_ext + dS_ext_p,   dM <- dM_p dM,   from the last piece on
+
+    Args:
+        dS_ext: [B, NP, H, K, V], one for each piece.  dM: numbers [B, NP, H].
+        dht: [B, H, K, V]: the gradient itself where it is known; dS_ext starts from it.
+    Returns:
+        dS_ext [B, H, K, V] and dM [B, H]; in fp32 (fp64 for fp64 input).
+    Source: chapter 22.
+    """
+    return cp_merge_bwd(dS_ext, dM, dht)[1], dM.to(compute_dtype(dS_ext, dM)).prod(1)
+
+
 def cp_merge_bwd(dS_ext: Tensor, dM: Tensor, dht: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The gradient of the state that leaves each piece, and of the one that enters the first.
 

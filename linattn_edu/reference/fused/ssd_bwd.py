@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from linattn_edu.reference.delta.cp_merge_bwd import piece_map_bwd
 from linattn_edu.reference.ssd.chunk_cumsum import decays
 from linattn_edu.reference.tiles import (
     compute_dtype,
@@ -11,6 +12,27 @@ from linattn_edu.reference.tiles import (
     sum_heads,
     to_chunks,
 )
+
+
+def ssd_ends_bwd(
+    C: Tensor, gc: Tensor, dy: Tensor, *, chunk_size: int, piece: int
+) -> tuple[Tensor, Tensor, None]:
+    """The maps of the pieces of a sequence back in time: the adjoints of those of ssd_ends.
+
+        dS_in = M dS_out + dS_ext,   with M a number, as in piece_map_bwd
+
+    Args:
+        C, gc, dy: as in ssd_bwd_bc.  piece: as in ssd_ends.
+    Returns:
+        dS_ext [B, NP, H, N, P] and M [B, NP, H], in fp32 (fp64 for fp64 input); and the number of
+        the first piece of each sequence, where they are packed.
+    Source: chapter 22.
+    """
+    cuts = [slice(a, a + piece) for a in range(0, dy.shape[1], piece)]
+    given, options = (None, None), {"scale": 1.0, "chunk_size": chunk_size}
+    maps = [piece_map_bwd(C[:, t], *given, gc[:, t], dy[:, t], None, **options) for t in cuts]
+    dS_ext, M = zip(*maps, strict=True)
+    return torch.stack(dS_ext, 1), torch.stack(M, 1), None
 
 
 def ssd_bwd_bc(

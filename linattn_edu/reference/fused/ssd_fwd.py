@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from linattn_edu.reference.delta.cp_merge import piece_map
 from linattn_edu.reference.delta.state import state
 from linattn_edu.reference.ssd.chunk_cumsum import decays
 from linattn_edu.reference.tiles import (
@@ -33,6 +34,30 @@ def chunk_scores(C: Tensor, B: Tensor, seq_idx: Tensor | None = None, *, chunk_s
         ids, *_ = documents(seq_idx, chunk_size)
         S = S * (ids[..., :, None] == ids[..., None, :])
     return from_chunks(S, C.shape[1]).to(C.dtype)
+
+
+def ssd_ends(
+    B: Tensor, x: Tensor, gs: Tensor, gc: Tensor, *, chunk_size: int, piece: int
+) -> tuple[Tensor, Tensor, None]:
+    """The maps of the pieces of a sequence: what each makes of the state that enters it.
+
+        S_out = M S_in + S_ext,   with M a number, as in piece_map
+
+    Args:
+        B, x, gs, gc: as in ssd_fwd.  piece: Tokens of a piece, whole chunks; the last may be
+            shorter.
+    Returns:
+        S_ext [B, NP, H, N, P] and M [B, NP, H], in fp32 (fp64 for fp64 input); and the number of
+        the first piece of each sequence, where they are packed.
+    Source: chapters 21 and 25.
+    """
+    cuts = [slice(a, a + piece) for a in range(0, x.shape[1], piece)]
+    maps = [
+        piece_map(B[:, t], None, x[:, t], gc[:, t], gs=gs[:, t], chunk_size=chunk_size)
+        for t in cuts
+    ]
+    S_ext, M = zip(*maps, strict=True)
+    return torch.stack(S_ext, 1), torch.stack(M, 1), None
 
 
 def ssd_fwd(

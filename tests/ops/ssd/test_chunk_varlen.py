@@ -63,16 +63,20 @@ def test_the_gradient_of_a_gate_does_not_depend_on_where_it_stands():
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("long", [False, True], ids=["128", "128 or 256"])
 @pytest.mark.parametrize("raw", [True, False], ids=["all", "channels"])
-def test_long_sequences_in_pieces(raw, device, force, monkeypatch):
-    """Pieces of 128 tokens, not 4096: as in one piece, and packed to the bit as each alone."""
+def test_long_sequences_in_pieces(raw, long, device, force, monkeypatch):
+    """Pieces of 128 tokens, not 4096: as in one piece, and packed to the bit as each alone; also
+    where longer sequences beside them have longer ones.
+    """
     by_value(monkeypatch)
-    lengths, fused = (300, 0, 129, 128, 5), ssd[0]
+    lengths, fused = (300, 0, 129, 400 if long else 128, 5), ssd[0]
     x, do, dht, options = fused.packed(lengths, torch.bfloat16, device, raw=raw)
     options["impl"] = "triton"
+    x["dt"] = x["dt"] - 5  # so that a piece remembers the one before
     bounds = boundaries(lengths, device)
     whole = fused.run(x, do, dht, cu_seqlens=bounds, **options)
-    force(SSD_PIECE=128)
+    force(**{"SSD_PIECE": 256, "SSD_SHORT": 128, "SSD_LONG": 300} if long else {"SSD_PIECE": 128})
     got = fused.run(x, do, dht, cu_seqlens=bounds, **options)
     for name in ("o", "ht"):
         assert_close(name, got[name], whole[name], tolerance(name, torch.bfloat16))
