@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 LAYOUTS = ("contiguous", "zigzag")
-PLACES = 8  # of batches of other sizes that a context keeps
+PLACES = 16  # of batches of other sizes, of either form, that a context keeps
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,7 @@ class CPContext:
         cu_seqlens: The same numbers on the device of the global ones.
         through: Whether a part of any rank lies within a sequence, begun before and going on after
             it.
+        even: Whether all local sequences are equally long, and not empty.
         conv1d_kernel_size: Taps of the short convolution, or None.
     """
 
@@ -81,6 +82,7 @@ class CPContext:
     cu_seqlens_cpu: Tensor
     cu_seqlens: Tensor
     through: bool = False
+    even: bool = False
     conv1d_kernel_size: int | None = None
     _kept: dict = field(default_factory=dict, repr=False, compare=False)
 
@@ -157,7 +159,7 @@ class CPContext:
 
     def _place(self, B: int, device: torch.device, even: bool) -> Place:
         N, cpu = self.num_seqs, self.cu_seqlens_cpu
-        even = even and self.tokens > 0 and len(set(cpu.diff().tolist())) == 1
+        even = even and self.even
 
         def rows(local) -> list[int]:
             return [row + b * N for row in local if row is not None for b in range(B)]
@@ -199,9 +201,10 @@ def build_cp_context(
     in other layers has the same work on every rank. Sequences may begin and end anywhere.
 
     The operators refuse their arguments before anything is sent. A rank that raises leaves the
-    others waiting for its message until its process ends or the group's timeout has passed, and
-    then they raise too: give ``torch.distributed.init_process_group`` a ``timeout`` of what a step
-    may take, as its own is 10 minutes or, without NCCL, 30.
+    others waiting for its message until its process ends or the group's timeout has passed. Then
+    they raise too, or with NCCL, where a host does not wait for its GPU, its watchdog ends their
+    processes: give ``torch.distributed.init_process_group`` a ``timeout`` of what a step may take,
+    as its own is 10 minutes or, without NCCL, 30.
 
     Args:
         cu_seqlens: Boundaries ``[N + 1]``, int32 or int64, of all sequences before they are cut;
@@ -356,11 +359,12 @@ def _local(bounds: list[int], count: int, numbers: tuple[int, ...], device, **of
     through = any(
         a < begin and end < b for a, b in pairwise(bounds) for begin, end in pairwise(cuts)
     )
+    even = len({b - a for a, b in pairwise(local)}) == 1 and local[-1] > 0
     cpu = torch.tensor(local)
     context = CPContext(
         parts=tuple(parts), documents=tuple(documents), first=tuple(first), last=tuple(last),
         tokens=local[-1], cu_seqlens_cpu=cpu, cu_seqlens=cpu.to(device), through=through,
-        **of_context,
+        even=even, **of_context,
     )  # fmt: skip
     for even in (False, True):
         context.place(1, device, even)  # made here, where nothing is traced

@@ -128,6 +128,8 @@ class Gathering:
         if name in _simulated:
             self.gathered = _simulated[name].all_gather(x, rank)
             return
+        import torch.distributed._functional_collectives  # which says what shapes they give
+
         # operations like others, so that a call with them can be told to `kernels.host.tape`
         self.sent = torch.ops._c10d_functional.all_gather_into_tensor(x, world, name)
         self.gathered, self.on_its_way = self.sent.view(world, *x.shape), True

@@ -95,8 +95,9 @@ def state_and_number(
 
         S_{\mathrm{out}} = m S_{\mathrm{in}} + S_{\mathrm{ext}}, \qquad
         m = \exp \sum_t \Delta_t A, \qquad
-        \Delta_t = \mathrm{clamp}(\mathrm{softplus}(dt_t + dt\_bias))
+        \Delta_t = \mathrm{clamp}(dt_t + dt\_bias)
 
+    with the softplus of what is clamped if dt_softplus is true.
     Differentiable by x, dt, A, B and dt_bias, from both results.
 
     Args:
@@ -104,8 +105,8 @@ def state_and_number(
         of one.
 
     Returns:
-        ``(S_ext, m)``: ``[N, H, P, state]`` and ``[N, H]``, float32 (float64 where x is). N is the
-        batch without cu_seqlens.
+        ``(S_ext, m)``: ``[N, H, P, state]`` and ``[N, H]``, float32 (float64 where x or dt
+        is). N is the batch without cu_seqlens.
 
     Raises:
         TypeError, ValueError: as :func:`mamba_chunk_scan_combined`.

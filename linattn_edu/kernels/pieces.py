@@ -44,14 +44,18 @@ class Pieces:
         return self.batch < self.N
 
     def entering(
-        self, merge: Callable, make: Callable, given: tuple, state: Tensor | None, **options
+        self,
+        merge: Callable,
+        make: Callable,
+        given: tuple,
+        state: Tensor | Callable | None,
+        **options,
     ) -> Tensor | None:
         """[N, ...]: the state that enters each piece, by the maps that `make` makes of `given`; or
         with cp_merge_bwd the gradient that leaves it. Of whole sequences it is `state` itself.
         """
-        if not self.several:
-            return state
-        return self.through(merge, make(*given, pieces=self, **options), state)
+        maps = make(*given, pieces=self, **options) if self.several else ()
+        return self.through(merge, maps, here(state))
 
     def through(self, merge: Callable, maps: tuple, state: Tensor | None) -> Tensor | None:
         """The same by maps [N, ...] that are there already."""
@@ -103,7 +107,9 @@ def by_maps(x: Tensor, heads: int, V: int, chunk_size: int, packing: Packing | N
 
 
 def over_ranks(x: Tensor, heads: int, V: int, chunk_size: int, packing: Packing | None) -> Pieces:
-    """The pieces of Mamba-2's scans where sequences are cut over ranks: those of ssd_ends."""
+    """The pieces of Mamba-2's scans where sequences are cut over ranks: those of ssd_ends. Of
+    packed ones the longest decides: here last bits change with what is beside a sequence.
+    """
     size = by_kind.ssd_piece(kind_of(x, heads, V, chunk_size, packing), True).takes
     cut = size < x.shape[1]
     return _in_pieces(x, chunk_size, packing, size, 1) if cut else whole_of(x, packing)

@@ -103,7 +103,7 @@ class Ranks:
         state = None if state is None else state[self.sources]
         options |= {"transition": self.transition}
         if self.kernels and self.matrices:
-            message, slots = self._message(torch.empty)
+            message, slots = self._message()
             out = message[slots[0] : slots[-1] + 1].flatten(0, 1)
             f(*tensors, state, rows=self.sources, out=out, **options)
             return self._gather(message)
@@ -122,7 +122,7 @@ class Ranks:
         """As send, where the maps of the pieces of all local sequences are there, numbers: join
         writes those of the sources into the message. Kernels alone do.
         """
-        message, slots = self._message(torch.empty)
+        message, slots = self._message(torch.zeros)
         if slots:
             state = None if state is None else state[self.sources]
             own = message[slots[0] : slots[-1] + 1].flatten(0, 1)
@@ -138,8 +138,10 @@ class Ranks:
         self.gather(maps)
 
     def gather(self, maps: tuple[Tensor, Tensor | None] | None) -> None:
-        """Begin to gather the maps of all ranks; of a part without one it is zero."""
-        message, slots = self._message(torch.empty if maps is None else torch.zeros)
+        """Begin to gather the maps of all ranks; of a part without one it is zero, and of one whose
+        transition nobody needs that.
+        """
+        message, slots = self._message(torch.zeros)
         S_ext, M = (None, None) if maps is None else maps
         for i, slot in enumerate(slots):
             own = slice(i * self.B, (i + 1) * self.B)
@@ -149,16 +151,18 @@ class Ranks:
                 to_M.copy_(M[own])
         self._gather(message)
 
-    def _message(self, new: Callable) -> tuple[Tensor, list[int]]:
-        """A place for the maps of all parts, and which parts have one: those beside each other.
+    def _message(self, new: Callable = torch.empty) -> tuple[Tensor, list[int]]:
+        """A place for the maps of all parts, and which parts have one: those beside each other. It
+        is zero where one has none, or with torch.zeros all of it.
 
         A number is in a column of its own, or four, so that rows begin at 16 bytes.
         """
         H, K, V = self._matrix
         more = K * (not self.alone) if self.matrices else 1 if K == 1 else 4
         sizes = len(self.parts), self.B, H, K, V + more
-        message = new(sizes, dtype=self.dtype, device=self.sources.device)
-        return message, [i for i, p in enumerate(self.parts) if self._source(p) >= 0]
+        slots = [i for i, p in enumerate(self.parts) if self._source(p) >= 0]
+        new = new if len(slots) == len(self.parts) else torch.zeros
+        return new(sizes, dtype=self.dtype, device=self.sources.device), slots
 
     def _gather(self, message: Tensor) -> None:
         self._arriving = Gathering(message, self.group, self.rank, self.world)
@@ -170,7 +174,8 @@ class Ranks:
             if self._target(p) >= 0:
                 numbers = range(p.number + 1, p.end + 1) if self.back else range(p.begin, p.number)
                 S_ext, M = self._split(self._of(gathered, numbers))
-                found.append(S_ext[:, 0] if self.alone else merge(S_ext, M)[1])
+                # a copy: it is kept for the backward pass, without the other messages
+                found.append(S_ext[:, 0].clone() if self.alone else merge(S_ext, M)[1])
         if not found:
             return state
         self.crossing = (torch.cat(found) if found[1:] else found[0]).reshape(-1, *self.axes)

@@ -48,11 +48,12 @@ def check(device: torch.device, rank: int, world: int) -> None:
                 own = on_cpu(on_rank(drawn, BOUNDS, group, layout=layout))
                 dist.all_gather_object(parts, own)
                 compare(on_cpu(on_one(drawn, BOUNDS)), parts, drawn[2], TOLERANCES[dtype])
-    f, *drawn = draw("gdn", BOUNDS, dtype=dtypes[0], device=device)
-    compiled = torch.compile(f, fullgraph=True, backend="aot_eager")
-    results = [on_rank((g, *drawn), BOUNDS, group)[3] for g in (f, compiled)]
-    plain, again = (torch.cat([x.flatten() for x in (o, s, *g.values())]) for o, s, g in results)
-    assert torch.equal(plain, again), "compiled"
+    for bounds, B in ((BOUNDS, 1), ([0, 24 * world], 2)):
+        f, *drawn = draw("gdn", bounds, B, dtype=dtypes[0], device=device)
+        compiled = torch.compile(f, fullgraph=True, backend="aot_eager")
+        found = [on_rank((g, *drawn), bounds, group, B)[3] for g in (f, compiled)]
+        plain, again = (torch.cat([x.flatten() for x in (o, s, *g.values())]) for o, s, g in found)
+        assert torch.equal(plain, again), ("compiled", B)
     if world > 2 and device.type == "cpu":
         return  # the interpreter takes its time
     plan.DEVICES.add("cpu")

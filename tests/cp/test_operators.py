@@ -5,7 +5,7 @@ import threading
 
 import pytest
 import torch
-from cp.cp_checks import OPERATORS, check, draw, on_rank
+from cp.cp_checks import OPERATORS, TOLERANCES, check, compare, draw, on_one, on_rank
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
@@ -21,6 +21,7 @@ from linattn_edu import (
 from linattn_edu.cp import build_cp_context, simulate
 from linattn_edu.ops import gdn
 from linattn_edu.ops.gdn.chunk import chunk
+from linattn_edu.ops.kda import chunk as kda_chunk
 from linattn_edu.ops.ssd import chunk as ssd
 
 LAYOUTS = ("contiguous", "zigzag")
@@ -156,6 +157,40 @@ def test_the_route_of_a_rank(operator, dtype, layout, monkeypatch):
     monkeypatch.setattr(InterpretedFunction, "run", run)
     assert [x.kernels for x in found] == simulate(world, on_rank)
     assert all(("exchange", world, "cp_context") in x.choices for x in found)
+
+
+def test_ranks_on_other_routes_understand_each_other(device, monkeypatch):
+    """Of a rank whose part is packed, or no whole chunks, the backward pass may run in stages."""
+    original, here = kda_chunk._fused_passes, threading.local()
+    passes = [0, 1, 2]  # in fused stages
+
+    def fused(*args):
+        return passes[here.rank] if hasattr(here, "rank") else original(*args)
+
+    monkeypatch.setattr(kda_chunk, "_fused_passes", fused)
+    bounds, options = [0, 144], {"impl": "triton"}
+    drawn = draw("kda", bounds, dtype=torch.bfloat16, device=device)
+
+    def run(group):
+        here.rank = group.rank()
+        return on_rank(drawn, bounds, group, **options)
+
+    whole, parts = on_one(drawn, bounds, **options), simulate(3, run)
+    compare(whole, parts, drawn[2], TOLERANCES[torch.bfloat16])
+
+
+def test_what_a_program_is_kept_by():
+    """Of two plans with the same shapes, which merge other maps, no program serves both."""
+    found = []
+    for bounds in ([0, 64], [0, 16, 64]):  # rank 2 goes on from rank 0, or from rank 1
+        groups = simulate(4, lambda group: group)
+        place = build_cp_context(torch.tensor(bounds), groups[2]).place(
+            1, torch.device("cpu"), True
+        )
+        args = ("nccl", "triton", "", "")  # the last options: group, impl, keep, save
+        numbers, rows = chunk._exchange(place.bounds, args)
+        found.append((numbers, [x.tolist() for x in rows]))
+    assert found[0][1] == found[1][1] and found[0][0] != found[1][0]
 
 
 def test_activation_checkpointing():

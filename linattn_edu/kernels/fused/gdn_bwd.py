@@ -246,7 +246,7 @@ def chunk_bwd(
     packing: Packing | None = None,
 ) -> tuple[Tensor, ...]:
     """Launch scans and intra_chunk_bwd, on some heads after the others where that takes no longer;
-    arguments and result as in the reference.
+    arguments and result as in the reference, and dht as in `scans`.
     """
     C, given = AG.shape[-1], (q, k, v, beta, gc, P, AG, do, initial_state, dht)
     groups = 1 if low else by_load.head_groups(load(q, v, AG, packing, k, P, do)).takes

@@ -302,7 +302,7 @@ def entering(
     k, _, gc, V = decays
     pieces = by_maps(k, gc.shape[2], V, chunk_size, packing)
     if pieces.several:
-        return pieces, [None], pieces.entering(merge, make, given, here(state), **options)
+        return pieces, [None], pieces.entering(merge, make, given, state, **options)
     pieces, warmup = warm_up(
         *decays, chunk_size=chunk_size, back=back, choice=choice, packing=packing
     )

@@ -28,7 +28,7 @@ from linattn_edu.kernels.tiles import (
     load_tile,
     store_halves,
     store_tile,
-)  # fmt: skip
+)
 from linattn_edu.packing import Packing
 
 try:

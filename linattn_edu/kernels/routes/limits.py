@@ -25,7 +25,7 @@ SSD_PIECE = 4096  # tokens of a program of ssd_fwd
 # heads are then 320 programs at most, of which a GPU of 132 multiprocessors runs 264 at a time
 SSD_SHORT, SSD_LONG = 2048, 16384
 # pieces of a sequence over ranks, where every piece has a map anyway; and the least of a piece. Of
-# lengths that they divide, the backward pass finds its pieces without asking the device
+# lengths that they divide, the backward pass finds its pieces without a table
 SSD_PIECES, SSD_LEAST = 8, 512
 SSD_FEW, SSD_MANY = 16, 80  # heads of a program: of dx, and where sums over heads are kept
 

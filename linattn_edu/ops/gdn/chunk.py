@@ -101,8 +101,8 @@ def chunk_gated_delta_rule(
             entry of a batch is cut alike, and no cu_seqlens is given. initial_state has a row for
             each sequence that begins on this rank, ``[B * len(context.first), HV, K, V]``, and the
             final state one for each that ends on it, ``[B * len(context.last), HV, K, V]``. Each
-            pass gathers ``HV K (V + K)`` numbers of float32 from every rank, once; ``HV K V`` where
-            no rank lies within a sequence, as with two.
+            pass gathers ``B HV K (V + K)`` numbers of float32 from every part of a rank, once;
+            ``B HV K V`` where no part lies within a sequence, as with two contiguous ranks.
         impl: "triton", "reference", or "auto": the kernels for CUDA tensors and under
             ``TRITON_INTERPRET=1``, else (and for float64) the reference stages.
 

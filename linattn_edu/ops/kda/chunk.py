@@ -137,8 +137,9 @@ def chunk_kda(
     The forward pass runs in fused stages (chapter 24) in 16 bit on Hopper and later, for K and V up
     to 128; the backward pass too in Gluon on Hopper, in bfloat16, for K and V of 128, as
     many q/k heads as value heads, chunks of 64 and sequences of whole chunks, of at least 2^14
-    tokens times heads, unless cu_seqlens is given. Neither does with cp_context, disable_recompute
-    or return_intermediate_states. Their last bits are not those of the stages one by one.
+    tokens times heads, unless cu_seqlens is given or cp_context cuts sequences of several lengths
+    for a rank. Neither does with disable_recompute or return_intermediate_states. Their last bits
+    are not those of the stages one by one.
 
     Works under ``torch.compile(fullgraph=True)``, in CUDA graphs (with cu_seqlens only together
     with cu_seqlens_cpu), with activation checkpointing and under autocast, which does not change
