@@ -588,8 +588,8 @@ MUTANTS = [
     Mutant(
         "a chapter's merge takes the last piece first",
         f"{KERNELS}/delta/cp_merge.py",
-        "n - 1 - i if REVERSE else i)",
-        "i if REVERSE else n - 1 - i)",
+        "n - 1 - i if REVERSE else i)) * H + i_h\n        store_tile",
+        "i if REVERSE else n - 1 - i)) * H + i_h\n        store_tile",
         "--nbval-lax chapters/21_cp_merge.ipynb",
         "AssertionError",
     ),

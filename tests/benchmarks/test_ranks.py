@@ -49,7 +49,7 @@ def test_some_ranks_of_one_start(tmp_path, monkeypatch):
     sent = {(r["case"], r["ranks"], r["layout"]): r["bytes"] for r in rows if r["what"] == "gather"}
     assert sent["gdn_96", 2, "contiguous"] == 8 * 8 * 4  # of two ranks none needs a transition
     assert sent["gdn_96", 3, "contiguous"] == 8 * 16 * 4
-    assert sent["ssd_32", 2, "contiguous"] == 2 * (8 * 8 + 1) * 4
+    assert sent["ssd_32", 2, "contiguous"] == 2 * 8 * (8 + 4) * 4  # a number in four columns
     assert sent["ssd_32", 2, "zigzag"] == 2 * sent["ssd_32", 2, "contiguous"]
     assert all(r["sources"].keys() == {ranks.FUNCTIONS[ranks.op_of(r)], "cp"} for r in rows)
 

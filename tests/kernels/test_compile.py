@@ -48,7 +48,7 @@ SCALAR = (
     "causal_conv1d", "reach", "rms_norm_gated", "bound_kernel", "warm_up", "kda_gates",
 )  # fmt: skip
 # of one block, where nothing is left to merge; of numbers
-SMALL = re.compile(r"^(kda_inverse.*\bBT=16\b|merge.*\bNUMBERS=True\b)")
+SMALL = re.compile(r"^(kda_inverse.*\bBT=16\b|merge.*\bNUMBERS=True\b|join)")
 
 
 def bound(cc, row):

@@ -15,7 +15,7 @@ from linattn_edu.reference.tiles import (
 
 
 def ssd_ends_bwd(
-    C: Tensor, gc: Tensor, dy: Tensor, *, chunk_size: int, piece: int
+    C: Tensor, gc: Tensor, dy: Tensor, *, chunk_size: int, piece: int | None = None
 ) -> tuple[Tensor, Tensor, None]:
     """The maps of the pieces of a sequence back in time: the adjoints of those of ssd_ends.
 
@@ -28,6 +28,7 @@ def ssd_ends_bwd(
         the first piece of each sequence, where they are packed.
     Source: chapter 22.
     """
+    piece = piece or dy.shape[1]
     cuts = [slice(a, a + piece) for a in range(0, dy.shape[1], piece)]
     given, options = (None, None), {"scale": 1.0, "chunk_size": chunk_size}
     maps = [piece_map_bwd(C[:, t], *given, gc[:, t], dy[:, t], None, **options) for t in cuts]

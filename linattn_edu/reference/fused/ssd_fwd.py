@@ -37,7 +37,7 @@ def chunk_scores(C: Tensor, B: Tensor, seq_idx: Tensor | None = None, *, chunk_s
 
 
 def ssd_ends(
-    B: Tensor, x: Tensor, gs: Tensor, gc: Tensor, *, chunk_size: int, piece: int
+    B: Tensor, x: Tensor, gs: Tensor, gc: Tensor, *, chunk_size: int, piece: int | None = None
 ) -> tuple[Tensor, Tensor, None]:
     """The maps of the pieces of a sequence: what each makes of the state that enters it.
 
@@ -45,12 +45,13 @@ def ssd_ends(
 
     Args:
         B, x, gs, gc: as in ssd_fwd.  piece: Tokens of a piece, whole chunks; the last may be
-            shorter.
+            shorter. None: the sequence is one piece.
     Returns:
         S_ext [B, NP, H, N, P] and M [B, NP, H], in fp32 (fp64 for fp64 input); and the number of
         the first piece of each sequence, where they are packed.
     Source: chapters 21 and 25.
     """
+    piece = piece or x.shape[1]
     cuts = [slice(a, a + piece) for a in range(0, x.shape[1], piece)]
     maps = [
         piece_map(B[:, t], None, x[:, t], gc[:, t], gs=gs[:, t], chunk_size=chunk_size)
