@@ -309,8 +309,8 @@ def measured_ranks(case: str = "strong", gate: str = "trained", name: str = "cp"
         case, f"{speedup.SHORT} tokens for each GPU"
     )
     caption += ", no gates." if gate == "none" else "."
-    caption += " queued, graph: times as fast where calls wait in a row, and in a CUDA graph;"
-    caption += " message: the forward pass's, alone."
+    caption += " faster: how many times, alone; queued in a row; in a CUDA graph. message: the"
+    caption += " forward pass's, ms."
     rows_of = lambda data: speedup.paired(data["rows"], case, gate)
     _tables(name, rows_of, lambda rows: speedup.cells(rows, case, gate), caption)
 

@@ -70,8 +70,7 @@ def _wire(row: dict) -> tuple:
 
 def cells(rows: list[dict], case: str, gate: str) -> Cells:
     """A line for each row of several GPUs, beside one GPU with the same tokens."""
-    heads = ["case", "library", "GPUs", "tokens", "one GPU ms", "ms", "times as fast"]
-    heads += ["queued", "graph", "message ms", "error"]
+    heads = ["case", "GPUs", "one, ms", "ms", "faster", "queued", "graph", "message", "error"]
     sent = {_wire(row): sources.marked(f"{row['ms']:.3f}", row) for row in rows
             if row["what"] == "gather"}  # fmt: skip
     lines = []
@@ -80,8 +79,8 @@ def cells(rows: list[dict], case: str, gate: str) -> Cells:
             for ranks, (row, alone) in line.items():
                 error = row["error" if what == "forward" else "error_gradients"]
                 lines.append([
-                    f"{NAMES[op]}, {name}", library + (", zigzag" if layout == "zigzag" else ""),
-                    str(ranks), str(row["tokens"]), sources.marked(f"{alone['ms']:.3f}", alone),
+                    f"{NAMES[op]}{STYLES[library, layout][1]}: {name}", str(ranks),
+                    sources.marked(f"{alone['ms']:.3f}", alone),
                     sources.marked(f"{row['ms']:.3f}", row), f"{alone['ms'] / row['ms']:.2f}",
                     *(_gain(row, alone, key) for key in ("row_ms", "graph_ms")),
                     sent.get(_wire(row), ""), f"{error:.0e}",
