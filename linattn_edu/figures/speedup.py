@@ -109,7 +109,7 @@ def draw(rows: list[dict], axes: Iterable, case: str = "strong", gate: str = "tr
     shown = []
     for ax, (what, title) in zip(axes, PASSES.items(), strict=True):
         series = speedups(rows, what, case, gate)
-        ranks = sorted({1, *(n for line in series.values() for n in line)})
+        ranks, top = sorted({1, *(n for line in series.values() for n in line)}), 1.0
         ax.plot(ranks, ranks, color=GRAY, lw=1)
         for (op, library, layout), line in series.items():
             style, more = STYLES[library, layout]
@@ -117,11 +117,12 @@ def draw(rows: list[dict], axes: Iterable, case: str = "strong", gate: str = "tr
             label = NAMES[op] + more
             label += sources.MARK * any(map(sources.changed, pairs))
             gains = [1.0, *(alone["ms"] / row["ms"] for row, alone in line.values())]
+            top = max(top, *gains)
             ax.plot([1, *line], gains, style, color=COLOURS[op], lw=1.4, ms=4.5, label=label)
             shown += pairs
         ax.axhline(1, color=GRAY, lw=0.6)
         ax.set_xticks(ranks)
-        ax.set_ylim(0, 1.05 * max(ranks))
+        ax.set_ylim(0, 1.05 * max(*ranks, top))
         ax.set_title(title, fontsize=10)
         ax.set_xlabel("GPUs")
     return shown
