@@ -4,6 +4,7 @@ import inspect
 from pathlib import Path
 
 from linattn_edu import measurements, tables
+from linattn_edu.figures import speedup
 from linattn_edu.measurements import timed
 from linattn_edu.pipeline import (
     backward_svg,
@@ -26,6 +27,10 @@ SCALING = (
 README_PART = ("<!-- measured: written by python -m linattn_edu.teaching -->", "<!-- end -->")
 README_SSD = (
     "<!-- Mamba-2, measured: written by python -m linattn_edu.teaching -->",
+    "<!-- end -->",
+)
+README_RANKS = (
+    "<!-- several GPUs, measured: written by python -m linattn_edu.teaching -->",
     "<!-- end -->",
 )
 # key of the results -> the library in a sentence
@@ -121,7 +126,6 @@ def readme_with_results(
             there is nothing between the marks.  marks: First and last line of the part.
         libraries: As in tables.beside_cells.  said: Whether each card's table follows `speed`.
     """
-    begin, end = marks
     parts = []
     for data in measurements.every(name).values():
         rows = timed(data, *tables.PASSES)
@@ -132,14 +136,36 @@ def readme_with_results(
         table = tables.markdown(*tables.beside_cells(rows, libraries))
         where = f"Inputs in bfloat16; {measurements.provenance(data, shown)}"
         parts.append("\n\n".join(["\n".join(words), table, where]) + "\n")
+    return _between(readme, marks, parts)
+
+
+def _between(readme: str, marks: tuple[str, str], parts: list[str]) -> str:
+    """The README's text with these parts between two marks."""
+    begin, end = marks
     before, rest = readme.split(begin)
     after = rest.split(end, 1)[1]
     return f"{before}{begin}\n{chr(10).join(parts)}{end}{after}"
 
 
+def readme_with_ranks(readme: str, name: str = "cp") -> str:
+    """The README's text with how many times as fast several GPUs are, card by card.
+
+    Args:
+        readme: The text.  name: Of the file of results, or without the card.
+    """
+    parts = []
+    for data in measurements.every(name).values():
+        shown = speedup.paired(data["rows"], "strong", "trained")
+        shown = [row for row in shown if row["layout"] == "contiguous"]
+        table = tables.markdown(*speedup.cells(shown, "strong", "trained"))
+        where = f"Inputs in bfloat16; {measurements.provenance(data, shown)}"
+        parts.append(f"{table}\n\n{where}\n")
+    return _between(readme, README_RANKS, parts)
+
+
 def readme_with_all(readme: str) -> str:
     """The README's text with every measured part."""
-    readme = readme_with_results(readme, said=True)
+    readme = readme_with_ranks(readme_with_results(readme, said=True))
     return readme_with_results(readme, "ssd", README_SSD, tables.BESIDE_SSD)
 
 

@@ -343,6 +343,17 @@ def test_mamba_2_stands_beside_mamba_ssm(results, tmp_path):
     assert "| ssd_2.7b | forward | 2.000 | 4.000 | 0.50 |\n" in text and "fla ms" not in text
 
 
+def test_several_gpus_stand_in_the_readme(results, tmp_path):
+    one = {**ROW, "what": "forward", "case": "gdn_64k", "ms": 6.0, "gate": "trained"}
+    one |= {"layout": "contiguous", "ranks": 1, "tokens": 65536}
+    two = one | {"ranks": 2, "ms": 4.0, "error": 1e-4}
+    rows = [one, two, two | {"ms": 5.0, "layout": "zigzag"}]
+    (tmp_path / "chapters" / "data" / "made_up.json").write_text(json.dumps({**DATA, "rows": rows}))
+    text = pages.readme_with_ranks("\n".join(pages.README_RANKS), results)
+    assert "| GDN: forward | 2 | 6.000 | 4.000 | 1.50 |" in text and "zigzag" not in text
+    assert pages.readme_with_ranks(text, results) == text
+
+
 def test_columns_are_those_that_were_measured():
     errors = {"error": 1e-3, "error_dx": 2e-3, "error_dA": 3e-3}
     heads, (line,) = teaching.tables.gradient_cells([{**ROW, **errors}])
