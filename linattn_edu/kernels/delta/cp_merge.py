@@ -162,6 +162,17 @@ def piece_map_kernel(
         tl.store(number_ptr + i_ph, number, mask=i_v == 0)
 
 
+@triton.jit
+def chain_of(i_n, offsets_ptr, NP):
+    """The number of the first piece of sequence i_n, and how many it has."""
+    if offsets_ptr is None:
+        start, n = i_n * NP, NP
+    else:
+        start = tl.load(offsets_ptr + i_n)
+        n = (tl.load(offsets_ptr + i_n + 1) - start).to(tl.int32)
+    return start, n
+
+
 @triton.jit(do_not_specialize=["NP"])
 def merge_kernel(
     ext_ptr,  # [B, NP, H, K, V]
@@ -185,11 +196,7 @@ def merge_kernel(
     NV: tl.constexpr = (V + BV - 1) // BV
     pid = tl.program_id(0)
     i_v, i_h, i_n = pid % NV, pid // NV % H, (pid // (NV * H)).to(tl.int64)
-    if offsets_ptr is None:
-        start, n = i_n * NP, NP
-    else:
-        start = tl.load(offsets_ptr + i_n)
-        n = (tl.load(offsets_ptr + i_n + 1) - start).to(tl.int32)
+    start, n = chain_of(i_n, offsets_ptr, NP)
     o_k, o_v = tl.arange(0, BK), i_v * BV + tl.arange(0, BV)
     b_S = tl.zeros([BK, BV], dtype=tl.float32)
     if h0_ptr is not None:
@@ -239,11 +246,7 @@ def join_kernel(
     pid = tl.program_id(0)
     i_v, i_r, i_h = pid % NV, (pid // NV).to(tl.int64), pid // NV % H
     i_n = i_r // H if rows_ptr is None else tl.load(rows_ptr + i_r // H)
-    if offsets_ptr is None:
-        start, n = i_n * NP, NP
-    else:
-        start = tl.load(offsets_ptr + i_n)
-        n = (tl.load(offsets_ptr + i_n + 1) - start).to(tl.int32)
+    start, n = chain_of(i_n, offsets_ptr, NP)
     o_k, o_v = tl.arange(0, BK), i_v * BV + tl.arange(0, BV)
     b_S = tl.zeros([BK, BV], dtype=tl.float32)
     if h0_ptr is not None:
@@ -279,8 +282,6 @@ MERGE_CONFIGS = {
         }
     },
 }
-
-
 JOIN = row(4, 3, BV=16)
 
 

@@ -4,12 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from linattn_edu.kernels.delta.cp_merge import (
-    launch_join,
-    launch_map,
-    launch_merge,
-    piece_of,
-)
+from linattn_edu.kernels.delta.cp_merge import launch_join, launch_map, launch_merge, piece_of
 from linattn_edu.kernels.rows import row, scan_table
 from linattn_edu.kernels.tiles import cast, dot, load_gate, load_tile, load_vector, store_tile
 
