@@ -29,14 +29,11 @@ def gate_cumsum_kernel(
     bias_ptr,  # [D] or None
     gc_ptr,  # [B, T, D] out: log2, cumulative within a chunk
     bound,  # lower bound of the gate, or None
-    cu_ptr,  # [N + 1] or None
-    chunks_ptr,  # [NT, 2] or None
-    T,
+    cu_ptr, chunks_ptr, T,  # of chunk_of
     D: tl.constexpr,
     PER: tl.constexpr,  # gates of a head
-    BT: tl.constexpr,
-    BD: tl.constexpr,
-):
+    BT: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
     """One program: one chunk of BD gates.  Grid (NT * D / BD).
 
     Reference: linattn_edu.reference.delta.gate_cumsum.

@@ -32,9 +32,7 @@ def kda_scans_kernel(
     dv_ptr,  # [B, T, HV, V] out
     dh0_ptr,  # [N, HV, K, V] out
     scale,
-    cu_ptr,  # [N + 1] or None
-    offsets_ptr,  # [N + 1] or None
-    T,
+    cu_ptr, offsets_ptr, T,  # of columns_of
     stride_t,  # of gc, between tokens
     stride_h,  # and between heads
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,

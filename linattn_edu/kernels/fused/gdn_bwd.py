@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from linattn_edu.kernels.fused.gdn_scans import Scans, enter, load, scans
 from linattn_edu.kernels.gluon import support
 from linattn_edu.kernels.pieces import Pieces
 from linattn_edu.kernels.routes import by_kind, by_load, kind_of
@@ -24,11 +25,7 @@ from linattn_edu.kernels.tiles import (
 )
 from linattn_edu.packing import Packing
 
-try:
-    from linattn_edu.kernels.gluon import gdn_intra_bwd, gdn_scans
-except Exception as error:  # a Triton whose Gluon has other names
-    gdn_intra_bwd = gdn_scans = support.left_out(error)
-from linattn_edu.kernels.fused.gdn_scans import Scans, enter, load, scans
+gdn_intra_bwd, gdn_scans = map(support.kernels, ("gdn_intra_bwd", "gdn_scans"))
 
 
 @triton.jit(do_not_specialize=["T", "i_g"])
@@ -52,9 +49,7 @@ def intra_chunk_bwd_kernel(
     dbeta_ptr,  # [B, T, HV] out
     dgc_ptr,  # [B, T, HV] out
     scale,
-    cu_ptr,  # [N + 1] or None
-    chunks_ptr,  # [NT, 2] or None
-    T,
+    cu_ptr, chunks_ptr, T,  # of chunk_of
     i_g,  # which value head of a q/k head
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BT: tl.constexpr, BS: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from linattn_edu.kernels.delta.cp_merge import cp_merge, launch_map, span_of, store_map
-from linattn_edu.kernels.delta.warm_up import warm_up, with_warm_up
+from linattn_edu.kernels.delta.warm_up import warm_up, way_of
 from linattn_edu.kernels.gluon import support
 from linattn_edu.kernels.pieces import Pieces, by_maps, here, whole_of
 from linattn_edu.kernels.routes import by_load, kind_of, load_of, scan_launch
@@ -20,9 +20,9 @@ from linattn_edu.kernels.rows import row, scan_table
 from linattn_edu.kernels.tiles import (
     cast,
     cdiv,
-    columns_of,
     dot,
     dot_right,
+    first_state,
     load_gate,
     load_row,
     load_tile,
@@ -30,10 +30,7 @@ from linattn_edu.kernels.tiles import (
 )
 from linattn_edu.packing import Packing
 
-try:
-    from linattn_edu.kernels.gluon import gdn_scan
-except Exception as error:  # a Triton whose Gluon has other names
-    gdn_scan = support.left_out(error)
+gdn_scan = support.kernels("gdn_scan")
 
 
 @triton.jit(do_not_specialize=["T", "N"])
@@ -52,10 +49,7 @@ def scan_kernel(
     ht_ptr,  # [N, HV, K, V] out, or None
     scale,
     warmup_ptr,  # [N, HV] or None
-    cu_ptr,  # [N + 1] or None
-    offsets_ptr,  # [N + 1] or None
-    T,
-    N,
+    cu_ptr, offsets_ptr, T, N,  # of columns_of and with_warm_up
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
@@ -63,14 +57,9 @@ def scan_kernel(
 
     Reference: linattn_edu.reference.fused.gdn_fwd.scan.
     """
-    i_v, i_nh, i_h, first, n_seq, i_c = columns_of(
-        tl.program_id(0), cu_ptr, offsets_ptr, T, HV, V, BT, BV
+    i_v, i_nh, i_h, first, n_seq, _, skip, i_end = way_of(
+        tl.program_id(0), warmup_ptr, cu_ptr, offsets_ptr, T, N, HV, V, BT, BV, False
     )
-    skip, i_end = 0, i_nh
-    if warmup_ptr is not None:
-        first, n_seq, _, skip, i_end = with_warm_up(
-            i_nh, first, n_seq, i_c, warmup_ptr, cu_ptr, T, N, HV, BT, False
-        )
     q_ptr += (first * H + i_h // (HV // H)) * K
     k_ptr += (first * H + i_h // (HV // H)) * K
     v_ptr += (first * HV + i_h) * V
@@ -81,12 +70,7 @@ def scan_kernel(
     FINE: tl.constexpr = R_low_ptr is not None
     i_low = (first * HV + i_h) * BT
 
-    o_t = tl.arange(0, BT)
-    o_k = tl.arange(0, BK)
-    o_v = i_v * BV + tl.arange(0, BV)
-    b_S = tl.zeros([BK, BV], dtype=tl.float32)
-    if h0_ptr is not None:
-        b_S += load_tile(h0_ptr + i_nh * K * V, o_k, o_v, V, K, V).to(tl.float32)
+    o_t, o_k, o_v, b_S = first_state(h0_ptr, i_nh, i_v, K, V, BT, BK, BV, False)
 
     for i_t in range(tl.cdiv(n_seq, BT)):
         n_t = n_seq - i_t * BT
@@ -149,20 +133,10 @@ def scan_transposed_kernel(
 
     Grid (N * HV * V / BV).  Reference: linattn_edu.reference.fused.gdn_fwd.scan.
     """
-    i_v, i_nh, i_h, first, n_seq, i_c = columns_of(
-        tl.program_id(0), cu_ptr, offsets_ptr, T, HV, V, BT, BV
+    i_v, i_nh, i_h, first, n_seq, _, skip, i_end = way_of(
+        tl.program_id(0), warmup_ptr, cu_ptr, offsets_ptr, T, N, HV, V, BT, BV, False
     )
-    skip, i_end = 0, i_nh
-    if warmup_ptr is not None:
-        first, n_seq, _, skip, i_end = with_warm_up(
-            i_nh, first, n_seq, i_c, warmup_ptr, cu_ptr, T, N, HV, BT, False
-        )
-    o_t = tl.arange(0, BT)
-    o_k = tl.arange(0, BK)
-    o_v = i_v * BV + tl.arange(0, BV)
-    b_S = tl.zeros([BV, BK], dtype=tl.float32)
-    if h0_ptr is not None:
-        b_S += tl.trans(load_tile(h0_ptr + i_nh * K * V, o_k, o_v, V, K, V)).to(tl.float32)
+    o_t, o_k, o_v, b_S = first_state(h0_ptr, i_nh, i_v, K, V, BT, BK, BV, True)
 
     for i_t in range(tl.cdiv(n_seq, BT)):
         begin, n_t = first + i_t * BT, n_seq - i_t * BT

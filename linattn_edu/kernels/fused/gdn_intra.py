@@ -28,10 +28,7 @@ from linattn_edu.kernels.tiles import (
 )
 from linattn_edu.packing import Packing
 
-try:
-    from linattn_edu.kernels.gluon import gdn_intra
-except Exception as error:  # a Triton whose Gluon has other names
-    gdn_intra = support.left_out(error)
+gdn_intra = support.kernels("gdn_intra")
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -73,9 +70,7 @@ def resolvent_kernel(
     R_ptr,  # [B, T, HV, BT] out, or None
     A_ptr,  # [B, T, HV, BT] out, A * G with GATED; or None
     A_low_ptr,  # [B, T, HV, BT] out, or None; with GATED
-    cu_ptr,  # [N + 1] or None
-    chunks_ptr,  # [NT, 2] or None
-    T,
+    cu_ptr, chunks_ptr, T,  # of chunk_of
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
     BT: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
     GATED: tl.constexpr,
@@ -140,9 +135,7 @@ def intra_chunk_kernel(
     P_ptr,  # [B, T, HV, BT] out
     R_ptr,  # [B, T, HV, BT] out
     A_ptr,  # [B, T, HV, BT] out, A * G with GATED; or None
-    cu_ptr,  # [N + 1] or None
-    chunks_ptr,  # [NT, 2] or None
-    T,
+    cu_ptr, chunks_ptr, T,  # of chunk_of
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
     BT: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
     GATED: tl.constexpr,

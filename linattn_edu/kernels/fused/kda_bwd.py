@@ -33,10 +33,7 @@ from linattn_edu.kernels.tiles import (
 )
 from linattn_edu.packing import Packing
 
-try:
-    from linattn_edu.kernels.gluon import kda_intra_bwd as kda_intra_bwd_gluon
-except Exception as error:  # a Triton whose Gluon has other names
-    kda_intra_bwd_gluon = support.left_out(error)
+kda_intra_bwd_gluon = support.kernels("kda_intra_bwd")
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -60,9 +57,7 @@ def kda_fused_intra_bwd_kernel(
     dgc_ptr,  # [B, T, HV, K] out; dkg of channels that are not near
     near_ptr,  # [B, NT, HV, NG] out: whether the channels of a group are near
     scale,
-    cu_ptr,  # [N + 1] or None
-    chunks_ptr,  # [NT, 2] or None
-    T,
+    cu_ptr, chunks_ptr, T,  # of chunk_of
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     BN: tl.constexpr,  # all channels, in whole groups

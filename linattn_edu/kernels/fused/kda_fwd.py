@@ -20,6 +20,7 @@ from linattn_edu.kernels.tiles import (
     cast,
     columns_of,
     dot,
+    first_state,
     load_row,
     load_tile,
     load_vector,
@@ -27,10 +28,7 @@ from linattn_edu.kernels.tiles import (
 )
 from linattn_edu.packing import Packing
 
-try:
-    from linattn_edu.kernels.gluon import kda_scan
-except Exception as error:  # a Triton whose Gluon has other names
-    kda_scan = support.left_out(error)
+kda_scan = support.kernels("kda_scan")
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -47,9 +45,7 @@ def kda_fused_scan_kernel(
     o_ptr,  # [B, T, HV, V] out
     ht_ptr,  # [N, HV, K, V] out, or None
     scale,
-    cu_ptr,  # [N + 1] or None
-    offsets_ptr,  # [N + 1] or None
-    T,
+    cu_ptr, offsets_ptr, T,  # of columns_of
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
@@ -71,12 +67,7 @@ def kda_fused_scan_kernel(
     A_ptr += i * BT
     beta_ptr += i
 
-    o_t = tl.arange(0, BT)
-    o_k = tl.arange(0, BK)
-    o_v = i_v * BV + tl.arange(0, BV)
-    b_S = tl.zeros([BK, BV], dtype=tl.float32)
-    if h0_ptr is not None:
-        b_S += load_tile(h0_ptr + i_nh * K * V, o_k, o_v, V, K, V).to(tl.float32)
+    o_t, o_k, o_v, b_S = first_state(h0_ptr, i_nh, i_v, K, V, BT, BK, BV, False)
     # what feeds no product is loaded one chunk ahead, or the loop would wait for it
     o_last = (tl.minimum(BT, n_seq) - 1) * HV * K
     b_last = load_vector(gc_ptr + o_last, o_k, tl.where(n_seq > 0, K, 0))
@@ -136,12 +127,7 @@ def kda_fused_scan_transposed_kernel(
     i_v, i_nh, i_h, first, n_seq, _ = columns_of(
         tl.program_id(0), cu_ptr, offsets_ptr, T, HV, V, BT, BV
     )
-    o_t = tl.arange(0, BT)
-    o_k = tl.arange(0, BK)
-    o_v = i_v * BV + tl.arange(0, BV)
-    b_S = tl.zeros([BV, BK], dtype=tl.float32)
-    if h0_ptr is not None:
-        b_S += tl.trans(load_tile(h0_ptr + i_nh * K * V, o_k, o_v, V, K, V)).to(tl.float32)
+    o_t, o_k, o_v, b_S = first_state(h0_ptr, i_nh, i_v, K, V, BT, BK, BV, True)
     i = first * HV + i_h
     o_last = (tl.minimum(BT, n_seq) - 1) * HV * K
     b_last = load_vector(gc_ptr + i * K + o_last, o_k, tl.where(n_seq > 0, K, 0))

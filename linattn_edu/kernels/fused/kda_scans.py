@@ -23,6 +23,7 @@ from linattn_edu.kernels.tiles import (
     chunk_of,
     columns_of,
     dot,
+    first_state,
     load_row,
     load_tile,
     load_vector,
@@ -30,10 +31,7 @@ from linattn_edu.kernels.tiles import (
 )
 from linattn_edu.packing import Packing
 
-try:
-    from linattn_edu.kernels.gluon import kda_scans
-except Exception as error:  # a Triton whose Gluon has other names
-    kda_scans = support.left_out(error)
+kda_scans = support.kernels("kda_scans")
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -48,9 +46,7 @@ def kda_gates_kernel(
     kg_ptr,  # [B, T, HV, K] out
     qg_ptr,  # [B, T, HV, K] out
     bound,  # lower bound of the gate, or None
-    cu_ptr,  # [N + 1] or None
-    chunks_ptr,  # [NT, 2] or None
-    T,
+    cu_ptr, chunks_ptr, T,  # of chunk_of
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
     BT: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
@@ -105,12 +101,7 @@ def kda_scan_states(
     beta_ptr += first * HV + i_h
     h_ptr += (i_c * HV + i_h) * K * V
 
-    o_t = tl.arange(0, BT)
-    o_k = tl.arange(0, BK)
-    o_v = i_v * BV + tl.arange(0, BV)
-    b_S = tl.zeros([BK, BV], dtype=tl.float32)
-    if h0_ptr is not None:
-        b_S += load_tile(h0_ptr + i_nh * K * V, o_k, o_v, V, K, V).to(tl.float32)
+    o_t, o_k, o_v, b_S = first_state(h0_ptr, i_nh, i_v, K, V, BT, BK, BV, False)
     # the load of a chunk's gates runs one chunk ahead: the state waits for them
     o_last = (tl.minimum(BT, n_seq) - 1) * HV * K
     b_last = load_vector(gc_ptr + o_last, o_k, tl.where(n_seq > 0, K, 0))
@@ -197,12 +188,7 @@ def kda_scan_bwd(
     i_v, i_nh, i_h, first, n_seq, i_c = columns_of(
         tl.program_id(0) // STEP, cu_ptr, offsets_ptr, T, HV, V, BT, BV
     )
-    o_t = tl.arange(0, BT)
-    o_k = tl.arange(0, BK)
-    o_v = i_v * BV + tl.arange(0, BV)
-    b_dS = tl.zeros([BV, BK], dtype=tl.float32)
-    if dht_ptr is not None:
-        b_dS += tl.trans(load_tile(dht_ptr + i_nh * K * V, o_k, o_v, V, K, V)).to(tl.float32)
+    o_t, o_k, o_v, b_dS = first_state(dht_ptr, i_nh, i_v, K, V, BT, BK, BV, True)
     NT = tl.cdiv(n_seq, BT)
     for i_t in range(NT):
         i_b = NT - 1 - i_t  # of the chunk, back from the last
@@ -242,9 +228,7 @@ def kda_fused_scans_kernel(
     dv_ptr,  # [B, T, HV, V] out
     dh0_ptr,  # [N, HV, K, V] out
     scale,
-    cu_ptr,  # [N + 1] or None
-    offsets_ptr,  # [N + 1] or None
-    T,
+    cu_ptr, offsets_ptr, T,  # of columns_of
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip

@@ -198,13 +198,7 @@ def compute_items(P_desc, R_desc, A_desc, m, N, H: gl.constexpr, G: gl.constexpr
 
 @gluon.jit(do_not_specialize=["NT"])
 def intra_chunk_ring_gluon_kernel(
-    q_desc,  # [B * T, H * K]
-    k_desc,  # [B * T, H * K]
-    P_desc,  # [B * T, HV * BT] out
-    R_desc,  # [B * T, HV * BT] out
-    A_desc,  # [B * T, HV * BT] out, A * G with GATED; or None
-    beta_ptr,  # [B, T, HV]
-    gc_ptr,  # [B, T, HV] log2
+    q_desc, k_desc, P_desc, R_desc, A_desc, beta_ptr, gc_ptr,
     NT,  # chunks of all sequences
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, BT: gl.constexpr, GATED: gl.constexpr,
 ):  # fmt: skip

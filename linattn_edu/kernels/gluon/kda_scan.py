@@ -23,6 +23,7 @@ from linattn_edu.kernels.gluon.scan_frame import (
     keys_times_state,
     load_chunks,
     load_state,
+    next_place,
     piece_of_program,
     state_of,
     store_state,
@@ -82,9 +83,7 @@ def kda_scan_chunks(chunks, state, o_desc, out, scale, c_v):
         b_S2 = warpgroup_mma_wait(1, [b_S2])
         b_h2 = operand(b_S2, dtype, mma)
         # kd S of the next chunk; after the last one for nothing
-        i_next = gl.minimum(i_t + 1, NT - 1)
-        n = i_next % STAGES
-        mbarrier.wait(full.index(n), i_next // STAGES & 1)
+        n = next_place(chunks, i_t)
         b_W = keys_times_state(b_h1, b_h2, kds.index(n), zero, K)
         b_o = warpgroup_mma_wait(2, [b_o])
         b_o = (scale * b_o).to(dtype)
@@ -104,20 +103,8 @@ def kda_scan_chunks(chunks, state, o_desc, out, scale, c_v):
 
 @gluon.jit(do_not_specialize=["T"])
 def kda_scan_gluon_kernel(
-    qg_desc,  # [B * T, HV * K]
-    kg_desc,  # [B * T, HV * K]
-    kd_desc,  # [B * T, HV * K]
-    v_desc,  # [B * T, HV * V]
-    P_desc,  # [B * T, HV * BT]
-    A_desc,  # [B * T, HV * BT]
-    o_desc,  # [B * T, HV * V] out
-    beta_ptr,  # [B, T, HV]
-    gc_ptr,  # [B, T, HV, K] log2
-    h0_ptr,  # [N, HV, K, V] or None
-    ht_ptr,  # [N, HV, K, V] out, or None
-    scale,
-    cu_ptr,  # [N + 1] or None
-    T,
+    qg_desc, kg_desc, kd_desc, v_desc, P_desc, A_desc, o_desc, beta_ptr, gc_ptr, h0_ptr, ht_ptr,
+    scale, cu_ptr, T,
     HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
     BT: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr,
     WORKERS: gl.constexpr,  # groups of four warps, each with BV values
@@ -126,6 +113,7 @@ def kda_scan_gluon_kernel(
 
     Grid (N * HV * V / BV / WORKERS).
 
+    Arguments of kda_fused_scan_kernel of kernels/fused/kda_fwd.py, see `descriptor`.
     Reference: linattn_edu.reference.fused.kda_fwd.kda_fused_scan.
 
     mbarriers: as in gdn_scan's scan_gluon_kernel. Every group of four warps arrives at empty[i].
@@ -143,14 +131,11 @@ def kda_scan_gluon_kernel(
         (kds, vs, As, qs, kgs, Ps), BT, STAGES, WORKERS, False,
     )  # fmt: skip
     fence_async_shared()
-    state, state_2 = [state_of(w, piece, h0_ptr, ht_ptr, K, V, BV) for w in (0, 1)]
+    states = [
+        state_of(w, piece, h0_ptr, ht_ptr, K, V, BV) for w in ((0, 1) if WORKERS == 2 else (0,))
+    ]
     gl.warp_specialize(
-        [(kda_scan_chunks, (chunks, state, o_desc, out.index(0), scale, c_v))]
-        + (
-            [(kda_scan_chunks, (chunks, state_2, o_desc, out.index(1), scale, c_v))]
-            if WORKERS == 2
-            else []
-        )
+        [(kda_scan_chunks, (chunks, x, o_desc, out.index(x.W), scale, c_v)) for x in states]
         + [(load_chunks, (chunks, given))],
         [4, 1] if WORKERS == 2 else [1],
         [240, 24] if WORKERS == 2 else [24],
