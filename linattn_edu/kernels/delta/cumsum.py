@@ -37,9 +37,9 @@ def cumsum_kernel(
     x_ptr,  # [B, T, D]
     y_ptr,  # [B, T, D] out
     scale,
-    cu_ptr,
-    chunks_ptr,
-    T,  # of chunk_of
+    cu_ptr,  # [N + 1] or None
+    chunks_ptr,  # [NT, 2] or None
+    T,
     D: tl.constexpr,
     BC: tl.constexpr,  # tokens of a chunk
     BT: tl.constexpr,

@@ -26,11 +26,14 @@ def gate_bwd_kernel(
     dg_ptr,  # [B, T, D] out
     sums_ptr,  # [NT, 2, D] out: of dA_log, and of da, over the chunk; or None
     bound,  # lower bound of the gate, or None
-    cu_ptr, chunks_ptr, T,  # of chunk_of
+    cu_ptr,  # [N + 1] or None
+    chunks_ptr,  # [NT, 2] or None
+    T,
     D: tl.constexpr,
     PER: tl.constexpr,  # gates of a head
-    BT: tl.constexpr, BD: tl.constexpr,
-):  # fmt: skip
+    BT: tl.constexpr,
+    BD: tl.constexpr,
+):
     """One program: one chunk of BD gates.  Grid (NT * D / BD).
 
     Reference: linattn_edu.reference.delta.gate_bwd.

@@ -26,7 +26,9 @@ def kda_output_bwd_kernel(
     dqg_ptr,  # [B, T, HV, K] out
     dP_ptr,  # [B, T, HV, BT] out
     scale,
-    cu_ptr, chunks_ptr, T,  # of chunk_of
+    cu_ptr,  # [N + 1] or None
+    chunks_ptr,  # [NT, 2] or None
+    T,
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
@@ -76,7 +78,9 @@ def kda_wy_bwd_kernel(
     dL_ptr,  # [B, T, HV, BT] out
     dbeta_ptr,  # [B, T, HV] out
     dgl_ptr,  # [B, NT, HV, K] out
-    cu_ptr, chunks_ptr, T,  # of chunk_of
+    cu_ptr,  # [N + 1] or None
+    chunks_ptr,  # [NT, 2] or None
+    T,
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip

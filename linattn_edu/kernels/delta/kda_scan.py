@@ -25,7 +25,9 @@ def kda_scan_kernel(
     o_ptr,  # [B, T, HV, V] out
     ht_ptr,  # [N, HV, K, V] out, or None
     scale,
-    cu_ptr, offsets_ptr, T,  # of columns_of
+    cu_ptr,  # [N + 1] or None
+    offsets_ptr,  # [N + 1] or None
+    T,
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
@@ -119,8 +121,7 @@ def kda_scan(
     last = kg.new_empty(pieces.N, HV, K, V, dtype=torch.float32) if output_final_state else None
     grid, config = scan_launch(CONFIGS, kg, pieces.N * HV, V)
     kda_scan_kernel[grid](
-        qg, kg, w, u, gc, P, initial_state, o, last,
-        scale, pieces.cu_seqlens, pieces.chunk_offsets, pieces.T, HV, K, V, BT=chunk_size,
+        qg, kg, w, u, gc, P, initial_state, o, last, scale, *pieces.places, HV, K, V, BT=chunk_size,
         **config,
     )  # fmt: skip
     return o, pieces.last(last)

@@ -32,7 +32,9 @@ def kda_scans_kernel(
     dv_ptr,  # [B, T, HV, V] out
     dh0_ptr,  # [N, HV, K, V] out
     scale,
-    cu_ptr, offsets_ptr, T,  # of columns_of
+    cu_ptr,  # [N + 1] or None
+    offsets_ptr,  # [N + 1] or None
+    T,
     stride_t,  # of gc, between tokens
     stride_h,  # and between heads
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
@@ -101,8 +103,7 @@ def kda_scans(
     dh0 = kg.new_empty(pieces.N, HV, K, V, dtype=torch.float32)
     grid, config = scan_launch(CONFIGS, kg, 2 * pieces.N * HV, V)
     kda_scans_kernel[grid](
-        qg, kg, w, u, gc, P, do, initial_state, dht, h, v_new, dh, dv_new, dh0,
-        scale, pieces.cu_seqlens, pieces.chunk_offsets, pieces.T, *gc.stride()[1:3], HV, K, V,
-        BT=chunk_size, **config,
+        qg, kg, w, u, gc, P, do, initial_state, dht, h, v_new, dh, dv_new, dh0, scale,
+        *pieces.places, *gc.stride()[1:3], HV, K, V, BT=chunk_size, **config,
     )  # fmt: skip
     return h, v_new, dh, dv_new, pieces.first(dh0)

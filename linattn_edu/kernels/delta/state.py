@@ -34,7 +34,9 @@ def state_kernel(
     h_ptr,  # [B, NT, HV, K, V] out: state entering each chunk
     v_new_ptr,  # [B, T, HV, V] out, or None with w
     ht_ptr,  # [N, HV, K, V] out, or None
-    cu_ptr, offsets_ptr, T,  # of columns_of
+    cu_ptr,  # [N + 1] or None
+    offsets_ptr,  # [N + 1] or None
+    T,
     stride_t,  # of gc and gs, between tokens
     stride_h,  # and between heads
     others,  # programs of the grid before these
@@ -166,8 +168,8 @@ def state(
     last = k.new_empty(pieces.N, HV, K, V, dtype=torch.float32) if output_final_state else None
     grid, config = scan_launch(CONFIGS if w is not None else FREE, k, pieces.N * HV, V)
     state_kernel[grid](
-        k, w, u, gc, initial_state, gs, seq_idx, h, v_new, last, pieces.cu_seqlens,
-        pieces.chunk_offsets, pieces.T, *gc.stride()[1:3], 0, H, HV, K, V, BT=chunk_size,
-        CHANNEL=gc.ndim == 4, WHOLE=w is None and whole(k, chunk_size, packing), **config,
+        k, w, u, gc, initial_state, gs, seq_idx, h, v_new, last, *pieces.places, *gc.stride()[1:3],
+        0, H, HV, K, V, BT=chunk_size, CHANNEL=gc.ndim == 4,
+        WHOLE=w is None and whole(k, chunk_size, packing), **config,
     )  # fmt: skip
     return h, v_new, pieces.last(last)

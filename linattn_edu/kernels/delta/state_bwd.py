@@ -39,7 +39,9 @@ def state_bwd_kernel(
     dh0_ptr,  # [N, HV, K, V] out
     dlast_ptr,  # [B, NT, HV, V / BV, K] out: to be summed; or None
     scale,
-    cu_ptr, offsets_ptr, T,  # of columns_of
+    cu_ptr,  # [N + 1] or None
+    offsets_ptr,  # [N + 1] or None
+    T,
     stride_t,  # of gc, between tokens
     stride_h,  # and between heads
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
@@ -145,7 +147,9 @@ def kda_state_bwd_kernel(
     dv_ptr,  # [B, T, HV, V] out
     dh0_ptr,  # [N, HV, K, V] out
     scale,
-    cu_ptr, offsets_ptr, T,  # of columns_of
+    cu_ptr,  # [N + 1] or None
+    offsets_ptr,  # [N + 1] or None
+    T,
     stride_t,  # of gc, between tokens
     stride_h,  # and between heads
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
@@ -277,7 +281,7 @@ def state_bwd(
     dh0 = q.new_empty(pieces.N, HV, K, V, dtype=torch.float32)
     table = FREE if w is None else CONFIGS if P is None else CHANNEL_CONFIGS
     grid, config = scan_launch(table, q, pieces.N * HV, V)
-    places = pieces.cu_seqlens, pieces.chunk_offsets, pieces.T, *gc.stride()[1:3]
+    places = *pieces.places, *gc.stride()[1:3]
     if P is not None:
         kda_state_bwd_kernel[grid](
             q, k, w, gc, do, P, dht, dh, dv_new, dh0, scale, *places, HV, K, V, BT=chunk_size,

@@ -195,13 +195,9 @@ def intra_chunk_bwd(
 
 
 def _launch_intra(
-    given: tuple[Tensor, ...],
-    low: tuple[Tensor, Tensor] | None,
-    out: tuple[Tensor, ...],
-    scale: float,
-    chunk_size: int,
-    packing: Packing | None,
-) -> None:
+    given: tuple[Tensor, ...], low: tuple[Tensor, Tensor] | None, out: tuple[Tensor, ...],
+    scale: float, chunk_size: int, packing: Packing | None,
+) -> None:  # fmt: skip
     """Launch what writes dq, dk, dbeta and dgc. A program reads v_new and Z of its chunk whole
     before it writes dq and dk, which may lie in their place.
     """
@@ -263,31 +259,27 @@ def _in_head_groups(groups: int, x: Scans, scale: float) -> tuple[Tensor, ...]:
     dh0 = x.gc.new_empty(pieces.N, HV, K, V)
     out = tuple(map(torch.empty_like, (x.q, x.k, x.v, x.beta, x.gc)))
     for i in range(groups):
-        given, own = ([t.chunk(groups, 2)[i] for t in tensors] for tensors in (x[:8], out))
-        ends = (
+        given, (dq, dk, dv, *rest) = (
+            [t.chunk(groups, 2)[i] for t in tensors] for tensors in (x[:8], out)
+        )
+        *ways, own_h0, own_dht = (
             t if t is None else t.chunk(groups, 1)[i].contiguous() for t in (ahead, behind, h0, dht)
         )
-        dh0.chunk(groups, 1)[i].copy_(_head_group(given, own, *ends, scale, pieces))
+        own = Scans(*given, own_h0, own_dht, dv=dv)
+        dh0.chunk(groups, 1)[i].copy_(_head_group(own, (dq, dk, *rest), *ways, scale, pieces))
     return *out, pieces.first(dh0)
 
 
 def _head_group(
-    given: list[Tensor],
-    out: list[Tensor],
-    ahead: Tensor | None,
-    behind: Tensor | None,
-    h0: Tensor | None,
-    dht: Tensor | None,
-    scale: float,
+    own: Scans, out: tuple[Tensor, ...], ahead: Tensor | None, behind: Tensor | None, scale: float,
     pieces: Pieces,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """One of the groups, views of its heads: writes dq, dk, dv, dbeta and dgc, returns dh0. A
     function, so that its states go before those of the next are made.
     """
-    dq, dk, dv, *rest = out
-    own = Scans(*given, h0, dht, dv=dv).written(pieces, None)
+    own = own.written(pieces, None)
     gdn_scans.scan_states_gluon(own.forth, ahead, pieces)
     gdn_scans.scan_bwd_gluon(own.back, scale, behind, pieces)
     read = *own[:5], own.h, own.v_new, own.do, own.dh, own.Z
-    gdn_intra_bwd.intra_bwd_gluon(read, (dq, dk, *rest), scale)
+    gdn_intra_bwd.intra_bwd_gluon(read, out, scale)
     return own.dh0

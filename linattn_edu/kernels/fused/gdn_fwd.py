@@ -172,10 +172,7 @@ def scan_transposed_kernel(
 
 @triton.jit(do_not_specialize=["T"])
 def scan_map_kernel(
-    k_ptr,  # [B, T, H, K]
-    v_ptr,  # [B, T, HV, V]
-    gc_ptr,  # [B, T, HV] log2
-    R_ptr,  # [B, T, HV, BT]
+    k_ptr, v_ptr, gc_ptr, R_ptr,  # as of scan_kernel
     h0_ptr,  # [NP, HV, K, V] or None
     beta_ptr,  # [B, T, HV], where R is without it; or None
     map_ptr,  # [NP, HV, K, ROW] out: S_ext, and M where W is V + K
@@ -301,55 +298,36 @@ def scan(
     """Launch the scan that suits the GPU; arguments and result as in the reference, but that
     initial_state may be a function that waits for it.
     """
-    if low is not None:
-        given = q, k, v, gc, P, R, initial_state, beta, *low
-        return _scan_halves(given, scale, output_final_state, packing)
     H, K = q.shape[2:]
     HV, V = v.shape[2:]
     C = P.shape[-1]
     load = load_of(kind_of(q, HV, V, C, packing, (q, k, v, P, R)), q, packing)
-    in_gluon = by_load.scan(load).takes == "gluon"
-    pieces, warmup, initial_state = entering(
-        (k, R, gc, V), cp_merge, scan_map, (k, v, gc, R), initial_state, chunk_size=C,
-        choice=not in_gluon, packing=packing,
-    )  # fmt: skip
+    in_gluon = low is None and by_load.scan(load).takes == "gluon"
+    if low is None:
+        pieces, warmup, initial_state = entering(
+            (k, R, gc, V), cp_merge, scan_map, (k, v, gc, R), initial_state, chunk_size=C,
+            choice=not in_gluon, packing=packing,
+        )  # fmt: skip
+    else:
+        pieces, warmup = whole_of(q, packing), [None]
     o = torch.empty_like(v)
     last = q.new_empty(pieces.N, HV, K, V, dtype=torch.float32) if output_final_state else None
-    given = q, k, v, gc, P, R, initial_state, o, last
-    if in_gluon and gdn_scan.scan_gluon(given, scale, *warmup, pieces):
+    given = q, k, v, gc, P, R, initial_state
+    if in_gluon and gdn_scan.scan_gluon((*given, o, last), scale, *warmup, pieces):
         return o, pieces.last(last)
     for i, skipped in enumerate(warmup):
         heads = (pieces.batch if i else pieces.N) * HV
-        _, config = scan_launch(SCAN_CONFIGS, k, heads, V)
+        _, config = scan_launch(SCAN_CONFIGS if low is None else HALVES_CONFIGS, k, heads, V)
         programs = pieces.N * HV * cdiv(V, config["BV"])
-        full = by_load.transposed(load, programs, config["BK"], config["BV"]).takes == "transposed"
-        kernel = scan_transposed_kernel if full else scan_kernel
+        kernel, halves = scan_kernel, (None,) * 3 if low is None else (beta, *low)
+        sizes = config["BK"], config["BV"]
+        if low is None and by_load.transposed(load, programs, *sizes).takes == "transposed":
+            kernel, halves, config = scan_transposed_kernel, (), config | TRANSPOSED
         kernel[(programs,)](
-            *given[:7], *(() if full else (None, None, None)), *given[7:], scale, skipped,
-            pieces.cu_seqlens, pieces.chunk_offsets, pieces.T, pieces.N, H, HV, K, V, BT=C,
-            **(config | TRANSPOSED if full else config),
+            *given, *halves, o, last, scale, skipped, *pieces.places, pieces.N, H, HV, K, V, BT=C,
+            **config,
         )  # fmt: skip
     return o, pieces.last(last)
-
-
-def _scan_halves(
-    given: tuple[Tensor | None, ...],
-    scale: float,
-    output_final_state: bool,
-    packing: Packing | None,
-) -> tuple[Tensor, Tensor | None]:
-    """Launch scan_kernel on whole sequences and tensors that have low halves."""
-    q, _, v, _, P, *_ = given
-    (H, K), (HV, V) = q.shape[2:], v.shape[2:]
-    pieces = whole_of(q, packing)
-    o = torch.empty_like(v)
-    last = q.new_empty(pieces.N, HV, K, V, dtype=torch.float32) if output_final_state else None
-    grid, config = scan_launch(HALVES_CONFIGS, q, pieces.N * HV, V)
-    scan_kernel[grid](
-        *given, o, last, scale, None, pieces.cu_seqlens, pieces.chunk_offsets, pieces.T, pieces.N,
-        H, HV, K, V, BT=P.shape[-1], **config,
-    )  # fmt: skip
-    return o, last
 
 
 def scan_map(

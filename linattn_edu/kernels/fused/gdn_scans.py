@@ -362,8 +362,8 @@ def _launch_forth(x: Scans, gluon: bool, pieces: Pieces, warmup: Tensor | None, 
     table = HALVES_CONFIGS if low else SCAN_CONFIGS
     _, config = scan_launch(table, x.k, (pieces.N if wide else pieces.batch) * HV, V)
     scan_states_kernel[(pieces.N * HV * cdiv(V, config["BV"]),)](
-        *x.forth, *(low or (None, None)), warmup, pieces.cu_seqlens, pieces.chunk_offsets, pieces.T,
-        pieces.N, 1, H, HV, K, V, BT=x.AG.shape[-1], **config,
+        *x.forth, *(low or (None, None)), warmup, *pieces.places, pieces.N, 1, H, HV, K, V,
+        BT=x.AG.shape[-1], **config,
     )  # fmt: skip
 
 
@@ -402,8 +402,8 @@ def _launch_back(x: Scans, gluon: bool, pieces: Pieces, warmup: Tensor | None, s
     H, HV, K, V = x.sizes
     grid, config = scan_launch(SCAN, x.q, pieces.N * HV, V)
     scan_bwd_kernel[grid](
-        *x.back, *(low or (None,) * 3), scale, warmup, pieces.cu_seqlens, pieces.chunk_offsets,
-        pieces.T, pieces.N, 1, H, HV, K, V, BT=x.AG.shape[-1], **config,
+        *x.back, *(low or (None,) * 3), scale, warmup, *pieces.places, pieces.N, 1, H, HV, K, V,
+        BT=x.AG.shape[-1], **config,
     )  # fmt: skip
 
 
@@ -448,8 +448,8 @@ def scans(
         _launch_back(x, gluon, pieces, behind.pop(0), scale)
     if ahead:
         scans_kernel[(2 * programs,)](
-            *x, scale, *ahead, *behind, pieces.cu_seqlens, pieces.chunk_offsets, pieces.T, pieces.N,
-            H, HV, K, V, BT=AG.shape[-1], **config,
+            *x, scale, *ahead, *behind, *pieces.places, pieces.N, H, HV, K, V, BT=AG.shape[-1],
+            **config,
         )  # fmt: skip
     return x.h, x.v_new, x.dh, x.Z, x.dv, pieces.first(x.dh0)
 

@@ -8,17 +8,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from linattn_edu.kernels.delta.kda_intra import halving
-from linattn_edu.kernels.delta.kda_intra_bwd import (
-    CONFIGS,
-    GROUP,
-    are_near,
-    kda_intra_bwd_kernel,
-    middle,
-)
+from linattn_edu.kernels.delta.kda_intra_bwd import GROUP, are_near, launch_pairs, middle
 from linattn_edu.kernels.gluon import support
 from linattn_edu.kernels.routes import by_kind, kind_of
-from linattn_edu.kernels.rows import chunk_args, entry, shared_dtype
+from linattn_edu.kernels.rows import chunk_args, shared_dtype
 from linattn_edu.kernels.tiles import (
     block,
     cast,
@@ -211,11 +204,5 @@ def kda_fused_intra_bwd(
             *tensors, dP, dL, *out, near, scale, *chunks, T, H, HV, K, V,
             BT=chunk_size, BV=block(V), BN=max(block(K), GROUP.value), PW=width, **INTRA_OPTIONS,
         )  # fmt: skip
-    kda_intra_bwd_kernel[(NT * HV * (chunk_size // 16),)](
-        q, k, beta, gc, dP, dL, dq, dk, dgc, dgl, dq, dk, dbeta, dgc, near, *chunks, T, H, HV, K,
-        BT=chunk_size, HALVE=halving(k.dtype), PW=width, SUMMED=True,
-        **entry(CONFIGS, k).launch(K),
-    )  # fmt: skip
-    if H < HV:
-        dq, dk = (x.unflatten(2, (H, -1)).sum(3).to(q.dtype) for x in (dq, dk))
-    return dq, dk, dbeta, dgc
+    tensors = q, k, beta, gc, dP, dL, dq, dk, dgc, dgl, dq, dk, dbeta, dgc
+    return launch_pairs(tensors, near, packing, chunk_size, width, summed=True)

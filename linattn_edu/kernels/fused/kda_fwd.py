@@ -240,9 +240,9 @@ def kda_prepare(
     """Launch the kernels of kda_intra, the first of which writes the gated rows on its way;
     arguments and result as in the reference.
     """
-    kd, kg, qg = (torch.empty_like(gc, dtype=k.dtype) for _ in range(3))
-    P, A = launch_intra(q, k, beta, gc, kd, kg, qg, chunk_size, lower_bound, packing)
-    return P, A, kd, kg, qg
+    gated = tuple(torch.empty_like(gc, dtype=k.dtype) for _ in range(3))
+    P, A = launch_intra((q, k, beta, gc), gated, chunk_size, lower_bound, packing)
+    return P, A, *gated
 
 
 def kda_fused_scan(
@@ -277,9 +277,8 @@ def kda_fused_scan(
     full = by_load.transposed(load, *grid, config["BK"], config["BV"]).takes == "transposed"
     kernel = kda_fused_scan_transposed_kernel if full else kda_fused_scan_kernel
     kernel[grid](
-        *given, scale, pieces.cu_seqlens, pieces.chunk_offsets, pieces.T, HV, K, V, BT=C,
-        **(config | TRANSPOSED if full else config),
-    )  # fmt: skip
+        *given, scale, *pieces.places, HV, K, V, BT=C, **(config | TRANSPOSED if full else config)
+    )
     return o, pieces.last(last)
 
 

@@ -358,9 +358,8 @@ def kda_fused_scans(
         done = done and kda_scans.kda_scan_bwd_gluon(behind, scale, pieces)
     if not done:
         kda_fused_scans_kernel[(2 * programs,)](
-            *all_of, scale, pieces.cu_seqlens, pieces.chunk_offsets, pieces.T, HV, K, V, BT=C,
-            **config,
-        )  # fmt: skip
+            *all_of, scale, *pieces.places, HV, K, V, BT=C, **config
+        )
     return h, v_new, dh, Z, dv, pieces.first(dh0)
 
 

@@ -237,20 +237,11 @@ OPTIONS_CHUNKS = {2: {"num_warps": 4, "maxnreg": 120}, 3: {"num_warps": 4, "maxn
 
 
 @attempt
-def intra_gluon(
-    q: Tensor,
-    k: Tensor,
-    beta: Tensor,
-    gc: Tensor,
-    P: Tensor,
-    R: Tensor,
-    A: Tensor | None,
-    gated: bool,
-    packing: Packing | None,
-) -> None:
-    """Launch the kernel that suits the sequences: the same bits. It writes P, R and, if there is
-    one, A.
+def intra_gluon(given: tuple[Tensor | None, ...], gated: bool, packing: Packing | None) -> None:
+    """Launch the kernel that suits the sequences: the same bits. given: the tensors of
+    intra_chunk_kernel, whose P, R and, if there is one, A it writes.
     """
+    q, k, beta, gc, P, R, A = given
     T, H, K = k.shape[1:]
     HV = beta.shape[-1]
     NT, *chunks = chunk_args(k, CHUNK, packing)
@@ -263,6 +254,4 @@ def intra_gluon(
             **OPTIONS_CHUNKS[programs],
         )  # fmt: skip
         return
-    intra_chunk_gluon_kernel[(NT * HV,)](
-        q, k, beta, gc, P, R, A, *chunks, T, H, HV, K, CHUNK, gated, **OPTIONS
-    )
+    intra_chunk_gluon_kernel[(NT * HV,)](*given, *chunks, T, H, HV, K, CHUNK, gated, **OPTIONS)

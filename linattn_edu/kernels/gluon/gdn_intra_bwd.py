@@ -361,6 +361,7 @@ def intra_chunk_bwd_gluon_kernel(
     ], [4, 1], [240, 24])  # fmt: skip
 
 
+HEAD = 128  # keys, and values
 # of the registers at the start the loading warp keeps 24 a thread, the others take the rest
 OPTIONS = {"num_warps": 4, "maxnreg": 168}
 

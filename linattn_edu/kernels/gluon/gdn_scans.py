@@ -19,7 +19,6 @@ from linattn_edu.kernels.gluon.scan_frame import (
     hand_over_state,
     keys_times_state,
     next_place,
-    piece_args,
     piece_of_program,
     scan_and_store,
     store_state,
@@ -248,7 +247,7 @@ def scan_states_gluon(
     (H, K), (HV, V) = k.shape[2:], v.shape[2:]
     descriptors = map(descriptor, (k, v, AG, h, v_new), (K, BV, CHUNK, BV, BV))
     scan_states_gluon_kernel[(pieces.N * HV * V // BV,)](
-        *descriptors, beta, gc, h0, warmup, *piece_args(pieces), gc.stride(1), 1, H, HV, K, V,
+        *descriptors, beta, gc, h0, warmup, *pieces.places, pieces.N, gc.stride(1), 1, H, HV, K, V,
         **TILES, **gdn_scan.OPTIONS,
     )  # fmt: skip
 
@@ -265,8 +264,8 @@ def scan_bwd_gluon(
     widths = K, K, CHUNK, CHUNK, BV, BV, BV, BV
     descriptors = map(descriptor, (q, k, P, AG, do, dh, Z, dv), widths)
     scan_bwd_gluon_kernel[(pieces.N * HV * V // BV,)](
-        *descriptors, beta, gc, dht, dh0, scale, warmup, *piece_args(pieces), gc.stride(1), 1, H,
-        HV, K, V, **TILES_BACK, **gdn_scan.OPTIONS,
+        *descriptors, beta, gc, dht, dh0, scale, warmup, *pieces.places, pieces.N, gc.stride(1), 1,
+        H, HV, K, V, **TILES_BACK, **gdn_scan.OPTIONS,
     )  # fmt: skip
 
 
@@ -284,5 +283,5 @@ def scans_gluon(
     widths = K, K, BV, CHUNK, CHUNK, BV, BV, BV, BV, BV, BV
     scans_gluon_kernel[(2 * pieces.N * HV * V // BV,)](
         *map(descriptor, tensors, widths), beta, gc, h0, dht, dh0, scale, forth, back,
-        *piece_args(pieces), gc.stride(1), H, HV, K, V, **TILES_BOTH, **gdn_scan.OPTIONS,
+        *pieces.places, pieces.N, gc.stride(1), H, HV, K, V, **TILES_BOTH, **gdn_scan.OPTIONS,
     )  # fmt: skip

@@ -19,7 +19,6 @@ from linattn_edu.kernels.gluon.scan_frame import (
     hand_over_state,
     keys_times_state,
     next_place,
-    piece_args,
     piece_of_program,
     places,
     scan_and_store,
@@ -257,7 +256,7 @@ def kda_scan_states_gluon(given: tuple[Tensor | None, ...], pieces: Pieces) -> N
     n = workers_of(kg, V, pieces)
     descriptors = map(descriptor, (kg, kd, v, A, h, v_new), (K, K, n * BV, CHUNK, BV, BV))
     kda_scan_states_gluon_kernel[(pieces.N * HV * V // BV // n,)](
-        *descriptors, beta, gc, h0, *piece_args(pieces), 1, HV, K, V, BT=CHUNK, BV=BV,
+        *descriptors, beta, gc, h0, *pieces.places, pieces.N, 1, HV, K, V, BT=CHUNK, BV=BV,
         STAGES=STAGES[n], WORKERS=n, **OPTIONS[n],
     )  # fmt: skip
 
@@ -273,8 +272,8 @@ def kda_scan_bwd_gluon(given: tuple[Tensor | None, ...], scale: float, pieces: P
     widths = K, K, K, CHUNK, CHUNK, n * BV, BV, BV, BV
     descriptors = map(descriptor, (qg, kg, kd, P, A, do, dh, Z, dv), widths)
     kda_scan_bwd_gluon_kernel[(pieces.N * HV * V // BV // n,)](
-        *descriptors, beta, gc, dht, dh0, scale, *piece_args(pieces), 1, HV, K, V, BT=CHUNK, BV=BV,
-        STAGES=STAGES_BACK[n], WORKERS=n, **OPTIONS[n],
+        *descriptors, beta, gc, dht, dh0, scale, *pieces.places, pieces.N, 1, HV, K, V, BT=CHUNK,
+        BV=BV, STAGES=STAGES_BACK[n], WORKERS=n, **OPTIONS[n],
     )  # fmt: skip
 
 
@@ -288,6 +287,6 @@ def kda_scans_gluon(given: tuple[Tensor | None, ...], scale: float, pieces: Piec
     tensors = qg, kg, kd, v, P, A, do, h, v_new, dh, Z, dv
     widths = K, K, K, BV, CHUNK, CHUNK, BV, BV, BV, BV, BV, BV
     kda_scans_gluon_kernel[(2 * pieces.N * HV * V // BV,)](
-        *map(descriptor, tensors, widths), beta, gc, h0, dht, dh0, scale, *piece_args(pieces), HV,
-        K, V, BT=CHUNK, BV=BV, STAGES=STAGES[1], STAGES_BACK=STAGES_BACK[1], **OPTIONS[1],
+        *map(descriptor, tensors, widths), beta, gc, h0, dht, dh0, scale, *pieces.places, pieces.N,
+        HV, K, V, BT=CHUNK, BV=BV, STAGES=STAGES[1], STAGES_BACK=STAGES_BACK[1], **OPTIONS[1],
     )  # fmt: skip

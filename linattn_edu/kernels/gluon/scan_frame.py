@@ -4,7 +4,6 @@ A program goes through a piece of a sequence, a chunk after the other. What grou
 compute of a chunk stands in the files of the scans.
 """
 
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
@@ -13,15 +12,9 @@ from triton.runtime.jit import constexpr_function
 from linattn_edu.kernels.delta.warm_up import with_warm_up
 from linattn_edu.kernels.gluon.blocks import bar_pairs, bars, half, numbers, operand, product, ring
 from linattn_edu.kernels.gluon.names import async_load, async_store, barrier, record
-from linattn_edu.kernels.pieces import Pieces
 from linattn_edu.kernels.tiles import sequence_of
 
 BV = 64  # values of a group of four warps
-
-
-def piece_args(pieces: Pieces) -> tuple[Tensor | None, Tensor | None, int, int]:
-    """The last arguments of both kernels that no tensor's shape says."""
-    return pieces.cu_seqlens, pieces.chunk_offsets, pieces.T, pieces.N
 
 
 # -- records --------------------------------------------------------------------------------------
