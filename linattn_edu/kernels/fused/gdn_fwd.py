@@ -172,7 +172,10 @@ def scan_transposed_kernel(
 
 @triton.jit(do_not_specialize=["T"])
 def scan_map_kernel(
-    k_ptr, v_ptr, gc_ptr, R_ptr,  # as of scan_kernel
+    k_ptr,  # [B, T, H, K]
+    v_ptr,  # [B, T, HV, V]
+    gc_ptr,  # [B, T, HV] log2
+    R_ptr,  # [B, T, HV, BT]
     h0_ptr,  # [NP, HV, K, V] or None
     beta_ptr,  # [B, T, HV], where R is without it; or None
     map_ptr,  # [NP, HV, K, ROW] out: S_ext, and M where W is V + K

@@ -31,16 +31,9 @@ kda_intra_bwd_gluon = support.kernels("kda_intra_bwd")
 
 @triton.jit(do_not_specialize=["T"])
 def kda_fused_intra_bwd_kernel(
-    q_ptr,  # [B, T, H, K]
-    k_ptr,  # [B, T, H, K]
-    v_ptr,  # [B, T, HV, V]
-    beta_ptr,  # [B, T, HV]
+    q_ptr, k_ptr, v_ptr, beta_ptr,
     gc_ptr,  # [B, T, HV, K] log2
-    h_ptr,  # [B, NT, HV, K, V]
-    v_new_ptr,  # [B, T, HV, V]
-    do_ptr,  # [B, T, HV, V]
-    dh_ptr,  # [B, NT, HV, K, V]
-    Z_ptr,  # [B, T, HV, V]
+    h_ptr, v_new_ptr, do_ptr, dh_ptr, Z_ptr,  # these as of gdn_bwd.intra_chunk_bwd_kernel
     dP_ptr,  # [B, T, HV, PW] out: of chunks with channels that are not near; Z may be here
     dL_ptr,  # [B, T, HV, PW] out: as dP
     dgl_ptr,  # [B, NT, HV, K] out: all that dgc_last gets

@@ -166,12 +166,7 @@ def kda_fused_scan_transposed_kernel(
 @triton.jit(do_not_specialize=["T"])
 def kda_fused_scan_map_kernel(
     kg_ptr, kd_ptr, v_ptr, beta_ptr, gc_ptr, A_ptr,  # as of kda_fused_scan_kernel
-    h0_ptr,  # [NP, HV, K, V] or None
-    map_ptr,  # [NP, HV, K, ROW] out: S_ext, and M where W is V + K
-    left_ptr,  # [NP, HV, NW] of span_of, with NEAR out; or None
-    rows_ptr,  # [NP] or None
-    cu_ptr,  # [N + 1] or None
-    T,
+    h0_ptr, map_ptr, left_ptr, rows_ptr, cu_ptr, T,  # as of gdn_fwd.scan_map_kernel
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr, ROW: tl.constexpr,
     NEAR: tl.constexpr, NW: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip

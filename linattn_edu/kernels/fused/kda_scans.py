@@ -219,16 +219,8 @@ def kda_fused_scans_kernel(
     P_ptr,  # [B, T, HV, BT]
     A_ptr,  # [B, T, HV, BT]
     do_ptr,  # [B, T, HV, V]
-    h0_ptr,  # [N, HV, K, V] or None
-    dht_ptr,  # [N, HV, K, V] or None
-    h_ptr,  # [B, NT, HV, K, V] out: state entering each chunk
-    v_new_ptr,  # [B, T, HV, V] out
-    dh_ptr,  # [B, NT, HV, K, V] out: gradient of the state leaving each chunk
-    Z_ptr,  # [B, T, HV, V] out
-    dv_ptr,  # [B, T, HV, V] out
-    dh0_ptr,  # [N, HV, K, V] out
-    scale,
-    cu_ptr, offsets_ptr, T,  # of columns_of
+    h0_ptr, dht_ptr, h_ptr, v_new_ptr, dh_ptr, Z_ptr, dv_ptr, dh0_ptr, scale, cu_ptr, offsets_ptr,
+    T,  # as of gdn_scans.scans_kernel
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
@@ -251,13 +243,7 @@ def kda_fused_scans_kernel(
 @triton.jit(do_not_specialize=["T"])
 def kda_fused_scan_map_bwd_kernel(
     qg_ptr, kg_ptr, kd_ptr, beta_ptr, gc_ptr, P_ptr, A_ptr, do_ptr,  # as of kda_fused_scans_kernel
-    dht_ptr,  # [NP, HV, K, V] or None
-    map_ptr,  # [NP, HV, K, ROW] out: dS_ext, and dM where W is V + K
-    left_ptr,  # [NP, HV, NW] of span_of, with NEAR out; or None
-    scale,
-    rows_ptr,  # [NP] or None
-    cu_ptr,  # [N + 1] or None
-    T,
+    dht_ptr, map_ptr, left_ptr, scale, rows_ptr, cu_ptr, T,  # as of gdn_scans.scan_map_bwd_kernel
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr, ROW: tl.constexpr,
     NEAR: tl.constexpr, NW: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip

@@ -199,10 +199,7 @@ def inside(
 @gluon.jit
 def compute_half(c: gl.constexpr, out, m, bars, N, ROW: gl.constexpr, H: gl.constexpr,
                  G: gl.constexpr, K: gl.constexpr, BT: gl.constexpr):  # fmt: skip
-    """Half c of the keys, by four warps: intra_chunk_bwd_kernel's sums.
-
-    ready: dM and dL are there.  used: neither, nor what was left beside them, is needed any more.
-    """
+    """Half c of the keys, by four warps: intra_chunk_bwd_kernel's sums."""
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     rows: gl.constexpr = gl.SliceLayout(1, mma)
     zero = gl.full([BT, BT], 0.0, gl.float32, mma)

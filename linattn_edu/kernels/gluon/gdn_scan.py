@@ -1,9 +1,8 @@
 """The scan of the fused forward pass in Gluon, for Hopper: products that run beside arithmetic.
 
-Gluon is Triton's lower level: layouts, shared memory, copies and waits are written out. One warp
-copies chunks ahead through a ring in shared memory; four hold S^T [64, K] in registers, whose
-16-bit copy is the first operand of the next product. A product is only begun where it stands, and
-waited for where its result is needed.
+One warp copies chunks ahead through a ring in shared memory; four hold S^T [64, K] in registers,
+whose 16-bit copy is the first operand of the next product. A product is only begun where it stands,
+and waited for where its result is needed.
 """
 
 from torch import Tensor
@@ -35,11 +34,7 @@ from linattn_edu.kernels.pieces import Pieces
 
 @gluon.jit
 def scan_chunks(chunks, state, o_desc, out, scale, c_v, skip):
-    """The warps that compute: scan_transposed_kernel's sums in its order; S^T in halves of 64 keys.
-
-    At most three products are under way, and none where the loop turns: ptxas would run them one
-    after the other.
-    """
+    """Warps that compute: scan_transposed_kernel's sums in its order; S^T in halves of 64 keys."""
     ks, vs, Rs, qs, Ps = chunks.rings
     gates, full, empty, NT = chunks.gates, chunks.full, chunks.empty, chunks.NT
     K: gl.constexpr = state.K

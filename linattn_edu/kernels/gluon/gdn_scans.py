@@ -81,11 +81,7 @@ def scan_forth(chunks, made, state):
 
 @gluon.jit
 def scan_back(chunks, made, state, scale):
-    """The warps that compute: the sums of scan_bwd_kernel in its order; dS^T in halves of 64 keys.
-
-    At most three products are under way, and none where the loop turns: ptxas would run them one
-    after the other.
-    """
+    """Warps that compute: the sums of scan_bwd_kernel in its order; dS^T in halves of 64 keys."""
     ks, dos, Ps, qs, AGs = chunks.rings
     gates, empty, NT = chunks.gates, chunks.empty, chunks.NT
     Zs, dvs = made.others

@@ -172,10 +172,7 @@ def square(i_c, i_h, o_i, o_j, HV: gl.constexpr, V: gl.constexpr, BT: gl.constex
 @gluon.jit
 def compute_half(c: gl.constexpr, out, m, bars, N, HV: gl.constexpr, K: gl.constexpr,
                  V: gl.constexpr, BT: gl.constexpr):  # fmt: skip
-    """Half c of the channels, by four warps: kda_fused_intra_bwd_kernel's sums, transposed.
-
-    ready: dP and dL are there.  used: neither, nor what was left beside them, is needed any more.
-    """
+    """Half c of the channels, by four warps: kda_fused_intra_bwd_kernel's sums, transposed."""
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     rows: gl.constexpr = gl.SliceLayout(1, mma)
     along: gl.constexpr = gl.SliceLayout(0, mma)

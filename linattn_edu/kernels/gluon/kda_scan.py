@@ -37,9 +37,6 @@ from linattn_edu.kernels.routes import by_load, kind_of, load_of
 def kda_scan_chunks(chunks, state, o_desc, out, scale, c_v):
     """Four warps that compute: the sums of kda_fused_scan_transposed_kernel in its order, for tile
     W of the program's values.
-
-    At most three products are under way, and none where the loop turns: ptxas would run them one
-    after the other.
     """
     kds, vs, As, qs, kgs, Ps = chunks.rings
     gates, full, empty, NT = chunks.gates, chunks.full, chunks.empty, chunks.NT
@@ -143,11 +140,9 @@ def kda_scan_gluon_kernel(
 
 
 # WORKERS -> chunks in shared memory, one at work, the others on their way; and registers of a
-# thread at the start, of which the loading warp keeps 24, and the others take the rest
-OPTIONS = {
-    1: {"STAGES": 3, "num_warps": 4, "maxnreg": 144},
-    2: {"STAGES": 2, "num_warps": 4, "maxnreg": 168},
-}
+# thread at the start, of which the warps that load and store keep 24, and the others take the rest
+STAGES = {1: 3, 2: 2}
+OPTIONS = {1: {"num_warps": 4, "maxnreg": 144}, 2: {"num_warps": 4, "maxnreg": 168}}
 
 
 def workers_of(kg: Tensor, V: int, pieces: Pieces) -> int:
@@ -168,5 +163,5 @@ def kda_scan_gluon(given: tuple[Tensor | None, ...], scale: float, pieces: Piece
     descriptors = map(descriptor, (qg, kg, kd, v, P, A, o), widths)
     kda_scan_gluon_kernel[(pieces.N * HV * V // BV // workers,)](
         *descriptors, beta, gc, h0, ht, scale, pieces.cu_seqlens, pieces.T, HV, K, V, BT=CHUNK,
-        BV=BV, WORKERS=workers, **OPTIONS[workers],
+        BV=BV, STAGES=STAGES[workers], WORKERS=workers, **OPTIONS[workers],
     )  # fmt: skip

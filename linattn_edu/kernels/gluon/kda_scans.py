@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma_wait
 
 from linattn_edu.kernels.gluon.blocks import CHUNK, descriptor, half, operand, product, ring
-from linattn_edu.kernels.gluon.kda_scan import workers_of
+from linattn_edu.kernels.gluon.kda_scan import OPTIONS, workers_of
 from linattn_edu.kernels.gluon.scan_frame import (
     BV,
     begin,
@@ -93,11 +93,7 @@ def plus_keys_times_state(b_h1, b_h2, k, acc):
 
 @gluon.jit
 def kda_scan_back(chunks, made, state, scale):
-    """Four warps that compute: the sums of kda_scan_bwd, for tile W of the values.
-
-    At most three products are under way, and none where the loop turns: ptxas would run them one
-    after the other.
-    """
+    """Four warps that compute: the sums of kda_scan_bwd, for tile W of the values."""
     dos, Ps, kgs, As, qs, kds = chunks.rings
     gates, empty, NT = chunks.gates, chunks.empty, chunks.NT
     Zs, dvs = made.others
@@ -240,9 +236,7 @@ def kda_scans_gluon_kernel(
         )  # fmt: skip
 
 
-# WORKERS -> chunks in shared memory, one at work, the others on their way; and registers of a
-# thread at the start, of which the loading and storing warps keep 24, and the others take the rest
-OPTIONS = {1: {"num_warps": 4, "maxnreg": 144}, 2: {"num_warps": 4, "maxnreg": 168}}
+# WORKERS -> chunks in shared memory
 STAGES, STAGES_BACK = {1: 3, 2: 3}, {1: 2, 2: 2}
 
 

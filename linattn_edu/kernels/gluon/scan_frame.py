@@ -1,7 +1,8 @@
 """What the scans in Gluon share: the warps that load and store, and what lies between them.
 
 A program goes through a piece of a sequence, a chunk after the other. What groups of four warps
-compute of a chunk stands in the files of the scans.
+compute of a chunk stands in the files of the scans: at most three products are under way there, and
+none where the loop turns, since ptxas would run them one after the other.
 """
 
 from triton.experimental import gluon
