@@ -63,7 +63,7 @@ def rows_of(case: str, batch: int, device: torch.device) -> list[dict]:
     ways = {"call": lambda x: module(x, cache=called), "step": step}
     found = {name: [f(x) for _ in range(3)] for name, f in ways.items()}
     same = all(map(torch.equal, *found.values()))
-    about = {"case": case, "batch": batch, "same_bits": same}
+    about = {"case": case, "library": "linattn_edu", "batch": batch, "same_bits": same}
     tokens = TOKENS[device.type]
     return [{**about, "way": name, "ms": round(ms_of(f, x, tokens), 4)} for name, f in ways.items()]
 
