@@ -65,7 +65,7 @@ def rows_of(case: str, batch: int, device: torch.device) -> list[dict]:
     same = all(map(torch.equal, *found.values()))
     about = {"case": case, "library": "linattn_edu", "batch": batch, "same_bits": same}
     tokens = TOKENS[device.type]
-    return [{**about, "way": name, "ms": round(ms_of(f, x, tokens), 4)} for name, f in ways.items()]
+    return [{**about, "how": name, "ms": round(ms_of(f, x, tokens), 4)} for name, f in ways.items()]
 
 
 def main(argv: list[str]) -> int:
@@ -73,7 +73,7 @@ def main(argv: list[str]) -> int:
     p.add_argument("--cases", nargs="+", default=[*OF], choices=[*OF], help="default all")
     args = p.parse_args(argv)
     ran = lambda row: (FUNCTIONS[OF[row["case"]]], "causal_conv1d_update")
-    if (table := tables.opened(args, "steps", "case", "batch", "way", ran=ran)) is None:
+    if (table := tables.opened(args, "steps", "case", "batch", "how", ran=ran)) is None:
         return EXIT_USAGE
     for case in args.cases:
         for batch in args.batches:
