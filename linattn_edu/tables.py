@@ -7,6 +7,7 @@ from linattn_edu.sources import marked
 TEXTS = (
     "case",
     "passes",
+    "layer",
     "library",
     "state",
     "step",
@@ -145,6 +146,16 @@ def decode_cells(rows: list[dict]) -> Cells:
         for row in rows
     ]
     return heads, lines
+
+
+def step_cells(rows: list[dict]) -> Cells:
+    """Heads and lines of a token called and as a captured step."""
+    found = {(row["case"], row["batch"], row["how"]): row for row in rows}
+    lines = []
+    for case, batch in dict.fromkeys(key[:2] for key in found):
+        call, step = (found[case, batch, how] for how in ("call", "step"))
+        lines.append([case, str(batch), _ms(call), _ms(step), f"{call['ms'] / step['ms']:.1f}"])
+    return ["layer", "sequences", "call ms", "step ms", "times"], lines
 
 
 def beside_cells(rows: list[dict], libraries: dict[str, str] = BESIDE) -> Cells:

@@ -225,6 +225,17 @@ def test_decode_table(results, capsys):
     assert caption.startswith("One token of each sequence. NVIDIA H200")
 
 
+def test_steps_table(results, tmp_path, capsys):
+    row = {"case": "gdn", "library": "linattn_edu", "batch": 64, "sources": {}}
+    data = {**DATA, "rows": [{**row, "how": "call", "ms": 1.0}, {**row, "how": "step", "ms": 0.08}]}
+    (tmp_path / "chapters" / "data" / "calls.json").write_text(json.dumps(data))
+    teaching.measured_steps("calls")
+    heads, line, caption = capsys.readouterr().out.splitlines()
+    assert heads.split() == ["layer", "sequences", "call", "ms", "step", "ms", "times"]
+    assert line.split() == ["gdn", "64", "1.000", "0.080", "12.5"]
+    assert caption.startswith("A token of each sequence. NVIDIA H200")
+
+
 LADDER = [
     {"chapter": "05_state", "step": 2, "order": 1, "rung": "tiled", "dtype": "bfloat16",
      "refused": "ValueError: two dtypes"},
@@ -271,6 +282,7 @@ def test_sizes_of_a_ladder_name_their_rungs(results, tmp_path, capsys):
              lambda: teaching.measured_stage("output_bwd", "made_up"),
              lambda: teaching.measured_forward("no_such"),
              lambda: teaching.measured_backward("no_such"),
+             lambda: teaching.measured_steps("no_such"),
              lambda: teaching.measured_decode("no_such")]
 )  # fmt: skip
 def test_tables_say_not_measured_yet(show, results, capsys):
