@@ -370,6 +370,10 @@ def test_columns_are_those_that_were_measured():
     errors = {"error": 1e-3, "error_dx": 2e-3, "error_dA": 3e-3}
     heads, (line,) = teaching.tables.gradient_cells([{**ROW, **errors}])
     assert heads[2:] == ["o %", "dx %", "dA %"] and line[2:] == ["0.1", "0.2", "0.3"]
+    alike = {**ROW, "rho50_o": 4e-3, "rho97_o": 8e-3, "rho97_dq": 1e-2}
+    heads, lines = teaching.tables.alike_cells([ROW, alike])
+    assert heads == ["case", "library", "cosine", "o %", "dq %"]
+    assert [line[2:] for line in lines] == [["0.5", "0.4", ""], ["0.97", "0.8", "1"]]
     token = {**ROW, "what": "decode_inplace", "case": "ssd_decode", "state_share": 0.756}
     heads, (line,) = teaching.tables.decode_cells([token])
     assert line[heads.index("state's %")] == "76"

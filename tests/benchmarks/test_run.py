@@ -412,7 +412,7 @@ def on_this_device(no_clock, stand_ins, monkeypatch):
     inputs, oracle = measure.inputs, measure.GradientOracle
     monkeypatch.setattr(measure, "gpu_name", lambda: "NVIDIA H200")
     monkeypatch.setattr(measure, "inputs", lambda case, device: inputs(case, DEVICE))
-    monkeypatch.setattr(measure, "GradientOracle", lambda case, device: oracle(case, DEVICE))
+    monkeypatch.setattr(measure, "GradientOracle", lambda case, *x: oracle(case, DEVICE, *x[1:]))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(first_call, "child", lambda item, folder, limit: {"first_call_s": 2.0})
 
