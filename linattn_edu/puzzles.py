@@ -35,7 +35,7 @@ PACE = 0.5, 1.5  # of someone who has just read the stage's chapter
 PACE_WARM_UP = 2, 2  # of someone who has never written Triton
 GPU_MODE = "https://github.com/gpu-mode/reference-kernels/tree/main/problems/helion"
 LEETGPU = "https://leetgpu.com/challenges"
-# number -> a public judge, and where it has the same stage
+# number -> a public judge, and where it has the same function, or nearly
 JUDGES = {
     "w2": ("LeetGPU", f"{LEETGPU}/vector-addition"),
     "w5": ("LeetGPU", f"{LEETGPU}/matrix-multiplication"),
@@ -391,7 +391,7 @@ def check(
         print(f"{puzzle.number} {puzzle.stage}, {part}: {said}")
     right = not any(found.values())
     if right and puzzle.number in JUDGES:
-        print("{} has the same stage, for a GPU: {}".format(*JUDGES[puzzle.number]))
+        print("A public judge has it too, {}: {}".format(*JUDGES[puzzle.number]))
     if not right:
         print(f"Hints: python -m linattn_edu puzzle {puzzle.number} --hint 1 (to {HINTS})")
     return right
