@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from linattn_edu.kernels.fused.gdn_scans import Scans, enter, load, scans
-from linattn_edu.kernels.gluon import support
+from linattn_edu.kernels.gluon.kernels import gdn_intra_bwd, gdn_scans
 from linattn_edu.kernels.pieces import Pieces
 from linattn_edu.kernels.routes import by_kind, by_load, kind_of
 from linattn_edu.kernels.rows import chunk_args
@@ -24,8 +24,6 @@ from linattn_edu.kernels.tiles import (
     store_tile,
 )
 from linattn_edu.packing import Packing
-
-gdn_intra_bwd, gdn_scans = map(support.kernels, ("gdn_intra_bwd", "gdn_scans"))
 
 
 @triton.jit(do_not_specialize=["T", "i_g"])

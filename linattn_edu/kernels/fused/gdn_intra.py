@@ -13,7 +13,7 @@ from linattn_edu.kernels.delta.solve import (
     quarters,
     unit_lower_inverse,
 )
-from linattn_edu.kernels.gluon import support
+from linattn_edu.kernels.gluon.kernels import gdn_intra
 from linattn_edu.kernels.routes import by_kind, kind_of
 from linattn_edu.kernels.rows import chunk_args, entry, row, whole
 from linattn_edu.kernels.tiles import (
@@ -27,8 +27,6 @@ from linattn_edu.kernels.tiles import (
     store_tile,
 )
 from linattn_edu.packing import Packing
-
-gdn_intra = support.kernels("gdn_intra")
 
 
 @triton.jit(do_not_specialize=["T"])

@@ -12,7 +12,7 @@ from linattn_edu.kernels.delta.cp_merge import cp_merge, launch_map, span_of, st
 from linattn_edu.kernels.delta.cp_merge_bwd import cp_merge_bwd
 from linattn_edu.kernels.delta.warm_up import way_of
 from linattn_edu.kernels.fused.gdn_fwd import HALVES_CONFIGS, SCAN_CONFIGS, entering, scan_map
-from linattn_edu.kernels.gluon import support
+from linattn_edu.kernels.gluon.kernels import gdn_scans
 from linattn_edu.kernels.pieces import Pieces, whole_of
 from linattn_edu.kernels.routes import Load, by_load, kind_of, load_of, scan_launch
 from linattn_edu.kernels.rows import row, states
@@ -30,8 +30,6 @@ from linattn_edu.kernels.tiles import (
     store_tile,
 )
 from linattn_edu.packing import Packing
-
-gdn_scans = support.kernels("gdn_scans")
 
 
 @triton.jit(do_not_specialize=["T", "N"])

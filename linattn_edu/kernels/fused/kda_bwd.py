@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from linattn_edu.kernels.delta.kda_intra_bwd import GROUP, are_near, launch_pairs, middle
-from linattn_edu.kernels.gluon import support
+from linattn_edu.kernels.gluon.kernels import kda_intra_bwd as kda_intra_bwd_gluon
 from linattn_edu.kernels.routes import by_kind, kind_of
 from linattn_edu.kernels.rows import chunk_args, shared_dtype
 from linattn_edu.kernels.tiles import (
@@ -25,8 +25,6 @@ from linattn_edu.kernels.tiles import (
     store_tile,
 )
 from linattn_edu.packing import Packing
-
-kda_intra_bwd_gluon = support.kernels("kda_intra_bwd")
 
 
 @triton.jit(do_not_specialize=["T"])

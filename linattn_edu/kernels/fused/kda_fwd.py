@@ -12,7 +12,7 @@ from torch import Tensor
 from linattn_edu.kernels.delta.cp_merge import cp_merge, launch_map, span_of, store_map
 from linattn_edu.kernels.delta.kda_intra import launch_intra
 from linattn_edu.kernels.fused.gdn_fwd import TRANSPOSED
-from linattn_edu.kernels.gluon import support
+from linattn_edu.kernels.gluon.kernels import kda_scan
 from linattn_edu.kernels.pieces import by_maps
 from linattn_edu.kernels.routes import by_load, kind_of, load_of, scan_launch
 from linattn_edu.kernels.rows import row, scan_table
@@ -27,8 +27,6 @@ from linattn_edu.kernels.tiles import (
     store_tile,
 )
 from linattn_edu.packing import Packing
-
-kda_scan = support.kernels("kda_scan")
 
 
 @triton.jit(do_not_specialize=["T"])

@@ -13,7 +13,7 @@ from linattn_edu.kernels.delta.cp_merge import cp_merge, launch_map, span_of, st
 from linattn_edu.kernels.delta.cp_merge_bwd import cp_merge_bwd
 from linattn_edu.kernels.delta.gate_cumsum import cumulative
 from linattn_edu.kernels.fused.kda_fwd import kda_fused_scan_map
-from linattn_edu.kernels.gluon import support
+from linattn_edu.kernels.gluon.kernels import kda_scans
 from linattn_edu.kernels.pieces import by_maps
 from linattn_edu.kernels.routes import by_kind, by_load, kind_of, load_of, scan_launch
 from linattn_edu.kernels.rows import chunk_args, row, states
@@ -30,8 +30,6 @@ from linattn_edu.kernels.tiles import (
     store_tile,
 )
 from linattn_edu.packing import Packing
-
-kda_scans = support.kernels("kda_scans")
 
 
 @triton.jit(do_not_specialize=["T"])

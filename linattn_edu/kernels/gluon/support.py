@@ -9,7 +9,6 @@ import importlib
 import re
 import warnings
 from collections.abc import Callable
-from types import ModuleType
 from typing import NamedTuple
 
 import triton
@@ -81,14 +80,6 @@ def left_out(error: Exception) -> Absent:
         raise error
     _turn_off("", "the kernels in Gluon", error)
     return Absent()
-
-
-def kernels(name: str) -> ModuleType | Absent:
-    """A module of kernels/gluon, or what stands for it where Triton's Gluon has other names."""
-    try:
-        return importlib.import_module(f"linattn_edu.kernels.gluon.{name}")
-    except Exception as error:
-        return left_out(error)
 
 
 def attempt(launch: Callable[..., None]) -> Callable[..., bool]:
