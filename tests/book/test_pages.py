@@ -109,6 +109,13 @@ def site():
         def log_message(self, *args):
             pass
 
+        def do_GET(self):
+            if self.path == "/favicon.ico":  # which a browser asks for by itself
+                self.send_response(204)
+                self.end_headers()
+            else:
+                super().do_GET()
+
         def end_headers(self):
             self.send_header("Cache-Control", "max-age=3600")
             super().end_headers()
