@@ -43,14 +43,15 @@ class Pieces:
         """Whether a sequence may be cut."""
         return self.batch < self.N
 
+    @property
+    def places(self) -> tuple[Tensor | None, Tensor | None, int]:
+        """What kernels take as cu_ptr, offsets_ptr and T."""
+        return self.cu_seqlens, self.chunk_offsets, self.T
+
     def entering(
-        self,
-        merge: Callable,
-        make: Callable,
-        given: tuple,
-        state: Tensor | Callable | None,
+        self, merge: Callable, make: Callable, given: tuple, state: Tensor | Callable | None,
         **options,
-    ) -> Tensor | None:
+    ) -> Tensor | None:  # fmt: skip
         """[N, ...]: the state that enters each piece, by the maps that `make` makes of `given`; or
         with cp_merge_bwd the gradient that leaves it. Of whole sequences it is `state` itself.
         """
@@ -107,10 +108,11 @@ def by_maps(x: Tensor, heads: int, V: int, chunk_size: int, packing: Packing | N
 
 
 def over_ranks(x: Tensor, heads: int, V: int, chunk_size: int, packing: Packing | None) -> Pieces:
-    """The pieces of Mamba-2's scans where sequences are cut over ranks: those of ssd_ends. Of
-    packed ones the longest decides: here last bits change with what is beside a sequence.
+    """The pieces of Mamba-2's scans back in time where sequences are cut over ranks: those of
+    ssd_ends_bwd. Of packed ones the longest decides: here last bits change with what is beside a
+    sequence.
     """
-    size = by_kind.ssd_piece(kind_of(x, heads, V, chunk_size, packing), True).takes
+    size = by_kind.ssd_piece_bwd(kind_of(x, heads, V, chunk_size, packing)).takes
     cut = size < x.shape[1]
     return _in_pieces(x, chunk_size, packing, size, 1) if cut else whole_of(x, packing)
 
