@@ -469,13 +469,14 @@ def size_table() -> str:
     """Dtypes and sizes of what is tested, from the grids."""
     stages, ssd = "tests/delta/stage_checks.py", "tests/ssd/ssd_checks.py"
     rows_file, sanitizer = "tests/kernels/compile_rows.py", "tests/gpu/sanitize.py"
-    T, dims, chunks = (constant(stages, n) for n in ("TOKENS", "DIMS", "CHUNKS"))
+    T, dims, chunks = (constant(stages, n) for n in ("INTERPRETED", "DIMS", "CHUNKS"))
+    T = f"{numbers(T)}; {constant(stages, 'COMPILED')[-1]} on a GPU"
     wide, wide_ssd = constant(stages, "WIDE"), constant(ssd, "WIDE")
     sizes, elsewhere = constant(rows_file, "SIZES"), constant(rows_file, "SIZES_ELSEWHERE")
     shapes = constant(sanitizer, "SHAPES")
     every = "interpreter, every push; compiled, `make gpu-test`"
     kinds = constant(stages, "DTYPES")
-    part = [numbers(T), numbers(chunks), dtypes(kinds), every]
+    part = [T, numbers(chunks), dtypes(kinds), every]
     rows = [
         [within(title, grid), f"{numbers(dims)}; {letter} {numbers(s[2] for s in more)}", *part]
         for title, grid, letter, more in (

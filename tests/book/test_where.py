@@ -110,7 +110,8 @@ def test_sizes_are_those_of_the_grids(where):
 
     row = next(r for r in rows(where.size_table()) if r[0].startswith("stages of the delta"))
     assert row[1].startswith(", ".join(map(str, stage_checks.DIMS)) + "; V ")
-    assert row[2] == ", ".join(map(str, stage_checks.TOKENS))
+    numbers = ", ".join(map(str, stage_checks.INTERPRETED))
+    assert row[2] == f"{numbers}; {stage_checks.COMPILED[-1]} on a GPU"
 
 
 def test_errors_are_those_of_the_file(where):

@@ -6,8 +6,8 @@
     python tests/kernels/compile_rows.py --write     (`make compile`) and keep the results
     python tests/kernels/compile_rows.py --all --write FILE      every result, in a file of its own
 
-Prints a JSON line a row. The sample is another sixtieth of the rows every day. A program, because
-a process that interprets kernels cannot compile them.
+Prints a JSON line a row. The sample is another 240th of the rows every day, alone a sixtieth. A
+program, because a process that interprets kernels cannot compile them.
 """
 
 import argparse
@@ -42,7 +42,8 @@ import blanks
 from stages import STAGES
 
 CAPABILITIES = (75, 80, 89, 90, 100)
-SAMPLES = 60  # parts of the rows, of which a day's sample is one
+# parts of the rows, of which a day's sample is one: beside kept results, and alone
+BESIDE, ALONE = 240, 60
 # head sizes; heads of odd size and fp16 take rows of their own on Hopper alone, or none
 SIZES = (
     (torch.bfloat16, (33, 64, 100, 128, 255, 256)),
@@ -189,8 +190,9 @@ def main():
     if args.sample and args.write:
         parser.error("a sample is not kept")
     rows, results = all_rows(), kept.read(triton.__version__)
-    today = datetime.date.today().toordinal() % SAMPLES
-    again = {row for i, row in enumerate(sorted(rows)) if args.all or i % SAMPLES == today}
+    samples = ALONE if args.sample else BESIDE
+    today = datetime.date.today().toordinal() % samples
+    again = {row for i, row in enumerate(sorted(rows)) if args.all or i % samples == today}
     missing = set() if args.sample else rows.keys() - results.keys()
     wanted = {row: launch for row, launch in rows.items() if row in again | missing}
     compiled = compile_rows(wanted, again)

@@ -1,9 +1,12 @@
 """Long sequences of few heads in pieces: the scans give what they give on whole sequences."""
 
+import itertools
+
 import pytest
 import torch
 from delta.stage_checks import backward_inputs, inputs
 from fused import kda_checks
+from grids import FULL
 
 from linattn_edu.kernels.delta import cp_merge, cp_merge_bwd
 from linattn_edu.kernels.delta.gate_cumsum import gate_cumsum
@@ -24,6 +27,11 @@ SHAPES = {
     "packed, the last one whole": (310, [0, 64, 214, 310]),
 }
 shapes = pytest.mark.parametrize("shape", SHAPES)
+# with states at the ends, or without
+FEW = [("a rest", False), ("packed", False), *((s, True) for s in SHAPES if s != "a rest")]
+cases = pytest.mark.parametrize(
+    ("shape", "given"), itertools.product(SHAPES, (False, True)) if FULL else FEW
+)
 
 
 @pytest.fixture
@@ -69,8 +77,7 @@ def same(got, want):
             assert_close(f"output {i}", a, b, 5e-6)
 
 
-@shapes
-@pytest.mark.parametrize("given", [False, True], ids=["zero", "state"])
+@cases
 def test_scan(shape, given, cut, device):
     T, bounds = SHAPES[shape]
     x = inputs(T, 20, 24, torch.float32, device)
@@ -88,8 +95,7 @@ def test_scan(shape, given, cut, device):
     assert cut
 
 
-@shapes
-@pytest.mark.parametrize("given", [False, True], ids=["zero", "state"])
+@cases
 def test_state_and_its_adjoint(shape, given, cut, device):
     T, bounds = SHAPES[shape]
     x, r = backward_inputs(T, 20, 24, 16, torch.float32, device)
@@ -110,8 +116,7 @@ def test_state_and_its_adjoint(shape, given, cut, device):
     assert len(cut) == 2
 
 
-@shapes
-@pytest.mark.parametrize("given", [False, True], ids=["zero", "state"])
+@cases
 def test_scans_of_channels(shape, given, cut, device):
     """Of Kimi Delta Attention, both at once; and state_bwd alone, where the states were kept."""
     T, bounds = SHAPES[shape]

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from delta.stage_checks import inputs
+from grids import parametrize
 
 from linattn_edu.kernels.delta import warm_up
 from linattn_edu.kernels.delta.gate_cumsum import gate_cumsum
@@ -43,9 +44,7 @@ def cut(force, monkeypatch):
     monkeypatch.setattr(warm_up, "REACH", 32)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("given", [False, True], ids=["zero", "state"])
-@pytest.mark.parametrize("processors", [1, 132])
+@parametrize(shape=SHAPES, given=(False, True), processors=(1, 132))
 def test_scans(shape, given, processors, cut, force, device):
     q, k, v, beta, gc, h0, dht, own = drawn(shape, device)
     h0, dht = (h0, dht) if given else (None, None)

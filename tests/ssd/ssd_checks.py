@@ -41,7 +41,7 @@ def parts(T, N, P, C, given, dtype, device, H=4, G=2):
     All is the same in every run.
     """
     seed = hash((T, N, P)) % 2**31
-    batch = max(1, (256 if torch.cuda.is_available() else 16) // T)
+    batch = max(1, (256 if torch.cuda.is_available() else 4) // T)
     x = ssd_inputs(batch, T, H, G, P, N, dtype=dtype, device=device, seed=seed)
     generator = torch.Generator(x.x.device).manual_seed(seed)
 
