@@ -83,8 +83,11 @@ def no_plans():
 
 
 @pytest.fixture
-def device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+def device(request) -> torch.device:
+    """The GPU if there is one; but in a module with REFERENCE_ON_CPU the CPU for the reference."""
+    parameters = getattr(getattr(request.node, "callspec", None), "params", {})
+    on_cpu = parameters.get("impl") == "reference" and hasattr(request.module, "REFERENCE_ON_CPU")
+    return torch.device("cuda" if torch.cuda.is_available() and not on_cpu else "cpu")
 
 
 @pytest.fixture

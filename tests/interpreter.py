@@ -5,6 +5,8 @@ triton.language that the launch has replaced already, and checks for overflow wh
 """
 
 import functools
+import inspect
+import operator
 from dataclasses import replace
 
 import numpy as np
@@ -63,18 +65,30 @@ def quicken():
 
 
 def _remember_what_is_replaced():
-    patch, languages = interpreter._patch_lang, {}
+    patch, languages, builtins = interpreter._patch_lang, {}, {}
     numpy_dtype, numpy_dtypes = interpreter._get_np_dtype, {}
+
+    nothing = interpreter._LangPatchScope()
 
     @instead_of(interpreter, "_patch_lang")
     def patch_once(fn):
         if fn not in languages:
-            languages[fn] = {
-                x.__name__: x for x in fn.__globals__.values() if any(x is y for y in (tl, tl.core))
-            }
-        if all(x.static_print is print for x in languages[fn].values()):
-            return interpreter._LangPatchScope()  # in a launch: nothing to replace or to restore
-        return patch(fn)
+            seen = [*fn.__globals__.values()]
+            languages[fn] = [x for x in (tl, tl.core) if any(x is y for y in seen)]
+        for x in languages[fn]:
+            if x.static_print is not print:
+                return patch(fn)
+        return nothing  # in a launch: nothing to replace or to restore
+
+    @instead_of(interpreter, "_patch_builtin")
+    def patch_builtin_quickly(pkg, builder, scope):
+        now = vars(pkg)
+        before, found = builtins.get(pkg, ((), ()))
+        if len(before) != len(now) or not all(map(operator.is_, before, now.values())):
+            found = [x for x in inspect.getmembers(pkg) if tl.core.is_builtin(x[1])]
+            builtins[pkg] = [*now.values()], found
+        for name, member in found:
+            interpreter._patch_attr(pkg, name, member, builder, scope)
 
     @instead_of(interpreter, "_get_np_dtype")
     def numpy_dtype_once(dtype):
@@ -95,6 +109,12 @@ def _remember_shapes():
     def unwrap_quickly(o):
         kind = type(o)
         return o.value if kind is constexpr else o if kind in plain else unwrap(o)
+
+    equal = core.dtype.__eq__
+
+    @instead_of(core.dtype, "__eq__")
+    def equal_quickly(self, other):
+        return self is other or equal(self, other)
 
     @instead_of(core.block_type, "__init__")
     def block_once(self, element_ty, shape):
@@ -122,6 +142,7 @@ def _remember_shapes():
 def _fewer_calls():
     """Of a call to a builtin, and of making a handle, only what they do."""
     patch_attr, wrapper = interpreter._patch_attr, core.builtin(lambda: None).__code__
+    index, called = core.tensor.__getitem__.__wrapped__, {}
 
     @instead_of(interpreter, "_patch_attr")
     def patch_attr_quickly(obj, name, member, builder, scope):
@@ -134,14 +155,30 @@ def _fewer_calls():
             else:
                 new = lambda x, y, _semantic=None: run(x, core._unwrap_if_constexpr(y), *more)
         elif getattr(member, "__code__", None) is wrapper:
-            inner = member.__wrapped__  # the wrapper looks whether there is a `_semantic`
-
-            def new(*args, **kwargs):
-                kwargs["_semantic"] = semantic
-                return inner(*args, **kwargs)
+            if (member, semantic) not in called:
+                called[member, semantic] = call(member.__wrapped__, semantic)
+            new = called[member, semantic]
         else:
             return patch_attr(obj, name, member, builder, scope)
         scope.set_attr(obj, name, new)
+
+    def call(inner, semantic):
+        """Of a builtin, whose wrapper looks whether there is a `_semantic`."""
+
+        def new(*args, **kwargs):
+            kwargs["_semantic"] = semantic
+            return inner(*args, **kwargs)
+
+        def new_axis(x, slices, _semantic=None):
+            if type(slices) is tuple and len(slices) == 2 and x.type.is_block():
+                axis = 1 if slices[1] is None else 0
+                new, kept = slices[axis], slices[1 - axis]
+                whole = type(kept) is slice and kept.start is kept.stop is kept.step is None
+                if new is None and whole and len(x.type.shape) == 1:
+                    return semantic.expand_dims(x, axis)
+            return inner(x, slices, _semantic=semantic)
+
+        return new_axis if inner is index else new
 
     @instead_of(interpreter.TensorHandle, "__init__")
     def handle_quickly(self, data, dtype, attr=None):

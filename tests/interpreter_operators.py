@@ -21,6 +21,15 @@ UFUNCS = {
     "and_": np.bitwise_and,
     "or_": np.bitwise_or,
 }
+# of integers with signs: what the builder calls them
+INTEGER = {
+    "floordiv": "create_sdiv",
+    "mod": "create_srem",
+    "minimum": "create_minsi",
+    "maximum": "create_maxsi",
+}
+INTEGERS = {core.int32, core.int64}
+WHOLE = {*INTEGERS, core.float16, core.bfloat16, core.float32, core.float64}
 NUMBERS = {*core.dtype.SINT_TYPES, *core.dtype.UINT_TYPES, *core.dtype.STANDARD_FP_TYPES}
 
 
@@ -97,6 +106,64 @@ def straight_to_numpy(instead_of):
 
     for name, ufunc in UFUNCS.items():
         straight(name, ufunc)
+
+    def of_integers(name, create):
+        original, results = getattr(language, name), {}
+
+        @instead_of(language, name)
+        def quick(self, input, other, *more, **named):
+            a, b = input, other
+            if self.builder is builder and type(a) is tensor and a.dtype in INTEGERS:
+                b = constant(self, b, a.dtype) if type(b) is not tensor else b
+                key = (a.type.name, b.type.name) if b is not None and b.dtype is a.dtype else None
+                if key in results:
+                    a, b = self.broadcast_impl_value(a, b)
+                    return tensor(create(builder, a.handle, b.handle), results[key])
+                if key:
+                    result = original(self, input, other, *more, **named)
+                    results[key] = result.type
+                    return result
+            return original(self, input, other, *more, **named)
+
+    for name, create in INTEGER.items():
+        of_integers(name, getattr(interpreter.InterpreterBuilder, create))
+
+    where = language.where
+
+    @instead_of(language, "where")
+    def where_quickly(self, condition, x, y):
+        a, b = x, y
+        if type(a) is not tensor:
+            a = constant(self, a, b.dtype) if type(b) is tensor else None
+        elif type(b) is not tensor:
+            b = constant(self, b, a.dtype)
+        alike = a is not None and b is not None and a.dtype is b.dtype and a.dtype in WHOLE
+        if self.builder is not builder or not alike or condition.dtype is not core.int1:
+            return where(self, condition, x, y)
+        a, b = self.broadcast_impl_value(a, b)
+        if condition.type.is_block():
+            condition, a = self.broadcast_impl_value(condition, a)
+            a, b = self.broadcast_impl_value(a, b)
+        else:
+            condition, _ = self.broadcast_impl_value(condition, a)
+        return tensor(builder.create_select(condition.handle, a.handle, b.handle), a.type)
+
+    load = language.load
+
+    @instead_of(language, "load")
+    def load_quickly(self, ptr, mask, other, cache_policy, is_volatile):
+        type_ = ptr.type
+        if self.builder is builder and mask is not None and type_.is_block():
+            element = type_.element_ty.element_ty
+            plain = mask.type.is_block() and mask.type.shape is type_.shape
+            if plain and element in WHOLE and not (other is not None and other.type.is_block()):
+                if other is not None:
+                    number = self.cast(other, element).handle.data
+                    data = np.full(ptr.handle.data.shape, number, number.dtype)
+                    other = handle(data, element)
+                read = builder.create_masked_load(ptr.handle, mask.handle, other, None, is_volatile)
+                return tensor(read, type_.with_element_ty(element))
+        return load(self, ptr, mask, other, cache_policy, is_volatile)
 
     cast, casts = language.cast, {}
 

@@ -173,6 +173,7 @@ SHAPES = [((), "C"), ((4,), "C"), ((8, 1), "C"), ((1, 4), "C"), ((8, 4), "C"), (
 OPERATORS = [
     *(operator.add, operator.sub, operator.mul, operator.and_, operator.or_),
     *(operator.lt, operator.le, operator.gt, operator.ge, operator.eq, operator.ne),
+    *(operator.floordiv, operator.mod),
 ]
 
 
@@ -220,6 +221,58 @@ def test_pointers(undo):
                     yield operator.add, y, x
                 yield operator.sub, x, 3
                 yield x.__getitem__, (None, slice(None))
+
+    same(undo, made)
+
+
+def test_the_smaller_and_the_larger(undo):
+    """Of every pair of types, and beside numbers."""
+
+    def made():
+        for f, a in itertools.product((tl.minimum, tl.maximum), KINDS):
+            for b, (x, y) in itertools.product(KINDS, itertools.product(SHAPES[::2], repeat=2)):
+                yield f, tensor(a, *x), tensor(b, *y)
+            for number in (0, -3, 2**40, 2.5, np.nan):
+                yield f, tensor(a, (8, 4)), number
+                yield f, number, tensor(a, (8, 4))
+
+    same(undo, made)
+
+
+def test_where(undo):
+    """Of every pair of types; numbers on both sides; conditions of every shape."""
+
+    def made():
+        for c, a, x in itertools.product(SHAPES, KINDS, SHAPES[::2]):
+            condition = tensor(tl.int1, *c)
+            for b in KINDS:
+                yield tl.where, condition, tensor(a, *x), tensor(b, *SHAPES[-1])
+            for number in (0, -1, 2.5, -0.0, -np.inf, np.nan, 2**40):
+                yield tl.where, condition, tensor(a, *x), number
+                yield tl.where, condition, number, tensor(a, *x)
+        yield tl.where, tensor(tl.int32, (4,)), 1.0, tensor(tl.float32, (4,))
+
+    with pytest.warns(UserWarning, match="non-boolean condition"):
+        same(undo, made)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_loads(kind, undo):
+    """With masks and other values, numbers or of its shape, or without."""
+    memory = values(kind, (40,))
+    pointer = tl.pointer_type(kind)
+
+    def made():
+        for shape, layout in SHAPES:
+            order = np.random.default_rng(1).permutation(40)[: int(np.prod(shape or (1,)))]
+            where = memory.ctypes.data + memory.itemsize * order.astype(np.uint64)
+            data = np.asarray(where.reshape(shape or (1,)), order=layout)
+            type_ = tl.block_type(pointer, list(shape)) if shape else pointer
+            x = tl.tensor(interpreter.TensorHandle(data, pointer), type_)
+            yield tl.load, x
+            for mask in (None, True, tensor(tl.int1), tensor(tl.int1, shape)):
+                for other in (None, 0.0, 3, tensor(tl.float32), tensor(kind, shape)):
+                    yield tl.load, x, mask, other
 
     same(undo, made)
 

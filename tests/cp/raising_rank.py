@@ -1,5 +1,4 @@
-"""One of the ranks of a group of which the last raises:
-python raising_rank.py gloo RANK WORLD FILE HOW.
+"""Ranks of a group of which the last raises, as HOW says: see processes.run_ranks.
 
 How: "input", it refuses its arguments before its first exchange, and ends; "stage", a stage raises
 between its exchanges, and it ends; "stays", as "input", but it lives on, and the others end by the
@@ -15,6 +14,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from processes import be_ranks
 
 from linattn_edu import chunk_gated_delta_rule
 from linattn_edu.cp import build_cp_context
@@ -43,9 +46,8 @@ def call(group, raises: bool, how: str) -> None:
     o.sum().backward()
 
 
-def main() -> None:
-    backend, rank, world, file, how = sys.argv[1:]
-    rank, world = int(rank), int(world)
+def be_one(backend: str, rank: int, world: int, file: str) -> None:
+    how = sys.argv[5]
     torch.set_num_threads(1)
     dist.init_process_group(
         backend, init_method=f"file://{file}", rank=rank, world_size=world,
@@ -74,4 +76,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    be_ranks(be_one)

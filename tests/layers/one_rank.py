@@ -1,4 +1,4 @@
-"""One of two processes: python one_rank.py BACKEND RANK WORLD FILE.
+"""Two processes that are the ranks of a group: see processes.run_ranks.
 
 A stack of every layer with DistributedDataParallel and with fully_shard, a row of the batch a rank,
 and with sequences cut over the ranks, against one process; "right" is written to FILE.RANK.

@@ -6,6 +6,7 @@ import pickle
 
 import pytest
 import torch
+from grids import few
 from layers.layer_checks import KINDS, MAIN, hidden, make
 from torch.utils.checkpoint import checkpoint
 
@@ -13,6 +14,8 @@ from linattn_edu.layers import EMA, Mamba2
 from linattn_edu.testing import assert_close, relative_rms
 
 each_class = pytest.mark.parametrize("kind", MAIN)
+# one of those that share their forward pass: a compiled mask takes seconds
+each_forward = pytest.mark.parametrize("kind", few("kda", "mamba2", "ema", more=("gdn",)))
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +41,7 @@ def test_compiled_training(kind):
         assert_close("compiled", found, want, 1e-12)
 
 
-@each_class
+@each_forward
 def test_compiled_with_a_mask_that_is_no_left_padding(kind):
     """Its numbers are not known: what would be wrong is NaN, and nothing else is."""
     layer, x = make(kind), hidden(3, 12)
@@ -61,7 +64,7 @@ def test_compiled_with_a_mask_that_is_no_left_padding(kind):
         assert compiled(x[:, :1], late, cache).flatten(1).isnan().any(1).tolist() == [0, 0, 1]
 
 
-@each_class
+@each_forward
 def test_compiled_with_a_mask_of_ones_beside_boundaries(kind):
     layer, x, bounds = make(kind), hidden(1, 12), torch.tensor([0, 5, 9])
     compiled = torch.compile(layer, fullgraph=True, backend="eager")

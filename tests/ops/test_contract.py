@@ -9,7 +9,21 @@ import pytest
 import torch
 from gdn_checks import GENERATIONS, launches, pretend, same_bits
 from grids import FULL, few, name
-from ops.contract import DELTA, FORMS, GPU, HALF, IMPLS, conv, ema, forms, gdn, kda, recurrence, ssd
+from ops.contract import (
+    DELTA,
+    FORMS,
+    GPU,
+    HALF,
+    IMPLS,
+    conv,
+    ema,
+    forms,
+    gdn,
+    kda,
+    recurrence,
+    safe,
+    ssd,
+)
 from torch.utils.checkpoint import checkpoint
 
 from linattn_edu.testing import assert_close
@@ -26,7 +40,9 @@ SOME = few(torch.float32, torch.bfloat16, more=(torch.float16,))
 # -- bits and causality
 
 
+# of float16 where it takes a way of its own
 CAUSAL = [(f, C, d) for f in FORMS for C in f.cuts for d in f.dtypes]
+CAUSAL = [x for x in CAUSAL if FULL or GPU or x[0] in (kda, safe) or x[2] != torch.float16]
 
 
 @pytest.mark.parametrize(("form", "C", "dtype"), CAUSAL, ids=name)
@@ -137,7 +153,7 @@ def test_dv_depends_on_no_value_and_no_earlier_token(form, dtype, device):
 
 @forms("test_same_bits_every_run_and_in_any_batch")
 def test_same_bits_every_run_and_in_any_batch(form, dtype, device):
-    """Outputs and gradients; those of parameters from run to run."""
+    """Outputs and gradients; those of parameters from run to run, where programs run at once."""
     B, T, *sizes = form.crowd if GPU else (2, form.T)
     kinds = {"sizes": sizes[0]} if sizes else {}
     for impl in IMPLS if form.exactly else IMPLS[1:]:
@@ -145,7 +161,8 @@ def test_same_bits_every_run_and_in_any_batch(form, dtype, device):
         do, dht = form.cotangents(x)
         options["impl"] = impl
         whole = form.run(x, do, dht, **options)
-        same_bits(form.run(x, do, dht, **options), whole)
+        if GPU:
+            same_bits(form.run(x, do, dht, **options), whole)
         one = slice(1, 2)
         alone = form.run(form.of_batch(x, 1), do[one], dht[one], **options)
         same_bits(alone, form.of_batch(whole, 1))

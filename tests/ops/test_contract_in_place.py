@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from gdn_checks import by_value, launches
+from grids import parametrize
 from ops.conv import test_causal_conv1d_update as conv_cases
 from ops.ssd import test_step as ssd_cases
 from recurrent_cases import case, kda_case
@@ -23,6 +24,7 @@ from linattn_edu.testing import assert_close, poison
 
 CUDA = torch.cuda.is_available()
 IMPLS = ("triton", "reference")
+REFERENCE_ON_CPU = True  # on a GPU the bits of its products depend on the batch
 B, SLOTS, ROWS = 3, 6, (4, 0, 2)
 SHARED = ("A", "A_log", "D", "dt_bias", "weight", "bias")  # of all sequences
 
@@ -36,6 +38,7 @@ class Step:
     name: str
     make: Callable
     call: Callable
+    slots: str  # the argument that names them
     decays: tuple = ()
     apart: bool = False  # states that are not slots of a pool may lie apart, too
     near: float = 0.0  # how near results are where numbers lie at other addresses
@@ -94,30 +97,25 @@ def of_conv(B, slots, device):
 
 RAW = {"use_gate_in_kernel": True, "lower_bound": -5.0}
 STEPS = (
-    Step("gdn", *of_delta(fused_recurrent_gated_delta_rule, gdn_case), decays=("g", "gk", "gv")),
-    Step("kda", *of_delta(fused_recurrent_kda, raw_kda_case, **RAW)),
+    Step(
+        "gdn", *of_delta(fused_recurrent_gated_delta_rule, gdn_case), "ssm_state_indices",
+        decays=("g", "gk", "gv"),
+    ),
+    Step("kda", *of_delta(fused_recurrent_kda, raw_kda_case, **RAW), "ssm_state_indices"),
     Step(
         "ssd", of_ssd, lambda S, x, rows, **options: selective_state_update(
             S, **x, dt_softplus=True, state_batch_indices=rows, **options
-        ), apart=True, near=1e-6, without_gradient=True,
+        ), "state_batch_indices", apart=True, near=1e-6, without_gradient=True,
     ),
     Step(
         "conv", of_conv, lambda S, x, rows, **options: causal_conv1d_update(
             **x, conv_state=S, activation="silu", conv_state_indices=rows, **options
-        ), apart=True, without_gradient=True,
+        ), "conv_state_indices", apart=True, without_gradient=True,
     ),
 )  # fmt: skip
 steps = pytest.mark.parametrize("step", STEPS, ids=str)
 impls = pytest.mark.parametrize("impl", IMPLS)
 pools = pytest.mark.parametrize("pool", [False, True], ids=["states", "pool"])
-
-
-@pytest.fixture
-def device(device, request):
-    """The CPU for the reference: on a GPU the bits of its products depend on the batch."""
-    parameters = getattr(request.node, "callspec", None)
-    reference = parameters is not None and parameters.params.get("impl") == "reference"
-    return torch.device("cpu") if reference else device
 
 
 def same(got, want, near=0.0):
@@ -201,7 +199,7 @@ def test_where_no_gradient_is_recorded(step, pool, impl, device):
     out = step.run(states, leaves, rows, impl=impl)
     assert not out.requires_grad
     same((out, states), (want, start))
-    refused = pytest.raises(ValueError, match="overwrites what a gradient needs")
+    refused = pytest.raises(ValueError, match=r"needs: call it under torch.no_grad\(\)")
     for n, leaf in leaves.items():
         if step.without_gradient:
             again, there = states.clone(), start.clone()
@@ -250,6 +248,28 @@ def test_an_argument_in_the_memory_of_the_states_is_refused(step, pool, impl, de
         beside = arena[start.numel() :].view(t.shape).copy_(t)
         out = step.run(states, x | {n: beside}, rows, impl=impl)
         same((out, states), (want, last), step.near)
+
+
+WRONG_SLOTS = {
+    "a list": (lambda rows: rows.tolist(), TypeError, "a tensor of int"),
+    "floats": (torch.Tensor.float, TypeError, "a tensor of int32 or int64, got torch.float32"),
+    "of two sequences": (lambda rows: rows[:2], ValueError, r"shape \[.*=3\].*, got \(2,\)"),
+    "of three axes": (lambda rows: rows[:, None, None], ValueError, r"shape \[.*got \(3, 1, 1\)"),
+    "elsewhere": (lambda rows: rows.to("meta"), ValueError, "on cpu like .*, got meta"),
+    "past the end": (lambda rows: rows + 2, ValueError, "below the 6 slots of .*, got 6 for se"),
+    "named twice": (lambda rows: rows % 4, ValueError, "for one sequence only, got 0 for 0 and 1"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_SLOTS)
+@steps
+def test_slots_that_are_refused(step, wrong):
+    change, error, message = WRONG_SLOTS[wrong]
+    pool, x, rows = step.drawn(True, "cpu")
+    before = pool.clone()
+    with launches() as ran, pytest.raises(error, match=rf"^{step.slots} must .*{message}"):
+        step.run(pool, x, change(rows))
+    assert not ran and torch.equal(pool, before)
 
 
 @pools
@@ -315,9 +335,7 @@ def test_slots_of_a_pool(dtype, step, impl, device, monkeypatch):
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.gpu)])
-@impls
-@pools
-@steps
+@parametrize(step=STEPS, pool=(False, True), impl=IMPLS)
 def test_fullgraph(step, pool, impl, backend, device):
     """The graph writes the states. It does not know the slots while it is traced: it refuses wrong
     ones when it runs, writes nothing then, and serves again.

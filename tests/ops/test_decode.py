@@ -103,6 +103,7 @@ def test_a_wider_state_is_refused_everywhere(impl, device):
         fused_recurrent_gated_delta_rule(**x, inplace_final_state=True, impl=impl)
 
 
+# beside what test_contract_in_place has of all steps
 REFUSED = {
     "no state": ({"initial_state": None}, ValueError, "initial_state must be given with inplace"),
     "gaps": (
@@ -119,16 +120,6 @@ REFUSED = {
         {"initial_state": torch.zeros(1, 2, 12, 16).double()},
         ValueError,
         r"initial_state must have shape \[N=1, HV=2, K=16, V=12\]",
-    ),
-    "gradient of v": (
-        {"v": torch.zeros(1, 3, 2, 12, requires_grad=True)},
-        ValueError,
-        "overwrites what a gradient needs: call it under torch.no_grad",
-    ),
-    "gradient of the state": (
-        {"initial_state": torch.zeros(1, 2, 16, 12, requires_grad=True)},
-        ValueError,
-        "overwrites what a gradient needs",
     ),
     "no flag": ({"inplace_final_state": "yes"}, TypeError, "inplace_final_state must be True or"),
 }

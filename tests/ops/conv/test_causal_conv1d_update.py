@@ -129,6 +129,7 @@ def test_shapes_without_numbers():
 
 
 new, slots = torch.zeros, torch.tensor
+# beside what test_contract_in_place has of all steps
 REFUSED = {
     "x": ({"x": new(3, 6, 1, 1)}, ValueError, r"x must have 3 dimensions \[B, D, T\], got 4"),
     "state": ({"conv_state": new(3, 5, 4)}, ValueError, r"conv_state must have shape \[B=3, D=6"),
@@ -152,18 +153,6 @@ REFUSED = {
     "lengths": ({"cache_seqlens": slots([1, 2])}, ValueError, r"cache_seqlens must have shape \["),
     "negative": ({"cache_seqlens": slots([1, 2, -1])}, ValueError, "cache_seqlens must be >= 0"),
     "floats": ({"cache_seqlens": new(3)}, TypeError, "cache_seqlens must be a tensor of int32 or"),
-    "indices": (
-        {"conv_state_indices": slots([[0]])}, ValueError, r"conv_state_indices must have shape \[B"
-    ),
-    "past the end": (
-        {"conv_state_indices": slots([0, 3, 1])}, ValueError, "conv_state_indices must be below the"
-    ),
-    "twice": (
-        {"conv_state_indices": slots([0, 1, 1])}, ValueError, "must name a slot for one sequence"
-    ),
-    "gradient": (
-        {"conv_state": new(3, 6, 4, requires_grad=True)}, ValueError, "it under torch.no_grad"
-    ),
     "device": ({"weight": new(6, 4, device="meta")}, ValueError, "weight must be on cpu like x"),
     "impl": ({"impl": 1}, ValueError, "impl must be one of"),
     "unknown": ({"pad_slot_id": -1}, TypeError, "unexpected keyword argument 'pad_slot_id'"),

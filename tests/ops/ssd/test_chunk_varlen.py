@@ -3,6 +3,7 @@
 import pytest
 import torch
 from gdn_checks import boundaries, by_value, same_bits
+from grids import few
 from ops.contract import ssd
 from ops.ssd.ssd_cases import (
     FORMS,
@@ -63,8 +64,9 @@ def test_the_gradient_of_a_gate_does_not_depend_on_where_it_stands():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("long", [False, True], ids=["128", "128 or 256"])
-@pytest.mark.parametrize("raw", [True, False], ids=["all", "channels"])
+@pytest.mark.parametrize(
+    ("raw", "long"), [(True, False), (False, True), *few(more=((True, True), (False, False)))]
+)
 def test_long_sequences_in_pieces(raw, long, device, force, monkeypatch):
     """Pieces of 128 tokens, not 4096: as in one piece, and packed to the bit as each alone; also
     where longer sequences beside them have longer ones.
