@@ -43,14 +43,15 @@ class Pieces:
         """Whether a sequence may be cut."""
         return self.batch < self.N
 
+    @property
+    def places(self) -> tuple[Tensor | None, Tensor | None, int]:
+        """What kernels take as cu_ptr, offsets_ptr and T."""
+        return self.cu_seqlens, self.chunk_offsets, self.T
+
     def entering(
-        self,
-        merge: Callable,
-        make: Callable,
-        given: tuple,
-        state: Tensor | Callable | None,
+        self, merge: Callable, make: Callable, given: tuple, state: Tensor | Callable | None,
         **options,
-    ) -> Tensor | None:
+    ) -> Tensor | None:  # fmt: skip
         """[N, ...]: the state that enters each piece, by the maps that `make` makes of `given`; or
         with cp_merge_bwd the gradient that leaves it. Of whole sequences it is `state` itself.
         """

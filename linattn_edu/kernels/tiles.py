@@ -216,6 +216,22 @@ def columns_of(pid, cu_ptr, offsets_ptr, T, HV: tl.constexpr, V: tl.constexpr, B
     return i_v, i_nh, i_nh % HV, first, n_t, i_c
 
 
+@triton.jit
+def first_state(x_ptr, i, i_v, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
+             BV: tl.constexpr, TRANSPOSED: tl.constexpr):  # fmt: skip
+    """The numbers of a chunk's tokens, of the keys and of the values of tile i_v; and these columns
+    of state i of [.., K, V] in fp32, or their transpose; zeros without x_ptr.
+    """
+    o_t = tl.arange(0, BT)
+    o_k = tl.arange(0, BK)
+    o_v = i_v * BV + tl.arange(0, BV)
+    b_S = tl.zeros([BV, BK] if TRANSPOSED else [BK, BV], dtype=tl.float32)
+    if x_ptr is not None:
+        b_x = load_tile(x_ptr + i * K * V, o_k, o_v, V, K, V)
+        b_S += (tl.trans(b_x) if TRANSPOSED else b_x).to(tl.float32)
+    return o_t, o_k, o_v, b_S
+
+
 def cdiv(a: int, b: int) -> int:
     """a / b rounded up. triton.cdiv serves kernels too, and costs the host microseconds a call."""
     return -(-a // b)

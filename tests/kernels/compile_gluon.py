@@ -104,13 +104,13 @@ def gdn_scan_forms():
 def kda_scan_forms():
     one, two = (kda_scan.OPTIONS[n] for n in (1, 2))
     kernel, absent = kda_scan.kda_scan_gluon_kernel, ("h0_ptr", "ht_ptr", "cu_ptr")
-    yield scan(kernel, one, one, absent=absent)
-    yield scan(kernel, one, one, "fp16")
-    yield scan(kernel, two, two, absent=absent, workers=2)
-    one, two = (kda_scans.OPTIONS[n] for n in (1, 2))
-    forth, back = (
-        {n: {"STAGES": x[n]} for n in x} for x in (kda_scans.STAGES, kda_scans.STAGES_BACK)
+    tiles, forth, back = (
+        {n: {"STAGES": x[n]} for n in x}
+        for x in (kda_scan.STAGES, kda_scans.STAGES, kda_scans.STAGES_BACK)
     )
+    yield scan(kernel, tiles[1], one, absent=absent)
+    yield scan(kernel, tiles[1], one, "fp16")
+    yield scan(kernel, tiles[2], two, absent=absent, workers=2)
     kernel = kda_scans.kda_scan_states_gluon_kernel
     yield scan(kernel, forth[1], one, "fp16")
     yield scan(kernel, forth[2], two, absent=("h0_ptr", *WHOLE), workers=2)

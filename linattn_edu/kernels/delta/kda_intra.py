@@ -239,35 +239,28 @@ def kda_intra(
     packing: Packing | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Launch both kernels; arguments and result as in the reference."""
-    return launch_intra(q, k, beta, gc, None, None, None, chunk_size, lower_bound, packing)
+    return launch_intra((q, k, beta, gc), None, chunk_size, lower_bound, packing)
 
 
 def launch_intra(
-    q: Tensor,
-    k: Tensor,
-    beta: Tensor,
-    gc: Tensor,
-    kd: Tensor | None,
-    kg: Tensor | None,
-    qg: Tensor | None,
-    chunk_size: int,
-    lower_bound: float | None,
-    packing: Packing | None,
-) -> tuple[Tensor, Tensor]:
-    """Launch both kernels, the first of which writes the gated rows [B, T, HV, K] that are given.
+    given: tuple[Tensor, ...], gated: tuple[Tensor, ...] | None, chunk_size: int,
+    lower_bound: float | None, packing: Packing | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Launch both kernels on q, k, beta and gc; return P and A.
 
-    Returns P and A.
+    gated: kd, kg and qg [B, T, HV, K], which the first kernel writes, or None.
     """
+    _, k, beta, _ = given
     B, T, H, K = k.shape
     HV = beta.shape[-1]
     P, A = (k.new_empty(B, T, HV, chunk_size) for _ in range(2))
     L = torch.empty_like(P, dtype=torch.float32)
     config = entry(CONFIGS, k)
-    if kd is not None:
+    if gated is not None:
         config = of_generation(GATED_CONFIGS, device_of(k)[0]).get(k.element_size(), config)
     NT, *chunks = chunk_args(k, chunk_size, packing)
     kda_scores_kernel[(NT * HV * (chunk_size // 16),)](
-        q, k, beta, gc, P, L, kd, kg, qg, *chunks, T, H, HV, K,
+        *given, P, L, *(gated or (None,) * 3), *chunks, T, H, HV, K,
         BT=chunk_size, HALVE=halving(k.dtype, lower_bound), **config.launch(K),
     )  # fmt: skip
     precision = merge_precision(k.dtype)

@@ -155,20 +155,8 @@ def kda_intra_bwd_near_kernel(
 
 @triton.jit(do_not_specialize=["T"])
 def kda_intra_bwd_kernel(
-    q_ptr,  # [B, T, H, K]
-    k_ptr,  # [B, T, H, K]
-    beta_ptr,  # [B, T, HV]
-    gc_ptr,  # [B, T, HV, K] log2
-    dP_ptr,  # [B, T, HV, BT]
-    dL_ptr,  # [B, T, HV, BT]
-    dqg_ptr,  # [B, T, HV, K]
-    dkb_ptr,  # [B, T, HV, K]
-    dkg_ptr,  # [B, T, HV, K]
-    dgl_ptr,  # [B, NT, HV, K]
-    dq_ptr,  # [B, T, HV, K] out
-    dk_ptr,  # [B, T, HV, K] out
-    dbeta_ptr,  # [B, T, HV] added to
-    dgc_ptr,  # [B, T, HV, K] out
+    q_ptr, k_ptr, beta_ptr, gc_ptr, dP_ptr, dL_ptr, dqg_ptr, dkb_ptr, dkg_ptr, dgl_ptr, dq_ptr,
+    dk_ptr, dbeta_ptr, dgc_ptr,  # as of kda_intra_bwd_near_kernel
     near_ptr,  # [B, NT, HV, NG], or None: nothing is done yet
     cu_ptr,  # [N + 1] or None
     chunks_ptr,  # [NT, 2] or None
@@ -380,10 +368,19 @@ def kda_intra_bwd(
         kda_intra_bwd_near_kernel[(NT * HV,)](
             *tensors, near, *sizes, BT=chunk_size, BN=max(block(K), GROUP.value), **config.launch(K)
         )
-    config = entry(CONFIGS, k).launch(K)
-    kda_intra_bwd_kernel[(NT * HV * (chunk_size // 16),)](
-        *tensors, near, *sizes, BT=chunk_size, HALVE=halving(k.dtype), PW=chunk_size, SUMMED=False,
-        **config,
+    return launch_pairs(tensors, near, packing, chunk_size, chunk_size, summed=False)
+
+
+def launch_pairs(
+    tensors: tuple, near: Tensor | None, packing: Packing | None, C: int, width: int, summed: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Launch kda_intra_bwd_kernel on its tensors; return dq and dk of key heads, dbeta and dgc."""
+    q, k, *_, dq, dk, dbeta, dgc = tensors
+    (T, H, K), HV = k.shape[1:], dgc.shape[2]
+    NT, *chunks = chunk_args(k, C, packing)
+    kda_intra_bwd_kernel[(NT * HV * (C // 16),)](
+        *tensors, near, *chunks, T, H, HV, K, BT=C, HALVE=halving(k.dtype), PW=width,
+        SUMMED=summed, **entry(CONFIGS, k).launch(K),
     )  # fmt: skip
     if H < HV:
         dq, dk = (x.unflatten(2, (H, -1)).sum(3).to(q.dtype) for x in (dq, dk))

@@ -121,8 +121,7 @@ def kda_scan(
     last = kg.new_empty(pieces.N, HV, K, V, dtype=torch.float32) if output_final_state else None
     grid, config = scan_launch(CONFIGS, kg, pieces.N * HV, V)
     kda_scan_kernel[grid](
-        qg, kg, w, u, gc, P, initial_state, o, last,
-        scale, pieces.cu_seqlens, pieces.chunk_offsets, pieces.T, HV, K, V, BT=chunk_size,
+        qg, kg, w, u, gc, P, initial_state, o, last, scale, *pieces.places, HV, K, V, BT=chunk_size,
         **config,
     )  # fmt: skip
     return o, pieces.last(last)

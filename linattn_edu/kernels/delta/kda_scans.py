@@ -103,8 +103,7 @@ def kda_scans(
     dh0 = kg.new_empty(pieces.N, HV, K, V, dtype=torch.float32)
     grid, config = scan_launch(CONFIGS, kg, 2 * pieces.N * HV, V)
     kda_scans_kernel[grid](
-        qg, kg, w, u, gc, P, do, initial_state, dht, h, v_new, dh, dv_new, dh0,
-        scale, pieces.cu_seqlens, pieces.chunk_offsets, pieces.T, *gc.stride()[1:3], HV, K, V,
-        BT=chunk_size, **config,
+        qg, kg, w, u, gc, P, do, initial_state, dht, h, v_new, dh, dv_new, dh0, scale,
+        *pieces.places, *gc.stride()[1:3], HV, K, V, BT=chunk_size, **config,
     )  # fmt: skip
     return h, v_new, dh, dv_new, pieces.first(dh0)

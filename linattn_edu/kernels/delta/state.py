@@ -168,8 +168,8 @@ def state(
     last = k.new_empty(pieces.N, HV, K, V, dtype=torch.float32) if output_final_state else None
     grid, config = scan_launch(CONFIGS if w is not None else FREE, k, pieces.N * HV, V)
     state_kernel[grid](
-        k, w, u, gc, initial_state, gs, seq_idx, h, v_new, last, pieces.cu_seqlens,
-        pieces.chunk_offsets, pieces.T, *gc.stride()[1:3], 0, H, HV, K, V, BT=chunk_size,
-        CHANNEL=gc.ndim == 4, WHOLE=w is None and whole(k, chunk_size, packing), **config,
+        k, w, u, gc, initial_state, gs, seq_idx, h, v_new, last, *pieces.places, *gc.stride()[1:3],
+        0, H, HV, K, V, BT=chunk_size, CHANNEL=gc.ndim == 4,
+        WHOLE=w is None and whole(k, chunk_size, packing), **config,
     )  # fmt: skip
     return h, v_new, pieces.last(last)

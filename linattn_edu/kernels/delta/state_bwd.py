@@ -142,16 +142,8 @@ def kda_state_bwd_kernel(
     gc_ptr,  # [B, T, HV, K] log2
     do_ptr,  # [B, T, HV, V]
     P_ptr,  # [B, T, HV, BT]
-    dht_ptr,  # [N, HV, K, V] or None
-    dh_ptr,  # [B, NT, HV, K, V] out: gradient of the state leaving each chunk
-    dv_ptr,  # [B, T, HV, V] out
-    dh0_ptr,  # [N, HV, K, V] out
-    scale,
-    cu_ptr,  # [N + 1] or None
-    offsets_ptr,  # [N + 1] or None
-    T,
-    stride_t,  # of gc, between tokens
-    stride_h,  # and between heads
+    dht_ptr, dh_ptr, dv_ptr, dh0_ptr, scale, cu_ptr, offsets_ptr, T, stride_t,
+    stride_h,  # as of state_bwd_kernel
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
@@ -281,7 +273,7 @@ def state_bwd(
     dh0 = q.new_empty(pieces.N, HV, K, V, dtype=torch.float32)
     table = FREE if w is None else CONFIGS if P is None else CHANNEL_CONFIGS
     grid, config = scan_launch(table, q, pieces.N * HV, V)
-    places = pieces.cu_seqlens, pieces.chunk_offsets, pieces.T, *gc.stride()[1:3]
+    places = *pieces.places, *gc.stride()[1:3]
     if P is not None:
         kda_state_bwd_kernel[grid](
             q, k, w, gc, do, P, dht, dh, dv_new, dh0, scale, *places, HV, K, V, BT=chunk_size,

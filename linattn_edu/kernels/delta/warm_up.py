@@ -10,7 +10,7 @@ from torch import Tensor
 
 from linattn_edu.kernels.pieces import Pieces, by_warm_up
 from linattn_edu.kernels.routes import by_load, kind_of, load_of
-from linattn_edu.kernels.tiles import block, cdiv, load_row, load_tile, sequence_of
+from linattn_edu.kernels.tiles import block, cdiv, columns_of, load_row, load_tile, sequence_of
 from linattn_edu.packing import Packing
 
 FORGOTTEN = tl.constexpr(32.0)  # log2: what is left of a state, 2^-32 of it, no sum in fp32 holds
@@ -133,6 +133,19 @@ def with_warm_up(i_nh, first, n_t, i_c, warmup_ptr, cu_ptr, T, N, HV: tl.constex
     mine = skip >= 0
     n = tl.where(mine, n + skip * BT, 0)
     return first - before, n, i_c - before // BT, skip, tl.where(mine, i_end, -1)
+
+
+@triton.jit
+def way_of(pid, warmup_ptr, cu_ptr, offsets_ptr, T, N, HV: tl.constexpr, V: tl.constexpr,
+           BT: tl.constexpr, BV: tl.constexpr, BACK: tl.constexpr):  # fmt: skip
+    """As `columns_of`, of the whole way where there is a warm-up; also skip and end, as there."""
+    i_v, i_nh, i_h, first, n_t, i_c = columns_of(pid, cu_ptr, offsets_ptr, T, HV, V, BT, BV)
+    skip, i_end = 0, i_nh
+    if warmup_ptr is not None:
+        first, n_t, i_c, skip, i_end = with_warm_up(
+            i_nh, first, n_t, i_c, warmup_ptr, cu_ptr, T, N, HV, BT, BACK
+        )
+    return i_v, i_nh, i_h, first, n_t, i_c, skip, i_end
 
 
 def warm_up(

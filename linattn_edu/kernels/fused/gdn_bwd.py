@@ -5,7 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from linattn_edu.kernels.gluon import support
+from linattn_edu.kernels.fused.gdn_scans import Scans, enter, load, scans
+from linattn_edu.kernels.gluon.kernels import gdn_intra_bwd, gdn_scans
 from linattn_edu.kernels.pieces import Pieces
 from linattn_edu.kernels.routes import by_kind, by_load, kind_of
 from linattn_edu.kernels.rows import chunk_args
@@ -23,12 +24,6 @@ from linattn_edu.kernels.tiles import (
     store_tile,
 )
 from linattn_edu.packing import Packing
-
-try:
-    from linattn_edu.kernels.gluon import gdn_intra_bwd, gdn_scans
-except Exception as error:  # a Triton whose Gluon has other names
-    gdn_intra_bwd = gdn_scans = support.left_out(error)
-from linattn_edu.kernels.fused.gdn_scans import Scans, enter, load, scans
 
 
 @triton.jit(do_not_specialize=["T", "i_g"])
@@ -52,9 +47,7 @@ def intra_chunk_bwd_kernel(
     dbeta_ptr,  # [B, T, HV] out
     dgc_ptr,  # [B, T, HV] out
     scale,
-    cu_ptr,  # [N + 1] or None
-    chunks_ptr,  # [NT, 2] or None
-    T,
+    cu_ptr, chunks_ptr, T,  # of chunk_of
     i_g,  # which value head of a q/k head
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BT: tl.constexpr, BS: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
@@ -200,13 +193,9 @@ def intra_chunk_bwd(
 
 
 def _launch_intra(
-    given: tuple[Tensor, ...],
-    low: tuple[Tensor, Tensor] | None,
-    out: tuple[Tensor, ...],
-    scale: float,
-    chunk_size: int,
-    packing: Packing | None,
-) -> None:
+    given: tuple[Tensor, ...], low: tuple[Tensor, Tensor] | None, out: tuple[Tensor, ...],
+    scale: float, chunk_size: int, packing: Packing | None,
+) -> None:  # fmt: skip
     """Launch what writes dq, dk, dbeta and dgc. A program reads v_new and Z of its chunk whole
     before it writes dq and dk, which may lie in their place.
     """
@@ -268,31 +257,27 @@ def _in_head_groups(groups: int, x: Scans, scale: float) -> tuple[Tensor, ...]:
     dh0 = x.gc.new_empty(pieces.N, HV, K, V)
     out = tuple(map(torch.empty_like, (x.q, x.k, x.v, x.beta, x.gc)))
     for i in range(groups):
-        given, own = ([t.chunk(groups, 2)[i] for t in tensors] for tensors in (x[:8], out))
-        ends = (
+        given, (dq, dk, dv, *rest) = (
+            [t.chunk(groups, 2)[i] for t in tensors] for tensors in (x[:8], out)
+        )
+        *ways, own_h0, own_dht = (
             t if t is None else t.chunk(groups, 1)[i].contiguous() for t in (ahead, behind, h0, dht)
         )
-        dh0.chunk(groups, 1)[i].copy_(_head_group(given, own, *ends, scale, pieces))
+        own = Scans(*given, own_h0, own_dht, dv=dv)
+        dh0.chunk(groups, 1)[i].copy_(_head_group(own, (dq, dk, *rest), *ways, scale, pieces))
     return *out, pieces.first(dh0)
 
 
 def _head_group(
-    given: list[Tensor],
-    out: list[Tensor],
-    ahead: Tensor | None,
-    behind: Tensor | None,
-    h0: Tensor | None,
-    dht: Tensor | None,
-    scale: float,
+    own: Scans, out: tuple[Tensor, ...], ahead: Tensor | None, behind: Tensor | None, scale: float,
     pieces: Pieces,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """One of the groups, views of its heads: writes dq, dk, dv, dbeta and dgc, returns dh0. A
     function, so that its states go before those of the next are made.
     """
-    dq, dk, dv, *rest = out
-    own = Scans(*given, h0, dht, dv=dv).written(pieces, None)
+    own = own.written(pieces, None)
     gdn_scans.scan_states_gluon(own.forth, ahead, pieces)
     gdn_scans.scan_bwd_gluon(own.back, scale, behind, pieces)
     read = *own[:5], own.h, own.v_new, own.do, own.dh, own.Z
-    gdn_intra_bwd.intra_bwd_gluon(read, (dq, dk, *rest), scale)
+    gdn_intra_bwd.intra_bwd_gluon(read, out, scale)
     return own.dh0

@@ -12,28 +12,23 @@ import triton.language as tl
 from torch import Tensor
 
 from linattn_edu.kernels.delta.cp_merge import cp_merge, launch_map, span_of, store_map
-from linattn_edu.kernels.delta.warm_up import warm_up, with_warm_up
-from linattn_edu.kernels.gluon import support
+from linattn_edu.kernels.delta.warm_up import warm_up, way_of
+from linattn_edu.kernels.gluon.kernels import gdn_scan
 from linattn_edu.kernels.pieces import Pieces, by_maps, here, whole_of
 from linattn_edu.kernels.routes import by_load, kind_of, load_of, scan_launch
 from linattn_edu.kernels.rows import row, scan_table
 from linattn_edu.kernels.tiles import (
     cast,
     cdiv,
-    columns_of,
     dot,
     dot_right,
+    first_state,
     load_gate,
     load_row,
     load_tile,
     store_tile,
 )
 from linattn_edu.packing import Packing
-
-try:
-    from linattn_edu.kernels.gluon import gdn_scan
-except Exception as error:  # a Triton whose Gluon has other names
-    gdn_scan = support.left_out(error)
 
 
 @triton.jit(do_not_specialize=["T", "N"])
@@ -52,10 +47,7 @@ def scan_kernel(
     ht_ptr,  # [N, HV, K, V] out, or None
     scale,
     warmup_ptr,  # [N, HV] or None
-    cu_ptr,  # [N + 1] or None
-    offsets_ptr,  # [N + 1] or None
-    T,
-    N,
+    cu_ptr, offsets_ptr, T, N,  # of columns_of and with_warm_up
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
@@ -63,14 +55,9 @@ def scan_kernel(
 
     Reference: linattn_edu.reference.fused.gdn_fwd.scan.
     """
-    i_v, i_nh, i_h, first, n_seq, i_c = columns_of(
-        tl.program_id(0), cu_ptr, offsets_ptr, T, HV, V, BT, BV
+    i_v, i_nh, i_h, first, n_seq, _, skip, i_end = way_of(
+        tl.program_id(0), warmup_ptr, cu_ptr, offsets_ptr, T, N, HV, V, BT, BV, False
     )
-    skip, i_end = 0, i_nh
-    if warmup_ptr is not None:
-        first, n_seq, _, skip, i_end = with_warm_up(
-            i_nh, first, n_seq, i_c, warmup_ptr, cu_ptr, T, N, HV, BT, False
-        )
     q_ptr += (first * H + i_h // (HV // H)) * K
     k_ptr += (first * H + i_h // (HV // H)) * K
     v_ptr += (first * HV + i_h) * V
@@ -81,12 +68,7 @@ def scan_kernel(
     FINE: tl.constexpr = R_low_ptr is not None
     i_low = (first * HV + i_h) * BT
 
-    o_t = tl.arange(0, BT)
-    o_k = tl.arange(0, BK)
-    o_v = i_v * BV + tl.arange(0, BV)
-    b_S = tl.zeros([BK, BV], dtype=tl.float32)
-    if h0_ptr is not None:
-        b_S += load_tile(h0_ptr + i_nh * K * V, o_k, o_v, V, K, V).to(tl.float32)
+    o_t, o_k, o_v, b_S = first_state(h0_ptr, i_nh, i_v, K, V, BT, BK, BV, False)
 
     for i_t in range(tl.cdiv(n_seq, BT)):
         n_t = n_seq - i_t * BT
@@ -149,20 +131,10 @@ def scan_transposed_kernel(
 
     Grid (N * HV * V / BV).  Reference: linattn_edu.reference.fused.gdn_fwd.scan.
     """
-    i_v, i_nh, i_h, first, n_seq, i_c = columns_of(
-        tl.program_id(0), cu_ptr, offsets_ptr, T, HV, V, BT, BV
+    i_v, i_nh, i_h, first, n_seq, _, skip, i_end = way_of(
+        tl.program_id(0), warmup_ptr, cu_ptr, offsets_ptr, T, N, HV, V, BT, BV, False
     )
-    skip, i_end = 0, i_nh
-    if warmup_ptr is not None:
-        first, n_seq, _, skip, i_end = with_warm_up(
-            i_nh, first, n_seq, i_c, warmup_ptr, cu_ptr, T, N, HV, BT, False
-        )
-    o_t = tl.arange(0, BT)
-    o_k = tl.arange(0, BK)
-    o_v = i_v * BV + tl.arange(0, BV)
-    b_S = tl.zeros([BV, BK], dtype=tl.float32)
-    if h0_ptr is not None:
-        b_S += tl.trans(load_tile(h0_ptr + i_nh * K * V, o_k, o_v, V, K, V)).to(tl.float32)
+    o_t, o_k, o_v, b_S = first_state(h0_ptr, i_nh, i_v, K, V, BT, BK, BV, True)
 
     for i_t in range(tl.cdiv(n_seq, BT)):
         begin, n_t = first + i_t * BT, n_seq - i_t * BT
@@ -327,55 +299,36 @@ def scan(
     """Launch the scan that suits the GPU; arguments and result as in the reference, but that
     initial_state may be a function that waits for it.
     """
-    if low is not None:
-        given = q, k, v, gc, P, R, initial_state, beta, *low
-        return _scan_halves(given, scale, output_final_state, packing)
     H, K = q.shape[2:]
     HV, V = v.shape[2:]
     C = P.shape[-1]
     load = load_of(kind_of(q, HV, V, C, packing, (q, k, v, P, R)), q, packing)
-    in_gluon = by_load.scan(load).takes == "gluon"
-    pieces, warmup, initial_state = entering(
-        (k, R, gc, V), cp_merge, scan_map, (k, v, gc, R), initial_state, chunk_size=C,
-        choice=not in_gluon, packing=packing,
-    )  # fmt: skip
+    in_gluon = low is None and by_load.scan(load).takes == "gluon"
+    if low is None:
+        pieces, warmup, initial_state = entering(
+            (k, R, gc, V), cp_merge, scan_map, (k, v, gc, R), initial_state, chunk_size=C,
+            choice=not in_gluon, packing=packing,
+        )  # fmt: skip
+    else:
+        pieces, warmup = whole_of(q, packing), [None]
     o = torch.empty_like(v)
     last = q.new_empty(pieces.N, HV, K, V, dtype=torch.float32) if output_final_state else None
-    given = q, k, v, gc, P, R, initial_state, o, last
-    if in_gluon and gdn_scan.scan_gluon(given, scale, *warmup, pieces):
+    given = q, k, v, gc, P, R, initial_state
+    if in_gluon and gdn_scan.scan_gluon((*given, o, last), scale, *warmup, pieces):
         return o, pieces.last(last)
     for i, skipped in enumerate(warmup):
         heads = (pieces.batch if i else pieces.N) * HV
-        _, config = scan_launch(SCAN_CONFIGS, k, heads, V)
+        _, config = scan_launch(SCAN_CONFIGS if low is None else HALVES_CONFIGS, k, heads, V)
         programs = pieces.N * HV * cdiv(V, config["BV"])
-        full = by_load.transposed(load, programs, config["BK"], config["BV"]).takes == "transposed"
-        kernel = scan_transposed_kernel if full else scan_kernel
+        kernel, halves = scan_kernel, (None,) * 3 if low is None else (beta, *low)
+        sizes = config["BK"], config["BV"]
+        if low is None and by_load.transposed(load, programs, *sizes).takes == "transposed":
+            kernel, halves, config = scan_transposed_kernel, (), config | TRANSPOSED
         kernel[(programs,)](
-            *given[:7], *(() if full else (None, None, None)), *given[7:], scale, skipped,
-            pieces.cu_seqlens, pieces.chunk_offsets, pieces.T, pieces.N, H, HV, K, V, BT=C,
-            **(config | TRANSPOSED if full else config),
+            *given, *halves, o, last, scale, skipped, *pieces.places, pieces.N, H, HV, K, V, BT=C,
+            **config,
         )  # fmt: skip
     return o, pieces.last(last)
-
-
-def _scan_halves(
-    given: tuple[Tensor | None, ...],
-    scale: float,
-    output_final_state: bool,
-    packing: Packing | None,
-) -> tuple[Tensor, Tensor | None]:
-    """Launch scan_kernel on whole sequences and tensors that have low halves."""
-    q, _, v, _, P, *_ = given
-    (H, K), (HV, V) = q.shape[2:], v.shape[2:]
-    pieces = whole_of(q, packing)
-    o = torch.empty_like(v)
-    last = q.new_empty(pieces.N, HV, K, V, dtype=torch.float32) if output_final_state else None
-    grid, config = scan_launch(HALVES_CONFIGS, q, pieces.N * HV, V)
-    scan_kernel[grid](
-        *given, o, last, scale, None, pieces.cu_seqlens, pieces.chunk_offsets, pieces.T, pieces.N,
-        H, HV, K, V, BT=P.shape[-1], **config,
-    )  # fmt: skip
-    return o, last
 
 
 def scan_map(

@@ -13,7 +13,7 @@ from linattn_edu.kernels.delta.solve import (
     quarters,
     unit_lower_inverse,
 )
-from linattn_edu.kernels.gluon import support
+from linattn_edu.kernels.gluon.kernels import gdn_intra
 from linattn_edu.kernels.routes import by_kind, kind_of
 from linattn_edu.kernels.rows import chunk_args, entry, row, whole
 from linattn_edu.kernels.tiles import (
@@ -27,11 +27,6 @@ from linattn_edu.kernels.tiles import (
     store_tile,
 )
 from linattn_edu.packing import Packing
-
-try:
-    from linattn_edu.kernels.gluon import gdn_intra
-except Exception as error:  # a Triton whose Gluon has other names
-    gdn_intra = support.left_out(error)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -67,21 +62,18 @@ def scores_kernel(
 
 @triton.jit(do_not_specialize=["T"])
 def resolvent_kernel(
-    k_ptr,  # [B, T, H, K]
-    beta_ptr,  # [B, T, HV]
-    gc_ptr,  # [B, T, HV] log2
+    k_ptr, beta_ptr, gc_ptr,
     R_ptr,  # [B, T, HV, BT] out, or None
-    A_ptr,  # [B, T, HV, BT] out, A * G with GATED; or None
+    A_ptr,
     A_low_ptr,  # [B, T, HV, BT] out, or None; with GATED
-    cu_ptr,  # [N + 1] or None
-    chunks_ptr,  # [NT, 2] or None
-    T,
+    cu_ptr, chunks_ptr, T,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
     BT: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
     GATED: tl.constexpr,
 ):  # fmt: skip
     """One program: one chunk of one head.  Grid (NT * HV).
 
+    Arguments without a shape as of intra_chunk_kernel.
     Reference: linattn_edu.reference.fused.gdn_intra.intra_chunk.
     """
     i_h, _, first, n_t = chunk_of(tl.program_id(0), cu_ptr, chunks_ptr, T, HV, BT)
@@ -140,9 +132,7 @@ def intra_chunk_kernel(
     P_ptr,  # [B, T, HV, BT] out
     R_ptr,  # [B, T, HV, BT] out
     A_ptr,  # [B, T, HV, BT] out, A * G with GATED; or None
-    cu_ptr,  # [N + 1] or None
-    chunks_ptr,  # [NT, 2] or None
-    T,
+    cu_ptr, chunks_ptr, T,  # of chunk_of
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
     BT: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
     GATED: tl.constexpr,
@@ -242,21 +232,35 @@ def intra_chunk(
     A = torch.empty_like(R) if return_inverse else None
     kind = kind_of(q, HV, 0, chunk_size, packing, (q, k))
     takes = by_kind.intra_chunk(kind).takes
-    if takes == "gluon" and gdn_intra.intra_gluon(q, k, beta, gc, P, R, A, gated, packing):
+    tensors = q, k, beta, gc, P, R, A
+    if takes == "gluon" and gdn_intra.intra_gluon(tensors, gated, packing):
         return P, R, A
-    options = {"BT": chunk_size, "PRECISION": merge_precision(k.dtype), "GATED": gated}
     if takes == "one":
         intra_chunk_kernel[(NT * HV,)](
-            q, k, beta, gc, P, R, A, *chunks, T, H, HV, K,
-            WHOLE=whole(k, chunk_size, packing), **options,
+            *tensors, *chunks, T, H, HV, K, BT=chunk_size, GATED=gated,
+            PRECISION=merge_precision(k.dtype), WHOLE=whole(k, chunk_size, packing),
             **entry(INTRA_CONFIGS, k)[K].launch(K),
         )  # fmt: skip
-        return P, R, A
-    config = entry(SCORES_CONFIGS, k).launch(K)
-    scores_kernel[(NT * H,)](q, k, gc, P, None, *chunks, T, H, HV, K, BT=chunk_size, **config)
-    config = entry(RESOLVENT_CONFIGS, k).launch(K)
-    resolvent_kernel[(NT * HV,)](k, beta, gc, R, A, None, *chunks, T, H, HV, K, **options, **config)
+    else:
+        places = (P, None), (R, A, None)
+        _launch_two((q, k, beta, gc), *places, merge_precision(k.dtype), gated, packing)
     return P, R, A
+
+
+def _launch_two(
+    given: tuple[Tensor, ...], scores: tuple, inverse: tuple, precision: str, gated: bool,
+    packing: Packing | None,
+) -> None:  # fmt: skip
+    """Launch scores_kernel, which writes P and its low half, and resolvent_kernel: R, A and its."""
+    q, k, beta, gc = given
+    (T, H, K), (HV, C) = k.shape[1:], scores[0].shape[2:]
+    NT, *chunks = chunk_args(k, C, packing)
+    sizes = *chunks, T, H, HV, K, C
+    scores_kernel[(NT * H,)](q, k, gc, *scores, *sizes, **entry(SCORES_CONFIGS, k).launch(K))
+    resolvent_kernel[(NT * HV,)](
+        k, beta, gc, *inverse, *sizes, PRECISION=precision, GATED=gated,
+        **entry(RESOLVENT_CONFIGS, k).launch(K),
+    )  # fmt: skip
 
 
 def intra_halves(
@@ -269,15 +273,7 @@ def intra_halves(
     packing: Packing | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Launch scores_kernel and resolvent_kernel; arguments and result as in the reference."""
-    B, T, H, K = k.shape
-    HV = beta.shape[-1]
-    NT, *chunks = chunk_args(k, chunk_size, packing)
-    P, AG, P_low, AG_low = (q.new_empty(B, T, HV, chunk_size) for _ in range(4))
-    config = entry(SCORES_CONFIGS, k).launch(K)
-    scores_kernel[(NT * H,)](q, k, gc, P, P_low, *chunks, T, H, HV, K, BT=chunk_size, **config)
-    config = entry(RESOLVENT_CONFIGS, k).launch(K)
-    resolvent_kernel[(NT * HV,)](
-        k, beta, gc, None, AG, AG_low, *chunks, T, H, HV, K, BT=chunk_size, PRECISION="tf32x3",
-        GATED=True, **config,
-    )  # fmt: skip
+    P, AG, P_low, AG_low = (q.new_empty(*beta.shape, chunk_size) for _ in range(4))
+    places = (P, P_low), (None, AG, AG_low)
+    _launch_two((q, k, beta, gc), *places, "tf32x3", True, packing)
     return P, AG, P_low, AG_low

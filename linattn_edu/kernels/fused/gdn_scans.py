@@ -10,19 +10,19 @@ from torch import Tensor
 
 from linattn_edu.kernels.delta.cp_merge import cp_merge, launch_map, span_of, store_map
 from linattn_edu.kernels.delta.cp_merge_bwd import cp_merge_bwd
-from linattn_edu.kernels.delta.warm_up import with_warm_up
+from linattn_edu.kernels.delta.warm_up import way_of
 from linattn_edu.kernels.fused.gdn_fwd import HALVES_CONFIGS, SCAN_CONFIGS, entering, scan_map
-from linattn_edu.kernels.gluon import support
+from linattn_edu.kernels.gluon.kernels import gdn_scans
 from linattn_edu.kernels.pieces import Pieces, whole_of
 from linattn_edu.kernels.routes import Load, by_load, kind_of, load_of, scan_launch
 from linattn_edu.kernels.rows import row, states
 from linattn_edu.kernels.tiles import (
     cast,
     cdiv,
-    columns_of,
     cut_off,
     dot_left,
     dot_right,
+    first_state,
     load_gate,
     load_row,
     load_tile,
@@ -30,11 +30,6 @@ from linattn_edu.kernels.tiles import (
     store_tile,
 )
 from linattn_edu.packing import Packing
-
-try:
-    from linattn_edu.kernels.gluon import gdn_scans
-except Exception as error:  # a Triton whose Gluon has other names
-    gdn_scans = support.left_out(error)
 
 
 @triton.jit(do_not_specialize=["T", "N"])
@@ -49,14 +44,9 @@ def scan_states_kernel(
 
     Arguments of scans_kernel.  Reference: linattn_edu.reference.fused.gdn_scans.scan_states.
     """
-    i_v, i_nh, i_h, first, n_seq, i_c = columns_of(
-        tl.program_id(0) // STEP, cu_ptr, offsets_ptr, T, HV, V, BT, BV
+    i_v, i_nh, i_h, first, n_seq, i_c, skip, _ = way_of(
+        tl.program_id(0) // STEP, warmup_ptr, cu_ptr, offsets_ptr, T, N, HV, V, BT, BV, False
     )
-    skip = 0
-    if warmup_ptr is not None:
-        first, n_seq, i_c, skip, _ = with_warm_up(
-            i_nh, first, n_seq, i_c, warmup_ptr, cu_ptr, T, N, HV, BT, False
-        )
     k_ptr += (first * H + i_h // (HV // H)) * K
     v_ptr += (first * HV + i_h) * V
     v_new_ptr += (first * HV + i_h) * V
@@ -67,12 +57,7 @@ def scan_states_kernel(
     FINE: tl.constexpr = AG_low_ptr is not None
     i_low = first * HV + i_h
 
-    o_t = tl.arange(0, BT)
-    o_k = tl.arange(0, BK)
-    o_v = i_v * BV + tl.arange(0, BV)
-    b_S = tl.zeros([BK, BV], dtype=tl.float32)
-    if h0_ptr is not None:
-        b_S += load_tile(h0_ptr + i_nh * K * V, o_k, o_v, V, K, V).to(tl.float32)
+    o_t, o_k, o_v, b_S = first_state(h0_ptr, i_nh, i_v, K, V, BT, BK, BV, False)
 
     for i_t in range(tl.cdiv(n_seq, BT)):
         n_t = n_seq - i_t * BT
@@ -162,20 +147,11 @@ def scan_bwd_kernel(
 
     Arguments of scans_kernel.  Reference: linattn_edu.reference.fused.gdn_scans.scan_bwd.
     """
-    i_v, i_nh, i_h, first, n_seq, i_c = columns_of(
-        (tl.num_programs(0) - 1 - tl.program_id(0)) // STEP, cu_ptr, offsets_ptr, T, HV, V, BT, BV
+    pid = (tl.num_programs(0) - 1 - tl.program_id(0)) // STEP
+    i_v, i_nh, i_h, first, n_seq, i_c, skip, i_end = way_of(
+        pid, warmup_ptr, cu_ptr, offsets_ptr, T, N, HV, V, BT, BV, True
     )
-    skip, i_end = 0, i_nh
-    if warmup_ptr is not None:
-        first, n_seq, i_c, skip, i_end = with_warm_up(
-            i_nh, first, n_seq, i_c, warmup_ptr, cu_ptr, T, N, HV, BT, True
-        )
-    o_t = tl.arange(0, BT)
-    o_k = tl.arange(0, BK)
-    o_v = i_v * BV + tl.arange(0, BV)
-    b_dS = tl.zeros([BV, BK], dtype=tl.float32)
-    if dht_ptr is not None:
-        b_dS += tl.trans(load_tile(dht_ptr + i_nh * K * V, o_k, o_v, V, K, V)).to(tl.float32)
+    o_t, o_k, o_v, b_dS = first_state(dht_ptr, i_nh, i_v, K, V, BT, BK, BV, True)
     NT = tl.cdiv(n_seq, BT)
     for i_t in range(NT):
         i_b = NT - 1 - i_t  # of the chunk, back from the last
@@ -220,10 +196,7 @@ def scans_kernel(
     scale,
     forth_ptr,  # [N, HV] or None: warmup_ptr of the states
     back_ptr,  # [N, HV] or None: of their gradients
-    cu_ptr,  # [N + 1] or None
-    offsets_ptr,  # [N + 1] or None
-    T,
-    N,
+    cu_ptr, offsets_ptr, T, N,  # of columns_of and with_warm_up
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
@@ -387,8 +360,8 @@ def _launch_forth(x: Scans, gluon: bool, pieces: Pieces, warmup: Tensor | None, 
     table = HALVES_CONFIGS if low else SCAN_CONFIGS
     _, config = scan_launch(table, x.k, (pieces.N if wide else pieces.batch) * HV, V)
     scan_states_kernel[(pieces.N * HV * cdiv(V, config["BV"]),)](
-        *x.forth, *(low or (None, None)), warmup, pieces.cu_seqlens, pieces.chunk_offsets, pieces.T,
-        pieces.N, 1, H, HV, K, V, BT=x.AG.shape[-1], **config,
+        *x.forth, *(low or (None, None)), warmup, *pieces.places, pieces.N, 1, H, HV, K, V,
+        BT=x.AG.shape[-1], **config,
     )  # fmt: skip
 
 
@@ -427,8 +400,8 @@ def _launch_back(x: Scans, gluon: bool, pieces: Pieces, warmup: Tensor | None, s
     H, HV, K, V = x.sizes
     grid, config = scan_launch(SCAN, x.q, pieces.N * HV, V)
     scan_bwd_kernel[grid](
-        *x.back, *(low or (None,) * 3), scale, warmup, pieces.cu_seqlens, pieces.chunk_offsets,
-        pieces.T, pieces.N, 1, H, HV, K, V, BT=x.AG.shape[-1], **config,
+        *x.back, *(low or (None,) * 3), scale, warmup, *pieces.places, pieces.N, 1, H, HV, K, V,
+        BT=x.AG.shape[-1], **config,
     )  # fmt: skip
 
 
@@ -473,8 +446,8 @@ def scans(
         _launch_back(x, gluon, pieces, behind.pop(0), scale)
     if ahead:
         scans_kernel[(2 * programs,)](
-            *x, scale, *ahead, *behind, pieces.cu_seqlens, pieces.chunk_offsets, pieces.T, pieces.N,
-            H, HV, K, V, BT=AG.shape[-1], **config,
+            *x, scale, *ahead, *behind, *pieces.places, pieces.N, H, HV, K, V, BT=AG.shape[-1],
+            **config,
         )  # fmt: skip
     return x.h, x.v_new, x.dh, x.Z, x.dv, pieces.first(x.dh0)
 

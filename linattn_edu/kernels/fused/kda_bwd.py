@@ -8,17 +8,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from linattn_edu.kernels.delta.kda_intra import halving
-from linattn_edu.kernels.delta.kda_intra_bwd import (
-    CONFIGS,
-    GROUP,
-    are_near,
-    kda_intra_bwd_kernel,
-    middle,
-)
-from linattn_edu.kernels.gluon import support
+from linattn_edu.kernels.delta.kda_intra_bwd import GROUP, are_near, launch_pairs, middle
+from linattn_edu.kernels.gluon.kernels import kda_intra_bwd as kda_intra_bwd_gluon
 from linattn_edu.kernels.routes import by_kind, kind_of
-from linattn_edu.kernels.rows import chunk_args, entry, shared_dtype
+from linattn_edu.kernels.rows import chunk_args, shared_dtype
 from linattn_edu.kernels.tiles import (
     block,
     cast,
@@ -33,24 +26,12 @@ from linattn_edu.kernels.tiles import (
 )
 from linattn_edu.packing import Packing
 
-try:
-    from linattn_edu.kernels.gluon import kda_intra_bwd as kda_intra_bwd_gluon
-except Exception as error:  # a Triton whose Gluon has other names
-    kda_intra_bwd_gluon = support.left_out(error)
-
 
 @triton.jit(do_not_specialize=["T"])
 def kda_fused_intra_bwd_kernel(
-    q_ptr,  # [B, T, H, K]
-    k_ptr,  # [B, T, H, K]
-    v_ptr,  # [B, T, HV, V]
-    beta_ptr,  # [B, T, HV]
+    q_ptr, k_ptr, v_ptr, beta_ptr,
     gc_ptr,  # [B, T, HV, K] log2
-    h_ptr,  # [B, NT, HV, K, V]
-    v_new_ptr,  # [B, T, HV, V]
-    do_ptr,  # [B, T, HV, V]
-    dh_ptr,  # [B, NT, HV, K, V]
-    Z_ptr,  # [B, T, HV, V]
+    h_ptr, v_new_ptr, do_ptr, dh_ptr, Z_ptr,  # these as of gdn_bwd.intra_chunk_bwd_kernel
     dP_ptr,  # [B, T, HV, PW] out: of chunks with channels that are not near; Z may be here
     dL_ptr,  # [B, T, HV, PW] out: as dP
     dgl_ptr,  # [B, NT, HV, K] out: all that dgc_last gets
@@ -60,9 +41,7 @@ def kda_fused_intra_bwd_kernel(
     dgc_ptr,  # [B, T, HV, K] out; dkg of channels that are not near
     near_ptr,  # [B, NT, HV, NG] out: whether the channels of a group are near
     scale,
-    cu_ptr,  # [N + 1] or None
-    chunks_ptr,  # [NT, 2] or None
-    T,
+    cu_ptr, chunks_ptr, T,  # of chunk_of
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     BN: tl.constexpr,  # all channels, in whole groups
@@ -216,11 +195,5 @@ def kda_fused_intra_bwd(
             *tensors, dP, dL, *out, near, scale, *chunks, T, H, HV, K, V,
             BT=chunk_size, BV=block(V), BN=max(block(K), GROUP.value), PW=width, **INTRA_OPTIONS,
         )  # fmt: skip
-    kda_intra_bwd_kernel[(NT * HV * (chunk_size // 16),)](
-        q, k, beta, gc, dP, dL, dq, dk, dgc, dgl, dq, dk, dbeta, dgc, near, *chunks, T, H, HV, K,
-        BT=chunk_size, HALVE=halving(k.dtype), PW=width, SUMMED=True,
-        **entry(CONFIGS, k).launch(K),
-    )  # fmt: skip
-    if H < HV:
-        dq, dk = (x.unflatten(2, (H, -1)).sum(3).to(q.dtype) for x in (dq, dk))
-    return dq, dk, dbeta, dgc
+    tensors = q, k, beta, gc, dP, dL, dq, dk, dgc, dgl, dq, dk, dbeta, dgc
+    return launch_pairs(tensors, near, packing, chunk_size, width, summed=True)

@@ -12,7 +12,7 @@ from torch import Tensor
 from linattn_edu.kernels.delta.cp_merge import cp_merge, launch_map, span_of, store_map
 from linattn_edu.kernels.delta.kda_intra import launch_intra
 from linattn_edu.kernels.fused.gdn_fwd import TRANSPOSED
-from linattn_edu.kernels.gluon import support
+from linattn_edu.kernels.gluon.kernels import kda_scan
 from linattn_edu.kernels.pieces import by_maps
 from linattn_edu.kernels.routes import by_load, kind_of, load_of, scan_launch
 from linattn_edu.kernels.rows import row, scan_table
@@ -20,17 +20,13 @@ from linattn_edu.kernels.tiles import (
     cast,
     columns_of,
     dot,
+    first_state,
     load_row,
     load_tile,
     load_vector,
     store_tile,
 )
 from linattn_edu.packing import Packing
-
-try:
-    from linattn_edu.kernels.gluon import kda_scan
-except Exception as error:  # a Triton whose Gluon has other names
-    kda_scan = support.left_out(error)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -47,9 +43,7 @@ def kda_fused_scan_kernel(
     o_ptr,  # [B, T, HV, V] out
     ht_ptr,  # [N, HV, K, V] out, or None
     scale,
-    cu_ptr,  # [N + 1] or None
-    offsets_ptr,  # [N + 1] or None
-    T,
+    cu_ptr, offsets_ptr, T,  # of columns_of
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
@@ -71,12 +65,7 @@ def kda_fused_scan_kernel(
     A_ptr += i * BT
     beta_ptr += i
 
-    o_t = tl.arange(0, BT)
-    o_k = tl.arange(0, BK)
-    o_v = i_v * BV + tl.arange(0, BV)
-    b_S = tl.zeros([BK, BV], dtype=tl.float32)
-    if h0_ptr is not None:
-        b_S += load_tile(h0_ptr + i_nh * K * V, o_k, o_v, V, K, V).to(tl.float32)
+    o_t, o_k, o_v, b_S = first_state(h0_ptr, i_nh, i_v, K, V, BT, BK, BV, False)
     # what feeds no product is loaded one chunk ahead, or the loop would wait for it
     o_last = (tl.minimum(BT, n_seq) - 1) * HV * K
     b_last = load_vector(gc_ptr + o_last, o_k, tl.where(n_seq > 0, K, 0))
@@ -136,12 +125,7 @@ def kda_fused_scan_transposed_kernel(
     i_v, i_nh, i_h, first, n_seq, _ = columns_of(
         tl.program_id(0), cu_ptr, offsets_ptr, T, HV, V, BT, BV
     )
-    o_t = tl.arange(0, BT)
-    o_k = tl.arange(0, BK)
-    o_v = i_v * BV + tl.arange(0, BV)
-    b_S = tl.zeros([BV, BK], dtype=tl.float32)
-    if h0_ptr is not None:
-        b_S += tl.trans(load_tile(h0_ptr + i_nh * K * V, o_k, o_v, V, K, V)).to(tl.float32)
+    o_t, o_k, o_v, b_S = first_state(h0_ptr, i_nh, i_v, K, V, BT, BK, BV, True)
     i = first * HV + i_h
     o_last = (tl.minimum(BT, n_seq) - 1) * HV * K
     b_last = load_vector(gc_ptr + i * K + o_last, o_k, tl.where(n_seq > 0, K, 0))
@@ -180,12 +164,7 @@ def kda_fused_scan_transposed_kernel(
 @triton.jit(do_not_specialize=["T"])
 def kda_fused_scan_map_kernel(
     kg_ptr, kd_ptr, v_ptr, beta_ptr, gc_ptr, A_ptr,  # as of kda_fused_scan_kernel
-    h0_ptr,  # [NP, HV, K, V] or None
-    map_ptr,  # [NP, HV, K, ROW] out: S_ext, and M where W is V + K
-    left_ptr,  # [NP, HV, NW] of span_of, with NEAR out; or None
-    rows_ptr,  # [NP] or None
-    cu_ptr,  # [N + 1] or None
-    T,
+    h0_ptr, map_ptr, left_ptr, rows_ptr, cu_ptr, T,  # as of gdn_fwd.scan_map_kernel
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr, ROW: tl.constexpr,
     NEAR: tl.constexpr, NW: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
@@ -254,9 +233,9 @@ def kda_prepare(
     """Launch the kernels of kda_intra, the first of which writes the gated rows on its way;
     arguments and result as in the reference.
     """
-    kd, kg, qg = (torch.empty_like(gc, dtype=k.dtype) for _ in range(3))
-    P, A = launch_intra(q, k, beta, gc, kd, kg, qg, chunk_size, lower_bound, packing)
-    return P, A, kd, kg, qg
+    gated = tuple(torch.empty_like(gc, dtype=k.dtype) for _ in range(3))
+    P, A = launch_intra((q, k, beta, gc), gated, chunk_size, lower_bound, packing)
+    return P, A, *gated
 
 
 def kda_fused_scan(
@@ -291,9 +270,8 @@ def kda_fused_scan(
     full = by_load.transposed(load, *grid, config["BK"], config["BV"]).takes == "transposed"
     kernel = kda_fused_scan_transposed_kernel if full else kda_fused_scan_kernel
     kernel[grid](
-        *given, scale, pieces.cu_seqlens, pieces.chunk_offsets, pieces.T, HV, K, V, BT=C,
-        **(config | TRANSPOSED if full else config),
-    )  # fmt: skip
+        *given, scale, *pieces.places, HV, K, V, BT=C, **(config | TRANSPOSED if full else config)
+    )
     return o, pieces.last(last)
 
 

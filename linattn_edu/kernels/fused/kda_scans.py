@@ -13,7 +13,7 @@ from linattn_edu.kernels.delta.cp_merge import cp_merge, launch_map, span_of, st
 from linattn_edu.kernels.delta.cp_merge_bwd import cp_merge_bwd
 from linattn_edu.kernels.delta.gate_cumsum import cumulative
 from linattn_edu.kernels.fused.kda_fwd import kda_fused_scan_map
-from linattn_edu.kernels.gluon import support
+from linattn_edu.kernels.gluon.kernels import kda_scans
 from linattn_edu.kernels.pieces import by_maps
 from linattn_edu.kernels.routes import by_kind, by_load, kind_of, load_of, scan_launch
 from linattn_edu.kernels.rows import chunk_args, row, states
@@ -23,17 +23,13 @@ from linattn_edu.kernels.tiles import (
     chunk_of,
     columns_of,
     dot,
+    first_state,
     load_row,
     load_tile,
     load_vector,
     store_tile,
 )
 from linattn_edu.packing import Packing
-
-try:
-    from linattn_edu.kernels.gluon import kda_scans
-except Exception as error:  # a Triton whose Gluon has other names
-    kda_scans = support.left_out(error)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -48,9 +44,7 @@ def kda_gates_kernel(
     kg_ptr,  # [B, T, HV, K] out
     qg_ptr,  # [B, T, HV, K] out
     bound,  # lower bound of the gate, or None
-    cu_ptr,  # [N + 1] or None
-    chunks_ptr,  # [NT, 2] or None
-    T,
+    cu_ptr, chunks_ptr, T,  # of chunk_of
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
     BT: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
@@ -105,12 +99,7 @@ def kda_scan_states(
     beta_ptr += first * HV + i_h
     h_ptr += (i_c * HV + i_h) * K * V
 
-    o_t = tl.arange(0, BT)
-    o_k = tl.arange(0, BK)
-    o_v = i_v * BV + tl.arange(0, BV)
-    b_S = tl.zeros([BK, BV], dtype=tl.float32)
-    if h0_ptr is not None:
-        b_S += load_tile(h0_ptr + i_nh * K * V, o_k, o_v, V, K, V).to(tl.float32)
+    o_t, o_k, o_v, b_S = first_state(h0_ptr, i_nh, i_v, K, V, BT, BK, BV, False)
     # the load of a chunk's gates runs one chunk ahead: the state waits for them
     o_last = (tl.minimum(BT, n_seq) - 1) * HV * K
     b_last = load_vector(gc_ptr + o_last, o_k, tl.where(n_seq > 0, K, 0))
@@ -197,12 +186,7 @@ def kda_scan_bwd(
     i_v, i_nh, i_h, first, n_seq, i_c = columns_of(
         tl.program_id(0) // STEP, cu_ptr, offsets_ptr, T, HV, V, BT, BV
     )
-    o_t = tl.arange(0, BT)
-    o_k = tl.arange(0, BK)
-    o_v = i_v * BV + tl.arange(0, BV)
-    b_dS = tl.zeros([BV, BK], dtype=tl.float32)
-    if dht_ptr is not None:
-        b_dS += tl.trans(load_tile(dht_ptr + i_nh * K * V, o_k, o_v, V, K, V)).to(tl.float32)
+    o_t, o_k, o_v, b_dS = first_state(dht_ptr, i_nh, i_v, K, V, BT, BK, BV, True)
     NT = tl.cdiv(n_seq, BT)
     for i_t in range(NT):
         i_b = NT - 1 - i_t  # of the chunk, back from the last
@@ -233,18 +217,8 @@ def kda_fused_scans_kernel(
     P_ptr,  # [B, T, HV, BT]
     A_ptr,  # [B, T, HV, BT]
     do_ptr,  # [B, T, HV, V]
-    h0_ptr,  # [N, HV, K, V] or None
-    dht_ptr,  # [N, HV, K, V] or None
-    h_ptr,  # [B, NT, HV, K, V] out: state entering each chunk
-    v_new_ptr,  # [B, T, HV, V] out
-    dh_ptr,  # [B, NT, HV, K, V] out: gradient of the state leaving each chunk
-    Z_ptr,  # [B, T, HV, V] out
-    dv_ptr,  # [B, T, HV, V] out
-    dh0_ptr,  # [N, HV, K, V] out
-    scale,
-    cu_ptr,  # [N + 1] or None
-    offsets_ptr,  # [N + 1] or None
-    T,
+    h0_ptr, dht_ptr, h_ptr, v_new_ptr, dh_ptr, Z_ptr, dv_ptr, dh0_ptr, scale, cu_ptr, offsets_ptr,
+    T,  # as of gdn_scans.scans_kernel
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
@@ -267,13 +241,7 @@ def kda_fused_scans_kernel(
 @triton.jit(do_not_specialize=["T"])
 def kda_fused_scan_map_bwd_kernel(
     qg_ptr, kg_ptr, kd_ptr, beta_ptr, gc_ptr, P_ptr, A_ptr, do_ptr,  # as of kda_fused_scans_kernel
-    dht_ptr,  # [NP, HV, K, V] or None
-    map_ptr,  # [NP, HV, K, ROW] out: dS_ext, and dM where W is V + K
-    left_ptr,  # [NP, HV, NW] of span_of, with NEAR out; or None
-    scale,
-    rows_ptr,  # [NP] or None
-    cu_ptr,  # [N + 1] or None
-    T,
+    dht_ptr, map_ptr, left_ptr, scale, rows_ptr, cu_ptr, T,  # as of gdn_scans.scan_map_bwd_kernel
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr, ROW: tl.constexpr,
     NEAR: tl.constexpr, NW: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
@@ -374,9 +342,8 @@ def kda_fused_scans(
         done = done and kda_scans.kda_scan_bwd_gluon(behind, scale, pieces)
     if not done:
         kda_fused_scans_kernel[(2 * programs,)](
-            *all_of, scale, pieces.cu_seqlens, pieces.chunk_offsets, pieces.T, HV, K, V, BT=C,
-            **config,
-        )  # fmt: skip
+            *all_of, scale, *pieces.places, HV, K, V, BT=C, **config
+        )
     return h, v_new, dh, Z, dv, pieces.first(dh0)
 
 

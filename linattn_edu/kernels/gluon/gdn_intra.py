@@ -198,13 +198,7 @@ def compute_items(P_desc, R_desc, A_desc, m, N, H: gl.constexpr, G: gl.constexpr
 
 @gluon.jit(do_not_specialize=["NT"])
 def intra_chunk_ring_gluon_kernel(
-    q_desc,  # [B * T, H * K]
-    k_desc,  # [B * T, H * K]
-    P_desc,  # [B * T, HV * BT] out
-    R_desc,  # [B * T, HV * BT] out
-    A_desc,  # [B * T, HV * BT] out, A * G with GATED; or None
-    beta_ptr,  # [B, T, HV]
-    gc_ptr,  # [B, T, HV] log2
+    q_desc, k_desc, P_desc, R_desc, A_desc, beta_ptr, gc_ptr,
     NT,  # chunks of all sequences
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, BT: gl.constexpr, GATED: gl.constexpr,
 ):  # fmt: skip
@@ -243,20 +237,11 @@ OPTIONS_CHUNKS = {2: {"num_warps": 4, "maxnreg": 120}, 3: {"num_warps": 4, "maxn
 
 
 @attempt
-def intra_gluon(
-    q: Tensor,
-    k: Tensor,
-    beta: Tensor,
-    gc: Tensor,
-    P: Tensor,
-    R: Tensor,
-    A: Tensor | None,
-    gated: bool,
-    packing: Packing | None,
-) -> None:
-    """Launch the kernel that suits the sequences: the same bits. It writes P, R and, if there is
-    one, A.
+def intra_gluon(given: tuple[Tensor | None, ...], gated: bool, packing: Packing | None) -> None:
+    """Launch the kernel that suits the sequences: the same bits. given: the tensors of
+    intra_chunk_kernel, whose P, R and, if there is one, A it writes.
     """
+    q, k, beta, gc, P, R, A = given
     T, H, K = k.shape[1:]
     HV = beta.shape[-1]
     NT, *chunks = chunk_args(k, CHUNK, packing)
@@ -269,6 +254,4 @@ def intra_gluon(
             **OPTIONS_CHUNKS[programs],
         )  # fmt: skip
         return
-    intra_chunk_gluon_kernel[(NT * HV,)](
-        q, k, beta, gc, P, R, A, *chunks, T, H, HV, K, CHUNK, gated, **OPTIONS
-    )
+    intra_chunk_gluon_kernel[(NT * HV,)](*given, *chunks, T, H, HV, K, CHUNK, gated, **OPTIONS)

@@ -199,10 +199,7 @@ def inside(
 @gluon.jit
 def compute_half(c: gl.constexpr, out, m, bars, N, ROW: gl.constexpr, H: gl.constexpr,
                  G: gl.constexpr, K: gl.constexpr, BT: gl.constexpr):  # fmt: skip
-    """Half c of the keys, by four warps: intra_chunk_bwd_kernel's sums.
-
-    ready: dM and dL are there.  used: neither, nor what was left beside them, is needed any more.
-    """
+    """Half c of the keys, by four warps: intra_chunk_bwd_kernel's sums."""
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     rows: gl.constexpr = gl.SliceLayout(1, mma)
     zero = gl.full([BT, BT], 0.0, gl.float32, mma)
@@ -314,27 +311,15 @@ def compute_half(c: gl.constexpr, out, m, bars, N, ROW: gl.constexpr, H: gl.cons
 
 @gluon.jit(do_not_specialize=["NT"])
 def intra_chunk_bwd_gluon_kernel(
-    q_desc,  # [B * T, H * K]
-    k_desc,  # [B * T, H * K]
-    v_desc,  # [B * T, HV * V]
-    h_desc,  # [B * NT * HV * K, V]
-    v_new_desc,  # [B * T, HV * V]
-    do_desc,  # [B * T, HV * V]
-    dh_desc,  # [B * NT * HV * K, V]
-    Z_desc,  # [B * T, HV * V]
-    dq_desc,  # [B * T, H * K] out
-    dk_desc,  # [B * T, H * K] out
-    beta_ptr,  # [B, T, HV]
-    gc_ptr,  # [B, T, HV] log2
-    dbeta_ptr,  # [B, T, HV] out
-    dgc_ptr,  # [B, T, HV] out
-    scale,
+    q_desc, k_desc, v_desc, h_desc, v_new_desc, do_desc, dh_desc, Z_desc, dq_desc, dk_desc,
+    beta_ptr, gc_ptr, dbeta_ptr, dgc_ptr, scale,
     NT,  # chunks of all sequences
     ROW: gl.constexpr,  # numbers between tokens in beta and gc, and in their gradients
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BT: gl.constexpr,
 ):  # fmt: skip
     """One program: every so many-th chunk of a q/k head, with its value heads.  Any grid.
 
+    Arguments of intra_chunk_bwd_kernel of kernels/fused/gdn_bwd.py, see `descriptor`.
     Reference: linattn_edu.reference.fused.gdn_bwd.intra_chunk_bwd.
 
     mbarriers, in the order of an item; two groups of four warps compute, c = 0 and 1::

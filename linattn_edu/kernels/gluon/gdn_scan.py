@@ -1,9 +1,8 @@
 """The scan of the fused forward pass in Gluon, for Hopper: products that run beside arithmetic.
 
-Gluon is Triton's lower level: layouts, shared memory, copies and waits are written out. One warp
-copies chunks ahead through a ring in shared memory; four hold S^T [64, K] in registers, whose
-16-bit copy is the first operand of the next product. A product is only begun where it stands, and
-waited for where its result is needed.
+One warp copies chunks ahead through a ring in shared memory; four hold S^T [64, K] in registers,
+whose 16-bit copy is the first operand of the next product. A product is only begun where it stands,
+and waited for where its result is needed.
 """
 
 from torch import Tensor
@@ -24,6 +23,7 @@ from linattn_edu.kernels.gluon.scan_frame import (
     gates_of,
     keys_times_state,
     load_chunks,
+    next_place,
     piece_of_program,
     rows_of,
     state_of,
@@ -34,11 +34,7 @@ from linattn_edu.kernels.pieces import Pieces
 
 @gluon.jit
 def scan_chunks(chunks, state, o_desc, out, scale, c_v, skip):
-    """The warps that compute: scan_transposed_kernel's sums in its order; S^T in halves of 64 keys.
-
-    At most three products are under way, and none where the loop turns: ptxas would run them one
-    after the other.
-    """
+    """Warps that compute: scan_transposed_kernel's sums in its order; S^T in halves of 64 keys."""
     ks, vs, Rs, qs, Ps = chunks.rings
     gates, full, empty, NT = chunks.gates, chunks.full, chunks.empty, chunks.NT
     K: gl.constexpr = state.K
@@ -95,9 +91,7 @@ def scan_chunks(chunks, state, o_desc, out, scale, c_v, skip):
             b_S2 = warpgroup_mma_wait(1, [b_S2])
             b_h2 = operand(b_S2, dtype, mma)
         # K S of the next chunk; after the last one for nothing
-        i_next = gl.minimum(i_t + 1, NT - 1)
-        n = i_next % STAGES
-        mbarrier.wait(full.index(n), i_next // STAGES & 1)
+        n = next_place(chunks, i_t)
         b_W = keys_times_state(b_h1, b_h2, ks.index(n), zero, K)
         b_o = warpgroup_mma_wait(HALVES, [b_o])
         b_o = (scale * b_o).to(dtype)
@@ -120,25 +114,14 @@ def scan_chunks(chunks, state, o_desc, out, scale, c_v, skip):
 
 @gluon.jit(do_not_specialize=["T", "N"])
 def scan_gluon_kernel(
-    q_desc,  # [B * T, H * K]
-    k_desc,  # [B * T, H * K]
-    v_desc,  # [B * T, HV * V]
-    P_desc,  # [B * T, HV * BT]
-    R_desc,  # [B * T, HV * BT]
-    o_desc,  # [B * T, HV * V] out
-    gc_ptr,  # [B, T, HV] log2
-    h0_ptr,  # [N, HV, K, V] or None
-    ht_ptr,  # [N, HV, K, V] out, or None
-    scale,
-    warmup_ptr,  # [N, HV] or None
-    cu_ptr,  # [N + 1] or None
-    T,
-    N,
+    q_desc, k_desc, v_desc, P_desc, R_desc, o_desc, gc_ptr, h0_ptr, ht_ptr, scale, warmup_ptr,
+    cu_ptr, T, N,
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
     BT: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """One program: S[:, v-tile] of one head, through all chunks.  Grid (N * HV * V / BV).
 
+    Arguments of scan_kernel of kernels/fused/gdn_fwd.py, see `descriptor`.
     Reference: linattn_edu.reference.fused.gdn_fwd.scan.
 
     mbarriers, of a chunk in place i of the rings::

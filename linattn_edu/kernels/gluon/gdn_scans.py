@@ -13,11 +13,12 @@ from linattn_edu.kernels.gluon import gdn_scan
 from linattn_edu.kernels.gluon.blocks import CHUNK, descriptor, half, operand, product, ring
 from linattn_edu.kernels.gluon.scan_frame import (
     BV,
+    begin,
     gates_of,
     hand_over,
+    hand_over_state,
     keys_times_state,
-    load_state,
-    piece_args,
+    next_place,
     piece_of_program,
     scan_and_store,
     store_state,
@@ -31,8 +32,7 @@ from linattn_edu.kernels.pieces import Pieces
 def scan_forth(chunks, made, state):
     """The warps that compute: the sums of scan_states_kernel in its order."""
     ks, vs, AGs = chunks.rings
-    gates, full, empty, NT = chunks.gates, chunks.full, chunks.empty, chunks.NT
-    h1, h2 = made.halves
+    gates, empty, NT = chunks.gates, chunks.empty, chunks.NT
     new, out = made.others[0], made.bars
     K: gl.constexpr = state.K
     BT: gl.constexpr = chunks.BT
@@ -42,12 +42,7 @@ def scan_forth(chunks, made, state):
     along: gl.constexpr = gl.SliceLayout(0, mma)  # a number for each column
     dtype: gl.constexpr = ks.dtype
     zero = gl.full([BV, 64], 0.0, gl.float32, mma)
-    b_S1, b_S2 = load_state(state, NT, mma)
-    store_transposed(b_S1.to(dtype), h1)
-    store_transposed(b_S2.to(dtype), h2)
-    hand_over(out.index(0))
-    mbarrier.wait(full.index(0), 0, pred=NT > 0)
-    b_h1, b_h2 = operand(b_S1, dtype, mma), operand(b_S2, dtype, mma)
+    b_S1, b_S2, b_h1, b_h2 = begin(chunks, made, state, dtype, mma)
     # K S of the first chunk
     b_W = warpgroup_mma_wait(0, [keys_times_state(b_h1, b_h2, ks.index(0), zero, K)])
     for i_t in range(NT):
@@ -71,9 +66,7 @@ def scan_forth(chunks, made, state):
         store_transposed(b_new.to(dtype), new)
         hand_over(out.index(2))
         # K S of the next chunk; after the last one for nothing
-        i_next = gl.minimum(i_t + 1, NT - 1)
-        n = i_next % STAGES
-        mbarrier.wait(full.index(n), i_next // STAGES & 1)
+        n = next_place(chunks, i_t)
         b_S1 = warpgroup_mma_wait(1, [b_S1])
         b_h1 = operand(b_S1, dtype, mma)
         b_W = product(b_h1, half(ks.index(n), 0).permute((1, 0)), zero, False)
@@ -81,23 +74,16 @@ def scan_forth(chunks, made, state):
         b_h2 = operand(b_S2, dtype, mma)
         b_W = product(b_h2, half(ks.index(n), 1).permute((1, 0)), b_W)
         mbarrier.wait(out.index(1), i_t & 1)
-        store_transposed(b_S1.to(dtype), h1)
-        store_transposed(b_S2.to(dtype), h2)
-        hand_over(out.index(0))
+        hand_over_state(made, b_S1, b_S2, dtype)
         mbarrier.arrive(empty.index(i), count=1)  # no warp reads the chunk any more
         b_W = warpgroup_mma_wait(0, [b_W])
 
 
 @gluon.jit
 def scan_back(chunks, made, state, scale):
-    """The warps that compute: the sums of scan_bwd_kernel in its order; dS^T in halves of 64 keys.
-
-    At most three products are under way, and none where the loop turns: ptxas would run them one
-    after the other.
-    """
+    """Warps that compute: the sums of scan_bwd_kernel in its order; dS^T in halves of 64 keys."""
     ks, dos, Ps, qs, AGs = chunks.rings
-    gates, full, empty, NT = chunks.gates, chunks.full, chunks.empty, chunks.NT
-    h1, h2 = made.halves
+    gates, empty, NT = chunks.gates, chunks.empty, chunks.NT
     Zs, dvs = made.others
     out = made.bars
     K: gl.constexpr = state.K
@@ -108,12 +94,7 @@ def scan_back(chunks, made, state, scale):
     along: gl.constexpr = gl.SliceLayout(0, mma)  # a number for each column
     dtype: gl.constexpr = ks.dtype
     zero = gl.full([BV, 64], 0.0, gl.float32, mma)
-    b_S1, b_S2 = load_state(state, NT, mma)
-    store_transposed(b_S1.to(dtype), h1)
-    store_transposed(b_S2.to(dtype), h2)
-    hand_over(out.index(0))
-    mbarrier.wait(full.index(0), 0, pred=NT > 0)
-    b_h1, b_h2 = operand(b_S1, dtype, mma), operand(b_S2, dtype, mma)
+    b_S1, b_S2, b_h1, b_h2 = begin(chunks, made, state, dtype, mma)
     # K S of the last chunk
     b_dv = warpgroup_mma_wait(0, [keys_times_state(b_h1, b_h2, ks.index(0), zero, K)])
     for i_t in range(NT):
@@ -145,9 +126,7 @@ def scan_back(chunks, made, state, scale):
         store_transposed(b_dv.to(dtype), dvs)
         hand_over(out.index(2))
         # K dS of the next chunk; after the last one for nothing
-        i_next = gl.minimum(i_t + 1, NT - 1)
-        n = i_next % STAGES
-        mbarrier.wait(full.index(n), i_next // STAGES & 1)
+        n = next_place(chunks, i_t)
         b_S1 = warpgroup_mma_wait(1, [b_S1])
         b_h1 = operand(b_S1, dtype, mma)
         b_dv = product(b_h1, half(ks.index(n), 0).permute((1, 0)), zero, False)
@@ -155,9 +134,7 @@ def scan_back(chunks, made, state, scale):
         b_h2 = operand(b_S2, dtype, mma)
         b_dv = product(b_h2, half(ks.index(n), 1).permute((1, 0)), b_dv)
         mbarrier.wait(out.index(1), i_t & 1)
-        store_transposed(b_S1.to(dtype), h1)
-        store_transposed(b_S2.to(dtype), h2)
-        hand_over(out.index(0))
+        hand_over_state(made, b_S1, b_S2, dtype)
         mbarrier.arrive(empty.index(i), count=1)  # no warp reads the chunk any more
         b_dv = warpgroup_mma_wait(0, [b_dv])
     if state.i_end >= 0:
@@ -167,9 +144,7 @@ def scan_back(chunks, made, state, scale):
 @gluon.jit(do_not_specialize=["T", "N"])
 def scan_states_gluon_kernel(
     k_desc, v_desc, AG_desc, h_desc, new_desc, beta_ptr, gc_ptr, h0_ptr, warmup_ptr, cu_ptr,
-    offsets_ptr,
-    T,
-    N,
+    offsets_ptr, T, N,
     ROW: gl.constexpr, STEP: gl.constexpr,  # one of so many programs of the grid
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
     BT: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr,
@@ -197,9 +172,7 @@ def scan_states_gluon_kernel(
 @gluon.jit(do_not_specialize=["T", "N"])
 def scan_bwd_gluon_kernel(
     q_desc, k_desc, P_desc, AG_desc, do_desc, dh_desc, Z_desc, dv_desc, beta_ptr, gc_ptr, dht_ptr,
-    dh0_ptr, scale, warmup_ptr, cu_ptr, offsets_ptr,
-    T,
-    N,
+    dh0_ptr, scale, warmup_ptr, cu_ptr, offsets_ptr, T, N,
     ROW: gl.constexpr, STEP: gl.constexpr,  # one of so many programs of the grid
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
     BT: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr,
@@ -228,35 +201,16 @@ def scan_bwd_gluon_kernel(
 
 @gluon.jit(do_not_specialize=["T", "N"])
 def scans_gluon_kernel(
-    q_desc,  # [B * T, H * K]
-    k_desc,  # [B * T, H * K]
-    v_desc,  # [B * T, HV * V]
-    P_desc,  # [B * T, HV * BT]
-    AG_desc,  # [B * T, HV * BT]
-    do_desc,  # [B * T, HV * V]
-    h_desc,  # [B * NT * HV * K, V] out: state entering each chunk
-    new_desc,  # [B * T, HV * V] out: v_new
-    dh_desc,  # [B * NT * HV * K, V] out: gradient of the state leaving each chunk
-    Z_desc,  # [B * T, HV * V] out
-    dv_desc,  # [B * T, HV * V] out
-    beta_ptr,  # [B, T, HV]
-    gc_ptr,  # [B, T, HV] log2
-    h0_ptr,  # [N, HV, K, V] or None
-    dht_ptr,  # [N, HV, K, V] or None
-    dh0_ptr,  # [N, HV, K, V] out
-    scale,
-    forth_ptr,  # [N, HV] or None: warmup_ptr of the states
-    back_ptr,  # [N, HV] or None: of their gradients
-    cu_ptr,  # [N + 1] or None
-    offsets_ptr,  # [N] or None
-    T,
+    q_desc, k_desc, v_desc, P_desc, AG_desc, do_desc, h_desc, new_desc, dh_desc, Z_desc, dv_desc,
+    beta_ptr, gc_ptr, h0_ptr, dht_ptr, dh0_ptr, scale, forth_ptr, back_ptr, cu_ptr, offsets_ptr, T,
     N,
     ROW: gl.constexpr,  # numbers between tokens in beta and gc, which may have more heads
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
     BT: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr, STAGES_BACK: gl.constexpr,
 ):  # fmt: skip
-    """The programs of both kernels, of which it has all arguments.
+    """The programs of both kernels.
 
+    Arguments of scans_kernel of kernels/fused/gdn_scans.py, see `descriptor`; new: v_new.
     Grid (2 * N * HV * V / BV).  Reference: linattn_edu.reference.fused.gdn_scans.scans.
     """
     if gl.program_id(0) % 2 == 0:
@@ -289,7 +243,7 @@ def scan_states_gluon(
     (H, K), (HV, V) = k.shape[2:], v.shape[2:]
     descriptors = map(descriptor, (k, v, AG, h, v_new), (K, BV, CHUNK, BV, BV))
     scan_states_gluon_kernel[(pieces.N * HV * V // BV,)](
-        *descriptors, beta, gc, h0, warmup, *piece_args(pieces), gc.stride(1), 1, H, HV, K, V,
+        *descriptors, beta, gc, h0, warmup, *pieces.places, pieces.N, gc.stride(1), 1, H, HV, K, V,
         **TILES, **gdn_scan.OPTIONS,
     )  # fmt: skip
 
@@ -306,8 +260,8 @@ def scan_bwd_gluon(
     widths = K, K, CHUNK, CHUNK, BV, BV, BV, BV
     descriptors = map(descriptor, (q, k, P, AG, do, dh, Z, dv), widths)
     scan_bwd_gluon_kernel[(pieces.N * HV * V // BV,)](
-        *descriptors, beta, gc, dht, dh0, scale, warmup, *piece_args(pieces), gc.stride(1), 1, H,
-        HV, K, V, **TILES_BACK, **gdn_scan.OPTIONS,
+        *descriptors, beta, gc, dht, dh0, scale, warmup, *pieces.places, pieces.N, gc.stride(1), 1,
+        H, HV, K, V, **TILES_BACK, **gdn_scan.OPTIONS,
     )  # fmt: skip
 
 
@@ -325,5 +279,5 @@ def scans_gluon(
     widths = K, K, BV, CHUNK, CHUNK, BV, BV, BV, BV, BV, BV
     scans_gluon_kernel[(2 * pieces.N * HV * V // BV,)](
         *map(descriptor, tensors, widths), beta, gc, h0, dht, dh0, scale, forth, back,
-        *piece_args(pieces), gc.stride(1), H, HV, K, V, **TILES_BOTH, **gdn_scan.OPTIONS,
+        *pieces.places, pieces.N, gc.stride(1), H, HV, K, V, **TILES_BOTH, **gdn_scan.OPTIONS,
     )  # fmt: skip

@@ -172,10 +172,7 @@ def square(i_c, i_h, o_i, o_j, HV: gl.constexpr, V: gl.constexpr, BT: gl.constex
 @gluon.jit
 def compute_half(c: gl.constexpr, out, m, bars, N, HV: gl.constexpr, K: gl.constexpr,
                  V: gl.constexpr, BT: gl.constexpr):  # fmt: skip
-    """Half c of the channels, by four warps: kda_fused_intra_bwd_kernel's sums, transposed.
-
-    ready: dP and dL are there.  used: neither, nor what was left beside them, is needed any more.
-    """
+    """Half c of the channels, by four warps: kda_fused_intra_bwd_kernel's sums, transposed."""
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     rows: gl.constexpr = gl.SliceLayout(1, mma)
     along: gl.constexpr = gl.SliceLayout(0, mma)
@@ -325,31 +322,15 @@ def compute_half(c: gl.constexpr, out, m, bars, N, HV: gl.constexpr, K: gl.const
 
 @gluon.jit(do_not_specialize=["NT"])
 def kda_intra_bwd_gluon_kernel(
-    q_desc,  # [B * T, HV * K]
-    k_desc,  # [B * T, HV * K]
-    v_desc,  # [B * T, HV * V]
-    gc_desc,  # [B * T, HV * K] log2
-    h_desc,  # [B * NT * HV * K, V]
-    v_new_desc,  # [B * T, HV * V]
-    do_desc,  # [B * T, HV * V]
-    dh_desc,  # [B * NT * HV * K, V]
-    Z_desc,  # [B * T, HV * V]
-    dq_desc,  # [B * T, HV * K] out
-    dk_desc,  # [B * T, HV * K] out
-    dgc_desc,  # [B * T, HV * K] out
-    beta_ptr,  # [B, T, HV]
-    gc_ptr,  # [B, T, HV, K] log2
-    near_ptr,  # [B, NT, HV, 2] out
-    dP_ptr,  # [B, T, HV, V] out
-    dL_ptr,  # [B, T, HV, V] out
-    dgl_ptr,  # [B, NT, HV, K] out
-    dbeta_ptr,  # [B, T, HV] out
-    scale,
+    q_desc, k_desc, v_desc, gc_desc, h_desc, v_new_desc, do_desc, dh_desc, Z_desc, dq_desc, dk_desc,
+    dgc_desc, beta_ptr, gc_ptr, near_ptr, dP_ptr, dL_ptr, dgl_ptr, dbeta_ptr, scale,
     NT,  # chunks of all sequences
     HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BT: gl.constexpr,
 ):  # fmt: skip
     """One program: every so many-th chunk of a head.  Any grid.
 
+    Arguments of kda_fused_intra_bwd_kernel of kernels/fused/kda_bwd.py, whose PW is V, see
+    `descriptor`.
     Reference: linattn_edu.reference.fused.kda_bwd.kda_fused_intra_bwd.
 
     mbarriers, in the order of an item; two groups of four warps compute, c = 0 and 1::
@@ -384,7 +365,6 @@ def kda_intra_bwd_gluon_kernel(
     ], [4, 1], [240, 24])  # fmt: skip
 
 
-HEAD = 128  # keys, and values
 # of the registers at the start the loading warp keeps 24 a thread, the others take the rest
 OPTIONS = {"num_warps": 4, "maxnreg": 168}
 

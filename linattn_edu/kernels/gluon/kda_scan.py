@@ -23,6 +23,7 @@ from linattn_edu.kernels.gluon.scan_frame import (
     keys_times_state,
     load_chunks,
     load_state,
+    next_place,
     piece_of_program,
     state_of,
     store_state,
@@ -36,9 +37,6 @@ from linattn_edu.kernels.routes import by_load, kind_of, load_of
 def kda_scan_chunks(chunks, state, o_desc, out, scale, c_v):
     """Four warps that compute: the sums of kda_fused_scan_transposed_kernel in its order, for tile
     W of the program's values.
-
-    At most three products are under way, and none where the loop turns: ptxas would run them one
-    after the other.
     """
     kds, vs, As, qs, kgs, Ps = chunks.rings
     gates, full, empty, NT = chunks.gates, chunks.full, chunks.empty, chunks.NT
@@ -82,9 +80,7 @@ def kda_scan_chunks(chunks, state, o_desc, out, scale, c_v):
         b_S2 = warpgroup_mma_wait(1, [b_S2])
         b_h2 = operand(b_S2, dtype, mma)
         # kd S of the next chunk; after the last one for nothing
-        i_next = gl.minimum(i_t + 1, NT - 1)
-        n = i_next % STAGES
-        mbarrier.wait(full.index(n), i_next // STAGES & 1)
+        n = next_place(chunks, i_t)
         b_W = keys_times_state(b_h1, b_h2, kds.index(n), zero, K)
         b_o = warpgroup_mma_wait(2, [b_o])
         b_o = (scale * b_o).to(dtype)
@@ -104,20 +100,8 @@ def kda_scan_chunks(chunks, state, o_desc, out, scale, c_v):
 
 @gluon.jit(do_not_specialize=["T"])
 def kda_scan_gluon_kernel(
-    qg_desc,  # [B * T, HV * K]
-    kg_desc,  # [B * T, HV * K]
-    kd_desc,  # [B * T, HV * K]
-    v_desc,  # [B * T, HV * V]
-    P_desc,  # [B * T, HV * BT]
-    A_desc,  # [B * T, HV * BT]
-    o_desc,  # [B * T, HV * V] out
-    beta_ptr,  # [B, T, HV]
-    gc_ptr,  # [B, T, HV, K] log2
-    h0_ptr,  # [N, HV, K, V] or None
-    ht_ptr,  # [N, HV, K, V] out, or None
-    scale,
-    cu_ptr,  # [N + 1] or None
-    T,
+    qg_desc, kg_desc, kd_desc, v_desc, P_desc, A_desc, o_desc, beta_ptr, gc_ptr, h0_ptr, ht_ptr,
+    scale, cu_ptr, T,
     HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
     BT: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr,
     WORKERS: gl.constexpr,  # groups of four warps, each with BV values
@@ -126,6 +110,7 @@ def kda_scan_gluon_kernel(
 
     Grid (N * HV * V / BV / WORKERS).
 
+    Arguments of kda_fused_scan_kernel of kernels/fused/kda_fwd.py, see `descriptor`.
     Reference: linattn_edu.reference.fused.kda_fwd.kda_fused_scan.
 
     mbarriers: as in gdn_scan's scan_gluon_kernel. Every group of four warps arrives at empty[i].
@@ -143,14 +128,11 @@ def kda_scan_gluon_kernel(
         (kds, vs, As, qs, kgs, Ps), BT, STAGES, WORKERS, False,
     )  # fmt: skip
     fence_async_shared()
-    state, state_2 = [state_of(w, piece, h0_ptr, ht_ptr, K, V, BV) for w in (0, 1)]
+    states = [
+        state_of(w, piece, h0_ptr, ht_ptr, K, V, BV) for w in ((0, 1) if WORKERS == 2 else (0,))
+    ]
     gl.warp_specialize(
-        [(kda_scan_chunks, (chunks, state, o_desc, out.index(0), scale, c_v))]
-        + (
-            [(kda_scan_chunks, (chunks, state_2, o_desc, out.index(1), scale, c_v))]
-            if WORKERS == 2
-            else []
-        )
+        [(kda_scan_chunks, (chunks, x, o_desc, out.index(x.W), scale, c_v)) for x in states]
         + [(load_chunks, (chunks, given))],
         [4, 1] if WORKERS == 2 else [1],
         [240, 24] if WORKERS == 2 else [24],
@@ -158,11 +140,9 @@ def kda_scan_gluon_kernel(
 
 
 # WORKERS -> chunks in shared memory, one at work, the others on their way; and registers of a
-# thread at the start, of which the loading warp keeps 24, and the others take the rest
-OPTIONS = {
-    1: {"STAGES": 3, "num_warps": 4, "maxnreg": 144},
-    2: {"STAGES": 2, "num_warps": 4, "maxnreg": 168},
-}
+# thread at the start, of which the warps that load and store keep 24, and the others take the rest
+STAGES = {1: 3, 2: 2}
+OPTIONS = {1: {"num_warps": 4, "maxnreg": 144}, 2: {"num_warps": 4, "maxnreg": 168}}
 
 
 def workers_of(kg: Tensor, V: int, pieces: Pieces) -> int:
@@ -183,5 +163,5 @@ def kda_scan_gluon(given: tuple[Tensor | None, ...], scale: float, pieces: Piece
     descriptors = map(descriptor, (qg, kg, kd, v, P, A, o), widths)
     kda_scan_gluon_kernel[(pieces.N * HV * V // BV // workers,)](
         *descriptors, beta, gc, h0, ht, scale, pieces.cu_seqlens, pieces.T, HV, K, V, BT=CHUNK,
-        BV=BV, WORKERS=workers, **OPTIONS[workers],
+        BV=BV, STAGES=STAGES[workers], WORKERS=workers, **OPTIONS[workers],
     )  # fmt: skip

@@ -10,14 +10,15 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma_wait
 
 from linattn_edu.kernels.gluon.blocks import CHUNK, descriptor, half, operand, product, ring
-from linattn_edu.kernels.gluon.kda_scan import workers_of
+from linattn_edu.kernels.gluon.kda_scan import OPTIONS, workers_of
 from linattn_edu.kernels.gluon.scan_frame import (
     BV,
+    begin,
     channel_gates_of,
     hand_over,
+    hand_over_state,
     keys_times_state,
-    load_state,
-    piece_args,
+    next_place,
     piece_of_program,
     places,
     scan_and_store,
@@ -32,8 +33,7 @@ from linattn_edu.kernels.pieces import Pieces
 def kda_scan_forth(chunks, made, state):
     """Four warps that compute: the sums of kda_scan_states, for tile W of the values."""
     kds, vs, As, kgs = chunks.rings
-    gates, full, empty, NT = chunks.gates, chunks.full, chunks.empty, chunks.NT
-    h1, h2 = made.halves
+    gates, empty, NT = chunks.gates, chunks.empty, chunks.NT
     new, out = made.others[0], made.bars
     K: gl.constexpr = state.K
     BV: gl.constexpr = state.BV
@@ -43,12 +43,7 @@ def kda_scan_forth(chunks, made, state):
     along: gl.constexpr = gl.SliceLayout(0, mma)  # a number for each column
     dtype: gl.constexpr = kds.dtype
     zero = gl.full([BV, 64], 0.0, gl.float32, mma)
-    b_S1, b_S2 = load_state(state, NT, mma)
-    store_transposed(b_S1.to(dtype), h1)
-    store_transposed(b_S2.to(dtype), h2)
-    hand_over(out.index(0))
-    mbarrier.wait(full.index(0), 0, pred=NT > 0)
-    b_h1, b_h2 = operand(b_S1, dtype, mma), operand(b_S2, dtype, mma)
+    b_S1, b_S2, b_h1, b_h2 = begin(chunks, made, state, dtype, mma)
     # kd S of the first chunk
     b_W = warpgroup_mma_wait(0, [keys_times_state(b_h1, b_h2, kds.index(0), zero, K)])
     for i_t in range(NT):
@@ -70,9 +65,7 @@ def kda_scan_forth(chunks, made, state):
         store_transposed(b_new.to(dtype), new)
         hand_over(out.index(2))
         # kd S of the next chunk; after the last one for nothing
-        i_next = gl.minimum(i_t + 1, NT - 1)
-        n = i_next % STAGES
-        mbarrier.wait(full.index(n), i_next // STAGES & 1)
+        n = next_place(chunks, i_t)
         b_S1 = warpgroup_mma_wait(1, [b_S1])
         b_h1 = operand(b_S1, dtype, mma)
         b_W = product(b_h1, half(kds.index(n), 0).permute((1, 0)), zero, False)
@@ -80,9 +73,7 @@ def kda_scan_forth(chunks, made, state):
         b_h2 = operand(b_S2, dtype, mma)
         b_W = product(b_h2, half(kds.index(n), 1).permute((1, 0)), b_W)
         mbarrier.wait(out.index(1), i_t & 1)
-        store_transposed(b_S1.to(dtype), h1)
-        store_transposed(b_S2.to(dtype), h2)
-        hand_over(out.index(0))
+        hand_over_state(made, b_S1, b_S2, dtype)
         mbarrier.arrive(empty.index(i), count=1)  # no warp reads the chunk any more
         b_W = warpgroup_mma_wait(0, [b_W])
 
@@ -102,14 +93,9 @@ def plus_keys_times_state(b_h1, b_h2, k, acc):
 
 @gluon.jit
 def kda_scan_back(chunks, made, state, scale):
-    """Four warps that compute: the sums of kda_scan_bwd, for tile W of the values.
-
-    At most three products are under way, and none where the loop turns: ptxas would run them one
-    after the other.
-    """
+    """Four warps that compute: the sums of kda_scan_bwd, for tile W of the values."""
     dos, Ps, kgs, As, qs, kds = chunks.rings
-    gates, full, empty, NT = chunks.gates, chunks.full, chunks.empty, chunks.NT
-    h1, h2 = made.halves
+    gates, empty, NT = chunks.gates, chunks.empty, chunks.NT
     Zs, dvs = made.others
     out = made.bars
     BV: gl.constexpr = state.BV
@@ -119,12 +105,7 @@ def kda_scan_back(chunks, made, state, scale):
     along: gl.constexpr = gl.SliceLayout(0, mma)  # a number for each column
     dtype: gl.constexpr = kds.dtype
     zero = gl.full([BV, 64], 0.0, gl.float32, mma)
-    b_S1, b_S2 = load_state(state, NT, mma)
-    store_transposed(b_S1.to(dtype), h1)
-    store_transposed(b_S2.to(dtype), h2)
-    hand_over(out.index(0))
-    mbarrier.wait(full.index(0), 0, pred=NT > 0)
-    b_h1, b_h2 = operand(b_S1, dtype, mma), operand(b_S2, dtype, mma)
+    b_S1, b_S2, b_h1, b_h2 = begin(chunks, made, state, dtype, mma)
     # dv_new of the last chunk
     b_dv = warpgroup_mma_wait(0, [output_part(half(dos.index(0), W), Ps.index(0), zero)])
     b_dv = plus_keys_times_state(b_h1, b_h2, kgs.index(0), b_dv * scale)
@@ -153,9 +134,7 @@ def kda_scan_back(chunks, made, state, scale):
         hand_over(out.index(2))
         # eq:kda-dv-out   dv_new = scale P^T dO
         # eq:delta-dv-new   dv_new += kg dS: of the next chunk; after the last one for nothing
-        i_next = gl.minimum(i_t + 1, NT - 1)
-        n = i_next % STAGES
-        mbarrier.wait(full.index(n), i_next // STAGES & 1)
+        n = next_place(chunks, i_t)
         b_S1 = warpgroup_mma_wait(1, [b_S1])
         b_dv = output_part(half(dos.index(n), W), Ps.index(n), zero)
         b_h1 = operand(b_S1, dtype, mma)
@@ -164,9 +143,7 @@ def kda_scan_back(chunks, made, state, scale):
         b_dv = warpgroup_mma_wait(0, [b_dv]) * scale
         b_dv = plus_keys_times_state(b_h1, b_h2, kgs.index(n), b_dv)
         mbarrier.wait(out.index(1), i_t & 1)
-        store_transposed(b_S1.to(dtype), h1)
-        store_transposed(b_S2.to(dtype), h2)
-        hand_over(out.index(0))
+        hand_over_state(made, b_S1, b_S2, dtype)
         mbarrier.arrive(empty.index(i), count=1)  # no warp reads the chunk any more
         b_dv = warpgroup_mma_wait(0, [b_dv])
     store_state(state, b_S1, b_S2, mma)
@@ -175,9 +152,7 @@ def kda_scan_back(chunks, made, state, scale):
 @gluon.jit(do_not_specialize=["T", "N"])
 def kda_scan_states_gluon_kernel(
     kg_desc, kd_desc, v_desc, A_desc, h_desc, new_desc, beta_ptr, gc_ptr, h0_ptr, cu_ptr,
-    offsets_ptr,
-    T,
-    N,
+    offsets_ptr, T, N,
     STEP: gl.constexpr,  # one of so many programs of the grid
     HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
     BT: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr,
@@ -208,9 +183,7 @@ def kda_scan_states_gluon_kernel(
 @gluon.jit(do_not_specialize=["T", "N"])
 def kda_scan_bwd_gluon_kernel(
     qg_desc, kg_desc, kd_desc, P_desc, A_desc, do_desc, dh_desc, Z_desc, dv_desc, beta_ptr, gc_ptr,
-    dht_ptr, dh0_ptr, scale, cu_ptr, offsets_ptr,
-    T,
-    N,
+    dht_ptr, dh0_ptr, scale, cu_ptr, offsets_ptr, T, N,
     STEP: gl.constexpr,  # one of so many programs of the grid
     HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
     BT: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr,
@@ -240,33 +213,14 @@ def kda_scan_bwd_gluon_kernel(
 
 @gluon.jit(do_not_specialize=["T", "N"])
 def kda_scans_gluon_kernel(
-    qg_desc,  # [B * T, HV * K]
-    kg_desc,  # [B * T, HV * K]
-    kd_desc,  # [B * T, HV * K]
-    v_desc,  # [B * T, HV * V]
-    P_desc,  # [B * T, HV * BT]
-    A_desc,  # [B * T, HV * BT]
-    do_desc,  # [B * T, HV * V]
-    h_desc,  # [B * NT * HV * K, V] out: state entering each chunk
-    new_desc,  # [B * T, HV * V] out: v_new
-    dh_desc,  # [B * NT * HV * K, V] out: gradient of the state leaving each chunk
-    Z_desc,  # [B * T, HV * V] out
-    dv_desc,  # [B * T, HV * V] out
-    beta_ptr,  # [B, T, HV]
-    gc_ptr,  # [B, T, HV, K] log2
-    h0_ptr,  # [N, HV, K, V] or None
-    dht_ptr,  # [N, HV, K, V] or None
-    dh0_ptr,  # [N, HV, K, V] out
-    scale,
-    cu_ptr,  # [N + 1] or None
-    offsets_ptr,  # [N] or None
-    T,
-    N,
+    qg_desc, kg_desc, kd_desc, v_desc, P_desc, A_desc, do_desc, h_desc, new_desc, dh_desc, Z_desc,
+    dv_desc, beta_ptr, gc_ptr, h0_ptr, dht_ptr, dh0_ptr, scale, cu_ptr, offsets_ptr, T, N,
     HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
     BT: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr, STAGES_BACK: gl.constexpr,
 ):  # fmt: skip
-    """The programs of both kernels, of which it has all arguments.
+    """The programs of both kernels.
 
+    Arguments of kda_fused_scans_kernel of kernels/fused/kda_scans.py, see `descriptor`; new: v_new.
     Grid (2 * N * HV * V / BV).  Reference: linattn_edu.reference.fused.kda_scans.kda_fused_scans.
     """
     if gl.program_id(0) % 2 == 0:
@@ -282,9 +236,7 @@ def kda_scans_gluon_kernel(
         )  # fmt: skip
 
 
-# WORKERS -> chunks in shared memory, one at work, the others on their way; and registers of a
-# thread at the start, of which the loading and storing warps keep 24, and the others take the rest
-OPTIONS = {1: {"num_warps": 4, "maxnreg": 144}, 2: {"num_warps": 4, "maxnreg": 168}}
+# WORKERS -> chunks in shared memory
 STAGES, STAGES_BACK = {1: 3, 2: 3}, {1: 2, 2: 2}
 
 
@@ -298,7 +250,7 @@ def kda_scan_states_gluon(given: tuple[Tensor | None, ...], pieces: Pieces) -> N
     n = workers_of(kg, V, pieces)
     descriptors = map(descriptor, (kg, kd, v, A, h, v_new), (K, K, n * BV, CHUNK, BV, BV))
     kda_scan_states_gluon_kernel[(pieces.N * HV * V // BV // n,)](
-        *descriptors, beta, gc, h0, *piece_args(pieces), 1, HV, K, V, BT=CHUNK, BV=BV,
+        *descriptors, beta, gc, h0, *pieces.places, pieces.N, 1, HV, K, V, BT=CHUNK, BV=BV,
         STAGES=STAGES[n], WORKERS=n, **OPTIONS[n],
     )  # fmt: skip
 
@@ -314,8 +266,8 @@ def kda_scan_bwd_gluon(given: tuple[Tensor | None, ...], scale: float, pieces: P
     widths = K, K, K, CHUNK, CHUNK, n * BV, BV, BV, BV
     descriptors = map(descriptor, (qg, kg, kd, P, A, do, dh, Z, dv), widths)
     kda_scan_bwd_gluon_kernel[(pieces.N * HV * V // BV // n,)](
-        *descriptors, beta, gc, dht, dh0, scale, *piece_args(pieces), 1, HV, K, V, BT=CHUNK, BV=BV,
-        STAGES=STAGES_BACK[n], WORKERS=n, **OPTIONS[n],
+        *descriptors, beta, gc, dht, dh0, scale, *pieces.places, pieces.N, 1, HV, K, V, BT=CHUNK,
+        BV=BV, STAGES=STAGES_BACK[n], WORKERS=n, **OPTIONS[n],
     )  # fmt: skip
 
 
@@ -329,6 +281,6 @@ def kda_scans_gluon(given: tuple[Tensor | None, ...], scale: float, pieces: Piec
     tensors = qg, kg, kd, v, P, A, do, h, v_new, dh, Z, dv
     widths = K, K, K, BV, CHUNK, CHUNK, BV, BV, BV, BV, BV, BV
     kda_scans_gluon_kernel[(2 * pieces.N * HV * V // BV,)](
-        *map(descriptor, tensors, widths), beta, gc, h0, dht, dh0, scale, *piece_args(pieces), HV,
-        K, V, BT=CHUNK, BV=BV, STAGES=STAGES[1], STAGES_BACK=STAGES_BACK[1], **OPTIONS[1],
+        *map(descriptor, tensors, widths), beta, gc, h0, dht, dh0, scale, *pieces.places, pieces.N,
+        HV, K, V, BT=CHUNK, BV=BV, STAGES=STAGES[1], STAGES_BACK=STAGES_BACK[1], **OPTIONS[1],
     )  # fmt: skip

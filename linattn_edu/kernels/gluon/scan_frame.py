@@ -1,27 +1,21 @@
 """What the scans in Gluon share: the warps that load and store, and what lies between them.
 
 A program goes through a piece of a sequence, a chunk after the other. What groups of four warps
-compute of a chunk stands in the files of the scans.
+compute of a chunk stands in the files of the scans: at most three products are under way there, and
+none where the loop turns, since ptxas would run them one after the other.
 """
 
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.runtime.jit import constexpr_function
 
 from linattn_edu.kernels.delta.warm_up import with_warm_up
-from linattn_edu.kernels.gluon.blocks import bar_pairs, bars, half, numbers, product, ring
+from linattn_edu.kernels.gluon.blocks import bar_pairs, bars, half, numbers, operand, product, ring
 from linattn_edu.kernels.gluon.names import async_load, async_store, barrier, record
-from linattn_edu.kernels.pieces import Pieces
 from linattn_edu.kernels.tiles import sequence_of
 
 BV = 64  # values of a group of four warps
-
-
-def piece_args(pieces: Pieces) -> tuple[Tensor | None, Tensor | None, int, int]:
-    """The last arguments of both kernels that no tensor's shape says."""
-    return pieces.cu_seqlens, pieces.chunk_offsets, pieces.T, pieces.N
 
 
 # -- records --------------------------------------------------------------------------------------
@@ -158,6 +152,32 @@ def hand_over(bar):
     fence_async_shared()
     barrier()
     mbarrier.arrive(bar, count=1)
+
+
+@gluon.jit
+def hand_over_state(made, b_S1, b_S2, dtype: gl.constexpr):
+    """The state is there in 16 bit for the warp that stores it."""
+    store_transposed(b_S1.to(dtype), made.halves[0])
+    store_transposed(b_S2.to(dtype), made.halves[1])
+    hand_over(made.bars.index(0))
+
+
+@gluon.jit
+def begin(chunks, made, state, dtype: gl.constexpr, mma: gl.constexpr):
+    """The state before the first chunk, which has come, in halves and as operands."""
+    b_S1, b_S2 = load_state(state, chunks.NT, mma)
+    hand_over_state(made, b_S1, b_S2, dtype)
+    mbarrier.wait(chunks.full.index(0), 0, pred=chunks.NT > 0)
+    return b_S1, b_S2, operand(b_S1, dtype, mma), operand(b_S2, dtype, mma)
+
+
+@gluon.jit
+def next_place(chunks, i_t):
+    """Where the chunk after the i_t-th is, which has come; after the last one, where that is."""
+    i_next = gl.minimum(i_t + 1, chunks.NT - 1)
+    i = i_next % chunks.STAGES
+    mbarrier.wait(chunks.full.index(i), i_next // chunks.STAGES & 1)
+    return i
 
 
 @gluon.jit
@@ -395,21 +415,16 @@ def scan_and_store(
     """
     others = [ring(x, WORKERS) for x in out_descs]
     chunks = chunks_of(piece, descs, columns, rings, BT, STAGES, WORKERS, BACK)
-    one = worker_of(
-        0, compute, more, piece, S_desc, halves, out_descs, others, first_ptr, last_ptr, HV, K, V,
-        BV,
-    )  # fmt: skip
-    if WORKERS == 2:
-        two = worker_of(
-            1, compute, more, piece, S_desc, halves, out_descs, others, first_ptr, last_ptr, HV, K,
-            V, BV,
-        )  # fmt: skip
+    workers = [
+        worker_of(w, compute, more, piece, S_desc, halves, out_descs, others, first_ptr, last_ptr,
+                  HV, K, V, BV)
+        for w in ((0, 1) if WORKERS == 2 else (0,))
+    ]  # fmt: skip
     fence_async_shared()
     gl.warp_specialize(
-        [(compute_chunks, (chunks, one))]
-        + ([(compute_chunks, (chunks, two))] if WORKERS == 2 else [])
-        + [(load_chunks, (chunks, given)), (store_chunks, (chunks, one.made))]
-        + ([(store_chunks, (chunks, two.made))] if WORKERS == 2 else []),
+        [(compute_chunks, (chunks, x)) for x in workers]
+        + [(load_chunks, (chunks, given))]
+        + [(store_chunks, (chunks, x.made)) for x in workers],
         [4, 1, 1, 1] if WORKERS == 2 else [1, 1],
         [240, 24, 24, 24] if WORKERS == 2 else [24, 24],
     )

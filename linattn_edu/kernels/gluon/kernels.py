@@ -1,0 +1,22 @@
+"""The kernels in Gluon for those in plain Triton beside them, or what stands for them."""
+
+from linattn_edu.kernels.gluon import support
+
+try:
+    from linattn_edu.kernels.gluon import (
+        gdn_intra,
+        gdn_intra_bwd,
+        gdn_scan,
+        gdn_scans,
+        kda_intra_bwd,
+        kda_scan,
+        kda_scans,
+    )
+except Exception as error:  # a Triton whose Gluon has other names
+    absent = support.left_out(error)
+    gdn_intra = gdn_intra_bwd = gdn_scan = gdn_scans = absent
+    kda_intra_bwd = kda_scan = kda_scans = absent
+
+__all__ = [
+    "gdn_intra", "gdn_intra_bwd", "gdn_scan", "gdn_scans", "kda_intra_bwd", "kda_scan", "kda_scans",
+]  # fmt: skip
