@@ -3,8 +3,8 @@
 import inspect
 from pathlib import Path
 
-from linattn_edu import measurements, tables
-from linattn_edu.figures import speedup
+from linattn_edu import measurements, sources, tables
+from linattn_edu.figures import moving, speedup
 from linattn_edu.measurements import timed
 from linattn_edu.pipeline import (
     backward_svg,
@@ -25,6 +25,10 @@ SCALING = (
     "({doc}`/chapters/06_output`)."
 )
 README_PART = ("<!-- measured: written by python -m linattn_edu.teaching -->", "<!-- end -->")
+README_FRONT = (
+    "<!-- front, measured: written by python -m linattn_edu.teaching -->",
+    "<!-- end -->",
+)
 README_SSD = (
     "<!-- Mamba-2, measured: written by python -m linattn_edu.teaching -->",
     "<!-- end -->",
@@ -41,6 +45,59 @@ NAMES = {
     "cudnn": "cuDNN's KDA",
     "attn_gym": "attention-gym",
 }
+
+
+# ---- the front
+
+
+def front() -> str:
+    """In how many calls on each card no library is faster than ours, and where one is: Markdown."""
+    cards = dict.fromkeys(
+        data["gpu"] for name in (GDN, "kda") for data in measurements.every(name).values()
+    )
+    return "\n\n".join(map(_fastest, cards)) + "\n" if cards else "Nothing has been measured yet.\n"
+
+
+def _fastest(gpu: str) -> str:
+    slowest = {}  # call -> our time divided by that of the fastest library, and the library
+    found = ratios_of(gpu)
+    for peer, ratios in found.items():
+        for (case, what, library), ratio in ratios.items():
+            call = case, what, library.replace(peer, tables.OURS)
+            slowest[call] = max(slowest.get(call, (0.0, "")), (ratio, peer))
+    behind = {call: x for call, x in slowest.items() if x[0] > 1}
+    ahead = len(slowest) - len(behind)
+    text = (
+        f"**{ahead} of {len(slowest)} calls** of Gated DeltaNet and Kimi Delta Attention that were "
+        f"measured on an {gpu}, in training, on prompts and in decoding, are no slower with the "
+        f"kernels of this book than with the fastest of the other libraries, "
+        f"{', '.join(NAMES[peer] for peer in found)}."
+    )
+    if behind:
+        longer = ", ".join(
+            f"{tables.PASSES.get(what, what)} of {case} takes {100 * (ratio - 1):.0f} % longer "
+            f"than with {NAMES[peer]}"
+            for (case, what, _), (ratio, peer) in behind.items()
+        )
+        text += f" In the rest, {longer}."
+    files = [
+        data
+        for name in (GDN, "kda")
+        for data in measurements.every(name).values()
+        if data["gpu"] == gpu
+    ]
+    rows = [
+        {"date": data["date"], **row}
+        for data in files
+        for row in timed(data, *tables.PASSES, "decode")
+        if row["library"].startswith(tables.OURS)
+    ]
+    return " ".join(filter(None, [text, sources.note(rows, "")]))
+
+
+def readme_with_front(readme: str) -> str:
+    """The README's text with `front`."""
+    return _between(readme, README_FRONT, [front()])
 
 
 # ---- the page on performance
@@ -169,7 +226,7 @@ def readme_with_ranks(readme: str, name: str = "cp") -> str:
 
 def readme_with_all(readme: str) -> str:
     """The README's text with every measured part."""
-    readme = readme_with_ranks(readme_with_results(readme, said=True))
+    readme = readme_with_front(readme_with_ranks(readme_with_results(readme, said=True)))
     return readme_with_results(readme, "ssd", README_SSD, tables.BESIDE_SSD)
 
 
@@ -219,6 +276,9 @@ def page_parts(figures: Path) -> dict[str, str]:
 
     results = measurements.every(GDN).values()
     return {
+        "front.html": moving.front(),
+        "front.svg": moving.svg(paper=True) + "\n",
+        "front.md": front(),
         "pipeline.svg": pipeline_svg() + "\n",
         "pipeline_bwd.svg": backward_svg() + "\n",
         "kda_pipeline.svg": kda_svg() + "\n",

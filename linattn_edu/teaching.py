@@ -31,6 +31,7 @@ HASH_SALT = "linattn_edu"
 # chapters/data/<name>_<card>.json
 RESULTS, KDA_RESULTS, SSD_RESULTS = "gdn", "kda", "ssd"
 LADDERS = "rungs"
+WIDTH = 76  # letters of a line of output that fit beside two sidebars
 
 
 def setup(seed: int = 0) -> torch.device:
@@ -359,7 +360,7 @@ def measured_where(data: dict, rows: Iterable[dict] | None = None) -> None:
     Args:
         data: As `measured` returns.  rows: Those that are shown, if not all.
     """
-    print(measurements.provenance(data, rows))
+    print(textwrap.fill(measurements.provenance(data, rows), WIDTH))
 
 
 def _table(heads: list[str], rows: Iterable[list[str]], caption: str) -> None:

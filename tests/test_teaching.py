@@ -137,7 +137,7 @@ def test_show_source_of_a_part(capsys):
     teaching.show_source(teaching.measured_where, "def ", "print(")
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("def measured_where(")
-    assert lines[-1] == "    print(measurements.provenance(data, rows))"
+    assert lines[-1].startswith("    print(textwrap.fill(measurements.provenance(")
     with pytest.raises(ValueError, match="no such line"):
         teaching.show_source(teaching.measured, "no such line", "return")
 
@@ -428,3 +428,28 @@ print("<dc:date>" in text, hashlib.sha256(text.encode()).hexdigest())
 """
     first, second = (run(code, MPLBACKEND="agg").stdout.strip() for _ in range(2))
     assert first.startswith("False ") and first == second
+
+
+def test_the_front_says_in_how_many_calls_no_library_is_faster(tmp_path, monkeypatch):
+    """The fastest of those that take a call decides."""
+    folder = tmp_path / "chapters" / "data"
+    folder.mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    row = {key: ROW[key] for key in ("bytes", "flops", "floor_ms")}
+    times = {"forward": {"linattn_edu": 1.0, "fla": 2.0, "flashinfer": 0.8},
+             "forward_backward": {"linattn_edu": 3.0, "fla": 3.0}}  # fmt: skip
+    rows = [
+        {**row, "case": "gdn_train", "what": what, "library": library, "ms": ms}
+        for what, libraries in times.items()
+        for library, ms in libraries.items()
+    ]
+    (folder / "gdn_h200.json").write_text(json.dumps({**DATA, "rows": rows}))
+    (folder / "kda_h200.json").write_text(json.dumps({**DATA, "rows": []}))
+    text = pages.front()
+    assert text.startswith("**1 of 2 calls** of Gated DeltaNet and Kimi Delta Attention")
+    assert "measured on an NVIDIA H200," in text
+    assert "other libraries, flash-linear-attention, FlashInfer. In the rest," in text
+    assert "the rest, forward of gdn_train takes 25 % longer than with FlashInfer." in text
+    assert text.endswith("with kernels that were not recorded (2026-01-01).\n")
+    begin, end = pages.README_FRONT
+    assert pages.readme_with_front(f"{begin}\nold\n{end}") == f"{begin}\n{text}{end}"

@@ -53,7 +53,7 @@ def stage(source: Path = SOURCE, stale: tuple[Path, ...] = STALE) -> None:
         if (ROOT / name).is_dir():
             shutil.copytree(ROOT / name, source / name, ignore=SKIP)
     where.write(source / "book" / "_parts")
-    minutes.write(source / "book" / "_parts" / "appendices.json")
+    minutes.write(source / "book" / "_parts")
 
 
 def missing() -> list[str]:

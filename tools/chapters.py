@@ -114,9 +114,12 @@ def metadata(nb: nbformat.NotebookNode) -> nbformat.NotebookNode:
 
 
 def text(nb: nbformat.NotebookNode) -> list[tuple]:
-    """What must agree between the pair: kind, text, tags and folding of every cell."""
+    """What must agree between the pair: kind, text, tags, folding and `:alt:` of every cell."""
     return [
-        (c.cell_type, c.source, tuple(c.metadata.get("tags", ())), COLLAPSED in c.metadata)
+        (
+            *(c.cell_type, c.source, tuple(c.metadata.get("tags", ()))),
+            *(COLLAPSED in c.metadata, c.metadata.get("alt")),
+        )
         for c in nb.cells
     ]
 

@@ -14,12 +14,19 @@ import sys
 from pathlib import Path
 
 import nbformat
-from notebooks import CHAPTERS, toc_chapters
+from notebooks import CHAPTERS, toc_chapters, toc_parts
 
 WORDS, LINES = 170, 12  # a minute
 OFF = ("Exercises", "In production", "Appendix", "References")
 HIDDEN = {"hide-cell", "remove-cell"}
 LIMIT = 60  # minutes of a main path
+# the paths through the book: a key -> how its line of the table in chapter 0 begins
+TABLE = "00_ten_minutes.md"
+PATHS = {
+    "maths": "I want the maths",
+    "kernels": "I write kernels",
+    "library": "I use the library",
+}
 STATED = re.compile(r"\*\*Time:\*\* (\d+) minutes for the main path, (\d+) with ")
 DIRECTIVE = re.compile(r"^(`{3,}|:{3,})\{([\w-]+)\}")
 
@@ -39,10 +46,30 @@ def appendices(name: str) -> list[float]:
     return sections
 
 
-def write(path: Path) -> None:
-    """Write the minutes of all appendices, for the pages to show."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({name: appendices(name) for name in toc_chapters()}))
+def path(who: str) -> list[str]:
+    """The chapters of a path of chapter 0's table, whose line begins with *who*, in its order."""
+    line = re.search(rf"^\| \*{who}\* \|([^|]*)\|", (CHAPTERS / TABLE).read_text(), re.M)
+    return re.findall(r"<(\d\d_\w+)>", line[1])
+
+
+def hours() -> dict[str, int]:
+    """Hours that the main paths of chapters take: of each of `PATHS`, of each part (part_iii), of
+    all.
+    """
+    takes = {name: minutes(name)[0] for name in toc_chapters()}
+    chapters = {key: path(who) for key, who in PATHS.items()} | {"all": list(takes)}
+    for caption, names in toc_parts().items():
+        if numbered := re.match(r"Part (\w+):", caption):
+            chapters[f"part_{numbered[1].lower()}"] = names
+    return {k: max(1, round(sum(takes[n] for n in names) / 60)) for k, names in chapters.items()}
+
+
+def write(folder: Path) -> None:
+    """Write what the pages show: the minutes of all appendices, the hours of paths and parts."""
+    folder.mkdir(parents=True, exist_ok=True)
+    shown = {name: appendices(name) for name in toc_chapters()}
+    (folder / "appendices.json").write_text(json.dumps(shown))
+    (folder / "hours.json").write_text(json.dumps(hours()))
 
 
 def _parts(name: str):

@@ -37,6 +37,15 @@ def toc_chapters(toc: Path = ROOT / "_toc.yml") -> list[str]:
     return [f.removeprefix("chapters/") for f in toc_files(toc) if f.startswith("chapters/")]
 
 
+def toc_parts(toc: Path = ROOT / "_toc.yml") -> dict[str, list[str]]:
+    """Caption of each part of the table of contents -> its chapters, as "01_recurrent"."""
+    return {
+        part["caption"]: [Path(chapter["file"]).name for chapter in part["chapters"]]
+        for part in yaml.safe_load(toc.read_text())["parts"]
+        if part["chapters"][0]["file"].startswith("chapters/")
+    }
+
+
 def cell_name(nb: nbformat.NotebookNode, index: int) -> str:
     """A cell in words: its number, the heading it stands under, its first line."""
     heading = "the top"

@@ -103,7 +103,7 @@ class Printer:
         tab.goto(url, wait_until="load")
         tab.evaluate(
             "async () => { if (window.MathJax?.startup) await MathJax.startup.promise;"
-            " await document.fonts.ready }"
+            " await window.formulas?.all(); await document.fonts.ready }"
         )
         return tab
 

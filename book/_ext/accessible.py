@@ -1,6 +1,7 @@
 """What Sphinx and MyST-NB leave to mend for screen readers and keyboards; `make audit` looks."""
 
 import html
+import json
 import re
 from pathlib import Path
 
@@ -15,8 +16,19 @@ def drawn(svg: str) -> str:
     return f"Figure: {text}" if text else "Figure drawn by the cell above"
 
 
+def given(app, docname, source):
+    """Take what a cell of a chapter says of its figure, `:alt:`, as the alternative text."""
+    if not docname.startswith("chapters/"):
+        return
+    notebook = json.loads(source[0])
+    for cell in notebook["cells"]:
+        if alt := cell["metadata"].get("alt"):
+            cell["metadata"]["mystnb"] = {"image": {"alt": alt}}
+    source[0] = json.dumps(notebook)
+
+
 def alternatives(body: str, images: dict[str, Path]) -> str:
-    """Give output images, whose alternative text is their file's name, the texts drawn in them.
+    """Give output images whose alternative text is their file's name the texts drawn in them.
 
     images: name of the built file -> where it comes from.
     """
@@ -67,6 +79,7 @@ def mend(app, pagename, templatename, context, doctree):
 
 def setup(app):
     """Register with Sphinx."""
+    app.connect("source-read", given)
     app.connect("html-page-context", mend)
     app.add_js_file("scroll.js", loading_method="defer")
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -92,4 +92,5 @@ def setup(app):
     app.connect("doctree-resolved", link_code)
     app.connect("html-page-context", link_equations)
     app.add_js_file("equations.js", loading_method="defer")
+    app.add_js_file("formulas.js", loading_method="defer", priority=400)  # before MathJax
     return {"parallel_read_safe": False, "parallel_write_safe": True}

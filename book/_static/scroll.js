@@ -23,7 +23,7 @@ document.addEventListener("DOMContentLoaded", () => {
   addEventListener("load", () => {
     mark();
     // formulas are set after the page has loaded
-    window.MathJax?.startup?.promise?.then(mark);
+    window.formulas?.done.then(mark);
   });
   document.addEventListener("toggle", soon, true);
   document.addEventListener("click", soon);

@@ -1,8 +1,10 @@
 """The minutes that a chapter's box promises are those that its text and code take."""
 
+import re
+
 import nbformat
 import pytest
-from book.layout import CHAPTERS, toc, tool
+from book.layout import CHAPTERS, ROOT, toc, tool
 
 minutes = tool("minutes")
 SHORT = {"00_ten_minutes": 10}
@@ -72,3 +74,26 @@ def _count(tmp_path, monkeypatch, cells):
     nbformat.write(nbformat.v4.new_notebook(cells=cells), tmp_path / "one.ipynb")
     monkeypatch.setattr(minutes, "CHAPTERS", tmp_path)
     return minutes.minutes("one")
+
+
+def test_hours_of_the_paths():
+    """Of each path the main paths of the chapters that chapter 0's map marks with its dot."""
+    text = (CHAPTERS / minutes.TABLE).read_text()
+    found = minutes.hours()
+    for key, who in minutes.PATHS.items():
+        marked = re.search(rf'\("{key}", \w+, \{{([\d, ]+)\}}\)', text)[1].split(", ")
+        names = minutes.path(who)
+        assert sorted(int(name[:2]) for name in names) == [int(n) for n in marked]
+        takes = sum(minutes.minutes(name)[0] for name in names) / 60
+        assert found[key] == max(1, round(takes))
+    parts = [hours for key, hours in found.items() if key.startswith("part_")]
+    assert len(parts) == 7 and abs(sum(parts) - found["all"]) <= len(parts) / 2 + 1
+
+
+def test_the_readme_says_these_hours():
+    said = re.search(
+        r"the maths take (\d+) hours to read, the kernels (\d+), the library (\d+)",
+        (ROOT / "README.md").read_text(),
+    )
+    found = minutes.hours()
+    assert [int(x) for x in said.groups()] == [found[key] for key in minutes.PATHS]

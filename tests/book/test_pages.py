@@ -49,6 +49,11 @@ LINK = re.compile(r"<a\b[^<>]*?\shref=\"([^\"]*)\"")
 
 
 @functools.cache
+@functools.cache
+def soup(page):
+    return BeautifulSoup((HTML / page).read_text(), "html.parser")
+
+
 def attributes(form, page):
     return {html.unescape(x) for x in form.findall((HTML / page).read_text())}
 
@@ -90,6 +95,19 @@ def test_the_quiz_is_in_the_page_and_in_its_table_of_contents(name):
         assert len(question.select("legend")) == 1
         assert len(question.select("label input")) == len(question.select("details li")) >= 3
         assert len(question.select("details li[data-right=true]")) == 1
+
+
+@pytest.mark.parametrize("name", toc())
+def test_a_chapter_begins_with_its_idea(name):
+    """No bar over code above the first section; the set-up ends it, Colab's cell is nowhere."""
+    article = soup(f"chapters/{name}.html").select_one("article")
+    first = article.select_one("h2")
+    assert first.find_previous("details", class_="hide") is None
+    assert first.find_previous("div", class_="cell") is None
+    cells = [c for c in article.select("div.cell") if "teaching.setup()" in c.text]
+    assert len(cells) == 1 and cells[0].find_previous("h2") is first
+    assert cells[0].select_one("details.hide") is not None
+    assert "google.colab" not in article.text
 
 
 # ---- in a browser
@@ -167,7 +185,7 @@ class Visit:
         self.tab.goto(f"{self.home}/{page}", wait_until="load")
         self.tab.evaluate(
             "async () => { if (window.MathJax?.startup) await MathJax.startup.promise;"
-            " await document.fonts.ready }"
+            " await window.formulas?.all(); await document.fonts.ready }"
         )
         metrics = self.meter.send("Performance.getMetrics")["metrics"]
         whole = {m["name"]: m["value"] for m in metrics}["ThreadTime"]
@@ -482,6 +500,50 @@ def test_links_and_paper_open_an_appendix(visit):
     assert v.errors == []
 
 
+LONG = "chapters/12_gate_bwd.html"  # has hundreds of formulas
+
+
+def test_formulas_are_set_as_they_come_near(visit):
+    """First those around the place that an address leads to, which then stays where it is."""
+    v = visit()
+    tab = v.tab
+    links = soup(LONG).select(".bd-sidebar-secondary a[href^='#']")
+    anchor = links[len(links) // 2]["href"]
+    # the rest waits until the test lets it go on
+    tab.add_init_script(
+        "window.later = []; const wait = window.setTimeout; window.setTimeout = (f, ms, ...x) =>"
+        " ms || window.now ? wait(f, ms, ...x) : window.later.push([f, x])"
+    )
+    tab.goto(f"{v.home}/{LONG}{anchor}", wait_until="load")
+    tab.evaluate("async () => { await MathJax.startup.promise; await document.fonts.ready }")
+    near = """() => { const math = [...document.querySelectorAll('.math')];
+      const bare = math.filter(e => !e.querySelector('mjx-container'));
+      const inside = e => { const r = e.getBoundingClientRect();
+        return r.height > 0 && r.bottom > 0 && r.top < innerHeight; };
+      return [math.length, bare.length, bare.filter(inside).length]; }"""
+    count, bare, seen = tab.evaluate(near)
+    assert count > 400 and bare > count / 2 and seen == 0
+    place = "a => document.querySelector(a).getBoundingClientRect().top"
+    before = tab.evaluate(place, anchor)
+    assert 0 <= before < DESK["height"] / 2
+    # rows of half the page above it become as high as their formulas
+    tab.evaluate("() => { window.now = true; later.forEach(([f, x]) => f(...x)) }")
+    tab.evaluate("() => formulas.done")
+    assert tab.evaluate(UNSET) == []
+    assert abs(tab.evaluate(place, anchor) - before) < 40
+    assert v.errors == []
+
+
+def test_paper_has_all_formulas_at_once(visit):
+    v = visit()
+    v.tab.goto(f"{v.home}/{LONG}", wait_until="load")
+    v.tab.evaluate("async () => { await MathJax.startup.promise }")
+    v.tab.evaluate("() => dispatchEvent(new Event('beforeprint'))")
+    bare = "() => document.querySelectorAll('.math:not(:has(mjx-container))').length"
+    assert v.tab.evaluate(bare) == 0
+    assert v.errors == []
+
+
 # pages with everything that pages have; `make audit` takes all of them
 SEEN = [
     FRONT,
@@ -514,7 +576,10 @@ def faults(tab):
     Colours on their way from the light scheme to the dark one, which the theme lets take a while,
     are none that a reader reads.
     """
-    tab.evaluate("document.getAnimations().forEach(a => a.finish())")
+    tab.evaluate(
+        "document.getAnimations().forEach("
+        "a => isFinite(a.effect.getComputedTiming().endTime) ? a.finish() : a.pause())"
+    )
     found = Axe().run(tab, options={"resultTypes": ["violations"]}).response["violations"]
     return [
         f"{v['id']} ({v['impact']}): {' '.join(map(str, node['target']))}\n    {node['html'][:160]}"
