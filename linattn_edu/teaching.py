@@ -297,8 +297,9 @@ def _ladder_notes(rows: list[dict]) -> str:
 
 
 def _sizes(shape: dict[str, int]) -> str:
-    """Letters and numbers, K and V together where they are equal."""
-    pairs = dict(shape)
+    """Letters and numbers, K and V together where they are equal; tokens of a chunk are C where
+    there are keys of length K, and L in Part IV."""
+    pairs = {"L" if k == "C" and "K" not in shape else k: n for k, n in shape.items()}
     if "K" in pairs and pairs["K"] == pairs.get("V"):
         pairs = {"K = V" if k == "K" else k: n for k, n in pairs.items() if k != "V"}
     texts = (f"{names} = {n}" for names, n in pairs.items())
