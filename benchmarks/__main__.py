@@ -45,6 +45,10 @@ def parser() -> argparse.ArgumentParser:
         "--jobs", type=int, default=1,
         help="fresh processes at a time (default 1); with more, they compile before what is timed",
     )  # fmt: skip
+    p.add_argument(
+        "--limit", type=int, default=300,
+        help="seconds of such a process (default 300); what it does not compile is not timed",
+    )  # fmt: skip
     p.add_argument("--all", action="store_true", help="all of these")
     p.add_argument(
         "--out", type=Path,
@@ -115,7 +119,7 @@ def measure(args: argparse.Namespace, argv: list[str]) -> int:
         code = run(
             [case for case in cases if case.operator == operator], libraries, outs[operator],
             parts=tuple(x for x in parts if x != "scaling" or operator == "gdn"),
-            jobs=args.jobs, calls=calls, begun=begun, again=again,
+            jobs=args.jobs, calls=calls, begun=begun, again=again, limit=args.limit,
         )  # fmt: skip
         begun = None
         if code:

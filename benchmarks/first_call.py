@@ -83,8 +83,10 @@ def compile_stages(case: Case, device: str = "cuda") -> float:
     return time.perf_counter() - start
 
 
-def child(item: FirstCall, folder: Path) -> dict:
-    """Run this module with its caches in `folder`; its result, or {"why": ...}."""
+def child(item: FirstCall, folder: Path, limit: int = LIMIT_S) -> dict:
+    """Run this module with its caches in `folder`; its result, or {"why": ...}, and with "late" it
+    had not ended after `limit` seconds.
+    """
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     caches = {variable: str(folder / name) for name, variable in CACHES.items()}
     try:
@@ -93,10 +95,10 @@ def child(item: FirstCall, folder: Path) -> dict:
             env={**os.environ, **caches, "PYTHONPATH": path},
             capture_output=True,
             text=True,
-            timeout=LIMIT_S,
+            timeout=limit,
         )
     except subprocess.TimeoutExpired:
-        return {"why": f"no end after {LIMIT_S} s"}
+        return {"why": f"not compiled in {limit} s", "late": True}
     lines = [line for line in done.stdout.splitlines() if line.startswith('{"first_call_s"')]
     if lines:
         return json.loads(lines[-1])
@@ -106,8 +108,9 @@ def child(item: FirstCall, folder: Path) -> dict:
 
 @contextmanager
 def first_calls(
-    wanted: list[FirstCall], *, jobs: int, report: Callable[[FirstCall, dict], None]
-) -> Iterator[None]:
+    wanted: list[FirstCall], *, jobs: int, report: Callable[[FirstCall, dict], None],
+    limit: int = LIMIT_S,
+) -> Iterator[None]:  # fmt: skip
     """Make all first calls, `jobs` at a time; inside the block their kernels are this process's.
 
     So they are not compiled again. Choices of a library's tuner are left out: those made beside
@@ -115,11 +118,12 @@ def first_calls(
 
     Args:
         report: Called with each item and {"first_call_s": seconds} or {"why": reason}.
+        limit: Seconds after which an item is given up.
     """
     with tempfile.TemporaryDirectory(prefix="linattn_edu_bench_") as folder:
         root = Path(folder)
         with ThreadPoolExecutor(jobs) as pool:
-            list(pool.map(lambda x: report(x, child(x, root / x.folder)), wanted))
+            list(pool.map(lambda x: report(x, child(x, root / x.folder, limit)), wanted))
         for name, variable in CACHES.items():
             merged = root / "merged" / name
             for item in wanted:

@@ -1,5 +1,6 @@
 """Measurements of one callable: time, memory, error, rates of the GPU."""
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -14,6 +15,7 @@ from linattn_edu.testing import GDNInputs, gdn_inputs, kda_inputs, relative_rms
 Inputs = GDNInputs | mamba.Inputs
 PREFIX = 2048  # tokens of the float64 recurrence
 SHORT_H = 2  # q/k heads of the inputs on which gradients are compared
+ALIKE, ALIKE_T = (0.5, 0.97), 1024  # cosines between keys that are alike, and tokens of them
 WARMUP_MS, REPEAT_MS = 30, 150
 DTYPES = {2: torch.bfloat16, 4: torch.float32}
 
@@ -68,15 +70,19 @@ def peak_mib(f: Callable[[], object]) -> float:
     return (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
+def copy_rate() -> float:
+    """Bytes a second that a copy reads and writes now: it tells the state of the card."""
+    x = torch.empty(2**28, dtype=torch.float32, device="cuda")
+    y = torch.empty_like(x)
+    return 2 * x.numel() * 4 / time_ms(lambda: y.copy_(x)) * 1e3
+
+
 def rates() -> tuple[float, float]:
     """(bytes a second of a copy, operations a second of a dense bfloat16 product)."""
     known = RATES.get(gpu_name())
     if known:
         return known
-    x = torch.empty(2**28, dtype=torch.float32, device="cuda")
-    y = torch.empty_like(x)
-    copy = 2 * x.numel() * 4 / time_ms(lambda: y.copy_(x)) * 1e3
-    n = 8192
+    copy, n = copy_rate(), 8192
     a = torch.randn(n, n, device="cuda", dtype=torch.bfloat16)
     product = 2 * n**3 / time_ms(lambda: a @ a) * 1e3
     return copy, product
@@ -186,11 +192,25 @@ def short(case: Case) -> Case:
     return replace(case, B=1, T=min(case.T, PREFIX), H=H, HV=H * case.HV // case.H)
 
 
-class GradientOracle:
-    """Output and gradients of the float64 recurrence on the inputs of short(case)."""
+def alike(i: GDNInputs, cosine: float) -> GDNInputs:
+    """The inputs with keys of a head that have this cosine with each other, on average."""
+    unit = torch.nn.functional.normalize
+    one, own = (unit(x, dim=-1) for x in (gradient(i.k[:1, :1].float()), i.k.float()))
+    k = cosine**0.5 * one + (1 - cosine) ** 0.5 * own
+    return replace(i, k=unit(k, dim=-1).to(i.k.dtype))
 
-    def __init__(self, case: Case, device: str = "cuda"):
-        i = inputs(short(case), device)
+
+class GradientOracle:
+    """Output and gradients of the float64 recurrence on the inputs of short(case); with a cosine,
+    of fewer tokens and with keys that are alike.
+    """
+
+    def __init__(self, case: Case, device: str = "cuda", cosine: float | None = None):
+        case = short(case)
+        if cosine is None:
+            i = inputs(case, device)
+        else:
+            i = alike(inputs(replace(case, T=min(case.T, ALIKE_T)), device), cosine)
         self.step = TrainingStep(i)
         with torch.no_grad():
             self.o = reference(i.double())[0]
@@ -205,3 +225,13 @@ class GradientOracle:
                 raise ArithmeticError(f"no gradient came back for {name}")
             errors[f"error_d{name}"] = relative_rms(gradient, reference)
         return errors
+
+
+def alike_errors(oracles: dict[float, GradientOracle], f: Callable[[Inputs], Tensor]) -> dict:
+    """Errors with keys alike, by cosine: "rho97_o", "rho97_dq" and so on; None: NaN or inf."""
+    found = {}
+    for cosine, oracle in oracles.items():
+        for key, x in oracle.errors(f).items():
+            name = key.removeprefix("error_").replace("error", "o")
+            found[f"rho{100 * cosine:.0f}_{name}"] = x if math.isfinite(x) else None
+    return found

@@ -97,14 +97,20 @@ def bars(data: dict, plt, what: str, axis: str):
 def grid(rows: list[dict], what: str) -> dict[str, dict[str, dict]]:
     """Case -> library -> its row of a call, for every case and library that have one.
 
-    In place of a row that is not there {"absent": why}: the library refuses the case, or nobody has
-    measured it.
+    In place of a row that is not there {"absent": why}: the library refuses the case, it came to
+    nothing, or nobody has measured it.
     """
+    refused = {
+        (r["case"], r["library"]): r["refused"]
+        for r in rows
+        if r["what"] == what and "refused" in r
+    }
     timed = {(r["case"], r["library"]): r for r in rows if r["what"] == what and "ms" in r}
     cases, libraries = ({key[n] for key in timed} for n in range(2))
 
     def absent(case: str, library: str) -> dict:
-        return {"absent": refusal(CASES[case], what, library) or "not measured"}
+        why = refusal(CASES[case], what, library) or refused.get((case, library))
+        return {"absent": why or "not measured"}
 
     return {
         case: {x: timed.get((case, x)) or absent(case, x) for x in NAMES if x in libraries}

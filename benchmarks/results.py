@@ -81,7 +81,7 @@ def merge(old: dict | None, new: dict) -> dict:
         old = _of_absent(old, new)
     rows = {}
     for row in (*old["rows"], *new["rows"]):
-        before = rows.get(_key(row), {})
+        before = {n: x for n, x in rows.get(_key(row), {}).items() if n != "refused"}
         both = {**(before if before.get("sources") == row.get("sources") else {}), **row}
         rows[_key(row)] = dict(sorted(both.items(), key=lambda item: item[0] == "first_call_s"))
     known = {name: value for name, value in old.items() if value is not None}
@@ -102,10 +102,12 @@ def _of_absent(old: dict, new: dict) -> dict:
 def missing(data: dict) -> list[tuple[str, str, str]]:
     """(case, call, library) of what a library that was there can run and has no time for.
 
-    Of the operators that have rows. A figure without these says less than could be known. A library
-    that has one row was there; one of OPTIONAL that has none, and no version, was not.
+    Of the operators that have rows, and without a row that says why. A figure without these says
+    less than could be known. A library that has one row was there; one of OPTIONAL that has none,
+    and no version, was not.
     """
-    timed = {(row["case"], row["what"], row["library"]) for row in data["rows"] if "ms" in row}
+    told = [row for row in data["rows"] if row.keys() & {"ms", "refused"}]
+    timed = {(row["case"], row["what"], row["library"]) for row in told}
     has_rows = {library for _, _, library in timed}
 
     def there(library: str) -> bool:

@@ -18,6 +18,7 @@ from benchmarks.cases import (
     scaling_case,
     work,
 )
+from linattn_edu.testing import GDNInputs
 
 OURS, OURS_SAFE = "linattn_edu", "linattn_edu_safe"
 SLOW_MS = 1000.0  # a form that takes longer is not tried on a longer sequence
@@ -108,6 +109,8 @@ def call_rows(
         return
     i = measure.inputs(case, device)
     oracle = measure.GradientOracle(case, device) if what == TRAINING else measure.Oracle(i)
+    cosines = measure.ALIKE if what == TRAINING and isinstance(i, GDNInputs) else ()
+    alike = {x: measure.GradientOracle(case, device, x) for x in cosines}
     call = measure.prepare(what, i)
     for library in libraries:
         try:
@@ -117,6 +120,7 @@ def call_rows(
             errors = _errors(what, f, i, oracle)
             if bad := [name for name, x in errors.items() if x == math.inf]:
                 raise ArithmeticError(f"NaN or inf in what is compared: {', '.join(bad)}")
+            errors |= measure.alike_errors(alike, f)
             once = partial(call, f)
             once()  # compilation and tuning for these shapes are not timed
             peak = measure.peak_mib(once)

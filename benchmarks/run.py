@@ -20,7 +20,7 @@ from benchmarks.cases import (
     Case,
     ran,
 )
-from benchmarks.first_call import FirstCall, first_calls
+from benchmarks.first_call import LIMIT_S, FirstCall, first_calls
 from benchmarks.progress import Progress
 from benchmarks.rows import (
     OURS,
@@ -35,6 +35,7 @@ from benchmarks.rows import (
 )
 
 PARTS = ("calls", "stages", "scaling", "first_call")
+KEY = ("case", "what", "library")
 
 
 class Record:
@@ -53,7 +54,7 @@ class Record:
 def run(
     cases: list[Case], libraries: list[str], out: Path, *,
     parts: tuple[str, ...], jobs: int = 1, calls: tuple[str, ...] = ALL_CALLS,
-    begun: list | None = None, again: Callable[[list], int] | None = None,
+    begun: list | None = None, again: Callable[[list], int] | None = None, limit: int = LIMIT_S,
 ) -> int:  # fmt: skip
     """Measure, printing a line a row and saving each; the exit code.
 
@@ -61,6 +62,8 @@ def run(
         parts: Of PARTS.  calls: Those of "calls" and "first_call".
         begun: Measurements not to begin again.  again: Goes on in a fresh process, with a list of
             what was begun, after a kernel that ended the GPU's context.
+        limit: Seconds that a fresh process may take. What it was to compile and has no time from
+            before is then not timed, and its row says why.
     """
     old = results.load(out) or {}
     known = old.get("bytes_per_s"), old.get("flops_per_s")  # floors of one file have one rate
@@ -91,6 +94,12 @@ def run(
         if "first_call" in parts and "why" not in result:
             row = {"case": item.case.name, "library": item.library, "what": item.whats[0]}
             record.add(row | {"first_call_s": float(f"{result['first_call_s']:.5g}")})
+        if result.get("late") and "calls" in parts:
+            known = {(r["case"], r["what"], r["library"]) for r in old.get("rows", ()) if "ms" in r}
+            for what in {*item.whats} & {*CALLS[item.case.op]}:
+                key = item.case.name, what, item.library
+                if steps.begin(*key) and key not in known:
+                    record.add(dict(zip(KEY, key, strict=True)) | {"refused": result["why"]})
         progress.step(f"{label(item.case, item.library, item.whats[0])} first call {said}")
 
     with ExitStack() as stack:
@@ -99,7 +108,7 @@ def run(
             if fresh:
                 if "first_call" in parts:
                     data["first_call_jobs"] = jobs
-                stack.enter_context(first_calls(fresh, jobs=jobs, report=report))
+                stack.enter_context(first_calls(fresh, jobs=jobs, report=report, limit=limit))
             with torch.no_grad():
                 for case in cases:
                     for what in timed.get(case, ()):

@@ -85,4 +85,11 @@ def provenance(data: dict, rows: Iterable[dict] | None = None) -> str:
     earlier = [f"{', '.join(libraries)} of {day}" for day, libraries in sorted(days.items())]
     if earlier:
         parts.append(f"Some lines are of another day: {'; '.join(earlier)}.")
+    shown = {(row.get("case"), row.get("what")) for row in rows}
+    refused: dict[str, list[str]] = {}
+    for row in data["rows"]:
+        if "refused" in row and "library" in row and (row.get("case"), row.get("what")) in shown:
+            name = f"{row['case']} {row['what'].replace('_', ' ')}"
+            refused.setdefault(f"{row['library']}, {row['refused']}", []).append(name)
+    parts += [f"Not measured: {why}: {', '.join(names)}." for why, names in refused.items()]
     return " ".join(filter(None, [*parts, sources.note(rows, data["date"])]))

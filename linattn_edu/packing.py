@@ -31,24 +31,29 @@ class Packing:
         """NT, the number of chunks of all sequences."""
         return len(self.chunk_indices)
 
-    def pieces(self, size: int, tokens: int, short: int | None = None, long: int = 0) -> Tensor:
+    def pieces(self, size: int, tokens: int, most: int | None = None, whole: int = 0) -> Tensor:
         """[NP, 3]: as chunk_indices, for pieces of all `tokens`, and the tokens of a piece: `size`,
-        or at most `short` in sequences of more than `size` and up to `long` tokens.
+        or such a multiple of it that a sequence has `most` pieces or fewer; it is one of `whole`
+        tokens or fewer.
 
         A sequence without tokens has a piece. NP is what may be needed, so that nothing waits for
         the device: the rows left over are of pieces after the last sequence's end.
         """
-        key = size, tokens, short, long
+        key = size, tokens, most, whole
         if key not in self._pieces:
             self._pieces[key] = self._cut(*key)
         return self._pieces[key]
 
-    def _cut(self, size: int, tokens: int, short: int | None, long: int) -> Tensor:
-        lengths, short = self.cu_seqlens.diff(), min(short or size, size)
-        sizes = torch.where((lengths > size) & (lengths <= long), short, size)
+    def _cut(self, size: int, tokens: int, most: int | None, whole: int) -> Tensor:
+        lengths, more = self.cu_seqlens.diff(), tokens // size
+        sizes = torch.full_like(lengths, size)
+        if most is not None:
+            times = (lengths + most * size - 1).div(most * size, rounding_mode="floor")
+            sizes = torch.where(lengths > whole, times * size, max(whole, size))
+            more = min(more, tokens // (whole + 1) * (most - 1))
         counts = (lengths + sizes - 1).div(sizes, rounding_mode="floor").clamp_(min=1)
         ends = counts.cumsum(0)
-        i = torch.arange(len(counts) + tokens // short, device=counts.device)
+        i = torch.arange(len(counts) + more, device=counts.device)
         sequence = torch.searchsorted(ends, i, right=True).clamp_(max=len(counts) - 1)
         return torch.stack([sequence, i - (ends - counts)[sequence], sizes[sequence]], 1)
 

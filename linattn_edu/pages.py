@@ -87,6 +87,10 @@ def _of_card(stem: str, data: dict, figures: Path | None, under: int) -> str:
         parts.append(tables.markdown(*tables.backward_cells(rows)))
         parts.append("Errors of the output and of each gradient:")
         parts.append(tables.markdown(*tables.gradient_cells(rows)))
+        heads, lines = tables.alike_cells(rows)
+        if lines:
+            parts.append("The same with keys alike, by the cosine between two of them:")
+            parts.append(tables.markdown(heads, lines))
     if rows := timed(data, *tables.DECODE):
         parts += [f"{section} Decoding", tables.markdown(*tables.decode_cells(rows))]
     if scaling := drawn("scaling", "Time against the length of the sequence"):

@@ -1,4 +1,4 @@
-"""The puzzles: what each is checked on, the truth, and what the axes of its outputs are called."""
+"""The chapters' puzzles: what each is checked on, the truth, and what its outputs' axes are."""
 
 import functools
 from collections.abc import Callable
@@ -85,15 +85,15 @@ class Puzzle:
     """One stage: its inputs, the truth, and what the axes of its outputs are called."""
 
     family: Family
-    chapter: str  # and the name of its file
-    truth: Callable  # the reference stage, with the puzzle's arguments
+    chapter: str  # and the name of its file; of a warm-up its number and name
+    truth: Callable | None  # the reference stage, with the puzzle's arguments; of a warm-up none
     arguments: tuple[str, ...]  # tensors of the family's inputs
     options: tuple[str, ...]  # numbers of them
     outputs: dict[str, str]  # name -> axes
 
     @property
     def number(self) -> str:
-        """The number of its chapter, two digits."""
+        """The number of its chapter, two digits, or of a warm-up, such as w1."""
         return self.chapter[:2]
 
     @property
@@ -320,7 +320,8 @@ def drawn_ssd(case: Case) -> dict[str, object]:
     random = torch.Generator().manual_seed(1)
     first = i.initial_states.mT.contiguous()
     dy, dht = (torch.randn(x.shape, generator=random, dtype=torch.float64) for x in (i.x, first))
-    step, gc = chunk_cumsum(i.dt, i.A, i.dt_bias, softplus=True, **options)
+    A = i.A / 8  # a chunk keeps some of its state, and no gradient is too small to be read
+    step, gc = chunk_cumsum(i.dt, A, i.dt_bias, softplus=True, **options)
     s = chunk_state(i.B, i.x, step, gc, **options)
     h, _ = state_passing(s, gc, first, **options)
     dh_out = chunk_scan_bwd_dstates(i.C, gc, dy, **options)
@@ -332,7 +333,7 @@ def drawn_ssd(case: Case) -> dict[str, object]:
         "x": i.x,
         "step": step,
         "gc": gc,
-        "g": step * i.A,
+        "g": step * A,
         "h": h,
         "dy": dy,
         "dht": dht,
@@ -358,7 +359,7 @@ LAYER = Family(drawn_layer, "H HV K V", LAYERS)
 DECODING = Family(drawn_calls, "H HV K V", CALLS)
 SSD = Family(drawn_ssd, "G H N P")
 EMA = Family(drawn_ssd, "- H - D")
-PUZZLES = {
+STAGES = {
     puzzle.number: puzzle
     for puzzle in (
         Puzzle(

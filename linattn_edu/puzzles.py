@@ -1,4 +1,4 @@
-"""``python -m linattn_edu puzzle``: stages with blanks, checked against the reference stages."""
+"""``python -m linattn_edu puzzle``: kernels with blanks, checked against their references."""
 
 import argparse
 import ast
@@ -19,23 +19,36 @@ from torch import Tensor
 
 from linattn_edu import testing
 from linattn_edu.ops.check import interpreted, triton_problem
-from linattn_edu.puzzle_stages import PUZZLES, Puzzle
+from linattn_edu.puzzle_compare import Wrong, compare
+from linattn_edu.puzzle_stages import STAGES, Puzzle
+from linattn_edu.puzzle_warm_ups import WARM_UPS
 from linattn_edu.teaching import choose_device
 
 WHERE = "https://github.com/linattn-edu/linattn_edu"
 MINE = "my_puzzles"  # the reader's folder, beside puzzles/; git ignores it
 HINTS = 3
+GUARD = 64  # numbers; as many as keep an address aligned
 UNSAID = {"chunk_size", "scale", "eps"}  # options that a case's sizes say, or that follow from them
+PUZZLES = WARM_UPS | STAGES
+# minutes for a blank, and for a line of a kernel's body; estimates
+PACE = 0.5, 1.5  # of someone who has just read the stage's chapter
+PACE_WARM_UP = 2, 2  # of someone who has never written Triton
+GPU_MODE = "https://github.com/gpu-mode/reference-kernels/tree/main/problems/helion"
+LEETGPU = "https://leetgpu.com/challenges"
+# number -> a public judge, and where it has the same function, or nearly
+JUDGES = {
+    "w2": ("LeetGPU", f"{LEETGPU}/vector-addition"),
+    "w5": ("LeetGPU", f"{LEETGPU}/matrix-multiplication"),
+    "w6": ("LeetGPU", f"{LEETGPU}/prefix-sum"),
+    "w9": ("LeetGPU", f"{LEETGPU}/linear-recurrence"),
+    "04": ("GPU MODE", f"{GPU_MODE}/gated_deltanet_recompute_w_u_py"),
+    "05": ("GPU MODE", f"{GPU_MODE}/gated_deltanet_chunk_fwd_h_py"),
+    "06": ("GPU MODE", f"{GPU_MODE}/gated_deltanet_chunk_fwd_o_py"),
+    "23": ("LeetGPU", f"{LEETGPU}/causal-depthwise-conv1d"),
+}
 STILL = "still a blank"
 SOLVED = "solved"
 BLANK = re.compile(r"^(?P<left>\s*(?:return\b|[^=#]*?[-+*/]?=)) (?P<right>.*?)  # blank: ")
-WITHIN = {"row", "column", "channel", "token-of-chunk", "place"}  # axes inside of a unit of work
-# largest error of an entry, relative to the largest entry of the output
-TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
-
-
-class Wrong(Exception):
-    """What is wrong with a reader's stage, in lines for the reader."""
 
 
 # ---- files
@@ -81,7 +94,7 @@ def text_of(path: Path) -> str:
 
 
 def find(name: str) -> Puzzle:
-    """The puzzle of a number ("05", "5") or of a stage ("state", "05_state")."""
+    """The puzzle of a number ("05", "5", "w1") or of a stage ("state", "05_state")."""
     for puzzle in PUZZLES.values():
         if name.zfill(2) == puzzle.number or name in (puzzle.stage, puzzle.chapter):
             return puzzle
@@ -122,15 +135,54 @@ def blanked(solution: str) -> str:
     return "".join(lines)
 
 
-def begin(puzzle: Puzzle, *, again: bool = False) -> str:
+def kernels(solution: str) -> list[ast.FunctionDef]:
+    """The kernels with a blank, in the order of their lines."""
+    return [
+        x
+        for x in ast.parse(solution).body
+        if isinstance(x, ast.FunctionDef)
+        and any(ast.unparse(y) == "triton.jit" for y in x.decorator_list)
+        and "# blank: " in "\n".join(_body(solution, x))
+    ]
+
+
+def _body(solution: str, kernel: ast.FunctionDef) -> list[str]:
+    """The lines of a kernel behind its docstring."""
+    return solution.splitlines()[kernel.body[0].end_lineno : kernel.end_lineno]
+
+
+def emptied(solution: str) -> str:
+    """`blanked`, and of the kernels with blanks the whole body, but for the equations it names."""
+    lines = blanked(solution).splitlines()
+    for kernel in reversed(kernels(solution)):
+        tags = dict.fromkeys(re.findall(r"# eq:[\w-]+", "\n".join(_body(solution, kernel))))
+        lines[kernel.body[0].end_lineno : kernel.end_lineno] = [
+            *(f"    {tag}" for tag in tags),
+            "    ...  # blank: the whole body",
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def minutes(puzzle: Puzzle, *, whole: bool = False) -> int:
+    """About how long a puzzle takes, at the pace above; with whole, its kernels' bodies too."""
+    text, warm_up = solution(puzzle), puzzle.number in WARM_UPS
+    blank, line = PACE_WARM_UP if warm_up else PACE
+    body = [x for kernel in kernels(text) for x in _body(text, kernel)] if whole else []
+    code = sum(bool(x.strip()) and not x.strip().startswith("#") for x in body)
+    blanks = text.count("# blank: ") - sum("# blank: " in x for x in body)
+    return math.ceil(blanks * blank + code * line)
+
+
+def begin(puzzle: Puzzle, *, again: bool = False, whole: bool = False) -> str:
     """Write the reader's file with blanks where there is none, and say so; "" if there is one.
 
     With ``again``, one that is there is kept under another name first. No file is overwritten.
+    With ``whole``, the bodies of its kernels are blank.
     """
     path, kept = readers_file(puzzle), ""
     if path.is_file() and not again:
         return ""
-    text, new = blanked(solution(puzzle)), path.with_suffix(".new")
+    text, new = (emptied if whole else blanked)(solution(puzzle)), path.with_suffix(".new")
     try:
         path.parent.mkdir(exist_ok=True)
         new.write_text(text, "utf-8")
@@ -140,7 +192,8 @@ def begin(puzzle: Puzzle, *, again: bool = False) -> str:
         new.rename(path)
     except OSError as error:
         raise Wrong(f"{kept}{path} cannot be written: {error.strerror}") from None
-    return f"{kept}{path} is new, and yours: fill in every `...` in it."
+    about = f"about {minutes(puzzle, whole=whole)} minutes"
+    return f"{kept}{path} is new, and yours: fill in every `...` in it, {about}."
 
 
 # ---- the reader's file
@@ -170,7 +223,7 @@ def open_blanks(path: Path) -> dict[str, list[str]]:
         nodes = (x for x in ast.walk(function) if isinstance(x, ast.stmt))
         for node in sorted(nodes, key=lambda x: x.lineno):
             value = getattr(node, "value", None)
-            statement = isinstance(node, ast.Assign | ast.AugAssign | ast.Return)
+            statement = isinstance(node, ast.Assign | ast.AugAssign | ast.Return | ast.Expr)
             if statement and isinstance(value, ast.Constant) and value.value is ...:
                 what = lines[node.lineno - 1].partition("# blank: ")[2]
                 blank = f"{path}:{node.lineno}: {STILL}" + (f": {what}" if what else "")
@@ -212,113 +265,48 @@ def _line(error: BaseException, path: Path) -> str:
 # ---- the check
 
 
-def compare(puzzle: Puzzle, got: object, expected: tuple[Tensor, ...], dtype: torch.dtype) -> None:
-    """Raise Wrong with the first wrong entry of each output that is not what the reference has."""
-    got = got if isinstance(got, tuple | list) else (got,)
-    if len(got) != len(expected):
-        names = ", ".join(puzzle.outputs)
-        raise Wrong(f"must return {len(expected)} tensors ({names}), returned {len(got)}")
-    outputs = list(zip(puzzle.outputs.items(), got, expected, strict=True))
-    for (name, axes), x, ref in outputs:
-        if not isinstance(x, Tensor):
-            raise Wrong(f"{name} must be a tensor, got {type(x).__name__}")
-        if x.shape != ref.shape:
-            raise Wrong(f"{name} must have shape {list(ref.shape)} ({axes}), got {list(x.shape)}")
-        if x.dtype != dtype:
-            raise Wrong(f"{name} must be {dtype}, got {x.dtype}")
-    wrong = [
-        line
-        for (name, axes), x, ref in outputs
-        if (line := first_wrong(name, axes, x.detach().double().cpu(), ref, TOLERANCE[dtype]))
-    ]
-    if wrong:
-        raise Wrong("\n".join(wrong))
-
-
-def first_wrong(name: str, axes: str, x: Tensor, ref: Tensor, tol: float) -> str | None:
-    """The first entry of x that is further from ref's than tol times ref's largest."""
-    bad = differs(x, ref, tol)
-    if not bad.any():
-        return None
-    first = tuple(bad.nonzero()[0].tolist())
-    at = ", ".join(f"{axis} {i}" for axis, i in zip(axes.split(), first, strict=True))
-    value = x[first].item()
-    note = ", NaN: not written, or from a number that was not" if math.isnan(value) else ""
-    return (
-        f"{name}[{at}]: expected {ref[first].item():.6g}, got {value:.6g}{note} "
-        f"(the first of {int(bad.sum())} wrong of {bad.numel()}{only_in(bad, axes)})"
-        f"{likeness(x, ref, axes, tol)}"
-    )
-
-
-def differs(x: Tensor, ref: Tensor, tol: float) -> Tensor:
-    """Which entries of x are further from ref's than tol times ref's largest; NaN is."""
-    return ~((x - ref).abs() <= tol * ref.abs().max())
-
-
-def only_in(bad: Tensor, axes: str) -> str:
-    """Where all wrong entries are, if that is a run of a few heads, chunks or tokens."""
-    said = []
-    for i, axis in enumerate(axes.split()):
-        wrong = bad.movedim(i, 0).reshape(bad.shape[i], -1).any(1).nonzero()[:, 0].tolist()
-        run = wrong[-1] - wrong[0] + 1 == len(wrong) < bad.shape[i]
-        if run and axis not in WITHIN:
-            last = f" to {wrong[-1]}" if len(wrong) > 1 else ""
-            said.append(f"{axis} {wrong[0]}{last}")
-    return f", all in {', '.join(said)}" if said else ""
-
-
-def likeness(x: Tensor, ref: Tensor, axes: str, tol: float) -> str:
-    """What all of x is of the expected tensor, if one of a few slips explains it."""
-    if not ref.numel() > 1 or not ref.abs().max() > 0:
-        return ""
-
-    def same(a: Tensor, b: Tensor) -> bool:
-        return a.numel() > 1 and bool(b.any()) and not differs(a, b, tol).any()
-
-    names = axes.split()
-    if same(-x, ref):
-        return "; all have the other sign"
-    if x.ndim > 1 and x.shape[-1] == x.shape[-2] and same(x.mT, ref):
-        return f"; {names[-2]} and {names[-1]} are swapped"
-    factor = ((x * ref).sum() / ref.square().sum()).item()
-    if factor and same(x / factor, ref):
-        return f"; all are {factor:.4g} times what they should be"
-    for i, axis in enumerate(names):
-        n = x.shape[i] - 1
-        if axis in WITHIN or n < 1:
-            continue
-        if same(x.flip(i), ref):
-            return f"; the order of {axis} is reversed"
-        if same(x.narrow(i, 1, n), ref.narrow(i, 0, n)):
-            return f"; what belongs to {axis} i stands at {axis} i + 1"
-        if same(x.narrow(i, 0, n), ref.narrow(i, 1, n)):
-            return f"; what belongs to {axis} i + 1 stands at {axis} i"
-    return ""
-
-
 def _as(dtype: torch.dtype, x: Tensor) -> Tensor:
     """x in another precision; numbers of slots stay what they are."""
     return x.to(dtype) if x.is_floating_point() else x
+
+
+def guarded(x: Tensor) -> Tensor:
+    """A copy of x with NaN before and behind it, which a kernel reads if it reads past an end."""
+    if not x.is_floating_point():
+        return x.clone()
+    around = x.new_full((x.numel() + 2 * GUARD,), math.nan)
+    inside = around[GUARD:-GUARD].view(x.shape)
+    return inside.copy_(x)
+
+
+def given(puzzle: Puzzle) -> Callable:
+    """The PyTorch function of a solution, which of a warm-up is the reference."""
+    return getattr(load(source(puzzle)), f"{puzzle.stage}_torch")
 
 
 def run(
     puzzle: Puzzle, function: Callable, path: Path | None, dtype: torch.dtype, device: torch.device
 ) -> None:
     """Check a stage on every case; raise Wrong at the first mistake."""
+    reference = puzzle.truth or given(puzzle)
+
+    def truth(inputs: dict[str, object]) -> tuple[Tensor, ...]:
+        tensors = (_as(torch.float64, inputs[x]) for x in puzzle.arguments)
+        outputs = reference(*tensors, **{x: inputs[x] for x in puzzle.options})
+        return outputs if isinstance(outputs, tuple) else (outputs,)
+
     for case in puzzle.family.cases:
-        inputs = puzzle.family.inputs(case)
-        tensors = [_as(dtype, inputs[name]) for name in puzzle.arguments]
+        every = puzzle.family.inputs(case)
+        inputs = {name: every[name] for name in (*puzzle.arguments, *puzzle.options)}
+        tensors = [guarded(_as(dtype, inputs[name]).to(device)) for name in puzzle.arguments]
         options = {name: inputs[name] for name in puzzle.options}
         more = "".join(f", {x} = {options[x]}" for x in puzzle.options if x not in UNSAID)
-        expected = puzzle.truth(*(_as(torch.float64, x) for x in tensors), **options)
-        expected = expected if isinstance(expected, tuple) else (expected,)
         try:
             with testing.poison(), reported(path):
-                got = function(*(x.to(device, copy=True) for x in tensors), **options)
+                got = function(*tensors, **options)
                 if device.type == "cuda":
                     torch.cuda.synchronize()  # what a kernel raises, here
-            compare(puzzle, got, expected, dtype)
+            compare(puzzle, truth, inputs, got, dtype)
         except Wrong as wrong:
             raise Wrong(f"{wrong}\nwith {case.said(puzzle.family.letters)}{more}") from None
 
@@ -346,6 +334,8 @@ def verdicts(
         kernel_fn = getattr(module, f"{puzzle.stage}_triton", None)
         if torch_fn is None or kernel_fn is None:
             raise Wrong(f"{path} must have {puzzle.stage}_torch and {puzzle.stage}_triton")
+        if puzzle.truth is None:
+            torch_fn = None  # the reference itself, which is given
     in_torch = blanks.pop(f"{puzzle.stage}_torch", [])
     in_kernel = [blank for function in blanks.values() for blank in function]
     how = "in the interpreter" if interpreted() else "compiled"
@@ -400,6 +390,8 @@ def check(
         said = "right" if wrong is None else "not yet\n" + textwrap.indent(wrong, "  ")
         print(f"{puzzle.number} {puzzle.stage}, {part}: {said}")
     right = not any(found.values())
+    if right and puzzle.number in JUDGES:
+        print("A public judge has it too, {}: {}".format(*JUDGES[puzzle.number]))
     if not right:
         print(f"Hints: python -m linattn_edu puzzle {puzzle.number} --hint 1 (to {HINTS})")
     return right
@@ -419,7 +411,9 @@ def overview() -> int:
 def progress(puzzle: Puzzle) -> str:
     """How far the reader's file is, in a few words."""
     if not readers_file(puzzle).is_file():
-        return f"{solution(puzzle).count('# blank: ')} blanks, not begun"
+        blanks = solution(puzzle).count("# blank: ")
+        both = f"{minutes(puzzle)} minutes, {minutes(puzzle, whole=True)} with --whole"
+        return f"{blanks} blanks, not begun: about {both}"
     try:
         found = verdicts(puzzle)
     except Wrong as wrong:
@@ -431,19 +425,20 @@ def progress(puzzle: Puzzle) -> str:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
-    parser.add_argument("number", nargs="?", help="such as 05; all of them if left out")
+    parser.add_argument("number", nargs="?", help="such as w1 or 05; all of them if left out")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--path", type=Path, metavar="FILE", help=f"check it, not {MINE}/NN_stage.py")
     what.add_argument("--hint", type=int, metavar="N", help=f"show hint N, 1 to {HINTS}")
     what.add_argument("--solution", action="store_true", help="show the solution")
     what.add_argument("--again", action="store_true", help="set your file aside, write a new one")
+    what.add_argument("--whole", action="store_true", help="the same, whole kernel bodies blank")
 
 
 def main(args: argparse.Namespace) -> int:
     """Run the command; 0 only if what was checked is right, or what was asked for was done."""
     try:
         if args.number is None:
-            if args.again or args.solution or args.path or args.hint is not None:
+            if any((args.again, args.whole, args.solution, args.path)) or args.hint is not None:
                 raise Wrong("Which puzzle? Give its number, such as 05, too.")
             folder()
             return overview()
@@ -452,8 +447,8 @@ def main(args: argparse.Namespace) -> int:
             print(hint(puzzle, args.hint))
         elif args.solution:
             print(solution(puzzle), end="")
-        elif args.again:
-            print(begin(puzzle, again=True))
+        elif args.again or args.whole:
+            print(begin(puzzle, again=True, whole=args.whole))
         else:
             return int(not check(args.number, args.path))
         return 0

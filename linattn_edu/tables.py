@@ -7,6 +7,7 @@ from linattn_edu.sources import MARK, changed, marked
 TEXTS = (
     "case",
     "passes",
+    "layer",
     "library",
     "state",
     "step",
@@ -141,6 +142,23 @@ def gradient_cells(rows: list[dict]) -> Cells:
     return heads, lines
 
 
+def alike_cells(rows: list[dict]) -> Cells:
+    """The same with keys alike, a line for each cosine between them; none where none was
+    measured.
+    """
+    cosines = sorted({key.split("_")[0] for row in rows for key in row if key.startswith("rho")})
+    names = [
+        "o",
+        *(name for name in GRADIENTS if any(f"{c}_{name}" in row for c in cosines for row in rows)),
+    ]
+    lines = [
+        [row["case"], row["library"], f"0.{cosine[3:]}".rstrip("0"),
+         *(_percent(row.get(f"{cosine}_{name}")) for name in names)]
+        for row in rows for cosine in cosines if any(key.startswith(cosine) for key in row)
+    ]  # fmt: skip
+    return ["case", "library", "cosine", *(f"{name} %" for name in names)], lines
+
+
 def decode_cells(rows: list[dict]) -> Cells:
     """Heads and lines of the decoding table; the library is named where there are several."""
     several = len({row["library"] for row in rows}) > 1
@@ -163,6 +181,16 @@ def decode_cells(rows: list[dict]) -> Cells:
         for row in rows
     ]
     return heads, lines
+
+
+def step_cells(rows: list[dict]) -> Cells:
+    """Heads and lines of a token called and as a captured step."""
+    found = {(row["case"], row["batch"], row["how"]): row for row in rows}
+    lines = []
+    for case, batch in dict.fromkeys(key[:2] for key in found):
+        call, step = (found[case, batch, how] for how in ("call", "step"))
+        lines.append([case, str(batch), _ms(call), _ms(step), f"{call['ms'] / step['ms']:.1f}"])
+    return ["layer", "sequences", "call ms", "step ms", "times"], lines
 
 
 def beside_cells(rows: list[dict], libraries: dict[str, str] = BESIDE) -> Cells:

@@ -351,6 +351,15 @@ def measured_decode(name: str = RESULTS) -> None:
     _tables(name, token, tables.decode_cells, "One token of each sequence.")
 
 
+def measured_steps(name: str = "steps") -> None:
+    """Show what a token of a layer and of a model takes, called and as a captured step.
+
+    Args:
+        name: Of the file of results, or without the card.
+    """
+    _tables(name, lambda data: data["rows"], tables.step_cells, "A token of each sequence.")
+
+
 def _tables(name: str, rows_of: Callable, cells: Callable, caption: str | Callable) -> None:
     """A table of some rows for each card that has them, else that there are none.
 

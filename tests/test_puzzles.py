@@ -8,145 +8,18 @@ import sys
 import pytest
 import torch
 from book.layout import CHAPTERS, ROOT
+from puzzle_mistakes import PLANTED
 
-from linattn_edu import puzzles
+from linattn_edu import puzzle_compare, puzzles
 from linattn_edu.__main__ import main
 
 FOLDER = ROOT / "puzzles"
-# chapter -> what is replaced in the solution, by what, and an output that it makes wrong
-PLANTED = {
-    "01": [
-        ("v[:, t] - k[:, t] @ S", "v[:, t] - q[:, t] @ S", "PyTorch", "o"),
-        ("(tl.load(beta_ptr + i) * b_e)", "b_e", "Triton", "final_state"),
-    ],
-    "02": [
-        ("masked_fill(future, -torch.inf)", "masked_fill(future, 0)", "PyTorch", "G"),
-        ("tl.cumsum(b_g * LOG2E, axis=0)", "tl.cumsum(b_g, axis=0)", "Triton", "gc"),
-        ("o_t[:, None] >= o_t[None, :]", "o_t[:, None] > o_t[None, :]", "Triton", "G"),
-    ],
-    "03": [
-        ("b[..., None] * (K @ K.mT)", "b[..., None, :] * (K @ K.mT)", "PyTorch", "A"),
-        ("b_A - b_x[None, :]", "b_A + b_x[None, :]", "Triton", "A"),
-    ],
-    "04": [
-        ("w = e * (A @ (b * K))", "w = (A * decay_matrix(gc)) @ (b * K)", "PyTorch", "w"),
-        ("b_A * b_beta[None, :]", "b_A * b_beta[:, None]", "Triton", "u"),
-    ],
-    "05": [
-        ("U_c - W_c @ S", "U_c + W_c @ S", "PyTorch", "v_new"),
-        ("i_h // (HV // H)", "i_h % H", "Triton", "h"),
-        ("b_u - dot(b_w, b_S)", "b_u", "Triton", "v_new"),
-    ],
-    "06": [
-        ("scale * (inter + P @ V)", "inter + scale * (P @ V)", "PyTorch", "o"),
-        (" * decay_tile(b_gc, o_t)", "", "Triton", "o"),
-    ],
-    "07": [
-        ("masked_fill(i < j, -torch.inf)", "masked_fill(i <= j, -torch.inf)", "PyTorch", "P"),
-        ("b_beta * tl.sum", "tl.sum", "Triton", "A"),
-    ],
-    "08": [
-        (" - flow.sum(-2)", "", "PyTorch", "dgc"),
-        ("tl.trans(b_M * G)", "tl.trans(b_M)", "Triton", "dv_new"),
-    ],
-    "09": [
-        ("- W_c.mT @ dv ", "- W_c.mT @ dV_c ", "PyTorch", "dh0"),
-        ("NT - 1 - step", "step", "Triton", "dh"),
-    ],
-    "10": [
-        ("(N + N.mT) @ K", "N @ K", "PyTorch", "dk"),
-        (" + tl.sum(b_dL * b_KK, 1)", "", "Triton", "dbeta"),
-    ],
-    "11": [
-        ("decay * (dP_j * Q + b * dL_j * K)", "decay * (dP_j * Q + dL_j * K)", "PyTorch", "dk"),
-        ("K * (b * Y - R)", "K * (b * Y + R)", "PyTorch", "dgc"),
-        ("b_l * b_E * b_kj", "b_beta * b_l * b_E * b_kj", "Triton", "dbeta"),
-    ],
-    "12": [
-        ("(dg * -rate * F.softplus(x))", "(dg * -rate)", "PyTorch", "dA_log"),
-        ("axis=0, reverse=True", "axis=0", "Triton", "da"),
-    ],
-    "13": [
-        ("step[..., None, :]", "step[..., None]", "PyTorch", "y"),
-        (" * b_step[None, :]", "", "Triton", "y"),
-    ],
-    "14": [
-        ("(e * C).mT @ dY", "C.mT @ dY", "PyTorch", "dh_out"),
-        ("i_h // (H // G)", "i_h % G", "Triton", "dh_out"),
-    ],
-    "15": [
-        ("(a_c * h[:, c] * dS)", "(h[:, c] * dS)", "PyTorch", "dlast"),
-        ("tl.minimum((i_t + 1) * BT, T) - 1", "i_t * BT", "Triton", "dh0"),
-    ],
-    "16": [
-        ("gc[..., -1:] - gc", "gc", "PyTorch", "dB_state"),
-        ("tl.sum(b_B * b_dB, 1)", "tl.sum(b_B * b_sum, 1)", "Triton", "dgc"),
-    ],
-    "17": [
-        ("dB + dscores.mT @ C ", "dB + dscores @ C ", "PyTorch", "dB"),
-        ("b_dC += dot(b_sum, b_B)", "b_dC += dot(b_ds, b_B)", "Triton", "dC"),
-    ],
-    "18": [
-        ("P.mT @ dY + r", "P @ dY + r", "PyTorch", "dx"),
-        ("b_step[:, None] * b_dxs", "b_dxs", "Triton", "dx"),
-    ],
-    "19": [
-        ("(M * dM).tril(-1)", "dM.tril(-1)", "PyTorch", "dgc"),
-        ("tl.sum(b_W, 1) - tl.sum(b_W, 0)", "tl.sum(b_W, 1)", "Triton", "dgc"),
-    ],
-    "20": [
-        ("-torch.expm1(g)", "torch.exp(g)", "PyTorch", "y"),
-        ("== BT - 1, b_y", "== 0, b_y", "Triton", "final_state"),
-    ],
-    "21": [
-        ("torch.eye(DK, dtype=k.dtype)", "torch.zeros(DK, DK, dtype=k.dtype)", "PyTorch", "M"),
-        ("dot(b_M, b_in) + b_S", "b_in + b_S", "Triton", "S_out"),
-    ],
-    "22": [
-        ("W_c.mT @ (K_c @ dM)", "K_c.mT @ (W_c @ dM)", "PyTorch", "dM"),
-        ("(NT - 1 - step) * BT", "step * BT", "Triton", "dM"),
-        ("dot(b_dM, b_out) + b_dS", "dot(tl.trans(b_dM), b_out) + b_dS", "Triton", "dS_in"),
-    ],
-    "23": [
-        ("F.pad(S[..., n:], (0, n)) + last", "last", "PyTorch", "S_in"),
-        ("u[:, 1 + j : 1 + j + end - begin]", "u[:, j : j + end - begin]", "PyTorch", "y"),
-        ("end - W + o_w", "begin + o_w", "Triton", "S_ext"),
-        ("place = W + t", "place = W - 1 + t", "Triton", "y"),
-    ],
-    "24": [
-        ("AG_c.mT @ dv_new", "AG_c @ dv_new", "PyTorch", "Z"),
-        ("(e * K_c).mT @ dV_c", "(e * K_c).mT @ Z_c", "PyTorch", "dh0"),
-        ("dot(tl.trans(b_P), b_do)", "dot(b_P, b_do)", "Triton", "dv"),
-        ("dot(tl.trans(b_k), b_e * b_dv)", "dot(tl.trans(b_k), b_dv)", "Triton", "dh0"),
-    ],
-    "25": [
-        ("scan(S_in, K, W, U, gc)", "scan(S_ext, K, W, U, gc)", "PyTorch", "v_new"),
-        ("M[:, :, p] @ S + S_ext", "M[:, :, p].mT @ S + S_ext", "PyTorch", "S_in"),
-        ("tl.minimum(begin + L // BT, tl.cdiv(T, BT))", "begin + L // BT", "Triton", "S_ext"),
-        ("begin = i_p * (L // BT)  #", "begin = i_p * (L // BT) + 1  #", "Triton", "M"),
-    ],
-    "26": [
-        ("slots[torch.arange(N), accepted - 1]", "slots[:, 0]", "PyTorch", "o"),
-        ("q[:, t] @ S + qk * e", "q[:, t] @ S", "PyTorch", "o"),
-        (
-            "i_n * T + tl.load(accepted_ptr + i_n) - 1",
-            "i_n * T + tl.load(accepted_ptr + i_n)",
-            "Triton",
-            "pool",
-        ),
-        (
-            "place_t = i_n * T + t  #",
-            "place_t = i_n * T + T - 1 - t  #",
-            "Triton",
-            "pool",
-        ),
-    ],
-    "27": [
-        ("u[:, j : j + T]", "u[:, W - 1 - j : W - 1 - j + T]", "PyTorch", "k"),
-        ("rstd * (dn - n * (n * dn).mean(-1, keepdim=True))", "rstd * dn", "PyTorch", "do"),
-        ("tl.sum(b_o * b_o, 1) / D", "tl.sum(b_o * b_o, 1) / BD", "Triton", "y"),
-    ],
-}
+LACKS = "; right but for a factor:"
+
+
+def parts(number):
+    """How many functions the check of a puzzle has a verdict on: a warm-up's PyTorch is given."""
+    return 1 if number in puzzles.WARM_UPS else 2
 
 
 def say(capsys, *arguments):
@@ -175,15 +48,15 @@ def clone(tmp_path, monkeypatch):
 
 def test_files():
     names = [f"{p.chapter}_solved.py" for p in puzzles.PUZZLES.values()]
-    assert sorted(p.name for p in FOLDER.rglob("*.[pm][yd]")) == [*names, "README.md"]
+    assert sorted(p.name for p in FOLDER.rglob("*.[pm][yd]")) == sorted([*names, "README.md"])
     assert sorted(PLANTED) == sorted(puzzles.PUZZLES)
     assert f"/{puzzles.MINE}/" in (ROOT / ".gitignore").read_text().splitlines()
 
 
 def test_every_chapter_of_a_stage_has_a_puzzle_and_names_it():
     chapters = sorted(p.stem for p in CHAPTERS.glob("*.md"))
-    assert [p.chapter for p in puzzles.PUZZLES.values()] == chapters[1:]
-    for number, puzzle in puzzles.PUZZLES.items():
+    assert [p.chapter for p in puzzles.STAGES.values()] == chapters[1:]
+    for number, puzzle in puzzles.STAGES.items():
         text = (CHAPTERS / f"{puzzle.chapter}.md").read_text()
         assert re.findall(r"linattn_edu puzzle (\S+?)[`\n]", text) == [number], puzzle.chapter
 
@@ -199,11 +72,13 @@ def test_puzzle_is_the_solution_with_blanks(number, tmp_path):
     assert all(a == b or "= ...  # blank: " in a or "return ...  # blank: " in a for a, b in pairs)
     blanks = puzzles.open_blanks(path)
     assert sum(map(len, blanks.values())) == solution.count("# blank: ")
-    in_torch = len(blanks.pop(f"{puzzle.stage}_torch"))
-    assert 1 <= in_torch <= 5 and 1 <= sum(map(len, blanks.values())) <= 5
+    in_torch = len(blanks.pop(f"{puzzle.stage}_torch", []))
+    warm_up = number in puzzles.WARM_UPS
+    assert in_torch == 0 if warm_up else 1 <= in_torch <= 5
+    assert 1 <= sum(map(len, blanks.values())) <= 5
     tags = re.findall(r"# (eq:[\w-]+)", solution)
     chapters = "".join(p.read_text() for p in CHAPTERS.glob("*.md"))
-    assert tags and [t for t in tags if f"({t})" not in chapters] == []
+    assert (tags or warm_up) and [t for t in tags if f"({t})" not in chapters] == []
 
 
 @pytest.mark.parametrize("number", puzzles.PUZZLES)
@@ -224,7 +99,9 @@ def test_the_last_hint_has_a_line_for_each_blank(number):
 def test_solution_is_right(number, capsys):
     path = puzzles.source(puzzles.PUZZLES[number])
     code, said = say(capsys, number, "--path", path)
-    assert code == 0 and said.count(": right\n") == 2, said
+    assert code == 0 and said.count(": right\n") == parts(number), said
+    links = [said.split()[-1]] if "http" in said else []
+    assert links == [url for x, (_, url) in puzzles.JUDGES.items() if x == number]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there the solutions run compiled")
@@ -242,7 +119,9 @@ def test_solutions_compile():
 def test_blanks_are_named(number, clone, capsys):
     path = f"{puzzles.MINE}/{puzzles.PUZZLES[number].chapter}.py"
     code, said = say(capsys, number)
-    assert code == 1 and said.startswith(f"{path} is new, and yours: fill in every `...` in it.\n")
+    assert code == 1 and said.startswith(
+        f"{path} is new, and yours: fill in every `...` in it, about "
+    )
     lines = (clone / path).read_text().splitlines()
     marked = [(i, x) for i, x in enumerate(lines, 1) if "# blank: " in x]
     assert marked
@@ -256,9 +135,9 @@ def test_blanks_are_named(number, clone, capsys):
 )
 def test_a_mistake_is_named(number, old, new, part, name, tmp_path, capsys):
     code, said = say(capsys, number, "--path", changed(tmp_path, number, old, new))
-    assert code == 1 and said.count(": right\n") == 1
-    entry = rf", {part}.*: not yet\n(  .*\n)*  {name}\[\w+ \d.*\]: expected \S+, got \S+ \(the "
-    assert re.search(entry, said), said
+    assert code == 1 and said.count(": right\n") == parts(number) - 1
+    entry = rf"{name}\[\w+ \d.*\]: expected \S+, got \S+( NaN: [\w ,]+)? \(the "
+    assert re.search(rf", {part}.*: not yet\n(  .*\n)*  {entry}", said), said
 
 
 @pytest.mark.parametrize(
@@ -272,6 +151,20 @@ def test_a_mistake_is_named(number, old, new, part, name, tmp_path, capsys):
         ("21", "V]\n    return S_ext, M", "\n    return S_ext, M.mT", "M.*; row and column are "),
         ("14", "i_h // (H // G)", "i_h % G", "dh_out.*, all in head 1 to 2"),
         ("25", "(begin + L // BT, tl", "(begin + L, tl", "v_new.*, all in token 32 to 63"),
+        # a factor: inside of the stage, in its last step, a number, a decay, two
+        ("01", "(tl.load(beta_ptr + i) * b_e)", "b_e", f"final_state.*{LACKS} beta is missing$"),
+        ("03", "b[..., None] * (K", "(K", f"A.*{LACKS} beta is missing$"),
+        ("06", "scale * (inter + P @ V)", "(inter + P @ V)", f"o.*{LACKS} scale is missing$"),
+        ("13", " * b_step[None, :]", "", f"y.*{LACKS} step is missing$"),
+        ("14", "(e * C).mT @ dY", "C.mT @ dY", f"dh_out.*{LACKS} the decay of gc is missing$"),
+        ("27", "weight * z * torch", "weight * torch", f"y.*{LACKS} z is missing$"),
+        ("27", "n * weight * z * torch", "n * torch", f"y.*{LACKS} z times weight is missing$"),
+        ("04", "w = e * (A @ (b * K))", "w = A @ K", f"w.*{LACKS} beta times the decay of gc is"),
+        ("w4", "* b_z[None, :]", "+ 0 * b_z[None, :]", f"P.*{LACKS} z is missing$"),
+        ("w9", "a * b_S + b_x", "b_S + b_x", f"y.*{LACKS} a is missing$"),
+        # a term
+        ("05", "= initial_state, [], []", "= 0 * initial_state, [], []", "h.*; as if initial"),
+        ("w2", "b_x + b_z, mask", "b_x, mask", "y.*; as if z were 0$"),
     ],
 )  # fmt: skip
 def test_a_slip_that_explains_all_is_named(number, old, new, said, tmp_path, capsys):
@@ -283,8 +176,8 @@ def test_nothing_is_said_of_an_output_that_no_slip_explains():
     ref = torch.randn(2, 3, 4, 4, generator=torch.Generator().manual_seed(0))
     axes = "batch chunk row column"
     for x in (ref + 1, torch.zeros_like(ref), ref * torch.nan):
-        assert puzzles.likeness(x, ref, axes, 1e-9) == "", x
-    said = puzzles.first_wrong("h", axes, ref + 1, ref, 1e-9)
+        assert puzzle_compare.likeness(x, ref, axes, 1e-9) == "", x
+    said = puzzle_compare.first_wrong("h", axes, ref + 1, ref, 1e-9)
     assert said.endswith("(the first of 96 wrong of 96)")
 
 
@@ -335,6 +228,68 @@ def test_a_mark_on_a_line_without_a_value():
     assert puzzles.blanked("a[i] += f(x=1)  # blank: x\n") == "a[i] += ...  # blank: x\n"
     with pytest.raises(ValueError, match="line 1 is marked as a blank"):
         puzzles.blanked("f(x=1)  # blank: x\n")
+
+
+@pytest.mark.parametrize("number", puzzles.PUZZLES)
+def test_whole_bodies_are_blank(number, clone, capsys):
+    puzzle = puzzles.PUZZLES[number]
+    solution = puzzles.solution(puzzle)
+    code, said = say(capsys, number, "--whole")
+    assert code == 0 and said.endswith(f"about {puzzles.minutes(puzzle, whole=True)} minutes.\n")
+    path = puzzles.readers_file(puzzle)
+    text, kernels = path.read_text(), puzzles.kernels(solution)
+    # the rest is the solution's: signatures, launchers, equations, PyTorch with its blanks
+    rest = {x.strip() for x in puzzles.blanked(solution).splitlines()}
+    new = [x for x in text.splitlines() if x.strip() not in rest]
+    assert new == ["    ...  # blank: the whole body"] * len(kernels)
+    blanks = puzzles.open_blanks(path)
+    in_kernels = [blank for kernel in kernels for blank in blanks[kernel.name]]
+    assert all(x.endswith(": still a blank: the whole body") for x in in_kernels)
+    assert len(in_kernels) == len(kernels) == solution.count("@triton.jit")
+
+
+def test_a_whole_body_may_be_filled_in(clone, capsys):
+    say(capsys, "w9", "--whole")
+    path = puzzles.readers_file(puzzles.PUZZLES["w9"])
+    blank = "    ...  # blank: the whole body\n"
+    line = path.read_text().partition(blank)[0].count("\n") + 1
+    code, said = say(capsys, "w9")
+    assert code == 1 and f"{path}:{line}: still a blank: the whole body\n" in said
+    solution = puzzles.solution(puzzles.PUZZLES["w9"])
+    body = re.search(r'Grid \(1\)."""\n(.*?)\n\n', solution, re.S)[1]
+    path.write_text(path.read_text().replace(blank, f"{body}\n"))
+    assert say(capsys, "w9")[0] == 0
+
+
+def test_a_small_output_is_shown_whole(tmp_path, capsys):
+    path = changed(tmp_path, "w7", "o[:, None] >= o[None, :]", "o[:, None] > o[None, :]")
+    assert (
+        say(capsys, "w7", "--path", path)[1]
+        == """\
+w7 decay_matrix, Triton, float32, in the interpreter: not yet
+  G[row 0, column 0]: expected 1, got 0 (the first of 4 wrong of 16)
+    expected     1     0     0     0
+               0.5     1     0     0
+               0.5     1     1     0
+             0.125  0.25  0.25     1
+    got          0     0     0     0
+               0.5     0     0     0
+               0.5     1     0     0
+             0.125  0.25  0.25     0
+  with gc = [0, -1, -1, -3]
+Hints: python -m linattn_edu puzzle w7 --hint 1 (to 3)
+"""
+    )
+
+
+def test_the_readme_says_minutes_and_judges():
+    text = (FOLDER / "README.md").read_text()
+    links = re.findall(r"^\| (\w\d) \w+ \| \[([\w ]+)\]\((.*?)\) \|", text, re.M)
+    assert {number: (name, url) for number, name, url in links} == puzzles.JUDGES
+    for group in (puzzles.WARM_UPS, puzzles.STAGES):
+        for whole in (False, True):
+            times = [puzzles.minutes(x, whole=whole) for x in group.values()]
+            assert f"{min(times)} to {max(times)} minutes" in text, (min(times), max(times))
 
 
 def test_a_readers_work_is_kept(clone, capsys):
@@ -404,7 +359,8 @@ def test_bad_calls(tmp_path, capsys):
     assert code == 1 and said.startswith("There is no puzzle 99; there are ")
     code, said = say(capsys, "05", "--path", tmp_path / "none.py")
     assert code == 1 and said == f"{tmp_path / 'none.py'}: there is no such file\n"
-    for arguments in (("--hint", 1), ("--solution",), ("--again",), ("--path", "x.py")):
+    asked = (("--hint", 1), ("--solution",), ("--again",), ("--whole",), ("--path", "x.py"))
+    for arguments in asked:
         code, said = say(capsys, *arguments)
         assert code == 1 and said == "Which puzzle? Give its number, such as 05, too.\n"
 
@@ -450,6 +406,7 @@ def test_list(clone, capsys):
     begun = {"02": "solved", "04": "not right: file"}
     for number, puzzle in puzzles.PUZZLES.items():
         blanks = puzzles.solution(puzzle).count("# blank: ")
-        state = f"{blanks} blanks" + (", not begun" if number != "03" else "")
+        about = rf", not begun: about {puzzles.minutes(puzzle)} minutes, \d+ with --whole"
+        state = f"{blanks} blanks" + (about if number != "03" else "")
         assert re.search(rf"{number}  {puzzle.stage} +{begun.get(number, state)}\n", said), said
     assert f"1 of {len(puzzles.PUZZLES)} solved" in said

@@ -227,6 +227,17 @@ def test_decode_table(results, capsys):
     assert caption.startswith("One token of each sequence. NVIDIA H200")
 
 
+def test_steps_table(results, tmp_path, capsys):
+    row = {"case": "gdn", "library": "linattn_edu", "batch": 64, "sources": {}}
+    data = {**DATA, "rows": [{**row, "how": "call", "ms": 1.0}, {**row, "how": "step", "ms": 0.08}]}
+    (tmp_path / "chapters" / "data" / "calls.json").write_text(json.dumps(data))
+    teaching.measured_steps("calls")
+    heads, line, caption = capsys.readouterr().out.splitlines()
+    assert heads.split() == ["layer", "sequences", "call", "ms", "step", "ms", "times"]
+    assert line.split() == ["gdn", "64", "1.000", "0.080", "12.5"]
+    assert caption.startswith("A token of each sequence. NVIDIA H200")
+
+
 LADDER = [
     {"chapter": "05_state", "step": 2, "order": 1, "rung": "tiled", "dtype": "bfloat16",
      "refused": "ValueError: two dtypes"},
@@ -299,6 +310,7 @@ def test_sizes_of_a_ladder_name_their_rungs(results, tmp_path, capsys):
              lambda: teaching.measured_stage("output_bwd", "made_up"),
              lambda: teaching.measured_forward("no_such"),
              lambda: teaching.measured_backward("no_such"),
+             lambda: teaching.measured_steps("no_such"),
              lambda: teaching.measured_decode("no_such")]
 )  # fmt: skip
 def test_tables_say_not_measured_yet(show, results, capsys):
@@ -386,6 +398,10 @@ def test_columns_are_those_that_were_measured():
     errors = {"error": 1e-3, "error_dx": 2e-3, "error_dA": 3e-3}
     heads, (line,) = teaching.tables.gradient_cells([{**ROW, **errors}])
     assert heads[2:] == ["o %", "dx %", "dA %"] and line[2:] == ["0.1", "0.2", "0.3"]
+    alike = {**ROW, "rho50_o": 4e-3, "rho97_o": 8e-3, "rho97_dq": 1e-2}
+    heads, lines = teaching.tables.alike_cells([ROW, alike])
+    assert heads == ["case", "library", "cosine", "o %", "dq %"]
+    assert [line[2:] for line in lines] == [["0.5", "0.4", ""], ["0.97", "0.8", "1"]]
     token = {**ROW, "what": "decode_inplace", "case": "ssd_decode", "state_share": 0.756}
     heads, (line,) = teaching.tables.decode_cells([token])
     assert line[heads.index("state's %")] == "76"

@@ -107,10 +107,11 @@ def by_maps(x: Tensor, heads: int, V: int, chunk_size: int, packing: Packing | N
 
 
 def over_ranks(x: Tensor, heads: int, V: int, chunk_size: int, packing: Packing | None) -> Pieces:
-    """The pieces of Mamba-2's scans where sequences are cut over ranks: those of ssd_ends. Of
-    packed ones the longest decides: here last bits change with what is beside a sequence.
+    """The pieces of Mamba-2's scans back in time where sequences are cut over ranks: those of
+    ssd_ends_bwd. Of packed ones the longest decides: here last bits change with what is beside a
+    sequence.
     """
-    size = by_kind.ssd_piece(kind_of(x, heads, V, chunk_size, packing), True).takes
+    size = by_kind.ssd_piece_bwd(kind_of(x, heads, V, chunk_size, packing)).takes
     cut = size < x.shape[1]
     return _in_pieces(x, chunk_size, packing, size, 1) if cut else whole_of(x, packing)
 

@@ -8,6 +8,7 @@ from linattn_edu.layers.layer import Layer
 from linattn_edu.layers.mamba2 import Mamba2
 from linattn_edu.layers.rms_norm_gated import RMSNormGated
 from linattn_edu.layers.short_convolution import ShortConvolution
+from linattn_edu.layers.step import Step
 
 __all__ = [
     "EMA",
@@ -18,4 +19,5 @@ __all__ = [
     "Mamba2",
     "RMSNormGated",
     "ShortConvolution",
+    "Step",
 ]

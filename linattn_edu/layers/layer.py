@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from linattn_edu.cp.context import CPContext
 from linattn_edu.layers.cache import Cache
 from linattn_edu.layers.short_convolution import ShortConvolution
+from linattn_edu.layers.step import Step
 from linattn_edu.ops import check
 from linattn_edu.ops.tensors import AUTOCAST, known, needs_gradient, transformed
 
@@ -48,6 +49,10 @@ class Layer(nn.Module):
         shapes = self._cache_shapes(batch_size)
         *conv, state = (torch.zeros(s, device=device, dtype=dtype) for s in shapes)
         return Cache(type(self).__name__, tuple(conv), state.to(_widened(dtype)))
+
+    def make_step(self, cache: Cache) -> Step:
+        """A function of one token of each sequence, :class:`Step`: on a GPU from a CUDA graph."""
+        return Step(self, cache)
 
     def forward(
         self,

@@ -2,16 +2,18 @@
 
 import math
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from linattn_edu.layers import EMA, GatedDeltaNet, KimiDeltaAttention, Mamba2
+from linattn_edu.layers import EMA, GatedDeltaNet, KimiDeltaAttention, Mamba2, Step
 from linattn_edu.layers.layer import check_mask
 from linattn_edu.models.attention import Attention
 from linattn_edu.ops import check
 
+WORTH = 16  # tokens for which a step is captured, which takes as long as some of them
 COLDEST = torch.finfo(torch.float32).tiny
 
 
@@ -174,6 +176,10 @@ class LanguageModel(nn.Module):
         """
         return [block.mixer.make_cache(batch_size, device, dtype) for block in self.blocks]
 
+    def make_step(self, cache: list) -> Step:
+        """A function of one token of each sequence, :class:`Step`: on a GPU from a CUDA graph."""
+        return Step(self, cache)
+
     @torch.no_grad()
     def generate(
         self,
@@ -186,6 +192,8 @@ class LanguageModel(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> Tensor:
         """The prompt ``[B, T]`` and so many tokens after it, ``[B, T + new_tokens]``.
+
+        On a GPU tokens after the first come from a :class:`Step`, where there are many.
 
         Args:
             prompt: At least one token; shorter prompts of a batch are padded on the left.
@@ -210,8 +218,10 @@ class LanguageModel(nn.Module):
         if attention_mask is not None and not check_mask(attention_mask, prompt)[:, -1].all():
             raise ValueError("attention_mask must end with a token in each row, got padding alone")
         cache, tokens, step = self.make_cache(len(prompt), device, dtype), prompt, prompt
-        for _ in range(new_tokens):
-            logits = self(step, attention_mask, cache)[:, -1].float()
+        after = self.make_step(cache) if new_tokens > WORTH else partial(self, cache=cache)
+        for i in range(new_tokens):
+            logits = after(step) if i else self(step, attention_mask, cache)
+            logits = logits[:, -1].float()
             if temperature:
                 logits -= logits.amax(-1, keepdim=True)  # 0 stays finite, however cold
                 cold = max(temperature, COLDEST)  # which float32 can divide by
@@ -219,5 +229,5 @@ class LanguageModel(nn.Module):
                 step = torch.multinomial(chances, 1, generator=generator)
             else:
                 step = logits.argmax(-1, keepdim=True)
-            tokens, attention_mask = torch.cat([tokens, step], 1), None
+            tokens = torch.cat([tokens, step], 1)
         return tokens

@@ -25,10 +25,10 @@ from benchmarking import (
 )
 
 from benchmarks import __main__ as command
-from benchmarks import adapters, first_call, forms, measure, results, rows, run
+from benchmarks import adapters, first_call, forms, measure, plot, results, rows, run
 from benchmarks.cases import CASES, STAGES, TRAINING, Case, work
 from benchmarks.first_call import FirstCall
-from linattn_edu import chunk_gated_delta_rule, chunk_kda
+from linattn_edu import chunk_gated_delta_rule, chunk_kda, measurements
 
 
 @pytest.fixture
@@ -412,9 +412,9 @@ def on_this_device(no_clock, stand_ins, monkeypatch):
     inputs, oracle = measure.inputs, measure.GradientOracle
     monkeypatch.setattr(measure, "gpu_name", lambda: "NVIDIA H200")
     monkeypatch.setattr(measure, "inputs", lambda case, device: inputs(case, DEVICE))
-    monkeypatch.setattr(measure, "GradientOracle", lambda case, device: oracle(case, DEVICE))
+    monkeypatch.setattr(measure, "GradientOracle", lambda case, *x: oracle(case, DEVICE, *x[1:]))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(first_call, "child", lambda item, folder: {"first_call_s": 2.0})
+    monkeypatch.setattr(first_call, "child", lambda item, folder, limit: {"first_call_s": 2.0})
 
 
 def test_run_saves_and_merges(on_this_device, tmp_path, capsys):
@@ -520,6 +520,30 @@ def test_each_operator_has_its_file(monkeypatch, tmp_path):
     assert seen[3][:2] == ({"ssd"}, "ssd_h200.json")
 
 
+def test_what_does_not_compile_in_time_is_told(on_this_device, tmp_path, monkeypatch):
+    """Not timed, and its row says why; a time from before stays, and what was measured after."""
+    out, parts = tmp_path / "gdn_h200.json", {"parts": ("calls",), "calls": ("forward",)}
+
+    def child(item, folder, limit):
+        return {"why": f"not compiled in {limit} s", "late": True}
+
+    monkeypatch.setattr(first_call, "child", child)
+    again = Case("gdn_long", *list(vars(SMALL).values())[1:])
+    assert run.run([SMALL], ["linattn_edu"], out, **parts) == 0
+    (before,) = results.load(out)["rows"]
+    assert run.run([SMALL, again], ["linattn_edu"], out, jobs=2, limit=7, **parts) == 0
+    first, second = results.load(out)["rows"]
+    assert first == before and second["refused"] == "not compiled in 7 s" and "ms" not in second
+    data = results.load(out)
+    assert ("gdn_long", "forward", "linattn_edu") not in results.missing(data)
+    said = "Not measured: linattn_edu, not compiled in 7 s: gdn_long forward."
+    assert said in measurements.provenance(data)
+    shown = plot.grid([*data["rows"], second | {"library": "fla", "ms": 1.0}], "forward")
+    assert shown["gdn_long"]["linattn_edu"] == {"absent": "not compiled in 7 s"}
+    assert run.run([again], ["linattn_edu"], out, **parts) == 0
+    assert "refused" not in results.load(out)["rows"][1]
+
+
 # ---- first calls
 
 
@@ -588,7 +612,7 @@ def test_a_process_that_says_nothing_is_given_up(monkeypatch, tmp_path):
 
 
 def test_first_calls_share_their_kernels_but_not_what_a_tuner_chose(monkeypatch):
-    def child(item, folder):
+    def child(item, folder, limit):
         for name in (f"{item.library}/kernel.cubin", f"{item.library}/kernel.autotune.json"):
             (folder / "triton" / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / "triton" / name).write_text("x")

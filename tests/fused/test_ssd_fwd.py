@@ -1,5 +1,6 @@
 """The fused forward pass of Mamba-2: kernel against reference, chunks of one tile and of two."""
 
+import math
 from functools import partial
 from itertools import accumulate, pairwise
 
@@ -20,26 +21,30 @@ from linattn_edu.packing import pack
 from linattn_edu.reference.delta.cp_merge import piece_map as piece_map_reference
 from linattn_edu.reference.delta.state import state as state_reference
 from linattn_edu.reference.delta.state_bwd import state_bwd as state_bwd_reference
+from linattn_edu.reference.fused.ssd_fwd import FORGOTTEN
 from linattn_edu.reference.fused.ssd_fwd import ssd_fwd as ssd_fwd_reference
 
 pytestmark = pytest.mark.usefixtures("poison")
 
 
-@pytest.mark.parametrize("short", [None, 2], ids="short={}".format)
+@pytest.mark.parametrize("most", [None, 1, 2], ids="most={}".format)
 @pytest.mark.parametrize("lengths", [(5,), (4, 0, 9, 0), (0, 0, 8, 3), (0,), (12, 4, 1)], ids=str)
-def test_pieces_of_packed_sequences(lengths, short):
+def test_pieces_of_packed_sequences(lengths, most):
     """Every piece of every sequence in order; what is left over begins at a sequence's end.
 
-    Those of 5 to 9 tokens come in shorter ones, whatever is beside them.
+    Those of 5 tokens and more come in 1 piece or in 2, whatever is beside them.
     """
-    packing, size = pack(torch.tensor([0, *lengths]).cumsum(0), 2), 4
-    table = packing.pieces(size, sum(lengths), short, 9).tolist()
-    sizes = [short if short and size < length <= 9 else size for length in lengths]
+    packing, size = pack(torch.tensor([0, *lengths]).cumsum(0), 2), 4 if most is None else 2
+    table = packing.pieces(size, sum(lengths), most, 4).tolist()
+    sizes = [
+        size if most is None else size * -(-length // (most * size)) if length > 4 else 4
+        for length in lengths
+    ]
     counts = [max(1, -(-length // s)) for length, s in zip(lengths, sizes, strict=True)]
     pieces = [[n, i, sizes[n]] for n, count in enumerate(counts) for i in range(count)]
     assert table[: len(pieces)] == pieces
     assert all(i * s >= lengths[n] for n, i, s in table[len(pieces) :])
-    if short is None:
+    if most is None:
         assert packing.piece_offsets(size).tolist() == [0, *accumulate(counts)]
 
 
@@ -67,10 +72,27 @@ def test_over_ranks_the_ends_of_pieces_serve_twice(T, device, force):
     kernel = partial(ssd_fwd, maps=maps)
     args = (r.C, r.B, r.scores, r.x, r.gs, r.gc, r.h0, r.D)
     check_stage(kernel, ssd_fwd_reference, args, output_final_state=True)
+
+    def whole(*args, **options):
+        S_ext, M = piece_map_reference(*args, **options)
+        return S_ext, M.where(M > FORGOTTEN, 0.0)
+
     args = (r.B, None, r.x, r.gc, r.h0, r.gs)
-    check_stage(
-        lambda *_, **__: cp_join(*maps, r.h0), piece_map_reference, args, chunk_size=64
-    )  # fmt: skip
+    check_stage(lambda *_, **__: cp_join(*maps, r.h0), whole, args, chunk_size=64)
+
+
+def test_what_is_forgotten_is_not_read(device, force):
+    """A piece begins with what the pieces before leave of a state, as far back as fp32 holds it."""
+    force(SSD_PIECE=128)
+    r = stages.parts("ssd_fused", 512, 16, 16, 64, (2, 1), "channels", torch.bfloat16, device)
+    gc = r.gc - 40.0  # a chunk of 64 tokens forgets
+    far = r.x.clone()
+    far[:, :64] = math.nan
+    for x in (r.x, far):
+        S_ext, M, _ = ssd_ends(r.B, x, r.gs - 40.0, gc, chunk_size=64)
+        assert S_ext.isfinite().all() and M.eq(0).all()
+        out, last = ssd_fwd(r.C, r.B, r.scores, x, r.gs - 40.0, gc, output_final_state=True)
+        assert out[:, 128:].isfinite().all() and last.isfinite().all()
 
 
 @pytest.mark.parametrize("rows", [None, [0, 3], [4], []], ids=str)

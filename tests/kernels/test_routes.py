@@ -343,14 +343,20 @@ def test_the_rows_of_a_scan():
 
 
 def test_pieces_of_mamba_2():
-    """By a sequence's own length; of packed ones a table says it. Over ranks by eighths."""
-    lengths = {4096: 4096, 4097: 2048, 16384: 2048, 16385: 4096, 65536: 4096}
+    """By heads and a sequence's own length: as many as fill 132 multiprocessors with two each, or
+    twice that many, ... Back in time over ranks by eighths.
+    """
+    counts = {1: 64, 8: 30, 24: 10, 48: 5, 80: 3, 128: 2, 160: 3, 240: 1, 264: 1, 270: 8, 1000: 1}
+    for heads, n in counts.items():
+        assert by_kind.ssd_pieces(GOOD._replace(HV=heads)).takes == n
+    kind = GOOD._replace(HV=80)
+    lengths = {4096: 4096, 4097: 1536, 4608: 1536, 4609: 2048, 16384: 5632, 65536: 22016}
     for T, tokens in lengths.items():
-        assert by_kind.ssd_piece(GOOD._replace(T=T)).takes == tokens
-        assert by_kind.ssd_piece(GOOD._replace(T=T, packed=True)).takes == 4096
-    ranks = {1: 512, 4096: 512, 4097: 640, 16384: 2048, 16385: 2176, 65536: 4096}
-    for T, tokens in ranks.items():
-        assert by_kind.ssd_piece(GOOD._replace(T=T), True).takes == tokens
+        assert by_kind.ssd_piece(kind._replace(T=T)).takes == tokens
+        assert by_kind.ssd_piece(kind._replace(T=T), True).takes == (1536 if T == 4096 else tokens)
+    back = {1: 512, 4096: 512, 4097: 640, 16384: 2048, 16385: 2176, 65536: 8192}
+    for T, tokens in back.items():
+        assert by_kind.ssd_piece_bwd(kind._replace(T=T)).takes == tokens
 
 
 # -- what decisions may know

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from linattn_edu.kernels.delta.cp_merge import FORGOTTEN
 from linattn_edu.kernels.routes import by_kind, kind_of, limits
 from linattn_edu.kernels.rows import chunk_args, row, whole
 from linattn_edu.kernels.ssd.chunk_scan import past_state
@@ -111,15 +112,15 @@ def chunk_scores_kernel(
 
 
 @triton.jit
-def piece_of(pid, cu_ptr, pieces_ptr, T, H: tl.constexpr, PIECE: tl.constexpr):
+def piece_of(pid, cu_ptr, pieces_ptr, T, size, H: tl.constexpr):
     """What program pid of a scan works on: a piece of one sequence of one head.
 
-    cu_ptr, pieces_ptr: Packing.cu_seqlens and .pieces, or None: pieces have PIECE tokens.
+    cu_ptr, pieces_ptr: Packing.cu_seqlens and .pieces, or None: pieces have `size` tokens.
     Returns the head, the sequence, the number of the piece (through all sequences), the pieces
     before it in its sequence, its first token (through all sequences), the tokens from there to the
     end of its sequence, and the tokens of a piece.
     """
-    i_h, i_piece, size = pid % H, (pid // H).to(tl.int64), PIECE
+    i_h, i_piece = pid % H, (pid // H).to(tl.int64)
     if cu_ptr is not None:
         i_n = tl.load(pieces_ptr + 3 * i_piece)
         before = tl.load(pieces_ptr + 3 * i_piece + 1)
@@ -127,14 +128,14 @@ def piece_of(pid, cu_ptr, pieces_ptr, T, H: tl.constexpr, PIECE: tl.constexpr):
         first = tl.load(cu_ptr + i_n) + before * size
         n_t = (tl.load(cu_ptr + i_n + 1) - first).to(tl.int32)
     else:
-        NP = tl.cdiv(T, PIECE)
+        NP = tl.cdiv(T, size)
         i_n, before = i_piece // NP, i_piece % NP
-        first = i_n * T + before * PIECE
-        n_t = (T - before * PIECE).to(tl.int32)
+        first = i_n * T + before * size
+        n_t = (T - before * size).to(tl.int32)
     return i_h, i_n, i_piece, before.to(tl.int32), first, n_t, size
 
 
-@triton.jit(do_not_specialize=["T", "tokens", "n_rows"])
+@triton.jit(do_not_specialize=["T", "tokens", "n_rows", "size"])
 def ssd_ends_kernel(
     B_ptr,  # [B, T, G, N]; with BACK C
     x_ptr,  # [B, T, H, P]; with BACK dy
@@ -149,11 +150,12 @@ def ssd_ends_kernel(
     T,
     tokens,  # B * T
     n_rows,
+    size,  # tokens of a piece, where pieces_ptr does not say
     BACK: tl.constexpr,  # back in time: the gradient of the state before each piece
     EDGE: tl.constexpr,  # of a sequence's last piece, too; with BACK of its first
     WHOLE: tl.constexpr,  # every chunk that is read has BC tokens
     G: tl.constexpr, H: tl.constexpr, N: tl.constexpr, P: tl.constexpr,
-    PIECE: tl.constexpr, BC: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr,
+    BC: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr,
 ):  # fmt: skip
     """One program: a piece of one head, BT tokens at a time.  Grid (NP * H).
 
@@ -161,7 +163,7 @@ def ssd_ends_kernel(
     Reference: linattn_edu.reference.fused.ssd_fwd.
     """
     i_h, i_n, i_piece, before, first, n_t, size = piece_of(
-        tl.program_id(0), cu_ptr, pieces_ptr, T, H, PIECE
+        tl.program_id(0), cu_ptr, pieces_ptr, T, size, H
     )
     wanted = tl.where(before > 0, 1, 0) if BACK else tl.where(n_t > size, 1, 0)
     if EDGE:
@@ -179,9 +181,9 @@ def ssd_ends_kernel(
     n_tiles = size // BT
     if EDGE or BACK:  # also of pieces that are shorter
         n_tiles = tl.cdiv(tl.minimum(n_t, size), BT)
-    n_tiles = tl.where(wanted > 0, n_tiles, 0)
-    for i in range(n_tiles):  # from where the sum needs no decay of its own
-        i_t = i if BACK else n_tiles - 1 - i
+    left = tl.where(wanted > 0, n_tiles, 0)
+    while left > 0:  # from where the sum needs no decay of its own, until nothing more reaches it
+        i_t = n_tiles - left if BACK else left - 1
         own = first + i_t * BT
         n_own = BT if WHOLE else n_t - i_t * BT
         i, i_B = own * H + i_h, own * G + i_h // (H // G)
@@ -196,7 +198,7 @@ def ssd_ends_kernel(
             b_r = tl.exp2(last - load_step(gs_ptr + i_t * BT, o_t, n_own))
         b_a = tl.exp2(last)
         if seq_ptr is not None:
-            b_id, old, end = documents(seq_ptr + own, before * PIECE + i_t, o_t, BT)
+            b_id, old, end = documents(seq_ptr + own, before * size + i_t, o_t, BT)
             b_r = tl.where(b_id == end, b_r, 0.0)
             b_a = tl.where(end == old, b_a, 0.0)
         b_x = load_tile(x_ptr + i * P, o_t, o_p, H * P, n_own, P)  # [BT, BP]
@@ -211,12 +213,14 @@ def ssd_ends_kernel(
             kept *= tl.where(start + BT >= n_c, b_a, 1.0)
         else:
             kept *= tl.where(start == 0, b_a, 1.0)
+        kept = tl.where(kept > FORGOTTEN, kept, 0.0)
+        left = tl.where(kept > 0, left - 1, 0)
     i_end = i_piece * H + i_h
     store_tile(ends_ptr + i_end * N * P, b_h, o_n, o_p, P, N, P)
     tl.store(kept_ptr + i_end, kept)
 
 
-@triton.jit(do_not_specialize=["T", "tokens"])
+@triton.jit(do_not_specialize=["T", "tokens", "size"])
 def ssd_fwd_kernel(
     C_ptr,  # [B, T, G, N]
     B_ptr,  # [B, T, G, N]
@@ -236,27 +240,36 @@ def ssd_fwd_kernel(
     pieces_ptr,  # [NP, 3] or None
     T,
     tokens,  # B * T
+    size,  # tokens of a piece, where pieces_ptr does not say
     WHOLE: tl.constexpr,  # every chunk has as many tokens as it may
     PER: tl.constexpr,
     G: tl.constexpr, H: tl.constexpr, N: tl.constexpr, P: tl.constexpr,
-    PIECE: tl.constexpr, BC: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr,
+    BC: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr,
 ):  # fmt: skip
     """One program: a piece of one head, BT tokens at a time.  Grid (NP * H).
 
     Reference: linattn_edu.reference.fused.ssd_fwd.
     """
     i_h, i_n, i_piece, before, first, n_t, size = piece_of(
-        tl.program_id(0), cu_ptr, pieces_ptr, T, H, PIECE
+        tl.program_id(0), cu_ptr, pieces_ptr, T, size, H
     )
     i_g = i_h // (H // G)
     o_t, o_n, o_p = tl.arange(0, BT), tl.arange(0, BN), tl.arange(0, BP)
     b_h = tl.zeros([BN, BP], dtype=tl.float32)
-    if h0_ptr is not None:
-        b_h += load_tile(h0_ptr + (i_n * H + i_h) * N * P, o_n, o_p, P, N, P).to(tl.float32)
+    kept = 1.0
     if ends_ptr is not None:
-        for i_end in range(i_piece - before, i_piece):
-            b_h *= tl.load(kept_ptr + i_end * H + i_h)
-            b_h += load_tile(ends_ptr + (i_end * H + i_h) * N * P, o_n, o_p, P, N, P)
+        left = before
+        while left > 0:  # back in time, until nothing is left of what was before
+            left -= 1
+            i_end = (i_piece - before + left) * H + i_h
+            b_h += load_tile(ends_ptr + i_end * N * P, o_n, o_p, P, N, P) * kept
+            kept *= tl.load(kept_ptr + i_end)
+            kept = tl.where(kept > FORGOTTEN, kept, 0.0)
+            left = tl.where(kept > 0, left, 0)
+    if h0_ptr is not None:
+        n_0 = tl.where(kept > 0, N, 0)
+        b_h0 = load_tile(h0_ptr + (i_n * H + i_h) * N * P, o_n, o_p, P, n_0, P)
+        b_h += b_h0.to(tl.float32) * kept
     if D_ptr is not None:
         b_D = past_state(D_ptr, i_h, o_p, P, PER)
 
@@ -283,7 +296,7 @@ def ssd_fwd_kernel(
         b_a = tl.exp2(last_gc - before_gc)
         before_gc = tl.where(start + BT < BC, last_gc, 0.0)
         if seq_ptr is not None:
-            b_id, old, end = documents(seq_ptr + own, before * PIECE + i_t, o_t, n_own)
+            b_id, old, end = documents(seq_ptr + own, before * size + i_t, o_t, n_own)
             b_e = tl.where(b_id == old, b_e, 0.0)
             b_r = tl.where(b_id == end, b_r, 0.0)
             b_a = tl.where(end == old, b_a, 0.0)
@@ -376,7 +389,8 @@ def launch_ends(
     n, T, H, P = x.shape
     G, N = B.shape[2:]
     if piece is None:
-        piece = by_kind.ssd_piece(kind_of(B, H, P, chunk_size, packing), True).takes
+        kind = kind_of(B, H, P, chunk_size, packing)
+        piece = (by_kind.ssd_piece_bwd(kind) if back else by_kind.ssd_piece(kind, True)).takes
     NP, sequences, offsets = n * cdiv(T, piece), (None, None), None
     if packing is not None:
         pieces, offsets = packing.pieces(piece, T), packing.piece_offsets(piece)
@@ -385,9 +399,9 @@ def launch_ends(
     n_rows = 0 if rows is None else len(rows)
     ssd_ends_kernel[(NP * H,)](
         B, x, gs if gs is None else by_head(gs), by_head(gc), None, ends, kept,
-        rows if n_rows else None, *sequences, T, n * T, n_rows, back, rows is None or n_rows > 0,
-        whole(x, chunk_size, packing), G, H, N, P, piece, chunk_size, min(chunk_size, TOKENS),
-        *_widths(N), **ENDS.launch(),
+        rows if n_rows else None, *sequences, T, n * T, n_rows, piece, back,
+        rows is None or n_rows > 0, whole(x, chunk_size, packing), G, H, N, P, chunk_size,
+        min(chunk_size, TOKENS), *_widths(N), **ENDS.launch(),
     )  # fmt: skip
     return ends, kept, offsets
 
@@ -416,11 +430,15 @@ def ssd_fwd(
     G, N = B.shape[2:]
     gs, gc = by_head(gs), by_head(gc)
     BC, widths = S.shape[3], _widths(N)
-    piece = by_kind.ssd_piece(kind_of(B, H, P, BC, packing), maps is not None).takes
+    kind = kind_of(B, H, P, BC, packing)
+    piece = by_kind.ssd_piece(kind, maps is not None).takes
     NP, sequences = n * cdiv(T, piece), (None, None)
     if packing is not None:
-        own = (limits.SSD_SHORT, limits.SSD_LONG) if maps is None else ()
-        n, pieces = packing.sequences, packing.pieces(piece, T, *own)
+        n, pieces = packing.sequences, packing.pieces(piece, T)
+        if maps is None:
+            least, most = min(limits.SSD_LEAST, limits.SSD_PIECE), by_kind.ssd_pieces(kind).takes
+            pieces = packing.pieces(least, T, most, limits.SSD_PIECE)
+            piece = limits.SSD_PIECE  # what is longer is cut
         NP, sequences = len(pieces), (packing.cu_seqlens, pieces)
     out, last = torch.empty_like(x), None
     ends, kept = (None, None) if maps is None or piece >= T else maps
@@ -431,12 +449,12 @@ def ssd_fwd(
     if piece < T and maps is None:
         ends, kept = gc.new_empty(NP, H, N, P), gc.new_empty(NP, H)
         ssd_ends_kernel[(NP * H,)](
-            B, x, gs, gc, seq_idx, ends, kept, None, *sequences, T, gc.numel() // H, 0, False,
-            False, True, G, H, N, P, piece, BC, BC, *widths, **ENDS.launch(),
+            B, x, gs, gc, seq_idx, ends, kept, None, *sequences, T, gc.numel() // H, 0, piece,
+            False, False, True, G, H, N, P, BC, BC, *widths, **ENDS.launch(),
         )  # fmt: skip
     ssd_fwd_kernel[(NP * H,)](
         C, B, S, x, gs, gc, initial_state, ends, kept, D, z, seq_idx, out, last, *sequences, T,
-        gc.numel() // H, whole(x, BC, packing), 1 if D is None else D.numel() // H, G, H, N, P,
-        piece, BC, min(BC, TOKENS), *widths, **FWD.launch(),
+        gc.numel() // H, piece, whole(x, BC, packing), 1 if D is None else D.numel() // H,
+        G, H, N, P, BC, min(BC, TOKENS), *widths, **FWD.launch(),
     )  # fmt: skip
     return out, last

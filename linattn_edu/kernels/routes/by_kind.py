@@ -275,18 +275,39 @@ def pieces_by_warm_up(kind: Kind) -> Choice:
 
 
 @decision
-def ssd_piece(kind: Kind, ranks: bool = False) -> Choice:
-    """Tokens of a piece of a sequence, which has a program of ssd_fwd for each head; of packed
-    sequences the most: the length of each decides.  ranks: whether sequences are cut over ranks.
+def ssd_pieces(kind: Kind) -> Choice:
+    """How many pieces a long sequence of Mamba-2's forward pass has: the fewest whose programs, one
+    for each head, leave few multiprocessors without work when the last of them run.
     """
-    if ranks:
-        size = cdiv(cdiv(kind.T, limits.SSD_PIECES), limits.SSD_CHUNK) * limits.SSD_CHUNK
-        size = min(max(size, limits.SSD_LEAST), limits.SSD_PIECE)
-        return Choice(size, "T={T}: a part of a sequence that is cut over ranks")
-    if not kind.packed and limits.SSD_PIECE < kind.T <= limits.SSD_LONG:
-        size = min(limits.SSD_SHORT, limits.SSD_PIECE)
-        return Choice(size, "T={T}: longer pieces would be few programs")
-    return Choice(limits.SSD_PIECE, "T={T}")
+    n = 1
+    while n < limits.SSD_MOST:
+        turns = cdiv(n * kind.HV, limits.SSD_PROGRAMS)
+        if n * kind.HV >= limits.SSD_BUSY * turns * limits.SSD_PROGRAMS:
+            break
+        n += 1
+    return Choice(n, f"{n * kind.HV} programs, for GPUs that run {limits.SSD_PROGRAMS} at a time")
+
+
+@decision
+def ssd_piece(kind: Kind, ranks: bool = False) -> Choice:
+    """Tokens of a piece of a sequence in the forward pass, which has a program of ssd_fwd for each
+    head; of packed sequences the length of each decides, over ranks that of the longest.
+
+    ranks: whether sequences are cut over ranks: then every piece has a map anyway.
+    """
+    if kind.T <= limits.SSD_PIECE and not ranks:
+        return Choice(limits.SSD_PIECE, "T={T}: the whole sequence")
+    least = min(limits.SSD_LEAST, limits.SSD_PIECE)
+    size = cdiv(kind.T, ssd_pieces(kind).takes * least) * least
+    return Choice(size, "T={T}, a part of what is cut over ranks" if ranks else "T={T}")
+
+
+@decision
+def ssd_piece_bwd(kind: Kind) -> Choice:
+    """The same in the backward pass of sequences that are cut over ranks."""
+    size = cdiv(cdiv(kind.T, limits.SSD_PIECES), limits.SSD_CHUNK) * limits.SSD_CHUNK
+    least = min(limits.SSD_LEAST, limits.SSD_PIECE)
+    return Choice(max(size, least), "T={T}, a part of what is cut over ranks")
 
 
 @decision

@@ -20,13 +20,14 @@ SHARED_RING = (3, 7)
 FUSED = 128  # keys, and values
 SSD_STATES, SSD_HEAD = 128, 64  # N and P of Mamba-2: one tile
 SSD_CHUNK = 128  # tokens
-SSD_PIECE = 4096  # tokens of a program of ssd_fwd
-# the same where a sequence of more tokens than that has this many or fewer: pieces of 4096 of 80
-# heads are then 320 programs at most, of which a GPU of 132 multiprocessors runs 264 at a time
-SSD_SHORT, SSD_LONG = 2048, 16384
-# pieces of a sequence over ranks, where every piece has a map anyway; and the least of a piece. Of
-# lengths that they divide, the backward pass finds its pieces without a table
-SSD_PIECES, SSD_LEAST = 8, 512
+SSD_PIECE = 4096  # tokens of the longest sequence that ssd_fwd does not cut
+# programs of ssd_fwd that a GPU of 132 multiprocessors runs at a time, and how many of them are to
+# have work to the end: a piece of a sequence and head is a program
+SSD_PROGRAMS, SSD_BUSY = 264, 0.9
+SSD_LEAST = 512  # tokens of a piece: multiples of that
+SSD_MOST = 64  # pieces: the last begins with what all of them leave
+# pieces of the backward scans over ranks; of lengths that they divide, no table says where they are
+SSD_PIECES = 8
 SSD_FEW, SSD_MANY = 16, 80  # heads of a program: of dx, and where sums over heads are kept
 
 # -- long sequences of few heads are cut

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from linattn_edu.reference.delta.cp_merge_bwd import piece_map_bwd
+from linattn_edu.reference.fused.ssd_fwd import side_by_side
 from linattn_edu.reference.ssd.chunk_cumsum import decays
 from linattn_edu.reference.tiles import (
     compute_dtype,
@@ -24,16 +25,15 @@ def ssd_ends_bwd(
     Args:
         C, gc, dy: as in ssd_bwd_bc.  piece: as in ssd_ends.
     Returns:
-        dS_ext [B, NP, H, N, P] and M [B, NP, H], in fp32 (fp64 for fp64 input); and the number of
-        the first piece of each sequence, where they are packed.
+        dS_ext [B, NP, H, N, P] and M [B, NP, H], 0 from 2^-32 down, in fp32 (fp64 for fp64 input);
+        and the number of the first piece of each sequence, where they are packed.
     Source: chapter 22.
     """
     piece = piece or dy.shape[1]
     cuts = [slice(a, a + piece) for a in range(0, dy.shape[1], piece)]
     given, options = (None, None), {"scale": 1.0, "chunk_size": chunk_size}
     maps = [piece_map_bwd(C[:, t], *given, gc[:, t], dy[:, t], None, **options) for t in cuts]
-    dS_ext, M = zip(*maps, strict=True)
-    return torch.stack(dS_ext, 1), torch.stack(M, 1), None
+    return side_by_side(maps)
 
 
 def ssd_bwd_bc(

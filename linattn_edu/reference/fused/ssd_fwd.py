@@ -15,6 +15,8 @@ from linattn_edu.reference.tiles import (
     to_chunks,
 )
 
+FORGOTTEN = 2.0**-32  # of a state: no sum in fp32 holds it
+
 
 def chunk_scores(C: Tensor, B: Tensor, seq_idx: Tensor | None = None, *, chunk_size: int) -> Tensor:
     """The scores of a chunk, which all heads of a group share.
@@ -47,8 +49,8 @@ def ssd_ends(
         B, x, gs, gc: as in ssd_fwd.  piece: Tokens of a piece, whole chunks; the last may be
             shorter. None: the sequence is one piece.
     Returns:
-        S_ext [B, NP, H, N, P] and M [B, NP, H], in fp32 (fp64 for fp64 input); and the number of
-        the first piece of each sequence, where they are packed.
+        S_ext [B, NP, H, N, P] and M [B, NP, H], 0 from 2^-32 down, in fp32 (fp64 for fp64 input);
+        and the number of the first piece of each sequence, where they are packed.
     Source: chapters 21 and 25.
     """
     piece = piece or x.shape[1]
@@ -57,8 +59,13 @@ def ssd_ends(
         piece_map(B[:, t], None, x[:, t], gc[:, t], gs=gs[:, t], chunk_size=chunk_size)
         for t in cuts
     ]
-    S_ext, M = zip(*maps, strict=True)
-    return torch.stack(S_ext, 1), torch.stack(M, 1), None
+    return side_by_side(maps)
+
+
+def side_by_side(maps: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor, None]:
+    """The maps of pieces as ssd_ends returns them."""
+    S_ext, M = (torch.stack(y, 1) for y in zip(*maps, strict=True))
+    return S_ext, M.where(M > FORGOTTEN, 0.0), None
 
 
 def ssd_fwd(

@@ -76,7 +76,7 @@ def test_long_sequences_in_pieces(raw, long, device, force, monkeypatch):
     x["dt"] = x["dt"] - 5  # so that a piece remembers the one before
     bounds = boundaries(lengths, device)
     whole = fused.run(x, do, dht, cu_seqlens=bounds, **options)
-    force(**{"SSD_PIECE": 256, "SSD_SHORT": 128, "SSD_LONG": 300} if long else {"SSD_PIECE": 128})
+    force(**{"SSD_PIECE": 256, "SSD_LEAST": 128, "ssd_pieces": 2} if long else {"SSD_PIECE": 128})
     got = fused.run(x, do, dht, cu_seqlens=bounds, **options)
     for name in ("o", "ht"):
         assert_close(name, got[name], whole[name], tolerance(name, torch.bfloat16))
