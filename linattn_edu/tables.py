@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from linattn_edu.sources import marked
+from linattn_edu.sources import MARK, changed, marked
 
 TEXTS = (
     "case",
@@ -12,6 +12,7 @@ TEXTS = (
     "state",
     "step",
     "kernel",
+    "why",
 )  # columns of words, aligned to the left
 INPUTS = ("q", "k", "v", "x", "dt", "A", "B", "C", "D", "g", "beta")  # of any operator
 GRADIENTS = {f"d{x}": f"error_d{x}" for x in INPUTS}  # -> key of a row
@@ -44,18 +45,35 @@ def stage_cells(rows: list[dict]) -> Cells:
     return heads, lines
 
 
-def ladder_cells(rows: list[dict]) -> Cells:
-    """Heads and lines of a kernel ladder: a line a rung, a column a dtype."""
+def ladder_cells(rows: list[dict], why: dict[str, str] | None = None) -> Cells:
+    """Heads and lines of a kernel ladder: a line a rung, a column a dtype.
+
+    why: Of each rung in a clause; with it each time has its gain over the first rung that has one.
+    """
     dtypes = [name for name in SHORT if any(row["dtype"] == name for row in rows)]
     rungs = {(row["step"], row["order"], row["rung"]): {} for row in sorted(rows, key=_place)}
-    for row in rows:
-        text = marked(_three_digits(row["ms"]), row) if "ms" in row else "refused"
+    old, firsts = {row["rung"] for row in rows if changed(row)}, {}
+    for row in sorted(rows, key=_place):
+        if "ms" in row:
+            text = marked(_three_digits(row["ms"]), row)
+        else:  # its code is not recorded, but that of its times in other dtypes is
+            text = "refused" + (MARK if row["rung"] in old else "")
+        if why and "ms" in row:
+            first = firsts.setdefault(row["dtype"], row["ms"])
+            text += f" ({first / row['ms']:.2g}\N{MULTIPLICATION SIGN})"
         rungs[row["step"], row["order"], row["rung"]][row["dtype"]] = text
-    heads = ["step", "kernel", *(f"{SHORT[name]} ms" for name in dtypes)]
+    gain = " (gain)" if why else ""
+    heads = ["step", "kernel", *(f"{SHORT[name]} ms{gain}" for name in dtypes)]
     lines = [
         [str(step), rung, *(times.get(name, "") for name in dtypes)]
         for (step, _, rung), times in rungs.items()
     ]
+    if why:
+        named = {rung for _, _, rung in rungs}
+        if set(why) != named:
+            raise ValueError(f"why must name each of {sorted(named)}, got {sorted(why)}")
+        heads.append("why")
+        lines = [[*line, why[line[1]]] for line in lines]
     return heads, lines
 
 

@@ -26,6 +26,7 @@ from linattn_edu.pipeline import (
     pipeline_svg,
 )
 from linattn_edu.steps import steps_html
+from linattn_edu.testing import assert_close
 
 HASH_SALT = "linattn_edu"
 # chapters/data/<name>_<card>.json
@@ -175,6 +176,28 @@ def _figure_of(name: str) -> Callable:
     return importlib.import_module(f"linattn_edu.figures.{name}").figure
 
 
+# ---- checks
+
+
+def agreement(checks: Iterable[tuple[str, torch.Tensor, torch.Tensor, float]]) -> None:
+    """Assert that results agree, and show one line over a folded table of all of them.
+
+    Args:
+        checks: Name, result, what it should be, and the tolerance of their relative RMS error, as
+            ``testing.assert_close`` takes them.
+    Raises:
+        AssertionError: one does not agree; the lines before it are not shown.
+    """
+    lines = []
+    for name, got, want, tol in checks:
+        assert_close(name, got, want, tol)
+        lines.append(f"{name:<32} OK  <= {tol:.0e}")
+    summary, table = f"{len(lines)} checks pass  OK", "\n".join(lines)
+    print(summary)
+    body = f"<details><summary>all of them</summary><pre>{html.escape(table)}</pre></details>"
+    _display(table, html_text=body)
+
+
 # ---- source listings
 
 
@@ -239,14 +262,16 @@ def measured_stage(stage: str, name: str | None = None) -> None:
     _tables(name, lambda data: timed(data, what), tables.stage_cells, f"Stage {stage}.")
 
 
-def measured_ladder(chapter: str, name: str = LADDERS) -> None:
+def measured_ladder(chapter: str, why: dict[str, str] | None = None, name: str = LADDERS) -> None:
     """Show what each rung of a chapter's kernel ladder takes on the GPU.
 
     Args:
-        chapter: Its file's name.  name: Of the file of results.
+        chapter: Its file's name.  why: Of each rung, in a clause, why it is faster or slower; with
+            it the times are followed by how many times as fast as the first rung they are.
+        name: Of the file of results.
     """
     of_chapter = lambda data: [r for r in data["rows"] if r.get("chapter") == chapter]
-    _tables(name, of_chapter, tables.ladder_cells, _ladder_notes)
+    _tables(name, of_chapter, lambda rows: tables.ladder_cells(rows, why), _ladder_notes)
 
 
 def _ladder_notes(rows: list[dict]) -> str:
@@ -273,8 +298,9 @@ def _ladder_notes(rows: list[dict]) -> str:
 
 
 def _sizes(shape: dict[str, int]) -> str:
-    """Letters and numbers, K and V together where they are equal."""
-    pairs = dict(shape)
+    """Letters and numbers, K and V together where they are equal; tokens of a chunk are C where
+    there are keys of length K, and L in Part IV."""
+    pairs = {"L" if k == "C" and "K" not in shape else k: n for k, n in shape.items()}
     if "K" in pairs and pairs["K"] == pairs.get("V"):
         pairs = {"K = V" if k == "K" else k: n for k, n in pairs.items() if k != "V"}
     texts = (f"{names} = {n}" for names, n in pairs.items())

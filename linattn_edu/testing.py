@@ -4,10 +4,13 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from linattn_edu.reference.tiles import repeat_heads
 
 
 def relative_rms(x: Tensor, ref: Tensor) -> float:
@@ -252,6 +255,69 @@ def ssd_inputs(
         initial_states=randn(B, H, P, N),
         seq_idx=(rand(B, T) < 1 / 30).int().cumsum(1).int(),
     )
+
+
+def ssd_recurrence(
+    C: Tensor, B: Tensor, rows: Tensor, g: Tensor, h0: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Mamba-2's memory token by token: S_t = e^(g_t) S_(t-1) + B_t^T rows_t, and what reads it.
+
+    Args:
+        C, B: [B, T, G, N].  rows: What is written, step x, [B, T, H, P].
+        g: Natural log decay, [B, T, H]; -inf empties the memory.  h0: [B, H, N, P].
+    Returns:
+        C_t S_t [B, T, H, P] and the last state [B, H, N, P].
+    """
+    S, read = h0, []
+    C, B = (repeat_heads(y, rows.shape[2]) for y in (C, B))
+    for t in range(rows.shape[1]):
+        S = g[:, t].exp()[..., None, None] * S + B[:, t, :, :, None] * rows[:, t, :, None]
+        read.append((C[:, t, :, None] @ S)[:, :, 0])
+    return torch.stack(read, 1), S
+
+
+def ssd_passes(
+    x: SSDInputs,
+    seq_idx: Tensor | None = None,
+    *,
+    chunk_size: int,
+    limit: tuple[float, float] = (0.0, math.inf),
+    dy: Tensor | None = None,
+    dht: Tensor | None = None,
+) -> SimpleNamespace:
+    """Every tensor of both passes of Mamba-2, each made by the reference stage that makes it.
+
+    Args:
+        limit: Of the step, after the softplus.  dy, dht: Gradients of y = C S + D x and of the
+            final state, in front of the gate; normal unless given.
+    Returns:
+        The inputs; h0, dy, dht; step, gc, s, h, final; dh_out; ds, dlast_passing, dh0; dB_state,
+        dgc_state, dlast_state; dC, dB, dgc_inter; dx, dstep, dD; dgc_scores: names as in the
+        book's table of Part IV, a decay's gradient with the place that it is from.
+    """
+    from linattn_edu.ops.ssd.chunk import stages
+
+    r, run, options = SimpleNamespace(**x.asdict()), stages("reference"), {"chunk_size": chunk_size}
+    r.seq_idx, r.h0 = seq_idx, x.initial_states.mT.contiguous()
+    r.dy = torch.randn_like(x.x) if dy is None else dy
+    r.dht = torch.randn_like(r.h0) if dht is None else dht
+    raw = x.dt, x.A, x.dt_bias
+    r.step, r.gc = run.chunk_cumsum(*raw, softplus=True, limit=limit, **options)
+    r.s = run.chunk_state(x.B, x.x, r.step, r.gc, seq_idx, **options)
+    end = {"output_final_state": True, **options}
+    r.h, r.final = run.state_passing(r.s, r.gc, r.h0, seq_idx, **end)
+    r.dh_out = run.chunk_scan_bwd_dstates(x.C, r.gc, r.dy, seq_idx, **options)
+    given = r.dh_out, r.gc, r.h, r.dht, seq_idx
+    r.ds, r.dlast_passing, r.dh0 = run.state_passing_bwd(*given, **options)
+    given = x.B, x.x, r.step, r.gc, r.ds, seq_idx
+    r.dB_state, r.dgc_state, r.dlast_state = run.chunk_state_bwd_db(*given, **options)
+    given = x.C, x.B, x.x, r.step, r.gc
+    reads = *given, r.h, r.dy, r.dB_state, seq_idx
+    r.dC, r.dB, r.dgc_inter = run.chunk_scan_bwd_dc(*reads, **options)
+    reads = *given, r.ds, r.dy, x.D, seq_idx
+    r.dx, r.dstep, r.dD = run.chunk_scan_chunk_state_bwd_dx(*reads, **options)
+    r.dgc_scores = run.chunk_scan_bwd_da_cs(*given, r.dy, seq_idx, **options)
+    return r
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from linattn_edu import pages, pipeline, teaching
+from linattn_edu.sources import MARK
 
 ROOT = Path(__file__).resolve().parents[1]
 STAGES = ("recurrent", *pipeline.STAGES)
@@ -253,7 +255,7 @@ LADDER = [
 def test_ladder_table(results, tmp_path, capsys):
     data = {**DATA, "rows": LADDER}
     (tmp_path / "chapters" / "data" / "ladders.json").write_text(json.dumps(data))
-    teaching.measured_ladder("05_state", "ladders")
+    teaching.measured_ladder("05_state", name="ladders")
     heads, naive, tiled, caption = capsys.readouterr().out.splitlines()
     assert heads.split() == ["step", "kernel", "bf16", "ms", "fp32", "ms"]
     assert naive.split() == ["1", "naive", "1235", "12.3"]
@@ -263,11 +265,37 @@ def test_ladder_table(results, tmp_path, capsys):
     assert "refuses tiled: two dtypes. NVIDIA H200, torch 2.11.0" in caption
 
 
+def test_ladder_table_with_gain_and_why(results, tmp_path, capsys):
+    """The gain is over the first rung in the same dtype; a refused rung of older code is marked."""
+    older = {**LADDER[1], "sources": {"kernels.wy": "0" * 12}}
+    data = {**DATA, "rows": [LADDER[0], older, *LADDER[2:]]}
+    (tmp_path / "chapters" / "data" / "ladders.json").write_text(json.dumps(data))
+    why = {"naive": "token by token", "tiled": "a product"}
+    teaching.measured_ladder("05_state", why, name="ladders")
+    heads, naive, tiled, _ = capsys.readouterr().out.splitlines()
+    assert re.split("  +", heads)[2:] == ["bf16 ms (gain)", "fp32 ms (gain)", "why"]
+    assert re.split("  +", naive)[2:] == ["1235 (1×)", "12.3 (1×)", "token by token"]
+    assert re.split("  +", tiled)[2:] == [f"refused{MARK}", f"0.235{MARK} (53×)", "a product"]
+    with pytest.raises(ValueError, match="each of"):
+        teaching.measured_ladder("05_state", {"naive": "x"}, name="ladders")
+
+
+def test_agreement_is_a_line_over_a_folded_table(capsys):
+    x = torch.ones(2)
+    teaching.agreement([("a", x, x, 1e-6), ("b", x + 1e-4, x, 1e-3)])
+    line, *table = capsys.readouterr().out.splitlines()
+    assert line == "2 checks pass  OK"
+    assert [row.split() for row in table] == [[n, "OK", "<=", t] for n, t in
+                                              (("a", "1e-06"), ("b", "1e-03"))]  # fmt: skip
+    with pytest.raises(AssertionError, match="b: relative"):
+        teaching.agreement([("a", x, x, 1e-6), ("b", x + 1, x, 1e-3)])
+
+
 def test_sizes_of_a_ladder_name_their_rungs(results, tmp_path, capsys):
     merge = {**LADDER[2], "step": 3, "order": 2, "rung": "merge", "shape": {"T": 9, "K": 4, "V": 4}}
     data = {**DATA, "rows": [*LADDER, merge]}
     (tmp_path / "chapters" / "data" / "ladders.json").write_text(json.dumps(data))
-    teaching.measured_ladder("05_state", "ladders")
+    teaching.measured_ladder("05_state", name="ladders")
     caption = capsys.readouterr().out.splitlines()[-1].replace("\N{NO-BREAK SPACE}", " ")
     assert (
         "fp32 of naive, tiled: T = 9, K = 64, V = 32. fp32 of merge: T = 9, K = V = 4." in caption
@@ -277,8 +305,8 @@ def test_sizes_of_a_ladder_name_their_rungs(results, tmp_path, capsys):
 
 @pytest.mark.parametrize(
     "show", [lambda: teaching.measured_stage("solve", "no_such"),
-             lambda: teaching.measured_ladder("05_state", "no_such"),
-             lambda: teaching.measured_ladder("05_state", "made_up"),
+             lambda: teaching.measured_ladder("05_state", name="no_such"),
+             lambda: teaching.measured_ladder("05_state", name="made_up"),
              lambda: teaching.measured_stage("output_bwd", "made_up"),
              lambda: teaching.measured_forward("no_such"),
              lambda: teaching.measured_backward("no_such"),

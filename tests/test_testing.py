@@ -11,6 +11,9 @@ from linattn_edu.testing import (
     kda_inputs,
     poison,
     relative_rms,
+    ssd_inputs,
+    ssd_passes,
+    ssd_recurrence,
     verdict,
 )
 
@@ -81,3 +84,22 @@ def test_poison_fills_and_restores():
         assert torch.empty_like(torch.ones(2)).isnan().all()
         assert torch.ones(2).new_empty(2).isnan().all()
     assert torch.empty is original
+
+
+def test_passes_of_mamba_2_are_those_of_the_recurrence():
+    """By autograd, with documents; the parts of the decay's gradient are all there."""
+    x = ssd_inputs(2, 20, 4, 2, 5, 3, dtype=torch.float64)
+    r = ssd_passes(x, x.seq_idx, chunk_size=16)
+    new = torch.nn.functional.pad(x.seq_idx[:, 1:] != x.seq_idx[:, :-1], (1, 0))
+    g = (r.step * x.A).masked_fill(new[..., None], -math.inf)
+    leaves = [y.clone().requires_grad_() for y in (x.C, x.B, x.x, r.h0)]
+    C, B, u, h0 = leaves
+    y, last = ssd_recurrence(C, B, r.step[..., None] * u, g, h0)
+    loss = (r.dy * (y + x.D[:, None] * u)).sum() + (r.dht * last).sum()
+    assert relative_rms(r.final, last) < 1e-13
+    wanted = torch.autograd.grad(loss, leaves)
+    for name, want in zip(("dC", "dB", "dx", "dh0"), wanted, strict=True):
+        assert relative_rms(getattr(r, name), want) < 1e-13, name
+    shapes = {getattr(r, f"dgc_{place}").shape for place in ("state", "inter", "scores")}
+    assert shapes == {r.gc.shape}
+    assert r.dlast_passing.shape == r.dlast_state.shape == (2, 2, 4)

@@ -2,9 +2,9 @@
 
     python tools/minutes.py [NAME...]     a line a chapter
 
-170 words or 12 lines a minute.  A line is one of shown code, of a listing, of a displayed
-equation; a formula inside a sentence is a word.  Off the main path: what is folded (hidden cells,
-drop-down boxes, solutions) and the sections of `OFF`.
+170 words a minute, or 12 lines of shown code or of a listing; 30 seconds a displayed equation,
+20 seconds a figure; a formula inside a sentence is a word.  Off the main path: what is folded
+(hidden cells, drop-down boxes, solutions) and the sections of `OFF`.
 """
 
 import itertools
@@ -17,9 +17,10 @@ import nbformat
 from notebooks import CHAPTERS, toc_chapters, toc_parts
 
 WORDS, LINES = 170, 12  # a minute
+EQUATION, FIGURE = 30 / 60, 20 / 60  # minutes
 OFF = ("Exercises", "In production", "Appendix", "References")
 HIDDEN = {"hide-cell", "remove-cell"}
-LIMIT = 60  # minutes of a main path
+LIMIT, WHOLE = 60, 90  # minutes of a main path, of a chapter
 # the paths through the book: a key -> how its line of the table in chapter 0 begins
 TABLE = "00_ten_minutes.md"
 PATHS = {
@@ -77,13 +78,13 @@ def _parts(name: str):
     section, folded = "", []  # fences that are open, and whether each folds what it holds
     for cell in nbformat.read(CHAPTERS / f"{name}.ipynb", as_version=4).cells:
         if cell.cell_type == "code":
-            source, listings = _cell(cell)
+            source, output = _cell(cell)
             main = 0.0
             if not section.startswith(OFF) and not any(f for _, f in folded):
                 tags = set(cell.metadata.get("tags", ()))
-                main += 0 if tags & (HIDDEN | {"hide-input", "remove-input"}) else source / LINES
-                main += 0 if tags & (HIDDEN | {"hide-output"}) else listings / LINES
-            yield section, main, (source + listings) / LINES
+                main += 0 if tags & (HIDDEN | {"hide-input", "remove-input"}) else source
+                main += 0 if tags & (HIDDEN | {"hide-output", "remove-output"}) else output
+            yield section, main, source + output
             continue
         for line, takes in _lines(cell.source):
             if heading := re.match(r"## +(.*)", line):
@@ -104,11 +105,18 @@ def _parts(name: str):
             yield section, 0 if off else takes, takes
 
 
-def _cell(cell) -> tuple[int, int]:
-    """Lines of a code cell, and of the listings that it shows."""
-    shown = [o["data"].get("text/markdown", "") for o in cell.outputs if "data" in o]
-    listings = [x for text in shown for x in re.findall(r"```python\n(.*?)\n```", text, re.S)]
-    return _code(cell.source), sum(map(_code, listings))
+def _cell(cell) -> tuple[float, float]:
+    """Minutes of a code cell's source, and of the listings and figures that it shows."""
+    shown = [o["data"] for o in cell.outputs if "data" in o]
+    texts = [data.get("text/markdown", "") for data in shown]
+    listings = [x for text in texts for x in re.findall(r"```python\n(.*?)\n```", text, re.S)]
+    output = sum(map(_code, listings)) / LINES + FIGURE * sum(map(_is_figure, shown))
+    return _code(cell.source) / LINES, output
+
+
+def _is_figure(data: dict) -> bool:
+    """Whether an output is a picture; one that is gone through step by step is one."""
+    return any(kind.startswith("image/") for kind in data) or "<svg" in data.get("text/html", "")
 
 
 def _code(text: str) -> int:
@@ -123,9 +131,12 @@ def _lines(text: str):
             code = not code and line != "```"
             yield line, 0
         elif line.startswith("$$"):
+            begins = not equation
             equation ^= line.count("$$") == 1
-            yield line, (1 / LINES if line.count("$$") == 2 else 0)
-        elif equation or code:
+            yield line, EQUATION if begins else 0
+        elif equation:
+            yield line, 0
+        elif code:
             yield line, bool(line.strip()) / LINES
         elif line.startswith((":", "```")):
             yield line, 0

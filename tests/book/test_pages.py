@@ -49,11 +49,11 @@ LINK = re.compile(r"<a\b[^<>]*?\shref=\"([^\"]*)\"")
 
 
 @functools.cache
-@functools.cache
 def soup(page):
     return BeautifulSoup((HTML / page).read_text(), "html.parser")
 
 
+@functools.cache
 def attributes(form, page):
     return {html.unescape(x) for x in form.findall((HTML / page).read_text())}
 
