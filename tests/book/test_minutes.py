@@ -19,7 +19,7 @@ LONG = {
     "08_output_bwd": (66, 119),
     "09_state_bwd": (61, 115),
     "10_wy_bwd": (61, 119),
-    "11_kda_intra_bwd": (71, 197),
+    "11_kda_intra_bwd": (71, 196),
     "12_gate_bwd": (61, 199),
     "13_ssd": (66, 125),
     "20_ema": (65, 109),
@@ -27,9 +27,9 @@ LONG = {
     "22_cp_merge_bwd": (63, 105),
     "23_cp_conv": (64, 126),
     "24_fusion": (65, 118),
-    "25_few_heads": (66, 163),
-    "26_decoding": (57, 111),
-    "27_model_end_to_end": (61, 82),
+    "25_few_heads": (66, 164),
+    "26_decoding": (58, 112),
+    "27_model_end_to_end": (61, 83),
 }
 
 
