@@ -1,10 +1,10 @@
 """The figure that is gone through step by step."""
 
 import re
-import shutil
 import xml.etree.ElementTree as ET
 
 import pytest
+from browsers import chromium
 
 from linattn_edu import teaching
 from linattn_edu.steps import steps_html
@@ -68,12 +68,7 @@ def test_outside_a_notebook_the_captions_are_printed(capsys):
 @pytest.mark.parametrize("clicks", [0, 1, 5])
 def test_a_button_goes_to_the_next_frame(clicks):
     """In a browser, where there is one."""
-    playwright = pytest.importorskip("playwright.sync_api")
-    path = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
-    if path is None:
-        pytest.skip("no browser")
-    with playwright.sync_playwright() as p:
-        browser = p.chromium.launch(executable_path=path, args=["--no-sandbox"])
+    with chromium() as browser:
         page = browser.new_page()
         page.set_content(steps_html(FRAMES, "of a test"))
         for _ in range(clicks):
@@ -83,4 +78,3 @@ def test_a_button_goes_to_the_next_frame(clicks):
         page.locator("button").nth(1).press("ArrowLeft")
         shown = [f.is_visible() for f in page.locator("figure").all()]
         assert shown == [i == max(min(clicks, 2) - 1, 0) for i in range(3)], "focus on a button"
-        browser.close()

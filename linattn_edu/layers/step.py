@@ -49,9 +49,10 @@ class Step:
         states = [state for cache in caches for state in cache.states]
         kind = (*map(id, states), x.shape, x.dtype, x.device, _autocast(x))
         if kind != self._captured:
-            self._graph, self._captured = None, kind
+            self._graph, self._captured = None, None
             self._states = states  # whose numbers tell them apart while they are held
             self._capture(x, states)
+            self._captured = kind
         if self._graph is None:
             return self.module(x, cache=self.cache)
         self._x.copy_(x)

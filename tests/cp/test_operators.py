@@ -95,7 +95,7 @@ def test_fused_kernels_of_mamba_2(device):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
-    ("bounds", "B"), [([0, 512], 1), ([0, 280], 2), ([0, 70, 440, 440, 520], 1)], ids=str
+    ("bounds", "B"), [([0, 512], 1), ([0, 600], 2), ([0, 100, 700, 700, 800], 1)], ids=str
 )
 def test_pieces_of_mamba_2(bounds, B, layout, device, force):
     """Parts of several pieces: one sequence and whole pieces, a batch and a rest, documents."""

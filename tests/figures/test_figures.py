@@ -3,11 +3,11 @@
 import functools
 import html
 import re
-import shutil
 import xml.etree.ElementTree as ET
 
 import pytest
 from book.layout import CHAPTERS, notebook, toc
+from browsers import chromium
 
 from benchmarks.cases import CASES, work
 from linattn_edu import teaching
@@ -111,14 +111,8 @@ def test_a_chapter_shows_the_figure_as_it_is_today(chapter, name):
 
 @pytest.fixture(scope="module")
 def browser():
-    playwright = pytest.importorskip("playwright.sync_api")
-    path = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
-    if path is None:
-        pytest.skip("no browser")
-    with playwright.sync_playwright() as p:
-        browser = p.chromium.launch(executable_path=path, args=["--no-sandbox"])
+    with chromium() as browser:
         yield browser
-        browser.close()
 
 
 @pytest.fixture(scope="module")

@@ -1,11 +1,11 @@
 """The picture of the front: its states against the rule written out; still where asked to be."""
 
 import re
-import shutil
 import xml.etree.ElementTree as ET
 
 import pytest
 import torch
+from browsers import chromium
 
 from linattn_edu.figures import drawing, moving
 from linattn_edu.testing import assert_close
@@ -58,14 +58,8 @@ def test_it_is_small_by_itself_and_named(text):
 
 @pytest.fixture(scope="module")
 def tab():
-    playwright = pytest.importorskip("playwright.sync_api")
-    path = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
-    if path is None:
-        pytest.skip("no browser")
-    with playwright.sync_playwright() as p:
-        browser = p.chromium.launch(executable_path=path, args=["--no-sandbox"])
+    with chromium() as browser:
         yield browser.new_page(viewport={"width": 390, "height": 844})
-        browser.close()
 
 
 MOVING = {"reduced_motion": "no-preference"}

@@ -155,8 +155,20 @@ def kda_intra_bwd_near_kernel(
 
 @triton.jit(do_not_specialize=["T"])
 def kda_intra_bwd_kernel(
-    q_ptr, k_ptr, beta_ptr, gc_ptr, dP_ptr, dL_ptr, dqg_ptr, dkb_ptr, dkg_ptr, dgl_ptr, dq_ptr,
-    dk_ptr, dbeta_ptr, dgc_ptr,  # as of kda_intra_bwd_near_kernel
+    q_ptr,  # [B, T, H, K]
+    k_ptr,  # [B, T, H, K]
+    beta_ptr,  # [B, T, HV]
+    gc_ptr,  # [B, T, HV, K] log2
+    dP_ptr,  # [B, T, HV, BT]
+    dL_ptr,  # [B, T, HV, BT]
+    dqg_ptr,  # [B, T, HV, K]
+    dkb_ptr,  # [B, T, HV, K]
+    dkg_ptr,  # [B, T, HV, K]
+    dgl_ptr,  # [B, NT, HV, K]
+    dq_ptr,  # [B, T, HV, K] out
+    dk_ptr,  # [B, T, HV, K] out
+    dbeta_ptr,  # [B, T, HV] added to
+    dgc_ptr,  # [B, T, HV, K] out
     near_ptr,  # [B, NT, HV, NG], or None: nothing is done yet
     cu_ptr,  # [N + 1] or None
     chunks_ptr,  # [NT, 2] or None

@@ -86,7 +86,10 @@ def rms_norm_gated_kernel(
 
 @triton.jit(do_not_specialize=["n", "TILES"])
 def rms_norm_gated_bwd_kernel(
-    x_ptr, w_ptr, b_ptr, z_ptr,  # as of rms_norm_gated_kernel
+    x_ptr,  # [n, G, D]
+    w_ptr,  # [G, D] or None
+    b_ptr,  # [G, D] or None
+    z_ptr,  # [n, G, D] or None
     rstd_ptr,  # [n, G]
     dy_ptr,  # [n, G, D]
     dx_ptr,  # [n, G, D] out

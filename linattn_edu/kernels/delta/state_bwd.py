@@ -142,8 +142,16 @@ def kda_state_bwd_kernel(
     gc_ptr,  # [B, T, HV, K] log2
     do_ptr,  # [B, T, HV, V]
     P_ptr,  # [B, T, HV, BT]
-    dht_ptr, dh_ptr, dv_ptr, dh0_ptr, scale, cu_ptr, offsets_ptr, T, stride_t,
-    stride_h,  # as of state_bwd_kernel
+    dht_ptr,  # [N, HV, K, V] or None
+    dh_ptr,  # [B, NT, HV, K, V] out: gradient of the state leaving each chunk
+    dv_ptr,  # [B, T, HV, V] out
+    dh0_ptr,  # [N, HV, K, V] out
+    scale,
+    cu_ptr,  # [N + 1] or None
+    offsets_ptr,  # [N + 1] or None
+    T,
+    stride_t,  # of gc, between tokens
+    stride_h,  # and between heads
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip

@@ -434,11 +434,11 @@ def ssd_fwd(
     piece = by_kind.ssd_piece(kind, maps is not None).takes
     NP, sequences = n * cdiv(T, piece), (None, None)
     if packing is not None:
-        n, pieces = packing.sequences, packing.pieces(piece, T)
-        if maps is None:
-            least, most = min(limits.SSD_LEAST, limits.SSD_PIECE), by_kind.ssd_pieces(kind).takes
-            pieces = packing.pieces(least, T, most, limits.SSD_PIECE)
-            piece = limits.SSD_PIECE  # what is longer is cut
+        n, cut = packing.sequences, (piece, T)
+        if maps is None:  # each by its own length
+            piece = limits.SSD_PIECE
+            cut = by_kind.ssd_least(), T, by_kind.ssd_pieces(kind).takes, piece
+        pieces = packing.pieces(*cut)
         NP, sequences = len(pieces), (packing.cu_seqlens, pieces)
     out, last = torch.empty_like(x), None
     ends, kept = (None, None) if maps is None or piece >= T else maps

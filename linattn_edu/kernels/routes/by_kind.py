@@ -288,6 +288,11 @@ def ssd_pieces(kind: Kind) -> Choice:
     return Choice(n, f"{n * kind.HV} programs, for GPUs that run {limits.SSD_PROGRAMS} at a time")
 
 
+def ssd_least() -> int:
+    """Tokens of which a piece of Mamba-2's forward pass has a multiple."""
+    return min(limits.SSD_LEAST, limits.SSD_PIECE)
+
+
 @decision
 def ssd_piece(kind: Kind, ranks: bool = False) -> Choice:
     """Tokens of a piece of a sequence in the forward pass, which has a program of ssd_fwd for each
@@ -297,7 +302,7 @@ def ssd_piece(kind: Kind, ranks: bool = False) -> Choice:
     """
     if kind.T <= limits.SSD_PIECE and not ranks:
         return Choice(limits.SSD_PIECE, "T={T}: the whole sequence")
-    least = min(limits.SSD_LEAST, limits.SSD_PIECE)
+    least = ssd_least()
     size = cdiv(kind.T, ssd_pieces(kind).takes * least) * least
     return Choice(size, "T={T}, a part of what is cut over ranks" if ranks else "T={T}")
 
@@ -306,8 +311,8 @@ def ssd_piece(kind: Kind, ranks: bool = False) -> Choice:
 def ssd_piece_bwd(kind: Kind) -> Choice:
     """The same in the backward pass of sequences that are cut over ranks."""
     size = cdiv(cdiv(kind.T, limits.SSD_PIECES), limits.SSD_CHUNK) * limits.SSD_CHUNK
-    least = min(limits.SSD_LEAST, limits.SSD_PIECE)
-    return Choice(max(size, least), "T={T}, a part of what is cut over ranks")
+    size = min(max(size, ssd_least()), limits.SSD_PIECE)
+    return Choice(size, "T={T}, a part of what is cut over ranks")
 
 
 @decision

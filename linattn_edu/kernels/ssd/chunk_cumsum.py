@@ -83,16 +83,24 @@ def chunk_cumsum_kernel(
 
 @triton.jit(do_not_specialize=["T", "tokens"])
 def chunk_cumsum_log_kernel(
-    dt_ptr, A_ptr, bias_ptr,
+    dt_ptr,  # [B, T, H]
+    A_ptr,  # [H]
+    bias_ptr,  # [H] or None
     gs_ptr,  # [H, B, T] out: log2
     gc_ptr,  # [H, B, T] out: log2, cumulative within a chunk
-    low, high, cu_ptr, chunks_ptr, T,
+    low,
+    high,
+    cu_ptr,  # [N + 1] or None
+    chunks_ptr,  # [NT, 2] or None
+    T,
     tokens,  # B * T
-    H: tl.constexpr, SOFTPLUS: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr,
-):  # fmt: skip
+    H: tl.constexpr,
+    SOFTPLUS: tl.constexpr,
+    BT: tl.constexpr,
+    BH: tl.constexpr,
+):
     """One program: one chunk of BH heads.  Grid (NT * H / BH).
 
-    Arguments without a shape as of chunk_cumsum_kernel.
     Reference: linattn_edu.reference.ssd.chunk_cumsum.
     """
     NH: tl.constexpr = (H + BH - 1) // BH

@@ -94,7 +94,9 @@ def mamba_chunk_scan_combined(
             ``H N (P + 4)`` numbers of float32 from every rank, once.
         impl: "triton", "reference" or "auto", as in :func:`chunk_gated_delta_rule`.
 
-    A NaN or infinity reaches earlier tokens of its chunk, as in :func:`chunk_gated_delta_rule`.
+    A NaN or infinity reaches earlier tokens of its chunk, as in :func:`chunk_gated_delta_rule`. A
+    sequence of more than 4096 tokens is cut into pieces: those after it are without it where their
+    head has forgotten its token.
 
     Accuracy: products are accumulated in float32; 16-bit inputs are rounded where a product needs
     them, and the states between chunks are kept in x's dtype. So in float16 every number of a state
