@@ -159,9 +159,16 @@ class Text:
             if owner == "stages":
                 file = self.stages()[value.attr]
                 return text(f"linattn_edu.kernels.{file}").called(value.attr)
-            module = ".".join(self.imported.get(owner, ()))
+            module = self.module_of(owner)
             return text(module).called(value.attr) if module in PATHS else []
         return self.called(value.id) if isinstance(value, ast.Name) else []
+
+    def module_of(self, name):
+        """What module a name is, also where it was imported from a file that imports it."""
+        module, symbol = self.imported.get(name, ("", ""))
+        if f"{module}.{symbol}" in PATHS or module not in PATHS:
+            return f"{module}.{symbol}"
+        return text(module).module_of(symbol)
 
     def stages(self):
         """Stage -> its file, by the records here or where the stages come from."""

@@ -320,13 +320,12 @@ def scan(
         heads = (pieces.batch if i else pieces.N) * HV
         _, config = scan_launch(SCAN_CONFIGS if low is None else HALVES_CONFIGS, k, heads, V)
         programs = pieces.N * HV * cdiv(V, config["BV"])
-        kernel, halves = scan_kernel, (None,) * 3 if low is None else (beta, *low)
-        sizes = config["BK"], config["BV"]
-        if low is None and by_load.transposed(load, programs, *sizes).takes == "transposed":
-            kernel, halves, config = scan_transposed_kernel, (), config | TRANSPOSED
+        halves, sizes = (None,) * 3 if low is None else (beta, *low), (config["BK"], config["BV"])
+        full = low is None and by_load.transposed(load, programs, *sizes).takes == "transposed"
+        kernel = scan_transposed_kernel if full else scan_kernel
         kernel[(programs,)](
-            *given, *halves, o, last, scale, skipped, *pieces.places, pieces.N, H, HV, K, V, BT=C,
-            **config,
+            *given, *(() if full else halves), o, last, scale, skipped, *pieces.places, pieces.N,
+            H, HV, K, V, BT=C, **(config | TRANSPOSED if full else config),
         )  # fmt: skip
     return o, pieces.last(last)
 
