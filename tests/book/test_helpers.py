@@ -13,7 +13,7 @@ from linattn_edu.kernels import tiles
 from linattn_edu.kernels.tiles import cast, dot
 
 TEXT = (ROOT / "book" / "helpers.md").read_text()
-CALLS = re.findall(r"^\| `(\w+)\(([^`]*)\)`", TEXT, re.M)
+CALLS = re.findall(r"^- `(\w+)\(([^`]*)\)`", TEXT, re.M)
 MAMBA_2 = [name for name in toc() if name[:2] in ("14", "15", "16", "17", "18", "19")]
 
 
