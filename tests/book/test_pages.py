@@ -182,6 +182,7 @@ class Visit:
     def go(self, page):
         for of_another_page in (self.elsewhere, self.missing, self.errors):
             of_another_page.clear()
+        self.tab.bring_to_front()  # behind another tab it draws no frames, and no click is taken
         self.tab.goto(f"{self.home}/{page}", wait_until="load")
         self.tab.evaluate(
             "async () => { if (window.MathJax?.startup) await MathJax.startup.promise;"
