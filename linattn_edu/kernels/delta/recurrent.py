@@ -122,7 +122,8 @@ def recurrent_kernel(
     g_ptr,  # [B, T, HV] natural log, or None; with A_log, the raw gate
     gk_ptr,  # [B, T, HV, K] natural log, or None; with A_log or lower_bound, but no g, raw
     gv_ptr,  # [B, T, HV, V] natural log, or None
-    beta_ptr,  # [B, T, HV] or None: 1
+    beta_ptr,  # [B, T, HV] or None: 1; with write [B, T, HV, K]
+    write_ptr,  # [B, T, HV, V] or None
     A_log_ptr,  # [HV] or None
     bias_ptr,  # [HV], of gk [HV, K], or None
     lower_bound,  # or None
@@ -167,7 +168,8 @@ def recurrent_kernel(
 
     for t in range(n_seq):
         b_q, b_k = load(q_ptr, i_qk, o_k, K), load(k_ptr, i_qk, o_k, K)
-        b_v, b_beta = load(v_ptr, i, o_v, V), load_number(beta_ptr, i)
+        b_v, b_w = load(v_ptr, i, o_v, V), load(write_ptr, i, o_v, V)
+        b_beta = load_number(beta_ptr, i) if write_ptr is None else load(beta_ptr, i, o_k, K)
         b_g, b_gk, b_gv = load_number(g_ptr, i), load(gk_ptr, i, o_k, K), load(gv_ptr, i, o_v, V)
         b_A_log = load_number(A_log_ptr, i_h)
         b_bias = load(bias_ptr, i_h, o_k, K) if g_ptr is None else load_number(bias_ptr, i_h)
@@ -194,8 +196,12 @@ def recurrent_kernel(
             b_S *= layer_decay(b_gk, b_A_log, b_bias, lower_bound)[:, None]
             b_S = decay(b_S, None, None, gv_ptr, b_g, b_gk, b_gv)
         # eq:delta-error   e = v - k S
-        b_kS, b_qS = column_sums(b_k[:, None] * b_S, b_q[:, None] * b_S)
-        b_e = b_beta * (b_v - b_kS)
+        b_r = b_k if write_ptr is None else b_beta * b_k
+        b_kS, b_qS = column_sums(b_r[:, None] * b_S, b_q[:, None] * b_S)
+        if write_ptr is None:
+            b_e = b_beta * (b_v - b_kS)
+        else:
+            b_e = b_w.to(tl.float32) * b_v - b_kS
         # eq:delta-write   S <- S + k^T beta e
         b_S += b_k[:, None] * b_e[None, :]
         # eq:delta-read   o = scale q S,  with the S of before: scale (q S + (q k^T) beta e)
@@ -212,15 +218,25 @@ def recurrent_kernel(
 
 
 @triton.jit
-def step(b_S, k_ptr, v_ptr, g_ptr, gk_ptr, gv_ptr, beta_ptr, i_qk, i, o_k, o_v,
+def step(b_S, k_ptr, v_ptr, g_ptr, gk_ptr, gv_ptr, beta_ptr, write_ptr, i_qk, i, o_k, o_v,
          K: tl.constexpr, V: tl.constexpr):  # fmt: skip
-    """One token of the recurrence: the state after it, the decayed state before it, e, beta."""
-    b_k, b_v, b_beta = load(k_ptr, i_qk, o_k, K), load(v_ptr, i, o_v, V), tl.load(beta_ptr + i)
+    """One token of the recurrence: the state after it, the decayed state before it, e, beta.
+
+    With write, e is all that is written.
+    """
+    b_k, b_v, b_w = load(k_ptr, i_qk, o_k, K), load(v_ptr, i, o_v, V), load(write_ptr, i, o_v, V)
+    b_beta = load_number(beta_ptr, i) if write_ptr is None else load(beta_ptr, i, o_k, K)
     b_g, b_gk, b_gv = load_number(g_ptr, i), load(gk_ptr, i, o_k, K), load(gv_ptr, i, o_v, V)
     b_decayed = decay(b_S, g_ptr, gk_ptr, gv_ptr, b_g, b_gk, b_gv)
     b_k, b_beta = b_k.to(tl.float32), b_beta.to(tl.float32)
-    b_e = b_v.to(tl.float32) - tl.sum(b_k[:, None] * b_decayed, 0)
-    return b_decayed + b_k[:, None] * (b_beta * b_e)[None, :], b_decayed, b_e, b_beta
+    if write_ptr is None:
+        b_e = b_v.to(tl.float32) - tl.sum(b_k[:, None] * b_decayed, 0)
+        b_S = b_decayed + b_k[:, None] * (b_beta * b_e)[None, :]
+    else:
+        b_e = b_w.to(tl.float32) * b_v.to(tl.float32)
+        b_e -= tl.sum((b_beta * b_k)[:, None] * b_decayed, 0)
+        b_S = b_decayed + b_k[:, None] * b_e[None, :]
+    return b_S, b_decayed, b_e, b_beta
 
 
 @triton.jit(do_not_specialize=["T", "total", "BLOCK"])
@@ -231,7 +247,8 @@ def recurrent_bwd_kernel(
     g_ptr,  # [B, T, HV] natural log, or None
     gk_ptr,  # [B, T, HV, K] natural log, or None
     gv_ptr,  # [B, T, HV, V] natural log, or None
-    beta_ptr,  # [B, T, HV]
+    beta_ptr,  # [B, T, HV]; with write [B, T, HV, K]
+    write_ptr,  # [B, T, HV, V] or None
     h0_ptr,  # [N, HV, K, V] or None
     do_ptr,  # [B, T, HV, V]
     dht_ptr,  # [N, HV, K, V] or None
@@ -241,7 +258,8 @@ def recurrent_bwd_kernel(
     dk_ptr,  # [NV, B, T, HV, K] out
     dv_ptr,  # [B, T, HV, V] out
     dg_ptr,  # [NV, B, T, HV] out
-    dbeta_ptr,  # [NV, B, T, HV] out
+    dbeta_ptr,  # [NV, B, T, HV] out; with write [NV, B, T, HV, K]
+    dwrite_ptr,  # [B, T, HV, V] out, or None
     dgk_ptr,  # [NV, B, T, HV, K] out, or None
     dgv_ptr,  # [B, T, HV, V] out, or None
     dh0_ptr,  # [N, HV, K, V] out
@@ -281,7 +299,7 @@ def recurrent_bwd_kernel(
         if i_b < NB - 1:  # the last block is run below
             for j in range(BLOCK):
                 t = first + i_b * BLOCK + j
-                b_S, _, _, _ = step(b_S, k_ptr, v_ptr, g_ptr, gk_ptr, gv_ptr, beta_ptr,
+                b_S, _, _, _ = step(b_S, k_ptr, v_ptr, g_ptr, gk_ptr, gv_ptr, beta_ptr, write_ptr,
                                     t * H + h_qk, t * HV + i_h, o_k, o_v, K, V)  # fmt: skip
 
     b_dS = tl.zeros([BK, BV], dtype=tl.float32)
@@ -297,7 +315,7 @@ def recurrent_bwd_kernel(
             store_tile(inner_ptr, b_S, o_k, o_v, V, K, V)
             inner_ptr += K * V
             t = first + begin + j
-            b_S, _, _, _ = step(b_S, k_ptr, v_ptr, g_ptr, gk_ptr, gv_ptr, beta_ptr,
+            b_S, _, _, _ = step(b_S, k_ptr, v_ptr, g_ptr, gk_ptr, gv_ptr, beta_ptr, write_ptr,
                                 t * H + h_qk, t * HV + i_h, o_k, o_v, K, V)  # fmt: skip
         tl.debug_barrier()
         for j in range(n):
@@ -306,8 +324,9 @@ def recurrent_bwd_kernel(
             i_qk, i = t * H + h_qk, t * HV + i_h
             b_S = load_state(inner_ptr, o_k, o_v, K, V, False)
             b_S, b_decayed, b_e, b_beta = step(
-                b_S, k_ptr, v_ptr, g_ptr, gk_ptr, gv_ptr, beta_ptr, i_qk, i, o_k, o_v, K, V
-            )
+                b_S, k_ptr, v_ptr, g_ptr, gk_ptr, gv_ptr, beta_ptr, write_ptr, i_qk, i, o_k, o_v,
+                K, V,
+            )  # fmt: skip
             b_q = load_vector(q_ptr + i_qk * K, o_k, K)
             b_k = load_vector(k_ptr + i_qk * K, o_k, K)
             b_do = load_vector(do_ptr + i * V, o_v, V) * scale
@@ -316,13 +335,25 @@ def recurrent_bwd_kernel(
             b_dS += b_q[:, None] * b_do[None, :]
             # eq:delta-write-bwd   dbeta = <k dS, e>, de = beta k dS
             b_dr = tl.sum(b_k[:, None] * b_dS, 0)
-            tl.store(dbeta_ptr + i_out + i, tl.sum(b_dr * b_e, 0))
-            b_de = b_beta * b_dr
+            if write_ptr is None:
+                tl.store(dbeta_ptr + i_out + i, tl.sum(b_dr * b_e, 0))
+                b_de = b_beta * b_dr
+                b_dv, b_r = b_de, b_k
+            else:
+                b_de, b_r = b_dr, b_beta * b_k
+                b_dw = b_de * load_vector(v_ptr + i * V, o_v, V)
+                tl.store(dwrite_ptr + i * V + o_v, b_dw, mask=o_v < V)
+                b_dv = b_de * load_vector(write_ptr + i * V, o_v, V)
             # eq:delta-error-bwd   dv = de, dk = dS (beta e)^T - S' de^T, dS <- dS - k^T de
-            tl.store(dv_ptr + i * V + o_v, cast(b_de, dv_ptr.dtype.element_ty), mask=o_v < V)
-            b_dk = tl.sum(b_dS * (b_beta * b_e)[None, :] - b_decayed * b_de[None, :], 1)
+            tl.store(dv_ptr + i * V + o_v, cast(b_dv, dv_ptr.dtype.element_ty), mask=o_v < V)
+            if write_ptr is None:
+                b_dk = tl.sum(b_dS * (b_beta * b_e)[None, :] - b_decayed * b_de[None, :], 1)
+            else:
+                b_dr = -tl.sum(b_decayed * b_de[None, :], 1)
+                tl.store(dbeta_ptr + (i_out + i) * K + o_k, b_k * b_dr, mask=o_k < K)
+                b_dk = tl.sum(b_dS * b_e[None, :], 1) + b_beta * b_dr
             tl.store(dk_ptr + (i_out + i) * K + o_k, b_dk, mask=o_k < K)
-            b_dS -= b_k[:, None] * b_de[None, :]
+            b_dS -= b_r[:, None] * b_de[None, :]
             # eq:delta-decay-bwd   dg = <dS, S'>, dS <- a dS
             b_product = b_dS * b_decayed
             b_rows = tl.sum(b_product, 1)
@@ -353,6 +384,7 @@ def recurrent(
     *,
     gk: Tensor | None = None,
     gv: Tensor | None = None,
+    write: Tensor | None = None,
     scale: float | None = None,
     initial_state: Tensor | None = None,
     A_log: Tensor | None = None,
@@ -392,9 +424,10 @@ def recurrent(
     width = min(block(V), BV)
     with torch.cuda.device_of(q):
         recurrent_kernel[(N * HV * cdiv(V, width),)](
-            q, k, v, g, gk, gv, beta, A_log, dt_bias, lower_bound, initial_state, o, final_state,
-            indices, accepted, stride, pool_slots, scale, cu_seqlens, T, H, HV, K, V, BK=block(K),
-            BV=width, NORM=normalise, SIGMOID=sigmoid, V_FIRST=v_first, SLOTS=slots, num_warps=4,
+            q, k, v, g, gk, gv, beta, write, A_log, dt_bias, lower_bound, initial_state, o,
+            final_state, indices, accepted, stride, pool_slots, scale, cu_seqlens, T, H, HV, K, V,
+            BK=block(K), BV=width, NORM=normalise, SIGMOID=sigmoid, V_FIRST=v_first, SLOTS=slots,
+            num_warps=4,
         )  # fmt: skip
     return o, final_state
 
@@ -410,6 +443,7 @@ def recurrent_bwd(
     *,
     gk: Tensor | None = None,
     gv: Tensor | None = None,
+    write: Tensor | None = None,
     scale: float | None = None,
     initial_state: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
@@ -435,16 +469,18 @@ def recurrent_bwd(
 
     kept, inner = new(blocks, HV, K, V), new(N, HV, length, K, V)
     dq, dk = (new(NV, B, T, HV, K) for _ in range(2))
-    dg, dbeta = (new(NV, B, T, HV) for _ in range(2))
+    dg, dbeta = new(NV, B, T, HV), new(NV, *beta.shape)
+    dwrite = None if write is None else new(B, T, HV, V)
     dv, dh0 = torch.empty_like(v), new(N, HV, K, V)
     dgk = None if gk is None else new(NV, B, T, HV, K)
     dgv = None if gv is None else new(B, T, HV, V)
     with torch.cuda.device_of(q):
         recurrent_bwd_kernel[(N * HV * NV,)](
-            q, k, v, g, gk, gv, beta, initial_state, do, dht, kept, inner,
-            dq, dk, dv, dg, dbeta, dgk, dgv, dh0, scale, cu_seqlens, offsets, T, B * T, length,
-            H, HV, K, V, BK=block(K), BV=BV_BWD, num_warps=4,
+            q, k, v, g, gk, gv, beta, write, initial_state, do, dht, kept, inner,
+            dq, dk, dv, dg, dbeta, dwrite, dgk, dgv, dh0, scale, cu_seqlens, offsets, T, B * T,
+            length, H, HV, K, V, BK=block(K), BV=BV_BWD, num_warps=4,
         )  # fmt: skip
     dq, dk = (x.sum(0).unflatten(2, (H, -1)).sum(3).to(q.dtype) for x in (dq, dk))
     dgk = None if gk is None else dgk.sum(0)
-    return dq, dk, dv, None if g is None else dg.sum(0), dbeta.sum(0), dgk, dgv, dh0
+    results = dq, dk, dv, None if g is None else dg.sum(0), dbeta.sum(0), dgk, dgv, dh0
+    return results if write is None else (*results, dwrite)
