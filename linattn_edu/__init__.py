@@ -12,6 +12,7 @@ from linattn_edu.ops.gdn import (
     fused_recurrent_gated_delta_rule,
 )
 from linattn_edu.ops.gdn.kernel_delta_attention import kda_decay, kernel_delta_attention
+from linattn_edu.ops.gdn2 import chunk_gdn2, fused_recurrent_gdn2
 from linattn_edu.ops.kda import chunk_kda, fused_kda_gate, fused_recurrent_kda
 from linattn_edu.ops.l2norm import l2norm
 from linattn_edu.ops.names import (
@@ -42,6 +43,7 @@ __all__ = [
     "causal_conv1d_update",
     "chunk_gated_delta_rule",
     "chunk_gdn",
+    "chunk_gdn2",
     "chunk_global_cumsum",
     "chunk_kda",
     "chunk_local_cumsum",
@@ -50,6 +52,7 @@ __all__ = [
     "fused_kda_gate",
     "fused_recurrent_gated_delta_rule",
     "fused_recurrent_gdn",
+    "fused_recurrent_gdn2",
     "fused_recurrent_kda",
     "kda",
     "kda_decay",
