@@ -241,7 +241,17 @@ def _alone(arguments, do, dht, scale) -> list[Tensor]:
     if not q.shape[1]:
         zero = v.new_zeros(1, v.shape[2], q.shape[-1], v.shape[-1])
         ht, dh0 = (zero if y is None else y for y in (state, dht))
-        return [do, ht, q, k, v, g, beta, *write, dh0]  # no tokens: empty, and the state goes through
+        return [
+            do,
+            ht,
+            q,
+            k,
+            v,
+            g,
+            beta,
+            *write,
+            dh0,
+        ]  # no tokens: empty, and the state goes through
     g, gk = (g, None) if g.ndim == 3 else (None, g)
     options = {"gk": gk, "scale": scale, "initial_state": state}
     options |= dict(zip(("write",), write, strict=False))

@@ -160,14 +160,6 @@ def gate_bounds(
     return (bound if use_gate_in_kernel else None), bound
 
 
-def check_promise(g: Tensor, bound: float) -> None:
-    """Check the promise of safe_gate where the numbers of g are known."""
-    if known(g) and bool((g < bound).any()):
-        raise ValueError(
-            f"g must be >= {bound} with safe_gate=True, got a minimum of {g.min().item():.4g}"
-        )
-
-
 def count_sequences(
     given: check.Tensors,
     cu_seqlens: Tensor | None,

@@ -15,7 +15,7 @@ from linattn_edu.ops.l2norm import unit
 from linattn_edu.ops.operator import Operator, like, widened
 from linattn_edu.ops.ranks import Ranks
 from linattn_edu.ops.stages import implementations, stage
-from linattn_edu.ops.tensors import in_float32, laid_out
+from linattn_edu.ops.tensors import in_float32, known, laid_out
 from linattn_edu.packing import Packing
 
 
@@ -207,7 +207,7 @@ def call(
     if return_states and cp_context is not None:
         raise ValueError("return_intermediate_states=True is not supported with cp_context")
     if safe_gate and not raw_gate:
-        arguments.check_promise(g, safe_bound)
+        _check_promise(g, safe_bound)
     dtype = q.dtype
     if beyond or impl == "reference":  # where it costs no time
         q, k, v = in_float32(q, k, v)
@@ -226,6 +226,14 @@ def call(
     final_state, h = (laid_out(x, v_first) for x in (final_state, Residuals(*kept).h))
     h = h if h is None else h.to(dtype)
     return (o, final_state, h) if return_states else (o, final_state)
+
+
+def _check_promise(g: Tensor, bound: float) -> None:
+    """Check the promise of safe_gate where the numbers of g are known."""
+    if known(g) and bool((g < bound).any()):
+        raise ValueError(
+            f"g must be >= {bound} with safe_gate=True, got a minimum of {g.min().item():.4g}"
+        )
 
 
 def _fused_passes(
