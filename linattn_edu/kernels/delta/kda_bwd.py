@@ -11,6 +11,7 @@ from linattn_edu.kernels.tiles import (
     cast,
     chunk_of,
     dot,
+    gated,
     load_row,
     load_tile,
     store_tile,
@@ -114,8 +115,8 @@ def kda_wy_bwd_kernel(
         if write_ptr is None:
             store_tile(dv_ptr + i * V, b_beta[:, None] * b_Z, o_t, o_v, HV * V, n_t, V)
         else:
-            b_w = load_tile(write_ptr + i * V, o_t, o_v, HV * V, n_t, V).to(tl.float32)
-            store_tile(dv_ptr + i * V, b_w * b_Z, o_t, o_v, HV * V, n_t, V)
+            b_w = gated(b_Z, write_ptr + i * V, o_t, o_v, HV * V, n_t, V)
+            store_tile(dv_ptr + i * V, b_w, o_t, o_v, HV * V, n_t, V)
         # eq:kda-dl   dL = -tril(Z v_new^T, -1)
         b_Z = cast(b_Z, b_v_new.dtype)
         b_dL = dot(b_Z, tl.trans(b_v_new), b_dL)

@@ -22,6 +22,7 @@ from linattn_edu.kernels.tiles import (
     cdiv,
     chunk_of,
     dot,
+    gated,
     load_gates,
     load_row,
     load_tile,
@@ -122,8 +123,7 @@ def kda_intra_bwd_near_kernel(
         b_dkg = load_tile(dkg_ptr + i * K, o_t, o_k, HV * K, n_t, K)  # [BT, BK]
         if erase_ptr is not None:
             b_beta = load_tile(erase_ptr + i * K, o_t, o_k, HV * K, n_t, K).to(tl.float32)
-        b_k = b_k.to(tl.float32)
-        b_q = b_q.to(tl.float32)
+        b_k, b_q = b_k.to(tl.float32), b_q.to(tl.float32)
         b_E = tl.exp2(b_g)
         b_F = tl.exp2(-b_g)
         b_kF = cast(b_k * b_F, dtype)
@@ -252,8 +252,7 @@ def kda_intra_bwd_kernel(
             if erase_ptr is None:
                 b_kE = cast(b_kE * load_row(beta_ptr, o_c, HV, n_t)[:, None], dtype)
             else:
-                b_kE *= load_tile(erase_ptr + i * K, o_c, o_k, HV * K, n_t, K).to(tl.float32)
-                b_kE = cast(b_kE, dtype)
+                b_kE = cast(gated(b_kE, erase_ptr + i * K, o_c, o_k, HV * K, n_t, K), dtype)
             # eq:kda-r   R_j += sum over i > j of (dP_ij q_i + beta_i dL_ij k_i) 2^(gc_i - gc_j)
             b_dP = load_tile(dP_ptr + b * 16, o_c, o, HV * PW, n_t, 16)
             b_dL = load_tile(dL_ptr + b * 16, o_c, o, HV * PW, n_t, 16)
@@ -409,16 +408,9 @@ def kda_intra_bwd(
         config = of_generation(NEAR_CONFIGS, device_of(k)[0])[k.dtype]
         near = k.new_empty(NT * HV, cdiv(K, GROUP.value), dtype=torch.int8)
         kda_intra_bwd_near_kernel[(NT * HV,)](
-            q,
-            k,
-            *strength(beta),
-            *tensors,
-            near,
-            *sizes,
-            BT=chunk_size,
-            BN=max(block(K), GROUP.value),
-            **config.launch(K),
-        )
+            q, k, *strength(beta), *tensors, near, *sizes, BT=chunk_size,
+            BN=max(block(K), GROUP.value), **config.launch(K),
+        )  # fmt: skip
     return launch_pairs((q, k, beta, *tensors), near, packing, chunk_size, chunk_size, summed=False)
 
 

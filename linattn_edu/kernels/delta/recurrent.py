@@ -50,6 +50,13 @@ def load(x_ptr, i, o, n):
 
 
 @triton.jit
+def store(x_ptr, i, b_x, o, n):
+    """Numbers o, below n, of row i; nothing without a tensor."""
+    if x_ptr is not None:
+        tl.store(x_ptr + i * n + o, b_x, mask=o < n)
+
+
+@triton.jit
 def load_number(x_ptr, i):
     """Number i in the dtype of the tensor; 0 without a tensor."""
     if x_ptr is None:
@@ -239,6 +246,22 @@ def step(b_S, k_ptr, v_ptr, g_ptr, gk_ptr, gv_ptr, beta_ptr, write_ptr, i_qk, i,
     return b_S, b_decayed, b_e, b_beta
 
 
+@triton.jit
+def gates_bwd(b_dS, b_decayed, b_e, b_beta, b_k, b_de, v_ptr, write_ptr, dk_ptr, dv_ptr, dbeta_ptr,
+              dwrite_ptr, i_out, i, o_k, o_v, K: tl.constexpr, V: tl.constexpr):  # fmt: skip
+    """The adjoint of k^T e, e = write v - (beta k) S', with gates of channels; de = k dS.
+
+    Returns dS after it.
+    """
+    b_w, b_v = load_vector(write_ptr + i * V, o_v, V), load_vector(v_ptr + i * V, o_v, V)
+    store(dwrite_ptr, i, b_v * b_de, o_v, V)
+    store(dv_ptr, i, cast(b_w * b_de, dv_ptr.dtype.element_ty), o_v, V)
+    b_dr = -tl.sum(b_decayed * b_de[None, :], 1)  # of beta k
+    store(dbeta_ptr, i_out + i, b_k * b_dr, o_k, K)
+    store(dk_ptr, i_out + i, tl.sum(b_dS * b_e[None, :], 1) + b_beta * b_dr, o_k, K)
+    return b_dS - (b_beta * b_k)[:, None] * b_de[None, :]
+
+
 @triton.jit(do_not_specialize=["T", "total", "BLOCK"])
 def recurrent_bwd_kernel(
     q_ptr,  # [B, T, H, K]
@@ -279,9 +302,8 @@ def recurrent_bwd_kernel(
     i_v, i_nh, i_h, first, n_seq, i_block = columns_of(
         tl.program_id(0), cu_ptr, None, T, HV, V, 1, BV
     )
-    i_block = i_nh // HV * tl.cdiv(T, BLOCK)
-    if cu_ptr is not None:
-        i_block = tl.load(offsets_ptr + i_nh // HV)
+    i_n = i_nh // HV
+    i_block = i_n * tl.cdiv(T, BLOCK) if cu_ptr is None else tl.load(offsets_ptr + i_n)
     o_k = tl.arange(0, BK)
     o_v = i_v * BV + tl.arange(0, BV)
     kept_ptr += (i_block * HV + i_h) * K * V
@@ -323,10 +345,8 @@ def recurrent_bwd_kernel(
             t = first + begin + (n - 1 - j)
             i_qk, i = t * H + h_qk, t * HV + i_h
             b_S = load_state(inner_ptr, o_k, o_v, K, V, False)
-            b_S, b_decayed, b_e, b_beta = step(
-                b_S, k_ptr, v_ptr, g_ptr, gk_ptr, gv_ptr, beta_ptr, write_ptr, i_qk, i, o_k, o_v,
-                K, V,
-            )  # fmt: skip
+            b_S, b_decayed, b_e, b_beta = step(b_S, k_ptr, v_ptr, g_ptr, gk_ptr, gv_ptr, beta_ptr,
+                                               write_ptr, i_qk, i, o_k, o_v, K, V)  # fmt: skip
             b_q = load_vector(q_ptr + i_qk * K, o_k, K)
             b_k = load_vector(k_ptr + i_qk * K, o_k, K)
             b_do = load_vector(do_ptr + i * V, o_v, V) * scale
@@ -338,33 +358,24 @@ def recurrent_bwd_kernel(
             if write_ptr is None:
                 tl.store(dbeta_ptr + i_out + i, tl.sum(b_dr * b_e, 0))
                 b_de = b_beta * b_dr
-                b_dv, b_r = b_de, b_k
-            else:
-                b_de, b_r = b_dr, b_beta * b_k
-                b_dw = b_de * load_vector(v_ptr + i * V, o_v, V)
-                tl.store(dwrite_ptr + i * V + o_v, b_dw, mask=o_v < V)
-                b_dv = b_de * load_vector(write_ptr + i * V, o_v, V)
-            # eq:delta-error-bwd   dv = de, dk = dS (beta e)^T - S' de^T, dS <- dS - k^T de
-            tl.store(dv_ptr + i * V + o_v, cast(b_dv, dv_ptr.dtype.element_ty), mask=o_v < V)
-            if write_ptr is None:
+                # eq:delta-error-bwd   dv = de, dk = dS (beta e)^T - S' de^T, dS <- dS - k^T de
+                tl.store(dv_ptr + i * V + o_v, cast(b_de, dv_ptr.dtype.element_ty), mask=o_v < V)
                 b_dk = tl.sum(b_dS * (b_beta * b_e)[None, :] - b_decayed * b_de[None, :], 1)
+                tl.store(dk_ptr + (i_out + i) * K + o_k, b_dk, mask=o_k < K)
+                b_dS -= b_k[:, None] * b_de[None, :]
             else:
-                b_dr = -tl.sum(b_decayed * b_de[None, :], 1)
-                tl.store(dbeta_ptr + (i_out + i) * K + o_k, b_k * b_dr, mask=o_k < K)
-                b_dk = tl.sum(b_dS * b_e[None, :], 1) + b_beta * b_dr
-            tl.store(dk_ptr + (i_out + i) * K + o_k, b_dk, mask=o_k < K)
-            b_dS -= b_r[:, None] * b_de[None, :]
+                b_dS = gates_bwd(b_dS, b_decayed, b_e, b_beta, b_k, b_dr, v_ptr, write_ptr, dk_ptr,
+                                 dv_ptr, dbeta_ptr, dwrite_ptr, i_out, i, o_k, o_v, K,
+                                 V)  # fmt: skip
             # eq:delta-decay-bwd   dg = <dS, S'>, dS <- a dS
             b_product = b_dS * b_decayed
             b_rows = tl.sum(b_product, 1)
             tl.store(dg_ptr + i_out + i, tl.sum(b_rows, 0))
-            if dgk_ptr is not None:
-                tl.store(dgk_ptr + (i_out + i) * K + o_k, b_rows, mask=o_k < K)
+            store(dgk_ptr, i_out + i, b_rows, o_k, K)
             if dgv_ptr is not None:
                 tl.store(dgv_ptr + i * V + o_v, tl.sum(b_product, 0), mask=o_v < V)
-            b_g, b_gk = load_number(g_ptr, i), load(gk_ptr, i, o_k, K)
-            b_gv = load(gv_ptr, i, o_v, V)
-            b_dS = decay(b_dS, g_ptr, gk_ptr, gv_ptr, b_g, b_gk, b_gv)
+            b_dS = decay(b_dS, g_ptr, gk_ptr, gv_ptr, load_number(g_ptr, i),
+                         load(gk_ptr, i, o_k, K), load(gv_ptr, i, o_v, V))  # fmt: skip
         tl.debug_barrier()
 
     store_tile(dh0_ptr + i_nh * K * V, b_dS, o_k, o_v, V, K, V)

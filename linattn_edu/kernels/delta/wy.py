@@ -11,6 +11,7 @@ from linattn_edu.kernels.tiles import (
     chunk_of,
     decay_matrix,
     dot,
+    gated,
     load_gate,
     load_gates,
     load_row,
@@ -50,6 +51,9 @@ def wy_kernel(
     i_w = (first * HV + i_h) * K
     v_ptr += (first * HV + i_h) * V
     u_ptr += (first * HV + i_h) * V
+    if erase_ptr is not None:
+        erase_ptr += i_w
+        write_ptr += (first * HV + i_h) * V
 
     o_t = tl.arange(0, BT)
     if erase_ptr is None:
@@ -74,9 +78,7 @@ def wy_kernel(
             b_q = load_tile(q_ptr + i_k, o_t, o_k, H * K, n_t, K).to(tl.float32)  # [BT, BK]
             b_last = load_vector(gc_ptr + last, o_k, K)
             # eq:kda-w   w = A diag(beta) (2^gc * K)
-            b_r = b_k.to(tl.float32)
-            if erase_ptr is not None:
-                b_r *= load_tile(erase_ptr + i_w, o_t, o_k, HV * K, n_t, K).to(tl.float32)
+            b_r = gated(b_k.to(tl.float32), erase_ptr, o_t, o_k, HV * K, n_t, K)
             b_w = dot(b_Aw, cast(b_r * tl.exp2(b_g), b_k.dtype))
             # eq:kda-kg   kg = 2^(gc_last - gc) * K
             b_kg = b_k.to(tl.float32) * tl.exp2(b_last[None, :] - b_g)
@@ -94,9 +96,7 @@ def wy_kernel(
         o_v = j * BV + tl.arange(0, BV)
         b_v = load_tile(v_ptr, o_t, o_v, HV * V, n_t, V)  # [BT, BV]
         if write_ptr is not None:
-            i_v = (first * HV + i_h) * V
-            b_r = load_tile(write_ptr + i_v, o_t, o_v, HV * V, n_t, V).to(tl.float32)
-            b_v = cast(b_r * b_v.to(tl.float32), b_v.dtype)
+            b_v = cast(gated(b_v.to(tl.float32), write_ptr, o_t, o_v, HV * V, n_t, V), b_v.dtype)
         store_tile(u_ptr, dot(b_Au, b_v), o_t, o_v, HV * V, n_t, V)
 
 
