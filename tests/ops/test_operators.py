@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from linattn_edu import (
     causal_conv1d,
     chunk_gated_delta_rule,
+    chunk_gdn2,
     chunk_kda,
     chunk_local_cumsum,
     ema_scan,
@@ -404,19 +405,23 @@ def test_every_operator_is_checked():
                   if str(s.name).startswith("linattn_edu::")}  # fmt: skip
     registered = {n for n in registered if not n.startswith("toy_")}  # of test_operator
     differentiable = (
-        "chunk_gated_delta_rule", "chunk_kda", "l2norm", "recurrent", "solve_tril", "gdn_gate",
-        "kda_gate", "ema_scan", "mamba_chunk_scan_combined", "causal_conv1d", "rms_norm_gated",
+        "chunk_gated_delta_rule", "chunk_kda", "chunk_gdn2", "l2norm", "recurrent",
+        "recurrent_gated", "solve_tril", "gdn_gate", "kda_gate", "ema_scan",
+        "mamba_chunk_scan_combined", "causal_conv1d", "rms_norm_gated",
     )  # fmt: skip
     assert registered == {
         *differentiable, *(f"{n}_backward" for n in differentiable),
         "chunk_local_cumsum", "chunk_global_cumsum",  # whose adjoints they are themselves
         "recurrent_pool", "recurrent_step", "recurrent_step_v_first", "recurrent_step_",
+        "recurrent_pool_gated", "recurrent_step_gated", "recurrent_step_gated_v_first",
+        "recurrent_step_gated_",
         "selective_state_update", "selective_state_update_drafts", "causal_conv1d_update",
     }  # fmt: skip
 
 
 WATCHED = {
     "chunk_kda": lambda x: chunk_kda(x, x, x, -x.abs(), x[..., 0].abs())[0],
+    "chunk_gdn2": lambda x: chunk_gdn2(x, x, x, -x.abs(), x.abs(), x.abs())[0],
     "chunk_gated_delta_rule": lambda x: chunk_gated_delta_rule(
         x, x, x, -x[..., 0].abs(), x[..., 1].abs()
     )[0],

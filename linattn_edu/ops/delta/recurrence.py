@@ -272,5 +272,9 @@ def _step(v_first: bool, gated: bool) -> Operator:
     return step
 
 
-BOTH = False, True
-steps = {(v_first, gated): _step(v_first, gated) for gated in BOTH for v_first in BOTH}
+steps = {  # by v_first and gated
+    (False, False): _step(False, False),
+    (True, False): _step(True, False),
+    (False, True): _step(False, True),
+    (True, True): _step(True, True),
+}

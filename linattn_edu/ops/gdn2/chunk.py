@@ -4,7 +4,7 @@ from torch import Tensor
 
 from linattn_edu.cp.context import CPContext
 from linattn_edu.ops.delta import arguments
-from linattn_edu.ops.kda.chunk import backward, call, declare, forward
+from linattn_edu.ops.kda.chunk import backward, declare, forward, prepared
 
 
 def chunk_gdn2(
@@ -76,8 +76,8 @@ def chunk_gdn2(
     and 12.
     """
     _, beyond = arguments.sigmoid_factor(False, allow_neg_eigval)
-    return call(
-        chunk, (q, k, v, g, b, w, A_log, dt_bias, initial_state),
+    (q, *given), save, results = prepared(
+        (q, k, v, g, b, w, A_log, dt_bias, initial_state),
         (cu_seqlens, cu_seqlens_cpu, chunk_indices), cp_context, scale, chunk_size, impl,
         v_first=arguments.v_first(state_v_first, transpose_state_layout),
         lower_bound=lower_bound,
@@ -89,6 +89,7 @@ def chunk_gdn2(
         disable_recompute=disable_recompute,
         return_intermediate_states=return_intermediate_states,
     )  # fmt: skip
+    return results(chunk(q, *given, save=save))
 
 
 chunk = declare("chunk_gdn2", {"beta": "B T HV K", "write": "B T HV V"})

@@ -159,8 +159,8 @@ def chunk_kda(
     check.absent("use_graph", use_graph, False)
     check.absent("max_num_seqs", max_num_seqs)
     sigmoid, beyond = arguments.sigmoid_factor(use_beta_sigmoid_in_kernel, allow_neg_eigval)
-    return call(
-        chunk, (q, k, v, g, beta, A_log, dt_bias, initial_state),
+    (q, *given), save, results = prepared(
+        (q, k, v, g, beta, A_log, dt_bias, initial_state),
         (cu_seqlens, cu_seqlens_cpu, chunk_indices), cp_context, scale, chunk_size, impl,
         v_first=arguments.v_first(state_v_first, transpose_state_layout),
         lower_bound=lower_bound,
@@ -173,10 +173,10 @@ def chunk_kda(
         disable_recompute=disable_recompute,
         return_intermediate_states=return_intermediate_states,
     )  # fmt: skip
+    return results(chunk(q, *given, save=save))
 
 
-def call(
-    operator: Operator,
+def prepared(
     tensors: tuple[Tensor | None, ...],
     bounds: tuple[Tensor | None, ...],
     cp_context: CPContext | None,
@@ -189,8 +189,9 @@ def call(
     sigmoid: int = 0,
     beyond: bool,
     **flags: bool,
-) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
-    """Check all arguments and call an operator that `declare` has made.
+) -> tuple[tuple, str, Callable]:
+    """All arguments checked: those of an operator that `declare` makes, what it saves, and what
+    makes of its outputs those of the public function.
 
     tensors: as of `arguments.chunked`.  flags: the last six of chunk_kda's call, in its order.
     """
@@ -217,15 +218,19 @@ def call(
     q, k, v, g, *strength = place.joined(q, k, v, g, *strength)
     staged, packed = keep_all or return_states, place.bounds[0] is not None
     fused = 0 if staged else _fused_passes(impl, q, v, chunk_size, packed, len(strength) > 1)
-    o, final_state, *kept = operator(
+    given = (
         q, k, v, g, *strength, A_log, dt_bias, place.entering(initial_state),
         *place.bounds, scale, gate_bound, safe_bound, output_final_state, chunk_size, fused,
-        place.group, impl, "h" if return_states else "", save=save,
+        place.group, impl, "h" if return_states else "",
     )  # fmt: skip
-    o, final_state = place.parted(o).to(dtype), place.leaving(final_state)
-    final_state, h = (laid_out(x, v_first) for x in (final_state, Residuals(*kept).h))
-    h = h if h is None else h.to(dtype)
-    return (o, final_state, h) if return_states else (o, final_state)
+
+    def results(outputs: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+        o, final_state, *kept = outputs
+        o, final_state = place.parted(o).to(dtype), place.leaving(final_state)
+        final_state, h = (laid_out(x, v_first) for x in (final_state, Residuals(*kept).h))
+        return (o, final_state, h.to(dtype)) if return_states else (o, final_state)
+
+    return given, save, results
 
 
 def _check_promise(g: Tensor, bound: float) -> None:
