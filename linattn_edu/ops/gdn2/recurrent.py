@@ -2,6 +2,7 @@
 
 from torch import Tensor
 
+from linattn_edu.ops import check
 from linattn_edu.ops.delta import arguments
 from linattn_edu.ops.kda.recurrent import call
 
@@ -28,6 +29,7 @@ def fused_recurrent_gdn2(
     ssm_state_indices: Tensor | None = None,
     num_accepted_tokens: Tensor | None = None,
     transpose_state_layout: bool | None = None,
+    cp_context: None = None,
     impl: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
     r"""GDN-2 one token after the other: decoding, and prefill of short prompts.
@@ -47,7 +49,7 @@ def fused_recurrent_gdn2(
         w: Write gate ``[B, T, HV, V]``, any float dtype.
         output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel, lower_bound: As there.
         state_v_first, cu_seqlens, initial_state, inplace_final_state: Likewise.
-        ssm_state_indices, num_accepted_tokens, transpose_state_layout, impl: Likewise.
+        ssm_state_indices, num_accepted_tokens, transpose_state_layout, cp_context, impl: Likewise.
 
     Returns:
         ``(o, final_state)`` as of :func:`fused_recurrent_kda`.
@@ -57,6 +59,7 @@ def fused_recurrent_gdn2(
 
     Source: the rule as in fla-core 0.6.0; chapter 01.
     """
+    check.absent("cp_context", cp_context)
     return call(
         (q, k, v, g, b, w, A_log, dt_bias, initial_state), cu_seqlens, scale, impl,
         v_first=arguments.v_first(state_v_first, transpose_state_layout),
