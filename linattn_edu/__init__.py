@@ -17,7 +17,9 @@ from linattn_edu.ops.kda import chunk_kda, fused_kda_gate, fused_recurrent_kda
 from linattn_edu.ops.l2norm import l2norm
 from linattn_edu.ops.names import (
     L2Norm,
+    chunk_delta_rule,
     chunk_gdn,
+    fused_recurrent_delta_rule,
     fused_recurrent_gdn,
     kda,
     l2_norm,
@@ -41,6 +43,7 @@ __all__ = [
     "causal_conv1d",
     "causal_conv1d_fn",
     "causal_conv1d_update",
+    "chunk_delta_rule",
     "chunk_gated_delta_rule",
     "chunk_gdn",
     "chunk_gdn2",
@@ -50,6 +53,7 @@ __all__ = [
     "ema_scan",
     "fused_gdn_gate",
     "fused_kda_gate",
+    "fused_recurrent_delta_rule",
     "fused_recurrent_gated_delta_rule",
     "fused_recurrent_gdn",
     "fused_recurrent_gdn2",

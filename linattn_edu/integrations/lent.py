@@ -102,6 +102,7 @@ MODULES: dict[str, dict[str, Any]] = {
     "fla.modules.l2norm": L2NORM,
     "fla.ops": DELTA | KDA | GDN2,
     "fla.ops.cp": CP,
+    "fla.ops.delta_rule": _of(names, "chunk_delta_rule", "fused_recurrent_delta_rule"),
     "fla.ops.gated_delta_rule": DELTA,
     "fla.ops.gated_delta_rule.chunk": CHUNK_DELTA,
     "fla.ops.gated_delta_rule.fused_recurrent": RECURRENT_DELTA,
