@@ -12,11 +12,14 @@ from linattn_edu.ops.gdn import (
     fused_recurrent_gated_delta_rule,
 )
 from linattn_edu.ops.gdn.kernel_delta_attention import kda_decay, kernel_delta_attention
+from linattn_edu.ops.gdn2 import chunk_gdn2, fused_recurrent_gdn2
 from linattn_edu.ops.kda import chunk_kda, fused_kda_gate, fused_recurrent_kda
 from linattn_edu.ops.l2norm import l2norm
 from linattn_edu.ops.names import (
     L2Norm,
+    chunk_delta_rule,
     chunk_gdn,
+    fused_recurrent_delta_rule,
     fused_recurrent_gdn,
     kda,
     l2_norm,
@@ -40,16 +43,20 @@ __all__ = [
     "causal_conv1d",
     "causal_conv1d_fn",
     "causal_conv1d_update",
+    "chunk_delta_rule",
     "chunk_gated_delta_rule",
     "chunk_gdn",
+    "chunk_gdn2",
     "chunk_global_cumsum",
     "chunk_kda",
     "chunk_local_cumsum",
     "ema_scan",
     "fused_gdn_gate",
     "fused_kda_gate",
+    "fused_recurrent_delta_rule",
     "fused_recurrent_gated_delta_rule",
     "fused_recurrent_gdn",
+    "fused_recurrent_gdn2",
     "fused_recurrent_kda",
     "kda",
     "kda_decay",

@@ -19,6 +19,7 @@ from linattn_edu.choices import GPU, GPUS, INTERPRETER, Choice
 from linattn_edu.ops import check
 from linattn_edu.ops.ema import ema_scan
 from linattn_edu.ops.gdn import chunk_gated_delta_rule
+from linattn_edu.ops.gdn2 import chunk_gdn2
 from linattn_edu.ops.kda import chunk_kda
 from linattn_edu.ops.ssd import mamba_chunk_scan_combined
 
@@ -32,6 +33,7 @@ SAID = {
     "gdn_backward_stages": SETS,
     "kda_forward_stages": SETS,
     "kda_backward_stages": SETS,
+    "gdn2_stages": SETS,
     "ssd_stages": SETS,
     "chunk_limit": {64: "", None: "chunks of {} at most"},
     "kda_fused_intra_bwd": KERNELS,
@@ -59,6 +61,7 @@ OF_PASS = {
     "gdn_backward_stages": ("backward",),
     "kda_forward_stages": ("forward", "backward"),
     "kda_backward_stages": ("backward",),
+    "gdn2_stages": ("forward", "backward"),
     "ssd_stages": ("forward", "backward"),
 }
 
@@ -288,6 +291,11 @@ def _kda(B, T, H, HV, K, V):
     return _delta(B, T, H, HV, K, V) | {"g": (B, T, HV, K)}
 
 
+def _gdn2(B, T, H, HV, K, V):
+    gates = {"g": (B, T, HV, K), "b": (B, T, HV, K), "w": (B, T, HV, V)}
+    return {n: s for n, s in _delta(B, T, H, HV, K, V).items() if n != "beta"} | gates
+
+
 def _ssd(B, T, H, G, P, N):
     return {"x": (B, T, H, P), "dt": (B, T, H), "A": (H,), "B": (B, T, G, N), "C": (B, T, G, N)}
 
@@ -300,6 +308,7 @@ def _ema(B, T, H, D):
 OPERATORS = {
     "gdn": (chunk_gated_delta_rule, _gdn, ("g",), 64),
     "kda": (chunk_kda, _kda, ("g",), 64),
+    "gdn2": (chunk_gdn2, _gdn2, ("g",), 64),
     "ssd": (mamba_chunk_scan_combined, _ssd, ("dt", "A"), 256),
     "ema": (ema_scan, _ema, ("g",), 64),
 }
@@ -309,7 +318,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``python -m linattn_edu route``."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = (
-        "sizes:\n  gdn, kda  B T H HV K V\n  ssd       B T H G P N\n  ema       B T H D\n\n"
+        "sizes:\n  gdn, kda, gdn2  B T H HV K V\n"
+        "  ssd             B T H G P N\n  ema             B T H D\n\n"
         "example: python -m linattn_edu route gdn 8 4096 16 16 128 128 --gpu h100"
     )
     parser.add_argument("operator", choices=OPERATORS)

@@ -117,6 +117,18 @@ def inputs(
     return x
 
 
+def gated(x: dict[str, Tensor], seed: int = 3, most: float = 1.0) -> dict[str, Tensor]:
+    """The arguments with gates of channels for what is erased, up to `most`, and written: GDN-2's b
+    and w in the place of beta.
+    """
+    x = {**x}
+    generator = torch.Generator(device=x["q"].device).manual_seed(seed)
+    options = {"generator": generator, "device": x["q"].device, "dtype": x.pop("beta").dtype}
+    shape = x["v"].shape[:3]
+    b = torch.randn(*shape, x["q"].shape[-1], **options).sigmoid()
+    return x | {"b": most * b, "w": torch.randn(x["v"].shape, **options).sigmoid()}
+
+
 def cotangents(x: dict[str, Tensor], N: int | None = None, seed: int = 1) -> tuple[Tensor, Tensor]:
     """Random gradients of o and of the final state."""
     v, K = x["v"], x["q"].shape[-1]
@@ -169,8 +181,11 @@ def recurrence_arguments(
     safe_gate: bool = False,
     state_v_first: bool = False,
 ) -> list[Tensor | None]:
-    """q, k, v, g, beta and the initial state of the plain recurrence, as the flags define them."""
-    q, k, v, g, beta = (x[n] for n in ("q", "k", "v", "g", "beta"))
+    """q, k, v, g, beta, or b and w, and the initial state of the plain recurrence, as the flags
+    define them.
+    """
+    names = ("q", "k", "v", "g", *(("beta",) if "beta" in x else ("b", "w")))
+    q, k, v, g, beta, *write = (x[n] for n in names)
     if use_qk_l2norm_in_kernel:
         q, k = (y / (y.square().sum(-1, keepdim=True) + 1e-6).sqrt() for y in (q, k))
     if use_beta_sigmoid_in_kernel:
@@ -178,7 +193,7 @@ def recurrence_arguments(
     if use_gate_in_kernel:
         g = log_decay(x, lower_bound)
     state = x.get("initial_state")
-    return [q, k, v, g, beta, state.mT if state_v_first and state is not None else state]
+    return [q, k, v, g, beta, *write, state.mT if state_v_first and state is not None else state]
 
 
 def exact(
@@ -207,7 +222,9 @@ def exact(
 
 
 def _packed(arguments, do, dht, scale, cu_seqlens) -> list[Tensor]:
-    """o, the final state, dq, dk, dv, dg, dbeta, dh0 of the sequences, each by itself."""
+    """o, the final state, dq, dk, dv, dg, dbeta, dwrite if given, dh0 of the sequences, each by
+    itself.
+    """
     if cu_seqlens is None:
         return _alone(arguments, do, dht, scale)
     *tokens, state = arguments
@@ -215,21 +232,33 @@ def _packed(arguments, do, dht, scale, cu_seqlens) -> list[Tensor]:
     for n, (a, b) in enumerate(pairwise(cu_seqlens.tolist())):
         one = [y[:, a:b] for y in tokens] + [None if state is None else state[n : n + 1]]
         parts.append(_alone(one, do[:, a:b], None if dht is None else dht[n : n + 1], scale))
-    sequence_axis = (1, 0, 1, 1, 1, 1, 1, 0)
+    sequence_axis = (1, 0, *(1 for _ in tokens), 0)
     return [torch.cat(p, d) for p, d in zip(zip(*parts, strict=True), sequence_axis, strict=True)]
 
 
 def _alone(arguments, do, dht, scale) -> list[Tensor]:
-    q, k, v, g, beta, state = arguments
+    q, k, v, g, beta, *write, state = arguments
     if not q.shape[1]:
         zero = v.new_zeros(1, v.shape[2], q.shape[-1], v.shape[-1])
         ht, dh0 = (zero if y is None else y for y in (state, dht))
-        return [do, ht, q, k, v, g, beta, dh0]  # no tokens: empty, and the state goes through
+        return [
+            do,
+            ht,
+            q,
+            k,
+            v,
+            g,
+            beta,
+            *write,
+            dh0,
+        ]  # no tokens: empty, and the state goes through
     g, gk = (g, None) if g.ndim == 3 else (None, g)
     options = {"gk": gk, "scale": scale, "initial_state": state}
+    options |= dict(zip(("write",), write, strict=False))
     o, ht = recurrent(q, k, v, g, beta, **options)
-    dq, dk, dv, dg, dbeta, dgk, _, dh0 = recurrent_bwd(q, k, v, g, beta, do, dht, **options)
-    return [o, ht, dq, dk, dv, dg if gk is None else dgk, dbeta, dh0]
+    results = recurrent_bwd(q, k, v, g, beta, do, dht, **options)
+    dq, dk, dv, dg, dbeta, dgk, _, dh0, *dwrite = results
+    return [o, ht, dq, dk, dv, dg if gk is None else dgk, dbeta, *dwrite, dh0]
 
 
 def check(

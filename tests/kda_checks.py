@@ -15,12 +15,12 @@ FLOOR = 150.0  # gate_cumsum holds a token's log2 decay above it
 
 
 def tolerance(name: str, dtype: torch.dtype) -> float:
-    """Relative RMS against float64: o, ht, h; dg, dbeta; the other gradients.
+    """Relative RMS against float64: o, ht, h; dg, dbeta, db; the other gradients.
 
     In float32 dA_log and ddt_bias are within the tolerance of dg, whose sums they are: of a head's
     single number the terms cancel up to ten times over.
     """
-    of_gates = ("dg", "dbeta") + GRADIENTS_OF_GATE * (dtype == torch.float32)
+    of_gates = ("dg", "dbeta", "db") + GRADIENTS_OF_GATE * (dtype == torch.float32)
     kind = 0 if name in ("o", "ht", "h") else 2 if name in of_gates else 1
     return gdn_checks.TOLERANCES[dtype][kind]
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from linattn_edu.cp import context
 from linattn_edu.cp.context import CPContext
-from linattn_edu.ops import gdn, kda, ssd
+from linattn_edu.ops import gdn, gdn2, kda, ssd
 from linattn_edu.ops.causal_conv1d import causal_conv1d
 from linattn_edu.ops.causal_conv1d import causal_conv1d_fn as convolve
 from linattn_edu.ops.causal_conv1d_update import causal_conv1d_update as convolve_one
@@ -107,6 +107,16 @@ def chunk_kda(q: Tensor, *args: Any, **kwargs: Any):
 @serves(kda.fused_recurrent_kda)
 def fused_recurrent_kda(q: Tensor, *args: Any, **kwargs: Any):
     return _delta("fused_recurrent_kda", kda.fused_recurrent_kda, q, args, kwargs)
+
+
+@serves(gdn2.chunk_gdn2)
+def chunk_gdn2(q: Tensor, *args: Any, **kwargs: Any):
+    return _delta("chunk_gdn2", gdn2.chunk_gdn2, q, args, kwargs)
+
+
+@serves(gdn2.fused_recurrent_gdn2)
+def fused_recurrent_gdn2(q: Tensor, *args: Any, **kwargs: Any):
+    return _delta("fused_recurrent_gdn2", gdn2.fused_recurrent_gdn2, q, args, kwargs)
 
 
 @serves(convolve)

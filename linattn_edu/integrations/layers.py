@@ -61,6 +61,10 @@ class GatedDeltaNet(_Fla, layers.GatedDeltaNet):
     """:class:`linattn_edu.layers.GatedDeltaNet` as fla's layer is called."""
 
 
+class GatedDeltaNet2(_Fla, layers.GatedDeltaNet2):
+    """:class:`linattn_edu.layers.GatedDeltaNet2` as fla's layer is called."""
+
+
 class KimiDeltaAttention(_Fla, layers.KimiDeltaAttention):
     """:class:`linattn_edu.layers.KimiDeltaAttention` as fla's layer is called."""
 

@@ -35,6 +35,9 @@ DELTA_GATE = {"fused_gdn_gate": fused_gdn_gate} | _of(naive, "naive_gdn_gate")
 CHUNK_KDA = {"chunk_kda": calls.chunk_kda}
 RECURRENT_KDA = {"fused_recurrent_kda": calls.fused_recurrent_kda}
 KDA = CHUNK_KDA | RECURRENT_KDA
+CHUNK_GDN2 = {"chunk_gdn2": calls.chunk_gdn2}
+RECURRENT_GDN2 = {"fused_recurrent_gdn2": calls.fused_recurrent_gdn2}
+GDN2 = CHUNK_GDN2 | RECURRENT_GDN2
 KDA_NAIVE = _of(names, "naive_recurrent_kda") | _of(naive, "naive_chunk_kda")
 KDA_GATE = (
     {"fused_kda_gate": fused_kda_gate}
@@ -57,7 +60,7 @@ UNPAD = _of(
     padding, "get_unpad_data", "index_first_axis", "index_put_first_axis", "pad_input",
     "unpad_input", "get_layer_cache", "update_layer_cache",
 )  # fmt: skip
-FLA_LAYERS = _of(layers, "GatedDeltaNet", "KimiDeltaAttention")
+FLA_LAYERS = _of(layers, "GatedDeltaNet", "GatedDeltaNet2", "KimiDeltaAttention")
 MAMBA_LAYER = _of(layers, "Mamba2")
 CONVOLUTION = {"ShortConvolution": ShortConvolution} | _of(
     convolutions, "causal_conv1d", "causal_conv1d_update"
@@ -83,6 +86,7 @@ MODULES: dict[str, dict[str, Any]] = {
     "fla": {},
     "fla.layers": FLA_LAYERS,
     "fla.layers.gated_deltanet": _of(layers, "GatedDeltaNet"),
+    "fla.layers.gdn2": _of(layers, "GatedDeltaNet2"),
     "fla.layers.kda": _of(layers, "KimiDeltaAttention"),
     "fla.layers.utils": UNPAD,
     "fla.modules": {
@@ -96,13 +100,17 @@ MODULES: dict[str, dict[str, Any]] = {
     "fla.modules.causal_conv1d": CONVOLUTION,
     "fla.modules.fused_norm_gate": FLA_NORMS,
     "fla.modules.l2norm": L2NORM,
-    "fla.ops": DELTA | KDA,
+    "fla.ops": DELTA | KDA | GDN2,
     "fla.ops.cp": CP,
+    "fla.ops.delta_rule": _of(names, "chunk_delta_rule", "fused_recurrent_delta_rule"),
     "fla.ops.gated_delta_rule": DELTA,
     "fla.ops.gated_delta_rule.chunk": CHUNK_DELTA,
     "fla.ops.gated_delta_rule.fused_recurrent": RECURRENT_DELTA,
     "fla.ops.gated_delta_rule.gate": DELTA_GATE,
     "fla.ops.gated_delta_rule.naive": DELTA_NAIVE,
+    "fla.ops.gdn2": GDN2,
+    "fla.ops.gdn2.chunk": CHUNK_GDN2,
+    "fla.ops.gdn2.fused_recurrent": RECURRENT_GDN2,
     "fla.ops.kda": KDA,
     "fla.ops.kda.chunk": CHUNK_KDA,
     "fla.ops.kda.fused_recurrent": RECURRENT_KDA,

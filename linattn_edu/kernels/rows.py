@@ -157,6 +157,11 @@ def by_width(table: dict, v: torch.Tensor) -> dict[str, int]:
     return next(row for width, row in entry(table, v).items() if width >= v.shape[-1]).launch()
 
 
+def strength(beta: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """beta [B, T, HV] and None; or None and the gate [B, T, HV, D] of each channel in its place."""
+    return (beta, None) if beta.ndim == 3 else (None, beta)
+
+
 def shared_dtype(q: torch.Tensor, HV: int) -> torch.dtype:
     """Dtype of a gradient of q or k [B, T, H, K] to which value heads add one after the other."""
     return q.dtype if q.shape[2] == HV else torch.float32

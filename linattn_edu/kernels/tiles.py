@@ -52,6 +52,15 @@ def load_gate(gc_ptr, o_t, stride, n_t):
 
 
 @triton.jit
+def gated(x, gate_ptr, o_row, o_col, stride, n_row, n_col):
+    """x, in fp32, times the gate of each channel; without a gate x."""
+    if gate_ptr is None:
+        return x
+    else:
+        return x * load_tile(gate_ptr, o_row, o_col, stride, n_row, n_col).to(tl.float32)
+
+
+@triton.jit
 def load_once(x_ptr, o):
     """The numbers at a vector of offsets o, each read twice.
 

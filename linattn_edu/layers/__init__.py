@@ -3,6 +3,7 @@
 from linattn_edu.layers.cache import Cache
 from linattn_edu.layers.ema import EMA
 from linattn_edu.layers.gated_deltanet import GatedDeltaNet
+from linattn_edu.layers.gdn2 import GatedDeltaNet2
 from linattn_edu.layers.kda import KimiDeltaAttention
 from linattn_edu.layers.layer import Layer
 from linattn_edu.layers.mamba2 import Mamba2
@@ -14,6 +15,7 @@ __all__ = [
     "EMA",
     "Cache",
     "GatedDeltaNet",
+    "GatedDeltaNet2",
     "KimiDeltaAttention",
     "Layer",
     "Mamba2",

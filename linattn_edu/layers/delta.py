@@ -1,4 +1,4 @@
-"""What Gated DeltaNet and Kimi Delta Attention share: all but the gate of the recurrence."""
+"""What Gated DeltaNet, KDA and GDN-2 share: all but the gates of the recurrence."""
 
 import math
 
@@ -58,17 +58,28 @@ class DeltaLayer(Layer):
         self.q_proj, self.k_proj, self.v_proj = (
             nn.Linear(hidden_size, D, bias=False, **factory) for D in widths
         )
-        self.b_proj = nn.Linear(hidden_size, num_v_heads, bias=False, **factory)
+        self.b_proj = nn.Linear(hidden_size, self._strengths(), bias=False, **factory)
         self.o_proj = nn.Linear(self.value_dim, hidden_size, bias=False, **factory)
         if use_short_conv:
             self.q_conv1d, self.k_conv1d, self.v_conv1d = (
                 ShortConvolution(D, conv_size, bias=conv_bias, impl=impl, **factory) for D in widths
             )
 
-    def _gate_parameters(self, biases: int, device, dtype) -> None:
+    def _strengths(self) -> int:
+        """Numbers of a token that b_proj makes: a beta for each value head."""
+        return self.num_v_heads
+
+    def _low_rank(self, D: int, bias: bool, **factory) -> nn.Sequential:
+        """A projection to D numbers through V."""
+        return nn.Sequential(
+            nn.Linear(self.hidden_size, self.head_v_dim, bias=False, **factory),
+            nn.Linear(self.head_v_dim, D, bias=bias, **factory),
+        )
+
+    def _gate_parameters(self, rates: int, biases: int, device, dtype) -> None:
         """A_log and dt_bias, in float32 at least, and not for weight decay, as fla marks them."""
         dtype = torch.promote_types(dtype or torch.get_default_dtype(), torch.float32)
-        self.A_log = nn.Parameter(torch.empty(self.num_v_heads, device=device, dtype=dtype))
+        self.A_log = nn.Parameter(torch.empty(rates, device=device, dtype=dtype))
         self.dt_bias = nn.Parameter(torch.empty(biases, device=device, dtype=dtype))
         self.A_log._no_weight_decay = self.dt_bias._no_weight_decay = True
         self.reset_parameters()
@@ -87,6 +98,17 @@ class DeltaLayer(Layer):
     def _raw_gate(self, x: Tensor) -> Tensor:
         """g before the gate: [B, T, HV], or [B, T, HV, K]."""
         raise NotImplementedError
+
+    def _gates(self, x: Tensor) -> dict[str, Tensor | bool]:
+        """What the operator is given for the decay of the state and for the strength of a write."""
+        return {
+            "g": self._raw_gate(x),
+            "beta": self.b_proj(x),
+            "A_log": self.A_log,
+            "dt_bias": self.dt_bias,
+            "use_beta_sigmoid_in_kernel": True,
+            "allow_neg_eigval": self.allow_neg_eigval,
+        }
 
     def _rule(self, recurrent: bool, **arguments) -> tuple[Tensor, Tensor | None]:
         """The operator, in its recurrent form or in chunks."""
@@ -110,16 +132,11 @@ class DeltaLayer(Layer):
             q=q.unflatten(-1, (self.num_heads, self.head_k_dim)),
             k=k.unflatten(-1, (self.num_heads, self.head_k_dim)),
             v=v.unflatten(-1, (self.num_v_heads, self.head_v_dim)),
-            g=self._raw_gate(x),
-            beta=self.b_proj(x),
-            A_log=self.A_log,
-            dt_bias=self.dt_bias,
+            **self._gates(x),
             initial_state=None if cache is None else cache.recurrent_state,
             output_final_state=cache is not None,
             use_qk_l2norm_in_kernel=True,
             use_gate_in_kernel=True,
-            use_beta_sigmoid_in_kernel=True,
-            allow_neg_eigval=self.allow_neg_eigval,
             impl=self.impl,
             **bounds,
             **({"inplace_final_state": True} if step else {}),

@@ -94,7 +94,7 @@ class GatedDeltaNet(DeltaLayer):
         self.o_norm = RMSNormGated(
             self.head_v_dim, eps=norm_eps, activation=output_gate_activation, impl=impl, **factory
         )
-        self._gate_parameters(self.num_v_heads, **factory)
+        self._gate_parameters(self.num_v_heads, self.num_v_heads, **factory)
 
     def _draw_rate(self) -> None:
         draw_rate(self.A_log, 0, 16)

@@ -81,17 +81,12 @@ class KimiDeltaAttention(DeltaLayer):
         lower_bound = check.number("lower_bound", lower_bound)
         self.safe_gate, self.lower_bound = safe_gate, lower_bound
         self.gate_dim = self.num_v_heads * self.head_k_dim
-        self.f_proj, self.g_proj = (
-            nn.Sequential(
-                nn.Linear(hidden_size, self.head_v_dim, bias=False, **factory),
-                nn.Linear(self.head_v_dim, D, bias=bias, **factory),
-            )
-            for D, bias in ((self.gate_dim, False), (self.value_dim, True))
-        )
+        self.f_proj = self._low_rank(self.gate_dim, False, **factory)
+        self.g_proj = self._low_rank(self.value_dim, True, **factory)
         self.o_norm = RMSNormGated(
             self.head_v_dim, eps=norm_eps, activation="sigmoid", impl=impl, **factory
         )
-        self._gate_parameters(self.gate_dim, **factory)
+        self._gate_parameters(self.num_v_heads, self.gate_dim, **factory)
 
     def _draw_rate(self) -> None:
         if self.safe_gate:

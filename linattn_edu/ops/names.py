@@ -40,6 +40,53 @@ def kda(*args, **options):
     return chunk_kda(*args, **options)
 
 
+def chunk_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    *,
+    chunk_size: int = 64,
+    impl: str = "auto",
+) -> tuple[Tensor, Tensor | None]:
+    """DeltaNet, :func:`chunk_gated_delta_rule` without a decay: g is zero there."""
+    if not isinstance(beta, Tensor):
+        raise TypeError(f"beta must be a torch.Tensor [B, T, HV], got {type(beta).__name__}")
+    return chunk_gated_delta_rule(
+        q, k, v, torch.zeros_like(beta, dtype=torch.float32), beta, scale=scale,
+        initial_state=initial_state, output_final_state=output_final_state,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, cu_seqlens=cu_seqlens,
+        cu_seqlens_cpu=cu_seqlens_cpu, chunk_size=chunk_size, impl=impl,
+    )  # fmt: skip
+
+
+def fused_recurrent_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Tensor | None = None,
+    *,
+    impl: str = "auto",
+) -> tuple[Tensor, Tensor | None]:
+    """DeltaNet, :func:`fused_recurrent_gated_delta_rule` without a decay."""
+    return fused_recurrent_gated_delta_rule(
+        q, k, v, beta=beta, scale=scale, initial_state=initial_state,
+        output_final_state=output_final_state, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        cu_seqlens=cu_seqlens, impl=impl,
+    )  # fmt: skip
+
+
 def naive_recurrent_gated_delta_rule(
     q: Tensor,
     k: Tensor,

@@ -64,6 +64,11 @@ def repeat_heads(x: Tensor, HV: int) -> Tensor:
     return x if x.shape[2] == HV else x.repeat_interleave(HV // x.shape[2], dim=2)
 
 
+def by_channel(gate: Tensor) -> Tensor:
+    """A gate of each token and head with an axis of channels: its own, or one of length 1."""
+    return gate[..., None] if gate.ndim == 3 else gate
+
+
 def sum_heads(x: Tensor, H: int) -> Tensor:
     """[B, T, HV, D] -> [B, T, H, D]: the adjoint of `repeat_heads`."""
     return x if x.shape[2] == H else x.unflatten(2, (H, -1)).sum(3)

@@ -3,10 +3,12 @@
 import functools
 
 import torch
+from gdn_checks import gated
 
 from linattn_edu import (
     causal_conv1d,
     chunk_gated_delta_rule,
+    chunk_gdn2,
     chunk_kda,
     ema_scan,
     mamba_chunk_scan_combined,
@@ -39,6 +41,12 @@ def _flags(B, T, N, dtype):
     )  # fmt: skip
     f = functools.partial(chunk_kda, chunk_size=16, **dict.fromkeys(names, True))
     return f, tokens, shared, state.mT.contiguous()
+
+
+def _gdn2(B, T, N, dtype):
+    _, tokens, shared, state = _delta(kda_inputs, chunk_gdn2, False, B, T, N, dtype)
+    f = functools.partial(chunk_gdn2, chunk_size=16, output_final_state=True)
+    return f, gated(tokens), shared, state
 
 
 def _ssd(B, T, N, dtype):
@@ -85,6 +93,7 @@ OPERATORS = {
     "gdn_raw": functools.partial(_delta, gdn_inputs, chunk_gated_delta_rule, True),
     "kda": functools.partial(_delta, kda_inputs, chunk_kda, False),
     "kda_flags": _flags,
+    "gdn2": _gdn2,
     "ssd": _ssd,
     "ema": _ema,
     "conv": _conv,

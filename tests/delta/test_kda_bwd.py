@@ -15,6 +15,7 @@ pytestmark = pytest.mark.usefixtures("poison")
 BOTH = "kda_output_bwd kda_wy_bwd"
 
 test_kernels_match_references = stages.matches(BOTH, "kda", once)
+test_a_write_gate = stages.matches("kda_wy_bwd", "gdn2")
 
 
 @pytest.mark.parametrize("gate", GATES)

@@ -24,13 +24,15 @@ def arguments(T, K, C, dtype, device, **kinds):
 PROMISED = {"gate": "bounded", "more": {"lower_bound": -5.0}}
 
 test_kernel_matches_reference = stages.matches("kda_intra", "kda")
+test_an_erase_gate = stages.matches("kda_intra", "gdn2")
 test_with_a_promise = stages.matches("kda_intra", "kda", once, **PROMISED)
 
 
 @gates
 def test_any_gate(C, gate, dtype, device):
     """One value head a key head; channels that are shut, open, or decay by any factor."""
-    stages.check("kda_intra", "kda", 33, 20, 16, C, dtype, device, H=2, gate=gate)
+    for family in ("kda", "gdn2"):
+        stages.check("kda_intra", family, 33, 20, 16, C, dtype, device, H=2, gate=gate)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -25,11 +25,14 @@ def arguments(x, r):
 
 test_kernel_matches_reference = stages.matches("kda_intra_bwd", "kda", once)
 
+test_an_erase_gate = stages.matches("kda_intra_bwd", "gdn2")
+
 
 @gates
 def test_any_gate(C, gate, dtype, device):
     """One value head a key head; channels that are shut, open, or decay by any factor."""
-    stages.check("kda_intra_bwd", "kda", 33, 20, 16, C, dtype, device, H=2, gate=gate)
+    for family in ("kda", "gdn2"):
+        stages.check("kda_intra_bwd", family, 33, 20, 16, C, dtype, device, H=2, gate=gate)
 
 
 @pytest.mark.parametrize("C", [64, 32])

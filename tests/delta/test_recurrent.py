@@ -1,6 +1,7 @@
 """The recurrence: kernel against reference, and the properties the delta rule is chosen for."""
 
 import pytest
+import stages
 import torch
 from delta.stage_checks import check_stage, grid, inputs
 from recurrent_cases import TOLERANCE, case, close, cotangents, double, oracle, run
@@ -21,6 +22,12 @@ def test_kernel_matches_reference(T, K, V, C, dtype, device):
     x = inputs(T, K, V, dtype, device)
     args = (x.q, x.k, x.v, x.g, x.beta)
     check_stage(kernel, reference, args, scale=0.3, initial_state=x.initial_state)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("size", [(1, 16, 12), (5, 33, 20), (17, 20, 40)], ids=str)
+def test_erase_and_write_gates(size, dtype, device):
+    stages.check("recurrent recurrent_bwd", "gdn2", *size, 16, dtype, device)
 
 
 def test_full_write_replaces_what_was_stored():

@@ -7,6 +7,7 @@ from fused.kda_checks import GATES
 
 test_kernel_matches_reference = stages.matches("wy")
 test_a_gate_for_each_channel = stages.matches("wy", "kda")
+test_erase_and_write_gates = stages.matches("wy", "gdn2")
 
 
 @pytest.mark.usefixtures("poison")

@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import gdn_checks
 import pytest
 import torch
 from delta import stage_checks
@@ -84,12 +85,16 @@ def raw_gate(kind, T, HV, K, device, dtype=torch.float32):
     return a, A_log if rate else None, dt_bias if bias else None, {"lower_bound": lower_bound}
 
 
-def kda_stage_inputs(T, K, V, dtype, device, H=1, gate="mixed"):
-    """stage_checks.inputs with a gate for each channel."""
+def kda_stage_inputs(T, K, V, dtype, device, H=1, gate="mixed", gated=False):
+    """stage_checks.inputs with a decay for each channel; gated: beta an erase gate, and write."""
     x = inputs(T, K, V, dtype, device) if H == 1 else gdn_inputs(
         1, T, H, H, K, V, dtype=dtype, device=device, initial_state=True
     )  # fmt: skip
     x.g = kda_gate(gate, *x.g.shape, K, seed=T + K, device=device)
+    x.write = None
+    if gated:
+        gates = gdn_checks.gated({"q": x.q, "v": x.v, "beta": x.beta}, seed=T)
+        x.beta, x.write = gates["b"], gates["w"]
     return x
 
 
@@ -98,7 +103,7 @@ def forward_parts(x, C):
     r, options = SimpleNamespace(), {"chunk_size": C}
     r.gc = gate_cumsum(x.g, **options)
     r.P, r.A = kda_intra(x.q, x.k, x.beta, r.gc, **options)
-    r.w, r.u, r.kg, r.qg = wy(x.k, x.v, x.beta, r.gc, r.A, x.q)
+    r.w, r.u, r.kg, r.qg = wy(x.k, x.v, x.beta, r.gc, r.A, x.q, x.write)
     r.h, r.v_new, _ = state(r.kg, r.w, r.u, r.gc, x.initial_state, **options)
     return r
 
@@ -112,7 +117,7 @@ def backward_parts(T, K, V, C, dtype, device, **kinds):
     args = (r.qg, r.kg, r.w, r.gc, r.do, None, r.dht)
     r.dh, r.dv_new, _ = state_bwd(*args, P=r.P, **options)
     r.dkb, r.dkg, _, r.dL, r.dbeta, r.dgl = kda_wy_bwd(
-        x.v, x.beta, r.A, r.h, r.v_new, r.dh, r.dv_new
+        x.v, x.beta if x.write is None else x.write, r.A, r.h, r.v_new, r.dh, r.dv_new
     )
     return x, r
 

@@ -16,14 +16,14 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import gdn_checks
 from gdn_checks import boundaries
-from ops.contract import conv, ema, gdn, kda, recurrent_gdn, recurrent_kda, ssd
+from ops.contract import BY_CHANNEL, conv, ema, gdn, kda, recurrent_gdn, recurrent_kda, ssd
 
 from linattn_edu import causal_conv1d_fn
 from linattn_edu.testing import assert_close
 
 SIZES = ((1024, 4099, 4), (64, 131, 4), (8, 67, 3), (24, 5, 8), (16, 1, 2))  # D, T, W
 LENGTHS = ([128, 0, 128], [0, 33, 0, 0, 31, 0], [1, 2, 1], [640, 783], [640, 768])
-FORMS = (gdn, kda, recurrent_gdn, recurrent_kda, ssd[-1], ema, conv)
+FORMS = (gdn, kda, recurrent_gdn, recurrent_kda, *BY_CHANNEL, ssd[-1], ema, conv)
 
 
 def documents(D, T, W):

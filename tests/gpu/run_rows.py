@@ -159,21 +159,28 @@ def run(stage, dtype, sizes, entry):
             x.g = -(2 * g - 3).exp().clamp(max=5)
             # in one head the last rows of each chunk's first block are far from its first row
             x.g[:, torch.arange(T, device="cuda") % chunk_size < 16, 0] = -4.9
-        # with a promise other products are made, on tiles of the same size
-        for safe in (None, -5.0) if stage.startswith("kda_intra") else (None,):
-            exact = results(x.double(), "reference", stage, chunk_size, safe)
+        # with a promise other products are made, on tiles of the same size, and with GDN-2's gates
+        promises = (None, -5.0) if stage.startswith("kda_intra") else (None,)
+        for safe, gates in itertools.product(
+            promises, (False, True) if stage in GATED else (False,)
+        ):
+            exact = results(x.double(), "reference", stage, chunk_size, safe, gates)
             setattr(module, table, tables)
             rule = {"LENGTH": 64, "LEAST": 1, "PROGRAMS": 1024} if "pieces" in how else {}
             try:
                 with poison(), forced(**rule):
-                    got = results(x, "triton", stage, chunk_size, safe)
+                    got = results(x, "triton", stage, chunk_size, safe, gates)
             finally:
                 setattr(module, table, kept)
             worst = max(worst, *(relative_rms(a, b) for a, b in zip(got, exact, strict=True)))
     return worst
 
 
-def results(x, impl, stage, chunk_size, safe):
+# tables of kernels that take GDN-2's gates in the place of beta
+GATED = ("kda_intra", "kda_wy", "kda_bwd", "kda_intra_bwd")
+
+
+def results(x, impl, stage, chunk_size, safe, gates):
     """o and the final state, or all gradients of a fixed linear function of the two."""
     (*_, how) = TABLES[stage][1]
     gradients = "backward" in how
@@ -182,7 +189,8 @@ def results(x, impl, stage, chunk_size, safe):
         if stage == "kda_scan":
             options["keep"] = ()
         again = ("gc", "h", "v_new") if stage == "kda_scans" else ("gc",)
-        return channel_results(x, impl, gradients, options, safe, dict.fromkeys(again))
+        again = dict.fromkeys(again)
+        return channel_results(x, impl, gradients, options, safe, again, gates)
     used = fused_stages(impl) if "fused" in how else stages(impl)
     o, final_state, residuals = forward(used, **x.asdict(), output_final_state=True, **options)
     if not gradients:
@@ -492,18 +500,25 @@ LAYER_RUNS = {
 }
 
 
-def channel_results(x, impl, gradients, options, safe, again):
-    """The same of Kimi Delta Attention; again: the residuals that the backward pass makes anew."""
-    used, tensors = kda.stages(impl), (x.q, x.k, x.v, x.g, x.beta)
+def channel_results(x, impl, gradients, options, safe, again, gates=False):
+    """The same of Kimi Delta Attention; again: the residuals that the backward pass makes anew.
+
+    gates: of GDN-2, whose gates follow from q and v.
+    """
+    used, beta, write = kda.stages(impl), x.beta, None
+    if gates:
+        n = x.v.shape[2] // x.q.shape[2]
+        beta, write = x.q.abs().repeat_interleave(n, 2), x.v.abs().clamp(max=1)
+    tensors = x.q, x.k, x.v, x.g, beta
     o, final_state, residuals = kda.forward(
-        used, *tensors, initial_state=x.initial_state, output_final_state=True, safe_bound=safe,
-        **options,
+        used, *tensors, write=write, initial_state=x.initial_state, output_final_state=True,
+        safe_bound=safe, **options,
     )  # fmt: skip
     if not gradients:
         return o, final_state
     got = kda.backward(
         used, *tensors, residuals._replace(**again), *cotangents(o, final_state),
-        scale=0.3, initial_state=x.initial_state,
+        write=write, scale=0.3, initial_state=x.initial_state,
     )  # fmt: skip
     return [dx for dx in got if dx is not None]
 

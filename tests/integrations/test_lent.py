@@ -58,9 +58,12 @@ FILES = {
         UNPAD, DELTA, "from fla.modules.convolution import causal_conv1d, causal_conv1d_update",
     ),
     "layers of fla": (
-        "from fla.layers import GatedDeltaNet, KimiDeltaAttention",
+        "from fla.layers import GatedDeltaNet, GatedDeltaNet2, KimiDeltaAttention",
         "from fla.layers.gated_deltanet import GatedDeltaNet",
         "from fla.layers.kda import KimiDeltaAttention",
+        "from fla.layers.gdn2 import GatedDeltaNet2",
+        "from fla.ops.gdn2 import chunk_gdn2, fused_recurrent_gdn2",
+        "from fla.ops.delta_rule import chunk_delta_rule, fused_recurrent_delta_rule",
     ),
     "layer of mamba_ssm": ("from mamba_ssm.modules.mamba2 import Mamba2",),
     "tests of fla": (

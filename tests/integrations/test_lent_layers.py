@@ -12,7 +12,7 @@ from linattn_edu.testing import assert_close
 
 HIDDEN, T = 24, 11
 SIZES = {"hidden_size": HIDDEN, "head_dim": 8, "num_heads": 2, "layer_idx": 1}
-DELTA = {"GatedDeltaNet": SIZES, "KimiDeltaAttention": SIZES}
+DELTA = dict.fromkeys(("GatedDeltaNet", "GatedDeltaNet2", "KimiDeltaAttention"), SIZES)
 MAMBA = {"d_model": HIDDEN, "d_state": 8, "headdim": 8, "chunk_size": 16, "layer_idx": 1}
 
 

@@ -16,6 +16,7 @@ def of_sizes(K, V, dtype, C):
     found = {
         "gdn": [gated(K, V, dtype, C)],
         "kda": [gated(K, V, dtype, C, channels=True)],
+        "gdn2": [with_gates(gated(K, V, dtype, C, channels=True))],
         "gdn_fused": [gated(K, V, dtype, C)],
         "kda_fused": [gated(K, V, dtype, C, channels=True)],
         "recurrent": [recurrent(K, V, dtype, C)],
@@ -50,6 +51,14 @@ def gated(K, V, dtype, C, channels=False, chunks=1):
     vars(r).update((n, x) for some, x in names.items() for n in some.split())
     r.halved = by_kind.gdn_halves(kind).takes == "halves"
     r.halves, r.low = (r.P, r.A), (r.v, r.v)
+    return r
+
+
+def with_gates(r):
+    """The same with gates of channels for what is erased and written, and what a layer gives."""
+    slots = empty(1, 2, dtype=torch.int32)
+    vars(r).update(beta=r.q, write=r.v, bias=empty(r.q.shape[-1]), slots=slots)
+    r.accepted = slots[:, 0]
     return r
 
 

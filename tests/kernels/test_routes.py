@@ -135,6 +135,10 @@ kda 2 4096 32 32 128 128  |           | KDA kda_scan_gluon | kda_gates kda_scans
 kda 2 4096 16 16 128 128  |           | KDA kda_scan_gluon | kda_gates kda_scans_gluon KDA_END
 kda 8 4100 16 16 128 128  |           | KDA kda_fused_scan_transposed | KDA_NEAR
 kda 8 4096 16 16 256 256  |           | KDA wy kda_scan | KDA_NEAR
+gdn2 8 4096 16 16 128 128 |           | KDA wy kda_scan | KDA_NEAR
+gdn2 8 4096 16 16 128 128 | gpu=b200  | KDA wy kda_scan | KDA_NEAR
+gdn2 8 4096 16 16 128 128 | gpu=a100  | KDA wy kda_scan | KDA_STAGED
+gdn2 8 4096 8 16 128 128  | packed    | KDA wy kda_scan | KDA_NEAR
 ssd 8 4096 16 1 64 128    |           | SSD_FUSED | chunk_cumsum_log state state_bwd SSD_END
 ssd 8 4096 16 1 64 128    | gpu=b200  | SSD_FUSED | chunk_cumsum_log state state_bwd SSD_END
 ssd 8 4096 16 1 64 128    | gpu=a100  | SSD | SSD_BWD
@@ -556,4 +560,4 @@ def test_the_command(capsys):
     assert "ssd has the sizes B T H G P N, got 2 numbers" in capsys.readouterr().out
     assert main(["route", *sizes, "--gpu", "h100", "--chunk-size", "48"]) == 2
     assert "chunk_size" in capsys.readouterr().out
-    assert dry_run.OPERATORS.keys() == {"gdn", "kda", "ssd", "ema"}
+    assert dry_run.OPERATORS.keys() == {"gdn", "kda", "gdn2", "ssd", "ema"}

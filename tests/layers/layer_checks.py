@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from linattn_edu.layers import EMA, GatedDeltaNet, KimiDeltaAttention, Mamba2
+from linattn_edu.layers import EMA, GatedDeltaNet, GatedDeltaNet2, KimiDeltaAttention, Mamba2
 
 HIDDEN = 24
 KINDS = {
@@ -36,6 +36,17 @@ KINDS = {
             "lower_bound": -5.0, "allow_neg_eigval": True,
         },
     ),
+    "gdn2": (
+        GatedDeltaNet2,
+        {"hidden_size": HIDDEN, "head_dim": 8, "num_heads": 2, "num_v_heads": 4, "expand_v": 1.5},
+    ),
+    "gdn2_bare": (
+        GatedDeltaNet2,
+        {
+            "hidden_size": HIDDEN, "head_dim": 8, "num_heads": 1, "use_short_conv": False,
+            "allow_neg_eigval": True, "mode": "fused_recurrent",
+        },
+    ),
     "mamba2": (Mamba2, {"d_model": HIDDEN, "d_state": 8, "headdim": 8, "chunk_size": 16}),
     "mamba2_wide": (
         Mamba2,
@@ -51,7 +62,7 @@ KINDS = {
     ),
     "ema": (EMA, {"hidden_size": HIDDEN, "num_heads": 3}),
 }  # fmt: skip
-MAIN = ("gdn", "kda", "mamba2", "ema")  # one of each class
+MAIN = ("gdn", "kda", "gdn2", "mamba2", "ema")  # one of each class
 
 
 def make(kind, dtype=torch.float64, device="cpu", impl=None, seed=0):
@@ -77,7 +88,7 @@ def plain(layer, x):
     p = dict(layer.named_parameters())
     if isinstance(layer, GatedDeltaNet):
         return _delta(layer, p, x, x @ p["a_proj.weight"].T)
-    if isinstance(layer, KimiDeltaAttention):
+    if isinstance(layer, (KimiDeltaAttention, GatedDeltaNet2)):
         return _delta(layer, p, x, x @ p["f_proj.0.weight"].T @ p["f_proj.1.weight"].T)
     return _mamba2(layer, p, x) if isinstance(layer, Mamba2) else _ema(layer, p, x)
 
@@ -98,7 +109,9 @@ def _rms(x, eps):
 
 
 def _delta(layer, p, x, raw):
-    """Gated DeltaNet and KDA: raw, the gate before its bias, [B, T, HV] or [B, T, HV K]."""
+    """Gated DeltaNet, KDA and GDN-2: raw, the gate before its bias, [B, T, HV] or [B, T, HV K], of
+    GDN-2 [B, T, H K].
+    """
     B, T, _ = x.shape
     H, HV, K = layer.num_heads, layer.num_v_heads, layer.head_dim
     q, k, v = (x @ p[f"{n}_proj.weight"].T for n in "qkv")
@@ -110,17 +123,24 @@ def _delta(layer, p, x, raw):
     v = v.view(B, T, HV, -1)
     beta = torch.sigmoid(x @ p["b_proj.weight"].T) * (1 + layer.allow_neg_eigval)
     rate = p["A_log"].exp()[:, None]
-    raw = (raw + p["dt_bias"]).view(B, T, HV, -1)  # the last axis: 1, or K
+    heads = len(rate)  # of gates: HV, of GDN-2 H
+    raw = (raw + p["dt_bias"]).view(B, T, heads, -1)  # the last axis: 1, or K
+    beta = beta.view(B, T, heads, -1).repeat_interleave(HV // heads, 2)
+    write = beta
+    if isinstance(layer, GatedDeltaNet2):
+        write = torch.sigmoid(x @ p["w_proj.weight"].T).view_as(v)
     bound = getattr(layer, "lower_bound", None)
     g = -rate * F.softplus(raw) if bound is None else bound * torch.sigmoid(rate * raw)
+    g = g.repeat_interleave(HV // heads, 2)
     S, o = x.new_zeros(B, HV, K, v.shape[-1]), []
     for t in range(T):
         S = g[:, t].exp()[..., None] * S
-        new = beta[:, t, :, None] * (v[:, t] - torch.einsum("bhk,bhkv->bhv", k[:, t], S))
+        erased = torch.einsum("bhk,bhkv->bhv", (beta * k)[:, t], S)
+        new = (write * v)[:, t] - erased
         S = S + k[:, t, :, :, None] * new[:, :, None]
         o.append(torch.einsum("bhk,bhkv->bhv", q[:, t], S) * K**-0.5)
     o = _rms(torch.stack(o, 1), 1e-5) * p["o_norm.weight"]
-    if isinstance(layer, KimiDeltaAttention):
+    if not isinstance(layer, GatedDeltaNet):
         z = x @ p["g_proj.0.weight"].T @ p["g_proj.1.weight"].T + p["g_proj.1.bias"]
         o = o * torch.sigmoid(z.view_as(o))
     elif layer.use_gate:

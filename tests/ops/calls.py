@@ -13,7 +13,10 @@ def randn(*shape):
 
 GDN = gdn_inputs(1, 20, 1, 2, 8, 6, initial_state=True).asdict()
 KDA = kda_inputs(1, 20, 1, 2, 8, 6, initial_state=True).asdict()
+GDN2 = {n: x for n, x in KDA.items() if n != "beta"}
+GDN2 |= {"b": torch.rand(1, 20, 2, 8), "w": torch.rand(1, 20, 2, 6)}
 RAW = {"use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
+GATE = {"use_gate_in_kernel": True}
 UNIT = {"use_qk_l2norm_in_kernel": True, "output_final_state": True}
 HEADS = {"A_log": randn(2), "dt_bias": randn(2)}
 CHANNELS = {"A_log": randn(2), "dt_bias": randn(16)}
@@ -35,11 +38,16 @@ CALLS = {
     | {"initial_state": randn(1, 2, 6, 8)},
     "chunk_kda": KDA | UNIT | {"safe_gate": True, "g": -torch.rand(1, 20, 2, 8)},
     "chunk_kda of a layer": KDA | RAW | UNIT | CHANNELS,
+    "chunk_gdn2": GDN2 | UNIT | {"safe_gate": True, "g": -torch.rand(1, 20, 2, 8)},
+    "chunk_gdn2 of a layer": GDN2 | GATE | UNIT | CHANNELS,
     "fused_recurrent_gated_delta_rule": GDN | UNIT
     | {"gk": -torch.rand(1, 20, 2, 8), "gv": -torch.rand(1, 20, 2, 6)},
     "fused_recurrent_gated_delta_rule of a layer": GDN | RAW | UNIT | HEADS,
     "fused_recurrent_kda of a layer": KDA | RAW | UNIT | CHANNELS,
     "fused_recurrent_kda in place": KDA | RAW | UNIT | CHANNELS | {"inplace_final_state": True}
+    | {"ssm_state_indices": torch.zeros(1, dtype=torch.int32)},
+    "fused_recurrent_gdn2 of a layer": GDN2 | GATE | UNIT | CHANNELS,
+    "fused_recurrent_gdn2 in place": GDN2 | GATE | UNIT | CHANNELS | {"inplace_final_state": True}
     | {"ssm_state_indices": torch.zeros(1, dtype=torch.int32)},
     "mamba_chunk_scan_combined": SSD | {"chunk_size": 16, "return_final_states": True},
     "selective_state_update": STEP,
@@ -61,7 +69,10 @@ CALLS = {
 }  # fmt: skip
 
 
-IN_PLACE = ("fused_recurrent_kda in place", "selective_state_update", "causal_conv1d_update")
+IN_PLACE = (
+    "fused_recurrent_kda in place", "fused_recurrent_gdn2 in place", "selective_state_update",
+    "causal_conv1d_update",
+)  # fmt: skip
 
 
 def call(name: str, device: torch.device | str = "cpu"):

@@ -24,9 +24,11 @@ from torch import Tensor
 from linattn_edu import (
     causal_conv1d,
     chunk_gated_delta_rule,
+    chunk_gdn2,
     chunk_kda,
     ema_scan,
     fused_recurrent_gated_delta_rule,
+    fused_recurrent_gdn2,
     fused_recurrent_kda,
     mamba_chunk_scan_combined,
 )
@@ -42,6 +44,8 @@ STATES = ("ht", "initial_state", "dinitial_state")
 NAMES = ("use_qk_l2norm_in_kernel", "use_beta_sigmoid_in_kernel", "use_gate_in_kernel")
 FLAGS = (*NAMES, "allow_neg_eigval", "output_final_state", "state_v_first")
 OF_KDA = (*FLAGS, "safe_gate", "disable_recompute", "return_intermediate_states")
+# of beta's sigmoid: GDN-2 has no such flags token by token, and the first not in chunks
+NEITHER = ("use_beta_sigmoid_in_kernel", "allow_neg_eigval")
 RAW = dict.fromkeys(("raw_qk", "raw_beta", "raw_gate"), True)
 
 
@@ -176,13 +180,25 @@ def by_token(channels):
     return make
 
 
+def gated(make):
+    """`make` with the gates of GDN-2 in the place of beta."""
+
+    def gates(*args, **kinds):
+        x, options = make(*args, **kinds)
+        options.pop("use_beta_sigmoid_in_kernel", None)
+        return gdn_checks.gated(x), options
+
+    return gates
+
+
 def recurrence(x, do, dht, **options):
     """What fused_recurrent_* give: autograd of the recurrence in float64."""
 
     def f(*, gk=None, gv=None, **x):
-        q, k, v, g, beta, S = gdn_checks.recurrence_arguments(x, **options)
+        q, k, v, g, beta, *write, S = gdn_checks.recurrence_arguments(x, **options)
         g, gk = (g, gk) if g.ndim == 3 else (None, g)
-        return recurrent(q, k, v, g, beta, gk=gk, gv=gv, initial_state=S)
+        write = dict(zip(("write",), write, strict=False))
+        return recurrent(q, k, v, g, beta, gk=gk, gv=gv, initial_state=S, **write)
 
     do, dht = (y if y is None else y.double() for y in (do, dht))
     return gdn_checks.run(double(x), do, dht, f)
@@ -276,6 +292,16 @@ safe = replace(
     kda, name="kda, safe, all kept", make=chunked(kda_checks, safe=True),
     options=kda.options | {"safe_gate": True, "disable_recompute": True},
 )  # fmt: skip
+# what has b and w in the place of beta
+GATED = {
+    "tokens": ("q", "k", "v", "g", "b", "w"),
+    "wide": ("g", "b", "w", "initial_state"),
+    "required": ("q", "k", "v", "g", "b", "w"),
+}
+gdn2 = replace(
+    kda, name="gdn2", f=chunk_gdn2, make=gated(chunked(kda_checks)), **GATED,
+    flags=tuple(n for n in OF_KDA if n not in NEITHER[:1]),
+)  # fmt: skip
 BY_TOKEN = {
     "cotangents": gdn_checks.cotangents,
     "exact": recurrence,
@@ -310,6 +336,10 @@ recurrent_kda = Form(
     by_token(True),
     **BY_TOKEN | {"required": ("q", "k", "v", "g", "beta")},
 )
+recurrent_gdn2 = replace(
+    recurrent_kda, name="gdn2, token by token", f=fused_recurrent_gdn2, make=gated(by_token(True)),
+    **GATED, flags=tuple(n for n in recurrent_kda.flags if n not in NEITHER),
+)  # fmt: skip
 SSD = {
     "f": mamba,
     "make": of_mamba,
@@ -365,8 +395,9 @@ conv = Form(
         "test_a_nan_shows": "a token reaches W - 1 others and no state",
     },
 )  # fmt: skip
-FORMS = (gdn, kda, safe, recurrent_gdn, recurrent_kda, *ssd, ema, conv)
-DELTA = (gdn, kda, safe, recurrent_gdn, recurrent_kda)
+BY_CHANNEL = (gdn2, recurrent_gdn2)
+FORMS = (gdn, kda, safe, recurrent_gdn, recurrent_kda, *BY_CHANNEL, *ssd, ema, conv)
+DELTA = (gdn, kda, safe, recurrent_gdn, recurrent_kda, *BY_CHANNEL)
 
 
 def forms(property: str, *among: Form, dtypes=DTYPES, **axes):

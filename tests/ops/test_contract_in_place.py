@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from gdn_checks import by_value, launches
+from gdn_checks import by_value, gated, launches
 from grids import parametrize
 from ops.conv import test_causal_conv1d_update as conv_cases
 from ops.ssd import test_step as ssd_cases
@@ -17,6 +17,7 @@ from torch.autograd import forward_ad
 from linattn_edu import (
     causal_conv1d_update,
     fused_recurrent_gated_delta_rule,
+    fused_recurrent_gdn2,
     fused_recurrent_kda,
     selective_state_update,
 )
@@ -81,6 +82,11 @@ def raw_kda_case(B, slots, device):
     return x.pop("initial_state"), x
 
 
+def raw_gdn2_case(B, slots, device):
+    states, x = raw_kda_case(B, slots, device)
+    return states, gated(x)
+
+
 def of_ssd(B, slots, device):
     """For many sequences of a size that takes the wide tile."""
     sizes = (8, 64, 32) if B > 3 else (4, 20, 24)
@@ -101,6 +107,7 @@ STEPS = (
         "gdn", *of_delta(fused_recurrent_gated_delta_rule, gdn_case), "ssm_state_indices",
         decays=("g", "gk", "gv"),
     ),
+    Step("gdn2", *of_delta(fused_recurrent_gdn2, raw_gdn2_case, **RAW), "ssm_state_indices"),
     Step("kda", *of_delta(fused_recurrent_kda, raw_kda_case, **RAW), "ssm_state_indices"),
     Step(
         "ssd", of_ssd, lambda S, x, rows, **options: selective_state_update(

@@ -5,15 +5,26 @@ import warnings
 import pytest
 import torch
 from gdn_checks import boundaries, launches, refused
-from ops.contract import FORMS, conv, ema, gdn, kda, recurrent_gdn, recurrent_kda, ssd
+from ops.contract import (
+    BY_CHANNEL,
+    FORMS,
+    conv,
+    ema,
+    gdn,
+    gdn2,
+    kda,
+    recurrent_gdn,
+    recurrent_kda,
+    ssd,
+)
 from ops.test_contract_packed import indices
 from torch import Tensor
 
 LENGTHS = (5, 0, 15)
 T = sum(LENGTHS)
 BOUNDS = ("cu_seqlens", "cu_seqlens_cpu", "chunk_indices")
-OPERATORS = (gdn, kda, recurrent_gdn, recurrent_kda, ssd[-1], ema, conv)
-DELTA = OPERATORS[:4]
+DELTA = (gdn, kda, recurrent_gdn, recurrent_kda, *BY_CHANNEL)
+OPERATORS = (*DELTA, ssd[-1], ema, conv)
 operators = pytest.mark.parametrize("form", OPERATORS, ids=str)
 WRONG = (2, "yes", 0.5, -1)  # as a flag
 
@@ -144,7 +155,7 @@ def of_options(form):
            ("scale", True, TypeError, "must be a number or None, got bool"),
            ("scale", "big", TypeError, "must be a number or None, got str")) * (form in DELTA)),
         *(("chunk_size", value, ValueError, f"must be one of 16, 32, 64, got {value}")
-           for value in (48, 128, True, 64.0) if form in (gdn, kda, ema)),
+           for value in (48, 128, True, 64.0) if form in (gdn, kda, gdn2, ema)),
     ):  # fmt: skip
         yield f"{n} {value}", error, f"{n} {message}", lambda a, n=n, value=value: {n: value}
     message = "unexpected keyword argument 'output_finl_state'"

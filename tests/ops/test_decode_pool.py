@@ -2,11 +2,15 @@
 
 import pytest
 import torch
-from gdn_checks import by_value
+from gdn_checks import by_value, gated
 from recurrent_cases import case, kda_case, options
 from refusals import refuses
 
-from linattn_edu import fused_recurrent_gated_delta_rule, fused_recurrent_kda
+from linattn_edu import (
+    fused_recurrent_gated_delta_rule,
+    fused_recurrent_gdn2,
+    fused_recurrent_kda,
+)
 from linattn_edu.testing import assert_close, poison
 
 CUDA = torch.cuda.is_available()
@@ -20,6 +24,12 @@ SLOTS = 12
 def kda(T, B, device, *, gate="bounded", flags=ALL, dtype=torch.float32):
     x, rest = kda_case(T, B=B, device=device, gate=gate, flags=flags, dtype=dtype, N=SLOTS)
     return fused_recurrent_kda, x, rest
+
+
+def gdn2(T, B, device, *, flags=("norm", "v_first"), **kinds):
+    _, x, rest = kda(T, B, device, flags=flags, **kinds)
+    of_beta = ("use_beta_sigmoid_in_kernel", "allow_neg_eigval")
+    return fused_recurrent_gdn2, gated(x), {n: y for n, y in rest.items() if n not in of_beta}
 
 
 def gdn(T, B, device, flags=(*ALL, "gate"), dtype=torch.float32):
@@ -68,7 +78,7 @@ def alone(call, n, T, start, **changes):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("make", [kda, gdn], ids=["kda", "gdn"])
+@pytest.mark.parametrize("make", [kda, gdn, gdn2], ids=["kda", "gdn", "gdn2"])
 def test_a_slot_for_each_token(make, impl, device, monkeypatch):
     """Each state where its token has a slot; past the last column, the last state alone."""
     by_value(monkeypatch)
@@ -93,7 +103,7 @@ def test_a_slot_for_each_token(make, impl, device, monkeypatch):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("make", [kda, gdn], ids=["kda", "gdn"])
+@pytest.mark.parametrize("make", [kda, gdn, gdn2], ids=["kda", "gdn", "gdn2"])
 def test_packed_sequences_and_rows_past_them(make, impl, device):
     """Sequences of 2, 0 and 1 tokens; the one without tokens leaves its slot as it is."""
     f, x, rest = make(3, 1, device)
@@ -129,7 +139,7 @@ def speculate(call, T, accepted, pool, columns, device, impl):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("make", [kda, gdn], ids=["kda", "gdn"])
+@pytest.mark.parametrize("make", [kda, gdn, gdn2], ids=["kda", "gdn", "gdn2"])
 def test_rejected_tokens_leave_no_trace(make, impl, device):
     """Drafts of 3 tokens of which 1 to 3 are kept: the bits of decoding token by token."""
     call = make(9, 1, device, dtype=torch.bfloat16)
@@ -198,7 +208,7 @@ WRONG = {
 
 
 @pytest.mark.skipif(CUDA, reason="there the numbers are taken on trust")
-@pytest.mark.parametrize("make", [kda, gdn], ids=["kda", "gdn"])
+@pytest.mark.parametrize("make", [kda, gdn, gdn2], ids=["kda", "gdn", "gdn2"])
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")
 def test_a_graph_refuses_wrong_numbers_when_it_runs(impl, make, device):

@@ -91,8 +91,9 @@ ONE_WAY = {
     "linattn_edu.kernels": ("linattn_edu.reference", OPS),
     OPS: ("linattn_edu.teaching", "linattn_edu.doctor", "linattn_edu.testing"),
     f"{OPS}.delta": (f"{OPS}.gdn", f"{OPS}.kda"),
-    f"{OPS}.gdn": (f"{OPS}.kda",),
-    f"{OPS}.kda": (f"{OPS}.gdn",),
+    f"{OPS}.gdn": (f"{OPS}.kda", f"{OPS}.gdn2"),
+    f"{OPS}.kda": (f"{OPS}.gdn", f"{OPS}.gdn2"),
+    f"{OPS}.gdn2": (f"{OPS}.gdn",),
     f"{OPS}.ssd": (f"{OPS}.gdn", f"{OPS}.kda"),
 }
 
@@ -128,9 +129,12 @@ class Text:
         }  # fmt: skip
 
     def forward(self, operator):
-        """The function under @operator.forward, and whose stages it takes."""
-        f = next(f for f in self.every if f"{operator}.forward" in decorators(f))
-        return [(self, f)]
+        """The function under @operator.forward, or handed to it, and whose stages it takes."""
+        own = [(self, f) for f in self.every if f"{operator}.forward" in decorators(f)]
+        calls = [node.value for node in tree(self.module).body
+                 if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)]  # fmt: skip
+        handed = [c.args[0] for c in calls if ast.unparse(c.func) == f"{operator}.forward"]
+        return own + [hit for f in handed for hit in self.meaning(f)]
 
     def called(self, name):
         """What a name of this file stands for, as far as it can be called: (file, function)."""
@@ -145,8 +149,8 @@ class Text:
 
     def meaning(self, value, name=None):
         """The same of an expression."""
-        if isinstance(value, ast.Call) and ast.unparse(value.func) == "Operator":
-            return self.forward(name)
+        if isinstance(value, ast.Call) and name and (found := self.forward(name)):
+            return found
         if isinstance(value, (ast.Tuple, ast.Dict)):
             parts = value.elts if isinstance(value, ast.Tuple) else value.values
             return [hit for part in parts for hit in self.meaning(part)]
@@ -264,7 +268,8 @@ FAMILY, SHARED, STAGE, TILES = range(4)
 def floor(module):
     if below(module, "linattn_edu.kernels"):
         return TILES if module == "linattn_edu.kernels.tiles" else STAGE
-    return FAMILY if below(module, f"{OPS}.gdn", f"{OPS}.kda", f"{OPS}.ssd") else SHARED
+    families = f"{OPS}.gdn", f"{OPS}.gdn2", f"{OPS}.kda", f"{OPS}.ssd"
+    return FAMILY if below(module, *families) else SHARED
 
 
 @pytest.mark.parametrize(
@@ -297,6 +302,18 @@ def floor(module):
             "q",
             {"ops.l2norm", "kernels.delta.kda_intra", "kernels.delta.wy"},
             {"l2norm_kernel", "kda_scores_kernel", "wy_kernel"},
+        ),
+        (
+            f"{OPS}.gdn2.chunk.chunk_gdn2",
+            "q",
+            {"ops.kda.chunk", "ops.l2norm", "kernels.delta.kda_intra", "kernels.delta.wy"},
+            {"l2norm_kernel", "kda_scores_kernel", "wy_kernel"},
+        ),
+        (
+            f"{OPS}.gdn2.recurrent.fused_recurrent_gdn2",
+            "q",
+            {"ops.delta.recurrence", "ops.delta.decode", "kernels.delta.recurrent"},
+            {"l2norm_kernel", "recurrent_kernel"},
         ),
         (
             f"{OPS}.gdn.recurrent.fused_recurrent_gated_delta_rule",

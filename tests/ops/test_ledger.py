@@ -12,6 +12,7 @@ import torch
 from gdn_checks import TOLERANCES, boundaries, by_value, exact, pretend, same_bits, tolerance
 from grids import few, name
 from ops.contract import (
+    BY_CHANNEL,
     DELTA,
     GPU,
     IMPLS,
@@ -43,6 +44,11 @@ SOME = few(torch.float32, torch.bfloat16, more=(torch.float16,))
 SMALL = (0.0, 1e-10, 1e-6)  # beta
 
 
+def strengths(x):
+    """What a write is multiplied by: beta, or of GDN-2 b and w."""
+    return [n for n in ("beta", "b", "w") if n in x]
+
+
 @forms("test_a_beta_of_next_to_nothing", *DELTA, dtypes=SOME, impl=IMPLS)
 def test_a_beta_of_next_to_nothing(form, dtype, impl, device):
     """dbeta is the gradient there too. Computed as a sum over beta times something, divided by
@@ -50,24 +56,27 @@ def test_a_beta_of_next_to_nothing(form, dtype, impl, device):
     """
     x, do, dht, options = form.short(dtype, device)
     for i, beta in enumerate(SMALL):
-        x["beta"][:, i :: len(SMALL) + 1] = beta  # one token in four keeps its own
+        for n in strengths(x):
+            x[n][:, i :: len(SMALL) + 1] = beta  # one token in four keeps its own
     got, want = form.run(x, do, dht, **options, impl=impl), form.exact(x, do, dht, **options)
     form.check(got, want, dtype)
     for i, beta in enumerate(SMALL):
         at = slice(i, None, len(SMALL) + 1)
-        assert want["dbeta"][:, at].norm() > 0
-        tol = tolerance("dbeta", dtype)
-        assert_close(f"dbeta at {beta}", got["dbeta"][:, at], want["dbeta"][:, at], tol)
+        for d in (f"d{n}" for n in strengths(x)):
+            assert want[d][:, at].norm() > 0
+            tol = tolerance("dbeta", dtype)
+            assert_close(f"{d} at {beta}", got[d][:, at], want[d][:, at], tol)
 
 
 @forms("test_no_write_at_all", *DELTA, dtypes=SOME, impl=IMPLS)
 def test_no_write_at_all(form, dtype, impl, device):
-    """beta is 0 everywhere, no state is given: outputs are zero, dbeta is not."""
+    """beta is 0 everywhere, no state is given: outputs are zero, dbeta is not; of GDN-2 dw."""
     x, do, dht, options = form.short(dtype, device, state=False)
-    x["beta"].zero_()
+    for n in strengths(x):
+        x[n].zero_()
     got, want = form.run(x, do, dht, **options, impl=impl), form.exact(x, do, dht, **options)
     assert not got["o"].any() and not got["ht"].any() and not got["dv"].any()
-    assert want["dbeta"].norm() > 0
+    assert want[f"d{strengths(x)[-1]}"].norm() > 0
     form.check(got, want, dtype)
 
 
@@ -78,7 +87,10 @@ def cancelling(form, T, dtype, device):
     x["q"][..., 1], x["k"][..., :2] = K**0.5, 1
     gates = (1, T, 1) if form in (gdn, recurrent_gdn) else (1, T, 1, K)
     x |= {"v": torch.full((1, T, 1, V), 4096.0, **like), "g": torch.zeros(gates, device=device)}
-    x |= {"beta": torch.full((1, T, 1), 0.25, device=device)}
+    if form in BY_CHANNEL:
+        x |= {n: torch.full((1, T, 1, D), 0.25, device=device) for n, D in (("b", K), ("w", V))}
+    else:
+        x |= {"beta": torch.full((1, T, 1), 0.25, device=device)}
     x["initial_state"] = torch.zeros(1, 1, K, V, device=device)
     x["initial_state"][:, :, 0], x["initial_state"][:, :, 1] = 4096, 2
     return x
@@ -224,8 +236,8 @@ def heads_first(n, t):
     return t.transpose(1, 2).contiguous().transpose(1, 2) if t.ndim > 2 else t
 
 
-GATES = ("g", "gk", "gv", "beta", "dt")
-ONE_OF_EACH = (gdn, kda, recurrent_gdn, recurrent_kda, ssd[-1], ema, conv)
+GATES = ("g", "gk", "gv", "beta", "b", "w", "dt")
+ONE_OF_EACH = (*(f for f in DELTA if f is not safe), ssd[-1], ema, conv)
 
 
 @forms("test_tensors_of_any_strides", *ONE_OF_EACH, dtypes=F32, impl=IMPLS)
@@ -274,15 +286,17 @@ def test_products_beyond_float16(form, dtype, impl, device):
     x, do, dht, options = form.short(dtype, device)
     do = 8 * do
     x["v"] = (2e4 * x["v"].float()).clamp(-6e4, 6e4).to(dtype)
-    x["beta"] = torch.full_like(x["beta"], 2**-10, dtype=torch.float32)  # dbeta is beyond it too
+    for n in strengths(x):
+        x[n] = torch.full_like(x[n], 2**-10, dtype=torch.float32)  # its gradient is beyond it too
     want = form.exact(x, do, dht, **options)
-    assert (want["dbeta"].abs() > 65504).any()
+    # GDN-2's dw is no sum: a product of the same numbers, some of them smaller
+    assert form in BY_CHANNEL or (want["dbeta"].abs() > 65504).any()
     assert all(want[f"d{n}"].abs().max() < 65504 for n in ("q", "k", "v"))
     form.check(form.run(x, do, dht, **options, impl=impl), want, dtype)
 
 
 @forms(
-    "test_gates_at_the_bound", gdn, kda, safe, recurrent_gdn, recurrent_kda, *ssd, ema,
+    "test_gates_at_the_bound", *DELTA, *ssd, ema,
     dtypes=SOME, impl=IMPLS,
 )  # fmt: skip
 def test_gates_at_the_bound(form, dtype, impl, device):

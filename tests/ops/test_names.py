@@ -6,15 +6,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 from gdn_checks import launches
-from recurrent_cases import case, cotangents, double, oracle, run
+from recurrent_cases import case, check_all, cotangents, double, oracle, run
 from refusals import refuses
 
 import linattn_edu
 from linattn_edu import (
     L2Norm,
+    chunk_delta_rule,
     chunk_kda,
     fused_gdn_gate,
     fused_kda_gate,
+    fused_recurrent_delta_rule,
     kda,
     kernel_delta_attention,
     l2norm,
@@ -36,6 +38,30 @@ def test_names_of_one_function():
     assert linattn_edu.chunk_gdn is linattn_edu.chunk_gated_delta_rule
     assert linattn_edu.fused_recurrent_gdn is linattn_edu.fused_recurrent_gated_delta_rule
     assert linattn_edu.l2_norm is l2norm
+
+
+@impls
+@dtypes
+@pytest.mark.parametrize("f", [chunk_delta_rule, fused_recurrent_delta_rule])
+def test_the_delta_rule_without_a_decay(f, dtype, impl, device):
+    """Outputs and gradients of the recurrence without a gate, of packed sequences too."""
+    x = case(40, (1, 2), 12, 8, N=2, gates="", dtype=dtype, device=device)
+    x = {n: t for n, t in x.items() if t is not None}
+    cu_seqlens = torch.tensor([0, 17, 40], device=device)
+    want = run(oracle, double(x), cu_seqlens=cu_seqlens)
+    given = {"cu_seqlens": cu_seqlens, "output_final_state": True, "impl": impl}
+    got = run(f, x, cotangents(want[0]), **given)
+    check_all(got, want, dtype)
+
+
+def test_the_delta_rule_needs_its_beta():
+    x = gdn_inputs(1, 4, 1, 1, 8, 8)
+    with launches() as ran, pytest.raises(TypeError, match="beta must be a torch"):
+        chunk_delta_rule(x.q, x.k, x.v, None)
+    assert not ran
+    # token by token it is 1 where it is not given, as in fla
+    got, want = (fused_recurrent_delta_rule(x.q, x.k, x.v, b)[0] for b in (None, x.beta * 0 + 1))
+    assert torch.equal(got, want)
 
 
 def test_kda_is_kimi_delta_attention(device):

@@ -7,6 +7,7 @@ import torch
 from gdn_checks import boundaries, same_bits
 from ops import calls
 from ops.contract import (
+    BY_CHANNEL,
     IMPLS,
     STATES,
     conv,
@@ -27,7 +28,7 @@ pytestmark = [
 ]
 
 F32 = (torch.float32,)
-ONE_OF_EACH = (gdn, kda, recurrent_gdn, recurrent_kda, ssd[-1], ema, conv)
+ONE_OF_EACH = (gdn, kda, recurrent_gdn, recurrent_kda, *BY_CHANNEL, ssd[-1], ema, conv)
 
 
 def with_nan(x, where):
@@ -99,7 +100,9 @@ LATER = [
     and any(t.shape[1:2] == (T,) for t in calls.call(n)[1].values())
 ]  # fmt: skip
 # within a chunk products whose upper half is masked carry it back
-CHUNKED = ("chunk_gated_delta_rule", "chunk_kda", "mamba_chunk_scan_combined", "ema_scan")
+CHUNKED = (
+    "chunk_gated_delta_rule", "chunk_kda", "chunk_gdn2", "mamba_chunk_scan_combined", "ema_scan",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("impl", IMPLS)

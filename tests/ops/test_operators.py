@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 
+import gdn_checks
 import pytest
 import torch
 from recurrent_cases import case
@@ -14,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from linattn_edu import (
     causal_conv1d,
     chunk_gated_delta_rule,
+    chunk_gdn2,
     chunk_kda,
     chunk_local_cumsum,
     ema_scan,
@@ -31,6 +33,7 @@ from linattn_edu.ops import rms_norm_gated as gated
 from linattn_edu.ops import solve_tril as inverse
 from linattn_edu.ops.delta import decode, gate, recurrence
 from linattn_edu.ops.gdn import chunk as gdn
+from linattn_edu.ops.gdn2 import chunk as gdn2
 from linattn_edu.ops.kda import chunk as kda
 from linattn_edu.ops.ssd import chunk as ssd
 from linattn_edu.ops.ssd import step
@@ -140,18 +143,22 @@ KDA = (
 )
 
 
+@pytest.mark.parametrize("gates", [False, True], ids=["kda", "gdn2"])
 @pytest.mark.parametrize(("impl", "options"), every(KDA), ids=str)
-def test_chunk_kda(impl, options, device):
+def test_chunk_kda(impl, options, gates, device):
+    """And GDN-2, which has the same composition without fused stages."""
     given, bound, safe, save, keep = options
     tensors, packing = kda_arguments(device, **given)
     wants_state = tensors[-1] is not None
-    numbers, form = (
-        (*packing, 0.5, bound, safe),
-        (16, 2 * ((save, keep) == ("P A", "")), "", impl, keep),
-    )
-    check(kda.chunk, *tensors, *numbers, wants_state, *form, save)
-    check_shapes(kda.chunk, *tensors, *numbers, not wants_state, *form, "")
-    check_backward(kda.chunk, *tensors, *numbers, wants_state, *form, save)
+    chunk, fused = kda.chunk, 2 * ((save, keep) == ("P A", ""))
+    if gates:
+        q, k, v, g, beta, *rest = tensors
+        given = gdn_checks.gated({"q": q.expand(-1, -1, HV, -1), "v": v, "beta": beta})
+        chunk, fused, tensors = gdn2.chunk, 0, (q, k, v, g, given["b"], given["w"], *rest)
+    numbers, form = (*packing, 0.5, bound, safe), (16, fused, "", impl, keep)
+    check(chunk, *tensors, *numbers, wants_state, *form, save)
+    check_shapes(chunk, *tensors, *numbers, not wants_state, *form, "")
+    check_backward(chunk, *tensors, *numbers, wants_state, *form, save)
 
 
 def recurrent_arguments(device, gates="g", packed=False, dtype=torch.float32, state=True):
@@ -178,6 +185,17 @@ def test_recurrent(impl, options, device):
     check(recurrence.recurrence, *arguments)
     for without in ((), ("final_state",)):
         check_backward(recurrence.recurrence, *arguments, without=without)
+    q, k, v, g, beta, *rest = arguments[:8]
+    b, w = gates_of(v, beta)
+    arguments = (q, k, v, g, b, *rest, w, *arguments[8:])
+    check(recurrence.gated, *arguments)
+    check_backward(recurrence.gated, *arguments)
+
+
+def gates_of(v, beta):
+    """GDN-2's gates, of K and V channels."""
+    x = gdn_checks.gated({"q": v.new_empty(*v.shape[:3], K), "v": v, "beta": beta})
+    return x["b"], x["w"]
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -187,27 +205,35 @@ def test_steps(flags, packed, device):
     x = {n: t.view(HV, 1) if n == "dt_bias" and t is not None else t for n, t in x.items()}
     cu_seqlens, slots = bounds(device) if packed else None, (None, None)
     rest = (cu_seqlens, 0.5, bool(flags), 2 * bool(flags), None)
-    step = recurrence.steps[bool(flags)]
-    tensors = tuple(x.get(n) for n in step.inputs)
-    for output_final_state in (True, False):
-        check_shapes(step, *tensors, *rest, output_final_state, "triton")
-    check(decode.step_, *tensors, *slots, *rest, bool(flags), "triton")
+    for of_channels in (False, True):
+        if of_channels:
+            x["beta"], x["write"] = gates_of(x["v"], x["beta"])
+            rest = (cu_seqlens, 0.5, bool(flags), 0, None)
+        step = recurrence.steps[bool(flags), of_channels]
+        tensors = tuple(x.get(n) for n in step.inputs)
+        for output_final_state in (True, False):
+            check_shapes(step, *tensors, *rest, output_final_state, "triton")
+        check(decode.steps_[of_channels], *tensors, *slots, *rest, bool(flags), "triton")
 
 
 @pytest.mark.parametrize("lower_bound", [None, -5.0])
-def test_steps_of_a_pool(lower_bound, device):
+@pytest.mark.parametrize("of_channels", [False, True], ids=["kda", "gdn2"])
+def test_steps_of_a_pool(lower_bound, of_channels, device):
     """With a raw gate for each channel; slots for each token, of which some were rejected."""
     x = case(T, (1, HV), K, V, N=5, gates="gk", flags=("v_first",), device=device)
     x |= {"A_log": torch.zeros(HV, device=device), "dt_bias": torch.zeros(HV, K, device=device)}
-    step = recurrence.steps[True]
+    x["beta"], x["write"] = gates_of(x["v"], x["beta"]) if of_channels else (x["beta"], None)
+    step = recurrence.steps[True, of_channels]
     *tensors, pool = (x[n] for n in step.inputs)
     indices = torch.tensor([[3, 1], [-1, 0], [4, -1]], device=device)
     slots = (indices, torch.tensor([2, 1, 1], device=device))
     flags = (bounds(device), 0.5, True, 0, lower_bound)
     for state, where in ((pool[:3], (None, None)), (pool, slots)):
-        check(decode.step_, *tensors, state, *where, *flags, True, "triton")
+        check(decode.steps_[of_channels], *tensors, state, *where, *flags, True, "triton")
     check_shapes(step, *tensors, pool[:3], *flags, True, "triton")
-    check(decode.pool_, *tensors[:7], pool, *slots, bounds(device), 0.5, True, "reference")
+    tensors = tensors[: 7 + of_channels]
+    numbers = (bounds(device), 0.5, True, "reference")
+    check(decode.pools_[of_channels], *tensors, pool, *slots, *numbers)
 
 
 def tokens_of_ssd(n, device):
@@ -379,19 +405,23 @@ def test_every_operator_is_checked():
                   if str(s.name).startswith("linattn_edu::")}  # fmt: skip
     registered = {n for n in registered if not n.startswith("toy_")}  # of test_operator
     differentiable = (
-        "chunk_gated_delta_rule", "chunk_kda", "l2norm", "recurrent", "solve_tril", "gdn_gate",
-        "kda_gate", "ema_scan", "mamba_chunk_scan_combined", "causal_conv1d", "rms_norm_gated",
+        "chunk_gated_delta_rule", "chunk_kda", "chunk_gdn2", "l2norm", "recurrent",
+        "recurrent_gated", "solve_tril", "gdn_gate", "kda_gate", "ema_scan",
+        "mamba_chunk_scan_combined", "causal_conv1d", "rms_norm_gated",
     )  # fmt: skip
     assert registered == {
         *differentiable, *(f"{n}_backward" for n in differentiable),
         "chunk_local_cumsum", "chunk_global_cumsum",  # whose adjoints they are themselves
         "recurrent_pool", "recurrent_step", "recurrent_step_v_first", "recurrent_step_",
+        "recurrent_pool_gated", "recurrent_step_gated", "recurrent_step_gated_v_first",
+        "recurrent_step_gated_",
         "selective_state_update", "selective_state_update_drafts", "causal_conv1d_update",
     }  # fmt: skip
 
 
 WATCHED = {
     "chunk_kda": lambda x: chunk_kda(x, x, x, -x.abs(), x[..., 0].abs())[0],
+    "chunk_gdn2": lambda x: chunk_gdn2(x, x, x, -x.abs(), x.abs(), x.abs())[0],
     "chunk_gated_delta_rule": lambda x: chunk_gated_delta_rule(
         x, x, x, -x[..., 0].abs(), x[..., 1].abs()
     )[0],

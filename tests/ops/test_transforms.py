@@ -11,6 +11,7 @@ from linattn_edu import (
     causal_conv1d,
     causal_conv1d_fn,
     chunk_gated_delta_rule,
+    chunk_gdn2,
     chunk_global_cumsum,
     chunk_kda,
     chunk_local_cumsum,
@@ -18,6 +19,7 @@ from linattn_edu import (
     fused_gdn_gate,
     fused_kda_gate,
     fused_recurrent_gated_delta_rule,
+    fused_recurrent_gdn2,
     fused_recurrent_kda,
     l2norm,
     mamba_chunk_scan_combined,
@@ -33,7 +35,7 @@ B, T, H, HV, K, V = 2, 9, 1, 2, 6, 4
 IMPLS = ("reference", "triton")
 
 
-def delta(f, channels=False, **options):
+def delta(f, channels=False, gates=False, **options):
     """f on x [B, T, 32], of which all its arguments are made; o and the final state as one."""
 
     def call(x, state=None, A_log=None, dt_bias=None):
@@ -43,8 +45,12 @@ def delta(f, channels=False, **options):
         raw = x[..., :12].view(n, T, HV, K) if channels else x[..., 20:22]
         gate = {"use_gate_in_kernel": True, "A_log": A_log, "dt_bias": dt_bias}
         g, gate = (raw, gate) if A_log is not None else (-raw.square(), {})
+        strength = {"beta": x[..., 22:24].sigmoid()}
+        if gates:
+            b, w = x[..., 8:20].sigmoid(), x[..., 12:20].sigmoid()
+            strength = {"b": b.view(n, T, HV, K), "w": w.view(n, T, HV, V)}
         o, S = f(
-            q[:, :, None], k[:, :, None], v, g, beta=x[..., 22:24].sigmoid(),
+            q[:, :, None], k[:, :, None], v, g, **strength,
             initial_state=state, output_final_state=True, **gate, **options,
         )  # fmt: skip
         return torch.cat([o.flatten(1), S.flatten(1)], 1)
@@ -68,6 +74,8 @@ def mamba(x, state=None, A_log=None, dt_bias=None):
 FORMS = {
     "chunk_gated_delta_rule": delta(chunk_gated_delta_rule),
     "chunk_kda": delta(chunk_kda, channels=True),
+    "chunk_gdn2": delta(chunk_gdn2, channels=True, gates=True),
+    "fused_recurrent_gdn2": delta(fused_recurrent_gdn2, channels=True, gates=True),
     "fused_recurrent_gated_delta_rule": delta(fused_recurrent_gated_delta_rule),
     "fused_recurrent_kda": delta(fused_recurrent_kda, channels=True),
     "mamba_chunk_scan_combined": mamba,

@@ -6,6 +6,7 @@ that are empty) and those run on a GPU (gpu/run_rows.py). kernels/test_registry.
 """
 
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -55,6 +56,7 @@ def _ema(*sizes, **kinds):
 FAMILIES = {
     "gdn": Family(stage_checks.grid, _joined(stage_checks.backward_inputs)),
     "kda": Family(kda_checks.grid, _joined(kda_checks.backward_parts)),
+    "gdn2": Family(kda_checks.once, _joined(partial(kda_checks.backward_parts, gated=True))),
     "gdn_fused": Family(stage_checks.grid, _joined(fused_parts.gdn)),
     "kda_fused": Family(kda_checks.once, _joined(fused_parts.kda)),
     "ssd": Family(ssd_checks.grid, _ssd(ssd_checks.parts), ssd_checks.check_stage),

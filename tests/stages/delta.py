@@ -113,6 +113,17 @@ STAGES = [
           tables=(
               Table("kda_piece_map_bwd", "MAP_CHANNEL_CONFIGS", "dim", ("backward", "pieces")),
           )),
+    # with gates of channels for what is erased, as beta, and written
+    Stage("delta/kda_intra", "gdn2", call("q k beta gc", "chunks"),
+          more=[call("q k beta gc", "chunks", lower_bound=-5.0)]),
+    Stage("delta/wy", "gdn2", call("k v beta gc A q write")),
+    Stage("delta/kda_bwd", "gdn2", call("v write A h v_new dh dv_new"), "kda_wy_bwd"),
+    Stage("delta/kda_intra_bwd", "gdn2", call("q k beta gc dP dL dqg dkb dkg dgl")),
+    Stage("delta/recurrent", "gdn2", call("q k v - beta", gk="g", write="write",
+                                          initial_state="h0"),
+          more=[call("q k v - beta", **{**LAYER, "gk": "k"}, write="write", **POOL)]),
+    Stage("delta/recurrent", "gdn2",
+          call("q k v - beta v h0", gk="g", write="write", initial_state="h0"), "recurrent_bwd"),
     # what a layer has beside
     Stage("delta/causal_conv1d", "convolution",
           call("x weight bias state", output_final_state="ends", **CONVOLUTION)),

@@ -5,12 +5,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from linattn_edu.kernels.rows import by_width, chunk_args, row, value_table
+from linattn_edu.kernels.rows import by_width, chunk_args, row, strength, value_table
 from linattn_edu.kernels.tiles import (
     as_factor,
     cast,
     chunk_of,
     dot,
+    gated,
     load_row,
     load_tile,
     store_tile,
@@ -66,7 +67,8 @@ def kda_output_bwd_kernel(
 @triton.jit(do_not_specialize=["T"])
 def kda_wy_bwd_kernel(
     v_ptr,  # [B, T, HV, V]
-    beta_ptr,  # [B, T, HV]
+    beta_ptr,  # [B, T, HV], or None
+    write_ptr,  # [B, T, HV, V] in the place of beta, or None
     A_ptr,  # [B, T, HV, BT]
     h_ptr,  # [B, NT, HV, K, V]
     v_new_ptr,  # [B, T, HV, V]
@@ -76,7 +78,7 @@ def kda_wy_bwd_kernel(
     dkg_ptr,  # [B, T, HV, K] out
     dv_ptr,  # [B, T, HV, V] out
     dL_ptr,  # [B, T, HV, BT] out
-    dbeta_ptr,  # [B, T, HV] out
+    dbeta_ptr,  # [B, T, HV] out; with write [B, T, HV, V]
     dgl_ptr,  # [B, NT, HV, K] out
     cu_ptr,  # [N + 1] or None
     chunks_ptr,  # [NT, 2] or None
@@ -94,8 +96,9 @@ def kda_wy_bwd_kernel(
     i_S = (i_c * HV + i_h) * K * V
     o_t = tl.arange(0, BT)
     b_A = load_tile(A_ptr + i * BT, o_t, o_t, HV * BT, n_t, BT)  # [BT, BT]
-    b_beta = load_row(beta_ptr + i, o_t, HV, n_t)
-    b_dbeta = tl.zeros([BT], dtype=tl.float32)
+    if write_ptr is None:
+        b_beta = load_row(beta_ptr + i, o_t, HV, n_t)
+        b_dbeta = tl.zeros([BT], dtype=tl.float32)
     b_dL = tl.zeros([BT, BT], dtype=tl.float32)
     for j_v in tl.static_range(NV):
         o_v = j_v * BV + tl.arange(0, BV)
@@ -104,13 +107,21 @@ def kda_wy_bwd_kernel(
         b_v = load_tile(v_ptr + i * V, o_t, o_v, HV * V, n_t, V)  # [BT, BV]
         # eq:kda-z   Z = A^T dv_new
         b_Z = dot(tl.trans(b_A), b_dv)
-        b_dbeta += tl.sum(as_factor(b_Z, b_v.dtype) * b_v.to(tl.float32), 1)
+        if write_ptr is None:
+            b_dbeta += tl.sum(as_factor(b_Z, b_v.dtype) * b_v.to(tl.float32), 1)
+        else:
+            store_tile(dbeta_ptr + i * V, b_Z * b_v.to(tl.float32), o_t, o_v, HV * V, n_t, V)
         # eq:kda-dv   dV = diag(beta) Z
-        store_tile(dv_ptr + i * V, b_beta[:, None] * b_Z, o_t, o_v, HV * V, n_t, V)
+        if write_ptr is None:
+            store_tile(dv_ptr + i * V, b_beta[:, None] * b_Z, o_t, o_v, HV * V, n_t, V)
+        else:
+            b_w = gated(b_Z, write_ptr + i * V, o_t, o_v, HV * V, n_t, V)
+            store_tile(dv_ptr + i * V, b_w, o_t, o_v, HV * V, n_t, V)
         # eq:kda-dl   dL = -tril(Z v_new^T, -1)
         b_Z = cast(b_Z, b_v_new.dtype)
         b_dL = dot(b_Z, tl.trans(b_v_new), b_dL)
-    tl.store(dbeta_ptr + i + o_t * HV, b_dbeta, mask=o_t < n_t)
+    if write_ptr is None:
+        tl.store(dbeta_ptr + i + o_t * HV, b_dbeta, mask=o_t < n_t)
     b_dL = tl.where(o_t[:, None] > o_t[None, :], -b_dL, 0.0)
     store_tile(dL_ptr + i * BT, b_dL, o_t, o_t, HV * BT, n_t, BT)
     for j in range(tl.cdiv(K, BK)):
@@ -178,11 +189,11 @@ def kda_wy_bwd(
     # half of dbeta: where v and k S cancel it is all digits that 16 bit would round off
     dkb, dkg = (v.new_empty(B, T, HV, K, dtype=dtype) for dtype in (torch.float32, v.dtype))
     dv, dL = torch.empty_like(v), torch.empty_like(A)
-    dbeta = v.new_empty(B, T, HV, dtype=torch.float32)
+    dbeta = torch.empty_like(beta, dtype=torch.float32 if beta.ndim == 3 else None)
     dgl = v.new_empty(*h.shape[:4], dtype=torch.float32)
     NT, *chunks = chunk_args(v, chunk_size, packing)
     kda_wy_bwd_kernel[(NT * HV,)](
-        v, beta, A, h, v_new, dh, dv_new, dkb, dkg, dv, dL, dbeta, dgl, *chunks, T, HV, K, V,
-        BT=chunk_size, **by_width(CONFIGS, v),
+        v, *strength(beta), A, h, v_new, dh, dv_new, dkb, dkg, dv, dL, dbeta, dgl,
+        *chunks, T, HV, K, V, BT=chunk_size, **by_width(CONFIGS, v),
     )  # fmt: skip
     return dkb, dkg, dv, dL, dbeta, dgl

@@ -11,11 +11,12 @@ from torch import Tensor
 
 from linattn_edu.kernels.delta.solve import merge, merge_precision, substitute
 from linattn_edu.kernels.routes import by_kind
-from linattn_edu.kernels.rows import chunk_args, device_of, entry, of_generation, row
+from linattn_edu.kernels.rows import chunk_args, device_of, entry, of_generation, row, strength
 from linattn_edu.kernels.tiles import (
     cast,
     chunk_of,
     dot,
+    gated,
     load_gates,
     load_row,
     load_tile,
@@ -46,7 +47,7 @@ def pairs(o, s):
 
 @triton.jit
 def halved(
-    q_ptr, k_ptr, gc_ptr, b, n_t,
+    q_ptr, k_ptr, erase_ptr, gc_ptr, b, n_t,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """P, and L without beta, of block b on the diagonal: right for any gate."""
@@ -60,22 +61,35 @@ def halved(
         b_q = load_tile(q_ptr, o_i, o_k, H * K, n_t, K).to(tl.float32)  # [16, BK]
         b_k = load_tile(k_ptr, o_i, o_k, H * K, n_t, K).to(tl.float32)  # [16, BK]
         b_g = load_gates(gc_ptr, o_i, o_k, HV * K, n_t, K)  # [16, BK]
+        b_r = gated(b_k, erase_ptr, o_i, o_k, HV * K, n_t, K)
         b_P += tl.where(o[:, None] == o[None, :], tl.sum(b_q * b_k, 1)[:, None], 0.0)
         for s in range(4):
             b_E = load_gates(gc_ptr, b * 16 + halves(o, s)[0], o_k, HV * K, n_t, K)
             b_E = tl.exp2(-tl.abs(b_g - b_E))
-            b_kE = cast(b_k * b_E, dtype)
+            # the second block reads, the first wrote
+            b_kE = b_k if erase_ptr is None else tl.where(halves(o, s)[1][:, None], b_r, b_k)
+            b_kE = cast(b_kE * b_E, dtype)
             m = pairs(o, s)
             b_P += tl.where(m, dot(cast(b_q * b_E, dtype), tl.trans(b_kE)), 0.0)
             b_L += tl.where(m, dot(b_kE, tl.trans(b_kE)), 0.0)
     return b_P, b_L
 
 
+@triton.jit
+def weighted(b_L, b_beta):
+    """diag(beta) L; without beta L."""
+    if b_beta is None:
+        return b_L
+    else:
+        return b_beta[:, None] * b_L
+
+
 @triton.jit(do_not_specialize=["T"])
 def kda_scores_kernel(
     q_ptr,  # [B, T, H, K]
     k_ptr,  # [B, T, H, K]
-    beta_ptr,  # [B, T, HV]
+    beta_ptr,  # [B, T, HV], or None
+    erase_ptr,  # [B, T, HV, K] in the place of beta, or None
     gc_ptr,  # [B, T, HV, K] log2
     P_ptr,  # [B, T, HV, BT] out
     L_ptr,  # [B, T, HV, BT] out, fp32: L up to its diagonal's blocks
@@ -106,7 +120,11 @@ def kda_scores_kernel(
     L_ptr += (first * HV + i_h) * BT
     o = tl.arange(0, 16)
     o_i = b * 16 + o
-    b_beta = load_row(beta_ptr + first * HV + i_h, o_i, HV, n_t)
+    if erase_ptr is None:
+        b_beta = load_row(beta_ptr + first * HV + i_h, o_i, HV, n_t)
+    else:
+        b_beta = None
+        erase_ptr += (first * HV + i_h) * K
     dtype: tl.constexpr = k_ptr.dtype.element_ty
     a_ptr = gc_ptr + b * 16 * HV * K  # the anchor: the first of these rows
 
@@ -123,7 +141,8 @@ def kda_scores_kernel(
         b_q = load_tile(q_ptr, o_i, o_k, H * K, n_t, K).to(tl.float32)  # [16, BK]
         b_k = load_tile(k_ptr, o_i, o_k, H * K, n_t, K).to(tl.float32)  # [16, BK]
         QE = QE + (cast(b_q * b_E, dtype),)  # noqa: RUF005  (Triton has no starred tuples)
-        KE = KE + (cast(b_k * b_E, dtype),)  # noqa: RUF005  (Triton has no starred tuples)
+        b_r = gated(b_k, erase_ptr, o_i, o_k, HV * K, n_t, K)
+        KE = KE + (cast(b_r * b_E, dtype),)  # noqa: RUF005  (Triton has no starred tuples)
         if kd_ptr is not None:  # the rows of kda_gates, whose numbers are all here
             i = (first * HV + i_h) * K
             b_last = load_vector(gc_ptr + (tl.minimum(BT, n_t) - 1) * HV * K, o_k, K)[None, :]
@@ -152,13 +171,12 @@ def kda_scores_kernel(
             b_L = dot(KE[j], b_kj, b_L)
         if c < b:
             store_tile(P_ptr + c * 16, b_P, o_i, o, HV * BT, n_t, 16)
-            store_tile(L_ptr + c * 16, b_beta[:, None] * b_L, o_i, o, HV * BT, n_t, 16)
+            store_tile(L_ptr + c * 16, weighted(b_L, b_beta), o_i, o, HV * BT, n_t, 16)
 
     if HALVE == ALL or (HALVE == FAR and tl.min(b_far) < -NEAR):
-        b_Ph, b_Lh = halved(q_ptr, k_ptr, gc_ptr, b, n_t, H, HV, K, 16)
+        b_Ph, b_Lh = halved(q_ptr, k_ptr, erase_ptr, gc_ptr, b, n_t, H, HV, K, 16)
         if HALVE == ALL:
-            b_P = b_Ph
-            b_L = b_Lh
+            b_P, b_L = b_Ph, b_Lh
         else:
             # row by row, so that nothing depends on a later row
             b_P = tl.where(b_far[:, None] < -NEAR, b_Ph, b_P)
@@ -166,7 +184,7 @@ def kda_scores_kernel(
     b_P = tl.where(o[:, None] >= o[None, :], b_P, 0.0)
     b_L = tl.where(o[:, None] > o[None, :], b_L, 0.0)
     store_tile(P_ptr + b * 16, b_P, o_i, o, HV * BT, n_t, 16)
-    store_tile(L_ptr + b * 16, b_beta[:, None] * b_L, o_i, o, HV * BT, n_t, 16)
+    store_tile(L_ptr + b * 16, weighted(b_L, b_beta), o_i, o, HV * BT, n_t, 16)
     for c in range(b + 1, NB):
         store_tile(P_ptr + c * 16, tl.zeros_like(b_P), o_i, o, HV * BT, n_t, 16)
 
@@ -243,24 +261,24 @@ def kda_intra(
 
 
 def launch_intra(
-    given: tuple[Tensor, ...], gated: tuple[Tensor, ...] | None, chunk_size: int,
+    given: tuple[Tensor, ...], rows: tuple[Tensor, ...] | None, chunk_size: int,
     lower_bound: float | None, packing: Packing | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Launch both kernels on q, k, beta and gc; return P and A.
 
-    gated: kd, kg and qg [B, T, HV, K], which the first kernel writes, or None.
+    rows: kd, kg and qg [B, T, HV, K], which the first kernel writes, or None.
     """
-    _, k, beta, _ = given
+    q, k, beta, gc = given
     B, T, H, K = k.shape
-    HV = beta.shape[-1]
+    HV = gc.shape[2]
     P, A = (k.new_empty(B, T, HV, chunk_size) for _ in range(2))
     L = torch.empty_like(P, dtype=torch.float32)
     config = entry(CONFIGS, k)
-    if gated is not None:
+    if rows is not None:
         config = of_generation(GATED_CONFIGS, device_of(k)[0]).get(k.element_size(), config)
     NT, *chunks = chunk_args(k, chunk_size, packing)
     kda_scores_kernel[(NT * HV * (chunk_size // 16),)](
-        *given, P, L, *(gated or (None,) * 3), *chunks, T, H, HV, K,
+        q, k, *strength(beta), gc, P, L, *(rows or (None,) * 3), *chunks, T, H, HV, K,
         BT=chunk_size, HALVE=halving(k.dtype, lower_bound), **config.launch(K),
     )  # fmt: skip
     precision = merge_precision(k.dtype)

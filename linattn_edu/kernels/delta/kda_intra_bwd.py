@@ -7,13 +7,22 @@ from torch import Tensor
 
 from linattn_edu.kernels.delta.kda_intra import FAR, halves, halving, pairs
 from linattn_edu.kernels.routes import by_kind, kind_of
-from linattn_edu.kernels.rows import chunk_args, device_of, entry, of_generation, row, shared_dtype
+from linattn_edu.kernels.rows import (
+    chunk_args,
+    device_of,
+    entry,
+    of_generation,
+    row,
+    shared_dtype,
+    strength,
+)
 from linattn_edu.kernels.tiles import (
     block,
     cast,
     cdiv,
     chunk_of,
     dot,
+    gated,
     load_gates,
     load_row,
     load_tile,
@@ -50,7 +59,8 @@ def are_near(gc_ptr, stride, n_t, K, BT: tl.constexpr, BN: tl.constexpr):
 def kda_intra_bwd_near_kernel(
     q_ptr,  # [B, T, H, K]
     k_ptr,  # [B, T, H, K]
-    beta_ptr,  # [B, T, HV]
+    beta_ptr,  # [B, T, HV], or None
+    erase_ptr,  # [B, T, HV, K] in the place of beta, or None
     gc_ptr,  # [B, T, HV, K] log2
     dP_ptr,  # [B, T, HV, BT]
     dL_ptr,  # [B, T, HV, BT]
@@ -60,7 +70,7 @@ def kda_intra_bwd_near_kernel(
     dgl_ptr,  # [B, NT, HV, K]
     dq_ptr,  # [B, T, HV, K] out
     dk_ptr,  # [B, T, HV, K] out
-    dbeta_ptr,  # [B, T, HV] added to
+    dbeta_ptr,  # [B, T, HV] added to; with erase [B, T, HV, K] out
     dgc_ptr,  # [B, T, HV, K] out
     near_ptr,  # [B, NT, HV, NG] out: whether the channels of a group are near
     cu_ptr,  # [N + 1] or None
@@ -92,8 +102,9 @@ def kda_intra_bwd_near_kernel(
     if near == 0:
         return
     dtype: tl.constexpr = k_ptr.dtype.element_ty
-    b_beta = load_row(beta_ptr + i, o_t, HV, n_t)[:, None]
-    b_dbeta = load_row(dbeta_ptr + i, o_t, HV, n_t)
+    if erase_ptr is None:
+        b_beta = load_row(beta_ptr + i, o_t, HV, n_t)[:, None]
+        b_dbeta = load_row(dbeta_ptr + i, o_t, HV, n_t)
     b_dP_ii = load_row(dP_ptr + i * BT, o_t, HV * BT + 1, n_t)[:, None]
     b_dP = load_tile(dP_ptr + i * BT, o_t, o_t, HV * BT, n_t, BT)  # [BT, BT]
     b_dP = tl.where(o_t[:, None] > o_t[None, :], b_dP, 0.0)
@@ -110,8 +121,9 @@ def kda_intra_bwd_near_kernel(
         b_dqg = load_tile(dqg_ptr + i * K, o_t, o_k, HV * K, n_t, K)  # [BT, BK]
         b_dkb = load_tile(dkb_ptr + i * K, o_t, o_k, HV * K, n_t, K)  # [BT, BK]
         b_dkg = load_tile(dkg_ptr + i * K, o_t, o_k, HV * K, n_t, K)  # [BT, BK]
-        b_k = b_k.to(tl.float32)
-        b_q = b_q.to(tl.float32)
+        if erase_ptr is not None:
+            b_beta = load_tile(erase_ptr + i * K, o_t, o_k, HV * K, n_t, K).to(tl.float32)
+        b_k, b_q = b_k.to(tl.float32), b_q.to(tl.float32)
         b_E = tl.exp2(b_g)
         b_F = tl.exp2(-b_g)
         b_kF = cast(b_k * b_F, dtype)
@@ -145,19 +157,24 @@ def kda_intra_bwd_near_kernel(
         # eq:kda-dgc   dgc = Q * dQ + K * (diag(beta) Y - R)
         store_tile(dgc_ptr + i * K, b_dgc, o_t, o_k, HV * K, n_out, K)
         # eq:kda-dbeta   dbeta += rowsum(K * Y)
-        b_dbeta += tl.where(n_out > 0, tl.sum(b_k * b_Y, 1), 0.0)
+        if erase_ptr is None:
+            b_dbeta += tl.where(n_out > 0, tl.sum(b_k * b_Y, 1), 0.0)
+        else:
+            store_tile(dbeta_ptr + i * K, b_k * b_Y, o_t, o_k, HV * K, n_out, K)
         # eq:kda-dk   dk = diag(beta) Y + R + diag(dP) Q
         b_R += b_beta * b_Y + b_dP_ii * b_q
         store_tile(dk_ptr + i * K, b_R, o_t, o_k, HV * K, n_out, K)
         store_tile(dq_ptr + i * K, b_dq + b_dP_ii * b_k, o_t, o_k, HV * K, n_out, K)
-    tl.store(dbeta_ptr + i + o_t * HV, b_dbeta, mask=o_t < n_t)
+    if erase_ptr is None:
+        tl.store(dbeta_ptr + i + o_t * HV, b_dbeta, mask=o_t < n_t)
 
 
 @triton.jit(do_not_specialize=["T"])
 def kda_intra_bwd_kernel(
     q_ptr,  # [B, T, H, K]
     k_ptr,  # [B, T, H, K]
-    beta_ptr,  # [B, T, HV]
+    beta_ptr,  # [B, T, HV], or None
+    erase_ptr,  # [B, T, HV, K] in the place of beta, or None
     gc_ptr,  # [B, T, HV, K] log2
     dP_ptr,  # [B, T, HV, BT]
     dL_ptr,  # [B, T, HV, BT]
@@ -167,7 +184,7 @@ def kda_intra_bwd_kernel(
     dgl_ptr,  # [B, NT, HV, K]
     dq_ptr,  # [B, T, HV, K] out
     dk_ptr,  # [B, T, HV, K] out
-    dbeta_ptr,  # [B, T, HV] added to
+    dbeta_ptr,  # [B, T, HV] added to; with erase [B, T, HV, K] out
     dgc_ptr,  # [B, T, HV, K] out
     near_ptr,  # [B, NT, HV, NG], or None: nothing is done yet
     cu_ptr,  # [N + 1] or None
@@ -192,7 +209,8 @@ def kda_intra_bwd_kernel(
     q_ptr += (first * H + i_h // (HV // H)) * K
     k_ptr += (first * H + i_h // (HV // H)) * K
     gc_ptr += i * K
-    beta_ptr += i
+    if erase_ptr is None:
+        beta_ptr += i
     dP_ptr += i * PW
     dL_ptr += i * PW
     if near_ptr is not None:
@@ -207,9 +225,11 @@ def kda_intra_bwd_kernel(
     o_i = b * 16 + o
     last = tl.minimum(BT, n_t) - 1
     dtype: tl.constexpr = k_ptr.dtype.element_ty
-    b_beta = load_row(beta_ptr, o_i, HV, n_t)[:, None]
+    if erase_ptr is None:
+        b_beta = load_row(beta_ptr, o_i, HV, n_t)[:, None]
     b_dP_ii = load_row(dP_ptr, o_i, HV * PW + 1, n_t)[:, None]
-    b_dbeta = load_row(dbeta_ptr + i, o_i, HV, n_t)
+    if erase_ptr is None:
+        b_dbeta = load_row(dbeta_ptr + i, o_i, HV, n_t)
     for j in range(tl.cdiv(K, BK)):
         o_k = j * BK + tl.arange(0, BK)
         n_out = n_t  # rows that are stored
@@ -217,6 +237,8 @@ def kda_intra_bwd_kernel(
             n_out = tl.where(tl.load(near_ptr + j * BK // GROUP) != 0, 0, n_t)
         b_k = load_tile(k_ptr, o_i, o_k, H * K, n_t, K).to(tl.float32)  # [16, BK]
         b_g = load_gates(gc_ptr, o_i, o_k, HV * K, n_t, K)  # [16, BK]
+        if erase_ptr is not None:
+            b_beta = load_tile(erase_ptr + i * K, o_i, o_k, HV * K, n_t, K).to(tl.float32)
 
         # the blocks below, which read these rows: each anchored at its own first row
         b_R = tl.zeros([16, BK], dtype=tl.float32)
@@ -227,7 +249,10 @@ def kda_intra_bwd_kernel(
             b_E = tl.exp2(load_gates(gc_ptr, o_c, o_k, HV * K, n_t, K) - b_ga)
             b_qE = cast(load_tile(q_ptr, o_c, o_k, H * K, n_t, K).to(tl.float32) * b_E, dtype)
             b_kE = load_tile(k_ptr, o_c, o_k, H * K, n_t, K).to(tl.float32) * b_E
-            b_kE = cast(b_kE * load_row(beta_ptr, o_c, HV, n_t)[:, None], dtype)
+            if erase_ptr is None:
+                b_kE = cast(b_kE * load_row(beta_ptr, o_c, HV, n_t)[:, None], dtype)
+            else:
+                b_kE = cast(gated(b_kE, erase_ptr + i * K, o_c, o_k, HV * K, n_t, K), dtype)
             # eq:kda-r   R_j += sum over i > j of (dP_ij q_i + beta_i dL_ij k_i) 2^(gc_i - gc_j)
             b_dP = load_tile(dP_ptr + b * 16, o_c, o, HV * PW, n_t, 16)
             b_dL = load_tile(dL_ptr + b * 16, o_c, o, HV * PW, n_t, 16)
@@ -329,12 +354,16 @@ def kda_intra_bwd_kernel(
         # eq:kda-dgc   dgc = Q * dQ + K * (diag(beta) Y - R)
         store_tile(dgc_ptr + i * K, b_dgc, o_i, o_k, HV * K, n_out, K)
         # eq:kda-dbeta   dbeta += rowsum(K * Y)
-        b_dbeta += tl.where(n_out > 0, tl.sum(b_k * b_Y, 1), 0.0)
+        if erase_ptr is None:
+            b_dbeta += tl.where(n_out > 0, tl.sum(b_k * b_Y, 1), 0.0)
+        else:
+            store_tile(dbeta_ptr + i * K, b_k * b_Y, o_i, o_k, HV * K, n_out, K)
         # eq:kda-dk   dk = diag(beta) Y + R + diag(dP) Q
         b_R += b_beta * b_Y + b_dP_ii * b_q
         store_tile(dk_ptr + i * K, b_R, o_i, o_k, HV * K, n_out, K)
         store_tile(dq_ptr + i * K, b_dq + b_dP_ii * b_k, o_i, o_k, HV * K, n_out, K)
-    tl.store(dbeta_ptr + i + o_i * HV, b_dbeta, mask=o_i < n_t)
+    if erase_ptr is None:
+        tl.store(dbeta_ptr + i + o_i * HV, b_dbeta, mask=o_i < n_t)
 
 
 # generation -> bytes of an element -> row: few warps, as the products have 16 rows
@@ -359,7 +388,7 @@ def kda_intra_bwd(
     dkb: Tensor,
     dkg: Tensor,
     dgl: Tensor,
-    dbeta: Tensor,
+    dbeta: Tensor | None = None,
     *,
     packing: Packing | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -371,28 +400,30 @@ def kda_intra_bwd(
     dq, dk = (torch.empty_like(dqg, dtype=shared_dtype(q, HV)) for _ in range(2))
     dgc = torch.empty_like(gc)
     NT, *chunks = chunk_args(k, chunk_size, packing)
-    tensors = q, k, beta, gc, dP, dL, dqg, dkb, dkg, dgl, dq, dk, dbeta, dgc
+    dbeta = torch.empty_like(beta) if dbeta is None else dbeta
+    tensors = gc, dP, dL, dqg, dkb, dkg, dgl, dq, dk, dbeta, dgc
     sizes = *chunks, T, H, HV, K
     near = None
     if by_kind.kda_near(kind_of(q, HV, 0, chunk_size, packing)).takes == "anchored":
         config = of_generation(NEAR_CONFIGS, device_of(k)[0])[k.dtype]
         near = k.new_empty(NT * HV, cdiv(K, GROUP.value), dtype=torch.int8)
         kda_intra_bwd_near_kernel[(NT * HV,)](
-            *tensors, near, *sizes, BT=chunk_size, BN=max(block(K), GROUP.value), **config.launch(K)
-        )
-    return launch_pairs(tensors, near, packing, chunk_size, chunk_size, summed=False)
+            q, k, *strength(beta), *tensors, near, *sizes, BT=chunk_size,
+            BN=max(block(K), GROUP.value), **config.launch(K),
+        )  # fmt: skip
+    return launch_pairs((q, k, beta, *tensors), near, packing, chunk_size, chunk_size, summed=False)
 
 
 def launch_pairs(
     tensors: tuple, near: Tensor | None, packing: Packing | None, C: int, width: int, summed: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Launch kda_intra_bwd_kernel on its tensors; return dq and dk of key heads, dbeta and dgc."""
-    q, k, *_, dq, dk, dbeta, dgc = tensors
+    q, k, beta, *others, dq, dk, dbeta, dgc = tensors
     (T, H, K), HV = k.shape[1:], dgc.shape[2]
     NT, *chunks = chunk_args(k, C, packing)
     kda_intra_bwd_kernel[(NT * HV * (C // 16),)](
-        *tensors, near, *chunks, T, H, HV, K, BT=C, HALVE=halving(k.dtype), PW=width,
-        SUMMED=summed, **entry(CONFIGS, k).launch(K),
+        q, k, *strength(beta), *others, dq, dk, dbeta, dgc, near, *chunks, T, H, HV, K, BT=C,
+        HALVE=halving(k.dtype), PW=width, SUMMED=summed, **entry(CONFIGS, k).launch(K),
     )  # fmt: skip
     if H < HV:
         dq, dk = (x.unflatten(2, (H, -1)).sum(3).to(q.dtype) for x in (dq, dk))

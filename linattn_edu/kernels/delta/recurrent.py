@@ -50,6 +50,13 @@ def load(x_ptr, i, o, n):
 
 
 @triton.jit
+def store(x_ptr, i, b_x, o, n):
+    """Numbers o, below n, of row i; nothing without a tensor."""
+    if x_ptr is not None:
+        tl.store(x_ptr + i * n + o, b_x, mask=o < n)
+
+
+@triton.jit
 def load_number(x_ptr, i):
     """Number i in the dtype of the tensor; 0 without a tensor."""
     if x_ptr is None:
@@ -122,7 +129,8 @@ def recurrent_kernel(
     g_ptr,  # [B, T, HV] natural log, or None; with A_log, the raw gate
     gk_ptr,  # [B, T, HV, K] natural log, or None; with A_log or lower_bound, but no g, raw
     gv_ptr,  # [B, T, HV, V] natural log, or None
-    beta_ptr,  # [B, T, HV] or None: 1
+    beta_ptr,  # [B, T, HV] or None: 1; with write [B, T, HV, K]
+    write_ptr,  # [B, T, HV, V] or None
     A_log_ptr,  # [HV] or None
     bias_ptr,  # [HV], of gk [HV, K], or None
     lower_bound,  # or None
@@ -167,7 +175,8 @@ def recurrent_kernel(
 
     for t in range(n_seq):
         b_q, b_k = load(q_ptr, i_qk, o_k, K), load(k_ptr, i_qk, o_k, K)
-        b_v, b_beta = load(v_ptr, i, o_v, V), load_number(beta_ptr, i)
+        b_v, b_w = load(v_ptr, i, o_v, V), load(write_ptr, i, o_v, V)
+        b_beta = load_number(beta_ptr, i) if write_ptr is None else load(beta_ptr, i, o_k, K)
         b_g, b_gk, b_gv = load_number(g_ptr, i), load(gk_ptr, i, o_k, K), load(gv_ptr, i, o_v, V)
         b_A_log = load_number(A_log_ptr, i_h)
         b_bias = load(bias_ptr, i_h, o_k, K) if g_ptr is None else load_number(bias_ptr, i_h)
@@ -194,8 +203,12 @@ def recurrent_kernel(
             b_S *= layer_decay(b_gk, b_A_log, b_bias, lower_bound)[:, None]
             b_S = decay(b_S, None, None, gv_ptr, b_g, b_gk, b_gv)
         # eq:delta-error   e = v - k S
-        b_kS, b_qS = column_sums(b_k[:, None] * b_S, b_q[:, None] * b_S)
-        b_e = b_beta * (b_v - b_kS)
+        b_r = b_k if write_ptr is None else b_beta * b_k
+        b_kS, b_qS = column_sums(b_r[:, None] * b_S, b_q[:, None] * b_S)
+        if write_ptr is None:
+            b_e = b_beta * (b_v - b_kS)
+        else:
+            b_e = b_w.to(tl.float32) * b_v - b_kS
         # eq:delta-write   S <- S + k^T beta e
         b_S += b_k[:, None] * b_e[None, :]
         # eq:delta-read   o = scale q S,  with the S of before: scale (q S + (q k^T) beta e)
@@ -212,15 +225,41 @@ def recurrent_kernel(
 
 
 @triton.jit
-def step(b_S, k_ptr, v_ptr, g_ptr, gk_ptr, gv_ptr, beta_ptr, i_qk, i, o_k, o_v,
+def step(b_S, k_ptr, v_ptr, g_ptr, gk_ptr, gv_ptr, beta_ptr, write_ptr, i_qk, i, o_k, o_v,
          K: tl.constexpr, V: tl.constexpr):  # fmt: skip
-    """One token of the recurrence: the state after it, the decayed state before it, e, beta."""
-    b_k, b_v, b_beta = load(k_ptr, i_qk, o_k, K), load(v_ptr, i, o_v, V), tl.load(beta_ptr + i)
+    """One token of the recurrence: the state after it, the decayed state before it, e, beta.
+
+    With write, e is all that is written.
+    """
+    b_k, b_v, b_w = load(k_ptr, i_qk, o_k, K), load(v_ptr, i, o_v, V), load(write_ptr, i, o_v, V)
+    b_beta = load_number(beta_ptr, i) if write_ptr is None else load(beta_ptr, i, o_k, K)
     b_g, b_gk, b_gv = load_number(g_ptr, i), load(gk_ptr, i, o_k, K), load(gv_ptr, i, o_v, V)
     b_decayed = decay(b_S, g_ptr, gk_ptr, gv_ptr, b_g, b_gk, b_gv)
     b_k, b_beta = b_k.to(tl.float32), b_beta.to(tl.float32)
-    b_e = b_v.to(tl.float32) - tl.sum(b_k[:, None] * b_decayed, 0)
-    return b_decayed + b_k[:, None] * (b_beta * b_e)[None, :], b_decayed, b_e, b_beta
+    if write_ptr is None:
+        b_e = b_v.to(tl.float32) - tl.sum(b_k[:, None] * b_decayed, 0)
+        b_S = b_decayed + b_k[:, None] * (b_beta * b_e)[None, :]
+    else:
+        b_e = b_w.to(tl.float32) * b_v.to(tl.float32)
+        b_e -= tl.sum((b_beta * b_k)[:, None] * b_decayed, 0)
+        b_S = b_decayed + b_k[:, None] * b_e[None, :]
+    return b_S, b_decayed, b_e, b_beta
+
+
+@triton.jit
+def gates_bwd(b_dS, b_decayed, b_e, b_beta, b_k, b_de, v_ptr, write_ptr, dk_ptr, dv_ptr, dbeta_ptr,
+              dwrite_ptr, i_out, i, o_k, o_v, K: tl.constexpr, V: tl.constexpr):  # fmt: skip
+    """The adjoint of k^T e, e = write v - (beta k) S', with gates of channels; de = k dS.
+
+    Returns dS after it.
+    """
+    b_w, b_v = load_vector(write_ptr + i * V, o_v, V), load_vector(v_ptr + i * V, o_v, V)
+    store(dwrite_ptr, i, b_v * b_de, o_v, V)
+    store(dv_ptr, i, cast(b_w * b_de, dv_ptr.dtype.element_ty), o_v, V)
+    b_dr = -tl.sum(b_decayed * b_de[None, :], 1)  # of beta k
+    store(dbeta_ptr, i_out + i, b_k * b_dr, o_k, K)
+    store(dk_ptr, i_out + i, tl.sum(b_dS * b_e[None, :], 1) + b_beta * b_dr, o_k, K)
+    return b_dS - (b_beta * b_k)[:, None] * b_de[None, :]
 
 
 @triton.jit(do_not_specialize=["T", "total", "BLOCK"])
@@ -231,7 +270,8 @@ def recurrent_bwd_kernel(
     g_ptr,  # [B, T, HV] natural log, or None
     gk_ptr,  # [B, T, HV, K] natural log, or None
     gv_ptr,  # [B, T, HV, V] natural log, or None
-    beta_ptr,  # [B, T, HV]
+    beta_ptr,  # [B, T, HV]; with write [B, T, HV, K]
+    write_ptr,  # [B, T, HV, V] or None
     h0_ptr,  # [N, HV, K, V] or None
     do_ptr,  # [B, T, HV, V]
     dht_ptr,  # [N, HV, K, V] or None
@@ -241,7 +281,8 @@ def recurrent_bwd_kernel(
     dk_ptr,  # [NV, B, T, HV, K] out
     dv_ptr,  # [B, T, HV, V] out
     dg_ptr,  # [NV, B, T, HV] out
-    dbeta_ptr,  # [NV, B, T, HV] out
+    dbeta_ptr,  # [NV, B, T, HV] out; with write [NV, B, T, HV, K]
+    dwrite_ptr,  # [B, T, HV, V] out, or None
     dgk_ptr,  # [NV, B, T, HV, K] out, or None
     dgv_ptr,  # [B, T, HV, V] out, or None
     dh0_ptr,  # [N, HV, K, V] out
@@ -261,9 +302,8 @@ def recurrent_bwd_kernel(
     i_v, i_nh, i_h, first, n_seq, i_block = columns_of(
         tl.program_id(0), cu_ptr, None, T, HV, V, 1, BV
     )
-    i_block = i_nh // HV * tl.cdiv(T, BLOCK)
-    if cu_ptr is not None:
-        i_block = tl.load(offsets_ptr + i_nh // HV)
+    i_n = i_nh // HV
+    i_block = i_n * tl.cdiv(T, BLOCK) if cu_ptr is None else tl.load(offsets_ptr + i_n)
     o_k = tl.arange(0, BK)
     o_v = i_v * BV + tl.arange(0, BV)
     kept_ptr += (i_block * HV + i_h) * K * V
@@ -281,7 +321,7 @@ def recurrent_bwd_kernel(
         if i_b < NB - 1:  # the last block is run below
             for j in range(BLOCK):
                 t = first + i_b * BLOCK + j
-                b_S, _, _, _ = step(b_S, k_ptr, v_ptr, g_ptr, gk_ptr, gv_ptr, beta_ptr,
+                b_S, _, _, _ = step(b_S, k_ptr, v_ptr, g_ptr, gk_ptr, gv_ptr, beta_ptr, write_ptr,
                                     t * H + h_qk, t * HV + i_h, o_k, o_v, K, V)  # fmt: skip
 
     b_dS = tl.zeros([BK, BV], dtype=tl.float32)
@@ -297,7 +337,7 @@ def recurrent_bwd_kernel(
             store_tile(inner_ptr, b_S, o_k, o_v, V, K, V)
             inner_ptr += K * V
             t = first + begin + j
-            b_S, _, _, _ = step(b_S, k_ptr, v_ptr, g_ptr, gk_ptr, gv_ptr, beta_ptr,
+            b_S, _, _, _ = step(b_S, k_ptr, v_ptr, g_ptr, gk_ptr, gv_ptr, beta_ptr, write_ptr,
                                 t * H + h_qk, t * HV + i_h, o_k, o_v, K, V)  # fmt: skip
         tl.debug_barrier()
         for j in range(n):
@@ -305,9 +345,8 @@ def recurrent_bwd_kernel(
             t = first + begin + (n - 1 - j)
             i_qk, i = t * H + h_qk, t * HV + i_h
             b_S = load_state(inner_ptr, o_k, o_v, K, V, False)
-            b_S, b_decayed, b_e, b_beta = step(
-                b_S, k_ptr, v_ptr, g_ptr, gk_ptr, gv_ptr, beta_ptr, i_qk, i, o_k, o_v, K, V
-            )
+            b_S, b_decayed, b_e, b_beta = step(b_S, k_ptr, v_ptr, g_ptr, gk_ptr, gv_ptr, beta_ptr,
+                                               write_ptr, i_qk, i, o_k, o_v, K, V)  # fmt: skip
             b_q = load_vector(q_ptr + i_qk * K, o_k, K)
             b_k = load_vector(k_ptr + i_qk * K, o_k, K)
             b_do = load_vector(do_ptr + i * V, o_v, V) * scale
@@ -316,24 +355,27 @@ def recurrent_bwd_kernel(
             b_dS += b_q[:, None] * b_do[None, :]
             # eq:delta-write-bwd   dbeta = <k dS, e>, de = beta k dS
             b_dr = tl.sum(b_k[:, None] * b_dS, 0)
-            tl.store(dbeta_ptr + i_out + i, tl.sum(b_dr * b_e, 0))
-            b_de = b_beta * b_dr
-            # eq:delta-error-bwd   dv = de, dk = dS (beta e)^T - S' de^T, dS <- dS - k^T de
-            tl.store(dv_ptr + i * V + o_v, cast(b_de, dv_ptr.dtype.element_ty), mask=o_v < V)
-            b_dk = tl.sum(b_dS * (b_beta * b_e)[None, :] - b_decayed * b_de[None, :], 1)
-            tl.store(dk_ptr + (i_out + i) * K + o_k, b_dk, mask=o_k < K)
-            b_dS -= b_k[:, None] * b_de[None, :]
+            if write_ptr is None:
+                tl.store(dbeta_ptr + i_out + i, tl.sum(b_dr * b_e, 0))
+                b_de = b_beta * b_dr
+                # eq:delta-error-bwd   dv = de, dk = dS (beta e)^T - S' de^T, dS <- dS - k^T de
+                tl.store(dv_ptr + i * V + o_v, cast(b_de, dv_ptr.dtype.element_ty), mask=o_v < V)
+                b_dk = tl.sum(b_dS * (b_beta * b_e)[None, :] - b_decayed * b_de[None, :], 1)
+                tl.store(dk_ptr + (i_out + i) * K + o_k, b_dk, mask=o_k < K)
+                b_dS -= b_k[:, None] * b_de[None, :]
+            else:
+                b_dS = gates_bwd(b_dS, b_decayed, b_e, b_beta, b_k, b_dr, v_ptr, write_ptr, dk_ptr,
+                                 dv_ptr, dbeta_ptr, dwrite_ptr, i_out, i, o_k, o_v, K,
+                                 V)  # fmt: skip
             # eq:delta-decay-bwd   dg = <dS, S'>, dS <- a dS
             b_product = b_dS * b_decayed
             b_rows = tl.sum(b_product, 1)
             tl.store(dg_ptr + i_out + i, tl.sum(b_rows, 0))
-            if dgk_ptr is not None:
-                tl.store(dgk_ptr + (i_out + i) * K + o_k, b_rows, mask=o_k < K)
+            store(dgk_ptr, i_out + i, b_rows, o_k, K)
             if dgv_ptr is not None:
                 tl.store(dgv_ptr + i * V + o_v, tl.sum(b_product, 0), mask=o_v < V)
-            b_g, b_gk = load_number(g_ptr, i), load(gk_ptr, i, o_k, K)
-            b_gv = load(gv_ptr, i, o_v, V)
-            b_dS = decay(b_dS, g_ptr, gk_ptr, gv_ptr, b_g, b_gk, b_gv)
+            b_dS = decay(b_dS, g_ptr, gk_ptr, gv_ptr, load_number(g_ptr, i),
+                         load(gk_ptr, i, o_k, K), load(gv_ptr, i, o_v, V))  # fmt: skip
         tl.debug_barrier()
 
     store_tile(dh0_ptr + i_nh * K * V, b_dS, o_k, o_v, V, K, V)
@@ -353,6 +395,7 @@ def recurrent(
     *,
     gk: Tensor | None = None,
     gv: Tensor | None = None,
+    write: Tensor | None = None,
     scale: float | None = None,
     initial_state: Tensor | None = None,
     A_log: Tensor | None = None,
@@ -392,9 +435,10 @@ def recurrent(
     width = min(block(V), BV)
     with torch.cuda.device_of(q):
         recurrent_kernel[(N * HV * cdiv(V, width),)](
-            q, k, v, g, gk, gv, beta, A_log, dt_bias, lower_bound, initial_state, o, final_state,
-            indices, accepted, stride, pool_slots, scale, cu_seqlens, T, H, HV, K, V, BK=block(K),
-            BV=width, NORM=normalise, SIGMOID=sigmoid, V_FIRST=v_first, SLOTS=slots, num_warps=4,
+            q, k, v, g, gk, gv, beta, write, A_log, dt_bias, lower_bound, initial_state, o,
+            final_state, indices, accepted, stride, pool_slots, scale, cu_seqlens, T, H, HV, K, V,
+            BK=block(K), BV=width, NORM=normalise, SIGMOID=sigmoid, V_FIRST=v_first, SLOTS=slots,
+            num_warps=4,
         )  # fmt: skip
     return o, final_state
 
@@ -410,6 +454,7 @@ def recurrent_bwd(
     *,
     gk: Tensor | None = None,
     gv: Tensor | None = None,
+    write: Tensor | None = None,
     scale: float | None = None,
     initial_state: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
@@ -435,16 +480,18 @@ def recurrent_bwd(
 
     kept, inner = new(blocks, HV, K, V), new(N, HV, length, K, V)
     dq, dk = (new(NV, B, T, HV, K) for _ in range(2))
-    dg, dbeta = (new(NV, B, T, HV) for _ in range(2))
+    dg, dbeta = new(NV, B, T, HV), new(NV, *beta.shape)
+    dwrite = None if write is None else new(B, T, HV, V)
     dv, dh0 = torch.empty_like(v), new(N, HV, K, V)
     dgk = None if gk is None else new(NV, B, T, HV, K)
     dgv = None if gv is None else new(B, T, HV, V)
     with torch.cuda.device_of(q):
         recurrent_bwd_kernel[(N * HV * NV,)](
-            q, k, v, g, gk, gv, beta, initial_state, do, dht, kept, inner,
-            dq, dk, dv, dg, dbeta, dgk, dgv, dh0, scale, cu_seqlens, offsets, T, B * T, length,
-            H, HV, K, V, BK=block(K), BV=BV_BWD, num_warps=4,
+            q, k, v, g, gk, gv, beta, write, initial_state, do, dht, kept, inner,
+            dq, dk, dv, dg, dbeta, dwrite, dgk, dgv, dh0, scale, cu_seqlens, offsets, T, B * T,
+            length, H, HV, K, V, BK=block(K), BV=BV_BWD, num_warps=4,
         )  # fmt: skip
     dq, dk = (x.sum(0).unflatten(2, (H, -1)).sum(3).to(q.dtype) for x in (dq, dk))
     dgk = None if gk is None else dgk.sum(0)
-    return dq, dk, dv, None if g is None else dg.sum(0), dbeta.sum(0), dgk, dgv, dh0
+    results = dq, dk, dv, None if g is None else dg.sum(0), dbeta.sum(0), dgk, dgv, dh0
+    return results if write is None else (*results, dwrite)

@@ -5,12 +5,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from linattn_edu.kernels.rows import chunk_args, device_of, entry, of_generation, row
+from linattn_edu.kernels.rows import chunk_args, device_of, entry, of_generation, row, strength
 from linattn_edu.kernels.tiles import (
     cast,
     chunk_of,
     decay_matrix,
     dot,
+    gated,
     load_gate,
     load_gates,
     load_row,
@@ -25,7 +26,9 @@ from linattn_edu.packing import Packing
 def wy_kernel(
     k_ptr,  # [B, T, H, K]
     v_ptr,  # [B, T, HV, V]
-    beta_ptr,  # [B, T, HV]
+    beta_ptr,  # [B, T, HV], or None
+    erase_ptr,  # [B, T, HV, K] in the place of beta with K, or None
+    write_ptr,  # [B, T, HV, V] in the place of beta with V, or None
     gc_ptr,  # [B, T, HV] log2; or [B, T, HV, K]: a gate for each channel, which A has in it
     A_ptr,  # [B, T, HV, BT]
     q_ptr,  # [B, T, H, K], or None: one gate for all channels
@@ -48,13 +51,18 @@ def wy_kernel(
     i_w = (first * HV + i_h) * K
     v_ptr += (first * HV + i_h) * V
     u_ptr += (first * HV + i_h) * V
+    if erase_ptr is not None:
+        erase_ptr += i_w
+        write_ptr += (first * HV + i_h) * V
 
     o_t = tl.arange(0, BT)
-    b_beta = load_row(beta_ptr + first * HV + i_h, o_t, HV, n_t)
+    if erase_ptr is None:
+        b_beta = load_row(beta_ptr + first * HV + i_h, o_t, HV, n_t)
     b_A = load_tile(A_ptr + (first * HV + i_h) * BT, o_t, o_t, HV * BT, n_t, BT)
-    b_Ab = b_A.to(tl.float32) * b_beta[None, :]  # A diag(beta)
-
-    b_Aw = cast(b_Ab, b_A.dtype)
+    b_Aw = b_A
+    if erase_ptr is None:
+        b_Ab = b_A.to(tl.float32) * b_beta[None, :]  # A diag(beta)
+        b_Aw = cast(b_Ab, b_A.dtype)
     if q_ptr is None:
         b_gc = load_gate(gc_ptr + first * HV + i_h, o_t, HV, n_t)
         b_Au = cast(b_Ab * decay_matrix(b_gc, o_t), b_A.dtype)
@@ -70,7 +78,8 @@ def wy_kernel(
             b_q = load_tile(q_ptr + i_k, o_t, o_k, H * K, n_t, K).to(tl.float32)  # [BT, BK]
             b_last = load_vector(gc_ptr + last, o_k, K)
             # eq:kda-w   w = A diag(beta) (2^gc * K)
-            b_w = dot(b_Aw, cast(b_k.to(tl.float32) * tl.exp2(b_g), b_k.dtype))
+            b_r = gated(b_k.to(tl.float32), erase_ptr, o_t, o_k, HV * K, n_t, K)
+            b_w = dot(b_Aw, cast(b_r * tl.exp2(b_g), b_k.dtype))
             # eq:kda-kg   kg = 2^(gc_last - gc) * K
             b_kg = b_k.to(tl.float32) * tl.exp2(b_last[None, :] - b_g)
             store_tile(kg_ptr + i_w, b_kg, o_t, o_k, HV * K, n_t, K)
@@ -86,6 +95,8 @@ def wy_kernel(
     for j in range(tl.cdiv(V, BV)):
         o_v = j * BV + tl.arange(0, BV)
         b_v = load_tile(v_ptr, o_t, o_v, HV * V, n_t, V)  # [BT, BV]
+        if write_ptr is not None:
+            b_v = cast(gated(b_v.to(tl.float32), write_ptr, o_t, o_v, HV * V, n_t, V), b_v.dtype)
         store_tile(u_ptr, dot(b_Au, b_v), o_t, o_v, HV * V, n_t, V)
 
 
@@ -106,6 +117,7 @@ def wy(
     gc: Tensor,
     A: Tensor,
     q: Tensor | None = None,
+    write: Tensor | None = None,
     *,
     packing: Packing | None = None,
 ) -> tuple[Tensor, ...]:
@@ -121,6 +133,7 @@ def wy(
         config = channels[k.element_size()].launch(max(64, K), max(64, V))
     NT, *chunks = chunk_args(k, chunk_size, packing)
     wy_kernel[(NT * HV,)](
-        k, v, beta, gc, A, q, kg, qg, w, u, *chunks, T, H, HV, K, V, BT=chunk_size, **config
-    )
+        k, v, *strength(beta), write, gc, A, q, kg, qg, w, u, *chunks, T, H, HV, K, V,
+        BT=chunk_size, **config,
+    )  # fmt: skip
     return (w, u) if q is None else (w, u, kg, qg)

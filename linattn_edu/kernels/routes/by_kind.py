@@ -59,6 +59,12 @@ def kda_forward_stages(kind: Kind) -> Choice:
     return Choice("staged", why) if why else Choice("fused", "{generation}, {dtype}, K={K}, V={V}")
 
 
+@decision
+def gdn2_stages(kind: Kind) -> Choice:
+    """Of both passes of GDN-2: "staged"."""
+    return Choice("staged", "the fused stages have one beta a head, no gates of channels")
+
+
 def enough(kind: Kind) -> bool:
     """Whether a sequence has tokens enough, times heads, for kernels in Gluon to gain."""
     return kind.T * kind.HV >= limits.ENOUGH

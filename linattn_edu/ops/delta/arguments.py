@@ -11,6 +11,7 @@ from linattn_edu.ops.delta.gate import write_strength
 from linattn_edu.ops.tensors import known, transposed
 
 CHUNK_SIZES = (16, 32, 64)
+SAFE_BOUND = -5.0  # of the log decay, where safe_gate is given without another
 
 
 def flags(**given: object) -> list[bool]:
@@ -51,6 +52,7 @@ def check_tensors(
     *,
     v_first: bool,
     raw_gate: bool,
+    write: tuple[Tensor, ...] = (),
     lower_bound: float | None = None,
     channels: bool = False,
     optional: bool = False,
@@ -60,7 +62,8 @@ def check_tensors(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Refuse tensors that do not fit; given.sizes then has B, T, H, HV, K, V and N.
 
-    channels: g is a decay for each row of the state. optional: g and beta may be None. alike: q, k
+    write: (w,), if beta is b: gates for each channel. channels: g is a decay for each row of the
+    state. optional: g and beta may be None. alike: q, k
     and v have one dtype. pool: initial_state holds any number of states, sizes["slots"]. largest: K
     and V. Returns A_log [HV] and dt_bias [HV], or with a gate for each channel [HV, K].
     """
@@ -74,7 +77,10 @@ def check_tensors(
         given.take("gk", gk, ("B", "T", "HV", "K"), decay=True)
     if gv is not None:
         given.take("gv", gv, ("B", "T", "HV", "V"), decay=True)
-    if beta is not None or not optional:
+    if write:
+        given.take("b", beta, ("B", "T", "HV", "K"))
+        given.take("w", *write, ("B", "T", "HV", "V"))
+    elif beta is not None or not optional:
         given.take("beta", beta, ("B", "T", "HV"))
     check.head_counts(given.sizes, largest=largest)
     count_sequences(given, cu_seqlens, cp_context, ("initial_state", initial_state))
@@ -116,15 +122,15 @@ def chunked(
 ) -> tuple[tuple[Tensor | None, ...], Place, float, str]:
     """Refuse what does not fit a chunked form; the others as its operator takes them.
 
-    tensors: q, k, v, g, beta, A_log, dt_bias, initial_state.  bounds: cu_seqlens, the same on the
-    CPU, chunk_indices.  gate: raw_gate, lower_bound, channels of `check_tensors`.
+    tensors: q, k, v, g, beta or b and w, A_log, dt_bias, initial_state.  bounds: cu_seqlens, the
+    same on the CPU, chunk_indices.  gate: raw_gate, lower_bound, channels of `check_tensors`.
     Returns the tensors, where the sequences are, scale, and "triton" or "reference".
     """
-    q, k, v, g, beta, A_log, dt_bias, state = tensors
+    q, k, v, g, beta, *write, A_log, dt_bias, state = tensors
     given = check.Tensors()
     A_log, dt_bias = check_tensors(
         given, q, k, v, g, beta, state, A_log, dt_bias, bounds[0], cp_context,
-        v_first=v_first, alike=True, **gate,
+        v_first=v_first, alike=True, write=tuple(write), **gate,
     )  # fmt: skip
     check.choice("chunk_size", chunk_size, CHUNK_SIZES)
     scale = check.number("scale", scale)
@@ -132,7 +138,26 @@ def chunked(
     impl = check.resolve_impl(impl, given.device, tuple(given.dtypes))
     where = place(given, *bounds, chunk_size, cp_context, even=True)
     beta, state = write_strength(beta, sigmoid), transposed(state, v_first)
-    return (q, k, v, g, beta, A_log, dt_bias, state), where, scale, impl
+    return (q, k, v, g, beta, *write, A_log, dt_bias, state), where, scale, impl
+
+
+def gate_bounds(
+    use_gate_in_kernel: bool, safe_gate: bool, lower_bound: float | None
+) -> tuple[float | None, float | None]:
+    """The bound that the gate is made with, and the one that is promised; refuse others."""
+    if not safe_gate:
+        if lower_bound is not None and not use_gate_in_kernel:
+            raise ValueError("lower_bound is used with use_gate_in_kernel or safe_gate only")
+        return lower_bound, None
+    if use_gate_in_kernel and lower_bound is None:
+        raise ValueError(
+            "safe_gate=True with use_gate_in_kernel=True needs lower_bound: the softplus gate has "
+            "none, got None"
+        )
+    bound = SAFE_BOUND if lower_bound is None else lower_bound
+    if not SAFE_BOUND <= bound < 0:
+        raise ValueError(f"lower_bound must be in [-5, 0) with safe_gate=True, got {lower_bound}")
+    return (bound if use_gate_in_kernel else None), bound
 
 
 def count_sequences(

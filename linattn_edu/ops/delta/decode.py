@@ -4,7 +4,7 @@ from torch import Tensor
 
 from linattn_edu.ops import check, inplace, sequences
 from linattn_edu.ops.delta import recurrence
-from linattn_edu.ops.delta.recurrence import FLAGS, GIVEN, How
+from linattn_edu.ops.delta.recurrence import FLAGS, GIVEN, LACKS, How
 from linattn_edu.ops.operator import Operator, like
 from linattn_edu.ops.tensors import contiguous, known, transposed, wide
 from linattn_edu.reference.delta.recurrent import recurrent_pool
@@ -30,14 +30,14 @@ def in_place(
         indices = indices.reshape(checked.sizes["N"], -1)
     tensors, dtype = recurrence.prepare(tensors, cu_seqlens, checked, how)
     if how.impl == "triton":
-        (o,) = step_(
+        (o,) = steps_[how.gated](
             *recurrence.given(tensors), indices, accepted, cu_seqlens, how.scale, how.normalise,
             how.sigmoid, how.lower_bound, how.v_first, how.impl,
         )  # fmt: skip
         inplace.written(state)
     elif indices is not None:
         with inplace.writable(state):
-            (o,) = pool_(
+            (o,) = pools_[how.gated](
                 *recurrence.plain(tensors, how), state, indices, accepted, cu_seqlens, how.scale,
                 how.v_first, how.impl,
             )  # fmt: skip
@@ -101,65 +101,78 @@ def _check_slots(indices: Tensor | None, accepted: Tensor | None, slots: int) ->
 
 _POOL = {"initial_state": "slots HV X Y", "indices": "N S?", "accepted": "N?"}
 
-step_ = Operator(
-    "recurrent_step_",
-    GIVEN | _POOL,
-    {"o": like("B T HV V", "v")},
-    options=FLAGS | {"v_first": "bool"},
-    stages=recurrence.stages,
-    packed="tokens",
-    mutates="initial_state",
-)
 
-
-@step_.forward
-def _step(
-    stages, q, k, v, g, gk, gv, beta, A_log, dt_bias, initial_state, indices, accepted, scale,
-    normalise, sigmoid, lower_bound, v_first, cu_seqlens=None,
-):  # fmt: skip
+def _step(gated: bool) -> Operator:
     """The recurrence in one kernel; the final state goes where the initial one is, or to a slot."""
-    _check_slots(indices, accepted, initial_state.shape[0])
-    aligned = initial_state if indices is not None else contiguous(initial_state)
-    o, _ = stages.recurrent(
-        q, k, v, g, beta, gk=gk, gv=gv, A_log=A_log, dt_bias=dt_bias, scale=scale,
-        normalise=normalise, sigmoid=sigmoid, lower_bound=lower_bound, v_first=v_first,
-        initial_state=aligned, inplace=True, indices=indices, accepted=accepted,
-        cu_seqlens=cu_seqlens,
-    )  # fmt: skip
-    if aligned is not initial_state:
-        initial_state.copy_(aligned)
-    return o
+    step = Operator(
+        "recurrent_step_" + "gated_" * gated,
+        GIVEN[gated] | _POOL,
+        {"o": like("B T HV V", "v")},
+        options=FLAGS | {"v_first": "bool"},
+        stages=recurrence.stages,
+        packed="tokens",
+        mutates="initial_state",
+        lacks=() if gated else LACKS,
+    )
+
+    @step.forward
+    def forward(
+        stages, q, k, v, g, gk, gv, beta, A_log, dt_bias, initial_state, indices, accepted, scale,
+        normalise, sigmoid, lower_bound, v_first, cu_seqlens=None, write=None,
+    ):  # fmt: skip
+        _check_slots(indices, accepted, initial_state.shape[0])
+        aligned = initial_state if indices is not None else contiguous(initial_state)
+        o, _ = stages.recurrent(
+            q, k, v, g, beta, gk=gk, gv=gv, write=write, A_log=A_log, dt_bias=dt_bias, scale=scale,
+            normalise=normalise, sigmoid=sigmoid, lower_bound=lower_bound, v_first=v_first,
+            initial_state=aligned, inplace=True, indices=indices, accepted=accepted,
+            cu_seqlens=cu_seqlens,
+        )  # fmt: skip
+        if aligned is not initial_state:
+            initial_state.copy_(aligned)
+        return o
+
+    return step
 
 
-pool_ = Operator(
-    "recurrent_pool",
-    {
-        **{n: axes for n, axes in GIVEN.items() if n not in ("A_log", "dt_bias")},
-        **_POOL,
-        "cu_seqlens": "bounds?",
-    },
-    {"o": like("B T HV V", "v")},
-    options={"scale": "float", "v_first": "bool"},
-    stages=lambda impl: recurrent_pool,
-    mutates="initial_state",
-)
-
-
-@pool_.forward
-def _pool(
-    recurrent_pool, q, k, v, g, gk, gv, beta, initial_state, indices, accepted, cu_seqlens, scale,
-    v_first,
-):  # fmt: skip
+def _pool(gated: bool) -> Operator:
     """The reference over a pool, which it reads and writes."""
-    _check_slots(indices, accepted, initial_state.shape[0])
-    B, T = q.shape[:2]
-    bounds = list(range(0, B * T + 1, T))
-    if cu_seqlens is not None:
-        bounds = sequences.bounds(cu_seqlens, None, T)
-    one = (x if x is None else x.flatten(0, 1)[None] for x in (q, k, v, g, beta, gk, gv))
-    q, k, v_, g, beta, gk, gv = one
-    o = recurrent_pool(
-        q, k, v_, g, beta, transposed(initial_state, v_first), indices, accepted,
-        gk=gk, gv=gv, scale=scale, bounds=bounds,
-    )  # fmt: skip
-    return o.view(v.shape)
+    pool = Operator(
+        "recurrent_pool" + "_gated" * gated,
+        {
+            **{n: axes for n, axes in GIVEN[gated].items() if n not in ("A_log", "dt_bias")},
+            **_POOL,
+            "cu_seqlens": "bounds?",
+        },
+        {"o": like("B T HV V", "v")},
+        options={"scale": "float", "v_first": "bool"},
+        stages=lambda impl: recurrent_pool,
+        mutates="initial_state",
+        lacks=() if gated else LACKS,
+    )
+
+    @pool.forward
+    def forward(
+        recurrent_pool, q, k, v, g, gk, gv, beta, initial_state, indices, accepted, cu_seqlens,
+        scale, v_first, write=None,
+    ):  # fmt: skip
+        _check_slots(indices, accepted, initial_state.shape[0])
+        B, T = q.shape[:2]
+        bounds = list(range(0, B * T + 1, T))
+        if cu_seqlens is not None:
+            bounds = sequences.bounds(cu_seqlens, None, T)
+        one = (q, k, v, g, beta, gk, gv, write)
+        one = (x if x is None else x.flatten(0, 1)[None] for x in one)
+        q, k, v_, g, beta, gk, gv, write = one
+        o = recurrent_pool(
+            q, k, v_, g, beta, transposed(initial_state, v_first), indices, accepted,
+            gk=gk, gv=gv, write=write, scale=scale, bounds=bounds,
+        )  # fmt: skip
+        return o.view(v.shape)
+
+    return pool
+
+
+# by whether there are gates of channels for what is erased and for what is written
+steps_ = {False: _step(False), True: _step(True)}
+pools_ = {False: _pool(False), True: _pool(True)}

@@ -18,8 +18,6 @@ from linattn_edu.ops.stages import implementations, stage
 from linattn_edu.ops.tensors import in_float32, known, laid_out
 from linattn_edu.packing import Packing
 
-SAFE_BOUND = -5.0  # of the log decay, where safe_gate is given without another
-
 
 def chunk_kda(
     q: Tensor,
@@ -160,22 +158,52 @@ def chunk_kda(
     """
     check.absent("use_graph", use_graph, False)
     check.absent("max_num_seqs", max_num_seqs)
-    state_v_first = arguments.v_first(state_v_first, transpose_state_layout)
-    output_final_state, normalise, raw_gate, safe_gate, keep_all, return_states = arguments.flags(
+    sigmoid, beyond = arguments.sigmoid_factor(use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    (q, *given), save, results = prepared(
+        (q, k, v, g, beta, A_log, dt_bias, initial_state),
+        (cu_seqlens, cu_seqlens_cpu, chunk_indices), cp_context, scale, chunk_size, impl,
+        v_first=arguments.v_first(state_v_first, transpose_state_layout),
+        lower_bound=lower_bound,
+        sigmoid=sigmoid,
+        beyond=beyond,
         output_final_state=output_final_state,
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
         use_gate_in_kernel=use_gate_in_kernel,
         safe_gate=safe_gate,
         disable_recompute=disable_recompute,
         return_intermediate_states=return_intermediate_states,
+    )  # fmt: skip
+    return results(chunk(q, *given, save=save))
+
+
+def prepared(
+    tensors: tuple[Tensor | None, ...],
+    bounds: tuple[Tensor | None, ...],
+    cp_context: CPContext | None,
+    scale: float | None,
+    chunk_size: int,
+    impl: str,
+    *,
+    v_first: bool,
+    lower_bound: float | None,
+    sigmoid: int = 0,
+    beyond: bool,
+    **flags: bool,
+) -> tuple[tuple, str, Callable]:
+    """All arguments checked: those of an operator that `declare` makes, what it saves, and what
+    makes of its outputs those of the public function.
+
+    tensors: as of `arguments.chunked`.  flags: the last six of chunk_kda's call, in its order.
+    """
+    output_final_state, normalise, raw_gate, safe_gate, keep_all, return_states = arguments.flags(
+        **flags
     )
-    gate_bound, safe_bound = _bounds(raw_gate, safe_gate, check.number("lower_bound", lower_bound))
-    sigmoid, beyond = arguments.sigmoid_factor(use_beta_sigmoid_in_kernel, allow_neg_eigval)
-    (q, k, v, g, beta, A_log, dt_bias, initial_state), place, scale, impl = arguments.chunked(
-        (q, k, v, g, beta, A_log, dt_bias, initial_state),
-        (cu_seqlens, cu_seqlens_cpu, chunk_indices), cp_context, scale, chunk_size, impl,
-        sigmoid=sigmoid, v_first=state_v_first, raw_gate=raw_gate, lower_bound=gate_bound,
-        channels=True,
+    gate_bound, safe_bound = arguments.gate_bounds(
+        raw_gate, safe_gate, check.number("lower_bound", lower_bound)
+    )
+    (q, k, v, g, *strength, A_log, dt_bias, initial_state), place, scale, impl = arguments.chunked(
+        tensors, bounds, cp_context, scale, chunk_size, impl, sigmoid=sigmoid, v_first=v_first,
+        raw_gate=raw_gate, lower_bound=gate_bound, channels=True,
     )  # fmt: skip
     if return_states and cp_context is not None:
         raise ValueError("return_intermediate_states=True is not supported with cp_context")
@@ -187,37 +215,22 @@ def chunk_kda(
     if normalise:
         q, k = unit(q, impl), unit(k, impl)
     save = "P A gc w kg qg h v_new" if keep_all else "P A crossing" if place.group else "P A"
-    q, k, v, g, beta = place.joined(q, k, v, g, beta)
+    q, k, v, g, *strength = place.joined(q, k, v, g, *strength)
     staged, packed = keep_all or return_states, place.bounds[0] is not None
-    fused = 0 if staged else _fused_passes(impl, q, v, chunk_size, packed)
-    o, final_state, *kept = chunk(
-        q, k, v, g, beta, A_log, dt_bias, place.entering(initial_state),
+    fused = 0 if staged else _fused_passes(impl, q, v, chunk_size, packed, len(strength) > 1)
+    given = (
+        q, k, v, g, *strength, A_log, dt_bias, place.entering(initial_state),
         *place.bounds, scale, gate_bound, safe_bound, output_final_state, chunk_size, fused,
-        place.group, impl, "h" if return_states else "", save=save,
+        place.group, impl, "h" if return_states else "",
     )  # fmt: skip
-    o, final_state = place.parted(o).to(dtype), place.leaving(final_state)
-    final_state, h = (laid_out(x, state_v_first) for x in (final_state, Residuals(*kept).h))
-    h = h if h is None else h.to(dtype)
-    return (o, final_state, h) if return_states else (o, final_state)
 
+    def results(outputs: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+        o, final_state, *kept = outputs
+        o, final_state = place.parted(o).to(dtype), place.leaving(final_state)
+        final_state, h = (laid_out(x, v_first) for x in (final_state, Residuals(*kept).h))
+        return (o, final_state, h.to(dtype)) if return_states else (o, final_state)
 
-def _bounds(
-    use_gate_in_kernel: bool, safe_gate: bool, lower_bound: float | None
-) -> tuple[float | None, float | None]:
-    """The bound that the gate is made with, and the one that is promised; refuse others."""
-    if not safe_gate:
-        if lower_bound is not None and not use_gate_in_kernel:
-            raise ValueError("lower_bound is used with use_gate_in_kernel or safe_gate only")
-        return lower_bound, None
-    if use_gate_in_kernel and lower_bound is None:
-        raise ValueError(
-            "safe_gate=True with use_gate_in_kernel=True needs lower_bound: the softplus gate has "
-            "none, got None"
-        )
-    bound = SAFE_BOUND if lower_bound is None else lower_bound
-    if not SAFE_BOUND <= bound < 0:
-        raise ValueError(f"lower_bound must be in [-5, 0) with safe_gate=True, got {lower_bound}")
-    return (bound if use_gate_in_kernel else None), bound
+    return given, save, results
 
 
 def _check_promise(g: Tensor, bound: float) -> None:
@@ -228,16 +241,21 @@ def _check_promise(g: Tensor, bound: float) -> None:
         )
 
 
-def _fused_passes(impl: str, q: Tensor, v: Tensor, chunk_size: int, packed: bool) -> int:
+def _fused_passes(
+    impl: str, q: Tensor, v: Tensor, chunk_size: int, packed: bool, gated: bool
+) -> int:
     """How many of the two passes run in fused kernels, the forward pass first, where nothing is
     asked for that only the stages make. Both forms of the backward pass start from P and A.
+
+    gated: erase and write gates are given, not beta.
     """
     if impl != "triton":
         return 0
     from linattn_edu.kernels.routes import by_kind, kind_of
 
     kind = kind_of(q, *v.shape[2:], chunk_size, packed)
-    if by_kind.kda_forward_stages(kind).takes == "staged":
+    forward = by_kind.gdn2_stages if gated else by_kind.kda_forward_stages
+    if forward(kind).takes == "staged":
         return 0
     return 1 + (by_kind.kda_backward_stages(kind).takes == "fused")
 
@@ -305,48 +323,53 @@ class Residuals(NamedTuple):
     crossing: Tensor | None = None  # states that come from other ranks
 
 
-chunk = Operator(
-    "chunk_kda",
-    {
-        "q": "B T H K",
-        "k": "B T H K",
-        "v": "B T HV V",
-        "g": "B T HV K",
-        "beta": "B T HV",
-        "A_log": "HV?",
-        "dt_bias": "HV K?",
-        "initial_state": "N HV K V?",
-    },
-    {
-        "o": like("B T HV V", "q", gradient="do"),
-        "final_state": widened("N HV K V", "q g A_log dt_bias initial_state", gradient="dht"),
-        "P": like("B T HV C", "q"),
-        "A": like("B T HV C", "q"),
-        "gc": widened("B T HV K", "g A_log dt_bias"),
-        "w": like("B T HV K", "q"),
-        "kg": like("B T HV K", "q"),
-        "qg": like("B T HV K", "q"),
-        "h": like("B NT HV K V", "q"),
-        "v_new": like("B T HV V", "q"),
-        "crossing": widened("X HV K V", "q"),
-    },
-    options={
-        "scale": "float",
-        "lower_bound": "float?",
-        "safe_bound": "float?",
-        "output_final_state": "bool",
-        "chunk_size": "int",
-        "fused": "int",
-    },
-    residuals=Residuals,
-    stages=stages,
-    forward_stages=fused_stages,
-    fused="fused",
-    packed="ranks",
-    transition="HV K K",
-    limited="k",
-    flops=partial(operations, keys=4),
-)
+def declare(name: str, strength: dict[str, str], **more: object) -> Operator:
+    """An operator with a decay for each channel; strength: the axes of what it writes with."""
+    return Operator(
+        name,
+        {
+            "q": "B T H K",
+            "k": "B T H K",
+            "v": "B T HV V",
+            "g": "B T HV K",
+            **strength,
+            "A_log": "HV?",
+            "dt_bias": "HV K?",
+            "initial_state": "N HV K V?",
+        },
+        {
+            "o": like("B T HV V", "q", gradient="do"),
+            "final_state": widened("N HV K V", "q g A_log dt_bias initial_state", gradient="dht"),
+            "P": like("B T HV C", "q"),
+            "A": like("B T HV C", "q"),
+            "gc": widened("B T HV K", "g A_log dt_bias"),
+            "w": like("B T HV K", "q"),
+            "kg": like("B T HV K", "q"),
+            "qg": like("B T HV K", "q"),
+            "h": like("B NT HV K V", "q"),
+            "v_new": like("B T HV V", "q"),
+            "crossing": widened("X HV K V", "q"),
+        },
+        options={
+            "scale": "float",
+            "lower_bound": "float?",
+            "safe_bound": "float?",
+            "output_final_state": "bool",
+            "chunk_size": "int",
+            "fused": "int",
+        },
+        residuals=Residuals,
+        stages=stages,
+        fused="fused",
+        packed="ranks",
+        transition="HV K K",
+        limited="k",
+        flops=partial(operations, keys=4),
+        **more,
+    )
+
+
+chunk = declare("chunk_kda", {"beta": "B T HV"}, forward_stages=fused_stages, lacks=("write",))
 
 
 @chunk.forward
@@ -358,6 +381,7 @@ def forward(
     g: Tensor,
     beta: Tensor,
     *,
+    write: Tensor | None = None,
     scale: float,
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
@@ -372,6 +396,7 @@ def forward(
 ) -> tuple[Tensor, Tensor | None, Residuals]:
     """The chunked forward pass as a composition of stages (shapes as in chunk_kda).
 
+    write: The write gate of chunk_gdn2, whose erase gate beta is then; not for FusedStages.
     safe_bound: a promise that no log decay of a token is below it. cp: what other ranks send and
     are sent. keep: the residuals that are returned; the others are freed as soon as no stage reads
     them. Without h and v_new among them kda_scan takes the place of state and output. FusedStages
@@ -389,7 +414,7 @@ def forward(
         return _fused(stages, q, k, v, gate, beta, initial_state, cp, options, scan, keep)
     gc = stages.gate_cumsum(g, A_log, dt_bias, lower_bound=lower_bound, **options)
     P, A = stages.kda_intra(q, k, beta, gc, lower_bound=safe_bound, **options)
-    w, u, kg, qg = stages.wy(k, v, beta, gc, A, q, **packed)
+    w, u, kg, qg = stages.wy(k, v, beta, gc, A, q, write, **packed)
     A = A if "A" in keep else None
     if cp is not None:
         cp.send(stages.piece_map, (kg, w, u, gc), initial_state, **options)
@@ -450,6 +475,7 @@ def backward(
     do: Tensor,
     dht: Tensor | None = None,
     *,
+    write: Tensor | None = None,
     scale: float,
     initial_state: Tensor | None = None,
     A_log: Tensor | None = None,
@@ -465,9 +491,11 @@ def backward(
     compute them always.
 
     Args:
-        do: Gradient of o.  dht: Gradient of the final state, or None.  cp: as in the forward pass.
+        do: Gradient of o.  dht: Gradient of the final state, or None.  write, cp: as in the forward
+            pass.
     Returns:
-        dq, dk, dv, dg, dbeta, dA_log and ddt_bias (or None), and the gradient of the initial state.
+        dq, dk, dv, dg, dbeta, with write its gradient, dA_log and ddt_bias (or None), and the
+        gradient of the initial state.
     Source: chapters 11, 12 and 24.
     """
     packed = {} if packing is None else {"packing": packing}
@@ -494,7 +522,7 @@ def backward(
         return dq, dk, dv, dg, dbeta, dA_log, ddt_bias, dh0
     if again:
         gc = stages.gate_cumsum(g, A_log, dt_bias, **gate)
-        w, u, kg, qg = stages.wy(k, v, beta, gc, A, q, **packed)
+        w, u, kg, qg = stages.wy(k, v, beta, gc, A, q, write, **packed)
     back = {"P": P, "scale": scale, **options}
     if cp is not None:
         cp.send(stages.piece_map_bwd, (qg, kg, w, gc, do, None), dht, **back)
@@ -508,11 +536,14 @@ def backward(
         dh, dv_new, dh0 = stages.state_bwd(qg, kg, w, gc, do, None, dht, **back)
     del w, kg, qg
     dqg, dP = stages.kda_output_bwd(v_new, h, do, scale=scale, **options)
-    dkb, dkg, dv, dL, dbeta, dgl = stages.kda_wy_bwd(v, beta, A, h, v_new, dh, dv_new, **packed)
+    dkb, dkg, dv, dL, dstrength, dgl = stages.kda_wy_bwd(
+        v, beta if write is None else write, A, h, v_new, dh, dv_new, **packed
+    )
     del h, v_new, dh, dv_new
     dq, dk, dbeta, dgc = stages.kda_intra_bwd(
-        q, k, beta, gc, dP, dL, dqg, dkb, dkg, dgl, dbeta, **packed
+        q, k, beta, gc, dP, dL, dqg, dkb, dkg, dgl, dstrength if write is None else None, **packed
     )
     del gc, dP, dL, dqg, dkb, dkg
     dg, dA_log, ddt_bias = stages.gate_bwd(dgc, g, A_log, dt_bias, **gate)
-    return dq, dk, dv, dg, dbeta, dA_log, ddt_bias, dh0
+    dstrength = (dbeta,) if write is None else (dbeta, dstrength)
+    return dq, dk, dv, dg, *dstrength, dA_log, ddt_bias, dh0

@@ -69,28 +69,54 @@ def fused_recurrent_kda(
     Source: Kimi Team 2025 (arXiv:2510.26692); chapter 01.
     """
     check.absent("cp_context", cp_context)
-    state_v_first = arguments.v_first(state_v_first, transpose_state_layout)
-    output_final_state, normalise, raw_gate, inplace = arguments.flags(
+    sigmoid, _ = arguments.sigmoid_factor(use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    return call(
+        (q, k, v, g, beta, A_log, dt_bias, initial_state), cu_seqlens, scale, impl,
+        v_first=arguments.v_first(state_v_first, transpose_state_layout),
+        lower_bound=lower_bound,
+        indices=ssm_state_indices,
+        accepted=num_accepted_tokens,
+        sigmoid=sigmoid,
         output_final_state=output_final_state,
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
         use_gate_in_kernel=use_gate_in_kernel,
         inplace_final_state=inplace_final_state,
-    )
+    )  # fmt: skip
+
+
+def call(
+    tensors: tuple[Tensor | None, ...],
+    cu_seqlens: Tensor | None,
+    scale: float | None,
+    impl: str,
+    *,
+    v_first: bool,
+    lower_bound: float | None,
+    indices: Tensor | None,
+    accepted: Tensor | None,
+    sigmoid: int = 0,
+    **flags: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Check all arguments and run the recurrence with a decay for each channel.
+
+    tensors: q, k, v, g, beta or b and w, A_log, dt_bias, initial_state.  flags: the last four of
+    fused_recurrent_kda's call, in its order.
+    """
+    output_final_state, normalise, raw_gate, inplace = arguments.flags(**flags)
     lower_bound = check.number("lower_bound", lower_bound)
+    q, k, v, g, beta, *write, A_log, dt_bias, initial_state = tensors
     given = check.Tensors()
     A_log, dt_bias = arguments.check_tensors(
         given, q, k, v, g, beta, initial_state, A_log, dt_bias, cu_seqlens,
-        v_first=state_v_first, raw_gate=raw_gate, lower_bound=lower_bound, channels=True,
-        pool=ssm_state_indices is not None, largest=recurrence.LARGEST,
+        v_first=v_first, raw_gate=raw_gate, write=tuple(write), lower_bound=lower_bound,
+        channels=True, pool=indices is not None, largest=recurrence.LARGEST,
     )  # fmt: skip
-    sigmoid, _ = arguments.sigmoid_factor(use_beta_sigmoid_in_kernel, allow_neg_eigval)
-    tensors = (q, k, v, None, g, None, beta, A_log, dt_bias, initial_state)
+    tensors = (q, k, v, None, g, None, beta, *write, A_log, dt_bias, initial_state)
     how = recurrence.How(
-        check.number("scale", scale), normalise, raw_gate, sigmoid, state_v_first, lower_bound, impl
-    )
-    if inplace or ssm_state_indices is not None:
-        return decode.in_place(
-            tensors, cu_seqlens, given, how, inplace, ssm_state_indices, num_accepted_tokens
-        )
-    decode.no_pool(num_accepted_tokens)
+        check.number("scale", scale), normalise, raw_gate, sigmoid, v_first, lower_bound, impl,
+        gated=len(write) > 0,
+    )  # fmt: skip
+    if inplace or indices is not None:
+        return decode.in_place(tensors, cu_seqlens, given, how, inplace, indices, accepted)
+    decode.no_pool(accepted)
     return recurrence.run(tensors, cu_seqlens, given, how, output_final_state)

@@ -58,7 +58,7 @@ class Composition(Declaration):
 
     def _declared(self, f: Callable, known: Collection[str]) -> list[str]:
         """The names of f's arguments after the stages; refuse one that the declaration lacks."""
-        names = list(inspect.signature(f).parameters)[1:]
+        names = [n for n in [*inspect.signature(f).parameters][1:] if n not in self.lacks]
         if unknown := [n for n in names if n not in known]:
             raise TypeError(f"{self.name}: nothing declares {', '.join(unknown)} of {f.__name__}")
         return names

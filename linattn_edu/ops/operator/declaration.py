@@ -65,6 +65,7 @@ class Declaration:
         mutates: The tensor that is written in place.
         constants: The tensors that have no gradient, being no numbers to be changed.
         apart: The tensors whose rows, along the first axis, the stages take wherever they lie.
+        lacks: Arguments of a composition that it shares with others, for which it has no tensors.
         flops: sizes -> operations of the matrix products, forward and backward.
     """
 
@@ -85,6 +86,7 @@ class Declaration:
         mutates: str | None = None,
         constants: Collection[str] = (),
         apart: Collection[str] = (),
+        lacks: Collection[str] = (),
         flops: Callable | None = None,
     ):
         self.name, self.stages, self.forward_stages = name, stages, forward_stages or stages
@@ -97,7 +99,7 @@ class Declaration:
         self.packed, self.bounds = packed, BOUNDS[packed]
         self.matrices = len(transition.split()) > 1
         self.limited, self.mutates, self.apart = limited, mutates, apart
-        self.constants = constants
+        self.constants, self.lacks = constants, lacks
         self._in_chunks = [n for n, axes in self.axes.items() if "C" in axes]
         self.with_tokens = self.axes[self.inputs[0]][:2] == ("B", "T")
         group = {"group": "str"} if packed == "ranks" else {}

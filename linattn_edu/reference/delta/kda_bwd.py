@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from linattn_edu.reference.tiles import compute_dtype, from_chunks, to_chunks
+from linattn_edu.reference.tiles import by_channel, compute_dtype, from_chunks, to_chunks
 
 
 def kda_output_bwd(
@@ -43,21 +43,24 @@ def kda_wy_bwd(
         dV  = diag(beta) Z,      dkb = -Z S^T,          dL = -tril(Z v_new^T, -1)
         dkg = v_new dS^T,        dgl = rowsum(dS * S)
 
-    kb = diag(beta) (2^gc * K) are the keys that read the state.
+    kb = diag(beta) (2^gc * K) are the keys that read the state. With a gate for each channel of
+    the value beta * V stands for diag(beta) V, and its gradient is Z * V.
 
     Args:
-        v, beta, A, h, v_new: as in the forward stages. dh and dv_new: from state_bwd.
+        v, A, h, v_new: as in the forward stages. beta: [B, T, HV], or the write gate
+            [B, T, HV, V]. dh and dv_new: from state_bwd.
     Returns:
         dkg [B, T, HV, K], dv [B, T, HV, V], dL [B, T, HV, C] in v.dtype; dkb [B, T, HV, K], of
         which and of dbeta a large part may cancel, dbeta [B, T, HV], the part rowsum(Z * V), and
-        dgl [B, NT, HV, K], the gradient of 2^gc_last, in fp32 (fp64 for fp64 input). The order is
-        dkb, dkg, dv, dL, dbeta, dgl.
+        dgl [B, NT, HV, K], the gradient of 2^gc_last, in fp32 (fp64 for fp64 input); of a write
+        gate dbeta is the whole gradient, in its shape and dtype. The order is dkb, dkg, dv, dL,
+        dbeta, dgl.
     Source: chapter 11.
     """
     dtype = compute_dtype(v, beta, A, h, v_new, dh, dv_new)
     T = beta.shape[1]
     V, b, A, Vn, dVn = (
-        to_chunks(x.to(dtype), A.shape[-1]) for x in (v, beta[..., None], A, v_new, dv_new)
+        to_chunks(x.to(dtype), A.shape[-1]) for x in (v, by_channel(beta), A, v_new, dv_new)
     )
     S, dS = (x.to(dtype).transpose(1, 2) for x in (h, dh))
     # eq:kda-z   Z = A^T dv_new
@@ -72,7 +75,8 @@ def kda_wy_bwd(
     dkg = Vn @ dS.mT
     # eq:kda-dgl   dgl = rowsum(dS * S)
     dgl = (dS * S).sum(-1).transpose(1, 2).contiguous()
-    dbeta = from_chunks((Z * V).sum(-1), T)
+    dbeta = from_chunks((Z * V).sum(-1) if beta.ndim == 3 else Z * V, T)
+    dbeta = dbeta if beta.ndim == 3 else dbeta.to(beta.dtype)
     dkb = from_chunks(dkb, T)
     dkg, dV, dL = (from_chunks(x, T).to(v.dtype) for x in (dkg, dV, dL))
     return dkb, dkg, dV, dL, dbeta, dgl

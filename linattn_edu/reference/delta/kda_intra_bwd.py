@@ -6,6 +6,7 @@ from torch import Tensor
 from linattn_edu.reference.delta.kda_intra import pair_decay
 from linattn_edu.reference.delta.wy_bwd import last_tokens
 from linattn_edu.reference.tiles import (
+    by_channel,
     compute_dtype,
     from_chunks,
     pad_gate,
@@ -26,7 +27,7 @@ def kda_intra_bwd(
     dkb: Tensor,
     dkg: Tensor,
     dgl: Tensor,
-    dbeta: Tensor,
+    dbeta: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gather what P, L, qg, kb and kg say about q, k, beta and the accumulated gate.
 
@@ -40,14 +41,15 @@ def kda_intra_bwd(
         dgc   = Q * dQ + K * (diag(beta) Y - R), and what goes through gc_last
 
     Y multiplies a gate with a plus in its exponent, R one with a minus. The diagonal of P has no
-    gate and is left out of dgc, where its two parts would cancel.
+    gate and is left out of dgc, where its two parts would cancel. With an erase gate for each
+    channel beta * Y stands for diag(beta) Y, and dbeta = K * Y.
 
     Args:
         q, k, beta, gc: as in kda_intra. dP, dqg: from kda_output_bwd.
-        dL, dkb, dkg, dgl, dbeta: from kda_wy_bwd.
+        dL, dkb, dkg, dgl, dbeta: from kda_wy_bwd; no dbeta with an erase gate.
     Returns:
         dq, dk [B, T, H, K] in q.dtype; dbeta [B, T, HV] and dgc [B, T, HV, K], natural units, in
-        fp32 (fp64 for fp64 input).
+        fp32 (fp64 for fp64 input); of an erase gate dbeta in its shape and dtype.
     Source: chapter 11.
     """
     dtype = compute_dtype(q, k, beta, gc, dP, dL, dqg, dkb, dkg, dgl, dbeta)
@@ -55,7 +57,7 @@ def kda_intra_bwd(
     Q, K, b, gc, dP, dL, dqg, dkb, dkg = (
         to_chunks(x.to(dtype), C)
         for x in (
-            repeat_heads(q, HV), repeat_heads(k, HV), beta[..., None], pad_gate(gc, C),
+            repeat_heads(q, HV), repeat_heads(k, HV), by_channel(beta), pad_gate(gc, C),
             dP, dL, dqg, dkb, dkg,
         )
     )  # fmt: skip
@@ -81,7 +83,10 @@ def kda_intra_bwd(
     # eq:kda-dgc   dgc = Q * dQ + K * (diag(beta) Y - R)
     dgc = Q * dQ + K * (b * Y - R_gate - R_inner) + end * through[..., None, :]
     # eq:kda-dbeta   dbeta += rowsum(K * Y)
-    dbeta = dbeta.to(dtype) + from_chunks((K * Y).sum(-1), T)
+    if beta.ndim == 3:
+        dbeta = dbeta.to(dtype) + from_chunks((K * Y).sum(-1), T)
+    else:
+        dbeta = from_chunks(K * Y, T).to(beta.dtype)
     # eq:kda-dk   dk = diag(beta) Y + R + diag(dP) Q
     dk = b * Y + R_inner + R_outer + dP_diagonal * Q
     dq = dQ + dP_diagonal * K

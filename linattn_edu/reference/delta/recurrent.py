@@ -23,6 +23,7 @@ def recurrent(
     *,
     gk: Tensor | None = None,
     gv: Tensor | None = None,
+    write: Tensor | None = None,
     scale: float | None = None,
     initial_state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -33,8 +34,14 @@ def recurrent(
         S <- S + k_t^T beta_t e
         o_t = scale q_t S
 
+    or, with gates of its own for what is erased and for what is written,
+
+        e  = write_t * v_t - (beta_t * k_t) S
+        S <- S + k_t^T e
+
     Args:
         q, k: [B, T, H, K]. v: [B, T, HV, V]. g: [B, T, HV] natural-log decay. beta: [B, T, HV].
+        write: [B, T, HV, V], the write gate; beta is the erase gate [B, T, HV, K] then.
         gk: [B, T, HV, K], a decay for each row of the state; gv: [B, T, HV, V], for each column.
             The logs of all gates given are added; g may be None.
         scale: K**-0.5 if None.  initial_state: [B, HV, K, V], zero if None.
@@ -43,24 +50,25 @@ def recurrent(
         (fp64 if any input is fp64; all arithmetic is done in that dtype).
     Source: arXiv:2412.06464; chapter 01.
     """
-    dtype = compute_dtype(q, k, v, g, beta, gk, gv, initial_state)
+    dtype = compute_dtype(q, k, v, g, beta, gk, gv, write, initial_state)
     HV = v.shape[2]
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     out_dtype = q.dtype
     B, T, _, K = q.shape
     S = v.new_zeros(B, HV, K, v.shape[-1]) if initial_state is None else initial_state
     S, a = S.to(dtype), decay(v, g, gk, gv, dtype)
+    k = repeat_heads(k, HV)
+    read, v, beta = _gated(k, v, beta, write, dtype)
     # rows of length K and V, and numbers: matrices of one row, for the products with S
-    q, k, v, beta = (
-        x.to(dtype)[..., None, :]
-        for x in (repeat_heads(q, HV), repeat_heads(k, HV), v, beta[..., None])
+    q, k, read, v, beta = (
+        x.to(dtype)[..., None, :] for x in (repeat_heads(q, HV), k, read, v, beta)
     )
     o = []
     for t in range(T):
         # eq:delta-decay   S <- a S
         S = a[:, t] * S
         # eq:delta-error   e = v - k S
-        e = v[:, t] - k[:, t] @ S
+        e = v[:, t] - read[:, t] @ S
         # eq:delta-write   S <- S + k^T beta e
         S = S + k[:, t].mT * (beta[:, t] * e)
         # eq:delta-read   o = scale q S
@@ -80,6 +88,7 @@ def recurrent_pool(
     *,
     gk: Tensor | None = None,
     gv: Tensor | None = None,
+    write: Tensor | None = None,
     scale: float | None = None,
     bounds: list[int],
 ) -> Tensor:
@@ -91,7 +100,8 @@ def recurrent_pool(
     start from one is no sequence: its outputs are zero, and it writes nothing.
 
     Args:
-        q, k, v, g, beta, gk, gv, scale: as in recurrent, with B = 1: sequences one after the other.
+        q, k, v, g, beta, gk, gv, write, scale: as in recurrent, with B = 1: sequences one after the
+            other.
         pool: [slots, HV, K, V].  indices: [N] or [N, S].  accepted: [N] or None.
         bounds: the N + 1 boundaries of the sequences.
     Returns:
@@ -107,7 +117,8 @@ def recurrent_pool(
         S = pool[before : before + 1]
         for t in range(first, last):
             now = slice(t, t + 1)
-            gates = {"gk": gk if gk is None else gk[:, now], "gv": gv if gv is None else gv[:, now]}
+            gates = {"gk": gk, "gv": gv, "write": write}
+            gates = {n: x if x is None else x[:, now] for n, x in gates.items()}
             o[:, now], S = recurrent(
                 q[:, now], k[:, now], v[:, now], g if g is None else g[:, now], beta[:, now],
                 scale=scale, initial_state=S, **gates,
@@ -116,6 +127,15 @@ def recurrent_pool(
             if slot >= 0:
                 pool[slot] = S[0]
     return o
+
+
+def _gated(
+    k: Tensor, v: Tensor, beta: Tensor, write: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows r and v and a number b of each token: S <- S + k^T b (v - r S)."""
+    if write is None:
+        return k, v, beta[..., None]
+    return beta.to(dtype) * k.to(dtype), write.to(dtype) * v.to(dtype), v.new_ones(*v.shape[:3], 1)
 
 
 def decay(
@@ -138,6 +158,7 @@ def recurrent_bwd(
     *,
     gk: Tensor | None = None,
     gv: Tensor | None = None,
+    write: Tensor | None = None,
     scale: float | None = None,
     initial_state: Tensor | None = None,
 ) -> tuple[Tensor | None, ...]:
@@ -148,37 +169,45 @@ def recurrent_bwd(
         dv    = de,                 dk = (dS (beta e)^T - S' de^T)^T,  dS <- dS - k^T de
         dg    = <dS, S'>,           dS <- e^g dS
 
+    or, with an erase gate and a write gate and r = beta * k,
+
+        de = k dS,                  dwrite = v * de,    dv = write * de
+        dr = -(S' de^T)^T,          dbeta = k * dr,     dk = (dS e^T)^T + beta * dr
+        dS <- dS - r^T de
+
     S' is the decayed state, before token t writes; S the one after. Only the states at the ends of
     blocks of sqrt(T) tokens are kept from the way forward: 2 sqrt(T) states at a time, not T.
 
     Args:
-        q, k, v, g, beta, gk, gv, scale, initial_state: the arguments of recurrent.
+        q, k, v, g, beta, gk, gv, write, scale, initial_state: the arguments of recurrent.
         do: [B, T, HV, V], gradient of o. dht: [B, HV, K, V], of the final state, zero if None.
     Returns:
         dq, dk [B, T, H, K], dv [B, T, HV, V] in q.dtype; dg, dbeta [B, T, HV], dgk [B, T, HV, K],
         dgv [B, T, HV, V] and dh0 [B, HV, K, V] in fp32 (fp64 for fp64 input); dg, dgk and dgv are
-        None where the gate is.
+        None where the gate is. With write also dwrite [B, T, HV, V], the last, and dbeta is
+        [B, T, HV, K].
     Source: chapter 01.
     """
-    dtype = compute_dtype(q, k, v, g, beta, do, dht, gk, gv, initial_state)
+    dtype = compute_dtype(q, k, v, g, beta, do, dht, gk, gv, write, initial_state)
     H, HV, out_dtype = q.shape[2], v.shape[2], q.dtype
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     q, k = repeat_heads(q, HV).to(dtype), repeat_heads(k, HV).to(dtype)
     v, beta, do, a = v.to(dtype), beta.to(dtype), do.to(dtype), decay(v, g, gk, gv, dtype)
+    r, wanted, b = _gated(k, v, beta, write, dtype)
     B, T, _, K = q.shape
     S = q.new_zeros(B, HV, K, v.shape[-1]) if initial_state is None else initial_state.to(dtype)
     block, kept = block_length(T), [S]
     for t in range(T - 1):
-        S, _, _ = _step(S, k, v, beta, a, t)
+        S, _, _ = _step(S, k, r, wanted, b, a, t)
         if t % block == block - 1:
             kept.append(S)
     dS = torch.zeros_like(S) if dht is None else dht.to(dtype)
-    dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    dbeta, dlog = torch.zeros_like(beta), [None] * T
+    dq, dk, dv, dr = (torch.zeros_like(x) for x in (q, k, v, k))
+    db, dlog = torch.zeros_like(b), [None] * T
     for first in reversed(range(0, T, block)):
         S, states = kept.pop(), []
         for t in range(first, min(first + block, T)):
-            S, decayed, e = _step(S, k, v, beta, a, t)
+            S, decayed, e = _step(S, k, r, wanted, b, a, t)
             states.append((decayed, e, S))
         for t in reversed(range(first, min(first + block, T))):
             decayed, e, S = states.pop()
@@ -186,31 +215,35 @@ def recurrent_bwd(
             dq[:, t] = scale * torch.einsum("bhkv,bhv->bhk", S, do[:, t])
             dS = dS + scale * torch.einsum("bhk,bhv->bhkv", q[:, t], do[:, t])
             # eq:delta-write-bwd   dbeta = <k dS, e>, de = beta k dS
-            dr = torch.einsum("bhk,bhkv->bhv", k[:, t], dS)
-            dbeta[:, t] = (dr * e).sum(-1)
-            de = beta[:, t, :, None] * dr
+            written = torch.einsum("bhk,bhkv->bhv", k[:, t], dS)
+            db[:, t] = (written * e).sum(-1, keepdim=True)
+            de = b[:, t] * written
             # eq:delta-error-bwd   dv = de, dk = dS (beta e)^T - S' de^T, dS <- dS - k^T de
             dv[:, t] = de
-            dk[:, t] = torch.einsum("bhkv,bhv->bhk", dS, beta[:, t, :, None] * e)
-            dk[:, t] -= torch.einsum("bhkv,bhv->bhk", decayed, de)
-            dS = dS - torch.einsum("bhk,bhv->bhkv", k[:, t], de)
+            dk[:, t] = torch.einsum("bhkv,bhv->bhk", dS, b[:, t] * e)
+            dr[:, t] = -torch.einsum("bhkv,bhv->bhk", decayed, de)
+            dS = dS - torch.einsum("bhk,bhv->bhkv", r[:, t], de)
             # eq:delta-decay-bwd   dg = <dS, S'>, dS <- a dS
             product = dS * decayed
             dlog[t] = (product.sum((-1, -2)), product.sum(-1), product.sum(-2))
             dS = a[:, t] * dS
-    dq, dk = sum_heads(dq, H).to(out_dtype), sum_heads(dk, H).to(out_dtype)
+    dbeta, gates = db[..., 0], ()
+    if write is not None:
+        dbeta, gates = k * dr, (v * dv,)
+        dr, dv = beta * dr, write.to(dtype) * dv
+    dq, dk = sum_heads(dq, H).to(out_dtype), sum_heads(dk + dr, H).to(out_dtype)
     dg, dgk, dgv = (
         None if x is None else torch.stack([d[i] for d in dlog], 1)
         for i, x in enumerate((g, gk, gv))
     )
-    return dq, dk, dv.to(out_dtype), dg, dbeta, dgk, dgv, dS
+    return dq, dk, dv.to(out_dtype), dg, dbeta, dgk, dgv, dS, *gates
 
 
 def _step(
-    S: Tensor, k: Tensor, v: Tensor, beta: Tensor, a: Tensor, t: int
+    S: Tensor, k: Tensor, r: Tensor, v: Tensor, b: Tensor, a: Tensor, t: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Token t of the recurrence: the state after it, the decayed state before it, the error."""
     decayed = a[:, t] * S
-    e = v[:, t] - torch.einsum("bhk,bhkv->bhv", k[:, t], decayed)
-    S = decayed + torch.einsum("bhk,bhv->bhkv", k[:, t], beta[:, t, :, None] * e)
+    e = v[:, t] - torch.einsum("bhk,bhkv->bhv", r[:, t], decayed)
+    S = decayed + torch.einsum("bhk,bhv->bhkv", k[:, t], b[:, t] * e)
     return S, decayed, e

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from linattn_edu.reference.delta.gate_cumsum import decay_matrix
 from linattn_edu.reference.tiles import (
+    by_channel,
     compute_dtype,
     from_chunks,
     pad_gate,
@@ -14,7 +15,13 @@ from linattn_edu.reference.tiles import (
 
 
 def wy(
-    k: Tensor, v: Tensor, beta: Tensor, gc: Tensor, A: Tensor, q: Tensor | None = None
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    gc: Tensor,
+    A: Tensor,
+    q: Tensor | None = None,
+    write: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """The WY form of a chunk: the values it writes are v_new = u - w S.
 
@@ -26,22 +33,30 @@ def wy(
         w = A diag(beta) (2^gc * K),  u = A diag(beta) V,
         kg = 2^(gc_last - gc) * K,    qg = 2^gc * Q
 
+    and with gates of its own for what is erased and for what is written,
+
+        w = A (beta * 2^gc * K),      u = A (write * V)
+
     Args:
         k: [B, T, H, K]. v: [B, T, HV, V]. beta: [B, T, HV].
         gc: [B, T, HV] from gate_cumsum (log2).  A: [B, T, HV, C] from solve; or
-        gc: [B, T, HV, K], A from kda_intra, and q: [B, T, H, K].
+        gc: [B, T, HV, K], A from kda_intra, and q: [B, T, H, K]; with these perhaps
+        write: [B, T, HV, V], the write gate; beta is the erase gate [B, T, HV, K] then.
     Returns:
         w [B, T, HV, K] and u [B, T, HV, V] in k.dtype; with a gate for each row also kg and qg,
         [B, T, HV, K].
     Source: arXiv:2412.06464 section 3.3, chapter 04; a gate a row: arXiv:2510.26692, chapter 07.
     """
     dtype = compute_dtype(k, v, beta, gc, A)
-    T, HV = beta.shape[1:]
+    T, HV = v.shape[1:3]
     C = A.shape[-1]
-    K, V, b, gc, A = (
+    write = beta if write is None else write
+    K, V, b, W, gc, A = (
         to_chunks(x.to(dtype), C)
-        for x in (repeat_heads(k, HV), v, beta[..., None], pad_gate(gc, C), A)
-    )
+        for x in (
+            repeat_heads(k, HV), v, by_channel(beta), by_channel(write), pad_gate(gc, C), A
+        )
+    )  # fmt: skip
     gated, Au = (), A
     if gc.ndim == 5:
         # eq:kda-w   w = A diag(beta) (2^gc * K)
@@ -56,5 +71,5 @@ def wy(
         Au = A * decay_matrix(gc)
     # eq:kda-u   u = A diag(beta) V
     # eq:delta-u   u = (A * G) diag(beta) V
-    u = Au @ (b * V)
+    u = Au @ (W * V)
     return tuple(from_chunks(x, T).to(k.dtype) for x in (w, u, *gated))

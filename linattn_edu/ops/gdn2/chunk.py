@@ -1,0 +1,97 @@
+"""GDN-2 in chunks: the public function over the composition of Kimi Delta Attention."""
+
+from torch import Tensor
+
+from linattn_edu.cp.context import CPContext
+from linattn_edu.ops.delta import arguments
+from linattn_edu.ops.kda.chunk import backward, declare, forward, prepared
+
+
+def chunk_gdn2(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    b: Tensor,
+    w: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    safe_gate: bool = False,
+    lower_bound: float | None = None,
+    disable_recompute: bool = False,
+    return_intermediate_states: bool = False,
+    state_v_first: bool = False,
+    cp_context: CPContext | None = None,
+    *,
+    chunk_indices: Tensor | None = None,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    chunk_size: int = 64,
+    allow_neg_eigval: bool = False,
+    transpose_state_layout: bool | None = None,
+    impl: str = "auto",
+) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
+    r"""GDN-2 in chunks: Kimi Delta Attention with a gate for each channel in the place of beta.
+
+    .. math::
+
+        S_t = \tilde S_t + k_t^\top \bigl(w_t v_t - (b_t k_t)\, \tilde S_t\bigr), \qquad
+        \tilde S_t = \mathrm{diag}(e^{g_t})\, S_{t-1}, \qquad o_t = \mathrm{scale} \cdot q_t S_t
+
+    for each batch entry and value head; q, k, v, b and w are rows, b and w multiply number by
+    number, S is ``[K, V]``. b says of each channel of the key how much of what the state holds is
+    erased, w of each channel of the value how much is written. With b and w the same number in all
+    channels it is :func:`chunk_kda`, beta that number. Differentiable by q, k, v, g, b, w,
+    initial_state, A_log and dt_bias, from o and from the final state.
+
+    Args:
+        q, k, v, g, scale, initial_state, output_final_state: As in :func:`chunk_kda`. Rows of k
+            must satisfy ``sum(b * k * k) <= 2``.
+        b: Erase gate ``[B, T, HV, K]`` in [0, 2], any of the dtypes of g. Where it may be beyond 1,
+            allow_neg_eigval should say so.
+        w: Write gate ``[B, T, HV, V]``, any of these dtypes.
+        use_qk_l2norm_in_kernel, use_gate_in_kernel, A_log, dt_bias: As in :func:`chunk_kda`.
+        safe_gate, lower_bound, disable_recompute, return_intermediate_states: Likewise.
+        state_v_first, cu_seqlens, cu_seqlens_cpu, chunk_indices, cp_context, chunk_size: Likewise.
+        transpose_state_layout, impl: Likewise.
+        allow_neg_eigval: Whether b may be beyond 1: in 16 bit everything is computed in float32
+            then.
+
+    Causality, accuracy, memory and where it works are as of :func:`chunk_kda`, but both passes run
+    in stages one by one on every GPU. b and w are kept between the passes beside its tensors.
+
+    Returns:
+        ``(o, final_state)``, with return_intermediate_states ``(o, final_state, h)``, as of
+        :func:`chunk_kda`.
+
+    Raises:
+        TypeError, ValueError: as :func:`chunk_kda`, before any kernel runs.
+
+    Source: the rule as in fla-core 0.6.0; its chunks and their adjoint are those of chapters 07, 11
+    and 12.
+    """
+    _, beyond = arguments.sigmoid_factor(False, allow_neg_eigval)
+    (q, *given), save, results = prepared(
+        (q, k, v, g, b, w, A_log, dt_bias, initial_state),
+        (cu_seqlens, cu_seqlens_cpu, chunk_indices), cp_context, scale, chunk_size, impl,
+        v_first=arguments.v_first(state_v_first, transpose_state_layout),
+        lower_bound=lower_bound,
+        beyond=beyond,
+        output_final_state=output_final_state,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        use_gate_in_kernel=use_gate_in_kernel,
+        safe_gate=safe_gate,
+        disable_recompute=disable_recompute,
+        return_intermediate_states=return_intermediate_states,
+    )  # fmt: skip
+    return results(chunk(q, *given, save=save))
+
+
+chunk = declare("chunk_gdn2", {"beta": "B T HV K", "write": "B T HV V"})
+chunk.forward(forward)
+chunk.backward(backward)
