@@ -246,7 +246,7 @@ def equation_tables() -> str:
 
 def chapter_title(name: str, title: str) -> str:
     """A heading that says which chapter it is."""
-    return f"{int(name.split('_')[0])}. {title.removeprefix('# ')}"
+    return f"{name.split('_')[0].lstrip('0') or 0}. {title.removeprefix('# ')}"
 
 
 def stage_table() -> str:
