@@ -99,7 +99,7 @@ def chapter_of(module: str) -> str | None:
     tags = [t for side in modules()[module].values() for ts in side.values() for t in ts]
     named = [c for c in toc_chapters() if c.split("_", 1)[1] == module.split("/")[1]]
     text = (ROOT / "linattn_edu" / REFERENCE / f"{module}.py").read_text()
-    sources = Counter(re.findall(r"Source: [^\n]*?chapters? (\d+)", text)).most_common(1)
+    sources = Counter(re.findall(r"Source: [^\n]*?chapters? (\d+[a-z]?)", text)).most_common(1)
     named += [c for c in toc_chapters() if sources and c.startswith(f"{sources[0][0]}_")]
     counted = Counter(equations()[t] for t in tags if t in equations())
     return named[0] if named else counted.most_common(1)[0][0] if counted else None

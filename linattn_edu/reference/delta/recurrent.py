@@ -158,7 +158,7 @@ def recurrent_bwd(
         dq, dk [B, T, H, K], dv [B, T, HV, V] in q.dtype; dg, dbeta [B, T, HV], dgk [B, T, HV, K],
         dgv [B, T, HV, V] and dh0 [B, HV, K, V] in fp32 (fp64 for fp64 input); dg, dgk and dgv are
         None where the gate is.
-    Source: chapter 01.
+    Source: chapter 07b.
     """
     dtype = compute_dtype(q, k, v, g, beta, do, dht, gk, gv, initial_state)
     H, HV, out_dtype = q.shape[2], v.shape[2], q.dtype
