@@ -10,9 +10,10 @@ from linattn_edu.ops.gdn import (
     chunk_gated_delta_rule,
     fused_gdn_gate,
     fused_recurrent_gated_delta_rule,
+    replay_gated_delta_rule,
 )
 from linattn_edu.ops.gdn.kernel_delta_attention import kda_decay, kernel_delta_attention
-from linattn_edu.ops.kda import chunk_kda, fused_kda_gate, fused_recurrent_kda
+from linattn_edu.ops.kda import chunk_kda, fused_kda_gate, fused_recurrent_kda, replay_kda
 from linattn_edu.ops.l2norm import l2norm
 from linattn_edu.ops.names import (
     L2Norm,
@@ -25,6 +26,7 @@ from linattn_edu.ops.names import (
     naive_recurrent_kda,
     prepare_chunk_indices,
 )
+from linattn_edu.ops.ring import Ring, commit_ring, make_ring
 from linattn_edu.ops.rms_norm_gated import rms_norm_gated
 from linattn_edu.ops.solve_tril import solve_tril
 from linattn_edu.ops.ssd import (
@@ -36,6 +38,7 @@ from linattn_edu.ops.ssd import (
 __version__ = "0.2.0"
 __all__ = [
     "L2Norm",
+    "Ring",
     "build_cp_context",
     "causal_conv1d",
     "causal_conv1d_fn",
@@ -45,6 +48,7 @@ __all__ = [
     "chunk_global_cumsum",
     "chunk_kda",
     "chunk_local_cumsum",
+    "commit_ring",
     "ema_scan",
     "fused_gdn_gate",
     "fused_kda_gate",
@@ -56,12 +60,15 @@ __all__ = [
     "kernel_delta_attention",
     "l2_norm",
     "l2norm",
+    "make_ring",
     "mamba_chunk_scan_combined",
     "mamba_split_conv1d_scan_combined",
     "naive_kda_gate",
     "naive_recurrent_gated_delta_rule",
     "naive_recurrent_kda",
     "prepare_chunk_indices",
+    "replay_gated_delta_rule",
+    "replay_kda",
     "rms_norm_gated",
     "route",
     "selective_state_update",

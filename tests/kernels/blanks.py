@@ -5,8 +5,10 @@ from types import SimpleNamespace
 import torch
 from stages.record import options
 
+from linattn_edu.kernels.delta.recurrent import BV
 from linattn_edu.kernels.routes import by_kind, kind_of, limits
 from linattn_edu.kernels.ssd import ema
+from linattn_edu.kernels.tiles import block, cdiv
 
 empty = torch.empty
 
@@ -55,9 +57,12 @@ def gated(K, V, dtype, C, channels=False, chunks=1):
 
 def recurrent(K, V, dtype, T):
     qk, v, g = empty(1, T, 1, K, dtype=dtype), empty(1, T, 1, V, dtype=dtype), empty(1, T, 1)
-    slots = empty(1, 2, dtype=torch.int32)
+    slots, R = empty(1, 2, dtype=torch.int32), 24
+    ring = {"keys": empty(1, 1, R, K, dtype=dtype), "writes": empty(1, 1, R, V),
+            "decays": empty(1, 1, R, 1), "decays_wide": empty(1, 1, R, K),
+            "counts": empty(1, 1, cdiv(V, min(block(V), BV)), 3, dtype=torch.int32)}  # fmt: skip
     return SimpleNamespace(
-        q=qk, k=qk, v=v, g=g, beta=g, gk=qk, gk_wide=qk.float(), gv_wide=v.float(),
+        **ring, q=qk, k=qk, v=v, g=g, beta=g, gk=qk, gk_wide=qk.float(), gv_wide=v.float(),
         h0=empty(1, 1, K, V), one=empty(1), bias=empty(K), slots=slots, accepted=slots[:, 0],
     )  # fmt: skip
 

@@ -19,17 +19,18 @@ from linattn_edu import (
     ema_scan,
     fused_recurrent_gated_delta_rule,
     l2norm,
+    make_ring,
     mamba_chunk_scan_combined,
     rms_norm_gated,
     solve_tril,
 )
 from linattn_edu.ops import causal_conv1d as conv
 from linattn_edu.ops import causal_conv1d_update as conv_update
-from linattn_edu.ops import cumsum, ema
+from linattn_edu.ops import cumsum, ema, ring
 from linattn_edu.ops import l2norm as norm
 from linattn_edu.ops import rms_norm_gated as gated
 from linattn_edu.ops import solve_tril as inverse
-from linattn_edu.ops.delta import decode, gate, recurrence
+from linattn_edu.ops.delta import decode, gate, recurrence, replay
 from linattn_edu.ops.gdn import chunk as gdn
 from linattn_edu.ops.kda import chunk as kda
 from linattn_edu.ops.ssd import chunk as ssd
@@ -210,6 +211,23 @@ def test_steps_of_a_pool(lower_bound, device):
     check(decode.pool_, *tensors[:7], pool, *slots, bounds(device), 0.5, True, "reference")
 
 
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("channels", [False, True])
+def test_replay(channels, impl, device):
+    """And the fold of what a ring has."""
+    x = case(T, (1, HV), K, V, B=2, N=3, gates="gk" if channels else "g", device=device)
+    pool = x["initial_state"]
+    empty = make_ring(pool, 1, length=4, tokens=T, channels=channels, dtype=torch.float32)
+    slots, accepted = torch.tensor([2, -1], device=device), torch.tensor([1, 0], device=device)
+    tensors = [x.get(n) for n in replay.replay_.inputs[:8]]
+    for where in ((pool[:2], None, None), (pool, slots, accepted)):
+        parts = (part[: len(where[0])] for part in empty[:4])
+        options = 0.5, True, 0, None, False, 4
+        check(replay.replay_, *tensors, *parts, *where, *options, impl)
+    for last in (None, accepted):
+        check(ring.commit_, *empty[:4], pool, slots, last, False, impl)
+
+
 def tokens_of_ssd(n, device):
     """What n tokens have, what may be left out, and as many states."""
     x = ssd_inputs(n, 1, 4, 2, K, V, device=device)
@@ -387,6 +405,7 @@ def test_every_operator_is_checked():
         "chunk_local_cumsum", "chunk_global_cumsum",  # whose adjoints they are themselves
         "recurrent_pool", "recurrent_step", "recurrent_step_v_first", "recurrent_step_",
         "selective_state_update", "selective_state_update_drafts", "causal_conv1d_update",
+        "replay_delta_rule", "commit_ring",
     }  # fmt: skip
 
 
