@@ -114,11 +114,11 @@ def replay_kernel(
     i_n, h = i_nh // HV, i_h // (HV // H)
     o_r, o_g, o_k = tl.arange(0, BR), tl.arange(0, BG), tl.arange(0, BK)
     o_v = i_v * BV + tl.arange(0, BV)
-    i_qk, i = first * H + h, first * HV + i_h
     slot = i_n if indices_ptr is None else slot_of(indices_ptr, i_n, 0, pool_slots, 1)
     if slot < 0:  # no sequence: zeros come out
-        for t in range(T):
-            tl.store(o_ptr + (i + t * HV) * V + o_v, tl.zeros([BV], tl.float32), mask=o_v < V)
+        for t in range(first, first + T):
+            o_i = (t * HV + i_h) * V + o_v
+            tl.store(o_ptr + o_i, tl.zeros([BV], tl.float32), mask=o_v < V)
     else:
         state_ptr += slot * slot_stride + i_h * K * V
         keys_ptr += (slot * H + h) * R * K
@@ -133,13 +133,14 @@ def replay_kernel(
             store_state(state_ptr, b_S, o_k, o_v, K, V, V_FIRST)
             begin, count = (begin + count) % R, 0
         keep_entries(counts_ptr, begin, count, T)
-        o_i, m_r = ((begin + o_r) % R)[:, None], (o_r < count)[:, None]
-        b_keys = tl.load(keys_ptr + o_i * K + o_k[None, :], mask=m_r & (o_k < K)[None, :],
+        o_e, m_r = ((begin + o_r) % R)[:, None], (o_r < count)[:, None]
+        b_keys = tl.load(keys_ptr + o_e * K + o_k[None, :], mask=m_r & (o_k < K)[None, :],
                          other=0.0)  # fmt: skip
-        b_writes = tl.load(writes_ptr + o_i * V + o_v[None, :], mask=m_r & (o_v < V)[None, :],
+        b_writes = tl.load(writes_ptr + o_e * V + o_v[None, :], mask=m_r & (o_v < V)[None, :],
                            other=0.0).to(tl.float32)  # fmt: skip
         b_a, b_w = decays_since(decays_ptr, begin, count, o_r, o_g, G, R)
-        for _ in range(T):
+        for t in range(first, first + T):
+            i_qk, i = t * H + h, t * HV + i_h
             b_q, b_key = load(q_ptr, i_qk, o_k, K), load(k_ptr, i_qk, o_k, K)
             b_v, b_beta = load(v_ptr, i, o_v, V), load_number(beta_ptr, i)
             b_g = load(g_ptr, i, o_g, G)
@@ -178,7 +179,7 @@ def replay_kernel(
             # eq:delta-read   o = scale q S,  with the S of before: scale (q S + (q k^T) beta e)
             b_o = scale * (b_qS + b_qu + tl.sum(b_q * b_k, 0) * b_u)
             tl.store(o_ptr + i * V + o_v, cast(b_o, o_ptr.dtype.element_ty), mask=o_v < V)
-            i_qk, i, count = i_qk + H, i + HV, count + 1
+            count += 1
 
 
 @triton.jit(do_not_specialize=["pool_slots"])
