@@ -21,8 +21,10 @@ from linattn_edu import (
     make_ring,
     replay_gated_delta_rule,
     replay_kda,
+    replay_selective_state_update,
+    selective_state_update,
 )
-from linattn_edu.testing import gdn_inputs, kda_inputs
+from linattn_edu.testing import gdn_inputs, kda_inputs, ssd_inputs
 
 # heads of q and k, of v; K, V
 SHAPE = {"cuda": (32, 32, 128, 128), "cpu": (1, 2, 16, 16)}
@@ -36,31 +38,55 @@ HOW = ("written", "ring 16", "ring 8", "ring 16 half")
 OF = {
     "gdn": ("gdn_decode", gdn_inputs, fused_recurrent_gated_delta_rule, replay_gated_delta_rule),
     "kda": ("kda_decode", kda_inputs, fused_recurrent_kda, replay_kda),
+    "ssd": ("ssd_decode", ssd_inputs, selective_state_update, replay_selective_state_update),
 }
+
+
+def inputs(op: str, N: int, T: int, device: torch.device):
+    """T tokens of N sequences; of Mamba-2 with one group, and states of K columns and V rows."""
+    H, HV, K, V = SHAPE[device.type]
+    sizes = (HV, 1, V, K) if op == "ssd" else (H, HV, K, V)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    return OF[op][1](N, T, *sizes, dtype=dtype, device=device)
 
 
 def written(op: str, x, right: torch.Tensor, device: torch.device) -> Callable[[], object]:
     """Today's call in place: with several tokens, a slot for the state after each."""
-    N, T = x.q.shape[:2]
-    f = OF[op][2]
-    pool = torch.zeros(N * T, x.v.shape[2], x.k.shape[3], x.v.shape[3], device=device)
+    N, f, (_, HV, K, V) = len(right), OF[op][2], SHAPE[device.type]
+    T = (x.x if op == "ssd" else x.q).shape[1]
     slots = torch.randperm(N * T, device=device).view(N, T)
+    pool = torch.zeros(N * T, HV, *((V, K) if op == "ssd" else (K, V)), device=device)
+    if op != "ssd":
+        return lambda: f(
+            x.q, x.k, x.v, g=x.g, beta=x.beta, initial_state=pool, inplace_final_state=True,
+            ssm_state_indices=slots, num_accepted_tokens=right,
+        )  # fmt: skip
+    inner, B, C = (y.flatten(0, 1) for y in (x.x, x.B, x.C))
+    dt = x.dt.flatten(0, 1)[..., None].expand_as(inner)
+    A, bias = x.A[:, None, None].expand(HV, V, K), x.dt_bias[:, None].expand(HV, V)
+    more = {"num_accepted_tokens": right, "cu_seqlens": T * torch.arange(N + 1, device=device)}
+    more, slots = ({}, slots[:, 0]) if T == 1 else (more, slots)
     return lambda: f(
-        x.q, x.k, x.v, g=x.g, beta=x.beta, initial_state=pool, inplace_final_state=True,
-        ssm_state_indices=slots, num_accepted_tokens=right,
-    )  # fmt: skip
+        pool, inner, dt, A, B, C, dt_bias=bias, dt_softplus=True, state_batch_indices=slots, **more
+    )
 
 
 def ringed(op: str, x, right: torch.Tensor, device: torch.device, how: str) -> Callable[[], object]:
     """The call with a ring, whose length `how` says."""
-    N, T, H, K = x.q.shape
-    pool = torch.zeros(N, x.v.shape[2], K, x.v.shape[3], device=device)
+    N, (_, HV, K, V) = len(right), SHAPE[device.type]
+    T, key = (x.x.shape[1], x.B) if op == "ssd" else (x.q.shape[1], x.k)
     slots = torch.randperm(N, device=device)
+    pool = torch.zeros(N, HV, *((V, K) if op == "ssd" else (K, V)), device=device)
     _, length, *half = how.split()
     ring = make_ring(
-        pool, H, length=int(length), tokens=T, channels=op == "kda", dtype=x.k.dtype,
-        writes_dtype=x.k.dtype if half else None,
+        pool, key.shape[2], length=int(length), tokens=T, channels=op == "kda", dtype=key.dtype,
+        writes_dtype=key.dtype if half else None, state_v_first=op == "ssd",
     )  # fmt: skip
+    if op == "ssd":
+        return lambda: OF[op][3](
+            pool, ring, x.x, x.dt, x.A, x.B, x.C, dt_bias=x.dt_bias, dt_softplus=True,
+            state_batch_indices=slots, num_accepted_tokens=right,
+        )  # fmt: skip
     return lambda: OF[op][3](
         x.q, x.k, x.v, x.g, x.beta, pool, ring, ssm_state_indices=slots, num_accepted_tokens=right
     )
@@ -70,8 +96,7 @@ def ringed(op: str, x, right: torch.Tensor, device: torch.device, how: str) -> C
 def ms_of(op: str, N: int, T: int, how: str, device: torch.device) -> float:
     """Milliseconds of a call."""
     cuda = device.type == "cuda"
-    dtype = torch.bfloat16 if cuda else torch.float32
-    x = OF[op][1](N, T, *SHAPE[device.type], dtype=dtype, device=device)
+    x = inputs(op, N, T, device)
     right = torch.full((N,), RIGHT[T], dtype=torch.int32, device=device)
     layers = min(LAYERS, max(1, STATES // N)) if cuda else 1
     given = () if how == "written" else (how,)

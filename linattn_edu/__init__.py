@@ -32,6 +32,7 @@ from linattn_edu.ops.solve_tril import solve_tril
 from linattn_edu.ops.ssd import (
     mamba_chunk_scan_combined,
     mamba_split_conv1d_scan_combined,
+    replay_selective_state_update,
     selective_state_update,
 )
 
@@ -69,6 +70,7 @@ __all__ = [
     "prepare_chunk_indices",
     "replay_gated_delta_rule",
     "replay_kda",
+    "replay_selective_state_update",
     "rms_norm_gated",
     "route",
     "selective_state_update",

@@ -62,15 +62,15 @@ def make_ring(
 
     Args:
         state: The pool ``[slots, HV, K, V]``, float32, or float64 for the reference; of Mamba-2
-            ``[slots, H, P, N]``, with state_v_first.
+            ``[slots, H, P, N]``, with state_v_first, also of 16 bit.
         heads: H, those of q and k; of Mamba-2 the groups of B.
         length: Entries that are in use at most, 1 to 64: so many tokens are decoded between two
             writes of a state. More are a longer ring to read, fewer are more writes.
         tokens: The most tokens of a call, 1 to length.
         channels: Whether each channel of k has a decay, as in Kimi Delta Attention.
         dtype: Of k (of Mamba-2, of B).
-        writes_dtype: Of what is written; None: that of the states. dtype is half of the traffic of
-            writes, and rounds each of them once.
+        writes_dtype: Of what is written; None: float32 (float64 for the reference). 16 bit are half
+            of its traffic, and round each write once.
         state_v_first: Whether the states are ``[slots, HV, V, K]``.
 
     Returns:
@@ -87,7 +87,7 @@ def make_ring(
     sizes = given.sizes
     if sizes["HV"] % heads:
         raise ValueError(f"heads must divide the HV={sizes['HV']} heads of state, got {heads}")
-    kinds = {"dtype": dtype, "writes_dtype": state.dtype if writes_dtype is None else writes_dtype}
+    kinds = {"dtype": dtype, "writes_dtype": wide(state) if writes_dtype is None else writes_dtype}
     for name, kind in kinds.items():
         check.dtype(name, kind)
     new, R = state.new_zeros, length + tokens
@@ -146,27 +146,32 @@ def commit_ring(
     return folded
 
 
-def check_ring(given: check.Tensors, state: Tensor, ring: object) -> None:
-    """Refuse a pool of states and a ring that do not belong together; given.sizes has slots, H, HV,
-    K, V and R.
+def check_ring(
+    given: check.Tensors,
+    state: Tensor,
+    ring: object,
+    axes: tuple[str, str, str, str] = ("H", "HV", "K", "V"),
+) -> None:
+    """Refuse a pool of states and a ring that do not belong together; given.sizes has slots, R, the
+    gates of a head and `axes` then.
     """
     if not isinstance(ring, Ring):
         raise TypeError(f"ring must come from make_ring, got {type(ring).__name__}")
-    axes = ("V", "K") if ring.state_v_first else ("K", "V")
-    given.take("state", state, ("slots", "HV", *axes))
-    given.take("ring.keys", ring.keys, ("slots", "H", "R", "K"))
-    given.take("ring.writes", ring.writes, ("slots", "HV", "R", "V"))
-    given.take("ring.decays", ring.decays, ("slots", "HV", "R", "G"))
+    H, HV, K, V = axes
+    given.take("state", state, ("slots", HV, *((V, K) if ring.state_v_first else (K, V))))
+    given.take("ring.keys", ring.keys, ("slots", H, "R", K))
+    given.take("ring.writes", ring.writes, ("slots", HV, "R", V))
+    given.take("ring.decays", ring.decays, ("slots", HV, "R", "gates"))
     given.integers("ring.counts", ring.counts)
     sizes = given.sizes
-    shape = (sizes["slots"], sizes["HV"], -(-sizes["V"] // TILE), 3)
+    shape = (sizes["slots"], sizes[HV], -(-sizes[V] // TILE), 3)
     if tuple(ring.counts.shape) != shape or ring.counts.dtype != torch.int32:
         raise ValueError(
             f"ring.counts must be int32 of shape {shape}, got {ring.counts.dtype} "
             f"{tuple(ring.counts.shape)}"
         )
-    if sizes["G"] not in (1, sizes["K"]):
-        raise ValueError(f"ring.decays must have 1 or K={sizes['K']} gates, got {sizes['G']}")
+    if sizes["gates"] not in (1, sizes[K]):
+        raise ValueError(f"ring.decays must have 1 or {K}={sizes[K]} gates, got {sizes['gates']}")
     for name, x in zip(ring._fields[:4], ring[:4], strict=True):
         if not x.is_contiguous():
             raise ValueError(f"ring.{name} must be contiguous")
@@ -177,15 +182,28 @@ def check_ring(given: check.Tensors, state: Tensor, ring: object) -> None:
         )
 
 
+def check_tokens(sizes: dict[str, int], ring: Ring, name: str) -> None:
+    """Refuse more tokens than the ring is made for; name: whose they are."""
+    if not 1 <= sizes["T"] <= ring.tokens:
+        raise ValueError(
+            f"{name} must have 1 to {ring.tokens} tokens, as many as ring is made for, "
+            f"got T={sizes['T']}"
+        )
+
+
 def check_slots(
-    given: check.Tensors, N: int | None, indices: Tensor | None, accepted: Tensor | None
+    given: check.Tensors,
+    N: int | None,
+    indices: Tensor | None,
+    accepted: Tensor | None,
+    named: str = "ssm_state_indices",
 ) -> None:
     """Refuse slots of N sequences, and numbers of accepted tokens, of a shape that does not fit.
 
-    N: None where it is that of the slots.
+    N: None where it is that of the slots.  named: the argument that has them.
     """
     slots = given.sizes["slots"]
-    for name, x in (("ssm_state_indices", indices), ("num_accepted_tokens", accepted)):
+    for name, x in ((named, indices), ("num_accepted_tokens", accepted)):
         if x is not None:
             given.integers(name, x)
             N = x.shape[0] if N is None and x.ndim else N
@@ -193,7 +211,7 @@ def check_slots(
                 wanted = "N" if N is None else f"N={N}"
                 raise ValueError(f"{name} must have shape [{wanted}], got {tuple(x.shape)}")
     if indices is None and N not in (None, slots):
-        raise ValueError(f"state must have N={N} slots without ssm_state_indices, got {slots}")
+        raise ValueError(f"state must have N={N} slots without {named}, got {slots}")
 
 
 def check_writes(state: Tensor, ring: Ring, others: tuple[Tensor | None, ...], writer: str) -> None:
@@ -205,10 +223,16 @@ def check_writes(state: Tensor, ring: Ring, others: tuple[Tensor | None, ...], w
         inplace.check(name, x, (*others, *apart), writer)
 
 
-def check_numbers(indices: Tensor | None, accepted: Tensor | None, slots: int, tokens: int) -> None:
+def check_numbers(
+    indices: Tensor | None,
+    accepted: Tensor | None,
+    slots: int,
+    tokens: int,
+    named: str = "ssm_state_indices",
+) -> None:
     """Refuse slots and numbers of accepted tokens that cannot be, where they can be read."""
     if known(indices):
-        inplace.check_slots("ssm_state_indices", "state", [[i] for i in indices.tolist()], slots)
+        inplace.check_slots(named, "state", [[i] for i in indices.tolist()], slots)
     if known(accepted):
         for n, count in enumerate(accepted.tolist()):
             if not 0 <= count <= tokens:
@@ -235,7 +259,7 @@ class Stages:
 AXES = {
     "keys": "slots H R K",
     "writes": "slots HV R V",
-    "decays": "slots HV R G",
+    "decays": "slots HV R gates",
     "counts": "slots HV tiles numbers",
     "state": "slots HV X Y",
 }

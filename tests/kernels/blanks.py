@@ -76,9 +76,16 @@ def ssd(N, P, dtype, T, given, state=torch.float32):
     r.step = r.gc = r.gs = number
     r.dt, r.dlast, r.softplus = number.to(dtype), empty(1, 1, 2), every
     r.D = {"all": A, "channels": rows}.get(given)
+    r.skip = {"all": rows[:, :1], "channels": rows}.get(given)
     r.dt_bias, r.z, r.seq_idx = (y if every else None for y in (A, x, ids))
     r.s = r.ds = r.dh_out = h
     r.ends, r.slots = True, empty(T, dtype=torch.int32)
+    r.ring = {
+        "state": empty(T, 2, P, N), "keys": empty(T, 1, 24, N, dtype=dtype),
+        "writes": empty(T, 2, 24, P, dtype=dtype if every else torch.float32),
+        "decays": empty(T, 2, 24, 1), "length": 16,
+        "counts": empty(T, 2, cdiv(P, min(block(P), BV)), 3, dtype=torch.int32),
+    }  # fmt: skip
     r.drafts, r.bounds = empty(T, 4, dtype=torch.int32), empty(T + 1, dtype=torch.int32)
     # a token of T sequences: with one number a head; with one for each row and entry
     token = {"x": x[0], "B": B[0]}

@@ -6,9 +6,16 @@ from dataclasses import dataclass
 import torch
 from recurrent_cases import case, double, kda_case, kda_oracle, oracle
 
-from linattn_edu import make_ring, replay_gated_delta_rule, replay_kda
+from linattn_edu import (
+    make_ring,
+    replay_gated_delta_rule,
+    replay_kda,
+    replay_selective_state_update,
+)
+from linattn_edu.reference.ssd.selective_state_update import selective_state_update
+from linattn_edu.testing import ssd_inputs
 
-SHARED = ("A_log", "dt_bias")  # of all sequences
+SHARED = ("A_log", "dt_bias", "A", "D")  # of all sequences
 
 
 @dataclass(frozen=True)
@@ -33,8 +40,9 @@ class Step:
 
     def empty(self, states, x, length=8, tokens=4, **kinds):
         """A ring whose entries are NaN until they are written."""
-        kinds = {"dtype": x["k" if "k" in x else "B"].dtype, **self.ring, **kinds}
-        ring = make_ring(states, 1, length=length, tokens=tokens, **kinds)
+        key = x["k" if "k" in x else "B"]
+        kinds = {"dtype": key.dtype, **self.ring, **kinds}
+        ring = make_ring(states, key.shape[2], length=length, tokens=tokens, **kinds)
         for part in ring[:3]:
             part.fill_(float("nan"))
         return ring
@@ -77,6 +85,27 @@ def of_kda(x, S):
     return f(**double(x), initial_state=S.double())
 
 
+def ssd(T, N, slots, device, dtype):
+    x = ssd_inputs(N, T, 4, 2, 20, 24, dtype=dtype, device=device).asdict()
+    state = torch.randn(slots, 4, 20, 24, dtype=x["initial_states"].dtype).to(device)
+    return {n: x[n] for n in ("x", "dt", "A", "B", "C", "D", "z", "dt_bias")}, state
+
+
+def of_ssd(x, S):
+    x, S, out = double(x), S.double().clone(), []
+    whole = {"A": x["A"][:, None, None], "D": x["D"][:, None], "dt_bias": x["dt_bias"][:, None]}
+    for t in range(x["x"].shape[1]):
+        one = {n: x[n][:, t] for n in ("x", "B", "C", "z")} | {"dt": x["dt"][:, t, :, None]}
+        out.append(selective_state_update(S, **one, **whole, softplus=True))
+    return torch.stack(out, 1), S
+
+
+def call_ssd(x, S, ring, ssm_state_indices=None, **how):
+    return replay_selective_state_update(
+        S, ring, **x, dt_softplus=True, state_batch_indices=ssm_state_indices, **how
+    )
+
+
 STEPS = (
     Step(
         "gdn", gdn, lambda x, S, ring, **how: replay_gated_delta_rule(
@@ -93,4 +122,5 @@ STEPS = (
             **x, state=S, ring=ring, **how
         ), of_gdn(("v_first",)), {"state_v_first": True},
     ),
+    Step("ssd", ssd, call_ssd, of_ssd, {"state_v_first": True}),
 )  # fmt: skip

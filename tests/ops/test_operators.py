@@ -34,6 +34,7 @@ from linattn_edu.ops.delta import decode, gate, recurrence, replay
 from linattn_edu.ops.gdn import chunk as gdn
 from linattn_edu.ops.kda import chunk as kda
 from linattn_edu.ops.ssd import chunk as ssd
+from linattn_edu.ops.ssd import replay as replay_ssd
 from linattn_edu.ops.ssd import step
 from linattn_edu.testing import ssd_inputs
 
@@ -235,6 +236,18 @@ def tokens_of_ssd(n, device):
     return tokens, (x.D[:, None].expand(-1, K), x.z[:, 0], x.dt_bias[:, None]), x.initial_states
 
 
+@pytest.mark.parametrize("impl", IMPLS)
+def test_replay_of_ssd(impl, device):
+    x = ssd_inputs(2, T, 4, 2, K, V, device=device)
+    tensors = (x.x, x.dt, x.A, x.B, x.C)
+    more = (x.D[:, None].expand(-1, K).contiguous(), x.z, x.dt_bias)
+    empty = make_ring(x.initial_states, 2, length=4, tokens=T, dtype=x.B.dtype, state_v_first=True)
+    slots, accepted = torch.tensor([1, -1], device=device), torch.tensor([1, 0], device=device)
+    for given, where in ((more, (None, None)), ((None, None, None), (slots, accepted))):
+        check(replay_ssd.replay_, *tensors, *given, *empty[:4], x.initial_states, *where, True, 4,
+              impl)  # fmt: skip
+
+
 @pytest.mark.parametrize("pool", [False, True])
 @pytest.mark.parametrize("impl", IMPLS)
 def test_step_of_ssd(impl, pool, device):
@@ -405,7 +418,7 @@ def test_every_operator_is_checked():
         "chunk_local_cumsum", "chunk_global_cumsum",  # whose adjoints they are themselves
         "recurrent_pool", "recurrent_step", "recurrent_step_v_first", "recurrent_step_",
         "selective_state_update", "selective_state_update_drafts", "causal_conv1d_update",
-        "replay_delta_rule", "commit_ring",
+        "replay_delta_rule", "replay_selective_state_update", "commit_ring",
     }  # fmt: skip
 
 

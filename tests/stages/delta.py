@@ -18,7 +18,7 @@ POOL = {
     "v_first": True, "inplace": True,
 }  # fmt: skip
 RING = {
-    "gk": "gk", **GATES[0], "lower_bound": -5.0, "normalise": True, "sigmoid": 2, "v_first": True,
+    "gk": "gk", **GATES[0], "lower_bound": -5.0, "normalise": True, "sigmoid": 2,
 }  # fmt: skip
 CONVOLUTION = {"activation": "activation"}
 
@@ -88,7 +88,9 @@ STAGES = [
           "recurrent_bwd"),
     Stage("delta/replay", "recurrent",
           call("q k v g beta h0 keys writes decays counts", length=16, normalise=True),
-          more=[call("q k v - beta h0 keys keys decays_wide counts accepted accepted", length=16,
+          more=[call("q k v - beta h0 keys writes decays_wide counts accepted accepted",
+                     length=16, **RING),
+                call("q k v - beta h0 keys keys decays_wide counts", length=16, v_first=True,
                      **RING)]),
     Stage("delta/replay", "recurrent", call("h0 keys writes decays counts accepted"), "commit",
           more=[call("h0 keys writes decays_wide counts accepted accepted", v_first=True)]),

@@ -51,16 +51,41 @@ def fold(b_S, keys_ptr, writes_ptr, decays_ptr, begin, count, o_k, o_v, o_g, K: 
 
 
 @triton.jit
+def opened(state_ptr, keys_ptr, writes_ptr, decays_ptr, counts_ptr, accepted_ptr, i_n, T, o_k, o_v,
+           o_g, K: tl.constexpr, V: tl.constexpr, G: tl.constexpr, L: tl.constexpr,
+           R: tl.constexpr, V_FIRST: tl.constexpr):  # fmt: skip
+    """S_0, the first entry of its ring and how many there are, once T more have their places."""
+    b_S = load_state(state_ptr, o_k, o_v, K, V, V_FIRST)
+    begin, count = entries(counts_ptr, accepted_ptr, i_n)
+    if count + T > L:
+        b_S = fold(b_S, keys_ptr, writes_ptr, decays_ptr, begin, count, o_k, o_v, o_g, K, V, G, R)
+        store_state(state_ptr, b_S, o_k, o_v, K, V, V_FIRST)
+        begin, count = (begin + count) % R, 0
+    keep_entries(counts_ptr, begin, count, T)
+    return b_S, begin, count
+
+
+@triton.jit
+def load_entries(x_ptr, begin, count, o_r, o_x, n: tl.constexpr, R: tl.constexpr):
+    """The entries of a ring [BR, BX], oldest first, and 0 where there are none."""
+    mask = (o_r < count)[:, None] & (o_x < n)[None, :]
+    return tl.load(x_ptr + ((begin + o_r) % R)[:, None] * n + o_x[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
 def decays_since(decays_ptr, begin, count, o_r, o_g, G: tl.constexpr, R: tl.constexpr):
     """e^(sum of the log decays) since the checkpoint [BG], and since each entry [BR, BG].
 
     Sums of what came after, not differences of sums: a strong decay costs the others no bits.
     """
-    o_next = (begin + 1 + o_r) % R
-    m_next = (o_r + 1 < count)[:, None] & (o_g < G)[None, :]
-    b_next = tl.load(decays_ptr + o_next[:, None] * G + o_g[None, :], mask=m_next, other=0.0)
     b_first = tl.load(decays_ptr + begin * G + o_g, mask=mask_if(o_g < G, count > 0), other=0.0)
-    return tl.exp(b_first + tl.sum(b_next, 0)), tl.exp(tl.cumsum(b_next, 0, reverse=True))
+    b_next = load_entries(decays_ptr, begin + 1, count - 1, o_r, o_g, G, R)
+    if G == 1:  # Triton 3.6 scans a column of one number wrongly
+        b_row = tl.load(decays_ptr + (begin + 1 + o_r) % R, mask=o_r < count - 1, other=0.0)
+        b_after = tl.sum(tl.where(o_r[:, None] <= o_r[None, :], b_row[None, :], 0.0), 1)[:, None]
+    else:
+        b_after = tl.cumsum(b_next, 0, reverse=True)
+    return tl.exp(b_first + tl.sum(b_next, 0)), tl.exp(b_after)
 
 
 @triton.jit
@@ -70,7 +95,9 @@ def log_gate(b_g, A_log_ptr, bias_ptr, lower_bound, i_h, o_g, G: tl.constexpr):
     if A_log_ptr is not None or lower_bound is not None:
         if bias_ptr is not None:
             b_g += load_vector(bias_ptr + i_h * G, o_g, G)
-        b_rate = tl.exp(load_number(A_log_ptr, i_h).to(tl.float32))
+        b_rate = 1.0
+        if A_log_ptr is not None:
+            b_rate = tl.exp(tl.load(A_log_ptr + i_h).to(tl.float32))
         b_g = log_decay(b_g, b_rate, lower_bound)
     return b_g
 
@@ -125,19 +152,11 @@ def replay_kernel(
         writes_ptr += (slot * HV + i_h) * R * V
         decays_ptr += (slot * HV + i_h) * R * G
         counts_ptr += ((slot * HV + i_h) * NV + i_v) * 3
-        b_S = load_state(state_ptr, o_k, o_v, K, V, V_FIRST)
-        begin, count = entries(counts_ptr, accepted_ptr, i_n)
-        if count + T > L:
-            b_S = fold(b_S, keys_ptr, writes_ptr, decays_ptr, begin, count, o_k, o_v, o_g, K, V, G,
-                       R)  # fmt: skip
-            store_state(state_ptr, b_S, o_k, o_v, K, V, V_FIRST)
-            begin, count = (begin + count) % R, 0
-        keep_entries(counts_ptr, begin, count, T)
-        o_e, m_r = ((begin + o_r) % R)[:, None], (o_r < count)[:, None]
-        b_keys = tl.load(keys_ptr + o_e * K + o_k[None, :], mask=m_r & (o_k < K)[None, :],
-                         other=0.0)  # fmt: skip
-        b_writes = tl.load(writes_ptr + o_e * V + o_v[None, :], mask=m_r & (o_v < V)[None, :],
-                           other=0.0).to(tl.float32)  # fmt: skip
+        b_S, begin, count = opened(state_ptr, keys_ptr, writes_ptr, decays_ptr, counts_ptr,
+                                   accepted_ptr, i_n, T, o_k, o_v, o_g, K, V, G, L, R,
+                                   V_FIRST)  # fmt: skip
+        b_keys = load_entries(keys_ptr, begin, count, o_r, o_k, K, R)
+        b_writes = load_entries(writes_ptr, begin, count, o_r, o_v, V, R).to(tl.float32)
         b_a, b_w = decays_since(decays_ptr, begin, count, o_r, o_g, G, R)
         for t in range(first, first + T):
             i_qk, i = t * H + h, t * HV + i_h

@@ -5,10 +5,12 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from linattn_edu.ops import check, inplace, ring
+from linattn_edu.ops import check, inplace
+from linattn_edu.ops import ring as rings
 from linattn_edu.ops.delta import arguments, recurrence
 from linattn_edu.ops.delta.recurrence import FLAGS, GIVEN, How
 from linattn_edu.ops.operator import Operator, like
+from linattn_edu.ops.ring import Ring
 from linattn_edu.ops.stages import implementations, stage
 from linattn_edu.ops.tensors import wide
 
@@ -16,7 +18,7 @@ from linattn_edu.ops.tensors import wide
 def replay(
     tensors: tuple[Tensor | None, ...],
     state: Tensor,
-    kept: ring.Ring,
+    ring: Ring,
     how: How,
     indices: Tensor | None,
     accepted: Tensor | None,
@@ -34,49 +36,45 @@ def replay(
         raw_gate=how.raw_gate, lower_bound=how.lower_bound, channels=channels, alike=True,
         largest=recurrence.LARGEST,
     )  # fmt: skip
-    ring.check_ring(given, state, kept)
-    _check_fit(given, state, kept, tensors, channels)
-    ring.check_slots(given, given.sizes["B"], indices, accepted)
+    rings.check_ring(given, state, ring)
+    _check_fit(given, state, ring, tensors, channels)
+    rings.check_slots(given, given.sizes["B"], indices, accepted)
     g, gk = (None, g) if channels else (g, None)
     tensors, _ = recurrence.prepare(
         (q, k, v, g, gk, None, beta, A_log, dt_bias, None), None, given, how
     )
-    ring.check_writes(state, kept, (*tensors, indices, accepted), "a decoding step")
+    rings.check_writes(state, ring, (*tensors, indices, accepted), "a decoding step")
     if how.impl == "reference":  # which keeps k as it is given, and divides by its length itself
         q, k, v, g, gk, _, beta = recurrence.plain(tensors, replace(how, normalise=False))
         A_log = dt_bias = None
         how = replace(how, sigmoid=0, lower_bound=None)
     else:
         q, k, v, g, gk, _, beta, A_log, dt_bias, _ = recurrence.given(tensors)
-    with inplace.writable(state), inplace.writable(kept.keys):
+    with inplace.writable(state), inplace.writable(ring.keys):
         (o,) = replay_(
-            q, k, v, g, gk, beta, A_log, dt_bias, *kept[:4], state, indices, accepted, how.scale,
-            how.normalise, how.sigmoid, how.lower_bound, kept.state_v_first, kept.length, how.impl,
+            q, k, v, g, gk, beta, A_log, dt_bias, *ring[:4], state, indices, accepted, how.scale,
+            how.normalise, how.sigmoid, how.lower_bound, ring.state_v_first, ring.length, how.impl,
         )  # fmt: skip
-    ring.written(state, kept, how.impl)
+    rings.written(state, ring, how.impl)
     return o
 
 
 def _check_fit(
-    given: check.Tensors, state: Tensor, kept: ring.Ring, tensors: tuple, channels: bool
+    given: check.Tensors, state: Tensor, ring: Ring, tensors: tuple, channels: bool
 ) -> None:
     """Refuse a state and a ring that are not for such tokens."""
     q, sizes = tensors[0], given.sizes
     if state.dtype != (dtype := wide(*tensors)):
         raise TypeError(f"state must be {dtype}, got {state.dtype}")
-    check.same_dtype(("q", q), ("ring.keys", kept.keys))
-    check.same_dtype(("state", state), ("ring.decays", kept.decays))
+    check.same_dtype(("q", q), ("ring.keys", ring.keys))
+    check.same_dtype(("state", state), ("ring.decays", ring.decays))
     gates = sizes["K"] if channels else 1
-    if sizes["G"] != gates:
+    if sizes["gates"] != gates:
         raise ValueError(
             f"ring must be made with channels={channels}: ring.decays must have {gates} gates, "
-            f"got {sizes['G']}"
+            f"got {sizes['gates']}"
         )
-    if not 1 <= sizes["T"] <= kept.tokens:
-        raise ValueError(
-            f"q must have 1 to {kept.tokens} tokens, as many as ring is made for, "
-            f"got T={sizes['T']}"
-        )
+    rings.check_tokens(sizes, ring, "q")
 
 
 @dataclass(frozen=True)
@@ -89,12 +87,12 @@ class Stages:
 replay_ = Operator(
     "replay_delta_rule",
     {n: axes for n, axes in GIVEN.items() if n != "gv"}
-    | ring.AXES
+    | rings.AXES
     | {"indices": "B?", "accepted": "B?"},
     {"o": like("B T HV V", "v")},
     options=FLAGS | {"v_first": "bool", "length": "int"},
     stages=implementations(Stages),
-    mutates=ring.WRITTEN,
+    mutates=rings.WRITTEN,
 )
 
 
@@ -104,8 +102,8 @@ def forward(
     accepted, scale, normalise, sigmoid, lower_bound, v_first, length, impl,
 ):  # fmt: skip
     """o; the ring, and where it is full the state, are written in place."""
-    ring.check_numbers(indices, accepted, state.shape[0], keys.shape[2] - length)
-    state, more = ring.laid(state, v_first, impl)
+    rings.check_numbers(indices, accepted, state.shape[0], keys.shape[2] - length)
+    state, more = rings.laid(state, v_first, impl)
     if impl != "reference":
         more |= {
             "A_log": A_log, "dt_bias": dt_bias, "lower_bound": lower_bound, "sigmoid": sigmoid,

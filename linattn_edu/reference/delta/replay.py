@@ -64,13 +64,13 @@ def replay(
         for x in (repeat_heads(q, HV), repeat_heads(k, HV), v, beta[..., None])
     )
     q, k_unit = rstd[0] * q, rstd[1] * k
-    for n, slot in _slots(state, len(q), indices):
-        begin, count = _entries(counts[slot], accepted, n)
+    for n, slot in slots_of(state, len(q), indices):
+        begin, count = entries(counts[slot], accepted, n)
         if count + T > length:
-            rows = _rows(begin, count, R)
+            rows = rows_of(begin, count, R)
             state[slot] = fold(state[slot], keys[slot], writes[slot], decays[slot], rows)
             begin, count = (begin + count) % R, 0
-        S, rows = state[slot].to(dtype), _rows(begin, count + T, R)
+        S, rows = state[slot].to(dtype), rows_of(begin, count + T, R)
         K_, U, logs = (x[slot].to(dtype) for x in (keys, writes, decays))
         for t in range(T):
             now, past = rows[count + t], rows[: count + t]
@@ -113,9 +113,9 @@ def commit(
     Source: chapter 26.
     """
     R, folded = keys.shape[2], counts.new_zeros(len(indices))
-    for n, slot in _slots(state, len(indices), indices):
-        begin, count = _entries(counts[slot], accepted, n)
-        rows = _rows(begin, count, R)
+    for n, slot in slots_of(state, len(indices), indices):
+        begin, count = entries(counts[slot], accepted, n)
+        rows = rows_of(begin, count, R)
         state[slot] = fold(state[slot], keys[slot], writes[slot], decays[slot], rows)
         counts[slot] = torch.tensor([(begin + count) % R, 0, 0], dtype=counts.dtype)
         folded[n] = count
@@ -145,18 +145,18 @@ def _read(x: Tensor, S: Tensor, a: Tensor, w: Tensor, keys: Tensor, writes: Tens
     return (a * x) @ S + (w * x * keys).sum(-1)[:, None] @ writes
 
 
-def _slots(state: Tensor, N: int, indices: Tensor | None) -> list[tuple[int, int]]:
+def slots_of(state: Tensor, N: int, indices: Tensor | None) -> list[tuple[int, int]]:
     """The sequences that there are, and their slots."""
     slots = range(N) if indices is None else indices.tolist()
     return [(n, slot) for n, slot in enumerate(slots) if 0 <= slot < len(state)]
 
 
-def _entries(counts: Tensor, accepted: Tensor | None, n: int) -> tuple[int, int]:
+def entries(counts: Tensor, accepted: Tensor | None, n: int) -> tuple[int, int]:
     """The first entry of a ring, and how many there are without the tokens that were wrong."""
     begin, count, last = counts[0, 0].tolist()
     return begin, count + (last if accepted is None else min(max(int(accepted[n]), 0), last))
 
 
-def _rows(begin: int, count: int, R: int) -> list[int]:
+def rows_of(begin: int, count: int, R: int) -> list[int]:
     """Where the entries of a ring of R are."""
     return [(begin + j) % R for j in range(count)]
