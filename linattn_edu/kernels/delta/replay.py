@@ -89,17 +89,30 @@ def decays_since(decays_ptr, begin, count, o_r, o_g, G: tl.constexpr, R: tl.cons
 
 
 @triton.jit
-def log_gate(b_g, A_log_ptr, bias_ptr, lower_bound, i_h, o_g, G: tl.constexpr):
+def log_gate(b_g, b_A_log, b_bias, A_log_ptr, bias_ptr, lower_bound):
     """The log decay, of itself or of the raw gate of a layer."""
     b_g = b_g.to(tl.float32)
     if A_log_ptr is not None or lower_bound is not None:
         if bias_ptr is not None:
-            b_g += load_vector(bias_ptr + i_h * G, o_g, G)
+            b_g += b_bias.to(tl.float32)
         b_rate = 1.0
         if A_log_ptr is not None:
-            b_rate = tl.exp(tl.load(A_log_ptr + i_h).to(tl.float32))
+            b_rate = tl.exp(b_A_log.to(tl.float32))
         b_g = log_decay(b_g, b_rate, lower_bound)
     return b_g
+
+
+@triton.jit
+def load_token(q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, t, end, i_h, o_k, o_v, o_g, H: tl.constexpr,
+               HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, G: tl.constexpr):  # fmt: skip
+    """q, k, v, g, beta of token t, if it is before the end."""
+    i_qk, i, there = t * H + i_h // (HV // H), t * HV + i_h, t < end
+    m_k = mask_if(o_k < K, there)
+    b_q = tl.load(q_ptr + i_qk * K + o_k, mask=m_k, other=0.0)
+    b_k = tl.load(k_ptr + i_qk * K + o_k, mask=m_k, other=0.0)
+    b_v = tl.load(v_ptr + i * V + o_v, mask=mask_if(o_v < V, there), other=0.0)
+    b_g = tl.load(g_ptr + i * G + o_g, mask=mask_if(o_g < G, there), other=0.0)
+    return b_q, b_k, b_v, b_g, tl.load(beta_ptr + i, mask=there, other=0.0)
 
 
 @triton.jit(do_not_specialize=["T", "pool_slots"])
@@ -131,6 +144,7 @@ def replay_kernel(
     NORM: tl.constexpr,  # divide q and k by their length
     SIGMOID: tl.constexpr,  # beta is SIGMOID times the sigmoid of what is stored; 0: it is stored
     V_FIRST: tl.constexpr,  # states are [V, K]
+    ONE: tl.constexpr,  # there is one token
 ):  # fmt: skip
     """One program: S[:, v-tile] of one head, through all tokens.  Grid (N * HV * V / BV).
 
@@ -141,9 +155,15 @@ def replay_kernel(
     i_n, h = i_nh // HV, i_h // (HV // H)
     o_r, o_g, o_k = tl.arange(0, BR), tl.arange(0, BG), tl.arange(0, BK)
     o_v = i_v * BV + tl.arange(0, BV)
+    end = first + (1 if ONE else T)
+    # what waits for nothing comes first
+    b_query, b_key, b_value, b_gate, b_strength = load_token(
+        q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, first, end, i_h, o_k, o_v, o_g, H, HV, K, V, G
+    )
+    b_A_log, b_bias = load_number(A_log_ptr, i_h), load(bias_ptr, i_h, o_g, G)
     slot = i_n if indices_ptr is None else slot_of(indices_ptr, i_n, 0, pool_slots, 1)
     if slot < 0:  # no sequence: zeros come out
-        for t in range(first, first + T):
+        for t in range(first, end):
             o_i = (t * HV + i_h) * V + o_v
             tl.store(o_ptr + o_i, tl.zeros([BV], tl.float32), mask=o_v < V)
     else:
@@ -158,47 +178,48 @@ def replay_kernel(
         b_keys = load_entries(keys_ptr, begin, count, o_r, o_k, K, R)
         b_writes = load_entries(writes_ptr, begin, count, o_r, o_v, V, R).to(tl.float32)
         b_a, b_w = decays_since(decays_ptr, begin, count, o_r, o_g, G, R)
-        for t in range(first, first + T):
-            i_qk, i = t * H + h, t * HV + i_h
-            b_q, b_key = load(q_ptr, i_qk, o_k, K), load(k_ptr, i_qk, o_k, K)
-            b_v, b_beta = load(v_ptr, i, o_v, V), load_number(beta_ptr, i)
-            b_g = load(g_ptr, i, o_g, G)
-
-            b_q, b_k, b_v = b_q.to(tl.float32), b_key.to(tl.float32), b_v.to(tl.float32)
+        for t in range(first, end):
+            b_q, b_k = b_query.to(tl.float32), b_key.to(tl.float32)
+            b_v, b_beta = b_value.to(tl.float32), b_strength.to(tl.float32)
             b_rk = 1.0
             if NORM:
                 b_rq, b_rk = reciprocal_lengths(b_q, b_k)
                 b_q *= b_rq
                 b_k *= b_rk
-            b_beta = b_beta.to(tl.float32)
             if SIGMOID:
                 b_beta = SIGMOID * tl.sigmoid(b_beta)
-            b_g = log_gate(b_g, A_log_ptr, bias_ptr, lower_bound, i_h, o_g, G)
+            b_log = log_gate(b_gate, b_A_log, b_bias, A_log_ptr, bias_ptr, lower_bound)
             # eq:delta-decay   S <- a S
-            b_a *= tl.exp(b_g)
-            b_w *= tl.exp(b_g)[None, :]
+            b_a *= tl.exp(b_log)
+            b_w *= tl.exp(b_log)[None, :]
             # eq:delta-error   e = v - k S
-            b_kS, b_qS = column_sums((b_a * b_k)[:, None] * b_S, (b_a * b_q)[:, None] * b_S)
             b_kept = b_w * b_keys.to(tl.float32)
             b_ks = tl.sum(b_kept * b_k[None, :], 1)[:, None]
             b_qs = tl.sum(b_kept * b_q[None, :], 1)[:, None]
             b_ku, b_qu = column_sums(b_ks * b_writes, b_qs * b_writes)
+            b_kS, b_qS = column_sums((b_a * b_k)[:, None] * b_S, (b_a * b_q)[:, None] * b_S)
             b_u = b_beta * (b_v - (b_kS + b_ku))
             # eq:delta-write   S <- S + k^T beta e
             b_write = cast(b_rk * b_u, writes_ptr.dtype.element_ty)
-            new, here = (begin + count) % R, (o_r == count)[:, None]
+            new = (begin + count) % R
             tl.store(writes_ptr + new * V + o_v, b_write, mask=o_v < V)
             if i_v == 0:
-                tl.store(decays_ptr + new * G + o_g, b_g, mask=o_g < G)
+                tl.store(decays_ptr + new * G + o_g, b_log, mask=o_g < G)
                 if i_h % (HV // H) == 0:
                     tl.store(keys_ptr + new * K + o_k, b_key, mask=o_k < K)
-            b_keys = tl.where(here, b_key[None, :], b_keys)
-            b_writes = tl.where(here, b_write.to(tl.float32)[None, :], b_writes)
-            b_w = tl.where(here, 1.0, b_w)
             # eq:delta-read   o = scale q S,  with the S of before: scale (q S + (q k^T) beta e)
             b_o = scale * (b_qS + b_qu + tl.sum(b_q * b_k, 0) * b_u)
-            tl.store(o_ptr + i * V + o_v, cast(b_o, o_ptr.dtype.element_ty), mask=o_v < V)
-            count += 1
+            o_i = (t * HV + i_h) * V + o_v
+            tl.store(o_ptr + o_i, cast(b_o, o_ptr.dtype.element_ty), mask=o_v < V)
+            if not ONE:
+                here = (o_r == count)[:, None]
+                b_keys = tl.where(here, b_key[None, :], b_keys)
+                b_writes = tl.where(here, b_write.to(tl.float32)[None, :], b_writes)
+                b_w = tl.where(here, 1.0, b_w)
+                count += 1
+                b_query, b_key, b_value, b_gate, b_strength = load_token(
+                    q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, t + 1, end, i_h, o_k, o_v, o_g, H, HV,
+                    K, V, G)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["pool_slots"])
@@ -239,6 +260,11 @@ def commit_kernel(
         tl.store(folded_ptr + i_n, folded)
 
 
+# registers of a thread: four programs of 16 KiB then fit a multiprocessor, and enough of the states
+# is on its way. The compiler takes more where it may; beyond it spills, so that others have no bound
+REGISTERS = 128
+
+
 def _sizes(keys: Tensor, writes: Tensor, decays: Tensor) -> dict[str, int]:
     """What both kernels are compiled for."""
     (H, R, K), (HV, _, V) = keys.shape[1:], writes.shape[1:]
@@ -277,13 +303,15 @@ def replay(
     """
     N, T, _, K = q.shape
     sizes, o = _sizes(keys, writes, decays), torch.empty_like(v)
+    small = sizes["BK"] * sizes["BV"] <= 4096 and (T == 1 or sizes["G"] == 1)
+    limit = {"maxnreg": REGISTERS} if small else {}
     with torch.cuda.device_of(q):
         replay_kernel[(N * sizes["HV"] * counts.shape[2],)](
             q, k, v, g if gk is None else gk, beta, A_log, dt_bias, lower_bound,
             state, keys, writes, decays, counts, o, indices, accepted, state.stride(0),
             state.shape[0], K**-0.5 if scale is None else scale, T,
             L=length, BR=1 << (length - 1).bit_length(), NORM=normalise, SIGMOID=sigmoid,
-            V_FIRST=v_first, num_warps=4, **sizes,
+            V_FIRST=v_first, ONE=T == 1, num_warps=4, **limit, **sizes,
         )  # fmt: skip
     return o
 

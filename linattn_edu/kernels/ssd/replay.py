@@ -8,7 +8,7 @@ from torch import Tensor
 from linattn_edu.kernels.delta.gate import softplus as softplus_of
 from linattn_edu.kernels.delta.recurrent import BV, load, load_number, slot_of
 from linattn_edu.kernels.delta.replay import decays_since, load_entries, opened
-from linattn_edu.kernels.tiles import block, cast, columns_of
+from linattn_edu.kernels.tiles import block, cast, columns_of, mask_if
 
 
 @triton.jit
@@ -21,6 +21,20 @@ def step_of(b_dt, bias_ptr, i_h, SOFTPLUS: tl.constexpr):
     if SOFTPLUS:
         b_step = softplus_of(b_step)
     return b_step
+
+
+@triton.jit
+def load_token(x_ptr, dt_ptr, B_ptr, C_ptr, z_ptr, t, T, o_k, o_p, H: tl.constexpr, G: tl.constexpr,
+               K: tl.constexpr, P: tl.constexpr):  # fmt: skip
+    """x, dt, B, C and z of token t of a head, if it is below T."""
+    there = t < T
+    m_p, m_k = mask_if(o_p < P, there), mask_if(o_k < K, there)
+    b_x = tl.load(x_ptr + t * H * P + o_p, mask=m_p, other=0.0)
+    b_dt = tl.load(dt_ptr + t * H, mask=there, other=0.0)
+    b_B = tl.load(B_ptr + t * G * K + o_k, mask=m_k, other=0.0)
+    b_C = tl.load(C_ptr + t * G * K + o_k, mask=m_k, other=0.0)
+    b_z = 0.0 if z_ptr is None else tl.load(z_ptr + t * H * P + o_p, mask=m_p, other=0.0)
+    return b_x, b_dt, b_B, b_C, b_z
 
 
 STRIDES = [f"{x}_stride" for x in ("slot", "x", "dt", "B", "C", "z")]
@@ -52,6 +66,7 @@ def ssd_replay_kernel(
     SOFTPLUS: tl.constexpr,
     L: tl.constexpr, R: tl.constexpr,  # entries in use at most, and entries: T more at least
     BR: tl.constexpr, BK: tl.constexpr, BP: tl.constexpr,
+    ONE: tl.constexpr,  # there is one token
 ):  # fmt: skip
     """One program: BP rows of one state, through all tokens.  Grid (N * H * P / BP).
 
@@ -62,10 +77,20 @@ def ssd_replay_kernel(
     i_n, h = i_nh // H, i_h // (H // G)
     o_r, o_g, o_k = tl.arange(0, BR), tl.arange(0, 1), tl.arange(0, BK)
     o_p = i_p * BP + tl.arange(0, BP)
-    slot = i_n if indices_ptr is None else slot_of(indices_ptr, i_n, 0, pool_slots, 1)
+    tokens = 1 if ONE else T
+    x_ptr += i_n * x_stride + i_h * P
+    dt_ptr += i_n * dt_stride + i_h
+    B_ptr += i_n * B_stride + h * K
+    C_ptr += i_n * C_stride + h * K
+    z_ptr = None if z_ptr is None else z_ptr + i_n * z_stride + i_h * P
     out_ptr += (first * H + i_h) * P
+    # what waits for nothing comes first
+    b_x, b_dt, b_B, b_C, b_z = load_token(x_ptr, dt_ptr, B_ptr, C_ptr, z_ptr, 0, tokens, o_k, o_p,
+                                          H, G, K, P)  # fmt: skip
+    b_A = tl.load(A_ptr + i_h)
+    slot = i_n if indices_ptr is None else slot_of(indices_ptr, i_n, 0, pool_slots, 1)
     if slot < 0:  # no sequence: zeros come out
-        for t in range(T):
+        for t in range(tokens):
             tl.store(out_ptr + t * H * P + o_p, tl.zeros([BP], tl.float32), mask=o_p < P)
     else:
         state_ptr += slot * slot_stride + i_h * P * K
@@ -79,44 +104,39 @@ def ssd_replay_kernel(
         b_keys = load_entries(keys_ptr, begin, count, o_r, o_k, K, R)
         b_writes = load_entries(writes_ptr, begin, count, o_r, o_p, P, R).to(tl.float32)
         b_a, b_w = decays_since(decays_ptr, begin, count, o_r, o_g, 1, R)
-        x_ptr += i_n * x_stride + i_h * P
-        dt_ptr += i_n * dt_stride + i_h
-        B_ptr += i_n * B_stride + h * K
-        C_ptr += i_n * C_stride + h * K
-        b_A = tl.load(A_ptr + i_h).to(tl.float32)
-        for t in range(T):
-            b_B, b_C = load(B_ptr, t * G, o_k, K), load(C_ptr, t * G, o_k, K)
-            b_x, b_dt = load(x_ptr, t * H, o_p, P), load_number(dt_ptr, t * H)
-            b_z = 0.0
-            if z_ptr is not None:
-                b_z = load(z_ptr + i_n * z_stride + i_h * P, t * H, o_p, P).to(tl.float32)
-            b_x, b_c = b_x.to(tl.float32), b_C.to(tl.float32)
+        for t in range(tokens):
             b_step = step_of(b_dt, bias_ptr, i_h, SOFTPLUS)
             # eq:ssd-update   S <- exp(step A) S + step B x
-            b_g = b_step * b_A
+            b_g = b_step * b_A.to(tl.float32)
             b_a *= tl.exp(b_g)
             b_w *= tl.exp(b_g)
-            b_write = cast(b_step * b_x, writes_ptr.dtype.element_ty)
-            new, here = (begin + count) % R, (o_r == count)[:, None]
+            b_input, b_k, b_q = b_x.to(tl.float32), b_B.to(tl.float32), b_C.to(tl.float32)
+            b_write = cast(b_step * b_input, writes_ptr.dtype.element_ty)
+            new = (begin + count) % R
             tl.store(writes_ptr + new * P + o_p, b_write, mask=o_p < P)
             if i_p == 0:
                 tl.store(decays_ptr + new, b_g)
                 if i_h % (H // G) == 0:
                     tl.store(keys_ptr + new * K + o_k, b_B, mask=o_k < K)
-            b_keys = tl.where(here, b_B[None, :], b_keys)
-            b_writes = tl.where(here, b_write.to(tl.float32)[None, :], b_writes)
-            b_w = tl.where(here, 1.0, b_w)
             # eq:ssd-read   out = C S + D x
-            b_scores = b_w * tl.sum(b_keys.to(tl.float32) * b_c[None, :], 1)[:, None]
-            b_out = tl.sum((b_a * b_c)[:, None] * b_S, 0) + tl.sum(b_scores * b_writes, 0)
+            b_scores = b_w * tl.sum(b_keys.to(tl.float32) * b_q[None, :], 1)[:, None]
+            b_out = tl.sum(b_scores * b_writes, 0) + tl.sum((b_a * b_q)[:, None] * b_S, 0)
+            b_out += tl.sum(b_q * b_k, 0) * b_write.to(tl.float32)
             if D_ptr is not None:
                 b_D = load(D_ptr, i_h, o_p, P) if P_D == P else load_number(D_ptr, i_h)
-                b_out += b_D.to(tl.float32) * b_x
+                b_out += b_D.to(tl.float32) * b_input
             # eq:ssd-gate   out = out silu(z)
             if z_ptr is not None:
-                b_out *= b_z * tl.sigmoid(b_z)
+                b_out *= b_z.to(tl.float32) * tl.sigmoid(b_z.to(tl.float32))
             tl.store(out_ptr + t * H * P + o_p, cast(b_out, out_ptr.dtype.element_ty), mask=o_p < P)
-            count += 1
+            if not ONE:
+                here = (o_r == count)[:, None]
+                b_keys = tl.where(here, b_B[None, :], b_keys)
+                b_writes = tl.where(here, b_write.to(tl.float32)[None, :], b_writes)
+                b_w = tl.where(here, 1.0, b_w)
+                count += 1
+                b_x, b_dt, b_B, b_C, b_z = load_token(x_ptr, dt_ptr, B_ptr, C_ptr, z_ptr, t + 1, T,
+                                                      o_k, o_p, H, G, K, P)  # fmt: skip
 
 
 def replay(
@@ -150,6 +170,7 @@ def replay(
             x, dt, A, B, C, D, z, dt_bias, state, keys, writes, decays, counts, out, indices,
             accepted, state.stride(0), state.shape[0], *strides, T, H, G, P, K,
             1 if D is None else D.shape[1], softplus, length, R,
-            BR=1 << (length - 1).bit_length(), BK=block(K), BP=min(block(P), BV), num_warps=4,
+            BR=1 << (length - 1).bit_length(), BK=block(K), BP=min(block(P), BV), ONE=T == 1,
+            num_warps=4,
         )  # fmt: skip
     return out
