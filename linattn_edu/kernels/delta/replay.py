@@ -261,7 +261,7 @@ def commit_kernel(
 
 
 # registers of a thread: four programs of 16 KiB then fit a multiprocessor, and enough of the states
-# is on its way. The compiler takes more where it may; beyond it spills, so that others have no bound
+# is on its way. The compiler would take more; what would spill has no bound
 REGISTERS = 128
 
 
