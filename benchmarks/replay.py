@@ -80,7 +80,7 @@ def ringed(op: str, x, right: torch.Tensor, device: torch.device, how: str) -> C
     _, length, *half = how.split()
     ring = make_ring(
         pool, key.shape[2], length=int(length), tokens=T, channels=op == "kda", dtype=key.dtype,
-        writes_dtype=key.dtype if half else None, state_v_first=op == "ssd",
+        writes_dtype=torch.float16 if half else None, state_v_first=op == "ssd",
     )  # fmt: skip
     if op == "ssd":
         return lambda: OF[op][3](

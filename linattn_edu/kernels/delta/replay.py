@@ -39,8 +39,8 @@ def keep_entries(counts_ptr, begin, count, last):
 @triton.jit
 def fold(b_S, keys_ptr, writes_ptr, decays_ptr, begin, count, o_k, o_v, o_g, K: tl.constexpr,
          V: tl.constexpr, G: tl.constexpr, R: tl.constexpr):  # fmt: skip
-    """The state after the entries of a ring, one after the other."""
-    for j in range(count):
+    """The state after the entries of a ring, one after the other; the next ones are on their way."""
+    for j in tl.range(0, count, num_stages=4):
         i = (begin + j) % R
         b_k, b_u = load_vector(keys_ptr + i * K, o_k, K), load_vector(writes_ptr + i * V, o_v, V)
         # eq:delta-decay   S <- a S
@@ -260,9 +260,10 @@ def commit_kernel(
         tl.store(folded_ptr + i_n, folded)
 
 
-# registers of a thread: four programs of 16 KiB then fit a multiprocessor, and enough of the states
-# is on its way. The compiler would take more; what would spill has no bound
-REGISTERS = 128
+# Registers of a thread for a state of 16 KiB, by its gates: one, or one a channel. Five programs
+# then fit a multiprocessor, or four, and enough of the states is on its way. The compiler would take
+# more and needs no more; for several tokens it does, where there are many gates.
+REGISTERS = {"one token": (96, 128), "several": (128, None)}
 
 
 def _sizes(keys: Tensor, writes: Tensor, decays: Tensor) -> dict[str, int]:
@@ -303,8 +304,9 @@ def replay(
     """
     N, T, _, K = q.shape
     sizes, o = _sizes(keys, writes, decays), torch.empty_like(v)
-    small = sizes["BK"] * sizes["BV"] <= 4096 and (T == 1 or sizes["G"] == 1)
-    limit = {"maxnreg": REGISTERS} if small else {}
+    registers = REGISTERS["one token" if T == 1 else "several"][sizes["G"] > 1]
+    small = sizes["BK"] * sizes["BV"] <= 4096 and registers
+    limit = {"maxnreg": registers} if small else {}
     with torch.cuda.device_of(q):
         replay_kernel[(N * sizes["HV"] * counts.shape[2],)](
             q, k, v, g if gk is None else gk, beta, A_log, dt_bias, lower_bound,
