@@ -39,7 +39,7 @@ def keep_entries(counts_ptr, begin, count, last):
 @triton.jit
 def fold(b_S, keys_ptr, writes_ptr, decays_ptr, begin, count, o_k, o_v, o_g, K: tl.constexpr,
          V: tl.constexpr, G: tl.constexpr, R: tl.constexpr):  # fmt: skip
-    """The state after the entries of a ring, one after the other; the next ones are on their way."""
+    """The state after the entries of a ring, one after the other, the next ones on their way."""
     for j in tl.range(0, count, num_stages=4):
         i = (begin + j) % R
         b_k, b_u = load_vector(keys_ptr + i * K, o_k, K), load_vector(writes_ptr + i * V, o_v, V)
@@ -260,9 +260,9 @@ def commit_kernel(
         tl.store(folded_ptr + i_n, folded)
 
 
-# Registers of a thread for a state of 16 KiB, by its gates: one, or one a channel. Five programs
-# then fit a multiprocessor, or four, and enough of the states is on its way. The compiler would take
-# more and needs no more; for several tokens it does, where there are many gates.
+# Registers of a thread for 16 KiB of a state, by the gates of a head: one, or one a channel. Five
+# programs then fit a multiprocessor, or four, and enough of the states is on its way. The compiler
+# would take more and needs no more; for several tokens with many gates it does.
 REGISTERS = {"one token": (96, 128), "several": (128, None)}
 
 
@@ -305,8 +305,8 @@ def replay(
     N, T, _, K = q.shape
     sizes, o = _sizes(keys, writes, decays), torch.empty_like(v)
     registers = REGISTERS["one token" if T == 1 else "several"][sizes["G"] > 1]
-    small = sizes["BK"] * sizes["BV"] <= 4096 and registers
-    limit = {"maxnreg": registers} if small else {}
+    whole = sizes["BK"] * sizes["BV"] * 4 == 16 << 10
+    limit = {"maxnreg": registers} if whole and registers else {}
     with torch.cuda.device_of(q):
         replay_kernel[(N * sizes["HV"] * counts.shape[2],)](
             q, k, v, g if gk is None else gk, beta, A_log, dt_bias, lower_bound,
