@@ -224,6 +224,62 @@ def test_fullgraph(step, impl, device):
             assert torch.equal(states, other) and torch.equal(rings[0].counts, rings[1].counts)
 
 
+@impls
+@steps
+def test_inference_mode(step, impl, device):
+    """A state and a ring made there are written there, and outside of it."""
+    x, start = step.drawn(5, 2, device)
+    found = []
+    for inside in (False, True):
+        with torch.inference_mode(inside):
+            states = start.clone()
+            ring = step.empty(states, x, length=2, tokens=1)
+            outputs = [run(step, tokens(x, t, t + 1), states, ring, impl=impl) for t in range(3)]
+        outputs += [run(step, tokens(x, t, t + 1), states, ring, impl=impl) for t in (3, 4)]
+        commit_ring(states, ring, impl=impl)
+        found.append((*outputs, states))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@impls
+@steps
+def test_autograd_sees_that_they_are_written(step, impl, device):
+    x, states = step.drawn(2, 2, device)
+    ring = step.empty(states, x)
+    weight = torch.ones((), requires_grad=True, device=device)
+    products = [(weight * part).sum() for part in ring[:3]]
+    run(step, x, states, ring, impl=impl)
+    for y in products:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.backward()
+
+
+@impls
+@steps
+def test_states_lie_apart_in_memory(step, impl, device):
+    """As in the pages of a cache, at any address: what is between them is left as it is."""
+    x, start = step.drawn(6, 2, device)
+    pages = torch.full((2, start[0].numel() + 21), 7.0, device=device)
+    apart = pages[:, :-21].view(start.shape).copy_(start)
+    whole, found = start.clone(), []
+    for states in (apart, whole):
+        ring = step.empty(states, x, length=2, tokens=1)
+        o = [run(step, tokens(x, t, t + 1), states, ring, impl=impl) for t in range(6)]
+        commit_ring(states, ring, impl=impl)
+        found.append(torch.cat(o, 1))
+    assert_close("o", *found, 1e-6)  # narrower loads make another kernel
+    assert_close("S", apart, whole, 1e-6)
+    assert (pages[:, -21:] == 7).all()
+
+
+@steps
+def test_a_transform_is_refused(step, device):
+    x, states = step.drawn(1, 2, device)
+    ring, name = step.empty(states, x), next(iter(x))
+    with pytest.raises(ValueError, match=r"a transform of torch.func \(vmap, grad\) cannot"):
+        torch.func.vmap(lambda y: step.call(x | {name: y}, states, ring))(x[name][None])
+
+
 @pytest.mark.gpu
 @steps
 def test_cuda_graph(step, device):
