@@ -218,11 +218,8 @@ def check_slots(
 
 def check_writes(state: Tensor, ring: Ring, others: tuple[Tensor | None, ...], writer: str) -> None:
     """Refuse to write where a gradient or a transform would not notice, or over an argument."""
-    parts = {f"ring.{n}": x for n, x in zip(ring._fields, ring[:4], strict=False)}
-    parts["state"] = state
-    for name, x in parts.items():
-        apart = tuple(y for n, y in parts.items() if n != name)
-        inplace.check(name, x, (*others, *apart), writer)
+    beside = {f"ring.{n}": x for n, x in zip(ring._fields, ring[:4], strict=False)}
+    inplace.check("state", state, others, writer, beside=beside)
 
 
 def check_numbers(
