@@ -37,7 +37,7 @@ def load_token(x_ptr, dt_ptr, B_ptr, C_ptr, z_ptr, t, T, o_k, o_p, H: tl.constex
     return b_x, b_dt, b_B, b_C, b_z
 
 
-STRIDES = [f"{x}_stride" for x in ("slot", "x", "dt", "B", "C", "z")]
+STRIDES = [f"{x}_stride" for x in ("x", "dt", "B", "C", "z")]
 
 
 @triton.jit(do_not_specialize=["T", "pool_slots", *STRIDES])
