@@ -406,8 +406,8 @@ MUTANTS = [
     Mutant(
         "an argument may lie in the memory of a state that is written",
         f"{OPS}/inplace.py",
-        "if first < end and begin < last:",
-        "if first < begin and begin < last:",
+        "return other[0] < one[1] and one[0] < other[1]",
+        "return other[0] < one[0] and one[0] < other[1]",
         "tests/ops/test_contract_in_place.py -k memory",
     ),
     # fused stages

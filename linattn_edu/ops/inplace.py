@@ -51,15 +51,23 @@ def refuse_shared(
     first = next(iter(written.values()))
     if first.device.type == "meta" or traced(first):
         return
-    spans = {name: _memory(x) for name, x in written.items()}
-    places = [(None, _memory(x)) for x in others if x is not None and x.numel()]
-    for name, (begin, end) in spans.items():
-        for other, (first, last) in (*places, *spans.items()):
-            if other != name and first < end and begin < last:
-                raise ValueError(
-                    f"{name} must not share memory with another argument: {writer} would "
-                    "overwrite it while it is read"
-                )
+    spans = {name: _memory(written[name]) for name in written}
+    places = []
+    for x in others:
+        if x is not None and x.numel():
+            places.append(_memory(x))
+    for name in spans:
+        apart = [*places, *(spans[other] for other in spans if other != name)]
+        if any(_meet(spans[name], place) for place in apart):
+            raise ValueError(
+                f"{name} must not share memory with another argument: {writer} would "
+                "overwrite it while it is read"
+            )
+
+
+def _meet(one: tuple[int, int], other: tuple[int, int]) -> bool:
+    """Whether two pieces of memory have an address in common."""
+    return other[0] < one[1] and one[0] < other[1]
 
 
 def dense(pool: Tensor) -> bool:
