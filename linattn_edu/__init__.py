@@ -10,10 +10,11 @@ from linattn_edu.ops.gdn import (
     chunk_gated_delta_rule,
     fused_gdn_gate,
     fused_recurrent_gated_delta_rule,
+    replay_gated_delta_rule,
 )
 from linattn_edu.ops.gdn.kernel_delta_attention import kda_decay, kernel_delta_attention
 from linattn_edu.ops.gdn2 import chunk_gdn2, fused_recurrent_gdn2
-from linattn_edu.ops.kda import chunk_kda, fused_kda_gate, fused_recurrent_kda
+from linattn_edu.ops.kda import chunk_kda, fused_kda_gate, fused_recurrent_kda, replay_kda
 from linattn_edu.ops.l2norm import l2norm
 from linattn_edu.ops.names import (
     L2Norm,
@@ -28,17 +29,20 @@ from linattn_edu.ops.names import (
     naive_recurrent_kda,
     prepare_chunk_indices,
 )
+from linattn_edu.ops.ring import Ring, commit_ring, make_ring
 from linattn_edu.ops.rms_norm_gated import rms_norm_gated
 from linattn_edu.ops.solve_tril import solve_tril
 from linattn_edu.ops.ssd import (
     mamba_chunk_scan_combined,
     mamba_split_conv1d_scan_combined,
+    replay_selective_state_update,
     selective_state_update,
 )
 
 __version__ = "0.2.0"
 __all__ = [
     "L2Norm",
+    "Ring",
     "build_cp_context",
     "causal_conv1d",
     "causal_conv1d_fn",
@@ -50,6 +54,7 @@ __all__ = [
     "chunk_global_cumsum",
     "chunk_kda",
     "chunk_local_cumsum",
+    "commit_ring",
     "ema_scan",
     "fused_gdn_gate",
     "fused_kda_gate",
@@ -63,12 +68,16 @@ __all__ = [
     "kernel_delta_attention",
     "l2_norm",
     "l2norm",
+    "make_ring",
     "mamba_chunk_scan_combined",
     "mamba_split_conv1d_scan_combined",
     "naive_kda_gate",
     "naive_recurrent_gated_delta_rule",
     "naive_recurrent_kda",
     "prepare_chunk_indices",
+    "replay_gated_delta_rule",
+    "replay_kda",
+    "replay_selective_state_update",
     "rms_norm_gated",
     "route",
     "selective_state_update",

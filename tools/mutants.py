@@ -376,6 +376,27 @@ MUTANTS = [
         "tests/ops/ssd/test_step_drafts.py::test_drafts_of_which_some_are_rejected",
     ),
     Mutant(
+        "a guess that was wrong stays in the ring",
+        f"{KERNELS}/delta/replay.py",
+        "last = tl.minimum(last, tl.maximum(tl.load(accepted_ptr + i_n), 0)).to(tl.int32)",
+        "last = tl.maximum(last, tl.load(accepted_ptr + i_n)).to(tl.int32)",
+        "tests/ops/test_replay.py -k recurrence",
+    ),
+    Mutant(
+        "new entries of a ring lie over those that are being folded",
+        f"{KERNELS}/delta/replay.py",
+        "begin, count = (begin + count) % R, 0",
+        "begin, count = begin * 1, 0",
+        "tests/delta/test_replay.py -k matches",
+    ),
+    Mutant(
+        "an entry of a ring fades by its own decay",
+        f"{KERNELS}/delta/replay.py",
+        "b_next = load_entries(decays_ptr, begin + 1, count - 1, o_r, o_g, G, R)",
+        "b_next = load_entries(decays_ptr, begin, count, o_r, o_g, G, R)",
+        "tests/delta/test_replay.py -k matches",
+    ),
+    Mutant(
         "a state's history ends at the piece that made it",
         "linattn_edu/layers/cache.py",
         "self._replace(i, value.to(state.dtype).contiguous())",
@@ -385,8 +406,8 @@ MUTANTS = [
     Mutant(
         "an argument may lie in the memory of a state that is written",
         f"{OPS}/inplace.py",
-        "if first < end and begin < last:",
-        "if first < begin and begin < last:",
+        "return other[0] < one[1] and one[0] < other[1]",
+        "return other[0] < one[0] and one[0] < other[1]",
         "tests/ops/test_contract_in_place.py -k memory",
     ),
     # fused stages

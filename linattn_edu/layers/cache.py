@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from linattn_edu.ops import check, inplace
+from linattn_edu.ops.ring import Ring, commit_ring
 from linattn_edu.ops.tensors import known, traced
 
 
@@ -26,12 +27,15 @@ class Cache:
         layer: Name of the layer's class.
         conv_states: For each short convolution, in the order of the forward pass, its last W inputs
             ``[N, D, W]``, newest last, in the dtype of the activations.
-        recurrent_state: The state of the recurrence ``[N, ...]``, in float32 or float64.
+        recurrent_state: The state of the recurrence ``[N, ...]``, in float32 or float64; with a
+            ring as it was when the ring was empty, until :meth:`commit`.
+        ring: What steps of one token wrote since, or None: they write the state.
     """
 
     layer: str
     conv_states: tuple[Tensor, ...]
     recurrent_state: Tensor
+    ring: Ring | None = None
 
     @property
     def batch_size(self) -> int:
@@ -42,6 +46,19 @@ class Cache:
     def states(self) -> tuple[Tensor, ...]:
         """All states."""
         return (*self.conv_states, self.recurrent_state)
+
+    @property
+    def memory(self) -> tuple[Tensor, ...]:
+        """All states, and the tensors of the ring."""
+        return (*self.states, *(self.ring[:4] if self.ring else ()))
+
+    def commit(self, impl: str = "auto") -> None:
+        """Bring recurrent_state up to the last token, in place: the ring is empty then.
+
+        A state with a history has an empty ring: steps, which fill it, own theirs.
+        """
+        if self.ring and not self.recurrent_state.requires_grad:
+            commit_ring(self.recurrent_state, self.ring, impl=impl)
 
     def put(self, i: int, value: Tensor) -> None:
         """Make value the state number i of :attr:`states`: in place, or where it or the old one
@@ -76,13 +93,17 @@ class Cache:
     def __deepcopy__(self, memo: dict) -> "Cache":
         """Copies with their history, which a deepcopy of tensors refuses."""
         *conv, state = (x.clone() for x in self.states)
-        return Cache(self.layer, tuple(conv), state)
+        ring = self.ring and Ring(*(x.clone() for x in self.ring[:4]), *self.ring[4:])
+        return Cache(self.layer, tuple(conv), state, ring)
 
     @torch.no_grad()
     def reset(self) -> None:
         """Forget all tokens: set the states to zero, in place; those with a history anew."""
         for i, state in enumerate(self.states):
             self.put(i, torch.zeros_like(state))
+        if self.ring:
+            with inplace.writable(self.ring.counts):
+                self.ring.counts.zero_()
 
     def reorder(self, rows: Tensor) -> None:
         """Give row n the states of row ``rows[n]``, in place: beam search.
@@ -102,6 +123,9 @@ class Cache:
             raise ValueError(f"rows must be from 0 to {N - 1}, got {rows.tolist()}")
         for i, state in enumerate(self.states):
             self.put(i, state.index_select(0, rows))
+        for part in self.ring[:4] if self.ring else ():
+            with inplace.writable(part), torch.no_grad():
+                part.copy_(part.index_select(0, rows))
 
 
 def owned(state: Tensor) -> Tensor:

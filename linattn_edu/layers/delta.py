@@ -114,6 +114,13 @@ class DeltaLayer(Layer):
         """The operator, in its recurrent form or in chunks."""
         raise NotImplementedError
 
+    def _replay(self, **arguments) -> Tensor:
+        """The operator of one token with a ring."""
+        raise NotImplementedError
+
+    def _ring_kind(self) -> dict | None:
+        return {"heads": self.num_heads}
+
     def _norm(self, o: Tensor, x: Tensor) -> Tensor:
         """o [B, T, HV, V], normalised and gated."""
         raise NotImplementedError
@@ -127,17 +134,23 @@ class DeltaLayer(Layer):
         recurrent = step or self.mode == "fused_recurrent"
         if recurrent:
             bounds = {n: x for n, x in bounds.items() if n != "cu_seqlens_cpu"}
+        arguments = {
+            "q": q.unflatten(-1, (self.num_heads, self.head_k_dim)),
+            "k": k.unflatten(-1, (self.num_heads, self.head_k_dim)),
+            "v": v.unflatten(-1, (self.num_v_heads, self.head_v_dim)),
+            **self._gates(x),
+            "use_qk_l2norm_in_kernel": True,
+            "use_gate_in_kernel": True,
+            "impl": self.impl,
+        }
+        if step and cache.ring:
+            o = self._replay(**arguments, state=cache.recurrent_state, ring=cache.ring)
+            return self.o_proj(self._norm(o, x).flatten(-2))
         o, state = self._rule(
             recurrent,
-            q=q.unflatten(-1, (self.num_heads, self.head_k_dim)),
-            k=k.unflatten(-1, (self.num_heads, self.head_k_dim)),
-            v=v.unflatten(-1, (self.num_v_heads, self.head_v_dim)),
-            **self._gates(x),
+            **arguments,
             initial_state=None if cache is None else cache.recurrent_state,
             output_final_state=cache is not None,
-            use_qk_l2norm_in_kernel=True,
-            use_gate_in_kernel=True,
-            impl=self.impl,
             **bounds,
             **({"inplace_final_state": True} if step else {}),
         )

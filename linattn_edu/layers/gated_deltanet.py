@@ -6,7 +6,11 @@ from torch import Tensor, nn
 from linattn_edu.layers.delta import DeltaLayer
 from linattn_edu.layers.layer import draw_rate
 from linattn_edu.layers.rms_norm_gated import RMSNormGated
-from linattn_edu.ops.gdn import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
+from linattn_edu.ops.gdn import (
+    chunk_gated_delta_rule,
+    fused_recurrent_gated_delta_rule,
+    replay_gated_delta_rule,
+)
 
 
 class GatedDeltaNet(DeltaLayer):
@@ -105,6 +109,9 @@ class GatedDeltaNet(DeltaLayer):
     def _rule(self, recurrent: bool, **arguments) -> tuple[Tensor, Tensor | None]:
         rule = fused_recurrent_gated_delta_rule if recurrent else chunk_gated_delta_rule
         return rule(**arguments)
+
+    def _replay(self, **arguments) -> Tensor:
+        return replay_gated_delta_rule(**arguments)
 
     def _norm(self, o: Tensor, x: Tensor) -> Tensor:
         z = self.g_proj(x).view_as(o) if self.use_gate else None

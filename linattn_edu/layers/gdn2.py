@@ -103,5 +103,8 @@ class GatedDeltaNet2(DeltaLayer):
             return fused_recurrent_gdn2(**arguments)
         return chunk_gdn2(allow_neg_eigval=self.allow_neg_eigval, **arguments)
 
+    def _ring_kind(self) -> None:
+        return None
+
     def _norm(self, o: Tensor, x: Tensor) -> Tensor:
         return self.o_norm(o, self.g_proj(x).view_as(o))

@@ -7,7 +7,7 @@ from linattn_edu.layers.delta import DeltaLayer
 from linattn_edu.layers.layer import draw_rate
 from linattn_edu.layers.rms_norm_gated import RMSNormGated
 from linattn_edu.ops import check
-from linattn_edu.ops.kda import chunk_kda, fused_recurrent_kda
+from linattn_edu.ops.kda import chunk_kda, fused_recurrent_kda, replay_kda
 
 
 class KimiDeltaAttention(DeltaLayer):
@@ -101,6 +101,12 @@ class KimiDeltaAttention(DeltaLayer):
         if recurrent:
             return fused_recurrent_kda(lower_bound=self.lower_bound, **arguments)
         return chunk_kda(safe_gate=self.safe_gate, lower_bound=self.lower_bound, **arguments)
+
+    def _replay(self, **arguments) -> Tensor:
+        return replay_kda(lower_bound=self.lower_bound, **arguments)
+
+    def _ring_kind(self) -> dict:
+        return {**super()._ring_kind(), "channels": True}
 
     def _norm(self, o: Tensor, x: Tensor) -> Tensor:
         return self.o_norm(o, self.g_proj(x).view_as(o))

@@ -11,6 +11,7 @@ from linattn_edu.layers.cache import Cache
 from linattn_edu.layers.short_convolution import ShortConvolution
 from linattn_edu.layers.step import Step
 from linattn_edu.ops import check
+from linattn_edu.ops.ring import make_ring
 from linattn_edu.ops.tensors import AUTOCAST, known, needs_gradient, transformed
 
 
@@ -25,12 +26,15 @@ class Layer(nn.Module):
     hidden_size: int
     conv_shapes: tuple[tuple[int, int], ...]
     state_shape: tuple[int, ...]
+    impl: str
 
     def make_cache(
         self,
         batch_size: int,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        *,
+        ring: int | None = None,
     ) -> Cache:
         """States of no tokens, zero, for decoding.
 
@@ -40,15 +44,24 @@ class Layer(nn.Module):
                 accelerate keeps elsewhere, where it brings them.
             dtype: Of the activations; None: autocast's where it is on, else that of the parameters,
                 packed ones apart. The recurrent state is float32, or float64 with float64.
+            ring: How many tokens a step of one token keeps beside the recurrent state before it is
+                written again, as length in :func:`make_ring`; None: each step writes it. Half of
+                what a step of many sequences reads and writes is saved; y differs in rounding.
 
         Raises:
             TypeError: batch_size is no integer, dtype no floating-point dtype.
-            ValueError: batch_size is below 1; device or dtype is None, and no parameter tells.
+            ValueError: batch_size is below 1; device or dtype is None, and no parameter tells; ring
+                is no length of a ring, or the layer has none.
         """
         device, dtype = placed(self, self._projection(), batch_size, device, dtype)
         shapes = self._cache_shapes(batch_size)
         *conv, state = (torch.zeros(s, device=device, dtype=dtype) for s in shapes)
-        return Cache(type(self).__name__, tuple(conv), state.to(_widened(dtype)))
+        state, kept, kind = state.to(_widened(dtype)), None, self._ring_kind()
+        if ring is not None and kind is None:
+            raise ValueError(f"ring must be None for {type(self).__name__}, got {ring}")
+        if ring is not None:
+            kept = make_ring(state, **kind, length=ring, tokens=1, dtype=dtype)
+        return Cache(type(self).__name__, tuple(conv), state, kept)
 
     def make_step(self, cache: Cache) -> Step:
         """A function of one token of each sequence, :class:`Step`: on a GPU from a CUDA graph."""
@@ -121,6 +134,8 @@ class Layer(nn.Module):
                 step = False
             else:
                 cache.own()
+            if not step:
+                cache.commit(self.impl)
         y = self._mixed(x, padding, cache, bounds, step)
         return _filled(y, padding, fill)
 
@@ -143,6 +158,10 @@ class Layer(nn.Module):
     def _projection(self) -> nn.Module:
         """The module that the hidden states meet first."""
         raise NotImplementedError
+
+    def _ring_kind(self) -> dict | None:
+        """What :func:`make_ring` is told of the layer; None: its steps know no ring."""
+        return None
 
     def _cache_shapes(self, N: int) -> list[tuple[int, ...]]:
         return [(N, *shape) for shape in (*self.conv_shapes, self.state_shape)]
@@ -312,7 +331,8 @@ def check_mask(mask: object, x: Tensor, cache: Cache | None = None) -> Tensor:
 
 def _begun(cache: Cache) -> Tensor:
     """Whether each sequence of a cache has tokens [N]."""
-    return torch.stack([(state != 0).flatten(1).any(1) for state in cache.states]).any(0)
+    numbers = [*cache.states, *([cache.ring.counts[:, 0, 0, 1:]] if cache.ring else [])]
+    return torch.stack([(x != 0).flatten(1).any(1) for x in numbers]).any(0)
 
 
 def mask_padding(

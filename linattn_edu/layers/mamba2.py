@@ -12,7 +12,11 @@ from linattn_edu.layers.rms_norm_gated import RMSNormGated
 from linattn_edu.layers.short_convolution import ShortConvolution
 from linattn_edu.ops import check
 from linattn_edu.ops.causal_conv1d import WIDEST
-from linattn_edu.ops.ssd import mamba_chunk_scan_combined, selective_state_update
+from linattn_edu.ops.ssd import (
+    mamba_chunk_scan_combined,
+    replay_selective_state_update,
+    selective_state_update,
+)
 from linattn_edu.ops.ssd.chunk import LARGEST, check_options
 
 
@@ -183,7 +187,7 @@ class Mamba2(Layer):
         B, C = (y.unflatten(-1, (self.ngroups, self.d_state)) for y in (B, C))
         z_heads = None if self.rmsnorm else z_heads
         if step:
-            y = self._step(cache.recurrent_state, v, dt, B, C, z_heads)
+            y = self._step(cache, v, dt, B, C, z_heads)
         else:
             y = self._scan(cache, v, dt, B, C, z_heads, bounds)
         y = y.flatten(-2)
@@ -216,19 +220,26 @@ class Mamba2(Layer):
             cache.put(len(cache.conv_states), state)
         return y
 
+    def _ring_kind(self) -> dict:
+        return {"heads": self.ngroups, "state_v_first": True}
+
     def _step(
-        self, state: Tensor, x: Tensor, dt: Tensor, B: Tensor, C: Tensor, z: Tensor | None
+        self, cache: Cache, x: Tensor, dt: Tensor, B: Tensor, C: Tensor, z: Tensor | None
     ) -> Tensor:
-        """One token [B, 1, H, P], its state written in place."""
+        """One token [B, 1, H, P], its state or ring written in place."""
         H, P, N = self.state_shape
         A = -self.A_log.to(_wide(self.A_log)).exp()
-        dt, dt_bias, softplus = dt[:, 0], self.dt_bias, True
+        dt_bias, softplus, state = self.dt_bias, True, cache.recurrent_state
         if self.dt_limit != (0.0, math.inf):  # which selective_state_update does not know
             dt = F.softplus((dt + dt_bias).to(_wide(dt))).clamp(*self.dt_limit)
             dt_bias, softplus = None, False
         skip = self._skip()
+        if cache.ring:
+            return replay_selective_state_update(
+                state, cache.ring, x, dt, A, B, C, skip, z, dt_bias, softplus, impl=self.impl
+            )
         y = selective_state_update(
-            state, x[:, 0], dt[..., None].expand(-1, H, P), A[:, None, None].expand(H, P, N),
+            state, x[:, 0], dt[:, 0, :, None].expand(-1, H, P), A[:, None, None].expand(H, P, N),
             B[:, 0], C[:, 0], skip if skip.ndim == 2 else skip[:, None].expand(H, P),
             None if z is None else z[:, 0],
             None if dt_bias is None else dt_bias[:, None].expand(H, P), softplus, impl=self.impl,

@@ -46,7 +46,7 @@ class Step:
             return self.module(x, cache=self.cache)
         for cache in caches:
             cache.own()
-        states = [state for cache in caches for state in cache.states]
+        states = [state for cache in caches for state in cache.memory]
         kind = (*map(id, states), x.shape, x.dtype, x.device, _autocast(x))
         if kind != self._captured:
             self._graph, self._captured = None, None

@@ -169,12 +169,18 @@ class LanguageModel(nn.Module):
         batch_size: int,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        *,
+        ring: int | None = None,
     ) -> list:
         """The memory of no tokens of each layer, for a batch of so many sequences.
 
-        device, dtype: As in a layer's make_cache.
+        device, dtype, ring: As in a layer's make_cache; attention and averages have no ring.
         """
-        return [block.mixer.make_cache(batch_size, device, dtype) for block in self.blocks]
+        made = []
+        for mixer in (block.mixer for block in self.blocks):
+            more = {} if isinstance(mixer, (Attention, EMA)) else {"ring": ring}
+            made.append(mixer.make_cache(batch_size, device, dtype, **more))
+        return made
 
     def make_step(self, cache: list) -> Step:
         """A function of one token of each sequence, :class:`Step`: on a GPU from a CUDA graph."""

@@ -21,8 +21,9 @@ def rule(operator, call: Callable, names: tuple, outputs: tuple, *, sums: bool) 
         return n in axes and axes[n][0] not in (*BATCH, "...")
 
     def vmap(info, in_dims, *args):
-        if operator.mutates is not None:
-            raise ValueError(f"{operator.mutates} cannot be written in place under torch.vmap")
+        if operator.mutates:
+            written = ", ".join(operator.mutates)
+            raise ValueError(f"{written} cannot be written in place under torch.vmap")
         given = []
         for n, x, d in zip(names, args, in_dims, strict=True):
             mapped = isinstance(x, Tensor) and d is not None

@@ -224,7 +224,7 @@ def _check_out(out: Tensor, others: tuple[Tensor | None, ...]) -> None:
         )
     if out.is_leaf and needs_gradient(out):
         raise ValueError("final_states_out must not need a gradient: it is overwritten")
-    inplace.refuse_shared("final_states_out", out, others, "causal_conv1d_fn")
+    inplace.refuse_shared({"final_states_out": out}, others, "causal_conv1d_fn")
 
 
 def _check_tensors(

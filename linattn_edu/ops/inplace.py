@@ -17,14 +17,17 @@ def check(
     instead: str = "",
     *,
     without_gradient: bool = False,
+    beside: dict[str, Tensor] | None = None,
 ) -> None:
     """Refuse to write a state where a transform or a gradient would not notice, or where another
     argument lies.
 
     writer: who writes it, and `instead` what else there is, in the words of the refusals.
+    beside: what else is written, by name.
     without_gradient: the writer runs by `stepped`: only a leaf that needs a gradient is refused, as
     everywhere in PyTorch.
     """
+    beside = beside or {}
     if transformed():
         raise ValueError(
             f"{writer} writes one state, which a transform of torch.func (vmap, grad) cannot "
@@ -33,27 +36,38 @@ def check(
     if without_gradient:
         refused = has_tangent(state, *others) or (needs_gradient(state) and state.is_leaf)
     else:
-        refused = needs_gradient(state, *others)
+        refused = needs_gradient(state, *others, *beside.values())
     if refused:
         raise ValueError(
             f"{writer} overwrites what a gradient needs: call it under torch.no_grad(){instead}"
         )
-    refuse_shared(name, state, others, writer)
+    refuse_shared({name: state, **beside}, others, writer)
 
 
-def refuse_shared(name: str, written: Tensor, others: tuple[Tensor | None, ...], writer: str):
+def refuse_shared(
+    written: dict[str, Tensor], others: tuple[Tensor | None, ...], writer: str
+) -> None:
     """Refuse what is written where another argument lies."""
-    if written.device.type == "meta" or traced(written):
+    first = next(iter(written.values()))
+    if first.device.type == "meta" or traced(first):
         return
-    begin, end = _memory(written)
+    spans = {name: _memory(written[name]) for name in written}
+    places = []
     for x in others:
         if x is not None and x.numel():
-            first, last = _memory(x)
-            if first < end and begin < last:
-                raise ValueError(
-                    f"{name} must not share memory with another argument: {writer} would "
-                    "overwrite it while it is read"
-                )
+            places.append(_memory(x))
+    for name in spans:
+        apart = [*places, *(spans[other] for other in spans if other != name)]
+        if any(_meet(spans[name], place) for place in apart):
+            raise ValueError(
+                f"{name} must not share memory with another argument: {writer} would "
+                "overwrite it while it is read"
+            )
+
+
+def _meet(one: tuple[int, int], other: tuple[int, int]) -> bool:
+    """Whether two pieces of memory have an address in common."""
+    return other[0] < one[1] and one[0] < other[1]
 
 
 def dense(pool: Tensor) -> bool:

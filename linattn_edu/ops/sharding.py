@@ -41,7 +41,7 @@ def on_shards(operator, args: tuple) -> tuple:
         if not isinstance(x, module.DTensor):
             x = module.DTensor.from_local(x, mesh, [module.Replicate()] * mesh.ndim)
         shared = [k is not None and p.is_replicate() for k, p in zip(kinds, want, strict=True)]
-        if n == operator.mutates and (any(shared) or list(x.placements) != want):
+        if n in operator.mutates and (any(shared) or list(x.placements) != want):
             raise ValueError(
                 f"{n} is written in place and must be sharded as the other tensors are, got "
                 f"{x.placements}"

@@ -15,10 +15,15 @@ from linattn_edu import (
     chunk_gated_delta_rule,
     chunk_kda,
     chunk_local_cumsum,
+    commit_ring,
     ema_scan,
     fused_recurrent_gated_delta_rule,
     l2norm,
+    make_ring,
     mamba_chunk_scan_combined,
+    replay_gated_delta_rule,
+    replay_kda,
+    replay_selective_state_update,
     rms_norm_gated,
     selective_state_update,
     solve_tril,
@@ -117,6 +122,28 @@ def mamba(dtype, T, N, P, C):
             selective_state_update(x.initial_states.contiguous(), *token)
 
 
+@torch.no_grad()
+def rings(dtype, K, V):
+    """Calls of one token and of three, which fold now and then: all heads of a group read its keys
+    while one writes new ones.
+    """
+    for T, channels in ((1, False), (3, True)):
+        x = gdn_inputs(3, 9, 1, 2, K, V, dtype=dtype, device="cuda")
+        x.g = x.g[..., None].repeat(1, 1, 1, K) if channels else x.g
+        state = torch.randn(3, 2, K, V, device="cuda")
+        ring = make_ring(state, 1, length=4, tokens=T, channels=channels, dtype=dtype)
+        m = ssd_inputs(3, 9, 4, 2, V, K, dtype=dtype, device="cuda")
+        states = torch.randn(3, 4, V, K, device="cuda")
+        inputs = make_ring(states, 2, length=4, tokens=T, dtype=dtype, state_v_first=True)
+        for t in range(0, 9, T):
+            q, k, v, g, beta = (y[:, t : t + T] for y in (x.q, x.k, x.v, x.g, x.beta))
+            f = replay_kda if channels else replay_gated_delta_rule
+            f(q, k, v, g, beta, state, ring, use_qk_l2norm_in_kernel=True)
+            u, dt, B, C = (y[:, t : t + T] for y in (m.x, m.dt, m.B, m.C))
+            replay_selective_state_update(states, inputs, u, dt, m.A, B, C, m.D, u, m.dt_bias, True)
+        commit_ring(state, ring), commit_ring(states, inputs)
+
+
 def main(dtype, T, K, V, C):
     x = gdn_inputs(1, T, 1, 2, K, V, dtype=dtype, device="cuda", initial_state=True)
     options = {"scale": 0.3, "output_final_state": True, "chunk_size": C}
@@ -144,6 +171,7 @@ def main(dtype, T, K, V, C):
     averages(dtype, T, V, C)
     convolutions(dtype, T, V)
     mamba(dtype, T, K, V, C)
+    rings(dtype, K, V)
     A = solve_tril(torch.randn(1, T, 2, C, device="cuda", dtype=dtype), cu_seqlens)
     chunk_local_cumsum(l2norm(A), C, reverse=True)
     torch.cuda.synchronize()

@@ -5,8 +5,10 @@ from types import SimpleNamespace
 import torch
 from stages.record import options
 
+from linattn_edu.kernels.delta.recurrent import BV
 from linattn_edu.kernels.routes import by_kind, kind_of, limits
 from linattn_edu.kernels.ssd import ema
+from linattn_edu.kernels.tiles import block, cdiv
 
 empty = torch.empty
 
@@ -64,9 +66,12 @@ def with_gates(r):
 
 def recurrent(K, V, dtype, T):
     qk, v, g = empty(1, T, 1, K, dtype=dtype), empty(1, T, 1, V, dtype=dtype), empty(1, T, 1)
-    slots = empty(1, 2, dtype=torch.int32)
+    slots, R = empty(1, 2, dtype=torch.int32), 24
+    ring = {"keys": empty(1, 1, R, K, dtype=dtype), "writes": empty(1, 1, R, V),
+            "decays": empty(1, 1, R, 1), "decays_wide": empty(1, 1, R, K),
+            "counts": empty(1, 1, cdiv(V, min(block(V), BV)), 3, dtype=torch.int32)}  # fmt: skip
     return SimpleNamespace(
-        q=qk, k=qk, v=v, g=g, beta=g, gk=qk, gk_wide=qk.float(), gv_wide=v.float(),
+        **ring, q=qk, k=qk, v=v, g=g, beta=g, gk=qk, gk_wide=qk.float(), gv_wide=v.float(),
         h0=empty(1, 1, K, V), one=empty(1), bias=empty(K), slots=slots, accepted=slots[:, 0],
     )  # fmt: skip
 
@@ -80,9 +85,16 @@ def ssd(N, P, dtype, T, given, state=torch.float32):
     r.step = r.gc = r.gs = number
     r.dt, r.dlast, r.softplus = number.to(dtype), empty(1, 1, 2), every
     r.D = {"all": A, "channels": rows}.get(given)
+    r.skip = {"all": rows[:, :1], "channels": rows}.get(given)
     r.dt_bias, r.z, r.seq_idx = (y if every else None for y in (A, x, ids))
     r.s = r.ds = r.dh_out = h
     r.ends, r.slots = True, empty(T, dtype=torch.int32)
+    r.ring = {
+        "state": empty(T, 2, P, N), "keys": empty(T, 1, 24, N, dtype=dtype),
+        "writes": empty(T, 2, 24, P, dtype=dtype if every else torch.float32),
+        "decays": empty(T, 2, 24, 1), "length": 16,
+        "counts": empty(T, 2, cdiv(P, min(block(P), BV)), 3, dtype=torch.int32),
+    }  # fmt: skip
     r.drafts, r.bounds = empty(T, 4, dtype=torch.int32), empty(T + 1, dtype=torch.int32)
     # a token of T sequences: with one number a head; with one for each row and entry
     token = {"x": x[0], "B": B[0]}

@@ -21,21 +21,23 @@ from linattn_edu import (
     ema_scan,
     fused_recurrent_gated_delta_rule,
     l2norm,
+    make_ring,
     mamba_chunk_scan_combined,
     rms_norm_gated,
     solve_tril,
 )
 from linattn_edu.ops import causal_conv1d as conv
 from linattn_edu.ops import causal_conv1d_update as conv_update
-from linattn_edu.ops import cumsum, ema
+from linattn_edu.ops import cumsum, ema, ring
 from linattn_edu.ops import l2norm as norm
 from linattn_edu.ops import rms_norm_gated as gated
 from linattn_edu.ops import solve_tril as inverse
-from linattn_edu.ops.delta import decode, gate, recurrence
+from linattn_edu.ops.delta import decode, gate, recurrence, replay
 from linattn_edu.ops.gdn import chunk as gdn
 from linattn_edu.ops.gdn2 import chunk as gdn2
 from linattn_edu.ops.kda import chunk as kda
 from linattn_edu.ops.ssd import chunk as ssd
+from linattn_edu.ops.ssd import replay as replay_ssd
 from linattn_edu.ops.ssd import step
 from linattn_edu.testing import ssd_inputs
 
@@ -236,11 +238,40 @@ def test_steps_of_a_pool(lower_bound, of_channels, device):
     check(decode.pools_[of_channels], *tensors, pool, *slots, *numbers)
 
 
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("channels", [False, True])
+def test_replay(channels, impl, device):
+    """And the fold of what a ring has."""
+    x = case(T, (1, HV), K, V, B=2, N=3, gates="gk" if channels else "g", device=device)
+    pool = x["initial_state"]
+    empty = make_ring(pool, 1, length=4, tokens=T, channels=channels, dtype=torch.float32)
+    slots, accepted = torch.tensor([2, -1], device=device), torch.tensor([1, 0], device=device)
+    tensors = [x.get(n) for n in replay.replay_.inputs[:8]]
+    for where in ((pool[:2], None, None), (pool, slots, accepted)):
+        parts = (part[: len(where[0])] for part in empty[:4])
+        options = 0.5, True, 0, None, False, 4
+        check(replay.replay_, *tensors, *parts, *where, *options, impl)
+    for last in (None, accepted):
+        check(ring.commit_, *empty[:4], pool, slots, last, False, impl)
+
+
 def tokens_of_ssd(n, device):
     """What n tokens have, what may be left out, and as many states."""
     x = ssd_inputs(n, 1, 4, 2, K, V, device=device)
     tokens = (x.x[:, 0], x.dt[:, 0, :, None], x.A[:, None, None], x.B[:, 0], x.C[:, 0])
     return tokens, (x.D[:, None].expand(-1, K), x.z[:, 0], x.dt_bias[:, None]), x.initial_states
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_replay_of_ssd(impl, device):
+    x = ssd_inputs(2, T, 4, 2, K, V, device=device)
+    tensors = (x.x, x.dt, x.A, x.B, x.C)
+    more = (x.D[:, None].expand(-1, K).contiguous(), x.z, x.dt_bias)
+    empty = make_ring(x.initial_states, 2, length=4, tokens=T, dtype=x.B.dtype, state_v_first=True)
+    slots, accepted = torch.tensor([1, -1], device=device), torch.tensor([1, 0], device=device)
+    for given, where in ((more, (None, None)), ((None, None, None), (slots, accepted))):
+        check(replay_ssd.replay_, *tensors, *given, *empty[:4], x.initial_states, *where, True, 4,
+              impl)  # fmt: skip
 
 
 @pytest.mark.parametrize("pool", [False, True])
@@ -416,6 +447,7 @@ def test_every_operator_is_checked():
         "recurrent_pool_gated", "recurrent_step_gated", "recurrent_step_gated_v_first",
         "recurrent_step_gated_",
         "selective_state_update", "selective_state_update_drafts", "causal_conv1d_update",
+        "replay_delta_rule", "replay_selective_state_update", "commit_ring",
     }  # fmt: skip
 
 

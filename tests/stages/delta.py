@@ -17,6 +17,9 @@ POOL = {
     "indices": "slots", "accepted": "accepted", "lower_bound": -5.0, "normalise": True,
     "v_first": True, "inplace": True,
 }  # fmt: skip
+RING = {
+    "gk": "gk", **GATES[0], "lower_bound": -5.0, "normalise": True, "sigmoid": 2,
+}  # fmt: skip
 CONVOLUTION = {"activation": "activation"}
 
 
@@ -83,6 +86,14 @@ STAGES = [
     Stage("delta/recurrent", "recurrent",
           call("q k v g beta v h0", gk="gk_wide", gv="gv_wide", initial_state="h0"),
           "recurrent_bwd"),
+    Stage("delta/replay", "recurrent",
+          call("q k v g beta h0 keys writes decays counts", length=16, normalise=True),
+          more=[call("q k v - beta h0 keys writes decays_wide counts accepted accepted",
+                     length=16, **RING),
+                call("q k v - beta h0 keys keys decays_wide counts", length=16, v_first=True,
+                     **RING)]),
+    Stage("delta/replay", "recurrent", call("h0 keys writes decays counts accepted"), "commit",
+          more=[call("h0 keys writes decays_wide counts accepted accepted", v_first=True)]),
     # with a gate for each channel
     Stage("delta/gate_cumsum", "kda", call("g", "chunks"), more=with_gates("g")),
     Stage("delta/gate_bwd", "kda", call("gc g", "chunks"), more=with_gates("gc g")),

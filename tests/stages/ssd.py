@@ -23,6 +23,8 @@ STAGES = [
                 call("one.state one.x one.dt one.A one.B one.B one.D one.x one.bias drafts - "
                      "bounds", softplus=True),
                 call("all.state all.x all.x all.A all.B all.B - - - drafts slots bounds")]),
+    Stage("ssd/replay", "ssd", call("x dt A B C skip z dt_bias", "ring", softplus="softplus"),
+          more=[call("x dt A B C skip z dt_bias", "ring", indices="slots", accepted="slots")]),
     # averages
     Stage("ssd/ema", "ema", call("x g gc weight h0", "chunks wanted")),
     Stage("ssd/ema_bwd", "ema", call("x g gc weight h dy dht", "chunks")),

@@ -12,6 +12,7 @@ from linattn_edu.ops.gdn.chunk import (
 )
 from linattn_edu.ops.gdn.gate import fused_gdn_gate
 from linattn_edu.ops.gdn.recurrent import fused_recurrent_gated_delta_rule
+from linattn_edu.ops.gdn.replay import replay_gated_delta_rule
 
 __all__ = [
     "FusedStages",
@@ -23,5 +24,6 @@ __all__ = [
     "fused_gdn_gate",
     "fused_recurrent_gated_delta_rule",
     "fused_stages",
+    "replay_gated_delta_rule",
     "stages",
 ]

@@ -12,6 +12,7 @@ from linattn_edu.ops.kda.chunk import (
 )
 from linattn_edu.ops.kda.gate import fused_kda_gate
 from linattn_edu.ops.kda.recurrent import fused_recurrent_kda
+from linattn_edu.ops.kda.replay import replay_kda
 
 __all__ = [
     "FusedStages",
@@ -23,5 +24,6 @@ __all__ = [
     "fused_kda_gate",
     "fused_recurrent_kda",
     "fused_stages",
+    "replay_kda",
     "stages",
 ]

@@ -30,7 +30,8 @@ class Composition(Declaration):
         names = self._declared(f, (*self.inputs, *self.options, *KNOWN))
         self._forward_takes = [n for n in names if n in (*self.inputs, *self.options)]
         self._forward_packs = any(n in PACKED for n in names)
-        ways = {self.mutates: _as_it_is, **dict.fromkeys(self.apart, contiguous_rows)}
+        ways = dict.fromkeys(self.mutates, _as_it_is)
+        ways |= dict.fromkeys(self.apart, contiguous_rows)
         self._brought = [ways.get(n, contiguous) for n in self.inputs]
 
     def _take_backward(self, f: Callable) -> None:

@@ -62,7 +62,7 @@ class Declaration:
             ranks, known by a Ranks; None, not at all.
         transition: With "ranks", the axes of what takes the initial_state through a piece.
         limited: The tensor whose head size limits the tokens of a chunk.
-        mutates: The tensor that is written in place.
+        mutates: The tensors that are written in place, their names in a string.
         constants: The tensors that have no gradient, being no numbers to be changed.
         apart: The tensors whose rows, along the first axis, the stages take wherever they lie.
         lacks: Arguments of a composition that it shares with others, for which it has no tensors.
@@ -83,7 +83,7 @@ class Declaration:
         packed: str | None = None,
         transition: str = "",
         limited: str | None = None,
-        mutates: str | None = None,
+        mutates: str = "",
         constants: Collection[str] = (),
         apart: Collection[str] = (),
         lacks: Collection[str] = (),
@@ -98,7 +98,7 @@ class Declaration:
         self.fused = fused
         self.packed, self.bounds = packed, BOUNDS[packed]
         self.matrices = len(transition.split()) > 1
-        self.limited, self.mutates, self.apart = limited, mutates, apart
+        self.limited, self.mutates, self.apart = limited, tuple(mutates.split()), apart
         self.constants, self.lacks = constants, lacks
         self._in_chunks = [n for n, axes in self.axes.items() if "C" in axes]
         self.with_tokens = self.axes[self.inputs[0]][:2] == ("B", "T")

@@ -86,7 +86,7 @@ class Operator(Composition):
         parts = []
         for n in names:
             if n in tensors or n in self.bounds:
-                alias = "(a0!)" if n == self.mutates else ""
+                alias = f"(a{self.mutates.index(n)}!)" if n in self.mutates else ""
                 parts.append(f"Tensor{alias}{'' if n in must else '?'} {n}")
             else:
                 parts.append(f"{self.options[n]} {n}")
@@ -102,7 +102,7 @@ class Operator(Composition):
             results = fake(*args)
             return results if len(results) > 1 else results[0]
 
-        mutated = () if self.mutates is None or names is not self.names else (self.mutates,)
+        mutated = self.mutates if names is self.names else ()
         registered = torch.library.custom_op(
             f"linattn_edu::{name}", whole, mutates_args=mutated, schema=schema
         )
