@@ -10,7 +10,7 @@ COMMANDS = {
     **{op: f"python -m benchmarks {op}{more} --all" for op, more in
        (("gdn", ""), ("kda", ""), ("ssd", " ema"))},
     **{name: f"python -m benchmarks.{name}" for name in
-       ("rungs", "fusion", "pieces", "decoding", "blocks", "host", "steps")},
+       ("rungs", "fusion", "pieces", "decoding", "blocks", "host", "steps", "replay")},
     "losses": "python -m benchmarks.losses --out FILE",
     "cp": "python -m benchmarks.ranks",
 }  # fmt: skip
