@@ -276,11 +276,11 @@ IMAGES = """() => [...document.images].filter(i => i.src && !(i.complete && i.na
 SOLUTIONS = "[...document.querySelectorAll('.solution.dropdown')]"
 
 
-def unfold(tab):
-    """A solution is closed at first; a click shows it and the cells in it."""
+def unfold(tab, least):
+    """A solution, of at least so many, is closed at first; a click shows it and the cells in it."""
     heights = f"() => {SOLUTIONS}.map(e => e.getBoundingClientRect().height)"
     closed = tab.evaluate(heights)
-    assert len(closed) >= 4
+    assert len(closed) >= least
     tab.locator(".solution.dropdown button.toggle-button").first.click()
     tab.evaluate(f"() => {SOLUTIONS}.slice(1).forEach(e => e.querySelector('button').click())")
     tab.wait_for_function(f"closed => ({heights})().every((h, i) => h > closed[i])", arg=closed)
@@ -313,7 +313,7 @@ def read_chapter(tab, name):
     heading, with the minutes that it takes.
     """
     number = tab.locator("article h1 .section-number").text_content().strip(". \u00a0")
-    assert int(number) == int(name.split("_")[0])
+    assert number == re.sub("^0(?=.)", "", name.split("_")[0])  # 7b of 07b_recurrent_bwd
     links = tab.evaluate("() => [...document.querySelectorAll('a')].map(a => a.href)")
     assert any(re.search(rf"colab\..*/blob/main/chapters/{name}\.ipynb$", h) for h in links)
     assert any(h.endswith(f"/edit/main/chapters/{name}.md") for h in links)
@@ -348,8 +348,8 @@ def test_page(page, desk):
     assert tab.evaluate(WIDE) == []
     assert tab.evaluate(CUT) == []
     tab.set_viewport_size(PHONE)
-    if page.startswith("chapters/"):
-        unfold(tab)
+    if page.startswith("chapters/"):  # one with a letter goes on with what another began
+        unfold(tab, 1 if re.match(r"chapters/\d\d[a-z]", page) else 4)
     assert tab.evaluate(WIDE) == [], "at 390 px"
     assert tab.evaluate(BROKEN) == []
     assert desk.elsewhere == []

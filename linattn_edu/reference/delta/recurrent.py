@@ -34,14 +34,9 @@ def recurrent(
         S <- S + k_t^T beta_t e
         o_t = scale q_t S
 
-    or, with gates of its own for what is erased and for what is written,
-
-        e  = write_t * v_t - (beta_t * k_t) S
-        S <- S + k_t^T e
-
     Args:
         q, k: [B, T, H, K]. v: [B, T, HV, V]. g: [B, T, HV] natural-log decay. beta: [B, T, HV].
-        write: [B, T, HV, V], the write gate; beta is the erase gate [B, T, HV, K] then.
+        write: [B, T, HV, V]; beta is [B, T, HV, K] then, e = write_t * v_t - (beta_t * k_t) S.
         gk: [B, T, HV, K], a decay for each row of the state; gv: [B, T, HV, V], for each column.
             The logs of all gates given are added; g may be None.
         scale: K**-0.5 if None.  initial_state: [B, HV, K, V], zero if None.
