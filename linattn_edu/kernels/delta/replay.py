@@ -8,7 +8,6 @@ from torch import Tensor
 from linattn_edu.kernels.delta.gate import log_decay
 from linattn_edu.kernels.delta.l2norm import reciprocal_lengths
 from linattn_edu.kernels.delta.recurrent import (
-    BV,
     column_sums,
     load,
     load_number,
@@ -16,7 +15,7 @@ from linattn_edu.kernels.delta.recurrent import (
     slot_of,
     store_state,
 )
-from linattn_edu.kernels.tiles import block, cast, columns_of, load_vector, mask_if
+from linattn_edu.kernels.tiles import block, cast, cdiv, columns_of, load_vector, mask_if
 
 
 @triton.jit
@@ -266,11 +265,11 @@ def commit_kernel(
 REGISTERS = {"one token": (96, 128), "several": (128, None)}
 
 
-def _sizes(keys: Tensor, writes: Tensor, decays: Tensor) -> dict[str, int]:
+def _sizes(keys: Tensor, writes: Tensor, decays: Tensor, counts: Tensor) -> dict[str, int]:
     """What both kernels are compiled for."""
     (H, R, K), (HV, _, V) = keys.shape[1:], writes.shape[1:]
     G = decays.shape[3]
-    tiles = {"BK": block(K), "BV": min(block(V), BV), "BG": 1 if G == 1 else block(G)}
+    tiles = {"BK": block(K), "BV": block(cdiv(V, counts.shape[2])), "BG": 1 if G == 1 else block(G)}
     return {"H": H, "HV": HV, "K": K, "V": V, "G": G, "R": R, **tiles}
 
 
@@ -303,7 +302,7 @@ def replay(
     A_log, dt_bias, lower_bound, sigmoid, v_first: as in recurrent.
     """
     N, T, _, K = q.shape
-    sizes, o = _sizes(keys, writes, decays), torch.empty_like(v)
+    sizes, o = _sizes(keys, writes, decays, counts), torch.empty_like(v)
     registers = REGISTERS["one token" if T == 1 else "several"][sizes["G"] > 1]
     whole = sizes["BK"] * sizes["BV"] * 4 == 16 << 10
     limit = {"maxnreg": registers} if whole and registers else {}
@@ -330,7 +329,7 @@ def commit(
     v_first: bool = False,
 ) -> Tensor:
     """Launch commit_kernel; arguments as in the reference, v_first as in replay."""
-    sizes, folded = _sizes(keys, writes, decays), counts.new_empty(len(indices))
+    sizes, folded = _sizes(keys, writes, decays, counts), counts.new_empty(len(indices))
     with torch.cuda.device_of(state):
         commit_kernel[(len(indices) * sizes["HV"] * counts.shape[2],)](
             state, keys, writes, decays, counts, folded, indices, accepted, state.stride(0),

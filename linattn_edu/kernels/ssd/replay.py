@@ -6,9 +6,9 @@ import triton.language as tl
 from torch import Tensor
 
 from linattn_edu.kernels.delta.gate import softplus as softplus_of
-from linattn_edu.kernels.delta.recurrent import BV, load, load_number, slot_of
+from linattn_edu.kernels.delta.recurrent import load, load_number, slot_of
 from linattn_edu.kernels.delta.replay import decays_since, load_entries, opened
-from linattn_edu.kernels.tiles import block, cast, columns_of, mask_if
+from linattn_edu.kernels.tiles import block, cast, cdiv, columns_of, mask_if
 
 
 @triton.jit
@@ -170,7 +170,7 @@ def replay(
             x, dt, A, B, C, D, z, dt_bias, state, keys, writes, decays, counts, out, indices,
             accepted, state.stride(0), state.shape[0], *strides, T, H, G, P, K,
             1 if D is None else D.shape[1], softplus, length, R,
-            BR=1 << (length - 1).bit_length(), BK=block(K), BP=min(block(P), BV), ONE=T == 1,
-            num_warps=4,
+            BR=1 << (length - 1).bit_length(), BK=block(K), BP=block(cdiv(P, counts.shape[2])),
+            ONE=T == 1, num_warps=4,
         )  # fmt: skip
     return out

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from linattn_edu.ops import check, inplace, ring
+from linattn_edu.ops import check, inplace
+from linattn_edu.ops import ring as rings
 from linattn_edu.ops.operator import Operator, like
 from linattn_edu.ops.ring import Ring
 from linattn_edu.ops.ssd.step import LARGEST
@@ -15,7 +16,7 @@ from linattn_edu.ops.tensors import wide
 
 def replay_selective_state_update(
     state: Tensor,
-    kept: Ring,
+    ring: Ring,
     x: Tensor,
     dt: Tensor,
     A: Tensor,
@@ -88,33 +89,33 @@ def replay_selective_state_update(
         given.take("z", z, ("B", "T", "H", "P"))
     if dt_bias is not None:
         given.take("dt_bias", dt_bias, ("H",))
-    ring.check_ring(given, state, kept, ("G", "H", "N", "P"))
+    rings.check_ring(given, state, ring, ("G", "H", "N", "P"))
     for axis, size in sizes.items():
         if size < 1:
             raise ValueError(f"x, B and state must have {axis} >= 1, got {axis}={size}")
     check.group_count(sizes)
     if sizes["N"] > LARGEST:
         raise ValueError(f"state must have N <= {LARGEST}, got N={sizes['N']}")
-    if not kept.state_v_first or sizes["gates"] != 1:
+    if not ring.state_v_first or sizes["gates"] != 1:
         raise ValueError("ring must be made with state_v_first=True and channels=False")
     tensors = (x, dt, A, B, C, D, z, dt_bias)
-    check.same_dtype(("B", B), ("ring.keys", kept.keys))
-    if kept.decays.dtype != (dtype := wide(state, *tensors)):
-        raise TypeError(f"ring.decays must be {dtype}, got {kept.decays.dtype}")
-    ring.check_tokens(sizes, kept, "x")
-    ring.check_slots(
+    check.same_dtype(("B", B), ("ring.keys", ring.keys))
+    if ring.decays.dtype != (dtype := wide(state, *tensors)):
+        raise TypeError(f"ring.decays must be {dtype}, got {ring.decays.dtype}")
+    rings.check_tokens(sizes, ring, "x")
+    rings.check_slots(
         given, sizes["B"], state_batch_indices, num_accepted_tokens, "state_batch_indices"
     )
     softplus = check.flag("dt_softplus", dt_softplus)
     impl = check.resolve_impl(impl, given.device, tuple(given.dtypes))
     where = state_batch_indices, num_accepted_tokens
-    ring.check_writes(state, kept, (*tensors, *where), "a decoding step")
+    rings.check_writes(state, ring, (*tensors, *where), "a decoding step")
     D = D[:, None] if D is not None and D.ndim == 1 else D
-    with inplace.writable(state), inplace.writable(kept.keys):
+    with inplace.writable(state), inplace.writable(ring.keys):
         (out,) = replay_(
-            x, dt, A, B, C, D, z, dt_bias, *kept[:4], state, *where, softplus, kept.length, impl
+            x, dt, A, B, C, D, z, dt_bias, *ring[:4], state, *where, softplus, ring.length, impl
         )
-    ring.written(state, kept, impl)
+    rings.written(state, ring, impl)
     return out
 
 
@@ -136,14 +137,14 @@ replay_ = Operator(
         "D": "HV P_D?",
         "z": "B T HV V?",
         "dt_bias": "HV?",
-        **ring.AXES,
+        **rings.AXES,
         "indices": "B?",
         "accepted": "B?",
     },
     {"out": like("B T HV V", "x")},
     options={"softplus": "bool", "length": "int"},
     stages=implementations(Stages),
-    mutates=ring.WRITTEN,
+    mutates=rings.WRITTEN,
     apart=("x", "dt", "B", "C", "z"),
 )
 
@@ -155,7 +156,7 @@ def forward(
 ):  # fmt: skip
     """out; the ring, and where it is full the state, are written in place."""
     tokens = keys.shape[2] - length
-    ring.check_numbers(indices, accepted, state.shape[0], tokens, "state_batch_indices")
+    rings.check_numbers(indices, accepted, state.shape[0], tokens, "state_batch_indices")
     return stages.replay(
         x, dt, A, B, C, D, z, dt_bias, state, keys, writes, decays, counts, indices, accepted,
         length=length, softplus=softplus,
