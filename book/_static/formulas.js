@@ -63,7 +63,10 @@
       { rootMargin: "100% 0px" },
     );
     for (const e of todo) watch.observe(e);
-    set([...todo].filter((e) => seen(place(e))));
+    const here = () => set([...todo].filter((e) => seen(place(e))));
+    here();
+    // an address may be gone to only once the images before it are there
+    if (document.readyState != "complete") addEventListener("load", here);
     setTimeout(turn);
     addEventListener("beforeprint", () => set([...todo]));
   };
