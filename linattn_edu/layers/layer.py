@@ -46,8 +46,8 @@ class Layer(nn.Module):
                 packed ones apart. The recurrent state is float32, or float64 with float64.
             ring: How many tokens a step of one token keeps beside the recurrent state before it is
                 written again, as length in :func:`make_ring`; None: each step writes it. Nearly
-                half of a step's traffic is saved; on an H100 so far time is for many sequences of
-                Gated DeltaNet and Mamba-2 alone. y differs in rounding.
+                half of a step's traffic is saved, and on an H100 time from 8 sequences on. y
+                differs in rounding.
 
         Raises:
             TypeError: batch_size is no integer, dtype no floating-point dtype.

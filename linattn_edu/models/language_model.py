@@ -13,6 +13,7 @@ from linattn_edu.layers.layer import check_mask
 from linattn_edu.models.attention import Attention
 from linattn_edu.ops import check
 
+RING = 8  # tokens between two writes of a state that generate leaves to the ring, on a GPU
 WORTH = 16  # tokens for which a step is captured, which takes as long as some of them
 COLDEST = torch.finfo(torch.float32).tiny
 
@@ -199,7 +200,8 @@ class LanguageModel(nn.Module):
     ) -> Tensor:
         """The prompt ``[B, T]`` and so many tokens after it, ``[B, T + new_tokens]``.
 
-        On a GPU tokens after the first come from a :class:`Step`, where there are many.
+        On a GPU tokens after the first come from a :class:`Step`, where there are many, and states
+        are written every eighth token, as with ring=8 of :meth:`make_cache`.
 
         Args:
             prompt: At least one token; shorter prompts of a batch are padded on the left.
@@ -223,7 +225,8 @@ class LanguageModel(nn.Module):
             raise ValueError(f"temperature must be finite and at least 0, got {temperature!r}")
         if attention_mask is not None and not check_mask(attention_mask, prompt)[:, -1].all():
             raise ValueError("attention_mask must end with a token in each row, got padding alone")
-        cache, tokens, step = self.make_cache(len(prompt), device, dtype), prompt, prompt
+        ring = RING if prompt.is_cuda else None
+        cache, tokens, step = self.make_cache(len(prompt), device, dtype, ring=ring), prompt, prompt
         after = self.make_step(cache) if new_tokens > WORTH else partial(self, cache=cache)
         for i in range(new_tokens):
             logits = after(step) if i else self(step, attention_mask, cache)

@@ -458,7 +458,7 @@ RINGS = {
     "heads": ({"heads": 3}, ValueError, "heads must divide the HV=2 heads of state, got 3"),
     "none": ({"heads": 0}, ValueError, "heads must be an integer >= 1"),
     "length": ({"length": 65}, ValueError, "length must be at most 64, got 65"),
-    "tokens": ({"tokens": 17}, ValueError, "tokens must be at most 16, got 17"),
+    "tokens": ({"tokens": 9}, ValueError, "tokens must be at most 8, got 9"),
     "dtype": ({"dtype": torch.int32}, TypeError, "dtype must be a floating-point dtype"),
     "writes": ({"writes_dtype": int}, TypeError, "writes_dtype must be a floating-point dtype"),
     "channels": ({"channels": 3}, TypeError, "channels must be True or False, got 3"),

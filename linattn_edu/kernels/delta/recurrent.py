@@ -19,13 +19,16 @@ from linattn_edu.kernels.tiles import (
     store_tile,
 )
 
+NORMALLY = tl.constexpr("")
+
 
 @triton.jit
-def load_state(x_ptr, o_k, o_v, K: tl.constexpr, V: tl.constexpr, V_FIRST: tl.constexpr):
+def load_state(x_ptr, o_k, o_v, K: tl.constexpr, V: tl.constexpr, V_FIRST: tl.constexpr,
+               EVICT: tl.constexpr = NORMALLY):  # fmt: skip
     """A tile of a state [K, V], or [V, K] if V_FIRST, in fp32 and as [BK, BV]."""
     o = o_k[:, None] + o_v[None, :] * K if V_FIRST else o_k[:, None] * V + o_v[None, :]
     mask = (o_k[:, None] < K) & (o_v[None, :] < V)
-    return tl.load(x_ptr + o, mask=mask, other=0.0).to(tl.float32)
+    return tl.load(x_ptr + o, mask=mask, other=0.0, eviction_policy=EVICT).to(tl.float32)
 
 
 @triton.jit

@@ -39,7 +39,7 @@ def keep_entries(counts_ptr, begin, count, last):
 def fold(b_S, keys_ptr, writes_ptr, decays_ptr, begin, count, o_k, o_v, o_g, K: tl.constexpr,
          V: tl.constexpr, G: tl.constexpr, R: tl.constexpr):  # fmt: skip
     """The state after the entries of a ring, one after the other, the next ones on their way."""
-    for j in tl.range(0, count, num_stages=4):
+    for j in tl.range(0, count, num_stages=8):
         i = (begin + j) % R
         b_k, b_u = load_vector(keys_ptr + i * K, o_k, K), load_vector(writes_ptr + i * V, o_v, V)
         # eq:delta-decay   S <- a S
@@ -54,7 +54,8 @@ def opened(state_ptr, keys_ptr, writes_ptr, decays_ptr, counts_ptr, accepted_ptr
            o_g, K: tl.constexpr, V: tl.constexpr, G: tl.constexpr, L: tl.constexpr,
            R: tl.constexpr, V_FIRST: tl.constexpr):  # fmt: skip
     """S_0, the first entry of its ring and how many there are, once T more have their places."""
-    b_S = load_state(state_ptr, o_k, o_v, K, V, V_FIRST)
+    # read once in a call: the rings, read by several programs and again soon, stay in the L2
+    b_S = load_state(state_ptr, o_k, o_v, K, V, V_FIRST, "evict_first")
     begin, count = entries(counts_ptr, accepted_ptr, i_n)
     if count + T > L:
         b_S = fold(b_S, keys_ptr, writes_ptr, decays_ptr, begin, count, o_k, o_v, o_g, K, V, G, R)
@@ -259,10 +260,18 @@ def commit_kernel(
         tl.store(folded_ptr + i_n, folded)
 
 
-# Registers of a thread for 16 KiB of a state, by the gates of a head: one, or one a channel. Five
-# programs then fit a multiprocessor, or four, and enough of the states is on its way. The compiler
-# would take more and needs no more; for several tokens with many gates it does.
-REGISTERS = {"one token": (96, 128), "several": (128, None)}
+# Two warps hold 64 columns of a state in half of their registers, and four or five such programs
+# keep enough of the states on their way: more warps, or narrower tiles, wait for each other longer.
+WARPS = 2
+# Registers of a thread for one token with one gate: a fifth program fits a multiprocessor. The
+# compiler would take 250; where there is more to hold it needs them.
+REGISTERS = 200
+
+
+def limits(G: int, T: int, tile: int) -> dict[str, int]:
+    """How replays are compiled, by the gates of a head, the tokens and the numbers of a tile."""
+    few = {"maxnreg": REGISTERS} if G == 1 and T == 1 and tile == 1 << 13 else {}
+    return {"num_warps": WARPS} | few
 
 
 def _sizes(keys: Tensor, writes: Tensor, decays: Tensor, counts: Tensor) -> dict[str, int]:
@@ -303,16 +312,14 @@ def replay(
     """
     N, T, _, K = q.shape
     sizes, o = _sizes(keys, writes, decays, counts), torch.empty_like(v)
-    registers = REGISTERS["one token" if T == 1 else "several"][sizes["G"] > 1]
-    whole = sizes["BK"] * sizes["BV"] * 4 == 16 << 10
-    limit = {"maxnreg": registers} if whole and registers else {}
     with torch.cuda.device_of(q):
         replay_kernel[(N * sizes["HV"] * counts.shape[2],)](
             q, k, v, g if gk is None else gk, beta, A_log, dt_bias, lower_bound,
             state, keys, writes, decays, counts, o, indices, accepted, state.stride(0),
             state.shape[0], K**-0.5 if scale is None else scale, T,
             L=length, BR=1 << (length - 1).bit_length(), NORM=normalise, SIGMOID=sigmoid,
-            V_FIRST=v_first, ONE=T == 1, num_warps=4, **limit, **sizes,
+            V_FIRST=v_first, ONE=T == 1, **sizes,
+            **limits(sizes["G"], T, sizes["BK"] * sizes["BV"]),
         )  # fmt: skip
     return o
 
@@ -333,6 +340,6 @@ def commit(
     with torch.cuda.device_of(state):
         commit_kernel[(len(indices) * sizes["HV"] * counts.shape[2],)](
             state, keys, writes, decays, counts, folded, indices, accepted, state.stride(0),
-            state.shape[0], V_FIRST=v_first, num_warps=4, **sizes,
+            state.shape[0], V_FIRST=v_first, num_warps=WARPS, **sizes,
         )  # fmt: skip
     return folded

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from linattn_edu.kernels.delta.gate import softplus as softplus_of
 from linattn_edu.kernels.delta.recurrent import load, load_number, slot_of
-from linattn_edu.kernels.delta.replay import decays_since, load_entries, opened
+from linattn_edu.kernels.delta.replay import decays_since, limits, load_entries, opened
 from linattn_edu.kernels.tiles import block, cast, cdiv, columns_of, mask_if
 
 
@@ -165,12 +165,13 @@ def replay(
     """
     (N, T, H, P), (G, R, K), out = x.shape, keys.shape[1:], x.new_empty(x.shape)
     strides = [0 if y is None else y.stride(0) for y in (x, dt, B, C, z)]
+    tiles = {"BK": block(K), "BP": block(cdiv(P, counts.shape[2]))}
     with torch.cuda.device_of(x):
         ssd_replay_kernel[(N * H * counts.shape[2],)](
             x, dt, A, B, C, D, z, dt_bias, state, keys, writes, decays, counts, out, indices,
             accepted, state.stride(0), state.shape[0], *strides, T, H, G, P, K,
             1 if D is None else D.shape[1], softplus, length, R,
-            BR=1 << (length - 1).bit_length(), BK=block(K), BP=block(cdiv(P, counts.shape[2])),
-            ONE=T == 1, num_warps=4,
+            BR=1 << (length - 1).bit_length(), ONE=T == 1, **tiles,
+            **limits(1, T, tiles["BK"] * tiles["BP"]),
         )  # fmt: skip
     return out

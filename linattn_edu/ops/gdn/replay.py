@@ -69,7 +69,7 @@ def replay_gated_delta_rule(
         TypeError, ValueError: An argument does not fit, shares memory with what is written, or
             needs a gradient; before any kernel runs.
 
-    Source: Yang et al. 2024 (arXiv:2412.06464); ReplaySSM of Dao and others 2026; chapter 26.
+    Source: Yang et al. 2024 (arXiv:2412.06464); ReplaySSM of Dao and others 2026; chapter 26b.
     """
     normalise, raw_gate = arguments.flags(
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, use_gate_in_kernel=use_gate_in_kernel

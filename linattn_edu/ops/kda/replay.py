@@ -53,7 +53,7 @@ def replay_kda(
     Raises:
         TypeError, ValueError: as :func:`replay_gated_delta_rule`, before any kernel runs.
 
-    Source: Kimi Team 2025 (arXiv:2510.26692); ReplaySSM of Dao and others 2026; chapter 26.
+    Source: Kimi Team 2025 (arXiv:2510.26692); ReplaySSM of Dao and others 2026; chapter 26b.
     """
     normalise, raw_gate = arguments.flags(
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, use_gate_in_kernel=use_gate_in_kernel

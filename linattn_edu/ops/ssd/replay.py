@@ -74,7 +74,7 @@ def replay_selective_state_update(
         TypeError, ValueError: An argument does not fit, shares memory with what is written, or
             needs a gradient; before any kernel runs.
 
-    Source: Dao and Gu 2024 (arXiv:2405.21060); ReplaySSM of Dao and others 2026; chapter 26.
+    Source: Dao and Gu 2024 (arXiv:2405.21060); ReplaySSM of Dao and others 2026; chapter 26b.
     """
     given = check.Tensors()
     sizes = given.sizes

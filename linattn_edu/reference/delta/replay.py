@@ -48,7 +48,7 @@ def replay(
             in their place: neither is rounded.
     Returns:
         o [N, T, HV, V] in v.dtype.
-    Source: chapter 26.
+    Source: chapter 26b.
     """
     dtype = compute_dtype(q, k, v, g, beta, gk, state)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -110,7 +110,7 @@ def commit(
     Args: as in replay.
     Returns:
         How many entries there were [N], int32.
-    Source: chapter 26.
+    Source: chapter 26b.
     """
     R, folded = keys.shape[2], counts.new_zeros(len(indices))
     for n, slot in slots_of(state, len(indices), indices):

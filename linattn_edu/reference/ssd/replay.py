@@ -48,7 +48,7 @@ def replay(
         softplus: whether the softplus of dt + dt_bias is the step.
     Returns:
         out [N, T, H, P] in x.dtype.
-    Source: chapter 26.
+    Source: chapter 26b.
     """
     dtype = compute_dtype(state, x, dt, A, B, C, D, z, dt_bias)
     (T, H), G, R, out = x.shape[1:3], B.shape[2], keys.shape[2], torch.zeros_like(x)
