@@ -573,29 +573,24 @@ def _gate_bwd(z: Size, d: ModuleType) -> dict[str, Rung]:
 
 @ladder(
     "13_ssd",
-    "1 whole_chunk_scan, 2 tiled_chunk_state, 3 chunk_state, 3 chunk_scan",
-    "whole_chunk_scan tiled_chunk_state",
+    "1 whole_chunk_scan, 2 tiled_chunk_scan, 3 chunk_scan",
+    "whole_chunk_scan tiled_chunk_scan",
 )
 def _ssd(z: Size, d: ModuleType) -> dict[str, Rung]:
     a = z.ssd(own=True)
     C, B, x, step, gc, h, _ = a["chunk_scan"][0]
     (_, T, H, P), N = x.shape, B.shape[3]
-    scan, state = stage_function("chunk_scan", "triton"), stage_function("chunk_state", "triton")
-    scanned = lambda: [scan(C, B, x, step, gc, h, chunk_size=z.C)]
-    states = lambda: [state(B, x, step, gc, chunk_size=z.C)]
-    sizes, y, s, BP = sizes_of(H=H, N=N, P=P, BT=z.C), outputs(x), outputs(h), min(32, P)
-    grid = T // z.C, H
+    scan = stage_function("chunk_scan", "triton")
+    shipped = lambda: [scan(C, B, x, step, gc, h, chunk_size=z.C)]
+    outs, grid, BP = outputs(x), (T // z.C, H), min(32, P)
+    sizes, args = sizes_of(H=H, N=N, P=P, BT=z.C), (C, B, x, step, gc, h, *outs, T)
+    tiles = sizes | {"BN": min(64, N), "BP": BP}
+    tiled, programs = d.tiled_chunk_scan, (*grid, P // BP)
     return {
-        "whole_chunk_scan": launched(
-            d.whole_chunk_scan, grid, (C, B, x, step, gc, h, *y, T), sizes, y, scanned
-        ),
-        "tiled_chunk_state": launched(
-            d.tiled_chunk_state, (*grid, P // BP), (B, x, step, gc, *s, T),
-            sizes | {"BP": BP}, s, states,
-        ),
-        "chunk_state": Rung(states),
-        "chunk_scan": Rung(scanned),
-    }  # fmt: skip
+        "whole_chunk_scan": launched(d.whole_chunk_scan, grid, args, sizes, outs, shipped),
+        "tiled_chunk_scan": launched(tiled, programs, args, tiles, outs, shipped),
+        "chunk_scan": Rung(shipped),
+    }
 
 
 @ladder(
@@ -780,7 +775,7 @@ def _ema(z: Size, d: ModuleType) -> dict[str, Rung]:
     D = z.width(4096)
     z.shape = {"B": B, "T": T, "H": H, "D": D, "C": z.C}
     x, g = z.randn(B, T, H, D).to(z.dtype), -(z.randn(B, T, H) - 2.5).exp()
-    gc, stage = stage_function("gate_cumsum", "triton")(g, chunk_size=z.C), None
+    gc = stage_function("gate_cumsum", "triton")(g, chunk_size=z.C).to(g)
     stage = stage_function_of("ssd", "ema")
     shipped = lambda: [stage(x, g, gc, chunk_size=z.C, return_states=False)[0]]
     outs, BD = outputs(x), min(64, D)
@@ -792,9 +787,10 @@ def _ema(z: Size, d: ModuleType) -> dict[str, Rung]:
     }
 
 
-def stage_function_of(family: str, name: str) -> Callable:
-    """A kernel's launcher that is a stage of no set."""
-    return getattr(importlib.import_module(f"linattn_edu.kernels.{family}.{name}"), name)
+def stage_function_of(family: str, name: str, module: str | None = None) -> Callable:
+    """A kernel's launcher that is a stage of no set; module: where it is, if not in its own."""
+    module = importlib.import_module(f"linattn_edu.kernels.{family}.{module or name}")
+    return getattr(module, name)
 
 
 @ladder(
@@ -807,11 +803,12 @@ def _cp_merge(z: Size, d: ModuleType) -> dict[str, Rung]:
     a = z.gdn(1, 32768, 16)
     k, w, u, gc, _ = a["state"][0]
     H, K = w.shape[2:]
-    module = importlib.import_module("linattn_edu.kernels.delta.cp_merge")
-    mapped = lambda: module.piece_map(k, w, u, gc, chunk_size=z.C)
+    piece_map = stage_function_of("delta", "piece_map", "cp_merge")
+    cp_merge = stage_function_of("delta", "cp_merge")
+    mapped = lambda: piece_map(k, w, u, gc, chunk_size=z.C)
     NP = 3 if z.kind == "tiny" else 16
     S_ext, M = z.randn(1, NP, H, K, K), z.randn(1, NP, H, K, K) / K**0.5 / 2
-    merged = lambda: [module.cp_merge(S_ext, M)[0]]
+    merged = lambda: [cp_merge(S_ext, M)[0]]
     outs, BV = outputs(S_ext), min(16, K)
     args, sizes = (S_ext, M, *outs, NP), sizes_of(H=H, K=K, V=K, BK=K, BV=BV)
     grid, parts = (K // BV, H), sizes | {"BJ": min(32, K)}
@@ -831,10 +828,10 @@ def _cp_merge_bwd(z: Size, d: ModuleType) -> dict[str, Rung]:
     (*given, _), kwargs = a["state_bwd"]
     q = given[0]
     (_, T, HV, K), BV = q.shape, min(32, q.shape[3])
-    module = importlib.import_module("linattn_edu.kernels.delta.cp_merge_bwd")
+    piece_map_bwd = stage_function_of("delta", "piece_map_bwd", "cp_merge_bwd")
     out = torch.full((HV, K, 2 * K), torch.nan, device=q.device)
     sizes = sizes_of(HV=HV, K=K, V=K, BT=z.C, BK=K, BV=BV)
-    shipped = lambda: module.piece_map_bwd(*given, **kwargs)
+    shipped = lambda: piece_map_bwd(*given, **kwargs)
     halves = lambda results: (out[None, ..., :K], out[None, ..., K:])
     args = (*given, out, kwargs["scale"], T)
     return {
@@ -854,9 +851,10 @@ def _conv(z: Size, d: ModuleType) -> dict[str, Rung]:
     z.shape = {"B": B, "T": T, "D": D, "W": W}
     x, dp = z.randn(2, B, T, D).to(z.dtype)
     w, b = z.randn(D, W).to(z.dtype), z.randn(D).to(z.dtype)
-    module = importlib.import_module("linattn_edu.kernels.delta.causal_conv1d")
-    forward = lambda: [module.causal_conv1d(x, w, b, activation="silu")[0]]
-    backward = lambda: [module.causal_conv1d_bwd(x, w, None, None, dp)[0]]
+    conv = stage_function_of("delta", "causal_conv1d")
+    conv_bwd = stage_function_of("delta", "causal_conv1d_bwd", "causal_conv1d")
+    forward = lambda: [conv(x, w, b, activation="silu")[0]]
+    backward = lambda: [conv_bwd(x, w, None, None, dp)[0]]
     outs, BT, BD = outputs(x), z.C, min(32, D)
     sizes, grid = sizes_of(D=D, W=W, BT=BT, BD=BD), (triton.cdiv(T, BT), D // BD)
     single = sizes_of(D=D, W=W, BD=BD)

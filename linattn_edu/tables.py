@@ -1,6 +1,6 @@
 """Tables of measured results: rows of the file of results -> heads and lines of text."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from linattn_edu.sources import MARK, changed, marked
 
@@ -45,36 +45,32 @@ def stage_cells(rows: list[dict]) -> Cells:
     return heads, lines
 
 
-def ladder_cells(rows: list[dict], why: dict[str, str] | None = None) -> Cells:
+def ladder_cells(rows: list[dict], whys: Iterable[dict[str, str]]) -> Cells:
     """Heads and lines of a kernel ladder: a line a rung, a column a dtype.
 
-    why: Of each rung in a clause; with it each time has its gain over the first rung that has one.
+    whys: Of each rung, in a clause, why it is faster or slower; several for a ladder of several
+    tasks. A time has its gain over the first rung of its task that has one.
     """
     dtypes = [name for name in SHORT if any(row["dtype"] == name for row in rows)]
-    rungs = {(row["step"], row["order"], row["rung"]): {} for row in sorted(rows, key=_place)}
-    old, firsts = {row["rung"] for row in rows if changed(row)}, {}
-    for row in sorted(rows, key=_place):
-        if "ms" in row:
-            text = marked(_three_digits(row["ms"]), row)
-        else:  # its code is not recorded, but that of its times in other dtypes is
-            text = "refused" + (MARK if row["rung"] in old else "")
-        if why and "ms" in row:
-            first = firsts.setdefault(row["dtype"], row["ms"])
-            text += f" ({first / row['ms']:.2g}\N{MULTIPLICATION SIGN})"
-        rungs[row["step"], row["order"], row["rung"]][row["dtype"]] = text
-    gain = " (gain)" if why else ""
-    heads = ["step", "kernel", *(f"{SHORT[name]} ms{gain}" for name in dtypes)]
-    lines = [
-        [str(step), rung, *(times.get(name, "") for name in dtypes)]
-        for (step, _, rung), times in rungs.items()
-    ]
-    if why:
-        named = {rung for _, _, rung in rungs}
-        if set(why) != named:
-            raise ValueError(f"why must name each of {sorted(named)}, got {sorted(why)}")
-        heads.append("why")
-        lines = [[*line, why[line[1]]] for line in lines]
-    return heads, lines
+    found = {(row["rung"], row["dtype"]): row for row in rows}
+    steps = {row["rung"]: str(row["step"]) for row in rows}
+    old, lines = {row["rung"] for row in rows if changed(row)}, []
+    for why in whys:
+        firsts = {}
+        for rung, reason in why.items():
+            times = []
+            for dtype in dtypes:
+                row = found.get((rung, dtype))
+                if row is None:  # not in this dtype, or not measured yet
+                    times.append("")
+                elif "ms" in row:
+                    gain = firsts.setdefault(dtype, row["ms"]) / row["ms"]
+                    text = marked(_three_digits(row["ms"]), row)
+                    times.append(f"{text} ({gain:.2g}\N{MULTIPLICATION SIGN})")
+                else:  # its code is not recorded, but that of its times in other dtypes is
+                    times.append("refused" + (MARK if rung in old else ""))
+            lines.append([steps.get(rung, ""), rung, *times, reason])
+    return ["step", "kernel", *(f"{SHORT[name]} ms (gain)" for name in dtypes), "why"], lines
 
 
 def _ms(row: dict) -> str:
@@ -83,10 +79,6 @@ def _ms(row: dict) -> str:
 
 def _three_digits(ms: float) -> str:
     return f"{ms:.0f}" if ms >= 100 else f"{ms:#.3g}"
-
-
-def _place(row: dict) -> tuple[int, int]:
-    return row["step"], row["order"]
 
 
 def _optional(x: float | None, form: str) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from linattn_edu import measurements, tables
+from linattn_edu import measurements, sources, tables
 from linattn_edu.figures import speedup
 from linattn_edu.measurements import timed
 from linattn_edu.pipeline import (
@@ -262,21 +262,29 @@ def measured_stage(stage: str, name: str | None = None) -> None:
     _tables(name, lambda data: timed(data, what), tables.stage_cells, f"Stage {stage}.")
 
 
-def measured_ladder(chapter: str, why: dict[str, str] | None = None, name: str = LADDERS) -> None:
-    """Show what each rung of a chapter's kernel ladder takes on the GPU.
+def measured_ladder(chapter: str, *whys: dict[str, str], name: str = LADDERS) -> None:
+    """Show what each rung of a chapter's kernel ladder takes, on the GPU that was measured last.
 
     Args:
-        chapter: Its file's name.  why: Of each rung, in a clause, why it is faster or slower; with
-            it the times are followed by how many times as fast as the first rung they are.
-        name: Of the file of results.
+        chapter: Its file's name.  whys: Of each rung, in a clause, why it is faster or slower; one
+            for each task of the ladder, whose times are followed by how many times as fast as its
+            first rung they are.
+        name: Of the file of results, or without the card.
     """
-    of_chapter = lambda data: [r for r in data["rows"] if r.get("chapter") == chapter]
-    _tables(name, of_chapter, lambda rows: tables.ladder_cells(rows, why), _ladder_notes)
+    named = [rung for why in whys for rung in why]
+    every = measurements.every(name)
+    latest = max(every, key=lambda stem: every[stem]["date"], default=name)
+    rows_of = lambda data: [
+        row for row in data["rows"] if row.get("chapter") == chapter and row["rung"] in named
+    ]
+    notes = lambda rows: _ladder_notes(rows, named)
+    _tables(latest, rows_of, lambda rows: tables.ladder_cells(rows, whys), notes)
 
 
-def _ladder_notes(rows: list[dict]) -> str:
+def _ladder_notes(rows: list[dict], shown: Iterable[str]) -> str:
     """Sizes in words, those of each dtype or of its rungs; then why rungs were refused."""
     sizes, rungs, reasons = {}, {}, {}
+    old = {row["rung"] for row in rows if sources.changed(row)}
     for row in sorted(rows, key=lambda row: (row["dtype"], row["order"])):
         if "shape" in row:
             short, size = tables.SHORT[row["dtype"]], _sizes(row["shape"])
@@ -284,7 +292,8 @@ def _ladder_notes(rows: list[dict]) -> str:
             rungs.setdefault(short, {}).setdefault(size, []).append(row["rung"])
         else:
             why = row["refused"].split(": ", 1)[-1]  # without the class of the error
-            reasons.setdefault(why, {})[row["rung"]] = None
+            verb = "refused" if row["rung"] in old else "refuses"
+            reasons.setdefault((verb, why), {})[row["rung"]] = None
 
     def named(short: str, size: str) -> str:
         return short if len(rungs[short]) == 1 else f"{short} of {', '.join(rungs[short][size])}"
@@ -293,7 +302,9 @@ def _ladder_notes(rows: list[dict]) -> str:
         f"{' and '.join(named(short, size) for short in dtypes)}: {size}."
         for size, dtypes in sizes.items()
     ]
-    notes += [f"Triton refuses {', '.join(rungs)}: {why}." for why, rungs in reasons.items()]
+    notes += [f"Triton {verb} {', '.join(r)}: {why}." for (verb, why), r in reasons.items()]
+    missing = [rung for rung in shown if all(row["rung"] != rung for row in rows)]
+    notes += [f"Not measured yet: {', '.join(missing)}."] if missing else []
     return " ".join(notes)
 
 

@@ -14,7 +14,16 @@ import torch
 import triton
 import triton.language as tl
 
-from linattn_edu.kernels.tiles import block, cdiv, chunk_of, dot, load_gate, load_tile, store_tile
+from linattn_edu.kernels.tiles import (
+    block,
+    cast,
+    cdiv,
+    chunk_of,
+    dot,
+    load_gate,
+    load_tile,
+    store_tile,
+)
 from linattn_edu.kernels.tiles import decay_matrix as decay_tile
 from linattn_edu.reference.delta.gate_cumsum import decay_matrix
 from linattn_edu.reference.tiles import from_chunks, pad_gate, repeat_heads, sum_heads, to_chunks
@@ -66,7 +75,7 @@ def output_bwd_kernel(q_ptr, k_ptr, v_new_ptr, h_ptr, gc_ptr, do_ptr, dq_ptr, dk
         b_gc = load_gate(gc_ptr + i, o_t, HV, n_t)  # [BT]
         G = decay_tile(b_gc, o_t) * scale  # [BT, BT]
         # eq:delta-dv-out
-        b_dv = dot(tl.trans(b_M * G), b_do)  # blank: [BT, BV]; the scale is in G
+        b_dv = dot(tl.trans(cast(b_M * G, b_do.dtype)), b_do)  # blank: [BT, BV]; the scale is in G
         store_tile(dv_ptr + i * V, b_dv, o_t, o_v, HV * V, n_t, V)
         # eq:delta-dm
         b_dM = dot(b_do, tl.trans(b_v)) * G  # blank: [BT, BT]
@@ -77,6 +86,7 @@ def output_bwd_kernel(q_ptr, k_ptr, v_new_ptr, h_ptr, gc_ptr, do_ptr, dq_ptr, dk
         b_dgc = tl.sum(b_q * b_inter, 1) + tl.sum(b_flow, 1) - tl.sum(b_flow, 0)  # blank: [BT]
         tl.store(dgc_ptr + i + o_t * HV, b_dgc, mask=o_t < n_t)
         # eq:delta-dq
+        b_dM = cast(b_dM, b_k.dtype)
         b_dq += b_inter + dot(b_dM, b_k)
         # eq:delta-dk-out
         b_dk += dot(tl.trans(b_dM), b_q)  # blank: [BT, BK]
@@ -89,7 +99,7 @@ def output_bwd_triton(q, k, v_new, h, gc, do, *, scale, chunk_size):
     dq, dk, dv, dgc = (torch.empty_like(x) for x in (q, k, v_new, gc))
     output_bwd_kernel[(B * cdiv(T, chunk_size) * H,)](
         q, k, v_new, h, gc, do, dq, dk, dv, dgc, scale,
-        T, H, HV, K, V, BT=chunk_size, BK=block(K), BV=block(V),
+        T, H, HV, K, V, BT=chunk_size, BK=block(K), BV=block(V), num_stages=1,
     )  # fmt: skip
     return dq, dk, dv, dgc
 

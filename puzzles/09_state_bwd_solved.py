@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from linattn_edu.kernels.tiles import block, cdiv, dot, load_gate, load_tile, store_tile
+from linattn_edu.kernels.tiles import block, cast, cdiv, dot, load_gate, load_tile, store_tile
 from linattn_edu.reference.tiles import from_chunks, pad_gate, repeat_heads, to_chunks
 
 
@@ -67,10 +67,12 @@ def state_bwd_kernel(q_ptr, k_ptr, w_ptr, gc_ptr, do_ptr, dv_out_ptr, dht_ptr, d
         b_gc = load_gate(gc_ptr + i, o_t, HV, n_t)  # [BT]
         b_last = tl.load(gc_ptr + i + (tl.minimum(BT, n_t) - 1) * HV)
         # eq:delta-dv-new
-        b_dv += tl.exp2(b_last - b_gc)[:, None] * dot(b_k, b_dS)  # blank: [BT, BV]
+        b_h = cast(b_dS, b_k.dtype)
+        b_dv += tl.exp2(b_last - b_gc)[:, None] * dot(b_k, b_h)  # blank: [BT, BV]
         store_tile(dv_ptr + i * V, b_dv, o_t, o_v, HV * V, n_t, V)
         # eq:delta-ds
-        b_read = dot(tl.trans(b_q), scale * tl.exp2(b_gc)[:, None] * b_do)  # blank: [BK, BV]
+        b_do = cast(scale * tl.exp2(b_gc)[:, None] * b_do, b_q.dtype)  # blank: [BT, BV]
+        b_read, b_dv = dot(tl.trans(b_q), b_do), cast(b_dv, b_w.dtype)  # [BK, BV], [BT, BV]
         b_dS = tl.exp2(b_last) * b_dS + b_read - dot(tl.trans(b_w), b_dv)  # blank: [BK, BV]
     store_tile(dh0_ptr + i_state, b_dS, o_k, o_v, V, K, V)
 
@@ -81,7 +83,7 @@ def state_bwd_triton(q, k, w, gc, do, dv_out, dht, *, scale, chunk_size):
     dv_new, dh0 = torch.empty_like(do), torch.empty_like(dht)
     state_bwd_kernel[(B * HV,)](
         q, k, w, gc, do, dv_out, dht, dh, dv_new, dh0, scale,
-        T, H, HV, K, V, BT=chunk_size, BK=block(K), BV=block(V),
+        T, H, HV, K, V, BT=chunk_size, BK=block(K), BV=block(V), num_stages=1,
     )  # fmt: skip
     return dh, dv_new, dh0
 
@@ -107,5 +109,5 @@ def state_bwd_triton(q, k, w, gc, do, dv_out, dht, *, scale, chunk_size):
 # Kernel:
 #     i_t = NT - 1 - ...
 #     b_dv += tl.exp2(...)[:, None] * dot(b_k, ...)
-#     b_read = dot(tl.trans(b_q), ...)
+#     b_do = cast(scale * ... * b_do, b_q.dtype)
 #     b_dS = tl.exp2(b_last) * b_dS + b_read - dot(tl.trans(...), ...)

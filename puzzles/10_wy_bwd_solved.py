@@ -18,6 +18,7 @@ import triton.language as tl
 
 from linattn_edu.kernels.tiles import (
     block,
+    cast,
     cdiv,
     chunk_of,
     dot,
@@ -67,7 +68,7 @@ def wy_bwd_kernel(k_ptr, v_ptr, beta_ptr, gc_ptr, A_ptr, h_ptr, v_new_ptr, dh_pt
     o_t, o_k, o_v = tl.arange(0, BT), tl.arange(0, BK), tl.arange(0, BV)
     i_k = (first * H + i_h) * K
     b_k = load_tile(k_ptr + i_k, o_t, o_k, H * K, n_t, K)  # [BT, BK]
-    b_dk = load_tile(dk_out_ptr + i_k, o_t, o_k, H * K, n_t, K)  # [BT, BK]
+    b_dk = load_tile(dk_out_ptr + i_k, o_t, o_k, H * K, n_t, K).to(tl.float32)  # [BT, BK]
     b_KK = dot(b_k, tl.trans(b_k))  # [BT, BT]
     for i_hv in range(i_h * (HV // H), (i_h + 1) * (HV // H)):
         i, i_S = first * HV + i_hv, (i_c * HV + i_hv) * K * V
@@ -82,12 +83,14 @@ def wy_bwd_kernel(k_ptr, v_ptr, beta_ptr, gc_ptr, A_ptr, h_ptr, v_new_ptr, dh_pt
         b_last = tl.load(gc_ptr + i + (tl.minimum(BT, n_t) - 1) * HV)
         G, b_e, b_r = decay_tile(b_gc, o_t), tl.exp2(b_gc)[:, None], tl.exp2(b_last - b_gc)[:, None]
         # eq:delta-z
-        b_Z = dot(tl.trans(b_A * G), b_dv_new)  # blank: [BT, BV]
+        b_AG = cast(b_A * G, b_v.dtype)
+        b_Z = dot(tl.trans(b_AG), b_dv_new)  # blank: [BT, BV]
         # eq:delta-dv
         b_dv = b_beta[:, None] * b_Z  # blank: [BT, BV]
         store_tile(dv_ptr + i * V, b_dv, o_t, o_v, HV * V, n_t, V)
         # eq:delta-dl
-        b_dL = tl.where(o_t[:, None] > o_t[None, :], -dot(b_Z, tl.trans(b_v_new)) * G, 0.0)
+        b_z = cast(b_Z, b_v.dtype)
+        b_dL = tl.where(o_t[:, None] > o_t[None, :], -dot(b_z, tl.trans(b_v_new)) * G, 0.0)
         # eq:delta-dbeta
         b_W = b_v - b_e * dot(b_k, b_S)
         b_dbeta = tl.sum(b_Z * b_W, 1) + tl.sum(b_dL * b_KK, 1)  # blank: [BT]
@@ -95,8 +98,9 @@ def wy_bwd_kernel(k_ptr, v_ptr, beta_ptr, gc_ptr, A_ptr, h_ptr, v_new_ptr, dh_pt
         # eq:delta-dk
         b_N = b_beta[:, None] * b_dL
         b_dk += b_r * dot(b_v_new, tl.trans(b_dS))  # blank: through the state that leaves, [BT, BK]
+        b_dv = cast(b_dv, b_v.dtype)
         b_dk -= b_e * dot(b_dv, tl.trans(b_S))  # blank: through the state that enters, [BT, BK]
-        b_dk += dot(b_N + tl.trans(b_N), b_k)
+        b_dk += dot(cast(b_N + tl.trans(b_N), b_k.dtype), b_k)
     store_tile(dk_ptr + i_k, b_dk, o_t, o_k, H * K, n_t, K)
 
 

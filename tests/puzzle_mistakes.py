@@ -52,7 +52,7 @@ PLANTED = {
     ],
     "08": [
         (" - flow.sum(-2)", "", "PyTorch", "dgc"),
-        ("tl.trans(b_M * G)", "tl.trans(b_M)", "Triton", "dv_new"),
+        ("tl.trans(cast(b_M * G, b_do.dtype))", "tl.trans(b_M)", "Triton", "dv_new"),
     ],
     "09": [
         ("- W_c.mT @ dv ", "- W_c.mT @ dV_c ", "PyTorch", "dh0"),

@@ -252,32 +252,36 @@ LADDER = [
 ]  # fmt: skip
 
 
+WHY = {"naive": "token by token", "tiled": "a product"}
+
+
 def test_ladder_table(results, tmp_path, capsys):
-    data = {**DATA, "rows": LADDER}
-    (tmp_path / "chapters" / "data" / "ladders.json").write_text(json.dumps(data))
-    teaching.measured_ladder("05_state", name="ladders")
-    heads, naive, tiled, caption = capsys.readouterr().out.splitlines()
-    assert heads.split() == ["step", "kernel", "bf16", "ms", "fp32", "ms"]
-    assert naive.split() == ["1", "naive", "1235", "12.3"]
-    assert tiled.split() == ["2", "tiled", "refused", "0.235"]
-    caption = caption.replace("\N{NO-BREAK SPACE}", " ")
-    assert caption.startswith("bf16: T = 9, K = V = 128. fp32: T = 9, K = 64, V = 32. Triton ")
-    assert "refuses tiled: two dtypes. NVIDIA H200, torch 2.11.0" in caption
-
-
-def test_ladder_table_with_gain_and_why(results, tmp_path, capsys):
     """The gain is over the first rung in the same dtype; a refused rung of older code is marked."""
     older = {**LADDER[1], "sources": {"kernels.wy": "0" * 12}}
     data = {**DATA, "rows": [LADDER[0], older, *LADDER[2:]]}
-    (tmp_path / "chapters" / "data" / "ladders.json").write_text(json.dumps(data))
-    why = {"naive": "token by token", "tiled": "a product"}
-    teaching.measured_ladder("05_state", why, name="ladders")
-    heads, naive, tiled, _ = capsys.readouterr().out.splitlines()
-    assert re.split("  +", heads)[2:] == ["bf16 ms (gain)", "fp32 ms (gain)", "why"]
-    assert re.split("  +", naive)[2:] == ["1235 (1×)", "12.3 (1×)", "token by token"]
+    for name, day in (("h200", DATA["date"]), ("h100", "2025-01-01")):  # the latest is shown
+        path = tmp_path / "chapters" / "data" / f"ladders_{name}.json"
+        path.write_text(json.dumps({**data, "date": day}))
+    teaching.measured_ladder("05_state", WHY, name="ladders")
+    heads, naive, tiled, caption = capsys.readouterr().out.splitlines()
+    heads = re.split("  +", heads)
+    assert heads == ["step", "kernel", "bf16 ms (gain)", "fp32 ms (gain)", "why"]
+    assert re.split("  +", naive)[1:] == ["naive", "1235 (1×)", "12.3 (1×)", "token by token"]
     assert re.split("  +", tiled)[2:] == [f"refused{MARK}", f"0.235{MARK} (53×)", "a product"]
-    with pytest.raises(ValueError, match="each of"):
-        teaching.measured_ladder("05_state", {"naive": "x"}, name="ladders")
+    caption = caption.replace("\N{NO-BREAK SPACE}", " ")
+    assert caption.startswith("bf16: T = 9, K = V = 128. fp32: T = 9, K = 64, V = 32. Triton ")
+    assert f"refused tiled: two dtypes. {DATA['gpu']}, torch 2.11.0" in caption
+
+
+def test_a_ladder_of_two_tasks_and_of_a_rung_without_a_time(results, tmp_path, capsys):
+    (tmp_path / "chapters" / "data" / "ladders.json").write_text(
+        json.dumps({**DATA, "rows": LADDER})
+    )
+    naive, tiled = ({name: why} for name, why in WHY.items())
+    teaching.measured_ladder("05_state", naive, tiled | {"new": "next"}, name="ladders")
+    _, _, tiled, new, caption = capsys.readouterr().out.splitlines()
+    assert re.split("  +", tiled)[3] == "0.235 (1×)"
+    assert new.split() == ["new", "next"] and "Not measured yet: new." in caption
 
 
 def test_agreement_is_a_line_over_a_folded_table(capsys):
@@ -295,7 +299,7 @@ def test_sizes_of_a_ladder_name_their_rungs(results, tmp_path, capsys):
     merge = {**LADDER[2], "step": 3, "order": 2, "rung": "merge", "shape": {"T": 9, "K": 4, "V": 4}}
     data = {**DATA, "rows": [*LADDER, merge]}
     (tmp_path / "chapters" / "data" / "ladders.json").write_text(json.dumps(data))
-    teaching.measured_ladder("05_state", name="ladders")
+    teaching.measured_ladder("05_state", WHY | {"merge": "x"}, name="ladders")
     caption = capsys.readouterr().out.splitlines()[-1].replace("\N{NO-BREAK SPACE}", " ")
     assert (
         "fp32 of naive, tiled: T = 9, K = 64, V = 32. fp32 of merge: T = 9, K = V = 4." in caption
@@ -305,8 +309,8 @@ def test_sizes_of_a_ladder_name_their_rungs(results, tmp_path, capsys):
 
 @pytest.mark.parametrize(
     "show", [lambda: teaching.measured_stage("solve", "no_such"),
-             lambda: teaching.measured_ladder("05_state", name="no_such"),
-             lambda: teaching.measured_ladder("05_state", name="made_up"),
+             lambda: teaching.measured_ladder("05_state", WHY, name="no_such"),
+             lambda: teaching.measured_ladder("05_state", WHY, name="made_up"),
              lambda: teaching.measured_stage("output_bwd", "made_up"),
              lambda: teaching.measured_forward("no_such"),
              lambda: teaching.measured_backward("no_such"),

@@ -82,7 +82,7 @@ def _parts(name: str):
             main = 0.0
             if not section.startswith(OFF) and not any(f for _, f in folded):
                 tags = set(cell.metadata.get("tags", ()))
-                main += 0 if tags & (HIDDEN | {"hide-input", "remove-input"}) else source
+                main += 0 if tags & (HIDDEN | {"hide-input"}) else source
                 main += 0 if tags & (HIDDEN | {"hide-output", "remove-output"}) else output
             yield section, main, source + output
             continue
@@ -111,7 +111,8 @@ def _cell(cell) -> tuple[float, float]:
     texts = [data.get("text/markdown", "") for data in shown]
     listings = [x for text in texts for x in re.findall(r"```python\n(.*?)\n```", text, re.S)]
     output = sum(map(_code, listings)) / LINES + FIGURE * sum(map(_is_figure, shown))
-    return _code(cell.source) / LINES, output
+    removed = "remove-input" in cell.metadata.get("tags", ())  # on no page
+    return 0.0 if removed else _code(cell.source) / LINES, output
 
 
 def _is_figure(data: dict) -> bool:

@@ -12,15 +12,15 @@ SHORT = {"00_ten_minutes": 10}
 LONG = {
     "00_ten_minutes": (11, 20),
     "03_solve": (62, 96),
-    "05_state": (63, 95),
+    "05_state": (63, 94),
     "06_output": (62, 106),
-    "07_kda_intra": (62, 149),
+    "07_kda_intra": (60, 145),
     "08_output_bwd": (66, 119),
     "09_state_bwd": (61, 115),
     "10_wy_bwd": (61, 119),
-    "11_kda_intra_bwd": (59, 176),
+    "11_kda_intra_bwd": (59, 171),
     "12_gate_bwd": (60, 130),
-    "13_ssd": (60, 126),
+    "13_ssd": (58, 119),
     "20_ema": (65, 109),
     "21_cp_merge": (68, 132),
     "22_cp_merge_bwd": (63, 105),
@@ -84,16 +84,18 @@ def test_count(extra, main, whole, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "tags, main", [([], 2), (["hide-input"], 1), (["hide-output"], 1), (["hide-cell"], 0)]
-)
-def test_count_of_cells(tags, main, tmp_path, monkeypatch):
+    "tags, main, whole",
+    [([], 2, 2), (["hide-input"], 1, 2), (["remove-input"], 1, 1), (["hide-output"], 1, 2),
+     (["hide-cell"], 0, 2)],
+)  # fmt: skip
+def test_count_of_cells(tags, main, whole, tmp_path, monkeypatch):
     listing = {"text/markdown": "`a.py`\n\n```python\n" + "x = 1\n" * 12 + "\n```"}
     cell = nbformat.v4.new_code_cell(
         "y = 2\n" * 12,
         metadata={"tags": tags},
         outputs=[nbformat.v4.new_output("display_data", data=listing)],
     )
-    assert _count(tmp_path, monkeypatch, [cell]) == pytest.approx((main, 2))
+    assert _count(tmp_path, monkeypatch, [cell]) == pytest.approx((main, whole))
 
 
 @pytest.mark.parametrize(
