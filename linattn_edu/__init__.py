@@ -5,6 +5,7 @@ from linattn_edu.dry_run import route
 from linattn_edu.ops.causal_conv1d import causal_conv1d, causal_conv1d_fn
 from linattn_edu.ops.causal_conv1d_update import causal_conv1d_update
 from linattn_edu.ops.cumsum import chunk_global_cumsum, chunk_local_cumsum
+from linattn_edu.ops.dplr import fused_recurrent_dplr_delta_rule, fused_recurrent_rwkv7
 from linattn_edu.ops.ema import ema_scan
 from linattn_edu.ops.gdn import (
     chunk_gated_delta_rule,
@@ -59,10 +60,12 @@ __all__ = [
     "fused_gdn_gate",
     "fused_kda_gate",
     "fused_recurrent_delta_rule",
+    "fused_recurrent_dplr_delta_rule",
     "fused_recurrent_gated_delta_rule",
     "fused_recurrent_gdn",
     "fused_recurrent_gdn2",
     "fused_recurrent_kda",
+    "fused_recurrent_rwkv7",
     "kda",
     "kda_decay",
     "kernel_delta_attention",

@@ -1,7 +1,10 @@
 """The few device functions all kernels share, and the rows of their tables."""
 
+import math
+
 import triton
 import triton.language as tl
+from torch import Tensor
 
 LOG2E = tl.constexpr(1.4426950408889634)
 TF32X3 = tl.constexpr("tf32x3")
@@ -249,3 +252,15 @@ def cdiv(a: int, b: int) -> int:
 def block(n: int) -> int:
     """The tile that holds n columns: the next power of two, 16 at least, as tl.dot needs."""
     return max(16, 1 << (n - 1).bit_length())
+
+
+def blocks_of(B: int, T: int, N: int, cu_seqlens: Tensor | None) -> tuple[int, int, Tensor | None]:
+    """Tokens between two states that a backward pass keeps, how many states these are, and where
+    those of each sequence begin.
+    """
+    length = math.isqrt((B * T - 1) // N) + 1  # the root of a sequence's length, or of the average
+    if cu_seqlens is None:
+        return length, B * cdiv(T, length), None
+    counts = (cu_seqlens.diff() + length - 1).div(length, rounding_mode="floor")
+    # as many as there can be: how many there are, the device knows
+    return length, T // length + N, counts.cumsum(0) - counts

@@ -1,7 +1,5 @@
 """The recurrence as one kernel, and its reverse: a token at a time, the state in registers."""
 
-import math
-
 import torch
 import triton
 import triton.language as tl
@@ -12,6 +10,7 @@ from linattn_edu.kernels.delta.l2norm import reciprocal_lengths
 from linattn_edu.kernels.tiles import (
     INTERPRETED,
     block,
+    blocks_of,
     cast,
     cdiv,
     columns_of,
@@ -470,12 +469,7 @@ def recurrent_bwd(
     HV, V = v.shape[2:]
     scale = K**-0.5 if scale is None else scale
     N = B if cu_seqlens is None else len(cu_seqlens) - 1
-    length = math.isqrt((B * T - 1) // N) + 1  # the root of a sequence's length, or of the average
-    blocks, offsets = B * cdiv(T, length), None
-    if cu_seqlens is not None:
-        counts = (cu_seqlens.diff() + length - 1).div(length, rounding_mode="floor")
-        offsets = counts.cumsum(0) - counts
-        blocks = T // length + N  # as many as there can be: how many there are, the device knows
+    length, blocks, offsets = blocks_of(B, T, N, cu_seqlens)
     NV = cdiv(V, BV_BWD)
 
     def new(*shape: int) -> Tensor:

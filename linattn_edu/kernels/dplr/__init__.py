@@ -1,0 +1,1 @@
+"""Triton kernels of the general delta rule, a stage a file."""

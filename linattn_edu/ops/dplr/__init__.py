@@ -1,0 +1,10 @@
+"""The general delta rule, DPLR, of which RWKV-7 is one: what is read, erased and written apart."""
+
+from linattn_edu.ops.dplr.recurrent import (
+    Stages,
+    fused_recurrent_dplr_delta_rule,
+    fused_recurrent_rwkv7,
+    stages,
+)
+
+__all__ = ["Stages", "fused_recurrent_dplr_delta_rule", "fused_recurrent_rwkv7", "stages"]
