@@ -42,7 +42,7 @@ def test_the_row_of_an_equation(where):
 
 def test_every_stage_kernel_and_function_has_a_row(where):
     package = ROOT / "linattn_edu"
-    folders = ("delta", "ssd", "fused")
+    folders = ("delta", "dplr", "ssd", "fused")
     files = [p for f in folders for p in package.glob(f"kernels/{f}/[!_]*.py")]
     stages = {f"{p.parent.name}/{p.stem}" for p in files}
     assert {r[0].split("`")[1] for r in rows(where.stage_table())} == stages

@@ -22,6 +22,7 @@ def of_sizes(K, V, dtype, C):
         "gdn_fused": [gated(K, V, dtype, C)],
         "kda_fused": [gated(K, V, dtype, C, channels=True)],
         "recurrent": [recurrent(K, V, dtype, C)],
+        "dplr": [rank_one(K, V, dtype, C)],
     }
     if V <= 256:
         found["ssd"] = [ssd(K, V, dtype, C, given) for given in ("all", "none", "channels")]
@@ -74,6 +75,13 @@ def recurrent(K, V, dtype, T):
         **ring, q=qk, k=qk, v=v, g=g, beta=g, gk=qk, gk_wide=qk.float(), gv_wide=v.float(),
         h0=empty(1, 1, K, V), one=empty(1), bias=empty(K), slots=slots, accepted=slots[:, 0],
     )  # fmt: skip
+
+
+def rank_one(K, V, dtype, T):
+    """A sequence and a head of the general delta rule."""
+    qk, v, S = empty(1, T, 1, K, dtype=dtype), empty(1, T, 1, V, dtype=dtype), empty(1, 1, K, V)
+    rows = dict.fromkeys("qkab", qk) | {"gk": qk.float()}
+    return SimpleNamespace(**rows, v=v, do=v, initial_state=S, dht=S)
 
 
 def ssd(N, P, dtype, T, given, state=torch.float32):

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.whole
 ROOT = Path(__file__).parents[2]
 FILES = sorted(
     f"{folder}/{p.stem}"
-    for folder in ("delta", "ssd", "fused")
+    for folder in ("delta", "dplr", "ssd", "fused")
     for p in (ROOT / "linattn_edu/kernels" / folder).glob("*.py")
     if p.stem != "__init__"
 )

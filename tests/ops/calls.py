@@ -15,6 +15,8 @@ GDN = gdn_inputs(1, 20, 1, 2, 8, 6, initial_state=True).asdict()
 KDA = kda_inputs(1, 20, 1, 2, 8, 6, initial_state=True).asdict()
 GDN2 = {n: x for n, x in KDA.items() if n != "beta"}
 GDN2 |= {"b": torch.rand(1, 20, 2, 8), "w": torch.rand(1, 20, 2, 6)}
+DPLR = {n: randn(1, 20, 2, 8) / 4 for n in "qkab"} | {"v": randn(1, 20, 2, 6)}
+DPLR |= {"gk": -torch.rand(1, 20, 2, 8), "initial_state": randn(1, 2, 8, 6)}
 RAW = {"use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
 GATE = {"use_gate_in_kernel": True}
 UNIT = {"use_qk_l2norm_in_kernel": True, "output_final_state": True}
@@ -49,6 +51,7 @@ CALLS = {
     "fused_recurrent_gdn2 of a layer": GDN2 | GATE | UNIT | CHANNELS,
     "fused_recurrent_gdn2 in place": GDN2 | GATE | UNIT | CHANNELS | {"inplace_final_state": True}
     | {"ssm_state_indices": torch.zeros(1, dtype=torch.int32)},
+    "fused_recurrent_dplr_delta_rule": DPLR | LAST,
     "mamba_chunk_scan_combined": SSD | {"chunk_size": 16, "return_final_states": True},
     "selective_state_update": STEP,
     "ema_scan": {"x": randn(1, 20, 3), "g": -torch.rand(1, 20), "weight": torch.rand(1, 20)}

@@ -13,6 +13,7 @@ import gdn_checks
 import kda_checks
 import pytest
 import torch
+from dplr import dplr_checks
 from gdn_checks import DTYPES
 from grids import combinations, few, name
 from ops.conv import conv_cases
@@ -27,6 +28,7 @@ from linattn_edu import (
     chunk_gdn2,
     chunk_kda,
     ema_scan,
+    fused_recurrent_dplr_delta_rule,
     fused_recurrent_gated_delta_rule,
     fused_recurrent_gdn2,
     fused_recurrent_kda,
@@ -257,6 +259,10 @@ def of_conv(B, T, sizes, dtype, device, *, raw=False, strong=False, state=True, 
     return x, {"activation": "silu"}
 
 
+def of_dplr(B, T, sizes, dtype, device, *, raw=False, **kinds):
+    return dplr_checks.inputs(B, T, *sizes, dtype, device, **kinds), {}
+
+
 CHUNKED = {
     "cotangents": gdn_checks.cotangents,
     "exact": gdn_checks.exact,
@@ -337,8 +343,31 @@ recurrent_kda = Form(
     **BY_TOKEN | {"required": ("q", "k", "v", "g", "beta")},
 )
 recurrent_gdn2 = replace(
-    recurrent_kda, name="gdn2, token by token", f=fused_recurrent_gdn2, make=gated(by_token(True)),
-    **GATED, flags=tuple(n for n in recurrent_kda.flags if n not in NEITHER),
+    recurrent_kda,
+    name="gdn2, token by token",
+    f=fused_recurrent_gdn2,
+    make=gated(by_token(True)),
+    **GATED,
+    flags=tuple(n for n in recurrent_kda.flags if n not in NEITHER),
+)
+dplr = Form(
+    "dplr, token by token", fused_recurrent_dplr_delta_rule, of_dplr,
+    **BY_TOKEN
+    | {
+        "exact": dplr_checks.exact,
+        "check": partial(gdn_checks.check, tolerance=dplr_checks.tolerance),
+        "sizes": (2, 16, 12),
+        "tokens": dplr_checks.NAMES,
+        "gate": "gk",
+        "wide": ("gk", "initial_state"),
+        "alone": ("v", "a", "initial_state"),
+        "summed": (),
+        "crowd": (300, 50, (4, 64, 128)),
+        "required": dplr_checks.NAMES,
+        "alike": ("k", "v", "a", "b"),
+        "flags": ("output_final_state", "reverse"),
+        "decay": ("gk",),
+    },
 )  # fmt: skip
 SSD = {
     "f": mamba,
@@ -396,7 +425,7 @@ conv = Form(
     },
 )  # fmt: skip
 BY_CHANNEL = (gdn2, recurrent_gdn2)
-FORMS = (gdn, kda, safe, recurrent_gdn, recurrent_kda, *BY_CHANNEL, *ssd, ema, conv)
+FORMS = (gdn, kda, safe, recurrent_gdn, recurrent_kda, *BY_CHANNEL, dplr, *ssd, ema, conv)
 DELTA = (gdn, kda, safe, recurrent_gdn, recurrent_kda, *BY_CHANNEL)
 
 

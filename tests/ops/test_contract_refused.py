@@ -9,6 +9,7 @@ from ops.contract import (
     BY_CHANNEL,
     FORMS,
     conv,
+    dplr,
     ema,
     gdn,
     gdn2,
@@ -24,7 +25,8 @@ LENGTHS = (5, 0, 15)
 T = sum(LENGTHS)
 BOUNDS = ("cu_seqlens", "cu_seqlens_cpu", "chunk_indices")
 DELTA = (gdn, kda, recurrent_gdn, recurrent_kda, *BY_CHANNEL)
-OPERATORS = (*DELTA, ssd[-1], ema, conv)
+SCALED = (*DELTA, dplr)
+OPERATORS = (*SCALED, ssd[-1], ema, conv)
 operators = pytest.mark.parametrize("form", OPERATORS, ids=str)
 WRONG = (2, "yes", 0.5, -1)  # as a flag
 
@@ -153,7 +155,7 @@ def of_options(form):
         ("impl", "cuda", ValueError, "must be one of 'auto', 'triton', 'reference', got 'cuda'"),
         *((("scale", float("nan"), ValueError, "must be finite, got nan"),
            ("scale", True, TypeError, "must be a number or None, got bool"),
-           ("scale", "big", TypeError, "must be a number or None, got str")) * (form in DELTA)),
+           ("scale", "big", TypeError, "must be a number or None, got str")) * (form in SCALED)),
         *(("chunk_size", value, ValueError, f"must be one of 16, 32, 64, got {value}")
            for value in (48, 128, True, 64.0) if form in (gdn, kda, gdn2, ema)),
     ):  # fmt: skip

@@ -94,6 +94,7 @@ ONE_WAY = {
     f"{OPS}.gdn": (f"{OPS}.kda", f"{OPS}.gdn2"),
     f"{OPS}.kda": (f"{OPS}.gdn", f"{OPS}.gdn2"),
     f"{OPS}.gdn2": (f"{OPS}.gdn",),
+    f"{OPS}.dplr": (f"{OPS}.gdn", f"{OPS}.kda", f"{OPS}.gdn2"),
     f"{OPS}.ssd": (f"{OPS}.gdn", f"{OPS}.kda"),
 }
 
@@ -268,7 +269,7 @@ FAMILY, SHARED, STAGE, TILES = range(4)
 def floor(module):
     if below(module, "linattn_edu.kernels"):
         return TILES if module == "linattn_edu.kernels.tiles" else STAGE
-    families = f"{OPS}.gdn", f"{OPS}.gdn2", f"{OPS}.kda", f"{OPS}.ssd"
+    families = (f"{OPS}.{family}" for family in ("gdn", "gdn2", "dplr", "kda", "ssd"))
     return FAMILY if below(module, *families) else SHARED
 
 
@@ -314,6 +315,12 @@ def floor(module):
             "q",
             {"ops.delta.recurrence", "ops.delta.decode", "kernels.delta.recurrent"},
             {"l2norm_kernel", "recurrent_kernel"},
+        ),
+        (
+            f"{OPS}.dplr.recurrent.fused_recurrent_dplr_delta_rule",
+            "q",
+            {"kernels.dplr.recurrent"},
+            {"dplr_recurrent_kernel"},
         ),
         (
             f"{OPS}.gdn.recurrent.fused_recurrent_gated_delta_rule",

@@ -7,6 +7,7 @@ import sys
 import gdn_checks
 import pytest
 import torch
+from dplr import dplr_checks
 from recurrent_cases import case
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
@@ -19,6 +20,7 @@ from linattn_edu import (
     chunk_kda,
     chunk_local_cumsum,
     ema_scan,
+    fused_recurrent_dplr_delta_rule,
     fused_recurrent_gated_delta_rule,
     l2norm,
     make_ring,
@@ -33,6 +35,7 @@ from linattn_edu.ops import l2norm as norm
 from linattn_edu.ops import rms_norm_gated as gated
 from linattn_edu.ops import solve_tril as inverse
 from linattn_edu.ops.delta import decode, gate, recurrence, replay
+from linattn_edu.ops.dplr import recurrent
 from linattn_edu.ops.gdn import chunk as gdn
 from linattn_edu.ops.gdn2 import chunk as gdn2
 from linattn_edu.ops.kda import chunk as kda
@@ -192,6 +195,21 @@ def test_recurrent(impl, options, device):
     arguments = (q, k, v, g, b, *rest, w, *arguments[8:])
     check(recurrence.gated, *arguments)
     check_backward(recurrence.gated, *arguments)
+
+
+DPLR = ({}, {"N": 3}, {"state": False, "dtype": torch.bfloat16})
+
+
+@pytest.mark.parametrize(("impl", "options"), every(DPLR), ids=str)
+def test_dplr_recurrent(impl, options, device):
+    options = {"dtype": torch.float32} | options
+    x = dplr_checks.inputs(1, T, HV, K, V, device=device, **options)
+    tensors = [x.get(n) for n in (*dplr_checks.NAMES, "initial_state")]
+    cu_seqlens = bounds(device) if "N" in options else None
+    arguments = (*tensors, cu_seqlens, 0.5, True, impl)
+    check(recurrent.rank_one, *arguments)
+    for without in ((), ("final_state",)):
+        check_backward(recurrent.rank_one, *arguments, without=without)
 
 
 def gates_of(v, beta):
@@ -437,7 +455,7 @@ def test_every_operator_is_checked():
     registered = {n for n in registered if not n.startswith("toy_")}  # of test_operator
     differentiable = (
         "chunk_gated_delta_rule", "chunk_kda", "chunk_gdn2", "l2norm", "recurrent",
-        "recurrent_gated", "solve_tril", "gdn_gate", "kda_gate", "ema_scan",
+        "recurrent_gated", "dplr_recurrent", "solve_tril", "gdn_gate", "kda_gate", "ema_scan",
         "mamba_chunk_scan_combined", "causal_conv1d", "rms_norm_gated",
     )  # fmt: skip
     assert registered == {
@@ -457,6 +475,7 @@ WATCHED = {
     "chunk_gated_delta_rule": lambda x: chunk_gated_delta_rule(
         x, x, x, -x[..., 0].abs(), x[..., 1].abs()
     )[0],
+    "dplr_recurrent": lambda x: fused_recurrent_dplr_delta_rule(x, x, x, -x, x, -x.abs())[0],
     "recurrent": lambda x: fused_recurrent_gated_delta_rule(x, x, x)[0],
     "ema_scan": lambda x: ema_scan(x, -x[..., 0].abs(), x[..., 1])[0],
     "mamba_chunk_scan_combined": lambda x: mamba_chunk_scan_combined(

@@ -18,6 +18,7 @@ from linattn_edu import (
     ema_scan,
     fused_gdn_gate,
     fused_kda_gate,
+    fused_recurrent_dplr_delta_rule,
     fused_recurrent_gated_delta_rule,
     fused_recurrent_gdn2,
     fused_recurrent_kda,
@@ -88,6 +89,10 @@ OTHERS = {
     "causal_conv1d_fn": lambda x: causal_conv1d_fn(
         x.mT, x[0, :4].mT, None, (x[..., 0] > 0).int(), activation="silu"
     ),
+    "fused_recurrent_dplr_delta_rule": lambda x: fused_recurrent_dplr_delta_rule(
+        *x.view(*x.shape[:2], 4, 1, 8)[:, :, [0, 1, 1, 2, 3]].tanh().unbind(2),
+        -x[..., None, :8].square(),
+    )[0],
     "l2norm": l2norm,
     "rms_norm_gated": lambda x: rms_norm_gated(x, x[0, 0], x[0, 1], x + 1, group_size=8),
     "chunk_local_cumsum": lambda x: chunk_local_cumsum(x, 4),

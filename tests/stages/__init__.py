@@ -12,15 +12,16 @@ from typing import NamedTuple
 
 import pytest
 from delta import stage_checks
+from dplr import dplr_checks
 from fused import kda_checks
 from fused import parts as fused_parts
 from grids import name
 from ssd import ema_checks, ssd_checks
 
-from stages import delta, fused, ssd
+from stages import delta, dplr, fused, ssd
 from stages.record import Stage, options
 
-STAGES = [*delta.STAGES, *fused.STAGES, *ssd.STAGES]
+STAGES = [*delta.STAGES, *dplr.STAGES, *fused.STAGES, *ssd.STAGES]
 
 
 class Family(NamedTuple):
@@ -57,6 +58,7 @@ FAMILIES = {
     "gdn": Family(stage_checks.grid, _joined(stage_checks.backward_inputs)),
     "kda": Family(kda_checks.grid, _joined(kda_checks.backward_parts)),
     "gdn2": Family(kda_checks.once, _joined(partial(kda_checks.backward_parts, gated=True))),
+    "dplr": Family(stage_checks.grid, dplr_checks.parts),
     "gdn_fused": Family(stage_checks.grid, _joined(fused_parts.gdn)),
     "kda_fused": Family(kda_checks.once, _joined(fused_parts.kda)),
     "ssd": Family(ssd_checks.grid, _ssd(ssd_checks.parts), ssd_checks.check_stage),
