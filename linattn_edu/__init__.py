@@ -15,6 +15,13 @@ from linattn_edu.ops.gdn import (
 )
 from linattn_edu.ops.gdn.kernel_delta_attention import kda_decay, kernel_delta_attention
 from linattn_edu.ops.gdn2 import chunk_gdn2, fused_recurrent_gdn2
+from linattn_edu.ops.gla import (
+    chunk_gated_delta_product,
+    chunk_lightning_attn,
+    chunk_simple_gla,
+    fused_recurrent_lightning_attn,
+    fused_recurrent_simple_gla,
+)
 from linattn_edu.ops.kda import chunk_kda, fused_kda_gate, fused_recurrent_kda, replay_kda
 from linattn_edu.ops.l2norm import l2norm
 from linattn_edu.ops.names import (
@@ -49,12 +56,15 @@ __all__ = [
     "causal_conv1d_fn",
     "causal_conv1d_update",
     "chunk_delta_rule",
+    "chunk_gated_delta_product",
     "chunk_gated_delta_rule",
     "chunk_gdn",
     "chunk_gdn2",
     "chunk_global_cumsum",
     "chunk_kda",
+    "chunk_lightning_attn",
     "chunk_local_cumsum",
+    "chunk_simple_gla",
     "commit_ring",
     "ema_scan",
     "fused_gdn_gate",
@@ -65,7 +75,9 @@ __all__ = [
     "fused_recurrent_gdn",
     "fused_recurrent_gdn2",
     "fused_recurrent_kda",
+    "fused_recurrent_lightning_attn",
     "fused_recurrent_rwkv7",
+    "fused_recurrent_simple_gla",
     "kda",
     "kda_decay",
     "kernel_delta_attention",

@@ -111,6 +111,16 @@ ORDER = {
     f" use_qk_l2norm_in_kernel use_gate_in_kernel {FLAGS} lower_bound state_v_first cu_seqlens",
     linattn_edu.fused_recurrent_dplr_delta_rule: f"q k v a b gk {RECURRENCE} reverse cu_seqlens",
     linattn_edu.fused_recurrent_rwkv7: f"r w k v a b {RECURRENCE} cu_seqlens head_first",
+    linattn_edu.chunk_gated_delta_product: f"q k v g beta num_householder {RECURRENCE} cu_seqlens"
+    " use_qk_l2norm_in_kernel",
+    linattn_edu.chunk_simple_gla: f"q k v g g_gamma {RECURRENCE} state_v_first cu_seqlens"
+    " cu_seqlens_cpu",
+    linattn_edu.fused_recurrent_simple_gla: f"q k v g g_gamma {RECURRENCE} reverse state_v_first"
+    " cu_seqlens",
+    linattn_edu.chunk_lightning_attn: f"q k v layer_idx num_layers {RECURRENCE} cu_seqlens"
+    " head_first",
+    linattn_edu.fused_recurrent_lightning_attn: f"q k v layer_idx num_layers {RECURRENCE} reverse"
+    " cu_seqlens head_first",
     linattn_edu.causal_conv1d: "x weight bias residual initial_state output_final_state activation"
     " backend cu_seqlens cu_seqlens_cpu chunk_indices cp_context",
     linattn_edu.causal_conv1d_fn: "x weight bias seq_idx initial_states return_final_states"

@@ -122,7 +122,9 @@ def dplr_recurrent_bwd_kernel(
 
     Reference: linattn_edu.reference.dplr.recurrent.dplr_recurrent_bwd.
     """
-    i_v, i_nh, i_h, first, n_seq, _ = columns_of(tl.program_id(0), cu_ptr, None, T, H, V, 1, BV)
+    i_v, i_nh, i_h, first, n_seq, i_block = columns_of(
+        tl.program_id(0), cu_ptr, None, T, H, V, 1, BV
+    )
     i_n = i_nh // H
     i_block = i_n * tl.cdiv(T, BLOCK) if cu_ptr is None else tl.load(offsets_ptr + i_n)
     o_k = tl.arange(0, BK)
