@@ -5,7 +5,12 @@ from linattn_edu.dry_run import route
 from linattn_edu.ops.causal_conv1d import causal_conv1d, causal_conv1d_fn
 from linattn_edu.ops.causal_conv1d_update import causal_conv1d_update
 from linattn_edu.ops.cumsum import chunk_global_cumsum, chunk_local_cumsum
-from linattn_edu.ops.dplr import fused_recurrent_dplr_delta_rule, fused_recurrent_rwkv7
+from linattn_edu.ops.dplr import (
+    chunk_dplr_delta_rule,
+    chunk_rwkv7,
+    fused_recurrent_dplr_delta_rule,
+    fused_recurrent_rwkv7,
+)
 from linattn_edu.ops.ema import ema_scan
 from linattn_edu.ops.gdn import (
     chunk_gated_delta_rule,
@@ -56,6 +61,7 @@ __all__ = [
     "causal_conv1d_fn",
     "causal_conv1d_update",
     "chunk_delta_rule",
+    "chunk_dplr_delta_rule",
     "chunk_gated_delta_product",
     "chunk_gated_delta_rule",
     "chunk_gdn",
@@ -64,6 +70,7 @@ __all__ = [
     "chunk_kda",
     "chunk_lightning_attn",
     "chunk_local_cumsum",
+    "chunk_rwkv7",
     "chunk_simple_gla",
     "commit_ring",
     "ema_scan",

@@ -70,7 +70,7 @@ def fused_recurrent_dplr_delta_rule(
 
     Source: Peng et al. 2025 (arXiv:2503.14456); the rule as in fla-core 0.6.0; chapter 01.
     """
-    return _run(
+    return run(
         {"q": q, "k": k, "v": v, "a": a, "b": b, "gk": gk}, initial_state, cu_seqlens, scale,
         output_final_state, reverse, impl,
     )  # fmt: skip
@@ -112,13 +112,13 @@ def fused_recurrent_rwkv7(
     Source: Peng et al. 2025 (arXiv:2503.14456); arguments as in fla-core 0.6.0; chapter 01.
     """
     check.absent("head_first", head_first, False)
-    return _run(
+    return run(
         {"r": r, "k": k, "v": v, "a": a, "b": b, "w": w}, initial_state, cu_seqlens, scale,
         output_final_state, False, impl,
     )  # fmt: skip
 
 
-def _run(
+def run(
     tensors: dict[str, Tensor],
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
@@ -126,6 +126,7 @@ def _run(
     output_final_state: bool,
     reverse: bool,
     impl: str,
+    cu_seqlens_cpu: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Check all arguments and run the recurrence.  tensors: q, k, v, a, b and gk by their names."""
     output_final_state, reverse = arguments.flags(
@@ -141,7 +142,9 @@ def _run(
     arguments.count_sequences(given, cu_seqlens)
     if initial_state is not None:
         given.take("initial_state", initial_state, ("N", "H", "K", "V"))
-    if known(cu_seqlens):
+    if cu_seqlens_cpu is not None:
+        arguments.check_packing(given, cu_seqlens, cu_seqlens_cpu, None, 64)
+    elif known(cu_seqlens):
         check.lengths("cu_seqlens", cu_seqlens.tolist(), given.sizes["T"])
     scale = check.number("scale", scale)
     scale = given.sizes["K"] ** -0.5 if scale is None else scale
