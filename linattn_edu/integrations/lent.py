@@ -5,7 +5,7 @@ from typing import Any
 from linattn_edu.cp.context import CPContext, get_cp_cu_seqlens
 from linattn_edu.integrations import calls, convolutions, layers, naive, norms, padding
 from linattn_edu.layers import ShortConvolution
-from linattn_edu.ops import names
+from linattn_edu.ops import dplr, gla, names
 from linattn_edu.ops.cumsum import chunk_global_cumsum, chunk_local_cumsum
 from linattn_edu.ops.gdn import fused_gdn_gate
 from linattn_edu.ops.kda import fused_kda_gate
@@ -38,6 +38,11 @@ KDA = CHUNK_KDA | RECURRENT_KDA
 CHUNK_GDN2 = {"chunk_gdn2": calls.chunk_gdn2}
 RECURRENT_GDN2 = {"fused_recurrent_gdn2": calls.fused_recurrent_gdn2}
 GDN2 = CHUNK_GDN2 | RECURRENT_GDN2
+DPLR = _of(dplr, "chunk_dplr_delta_rule", "fused_recurrent_dplr_delta_rule")
+RWKV7 = _of(dplr, "chunk_rwkv7", "fused_recurrent_rwkv7")
+SIMPLE_GLA = _of(gla, "chunk_simple_gla", "fused_recurrent_simple_gla")
+LIGHTNING = _of(gla, "chunk_lightning_attn", "fused_recurrent_lightning_attn")
+PRODUCT = _of(gla, "chunk_gated_delta_product")
 KDA_NAIVE = _of(names, "naive_recurrent_kda") | _of(naive, "naive_chunk_kda")
 KDA_GATE = (
     {"fused_kda_gate": fused_kda_gate}
@@ -100,7 +105,7 @@ MODULES: dict[str, dict[str, Any]] = {
     "fla.modules.causal_conv1d": CONVOLUTION,
     "fla.modules.fused_norm_gate": FLA_NORMS,
     "fla.modules.l2norm": L2NORM,
-    "fla.ops": DELTA | KDA | GDN2,
+    "fla.ops": DELTA | KDA | GDN2 | DPLR | RWKV7 | SIMPLE_GLA | LIGHTNING | PRODUCT,
     "fla.ops.cp": CP,
     "fla.ops.delta_rule": _of(names, "chunk_delta_rule", "fused_recurrent_delta_rule"),
     "fla.ops.gated_delta_rule": DELTA,
@@ -108,14 +113,19 @@ MODULES: dict[str, dict[str, Any]] = {
     "fla.ops.gated_delta_rule.fused_recurrent": RECURRENT_DELTA,
     "fla.ops.gated_delta_rule.gate": DELTA_GATE,
     "fla.ops.gated_delta_rule.naive": DELTA_NAIVE,
+    "fla.ops.gated_delta_product": PRODUCT,
     "fla.ops.gdn2": GDN2,
     "fla.ops.gdn2.chunk": CHUNK_GDN2,
     "fla.ops.gdn2.fused_recurrent": RECURRENT_GDN2,
+    "fla.ops.generalized_delta_rule": DPLR,
     "fla.ops.kda": KDA,
     "fla.ops.kda.chunk": CHUNK_KDA,
     "fla.ops.kda.fused_recurrent": RECURRENT_KDA,
     "fla.ops.kda.gate": KDA_GATE,
     "fla.ops.kda.naive": KDA_NAIVE,
+    "fla.ops.lightning_attn": LIGHTNING,
+    "fla.ops.rwkv7": RWKV7,
+    "fla.ops.simple_gla": SIMPLE_GLA,
     "fla.ops.utils": CUMSUM | SOLVE | PREPARE,
     "fla.ops.utils.cumsum": CUMSUM,
     "fla.ops.utils.index": PREPARE,

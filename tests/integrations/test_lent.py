@@ -64,6 +64,13 @@ FILES = {
         "from fla.layers.gdn2 import GatedDeltaNet2",
         "from fla.ops.gdn2 import chunk_gdn2, fused_recurrent_gdn2",
         "from fla.ops.delta_rule import chunk_delta_rule, fused_recurrent_delta_rule",
+        "from fla.ops.gated_delta_product import chunk_gated_delta_product",
+        "from fla.ops.simple_gla import chunk_simple_gla, fused_recurrent_simple_gla",
+        "from fla.ops.lightning_attn import chunk_lightning_attn, fused_recurrent_lightning_attn",
+        "from fla.ops.generalized_delta_rule import chunk_dplr_delta_rule",
+        "from fla.ops.generalized_delta_rule import fused_recurrent_dplr_delta_rule",
+        "from fla.ops.rwkv7 import chunk_rwkv7, fused_recurrent_rwkv7",
+        "from fla.ops import chunk_rwkv7, chunk_simple_gla, chunk_gated_delta_product",
     ),
     "layer of mamba_ssm": ("from mamba_ssm.modules.mamba2 import Mamba2",),
     "tests of fla": (
