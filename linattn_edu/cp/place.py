@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from linattn_edu.ops.tensors import laid_out
+
 
 @dataclass(frozen=True)
 class Place:
@@ -21,6 +23,8 @@ class Place:
         first, last: Those that begin, and that end, here; None: all.
         even: Whether they are a batch.
     """
+
+    writes = False  # the final states over the initial ones
 
     bounds: tuple[Tensor | None, ...]
     group: str = ""
@@ -54,6 +58,9 @@ class Place:
         whole = state.new_zeros(self.sequences, *state.shape[1:])
         return whole.index_copy(0, self.first, state)
 
-    def leaving(self, state: Tensor | None) -> Tensor | None:
-        """States of all local sequences, as those of the sequences that end here."""
-        return state if state is None or self.last is None else state[self.last]
+    def left(self, state: Tensor | None, v_first: bool = False) -> Tensor | None:
+        """States of all local sequences, as those of the sequences that end here; with v_first
+        [V, K] of [K, V].
+        """
+        ends = state if state is None or self.last is None else state[self.last]
+        return laid_out(ends, v_first)

@@ -116,7 +116,7 @@ def causal_conv1d(
         output_final_state, activation, CHUNK, place.group, impl, "",
         save="crossing" if place.group else "",
     )  # fmt: skip
-    y, final_state = place.parted(y), place.leaving(final_state)
+    y, final_state = place.parted(y), place.left(final_state)
     return y if residual is None else (y + residual).to(x.dtype), final_state
 
 

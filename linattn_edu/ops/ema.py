@@ -111,7 +111,7 @@ def ema_scan(
         *place.joined(*tensors), place.entering(initial_state), *place.bounds, output_final_state,
         chunk_size, place.group, impl, "", save="gc h",
     )  # fmt: skip
-    y, final_state = place.parted(y), place.leaving(final_state)
+    y, final_state = place.parted(y), place.left(final_state)
     if one_head:
         return y.squeeze(2), final_state if final_state is None else final_state.squeeze(1)
     return y, final_state

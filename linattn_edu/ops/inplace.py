@@ -2,11 +2,28 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from linattn_edu.ops.tensors import has_tangent, needs_gradient, traced, transformed
+from linattn_edu.ops.check import Tensors
+from linattn_edu.ops.tensors import has_tangent, needs_gradient, traced, transformed, wide
+
+
+class Names(NamedTuple):
+    """What a public function calls the states that it overwrites, the flag that asks for it, their
+    slots in a pool, and the number of sequences.
+    """
+
+    state: str
+    asked: str
+    slots: str
+    axis: str
+
+
+DELTA = Names("initial_state", "inplace_final_state", "ssm_state_indices", "N")
+SSD = Names("initial_states", "inplace_final_states", "state_batch_indices", "N")
 
 
 def check(
@@ -115,6 +132,40 @@ def check_rows(
         raise ValueError(
             f"num_accepted_tokens must have shape [{axis}={N}], got {tuple(accepted.shape)}"
         )
+
+
+def check_pool(
+    given: Tensors, names: Names, asked: bool, indices: Tensor, accepted: Tensor | None = None
+) -> None:
+    """Refuse slots of a pool, and numbers of accepted tokens, of a shape that does not fit."""
+    for name, x in ((names.slots, indices), ("num_accepted_tokens", accepted)):
+        if x is not None:
+            given.integers(name, x)
+    if not asked:
+        raise ValueError(
+            f"{names.slots} names slots of a pool that is written in place: it needs "
+            f"{names.asked}=True, got False"
+        )
+    check_rows(names.slots, names.axis, given.sizes[names.axis], indices, accepted)
+
+
+def check_final(
+    names: Names, state: Tensor | None, others: tuple[Tensor | None, ...], pool: bool
+) -> None:
+    """Refuse an initial state that cannot take the final one."""
+    name, asked, slots, _ = names
+    if state is None:
+        raise ValueError(f"{name} must be given with {asked}=True, got None")
+    if state.dtype != wide(*others):
+        raise TypeError(f"{name} must be {wide(*others)} with {asked}=True, got {state.dtype}")
+    if pool and not dense(state):
+        raise ValueError(
+            f"{name} must be contiguous in every slot with {slots}, and slots "
+            f"must not overlap, got strides {state.stride()} for {tuple(state.shape)}"
+        )
+    if not pool and not state.is_contiguous():
+        raise ValueError(f"{name} must be contiguous with {asked}=True")
+    check(name, state, others, f"{asked}=True", ", or without")
 
 
 def check_accepted(name: str, rows: list[list[int]], counts: list[int]) -> None:

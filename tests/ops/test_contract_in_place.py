@@ -1,5 +1,5 @@
-"""What every step that writes its states in place keeps: where they lie, who sees it, what it
-refuses. Each has its values, slots and drafts in its own file.
+"""What every step, and every prefill, that writes its states in place keeps: where they lie, who
+sees it, what it refuses. Each has its values, slots and drafts in its own file.
 """
 
 from collections.abc import Callable
@@ -9,6 +9,7 @@ import pytest
 import torch
 from gdn_checks import by_value, gated, launches
 from grids import parametrize
+from ops import contract
 from ops.conv import test_causal_conv1d_update as conv_cases
 from ops.ssd import test_step as ssd_cases
 from recurrent_cases import case, kda_case
@@ -16,9 +17,11 @@ from torch.autograd import forward_ad
 
 from linattn_edu import (
     causal_conv1d_update,
+    chunk_gated_delta_rule,
     fused_recurrent_gated_delta_rule,
     fused_recurrent_gdn2,
     fused_recurrent_kda,
+    mamba_chunk_scan_combined,
     selective_state_update,
 )
 from linattn_edu.testing import assert_close, poison
@@ -82,6 +85,30 @@ def raw_kda_case(B, slots, device):
     return x.pop("initial_state"), x
 
 
+def of_chunks(form):
+    """`make` and `call` of the prefill of a form, of a chunk and a token."""
+
+    def make(B, slots, device):
+        x, _ = form.draw(B, 17, torch.float32, device, N=slots)
+        return x.pop("initial_state"), x
+
+    return of_delta(form.f, make, chunk_size=16)
+
+
+def of_mamba(B, slots, device):
+    x, _ = contract.of_mamba(B, 17, (2, 1, 20, 24), torch.float32, device, N=slots)
+    return x.pop("initial_state"), x
+
+
+def call_mamba(states, x, rows, **options):
+    out, same = mamba_chunk_scan_combined(
+        **x, chunk_size=16, initial_states=states, inplace_final_states=True,
+        state_batch_indices=rows, return_final_states=True, **options,
+    )  # fmt: skip
+    assert same is states
+    return out
+
+
 def raw_gdn2_case(B, slots, device):
     states, x = raw_kda_case(B, slots, device)
     return states, gated(x)
@@ -119,6 +146,11 @@ STEPS = (
             **x, conv_state=S, activation="silu", conv_state_indices=rows, **options
         ), "conv_state_indices", apart=True, without_gradient=True,
     ),
+    *(
+        Step(f"prefill, {form}", *of_chunks(form), "ssm_state_indices", decays=("g",))
+        for form in (contract.gdn, contract.kda, contract.gdn2)
+    ),
+    Step("prefill, ssd", of_mamba, call_mamba, "state_batch_indices", decays=("A",)),
 )  # fmt: skip
 steps = pytest.mark.parametrize("step", STEPS, ids=str)
 impls = pytest.mark.parametrize("impl", IMPLS)
@@ -374,3 +406,64 @@ def test_fullgraph(step, pool, impl, backend, device):
                 call(states, x, torch.tensor(wrong))
             assert torch.equal(states, other)
     check(torch.tensor([-1, 5, 2]))
+
+
+PREFILLS = [s for s in STEPS if s.name.startswith("prefill")]
+prefills = pytest.mark.parametrize("step", PREFILLS, ids=str)
+
+
+@impls
+@prefills
+def test_packed_prompts_over_a_pool(step, impl, device):
+    """Each starts from its slot and leaves its state there, with the bits of a call that is given
+    the states; one without a slot is padding, one without tokens leaves its state as it is.
+    """
+    pool, x, _ = step.drawn(True, device)
+    x = {n: t if n in SHARED else t.flatten(0, 1)[None] for n, t in x.items()}  # 51 tokens
+    bounds = {"cu_seqlens": torch.tensor([0, 16, 16, 33, 49], device=device), "impl": impl}
+    start, rows = pool.clone(), torch.tensor([4, 2, -1, 0], device=device)
+    own = start[rows].contiguous()
+    want = step.run(own, x, None, **bounds)
+    out = step.run(pool, x, rows, **bounds)
+    assert not out[:, 16:33].any() and not out[:, 49:].any()
+    same((out[:, :16], pool[[4, 2]]), (want[:, :16], own[:2]))
+    same((out[:, 33:49], pool[0]), (want[:, 33:49], own[3]))
+    assert torch.equal(pool[[1, 2, 3, 5]], start[[1, 2, 3, 5]])
+    nowhere = torch.full((4,), -1, device=device)
+    assert not step.run(pool, x, nowhere, **bounds).any() and torch.equal(pool[4], own[0])
+
+
+@pytest.mark.parametrize("form", [contract.gdn, contract.kda, contract.gdn2], ids=str)
+def test_a_pool_of_transposed_states(form, device):
+    x, _ = form.draw(2, 17, torch.float32, device, N=3)
+    rows = torch.tensor([2, 0], device=device)
+    pool, how = x.pop("initial_state"), {"ssm_state_indices": rows, "chunk_size": 16}
+    other = pool.mT.contiguous()
+    how["inplace_final_state"] = True
+    with torch.no_grad():
+        want, _ = form.f(**x, initial_state=pool, **how)
+        got, states = form.f(**x, initial_state=other, state_v_first=True, **how)
+    assert states is other
+    same((got, other.mT), (want, pool))
+
+
+@prefills
+def test_prefills_that_are_refused(step):
+    pool, x, rows = step.drawn(True, "cpu")
+    before = pool.clone()
+    with launches() as ran:
+        with pytest.raises(ValueError, match=r"a slot for each sequence, got \(3, 1\)"):
+            step.run(pool, x, rows[:, None])
+        with pytest.raises(TypeError, match=r"must be torch.float32 with inplace_final_states?="):
+            step.run(pool.double(), x, rows)
+    assert not ran and torch.equal(pool, before)
+
+
+def test_a_pool_that_is_not_asked_for_is_refused():
+    x, _ = contract.gdn.draw(1, 3, torch.float32, "cpu", N=2)
+    with pytest.raises(ValueError, match="needs inplace_final_state=True, got False"):
+        chunk_gated_delta_rule(**x, ssm_state_indices=torch.tensor([1]))
+    states, x = of_mamba(1, 1, "cpu")
+    x |= {"chunk_size": 16, "initial_states": states, "cu_seqlens": torch.tensor([0, 17])}
+    with pytest.raises(ValueError, match="return_varlen_states must be False with inplace_final_"):
+        mamba_chunk_scan_combined(**x, inplace_final_states=True, return_varlen_states=True)

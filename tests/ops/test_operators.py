@@ -30,7 +30,7 @@ from linattn_edu import (
 )
 from linattn_edu.ops import causal_conv1d as conv
 from linattn_edu.ops import causal_conv1d_update as conv_update
-from linattn_edu.ops import cumsum, ema, ring
+from linattn_edu.ops import cumsum, ema, prefill, ring
 from linattn_edu.ops import l2norm as norm
 from linattn_edu.ops import rms_norm_gated as gated
 from linattn_edu.ops import solve_tril as inverse
@@ -254,6 +254,7 @@ def test_steps_of_a_pool(lower_bound, of_channels, device):
     tensors = tensors[: 7 + of_channels]
     numbers = (bounds(device), 0.5, True, "reference")
     check(decode.pools_[of_channels], *tensors, pool, *slots, *numbers)
+    check(prefill.read, pool, slots[0].flatten()[:1], "slots", "pool", "reference")
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -465,7 +466,7 @@ def test_every_operator_is_checked():
         "recurrent_pool_gated", "recurrent_step_gated", "recurrent_step_gated_v_first",
         "recurrent_step_gated_",
         "selective_state_update", "selective_state_update_drafts", "causal_conv1d_update",
-        "replay_delta_rule", "replay_selective_state_update", "commit_ring",
+        "pool_rows", "replay_delta_rule", "replay_selective_state_update", "commit_ring",
     }  # fmt: skip
 
 

@@ -8,6 +8,7 @@ from linattn_edu.cp.context import CPContext
 from linattn_edu.cp.place import Place
 from linattn_edu.ops import check
 from linattn_edu.ops.delta.gate import write_strength
+from linattn_edu.ops.prefill import overwriting
 from linattn_edu.ops.tensors import known, transposed
 
 CHUNK_SIZES = (16, 32, 64)
@@ -118,25 +119,29 @@ def chunked(
     *,
     sigmoid: int,
     v_first: bool,
+    final: tuple[bool, Tensor | None],
     **gate: object,
 ) -> tuple[tuple[Tensor | None, ...], Place, float, str]:
     """Refuse what does not fit a chunked form; the others as its operator takes them.
 
     tensors: q, k, v, g, beta or b and w, A_log, dt_bias, initial_state.  bounds: cu_seqlens, the
-    same on the CPU, chunk_indices.  gate: raw_gate, lower_bound, channels of `check_tensors`.
+    same on the CPU, chunk_indices.  final: whether final states overwrite the initial ones, and in
+    which slots of a pool, or None.  gate: raw_gate, lower_bound, channels of `check_tensors`.
     Returns the tensors, where the sequences are, scale, and "triton" or "reference".
     """
     q, k, v, g, beta, *write, A_log, dt_bias, state = tensors
     given = check.Tensors()
     A_log, dt_bias = check_tensors(
         given, q, k, v, g, beta, state, A_log, dt_bias, bounds[0], cp_context,
-        v_first=v_first, alike=True, write=tuple(write), **gate,
+        v_first=v_first, alike=True, write=tuple(write), pool=final[1] is not None, **gate,
     )  # fmt: skip
     check.choice("chunk_size", chunk_size, CHUNK_SIZES)
     scale = check.number("scale", scale)
     scale = given.sizes["K"] ** -0.5 if scale is None else scale
     impl = check.resolve_impl(impl, given.device, tuple(given.dtypes))
     where = place(given, *bounds, chunk_size, cp_context, even=True)
+    others = *tensors[:-1], *bounds, final[1]
+    where = overwriting(where, given, others, state, *final, cp_context, v_first=v_first)
     beta, state = write_strength(beta, sigmoid), transposed(state, v_first)
     return (q, k, v, g, beta, *write, A_log, dt_bias, state), where, scale, impl
 

@@ -6,7 +6,7 @@ from linattn_edu.ops import check, inplace, sequences
 from linattn_edu.ops.delta import recurrence
 from linattn_edu.ops.delta.recurrence import FLAGS, GIVEN, LACKS, How
 from linattn_edu.ops.operator import Operator, like
-from linattn_edu.ops.tensors import contiguous, known, transposed, wide
+from linattn_edu.ops.tensors import contiguous, known, transposed
 from linattn_edu.reference.delta.recurrent import recurrent_pool
 
 
@@ -24,8 +24,11 @@ def in_place(
     checked: what took them.
     """
     state = tensors[-1]
-    no_pool(accepted) if indices is None else _check_pool(checked, asked, indices, accepted)
-    _check_state(tensors, indices is not None)
+    if indices is None:
+        no_pool(accepted)
+    else:
+        inplace.check_pool(checked, inplace.DELTA, asked, indices, accepted)
+    inplace.check_final(inplace.DELTA, state, tensors[:-1], indices is not None)
     if indices is not None:
         indices = indices.reshape(checked.sizes["N"], -1)
     tensors, dtype = recurrence.prepare(tensors, cu_seqlens, checked, how)
@@ -52,41 +55,6 @@ def no_pool(accepted: Tensor | None) -> None:
     """Refuse accepted tokens without slots."""
     if accepted is not None:
         raise ValueError("num_accepted_tokens belongs to ssm_state_indices, which is None")
-
-
-def _check_pool(
-    checked: check.Tensors, asked: bool, indices: Tensor, accepted: Tensor | None
-) -> None:
-    """Refuse slots of a pool, and numbers of accepted tokens, of a shape that does not fit."""
-    for name, x in (("ssm_state_indices", indices), ("num_accepted_tokens", accepted)):
-        if x is not None:
-            checked.integers(name, x)
-    if not asked:
-        raise ValueError(
-            "ssm_state_indices names slots of a pool that is written in place: it needs "
-            "inplace_final_state=True, got False"
-        )
-    inplace.check_rows("ssm_state_indices", "N", checked.sizes["N"], indices, accepted)
-
-
-def _check_state(tensors: tuple[Tensor | None, ...], pool: bool) -> None:
-    """Refuse an initial_state that cannot take the final state."""
-    *others, state = tensors
-    if state is None:
-        raise ValueError("initial_state must be given with inplace_final_state=True, got None")
-    if state.dtype != wide(*others):
-        raise TypeError(
-            f"initial_state must be {wide(*others)} with inplace_final_state=True, "
-            f"got {state.dtype}"
-        )
-    if pool and not inplace.dense(state):
-        raise ValueError(
-            "initial_state must be contiguous in every slot with ssm_state_indices, and slots "
-            f"must not overlap, got strides {state.stride()} for {tuple(state.shape)}"
-        )
-    if not pool and not state.is_contiguous():
-        raise ValueError("initial_state must be contiguous with inplace_final_state=True")
-    inplace.check("initial_state", state, tuple(others), "inplace_final_state=True", ", or without")
 
 
 def _check_slots(indices: Tensor | None, accepted: Tensor | None, slots: int) -> None:

@@ -14,7 +14,7 @@ from linattn_edu.ops.l2norm import unit
 from linattn_edu.ops.operator import Operator, like, widened
 from linattn_edu.ops.ranks import Ranks
 from linattn_edu.ops.stages import implementations, stage
-from linattn_edu.ops.tensors import in_float32, laid_out
+from linattn_edu.ops.tensors import in_float32
 from linattn_edu.packing import Packing
 
 
@@ -39,6 +39,8 @@ def chunk_gated_delta_rule(
     A_log: Tensor | None = None,
     dt_bias: Tensor | None = None,
     chunk_size: int = 64,
+    inplace_final_state: bool = False,
+    ssm_state_indices: Tensor | None = None,
     transpose_state_layout: bool | None = None,
     cp_context: CPContext | None = None,
     impl: str = "auto",
@@ -95,6 +97,14 @@ def chunk_gated_delta_rule(
             out.
         chunk_size: Tokens a chunk at most: 16, 32 or 64. It changes the speed and the rounding
             only; the kernels take shorter ones where longer do not fit the GPU (fp32, Turing).
+        inplace_final_state: Whether to write the final state to initial_state, and to return it:
+            as in :func:`fused_recurrent_gated_delta_rule`. Not with cp_context.
+        ssm_state_indices: Slot of each sequence ``[N]``, int32 or int64, in a pool of states, with
+            inplace_final_state: initial_state is then ``[slots, HV, K, V]``; each sequence starts
+            from the state in its slot and leaves its last one there. The pool, its negative slots
+            and its checks are those of :func:`fused_recurrent_gated_delta_rule`; under
+            torch.compile slots are not looked at on the CPU either. The states of the N sequences
+            are copied on the way.
         transpose_state_layout: Deprecated name of state_v_first.
         cp_context: Of :func:`build_cp_context`, where the sequences are cut over several ranks, all
             of which call this: the tensors are then those of this rank, ``[B, tokens, ...]``, every
@@ -142,7 +152,8 @@ def chunk_gated_delta_rule(
 
     Returns:
         ``(o, final_state)``: o ``[B, T, HV, V]`` in q's dtype; final_state ``[N, HV, K, V]`` in
-        float32 (float64 where q, g, A_log, dt_bias or initial_state is), or None.
+        float32 (float64 where q, g, A_log, dt_bias or initial_state is), or None; initial_state
+        with inplace_final_state, whatever output_final_state says.
 
     Raises:
         TypeError: an argument is not of a type or dtype listed above.
@@ -153,16 +164,18 @@ def chunk_gated_delta_rule(
     Source: Yang et al. 2024 (arXiv:2412.06464); chapters 01 to 12.
     """
     state_v_first = arguments.v_first(state_v_first, transpose_state_layout)
-    output_final_state, normalise, raw_gate = arguments.flags(
+    output_final_state, normalise, raw_gate, inplace = arguments.flags(
         output_final_state=output_final_state,
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
         use_gate_in_kernel=use_gate_in_kernel,
+        inplace_final_state=inplace_final_state,
     )
     sigmoid, beyond = arguments.sigmoid_factor(use_beta_sigmoid_in_kernel, allow_neg_eigval)
     (q, k, v, g, beta, A_log, dt_bias, initial_state), place, scale, impl = arguments.chunked(
         (q, k, v, g, beta, A_log, dt_bias, initial_state),
         (cu_seqlens, cu_seqlens_cpu, chunk_indices), cp_context, scale, chunk_size, impl,
         sigmoid=sigmoid, v_first=state_v_first, raw_gate=raw_gate,
+        final=(inplace, ssm_state_indices),
     )  # fmt: skip
     beyond |= impl == "reference"  # where it costs no time
     halves = beyond and _in_halves(impl, q, v, chunk_size, place.group)
@@ -174,11 +187,11 @@ def chunk_gated_delta_rule(
     save = "gc P AG P_low AG_low" if halves else _saved(impl, q, v, chunk_size, place.group)
     o, final_state, *_ = chunk(
         *place.joined(q, k, v, g, beta), A_log, dt_bias, place.entering(initial_state),
-        *place.bounds, scale, output_final_state, chunk_size, halves, place.group, impl, "",
+        *place.bounds, scale, output_final_state or place.writes, chunk_size, halves, place.group,
+        impl, "",
         save=save,
     )  # fmt: skip
-    o, final_state = place.parted(o).to(dtype), place.leaving(final_state)
-    return o, laid_out(final_state, state_v_first)
+    return place.parted(o).to(dtype), place.left(final_state, state_v_first)
 
 
 @dataclass(frozen=True)

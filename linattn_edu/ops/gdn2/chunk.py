@@ -33,6 +33,8 @@ def chunk_gdn2(
     dt_bias: Tensor | None = None,
     chunk_size: int = 64,
     allow_neg_eigval: bool = False,
+    inplace_final_state: bool = False,
+    ssm_state_indices: Tensor | None = None,
     transpose_state_layout: bool | None = None,
     impl: str = "auto",
 ) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
@@ -58,7 +60,7 @@ def chunk_gdn2(
         use_qk_l2norm_in_kernel, use_gate_in_kernel, A_log, dt_bias: As in :func:`chunk_kda`.
         safe_gate, lower_bound, disable_recompute, return_intermediate_states: Likewise.
         state_v_first, cu_seqlens, cu_seqlens_cpu, chunk_indices, cp_context, chunk_size: Likewise.
-        transpose_state_layout, impl: Likewise.
+        inplace_final_state, ssm_state_indices, transpose_state_layout, impl: Likewise.
         allow_neg_eigval: Whether b may be beyond 1: in 16 bit everything is computed in float32
             then.
 
@@ -88,6 +90,7 @@ def chunk_gdn2(
         safe_gate=safe_gate,
         disable_recompute=disable_recompute,
         return_intermediate_states=return_intermediate_states,
+        final=(inplace_final_state, ssm_state_indices),
     )  # fmt: skip
     return results(chunk(q, *given, save=save))
 

@@ -44,6 +44,8 @@ def chunk_kda(
     A_log: Tensor | None = None,
     dt_bias: Tensor | None = None,
     chunk_size: int = 64,
+    inplace_final_state: bool = False,
+    ssm_state_indices: Tensor | None = None,
     transpose_state_layout: bool | None = None,
     cp_context: CPContext | None = None,
     use_graph: bool = False,
@@ -110,6 +112,8 @@ def chunk_kda(
             may be left out, and with lower_bound A_log too.
         chunk_size: Tokens a chunk at most: 16, 32 or 64. It changes the speed and the rounding
             only; the kernels take shorter ones where longer do not fit the GPU (fp32, Turing).
+        inplace_final_state, ssm_state_indices: Prefill over a pool of states, as in
+            :func:`chunk_gated_delta_rule`.
         transpose_state_layout: Deprecated name of state_v_first.
         cp_context: Sequences cut over several ranks, as in :func:`chunk_gated_delta_rule`; not with
             return_intermediate_states.
@@ -145,8 +149,9 @@ def chunk_kda(
 
     Returns:
         ``(o, final_state)``: o ``[B, T, HV, V]`` in q's dtype; final_state ``[N, HV, K, V]`` in
-        float32 (float64 where q, g, A_log, dt_bias or initial_state is), or None. With
-        return_intermediate_states also h ``[B, NT, HV, K, V]`` in q's dtype.
+        float32 (float64 where q, g, A_log, dt_bias or initial_state is), or None; initial_state
+        with inplace_final_state. With return_intermediate_states also h ``[B, NT, HV, K, V]`` in
+        q's dtype.
 
     Raises:
         TypeError: an argument is not of a type or dtype listed above.
@@ -172,6 +177,7 @@ def chunk_kda(
         safe_gate=safe_gate,
         disable_recompute=disable_recompute,
         return_intermediate_states=return_intermediate_states,
+        final=(inplace_final_state, ssm_state_indices),
     )  # fmt: skip
     return results(chunk(q, *given, save=save))
 
@@ -188,12 +194,14 @@ def prepared(
     lower_bound: float | None,
     sigmoid: int = 0,
     beyond: bool,
+    final: tuple[bool, Tensor | None],
     **flags: bool,
 ) -> tuple[tuple, str, Callable]:
     """All arguments checked: those of an operator that `declare` makes, what it saves, and what
     makes of its outputs those of the public function.
 
-    tensors: as of `arguments.chunked`.  flags: the last six of chunk_kda's call, in its order.
+    tensors, final: as of `arguments.chunked`.  flags: the last six of chunk_kda's call, in its
+    order.
     """
     output_final_state, normalise, raw_gate, safe_gate, keep_all, return_states = arguments.flags(
         **flags
@@ -204,6 +212,7 @@ def prepared(
     (q, k, v, g, *strength, A_log, dt_bias, initial_state), place, scale, impl = arguments.chunked(
         tensors, bounds, cp_context, scale, chunk_size, impl, sigmoid=sigmoid, v_first=v_first,
         raw_gate=raw_gate, lower_bound=gate_bound, channels=True,
+        final=(*arguments.flags(inplace_final_state=final[0]), final[1]),
     )  # fmt: skip
     if return_states and cp_context is not None:
         raise ValueError("return_intermediate_states=True is not supported with cp_context")
@@ -220,14 +229,14 @@ def prepared(
     fused = 0 if staged else _fused_passes(impl, q, v, chunk_size, packed, len(strength) > 1)
     given = (
         q, k, v, g, *strength, A_log, dt_bias, place.entering(initial_state),
-        *place.bounds, scale, gate_bound, safe_bound, output_final_state, chunk_size, fused,
-        place.group, impl, "h" if return_states else "",
+        *place.bounds, scale, gate_bound, safe_bound, output_final_state or place.writes,
+        chunk_size, fused, place.group, impl, "h" if return_states else "",
     )  # fmt: skip
 
     def results(outputs: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
         o, final_state, *kept = outputs
-        o, final_state = place.parted(o).to(dtype), place.leaving(final_state)
-        final_state, h = (laid_out(x, v_first) for x in (final_state, Residuals(*kept).h))
+        o, final_state = place.parted(o).to(dtype), place.left(final_state, v_first)
+        h = laid_out(Residuals(*kept).h, v_first)
         return (o, final_state, h.to(dtype)) if return_states else (o, final_state)
 
     return given, save, results

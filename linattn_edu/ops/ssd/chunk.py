@@ -11,7 +11,9 @@ from torch import Tensor
 from linattn_edu.cp.context import CPContext
 from linattn_edu.ops import check
 from linattn_edu.ops.delta import arguments
+from linattn_edu.ops.inplace import SSD as NAMES
 from linattn_edu.ops.operator import Operator, like, widened
+from linattn_edu.ops.prefill import overwriting
 from linattn_edu.ops.ranks import Ranks
 from linattn_edu.ops.stages import implementations, stage
 from linattn_edu.ops.tensors import transposed, wide
@@ -40,6 +42,8 @@ def mamba_chunk_scan_combined(
     return_varlen_states: bool = False,
     *,
     cu_seqlens_cpu: Tensor | None = None,
+    inplace_final_states: bool = False,
+    state_batch_indices: Tensor | None = None,
     cp_context: CPContext | None = None,
     impl: str = "auto",
 ) -> Tensor | tuple[Tensor, ...]:
@@ -88,6 +92,10 @@ def mamba_chunk_scan_combined(
         return_varlen_states: Whether to return those of every sequence of cu_seqlens.
         cu_seqlens_cpu: The numbers of cu_seqlens on the CPU. Without them a cu_seqlens on a GPU is
             read once, and the call waits for the device; with them it does not.
+        inplace_final_states, state_batch_indices: Prefill over a pool of states
+            ``[slots, H, P, N]``, as inplace_final_state and ssm_state_indices in
+            :func:`chunk_gated_delta_rule`; return_final_states then returns the pool,
+            return_varlen_states is refused.
         cp_context: Sequences cut over several ranks, as in :func:`chunk_gated_delta_rule`; not with
             seq_idx. initial_states have a row for each sequence that begins on this rank; the final
             states one for each that ends on it, whichever flag asks for them. Each pass gathers
@@ -126,12 +134,19 @@ def mamba_chunk_scan_combined(
     2.3.2, which sees the boundaries of cu_seqlens only through seq_idx; chapters 13 to 19.
     """
     given = {"dt": dt, "A": A, "D": D, "z": z, "dt_bias": dt_bias, "initial_states": initial_states}
-    checked = _check_tensors(x, B, C, given, seq_idx, cu_seqlens, cp_context)
-    softplus, final, varlen = arguments.flags(
+    pool = state_batch_indices is not None
+    checked = _check_tensors(x, B, C, given, seq_idx, cu_seqlens, cp_context, pool)
+    softplus, final, varlen, inplace = arguments.flags(
         dt_softplus=dt_softplus,
         return_final_states=return_final_states,
         return_varlen_states=return_varlen_states,
+        inplace_final_states=inplace_final_states,
     )
+    if varlen and inplace:
+        raise ValueError(
+            "return_varlen_states must be False with inplace_final_states=True, whose "
+            "initial_states hold the states of all sequences"
+        )
     if varlen and cu_seqlens is None and cp_context is None:
         raise ValueError("return_varlen_states=True needs cu_seqlens or cp_context, got None")
     if seq_idx is not None and cp_context is not None:
@@ -140,20 +155,24 @@ def mamba_chunk_scan_combined(
     impl = check.resolve_impl(impl, x.device, tuple(checked.dtypes))
     bounds = cu_seqlens, cu_seqlens_cpu, None
     place = arguments.place(checked, *bounds, chunk_size, cp_context, even=True)
+    others = x, dt, A, B, C, D, z, dt_bias, seq_idx, *bounds, state_batch_indices
+    place = overwriting(
+        place, checked, others, initial_states, inplace, state_batch_indices, cp_context,
+        NAMES, v_first=True,
+    )  # fmt: skip
     B, C = B.to(x.dtype), C.to(x.dtype)
     impl, chunk_size = _form(impl, x, B, chunk_size, low)
     x, dt, B, C, z = place.joined(x, dt, B, C, z)
     out, states, _ = scan(
         x, dt, A, B, C, None if D is None else D.reshape(x.shape[2], -1), z, dt_bias,
         place.entering(transposed(initial_states, True)), _runs(seq_idx), *place.bounds,
-        softplus, low, high, final or varlen, chunk_size, place.group, impl, "",
+        softplus, low, high, final or varlen or place.writes, chunk_size, place.group, impl, "",
         save="crossing" if place.group else "",
     )  # fmt: skip
-    out = place.parted(out)
+    out, states = place.parted(out), place.left(states, True)
     if not (final or varlen):
         return out
-    states = place.leaving(states).mT.contiguous()
-    last = states if cu_seqlens is None else states[-1:]
+    last = states if cu_seqlens is None or place.writes else states[-1:]
     return (out, *([last] if final else []), *([states] if varlen else []))
 
 
@@ -165,8 +184,11 @@ def _check_tensors(
     seq_idx: Tensor | None,
     cu_seqlens: Tensor | None,
     cp_context: CPContext | None,
+    pool: bool,
 ) -> check.Tensors:
-    """Refuse tensors that do not fit; the sizes are B, T, H, P, G, S (the states' N) and N."""
+    """Refuse tensors that do not fit; the sizes are B, T, H, P, G, S (the states' N) and N;
+    with pool the initial states are any number, slots.
+    """
     checked = check.Tensors()
     sizes = checked.sizes
     checked.take("x", x, ("B", "T", "H", "P"))
@@ -186,7 +208,7 @@ def _check_tensors(
         "D": ("H", "P") if isinstance(D, Tensor) and D.ndim == 2 else ("H",),
         "z": ("B", "T", "H", "P"),
         "dt_bias": ("H",),
-        "initial_states": ("N", "H", "P", "S"),
+        "initial_states": ("slots" if pool else "N", "H", "P", "S"),
     }
     state = "initial_states", given["initial_states"]
     arguments.count_sequences(checked, cu_seqlens, cp_context, state)
