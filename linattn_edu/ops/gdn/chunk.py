@@ -8,13 +8,14 @@ from typing import NamedTuple
 from torch import Tensor
 
 from linattn_edu.cp.context import CPContext
+from linattn_edu.ops import checkpoints
 from linattn_edu.ops.delta import arguments
 from linattn_edu.ops.delta.operations import operations
 from linattn_edu.ops.l2norm import unit
 from linattn_edu.ops.operator import Operator, like, widened
 from linattn_edu.ops.ranks import Ranks
 from linattn_edu.ops.stages import implementations, stage
-from linattn_edu.ops.tensors import in_float32
+from linattn_edu.ops.tensors import in_float32, laid_out
 from linattn_edu.packing import Packing
 
 
@@ -41,10 +42,11 @@ def chunk_gated_delta_rule(
     chunk_size: int = 64,
     inplace_final_state: bool = False,
     ssm_state_indices: Tensor | None = None,
+    checkpoint_every_n_tokens: int | None = None,
     transpose_state_layout: bool | None = None,
     cp_context: CPContext | None = None,
     impl: str = "auto",
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
     r"""Gated delta rule in chunks: training and prefill of Gated DeltaNet.
 
     .. math::
@@ -105,6 +107,12 @@ def chunk_gated_delta_rule(
             and its checks are those of :func:`fused_recurrent_gated_delta_rule`; under
             torch.compile slots are not looked at on the CPU either. The states of the N sequences
             are copied on the way.
+        checkpoint_every_n_tokens: Whether, and after how many tokens of each sequence, a multiple
+            of chunk_size, to return the state too, for a cache of prefixes. The call then runs in
+            pieces of so many tokens, one after the other, packed sequences side by side: a prompt
+            that goes on from one of these states has the bits of the whole one with the same
+            number. It costs launches, and with cu_seqlens a copy of every tensor; then not under
+            torch.compile and not in CUDA graphs. Not with cp_context.
         transpose_state_layout: Deprecated name of state_v_first.
         cp_context: Of :func:`build_cp_context`, where the sequences are cut over several ranks, all
             of which call this: the tensors are then those of this rank, ``[B, tokens, ...]``, every
@@ -153,7 +161,10 @@ def chunk_gated_delta_rule(
     Returns:
         ``(o, final_state)``: o ``[B, T, HV, V]`` in q's dtype; final_state ``[N, HV, K, V]`` in
         float32 (float64 where q, g, A_log, dt_bias or initial_state is), or None; initial_state
-        with inplace_final_state, whatever output_final_state says.
+        with inplace_final_state, whatever output_final_state says. With checkpoint_every_n_tokens
+        also the states after every so many tokens, in that dtype and with gradients:
+        ``[B, T // n, HV, K, V]``, or with cu_seqlens ``[C, HV, K, V]``, those of one sequence of
+        ``length // n`` after the other.
 
     Raises:
         TypeError: an argument is not of a type or dtype listed above.
@@ -178,6 +189,7 @@ def chunk_gated_delta_rule(
         final=(inplace, ssm_state_indices),
     )  # fmt: skip
     beyond |= impl == "reference"  # where it costs no time
+    checkpoints.check_every(checkpoint_every_n_tokens, chunk_size, cp_context)
     halves = beyond and _in_halves(impl, q, v, chunk_size, place.group)
     dtype = q.dtype
     if beyond and not halves:
@@ -185,13 +197,14 @@ def chunk_gated_delta_rule(
     if normalise:
         q, k = unit(q, impl), unit(k, impl)
     save = "gc P AG P_low AG_low" if halves else _saved(impl, q, v, chunk_size, place.group)
-    o, final_state, *_ = chunk(
+    args = (
         *place.joined(q, k, v, g, beta), A_log, dt_bias, place.entering(initial_state),
         *place.bounds, scale, output_final_state or place.writes, chunk_size, halves, place.group,
         impl, "",
-        save=save,
     )  # fmt: skip
-    return place.parted(o).to(dtype), place.left(final_state, state_v_first)
+    (o, final_state, *_), kept = checkpoints.run(chunk, args, checkpoint_every_n_tokens, save)
+    o, final_state = place.parted(o).to(dtype), place.left(final_state, state_v_first)
+    return (o, final_state) if kept is None else (o, final_state, laid_out(kept, state_v_first))
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from torch import Tensor
 
 from linattn_edu.cp.context import CPContext
+from linattn_edu.ops import checkpoints
 from linattn_edu.ops.delta import arguments
 from linattn_edu.ops.kda.chunk import backward, declare, forward, prepared
 
@@ -35,6 +36,7 @@ def chunk_gdn2(
     allow_neg_eigval: bool = False,
     inplace_final_state: bool = False,
     ssm_state_indices: Tensor | None = None,
+    checkpoint_every_n_tokens: int | None = None,
     transpose_state_layout: bool | None = None,
     impl: str = "auto",
 ) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
@@ -60,7 +62,8 @@ def chunk_gdn2(
         use_qk_l2norm_in_kernel, use_gate_in_kernel, A_log, dt_bias: As in :func:`chunk_kda`.
         safe_gate, lower_bound, disable_recompute, return_intermediate_states: Likewise.
         state_v_first, cu_seqlens, cu_seqlens_cpu, chunk_indices, cp_context, chunk_size: Likewise.
-        inplace_final_state, ssm_state_indices, transpose_state_layout, impl: Likewise.
+        inplace_final_state, ssm_state_indices, checkpoint_every_n_tokens: Likewise.
+        transpose_state_layout, impl: Likewise.
         allow_neg_eigval: Whether b may be beyond 1: in 16 bit everything is computed in float32
             then.
 
@@ -91,8 +94,9 @@ def chunk_gdn2(
         disable_recompute=disable_recompute,
         return_intermediate_states=return_intermediate_states,
         final=(inplace_final_state, ssm_state_indices),
+        every=checkpoint_every_n_tokens,
     )  # fmt: skip
-    return results(chunk(q, *given, save=save))
+    return results(*checkpoints.run(chunk, (q, *given), checkpoint_every_n_tokens, save))
 
 
 chunk = declare("chunk_gdn2", {"beta": "B T HV K", "write": "B T HV V"})

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from linattn_edu.cp.context import CPContext
-from linattn_edu.ops import check
+from linattn_edu.ops import check, checkpoints
 from linattn_edu.ops.delta import arguments
 from linattn_edu.ops.delta.operations import operations
 from linattn_edu.ops.l2norm import unit
@@ -46,6 +46,7 @@ def chunk_kda(
     chunk_size: int = 64,
     inplace_final_state: bool = False,
     ssm_state_indices: Tensor | None = None,
+    checkpoint_every_n_tokens: int | None = None,
     transpose_state_layout: bool | None = None,
     cp_context: CPContext | None = None,
     use_graph: bool = False,
@@ -114,6 +115,8 @@ def chunk_kda(
             only; the kernels take shorter ones where longer do not fit the GPU (fp32, Turing).
         inplace_final_state, ssm_state_indices: Prefill over a pool of states, as in
             :func:`chunk_gated_delta_rule`.
+        checkpoint_every_n_tokens: States for a cache of prefixes, as in
+            :func:`chunk_gated_delta_rule`; not with return_intermediate_states.
         transpose_state_layout: Deprecated name of state_v_first.
         cp_context: Sequences cut over several ranks, as in :func:`chunk_gated_delta_rule`; not with
             return_intermediate_states.
@@ -151,7 +154,7 @@ def chunk_kda(
         ``(o, final_state)``: o ``[B, T, HV, V]`` in q's dtype; final_state ``[N, HV, K, V]`` in
         float32 (float64 where q, g, A_log, dt_bias or initial_state is), or None; initial_state
         with inplace_final_state. With return_intermediate_states also h ``[B, NT, HV, K, V]`` in
-        q's dtype.
+        q's dtype; with checkpoint_every_n_tokens its states.
 
     Raises:
         TypeError: an argument is not of a type or dtype listed above.
@@ -178,8 +181,9 @@ def chunk_kda(
         disable_recompute=disable_recompute,
         return_intermediate_states=return_intermediate_states,
         final=(inplace_final_state, ssm_state_indices),
+        every=checkpoint_every_n_tokens,
     )  # fmt: skip
-    return results(chunk(q, *given, save=save))
+    return results(*checkpoints.run(chunk, (q, *given), checkpoint_every_n_tokens, save))
 
 
 def prepared(
@@ -195,13 +199,14 @@ def prepared(
     sigmoid: int = 0,
     beyond: bool,
     final: tuple[bool, Tensor | None],
+    every: int | None,
     **flags: bool,
 ) -> tuple[tuple, str, Callable]:
     """All arguments checked: those of an operator that `declare` makes, what it saves, and what
     makes of its outputs those of the public function.
 
-    tensors, final: as of `arguments.chunked`.  flags: the last six of chunk_kda's call, in its
-    order.
+    tensors, final: as of `arguments.chunked`.  every: checkpoint_every_n_tokens.  flags: the last
+    six of chunk_kda's call, in its order.
     """
     output_final_state, normalise, raw_gate, safe_gate, keep_all, return_states = arguments.flags(
         **flags
@@ -216,6 +221,11 @@ def prepared(
     )  # fmt: skip
     if return_states and cp_context is not None:
         raise ValueError("return_intermediate_states=True is not supported with cp_context")
+    checkpoints.check_every(every, chunk_size, cp_context)
+    if every is not None and return_states:
+        raise ValueError(
+            "return_intermediate_states must be False with checkpoint_every_n_tokens, got both"
+        )
     if safe_gate and not raw_gate:
         _check_promise(g, safe_bound)
     dtype = q.dtype
@@ -233,9 +243,13 @@ def prepared(
         chunk_size, fused, place.group, impl, "h" if return_states else "",
     )  # fmt: skip
 
-    def results(outputs: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    def results(
+        outputs: tuple[Tensor | None, ...], states: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         o, final_state, *kept = outputs
         o, final_state = place.parted(o).to(dtype), place.left(final_state, v_first)
+        if states is not None:
+            return o, final_state, laid_out(states, v_first)
         h = laid_out(Residuals(*kept).h, v_first)
         return (o, final_state, h.to(dtype)) if return_states else (o, final_state)
 

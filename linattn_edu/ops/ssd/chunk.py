@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from linattn_edu.cp.context import CPContext
-from linattn_edu.ops import check
+from linattn_edu.ops import check, checkpoints
 from linattn_edu.ops.delta import arguments
 from linattn_edu.ops.inplace import SSD as NAMES
 from linattn_edu.ops.operator import Operator, like, widened
 from linattn_edu.ops.prefill import overwriting
 from linattn_edu.ops.ranks import Ranks
 from linattn_edu.ops.stages import implementations, stage
-from linattn_edu.ops.tensors import transposed, wide
+from linattn_edu.ops.tensors import laid_out, transposed, wide
 from linattn_edu.packing import Packing
 from linattn_edu.reference.tiles import sigmoid as by_number
 
@@ -44,6 +44,7 @@ def mamba_chunk_scan_combined(
     cu_seqlens_cpu: Tensor | None = None,
     inplace_final_states: bool = False,
     state_batch_indices: Tensor | None = None,
+    checkpoint_every_n_tokens: int | None = None,
     cp_context: CPContext | None = None,
     impl: str = "auto",
 ) -> Tensor | tuple[Tensor, ...]:
@@ -96,6 +97,9 @@ def mamba_chunk_scan_combined(
             ``[slots, H, P, N]``, as inplace_final_state and ssm_state_indices in
             :func:`chunk_gated_delta_rule`; return_final_states then returns the pool,
             return_varlen_states is refused.
+        checkpoint_every_n_tokens: States for a cache of prefixes, as in
+            :func:`chunk_gated_delta_rule`, a multiple of the rounded chunk_size; the last result.
+            Not with seq_idx.
         cp_context: Sequences cut over several ranks, as in :func:`chunk_gated_delta_rule`; not with
             seq_idx. initial_states have a row for each sequence that begins on this rank; the final
             states one for each that ends on it, whichever flag asks for them. Each pass gathers
@@ -160,20 +164,26 @@ def mamba_chunk_scan_combined(
         place, checked, others, initial_states, inplace, state_batch_indices, cp_context,
         NAMES, v_first=True,
     )  # fmt: skip
+    every = checkpoint_every_n_tokens
+    checkpoints.check_every(every, chunk_size, cp_context)
+    if every is not None and seq_idx is not None:
+        raise ValueError("seq_idx must be None with checkpoint_every_n_tokens: give cu_seqlens")
     B, C = B.to(x.dtype), C.to(x.dtype)
     impl, chunk_size = _form(impl, x, B, chunk_size, low)
     x, dt, B, C, z = place.joined(x, dt, B, C, z)
-    out, states, _ = scan(
+    args = (
         x, dt, A, B, C, None if D is None else D.reshape(x.shape[2], -1), z, dt_bias,
         place.entering(transposed(initial_states, True)), _runs(seq_idx), *place.bounds,
         softplus, low, high, final or varlen or place.writes, chunk_size, place.group, impl, "",
-        save="crossing" if place.group else "",
     )  # fmt: skip
+    save = "crossing" if place.group else ""
+    (out, states, *_), kept = checkpoints.run(scan, args, every, save)
     out, states = place.parted(out), place.left(states, True)
+    kept = () if kept is None else (laid_out(kept, True),)
     if not (final or varlen):
-        return out
+        return (out, *kept) if kept else out
     last = states if cu_seqlens is None or place.writes else states[-1:]
-    return (out, *([last] if final else []), *([states] if varlen else []))
+    return (out, *([last] if final else []), *([states] if varlen else []), *kept)
 
 
 def _check_tensors(
