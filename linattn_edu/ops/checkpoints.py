@@ -1,4 +1,4 @@
-"""States at every n tokens of a sequence, for caches of prefixes: a call in pieces of n tokens."""
+"""Prompts in pieces: states at every n tokens, for caches of prefixes, and the whole's bits."""
 
 from collections.abc import Callable
 from itertools import pairwise
@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from linattn_edu.cp.context import CPContext
-from linattn_edu.ops import sequences
+from linattn_edu.cp.place import Place
+from linattn_edu.ops import check, sequences
 from linattn_edu.ops.operator import Operator
-from linattn_edu.ops.tensors import traced, transformed, wide
+from linattn_edu.ops.tensors import known, traced, transformed, wide
 
 
 def check_every(every: int | None, chunk_size: int, cp_context: CPContext | None) -> None:
@@ -25,6 +26,38 @@ def check_every(every: int | None, chunk_size: int, cp_context: CPContext | None
         )
     if cp_context is not None:
         raise ValueError("checkpoint_every_n_tokens is not supported with cp_context")
+
+
+def check_invariant(
+    asked: bool, x: Tensor, heads: int, V: int, place: Place, every: int | None, impl: str
+) -> None:
+    """Refuse what has other bits in pieces, or in another batch: batch_invariant of the public
+    functions.  x: [B, T, ...], with states of V columns; 0: of Mamba-2.
+    """
+    if not check.flag("batch_invariant", asked):
+        return
+    if impl == "reference":
+        raise ValueError(
+            "batch_invariant=True needs the kernels, got impl='reference', whose products on a CPU "
+            "are rounded by the size of the batch"
+        )
+    if place.group:
+        raise ValueError("batch_invariant=True is not supported with cp_context")
+    from linattn_edu.kernels.routes import by_kind, kind_of
+
+    bounds, longest = place.bounds[1], x.shape[1]
+    if known(bounds):
+        longest = max(bounds.diff().tolist())
+    kind = kind_of(x, heads, V, 64, None)._replace(T=min(longest, every or longest))
+    if V:
+        cut = by_kind.pieces_by_maps(kind).takes or by_kind.pieces_by_warm_up(kind).takes
+    else:
+        cut = impl == "fused" and by_kind.ssd_piece(kind).takes < kind.T
+    if cut:
+        raise ValueError(
+            f"batch_invariant=True needs sequences that no kernel cuts, got T={kind.T}: give "
+            "checkpoint_every_n_tokens, or the prompt in pieces of whole chunks"
+        )
 
 
 def run(

@@ -6,6 +6,7 @@ from gdn_checks import boundaries, by_value, launches, same_bits
 from grids import few
 from ops.contract import IMPLS, forms, gdn, gdn2, kda, ssd
 
+from linattn_edu.kernels import routes
 from linattn_edu.testing import assert_close
 
 pytestmark = pytest.mark.usefixtures("poison")
@@ -153,4 +154,24 @@ def test_refused(form, wrong):
     x, options = form.draw(1, 20, torch.float32, "cpu")
     with launches() as ran, pytest.raises(error, match=f"checkpoint_every_n_tokens .*{message}"):
         called(form, x, **options, checkpoint_every_n_tokens=every)
+    assert not ran
+
+
+@forms("test_batch_invariant", *CHUNKED, dtypes=F32)
+def test_batch_invariant(form, dtype, device):
+    """It changes no bit; the reference is refused, and where kernels cut a long sequence."""
+    x, options = form.draw(1, 4 * N, dtype, device)
+    want = called(form, x, **options, impl="triton")
+    got = called(form, x, **options, impl="triton", batch_invariant=True)
+    assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
+    with pytest.raises(ValueError, match="needs the kernels, got impl='reference'"):
+        called(form, x, **options, impl="reference", batch_invariant=True)
+    if form in ssd[1:]:  # whose stages one by one cut nothing
+        return
+    options |= {"impl": "triton", "batch_invariant": True}
+    cut = {"pieces_by_maps": 32, "SSD_PIECE": 32, "ssd_piece": 32}
+    with routes.forced(**cut), launches() as ran:
+        message = "no kernel cuts, got T=64: give checkpoint_every_n_tokens"
+        with pytest.raises(ValueError, match=message):
+            called(form, x, **options)
     assert not ran

@@ -43,6 +43,7 @@ def chunk_gated_delta_rule(
     inplace_final_state: bool = False,
     ssm_state_indices: Tensor | None = None,
     checkpoint_every_n_tokens: int | None = None,
+    batch_invariant: bool = False,
     transpose_state_layout: bool | None = None,
     cp_context: CPContext | None = None,
     impl: str = "auto",
@@ -113,6 +114,9 @@ def chunk_gated_delta_rule(
             that goes on from one of these states has the bits of the whole one with the same
             number. It costs launches, and with cu_seqlens a copy of every tensor; then not under
             torch.compile and not in CUDA graphs. Not with cp_context.
+        batch_invariant: Whether to refuse a call of which a sequence's bits, in the forward pass,
+            depend on more than its tokens in whole chunks: see "The same bits" on the page
+            Interface. It changes no result.
         transpose_state_layout: Deprecated name of state_v_first.
         cp_context: Of :func:`build_cp_context`, where the sequences are cut over several ranks, all
             of which call this: the tensors are then those of this rank, ``[B, tokens, ...]``, every
@@ -189,7 +193,9 @@ def chunk_gated_delta_rule(
         final=(inplace, ssm_state_indices),
     )  # fmt: skip
     beyond |= impl == "reference"  # where it costs no time
-    checkpoints.check_every(checkpoint_every_n_tokens, chunk_size, cp_context)
+    every = checkpoint_every_n_tokens
+    checkpoints.check_every(every, chunk_size, cp_context)
+    checkpoints.check_invariant(batch_invariant, q, *v.shape[2:], place, every, impl)
     halves = beyond and _in_halves(impl, q, v, chunk_size, place.group)
     dtype = q.dtype
     if beyond and not halves:
@@ -202,7 +208,7 @@ def chunk_gated_delta_rule(
         *place.bounds, scale, output_final_state or place.writes, chunk_size, halves, place.group,
         impl, "",
     )  # fmt: skip
-    (o, final_state, *_), kept = checkpoints.run(chunk, args, checkpoint_every_n_tokens, save)
+    (o, final_state, *_), kept = checkpoints.run(chunk, args, every, save)
     o, final_state = place.parted(o).to(dtype), place.left(final_state, state_v_first)
     return (o, final_state) if kept is None else (o, final_state, laid_out(kept, state_v_first))
 

@@ -47,6 +47,7 @@ def chunk_kda(
     inplace_final_state: bool = False,
     ssm_state_indices: Tensor | None = None,
     checkpoint_every_n_tokens: int | None = None,
+    batch_invariant: bool = False,
     transpose_state_layout: bool | None = None,
     cp_context: CPContext | None = None,
     use_graph: bool = False,
@@ -117,6 +118,7 @@ def chunk_kda(
             :func:`chunk_gated_delta_rule`.
         checkpoint_every_n_tokens: States for a cache of prefixes, as in
             :func:`chunk_gated_delta_rule`; not with return_intermediate_states.
+        batch_invariant: As in :func:`chunk_gated_delta_rule`.
         transpose_state_layout: Deprecated name of state_v_first.
         cp_context: Sequences cut over several ranks, as in :func:`chunk_gated_delta_rule`; not with
             return_intermediate_states.
@@ -182,6 +184,7 @@ def chunk_kda(
         return_intermediate_states=return_intermediate_states,
         final=(inplace_final_state, ssm_state_indices),
         every=checkpoint_every_n_tokens,
+        invariant=batch_invariant,
     )  # fmt: skip
     return results(*checkpoints.run(chunk, (q, *given), checkpoint_every_n_tokens, save))
 
@@ -200,13 +203,14 @@ def prepared(
     beyond: bool,
     final: tuple[bool, Tensor | None],
     every: int | None,
+    invariant: bool,
     **flags: bool,
 ) -> tuple[tuple, str, Callable]:
     """All arguments checked: those of an operator that `declare` makes, what it saves, and what
     makes of its outputs those of the public function.
 
-    tensors, final: as of `arguments.chunked`.  every: checkpoint_every_n_tokens.  flags: the last
-    six of chunk_kda's call, in its order.
+    tensors, final: as of `arguments.chunked`.  every: checkpoint_every_n_tokens.  invariant:
+    batch_invariant.  flags: the last six of chunk_kda's call, in its order.
     """
     output_final_state, normalise, raw_gate, safe_gate, keep_all, return_states = arguments.flags(
         **flags
@@ -222,6 +226,7 @@ def prepared(
     if return_states and cp_context is not None:
         raise ValueError("return_intermediate_states=True is not supported with cp_context")
     checkpoints.check_every(every, chunk_size, cp_context)
+    checkpoints.check_invariant(invariant, q, *v.shape[2:], place, every, impl)
     if every is not None and return_states:
         raise ValueError(
             "return_intermediate_states must be False with checkpoint_every_n_tokens, got both"

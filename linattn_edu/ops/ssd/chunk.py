@@ -45,6 +45,7 @@ def mamba_chunk_scan_combined(
     inplace_final_states: bool = False,
     state_batch_indices: Tensor | None = None,
     checkpoint_every_n_tokens: int | None = None,
+    batch_invariant: bool = False,
     cp_context: CPContext | None = None,
     impl: str = "auto",
 ) -> Tensor | tuple[Tensor, ...]:
@@ -100,6 +101,7 @@ def mamba_chunk_scan_combined(
         checkpoint_every_n_tokens: States for a cache of prefixes, as in
             :func:`chunk_gated_delta_rule`, a multiple of the rounded chunk_size; the last result.
             Not with seq_idx.
+        batch_invariant: As in :func:`chunk_gated_delta_rule`.
         cp_context: Sequences cut over several ranks, as in :func:`chunk_gated_delta_rule`; not with
             seq_idx. initial_states have a row for each sequence that begins on this rank; the final
             states one for each that ends on it, whichever flag asks for them. Each pass gathers
@@ -170,6 +172,7 @@ def mamba_chunk_scan_combined(
         raise ValueError("seq_idx must be None with checkpoint_every_n_tokens: give cu_seqlens")
     B, C = B.to(x.dtype), C.to(x.dtype)
     impl, chunk_size = _form(impl, x, B, chunk_size, low)
+    checkpoints.check_invariant(batch_invariant, x, x.shape[2], 0, place, every, impl)
     x, dt, B, C, z = place.joined(x, dt, B, C, z)
     args = (
         x, dt, A, B, C, None if D is None else D.reshape(x.shape[2], -1), z, dt_bias,
