@@ -203,14 +203,16 @@ def chunk_gated_delta_rule(
     if normalise:
         q, k = unit(q, impl), unit(k, impl)
     save = "gc P AG P_low AG_low" if halves else _saved(impl, q, v, chunk_size, place.group)
-    args = (
+    o, final_state, *kept = chunk(
         *place.joined(q, k, v, g, beta), A_log, dt_bias, place.entering(initial_state),
         *place.bounds, scale, output_final_state or place.writes, chunk_size, halves, place.group,
         impl, "",
+        save=save, every=every,
     )  # fmt: skip
-    (o, final_state, *_), kept = checkpoints.run(chunk, args, every, save)
     o, final_state = place.parted(o).to(dtype), place.left(final_state, state_v_first)
-    return (o, final_state) if kept is None else (o, final_state, laid_out(kept, state_v_first))
+    if every is None:
+        return o, final_state
+    return o, final_state, laid_out(*kept, state_v_first)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from torch import Tensor
 
 from linattn_edu.cp.context import CPContext
-from linattn_edu.ops import checkpoints
 from linattn_edu.ops.delta import arguments
 from linattn_edu.ops.kda.chunk import backward, declare, forward, prepared
 
@@ -99,7 +98,7 @@ def chunk_gdn2(
         every=checkpoint_every_n_tokens,
         invariant=batch_invariant,
     )  # fmt: skip
-    return results(*checkpoints.run(chunk, (q, *given), checkpoint_every_n_tokens, save))
+    return results(chunk(q, *given, save=save, every=checkpoint_every_n_tokens))
 
 
 chunk = declare("chunk_gdn2", {"beta": "B T HV K", "write": "B T HV V"})

@@ -186,7 +186,7 @@ def chunk_kda(
         every=checkpoint_every_n_tokens,
         invariant=batch_invariant,
     )  # fmt: skip
-    return results(*checkpoints.run(chunk, (q, *given), checkpoint_every_n_tokens, save))
+    return results(chunk(q, *given, save=save, every=checkpoint_every_n_tokens))
 
 
 def prepared(
@@ -248,13 +248,11 @@ def prepared(
         chunk_size, fused, place.group, impl, "h" if return_states else "",
     )  # fmt: skip
 
-    def results(
-        outputs: tuple[Tensor | None, ...], states: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
+    def results(outputs: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
         o, final_state, *kept = outputs
         o, final_state = place.parted(o).to(dtype), place.left(final_state, v_first)
-        if states is not None:
-            return o, final_state, laid_out(states, v_first)
+        if every is not None:
+            return o, final_state, laid_out(*kept, v_first)
         h = laid_out(Residuals(*kept).h, v_first)
         return (o, final_state, h.to(dtype)) if return_states else (o, final_state)
 

@@ -10,9 +10,9 @@ An operator is declared by the axes of its tensors, and completed by its composi
     @twice.backward
     def backward(stages, dy): ...
 
-What a function takes is told by the names of its arguments. Three files, by time: `declaration`,
-what is said at import, and the shapes that follow from it; `composing`, how the composition is run;
-`forms`, in which of its forms a call meets PyTorch.
+What a function takes is told by the names of its arguments. Files, by time: `declaration`, what is
+said at import, and the shapes that follow from it; `composing`, how the composition is run;
+`forms`, in which of its forms a call meets PyTorch, whole or in `pieces`.
 """
 
 from linattn_edu.ops.operator.declaration import like, widened

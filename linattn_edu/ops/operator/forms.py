@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from linattn_edu.ops import batching, sharding
+from linattn_edu.ops.operator import pieces
 from linattn_edu.ops.operator.composing import Composition, several
 from linattn_edu.ops.tensors import needs_gradient, traced, transformed
 
@@ -111,8 +112,14 @@ class Operator(Composition):
 
     # -- a call
 
-    def __call__(self, *args, save: str = "") -> tuple[Tensor | None, ...]:
-        """The outputs; None for what was not asked for."""
+    def __call__(
+        self, *args, save: str = "", every: int | None = None
+    ) -> tuple[Tensor | None, ...]:
+        """The outputs; None for what was not asked for.  every: as of `pieces.run`, whose results
+        these are then.
+        """
+        if every is not None:
+            return pieces.run(self, args, every, save)
         differentiable = self._differentiable(args)
         if self.residuals:
             args = (*args, save if differentiable else "")

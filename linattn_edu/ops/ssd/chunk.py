@@ -174,15 +174,14 @@ def mamba_chunk_scan_combined(
     impl, chunk_size = _form(impl, x, B, chunk_size, low)
     checkpoints.check_invariant(batch_invariant, x, x.shape[2], 0, place, every, impl)
     x, dt, B, C, z = place.joined(x, dt, B, C, z)
-    args = (
+    out, states, *kept = scan(
         x, dt, A, B, C, None if D is None else D.reshape(x.shape[2], -1), z, dt_bias,
         place.entering(transposed(initial_states, True)), _runs(seq_idx), *place.bounds,
         softplus, low, high, final or varlen or place.writes, chunk_size, place.group, impl, "",
+        save="crossing" if place.group else "", every=every,
     )  # fmt: skip
-    save = "crossing" if place.group else ""
-    (out, states, *_), kept = checkpoints.run(scan, args, every, save)
     out, states = place.parted(out), place.left(states, True)
-    kept = () if kept is None else (laid_out(kept, True),)
+    kept = () if every is None else (laid_out(*kept, True),)
     if not (final or varlen):
         return (out, *kept) if kept else out
     last = states if cu_seqlens is None or place.writes else states[-1:]
