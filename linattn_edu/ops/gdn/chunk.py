@@ -105,9 +105,8 @@ def chunk_gated_delta_rule(
         ssm_state_indices: Slot of each sequence ``[N]``, int32 or int64, in a pool of states, with
             inplace_final_state: initial_state is then ``[slots, HV, K, V]``; each sequence starts
             from the state in its slot and leaves its last one there. The pool, its negative slots
-            and its checks are those of :func:`fused_recurrent_gated_delta_rule`; under
-            torch.compile slots are not looked at on the CPU either. The states of the N sequences
-            are copied on the way.
+            and its checks are those of :func:`fused_recurrent_gated_delta_rule`. The states of the
+            N sequences are copied on the way.
         checkpoint_every_n_tokens: Whether, and after how many tokens of each sequence, a multiple
             of chunk_size, to return the state too, for a cache of prefixes. The call then runs in
             pieces of so many tokens, one after the other, packed sequences side by side: a prompt
