@@ -38,10 +38,12 @@ KDA = CHUNK_KDA | RECURRENT_KDA
 CHUNK_GDN2 = {"chunk_gdn2": calls.chunk_gdn2}
 RECURRENT_GDN2 = {"fused_recurrent_gdn2": calls.fused_recurrent_gdn2}
 GDN2 = CHUNK_GDN2 | RECURRENT_GDN2
-DPLR = _of(dplr, "chunk_dplr_delta_rule", "fused_recurrent_dplr_delta_rule")
-RWKV7 = _of(dplr, "chunk_rwkv7", "fused_recurrent_rwkv7")
-SIMPLE_GLA = _of(gla, "chunk_simple_gla", "fused_recurrent_simple_gla")
-LIGHTNING = _of(gla, "chunk_lightning_attn", "fused_recurrent_lightning_attn")
+# not those over chunks, of dplr token by token, of gla by kernels that can more: who is lent these
+# wants no slower training
+DPLR = _of(dplr, "fused_recurrent_dplr_delta_rule")
+RWKV7 = _of(dplr, "fused_recurrent_rwkv7")
+SIMPLE_GLA = _of(gla, "fused_recurrent_simple_gla")
+LIGHTNING = _of(gla, "fused_recurrent_lightning_attn")
 PRODUCT = _of(gla, "chunk_gated_delta_product")
 KDA_NAIVE = _of(names, "naive_recurrent_kda") | _of(naive, "naive_chunk_kda")
 KDA_GATE = (
