@@ -78,8 +78,7 @@ def chunk_gdn2(
     Raises:
         TypeError, ValueError: as :func:`chunk_kda`, before any kernel runs.
 
-    Source: the rule as in fla-core 0.6.0; its chunks and their adjoint are those of chapters 07, 11
-    and 12.
+    Source: Hatamizadeh, Choi and Kautz 2026 (arXiv:2605.22791); chapter 12d.
     """
     _, beyond = arguments.sigmoid_factor(False, allow_neg_eigval)
     (q, *given), save, results = prepared(

@@ -57,7 +57,7 @@ def fused_recurrent_gdn2(
     Raises:
         TypeError, ValueError: as :func:`chunk_gdn2`, before any kernel runs.
 
-    Source: the rule as in fla-core 0.6.0; chapter 01.
+    Source: Hatamizadeh, Choi and Kautz 2026 (arXiv:2605.22791); chapter 12d.
     """
     check.absent("cp_context", cp_context)
     return call(
