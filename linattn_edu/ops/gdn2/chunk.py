@@ -55,7 +55,7 @@ def chunk_gdn2(
 
     Args:
         q, k, v, g, scale, initial_state, output_final_state: As in :func:`chunk_kda`. Rows of k
-            must satisfy ``sum(b * k * k) <= 2``.
+            must satisfy ``sum(b * k * k) <= 2``, which alone bounds no state (chapter 12d).
         b: Erase gate ``[B, T, HV, K]`` in [0, 2], any of the dtypes of g. Where it may be beyond 1,
             allow_neg_eigval should say so.
         w: Write gate ``[B, T, HV, V]``, any of these dtypes.
