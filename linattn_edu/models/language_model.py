@@ -201,7 +201,8 @@ class LanguageModel(nn.Module):
         """The prompt ``[B, T]`` and so many tokens after it, ``[B, T + new_tokens]``.
 
         On a GPU tokens after the first come from a :class:`Step`, where there are many, and states
-        are written every eighth token, as with ring=8 of :meth:`make_cache`.
+        are written every eighth token, as with ring=8 of :meth:`make_cache`, whatever the batch: a
+        sequence's tokens do not depend on what is beside it.
 
         Args:
             prompt: At least one token; shorter prompts of a batch are padded on the left.

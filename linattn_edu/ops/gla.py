@@ -36,8 +36,9 @@ def chunk_simple_gla(
         S_t = e^{g_t} S_{t-1} + k_t^\top v_t, \qquad o_t = \mathrm{scale} \cdot q_t S_t
 
     for each batch entry and head; q, k, v are rows, S is ``[K, V]``. It is :func:`chunk_gdn2` with
-    nothing erased, b zero and w one, whose kernels it runs. Differentiable by q, k, v, g, g_gamma
-    and initial_state.
+    nothing erased, b zero and w one, whose kernels it runs: they read a decay for each channel and
+    invert a matrix that is the identity here, so it takes longer than it would need. Differentiable
+    by q, k, v, g, g_gamma and initial_state.
 
     Args:
         q, k, v: As in :func:`chunk_gdn2`; keys of any length.
@@ -204,8 +205,10 @@ def chunk_gated_delta_product(
     scale: float | None = None,
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
-    cu_seqlens: Tensor | None = None,
     use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    cp_context: None = None,
     *,
     allow_neg_eigval: bool = False,
     chunk_size: int = 64,
@@ -233,7 +236,8 @@ def chunk_gated_delta_product(
         scale, initial_state, output_final_state, use_qk_l2norm_in_kernel: As in
             :func:`chunk_gated_delta_rule`.
         allow_neg_eigval, chunk_size, impl: Likewise.
-        cu_seqlens: Boundaries in tokens of q ``[N + 1]``, likewise.
+        cu_seqlens, cu_seqlens_cpu: Boundaries in tokens of q ``[N + 1]``, likewise.
+        cp_context: Must be None.
 
     Returns:
         ``(o, final_state)`` as of :func:`chunk_gated_delta_rule`, o ``[B, T, HV, V]``.
@@ -243,6 +247,7 @@ def chunk_gated_delta_product(
 
     Source: Siems et al. 2025 (arXiv:2502.10297); arguments as in fla-core 0.6.0; chapter 06.
     """
+    check.absent("cp_context", cp_context)
     check.positive(num_householder=num_householder)
     given, n = check.Tensors(), num_householder
     given.take("q", q, ("B", "T", "H", "K"))
@@ -252,16 +257,15 @@ def chunk_gated_delta_product(
     if g is not None:
         given.take("g", g, ("B", "T", "HV"), decay=True)
     given.take("beta", beta, ("B", "T n", "HV"))
-    bounds = cu_seqlens
     if cu_seqlens is not None:
         arguments.count_sequences(given, cu_seqlens)
-        bounds = n * cu_seqlens
+    bounds, on_host = (x if x is None else n * x for x in (cu_seqlens, cu_seqlens_cpu))
     decay = torch.zeros_like(beta, dtype=torch.float32)
     if g is not None:
         decay = _at(g, 0, n)
     o, final_state = chunk_gated_delta_rule(
         _at(q, n - 1, n), k, v, decay, beta, scale=scale, initial_state=initial_state,
-        output_final_state=output_final_state, cu_seqlens=bounds,
+        output_final_state=output_final_state, cu_seqlens=bounds, cu_seqlens_cpu=on_host,
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, allow_neg_eigval=allow_neg_eigval,
         chunk_size=chunk_size, impl=impl,
     )  # fmt: skip
@@ -295,7 +299,7 @@ def _slopes(q: Tensor, layer_idx: int, num_layers: int) -> Tensor:
     """The log decay of each head of a layer [H]."""
     check.tensor("q", q, ("B", "T", "H", "K"), {})
     check.positive(num_layers=num_layers)
-    if isinstance(layer_idx, bool) or layer_idx not in range(num_layers + 1):
+    if type(layer_idx) is not int or layer_idx not in range(num_layers + 1):
         raise ValueError(f"layer_idx must be an integer from 0 to {num_layers}, got {layer_idx!r}")
     H = q.shape[2]
     heads = torch.arange(H, device=q.device, dtype=torch.float32)

@@ -117,6 +117,8 @@ def overwriting(
     inplace.check_final(names, state, tensors, slots is not None)
     if slots is None:
         return Overwriting(place.bounds, state=state, v_first=v_first)
+    if not state.shape[0]:
+        raise ValueError(f"{names.state} must have a slot at least, got {tuple(state.shape)}")
     slots = slots.long()
     (rows,) = read(state.detach(), slots, names.slots, names.state, "reference")
     return Overwriting(place.bounds, state=state, v_first=v_first, slots=slots, rows=rows)

@@ -456,6 +456,8 @@ def test_prefills_that_are_refused(step):
             step.run(pool, x, rows[:, None])
         with pytest.raises(TypeError, match=r"must be torch.float32 with inplace_final_states?="):
             step.run(pool.double(), x, rows)
+        with pytest.raises(ValueError, match="must have a slot at least"):
+            step.run(pool[:0], x, rows)
     assert not ran and torch.equal(pool, before)
 
 

@@ -144,7 +144,7 @@ def test_products_of_packed_sequences(device):
     x = of_products(torch.float32, device, 2, N=2)
     bounds = torch.tensor([0, 4, 10], device=device)
     f = partial(chunk_gated_delta_product, num_householder=2, chunk_size=16, **ENDS)
-    o, S = f(**x, cu_seqlens=bounds)
+    o, S = f(**x, cu_seqlens=bounds, cu_seqlens_cpu=bounds.cpu())
     part = {m: t[:, 4:] if m in "qg" else t[1:] if m == "initial_state" else t[:, 8:]
             for m, t in x.items()}  # fmt: skip
     alone = f(**part)

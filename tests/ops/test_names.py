@@ -115,8 +115,8 @@ ORDER = {
     linattn_edu.chunk_rwkv7: f"r w k v a b {RECURRENCE} cu_seqlens cu_seqlens_cpu safe_gate"
     " chunk_size disable_recompute",
     linattn_edu.fused_recurrent_rwkv7: f"r w k v a b {RECURRENCE} cu_seqlens head_first",
-    linattn_edu.chunk_gated_delta_product: f"q k v g beta num_householder {RECURRENCE} cu_seqlens"
-    " use_qk_l2norm_in_kernel",
+    linattn_edu.chunk_gated_delta_product: f"q k v g beta num_householder {RECURRENCE}"
+    " use_qk_l2norm_in_kernel cu_seqlens cu_seqlens_cpu",
     linattn_edu.chunk_simple_gla: f"q k v g g_gamma {RECURRENCE} state_v_first cu_seqlens"
     " cu_seqlens_cpu",
     linattn_edu.fused_recurrent_simple_gla: f"q k v g g_gamma {RECURRENCE} reverse state_v_first"

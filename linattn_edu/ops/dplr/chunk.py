@@ -23,6 +23,7 @@ def chunk_dplr_delta_rule(
     chunk_size: int | None = None,
     disable_recompute: bool = False,
     cp_context: None = None,
+    lower_bound: float | None = None,
     *,
     impl: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
@@ -38,7 +39,7 @@ def chunk_dplr_delta_rule(
             :func:`fused_recurrent_dplr_delta_rule`.
         cu_seqlens_cpu: The numbers of cu_seqlens on the CPU; they are checked, and else not needed.
         safe_gate, disable_recompute: True or False, chunk_size: 16, 32, 64 or None. They say how
-            chunks are computed, and change nothing here.
+            chunks are computed, and change nothing here; so does lower_bound, a number or None.
         cp_context: Must be None.
 
     Returns:
@@ -49,7 +50,7 @@ def chunk_dplr_delta_rule(
 
     Source: Peng et al. 2025 (arXiv:2503.14456); arguments as in fla-core 0.6.0; chapter 01.
     """
-    _check_chunks(safe_gate, chunk_size, disable_recompute, cp_context)
+    _check_chunks(safe_gate, chunk_size, disable_recompute, cp_context, lower_bound)
     return run(
         {"q": q, "k": k, "v": v, "a": a, "b": b, "gk": gk}, initial_state, cu_seqlens, scale,
         output_final_state, False, impl, cu_seqlens_cpu,
@@ -72,6 +73,7 @@ def chunk_rwkv7(
     chunk_size: int | None = None,
     disable_recompute: bool = False,
     cp_context: None = None,
+    lower_bound: float | None = None,
     *,
     impl: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
@@ -82,7 +84,7 @@ def chunk_rwkv7(
         scale: Factor of the output, 1 if not given; ``K ** -0.5`` if None.
         initial_state, output_final_state, cu_seqlens, cu_seqlens_cpu, safe_gate, chunk_size: As in
             :func:`chunk_dplr_delta_rule`.
-        disable_recompute, cp_context, impl: Likewise.
+        disable_recompute, cp_context, lower_bound, impl: Likewise.
 
     Returns:
         ``(o, final_state)`` as of :func:`fused_recurrent_dplr_delta_rule`.
@@ -92,7 +94,7 @@ def chunk_rwkv7(
 
     Source: Peng et al. 2025 (arXiv:2503.14456); arguments as in fla-core 0.6.0; chapter 01.
     """
-    _check_chunks(safe_gate, chunk_size, disable_recompute, cp_context)
+    _check_chunks(safe_gate, chunk_size, disable_recompute, cp_context, lower_bound)
     return run(
         {"r": r, "k": k, "v": v, "a": a, "b": b, "w": w}, initial_state, cu_seqlens, scale,
         output_final_state, False, impl, cu_seqlens_cpu,
@@ -100,10 +102,15 @@ def chunk_rwkv7(
 
 
 def _check_chunks(
-    safe_gate: bool, chunk_size: int | None, disable_recompute: bool, cp_context: None
+    safe_gate: bool,
+    chunk_size: int | None,
+    disable_recompute: bool,
+    cp_context: None,
+    lower_bound: float | None,
 ) -> None:
     """Refuse what says nothing of chunks, and ranks."""
     arguments.flags(safe_gate=safe_gate, disable_recompute=disable_recompute)
     if chunk_size is not None:
         check.choice("chunk_size", chunk_size, arguments.CHUNK_SIZES)
     check.absent("cp_context", cp_context)
+    check.number("lower_bound", lower_bound)

@@ -107,7 +107,7 @@ def test_names_of_the_chunked_form(impl, device):
     x = inputs(1, 9, 2, 16, 12, torch.float32, device, N=2)
     bounds = torch.tensor([0, 4, 9])
     do, dht = cotangents(x, 2)
-    chunks = {"cu_seqlens_cpu": bounds, "chunk_size": 16, "safe_gate": True}
+    chunks = {"cu_seqlens_cpu": bounds, "chunk_size": 16, "safe_gate": True, "lower_bound": -5.0}
     options = {"cu_seqlens": bounds.to(device), "impl": impl, **ENDS}
     want = run(x, do, dht, fused_recurrent_dplr_delta_rule, **options)
     got = run(x, do, dht, chunk_dplr_delta_rule, **options, **chunks)
@@ -149,6 +149,7 @@ test_refused_by_its_names = refuses(
 CHUNKS = {
     "chunk_size": ({"chunk_size": 48}, ValueError, "chunk_size must be one of 16, 32, 64, got 48"),
     "safe_gate": ({"safe_gate": 2}, TypeError, "safe_gate must be True or False, got 2"),
+    "lower_bound": ({"lower_bound": "5"}, TypeError, "lower_bound must be a number or None"),
     "ranks": ({"cp_context": 1}, ValueError, "cp_context is not supported"),
     "bounds": ({"cu_seqlens_cpu": torch.tensor([0, 3])}, ValueError, "belongs to cu_seqlens"),
 }
