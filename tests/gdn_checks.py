@@ -327,9 +327,9 @@ def fused_backward() -> Iterator[None]:
     module = sys.modules["linattn_edu.ops.gdn.chunk"]
     operator = module.chunk
 
-    def call(*args, save: str):  # without A the staged backward pass cannot run
+    def call(*args, save: str, **more):  # without A the staged backward pass cannot run
         kept = [n for n in save.split() if n not in ("A", "P", "AG")]
-        return operator(*args, save=" ".join((*kept, "P", "AG")))
+        return operator(*args, save=" ".join((*kept, "P", "AG")), **more)
 
     with (
         mock.patch.object(operator, "stages", gdn.fused_stages),

@@ -4,10 +4,15 @@ import itertools
 import os
 from collections import Counter
 
+import numpy as np
 import pytest
 
 # set by `make test-full`; `LINATTN_EDU_FULL=1 make gpu-test` does it on a GPU
 FULL = os.environ.get("LINATTN_EDU_FULL", "") not in ("", "0")
+
+# Whether sums of a product of NumPy or PyTorch on this CPU have one order, whatever the shapes:
+# where there is no AVX-512, OpenBLAS and MKL take other kernels for other sizes.
+ONE_ORDER = np._core._multiarray_umath.__cpu_features__["AVX512F"]
 
 
 def pairs(**axes):

@@ -8,6 +8,7 @@ import torch
 from delta.stage_checks import DTYPES, check_rounded, check_stage
 from fused.parts import small
 from gdn_checks import PAYS, launches, without_gluon
+from grids import ONE_ORDER
 
 from linattn_edu.kernels.delta import warm_up
 from linattn_edu.kernels.delta.gate_cumsum import gate_cumsum as gate_cumsum_kernel
@@ -17,7 +18,7 @@ from linattn_edu.kernels.fused.gdn_fwd import scan_map as scan_map_kernel
 from linattn_edu.kernels.fused.gdn_intra import intra_chunk as intra_chunk_kernel
 from linattn_edu.kernels.routes import forced
 from linattn_edu.reference.fused.gdn_fwd import scan_map
-from linattn_edu.testing import gdn_inputs
+from linattn_edu.testing import assert_close, gdn_inputs
 
 pytestmark = pytest.mark.usefixtures("poison")
 
@@ -50,7 +51,10 @@ def test_scans_are_one_launch_or_two(device, force):
         with launches() as names:
             found.append(kernels.scans(*args, scale=0.3))
         assert len(names) == ran
-    assert all(map(torch.equal, *found))
+    if device.type == "cuda" or ONE_ORDER:
+        assert all(map(torch.equal, *found))
+    for one, other in zip(*found, strict=True):
+        assert_close("either way", one, other.double(), 1e-6)
 
 
 @pytest.fixture

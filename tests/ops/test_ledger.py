@@ -10,7 +10,7 @@ from math import log
 import pytest
 import torch
 from gdn_checks import TOLERANCES, boundaries, by_value, exact, pretend, same_bits, tolerance
-from grids import few, name
+from grids import ONE_ORDER, few, name
 from ops.contract import (
     BY_CHANNEL,
     DELTA,
@@ -120,10 +120,12 @@ def test_what_is_written_is_a_small_difference(form, dtype, impl, device):
     written = 0.5 ** torch.arange(1, do.shape[1] + 1, dtype=torch.float64, device=device) - 1
     written = written[None, :, None, None].expand(do.shape)
     assert_close("o", want["o"] - 2, written, 1e-12)
-    assert_close("o", got["o"].double() - 2, written, TOLERANCES[dtype][0])
+    # 4096 is exact where a sum has the order of the other one; else it rounds by 2^-12
+    least = 0 if GPU or ONE_ORDER else 2**-11
+    assert_close("o", got["o"].double() - 2, written, max(least, TOLERANCES[dtype][0]))
     wide = dtype == torch.float32
     # in chunks dbeta is the difference of two sums some thousand times as large; keys are alike
-    form.check(got, want, dtype, every=0 if wide else 1.5e-2, dbeta=DBETA[dtype])
+    form.check(got, want, dtype, every=least if wide else 1.5e-2, dbeta=DBETA[dtype])
 
 
 @forms("test_a_small_difference_in_stages", gdn, kda, safe)

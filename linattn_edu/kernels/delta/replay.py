@@ -260,18 +260,20 @@ def commit_kernel(
         tl.store(folded_ptr + i_n, folded)
 
 
-# Two warps hold 64 columns of a state in half of their registers, and four or five such programs
-# keep enough of the states on their way: more warps, or narrower tiles, wait for each other longer.
-WARPS = 2
 # Registers of a thread for one token with one gate: a fifth program fits a multiprocessor. The
 # compiler would take 250; where there is more to hold it needs them.
 REGISTERS = 200
 
 
-def limits(G: int, T: int, tile: int) -> dict[str, int]:
-    """How replays are compiled, by the gates of a head, the tokens and the numbers of a tile."""
+def limits(tile: int, G: int = 0, T: int = 0) -> dict[str, int]:
+    """How programs are compiled, by the numbers of a tile, the gates of a head and the tokens.
+
+    Two warps hold 64 columns of a state in half of their registers, and four or five such programs
+    keep enough of the states on their way: more warps, or narrower tiles, wait longer for each
+    other.
+    """
     few = {"maxnreg": REGISTERS} if G == 1 and T == 1 and tile == 1 << 13 else {}
-    return {"num_warps": WARPS} | few
+    return {"num_warps": max(2, tile >> 12)} | few
 
 
 def _sizes(keys: Tensor, writes: Tensor, decays: Tensor, counts: Tensor) -> dict[str, int]:
@@ -319,7 +321,7 @@ def replay(
             state.shape[0], K**-0.5 if scale is None else scale, T,
             L=length, BR=1 << (length - 1).bit_length(), NORM=normalise, SIGMOID=sigmoid,
             V_FIRST=v_first, ONE=T == 1, **sizes,
-            **limits(sizes["G"], T, sizes["BK"] * sizes["BV"]),
+            **limits(sizes["BK"] * sizes["BV"], sizes["G"], T),
         )  # fmt: skip
     return o
 
@@ -340,6 +342,6 @@ def commit(
     with torch.cuda.device_of(state):
         commit_kernel[(len(indices) * sizes["HV"] * counts.shape[2],)](
             state, keys, writes, decays, counts, folded, indices, accepted, state.stride(0),
-            state.shape[0], V_FIRST=v_first, num_warps=WARPS, **sizes,
+            state.shape[0], V_FIRST=v_first, **sizes, **limits(sizes["BK"] * sizes["BV"]),
         )  # fmt: skip
     return folded

@@ -172,6 +172,6 @@ def replay(
             accepted, state.stride(0), state.shape[0], *strides, T, H, G, P, K,
             1 if D is None else D.shape[1], softplus, length, R,
             BR=1 << (length - 1).bit_length(), ONE=T == 1, **tiles,
-            **limits(1, T, tiles["BK"] * tiles["BP"]),
+            **limits(tiles["BK"] * tiles["BP"], 1, T),
         )  # fmt: skip
     return out
