@@ -156,7 +156,7 @@ def test_same_bits_every_run_and_in_any_batch(form, dtype, device):
     """Outputs and gradients; those of parameters from run to run, where programs run at once."""
     B, T, *sizes = form.crowd if GPU else (2, form.T)
     kinds = {"sizes": sizes[0]} if sizes else {}
-    for impl in IMPLS if form.exactly and (GPU or ONE_ORDER) else IMPLS[1:]:
+    for impl in IMPLS if form.exactly else IMPLS[1:]:
         x, options = form.draw(B, T, dtype, device, raw=True, **kinds)
         do, dht = form.cotangents(x)
         options["impl"] = impl
@@ -165,7 +165,10 @@ def test_same_bits_every_run_and_in_any_batch(form, dtype, device):
             same_bits(form.run(x, do, dht, **options), whole)
         one = slice(1, 2)
         alone = form.run(form.of_batch(x, 1), do[one], dht[one], **options)
-        same_bits(alone, form.of_batch(whole, 1))
+        if GPU or ONE_ORDER:
+            same_bits(alone, form.of_batch(whole, 1))
+        for n, t in form.of_batch(whole, 1).items():
+            assert_close(n, alone[n], t.double(), 4 * torch.finfo(t.dtype).eps)
 
 
 @forms("test_unaligned_storage", dtypes=SOME)
