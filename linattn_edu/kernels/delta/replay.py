@@ -268,7 +268,7 @@ REGISTERS = 200
 def limits(tile: int, G: int = 0, T: int = 0) -> dict[str, int]:
     """How programs are compiled, by the numbers of a tile, the gates of a head and the tokens.
 
-    Two warps hold 64 columns of a state in half of their registers; more wait longer for each other.
+    Two warps hold 64 columns of a state in half their registers; more wait longer for each other.
     """
     few = {"maxnreg": REGISTERS} if G == 1 and T == 1 and tile == 1 << 13 else {}
     return {"num_warps": max(2, tile >> 12)} | few
