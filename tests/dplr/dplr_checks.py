@@ -6,7 +6,14 @@ from types import SimpleNamespace
 import gdn_checks
 import torch
 import torch.nn.functional as F
+from fused.kda_checks import SCALE
 from torch import Tensor
+
+from linattn_edu.reference.delta.gate_cumsum import gate_cumsum
+from linattn_edu.reference.dplr.intra import dplr_intra
+from linattn_edu.reference.dplr.intra_bwd import dplr_rows_bwd
+from linattn_edu.reference.dplr.scan import dplr_states
+from linattn_edu.reference.dplr.scan_bwd import dplr_scan_bwd
 
 NAMES = ("q", "k", "v", "a", "b", "gk")
 
@@ -74,8 +81,20 @@ def tolerance(name, dtype):
     return gdn_checks.TOLERANCES[dtype][kind]
 
 
-def parts(T, K, V, C, dtype, device):
+def parts(T, K, V, C, dtype, device, **kinds):
     """What the stages read: two sequences of two heads, gradients of both outputs."""
-    x = inputs(2, T, 2, K, V, dtype, device, seed=T + K)
+    x = inputs(2, T, 2, K, V, dtype, device, seed=T + K, **kinds)
     do, dht = gdn_checks.cotangents(x)
-    return SimpleNamespace(**x, do=do, dht=dht)
+    r = SimpleNamespace(**x, do=do, dht=dht, chunks={"chunk_size": C})
+    r.gc = gate_cumsum(x["gk"], chunk_size=C)
+    r.M, r.ak, r.qb, r.qk, r.qg, r.kg, r.ag, r.bg = dplr_intra(
+        r.q, r.k, r.a, r.b, r.gc, chunk_size=C
+    )
+    r.h, r.e = dplr_states(r.kg, r.ag, r.bg, r.v, r.gc, r.M, r.ak, r.initial_state)
+    r.dh, r.dx, _, _ = dplr_scan_bwd(
+        r.qg, r.kg, r.ag, r.bg, r.gc, r.M, r.ak, r.qb, r.qk, do, dht, scale=SCALE
+    )
+    names = ["dab", "dak", "dqb", "dqk", "dqg", "dkg", "dag", "dbg", "dgl"]
+    rows = dplr_rows_bwd(r.v, r.e, do, r.dx, r.h, r.dh, scale=SCALE, chunk_size=C)
+    vars(r).update(zip(names, rows, strict=True))
+    return r

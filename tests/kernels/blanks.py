@@ -78,10 +78,16 @@ def recurrent(K, V, dtype, T):
 
 
 def rank_one(K, V, dtype, T):
-    """A sequence and a head of the general delta rule."""
+    """A sequence and a head of the general delta rule, of one chunk."""
     qk, v, S = empty(1, T, 1, K, dtype=dtype), empty(1, T, 1, V, dtype=dtype), empty(1, 1, K, V)
-    rows = dict.fromkeys("qkab", qk) | {"gk": qk.float()}
-    return SimpleNamespace(**rows, v=v, do=v, initial_state=S, dht=S)
+    A, h = empty(1, T, 1, T, dtype=dtype), S[:, None].to(dtype)
+    names = {
+        "q k a b qg kg ag bg dqg dkg dag dbg": qk, "gk gc": qk.float(), "v e do dx": v,
+        "M ak qb qk dab dak dqb dqk": A, "h dh": h, "dgl": h[..., 0].float(),
+        "initial_state dht": S,
+    }  # fmt: skip
+    parts = {n: x for some, x in names.items() for n in some.split()}
+    return SimpleNamespace(**options(T), **parts)
 
 
 def ssd(N, P, dtype, T, given, state=torch.float32):

@@ -52,6 +52,7 @@ CALLS = {
     "fused_recurrent_gdn2 in place": GDN2 | GATE | UNIT | CHANNELS | {"inplace_final_state": True}
     | {"ssm_state_indices": torch.zeros(1, dtype=torch.int32)},
     "fused_recurrent_dplr_delta_rule": DPLR | LAST,
+    "chunk_dplr_delta_rule": DPLR | LAST | {"chunk_size": 16},
     "mamba_chunk_scan_combined": SSD | {"chunk_size": 16, "return_final_states": True},
     "selective_state_update": STEP,
     "ema_scan": {"x": randn(1, 20, 3), "g": -torch.rand(1, 20), "weight": torch.rand(1, 20)}

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from linattn_edu import (
     causal_conv1d,
+    chunk_dplr_delta_rule,
     chunk_gated_delta_rule,
     chunk_gdn2,
     chunk_kda,
@@ -369,6 +370,12 @@ dplr = Form(
         "decay": ("gk",),
     },
 )  # fmt: skip
+dplr_chunks = replace(
+    dplr, name="dplr", f=chunk_dplr_delta_rule, T=20, options={"chunk_size": 16}, cuts=CUTS,
+    lengths=(15, 0, 64, 1, 65, 100, 0) if GPU else (15, 0, 1, 17, 0), chunk=16,
+    known=("cu_seqlens_cpu",), rows=((9, (1, 40, 72)),), crowd=(40, 300, (4, 64, 128)),
+    flags=("output_final_state", "safe_gate", "disable_recompute"), lacks={},
+)  # fmt: skip
 SSD = {
     "f": mamba,
     "make": of_mamba,
@@ -425,7 +432,19 @@ conv = Form(
     },
 )  # fmt: skip
 BY_CHANNEL = (gdn2, recurrent_gdn2)
-FORMS = (gdn, kda, safe, recurrent_gdn, recurrent_kda, *BY_CHANNEL, dplr, *ssd, ema, conv)
+FORMS = (
+    gdn,
+    kda,
+    safe,
+    recurrent_gdn,
+    recurrent_kda,
+    *BY_CHANNEL,
+    dplr,
+    dplr_chunks,
+    *ssd,
+    ema,
+    conv,
+)
 DELTA = (gdn, kda, safe, recurrent_gdn, recurrent_kda, *BY_CHANNEL)
 
 

@@ -323,6 +323,12 @@ def floor(module):
             {"dplr_recurrent_kernel"},
         ),
         (
+            f"{OPS}.dplr.chunk.chunk_dplr_delta_rule",
+            "q",
+            {"ops.dplr.recurrent", "kernels.dplr.intra", "kernels.dplr.recurrent"},
+            {"dplr_scores_kernel", "dplr_recurrent_kernel"},
+        ),
+        (
             f"{OPS}.gdn.recurrent.fused_recurrent_gated_delta_rule",
             "q",
             {"ops.delta.recurrence", "ops.delta.decode", "kernels.delta.recurrent"},

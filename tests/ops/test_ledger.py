@@ -138,7 +138,8 @@ def test_a_small_difference_in_stages(form, dtype, device, monkeypatch):
         pretend(monkeypatch, "ampere")
     x = cancelling(form, 32, dtype, device)
     assert GPU or in_stages(form, x)
-    do, dht = form.cotangents(x)
+    # drawn alike on every device: what is left of dbeta's digits depends on the draw
+    do, dht = (y.to(device) for y in form.cotangents({n: t.cpu() for n, t in x.items()}))
     got, want = form.run(x, do, dht, chunk_size=32, impl="triton"), form.exact(x, do, dht)
     form.check(got, want, dtype, every=1.5e-2)
     assert_close("dbeta", got["dbeta"], want["dbeta"], DBETA[dtype])

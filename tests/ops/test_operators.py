@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from linattn_edu import (
     causal_conv1d,
+    chunk_dplr_delta_rule,
     chunk_gated_delta_rule,
     chunk_gdn2,
     chunk_kda,
@@ -35,6 +36,7 @@ from linattn_edu.ops import l2norm as norm
 from linattn_edu.ops import rms_norm_gated as gated
 from linattn_edu.ops import solve_tril as inverse
 from linattn_edu.ops.delta import decode, gate, recurrence, replay
+from linattn_edu.ops.dplr import chunk as rank_one
 from linattn_edu.ops.dplr import recurrent
 from linattn_edu.ops.gdn import chunk as gdn
 from linattn_edu.ops.gdn2 import chunk as gdn2
@@ -210,6 +212,11 @@ def test_dplr_recurrent(impl, options, device):
     check(recurrent.rank_one, *arguments)
     for without in ((), ("final_state",)):
         check_backward(recurrent.rank_one, *arguments, without=without)
+    bounds_of = (cu_seqlens, cu_seqlens if cu_seqlens is None else cu_seqlens.cpu(), None)
+    arguments = (*tensors, *bounds_of, 0.5, True, 16, impl)
+    check(rank_one.chunk, *arguments)
+    for without in ((), ("final_state",)):
+        check_backward(rank_one.chunk, *arguments, without=without)
 
 
 def gates_of(v, beta):
@@ -456,8 +463,8 @@ def test_every_operator_is_checked():
     registered = {n for n in registered if not n.startswith("toy_")}  # of test_operator
     differentiable = (
         "chunk_gated_delta_rule", "chunk_kda", "chunk_gdn2", "l2norm", "recurrent",
-        "recurrent_gated", "dplr_recurrent", "solve_tril", "gdn_gate", "kda_gate", "ema_scan",
-        "mamba_chunk_scan_combined", "causal_conv1d", "rms_norm_gated",
+        "recurrent_gated", "dplr_recurrent", "chunk_dplr_delta_rule", "solve_tril", "gdn_gate",
+        "kda_gate", "ema_scan", "mamba_chunk_scan_combined", "causal_conv1d", "rms_norm_gated",
     )  # fmt: skip
     assert registered == {
         *differentiable, *(f"{n}_backward" for n in differentiable),
@@ -477,6 +484,7 @@ WATCHED = {
         x, x, x, -x[..., 0].abs(), x[..., 1].abs()
     )[0],
     "dplr_recurrent": lambda x: fused_recurrent_dplr_delta_rule(x, x, x, -x, x, -x.abs())[0],
+    "chunk_dplr_delta_rule": lambda x: chunk_dplr_delta_rule(x, x, x, -x, x, -x.abs())[0],
     "recurrent": lambda x: fused_recurrent_gated_delta_rule(x, x, x)[0],
     "ema_scan": lambda x: ema_scan(x, -x[..., 0].abs(), x[..., 1])[0],
     "mamba_chunk_scan_combined": lambda x: mamba_chunk_scan_combined(

@@ -21,11 +21,12 @@ from linattn_edu.ops import (
     ssd,
 )
 from linattn_edu.ops.delta import gate, recurrence
+from linattn_edu.ops.dplr import chunk
 from linattn_edu.ops.ssd import step
 
 OPERATORS = (
     gdn, kda, ssd, ema, causal_conv1d, causal_conv1d_update, cumsum, l2norm, rms_norm_gated,
-    solve_tril, gate, recurrence, dplr, step,
+    solve_tril, gate, recurrence, dplr, chunk, step,
 )  # fmt: skip
 SETS = [o.stages for o in OPERATORS] + [o.fused_stages for o in (gdn, kda, ssd)]
 STAGES = [(f, x.name) for f in SETS for x in dataclasses.fields(f("reference")) if x.metadata]

@@ -10,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from linattn_edu import (
     causal_conv1d,
     causal_conv1d_fn,
+    chunk_dplr_delta_rule,
     chunk_gated_delta_rule,
     chunk_gdn2,
     chunk_global_cumsum,
@@ -90,6 +91,10 @@ OTHERS = {
         x.mT, x[0, :4].mT, None, (x[..., 0] > 0).int(), activation="silu"
     ),
     "fused_recurrent_dplr_delta_rule": lambda x: fused_recurrent_dplr_delta_rule(
+        *x.view(*x.shape[:2], 4, 1, 8)[:, :, [0, 1, 1, 2, 3]].tanh().unbind(2),
+        -x[..., None, :8].square(),
+    )[0],
+    "chunk_dplr_delta_rule": lambda x: chunk_dplr_delta_rule(
         *x.view(*x.shape[:2], 4, 1, 8)[:, :, [0, 1, 1, 2, 3]].tanh().unbind(2),
         -x[..., None, :8].square(),
     )[0],

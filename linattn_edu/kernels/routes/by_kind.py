@@ -65,6 +65,14 @@ def gdn2_stages(kind: Kind) -> Choice:
     return Choice("staged", "the fused stages have one beta a head, no gates of channels")
 
 
+@decision
+def dplr_stages(kind: Kind) -> Choice:
+    """Of the general delta rule by its chunked names: "in chunks" or "token by token"."""
+    if kind.K > limits.DPLR:
+        return Choice("token by token", "K={K}: chunks hold 256 keys")
+    return Choice("in chunks", "K={K}")
+
+
 def enough(kind: Kind) -> bool:
     """Whether a sequence has tokens enough, times heads, for kernels in Gluon to gain."""
     return kind.T * kind.HV >= limits.ENOUGH

@@ -18,6 +18,7 @@ SHARED_RING = (3, 7)
 
 # -- what the fused stages hold
 FUSED = 128  # keys, and values
+DPLR = 256  # keys of the general delta rule in chunks
 SSD_STATES, SSD_HEAD = 128, 64  # N and P of Mamba-2: one tile
 SSD_CHUNK = 128  # tokens
 SSD_PIECE = 4096  # tokens of the longest sequence that ssd_fwd does not cut

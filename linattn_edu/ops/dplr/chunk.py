@@ -1,10 +1,16 @@
-"""The general delta rule by the names of its chunked form, for training and prefill."""
+"""The general delta rule in chunks: the public functions, the declaration, the composition."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from linattn_edu.ops import check
 from linattn_edu.ops.delta import arguments
-from linattn_edu.ops.dplr.recurrent import run
+from linattn_edu.ops.dplr.recurrent import checked, rank_one
+from linattn_edu.ops.operator import Operator, like, widened
+from linattn_edu.ops.stages import implementations, stage
+from linattn_edu.packing import Packing
 
 
 def chunk_dplr_delta_rule(
@@ -27,19 +33,35 @@ def chunk_dplr_delta_rule(
     *,
     impl: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
-    """The general delta rule, by the name that training and prefill call.
+    r"""The general delta rule in chunks, for training and prefill.
 
-    The function of :func:`fused_recurrent_dplr_delta_rule`, and its kernels: there are none that
-    take a chunk of tokens at a time. So it goes through a sequence token by token in both passes,
-    one program for 32 columns of a state, 16 in the backward pass: with few heads and long
-    sequences most of a GPU is idle. All arithmetic is in float32, whatever the gates are.
+    .. math::
+
+        S_t = \mathrm{diag}(e^{gk_t})\, S_{t-1} + b_t^\top (a_t S_{t-1}) + k_t^\top v_t, \qquad
+        o_t = \mathrm{scale} \cdot q_t S_t
+
+    the function of :func:`fused_recurrent_dplr_delta_rule`, a chunk of tokens at a time. What
+    tokens of a chunk read from each other is in four matrices; with the gates accumulated in the
+    rows (subscripts g) and e what all a's of a chunk read,
+
+    .. math::
+
+        e = (I - ab)^{-1} (a_g S + ak\, v), \quad o = \mathrm{scale} (q_g S + qb\, e + qk\, v),
+        \quad S \leftarrow \mathrm{diag}(e^{g_C}) S + b_g^\top e + k_g^\top v
+
+    Products are in the dtype of q, sums and the state in float32; no exponent is positive, whatever
+    the gates. Differentiable by every tensor; both passes start from the arguments alone, and no
+    state is held between them. Heads of K > 256 are gone through token by token.
 
     Args:
         q, k, v, a, b, gk, scale, initial_state, output_final_state, cu_seqlens, impl: As in
             :func:`fused_recurrent_dplr_delta_rule`.
-        cu_seqlens_cpu: The numbers of cu_seqlens on the CPU; they are checked, and else not needed.
-        safe_gate, disable_recompute: True or False, chunk_size: 16, 32, 64 or None. They say how
-            chunks are computed, and change nothing here; so does lower_bound, a number or None.
+        cu_seqlens_cpu: The numbers of cu_seqlens on the CPU: with them the host does not wait for
+            the device.
+        chunk_size: Tokens of a chunk, 16, 32, 64, or None: 64. The kernels take fewer where tiles
+            of K numbers do not fit the GPU.
+        safe_gate, disable_recompute: True or False, lower_bound: a number or None. They change
+            nothing here.
         cp_context: Must be None.
 
     Returns:
@@ -50,10 +72,10 @@ def chunk_dplr_delta_rule(
 
     Source: Peng et al. 2025 (arXiv:2503.14456); arguments as in fla-core 0.6.0; chapter 01.
     """
-    _check_chunks(safe_gate, chunk_size, disable_recompute, cp_context, lower_bound)
-    return run(
-        {"q": q, "k": k, "v": v, "a": a, "b": b, "gk": gk}, initial_state, cu_seqlens, scale,
-        output_final_state, False, impl, cu_seqlens_cpu,
+    options = safe_gate, chunk_size, disable_recompute, cp_context, lower_bound
+    return _run(
+        {"q": q, "k": k, "v": v, "a": a, "b": b, "gk": gk}, initial_state, cu_seqlens,
+        cu_seqlens_cpu, scale, output_final_state, options, impl,
     )  # fmt: skip
 
 
@@ -77,7 +99,7 @@ def chunk_rwkv7(
     *,
     impl: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
-    """RWKV-7 by the name that training and prefill call: :func:`chunk_dplr_delta_rule` by its own.
+    """RWKV-7 in chunks: :func:`chunk_dplr_delta_rule` by its own names.
 
     Args:
         r, w, k, v, a, b: As in :func:`fused_recurrent_rwkv7`.
@@ -94,23 +116,161 @@ def chunk_rwkv7(
 
     Source: Peng et al. 2025 (arXiv:2503.14456); arguments as in fla-core 0.6.0; chapter 01.
     """
-    _check_chunks(safe_gate, chunk_size, disable_recompute, cp_context, lower_bound)
-    return run(
-        {"r": r, "k": k, "v": v, "a": a, "b": b, "w": w}, initial_state, cu_seqlens, scale,
-        output_final_state, False, impl, cu_seqlens_cpu,
+    options = safe_gate, chunk_size, disable_recompute, cp_context, lower_bound
+    return _run(
+        {"r": r, "k": k, "v": v, "a": a, "b": b, "w": w}, initial_state, cu_seqlens,
+        cu_seqlens_cpu, scale, output_final_state, options, impl,
     )  # fmt: skip
 
 
-def _check_chunks(
-    safe_gate: bool,
-    chunk_size: int | None,
-    disable_recompute: bool,
-    cp_context: None,
-    lower_bound: float | None,
-) -> None:
-    """Refuse what says nothing of chunks, and ranks."""
-    arguments.flags(safe_gate=safe_gate, disable_recompute=disable_recompute)
-    if chunk_size is not None:
-        check.choice("chunk_size", chunk_size, arguments.CHUNK_SIZES)
+def _run(
+    tensors: dict[str, Tensor],
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    cu_seqlens_cpu: Tensor | None,
+    scale: float | None,
+    output_final_state: bool,
+    options: tuple,
+    impl: str,
+) -> tuple[Tensor, Tensor | None]:
+    """Check all arguments and run the chunks.  tensors: q, k, v, a, b and gk by their names.
+    options: of chunk_dplr_delta_rule, in the order of fla's signature.
+    """
+    safe_gate, chunk_size, disable_recompute, cp_context, lower_bound = options
+    output_final_state, *_ = arguments.flags(
+        output_final_state=output_final_state, safe_gate=safe_gate,
+        disable_recompute=disable_recompute,
+    )  # fmt: skip
+    chunk_size = 64 if chunk_size is None else chunk_size
+    check.choice("chunk_size", chunk_size, arguments.CHUNK_SIZES)
     check.absent("cp_context", cp_context)
     check.number("lower_bound", lower_bound)
+    scale, impl = checked(tensors, initial_state, cu_seqlens, cu_seqlens_cpu, scale, impl)
+    given = *tensors.values(), initial_state
+    if impl == "triton" and _by_token(*given[:3], chunk_size, cu_seqlens is not None):
+        o, final_state = rank_one(*given, cu_seqlens, scale, False, impl)
+        return o, final_state if output_final_state else None
+    bounds = cu_seqlens, cu_seqlens_cpu, None
+    return chunk(*given, *bounds, scale, output_final_state, chunk_size, impl)
+
+
+def _by_token(q: Tensor, k: Tensor, v: Tensor, chunk_size: int, packed: bool) -> bool:
+    """Whether the kernels take one token after the other."""
+    from linattn_edu.kernels.routes import by_kind, kind_of
+
+    kind = kind_of(q, *v.shape[2:], chunk_size, packed)
+    return by_kind.dplr_stages(kind).takes == "token by token"
+
+
+@dataclass(frozen=True)
+class Stages:
+    """One implementation of each stage."""
+
+    gate_cumsum: Callable = stage("delta.gate_cumsum")
+    dplr_intra: Callable = stage("dplr.intra")
+    dplr_scan: Callable = stage("dplr.scan")
+    dplr_states: Callable = stage("dplr.scan")
+    dplr_scan_bwd: Callable = stage("dplr.scan_bwd")
+    dplr_rows_bwd: Callable = stage("dplr.intra_bwd")
+    dplr_intra_bwd: Callable = stage("dplr.intra_bwd")
+    gate_bwd: Callable = stage("delta.gate_bwd")
+
+
+stages = implementations(Stages)
+
+
+def _operations(s: dict) -> tuple[int, int]:
+    """Operations of the matrix products, forward and backward, two for each multiply-add."""
+    C = s["C"]
+    tokens = 2 * s["B"] * s["T"] * s["H"]
+    forward = tokens * (4 * C * s["K"] + 4 * C * s["V"] + 4 * s["K"] * s["V"])
+    backward = tokens * (12 * C * s["K"] + 10 * C * s["V"] + 11 * s["K"] * s["V"])
+    return forward, backward
+
+
+chunk = Operator(
+    "chunk_dplr_delta_rule",
+    {
+        "q": "B T H K",
+        "k": "B T H K",
+        "v": "B T H V",
+        "a": "B T H K",
+        "b": "B T H K",
+        "gk": "B T H K",
+        "initial_state": "N H K V?",
+    },
+    {
+        "o": like("B T H V", "q", gradient="do"),
+        "final_state": widened("N H K V", "q gk initial_state", gradient="dht"),
+    },
+    options={"scale": "float", "output_final_state": "bool", "chunk_size": "int"},
+    stages=stages,
+    packed="chunks",
+    limited="k",
+    flops=_operations,
+)
+
+
+@chunk.forward
+def forward(
+    stages: Stages,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    gk: Tensor,
+    *,
+    scale: float,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    chunk_size: int = 64,
+    packing: Packing | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """The chunked forward pass as a composition of stages; only the kernels take a packing."""
+    packed = {} if packing is None else {"packing": packing}
+    options = {"chunk_size": chunk_size, **packed}
+    gc = stages.gate_cumsum(gk, **options)
+    M, *scores, qg, kg, ag, bg = stages.dplr_intra(q, k, a, b, gc, **options)
+    return stages.dplr_scan(
+        qg, kg, ag, bg, v, gc, M, *scores, initial_state,
+        scale=scale, output_final_state=output_final_state, **packed,
+    )  # fmt: skip
+
+
+@chunk.backward
+def backward(
+    stages: Stages,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    gk: Tensor,
+    do: Tensor,
+    dht: Tensor | None = None,
+    *,
+    scale: float,
+    initial_state: Tensor | None = None,
+    chunk_size: int = 64,
+    packing: Packing | None = None,
+) -> tuple[Tensor, ...]:
+    """The chunked backward pass, from the arguments of the forward pass alone.
+
+    Returns:
+        dq, dk, dv, da, db, dgk and the gradient of the initial state.
+    """
+    packed = {} if packing is None else {"packing": packing}
+    options = {"chunk_size": chunk_size, **packed}
+    gc = stages.gate_cumsum(gk, **options)
+    M, ak, *scores, qg, kg, ag, bg = stages.dplr_intra(q, k, a, b, gc, **options)
+    h, e = stages.dplr_states(kg, ag, bg, v, gc, M, ak, initial_state, **packed)
+    dh, dx, dv, dh0 = stages.dplr_scan_bwd(
+        qg, kg, ag, bg, gc, M, ak, *scores, do, dht, scale=scale, **packed
+    )
+    del qg, kg, ag, bg, M, ak, scores
+    rows = stages.dplr_rows_bwd(v, e, do, dx, h, dh, scale=scale, **options)
+    del h, e, dh, dx
+    dq, dk, da, db, dgc = stages.dplr_intra_bwd(q, k, a, b, gc, *rows, **packed)
+    dgk, _, _ = stages.gate_bwd(dgc, gk, **options)
+    return dq, dk, dv, da, db, dgk, dh0

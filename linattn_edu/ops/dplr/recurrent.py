@@ -126,12 +126,25 @@ def run(
     output_final_state: bool,
     reverse: bool,
     impl: str,
-    cu_seqlens_cpu: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Check all arguments and run the recurrence.  tensors: q, k, v, a, b and gk by their names."""
     output_final_state, reverse = arguments.flags(
         output_final_state=output_final_state, reverse=reverse
     )
+    scale, impl = checked(tensors, initial_state, cu_seqlens, None, scale, impl)
+    o, final_state = rank_one(*tensors.values(), initial_state, cu_seqlens, scale, reverse, impl)
+    return o, final_state if output_final_state else None
+
+
+def checked(
+    tensors: dict[str, Tensor],
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    cu_seqlens_cpu: Tensor | None,
+    scale: float | None,
+    impl: str,
+) -> tuple[float, str]:
+    """All arguments checked: the scale and the impl."""
     given, (*others, gate) = check.Tensors(), tensors
     for name in others:
         shape = ("B", "T", "H", "V" if name == "v" else "K")
@@ -148,9 +161,7 @@ def run(
         check.lengths("cu_seqlens", cu_seqlens.tolist(), given.sizes["T"])
     scale = check.number("scale", scale)
     scale = given.sizes["K"] ** -0.5 if scale is None else scale
-    impl = check.resolve_impl(impl, given.device, tuple(given.dtypes))
-    o, final_state = rank_one(*tensors.values(), initial_state, cu_seqlens, scale, reverse, impl)
-    return o, final_state if output_final_state else None
+    return scale, check.resolve_impl(impl, given.device, tuple(given.dtypes))
 
 
 @dataclass(frozen=True)

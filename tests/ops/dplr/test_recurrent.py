@@ -10,8 +10,6 @@ from gdn_checks import DTYPES, check, cotangents, run
 from refusals import refuses
 
 from linattn_edu import (
-    chunk_dplr_delta_rule,
-    chunk_rwkv7,
     fused_recurrent_dplr_delta_rule,
     fused_recurrent_kda,
     fused_recurrent_rwkv7,
@@ -101,23 +99,6 @@ def test_wide_heads(device):
     check(got, exact(x, do, dht), torch.float32, tolerance=tolerance)
 
 
-@impls
-def test_names_of_the_chunked_form(impl, device):
-    """The same function, with a scale of 1 by RWKV-7's name; gradients of packed sequences."""
-    x = inputs(1, 9, 2, 16, 12, torch.float32, device, N=2)
-    bounds = torch.tensor([0, 4, 9])
-    do, dht = cotangents(x, 2)
-    chunks = {"cu_seqlens_cpu": bounds, "chunk_size": 16, "safe_gate": True, "lower_bound": -5.0}
-    options = {"cu_seqlens": bounds.to(device), "impl": impl, **ENDS}
-    want = run(x, do, dht, fused_recurrent_dplr_delta_rule, **options)
-    got = run(x, do, dht, chunk_dplr_delta_rule, **options, **chunks)
-    assert all(torch.equal(got[n], t) for n, t in want.items())
-    got = chunk_rwkv7(**of_rwkv7(x), **options, **chunks)
-    assert_close("o", got[0], 4 * want["o"], 1e-6)
-    assert torch.equal(got[1], want["ht"])
-    assert chunk_rwkv7(**of_rwkv7(x), cu_seqlens=bounds.to(device), impl=impl)[1] is None
-
-
 def valid():
     return inputs(1, 3, 2, 8, 6, torch.float32)
 
@@ -144,17 +125,6 @@ test_refused_by_its_names = refuses(
               ValueError, "r and k must have K <= 512, got K=513"),
     },
 )  # fmt: skip
-
-
-CHUNKS = {
-    "chunk_size": ({"chunk_size": 48}, ValueError, "chunk_size must be one of 16, 32, 64, got 48"),
-    "safe_gate": ({"safe_gate": 2}, TypeError, "safe_gate must be True or False, got 2"),
-    "lower_bound": ({"lower_bound": "5"}, TypeError, "lower_bound must be a number or None"),
-    "ranks": ({"cp_context": 1}, ValueError, "cp_context is not supported"),
-    "bounds": ({"cu_seqlens_cpu": torch.tensor([0, 3])}, ValueError, "belongs to cu_seqlens"),
-}
-test_chunks_refused = refuses(chunk_dplr_delta_rule, valid, CHUNKS)
-test_chunks_refused_by_its_names = refuses(chunk_rwkv7, lambda: of_rwkv7(valid()), CHUNKS)
 
 
 def test_names_of_fla(device):

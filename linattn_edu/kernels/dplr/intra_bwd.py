@@ -1,0 +1,328 @@
+"""Stages dplr_rows_bwd and dplr_intra_bwd: from the scans' gradients to those of all tensors."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from linattn_edu.kernels.delta.kda_intra import halves, pairs
+from linattn_edu.kernels.dplr.intra import CONFIGS, anchor, load_before, load_rows
+from linattn_edu.kernels.rows import chunk_args, entry, row
+from linattn_edu.kernels.tiles import (
+    cast,
+    chunk_of,
+    dot,
+    load_gates,
+    load_row,
+    load_tile,
+    load_vector,
+    store_tile,
+)
+from linattn_edu.packing import Packing
+
+
+@triton.jit(do_not_specialize=["T"])
+def dplr_rows_bwd_kernel(
+    v_ptr,  # [B, T, H, V]
+    e_ptr,  # [B, T, H, V]
+    do_ptr,  # [B, T, H, V]
+    dx_ptr,  # [B, T, H, V]
+    h_ptr,  # [B, NT, H, K, V]
+    dh_ptr,  # [B, NT, H, K, V]
+    dab_ptr,  # [B, T, H, BT] out
+    dak_ptr,  # [B, T, H, BT] out
+    dqb_ptr,  # [B, T, H, BT] out
+    dqk_ptr,  # [B, T, H, BT] out
+    dqg_ptr,  # [B, T, H, K] out
+    dkg_ptr,  # [B, T, H, K] out
+    dag_ptr,  # [B, T, H, K] out
+    dbg_ptr,  # [B, T, H, K] out
+    dgl_ptr,  # [B, NT, H, K] out, fp32
+    scale,
+    cu_ptr,  # [N + 1] or None
+    chunks_ptr,  # [NT, 2] or None
+    T,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+):  # fmt: skip
+    """One program: one chunk of one head.  Grid (NT * H).
+
+    Reference: linattn_edu.reference.dplr.intra_bwd.dplr_rows_bwd.
+    """
+    i_h, i_c, first, n_t = chunk_of(tl.program_id(0), cu_ptr, chunks_ptr, T, H, BT)
+    i, i_S = first * H + i_h, (i_c * H + i_h) * K * V
+    o_t = tl.arange(0, BT)
+    b_ab, b_ak = tl.zeros([BT, BT], tl.float32), tl.zeros([BT, BT], tl.float32)
+    b_qb, b_qk = tl.zeros([BT, BT], tl.float32), tl.zeros([BT, BT], tl.float32)
+    for j_v in range(tl.cdiv(V, BV)):
+        o_v = j_v * BV + tl.arange(0, BV)
+        b_v = tl.trans(load_tile(v_ptr + i * V, o_t, o_v, H * V, n_t, V))  # [BV, BT]
+        b_e = tl.trans(load_tile(e_ptr + i * V, o_t, o_v, H * V, n_t, V))  # [BV, BT]
+        b_do = load_tile(do_ptr + i * V, o_t, o_v, H * V, n_t, V)  # [BT, BV]
+        b_dx = load_tile(dx_ptr + i * V, o_t, o_v, H * V, n_t, V)  # [BT, BV]
+        # eq:dplr-dab   dab = tril(dx e^T, -1), dak = tril(dx v^T, -1)
+        b_ab, b_ak = dot(b_dx, b_e, b_ab), dot(b_dx, b_v, b_ak)
+        # eq:dplr-dqb   dqb = scale tril(dO e^T), dqk = scale tril(dO v^T)
+        b_qb, b_qk = dot(b_do, b_e, b_qb), dot(b_do, b_v, b_qk)
+    strict, low = o_t[:, None] > o_t[None, :], o_t[:, None] >= o_t[None, :]
+    store_tile(dab_ptr + i * BT, tl.where(strict, b_ab, 0.0), o_t, o_t, H * BT, n_t, BT)
+    store_tile(dak_ptr + i * BT, tl.where(strict, b_ak, 0.0), o_t, o_t, H * BT, n_t, BT)
+    store_tile(dqb_ptr + i * BT, tl.where(low, scale * b_qb, 0.0), o_t, o_t, H * BT, n_t, BT)
+    store_tile(dqk_ptr + i * BT, tl.where(low, scale * b_qk, 0.0), o_t, o_t, H * BT, n_t, BT)
+    for j in range(tl.cdiv(K, BK)):
+        o_k = j * BK + tl.arange(0, BK)
+        b_q, b_k = tl.zeros([BT, BK], tl.float32), tl.zeros([BT, BK], tl.float32)
+        b_a, b_b = tl.zeros([BT, BK], tl.float32), tl.zeros([BT, BK], tl.float32)
+        b_dgl = tl.zeros([BK], tl.float32)
+        for j_v in range(tl.cdiv(V, BV)):
+            o_v = j_v * BV + tl.arange(0, BV)
+            b_h = load_tile(h_ptr + i_S, o_k, o_v, V, K, V)  # [BK, BV]
+            b_dh = load_tile(dh_ptr + i_S, o_k, o_v, V, K, V)  # [BK, BV]
+            # eq:kda-dgl   dgl = rowsum(dS * S)
+            b_dgl += tl.sum(b_dh.to(tl.float32) * b_h.to(tl.float32), 1)
+            b_h, b_dh = tl.trans(b_h), tl.trans(b_dh)
+            # eq:dplr-drows   dqg = scale dO h^T, dkg = v dh^T, dag = dx h^T, dbg = e dh^T
+            b_q = dot(load_tile(do_ptr + i * V, o_t, o_v, H * V, n_t, V), b_h, b_q)
+            b_a = dot(load_tile(dx_ptr + i * V, o_t, o_v, H * V, n_t, V), b_h, b_a)
+            b_k = dot(load_tile(v_ptr + i * V, o_t, o_v, H * V, n_t, V), b_dh, b_k)
+            b_b = dot(load_tile(e_ptr + i * V, o_t, o_v, H * V, n_t, V), b_dh, b_b)
+        store_tile(dqg_ptr + i * K, scale * b_q, o_t, o_k, H * K, n_t, K)
+        store_tile(dkg_ptr + i * K, b_k, o_t, o_k, H * K, n_t, K)
+        store_tile(dag_ptr + i * K, b_a, o_t, o_k, H * K, n_t, K)
+        store_tile(dbg_ptr + i * K, b_b, o_t, o_k, H * K, n_t, K)
+        tl.store(dgl_ptr + (i_c * H + i_h) * K + o_k, b_dgl, mask=o_k < K)
+
+
+@triton.jit
+def block_of(x_ptr, i, j, n_t, stride, dtype: tl.constexpr):
+    """[16, 16]: rows of block i and columns of block j of a chunk's matrix."""
+    o = tl.arange(0, 16)
+    return load_tile(x_ptr + j * 16, i * 16 + o, o, stride, n_t, 16).to(dtype)
+
+
+@triton.jit
+def below(q_ptr, a_ptr, gc_ptr, dab_ptr, dak_ptr, dqb_ptr, dqk_ptr, b_k, b_b, b_g, n_b, o_k, n_t,
+          stride, at, K, dtype: tl.constexpr, NB: tl.constexpr):  # fmt: skip
+    """dB and dK of block n_b, and what of dgc, from the blocks below, which read it."""
+    o = tl.arange(0, 16)
+    b_db, b_dk, b_dgc = tl.zeros_like(b_k), tl.zeros_like(b_k), tl.zeros_like(b_k)
+    for c in range(n_b + 1, tl.minimum(NB, tl.cdiv(n_t, 16))):
+        b_e = anchor(gc_ptr, c, o_k, stride, K)
+        b_q, b_a = load_rows(q_ptr, a_ptr, c * 16 + o, o_k, stride, n_t, K)
+        b_q *= tl.exp2(load_gates(gc_ptr, c * 16 + o, o_k, stride, n_t, K) - b_e)
+        b_a *= tl.exp2(load_before(gc_ptr, c * 16 + o, o_k, stride, n_t, K) - b_e)
+        b_q, b_a = cast(b_q, dtype), cast(b_a, dtype)
+        # eq:dplr-writers   dB_j += sum_i>j (dqb_ij q_i 2^gc_i + dab_ij a_i 2^gp_i) 2^-gc_j
+        b_u = dot(tl.trans(block_of(dqb_ptr, c, n_b, n_t, at, dtype)), b_q)
+        b_u = dot(tl.trans(block_of(dab_ptr, c, n_b, n_t, at, dtype)), b_a, b_u)
+        b_w = dot(tl.trans(block_of(dqk_ptr, c, n_b, n_t, at, dtype)), b_q)
+        b_w = dot(tl.trans(block_of(dak_ptr, c, n_b, n_t, at, dtype)), b_a, b_w)
+        b_e = tl.exp2(b_e - b_g)
+        b_db, b_dk = b_db + b_e * b_u, b_dk + b_e * b_w
+        # with the rounded operands, what i gains is what j loses, term by term
+        b_dgc -= cast(b_b * b_e, dtype).to(tl.float32) * b_u
+        b_dgc -= cast(b_k * b_e, dtype).to(tl.float32) * b_w
+    return b_db, b_dk, b_dgc
+
+
+@triton.jit
+def left(k_ptr, b_ptr, gc_ptr, dab_ptr, dak_ptr, dqb_ptr, dqk_ptr, b_q, b_a, b_g, b_p, n_b, o_k,
+         n_t, stride, at, K, dtype: tl.constexpr):  # fmt: skip
+    """dQ and dA of block n_b, and what of dgc and of the token before, from what it reads."""
+    o = tl.arange(0, 16)
+    b_x, b_y = tl.zeros_like(b_q), tl.zeros_like(b_q)
+    b_E = anchor(gc_ptr, n_b, o_k, stride, K)
+    for c in range(n_b):
+        b_k, b_b = load_rows(k_ptr, b_ptr, c * 16 + o, o_k, stride, n_t, K)
+        b_e = tl.exp2(b_E - load_gates(gc_ptr, c * 16 + o, o_k, stride, n_t, K))
+        b_k, b_b = cast(b_k * b_e, dtype), cast(b_b * b_e, dtype)
+        # eq:dplr-readers   dQ_i += sum_j<i (dqb_ij b_j + dqk_ij k_j) 2^(gc_i - gc_j)
+        b_x = dot(block_of(dqb_ptr, n_b, c, n_t, at, dtype), b_b, b_x)
+        b_x = dot(block_of(dqk_ptr, n_b, c, n_t, at, dtype), b_k, b_x)
+        b_y = dot(block_of(dab_ptr, n_b, c, n_t, at, dtype), b_b, b_y)
+        b_y = dot(block_of(dak_ptr, n_b, c, n_t, at, dtype), b_k, b_y)
+    b_e, b_f = tl.exp2(b_g - b_E), tl.exp2(b_p - b_E)
+    b_dgc = cast(b_q * b_e, dtype).to(tl.float32) * b_x
+    b_dgp = cast(b_a * b_f, dtype).to(tl.float32) * b_y
+    return b_e * b_x, b_f * b_y, b_dgc, b_dgp
+
+
+@triton.jit
+def half(b_qe, b_ae, b_ke, b_be, dab_ptr, dak_ptr, dqb_ptr, dqk_ptr, n_b, s, n_t, at,
+         dtype: tl.constexpr):  # fmt: skip
+    """Sums over the pairs of halves of 2^s tokens on the diagonal: of q, of a, of b, of k."""
+    m, none = pairs(tl.arange(0, 16), s), tl.zeros([16, 16], dtype)
+    b_D = tl.where(m, block_of(dqb_ptr, n_b, n_b, n_t, at, dtype), none)
+    b_x, b_u = dot(b_D, b_be), dot(tl.trans(b_D), b_qe)
+    b_D = tl.where(m, block_of(dqk_ptr, n_b, n_b, n_t, at, dtype), none)
+    b_x, b_w = dot(b_D, b_ke, b_x), dot(tl.trans(b_D), b_qe)
+    b_D = tl.where(m, block_of(dab_ptr, n_b, n_b, n_t, at, dtype), none)
+    b_y, b_u = dot(b_D, b_be), dot(tl.trans(b_D), b_ae, b_u)
+    b_D = tl.where(m, block_of(dak_ptr, n_b, n_b, n_t, at, dtype), none)
+    b_y, b_w = dot(b_D, b_ke, b_y), dot(tl.trans(b_D), b_ae, b_w)
+    return b_x, b_y, b_u, b_w
+
+
+@triton.jit
+def through_last(k_ptr, b_ptr, gc_ptr, dkg_ptr, dbg_ptr, b_gl, o_k, n_t, stride, last, K):
+    """colsum(B * dB_outer + K * dK_outer) over a chunk but for its last token."""
+    o = tl.arange(0, 16)
+    b_sum = tl.zeros([o_k.shape[0]], tl.float32)
+    for c in range(last // 16 + 1):
+        o_c = c * 16 + o
+        b_k, b_b = load_rows(k_ptr, b_ptr, o_c, o_k, stride, last, K)
+        b_dk, b_db = load_rows(dkg_ptr, dbg_ptr, o_c, o_k, stride, last, K)
+        b_e = tl.exp2(b_gl - load_gates(gc_ptr, o_c, o_k, stride, n_t, K))
+        b_sum += tl.sum((b_k * b_dk + b_b * b_db) * b_e, 0)
+    return b_sum
+
+
+@triton.jit(do_not_specialize=["T"])
+def dplr_intra_bwd_kernel(
+    q_ptr,  # [B, T, H, K]
+    k_ptr,  # [B, T, H, K]
+    a_ptr,  # [B, T, H, K]
+    b_ptr,  # [B, T, H, K]
+    gc_ptr,  # [B, T, H, K] log2
+    dab_ptr,  # [B, T, H, BT]
+    dak_ptr,  # [B, T, H, BT]
+    dqb_ptr,  # [B, T, H, BT]
+    dqk_ptr,  # [B, T, H, BT]
+    dqg_ptr,  # [B, T, H, K]
+    dkg_ptr,  # [B, T, H, K]
+    dag_ptr,  # [B, T, H, K]
+    dbg_ptr,  # [B, T, H, K]
+    dgl_ptr,  # [B, NT, H, K]
+    dq_ptr,  # [B, T, H, K] out
+    dk_ptr,  # [B, T, H, K] out
+    da_ptr,  # [B, T, H, K] out
+    db_ptr,  # [B, T, H, K] out
+    dgc_ptr,  # [B, T, H, K] out, fp32, without what a reads
+    dgp_ptr,  # [B, T, H, K] out, fp32: A * dA, which is of the token before; 0 of a chunk's first
+    cu_ptr,  # [N + 1] or None
+    chunks_ptr,  # [NT, 2] or None
+    T,
+    H: tl.constexpr, K: tl.constexpr,
+    BT: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """One program: 16 rows of one chunk of one head.  Grid (NT * H * BT / 16).
+
+    Reference: linattn_edu.reference.dplr.intra_bwd.dplr_intra_bwd.
+    """
+    NB: tl.constexpr = BT // 16
+    n_b = tl.program_id(0) % NB
+    i_h, i_c, first, n_t = chunk_of(tl.program_id(0) // NB, cu_ptr, chunks_ptr, T, H, BT)
+    if n_b * 16 >= n_t:
+        return
+    i, i_s = (first * H + i_h) * K, (first * H + i_h) * BT
+    at = H * K
+    q_ptr, k_ptr, a_ptr, b_ptr, gc_ptr = q_ptr + i, k_ptr + i, a_ptr + i, b_ptr + i, gc_ptr + i
+    dqg_ptr, dkg_ptr, dag_ptr, dbg_ptr = dqg_ptr + i, dkg_ptr + i, dag_ptr + i, dbg_ptr + i
+    dab_ptr, dak_ptr, dqb_ptr, dqk_ptr = dab_ptr + i_s, dak_ptr + i_s, dqb_ptr + i_s, dqk_ptr + i_s
+    o = tl.arange(0, 16)
+    o_i = n_b * 16 + o
+    last = tl.minimum(BT, n_t) - 1
+    dtype: tl.constexpr = k_ptr.dtype.element_ty
+    for j in range(tl.cdiv(K, BK)):
+        o_k = j * BK + tl.arange(0, BK)
+        b_q, b_a = load_rows(q_ptr, a_ptr, o_i, o_k, at, n_t, K)  # [16, BK]
+        b_k, b_b = load_rows(k_ptr, b_ptr, o_i, o_k, at, n_t, K)  # [16, BK]
+        b_g = load_gates(gc_ptr, o_i, o_k, at, n_t, K)
+        b_p = load_before(gc_ptr, o_i, o_k, at, n_t, K)
+        b_db, b_dk, b_dgc = below(
+            q_ptr, a_ptr, gc_ptr, dab_ptr, dak_ptr, dqb_ptr, dqk_ptr, b_k, b_b, b_g, n_b, o_k, n_t,
+            at, H * BT, K, dtype, NB,
+        )  # fmt: skip
+        b_dq, b_da, b_u, b_dgp = left(
+            k_ptr, b_ptr, gc_ptr, dab_ptr, dak_ptr, dqb_ptr, dqk_ptr, b_q, b_a, b_g, b_p, n_b, o_k,
+            n_t, at, H * BT, K, dtype,
+        )  # fmt: skip
+        b_dgc += b_u
+        # the block on the diagonal, in halves: the second reads, the first wrote
+        for s in range(4):
+            b_e = load_before(gc_ptr, n_b * 16 + halves(o, s)[0], o_k, at, n_t, K)
+            b_f = tl.exp2(-tl.abs(b_p - b_e))
+            b_e = tl.exp2(-tl.abs(b_g - b_e))
+            b_qe, b_ae = cast(b_q * b_e, dtype), cast(b_a * b_f, dtype)
+            b_ke, b_be = cast(b_k * b_e, dtype), cast(b_b * b_e, dtype)
+            b_x, b_y, b_u, b_w = half(
+                b_qe, b_ae, b_ke, b_be, dab_ptr, dak_ptr, dqb_ptr, dqk_ptr, n_b, s, n_t, H * BT,
+                dtype,
+            )  # fmt: skip
+            b_dq, b_da = b_dq + b_e * b_x, b_da + b_f * b_y
+            b_db, b_dk = b_db + b_e * b_u, b_dk + b_e * b_w
+            b_dgc += b_qe.to(tl.float32) * b_x - b_be.to(tl.float32) * b_u
+            b_dgc -= b_ke.to(tl.float32) * b_w
+            b_dgp += b_ae.to(tl.float32) * b_y
+        # eq:dplr-outer   dQ = 2^gc * dqg, dA = 2^gp * dag, dB = 2^(gc_last - gc) * dbg; dK likewise
+        b_x, b_y = load_rows(dqg_ptr, dag_ptr, o_i, o_k, at, n_t, K)
+        b_x, b_y = tl.exp2(b_g) * b_x, tl.exp2(b_p) * b_y
+        b_gl = load_vector(gc_ptr + last * at, o_k, K)[None, :]
+        b_w, b_u = load_rows(dkg_ptr, dbg_ptr, o_i, o_k, at, n_t, K)
+        b_w, b_u = tl.exp2(b_gl - b_g) * b_w, tl.exp2(b_gl - b_g) * b_u
+        # eq:dplr-dgc   dgc = Q * dQ - K * dK - B * dB, and A * dA of the token behind
+        end = o_i[:, None] == last
+        b_dgc += b_q * b_x - tl.where(end, 0.0, b_k * b_w + b_b * b_u)
+        b_dgp = tl.where(o_i[:, None] > 0, b_dgp + b_a * b_y, 0.0)
+        if last // 16 == n_b:
+            # eq:dplr-dgc-last   dgc_last += colsum(B * dB_outer + K * dK_outer) + 2^gc_last dgl
+            b_sum = through_last(
+                k_ptr, b_ptr, gc_ptr, dkg_ptr, dbg_ptr, b_gl, o_k, n_t, at, last, K
+            )
+            b_sum += tl.sum(tl.exp2(b_gl), 0) * load_vector(dgl_ptr + (i_c * H + i_h) * K, o_k, K)
+            b_dgc += tl.where(end, b_sum[None, :], 0.0)
+        b_ii = load_row(dqb_ptr, o_i, H * BT + 1, n_t)[:, None]
+        b_dq, b_db = b_dq + b_x + b_ii * b_b, b_db + b_u + b_ii * b_q
+        b_ii = load_row(dqk_ptr, o_i, H * BT + 1, n_t)[:, None]
+        store_tile(dq_ptr + i, b_dq + b_ii * b_k, o_i, o_k, at, n_t, K)
+        store_tile(dk_ptr + i, b_dk + b_w + b_ii * b_q, o_i, o_k, at, n_t, K)
+        store_tile(da_ptr + i, b_da + b_y, o_i, o_k, at, n_t, K)
+        store_tile(db_ptr + i, b_db, o_i, o_k, at, n_t, K)
+        store_tile(dgc_ptr + i, b_dgc, o_i, o_k, at, n_t, K)
+        store_tile(dgp_ptr + i, b_dgp, o_i, o_k, at, n_t, K)
+
+
+# generation -> bytes of an element -> row of dplr_rows_bwd
+ROWS = {
+    "turing": {2: row(4, 1, BK=32, BV=32), 4: row(4, 1, BK=16, BV=32)},
+    "ampere": {2: row(4, 1, BK=64, BV=64), 4: row(4, 1, BK=32, BV=32)},
+    "hopper": {2: row(4, 2, BK=64, BV=64), 4: row(4, 1, BK=32, BV=32)},
+}
+
+
+def dplr_rows_bwd(
+    v: Tensor, e: Tensor, do: Tensor, dx: Tensor, h: Tensor, dh: Tensor,
+    *, scale: float, chunk_size: int, packing: Packing | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Launch dplr_rows_bwd_kernel; arguments and result as in the reference."""
+    (B, T, H, V), K = v.shape, h.shape[3]
+    scores = [v.new_empty(B, T, H, chunk_size) for _ in range(4)]
+    rows = [v.new_empty(B, T, H, K) for _ in range(4)]
+    dgl = v.new_empty(h.shape[:4], dtype=torch.float32)
+    NT, *chunks = chunk_args(v, chunk_size, packing)
+    dplr_rows_bwd_kernel[(NT * H,)](
+        v, e, do, dx, h, dh, *scores, *rows, dgl, scale, *chunks, T, H, K, V, BT=chunk_size,
+        **entry(ROWS, v).launch(),
+    )  # fmt: skip
+    return *scores, *rows, dgl
+
+
+def dplr_intra_bwd(
+    q: Tensor, k: Tensor, a: Tensor, b: Tensor, gc: Tensor,
+    dab: Tensor, dak: Tensor, dqb: Tensor, dqk: Tensor,
+    dqg: Tensor, dkg: Tensor, dag: Tensor, dbg: Tensor, dgl: Tensor,
+    *, packing: Packing | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Launch dplr_intra_bwd_kernel; arguments and result as in the reference."""
+    (_, T, H, K), chunk_size = q.shape, dab.shape[-1]
+    grads, (dgc, dgp) = (
+        [torch.empty_like(x) for x in (q, k, a, b)],
+        (torch.empty_like(gc) for _ in "cp"),
+    )
+    NT, *chunks = chunk_args(q, chunk_size, packing)
+    dplr_intra_bwd_kernel[(NT * H * (chunk_size // 16),)](
+        q, k, a, b, gc, dab, dak, dqb, dqk, dqg, dkg, dag, dbg, dgl, *grads, dgc, dgp, *chunks, T,
+        H, K, BT=chunk_size, **entry(CONFIGS, q).launch(K),
+    )  # fmt: skip
+    dgc[:, :-1] += dgp[:, 1:]
+    return *grads, dgc

@@ -1,0 +1,24 @@
+"""The stages of the general delta rule in chunks: kernels against their references."""
+
+import pytest
+import stages
+import torch
+
+NAMES = "dplr_intra dplr_scan dplr_states dplr_scan_bwd dplr_rows_bwd dplr_intra_bwd"
+
+pytestmark = pytest.mark.usefixtures("poison")
+test_kernels_match_the_reference = stages.matches(NAMES, "dplr")
+
+
+@pytest.mark.parametrize("kinds", [{"strong": True}, {"alike": 5.0}], ids=str)
+def test_gates_that_are_shut_and_keys_alike(kinds, device):
+    stages.check(NAMES, "dplr", 70, 40, 24, 32, torch.float32, device, **kinds)
+
+
+def test_without_a_state_at_either_end(device):
+    without = ("initial_state", "dht")
+    nothing = {"output_final_state": False}
+    stages.check("dplr_states dplr_scan_bwd", "dplr", 20, 16, 20, 16, torch.float32, device,
+                 without=without)  # fmt: skip
+    stages.check("dplr_scan", "dplr", 20, 16, 20, 16, torch.float32, device, without=without,
+                 more=nothing)  # fmt: skip
