@@ -173,9 +173,9 @@ def dplr_scores_kernel(
 
 # generation -> bytes of an element -> row: one warp, as in kda_intra
 CONFIGS = {
-    "turing": {2: row(1, 1, BK=16), 4: row(1, 1, BK=16)},
-    "ampere": {2: row(1, 1, BK=64), 4: row(1, 1, BK=32)},
-    "hopper": {2: row(1, 1, BK=64), 4: row(1, 1, BK=32)},
+    "turing": {2: row(1, 1, BK=32), 4: row(1, 1, BK=32)},
+    "ampere": {2: row(1, 1, BK=32), 4: row(1, 1, BK=32)},
+    "hopper": {2: row(1, 1, BK=32), 4: row(1, 1, BK=32)},
 }
 
 

@@ -6,7 +6,14 @@ import triton.language as tl
 from torch import Tensor
 
 from linattn_edu.kernels.routes import scan_launch
-from linattn_edu.kernels.rows import row, scan_table, sequence_args, states
+from linattn_edu.kernels.rows import (
+    UNPIPELINED,
+    Config,
+    row,
+    scan_table,
+    sequence_args,
+    states,
+)
 from linattn_edu.kernels.tiles import (
     cast,
     columns_of,
@@ -86,10 +93,17 @@ def dplr_scan_kernel(
         store_tile(ht_ptr + i_nh * K * V, b_S, o_k, o_v, V, K, V)
 
 
+# a product of fewer than 64 columns in 4 warps that is not loaded ahead ends in an illegal access
+# (see rows.UNPIPELINED): tiles of 16 columns have 2 warps
 CONFIGS = scan_table(
     ampere={128: [row(4, 1, BV=32)], 256: [row(4, 1, BV=16)]},
-    hopper={128: [row(4, 2, BV=64), row(4, 2, BV=32), row(4, 2, BV=16)], 256: [row(4, 1, BV=16)]},
+    hopper={128: [row(4, 1, BV=64), UNPIPELINED], 256: [UNPIPELINED]},
 )
+
+
+def table_of(V: int) -> dict | Config:
+    """The rows for V values: those of 64 columns would be made narrower."""
+    return CONFIGS if V > 32 else UNPIPELINED
 
 
 def dplr_scan(
@@ -102,7 +116,7 @@ def dplr_scan(
     (T, H, K), V = kg.shape[1:], v.shape[-1]
     o = torch.empty_like(v)
     last = v.new_empty(N, H, K, V, dtype=torch.float32) if output_final_state else None
-    grid, config = scan_launch(CONFIGS, kg, N * H, V)
+    grid, config = scan_launch(table_of(V), kg, N * H, V)
     dplr_scan_kernel[grid](
         qg, kg, ag, bg, v, gc, M, ak, qb, qk, initial_state, o, last, None, None, scale, *places,
         T, H, K, V, BT=M.shape[-1], **config,
@@ -118,7 +132,7 @@ def dplr_states(
     N, *places = sequence_args(v, packing)
     (T, H, K), V = kg.shape[1:], v.shape[-1]
     h, e = v.new_empty(*states(v, M.shape[-1], packing), H, K, V), torch.empty_like(v)
-    grid, config = scan_launch(CONFIGS, kg, N * H, V)
+    grid, config = scan_launch(table_of(V), kg, N * H, V)
     dplr_scan_kernel[grid](
         kg, kg, ag, bg, v, gc, M, ak, ak, ak, initial_state, None, None, h, e, 1.0, *places,
         T, H, K, V, BT=M.shape[-1], **config,
