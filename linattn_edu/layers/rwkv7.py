@@ -114,19 +114,21 @@ class RWKV7(Layer):
     x_k, x_v, x_a, x_g ``[1, 1, D]``, k_k, k_a ``[D]``, r_k ``[H, K]``; r_proj, k_proj ``[D, D]``,
     v_proj ``[E, D]``, o_proj ``[D, E]``; w_lora, a_lora, v_lora (not in layer 0), g_lora, each with
     lora.0.weight ``[rank, D]``, lora.2.weight ``[D or E, rank]`` and, but for g_lora, lora.2.bias;
-    g_norm.weight and .bias ``[E]``. With n the number of a channel, ``l`` that of the layer of L,
-    ``t = n / (D - 1)`` and m from -1 to 1 over the channels of a head, at first
+    g_norm.weight and .bias ``[E]``. In layer l of L, with n the number of a channel, t from 0 to 1
+    over all channels and m from -1 to 1 over those of a head, at first
 
     .. math::
 
-        x\_c &= 1 - (n / D)^{p (1 - l / L)}, \quad p = .2, .9, .7, .7, .9, .2 \text{ for } r, w, k,
-            v, a, g; \qquad k\_k = .76 - .1\, t, \quad k\_a = 1.02, \quad r\_k = -.04 \\
-        b_w &= -5.5 + 6\, t^{1 + (l / (L - 1))^{.3}} + 2.5\, m |m|, \quad
-            b_a = -.39 + .4\, t + .3\, m |m|, \quad b_v = .93 - .4\, t, \quad
-            g\_norm = \Big(\frac{l + 1}{L}\Big)^{.7}
+        x\_c &= 1 - (n / D)^{p (1 - l / L)}, \qquad p = .2, .9, .7, .7, .9, .2 \text{ for }
+            c = r, w, k, v, a, g \\
+        k\_k &= .76 - .1\, t, \qquad k\_a = 1.02, \qquad r\_k = -.04, \qquad
+            g\_norm = \Big(\frac{l + 1}{L}\Big)^{.7} \\
+        b_w &= -5.5 + 6\, t^{1 + (l / (L - 1))^{.3}} + 2.5\, m |m|, \qquad
+            b_a = -.39 + .4\, t + .3\, m |m|, \qquad b_v = .93 - .4\, t
 
-    the first matrix of each pair and o_proj are zero, the second is orthogonal times .1, as k_proj
-    is; r_proj and v_proj are orthogonal.
+    with b the biases of W, A and V. The first matrix of each pair and o_proj are zero, r_proj and
+    v_proj orthogonal, k_proj and the second of each pair orthogonal times .1, and times the root of
+    rank / outputs where that is above 1.
 
     Args:
         mode: "chunk" or "fused_recurrent", the operator but for one token of a cache.
@@ -134,13 +136,13 @@ class RWKV7(Layer):
         head_dim: Keys of a head K, a divisor of D, at most 512; None: D / num_heads.
         num_heads: H, where head_dim is None.
         decay_low_rank_dim, gate_low_rank_dim, a_low_rank_dim, v_low_rank_dim: Ranks of w_lora,
-            g_lora, a_lora, v_lora. None: 2.5, 5, 2.5 and 1.7 times ``D ** .5``, but for the gate's
-            times K / 64, in the nearest multiple of 32 that is not zero.
+            g_lora, a_lora, v_lora. None: ``2.5 s``, ``5 D ** .5``, ``2.5 s``, ``1.7 s`` with
+            ``s = D ** .5 K / 64``, each in the nearest multiple of 32, and at least 32.
         elementwise_affine: Whether the norm has a weight and a bias.
         norm_eps: Added to the variance, times K.
         layer_idx: Number of the layer in a model: 0 makes v_first, all others, None too, take it.
-        fuse_norm: Whether z is ``c / sqrt(|c|^2 + 1e-6)``, as in fla's models by default; else,
-            for all but tiny c, ``c / |c|``.
+        fuse_norm: Whether 1e-6 is added to the square of the length that z is divided by, as in
+            fla's models by default; else 1e-24, against zero alone.
         value_dim: E, a multiple of H, at most 512 H; None: D.
         num_hidden_layers: L, for the first numbers; None: layer_idx + 1.
         device, dtype: Of the parameters.
