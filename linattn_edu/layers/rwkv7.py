@@ -123,8 +123,8 @@ class RWKV7(Layer):
             c = r, w, k, v, a, g \\
         k\_k &= .76 - .1\, t, \qquad k\_a = 1.02, \qquad r\_k = -.04, \qquad
             g\_norm = \Big(\frac{l + 1}{L}\Big)^{.7} \\
-        b_w &= -5.5 + 6\, t^{1 + (l / (L - 1))^{.3}} + 2.5\, m |m|, \qquad
-            b_a = -.39 + .4\, t + .3\, m |m|, \qquad b_v = .93 - .4\, t
+        b_w &= -5.5 + 6\, t^{1 + (l / (L - 1))^{.3}} + 2.5\, m |m| \\
+        b_a &= -.39 + .4\, t + .3\, m |m|, \qquad b_v = .93 - .4\, t
 
     with b the biases of W, A and V. The first matrix of each pair and o_proj are zero, r_proj and
     v_proj orthogonal, k_proj and the second of each pair orthogonal times .1, and times the root of
