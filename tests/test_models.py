@@ -106,9 +106,16 @@ def test_attention_is_softmax_over_rotated_keys():
 
 
 def test_all_parameters_learn():
+    """After three steps: rwkv7 begins with zeros, one behind the other."""
     torch.manual_seed(0)
-    model = LanguageModel(replace(SMALL, mixers=tuple(MIXERS)), impl="reference")
-    model(tokens(1, 8)).square().mean().backward()
+    mixers = (*MIXERS, "rwkv7")
+    model, x = LanguageModel(replace(SMALL, mixers=mixers), impl="reference"), tokens(1, 8)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(4):
+        optimizer.zero_grad()
+        loss = torch.nn.functional.cross_entropy(model(x)[0], x[0])
+        loss.backward()
+        optimizer.step()
     still = [n for n, p in model.named_parameters() if p.grad is None or not p.grad.any()]
     assert still == []
 
@@ -138,6 +145,7 @@ def test_generate_draws_from_the_softmax():
         ({"hidden": -1}, "hidden must be an integer of at least 0, got -1"),
         ({"hidden": None}, "hidden must be an integer of at least 0, got None"),
         ({"mixers": ("attention",), "key_dim": 7}, "key_dim must be even"),
+        ({"mixers": ("rwkv7",), "heads": 3}, "heads must divide width=32 for rwkv7, got 3"),
         ({"mixers": ("mamba2",), "value_dim": 12}, "multiple of width=32 for mamba2, got 2 [*] 12"),
     ],
 )
@@ -347,9 +355,10 @@ def test_recall_that_cannot_be_asked(sizes, says):
         Recall(*sizes)
 
 
-def test_a_small_model_learns_to_recall():
+@pytest.mark.parametrize("mixer", ["gdn", "rwkv7"])
+def test_a_small_model_learns_to_recall(mixer):
     task = Recall(2, 8, 16)
-    model, losses = small_model("gdn", 8, 16, seed=0, impl="reference"), []
+    model, losses = small_model(mixer, 8, 16, seed=0, impl="reference"), []
     assert accuracy(model, task) < 0.3
     learn(model, [task], 80, 2e-2, batch=32, report=lambda step, loss: losses.append(loss))
     assert len(losses) == 80 and losses[-1] < 0.2 * losses[0]

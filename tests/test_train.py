@@ -125,7 +125,10 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path, text, capsys):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["--mixer=rwkv"], "--mixer must be one of gdn, kda, mamba2, ema, attention, hybrid, got"),
+        (
+            ["--mixer=rwkv"],
+            "--mixer must be one of gdn, kda, mamba2, ema, rwkv7, attention, hybrid",
+        ),
         (["--steps=0"], "--steps must be at least 1, got 0"),
         (["--seed=-1"], "--seed must be in 0 to 2^63 - 1, got -1"),
         (["--seed=99999999999999999999"], "--seed must be in 0 to 2^63 - 1, got 9999"),

@@ -117,6 +117,23 @@ class Layer(nn.Module):
                 second run of activation checkpointing; the message names the argument, what was
                 expected and what came. Nothing has been written by that call.
         """
+        x, padding, fill, bounds, step = self._enter(
+            x, attention_mask, cache, cu_seqlens, cu_seqlens_cpu, cp_context
+        )
+        return filled(self._mixed(x, padding, cache, bounds, step), padding, fill)
+
+    def _enter(
+        self,
+        x: Tensor,
+        attention_mask: Tensor | None,
+        cache: Cache | None,
+        cu_seqlens: Tensor | None,
+        cu_seqlens_cpu: Tensor | None,
+        cp_context: CPContext | None,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, dict, bool]:
+        """What forward does first: refuse what does not fit; x with its padding filled, where that
+        is and with what (:func:`filled`), the bounds for operators, and whether x is a step.
+        """
         x, cu_seqlens_cpu = self._begin(x, cache, cu_seqlens, cu_seqlens_cpu, cp_context)
         packed = cu_seqlens is not None or cp_context is not None
         padding = fill = None
@@ -124,7 +141,7 @@ class Layer(nn.Module):
             padding, fill = mask_padding(attention_mask, x, cache, packed)
         elif cu_seqlens_cpu is not None and behind(cu_seqlens_cpu, x.shape[1]):
             padding = torch.arange(x.shape[1], device=x.device)[None, :, None] >= cu_seqlens[-1]
-        x = _filled(x, padding, fill)
+        x = filled(x, padding, fill)
         bounds = {
             "cu_seqlens": cu_seqlens, "cu_seqlens_cpu": cu_seqlens_cpu, "cp_context": cp_context,
         }  # fmt: skip
@@ -137,8 +154,7 @@ class Layer(nn.Module):
                 cache.own()
             if not step:
                 cache.commit(self.impl)
-        y = self._mixed(x, padding, cache, bounds, step)
-        return _filled(y, padding, fill)
+        return x, padding, fill, bounds, step
 
     def _mixed(
         self, x: Tensor, padding: Tensor | None, cache: Cache | None, bounds: dict, step: bool
@@ -213,7 +229,7 @@ class Layer(nn.Module):
             )
         if cache.layer != name:
             raise ValueError(f"cache must be of a {name}, got one of a {cache.layer}")
-        dtype = _activations(x.dtype, x.device)
+        dtype = activations(x.dtype, x.device)
         *conv, state = self._cache_shapes(N)
         wanted = [*((shape, dtype) for shape in conv), (state, _widened(dtype))]
         if len(cache.states) != len(wanted):
@@ -291,11 +307,11 @@ def placed(
         floats = [x.dtype for x in weights if x.dtype in check.FLOATS]
         if not floats:
             raise ValueError("dtype must be given: there is no parameter of a floating-point dtype")
-        dtype = _activations(floats[0], device)
+        dtype = activations(floats[0], device)
     return device, dtype
 
 
-def _activations(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+def activations(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     """The dtype of what projections of this dtype give: autocast leaves float64 alone."""
     kind = device.type
     if kind not in AUTOCAST or not torch.is_autocast_enabled(kind):
@@ -372,7 +388,7 @@ def behind(cu_seqlens_cpu: Tensor, T: int) -> bool:
     return not known(cu_seqlens_cpu) or int(cu_seqlens_cpu[-1]) < T
 
 
-def _filled(x: Tensor, padding: Tensor | None, fill: Tensor | None) -> Tensor:
+def filled(x: Tensor, padding: Tensor | None, fill: Tensor | None) -> Tensor:
     """x with zeros, or what there is to fill, at padding."""
     if padding is None:
         return x

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from linattn_edu.layers import EMA, GatedDeltaNet, KimiDeltaAttention, Mamba2, Step
+from linattn_edu.layers import EMA, RWKV7, GatedDeltaNet, KimiDeltaAttention, Mamba2, Step
 from linattn_edu.layers.layer import check_mask
 from linattn_edu.models.attention import Attention
 from linattn_edu.ops import check
@@ -23,13 +23,15 @@ class Config:
     """The shape of a :class:`LanguageModel`.
 
     Args:
-        mixers: The mixer over time of each layer: "gdn", "kda", "mamba2", "ema" or "attention".
+        mixers: The mixer over time of each layer: "gdn", "kda", "mamba2", "ema", "rwkv7" or
+            "attention".
         vocabulary: Tokens.
         width: Of the stream of vectors that goes through the layers.
         heads: Of each mixer.
         key_dim, value_dim: Of a head, whose state is ``key_dim x value_dim``. "ema" has neither:
             its state is one number for each channel of the width. "attention" has heads of key_dim
             and keeps all tokens. "mamba2" needs ``heads * value_dim`` to be a multiple of width.
+            Heads of "rwkv7" have ``width / heads`` keys.
         hidden: Width of the gated MLP after each mixer; 0 leaves it out.
     """
 
@@ -54,6 +56,8 @@ class Config:
                 f"heads * value_dim must be a multiple of width={self.width} for mamba2, got "
                 f"{self.heads} * {self.value_dim}"
             )
+        if "rwkv7" in self.mixers and self.width % self.heads:
+            raise ValueError(f"heads must divide width={self.width} for rwkv7, got {self.heads}")
         if "attention" in self.mixers and self.key_dim % 2:
             raise ValueError(f"key_dim must be even for attention, got {self.key_dim}")
 
@@ -74,6 +78,14 @@ MIXERS = {
         **kw,
     ),
     "ema": lambda c, **kw: EMA(c.width, c.heads, **kw),
+    "rwkv7": lambda c, **kw: RWKV7(
+        hidden_size=c.width,
+        head_dim=None,
+        num_heads=c.heads,
+        value_dim=c.heads * c.value_dim,
+        num_hidden_layers=c.mixers.count("rwkv7"),
+        **kw,
+    ),
     "attention": lambda c, **kw: Attention(c.width, c.heads, c.key_dim, **kw),
 }
 
@@ -92,18 +104,27 @@ class GatedMLP(nn.Module):
 
 
 class Block(nn.Module):
-    """``x + mixer(norm(x))``, then ``x + mlp(norm(x))``."""
+    """``x + mixer(norm(x))``, then ``x + mlp(norm(x))``: the layer of this number."""
 
-    def __init__(self, config: Config, mixer: str, impl: str):
+    def __init__(self, config: Config, number: int, impl: str):
         super().__init__()
+        mixer, kw = config.mixers[number], {}
+        if mixer == "rwkv7":  # the first of them makes v_first
+            kw["layer_idx"] = config.mixers[:number].count(mixer)
         self.mixer_norm = nn.RMSNorm(config.width, eps=1e-5)
-        self.mixer = MIXERS[mixer](config, impl=impl)
+        self.mixer = MIXERS[mixer](config, impl=impl, **kw)
         self.mlp_norm = nn.RMSNorm(config.width, eps=1e-5) if config.hidden else None
         self.mlp = GatedMLP(config.width, config.hidden) if config.hidden else None
 
-    def forward(self, x: Tensor, **options) -> Tensor:
-        x = x + self.mixer(self.mixer_norm(x), **options)
-        return x if self.mlp is None else x + self.mlp(self.mlp_norm(x))
+    def forward(self, x: Tensor, v_first: Tensor | None, **options) -> tuple:
+        """The new vectors, and v_first of :class:`RWKV7`, None before the first of these layers."""
+        y = self.mixer_norm(x)
+        if isinstance(self.mixer, RWKV7):
+            y, v_first = self.mixer(y, v_first=v_first, return_v_first=True, **options)
+        else:
+            y = self.mixer(y, **options)
+        x = x + y
+        return x if self.mlp is None else x + self.mlp(self.mlp_norm(x)), v_first
 
 
 class Embedding(nn.Embedding):
@@ -133,7 +154,7 @@ class LanguageModel(nn.Module):
         super().__init__()
         self.config = config
         self.embedding = Embedding(config.vocabulary, config.width)
-        self.blocks = nn.ModuleList(Block(config, mixer, impl) for mixer in config.mixers)
+        self.blocks = nn.ModuleList(Block(config, i, impl) for i in range(len(config.mixers)))
         self.norm = nn.RMSNorm(config.width, eps=1e-5)
         self.embedding.reset_parameters()
 
@@ -149,7 +170,7 @@ class LanguageModel(nn.Module):
                 a gradient is recorded it keeps the history, until ``detach()`` of each part.
             cu_seqlens: ``[N + 1]``, the bounds of sequences packed in a row (B is 1). A cache then
                 has N sequences; "attention" takes none.
-            cp_context: Of :func:`build_cp_context`: the tokens are this rank's. Not "attention".
+            cp_context: Of :func:`build_cp_context`, this rank's tokens. Not "attention", "rwkv7".
         """
         check.tokens("tokens", tokens, self.config.vocabulary)
         if cache is not None and len(cache) != len(self.blocks):
@@ -158,11 +179,11 @@ class LanguageModel(nn.Module):
             raise ValueError("cu_seqlens must be None with a cache of attention, got both")
         if cp_context is not None and "attention" in self.config.mixers:
             raise ValueError("cp_context must be None: attention is not cut over ranks")
-        x = self.embedding(tokens)
+        x, v_first = self.embedding(tokens), None
         caches = [None] * len(self.blocks) if cache is None else cache
         options = {"attention_mask": attention_mask, "cu_seqlens": cu_seqlens}
         for block, own in zip(self.blocks, caches, strict=True):
-            x = block(x, cache=own, cp_context=cp_context, **options)
+            x, v_first = block(x, v_first, cache=own, cp_context=cp_context, **options)
         return self.embedding(self.norm(x), out=True)
 
     def make_cache(
@@ -175,11 +196,11 @@ class LanguageModel(nn.Module):
     ) -> list:
         """The memory of no tokens of each layer, for a batch of so many sequences.
 
-        device, dtype, ring: As in a layer's make_cache; attention and averages have no ring.
+        device, dtype, ring: As in a layer's make_cache; attention, "ema" and "rwkv7" have no ring.
         """
         made = []
         for mixer in (block.mixer for block in self.blocks):
-            more = {} if isinstance(mixer, (Attention, EMA)) else {"ring": ring}
+            more = {} if isinstance(mixer, (Attention, EMA, RWKV7)) else {"ring": ring}
             made.append(mixer.make_cache(batch_size, device, dtype, **more))
         return made
 

@@ -1,9 +1,18 @@
 """Small layers of every kind, and what each computes, token by token in plain PyTorch."""
 
+import math
+
 import torch
 import torch.nn.functional as F
 
-from linattn_edu.layers import EMA, GatedDeltaNet, GatedDeltaNet2, KimiDeltaAttention, Mamba2
+from linattn_edu.layers import (
+    EMA,
+    RWKV7,
+    GatedDeltaNet,
+    GatedDeltaNet2,
+    KimiDeltaAttention,
+    Mamba2,
+)
 
 HIDDEN = 24
 KINDS = {
@@ -61,14 +70,31 @@ KINDS = {
         {"d_model": HIDDEN, "d_state": 8, "headdim": 8, "rmsnorm": False, "conv_bias": False},
     ),
     "ema": (EMA, {"hidden_size": HIDDEN, "num_heads": 3}),
+    "rwkv7": (
+        RWKV7,
+        {
+            "hidden_size": HIDDEN, "head_dim": 8, "layer_idx": 0, "decay_low_rank_dim": 4,
+            "gate_low_rank_dim": 5, "norm_eps": 1e-2,
+        },
+    ),
+    "rwkv7_wide": (
+        RWKV7,
+        {
+            "hidden_size": HIDDEN, "head_dim": None, "num_heads": 2, "layer_idx": 0,
+            "value_dim": 36, "elementwise_affine": False, "fuse_norm": True,
+            "mode": "fused_recurrent",
+        },
+    ),
 }  # fmt: skip
-MAIN = ("gdn", "kda", "gdn2", "mamba2", "ema")  # one of each class
+LATER = {"rwkv7_later": (RWKV7, KINDS["rwkv7"][1] | {"layer_idx": 1})}  # which need v_first
+MAIN = ("gdn", "kda", "gdn2", "mamba2", "ema", "rwkv7")  # one of each class
+CUT = MAIN[:-1]  # whose sequences may go on on other ranks
 
 
 def make(kind, dtype=torch.float64, device="cpu", impl=None, seed=0):
     """A layer whose parameters are all away from their first values."""
     torch.manual_seed(seed)
-    cls, arguments = KINDS[kind]
+    cls, arguments = (KINDS | LATER)[kind]
     if impl is None:
         impl = "reference" if torch.device(device).type == "cpu" else "auto"
     layer = cls(**arguments, impl=impl)
@@ -83,9 +109,11 @@ def hidden(B, T, dtype=torch.float64, device="cpu", seed=1):
     return torch.randn(B, T, HIDDEN, generator=generator, dtype=torch.float64).to(device, dtype)
 
 
-def plain(layer, x):
+def plain(layer, x, v_first=None):
     """What a layer computes, from its parameters; x [B, T, HIDDEN]."""
     p = dict(layer.named_parameters())
+    if isinstance(layer, RWKV7):
+        return _rwkv7(layer, p, x, v_first)
     if isinstance(layer, GatedDeltaNet):
         return _delta(layer, p, x, x @ p["a_proj.weight"].T)
     if isinstance(layer, (KimiDeltaAttention, GatedDeltaNet2)):
@@ -184,3 +212,41 @@ def _ema(layer, p, x):
         h = h + share[:, t, :, None] * (v[:, t] - h)
         o.append(h)
     return torch.stack(o, 1).flatten(-2) @ p["o_proj.weight"].T
+
+
+def _rwkv7(layer, p, x, v_first):
+    """Every token on its own: the last one and the state are all that is kept."""
+    B, T, D = x.shape
+    H, eps = layer.num_heads, layer.norm_eps * layer.head_dim
+    last, S, o = x.new_zeros(B, D), x.new_zeros(B, H, D // H, layer.value_dim // H), []
+
+    def lora(name, y, act=lambda y: y):
+        low = act(y @ p[f"{name}_lora.lora.0.weight"].T)
+        return F.linear(low, p[f"{name}_lora.lora.2.weight"], p.get(f"{name}_lora.lora.2.bias"))
+
+    for t in range(T):
+        now = x[:, t]
+        mixed = {c: (1 - m) * now + m * last for c in "rwkvag" for m in (p[f"x_{c}"][0, 0],)}
+        r, k, v = (mixed[c] @ p[f"{c}_proj.weight"].T for c in "rkv")
+        decay = torch.exp(-math.exp(-0.5) * torch.sigmoid(lora("w", mixed["w"], torch.tanh)))
+        rate = torch.sigmoid(lora("a", mixed["a"]))
+        gate = lora("g", mixed["g"], torch.sigmoid)
+        if v_first is not None:
+            share = torch.sigmoid(lora("v", mixed["v"]))
+            v = (1 - share) * v + share * v_first[:, t]
+        z = (k * p["k_k"]).view(B, H, -1)
+        z = _unit(z) if layer.fuse_norm else z / z.norm(dim=-1, keepdim=True)
+        k = (k * (1 + (rate - 1) * p["k_a"])).view(B, H, -1)
+        r, decay, rate, v = (y.view(B, H, -1) for y in (r, decay, rate, v))
+        erased = torch.einsum("bhk,bhkv->bhv", z, S)
+        S = decay[..., None] * S - (z * rate)[..., None] * erased[:, :, None]
+        S = S + k[..., None] * v[:, :, None]
+        y = torch.einsum("bhk,bhkv->bhv", r, S)
+        y = y - y.mean(-1, keepdim=True)
+        y = _rms(y, eps).flatten(1)
+        if layer.g_norm.affine:
+            y = y * p["g_norm.weight"] + p["g_norm.bias"]
+        y = y + ((r * k * p["r_k"]).sum(-1, keepdim=True) * v).flatten(1)
+        o.append((y * gate) @ p["o_proj.weight"].T)
+        last = now
+    return torch.stack(o, 1)

@@ -56,6 +56,22 @@ CASES = {
         },
         0,
     ),
+    "rwkv7": (
+        "RWKV7",
+        {
+            "hidden_size": 32, "head_dim": 16, "layer_idx": 0, "num_hidden_layers": 2,
+            "norm_eps": 0.1,
+        },
+        0,
+    ),
+    "rwkv7_later": (
+        "RWKV7",
+        {
+            "hidden_size": 16, "head_dim": 16, "layer_idx": 1, "num_hidden_layers": 2,
+            "fuse_norm": False, "decay_low_rank_dim": 8,
+        },
+        0,
+    ),
 }  # fmt: skip
 B, T = 2, 40
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -159,6 +175,7 @@ CALLS = {
     "GatedDeltaNet": lambda layer, x, mask: layer(x, attention_mask=mask)[0],
     "KimiDeltaAttention": lambda layer, x, mask: layer(x, attention_mask=mask)[0],
     "Mamba2": lambda layer, x, mask: layer(x),
+    "RWKV7": lambda layer, x, mask: layer(x, v_first=None if layer.layer_idx == 0 else x)[0],
 }
 
 
@@ -170,17 +187,19 @@ def theirs(device: torch.device) -> dict[str, type]:
     from triton.runtime.autotuner import Autotuner
 
     Autotuner.__init__ = with_one_configuration(Autotuner.__init__)
-    from fla.layers import gated_deltanet, kda
+    from fla.layers import gated_deltanet, kda, rwkv7
     from mamba_ssm.modules import mamba2
 
     if device.type == "cpu":
         on_cpu(gated_deltanet, kda, mamba2)
+        rwkv7_on_cpu(rwkv7)
     # of its two paths, the fused one needs the package causal_conv1d
     fused = device.type == "cuda" and mamba2.causal_conv1d_fn is not None
     return {
         "GatedDeltaNet": gated_deltanet.GatedDeltaNet,
         "KimiDeltaAttention": kda.KimiDeltaAttention,
         "Mamba2": functools.partial(mamba2.Mamba2, use_mem_eff_path=fused),
+        "RWKV7": rwkv7.RWKV7Attention,
     }
 
 
@@ -270,6 +289,24 @@ def on_cpu(gated_deltanet, kda, mamba2) -> None:
     FusedRMSNormGated.forward, RMSNorm.forward = norm_gated, norm
     gated_deltanet.causal_conv1d = convolve
     gated_deltanet.chunk_gated_delta_rule, kda.chunk_kda = gdn_rule, kda_rule
+
+
+def rwkv7_on_cpu(rwkv7) -> None:
+    """The same in fla's RWKV-7."""
+    from fla.modules.token_shift import token_shift_ref
+    from fla.ops.generalized_delta_rule.dplr.naive import dplr_recurrence
+    from fla.ops.rwkv7.fused_addcmul import torch_addcmul_rwkv7
+    from fla.ops.rwkv7.fused_k_update import k_update_ref
+    from fla.ops.rwkv7.gate_output_correction import gate_output_correction_ref
+
+    def rule(r, w, k, v, a, b, **_):
+        r = r * r.shape[-1] ** 0.5  # which the reference divides by
+        o, _ = dplr_recurrence(*(x.transpose(1, 2) for x in (r, k, v, a, b, w)))
+        return o.transpose(1, 2), None
+
+    rwkv7.token_shift = lambda x, cu_seqlens, **_: (token_shift_ref(x, cu_seqlens), None)
+    rwkv7.fused_addcmul_rwkv7, rwkv7.fused_k_rwkv7 = torch_addcmul_rwkv7, k_update_ref
+    rwkv7.gate_output_correction, rwkv7.chunk_rwkv7 = gate_output_correction_ref, rule
 
 
 if __name__ == "__main__":

@@ -4,11 +4,12 @@ import math
 
 import pytest
 import torch
-from layers.layer_checks import HIDDEN, MAIN, hidden, make
+from layers.layer_checks import CUT, HIDDEN, MAIN, hidden, make
 
 from linattn_edu.cp import build_cp_context
 from linattn_edu.layers import (
     EMA,
+    RWKV7,
     GatedDeltaNet,
     KimiDeltaAttention,
     Mamba2,
@@ -93,6 +94,9 @@ def test_a_mask_that_is_not_left_padding(kind):
     for some in ({"cu_seqlens": bounds}, {"cp_context": build_cp_context(bounds)}):
         refused(layer, cache, ValueError, "must be ones alone with cu_seqlens or cp_context", x[:1],
                 late[1:], **some)  # fmt: skip
+        if kind not in CUT and "cp_context" in some:
+            refused(layer, cache, ValueError, "cp_context is not supported", x[:1], **some)
+            continue
         with torch.no_grad():
             assert torch.equal(layer(x[:1], late[:1] | 1, **some), layer(x[:1], **some))
 
@@ -165,6 +169,18 @@ def test_a_state_dict_that_does_not_fit(kind):
         (Mamba2, {"d_model": 24, "headdim": 8, "dt_min": 0}, "dt_min must be > 0"),
         (Mamba2, {"d_model": 24, "headdim": 8, "dt_init_floor": -1}, "dt_init_floor must be >= 0"),
         (Mamba2, {"d_model": 24, "headdim": 8, "process_group": 1}, "process_group is not"),
+        (RWKV7, {"hidden_size": 24, "head_dim": 7}, "head_dim must divide hidden_size=24, got 7"),
+        (RWKV7, {"hidden_size": 1024, "head_dim": 1024}, "head_dim must be at most 512"),
+        (RWKV7, {"head_dim": None}, "num_heads must be given where head_dim is None"),
+        (RWKV7, {"head_dim": None, "num_heads": 5}, "num_heads must divide hidden_size=1024"),
+        (RWKV7, {"num_heads": 8}, "num_heads must be 16 for head_dim=64, or None, got 8"),
+        (RWKV7, {"value_dim": 1000}, "value_dim must be a multiple of the 16 heads"),
+        (RWKV7, {"value_dim": 2**14}, "value_dim must be at most 8192"),
+        (RWKV7, {"a_low_rank_dim": 0}, "a_low_rank_dim must be an integer >= 1"),
+        (RWKV7, {"layer_idx": 3, "num_hidden_layers": 3}, "layer_idx must be below num_hidden"),
+        (RWKV7, {"layer_idx": -1}, "layer_idx must be an integer >= 0 or None, got -1"),
+        (RWKV7, {"norm_eps": -1.0}, "norm_eps must be >= 0"),
+        (RWKV7, {"mode": "parallel"}, "mode must be one of"),
         (EMA, {"hidden_size": 9, "num_heads": 2}, "num_heads must divide"),
         (EMA, {"hidden_size": 8, "memory": (1.0, 4.0)}, "memory must be"),
         (EMA, {"hidden_size": -8, "num_heads": 2}, "hidden_size must be an integer >= 1"),

@@ -88,7 +88,9 @@ def test_what_cannot_be_captured_is_called(device):
     assert step._graph is None
 
 
-@pytest.mark.parametrize("mixers", [("gdn", "kda", "mamba2", "ema"), ("gdn", "attention")])
+@pytest.mark.parametrize(
+    "mixers", [("gdn", "kda", "mamba2", "ema", "rwkv7", "rwkv7"), ("gdn", "attention")]
+)
 @torch.no_grad()
 def test_a_model(mixers, device):
     """Steps as calls, and what is generated with them; attention has no captured step."""

@@ -16,21 +16,42 @@ SINGLE = {"layers_cpu": 1e-5, "layers_cuda": 2e-3}
 FILES = sorted(Path(__file__).parent.glob("layers_*.npz"))
 
 
+def shapes(file):
+    """Of each case that a file has."""
+    with np.load(file) as found:
+        return json.loads(str(found["shapes"]))
+
+
+PAIRS = [(file, case) for file in FILES for case in shapes(file)]
+each = pytest.mark.parametrize(
+    "stored, case", PAIRS, indirect=["stored"], ids=lambda x: getattr(x, "stem", x)
+)
+
+
 def ours(case, dtype, device):
     """run of our layer: load_state_dict is strict in it."""
     cls, arguments, _ = CASES[case]
     impl = "reference" if device.type == "cpu" else "auto"
     layer = getattr(layers, cls)(**arguments, impl=impl)
-    return run(layer, case, lambda layer, x, mask: layer(x, mask), dtype, device)
+
+    def call(layer, x, mask):
+        more = {"v_first": x} if getattr(layer, "v_lora", None) is not None else {}
+        return layer(x, mask, **more)
+
+    return run(layer, case, call, dtype, device)
 
 
-@pytest.fixture(params=FILES, ids=lambda file: file.stem)
+@pytest.fixture
 def stored(request):
     with np.load(request.param) as file:
         return {"of": request.param.stem, **file}
 
 
-@pytest.mark.parametrize("case", CASES)
+def test_every_case_is_stored():
+    assert {case for _, case in PAIRS} == CASES.keys()
+
+
+@each
 def test_names_and_shapes(stored, case):
     cls, arguments, _ = CASES[case]
     layer = getattr(layers, cls)(**arguments)
@@ -39,13 +60,13 @@ def test_names_and_shapes(stored, case):
     assert draw(case, given)[0].keys() == given.keys()
 
 
-@pytest.mark.parametrize("case", CASES)
+@each
 def test_single_precision(stored, case, device):
     for key, x in ours(case, torch.float32, device).items():
         assert_close(key, x, values(stored[f"{case}.float32.{key}"]), SINGLE[stored["of"]])
 
 
-@pytest.mark.parametrize("case", CASES)
+@each
 def test_bfloat16_is_as_near_to_the_exact_numbers(stored, case, device, monkeypatch):
     """Theirs rounds in other places: two roundings of a chain of ten are not one."""
     found = ours(case, torch.bfloat16, device)
