@@ -38,8 +38,8 @@ KDA = CHUNK_KDA | RECURRENT_KDA
 CHUNK_GDN2 = {"chunk_gdn2": calls.chunk_gdn2}
 RECURRENT_GDN2 = {"fused_recurrent_gdn2": calls.fused_recurrent_gdn2}
 GDN2 = CHUNK_GDN2 | RECURRENT_GDN2
-# not those over chunks, of dplr token by token, of gla by kernels that can more: who is lent these
-# wants no slower training
+# not those over chunks: of dplr they were not measured beside fla's, of gla they are kernels that
+# can more, and who is lent these wants no slower training
 DPLR = _of(dplr, "fused_recurrent_dplr_delta_rule")
 RWKV7 = _of(dplr, "fused_recurrent_rwkv7")
 SIMPLE_GLA = _of(gla, "fused_recurrent_simple_gla")

@@ -12,8 +12,11 @@ from unittest.mock import patch
 import torch
 
 sys.path.append(str(Path(__file__).parents[1]))
+import gdn_checks
+from dplr import dplr_checks
 from stages import STAGES
 
+from linattn_edu import chunk_dplr_delta_rule
 from linattn_edu.kernels import rows as tables
 from linattn_edu.kernels.delta import causal_conv1d as convolution
 from linattn_edu.kernels.delta import causal_conv1d_update as convolution_update
@@ -146,6 +149,9 @@ def run(stage, dtype, sizes, entry):
     only = {128: [entry], 256: [entry]} if by == "dim" else only
     only = {512: entry} if by == "value" else only
     tables = {g: {2: only, 4: only} for g in ("turing", "ampere", "hopper")}
+    if "rank one" in how:
+        with patch.object(module, table, tables):
+            return run_rank_one(dtype, *sizes)
     kept = getattr(module, table)
     worst = 0.0
     for T, chunk_size, seed, H in ((500, 64, 0, 2), (129, 32, 1, 4), (65, 16, 2, 2)):
@@ -200,6 +206,22 @@ def results(x, impl, stage, chunk_size, safe, gates):
         scale=0.3, initial_state=x.initial_state,
     )  # fmt: skip
     return [dx for dx in got if dx is not None]
+
+
+def run_rank_one(dtype, K, V):
+    """Both passes of the general delta rule in chunks."""
+    worst = 0.0
+    for T, chunk_size in ((500, 64), (129, 32), (65, 16)):
+        x = dplr_checks.inputs(2, T, 2, K, V, dtype, "cuda", seed=T)
+        do, dht = gdn_checks.cotangents(x)
+        given = {"output_final_state": True, "chunk_size": min(chunk_size, limit_of(x["k"]))}
+        with poison():
+            got = gdn_checks.run(x, do, dht, chunk_dplr_delta_rule, impl="triton", **given)
+        ends = do.double(), dht.double()
+        x = {n: t.double() for n, t in x.items()}
+        exact = gdn_checks.run(x, *ends, chunk_dplr_delta_rule, impl="reference", **given)
+        worst = max(worst, *(relative_rms(got[n], exact[n]) for n in exact))
+    return worst
 
 
 def run_fused_bwd(dtype, K, V):

@@ -30,5 +30,6 @@ STAGES = [
           "dplr_rows_bwd", when=in_chunks,
           tables=(Table("dplr_rows_bwd", "ROWS", run=("rank one", "backward")),)),
     Stage("dplr/intra_bwd", "dplr", call("q k a b gc dab dak dqb dqk dqg dkg dag dbg dgl"),
-          "dplr_intra_bwd", when=in_chunks),
+          "dplr_intra_bwd", when=in_chunks,
+          tables=(Table("dplr_intra_bwd", run=("rank one", "backward")),)),
 ]  # fmt: skip

@@ -172,11 +172,7 @@ def dplr_scores_kernel(
 
 
 # generation -> bytes of an element -> row: one warp, as in kda_intra
-CONFIGS = {
-    "turing": {2: row(1, 1, BK=32), 4: row(1, 1, BK=32)},
-    "ampere": {2: row(1, 1, BK=32), 4: row(1, 1, BK=32)},
-    "hopper": {2: row(1, 1, BK=32), 4: row(1, 1, BK=32)},
-}
+CONFIGS = dict.fromkeys(("turing", "ampere", "hopper"), dict.fromkeys((2, 4), row(1, 1, BK=32)))
 
 
 def dplr_intra(

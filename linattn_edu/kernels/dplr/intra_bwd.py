@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from linattn_edu.kernels.delta.kda_intra import halves, pairs
-from linattn_edu.kernels.dplr.intra import CONFIGS, anchor, load_before, load_rows
+from linattn_edu.kernels.dplr.intra import anchor, load_before, load_rows
 from linattn_edu.kernels.rows import chunk_args, entry, row
 from linattn_edu.kernels.tiles import (
     cast,
@@ -282,7 +282,13 @@ def dplr_intra_bwd_kernel(
         store_tile(dgp_ptr + i, b_dgp, o_i, o_k, at, n_t, K)
 
 
-# generation -> bytes of an element -> row of dplr_rows_bwd
+# generation -> bytes of an element -> row of dplr_intra_bwd
+CONFIGS = {
+    "turing": {2: row(4, 1, BK=32), 4: row(1, 1, BK=32)},
+    "ampere": {2: row(4, 1, BK=64), 4: row(1, 1, BK=32)},
+    "hopper": {2: row(4, 1, BK=64), 4: row(1, 1, BK=32)},
+}
+# and of dplr_rows_bwd
 ROWS = {
     "turing": {2: row(4, 1, BK=32, BV=32), 4: row(4, 1, BK=16, BV=32)},
     "ampere": {2: row(4, 1, BK=64, BV=64), 4: row(4, 1, BK=32, BV=32)},
