@@ -58,7 +58,7 @@ FAMILIES = {
     "gdn": Family(stage_checks.grid, _joined(stage_checks.backward_inputs)),
     "kda": Family(kda_checks.grid, _joined(kda_checks.backward_parts)),
     "gdn2": Family(kda_checks.once, _joined(partial(kda_checks.backward_parts, gated=True))),
-    "dplr": Family(stage_checks.grid, dplr_checks.parts),
+    "dplr": Family(kda_checks.once, dplr_checks.parts),
     "gdn_fused": Family(stage_checks.grid, _joined(fused_parts.gdn)),
     "kda_fused": Family(kda_checks.once, _joined(fused_parts.kda)),
     "ssd": Family(ssd_checks.grid, _ssd(ssd_checks.parts), ssd_checks.check_stage),
