@@ -8,6 +8,7 @@ from linattn_edu.cp.context import CPContext
 from linattn_edu.cp.place import Place
 from linattn_edu.ops import check
 from linattn_edu.ops.delta.gate import write_strength
+from linattn_edu.ops.preallocated import check_results
 from linattn_edu.ops.prefill import overwriting
 from linattn_edu.ops.tensors import known, transposed
 
@@ -120,13 +121,15 @@ def chunked(
     sigmoid: int,
     v_first: bool,
     final: tuple[bool, Tensor | None],
+    rooms: tuple[Tensor | None, Tensor | None, bool],
     **gate: object,
 ) -> tuple[tuple[Tensor | None, ...], Place, float, str]:
     """Refuse what does not fit a chunked form; the others as its operator takes them.
 
     tensors: q, k, v, g, beta or b and w, A_log, dt_bias, initial_state.  bounds: cu_seqlens, the
     same on the CPU, chunk_indices.  final: whether final states overwrite the initial ones, and in
-    which slots of a pool, or None.  gate: raw_gate, lower_bound, channels of `check_tensors`.
+    which slots of a pool, or None.  rooms: as of `check_results`.  gate: raw_gate, lower_bound,
+    channels of `check_tensors`.
     Returns the tensors, where the sequences are, scale, and "triton" or "reference".
     """
     q, k, v, g, beta, *write, A_log, dt_bias, state = tensors
@@ -142,6 +145,7 @@ def chunked(
     where = place(given, *bounds, chunk_size, cp_context, even=True)
     others = *tensors[:-1], *bounds, final[1]
     where = overwriting(where, given, others, state, *final, cp_context, v_first=v_first)
+    check_results(given, (*others, state), v, rooms, v_first, final[0], cp_context)
     beta, state = write_strength(beta, sigmoid), transposed(state, v_first)
     return (q, k, v, g, beta, *write, A_log, dt_bias, state), where, scale, impl
 

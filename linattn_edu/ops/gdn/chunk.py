@@ -13,6 +13,7 @@ from linattn_edu.ops.delta import arguments
 from linattn_edu.ops.delta.operations import operations
 from linattn_edu.ops.l2norm import unit
 from linattn_edu.ops.operator import Operator, like, widened
+from linattn_edu.ops.preallocated import into
 from linattn_edu.ops.ranks import Ranks
 from linattn_edu.ops.stages import implementations, stage
 from linattn_edu.ops.tensors import in_float32, laid_out
@@ -42,6 +43,8 @@ def chunk_gated_delta_rule(
     chunk_size: int = 64,
     inplace_final_state: bool = False,
     ssm_state_indices: Tensor | None = None,
+    out: Tensor | None = None,
+    final_state_out: Tensor | None = None,
     checkpoint_every_n_tokens: int | None = None,
     batch_invariant: bool = False,
     transpose_state_layout: bool | None = None,
@@ -107,6 +110,13 @@ def chunk_gated_delta_rule(
             from the state in its slot and leaves its last one there. The pool, its negative slots
             and its checks are those of :func:`fused_recurrent_gated_delta_rule`. The states of the
             N sequences are copied on the way.
+        out, final_state_out: Where to write o and the final state, which are then returned in them;
+            None: new tensors. Contiguous, of the shape and dtype of what is returned (the state in
+            float32, float64 where any argument is), sharing no memory with another argument, and
+            without a gradient; not while a gradient is recorded. A call that is refused has written
+            nothing. The kernels write to memory of their own, from which it is copied, so that they
+            save a place and no time. final_state_out needs output_final_state and is not for
+            inplace_final_state; neither is for cp_context.
         checkpoint_every_n_tokens: Whether, and after how many tokens of each sequence, a multiple
             of chunk_size, to return the state too, for a cache of prefixes. The call then runs in
             pieces of so many tokens, one after the other, packed sequences side by side: a prompt
@@ -189,7 +199,7 @@ def chunk_gated_delta_rule(
         (q, k, v, g, beta, A_log, dt_bias, initial_state),
         (cu_seqlens, cu_seqlens_cpu, chunk_indices), cp_context, scale, chunk_size, impl,
         sigmoid=sigmoid, v_first=state_v_first, raw_gate=raw_gate,
-        final=(inplace, ssm_state_indices),
+        final=(inplace, ssm_state_indices), rooms=(out, final_state_out, output_final_state),
     )  # fmt: skip
     beyond |= impl == "reference"  # where it costs no time
     every = checkpoint_every_n_tokens
@@ -209,6 +219,7 @@ def chunk_gated_delta_rule(
         save=save, every=every,
     )  # fmt: skip
     o, final_state = place.parted(o).to(dtype), place.left(final_state, state_v_first)
+    o, final_state = into(out, o), into(final_state_out, final_state)
     if every is None:
         return o, final_state
     return o, final_state, laid_out(*kept, state_v_first)

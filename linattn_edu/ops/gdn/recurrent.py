@@ -29,6 +29,8 @@ def fused_recurrent_gated_delta_rule(
     inplace_final_state: bool = False,
     ssm_state_indices: Tensor | None = None,
     num_accepted_tokens: Tensor | None = None,
+    out: Tensor | None = None,
+    final_state_out: Tensor | None = None,
     transpose_state_layout: bool | None = None,
     cp_context: None = None,
     impl: str = "auto",
@@ -71,6 +73,7 @@ def fused_recurrent_gated_delta_rule(
         num_accepted_tokens: How many tokens of the previous call were kept ``[N]``, 1 to S, with
             ssm_state_indices ``[N, S]``: sequence n starts from the state in slot
             ``[n, num_accepted_tokens[n] - 1]``. None: from slot ``[n, 0]``.
+        out, final_state_out: As in :func:`chunk_gated_delta_rule`; out has v's dtype.
 
     Returns:
         ``(o, final_state)`` as of :func:`chunk_gated_delta_rule`, but final_state is float64 where
@@ -103,9 +106,7 @@ def fused_recurrent_gated_delta_rule(
     how = recurrence.How(
         check.number("scale", scale), normalise, raw_gate, sigmoid, state_v_first, impl=impl
     )
-    if inplace or ssm_state_indices is not None:
-        return decode.in_place(
-            tensors, cu_seqlens, given, how, inplace, ssm_state_indices, num_accepted_tokens
-        )
-    decode.no_pool(num_accepted_tokens)
-    return recurrence.run(tensors, cu_seqlens, given, how, output_final_state)
+    return decode.run(
+        tensors, cu_seqlens, given, how, output_final_state, inplace, ssm_state_indices,
+        num_accepted_tokens, (out, final_state_out),
+    )  # fmt: skip

@@ -13,6 +13,7 @@ from linattn_edu.ops.delta import arguments
 from linattn_edu.ops.delta.operations import operations
 from linattn_edu.ops.l2norm import unit
 from linattn_edu.ops.operator import Operator, like, widened
+from linattn_edu.ops.preallocated import into
 from linattn_edu.ops.ranks import Ranks
 from linattn_edu.ops.stages import implementations, stage
 from linattn_edu.ops.tensors import in_float32, known, laid_out
@@ -46,6 +47,8 @@ def chunk_kda(
     chunk_size: int = 64,
     inplace_final_state: bool = False,
     ssm_state_indices: Tensor | None = None,
+    out: Tensor | None = None,
+    final_state_out: Tensor | None = None,
     checkpoint_every_n_tokens: int | None = None,
     batch_invariant: bool = False,
     transpose_state_layout: bool | None = None,
@@ -116,6 +119,7 @@ def chunk_kda(
             only; the kernels take shorter ones where longer do not fit the GPU (fp32, Turing).
         inplace_final_state, ssm_state_indices: Prefill over a pool of states, as in
             :func:`chunk_gated_delta_rule`.
+        out, final_state_out: As in :func:`chunk_gated_delta_rule`.
         checkpoint_every_n_tokens: States for a cache of prefixes, as in
             :func:`chunk_gated_delta_rule`; not with return_intermediate_states.
         batch_invariant: As in :func:`chunk_gated_delta_rule`.
@@ -183,6 +187,7 @@ def chunk_kda(
         disable_recompute=disable_recompute,
         return_intermediate_states=return_intermediate_states,
         final=(inplace_final_state, ssm_state_indices),
+        rooms=(out, final_state_out),
         every=checkpoint_every_n_tokens,
         invariant=batch_invariant,
     )  # fmt: skip
@@ -202,6 +207,7 @@ def prepared(
     sigmoid: int = 0,
     beyond: bool,
     final: tuple[bool, Tensor | None],
+    rooms: tuple[Tensor | None, Tensor | None],
     every: int | None,
     invariant: bool,
     **flags: bool,
@@ -209,8 +215,9 @@ def prepared(
     """All arguments checked: those of an operator that `declare` makes, what it saves, and what
     makes of its outputs those of the public function.
 
-    tensors, final: as of `arguments.chunked`.  every: checkpoint_every_n_tokens.  invariant:
-    batch_invariant.  flags: the last six of chunk_kda's call, in its order.
+    tensors, final: as of `arguments.chunked`.  rooms: for o and the final state.  every:
+    checkpoint_every_n_tokens.  invariant: batch_invariant.  flags: the last six of chunk_kda's
+    call, in its order.
     """
     output_final_state, normalise, raw_gate, safe_gate, keep_all, return_states = arguments.flags(
         **flags
@@ -222,6 +229,7 @@ def prepared(
         tensors, bounds, cp_context, scale, chunk_size, impl, sigmoid=sigmoid, v_first=v_first,
         raw_gate=raw_gate, lower_bound=gate_bound, channels=True,
         final=(*arguments.flags(inplace_final_state=final[0]), final[1]),
+        rooms=(*rooms, output_final_state),
     )  # fmt: skip
     if return_states and cp_context is not None:
         raise ValueError("return_intermediate_states=True is not supported with cp_context")
@@ -251,6 +259,7 @@ def prepared(
     def results(outputs: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
         o, final_state, *kept = outputs
         o, final_state = place.parted(o).to(dtype), place.left(final_state, v_first)
+        o, final_state = into(rooms[0], o), into(rooms[1], final_state)
         if every is not None:
             return o, final_state, laid_out(*kept, v_first)
         h = laid_out(Residuals(*kept).h, v_first)

@@ -28,6 +28,8 @@ def fused_recurrent_kda(
     inplace_final_state: bool = False,
     ssm_state_indices: Tensor | None = None,
     num_accepted_tokens: Tensor | None = None,
+    out: Tensor | None = None,
+    final_state_out: Tensor | None = None,
     transpose_state_layout: bool | None = None,
     cp_context: None = None,
     impl: str = "auto",
@@ -50,7 +52,7 @@ def fused_recurrent_kda(
         use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval: Likewise.
         state_v_first, transpose_state_layout, impl: Likewise.
         cu_seqlens, initial_state, inplace_final_state, ssm_state_indices, num_accepted_tokens: As
-            in :func:`fused_recurrent_gated_delta_rule`.
+            in :func:`fused_recurrent_gated_delta_rule`; out and final_state_out too.
         g: Natural-log decay of each row of the state ``[B, T, HV, K]``, <= 0, any float dtype.
         use_gate_in_kernel: Whether g is the raw gate of a layer, from which the log decay is
             ``-exp(A_log) * softplus(g + dt_bias)``, or with lower_bound
@@ -76,6 +78,7 @@ def fused_recurrent_kda(
         lower_bound=lower_bound,
         indices=ssm_state_indices,
         accepted=num_accepted_tokens,
+        rooms=(out, final_state_out),
         sigmoid=sigmoid,
         output_final_state=output_final_state,
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
@@ -94,6 +97,7 @@ def call(
     lower_bound: float | None,
     indices: Tensor | None,
     accepted: Tensor | None,
+    rooms: tuple[Tensor | None, Tensor | None],
     sigmoid: int = 0,
     **flags: bool,
 ) -> tuple[Tensor, Tensor | None]:
@@ -116,7 +120,6 @@ def call(
         check.number("scale", scale), normalise, raw_gate, sigmoid, v_first, lower_bound, impl,
         gated=len(write) > 0,
     )  # fmt: skip
-    if inplace or indices is not None:
-        return decode.in_place(tensors, cu_seqlens, given, how, inplace, indices, accepted)
-    decode.no_pool(accepted)
-    return recurrence.run(tensors, cu_seqlens, given, how, output_final_state)
+    return decode.run(
+        tensors, cu_seqlens, given, how, output_final_state, inplace, indices, accepted, rooms
+    )
