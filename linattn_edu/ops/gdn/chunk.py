@@ -95,8 +95,7 @@ def chunk_gated_delta_rule(
             once, and the call waits for the device; with them it does not.
         chunk_indices: ``[NT, 2]``, int32 or int64: sequence of every chunk of 64 tokens (or
             chunk_size) and its number in the sequence, where the caller has it already. On a GPU
-            its numbers are taken on trust, and without cu_seqlens_cpu its length too, and that
-            cu_seqlens ends at T.
+            its numbers are taken on trust, and without cu_seqlens_cpu its length too.
         use_gate_in_kernel: Whether g is the raw gate of a layer, from which the log decay is
             ``-exp(A_log) * softplus(g + dt_bias)``.
         A_log, dt_bias: HV numbers in any shape, with use_gate_in_kernel only; dt_bias may be left
