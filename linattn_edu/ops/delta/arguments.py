@@ -11,6 +11,7 @@ from linattn_edu.ops.delta.gate import write_strength
 from linattn_edu.ops.preallocated import check_results
 from linattn_edu.ops.prefill import overwriting
 from linattn_edu.ops.tensors import known, transposed
+from linattn_edu.packing import room
 
 CHUNK_SIZES = (16, 32, 64)
 SAFE_BOUND = -5.0  # of the log decay, where safe_gate is given without another
@@ -122,14 +123,15 @@ def chunked(
     v_first: bool,
     final: tuple[bool, Tensor | None],
     rooms: tuple[Tensor | None, Tensor | None, bool],
+    most: int | None,
     **gate: object,
 ) -> tuple[tuple[Tensor | None, ...], Place, float, str]:
     """Refuse what does not fit a chunked form; the others as its operator takes them.
 
     tensors: q, k, v, g, beta or b and w, A_log, dt_bias, initial_state.  bounds: cu_seqlens, the
     same on the CPU, chunk_indices.  final: whether final states overwrite the initial ones, and in
-    which slots of a pool, or None.  rooms: as of `check_results`.  gate: raw_gate, lower_bound,
-    channels of `check_tensors`.
+    which slots of a pool, or None.  rooms: as of `check_results`.  most: max_num_seqs.  gate:
+    raw_gate, lower_bound, channels of `check_tensors`.
     Returns the tensors, where the sequences are, scale, and "triton" or "reference".
     """
     q, k, v, g, beta, *write, A_log, dt_bias, state = tensors
@@ -142,7 +144,7 @@ def chunked(
     scale = check.number("scale", scale)
     scale = given.sizes["K"] ** -0.5 if scale is None else scale
     impl = check.resolve_impl(impl, given.device, tuple(given.dtypes))
-    where = place(given, *bounds, chunk_size, cp_context, even=True)
+    where = place(given, *bounds, chunk_size, cp_context, even=True, most=most)
     others = *tensors[:-1], *bounds, final[1]
     where = overwriting(where, given, others, state, *final, cp_context, v_first=v_first)
     check_results(given, (*others, state), v, rooms, v_first, final[0], cp_context)
@@ -263,10 +265,28 @@ def place(
     cp_context: CPContext | None,
     *,
     even: bool = False,
+    most: int | None = None,
 ) -> Place:
     """Refuse what does not fit, as check_packing; return where the sequences are.  even: of place
-    of CPContext.
+    of CPContext.  most: max_num_seqs, with which the host reads no boundaries.
     """
+    if most is not None:
+        check.positive(max_num_seqs=most)
+        others = {"cu_seqlens_cpu": cu_seqlens_cpu, "chunk_indices": chunk_indices}
+        for name, y in (others | {"cp_context": cp_context}).items():
+            if y is not None:
+                raise ValueError(f"{name} must be None with max_num_seqs")
+        if cu_seqlens is None:
+            raise ValueError("max_num_seqs belongs to cu_seqlens, which is None")
+        if given.sizes["N"] > most:
+            raise ValueError(
+                f"cu_seqlens must bound at most max_num_seqs={most} sequences, got "
+                f"{given.sizes['N']}"
+            )
+        if known(cu_seqlens):
+            check.lengths("cu_seqlens", cu_seqlens.tolist(), given.sizes["T"])
+        rows = room(cu_seqlens, given.sizes["T"], chunk_size)
+        return Place((cu_seqlens, None, rows, None, None))
     if cp_context is None:
         cu_seqlens_cpu = check_packing(given, cu_seqlens, cu_seqlens_cpu, chunk_indices, chunk_size)
         return Place((cu_seqlens, cu_seqlens_cpu, chunk_indices, None, None))

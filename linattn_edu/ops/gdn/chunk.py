@@ -37,6 +37,7 @@ def chunk_gated_delta_rule(
     cu_seqlens_cpu: Tensor | None = None,
     chunk_indices: Tensor | None = None,
     *,
+    max_num_seqs: int | None = None,
     use_gate_in_kernel: bool = False,
     A_log: Tensor | None = None,
     dt_bias: Tensor | None = None,
@@ -96,6 +97,13 @@ def chunk_gated_delta_rule(
         chunk_indices: ``[NT, 2]``, int32 or int64: sequence of every chunk of 64 tokens (or
             chunk_size) and its number in the sequence, where the caller has it already. On a GPU
             its numbers are taken on trust, and without cu_seqlens_cpu its length too.
+        max_num_seqs: With cu_seqlens alone, of at most so many sequences, some without tokens: on a
+            GPU nothing reads its numbers on the host, and the grids are those of any boundaries of
+            as many sequences in T tokens. So a call in a CUDA graph is replayed with others that
+            are written to cu_seqlens. That launches up to a chunk a sequence more than there are,
+            which do nothing, and the bits may be those of a call whose longest sequence has T
+            tokens. The reference reads the numbers. Not with checkpoint_every_n_tokens or
+            cp_context.
         use_gate_in_kernel: Whether g is the raw gate of a layer, from which the log decay is
             ``-exp(A_log) * softplus(g + dt_bias)``.
         A_log, dt_bias: HV numbers in any shape, with use_gate_in_kernel only; dt_bias may be left
@@ -167,8 +175,9 @@ def chunk_gated_delta_rule(
     and k twice, as given and divided, and with use_beta_sigmoid_in_kernel beta.
 
     Works under ``torch.compile(fullgraph=True)``, in CUDA graphs (with cu_seqlens only together
-    with cu_seqlens_cpu), with activation checkpointing and under autocast, which does not change
-    its precision. Gradients of gradients and forward-mode differentiation are errors.
+    with cu_seqlens_cpu or max_num_seqs), with activation checkpointing and under autocast, which
+    does not change its precision. Gradients of gradients and forward-mode differentiation are
+    errors.
 
     Returns:
         ``(o, final_state)``: o ``[B, T, HV, V]`` in q's dtype; final_state ``[N, HV, K, V]`` in
@@ -199,10 +208,11 @@ def chunk_gated_delta_rule(
         (cu_seqlens, cu_seqlens_cpu, chunk_indices), cp_context, scale, chunk_size, impl,
         sigmoid=sigmoid, v_first=state_v_first, raw_gate=raw_gate,
         final=(inplace, ssm_state_indices), rooms=(out, final_state_out, output_final_state),
+        most=max_num_seqs,
     )  # fmt: skip
     beyond |= impl == "reference"  # where it costs no time
     every = checkpoint_every_n_tokens
-    checkpoints.check_every(every, chunk_size, cp_context)
+    checkpoints.check_every(every, chunk_size, cp_context, max_num_seqs)
     checkpoints.check_invariant(batch_invariant, q, *v.shape[2:], place, every, impl)
     halves = beyond and _in_halves(impl, q, v, chunk_size, place.group)
     dtype = q.dtype

@@ -29,6 +29,7 @@ def chunk_gdn2(
     cp_context: CPContext | None = None,
     *,
     chunk_indices: Tensor | None = None,
+    max_num_seqs: int | None = None,
     A_log: Tensor | None = None,
     dt_bias: Tensor | None = None,
     chunk_size: int = 64,
@@ -63,7 +64,8 @@ def chunk_gdn2(
         w: Write gate ``[B, T, HV, V]``, any of these dtypes.
         use_qk_l2norm_in_kernel, use_gate_in_kernel, A_log, dt_bias: As in :func:`chunk_kda`.
         safe_gate, lower_bound, disable_recompute, return_intermediate_states: Likewise.
-        state_v_first, cu_seqlens, cu_seqlens_cpu, chunk_indices, cp_context, chunk_size: Likewise.
+        state_v_first, cu_seqlens, cu_seqlens_cpu, chunk_indices, max_num_seqs: Likewise.
+        cp_context, chunk_size: Likewise.
         inplace_final_state, ssm_state_indices, out, final_state_out: Likewise.
         checkpoint_every_n_tokens, batch_invariant: Likewise.
         transpose_state_layout, impl: Likewise.
@@ -97,6 +99,7 @@ def chunk_gdn2(
         return_intermediate_states=return_intermediate_states,
         final=(inplace_final_state, ssm_state_indices),
         rooms=(out, final_state_out),
+        most=max_num_seqs,
         every=checkpoint_every_n_tokens,
         invariant=batch_invariant,
     )  # fmt: skip

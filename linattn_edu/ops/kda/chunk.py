@@ -54,7 +54,7 @@ def chunk_kda(
     transpose_state_layout: bool | None = None,
     cp_context: CPContext | None = None,
     use_graph: bool = False,
-    max_num_seqs: None = None,
+    max_num_seqs: int | None = None,
     impl: str = "auto",
 ) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
     r"""Kimi Delta Attention in chunks: the delta rule with a gate for each key channel.
@@ -126,7 +126,8 @@ def chunk_kda(
         transpose_state_layout: Deprecated name of state_v_first.
         cp_context: Sequences cut over several ranks, as in :func:`chunk_gated_delta_rule`; not with
             return_intermediate_states.
-        use_graph, max_num_seqs: Arguments of fla-core: False and None alone are taken.
+        use_graph: Name of fla-core: True is max_num_seqs of as many sequences as cu_seqlens has.
+        max_num_seqs: As in :func:`chunk_gated_delta_rule`; not with return_intermediate_states.
         impl: "triton", "reference", or "auto": the kernels for CUDA tensors and under
             ``TRITON_INTERPRET=1``, else (and for float64) the reference stages.
 
@@ -153,8 +154,9 @@ def chunk_kda(
     are not those of the stages one by one.
 
     Works under ``torch.compile(fullgraph=True)``, in CUDA graphs (with cu_seqlens only together
-    with cu_seqlens_cpu), with activation checkpointing and under autocast, which does not change
-    its precision. Gradients of gradients and forward-mode differentiation are errors.
+    with cu_seqlens_cpu or max_num_seqs), with activation checkpointing and under autocast, which
+    does not change its precision. Gradients of gradients and forward-mode differentiation are
+    errors.
 
     Returns:
         ``(o, final_state)``: o ``[B, T, HV, V]`` in q's dtype; final_state ``[N, HV, K, V]`` in
@@ -170,8 +172,10 @@ def chunk_kda(
 
     Source: Kimi Team 2025 (arXiv:2510.26692); chapters 07, 11 and 12.
     """
-    check.absent("use_graph", use_graph, False)
-    check.absent("max_num_seqs", max_num_seqs)
+    if check.flag("use_graph", use_graph) and max_num_seqs is None:
+        if cu_seqlens is None:
+            raise ValueError("use_graph belongs to cu_seqlens, which is None")
+        max_num_seqs = check.boundaries("cu_seqlens", cu_seqlens)
     sigmoid, beyond = arguments.sigmoid_factor(use_beta_sigmoid_in_kernel, allow_neg_eigval)
     (q, *given), save, results = prepared(
         (q, k, v, g, beta, A_log, dt_bias, initial_state),
@@ -188,6 +192,7 @@ def chunk_kda(
         return_intermediate_states=return_intermediate_states,
         final=(inplace_final_state, ssm_state_indices),
         rooms=(out, final_state_out),
+        most=max_num_seqs,
         every=checkpoint_every_n_tokens,
         invariant=batch_invariant,
     )  # fmt: skip
@@ -208,6 +213,7 @@ def prepared(
     beyond: bool,
     final: tuple[bool, Tensor | None],
     rooms: tuple[Tensor | None, Tensor | None],
+    most: int | None,
     every: int | None,
     invariant: bool,
     **flags: bool,
@@ -215,7 +221,7 @@ def prepared(
     """All arguments checked: those of an operator that `declare` makes, what it saves, and what
     makes of its outputs those of the public function.
 
-    tensors, final: as of `arguments.chunked`.  rooms: for o and the final state.  every:
+    tensors, final, most: as of `arguments.chunked`.  rooms: for o and the final state.  every:
     checkpoint_every_n_tokens.  invariant: batch_invariant.  flags: the last six of chunk_kda's
     call, in its order.
     """
@@ -229,11 +235,13 @@ def prepared(
         tensors, bounds, cp_context, scale, chunk_size, impl, sigmoid=sigmoid, v_first=v_first,
         raw_gate=raw_gate, lower_bound=gate_bound, channels=True,
         final=(*arguments.flags(inplace_final_state=final[0]), final[1]),
-        rooms=(*rooms, output_final_state),
+        rooms=(*rooms, output_final_state), most=most,
     )  # fmt: skip
     if return_states and cp_context is not None:
         raise ValueError("return_intermediate_states=True is not supported with cp_context")
-    checkpoints.check_every(every, chunk_size, cp_context)
+    if return_states and most is not None:
+        raise ValueError("return_intermediate_states=True is not supported with max_num_seqs")
+    checkpoints.check_every(every, chunk_size, cp_context, most)
     checkpoints.check_invariant(invariant, q, *v.shape[2:], place, every, impl)
     if every is not None and return_states:
         raise ValueError(
