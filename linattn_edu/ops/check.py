@@ -165,8 +165,11 @@ class Tensors:
         *,
         alike: bool = False,
         decay: bool = False,
+        factor: bool = False,
     ) -> None:
-        """Check a tensor as `tensor`; alike: of the first one's dtype; decay: nowhere positive."""
+        """Check a tensor as `tensor`; alike: of the first one's dtype; decay: nowhere positive;
+        factor: from 0 to 1.
+        """
         tensor(name, x, shape, self.sizes, self.taken)
         self.taken.append((name, shape))
         if self.first is None or x.device != self.device:
@@ -177,6 +180,8 @@ class Tensors:
         self.dtypes.append(dtype)
         if decay:
             log_decay(name, x)
+        if factor:
+            decay_factor(name, x)
 
     def dense(self, name: str, x: object, shape: str) -> None:
         """Check a tensor as `dense`, whose sizes are looked at elsewhere."""
@@ -220,6 +225,15 @@ def log_decay(name: str, g: Tensor) -> None:
     if known(g) and bool((g > 0).any()):
         raise ValueError(
             f"{name} must be a log decay, <= 0 everywhere, got a maximum of {g.max().item():.4g}"
+        )
+
+
+def decay_factor(name: str, g: Tensor) -> None:
+    """Check 0 <= g <= 1 where its numbers are known. NaN passes: the result shows it."""
+    if known(g) and bool(((g < 0) | (g > 1)).any()):
+        raise ValueError(
+            f"{name} must be a factor from 0 to 1 with gate_domain='linear', got "
+            f"{g.min().item():.4g} to {g.max().item():.4g}"
         )
 
 

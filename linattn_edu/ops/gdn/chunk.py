@@ -46,6 +46,7 @@ def chunk_gated_delta_rule(
     ssm_state_indices: Tensor | None = None,
     out: Tensor | None = None,
     final_state_out: Tensor | None = None,
+    gate_domain: str = "log",
     checkpoint_every_n_tokens: int | None = None,
     batch_invariant: bool = False,
     transpose_state_layout: bool | None = None,
@@ -124,6 +125,9 @@ def chunk_gated_delta_rule(
             nothing. The kernels write to memory of their own, from which it is copied, so that they
             save a place and no time. final_state_out needs output_final_state and is not for
             inplace_final_state; neither is for cp_context.
+        gate_domain: "log", or "linear": g is the decay itself, a factor from 0 to 1, as FlashInfer
+            has it. Its logarithm is taken in float32 before the kernels, in operations of PyTorch
+            that read and write g; where it is 0 its gradient is 0. Not with use_gate_in_kernel.
         checkpoint_every_n_tokens: Whether, and after how many tokens of each sequence, a multiple
             of chunk_size, to return the state too, for a cache of prefixes. The call then runs in
             pieces of so many tokens, one after the other, packed sequences side by side: a prompt
@@ -208,7 +212,7 @@ def chunk_gated_delta_rule(
         (cu_seqlens, cu_seqlens_cpu, chunk_indices), cp_context, scale, chunk_size, impl,
         sigmoid=sigmoid, v_first=state_v_first, raw_gate=raw_gate,
         final=(inplace, ssm_state_indices), rooms=(out, final_state_out, output_final_state),
-        most=max_num_seqs,
+        most=max_num_seqs, domain=gate_domain,
     )  # fmt: skip
     beyond |= impl == "reference"  # where it costs no time
     every = checkpoint_every_n_tokens

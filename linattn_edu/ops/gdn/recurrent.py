@@ -4,6 +4,7 @@ from torch import Tensor
 
 from linattn_edu.ops import check
 from linattn_edu.ops.delta import arguments, decode, recurrence
+from linattn_edu.ops.delta.gate import as_logarithm
 
 
 def fused_recurrent_gated_delta_rule(
@@ -31,6 +32,7 @@ def fused_recurrent_gated_delta_rule(
     num_accepted_tokens: Tensor | None = None,
     out: Tensor | None = None,
     final_state_out: Tensor | None = None,
+    gate_domain: str = "log",
     transpose_state_layout: bool | None = None,
     cp_context: None = None,
     impl: str = "auto",
@@ -74,6 +76,7 @@ def fused_recurrent_gated_delta_rule(
             ssm_state_indices ``[N, S]``: sequence n starts from the state in slot
             ``[n, num_accepted_tokens[n] - 1]``. None: from slot ``[n, 0]``.
         out, final_state_out: As in :func:`chunk_gated_delta_rule`; out has v's dtype.
+        gate_domain: Likewise, of g, gk and gv.
 
     Returns:
         ``(o, final_state)`` as of :func:`chunk_gated_delta_rule`, but final_state is float64 where
@@ -97,11 +100,12 @@ def fused_recurrent_gated_delta_rule(
     A_log, dt_bias = arguments.check_tensors(
         given, q, k, v, g, beta, initial_state, A_log, dt_bias, cu_seqlens, None, gk, gv,
         v_first=state_v_first, raw_gate=raw_gate, optional=True,
-        pool=ssm_state_indices is not None, largest=recurrence.LARGEST,
+        pool=ssm_state_indices is not None, domain=gate_domain, largest=recurrence.LARGEST,
     )  # fmt: skip
     sigmoid, _ = arguments.sigmoid_factor(use_beta_sigmoid_in_kernel, allow_neg_eigval)
     if sigmoid and beta is None:
         raise ValueError("beta must be given with use_beta_sigmoid_in_kernel=True, got None")
+    g, gk, gv = (as_logarithm(x, gate_domain) for x in (g, gk, gv))
     tensors = (q, k, v, g, gk, gv, beta, A_log, dt_bias, initial_state)
     how = recurrence.How(
         check.number("scale", scale), normalise, raw_gate, sigmoid, state_v_first, impl=impl

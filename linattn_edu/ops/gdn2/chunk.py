@@ -38,6 +38,7 @@ def chunk_gdn2(
     ssm_state_indices: Tensor | None = None,
     out: Tensor | None = None,
     final_state_out: Tensor | None = None,
+    gate_domain: str = "log",
     checkpoint_every_n_tokens: int | None = None,
     batch_invariant: bool = False,
     transpose_state_layout: bool | None = None,
@@ -67,7 +68,7 @@ def chunk_gdn2(
         state_v_first, cu_seqlens, cu_seqlens_cpu, chunk_indices, max_num_seqs: Likewise.
         cp_context, chunk_size: Likewise.
         inplace_final_state, ssm_state_indices, out, final_state_out: Likewise.
-        checkpoint_every_n_tokens, batch_invariant: Likewise.
+        gate_domain, checkpoint_every_n_tokens, batch_invariant: Likewise.
         transpose_state_layout, impl: Likewise.
         allow_neg_eigval: Whether b may be beyond 1: in 16 bit everything is computed in float32
             then.
@@ -100,6 +101,7 @@ def chunk_gdn2(
         final=(inplace_final_state, ssm_state_indices),
         rooms=(out, final_state_out),
         most=max_num_seqs,
+        domain=gate_domain,
         every=checkpoint_every_n_tokens,
         invariant=batch_invariant,
     )  # fmt: skip

@@ -30,6 +30,7 @@ def fused_recurrent_gdn2(
     num_accepted_tokens: Tensor | None = None,
     out: Tensor | None = None,
     final_state_out: Tensor | None = None,
+    gate_domain: str = "log",
     transpose_state_layout: bool | None = None,
     cp_context: None = None,
     impl: str = "auto",
@@ -52,7 +53,7 @@ def fused_recurrent_gdn2(
         output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel, lower_bound: As there.
         state_v_first, cu_seqlens, initial_state, inplace_final_state: Likewise.
         ssm_state_indices, num_accepted_tokens, out, final_state_out: Likewise.
-        transpose_state_layout, cp_context, impl: Likewise.
+        gate_domain, transpose_state_layout, cp_context, impl: Likewise.
 
     Returns:
         ``(o, final_state)`` as of :func:`fused_recurrent_kda`.
@@ -70,6 +71,7 @@ def fused_recurrent_gdn2(
         indices=ssm_state_indices,
         accepted=num_accepted_tokens,
         rooms=(out, final_state_out),
+        domain=gate_domain,
         output_final_state=output_final_state,
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
         use_gate_in_kernel=use_gate_in_kernel,

@@ -49,6 +49,7 @@ def chunk_kda(
     ssm_state_indices: Tensor | None = None,
     out: Tensor | None = None,
     final_state_out: Tensor | None = None,
+    gate_domain: str = "log",
     checkpoint_every_n_tokens: int | None = None,
     batch_invariant: bool = False,
     transpose_state_layout: bool | None = None,
@@ -119,7 +120,7 @@ def chunk_kda(
             only; the kernels take shorter ones where longer do not fit the GPU (fp32, Turing).
         inplace_final_state, ssm_state_indices: Prefill over a pool of states, as in
             :func:`chunk_gated_delta_rule`.
-        out, final_state_out: As in :func:`chunk_gated_delta_rule`.
+        out, final_state_out, gate_domain: As in :func:`chunk_gated_delta_rule`.
         checkpoint_every_n_tokens: States for a cache of prefixes, as in
             :func:`chunk_gated_delta_rule`; not with return_intermediate_states.
         batch_invariant: As in :func:`chunk_gated_delta_rule`.
@@ -193,6 +194,7 @@ def chunk_kda(
         final=(inplace_final_state, ssm_state_indices),
         rooms=(out, final_state_out),
         most=max_num_seqs,
+        domain=gate_domain,
         every=checkpoint_every_n_tokens,
         invariant=batch_invariant,
     )  # fmt: skip
@@ -214,6 +216,7 @@ def prepared(
     final: tuple[bool, Tensor | None],
     rooms: tuple[Tensor | None, Tensor | None],
     most: int | None,
+    domain: str,
     every: int | None,
     invariant: bool,
     **flags: bool,
@@ -221,9 +224,9 @@ def prepared(
     """All arguments checked: those of an operator that `declare` makes, what it saves, and what
     makes of its outputs those of the public function.
 
-    tensors, final, most: as of `arguments.chunked`.  rooms: for o and the final state.  every:
-    checkpoint_every_n_tokens.  invariant: batch_invariant.  flags: the last six of chunk_kda's
-    call, in its order.
+    tensors, final, most, domain: as of `arguments.chunked`.  rooms: for o and the final state.
+    every: checkpoint_every_n_tokens.  invariant: batch_invariant.  flags: the last six of
+    chunk_kda's call, in its order.
     """
     output_final_state, normalise, raw_gate, safe_gate, keep_all, return_states = arguments.flags(
         **flags
@@ -235,7 +238,7 @@ def prepared(
         tensors, bounds, cp_context, scale, chunk_size, impl, sigmoid=sigmoid, v_first=v_first,
         raw_gate=raw_gate, lower_bound=gate_bound, channels=True,
         final=(*arguments.flags(inplace_final_state=final[0]), final[1]),
-        rooms=(*rooms, output_final_state), most=most,
+        rooms=(*rooms, output_final_state), most=most, domain=domain,
     )  # fmt: skip
     if return_states and cp_context is not None:
         raise ValueError("return_intermediate_states=True is not supported with cp_context")

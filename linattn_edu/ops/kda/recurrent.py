@@ -4,6 +4,7 @@ from torch import Tensor
 
 from linattn_edu.ops import check
 from linattn_edu.ops.delta import arguments, decode, recurrence
+from linattn_edu.ops.delta.gate import as_logarithm
 
 
 def fused_recurrent_kda(
@@ -30,6 +31,7 @@ def fused_recurrent_kda(
     num_accepted_tokens: Tensor | None = None,
     out: Tensor | None = None,
     final_state_out: Tensor | None = None,
+    gate_domain: str = "log",
     transpose_state_layout: bool | None = None,
     cp_context: None = None,
     impl: str = "auto",
@@ -52,7 +54,8 @@ def fused_recurrent_kda(
         use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval: Likewise.
         state_v_first, transpose_state_layout, impl: Likewise.
         cu_seqlens, initial_state, inplace_final_state, ssm_state_indices, num_accepted_tokens: As
-            in :func:`fused_recurrent_gated_delta_rule`; out and final_state_out too.
+            in :func:`fused_recurrent_gated_delta_rule`; out, final_state_out and
+            gate_domain too.
         g: Natural-log decay of each row of the state ``[B, T, HV, K]``, <= 0, any float dtype.
         use_gate_in_kernel: Whether g is the raw gate of a layer, from which the log decay is
             ``-exp(A_log) * softplus(g + dt_bias)``, or with lower_bound
@@ -79,6 +82,7 @@ def fused_recurrent_kda(
         indices=ssm_state_indices,
         accepted=num_accepted_tokens,
         rooms=(out, final_state_out),
+        domain=gate_domain,
         sigmoid=sigmoid,
         output_final_state=output_final_state,
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
@@ -98,6 +102,7 @@ def call(
     indices: Tensor | None,
     accepted: Tensor | None,
     rooms: tuple[Tensor | None, Tensor | None],
+    domain: str,
     sigmoid: int = 0,
     **flags: bool,
 ) -> tuple[Tensor, Tensor | None]:
@@ -113,8 +118,9 @@ def call(
     A_log, dt_bias = arguments.check_tensors(
         given, q, k, v, g, beta, initial_state, A_log, dt_bias, cu_seqlens,
         v_first=v_first, raw_gate=raw_gate, write=tuple(write), lower_bound=lower_bound,
-        channels=True, pool=indices is not None, largest=recurrence.LARGEST,
+        channels=True, pool=indices is not None, domain=domain, largest=recurrence.LARGEST,
     )  # fmt: skip
+    g = as_logarithm(g, domain)
     tensors = (q, k, v, None, g, None, beta, *write, A_log, dt_bias, initial_state)
     how = recurrence.How(
         check.number("scale", scale), normalise, raw_gate, sigmoid, v_first, lower_bound, impl,
