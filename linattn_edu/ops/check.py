@@ -241,8 +241,11 @@ def head_counts(
     sizes: dict[str, int],
     names: tuple[str, str, str] = ("q", "k", "v"),
     largest: tuple[int, int] = (256, 512),
+    instead: str = "",
 ) -> None:
-    """Check B, H, HV, K, V: positive, HV a multiple of H, K and V at most the largest."""
+    """Check B, H, HV, K, V: positive, HV a multiple of H, K and V at most the largest.  instead:
+    what HV may be beside that, in the words of the refusal.
+    """
     q, k, v = names
     owners = {"HV": v, "V": v}
     for axis, size in sizes.items():
@@ -250,8 +253,8 @@ def head_counts(
             raise ValueError(f"{owners.get(axis, q)} must have {axis} >= 1, got {axis}={size}")
     if sizes["HV"] % sizes["H"]:
         raise ValueError(
-            f"{v} must have a multiple of {q}'s {sizes['H']} heads (HV % H == 0), "
-            f"got HV={sizes['HV']}"
+            f"{v} must have a multiple of {q}'s {sizes['H']} heads (HV % H == 0)"
+            f"{instead}, got HV={sizes['HV']}"
         )
     for axis, name, limit in zip(("K", "V"), (f"{q} and {k}", v), largest, strict=True):
         if sizes[axis] > limit:

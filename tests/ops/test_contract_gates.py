@@ -1,11 +1,12 @@
-"""Gates as servers pass them: the decay as a factor in the place of its logarithm."""
+"""Gates and heads as servers pass them: the decay as a factor, fewer heads of v than of q and k."""
 
 import pytest
 import torch
 from gdn_checks import by_value, launches, same_bits
 from grids import few
-from ops.contract import DELTA, IMPLS, forms, recurrent_gdn
+from ops.contract import BY_TOKEN, DELTA, IMPLS, forms, gdn, kda, recurrent_gdn
 
+from linattn_edu import make_ring, replay_gated_delta_rule, replay_kda
 from linattn_edu.testing import assert_close
 
 pytestmark = pytest.mark.usefixtures("poison")
@@ -77,3 +78,52 @@ def test_refused(form):
         with launches() as ran, pytest.raises(ValueError, match=message):
             form(tensors, **given)
         assert not ran
+
+
+def of_four_heads(form, dtype, device):
+    """A call of four heads of q and k, two of v, and the same one with these repeated."""
+    sizes = form.sizes[1:] if form.known == BY_TOKEN["known"] else form.sizes[2:]
+    heads = ((4, 4),) if form.known == BY_TOKEN["known"] else (4, 4)
+    x, options = form.draw(1, 5, dtype, device, sizes=(*heads, *sizes))
+    few_heads = x | {"v": x["v"][:, :, ::2].contiguous()}
+    return few_heads, x | {"v": few_heads["v"].repeat_interleave(2, 2)}, options
+
+
+@forms("test_fewer_heads_of_v", *DELTA, dtypes=F32, impl=IMPLS)
+def test_fewer_heads_of_v(form, dtype, impl, device):
+    """Heads side by side write the same values: the bits of v repeated, the sum of gradients."""
+    x, y, options = of_four_heads(form, dtype, device)
+    do, dht = form.cotangents(y)
+    got, want = (form.run(t, do, dht, **options, impl=impl) for t in (x, y))
+    dv = want.pop("dv").unflatten(2, (2, 2)).sum(3)
+    assert got["o"].shape[2] == got["ht"].shape[1] == 4
+    assert_close("dv", got.pop("dv"), dv, 1e-6)
+    same_bits(got, want)
+
+
+@pytest.mark.parametrize("form", DELTA, ids=str)
+def test_heads_that_do_not_divide(form):
+    """And numbers of a head of v, where each of q has its own."""
+    x, _, options = of_four_heads(form, torch.float32, "cpu")
+    three = x | {"v": torch.cat([x["v"], x["v"][:, :, :1]], 2)}
+    message = (
+        r"v must have a multiple of q's 4 heads \(HV % H == 0\), or a divisor of them, got HV=3"
+    )
+    of_v = x | {"g": x["g"][:, :, :2]}
+    for tensors, said in ((three, message), (of_v, r"g must have shape .*HV=4.*that of q")):
+        with launches() as ran, pytest.raises(ValueError, match=said):
+            form(tensors, **options)
+        assert not ran
+
+
+@pytest.mark.parametrize(
+    ("form", "replay"), [(gdn, replay_gated_delta_rule), (kda, replay_kda)], ids=("gdn", "kda")
+)
+@pytest.mark.parametrize("impl", IMPLS)
+def test_fewer_heads_of_v_from_a_ring(form, replay, impl, device):
+    outputs = []
+    for x in of_four_heads(form, torch.float32, device)[:2]:
+        state = x.pop("initial_state").clone()
+        ring = make_ring(state, 4, channels=form is kda, dtype=torch.float32)
+        outputs += [(replay(**x, state=state, ring=ring, impl=impl), ring.keys, state)]
+    assert all(torch.equal(a, b) for a, b in zip(*outputs, strict=True))

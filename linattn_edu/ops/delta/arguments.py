@@ -10,7 +10,7 @@ from linattn_edu.ops import check
 from linattn_edu.ops.delta.gate import DOMAINS, as_logarithm, write_strength
 from linattn_edu.ops.preallocated import check_results
 from linattn_edu.ops.prefill import overwriting
-from linattn_edu.ops.tensors import known, transposed
+from linattn_edu.ops.tensors import in_heads, known, transposed
 from linattn_edu.packing import room
 
 CHUNK_SIZES = (16, 32, 64)
@@ -64,7 +64,8 @@ def check_tensors(
     domain: str = DOMAINS[0],
     largest: tuple[int, int] = (256, 512),
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Refuse tensors that do not fit; given.sizes then has B, T, H, HV, K, V and N.
+    """Refuse tensors that do not fit; given.sizes then has B, T, H, HV, K, V and N; HV is H where v
+    has fewer heads, all but v then having H.
 
     write: (w,), if beta is b: gates for each channel. channels: g is a decay for each row of the
     state. optional: g and beta may be None. alike: q, k
@@ -75,6 +76,12 @@ def check_tensors(
     given.take("q", q, ("B", "T", "H", "K"))
     given.take("k", k, ("B", "T", "H", "K"), alike=alike)
     given.take("v", v, ("B", "T", "HV", "V"), alike=alike)
+    H, HV = given.sizes["H"], given.sizes["HV"]
+    if 0 < HV < H and H % HV == 0:  # v comes to q's heads by `in_heads`
+        given.sizes["HV"] = H
+        given.taken[0] = ("q", ("B", "T", "HV", "K"))
+    instead = ", or a divisor of them" if HV < H else ""
+    check.head_counts(given.sizes, largest=largest, instead=instead)
     check.choice("gate_domain", domain, DOMAINS)
     linear = domain != DOMAINS[0]
     if linear and raw_gate:
@@ -92,7 +99,6 @@ def check_tensors(
         given.take("w", *write, ("B", "T", "HV", "V"))
     elif beta is not None or not optional:
         given.take("beta", beta, ("B", "T", "HV"))
-    check.head_counts(given.sizes, largest=largest)
     count_sequences(given, cu_seqlens, cp_context, ("initial_state", initial_state))
     if initial_state is not None:
         shape = ("HV", "V", "K") if v_first else ("HV", "K", "V")
@@ -158,7 +164,7 @@ def chunked(
     where = overwriting(where, given, others, state, *final, cp_context, v_first=v_first)
     check_results(given, (*others, state), v, rooms, v_first, final[0], cp_context)
     beta, state = write_strength(beta, sigmoid), transposed(state, v_first)
-    g = as_logarithm(g, domain)
+    g, v = as_logarithm(g, domain), in_heads(v, given.sizes["HV"])
     return (q, k, v, g, beta, *write, A_log, dt_bias, state), where, scale, impl
 
 

@@ -69,7 +69,10 @@ def chunk_gated_delta_rule(
             K <= 256; T may be 0.
         k: Keys ``[B, T, H, K]`` of q's dtype. Rows must satisfy ``beta * |k|^2 <= 2``: normalise
             them to unit length. Longer keys make the recurrence itself unstable.
-        v: Values ``[B, T, HV, V]`` of q's dtype, HV a multiple of H, V <= 512.
+        v: Values ``[B, T, HV, V]`` of q's dtype, HV a multiple of H, V <= 512. Or of fewer heads,
+            H a multiple of them: q/k head i then writes v's head ``i // (H // heads)``; HV is H in
+            all that follows, in o and in the states, and v is copied, each head ``H // heads``
+            times.
         g: Natural-log decay of each token ``[B, T, HV]``, <= 0, any of these dtypes. A positive g
             is refused on the CPU; on a GPU, where that would wait for the device, and under
             torch.compile it is not looked for.

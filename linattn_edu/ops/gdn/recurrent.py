@@ -5,6 +5,7 @@ from torch import Tensor
 from linattn_edu.ops import check
 from linattn_edu.ops.delta import arguments, decode, recurrence
 from linattn_edu.ops.delta.gate import as_logarithm
+from linattn_edu.ops.tensors import in_heads
 
 
 def fused_recurrent_gated_delta_rule(
@@ -106,6 +107,7 @@ def fused_recurrent_gated_delta_rule(
     if sigmoid and beta is None:
         raise ValueError("beta must be given with use_beta_sigmoid_in_kernel=True, got None")
     g, gk, gv = (as_logarithm(x, gate_domain) for x in (g, gk, gv))
+    v = in_heads(v, given.sizes["HV"])
     tensors = (q, k, v, g, gk, gv, beta, A_log, dt_bias, initial_state)
     how = recurrence.How(
         check.number("scale", scale), normalise, raw_gate, sigmoid, state_v_first, impl=impl

@@ -76,7 +76,8 @@ def chunk_kda(
             K <= 256.
         k: Keys ``[B, T, H, K]`` of q's dtype. Rows must satisfy ``beta * |k|^2 <= 2``: normalise
             them to unit length.
-        v: Values ``[B, T, HV, V]`` of q's dtype, HV a multiple of H, V <= 512.
+        v: Values ``[B, T, HV, V]`` of q's dtype, HV a multiple of H, V <= 512; or of fewer heads
+            than H, as in :func:`chunk_gated_delta_rule`.
         g: Natural-log decay of each token and channel ``[B, T, HV, K]``, <= 0, any of these
             dtypes. A positive g is refused on the CPU; on a GPU, where that would wait for the
             device, and under torch.compile it is not looked for.

@@ -5,6 +5,7 @@ from torch import Tensor
 from linattn_edu.ops import check
 from linattn_edu.ops.delta import arguments, decode, recurrence
 from linattn_edu.ops.delta.gate import as_logarithm
+from linattn_edu.ops.tensors import in_heads
 
 
 def fused_recurrent_kda(
@@ -120,7 +121,7 @@ def call(
         v_first=v_first, raw_gate=raw_gate, write=tuple(write), lower_bound=lower_bound,
         channels=True, pool=indices is not None, domain=domain, largest=recurrence.LARGEST,
     )  # fmt: skip
-    g = as_logarithm(g, domain)
+    g, v = as_logarithm(g, domain), in_heads(v, given.sizes["HV"])
     tensors = (q, k, v, None, g, None, beta, *write, A_log, dt_bias, initial_state)
     how = recurrence.How(
         check.number("scale", scale), normalise, raw_gate, sigmoid, v_first, lower_bound, impl,
