@@ -63,12 +63,30 @@ class Packing:
         return torch.cat([counts.new_zeros(1), counts.cumsum(0)])
 
 
+def room(cu_seqlens: Tensor, tokens: int, chunk_size: int) -> Tensor:
+    """Rows of chunk_indices for any boundaries of as many sequences, the last one `tokens` or less:
+    made on the device, as many whatever the numbers are.
+
+    Those left over name a sequence that does not exist, N + 1: `pack` places it behind all tokens.
+    """
+    cu_seqlens, N = cu_seqlens.long(), len(cu_seqlens) - 1
+    counts = (cu_seqlens.diff() + chunk_size - 1).div(chunk_size, rounding_mode="floor")
+    ends = counts.cumsum(0)
+    most = (tokens + N * (chunk_size - 1)) // chunk_size
+    i = torch.arange(most, device=ends.device)
+    sequence = torch.searchsorted(ends, i, right=True)
+    number = i - (ends - counts)[sequence.clamp(max=N - 1)]
+    over = i >= ends[-1]
+    return torch.stack([sequence.masked_fill(over, N + 1), number.masked_fill(over, 0)], 1)
+
+
 def pack(
     cu_seqlens: Tensor,
     chunk_size: int,
     *,
     lengths: list[int] | None = None,
     chunk_indices: Tensor | None = None,
+    tokens: int | None = None,
 ) -> Packing:
     """The Packing of cu_seqlens, made on its device.
 
@@ -78,8 +96,12 @@ def pack(
         lengths: The same numbers as cu_seqlens, known to the host: then nothing waits for the
             device.
         chunk_indices: [NT, 2], made before for the same cu_seqlens and chunk_size.
+        tokens: Of all sequences and behind them, where chunk_indices may be those of `room`.
     """
     cu_seqlens = cu_seqlens.long().contiguous()
+    if tokens is not None:  # N + 1 has no token: behind the view kernels find where it is
+        ends = torch.cat([cu_seqlens, cu_seqlens.new_full((2,), tokens)])
+        cu_seqlens = ends[: len(cu_seqlens)]
     counts = (cu_seqlens.diff() + chunk_size - 1).div(chunk_size, rounding_mode="floor")
     offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
     if chunk_indices is None and lengths is None:

@@ -137,8 +137,8 @@ def test_what_the_readme_says_that_is_taken():
     ("function", "arguments", "said"),
     [
         ("chunk_kda", {"cp_context": object()}, "build_cp_context"),
-        ("chunk_kda", {"use_graph": True}, "use_graph"),
-        ("chunk_kda", {"max_num_seqs": 4}, "max_num_seqs"),
+        ("chunk_kda", {"use_graph": True}, "use_graph belongs to cu_seqlens"),
+        (CHUNKED, {"max_num_seqs": 4}, "max_num_seqs belongs to cu_seqlens"),
         (CHUNKED, {"use_gate": True}, "use_gate"),
         (CHUNKED, {"A_log": torch.zeros(2)}, "A_log"),
         ("chunk_kda", {"lower_bound": -5.0}, "lower_bound"),

@@ -36,6 +36,7 @@ def causal_conv1d(
     chunk_indices: Tensor | None = None,
     cp_context: CPContext | None = None,
     *,
+    max_num_seqs: int | None = None,
     seq_idx: Tensor | None = None,
     impl: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
@@ -66,6 +67,7 @@ def causal_conv1d(
         cu_seqlens, cu_seqlens_cpu, chunk_indices: As in :func:`chunk_gated_delta_rule`, of chunks
             of 64 tokens. Each sequence gives the same bits of y, of the final state and of the
             gradients of x and of initial_state as alone.
+        max_num_seqs: As in :func:`chunk_gated_delta_rule`.
         cp_context: Sequences cut over several ranks, as in :func:`chunk_gated_delta_rule`; the
             kernels give y the same bits as on one. Each pass gathers ``D (W + 1)`` numbers of
             float32 for each part of the stream, once.
@@ -85,8 +87,9 @@ def causal_conv1d(
     weight and bias from W + 1 numbers for each channel and 64 tokens, in float32.
 
     Works under ``torch.compile(fullgraph=True)``, in CUDA graphs (with cu_seqlens only together
-    with cu_seqlens_cpu), with activation checkpointing and under autocast, which does not change
-    its precision. Gradients of gradients and forward-mode differentiation are errors.
+    with cu_seqlens_cpu or max_num_seqs), with activation checkpointing and under autocast, which
+    does not change its precision. Gradients of gradients and forward-mode differentiation are
+    errors.
 
     Returns:
         ``(y, final_state)``: y ``[B, T, D]``; final_state ``[N, D, W]``, the last W tokens of
@@ -110,7 +113,8 @@ def causal_conv1d(
     check_backend(backend)
     tensors = (x, weight, bias, initial_state)
     impl = check.resolve_impl(impl, x.device, tuple(t.dtype for t in tensors if t is not None))
-    place = arguments.place(given, cu_seqlens, cu_seqlens_cpu, chunk_indices, CHUNK, cp_context)
+    bounds = cu_seqlens, cu_seqlens_cpu, chunk_indices
+    place = arguments.place(given, *bounds, CHUNK, cp_context, most=max_num_seqs)
     y, final_state, _ = convolve(
         *place.joined(x), weight, bias, place.entering(initial_state), seq_idx, *place.bounds,
         output_final_state, activation, CHUNK, place.group, impl, "",

@@ -165,8 +165,11 @@ class Tensors:
         *,
         alike: bool = False,
         decay: bool = False,
+        factor: bool = False,
     ) -> None:
-        """Check a tensor as `tensor`; alike: of the first one's dtype; decay: nowhere positive."""
+        """Check a tensor as `tensor`; alike: of the first one's dtype; decay: nowhere positive;
+        factor: from 0 to 1.
+        """
         tensor(name, x, shape, self.sizes, self.taken)
         self.taken.append((name, shape))
         if self.first is None or x.device != self.device:
@@ -177,6 +180,8 @@ class Tensors:
         self.dtypes.append(dtype)
         if decay:
             log_decay(name, x)
+        if factor:
+            decay_factor(name, x)
 
     def dense(self, name: str, x: object, shape: str) -> None:
         """Check a tensor as `dense`, whose sizes are looked at elsewhere."""
@@ -223,12 +228,24 @@ def log_decay(name: str, g: Tensor) -> None:
         )
 
 
+def decay_factor(name: str, g: Tensor) -> None:
+    """Check 0 <= g <= 1 where its numbers are known. NaN passes: the result shows it."""
+    if known(g) and bool(((g < 0) | (g > 1)).any()):
+        raise ValueError(
+            f"{name} must be a factor from 0 to 1 with gate_domain='linear', got "
+            f"{g.min().item():.4g} to {g.max().item():.4g}"
+        )
+
+
 def head_counts(
     sizes: dict[str, int],
     names: tuple[str, str, str] = ("q", "k", "v"),
     largest: tuple[int, int] = (256, 512),
+    instead: str = "",
 ) -> None:
-    """Check B, H, HV, K, V: positive, HV a multiple of H, K and V at most the largest."""
+    """Check B, H, HV, K, V: positive, HV a multiple of H, K and V at most the largest.  instead:
+    what HV may be beside that, in the words of the refusal.
+    """
     q, k, v = names
     owners = {"HV": v, "V": v}
     for axis, size in sizes.items():
@@ -236,8 +253,8 @@ def head_counts(
             raise ValueError(f"{owners.get(axis, q)} must have {axis} >= 1, got {axis}={size}")
     if sizes["HV"] % sizes["H"]:
         raise ValueError(
-            f"{v} must have a multiple of {q}'s {sizes['H']} heads (HV % H == 0), "
-            f"got HV={sizes['HV']}"
+            f"{v} must have a multiple of {q}'s {sizes['H']} heads (HV % H == 0)"
+            f"{instead}, got HV={sizes['HV']}"
         )
     for axis, name, limit in zip(("K", "V"), (f"{q} and {k}", v), largest, strict=True):
         if sizes[axis] > limit:

@@ -8,7 +8,9 @@ from linattn_edu.ops import check
 from linattn_edu.ops.tensors import known
 
 
-def check_every(every: int | None, chunk_size: int, cp_context: CPContext | None) -> None:
+def check_every(
+    every: int | None, chunk_size: int, cp_context: CPContext | None, most: int | None
+) -> None:
     """Refuse a number of tokens that is no number of chunks."""
     if every is None:
         return
@@ -19,8 +21,9 @@ def check_every(every: int | None, chunk_size: int, cp_context: CPContext | None
             f"checkpoint_every_n_tokens must be a multiple of the chunk's {chunk_size} tokens, "
             f"got {every}"
         )
-    if cp_context is not None:
-        raise ValueError("checkpoint_every_n_tokens is not supported with cp_context")
+    for name, y in (("cp_context", cp_context), ("max_num_seqs", most)):
+        if y is not None:
+            raise ValueError(f"checkpoint_every_n_tokens is not supported with {name}")
 
 
 def check_invariant(

@@ -6,7 +6,7 @@ from itertools import pairwise
 from torch import Tensor
 
 from linattn_edu.ops import check
-from linattn_edu.packing import Packing, pack
+from linattn_edu.packing import Packing, pack, room
 
 
 def packing(
@@ -18,14 +18,17 @@ def packing(
     length: int,
 ) -> Packing:
     """The Packing for chunks of `length` tokens; chunk_indices were made for chunk_size."""
-    if length != chunk_size:
-        chunk_indices = None
-    lengths = None
+    lengths, tokens = None, None if chunk_indices is None else T
     if cu_seqlens_cpu is not None or not cu_seqlens.is_cuda or chunk_indices is None:
         lengths = bounds(cu_seqlens, cu_seqlens_cpu, T)
-        if chunk_indices is not None:
-            check.chunks(chunk_indices, lengths, chunk_size)
-    return pack(cu_seqlens, length, lengths=lengths, chunk_indices=chunk_indices)
+    if chunk_indices is not None and length != chunk_size:
+        chunk_indices = room(cu_seqlens, T, length)
+    elif chunk_indices is not None and lengths is not None:
+        there = chunk_indices
+        if not there.is_cuda:  # without those of `room` that are left over
+            there = there[there[:, 0] < len(lengths)]
+        check.chunks(there, lengths, chunk_size)
+    return pack(cu_seqlens, length, lengths=lengths, chunk_indices=chunk_indices, tokens=tokens)
 
 
 def bounds(cu_seqlens: Tensor, cu_seqlens_cpu: Tensor | None, T: int) -> list[int]:

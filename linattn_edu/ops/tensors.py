@@ -69,6 +69,11 @@ def laid_out(x: Tensor | None, v_first: bool) -> Tensor | None:
     return x if x is None else transposed(x, v_first).contiguous()
 
 
+def in_heads(x: Tensor, heads: int) -> Tensor:
+    """x [B, T, H, ...] with as many heads: each one several times, side by side."""
+    return x if x.shape[2] == heads else x.repeat_interleave(heads // x.shape[2], 2)
+
+
 def in_float32(*tensors: Tensor) -> list[Tensor]:
     """Those of 16 bit in float32, for beta beyond 1 where no kernel keeps low halves."""
     return [x.float() if x.dtype.itemsize == 2 else x for x in tensors]

@@ -4,9 +4,9 @@ from itertools import pairwise
 
 import pytest
 import torch
-from gdn_checks import boundaries, by_value, no_wait, same_bits
+from gdn_checks import boundaries, by_value, launches, no_wait, same_bits
 from grids import FULL, few
-from ops.contract import DELTA, FORMS, IMPLS, forms, in_pieces, recurrent_gdn, recurrent_kda
+from ops.contract import DELTA, FORMS, IMPLS, conv, forms, gdn, gdn2, in_pieces, kda, safe, ssd
 
 from linattn_edu.ops.operator import composing
 from linattn_edu.testing import assert_close
@@ -243,12 +243,13 @@ def check_graph(form, dtype, host, device):
         assert torch.equal(got, form.f(**x, **given)[0])
 
 
-@forms("test_behind_ends_that_the_host_does_not_read", recurrent_gdn, recurrent_kda, dtypes=F32)
+@forms("test_behind_ends_that_the_host_does_not_read", *WHOLE, dtypes=F32)
 def test_behind_ends_that_the_host_does_not_read(form, dtype, device, monkeypatch):
     """As on a GPU, where kernels go by cu_seqlens alone and leave what is behind unwritten."""
     monkeypatch.setattr(composing, "READABLE", ())
     lengths, end = (2, 0, 3), 5
     x, options = form.draw(1, end + 4, dtype, device, N=3)
+    x.pop("residual", None)  # which is added behind the end too
     do, dht = form.cotangents(x, 3)
     options |= {"cu_seqlens": boundaries(lengths, device), "impl": "triton"}
     for t in (*(x[n] for n in form.tokens if n in x), do):
@@ -263,6 +264,51 @@ def test_behind_ends_that_the_host_does_not_read(form, dtype, device, monkeypatc
     with torch.no_grad():
         o, _ = form(x, **options)
     assert not o[:, end:].any() and torch.equal(o[:, :end], want["o"])
+
+
+ROOM = {
+    "none of cu_seqlens": ({"cu_seqlens": None}, "max_num_seqs belongs to cu_seqlens"),
+    "too many": ({"max_num_seqs": 2}, "must bound at most max_num_seqs=2 sequences, got 3"),
+    "none": ({"max_num_seqs": 0}, "max_num_seqs must be an integer >= 1, got 0"),
+    "numbers": ({"cu_seqlens_cpu": torch.tensor([0, 2, 2, 5])}, "cu_seqlens_cpu must be None"),
+    "a decrease": ({"cu_seqlens": torch.tensor([0, 3, 2, 5])}, "cu_seqlens must not decrease"),
+    "checkpoints": ({"checkpoint_every_n_tokens": 64}, "not supported with max_num_seqs"),
+}
+
+
+@pytest.mark.parametrize("wrong", ROOM)
+@pytest.mark.parametrize("form", [gdn, kda, gdn2, ssd[-1], conv], ids=str)
+def test_no_room(form, wrong):
+    changes, message = ROOM[wrong]
+    if form is conv and wrong == "checkpoints":
+        changes, message = {"chunk_indices": torch.zeros(1, 2, dtype=int)}, "chunk_indices must be"
+    x, options = form.draw(1, 5, torch.float32, "cpu", N=1 if "of" in wrong else 3)
+    given = {"cu_seqlens": torch.tensor([0, 2, 2, 5]), "max_num_seqs": 3} | changes
+    with launches() as ran, pytest.raises(ValueError, match=message):
+        form(x, **options, **given)
+    assert not ran
+
+
+@pytest.mark.parametrize("lengths", [(15, 0, 20), (0, 0, 0), (1, 38, 1)], ids=str)
+@forms("test_room_for_any_boundaries", gdn, safe, gdn2, *ssd, conv, dtypes=SOME, read=(False, True))
+def test_room_for_any_boundaries(form, dtype, lengths, read, device, monkeypatch):
+    """With max_num_seqs there are chunks that are of no sequence, and nothing of them is seen:
+    where the host reads the boundaries and where it does not, which a GPU alone does not.
+    """
+    x, options = form.draw(1, 40, dtype, device, N=3)
+    x.pop("residual", None)  # which is added behind the end too
+    do, dht = form.cotangents(x, 3)
+    options |= {"chunk_size": 16} if form.chunk == 16 else {}
+    options |= {"cu_seqlens": boundaries(lengths, device), "impl": "triton"}
+    for t in (*(x[n] for n in form.tokens if n in x), do):
+        t[:, sum(lengths) :] = torch.nan
+    want = form.run(x, do, dht, **options)
+    if not read:
+        monkeypatch.setattr(composing, "READABLE", ())
+    same_bits(form.run(x, do, dht, **options, max_num_seqs=4), want, *form.sums())
+    with torch.no_grad():
+        o, S = form(x, **options, max_num_seqs=3, output_final_state=True)
+    assert torch.equal(o, want["o"]) and torch.equal(S, want["ht"])
 
 
 @forms("test_no_tokens", dtypes=SOME, impl=IMPLS, packed=(False, True), state=(True, False))

@@ -53,7 +53,7 @@ def mamba(q, k, v, g, initial_state, A_log, dt_bias, beta=None, **bounds):
 def convolution(v, **bounds):
     x = v.flatten(2)
     weight = x[0, :4].detach().mT.contiguous()
-    bounds = {n: t for n, t in bounds.items() if n.startswith("cu_seqlens")}
+    bounds = {n: t for n, t in bounds.items() if "seqs" in n or n.startswith("cu_seqlens")}
     return (causal_conv1d(x, weight, activation="silu", **bounds)[0],)
 
 
@@ -150,6 +150,30 @@ def test_replay_after_other_boundaries(f):
             assert a is b is None or torch.equal(a, b)
         assert before is None or not torch.equal(got[0], before)
         before = got[0]
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize("f", [chunk, kda, mamba, convolution])
+def test_replay_after_any_boundaries(f, gradients):
+    """With max_num_seqs other numbers of chunks too, ends before T and no tokens at all."""
+    bounds = torch.tensor(BOUNDS, device="cuda")
+    leaves = {n: t.requires_grad_(gradients) for n, t in inputs(0, 3).items()}
+    cotangents = [torch.randn_like(x) for x in f(**leaves, cu_seqlens=bounds, max_num_seqs=3)]
+
+    def work(cu_seqlens, **more):
+        g = lambda **x: f(**x, cu_seqlens=cu_seqlens, **more)
+        return forward_and_backward(g, leaves, cotangents) if gradients else g(**leaves)
+
+    graph, results = record(lambda: work(bounds, max_num_seqs=3))
+    for now in (BOUNDS, (0, 1, 2, 3), (0, 64, 128, 180), (0, 0, 0, 0), (0, 0, 200, 200)):
+        bounds.copy_(torch.tensor(now))
+        graph.replay()
+        got = [x if x is None else x.clone() for x in results]
+        want = work(torch.tensor(now, device="cuda"), max_num_seqs=3)
+        for a, b in zip(got, want, strict=True):
+            assert a is b is None or torch.equal(a, b)
+        known = work(torch.tensor(now, device="cuda"), cu_seqlens_cpu=torch.tensor(now))
+        assert torch.equal(got[0], known[0])
 
 
 @pytest.mark.parametrize("name", ["cumsum", "solve_tril"])

@@ -188,9 +188,8 @@ OF_KDA = {
                             lambda a: ungated(a, safe_gate=True, lower_bound=-6)),
     "dt_bias elements": (ValueError, r"dt_bias must have the elements of \[HV=\d, K=\d+\], in any ",
                          other("dt_bias", lambda x: torch.cat([x, x]))),
-    **{name: (ValueError, f"{name} is not supported: leave it out, or give {default}, got {value}",
-              lambda a, name=name, value=value: {name: value})
-       for name, default, value in (("use_graph", False, True), ("max_num_seqs", None, 4))},
+    "graph alone": (ValueError, "use_graph belongs to cu_seqlens, which is None",
+                    lambda a: {"use_graph": True, "cu_seqlens": None}),
 }  # fmt: skip
 # and of KDA token by token, which has no safe_gate
 BY_TOKEN = (

@@ -321,10 +321,8 @@ def dplr_intra_bwd(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Launch dplr_intra_bwd_kernel; arguments and result as in the reference."""
     (_, T, H, K), chunk_size = q.shape, dab.shape[-1]
-    grads, (dgc, dgp) = (
-        [torch.empty_like(x) for x in (q, k, a, b)],
-        (torch.empty_like(gc) for _ in "cp"),
-    )
+    grads = [torch.empty_like(x) for x in (q, k, a, b)]
+    dgc, dgp = torch.empty_like(gc), torch.zeros_like(gc)  # behind the last sequence it stays 0
     NT, *chunks = chunk_args(q, chunk_size, packing)
     dplr_intra_bwd_kernel[(NT * H * (chunk_size // 16),)](
         q, k, a, b, gc, dab, dak, dqb, dqk, dqg, dkg, dag, dbg, dgl, *grads, dgc, dgp, *chunks, T,

@@ -7,9 +7,11 @@ from torch import Tensor
 from linattn_edu.cp.context import CPContext
 from linattn_edu.cp.place import Place
 from linattn_edu.ops import check
-from linattn_edu.ops.delta.gate import write_strength
+from linattn_edu.ops.delta.gate import DOMAINS, as_logarithm, write_strength
+from linattn_edu.ops.preallocated import check_results
 from linattn_edu.ops.prefill import overwriting
-from linattn_edu.ops.tensors import known, transposed
+from linattn_edu.ops.tensors import in_heads, known, transposed
+from linattn_edu.packing import room
 
 CHUNK_SIZES = (16, 32, 64)
 SAFE_BOUND = -5.0  # of the log decay, where safe_gate is given without another
@@ -59,31 +61,44 @@ def check_tensors(
     optional: bool = False,
     alike: bool = False,
     pool: bool = False,
+    domain: str = DOMAINS[0],
     largest: tuple[int, int] = (256, 512),
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Refuse tensors that do not fit; given.sizes then has B, T, H, HV, K, V and N.
+    """Refuse tensors that do not fit; given.sizes then has B, T, H, HV, K, V and N; HV is H where v
+    has fewer heads, all but v then having H.
 
     write: (w,), if beta is b: gates for each channel. channels: g is a decay for each row of the
     state. optional: g and beta may be None. alike: q, k
-    and v have one dtype. pool: initial_state holds any number of states, sizes["slots"]. largest: K
-    and V. Returns A_log [HV] and dt_bias [HV], or with a gate for each channel [HV, K].
+    and v have one dtype. pool: initial_state holds any number of states, sizes["slots"]. domain: of
+    g, gk and gv. largest: K and V. Returns A_log [HV] and dt_bias [HV], or with a gate for each
+    channel [HV, K].
     """
     given.take("q", q, ("B", "T", "H", "K"))
     given.take("k", k, ("B", "T", "H", "K"), alike=alike)
     given.take("v", v, ("B", "T", "HV", "V"), alike=alike)
+    H, HV = given.sizes["H"], given.sizes["HV"]
+    if 0 < HV < H and H % HV == 0:  # v comes to q's heads by `in_heads`
+        given.sizes["HV"] = H
+        given.taken[0] = ("q", ("B", "T", "HV", "K"))
+    instead = ", or a divisor of them" if HV < H else ""
+    check.head_counts(given.sizes, largest=largest, instead=instead)
+    check.choice("gate_domain", domain, DOMAINS)
+    linear = domain != DOMAINS[0]
+    if linear and raw_gate:
+        raise ValueError("gate_domain must be 'log' with use_gate_in_kernel=True, got 'linear'")
+    decay = {"decay": not linear, "factor": linear}
     if g is not None or not optional:
         shape = ("B", "T", "HV", "K") if channels else ("B", "T", "HV")
-        given.take("g", g, shape, decay=not raw_gate)
+        given.take("g", g, shape, **({} if raw_gate else decay))
     if gk is not None:
-        given.take("gk", gk, ("B", "T", "HV", "K"), decay=True)
+        given.take("gk", gk, ("B", "T", "HV", "K"), **decay)
     if gv is not None:
-        given.take("gv", gv, ("B", "T", "HV", "V"), decay=True)
+        given.take("gv", gv, ("B", "T", "HV", "V"), **decay)
     if write:
         given.take("b", beta, ("B", "T", "HV", "K"))
         given.take("w", *write, ("B", "T", "HV", "V"))
     elif beta is not None or not optional:
         given.take("beta", beta, ("B", "T", "HV"))
-    check.head_counts(given.sizes, largest=largest)
     count_sequences(given, cu_seqlens, cp_context, ("initial_state", initial_state))
     if initial_state is not None:
         shape = ("HV", "V", "K") if v_first else ("HV", "K", "V")
@@ -120,29 +135,36 @@ def chunked(
     sigmoid: int,
     v_first: bool,
     final: tuple[bool, Tensor | None],
+    rooms: tuple[Tensor | None, Tensor | None, bool],
+    most: int | None,
+    domain: str,
     **gate: object,
 ) -> tuple[tuple[Tensor | None, ...], Place, float, str]:
     """Refuse what does not fit a chunked form; the others as its operator takes them.
 
     tensors: q, k, v, g, beta or b and w, A_log, dt_bias, initial_state.  bounds: cu_seqlens, the
     same on the CPU, chunk_indices.  final: whether final states overwrite the initial ones, and in
-    which slots of a pool, or None.  gate: raw_gate, lower_bound, channels of `check_tensors`.
+    which slots of a pool, or None.  rooms: as of `check_results`.  most: max_num_seqs.
+    domain: gate_domain.  gate: raw_gate, lower_bound, channels of `check_tensors`.
     Returns the tensors, where the sequences are, scale, and "triton" or "reference".
     """
     q, k, v, g, beta, *write, A_log, dt_bias, state = tensors
     given = check.Tensors()
     A_log, dt_bias = check_tensors(
         given, q, k, v, g, beta, state, A_log, dt_bias, bounds[0], cp_context,
-        v_first=v_first, alike=True, write=tuple(write), pool=final[1] is not None, **gate,
+        v_first=v_first, alike=True, write=tuple(write), pool=final[1] is not None,
+        domain=domain, **gate,
     )  # fmt: skip
     check.choice("chunk_size", chunk_size, CHUNK_SIZES)
     scale = check.number("scale", scale)
     scale = given.sizes["K"] ** -0.5 if scale is None else scale
     impl = check.resolve_impl(impl, given.device, tuple(given.dtypes))
-    where = place(given, *bounds, chunk_size, cp_context, even=True)
+    where = place(given, *bounds, chunk_size, cp_context, even=True, most=most)
     others = *tensors[:-1], *bounds, final[1]
     where = overwriting(where, given, others, state, *final, cp_context, v_first=v_first)
+    check_results(given, (*others, state), v, rooms, v_first, final[0], cp_context)
     beta, state = write_strength(beta, sigmoid), transposed(state, v_first)
+    g, v = as_logarithm(g, domain), in_heads(v, given.sizes["HV"])
     return (q, k, v, g, beta, *write, A_log, dt_bias, state), where, scale, impl
 
 
@@ -259,10 +281,28 @@ def place(
     cp_context: CPContext | None,
     *,
     even: bool = False,
+    most: int | None = None,
 ) -> Place:
     """Refuse what does not fit, as check_packing; return where the sequences are.  even: of place
-    of CPContext.
+    of CPContext.  most: max_num_seqs, with which the host reads no boundaries.
     """
+    if most is not None:
+        check.positive(max_num_seqs=most)
+        others = {"cu_seqlens_cpu": cu_seqlens_cpu, "chunk_indices": chunk_indices}
+        for name, y in (others | {"cp_context": cp_context}).items():
+            if y is not None:
+                raise ValueError(f"{name} must be None with max_num_seqs")
+        if cu_seqlens is None:
+            raise ValueError("max_num_seqs belongs to cu_seqlens, which is None")
+        if given.sizes["N"] > most:
+            raise ValueError(
+                f"cu_seqlens must bound at most max_num_seqs={most} sequences, got "
+                f"{given.sizes['N']}"
+            )
+        if known(cu_seqlens):
+            check.lengths("cu_seqlens", cu_seqlens.tolist(), given.sizes["T"])
+        rows = room(cu_seqlens, given.sizes["T"], chunk_size)
+        return Place((cu_seqlens, None, rows, None, None))
     if cp_context is None:
         cu_seqlens_cpu = check_packing(given, cu_seqlens, cu_seqlens_cpu, chunk_indices, chunk_size)
         return Place((cu_seqlens, cu_seqlens_cpu, chunk_indices, None, None))

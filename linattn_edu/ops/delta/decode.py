@@ -6,8 +6,36 @@ from linattn_edu.ops import check, inplace, sequences
 from linattn_edu.ops.delta import recurrence
 from linattn_edu.ops.delta.recurrence import FLAGS, GIVEN, LACKS, How
 from linattn_edu.ops.operator import Operator, like
+from linattn_edu.ops.preallocated import check_results, into
 from linattn_edu.ops.tensors import contiguous, known, transposed
 from linattn_edu.reference.delta.recurrent import recurrent_pool
+
+
+def run(
+    tensors: tuple[Tensor | None, ...],
+    cu_seqlens: Tensor | None,
+    checked: check.Tensors,
+    how: How,
+    output_final_state: bool,
+    asked: bool,
+    indices: Tensor | None,
+    accepted: Tensor | None,
+    rooms: tuple[Tensor | None, Tensor | None],
+) -> tuple[Tensor, Tensor | None]:
+    """o and the final state or None, in new tensors or in the rooms for them; or in place.
+
+    tensors, checked: as of recurrence.run.  asked: whether final states overwrite the initial ones,
+    and indices: in which slots of a pool.
+    """
+    inputs = *tensors, cu_seqlens, indices, accepted
+    wanted = *rooms, output_final_state
+    check_results(checked, inputs, tensors[2], wanted, how.v_first, asked)
+    if asked or indices is not None:
+        o, state = in_place(tensors, cu_seqlens, checked, how, asked, indices, accepted)
+        return into(rooms[0], o), state
+    no_pool(accepted)
+    o, state = recurrence.run(tensors, cu_seqlens, checked, how, output_final_state)
+    return into(rooms[0], o), into(rooms[1], state)
 
 
 def in_place(

@@ -10,6 +10,8 @@ from linattn_edu.ops.operator import Operator, widened
 from linattn_edu.ops.stages import implementations, stage
 from linattn_edu.ops.tensors import wide
 
+DOMAINS = ("log", "linear")  # a decay as its logarithm, and as the factor itself
+
 
 def layer_gate(
     g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None, impl: str
@@ -19,6 +21,17 @@ def layer_gate(
     """
     (y,) = gates[g.ndim](g, A_log, dt_bias, lower_bound, impl)
     return y
+
+
+def as_logarithm(g: Tensor | None, domain: str) -> Tensor | None:
+    """g, or with "linear" the logarithm of these factors, in float32 (float64): -1000 of 0, which
+    shuts as -inf does and has the gradient 0.
+    """
+    if g is None or domain == DOMAINS[0]:
+        return g
+    g = g.to(wide(g))
+    shut = g == 0
+    return g.masked_fill(shut, 1).log().masked_fill(shut, -1000.0)
 
 
 def write_strength(beta: Tensor, factor: int) -> Tensor:

@@ -12,7 +12,7 @@ from linattn_edu.ops.delta.recurrence import FLAGS, GIVEN, How
 from linattn_edu.ops.operator import Operator, like
 from linattn_edu.ops.ring import Ring
 from linattn_edu.ops.stages import implementations, stage
-from linattn_edu.ops.tensors import wide
+from linattn_edu.ops.tensors import in_heads, wide
 
 
 def replay(
@@ -39,6 +39,7 @@ def replay(
     rings.check_ring(given, state, ring)
     _check_fit(given, state, ring, tensors, channels)
     rings.check_slots(given, given.sizes["B"], indices, accepted)
+    v = in_heads(v, given.sizes["HV"])
     g, gk = (None, g) if channels else (g, None)
     tensors, _ = recurrence.prepare(
         (q, k, v, g, gk, None, beta, A_log, dt_bias, None), None, given, how

@@ -13,6 +13,7 @@ from linattn_edu.ops.delta import arguments
 from linattn_edu.ops.delta.operations import operations
 from linattn_edu.ops.l2norm import unit
 from linattn_edu.ops.operator import Operator, like, widened
+from linattn_edu.ops.preallocated import into
 from linattn_edu.ops.ranks import Ranks
 from linattn_edu.ops.stages import implementations, stage
 from linattn_edu.ops.tensors import in_float32, laid_out
@@ -36,12 +37,16 @@ def chunk_gated_delta_rule(
     cu_seqlens_cpu: Tensor | None = None,
     chunk_indices: Tensor | None = None,
     *,
+    max_num_seqs: int | None = None,
     use_gate_in_kernel: bool = False,
     A_log: Tensor | None = None,
     dt_bias: Tensor | None = None,
     chunk_size: int = 64,
     inplace_final_state: bool = False,
     ssm_state_indices: Tensor | None = None,
+    out: Tensor | None = None,
+    final_state_out: Tensor | None = None,
+    gate_domain: str = "log",
     checkpoint_every_n_tokens: int | None = None,
     batch_invariant: bool = False,
     transpose_state_layout: bool | None = None,
@@ -64,7 +69,10 @@ def chunk_gated_delta_rule(
             K <= 256; T may be 0.
         k: Keys ``[B, T, H, K]`` of q's dtype. Rows must satisfy ``beta * |k|^2 <= 2``: normalise
             them to unit length. Longer keys make the recurrence itself unstable.
-        v: Values ``[B, T, HV, V]`` of q's dtype, HV a multiple of H, V <= 512.
+        v: Values ``[B, T, HV, V]`` of q's dtype, HV a multiple of H, V <= 512. Or of fewer heads,
+            H a multiple of them: q/k head i then writes v's head ``i // (H // heads)``; HV is H in
+            all that follows, in o and in the states, and v is copied, each head ``H // heads``
+            times.
         g: Natural-log decay of each token ``[B, T, HV]``, <= 0, any of these dtypes. A positive g
             is refused on the CPU; on a GPU, where that would wait for the device, and under
             torch.compile it is not looked for.
@@ -92,8 +100,14 @@ def chunk_gated_delta_rule(
             once, and the call waits for the device; with them it does not.
         chunk_indices: ``[NT, 2]``, int32 or int64: sequence of every chunk of 64 tokens (or
             chunk_size) and its number in the sequence, where the caller has it already. On a GPU
-            its numbers are taken on trust, and without cu_seqlens_cpu its length too, and that
-            cu_seqlens ends at T.
+            its numbers are taken on trust, and without cu_seqlens_cpu its length too.
+        max_num_seqs: With cu_seqlens alone, of at most so many sequences, some without tokens: on a
+            GPU nothing reads its numbers on the host, and the grids are those of any boundaries of
+            as many sequences in T tokens. So a call in a CUDA graph is replayed with others that
+            are written to cu_seqlens. That launches up to a chunk a sequence more than there are,
+            which do nothing, and the bits may be those of a call whose longest sequence has T
+            tokens. The reference reads the numbers. Not with checkpoint_every_n_tokens or
+            cp_context.
         use_gate_in_kernel: Whether g is the raw gate of a layer, from which the log decay is
             ``-exp(A_log) * softplus(g + dt_bias)``.
         A_log, dt_bias: HV numbers in any shape, with use_gate_in_kernel only; dt_bias may be left
@@ -107,6 +121,16 @@ def chunk_gated_delta_rule(
             from the state in its slot and leaves its last one there. The pool, its negative slots
             and its checks are those of :func:`fused_recurrent_gated_delta_rule`. The states of the
             N sequences are copied on the way.
+        out, final_state_out: Where to write o and the final state, which are then returned in them;
+            None: new tensors. Contiguous, of the shape and dtype of what is returned (the state in
+            float32, float64 where any argument is), sharing no memory with another argument, and
+            without a gradient; not while a gradient is recorded. A call that is refused has written
+            nothing. The kernels write to memory of their own, from which it is copied, so that they
+            save a place and no time. final_state_out needs output_final_state and is not for
+            inplace_final_state; neither is for cp_context.
+        gate_domain: "log", or "linear": g is the decay itself, a factor from 0 to 1, as FlashInfer
+            has it. Its logarithm is taken in float32 before the kernels, in operations of PyTorch
+            that read and write g; where it is 0 its gradient is 0. Not with use_gate_in_kernel.
         checkpoint_every_n_tokens: Whether, and after how many tokens of each sequence, a multiple
             of chunk_size, to return the state too, for a cache of prefixes. The call then runs in
             pieces of so many tokens, one after the other, packed sequences side by side: a prompt
@@ -158,8 +182,9 @@ def chunk_gated_delta_rule(
     and k twice, as given and divided, and with use_beta_sigmoid_in_kernel beta.
 
     Works under ``torch.compile(fullgraph=True)``, in CUDA graphs (with cu_seqlens only together
-    with cu_seqlens_cpu), with activation checkpointing and under autocast, which does not change
-    its precision. Gradients of gradients and forward-mode differentiation are errors.
+    with cu_seqlens_cpu or max_num_seqs), with activation checkpointing and under autocast, which
+    does not change its precision. Gradients of gradients and forward-mode differentiation are
+    errors.
 
     Returns:
         ``(o, final_state)``: o ``[B, T, HV, V]`` in q's dtype; final_state ``[N, HV, K, V]`` in
@@ -189,11 +214,12 @@ def chunk_gated_delta_rule(
         (q, k, v, g, beta, A_log, dt_bias, initial_state),
         (cu_seqlens, cu_seqlens_cpu, chunk_indices), cp_context, scale, chunk_size, impl,
         sigmoid=sigmoid, v_first=state_v_first, raw_gate=raw_gate,
-        final=(inplace, ssm_state_indices),
+        final=(inplace, ssm_state_indices), rooms=(out, final_state_out, output_final_state),
+        most=max_num_seqs, domain=gate_domain,
     )  # fmt: skip
     beyond |= impl == "reference"  # where it costs no time
     every = checkpoint_every_n_tokens
-    checkpoints.check_every(every, chunk_size, cp_context)
+    checkpoints.check_every(every, chunk_size, cp_context, max_num_seqs)
     checkpoints.check_invariant(batch_invariant, q, *v.shape[2:], place, every, impl)
     halves = beyond and _in_halves(impl, q, v, chunk_size, place.group)
     dtype = q.dtype
@@ -209,6 +235,7 @@ def chunk_gated_delta_rule(
         save=save, every=every,
     )  # fmt: skip
     o, final_state = place.parted(o).to(dtype), place.left(final_state, state_v_first)
+    o, final_state = into(out, o), into(final_state_out, final_state)
     if every is None:
         return o, final_state
     return o, final_state, laid_out(*kept, state_v_first)

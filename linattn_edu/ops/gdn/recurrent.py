@@ -4,6 +4,8 @@ from torch import Tensor
 
 from linattn_edu.ops import check
 from linattn_edu.ops.delta import arguments, decode, recurrence
+from linattn_edu.ops.delta.gate import as_logarithm
+from linattn_edu.ops.tensors import in_heads
 
 
 def fused_recurrent_gated_delta_rule(
@@ -29,6 +31,9 @@ def fused_recurrent_gated_delta_rule(
     inplace_final_state: bool = False,
     ssm_state_indices: Tensor | None = None,
     num_accepted_tokens: Tensor | None = None,
+    out: Tensor | None = None,
+    final_state_out: Tensor | None = None,
+    gate_domain: str = "log",
     transpose_state_layout: bool | None = None,
     cp_context: None = None,
     impl: str = "auto",
@@ -71,6 +76,8 @@ def fused_recurrent_gated_delta_rule(
         num_accepted_tokens: How many tokens of the previous call were kept ``[N]``, 1 to S, with
             ssm_state_indices ``[N, S]``: sequence n starts from the state in slot
             ``[n, num_accepted_tokens[n] - 1]``. None: from slot ``[n, 0]``.
+        out, final_state_out: As in :func:`chunk_gated_delta_rule`; out has v's dtype.
+        gate_domain: Likewise, of g, gk and gv.
 
     Returns:
         ``(o, final_state)`` as of :func:`chunk_gated_delta_rule`, but final_state is float64 where
@@ -94,18 +101,18 @@ def fused_recurrent_gated_delta_rule(
     A_log, dt_bias = arguments.check_tensors(
         given, q, k, v, g, beta, initial_state, A_log, dt_bias, cu_seqlens, None, gk, gv,
         v_first=state_v_first, raw_gate=raw_gate, optional=True,
-        pool=ssm_state_indices is not None, largest=recurrence.LARGEST,
+        pool=ssm_state_indices is not None, domain=gate_domain, largest=recurrence.LARGEST,
     )  # fmt: skip
     sigmoid, _ = arguments.sigmoid_factor(use_beta_sigmoid_in_kernel, allow_neg_eigval)
     if sigmoid and beta is None:
         raise ValueError("beta must be given with use_beta_sigmoid_in_kernel=True, got None")
+    g, gk, gv = (as_logarithm(x, gate_domain) for x in (g, gk, gv))
+    v = in_heads(v, given.sizes["HV"])
     tensors = (q, k, v, g, gk, gv, beta, A_log, dt_bias, initial_state)
     how = recurrence.How(
         check.number("scale", scale), normalise, raw_gate, sigmoid, state_v_first, impl=impl
     )
-    if inplace or ssm_state_indices is not None:
-        return decode.in_place(
-            tensors, cu_seqlens, given, how, inplace, ssm_state_indices, num_accepted_tokens
-        )
-    decode.no_pool(num_accepted_tokens)
-    return recurrence.run(tensors, cu_seqlens, given, how, output_final_state)
+    return decode.run(
+        tensors, cu_seqlens, given, how, output_final_state, inplace, ssm_state_indices,
+        num_accepted_tokens, (out, final_state_out),
+    )  # fmt: skip

@@ -29,12 +29,16 @@ def chunk_gdn2(
     cp_context: CPContext | None = None,
     *,
     chunk_indices: Tensor | None = None,
+    max_num_seqs: int | None = None,
     A_log: Tensor | None = None,
     dt_bias: Tensor | None = None,
     chunk_size: int = 64,
     allow_neg_eigval: bool = False,
     inplace_final_state: bool = False,
     ssm_state_indices: Tensor | None = None,
+    out: Tensor | None = None,
+    final_state_out: Tensor | None = None,
+    gate_domain: str = "log",
     checkpoint_every_n_tokens: int | None = None,
     batch_invariant: bool = False,
     transpose_state_layout: bool | None = None,
@@ -61,9 +65,10 @@ def chunk_gdn2(
         w: Write gate ``[B, T, HV, V]``, any of these dtypes.
         use_qk_l2norm_in_kernel, use_gate_in_kernel, A_log, dt_bias: As in :func:`chunk_kda`.
         safe_gate, lower_bound, disable_recompute, return_intermediate_states: Likewise.
-        state_v_first, cu_seqlens, cu_seqlens_cpu, chunk_indices, cp_context, chunk_size: Likewise.
-        inplace_final_state, ssm_state_indices: Likewise.
-        checkpoint_every_n_tokens, batch_invariant: Likewise.
+        state_v_first, cu_seqlens, cu_seqlens_cpu, chunk_indices, max_num_seqs: Likewise.
+        cp_context, chunk_size: Likewise.
+        inplace_final_state, ssm_state_indices, out, final_state_out: Likewise.
+        gate_domain, checkpoint_every_n_tokens, batch_invariant: Likewise.
         transpose_state_layout, impl: Likewise.
         allow_neg_eigval: Whether b may be beyond 1: in 16 bit everything is computed in float32
             then.
@@ -94,6 +99,9 @@ def chunk_gdn2(
         disable_recompute=disable_recompute,
         return_intermediate_states=return_intermediate_states,
         final=(inplace_final_state, ssm_state_indices),
+        rooms=(out, final_state_out),
+        most=max_num_seqs,
+        domain=gate_domain,
         every=checkpoint_every_n_tokens,
         invariant=batch_invariant,
     )  # fmt: skip

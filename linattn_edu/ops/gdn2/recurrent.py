@@ -28,6 +28,9 @@ def fused_recurrent_gdn2(
     inplace_final_state: bool = False,
     ssm_state_indices: Tensor | None = None,
     num_accepted_tokens: Tensor | None = None,
+    out: Tensor | None = None,
+    final_state_out: Tensor | None = None,
+    gate_domain: str = "log",
     transpose_state_layout: bool | None = None,
     cp_context: None = None,
     impl: str = "auto",
@@ -49,7 +52,8 @@ def fused_recurrent_gdn2(
         w: Write gate ``[B, T, HV, V]``, any float dtype.
         output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel, lower_bound: As there.
         state_v_first, cu_seqlens, initial_state, inplace_final_state: Likewise.
-        ssm_state_indices, num_accepted_tokens, transpose_state_layout, cp_context, impl: Likewise.
+        ssm_state_indices, num_accepted_tokens, out, final_state_out: Likewise.
+        gate_domain, transpose_state_layout, cp_context, impl: Likewise.
 
     Returns:
         ``(o, final_state)`` as of :func:`fused_recurrent_kda`.
@@ -66,6 +70,8 @@ def fused_recurrent_gdn2(
         lower_bound=lower_bound,
         indices=ssm_state_indices,
         accepted=num_accepted_tokens,
+        rooms=(out, final_state_out),
+        domain=gate_domain,
         output_final_state=output_final_state,
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
         use_gate_in_kernel=use_gate_in_kernel,

@@ -13,6 +13,7 @@ from linattn_edu.ops.delta import arguments
 from linattn_edu.ops.delta.operations import operations
 from linattn_edu.ops.l2norm import unit
 from linattn_edu.ops.operator import Operator, like, widened
+from linattn_edu.ops.preallocated import into
 from linattn_edu.ops.ranks import Ranks
 from linattn_edu.ops.stages import implementations, stage
 from linattn_edu.ops.tensors import in_float32, known, laid_out
@@ -46,12 +47,15 @@ def chunk_kda(
     chunk_size: int = 64,
     inplace_final_state: bool = False,
     ssm_state_indices: Tensor | None = None,
+    out: Tensor | None = None,
+    final_state_out: Tensor | None = None,
+    gate_domain: str = "log",
     checkpoint_every_n_tokens: int | None = None,
     batch_invariant: bool = False,
     transpose_state_layout: bool | None = None,
     cp_context: CPContext | None = None,
     use_graph: bool = False,
-    max_num_seqs: None = None,
+    max_num_seqs: int | None = None,
     impl: str = "auto",
 ) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
     r"""Kimi Delta Attention in chunks: the delta rule with a gate for each key channel.
@@ -72,7 +76,8 @@ def chunk_kda(
             K <= 256.
         k: Keys ``[B, T, H, K]`` of q's dtype. Rows must satisfy ``beta * |k|^2 <= 2``: normalise
             them to unit length.
-        v: Values ``[B, T, HV, V]`` of q's dtype, HV a multiple of H, V <= 512.
+        v: Values ``[B, T, HV, V]`` of q's dtype, HV a multiple of H, V <= 512; or of fewer heads
+            than H, as in :func:`chunk_gated_delta_rule`.
         g: Natural-log decay of each token and channel ``[B, T, HV, K]``, <= 0, any of these
             dtypes. A positive g is refused on the CPU; on a GPU, where that would wait for the
             device, and under torch.compile it is not looked for.
@@ -116,13 +121,15 @@ def chunk_kda(
             only; the kernels take shorter ones where longer do not fit the GPU (fp32, Turing).
         inplace_final_state, ssm_state_indices: Prefill over a pool of states, as in
             :func:`chunk_gated_delta_rule`.
+        out, final_state_out, gate_domain: As in :func:`chunk_gated_delta_rule`.
         checkpoint_every_n_tokens: States for a cache of prefixes, as in
             :func:`chunk_gated_delta_rule`; not with return_intermediate_states.
         batch_invariant: As in :func:`chunk_gated_delta_rule`.
         transpose_state_layout: Deprecated name of state_v_first.
         cp_context: Sequences cut over several ranks, as in :func:`chunk_gated_delta_rule`; not with
             return_intermediate_states.
-        use_graph, max_num_seqs: Arguments of fla-core: False and None alone are taken.
+        use_graph: Name of fla-core: True is max_num_seqs of as many sequences as cu_seqlens has.
+        max_num_seqs: As in :func:`chunk_gated_delta_rule`; not with return_intermediate_states.
         impl: "triton", "reference", or "auto": the kernels for CUDA tensors and under
             ``TRITON_INTERPRET=1``, else (and for float64) the reference stages.
 
@@ -149,8 +156,9 @@ def chunk_kda(
     are not those of the stages one by one.
 
     Works under ``torch.compile(fullgraph=True)``, in CUDA graphs (with cu_seqlens only together
-    with cu_seqlens_cpu), with activation checkpointing and under autocast, which does not change
-    its precision. Gradients of gradients and forward-mode differentiation are errors.
+    with cu_seqlens_cpu or max_num_seqs), with activation checkpointing and under autocast, which
+    does not change its precision. Gradients of gradients and forward-mode differentiation are
+    errors.
 
     Returns:
         ``(o, final_state)``: o ``[B, T, HV, V]`` in q's dtype; final_state ``[N, HV, K, V]`` in
@@ -166,8 +174,10 @@ def chunk_kda(
 
     Source: Kimi Team 2025 (arXiv:2510.26692); chapters 07, 11 and 12.
     """
-    check.absent("use_graph", use_graph, False)
-    check.absent("max_num_seqs", max_num_seqs)
+    if check.flag("use_graph", use_graph) and max_num_seqs is None:
+        if cu_seqlens is None:
+            raise ValueError("use_graph belongs to cu_seqlens, which is None")
+        max_num_seqs = check.boundaries("cu_seqlens", cu_seqlens)
     sigmoid, beyond = arguments.sigmoid_factor(use_beta_sigmoid_in_kernel, allow_neg_eigval)
     (q, *given), save, results = prepared(
         (q, k, v, g, beta, A_log, dt_bias, initial_state),
@@ -183,6 +193,9 @@ def chunk_kda(
         disable_recompute=disable_recompute,
         return_intermediate_states=return_intermediate_states,
         final=(inplace_final_state, ssm_state_indices),
+        rooms=(out, final_state_out),
+        most=max_num_seqs,
+        domain=gate_domain,
         every=checkpoint_every_n_tokens,
         invariant=batch_invariant,
     )  # fmt: skip
@@ -202,6 +215,9 @@ def prepared(
     sigmoid: int = 0,
     beyond: bool,
     final: tuple[bool, Tensor | None],
+    rooms: tuple[Tensor | None, Tensor | None],
+    most: int | None,
+    domain: str,
     every: int | None,
     invariant: bool,
     **flags: bool,
@@ -209,8 +225,9 @@ def prepared(
     """All arguments checked: those of an operator that `declare` makes, what it saves, and what
     makes of its outputs those of the public function.
 
-    tensors, final: as of `arguments.chunked`.  every: checkpoint_every_n_tokens.  invariant:
-    batch_invariant.  flags: the last six of chunk_kda's call, in its order.
+    tensors, final, most, domain: as of `arguments.chunked`.  rooms: for o and the final state.
+    every: checkpoint_every_n_tokens.  invariant: batch_invariant.  flags: the last six of
+    chunk_kda's call, in its order.
     """
     output_final_state, normalise, raw_gate, safe_gate, keep_all, return_states = arguments.flags(
         **flags
@@ -222,10 +239,13 @@ def prepared(
         tensors, bounds, cp_context, scale, chunk_size, impl, sigmoid=sigmoid, v_first=v_first,
         raw_gate=raw_gate, lower_bound=gate_bound, channels=True,
         final=(*arguments.flags(inplace_final_state=final[0]), final[1]),
+        rooms=(*rooms, output_final_state), most=most, domain=domain,
     )  # fmt: skip
     if return_states and cp_context is not None:
         raise ValueError("return_intermediate_states=True is not supported with cp_context")
-    checkpoints.check_every(every, chunk_size, cp_context)
+    if return_states and most is not None:
+        raise ValueError("return_intermediate_states=True is not supported with max_num_seqs")
+    checkpoints.check_every(every, chunk_size, cp_context, most)
     checkpoints.check_invariant(invariant, q, *v.shape[2:], place, every, impl)
     if every is not None and return_states:
         raise ValueError(
@@ -251,6 +271,7 @@ def prepared(
     def results(outputs: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
         o, final_state, *kept = outputs
         o, final_state = place.parted(o).to(dtype), place.left(final_state, v_first)
+        o, final_state = into(rooms[0], o), into(rooms[1], final_state)
         if every is not None:
             return o, final_state, laid_out(*kept, v_first)
         h = laid_out(Residuals(*kept).h, v_first)

@@ -4,6 +4,8 @@ from torch import Tensor
 
 from linattn_edu.ops import check
 from linattn_edu.ops.delta import arguments, decode, recurrence
+from linattn_edu.ops.delta.gate import as_logarithm
+from linattn_edu.ops.tensors import in_heads
 
 
 def fused_recurrent_kda(
@@ -28,6 +30,9 @@ def fused_recurrent_kda(
     inplace_final_state: bool = False,
     ssm_state_indices: Tensor | None = None,
     num_accepted_tokens: Tensor | None = None,
+    out: Tensor | None = None,
+    final_state_out: Tensor | None = None,
+    gate_domain: str = "log",
     transpose_state_layout: bool | None = None,
     cp_context: None = None,
     impl: str = "auto",
@@ -50,7 +55,8 @@ def fused_recurrent_kda(
         use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval: Likewise.
         state_v_first, transpose_state_layout, impl: Likewise.
         cu_seqlens, initial_state, inplace_final_state, ssm_state_indices, num_accepted_tokens: As
-            in :func:`fused_recurrent_gated_delta_rule`.
+            in :func:`fused_recurrent_gated_delta_rule`; out, final_state_out and
+            gate_domain too.
         g: Natural-log decay of each row of the state ``[B, T, HV, K]``, <= 0, any float dtype.
         use_gate_in_kernel: Whether g is the raw gate of a layer, from which the log decay is
             ``-exp(A_log) * softplus(g + dt_bias)``, or with lower_bound
@@ -76,6 +82,8 @@ def fused_recurrent_kda(
         lower_bound=lower_bound,
         indices=ssm_state_indices,
         accepted=num_accepted_tokens,
+        rooms=(out, final_state_out),
+        domain=gate_domain,
         sigmoid=sigmoid,
         output_final_state=output_final_state,
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
@@ -94,6 +102,8 @@ def call(
     lower_bound: float | None,
     indices: Tensor | None,
     accepted: Tensor | None,
+    rooms: tuple[Tensor | None, Tensor | None],
+    domain: str,
     sigmoid: int = 0,
     **flags: bool,
 ) -> tuple[Tensor, Tensor | None]:
@@ -109,14 +119,14 @@ def call(
     A_log, dt_bias = arguments.check_tensors(
         given, q, k, v, g, beta, initial_state, A_log, dt_bias, cu_seqlens,
         v_first=v_first, raw_gate=raw_gate, write=tuple(write), lower_bound=lower_bound,
-        channels=True, pool=indices is not None, largest=recurrence.LARGEST,
+        channels=True, pool=indices is not None, domain=domain, largest=recurrence.LARGEST,
     )  # fmt: skip
+    g, v = as_logarithm(g, domain), in_heads(v, given.sizes["HV"])
     tensors = (q, k, v, None, g, None, beta, *write, A_log, dt_bias, initial_state)
     how = recurrence.How(
         check.number("scale", scale), normalise, raw_gate, sigmoid, v_first, lower_bound, impl,
         gated=len(write) > 0,
     )  # fmt: skip
-    if inplace or indices is not None:
-        return decode.in_place(tensors, cu_seqlens, given, how, inplace, indices, accepted)
-    decode.no_pool(accepted)
-    return recurrence.run(tensors, cu_seqlens, given, how, output_final_state)
+    return decode.run(
+        tensors, cu_seqlens, given, how, output_final_state, inplace, indices, accepted, rooms
+    )

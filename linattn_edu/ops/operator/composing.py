@@ -252,12 +252,11 @@ class Composition(Declaration):
                 x if x is None or n not in axis else _with_zeros(x, axis[n], T)
                 for n, x in zip(outputs, results, strict=True)
             )
-        results = compose(given)
-        if self.packed == "tokens":
-            behind = torch.arange(T, device=known.device) >= known[-1]
-            for n, x in zip(outputs, results, strict=True):
-                if x is not None and n in axis:
-                    x.masked_fill_(behind.view(-1, *[1] * (x.ndim - axis[n] - 1)), 0)
+        results, kept = compose(given), self.residuals._fields if self.residuals else ()
+        behind = torch.arange(T, device=known.device) >= known[-1]
+        for n, x in zip(outputs, results, strict=True):
+            if x is not None and n in axis and n not in kept:
+                x.masked_fill_(behind.view(-1, *[1] * (x.ndim - axis[n] - 1)), 0)
         return results
 
     def _packing(self, given: dict, tokens: Tensor, length: int | None) -> dict:

@@ -13,6 +13,7 @@ from linattn_edu.ops import check, checkpoints
 from linattn_edu.ops.delta import arguments
 from linattn_edu.ops.inplace import SSD as NAMES
 from linattn_edu.ops.operator import Operator, like, widened
+from linattn_edu.ops.preallocated import check_rooms, into
 from linattn_edu.ops.prefill import overwriting
 from linattn_edu.ops.ranks import Ranks
 from linattn_edu.ops.stages import implementations, stage
@@ -21,6 +22,7 @@ from linattn_edu.packing import Packing
 from linattn_edu.reference.tiles import sigmoid as by_number
 
 LARGEST = 256  # P and N
+ONE_OF = "one of return_final_states=True and return_varlen_states=True"
 
 
 def mamba_chunk_scan_combined(
@@ -42,8 +44,11 @@ def mamba_chunk_scan_combined(
     return_varlen_states: bool = False,
     *,
     cu_seqlens_cpu: Tensor | None = None,
+    max_num_seqs: int | None = None,
     inplace_final_states: bool = False,
     state_batch_indices: Tensor | None = None,
+    out: Tensor | None = None,
+    final_states_out: Tensor | None = None,
     checkpoint_every_n_tokens: int | None = None,
     batch_invariant: bool = False,
     cp_context: CPContext | None = None,
@@ -94,10 +99,14 @@ def mamba_chunk_scan_combined(
         return_varlen_states: Whether to return those of every sequence of cu_seqlens.
         cu_seqlens_cpu: The numbers of cu_seqlens on the CPU. Without them a cu_seqlens on a GPU is
             read once, and the call waits for the device; with them it does not.
+        max_num_seqs: As in :func:`chunk_gated_delta_rule`.
         inplace_final_states, state_batch_indices: Prefill over a pool of states
             ``[slots, H, P, N]``, as inplace_final_state and ssm_state_indices in
             :func:`chunk_gated_delta_rule`; return_final_states then returns the pool,
             return_varlen_states is refused.
+        out, final_states_out: Where to write out and the states, as out and final_state_out in
+            :func:`chunk_gated_delta_rule`; with return_final_states or return_varlen_states, not
+            both.
         checkpoint_every_n_tokens: States for a cache of prefixes, as in
             :func:`chunk_gated_delta_rule`, a multiple of the rounded chunk_size; the last result.
             Not with seq_idx.
@@ -121,8 +130,9 @@ def mamba_chunk_scan_combined(
     Memory: between the passes it keeps its inputs alone.
 
     Works under ``torch.compile(fullgraph=True)``, in CUDA graphs (with cu_seqlens only together
-    with cu_seqlens_cpu), with activation checkpointing and under autocast, which does not change
-    its precision. Gradients of gradients and forward-mode differentiation are errors.
+    with cu_seqlens_cpu or max_num_seqs), with activation checkpointing and under autocast, which
+    does not change its precision. Gradients of gradients and forward-mode differentiation are
+    errors.
 
     Returns:
         out ``[B, T, H, P]`` in x's dtype. With return_final_states ``(out, states)``, the states
@@ -160,32 +170,39 @@ def mamba_chunk_scan_combined(
     chunk_size, low, high = check_options(chunk_size, dt_limit)
     impl = check.resolve_impl(impl, x.device, tuple(checked.dtypes))
     bounds = cu_seqlens, cu_seqlens_cpu, None
-    place = arguments.place(checked, *bounds, chunk_size, cp_context, even=True)
+    form, length = _form(impl, x, B, chunk_size, low)
+    place = arguments.place(checked, *bounds, length, cp_context, even=True, most=max_num_seqs)
     others = x, dt, A, B, C, D, z, dt_bias, seq_idx, *bounds, state_batch_indices
     place = overwriting(
         place, checked, others, initial_states, inplace, state_batch_indices, cp_context,
         NAMES, v_first=True,
     )  # fmt: skip
+    check_rooms(
+        checked, (*others, initial_states), ("out", out, ("B", "T", "H", "P")),
+        ("final_states_out", final_states_out, ("N" if varlen else "B", "H", "P", "S")), x,
+        asked=ONE_OF if final == varlen else "",
+        elsewhere="inplace_final_states=True" if inplace else "", ranks=cp_context is not None,
+    )  # fmt: skip
     every = checkpoint_every_n_tokens
-    checkpoints.check_every(every, chunk_size, cp_context)
+    checkpoints.check_every(every, chunk_size, cp_context, max_num_seqs)
     if every is not None and seq_idx is not None:
         raise ValueError("seq_idx must be None with checkpoint_every_n_tokens: give cu_seqlens")
     B, C = B.to(x.dtype), C.to(x.dtype)
-    impl, chunk_size = _form(impl, x, B, chunk_size, low)
-    checkpoints.check_invariant(batch_invariant, x, x.shape[2], 0, place, every, impl)
+    checkpoints.check_invariant(batch_invariant, x, x.shape[2], 0, place, every, form)
     x, dt, B, C, z = place.joined(x, dt, B, C, z)
-    out, states, *kept = scan(
+    y, states, *kept = scan(
         x, dt, A, B, C, None if D is None else D.reshape(x.shape[2], -1), z, dt_bias,
         place.entering(transposed(initial_states, True)), _runs(seq_idx), *place.bounds,
-        softplus, low, high, final or varlen or place.writes, chunk_size, place.group, impl, "",
+        softplus, low, high, final or varlen or place.writes, length, place.group, form, "",
         save="crossing" if place.group else "", every=every,
     )  # fmt: skip
-    out, states = place.parted(out), place.left(states, True)
+    y, states = into(out, place.parted(y)), place.left(states, True)
     kept = () if every is None else (laid_out(*kept, True),)
     if not (final or varlen):
-        return (out, *kept) if kept else out
+        return (y, *kept) if kept else y
     last = states if cu_seqlens is None or place.writes else states[-1:]
-    return (out, *([last] if final else []), *([states] if varlen else []), *kept)
+    every_state = [into(final_states_out, x) for x in [last] * final + [states] * varlen]
+    return (y, *every_state, *kept)
 
 
 def _check_tensors(
@@ -266,7 +283,7 @@ def _form(impl: str, x: Tensor, B: Tensor, chunk_size: int, low: float) -> tuple
         return impl, min(chunk_size, 64)
     from linattn_edu.kernels.routes import by_kind, kind_of, limits
 
-    kind = kind_of(B, *x.shape[2:], chunk_size, None)
+    kind = kind_of(B, *x.shape[2:], chunk_size, None)._replace(dtype=x.dtype)
     if by_kind.ssd_stages(kind, low).takes == "fused":
         return "fused", min(chunk_size, limits.SSD_CHUNK)
     return impl, min(chunk_size, by_kind.chunk_limit(kind).takes)
