@@ -24,7 +24,6 @@ LONG = {
     "20_ema": (65, 109),
     "21_cp_merge": (68, 132),
     "22_cp_merge_bwd": (63, 105),
-    "23_cp_conv": (59, 127),
     "24_fusion": (60, 119),
     "25_few_heads": (59, 165),
     "26_decoding": (59, 104),
@@ -137,7 +136,7 @@ def test_hours_of_the_paths():
     for key, who in minutes.PATHS.items():
         marked = re.search(rf'\("{key}", \w+, \{{([\d, ]+)\}}\)', text)[1].split(", ")
         names = minutes.path(who)
-        assert sorted(int(name[:2]) for name in names) == [int(n) for n in marked]
+        assert sorted({int(name[:2]) for name in names}) == [int(n) for n in marked]
         takes = sum(minutes.minutes(name)[0] for name in names) / 60
         assert found[key] == max(1, round(takes))
     parts = [hours for key, hours in found.items() if key.startswith("part_")]
