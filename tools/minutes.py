@@ -50,7 +50,7 @@ def appendices(name: str) -> list[float]:
 def path(who: str) -> list[str]:
     """The chapters of a path of chapter 0's table, whose line begins with *who*, in its order."""
     line = re.search(rf"^\| \*{who}\* \|([^|]*)\|", (CHAPTERS / TABLE).read_text(), re.M)
-    return re.findall(r"<(\d\d_\w+)>", line[1])
+    return re.findall(r"<(\d\d[a-z]?_\w+)>", line[1])
 
 
 def hours() -> dict[str, int]:

@@ -319,7 +319,7 @@ def read_chapter(tab, name):
     assert any(h.endswith(f"/edit/main/chapters/{name}.md") for h in links)
     assert tab.locator("article .output").count(), "the page shows no output"
     folds = tab.evaluate(FOLDS)
-    headings = [re.sub(r"^[\d.]+ |#$", "", heading) for heading, *_ in folds]
+    headings = [re.sub(r"^\d+[a-z]?[\d.]* |#$", "", heading) for heading, *_ in folds]
     assert headings == APPENDIX.findall((CHAPTERS / f"{name}.md").read_text())
     if folds:
         minutes = tool("minutes").appendices(name)

@@ -19,7 +19,7 @@ def bound(k: Tensor, beta: Tensor, gc: Tensor, *, chunk_size: int) -> Tensor:
         k: [B, T, H, K]. beta: [B, T, HV]. gc: [B, T, HV] from gate_cumsum (log2).
     Returns:
         [B, NT, HV] in fp32 (fp64 for fp64 input), log2.
-    Source: chapter 25.
+    Source: chapter 25b.
     """
     dtype = compute_dtype(k, beta, gc)
     K, b, gc = (
@@ -54,7 +54,7 @@ def warm_up(
     Returns:
         [B, NP, HV] int32; 0 for the first piece (with back, the last), where the state is known;
         -1 where more chunks would be needed: there the piece before goes on.
-    Source: chapter 25.
+    Source: chapter 25b.
     """
     T, chunks = gc.shape[1], piece // chunk_size
     NP, most = -(-T // piece), reach // chunk_size
