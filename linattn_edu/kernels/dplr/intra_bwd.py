@@ -285,13 +285,13 @@ def dplr_intra_bwd_kernel(
 # generation -> bytes of an element -> row of dplr_intra_bwd
 CONFIGS = {
     "turing": {2: row(4, 1, BK=32), 4: row(1, 1, BK=32)},
-    "ampere": {2: row(4, 1, BK=64), 4: row(1, 1, BK=32)},
+    "ampere": {2: row(4, 1, BK=64), 4: row(1, 1, BK=16)},
     "hopper": {2: row(4, 1, BK=64), 4: row(1, 1, BK=32)},
 }
 # and of dplr_rows_bwd
 ROWS = {
     "turing": {2: row(4, 1, BK=32, BV=32), 4: row(4, 1, BK=16, BV=32)},
-    "ampere": {2: row(4, 1, BK=64, BV=64), 4: row(4, 1, BK=32, BV=32)},
+    "ampere": {2: row(4, 1, BK=32, BV=32), 4: row(4, 1, BK=32, BV=32)},
     "hopper": {2: row(4, 2, BK=64, BV=64), 4: row(4, 1, BK=32, BV=32)},
 }
 

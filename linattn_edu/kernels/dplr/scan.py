@@ -99,6 +99,8 @@ CONFIGS = scan_table(
     ampere={128: [row(4, 1, BV=32)], 256: [row(4, 1, BV=16)]},
     hopper={128: [row(4, 1, BV=64), UNPIPELINED], 256: [UNPIPELINED]},
 )
+# 4 warps spill more than the state
+CONFIGS["ampere"][4] = CONFIGS["ampere"][4] | {256: [row(8, 1, BV=16)]}
 
 
 def table_of(V: int) -> dict | Config:

@@ -26,7 +26,7 @@ def dplr_intra(
         q, k, a, b: [B, T, H, K]. gc: [B, T, H, K] from gate_cumsum (log2).
     Returns:
         M, ak, qb, qk [B, T, H, C] and qg, kg, ag, bg [B, T, H, K], in k.dtype.
-    Source: the chunk form of arXiv:2503.14456; arXiv:2510.26692 section 3 has the family.
+    Source: the rule of arXiv:2503.14456, chapter 12e.
     """
     dtype, T = compute_dtype(q, k, a, b, gc), q.shape[1]
     Q, K, A, B, gc = (
@@ -37,20 +37,20 @@ def dplr_intra(
         read, erased = pair_decay(gc, j), read_before(gc, gp, j)
         one = slice(j, j + 1)
         columns.append([
-            # eq:dplr-ab   ab_ij = sum_d a_id b_jd 2^(gp_id - gc_jd), i > j; ak likewise
-            (A * erased * B[..., one, :]).sum(-1),
-            (A * erased * K[..., one, :]).sum(-1),
             # eq:dplr-qb   qb_ij = sum_d q_id b_jd 2^(gc_id - gc_jd), i >= j; qk likewise
             (Q * read * B[..., one, :]).sum(-1),
             (Q * read * K[..., one, :]).sum(-1),
+            # eq:dplr-ab   ab_ij = sum_d a_id b_jd 2^(gp_id - gc_jd), i > j; ak likewise
+            (A * erased * B[..., one, :]).sum(-1),
+            (A * erased * K[..., one, :]).sum(-1),
         ])  # fmt: skip
-    ab, *scores = (torch.stack(x, -1) for x in zip(*columns, strict=True))
-    # eq:dplr-inverse   M = (I - ab)^-1
-    M = unit_lower_inverse(-ab)
+    qb, qk, ab, ak = (torch.stack(x, -1) for x in zip(*columns, strict=True))
     # eq:dplr-rows   qg = 2^gc * Q, ag = 2^gp * A, kg = 2^(gc_last - gc) * K; bg likewise
     to_end = torch.exp2(gc[..., -1:, :] - gc)
     rows = torch.exp2(gc) * Q, to_end * K, torch.exp2(gp) * A, to_end * B
-    return tuple(from_chunks(x, T).to(k.dtype) for x in (M, *scores, *rows))
+    # eq:dplr-inverse   M = (I - ab)^-1
+    M = unit_lower_inverse(-ab)
+    return tuple(from_chunks(x, T).to(k.dtype) for x in (M, ak, qb, qk, *rows))
 
 
 def before(gc: Tensor) -> Tensor:

@@ -23,15 +23,11 @@ def dplr_scan(
     Returns:
         o [B, T, H, V] in v.dtype; the final state [B, H, K, V] in fp32 (fp64 for fp64 input), or
         None.
-    Source: the chunk form of arXiv:2503.14456.
+    Source: the rule of arXiv:2503.14456, chapter 12e.
     """
     dtype = compute_dtype(qg, v, gc, initial_state)
-    h, e, S = _through(kg, ag, bg, v, gc, M, ak, initial_state, dtype)
-    C = M.shape[-1]
-    qg, qb, qk, V = (to_chunks(x.to(dtype), C) for x in (qg, qb, qk, v))
-    # eq:dplr-output   o = scale (qg S + qb e + qk v)
-    o = scale * (qg @ h + qb @ e + qk @ V)
-    return from_chunks(o, v.shape[1]).to(v.dtype), S if output_final_state else None
+    _, _, o, S = _through(kg, ag, bg, v, gc, M, ak, initial_state, dtype, (qg, qb, qk))
+    return from_chunks(scale * o, v.shape[1]).to(v.dtype), S if output_final_state else None
 
 
 def dplr_states(
@@ -44,27 +40,34 @@ def dplr_states(
         h [B, NT, H, K, V], the state that enters each chunk, and e [B, T, H, V], in v.dtype.
     """
     dtype = compute_dtype(kg, v, gc, initial_state)
-    h, e, _ = _through(kg, ag, bg, v, gc, M, ak, initial_state, dtype)
+    h, e, _, _ = _through(kg, ag, bg, v, gc, M, ak, initial_state, dtype)
     return h.transpose(1, 2).contiguous().to(v.dtype), from_chunks(e, v.shape[1]).to(v.dtype)
 
 
 def _through(
     kg: Tensor, ag: Tensor, bg: Tensor, v: Tensor, gc: Tensor, M: Tensor, ak: Tensor,
-    S: Tensor | None, dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """h [B, H, NT, K, V], e [B, H, NT, C, V], the last state."""
+    S: Tensor | None, dtype: torch.dtype, reads: tuple[Tensor, ...] | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:  # fmt: skip
+    """h [B, H, NT, K, V], e and o without scale [B, H, NT, C, V], the last state.
+
+    reads: qg, qb and qk; without them no o.
+    """
     C = M.shape[-1]
-    kg, ag, bg, V, gc, M, ak = (
-        to_chunks(x.to(dtype), C) for x in (kg, ag, bg, v, pad_gate(gc, C), M, ak)
+    kg, ag, bg, V, gc, M, ak, *reads = (
+        to_chunks(x.to(dtype), C).unbind(2)
+        for x in (kg, ag, bg, v, pad_gate(gc, C), M, ak, *(reads or ()))
     )
-    B, H, NT, _, K = kg.shape
-    S = kg.new_zeros(B, H, K, v.shape[-1]) if S is None else S.to(dtype)
-    h, e = [], []
+    (B, H, _, K), NT = kg[0].shape, len(kg)
+    S = kg[0].new_zeros(B, H, K, v.shape[-1]) if S is None else S.to(dtype)
+    h, e, o = [], [], []
     for c in range(NT):
         h.append(S)
         # eq:dplr-e   e = M (ag S + ak v)
-        e.append(M[:, :, c] @ (ag[:, :, c] @ S + ak[:, :, c] @ V[:, :, c]))
+        e.append(M[c] @ (ag[c] @ S + ak[c] @ V[c]))
+        if reads:
+            qg, qb, qk = reads
+            # eq:dplr-output   o = scale (qg S + qb e + qk v)
+            o.append(qg[c] @ S + qb[c] @ e[c] + qk[c] @ V[c])
         # eq:dplr-state   S <- diag(2^gc_last) S + bg^T e + kg^T v
-        S = torch.exp2(gc[:, :, c, -1])[..., None] * S
-        S = S + bg[:, :, c].mT @ e[-1] + kg[:, :, c].mT @ V[:, :, c]
-    return torch.stack(h, 2), torch.stack(e, 2), S
+        S = torch.exp2(gc[c][..., -1, :, None]) * S + bg[c].mT @ e[c] + kg[c].mT @ V[c]
+    return torch.stack(h, 2), torch.stack(e, 2), torch.stack(o, 2) if o else None, S

@@ -25,7 +25,7 @@ def dplr_scan_bwd(
     Returns:
         dh [B, NT, H, K, V], the gradient of the state that leaves each chunk, dx and dv
         [B, T, H, V], in do.dtype; dh0 [B, H, K, V] in fp32 (fp64 for fp64 input).
-    Source: the adjoint, line by line, of dplr_scan.
+    Source: the adjoint of dplr_scan, chapter 12e.
     """
     dtype, C, T = compute_dtype(qg, gc, do, dht), M.shape[-1], do.shape[1]
     qg, kg, ag, bg, gc, M, ak, qb, qk, dO = (
