@@ -11,6 +11,7 @@ from ops.contract import (
     IMPLS,
     STATES,
     conv,
+    dplr_chunks,
     ema,
     forms,
     gdn,
@@ -101,7 +102,8 @@ LATER = [
 ]  # fmt: skip
 # within a chunk products whose upper half is masked carry it back
 CHUNKED = (
-    "chunk_gated_delta_rule", "chunk_kda", "chunk_gdn2", "mamba_chunk_scan_combined", "ema_scan",
+    "chunk_gated_delta_rule", "chunk_kda", "chunk_gdn2", "chunk_dplr_delta_rule",
+    "mamba_chunk_scan_combined", "ema_scan",
 )  # fmt: skip
 
 
@@ -129,7 +131,7 @@ def test_a_nan_does_not_reach_earlier_tokens(name, impl, device):
 
 
 @forms(
-    "test_earlier_chunks_keep_their_bits", gdn, kda, *ssd, ema,
+    "test_earlier_chunks_keep_their_bits", gdn, kda, dplr_chunks, *ssd, ema,
     dtypes=(torch.float32, torch.bfloat16), impl=IMPLS,
 )  # fmt: skip
 def test_earlier_chunks_keep_their_bits(form, dtype, impl, device):

@@ -53,7 +53,9 @@ def chunk_dplr_delta_rule(
     the gates. A gate below -104 counts as that, 150 in the sums of log2 of its chunk, and costs the
     gates behind it as many digits: where one gate of six is shut, float32 keeps 3e-5.
     Differentiable by every tensor; both passes start from the arguments alone, and no state is held
-    between them. Heads of K > 256 are gone through token by token.
+    between them. Heads of K > 256 are gone through token by token. A token that is NaN or infinite
+    may make all outputs of its chunk NaN, those before it too, and all that follow; earlier chunks
+    keep their bits.
 
     Args:
         q, k, v, a, b, gk, scale, initial_state, output_final_state, cu_seqlens, impl: As in
