@@ -33,7 +33,7 @@ def collect(app, doctree):
     for node in doctree.findall(nodes.literal_block):
         around = node.parent.children
         above = around[around.index(node) - 1].astext() if around.index(node) else ""
-        path = re.fullmatch(r"linattn_edu/(\S+\.py)", above.strip())
+        path = re.fullmatch(r"linattn_edu/(\S+\.py)(, a part of \w+)?", above.strip())
         if not path or not (tags := TAG.findall(node.astext())):
             continue
         anchor = make_id(env, doctree, "listing", path[1].removesuffix(".py").replace("/", "-"))
