@@ -5,15 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from linattn_edu.kernels.routes import scan_launch
-from linattn_edu.kernels.rows import (
-    UNPIPELINED,
-    Config,
-    row,
-    scan_table,
-    sequence_args,
-    states,
-)
+from linattn_edu.kernels.routes import by_kind, scan_launch
+from linattn_edu.kernels.rows import UNPIPELINED, row, scan_table, sequence_args, states
 from linattn_edu.kernels.tiles import (
     cast,
     columns_of,
@@ -99,13 +92,13 @@ CONFIGS = scan_table(
     ampere={128: [row(4, 1, BV=32)], 256: [row(4, 1, BV=16)]},
     hopper={128: [row(4, 1, BV=64), UNPIPELINED], 256: [UNPIPELINED]},
 )
-# 4 warps spill more than the state
-CONFIGS["ampere"][4] = CONFIGS["ampere"][4] | {256: [row(8, 1, BV=16)]}
+CONFIGS["ampere"][4] |= {256: [row(8, 1, BV=16)]}  # 4 warps would spill more than the state
 
 
-def table_of(V: int) -> dict | Config:
-    """The rows for V values: those of 64 columns would be made narrower."""
-    return CONFIGS if V > 32 else UNPIPELINED
+def launch_of(k: Tensor, heads: int, V: int) -> tuple[tuple[int], dict]:
+    """(grid, tiles and launch options) of a scan over states [K, V]."""
+    whole = by_kind.dplr_scan_rows(V).takes == "table"
+    return scan_launch(CONFIGS if whole else UNPIPELINED, k, heads, V)
 
 
 def dplr_scan(
@@ -118,7 +111,7 @@ def dplr_scan(
     (T, H, K), V = kg.shape[1:], v.shape[-1]
     o = torch.empty_like(v)
     last = v.new_empty(N, H, K, V, dtype=torch.float32) if output_final_state else None
-    grid, config = scan_launch(table_of(V), kg, N * H, V)
+    grid, config = launch_of(kg, N * H, V)
     dplr_scan_kernel[grid](
         qg, kg, ag, bg, v, gc, M, ak, qb, qk, initial_state, o, last, None, None, scale, *places,
         T, H, K, V, BT=M.shape[-1], **config,
@@ -134,7 +127,7 @@ def dplr_states(
     N, *places = sequence_args(v, packing)
     (T, H, K), V = kg.shape[1:], v.shape[-1]
     h, e = v.new_empty(*states(v, M.shape[-1], packing), H, K, V), torch.empty_like(v)
-    grid, config = scan_launch(table_of(V), kg, N * H, V)
+    grid, config = launch_of(kg, N * H, V)
     dplr_scan_kernel[grid](
         kg, kg, ag, bg, v, gc, M, ak, ak, ak, initial_state, None, None, h, e, 1.0, *places,
         T, H, K, V, BT=M.shape[-1], **config,

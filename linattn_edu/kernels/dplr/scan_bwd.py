@@ -5,8 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from linattn_edu.kernels.dplr.scan import table_of
-from linattn_edu.kernels.routes import scan_launch
+from linattn_edu.kernels.dplr.scan import launch_of
 from linattn_edu.kernels.rows import sequence_args, states
 from linattn_edu.kernels.tiles import (
     cast,
@@ -95,7 +94,7 @@ def dplr_scan_bwd(
     dh = do.new_empty(*states(do, M.shape[-1], packing), H, K, V)
     dx, dv = torch.empty_like(do), torch.empty_like(do)
     dh0 = do.new_empty(N, H, K, V, dtype=torch.float32)
-    grid, config = scan_launch(table_of(V), kg, N * H, V)
+    grid, config = launch_of(kg, N * H, V)
     dplr_scan_bwd_kernel[grid](
         qg, kg, ag, bg, gc, M, ak, qb, qk, do, dht, dh, dx, dv, dh0, scale, *places, T, H, K, V,
         BT=M.shape[-1], **config,

@@ -256,6 +256,14 @@ def scan_rows(generation: str, size: int) -> Choice:
     return Choice("table", "keys of {0} bytes")
 
 
+@decision
+def dplr_scan_rows(V: int) -> Choice:
+    """Of a scan of the general delta rule for V values: its "table", or "unpipelined"."""
+    if V <= 32:
+        return Choice("unpipelined", "tiles of 64 columns would be narrowed, in 4 warps")
+    return Choice("table", "tiles of 64 columns hold values")
+
+
 # -- which sequences are cut, and where
 
 

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from linattn_edu.ops import check
 from linattn_edu.ops.delta import arguments
-from linattn_edu.ops.dplr.recurrent import checked, rank_one
-from linattn_edu.ops.operator import Operator, like, widened
+from linattn_edu.ops.dplr.recurrent import OUTPUTS, TENSORS, checked, rank_one
+from linattn_edu.ops.operator import Operator
 from linattn_edu.ops.stages import implementations, stage
 from linattn_edu.packing import Packing
 
@@ -151,14 +151,14 @@ def _run(
     check.number("lower_bound", lower_bound)
     scale, impl = checked(tensors, initial_state, cu_seqlens, cu_seqlens_cpu, scale, impl)
     given = *tensors.values(), initial_state
-    if impl == "triton" and _by_token(*given[:3], chunk_size, cu_seqlens is not None):
+    if impl == "triton" and _by_token(given[0], tensors["v"], chunk_size, cu_seqlens is not None):
         o, final_state = rank_one(*given, cu_seqlens, scale, False, impl)
         return o, final_state if output_final_state else None
     bounds = cu_seqlens, cu_seqlens_cpu, None
     return chunk(*given, *bounds, scale, output_final_state, chunk_size, impl)
 
 
-def _by_token(q: Tensor, k: Tensor, v: Tensor, chunk_size: int, packed: bool) -> bool:
+def _by_token(q: Tensor, v: Tensor, chunk_size: int, packed: bool) -> bool:
     """Whether the kernels take one token after the other."""
     from linattn_edu.kernels.routes import by_kind, kind_of
 
@@ -194,19 +194,8 @@ def _operations(s: dict) -> tuple[int, int]:
 
 chunk = Operator(
     "chunk_dplr_delta_rule",
-    {
-        "q": "B T H K",
-        "k": "B T H K",
-        "v": "B T H V",
-        "a": "B T H K",
-        "b": "B T H K",
-        "gk": "B T H K",
-        "initial_state": "N H K V?",
-    },
-    {
-        "o": like("B T H V", "q", gradient="do"),
-        "final_state": widened("N H K V", "q gk initial_state", gradient="dht"),
-    },
+    TENSORS,
+    OUTPUTS,
     options={"scale": "float", "output_final_state": "bool", "chunk_size": "int"},
     stages=stages,
     packed="chunks",

@@ -181,21 +181,21 @@ def _operations(s: dict) -> tuple[int, int]:
     return 4 * state, 13 * state
 
 
+# of both operators of the rule
+TENSORS = {
+    **dict.fromkeys(("q", "k"), "B T H K"),
+    "v": "B T H V",
+    **dict.fromkeys(("a", "b", "gk"), "B T H K"),
+    "initial_state": "N H K V?",
+}
+OUTPUTS = {
+    "o": like("B T H V", "q", gradient="do"),
+    "final_state": widened("N H K V", "q gk initial_state", gradient="dht"),
+}
 rank_one = Operator(
     "dplr_recurrent",
-    {
-        "q": "B T H K",
-        "k": "B T H K",
-        "v": "B T H V",
-        "a": "B T H K",
-        "b": "B T H K",
-        "gk": "B T H K",
-        "initial_state": "N H K V?",
-    },
-    {
-        "o": like("B T H V", "q", gradient="do"),
-        "final_state": widened("N H K V", "q gk initial_state", gradient="dht"),
-    },
+    TENSORS,
+    OUTPUTS,
     options={"scale": "float", "reverse": "bool"},
     stages=stages,
     packed="tokens",
