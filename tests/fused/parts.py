@@ -41,9 +41,13 @@ def held(x):
     return not x.q.is_cuda or holds(x.q, x.v)
 
 
-def gdn(T, K, V, C, dtype, device):
-    """(inputs, everything the fused stages read) of Gated DeltaNet."""
+def gdn(T, K, V, C, dtype, device, own=False):
+    """(inputs, everything the fused stages read) of Gated DeltaNet. own: with a q/k head for each
+    value head.
+    """
     x = inputs(T, K, V, dtype, device)
+    if own:
+        x.q, x.k = (t.repeat_interleave(2, 2) for t in (x.q, x.k))
     r = SimpleNamespace(held=held(x), gc=gate_cumsum(x.g, chunk_size=C))
     r.do, r.dht = torch.randn_like(x.v), torch.randn_like(x.initial_state)
     options = {"chunk_size": C, "return_inverse": True, "gated": True}

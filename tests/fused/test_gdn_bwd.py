@@ -100,6 +100,31 @@ def test_chunk_bwd_in_head_groups_gives_the_same_bits(T, H, HV, given, device, f
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("given", [False, True], ids=["zero", "states"])
+@pytest.mark.parametrize(("B", "T", "H"), [(3, 64, 1), (2, 448, 3), (10, 2048, 16)])
+def test_chunk_bwd_in_one_kernel_gives_the_same_bits(B, T, H, given, dtype, device, force):
+    """Twice: dS and Z stay in shared memory, where no chunk may overtake another."""
+    if why := without_gluon(device):
+        pytest.skip(why)
+    force(**PAYS, head_groups=1)
+    x = gdn_inputs(B, T, H, H, 128, 128, dtype=dtype, device=device, seed=0)
+    gc, do = gate_cumsum(x.g, chunk_size=64), torch.randn_like(x.v)
+    options = {"chunk_size": 64, "return_inverse": True, "gated": True}
+    P, _, AG = intra_chunk_kernel(x.q, x.k, x.beta, gc, **options)
+    states = torch.randn(2, B, H, 128, 128, device=device)
+    args = (x.q, x.k, x.v, x.beta, gc, P, AG, do, *(states if given else (None, None)))
+    force(scan_intra_bwd="two")
+    want = kernels.chunk_bwd(*args, scale=0.3)
+    force(scan_intra_bwd="one")
+    for _ in range(2):
+        with launches() as ran:
+            got = kernels.chunk_bwd(*args, scale=0.3)
+        assert ran[1:] == [kernels.gdn_bwd.scan_intra_bwd_gluon_kernel]
+        assert all(map(torch.equal, got, want))
+
+
+@pytest.mark.gpu
 def test_head_groups_hold_the_states_of_one_at_a_time(device, force):
     if why := without_gluon(device):
         pytest.skip(why)

@@ -24,6 +24,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from linattn_edu.kernels.gluon import (
+    gdn_bwd,
     gdn_intra,
     gdn_intra_bwd,
     gdn_scan,
@@ -131,6 +132,11 @@ def intra_bwd_forms():
         constants = size | {"ROW": 4 * G, "H": 2, "HV": 2 * G}
         source = source_of(kernel, constants, dtype, columns, states=("h", "dh"))
         yield {"kernel": kernel.__name__, "dtype": dtype, "G": G}, source, gdn_intra_bwd.OPTIONS
+    kernel, absent = gdn_bwd.scan_intra_bwd_gluon_kernel, ("dht_ptr", "cu_ptr", "offsets_ptr")
+    for dtype in ("bf16", "fp16"):
+        constants = size | {"ROW": 2, "H": 2, "HV": 2}
+        source = source_of(kernel, constants, dtype, {"": CHUNK}, absent)
+        yield {"kernel": kernel.__name__, "dtype": dtype, "G": 1}, source, gdn_bwd.OPTIONS
     kernel = kda_intra_bwd.kda_intra_bwd_gluon_kernel
     gates = "gc", "dgc", "beta", "dgl", "dbeta"
     source = source_of(

@@ -88,6 +88,14 @@ CASES = {
     "gdn_intra_bwd, fp16": Case(
         "intra_chunk_bwd", "gdn_fused", "intra_chunk_bwd", {"intra_chunk_bwd": "gluon"}, dtype=FP16
     ),
+    "gdn_bwd": Case(
+        "chunk_bwd", "gdn_fused", "scan_states scan_intra_bwd",
+        _SCANS | {"scan_intra_bwd": "one"}, 320, kinds={"own": True},
+    ),
+    "gdn_bwd, no states": Case(
+        "chunk_bwd", "gdn_fused", "scan_states scan_intra_bwd",
+        _SCANS | {"scan_intra_bwd": "one"}, 64, dtype=FP16, kinds={"own": True}, without=ENDS,
+    ),
     "kda_scan": Case(
         "kda_fused_scan", "kda_fused", "kda_scan", {"kda_scan": "gluon", "workers": 1}, 320,
         kinds={"g": gates(320)},

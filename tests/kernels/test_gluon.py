@@ -56,6 +56,8 @@ def test_the_launchers_have_them():
 def products_of(row):
     """Of 16 terms and 64 columns for 64 rows, in all groups of warps."""
     name = row["kernel"]
+    if name == "scan_intra_bwd_gluon_kernel":  # of the scan; what is left, a half in a loop
+        return 2 * 4 * (2 + 2 + 4 + 2) + 2 * 8 + (3 * 8 + 4 * 4)
     if name in PRODUCTS:
         # of 64 keys those of twice 64 terms or columns are half as many
         products = PRODUCTS[name] if row["K"] == 128 else 1 + (1 + 1 + 1 + 1 + 1)
@@ -76,6 +78,7 @@ def programs_of(row):
 SPILLED = {
     "intra_chunk_bwd_gluon_kernel": 128 if support.THIS < (3, 9) else 160,
     "kda_intra_bwd_gluon_kernel": 512,
+    "scan_intra_bwd_gluon_kernel": 288,
     "intra_chunk_gluon_kernel": 64,
     "intra_chunk_ring_gluon_kernel": 16,
 }
@@ -84,7 +87,7 @@ SPILLED = {
 def test_compiled_for_hopper():
     """Products run beside one another, shared memory suffices, next to nothing is spilled."""
     rows = lines_of("compile_gluon.py")
-    assert len(rows) == 26 and {row["kernel"] for row in rows} == {*PRODUCTS, *SPILLED}
+    assert len(rows) == 28 and {row["kernel"] for row in rows} == {*PRODUCTS, *SPILLED}
     for row in rows:
         most = SPILLED.get(row["kernel"], 0)
         if row["kernel"] == "intra_chunk_bwd_gluon_kernel" and row["G"] == 1:
@@ -92,6 +95,8 @@ def test_compiled_for_hopper():
         assert row["spilled"] <= most, row
         # Triton 3.8's form of this one is the only one whose products ptxas has wait
         known = support.THIS == (3, 8) and row["kernel"] == "kda_intra_bwd_gluon_kernel"
+        # where they wait for one another in the scan, which has the time, for the sake of the rest
+        known |= row["kernel"] == "scan_intra_bwd_gluon_kernel"
         assert row["serialized"] == known, row
         assert 0 < row["shared"] + 1024 <= (228 << 10) // programs_of(row), row
         assert row["products"] == products_of(row), row

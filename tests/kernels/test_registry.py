@@ -22,7 +22,6 @@ FILES = sorted(
 )
 # what launches nothing of its own, or only as a part of others
 WITHIN = {
-    "fused/gdn_bwd chunk_bwd": "scans and intra_chunk_bwd one after the other",
     "delta/warm_up warm_up": "of the scans in pieces",
     "delta/causal_conv1d reach": "of causal_conv1d",
 }

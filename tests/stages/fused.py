@@ -46,6 +46,8 @@ STAGES = [
           "scan_map_bwd", when=held),
     Stage("fused/gdn_bwd", "gdn_fused", _intra_bwd, "intra_chunk_bwd", when=held,
           more=[two_heads(_intra_bwd)]),
+    Stage("fused/gdn_bwd", "gdn_fused", call("q k v beta gc P AG do h0 dht", scale=SCALE),
+          "chunk_bwd", when=held),
     # the same with low halves
     Stage("fused/gdn_intra", "gdn_fused", call("q k beta gc", "chunks"), "intra_halves",
           when=halved),

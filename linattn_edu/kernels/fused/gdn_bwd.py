@@ -6,8 +6,8 @@ import triton.language as tl
 from torch import Tensor
 
 from linattn_edu.kernels.fused.gdn_scans import Scans, enter, load, scans
-from linattn_edu.kernels.gluon.kernels import gdn_intra_bwd, gdn_scans
-from linattn_edu.kernels.pieces import Pieces
+from linattn_edu.kernels.gluon.kernels import gdn_bwd, gdn_intra_bwd, gdn_scans
+from linattn_edu.kernels.pieces import Pieces, whole_of
 from linattn_edu.kernels.routes import by_kind, by_load, kind_of
 from linattn_edu.kernels.rows import chunk_args
 from linattn_edu.kernels.tiles import (
@@ -234,11 +234,16 @@ def chunk_bwd(
     scale: float,
     packing: Packing | None = None,
 ) -> tuple[Tensor, ...]:
-    """Launch scans and intra_chunk_bwd, on some heads after the others where that takes no longer;
-    arguments and result as in the reference, and dht as in `scans`.
+    """Launch scans and intra_chunk_bwd, on some heads after the others where that takes no longer,
+    or both with scan_bwd in one kernel; arguments and result as in the reference, and dht as in
+    `scans`.
     """
     C, given = AG.shape[-1], (q, k, v, beta, gc, P, AG, do, initial_state, dht)
-    groups = 1 if low else by_load.head_groups(load(q, v, AG, packing, k, P, do)).takes
+    asked = load(q, v, AG, packing, k, P, do)
+    one = not low and not callable(dht) and by_load.scan_intra_bwd(asked).takes == "one"
+    if one and (results := _in_one(Scans(*given), scale)):
+        return results
+    groups = 1 if low else by_load.head_groups(asked).takes
     if groups > 1:
         return _in_head_groups(groups, Scans(*given), scale)
     h, v_new, dh, Z, dv, dh0, *low = scans(*given, low, scale=scale, packing=packing)
@@ -247,6 +252,22 @@ def chunk_bwd(
     given = q, k, v, beta, gc, h, v_new, do, dh, Z
     _launch_intra(given, low or None, out, scale, C, packing)
     return dq, dk, dv, *out[2:], dh0
+
+
+def _in_one(x: Scans, scale: float) -> tuple[Tensor, ...] | None:
+    """chunk_bwd with scan_bwd and intra_chunk_bwd in one kernel in Gluon, if there is one: the same
+    bits, and neither dS nor Z in memory.
+    """
+    forth, pieces = x._replace(do=None, dht=None), whole_of(x.k, None)
+    forth = forth.written(pieces, None)
+    if not gdn_scans.scan_states_gluon(forth.forth, None, pieces):
+        return None
+    given = *x[:7], forth.h, forth.v_new, x.do, x.dht
+    # a program has read v_new of a chunk before it writes dq, which lies in its place
+    _, HV, K, V = x.sizes
+    dh0 = x.gc.new_empty(pieces.N, HV, K, V)
+    out = forth.v_new, *map(torch.empty_like, (x.k, x.v, x.beta, x.gc)), dh0
+    return out if gdn_bwd.scan_intra_bwd_gluon(given, out, scale, pieces) else None
 
 
 def _in_head_groups(groups: int, x: Scans, scale: float) -> tuple[Tensor, ...]:

@@ -135,6 +135,22 @@ def workers(load: Load, pieces: int) -> Choice:
 
 
 @decision
+def scan_intra_bwd(load: Load) -> Choice:
+    """scan_bwd and intra_chunk_bwd of Gated DeltaNet: "one" kernel in Gluon, or "two"."""
+    kind = load.kind
+    if _scan(load, True).takes != "gluon" or first(INTRA_BWD, kind):
+        return Choice("two", "not all in Gluon")
+    if kind.H < kind.HV:
+        return Choice("two", "HV={HV}, H={H}: heads that share a key have sums in one program")
+    if pieces_by_maps(kind).takes or pieces_by_warm_up(kind).takes:
+        return Choice("two", "T={T}: a sequence is cut, one kernel takes whole ones")
+    programs = load.sequences * kind.HV
+    if programs < limits.BUSY * cdiv(programs, load.processors) * load.processors:
+        return Choice("two", f"{programs} heads would leave multiprocessors idle")
+    return Choice("one", f"{programs} heads for {{processors}} multiprocessors")
+
+
+@decision
 def head_groups(load: Load) -> Choice:
     """Groups of heads that chunk_bwd in Gluon takes one after the other, with the states of one
     at a time: the most whose scans leave no more multiprocessors idle than all would.

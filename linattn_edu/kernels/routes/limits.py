@@ -12,6 +12,10 @@ ENOUGH = 1 << 14
 # the same where multiprocessors have several programs, and plain Triton has them work side by side
 CROWDED, LONG = 1 << 18, 256  # and tokens of a sequence: a few chunks do not pay the way in
 
+# one kernel for scan_bwd and intra_chunk_bwd, whose program takes all values of a head and fills a
+# multiprocessor: at least so much of them is to have work
+BUSY = 0.85
+
 # the newest Triton with which both kernels of intra_chunk in Gluon give the same bits for 128 keys
 # of several value heads; with 3.9 they were seen not to
 SHARED_RING = (3, 7)

@@ -253,7 +253,8 @@ class Composition(Declaration):
                 for n, x in zip(outputs, results, strict=True)
             )
         results, kept = compose(given), self.residuals._fields if self.residuals else ()
-        behind = torch.arange(T, device=known.device) >= known[-1]
+        bounds = given["cu_seqlens"]
+        behind = torch.arange(T, device=bounds.device) >= bounds[-1]
         for n, x in zip(outputs, results, strict=True):
             if x is not None and n in axis and n not in kept:
                 x.masked_fill_(behind.view(-1, *[1] * (x.ndim - axis[n] - 1)), 0)

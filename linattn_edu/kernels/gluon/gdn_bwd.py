@@ -1,0 +1,506 @@
+"""scan_bwd and intra_chunk_bwd of Gated DeltaNet's fused backward pass as one kernel in Gluon.
+
+For Hopper. A program goes back through all chunks of a head. Two groups of four warps hold dS^T in
+registers, each for half of the values, as the scan does. A third makes of each chunk what is left,
+as intra_chunk_bwd does, while the two are at the chunk before. So dS and Z stay in shared memory,
+where everything is in tiles of 64 x 64.
+"""
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma_wait,
+)
+
+from linattn_edu.kernels.gluon.blocks import (
+    CHUNK,
+    bar,
+    bars,
+    descriptor,
+    numbers,
+    operand,
+    own_dot,
+    own_sums,
+    product,
+    ring,
+)
+from linattn_edu.kernels.gluon.names import async_load, async_store, barrier, record
+from linattn_edu.kernels.gluon.scan_frame import (
+    chunk_at,
+    gates_of,
+    hand_over,
+    load_state,
+    piece_of_program,
+    state_of,
+    store_state,
+    store_transposed,
+)
+from linattn_edu.kernels.gluon.support import attempt
+from linattn_edu.kernels.pieces import Pieces
+
+
+@record
+class Source:
+    """What is copied in, by tensor maps, and where it begins."""
+
+    q_desc: object
+    k_desc: object
+    v_desc: object
+    P_desc: object
+    AG_desc: object
+    h_desc: object
+    v_new_desc: object
+    do_desc: object
+    piece: object
+    H: object
+    HV: object
+
+
+@record
+class Memory:
+    """Tiles in shared memory: of keys and of values two halves, of states the values of the first
+    half of the keys, then of the second.
+    """
+
+    qs: object  # dq leaves from there
+    ks: object  # two places; dk leaves from there
+    vs: object
+    Ps: object  # P and A * G; dV leaves from there
+    Ss: object
+    news: object  # v_new
+    dos: object  # two places
+    dSs: object
+    Zs: object
+    inner: object  # dM, diag(beta) dL
+    gates: object  # two places of gc and beta
+    parts: object  # dgc, dbeta, and what dgc's last row gets
+
+
+@record
+class Bars:
+    """The mbarriers, see scan_intra_bwd_gluon_kernel."""
+
+    full_k: object  # two
+    empty_k: object  # two
+    full_q: object
+    empty_q: object
+    full_do: object  # two
+    empty_do: object  # two
+    full_P: object
+    empty_P: object
+    full_new: object
+    full_h: object
+    full_v: object
+    read_P: object
+    full_Z: object
+    used: object
+    updated: object
+
+
+@record
+class Out:
+    """Where the results go, and what they are scaled by."""
+
+    dq_desc: object
+    dk_desc: object
+    dv_desc: object
+    dbeta_ptr: object
+    dgc_ptr: object
+    scale: object
+    ROW: object
+
+
+@gluon.jit
+def load_pair(desc, row, column, bar, tiles, i):
+    """Two tiles beside each other, to places i and i + 1."""
+    async_load(desc, [row, column], bar, tiles.index(i))
+    async_load(desc, [row, column + 64], bar, tiles.index(i + 1))
+
+
+@gluon.jit
+def load_keys(source, m, bars, given, n, b_gc, b_beta):
+    """k of the n-th chunk and its gates, of which it returns those of the next one."""
+    i, piece = n % 2, source.piece
+    row = piece.first + chunk_at(n, piece.NT, True) * 64
+    mbarrier.wait(bars.empty_k.index(i), (n // 2 & 1) ^ 1)
+    full = bars.full_k.index(i)
+    mbarrier.expect(full, 2 * 64 * 64 * 2)
+    load_pair(source.k_desc, row, piece.i_k * 128, full, m.ks, 2 * i)
+    m.gates.index(2 * i).store(b_gc)
+    m.gates.index(2 * i + 1).store(b_beta)
+    b_gc, b_beta, _ = given.of(n + 1, piece.NT, 64, True)
+    barrier()
+    mbarrier.arrive(full, count=1)
+    return b_gc, b_beta
+
+
+@gluon.jit
+def load_do(source, m, bars, n):
+    """do of the n-th chunk."""
+    i, piece = n % 2, source.piece
+    mbarrier.wait(bars.empty_do.index(i), (n // 2 & 1) ^ 1)
+    full = bars.full_do.index(i)
+    mbarrier.expect(full, 2 * 64 * 64 * 2)
+    row = piece.first + chunk_at(n, piece.NT, True) * 64
+    load_pair(source.do_desc, row, piece.i_h * 128, full, m.dos, 2 * i)
+
+
+@gluon.jit
+def load_back(source, m, bars, given):
+    """The producer, a warp that loads, in the order in which places become empty."""
+    piece = source.piece
+    NT = piece.NT
+    b_gc, b_beta, _ = given.of(0, NT, 64, True)
+    if NT > 0:
+        b_gc, b_beta = load_keys(source, m, bars, given, 0, b_gc, b_beta)
+        load_do(source, m, bars, 0)
+    for n in range(NT):
+        i_c, empty = chunk_at(n, NT, True), (n & 1) ^ 1
+        row, column = piece.first + i_c * 64, piece.i_h * 128
+        mbarrier.wait(bars.empty_P, empty)
+        mbarrier.expect(bars.full_P, 2 * 64 * 64 * 2)
+        async_load(source.P_desc, [row, piece.i_h * 64], bars.full_P, m.Ps.index(0))
+        async_load(source.AG_desc, [row, piece.i_h * 64], bars.full_P, m.Ps.index(1))
+        if n + 1 < NT:
+            load_do(source, m, bars, n + 1)
+        mbarrier.wait(bars.used, empty)
+        mbarrier.expect(bars.full_new, 2 * 64 * 64 * 2)
+        load_pair(source.v_new_desc, row, column, bars.full_new, m.news, 0)
+        mbarrier.expect(bars.full_h, 4 * 64 * 64 * 2)
+        i_S = ((piece.i_c + i_c) * source.HV + piece.i_h) * 128
+        load_pair(source.h_desc, i_S, 0, bars.full_h, m.Ss, 0)
+        load_pair(source.h_desc, i_S + 64, 0, bars.full_h, m.Ss, 2)
+        mbarrier.expect(bars.full_v, 2 * 64 * 64 * 2)
+        load_pair(source.v_desc, row, column, bars.full_v, m.vs, 0)
+        mbarrier.wait(bars.empty_q, empty)
+        mbarrier.expect(bars.full_q, 2 * 64 * 64 * 2)
+        load_pair(source.q_desc, row, piece.i_k * 128, bars.full_q, m.qs, 0)
+        if n + 1 < NT:
+            b_gc, b_beta = load_keys(source, m, bars, given, n + 1, b_gc, b_beta)
+
+
+# over 80 lines: the order of its products, waits and arithmetic is what it is about
+@gluon.jit
+def scan_back(w: gl.constexpr, m, bars, state, out, piece):
+    """Half w of the values, by four warps: scan_bwd_kernel's sums."""
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    along: gl.constexpr = gl.SliceLayout(0, mma)  # a number for each column
+    dtype: gl.constexpr = m.ks.dtype
+    zero = gl.full([64, 64], 0.0, gl.float32, mma)
+    NT = piece.NT
+    b_S1, b_S2 = load_state(state, NT, mma)
+    mbarrier.wait(bars.full_k.index(0), 0, pred=NT > 0)
+    # K dS of the last chunk
+    b_dv = product(operand(b_S1, dtype, mma), m.ks.index(0).permute((1, 0)), zero, False)
+    b_dv = product(operand(b_S2, dtype, mma), m.ks.index(1).permute((1, 0)), b_dv)
+    b_dv = warpgroup_mma_wait(0, [b_dv])
+    for i_t in range(NT):
+        i, turn = i_t % 2, i_t & 1
+        z = i_t >> 30  # 0, and the compiler cannot know, see gdn_intra_bwd
+        do, gc, beta = m.dos.index(2 * i + w), m.gates.index(2 * i), m.gates.index(2 * i + 1)
+        # eq:delta-dv-new   dv_new = scale P^T dO + diag(2^(gc_last - gc)) K dS
+        mbarrier.wait(bars.full_do.index(i), i_t // 2 & 1)
+        b_do = do.permute((1, 0)).load(mma).to(gl.float32) * out.scale
+        b_last = gc.slice(63, 1).load(along)
+        b_dv *= gl.exp2(b_last - gc.load(along))[None, :]
+        mbarrier.wait(bars.full_P, turn)
+        b_dv = product(operand(b_do, dtype, mma), m.Ps.index(z), b_dv)
+        b_dv = warpgroup_mma_wait(0, [b_dv])
+        # eq:delta-z   Z = (A * G)^T dv_new
+        b_Z = product(operand(b_dv, dtype, mma), m.Ps.index(1 + z), zero, False)
+        b_Z = warpgroup_mma_wait(0, [b_Z])
+        mbarrier.wait(bars.used, turn ^ 1)  # Z and dS of the chunk after
+        store_transposed(b_S1.to(dtype), m.dSs.index(w + z))
+        store_transposed(b_S2.to(dtype), m.dSs.index(2 + w + z))
+        store_transposed(b_Z.to(dtype), m.Zs.index(w + z))
+        hand_over(bars.full_Z)
+        mbarrier.arrive(bars.read_P, count=1)
+        # eq:fused-ds   dS <- 2^gc_last dS + (diag(2^gc) Q)^T scale dO - (diag(2^gc) K)^T dV
+        decay = gl.exp2(b_last)[None, :]
+        b_S1 *= decay
+        b_S2 *= decay
+        b_e = gl.exp2(gc.load(along))[None, :]
+        b_do = do.permute((1, 0)).load(mma).to(gl.float32) * out.scale
+        b_do = operand(b_e * b_do, dtype, mma)
+        mbarrier.wait(bars.full_q, turn)
+        b_S1 = product(b_do, m.qs.index(z), b_S1)
+        b_S2 = product(b_do, m.qs.index(1 + z), b_S2)
+        # eq:delta-dv   dV = diag(beta) Z
+        b_dv = beta.load(along)[None, :] * b_Z
+        mbarrier.wait(bars.read_P, turn)
+        store_transposed(b_dv.to(dtype), m.Ps.index(w + z))
+        fence_async_shared()
+        barrier()
+        mbarrier.arrive(bars.empty_do.index(i), count=1)
+        row = piece.first + chunk_at(i_t, NT, True) * 64
+        async_store(out.dv_desc, [row, piece.i_h * 128 + w * 64], m.Ps.index(w + z))
+        b_e = gl.exp2(gc.load(along))[None, :]  # made again: registers are scarce
+        b_x = operand(-b_e * b_dv, dtype, mma)
+        b_S1 = product(b_x, m.ks.index(2 * i), b_S1)
+        b_S2 = product(b_x, m.ks.index(2 * i + 1), b_S2)
+        # K dS of the next chunk; after the last one for nothing
+        i_next = gl.minimum(i_t + 1, NT - 1)
+        n = 2 * (i_next % 2)
+        mbarrier.wait(bars.full_k.index(i_next % 2), i_next // 2 & 1)
+        b_S1 = warpgroup_mma_wait(1, [b_S1])
+        b_dv = product(operand(b_S1, dtype, mma), m.ks.index(n).permute((1, 0)), zero, False)
+        b_S2 = warpgroup_mma_wait(1, [b_S2])
+        b_dv = product(operand(b_S2, dtype, mma), m.ks.index(n + 1).permute((1, 0)), b_dv)
+        b_dv = warpgroup_mma_wait(0, [b_dv])
+        tma.store_wait(0)
+        barrier()  # no warp reads q and k of the chunk any more, and dV has left
+        mbarrier.arrive(bars.updated, count=1)
+        mbarrier.arrive(bars.empty_P, count=1)
+    if state.i_end >= 0:
+        store_state(state, b_S1, b_S2, mma)
+
+
+@gluon.jit
+def times_transposed(x, o, y, i, zero):
+    """Begin x y^T: of x both halves of the columns, at o and behind it, of y those at i."""
+    b_x = product(x.index(o), y.index(i).permute((1, 0)), zero, False)
+    return product(x.index(o + 1), y.index(i + 1).permute((1, 0)), b_x)
+
+
+@gluon.jit
+def within(b_P, gc, z, mma: gl.constexpr):
+    """b_P times the decay from column to row, its diagonal, and what is below that."""
+    o_i = gl.arange(0, 64, gl.SliceLayout(1, mma))[:, None] + z
+    o_j = gl.arange(0, 64, gl.SliceLayout(0, mma))[None, :]
+    b_d = gc.load(gl.SliceLayout(1, mma))[:, None] - gc.load(gl.SliceLayout(0, mma))[None, :]
+    b_P *= gl.exp2(gl.where(o_i > o_j, b_d, 0.0))
+    return b_P, o_i == o_j, o_i > o_j
+
+
+@gluon.jit
+def key_gradient(c, m, i, z, a_dL, b_F, b_W, b_own, mma: gl.constexpr):
+    """Half c of dK and three sums for dgc; b_F: Z S^T, b_W: v_new dS^T."""
+    rows: gl.constexpr = gl.SliceLayout(1, mma)
+    o_t = gl.arange(0, 64, rows)[:, None] + z
+    k, q, gc = m.ks.index(2 * i + c), m.qs.index(c), m.gates.index(2 * i)
+    # eq:fused-read   F = dL K - diag(2^gc) Z S^T
+    b_F = product(a_dL, k, b_F * -gl.exp2(gc.load(rows))[:, None])
+    # eq:delta-dk-state   dK = diag(2^(gc_last - gc)) v_new dS^T
+    b_W *= gl.exp2(gc.slice(63, 1).load(rows) - gc.load(rows))[:, None]
+    b_k = k.load(mma).to(gl.float32)
+    b_t = own_sums(gl.where(o_t == 63, 0.0, b_k * b_W))
+    # eq:fused-dk   dK = diag(beta) F + D
+    b_dk = b_W + b_own * q.load(mma).to(gl.float32)
+    b_before = own_sums(b_k * b_dk) - b_t
+    # eq:fused-write   D = dK_state + dM^T Q + (diag(beta) dL)^T K
+    b_dk = product(m.inner.index(1 + z).permute((1, 0)), k, b_dk)
+    b_dk = product(m.inner.index(z).permute((1, 0)), q, b_dk)
+    b_F = warpgroup_mma_wait(2, [b_F])
+    b_k = k.load(mma).to(gl.float32)
+    b_KF = own_sums(b_k * b_F)
+    b_F *= m.gates.index(2 * i + 1).load(rows)[:, None]
+    b_KbF = own_sums(b_k * b_F)
+    b_dk = warpgroup_mma_wait(0, [b_dk])
+    b_KD = own_sums(k.load(mma).to(gl.float32) * b_dk)
+    return b_dk + b_F, b_before, b_KF, b_KbF, b_KD, b_t
+
+
+@gluon.jit
+def read_gradient(c, m, i, z, b_R, b_own, scale, mma: gl.constexpr):
+    """Half c of dQ, and the sums of Q * dQ; b_R: dO S^T."""
+    rows: gl.constexpr = gl.SliceLayout(1, mma)
+    k, q = m.ks.index(2 * i + c), m.qs.index(c)
+    # eq:delta-dq   dQ = scale diag(2^gc) dO S^T + dM K
+    b_R *= gl.exp2(m.gates.index(2 * i).load(rows))[:, None] * scale
+    b_dq = warpgroup_mma_wait(0, [product(m.inner.index(z), k, b_R)])
+    b_sums = own_sums(q.load(mma).to(gl.float32) * b_dq)
+    return b_dq + b_own * k.load(mma).to(gl.float32), b_sums
+
+
+@gluon.jit
+def half_of_keys(c, m, bars, i, turn, zero, a_dL, b_own, scale, mma: gl.constexpr):
+    """Half c of dQ and dK to the places of q and k; its part of dgc, of dbeta and of what dgc's
+    last row gets.
+    """
+    z = c >> 30  # 0, as above
+    i += z
+    b_F = times_transposed(m.Zs, z, m.Ss, 2 * c, zero)
+    b_W = times_transposed(m.news, z, m.dSs, 2 * c, zero)
+    b_through = own_dot(m.Ss.index(2 * c), m.dSs.index(2 * c), mma)
+    b_through += own_dot(m.Ss.index(2 * c + 1), m.dSs.index(2 * c + 1), mma)
+    b_last = m.gates.index(2 * i).slice(63, 1).load(gl.SliceLayout(1, mma))
+    decay = gl.exp2(gl.max(b_last, 0))
+    b_dbeta = own_dot(m.Zs.index(c), m.vs.index(c), mma)
+    b_F, b_W = warpgroup_mma_wait(0, [b_F, b_W])
+    b_dk, b_dgc, b_KF, b_KbF, b_KD, b_t = key_gradient(c, m, i, z, a_dL, b_F, b_W, b_own, mma)
+    b_R = warpgroup_mma_wait(0, [times_transposed(m.dos, 2 * i, m.Ss, 2 * c, zero)])
+    if c == 1:
+        barrier()  # no warp reads do, v_new, S, Z, dS or v any more
+        mbarrier.arrive(bars.empty_do.index(i), count=1)
+        mbarrier.arrive(bars.used, count=1)
+    b_dk = b_dk.to(m.ks.dtype)
+    b_dq, b_sums = read_gradient(c, m, i, z, b_R, b_own, scale, mma)
+    mbarrier.wait(bars.updated, turn)
+    barrier()  # no warp reads the half of q and k any more
+    m.qs.index(c).store(b_dq.to(m.qs.dtype))
+    m.ks.index(2 * i + c).store(b_dk)
+    b_dgc = b_dgc + b_sums + b_KbF - b_KD
+    rows: gl.constexpr = gl.SliceLayout(1, mma)
+    return (
+        gl.convert_layout(gl.sum(b_dgc, 1), rows),
+        gl.convert_layout(gl.sum(b_dbeta + b_KF, 1), rows),
+        gl.convert_layout(gl.sum(b_through * decay + b_t, 1), rows),
+    )
+
+
+@gluon.jit
+def store_sums(m, out, row, i_h):
+    """dgc and dbeta of a chunk, of what was left in parts."""
+    vector: gl.constexpr = gl.SliceLayout(
+        0, gl.BlockedLayout([1, 2], [1, 32], [gl.num_warps(), 1], [1, 0])
+    )
+    ROW: gl.constexpr = out.ROW
+    o_t = gl.arange(0, 64, vector)
+    o = (row + o_t).to(gl.int64) * ROW + i_h
+    # eq:fused-dgc   dgc = q dq + beta k f - k d; dgc_last += sum k dk + 2^gc_last <dS, S>
+    b_through = gl.sum(m.parts.index(2).load(vector), 0)
+    gl.store(out.dgc_ptr + o, m.parts.index(0).load(vector) + gl.where(o_t == 63, b_through, 0.0))
+    # eq:fused-dbeta   dbeta = rowsum(Z * V) + rowsum(K * F)
+    gl.store(out.dbeta_ptr + o, m.parts.index(1).load(vector).to(out.dbeta_ptr.dtype.element_ty))
+
+
+@gluon.jit
+def gradients(m, bars, out, piece):
+    """All but dV of each chunk, by four warps: intra_chunk_bwd_kernel's sums."""
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    rows: gl.constexpr = gl.SliceLayout(1, mma)
+    dtype: gl.constexpr = m.ks.dtype
+    zero = gl.full([64, 64], 0.0, gl.float32, mma)
+    sums = gl.full([64], 0.0, gl.float32, rows)
+    NT = piece.NT
+    for i_t in range(NT):
+        i, turn = i_t % 2, i_t & 1
+        z = i_t >> 30  # 0, and the compiler cannot know, see gdn_intra_bwd
+        mbarrier.wait(bars.full_do.index(i), i_t // 2 & 1)
+        mbarrier.wait(bars.full_new, turn)
+        b_P = times_transposed(m.dos, 2 * i, m.news, z, zero)
+        if i_t > 0:
+            tma.store_wait(0)
+            barrier()  # dq and dk of the chunk after have left
+            mbarrier.arrive(bars.empty_k.index(1 - i), count=1)
+            mbarrier.arrive(bars.empty_q, count=1)
+        mbarrier.wait(bars.full_k.index(i), i_t // 2 & 1)
+        b_P = warpgroup_mma_wait(0, [b_P])
+        # eq:delta-dm   dM = scale (dO v_new^T) * G
+        b_P, diagonal, below = within(b_P, m.gates.index(2 * i), z, mma)
+        b_P *= out.scale
+        # no decay acts on the diagonal: it must not be in the sums of dgc, where it would cancel
+        b_own = gl.sum(gl.where(diagonal, b_P, 0.0), 1)[:, None]
+        m.inner.index(z).store(gl.where(below, b_P, 0.0).to(dtype))
+        mbarrier.wait(bars.full_Z, turn)
+        b_P = warpgroup_mma_wait(0, [times_transposed(m.Zs, z, m.news, z, zero)])
+        # eq:delta-dl   dL = -tril(Z v_new^T, -1) * G
+        b_P, diagonal, below = within(b_P, m.gates.index(2 * i), z, mma)
+        b_P = gl.where(below, -b_P, 0.0)
+        b_beta = m.gates.index(2 * i + 1).load(rows)[:, None]
+        m.inner.index(1 + z).store((b_beta * b_P).to(dtype))
+        a_dL = operand(b_P, dtype, mma)
+        fence_async_shared()
+        barrier()
+        mbarrier.wait(bars.full_h, turn)
+        mbarrier.wait(bars.full_q, turn)
+        mbarrier.wait(bars.full_v, turn)
+        b_dgc, b_dbeta, b_through = sums, sums, sums
+        for c in range(2):
+            b_1, b_2, b_3 = half_of_keys(c, m, bars, i, turn, zero, a_dL, b_own, out.scale, mma)
+            b_dgc, b_dbeta, b_through = b_dgc + b_1, b_dbeta + b_2, b_through + b_3
+        m.parts.index(0).store(b_dgc)
+        m.parts.index(1).store(b_dbeta)
+        m.parts.index(2).store(b_through)
+        fence_async_shared()
+        barrier()
+        row, column = piece.first + chunk_at(i_t, NT, True) * 64, piece.i_k * 128
+        async_store(out.dq_desc, [row, column], m.qs.index(z))
+        async_store(out.dq_desc, [row, column + 64], m.qs.index(1 + z))
+        async_store(out.dk_desc, [row, column], m.ks.index(2 * i))
+        async_store(out.dk_desc, [row, column + 64], m.ks.index(2 * i + 1))
+        store_sums(m, out, row, piece.i_h)
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["T", "N"])
+def scan_intra_bwd_gluon_kernel(
+    q_desc, k_desc, v_desc, P_desc, AG_desc, h_desc, v_new_desc, do_desc, dq_desc, dk_desc, dv_desc,
+    beta_ptr, gc_ptr, dht_ptr, dh0_ptr, dbeta_ptr, dgc_ptr, scale, cu_ptr, offsets_ptr, T, N,
+    ROW: gl.constexpr,  # numbers between tokens in beta and gc, and in their gradients
+    H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
+):  # fmt: skip
+    """One program: one head of one sequence, back through all chunks.  Grid (N * HV).
+
+    Arguments of scan_bwd_kernel and intra_chunk_bwd_kernel of kernels/fused, see `descriptor`.
+    Reference: linattn_edu.reference.fused.gdn_bwd.chunk_bwd.
+
+    mbarriers; two groups of four warps scan, a third makes the gradients::
+
+        full_k    k and gates, two places -> all
+        empty_k   gradients: dk has left -> loading warp
+        full_q    q -> all
+        empty_q   gradients: dq has left -> loading warp
+        full_do   do, two places -> all
+        empty_do  all, when it has been read -> loading warp
+        full_P    P and A * G -> scan
+        read_P    both of the scan have read them -> both, which leave dV in their place
+        empty_P   dV has left -> loading warp
+        full_new, full_h, full_v  v_new, S, v -> gradients
+        full_Z    scan: dS and Z -> gradients
+        used      gradients have read v_new, S, v, Z and dS -> loading warp and scan
+        updated   the scan reads no k and q of the chunk any more -> gradients, which leave dq and
+                  dk in their place
+    """
+    piece = piece_of_program(
+        gl.program_id(0), None, cu_ptr, offsets_ptr, T, N, H, HV, V, 64, 64, 2, True
+    )
+    m = Memory(
+        ring(q_desc, 2), ring(k_desc, 4), ring(v_desc, 2), ring(P_desc, 2), ring(h_desc, 4),
+        ring(v_new_desc, 2), ring(do_desc, 4), ring(h_desc, 4), ring(do_desc, 2), ring(P_desc, 2),
+        numbers([4, 64]), numbers([3, 64]),
+    )  # fmt: skip
+    b = Bars(
+        bars(2, 2), bars(2, 1), bar(1), bar(1), bars(2, 1), bars(2, 3), bar(1), bar(2), bar(1),
+        bar(1), bar(1), bar(2), bar(2), bar(1), bar(2),
+    )  # fmt: skip
+    fence_async_shared()
+    source = Source(
+        q_desc, k_desc, v_desc, P_desc, AG_desc, h_desc, v_new_desc, do_desc, piece, H, HV
+    )
+    out = Out(dq_desc, dk_desc, dv_desc, dbeta_ptr, dgc_ptr, scale, ROW)
+    given = gates_of(piece, gc_ptr, beta_ptr, ROW)
+    gl.warp_specialize([
+        (gradients, (m, b, out, piece)),
+        (scan_back, (0, m, b, state_of(0, piece, dht_ptr, dh0_ptr, K, V, 64), out, piece)),
+        (scan_back, (1, m, b, state_of(1, piece, dht_ptr, dh0_ptr, K, V, 64), out, piece)),
+        (load_back, (source, m, b, given)),
+    ], [4, 4, 1], [136, 136, 24])  # fmt: skip
+
+
+# of the registers at the start the warps that load and scan keep what they ask for, the others
+# take the rest, 216 a thread
+OPTIONS = {"num_warps": 4, "maxnreg": 128}
+
+
+@attempt
+def scan_intra_bwd_gluon(
+    given: tuple[Tensor | None, ...], out: tuple[Tensor, ...], scale: float, pieces: Pieces
+) -> None:
+    """Launch the kernel on whole sequences.
+
+    given: q, k, v, beta, gc, P, AG, h, v_new, do and dht; out, which it writes: dq, dk, dv, dbeta,
+    dgc and dh0. Tensors [B, T, heads, ...] may be views of some heads.
+    """
+    q, k, v, beta, gc, P, AG, h, v_new, do, dht = given
+    dq, dk, dv, dbeta, dgc, dh0 = out
+    (H, K), (HV, V) = q.shape[2:], v.shape[2:]
+    tensors = q, k, v, P, AG, h, v_new, do, dq, dk, dv
+    scan_intra_bwd_gluon_kernel[(pieces.N * HV,)](
+        *(descriptor(x, CHUNK) for x in tensors), beta, gc, dht, dh0, dbeta, dgc, scale,
+        *pieces.places, pieces.N, gc.stride(1), H, HV, K, V, **OPTIONS,
+    )  # fmt: skip
