@@ -349,8 +349,8 @@ MUTANTS = [
     Mutant(
         "near rows of the general delta rule are halved too",
         f"{KERNELS}/dplr/intra_bwd.py",
-        "tl.where(near, False, pairs(o, s))",
-        "pairs(o, s)",
+        "1 - b_near, pairs(o, s)",
+        "1 + b_near, pairs(o, s)",
         "tests/dplr/test_intra_bwd.py -k steep",
     ),
     # decoding

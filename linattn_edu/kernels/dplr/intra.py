@@ -196,10 +196,9 @@ def dplr_scores_kernel(
         tl.store(L_ptr + tl.arange(0, BT), b_zero)
 
 
-# generation -> bytes of an element -> row: one warp, as in kda_intra; on Hopper two, which hold the
-# readers of 128 keys beside tiles that are loaded ahead, and spill nothing
+# generation -> bytes of an element -> row: one warp, as in kda_intra
 ONE = dict.fromkeys((2, 4), row(1, 1, BK=32))
-CONFIGS = {"turing": ONE, "ampere": ONE, "hopper": ONE | {2: row(2, 2, BK=32)}}
+CONFIGS = {"turing": ONE, "ampere": ONE, "hopper": ONE | {2: row(1, 2, BK=64)}}
 
 
 def dplr_intra(

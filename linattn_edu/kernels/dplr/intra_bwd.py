@@ -17,7 +17,6 @@ from linattn_edu.kernels.tiles import (
     load_row,
     load_tile,
     load_vector,
-    mask_if,
     store_tile,
 )
 from linattn_edu.packing import Packing
@@ -96,71 +95,106 @@ def dplr_rows_bwd_kernel(
 
 
 @triton.jit
-def dscores(dab_ptr, dak_ptr, dqb_ptr, dqk_ptr, i, j, m, n_t, stride):
-    """[16, 16] where m, else 0: rows of block i, of dab and dak one token later, columns of block j
-    of a chunk of n_t tokens.
+def dscores(dab_ptr, dak_ptr, dqb_ptr, dqk_ptr, i, j, b_rows, m, n_t, stride):
+    """[16, 16] where m and in rows that have 1, else 0: rows of block i, of dab and dak one token
+    later, columns of block j of a chunk of n_t tokens.
     """
-    o = tl.arange(0, 16)
+    o, b_rows = tl.arange(0, 16), b_rows[:, None] > 0.5
     o_i = i * 16 + o
     b_ab = load_tile(dab_ptr + stride + j * 16, o_i, o, stride, n_t - 1, 16)
     b_ak = load_tile(dak_ptr + stride + j * 16, o_i, o, stride, n_t - 1, 16)
     b_qb = load_tile(dqb_ptr + j * 16, o_i, o, stride, n_t, 16)
     b_qk = load_tile(dqk_ptr + j * 16, o_i, o, stride, n_t, 16)
+    # in two steps: one mask of both Triton 3.9 does not compile for all layouts
+    b_ab, b_ak = tl.where(b_rows, b_ab, 0.0), tl.where(b_rows, b_ak, 0.0)
+    b_qb, b_qk = tl.where(b_rows, b_qb, 0.0), tl.where(b_rows, b_qk, 0.0)
     b_ab, b_ak = tl.where(m, b_ab, 0.0), tl.where(m, b_ak, 0.0)
     return b_ab, b_ak, tl.where(m, b_qb, 0.0), tl.where(m, b_qk, 0.0)
 
 
 @triton.jit
-def below(q_ptr, a_ptr, gc_ptr, dab_ptr, dak_ptr, dqb_ptr, dqk_ptr, b_k, b_b, b_g, m, n_b, o_k,
-          n_t, stride, at, K, dtype: tl.constexpr, HALVE: tl.constexpr):  # fmt: skip
-    """dB and dK of block n_b, and what of dgc, from the rows that read it: those of the blocks
-    below and, where m, its own.
-    """
+def written(D, b_q, b_a, b_k, b_b, b_e, b_db, b_dk, b_dgc, dtype: tl.constexpr):
+    """dB, dK and what of dgc, with what q and a read; b_e: factors of the writers k and b."""
+    b_ab, b_ak, b_qb, b_qk = D
+    # eq:dplr-writers   dB_j += sum_i>j (dqb_ij q_i 2^gc_i + dab_ij a_i 2^gp_i) 2^-gc_j
+    b_u = dot(tl.trans(b_ab), b_a, dot(tl.trans(b_qb), b_q))
+    b_w = dot(tl.trans(b_ak), b_a, dot(tl.trans(b_qk), b_q))
+    # with the rounded operands, what i gains is what j loses, term by term
+    b_dgc -= cast(b_b * b_e, dtype).to(tl.float32) * b_u
+    b_dgc -= cast(b_k * b_e, dtype).to(tl.float32) * b_w
+    return b_db + b_e * b_u, b_dk + b_e * b_w, b_dgc
+
+
+@triton.jit
+def writers(q_ptr, a_ptr, gc_ptr, dab_ptr, dak_ptr, dqb_ptr, dqk_ptr, b_k, b_b, b_g, b_near, n_b,
+            o_k, n_t, stride, at, K, dtype: tl.constexpr, HALVE: tl.constexpr):  # fmt: skip
+    """dB and dK of block n_b, and what of dgc, from rows that read it after a decay."""
     o = tl.arange(0, 16)
     b_db, b_dk, b_dgc = tl.zeros_like(b_k), tl.zeros_like(b_k), tl.zeros_like(b_k)
+    # the near rows of the block itself, and those of the blocks below
     for c in range(n_b if HALVE == FAR else n_b + 1, tl.cdiv(n_t, 16)):
         b_E = load_vector(gc_ptr + c * 16 * stride, o_k, K)[None, :]
         b_q, b_a = load_readers(q_ptr, a_ptr, c * 16 + o, o_k, stride, n_t, K)
         b_e = tl.exp2(load_gates(gc_ptr, c * 16 + o, o_k, stride, n_t, K) - b_E)
-        b_q, b_a = cast(b_q * b_e, dtype), cast(b_a * b_e, dtype)
-        b_ab, b_ak, b_qb, b_qk = dscores(
-            dab_ptr, dak_ptr, dqb_ptr, dqk_ptr, c, n_b, tl.where(c == n_b, m, True), n_t, at
-        )
-        # eq:dplr-writers   dB_j += sum_i>j (dqb_ij q_i 2^gc_i + dab_ij a_i 2^gp_i) 2^-gc_j
-        b_u = dot(tl.trans(b_ab), b_a, dot(tl.trans(b_qb), b_q))
-        b_w = dot(tl.trans(b_ak), b_a, dot(tl.trans(b_qk), b_q))
-        b_e = tl.exp2(tl.minimum(b_E - b_g, NEAR))
-        b_db, b_dk = b_db + b_e * b_u, b_dk + b_e * b_w
-        # with the rounded operands, what i gains is what j loses, term by term
-        b_dgc -= cast(b_b * b_e, dtype).to(tl.float32) * b_u
-        b_dgc -= cast(b_k * b_e, dtype).to(tl.float32) * b_w
+        D = dscores(
+            dab_ptr, dak_ptr, dqb_ptr, dqk_ptr, c, n_b, tl.where(c == n_b, b_near, 1.0),
+            (c * 16 + o)[:, None] > (n_b * 16 + o)[None, :], n_t, at,
+        )  # fmt: skip
+        b_db, b_dk, b_dgc = written(
+            D, cast(b_q * b_e, dtype), cast(b_a * b_e, dtype), b_k, b_b,
+            tl.exp2(tl.minimum(b_E - b_g, NEAR)), b_db, b_dk, b_dgc, dtype,
+        )  # fmt: skip
+    # its far rows, in halves: the second reads, the first wrote
+    for s in range(4 - 4 * tl.min(b_near).to(tl.int32)):
+        b_q, b_a = load_readers(q_ptr, a_ptr, n_b * 16 + o, o_k, stride, n_t, K)
+        b_e = load_gates(gc_ptr, n_b * 16 + halves(o, s)[0], o_k, stride, n_t, K)
+        b_e = tl.exp2(-tl.abs(b_g - b_e))
+        D = dscores(dab_ptr, dak_ptr, dqb_ptr, dqk_ptr, n_b, n_b, 1 - b_near, pairs(o, s), n_t, at)
+        b_db, b_dk, b_dgc = written(
+            D, cast(b_q * b_e, dtype), cast(b_a * b_e, dtype), b_k, b_b, b_e, b_db, b_dk, b_dgc,
+            dtype,
+        )  # fmt: skip
     return b_db, b_dk, b_dgc
 
 
 @triton.jit
-def left(k_ptr, b_ptr, gc_ptr, dab_ptr, dak_ptr, dqb_ptr, dqk_ptr, b_q, b_a, b_g, m, n_b, o_k,
-         n_t, stride, at, K, dtype: tl.constexpr, HALVE: tl.constexpr):  # fmt: skip
-    """dQ and dA of the readers of block n_b, and what of dgc, from what they read: the blocks to
-    the left and, where m, their own.
-    """
-    o = tl.arange(0, 16)
-    b_x, b_y = tl.zeros_like(b_q), tl.zeros_like(b_q)
+def read(D, b_k, b_b, b_x, b_y):
+    """What the rows of q and of a have read of k and b, added to b_x and b_y."""
+    b_ab, b_ak, b_qb, b_qk = D
+    # eq:dplr-readers   dQ_i += sum_j<i (dqb_ij b_j + dqk_ij k_j) 2^(gc_i - gc_j)
+    return dot(b_qk, b_k, dot(b_qb, b_b, b_x)), dot(b_ak, b_k, dot(b_ab, b_b, b_y))
+
+
+@triton.jit
+def readers(k_ptr, b_ptr, gc_ptr, dab_ptr, dak_ptr, dqb_ptr, dqk_ptr, b_q, b_a, b_g, b_dgc, b_near,
+            n_b, o_k, n_t, stride, at, K, dtype: tl.constexpr, HALVE: tl.constexpr):  # fmt: skip
+    """dQ and dA of the readers of block n_b, and dgc with their part, from what they read."""
+    o, zero = tl.arange(0, 16), tl.zeros_like(b_q)
+    b_x, b_y = zero, zero
     b_E = load_vector(gc_ptr + n_b * 16 * stride, o_k, K)[None, :]
     for c in range(n_b + 1 if HALVE == FAR else n_b):
         b_k, b_b = load_rows(k_ptr, b_ptr, c * 16 + o, o_k, stride, n_t, K)
         b_e = b_E - load_gates(gc_ptr, c * 16 + o, o_k, stride, n_t, K)
         b_e = tl.exp2(tl.minimum(b_e, NEAR))
-        b_k, b_b = cast(b_k * b_e, dtype), cast(b_b * b_e, dtype)
-        b_ab, b_ak, b_qb, b_qk = dscores(
-            dab_ptr, dak_ptr, dqb_ptr, dqk_ptr, n_b, c, tl.where(c == n_b, m, True), n_t, at
-        )
-        # eq:dplr-readers   dQ_i += sum_j<i (dqb_ij b_j + dqk_ij k_j) 2^(gc_i - gc_j)
-        b_x = dot(b_qk, b_k, dot(b_qb, b_b, b_x))
-        b_y = dot(b_ak, b_k, dot(b_ab, b_b, b_y))
+        D = dscores(
+            dab_ptr, dak_ptr, dqb_ptr, dqk_ptr, n_b, c, tl.where(c == n_b, b_near, 1.0),
+            (n_b * 16 + o)[:, None] > (c * 16 + o)[None, :], n_t, at,
+        )  # fmt: skip
+        b_x, b_y = read(D, cast(b_k * b_e, dtype), cast(b_b * b_e, dtype), b_x, b_y)
     b_e = tl.exp2(b_g - b_E)
-    b_dgc = cast(b_q * b_e, dtype).to(tl.float32) * b_x
+    b_dgc += cast(b_q * b_e, dtype).to(tl.float32) * b_x
     b_dgc += cast(b_a * b_e, dtype).to(tl.float32) * b_y
-    return b_e * b_x, b_e * b_y, b_dgc
+    b_dq, b_da = b_e * b_x, b_e * b_y
+    for s in range(4 - 4 * tl.min(b_near).to(tl.int32)):
+        b_k, b_b = load_rows(k_ptr, b_ptr, n_b * 16 + o, o_k, stride, n_t, K)
+        b_e = load_gates(gc_ptr, n_b * 16 + halves(o, s)[0], o_k, stride, n_t, K)
+        b_e = tl.exp2(-tl.abs(b_g - b_e))
+        D = dscores(dab_ptr, dak_ptr, dqb_ptr, dqk_ptr, n_b, n_b, 1 - b_near, pairs(o, s), n_t, at)
+        b_x, b_y = read(D, cast(b_k * b_e, dtype), cast(b_b * b_e, dtype), zero, zero)
+        b_dgc += cast(b_q * b_e, dtype).to(tl.float32) * b_x
+        b_dgc += cast(b_a * b_e, dtype).to(tl.float32) * b_y
+        b_dq, b_da = b_dq + b_e * b_x, b_da + b_e * b_y
+    return b_dq, b_da, b_dgc
 
 
 @triton.jit
@@ -224,49 +258,44 @@ def dplr_intra_bwd_kernel(
     o_i = n_b * 16 + o
     last = n_t - 1
     dtype: tl.constexpr = k_ptr.dtype.element_ty
+    # of readers and writers with the same gate, which no decay is between
+    b_qb = load_row(dqb_ptr, o_i, H * BT + 1, n_t)[:, None]
+    b_qk = load_row(dqk_ptr, o_i, H * BT + 1, n_t)[:, None]
+    b_ab = load_row(dab_ptr + H * BT, o_i, H * BT + 1, last)[:, None]
+    b_ak = load_row(dak_ptr + H * BT, o_i, H * BT + 1, last)[:, None]
     for j in range(tl.cdiv(K, BK)):
         o_k = j * BK + tl.arange(0, BK)
-        b_q, b_a = load_readers(q_ptr, a_ptr, o_i, o_k, at, n_t, K)  # [16, BK]
+        b_g = load_gates(gc_ptr, o_i, o_k, at, n_t, K)  # [16, BK]
+        b_near = tl.zeros([16], dtype=tl.float32)
+        if HALVE == FAR:
+            b_up = b_g - load_vector(gc_ptr + n_b * 16 * at, o_k, K)[None, :]
+            b_near = tl.where(tl.min(b_up, 1) >= -NEAR, 1.0, 0.0)
+        # what stands in a block's rows as writers is stored before they read: fewer registers
         b_k, b_b = load_rows(k_ptr, b_ptr, o_i, o_k, at, n_t, K)  # [16, BK]
-        b_g = load_gates(gc_ptr, o_i, o_k, at, n_t, K)
-        b_up = b_g - load_vector(gc_ptr + n_b * 16 * at, o_k, K)[None, :]
-        near = mask_if(tl.min(b_up, 1)[:, None] >= -NEAR, HALVE == FAR)
-        m = tl.where(near, o[:, None] > o[None, :], False)
-        b_db, b_dk, b_dgc = below(
-            q_ptr, a_ptr, gc_ptr, dab_ptr, dak_ptr, dqb_ptr, dqk_ptr, b_k, b_b, b_g, m, n_b, o_k,
-            n_t, at, H * BT, K, dtype, HALVE,
+        b_db, b_dk, b_dgc = writers(
+            q_ptr, a_ptr, gc_ptr, dab_ptr, dak_ptr, dqb_ptr, dqk_ptr, b_k, b_b, b_g, b_near, n_b,
+            o_k, n_t, at, H * BT, K, dtype, HALVE,
         )  # fmt: skip
-        b_dq, b_da, b_x = left(
-            k_ptr, b_ptr, gc_ptr, dab_ptr, dak_ptr, dqb_ptr, dqk_ptr, b_q, b_a, b_g, m, n_b, o_k,
-            n_t, at, H * BT, K, dtype, HALVE,
-        )  # fmt: skip
-        b_dgc += b_x
-        # the rows far from the anchor, in halves: the second reads, the first wrote
-        for s in range(4 - 4 * tl.min(near.to(tl.int32))):
-            b_e = load_gates(gc_ptr, n_b * 16 + halves(o, s)[0], o_k, at, n_t, K)
-            b_e = tl.exp2(-tl.abs(b_g - b_e))
-            b_qe, b_ae = cast(b_q * b_e, dtype), cast(b_a * b_e, dtype)
-            b_ke, b_be = cast(b_k * b_e, dtype), cast(b_b * b_e, dtype)
-            b_ab, b_ak, b_qb, b_qk = dscores(
-                dab_ptr, dak_ptr, dqb_ptr, dqk_ptr, n_b, n_b, tl.where(near, False, pairs(o, s)),
-                n_t, H * BT,
-            )  # fmt: skip
-            b_x, b_y = dot(b_qk, b_ke, dot(b_qb, b_be)), dot(b_ak, b_ke, dot(b_ab, b_be))
-            b_u = dot(tl.trans(b_ab), b_ae, dot(tl.trans(b_qb), b_qe))
-            b_w = dot(tl.trans(b_ak), b_ae, dot(tl.trans(b_qk), b_qe))
-            b_dq, b_da = b_dq + b_e * b_x, b_da + b_e * b_y
-            b_db, b_dk = b_db + b_e * b_u, b_dk + b_e * b_w
-            b_dgc += b_qe.to(tl.float32) * b_x + b_ae.to(tl.float32) * b_y
-            b_dgc -= b_be.to(tl.float32) * b_u + b_ke.to(tl.float32) * b_w
-        # eq:dplr-outer   dQ = 2^gc * dqg, dA = 2^gp * dag, dB = 2^(gc_last - gc) * dbg; dK likewise
-        b_x, b_y = load_readers(dqg_ptr, dag_ptr, o_i, o_k, at, n_t, K)
-        b_x, b_y = tl.exp2(b_g) * b_x, tl.exp2(b_g) * b_y
         b_gl = load_vector(gc_ptr + last * at, o_k, K)[None, :]
         b_w, b_u = load_rows(dkg_ptr, dbg_ptr, o_i, o_k, at, n_t, K)
         b_w, b_u = tl.exp2(b_gl - b_g) * b_w, tl.exp2(b_gl - b_g) * b_u
-        # eq:dplr-dgc   dgc = Q * dQ - K * dK - B * dB, and A * dA of the token behind
         end = o_i[:, None] == last
-        b_dgc += b_q * b_x + b_a * b_y - tl.where(end, 0.0, b_k * b_w + b_b * b_u)
+        b_dgc -= tl.where(end, 0.0, b_k * b_w + b_b * b_u)
+        b_q, b_a = load_readers(q_ptr, a_ptr, o_i, o_k, at, n_t, K)  # [16, BK]
+        store_tile(dk_ptr + i, b_dk + b_w + b_qk * b_q + b_ak * b_a, o_i, o_k, at, n_t, K)
+        store_tile(db_ptr + i, b_db + b_u + b_qb * b_q + b_ab * b_a, o_i, o_k, at, n_t, K)
+        b_dq, b_da, b_dgc = readers(
+            k_ptr, b_ptr, gc_ptr, dab_ptr, dak_ptr, dqb_ptr, dqk_ptr, b_q, b_a, b_g, b_dgc, b_near,
+            n_b, o_k, n_t, at, H * BT, K, dtype, HALVE,
+        )  # fmt: skip
+        # eq:dplr-outer   dQ = 2^gc * dqg, dA = 2^gp * dag, dB = 2^(gc_last - gc) * dbg; dK likewise
+        b_x, b_y = load_readers(dqg_ptr, dag_ptr, o_i, o_k, at, n_t, K)
+        b_x, b_y = tl.exp2(b_g) * b_x, tl.exp2(b_g) * b_y
+        # eq:dplr-dgc   dgc = Q * dQ - K * dK - B * dB, and A * dA of the token behind
+        b_dgc += b_q * b_x + b_a * b_y
+        b_k, b_b = load_rows(k_ptr, b_ptr, o_i, o_k, at, n_t, K)
+        store_tile(dq_ptr + i, b_dq + b_x + b_qb * b_b + b_qk * b_k, o_i, o_k, at, n_t, K)
+        store_tile(da_ptr + i + at, b_da + b_y + b_ab * b_b + b_ak * b_k, o_i, o_k, at, last, K)
         if last // 16 == n_b:
             # eq:dplr-dgc-last   dgc_last += colsum(B * dB_outer + K * dK_outer) + 2^gc_last dgl
             b_sum = through_last(
@@ -274,15 +303,6 @@ def dplr_intra_bwd_kernel(
             )
             b_sum += tl.sum(tl.exp2(b_gl), 0) * load_vector(dgl_ptr + (i_c * H + i_h) * K, o_k, K)
             b_dgc += tl.where(end, b_sum[None, :], 0.0)
-        # between the same gate no decay is left
-        b_qb = load_row(dqb_ptr, o_i, H * BT + 1, n_t)[:, None]
-        b_qk = load_row(dqk_ptr, o_i, H * BT + 1, n_t)[:, None]
-        b_ab = load_row(dab_ptr + H * BT, o_i, H * BT + 1, last)[:, None]
-        b_ak = load_row(dak_ptr + H * BT, o_i, H * BT + 1, last)[:, None]
-        store_tile(dq_ptr + i, b_dq + b_x + b_qb * b_b + b_qk * b_k, o_i, o_k, at, n_t, K)
-        store_tile(dk_ptr + i, b_dk + b_w + b_qk * b_q + b_ak * b_a, o_i, o_k, at, n_t, K)
-        store_tile(da_ptr + i + at, b_da + b_y + b_ab * b_b + b_ak * b_k, o_i, o_k, at, last, K)
-        store_tile(db_ptr + i, b_db + b_u + b_qb * b_q + b_ab * b_a, o_i, o_k, at, n_t, K)
         store_tile(dgc_ptr + i, b_dgc, o_i, o_k, at, n_t, K)
         if n_b == 0:  # a of the first token has read the state alone
             tl.store(da_ptr + i + o_k, load_vector(dag_ptr, o_k, K), mask=o_k < K)
@@ -290,9 +310,9 @@ def dplr_intra_bwd_kernel(
 
 # generation -> bytes of an element -> row of dplr_intra_bwd
 CONFIGS = {
-    "turing": {2: row(4, 1, BK=32), 4: row(1, 1, BK=32)},
-    "ampere": {2: row(4, 1, BK=64), 4: row(1, 1, BK=16)},
-    "hopper": {2: row(4, 1, BK=64), 4: row(1, 1, BK=32)},
+    "turing": {2: row(4, 1, BK=32), 4: row(1, 1, BK=16)},
+    "ampere": {2: row(2, 1, BK=32), 4: row(1, 1, BK=16)},
+    "hopper": {2: row(2, 1, BK=32), 4: row(1, 1, BK=16)},
 }
 # and of dplr_rows_bwd
 ROWS = {
