@@ -339,6 +339,20 @@ MUTANTS = [
         "NEAR = tl.constexpr(800.0)",
         "tests/delta/test_kda_intra.py",
     ),
+    Mutant(
+        "far rows of the general delta rule keep their near scores",
+        f"{KERNELS}/dplr/intra.py",
+        "near = b_far[:, None] >= -NEAR",
+        "near = b_far[:, None] >= -2 * NEAR",
+        "tests/dplr/test_intra.py -k far_row",
+    ),
+    Mutant(
+        "gradients through far rows of the general delta rule count as near",
+        f"{KERNELS}/dplr/intra_bwd.py",
+        ">= -NEAR, 1.0, 0.0)",
+        ">= -4 * NEAR, 1.0, 0.0)",
+        "tests/dplr/test_intra_bwd.py -k steep",
+    ),
     # decoding
     Mutant(
         "the state after the last accepted token is that of the next",

@@ -19,11 +19,13 @@ NAMES = ("q", "k", "v", "a", "b", "gk")
 
 
 def inputs(
-    B, T, H, K, V, dtype, device="cpu", *, N=None, strong=False, state=True, seed=0, alike=0.0
+    B, T, H, K, V, dtype, device="cpu", *, N=None, strong=False, steep=False, state=True, seed=0,
+    alike=0.0,
 ):  # fmt: skip
     """Tensors by name: a = -c, b = eta c for each channel, c of unit length.
 
-    strong: some gates are shut. alike: how much of one direction all c have. N: states, if not B.
+    strong: some gates are shut. steep: one channel of three fades by 2^80 in 14 tokens.
+    alike: how much of one direction all c have. N: states, if not B.
     """
     generator = torch.Generator(device).manual_seed(seed)
 
@@ -36,6 +38,8 @@ def inputs(
     gk = -0.6 * gate.sigmoid()
     if strong:
         gk = torch.where(gate > 1, -1000.0, torch.where(gate < -1, 0.0, gk))
+    if steep:
+        gk[..., ::3] = -4.0
     x = {"q": q, "k": F.normalize(k, dim=-1), "v": randn(B, T, H, V), "a": -c}
     x = {n: t.to(dtype) for n, t in (x | {"b": eta.sigmoid() * c}).items()} | {"gk": gk}
     h0 = randn(N or B, H, K, V)

@@ -5,8 +5,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from linattn_edu.kernels.delta.kda_intra import halves, pairs
-from linattn_edu.kernels.dplr.intra import anchor, load_before, load_rows
+from linattn_edu.kernels.delta.kda_intra import FAR, halves, halving, pairs
+from linattn_edu.kernels.delta.kda_intra_bwd import NEAR
+from linattn_edu.kernels.dplr.intra import load_readers, load_rows
 from linattn_edu.kernels.rows import chunk_args, entry, row
 from linattn_edu.kernels.tiles import (
     cast,
@@ -94,73 +95,106 @@ def dplr_rows_bwd_kernel(
 
 
 @triton.jit
-def block_of(x_ptr, i, j, n_t, stride, dtype: tl.constexpr):
-    """[16, 16]: rows of block i and columns of block j of a chunk's matrix."""
-    o = tl.arange(0, 16)
-    return load_tile(x_ptr + j * 16, i * 16 + o, o, stride, n_t, 16).to(dtype)
+def dscores(dab_ptr, dak_ptr, dqb_ptr, dqk_ptr, i, j, b_rows, m, n_t, stride):
+    """[16, 16] where m and in rows that have 1, else 0: rows of block i, of dab and dak one token
+    later, columns of block j of a chunk of n_t tokens.
+    """
+    o, b_rows = tl.arange(0, 16), b_rows[:, None] > 0.5
+    o_i = i * 16 + o
+    b_ab = load_tile(dab_ptr + stride + j * 16, o_i, o, stride, n_t - 1, 16)
+    b_ak = load_tile(dak_ptr + stride + j * 16, o_i, o, stride, n_t - 1, 16)
+    b_qb = load_tile(dqb_ptr + j * 16, o_i, o, stride, n_t, 16)
+    b_qk = load_tile(dqk_ptr + j * 16, o_i, o, stride, n_t, 16)
+    # in two steps: one mask of both Triton 3.9 does not compile for all layouts
+    b_ab, b_ak = tl.where(b_rows, b_ab, 0.0), tl.where(b_rows, b_ak, 0.0)
+    b_qb, b_qk = tl.where(b_rows, b_qb, 0.0), tl.where(b_rows, b_qk, 0.0)
+    b_ab, b_ak = tl.where(m, b_ab, 0.0), tl.where(m, b_ak, 0.0)
+    return b_ab, b_ak, tl.where(m, b_qb, 0.0), tl.where(m, b_qk, 0.0)
 
 
 @triton.jit
-def below(q_ptr, a_ptr, gc_ptr, dab_ptr, dak_ptr, dqb_ptr, dqk_ptr, b_k, b_b, b_g, n_b, o_k, n_t,
-          stride, at, K, dtype: tl.constexpr, NB: tl.constexpr):  # fmt: skip
-    """dB and dK of block n_b, and what of dgc, from the blocks below, which read it."""
+def written(D, b_q, b_a, b_k, b_b, b_e, b_db, b_dk, b_dgc, dtype: tl.constexpr):
+    """dB, dK and what of dgc, with what q and a read; b_e: factors of the writers k and b."""
+    b_ab, b_ak, b_qb, b_qk = D
+    # eq:dplr-writers   dB_j += sum_i>j (dqb_ij q_i 2^gc_i + dab_ij a_i 2^gp_i) 2^-gc_j
+    b_u = dot(tl.trans(b_ab), b_a, dot(tl.trans(b_qb), b_q))
+    b_w = dot(tl.trans(b_ak), b_a, dot(tl.trans(b_qk), b_q))
+    # with the rounded operands, what i gains is what j loses, term by term
+    b_dgc -= cast(b_b * b_e, dtype).to(tl.float32) * b_u
+    b_dgc -= cast(b_k * b_e, dtype).to(tl.float32) * b_w
+    return b_db + b_e * b_u, b_dk + b_e * b_w, b_dgc
+
+
+@triton.jit
+def writers(q_ptr, a_ptr, gc_ptr, dab_ptr, dak_ptr, dqb_ptr, dqk_ptr, b_k, b_b, b_g, b_near, n_b,
+            o_k, n_t, stride, at, K, dtype: tl.constexpr, HALVE: tl.constexpr):  # fmt: skip
+    """dB and dK of block n_b, and what of dgc, from rows that read it after a decay."""
     o = tl.arange(0, 16)
     b_db, b_dk, b_dgc = tl.zeros_like(b_k), tl.zeros_like(b_k), tl.zeros_like(b_k)
-    for c in range(n_b + 1, tl.minimum(NB, tl.cdiv(n_t, 16))):
-        b_e = anchor(gc_ptr, c, o_k, stride, K)
-        b_q, b_a = load_rows(q_ptr, a_ptr, c * 16 + o, o_k, stride, n_t, K)
-        b_q *= tl.exp2(load_gates(gc_ptr, c * 16 + o, o_k, stride, n_t, K) - b_e)
-        b_a *= tl.exp2(load_before(gc_ptr, c * 16 + o, o_k, stride, n_t, K) - b_e)
-        b_q, b_a = cast(b_q, dtype), cast(b_a, dtype)
-        # eq:dplr-writers   dB_j += sum_i>j (dqb_ij q_i 2^gc_i + dab_ij a_i 2^gp_i) 2^-gc_j
-        b_u = dot(tl.trans(block_of(dqb_ptr, c, n_b, n_t, at, dtype)), b_q)
-        b_u = dot(tl.trans(block_of(dab_ptr, c, n_b, n_t, at, dtype)), b_a, b_u)
-        b_w = dot(tl.trans(block_of(dqk_ptr, c, n_b, n_t, at, dtype)), b_q)
-        b_w = dot(tl.trans(block_of(dak_ptr, c, n_b, n_t, at, dtype)), b_a, b_w)
-        b_e = tl.exp2(b_e - b_g)
-        b_db, b_dk = b_db + b_e * b_u, b_dk + b_e * b_w
-        # with the rounded operands, what i gains is what j loses, term by term
-        b_dgc -= cast(b_b * b_e, dtype).to(tl.float32) * b_u
-        b_dgc -= cast(b_k * b_e, dtype).to(tl.float32) * b_w
+    # the near rows of the block itself, and those of the blocks below
+    for c in range(n_b if HALVE == FAR else n_b + 1, tl.cdiv(n_t, 16)):
+        b_E = load_vector(gc_ptr + c * 16 * stride, o_k, K)[None, :]
+        b_q, b_a = load_readers(q_ptr, a_ptr, c * 16 + o, o_k, stride, n_t, K)
+        b_e = tl.exp2(load_gates(gc_ptr, c * 16 + o, o_k, stride, n_t, K) - b_E)
+        D = dscores(
+            dab_ptr, dak_ptr, dqb_ptr, dqk_ptr, c, n_b, tl.where(c == n_b, b_near, 1.0),
+            (c * 16 + o)[:, None] > (n_b * 16 + o)[None, :], n_t, at,
+        )  # fmt: skip
+        b_db, b_dk, b_dgc = written(
+            D, cast(b_q * b_e, dtype), cast(b_a * b_e, dtype), b_k, b_b,
+            tl.exp2(tl.minimum(b_E - b_g, NEAR)), b_db, b_dk, b_dgc, dtype,
+        )  # fmt: skip
+    # its far rows, in halves: the second reads, the first wrote
+    for s in range(4 - 4 * tl.min(b_near).to(tl.int32)):
+        b_q, b_a = load_readers(q_ptr, a_ptr, n_b * 16 + o, o_k, stride, n_t, K)
+        b_e = load_gates(gc_ptr, n_b * 16 + halves(o, s)[0], o_k, stride, n_t, K)
+        b_e = tl.exp2(-tl.abs(b_g - b_e))
+        D = dscores(dab_ptr, dak_ptr, dqb_ptr, dqk_ptr, n_b, n_b, 1 - b_near, pairs(o, s), n_t, at)
+        b_db, b_dk, b_dgc = written(
+            D, cast(b_q * b_e, dtype), cast(b_a * b_e, dtype), b_k, b_b, b_e, b_db, b_dk, b_dgc,
+            dtype,
+        )  # fmt: skip
     return b_db, b_dk, b_dgc
 
 
 @triton.jit
-def left(k_ptr, b_ptr, gc_ptr, dab_ptr, dak_ptr, dqb_ptr, dqk_ptr, b_q, b_a, b_g, b_p, n_b, o_k,
-         n_t, stride, at, K, dtype: tl.constexpr):  # fmt: skip
-    """dQ and dA of block n_b, and what of dgc and of the token before, from what it reads."""
-    o = tl.arange(0, 16)
-    b_x, b_y = tl.zeros_like(b_q), tl.zeros_like(b_q)
-    b_E = anchor(gc_ptr, n_b, o_k, stride, K)
-    for c in range(n_b):
-        b_k, b_b = load_rows(k_ptr, b_ptr, c * 16 + o, o_k, stride, n_t, K)
-        b_e = tl.exp2(b_E - load_gates(gc_ptr, c * 16 + o, o_k, stride, n_t, K))
-        b_k, b_b = cast(b_k * b_e, dtype), cast(b_b * b_e, dtype)
-        # eq:dplr-readers   dQ_i += sum_j<i (dqb_ij b_j + dqk_ij k_j) 2^(gc_i - gc_j)
-        b_x = dot(block_of(dqb_ptr, n_b, c, n_t, at, dtype), b_b, b_x)
-        b_x = dot(block_of(dqk_ptr, n_b, c, n_t, at, dtype), b_k, b_x)
-        b_y = dot(block_of(dab_ptr, n_b, c, n_t, at, dtype), b_b, b_y)
-        b_y = dot(block_of(dak_ptr, n_b, c, n_t, at, dtype), b_k, b_y)
-    b_e, b_f = tl.exp2(b_g - b_E), tl.exp2(b_p - b_E)
-    b_dgc = cast(b_q * b_e, dtype).to(tl.float32) * b_x
-    b_dgp = cast(b_a * b_f, dtype).to(tl.float32) * b_y
-    return b_e * b_x, b_f * b_y, b_dgc, b_dgp
+def read(D, b_k, b_b, b_x, b_y):
+    """What the rows of q and of a have read of k and b, added to b_x and b_y."""
+    b_ab, b_ak, b_qb, b_qk = D
+    # eq:dplr-readers   dQ_i += sum_j<i (dqb_ij b_j + dqk_ij k_j) 2^(gc_i - gc_j)
+    return dot(b_qk, b_k, dot(b_qb, b_b, b_x)), dot(b_ak, b_k, dot(b_ab, b_b, b_y))
 
 
 @triton.jit
-def half(b_qe, b_ae, b_ke, b_be, dab_ptr, dak_ptr, dqb_ptr, dqk_ptr, n_b, s, n_t, at,
-         dtype: tl.constexpr):  # fmt: skip
-    """Sums over the pairs of halves of 2^s tokens on the diagonal: of q, of a, of b, of k."""
-    m, none = pairs(tl.arange(0, 16), s), tl.zeros([16, 16], dtype)
-    b_D = tl.where(m, block_of(dqb_ptr, n_b, n_b, n_t, at, dtype), none)
-    b_x, b_u = dot(b_D, b_be), dot(tl.trans(b_D), b_qe)
-    b_D = tl.where(m, block_of(dqk_ptr, n_b, n_b, n_t, at, dtype), none)
-    b_x, b_w = dot(b_D, b_ke, b_x), dot(tl.trans(b_D), b_qe)
-    b_D = tl.where(m, block_of(dab_ptr, n_b, n_b, n_t, at, dtype), none)
-    b_y, b_u = dot(b_D, b_be), dot(tl.trans(b_D), b_ae, b_u)
-    b_D = tl.where(m, block_of(dak_ptr, n_b, n_b, n_t, at, dtype), none)
-    b_y, b_w = dot(b_D, b_ke, b_y), dot(tl.trans(b_D), b_ae, b_w)
-    return b_x, b_y, b_u, b_w
+def readers(k_ptr, b_ptr, gc_ptr, dab_ptr, dak_ptr, dqb_ptr, dqk_ptr, b_q, b_a, b_g, b_dgc, b_near,
+            n_b, o_k, n_t, stride, at, K, dtype: tl.constexpr, HALVE: tl.constexpr):  # fmt: skip
+    """dQ and dA of the readers of block n_b, and dgc with their part, from what they read."""
+    o, zero = tl.arange(0, 16), tl.zeros_like(b_q)
+    b_x, b_y = zero, zero
+    b_E = load_vector(gc_ptr + n_b * 16 * stride, o_k, K)[None, :]
+    for c in range(n_b + 1 if HALVE == FAR else n_b):
+        b_k, b_b = load_rows(k_ptr, b_ptr, c * 16 + o, o_k, stride, n_t, K)
+        b_e = b_E - load_gates(gc_ptr, c * 16 + o, o_k, stride, n_t, K)
+        b_e = tl.exp2(tl.minimum(b_e, NEAR))
+        D = dscores(
+            dab_ptr, dak_ptr, dqb_ptr, dqk_ptr, n_b, c, tl.where(c == n_b, b_near, 1.0),
+            (n_b * 16 + o)[:, None] > (c * 16 + o)[None, :], n_t, at,
+        )  # fmt: skip
+        b_x, b_y = read(D, cast(b_k * b_e, dtype), cast(b_b * b_e, dtype), b_x, b_y)
+    b_e = tl.exp2(b_g - b_E)
+    b_dgc += cast(b_q * b_e, dtype).to(tl.float32) * b_x
+    b_dgc += cast(b_a * b_e, dtype).to(tl.float32) * b_y
+    b_dq, b_da = b_e * b_x, b_e * b_y
+    for s in range(4 - 4 * tl.min(b_near).to(tl.int32)):
+        b_k, b_b = load_rows(k_ptr, b_ptr, n_b * 16 + o, o_k, stride, n_t, K)
+        b_e = load_gates(gc_ptr, n_b * 16 + halves(o, s)[0], o_k, stride, n_t, K)
+        b_e = tl.exp2(-tl.abs(b_g - b_e))
+        D = dscores(dab_ptr, dak_ptr, dqb_ptr, dqk_ptr, n_b, n_b, 1 - b_near, pairs(o, s), n_t, at)
+        b_x, b_y = read(D, cast(b_k * b_e, dtype), cast(b_b * b_e, dtype), zero, zero)
+        b_dgc += cast(b_q * b_e, dtype).to(tl.float32) * b_x
+        b_dgc += cast(b_a * b_e, dtype).to(tl.float32) * b_y
+        b_dq, b_da = b_dq + b_e * b_x, b_da + b_e * b_y
+    return b_dq, b_da, b_dgc
 
 
 @triton.jit
@@ -197,15 +231,16 @@ def dplr_intra_bwd_kernel(
     dk_ptr,  # [B, T, H, K] out
     da_ptr,  # [B, T, H, K] out
     db_ptr,  # [B, T, H, K] out
-    dgc_ptr,  # [B, T, H, K] out, fp32, without what a reads
-    dgp_ptr,  # [B, T, H, K] out, fp32: A * dA, which is of the token before; 0 of a chunk's first
+    dgc_ptr,  # [B, T, H, K] out, fp32
     cu_ptr,  # [N + 1] or None
     chunks_ptr,  # [NT, 2] or None
     T,
     H: tl.constexpr, K: tl.constexpr,
     BT: tl.constexpr, BK: tl.constexpr,
+    HALVE: tl.constexpr,  # rows of the blocks on the diagonal: those that are FAR, or ALL
 ):  # fmt: skip
-    """One program: 16 rows of one chunk of one head.  Grid (NT * H * BT / 16).
+    """One program: 16 rows of one chunk of one head, those of a and da one token later.
+    Grid (NT * H * BT / 16).
 
     Reference: linattn_edu.reference.dplr.intra_bwd.dplr_intra_bwd.
     """
@@ -214,56 +249,53 @@ def dplr_intra_bwd_kernel(
     i_h, i_c, first, n_t = chunk_of(tl.program_id(0) // NB, cu_ptr, chunks_ptr, T, H, BT)
     if n_b * 16 >= n_t:
         return
-    i, i_s = (first * H + i_h) * K, (first * H + i_h) * BT
-    at = H * K
+    n_t = tl.minimum(n_t, BT)
+    i, i_s, at = (first * H + i_h) * K, (first * H + i_h) * BT, H * K
     q_ptr, k_ptr, a_ptr, b_ptr, gc_ptr = q_ptr + i, k_ptr + i, a_ptr + i, b_ptr + i, gc_ptr + i
     dqg_ptr, dkg_ptr, dag_ptr, dbg_ptr = dqg_ptr + i, dkg_ptr + i, dag_ptr + i, dbg_ptr + i
     dab_ptr, dak_ptr, dqb_ptr, dqk_ptr = dab_ptr + i_s, dak_ptr + i_s, dqb_ptr + i_s, dqk_ptr + i_s
     o = tl.arange(0, 16)
     o_i = n_b * 16 + o
-    last = tl.minimum(BT, n_t) - 1
+    last = n_t - 1
     dtype: tl.constexpr = k_ptr.dtype.element_ty
+    # of readers and writers with the same gate, which no decay is between
+    b_qb = load_row(dqb_ptr, o_i, H * BT + 1, n_t)[:, None]
+    b_qk = load_row(dqk_ptr, o_i, H * BT + 1, n_t)[:, None]
+    b_ab = load_row(dab_ptr + H * BT, o_i, H * BT + 1, last)[:, None]
+    b_ak = load_row(dak_ptr + H * BT, o_i, H * BT + 1, last)[:, None]
     for j in range(tl.cdiv(K, BK)):
         o_k = j * BK + tl.arange(0, BK)
-        b_q, b_a = load_rows(q_ptr, a_ptr, o_i, o_k, at, n_t, K)  # [16, BK]
+        b_g = load_gates(gc_ptr, o_i, o_k, at, n_t, K)  # [16, BK]
+        b_near = tl.zeros([16], dtype=tl.float32)
+        if HALVE == FAR:
+            b_up = b_g - load_vector(gc_ptr + n_b * 16 * at, o_k, K)[None, :]
+            b_near = tl.where(tl.min(b_up, 1) >= -NEAR, 1.0, 0.0)
+        # what stands in a block's rows as writers is stored before they read: fewer registers
         b_k, b_b = load_rows(k_ptr, b_ptr, o_i, o_k, at, n_t, K)  # [16, BK]
-        b_g = load_gates(gc_ptr, o_i, o_k, at, n_t, K)
-        b_p = load_before(gc_ptr, o_i, o_k, at, n_t, K)
-        b_db, b_dk, b_dgc = below(
-            q_ptr, a_ptr, gc_ptr, dab_ptr, dak_ptr, dqb_ptr, dqk_ptr, b_k, b_b, b_g, n_b, o_k, n_t,
-            at, H * BT, K, dtype, NB,
+        b_db, b_dk, b_dgc = writers(
+            q_ptr, a_ptr, gc_ptr, dab_ptr, dak_ptr, dqb_ptr, dqk_ptr, b_k, b_b, b_g, b_near, n_b,
+            o_k, n_t, at, H * BT, K, dtype, HALVE,
         )  # fmt: skip
-        b_dq, b_da, b_u, b_dgp = left(
-            k_ptr, b_ptr, gc_ptr, dab_ptr, dak_ptr, dqb_ptr, dqk_ptr, b_q, b_a, b_g, b_p, n_b, o_k,
-            n_t, at, H * BT, K, dtype,
-        )  # fmt: skip
-        b_dgc += b_u
-        # the block on the diagonal, in halves: the second reads, the first wrote
-        for s in range(4):
-            b_e = load_before(gc_ptr, n_b * 16 + halves(o, s)[0], o_k, at, n_t, K)
-            b_f = tl.exp2(-tl.abs(b_p - b_e))
-            b_e = tl.exp2(-tl.abs(b_g - b_e))
-            b_qe, b_ae = cast(b_q * b_e, dtype), cast(b_a * b_f, dtype)
-            b_ke, b_be = cast(b_k * b_e, dtype), cast(b_b * b_e, dtype)
-            b_x, b_y, b_u, b_w = half(
-                b_qe, b_ae, b_ke, b_be, dab_ptr, dak_ptr, dqb_ptr, dqk_ptr, n_b, s, n_t, H * BT,
-                dtype,
-            )  # fmt: skip
-            b_dq, b_da = b_dq + b_e * b_x, b_da + b_f * b_y
-            b_db, b_dk = b_db + b_e * b_u, b_dk + b_e * b_w
-            b_dgc += b_qe.to(tl.float32) * b_x - b_be.to(tl.float32) * b_u
-            b_dgc -= b_ke.to(tl.float32) * b_w
-            b_dgp += b_ae.to(tl.float32) * b_y
-        # eq:dplr-outer   dQ = 2^gc * dqg, dA = 2^gp * dag, dB = 2^(gc_last - gc) * dbg; dK likewise
-        b_x, b_y = load_rows(dqg_ptr, dag_ptr, o_i, o_k, at, n_t, K)
-        b_x, b_y = tl.exp2(b_g) * b_x, tl.exp2(b_p) * b_y
         b_gl = load_vector(gc_ptr + last * at, o_k, K)[None, :]
         b_w, b_u = load_rows(dkg_ptr, dbg_ptr, o_i, o_k, at, n_t, K)
         b_w, b_u = tl.exp2(b_gl - b_g) * b_w, tl.exp2(b_gl - b_g) * b_u
-        # eq:dplr-dgc   dgc = Q * dQ - K * dK - B * dB, and A * dA of the token behind
         end = o_i[:, None] == last
-        b_dgc += b_q * b_x - tl.where(end, 0.0, b_k * b_w + b_b * b_u)
-        b_dgp = tl.where(o_i[:, None] > 0, b_dgp + b_a * b_y, 0.0)
+        b_dgc -= tl.where(end, 0.0, b_k * b_w + b_b * b_u)
+        b_q, b_a = load_readers(q_ptr, a_ptr, o_i, o_k, at, n_t, K)  # [16, BK]
+        store_tile(dk_ptr + i, b_dk + b_w + b_qk * b_q + b_ak * b_a, o_i, o_k, at, n_t, K)
+        store_tile(db_ptr + i, b_db + b_u + b_qb * b_q + b_ab * b_a, o_i, o_k, at, n_t, K)
+        b_dq, b_da, b_dgc = readers(
+            k_ptr, b_ptr, gc_ptr, dab_ptr, dak_ptr, dqb_ptr, dqk_ptr, b_q, b_a, b_g, b_dgc, b_near,
+            n_b, o_k, n_t, at, H * BT, K, dtype, HALVE,
+        )  # fmt: skip
+        # eq:dplr-outer   dQ = 2^gc * dqg, dA = 2^gp * dag, dB = 2^(gc_last - gc) * dbg; dK likewise
+        b_x, b_y = load_readers(dqg_ptr, dag_ptr, o_i, o_k, at, n_t, K)
+        b_x, b_y = tl.exp2(b_g) * b_x, tl.exp2(b_g) * b_y
+        # eq:dplr-dgc   dgc = Q * dQ - K * dK - B * dB, and A * dA of the token behind
+        b_dgc += b_q * b_x + b_a * b_y
+        b_k, b_b = load_rows(k_ptr, b_ptr, o_i, o_k, at, n_t, K)
+        store_tile(dq_ptr + i, b_dq + b_x + b_qb * b_b + b_qk * b_k, o_i, o_k, at, n_t, K)
+        store_tile(da_ptr + i + at, b_da + b_y + b_ab * b_b + b_ak * b_k, o_i, o_k, at, last, K)
         if last // 16 == n_b:
             # eq:dplr-dgc-last   dgc_last += colsum(B * dB_outer + K * dK_outer) + 2^gc_last dgl
             b_sum = through_last(
@@ -271,22 +303,16 @@ def dplr_intra_bwd_kernel(
             )
             b_sum += tl.sum(tl.exp2(b_gl), 0) * load_vector(dgl_ptr + (i_c * H + i_h) * K, o_k, K)
             b_dgc += tl.where(end, b_sum[None, :], 0.0)
-        b_ii = load_row(dqb_ptr, o_i, H * BT + 1, n_t)[:, None]
-        b_dq, b_db = b_dq + b_x + b_ii * b_b, b_db + b_u + b_ii * b_q
-        b_ii = load_row(dqk_ptr, o_i, H * BT + 1, n_t)[:, None]
-        store_tile(dq_ptr + i, b_dq + b_ii * b_k, o_i, o_k, at, n_t, K)
-        store_tile(dk_ptr + i, b_dk + b_w + b_ii * b_q, o_i, o_k, at, n_t, K)
-        store_tile(da_ptr + i, b_da + b_y, o_i, o_k, at, n_t, K)
-        store_tile(db_ptr + i, b_db, o_i, o_k, at, n_t, K)
         store_tile(dgc_ptr + i, b_dgc, o_i, o_k, at, n_t, K)
-        store_tile(dgp_ptr + i, b_dgp, o_i, o_k, at, n_t, K)
+        if n_b == 0:  # a of the first token has read the state alone
+            tl.store(da_ptr + i + o_k, load_vector(dag_ptr, o_k, K), mask=o_k < K)
 
 
 # generation -> bytes of an element -> row of dplr_intra_bwd
 CONFIGS = {
-    "turing": {2: row(4, 1, BK=32), 4: row(1, 1, BK=32)},
-    "ampere": {2: row(4, 1, BK=64), 4: row(1, 1, BK=16)},
-    "hopper": {2: row(4, 1, BK=64), 4: row(1, 1, BK=32)},
+    "turing": {2: row(4, 1, BK=32), 4: row(1, 1, BK=16)},
+    "ampere": {2: row(2, 1, BK=32), 4: row(1, 1, BK=16)},
+    "hopper": {2: row(2, 1, BK=32), 4: row(1, 1, BK=16)},
 }
 # and of dplr_rows_bwd
 ROWS = {
@@ -322,11 +348,10 @@ def dplr_intra_bwd(
     """Launch dplr_intra_bwd_kernel; arguments and result as in the reference."""
     (_, T, H, K), chunk_size = q.shape, dab.shape[-1]
     grads = [torch.empty_like(x) for x in (q, k, a, b)]
-    dgc, dgp = torch.empty_like(gc), torch.zeros_like(gc)  # behind the last sequence it stays 0
+    dgc = torch.empty_like(gc)
     NT, *chunks = chunk_args(q, chunk_size, packing)
     dplr_intra_bwd_kernel[(NT * H * (chunk_size // 16),)](
-        q, k, a, b, gc, dab, dak, dqb, dqk, dqg, dkg, dag, dbg, dgl, *grads, dgc, dgp, *chunks, T,
-        H, K, BT=chunk_size, **entry(CONFIGS, q).launch(K),
+        q, k, a, b, gc, dab, dak, dqb, dqk, dqg, dkg, dag, dbg, dgl, *grads, dgc, *chunks, T, H, K,
+        BT=chunk_size, HALVE=halving(q.dtype), **entry(CONFIGS, q).launch(K),
     )  # fmt: skip
-    dgc[:, :-1] += dgp[:, 1:]
     return *grads, dgc

@@ -33,6 +33,9 @@ def dplr_intra(
         to_chunks(x.to(dtype), chunk_size) for x in (q, k, a, b, pad_gate(gc, chunk_size))
     )
     gp, columns = before(gc), []
+    # eq:dplr-rows   qg = 2^gc * Q, ag = 2^gp * A, kg = 2^(gc_last - gc) * K; bg likewise
+    to_end = torch.exp2(gc[..., -1:, :] - gc)
+    rows = torch.exp2(gc) * Q, to_end * K, torch.exp2(gp) * A, to_end * B
     for j in range(chunk_size):
         read, erased = pair_decay(gc, j), read_before(gc, gp, j)
         one = slice(j, j + 1)
@@ -45,9 +48,6 @@ def dplr_intra(
             (A * erased * K[..., one, :]).sum(-1),
         ])  # fmt: skip
     qb, qk, ab, ak = (torch.stack(x, -1) for x in zip(*columns, strict=True))
-    # eq:dplr-rows   qg = 2^gc * Q, ag = 2^gp * A, kg = 2^(gc_last - gc) * K; bg likewise
-    to_end = torch.exp2(gc[..., -1:, :] - gc)
-    rows = torch.exp2(gc) * Q, to_end * K, torch.exp2(gp) * A, to_end * B
     # eq:dplr-inverse   M = (I - ab)^-1
     M = unit_lower_inverse(-ab)
     return tuple(from_chunks(x, T).to(k.dtype) for x in (M, ak, qb, qk, *rows))
