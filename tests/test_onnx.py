@@ -83,6 +83,7 @@ def _plain(x):
     return x if x.dtype in ("float32", "float16") else x.astype("float32")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", EXPORTED)
 def test_a_layer_and_its_states(kind):
     module = layer(kind)
@@ -95,11 +96,13 @@ def test_a_layer_and_its_states(kind):
     assert run.outputs == ["y", *(f"present_{name}" for name in names)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("kind", "dtype"), [("kda", torch.float16), ("gdn", torch.bfloat16)])
 def test_a_layer_in_16_bit(kind, dtype):
     compare(layer(kind, dtype), dtype)
 
 
+@pytest.mark.long
 def test_a_model_and_its_states():
     torch.manual_seed(0)
     run = compare(LanguageModel(MODEL).eval())

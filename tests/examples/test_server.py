@@ -19,12 +19,10 @@ spec.loader.exec_module(serving)
 EVERY = 64
 
 
-def model():
-    """In float64, where no two logits are so near that the size of a batch would change a token;
-    with weights so large that its tokens vary.
-    """
+def model(impl="reference"):
+    """With weights so large that its tokens vary."""
     torch.manual_seed(0)
-    made = LanguageModel(Config(("gdn", "kda"), 256, 32, 2, 8, 16, 48), impl="reference").double()
+    made = LanguageModel(Config(("gdn", "kda"), 256, 32, 2, 8, 16, 48), impl)
     with torch.no_grad():
         for block in made.blocks:
             block.mixer.o_proj.weight.mul_(8)
@@ -34,12 +32,14 @@ def model():
 
 @pytest.fixture(scope="module")
 def whole():
-    return model()
+    """In float64, where no two logits are so near that the size of a batch would change a token."""
+    return model().double()
 
 
 def alone(model, prompt, n):
     """The tokens of generate."""
-    return model.generate(torch.tensor([prompt]), n)[0, len(prompt) :].tolist()
+    given = torch.tensor([prompt], device=model.embedding.weight.device)
+    return model.generate(given, n)[0, len(prompt) :].tolist()
 
 
 def prompts(count, seed=0):
@@ -57,9 +57,9 @@ def serve(whole):
     """A server on a free port: serve(**options of the engine) -> its engine and its port."""
     servers = []
 
-    def started(**options):
+    def started(served=whole, **options):
         server = serving.Server(("127.0.0.1", 0), serving.Handler)
-        server.engine = engine = serving.Engine(whole, **{"every": EVERY} | options)
+        server.engine = engine = serving.Engine(served, **{"every": EVERY} | options)
         servers.append(server)
         threading.Thread(target=servers[-1].serve_forever, daemon=True).start()
         return engine, servers[-1].server_port
@@ -70,9 +70,10 @@ def serve(whole):
         server.server_close()
 
 
-def post(port, body, path="/generate", timeout=60):
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=timeout)
-    connection.request("POST", path, body if isinstance(body, bytes) else json.dumps(body))
+def post(port, body, path="/generate", **headers):
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    body = body if isinstance(body, bytes) else json.dumps(body)
+    connection.request("POST", path, body, headers)
     return connection, connection.getresponse()
 
 
@@ -116,7 +117,6 @@ WRONG = [
     ({"prompt": [True]}, "prompt must be integers from 0 to 255"),
     ({"prompt": "a", "max_tokens": 0}, "max_tokens must be an integer from 1 to 4096, got 0"),
     ({"prompt": "a", "max_tokens": "9"}, "max_tokens must be an integer from 1 to 4096, got '9'"),
-    (b" " * (1 << 20) + b"{}", "Content-Length must be from 0 to 2^20"),
 ]
 
 
@@ -126,6 +126,11 @@ def test_wrong_input(serve):
     for body, reason in WRONG:
         connection, response = post(port, body)
         assert response.status == 400 and reason in json.load(response)["error"], body
+        connection.close()
+    for length in ("1048577", "-1", "many"):
+        connection, response = post(port, b"", **{"Content-Length": length})
+        said = json.load(response)["error"]
+        assert (response.status, said) == (400, "Content-Length must be from 0 to 2^20")
         connection.close()
     connection, response = post(port, {}, "/other")
     assert response.status == 404 and json.load(response)["error"].startswith(
@@ -172,6 +177,7 @@ def test_a_fault_of_the_server_is_told(whole, serve, monkeypatch):
     assert (health["failed"], health["finished"]) == (1, 1)
 
 
+@pytest.mark.long
 def test_prefixes_and_guesses_change_no_token(whole, serve):
     """Prompts that end at a checkpoint, before and behind it, with a cache of two prefixes; and
     without a guess.
@@ -186,6 +192,26 @@ def test_prefixes_and_guesses_change_no_token(whole, serve):
         assert health["reused"] == EVERY * (0 + 1 + 1 + 1 + 0 + 1 + 2)
         assert (health["guessed"] > 0) == ("prefixes" in options)
     assert len(engine.prefixes) == 2
+
+
+@pytest.mark.long
+def test_the_kernels(serve, device):
+    """Side by side, in float32: compiled on a GPU, else in the interpreter."""
+    served = model("triton").to(device)
+    _, port = serve(served, slots=2)
+    bodies = [{"prompt": [7, 8, 9] * n, "max_tokens": 6} for n in (30, 22)]
+    got = [None, None, None]
+
+    def client(i):
+        got[i] = ask(port, bodies[i % 2])[1]
+
+    clients = [threading.Thread(target=client, args=(i,)) for i in range(3)]
+    for thread in clients:
+        thread.start()
+    for thread in clients:
+        thread.join(120)
+    assert got == [alone(served, bodies[i % 2]["prompt"], 6) for i in range(3)]
+    assert settled(port, 2)["reused"] > 0
 
 
 def test_models_that_are_not_served():
@@ -216,6 +242,7 @@ def test_the_command(whole, tmp_path, monkeypatch, capsys):
     assert "8 slots" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_64_clients(whole, serve):
     """All at once, 8 slots, 24 may wait; every third leaves after some lines; who is refused comes
     again. What is finished has the tokens of generate.
