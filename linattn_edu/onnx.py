@@ -69,10 +69,11 @@ def export(module: nn.Module, x: Tensor, *, states: bool = True) -> torch.onnx.O
             gives what ``module(x, cache=cache)`` gives, and the cache after it. With False the
             graph has x and y alone, as ``module(x)``.
 
-    LinearAttention is called in float32, as the gates of a layer are; q and k are repeated where
-    there are more value heads. Run by onnx's reference evaluator, the graph gives the module's
-    numbers to 2e-6 in float32, 2e-3 in float16 and 1e-2 in bfloat16 (relative RMS). Infinite rates
-    exp(A_log) times zero are NaN there, where the operators count them as zero.
+    LinearAttention is called in float32, as the gates of a layer are, CausalConvWithState in x's
+    dtype, to which weights are rounded; q and k are repeated where there are more value heads. Run
+    by onnx's reference evaluator, the graph gives the module's numbers to 2e-6 in float32, 2e-3 in
+    float16 and 1e-2 in bfloat16 (relative RMS). Infinite rates exp(A_log) times zero are NaN there,
+    where the operators count them as zero.
 
     Returns:
         The program: ``save(path)`` writes it, ``model_proto`` is what onnx takes. Input x, output

@@ -1,5 +1,8 @@
 """linattn_edu.onnx: graphs of opset 27, run by onnx's reference evaluator beside the modules."""
 
+import runpy
+import sys
+
 import onnx
 import pytest
 import torch
@@ -240,3 +243,9 @@ def test_arguments_of_other_types():
         door.export(layer("gdn"), [1])
     with pytest.raises(TypeError, match="states"):
         door.export(layer("gdn"), X, states="no")
+
+
+def test_without_onnx(monkeypatch):
+    monkeypatch.setitem(sys.modules, "onnx_ir", None)
+    with pytest.raises(ImportError, match=r"needs onnx: pip install 'linattn_edu\[onnx\]'"):
+        runpy.run_module("linattn_edu.onnx")
