@@ -92,7 +92,7 @@ def export(module: nn.Module, x: Tensor, *, states: bool = True) -> torch.onnx.O
         raise TypeError(f"x must be a torch.Tensor [B, T, ...], got {type(x).__name__}")
     if x.ndim < 2:
         raise ValueError(f"x must have shape [B, T, ...], got {tuple(x.shape)}")
-    sizes = {0: Dim("batch"), 1: Dim("tokens")}
+    batch, tokens = Dim("batch"), Dim("tokens")
     example = x.new_zeros(2, 3, *x.shape[2:])  # sizes that no call would treat otherwise
     caches, names = _states(module) if check.flag("states", states) else ([], [])
     past = [state for cache in caches for state in cache.states]
@@ -100,12 +100,13 @@ def export(module: nn.Module, x: Tensor, *, states: bool = True) -> torch.onnx.O
         program = torch.export.export(
             _WithStates(module, caches),
             (example, *past),
-            dynamic_shapes=(sizes, ({0: sizes[0]},) * len(past)) if past else (sizes,),
+            dynamic_shapes=_shapes(past, {0: batch, 1: tokens}, {0: batch}),
         )
         _refuse(program)
         made = torch.onnx.export(
             program,
             custom_translation_table=TABLE,
+            dynamic_shapes=_shapes(past, {0: "batch", 1: "tokens"}, {}),  # their names
             input_names=["x", *(f"past_{name}" for name in names)],
             output_names=["y", *(f"present_{name}" for name in names)],
             opset_version=CONVERTED[0],
@@ -116,6 +117,11 @@ def export(module: nn.Module, x: Tensor, *, states: bool = True) -> torch.onnx.O
     _convert(made.model)
     made.optimize()
     return made
+
+
+def _shapes(past: Sequence[Tensor], x: dict, state: dict) -> tuple[dict | tuple, ...]:
+    """What PyTorch is told of the axes of x and of the states, by the arguments of forward."""
+    return (x, (state,) * len(past)) if past else (x,)
 
 
 class _WithStates(nn.Module):
