@@ -783,6 +783,28 @@ MUTANTS = [
         "return set()",
         "tests/benchmarks/test_sources.py -k changes_a_hash",
     ),
+    # what goes out of the house, and who is served
+    Mutant(
+        "a convolution's state in ONNX is one token behind",
+        "linattn_edu/onnx.py",
+        "oldest = _columns(op.Concat(initial_state, tokens, axis=2), -W, 1 - W or 2**31)",
+        "oldest = _columns(op.Concat(initial_state, tokens, axis=2), -W - 1, -W)",
+        "tests/test_onnx.py -k functions_inside",
+    ),
+    Mutant(
+        "a server keeps guesses that were wrong",
+        "examples/server.py",
+        "(r.slot, len(r.tokens) - 1, r.accepted)",
+        "(r.slot, len(r.tokens) - 1, 5)",
+        "tests/examples/test_server.py -k 64_clients",
+    ),
+    Mutant(
+        "a prefix has the state of another place",
+        "examples/server.py",
+        "states[0, n - 1]",
+        "states[0, 0]",
+        "tests/examples/test_server.py -k 64_clients",
+    ),
 ]
 
 

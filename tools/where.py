@@ -404,6 +404,7 @@ def version_table() -> str:
                 NONE,
                 NONE,
             ],
+            ["onnx", least("onnx"), pinned("onnx"), NONE, NONE],
         ],
     )
 
