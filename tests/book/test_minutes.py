@@ -18,9 +18,8 @@ LONG = {
     "09_state_bwd": (61, 112),
     "11_kda_intra_bwd": (59, 135),
     "12_gate_bwd": (60, 127),
-    "20_ema": (65, 104),
     "21_cp_merge": (68, 125),
-    "22_cp_merge_bwd": (63, 100),
+    "22_cp_merge_bwd": (53, 91),
     "25_few_heads": (50, 102),
     "26_decoding": (59, 97),
 }
