@@ -11,7 +11,6 @@ SHORT = {"00_ten_minutes": 10}
 # chapters that are still too long: minutes of the main path, of the whole; may only shrink
 LONG = {
     "00_ten_minutes": (11, 20),
-    "03_solve": (62, 96),
     "07_kda_intra": (60, 117),
     "08_output_bwd": (66, 117),
     "09_state_bwd": (61, 112),
@@ -19,7 +18,6 @@ LONG = {
     "12_gate_bwd": (60, 127),
     "21_cp_merge": (68, 125),
     "25_few_heads": (50, 102),
-    "26_decoding": (59, 97),
 }
 
 
