@@ -13,11 +13,10 @@ LONG = {
     "00_ten_minutes": (11, 20),
     "07_kda_intra": (60, 117),
     "08_output_bwd": (66, 117),
-    "09_state_bwd": (61, 112),
     "11_kda_intra_bwd": (59, 135),
     "12_gate_bwd": (60, 127),
     "21_cp_merge": (68, 125),
-    "25_few_heads": (50, 102),
+    "25_few_heads": (50, 95),
 }
 
 
