@@ -12,11 +12,10 @@ SHORT = {"00_ten_minutes": 10}
 LONG = {
     "00_ten_minutes": (11, 20),
     "07_kda_intra": (60, 117),
-    "08_output_bwd": (66, 117),
+    "08_output_bwd": (57, 92),
     "11_kda_intra_bwd": (59, 135),
     "12_gate_bwd": (60, 127),
     "21_cp_merge": (68, 125),
-    "25_few_heads": (50, 95),
 }
 
 
