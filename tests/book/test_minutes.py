@@ -15,7 +15,6 @@ LONG = {
     "08_output_bwd": (57, 92),
     "11_kda_intra_bwd": (59, 135),
     "12_gate_bwd": (60, 127),
-    "21_cp_merge": (68, 125),
 }
 
 
