@@ -14,7 +14,6 @@ LONG = {
     "07_kda_intra": (60, 117),
     "08_output_bwd": (57, 92),
     "11_kda_intra_bwd": (59, 135),
-    "12_gate_bwd": (60, 127),
 }
 
 
