@@ -11,7 +11,6 @@ SHORT = {"00_ten_minutes": 10}
 # chapters that are still too long: minutes of the main path, of the whole; may only shrink
 LONG = {
     "00_ten_minutes": (11, 20),
-    "11_kda_intra_bwd": (47, 94),
 }
 
 
