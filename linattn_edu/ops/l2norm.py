@@ -35,7 +35,7 @@ def l2norm(
         TypeError: x is no floating-point tensor, or output_dtype no floating-point dtype.
         ValueError: x has no axis or no elements; eps is not a finite number >= 0; impl cannot run.
 
-    Source: chapter 08.
+    Source: chapter 08b.
     """
     check.dense("x", x, "[..., D]")
     if x.ndim < 1 or 0 in x.shape[-1:]:

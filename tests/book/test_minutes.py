@@ -8,43 +8,14 @@ from book.layout import CHAPTERS, ROOT, toc, tool
 
 minutes = tool("minutes")
 SHORT = {"00_ten_minutes": 10}
-# chapters that are still too long: minutes of the main path, of the whole; may only shrink
-LONG = {
-    "00_ten_minutes": (11, 20),
-    "03_solve": (62, 96),
-    "06_output": (62, 105),
-    "07_kda_intra": (60, 117),
-    "08_output_bwd": (66, 117),
-    "09_state_bwd": (61, 112),
-    "11_kda_intra_bwd": (59, 135),
-    "12_gate_bwd": (60, 127),
-    "20_ema": (65, 104),
-    "21_cp_merge": (68, 125),
-    "22_cp_merge_bwd": (63, 100),
-    "25_few_heads": (50, 102),
-    "26_decoding": (59, 97),
-}
-
-
-def limits(name: str) -> tuple[float, float]:
-    """What the main path and the whole of a chapter may take."""
-    return SHORT.get(name, minutes.LIMIT), minutes.WHOLE
 
 
 @pytest.mark.parametrize("name", toc())
 def test_a_chapter_fits(name):
-    """In its limits; one of LONG in its minutes there, to half a minute."""
-    allowed = [x + 0.5 for x in LONG.get(name, ())] or limits(name)
-    for takes, most in zip(minutes.minutes(name), allowed, strict=True):
+    """Its main path, and all of it."""
+    limits = SHORT.get(name, minutes.LIMIT), minutes.WHOLE
+    for takes, most in zip(minutes.minutes(name), limits, strict=True):
         assert takes <= most, f"{takes:.1f} minutes"
-
-
-@pytest.mark.parametrize("name", LONG)
-def test_a_long_chapter_is_listed_with_its_minutes(name):
-    """Neither one that has become short nor more minutes than it takes now."""
-    takes = minutes.minutes(name)
-    assert any(x > most for x, most in zip(takes, limits(name), strict=True)), "no longer needed"
-    assert tuple(map(round, takes)) == LONG[name]
 
 
 @pytest.mark.parametrize("name", toc())

@@ -2,12 +2,16 @@
 
 import itertools
 
+import gdn_checks
+import kda_checks as operator_checks
 import pytest
 import torch
 from delta.stage_checks import backward_inputs, inputs
 from fused import kda_checks
 from grids import FULL
 
+from linattn_edu import chunk_gated_delta_rule, chunk_kda
+from linattn_edu.kernels import pieces
 from linattn_edu.kernels.delta import cp_merge, cp_merge_bwd
 from linattn_edu.kernels.delta.gate_cumsum import gate_cumsum
 from linattn_edu.kernels.delta.kda_scans import kda_scans
@@ -182,3 +186,42 @@ def test_the_batch_changes_no_bits(cut, device):
     assert torch.equal(among[0][:, 3:13], h)
     assert torch.equal(among[1][:, 40:200], v_new)
     assert torch.equal(among[2][1:2], last)
+
+
+@pytest.mark.parametrize("f, lengths", [
+    (chunk_gated_delta_rule, [150]),
+    (chunk_gated_delta_rule, [20, 0, 144, 50]),
+    (chunk_kda, [130]),
+])  # fmt: skip
+def test_operators(f, lengths, cut, device):
+    """Both passes in pieces against the recurrence in float64; packed ones too, the last whole."""
+    checks = operator_checks if f is chunk_kda else gdn_checks
+    N = len(lengths)
+    x = checks.inputs(1, sum(lengths), 1, 1, 20, 16, torch.float32, device, N=N)
+    given = gdn_checks.cotangents(x, N)
+    own = {"cu_seqlens": gdn_checks.boundaries(lengths, device)}
+    got = gdn_checks.triton(x, *given, f=f, chunk_size=32, **own)
+    gdn_checks.check(got, gdn_checks.exact(x, *given, **own), torch.float32, 2e-5)
+    assert cut
+
+
+def test_where_pieces_begin(cut, device):
+    """Of random packed batches: no more pieces than are launched, each at its token and chunk."""
+    r = torch.Generator().manual_seed(3)
+    L, C = 32, 16
+    for n in torch.randint(1, 9, (50,), generator=r).tolist():
+        lengths = torch.randint(0, 400, (n,), generator=r).tolist()
+        bounds = [0, *itertools.accumulate(lengths)]
+        if max(lengths) < 4 * L:
+            continue
+        packing = pack(torch.tensor(bounds, device=device), C)
+        found = pieces.by_maps(torch.empty(1, bounds[-1], device=device), 2, 12, C, packing)
+        begins, chains = found.cu_seqlens.tolist(), found.chains.tolist()
+        assert chains[-1] <= found.N == n + bounds[-1] // L
+        for s, T in enumerate(lengths):
+            numbers = range(chains[s], chains[s + 1])
+            assert len(numbers) == (-(-T // L) if T >= 4 * L else 1)
+            for j, i in enumerate(numbers):
+                assert begins[i] == bounds[s] + j * L
+                assert found.chunk_offsets[i] == packing.chunk_offsets[s] + j * L // C
+        assert {*begins[chains[-1] :]} == {bounds[-1]}

@@ -18,7 +18,7 @@ def l2norm(x: Tensor, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
         x: [..., D].
     Returns:
         y [..., D] in x.dtype and rstd [...] in fp32 (fp64 for fp64 input).
-    Source: chapter 08.
+    Source: chapter 08b.
     """
     x_ = x.to(compute_dtype(x))
     # eq:delta-l2norm   y = x / sqrt(sum x^2 + eps)
@@ -36,7 +36,7 @@ def l2norm_bwd(x: Tensor, rstd: Tensor, dy: Tensor) -> Tensor:
         x, dy: [..., D].  rstd: [...] from l2norm.
     Returns:
         dx [..., D] in x.dtype.
-    Source: chapter 08.
+    Source: chapter 08b.
     """
     dtype = compute_dtype(x, dy)
     rstd, dy_ = rstd.to(dtype)[..., None], dy.to(dtype)
