@@ -92,6 +92,10 @@ CASES = {
         "chunk_bwd", "gdn_fused", "scan_states scan_intra_bwd",
         _SCANS | {"scan_intra_bwd": "one"}, 320, kinds={"own": True},
     ),
+    "gdn_bwd, a head at a time": Case(
+        "chunk_bwd", "gdn_fused", "scan_states scan_intra_bwd scan_states scan_intra_bwd",
+        _SCANS | {"scan_intra_bwd": "one", "head_groups": 2}, 128, kinds={"own": True},
+    ),
     "gdn_bwd, no states": Case(
         "chunk_bwd", "gdn_fused", "scan_states scan_intra_bwd",
         _SCANS | {"scan_intra_bwd": "one"}, 64, dtype=FP16, kinds={"own": True}, without=ENDS,

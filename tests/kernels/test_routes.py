@@ -44,7 +44,7 @@ PARTS = {
     "ONE": "gate_cumsum intra_chunk",
     "TWO": "gate_cumsum scores resolvent",
     "PART": "scan_states_gluon scan_bwd_gluon intra_chunk_bwd_gluon",
-    "PARTS8": "PART PART PART PART PART PART PART PART",
+    "WHOLE": "scan_states_gluon scan_intra_bwd_gluon",
     "MAPS": "scan_map merge scan_map_bwd merge",
     "BOUNDS": "bound warm_up bound warm_up",
     "APART": "bound warm_up scan_states bound warm_up scan_bwd",
@@ -66,14 +66,14 @@ PARTS = {
 }
 # operator and sizes, as the command takes them | what is not a bf16 call on an H100 | both passes
 CALLS = """
-gdn 8 4096 16 16 128 128  |           | RING scan_gluon | PART PART gate_bwd
-gdn 8 4096 16 16 128 128  | gpu=h200  | RING scan_gluon | PART PART gate_bwd
+gdn 8 4096 16 16 128 128  |           | RING scan_gluon | WHOLE gate_bwd
+gdn 8 4096 16 16 128 128  | gpu=h200  | RING scan_gluon | WHOLE gate_bwd
 gdn 8 4096 16 16 128 128  | gpu=b200  | ONE scan_transposed | FUSED
 gdn 8 4096 16 16 128 128  | gpu=a100  | TWO scan | STAGED
 gdn 8 4096 16 16 128 128  | gpu=4090  | TWO scan | STAGED
 gdn 8 4096 16 16 128 128  | gpu=l4    | TWO scan | STAGED
 gdn 8 4096 16 16 128 128  | gpu=t4    | TWO scan | STAGED
-gdn 8 4096 16 16 128 128  | dtype=fp16 | ONE scan_gluon | PART PART gate_bwd
+gdn 8 4096 16 16 128 128  | dtype=fp16 | ONE scan_gluon | WHOLE gate_bwd
 gdn 8 4096 16 16 128 128  | dtype=fp32 | TWO scan | STAGED
 gdn 8 4096 16 16 128 128  | packed    | ALONE scan_transposed | FUSED
 gdn 8 4096 16 16 128 128  | gluon=off | ONE scan_transposed | FUSED
@@ -109,7 +109,7 @@ gdn 1 8192 4 4 128 128    |           | RING scan_map merge scan_gluon |
 gdn 1 32768 16 32 128 128 |           | RING bound warm_up scan_gluon | BOUNDS PART PART gate_bwd
 gdn 1 32768 16 32 128 128 | gluon=off | TWO bound warm_up scan_transposed scan |
         APART scans intra_chunk_bwd intra_chunk_bwd gate_bwd
-gdn 32 4096 16 16 128 128 |           | RING scan_gluon | PARTS8 gate_bwd
+gdn 32 4096 16 16 128 128 |           | RING scan_gluon | WHOLE WHOLE WHOLE WHOLE gate_bwd
 gdn 32 4096 16 16 128 128 | gluon=off | ONE scan_transposed | FUSED
 gdn 1 1024 16 16 128 128  |           | ALONE scan_gluon |
         scans_gluon intra_chunk_bwd_gluon gate_bwd

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from linattn_edu.kernels.fused.gdn_scans import Scans, enter, load, scans
 from linattn_edu.kernels.gluon.kernels import gdn_bwd, gdn_intra_bwd, gdn_scans
-from linattn_edu.kernels.pieces import Pieces, whole_of
+from linattn_edu.kernels.pieces import Pieces
 from linattn_edu.kernels.routes import by_kind, by_load, kind_of
 from linattn_edu.kernels.rows import chunk_args
 from linattn_edu.kernels.tiles import (
@@ -240,12 +240,10 @@ def chunk_bwd(
     """
     C, given = AG.shape[-1], (q, k, v, beta, gc, P, AG, do, initial_state, dht)
     asked = load(q, v, AG, packing, k, P, do)
-    one = not low and not callable(dht) and by_load.scan_intra_bwd(asked).takes == "one"
-    if one and (results := _in_one(Scans(*given), scale)):
-        return results
     groups = 1 if low else by_load.head_groups(asked).takes
-    if groups > 1:
-        return _in_head_groups(groups, Scans(*given), scale)
+    one = not low and by_load.scan_intra_bwd(asked).takes == "one"
+    if one or groups > 1:
+        return _in_head_groups(groups, Scans(*given), scale, one)
     h, v_new, dh, Z, dv, dh0, *low = scans(*given, low, scale=scale, packing=packing)
     dq, dk = (v_new, Z) if q.shape == v.shape else map(torch.empty_like, (q, k))
     out = dq, dk, torch.empty_like(beta), torch.empty_like(gc)
@@ -254,24 +252,10 @@ def chunk_bwd(
     return dq, dk, dv, *out[2:], dh0
 
 
-def _in_one(x: Scans, scale: float) -> tuple[Tensor, ...] | None:
-    """chunk_bwd with scan_bwd and intra_chunk_bwd in one kernel in Gluon, if there is one: the same
-    bits, and neither dS nor Z in memory.
+def _in_head_groups(groups: int, x: Scans, scale: float, one: bool) -> tuple[Tensor, ...]:
+    """chunk_bwd in Gluon, on as many groups of heads: the same bits. one: scan_bwd and
+    intra_chunk_bwd in one kernel.
     """
-    forth, pieces = x._replace(do=None, dht=None), whole_of(x.k, None)
-    forth = forth.written(pieces, None)
-    if not gdn_scans.scan_states_gluon(forth.forth, None, pieces):
-        return None
-    given = *x[:7], forth.h, forth.v_new, x.do, x.dht
-    # a program has read v_new of a chunk before it writes dq, which lies in its place
-    _, HV, K, V = x.sizes
-    dh0 = x.gc.new_empty(pieces.N, HV, K, V)
-    out = forth.v_new, *map(torch.empty_like, (x.k, x.v, x.beta, x.gc)), dh0
-    return out if gdn_bwd.scan_intra_bwd_gluon(given, out, scale, pieces) else None
-
-
-def _in_head_groups(groups: int, x: Scans, scale: float) -> tuple[Tensor, ...]:
-    """chunk_bwd in Gluon, on as many groups of heads: the same bits."""
     pieces, (ahead,), h0 = enter(x, True, None)
     _, (behind,), dht = enter(x, True, None, scale)
     _, HV, K, V = x.sizes
@@ -285,7 +269,8 @@ def _in_head_groups(groups: int, x: Scans, scale: float) -> tuple[Tensor, ...]:
             t if t is None else t.chunk(groups, 1)[i].contiguous() for t in (ahead, behind, h0, dht)
         )
         own = Scans(*given, own_h0, own_dht, dv=dv)
-        dh0.chunk(groups, 1)[i].copy_(_head_group(own, (dq, dk, *rest), *ways, scale, pieces))
+        group = own, (dq, dk, *rest), *ways, scale, pieces
+        dh0.chunk(groups, 1)[i].copy_((_head_group_in_one if one else _head_group)(*group))
     return *out, pieces.first(dh0)
 
 
@@ -302,3 +287,19 @@ def _head_group(
     read = *own[:5], own.h, own.v_new, own.do, own.dh, own.Z
     gdn_intra_bwd.intra_bwd_gluon(read, out, scale)
     return own.dh0
+
+
+def _head_group_in_one(
+    own: Scans, out: tuple[Tensor, ...], ahead: None, behind: None, scale: float, pieces: Pieces
+) -> Tensor:
+    """The same with scan_bwd and intra_chunk_bwd in one kernel: neither dS nor Z is in memory. A
+    program has read v_new of a chunk before it writes dq, which lies in its place.
+    """
+    dq, dk, *rest = out
+    x = own._replace(do=None, v_new=dq).written(pieces, None)
+    gdn_scans.scan_states_gluon(x.forth, ahead, pieces)
+    _, HV, K, V = x.sizes
+    dh0 = x.gc.new_empty(pieces.N, HV, K, V)
+    given = *x[:7], x.h, dq, own.do, own.dht
+    gdn_bwd.scan_intra_bwd_gluon(given, (dq, dk, own.dv, *rest, dh0), scale, pieces)
+    return dh0

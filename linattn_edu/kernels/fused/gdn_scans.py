@@ -299,11 +299,12 @@ class Scans(NamedTuple):
         return *given, self.dh, self.Z, self.dv, self.dh0
 
     def written(self, pieces: Pieces, packing: Packing | None) -> "Scans":
-        """With places for what the scans write, but for a dv that is there."""
+        """With places for what the scans write, but for a v_new or a dv that is there."""
         _, HV, K, V = self.sizes
         x, shape = self, (*states(self.k, self.AG.shape[-1], packing), HV, K, V)
         if x.v is not None:
-            x = x._replace(h=x.k.new_empty(*shape), v_new=torch.empty_like(x.v))
+            v_new = torch.empty_like(x.v) if x.v_new is None else x.v_new
+            x = x._replace(h=x.k.new_empty(*shape), v_new=v_new)
         if x.do is not None:
             dv, dh0 = x.dv, x.gc.new_empty(pieces.N, HV, K, V)
             dv = torch.empty_like(x.do) if dv is None else dv

@@ -56,7 +56,6 @@ class Source:
     v_new_desc: object
     do_desc: object
     piece: object
-    H: object
     HV: object
 
 
@@ -84,12 +83,12 @@ class Memory:
 class Bars:
     """The mbarriers, see scan_intra_bwd_gluon_kernel."""
 
-    full_k: object  # two
-    empty_k: object  # two
+    full_k: object  # two, as of the next
+    empty_k: object
     full_q: object
     empty_q: object
-    full_do: object  # two
-    empty_do: object  # two
+    full_do: object  # two, as of the next
+    empty_do: object
     full_P: object
     empty_P: object
     full_new: object
@@ -318,9 +317,7 @@ def read_gradient(c, m, i, z, b_R, b_own, scale, mma: gl.constexpr):
 
 @gluon.jit
 def half_of_keys(c, m, bars, i, turn, zero, a_dL, b_own, scale, mma: gl.constexpr):
-    """Half c of dQ and dK to the places of q and k; its part of dgc, of dbeta and of what dgc's
-    last row gets.
-    """
+    """Half c of dQ and dK to the places of q and k; parts of dgc, dbeta and dgc's last row."""
     z = c >> 30  # 0, as above
     i += z
     b_F = times_transposed(m.Zs, z, m.Ss, 2 * c, zero)
@@ -441,10 +438,8 @@ def scan_intra_bwd_gluon_kernel(
 
     mbarriers; two groups of four warps scan, a third makes the gradients::
 
-        full_k    k and gates, two places -> all
-        empty_k   gradients: dk has left -> loading warp
-        full_q    q -> all
-        empty_q   gradients: dq has left -> loading warp
+        full_k, full_q    k and gates, two places; q -> all
+        empty_k, empty_q  gradients: dk has left; dq -> loading warp
         full_do   do, two places -> all
         empty_do  all, when it has been read -> loading warp
         full_P    P and A * G -> scan
@@ -469,9 +464,7 @@ def scan_intra_bwd_gluon_kernel(
         bar(1), bar(1), bar(2), bar(2), bar(1), bar(2),
     )  # fmt: skip
     fence_async_shared()
-    source = Source(
-        q_desc, k_desc, v_desc, P_desc, AG_desc, h_desc, v_new_desc, do_desc, piece, H, HV
-    )
+    source = Source(q_desc, k_desc, v_desc, P_desc, AG_desc, h_desc, v_new_desc, do_desc, piece, HV)
     out = Out(dq_desc, dk_desc, dv_desc, dbeta_ptr, dgc_ptr, scale, ROW)
     given = gates_of(piece, gc_ptr, beta_ptr, ROW)
     gl.warp_specialize([

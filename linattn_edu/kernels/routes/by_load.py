@@ -138,7 +138,7 @@ def workers(load: Load, pieces: int) -> Choice:
 def scan_intra_bwd(load: Load) -> Choice:
     """scan_bwd and intra_chunk_bwd of Gated DeltaNet: "one" kernel in Gluon, or "two"."""
     kind = load.kind
-    if _scan(load, True).takes != "gluon" or first(INTRA_BWD, kind):
+    if _scan(load, True).takes != "gluon" or first(INTRA_BWD, kind) or not support.tried():
         return Choice("two", "not all in Gluon")
     if kind.H < kind.HV:
         return Choice("two", "HV={HV}, H={H}: heads that share a key have sums in one program")
@@ -163,7 +163,8 @@ def head_groups(load: Load) -> Choice:
     size = pieces_by_maps(kind).takes or pieces_by_warm_up(kind).takes
     B, T = load.sequences, kind.T
     pieces = B if not size else B * T // size + (B if T % size else 0)
-    programs = pieces * kind.HV * cdiv(kind.V, limits.COLUMNS)
+    one = scan_intra_bwd(load).takes == "one"
+    programs = pieces * kind.HV * (1 if one else cdiv(kind.V, limits.COLUMNS))
 
     def rounds(groups: int) -> int:
         return groups * cdiv(programs // groups, load.processors)
