@@ -241,7 +241,8 @@ def chunk_bwd(
     C, given = AG.shape[-1], (q, k, v, beta, gc, P, AG, do, initial_state, dht)
     asked = load(q, v, AG, packing, k, P, do)
     groups = 1 if low else by_load.head_groups(asked).takes
-    one = not low and by_load.scan_intra_bwd(asked).takes == "one"
+    # a dht that is waited for leaves time for the states, which are made apart then
+    one = not low and not callable(dht) and by_load.scan_intra_bwd(asked).takes == "one"
     if one or groups > 1:
         return _in_head_groups(groups, Scans(*given), scale, one)
     h, v_new, dh, Z, dv, dh0, *low = scans(*given, low, scale=scale, packing=packing)
