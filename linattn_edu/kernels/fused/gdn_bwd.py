@@ -235,13 +235,12 @@ def chunk_bwd(
     packing: Packing | None = None,
 ) -> tuple[Tensor, ...]:
     """Launch scans and intra_chunk_bwd, on some heads after the others where that takes no longer,
-    or both with scan_bwd in one kernel; arguments and result as in the reference, and dht as in
-    `scans`.
+    or both with scan_bwd in one kernel, but where dht is waited for, as in `scans`, while the
+    states are made; arguments and result as in the reference.
     """
     C, given = AG.shape[-1], (q, k, v, beta, gc, P, AG, do, initial_state, dht)
     asked = load(q, v, AG, packing, k, P, do)
     groups = 1 if low else by_load.head_groups(asked).takes
-    # a dht that is waited for leaves time for the states, which are made apart then
     one = not low and not callable(dht) and by_load.scan_intra_bwd(asked).takes == "one"
     if one or groups > 1:
         return _in_head_groups(groups, Scans(*given), scale, one)
