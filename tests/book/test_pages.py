@@ -501,7 +501,7 @@ def test_links_and_paper_open_an_appendix(visit):
     assert v.errors == []
 
 
-LONG = "chapters/12_gate_bwd.html"  # has hundreds of formulas
+LONG = "chapters/08_output_bwd.html"  # has hundreds of formulas
 
 
 def test_formulas_are_set_as_they_come_near(visit):
