@@ -102,12 +102,14 @@ def test_chunk_bwd_in_head_groups_gives_the_same_bits(T, H, HV, given, device, f
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("given", [False, True], ids=["zero", "states"])
-@pytest.mark.parametrize(("B", "T", "H"), [(3, 64, 1), (2, 448, 3), (10, 2048, 16)])
-def test_chunk_bwd_in_one_kernel_gives_the_same_bits(B, T, H, given, dtype, device, force):
+@pytest.mark.parametrize(
+    ("B", "T", "H", "groups"), [(3, 64, 1, 1), (2, 448, 3, 3), (10, 2048, 16, 1), (16, 1024, 16, 2)]
+)
+def test_chunk_bwd_in_one_kernel_gives_the_same_bits(B, T, H, groups, given, dtype, device, force):
     """Twice: dS and Z stay in shared memory, where no chunk may overtake another."""
     if why := without_gluon(device):
         pytest.skip(why)
-    force(**PAYS, head_groups=1)
+    force(**PAYS, head_groups=groups)
     x = gdn_inputs(B, T, H, H, 128, 128, dtype=dtype, device=device, seed=0)
     gc, do = gate_cumsum(x.g, chunk_size=64), torch.randn_like(x.v)
     options = {"chunk_size": 64, "return_inverse": True, "gated": True}
@@ -120,7 +122,7 @@ def test_chunk_bwd_in_one_kernel_gives_the_same_bits(B, T, H, given, dtype, devi
     for _ in range(2):
         with launches() as ran:
             got = kernels.chunk_bwd(*args, scale=0.3)
-        assert ran[1:] == [kernels.gdn_bwd.scan_intra_bwd_gluon_kernel]
+        assert ran[1::2] == [kernels.gdn_bwd.scan_intra_bwd_gluon_kernel] * groups
         assert all(map(torch.equal, got, want))
 
 
@@ -146,19 +148,21 @@ def test_head_groups_hold_the_states_of_one_at_a_time(device, force):
 
 
 def test_head_groups_leave_no_more_idle():
-    for (B, T, H, HV), want in {
-        (8, 4096, 16, 16): 1,  # in one kernel, 128 programs: one round
-        (32, 4096, 16, 16): 4,
-        (8, 4096, 8, 16): 2,  # 256 programs: two rounds of 128
-        (1, 32768, 16, 32): 2,  # four pieces
-        (4, 4096, 16, 16): 1,  # one round
-        (8, 512, 16, 16): 1,  # small
-        (6, 8192, 16, 16): 1,  # 384 programs of 12 pieces: halves would take four rounds, not three
+    for (B, T, H, HV, one), want in {
+        (8, 4096, 16, 16, False): 2,  # 256 programs: two rounds of 128
+        (32, 4096, 16, 16, False): 8,
+        (8, 4096, 16, 16, True): 1,  # 128 programs
+        (32, 4096, 16, 16, True): 4,
+        (1, 32768, 16, 32, False): 2,  # four pieces
+        (4, 4096, 16, 16, False): 1,  # one round
+        (8, 512, 16, 16, False): 1,  # small
+        # 384 programs of 12 pieces: halves would take four rounds, not three
+        (6, 8192, 16, 16, False): 1,
     }.items():
         q = torch.empty(B, T, H, 128, device="meta", dtype=torch.bfloat16)
         with ask(GPUS["h100"], lambda *_: None):
-            kind = kind_of(q, HV, 128, 64, None)
-            assert by_load.head_groups(load_of(kind._replace(gluon=""), q, None)).takes == want
+            load = load_of(kind_of(q, HV, 128, 64, None)._replace(gluon=""), q, None)
+            assert by_load.head_groups(load, one).takes == want
 
 
 @pytest.mark.parametrize("C", [16, 32, 64])

@@ -188,7 +188,7 @@ def asked(call, more="", **options):
 def gluon(monkeypatch):
     """As if this Triton's Gluon were on, and of the table's version."""
     monkeypatch.setattr(choosing, "GLUON", "")
-    monkeypatch.setattr(by_load.support, "THIS", limits.SHARED_RING)
+    monkeypatch.setattr(by_load.support, "THIS", min(limits.SHARED_RING, limits.ONE_KERNEL))
 
 
 @pytest.mark.parametrize(("call", "more", "forward", "backward"), CALLS, ids=lambda x: x or "-")
@@ -301,6 +301,20 @@ def test_scans_in_gluon(name):
     assert takes(9) and not takes(9, T=2048)
     assert takes(K=64, V=64) == (not wide) and not takes(K=64, V=64, T=2048)
     assert takes(256, T=256) and not takes(256, T=192)
+
+
+def test_one_kernel_takes_whole_heads_that_fill_a_gpu(monkeypatch):
+    def takes(sequences=8, waits=False, **other):
+        load = Load(GOOD._replace(**other), sequences, 132)
+        return by_load.scan_intra_bwd(load, waits).takes == "one"
+
+    assert takes() and takes(16) and takes(dtype=torch.float16)
+    for other in (*NOT_GLUON, *NOT_WHOLE, {"K": 64}, {"V": 64}, {"H": 8}, {"T": 8192}):
+        assert not takes(**other), other
+    assert not takes(waits=True)
+    assert not takes(7) and not takes(9) and takes(15)  # 112, 144 and 240 heads
+    monkeypatch.setattr(by_load.support, "THIS", (3, 7))
+    assert not takes()
 
 
 def test_the_ring_of_shared_keys_is_for_tritons_with_its_bits(monkeypatch):

@@ -240,8 +240,8 @@ def chunk_bwd(
     """
     C, given = AG.shape[-1], (q, k, v, beta, gc, P, AG, do, initial_state, dht)
     asked = load(q, v, AG, packing, k, P, do)
-    groups = 1 if low else by_load.head_groups(asked).takes
-    one = not low and not callable(dht) and by_load.scan_intra_bwd(asked).takes == "one"
+    one = not low and by_load.scan_intra_bwd(asked, callable(dht)).takes == "one"
+    groups = 1 if low else by_load.head_groups(asked, one).takes
     if one or groups > 1:
         return _in_head_groups(groups, Scans(*given), scale, one)
     h, v_new, dh, Z, dv, dh0, *low = scans(*given, low, scale=scale, packing=packing)
@@ -298,8 +298,6 @@ def _head_group_in_one(
     dq, dk, *rest = out
     x = own._replace(do=None, v_new=dq).written(pieces, None)
     gdn_scans.scan_states_gluon(x.forth, ahead, pieces)
-    _, HV, K, V = x.sizes
-    dh0 = x.gc.new_empty(pieces.N, HV, K, V)
-    given = *x[:7], x.h, dq, own.do, own.dht
+    given, dh0 = (*x[:7], x.h, dq, own.do, own.dht), x.gc.new_empty(pieces.N, *x.h.shape[2:])
     gdn_bwd.scan_intra_bwd_gluon(given, (dq, dk, own.dv, *rest, dh0), scale, pieces)
     return dh0

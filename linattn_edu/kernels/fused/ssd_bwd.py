@@ -434,9 +434,9 @@ def ssd_bwd_bc(
     splits = by_kind.ssd_heads(kind_of(B, H, P, BC, packing), True).takes
     NT, *chunks = chunk_args(x, BC, packing)
     BT, sizes = min(BC, TOKENS), (*chunks, T, n * T, whole(x, BC, packing))
-    # of xdy ssd_bwd_dx sums all tokens, those too behind ends that the host does not know
-    new = gc.new_empty if packing is None or packing.longest is not None else gc.new_zeros
-    dB, dC, sums = torch.empty_like(B), torch.empty_like(C), new(2, H, n, T)
+    dB, dC, sums = torch.empty_like(B), torch.empty_like(C), gc.new_empty(2, H, n, T)
+    if packing is not None:  # of xdy ssd_bwd_dx sums all tokens, those behind the last end too
+        sums[1].zero_()
     parts, dS = gc.new_empty(splits, 2, *B.shape), gc.new_empty(splits, n, T, G, BC)
     ssd_bwd_states_kernel[(NT * G * splits * 2,)](
         x, dy, gs, gc, h, dh, seq_idx, parts, *sizes, G, H, N, P, splits, BC, BN, BP,

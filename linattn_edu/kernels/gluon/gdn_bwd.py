@@ -44,22 +44,6 @@ from linattn_edu.kernels.pieces import Pieces
 
 
 @record
-class Source:
-    """What is copied in, by tensor maps, and where it begins."""
-
-    q_desc: object
-    k_desc: object
-    v_desc: object
-    P_desc: object
-    AG_desc: object
-    h_desc: object
-    v_new_desc: object
-    do_desc: object
-    piece: object
-    HV: object
-
-
-@record
 class Memory:
     """Tiles in shared memory: of keys and of values two halves, of states the values of the first
     half of the keys, then of the second.
@@ -121,14 +105,14 @@ def load_pair(desc, row, column, bar, tiles, i):
 
 
 @gluon.jit
-def load_keys(source, m, bars, given, n, b_gc, b_beta):
+def load_keys(k_desc, piece, m, bars, given, n, b_gc, b_beta):
     """k of the n-th chunk and its gates, of which it returns those of the next one."""
-    i, piece = n % 2, source.piece
+    i = n % 2
     row = piece.first + chunk_at(n, piece.NT, True) * 64
     mbarrier.wait(bars.empty_k.index(i), (n // 2 & 1) ^ 1)
     full = bars.full_k.index(i)
     mbarrier.expect(full, 2 * 64 * 64 * 2)
-    load_pair(source.k_desc, row, piece.i_k * 128, full, m.ks, 2 * i)
+    load_pair(k_desc, row, piece.i_k * 128, full, m.ks, 2 * i)
     m.gates.index(2 * i).store(b_gc)
     m.gates.index(2 * i + 1).store(b_beta)
     b_gc, b_beta, _ = given.of(n + 1, piece.NT, 64, True)
@@ -138,48 +122,48 @@ def load_keys(source, m, bars, given, n, b_gc, b_beta):
 
 
 @gluon.jit
-def load_do(source, m, bars, n):
+def load_do(do_desc, piece, m, bars, n):
     """do of the n-th chunk."""
-    i, piece = n % 2, source.piece
+    i = n % 2
     mbarrier.wait(bars.empty_do.index(i), (n // 2 & 1) ^ 1)
     full = bars.full_do.index(i)
     mbarrier.expect(full, 2 * 64 * 64 * 2)
     row = piece.first + chunk_at(n, piece.NT, True) * 64
-    load_pair(source.do_desc, row, piece.i_h * 128, full, m.dos, 2 * i)
+    load_pair(do_desc, row, piece.i_h * 128, full, m.dos, 2 * i)
 
 
 @gluon.jit
-def load_back(source, m, bars, given):
+def load_back(descs, piece, m, bars, given, HV: gl.constexpr):
     """The producer, a warp that loads, in the order in which places become empty."""
-    piece = source.piece
+    q_desc, k_desc, v_desc, P_desc, AG_desc, h_desc, v_new_desc, do_desc = descs
     NT = piece.NT
     b_gc, b_beta, _ = given.of(0, NT, 64, True)
     if NT > 0:
-        b_gc, b_beta = load_keys(source, m, bars, given, 0, b_gc, b_beta)
-        load_do(source, m, bars, 0)
+        b_gc, b_beta = load_keys(k_desc, piece, m, bars, given, 0, b_gc, b_beta)
+        load_do(do_desc, piece, m, bars, 0)
     for n in range(NT):
         i_c, empty = chunk_at(n, NT, True), (n & 1) ^ 1
         row, column = piece.first + i_c * 64, piece.i_h * 128
         mbarrier.wait(bars.empty_P, empty)
         mbarrier.expect(bars.full_P, 2 * 64 * 64 * 2)
-        async_load(source.P_desc, [row, piece.i_h * 64], bars.full_P, m.Ps.index(0))
-        async_load(source.AG_desc, [row, piece.i_h * 64], bars.full_P, m.Ps.index(1))
+        async_load(P_desc, [row, piece.i_h * 64], bars.full_P, m.Ps.index(0))
+        async_load(AG_desc, [row, piece.i_h * 64], bars.full_P, m.Ps.index(1))
         if n + 1 < NT:
-            load_do(source, m, bars, n + 1)
+            load_do(do_desc, piece, m, bars, n + 1)
         mbarrier.wait(bars.used, empty)
         mbarrier.expect(bars.full_new, 2 * 64 * 64 * 2)
-        load_pair(source.v_new_desc, row, column, bars.full_new, m.news, 0)
+        load_pair(v_new_desc, row, column, bars.full_new, m.news, 0)
         mbarrier.expect(bars.full_h, 4 * 64 * 64 * 2)
-        i_S = ((piece.i_c + i_c) * source.HV + piece.i_h) * 128
-        load_pair(source.h_desc, i_S, 0, bars.full_h, m.Ss, 0)
-        load_pair(source.h_desc, i_S + 64, 0, bars.full_h, m.Ss, 2)
+        i_S = ((piece.i_c + i_c) * HV + piece.i_h) * 128
+        load_pair(h_desc, i_S, 0, bars.full_h, m.Ss, 0)
+        load_pair(h_desc, i_S + 64, 0, bars.full_h, m.Ss, 2)
         mbarrier.expect(bars.full_v, 2 * 64 * 64 * 2)
-        load_pair(source.v_desc, row, column, bars.full_v, m.vs, 0)
+        load_pair(v_desc, row, column, bars.full_v, m.vs, 0)
         mbarrier.wait(bars.empty_q, empty)
         mbarrier.expect(bars.full_q, 2 * 64 * 64 * 2)
-        load_pair(source.q_desc, row, piece.i_k * 128, bars.full_q, m.qs, 0)
+        load_pair(q_desc, row, piece.i_k * 128, bars.full_q, m.qs, 0)
         if n + 1 < NT:
-            b_gc, b_beta = load_keys(source, m, bars, given, n + 1, b_gc, b_beta)
+            b_gc, b_beta = load_keys(k_desc, piece, m, bars, given, n + 1, b_gc, b_beta)
 
 
 # over 80 lines: the order of its products, waits and arithmetic is what it is about
@@ -464,14 +448,14 @@ def scan_intra_bwd_gluon_kernel(
         bar(1), bar(1), bar(2), bar(2), bar(1), bar(2),
     )  # fmt: skip
     fence_async_shared()
-    source = Source(q_desc, k_desc, v_desc, P_desc, AG_desc, h_desc, v_new_desc, do_desc, piece, HV)
+    descs = q_desc, k_desc, v_desc, P_desc, AG_desc, h_desc, v_new_desc, do_desc
     out = Out(dq_desc, dk_desc, dv_desc, dbeta_ptr, dgc_ptr, scale, ROW)
     given = gates_of(piece, gc_ptr, beta_ptr, ROW)
     gl.warp_specialize([
         (gradients, (m, b, out, piece)),
         (scan_back, (0, m, b, state_of(0, piece, dht_ptr, dh0_ptr, K, V, 64), out, piece)),
         (scan_back, (1, m, b, state_of(1, piece, dht_ptr, dh0_ptr, K, V, 64), out, piece)),
-        (load_back, (source, m, b, given)),
+        (load_back, (descs, piece, m, b, given, HV)),
     ], [4, 4, 1], [136, 136, 24])  # fmt: skip
 
 

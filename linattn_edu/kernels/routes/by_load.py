@@ -135,11 +135,18 @@ def workers(load: Load, pieces: int) -> Choice:
 
 
 @decision
-def scan_intra_bwd(load: Load) -> Choice:
-    """scan_bwd and intra_chunk_bwd of Gated DeltaNet: "one" kernel in Gluon, or "two"."""
+def scan_intra_bwd(load: Load, waits: bool = False) -> Choice:
+    """scan_bwd and intra_chunk_bwd of Gated DeltaNet: "one" kernel in Gluon, or "two".
+
+    waits: whether the gradient of the last state is waited for, meanwhile states are made.
+    """
     kind = load.kind
-    if _scan(load, True).takes != "gluon" or first(INTRA_BWD, kind) or not support.tried():
+    if _scan(load, True).takes != "gluon" or first(INTRA_BWD, kind):
         return Choice("two", "not all in Gluon")
+    if support.THIS > limits.ONE_KERNEL:
+        return Choice("two", "a Triton with which one kernel was not seen to give the same bits")
+    if waits:
+        return Choice("two", "the gradient of the last state is waited for")
     if kind.H < kind.HV:
         return Choice("two", "HV={HV}, H={H}: heads that share a key have sums in one program")
     if pieces_by_maps(kind).takes or pieces_by_warm_up(kind).takes:
@@ -151,9 +158,10 @@ def scan_intra_bwd(load: Load) -> Choice:
 
 
 @decision
-def head_groups(load: Load) -> Choice:
+def head_groups(load: Load, one: bool) -> Choice:
     """Groups of heads that chunk_bwd in Gluon takes one after the other, with the states of one
-    at a time: the most whose scans leave no more multiprocessors idle than all would.
+    at a time: the most whose scans leave no more multiprocessors idle than all would. one: what
+    scan_intra_bwd takes, whose programs have all values of a head.
     """
     kind = load.kind
     if _scan(load, True).takes != "gluon" or first(INTRA_BWD, kind):
@@ -163,7 +171,6 @@ def head_groups(load: Load) -> Choice:
     size = pieces_by_maps(kind).takes or pieces_by_warm_up(kind).takes
     B, T = load.sequences, kind.T
     pieces = B if not size else B * T // size + (B if T % size else 0)
-    one = scan_intra_bwd(load).takes == "one"
     programs = pieces * kind.HV * (1 if one else cdiv(kind.V, limits.COLUMNS))
 
     def rounds(groups: int) -> int:
