@@ -78,7 +78,15 @@ def recorded(stages) -> tuple[object, dict[str, Callable[[], object]]]:
 
 
 def each_stage(stages, calls: dict[str, Callable]) -> None:
-    """In the calls of a backward pass, those of the stages that chunk_bwd runs in its place."""
+    """In the calls of a pass, those of the stages that chunk_fwd or chunk_bwd runs in its place."""
+    if "chunk_fwd" in calls:
+        whole = calls.pop("chunk_fwd")
+        (q, k, v, beta, gc, h0), options = whole.args, dict(whole.keywords)
+        chunks, keep = {"chunk_size": options.pop("chunk_size")}, options.pop("keep")
+        chunks |= {"return_inverse": keep, "gated": keep}
+        calls["intra_chunk"] = partial(stages.intra_chunk, q, k, beta, gc, **chunks)
+        P, R, _ = calls["intra_chunk"]()
+        calls["scan"] = partial(stages.scan, q, k, v, gc, P, R, h0, **options)
     if "chunk_bwd" not in calls:
         return
     whole = calls.pop("chunk_bwd")

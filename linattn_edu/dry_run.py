@@ -53,6 +53,7 @@ SAID = {
     "both_widths": {0: "", 1: "launched for two widths of tiles"},
     "together": {0: "two launches", 1: "one launch"},
     "workers": {1: "", None: "{} tiles of values a program"},
+    "chunk_fwd": {"two": "", "one": "intra_chunk and scan in one"},
     "scan_intra_bwd": {"two": "", "one": "scan_bwd and intra_chunk_bwd in one"},
     "head_groups": {1: "", None: "{} groups of heads"},
     "exchange": {None: "maps of {} ranks are gathered"},

@@ -161,7 +161,7 @@ JOINED = {
     "delta.gate": ("gate", "layer_gate_bwd"),
     "delta.kda_bwd": ("kda_output_bwd", "kda_wy_bwd"),
     "fused.gdn_intra": ("intra_chunk",),
-    "fused.gdn_fwd": ("scan", "scan_map"),
+    "fused.gdn_fwd": ("scan", "scan_map", "chunk_fwd"),
     "fused.gdn_scans": ("scan_states", "scan_bwd", "scans", "scan_map_bwd"),
     "fused.gdn_bwd": ("intra_chunk_bwd", "chunk_bwd"),
     "fused.kda_fwd": ("kda_prepare", "kda_fused_scan", "kda_fused_scan_map"),

@@ -20,6 +20,7 @@ pytestmark = pytest.mark.usefixtures("poison")
 
 
 test_scan_kernel_matches_reference = registry.matches("scan", "gdn_fused")
+test_chunk_fwd_kernels_match_reference = registry.matches("chunk_fwd", "gdn_fused")
 
 
 @pytest.mark.parametrize(
@@ -91,6 +92,35 @@ def test_scan_gluon_gives_the_same_bits(B, T, HV, K, V, given, dtype, device, pl
     x = gdn_inputs(B, T, max(1, HV // 2), HV, K, V, dtype=dtype, device=device, seed=0)
     h0 = torch.randn(B, HV, K, V, device=device) if given else None
     check_equal(*plain_and_gluon(x, h0))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("given", [False, True], ids=["zero", "states"])
+@pytest.mark.parametrize(
+    ("B", "T", "H", "HV", "D"),
+    [(3, 64, 1, 1, 128), (2, 448, 2, 6, 128), (10, 2048, 8, 16, 128), (1, 128, 2, 2, 64),
+     (9, 2048, 16, 32, 64)],
+)  # fmt: skip
+def test_forward_in_one_kernel_gives_the_same_bits(B, T, H, HV, D, given, kept, device, force):
+    """Twice: R and P stay in shared memory, where no chunk may overtake another."""
+    if why := without_gluon(device):
+        pytest.skip(why)
+    force(**PAYS)
+    x = gdn_inputs(B, T, H, HV, D, D, dtype=torch.bfloat16, device=device, seed=0)
+    gc = gate_cumsum_kernel(x.g, chunk_size=64)
+    h0 = torch.randn(B, HV, D, D, device=device) if given else None
+    args, options = (x.q, x.k, x.v, x.beta, gc, h0), {"scale": 0.3, "chunk_size": 64}
+    options |= {"output_final_state": given, "keep": kept}
+    force(chunk_fwd="two")
+    want = kernels.chunk_fwd(*args, **options)
+    force(chunk_fwd="one")
+    for _ in range(2):
+        with launches() as ran:
+            got = kernels.chunk_fwd(*args, **options)
+        assert ran == [kernels.gdn_fwd.chunk_fwd_gluon_kernel]
+        for a, b in zip(got, want, strict=True):
+            assert (a is b is None) or torch.equal(a, b)
 
 
 @pytest.mark.gpu

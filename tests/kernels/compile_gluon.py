@@ -25,6 +25,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from linattn_edu.kernels.gluon import (
     gdn_bwd,
+    gdn_fwd,
     gdn_intra,
     gdn_intra_bwd,
     gdn_scan,
@@ -163,12 +164,31 @@ def intra_forms():
     yield form(one, K, 2, gdn_intra.OPTIONS)
 
 
+def fwd_forms():
+    """Gated DeltaNet's forward pass in one kernel, as training runs it and as prefill does."""
+    kernel = gdn_fwd.chunk_fwd_gluon_kernel
+    for V in limits.HEADS:
+        for kept in (True, False):
+            constants = {"H": 2, "HV": 2, "K": V, "V": V, "REGISTERS": gdn_fwd.REGISTERS[V, kept]}
+            constants |= gdn_fwd.TILES[V]
+            columns = {"": CHUNK, "q": V, "k": V, "v": V}
+            absent = "cu_ptr", *(("h0_ptr", "ht_ptr") if kept else ("P_desc", "AG_desc"))
+            source = source_of(
+                kernel, constants, "bf16", columns, absent, (), "*bf16", ("gc", "h0", "ht")
+            )
+            yield (
+                {"kernel": kernel.__name__, "dtype": "bf16", "K": V, "kept": kept}, source,
+                gdn_fwd.OPTIONS[V],
+            )  # fmt: skip
+
+
 def forms():
     """What each form is, its source and options."""
     yield from gdn_scan_forms()
     yield from kda_scan_forms()
     yield from intra_bwd_forms()
     yield from intra_forms()
+    yield from fwd_forms()
 
 
 def results_of(compiled):

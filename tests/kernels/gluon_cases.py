@@ -26,6 +26,7 @@ class Case(NamedTuple):
     forced: dict  # what routes choose
     T: int = 192
     K: int = HEAD
+    V: int = HEAD
     dtype: torch.dtype = BF16
     kinds: dict = MappingProxyType({})  # of parts
     without: tuple = ()  # parts
@@ -34,7 +35,7 @@ class Case(NamedTuple):
     def check(self, device, **how) -> None:
         """The stage's results are its reference's; how: of `interpreted`."""
         with forced(**PAYS, **self.forced), interpreted(**how) as ran:
-            sizes = self.T, self.K, HEAD, 64, self.dtype, device
+            sizes = self.T, self.K, self.V, 64, self.dtype, device
             stages.check(
                 self.stage, self.family, *sizes, without=self.without, more=self.more, **self.kinds
             )
@@ -73,8 +74,13 @@ CASES = {
     ),
     "gdn_scan": Case("scan", "gdn_fused", "scan", {"scan": "gluon"}, 320),
     "gdn_scan, K=64, no states": Case(
-        "scan", "gdn_fused", "scan", {"scan": "gluon"}, 320, 64, FP16, without=("h0",),
+        "scan", "gdn_fused", "scan", {"scan": "gluon"}, 320, 64, dtype=FP16, without=("h0",),
         more={"output_final_state": False},
+    ),
+    "gdn_fwd": Case("chunk_fwd", "gdn_fused", "chunk_fwd", {"chunk_fwd": "one"}, 320),
+    "gdn_fwd, V=64, no states": Case(
+        "chunk_fwd", "gdn_fused", "chunk_fwd", {"chunk_fwd": "one"}, 320, 64, 64,
+        without=("h0",), more={"output_final_state": False, "keep": False},
     ),
     "gdn_scans, forth": Case("scan_states", "gdn_fused", "scan_states", _SCANS, 320),
     "gdn_scans, back": Case("scan_bwd", "gdn_fused", "scan_bwd", _SCANS, 320),

@@ -21,6 +21,7 @@ LEFT_OUT = "pass"
 STORED = "    tma.store_wait(0)\n"
 # with what follows where a text alone is in a file twice
 WAIT_OTHERS, HAND_OVER = "mbarrier.wait(out.index(3), i_t & 1)\n", "hand_over(out.index(2))"
+WAIT_FULL = "mbarrier.wait(chunks.full.index(i), i_t // STAGES & 1)\n        "
 STORE_NEW = "        store_transposed(b_new.to(dtype), new)"
 STORE_Z = "        store_transposed(b_Z.to(dtype), Zs)"
 
@@ -71,6 +72,24 @@ MISTAKES = {
          "        mbarrier.arrive(bar, count=1)", ""),
         (Deadlock, "full[0]", "bar_pairs(STAGES, 2, WORKERS)", "2", "3"),
         (Race, "gates[0] is", "bar_pairs(STAGES, 2, WORKERS)", "2", "1"),
+    ],
+    ("gdn_fwd", "gdn_fwd"): [
+        (Wrong, "output 0", ".load(along)[None, :] * b_W", " * b_W", ""),
+        (Wrong, "output 2", "i_t * BT, c_t]", "i_t", "i"),
+        (Race, "ks[0] is", WAIT_FULL + "b_S", WAIT_FULL, ""),
+        (Race, "ks[0] is", WAIT_FULL + "b_h", WAIT_FULL, ""),
+        (Race, "inner[0] is written", "mbarrier.wait(made.full.index(j), i_t // 2 & 1)"),
+        (Race, "is written", "mbarrier.wait(made.empty.index(j), (i_t // 2 & 1) ^ 1)"),
+        (Deadlock, "empty[0]", "mbarrier.arrive(made.empty.index(j), count=1)"),
+        (Deadlock, "empty[0]", "mbarrier.arrive(chunks.empty.index(i), count=1)"),
+        (Race, "Xs[0] is", "hand_over(made.full.index(j))"),
+        (Deadlock, "empty[0]", "bar_pairs(2, 1, WORKERS)", "WORKERS", "WORKERS + 1"),
+        (Race, "Xs", STORED + "        barrier()  # what", "tma.store_wait(0)\n        ", ""),
+        (Race, "fence", "True).to(dtype))\n            fence_async_shared()\n",
+         "            fence_async_shared()\n", ""),
+        (Race, "out", STORED + "        barrier()  # no", "tma.store_wait(0)\n        ", ""),
+        (Race, "gcs[0] is", "self.gcs.index(i).store", "i)", "0)"),
+        (OUTSIDE, "place 2", "ring(v_desc, STAGES)", "STAGES", "STAGES - 1"),
     ],
     ("gdn_scans, forth", "scan_frame"): [
         (Wrong, "output 0", "i + K // 2, made.c_S", " + K // 2", ""),

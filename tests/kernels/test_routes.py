@@ -43,6 +43,7 @@ PARTS = {
     "ALONE": "gate_cumsum intra_chunk_gluon",
     "ONE": "gate_cumsum intra_chunk",
     "TWO": "gate_cumsum scores resolvent",
+    "JOINED": "gate_cumsum chunk_fwd_gluon",
     "PART": "scan_states_gluon scan_bwd_gluon intra_chunk_bwd_gluon",
     "WHOLE": "scan_states_gluon scan_intra_bwd_gluon",
     "MAPS": "scan_map merge scan_map_bwd merge",
@@ -66,8 +67,8 @@ PARTS = {
 }
 # operator and sizes, as the command takes them | what is not a bf16 call on an H100 | both passes
 CALLS = """
-gdn 8 4096 16 16 128 128  |           | RING scan_gluon | WHOLE gate_bwd
-gdn 8 4096 16 16 128 128  | gpu=h200  | RING scan_gluon | WHOLE gate_bwd
+gdn 8 4096 16 16 128 128  |           | JOINED | WHOLE gate_bwd
+gdn 8 4096 16 16 128 128  | gpu=h200  | JOINED | WHOLE gate_bwd
 gdn 8 4096 16 16 128 128  | gpu=b200  | ONE scan_transposed | FUSED
 gdn 8 4096 16 16 128 128  | gpu=a100  | TWO scan | STAGED
 gdn 8 4096 16 16 128 128  | gpu=4090  | TWO scan | STAGED
@@ -82,11 +83,12 @@ gdn 8 4096 16 16 128 128  | chunk=32  | TWO scan_transposed | FUSED
 gdn 1 64 1 1 128 128      |           | ALONE scan | FUSED_ONE
 gdn 1 64 1 2 128 128      |           | ALONE scan |
         scans intra_chunk_bwd intra_chunk_bwd gate_bwd
-gdn 8 4096 8 16 128 128   |           | RING scan_gluon | PART PART gate_bwd
+gdn 8 4096 8 16 128 128   |           | JOINED | PART PART gate_bwd
 gdn 8 4096 8 16 128 128   | gluon=off | TWO scan_transposed |
         scan_states scan_bwd intra_chunk_bwd intra_chunk_bwd gate_bwd
 gdn 8 4096 16 16 64 64    |           | RING scan_gluon | FUSED_ONE
 gdn 8 4096 16 16 64 64    | packed    | ALONE scan | FUSED_ONE
+gdn 16 4096 16 16 64 64   |           | JOINED | FUSED
 gdn 8 2048 16 16 64 64    |           | RING scan_gluon | FUSED_ONE
 gdn 64 192 16 16 128 128  |           | RING scan_transposed | FUSED
 gdn 8 4096 16 16 128 256  |           | RING scan_gluon | STAGED
@@ -109,7 +111,7 @@ gdn 1 8192 4 4 128 128    |           | RING scan_map merge scan_gluon |
 gdn 1 32768 16 32 128 128 |           | RING bound warm_up scan_gluon | BOUNDS PART PART gate_bwd
 gdn 1 32768 16 32 128 128 | gluon=off | TWO bound warm_up scan_transposed scan |
         APART scans intra_chunk_bwd intra_chunk_bwd gate_bwd
-gdn 32 4096 16 16 128 128 |           | RING scan_gluon | WHOLE WHOLE WHOLE WHOLE gate_bwd
+gdn 32 4096 16 16 128 128 |           | JOINED | WHOLE WHOLE WHOLE WHOLE gate_bwd
 gdn 32 4096 16 16 128 128 | gluon=off | ONE scan_transposed | FUSED
 gdn 1 1024 16 16 128 128  |           | ALONE scan_gluon |
         scans_gluon intra_chunk_bwd_gluon gate_bwd
@@ -303,6 +305,24 @@ def test_scans_in_gluon(name):
     assert takes(256, T=256) and not takes(256, T=192)
 
 
+def test_the_forward_pass_in_one_kernel(monkeypatch):
+    def takes(sequences=8, **other):
+        load = Load(GOOD._replace(**other), sequences, 132)
+        return by_load.chunk_fwd(load).takes == "one"
+
+    narrow = {"K": 64, "V": 64}
+    assert takes() and takes(16) and takes(H=4) and takes(16, **narrow)
+    for other in (
+        *NOT_GLUON, *NOT_WHOLE, *NOT_BFLOAT16, {"K": 64}, {"V": 64}, {"V": 256}, {"T": 8192},
+        {"aligned": False},
+    ):  # fmt: skip
+        assert not takes(**other), other
+    assert not takes(7) and not takes(9) and takes(15)  # 112, 144 and 240 heads
+    assert not takes(13, **narrow) and takes(15, **narrow)
+    monkeypatch.setattr(by_load.support, "THIS", (3, 7))
+    assert not takes()
+
+
 def test_one_kernel_takes_whole_heads_that_fill_a_gpu(monkeypatch):
     def takes(sequences=8, waits=False, **other):
         load = Load(GOOD._replace(**other), sequences, 132)
@@ -451,7 +471,7 @@ def test_forced():
 
 
 def test_a_route_is_printed_a_line_a_step():
-    text = str(asked("gdn 8 4096 16 16 128 128"))
+    text = str(asked("gdn 7 4096 16 16 128 128"))
     head, *lines = text.splitlines()
     assert head == "chunk_gated_delta_rule on H100"
     steps = [line.split() for line in lines if line.startswith("  ")]
@@ -463,9 +483,9 @@ def test_a_route_is_printed_a_line_a_step():
 @pytest.mark.parametrize(
     ("off", "call", "took", "instead", "said"),
     [
-        ("scan_gluon", "gdn 8 4096 16 16 128 128", "RING scan_gluon", "RING scan_transposed", 2),
-        ("intra_gluon", "gdn 8 4096 16 16 128 128", "RING scan_gluon", "TWO scan_gluon", 1),
-        ("", "gdn 8 4096 16 16 128 128", "RING scan_gluon", "TWO scan_transposed", 1),
+        ("scan_gluon", "gdn 7 4096 16 16 128 128", "RING scan_gluon", "RING scan_transposed", 2),
+        ("intra_gluon", "gdn 7 4096 16 16 128 128", "RING scan_gluon", "TWO scan_gluon", 1),
+        ("", "gdn 7 4096 16 16 128 128", "RING scan_gluon", "TWO scan_transposed", 1),
         ("scan_gluon", "gdn 1 32768 16 32 128 128", "RING bound warm_up scan_gluon",
          "RING bound warm_up scan_transposed", 4),
     ],

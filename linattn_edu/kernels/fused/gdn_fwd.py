@@ -13,7 +13,8 @@ from torch import Tensor
 
 from linattn_edu.kernels.delta.cp_merge import cp_merge, launch_map, span_of, store_map
 from linattn_edu.kernels.delta.warm_up import warm_up, way_of
-from linattn_edu.kernels.gluon.kernels import gdn_scan
+from linattn_edu.kernels.fused.gdn_intra import intra_chunk
+from linattn_edu.kernels.gluon.kernels import gdn_fwd, gdn_scan
 from linattn_edu.kernels.pieces import Pieces, by_maps, here, whole_of
 from linattn_edu.kernels.routes import by_load, kind_of, load_of, scan_launch
 from linattn_edu.kernels.rows import row, scan_table
@@ -344,3 +345,39 @@ def scan_map(
     return launch_map(
         scan_map_kernel, SCAN_CONFIGS, given, sizes, x=k, constants={"BT": R.shape[-1]}, **which
     )
+
+
+def chunk_fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    gc: Tensor,
+    initial_state: Tensor | None = None,
+    *,
+    scale: float,
+    chunk_size: int,
+    output_final_state: bool = False,
+    keep: bool = False,
+    packing: Packing | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """Launch intra_chunk and scan, or one kernel for both; arguments and result as in the
+    reference.
+    """
+    K, (HV, V) = q.shape[3], v.shape[2:]
+    load = load_of(kind_of(q, HV, V, chunk_size, packing, (q, k, v)), q, packing)
+    if by_load.chunk_fwd(load).takes == "one":
+        pieces, o = whole_of(q, packing), torch.empty_like(v)
+        last = gc.new_empty(pieces.N, HV, K, V) if output_final_state else None
+        kept = [q.new_empty(*gc.shape, chunk_size) if keep else None for _ in range(2)]
+        given, out = (q, k, v, beta, gc, initial_state), (o, last, *kept)
+        if gdn_fwd.chunk_fwd_gluon(given, out, scale, pieces):
+            return out
+    P, R, AG = intra_chunk(
+        q, k, beta, gc, chunk_size=chunk_size, return_inverse=keep, gated=keep, packing=packing
+    )
+    o, last = scan(
+        q, k, v, gc, P, R, initial_state, scale=scale, output_final_state=output_final_state,
+        packing=packing,
+    )  # fmt: skip
+    return o, last, P if keep else None, AG

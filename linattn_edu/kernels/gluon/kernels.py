@@ -5,6 +5,7 @@ from linattn_edu.kernels.gluon import support
 try:
     from linattn_edu.kernels.gluon import (
         gdn_bwd,
+        gdn_fwd,
         gdn_intra,
         gdn_intra_bwd,
         gdn_scan,
@@ -15,10 +16,10 @@ try:
     )
 except Exception as error:  # a Triton whose Gluon has other names
     absent = support.left_out(error)
-    gdn_bwd = gdn_intra = gdn_intra_bwd = gdn_scan = gdn_scans = absent
+    gdn_bwd = gdn_fwd = gdn_intra = gdn_intra_bwd = gdn_scan = gdn_scans = absent
     kda_intra_bwd = kda_scan = kda_scans = absent
 
 __all__ = [
-    "gdn_bwd", "gdn_intra", "gdn_intra_bwd", "gdn_scan", "gdn_scans", "kda_intra_bwd", "kda_scan",
-    "kda_scans",
+    "gdn_bwd", "gdn_fwd", "gdn_intra", "gdn_intra_bwd", "gdn_scan", "gdn_scans", "kda_intra_bwd",
+    "kda_scan", "kda_scans",
 ]  # fmt: skip

@@ -11,6 +11,7 @@ from linattn_edu.choices import Choice
 from linattn_edu.kernels.gluon import support
 from linattn_edu.kernels.routes import limits
 from linattn_edu.kernels.routes.by_kind import (
+    INTRA,
     INTRA_BWD,
     LATER,
     gluon_scan,
@@ -97,6 +98,24 @@ def intra_ring(load: Load, chunks: int, whole: bool) -> Choice:
 def ring_programs(K: int, H: int, HV: int) -> int:
     """How many of them there are on a multiprocessor, where there are chunks enough."""
     return 2 if K == 128 and H == HV else 3
+
+
+@decision
+def chunk_fwd(load: Load) -> Choice:
+    """intra_chunk and scan of Gated DeltaNet: "one" kernel in Gluon, or "two"."""
+    kind = load.kind
+    if _scan(load, False).takes != "gluon" or first(INTRA, kind):
+        return Choice("two", "not all in Gluon")
+    if kind.K != kind.V or kind.V not in limits.HEADS:
+        return Choice("two", "K={K}, V={V}: one kernel takes heads of 64, or of 128")
+    if support.THIS > limits.ONE_KERNEL:
+        return Choice("two", "a Triton with which one kernel was not seen to give the same bits")
+    if pieces_by_maps(kind).takes or pieces_by_warm_up(kind).takes:
+        return Choice("two", "T={T}: a sequence is cut, one kernel takes whole ones")
+    programs, places = load.sequences * kind.HV, limits.HEAD // kind.V * load.processors
+    if programs < limits.BUSY * cdiv(programs, places) * places:
+        return Choice("two", f"{programs} heads would leave multiprocessors idle")
+    return Choice("one", f"{programs} heads for {{processors}} multiprocessors")
 
 
 @decision

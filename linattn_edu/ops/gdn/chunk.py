@@ -264,13 +264,15 @@ class Stages:
 class FusedStages:
     """The same passes in fused stages: intra_chunk, or intra_halves, for solve, scan for wy, state
     and output; scans, which is scan_states for wy and state beside scan_bwd for state_bwd, and
-    intra_chunk_bwd for output_bwd and wy_bwd. chunk_bwd is scans and intra_chunk_bwd.
+    intra_chunk_bwd for output_bwd and wy_bwd. chunk_fwd is intra_chunk and scan, chunk_bwd is
+    scans and intra_chunk_bwd.
     """
 
     gate_cumsum: Callable = stage("delta.gate_cumsum")
     intra_chunk: Callable = stage("fused.gdn_intra")
     intra_halves: Callable = stage("fused.gdn_intra")
     scan: Callable = stage("fused.gdn_fwd")
+    chunk_fwd: Callable = stage("fused.gdn_fwd")
     scan_states: Callable = stage("fused.gdn_scans")
     scan_bwd: Callable = stage("fused.gdn_scans")
     scans: Callable = stage("fused.gdn_scans")
@@ -397,12 +399,17 @@ def forward(
     packed = {} if packing is None else {"packing": packing}
     options = {"chunk_size": chunk_size, **packed}
     gc = stages.gate_cumsum(g, A_log, dt_bias, **options)
-    P_low, AG_low = None, None
+    A, P, AG, P_low, AG_low = (None,) * 5
     if isinstance(stages, FusedStages) and halves:
-        A, (P, AG, P_low, AG_low) = None, stages.intra_halves(q, k, beta, gc, **options)
+        P, AG, P_low, AG_low = stages.intra_halves(q, k, beta, gc, **options)
         o, final_state = stages.scan(
             q, k, v, gc, P, AG, initial_state, beta, (P_low, AG_low), scale=scale,
             output_final_state=output_final_state, **packed,
+        )  # fmt: skip
+    elif isinstance(stages, FusedStages) and cp is None and "A" not in keep:
+        o, final_state, P, AG = stages.chunk_fwd(
+            q, k, v, beta, gc, initial_state, scale=scale, output_final_state=output_final_state,
+            keep="AG" in keep, **options,
         )  # fmt: skip
     elif isinstance(stages, FusedStages):
         gated = "AG" in keep
@@ -417,7 +424,7 @@ def forward(
             **packed,
         )  # fmt: skip
     else:
-        A, P, AG = stages.solve(k, beta, **options), None, None
+        A = stages.solve(k, beta, **options)
         w, u = stages.wy(k, v, beta, gc, A, **packed)
         if cp is not None:
             cp.send(stages.piece_map, (k, w, u, gc), initial_state, **options)

@@ -1,8 +1,9 @@
-"""The forward pass in two fused stages: all that needs no state, then all that does."""
+"""The forward pass in two fused stages, all that needs no state, then all that does; and in one."""
 
 import torch
 from torch import Tensor
 
+from linattn_edu.reference.fused.gdn_intra import intra_chunk
 from linattn_edu.reference.tiles import (
     compute_dtype,
     from_chunks,
@@ -110,3 +111,33 @@ def scan_map(
     # eq:cp-transition   M: the same with v = 0, from I
     _, M = scan(k, k, v.new_zeros(B, T, HV, K), gc, nothing, R, eye, **options)
     return S_ext, M
+
+
+def chunk_fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    gc: Tensor,
+    initial_state: Tensor | None = None,
+    *,
+    scale: float,
+    chunk_size: int,
+    output_final_state: bool = False,
+    keep: bool = False,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """intra_chunk and then scan. What the first makes of a chunk only the second reads, and the
+    backward pass: so one kernel may hand it over on the chip.
+
+    Args:
+        Those of intra_chunk and scan.
+        keep: Whether P and A * G are returned, from which the backward pass starts.
+    Returns:
+        o, the final state or None, and P and A * G [B, T, HV, C], or None both.
+    Source: chapter 24.
+    """
+    P, R, AG = intra_chunk(q, k, beta, gc, chunk_size=chunk_size, return_inverse=keep, gated=keep)
+    o, final_state = scan(
+        q, k, v, gc, P, R, initial_state, scale=scale, output_final_state=output_final_state
+    )
+    return o, final_state, P if keep else None, AG

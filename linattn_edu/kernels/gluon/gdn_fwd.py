@@ -1,0 +1,296 @@
+"""intra_chunk and the scan of Gated DeltaNet's fused forward pass as one kernel in Gluon.
+
+For Hopper. A program goes through all chunks of a head. Four warps make P and R of a chunk, as
+intra_chunk does, while one or two groups of four, each for 64 of the values, scan the chunk before.
+So q and k are read once, and R is never in memory.
+"""
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma_wait,
+)
+
+from linattn_edu.kernels.gluon.blocks import (
+    CHUNK,
+    bar_pairs,
+    descriptor,
+    half,
+    numbers,
+    operand,
+    product,
+    ring,
+)
+from linattn_edu.kernels.gluon.gdn_solve import (
+    inverse,
+    invert_blocks,
+    join_blocks,
+    resolvent,
+    scores,
+)
+from linattn_edu.kernels.gluon.names import async_store, barrier, record, reinterpret
+from linattn_edu.kernels.gluon.scan_frame import (
+    BV,
+    chunks_of,
+    gates_of,
+    hand_over,
+    keys_times_state,
+    load_chunks,
+    piece_of_program,
+    rows_of,
+    state_of,
+)
+from linattn_edu.kernels.gluon.support import attempt
+from linattn_edu.kernels.pieces import Pieces
+
+
+@record
+class Made:
+    """What four warps make of each chunk: places for two. R is made of what lies in `inner`."""
+
+    Rs: object
+    Ps: object
+    inner: object  # Rs as fp16
+    full: object  # [2, 1] mbarriers: R and P are there
+    empty: object  # [2, 1] mbarriers: no warp that scans reads them any more
+
+
+@record
+class Room:
+    """Shared memory in which they are made, see gdn_solve."""
+
+    Xs: object
+    As: object  # Xs in 16 bit as k has, from where A * G leaves
+    Ns: object
+    D_s: object
+    norms: object
+
+
+@record
+class BothGates:
+    """Gates, for the scan, and gc itself."""
+
+    gates: object
+    gcs: object  # [STAGES, 64]
+
+    @gluon.jit
+    def of(self, i_t, NT, BT: gl.constexpr, BACK: gl.constexpr):
+        """As Gates.of."""
+        return self.gates.of(i_t, NT, BT, BACK)
+
+    @gluon.jit
+    def leave(self, gates, i, b_gc, b_beta, b_last):
+        """As Gates.leave."""
+        self.gates.leave(gates, i, b_gc, b_beta, b_last)
+        self.gcs.index(i).store(b_gc)
+
+
+@gluon.jit
+def make_chunks(chunks, made, room, gcs, P_desc, A_desc, c_t):
+    """The warps that make P and R: intra_chunk_gluon_kernel's sums. P and A * G are stored, too."""
+    ks, _, qs = chunks.rings
+    STAGES: gl.constexpr = chunks.STAGES
+    BT: gl.constexpr = chunks.BT
+    dtype: gl.constexpr = ks.dtype
+    for i_t in range(chunks.NT):
+        i, j = i_t % STAGES, i_t % 2
+        # 0, and the compiler cannot know, see gdn_intra
+        z = i_t >> 30
+        n_s, w_s, u_s = room.norms.index(z), room.norms.index(1 + z), room.norms.index(2 + z)
+        X_s, N_s, A_s = room.Xs.index(z), room.Ns.index(z), room.As.index(z)
+        L_s, P_s, gc_s = made.inner.index(j), made.Ps.index(j), gcs.index(i)
+        mbarrier.wait(chunks.full.index(i), i_t // STAGES & 1)
+        b_S, b_P = scores(qs.index(i), ks.index(i))
+        mbarrier.wait(made.empty.index(j), (i_t // 2 & 1) ^ 1)
+        tma.store_wait(0)
+        barrier()  # what was made before has left
+        invert_blocks(b_S, chunks.gates.index(3 * i + 2), n_s, w_s, u_s, room.D_s, L_s, X_s, z)
+        b_A, b_G = join_blocks(b_P, gc_s, P_s, L_s, X_s, N_s, z)
+        made.Rs.index(j).store(resolvent(b_A, b_G, w_s, u_s).to(dtype))
+        hand_over(made.full.index(j))
+        if A_desc is not None:
+            A_s.store(inverse(b_A, b_G, n_s, w_s, True).to(dtype))
+            fence_async_shared()
+            barrier()
+            at = [chunks.first + i_t * BT, c_t]
+            async_store(P_desc, at, P_s)
+            async_store(A_desc, at, A_s)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def again(x, i_t):
+    """x, of which the compiler does not know it: what is made of it is made where it is needed, and
+    holds no registers until then.
+    """
+    return (x.to(gl.int32, bitcast=True) | (i_t >> 30)).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def scan_made(chunks, made, state, o_desc, out, scale, c_v):
+    """Warps that scan: scan_transposed_kernel's sums in its order; S^T in halves of 64 keys.
+
+    Each product is waited for: what bounds the time is the making of P and R.
+    """
+    ks, vs, qs = chunks.rings
+    gates, NT = chunks.gates, chunks.NT
+    K: gl.constexpr = state.K
+    V: gl.constexpr = state.V
+    BT: gl.constexpr = chunks.BT
+    BV: gl.constexpr = state.BV
+    STAGES: gl.constexpr = chunks.STAGES
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, 64, 16])
+    along: gl.constexpr = gl.SliceLayout(0, mma)  # a number for each column
+    dtype: gl.constexpr = ks.dtype
+    HALVES: gl.constexpr = K // 64  # with one, nothing is done with the second
+    zero = gl.full([BV, 64], 0.0, gl.float32, mma)
+    b_S1, b_S2 = zero, zero
+    o_S = rows_of(state, mma)
+    if state.first_ptr is not None:
+        h0_ptr = state.first_ptr + state.i_nh.to(gl.int64) * K * V
+        b_S1 = gl.load(h0_ptr + o_S).to(gl.float32)
+        if HALVES == 2:
+            b_S2 = gl.load(h0_ptr + o_S + 64 * V).to(gl.float32)
+    for i_t in range(NT):
+        i, j = i_t % STAGES, i_t % 2
+        mbarrier.wait(chunks.full.index(i), i_t // STAGES & 1)
+        b_h1, b_h2 = operand(b_S1, dtype, mma), operand(b_S2, dtype, mma)
+        # eq:delta-residual   W = V - diag(2^gc) K S
+        b_W = warpgroup_mma_wait(0, [keys_times_state(b_h1, b_h2, ks.index(i), zero, K)])
+        b_v = half(vs.index(i), state.W).permute((1, 0)).load(mma)
+        b_W = b_v.to(gl.float32) - gates.index(3 * i).load(along)[None, :] * b_W
+        # eq:delta-v-new   v_new = R W
+        mbarrier.wait(made.full.index(j), i_t // 2 & 1)
+        b_new = product(operand(b_W, dtype, mma), made.Rs.index(j).permute((1, 0)), zero, False)
+        b_new = warpgroup_mma_wait(0, [b_new])
+        # eq:delta-inter   diag(2^gc) Q S
+        b_h1 = operand(again(b_S1, i_t), dtype, mma)
+        b_o = product(b_h1, half(qs.index(i), 0).permute((1, 0)), zero, False)
+        if HALVES == 2:
+            b_o = warpgroup_mma_wait(0, [b_o])
+            b_h2 = operand(again(b_S2, i_t), dtype, mma)
+            b_o = product(b_h2, half(qs.index(i), 1).permute((1, 0)), b_o)
+        b_16 = operand(b_new, dtype, mma)
+        b_new = operand(b_new * gates.index(3 * i + 1).load(along)[None, :], dtype, mma)
+        b_o = warpgroup_mma_wait(0, [b_o])
+        # eq:delta-output   o = scale (inter + P v_new)
+        b_o *= gates.index(3 * i).load(along)[None, :]
+        b_o = warpgroup_mma_wait(0, [product(b_16, made.Ps.index(j).permute((1, 0)), b_o)])
+        b_o = (scale * b_o).to(dtype)
+        # eq:delta-state   S <- 2^gc_last S + (diag(2^(gc_last - gc)) K)^T v_new
+        decay = gates.index(3 * i).slice(BT - 1, 1).load(along)[None, :]
+        b_S1 = product(b_new, half(ks.index(i), 0), b_S1 * decay)
+        if HALVES == 2:
+            b_S2 = product(b_new, half(ks.index(i), 1), b_S2 * decay)
+            b_S1, b_S2 = warpgroup_mma_wait(0, [b_S1, b_S2])
+        else:
+            b_S1 = warpgroup_mma_wait(0, [b_S1])
+        tma.store_wait(0)
+        barrier()  # no warp reads the chunk any more, and none has to wait to write `out`
+        mbarrier.arrive(made.empty.index(j), count=1)
+        mbarrier.arrive(chunks.empty.index(i), count=1)
+        out.permute((1, 0)).store(b_o)
+        fence_async_shared()
+        barrier()
+        async_store(o_desc, [chunks.first + i_t * BT, c_v], out)
+    tma.store_wait(0)
+    if state.last_ptr is not None:
+        ht_ptr = state.last_ptr + state.i_end.to(gl.int64) * K * V
+        gl.store(ht_ptr + o_S, b_S1)
+        if HALVES == 2:
+            gl.store(ht_ptr + o_S + 64 * V, b_S2)
+
+
+@gluon.jit(do_not_specialize=["T", "N"])
+def chunk_fwd_gluon_kernel(
+    q_desc, k_desc, v_desc, P_desc, AG_desc, o_desc, beta_ptr, gc_ptr, h0_ptr, ht_ptr, scale,
+    cu_ptr, T, N,
+    H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
+    BT: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr,
+    REGISTERS: gl.constexpr,  # of a thread that scans
+):  # fmt: skip
+    """One program: one head of one sequence, through all chunks.  Grid (N * HV).
+
+    Arguments of intra_chunk_kernel and scan_kernel of kernels/fused, see `descriptor`; P and AG are
+    written, or None both. Reference: linattn_edu.reference.fused.gdn_fwd.chunk_fwd.
+
+    mbarriers; i: place of a chunk in the rings, j: of what is made of it::
+
+        full[i]        the copies of q, k and v, and the loading warp with gates -> all
+        made.full[j]   R and P are there -> warps that scan
+        made.empty[j]  warps that scan have read them -> warps that make those of the next but one
+        empty[i]       warps that scan have read the chunk, of which all is made -> loading warp
+    """
+    WORKERS: gl.constexpr = V // BV
+    piece = piece_of_program(
+        gl.program_id(0), None, cu_ptr, None, T, N, H, HV, V, BT, BV, WORKERS, False
+    )
+    c_k, c_v, c_t = piece.i_k * K, piece.i_h * V, piece.i_h * BT
+    ks, qs, vs = ring(k_desc, STAGES), ring(q_desc, STAGES), ring(v_desc, STAGES)
+    tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BT, BT], k_desc.dtype)
+    inner = gl.allocate_shared_memory(gl.float16, [2, BT, BT], tile)
+    Rs = reinterpret(inner, k_desc.dtype, [2, BT, BT], tile)
+    Ps = gl.allocate_shared_memory(k_desc.dtype, [2, BT, BT], tile)
+    full, empty = bar_pairs(2, 1, WORKERS)
+    made = Made(Rs, Ps, inner, full, empty)
+    Xs = gl.allocate_shared_memory(gl.float16, [1, BT, BT], tile)
+    room = Room(
+        Xs,
+        reinterpret(Xs, k_desc.dtype, [1, BT, BT], tile),
+        gl.allocate_shared_memory(gl.float16, [1, BT, BT], tile),
+        gl.allocate_shared_memory(
+            gl.float32, [4, 16, 16], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+        ),
+        numbers([3, BT]),
+    )
+    out = ring(o_desc, WORKERS)
+    gcs = numbers([STAGES, BT])
+    chunks = chunks_of(
+        piece, (k_desc, v_desc, q_desc), (c_k, c_v, c_k), (ks, vs, qs), BT, STAGES, WORKERS, False
+    )
+    fence_async_shared()
+    gl.warp_specialize(
+        [(make_chunks, (chunks, made, room, gcs, P_desc, AG_desc, c_t))]
+        + [
+            (scan_made, (
+                chunks, made, state_of(w, piece, h0_ptr, ht_ptr, K, V, BV), o_desc, out.index(w),
+                scale, c_v + w * BV,
+            ))
+            for w in ((0, 1) if WORKERS == 2 else (0,))
+        ]
+        + [(load_chunks, (chunks, BothGates(gates_of(piece, gc_ptr, beta_ptr, HV), gcs)))],
+        [4, 4, 1] if WORKERS == 2 else [4, 1],
+        [REGISTERS, REGISTERS, 24] if WORKERS == 2 else [REGISTERS, 24],
+    )  # fmt: skip
+
+
+# values -> tiles: three chunks in shared memory, or, so that a multiprocessor has two programs, two
+TILES = {64: {"BT": CHUNK, "BV": BV, "STAGES": 2}, 128: {"BT": CHUNK, "BV": BV, "STAGES": 3}}
+OPTIONS = {64: {"num_warps": 4, "maxnreg": 80}, 128: {"num_warps": 4, "maxnreg": 128}}
+# values, whether P and A * G are kept -> registers of a thread that scans. Of those at the start
+# the loading warp keeps 24, the warps that make P and R take the rest
+REGISTERS = {(64, True): 96, (64, False): 96, (128, True): 168, (128, False): 176}
+
+
+@attempt
+def chunk_fwd_gluon(
+    given: tuple[Tensor | None, ...], out: tuple[Tensor | None, ...], scale: float, pieces: Pieces
+) -> None:
+    """Launch the kernel on whole sequences.
+
+    given: q, k, v, beta, gc and h0; out, which it writes: o, ht, P and A * G, the last three or
+    None.
+    """
+    q, k, v, beta, gc, h0 = given
+    o, ht, P, AG = out
+    (H, K), (HV, V) = q.shape[2:], v.shape[2:]
+    inner = (x if x is None else descriptor(x, CHUNK) for x in (P, AG))
+    chunk_fwd_gluon_kernel[(pieces.N * HV,)](
+        descriptor(q, K), descriptor(k, K), descriptor(v, V), *inner, descriptor(o, BV),
+        beta, gc, h0, ht, scale, pieces.cu_seqlens, pieces.T, pieces.N, H, HV, K, V, **TILES[V],
+        REGISTERS=REGISTERS[V, AG is not None], **OPTIONS[V],
+    )  # fmt: skip
