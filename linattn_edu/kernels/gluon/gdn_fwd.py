@@ -35,6 +35,7 @@ from linattn_edu.kernels.gluon.gdn_solve import (
 from linattn_edu.kernels.gluon.names import async_store, barrier, record, reinterpret
 from linattn_edu.kernels.gluon.scan_frame import (
     BV,
+    again,
     chunks_of,
     gates_of,
     hand_over,
@@ -120,14 +121,6 @@ def make_chunks(chunks, made, room, gcs, P_desc, A_desc, c_t):
             async_store(P_desc, at, P_s)
             async_store(A_desc, at, A_s)
     tma.store_wait(0)
-
-
-@gluon.jit
-def again(x, i_t):
-    """x, of which the compiler does not know it: what is made of it is made where it is needed, and
-    holds no registers until then.
-    """
-    return (x.to(gl.int32, bitcast=True) | (i_t >> 30)).to(gl.float32, bitcast=True)
 
 
 @gluon.jit

@@ -141,9 +141,9 @@ def load_tiles(source, m, bars, N, ROW: gl.constexpr, H: gl.constexpr, G: gl.con
 
 
 @gluon.jit
-def leave_sums(parts, c: gl.constexpr, b_dgc, b_dbeta, b_through, rows: gl.constexpr):
-    """A half's part of dgc, of dbeta, and of what dgc's last row gets."""
-    parts.index(3 * c).store(gl.convert_layout(gl.sum(b_dgc, 1), rows))
+def leave_sums(parts, c: gl.constexpr, b_dgc, b_read, b_dbeta, b_through, rows: gl.constexpr):
+    """A half's part of dgc, of dbeta, and of what dgc's last row gets; b_read: rowsum(Q * dQ)."""
+    parts.index(3 * c).store(gl.convert_layout(gl.sum(b_dgc, 1) + gl.sum(b_read, 1), rows))
     parts.index(3 * c + 1).store(gl.convert_layout(gl.sum(b_dbeta, 1), rows))
     parts.index(3 * c + 2).store(gl.convert_layout(gl.sum(b_through, 1), rows))
 
@@ -260,13 +260,13 @@ def compute_half(c: gl.constexpr, out, m, bars, N, ROW: gl.constexpr, H: gl.cons
         mbarrier.wait(bars.full_k, n // G & 1)
         mbarrier.wait(bars.ready, n & 1)
         b_own = m.own.load(rows)[:, None]
-        b_dgc = gl.zeros_like(b_through)
+        b_read = gl.zeros_like(b_through)
         if G == 1:
             b_dq, b_dk = zero, zero
         else:
             more = n % G > 0
             b_dq, b_dk = gl.where(more, b_dq, 0.0), gl.where(more, b_dk, 0.0)
-            b_dgc -= own_sums(q.load(mma).to(gl.float32) * b_dq)
+            b_read -= own_sums(q.load(mma).to(gl.float32) * b_dq)
         b_e = gl.exp2(b_gc)
         # eq:delta-dq   dQ = scale diag(2^gc) dO S^T + dM K
         b_dq = product(dM, k, b_dq + b_R * (b_e * out.scale))
@@ -278,12 +278,12 @@ def compute_half(c: gl.constexpr, out, m, bars, N, ROW: gl.constexpr, H: gl.cons
         b_t = own_sums(gl.where(o_t == BT - 1, 0.0, b_k * b_W))
         # eq:fused-dk   dK = diag(beta) F + D
         b_dk += b_W + b_own * q.load(mma).to(gl.float32)
-        b_dgc += own_sums(b_k * b_dk) - b_t
+        b_dgc = own_sums(b_k * b_dk) - b_t
         # eq:fused-write   D = dK_state + dM^T Q + (diag(beta) dL)^T K
         b_dk = product(bL.permute((1, 0)), k, b_dk)
         b_dk = product(dM.permute((1, 0)), q, b_dk)
         b_dq = warpgroup_mma_wait(3, [b_dq])
-        b_dgc += own_sums(q.load(mma).to(gl.float32) * b_dq)
+        b_read += own_sums(q.load(mma).to(gl.float32) * b_dq)
         b_k = k.load(mma).to(gl.float32)
         b_dq += b_own * b_k
         b_F = warpgroup_mma_wait(2, [b_F])
@@ -293,7 +293,7 @@ def compute_half(c: gl.constexpr, out, m, bars, N, ROW: gl.constexpr, H: gl.cons
         b_dk = warpgroup_mma_wait(0, [b_dk])
         b_dgc -= own_sums(b_k * b_dk)
         b_dk += b_F
-        leave_sums(m.parts, c, b_dgc, b_dbeta, b_through + b_t, rows)
+        leave_sums(m.parts, c, b_dgc, b_read, b_dbeta, b_through + b_t, rows)
         barrier()  # no warp reads what the halves share any more, nor its k and q
         mbarrier.arrive(bars.used, count=1)
         if (n + 1) % G == 0:

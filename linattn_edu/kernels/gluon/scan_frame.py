@@ -141,6 +141,14 @@ def keys_times_state(b_h1, b_h2, k, zero, K: gl.constexpr):
 
 
 @gluon.jit
+def again(x, i_t):
+    """x, of which the compiler does not know it: what is made of it is made where it is needed, and
+    holds no registers until then.
+    """
+    return (x.to(gl.int32, bitcast=True) | (i_t >> 30)).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
 def store_transposed(x, shared):
     """A result x^T into shared memory."""
     shared.permute((1, 0)).store(x)
