@@ -34,6 +34,7 @@ class Case(NamedTuple):
 
     def check(self, device, **how) -> None:
         """The stage's results are its reference's; how: of `interpreted`."""
+        torch.manual_seed(how.get("seed", 0))
         with forced(**PAYS, **self.forced), interpreted(**how) as ran:
             sizes = self.T, self.K, self.V, 64, self.dtype, device
             stages.check(

@@ -17,11 +17,12 @@ from linattn_edu.gluon_interpreter import ByteCount, Deadlock, Race, Unfinished,
 pytestmark = [pytest.mark.usefixtures("poison"), NO_GPU]
 Wrong = AssertionError  # the result is not the reference's
 OUTSIDE = IndexError  # a place that a ring does not have
-LEFT_OUT = "pass"
+LEFT_OUT, LEFT = "pass", "pass\n"
 STORED = "    tma.store_wait(0)\n"
 # with what follows where a text alone is in a file twice
 WAIT_OTHERS, HAND_OVER = "mbarrier.wait(out.index(3), i_t & 1)\n", "hand_over(out.index(2))"
 WAIT_FULL = "mbarrier.wait(chunks.full.index(i), i_t // STAGES & 1)\n        "
+FULL_H, USED = "mbarrier.wait(bars.full_h, turn)\n", "mbarrier.arrive(bars.used, count=1)\n"
 STORE_NEW = "        store_transposed(b_new.to(dtype), new)"
 STORE_Z = "        store_transposed(b_Z.to(dtype), Zs)"
 
@@ -177,7 +178,11 @@ MISTAKES = {
         (ByteCount, "b.full_do[0] expects", "expect(full, 2 * 64 * 64 * 2)\n    row", "2 ", "4 "),
         (Race, "m.qs[0] is", "bars.full_q, turn)\n        b_S1", "bars.full_q, turn",
          "bars.used, turn ^ 1"),
-        (Race, "m.Ss[0] is", "mbarrier.wait(bars.full_h, turn)"),
+        (Race, "m.Ss[", FULL_H + "    mbarrier.wait(bars.full_M", FULL_H, LEFT),
+        (Race, "m.Ss[0] is", FULL_H + "        mbarrier.wait(bars.full_q", FULL_H, LEFT),
+        (Race, "m.inner[0] is", "mbarrier.wait(bars.full_M, turn)"),
+        (Race, "m.dos[", "mbarrier.wait(bars.read_do, turn)"),
+        (Race, "m.dos[", "mbarrier.wait(bars.empty_do.index(i), (n // 2 & 1) ^ 1)"),
         (Race, "m.news[0] is", "mbarrier.wait(bars.full_new, turn)"),
         (Race, "m.Ps[0] is", "mbarrier.wait(bars.full_P, turn)"),
         (Race, "m.Zs[0] is", "mbarrier.wait(bars.full_Z, turn)"),
@@ -185,14 +190,15 @@ MISTAKES = {
         (Race, "m.", "mbarrier.wait(bars.updated, turn)"),
         (Race, "m.", "mbarrier.wait(bars.used, turn ^ 1)"),
         (Race, "m.", "mbarrier.wait(bars.used, empty)"),
-        (Race, "m.qs[0] is", "mbarrier.wait(bars.empty_q, empty)"),
         (Race, "m.Ps[", "mbarrier.wait(bars.empty_P, empty)"),
-        (Deadlock, "b.used", "mbarrier.arrive(bars.used, count=1)"),
-        (Deadlock, "b.empty_q", "mbarrier.arrive(bars.empty_q, count=1)"),
-        (Deadlock, "b.updated", "mbarrier.arrive(bars.updated, count=1)"),
+        (Deadlock, "b.used", USED + "    # eq", USED, LEFT),
+        (Deadlock, "b.used", USED + "    mb", USED, LEFT),
+        (Deadlock, "b.read_do", "mbarrier.arrive(bars.read_do, count=1)"),
+        (Race, "m.dos[", "hand_over(bars.updated)"),
+        (Deadlock, "b.full_M", "hand_over(bars.full_M)"),
         (Race, "m.Ps[1] is", "hand_over(bars.full_Z)"),
-        (Race, "m.", "barrier()  # dq and dk of the chunk after have left", "barrier()", "pass"),
-        (Race, "m.", "barrier()  # no warp reads do", "barrier()", "pass"),
+        (Race, "m.", "barrier()  # dk of the chunk after has left", "barrier()", "pass"),
+        (Race, "m.", "barrier()  # no warp reads v_new", "barrier()", "pass"),
         (Race, "m.", "barrier()  # no warp reads the half", "barrier()", "pass"),
         (OUTSIDE, "place 2", "ring(k_desc, 4)", "4", "2"),
         (Unfinished, "product", "b_Z = warpgroup_mma_wait(0, [b_Z])", "0", "1"),

@@ -71,7 +71,6 @@ class Bars:
     full_k: object  # two, as of the next
     empty_k: object
     full_q: object
-    empty_q: object
     full_do: object  # two, as of the next
     empty_do: object
     full_P: object
@@ -162,7 +161,6 @@ def load_back(descs, piece, m, bars, given, HV: gl.constexpr):
         load_pair(h_desc, i_S + 64, 0, bars.full_h, m.Ss, 2)
         mbarrier.expect(bars.full_v, 2 * 64 * 64 * 2)
         load_pair(v_desc, row, column, bars.full_v, m.vs, 0)
-        mbarrier.wait(bars.empty_q, empty)
         mbarrier.expect(bars.full_q, 2 * 64 * 64 * 2)
         load_pair(q_desc, row, piece.i_k * 128, bars.full_q, m.qs, 0)
         if n + 1 < NT:
@@ -403,7 +401,6 @@ def gradients(m, bars, out, piece):
         for c in range(2):
             b_1, b_2, b_3 = half_of_keys(c, m, bars, i, turn, zero, a_dL, b_own, mma)
             b_dgc, b_dbeta, b_through = b_dgc + b_1, b_dbeta + b_2, b_through + b_3
-        mbarrier.arrive(bars.empty_q, count=1)
         m.parts.index(0).store(b_dgc)
         m.parts.index(1).store(b_dbeta)
         m.parts.index(2).store(b_through)
@@ -431,7 +428,7 @@ def scan_intra_bwd_gluon_kernel(
     mbarriers; two groups of four warps scan, a third makes the gradients::
 
         full_k, full_q    k and gates, two places; q -> all
-        empty_k, empty_q  gradients: dk has left; q has been read -> loading warp
+        empty_k   gradients: dk has left -> loading warp
         full_do   do, two places -> all
         empty_do  scan: dq has left -> loading warp
         full_P    P and A * G -> scan
@@ -441,8 +438,9 @@ def scan_intra_bwd_gluon_kernel(
         full_Z    scan: dS and Z -> gradients
         full_M    gradients: dM -> scan, which makes dQ
         read_do   both of the scan have read do for it -> both, which leave dq in its place
-        used      gradients have read v_new, S, v, Z and dS, both of the scan S -> loading warp and
-                  scan
+        used      gradients have read v_new, S, v, Z, dS and q, both of the scan S; what they read
+                  of q stands before `updated`, for which the gradients have waited by then ->
+                  loading warp and scan
         updated   the scan reads no k and q of the chunk any more, and has left its part of dgc ->
                   gradients, which leave dk in the place of k
     """
@@ -455,8 +453,8 @@ def scan_intra_bwd_gluon_kernel(
         numbers([4, 64]), numbers([3, 64]),
     )  # fmt: skip
     b = Bars(
-        bars(2, 2), bars(2, 1), bar(1), bar(1), bars(2, 1), bars(2, 2), bar(1), bar(2), bar(1),
-        bar(1), bar(1), bar(2), bar(2), bar(1), bar(2), bar(3), bar(2),
+        bars(2, 2), bars(2, 1), bar(1), bars(2, 1), bars(2, 2), bar(1), bar(2), bar(1), bar(1),
+        bar(1), bar(2), bar(2), bar(1), bar(2), bar(3), bar(2),
     )  # fmt: skip
     fence_async_shared()
     descs = q_desc, k_desc, v_desc, P_desc, AG_desc, h_desc, v_new_desc, do_desc
