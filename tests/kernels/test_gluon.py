@@ -56,8 +56,8 @@ def test_the_launchers_have_them():
 def products_of(row):
     """Of 16 terms and 64 columns for 64 rows, in all groups of warps."""
     name = row["kernel"]
-    if name == "scan_intra_bwd_gluon_kernel":  # of the scan; what is left, a half in a loop
-        return 2 * 4 * (2 + 2 + 4 + 2) + 2 * 8 + (3 * 8 + 4 * 4)
+    if name == "scan_intra_bwd_gluon_kernel":  # of the scan and dQ; what is left, a half in a loop
+        return 2 * 4 * ((2 + 2 + 4) + (2 + 1)) + 4 * (2 + 2) + 4 * (2 + 2 + 3)
     if name == "chunk_fwd_gluon_kernel":  # a group scans 64 values, another makes P and R
         halves = row["K"] // 64
         return 2 * 4 * halves + 4 * 4 + halves * 4 * (3 * halves + 2)
@@ -83,7 +83,7 @@ def programs_of(row):
 SPILLED = {
     "intra_chunk_bwd_gluon_kernel": 128 if support.THIS < (3, 9) else 160,
     "kda_intra_bwd_gluon_kernel": 512,
-    "scan_intra_bwd_gluon_kernel": 288,
+    "scan_intra_bwd_gluon_kernel": 48,
     "chunk_fwd_gluon_kernel": 520,  # with two programs a multiprocessor; else 272
     "intra_chunk_gluon_kernel": 64,
     "intra_chunk_ring_gluon_kernel": 16,
@@ -100,8 +100,7 @@ def test_compiled_for_hopper():
             most = 16 if support.THIS < (3, 9) else 64
         # Triton 3.8's form of this one is the only one whose products ptxas has wait
         known = support.THIS == (3, 8) and row["kernel"] == "kda_intra_bwd_gluon_kernel"
-        # where they wait for one another in the scan, which has the time, for the sake of the rest
-        known |= row["kernel"] == "scan_intra_bwd_gluon_kernel"
+        # where they wait for one another in the scan, which has the time
         if row["kernel"] == "chunk_fwd_gluon_kernel":
             known, most = row["K"] == 64 or row["kept"], 520 if row["K"] == 64 else 272
         assert row["spilled"] <= most, row

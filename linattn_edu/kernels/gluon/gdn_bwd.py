@@ -258,6 +258,8 @@ def scan_back(w: gl.constexpr, m, bars, state, out, piece):
         async_store(out.dv_desc, [row, piece.i_h * 128 + w * 64], m.Ps.index(w + z))
         b_e = gl.exp2(gc.load(along))[None, :]  # made again: registers are scarce
         b_x = operand(-b_e * b_dv, dtype, mma)
+        # with Triton 3.9 all would wait if these had not been waited for
+        b_S1, b_S2 = warpgroup_mma_wait(0, [b_S1, b_S2])
         b_S1 = product(b_x, m.ks.index(2 * i), b_S1)
         b_S2 = product(b_x, m.ks.index(2 * i + 1), b_S2)
         b_S1, b_S2 = warpgroup_mma_wait(0, [b_S1, b_S2])
