@@ -12,6 +12,7 @@ from dataclasses import replace
 import numpy as np
 import triton
 import triton.language as tl
+from interpreter_launches import remember_launches
 from interpreter_operators import straight_to_numpy
 from triton.language import core
 from triton.runtime import interpreter
@@ -57,6 +58,7 @@ def quicken():
         builder.options = replace(builder.options, sanitize_overflow=False)
     _remember_what_is_replaced()
     _remember_shapes()
+    remember_launches(instead_of)
     if not triton.__version__.startswith("3.9."):
         return  # operators took numbers in another way
     _fewer_calls()

@@ -14,6 +14,7 @@ import torch
 from linattn_edu import chunk_kda, mamba_chunk_scan_combined
 from linattn_edu.testing import kda_inputs, ssd_inputs
 
+triton = pytest.importorskip("triton")
 interpreter = pytest.importorskip("triton.runtime.interpreter")
 tl = pytest.importorskip("triton.language")
 core = tl.core
@@ -334,6 +335,66 @@ def test_a_handle_refuses_data_that_is_too_wide(undo):
     undo()
     assert quick == list(made())
     assert any("exceeds" in str(x) for x in quick)
+
+
+@triton.jit
+def twice(x):
+    return x * FACTOR
+
+
+@triton.jit
+def once(x):
+    return x
+
+
+@triton.jit
+def sum_kernel(x_ptr, out_ptr, n: tl.constexpr, more=0.0):
+    i_n = tl.program_id(0)
+    b_x = tl.load(x_ptr + tl.arange(0, n))
+    tl.store(out_ptr + i_n, tl.load(out_ptr + i_n) + twice(tl.sum(b_x)) + more)
+
+
+FACTOR = tl.constexpr(2.0)
+
+
+def test_a_launch_is_run_again_where_anything_that_it_reads_is_another(monkeypatch):
+    """A number of a tensor, of what it writes over too, an argument, the grid, a view, a constant
+    of its module, what it calls; else it writes what it wrote.
+    """
+    ran = []
+    begin = interpreter.GridExecutor._init_args_hst
+    counted = lambda self, *args: ran.append(self) or begin(self, *args)
+    monkeypatch.setattr(interpreter.GridExecutor, "_init_args_hst", counted)
+    numbers = torch.arange(9.0)
+
+    def launch(x=numbers[:8], out=(0.0, 5.0), grid=(1,), n=8, **more):
+        out = torch.tensor(out)
+        sum_kernel[grid](x.clone() if x.storage_offset() == 0 else x, out, n=n, **more)
+        return out.tolist()
+
+    other = numbers[:8].clone()
+    other[3] = -1
+    for new, want in (
+        ({}, [56, 5]),
+        ({"x": other}, [48, 5]),
+        ({"out": (1.0, 5.0)}, [57, 5]),
+        ({"grid": (2,)}, [56, 61]),
+        ({"n": 4}, [12, 5]),
+        ({"more": 1.0}, [57, 5]),
+        ({"x": numbers[1:]}, [72, 5]),
+    ):
+        before = len(ran)
+        assert launch(**new) == launch(**new) == want
+        assert len(ran) == before + 1, new
+    for name, new, want in (
+        ("FACTOR", tl.constexpr(3.0), [84, 5]),
+        ("twice", once, [28, 5]),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setitem(globals(), name, new)
+            assert launch() == launch() == want, name
+    before = len(ran)
+    assert launch() == [56, 5] and len(ran) == before
 
 
 def test_chapters_have_it_too():
