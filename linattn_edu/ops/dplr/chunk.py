@@ -2,13 +2,16 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
+from linattn_edu.cp.context import CPContext
 from linattn_edu.ops import check
 from linattn_edu.ops.delta import arguments
 from linattn_edu.ops.dplr.recurrent import OUTPUTS, TENSORS, checked, rank_one
-from linattn_edu.ops.operator import Operator
+from linattn_edu.ops.operator import Operator, widened
+from linattn_edu.ops.ranks import Ranks
 from linattn_edu.ops.stages import implementations, stage
 from linattn_edu.packing import Packing
 
@@ -28,7 +31,7 @@ def chunk_dplr_delta_rule(
     safe_gate: bool = False,
     chunk_size: int | None = None,
     disable_recompute: bool = False,
-    cp_context: None = None,
+    cp_context: CPContext | None = None,
     lower_bound: float | None = None,
     *,
     impl: str = "auto",
@@ -98,7 +101,7 @@ def chunk_rwkv7(
     safe_gate: bool = False,
     chunk_size: int | None = None,
     disable_recompute: bool = False,
-    cp_context: None = None,
+    cp_context: CPContext | None = None,
     lower_bound: float | None = None,
     *,
     impl: str = "auto",
@@ -147,15 +150,26 @@ def _run(
     )  # fmt: skip
     chunk_size = 64 if chunk_size is None else chunk_size
     check.choice("chunk_size", chunk_size, arguments.CHUNK_SIZES)
-    check.absent("cp_context", cp_context)
     check.number("lower_bound", lower_bound)
-    scale, impl = checked(tensors, initial_state, cu_seqlens, cu_seqlens_cpu, scale, impl)
+    given, scale, impl = checked(tensors, initial_state, cu_seqlens, scale, impl, cp_context)
+    place = arguments.place(
+        given, cu_seqlens, cu_seqlens_cpu, None, chunk_size, cp_context, even=True
+    )
     given = *tensors.values(), initial_state
     if impl == "triton" and _by_token(given[0], tensors["v"], chunk_size, cu_seqlens is not None):
+        if cp_context is not None:
+            raise ValueError(
+                "cp_context must be None where kernels go token by token, in heads of K > 256, got "
+                f"K={given[0].shape[-1]}"
+            )
         o, final_state = rank_one(*given, cu_seqlens, scale, False, impl)
         return o, final_state if output_final_state else None
-    bounds = cu_seqlens, cu_seqlens_cpu, None
-    return chunk(*given, *bounds, scale, output_final_state, chunk_size, impl)
+    o, final_state, _ = chunk(
+        *place.joined(*tensors.values()), place.entering(initial_state), *place.bounds, scale,
+        output_final_state, chunk_size, place.group, impl, "",
+        save="crossing" if place.group else "",
+    )  # fmt: skip
+    return place.parted(o), place.left(final_state)
 
 
 def _by_token(q: Tensor, v: Tensor, chunk_size: int, packed: bool) -> bool:
@@ -178,9 +192,19 @@ class Stages:
     dplr_rows_bwd: Callable = stage("dplr.intra_bwd")
     dplr_intra_bwd: Callable = stage("dplr.intra_bwd")
     gate_bwd: Callable = stage("delta.gate_bwd")
+    dplr_map: Callable = stage("dplr.scan")
+    cp_merge: Callable = stage("delta.cp_merge")
+    dplr_map_bwd: Callable = stage("dplr.scan_bwd")
+    cp_merge_bwd: Callable = stage("delta.cp_merge_bwd")
 
 
 stages = implementations(Stages)
+
+
+class Residuals(NamedTuple):
+    """What the backward pass reads beside the arguments of the forward pass; None: not kept."""
+
+    crossing: Tensor | None = None  # states that come from other ranks
 
 
 def _operations(s: dict) -> tuple[int, int]:
@@ -195,10 +219,12 @@ def _operations(s: dict) -> tuple[int, int]:
 chunk = Operator(
     "chunk_dplr_delta_rule",
     TENSORS,
-    OUTPUTS,
+    OUTPUTS | {"crossing": widened("X H K V", "q")},
     options={"scale": "float", "output_final_state": "bool", "chunk_size": "int"},
+    residuals=Residuals,
     stages=stages,
-    packed="chunks",
+    packed="ranks",
+    transition="H K K",
     limited="k",
     flops=_operations,
 )
@@ -219,16 +245,25 @@ def forward(
     output_final_state: bool = False,
     chunk_size: int = 64,
     packing: Packing | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """The chunked forward pass as a composition of stages; only the kernels take a packing."""
+    cp: Ranks | None = None,
+) -> tuple[Tensor, Tensor | None, Residuals]:
+    """The chunked forward pass as a composition of stages; only the kernels take a packing.
+
+    cp: what other ranks send and are sent.  Returns o, the final state or None, and what the
+    backward pass may read.
+    """
     packed = {} if packing is None else {"packing": packing}
     options = {"chunk_size": chunk_size, **packed}
     gc = stages.gate_cumsum(gk, **options)
     M, *scores, qg, kg, ag, bg = stages.dplr_intra(q, k, a, b, gc, **options)
-    return stages.dplr_scan(
+    if cp is not None:
+        cp.send(stages.dplr_map, (kg, ag, bg, v, gc, M, scores[0]), initial_state, **packed)
+        initial_state = cp.receive(stages.cp_merge, initial_state)
+    o, final_state = stages.dplr_scan(
         qg, kg, ag, bg, v, gc, M, *scores, initial_state,
         scale=scale, output_final_state=output_final_state, **packed,
     )  # fmt: skip
+    return o, final_state, Residuals(cp and cp.crossing)
 
 
 @chunk.backward
@@ -240,6 +275,7 @@ def backward(
     a: Tensor,
     b: Tensor,
     gk: Tensor,
+    residuals: Residuals,
     do: Tensor,
     dht: Tensor | None = None,
     *,
@@ -247,8 +283,10 @@ def backward(
     initial_state: Tensor | None = None,
     chunk_size: int = 64,
     packing: Packing | None = None,
+    cp: Ranks | None = None,
 ) -> tuple[Tensor, ...]:
-    """The chunked backward pass, from the arguments of the forward pass alone.
+    """The chunked backward pass, from the arguments of the forward pass, and the states that came
+    from other ranks; cp: as in the forward pass.
 
     Returns:
         dq, dk, dv, da, db, dgk and the gradient of the initial state.
@@ -257,11 +295,14 @@ def backward(
     options = {"chunk_size": chunk_size, **packed}
     gc = stages.gate_cumsum(gk, **options)
     M, ak, *scores, qg, kg, ag, bg = stages.dplr_intra(q, k, a, b, gc, **options)
+    read = qg, kg, ag, bg, gc, M, ak, *scores, do
+    if cp is not None:
+        cp.send(stages.dplr_map_bwd, read, dht, scale=scale, **packed)
+        initial_state = cp.entering(residuals.crossing, initial_state)
+        dht = cp.receive(stages.cp_merge_bwd, dht)
     h, e = stages.dplr_states(kg, ag, bg, v, gc, M, ak, initial_state, **packed)
-    dh, dx, dv, dh0 = stages.dplr_scan_bwd(
-        qg, kg, ag, bg, gc, M, ak, *scores, do, dht, scale=scale, **packed
-    )
-    del qg, kg, ag, bg, M, ak, scores
+    dh, dx, dv, dh0 = stages.dplr_scan_bwd(*read, dht, scale=scale, **packed)
+    del read, qg, kg, ag, bg, M, ak, scores
     rows = stages.dplr_rows_bwd(v, e, do, dx, h, dh, scale=scale, **options)
     del h, e, dh, dx
     dq, dk, da, db, dgc = stages.dplr_intra_bwd(q, k, a, b, gc, *rows, **packed)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from linattn_edu.cp.context import CPContext
 from linattn_edu.ops import check
 from linattn_edu.ops.delta import arguments, recurrence
 from linattn_edu.ops.operator import Operator, like, widened
@@ -131,7 +132,9 @@ def run(
     output_final_state, reverse = arguments.flags(
         output_final_state=output_final_state, reverse=reverse
     )
-    scale, impl = checked(tensors, initial_state, cu_seqlens, None, scale, impl)
+    given, scale, impl = checked(tensors, initial_state, cu_seqlens, scale, impl)
+    if known(cu_seqlens):
+        check.lengths("cu_seqlens", cu_seqlens.tolist(), given.sizes["T"])
     o, final_state = rank_one(*tensors.values(), initial_state, cu_seqlens, scale, reverse, impl)
     return o, final_state if output_final_state else None
 
@@ -140,11 +143,11 @@ def checked(
     tensors: dict[str, Tensor],
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
-    cu_seqlens_cpu: Tensor | None,
     scale: float | None,
     impl: str,
-) -> tuple[float, str]:
-    """All arguments checked: the scale and the impl."""
+    cp_context: CPContext | None = None,
+) -> tuple[check.Tensors, float, str]:
+    """All tensors checked, but for the numbers of the boundaries: what was given, scale, impl."""
     given, (*others, gate) = check.Tensors(), tensors
     for name in others:
         shape = ("B", "T", "H", "V" if name == "v" else "K")
@@ -152,16 +155,13 @@ def checked(
     given.take(gate, tensors[gate], ("B", "T", "H", "K"), decay=True)
     names = (given.first, "k", "v")
     check.head_counts(given.sizes | {"HV": given.sizes["H"]}, names, recurrence.LARGEST)
-    arguments.count_sequences(given, cu_seqlens)
+    state = "initial_state", initial_state
+    arguments.count_sequences(given, cu_seqlens, cp_context, state)
     if initial_state is not None:
         given.take("initial_state", initial_state, ("N", "H", "K", "V"))
-    if cu_seqlens_cpu is not None:
-        arguments.check_packing(given, cu_seqlens, cu_seqlens_cpu, None, 64)
-    elif known(cu_seqlens):
-        check.lengths("cu_seqlens", cu_seqlens.tolist(), given.sizes["T"])
     scale = check.number("scale", scale)
     scale = given.sizes["K"] ** -0.5 if scale is None else scale
-    return scale, check.resolve_impl(impl, given.device, tuple(given.dtypes))
+    return given, scale, check.resolve_impl(impl, given.device, tuple(given.dtypes))
 
 
 @dataclass(frozen=True)
