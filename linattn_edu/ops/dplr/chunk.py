@@ -11,6 +11,7 @@ from linattn_edu.ops import check
 from linattn_edu.ops.delta import arguments
 from linattn_edu.ops.dplr.recurrent import OUTPUTS, TENSORS, checked, rank_one
 from linattn_edu.ops.operator import Operator, widened
+from linattn_edu.ops.preallocated import check_rooms, into
 from linattn_edu.ops.ranks import Ranks
 from linattn_edu.ops.stages import implementations, stage
 from linattn_edu.packing import Packing
@@ -34,6 +35,9 @@ def chunk_dplr_delta_rule(
     cp_context: CPContext | None = None,
     lower_bound: float | None = None,
     *,
+    max_num_seqs: int | None = None,
+    out: Tensor | None = None,
+    final_state_out: Tensor | None = None,
     impl: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
     r"""The general delta rule in chunks, for training and prefill.
@@ -69,7 +73,11 @@ def chunk_dplr_delta_rule(
             of K numbers do not fit the GPU.
         safe_gate, disable_recompute: True or False, lower_bound: a number or None. They change
             nothing here.
-        cp_context: Must be None.
+        cp_context: Sequences cut over several ranks, as in :func:`chunk_gated_delta_rule`; not in
+            heads of K > 256 where kernels run.
+        max_num_seqs, out, final_state_out: As in :func:`chunk_gated_delta_rule`.
+
+    Works in CUDA graphs, with cu_seqlens only together with cu_seqlens_cpu or max_num_seqs.
 
     Returns:
         ``(o, final_state)`` as of :func:`fused_recurrent_dplr_delta_rule`.
@@ -79,10 +87,10 @@ def chunk_dplr_delta_rule(
 
     Source: Peng et al. 2025 (arXiv:2503.14456); arguments as in fla-core 0.6.0; chapter 12e.
     """
-    options = safe_gate, chunk_size, disable_recompute, cp_context, lower_bound
+    options = safe_gate, chunk_size, disable_recompute, cp_context, lower_bound, max_num_seqs
     return _run(
         {"q": q, "k": k, "v": v, "a": a, "b": b, "gk": gk}, initial_state, cu_seqlens,
-        cu_seqlens_cpu, scale, output_final_state, options, impl,
+        cu_seqlens_cpu, scale, output_final_state, options, (out, final_state_out), impl,
     )  # fmt: skip
 
 
@@ -104,6 +112,9 @@ def chunk_rwkv7(
     cp_context: CPContext | None = None,
     lower_bound: float | None = None,
     *,
+    max_num_seqs: int | None = None,
+    out: Tensor | None = None,
+    final_state_out: Tensor | None = None,
     impl: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
     """RWKV-7 in chunks: :func:`chunk_dplr_delta_rule` by its own names.
@@ -113,7 +124,8 @@ def chunk_rwkv7(
         scale: Factor of the output, 1 if not given; ``K ** -0.5`` if None.
         initial_state, output_final_state, cu_seqlens, cu_seqlens_cpu, safe_gate, chunk_size: As in
             :func:`chunk_dplr_delta_rule`.
-        disable_recompute, cp_context, lower_bound, impl: Likewise.
+        disable_recompute, cp_context, lower_bound, max_num_seqs, out, final_state_out: Likewise.
+        impl: Likewise.
 
     Returns:
         ``(o, final_state)`` as of :func:`fused_recurrent_dplr_delta_rule`.
@@ -123,10 +135,10 @@ def chunk_rwkv7(
 
     Source: Peng et al. 2025 (arXiv:2503.14456); arguments as in fla-core 0.6.0; chapter 12e.
     """
-    options = safe_gate, chunk_size, disable_recompute, cp_context, lower_bound
+    options = safe_gate, chunk_size, disable_recompute, cp_context, lower_bound, max_num_seqs
     return _run(
         {"r": r, "k": k, "v": v, "a": a, "b": b, "w": w}, initial_state, cu_seqlens,
-        cu_seqlens_cpu, scale, output_final_state, options, impl,
+        cu_seqlens_cpu, scale, output_final_state, options, (out, final_state_out), impl,
     )  # fmt: skip
 
 
@@ -138,12 +150,14 @@ def _run(
     scale: float | None,
     output_final_state: bool,
     options: tuple,
+    rooms: tuple[Tensor | None, Tensor | None],
     impl: str,
 ) -> tuple[Tensor, Tensor | None]:
     """Check all arguments and run the chunks.  tensors: q, k, v, a, b and gk by their names.
-    options: of chunk_dplr_delta_rule, in the order of fla's signature.
+    options: of chunk_dplr_delta_rule, in the order of fla's signature, and max_num_seqs.  rooms:
+    for o and the final state.
     """
-    safe_gate, chunk_size, disable_recompute, cp_context, lower_bound = options
+    safe_gate, chunk_size, disable_recompute, cp_context, lower_bound, most = options
     output_final_state, *_ = arguments.flags(
         output_final_state=output_final_state, safe_gate=safe_gate,
         disable_recompute=disable_recompute,
@@ -153,23 +167,30 @@ def _run(
     check.number("lower_bound", lower_bound)
     given, scale, impl = checked(tensors, initial_state, cu_seqlens, scale, impl, cp_context)
     place = arguments.place(
-        given, cu_seqlens, cu_seqlens_cpu, None, chunk_size, cp_context, even=True
+        given, cu_seqlens, cu_seqlens_cpu, None, chunk_size, cp_context, even=True, most=most
     )
-    given = *tensors.values(), initial_state
-    if impl == "triton" and _by_token(given[0], tensors["v"], chunk_size, cu_seqlens is not None):
+    inputs = *tensors.values(), initial_state
+    check_rooms(
+        given, (*inputs, cu_seqlens, cu_seqlens_cpu), ("out", rooms[0], ("B", "T", "H", "V")),
+        ("final_state_out", rooms[1], ("N", "H", "K", "V")), tensors["v"],
+        asked="" if output_final_state else "output_final_state=True, got False",
+        ranks=cp_context is not None,
+    )  # fmt: skip
+    if impl == "triton" and _by_token(inputs[0], tensors["v"], chunk_size, cu_seqlens is not None):
         if cp_context is not None:
             raise ValueError(
                 "cp_context must be None where kernels go token by token, in heads of K > 256, got "
-                f"K={given[0].shape[-1]}"
+                f"K={inputs[0].shape[-1]}"
             )
-        o, final_state = rank_one(*given, cu_seqlens, scale, False, impl)
-        return o, final_state if output_final_state else None
+        o, final_state = rank_one(*inputs, cu_seqlens, scale, False, impl)
+        final_state = final_state if output_final_state else None
+        return into(rooms[0], o), into(rooms[1], final_state)
     o, final_state, _ = chunk(
         *place.joined(*tensors.values()), place.entering(initial_state), *place.bounds, scale,
         output_final_state, chunk_size, place.group, impl, "",
         save="crossing" if place.group else "",
     )  # fmt: skip
-    return place.parted(o), place.left(final_state)
+    return into(rooms[0], place.parted(o)), into(rooms[1], place.left(final_state))
 
 
 def _by_token(q: Tensor, v: Tensor, chunk_size: int, packed: bool) -> bool:

@@ -119,6 +119,48 @@ def fused_recurrent_rwkv7(
     )  # fmt: skip
 
 
+def fused_mul_recurrent_rwkv7(
+    r: Tensor,
+    w: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kk: Tensor,
+    a: Tensor,
+    scale: float | None = 1.0,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    reverse: bool = False,
+    cu_seqlens: Tensor | None = None,
+    head_first: bool = False,
+    *,
+    impl: str = "auto",
+) -> tuple[Tensor, Tensor | None]:
+    """:func:`fused_recurrent_rwkv7` of a layer's own numbers: ``a = -kk`` and ``b = kk * a``.
+
+    Args:
+        r, w, k, v, initial_state, cu_seqlens, head_first, impl: As there.
+        kk: Removal keys of unit length ``[B, T, H, K]``, of r's dtype.
+        a: Rates, in [0, 1] for each channel ``[B, T, H, K]``, of r's dtype, in which the product
+            with kk is rounded.
+        scale: Factor of the output, 1 if not given; ``K ** -0.5`` if None.
+        output_final_state: Whether to return the state after the last token: False if not given.
+        reverse: As in :func:`fused_recurrent_dplr_delta_rule`.
+
+    Returns:
+        ``(o, final_state)`` as of :func:`fused_recurrent_dplr_delta_rule`.
+
+    Raises:
+        TypeError, ValueError: as :func:`fused_recurrent_dplr_delta_rule`, before any kernel runs.
+
+    Source: Peng et al. 2025 (arXiv:2503.14456); arguments as in fla-core 0.6.0; chapter 01.
+    """
+    check.absent("head_first", head_first, False)
+    return run(
+        {"r": r, "k": k, "v": v, "kk": kk, "a": a, "w": w}, initial_state, cu_seqlens, scale,
+        output_final_state, reverse, impl, rates=True,
+    )  # fmt: skip
+
+
 def run(
     tensors: dict[str, Tensor],
     initial_state: Tensor | None,
@@ -127,15 +169,23 @@ def run(
     output_final_state: bool,
     reverse: bool,
     impl: str,
+    *,
+    rates: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Check all arguments and run the recurrence.  tensors: q, k, v, a, b and gk by their names."""
+    """Check all arguments and run the recurrence.  tensors: q, k, v, a, b and gk by their names.
+    rates: whether a removal key and its rates are in the places of a and b.
+    """
     output_final_state, reverse = arguments.flags(
         output_final_state=output_final_state, reverse=reverse
     )
     given, scale, impl = checked(tensors, initial_state, cu_seqlens, scale, impl)
     if known(cu_seqlens):
         check.lengths("cu_seqlens", cu_seqlens.tolist(), given.sizes["T"])
-    o, final_state = rank_one(*tensors.values(), initial_state, cu_seqlens, scale, reverse, impl)
+    q, k, v, a, b, gk = tensors.values()
+    if rates:
+        a, b = -a, a * b
+    given = q, k, v, a, b, gk, initial_state
+    o, final_state = rank_one(*given, cu_seqlens, scale, reverse, impl)
     return o, final_state if output_final_state else None
 
 
