@@ -1,7 +1,8 @@
 """One function a library and call. Each imports its library when it is first asked for.
 
 inputs -> o, and for the decoding of a token inputs -> (o, final state). "fla_safe" and
-"linattn_edu_safe" are the same libraries with the promise that no log decay is below SAFE_BOUND.
+"linattn_edu_safe" are the same libraries with the promise that no log decay is below SAFE_BOUND;
+for the general delta rule, of which fla then takes longer chunks, below DPLR_BOUND.
 The KDA of "attn_gym" and "cudnn" is always under such a promise: attention-gym's takes log decays
 of -5.9 and more, cuDNN's is made for -5 and more.
 """
@@ -20,7 +21,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from benchmarks.cases import SAFE_BOUND, TRAINING, Case
+from benchmarks.cases import DPLR_BOUND, SAFE_BOUND, TRAINING, Case
 from benchmarks.mamba import Average, Inputs, Token
 from linattn_edu.testing import GDNInputs
 
@@ -174,6 +175,44 @@ def fla_kda_decode() -> Adapter:
     )
 
 
+def linattn_edu_dplr() -> Adapter:
+    from linattn_edu import chunk_dplr_delta_rule
+
+    return lambda i: chunk_dplr_delta_rule(i.q, i.k, i.v, i.a, i.b, i.gk, impl="triton")[0]
+
+
+def fla_dplr() -> Adapter:
+    from fla.ops.generalized_delta_rule import chunk_dplr_delta_rule
+
+    return lambda i: chunk_dplr_delta_rule(i.q, i.k, i.v, i.a, i.b, i.gk)[0]
+
+
+def fla_dplr_safe() -> Adapter:
+    from fla.ops.generalized_delta_rule import chunk_dplr_delta_rule
+
+    promise = {"safe_gate": True, "lower_bound": DPLR_BOUND}
+    return lambda i: chunk_dplr_delta_rule(i.q, i.k, i.v, i.a, i.b, i.gk, **promise)[0]
+
+
+def linattn_edu_rwkv7() -> Adapter:
+    from linattn_edu import chunk_rwkv7
+
+    return lambda i: chunk_rwkv7(i.q, i.gk, i.k, i.v, i.a, i.b, impl="triton")[0]
+
+
+def fla_rwkv7() -> Adapter:
+    from fla.ops.rwkv7 import chunk_rwkv7
+
+    return lambda i: chunk_rwkv7(i.q, i.gk, i.k, i.v, i.a, i.b)[0]
+
+
+def fla_rwkv7_safe() -> Adapter:
+    from fla.ops.rwkv7 import chunk_rwkv7
+
+    promise = {"safe_gate": True, "lower_bound": DPLR_BOUND}
+    return lambda i: chunk_rwkv7(i.q, i.gk, i.k, i.v, i.a, i.b, **promise)[0]
+
+
 def linattn_edu_ssd() -> Adapter:
     from linattn_edu import mamba_chunk_scan_combined
 
@@ -270,6 +309,8 @@ _KDA = {
     "attn_gym": attn_gym_kda,
     "cudnn": cudnn_kda,
 }
+_DPLR = {"linattn_edu": linattn_edu_dplr, "fla": fla_dplr, "fla_safe": fla_dplr_safe}
+_RWKV7 = {"linattn_edu": linattn_edu_rwkv7, "fla": fla_rwkv7, "fla_safe": fla_rwkv7_safe}
 _SSD = {"linattn_edu": linattn_edu_ssd, "mamba_ssm": mamba_ssm_ssd}
 _SSD_DECODE = {"linattn_edu": linattn_edu_ssd_decode, "mamba_ssm": mamba_ssm_decode}
 _EMA = {"linattn_edu": linattn_edu_ema, "mamba_ssm": mamba_ssm_ema}
@@ -285,6 +326,8 @@ LIBRARIES: dict[str, dict[str, dict[str, Callable[[], Adapter]]]] = {
         "decode": {"linattn_edu": linattn_edu_kda_decode, "fla": fla_kda_decode},
         "decode_inplace": {"linattn_edu": linattn_edu_kda_decode_inplace},
     },
+    "dplr": {"forward": dict(_DPLR), TRAINING: dict(_DPLR)},
+    "rwkv7": {"forward": dict(_RWKV7), TRAINING: dict(_RWKV7)},
     "ssd": {"forward": dict(_SSD), TRAINING: dict(_SSD)},
     "ssd_decode": {"decode_inplace": dict(_SSD_DECODE), "decode_graph": dict(_SSD_DECODE)},
     "ema": {"forward": dict(_EMA), TRAINING: dict(_EMA)},

@@ -20,6 +20,7 @@ Counted from shapes alone, per call:
 - floor_ms: the larger of bytes / (bytes per second) and flops / (operations per second).
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -48,9 +49,10 @@ class Case:
 
     @property
     def operator(self) -> str:
-        """Which operator it is, whichever way it is computed: "gdn", "kda", or "ssd", which is
-        Mamba-2 with its moving average."""
-        return "ssd" if self.op == "ema" else self.op.removesuffix("_decode")
+        """Which operator it is, whichever way it is computed: "gdn", "kda", "dplr", by either name,
+        or "ssd", which is Mamba-2 with its moving average."""
+        same = {"ema": "ssd", "rwkv7": "dplr"}
+        return same.get(self.op, self.op.removesuffix("_decode"))
 
     @property
     def state_bytes(self) -> int:
@@ -86,6 +88,8 @@ CASES = {
         Case("kda_kimi", "kda", 1, 32768, 32, 32, 128, 128, note="long, the heads of Kimi Linear"),
         Case("kda_long", "kda", 1, 32768, 4, 4, 128, 128, note="long, few heads"),
         Case("kda_decode", "kda_decode", 128, 1, 32, 32, 128, 128, note="the next token of many"),
+        Case("dplr_train", "dplr", 8, 4096, 16, 16, 128, 128, note="a training batch"),
+        Case("rwkv7_train", "rwkv7", 8, 4096, 32, 32, 64, 64, note="the heads of RWKV-7"),
         Case("ssd_2.7b", "ssd", 8, 4096, 1, 80, 128, 64, note="the heads of Mamba-2 2.7b"),
         Case("ssd_long", "ssd", 1, 32768, 1, 80, 128, 64, note="the same, one long sequence"),
         Case("ssd_decode", "ssd_decode", 128, 1, 1, 80, 128, 64, note="the next token of many"),
@@ -103,6 +107,8 @@ CALLS = {
     "gdn_decode": ("decode", "decode_inplace"),
     "kda": ("forward", TRAINING),
     "kda_decode": ("decode", "decode_inplace"),
+    "dplr": ("forward", TRAINING),
+    "rwkv7": ("forward", TRAINING),
     "ssd": ("forward", TRAINING),
     "ssd_decode": ("decode_inplace", "decode_graph"),  # alone, and as a CUDA graph
     "ema": ("forward", TRAINING),
@@ -115,6 +121,8 @@ FUNCTIONS = {
     "gdn_decode": "fused_recurrent_gated_delta_rule",
     "kda": "chunk_kda",
     "kda_decode": "fused_recurrent_kda",
+    "dplr": "chunk_dplr_delta_rule",
+    "rwkv7": "chunk_rwkv7",
     "ssd": "mamba_chunk_scan_combined",
     "ssd_decode": "selective_state_update",
     "ema": "ema_scan",
@@ -161,6 +169,8 @@ SSD_FUSED = (
 # of KDA, with the promise that no log decay of a token is below the bound
 SAFE_BOUND = -5.0
 SAFE_STAGES = {"kda": ("kda_intra",)}
+# of the general delta rule, the log decay that a layer of RWKV-7 keeps above
+DPLR_BOUND = -math.exp(-0.5)
 
 
 def scaling_case(T: int) -> Case:
@@ -206,6 +216,11 @@ def _bytes(c: Case, what: str, chunk: int) -> int:
         return _kda_bytes(c, what, chunk)
     if c.operator == "ssd":
         return _ssd_bytes(c, what, chunk)
+    if c.operator == "dplr":
+        tokens = c.B * c.T * c.H
+        inputs = tokens * (4 * c.K * c.size + c.V * c.size + c.K * GATE_BYTES)  # q, k, a, b; v; gk
+        o = do = tokens * c.V * c.size
+        return inputs + o + (0 if what == "forward" else inputs + do + inputs)
     tokens = c.B * c.T
     q = k = dq = dk = tokens * c.H * c.K * c.size
     dk_out = tokens * c.H * c.K * (c.size if c.H == c.HV else 4)  # added to, head after head
@@ -396,7 +411,7 @@ def _flops(c: Case, what: str, chunk: int) -> int:
         return c.B * c.T * c.HV * (20 * c.K * c.V + 6 * c.V)
     if what == "quadratic":
         return c.B * _quadratic(c)
-    of_chunk = _kda_chunk_flops if c.operator == "kda" else _chunk_flops
+    of_chunk = {"kda": _kda_chunk_flops, "dplr": _dplr_chunk_flops}.get(c.operator, _chunk_flops)
     return c.B * sum(count * of_chunk(c, what, n) for n, count in _chunks(c.T, chunk))
 
 
@@ -486,6 +501,20 @@ def _kda_chunk_flops(c: Case, what: str, n: int) -> int:
     adjoints = ("state_bwd", "kda_output_bwd", "kda_wy_bwd", "kda_intra_bwd")
     stages[TRAINING] = stages["forward"] + sum(stages[name] for name in adjoints)
     return stages[what]
+
+
+def _dplr_chunk_flops(c: Case, what: str, n: int) -> int:
+    """As _kda_chunk_flops, with two rows that read and two that write."""
+    below, lower = n * (n - 1) // 2 * c.H, n * (n + 1) // 2 * c.H
+    inverse = 2 * (n * (n - 1) * (n - 2) // 6) * c.H
+    state = 2 * n * c.K * c.V * c.H
+    # ab and ak, qb and qk; M x, qb e, qk v, ak v; ag S, qg S, bg^T e, kg^T v
+    forward = 4 * c.K * (below + lower) + inverse + 2 * c.V * (3 * lower + below) + 4 * state
+    # qb^T dO, M^T, qk^T dO, ak^T dx; bg dS, kg dS, qg^T dO, ag^T dx
+    scan = 2 * c.V * (3 * lower + below) + 4 * state
+    # of the scores and of the rows; each score with rows before and after
+    rows = 4 * c.V * (below + lower) + 4 * state + 8 * c.K * (below + lower)
+    return forward if what == "forward" else forward + scan + rows
 
 
 def _ssd_flops(c: Case, what: str, chunk: int) -> int:

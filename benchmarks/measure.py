@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from benchmarks import mamba
+from benchmarks import dplr, mamba
 from benchmarks.cases import RATES, SAFE_BOUND, TRAINING, Case
 from linattn_edu.reference.delta.recurrent import recurrent, recurrent_bwd
 from linattn_edu.testing import GDNInputs, gdn_inputs, kda_inputs, relative_rms
@@ -95,6 +95,8 @@ def inputs(case: Case, device: str = "cuda") -> Inputs:
     """
     if case.operator == "ssd":
         return mamba.inputs(case, DTYPES[case.size], device)
+    if case.operator == "dplr":
+        return dplr.inputs(case, DTYPES[case.size], device)
     decode = case.op.endswith("_decode")
     i = drawn(case, device, initial_state=decode)
     return replace(i, initial_state=0.1 * i.initial_state) if decode else i
@@ -139,7 +141,7 @@ class TrainingStep:
     def __init__(self, i: Inputs):
         tensors = {n: x.detach().clone() for n, x in i.asdict().items() if x is not None}
         self.i = type(i)(**{n: x.requires_grad_() for n, x in tensors.items()})
-        self.do = gradient(i.v if isinstance(i, GDNInputs) else i.x)  # o is like it
+        self.do = gradient(i.x if hasattr(i, "x") else i.v)  # o is like it
 
     def __call__(self, f: Callable[[Inputs], Tensor]) -> Tensor:
         for x in self.i.asdict().values():
@@ -157,8 +159,8 @@ def prepare(what: str, i: Inputs) -> Callable[[Callable], object]:
 
 
 class Oracle:
-    """The float64 recurrence of the first tokens, on the first and the last q/k head; of Mamba-2 on
-    all heads, which share a group."""
+    """The float64 recurrence of the first tokens, on the first and the last q/k head; of the
+    operators with inputs of their own on all heads."""
 
     def __init__(self, i: Inputs, tokens: int = PREFIX):
         if isinstance(i, mamba.Inputs):

@@ -8,6 +8,7 @@ from linattn_edu.ops.cumsum import chunk_global_cumsum, chunk_local_cumsum
 from linattn_edu.ops.dplr import (
     chunk_dplr_delta_rule,
     chunk_rwkv7,
+    fused_mul_recurrent_rwkv7,
     fused_recurrent_dplr_delta_rule,
     fused_recurrent_rwkv7,
 )
@@ -76,6 +77,7 @@ __all__ = [
     "ema_scan",
     "fused_gdn_gate",
     "fused_kda_gate",
+    "fused_mul_recurrent_rwkv7",
     "fused_recurrent_delta_rule",
     "fused_recurrent_dplr_delta_rule",
     "fused_recurrent_gated_delta_rule",

@@ -38,10 +38,14 @@ KDA = CHUNK_KDA | RECURRENT_KDA
 CHUNK_GDN2 = {"chunk_gdn2": calls.chunk_gdn2}
 RECURRENT_GDN2 = {"fused_recurrent_gdn2": calls.fused_recurrent_gdn2}
 GDN2 = CHUNK_GDN2 | RECURRENT_GDN2
-# not those over chunks: of dplr they were not measured beside fla's, of gla they are kernels that
-# can more, and who is lent these wants no slower training
-DPLR = _of(dplr, "fused_recurrent_dplr_delta_rule")
-RWKV7 = _of(dplr, "fused_recurrent_rwkv7")
+CHUNK_DPLR = _of(dplr, "chunk_dplr_delta_rule")
+RECURRENT_DPLR = _of(dplr, "fused_recurrent_dplr_delta_rule")
+DPLR = CHUNK_DPLR | RECURRENT_DPLR
+CHUNK_RWKV7 = _of(dplr, "chunk_rwkv7")
+RECURRENT_RWKV7 = _of(dplr, "fused_recurrent_rwkv7", "fused_mul_recurrent_rwkv7")
+RWKV7 = CHUNK_RWKV7 | RECURRENT_RWKV7
+# not those over chunks: they are kernels that can more, and who is lent these wants no slower
+# training
 SIMPLE_GLA = _of(gla, "fused_recurrent_simple_gla")
 LIGHTNING = _of(gla, "fused_recurrent_lightning_attn")
 PRODUCT = _of(gla, "chunk_gated_delta_product")
@@ -120,6 +124,9 @@ MODULES: dict[str, dict[str, Any]] = {
     "fla.ops.gdn2.chunk": CHUNK_GDN2,
     "fla.ops.gdn2.fused_recurrent": RECURRENT_GDN2,
     "fla.ops.generalized_delta_rule": DPLR,
+    "fla.ops.generalized_delta_rule.dplr": DPLR,
+    "fla.ops.generalized_delta_rule.dplr.chunk": CHUNK_DPLR,
+    "fla.ops.generalized_delta_rule.dplr.fused_recurrent": RECURRENT_DPLR,
     "fla.ops.kda": KDA,
     "fla.ops.kda.chunk": CHUNK_KDA,
     "fla.ops.kda.fused_recurrent": RECURRENT_KDA,
@@ -127,6 +134,8 @@ MODULES: dict[str, dict[str, Any]] = {
     "fla.ops.kda.naive": KDA_NAIVE,
     "fla.ops.lightning_attn": LIGHTNING,
     "fla.ops.rwkv7": RWKV7,
+    "fla.ops.rwkv7.chunk": CHUNK_RWKV7,
+    "fla.ops.rwkv7.fused_recurrent": RECURRENT_RWKV7,
     "fla.ops.simple_gla": SIMPLE_GLA,
     "fla.ops.utils": CUMSUM | SOLVE | PREPARE,
     "fla.ops.utils.cumsum": CUMSUM,

@@ -260,7 +260,8 @@ class RWKV7(Layer):
 
         Args:
             x, attention_mask, cache, cu_seqlens, cu_seqlens_cpu: As in :meth:`Layer.forward`.
-            cp_context: Must be None: the operator is not cut over ranks.
+            cp_context: Likewise; None in the mode "fused_recurrent". The token before a rank's
+                first comes from another rank.
             v_first: v of layer 0 for the same tokens ``[B, T, value_dim]``, of the dtype of the
                 activations; None in layer 0. What it holds at padding is not read.
             return_v_first: Whether v_first is returned too: in layer 0 its own v.
@@ -275,7 +276,8 @@ class RWKV7(Layer):
         x, padding, fill, bounds, step = self._enter(
             x, attention_mask, cache, cu_seqlens, cu_seqlens_cpu, cp_context
         )
-        check.absent("cp_context", cp_context)
+        if self.mode == "fused_recurrent":
+            check.absent("cp_context", cp_context)
         return_v_first = check.flag("return_v_first", return_v_first)
         self._check_v_first(x, v_first)
         y, v_first = self._mixed(x, padding, cache, bounds, step, v_first)
@@ -354,7 +356,8 @@ class RWKV7(Layer):
         else:
             o, state = chunk_rwkv7(
                 r, w, k, v, a, b, 1.0, state, keep, cu_seqlens, bounds["cu_seqlens_cpu"],
-                safe_gate=True, lower_bound=LEAST_DECAY, impl=self.impl,
+                safe_gate=True, lower_bound=LEAST_DECAY, cp_context=bounds["cp_context"],
+                impl=self.impl,
             )  # fmt: skip
         if keep:
             cache.put(len(cache.conv_states), state)

@@ -170,7 +170,7 @@ class LanguageModel(nn.Module):
                 a gradient is recorded it keeps the history, until ``detach()`` of each part.
             cu_seqlens: ``[N + 1]``, the bounds of sequences packed in a row (B is 1). A cache then
                 has N sequences; "attention" takes none.
-            cp_context: Of :func:`build_cp_context`, this rank's tokens. Not "attention", "rwkv7".
+            cp_context: Of :func:`build_cp_context`, this rank's tokens. Not "attention".
         """
         check.tokens("tokens", tokens, self.config.vocabulary)
         if cache is not None and len(cache) != len(self.blocks):

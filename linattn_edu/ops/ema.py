@@ -11,6 +11,7 @@ from linattn_edu.cp.context import CPContext
 from linattn_edu.ops import check
 from linattn_edu.ops.delta import arguments
 from linattn_edu.ops.operator import Operator, like, widened
+from linattn_edu.ops.preallocated import check_rooms, into
 from linattn_edu.ops.ranks import Ranks
 from linattn_edu.ops.stages import implementations, stage
 from linattn_edu.packing import Packing
@@ -28,6 +29,9 @@ def ema_scan(
     chunk_indices: Tensor | None = None,
     chunk_size: int = 64,
     cp_context: CPContext | None = None,
+    max_num_seqs: int | None = None,
+    out: Tensor | None = None,
+    final_state_out: Tensor | None = None,
     impl: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
     r"""Exponential moving average with a decay of its own for each token.
@@ -59,6 +63,7 @@ def ema_scan(
         cp_context: Sequences cut over several ranks, as in :func:`chunk_gated_delta_rule`. Each
             pass gathers ``H (D + 1)`` numbers of float32 from every rank, once.
         chunk_size: Tokens a chunk: 16, 32 or 64. It changes the speed and the rounding only.
+        max_num_seqs, out, final_state_out: As in :func:`chunk_gated_delta_rule`; out takes y.
         impl: "triton", "reference" or "auto", as in :func:`chunk_gated_delta_rule`.
 
     Non-contiguous tensors, and on a GPU those that do not start at 16 bytes, are copied first.
@@ -80,8 +85,9 @@ def ema_scan(
     at the head of every chunk, in float32: with 16 bits a thirtieth of x in chunks of 64.
 
     Works under ``torch.compile(fullgraph=True)``, in CUDA graphs (with cu_seqlens only together
-    with cu_seqlens_cpu), with activation checkpointing and under autocast, which does not change
-    its precision. Gradients of gradients and forward-mode differentiation are errors.
+    with cu_seqlens_cpu or max_num_seqs), with activation checkpointing and under autocast, which
+    does not change its precision. Gradients of gradients and forward-mode differentiation are
+    errors.
 
     Returns:
         ``(y, final_state)``: y of x's shape and dtype; final_state ``[N, H, D]``, or ``[N, D]``, in
@@ -99,9 +105,16 @@ def ema_scan(
     check.choice("chunk_size", chunk_size, arguments.CHUNK_SIZES)
     impl = check.resolve_impl(impl, given.device, tuple(given.dtypes))
     place = arguments.place(
-        given, cu_seqlens, cu_seqlens_cpu, chunk_indices, chunk_size, cp_context
+        given, cu_seqlens, cu_seqlens_cpu, chunk_indices, chunk_size, cp_context, most=max_num_seqs
     )
-    tensors = (x, g, weight, initial_state)
+    tensors, head = (x, g, weight, initial_state), ("H",) * (x.ndim == 4)
+    state_out = "final_state_out", final_state_out, ("N", *head, "D")
+    check_rooms(
+        given, (*tensors, cu_seqlens, cu_seqlens_cpu, chunk_indices),
+        ("out", out, ("B", "T", *head, "D")), state_out, x,
+        asked="" if output_final_state else "output_final_state=True, got False",
+        ranks=cp_context is not None,
+    )  # fmt: skip
     one_head = x.ndim == 3
     if one_head:
         axes = (2, 2, 2, 1)
@@ -113,8 +126,11 @@ def ema_scan(
     )  # fmt: skip
     y, final_state = place.parted(y), place.left(final_state)
     if one_head:
-        return y.squeeze(2), final_state if final_state is None else final_state.squeeze(1)
-    return y, final_state
+        y, final_state = (
+            y.squeeze(2),
+            final_state if final_state is None else final_state.squeeze(1),
+        )
+    return into(out, y), into(final_state_out, final_state)
 
 
 def _check_tensors(

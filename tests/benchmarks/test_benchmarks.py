@@ -12,9 +12,11 @@ import pytest
 import torch
 from benchmarking import (
     DECODE,
+    DPLR_SMALL,
     EMA_SMALL,
     KDA_DECODE,
     KDA_SMALL,
+    RWKV7_SMALL,
     SMALL,
     SSD_DECODE,
     SSD_SMALL,
@@ -41,7 +43,15 @@ from benchmarks.cases import (
     work,
 )
 from benchmarks.progress import Progress
-from linattn_edu import chunk_kda, ema_scan, mamba_chunk_scan_combined, measurements, tables
+from linattn_edu import (
+    chunk_dplr_delta_rule,
+    chunk_kda,
+    chunk_rwkv7,
+    ema_scan,
+    mamba_chunk_scan_combined,
+    measurements,
+    tables,
+)
 from linattn_edu.reference.delta.recurrent import recurrent, recurrent_bwd
 from linattn_edu.testing import gdn_inputs, kda_inputs, relative_rms
 
@@ -64,6 +74,8 @@ def test_the_cases_are_those_that_the_peers_are_measured_on():
         "kda_kimi": (1, 32768, 32, 32, 128, 128),
         "kda_long": (1, 32768, 4, 4, 128, 128),
         "kda_decode": (128, 1, 32, 32, 128, 128),
+        "dplr_train": (8, 4096, 16, 16, 128, 128),
+        "rwkv7_train": (8, 4096, 32, 32, 64, 64),
         "ssd_2.7b": (8, 4096, 1, 80, 128, 64),
         "ssd_long": (1, 32768, 1, 80, 128, 64),
         "ssd_decode": (128, 1, 1, 80, 128, 64),
@@ -88,6 +100,7 @@ def nbytes(*values) -> int:
     return sum(x.numel() * x.element_size() for x in values if isinstance(x, torch.Tensor))
 
 
+SHORT = (SMALL, KDA_SMALL, DPLR_SMALL, RWKV7_SMALL, SSD_SMALL, EMA_SMALL)
 # of KDA, those that read the gates of a chunk's last token alone
 LAST_GATES = ("state", "kda_scans", "state_bwd", "kda_scan", "kda_fused_scan", "kda_fused_scans")
 
@@ -110,7 +123,7 @@ def test_bytes_of_a_stage_are_those_of_its_tensors(case, stage):
     assert work(case, f"stage:{stage}", 16).bytes == moved
 
 
-@pytest.mark.parametrize("case", [SMALL, KDA_SMALL, SSD_SMALL, EMA_SMALL])
+@pytest.mark.parametrize("case", SHORT)
 def test_bytes_of_the_forward_pass(case):
     i = measure.inputs(case, "cpu")
     out = i.x if case.operator == "ssd" else i.v  # o has its shape
@@ -120,7 +133,7 @@ def test_bytes_of_the_forward_pass(case):
         assert work(case, "quadratic").bytes == moved
 
 
-@pytest.mark.parametrize("case", [SMALL, KDA_SMALL, SSD_SMALL, EMA_SMALL])
+@pytest.mark.parametrize("case", SHORT)
 def test_bytes_of_both_passes_are_those_of_two_calls(case):
     i = measure.inputs(case, "cpu")
     inputs, out = nbytes(*i.asdict().values()), i.x if case.operator == "ssd" else i.v
@@ -383,9 +396,13 @@ def test_the_oracles_of_a_gate_for_each_channel(case):
         assert max(errors.values()) < 1e-2
 
 
-@pytest.mark.parametrize("case", [SSD_SMALL, EMA_SMALL])
-def test_the_oracles_of_mamba_2(case):
+@pytest.mark.parametrize("case", [DPLR_SMALL, RWKV7_SMALL, SSD_SMALL, EMA_SMALL])
+def test_the_oracles_of_operators_with_inputs_of_their_own(case):
     def reference(i):
+        if case.op == "dplr":
+            return chunk_dplr_delta_rule(i.q, i.k, i.v, i.a, i.b, i.gk, impl="reference")[0]
+        if case.op == "rwkv7":
+            return chunk_rwkv7(i.q, i.gk, i.k, i.v, i.a, i.b, impl="reference")[0]
         if case.op == "ema":
             return ema_scan(i.x, i.g, impl="reference")[0]
         return mamba_chunk_scan_combined(i.x, i.dt, i.A, i.B, i.C, 32, D=i.D, impl="reference")

@@ -1,6 +1,7 @@
 """Runs of the benchmarks, measured by nothing: rows, first calls, what is saved."""
 
 import json
+import math
 import os
 import sys
 from dataclasses import replace
@@ -13,10 +14,12 @@ import torch
 from benchmarking import (
     DECODE,
     DEVICE,
+    DPLR_SMALL,
     EMA_SMALL,
     KDA_DECODE,
     KDA_SMALL,
     RATES,
+    RWKV7_SMALL,
     SMALL,
     SSD_DECODE,
     SSD_SMALL,
@@ -26,7 +29,7 @@ from benchmarking import (
 
 from benchmarks import __main__ as command
 from benchmarks import adapters, first_call, forms, measure, plot, results, rows, run
-from benchmarks.cases import CASES, STAGES, TRAINING, Case, work
+from benchmarks.cases import CASES, FUNCTIONS, STAGES, TRAINING, Case, work
 from benchmarks.first_call import FirstCall
 from linattn_edu import chunk_gated_delta_rule, chunk_kda, measurements
 
@@ -85,7 +88,8 @@ def test_every_call_of_a_case_has_adapters():
     ("case", "library"),
     [
         (SMALL, "linattn_edu"), (KDA_SMALL, "linattn_edu"), (KDA_SMALL, "linattn_edu_safe"),
-        (SSD_SMALL, "linattn_edu"), (EMA_SMALL, "linattn_edu"),
+        (SSD_SMALL, "linattn_edu"), (EMA_SMALL, "linattn_edu"), (DPLR_SMALL, "linattn_edu"),
+        (RWKV7_SMALL, "linattn_edu"),
     ],
 )  # fmt: skip
 def test_forward_rows(case, library, no_clock):
@@ -116,6 +120,28 @@ def test_every_library_of_kda_is_called_alike(safe, monkeypatch):
     assert all(x is y for x, y in zip(ours, theirs, strict=True))
     assert options == given | {"impl": "triton"}
     assert given == ({"safe_gate": True, "lower_bound": -5.0} if safe else {})
+
+
+@pytest.mark.parametrize("safe", [False, True])
+@pytest.mark.parametrize(
+    ("case", "package"), [(DPLR_SMALL, "generalized_delta_rule"), (RWKV7_SMALL, "rwkv7")]
+)
+def test_fla_is_called_as_the_general_delta_rule_is(case, package, safe, monkeypatch):
+    """The operator stands in, as fla cannot run here: the same output, from the same arguments."""
+    import linattn_edu
+
+    name, seen = FUNCTIONS[case.op], []
+
+    def theirs(*args, **given):
+        seen.append(given)
+        return getattr(linattn_edu, name)(*args, **given, impl="triton")
+
+    stand_in(monkeypatch, f"fla.ops.{package}", **{name: theirs})
+    i, made = measure.inputs(case, DEVICE), adapters.makers(case, "forward")
+    o = made["fla_safe" if safe else "fla"]()(i)
+    assert torch.equal(o, made["linattn_edu"]()(i))
+    assert seen == [{"safe_gate": True, "lower_bound": -math.exp(-0.5)} if safe else {}]
+    assert i.gk.min() > -math.exp(-0.5)
 
 
 def stand_in(monkeypatch, name: str, **functions) -> None:

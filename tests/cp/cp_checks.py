@@ -3,10 +3,12 @@
 import functools
 
 import torch
+from dplr.dplr_checks import inputs
 from gdn_checks import gated
 
 from linattn_edu import (
     causal_conv1d,
+    chunk_dplr_delta_rule,
     chunk_gated_delta_rule,
     chunk_gdn2,
     chunk_kda,
@@ -47,6 +49,13 @@ def _gdn2(B, T, N, dtype):
     _, tokens, shared, state = _delta(kda_inputs, chunk_gdn2, False, B, T, N, dtype)
     f = functools.partial(chunk_gdn2, chunk_size=16, output_final_state=True)
     return f, gated(tokens), shared, state
+
+
+def _dplr(B, T, N, dtype):
+    tokens = inputs(B, T, 2, 8, 6, dtype, N=N, seed=T)
+    state = tokens.pop("initial_state").to(dtype)
+    f = functools.partial(chunk_dplr_delta_rule, chunk_size=16, output_final_state=True)
+    return f, tokens, {}, state
 
 
 def _ssd(B, T, N, dtype):
@@ -94,6 +103,7 @@ OPERATORS = {
     "kda": functools.partial(_delta, kda_inputs, chunk_kda, False),
     "kda_flags": _flags,
     "gdn2": _gdn2,
+    "dplr": _dplr,
     "ssd": _ssd,
     "ema": _ema,
     "conv": _conv,

@@ -67,9 +67,12 @@ FILES = {
         "from fla.ops.gated_delta_product import chunk_gated_delta_product",
         "from fla.ops.simple_gla import fused_recurrent_simple_gla",
         "from fla.ops.lightning_attn import fused_recurrent_lightning_attn",
-        "from fla.ops.generalized_delta_rule import fused_recurrent_dplr_delta_rule",
-        "from fla.ops.rwkv7 import fused_recurrent_rwkv7",
-        "from fla.ops import chunk_gated_delta_product, fused_recurrent_rwkv7",
+        "from fla.ops.generalized_delta_rule import chunk_dplr_delta_rule",
+        "from fla.ops.generalized_delta_rule.dplr.fused_recurrent import"
+        " fused_recurrent_dplr_delta_rule",
+        "from fla.ops.rwkv7 import chunk_rwkv7, fused_mul_recurrent_rwkv7, fused_recurrent_rwkv7",
+        "from fla.ops.rwkv7.fused_recurrent import fused_mul_recurrent_rwkv7",
+        "from fla.ops import chunk_gated_delta_product, chunk_rwkv7",
     ),
     "layer of mamba_ssm": ("from mamba_ssm.modules.mamba2 import Mamba2",),
     "tests of fla": (

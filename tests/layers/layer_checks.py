@@ -88,7 +88,6 @@ KINDS = {
 }  # fmt: skip
 LATER = {"rwkv7_later": (RWKV7, KINDS["rwkv7"][1] | {"layer_idx": 1})}  # which need v_first
 MAIN = ("gdn", "kda", "gdn2", "mamba2", "ema", "rwkv7")  # one of each class
-CUT = MAIN[:-1]  # whose sequences may go on on other ranks
 
 
 def make(kind, dtype=torch.float64, device="cpu", impl=None, seed=0):

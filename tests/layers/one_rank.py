@@ -15,15 +15,15 @@ from torch.distributed.tensor import DTensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from layers.layer_checks import CUT, MAIN, hidden, make
+from layers.layer_checks import MAIN, hidden, make
 from processes import be_a_rank
 
 from linattn_edu.cp import build_cp_context
 from linattn_edu.testing import assert_close
 
 
-def stack(kinds=MAIN):
-    return torch.nn.Sequential(*(make(kind) for kind in kinds))
+def stack():
+    return torch.nn.Sequential(*(make(kind) for kind in MAIN))
 
 
 def gradients(model):
@@ -50,7 +50,7 @@ def check(device: torch.device, rank: int, world: int) -> None:
         assert_close("y", own, y[rank : rank + 1], 1e-12)
         for name, g in gradients(model).items():
             assert_close(name, g, want[name], 1e-10)
-    one, model = stack(CUT), stack(CUT)
+    one, model = stack(), stack()
     y = one(x[:1])
     context = build_cp_context(torch.tensor([0, 20]), dist.group.WORLD)
     begin, end = context.parts[0].tokens

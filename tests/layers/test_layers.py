@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from layers.layer_checks import CUT, KINDS, MAIN, hidden, make, plain
+from layers.layer_checks import KINDS, MAIN, hidden, make, plain
 from torch.utils.checkpoint import checkpoint
 
 from linattn_edu.cp import build_cp_context, simulate
@@ -260,7 +260,7 @@ def test_reordered_states(kind, device):
     assert_close("y", y, layer(x)[rows, 8:], 1e-12)
 
 
-@pytest.mark.parametrize("kind", CUT)
+@each_class
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 def test_ranks_are_one(kind, layout):
     layer, x, dy = make(kind), hidden(1, 45), hidden(1, 45, seed=2)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from layers.layer_checks import hidden, make, plain
 
+from linattn_edu.cp import build_cp_context, simulate
 from linattn_edu.layers import RWKV7
 from linattn_edu.testing import assert_close
 
@@ -82,6 +83,26 @@ def test_pieces_and_packed_sequences(device):
                 for i, j in itertools.pairwise(sorted(cuts))
             ]
             assert_close("pieces", torch.cat(pieces, 1), want, 1e-12) if b > a else None
+
+
+def test_a_later_layer_over_ranks():
+    """v of the first layer is that of the rank's own tokens; token by token there are no ranks."""
+    first, later, x = make("rwkv7"), make("rwkv7_later"), hidden(1, T)
+    bounds = torch.tensor([0, 9, T])
+
+    def stack(x, **given):
+        y, v = first(x, return_v_first=True, **given)
+        return later(y, v_first=v, **given)
+
+    def one(group):
+        context = build_cp_context(bounds, group)
+        begin, end = context.parts[0].tokens
+        return stack(x[:, begin:end], cp_context=context)
+
+    assert_close("y", torch.cat(simulate(3, one), 1), stack(x, cu_seqlens=bounds), 1e-12)
+    first.mode = "fused_recurrent"
+    with pytest.raises(ValueError, match="cp_context is not supported"):
+        first(x, cp_context=build_cp_context(bounds))
 
 
 def test_autocast(device):

@@ -6,8 +6,23 @@ import pytest
 import torch
 from gdn_checks import boundaries, by_value, launches, no_wait, same_bits
 from grids import FULL, few
-from ops.contract import DELTA, FORMS, IMPLS, conv, forms, gdn, gdn2, in_pieces, kda, safe, ssd
+from ops.contract import (
+    DELTA,
+    FORMS,
+    IMPLS,
+    conv,
+    dplr_chunks,
+    ema,
+    forms,
+    gdn,
+    gdn2,
+    in_pieces,
+    kda,
+    safe,
+    ssd,
+)
 
+from linattn_edu.cp import build_cp_context
 from linattn_edu.ops.operator import composing
 from linattn_edu.testing import assert_close
 
@@ -277,11 +292,14 @@ ROOM = {
 
 
 @pytest.mark.parametrize("wrong", ROOM)
-@pytest.mark.parametrize("form", [gdn, kda, gdn2, ssd[-1], conv], ids=str)
+@pytest.mark.parametrize("form", [gdn, kda, gdn2, dplr_chunks, ema, ssd[-1], conv], ids=str)
 def test_no_room(form, wrong):
     changes, message = ROOM[wrong]
-    if form is conv and wrong == "checkpoints":
+    if form in (conv, ema) and wrong == "checkpoints":
         changes, message = {"chunk_indices": torch.zeros(1, 2, dtype=int)}, "chunk_indices must be"
+    if form is dplr_chunks and wrong == "checkpoints":
+        changes = {"cp_context": build_cp_context(torch.tensor([0, 2, 2, 5])), "cu_seqlens": None}
+        message = "cp_context must be None with max_num_seqs"
     x, options = form.draw(1, 5, torch.float32, "cpu", N=1 if "of" in wrong else 3)
     given = {"cu_seqlens": torch.tensor([0, 2, 2, 5]), "max_num_seqs": 3} | changes
     with launches() as ran, pytest.raises(ValueError, match=message):
@@ -290,7 +308,18 @@ def test_no_room(form, wrong):
 
 
 @pytest.mark.parametrize("lengths", [(15, 0, 20), (0, 0, 0), (1, 38, 1)], ids=str)
-@forms("test_room_for_any_boundaries", gdn, safe, gdn2, *ssd, conv, dtypes=SOME, read=(False, True))
+@forms(
+    "test_room_for_any_boundaries",
+    gdn,
+    safe,
+    gdn2,
+    dplr_chunks,
+    ema,
+    *ssd,
+    conv,
+    dtypes=SOME,
+    read=(False, True),
+)
 def test_room_for_any_boundaries(form, dtype, lengths, read, device, monkeypatch):
     """With max_num_seqs there are chunks that are of no sequence, and nothing of them is seen:
     where the host reads the boundaries and where it does not, which a GPU alone does not.

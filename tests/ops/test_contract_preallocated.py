@@ -4,11 +4,22 @@ import pytest
 import torch
 from gdn_checks import boundaries, by_value, launches
 from grids import few
-from ops.contract import BY_CHANNEL, IMPLS, forms, gdn, kda, recurrent_gdn, recurrent_kda, ssd
+from ops.contract import (
+    BY_CHANNEL,
+    IMPLS,
+    dplr_chunks,
+    ema,
+    forms,
+    gdn,
+    kda,
+    recurrent_gdn,
+    recurrent_kda,
+    ssd,
+)
 
 pytestmark = pytest.mark.usefixtures("poison")
 
-SERVED = (gdn, kda, recurrent_gdn, recurrent_kda, *BY_CHANNEL, *ssd)
+SERVED = (gdn, kda, recurrent_gdn, recurrent_kda, *BY_CHANNEL, dplr_chunks, ema, *ssd)
 F32 = (torch.float32,)
 LENGTHS = (5, 0, 12)
 T = sum(LENGTHS) + 3
@@ -99,7 +110,7 @@ def test_refused_beside_others(form, device):
         (leaf | {"out": o}, "out cannot be written where a gradient is recorded"),
         (leaf | {name: S}, f"{name} cannot be written where a gradient is recorded"),
     ]
-    if form not in ssd:
+    if form not in (dplr_chunks, ema, *ssd):
         cases += [({place: True, name: S}, f"{name} must be None with {place}=True")]
     for given, message in cases:
         given = x | {n: t for n, t in given.items() if n in x}, given

@@ -111,10 +111,12 @@ ORDER = {
     f" use_qk_l2norm_in_kernel use_gate_in_kernel {FLAGS} lower_bound state_v_first cu_seqlens",
     linattn_edu.fused_recurrent_dplr_delta_rule: f"q k v a b gk {RECURRENCE} reverse cu_seqlens",
     linattn_edu.chunk_dplr_delta_rule: f"q k v a b gk {RECURRENCE} cu_seqlens cu_seqlens_cpu"
-    " safe_gate chunk_size disable_recompute",
+    " safe_gate chunk_size disable_recompute cp_context lower_bound",
     linattn_edu.chunk_rwkv7: f"r w k v a b {RECURRENCE} cu_seqlens cu_seqlens_cpu safe_gate"
-    " chunk_size disable_recompute",
+    " chunk_size disable_recompute cp_context lower_bound",
     linattn_edu.fused_recurrent_rwkv7: f"r w k v a b {RECURRENCE} cu_seqlens head_first",
+    linattn_edu.fused_mul_recurrent_rwkv7: f"r w k v kk a {RECURRENCE} reverse cu_seqlens"
+    " head_first",
     linattn_edu.chunk_gated_delta_product: f"q k v g beta num_householder {RECURRENCE}"
     " use_qk_l2norm_in_kernel cu_seqlens cu_seqlens_cpu",
     linattn_edu.chunk_simple_gla: f"q k v g g_gamma {RECURRENCE} state_v_first cu_seqlens"

@@ -1,19 +1,20 @@
-"""Stages dplr_scan and dplr_states: carry the state through the chunks."""
+"""Stages dplr_scan, dplr_states and dplr_map: carry the state through the chunks."""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from linattn_edu.kernels.delta.cp_merge import launch_map, piece_of
 from linattn_edu.kernels.routes import by_kind, scan_launch
-from linattn_edu.kernels.rows import UNPIPELINED, row, scan_table, sequence_args, states
+from linattn_edu.kernels.rows import UNPIPELINED, Config, row, scan_table, sequence_args, states
 from linattn_edu.kernels.tiles import (
     cast,
-    columns_of,
     dot,
     first_state,
     load_tile,
     load_vector,
+    sequence_of,
     store_tile,
 )
 from linattn_edu.packing import Packing
@@ -32,26 +33,29 @@ def dplr_scan_kernel(
     qb_ptr,  # [B, T, H, BT]; not read without o
     qk_ptr,  # [B, T, H, BT]; not read without o
     h0_ptr,  # [N, H, K, V] or None
-    o_ptr,  # [B, T, H, V] out, or None: h and e in its place
-    ht_ptr,  # [N, H, K, V] out, or None
-    h_ptr,  # [B, NT, H, K, V] out, or None
+    o_ptr,  # [B, T, H, V] out, or None
+    ht_ptr,  # [N, H, K, W] out: the last state, and M_p where W is V + K; or None
+    h_ptr,  # [B, NT, H, K, V] out in the place of o, or None
     e_ptr,  # [B, T, H, V] out, with h
     scale,
-    cu_ptr,  # [N + 1] or None
     offsets_ptr,  # [N + 1] or None
+    rows_ptr,  # the sequences of cu_ptr that are gone through [N], or None: all
+    cu_ptr,  # [N + 1] or None
     T,
-    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr,
+    ROW: tl.constexpr,  # from row to row of ht_ptr
     BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    """One program: S[:, v-tile] of one head, through all chunks.  Grid (N * H * V / BV).
+    """One program: BV columns of [S | M_p] of one head, through all chunks.  Grid (N * H * W / BV).
 
     Reference: linattn_edu.reference.dplr.scan.
     """
-    i_v, i_nh, i_h, first, n_seq, i_c = columns_of(
-        tl.program_id(0), cu_ptr, offsets_ptr, T, H, V, BT, BV
-    )
+    i_v, i_nh, i_h, first, n_seq = piece_of(tl.program_id(0), rows_ptr, cu_ptr, T, H, W, BT, BV)
     o_t, o_k, o_v, b_S = first_state(h0_ptr, i_nh, i_v, K, V, BT, BK, BV, False)
-    if o_ptr is None:  # else i_c means nothing
+    if W > V:
+        b_S += tl.where(o_k[:, None] + V == o_v[None, :], 1.0, 0.0)
+    if h_ptr is not None:
+        i_c = sequence_of(i_nh // H, cu_ptr, offsets_ptr, T, BT)[2]
         h_ptr += (i_c * H + i_h) * K * V
     i = first * H + i_h  # of the chunk's first token
     for i_t in range(tl.cdiv(n_seq, BT)):
@@ -71,7 +75,7 @@ def dplr_scan_kernel(
             b_qb = load_tile(qb_ptr + i * BT, o_t, o_t, H * BT, n_t, BT)  # [BT, BT]
             b_o = scale * dot(b_qb, b_e, dot(b_qk, b_v, dot(b_qg, b_h)))
             store_tile(o_ptr + i * V, b_o, o_t, o_v, H * V, n_t, V)
-        else:
+        if h_ptr is not None:
             store_tile(h_ptr, b_h, o_k, o_v, V, K, V)
             store_tile(e_ptr + i * V, b_e, o_t, o_v, H * V, n_t, V)
             h_ptr += H * K * V
@@ -83,7 +87,7 @@ def dplr_scan_kernel(
         b_S = dot(tl.trans(b_bg), b_e, dot(tl.trans(b_kg), b_v, b_S))
         i += BT * H
     if ht_ptr is not None:
-        store_tile(ht_ptr + i_nh * K * V, b_S, o_k, o_v, V, K, V)
+        store_tile(ht_ptr + i_nh * K * ROW, b_S, o_k, o_v, ROW, K, min(W, ROW))
 
 
 # a product of fewer than 64 columns in 4 warps that is not loaded ahead ends in an illegal access
@@ -95,10 +99,9 @@ CONFIGS = scan_table(
 CONFIGS["ampere"][4] |= {256: [row(8, 1, BV=16)]}  # 4 warps would spill more than the state
 
 
-def launch_of(k: Tensor, heads: int, V: int) -> tuple[tuple[int], dict]:
-    """(grid, tiles and launch options) of a scan over states [K, V]."""
-    whole = by_kind.dplr_scan_rows(V).takes == "table"
-    return scan_launch(CONFIGS if whole else UNPIPELINED, k, heads, V)
+def table_of(W: int) -> dict | Config:
+    """The rows of a scan of W columns."""
+    return CONFIGS if by_kind.dplr_scan_rows(W).takes == "table" else UNPIPELINED
 
 
 def dplr_scan(
@@ -107,14 +110,14 @@ def dplr_scan(
     *, scale: float, output_final_state: bool = False, packing: Packing | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Launch dplr_scan_kernel for the outputs; arguments and result as in the reference."""
-    N, *places = sequence_args(v, packing)
+    N, cu_seqlens, offsets = sequence_args(v, packing)
     (T, H, K), V = kg.shape[1:], v.shape[-1]
     o = torch.empty_like(v)
     last = v.new_empty(N, H, K, V, dtype=torch.float32) if output_final_state else None
-    grid, config = launch_of(kg, N * H, V)
+    grid, config = scan_launch(table_of(V), kg, N * H, V)
     dplr_scan_kernel[grid](
-        qg, kg, ag, bg, v, gc, M, ak, qb, qk, initial_state, o, last, None, None, scale, *places,
-        T, H, K, V, BT=M.shape[-1], **config,
+        qg, kg, ag, bg, v, gc, M, ak, qb, qk, initial_state, o, last, None, None, scale, offsets,
+        None, cu_seqlens, T, H, K, V, V, V, BT=M.shape[-1], **config,
     )  # fmt: skip
     return o, last
 
@@ -124,12 +127,29 @@ def dplr_states(
     initial_state: Tensor | None = None, *, packing: Packing | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Launch dplr_scan_kernel for the states; arguments and result as in the reference."""
-    N, *places = sequence_args(v, packing)
+    N, cu_seqlens, offsets = sequence_args(v, packing)
     (T, H, K), V = kg.shape[1:], v.shape[-1]
     h, e = v.new_empty(*states(v, M.shape[-1], packing), H, K, V), torch.empty_like(v)
-    grid, config = launch_of(kg, N * H, V)
+    grid, config = scan_launch(table_of(V), kg, N * H, V)
     dplr_scan_kernel[grid](
-        kg, kg, ag, bg, v, gc, M, ak, ak, ak, initial_state, None, None, h, e, 1.0, *places,
-        T, H, K, V, BT=M.shape[-1], **config,
+        kg, kg, ag, bg, v, gc, M, ak, ak, ak, initial_state, None, None, h, e, 1.0, offsets,
+        None, cu_seqlens, T, H, K, V, V, V, BT=M.shape[-1], **config,
     )  # fmt: skip
     return h, e
+
+
+def dplr_map(
+    kg: Tensor, ag: Tensor, bg: Tensor, v: Tensor, gc: Tensor, M: Tensor, ak: Tensor,
+    initial_state: Tensor | None = None, *, transition: bool = True, **which,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Launch dplr_scan_kernel for the map; arguments and result as in the reference; which: of
+    launch_map.
+    """
+    # eq:cp-ext   S_ext: the state after the piece, from zero
+    # eq:cp-transition   M_p: the same with v = 0, from I
+    W = v.shape[-1] + kg.shape[-1] * transition
+    return launch_map(
+        dplr_scan_kernel, table_of(W), (kg, kg, ag, bg, v, gc, M, ak, ak, ak, initial_state, None),
+        v.shape[2:], x=kg, after=(None, 1.0, None), constants={"BT": M.shape[-1]}, numbers=False,
+        transition=transition, **which,
+    )  # fmt: skip

@@ -3,6 +3,7 @@
 from linattn_edu.ops.dplr.chunk import chunk_dplr_delta_rule, chunk_rwkv7
 from linattn_edu.ops.dplr.recurrent import (
     Stages,
+    fused_mul_recurrent_rwkv7,
     fused_recurrent_dplr_delta_rule,
     fused_recurrent_rwkv7,
     stages,
@@ -12,6 +13,7 @@ __all__ = [
     "Stages",
     "chunk_dplr_delta_rule",
     "chunk_rwkv7",
+    "fused_mul_recurrent_rwkv7",
     "fused_recurrent_dplr_delta_rule",
     "fused_recurrent_rwkv7",
     "stages",

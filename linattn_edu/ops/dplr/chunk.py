@@ -2,13 +2,17 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
+from linattn_edu.cp.context import CPContext
 from linattn_edu.ops import check
 from linattn_edu.ops.delta import arguments
 from linattn_edu.ops.dplr.recurrent import OUTPUTS, TENSORS, checked, rank_one
-from linattn_edu.ops.operator import Operator
+from linattn_edu.ops.operator import Operator, widened
+from linattn_edu.ops.preallocated import check_rooms, into
+from linattn_edu.ops.ranks import Ranks
 from linattn_edu.ops.stages import implementations, stage
 from linattn_edu.packing import Packing
 
@@ -28,9 +32,12 @@ def chunk_dplr_delta_rule(
     safe_gate: bool = False,
     chunk_size: int | None = None,
     disable_recompute: bool = False,
-    cp_context: None = None,
+    cp_context: CPContext | None = None,
     lower_bound: float | None = None,
     *,
+    max_num_seqs: int | None = None,
+    out: Tensor | None = None,
+    final_state_out: Tensor | None = None,
     impl: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
     r"""The general delta rule in chunks, for training and prefill.
@@ -66,7 +73,11 @@ def chunk_dplr_delta_rule(
             of K numbers do not fit the GPU.
         safe_gate, disable_recompute: True or False, lower_bound: a number or None. They change
             nothing here.
-        cp_context: Must be None.
+        cp_context: Sequences cut over several ranks, as in :func:`chunk_gated_delta_rule`; not in
+            heads of K > 256 where kernels run.
+        max_num_seqs, out, final_state_out: As in :func:`chunk_gated_delta_rule`.
+
+    Works in CUDA graphs, with cu_seqlens only together with cu_seqlens_cpu or max_num_seqs.
 
     Returns:
         ``(o, final_state)`` as of :func:`fused_recurrent_dplr_delta_rule`.
@@ -76,10 +87,10 @@ def chunk_dplr_delta_rule(
 
     Source: Peng et al. 2025 (arXiv:2503.14456); arguments as in fla-core 0.6.0; chapter 12e.
     """
-    options = safe_gate, chunk_size, disable_recompute, cp_context, lower_bound
+    options = safe_gate, chunk_size, disable_recompute, cp_context, lower_bound, max_num_seqs
     return _run(
         {"q": q, "k": k, "v": v, "a": a, "b": b, "gk": gk}, initial_state, cu_seqlens,
-        cu_seqlens_cpu, scale, output_final_state, options, impl,
+        cu_seqlens_cpu, scale, output_final_state, options, (out, final_state_out), impl,
     )  # fmt: skip
 
 
@@ -98,9 +109,12 @@ def chunk_rwkv7(
     safe_gate: bool = False,
     chunk_size: int | None = None,
     disable_recompute: bool = False,
-    cp_context: None = None,
+    cp_context: CPContext | None = None,
     lower_bound: float | None = None,
     *,
+    max_num_seqs: int | None = None,
+    out: Tensor | None = None,
+    final_state_out: Tensor | None = None,
     impl: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
     """RWKV-7 in chunks: :func:`chunk_dplr_delta_rule` by its own names.
@@ -110,7 +124,8 @@ def chunk_rwkv7(
         scale: Factor of the output, 1 if not given; ``K ** -0.5`` if None.
         initial_state, output_final_state, cu_seqlens, cu_seqlens_cpu, safe_gate, chunk_size: As in
             :func:`chunk_dplr_delta_rule`.
-        disable_recompute, cp_context, lower_bound, impl: Likewise.
+        disable_recompute, cp_context, lower_bound, max_num_seqs, out, final_state_out: Likewise.
+        impl: Likewise.
 
     Returns:
         ``(o, final_state)`` as of :func:`fused_recurrent_dplr_delta_rule`.
@@ -120,10 +135,10 @@ def chunk_rwkv7(
 
     Source: Peng et al. 2025 (arXiv:2503.14456); arguments as in fla-core 0.6.0; chapter 12e.
     """
-    options = safe_gate, chunk_size, disable_recompute, cp_context, lower_bound
+    options = safe_gate, chunk_size, disable_recompute, cp_context, lower_bound, max_num_seqs
     return _run(
         {"r": r, "k": k, "v": v, "a": a, "b": b, "w": w}, initial_state, cu_seqlens,
-        cu_seqlens_cpu, scale, output_final_state, options, impl,
+        cu_seqlens_cpu, scale, output_final_state, options, (out, final_state_out), impl,
     )  # fmt: skip
 
 
@@ -135,27 +150,47 @@ def _run(
     scale: float | None,
     output_final_state: bool,
     options: tuple,
+    rooms: tuple[Tensor | None, Tensor | None],
     impl: str,
 ) -> tuple[Tensor, Tensor | None]:
     """Check all arguments and run the chunks.  tensors: q, k, v, a, b and gk by their names.
-    options: of chunk_dplr_delta_rule, in the order of fla's signature.
+    options: of chunk_dplr_delta_rule, in the order of fla's signature, and max_num_seqs.  rooms:
+    for o and the final state.
     """
-    safe_gate, chunk_size, disable_recompute, cp_context, lower_bound = options
+    safe_gate, chunk_size, disable_recompute, cp_context, lower_bound, most = options
     output_final_state, *_ = arguments.flags(
         output_final_state=output_final_state, safe_gate=safe_gate,
         disable_recompute=disable_recompute,
     )  # fmt: skip
     chunk_size = 64 if chunk_size is None else chunk_size
     check.choice("chunk_size", chunk_size, arguments.CHUNK_SIZES)
-    check.absent("cp_context", cp_context)
     check.number("lower_bound", lower_bound)
-    scale, impl = checked(tensors, initial_state, cu_seqlens, cu_seqlens_cpu, scale, impl)
-    given = *tensors.values(), initial_state
-    if impl == "triton" and _by_token(given[0], tensors["v"], chunk_size, cu_seqlens is not None):
-        o, final_state = rank_one(*given, cu_seqlens, scale, False, impl)
-        return o, final_state if output_final_state else None
-    bounds = cu_seqlens, cu_seqlens_cpu, None
-    return chunk(*given, *bounds, scale, output_final_state, chunk_size, impl)
+    given, scale, impl = checked(tensors, initial_state, cu_seqlens, scale, impl, cp_context)
+    place = arguments.place(
+        given, cu_seqlens, cu_seqlens_cpu, None, chunk_size, cp_context, even=True, most=most
+    )
+    inputs = *tensors.values(), initial_state
+    check_rooms(
+        given, (*inputs, cu_seqlens, cu_seqlens_cpu), ("out", rooms[0], ("B", "T", "H", "V")),
+        ("final_state_out", rooms[1], ("N", "H", "K", "V")), tensors["v"],
+        asked="" if output_final_state else "output_final_state=True, got False",
+        ranks=cp_context is not None,
+    )  # fmt: skip
+    if impl == "triton" and _by_token(inputs[0], tensors["v"], chunk_size, cu_seqlens is not None):
+        if cp_context is not None:
+            raise ValueError(
+                "cp_context must be None where kernels go token by token, in heads of K > 256, got "
+                f"K={inputs[0].shape[-1]}"
+            )
+        o, final_state = rank_one(*inputs, cu_seqlens, scale, False, impl)
+        final_state = final_state if output_final_state else None
+        return into(rooms[0], o), into(rooms[1], final_state)
+    o, final_state, _ = chunk(
+        *place.joined(*tensors.values()), place.entering(initial_state), *place.bounds, scale,
+        output_final_state, chunk_size, place.group, impl, "",
+        save="crossing" if place.group else "",
+    )  # fmt: skip
+    return into(rooms[0], place.parted(o)), into(rooms[1], place.left(final_state))
 
 
 def _by_token(q: Tensor, v: Tensor, chunk_size: int, packed: bool) -> bool:
@@ -178,9 +213,19 @@ class Stages:
     dplr_rows_bwd: Callable = stage("dplr.intra_bwd")
     dplr_intra_bwd: Callable = stage("dplr.intra_bwd")
     gate_bwd: Callable = stage("delta.gate_bwd")
+    dplr_map: Callable = stage("dplr.scan")
+    cp_merge: Callable = stage("delta.cp_merge")
+    dplr_map_bwd: Callable = stage("dplr.scan_bwd")
+    cp_merge_bwd: Callable = stage("delta.cp_merge_bwd")
 
 
 stages = implementations(Stages)
+
+
+class Residuals(NamedTuple):
+    """What the backward pass reads beside the arguments of the forward pass; None: not kept."""
+
+    crossing: Tensor | None = None  # states that come from other ranks
 
 
 def _operations(s: dict) -> tuple[int, int]:
@@ -195,10 +240,12 @@ def _operations(s: dict) -> tuple[int, int]:
 chunk = Operator(
     "chunk_dplr_delta_rule",
     TENSORS,
-    OUTPUTS,
+    OUTPUTS | {"crossing": widened("X H K V", "q")},
     options={"scale": "float", "output_final_state": "bool", "chunk_size": "int"},
+    residuals=Residuals,
     stages=stages,
-    packed="chunks",
+    packed="ranks",
+    transition="H K K",
     limited="k",
     flops=_operations,
 )
@@ -219,16 +266,25 @@ def forward(
     output_final_state: bool = False,
     chunk_size: int = 64,
     packing: Packing | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """The chunked forward pass as a composition of stages; only the kernels take a packing."""
+    cp: Ranks | None = None,
+) -> tuple[Tensor, Tensor | None, Residuals]:
+    """The chunked forward pass as a composition of stages; only the kernels take a packing.
+
+    cp: what other ranks send and are sent.  Returns o, the final state or None, and what the
+    backward pass may read.
+    """
     packed = {} if packing is None else {"packing": packing}
     options = {"chunk_size": chunk_size, **packed}
     gc = stages.gate_cumsum(gk, **options)
     M, *scores, qg, kg, ag, bg = stages.dplr_intra(q, k, a, b, gc, **options)
-    return stages.dplr_scan(
+    if cp is not None:
+        cp.send(stages.dplr_map, (kg, ag, bg, v, gc, M, scores[0]), initial_state, **packed)
+        initial_state = cp.receive(stages.cp_merge, initial_state)
+    o, final_state = stages.dplr_scan(
         qg, kg, ag, bg, v, gc, M, *scores, initial_state,
         scale=scale, output_final_state=output_final_state, **packed,
     )  # fmt: skip
+    return o, final_state, Residuals(cp and cp.crossing)
 
 
 @chunk.backward
@@ -240,6 +296,7 @@ def backward(
     a: Tensor,
     b: Tensor,
     gk: Tensor,
+    residuals: Residuals,
     do: Tensor,
     dht: Tensor | None = None,
     *,
@@ -247,8 +304,10 @@ def backward(
     initial_state: Tensor | None = None,
     chunk_size: int = 64,
     packing: Packing | None = None,
+    cp: Ranks | None = None,
 ) -> tuple[Tensor, ...]:
-    """The chunked backward pass, from the arguments of the forward pass alone.
+    """The chunked backward pass, from the arguments of the forward pass, and the states that came
+    from other ranks; cp: as in the forward pass.
 
     Returns:
         dq, dk, dv, da, db, dgk and the gradient of the initial state.
@@ -257,11 +316,14 @@ def backward(
     options = {"chunk_size": chunk_size, **packed}
     gc = stages.gate_cumsum(gk, **options)
     M, ak, *scores, qg, kg, ag, bg = stages.dplr_intra(q, k, a, b, gc, **options)
+    read = qg, kg, ag, bg, gc, M, ak, *scores, do
+    if cp is not None:
+        cp.send(stages.dplr_map_bwd, read, dht, scale=scale, **packed)
+        initial_state = cp.entering(residuals.crossing, initial_state)
+        dht = cp.receive(stages.cp_merge_bwd, dht)
     h, e = stages.dplr_states(kg, ag, bg, v, gc, M, ak, initial_state, **packed)
-    dh, dx, dv, dh0 = stages.dplr_scan_bwd(
-        qg, kg, ag, bg, gc, M, ak, *scores, do, dht, scale=scale, **packed
-    )
-    del qg, kg, ag, bg, M, ak, scores
+    dh, dx, dv, dh0 = stages.dplr_scan_bwd(*read, dht, scale=scale, **packed)
+    del read, qg, kg, ag, bg, M, ak, scores
     rows = stages.dplr_rows_bwd(v, e, do, dx, h, dh, scale=scale, **options)
     del h, e, dh, dx
     dq, dk, da, db, dgc = stages.dplr_intra_bwd(q, k, a, b, gc, *rows, **packed)

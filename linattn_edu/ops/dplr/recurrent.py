@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from linattn_edu.cp.context import CPContext
 from linattn_edu.ops import check
 from linattn_edu.ops.delta import arguments, recurrence
 from linattn_edu.ops.operator import Operator, like, widened
@@ -118,6 +119,48 @@ def fused_recurrent_rwkv7(
     )  # fmt: skip
 
 
+def fused_mul_recurrent_rwkv7(
+    r: Tensor,
+    w: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kk: Tensor,
+    a: Tensor,
+    scale: float | None = 1.0,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    reverse: bool = False,
+    cu_seqlens: Tensor | None = None,
+    head_first: bool = False,
+    *,
+    impl: str = "auto",
+) -> tuple[Tensor, Tensor | None]:
+    """:func:`fused_recurrent_rwkv7` of a layer's own numbers: ``a = -kk`` and ``b = kk * a``.
+
+    Args:
+        r, w, k, v, initial_state, cu_seqlens, head_first, impl: As there.
+        kk: Removal keys of unit length ``[B, T, H, K]``, of r's dtype.
+        a: Rates, in [0, 1] for each channel ``[B, T, H, K]``, of r's dtype, in which the product
+            with kk is rounded.
+        scale: Factor of the output, 1 if not given; ``K ** -0.5`` if None.
+        output_final_state: Whether to return the state after the last token: False if not given.
+        reverse: As in :func:`fused_recurrent_dplr_delta_rule`.
+
+    Returns:
+        ``(o, final_state)`` as of :func:`fused_recurrent_dplr_delta_rule`.
+
+    Raises:
+        TypeError, ValueError: as :func:`fused_recurrent_dplr_delta_rule`, before any kernel runs.
+
+    Source: Peng et al. 2025 (arXiv:2503.14456); arguments as in fla-core 0.6.0; chapter 01.
+    """
+    check.absent("head_first", head_first, False)
+    return run(
+        {"r": r, "k": k, "v": v, "kk": kk, "a": a, "w": w}, initial_state, cu_seqlens, scale,
+        output_final_state, reverse, impl, rates=True,
+    )  # fmt: skip
+
+
 def run(
     tensors: dict[str, Tensor],
     initial_state: Tensor | None,
@@ -126,13 +169,23 @@ def run(
     output_final_state: bool,
     reverse: bool,
     impl: str,
+    *,
+    rates: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Check all arguments and run the recurrence.  tensors: q, k, v, a, b and gk by their names."""
+    """Check all arguments and run the recurrence.  tensors: q, k, v, a, b and gk by their names.
+    rates: whether a removal key and its rates are in the places of a and b.
+    """
     output_final_state, reverse = arguments.flags(
         output_final_state=output_final_state, reverse=reverse
     )
-    scale, impl = checked(tensors, initial_state, cu_seqlens, None, scale, impl)
-    o, final_state = rank_one(*tensors.values(), initial_state, cu_seqlens, scale, reverse, impl)
+    given, scale, impl = checked(tensors, initial_state, cu_seqlens, scale, impl)
+    if known(cu_seqlens):
+        check.lengths("cu_seqlens", cu_seqlens.tolist(), given.sizes["T"])
+    q, k, v, a, b, gk = tensors.values()
+    if rates:
+        a, b = -a, a * b
+    given = q, k, v, a, b, gk, initial_state
+    o, final_state = rank_one(*given, cu_seqlens, scale, reverse, impl)
     return o, final_state if output_final_state else None
 
 
@@ -140,11 +193,11 @@ def checked(
     tensors: dict[str, Tensor],
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
-    cu_seqlens_cpu: Tensor | None,
     scale: float | None,
     impl: str,
-) -> tuple[float, str]:
-    """All arguments checked: the scale and the impl."""
+    cp_context: CPContext | None = None,
+) -> tuple[check.Tensors, float, str]:
+    """All tensors checked, but for the numbers of the boundaries: what was given, scale, impl."""
     given, (*others, gate) = check.Tensors(), tensors
     for name in others:
         shape = ("B", "T", "H", "V" if name == "v" else "K")
@@ -152,16 +205,13 @@ def checked(
     given.take(gate, tensors[gate], ("B", "T", "H", "K"), decay=True)
     names = (given.first, "k", "v")
     check.head_counts(given.sizes | {"HV": given.sizes["H"]}, names, recurrence.LARGEST)
-    arguments.count_sequences(given, cu_seqlens)
+    state = "initial_state", initial_state
+    arguments.count_sequences(given, cu_seqlens, cp_context, state)
     if initial_state is not None:
         given.take("initial_state", initial_state, ("N", "H", "K", "V"))
-    if cu_seqlens_cpu is not None:
-        arguments.check_packing(given, cu_seqlens, cu_seqlens_cpu, None, 64)
-    elif known(cu_seqlens):
-        check.lengths("cu_seqlens", cu_seqlens.tolist(), given.sizes["T"])
     scale = check.number("scale", scale)
     scale = given.sizes["K"] ** -0.5 if scale is None else scale
-    return scale, check.resolve_impl(impl, given.device, tuple(given.dtypes))
+    return given, scale, check.resolve_impl(impl, given.device, tuple(given.dtypes))
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Stages dplr_scan and dplr_states: carry the state through the chunks."""
+"""Stages dplr_scan, dplr_states and dplr_map: carry the state through the chunks."""
 
 import torch
 from torch import Tensor
@@ -42,6 +42,37 @@ def dplr_states(
     dtype = compute_dtype(kg, v, gc, initial_state)
     h, e, _, _ = _through(kg, ag, bg, v, gc, M, ak, initial_state, dtype)
     return h.transpose(1, 2).contiguous().to(v.dtype), from_chunks(e, v.shape[1]).to(v.dtype)
+
+
+def dplr_map(
+    kg: Tensor, ag: Tensor, bg: Tensor, v: Tensor, gc: Tensor, M: Tensor, ak: Tensor,
+    initial_state: Tensor | None = None, *, transition: bool = True,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """What a piece of a sequence makes of the state that enters it: S_out = M_p S_in + S_ext.
+
+        S_ext <- diag(2^gc_last) S_ext + bg^T M (ag S_ext + ak v) + kg^T v
+        M_p   <- diag(2^gc_last) M_p   + bg^T M ag M_p
+
+    through the chunks, from S_ext = 0 and M_p = I.
+
+    Args:
+        kg, ag, bg, v, gc, M, ak: as in dplr_states, of the piece alone.
+        initial_state: [B, H, K, V]: the state itself where it is known; S_ext starts from it, and
+            M_p does not depend on it.
+        transition: Whether to compute M_p.
+    Returns:
+        S_ext [B, H, K, V], and M_p [B, H, K, K] or None; in fp32 (fp64 for fp64 input).
+    Source: chapters 12e and 21.
+    """
+    dtype, (B, _, H, K) = compute_dtype(kg, v, gc, initial_state), kg.shape
+    # eq:cp-ext   S_ext: the state after the piece, from zero
+    columns = [(v, initial_state)]
+    if transition:
+        # eq:cp-transition   M_p: the same with v = 0, from I
+        eye = torch.eye(K, dtype=dtype, device=v.device).expand(B, H, K, K)
+        columns.append((v.new_zeros(*v.shape[:3], K), eye))
+    S_ext, *M_p = (_through(kg, ag, bg, x, gc, M, ak, S, dtype)[-1] for x, S in columns)
+    return S_ext, *(M_p or [None])
 
 
 def _through(

@@ -1,4 +1,4 @@
-"""Stage dplr_scan_bwd: carry the gradient of the state back through the chunks."""
+"""Stages dplr_scan_bwd, dplr_map_bwd: carry the gradient of the state back through the chunks."""
 
 import torch
 from torch import Tensor
@@ -47,3 +47,35 @@ def dplr_scan_bwd(
         dS = dS + qg[:, :, c].mT @ dO[:, :, c] + ag[:, :, c].mT @ x
     dx, dv = (from_chunks(torch.stack(x[::-1], 2), T).to(do.dtype) for x in (dx, dv))
     return torch.stack(dh[::-1], 1).to(do.dtype), dx, dv, dS
+
+
+def dplr_map_bwd(
+    qg: Tensor, kg: Tensor, ag: Tensor, bg: Tensor, gc: Tensor,
+    M: Tensor, ak: Tensor, qb: Tensor, qk: Tensor, do: Tensor, dht: Tensor | None = None,
+    *, scale: float, transition: bool = True,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """What a piece makes of the gradient of the state that leaves it: dS_in = dM_p dS_out + dS_ext.
+
+        dS_ext <- diag(2^gc_last) dS_ext + scale qg^T dO + ag^T M^T (scale qb^T dO + bg dS_ext)
+        dM_p   <- diag(2^gc_last) dM_p   + ag^T M^T bg dM_p
+
+    back through the chunks, from dS_ext = 0 and dM_p = I. dM_p is M_p^T.
+
+    Args:
+        qg, kg, ag, bg, gc, M, ak, qb, qk, do: as in dplr_scan_bwd, of the piece alone.
+        dht: [B, H, K, V]: the gradient itself where it is known; dS_ext starts from it.
+        transition: Whether to compute dM_p.
+    Returns:
+        dS_ext [B, H, K, V], and dM_p [B, H, K, K] or None; in fp32 (fp64 for fp64 input).
+    Source: the adjoint of dplr_map, chapters 12e and 22.
+    """
+    dtype, (B, _, H, K) = compute_dtype(qg, gc, do, dht), kg.shape
+    # eq:cp-ext-bwd   dS_ext: the gradient before the piece, from zero
+    columns = [(do, dht)]
+    if transition:
+        # eq:cp-transition-bwd   dM_p: the same with dO = 0, from I
+        eye = torch.eye(K, dtype=dtype, device=do.device).expand(B, H, K, K)
+        columns.append((do.new_zeros(*do.shape[:3], K), eye))
+    given = qg, kg, ag, bg, gc, M, ak, qb, qk
+    dS_ext, *dM_p = (dplr_scan_bwd(*given, x, dS, scale=scale)[-1] for x, dS in columns)
+    return dS_ext, *(dM_p or [None])

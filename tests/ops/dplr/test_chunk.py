@@ -79,7 +79,9 @@ def test_flops(device):
     )
     stages, do = chunk.stages("reference"), torch.ones_like(x["v"])
     staged = operations(lambda: chunk.forward(stages, **x, scale=1.0))
-    back = operations(lambda: chunk.backward(stages, **x, do=do, scale=1.0))
+    back = operations(
+        lambda: chunk.backward(stages, **x, residuals=chunk.Residuals(), do=do, scale=1.0)
+    )
     inverse = operations(lambda: unit_lower_inverse(torch.zeros(4, C, C, device=device)))
     other = sum(inverse.values()) - 4 * 2 * T * 2 * C * K  # of four products of rows
     assert count == sum(staged.values()) - other
@@ -90,7 +92,7 @@ CHUNKS = {
     "chunk_size": ({"chunk_size": 48}, ValueError, "chunk_size must be one of 16, 32, 64, got 48"),
     "safe_gate": ({"safe_gate": 2}, TypeError, "safe_gate must be True or False, got 2"),
     "lower_bound": ({"lower_bound": "5"}, TypeError, "lower_bound must be a number or None"),
-    "ranks": ({"cp_context": 1}, ValueError, "cp_context is not supported"),
+    "ranks": ({"cp_context": 1}, TypeError, "cp_context must come from build_cp_context"),
     "bounds": ({"cu_seqlens_cpu": torch.tensor([0, 3])}, ValueError, "belongs to cu_seqlens"),
 }
 test_chunks_refused = refuses(chunk_dplr_delta_rule, valid, CHUNKS)

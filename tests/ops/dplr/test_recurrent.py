@@ -10,6 +10,7 @@ from gdn_checks import DTYPES, check, cotangents, run
 from refusals import refuses
 
 from linattn_edu import (
+    fused_mul_recurrent_rwkv7,
     fused_recurrent_dplr_delta_rule,
     fused_recurrent_kda,
     fused_recurrent_rwkv7,
@@ -91,6 +92,27 @@ def test_rwkv7_is_the_rule_by_its_names(impl, device):
     assert_close("o", o, 4 * got[0], 1e-6)
 
 
+@impls
+def test_rwkv7_of_a_layers_numbers(impl, device):
+    """a = -kk and b = kk a; without a final state and with a scale of 1 unless asked."""
+    x = of_rwkv7(inputs(1, 9, 2, 16, 12, torch.float32, device))
+    kk, rate = -x.pop("a"), torch.rand(1, 9, 2, 16, device=device)
+    x["b"] = kk * rate
+    want = fused_recurrent_rwkv7(**x, a=-kk, scale=1.0, impl=impl)
+    del x["b"]
+    got = fused_mul_recurrent_rwkv7(**x, kk=kk, a=rate, **ENDS, impl=impl)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    assert fused_mul_recurrent_rwkv7(**x, kk=kk, a=rate, impl=impl)[1] is None
+    kk = kk.requires_grad_()
+    o, _ = fused_mul_recurrent_rwkv7(**x, kk=kk, a=rate, reverse=True, impl=impl)
+    (got,) = torch.autograd.grad(o.sum(), kk)
+    a, b = (-kk).detach().requires_grad_(), (kk * rate).detach().requires_grad_()
+    x = {{"r": "q", "w": "gk"}.get(n, n): t for n, t in x.items()}
+    o, _ = fused_recurrent_dplr_delta_rule(**x, a=a, b=b, scale=1.0, reverse=True, impl=impl)
+    da, db = torch.autograd.grad(o.sum(), (a, b))
+    assert_close("dkk", got, rate * db - da, 1e-6)
+
+
 def test_wide_heads(device):
     """K beyond what a chunk takes."""
     x = inputs(1, 3, 1, 300, 40, torch.float32, device)
@@ -123,6 +145,17 @@ test_refused_by_its_names = refuses(
         "K": ({n: torch.randn(1, 3, 2, 513) for n in "rkab"}
               | {"w": -torch.rand(1, 3, 2, 513), "initial_state": None},
               ValueError, "r and k must have K <= 512, got K=513"),
+    },
+)  # fmt: skip
+
+
+test_refused_of_a_layers_numbers = refuses(
+    fused_mul_recurrent_rwkv7,
+    lambda: {{"a": "kk", "b": "a"}.get(n, n): t for n, t in of_rwkv7(valid()).items()},
+    {
+        "head_first": ({"head_first": True}, ValueError, "head_first is not supported"),
+        "kk": ({"kk": torch.randn(1, 3, 2)}, ValueError, "kk must have 4 dimensions"),
+        "a": ({"a": torch.randn(1, 3, 2, 8).half()}, TypeError, "a must be torch.float32"),
     },
 )  # fmt: skip
 
