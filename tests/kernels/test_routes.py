@@ -137,10 +137,15 @@ kda 2 4096 32 32 128 128  |           | KDA kda_scan_gluon | kda_gates kda_scans
 kda 2 4096 16 16 128 128  |           | KDA kda_scan_gluon | kda_gates kda_scans_gluon KDA_END
 kda 8 4100 16 16 128 128  |           | KDA kda_fused_scan_transposed | KDA_NEAR
 kda 8 4096 16 16 256 256  |           | KDA wy kda_scan | KDA_NEAR
-gdn2 8 4096 16 16 128 128 |           | KDA wy kda_scan | KDA_NEAR
-gdn2 8 4096 16 16 128 128 | gpu=b200  | KDA wy kda_scan | KDA_NEAR
+gdn2 8 4096 16 16 128 128 |           | KDA kda_scan_gluon |
+        kda_gates kda_scan_states_gluon kda_scan_bwd_gluon KDA_END
+gdn2 8 4096 16 16 128 128 | gpu=b200  | KDA kda_fused_scan_transposed | KDA_NEAR
 gdn2 8 4096 16 16 128 128 | gpu=a100  | KDA wy kda_scan | KDA_STAGED
-gdn2 8 4096 8 16 128 128  | packed    | KDA wy kda_scan | KDA_NEAR
+gdn2 8 4096 16 16 128 128 | dtype=fp16 | KDA kda_scan_gluon | KDA_STAGED
+gdn2 8 4096 8 16 128 128  | packed    | KDA kda_fused_scan_transposed | KDA_NEAR
+gdn2 1 32768 4 4 128 128  |           | KDA kda_fused_scan_map merge kda_scan_gluon |
+        kda_gates kda_fused_scan_map merge kda_fused_scan_map_bwd merge kda_scans_gluon
+        KDA_END
 ssd 8 4096 16 1 64 128    |           | SSD_FUSED | chunk_cumsum_log state state_bwd SSD_END
 ssd 8 4096 16 1 64 128    | gpu=b200  | SSD_FUSED | chunk_cumsum_log state state_bwd SSD_END
 ssd 8 4096 16 1 64 128    | gpu=a100  | SSD | SSD_BWD
@@ -229,13 +234,14 @@ NOT_FUSED = (
     {"generation": "turing"}, {"generation": "ampere"}, {"dtype": torch.float32},
     {"K": 126 + 1}, {"K": 130}, {"V": 129},
 )  # fmt: skip
+OTHER_GATE = {"gate": torch.float32}
 SHORT = {"T": 960}  # 15 chunks of 16 heads: fewer than 2^14
 CONDITIONS = {
     "gdn_backward_stages": ("fused", NOT_FUSED),
     "kda_forward_stages": ("fused", NOT_FUSED),
     "kda_backward_stages": ("fused", (
         *NOT_FUSED, *NOT_WHOLE, *NOT_BFLOAT16, SHORT, {"H": 8}, {"generation": "blackwell"},
-        {"C": 32}, {"gluon": "off"}, {"K": 64}, {"V": 64},
+        {"C": 32}, {"gluon": "off"}, {"K": 64}, {"V": 64}, OTHER_GATE,
     )),
     "intra_chunk": ("gluon", (
         *NOT_GLUON, *NOT_BFLOAT16, {"K": 96}, {"K": 256}, {"aligned": False},
@@ -246,10 +252,11 @@ CONDITIONS = {
     )),
     "kda_fused_scans": ("gluon", (
         *NOT_GLUON, *NOT_WHOLE, {"dtype": torch.float32}, {"K": 64}, {"V": 96}, {"aligned": False},
+        OTHER_GATE,
     )),
     "kda_fused_intra_bwd": ("gluon", (
         *NOT_GLUON, *NOT_WHOLE, *NOT_BFLOAT16, SHORT, {"H": 8}, {"K": 64}, {"V": 256},
-        {"aligned": False},
+        {"aligned": False}, OTHER_GATE,
     )),
     "kda_near": ("anchored", (*NOT_BFLOAT16, {"generation": "ampere"})),
 }  # fmt: skip

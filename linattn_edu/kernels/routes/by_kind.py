@@ -52,17 +52,11 @@ def gdn_halves(kind: Kind) -> Choice:
 
 @decision
 def kda_forward_stages(kind: Kind) -> Choice:
-    """Of the forward pass of Kimi Delta Attention: "fused" or "staged". Its kernels give the same
-    bits, whatever the batch.
+    """Of the forward pass of Kimi Delta Attention and GDN-2: "fused" or "staged". Its kernels give
+    the same bits, whatever the batch.
     """
     why = first(FUSED, kind)
     return Choice("staged", why) if why else Choice("fused", "{generation}, {dtype}, K={K}, V={V}")
-
-
-@decision
-def gdn2_stages(kind: Kind) -> Choice:
-    """Of both passes of GDN-2: "staged"."""
-    return Choice("staged", "the fused stages have one beta a head, no gates of channels")
 
 
 @decision
@@ -97,17 +91,18 @@ WHOLE = (
 )
 ALIGNED = ("a tensor does not begin at 16 bytes", lambda k: k.aligned)
 SIXTEEN = ("{dtype}: Gluon kernels take 16 bit", lambda k: k.dtype.itemsize == 2)
+ALIKE = ("a gate of {gate}: Gluon kernels want {dtype}", lambda k: k.gate is None)
 BFLOAT16 = ("{dtype}: bfloat16 is wanted", lambda k: k.dtype == torch.bfloat16)
 
 WORDS = ("V={V}: the fused stages want whole words, an even number", lambda k: k.V % 2 == 0)
 # what the kernels hold, and where those in Gluon run
 KDA_HELD = (*FUSED, BFLOAT16, WORDS)
-KDA_BACKWARD = (*FUSED, *WHOLE, BFLOAT16, KEY_HEADS, ENOUGH, *GLUON, WHOLE_HEADS)
+KDA_BACKWARD = (*FUSED, *WHOLE, BFLOAT16, KEY_HEADS, ENOUGH, *GLUON, WHOLE_HEADS, ALIKE)
 
 
 @decision
 def kda_backward_stages(kind: Kind) -> Choice:
-    """Of the backward pass of Kimi Delta Attention: "fused" or "staged".
+    """Of the backward pass of Kimi Delta Attention and GDN-2: "fused" or "staged".
 
     Fused where the kernels in Gluon run: in plain Triton the chains, longer by a product, take what
     the other kernels save. And where no more memory is needed than by the stages. The interpreter
@@ -172,7 +167,7 @@ def intra_chunk(kind: Kind) -> Choice:
 # the order is by what a reader would ask first
 SCAN = (
     *WHOLE, *GLUON, SIXTEEN, ("K={K}: 64 or 128 keys are wanted", lambda k: k.K in limits.HEADS),
-    ("V={V}: no multiple of 64 values", lambda k: k.V % limits.COLUMNS == 0), ALIGNED,
+    ("V={V}: no multiple of 64 values", lambda k: k.V % limits.COLUMNS == 0), ALIGNED, ALIKE,
 )  # fmt: skip
 WIDE = (("K={K}: 128 keys are wanted", lambda k: k.K == limits.HEAD), *SCAN)
 
@@ -223,7 +218,7 @@ def kda_near(kind: Kind) -> Choice:
     return Choice("all", why) if why else Choice("anchored", "{generation}, {dtype}")
 
 
-KDA_INTRA = (*WHOLE, KEY_HEADS, *GLUON, BFLOAT16, WHOLE_HEADS, ENOUGH, ALIGNED)
+KDA_INTRA = (*WHOLE, KEY_HEADS, *GLUON, BFLOAT16, WHOLE_HEADS, ENOUGH, ALIGNED, ALIKE)
 
 
 @decision
