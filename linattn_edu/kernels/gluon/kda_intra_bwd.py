@@ -93,13 +93,13 @@ class Values:
 class Bars:
     """The mbarriers. Full: copies have come."""
 
-    full_new: object  # do, v_new, Z and v
+    full_new: object  # do, v_new, Z and, with beta, v
     full_h: object
     full_dh: object
-    full_k: object  # q, k and gc
+    full_k: object  # q, k, gc and erase gates
     gates_full: object  # betas, middles, lasts and nears
     empty_h: object  # what full_new, full_h and full_dh say has been read
-    empty_k: object  # q, k and gc have been read, their gradients have left
+    empty_k: object  # these have been read, their gradients have left
     ready: object  # dP and dL are there
     used: object  # neither, nor what was left beside them, is needed any more
 
@@ -407,15 +407,17 @@ def kda_intra_bwd_gluon_kernel(
 
     mbarriers, in the order of an item; two groups of four warps compute, c = 0 and 1::
 
-        full_new    do, v_new, Z and v -> both groups: dO v_new^T, Z v_new^T
+        full_new    do, v_new, Z and, with beta, v -> both groups: dO v_new^T, Z v_new^T; with a
+                    write gate -> the two warps of write_gradients too, which have their own `full`
         full_h      h -> both: dO S^T, Z S^T
         full_dh     dh -> both: v_new dS^T
         empty_k     both: the last dq, dk and dgc have left -> loading warp
         used        both, at the end of the item before -> both: they write dP or dL, and sums
         gates_full  loading warp: betas, middles, lasts, nears -> both
         ready       both: dP and dL are there -> both, which multiply by them
-        empty_h     both: no product reads what lies in the first three any more -> loading warp
-        full_k      q, k and gc -> both
+        empty_h     all of these: nothing reads what lies in the first three any more -> loading
+                    warp
+        full_k      q, k, gc and erase gates -> both
     """
     N = gl.cdiv(NT * HV - gl.program_id(0), gl.num_programs(0))
     beta: gl.constexpr = erase_desc is None
