@@ -85,10 +85,10 @@ def kda_fused_intra_bwd_kernel(
         b_dbeta = tl.sum(b_Z.to(tl.float32) * b_v.to(tl.float32), 1)
     else:
         # dw = Z * V, dV = w * Z
-        b_x = b_Z.to(tl.float32)
-        store_tile(dwrite_ptr + i * V, b_x * b_v.to(tl.float32), o_t, o_v, HV * V, n_t, V)
-        b_x = gated(b_x, write_ptr + i * V, o_t, o_v, HV * V, n_t, V)
-        store_tile(dv_ptr + i * V, b_x, o_t, o_v, HV * V, n_t, V)
+        b_dw = b_Z.to(tl.float32) * b_v.to(tl.float32)
+        store_tile(dwrite_ptr + i * V, b_dw, o_t, o_v, HV * V, n_t, V)
+        b_dv = gated(b_Z.to(tl.float32), write_ptr + i * V, o_t, o_v, HV * V, n_t, V)
+        store_tile(dv_ptr + i * V, b_dv, o_t, o_v, HV * V, n_t, V)
     # eq:kda-dp   dP = scale tril(dO v_new^T)
     b_dP = scale * dot(b_do, tl.trans(b_v_new))
     b_dP_ii = tl.sum(tl.where(o_t[:, None] == o_t[None, :], b_dP, 0.0), 1)[:, None]
