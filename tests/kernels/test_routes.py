@@ -234,14 +234,13 @@ NOT_FUSED = (
     {"generation": "turing"}, {"generation": "ampere"}, {"dtype": torch.float32},
     {"K": 126 + 1}, {"K": 130}, {"V": 129},
 )  # fmt: skip
-OTHER_GATE = {"gate": torch.float32}
 SHORT = {"T": 960}  # 15 chunks of 16 heads: fewer than 2^14
 CONDITIONS = {
     "gdn_backward_stages": ("fused", NOT_FUSED),
     "kda_forward_stages": ("fused", NOT_FUSED),
     "kda_backward_stages": ("fused", (
         *NOT_FUSED, *NOT_WHOLE, *NOT_BFLOAT16, SHORT, {"H": 8}, {"generation": "blackwell"},
-        {"C": 32}, {"gluon": "off"}, {"K": 64}, {"V": 64}, OTHER_GATE,
+        {"C": 32}, {"gluon": "off"}, {"K": 64}, {"V": 64},
     )),
     "intra_chunk": ("gluon", (
         *NOT_GLUON, *NOT_BFLOAT16, {"K": 96}, {"K": 256}, {"aligned": False},
@@ -252,11 +251,10 @@ CONDITIONS = {
     )),
     "kda_fused_scans": ("gluon", (
         *NOT_GLUON, *NOT_WHOLE, {"dtype": torch.float32}, {"K": 64}, {"V": 96}, {"aligned": False},
-        OTHER_GATE,
     )),
     "kda_fused_intra_bwd": ("gluon", (
         *NOT_GLUON, *NOT_WHOLE, *NOT_BFLOAT16, SHORT, {"H": 8}, {"K": 64}, {"V": 256},
-        {"aligned": False}, OTHER_GATE,
+        {"aligned": False},
     )),
     "kda_near": ("anchored", (*NOT_BFLOAT16, {"generation": "ampere"})),
 }  # fmt: skip
@@ -419,7 +417,7 @@ def test_what_is_decided_by_kind_sees_no_batch():
         p for f in vars(by_kind).values() if hasattr(f, "__wrapped__")
         for p in [*inspect.signature(f).parameters][1:]
     }  # fmt: skip
-    assert more == {"ranks", "low", "kept", "lower_bound", "size"}
+    assert more == {"ranks", "gates", "low", "kept", "lower_bound", "size"}
     with choices.ask(GPUS["h100"], lambda *_: None):
         one, many = (torch.empty(B, 100, 2, 64, device="meta") for B in (1, 64))
         assert kind_of(one, 4, 32, 64, None) == kind_of(many, 4, 32, 64, None)

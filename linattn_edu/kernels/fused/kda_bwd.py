@@ -212,8 +212,9 @@ def kda_fused_intra_bwd(
     own, erase = strength(beta)
     tensors = q, k, v, own, erase, gc, h, v_new, do, dh, Z, write
     copied = q, k, v, gc, h, v_new, do, dh, Z
-    kind = kind_of(q, HV, V, chunk_size, packing, copied, (erase, write))
-    gluon = by_kind.kda_fused_intra_bwd(kind).takes == "gluon"
+    kind = kind_of(q, HV, V, chunk_size, packing, copied)
+    gates = () if write is None else (erase.dtype, write.dtype)
+    gluon = by_kind.kda_fused_intra_bwd(kind, *gates).takes == "gluon"
     out = dgl, dq, dk, dbeta, dgc, dv, dwrite
     if not (gluon and kda_intra_bwd_gluon.kda_intra_bwd_gluon(tensors, out, near, scale)):
         kda_fused_intra_bwd_kernel[(NT * HV,)](

@@ -287,8 +287,9 @@ def kda_fused_scan(
     last = gc.new_empty(pieces.N, HV, K, V) if output_final_state else None
     beta, write = strength(beta)
     given = qg, kg, kd, v, beta, write, gc, P, A, initial_state, o, last
-    load = load_of(kind_of(kg, HV, V, C, packing, (kg, v, P, A), (write,)), kg, packing)
-    gluon = by_load.kda_scan(load).takes == "gluon"
+    load = load_of(kind_of(kg, HV, V, C, packing, (kg, v, P, A)), kg, packing)
+    gates = () if write is None else (write.dtype,)
+    gluon = by_load.kda_scan(load, *gates).takes == "gluon"
     if gluon and kda_scan.kda_scan_gluon(given, scale, pieces):
         return o, pieces.last(last)
     grid, config = scan_launch(CONFIGS, kg, pieces.N * HV, V)

@@ -352,8 +352,9 @@ def kda_fused_scans(
     dv = torch.empty_like(v) if write is None else None
     dh0 = gc.new_empty(pieces.N, HV, K, V)
     (programs,), config = scan_launch(SCAN, kg, pieces.N * HV, V)
-    kind = kind_of(kg, HV, V, C, packing, (kg, v, P, A, do), (write,))
-    gluon = by_kind.kda_fused_scans(kind).takes == "gluon"
+    kind = kind_of(kg, HV, V, C, packing, (kg, v, P, A, do))
+    gates = () if write is None else (write.dtype,)
+    gluon = by_kind.kda_fused_scans(kind, *gates).takes == "gluon"
     given = kg, kd, v, beta, write, gc, A, initial_state, h, v_new
     behind = qg, kg, kd, beta, gc, P, A, do, dht, dh, Z, dv, dh0
     all_of = qg, kg, kd, v, beta, write, gc, P, A, do, initial_state, dht, h, v_new, dh, Z, dv, dh0

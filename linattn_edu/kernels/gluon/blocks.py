@@ -119,12 +119,10 @@ def layout_of(dtype: torch.dtype, rows: int, columns: int) -> gl.NVMMASharedLayo
     return gl.NVMMASharedLayout.get_default_for([rows, columns], DTYPES[dtype])
 
 
-def descriptor(x: Tensor | None, columns: int, rows: int = CHUNK) -> TensorDescriptor | None:
+def descriptor(x: Tensor, columns: int, rows: int = CHUNK) -> TensorDescriptor:
     """Of x as a matrix, for copies of such tiles: a row is a token of x [B, T, heads, columns], or
-    a key of states [B, NT, heads, K, V]. None of None.
+    a key of states [B, NT, heads, K, V].
     """
-    if x is None:
-        return None
     x = x.view(-1, x.shape[-1] if x.ndim == 5 else x.shape[-2] * x.shape[-1])
     layout = layout_of(x.dtype, rows, columns)
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, columns], layout)

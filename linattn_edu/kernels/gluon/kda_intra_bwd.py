@@ -478,7 +478,9 @@ def kda_intra_bwd_gluon(
         keys, keys, own, keys, part, keys, states, values, values, states, values, keys, keys, keys,
         keys, part, part,
     )  # fmt: skip
-    descriptors = (descriptor(x, *size) for x, size in zip(tensors, sizes, strict=True))
+    descriptors = (
+        x if x is None else descriptor(x, *size) for x, size in zip(tensors, sizes, strict=True)
+    )
     kda_intra_bwd_gluon_kernel[(min(device_of(q)[1], NT * HV),)](
         *descriptors, beta, gc, near, Z, Z[..., CHUNK:], dgl, dbeta, scale, NT, HV, K, V, CHUNK,
         **OPTIONS,

@@ -156,6 +156,11 @@ def workers_of(kg: Tensor, V: int, pieces: Pieces) -> int:
     return by_load.workers(load, pieces.N).takes
 
 
+def described(tensors: tuple[Tensor | None, ...], widths: tuple[int, ...]) -> list:
+    """A descriptor of each tensor; None of None."""
+    return [x if x is None else descriptor(x, n) for x, n in zip(tensors, widths, strict=True)]
+
+
 @attempt
 def kda_scan_gluon(given: tuple[Tensor | None, ...], scale: float, pieces: Pieces) -> None:
     """Launch kda_scan_gluon_kernel on the pieces; given: the tensors of kda_fused_scan_kernel,
@@ -165,7 +170,7 @@ def kda_scan_gluon(given: tuple[Tensor | None, ...], scale: float, pieces: Piece
     HV, K, V = *kg.shape[2:], v.shape[-1]
     workers = workers_of(kg, V, pieces)
     widths = K, K, K, workers * BV, workers * BV, CHUNK, CHUNK, BV
-    descriptors = map(descriptor, (qg, kg, kd, v, write, P, A, o), widths)
+    descriptors = described((qg, kg, kd, v, write, P, A, o), widths)
     stages = STAGES if write is None else WRITE_STAGES
     kda_scan_gluon_kernel[(pieces.N * HV * V // BV // workers,)](
         *descriptors, beta, gc, h0, ht, scale, pieces.cu_seqlens, pieces.T, HV, K, V, BT=CHUNK,

@@ -9,8 +9,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma_wait
 
-from linattn_edu.kernels.gluon.blocks import CHUNK, descriptor, half, operand, product, ring
-from linattn_edu.kernels.gluon.kda_scan import OPTIONS, workers_of
+from linattn_edu.kernels.gluon.blocks import CHUNK, half, operand, product, ring
+from linattn_edu.kernels.gluon.kda_scan import OPTIONS, described, workers_of
 from linattn_edu.kernels.gluon.scan_frame import (
     BV,
     begin,
@@ -257,7 +257,7 @@ def kda_scan_states_gluon(given: tuple[Tensor | None, ...], pieces: Pieces) -> N
     HV, K, V = *kg.shape[2:], v.shape[-1]
     n = workers_of(kg, V, pieces)
     widths = K, K, n * BV, n * BV, CHUNK, BV, BV
-    descriptors = map(descriptor, (kg, kd, v, write, A, h, v_new), widths)
+    descriptors = described((kg, kd, v, write, A, h, v_new), widths)
     stages = STAGES if write is None else WRITE_STAGES
     kda_scan_states_gluon_kernel[(pieces.N * HV * V // BV // n,)](
         *descriptors, beta, gc, h0, *pieces.places, pieces.N, 1, HV, K, V, BT=CHUNK, BV=BV,
@@ -274,7 +274,7 @@ def kda_scan_bwd_gluon(given: tuple[Tensor | None, ...], scale: float, pieces: P
     HV, K, V = *kg.shape[2:], do.shape[-1]
     n = workers_of(kg, V, pieces)
     widths = K, K, K, CHUNK, CHUNK, n * BV, BV, BV, BV
-    descriptors = map(descriptor, (qg, kg, kd, P, A, do, dh, Z, dv), widths)
+    descriptors = described((qg, kg, kd, P, A, do, dh, Z, dv), widths)
     kda_scan_bwd_gluon_kernel[(pieces.N * HV * V // BV // n,)](
         *descriptors, beta, gc, dht, dh0, scale, *pieces.places, pieces.N, 1, HV, K, V, BT=CHUNK,
         BV=BV, STAGES=STAGES_BACK[n], WORKERS=n, **OPTIONS[n],
@@ -292,6 +292,6 @@ def kda_scans_gluon(given: tuple[Tensor | None, ...], scale: float, pieces: Piec
     widths = K, K, K, BV, BV, CHUNK, CHUNK, BV, BV, BV, BV, BV, BV
     stages = STAGES if write is None else WRITE_STAGES
     kda_scans_gluon_kernel[(2 * pieces.N * HV * V // BV,)](
-        *map(descriptor, tensors, widths), beta, gc, h0, dht, dh0, scale, *pieces.places, pieces.N,
+        *described(tensors, widths), beta, gc, h0, dht, dh0, scale, *pieces.places, pieces.N,
         HV, K, V, BT=CHUNK, BV=BV, STAGES=stages[1], STAGES_BACK=STAGES_BACK[1], **OPTIONS[1],
     )  # fmt: skip

@@ -91,24 +91,32 @@ WHOLE = (
 )
 ALIGNED = ("a tensor does not begin at 16 bytes", lambda k: k.aligned)
 SIXTEEN = ("{dtype}: Gluon kernels take 16 bit", lambda k: k.dtype.itemsize == 2)
-ALIKE = ("a gate of {gate}: Gluon kernels want {dtype}", lambda k: k.gate is None)
 BFLOAT16 = ("{dtype}: bfloat16 is wanted", lambda k: k.dtype == torch.bfloat16)
 
 WORDS = ("V={V}: the fused stages want whole words, an even number", lambda k: k.V % 2 == 0)
 # what the kernels hold, and where those in Gluon run
 KDA_HELD = (*FUSED, BFLOAT16, WORDS)
-KDA_BACKWARD = (*FUSED, *WHOLE, BFLOAT16, KEY_HEADS, ENOUGH, *GLUON, WHOLE_HEADS, ALIKE)
+KDA_BACKWARD = (*FUSED, *WHOLE, BFLOAT16, KEY_HEADS, ENOUGH, *GLUON, WHOLE_HEADS)
+
+
+def unlike(kind: Kind, gates: tuple[torch.dtype, ...]) -> str | None:
+    """Why Gluon kernels do not take erase and write gates of these dtypes, or None: they do."""
+    others = [str(x)[6:] for x in gates if x != kind.dtype]
+    return f"a gate of {others[0]}: Gluon kernels want {{dtype}}" if others else None
 
 
 @decision
-def kda_backward_stages(kind: Kind) -> Choice:
+def kda_backward_stages(kind: Kind, *gates: torch.dtype) -> Choice:
     """Of the backward pass of Kimi Delta Attention and GDN-2: "fused" or "staged".
 
     Fused where the kernels in Gluon run: in plain Triton the chains, longer by a product, take what
     the other kernels save. And where no more memory is needed than by the stages. The interpreter
     runs whatever the kernels hold.
     """
-    why = first(KDA_BACKWARD if kind.compiled else KDA_HELD, kind)
+    if kind.compiled:
+        why = first(KDA_BACKWARD, kind) or unlike(kind, gates)
+    else:
+        why = first(KDA_HELD, kind)
     return Choice("staged", why) if why else Choice("fused", "{generation}, {dtype}, K={K}, V={V}")
 
 
@@ -167,7 +175,7 @@ def intra_chunk(kind: Kind) -> Choice:
 # the order is by what a reader would ask first
 SCAN = (
     *WHOLE, *GLUON, SIXTEEN, ("K={K}: 64 or 128 keys are wanted", lambda k: k.K in limits.HEADS),
-    ("V={V}: no multiple of 64 values", lambda k: k.V % limits.COLUMNS == 0), ALIGNED, ALIKE,
+    ("V={V}: no multiple of 64 values", lambda k: k.V % limits.COLUMNS == 0), ALIGNED,
 )  # fmt: skip
 WIDE = (("K={K}: 128 keys are wanted", lambda k: k.K == limits.HEAD), *SCAN)
 
@@ -183,11 +191,12 @@ def gluon_scan(kind: Kind, wide: bool) -> Choice:
 
 
 @decision
-def kda_fused_scans(kind: Kind) -> Choice:
+def kda_fused_scans(kind: Kind, *gates: torch.dtype) -> Choice:
     """Both scans of the backward pass of Kimi Delta Attention, "gluon" or "triton"; whether they
     pay was asked when the set was taken.
     """
-    return gluon_scan(kind, True)
+    why = unlike(kind, gates)
+    return Choice("triton", why) if why else gluon_scan(kind, True)
 
 
 INTRA_BWD = (*WHOLE, *GLUON, SIXTEEN, WHOLE_HEADS, ENOUGH, ALIGNED)
@@ -218,13 +227,13 @@ def kda_near(kind: Kind) -> Choice:
     return Choice("all", why) if why else Choice("anchored", "{generation}, {dtype}")
 
 
-KDA_INTRA = (*WHOLE, KEY_HEADS, *GLUON, BFLOAT16, WHOLE_HEADS, ENOUGH, ALIGNED, ALIKE)
+KDA_INTRA = (*WHOLE, KEY_HEADS, *GLUON, BFLOAT16, WHOLE_HEADS, ENOUGH, ALIGNED)
 
 
 @decision
-def kda_fused_intra_bwd(kind: Kind) -> Choice:
+def kda_fused_intra_bwd(kind: Kind, *gates: torch.dtype) -> Choice:
     """Of Kimi Delta Attention, "gluon" or "triton"."""
-    if why := first(KDA_INTRA, kind):
+    if why := first(KDA_INTRA, kind) or unlike(kind, gates):
         return Choice("triton", why)
     return Choice("gluon", "Hopper, bfloat16, K={K}, V={V}, whole chunks of {C}")
 

@@ -38,7 +38,6 @@ class Kind(NamedTuple):
     gluon: str  # why Gluon is off; or ""
     packed: bool
     aligned: bool  # whether every tensor begins at 16 bytes
-    gate: torch.dtype | None = None  # of a gate of channels beside g, where it is another
 
 
 class Load(NamedTuple):
@@ -56,12 +55,11 @@ def kind_of(
     C: int,
     packing: Packing | bool | None,
     tensors: Sequence[Tensor] = (),
-    gates: Sequence[Tensor | None] = (),
 ) -> Kind:
     """The Kind of q [B, T, H, K] and HV heads of V values, in chunks of C tokens.
 
     packing: a Packing; or, where it is not made yet, whether sequences are packed. tensors: what a
-    kernel wants to begin at 16 bytes. gates: likewise, erase and write gates, or None.
+    kernel wants to begin at 16 bytes.
     """
     T, (H, K) = q.shape[1], q.shape[2:] or (1, 1)
     packed = packing is not None and packing is not False
@@ -69,10 +67,8 @@ def kind_of(
         T = packing.longest
     generation, processors = device_of(q)
     real, large = compiled(q), processors >= limits.MULTIPROCESSORS
-    gates = [x for x in gates if x is not None]
-    aligned = not real or all(x.data_ptr() % 16 == 0 for x in (*tensors, *gates))
-    gate = next((x.dtype for x in gates if x.dtype != q.dtype), None)
-    return Kind(T, H, HV, K, V, C, q.dtype, generation, large, real, GLUON, packed, aligned, gate)
+    aligned = not real or all(x.data_ptr() % 16 == 0 for x in tensors)
+    return Kind(T, H, HV, K, V, C, q.dtype, generation, large, real, GLUON, packed, aligned)
 
 
 def load_of(kind: Kind, x: Tensor, packing: Packing | None) -> Load:

@@ -300,11 +300,11 @@ def _fused_passes(
         return 0
     from linattn_edu.kernels.routes import by_kind, kind_of
 
-    gates = strength if len(strength) > 1 else ()
-    kind = kind_of(q, *v.shape[2:], chunk_size, packed, gates=gates)
+    gates = (x.dtype for x in (strength if len(strength) > 1 else ()))
+    kind = kind_of(q, *v.shape[2:], chunk_size, packed)
     if by_kind.kda_forward_stages(kind).takes == "staged":
         return 0
-    return 1 + (by_kind.kda_backward_stages(kind).takes == "fused")
+    return 1 + (by_kind.kda_backward_stages(kind, *gates).takes == "fused")
 
 
 @dataclass(frozen=True)
