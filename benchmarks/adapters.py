@@ -150,6 +150,18 @@ def cudnn_kda() -> Adapter:
     return f
 
 
+def linattn_edu_gdn2() -> Adapter:
+    from linattn_edu import chunk_gdn2
+
+    return lambda i: chunk_gdn2(i.q, i.k, i.v, i.g, i.beta, i.write, impl="triton")[0]
+
+
+def fla_gdn2() -> Adapter:
+    from fla.ops.gdn2 import chunk_gdn2
+
+    return lambda i: chunk_gdn2(i.q, i.k, i.v, i.g, i.beta, i.write)[0]
+
+
 def linattn_edu_kda_decode() -> Adapter:
     from linattn_edu import fused_recurrent_kda
 
@@ -311,6 +323,7 @@ _KDA = {
 }
 _DPLR = {"linattn_edu": linattn_edu_dplr, "fla": fla_dplr, "fla_safe": fla_dplr_safe}
 _RWKV7 = {"linattn_edu": linattn_edu_rwkv7, "fla": fla_rwkv7, "fla_safe": fla_rwkv7_safe}
+_GDN2 = {"linattn_edu": linattn_edu_gdn2, "fla": fla_gdn2}
 _SSD = {"linattn_edu": linattn_edu_ssd, "mamba_ssm": mamba_ssm_ssd}
 _SSD_DECODE = {"linattn_edu": linattn_edu_ssd_decode, "mamba_ssm": mamba_ssm_decode}
 _EMA = {"linattn_edu": linattn_edu_ema, "mamba_ssm": mamba_ssm_ema}
@@ -322,6 +335,7 @@ LIBRARIES: dict[str, dict[str, dict[str, Callable[[], Adapter]]]] = {
         "decode_inplace": {"linattn_edu": linattn_edu_decode_inplace},
     },
     "kda": {"forward": dict(_KDA), TRAINING: dict(_KDA)},
+    "gdn2": {"forward": dict(_GDN2), TRAINING: dict(_GDN2)},
     "kda_decode": {
         "decode": {"linattn_edu": linattn_edu_kda_decode, "fla": fla_kda_decode},
         "decode_inplace": {"linattn_edu": linattn_edu_kda_decode_inplace},

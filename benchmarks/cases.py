@@ -87,6 +87,7 @@ CASES = {
         Case("kda_train", "kda", 8, 4096, 16, 16, 128, 128, note="a training batch"),
         Case("kda_kimi", "kda", 1, 32768, 32, 32, 128, 128, note="long, the heads of Kimi Linear"),
         Case("kda_long", "kda", 1, 32768, 4, 4, 128, 128, note="long, few heads"),
+        Case("gdn2_train", "gdn2", 8, 4096, 16, 16, 128, 128, note="the batch of kda_train"),
         Case("kda_decode", "kda_decode", 128, 1, 32, 32, 128, 128, note="the next token of many"),
         Case("dplr_train", "dplr", 8, 4096, 16, 16, 128, 128, note="a training batch"),
         Case("rwkv7_train", "rwkv7", 8, 4096, 32, 32, 64, 64, note="the heads of RWKV-7"),
@@ -106,6 +107,7 @@ CALLS = {
     "gdn": ("forward", TRAINING),
     "gdn_decode": ("decode", "decode_inplace"),
     "kda": ("forward", TRAINING),
+    "gdn2": ("forward", TRAINING),
     "kda_decode": ("decode", "decode_inplace"),
     "dplr": ("forward", TRAINING),
     "rwkv7": ("forward", TRAINING),
@@ -120,6 +122,7 @@ FUNCTIONS = {
     "gdn": "chunk_gated_delta_rule",
     "gdn_decode": "fused_recurrent_gated_delta_rule",
     "kda": "chunk_kda",
+    "gdn2": "chunk_gdn2",
     "kda_decode": "fused_recurrent_kda",
     "dplr": "chunk_dplr_delta_rule",
     "rwkv7": "chunk_rwkv7",
@@ -140,6 +143,7 @@ FORWARD_STAGES = {
         "gate_cumsum", "kda_intra", "wy", "state", "output", "kda_scan", "kda_prepare",
         "kda_fused_scan",
     ),
+    "gdn2": (),  # those of KDA
     "ssd": (
         "chunk_cumsum", "chunk_state", "state_passing", "chunk_scan",
         "chunk_cumsum_log", "chunk_scores", "ssd_fwd", "state",
@@ -151,6 +155,7 @@ ADJOINT_STAGES = {
         "kda_scans", "state_bwd", "kda_output_bwd", "kda_wy_bwd", "kda_intra_bwd", "gate_bwd",
         "kda_gates", "kda_fused_scans", "kda_fused_intra_bwd",
     ),
+    "gdn2": (),
     "ssd": (
         "chunk_scan_bwd_dstates", "state_passing_bwd", "chunk_state_bwd_db", "chunk_scan_bwd_dc",
         "chunk_scan_chunk_state_bwd_dx", "chunk_scan_bwd_da_cs", "chunk_cumsum_bwd",
@@ -182,8 +187,9 @@ def select(names: list[str]) -> list[Case]:
     """Cases by name or by the beginning of a name; all of them for no name."""
     chosen = {}
     for name in names:
+        begins = f"{name}_" if name in OPERATORS else name
         found = [c for c in CASES.values() if c.name == name] or [
-            c for c in CASES.values() if c.name.startswith(name)
+            c for c in CASES.values() if c.name.startswith(begins)
         ]
         if not found:
             raise ValueError(f"no case is called {name!r}; there are {', '.join(CASES)}")
@@ -212,7 +218,7 @@ def work(case: Case, what: str, chunk: int = CHUNK) -> Work:
 
 
 def _bytes(c: Case, what: str, chunk: int) -> int:
-    if c.operator == "kda":
+    if c.operator in ("kda", "gdn2"):
         return _kda_bytes(c, what, chunk)
     if c.operator == "ssd":
         return _ssd_bytes(c, what, chunk)
@@ -296,6 +302,7 @@ def _kda_bytes(c: Case, what: str, chunk: int) -> int:
     g = gc = dg = dgc = tokens * c.HV * c.K * GATE_BYTES
     last = dgl = chunks * c.HV * c.K * GATE_BYTES  # gc of the last tokens
     beta, dbeta = tokens * c.HV * c.size, tokens * c.HV * GATE_BYTES
+    beta *= c.K + c.V if c.op == "gdn2" else 1  # b and w
     P = A = dP = dL = tokens * c.HV * chunk * c.size
     h = dh = chunks * c.HV * c.K * c.V * c.size
     state = dh0 = c.state_bytes
@@ -411,7 +418,9 @@ def _flops(c: Case, what: str, chunk: int) -> int:
         return c.B * c.T * c.HV * (20 * c.K * c.V + 6 * c.V)
     if what == "quadratic":
         return c.B * _quadratic(c)
-    of_chunk = {"kda": _kda_chunk_flops, "dplr": _dplr_chunk_flops}.get(c.operator, _chunk_flops)
+    of_chunk = {"gdn2": _kda_chunk_flops, "kda": _kda_chunk_flops, "dplr": _dplr_chunk_flops}.get(
+        c.operator, _chunk_flops
+    )
     return c.B * sum(count * of_chunk(c, what, n) for n, count in _chunks(c.T, chunk))
 
 

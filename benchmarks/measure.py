@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -13,6 +13,15 @@ from linattn_edu.reference.delta.recurrent import recurrent, recurrent_bwd
 from linattn_edu.testing import GDNInputs, gdn_inputs, kda_inputs, relative_rms
 
 Inputs = GDNInputs | mamba.Inputs
+
+
+@dataclass
+class GatedInputs(GDNInputs):
+    """Those of GDN-2: beta is its erase gate, of the shape of k, and there is a write gate."""
+
+    write: Tensor | None = None
+
+
 PREFIX = 2048  # tokens of the float64 recurrence
 SHORT_H = 2  # q/k heads of the inputs on which gradients are compared
 ALIKE, ALIKE_T = (0.5, 0.97), 1024  # cosines between keys that are alike, and tokens of them
@@ -109,6 +118,9 @@ def drawn(case: Case, device: str, *, initial_state: bool) -> GDNInputs:
         return gdn_inputs(*case.shape, **options)
     i = kda_inputs(*case.shape, **options)
     i.g.clamp_(min=SAFE_BOUND)
+    if case.op == "gdn2":
+        b, w = (gradient(x.float()).sigmoid().to(i.v.dtype) for x in (i.g, i.v))
+        return GatedInputs(**i.asdict() | {"beta": b, "write": w})
     return i
 
 
@@ -117,7 +129,12 @@ def reference(i: Inputs, **kwargs) -> tuple[Tensor, Tensor | None]:
     if isinstance(i, mamba.Inputs):
         return i.recurrence()
     g, gk = (i.g, None) if i.g.ndim == 3 else (None, i.g)
-    return recurrent(i.q, i.k, i.v, g, i.beta, gk=gk, **kwargs)
+    return recurrent(i.q, i.k, i.v, g, i.beta, gk=gk, **written(i), **kwargs)
+
+
+def written(i: GDNInputs) -> dict[str, Tensor]:
+    """The write gate, where there is one."""
+    return {"write": i.write} if isinstance(i, GatedInputs) else {}
 
 
 def reference_gradients(i: Inputs, do: Tensor) -> dict[str, Tensor]:
@@ -125,8 +142,11 @@ def reference_gradients(i: Inputs, do: Tensor) -> dict[str, Tensor]:
     if isinstance(i, mamba.Inputs):
         return i.gradients(do)
     g, gk = (i.g, None) if i.g.ndim == 3 else (None, i.g)
-    dq, dk, dv, dg, dbeta, dgk, _, _ = recurrent_bwd(i.q, i.k, i.v, g, i.beta, do, gk=gk)
-    return {"q": dq, "k": dk, "v": dv, "g": dg if gk is None else dgk, "beta": dbeta}
+    dq, dk, dv, dg, dbeta, dgk, _, _, *dwrite = recurrent_bwd(
+        i.q, i.k, i.v, g, i.beta, do, gk=gk, **written(i)
+    )
+    found = {"q": dq, "k": dk, "v": dv, "g": dg if gk is None else dgk, "beta": dbeta}
+    return found | dict(zip(written(i), dwrite, strict=True))
 
 
 def gradient(x: Tensor) -> Tensor:
@@ -176,7 +196,8 @@ class Oracle:
         v, g, beta = (x[:1, : self.tokens, self.heads].double() for x in (i.v, i.g, i.beta))
         S = i.initial_state
         S = S if S is None else S[:1, self.heads].double()
-        self.o, self.final_state = reference(GDNInputs(q, k, v, g, beta), initial_state=S)
+        own = {n: x[:1, : self.tokens, self.heads].double() for n, x in written(i).items()}
+        self.o, self.final_state = reference(type(i)(q, k, v, g, beta, **own), initial_state=S)
 
     def error(self, o: Tensor) -> float:
         """Relative RMS error of o on that slice."""

@@ -33,7 +33,6 @@ SAID = {
     "gdn_backward_stages": SETS,
     "kda_forward_stages": SETS,
     "kda_backward_stages": SETS,
-    "gdn2_stages": SETS,
     "ssd_stages": SETS,
     "chunk_limit": {64: "", None: "chunks of {} at most"},
     "kda_fused_intra_bwd": KERNELS,
@@ -63,7 +62,6 @@ OF_PASS = {
     "gdn_backward_stages": ("backward",),
     "kda_forward_stages": ("forward", "backward"),
     "kda_backward_stages": ("backward",),
-    "gdn2_stages": ("forward", "backward"),
     "ssd_stages": ("forward", "backward"),
 }
 

@@ -86,7 +86,7 @@ class GDNInputs:
         return GDNInputs(**out, initial_state=self.initial_state)
 
     def _map(self, f) -> "GDNInputs":
-        return GDNInputs(**{n: x if x is None else f(x) for n, x in self.asdict().items()})
+        return type(self)(**{n: x if x is None else f(x) for n, x in self.asdict().items()})
 
 
 def gdn_inputs(

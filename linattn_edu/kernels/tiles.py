@@ -64,6 +64,17 @@ def gated(x, gate_ptr, o_row, o_col, stride, n_row, n_col):
 
 
 @triton.jit
+def weighted(x, b_beta, ROWS: tl.constexpr = True):
+    """diag(beta) x, or x diag(beta) where beta is of columns; without beta x."""
+    if b_beta is None:
+        return x
+    elif ROWS:
+        return b_beta[:, None] * x
+    else:
+        return b_beta[None, :] * x
+
+
+@triton.jit
 def load_once(x_ptr, o):
     """The numbers at a vector of offsets o, each read twice.
 

@@ -73,6 +73,7 @@ def test_the_cases_are_those_that_the_peers_are_measured_on():
         "kda_train": (8, 4096, 16, 16, 128, 128),
         "kda_kimi": (1, 32768, 32, 32, 128, 128),
         "kda_long": (1, 32768, 4, 4, 128, 128),
+        "gdn2_train": (8, 4096, 16, 16, 128, 128),
         "kda_decode": (128, 1, 32, 32, 128, 128),
         "dplr_train": (8, 4096, 16, 16, 128, 128),
         "rwkv7_train": (8, 4096, 32, 32, 64, 64),

@@ -65,7 +65,8 @@ def kda(T, K, V, C, dtype, device, g=None, **kinds):
     r = SimpleNamespace(held=held(x), gc=gate_cumsum(x.g, chunk_size=C))
     r.P, r.A, r.kd, r.kg, r.qg = kda_prepare(x.q, x.k, x.beta, r.gc, chunk_size=C)
     r.do, r.dht = torch.randn_like(x.v), torch.randn_like(x.initial_state)
-    args = (r.qg, r.kg, r.kd, x.v, x.beta, r.gc, r.P, r.A, r.do, x.initial_state, r.dht)
+    strength = x.beta if x.write is None else x.write
+    args = (r.qg, r.kg, r.kd, x.v, strength, r.gc, r.P, r.A, r.do, x.initial_state, r.dht)
     r.h, r.v_new, r.dh, r.Z, *_ = kda_fused_scans(*args, scale=SCALE)
     return x, r
 

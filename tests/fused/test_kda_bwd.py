@@ -24,9 +24,11 @@ HEADS = (16, 34, 64, 100, 128)
 
 STAGE = ("kda_fused_intra_bwd", "kda_fused")
 kda_fused_intra_bwd = stages.find(*STAGE).kernel  # on a copy of Z
+GATED = ("kda_fused_intra_bwd", "gdn2_fused")
 CASES = [(*case, torch.bfloat16) for case in combinations(T=TOKENS, K=HEADS, V=HEADS, C=CHUNKS)]
 
 test_kernel_matches_reference = stages.matches(*STAGE, pytest.mark.parametrize(SIZES, CASES))
+test_erase_and_write_gates = stages.matches(*GATED, pytest.mark.parametrize(SIZES, CASES[::3]))
 
 
 @parametrize(gate=GATES, C=CHUNKS)

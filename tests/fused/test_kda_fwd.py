@@ -23,7 +23,9 @@ from linattn_edu.testing import assert_close, kda_inputs
 pytestmark = pytest.mark.usefixtures("poison")
 
 
-test_kernels_match_references = registry.matches("kda_prepare kda_fused_scan", "kda_fused")
+STAGES = "kda_prepare kda_fused_scan"
+test_kernels_match_references = registry.matches(STAGES, "kda_fused")
+test_erase_and_write_gates = registry.matches(STAGES, "gdn2_fused")
 
 
 @gates
@@ -74,9 +76,10 @@ def test_packed_sequences_have_the_bits_they_have_alone(device):
     check_packed(run, (x.q, x.k, x.v, x.g, x.beta), states=(x.initial_state,))
 
 
+@pytest.mark.parametrize("family", ["kda_fused", "gdn2_fused"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_map_of_a_piece(dtype, device):
-    sizes = ("kda_fused_scan_map", "kda_fused", 100, 32, 48, 32, dtype, device)
+def test_map_of_a_piece(dtype, family, device):
+    sizes = ("kda_fused_scan_map", family, 100, 32, 48, 32, dtype, device)
     registry.check(*sizes, check=partial(check_rounded, factor=1.2))
     args = registry.arguments(*sizes)
     ext, none = kernels.kda_fused_scan_map(*args, transition=False)
@@ -84,8 +87,9 @@ def test_map_of_a_piece(dtype, device):
     assert torch.equal(ext, kernels.kda_fused_scan_map(*args)[0])
 
 
-def test_the_map_takes_a_state_through_in_float64():
-    sizes = ("kda_fused", 130, 20, 12, 32, torch.float64, "cpu")
+@pytest.mark.parametrize("family", ["kda_fused", "gdn2_fused"])
+def test_the_map_takes_a_state_through_in_float64(family):
+    sizes = (family, 130, 20, 12, 32, torch.float64, "cpu")
     *args, h0 = registry.arguments("kda_fused_scan_map", *sizes, H=2)
     ext, M = references.kda_fused_scan_map(*args)
     _, last = references.kda_fused_scan(

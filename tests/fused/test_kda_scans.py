@@ -41,6 +41,7 @@ def check_scans(*stage, **options):
 def check_gates(kernel, reference, args, chunk_size, **options):
     """The rows are those of the kernel's own gates: a closed one's sum has few bits left."""
     q, k, *gates = args
+    gates, erase = gates[:3], gates[3:]
     gc, *rows = kernel(*args, chunk_size=chunk_size, **options)
     want = gate_cumsum(*gates, chunk_size=chunk_size, **options)
     assert gc.dtype == want.dtype
@@ -49,11 +50,13 @@ def check_gates(kernel, reference, args, chunk_size, **options):
     def found(*_, **__):
         return tuple(rows)
 
-    check_stage(found, references.kda_gated, (q, k, gc), chunk_size=chunk_size)
+    check_stage(found, references.kda_gated, (q, k, gc, *erase), chunk_size=chunk_size)
 
 
+test_write_gates = registry.matches("kda_fused_scans", "gdn2_fused", check=check_scans)
 test_kernel_matches_reference = registry.matches("kda_fused_scans", "kda_fused", check=check_scans)
 test_gates_match_reference = registry.matches("kda_gates", "kda_fused", check=check_gates)
+test_an_erase_gate = registry.matches("kda_gates", "gdn2_fused", check=check_gates)
 
 
 @gates
@@ -86,9 +89,10 @@ def test_packed_sequences_have_the_bits_they_have_alone(device):
     check_packed(run, (r.q, r.k, r.v, r.g, r.beta, r.do, *pairs), states=(r.h0, r.dht))
 
 
+@pytest.mark.parametrize("family", ["kda_fused", "gdn2_fused"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_map_of_a_piece(dtype, device):
-    sizes = ("kda_fused_scan_map_bwd", "kda_fused", 100, 32, 48, 32, dtype, device)
+def test_map_of_a_piece(dtype, family, device):
+    sizes = ("kda_fused_scan_map_bwd", family, 100, 32, 48, 32, dtype, device)
     registry.check(*sizes, check=partial(check_rounded, factor=1.2))
     args, options = registry.arguments(*sizes), {"scale": SCALE}
     ext, none = kernels.kda_fused_scan_map_bwd(*args, transition=False, **options)
@@ -96,8 +100,9 @@ def test_map_of_a_piece(dtype, device):
     assert torch.equal(ext, kernels.kda_fused_scan_map_bwd(*args, **options)[0])
 
 
-def test_the_map_takes_a_gradient_back_in_float64():
-    sizes = ("kda_fused", 130, 20, 12, 32, torch.float64, "cpu")
+@pytest.mark.parametrize("family", ["kda_fused", "gdn2_fused"])
+def test_the_map_takes_a_gradient_back_in_float64(family):
+    sizes = (family, 130, 20, 12, 32, torch.float64, "cpu")
     *args, dht = registry.arguments("kda_fused_scan_map_bwd", *sizes, H=2)
     ext, M = references.kda_fused_scan_map_bwd(*args, scale=SCALE)
     args = registry.arguments("kda_fused_scans", *sizes, H=2)
@@ -105,17 +110,18 @@ def test_the_map_takes_a_gradient_back_in_float64():
     assert_close("dh0", ext + M @ dht, dh0, 1e-13)
 
 
+@pytest.mark.parametrize("gated", [False, True], ids=["kda", "gdn2"])
 @pytest.mark.parametrize("C", [16, 32, 64])
-def test_fused_equals_staged_in_float64(C):
-    x = kda_stage_inputs(130, 20, 12, torch.float64, "cpu")
+def test_fused_equals_staged_in_float64(C, gated):
+    x = kda_stage_inputs(130, 20, 12, torch.float64, "cpu", gated=gated)
     found = []
     for used in (fused_stages, stages):
         options = {"scale": 0.5, "output_final_state": True, "chunk_size": C, "keep": ("P", "A")}
-        o, last, residuals = forward(used("reference"), **x.asdict(), **options)
+        o, last, residuals = forward(used("reference"), **x.asdict(), write=x.write, **options)
         torch.manual_seed(0)
         found.append(backward(
             used("reference"), x.q, x.k, x.v, x.g, x.beta, residuals, torch.randn_like(o),
-            torch.randn_like(last), scale=0.5, initial_state=x.initial_state,
+            torch.randn_like(last), write=x.write, scale=0.5, initial_state=x.initial_state,
         ))  # fmt: skip
     for i, (a, b) in enumerate(zip(*found, strict=True)):
         assert (a is None) == (b is None)

@@ -21,6 +21,7 @@ def of_sizes(K, V, dtype, C):
         "gdn2": [with_gates(gated(K, V, dtype, C, channels=True))],
         "gdn_fused": [gated(K, V, dtype, C)],
         "kda_fused": [gated(K, V, dtype, C, channels=True)],
+        "gdn2_fused": [with_gates(gated(K, V, dtype, C, channels=True))],
         "recurrent": [recurrent(K, V, dtype, C)],
         "dplr": [rank_one(K, V, dtype, C)],
     }

@@ -46,7 +46,9 @@ POINTERS |= dict.fromkeys(("warmup", "forth", "back"), "*i32")
 SCALARS = {"scale": "fp32"}  # the others are numbers of tokens, sequences or chunks
 
 
-def source_of(kernel, constants, dtype, columns, absent=(), states=(), half="*fp32", gates=()):
+def source_of(
+    kernel, constants, dtype, columns, absent=(), states=(), half="*fp32", gates=(), rows=None
+):
     """The kernel for numbers of 16 bit.
 
     Args:
@@ -55,6 +57,7 @@ def source_of(kernel, constants, dtype, columns, absent=(), states=(), half="*fp
         states: The tensors of whose tiles a row is a key, and there are 128.
         half: The type of the pointers that have none in POINTERS; of `gates`, and of what is
             copied of them, it is fp32.
+        rows: Of the tiles that are copied, by tensor, where it is another number.
     """
     constants = constants | dict.fromkeys(absent)
     signature, values, attrs = {}, {}, {}
@@ -64,7 +67,8 @@ def source_of(kernel, constants, dtype, columns, absent=(), states=(), half="*fp
             signature[argument], values[(i,)] = "constexpr", constants[argument]
         elif kind == "desc":
             name = "fp32" if tensor in gates else dtype
-            block = [HEAD if tensor in states else CHUNK, columns.get(tensor, columns[""])]
+            many = HEAD if tensor in states else (rows or {}).get(tensor, CHUNK)
+            block = [many, columns.get(tensor, columns[""])]
             layout = gl.NVMMASharedLayout.get_default_for(block, DTYPES[name])
             signature[argument] = f"tensordesc<{name}{block},{layout!r}>"
         elif kind == "ptr":
@@ -79,7 +83,7 @@ def scan(kernel, tiles, options, dtype="bf16", K=HEAD, absent=(), workers=1):
     """A scan: its name and what it is, source and options."""
     columns = {"": BV} | dict.fromkeys(("q", "k", "qg", "kg", "kd"), K)
     columns |= dict.fromkeys(("P", "A", "R", "AG"), CHUNK)
-    columns |= dict.fromkeys(("v", "do"), BV * workers)
+    columns |= dict.fromkeys(("v", "write", "do"), BV * workers)
     constants = {"H": 2, "HV": 4, "K": K, "V": HEAD, "BT": CHUNK, "BV": BV, "ROW": 8, "STEP": 1}
     constants |= tiles | {"WORKERS": workers}
     options = {n: options[n] for n in ("num_warps", "maxnreg")}
@@ -103,25 +107,32 @@ def gdn_scan_forms():
     yield scan(gdn_scans.scans_gluon_kernel, gdn_scans.TILES_BOTH, options, absent=absent)
 
 
-def kda_scan_forms():
+def kda_scan_forms(write=False):
+    """write: with a write gate."""
     one, two = (kda_scan.OPTIONS[n] for n in (1, 2))
+    of = (kda_scan.STAGES, kda_scans.STAGES, kda_scans.STAGES_BACK)
+    if write:
+        of = (kda_scan.WRITE_STAGES, kda_scans.WRITE_STAGES, kda_scans.STAGES_BACK)
+    tiles, forth, back = ({n: {"STAGES": x[n]} for n in x} for x in of)
+
+    def form(kernel, *args, absent=(), **options):
+        absent = *absent, *(("beta_ptr", "dv_desc") if write else ("write_desc",))
+        row, *rest = scan(kernel, *args, absent=absent, **options)
+        return row | {"write": write}, *rest
+
     kernel, absent = kda_scan.kda_scan_gluon_kernel, ("h0_ptr", "ht_ptr", "cu_ptr")
-    tiles, forth, back = (
-        {n: {"STAGES": x[n]} for n in x}
-        for x in (kda_scan.STAGES, kda_scans.STAGES, kda_scans.STAGES_BACK)
-    )
-    yield scan(kernel, tiles[1], one, absent=absent)
-    yield scan(kernel, tiles[1], one, "fp16")
-    yield scan(kernel, tiles[2], two, absent=absent, workers=2)
+    yield form(kernel, tiles[1], one, absent=absent)
+    yield form(kernel, tiles[1], one, "fp16")
+    yield form(kernel, tiles[2], two, absent=absent, workers=2)
     kernel = kda_scans.kda_scan_states_gluon_kernel
-    yield scan(kernel, forth[1], one, "fp16")
-    yield scan(kernel, forth[2], two, absent=("h0_ptr", *WHOLE), workers=2)
+    yield form(kernel, forth[1], one, "fp16")
+    yield form(kernel, forth[2], two, absent=("h0_ptr", *WHOLE), workers=2)
     kernel = kda_scans.kda_scan_bwd_gluon_kernel
-    yield scan(kernel, back[1], one, "fp16")
-    yield scan(kernel, back[2], two, absent=("dht_ptr", *WHOLE), workers=2)
+    yield form(kernel, back[1], one, "fp16")
+    yield form(kernel, back[2], two, absent=("dht_ptr", *WHOLE), workers=2)
     tiles = forth[1] | {"STAGES_BACK": kda_scans.STAGES_BACK[1]}
     absent = "h0_ptr", "dht_ptr", *WHOLE
-    yield scan(kda_scans.kda_scans_gluon_kernel, tiles, one, absent=absent)
+    yield form(kda_scans.kda_scans_gluon_kernel, tiles, one, absent=absent)
 
 
 def intra_bwd_forms():
@@ -140,10 +151,16 @@ def intra_bwd_forms():
         yield {"kernel": kernel.__name__, "dtype": dtype, "G": 1}, source, gdn_bwd.OPTIONS
     kernel = kda_intra_bwd.kda_intra_bwd_gluon_kernel
     gates = "gc", "dgc", "beta", "dgl", "dbeta"
-    source = source_of(
-        kernel, size | {"HV": 4}, "bf16", columns, (), ("h", "dh"), "*bf16", gates
-    )  # fmt: skip
-    yield {"kernel": kernel.__name__, "dtype": "bf16", "G": 1}, source, kda_intra_bwd.OPTIONS
+    columns |= dict.fromkeys(("erase", "derase"), HEAD // 2)
+    of_values = ["write_desc", "dv_desc", "dwrite_desc"]
+    for write in (False, True):
+        absent = ["beta_ptr", "dbeta_ptr"] if write else ["erase_desc", "derase_desc", *of_values]
+        source = source_of(
+            kernel, size | {"HV": 4}, "bf16", columns, absent, ("h", "dh"), "*bf16", gates,
+            dict.fromkeys(("v", "write", "dv", "dwrite") if write else (), CHUNK // 2),
+        )  # fmt: skip
+        form = {"kernel": kernel.__name__, "dtype": "bf16", "G": 1, "write": write}
+        yield form, source, kda_intra_bwd.OPTIONS
 
 
 def intra_forms():
@@ -186,6 +203,7 @@ def forms():
     """What each form is, its source and options."""
     yield from gdn_scan_forms()
     yield from kda_scan_forms()
+    yield from kda_scan_forms(write=True)
     yield from intra_bwd_forms()
     yield from intra_forms()
     yield from fwd_forms()

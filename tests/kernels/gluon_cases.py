@@ -123,6 +123,26 @@ CASES = {
         "kda_fused_scans", "kda_fused", "kda_scan_states kda_scan_bwd",
         _KDA | _EACH | {"workers": 2}, dtype=FP16, kinds={"g": gates(192)}, without=ENDS,
     ),
+    "kda_scan, gated": Case(
+        "kda_fused_scan", "gdn2_fused", "kda_scan", {"kda_scan": "gluon", "workers": 1}, 320,
+        kinds={"g": gates(320)},
+    ),
+    "kda_scan, two, gated": Case(
+        "kda_fused_scan", "gdn2_fused", "kda_scan", {"kda_scan": "gluon", "workers": 2},
+        dtype=FP16, kinds={"g": gates(192)},
+    ),
+    "kda_scans, both, gated": Case(
+        "kda_fused_scans", "gdn2_fused", "kda_scans", _KDA | _BOTH | {"workers": 1}, 320,
+        kinds={"g": gates(320)},
+    ),
+    "kda_scans, two, gated": Case(
+        "kda_fused_scans", "gdn2_fused", "kda_scan_states kda_scan_bwd",
+        _KDA | _EACH | {"workers": 2}, kinds={"g": gates(192)}, without=ENDS,
+    ),
+    "kda_intra_bwd, gated": Case(
+        "kda_fused_intra_bwd", "gdn2_fused", "kda_intra_bwd", {"kda_fused_intra_bwd": "gluon"},
+        kinds={"H": 2, "g": gates(192)},
+    ),
     "kda_intra_bwd": Case(
         "kda_fused_intra_bwd", "kda_fused", "kda_intra_bwd", {"kda_fused_intra_bwd": "gluon"},
         kinds={"H": 2, "g": gates(192)},

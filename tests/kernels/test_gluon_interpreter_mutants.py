@@ -24,7 +24,7 @@ WAIT_OTHERS, HAND_OVER = "mbarrier.wait(out.index(3), i_t & 1)\n", "hand_over(ou
 WAIT_FULL = "mbarrier.wait(chunks.full.index(i), i_t // STAGES & 1)\n        "
 FULL_H, USED = "mbarrier.wait(bars.full_h, turn)\n", "mbarrier.arrive(bars.used, count=1)\n"
 STORE_NEW = "        store_transposed(b_new.to(dtype), new)"
-STORE_Z = "        store_transposed(b_Z.to(dtype), Zs)"
+STORE_Z = "        store_transposed(b_Z.to(dtype), others[0])"
 
 # case -> file of its kernel -> mistakes: the error, what it names, a text that the file has once,
 # and what of it becomes what; else all of it is left out
@@ -235,7 +235,6 @@ MISTAKES = {
          "\n    tma.store_wait(0)", ""),
     ],
     ("kda_scan, two", "kda_scan"): [
-        (Wrong, "output 0", "b_v.to(gl.float32) - b_W", "-", "+"),
         (Wrong, "output 0", "b_S2 *= gates.index(3 * i + 1)", " + 1", ""),
         (Race, "kds[0] is", "mbarrier.wait(full.index(0), 0, pred=NT > 0)"),
         (Race, "by a copy of part 2", "barrier()  # no warp reads", "barrier()", "pass"),
@@ -250,9 +249,16 @@ MISTAKES = {
         (ByteCount, "full[0] expects", "expect(bar, chunks.BYTES)", "BYTES", "BYTES - 8"),
         (Race, "by a copy of part 2", "bar_pairs(STAGES, 2, WORKERS)", "WORKERS", "1"),
         (Wrong, "output", "b_a2 = gl.load(last_ptr + 64", " + 64", ""),
+        (Wrong, "output 0", "b_W = b_v.to(gl.float32) - b_W", " - ", " + "),
+    ],
+    ("kda_scan, two, gated", "scan_frame"): [
+        (Wrong, "output 0", "b_w.to(gl.float32) - b_W", "-", "+"),
+        (Wrong, "output 0", "half(chunks.rings[N].index(i), W)", "W", "0"),
+    ],
+    ("kda_scan, two, gated", "kda_scan"): [
+        (OUTSIDE, "place 1 of", "ring(write_desc, STAGES)", "STAGES", "STAGES - 1"),
     ],
     ("kda_scans, both", "kda_scans"): [
-        (Wrong, "output", "b_v.to(gl.float32) - b_W", "-", "+"),
         (Wrong, "output", "operand(-b_dv", "-", ""),
         (Deadlock, "bars[3]", WAIT_OTHERS + STORE_NEW, "i_t & 1", "i_t & 1 ^ 1"),
         (Deadlock, "bars[3]", WAIT_OTHERS + STORE_Z, "i_t & 1", "i_t & 1 ^ 1"),
@@ -266,15 +272,17 @@ MISTAKES = {
     ],
     ("kda_scans, both", "scan_frame"): [
         (ByteCount, "full[0] expects", "expect(bar, chunks.BYTES)", "BYTES", "BYTES + 8"),
+        (Wrong, "output", "b_W = b_v.to(gl.float32) - b_W", " - ", " + "),
     ],
     ("kda_intra_bwd", "kda_intra_bwd"): [
         (Wrong, "output", "b_P = gl.where(below, -b_P, 0.0)", "-", ""),
         (Wrong, "output", "b_y *= -gl.exp2(b_ga)[:, None]", "-", ""),
         (Wrong, "output", "k.permute((1, 0)).store((-b_y).to(dtype))", "(-b_y)", "b_y"),
         (Wrong, "output", "i_h * K + c * (K // 2)]", "c", "(1 - c)"),
-        (ByteCount, "b.full_new expects", "expect(bars.full_new, 4 * BT * V * 2)", "4", "3"),
-        (ByteCount, "b.full_k expects", "expect(bars.full_k, BT * K * 8)", "8", "12"),
-        (Race, "m.", "mbarrier.wait(bars.full_new, n & 1)"),
+        (ByteCount, "b.full_new expects", "4 if m.bs is None else 3", "4", "3.5"),
+        (ByteCount, "b.full_k expects", "8 if m.bs is None else 10", "8", "12"),
+        (Race, "m.", "mbarrier.wait(bars.full_new, n & 1)\n        if c == 0",
+         "mbarrier.wait(bars.full_new, n & 1)", LEFT_OUT),
         (Race, "m.hs[0] is", "mbarrier.wait(bars.full_h, n & 1)"),
         (Race, "m.dhs[0] is", "mbarrier.wait(bars.full_dh, n & 1)"),
         (Race, "m.", "mbarrier.wait(bars.full_k, n & 1)"),
@@ -297,6 +305,25 @@ MISTAKES = {
         (OUTSIDE, "place 1", "ring(gc_desc, 2)", "2", "1"),
         (Unfinished, "ends", "N - 1, HV, BT)\n    tma.store_wait(0)", "\n    tma.store_wait(0)",
          ""),
+    ],
+    ("kda_intra_bwd, gated", "kda_intra_bwd"): [
+        (Wrong, "output", "b_db = b_k * b_y", "b_y", "b_x"),
+        (Wrong, "output", "(w.load(layout).to(gl.float32) * b_Z)", "w", "v"),
+        (ByteCount, "b.full_new expects", "4 if m.bs is None else 3", "3", "4"),
+        (ByteCount, "b.full_k expects", "8 if m.bs is None else 10", "10", "8"),
+        (ByteCount, "x.full expects", "expect(x.full, BT * V * 2)", "2", "4"),
+        (Race, "m.Zs[0] is", "if j == 0:\n                mbarrier.wait(bars.full_new, n & 1)",
+         "mbarrier.wait(bars.full_new, n & 1)", LEFT_OUT),
+        (Race, "v[0] is", "mbarrier.wait(x.full, j)"),
+        (Race, "v[0] is", "tma.store_wait(0)  # what was", "tma.store_wait(0)", LEFT_OUT),
+        (Race, "v[0] is", "fence_async_shared()\n            barrier()\n            async_store",
+         "fence_async_shared()\n            ", ""),
+        (Race, "m.Zs[0] is", "bar(2 if beta else 3)", "3", "2"),
+        (Deadlock, "b.empty_h", "mbarrier.arrive(bars.empty_h, count=1)\n    tma.store_wait(0)",
+         "mbarrier.arrive(bars.empty_h, count=1)", LEFT_OUT),
+        (OUTSIDE, "place 1", "ring(erase_desc, 2)", "2", "1"),
+        (Unfinished, "ends", "bars.empty_h, count=1)\n    tma.store_wait(0)",
+         "\n    tma.store_wait(0)", ""),
     ],
 }  # fmt: skip
 

@@ -137,10 +137,15 @@ kda 2 4096 32 32 128 128  |           | KDA kda_scan_gluon | kda_gates kda_scans
 kda 2 4096 16 16 128 128  |           | KDA kda_scan_gluon | kda_gates kda_scans_gluon KDA_END
 kda 8 4100 16 16 128 128  |           | KDA kda_fused_scan_transposed | KDA_NEAR
 kda 8 4096 16 16 256 256  |           | KDA wy kda_scan | KDA_NEAR
-gdn2 8 4096 16 16 128 128 |           | KDA wy kda_scan | KDA_NEAR
-gdn2 8 4096 16 16 128 128 | gpu=b200  | KDA wy kda_scan | KDA_NEAR
+gdn2 8 4096 16 16 128 128 |           | KDA kda_scan_gluon |
+        kda_gates kda_scan_states_gluon kda_scan_bwd_gluon KDA_END
+gdn2 8 4096 16 16 128 128 | gpu=b200  | KDA kda_fused_scan_transposed | KDA_NEAR
 gdn2 8 4096 16 16 128 128 | gpu=a100  | KDA wy kda_scan | KDA_STAGED
-gdn2 8 4096 8 16 128 128  | packed    | KDA wy kda_scan | KDA_NEAR
+gdn2 8 4096 16 16 128 128 | dtype=fp16 | KDA kda_scan_gluon | KDA_STAGED
+gdn2 8 4096 8 16 128 128  | packed    | KDA kda_fused_scan_transposed | KDA_NEAR
+gdn2 1 32768 4 4 128 128  |           | KDA kda_fused_scan_map merge kda_scan_gluon |
+        kda_gates kda_fused_scan_map merge kda_fused_scan_map_bwd merge kda_scans_gluon
+        KDA_END
 ssd 8 4096 16 1 64 128    |           | SSD_FUSED | chunk_cumsum_log state state_bwd SSD_END
 ssd 8 4096 16 1 64 128    | gpu=b200  | SSD_FUSED | chunk_cumsum_log state state_bwd SSD_END
 ssd 8 4096 16 1 64 128    | gpu=a100  | SSD | SSD_BWD
@@ -412,7 +417,7 @@ def test_what_is_decided_by_kind_sees_no_batch():
         p for f in vars(by_kind).values() if hasattr(f, "__wrapped__")
         for p in [*inspect.signature(f).parameters][1:]
     }  # fmt: skip
-    assert more == {"ranks", "low", "kept", "lower_bound", "size"}
+    assert more == {"ranks", "gates", "low", "kept", "lower_bound", "size"}
     with choices.ask(GPUS["h100"], lambda *_: None):
         one, many = (torch.empty(B, 100, 2, 64, device="meta") for B in (1, 64))
         assert kind_of(one, 4, 32, 64, None) == kind_of(many, 4, 32, 64, None)

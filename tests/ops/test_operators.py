@@ -153,7 +153,7 @@ KDA = (
 @pytest.mark.parametrize("gates", [False, True], ids=["kda", "gdn2"])
 @pytest.mark.parametrize(("impl", "options"), every(KDA), ids=str)
 def test_chunk_kda(impl, options, gates, device):
-    """And GDN-2, which has the same composition without fused stages."""
+    """And GDN-2, which has the same composition."""
     given, bound, safe, save, keep = options
     tensors, packing = kda_arguments(device, **given)
     wants_state = tensors[-1] is not None
@@ -161,7 +161,7 @@ def test_chunk_kda(impl, options, gates, device):
     if gates:
         q, k, v, g, beta, *rest = tensors
         given = gdn_checks.gated({"q": q.expand(-1, -1, HV, -1), "v": v, "beta": beta})
-        chunk, fused, tensors = gdn2.chunk, 0, (q, k, v, g, given["b"], given["w"], *rest)
+        chunk, tensors = gdn2.chunk, (q, k, v, g, given["b"], given["w"], *rest)
     numbers, form = (*packing, 0.5, bound, safe), (16, fused, "", impl, keep)
     check(chunk, *tensors, *numbers, wants_state, *form, save)
     check_shapes(chunk, *tensors, *numbers, not wants_state, *form, "")

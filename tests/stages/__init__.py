@@ -61,6 +61,7 @@ FAMILIES = {
     "dplr": Family(kda_checks.once, dplr_checks.parts),
     "gdn_fused": Family(stage_checks.grid, _joined(fused_parts.gdn)),
     "kda_fused": Family(kda_checks.once, _joined(fused_parts.kda)),
+    "gdn2_fused": Family(kda_checks.once, _joined(partial(fused_parts.kda, gated=True))),
     "ssd": Family(ssd_checks.grid, _ssd(ssd_checks.parts), ssd_checks.check_stage),
     "ssd_fused": Family(fused_parts.ssd_grid, _ssd(fused_parts.ssd), ssd_checks.check_stage),
     "ema": Family(ema_checks.grid, _ema, ssd_checks.check_stage),

@@ -77,6 +77,22 @@ STAGES = [
           "kda_fused_scan_map_bwd", when=held),
     Stage("fused/kda_bwd", "kda_fused", _intra_bwd, "kda_fused_intra_bwd", adds=1,
           when=held_bf16, more=[two_heads(_intra_bwd)]),
+    # the same with gates of channels: an erase gate in the place of beta with keys, a write gate
+    # with values
+    Stage("fused/kda_scans", "gdn2_fused", call("q k g - - beta", "chunks"), "kda_gates",
+          when=held),
+    Stage("fused/kda_fwd", "gdn2_fused", call("q k beta gc", "chunks"), "kda_prepare", when=held),
+    Stage("fused/kda_fwd", "gdn2_fused",
+          call("qg kg kd v write gc P A h0", scale=SCALE, output_final_state=True),
+          "kda_fused_scan", when=held),
+    Stage("fused/kda_fwd", "gdn2_fused", call("kg kd v write gc A h0"), "kda_fused_scan_map",
+          when=held),
+    Stage("fused/kda_scans", "gdn2_fused", call("qg kg kd v write gc P A do h0 dht", scale=SCALE),
+          "kda_fused_scans", when=held),
+    Stage("fused/kda_scans", "gdn2_fused", call("qg kg kd write gc P A do dht", scale=SCALE),
+          "kda_fused_scan_map_bwd", when=held),
+    Stage("fused/kda_bwd", "gdn2_fused", call("q k v beta gc h v_new do dh Z write", "scaled"),
+          "kda_fused_intra_bwd", adds=2, when=held_bf16),
     # Mamba-2, and the stages that its fused sets share with the delta rule and the staged
     Stage("ssd/chunk_cumsum", "ssd_fused", call("dt A dt_bias", "chunks", softplus=True),
           "chunk_cumsum_log"),

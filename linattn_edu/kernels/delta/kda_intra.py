@@ -22,6 +22,7 @@ from linattn_edu.kernels.tiles import (
     load_tile,
     load_vector,
     store_tile,
+    weighted,
 )
 from linattn_edu.packing import Packing
 
@@ -73,15 +74,6 @@ def halved(
             b_P += tl.where(m, dot(cast(b_q * b_E, dtype), tl.trans(b_kE)), 0.0)
             b_L += tl.where(m, dot(b_kE, tl.trans(b_kE)), 0.0)
     return b_P, b_L
-
-
-@triton.jit
-def weighted(b_L, b_beta):
-    """diag(beta) L; without beta L."""
-    if b_beta is None:
-        return b_L
-    else:
-        return b_beta[:, None] * b_L
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -147,7 +139,7 @@ def kda_scores_kernel(
             i = (first * HV + i_h) * K
             b_last = load_vector(gc_ptr + (tl.minimum(BT, n_t) - 1) * HV * K, o_k, K)[None, :]
             b_E = tl.exp2(b_g)
-            store_tile(kd_ptr + i, b_E * b_k, o_i, o_k, HV * K, n_t, K)
+            store_tile(kd_ptr + i, b_E * b_r, o_i, o_k, HV * K, n_t, K)
             store_tile(kg_ptr + i, tl.exp2(b_last - b_g) * b_k, o_i, o_k, HV * K, n_t, K)
             store_tile(qg_ptr + i, b_E * b_q, o_i, o_k, HV * K, n_t, K)
 

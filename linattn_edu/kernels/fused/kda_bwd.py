@@ -11,13 +11,14 @@ from torch import Tensor
 from linattn_edu.kernels.delta.kda_intra_bwd import GROUP, are_near, launch_pairs, middle
 from linattn_edu.kernels.gluon.kernels import kda_intra_bwd as kda_intra_bwd_gluon
 from linattn_edu.kernels.routes import by_kind, kind_of
-from linattn_edu.kernels.rows import chunk_args, shared_dtype
+from linattn_edu.kernels.rows import chunk_args, shared_dtype, strength
 from linattn_edu.kernels.tiles import (
     block,
     cast,
     cdiv,
     chunk_of,
     dot,
+    gated,
     load_gates,
     load_row,
     load_tile,
@@ -29,16 +30,21 @@ from linattn_edu.packing import Packing
 
 @triton.jit(do_not_specialize=["T"])
 def kda_fused_intra_bwd_kernel(
-    q_ptr, k_ptr, v_ptr, beta_ptr,
+    q_ptr, k_ptr, v_ptr,
+    beta_ptr,  # [B, T, HV], or None
+    erase_ptr,  # [B, T, HV, K] in the place of beta, or None
     gc_ptr,  # [B, T, HV, K] log2
     h_ptr, v_new_ptr, do_ptr, dh_ptr, Z_ptr,  # these as of gdn_bwd.intra_chunk_bwd_kernel
+    write_ptr,  # [B, T, HV, V] with erase, or None
     dP_ptr,  # [B, T, HV, PW] out: of chunks with channels that are not near; Z may be here
     dL_ptr,  # [B, T, HV, PW] out: as dP
     dgl_ptr,  # [B, NT, HV, K] out: all that dgc_last gets
     dq_ptr,  # [B, T, HV, K] out; dqg of channels that are not near
     dk_ptr,  # [B, T, HV, K] out; dkb of channels that are not near
-    dbeta_ptr,  # [B, T, HV] out, without the channels that are not near
+    dbeta_ptr,  # [B, T, HV] out, without the channels that are not near; or [B, T, HV, K]
     dgc_ptr,  # [B, T, HV, K] out; dkg of channels that are not near
+    dv_ptr,  # [B, T, HV, V] out, with write
+    dwrite_ptr,  # [B, T, HV, V] out, with write
     near_ptr,  # [B, NT, HV, NG] out: whether the channels of a group are near
     scale,
     cu_ptr, chunks_ptr, T,  # of chunk_of
@@ -66,7 +72,8 @@ def kda_fused_intra_bwd_kernel(
     b_v = load_tile(v_ptr + i * V, o_t, o_v, HV * V, n_t, V)  # [BT, BV]
     b_do = load_tile(do_ptr + i * V, o_t, o_v, HV * V, n_t, V)  # [BT, BV]
     b_v_new = load_tile(v_new_ptr + i * V, o_t, o_v, HV * V, n_t, V)  # [BT, BV]
-    b_beta = load_row(beta_ptr + i, o_t, HV, n_t)[:, None]
+    if erase_ptr is None:
+        b_beta = load_row(beta_ptr + i, o_t, HV, n_t)[:, None]
     NG: tl.constexpr = (K + GROUP - 1) // GROUP
     o_n = tl.arange(0, BN // GROUP)
     b_near = are_near(gc_ptr, HV * K, n_t, K, BT, BN)
@@ -74,7 +81,14 @@ def kda_fused_intra_bwd_kernel(
     near = tl.sum(b_near.to(tl.int32) << o_n, 0)  # a bit for each group
     far = tl.sum((o_n < NG).to(tl.int32) << o_n, 0) & ~near
     dtype: tl.constexpr = k_ptr.dtype.element_ty
-    b_dbeta = tl.sum(b_Z.to(tl.float32) * b_v.to(tl.float32), 1)
+    if erase_ptr is None:
+        b_dbeta = tl.sum(b_Z.to(tl.float32) * b_v.to(tl.float32), 1)
+    else:
+        # dw = Z * V, dV = w * Z
+        b_dw = b_Z.to(tl.float32) * b_v.to(tl.float32)
+        store_tile(dwrite_ptr + i * V, b_dw, o_t, o_v, HV * V, n_t, V)
+        b_dv = gated(b_Z.to(tl.float32), write_ptr + i * V, o_t, o_v, HV * V, n_t, V)
+        store_tile(dv_ptr + i * V, b_dv, o_t, o_v, HV * V, n_t, V)
     # eq:kda-dp   dP = scale tril(dO v_new^T)
     b_dP = scale * dot(b_do, tl.trans(b_v_new))
     b_dP_ii = tl.sum(tl.where(o_t[:, None] == o_t[None, :], b_dP, 0.0), 1)[:, None]
@@ -97,6 +111,8 @@ def kda_fused_intra_bwd_kernel(
         b_k = load_tile(k_ptr, o_t, o_k, H * K, n_t, K).to(tl.float32)  # [BT, BK]
         b_q = load_tile(q_ptr, o_t, o_k, H * K, n_t, K).to(tl.float32)  # [BT, BK]
         b_g = load_gates(gc_ptr, o_t, o_k, HV * K, n_t, K) - b_ga[None, :]  # [BT, BK]
+        if erase_ptr is not None:
+            b_beta = load_tile(erase_ptr + i * K, o_t, o_k, HV * K, n_t, K).to(tl.float32)
         # eq:kda-dqg   dqg = scale dO h^T
         b_dqg = scale * dot(b_do, tl.trans(b_h))
         # eq:kda-dkb   dkb = -Z S^T
@@ -140,13 +156,17 @@ def kda_fused_intra_bwd_kernel(
         b_dgc = tl.where(is_near, b_dgc, b_dkg)
         store_tile(dgc_ptr + i * K, b_dgc, o_t, o_k, HV * K, n_t, K)
         # eq:kda-dbeta   dbeta += rowsum(K * Y)
-        b_dbeta += tl.where(is_near, tl.sum(b_k * b_Y, 1), 0.0)
+        if erase_ptr is None:
+            b_dbeta += tl.where(is_near, tl.sum(b_k * b_Y, 1), 0.0)
+        else:
+            store_tile(dbeta_ptr + i * K, b_k * b_Y, o_t, o_k, HV * K, n_t, K)
         # eq:kda-dk   dk = diag(beta) Y + R + diag(dP) Q
         b_R = tl.where(is_near, b_R + b_beta * b_Y + b_dP_ii * b_q, b_dkb)
         store_tile(dk_ptr + i * K, b_R, o_t, o_k, HV * K, n_t, K)
         b_dq = tl.where(is_near, b_dq + b_dP_ii * b_k, b_dqg)
         store_tile(dq_ptr + i * K, b_dq, o_t, o_k, HV * K, n_t, K)
-    tl.store(dbeta_ptr + i + o_t * HV, b_dbeta, mask=o_t < n_t)
+    if erase_ptr is None:
+        tl.store(dbeta_ptr + i + o_t * HV, b_dbeta, mask=o_t < n_t)
 
 
 INTRA_OPTIONS = {"BK": 16, "num_warps": 4, "num_stages": 2}
@@ -163,11 +183,12 @@ def kda_fused_intra_bwd(
     do: Tensor,
     dh: Tensor,
     Z: Tensor,
+    write: Tensor | None = None,
     *,
     scale: float,
     chunk_size: int,
     packing: Packing | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """Launch kda_fused_intra_bwd_kernel or that in Gluon, and kda_intra_bwd_kernel for the channels
     that are not near; arguments and result as in the reference, but Z is overwritten.
 
@@ -178,7 +199,9 @@ def kda_fused_intra_bwd(
     B, T, H, K = k.shape
     HV, V = v.shape[2:]
     dq, dk = (v.new_empty(B, T, HV, K, dtype=shared_dtype(q, HV)) for _ in range(2))
-    dbeta, dgc = v.new_empty(B, T, HV, dtype=torch.float32), torch.empty_like(gc)
+    dbeta = torch.empty_like(beta, dtype=torch.float32 if write is None else None)
+    dgc = torch.empty_like(gc)
+    dv, dwrite = (None if write is None else torch.empty_like(x) for x in (v, write))
     dgl = v.new_empty(*h.shape[:4], dtype=torch.float32)
     if 2 * chunk_size <= V:  # a chunk's Z is read before dP and dL are written
         dP, dL, width = Z, Z[..., chunk_size:], V
@@ -186,14 +209,18 @@ def kda_fused_intra_bwd(
         (dP, dL), width = (v.new_empty(B, T, HV, chunk_size) for _ in range(2)), chunk_size
     NT, *chunks = chunk_args(v, chunk_size, packing)
     near = k.new_empty(NT * HV, cdiv(K, GROUP.value), dtype=torch.int8)
-    tensors = q, k, v, beta, gc, h, v_new, do, dh, Z
-    kind = kind_of(q, HV, V, chunk_size, packing, (q, k, v, gc, h, v_new, do, dh, Z))
-    gluon = by_kind.kda_fused_intra_bwd(kind).takes == "gluon"
-    out = dgl, dq, dk, dbeta, dgc
+    own, erase = strength(beta)
+    tensors = q, k, v, own, erase, gc, h, v_new, do, dh, Z, write
+    copied = q, k, v, gc, h, v_new, do, dh, Z
+    kind = kind_of(q, HV, V, chunk_size, packing, copied)
+    gates = () if write is None else (erase.dtype, write.dtype)
+    gluon = by_kind.kda_fused_intra_bwd(kind, *gates).takes == "gluon"
+    out = dgl, dq, dk, dbeta, dgc, dv, dwrite
     if not (gluon and kda_intra_bwd_gluon.kda_intra_bwd_gluon(tensors, out, near, scale)):
         kda_fused_intra_bwd_kernel[(NT * HV,)](
             *tensors, dP, dL, *out, near, scale, *chunks, T, H, HV, K, V,
             BT=chunk_size, BV=block(V), BN=max(block(K), GROUP.value), PW=width, **INTRA_OPTIONS,
         )  # fmt: skip
     tensors = q, k, beta, gc, dP, dL, dq, dk, dgc, dgl, dq, dk, dbeta, dgc
-    return launch_pairs(tensors, near, packing, chunk_size, width, summed=True)
+    found = launch_pairs(tensors, near, packing, chunk_size, width, summed=True)
+    return found if write is None else (*found, dv, dwrite)

@@ -15,16 +15,18 @@ from linattn_edu.kernels.fused.gdn_fwd import TRANSPOSED
 from linattn_edu.kernels.gluon.kernels import kda_scan
 from linattn_edu.kernels.pieces import by_maps
 from linattn_edu.kernels.routes import by_load, kind_of, load_of, scan_launch
-from linattn_edu.kernels.rows import row, scan_table
+from linattn_edu.kernels.rows import row, scan_table, strength
 from linattn_edu.kernels.tiles import (
     cast,
     columns_of,
     dot,
     first_state,
+    gated,
     load_row,
     load_tile,
     load_vector,
     store_tile,
+    weighted,
 )
 from linattn_edu.packing import Packing
 
@@ -35,7 +37,8 @@ def kda_fused_scan_kernel(
     kg_ptr,  # [B, T, HV, K]
     kd_ptr,  # [B, T, HV, K]
     v_ptr,  # [B, T, HV, V]
-    beta_ptr,  # [B, T, HV]
+    beta_ptr,  # [B, T, HV], or None
+    write_ptr,  # [B, T, HV, V] in the place of beta, whose erase gate kd has, or None
     gc_ptr,  # [B, T, HV, K] log2
     P_ptr,  # [B, T, HV, BT]
     A_ptr,  # [B, T, HV, BT]
@@ -63,13 +66,18 @@ def kda_fused_scan_kernel(
     o_ptr += i * V
     P_ptr += i * BT
     A_ptr += i * BT
-    beta_ptr += i
+    if beta_ptr is not None:
+        beta_ptr += i
+    else:
+        write_ptr += i * V
 
     o_t, o_k, o_v, b_S = first_state(h0_ptr, i_nh, i_v, K, V, BT, BK, BV, False)
     # what feeds no product is loaded one chunk ahead, or the loop would wait for it
     o_last = (tl.minimum(BT, n_seq) - 1) * HV * K
     b_last = load_vector(gc_ptr + o_last, o_k, tl.where(n_seq > 0, K, 0))
-    b_beta = load_row(beta_ptr, o_t, HV, n_seq)
+    b_beta = None
+    if beta_ptr is not None:
+        b_beta = load_row(beta_ptr, o_t, HV, n_seq)
     for i_t in range(tl.cdiv(n_seq, BT)):
         n_t = n_seq - i_t * BT
         b_kd = load_tile(kd_ptr, o_t, o_k, HV * K, n_t, K)  # [BT, BK]
@@ -81,9 +89,10 @@ def kda_fused_scan_kernel(
         b_h = cast(b_S, b_kd.dtype)
 
         # eq:delta-residual   W = V - kd S
+        b_v = gated(b_v, write_ptr, o_t, o_v, HV * V, n_t, V)
         b_W = b_v.to(tl.float32) - dot(b_kd, b_h)
         # eq:delta-v-new   v_new = A diag(beta) W
-        b_v = cast(dot(b_A, cast(b_beta[:, None] * b_W, b_A.dtype)), b_kg.dtype)
+        b_v = cast(dot(b_A, cast(weighted(b_W, b_beta), b_A.dtype)), b_kg.dtype)
         # eq:delta-inter   qg S
         b_o = dot(b_qg, b_h)
         # eq:delta-output   o = scale (inter + P v_new)
@@ -93,7 +102,8 @@ def kda_fused_scan_kernel(
         b_S *= tl.exp2(b_last)[:, None]
         o_last = (tl.minimum(2 * BT, n_t) - 1) * HV * K
         b_last = load_vector(gc_ptr + o_last, o_k, tl.where(n_t > BT, K, 0))
-        b_beta = load_row(beta_ptr + BT * HV, o_t, HV, n_t - BT)
+        if beta_ptr is not None:
+            b_beta = load_row(beta_ptr + BT * HV, o_t, HV, n_t - BT)
         b_S = dot(tl.trans(b_kg), b_v, b_S)
 
         qg_ptr += BT * HV * K
@@ -104,7 +114,10 @@ def kda_fused_scan_kernel(
         o_ptr += BT * HV * V
         P_ptr += BT * HV * BT
         A_ptr += BT * HV * BT
-        beta_ptr += BT * HV
+        if beta_ptr is not None:
+            beta_ptr += BT * HV
+        else:
+            write_ptr += BT * HV * V
 
     if ht_ptr is not None:
         store_tile(ht_ptr + i_nh * K * V, b_S, o_k, o_v, V, K, V)
@@ -112,8 +125,8 @@ def kda_fused_scan_kernel(
 
 @triton.jit(do_not_specialize=["T"])
 def kda_fused_scan_transposed_kernel(
-    qg_ptr, kg_ptr, kd_ptr, v_ptr, beta_ptr, gc_ptr, P_ptr, A_ptr, h0_ptr, o_ptr, ht_ptr, scale,
-    cu_ptr, offsets_ptr, T,
+    qg_ptr, kg_ptr, kd_ptr, v_ptr, beta_ptr, write_ptr, gc_ptr, P_ptr, A_ptr, h0_ptr, o_ptr, ht_ptr,
+    scale, cu_ptr, offsets_ptr, T,
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
@@ -129,7 +142,9 @@ def kda_fused_scan_transposed_kernel(
     i = first * HV + i_h
     o_last = (tl.minimum(BT, n_seq) - 1) * HV * K
     b_last = load_vector(gc_ptr + i * K + o_last, o_k, tl.where(n_seq > 0, K, 0))
-    b_beta = load_row(beta_ptr + i, o_t, HV, n_seq)
+    b_beta = None
+    if beta_ptr is not None:
+        b_beta = load_row(beta_ptr + i, o_t, HV, n_seq)
     for i_t in range(tl.cdiv(n_seq, BT)):
         i, n_t = (first + i_t * BT) * HV + i_h, n_seq - i_t * BT
         b_kd = load_tile(kd_ptr + i * K, o_t, o_k, HV * K, n_t, K)  # [BT, BK]
@@ -141,9 +156,12 @@ def kda_fused_scan_transposed_kernel(
         b_h = cast(b_S, b_kd.dtype)
 
         # eq:delta-residual   W = V - kd S
+        if write_ptr is not None:
+            b_v = gated(b_v, write_ptr + i * V, o_t, o_v, HV * V, n_t, V)
         b_W = tl.trans(b_v).to(tl.float32) - dot(b_h, tl.trans(b_kd))
         # eq:delta-v-new   v_new = A diag(beta) W
-        b_new = cast(dot(cast(b_beta[None, :] * b_W, b_A.dtype), tl.trans(b_A)), b_kg.dtype)
+        b_W = cast(weighted(b_W, b_beta, False), b_A.dtype)
+        b_new = cast(dot(b_W, tl.trans(b_A)), b_kg.dtype)
         # eq:delta-inter   qg S
         b_o = dot(b_h, tl.trans(b_qg))
         # eq:delta-output   o = scale (inter + P v_new)
@@ -154,7 +172,8 @@ def kda_fused_scan_transposed_kernel(
         b_S *= tl.exp2(b_last)[None, :]
         o_last = (tl.minimum(2 * BT, n_t) - 1) * HV * K
         b_last = load_vector(gc_ptr + i * K + o_last, o_k, tl.where(n_t > BT, K, 0))
-        b_beta = load_row(beta_ptr + i + BT * HV, o_t, HV, n_t - BT)
+        if beta_ptr is not None:
+            b_beta = load_row(beta_ptr + i + BT * HV, o_t, HV, n_t - BT)
         b_S = dot(b_new, b_kg, b_S)
 
     if ht_ptr is not None:
@@ -163,7 +182,7 @@ def kda_fused_scan_transposed_kernel(
 
 @triton.jit(do_not_specialize=["T"])
 def kda_fused_scan_map_kernel(
-    kg_ptr, kd_ptr, v_ptr, beta_ptr, gc_ptr, A_ptr,  # as of kda_fused_scan_kernel
+    kg_ptr, kd_ptr, v_ptr, beta_ptr, write_ptr, gc_ptr, A_ptr,  # as of kda_fused_scan_kernel
     h0_ptr, map_ptr, left_ptr, rows_ptr, cu_ptr, T,  # as of gdn_fwd.scan_map_kernel
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr, ROW: tl.constexpr,
     NEAR: tl.constexpr, NW: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
@@ -187,19 +206,24 @@ def kda_fused_scan_map_kernel(
     i = first * HV + i_h
     o_last = (tl.minimum(BT, n_seq) - 1) * HV * K
     b_last = load_vector(gc_ptr + i * K + o_last, o_k, tl.where(n_seq > 0, K, 0))
-    b_beta = load_row(beta_ptr + i, o_t, HV, n_seq)
+    b_beta = None
+    if beta_ptr is not None:
+        b_beta = load_row(beta_ptr + i, o_t, HV, n_seq)
     for i_t in range(tl.cdiv(n_seq, BT)):
         i, n_t = (first + i_t * BT) * HV + i_h, n_seq - i_t * BT
         b_kd = load_tile(kd_ptr + i * K, o_t, o_k, HV * K, n_t, K)  # [BT, BK]
         b_v = load_tile(v_ptr + i * V, o_t, o_v, HV * V, n_t, V)  # [BT, BV]
         b_A = load_tile(A_ptr + i * BT, o_t, o_t, HV * BT, n_t, BT)  # [BT, BT]
         b_kg = load_tile(kg_ptr + i * K, o_t, o_k, HV * K, n_t, K)  # [BT, BK]
+        if write_ptr is not None:
+            b_v = gated(b_v, write_ptr + i * V, o_t, o_v, HV * V, n_t, V)
         b_W = b_v.to(tl.float32) - dot(b_kd, cast(b_S, b_kd.dtype))
-        b_v = cast(dot(b_A, cast(b_beta[:, None] * b_W, b_A.dtype)), b_kg.dtype)
+        b_v = cast(dot(b_A, cast(weighted(b_W, b_beta), b_A.dtype)), b_kg.dtype)
         b_S *= tl.exp2(b_last)[:, None]
         o_last = (tl.minimum(2 * BT, n_t) - 1) * HV * K
         b_last = load_vector(gc_ptr + i * K + o_last, o_k, tl.where(n_t > BT, K, 0))
-        b_beta = load_row(beta_ptr + i + BT * HV, o_t, HV, n_t - BT)
+        if beta_ptr is not None:
+            b_beta = load_row(beta_ptr + i + BT * HV, o_t, HV, n_t - BT)
         b_S = dot(tl.trans(b_kg), b_v, b_S)
     store_map(map_ptr, left_ptr, b_S, i_v, i_ph, o_k, o_v, made, K, V, W, ROW, NEAR, NW)
 
@@ -261,9 +285,11 @@ def kda_fused_scan(
     initial_state = pieces.entering(cp_merge, kda_fused_scan_map, given, initial_state)
     o = torch.empty_like(v)
     last = gc.new_empty(pieces.N, HV, K, V) if output_final_state else None
-    given = qg, kg, kd, v, beta, gc, P, A, initial_state, o, last
+    beta, write = strength(beta)
+    given = qg, kg, kd, v, beta, write, gc, P, A, initial_state, o, last
     load = load_of(kind_of(kg, HV, V, C, packing, (kg, v, P, A)), kg, packing)
-    gluon = by_load.kda_scan(load).takes == "gluon"
+    gates = () if write is None else (write.dtype,)
+    gluon = by_load.kda_scan(load, *gates).takes == "gluon"
     if gluon and kda_scan.kda_scan_gluon(given, scale, pieces):
         return o, pieces.last(last)
     grid, config = scan_launch(CONFIGS, kg, pieces.N * HV, V)
@@ -288,7 +314,7 @@ def kda_fused_scan_map(
     """Launch kda_fused_scan_map_kernel; arguments and result as in the reference; which: of
     launch_map.
     """
-    given = kg, kd, v, beta, gc, A, initial_state
+    given = kg, kd, v, *strength(beta), gc, A, initial_state
     return launch_map(
         kda_fused_scan_map_kernel, MAP_CONFIGS, given, v.shape[2:], x=kg,
         constants={"BT": A.shape[-1]}, **which,

@@ -16,7 +16,7 @@ from linattn_edu.kernels.fused.kda_fwd import kda_fused_scan_map
 from linattn_edu.kernels.gluon.kernels import kda_scans
 from linattn_edu.kernels.pieces import by_maps
 from linattn_edu.kernels.routes import by_kind, by_load, kind_of, load_of, scan_launch
-from linattn_edu.kernels.rows import chunk_args, row, states
+from linattn_edu.kernels.rows import chunk_args, row, states, strength
 from linattn_edu.kernels.tiles import (
     cast,
     cdiv,
@@ -24,10 +24,12 @@ from linattn_edu.kernels.tiles import (
     columns_of,
     dot,
     first_state,
+    gated,
     load_row,
     load_tile,
     load_vector,
     store_tile,
+    weighted,
 )
 from linattn_edu.packing import Packing
 
@@ -39,6 +41,7 @@ def kda_gates_kernel(
     g_ptr,  # [B, T, HV, K] natural log; with A_log or a bound, the raw gate
     A_log_ptr,  # [HV] or None
     bias_ptr,  # [HV * K] or None
+    erase_ptr,  # [B, T, HV, K] or None
     gc_ptr,  # [B, T, HV, K] out: log2, cumulative within a chunk
     kd_ptr,  # [B, T, HV, K] out
     kg_ptr,  # [B, T, HV, K] out
@@ -66,7 +69,11 @@ def kda_gates_kernel(
     b_last = tl.sum(tl.where(o_t[:, None] == tl.minimum(BT, n_t) - 1, b_g, 0.0), 0)
     b_e = tl.exp2(b_g)
     # eq:kda-kd   kd = 2^gc * K
-    store_tile(kd_ptr + i, b_e * b_k.to(tl.float32), o_t, o_k, HV * K, n_t, K)
+    if erase_ptr is None:
+        store_tile(kd_ptr + i, b_e * b_k.to(tl.float32), o_t, o_k, HV * K, n_t, K)
+    else:
+        b_r = gated(b_k.to(tl.float32), erase_ptr + i, o_t, o_k, HV * K, n_t, K)
+        store_tile(kd_ptr + i, b_e * b_r, o_t, o_k, HV * K, n_t, K)
     # eq:kda-kg   kg = 2^(gc_last - gc) * K
     b_r = tl.exp2(b_last[None, :] - b_g) * b_k.to(tl.float32)
     store_tile(kg_ptr + i, b_r, o_t, o_k, HV * K, n_t, K)
@@ -76,8 +83,8 @@ def kda_gates_kernel(
 
 @triton.jit(do_not_specialize=["T"])
 def kda_scan_states(
-    kg_ptr, kd_ptr, v_ptr, beta_ptr, gc_ptr, A_ptr, h0_ptr, h_ptr, v_new_ptr, cu_ptr, offsets_ptr,
-    T,
+    kg_ptr, kd_ptr, v_ptr, beta_ptr, write_ptr, gc_ptr, A_ptr, h0_ptr, h_ptr, v_new_ptr, cu_ptr,
+    offsets_ptr, T,
     STEP: tl.constexpr,  # one of so many programs of the grid, the last of them
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
@@ -96,7 +103,10 @@ def kda_scan_states(
     v_ptr += (first * HV + i_h) * V
     v_new_ptr += (first * HV + i_h) * V
     A_ptr += (first * HV + i_h) * BT
-    beta_ptr += first * HV + i_h
+    if beta_ptr is not None:
+        beta_ptr += first * HV + i_h
+    else:
+        write_ptr += (first * HV + i_h) * V
     h_ptr += (i_c * HV + i_h) * K * V
 
     o_t, o_k, o_v, b_S = first_state(h0_ptr, i_nh, i_v, K, V, BT, BK, BV, False)
@@ -111,15 +121,18 @@ def kda_scan_states(
         b_v = load_tile(v_ptr, o_t, o_v, HV * V, n_t, V)  # [BT, BV]
         b_A = load_tile(A_ptr, o_t, o_t, HV * BT, n_t, BT)  # [BT, BT]
         b_kg = load_tile(kg_ptr, o_t, o_k, HV * K, n_t, K)  # [BT, BK]
-        b_beta = load_row(beta_ptr, o_t, HV, n_t)  # [BT]
+        b_beta = None
+        if beta_ptr is not None:
+            b_beta = load_row(beta_ptr, o_t, HV, n_t)  # [BT]
         b_a = tl.exp2(b_last)[:, None]
         o_last = (tl.minimum(2 * BT, n_t) - 1) * HV * K
         b_last = load_vector(gc_ptr + o_last, o_k, tl.where(n_t > BT, K, 0))
 
         # eq:delta-residual   W = V - kd S
+        b_v = gated(b_v, write_ptr, o_t, o_v, HV * V, n_t, V)
         b_W = b_v.to(tl.float32) - dot(b_kd, b_h)
         # eq:delta-v-new   v_new = A diag(beta) W
-        b_v = cast(dot(b_A, cast(b_beta[:, None] * b_W, b_A.dtype)), b_kg.dtype)
+        b_v = cast(dot(b_A, cast(weighted(b_W, b_beta), b_A.dtype)), b_kg.dtype)
         store_tile(v_new_ptr, b_v, o_t, o_v, HV * V, n_t, V)
         # eq:delta-state   S <- diag(2^gc_last) S + kg^T v_new
         b_S = dot(tl.trans(b_kg), b_v, b_S * b_a)
@@ -130,7 +143,10 @@ def kda_scan_states(
         v_ptr += BT * HV * V
         v_new_ptr += BT * HV * V
         A_ptr += BT * HV * BT
-        beta_ptr += BT * HV
+        if beta_ptr is not None:
+            beta_ptr += BT * HV
+        else:
+            write_ptr += BT * HV * V
         h_ptr += HV * K * V
 
 
@@ -152,7 +168,9 @@ def kda_scan_bwd_step(
     b_A = load_tile(A_ptr + i * BT, o_t, o_t, HV * BT, n_t, BT)  # [BT, BT]
     b_qg = load_tile(qg_ptr + i * K, o_t, o_k, HV * K, n_t, K)  # [BT, BK]
     b_kd = load_tile(kd_ptr + i * K, o_t, o_k, HV * K, n_t, K)  # [BT, BK]
-    b_beta = load_row(beta_ptr + i, o_t, HV, n_t)  # [BT]
+    b_beta = None
+    if beta_ptr is not None:
+        b_beta = load_row(beta_ptr + i, o_t, HV, n_t)  # [BT]
     b_last = load_vector(gc_ptr + (i + (tl.minimum(BT, n_t) - 1) * HV) * K, o_k, K)  # [BK]
     b_do = tl.trans(b_do)
     # eq:kda-dv-out   dv_new = scale P^T dO
@@ -162,7 +180,7 @@ def kda_scan_bwd_step(
     # eq:kda-z   Z = A^T dv_new
     b_Z = dot(cast(b_dv, b_A.dtype), b_A)
     # eq:kda-dv   dV = diag(beta) Z
-    b_dv = b_beta[None, :] * b_Z
+    b_dv = weighted(b_Z, b_beta, False)
     # eq:fused-ds   dS <- diag(2^gc_last) dS + qg^T scale dO - kd^T dV
     b_do = cast(b_do.to(tl.float32) * scale, b_qg.dtype)
     b_dS = dot(b_do, b_qg, b_dS * tl.exp2(b_last)[None, :])
@@ -201,8 +219,9 @@ def kda_scan_bwd(
         i = (begin * HV + i_h) * V
         b_Z = tl.trans(cast(b_Z, Z_ptr.dtype.element_ty))
         store_tile(Z_ptr + i, b_Z, o_t, o_v, HV * V, n_t, V)
-        b_dv = tl.trans(cast(b_dv, dv_ptr.dtype.element_ty))
-        store_tile(dv_ptr + i, b_dv, o_t, o_v, HV * V, n_t, V)
+        if dv_ptr is not None:
+            b_dv = tl.trans(cast(b_dv, dv_ptr.dtype.element_ty))
+            store_tile(dv_ptr + i, b_dv, o_t, o_v, HV * V, n_t, V)
     store_tile(dh0_ptr + i_nh * K * V, tl.trans(b_dS), o_k, o_v, V, K, V)
 
 
@@ -212,7 +231,8 @@ def kda_fused_scans_kernel(
     kg_ptr,  # [B, T, HV, K]
     kd_ptr,  # [B, T, HV, K]
     v_ptr,  # [B, T, HV, V]
-    beta_ptr,  # [B, T, HV]
+    beta_ptr,  # [B, T, HV], or None
+    write_ptr,  # [B, T, HV, V] in the place of beta, whose erase gate kd has, or None: then no dv
     gc_ptr,  # [B, T, HV, K] log2
     P_ptr,  # [B, T, HV, BT]
     A_ptr,  # [B, T, HV, BT]
@@ -228,8 +248,8 @@ def kda_fused_scans_kernel(
     """
     if tl.program_id(0) % 2 == 1:
         kda_scan_states(
-            kg_ptr, kd_ptr, v_ptr, beta_ptr, gc_ptr, A_ptr, h0_ptr, h_ptr, v_new_ptr, cu_ptr,
-            offsets_ptr, T, 2, HV, K, V, BT, BK, BV,
+            kg_ptr, kd_ptr, v_ptr, beta_ptr, write_ptr, gc_ptr, A_ptr, h0_ptr, h_ptr, v_new_ptr,
+            cu_ptr, offsets_ptr, T, 2, HV, K, V, BT, BK, BV,
         )  # fmt: skip
     else:
         kda_scan_bwd(
@@ -283,6 +303,7 @@ def kda_gates(
     g: Tensor,
     A_log: Tensor | None = None,
     dt_bias: Tensor | None = None,
+    erase: Tensor | None = None,
     *,
     lower_bound: float | None = None,
     chunk_size: int,
@@ -295,8 +316,8 @@ def kda_gates(
     kd, kg, qg = (torch.empty_like(g, dtype=k.dtype) for _ in range(3))
     NT, *chunks = chunk_args(k, chunk_size, packing)
     kda_gates_kernel[(NT * HV * cdiv(K, GATES_OPTIONS["BK"]),)](
-        q, k, g, A_log, dt_bias, gc, kd, kg, qg, lower_bound, *chunks, T, H, HV, K, BT=chunk_size,
-        **GATES_OPTIONS,
+        q, k, g, A_log, dt_bias, erase, gc, kd, kg, qg, lower_bound, *chunks, T, H, HV, K,
+        BT=chunk_size, **GATES_OPTIONS,
     )  # fmt: skip
     return gc, kd, kg, qg
 
@@ -326,14 +347,17 @@ def kda_fused_scans(
     given = qg, kg, kd, beta, gc, P, A, do
     dht = pieces.entering(cp_merge_bwd, kda_fused_scan_map_bwd, given, dht, scale=scale)
     h, dh = (kg.new_empty(*states(kg, C, packing), HV, K, V) for _ in range(2))
-    v_new, Z, dv = (torch.empty_like(v) for _ in range(3))
+    v_new, Z = (torch.empty_like(v) for _ in range(2))
+    beta, write = strength(beta)
+    dv = torch.empty_like(v) if write is None else None
     dh0 = gc.new_empty(pieces.N, HV, K, V)
     (programs,), config = scan_launch(SCAN, kg, pieces.N * HV, V)
     kind = kind_of(kg, HV, V, C, packing, (kg, v, P, A, do))
-    gluon = by_kind.kda_fused_scans(kind).takes == "gluon"
-    given = kg, kd, v, beta, gc, A, initial_state, h, v_new
+    gates = () if write is None else (write.dtype,)
+    gluon = by_kind.kda_fused_scans(kind, *gates).takes == "gluon"
+    given = kg, kd, v, beta, write, gc, A, initial_state, h, v_new
     behind = qg, kg, kd, beta, gc, P, A, do, dht, dh, Z, dv, dh0
-    all_of = qg, kg, kd, v, beta, gc, P, A, do, initial_state, dht, h, v_new, dh, Z, dv, dh0
+    all_of = qg, kg, kd, v, beta, write, gc, P, A, do, initial_state, dht, h, v_new, dh, Z, dv, dh0
     done = False
     if gluon and by_load.together(load_of(kind, kg, packing), programs).takes:
         done = kda_scans.kda_scans_gluon(all_of, scale, pieces)
@@ -364,7 +388,7 @@ def kda_fused_scan_map_bwd(
     """Launch kda_fused_scan_map_bwd_kernel; arguments and result as in the reference; which: of
     launch_map.
     """
-    given = qg, kg, kd, beta, gc, P, A, do, dht
+    given = qg, kg, kd, strength(beta)[0], gc, P, A, do, dht
     return launch_map(
         kda_fused_scan_map_bwd_kernel, SCAN, given, do.shape[2:], x=kg, after=(scale,),
         constants={"BT": A.shape[-1]}, **which,

@@ -3,7 +3,7 @@
 A program stays on its multiprocessor and takes one chunk after the other, as in intra_bwd_gluon.
 One warp copies tiles ahead. Two groups of four warps compute, each half of the channels, with the
 channels as rows: of what a gate multiplies a product makes the first operand of the next, which
-stays in registers.
+stays in registers. With erase and write gates two more warps have what is left of the values.
 """
 
 from torch import Tensor
@@ -41,6 +41,7 @@ class Source:
     q_desc: object
     k_desc: object
     v_desc: object
+    erase_desc: object  # or None, here and below: beta is given
     gc_desc: object
     h_desc: object
     v_new_desc: object
@@ -59,7 +60,8 @@ class Memory:
     qs: object  # halves; dq leaves from there
     ks: object  # halves; dk leaves from there
     gcs: object  # halves; dgc leaves from there
-    vs: object
+    vs: object  # with beta
+    bs: object  # erase gates, in halves; their gradients leave from there
     hs: object
     news: object  # v_new
     dos: object
@@ -75,16 +77,29 @@ class Memory:
 
 
 @record
+class Values:
+    """What else is there of a write gate: half of the tokens of a chunk at a time."""
+
+    v_desc: object
+    write_desc: object
+    dv_desc: object
+    dwrite_desc: object
+    v: object  # the gradient of w leaves from there
+    w: object  # dv leaves from there
+    full: object  # an mbarrier: both have come
+
+
+@record
 class Bars:
     """The mbarriers. Full: copies have come."""
 
-    full_new: object  # do, v_new, Z and v
+    full_new: object  # do, v_new, Z and, with beta, v
     full_h: object
     full_dh: object
-    full_k: object  # q, k and gc
+    full_k: object  # q, k, gc and erase gates
     gates_full: object  # betas, middles, lasts and nears
     empty_h: object  # what full_new, full_h and full_dh say has been read
-    empty_k: object  # q, k and gc have been read, their gradients have left
+    empty_k: object  # these have been read, their gradients have left
     ready: object  # dP and dL are there
     used: object  # neither, nor what was left beside them, is needed any more
 
@@ -96,6 +111,7 @@ class Out:
     dq_desc: object
     dk_desc: object
     dgc_desc: object
+    derase_desc: object
     dP_ptr: object
     dL_ptr: object
     dgl_ptr: object
@@ -113,30 +129,35 @@ def load_tiles(source, m, bars, N, HV: gl.constexpr, K: gl.constexpr, V: gl.cons
         i_c, i_h, _ = item_at(n, HV, 1)
         begin, column, i_S = i_c * BT, i_h * V, (i_c * HV + i_h) * K
         mbarrier.wait(bars.empty_h, (n & 1) ^ 1)
-        mbarrier.expect(bars.full_new, 4 * BT * V * 2)
+        mbarrier.expect(bars.full_new, (4 if m.bs is None else 3) * BT * V * 2)
         async_load(source.do_desc, [begin, column], bars.full_new, m.dos.index(0))
         async_load(source.v_new_desc, [begin, column], bars.full_new, m.news.index(0))
         async_load(source.Z_desc, [begin, column], bars.full_new, m.Zs.index(0))
-        async_load(source.v_desc, [begin, column], bars.full_new, m.vs.index(0))
+        if m.bs is None:
+            async_load(source.v_desc, [begin, column], bars.full_new, m.vs.index(0))
         mbarrier.expect(bars.full_h, K * V * 2)
         async_load(source.h_desc, [i_S, 0], bars.full_h, m.hs.index(0))
         mbarrier.expect(bars.full_dh, K * V * 2)
         async_load(source.dh_desc, [i_S, 0], bars.full_dh, m.dhs.index(0))
         # of the gates these rows are needed before the others have come
         i = begin.to(gl.int64) * HV + i_h
-        b_beta = gl.load(source.beta_ptr + i + o_t * HV).to(gl.float32)
+        if m.bs is None:
+            b_beta = gl.load(source.beta_ptr + i + o_t * HV).to(gl.float32)
         b_first = gl.load(source.gc_ptr + i * K + o_k)
         b_middle = gl.load(source.gc_ptr + (i + BT // 2 * HV) * K + o_k)
         b_last = gl.load(source.gc_ptr + (i + (BT - 1) * HV) * K + o_k)
         mbarrier.wait(bars.empty_k, (n & 1) ^ 1)
-        mbarrier.expect(bars.full_k, BT * K * 8)
+        mbarrier.expect(bars.full_k, BT * K * (8 if m.bs is None else 10))
         for c in gl.static_range(2):
             at = [begin, i_h * K + c * (K // 2)]
             async_load(source.k_desc, at, bars.full_k, m.ks.index(c))
             async_load(source.q_desc, at, bars.full_k, m.qs.index(c))
             async_load(source.gc_desc, at, bars.full_k, m.gcs.index(c))
+            if m.bs is not None:
+                async_load(source.erase_desc, at, bars.full_k, m.bs.index(c))
         # the last of these vectors was read before the place of q and k became empty
-        m.betas.store(b_beta)
+        if m.bs is None:
+            m.betas.store(b_beta)
         m.middles.store(b_middle)
         m.lasts.store(b_last)
         b_most = gl.maximum(b_first - b_middle, b_middle - b_last)
@@ -168,6 +189,47 @@ def square(i_c, i_h, o_i, o_j, HV: gl.constexpr, V: gl.constexpr, BT: gl.constex
     return (i_c * BT + o_i).to(gl.int64)[:, None] * (HV * V) + (i_h * V + o_j)[None, :]
 
 
+@gluon.jit
+def write_gradients(x, Zs, bars, N, HV: gl.constexpr, V: gl.constexpr, BT: gl.constexpr):
+    """Two warps beside: what v and the write gate of N items get."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
+    for n in range(N):
+        i_c, i_h, _ = item_at(n, HV, 1)
+        for j in gl.static_range(2):
+            at = [i_c * BT + j * (BT // 2), i_h * V]
+            tma.store_wait(0)  # what was stored last left from these places
+            barrier()
+            mbarrier.expect(x.full, BT * V * 2)
+            async_load(x.v_desc, at, x.full, x.v)
+            async_load(x.write_desc, at, x.full, x.w)
+            if j == 0:
+                mbarrier.wait(bars.full_new, n & 1)
+            mbarrier.wait(x.full, j)
+            Z_part = Zs.index(0).slice(j * (BT // 2), BT // 2)
+            for t in gl.static_range(BT // 16):
+                for c in gl.static_range(2):
+                    Z, v, w = [half(y, c).slice(8 * t, 8) for y in (Z_part, x.v, x.w)]
+                    b_Z = Z.load(layout).to(gl.float32)
+                    # dw = Z * V, dV = w * Z
+                    v.store((v.load(layout).to(gl.float32) * b_Z).to(Zs.dtype))
+                    w.store((w.load(layout).to(gl.float32) * b_Z).to(Zs.dtype))
+            fence_async_shared()
+            barrier()
+            async_store(x.dwrite_desc, at, x.v)
+            async_store(x.dv_desc, at, x.w)
+        mbarrier.arrive(bars.empty_h, count=1)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def strength_of(m, c, mma: gl.constexpr):
+    """beta of each token, or the erase gate of each channel of half c, for numbers [BT, BT]."""
+    if m.bs is None:
+        return m.betas.load(gl.SliceLayout(0, mma))[None, :]
+    else:
+        return m.bs.index(c).permute((1, 0)).load(mma).to(gl.float32)
+
+
 # over 80 lines: the order of its products, waits and arithmetic is what it is about
 @gluon.jit
 def compute_half(c: gl.constexpr, out, m, bars, N, HV: gl.constexpr, K: gl.constexpr,
@@ -185,7 +247,7 @@ def compute_half(c: gl.constexpr, out, m, bars, N, HV: gl.constexpr, K: gl.const
         z = n >> 30
         k, q, gc = m.ks.index(c + z), m.qs.index(c + z), m.gcs.index(c + z)
         S, dS = m.hs.index(z).slice(c * BT, BT), m.dhs.index(z).slice(c * BT, BT)
-        Z, v, do, new = m.Zs.index(z), m.vs.index(z), m.dos.index(z), m.news.index(z)
+        Z, do, new = m.Zs.index(z), m.dos.index(z), m.news.index(z)
         dP, dL = m.inner.index(z), m.inner.index(1 + z)
         i_c, i_h, _ = item_at(n, HV, 1)
         mbarrier.wait(bars.full_new, n & 1)
@@ -206,7 +268,7 @@ def compute_half(c: gl.constexpr, out, m, bars, N, HV: gl.constexpr, K: gl.const
             barrier()
             mbarrier.arrive(bars.empty_k, count=1)
         mbarrier.wait(bars.used, (n & 1) ^ 1)
-        if c == 1:  # noqa: SIM102  (the other half has no such branch)
+        if c == 1 and m.bs is None:  # noqa: SIM102  (the other half has no such branch)
             if n > 0:
                 store_sums(m.parts, out.dbeta_ptr, n - 1, HV, BT)
         mbarrier.wait(bars.gates_full, n & 1)
@@ -234,8 +296,9 @@ def compute_half(c: gl.constexpr, out, m, bars, N, HV: gl.constexpr, K: gl.const
         # eq:kda-dgl   dgl = rowsum(dS * S)
         b_t = own_dot(half(S, 0), half(dS, 0), mma) + own_dot(half(S, 1), half(dS, 1), mma)
         b_dgl = gl.convert_layout(gl.sum(b_t, 1), rows)
-        b_t = own_dot(half(Z, c), half(v, c), mma)
-        b_dbeta = gl.convert_layout(gl.sum(b_t, 1), rows)
+        if m.bs is None:
+            b_t = own_dot(half(Z, c), half(m.vs.index(z), c), mma)
+            b_dbeta = gl.convert_layout(gl.sum(b_t, 1), rows)
         b_x, b_y, b_r = warpgroup_mma_wait(0, [b_x, b_y, b_r])
         barrier()
         mbarrier.arrive(bars.empty_h, count=1)
@@ -253,7 +316,8 @@ def compute_half(c: gl.constexpr, out, m, bars, N, HV: gl.constexpr, K: gl.const
             b_u = gl.where(o_j[None, :] == BT - 1, 0.0, b_kF.to(gl.float32) * b_r)
             b_dgl = b_dgl * gl.exp2(b_gl) + gl.sum(b_u, 1)
             mbarrier.wait(bars.ready, n & 1)
-            m.parts.index(2 * c).store(b_dbeta)
+            if m.bs is None:
+                m.parts.index(2 * c).store(b_dbeta)
             # eq:kda-dq   dQ_i += sum over j < i of dP_ij k_j 2^(gc_i - gc_j)
             b_x = product(operand(b_kF, dtype, mma), dP.permute((1, 0)), b_x)
             # eq:kda-y   Y_i += sum over j < i of dL_ij k_j 2^(gc_i - gc_j)
@@ -262,7 +326,7 @@ def compute_half(c: gl.constexpr, out, m, bars, N, HV: gl.constexpr, K: gl.const
             b_E = gl.exp2(gc.permute((1, 0)).load(mma) - b_ga[:, None])
             b_qE = (q.permute((1, 0)).load(mma).to(gl.float32) * b_E).to(dtype)
             b_r = product(operand(b_qE, dtype, mma), dP, b_r)
-            b_E *= m.betas.load(along)[None, :]
+            b_E *= strength_of(m, c + z, mma)
             b_kE = (k.permute((1, 0)).load(mma).to(gl.float32) * b_E).to(dtype)
             b_r = product(operand(b_kE, dtype, mma), dL, b_r)
             b_x, b_y, b_r = warpgroup_mma_wait(0, [b_x, b_y, b_r])
@@ -276,7 +340,7 @@ def compute_half(c: gl.constexpr, out, m, bars, N, HV: gl.constexpr, K: gl.const
             b_dgc = gl.where(o_j[None, :] == BT - 1, b_dgl[:, None], -b_u)
             b_r *= b_F
             b_E = gl.exp2(b_g)
-            b_beta = m.betas.load(along)[None, :]
+            b_beta = strength_of(m, c + z, mma)
             b_dgc += (b_k * b_E * b_beta).to(dtype).to(gl.float32) * b_y
             b_q = q.permute((1, 0)).load(mma).to(gl.float32)
             # eq:kda-dgc   dgc = Q * dQ + K * (diag(beta) Y - R)
@@ -287,12 +351,16 @@ def compute_half(c: gl.constexpr, out, m, bars, N, HV: gl.constexpr, K: gl.const
             b_x = b_E * b_x + b_own * b_k
             b_y *= b_E
             # eq:kda-dbeta   dbeta += rowsum(K * Y)
-            m.parts.index(2 * c + 1).store(gl.sum(b_k * b_y, 0))
+            b_db = b_k * b_y
+            if m.bs is None:
+                m.parts.index(2 * c + 1).store(gl.sum(b_db, 0))
             # eq:kda-dk   dk = diag(beta) Y + R + diag(dP) Q
             b_y = b_beta * b_y + b_r + b_own * b_q
             barrier()
             q.permute((1, 0)).store(b_x.to(dtype))
             k.permute((1, 0)).store(b_y.to(dtype))
+            if m.bs is not None:
+                m.bs.index(c + z).permute((1, 0)).store(b_db.to(dtype))
         else:
             mbarrier.wait(bars.ready, n & 1)
             b_k = k.permute((1, 0)).load(mma).to(gl.float32)
@@ -301,8 +369,9 @@ def compute_half(c: gl.constexpr, out, m, bars, N, HV: gl.constexpr, K: gl.const
             b_u = gl.where(o_j[None, :] == BT - 1, 0.0, b_u)
             b_dgl = b_dgl * gl.exp2(b_gl) + gl.sum(b_u, 1)
             gl.store(out.dgl_ptr + (i_c * HV + i_h).to(gl.int64) * K + c * BT + o_i, b_dgl)
-            m.parts.index(2 * c).store(b_dbeta)
-            m.parts.index(2 * c + 1).store(gl.full([BT], 0.0, gl.float32, along))
+            if m.bs is None:
+                m.parts.index(2 * c).store(b_dbeta)
+                m.parts.index(2 * c + 1).store(gl.full([BT], 0.0, gl.float32, along))
             barrier()
             gc.permute((1, 0)).store(b_r)
             q.permute((1, 0)).store((b_x * out.scale).to(dtype))
@@ -314,7 +383,9 @@ def compute_half(c: gl.constexpr, out, m, bars, N, HV: gl.constexpr, K: gl.const
         async_store(out.dgc_desc, at, gc)
         async_store(out.dq_desc, at, q)
         async_store(out.dk_desc, at, k)
-    if c == 1:
+        if m.bs is not None:  # of channels that are not near, for nothing
+            async_store(out.derase_desc, at, m.bs.index(c + z))
+    if c == 1 and m.bs is None:
         mbarrier.wait(bars.used, (N & 1) ^ 1)
         store_sums(m.parts, out.dbeta_ptr, N - 1, HV, BT)
     tma.store_wait(0)
@@ -322,8 +393,9 @@ def compute_half(c: gl.constexpr, out, m, bars, N, HV: gl.constexpr, K: gl.const
 
 @gluon.jit(do_not_specialize=["NT"])
 def kda_intra_bwd_gluon_kernel(
-    q_desc, k_desc, v_desc, gc_desc, h_desc, v_new_desc, do_desc, dh_desc, Z_desc, dq_desc, dk_desc,
-    dgc_desc, beta_ptr, gc_ptr, near_ptr, dP_ptr, dL_ptr, dgl_ptr, dbeta_ptr, scale,
+    q_desc, k_desc, v_desc, erase_desc, write_desc, gc_desc, h_desc, v_new_desc, do_desc, dh_desc,
+    Z_desc, dq_desc, dk_desc, derase_desc, dgc_desc, dv_desc, dwrite_desc, beta_ptr, gc_ptr,
+    near_ptr, dP_ptr, dL_ptr, dgl_ptr, dbeta_ptr, scale,
     NT,  # chunks of all sequences
     HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BT: gl.constexpr,
 ):  # fmt: skip
@@ -335,34 +407,52 @@ def kda_intra_bwd_gluon_kernel(
 
     mbarriers, in the order of an item; two groups of four warps compute, c = 0 and 1::
 
-        full_new    do, v_new, Z and v -> both groups: dO v_new^T, Z v_new^T
+        full_new    do, v_new, Z and, with beta, v -> both groups: dO v_new^T, Z v_new^T; with a
+                    write gate -> the two warps of write_gradients too, which have their own `full`
         full_h      h -> both: dO S^T, Z S^T
         full_dh     dh -> both: v_new dS^T
         empty_k     both: the last dq, dk and dgc have left -> loading warp
         used        both, at the end of the item before -> both: they write dP or dL, and sums
         gates_full  loading warp: betas, middles, lasts, nears -> both
         ready       both: dP and dL are there -> both, which multiply by them
-        empty_h     both: no product reads what lies in the first three any more -> loading warp
-        full_k      q, k and gc -> both
+        empty_h     all of these: nothing reads what lies in the first three any more -> loading
+                    warp
+        full_k      q, k, gc and erase gates -> both
     """
     N = gl.cdiv(NT * HV - gl.program_id(0), gl.num_programs(0))
+    beta: gl.constexpr = erase_desc is None
     m = Memory(
-        ring(q_desc, 2), ring(k_desc, 2), ring(gc_desc, 2), ring(v_desc, 1), ring(h_desc, 1),
-        ring(v_new_desc, 1), ring(do_desc, 1), ring(dh_desc, 1), ring(Z_desc, 1), ring(dq_desc, 2),
-        numbers([BT]), numbers([K]), numbers([K]), numbers([2]), numbers([BT]), numbers([4, BT]),
+        ring(q_desc, 2), ring(k_desc, 2), ring(gc_desc, 2), ring(v_desc, 1) if beta else None,
+        None if beta else ring(erase_desc, 2), ring(h_desc, 1), ring(v_new_desc, 1),
+        ring(do_desc, 1), ring(dh_desc, 1), ring(Z_desc, 1), ring(dq_desc, 2),
+        numbers([BT]) if beta else None, numbers([K]), numbers([K]), numbers([2]), numbers([BT]),
+        numbers([4, BT]) if beta else None,
     )  # fmt: skip
-    b = Bars(bar(1), bar(1), bar(1), bar(1), bar(1), bar(2), bar(2), bar(2), bar(2))
-    fence_async_shared()
-    out = Out(dq_desc, dk_desc, dgc_desc, dP_ptr, dL_ptr, dgl_ptr, dbeta_ptr, scale)
+    b = Bars(
+        bar(1), bar(1), bar(1), bar(1), bar(1), bar(2 if beta else 3), bar(2), bar(2), bar(2)
+    )  # fmt: skip
+    out = Out(dq_desc, dk_desc, dgc_desc, derase_desc, dP_ptr, dL_ptr, dgl_ptr, dbeta_ptr, scale)
     source = Source(
-        q_desc, k_desc, v_desc, gc_desc, h_desc, v_new_desc, do_desc, dh_desc, Z_desc, beta_ptr,
-        gc_ptr, near_ptr,
+        q_desc, k_desc, v_desc, erase_desc, gc_desc, h_desc, v_new_desc, do_desc, dh_desc, Z_desc,
+        beta_ptr, gc_ptr, near_ptr,
     )  # fmt: skip
-    gl.warp_specialize([
-        (compute_half, (0, out, m, b, N, HV, K, V, BT)),
-        (compute_half, (1, out, m, b, N, HV, K, V, BT)),
-        (load_tiles, (source, m, b, N, HV, K, V, BT)),
-    ], [4, 1], [240, 24])  # fmt: skip
+    if beta:
+        fence_async_shared()
+        gl.warp_specialize([
+            (compute_half, (0, out, m, b, N, HV, K, V, BT)),
+            (compute_half, (1, out, m, b, N, HV, K, V, BT)),
+            (load_tiles, (source, m, b, N, HV, K, V, BT)),
+        ], [4, 1], [240, 24])  # fmt: skip
+    else:
+        v, w = ring(v_desc, 1).index(0), ring(write_desc, 1).index(0)
+        x = Values(v_desc, write_desc, dv_desc, dwrite_desc, v, w, bar(1))
+        fence_async_shared()
+        gl.warp_specialize([
+            (compute_half, (0, out, m, b, N, HV, K, V, BT)),
+            (compute_half, (1, out, m, b, N, HV, K, V, BT)),
+            (load_tiles, (source, m, b, N, HV, K, V, BT)),
+            (write_gradients, (x, m.Zs, b, N, HV, V, BT)),
+        ], [4, 1, 2], [240, 24, 24])  # fmt: skip
 
 
 # of the registers at the start the loading warp keeps 24 a thread, the others take the rest
@@ -376,14 +466,21 @@ def kda_intra_bwd_gluon(
     """Launch kda_intra_bwd_gluon_kernel on what kda_fused_intra_bwd is given; it writes dgl, dq,
     dk, dbeta, dgc and near as kda_fused_intra_bwd_kernel does, dP and dL in the place of Z.
     """
-    q, k, v, beta, gc, h, v_new, do, dh, Z = given
-    dgl, dq, dk, dbeta, dgc = out
+    q, k, v, beta, erase, gc, h, v_new, do, dh, Z, write = given
+    dgl, dq, dk, dbeta, dgc, dv, dwrite = out
+    dbeta, derase = (dbeta, None) if erase is None else (None, dbeta)
     B, T, HV, K = q.shape
     V, NT = v.shape[-1], B * T // CHUNK
-    keys, values, states = (K // 2,), (V,), (V, K)
-    tensors = q, k, v, gc, h, v_new, do, dh, Z, dq, dk, dgc
-    sizes = keys, keys, values, keys, states, values, values, states, values, keys, keys, keys
-    descriptors = (descriptor(x, *size) for x, size in zip(tensors, sizes, strict=True))
+    keys, values, states, part = (K // 2,), (V,), (V, K), (V, CHUNK // 2)
+    tensors = q, k, v, erase, write, gc, h, v_new, do, dh, Z, dq, dk, derase, dgc, dv, dwrite
+    own = values if erase is None else part
+    sizes = (
+        keys, keys, own, keys, part, keys, states, values, values, states, values, keys, keys, keys,
+        keys, part, part,
+    )  # fmt: skip
+    descriptors = (
+        x if x is None else descriptor(x, *size) for x, size in zip(tensors, sizes, strict=True)
+    )
     kda_intra_bwd_gluon_kernel[(min(device_of(q)[1], NT * HV),)](
         *descriptors, beta, gc, near, Z, Z[..., CHUNK:], dgl, dbeta, scale, NT, HV, K, V, CHUNK,
         **OPTIONS,

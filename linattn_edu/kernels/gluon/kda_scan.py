@@ -25,6 +25,7 @@ from linattn_edu.kernels.gluon.scan_frame import (
     load_state,
     next_place,
     piece_of_program,
+    residual,
     state_of,
     store_state,
 )
@@ -38,7 +39,7 @@ def kda_scan_chunks(chunks, state, o_desc, out, scale, c_v):
     """Four warps that compute: the sums of kda_fused_scan_transposed_kernel in its order, for tile
     W of the program's values.
     """
-    kds, vs, As, qs, kgs, Ps = chunks.rings
+    kds, _, As, qs, kgs, Ps = chunks.rings[:6]
     gates, full, empty, NT = chunks.gates, chunks.full, chunks.empty, chunks.NT
     K: gl.constexpr = state.K
     BT: gl.constexpr = chunks.BT
@@ -59,10 +60,8 @@ def kda_scan_chunks(chunks, state, o_desc, out, scale, c_v):
         # eq:delta-inter   qg S
         b_o = product(b_h1, half(qs.index(i), 0).permute((1, 0)), zero, False)
         # eq:delta-residual   W = V - kd S
-        b_v = half(vs.index(i), W).permute((1, 0)).load(mma)
-        b_W = b_v.to(gl.float32) - b_W
         # eq:delta-v-new   v_new = A diag(beta) W
-        b_W *= gates.index(3 * i + 2).load(along)[None, :]
+        b_W = residual(chunks, 6, i, W, b_W, mma)
         b_new = product(operand(b_W, dtype, mma), As.index(i).permute((1, 0)), zero, False)
         # eq:delta-state   S <- diag(2^gc_last) S + kg^T v_new
         b_o = product(b_h2, half(qs.index(i), 1).permute((1, 0)), b_o)
@@ -100,8 +99,11 @@ def kda_scan_chunks(chunks, state, o_desc, out, scale, c_v):
 
 @gluon.jit(do_not_specialize=["T"])
 def kda_scan_gluon_kernel(
-    qg_desc, kg_desc, kd_desc, v_desc, P_desc, A_desc, o_desc, beta_ptr, gc_ptr, h0_ptr, ht_ptr,
-    scale, cu_ptr, T,
+    qg_desc, kg_desc, kd_desc, v_desc,
+    write_desc,  # or None
+    P_desc, A_desc, o_desc,
+    beta_ptr,  # or None, with write
+    gc_ptr, h0_ptr, ht_ptr, scale, cu_ptr, T,
     HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
     BT: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr,
     WORKERS: gl.constexpr,  # groups of four warps, each with BV values
@@ -123,10 +125,12 @@ def kda_scan_gluon_kernel(
     kds, kgs, qs = ring(kd_desc, STAGES), ring(kg_desc, STAGES), ring(qg_desc, STAGES)
     vs, As, Ps = ring(v_desc, STAGES), ring(A_desc, STAGES), ring(P_desc, STAGES)
     out = ring(o_desc, WORKERS)
-    chunks = chunks_of(
-        piece, (kd_desc, v_desc, A_desc, qg_desc, kg_desc, P_desc), (c_k, c_v, c_t, c_k, c_k, c_t),
-        (kds, vs, As, qs, kgs, Ps), BT, STAGES, WORKERS, False,
-    )  # fmt: skip
+    descs = kd_desc, v_desc, A_desc, qg_desc, kg_desc, P_desc
+    columns, rings = (c_k, c_v, c_t, c_k, c_k, c_t), (kds, vs, As, qs, kgs, Ps)
+    if write_desc is not None:
+        descs, columns = descs + (write_desc,), columns + (c_v,)  # noqa: RUF005
+        rings = rings + (ring(write_desc, STAGES),)  # noqa: RUF005
+    chunks = chunks_of(piece, descs, columns, rings, BT, STAGES, WORKERS, False)
     fence_async_shared()
     states = [
         state_of(w, piece, h0_ptr, ht_ptr, K, V, BV) for w in ((0, 1) if WORKERS == 2 else (0,))
@@ -142,6 +146,7 @@ def kda_scan_gluon_kernel(
 # WORKERS -> chunks in shared memory, one at work, the others on their way; and registers of a
 # thread at the start, of which the warps that load and store keep 24, and the others take the rest
 STAGES = {1: 3, 2: 2}
+WRITE_STAGES = {1: 2, 2: 2}  # with a write gate
 OPTIONS = {1: {"num_warps": 4, "maxnreg": 144}, 2: {"num_warps": 4, "maxnreg": 168}}
 
 
@@ -151,17 +156,23 @@ def workers_of(kg: Tensor, V: int, pieces: Pieces) -> int:
     return by_load.workers(load, pieces.N).takes
 
 
+def described(tensors: tuple[Tensor | None, ...], widths: tuple[int, ...]) -> list:
+    """A descriptor of each tensor; None of None."""
+    return [x if x is None else descriptor(x, n) for x, n in zip(tensors, widths, strict=True)]
+
+
 @attempt
 def kda_scan_gluon(given: tuple[Tensor | None, ...], scale: float, pieces: Pieces) -> None:
     """Launch kda_scan_gluon_kernel on the pieces; given: the tensors of kda_fused_scan_kernel,
     whose o and ht it writes.
     """
-    qg, kg, kd, v, beta, gc, P, A, h0, o, ht = given
+    qg, kg, kd, v, beta, write, gc, P, A, h0, o, ht = given
     HV, K, V = *kg.shape[2:], v.shape[-1]
     workers = workers_of(kg, V, pieces)
-    widths = K, K, K, workers * BV, CHUNK, CHUNK, BV
-    descriptors = map(descriptor, (qg, kg, kd, v, P, A, o), widths)
+    widths = K, K, K, workers * BV, workers * BV, CHUNK, CHUNK, BV
+    descriptors = described((qg, kg, kd, v, write, P, A, o), widths)
+    stages = STAGES if write is None else WRITE_STAGES
     kda_scan_gluon_kernel[(pieces.N * HV * V // BV // workers,)](
         *descriptors, beta, gc, h0, ht, scale, pieces.cu_seqlens, pieces.T, HV, K, V, BT=CHUNK,
-        BV=BV, STAGES=STAGES[workers], WORKERS=workers, **OPTIONS[workers],
+        BV=BV, STAGES=stages[workers], WORKERS=workers, **OPTIONS[workers],
     )  # fmt: skip

@@ -9,8 +9,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma_wait
 
-from linattn_edu.kernels.gluon.blocks import CHUNK, descriptor, half, operand, product, ring
-from linattn_edu.kernels.gluon.kda_scan import OPTIONS, workers_of
+from linattn_edu.kernels.gluon.blocks import CHUNK, half, operand, product, ring
+from linattn_edu.kernels.gluon.kda_scan import OPTIONS, described, workers_of
 from linattn_edu.kernels.gluon.scan_frame import (
     BV,
     begin,
@@ -21,6 +21,7 @@ from linattn_edu.kernels.gluon.scan_frame import (
     next_place,
     piece_of_program,
     places,
+    residual,
     scan_and_store,
     store_state,
     store_transposed,
@@ -32,7 +33,7 @@ from linattn_edu.kernels.pieces import Pieces
 @gluon.jit
 def kda_scan_forth(chunks, made, state):
     """Four warps that compute: the sums of kda_scan_states, for tile W of the values."""
-    kds, vs, As, kgs = chunks.rings
+    kds, _, As, kgs = chunks.rings[:4]
     gates, empty, NT = chunks.gates, chunks.empty, chunks.NT
     new, out = made.others[0], made.bars
     K: gl.constexpr = state.K
@@ -49,10 +50,8 @@ def kda_scan_forth(chunks, made, state):
     for i_t in range(NT):
         i = i_t % STAGES
         # eq:delta-residual   W = V - kd S
-        b_v = half(vs.index(i), W).permute((1, 0)).load(mma)
-        b_W = b_v.to(gl.float32) - b_W
         # eq:delta-v-new   v_new = A diag(beta) W
-        b_W *= gates.index(3 * i + 2).load(along)[None, :]
+        b_W = residual(chunks, 4, i, W, b_W, mma)
         b_new = product(operand(b_W, dtype, mma), As.index(i).permute((1, 0)), zero, False)
         # eq:delta-state   S <- diag(2^gc_last) S + kg^T v_new
         b_S1 *= gates.index(3 * i).load(along)[None, :]
@@ -96,8 +95,7 @@ def kda_scan_back(chunks, made, state, scale):
     """Four warps that compute: the sums of kda_scan_bwd, for tile W of the values."""
     dos, Ps, kgs, As, qs, kds = chunks.rings
     gates, empty, NT = chunks.gates, chunks.empty, chunks.NT
-    Zs, dvs = made.others
-    out = made.bars
+    others, out = made.others, made.bars  # Z, and with beta dv
     BV: gl.constexpr = state.BV
     W: gl.constexpr = state.W
     STAGES: gl.constexpr = chunks.STAGES
@@ -123,14 +121,17 @@ def kda_scan_back(chunks, made, state, scale):
         b_S2 = product(b_do, half(qs.index(i), 1), b_S2)
         # eq:kda-dv   dV = diag(beta) Z
         b_Z = warpgroup_mma_wait(2, [b_Z])
-        b_dv = gates.index(3 * i + 2).load(along)[None, :] * b_Z
+        b_dv = b_Z
+        if len(others) == 2:
+            b_dv = gates.index(3 * i + 2).load(along)[None, :] * b_Z
         b_x = operand(-b_dv, dtype, mma)
         b_S1 = warpgroup_mma_wait(1, [b_S1])
         b_S1 = product(b_x, half(kds.index(i), 0), b_S1)
         b_S2 = product(b_x, half(kds.index(i), 1), b_S2)
         mbarrier.wait(out.index(3), i_t & 1)
-        store_transposed(b_Z.to(dtype), Zs)
-        store_transposed(b_dv.to(dtype), dvs)
+        store_transposed(b_Z.to(dtype), others[0])
+        if len(others) == 2:
+            store_transposed(b_dv.to(dtype), others[1])
         hand_over(out.index(2))
         # eq:kda-dv-out   dv_new = scale P^T dO
         # eq:delta-dv-new   dv_new += kg dS: of the next chunk; after the last one for nothing
@@ -151,8 +152,8 @@ def kda_scan_back(chunks, made, state, scale):
 
 @gluon.jit(do_not_specialize=["T", "N"])
 def kda_scan_states_gluon_kernel(
-    kg_desc, kd_desc, v_desc, A_desc, h_desc, new_desc, beta_ptr, gc_ptr, h0_ptr, cu_ptr,
-    offsets_ptr, T, N,
+    kg_desc, kd_desc, v_desc, write_desc, A_desc, h_desc, new_desc, beta_ptr, gc_ptr, h0_ptr,
+    cu_ptr, offsets_ptr, T, N,
     STEP: gl.constexpr,  # one of so many programs of the grid
     HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
     BT: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr,
@@ -172,11 +173,15 @@ def kda_scan_states_gluon_kernel(
     given = channel_gates_of(piece, gc_ptr, beta_ptr, HV)
     kds, kgs = ring(kd_desc, STAGES), ring(kg_desc, STAGES)
     vs, As = ring(v_desc, STAGES), ring(A_desc, STAGES)
+    descs, columns = (kd_desc, v_desc, A_desc, kg_desc), (c_k, c_v, c_t, c_k)
+    rings = kds, vs, As, kgs
+    if write_desc is not None:
+        descs, columns = descs + (write_desc,), columns + (c_v,)  # noqa: RUF005
+        rings = rings + (ring(write_desc, STAGES),)  # noqa: RUF005
     halves = places(ring(h_desc, 2 * WORKERS))
     scan_and_store(
-        kda_scan_forth, (), piece, given, (kd_desc, v_desc, A_desc, kg_desc), (c_k, c_v, c_t, c_k),
-        (kds, vs, As, kgs), h_desc, halves, (new_desc,), h0_ptr, None, HV, K, V, BT, BV, STAGES,
-        WORKERS, False,
+        kda_scan_forth, (), piece, given, descs, columns, rings, h_desc, halves, (new_desc,),
+        h0_ptr, None, HV, K, V, BT, BV, STAGES, WORKERS, False,
     )  # fmt: skip
 
 
@@ -192,7 +197,7 @@ def kda_scan_bwd_gluon_kernel(
     """One program: dS[:, v-tiles] of one head, back through all chunks.
 
     Grid (N * HV * V / BV / WORKERS).  Arguments of kda_scans_gluon_kernel, and mbarriers of
-    scan_and_store; `halves` are of dS, `others` Z and dV.
+    scan_and_store; `halves` are of dS, `others` Z and, without a write gate, dv.
 
     Reference: linattn_edu.reference.fused.kda_scans.kda_fused_scans.
     """
@@ -207,14 +212,16 @@ def kda_scan_bwd_gluon_kernel(
     scan_and_store(
         kda_scan_back, (scale,), piece, given, (do_desc, P_desc, kg_desc, A_desc, qg_desc, kd_desc),
         (c_v, c_t, c_k, c_t, c_k, c_k), (dos, Ps, kgs, As, qs, kds), dh_desc, halves,
-        (Z_desc, dv_desc), dht_ptr, dh0_ptr, HV, K, V, BT, BV, STAGES, WORKERS, True,
+        (Z_desc,) if dv_desc is None else (Z_desc, dv_desc), dht_ptr, dh0_ptr, HV, K, V, BT, BV,
+        STAGES, WORKERS, True,
     )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["T", "N"])
 def kda_scans_gluon_kernel(
-    qg_desc, kg_desc, kd_desc, v_desc, P_desc, A_desc, do_desc, h_desc, new_desc, dh_desc, Z_desc,
-    dv_desc, beta_ptr, gc_ptr, h0_ptr, dht_ptr, dh0_ptr, scale, cu_ptr, offsets_ptr, T, N,
+    qg_desc, kg_desc, kd_desc, v_desc, write_desc, P_desc, A_desc, do_desc, h_desc, new_desc,
+    dh_desc, Z_desc, dv_desc, beta_ptr, gc_ptr, h0_ptr, dht_ptr, dh0_ptr, scale, cu_ptr,
+    offsets_ptr, T, N,
     HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
     BT: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr, STAGES_BACK: gl.constexpr,
 ):  # fmt: skip
@@ -231,13 +238,14 @@ def kda_scans_gluon_kernel(
         )  # fmt: skip
     else:
         kda_scan_states_gluon_kernel(
-            kg_desc, kd_desc, v_desc, A_desc, h_desc, new_desc, beta_ptr, gc_ptr, h0_ptr, cu_ptr,
-            offsets_ptr, T, N, 2, HV, K, V, BT, BV, STAGES, 1,
+            kg_desc, kd_desc, v_desc, write_desc, A_desc, h_desc, new_desc, beta_ptr, gc_ptr,
+            h0_ptr, cu_ptr, offsets_ptr, T, N, 2, HV, K, V, BT, BV, STAGES, 1,
         )  # fmt: skip
 
 
 # WORKERS -> chunks in shared memory
 STAGES, STAGES_BACK = {1: 3, 2: 3}, {1: 2, 2: 2}
+WRITE_STAGES = {1: 3, 2: 2}  # of the first, with a write gate
 
 
 @attempt
@@ -245,13 +253,15 @@ def kda_scan_states_gluon(given: tuple[Tensor | None, ...], pieces: Pieces) -> N
     """Launch kda_scan_states_gluon_kernel on the pieces; given: the tensors of kda_scan_states,
     whose h and v_new it writes.
     """
-    kg, kd, v, beta, gc, A, h0, h, v_new = given
+    kg, kd, v, beta, write, gc, A, h0, h, v_new = given
     HV, K, V = *kg.shape[2:], v.shape[-1]
     n = workers_of(kg, V, pieces)
-    descriptors = map(descriptor, (kg, kd, v, A, h, v_new), (K, K, n * BV, CHUNK, BV, BV))
+    widths = K, K, n * BV, n * BV, CHUNK, BV, BV
+    descriptors = described((kg, kd, v, write, A, h, v_new), widths)
+    stages = STAGES if write is None else WRITE_STAGES
     kda_scan_states_gluon_kernel[(pieces.N * HV * V // BV // n,)](
         *descriptors, beta, gc, h0, *pieces.places, pieces.N, 1, HV, K, V, BT=CHUNK, BV=BV,
-        STAGES=STAGES[n], WORKERS=n, **OPTIONS[n],
+        STAGES=stages[n], WORKERS=n, **OPTIONS[n],
     )  # fmt: skip
 
 
@@ -264,7 +274,7 @@ def kda_scan_bwd_gluon(given: tuple[Tensor | None, ...], scale: float, pieces: P
     HV, K, V = *kg.shape[2:], do.shape[-1]
     n = workers_of(kg, V, pieces)
     widths = K, K, K, CHUNK, CHUNK, n * BV, BV, BV, BV
-    descriptors = map(descriptor, (qg, kg, kd, P, A, do, dh, Z, dv), widths)
+    descriptors = described((qg, kg, kd, P, A, do, dh, Z, dv), widths)
     kda_scan_bwd_gluon_kernel[(pieces.N * HV * V // BV // n,)](
         *descriptors, beta, gc, dht, dh0, scale, *pieces.places, pieces.N, 1, HV, K, V, BT=CHUNK,
         BV=BV, STAGES=STAGES_BACK[n], WORKERS=n, **OPTIONS[n],
@@ -276,11 +286,12 @@ def kda_scans_gluon(given: tuple[Tensor | None, ...], scale: float, pieces: Piec
     """Launch kda_scans_gluon_kernel on the pieces; given: the tensors of kda_fused_scans_kernel, of
     which it writes what the two others write.
     """
-    qg, kg, kd, v, beta, gc, P, A, do, h0, dht, h, v_new, dh, Z, dv, dh0 = given
+    qg, kg, kd, v, beta, write, gc, P, A, do, h0, dht, h, v_new, dh, Z, dv, dh0 = given
     HV, K, V = *kg.shape[2:], v.shape[-1]
-    tensors = qg, kg, kd, v, P, A, do, h, v_new, dh, Z, dv
-    widths = K, K, K, BV, CHUNK, CHUNK, BV, BV, BV, BV, BV, BV
+    tensors = qg, kg, kd, v, write, P, A, do, h, v_new, dh, Z, dv
+    widths = K, K, K, BV, BV, CHUNK, CHUNK, BV, BV, BV, BV, BV, BV
+    stages = STAGES if write is None else WRITE_STAGES
     kda_scans_gluon_kernel[(2 * pieces.N * HV * V // BV,)](
-        *map(descriptor, tensors, widths), beta, gc, h0, dht, dh0, scale, *pieces.places, pieces.N,
-        HV, K, V, BT=CHUNK, BV=BV, STAGES=STAGES[1], STAGES_BACK=STAGES_BACK[1], **OPTIONS[1],
+        *described(tensors, widths), beta, gc, h0, dht, dh0, scale, *pieces.places, pieces.N,
+        HV, K, V, BT=CHUNK, BV=BV, STAGES=stages[1], STAGES_BACK=STAGES_BACK[1], **OPTIONS[1],
     )  # fmt: skip

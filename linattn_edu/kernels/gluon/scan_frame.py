@@ -279,10 +279,10 @@ def gates_of(piece, gc_ptr, beta_ptr, ROW: gl.constexpr):
 
 @record
 class ChannelGates:
-    """A gate a channel. A place has 2^gc_last, in halves of 64 keys, and beta."""
+    """A gate a channel. A place has 2^gc_last, in halves of 64 keys, and, if there is one, beta."""
 
     gc_ptr: object  # at the first token
-    beta_ptr: object
+    beta_ptr: object  # or None
     HV: object
 
     @gluon.jit
@@ -295,7 +295,9 @@ class ChannelGates:
         last_ptr = self.gc_ptr + (i + BT - 1).to(gl.int64) * (HV * 128) + o
         b_a1 = gl.load(last_ptr, mask=some, other=0.0)
         b_a2 = gl.load(last_ptr + 64, mask=some, other=0.0)
-        b_beta = gl.load(self.beta_ptr + (i + o) * HV, mask=some, other=0.0).to(gl.float32)
+        b_beta = b_a2
+        if self.beta_ptr is not None:
+            b_beta = gl.load(self.beta_ptr + (i + o) * HV, mask=some, other=0.0).to(gl.float32)
         return b_a1, b_a2, b_beta
 
     @gluon.jit
@@ -303,14 +305,29 @@ class ChannelGates:
         """Write to place i what `of` has loaded."""
         gates.index(3 * i).store(gl.exp2(b_a1))
         gates.index(3 * i + 1).store(gl.exp2(b_a2))
-        gates.index(3 * i + 2).store(b_beta)
+        if self.beta_ptr is not None:
+            gates.index(3 * i + 2).store(b_beta)
 
 
 @gluon.jit
 def channel_gates_of(piece, gc_ptr, beta_ptr, HV: gl.constexpr):
-    """ChannelGates of a piece; gc_ptr: [B, T, HV, 128], beta_ptr: [B, T, HV]."""
+    """ChannelGates of a piece; gc_ptr: [B, T, HV, 128], beta_ptr: [B, T, HV], or None."""
     i = piece.first.to(gl.int64) * HV + piece.i_h
-    return ChannelGates(gc_ptr + i * 128, beta_ptr + i, HV)
+    return ChannelGates(gc_ptr + i * 128, None if beta_ptr is None else beta_ptr + i, HV)
+
+
+@gluon.jit
+def residual(chunks, N: gl.constexpr, i, W: gl.constexpr, b_W, mma: gl.constexpr):
+    """diag(beta) (V - kd S), transposed, for tile W of the values of the chunk in place i; with a
+    write gate, the ring after N others, w * V - kd S.  b_W: kd S.
+    """
+    b_v = half(chunks.rings[1].index(i), W).permute((1, 0)).load(mma)
+    if len(chunks.rings) == N:
+        b_W = b_v.to(gl.float32) - b_W
+        return b_W * chunks.gates.index(3 * i + 2).load(gl.SliceLayout(0, mma))[None, :]
+    else:
+        b_w = half(chunks.rings[N].index(i), W).permute((1, 0)).load(mma)
+        return b_v.to(gl.float32) * b_w.to(gl.float32) - b_W
 
 
 @gluon.jit

@@ -52,17 +52,11 @@ def gdn_halves(kind: Kind) -> Choice:
 
 @decision
 def kda_forward_stages(kind: Kind) -> Choice:
-    """Of the forward pass of Kimi Delta Attention: "fused" or "staged". Its kernels give the same
-    bits, whatever the batch.
+    """Of the forward pass of Kimi Delta Attention and GDN-2: "fused" or "staged". Its kernels give
+    the same bits, whatever the batch.
     """
     why = first(FUSED, kind)
     return Choice("staged", why) if why else Choice("fused", "{generation}, {dtype}, K={K}, V={V}")
-
-
-@decision
-def gdn2_stages(kind: Kind) -> Choice:
-    """Of both passes of GDN-2: "staged"."""
-    return Choice("staged", "the fused stages have one beta a head, no gates of channels")
 
 
 @decision
@@ -105,15 +99,24 @@ KDA_HELD = (*FUSED, BFLOAT16, WORDS)
 KDA_BACKWARD = (*FUSED, *WHOLE, BFLOAT16, KEY_HEADS, ENOUGH, *GLUON, WHOLE_HEADS)
 
 
+def unlike(kind: Kind, gates: tuple[torch.dtype, ...]) -> str | None:
+    """Why Gluon kernels do not take erase and write gates of these dtypes, or None: they do."""
+    others = [str(x)[6:] for x in gates if x != kind.dtype]
+    return f"a gate of {others[0]}: Gluon kernels want {{dtype}}" if others else None
+
+
 @decision
-def kda_backward_stages(kind: Kind) -> Choice:
-    """Of the backward pass of Kimi Delta Attention: "fused" or "staged".
+def kda_backward_stages(kind: Kind, *gates: torch.dtype) -> Choice:
+    """Of the backward pass of Kimi Delta Attention and GDN-2: "fused" or "staged".
 
     Fused where the kernels in Gluon run: in plain Triton the chains, longer by a product, take what
     the other kernels save. And where no more memory is needed than by the stages. The interpreter
     runs whatever the kernels hold.
     """
-    why = first(KDA_BACKWARD if kind.compiled else KDA_HELD, kind)
+    if kind.compiled:
+        why = first(KDA_BACKWARD, kind) or unlike(kind, gates)
+    else:
+        why = first(KDA_HELD, kind)
     return Choice("staged", why) if why else Choice("fused", "{generation}, {dtype}, K={K}, V={V}")
 
 
@@ -188,11 +191,12 @@ def gluon_scan(kind: Kind, wide: bool) -> Choice:
 
 
 @decision
-def kda_fused_scans(kind: Kind) -> Choice:
+def kda_fused_scans(kind: Kind, *gates: torch.dtype) -> Choice:
     """Both scans of the backward pass of Kimi Delta Attention, "gluon" or "triton"; whether they
     pay was asked when the set was taken.
     """
-    return gluon_scan(kind, True)
+    why = unlike(kind, gates)
+    return Choice("triton", why) if why else gluon_scan(kind, True)
 
 
 INTRA_BWD = (*WHOLE, *GLUON, SIXTEEN, WHOLE_HEADS, ENOUGH, ALIGNED)
@@ -227,9 +231,9 @@ KDA_INTRA = (*WHOLE, KEY_HEADS, *GLUON, BFLOAT16, WHOLE_HEADS, ENOUGH, ALIGNED)
 
 
 @decision
-def kda_fused_intra_bwd(kind: Kind) -> Choice:
+def kda_fused_intra_bwd(kind: Kind, *gates: torch.dtype) -> Choice:
     """Of Kimi Delta Attention, "gluon" or "triton"."""
-    if why := first(KDA_INTRA, kind):
+    if why := first(KDA_INTRA, kind) or unlike(kind, gates):
         return Choice("triton", why)
     return Choice("gluon", "Hopper, bfloat16, K={K}, V={V}, whole chunks of {C}")
 

@@ -5,6 +5,7 @@ These choices must not change a bit: the kernels between which they choose add i
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from linattn_edu.choices import Choice
@@ -18,6 +19,7 @@ from linattn_edu.kernels.routes.by_kind import (
     pieces_by_maps,
     pieces_by_warm_up,
     scan_rows,
+    unlike,
 )
 from linattn_edu.kernels.routes.choosing import Load, decision, first
 from linattn_edu.kernels.rows import UNPIPELINED, Config, device_of, of_generation
@@ -57,9 +59,10 @@ def scans(load: Load) -> Choice:
 
 
 @decision
-def kda_scan(load: Load) -> Choice:
+def kda_scan(load: Load, *gates: torch.dtype) -> Choice:
     """The scan of Kimi Delta Attention's forward pass, "gluon" or "triton"."""
-    return _scan(load, True)
+    why = unlike(load.kind, gates)
+    return Choice("triton", why) if why else _scan(load, True)
 
 
 @decision

@@ -73,8 +73,9 @@ def chunk_gdn2(
         allow_neg_eigval: Whether b may be beyond 1: in 16 bit everything is computed in float32
             then.
 
-    Causality, accuracy, memory and where it works are as of :func:`chunk_kda`, but both passes run
-    in stages one by one on every GPU. b and w are kept between the passes beside its tensors.
+    Causality, accuracy, memory, where it works and where it runs in fused stages are as of
+    :func:`chunk_kda`; the kernels in Gluon, and with them the fused backward pass, want b and w of
+    q's dtype. b and w are kept between the passes beside its tensors.
 
     Returns:
         ``(o, final_state)``, with return_intermediate_states ``(o, final_state, h)``, as of

@@ -261,7 +261,7 @@ def prepared(
     save = "P A gc w kg qg h v_new" if keep_all else "P A crossing" if place.group else "P A"
     q, k, v, g, *strength = place.joined(q, k, v, g, *strength)
     staged, packed = keep_all or return_states, place.bounds[0] is not None
-    fused = 0 if staged else _fused_passes(impl, q, v, chunk_size, packed, len(strength) > 1)
+    fused = 0 if staged else _fused_passes(impl, q, v, chunk_size, packed, strength)
     given = (
         q, k, v, g, *strength, A_log, dt_bias, place.entering(initial_state),
         *place.bounds, scale, gate_bound, safe_bound, output_final_state or place.writes,
@@ -289,22 +289,22 @@ def _check_promise(g: Tensor, bound: float) -> None:
 
 
 def _fused_passes(
-    impl: str, q: Tensor, v: Tensor, chunk_size: int, packed: bool, gated: bool
+    impl: str, q: Tensor, v: Tensor, chunk_size: int, packed: bool, strength: list[Tensor]
 ) -> int:
     """How many of the two passes run in fused kernels, the forward pass first, where nothing is
     asked for that only the stages make. Both forms of the backward pass start from P and A.
 
-    gated: erase and write gates are given, not beta.
+    strength: beta, or an erase and a write gate.
     """
     if impl != "triton":
         return 0
     from linattn_edu.kernels.routes import by_kind, kind_of
 
+    gates = (x.dtype for x in (strength if len(strength) > 1 else ()))
     kind = kind_of(q, *v.shape[2:], chunk_size, packed)
-    forward = by_kind.gdn2_stages if gated else by_kind.kda_forward_stages
-    if forward(kind).takes == "staged":
+    if by_kind.kda_forward_stages(kind).takes == "staged":
         return 0
-    return 1 + (by_kind.kda_backward_stages(kind).takes == "fused")
+    return 1 + (by_kind.kda_backward_stages(kind, *gates).takes == "fused")
 
 
 @dataclass(frozen=True)
@@ -408,6 +408,7 @@ def declare(name: str, strength: dict[str, str], **more: object) -> Operator:
         residuals=Residuals,
         stages=stages,
         fused="fused",
+        forward_stages=fused_stages,
         packed="ranks",
         transition="HV K K",
         limited="k",
@@ -416,7 +417,7 @@ def declare(name: str, strength: dict[str, str], **more: object) -> Operator:
     )
 
 
-chunk = declare("chunk_kda", {"beta": "B T HV"}, forward_stages=fused_stages, lacks=("write",))
+chunk = declare("chunk_kda", {"beta": "B T HV"}, lacks=("write",))
 
 
 @chunk.forward
@@ -443,7 +444,7 @@ def forward(
 ) -> tuple[Tensor, Tensor | None, Residuals]:
     """The chunked forward pass as a composition of stages (shapes as in chunk_kda).
 
-    write: The write gate of chunk_gdn2, whose erase gate beta is then; not for FusedStages.
+    write: The write gate of chunk_gdn2, whose erase gate beta is then.
     safe_bound: a promise that no log decay of a token is below it. cp: what other ranks send and
     are sent. keep: the residuals that are returned; the others are freed as soon as no stage reads
     them. Without h and v_new among them kda_scan takes the place of state and output. FusedStages
@@ -458,7 +459,7 @@ def forward(
     if isinstance(stages, FusedStages):
         gate = g, A_log, dt_bias, lower_bound, safe_bound
         scan = {"scale": scale, "output_final_state": output_final_state, **packed}
-        return _fused(stages, q, k, v, gate, beta, initial_state, cp, options, scan, keep)
+        return _fused(stages, q, k, v, gate, beta, write, initial_state, cp, options, scan, keep)
     gc = stages.gate_cumsum(g, A_log, dt_bias, lower_bound=lower_bound, **options)
     P, A = stages.kda_intra(q, k, beta, gc, lower_bound=safe_bound, **options)
     w, u, kg, qg = stages.wy(k, v, beta, gc, A, q, write, **packed)
@@ -491,6 +492,7 @@ def _fused(
     v: Tensor,
     gate: tuple,
     beta: Tensor,
+    write: Tensor | None,
     initial_state: Tensor | None,
     cp: Ranks | None,
     options: dict,
@@ -501,6 +503,7 @@ def _fused(
     *gate, lower_bound, safe_bound = gate
     gc = stages.gate_cumsum(*gate, lower_bound=lower_bound, **options)
     P, A, kd, kg, qg = stages.kda_prepare(q, k, beta, gc, lower_bound=safe_bound, **options)
+    beta = beta if write is None else write  # of the values; that of the keys is in P, A and kd
     if cp is not None:
         packed = {n: x for n, x in options.items() if n == "packing"}
         cp.send(stages.kda_fused_scan_map, (kg, kd, v, beta, gc, A), initial_state, **packed)
@@ -552,21 +555,23 @@ def backward(
     if again and cp is not None:
         initial_state = cp.entering(crossing, initial_state)
     if isinstance(stages, FusedStages):
-        gc, kd, kg, qg = stages.kda_gates(q, k, g, A_log, dt_bias, **gate)
+        erase, strength = (None, beta) if write is None else (beta, write)
+        gc, kd, kg, qg = stages.kda_gates(q, k, g, A_log, dt_bias, erase, **gate)
         if cp is not None:
-            inputs = qg, kg, kd, beta, gc, P, A, do
+            inputs = qg, kg, kd, strength, gc, P, A, do
             cp.send(stages.kda_fused_scan_map_bwd, inputs, dht, scale=scale, **packed)
             dht = cp.receive(stages.cp_merge_bwd, dht)
         h, v_new, dh, Z, dv, dh0 = stages.kda_fused_scans(
-            qg, kg, kd, v, beta, gc, P, A, do, initial_state, dht, scale=scale, **packed
+            qg, kg, kd, v, strength, gc, P, A, do, initial_state, dht, scale=scale, **packed
         )
         del kd, kg, qg
-        dq, dk, dbeta, dgc = stages.kda_fused_intra_bwd(
-            q, k, v, beta, gc, h, v_new, do, dh, Z, scale=scale, **options
+        dq, dk, dbeta, dgc, *of_values = stages.kda_fused_intra_bwd(
+            q, k, v, beta, gc, h, v_new, do, dh, Z, write, scale=scale, **options
         )
         del gc, h, v_new, dh, Z
         dg, dA_log, ddt_bias = stages.gate_bwd(dgc, g, A_log, dt_bias, **gate)
-        return dq, dk, dv, dg, dbeta, dA_log, ddt_bias, dh0
+        dv, *dwrite = of_values or (dv,)
+        return dq, dk, dv, dg, dbeta, *dwrite, dA_log, ddt_bias, dh0
     if again:
         gc = stages.gate_cumsum(g, A_log, dt_bias, **gate)
         w, u, kg, qg = stages.wy(k, v, beta, gc, A, q, write, **packed)

@@ -21,10 +21,11 @@ def kda_fused_intra_bwd(
     do: Tensor,
     dh: Tensor,
     Z: Tensor,
+    write: Tensor | None = None,
     *,
     scale: float,
     chunk_size: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """All that is left, for each chunk by itself: kda_output_bwd and kda_wy_bwd where Z and dV are
     known, then kda_intra_bwd.
 
@@ -34,10 +35,12 @@ def kda_fused_intra_bwd(
 
     Args:
         q, k, v, beta, gc: the arguments of the forward pass. h, v_new, dh, Z: from kda_fused_scans.
-        do: [B, T, HV, V], gradient of o.
+        do: [B, T, HV, V], gradient of o. write: the write gate [B, T, HV, V], where beta is an
+            erase gate.
     Returns:
-        dq, dk, dbeta and dgc of kda_intra_bwd.
-    Source: chapter 24.
+        dq, dk, dbeta and dgc of kda_intra_bwd; with write also dv = write * Z and its gradient
+        Z * V, in the dtypes of v and write.
+    Source: chapters 12d and 24.
     """
     dtype, T = compute_dtype(v, h, v_new, do, dh, Z), v.shape[1]
     V, V_new, dO, Z = (to_chunks(x.to(dtype), chunk_size) for x in (v, v_new, do, Z))
@@ -52,7 +55,7 @@ def kda_fused_intra_bwd(
     rows = scale * dO @ S.mT, -Z @ S.mT, V_new @ dS.mT
     # eq:kda-dgl   dgl = rowsum(dS * S)
     dgl = (dS * S).sum(-1).transpose(1, 2).contiguous()
-    dbeta = from_chunks((Z * V).sum(-1), T)
+    dbeta = from_chunks((Z * V).sum(-1), T) if write is None else None
     dP, dL, *rows = (from_chunks(x, T).to(v.dtype) for x in (dP, dL, *rows))
     # eq:kda-r   R_j += sum over i > j of (dP_ij q_i + beta_i dL_ij k_i) 2^(gc_i - gc_j)
     # eq:kda-dq   dQ_i += sum over j < i of dP_ij k_j 2^(gc_i - gc_j)
@@ -62,4 +65,8 @@ def kda_fused_intra_bwd(
     # eq:kda-dgc   dgc = Q * dQ + K * (diag(beta) Y - R)
     # eq:kda-dbeta   dbeta += rowsum(K * Y)
     # eq:kda-dk   dk = diag(beta) Y + R + diag(dP) Q
-    return kda_intra_bwd(q, k, beta, gc, dP, dL, *rows, dgl, dbeta)
+    found = kda_intra_bwd(q, k, beta, gc, dP, dL, *rows, dgl, dbeta)
+    if write is None:
+        return found
+    dV, dwrite = write.to(dtype) * from_chunks(Z, T), from_chunks(Z * V, T)
+    return *found, dV.to(v.dtype), dwrite.to(write.dtype)

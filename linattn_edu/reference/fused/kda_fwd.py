@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from linattn_edu.reference.delta.kda_intra import kda_intra
-from linattn_edu.reference.fused.kda_scans import kda_gated
+from linattn_edu.reference.fused.kda_scans import kda_gated, of_heads, written
 from linattn_edu.reference.tiles import compute_dtype, from_chunks, pad_gate, to_chunks
 
 
@@ -22,14 +22,16 @@ def kda_prepare(
         P, A of kda_intra,  kd = 2^gc * K,  kg = 2^(gc_last - gc) * K,  qg = 2^gc * Q
 
     Args:
-        q, k: [B, T, H, K]. beta: [B, T, HV]. gc: [B, T, HV, K] from gate_cumsum (log2).
+        q, k: [B, T, H, K]. gc: [B, T, HV, K] from gate_cumsum (log2).
+        beta: [B, T, HV]; or the erase gate [B, T, HV, K], by which kd is multiplied.
         lower_bound: as in kda_intra.
     Returns:
         P and A [B, T, HV, C], kd, kg and qg [B, T, HV, K], all in k.dtype.
-    Source: chapter 24.
+    Source: chapters 12d and 24.
     """
     P, A = kda_intra(q, k, beta, gc, chunk_size=chunk_size, lower_bound=lower_bound)
-    return P, A, *kda_gated(q, k, gc, chunk_size=chunk_size)
+    erase = None if beta.ndim == 3 else beta
+    return P, A, *kda_gated(q, k, gc, erase, chunk_size=chunk_size)
 
 
 def kda_fused_scan(
@@ -52,19 +54,24 @@ def kda_fused_scan(
         o     = scale (qg S + P v_new)
         S    <- diag(2^gc_last) S + kg^T v_new
 
+    With a write gate w, v_new = A (w * V - kd S).
+
     Args:
         qg, kg, kd: [B, T, HV, K], P, A: [B, T, HV, C], from kda_prepare. v: [B, T, HV, V].
-        beta: [B, T, HV]. gc: [B, T, HV, K] (log2), of which it reads the last token of each chunk.
+        beta: [B, T, HV]; or the write gate [B, T, HV, V], where kd has an erase gate.
+        gc: [B, T, HV, K] (log2), of which it reads the last token of each chunk.
         initial_state: [B, HV, K, V], zero if None.
     Returns:
         o [B, T, HV, V] in v.dtype; the final state [B, HV, K, V] in fp32 (fp64 for fp64 input)
         or None.
-    Source: chapter 24.
+    Source: chapters 12d and 24.
     """
     dtype = compute_dtype(qg, kg, kd, v, beta, gc, P, A, initial_state)
     T, C = v.shape[1], A.shape[-1]
+    values, beta = written(v.to(dtype), beta.to(dtype))
     QG, KG, KD, V, b, gc, P, A = (
-        to_chunks(x.to(dtype), C) for x in (qg, kg, kd, v, beta[..., None], pad_gate(gc, C), P, A)
+        to_chunks(x.to(dtype), C)
+        for x in (qg, kg, kd, values, beta[..., None], pad_gate(gc, C), P, A)
     )
     B, HV, NT, _, DK = KG.shape
     S = KG.new_zeros(B, HV, DK, v.shape[-1]) if initial_state is None else initial_state.to(dtype)
@@ -116,5 +123,5 @@ def kda_fused_scan_map(
     eye = torch.eye(K, dtype=S_ext.dtype, device=kg.device).expand(B, HV, K, K)
     # eq:cp-transition   M: the same with v = 0, from I
     none = v.new_zeros(B, T, HV, K)
-    _, M = kda_fused_scan(kg, kg, kd, none, beta, gc, nothing, A, eye, **options)
+    _, M = kda_fused_scan(kg, kg, kd, none, of_heads(beta), gc, nothing, A, eye, **options)
     return S_ext, M

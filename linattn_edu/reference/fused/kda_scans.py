@@ -14,7 +14,7 @@ from linattn_edu.reference.tiles import (
 
 
 def kda_gated(
-    q: Tensor, k: Tensor, gc: Tensor, *, chunk_size: int
+    q: Tensor, k: Tensor, gc: Tensor, erase: Tensor | None = None, *, chunk_size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The rows that read and write the state, each channel faded by its gate.
 
@@ -22,11 +22,12 @@ def kda_gated(
 
     Args:
         q, k: [B, T, H, K]. gc: [B, T, HV, K] from gate_cumsum (log2).
+        erase: the erase gate [B, T, HV, K], by which kd is multiplied, or None.
     Returns:
         kd, kg, qg [B, T, HV, K] in k.dtype.
-    Source: chapter 24.
+    Source: chapters 12d and 24.
     """
-    dtype = compute_dtype(q, k, gc)
+    dtype = compute_dtype(q, k, gc, erase)
     T, HV = gc.shape[1:3]
     Q, K, gc = (
         to_chunks(x.to(dtype), chunk_size)
@@ -34,6 +35,7 @@ def kda_gated(
     )
     # eq:kda-kd   kd = 2^gc * K
     kd = torch.exp2(gc) * K
+    kd = kd if erase is None else to_chunks(erase.to(dtype), chunk_size) * kd
     # eq:kda-kg   kg = 2^(gc_last - gc) * K
     kg = torch.exp2(gc[..., -1:, :] - gc) * K
     # eq:kda-qg   qg = 2^gc * Q
@@ -47,6 +49,7 @@ def kda_gates(
     g: Tensor,
     A_log: Tensor | None = None,
     dt_bias: Tensor | None = None,
+    erase: Tensor | None = None,
     *,
     lower_bound: float | None = None,
     chunk_size: int,
@@ -55,13 +58,24 @@ def kda_gates(
 
     Args:
         q, k: [B, T, H, K]. g, A_log, dt_bias, lower_bound: as in gate_cumsum.
+        erase: as in kda_gated.
     Returns:
         gc [B, T, HV, K] of gate_cumsum, kd, kg and qg of kda_gated.
     Source: chapter 24.
     """
     # eq:delta-gate-cumsum   gc = log2(e) cumsum(g)
     gc = gate_cumsum(g, A_log, dt_bias, lower_bound=lower_bound, chunk_size=chunk_size)
-    return gc, *kda_gated(q, k, gc, chunk_size=chunk_size)
+    return gc, *kda_gated(q, k, gc, erase, chunk_size=chunk_size)
+
+
+def of_heads(beta: Tensor) -> Tensor:
+    """beta; 1 in the place of a write gate."""
+    return beta if beta.ndim == 3 else torch.ones_like(beta[..., 0])
+
+
+def written(v: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
+    """v and beta; of a write gate w * v and 1."""
+    return v if beta.ndim == 3 else beta * v, of_heads(beta)
 
 
 def kda_fused_scans(
@@ -86,16 +100,19 @@ def kda_fused_scans(
         dv_new = scale P^T dO + kg dS,  Z = A^T dv_new,  dV = diag(beta) Z
         dS    <- diag(2^gc_last) dS + scale qg^T dO - kd^T dV
 
+    With a write gate w, v_new = A (w * V - kd S), and Z stands for dV in the last line.
+
     Args:
-        qg, kg, kd: from kda_gates. v, beta, gc: the arguments of the forward pass. P, A: from
-            kda_intra.
+        qg, kg, kd: from kda_gates. v, gc: the arguments of the forward pass. P, A: from kda_intra.
+        beta: [B, T, HV]; or the write gate [B, T, HV, V], where kd has an erase gate.
         do: [B, T, HV, V], gradient of o.
         initial_state: [B, HV, K, V], zero if None. dht: of its shape, gradient of the final state.
     Returns:
         h [B, NT, HV, K, V], the state entering each chunk, and v_new [B, T, HV, V]; dh like h, the
-        gradient of the state leaving each chunk; Z and dv like v_new; all in kg.dtype. dh0
-        [B, HV, K, V] in fp32 (fp64 for fp64 input), the gradient of the initial state.
-    Source: chapter 24.
+        gradient of the state leaving each chunk; Z and dv like v_new, with a write gate no dv
+        (kda_fused_intra_bwd has it); all in kg.dtype. dh0 [B, HV, K, V] in fp32 (fp64 for fp64
+        input), the gradient of the initial state.
+    Source: chapters 12d and 24.
     """
     forth = _forth(kg, kd, v, beta, gc, A, initial_state)
     return *forth, *_back(qg, kg, kd, beta, gc, P, A, do, dht, scale)
@@ -107,6 +124,7 @@ def _forth(
     """h and v_new."""
     dtype = compute_dtype(kg, kd, v, beta, gc, A, state)
     T, C = v.shape[1], A.shape[-1]
+    v, beta = written(v.to(dtype), beta.to(dtype))
     KG, KD, V, b, gc, A = (
         to_chunks(x.to(dtype), C) for x in (kg, kd, v, beta[..., None], pad_gate(gc, C), A)
     )
@@ -138,7 +156,8 @@ def _back(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dh, Z, dv and dh0."""
     dtype = compute_dtype(qg, kg, kd, beta, gc, P, A, do, dht)
-    T, C = do.shape[1], A.shape[-1]
+    T, C, gated = do.shape[1], A.shape[-1], beta.ndim > 3
+    beta = of_heads(beta)
     QG, KG, KD, b, gc, P, A, dO = (
         to_chunks(x.to(dtype), C) for x in (qg, kg, kd, beta[..., None], pad_gate(gc, C), P, A, do)
     )
@@ -159,7 +178,7 @@ def _back(
         dS = torch.exp2(gc[:, :, c, -1])[..., None] * dS + QG[:, :, c].mT @ (scale * dO[:, :, c])
         dS = dS - KD[:, :, c].mT @ dv[-1]
     Z, dv = (from_chunks(torch.stack(x[::-1], 2), T).to(kg.dtype) for x in (Z, dv))
-    return torch.stack(dh[::-1], 1).to(kg.dtype), Z, dv, dS
+    return torch.stack(dh[::-1], 1).to(kg.dtype), Z, None if gated else dv, dS
 
 
 def kda_fused_scan_map_bwd(

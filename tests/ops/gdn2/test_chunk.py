@@ -144,7 +144,9 @@ def test_gates_of_either_dtype(impl, gates, device):
 
 @impls
 @pytest.mark.parametrize("dtype", DTYPES[::2], ids=str)
-def test_what_is_kept_changes_no_bit(dtype, impl, device):
+def test_what_is_kept_changes_no_bit(dtype, impl, device, force):
+    """Of the stages one by one."""
+    force(kda_forward_stages="staged", kda_backward_stages="staged")
     x = small(dtype, device)
     do, dht = cotangents(x)
     got, want = (
@@ -188,12 +190,17 @@ def test_compiled(backend, device):
     same_bits(got, want)
 
 
-def test_a_route_says_why_no_stage_is_fused():
-    x = small(torch.bfloat16, "cpu")
-    tensors = {n: t.to("meta") for n, t in x.items()}
-    stages = route(chunk_gdn2, **tensors, gpu="h100").stages
-    why = "stage by stage: the fused stages have one beta a head, no gates of channels"
-    assert stages == {"forward": why, "backward": why}
+@pytest.mark.parametrize("gates", [torch.bfloat16, torch.float32], ids=str)
+def test_stages_on_a_gpu(gates):
+    """The kernels in Gluon take gates of q's dtype."""
+    x = dict.fromkeys("qkvgbw", torch.empty(8, 4096, 16, 128, device="meta", dtype=torch.bfloat16))
+    x |= {n: x[n].to(gates) for n in ("b", "w")}
+    found = route(chunk_gdn2, **x, gpu="h100")
+    fused = "fused stages: Hopper, bfloat16, K=128, V=128"
+    other = "stage by stage: a gate of float32: Gluon kernels want bfloat16"
+    alike = gates == torch.bfloat16
+    assert found.stages == {"forward": fused, "backward": fused if alike else other}
+    assert any("kda_scan_gluon" in s.kernel for s in found.forward) == alike
 
 
 def refuse(change, message, error=ValueError):
