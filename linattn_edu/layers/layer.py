@@ -1,7 +1,7 @@
 """What the layers share: their arguments, their caches, their state dicts."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -10,18 +10,25 @@ from linattn_edu.cp.context import CPContext
 from linattn_edu.layers.cache import Cache
 from linattn_edu.layers.short_convolution import ShortConvolution
 from linattn_edu.layers.step import Step
+from linattn_edu.layers.token import together
 from linattn_edu.ops import check
 from linattn_edu.ops.ring import make_ring
 from linattn_edu.ops.tensors import AUTOCAST, known, needs_gradient, transformed
+
+Projected = Callable[[str], Tensor]  # name of a first projection -> the hidden states through it
 
 
 class Layer(nn.Module):
     """A map of hidden states to hidden states, whose memory of earlier tokens has a fixed size.
 
     A subclass sets hidden_size; conv_shapes, the ``[D, W]`` of each short convolution;
-    state_shape, that of the recurrent state of a sequence; and has the methods that raise
+    state_shape, that of the recurrent state of a sequence; first and last, the names of the modules
+    that the hidden states meet first, and of the last one; and has the methods that raise
     NotImplementedError here.
     """
+
+    first: tuple[str, ...]
+    last: str
 
     hidden_size: int
     conv_shapes: tuple[tuple[int, int], ...]
@@ -120,7 +127,14 @@ class Layer(nn.Module):
         x, padding, fill, bounds, step = self._enter(
             x, attention_mask, cache, cu_seqlens, cu_seqlens_cpu, cp_context
         )
-        return filled(self._mixed(x, padding, cache, bounds, step), padding, fill)
+        projected = self.projected(x)
+        if step and padding is None:
+            given = {n: projected(n) for n in self.first if n in self._modules}
+            mixed = lambda: self._mixed(given.__getitem__, None, cache, bounds, True)
+            y = together(self, given, cache, mixed)
+        else:
+            y = self._mixed(projected, padding, cache, bounds, step)
+        return filled(getattr(self, self.last)(y), padding, fill)
 
     def _enter(
         self,
@@ -156,10 +170,21 @@ class Layer(nn.Module):
                 cache.commit(self.impl)
         return x, padding, fill, bounds, step
 
+    def projected(self, x: Tensor) -> Projected:
+        """Name of a projection -> the hidden states through it."""
+        return lambda name: getattr(self, name)(x)
+
     def _mixed(
-        self, x: Tensor, padding: Tensor | None, cache: Cache | None, bounds: dict, step: bool
+        self,
+        projected: Projected,
+        padding: Tensor | None,
+        cache: Cache | None,
+        bounds: dict,
+        step: bool,
     ) -> Tensor:
-        """y of x, which is zero at padding [B, T, 1]; step: one token, in place."""
+        """What the last projection takes, of hidden states that are zero at padding [B, T, 1];
+        step: one token, in place.
+        """
         raise NotImplementedError
 
     def _convolved(

@@ -68,11 +68,11 @@ def refuse_shared(
     first = next(iter(written.values()))
     if first.device.type == "meta" or traced(first):
         return
-    spans = {name: _memory(written[name]) for name in written}
+    spans = {name: memory(written[name]) for name in written}
     places = []
     for x in others:
         if x is not None and x.numel():
-            places.append(_memory(x))
+            places.append(memory(x))
     for name in spans:
         apart = [*places, *(spans[other] for other in spans if other != name)]
         if any(_meet(spans[name], place) for place in apart):
@@ -218,7 +218,7 @@ def written(state: Tensor) -> None:
         torch.autograd.graph.increment_version(state)
 
 
-def _memory(x: Tensor) -> tuple[int, int]:
+def memory(x: Tensor) -> tuple[int, int]:
     """The addresses between which the elements of x lie."""
     begin, size = x.data_ptr(), x.element_size()
     if x.is_contiguous():
