@@ -149,6 +149,17 @@ def check_pool(
     check_rows(names.slots, names.axis, given.sizes[names.axis], indices, accepted)
 
 
+def check_kept(
+    name: str, state: Tensor, others: tuple[Tensor | None, ...], where: str = ""
+) -> None:
+    """Refuse a dtype that states are not kept in: float64 beside float64, else 32 or 16 bits."""
+    kept = wide(*others)
+    halves = kept == torch.float32 and state.dtype in (torch.float16, torch.bfloat16)
+    if state.dtype != kept and not halves:
+        more = ", torch.float16 or torch.bfloat16" if kept == torch.float32 else ""
+        raise TypeError(f"{name} must be {kept}{more}{where}, got {state.dtype}")
+
+
 def check_final(
     names: Names, state: Tensor | None, others: tuple[Tensor | None, ...], pool: bool
 ) -> None:
@@ -156,8 +167,7 @@ def check_final(
     name, asked, slots, _ = names
     if state is None:
         raise ValueError(f"{name} must be given with {asked}=True, got None")
-    if state.dtype != wide(*others):
-        raise TypeError(f"{name} must be {wide(*others)} with {asked}=True, got {state.dtype}")
+    check_kept(name, state, others, f" with {asked}=True")
     if pool and not dense(state):
         raise ValueError(
             f"{name} must be contiguous in every slot with {slots}, and slots "

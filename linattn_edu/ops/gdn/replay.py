@@ -48,7 +48,10 @@ def replay_gated_delta_rule(
         q, k, v, g, beta, scale: As in :func:`chunk_gated_delta_rule`, with K <= 512 and
             T <= ring.tokens.
         state: Checkpoints ``[slots, HV, K, V]``, ``[slots, HV, V, K]`` with ring.state_v_first:
-            float32 (float64 for the reference), each slot contiguous. Written in place.
+            float32, float16 or bfloat16 (float64 for the reference), each slot contiguous. Written
+            in place where a ring is folded, which is where 16 bits are rounded: once in ring.length
+            tokens, so that after as many tokens they are off by a third of what they are where
+            each token writes the state.
         ring: What was written since, by :func:`make_ring`. Written in place. :func:`commit_ring`
             makes of both the plain state.
         use_qk_l2norm_in_kernel, use_gate_in_kernel, A_log, dt_bias: As in
