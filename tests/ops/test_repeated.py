@@ -209,3 +209,30 @@ def test_a_host_that_reads_is_never_repeated(device):
     for _ in range(5):
         repeat(programs, [], [x], lambda: [False], f)
     assert len(read) == 5 and [*programs["plans"].values()] == [tape.NEVER]
+
+
+@pytest.mark.parametrize(
+    "name", ["fused_recurrent_gated_delta_rule", "fused_recurrent_kda of a layer"]
+)
+@torch.no_grad()
+def test_results_are_made_where_they_shall_be(name, device):
+    """In out and final_state_out, without a copy; at another alignment with one."""
+    f, own, options = call(name, device)
+    options |= {"output_final_state": True}
+    want = f(**own, **options)
+    memory = torch.full((1001,), torch.nan, device=device)
+    for _ in range(4):
+        rooms = [torch.full_like(x, torch.nan) for x in want]
+        got = f(**own, **options, out=rooms[0], final_state_out=rooms[1])
+        assert all(a is b and torch.equal(b, w) for a, b, w in zip(got, rooms, want, strict=True))
+    (program,) = [p for p in programs() if callable(p) and p.writes]
+    copies = [n for n, c in program.__globals__.items() if c is torch.ops.aten.copy_.default]
+    assert not any(f" {n}(" in program.source for n in copies) and "empty(" not in program.source
+    odd = memory[1 : 1 + want[0].numel()].view(want[0].shape)
+    for _ in range(4):
+        odd.fill_(torch.nan)
+        got, _ = f(**own, **options, out=odd)
+        assert got is odd and torch.equal(odd, want[0])
+    shared = own["v"].view(-1).view(want[0].shape) if own["v"].shape == want[0].shape else own["v"]
+    with pytest.raises(ValueError, match="must not share memory"):
+        f(**own, **options, out=shared, final_state_out=rooms[1])

@@ -102,7 +102,8 @@ class _Tape:
         self.device = next(x for x in inputs if x is not None).device
         self.tensors: dict[str, tuple] = {}  # address, shape, stride, dtype and offset: no numbers
         self.at: dict[int, list[str]] = {}  # where a storage begins -> the tensors that it is
-        self.untold, self.listens, self.made, self.launches = None, True, 0, 0
+        self.untold, self.listens, self.made = None, True, 0
+        self.launched: list[str] = []  # the lines of launches
         self.computes = False  # with operations of PyTorch that autocast may change
         for name, x in zip(self.inputs, inputs, strict=True):
             if x is not None:
@@ -170,7 +171,6 @@ class _Tape:
 
     def launch(self, kernel, compiled, grid, args: tuple, kwargs: dict) -> None:
         """compiled: what was launched; in the interpreter, the function that launches."""
-        self.launches += 1
         if self.untold is not None:
             return
         try:
@@ -182,7 +182,7 @@ class _Tape:
             if isinstance(kernel, InterpretedFunction):
                 texts, uses = self._arguments(args, kwargs)
                 texts += [f"grid={grid!r}", "warmup=False"]
-                self.lines.append((f"{self._constant(compiled)}({', '.join(texts)})", uses))
+                self._launch(f"{self._constant(compiled)}({', '.join(texts)})", uses)
                 return
             grid += (1,) * (3 - len(grid))
             texts, uses = [], set()
@@ -203,9 +203,13 @@ class _Tape:
             about = (compiled.function, compiled.packed_metadata, None, None, None)
             call, given = handed(compiled.run, (*head, *about, *texts), self._constant)
             given = ", ".join(told(x, self._constant) for x in given)
-            self.lines.append((f"{self._constant(call)}({given})", uses))
+            self._launch(f"{self._constant(call)}({given})", uses)
         except (Untold, AttributeError, TypeError) as error:
             self.untold = error
+
+    def _launch(self, line: str, uses: set[str]) -> None:
+        self.launched.append(line)
+        self.lines.append((line, uses))
 
     def _arguments(self, args: Sequence, kwargs: dict) -> tuple[list[str], set[str]]:
         texts, uses = [], set()
@@ -276,8 +280,10 @@ class _Tape:
         """A function of the inputs that does the same and returns new results."""
         if self.untold is not None:
             raise self.untold
-        if writes is not None and not self.launches:
+        if writes is not None and not self.launched:
             raise Untold("operations of PyTorch alone, as many as there are tokens")
+        for name in self.inputs if writes is not None else ():
+            self._into(name)
         one = isinstance(results, Tensor)
         out = [self._result(x, writes) for x in ([results] if one else results)]
         back = out[0][0] if one else f"({''.join(f'{t}, ' for t, _ in out)})"
@@ -307,6 +313,28 @@ class _Tape:
         program.writes, program.sizes = writes if any(writes or ()) else None, None
         return program
 
+    def _into(self, name: str) -> None:
+        """What is made only to be copied to an input is made there; that lies apart from all."""
+        for i, (line, _) in enumerate(self.lines):
+            found = re.fullmatch(rf"(c\d+)\({name}, (t\d+)\)", line)
+            if found is None or self.constants[found[1]] is not _aten.copy_.default:
+                continue
+            made, (address, *kind, _) = found[2], self.tensors[name]
+            begin, *named = [j for j, x in enumerate(self.lines) if _names(f"p?{made}", x)]
+            others = {x[0] for x in self.lines if _names(f"p?{name}", x)}
+            fresh = self.lines[begin][0].startswith(f"{made} = empty(") and named[-1] == i
+            fresh &= all(self.lines[j][0] in self.launched for j in named[:-1])
+            apart = others <= {line, f"written({name})"} and address % 16 == 0
+            if fresh and apart and kind == [*self.tensors[made][1:4]]:
+                there = lambda x: re.sub(rf"\b(p?){made}\b", rf"\1{name}", x)  # noqa: B023
+                self.lines = [
+                    (there(x), {*uses, name} - {made} if made in uses else uses)
+                    for j, (x, uses) in enumerate(self.lines)
+                    if j not in (begin, i)
+                ]
+                self.launched = [*map(there, self.launched)]
+                return
+
     def _result(self, x: Tensor | None, writes: Sequence[bool] | None) -> tuple[str, str | None]:
         """An expression for a result, and the name of the tensor that it is, or is a view of."""
         if x is None:
@@ -315,7 +343,7 @@ class _Tape:
         if text in self.inputs:
             return (f"owned({text})" if writes is None else text), name
         form = f"{name} = empty({self.tensors[name][1]}, {self.tensors[name][2]}, "
-        made = [i for i, (line, _) in enumerate(self.lines) if re.search(rf"\b{name}\b", line)]
+        made = [i for i, line in enumerate(self.lines) if _names(name, line)]
         whole = x.is_contiguous() and x.nbytes == x.untyped_storage().nbytes()
         if text != name and whole and [self.lines[i][0][: len(form)] for i in made] == [form]:
             # made in the form that is returned: all others know it by its address
@@ -351,6 +379,10 @@ def _holds(place: tuple, x: Tensor) -> bool:
         if step:
             far -= step * min(max(far, 0) // step, size - 1)
     return far == 0 == rest
+
+
+def _names(name: str, line: tuple[str, set[str]]) -> bool:
+    return re.search(rf"\b{name}\b", line[0]) is not None
 
 
 def _below_autograd(func: Callable) -> Callable:
