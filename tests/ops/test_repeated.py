@@ -17,6 +17,7 @@ from linattn_edu.testing import gdn_inputs
 WHOLE = (
     "fused_recurrent_gated_delta_rule", "fused_recurrent_kda", "fused_recurrent_gdn2",
     "selective_state_update", "causal_conv1d_update", "rms_norm_gated", "l2norm",
+    "chunk_gated_delta_rule", "chunk_kda", "chunk_gdn2", "mamba_chunk_scan_combined",
 )  # fmt: skip
 NAMES = [n for n in CALLS if n.split()[0] in WHOLE]
 
