@@ -48,10 +48,10 @@ class Pool:
         """The likeliest tokens after these; convolve, rule: the parts of a layer with a memory."""
         x = self.model.embedding(torch.tensor(tokens, device=self.device))
         for block, own in zip(self.model.blocks, self.layers, strict=True):
-            layer, h, qkv = block.mixer, block.mixer_norm(x), []
+            layer, h, qkv = block.mixer, block.mixer.projected(block.mixer_norm(x)), []
             heads = layer.num_heads, layer.num_heads, layer.num_v_heads
             for j, name in enumerate("qkv"):
-                y = getattr(layer, f"{name}_proj")(h)
+                y = h(f"{name}_proj")
                 y = convolve(own, j, getattr(layer, f"{name}_conv1d"), y)
                 qkv.append(y.unflatten(-1, (heads[j], -1)))
             given = dict(zip("qkv", qkv, strict=True)) | layer._gates(h) | {"impl": layer.impl}

@@ -27,8 +27,9 @@ class Cache:
         layer: Name of the layer's class.
         conv_states: For each short convolution, in the order of the forward pass, its last W inputs
             ``[N, D, W]``, newest last, in the dtype of the activations; RWKV-7's shift is one, W 2.
-        recurrent_state: The state of the recurrence ``[N, ...]``, in float32 or float64; with a
-            ring as it was when the ring was empty, until :meth:`commit`.
+        recurrent_state: The state of the recurrence ``[N, ...]``, in float32 or float64, or in 16
+            bits where that was asked for; with a ring as it was when the ring was empty, until
+            :meth:`commit`.
         ring: What steps of one token wrote since, or None: they write the state.
     """
 

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from linattn_edu.layers.cache import Cache
-from linattn_edu.layers.layer import Layer, draw_step_bias
+from linattn_edu.layers.layer import Layer, Projected, draw_step_bias
 from linattn_edu.layers.short_convolution import ShortConvolution
 from linattn_edu.ops import check
 from linattn_edu.ops.causal_conv1d import WIDEST
@@ -22,6 +22,8 @@ class DeltaLayer(Layer):
 
     A subclass adds the parameters of its gates and names the two forms of its operator.
     """
+
+    last = "o_proj"
 
     def __init__(
         self, hidden_size, expand_v, head_dim, num_heads, num_v_heads, mode, use_short_conv,
@@ -95,15 +97,15 @@ class DeltaLayer(Layer):
     def _projection(self) -> nn.Module:
         return self.q_proj
 
-    def _raw_gate(self, x: Tensor) -> Tensor:
+    def _raw_gate(self, projected: Projected) -> Tensor:
         """g before the gate: [B, T, HV], or [B, T, HV, K]."""
         raise NotImplementedError
 
-    def _gates(self, x: Tensor) -> dict[str, Tensor | bool]:
+    def _gates(self, projected: Projected) -> dict[str, Tensor | bool]:
         """What the operator is given for the decay of the state and for the strength of a write."""
         return {
-            "g": self._raw_gate(x),
-            "beta": self.b_proj(x),
+            "g": self._raw_gate(projected),
+            "beta": projected("b_proj"),
             "A_log": self.A_log,
             "dt_bias": self.dt_bias,
             "use_beta_sigmoid_in_kernel": True,
@@ -121,14 +123,19 @@ class DeltaLayer(Layer):
     def _ring_kind(self) -> dict | None:
         return {"heads": self.num_heads}
 
-    def _norm(self, o: Tensor, x: Tensor) -> Tensor:
+    def _norm(self, o: Tensor, projected: Projected) -> Tensor:
         """o [B, T, HV, V], normalised and gated."""
         raise NotImplementedError
 
     def _mixed(
-        self, x: Tensor, padding: Tensor | None, cache: Cache | None, bounds: dict, step: bool
+        self,
+        projected: Projected,
+        padding: Tensor | None,
+        cache: Cache | None,
+        bounds: dict,
+        step: bool,
     ) -> Tensor:
-        q, k, v = (self._qkv(i, x, cache, bounds) for i in range(3))
+        q, k, v = (self._qkv(i, projected, cache, bounds) for i in range(3))
         if padding is not None and self.use_short_conv and self.conv_bias:
             v = v.masked_fill(padding, 0)  # so that padding writes nothing
         recurrent = step or self.mode == "fused_recurrent"
@@ -138,14 +145,14 @@ class DeltaLayer(Layer):
             "q": q.unflatten(-1, (self.num_heads, self.head_k_dim)),
             "k": k.unflatten(-1, (self.num_heads, self.head_k_dim)),
             "v": v.unflatten(-1, (self.num_v_heads, self.head_v_dim)),
-            **self._gates(x),
+            **self._gates(projected),
             "use_qk_l2norm_in_kernel": True,
             "use_gate_in_kernel": True,
             "impl": self.impl,
         }
         if step and cache.ring:
             o = self._replay(**arguments, state=cache.recurrent_state, ring=cache.ring)
-            return self.o_proj(self._norm(o, x).flatten(-2))
+            return self._norm(o, projected).flatten(-2)
         o, state = self._rule(
             recurrent,
             **arguments,
@@ -156,12 +163,12 @@ class DeltaLayer(Layer):
         )
         if cache is not None and not step:
             cache.put(len(cache.conv_states), state)
-        return self.o_proj(self._norm(o, x).flatten(-2))
+        return self._norm(o, projected).flatten(-2)
 
-    def _qkv(self, i: int, x: Tensor, cache: Cache | None, bounds: dict) -> Tensor:
+    def _qkv(self, i: int, projected: Projected, cache: Cache | None, bounds: dict) -> Tensor:
         """q, k or v: a projection of x, and its short convolution with silu."""
         name = "qkv"[i]
-        y = getattr(self, f"{name}_proj")(x)
+        y = projected(f"{name}_proj")
         if not self.use_short_conv:
             return F.silu(y)
         return self._convolved(getattr(self, f"{name}_conv1d"), y, cache, i, bounds)

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from linattn_edu.layers.cache import Cache
-from linattn_edu.layers.layer import Layer
+from linattn_edu.layers.layer import Layer, Projected
 from linattn_edu.ops import check, inplace
 from linattn_edu.ops.ema import ema_scan
 from linattn_edu.ops.tensors import wide
@@ -59,6 +59,8 @@ class EMA(Layer):
     Source: chapter 20.
     """
 
+    first, last = ("v_proj", "a_proj"), "o_proj"
+
     def __init__(
         self,
         hidden_size: int,
@@ -97,10 +99,15 @@ class EMA(Layer):
         return self.v_proj
 
     def _mixed(
-        self, x: Tensor, padding: Tensor | None, cache: Cache | None, bounds: dict, step: bool
+        self,
+        projected: Projected,
+        padding: Tensor | None,
+        cache: Cache | None,
+        bounds: dict,
+        step: bool,
     ) -> Tensor:
-        v = self.v_proj(x).unflatten(-1, self.state_shape)
-        u = self.a_proj(x)
+        v = projected("v_proj").unflatten(-1, self.state_shape)
+        u = projected("a_proj")
         u = u.to(wide(u))
         state = None if cache is None else cache.recurrent_state
         if step:
@@ -113,4 +120,4 @@ class EMA(Layer):
             )
             if state is not None:
                 cache.put(0, final)
-        return self.o_proj(y.flatten(-2))
+        return y.flatten(-2)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from linattn_edu.layers.delta import DeltaLayer
-from linattn_edu.layers.layer import draw_rate
+from linattn_edu.layers.layer import Projected, draw_rate
 from linattn_edu.layers.rms_norm_gated import RMSNormGated
 from linattn_edu.ops.gdn import (
     chunk_gated_delta_rule,
@@ -65,6 +65,8 @@ class GatedDeltaNet(DeltaLayer):
     Source: Yang et al. 2024 (arXiv:2412.06464); chapter 27.
     """
 
+    first = ("q_proj", "k_proj", "v_proj", "a_proj", "b_proj", "g_proj")
+
     def __init__(
         self,
         hidden_size: int = 2048,
@@ -103,8 +105,8 @@ class GatedDeltaNet(DeltaLayer):
     def _draw_rate(self) -> None:
         draw_rate(self.A_log, 0, 16)
 
-    def _raw_gate(self, x: Tensor) -> Tensor:
-        return self.a_proj(x)
+    def _raw_gate(self, projected: Projected) -> Tensor:
+        return projected("a_proj")
 
     def _rule(self, recurrent: bool, **arguments) -> tuple[Tensor, Tensor | None]:
         rule = fused_recurrent_gated_delta_rule if recurrent else chunk_gated_delta_rule
@@ -113,6 +115,6 @@ class GatedDeltaNet(DeltaLayer):
     def _replay(self, **arguments) -> Tensor:
         return replay_gated_delta_rule(**arguments)
 
-    def _norm(self, o: Tensor, x: Tensor) -> Tensor:
-        z = self.g_proj(x).view_as(o) if self.use_gate else None
+    def _norm(self, o: Tensor, projected: Projected) -> Tensor:
+        z = projected("g_proj").view_as(o) if self.use_gate else None
         return self.o_norm(o, z)

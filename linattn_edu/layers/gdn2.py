@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from linattn_edu.layers.delta import DeltaLayer
-from linattn_edu.layers.layer import draw_rate
+from linattn_edu.layers.layer import Projected, draw_rate
 from linattn_edu.layers.rms_norm_gated import RMSNormGated
 from linattn_edu.ops.gdn2 import chunk_gdn2, fused_recurrent_gdn2
 
@@ -45,6 +45,8 @@ class GatedDeltaNet2(DeltaLayer):
     Source: the layer as in fla-core 0.6.0; chapter 27 has that of Kimi Delta Attention.
     """
 
+    first = ("q_proj", "k_proj", "v_proj", "f_proj", "b_proj", "w_proj", "g_proj")
+
     def __init__(
         self,
         hidden_size: int = 2048,
@@ -83,12 +85,12 @@ class GatedDeltaNet2(DeltaLayer):
     def _draw_rate(self) -> None:
         draw_rate(self.A_log, 1, 16)
 
-    def _gates(self, x: Tensor) -> dict[str, Tensor]:
-        b, w = self.b_proj(x).sigmoid(), self.w_proj(x).sigmoid()
+    def _gates(self, projected: Projected) -> dict[str, Tensor]:
+        b, w = projected("b_proj").sigmoid(), projected("w_proj").sigmoid()
         b = 2 * b if self.allow_neg_eigval else b
         heads = self.num_heads, self.head_k_dim
         of_keys = {
-            "g": self.f_proj(x).unflatten(-1, heads),
+            "g": projected("f_proj").unflatten(-1, heads),
             "b": b.unflatten(-1, heads),
             "A_log": self.A_log[:, None],
             "dt_bias": self.dt_bias.unflatten(-1, heads),
@@ -106,5 +108,5 @@ class GatedDeltaNet2(DeltaLayer):
     def _ring_kind(self) -> None:
         return None
 
-    def _norm(self, o: Tensor, x: Tensor) -> Tensor:
-        return self.o_norm(o, self.g_proj(x).view_as(o))
+    def _norm(self, o: Tensor, projected: Projected) -> Tensor:
+        return self.o_norm(o, projected("g_proj").view_as(o))

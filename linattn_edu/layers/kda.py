@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from linattn_edu.layers.delta import DeltaLayer
-from linattn_edu.layers.layer import draw_rate
+from linattn_edu.layers.layer import Projected, draw_rate
 from linattn_edu.layers.rms_norm_gated import RMSNormGated
 from linattn_edu.ops import check
 from linattn_edu.ops.kda import chunk_kda, fused_recurrent_kda, replay_kda
@@ -47,6 +47,8 @@ class KimiDeltaAttention(DeltaLayer):
 
     Source: Kimi Team 2025 (arXiv:2510.26692); chapter 27.
     """
+
+    first = ("q_proj", "k_proj", "v_proj", "f_proj", "b_proj", "g_proj")
 
     def __init__(
         self,
@@ -94,8 +96,8 @@ class KimiDeltaAttention(DeltaLayer):
         else:
             draw_rate(self.A_log, 1, 16)
 
-    def _raw_gate(self, x: Tensor) -> Tensor:
-        return self.f_proj(x).unflatten(-1, (self.num_v_heads, self.head_k_dim))
+    def _raw_gate(self, projected: Projected) -> Tensor:
+        return projected("f_proj").unflatten(-1, (self.num_v_heads, self.head_k_dim))
 
     def _rule(self, recurrent: bool, **arguments) -> tuple[Tensor, Tensor | None]:
         if recurrent:
@@ -108,5 +110,5 @@ class KimiDeltaAttention(DeltaLayer):
     def _ring_kind(self) -> dict:
         return {**super()._ring_kind(), "channels": True}
 
-    def _norm(self, o: Tensor, x: Tensor) -> Tensor:
-        return self.o_norm(o, self.g_proj(x).view_as(o))
+    def _norm(self, o: Tensor, projected: Projected) -> Tensor:
+        return self.o_norm(o, projected("g_proj").view_as(o))

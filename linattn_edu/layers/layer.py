@@ -1,7 +1,7 @@
 """What the layers share: their arguments, their caches, their state dicts."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -10,18 +10,25 @@ from linattn_edu.cp.context import CPContext
 from linattn_edu.layers.cache import Cache
 from linattn_edu.layers.short_convolution import ShortConvolution
 from linattn_edu.layers.step import Step
+from linattn_edu.layers.token import together
 from linattn_edu.ops import check
 from linattn_edu.ops.ring import make_ring
 from linattn_edu.ops.tensors import AUTOCAST, known, needs_gradient, transformed
+
+Projected = Callable[[str], Tensor]  # name of a first projection -> the hidden states through it
 
 
 class Layer(nn.Module):
     """A map of hidden states to hidden states, whose memory of earlier tokens has a fixed size.
 
     A subclass sets hidden_size; conv_shapes, the ``[D, W]`` of each short convolution;
-    state_shape, that of the recurrent state of a sequence; and has the methods that raise
+    state_shape, that of the recurrent state of a sequence; first and last, the names of the modules
+    that the hidden states meet first, and of the last one; and has the methods that raise
     NotImplementedError here.
     """
+
+    first: tuple[str, ...]
+    last: str
 
     hidden_size: int
     conv_shapes: tuple[tuple[int, int], ...]
@@ -35,6 +42,7 @@ class Layer(nn.Module):
         dtype: torch.dtype | None = None,
         *,
         ring: int | None = None,
+        state_dtype: torch.dtype | None = None,
     ) -> Cache:
         """States of no tokens, zero, for decoding.
 
@@ -48,6 +56,9 @@ class Layer(nn.Module):
                 written again, as length in :func:`make_ring`; None: each step writes it. Nearly
                 half of a step's traffic is saved, and on an H100 time from 8 sequences on. y
                 differs in rounding.
+            state_dtype: Of the recurrent state: None is float32 (float64 with float64). float16 or
+                bfloat16 are half of its memory; chapter 26 has their error, which is less with a
+                ring, where they are written less often.
 
         Raises:
             TypeError: batch_size is no integer, dtype no floating-point dtype.
@@ -57,7 +68,12 @@ class Layer(nn.Module):
         device, dtype = placed(self, self._projection(), batch_size, device, dtype)
         shapes = self._cache_shapes(batch_size)
         *conv, state = (torch.zeros(s, device=device, dtype=dtype) for s in shapes)
-        state, kept, kind = state.to(_widened(dtype)), None, self._ring_kind()
+        wide, kept, kind = _widened(dtype), None, self._ring_kind()
+        if state_dtype is not None:
+            check.dtype("state_dtype", state_dtype)
+            if state_dtype not in _kept(wide):
+                raise TypeError(f"state_dtype must be {_either(_kept(wide))}, got {state_dtype}")
+        state = state.to(state_dtype or wide)
         if ring is not None and kind is None:
             raise ValueError(f"ring must be None for {type(self).__name__}, got {ring}")
         if ring is not None:
@@ -120,7 +136,14 @@ class Layer(nn.Module):
         x, padding, fill, bounds, step = self._enter(
             x, attention_mask, cache, cu_seqlens, cu_seqlens_cpu, cp_context
         )
-        return filled(self._mixed(x, padding, cache, bounds, step), padding, fill)
+        projected = self.projected(x)
+        if step and padding is None:
+            given = {n: projected(n) for n in self.first if n in self._modules}
+            mixed = lambda: self._mixed(given.__getitem__, None, cache, bounds, True)
+            y = together(self, given, cache, mixed)
+        else:
+            y = self._mixed(projected, padding, cache, bounds, step)
+        return filled(getattr(self, self.last)(y), padding, fill)
 
     def _enter(
         self,
@@ -156,10 +179,21 @@ class Layer(nn.Module):
                 cache.commit(self.impl)
         return x, padding, fill, bounds, step
 
+    def projected(self, x: Tensor) -> Projected:
+        """Name of a projection -> the hidden states through it."""
+        return lambda name: getattr(self, name)(x)
+
     def _mixed(
-        self, x: Tensor, padding: Tensor | None, cache: Cache | None, bounds: dict, step: bool
+        self,
+        projected: Projected,
+        padding: Tensor | None,
+        cache: Cache | None,
+        bounds: dict,
+        step: bool,
     ) -> Tensor:
-        """y of x, which is zero at padding [B, T, 1]; step: one token, in place."""
+        """What the last projection takes, of hidden states that are zero at padding [B, T, 1];
+        step: one token, in place.
+        """
         raise NotImplementedError
 
     def _convolved(
@@ -231,17 +265,18 @@ class Layer(nn.Module):
             raise ValueError(f"cache must be of a {name}, got one of a {cache.layer}")
         dtype = activations(x.dtype, x.device)
         *conv, state = self._cache_shapes(N)
-        wanted = [*((shape, dtype) for shape in conv), (state, _widened(dtype))]
+        wanted = [*((shape, (dtype,)) for shape in conv), (state, _kept(_widened(dtype)))]
         if len(cache.states) != len(wanted):
             raise ValueError(f"cache must have {len(wanted)} states, got {len(cache.states)}")
-        for y, (shape, dtype) in zip(cache.states, wanted, strict=True):
+        for y, (shape, dtypes) in zip(cache.states, wanted, strict=True):
             if y.shape != shape:
                 raise ValueError(
                     f"cache must be of a layer of these sizes and of {N} sequences, with a state "
                     f"{shape}, got {tuple(y.shape)}"
                 )
-            if y.dtype != dtype:
-                raise TypeError(f"cache must have a state in {dtype} {shape}, got {y.dtype}")
+            if y.dtype not in dtypes:
+                wanted = _either(dtypes)
+                raise TypeError(f"cache must have a state in {wanted} {shape}, got {y.dtype}")
             if not y.is_contiguous():  # else a step would fail after the states before it
                 raise ValueError(
                     f"cache must have contiguous states, got strides {y.stride()} for {shape}"
@@ -321,6 +356,15 @@ def activations(dtype: torch.dtype, device: torch.device) -> torch.dtype:
 
 def _widened(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _kept(wide: torch.dtype) -> tuple[torch.dtype, ...]:
+    """The dtypes of a recurrent state."""
+    return (wide,) if wide == torch.float64 else (wide, torch.float16, torch.bfloat16)
+
+
+def _either(dtypes: tuple[torch.dtype, ...]) -> str:
+    return " or ".join(map(str, dtypes))
 
 
 def check_mask(mask: object, x: Tensor, cache: Cache | None = None) -> Tensor:

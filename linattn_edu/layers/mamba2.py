@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from linattn_edu.layers.cache import Cache
-from linattn_edu.layers.layer import Layer, draw_rate, draw_step_bias
+from linattn_edu.layers.layer import Layer, Projected, draw_rate, draw_step_bias
 from linattn_edu.layers.rms_norm_gated import RMSNormGated
 from linattn_edu.layers.short_convolution import ShortConvolution
 from linattn_edu.ops import check
@@ -75,6 +75,8 @@ class Mamba2(Layer):
 
     Source: Dao and Gu 2024 (arXiv:2405.21060); chapter 27.
     """
+
+    first, last = ("in_proj",), "out_proj"
 
     def __init__(
         self,
@@ -173,9 +175,14 @@ class Mamba2(Layer):
         return self.in_proj
 
     def _mixed(
-        self, x: Tensor, padding: Tensor | None, cache: Cache | None, bounds: dict, step: bool
+        self,
+        projected: Projected,
+        padding: Tensor | None,
+        cache: Cache | None,
+        bounds: dict,
+        step: bool,
     ) -> Tensor:
-        z0, x0, z, xBC, dt = self.in_proj(x).split(self.widths, -1)
+        z0, x0, z, xBC, dt = projected("in_proj").split(self.widths, -1)
         if padding is not None:  # in_proj may have a bias
             xBC = xBC.masked_fill(padding, 0)
         xBC = self._convolved(self.conv1d, xBC, cache, 0, bounds)
@@ -195,7 +202,7 @@ class Mamba2(Layer):
             y = self.norm(y, z)
         if self.d_ssm < self.d_inner:
             y = torch.cat([F.silu(z0) * x0, y], -1)
-        return self.out_proj(y)
+        return y
 
     def _skip(self) -> Tensor:
         """D [H], or [H, P]."""

@@ -193,14 +193,17 @@ class LanguageModel(nn.Module):
         dtype: torch.dtype | None = None,
         *,
         ring: int | None = None,
+        state_dtype: torch.dtype | None = None,
     ) -> list:
         """The memory of no tokens of each layer, for a batch of so many sequences.
 
-        device, dtype, ring: As in a layer's make_cache; attention, "ema" and "rwkv7" have no ring.
+        device, dtype, ring, state_dtype: As in a layer's make_cache; attention, "ema" and "rwkv7"
+        have no ring, and attention no state.
         """
         made = []
         for mixer in (block.mixer for block in self.blocks):
             more = {} if isinstance(mixer, (Attention, EMA, RWKV7)) else {"ring": ring}
+            more |= {} if isinstance(mixer, Attention) else {"state_dtype": state_dtype}
             made.append(mixer.make_cache(batch_size, device, dtype, **more))
         return made
 

@@ -8,10 +8,12 @@ from torch import Tensor
 from linattn_edu.ops import check, inplace
 from linattn_edu.ops.causal_conv1d import activation_of, check_sizes
 from linattn_edu.ops.operator import Operator, like
+from linattn_edu.ops.repeated import repeated
 from linattn_edu.ops.stages import implementations, stage
 from linattn_edu.ops.tensors import known
 
 
+@repeated("conv_state")
 def causal_conv1d_update(
     x: Tensor,
     conv_state: Tensor,

@@ -68,11 +68,11 @@ def refuse_shared(
     first = next(iter(written.values()))
     if first.device.type == "meta" or traced(first):
         return
-    spans = {name: _memory(written[name]) for name in written}
+    spans = {name: memory(written[name]) for name in written}
     places = []
     for x in others:
         if x is not None and x.numel():
-            places.append(_memory(x))
+            places.append(memory(x))
     for name in spans:
         apart = [*places, *(spans[other] for other in spans if other != name)]
         if any(_meet(spans[name], place) for place in apart):
@@ -149,6 +149,17 @@ def check_pool(
     check_rows(names.slots, names.axis, given.sizes[names.axis], indices, accepted)
 
 
+def check_kept(
+    name: str, state: Tensor, others: tuple[Tensor | None, ...], where: str = ""
+) -> None:
+    """Refuse a dtype that states are not kept in: float64 beside float64, else 32 or 16 bits."""
+    kept = wide(*others)
+    halves = kept == torch.float32 and state.dtype in (torch.float16, torch.bfloat16)
+    if state.dtype != kept and not halves:
+        more = ", torch.float16 or torch.bfloat16" if kept == torch.float32 else ""
+        raise TypeError(f"{name} must be {kept}{more}{where}, got {state.dtype}")
+
+
 def check_final(
     names: Names, state: Tensor | None, others: tuple[Tensor | None, ...], pool: bool
 ) -> None:
@@ -156,8 +167,7 @@ def check_final(
     name, asked, slots, _ = names
     if state is None:
         raise ValueError(f"{name} must be given with {asked}=True, got None")
-    if state.dtype != wide(*others):
-        raise TypeError(f"{name} must be {wide(*others)} with {asked}=True, got {state.dtype}")
+    check_kept(name, state, others, f" with {asked}=True")
     if pool and not dense(state):
         raise ValueError(
             f"{name} must be contiguous in every slot with {slots}, and slots "
@@ -218,7 +228,7 @@ def written(state: Tensor) -> None:
         torch.autograd.graph.increment_version(state)
 
 
-def _memory(x: Tensor) -> tuple[int, int]:
+def memory(x: Tensor) -> tuple[int, int]:
     """The addresses between which the elements of x lie."""
     begin, size = x.data_ptr(), x.element_size()
     if x.is_contiguous():

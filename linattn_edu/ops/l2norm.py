@@ -8,6 +8,7 @@ from torch import Tensor
 
 from linattn_edu.ops import check
 from linattn_edu.ops.operator import Operator, like, widened
+from linattn_edu.ops.repeated import repeated
 from linattn_edu.ops.stages import implementations, stage
 from linattn_edu.ops.tensors import wide
 
@@ -15,6 +16,7 @@ WIDEST = 2**16  # a program of the kernel holds a row
 EPS = 1e-6
 
 
+@repeated()
 def l2norm(
     x: Tensor, eps: float = EPS, output_dtype: torch.dtype | None = None, *, impl: str = "auto"
 ) -> Tensor:

@@ -47,7 +47,7 @@ class Overwriting(Place):
 
     def left(self, state: Tensor, v_first: bool) -> Tensor:
         """The tensor that was given, with the final states in it."""
-        state = transposed(state, self.v_first)
+        state = transposed(state, self.v_first).to(self.state.dtype)
         with inplace.writable(self.state):
             if self.slots is None:
                 self.state.copy_(state)

@@ -66,8 +66,8 @@ def make_ring(
     """An empty ring for each slot of a pool of states.
 
     Args:
-        state: The pool ``[slots, HV, K, V]``, float32, or float64 for the reference; of Mamba-2
-            ``[slots, H, P, N]``, with state_v_first, also of 16 bit.
+        state: The pool ``[slots, HV, K, V]``, float32, float16 or bfloat16, or float64 for the
+            reference; of Mamba-2 ``[slots, H, P, N]``, with state_v_first.
         heads: H, those of q and k; of Mamba-2 the groups of B.
         length: Entries that are in use at most, 1 to 64: so many tokens are decoded between two
             writes of a state. More are a longer ring to read, fewer are more writes; of 8 and 16,

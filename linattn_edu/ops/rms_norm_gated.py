@@ -7,6 +7,7 @@ from torch import Tensor
 
 from linattn_edu.ops import check
 from linattn_edu.ops.operator import Operator, like, widened
+from linattn_edu.ops.repeated import repeated
 from linattn_edu.ops.stages import implementations, stage
 from linattn_edu.ops.tensors import wide
 
@@ -14,6 +15,7 @@ WIDEST = 2**15  # a program of the kernels holds a row
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "sigmoid": "sigmoid"}
 
 
+@repeated()
 def rms_norm_gated(
     x: Tensor,
     weight: Tensor | None = None,

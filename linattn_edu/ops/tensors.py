@@ -38,7 +38,17 @@ def traced(x: Tensor) -> bool:
     """
     if torch.compiler.is_compiling() or type(x) not in (Tensor, torch.nn.Parameter):
         return True
-    return _get_current_dispatch_mode() is not None or is_legacy_batchedtensor(x)
+    mode = _get_current_dispatch_mode()
+    others = mode is not None and not getattr(mode, "ours", False)
+    return others or is_legacy_batchedtensor(x)
+
+
+def alone() -> bool:
+    """Whether nobody looks on: no trace, no mode, no transform, no tangents."""
+    return not (
+        torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None or transformed()
+        or forward_ad._current_level >= 0 or torch.jit.is_tracing()
+    )  # fmt: skip
 
 
 def transformed() -> bool:

@@ -125,7 +125,7 @@ def test_a_program_gives_the_bits_of_the_composition(name, device, poison, force
 def test_a_program_launches_what_the_composition_launches(device, monkeypatch):
     """Not by composing again."""
     x, f = CASES["gdn"](0, device)
-    for _ in range(2):
+    for _ in range(3):
         f(**x)
     monkeypatch.setattr(
         "linattn_edu.ops.operator.Operator._compose", lambda *_: pytest.fail("composed")

@@ -137,8 +137,8 @@ from linattn_edu.kernels.host import plan
 plan.DEVICES.add("cpu")
 for _ in range(3):
     l2norm(torch.ones(2, 16), impl="triton")
-(program,) = (p for each in plan._all for p in each.values())
-print(callable(program), "torch._dynamo" in sys.modules)
+programs = [p for each in plan._all for p in each.values()]
+print(any(map(callable, programs)), "torch._dynamo" in sys.modules)
 """
     variables = {"TRITON_INTERPRET": "1", "PYTHONPATH": ":".join(p for p in sys.path if p)}
     done = subprocess.run(

@@ -1,5 +1,7 @@
 """One token of each sequence as a captured step, beside the call that it repeats."""
 
+import copy
+
 import pytest
 import torch
 from layers.layer_checks import HIDDEN, MAIN, hidden, make
@@ -33,6 +35,31 @@ def test_a_step_is_the_call(kind, device):
         if i == 3:
             cache.reset(), other.reset()
     assert (step._graph is not None) == (device.type == "cuda")
+
+
+@torch.no_grad()
+def test_parameters_that_change(device):
+    """In place, their memory, themselves, and the module that has them."""
+    layer = make("gdn", torch.float32, device)
+    xs, _, step, other = both(layer, device)
+
+    def other_memory():
+        layer.k_proj.weight.data = layer.k_proj.weight.data.flip(0).clone()
+
+    def replaced():
+        layer.A_log = torch.nn.Parameter(layer.A_log / 2)
+
+    changes = (
+        lambda: None, lambda: layer.o_norm.weight.mul_(2), other_memory, replaced,
+        lambda: setattr(layer, "q_proj", copy.deepcopy(layer.k_proj)),
+    )  # fmt: skip
+    for x, change in zip(xs, changes, strict=True):
+        change()
+        assert torch.equal(step(x), layer(x, cache=other))
+        on_gpu = device.type == "cuda"
+        assert step.reason == (
+            None if on_gpu else "there are graphs on a GPU alone, and x is on cpu"
+        )
 
 
 @torch.no_grad()
@@ -85,7 +112,7 @@ def test_what_cannot_be_captured_is_called(device):
     step = Step(Waits(), cache)
     for x in xs:
         assert torch.equal(step(x), layer(x, cache=other))
-    assert step._graph is None
+    assert step._graph is None and ("on a GPU alone" in step.reason or "captured" in step.reason)
 
 
 @pytest.mark.parametrize(

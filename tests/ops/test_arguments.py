@@ -1,5 +1,7 @@
 """Arguments as callers of flash-linear-attention give them: what is accepted, and what it means."""
 
+import inspect
+
 import numpy as np
 import pytest
 import torch
@@ -62,7 +64,7 @@ FLAGS = (
 @forms
 def test_flags_may_be_written_as_numbers(f, flag):
     """None and 0 are False, 1 is True: fla's layers pass `use_cache: bool | None`."""
-    if flag not in f.__kwdefaults__ and flag not in f.__code__.co_varnames:
+    if flag not in inspect.signature(f).parameters:
         return
     x = arguments(f, V=6, raw=flag == "use_gate_in_kernel")
     others = {"use_beta_sigmoid_in_kernel": True} if flag == "allow_neg_eigval" else {}

@@ -454,7 +454,7 @@ def test_prefills_that_are_refused(step):
     with launches() as ran:
         with pytest.raises(ValueError, match=r"a slot for each sequence, got \(3, 1\)"):
             step.run(pool, x, rows[:, None])
-        with pytest.raises(TypeError, match=r"must be torch.float32 with inplace_final_states?="):
+        with pytest.raises(TypeError, match=r"must be torch.float32, torch.float16 or torch.bf"):
             step.run(pool.double(), x, rows)
         with pytest.raises(ValueError, match="must have a slot at least"):
             step.run(pool[:0], x, rows)

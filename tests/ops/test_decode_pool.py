@@ -262,9 +262,9 @@ REFUSED = {
         r"initial_state must have shape \[slots=5, HV=2, K=16, V=12\]",
     ),
     "pool dtype": (
-        {"initial_state": new(5, 2, 16, 12).half()},
+        {"initial_state": new(5, 2, 16, 12).double()},
         TypeError,
-        "initial_state must be torch.float32 with inplace_final_state=True, got torch.float16",
+        "initial_state must be torch.float32, .* with inplace_final_state=True, got torch.float64",
     ),
     "gaps in a slot": (
         {"initial_state": new(5, 2, 16, 24)[..., ::2]},

@@ -339,10 +339,10 @@ REFUSED = {
         ValueError,
         r"state must have shape \[slots=2, HV=2, K=16, V=12\]",
     ),
-    "state of 16 bit": (
-        {"state": new(2, 2, 16, 12).half()},
+    "state of 64 bit": (
+        {"state": new(2, 2, 16, 12).double()},
         TypeError,
-        "state must be torch.float32, got torch.float16",
+        "state must be torch.float32, torch.float16 or torch.bfloat16, got torch.float64",
     ),
     "gaps in a state": (
         {"state": new(2, 2, 16, 24)[..., ::2]},

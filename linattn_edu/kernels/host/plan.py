@@ -14,6 +14,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 from triton import knobs
 
 from linattn_edu.kernels.host.bounded import Bounded
@@ -76,16 +77,23 @@ def find(programs: dict, key: tuple, inputs: Sequence[Tensor | None]) -> Callabl
 
 
 def run(
-    programs: dict, key: tuple, inputs: Sequence[Tensor | None], compose: Callable[[], tuple]
-) -> tuple[Tensor | None, ...]:
+    programs: dict,
+    key: tuple,
+    inputs: Sequence[Tensor | None],
+    compose: Callable[[], object],
+    writes: Sequence[bool] | None = None,
+) -> object:
     """compose(), a composition of these inputs alone, by the program of earlier calls if there is
-    one.
+    one: a tuple of tensors, or None for some.
 
     Args:
         programs: From `plans`.
         key: What beside the shapes, strides, dtypes, alignment and device of the inputs tells
             calls apart. Whatever compose launches must follow from both.
         inputs: A tensor, and others or None.
+        writes: Which inputs it writes to, if compose is a public function: it has plans of its own,
+            an input that it returns is that itself, a result alone no tuple. The program is for
+            `find` alone, whose caller sees to it that what is written lies apart.
     """
     device = next(x for x in inputs if x is not None).device
     if not _repeats(device):
@@ -93,13 +101,14 @@ def run(
     kind = _kind(device, key, inputs)
     program = programs.get(kind)
     if callable(program):
-        program = find(programs, key, inputs)
+        program = find(programs, key, inputs) if writes is None else None
         return compose() if program is None else program(*inputs)
     if program is None:
         programs.put(kind, SEEN)
-        _precompile(programs, (key, device.index), inputs, compose)
+        if writes is None:
+            _precompile(programs, (key, device.index), inputs, compose)
     elif program is SEEN:
-        results, program = record(inputs, compose)
+        results, program = record(inputs, compose, writes)
         if program is not None:
             programs.put(kind, program)
         return results
@@ -118,7 +127,7 @@ def _precompile(programs: dict, key: tuple, inputs: Sequence, compose: Callable)
 
 def _repeats(device: torch.device) -> bool:
     """Whether calls on this device may be repeated, and nobody wants to see each launch."""
-    if device.type not in DEVICES or _is_off() or _watched():
+    if device.type not in DEVICES or _is_off() or _get_current_dispatch_mode() or _watched():
         return False
     return device.index is None or device.index == torch.cuda.current_device()
 

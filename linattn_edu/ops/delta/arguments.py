@@ -1,6 +1,8 @@
 """Arguments that the forms of the delta rule share: checked, and brought to one form."""
 
+import sys
 import warnings
+from pathlib import Path
 
 from torch import Tensor
 
@@ -14,6 +16,7 @@ from linattn_edu.ops.tensors import in_heads, known, transposed
 from linattn_edu.packing import room
 
 CHUNK_SIZES = (16, 32, 64)
+ROOM = str(Path(__file__).parents[1])  # whose functions a caller does not see
 SAFE_BOUND = -5.0  # of the log decay, where safe_gate is given without another
 
 
@@ -32,8 +35,11 @@ def v_first(state_v_first: bool, transpose_state_layout: bool | None) -> bool:
         raise ValueError(
             "state_v_first and transpose_state_layout are one argument: give the first"
         )
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(ROOM):
+        level, frame = level + 1, frame.f_back
     warnings.warn(
-        "transpose_state_layout is deprecated: use state_v_first", DeprecationWarning, stacklevel=3
+        "transpose_state_layout is deprecated: use state_v_first", DeprecationWarning, level
     )
     return old
 

@@ -65,10 +65,10 @@ def _check_fit(
 ) -> None:
     """Refuse a state and a ring that are not for such tokens."""
     q, sizes = tensors[0], given.sizes
-    if state.dtype != (dtype := wide(*tensors)):
-        raise TypeError(f"state must be {dtype}, got {state.dtype}")
+    inplace.check_kept("state", state, tensors)
     check.same_dtype(("q", q), ("ring.keys", ring.keys))
-    check.same_dtype(("state", state), ("ring.decays", ring.decays))
+    if ring.decays.dtype != wide(state):
+        raise TypeError(f"ring.decays must be {wide(state)}, got {ring.decays.dtype}")
     gates = sizes["K"] if channels else 1
     if sizes["gates"] != gates:
         raise ValueError(

@@ -5,9 +5,11 @@ from torch import Tensor
 from linattn_edu.ops import check
 from linattn_edu.ops.delta import arguments, replay
 from linattn_edu.ops.delta.recurrence import How
+from linattn_edu.ops.repeated import repeated
 from linattn_edu.ops.ring import Ring
 
 
+@repeated("state", "ring")
 def replay_gated_delta_rule(
     q: Tensor,
     k: Tensor,
@@ -46,7 +48,10 @@ def replay_gated_delta_rule(
         q, k, v, g, beta, scale: As in :func:`chunk_gated_delta_rule`, with K <= 512 and
             T <= ring.tokens.
         state: Checkpoints ``[slots, HV, K, V]``, ``[slots, HV, V, K]`` with ring.state_v_first:
-            float32 (float64 for the reference), each slot contiguous. Written in place.
+            float32, float16 or bfloat16 (float64 for the reference), each slot contiguous. Written
+            in place where a ring is folded, which is where 16 bits are rounded: once in ring.length
+            tokens, so that after as many tokens they are off by a third of what they are where
+            each token writes the state.
         ring: What was written since, by :func:`make_ring`. Written in place. :func:`commit_ring`
             makes of both the plain state.
         use_qk_l2norm_in_kernel, use_gate_in_kernel, A_log, dt_bias: As in

@@ -5,8 +5,10 @@ from torch import Tensor
 from linattn_edu.cp.context import CPContext
 from linattn_edu.ops.delta import arguments
 from linattn_edu.ops.kda.chunk import backward, declare, forward, prepared
+from linattn_edu.ops.repeated import repeated
 
 
+@repeated("initial_state", "out", "final_state_out")
 def chunk_gdn2(
     q: Tensor,
     k: Tensor,

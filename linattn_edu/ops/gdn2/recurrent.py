@@ -5,8 +5,10 @@ from torch import Tensor
 from linattn_edu.ops import check
 from linattn_edu.ops.delta import arguments
 from linattn_edu.ops.kda.recurrent import call
+from linattn_edu.ops.repeated import repeated
 
 
+@repeated("initial_state", "out", "final_state_out")
 def fused_recurrent_gdn2(
     q: Tensor,
     k: Tensor,

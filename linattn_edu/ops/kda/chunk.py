@@ -15,11 +15,13 @@ from linattn_edu.ops.l2norm import unit
 from linattn_edu.ops.operator import Operator, like, widened
 from linattn_edu.ops.preallocated import into
 from linattn_edu.ops.ranks import Ranks
+from linattn_edu.ops.repeated import repeated
 from linattn_edu.ops.stages import implementations, stage
 from linattn_edu.ops.tensors import in_float32, known, laid_out
 from linattn_edu.packing import Packing
 
 
+@repeated("initial_state", "out", "final_state_out")
 def chunk_kda(
     q: Tensor,
     k: Tensor,

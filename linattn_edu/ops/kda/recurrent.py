@@ -5,9 +5,11 @@ from torch import Tensor
 from linattn_edu.ops import check
 from linattn_edu.ops.delta import arguments, decode, recurrence
 from linattn_edu.ops.delta.gate import as_logarithm
+from linattn_edu.ops.repeated import repeated
 from linattn_edu.ops.tensors import in_heads
 
 
+@repeated("initial_state", "out", "final_state_out")
 def fused_recurrent_kda(
     q: Tensor,
     k: Tensor,

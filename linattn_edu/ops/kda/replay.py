@@ -5,9 +5,11 @@ from torch import Tensor
 from linattn_edu.ops import check
 from linattn_edu.ops.delta import arguments, replay
 from linattn_edu.ops.delta.recurrence import How
+from linattn_edu.ops.repeated import repeated
 from linattn_edu.ops.ring import Ring
 
 
+@repeated("state", "ring")
 def replay_kda(
     q: Tensor,
     k: Tensor,

@@ -16,6 +16,7 @@ from linattn_edu.ops.operator import Operator, like, widened
 from linattn_edu.ops.preallocated import check_rooms, into
 from linattn_edu.ops.prefill import overwriting
 from linattn_edu.ops.ranks import Ranks
+from linattn_edu.ops.repeated import repeated
 from linattn_edu.ops.stages import implementations, stage
 from linattn_edu.ops.tensors import laid_out, transposed, wide
 from linattn_edu.packing import Packing
@@ -25,6 +26,7 @@ LARGEST = 256  # P and N
 ONE_OF = "one of return_final_states=True and return_varlen_states=True"
 
 
+@repeated("initial_states", "out", "final_states_out")
 def mamba_chunk_scan_combined(
     x: Tensor,
     dt: Tensor,

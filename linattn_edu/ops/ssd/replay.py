@@ -8,12 +8,14 @@ from torch import Tensor
 from linattn_edu.ops import check, inplace
 from linattn_edu.ops import ring as rings
 from linattn_edu.ops.operator import Operator, like
+from linattn_edu.ops.repeated import repeated
 from linattn_edu.ops.ring import Ring
 from linattn_edu.ops.ssd.step import LARGEST
 from linattn_edu.ops.stages import implementations, stage
 from linattn_edu.ops.tensors import wide
 
 
+@repeated("state", "ring")
 def replay_selective_state_update(
     state: Tensor,
     ring: Ring,

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from linattn_edu.ops import check, inplace
 from linattn_edu.ops.operator import Operator, like
+from linattn_edu.ops.repeated import repeated
 from linattn_edu.ops.stages import implementations, stage
 from linattn_edu.ops.tensors import contiguous_rows, known
 
@@ -25,6 +26,7 @@ SHAPES = {
 OPTIONAL = ("D", "z", "dt_bias")
 
 
+@repeated("state")
 def selective_state_update(
     state: Tensor,
     x: Tensor,

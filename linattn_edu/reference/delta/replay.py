@@ -66,11 +66,13 @@ def replay(
     q, k_unit = rstd[0] * q, rstd[1] * k
     for n, slot in slots_of(state, len(q), indices):
         begin, count = entries(counts[slot], accepted, n)
+        S = state[slot].to(dtype)
         if count + T > length:
             rows = rows_of(begin, count, R)
-            state[slot] = fold(state[slot], keys[slot], writes[slot], decays[slot], rows)
+            S = fold(S, keys[slot], writes[slot], decays[slot], rows)
+            state[slot] = S  # which may be rounded there, and is not here
             begin, count = (begin + count) % R, 0
-        S, rows = state[slot].to(dtype), rows_of(begin, count + T, R)
+        rows = rows_of(begin, count + T, R)
         K_, U, logs = (x[slot].to(dtype) for x in (keys, writes, decays))
         for t in range(T):
             now, past = rows[count + t], rows[: count + t]

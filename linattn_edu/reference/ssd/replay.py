@@ -55,12 +55,13 @@ def replay(
     x_, C_ = x.to(dtype), C.to(dtype)
     for n, slot in slots_of(state, len(x), indices):
         begin, count = entries(counts[slot], accepted, n)
+        S = state[slot].to(dtype)
         if count + T > length:
             rows = rows_of(begin, count, R)
-            S = fold(state[slot].mT, keys[slot], writes[slot], decays[slot], rows)
-            state[slot] = S.mT
+            S = fold(S.mT, keys[slot], writes[slot], decays[slot], rows).mT
+            state[slot] = S  # which may be rounded there, and is not here
             begin, count = (begin + count) % R, 0
-        S, rows = state[slot].to(dtype), rows_of(begin, count + T, R)
+        rows = rows_of(begin, count + T, R)
         for t in range(T):
             # eq:ssd-step   step = softplus(dt + dt_bias)
             step = steps(
