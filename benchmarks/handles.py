@@ -68,7 +68,7 @@ def fast(device: torch.device, compose: Callable[[], tuple]) -> tuple:
         _here.device = before
 
 
-def _composed(programs, key: tuple, inputs, compose: Callable[[], tuple]) -> tuple:
+def _composed(programs, key: tuple, inputs, compose: Callable[[], tuple], writes=None) -> tuple:
     """In the place of plan.run."""
     return fast(next(x for x in inputs if x is not None).device, compose)
 
