@@ -436,7 +436,7 @@ def scan_intra_bwd_gluon_kernel(
         full_P    P and A * G -> scan
         read_P    both of the scan have read them -> both, which leave dV in their place
         empty_P   dV has left -> loading warp
-        full_new, full_h, full_v  v_new, S, v -> gradients
+        full_new, full_h, full_v  v_new, S, v -> gradients; S -> scan too, which makes dQ
         full_Z    scan: dS and Z -> gradients
         full_M    gradients: dM -> scan, which makes dQ
         read_do   both of the scan have read do for it -> both, which leave dq in its place
