@@ -65,9 +65,8 @@ def fused_recurrent_gated_delta_rule(
             contiguous tensor of float32, float16 or bfloat16 (float64 where another argument is),
             and return it. 16 bits are half of the traffic, and round the state once a call: over
             4096 calls outputs are off by up to 4e-2 in bfloat16 and 5e-3 in float16, which holds up
-            to 65504, as chapter 26 derives. It must share no memory with
-            another argument. Not while a gradient is recorded, and not inside a transform of
-            torch.func.
+            to 65504, as chapter 26 derives. It must share no memory with another argument. Not
+            while a gradient is recorded, and not inside a transform of torch.func.
         ssm_state_indices: Slot of each sequence ``[N]``, int32 or int64, in a pool of states:
             initial_state is then ``[slots, HV, K, V]``, of which each slot is contiguous, and
             inplace_final_state must be True. Slots that are not named keep their bits. A negative
