@@ -24,6 +24,7 @@ def test_bytes_of_every_stage_are_those_of_its_tensors(form):
     recording, calls = fusion.recorded(stages)
     inputs, scale = (i.q, i.k, i.v, i.g, i.beta), 0.25
     *_, kept = fusion.gdn.forward(recording, *inputs, scale=scale, keep=kept)
+    fusion.each_stage(stages, calls)
     # with the inverse: the forward pass alone has none
     intra = calls.pop("intra_chunk", None)
     fusion.gdn.backward(recording, *inputs, kept, measure.gradient(i.v), scale=scale)

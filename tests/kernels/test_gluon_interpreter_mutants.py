@@ -25,6 +25,7 @@ WAIT_FULL = "mbarrier.wait(chunks.full.index(i), i_t // STAGES & 1)\n        "
 FULL_H, USED = "mbarrier.wait(bars.full_h, turn)\n", "mbarrier.arrive(bars.used, count=1)\n"
 STORE_NEW = "        store_transposed(b_new.to(dtype), new)"
 STORE_Z = "        store_transposed(b_Z.to(dtype), others[0])"
+STORE_Z_OF_GDN = STORE_Z.replace("others[0]", "Zs")
 
 # case -> file of its kernel -> mistakes: the error, what it names, a text that the file has once,
 # and what of it becomes what; else all of it is left out
@@ -123,7 +124,7 @@ MISTAKES = {
     ("gdn_scans, back", "gdn_scans"): [
         (Wrong, "output", "operand(-b_e * b_dv", "-", ""),
         (Wrong, "output", "operand(b_do, dtype, mma), Ps.index(i)", "P", "AG"),
-        (Deadlock, "bars[3]", WAIT_OTHERS + STORE_Z, "i_t & 1", "i_t & 1 ^ 1"),
+        (Deadlock, "bars[3]", WAIT_OTHERS + STORE_Z_OF_GDN, "i_t & 1", "i_t & 1 ^ 1"),
         (Deadlock, "bars[2]", "hand_over(out.index(2))\n        # K dS of", HAND_OVER, LEFT_OUT),
         (OUTSIDE, "place 2", "ks, qs, dos = ring(k_desc, STAGES)", "STAGES", "STAGES - 1"),
         (Unfinished, "product", "b_dv = warpgroup_mma_wait(1, [b_dv])", "1", "2"),

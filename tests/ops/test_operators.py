@@ -212,8 +212,8 @@ def test_dplr_recurrent(impl, options, device):
     check(recurrent.rank_one, *arguments)
     for without in ((), ("final_state",)):
         check_backward(recurrent.rank_one, *arguments, without=without)
-    bounds_of = (cu_seqlens, cu_seqlens if cu_seqlens is None else cu_seqlens.cpu(), None)
-    arguments = (*tensors, *bounds_of, 0.5, True, 16, impl)
+    bounds_of = (cu_seqlens, cu_seqlens if cu_seqlens is None else cu_seqlens.cpu())
+    arguments = (*tensors, *bounds_of, *(None,) * 3, 0.5, True, 16, "", impl, "", "")
     check(rank_one.chunk, *arguments)
     for without in ((), ("final_state",)):
         check_backward(rank_one.chunk, *arguments, without=without)
