@@ -38,6 +38,7 @@ SAID = {
     "kda_fused_intra_bwd": KERNELS,
     "kda_near": {"anchored": "near channels by their own kernel", "all": ""},
     "gluon": KERNELS,  # a launcher of a kernel in Gluon that is off in this process
+    "kda_gate_prepare": KERNELS,
     "kda_halved": {"far": "", None: "halved rows: {}"},
     "pieces_by_maps": {0: "", None: "pieces of {}"},
     "pieces_by_warm_up": {0: "", None: "pieces of {}"},

@@ -164,7 +164,7 @@ JOINED = {
     "fused.gdn_fwd": ("scan", "scan_map", "chunk_fwd"),
     "fused.gdn_scans": ("scan_states", "scan_bwd", "scans", "scan_map_bwd"),
     "fused.gdn_bwd": ("intra_chunk_bwd", "chunk_bwd"),
-    "fused.kda_fwd": ("kda_prepare", "kda_fused_scan", "kda_fused_scan_map"),
+    "fused.kda_fwd": ("kda_prepare", "kda_gate_prepare", "kda_fused_scan", "kda_fused_scan_map"),
     "fused.kda_scans": (
         "kda_gates", "kda_fused_scans", "kda_fused_scan_map_bwd",
     ),

@@ -95,6 +95,21 @@ def max(x: Block, axis: int) -> Block:
     return Block(x.data.amax(axis))
 
 
+def min(x: Block, axis: int) -> Block:
+    return Block(x.data.amin(axis))
+
+
+def abs(x: Block) -> Block:
+    return Block(x.data.abs())
+
+
+def associative_scan(x: Block, axis: int, combine: object) -> Block:
+    parts = [Block(y) for y in x.data.unbind(axis)]
+    for i in range(1, len(parts)):
+        parts[i] = combine(parts[i - 1], parts[i])
+    return Block(torch.stack([y.data for y in parts], axis))
+
+
 def reshape(x: Block, shape: list[int]) -> Block:
     return Block(x.data.reshape([int(n) for n in shape]))
 
@@ -264,8 +279,8 @@ class _Language:
 language = _Language()
 for _f in (
     program_id, num_programs, num_warps, arange, full, zeros_like, to_tensor, where, exp2, sum, max,
-    reshape, permute, convert_layout, cdiv, static_range, load, store, allocate_shared_memory,
-    barrier, warp_specialize,
+    min, abs, associative_scan, reshape, permute, convert_layout, cdiv, static_range, load, store,
+    allocate_shared_memory, barrier, warp_specialize,
 ):  # fmt: skip
     setattr(language, _f.__name__, _f)
 language.maximum = _of_two("maximum", lambda x, y: x if x > y else y)

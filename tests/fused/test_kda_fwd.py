@@ -23,7 +23,7 @@ from linattn_edu.testing import assert_close, kda_inputs
 pytestmark = pytest.mark.usefixtures("poison")
 
 
-STAGES = "kda_prepare kda_fused_scan"
+STAGES = "kda_prepare kda_gate_prepare kda_fused_scan"
 test_kernels_match_references = registry.matches(STAGES, "kda_fused")
 test_erase_and_write_gates = registry.matches(STAGES, "gdn2_fused")
 
@@ -109,6 +109,31 @@ def test_fused_equals_staged_in_float64(C, gate):
         assert_close(name, a, b, 1e-12)
     assert torch.equal(less.P, kept.P) and torch.equal(less.A, kept.A)
     assert [n for n, y in less._asdict().items() if y is not None] == ["P", "A"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("gate", [None, *GATES])
+@pytest.mark.parametrize("family", ["kda_fused", "gdn2_fused"])
+@pytest.mark.parametrize("T", [64, 1000])
+def test_gate_and_scores_in_one_kernel(T, family, gate, device):
+    """Its results are the reference's, twice the same, and a later token changes no earlier row."""
+    if why := without_gluon(device):
+        pytest.skip(why)
+    kinds = {} if gate is None else {"gate": gate}
+    sizes = ("kda_gate_prepare", family, T, 128, 64, 64, torch.bfloat16, device)
+    with launches() as ran:
+        registry.check(*sizes, **kinds)
+    assert ran == [kernels.kda_intra.kda_prepare_gluon_kernel]
+    q, k, beta, g = registry.arguments(*sizes, **kinds)
+    first = kernels.kda_gate_prepare(q, k, beta, g, chunk_size=64)
+    assert all(map(torch.equal, first, kernels.kda_gate_prepare(q, k, beta, g, chunk_size=64)))
+    for x in (q, k, beta):
+        x[:, 37:] = -x[:, 37:].flip(1)
+    g[:, 37:] = -30.0  # far rows, after near ones
+    later = kernels.kda_gate_prepare(q, k, beta, g, chunk_size=64)
+    names = ("gc", "P", "A", "kd", "kg", "qg")
+    for name, a, b in zip(names, first, later, strict=True):
+        assert name == "kg" or torch.equal(a[:, :37], b[:, :37]), name
 
 
 @pytest.mark.gpu

@@ -30,6 +30,7 @@ from linattn_edu.kernels.gluon import (
     gdn_intra_bwd,
     gdn_scan,
     gdn_scans,
+    kda_intra,
     kda_intra_bwd,
     kda_scan,
     kda_scans,
@@ -199,6 +200,18 @@ def fwd_forms():
             )  # fmt: skip
 
 
+def kda_front_forms():
+    """kda_prepare, of far rows too or not, with beta or with an erase gate."""
+    kernel, size = kda_intra.kda_prepare_gluon_kernel, {"H": 2, "HV": 2, "K": HEAD, "BT": CHUNK}
+    for near, given in ((True, "erase"), (False, "erase"), (False, "beta")):
+        source = source_of(
+            kernel, size | {"NEAR_ALL": near}, "bf16", {}, (f"{given}_ptr", "cu_ptr", "chunks_ptr"),
+            half="*bf16", gates=("g", "gc"),
+        )  # fmt: skip
+        form = {"kernel": kernel.__name__, "dtype": "bf16", "near": near, "absent": given}
+        yield form, source, kda_intra.OPTIONS
+
+
 def forms():
     """What each form is, its source and options."""
     yield from gdn_scan_forms()
@@ -207,6 +220,7 @@ def forms():
     yield from intra_bwd_forms()
     yield from intra_forms()
     yield from fwd_forms()
+    yield from kda_front_forms()
 
 
 def results_of(compiled):

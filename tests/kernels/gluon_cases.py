@@ -54,6 +54,13 @@ def gates(T: int) -> torch.Tensor:
     return g
 
 
+def far_rows(T: int) -> torch.Tensor:
+    """`gates`, after some of which, in the middle of a block, rows are 2^144 from its first."""
+    g = gates(T)
+    g[:, 20:25] = -20.0
+    return g
+
+
 ENDS = ("h0", "dht")
 _INTRA = {"intra_chunk": "gluon"}
 _BOTH, _EACH = {"together": 1}, {"together": 0}
@@ -106,6 +113,14 @@ CASES = {
     "gdn_bwd, no states": Case(
         "chunk_bwd", "gdn_fused", "scan_states scan_intra_bwd",
         _SCANS | {"scan_intra_bwd": "one"}, 64, dtype=FP16, kinds={"own": True}, without=ENDS,
+    ),
+    "kda_intra": Case(
+        "kda_gate_prepare", "kda_fused", "kda_prepare", {"kda_gate_prepare": "gluon"}, 150,
+        kinds={"g": far_rows(150)},
+    ),
+    "kda_intra, gated": Case(
+        "kda_gate_prepare", "gdn2_fused", "kda_prepare", {"kda_gate_prepare": "gluon"}, 150,
+        kinds={"g": far_rows(150)},
     ),
     "kda_scan": Case(
         "kda_fused_scan", "kda_fused", "kda_scan", {"kda_scan": "gluon", "workers": 1}, 320,

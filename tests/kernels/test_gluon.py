@@ -15,12 +15,13 @@ support = import_module("linattn_edu.kernels.gluon.support")
 by_load = import_module("linattn_edu.kernels.routes.by_load")
 (
     forward_gluon, intra_gluon, scan_gluon, scans_gluon, channel_gluon, kda_fused_scans,
-    channel_intra, fused, fused_intra, fused_scans, fused_bwd, kda_fused, kda_scans, kda_fused_bwd,
+    channel_front, channel_intra, fused, fused_intra, fused_scans, fused_bwd, kda_fused,
+    kda_scans, kda_fused_bwd,
 ) = (
     import_module(f"linattn_edu.kernels.{name}")
     for name in (
         "gluon.gdn_intra", "gluon.gdn_intra_bwd", "gluon.gdn_scan", "gluon.gdn_scans",
-        "gluon.kda_scan", "gluon.kda_scans", "gluon.kda_intra_bwd",
+        "gluon.kda_scan", "gluon.kda_scans", "gluon.kda_intra", "gluon.kda_intra_bwd",
         "fused.gdn_fwd", "fused.gdn_intra", "fused.gdn_scans", "fused.gdn_bwd",
         "fused.kda_fwd", "fused.kda_scans", "fused.kda_bwd",
     )
@@ -46,7 +47,7 @@ PRODUCTS["kda_scans_gluon_kernel"] = (
 def test_the_launchers_have_them():
     """What fails to import is left out: it may be for another Triton."""
     assert fused.gdn_scan is scan_gluon and fused_intra.gdn_intra is forward_gluon
-    assert kda_fused.kda_scan is channel_gluon
+    assert kda_fused.kda_scan is channel_gluon and kda_fused.kda_intra is channel_front
     assert kda_scans.kda_scans is kda_fused_scans
     assert kda_fused_bwd.kda_intra_bwd_gluon is channel_intra
     assert fused_scans.gdn_scans is fused_bwd.gdn_scans is scans_gluon
@@ -61,6 +62,8 @@ def products_of(row):
     if name == "chunk_fwd_gluon_kernel":  # a group scans 64 values, another makes P and R
         halves = row["K"] // 64
         return 2 * 4 * halves + 4 * 4 + halves * 4 * (3 * halves + 2)
+    if name == "kda_prepare_gluon_kernel":  # a block of rows at a time; far ones; four of 64 terms
+        return 4 * 4 * 2 + 4 * 2 * 4 * (not row["near"]) + 4 * 4
     if name in PRODUCTS:
         # of 64 keys those of twice 64 terms or columns are half as many
         products = PRODUCTS[name] if row["K"] == 128 else 1 + (1 + 1 + 1 + 1 + 1)
@@ -76,13 +79,14 @@ def programs_of(row):
         return by_load.ring_programs(row["K"], 4 // row["G"], 4)
     if row["kernel"] == "chunk_fwd_gluon_kernel":
         return 128 // row["K"]
-    return 4 if row["kernel"] == "intra_chunk_gluon_kernel" else 1
+    return {"intra_chunk_gluon_kernel": 4, "kda_prepare_gluon_kernel": 2}.get(row["kernel"], 1)
 
 
 # stores of a thread, in bytes; scans spill nothing
 SPILLED = {
     "intra_chunk_bwd_gluon_kernel": 128 if support.THIS < (3, 9) else 160,
     "kda_intra_bwd_gluon_kernel": 512,
+    "kda_prepare_gluon_kernel": 0,
     "scan_intra_bwd_gluon_kernel": 48,
     "chunk_fwd_gluon_kernel": 520,  # with two programs a multiprocessor; else 272
     "intra_chunk_gluon_kernel": 64,
@@ -93,7 +97,7 @@ SPILLED = {
 def test_compiled_for_hopper():
     """Products run beside one another, shared memory suffices, next to nothing is spilled."""
     rows = lines_of("compile_gluon.py")
-    assert len(rows) == 41 and {row["kernel"] for row in rows} == {*PRODUCTS, *SPILLED}
+    assert len(rows) == 44 and {row["kernel"] for row in rows} == {*PRODUCTS, *SPILLED}
     for row in rows:
         most = SPILLED.get(row["kernel"], 0)
         if row["kernel"] == "intra_chunk_bwd_gluon_kernel" and row["G"] == 1:

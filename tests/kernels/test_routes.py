@@ -53,6 +53,7 @@ PARTS = {
     "FUSED_ONE": "scans intra_chunk_bwd gate_bwd",
     "STAGED": "wy state output_bwd state_bwd wy_bwd gate_bwd",
     "KDA": "gate_cumsum kda_scores kda_inverse",
+    "KDA_FRONT": "kda_prepare_gluon",
     "KDA_END": "kda_intra_bwd_gluon kda_intra_bwd gate_bwd",
     "KDA_AGAIN": "gate_cumsum wy kda_scans kda_output_bwd kda_wy_bwd",
     "KDA_NEAR": "KDA_AGAIN kda_intra_bwd_near kda_intra_bwd gate_bwd",
@@ -118,7 +119,7 @@ gdn 1 1024 16 16 128 128  |           | ALONE scan_gluon |
 gdn 1 960 16 16 128 128   |           | ALONE scan | FUSED_ONE
 gdn 2 32768 16 32 128 128 | packed    | ALONE bound warm_up scan_transposed scan_transposed |
         APART scans intra_chunk_bwd intra_chunk_bwd gate_bwd
-kda 8 4096 16 16 128 128  |           | KDA kda_scan_gluon |
+kda 8 4096 16 16 128 128  |           | KDA_FRONT kda_scan_gluon |
         kda_gates kda_scan_states_gluon kda_scan_bwd_gluon KDA_END
 kda 8 4096 16 16 128 128  | gluon=off | KDA kda_fused_scan_transposed | KDA_NEAR
 kda 8 4096 16 16 128 128  | gpu=b200  | KDA kda_fused_scan_transposed | KDA_NEAR
@@ -126,24 +127,24 @@ kda 8 4096 16 16 128 128  | gpu=a100  | KDA wy kda_scan | KDA_STAGED
 kda 8 4096 16 16 128 128  | gpu=t4    | KDA wy kda_scan | KDA_STAGED
 kda 8 4096 16 16 128 128  | dtype=fp16 | KDA kda_scan_gluon | KDA_STAGED
 kda 8 4096 16 16 128 128  | dtype=fp32 | KDA wy kda_scan | KDA_STAGED
-kda 8 4096 16 16 128 128  | packed    | KDA kda_fused_scan_transposed | KDA_NEAR
-kda 8 4096 8 16 128 128   |           | KDA kda_scan_gluon | KDA_NEAR
+kda 8 4096 16 16 128 128  | packed    | KDA_FRONT kda_fused_scan_transposed | KDA_NEAR
+kda 8 4096 8 16 128 128   |           | KDA_FRONT kda_scan_gluon | KDA_NEAR
 kda 8 4096 16 16 64 64    |           | KDA kda_fused_scan | KDA_NEAR
-kda 1 512 16 16 128 128   |           | KDA kda_fused_scan | KDA_NEAR
-kda 1 32768 4 4 128 128   |           | KDA kda_fused_scan_map merge kda_scan_gluon |
+kda 1 512 16 16 128 128   |           | KDA_FRONT kda_fused_scan | KDA_NEAR
+kda 1 32768 4 4 128 128   |           | KDA_FRONT kda_fused_scan_map merge kda_scan_gluon |
         kda_gates kda_fused_scan_map merge kda_fused_scan_map_bwd merge kda_scans_gluon
         KDA_END
-kda 2 4096 32 32 128 128  |           | KDA kda_scan_gluon | kda_gates kda_scans_gluon KDA_END
-kda 2 4096 16 16 128 128  |           | KDA kda_scan_gluon | kda_gates kda_scans_gluon KDA_END
-kda 8 4100 16 16 128 128  |           | KDA kda_fused_scan_transposed | KDA_NEAR
+kda 2 4096 32 32 128 128  |           | KDA_FRONT kda_scan_gluon | kda_gates kda_scans_gluon KDA_END
+kda 2 4096 16 16 128 128  |           | KDA_FRONT kda_scan_gluon | kda_gates kda_scans_gluon KDA_END
+kda 8 4100 16 16 128 128  |           | KDA_FRONT kda_fused_scan_transposed | KDA_NEAR
 kda 8 4096 16 16 256 256  |           | KDA wy kda_scan | KDA_NEAR
-gdn2 8 4096 16 16 128 128 |           | KDA kda_scan_gluon |
+gdn2 8 4096 16 16 128 128 |           | KDA_FRONT kda_scan_gluon |
         kda_gates kda_scan_states_gluon kda_scan_bwd_gluon KDA_END
 gdn2 8 4096 16 16 128 128 | gpu=b200  | KDA kda_fused_scan_transposed | KDA_NEAR
 gdn2 8 4096 16 16 128 128 | gpu=a100  | KDA wy kda_scan | KDA_STAGED
 gdn2 8 4096 16 16 128 128 | dtype=fp16 | KDA kda_scan_gluon | KDA_STAGED
-gdn2 8 4096 8 16 128 128  | packed    | KDA kda_fused_scan_transposed | KDA_NEAR
-gdn2 1 32768 4 4 128 128  |           | KDA kda_fused_scan_map merge kda_scan_gluon |
+gdn2 8 4096 8 16 128 128  | packed    | KDA_FRONT kda_fused_scan_transposed | KDA_NEAR
+gdn2 1 32768 4 4 128 128  |           | KDA_FRONT kda_fused_scan_map merge kda_scan_gluon |
         kda_gates kda_fused_scan_map merge kda_fused_scan_map_bwd merge kda_scans_gluon
         KDA_END
 ssd 8 4096 16 1 64 128    |           | SSD_FUSED | chunk_cumsum_log state state_bwd SSD_END
@@ -256,6 +257,9 @@ CONDITIONS = {
         *NOT_GLUON, *NOT_WHOLE, *NOT_BFLOAT16, SHORT, {"H": 8}, {"K": 64}, {"V": 256},
         {"aligned": False},
     )),
+    "kda_gate_prepare": ("gluon", (
+        *NOT_GLUON, *NOT_BFLOAT16, {"K": 64}, {"K": 256}, {"aligned": False},
+    )),
     "kda_near": ("anchored", (*NOT_BFLOAT16, {"generation": "ampere"})),
 }  # fmt: skip
 
@@ -273,6 +277,8 @@ def test_what_keeps_them():
     """At the edges of the conditions; neither length nor packing turns intra_chunk away."""
     for other in ({"T": 1}, {"packed": True}, {"K": 64}, {"V": 33}, {"H": 2}, {"large": False}):
         assert by_kind.intra_chunk(GOOD._replace(**other)).takes == "gluon", other
+        if other.get("K", 128) == 128:
+            assert by_kind.kda_gate_prepare(GOOD._replace(**other)).takes == "gluon", other
     for other in ({"T": 1024}, {"dtype": torch.float16}, {"H": 2}):
         assert by_kind.intra_chunk_bwd(GOOD._replace(**other)).takes == "gluon", other
     assert by_kind.kda_backward_stages(GOOD._replace(T=1024)).takes == "fused"

@@ -10,11 +10,13 @@ import triton.language as tl
 from torch import Tensor
 
 from linattn_edu.kernels.delta.cp_merge import cp_merge, launch_map, span_of, store_map
+from linattn_edu.kernels.delta.gate import gate
+from linattn_edu.kernels.delta.gate_cumsum import gate_cumsum
 from linattn_edu.kernels.delta.kda_intra import launch_intra
 from linattn_edu.kernels.fused.gdn_fwd import TRANSPOSED
-from linattn_edu.kernels.gluon.kernels import kda_scan
+from linattn_edu.kernels.gluon.kernels import kda_intra, kda_scan
 from linattn_edu.kernels.pieces import by_maps
-from linattn_edu.kernels.routes import by_load, kind_of, load_of, scan_launch
+from linattn_edu.kernels.routes import by_kind, by_load, kind_of, load_of, scan_launch
 from linattn_edu.kernels.rows import row, scan_table, strength
 from linattn_edu.kernels.tiles import (
     cast,
@@ -260,6 +262,39 @@ def kda_prepare(
     gated = tuple(torch.empty_like(gc, dtype=k.dtype) for _ in range(3))
     P, A = launch_intra((q, k, beta, gc), gated, chunk_size, lower_bound, packing)
     return P, A, *gated
+
+
+def kda_gate_prepare(
+    q: Tensor,
+    k: Tensor,
+    beta: Tensor,
+    g: Tensor,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    *,
+    lower_bound: float | None = None,
+    safe_bound: float | None = None,
+    chunk_size: int,
+    packing: Packing | None = None,
+) -> tuple[Tensor, ...]:
+    """Launch gate_cumsum and kda_prepare, or one kernel for both, after `gate` where g is raw;
+    arguments and result as in the reference.
+    """
+    own, erase = strength(beta)
+    kind = kind_of(q, g.shape[2], 0, chunk_size, packing, (q, k, g))
+    gates = () if erase is None else (erase.dtype,)
+    if by_kind.kda_gate_prepare(kind, *gates).takes == "gluon":
+        raw = A_log is not None or lower_bound is not None
+        given = gate(g, A_log, dt_bias, lower_bound=lower_bound) if raw else g
+        P, A = (k.new_empty(*g.shape[:3], chunk_size) for _ in range(2))
+        rows = (torch.empty_like(g, dtype=k.dtype) for _ in range(3))
+        out = torch.empty_like(g, dtype=torch.float32), P, A, *rows
+        near = by_kind.kda_halved(k.dtype, safe_bound).takes == "none"
+        if kda_intra.kda_prepare_gluon((q, k, given, own, erase), out, near, packing):
+            return out
+    options = {"chunk_size": chunk_size, "packing": packing}
+    gc = gate_cumsum(g, A_log, dt_bias, lower_bound=lower_bound, **options)
+    return gc, *kda_prepare(q, k, beta, gc, lower_bound=safe_bound, **options)
 
 
 def kda_fused_scan(

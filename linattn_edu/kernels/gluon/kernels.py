@@ -10,6 +10,7 @@ try:
         gdn_intra_bwd,
         gdn_scan,
         gdn_scans,
+        kda_intra,
         kda_intra_bwd,
         kda_scan,
         kda_scans,
@@ -17,9 +18,9 @@ try:
 except Exception as error:  # a Triton whose Gluon has other names
     absent = support.left_out(error)
     gdn_bwd = gdn_fwd = gdn_intra = gdn_intra_bwd = gdn_scan = gdn_scans = absent
-    kda_intra_bwd = kda_scan = kda_scans = absent
+    kda_intra = kda_intra_bwd = kda_scan = kda_scans = absent
 
 __all__ = [
-    "gdn_bwd", "gdn_fwd", "gdn_intra", "gdn_intra_bwd", "gdn_scan", "gdn_scans", "kda_intra_bwd",
-    "kda_scan", "kda_scans",
+    "gdn_bwd", "gdn_fwd", "gdn_intra", "gdn_intra_bwd", "gdn_scan", "gdn_scans", "kda_intra",
+    "kda_intra_bwd", "kda_scan", "kda_scans",
 ]  # fmt: skip

@@ -238,6 +238,19 @@ def kda_fused_intra_bwd(kind: Kind, *gates: torch.dtype) -> Choice:
     return Choice("gluon", "Hopper, bfloat16, K={K}, V={V}, whole chunks of {C}")
 
 
+KDA_GATE_PREPARE = (
+    *GLUON, BFLOAT16, ("K={K}: 128 keys are wanted", lambda k: k.K == limits.HEAD), ALIGNED
+)  # fmt: skip
+
+
+@decision
+def kda_gate_prepare(kind: Kind, *gates: torch.dtype) -> Choice:
+    """gate_cumsum and kda_prepare of Kimi Delta Attention: one kernel in "gluon", or "triton"."""
+    if why := first(KDA_GATE_PREPARE, kind) or unlike(kind, gates):
+        return Choice("triton", why)
+    return Choice("gluon", "Hopper, bfloat16, K={K}, chunks of {C}")
+
+
 @decision
 def kda_halved(dtype: torch.dtype, lower_bound: float | None = None) -> Choice:
     """The rows of a block on the diagonal that are halved: "none", "far" or "all".

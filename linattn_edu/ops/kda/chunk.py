@@ -339,11 +339,12 @@ class FusedStages:
     """The same passes in fused stages, on rows that have the gate in them: kda_prepare for
     kda_intra and a part of wy, kda_fused_scan for the rest of wy and kda_scan; kda_gates and
     kda_fused_scans for wy and kda_scans, kda_fused_intra_bwd for kda_output_bwd, kda_wy_bwd and
-    kda_intra_bwd.
+    kda_intra_bwd. kda_gate_prepare is gate_cumsum and kda_prepare.
     """
 
     gate_cumsum: Callable = stage("delta.gate_cumsum")
     kda_prepare: Callable = stage("fused.kda_fwd")
+    kda_gate_prepare: Callable = stage("fused.kda_fwd")
     kda_fused_scan: Callable = stage("fused.kda_fwd")
     kda_gates: Callable = stage("fused.kda_scans")
     kda_fused_scans: Callable = stage("fused.kda_scans")
@@ -503,8 +504,8 @@ def _fused(
 ) -> tuple[Tensor, Tensor | None, Residuals]:
     """The forward pass of FusedStages; gate: g, A_log, dt_bias, its bound and the promised one."""
     *gate, lower_bound, safe_bound = gate
-    gc = stages.gate_cumsum(*gate, lower_bound=lower_bound, **options)
-    P, A, kd, kg, qg = stages.kda_prepare(q, k, beta, gc, lower_bound=safe_bound, **options)
+    options |= {"lower_bound": lower_bound, "safe_bound": safe_bound}
+    gc, P, A, kd, kg, qg = stages.kda_gate_prepare(q, k, beta, *gate, **options)
     beta = beta if write is None else write  # of the values; that of the keys is in P, A and kd
     if cp is not None:
         packed = {n: x for n, x in options.items() if n == "packing"}

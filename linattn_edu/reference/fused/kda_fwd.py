@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from linattn_edu.reference.delta.gate_cumsum import gate_cumsum
 from linattn_edu.reference.delta.kda_intra import kda_intra
 from linattn_edu.reference.fused.kda_scans import kda_gated, of_heads, written
 from linattn_edu.reference.tiles import compute_dtype, from_chunks, pad_gate, to_chunks
@@ -32,6 +33,32 @@ def kda_prepare(
     P, A = kda_intra(q, k, beta, gc, chunk_size=chunk_size, lower_bound=lower_bound)
     erase = None if beta.ndim == 3 else beta
     return P, A, *kda_gated(q, k, gc, erase, chunk_size=chunk_size)
+
+
+def kda_gate_prepare(
+    q: Tensor,
+    k: Tensor,
+    beta: Tensor,
+    g: Tensor,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    *,
+    lower_bound: float | None = None,
+    safe_bound: float | None = None,
+    chunk_size: int,
+) -> tuple[Tensor, ...]:
+    """gate_cumsum and then kda_prepare. What the first makes is read by the second, which may have
+    it on the chip.
+
+    Args:
+        q, k, beta: as in kda_prepare.  g, A_log, dt_bias, lower_bound: as in gate_cumsum.
+        safe_bound: lower_bound of kda_prepare.
+    Returns:
+        gc of gate_cumsum, and what kda_prepare returns.
+    Source: chapter 24.
+    """
+    gc = gate_cumsum(g, A_log, dt_bias, lower_bound=lower_bound, chunk_size=chunk_size)
+    return gc, *kda_prepare(q, k, beta, gc, chunk_size=chunk_size, lower_bound=safe_bound)
 
 
 def kda_fused_scan(
