@@ -136,16 +136,13 @@ def _triton_problem() -> str | None:
 
 
 def _gluon_problem() -> str | None:
-    """Why the kernels in Gluon are off with this Triton, or tried for the first time, or, after
-    "; ", which of them are not taken; None: they are on. Asked in a process of its own, since what
-    launches them is imported.
+    """Why the kernels in Gluon are off with this Triton, or tried for the first time; None: they
+    are on. Asked in a process of its own, since what launches them is imported.
     """
     done = _process(
         "from linattn_edu.kernels.fused import gdn_bwd, gdn_fwd, kda_bwd, kda_fwd\n"
-        "from linattn_edu.kernels.gluon.support import THIS, available, tried\n"
-        "from linattn_edu.kernels.routes.limits import ONE_KERNEL\n"
-        "one = '; a pass of Gated DeltaNet in one kernel with Triton %d.%d alone' % ONE_KERNEL\n"
-        "print(('' if THIS <= ONE_KERNEL else one) if tried() else available().reason)"
+        "from linattn_edu.kernels.gluon.support import available, tried\n"
+        "print('' if tried() else available().reason)"
     )
     if done.returncode:
         return f"asking it ends the process with code {done.returncode}"
@@ -368,10 +365,8 @@ def sets(machine: Machine) -> dict[str, tuple[bool, str]]:
     if name != "hopper":
         return out | {"Gluon": (False, f"for Hopper: {gpu}")}
     on = "float16 and bfloat16, heads of 128, some of 64; whole chunks of 64"
-    why = machine.gluon_problem or "; "
-    if why.startswith("; "):
-        return out | {"Gluon": (True, (on + why).removesuffix("; "))}
-    return out | {"Gluon": (not why.startswith("off, "), why.removeprefix("off, "))}
+    why = machine.gluon_problem or ""
+    return out | {"Gluon": (not why.startswith("off, "), why.removeprefix("off, ") or on)}
 
 
 def check(way: str) -> str:

@@ -4,6 +4,7 @@
 layouts and dtypes, which are plain values.
 """
 
+from itertools import pairwise
 from types import SimpleNamespace
 
 import torch
@@ -103,10 +104,11 @@ def abs(x: Block) -> Block:
     return Block(x.data.abs())
 
 
-def associative_scan(x: Block, axis: int, combine: object) -> Block:
+def associative_scan(x: Block, axis: int, combine: object, reverse: bool = False) -> Block:
     parts = [Block(y) for y in x.data.unbind(axis)]
-    for i in range(1, len(parts)):
-        parts[i] = combine(parts[i - 1], parts[i])
+    places = range(len(parts))[:: -1 if reverse else 1]
+    for before, i in pairwise(places):
+        parts[i] = combine(parts[before], parts[i])
     return Block(torch.stack([y.data for y in parts], axis))
 
 

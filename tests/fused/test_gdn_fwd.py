@@ -10,7 +10,8 @@ from linattn_edu.kernels.delta import warm_up
 from linattn_edu.kernels.delta.gate_cumsum import gate_cumsum as gate_cumsum_kernel
 from linattn_edu.kernels.fused import gdn_fwd as kernels
 from linattn_edu.kernels.fused.gdn_intra import intra_chunk
-from linattn_edu.kernels.routes import forced
+from linattn_edu.kernels.gluon import support
+from linattn_edu.kernels.routes import forced, limits
 from linattn_edu.kernels.rows import device_of
 from linattn_edu.ops.gdn import forward, fused_stages, stages
 from linattn_edu.packing import pack
@@ -106,6 +107,8 @@ def test_forward_in_one_kernel_gives_the_same_bits(B, T, H, HV, D, given, kept, 
     """Twice: R and P stay in shared memory, where no chunk may overtake another."""
     if why := without_gluon(device):
         pytest.skip(why)
+    if H < HV and D == 128 and support.THIS > limits.SHARED_RING:
+        pytest.skip("a Triton with which the last bits are others: two kernels are taken")
     force(**PAYS)
     x = gdn_inputs(B, T, H, HV, D, D, dtype=torch.bfloat16, device=device, seed=0)
     gc = gate_cumsum_kernel(x.g, chunk_size=64)

@@ -31,6 +31,11 @@ test_kernel_matches_reference = stages.matches(*STAGE, pytest.mark.parametrize(S
 test_erase_and_write_gates = stages.matches(*GATED, pytest.mark.parametrize(SIZES, CASES[::3]))
 
 
+few = pytest.mark.parametrize(SIZES, CASES[::9])
+test_with_the_gate = stages.matches("kda_intra_gate_bwd", "kda_fused", few)
+test_with_two_gates = stages.matches("kda_intra_gate_bwd", "gdn2_fused", few)
+
+
 @parametrize(gate=GATES, C=CHUNKS)
 def test_every_gate_and_chunk(gate, C, device):
     stages.check(*STAGE, 70, 34, 20, C, torch.bfloat16, device, H=2, gate=gate)

@@ -61,6 +61,13 @@ def far_rows(T: int) -> torch.Tensor:
     return g
 
 
+def shut(T: int) -> torch.Tensor:
+    """`gates`, of which the first of the second chunk is shut: its channels are near."""
+    g = gates(T)
+    g[:, 64, 1] = -200.0
+    return g
+
+
 ENDS = ("h0", "dht")
 _INTRA = {"intra_chunk": "gluon"}
 _BOTH, _EACH = {"together": 1}, {"together": 0}
@@ -153,6 +160,10 @@ CASES = {
     "kda_scans, two, gated": Case(
         "kda_fused_scans", "gdn2_fused", "kda_scan_states kda_scan_bwd",
         _KDA | _EACH | {"workers": 2}, kinds={"g": gates(192)}, without=ENDS,
+    ),
+    "kda_intra_bwd, summed": Case(
+        "kda_intra_gate_bwd", "kda_fused", "kda_intra_bwd", {"kda_fused_intra_bwd": "gluon"},
+        kinds={"H": 2, "g": shut(192)},
     ),
     "kda_intra_bwd, gated": Case(
         "kda_fused_intra_bwd", "gdn2_fused", "kda_intra_bwd", {"kda_fused_intra_bwd": "gluon"},

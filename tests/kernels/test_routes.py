@@ -196,7 +196,7 @@ def asked(call, more="", **options):
 def gluon(monkeypatch):
     """As if this Triton's Gluon were on, and of the table's version."""
     monkeypatch.setattr(choosing, "GLUON", "")
-    monkeypatch.setattr(by_load.support, "THIS", min(limits.SHARED_RING, limits.ONE_KERNEL))
+    monkeypatch.setattr(by_load.support, "THIS", limits.SHARED_RING)
 
 
 @pytest.mark.parametrize(("call", "more", "forward", "backward"), CALLS, ids=lambda x: x or "-")

@@ -79,6 +79,8 @@ STAGES = [
           "kda_fused_scan_map_bwd", when=held),
     Stage("fused/kda_bwd", "kda_fused", _intra_bwd, "kda_fused_intra_bwd", adds=1,
           when=held_bf16, more=[two_heads(_intra_bwd)]),
+    Stage("fused/kda_bwd", "kda_fused", call("q k v beta gc h v_new do dh Z g", "scaled"),
+          "kda_intra_gate_bwd", adds=2, when=held_bf16),
     # the same with gates of channels: an erase gate in the place of beta with keys, a write gate
     # with values
     Stage("fused/kda_scans", "gdn2_fused", call("q k g - - beta", "chunks"), "kda_gates",
@@ -97,6 +99,9 @@ STAGES = [
           "kda_fused_scan_map_bwd", when=held),
     Stage("fused/kda_bwd", "gdn2_fused", call("q k v beta gc h v_new do dh Z write", "scaled"),
           "kda_fused_intra_bwd", adds=2, when=held_bf16),
+    Stage("fused/kda_bwd", "gdn2_fused",
+          call("q k v beta gc h v_new do dh Z g - - write", "scaled"), "kda_intra_gate_bwd",
+          adds=5, when=held_bf16),
     # Mamba-2, and the stages that its fused sets share with the delta rule and the staged
     Stage("ssd/chunk_cumsum", "ssd_fused", call("dt A dt_bias", "chunks", softplus=True),
           "chunk_cumsum_log"),

@@ -68,7 +68,8 @@ class Stage:
 
         def added(*args, **options):
             kept = len(args) - self.adds
-            return kernel(*args[:kept], *(x.clone() for x in args[kept:]), **options)
+            copies = (x if x is None else x.clone() for x in args[kept:])
+            return kernel(*args[:kept], *copies, **options)
 
         return added if self.adds else kernel
 

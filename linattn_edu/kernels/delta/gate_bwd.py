@@ -25,6 +25,7 @@ def gate_bwd_kernel(
     bias_ptr,  # [D] or None
     dg_ptr,  # [B, T, D] out
     sums_ptr,  # [NT, 2, D] out: of dA_log, and of da, over the chunk; or None
+    near_ptr,  # [NT, D / BD], or None: where it is not 0, dgc is summed already
     bound,  # lower bound of the gate, or None
     cu_ptr,  # [N + 1] or None
     chunks_ptr,  # [NT, 2] or None
@@ -33,6 +34,7 @@ def gate_bwd_kernel(
     PER: tl.constexpr,  # gates of a head
     BT: tl.constexpr,
     BD: tl.constexpr,
+    IN_PLACE: tl.constexpr,  # dg is dgc
 ):
     """One program: one chunk of BD gates.  Grid (NT * D / BD).
 
@@ -40,6 +42,11 @@ def gate_bwd_kernel(
     """
     ND: tl.constexpr = (D + BD - 1) // BD
     i_d, i_c, first, n_t = chunk_of(tl.program_id(0), cu_ptr, chunks_ptr, T, ND, BT)
+    summed = False
+    if near_ptr is not None:
+        summed = tl.load(near_ptr + i_c * ND + i_d) != 0
+        if IN_PLACE and summed:
+            return
     o_t = BT - 1 - tl.arange(0, BT)  # from the last token: tl.cumsum(reverse=True) turns tiles over
     o_d = i_d * BD + tl.arange(0, BD)
     b_dgc = load_tile(dgc_ptr + first * D, o_t, o_d, D, n_t, D)  # [BT, BD]
@@ -49,6 +56,8 @@ def gate_bwd_kernel(
     # eq:delta-dg   dg = reverse cumsum(dgc)
     b_dg = tl.cumsum(b_dgc, axis=0)
     b_dg = tl.where(b_g * LOG2E < -150.0, 0.0, b_dg)  # where gate_cumsum held g at its floor
+    if near_ptr is not None:
+        b_dg = tl.where(summed, b_dgc, b_dg)
     if sums_ptr is not None:
         b_da, b_dA = gate_sums(b_dg, b_g, b_slope, b_a, (o_t < n_t)[:, None], bound)
         store_sums(sums_ptr, b_dA, b_da, i_c, o_d, D)
@@ -67,13 +76,22 @@ def gate_bwd(
     packing: Packing | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Launch gate_bwd_kernel; arguments and result as in the reference."""
+    return launch_gate_bwd(dgc, g, A_log, dt_bias, None, lower_bound, chunk_size, packing)
+
+
+def launch_gate_bwd(
+    dgc: Tensor, g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, near: Tensor | None,
+    lower_bound: float | None, chunk_size: int, packing: Packing | None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    """gate_bwd; near: of which chunks and groups of channels dgc is dg already, or None."""
     D, PER, width = columns(g)
-    dg = torch.empty_like(g)
     NT, *chunks = chunk_args(g, chunk_size, packing)
     raw = A_log is not None or lower_bound is not None
     sums = dgc.new_empty(NT, 2, D) if raw else None
+    own = near is not None and not raw and g.dtype == dgc.dtype
+    dg = dgc if own else torch.empty_like(g)
     gate_bwd_kernel[(NT * cdiv(D, width),)](
-        dgc, g, A_log, dt_bias, dg, sums, lower_bound, *chunks, g.shape[1], D, PER, BT=chunk_size,
-        BD=width, num_warps=4 if g.ndim == 3 else 8,
+        dgc, g, A_log, dt_bias, dg, sums, near, lower_bound, *chunks, g.shape[1], D, PER,
+        BT=chunk_size, BD=width, IN_PLACE=own, num_warps=4 if g.ndim == 3 else 8,
     )  # fmt: skip
     return dg, *(parameter_gradients(sums, A_log, dt_bias) if raw else (None, None))

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from linattn_edu.kernels.delta.gate_bwd import launch_gate_bwd
 from linattn_edu.kernels.delta.kda_intra_bwd import GROUP, are_near, launch_pairs, middle
 from linattn_edu.kernels.gluon.kernels import kda_intra_bwd as kda_intra_bwd_gluon
 from linattn_edu.kernels.routes import by_kind, kind_of
@@ -195,6 +196,18 @@ def kda_fused_intra_bwd(
     Of bfloat16, which holds a factor of 2^NEAR, and rows of whole words, without which a loop over
     columns of 16 could not be pipelined.
     """
+    given = q, k, v, beta, gc, h, v_new, do, dh, Z, write
+    return _launch(given, scale, chunk_size, packing, False)[0]
+
+
+def _launch(
+    given: tuple[Tensor, ...], scale: float, chunk_size: int, packing: Packing | None, summed: bool
+) -> tuple[tuple[Tensor, ...], Tensor | None]:
+    """What kda_fused_intra_bwd returns; and, where dgc of near channels is dg already, near.
+
+    summed: whether that may be so.
+    """
+    q, k, v, beta, gc, h, v_new, do, dh, Z, write = given
     assert k.dtype == torch.bfloat16 and k.shape[-1] % 2 == v.shape[-1] % 2 == 0
     B, T, H, K = k.shape
     HV, V = v.shape[2:]
@@ -216,11 +229,45 @@ def kda_fused_intra_bwd(
     gates = () if write is None else (erase.dtype, write.dtype)
     gluon = by_kind.kda_fused_intra_bwd(kind, *gates).takes == "gluon"
     out = dgl, dq, dk, dbeta, dgc, dv, dwrite
-    if not (gluon and kda_intra_bwd_gluon.kda_intra_bwd_gluon(tensors, out, near, scale)):
+    launched = gluon and kda_intra_bwd_gluon.kda_intra_bwd_gluon(tensors, out, near, scale, summed)
+    if not launched:
         kda_fused_intra_bwd_kernel[(NT * HV,)](
             *tensors, dP, dL, *out, near, scale, *chunks, T, H, HV, K, V,
             BT=chunk_size, BV=block(V), BN=max(block(K), GROUP.value), PW=width, **INTRA_OPTIONS,
         )  # fmt: skip
     tensors = q, k, beta, gc, dP, dL, dq, dk, dgc, dgl, dq, dk, dbeta, dgc
     found = launch_pairs(tensors, near, packing, chunk_size, width, summed=True)
-    return found if write is None else (*found, dv, dwrite)
+    found = found if write is None else (*found, dv, dwrite)
+    return found, near if launched and summed else None
+
+
+def kda_intra_gate_bwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    gc: Tensor,
+    h: Tensor,
+    v_new: Tensor,
+    do: Tensor,
+    dh: Tensor,
+    Z: Tensor,
+    g: Tensor,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    write: Tensor | None = None,
+    *,
+    scale: float,
+    lower_bound: float | None = None,
+    chunk_size: int,
+    packing: Packing | None = None,
+) -> tuple[Tensor | None, ...]:
+    """Launch kda_fused_intra_bwd's kernels, the one in Gluon so that it sums dgc of near channels
+    itself, and gate_bwd_kernel; arguments and result as in the reference, but Z is overwritten.
+    """
+    given = q, k, v, beta, gc, h, v_new, do, dh, Z, write
+    (dq, dk, dbeta, dgc, *more), near = _launch(given, scale, chunk_size, packing, True)
+    dg, dA_log, ddt_bias = launch_gate_bwd(
+        dgc, g, A_log, dt_bias, near, lower_bound, chunk_size, packing
+    )
+    return dq, dk, dbeta, dg, dA_log, ddt_bias, *more

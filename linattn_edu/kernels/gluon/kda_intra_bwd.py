@@ -72,6 +72,7 @@ class Memory:
     middles: object  # gc of the middle token
     lasts: object  # gc of the last token
     nears: object  # whether the gates of a half are near
+    sums: object  # of dgc, of the later half of a chunk
     own: object  # the diagonal of dP
     parts: object  # two sums of each half
 
@@ -230,10 +231,38 @@ def strength_of(m, c, mma: gl.constexpr):
         return m.bs.index(c).permute((1, 0)).load(mma).to(gl.float32)
 
 
+@gluon.jit
+def add(x, y):
+    return x + y
+
+
+@gluon.jit
+def sum_backwards(x_s, first_s, sums_s):
+    """dg in the place of dgc: a thread has one channel of half of the tokens.  first_s: the first
+    token's gate.
+    """
+    layout: gl.constexpr = gl.BlockedLayout([1, 32, 1], [1, 1, 32], [2, 1, 2], [2, 1, 0])
+    ends: gl.constexpr = gl.SliceLayout(1, layout)
+    flat: gl.constexpr = gl.BlockedLayout([32, 1], [1, 32], [2, 2], [1, 0])
+    x = gl.convert_layout(gl.reshape(x_s.load(flat), [2, 32, 64]), layout, assert_trivial=True)
+    # eq:delta-dg   dg = reverse cumsum(dgc)
+    x = gl.associative_scan(x, 1, add, reverse=True)
+    i = gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
+    part = gl.arange(0, 2, gl.SliceLayout(1, ends))[:, None]
+    sums_s.reshape([2, 64]).store(gl.sum(gl.where(i == 0, x, 0.0), 1))
+    barrier()
+    rest = sums_s.slice(64, 64).load(gl.SliceLayout(0, ends))[None, :]
+    x += gl.where(part == 0, rest, 0.0)[:, None, :]
+    # where gate_cumsum held g at its floor, of 2^-150: of near channels only the first can be there
+    shut = (first_s.load(gl.SliceLayout(0, ends))[None, :] < -149.0) & (part == 0)
+    x = gl.where((i == 0) & shut[:, None, :], 0.0, x)
+    x_s.store(gl.convert_layout(gl.reshape(x, [64, 64]), flat, assert_trivial=True))
+
+
 # over 80 lines: the order of its products, waits and arithmetic is what it is about
 @gluon.jit
 def compute_half(c: gl.constexpr, out, m, bars, N, HV: gl.constexpr, K: gl.constexpr,
-                 V: gl.constexpr, BT: gl.constexpr):  # fmt: skip
+                 V: gl.constexpr, BT: gl.constexpr, SUMMED: gl.constexpr):  # fmt: skip
     """Half c of the channels, by four warps: kda_fused_intra_bwd_kernel's sums, transposed."""
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     rows: gl.constexpr = gl.SliceLayout(1, mma)
@@ -332,6 +361,8 @@ def compute_half(c: gl.constexpr, out, m, bars, N, HV: gl.constexpr, K: gl.const
             b_x, b_y, b_r = warpgroup_mma_wait(0, [b_x, b_y, b_r])
             barrier()
             b_g = gc.permute((1, 0)).load(mma) - b_ga[:, None]
+            b_u = gl.where(o_j[None, :] == 0, b_g, 0.0)
+            m.middles.slice(c * BT, BT).store(gl.sum(b_u, 1) + b_ga)  # gc of the first token
             b_k = k.permute((1, 0)).load(mma).to(gl.float32)
             b_F = gl.exp2(-b_g)
             # with the rounded operands, what i gains is what j loses, term by term; of the last
@@ -361,6 +392,8 @@ def compute_half(c: gl.constexpr, out, m, bars, N, HV: gl.constexpr, K: gl.const
             k.permute((1, 0)).store(b_y.to(dtype))
             if m.bs is not None:
                 m.bs.index(c + z).permute((1, 0)).store(b_db.to(dtype))
+            if SUMMED:
+                sum_backwards(gc, m.middles.slice(c * BT, BT), m.sums.index(c + z))
         else:
             mbarrier.wait(bars.ready, n & 1)
             b_k = k.permute((1, 0)).load(mma).to(gl.float32)
@@ -398,6 +431,7 @@ def kda_intra_bwd_gluon_kernel(
     near_ptr, dP_ptr, dL_ptr, dgl_ptr, dbeta_ptr, scale,
     NT,  # chunks of all sequences
     HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BT: gl.constexpr,
+    SUMMED: gl.constexpr,  # dgc of near channels is summed to dg
 ):  # fmt: skip
     """One program: every so many-th chunk of a head.  Any grid.
 
@@ -425,7 +459,8 @@ def kda_intra_bwd_gluon_kernel(
         ring(q_desc, 2), ring(k_desc, 2), ring(gc_desc, 2), ring(v_desc, 1) if beta else None,
         None if beta else ring(erase_desc, 2), ring(h_desc, 1), ring(v_new_desc, 1),
         ring(do_desc, 1), ring(dh_desc, 1), ring(Z_desc, 1), ring(dq_desc, 2),
-        numbers([BT]) if beta else None, numbers([K]), numbers([K]), numbers([2]), numbers([BT]),
+        numbers([BT]) if beta else None, numbers([K]), numbers([K]), numbers([2]),
+        numbers([2, 2 * BT]), numbers([BT]),
         numbers([4, BT]) if beta else None,
     )  # fmt: skip
     b = Bars(
@@ -439,8 +474,8 @@ def kda_intra_bwd_gluon_kernel(
     if beta:
         fence_async_shared()
         gl.warp_specialize([
-            (compute_half, (0, out, m, b, N, HV, K, V, BT)),
-            (compute_half, (1, out, m, b, N, HV, K, V, BT)),
+            (compute_half, (0, out, m, b, N, HV, K, V, BT, SUMMED)),
+            (compute_half, (1, out, m, b, N, HV, K, V, BT, SUMMED)),
             (load_tiles, (source, m, b, N, HV, K, V, BT)),
         ], [4, 1], [240, 24])  # fmt: skip
     else:
@@ -448,8 +483,8 @@ def kda_intra_bwd_gluon_kernel(
         x = Values(v_desc, write_desc, dv_desc, dwrite_desc, v, w, bar(1))
         fence_async_shared()
         gl.warp_specialize([
-            (compute_half, (0, out, m, b, N, HV, K, V, BT)),
-            (compute_half, (1, out, m, b, N, HV, K, V, BT)),
+            (compute_half, (0, out, m, b, N, HV, K, V, BT, SUMMED)),
+            (compute_half, (1, out, m, b, N, HV, K, V, BT, SUMMED)),
             (load_tiles, (source, m, b, N, HV, K, V, BT)),
             (write_gradients, (x, m.Zs, b, N, HV, V, BT)),
         ], [4, 1, 2], [240, 24, 24])  # fmt: skip
@@ -461,10 +496,11 @@ OPTIONS = {"num_warps": 4, "maxnreg": 168}
 
 @attempt
 def kda_intra_bwd_gluon(
-    given: tuple[Tensor, ...], out: tuple[Tensor, ...], near: Tensor, scale: float
+    given: tuple[Tensor, ...], out: tuple[Tensor, ...], near: Tensor, scale: float, summed: bool
 ) -> None:
     """Launch kda_intra_bwd_gluon_kernel on what kda_fused_intra_bwd is given; it writes dgl, dq,
     dk, dbeta, dgc and near as kda_fused_intra_bwd_kernel does, dP and dL in the place of Z.
+    summed: dg of near channels in the place of dgc.
     """
     q, k, v, beta, erase, gc, h, v_new, do, dh, Z, write = given
     dgl, dq, dk, dbeta, dgc, dv, dwrite = out
@@ -483,5 +519,5 @@ def kda_intra_bwd_gluon(
     )
     kda_intra_bwd_gluon_kernel[(min(device_of(q)[1], NT * HV),)](
         *descriptors, beta, gc, near, Z, Z[..., CHUNK:], dgl, dbeta, scale, NT, HV, K, V, CHUNK,
-        **OPTIONS,
+        summed, **OPTIONS,
     )  # fmt: skip

@@ -113,6 +113,8 @@ def chunk_fwd(load: Load) -> Choice:
         return Choice("two", "K={K}, V={V}: one kernel takes heads of 64, or of 128")
     if support.THIS > limits.ONE_KERNEL:
         return Choice("two", "a Triton with which one kernel was not seen to give the same bits")
+    if kind.K == limits.HEAD and kind.H < kind.HV and support.THIS > limits.SHARED_RING:
+        return Choice("two", "H={H}, HV={HV}: a Triton with which the last bits would be others")
     if pieces_by_maps(kind).takes or pieces_by_warm_up(kind).takes:
         return Choice("two", "T={T}: a sequence is cut, one kernel takes whole ones")
     programs, places = load.sequences * kind.HV, limits.HEAD // kind.V * load.processors

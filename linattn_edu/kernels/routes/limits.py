@@ -15,7 +15,7 @@ CROWDED, LONG = 1 << 18, 256  # and tokens of a sequence: a few chunks do not pa
 # one kernel for scan_bwd and intra_chunk_bwd, whose program takes all values of a head and fills a
 # multiprocessor: at least so much of them is to have work
 BUSY = 0.85
-ONE_KERNEL = (3, 6)  # and the newest Triton with which it was seen to give the bits of two
+ONE_KERNEL = (3, 9)  # and the newest Triton with which it was seen to give the bits of two
 
 # the newest Triton with which both kernels of intra_chunk in Gluon give the same bits for 128 keys
 # of several value heads; with 3.9 they were seen not to

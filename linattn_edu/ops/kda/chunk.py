@@ -339,7 +339,8 @@ class FusedStages:
     """The same passes in fused stages, on rows that have the gate in them: kda_prepare for
     kda_intra and a part of wy, kda_fused_scan for the rest of wy and kda_scan; kda_gates and
     kda_fused_scans for wy and kda_scans, kda_fused_intra_bwd for kda_output_bwd, kda_wy_bwd and
-    kda_intra_bwd. kda_gate_prepare is gate_cumsum and kda_prepare.
+    kda_intra_bwd. kda_gate_prepare is gate_cumsum and kda_prepare, kda_intra_gate_bwd is
+    kda_fused_intra_bwd and gate_bwd.
     """
 
     gate_cumsum: Callable = stage("delta.gate_cumsum")
@@ -349,6 +350,7 @@ class FusedStages:
     kda_gates: Callable = stage("fused.kda_scans")
     kda_fused_scans: Callable = stage("fused.kda_scans")
     kda_fused_intra_bwd: Callable = stage("fused.kda_bwd")
+    kda_intra_gate_bwd: Callable = stage("fused.kda_bwd")
     gate_bwd: Callable = stage("delta.gate_bwd")
     kda_fused_scan_map: Callable = stage("fused.kda_fwd")
     cp_merge: Callable = stage("delta.cp_merge")
@@ -568,11 +570,9 @@ def backward(
             qg, kg, kd, v, strength, gc, P, A, do, initial_state, dht, scale=scale, **packed
         )
         del kd, kg, qg
-        dq, dk, dbeta, dgc, *of_values = stages.kda_fused_intra_bwd(
-            q, k, v, beta, gc, h, v_new, do, dh, Z, write, scale=scale, **options
+        dq, dk, dbeta, dg, dA_log, ddt_bias, *of_values = stages.kda_intra_gate_bwd(
+            q, k, v, beta, gc, h, v_new, do, dh, Z, g, A_log, dt_bias, write, scale=scale, **gate
         )
-        del gc, h, v_new, dh, Z
-        dg, dA_log, ddt_bias = stages.gate_bwd(dgc, g, A_log, dt_bias, **gate)
         dv, *dwrite = of_values or (dv,)
         return dq, dk, dv, dg, dbeta, *dwrite, dA_log, ddt_bias, dh0
     if again:

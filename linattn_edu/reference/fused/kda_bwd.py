@@ -2,6 +2,7 @@
 
 from torch import Tensor
 
+from linattn_edu.reference.delta.gate_bwd import gate_bwd
 from linattn_edu.reference.delta.kda_intra_bwd import kda_intra_bwd
 from linattn_edu.reference.tiles import (
     compute_dtype,
@@ -70,3 +71,38 @@ def kda_fused_intra_bwd(
         return found
     dV, dwrite = write.to(dtype) * from_chunks(Z, T), from_chunks(Z * V, T)
     return *found, dV.to(v.dtype), dwrite.to(write.dtype)
+
+
+def kda_intra_gate_bwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    gc: Tensor,
+    h: Tensor,
+    v_new: Tensor,
+    do: Tensor,
+    dh: Tensor,
+    Z: Tensor,
+    g: Tensor,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    write: Tensor | None = None,
+    *,
+    scale: float,
+    lower_bound: float | None = None,
+    chunk_size: int,
+) -> tuple[Tensor | None, ...]:
+    """kda_fused_intra_bwd and then gate_bwd: dgc need not go to memory.
+
+    Args:
+        Those of kda_fused_intra_bwd.  g, A_log, dt_bias, lower_bound: as in gate_bwd.
+    Returns:
+        dq, dk, dbeta; dg, dA_log and ddt_bias of gate_bwd; with write dv and its gradient.
+    Source: chapters 12d and 24.
+    """
+    dq, dk, dbeta, dgc, *more = kda_fused_intra_bwd(
+        q, k, v, beta, gc, h, v_new, do, dh, Z, write, scale=scale, chunk_size=chunk_size
+    )
+    gate = gate_bwd(dgc, g, A_log, dt_bias, lower_bound=lower_bound, chunk_size=chunk_size)
+    return dq, dk, dbeta, *gate, *more
