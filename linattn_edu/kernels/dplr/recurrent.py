@@ -19,7 +19,6 @@ from linattn_edu.kernels.tiles import (
     cast,
     cdiv,
     columns_of,
-    first_state,
     load_vector,
     store_tile,
 )
@@ -54,7 +53,11 @@ def dplr_recurrent_kernel(
     Reference: linattn_edu.reference.dplr.recurrent.dplr_recurrent.
     """
     i_v, i_nh, i_h, first, n_seq, _ = columns_of(tl.program_id(0), cu_ptr, None, T, H, V, 1, BV)
-    _t, o_k, o_v, b_S = first_state(h0_ptr, i_nh, i_v, K, V, 1, BK, BV, False)
+    o_k = tl.arange(0, BK)
+    o_v = i_v * BV + tl.arange(0, BV)
+    b_S = tl.zeros([BK, BV], dtype=tl.float32)
+    if h0_ptr is not None:
+        b_S += load_state(h0_ptr + i_nh * K * V, o_k, o_v, K, V, False)
     for i_t in range(n_seq):
         i = token(first, i_t, n_seq, REVERSE) * H + i_h
         b_q, b_k, b_v = load(q_ptr, i, o_k, K), load(k_ptr, i, o_k, K), load(v_ptr, i, o_v, V)
@@ -118,12 +121,16 @@ def dplr_recurrent_bwd_kernel(
     )
     i_n = i_nh // H
     i_block = i_n * tl.cdiv(T, BLOCK) if cu_ptr is None else tl.load(offsets_ptr + i_n)
+    o_k = tl.arange(0, BK)
+    o_v = i_v * BV + tl.arange(0, BV)
     kept_ptr += (i_block * H + i_h) * K * V
     inner_ptr += i_nh * BLOCK * K * V
     i_out = i_v.to(tl.int64) * total * H
     NB = tl.cdiv(n_seq, BLOCK)
 
-    _t, o_k, o_v, b_S = first_state(h0_ptr, i_nh, i_v, K, V, 1, BK, BV, False)
+    b_S = tl.zeros([BK, BV], dtype=tl.float32)
+    if h0_ptr is not None:
+        b_S += load_state(h0_ptr + i_nh * K * V, o_k, o_v, K, V, False)
     for i_b in range(NB):
         store_tile(kept_ptr, b_S, o_k, o_v, V, K, V)
         kept_ptr += H * K * V
@@ -132,7 +139,9 @@ def dplr_recurrent_bwd_kernel(
                 i = token(first, i_b * BLOCK + j, n_seq, REVERSE) * H + i_h
                 b_S, _ = step(b_S, k_ptr, v_ptr, a_ptr, b_ptr, gk_ptr, i, o_k, o_v, K, V)
 
-    _t, _k, _v, b_dS = first_state(dht_ptr, i_nh, i_v, K, V, 1, BK, BV, False)
+    b_dS = tl.zeros([BK, BV], dtype=tl.float32)
+    if dht_ptr is not None:
+        b_dS += load_state(dht_ptr + i_nh * K * V, o_k, o_v, K, V, False)
     for r_b in range(NB):
         begin = (NB - 1 - r_b) * BLOCK
         n = tl.minimum(BLOCK, n_seq - begin)
