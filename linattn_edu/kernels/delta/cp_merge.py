@@ -378,26 +378,20 @@ def cp_merge(
 
 
 def cp_join(
-    S_ext: Tensor, M: Tensor, initial_state: Tensor | None = None, **which
-) -> tuple[Tensor, Tensor]:
-    """Launch join_kernel; arguments and result as in the reference; which: of launch_join."""
-    return launch_join(S_ext, M, initial_state, reverse=False, **which)
-
-
-def launch_join(
     S_ext: Tensor,
     M: Tensor,
-    initial_state: Tensor | None,
+    initial_state: Tensor | None = None,
     *,
-    reverse: bool,
+    reverse: bool = False,
     offsets: Tensor | None = None,
     rows: Tensor | None = None,
     out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Launch join_kernel, from the first piece of a sequence or from the last.
+    """Launch join_kernel; arguments and result as in the reference, and:
 
     Args:
         initial_state: [R, H, K, V], of the sequences that are joined.
+        reverse: from the last piece of a sequence.
         offsets: as in cp_merge.  rows: [R], the sequences that are joined; None: all.
         out: ([R, H, K, V], [R, H]), of which maps, rows and numbers are evenly spaced.
     """

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from linattn_edu.kernels.delta.cp_merge import launch_join, launch_map, launch_merge, piece_of
+from linattn_edu.kernels.delta.cp_merge import cp_join, launch_map, launch_merge, piece_of
 from linattn_edu.kernels.rows import row, scan_table
 from linattn_edu.kernels.tiles import cast, dot, load_gate, load_tile, load_vector, store_tile
 
@@ -145,10 +145,10 @@ def cp_join_bwd(
 ) -> tuple[Tensor, Tensor]:
     """Launch join_kernel, back in time; arguments and result as in the reference.
 
-    which: of launch_join.
+    which: of cp_join.
     """
     # eq:cp-merge-bwd   dS <- dM dS + dS_ext
-    return launch_join(dS_ext, dM, dht, reverse=True, **which)
+    return cp_join(dS_ext, dM, dht, reverse=True, **which)
 
 
 def cp_merge_bwd(

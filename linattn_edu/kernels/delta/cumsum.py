@@ -7,19 +7,41 @@ from torch import Tensor
 
 from linattn_edu.kernels.delta.gate import BH
 from linattn_edu.kernels.rows import chunk_args
-from linattn_edu.kernels.tiles import cdiv, chunk_of, load_tile, sequence_of, store_tile
+from linattn_edu.kernels.tiles import cdiv, chunk_of, columns_of, load_tile, store_tile
 from linattn_edu.packing import Packing
 
 BLOCK = 256  # tokens of a tile; longer chunks and sequences take several, one after the other
 
 
-@triton.jit
-def running_sum(x_ptr, y_ptr, scale, n_t, blocks, o_d, D: tl.constexpr, BT: tl.constexpr,
-                BD: tl.constexpr, REVERSE: tl.constexpr):  # fmt: skip
-    """Columns o_d of y [n_t, D], the sums of x, a block of BT tokens at a time."""
-    o_t = tl.arange(0, BT)
+@triton.jit(do_not_specialize=["T"])
+def cumsum_kernel(
+    x_ptr,  # [B, T, D]
+    y_ptr,  # [B, T, D] out
+    scale,
+    cu_ptr,  # [N + 1] or None
+    chunks_ptr,  # [NT, 2] or None
+    T,
+    D: tl.constexpr,
+    BC: tl.constexpr,  # tokens of a chunk; None: a sequence is one
+    BT: tl.constexpr,
+    BD: tl.constexpr,
+    REVERSE: tl.constexpr,
+):
+    """One program: one chunk of BD columns, a block of BT tokens at a time.  Grid (NT * D / BD).
+
+    Reference: linattn_edu.reference.delta.cumsum.
+    """
+    ND: tl.constexpr = (D + BD - 1) // BD
+    if BC is None:
+        i_d, _, _, first, n_t, _ = columns_of(tl.program_id(0), cu_ptr, None, T, 1, D, BT, BD)
+        blocks = tl.cdiv(n_t, BT)
+    else:
+        i_d, _, first, n_t = chunk_of(tl.program_id(0), cu_ptr, chunks_ptr, T, ND, BC)
+        n_t = tl.minimum(n_t, BC)
+        blocks = tl.cdiv(n_t, BT) if BC > BT else 1
+    o_t, o_d = tl.arange(0, BT), i_d * BD + tl.arange(0, BD)
     begin = tl.cast(blocks - 1, tl.int64) * BT * D if REVERSE else 0
-    x_ptr, y_ptr = x_ptr + begin, y_ptr + begin
+    x_ptr, y_ptr = x_ptr + first * D + begin, y_ptr + first * D + begin
     b_sum = tl.zeros([1, BD], dtype=tl.float32)  # of the blocks behind
     for i in range(blocks):
         n = n_t - (blocks - 1 - i if REVERSE else i) * BT
@@ -32,55 +54,17 @@ def running_sum(x_ptr, y_ptr, scale, n_t, blocks, o_d, D: tl.constexpr, BT: tl.c
         y_ptr += -BT * D if REVERSE else BT * D
 
 
-@triton.jit(do_not_specialize=["T"])
-def cumsum_kernel(
-    x_ptr,  # [B, T, D]
-    y_ptr,  # [B, T, D] out
-    scale,
-    cu_ptr,  # [N + 1] or None
-    chunks_ptr,  # [NT, 2] or None
-    T,
-    D: tl.constexpr,
-    BC: tl.constexpr,  # tokens of a chunk
-    BT: tl.constexpr,
-    BD: tl.constexpr,
-    REVERSE: tl.constexpr,
-):
-    """One program: one chunk of BD columns.  Grid (NT * D / BD).
-
-    Reference: linattn_edu.reference.delta.cumsum.
-    """
-    ND: tl.constexpr = (D + BD - 1) // BD
-    i_d, _, first, n_t = chunk_of(tl.program_id(0), cu_ptr, chunks_ptr, T, ND, BC)
-    o_d = i_d * BD + tl.arange(0, BD)
-    n_t = tl.minimum(n_t, BC)
-    blocks = tl.cdiv(n_t, BT) if BC > BT else 1
-    running_sum(x_ptr + first * D, y_ptr + first * D, scale, n_t, blocks, o_d, D, BT, BD,
-                REVERSE)  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["T"])
-def global_cumsum_kernel(
-    x_ptr,  # [B, T, D]
-    y_ptr,  # [B, T, D] out
-    scale,
-    cu_ptr,  # [N + 1] or None
-    T,
-    D: tl.constexpr,
-    BT: tl.constexpr,
-    BD: tl.constexpr,
-    REVERSE: tl.constexpr,
-):
-    """One program: BD columns of one sequence, all its tokens.  Grid (N * D / BD).
-
-    Reference: linattn_edu.reference.delta.cumsum.
-    """
-    ND: tl.constexpr = (D + BD - 1) // BD
-    i_d, i_n = tl.program_id(0) % ND, (tl.program_id(0) // ND).to(tl.int64)
-    first, n_t, _ = sequence_of(i_n, cu_ptr, None, T, BT)
-    o_d = i_d * BD + tl.arange(0, BD)
-    running_sum(x_ptr + first * D, y_ptr + first * D, scale, n_t, tl.cdiv(n_t, BT), o_d, D, BT,
-                BD, REVERSE)  # fmt: skip
+def _launch(
+    x: Tensor, chunks: int, bounds: tuple, scale: float, reverse: bool, BC: int | None, BT: int
+) -> Tensor:
+    """Launch cumsum_kernel on so many chunks."""
+    T, D = x.shape[1:]
+    y = torch.empty_like(x, dtype=torch.float32)
+    with torch.cuda.device_of(x):
+        cumsum_kernel[(chunks * cdiv(D, BH),)](
+            x, y, scale, *bounds, T, D, BC, BT, BH, reverse, num_warps=4
+        )
+    return y
 
 
 def cumsum(
@@ -92,29 +76,16 @@ def cumsum(
     packing: Packing | None = None,
 ) -> Tensor:
     """Launch cumsum_kernel; arguments and result as in the reference."""
-    _, T, D = x.shape
-    y = torch.empty_like(x, dtype=torch.float32)
     NT, *chunks = chunk_args(x, chunk_size, packing)
-    with torch.cuda.device_of(x):
-        cumsum_kernel[(NT * cdiv(D, BH),)](
-            x, y, scale, *chunks, T, D, BC=chunk_size, BT=min(chunk_size, BLOCK), BD=BH,
-            REVERSE=reverse, num_warps=4,
-        )  # fmt: skip
-    return y
+    return _launch(x, NT, chunks, scale, reverse, chunk_size, min(chunk_size, BLOCK))
 
 
 def global_cumsum(
     x: Tensor, *, reverse: bool = False, scale: float = 1.0, cu_seqlens: Tensor | None = None
 ) -> Tensor:
-    """Launch global_cumsum_kernel; arguments and result as in the reference.
+    """Launch cumsum_kernel on whole sequences; arguments and result as in the reference.
 
     cu_seqlens: [N + 1] int64, of sequences packed into a batch of one.
     """
-    B, T, D = x.shape
-    y = torch.empty_like(x, dtype=torch.float32)
-    N = B if cu_seqlens is None else len(cu_seqlens) - 1
-    with torch.cuda.device_of(x):
-        global_cumsum_kernel[(N * cdiv(D, BH),)](
-            x, y, scale, cu_seqlens, T, D, BT=BLOCK, BD=BH, REVERSE=reverse, num_warps=4
-        )
-    return y
+    N = len(x) if cu_seqlens is None else len(cu_seqlens) - 1
+    return _launch(x, N, (cu_seqlens, None), scale, reverse, None, BLOCK)

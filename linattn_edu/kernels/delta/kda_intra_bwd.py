@@ -171,24 +171,10 @@ def kda_intra_bwd_near_kernel(
 
 @triton.jit(do_not_specialize=["T"])
 def kda_intra_bwd_kernel(
-    q_ptr,  # [B, T, H, K]
-    k_ptr,  # [B, T, H, K]
-    beta_ptr,  # [B, T, HV], or None
-    erase_ptr,  # [B, T, HV, K] in the place of beta, or None
-    gc_ptr,  # [B, T, HV, K] log2
-    dP_ptr,  # [B, T, HV, BT]
-    dL_ptr,  # [B, T, HV, BT]
-    dqg_ptr,  # [B, T, HV, K]
-    dkb_ptr,  # [B, T, HV, K]
-    dkg_ptr,  # [B, T, HV, K]
-    dgl_ptr,  # [B, NT, HV, K]
-    dq_ptr,  # [B, T, HV, K] out
-    dk_ptr,  # [B, T, HV, K] out
-    dbeta_ptr,  # [B, T, HV] added to; with erase [B, T, HV, K] out
-    dgc_ptr,  # [B, T, HV, K] out
+    q_ptr, k_ptr, beta_ptr, erase_ptr, gc_ptr, dP_ptr, dL_ptr, dqg_ptr, dkb_ptr, dkg_ptr, dgl_ptr,
+    dq_ptr, dk_ptr, dbeta_ptr, dgc_ptr,  # as of kda_intra_bwd_near_kernel
     near_ptr,  # [B, NT, HV, NG], or None: nothing is done yet
-    cu_ptr,  # [N + 1] or None
-    chunks_ptr,  # [NT, 2] or None
+    cu_ptr, chunks_ptr,
     T,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
     BT: tl.constexpr, BK: tl.constexpr,

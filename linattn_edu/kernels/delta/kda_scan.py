@@ -9,7 +9,15 @@ from linattn_edu.kernels.delta.cp_merge import cp_merge, piece_map
 from linattn_edu.kernels.pieces import by_maps
 from linattn_edu.kernels.routes import scan_launch
 from linattn_edu.kernels.rows import row, scan_table
-from linattn_edu.kernels.tiles import cast, columns_of, dot, load_tile, load_vector, store_tile
+from linattn_edu.kernels.tiles import (
+    cast,
+    columns_of,
+    dot,
+    first_state,
+    load_tile,
+    load_vector,
+    store_tile,
+)
 from linattn_edu.packing import Packing
 
 
@@ -47,12 +55,7 @@ def kda_scan_kernel(
     o_ptr += i * V
     P_ptr += i * BT
 
-    o_t = tl.arange(0, BT)
-    o_k = tl.arange(0, BK)
-    o_v = i_v * BV + tl.arange(0, BV)
-    b_S = tl.zeros([BK, BV], dtype=tl.float32)
-    if h0_ptr is not None:
-        b_S += load_tile(h0_ptr + i_nh * K * V, o_k, o_v, V, K, V).to(tl.float32)
+    o_t, o_k, o_v, b_S = first_state(h0_ptr, i_nh, i_v, K, V, BT, BK, BV, False)
 
     # the load of a chunk's gates runs one chunk ahead, as in state
     n_k = tl.where(n_seq > 0, K, 0)
@@ -88,6 +91,11 @@ def kda_scan_kernel(
         store_tile(ht_ptr + i_nh * K * V, b_S, o_k, o_v, V, K, V)
 
 
+# and of kda_scans
+# 64 columns: with 32 twice as many programs read qg, kg, w and P, and the GPU is full with either.
+# A third stage hides the loads, and fills a multiprocessor's shared memory: one program there, in
+# 4 warps, since the products of one chunk wait for each other and 8 have nothing more to do. 256
+# rows: as in state_bwd, which takes what registers and shared memory there are
 CONFIGS = scan_table(
     ampere={128: [row(4, 1, BV=32)], 256: [row(4, 1, BV=16)]},
     hopper={

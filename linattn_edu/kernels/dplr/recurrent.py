@@ -90,13 +90,7 @@ def step(b_S, k_ptr, v_ptr, a_ptr, b_ptr, gk_ptr, i, o_k, o_v, K: tl.constexpr, 
 
 @triton.jit(do_not_specialize=["T", "total", "BLOCK"])
 def dplr_recurrent_bwd_kernel(
-    q_ptr,  # [B, T, H, K]
-    k_ptr,  # [B, T, H, K]
-    v_ptr,  # [B, T, H, V]
-    a_ptr,  # [B, T, H, K]
-    b_ptr,  # [B, T, H, K]
-    gk_ptr,  # [B, T, H, K] natural log
-    h0_ptr,  # [N, H, K, V] or None
+    q_ptr, k_ptr, v_ptr, a_ptr, b_ptr, gk_ptr, h0_ptr,  # as of dplr_recurrent_kernel
     do_ptr,  # [B, T, H, V]
     dht_ptr,  # [N, H, K, V] or None
     kept_ptr,  # [number of blocks, H, K, V]: the state before each block

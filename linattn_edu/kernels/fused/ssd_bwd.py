@@ -11,8 +11,8 @@ from linattn_edu.kernels.fused.ssd_fwd import (
     by_head,
     decay,
     documents_of,
-    launch_ends,
     load_step,
+    ssd_ends,
     store_sums,
     tile_of,
 )
@@ -395,21 +395,13 @@ DX, DA, FAR = row(4, 2), row(4, 3), row(4, 3)
 
 
 def ssd_ends_bwd(
-    C: Tensor,
-    gc: Tensor,
-    dy: Tensor,
-    *,
-    chunk_size: int,
-    piece: int | None = None,
-    packing: Packing | None = None,
-    rows: Tensor | None = None,
+    C: Tensor, gc: Tensor, dy: Tensor, **which
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Launch ssd_ends_kernel back in time; arguments and result as in the reference.
 
-    piece: None: as in ssd_ends. rows: the sequences [n] whose first piece is wanted; None: all.
-    What it is of others is not said.
+    which: of ssd_ends; rows: the sequences whose first piece is wanted.
     """
-    return launch_ends(C, dy, None, gc, chunk_size, piece, packing, rows, back=True)
+    return ssd_ends(C, dy, None, gc, back=True, **which)
 
 
 def ssd_bwd_bc(

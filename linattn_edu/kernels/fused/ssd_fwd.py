@@ -357,35 +357,20 @@ def chunk_scores(
 def ssd_ends(
     B: Tensor,
     x: Tensor,
-    gs: Tensor,
+    gs: Tensor | None,
     gc: Tensor,
     *,
     chunk_size: int,
     piece: int | None = None,
     packing: Packing | None = None,
     rows: Tensor | None = None,
+    back: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Launch ssd_ends_kernel; arguments and result as in the reference.
+    """Launch ssd_ends_kernel, 64 tokens at a time; arguments and result as in the reference.
 
     piece: None: over ranks, by the sequences' kind. rows: the sequences [n] whose last piece is
-    wanted; None: all. What it is of others is not said.
+    wanted; None: all. What it is of others is not said. back: as ssd_ends_bwd, of C, dy and no gs.
     """
-    return launch_ends(B, x, gs, gc, chunk_size, piece, packing, rows, back=False)
-
-
-def launch_ends(
-    B: Tensor,
-    x: Tensor,
-    gs: Tensor | None,
-    gc: Tensor,
-    chunk_size: int,
-    piece: int | None,
-    packing: Packing | None,
-    rows: Tensor | None,
-    *,
-    back: bool,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Launch ssd_ends_kernel on all pieces, 64 tokens at a time; back: C, dy and no gs."""
     n, T, H, P = x.shape
     G, N = B.shape[2:]
     if piece is None:

@@ -4,8 +4,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from linattn_edu.kernels.rows import chunk_args, entry, row, states
+from linattn_edu.kernels.rows import chunk_args, entry, states
 from linattn_edu.kernels.ssd.chunk_cumsum import decays
+from linattn_edu.kernels.ssd.chunk_state import CONFIGS
 from linattn_edu.kernels.tiles import cast, cdiv, chunk_of, dot, load_tile, store_tile
 from linattn_edu.packing import Packing
 
@@ -42,15 +43,6 @@ def chunk_scan_bwd_dstates_kernel(
     b_dy = cast(b_dy.to(tl.float32) * b_e[:, None], b_C.dtype)
     b_dh = dot(tl.trans(b_C), b_dy)
     store_tile(dh_ptr + (i_c * H + i_h) * N * P, b_dh, o_n, o_p, P, N, P)
-
-
-# generation -> bytes of an element -> row: the tiles of chunk_state, which is the same product of
-# other factors.
-CONFIGS = {
-    "turing": {2: row(4, 1, BN=64, BP=64), 4: row(4, 1, BN=32, BP=32)},
-    "ampere": {2: row(4, 1, BN=64, BP=64), 4: row(4, 1, BN=32, BP=64)},
-    "hopper": {2: row(4, 1, BN=128, BP=64), 4: row(4, 1, BN=64, BP=64)},
-}
 
 
 def chunk_scan_bwd_dstates(

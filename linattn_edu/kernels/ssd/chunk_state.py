@@ -46,7 +46,8 @@ def chunk_state_kernel(
 
 
 # generation -> bytes of an element -> row. A state of 64 x 64 and a chunk of both operands fit
-# everywhere; narrower heads keep these tiles, for the reason given in kernels/delta/wy.py.
+# everywhere; narrower heads keep these tiles, for the reason given in kernels/delta/wy.py. They
+# are those of chunk_scan_bwd_dstates too, the same product of other factors.
 CONFIGS = {
     "turing": {2: row(4, 1, BN=64, BP=64), 4: row(4, 1, BN=32, BP=32)},
     "ampere": {2: row(4, 1, BN=64, BP=64), 4: row(4, 1, BN=32, BP=64)},

@@ -5,22 +5,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from linattn_edu.kernels.delta.gate import softplus as softplus_of
 from linattn_edu.kernels.delta.recurrent import load, load_number, slot_of
 from linattn_edu.kernels.delta.replay import decays_since, limits, load_entries, opened
+from linattn_edu.kernels.ssd.selective_state_update import step_of
 from linattn_edu.kernels.tiles import block, cast, cdiv, columns_of, mask_if
-
-
-@triton.jit
-def step_of(b_dt, bias_ptr, i_h, SOFTPLUS: tl.constexpr):
-    """The step of a token."""
-    # eq:ssd-step   step = softplus(dt + dt_bias)
-    b_step = b_dt.to(tl.float32)
-    if bias_ptr is not None:
-        b_step += tl.load(bias_ptr + i_h).to(tl.float32)
-    if SOFTPLUS:
-        b_step = softplus_of(b_step)
-    return b_step
 
 
 @triton.jit
@@ -105,7 +93,8 @@ def ssd_replay_kernel(
         b_writes = load_entries(writes_ptr, begin, count, o_r, o_p, P, R).to(tl.float32)
         b_a, b_w = decays_since(decays_ptr, begin, count, o_r, o_g, 1, R)
         for t in range(tokens):
-            b_step = step_of(b_dt, bias_ptr, i_h, SOFTPLUS)
+            # eq:ssd-step   step = softplus(dt + dt_bias)
+            b_step = step_of(b_dt, load_number(bias_ptr, i_h), bias_ptr, SOFTPLUS)
             # eq:ssd-update   S <- exp(step A) S + step B x
             b_g = b_step * b_A.to(tl.float32)
             b_a *= tl.exp(b_g)

@@ -33,14 +33,19 @@ def load_part(x_ptr, i, o_p, o_n, P: tl.constexpr, N: tl.constexpr):
 
 
 @triton.jit
-def write(b_S, b_x, b_dt, b_bias, b_A, b_B, bias_ptr, SOFTPLUS: tl.constexpr):
-    """The state after a token, float32."""
-    # eq:ssd-step   step = softplus(dt + dt_bias)
+def step_of(b_dt, b_bias, bias_ptr, SOFTPLUS: tl.constexpr):
+    """The step of a token."""
     b_step = b_dt.to(tl.float32)
     if bias_ptr is not None:
         b_step += b_bias.to(tl.float32)
-    if SOFTPLUS:
-        b_step = softplus_of(b_step)
+    return softplus_of(b_step) if SOFTPLUS else b_step
+
+
+@triton.jit
+def write(b_S, b_x, b_dt, b_bias, b_A, b_B, bias_ptr, SOFTPLUS: tl.constexpr):
+    """The state after a token, float32."""
+    # eq:ssd-step   step = softplus(dt + dt_bias)
+    b_step = step_of(b_dt, b_bias, bias_ptr, SOFTPLUS)
     # eq:ssd-update   S <- exp(step A) S + step B x
     b_S = tl.exp(b_step * b_A.to(tl.float32)) * b_S.to(tl.float32)
     return b_S + (b_step * b_x) * b_B.to(tl.float32)
