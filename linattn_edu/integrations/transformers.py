@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from linattn_edu.integrations import calls
+from linattn_edu.integrations import calls, rings
 from linattn_edu.integrations.loan import disable, enable
 from linattn_edu.ops import check
 
@@ -301,6 +301,10 @@ def _places(model: nn.Module, impl: str) -> Iterator[Place]:
             if (id(owner), name) not in seen:
                 seen.add((id(owner), name))
                 yield Place(owner, name, ours, label)
+    for whole in filter(rings.served, model.modules()) if seen else ():
+        prepare = functools.partial(rings.prepare_cache, whole, impl)
+        yield Place(whole, "_prepare_cache_for_generation", prepare, "prepare_cache, with rings")
+        yield Place(whole, "_is_stateful", False, "False")
 
 
 def _of_layer(layer: nn.Module, impl: str) -> Iterator[tuple[Any, str, Any, str]]:
