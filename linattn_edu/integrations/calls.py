@@ -76,7 +76,7 @@ def _delta(name: str, operator: Callable, q: Tensor, args: tuple, kwargs: dict[s
 def _alone(*boundaries: Tensor | None) -> None:
     """Refuse packed sequences for a cache with rings, which has a row for each sequence."""
     if any(x is not None for x in boundaries):
-        raise ValueError("a cache of generate takes no packed sequences, got boundaries of some")
+        raise ValueError("a cache with rings takes no packed sequences, got their boundaries")
 
 
 def _starts(seq_idx: Tensor, T: int) -> Tensor:

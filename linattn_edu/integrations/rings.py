@@ -5,12 +5,12 @@ what comes back as the new one. Here it is handed a :class:`State`, with which o
 the ring that lies beside the state in the cache.
 """
 
-import copyreg
 import functools
 import inspect
 import sys
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,15 +25,24 @@ LONGEST = 64  # entries of a ring whose tokens may be taken back
 GUESSES = 48  # how many of the last tokens may be
 
 
-class State(NamedTuple):
+@dataclass(frozen=True)
+class State:
     """In place of a recurrent state: where it is, and the ring of what was written since."""
 
     layer: "RingedLayer"
     number: int  # among the states of the layer
 
-    def to(self, *args: Any, **kwargs: Any) -> "State":
-        """Itself: a layer may ask for float32 before it gives the state back."""
-        return self
+    def to(self, kind: Any) -> "State":
+        """Itself, where a layer gives it back; a function that is not ours wants a tensor."""
+        return self if isinstance(kind, torch.dtype) else self._refuse(kind)
+
+    def _refuse(self, _: Any) -> Any:
+        raise AttributeError(
+            "a cache of assisted generation has rings beside its states, which use(model) knows: "
+            "go on in use, or with a copy.deepcopy of the cache, whose states are whole"
+        )
+
+    __getattr__ = __getitem__ = _refuse
 
 
 class RingedLayer:
@@ -126,11 +135,11 @@ class RingedLayer:
         """
         for i, x in self.conv_states.items() if self.record_past else ():
             if x is not None:
-                self.conv_states[i] = F.pad(x, (self.conv_kernel_size[i] + GUESSES - x.shape[-1], 0))
+                more = self.conv_kernel_size[i] + GUESSES - x.shape[-1]
+                self.conv_states[i] = F.pad(x, (more, 0))
 
     def crop(self, tokens_to_remove: int) -> None:
-        left = {i: count + tokens_to_remove for i, count in self.entries.items()}
-        if any(count < 0 for count in left.values()):
+        if -tokens_to_remove > min([GUESSES, *self.entries.values()]):
             raise ValueError(
                 f"at most {GUESSES} tokens can be taken back, got {-tokens_to_remove}: let "
                 f"num_assistant_tokens, or prompt_lookup_num_tokens, be less than {GUESSES}, and "
@@ -138,9 +147,9 @@ class RingedLayer:
             )
         super().crop(tokens_to_remove)
         self._keep_inputs()
-        self.entries = left
-        for i, count in left.items() if tokens_to_remove else ():
-            _say(self.rings[i], count)
+        for i, ring in self.rings.items() if tokens_to_remove else ():
+            self.entries[i] += tokens_to_remove
+            _say(ring, self.entries[i])
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         super().reorder_cache(beam_idx)
@@ -157,7 +166,7 @@ class RingedLayer:
         """A copy is a layer of transformers, whose states are those after the last token."""
         self.commit()
         own = {name: x for name, x in vars(self).items() if name not in RingedLayer.__annotations__}
-        return copyreg.__newobj__, (type(self).__bases__[1],), own
+        return object.__new__, (type(self).__bases__[1],), own
 
 
 @functools.cache
@@ -185,28 +194,45 @@ def get_recurrent_state(cache: Any, layer_idx: int, state_idx: int = 0) -> Any:
     return State(layer, state_idx)
 
 
-def served(module: nn.Module) -> bool:
-    """Whether a module is a model whose caches of generate may have rings, which need a transformers
-    whose layers take back the inputs of convolutions, and caches that are `past_key_values`.
+def places(model: nn.Module, impl: str) -> Iterator[tuple[nn.Module, str, Any, str]]:
+    """What to replace of a model, that its caches of generate have rings: owner, name, ours, label.
+
+    They need a transformers whose layers take back the inputs of convolutions.
     """
     file = sys.modules.get("transformers.cache_utils")
     layer = getattr(file, "LinearAttentionCacheLayerMixin", None)
-    return (
-        hasattr(layer, "activate_past_recording")
-        and getattr(type(module), "_is_stateful", False)
-        and hasattr(module, "_prepare_cache_for_generation")
-        and "mamba" not in type(module).__name__.lower()
-    )
+    if not hasattr(layer, "activate_past_recording"):
+        return
+    for one in model.modules():
+        if getattr(type(one), "_is_stateful", False) and hasattr(one, PREPARE):
+            yield one, PREPARE, functools.partial(prepare_cache, one, impl), "prepare_cache"
+            if "mamba" not in type(one).__name__.lower():  # whose cache _assisted_decoding misses
+                yield one, "_is_stateful", False, "False"
 
 
 def prepare_cache(
-    model: nn.Module, impl: str, config: Any, model_kwargs: dict, mode: str, *args: Any
+    model: nn.Module, impl: str, config: Any, kwargs: dict, mode: str, *more: Any
 ) -> None:
-    """A model's _prepare_cache_for_generation: where tokens will be taken back, with rings."""
-    type(model)._prepare_cache_for_generation(model, config, model_kwargs, mode, *args)
-    cache = model_kwargs.get("past_key_values")
-    if cache is not None and (mode == "assisted_generation" or config.is_assistant):
-        give_rings(cache, impl)
+    """A model's _prepare_cache_for_generation: with rings where tokens are taken back; and where
+    they pay and nobody else will see the cache, whose states they leave behind.
+    """
+    caches = lambda: [x for name in NAMES if (x := kwargs.get(name)) is not None]
+    own = not (caches() or config.return_dict_in_generate)
+    getattr(type(model), PREPARE)(model, config, kwargs, mode, *more)
+    for cache in caches():
+        if mode == "assisted_generation" or config.is_assistant or (own and pays(cache, model)):
+            give_rings(cache, impl)
+
+
+def pays(cache: Any, model: nn.Module) -> bool:
+    """Whether steps of one token are to leave their writes to a ring: on a GPU, whatever the batch,
+    so that a sequence's tokens do not depend on it, where transformers compiles nothing.
+    """
+    plain = type(cache).__name__ == "DynamicCache" and not cache.offloading
+    return plain and model.device.type == "cuda"
+
+
+PREPARE, NAMES = "_prepare_cache_for_generation", ("past_key_values", "cache_params")
 
 
 def _say(ring: Ring, count: int) -> None:
@@ -217,7 +243,7 @@ def _say(ring: Ring, count: int) -> None:
 
 def delta(operator: Callable, given: dict[str, Any]) -> tuple[Tensor, State]:
     """A function of the delta rule, its arguments by name: o, and the state again."""
-    q, k, v = tensors = given["q"], given["k"], given["v"]
+    q, v = given["q"], given["v"]
     (B, T, H, K), (HV, V) = q.shape, v.shape[2:]
     chunk, replay, channels = RULES[operator]
     state, names = given["initial_state"], ("q", "k", "v", "g", "beta")
@@ -228,9 +254,9 @@ def delta(operator: Callable, given: dict[str, Any]) -> tuple[Tensor, State]:
         T,
         lambda at, S: chunk(**cut(at), initial_state=S, output_final_state=True),
         lambda at, S, ring: replay(**cut(at), state=S, ring=ring),
-        lambda: v.new_zeros(B, HV, K, V, dtype=wide(*tensors)),
+        lambda: v.new_zeros(B, HV, K, V, dtype=wide(q, v)),
         {"heads": H, "dtype": q.dtype, "channels": channels},
-        needs_gradient(*tensors, given["g"], given["beta"]),
+        needs_gradient(*(given[n] for n in names)),
     )
     return o, state
 
@@ -251,37 +277,35 @@ RULES = {  # of an operator: in chunks, with a ring, and whether each channel ha
 
 
 def scan(
-    state: State, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int, **more: Any
-) -> tuple[Tensor, State]:
+    state: State, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int = 64,
+    *, z: Tensor | None = None, **more: Any,
+) -> tuple[Tensor, State]:  # fmt: skip
     """mamba_chunk_scan_combined with a final state: out, and the state again."""
-    impl, options = more.get("impl", "auto"), dict(more)
     (N, T, H, P), (G, K) = x.shape, B.shape[2:]
-    D, z, bias, softplus = (more.get(n) for n in ("D", "z", "dt_bias", "dt_softplus"))
-    step = dt
-    if tuple(more.get("dt_limit", UNLIMITED)) != UNLIMITED:
-        step = dt.to(wide(dt)) if bias is None else dt + bias.to(wide(dt))
-        step = (F.softplus(step) if softplus else step).clamp(*more["dt_limit"])
+    step, bias, softplus = dt, more.get("dt_bias"), bool(more.get("dt_softplus"))
+    if tuple(limit := more.get("dt_limit", UNLIMITED)) != UNLIMITED:  # a ring's step knows none
+        step = dt.to(wide(dt)) if bias is None else dt.to(wide(dt)) + bias
+        step = (F.softplus(step) if softplus else step).clamp(*limit)
         bias, softplus = None, False
-
-    def replayed(at: slice, S: Tensor, ring: Ring) -> Tensor:
-        gate = None if z is None else z[:, at]
-        return ssd.replay_selective_state_update(
-            S, ring, x[:, at], step[:, at], A, B[:, at], C[:, at], D, gate, bias, bool(softplus),
-            impl=impl,
-        )  # fmt: skip
+    cut = lambda at, *tokens: (y if y is None else y[:, at] for y in tokens)
 
     def chunked(at: slice, S: Tensor | None) -> tuple[Tensor, Tensor]:
-        gate = {} if z is None else {"z": z[:, at]}
-        return ssd.mamba_chunk_scan_combined(
-            x[:, at], dt[:, at], A, B[:, at], C[:, at], chunk_size,
-            **(options | gate | {"initial_states": S, "return_final_states": True}),
+        x_, dt_, B_, C_, z_ = cut(at, x, dt, B, C, z)
+        final = more | {"z": z_, "initial_states": S, "return_final_states": True}
+        return ssd.mamba_chunk_scan_combined(x_, dt_, A, B_, C_, chunk_size, **final)
+
+    def replayed(at: slice, S: Tensor, ring: Ring) -> Tensor:
+        x_, dt_, B_, C_, z_ = cut(at, x, step, B, C, z)
+        return ssd.replay_selective_state_update(
+            S, ring, x_, dt_, A, B_, C_, more.get("D"), z_, bias, softplus,
+            impl=more.get("impl", "auto"),
         )  # fmt: skip
 
     out = state.layer.take(
         state.number, T, chunked, replayed,
         lambda: x.new_zeros(N, H, P, K, dtype=wide(x, dt, B)),
         {"heads": G, "dtype": B.dtype, "state_v_first": True},
-        needs_gradient(x, dt, A, B, C, D, z, more.get("dt_bias")),
+        needs_gradient(x, dt, A, B, C, z, more.get("D"), bias),
     )  # fmt: skip
     return out, state
 
@@ -291,12 +315,10 @@ def step(
     z: Tensor | None = None, dt_bias: Tensor | None = None, **more: Any,
 ) -> Tensor:  # fmt: skip
     """selective_state_update, whose numbers of a head are expanded to its channels."""
-    one = {"D": D, "dt_bias": dt_bias}
-    one = {n: y if y is None else y[:, 0] for n, y in one.items()}
-    gate = None if z is None else z[:, None]
-    tokens = (y[:, None] for y in (x, dt[..., 0], B, C))
-    x, dt, B, C = tokens
-    out, _ = scan(state, x, dt, A[:, 0, 0], B, C, 64, z=gate, **one, **more)
+    D, dt_bias = (y if y is None else y[:, 0] for y in (D, dt_bias))
+    x, dt, B, C = (y[:, None] for y in (x, dt[..., 0], B, C))
+    z = None if z is None else z[:, None]
+    out, _ = scan(state, x, dt, A[:, 0, 0], B, C, z=z, D=D, dt_bias=dt_bias, **more)
     return out[:, 0]
 
 

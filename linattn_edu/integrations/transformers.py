@@ -301,10 +301,8 @@ def _places(model: nn.Module, impl: str) -> Iterator[Place]:
             if (id(owner), name) not in seen:
                 seen.add((id(owner), name))
                 yield Place(owner, name, ours, label)
-    for whole in filter(rings.served, model.modules()) if seen else ():
-        prepare = functools.partial(rings.prepare_cache, whole, impl)
-        yield Place(whole, "_prepare_cache_for_generation", prepare, "prepare_cache, with rings")
-        yield Place(whole, "_is_stateful", False, "False")
+    for place in rings.places(model, impl) if seen else ():
+        yield Place(*place)
 
 
 def _of_layer(layer: nn.Module, impl: str) -> Iterator[tuple[Any, str, Any, str]]:
