@@ -21,8 +21,8 @@ from linattn_edu.ops.ring import Ring, commit_ring, make_ring
 from linattn_edu.ops.tensors import needs_gradient, wide
 
 RING = 8  # tokens between two writes of a state where nothing is taken back
-LONGEST = 64  # entries of a ring whose tokens may be taken back
-GUESSES = 48  # how many of the last tokens may be
+LONGEST = 32  # entries of a ring whose tokens may be taken back: more do not fit into registers
+GUESSES = 24  # how many of the last tokens may be; transformers guesses 20 unless told otherwise
 
 
 @dataclass(frozen=True)

@@ -101,18 +101,18 @@ def test_an_end_among_guesses_and_the_cache_after_it(name):
 @torch.no_grad()
 def test_as_many_as_may_be_are_taken_back(name):
     """Of steps of one token, over folds of rings, and of one call that is longer."""
-    model, ids = models.build(name), torch.cat([IDS, IDS.flip(1)], 1)
+    model = models.build(name)
     with use(model, impl="reference"):
-        for calls in ((5, *[1] * 67), (20, 52)):
+        for calls in ((5, *[1] * 35), (10, 30)):
             cache = transformers.DynamicCache(config=model.config)
             rings.give_rings(cache, "reference")
             cache.activate_past_recording()
-            for part in ids[:, :72].split(calls, 1):
+            for part in IDS[:, :40].split(calls, 1):
                 model(part, past_key_values=cache)
-            cache.crop(-48)
-            y = model(ids[:, 50:60], past_key_values=cache).logits
-            whole = torch.cat([ids[:, :24], ids[:, 50:60]], 1)
-            assert_close(f"logits after {calls}", y, model(whole).logits[:, 24:], TOLERANCE)
+            cache.crop(-rings.GUESSES)
+            y = model(IDS[:, 50:], past_key_values=cache).logits
+            whole = torch.cat([IDS[:, : 40 - rings.GUESSES], IDS[:, 50:]], 1)
+            assert_close(f"logits after {calls}", y, model(whole).logits[:, -10:], TOLERANCE)
 
 
 @pytest.mark.parametrize("name", (*FEW, "mamba2"))
@@ -142,8 +142,8 @@ def test_what_a_cache_with_rings_refuses(name):
     model = models.build(name)
     with use(model, impl="reference"):
         cache = model.generate(IDS, **OPTIONS, assistant_model=model).past_key_values
-        with pytest.raises(ValueError, match="at most 48 tokens can be taken back, got 49: let"):
-            cache.crop(-49)
+        with pytest.raises(ValueError, match="at most 24 tokens can be taken back, got 25: let"):
+            cache.crop(-25)
         with pytest.raises(ValueError, match="a cache with rings takes no packed sequences"):
             model(IDS, past_key_values=cache, cu_seq_lens_q=torch.tensor([0, 60]))
         whole = copy.deepcopy(cache)
