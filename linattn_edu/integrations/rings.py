@@ -142,7 +142,7 @@ class RingedLayer:
         if -tokens_to_remove > min([GUESSES, *self.entries.values()]):
             raise ValueError(
                 f"at most {GUESSES} tokens can be taken back, got {-tokens_to_remove}: let "
-                f"num_assistant_tokens, or prompt_lookup_num_tokens, be less than {GUESSES}, and "
+                f"num_assistant_tokens, or prompt_lookup_num_tokens, be at most {GUESSES}, and "
                 f"num_assistant_tokens_schedule 'constant'"
             )
         super().crop(tokens_to_remove)
