@@ -170,9 +170,13 @@ def test_a_step_whose_gradient_is_recorded_has_no_ring(name):
 
 
 @pytest.mark.parametrize("name", FEW)
-def test_the_kernels(name):
-    model, short = models.build(name), OPTIONS | {"max_new_tokens": 4}
-    guessing = assistant(name)
-    wanted = model.generate(IDS[:, :9], **short)
+def test_the_kernels(name, device, monkeypatch):
+    """Of assisted and plain generation, which has rings on a GPU."""
+    monkeypatch.setattr(rings, "pays", lambda cache, model: True)
+    model, guessing = (copy.deepcopy(m).to(device) for m in (models.build(name), assistant(name)))
+    ids, short = IDS[:, :9].to(device), OPTIONS | {"max_new_tokens": 4}
+    wanted = model.generate(ids, **short)
     with use(model, impl="triton"), use(guessing, impl="triton"):
-        assert_equal(model.generate(IDS[:, :9], **short, assistant_model=guessing), wanted)
+        assert_equal(model.generate(ids, **short, assistant_model=guessing), wanted)
+        plain = short | {"return_dict_in_generate": False, "output_logits": False}
+        assert torch.equal(model.generate(ids, **plain), wanted.sequences)
