@@ -135,6 +135,26 @@ def test_generate_draws_from_the_softmax():
     assert torch.equal(model.generate(x, 0), x)
 
 
+@pytest.mark.parametrize("guesses", [1, 4])
+def test_guesses_of_a_draft(guesses):
+    """The same tokens, of rows with padding too; fewer calls where guesses are right."""
+    mixers, x, calls = ("gdn", "kda", "mamba2", "attention"), tokens(2, 9), []
+    model, draft, mask = model_of(mixers), model_of(mixers), torch.ones_like(x)
+    mask[0, :4] = 0
+    for p in draft.parameters():
+        p += 0.3 * p.std() * torch.randn(p.shape, generator=torch.Generator().manual_seed(2))
+    want = model.generate(x, 11, attention_mask=mask)
+    model.register_forward_pre_hook(lambda model, args: calls.append(args[0].shape[1]))
+    how = {"attention_mask": mask, "guesses": guesses}
+    least = 1 + math.ceil(10 / (1 + guesses))
+    for other, cold in ((draft, 0.0), (draft, 1e-6), (model_of(mixers), 0.0)):
+        calls.clear()
+        assert torch.equal(model.generate(x, 11, cold, **how, draft=other), want)
+        assert (len(calls) > least) == (other is draft) and max(calls[1:]) == guesses + 1
+    for n in (0, 1, 2):
+        assert torch.equal(model.generate(x, n, **how, draft=draft), want[:, : 9 + n])
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
@@ -164,6 +184,8 @@ def test_a_config_that_makes_no_model(changes, says):
         ({"temperature": math.nan}, "temperature must be finite"),
         ({"prompt": tokens(1, 3) + 64}, "prompt must be in 0 to 63"),
         ({"attention_mask": torch.zeros(1, 3)}, "must end with a token in each row"),
+        ({"draft": model_of(("gdn",))}, "the model must have layers with a ring, .* got ema"),
+        ({"draft": model_of(("gdn",)), "guesses": 64}, "guesses must be at most 63, got 64"),
     ],
 )
 def test_generate_refuses(arguments, says):

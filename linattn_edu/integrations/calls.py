@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from linattn_edu.cp import context
 from linattn_edu.cp.context import CPContext
+from linattn_edu.integrations import rings
 from linattn_edu.ops import gdn, gdn2, kda, ssd
 from linattn_edu.ops.causal_conv1d import causal_conv1d
 from linattn_edu.ops.causal_conv1d import causal_conv1d_fn as convolve
@@ -63,9 +64,19 @@ def boundaries(kwargs: dict[str, Any]) -> tuple[Tensor | None, Tensor | None]:
 
 def _delta(name: str, operator: Callable, q: Tensor, args: tuple, kwargs: dict[str, Any]):
     cu_seqlens, seq_idx = boundaries(kwargs)
+    if isinstance(kwargs.get("initial_state"), rings.State):
+        _alone(cu_seqlens, seq_idx)
+        given = dict(zip(("q", "k", "v", "g", "beta"), (q, *args), strict=False))
+        return rings.delta(operator, given | known(name, kwargs))
     if cu_seqlens is None and seq_idx is not None:
         cu_seqlens = _starts(seq_idx, q.shape[1])
     return operator(q, *args, cu_seqlens=cu_seqlens, **known(name, kwargs))
+
+
+def _alone(*boundaries: Tensor | None) -> None:
+    """Refuse packed sequences for a cache with rings, which has a row for each sequence."""
+    if any(x is not None for x in boundaries):
+        raise ValueError("a cache with rings takes no packed sequences, got their boundaries")
 
 
 def _starts(seq_idx: Tensor, T: int) -> Tensor:
@@ -155,6 +166,10 @@ def build_cp_context(
 
 @serves(ssd.mamba_chunk_scan_combined)
 def mamba_chunk_scan_combined(*args: Any, **kwargs: Any):
+    if isinstance(state := kwargs.get("initial_states"), rings.State):
+        kwargs = _mamba("mamba_chunk_scan_combined", kwargs)
+        _alone(kwargs.pop("cu_seqlens", None), kwargs.pop("seq_idx", None))
+        return rings.scan(state, *args, **kwargs)
     return ssd.mamba_chunk_scan_combined(*args, **_mamba("mamba_chunk_scan_combined", kwargs))
 
 
@@ -173,6 +188,8 @@ def _mamba(name: str, kwargs: dict[str, Any]) -> dict[str, Any]:
 
 @serves(ssd.selective_state_update)
 def selective_state_update(state: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    if isinstance(state, rings.State):
+        return rings.step(state, *args, **known("selective_state_update", kwargs))
     return ssd.selective_state_update(state, *args, **known("selective_state_update", kwargs))
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from linattn_edu.integrations import calls
+from linattn_edu.integrations import calls, rings
 from linattn_edu.integrations.loan import disable, enable
 from linattn_edu.ops import check
 
@@ -82,9 +82,9 @@ def use(model: nn.Module, *, impl: str = "auto") -> "InUse":
     granitemoehybrid, nemotron_h, zamba2) are found by the functions that they call, so that their
     subclasses and models around them (PEFT, DDP) are served too; their short convolutions and gated
     norms with them (the norms on a GPU, on a CPU with an impl named). Weights, outputs to rounding,
-    and caches stay as they were. Of layers that may double beta themselves (olmo_hybrid) the
-    operator is told so, ``allow_neg_eigval=True``, which in 16 bit keeps their outputs right and
-    takes longer.
+    and caches, but for rings (below), stay as they were. Of layers that may double beta themselves
+    (olmo_hybrid) the operator is told so, ``allow_neg_eigval=True``, which in 16 bit keeps their
+    outputs right and takes longer.
 
     Packed sequences: the boundaries that a model is called with, ``cu_seq_lens_q`` [N + 1] or
     ``seq_idx`` [1, T] (Mamba-2: [B, T]), reach convolution and recurrence, and there each sequence
@@ -99,6 +99,19 @@ def use(model: nn.Module, *, impl: str = "auto") -> "InUse":
     does not look at positions (give ``attention_mask={"full_attention": mask, "linear_attention":
     None}``, mask [1, 1, T, T] with a large negative number between sequences), nor in the indexed
     attention of glm5_next, which knows no boundaries: pack its layers of linear attention only.
+
+    Assisted generation, which transformers refuses for these models, works in use, with an
+    assistant or prompt lookup, and gives the tokens of plain generation where rounding does not
+    decide. Beside each state in the cache lies a ring of the last tokens
+    (:func:`linattn_edu.make_ring`, chapter 26b), from which wrong guesses are dropped: no state is
+    copied or computed again. Up to 24 can be dropped at once (transformers guesses 20), more are a
+    ValueError. An assistant with such layers shall be in use too, or its wrong guesses stay in its
+    own states, and the next get worse. transformers itself has to have caches that keep the past of
+    convolutions (5.23 has them); it takes a batch of one, and models with a layer of softmax
+    attention, which counts the tokens; of mamba2, whose cache has another name, it takes none. A
+    cache that it returns goes on in use alone; a copy.deepcopy of it has whole states and no rings.
+    On a GPU plain generation leaves the writes of states to rings of 8 tokens too, in caches that
+    it makes and does not return.
 
     What is replaced: from transformers 5.15 on, functions of the model's file, which serve every
     model of that file while they are in use; before, attributes of this model's layers (GDN) or
@@ -301,6 +314,8 @@ def _places(model: nn.Module, impl: str) -> Iterator[Place]:
             if (id(owner), name) not in seen:
                 seen.add((id(owner), name))
                 yield Place(owner, name, ours, label)
+    for place in rings.places(model, impl) if seen else ():
+        yield Place(*place)
 
 
 def _of_layer(layer: nn.Module, impl: str) -> Iterator[tuple[Any, str, Any, str]]:

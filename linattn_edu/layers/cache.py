@@ -4,6 +4,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from linattn_edu.ops import check, inplace
@@ -31,12 +32,15 @@ class Cache:
             bits where that was asked for; with a ring as it was when the ring was empty, until
             :meth:`commit`.
         ring: What steps of one token wrote since, or None: they write the state.
+        guesses: How many tokens :meth:`take_back` may be asked for, of which the ring then has
+            room, and conv_states are ``[N, D, W + guesses]``. One token more is a step too.
     """
 
     layer: str
     conv_states: tuple[Tensor, ...]
     recurrent_state: Tensor
     ring: Ring | None = None
+    guesses: int = 0
 
     @property
     def batch_size(self) -> int:
@@ -60,6 +64,22 @@ class Cache:
         """
         if self.ring and not self.recurrent_state.requires_grad:
             commit_ring(self.recurrent_state, self.ring, impl=impl)
+
+    def take_back(self, tokens: int) -> None:
+        """Forget the last tokens, in place: guesses that were wrong. They were of the last call, or
+        of several since :meth:`commit` that fit into the ring together.
+
+        Raises:
+            ValueError: tokens are not 0 to guesses.
+        """
+        check_back(tokens, self.guesses)
+        if tokens:
+            counts = self.ring.counts
+            with inplace.writable(counts), torch.no_grad():
+                counts[..., 1] += counts[..., 2] - tokens
+                counts[..., 2] = 0
+            for i, state in enumerate(self.conv_states):
+                self.put(i, shifted(state, tokens))
 
     def put(self, i: int, value: Tensor) -> None:
         """Make value the state number i of :attr:`states`: in place, or where it or the old one
@@ -95,7 +115,7 @@ class Cache:
         """Copies with their history, which a deepcopy of tensors refuses."""
         *conv, state = (x.clone() for x in self.states)
         ring = self.ring and Ring(*(x.clone() for x in self.ring[:4]), *self.ring[4:])
-        return Cache(self.layer, tuple(conv), state, ring)
+        return Cache(self.layer, tuple(conv), state, ring, self.guesses)
 
     @torch.no_grad()
     def reset(self) -> None:
@@ -127,6 +147,19 @@ class Cache:
         for part in self.ring[:4] if self.ring else ():
             with inplace.writable(part), torch.no_grad():
                 part.copy_(part.index_select(0, rows))
+
+
+def check_back(tokens: object, guesses: int) -> None:
+    """Refuse to take back what a cache is not made for."""
+    if isinstance(tokens, bool) or not isinstance(tokens, int) or not 0 <= tokens <= guesses:
+        raise ValueError(
+            f"tokens must be an integer from 0 to guesses={guesses} of make_cache, got {tokens!r}"
+        )
+
+
+def shifted(inputs: Tensor, tokens: int) -> Tensor:
+    """The inputs of a convolution [N, D, S] without the last tokens, behind zeros."""
+    return F.pad(inputs[..., : inputs.shape[-1] - tokens], (tokens, 0))
 
 
 def owned(state: Tensor) -> Tensor:

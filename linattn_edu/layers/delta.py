@@ -117,7 +117,7 @@ class DeltaLayer(Layer):
         raise NotImplementedError
 
     def _replay(self, **arguments) -> Tensor:
-        """The operator of one token with a ring."""
+        """The operator of one token, or a few, with a ring."""
         raise NotImplementedError
 
     def _ring_kind(self) -> dict | None:

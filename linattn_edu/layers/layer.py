@@ -43,6 +43,7 @@ class Layer(nn.Module):
         *,
         ring: int | None = None,
         state_dtype: torch.dtype | None = None,
+        guesses: int = 0,
     ) -> Cache:
         """States of no tokens, zero, for decoding.
 
@@ -59,14 +60,18 @@ class Layer(nn.Module):
             state_dtype: Of the recurrent state: None is float32 (float64 with float64). float16 or
                 bfloat16 are half of its memory; chapter 26 has their error, which is less with a
                 ring, where they are written less often.
+            guesses: How many of the last tokens :meth:`Cache.take_back` may be asked for, less than
+                ring: up to so many and one more are a step, which reads the state once and writes
+                the ring.
 
         Raises:
             TypeError: batch_size is no integer, dtype no floating-point dtype.
             ValueError: batch_size is below 1; device or dtype is None, and no parameter tells; ring
-                is no length of a ring, or the layer has none.
+                is no length of a ring, or the layer has none; guesses are not 0 to ring - 1.
         """
         device, dtype = placed(self, self._projection(), batch_size, device, dtype)
-        shapes = self._cache_shapes(batch_size)
+        check_guesses(guesses, ring)
+        shapes = self._cache_shapes(batch_size, guesses)
         *conv, state = (torch.zeros(s, device=device, dtype=dtype) for s in shapes)
         wide, kept, kind = _widened(dtype), None, self._ring_kind()
         if state_dtype is not None:
@@ -77,8 +82,8 @@ class Layer(nn.Module):
         if ring is not None and kind is None:
             raise ValueError(f"ring must be None for {type(self).__name__}, got {ring}")
         if ring is not None:
-            kept = make_ring(state, **kind, length=ring, tokens=1, dtype=dtype)
-        return Cache(type(self).__name__, tuple(conv), state, kept)
+            kept = make_ring(state, **kind, length=ring, tokens=1 + guesses, dtype=dtype)
+        return Cache(type(self).__name__, tuple(conv), state, kept, guesses)
 
     def make_step(self, cache: Cache) -> Step:
         """A function of one token of each sequence, :class:`Step`: on a GPU from a CUDA graph."""
@@ -137,7 +142,7 @@ class Layer(nn.Module):
             x, attention_mask, cache, cu_seqlens, cu_seqlens_cpu, cp_context
         )
         projected = self.projected(x)
-        if step and padding is None:
+        if step and padding is None and x.shape[1] == 1:
             given = {n: projected(n) for n in self.first if n in self._modules}
             mixed = lambda: self._mixed(given.__getitem__, None, cache, bounds, True)
             y = together(self, given, cache, mixed)
@@ -168,7 +173,7 @@ class Layer(nn.Module):
         bounds = {
             "cu_seqlens": cu_seqlens, "cu_seqlens_cpu": cu_seqlens_cpu, "cp_context": cp_context,
         }  # fmt: skip
-        step = cache is not None and x.shape[1] == 1 and cu_seqlens is None
+        step = cache is not None and 1 <= x.shape[1] <= 1 + cache.guesses and cu_seqlens is None
         if cache is not None:
             recorded = torch.is_grad_enabled()  # else a step does not go through the parameters
             if recorded and needs_gradient(x, *self.parameters(), *cache.states):
@@ -214,8 +219,8 @@ class Layer(nn.Module):
         """What :func:`make_ring` is told of the layer; None: its steps know no ring."""
         return None
 
-    def _cache_shapes(self, N: int) -> list[tuple[int, ...]]:
-        return [(N, *shape) for shape in (*self.conv_shapes, self.state_shape)]
+    def _cache_shapes(self, N: int, guesses: int) -> list[tuple[int, ...]]:
+        return [*((N, D, W + guesses) for D, W in self.conv_shapes), (N, *self.state_shape)]
 
     def _begin(
         self,
@@ -233,6 +238,8 @@ class Layer(nn.Module):
         if cache is not None:
             N = sizes["B"] if cu_seqlens is None else check.boundaries("cu_seqlens", cu_seqlens)
             self._check_cache(x, cache, N, cp_context)
+            if cu_seqlens is not None and cache.guesses:
+                raise ValueError("cu_seqlens must be None with a cache of guesses, got both")
         if cu_seqlens is not None and cu_seqlens_cpu is None and cp_context is None:
             check.boundaries("cu_seqlens", cu_seqlens)
             cu_seqlens_cpu = cu_seqlens.cpu()
@@ -264,7 +271,7 @@ class Layer(nn.Module):
         if cache.layer != name:
             raise ValueError(f"cache must be of a {name}, got one of a {cache.layer}")
         dtype = activations(x.dtype, x.device)
-        *conv, state = self._cache_shapes(N)
+        *conv, state = self._cache_shapes(N, cache.guesses)
         wanted = [*((shape, (dtype,)) for shape in conv), (state, _kept(_widened(dtype)))]
         if len(cache.states) != len(wanted):
             raise ValueError(f"cache must have {len(wanted)} states, got {len(cache.states)}")
@@ -365,6 +372,14 @@ def _kept(wide: torch.dtype) -> tuple[torch.dtype, ...]:
 
 def _either(dtypes: tuple[torch.dtype, ...]) -> str:
     return " or ".join(map(str, dtypes))
+
+
+def check_guesses(guesses: object, ring: int | None) -> None:
+    """Refuse guesses for which a ring has no room."""
+    if isinstance(guesses, bool) or not isinstance(guesses, int) or guesses < 0:
+        raise ValueError(f"guesses must be an integer >= 0, got {guesses!r}")
+    if guesses and (ring is None or guesses >= ring):
+        raise ValueError(f"guesses must be 0, or less than ring, got {guesses} with ring={ring}")
 
 
 def check_mask(mask: object, x: Tensor, cache: Cache | None = None) -> Tensor:

@@ -233,7 +233,7 @@ class Mamba2(Layer):
     def _step(
         self, cache: Cache, x: Tensor, dt: Tensor, B: Tensor, C: Tensor, z: Tensor | None
     ) -> Tensor:
-        """One token [B, 1, H, P], its state or ring written in place."""
+        """One token [B, 1, H, P], or a few with a ring; the state or it is written in place."""
         H, P, N = self.state_shape
         A = -self.A_log.to(_wide(self.A_log)).exp()
         dt_bias, softplus, state = self.dt_bias, True, cache.recurrent_state

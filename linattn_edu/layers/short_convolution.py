@@ -81,10 +81,10 @@ class ShortConvolution(nn.Conv1d):
             x: ``[B, T, D]``.
             mask: 0 or 1 for each token ``[B, T]``, any dtype: tokens with 0 count as zero, whatever
                 they hold. x stays as it is, where fla writes to it.
-            cache: The W tokens before x ``[N, D, W]``. Where no gradient is recorded, one token of
-                each sequence, packed or not, is written to it in place (:meth:`step`). For packed
-                ones with as many tokens as sequences the numbers of cu_seqlens are read, on a GPU
-                too where cu_seqlens_cpu is not given.
+            cache: The tokens before x ``[N, D, W]``, or more of them without cu_seqlens. Where no
+                gradient is recorded, one token of each sequence, packed or not, is written to it in
+                place (:meth:`step`). For packed ones with as many tokens as sequences the numbers
+                of cu_seqlens are read, on a GPU too where cu_seqlens_cpu is not given.
             residual, output_final_state, cu_seqlens, chunk_indices, cu_seqlens_cpu, cp_context: As
                 in :func:`causal_conv1d`.
 
@@ -101,6 +101,11 @@ class ShortConvolution(nn.Conv1d):
         alone = cp_context is None and _one_each(x, cu_seqlens, cu_seqlens_cpu)
         if cache is not None and alone and not torch.is_grad_enabled():
             return self.step(x, residual, cache, output_final_state, cu_seqlens)
+        wide = isinstance(cache, Tensor) and cache.shape[-1] > (W := self.kernel_size[0])
+        if wide and cu_seqlens is None:
+            last = cache[..., -W:].contiguous()
+            y, _ = self(x, residual, None, last, cp_context=cp_context)
+            return y, torch.cat([cache, x.mT], -1)[..., -cache.shape[-1] :].contiguous()
         return causal_conv1d(
             x, self.weight.squeeze(1), self.bias, residual, cache, output_final_state,
             self.activation, self.backend, cu_seqlens, cu_seqlens_cpu, chunk_indices, cp_context,

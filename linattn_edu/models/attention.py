@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from linattn_edu.layers import ShortConvolution
-from linattn_edu.layers.cache import owned
+from linattn_edu.layers.cache import check_back, owned, shifted
 from linattn_edu.layers.layer import check_mask, placed
 from linattn_edu.ops import check
 
@@ -33,12 +33,14 @@ class Attention(nn.Module):
         batch_size: int,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        *,
+        guesses: int = 0,
     ) -> "KeyValueCache":
         """The memory of no tokens; arguments as those of the recurrent layers."""
         device, dtype = placed(self, self.qkv_proj, batch_size, device, dtype)
         conv = self.qkv_conv1d
-        shape = batch_size, conv.hidden_size, conv.kernel_size[0]
-        return KeyValueCache(torch.zeros(shape, device=device, dtype=dtype))
+        shape = batch_size, conv.hidden_size, conv.kernel_size[0] + guesses
+        return KeyValueCache(torch.zeros(shape, device=device, dtype=dtype), guesses)
 
     def forward(
         self,
@@ -99,9 +101,21 @@ class Attention(nn.Module):
 class KeyValueCache:
     """Rotated keys and values of all tokens so far, and which of them are no padding."""
 
-    def __init__(self, conv_state: Tensor):
-        self.conv_state, self.length = conv_state, 0
+    def __init__(self, conv_state: Tensor, guesses: int = 0):
+        self.conv_state, self.length, self.guesses = conv_state, 0, guesses
         self.k = self.v = self.mask = None
+
+    def commit(self, impl: str = "auto") -> None:
+        """As of the recurrent layers; here nothing is late."""
+
+    def take_back(self, tokens: int) -> None:
+        """Forget the last tokens, at most guesses, as the recurrent layers do."""
+        check_back(tokens, self.guesses)
+        if tokens:
+            self.length -= tokens
+            self.k, self.v = (x[:, :, : self.length] for x in (self.k, self.v))
+            self.mask = self.mask if self.mask is None else self.mask[:, : self.length]
+            self.conv_state = shifted(self.conv_state, tokens)
 
     def detach(self) -> None:
         """Forget the history: no gradient goes back over this place."""

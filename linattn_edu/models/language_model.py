@@ -1,6 +1,7 @@
 """A small language model of the layers: to be read whole and to be trained."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -12,8 +13,9 @@ from linattn_edu.layers import EMA, RWKV7, GatedDeltaNet, KimiDeltaAttention, Ma
 from linattn_edu.layers.layer import check_mask
 from linattn_edu.models.attention import Attention
 from linattn_edu.ops import check
+from linattn_edu.ops.ring import LONGEST
 
-RING = 8  # tokens between two writes of a state that generate leaves to the ring, on a GPU
+RING = 8  # tokens between two writes of a state that generate leaves to the ring
 WORTH = 16  # tokens for which a step is captured, which takes as long as some of them
 COLDEST = torch.finfo(torch.float32).tiny
 
@@ -194,15 +196,17 @@ class LanguageModel(nn.Module):
         *,
         ring: int | None = None,
         state_dtype: torch.dtype | None = None,
+        guesses: int = 0,
     ) -> list:
         """The memory of no tokens of each layer, for a batch of so many sequences.
 
-        device, dtype, ring, state_dtype: As in a layer's make_cache; attention, "ema" and "rwkv7"
-        have no ring, and attention no state.
+        device, dtype, ring, state_dtype, guesses: As in a layer's make_cache; attention, "ema" and
+        "rwkv7" have no ring, and attention no state. "ema" and "rwkv7" take no token back.
         """
         made = []
         for mixer in (block.mixer for block in self.blocks):
-            more = {} if isinstance(mixer, (Attention, EMA, RWKV7)) else {"ring": ring}
+            more = {} if isinstance(mixer, (EMA, RWKV7)) and not guesses else {"guesses": guesses}
+            more |= {} if isinstance(mixer, (Attention, EMA, RWKV7)) else {"ring": ring}
             more |= {} if isinstance(mixer, Attention) else {"state_dtype": state_dtype}
             made.append(mixer.make_cache(batch_size, device, dtype, **more))
         return made
@@ -221,6 +225,8 @@ class LanguageModel(nn.Module):
         attention_mask: Tensor | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        draft: "LanguageModel | None" = None,
+        guesses: int = 4,
     ) -> Tensor:
         """The prompt ``[B, T]`` and so many tokens after it, ``[B, T + new_tokens]``.
 
@@ -236,6 +242,12 @@ class LanguageModel(nn.Module):
             generator: Of the draws, on the model's device.
             attention_mask: ``[B, T]``, 0 for padding; each row ends with a token.
             device, dtype: Of the cache, as in :meth:`make_cache`.
+            draft: A model that guesses tokens, a smaller one, or None. This one looks at a few in a
+                call, and those after the first wrong one are taken back
+                (:meth:`~linattn_edu.layers.Cache.take_back`): the tokens are its own, as without a
+                draft where rounding does not decide. Of a batch all rows go on where the first has
+                a wrong one. Neither model may have "ema", "rwkv7" layers.
+            guesses: How many in a call, 1 to 63.
         Raises:
             TypeError, ValueError: an argument does not fit; the message says what was expected.
         """
@@ -250,18 +262,84 @@ class LanguageModel(nn.Module):
             raise ValueError(f"temperature must be finite and at least 0, got {temperature!r}")
         if attention_mask is not None and not check_mask(attention_mask, prompt)[:, -1].all():
             raise ValueError("attention_mask must end with a token in each row, got padding alone")
+        draw = partial(drawn, temperature=temperature, generator=generator)
+        if draft is not None:
+            check_draft(self, draft, guesses)
+            models = [
+                (m, m.make_cache(len(prompt), device, dtype, ring=max(RING, guesses + 1),
+                                 guesses=guesses))
+                for m in (self, draft)
+            ]  # fmt: skip
+            return assisted(*models, prompt, new_tokens, attention_mask, guesses, draw)
         ring = RING if prompt.is_cuda else None
         cache, tokens, step = self.make_cache(len(prompt), device, dtype, ring=ring), prompt, prompt
         after = self.make_step(cache) if new_tokens > WORTH else partial(self, cache=cache)
         for i in range(new_tokens):
             logits = after(step) if i else self(step, attention_mask, cache)
-            logits = logits[:, -1].float()
-            if temperature:
-                logits -= logits.amax(-1, keepdim=True)  # 0 stays finite, however cold
-                cold = max(temperature, COLDEST)  # which float32 can divide by
-                chances = torch.softmax(logits / cold, -1)
-                step = torch.multinomial(chances, 1, generator=generator)
-            else:
-                step = logits.argmax(-1, keepdim=True)
+            step = draw(logits[:, -1:])
             tokens = torch.cat([tokens, step], 1)
         return tokens
+
+
+def drawn(logits: Tensor, temperature: float, generator: torch.Generator | None) -> Tensor:
+    """A token for each row of logits ``[B, T, vocabulary]``."""
+    logits = logits.float()
+    if not temperature:
+        return logits.argmax(-1)
+    logits -= logits.amax(-1, keepdim=True)  # 0 stays finite, however cold
+    chances = torch.softmax(logits / max(temperature, COLDEST), -1)  # which float32 divides by
+    return torch.multinomial(chances.flatten(0, 1), 1, generator=generator).view(logits.shape[:2])
+
+
+def check_draft(model: LanguageModel, draft: object, guesses: object) -> None:
+    """Refuse what cannot guess tokens of a model, and models that take none back."""
+    if not isinstance(draft, LanguageModel):
+        raise TypeError(f"draft must be a LanguageModel, got {type(draft).__name__}")
+    check.positive({"guesses": LONGEST - 1}, guesses=guesses)
+    for name, one in (("the model", model), ("draft", draft)):
+        if kept := {"ema", "rwkv7"} & {*one.config.mixers}:
+            raise ValueError(
+                f"{name} must have layers with a ring, or attention, to take guesses back, got "
+                f"{' and '.join(sorted(kept))}"
+            )
+    if draft.config.vocabulary != model.config.vocabulary:
+        raise ValueError(
+            f"draft must have the vocabulary {model.config.vocabulary}, got "
+            f"{draft.config.vocabulary}"
+        )
+
+
+def assisted(
+    own: tuple[LanguageModel, list],
+    other: tuple[LanguageModel, list],
+    prompt: Tensor,
+    new_tokens: int,
+    mask: Tensor | None,
+    guesses: int,
+    draw: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """:meth:`LanguageModel.generate` with the guesses of another model, each with its cache."""
+    (model, cache), (draft, memory) = own, other
+    tokens, seen, end = prompt, prompt.shape[1], prompt.shape[1] + new_tokens
+    step = draft.make_step(memory) if new_tokens > WORTH else partial(draft, cache=memory)
+    if new_tokens:
+        tokens = torch.cat([prompt, draw(model(prompt, mask, cache)[:, -1:])], 1)
+        draft(prompt, mask, memory)
+    while (T := tokens.shape[1]) < end:
+        n, guessed = min(guesses, end - T - 1), tokens
+        for part in memory:
+            part.commit()  # so that no token of this round is folded
+        for _ in range(n):
+            new, seen = guessed[:, seen:], guessed.shape[1]
+            logits = step(new) if new.shape[1] == 1 else draft(new, cache=memory)
+            guessed = torch.cat([guessed, logits[:, -1:].argmax(-1)], 1)
+        found = draw(model(guessed[:, T - 1 :], cache=cache))
+        right = int((found[:, :-1] == guessed[:, T:]).cumprod(1).sum(1).min())
+        tokens = torch.cat([tokens, found[:, : right + 1]], 1)
+        for part in cache:
+            part.take_back(n - right)
+        late = max(0, seen - T - right)
+        for part in memory:
+            part.take_back(late)
+        seen -= late
+    return tokens

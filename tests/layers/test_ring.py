@@ -80,8 +80,43 @@ def test_training_goes_through_the_state(device):
     assert_close("y", y, want, 2e-5)
 
 
+@pytest.mark.parametrize("impl", ["triton", "reference"])
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_tokens_that_are_taken_back(kind, impl, device):
+    """Of a prompt, of calls of some tokens over folds, and of calls of one: as if they had not been
+    there, whatever they were.
+    """
+    layer = make(kind, torch.float32, device, impl=impl)
+    x, wrong = hidden(2, 30, torch.float32, device), hidden(2, 4, torch.float32, device) * 10
+    cache, other = layer.make_cache(2, ring=6, guesses=4), layer.make_cache(2)
+    kept = copy.deepcopy(cache)
+    at = 0
+    for tokens, guesses in ((7, 0), (2, 3), (1, 1), (1, 4), (1, 4), (5, 0), (1, 0), (4, 1), (1, 2)):
+        now = x[:, at : at + tokens]
+        y = layer(torch.cat([now, wrong[:, :guesses]], 1), cache=cache)[:, :tokens]
+        cache.take_back(guesses)
+        want = torch.cat([layer(token, cache=other) for token in now.split(1, 1)], 1)
+        assert_close(f"y {at}", y, want, 2e-5)
+        at += tokens
+    cache.commit()
+    for token in wrong[:, :3].split(1, 1):
+        layer(token, cache=cache)
+    cache.take_back(3)
+    y, want = (layer(x[:, at : at + 1], cache=c) for c in (cache, other))
+    assert_close("y after single tokens", y, want, 2e-5)
+    kept.reset()
+    with pytest.raises(ValueError, match=r"from 0 to guesses=4 of make_cache, got 5"):
+        kept.take_back(5)
+    with pytest.raises(ValueError, match="cu_seqlens must be None with a cache of guesses"):
+        layer(x[:1], cache=kept, cu_seqlens=torch.tensor([0, 9, 30], device=device))
+
+
 def test_refusals(device):
     layer = make("gdn", torch.float32, device)
+    for guesses, ring in ((3, None), (3, 3), (True, 3), (-1, 8)):
+        with pytest.raises(ValueError, match="guesses must be"):
+            layer.make_cache(1, ring=ring, guesses=guesses)
     for ring, message in ((0, "length must be an integer >= 1"), (65, "length must be at most 64")):
         with pytest.raises(ValueError, match=message):
             layer.make_cache(1, ring=ring)
