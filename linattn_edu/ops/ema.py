@@ -121,7 +121,10 @@ def ema_scan(
     )
     tensors, head = (x, g, weight), ("H",) * (x.ndim == 4)
     others = *tensors, cu_seqlens, cu_seqlens_cpu, chunk_indices, slots
-    place = overwriting(place, given, others, initial_state, inplace, slots, cp_context)
+    state = initial_state
+    if state is not None:  # as matrices [H, D, 1], which is what slots of a pool hold
+        state = (state if head else state.unsqueeze(1)).unsqueeze(-1)
+    place = overwriting(place, given, others, state, inplace, slots, cp_context)
     state_out = "final_state_out", final_state_out, ("N", *head, "D")
     check_rooms(
         given, (*others, initial_state), ("out", out, ("B", "T", *head, "D")), state_out, x,
@@ -129,20 +132,22 @@ def ema_scan(
         elsewhere="inplace_final_state=True" if inplace else "", ranks=cp_context is not None,
     )  # fmt: skip
     checkpoints.check_every(every, chunk_size, cp_context, max_num_seqs)
-    state = place.entering(initial_state)
-    if x.ndim == 3:  # one head
+    state = place.entering(state)
+    if not head:
         tensors = (t if t is None else t.unsqueeze(2) for t in tensors)
-        state = state if state is None else state.unsqueeze(1)
     y, *states = scan(
-        *place.joined(*tensors), state, *place.bounds, output_final_state or place.writes,
-        chunk_size, place.group, impl, "", save="gc h", every=every,
+        *place.joined(*tensors), state if state is None else state.squeeze(-1), *place.bounds,
+        output_final_state or place.writes, chunk_size, place.group, impl, "", save="gc h",
+        every=every,
     )  # fmt: skip
-    final_state, *kept = states[: 1 if every is None else 2]
-    y = place.parted(y)
-    if x.ndim == 3:
+    y, (final_state, *kept) = place.parted(y), states[: 1 if every is None else 2]
+    if final_state is not None:
+        final_state = place.left(final_state.unsqueeze(-1), False).squeeze(-1)
+    if not head:
         y = y.squeeze(2)
         final_state, *kept = (s if s is None else s.squeeze(-2) for s in (final_state, *kept))
-    return into(out, y), into(final_state_out, place.left(final_state)), *kept
+    final_state = initial_state if place.writes else final_state
+    return into(out, y), into(final_state_out, final_state), *kept
 
 
 def _check_tensors(

@@ -45,7 +45,7 @@ class Overwriting(Place):
         padding = padding[owner.clamp(max=len(self.slots) - 1)]
         return o.masked_fill(padding.view(1, -1, *[1] * (o.ndim - 2)), 0)
 
-    def left(self, state: Tensor, v_first: bool = False) -> Tensor:
+    def left(self, state: Tensor, v_first: bool) -> Tensor:
         """The tensor that was given, with the final states in it."""
         state = transposed(state, self.v_first).to(self.state.dtype)
         with inplace.writable(self.state):
@@ -70,8 +70,8 @@ def _there(pool: Tensor, slots: Tensor) -> Tensor:
 # an operator, so that a compiled graph checks the slots too
 read = Operator(
     "pool_rows",
-    {"pool": "slots S", "slots": "N"},
-    {"rows": like("N S", "pool")},
+    {"pool": "slots HV P S", "slots": "N"},
+    {"rows": like("N HV P S", "pool")},
     options={"name": "str", "of": "str"},
     stages=lambda impl: None,
     apart=("pool",),
@@ -84,7 +84,7 @@ def forward(stages: None, pool: Tensor, slots: Tensor, name: str, of: str) -> Te
     if known(slots):
         inplace.check_slots(name, of, slots[:, None].tolist(), pool.shape[0])
     there = _there(pool, slots)
-    return pool[slots.where(there, 0)].masked_fill_(~there[:, None], 0)
+    return pool[slots.where(there, 0)].masked_fill_(~there.view(-1, 1, 1, 1), 0)
 
 
 def overwriting(
@@ -120,6 +120,5 @@ def overwriting(
     if not state.shape[0]:
         raise ValueError(f"{names.state} must have a slot at least, got {tuple(state.shape)}")
     slots = slots.long()
-    (rows,) = read(state.detach().flatten(1), slots, names.slots, names.state, "reference")
-    rows = rows.view(-1, *state.shape[1:])
+    (rows,) = read(state.detach(), slots, names.slots, names.state, "reference")
     return Overwriting(place.bounds, state=state, v_first=v_first, slots=slots, rows=rows)

@@ -212,7 +212,7 @@ def _run(
             *place.joined(*inputs), state, *place.bounds, scale, wanted, chunk_size, place.group,
             impl, "", save="crossing" if place.group else "", every=every,
         )  # fmt: skip
-    o, final_state = into(rooms[0], place.parted(o)), into(rooms[1], place.left(final_state))
+    o, final_state = into(rooms[0], place.parted(o)), into(rooms[1], place.left(final_state, False))
     return (o, final_state) if every is None else (o, final_state, *kept)
 
 
