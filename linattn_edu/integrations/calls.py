@@ -8,6 +8,7 @@ the arguments are those of fla, mamba_ssm and causal_conv1d.
 
 import inspect
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from linattn_edu.cp import context
 from linattn_edu.cp.context import CPContext
 from linattn_edu.integrations import rings
-from linattn_edu.ops import gdn, gdn2, kda, ssd
+from linattn_edu.ops import check, dplr, gdn, gdn2, gla, kda, names, ssd
 from linattn_edu.ops.causal_conv1d import causal_conv1d
 from linattn_edu.ops.causal_conv1d import causal_conv1d_fn as convolve
 from linattn_edu.ops.causal_conv1d_update import causal_conv1d_update as convolve_one
@@ -62,15 +63,26 @@ def boundaries(kwargs: dict[str, Any]) -> tuple[Tensor | None, Tensor | None]:
     return of_queries if cu_seqlens is None else cu_seqlens, seq_idx
 
 
-def _delta(name: str, operator: Callable, q: Tensor, args: tuple, kwargs: dict[str, Any]):
-    cu_seqlens, seq_idx = boundaries(kwargs)
-    if isinstance(kwargs.get("initial_state"), rings.State):
-        _alone(cu_seqlens, seq_idx)
-        given = dict(zip(("q", "k", "v", "g", "beta"), (q, *args), strict=False))
-        return rings.delta(operator, given | known(name, kwargs))
-    if cu_seqlens is None and seq_idx is not None:
-        cu_seqlens = _starts(seq_idx, q.shape[1])
-    return operator(q, *args, cu_seqlens=cu_seqlens, **known(name, kwargs))
+def served(family: ModuleType, name: str) -> Callable:
+    """An operator of sequences as it is lent."""
+    operator = getattr(family, name)
+    order = list(inspect.signature(operator).parameters)
+
+    def function(*args: Any, **kwargs: Any):
+        check.absent("head_first", kwargs.get("head_first") or False, False)
+        x = args[0] if args else kwargs.get(order[0])
+        cu_seqlens, seq_idx = boundaries(kwargs)
+        if isinstance(kwargs.get("initial_state"), rings.State):
+            _alone(cu_seqlens, seq_idx)
+            given = dict(zip(order, args, strict=False))
+            return rings.delta(operator, given | known(name, kwargs))
+        if cu_seqlens is None and seq_idx is not None:
+            cu_seqlens = _starts(seq_idx, x.shape[1])
+        bounds = {} if cu_seqlens is None else {"cu_seqlens": cu_seqlens}
+        return getattr(family, name)(*args, **bounds, **known(name, kwargs))
+
+    function.__name__ = function.__qualname__ = name
+    return serves(operator)(function)
 
 
 def _alone(*boundaries: Tensor | None) -> None:
@@ -91,9 +103,22 @@ def _starts(seq_idx: Tensor, T: int) -> Tensor:
     return torch.cat([ends[:1], starts, ends[1:]])
 
 
-@serves(gdn.chunk_gated_delta_rule)
-def chunk_gated_delta_rule(q: Tensor, *args: Any, **kwargs: Any):
-    return _delta("chunk_gated_delta_rule", gdn.chunk_gated_delta_rule, q, args, kwargs)
+chunk_gated_delta_rule = served(gdn, "chunk_gated_delta_rule")
+fused_recurrent_gated_delta_rule = served(gdn, "fused_recurrent_gated_delta_rule")
+chunk_kda = served(kda, "chunk_kda")
+fused_recurrent_kda = served(kda, "fused_recurrent_kda")
+chunk_gdn2 = served(gdn2, "chunk_gdn2")
+fused_recurrent_gdn2 = served(gdn2, "fused_recurrent_gdn2")
+chunk_dplr_delta_rule = served(dplr, "chunk_dplr_delta_rule")
+fused_recurrent_dplr_delta_rule = served(dplr, "fused_recurrent_dplr_delta_rule")
+chunk_rwkv7 = served(dplr, "chunk_rwkv7")
+fused_recurrent_rwkv7 = served(dplr, "fused_recurrent_rwkv7")
+fused_mul_recurrent_rwkv7 = served(dplr, "fused_mul_recurrent_rwkv7")
+chunk_delta_rule = served(names, "chunk_delta_rule")
+fused_recurrent_delta_rule = served(names, "fused_recurrent_delta_rule")
+fused_recurrent_simple_gla = served(gla, "fused_recurrent_simple_gla")
+fused_recurrent_lightning_attn = served(gla, "fused_recurrent_lightning_attn")
+chunk_gated_delta_product = served(gla, "chunk_gated_delta_product")
 
 
 @serves(gdn.chunk_gated_delta_rule)
@@ -102,32 +127,6 @@ def doubled_gated_delta_rule(q: Tensor, *args: Any, **kwargs: Any):
     if not kwargs.get("use_beta_sigmoid_in_kernel"):
         kwargs.setdefault("allow_neg_eigval", True)
     return chunk_gated_delta_rule(q, *args, **kwargs)
-
-
-@serves(gdn.fused_recurrent_gated_delta_rule)
-def fused_recurrent_gated_delta_rule(q: Tensor, *args: Any, **kwargs: Any):
-    operator = gdn.fused_recurrent_gated_delta_rule
-    return _delta("fused_recurrent_gated_delta_rule", operator, q, args, kwargs)
-
-
-@serves(kda.chunk_kda)
-def chunk_kda(q: Tensor, *args: Any, **kwargs: Any):
-    return _delta("chunk_kda", kda.chunk_kda, q, args, kwargs)
-
-
-@serves(kda.fused_recurrent_kda)
-def fused_recurrent_kda(q: Tensor, *args: Any, **kwargs: Any):
-    return _delta("fused_recurrent_kda", kda.fused_recurrent_kda, q, args, kwargs)
-
-
-@serves(gdn2.chunk_gdn2)
-def chunk_gdn2(q: Tensor, *args: Any, **kwargs: Any):
-    return _delta("chunk_gdn2", gdn2.chunk_gdn2, q, args, kwargs)
-
-
-@serves(gdn2.fused_recurrent_gdn2)
-def fused_recurrent_gdn2(q: Tensor, *args: Any, **kwargs: Any):
-    return _delta("fused_recurrent_gdn2", gdn2.fused_recurrent_gdn2, q, args, kwargs)
 
 
 @serves(convolve)

@@ -5,7 +5,7 @@ from typing import Any
 from linattn_edu.cp.context import CPContext, get_cp_cu_seqlens
 from linattn_edu.integrations import calls, convolutions, layers, naive, norms, padding
 from linattn_edu.layers import ShortConvolution
-from linattn_edu.ops import dplr, gla, names
+from linattn_edu.ops import names
 from linattn_edu.ops.cumsum import chunk_global_cumsum, chunk_local_cumsum
 from linattn_edu.ops.gdn import fused_gdn_gate
 from linattn_edu.ops.kda import fused_kda_gate
@@ -38,17 +38,19 @@ KDA = CHUNK_KDA | RECURRENT_KDA
 CHUNK_GDN2 = {"chunk_gdn2": calls.chunk_gdn2}
 RECURRENT_GDN2 = {"fused_recurrent_gdn2": calls.fused_recurrent_gdn2}
 GDN2 = CHUNK_GDN2 | RECURRENT_GDN2
-CHUNK_DPLR = _of(dplr, "chunk_dplr_delta_rule")
-RECURRENT_DPLR = _of(dplr, "fused_recurrent_dplr_delta_rule")
+CHUNK_DPLR = _of(calls, "chunk_dplr_delta_rule")
+RECURRENT_DPLR = _of(calls, "fused_recurrent_dplr_delta_rule")
 DPLR = CHUNK_DPLR | RECURRENT_DPLR
-CHUNK_RWKV7 = _of(dplr, "chunk_rwkv7")
-RECURRENT_RWKV7 = _of(dplr, "fused_recurrent_rwkv7", "fused_mul_recurrent_rwkv7")
+CHUNK_RWKV7 = _of(calls, "chunk_rwkv7")
+RECURRENT_RWKV7 = _of(calls, "fused_recurrent_rwkv7", "fused_mul_recurrent_rwkv7")
 RWKV7 = CHUNK_RWKV7 | RECURRENT_RWKV7
+CHUNK_PLAIN = _of(calls, "chunk_delta_rule")
+RECURRENT_PLAIN = _of(calls, "fused_recurrent_delta_rule")
 # not those over chunks: they are kernels that can more, and who is lent these wants no slower
 # training
-SIMPLE_GLA = _of(gla, "fused_recurrent_simple_gla")
-LIGHTNING = _of(gla, "fused_recurrent_lightning_attn")
-PRODUCT = _of(gla, "chunk_gated_delta_product")
+SIMPLE_GLA = _of(calls, "fused_recurrent_simple_gla")
+LIGHTNING = _of(calls, "fused_recurrent_lightning_attn")
+PRODUCT = _of(calls, "chunk_gated_delta_product")
 KDA_NAIVE = _of(names, "naive_recurrent_kda") | _of(naive, "naive_chunk_kda")
 KDA_GATE = (
     {"fused_kda_gate": fused_kda_gate}
@@ -113,30 +115,41 @@ MODULES: dict[str, dict[str, Any]] = {
     "fla.modules.l2norm": L2NORM,
     "fla.ops": DELTA | KDA | GDN2 | DPLR | RWKV7 | SIMPLE_GLA | LIGHTNING | PRODUCT,
     "fla.ops.cp": CP,
-    "fla.ops.delta_rule": _of(names, "chunk_delta_rule", "fused_recurrent_delta_rule"),
+    "fla.ops.delta_rule": CHUNK_PLAIN | RECURRENT_PLAIN,
+    "fla.ops.delta_rule.chunk": CHUNK_PLAIN,
+    "fla.ops.delta_rule.fused_recurrent": RECURRENT_PLAIN,
+    "fla.ops.delta_rule.naive": _of(naive, "delta_rule_recurrence", "delta_rule_chunkwise"),
     "fla.ops.gated_delta_rule": DELTA,
     "fla.ops.gated_delta_rule.chunk": CHUNK_DELTA,
     "fla.ops.gated_delta_rule.fused_recurrent": RECURRENT_DELTA,
     "fla.ops.gated_delta_rule.gate": DELTA_GATE,
     "fla.ops.gated_delta_rule.naive": DELTA_NAIVE,
     "fla.ops.gated_delta_product": PRODUCT,
+    "fla.ops.gated_delta_product.chunk": PRODUCT,
+    "fla.ops.gated_delta_product.chunk_ref": _of(naive, "chunk_gated_delta_product_ref"),
+    "fla.ops.gated_delta_product.naive": _of(naive, "naive_recurrent_gated_delta_product"),
     "fla.ops.gdn2": GDN2,
     "fla.ops.gdn2.chunk": CHUNK_GDN2,
     "fla.ops.gdn2.fused_recurrent": RECURRENT_GDN2,
+    "fla.ops.gdn2.naive": _of(naive, "naive_recurrent_gdn2"),
     "fla.ops.generalized_delta_rule": DPLR,
     "fla.ops.generalized_delta_rule.dplr": DPLR,
     "fla.ops.generalized_delta_rule.dplr.chunk": CHUNK_DPLR,
     "fla.ops.generalized_delta_rule.dplr.fused_recurrent": RECURRENT_DPLR,
+    "fla.ops.generalized_delta_rule.dplr.naive": _of(naive, "dplr_recurrence", "dplr_chunkwise"),
     "fla.ops.kda": KDA,
     "fla.ops.kda.chunk": CHUNK_KDA,
     "fla.ops.kda.fused_recurrent": RECURRENT_KDA,
     "fla.ops.kda.gate": KDA_GATE,
     "fla.ops.kda.naive": KDA_NAIVE,
     "fla.ops.lightning_attn": LIGHTNING,
+    "fla.ops.lightning_attn.fused_recurrent": LIGHTNING,
     "fla.ops.rwkv7": RWKV7,
     "fla.ops.rwkv7.chunk": CHUNK_RWKV7,
     "fla.ops.rwkv7.fused_recurrent": RECURRENT_RWKV7,
     "fla.ops.simple_gla": SIMPLE_GLA,
+    "fla.ops.simple_gla.fused_recurrent": SIMPLE_GLA,
+    "fla.ops.simple_gla.naive": _of(naive, "naive_recurrent_simple_gla"),
     "fla.ops.utils": CUMSUM | SOLVE | PREPARE,
     "fla.ops.utils.cumsum": CUMSUM,
     "fla.ops.utils.index": PREPARE,

@@ -3,8 +3,12 @@
 import torch
 from torch import Tensor
 
+from linattn_edu.ops.dplr import chunk_dplr_delta_rule, fused_recurrent_dplr_delta_rule
 from linattn_edu.ops.gdn import chunk_gated_delta_rule, fused_gdn_gate
+from linattn_edu.ops.gdn2 import fused_recurrent_gdn2
+from linattn_edu.ops.gla import chunk_gated_delta_product, fused_recurrent_simple_gla
 from linattn_edu.ops.kda import chunk_kda, fused_kda_gate
+from linattn_edu.ops.names import chunk_delta_rule, fused_recurrent_delta_rule
 
 
 def naive_chunk_gated_delta_rule(
@@ -62,3 +66,147 @@ def naive_kda_lowerbound_gate(
 ) -> Tensor:
     """:func:`linattn_edu.fused_kda_gate` with a bound."""
     return fused_kda_gate(g, A_log, dt_bias, lower_bound, output_dtype, impl="reference")
+
+
+def naive_recurrent_gdn2(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    b: Tensor,
+    w: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """:func:`linattn_edu.fused_recurrent_gdn2`; one state may be that of every sequence."""
+    return fused_recurrent_gdn2(
+        q, k, v, g, b, w, scale=scale, initial_state=_of_each(initial_state, q),
+        output_final_state=output_final_state, impl="reference",
+    )  # fmt: skip
+
+
+def naive_recurrent_simple_gla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = True,
+) -> tuple[Tensor, Tensor | None]:
+    """:func:`linattn_edu.fused_recurrent_simple_gla`; one state may be that of every sequence."""
+    return fused_recurrent_simple_gla(
+        q, k, v, g, None, scale, _of_each(initial_state, q), output_final_state, impl="reference"
+    )
+
+
+def _of_each(state: Tensor | None, q: Tensor) -> Tensor | None:
+    """States of all sequences, of those or of one [H, K, V]."""
+    return state if state is None or state.ndim == 4 else state.expand(len(q), *state.shape)
+
+
+def naive_recurrent_gated_delta_product(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    beta: Tensor,
+    scale: float | None,
+    cu_seqlens: Tensor | None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    num_householder: int = 1,
+) -> tuple[Tensor, Tensor | None]:
+    """:func:`linattn_edu.chunk_gated_delta_product`."""
+    return chunk_gated_delta_product(
+        q, k, v, g, beta, num_householder, scale, initial_state, output_final_state,
+        cu_seqlens=cu_seqlens, impl="reference",
+    )  # fmt: skip
+
+
+def chunk_gated_delta_product_ref(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    beta: Tensor,
+    num_householder: int,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """:func:`linattn_edu.chunk_gated_delta_product`."""
+    return chunk_gated_delta_product(
+        q, k, v, g, beta, num_householder, scale, initial_state, output_final_state,
+        use_qk_l2norm_in_kernel, cu_seqlens, impl="reference",
+    )  # fmt: skip
+
+
+# of tensors [B, H, T, ...], and with the scale K ** -0.5
+
+
+def dplr_recurrence(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    alpha: Tensor,
+    beta: Tensor,
+    gk: Tensor,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = True,
+) -> tuple[Tensor, Tensor | None]:
+    """:func:`linattn_edu.fused_recurrent_dplr_delta_rule`, heads first."""
+    tensors = (x.transpose(1, 2) for x in (q, k, v, alpha, beta, gk))
+    o, state = fused_recurrent_dplr_delta_rule(
+        *tensors, None, initial_state, output_final_state, impl="reference"
+    )
+    return o.transpose(1, 2), state
+
+
+def dplr_chunkwise(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    alpha: Tensor,
+    beta: Tensor,
+    gk: Tensor,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = True,
+    chunk_size: int = 32,
+) -> tuple[Tensor, Tensor | None]:
+    """:func:`linattn_edu.chunk_dplr_delta_rule`, heads first."""
+    tensors = (x.transpose(1, 2) for x in (q, k, v, alpha, beta, gk))
+    o, state = chunk_dplr_delta_rule(
+        *tensors, None, initial_state, output_final_state, chunk_size=chunk_size, impl="reference"
+    )
+    return o.transpose(1, 2), state
+
+
+def delta_rule_recurrence(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = True,
+) -> tuple[Tensor, Tensor | None]:
+    """:func:`linattn_edu.fused_recurrent_delta_rule`, heads first."""
+    tensors = (x.transpose(1, 2) for x in (q, k, v, beta))
+    o, state = fused_recurrent_delta_rule(
+        *tensors, None, initial_state, output_final_state, impl="reference"
+    )
+    return o.transpose(1, 2), state
+
+
+def delta_rule_chunkwise(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, chunk_size: int = 32
+) -> tuple[Tensor, Tensor]:
+    """:func:`linattn_edu.chunk_delta_rule`, heads first."""
+    tensors = (x.transpose(1, 2) for x in (q, k, v, beta))
+    o, state = chunk_delta_rule(
+        *tensors, output_final_state=True, chunk_size=chunk_size, impl="reference"
+    )
+    return o.transpose(1, 2), state

@@ -8,10 +8,11 @@ from typing import NamedTuple
 from torch import Tensor
 
 from linattn_edu.cp.context import CPContext
-from linattn_edu.ops import check
+from linattn_edu.ops import check, checkpoints
 from linattn_edu.ops.delta import arguments
 from linattn_edu.ops.operator import Operator, like, widened
 from linattn_edu.ops.preallocated import check_rooms, into
+from linattn_edu.ops.prefill import overwriting
 from linattn_edu.ops.ranks import Ranks
 from linattn_edu.ops.stages import implementations, stage
 from linattn_edu.packing import Packing
@@ -30,10 +31,13 @@ def ema_scan(
     chunk_size: int = 64,
     cp_context: CPContext | None = None,
     max_num_seqs: int | None = None,
+    inplace_final_state: bool = False,
+    ssm_state_indices: Tensor | None = None,
+    checkpoint_every_n_tokens: int | None = None,
     out: Tensor | None = None,
     final_state_out: Tensor | None = None,
     impl: str = "auto",
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
     r"""Exponential moving average with a decay of its own for each token.
 
     .. math::
@@ -63,7 +67,9 @@ def ema_scan(
         cp_context: Sequences cut over several ranks, as in :func:`chunk_gated_delta_rule`. Each
             pass gathers ``H (D + 1)`` numbers of float32 from every rank, once.
         chunk_size: Tokens a chunk: 16, 32 or 64. It changes the speed and the rounding only.
-        max_num_seqs, out, final_state_out: As in :func:`chunk_gated_delta_rule`; out takes y.
+        max_num_seqs, inplace_final_state, ssm_state_indices: As in :func:`chunk_gated_delta_rule`;
+            a pool is ``[slots, H, D]``, or ``[slots, D]``.
+        checkpoint_every_n_tokens, out, final_state_out: Likewise; out takes y.
         impl: "triton", "reference" or "auto", as in :func:`chunk_gated_delta_rule`.
 
     Non-contiguous tensors, and on a GPU those that do not start at 16 bytes, are copied first.
@@ -91,7 +97,8 @@ def ema_scan(
 
     Returns:
         ``(y, final_state)``: y of x's shape and dtype; final_state ``[N, H, D]``, or ``[N, D]``, in
-        float32 (float64 where an input is), or None.
+        float32 (float64 where an input is), or None. With checkpoint_every_n_tokens its states, as
+        of :func:`chunk_gated_delta_rule`.
 
     Raises:
         TypeError: an argument is not of a type or dtype listed above.
@@ -100,37 +107,47 @@ def ema_scan(
 
     Source: Dao and Gu 2024 (arXiv:2405.21060) section 6; chapter 20.
     """
-    given = _check_tensors(x, g, weight, initial_state, cu_seqlens, cp_context)
-    output_final_state = check.flag("output_final_state", output_final_state)
+    slots, every = ssm_state_indices, checkpoint_every_n_tokens
+    given = _check_tensors(
+        x, g, weight, initial_state, cu_seqlens, cp_context, pool=slots is not None
+    )
+    output_final_state, inplace = arguments.flags(
+        output_final_state=output_final_state, inplace_final_state=inplace_final_state
+    )
     check.choice("chunk_size", chunk_size, arguments.CHUNK_SIZES)
     impl = check.resolve_impl(impl, given.device, tuple(given.dtypes))
     place = arguments.place(
         given, cu_seqlens, cu_seqlens_cpu, chunk_indices, chunk_size, cp_context, most=max_num_seqs
     )
-    tensors, head = (x, g, weight, initial_state), ("H",) * (x.ndim == 4)
+    tensors, head = (x, g, weight), ("H",) * (x.ndim == 4)
+    others = *tensors, cu_seqlens, cu_seqlens_cpu, chunk_indices, slots
+    state = initial_state
+    if state is not None:  # as matrices [H, D, 1], which is what slots of a pool hold
+        state = (state if head else state.unsqueeze(1)).unsqueeze(-1)
+    place = overwriting(place, given, others, state, inplace, slots, cp_context)
     state_out = "final_state_out", final_state_out, ("N", *head, "D")
     check_rooms(
-        given, (*tensors, cu_seqlens, cu_seqlens_cpu, chunk_indices),
-        ("out", out, ("B", "T", *head, "D")), state_out, x,
+        given, (*others, initial_state), ("out", out, ("B", "T", *head, "D")), state_out, x,
         asked="" if output_final_state else "output_final_state=True, got False",
-        ranks=cp_context is not None,
+        elsewhere="inplace_final_state=True" if inplace else "", ranks=cp_context is not None,
     )  # fmt: skip
-    one_head = x.ndim == 3
-    if one_head:
-        axes = (2, 2, 2, 1)
-        tensors = (t if t is None else t.unsqueeze(i) for t, i in zip(tensors, axes, strict=True))
-    *tensors, initial_state = tensors
-    y, final_state, *_ = scan(
-        *place.joined(*tensors), place.entering(initial_state), *place.bounds, output_final_state,
-        chunk_size, place.group, impl, "", save="gc h",
+    checkpoints.check_every(every, chunk_size, cp_context, max_num_seqs)
+    state = place.entering(state)
+    if not head:
+        tensors = (t if t is None else t.unsqueeze(2) for t in tensors)
+    y, *states = scan(
+        *place.joined(*tensors), state if state is None else state.squeeze(-1), *place.bounds,
+        output_final_state or place.writes, chunk_size, place.group, impl, "", save="gc h",
+        every=every,
     )  # fmt: skip
-    y, final_state = place.parted(y), place.left(final_state)
-    if one_head:
-        y, final_state = (
-            y.squeeze(2),
-            final_state if final_state is None else final_state.squeeze(1),
-        )
-    return into(out, y), into(final_state_out, final_state)
+    y, (final_state, *kept) = place.parted(y), states[: 1 if every is None else 2]
+    if final_state is not None:
+        final_state = place.left(final_state.unsqueeze(-1), False).squeeze(-1)
+    if not head:
+        y = y.squeeze(2)
+        final_state, *kept = (s if s is None else s.squeeze(-2) for s in (final_state, *kept))
+    final_state = initial_state if place.writes else final_state
+    return into(out, y), into(final_state_out, final_state), *kept
 
 
 def _check_tensors(
@@ -140,8 +157,12 @@ def _check_tensors(
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
     cp_context: CPContext | None,
+    *,
+    pool: bool,
 ) -> check.Tensors:
-    """Refuse tensors that do not fit; the sizes are B, T, D, N, and H where heads are given."""
+    """Refuse tensors that do not fit; the sizes are B, T, D, N, and H where heads are given; with
+    pool the initial states are any number, slots.
+    """
     given = check.Tensors()
     head = () if isinstance(x, Tensor) and x.ndim == 3 else ("H",)
     given.take("x", x, ("B", "T", *head, "D"))
@@ -153,7 +174,7 @@ def _check_tensors(
         given.take("weight", weight, ("B", "T", *head))
     arguments.count_sequences(given, cu_seqlens, cp_context, ("initial_state", initial_state))
     if initial_state is not None:
-        given.take("initial_state", initial_state, ("N", *head, "D"))
+        given.take("initial_state", initial_state, ("slots" if pool else "N", *head, "D"))
     return given
 
 

@@ -47,6 +47,7 @@ class Step:
     apart: bool = False  # states that are not slots of a pool may lie apart, too
     near: float = 0.0  # how near results are where numbers lie at other addresses
     without_gradient: bool = False  # it runs where one is recorded, and has none
+    shared: tuple = SHARED  # tensors of all sequences
 
     def __str__(self):
         return self.name
@@ -147,8 +148,11 @@ STEPS = (
         ), "conv_state_indices", apart=True, without_gradient=True,
     ),
     *(
-        Step(f"prefill, {form}", *of_chunks(form), "ssm_state_indices", decays=("g",))
-        for form in (contract.gdn, contract.kda, contract.gdn2)
+        Step(
+            f"prefill, {form}", *of_chunks(form), "ssm_state_indices", decays=form.decay,
+            shared=form.summed,
+        )
+        for form in (contract.gdn, contract.kda, contract.gdn2, contract.dplr_chunks, contract.ema)
     ),
     Step("prefill, ssd", of_mamba, call_mamba, "state_batch_indices", decays=("A",)),
 )  # fmt: skip
@@ -347,7 +351,7 @@ def test_many_sequences_in_any_order(step, device, monkeypatch):
     rows = torch.randperm(2 * N, generator=torch.Generator().manual_seed(0))[:N]
     out = step.run(pool, x, rows.to(device), impl="triton")
     for n in range(0, N, max(1, N // 10)):
-        one = {m: t if m in SHARED else t[n : n + 1] for m, t in x.items()}
+        one = {m: t if m in step.shared else t[n : n + 1] for m, t in x.items()}
         state = start[rows[n] : rows[n] + 1].clone()
         alone = step.run(state, one, None, impl="triton")
         same((out[n : n + 1], pool[rows[n] : rows[n] + 1]), (alone, state))
@@ -364,7 +368,7 @@ def test_slots_of_a_pool(dtype, step, impl, device, monkeypatch):
     out = step.run(pool, x, torch.tensor(rows, dtype=dtype, device=device), impl=impl)
     assert not out[1].any()
     for n, slot in ((0, 4), (2, 0)):
-        one = {m: t if m in SHARED else t[n : n + 1] for m, t in x.items()}
+        one = {m: t if m in step.shared else t[n : n + 1] for m, t in x.items()}
         state = start[slot : slot + 1].clone()
         alone = step.run(state, one, None, impl=impl)
         same((out[n : n + 1], pool[slot : slot + 1]), (alone, state))
@@ -419,7 +423,7 @@ def test_packed_prompts_over_a_pool(step, impl, device):
     the states; one without a slot is padding, one without tokens leaves its state as it is.
     """
     pool, x, _ = step.drawn(True, device)
-    x = {n: t if n in SHARED else t.flatten(0, 1)[None] for n, t in x.items()}  # 51 tokens
+    x = {n: t if n in step.shared else t.flatten(0, 1)[None] for n, t in x.items()}  # 51 tokens
     bounds = {"cu_seqlens": torch.tensor([0, 16, 16, 33, 49], device=device), "impl": impl}
     start, rows = pool.clone(), torch.tensor([4, 2, -1, 0], device=device)
     own = start[rows].contiguous()

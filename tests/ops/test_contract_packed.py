@@ -288,6 +288,10 @@ ROOM = {
     "numbers": ({"cu_seqlens_cpu": torch.tensor([0, 2, 2, 5])}, "cu_seqlens_cpu must be None"),
     "a decrease": ({"cu_seqlens": torch.tensor([0, 3, 2, 5])}, "cu_seqlens must not decrease"),
     "checkpoints": ({"checkpoint_every_n_tokens": 64}, "not supported with max_num_seqs"),
+    "ranks": (
+        {"cp_context": build_cp_context(torch.tensor([0, 2, 2, 5])), "cu_seqlens": None},
+        "cp_context must be None with max_num_seqs",
+    ),
 }
 
 
@@ -295,11 +299,8 @@ ROOM = {
 @pytest.mark.parametrize("form", [gdn, kda, gdn2, dplr_chunks, ema, ssd[-1], conv], ids=str)
 def test_no_room(form, wrong):
     changes, message = ROOM[wrong]
-    if form in (conv, ema) and wrong == "checkpoints":
+    if form is conv and wrong == "checkpoints":
         changes, message = {"chunk_indices": torch.zeros(1, 2, dtype=int)}, "chunk_indices must be"
-    if form is dplr_chunks and wrong == "checkpoints":
-        changes = {"cp_context": build_cp_context(torch.tensor([0, 2, 2, 5])), "cu_seqlens": None}
-        message = "cp_context must be None with max_num_seqs"
     x, options = form.draw(1, 5, torch.float32, "cpu", N=1 if "of" in wrong else 3)
     given = {"cu_seqlens": torch.tensor([0, 2, 2, 5]), "max_num_seqs": 3} | changes
     with launches() as ran, pytest.raises(ValueError, match=message):

@@ -4,14 +4,15 @@ import pytest
 import torch
 from gdn_checks import boundaries, by_value, launches, same_bits
 from grids import few
-from ops.contract import IMPLS, forms, gdn, gdn2, kda, ssd
+from ops.contract import IMPLS, dplr_chunks, ema, forms, gdn, gdn2, kda, ssd
 
 from linattn_edu.kernels import routes
 from linattn_edu.testing import assert_close
 
 pytestmark = pytest.mark.usefixtures("poison")
 
-CHUNKED = (gdn, kda, gdn2, *ssd)
+INVARIANT = (gdn, kda, gdn2, *ssd)
+CHUNKED = (*INVARIANT, dplr_chunks, ema)
 SOME = few(torch.float32, torch.bfloat16, more=(torch.float16,))
 F32 = (torch.float32,)
 N, LENGTHS = 16, (33, 0, 16, 5, 48)
@@ -148,7 +149,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("wrong", REFUSED)
-@pytest.mark.parametrize("form", [gdn, kda, gdn2, ssd[-1]], ids=str)
+@pytest.mark.parametrize("form", [gdn, kda, gdn2, ssd[-1], dplr_chunks, ema], ids=str)
 def test_refused(form, wrong):
     every, error, message = REFUSED[wrong]
     x, options = form.draw(1, 20, torch.float32, "cpu")
@@ -157,7 +158,7 @@ def test_refused(form, wrong):
     assert not ran
 
 
-@forms("test_batch_invariant", *CHUNKED, dtypes=F32)
+@forms("test_batch_invariant", *INVARIANT, dtypes=F32)
 def test_batch_invariant(form, dtype, device):
     """It changes no bit; the reference is refused, and where kernels cut a long sequence."""
     x, options = form.draw(1, 4 * N, dtype, device)

@@ -2,13 +2,16 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from recurrent_cases import case, options
 
 from linattn_edu import (
     causal_conv1d,
+    chunk_dplr_delta_rule,
     chunk_gated_delta_rule,
     chunk_kda,
     chunk_local_cumsum,
+    ema_scan,
     fused_recurrent_gated_delta_rule,
     fused_recurrent_kda,
     l2norm,
@@ -48,6 +51,21 @@ def mamba(q, k, v, g, initial_state, A_log, dt_bias, beta=None, **bounds):
         v, g, -A_log.exp(), k, q, 64, D=A_log, z=v, dt_bias=dt_bias, initial_states=initial_state,
         dt_softplus=True, **{f"return_{'varlen' if bounds else 'final'}_states": True}, **bounds,
     )  # fmt: skip
+
+
+def dplr(q, k, v, g, beta, initial_state, A_log, dt_bias, **bounds):
+    """The general rule as in RWKV-7: a key of unit length is read, a part of each channel added."""
+    q, k = (x.repeat_interleave(2, 2) for x in (q, k))
+    c = F.normalize(k.float(), dim=-1)
+    gk = -A_log.exp()[:, None] * F.softplus(g + dt_bias)[..., None] * c.abs()
+    a, b = (-c).to(q.dtype), (beta.sigmoid()[..., None] * c).to(q.dtype)
+    return chunk_dplr_delta_rule(q, k, v, a, b, gk, None, initial_state, True, **bounds)
+
+
+def ema(v, g, initial_state, A_log, dt_bias, q=None, k=None, beta=None, **bounds):
+    """Of v, its weights 1 less the decays."""
+    g = -A_log.exp() * F.softplus(g + dt_bias)
+    return ema_scan(v, g, None, initial_state[..., 0], True, **bounds)
 
 
 def convolution(v, **bounds):
@@ -109,12 +127,12 @@ def check_replay(f, N=1):
             assert a is None or torch.equal(a, b)
 
 
-@pytest.mark.parametrize("f", [chunk, kda, recurrent, mamba, helpers])
+@pytest.mark.parametrize("f", [chunk, kda, recurrent, mamba, dplr, ema, helpers])
 def test_replay(f):
     check_replay(f)
 
 
-@pytest.mark.parametrize("f", [chunk, kda, recurrent, mamba])
+@pytest.mark.parametrize("f", [chunk, kda, recurrent, mamba, dplr, ema])
 def test_replay_of_packed_sequences(f):
     """The chunked forms are told the lengths, so that they do not wait for the device."""
     known = torch.tensor(BOUNDS)
@@ -124,7 +142,7 @@ def test_replay_of_packed_sequences(f):
     check_replay(lambda **x: f(**x, **bounds), N=3)
 
 
-@pytest.mark.parametrize("f", [chunk, kda, recurrent, mamba, convolution])
+@pytest.mark.parametrize("f", [chunk, kda, recurrent, mamba, dplr, ema, convolution])
 def test_replay_after_other_boundaries(f):
     """Megatron #6796, fla #1155, torchtitan #3709: others of as many sequences and chunks, written
     to the same tensor, are followed in both passes; those of the recording would be wrong.
@@ -153,7 +171,7 @@ def test_replay_after_other_boundaries(f):
 
 
 @pytest.mark.parametrize("gradients", [False, True])
-@pytest.mark.parametrize("f", [chunk, kda, mamba, convolution])
+@pytest.mark.parametrize("f", [chunk, kda, mamba, dplr, ema, convolution])
 def test_replay_after_any_boundaries(f, gradients):
     """With max_num_seqs other numbers of chunks too, ends before T and no tokens at all."""
     bounds = torch.tensor(BOUNDS, device="cuda")

@@ -7,11 +7,12 @@ from typing import NamedTuple
 from torch import Tensor
 
 from linattn_edu.cp.context import CPContext
-from linattn_edu.ops import check
+from linattn_edu.ops import check, checkpoints
 from linattn_edu.ops.delta import arguments
 from linattn_edu.ops.dplr.recurrent import OUTPUTS, TENSORS, checked, rank_one
 from linattn_edu.ops.operator import Operator, widened
 from linattn_edu.ops.preallocated import check_rooms, into
+from linattn_edu.ops.prefill import overwriting
 from linattn_edu.ops.ranks import Ranks
 from linattn_edu.ops.stages import implementations, stage
 from linattn_edu.packing import Packing
@@ -36,10 +37,13 @@ def chunk_dplr_delta_rule(
     lower_bound: float | None = None,
     *,
     max_num_seqs: int | None = None,
+    inplace_final_state: bool = False,
+    ssm_state_indices: Tensor | None = None,
+    checkpoint_every_n_tokens: int | None = None,
     out: Tensor | None = None,
     final_state_out: Tensor | None = None,
     impl: str = "auto",
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
     r"""The general delta rule in chunks, for training and prefill.
 
     .. math::
@@ -75,12 +79,15 @@ def chunk_dplr_delta_rule(
             nothing here.
         cp_context: Sequences cut over several ranks, as in :func:`chunk_gated_delta_rule`; not in
             heads of K > 256 where kernels run.
-        max_num_seqs, out, final_state_out: As in :func:`chunk_gated_delta_rule`.
+        max_num_seqs, inplace_final_state, ssm_state_indices: As in :func:`chunk_gated_delta_rule`.
+        checkpoint_every_n_tokens, out, final_state_out: Likewise; the first not in heads of K > 256
+            where kernels run.
 
     Works in CUDA graphs, with cu_seqlens only together with cu_seqlens_cpu or max_num_seqs.
 
     Returns:
-        ``(o, final_state)`` as of :func:`fused_recurrent_dplr_delta_rule`.
+        ``(o, final_state)`` as of :func:`fused_recurrent_dplr_delta_rule`; with
+        checkpoint_every_n_tokens its states, as of :func:`chunk_gated_delta_rule`.
 
     Raises:
         TypeError, ValueError: as :func:`fused_recurrent_dplr_delta_rule`, before any kernel runs.
@@ -88,9 +95,10 @@ def chunk_dplr_delta_rule(
     Source: Peng et al. 2025 (arXiv:2503.14456); arguments as in fla-core 0.6.0; chapter 12e.
     """
     options = safe_gate, chunk_size, disable_recompute, cp_context, lower_bound, max_num_seqs
+    serving = inplace_final_state, ssm_state_indices, checkpoint_every_n_tokens
     return _run(
         {"q": q, "k": k, "v": v, "a": a, "b": b, "gk": gk}, initial_state, cu_seqlens,
-        cu_seqlens_cpu, scale, output_final_state, options, (out, final_state_out), impl,
+        cu_seqlens_cpu, scale, output_final_state, options, serving, (out, final_state_out), impl,
     )  # fmt: skip
 
 
@@ -113,10 +121,13 @@ def chunk_rwkv7(
     lower_bound: float | None = None,
     *,
     max_num_seqs: int | None = None,
+    inplace_final_state: bool = False,
+    ssm_state_indices: Tensor | None = None,
+    checkpoint_every_n_tokens: int | None = None,
     out: Tensor | None = None,
     final_state_out: Tensor | None = None,
     impl: str = "auto",
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
     """RWKV-7 in chunks: :func:`chunk_dplr_delta_rule` by its own names.
 
     Args:
@@ -124,11 +135,12 @@ def chunk_rwkv7(
         scale: Factor of the output, 1 if not given; ``K ** -0.5`` if None.
         initial_state, output_final_state, cu_seqlens, cu_seqlens_cpu, safe_gate, chunk_size: As in
             :func:`chunk_dplr_delta_rule`.
-        disable_recompute, cp_context, lower_bound, max_num_seqs, out, final_state_out: Likewise.
-        impl: Likewise.
+        disable_recompute, cp_context, lower_bound, max_num_seqs, inplace_final_state: Likewise.
+        ssm_state_indices, checkpoint_every_n_tokens, out, final_state_out, impl: Likewise.
 
     Returns:
-        ``(o, final_state)`` as of :func:`fused_recurrent_dplr_delta_rule`.
+        ``(o, final_state)`` as of :func:`fused_recurrent_dplr_delta_rule`; with
+        checkpoint_every_n_tokens its states, as of :func:`chunk_gated_delta_rule`.
 
     Raises:
         TypeError, ValueError: as :func:`fused_recurrent_dplr_delta_rule`, before any kernel runs.
@@ -136,9 +148,10 @@ def chunk_rwkv7(
     Source: Peng et al. 2025 (arXiv:2503.14456); arguments as in fla-core 0.6.0; chapter 12e.
     """
     options = safe_gate, chunk_size, disable_recompute, cp_context, lower_bound, max_num_seqs
+    serving = inplace_final_state, ssm_state_indices, checkpoint_every_n_tokens
     return _run(
         {"r": r, "k": k, "v": v, "a": a, "b": b, "w": w}, initial_state, cu_seqlens,
-        cu_seqlens_cpu, scale, output_final_state, options, (out, final_state_out), impl,
+        cu_seqlens_cpu, scale, output_final_state, options, serving, (out, final_state_out), impl,
     )  # fmt: skip
 
 
@@ -150,47 +163,57 @@ def _run(
     scale: float | None,
     output_final_state: bool,
     options: tuple,
+    serving: tuple,
     rooms: tuple[Tensor | None, Tensor | None],
     impl: str,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
     """Check all arguments and run the chunks.  tensors: q, k, v, a, b and gk by their names.
-    options: of chunk_dplr_delta_rule, in the order of fla's signature, and max_num_seqs.  rooms:
-    for o and the final state.
+    options: of chunk_dplr_delta_rule, in the order of fla's signature, and max_num_seqs.  serving:
+    whether the final state overwrites the initial one, in which slots, the tokens between
+    checkpoints.  rooms: for o and the final state.
     """
     safe_gate, chunk_size, disable_recompute, cp_context, lower_bound, most = options
-    output_final_state, *_ = arguments.flags(
+    inplace, slots, every = serving
+    output_final_state, _, _, inplace = arguments.flags(
         output_final_state=output_final_state, safe_gate=safe_gate,
-        disable_recompute=disable_recompute,
+        disable_recompute=disable_recompute, inplace_final_state=inplace,
     )  # fmt: skip
     chunk_size = 64 if chunk_size is None else chunk_size
     check.choice("chunk_size", chunk_size, arguments.CHUNK_SIZES)
     check.number("lower_bound", lower_bound)
-    given, scale, impl = checked(tensors, initial_state, cu_seqlens, scale, impl, cp_context)
+    given, scale, impl = checked(
+        tensors, initial_state, cu_seqlens, scale, impl, cp_context, slots is not None
+    )
     place = arguments.place(
         given, cu_seqlens, cu_seqlens_cpu, None, chunk_size, cp_context, even=True, most=most
     )
-    inputs = *tensors.values(), initial_state
+    inputs = (*tensors.values(),)
+    others = *inputs, cu_seqlens, cu_seqlens_cpu, slots
+    place = overwriting(place, given, others, initial_state, inplace, slots, cp_context)
     check_rooms(
-        given, (*inputs, cu_seqlens, cu_seqlens_cpu), ("out", rooms[0], ("B", "T", "H", "V")),
+        given, (*others, initial_state), ("out", rooms[0], ("B", "T", "H", "V")),
         ("final_state_out", rooms[1], ("N", "H", "K", "V")), tensors["v"],
         asked="" if output_final_state else "output_final_state=True, got False",
-        ranks=cp_context is not None,
+        elsewhere="inplace_final_state=True" if inplace else "", ranks=cp_context is not None,
     )  # fmt: skip
+    checkpoints.check_every(every, chunk_size, cp_context, most)
+    kept, state, wanted = (), place.entering(initial_state), output_final_state or place.writes
     if impl == "triton" and _by_token(inputs[0], tensors["v"], chunk_size, cu_seqlens is not None):
-        if cp_context is not None:
-            raise ValueError(
-                "cp_context must be None where kernels go token by token, in heads of K > 256, got "
-                f"K={inputs[0].shape[-1]}"
-            )
-        o, final_state = rank_one(*inputs, cu_seqlens, scale, False, impl)
-        final_state = final_state if output_final_state else None
-        return into(rooms[0], o), into(rooms[1], final_state)
-    o, final_state, _ = chunk(
-        *place.joined(*tensors.values()), place.entering(initial_state), *place.bounds, scale,
-        output_final_state, chunk_size, place.group, impl, "",
-        save="crossing" if place.group else "",
-    )  # fmt: skip
-    return into(rooms[0], place.parted(o)), into(rooms[1], place.left(final_state))
+        for name, x in (("cp_context", cp_context), ("checkpoint_every_n_tokens", every)):
+            if x is not None:
+                raise ValueError(
+                    f"{name} must be None where kernels go token by token, in heads of K > 256, "
+                    f"got K={inputs[0].shape[-1]}"
+                )
+        o, final_state = rank_one(*inputs, state, cu_seqlens, scale, False, impl)
+        final_state = final_state if wanted else None
+    else:
+        o, final_state, *kept = chunk(
+            *place.joined(*inputs), state, *place.bounds, scale, wanted, chunk_size, place.group,
+            impl, "", save="crossing" if place.group else "", every=every,
+        )  # fmt: skip
+    o, final_state = into(rooms[0], place.parted(o)), into(rooms[1], place.left(final_state, False))
+    return (o, final_state) if every is None else (o, final_state, *kept)
 
 
 def _by_token(q: Tensor, v: Tensor, chunk_size: int, packed: bool) -> bool:

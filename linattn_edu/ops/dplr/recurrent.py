@@ -196,8 +196,11 @@ def checked(
     scale: float | None,
     impl: str,
     cp_context: CPContext | None = None,
+    pool: bool = False,
 ) -> tuple[check.Tensors, float, str]:
-    """All tensors checked, but for the numbers of the boundaries: what was given, scale, impl."""
+    """All tensors checked, but for the numbers of the boundaries: what was given, scale, impl.
+    pool: initial_state holds any number of states.
+    """
     given, (*others, gate) = check.Tensors(), tensors
     for name in others:
         shape = ("B", "T", "H", "V" if name == "v" else "K")
@@ -208,7 +211,7 @@ def checked(
     state = "initial_state", initial_state
     arguments.count_sequences(given, cu_seqlens, cp_context, state)
     if initial_state is not None:
-        given.take("initial_state", initial_state, ("N", "H", "K", "V"))
+        given.take("initial_state", initial_state, ("slots" if pool else "N", "H", "K", "V"))
     scale = check.number("scale", scale)
     scale = given.sizes["K"] ** -0.5 if scale is None else scale
     return given, scale, check.resolve_impl(impl, given.device, tuple(given.dtypes))

@@ -54,6 +54,13 @@ def test_rwkv7_is_the_rule_by_its_names(impl, device):
     assert_close("o", got[0], 4 * want[0], 1e-6)
     assert torch.equal(got[1], want[1])
     assert chunk_rwkv7(**of_rwkv7(x), **options)[1] is None
+    pool, slots = torch.randn(3, 2, 16, 12, device=device), torch.tensor([2, 0], device=device)
+    options |= {"scale": 1.0, "checkpoint_every_n_tokens": 16, **ENDS}
+    want = chunk_dplr_delta_rule(**x | {"initial_state": pool[slots]}, **options)
+    options |= {"inplace_final_state": True, "ssm_state_indices": slots}
+    o, last, kept = chunk_rwkv7(**of_rwkv7(x) | {"initial_state": pool}, **options)
+    assert last is pool and torch.equal(pool[slots], want[1])
+    assert torch.equal(o, want[0]) and torch.equal(kept, want[2])
 
 
 def test_wide_heads_go_by_token(device):
@@ -64,6 +71,13 @@ def test_wide_heads_go_by_token(device):
     assert {kernel.fn.__name__ for kernel in seen} == {"dplr_recurrent_kernel"}
     want = fused_recurrent_dplr_delta_rule(**x, **ENDS, impl="triton")
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    slots = torch.tensor([1], device=device)
+    pool = torch.cat([torch.zeros_like(x["initial_state"]), x["initial_state"]])
+    place = {"inplace_final_state": True, "ssm_state_indices": slots}
+    o, _ = chunk_dplr_delta_rule(**x | {"initial_state": pool}, **place, impl="triton")
+    assert torch.equal(o, want[0]) and torch.equal(pool[1:], want[1]) and not pool[0].any()
+    with pytest.raises(ValueError, match="_tokens must be None where kernels go token by token"):
+        chunk_dplr_delta_rule(**x, checkpoint_every_n_tokens=64, impl="triton")
 
 
 def test_flops(device):

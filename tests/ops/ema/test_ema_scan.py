@@ -64,6 +64,21 @@ def test_one_head_needs_no_axis(given, impl, device):
 
 
 @impls
+def test_one_head_over_a_pool(impl, device):
+    """Slots and checkpoints without an axis of heads."""
+    x = tensors(40, 12, "weight", device=device, H=1, B=2)
+    flat = {n: t.squeeze(2) for n, t in x.items()}
+    pool = torch.randn(3, 12, device=device)
+    slots, n = torch.tensor([2, 0], device=device), {"checkpoint_every_n_tokens": 16}
+    options = {"output_final_state": True, "chunk_size": 16, "impl": impl} | n
+    want = ema_scan(**x, initial_state=pool[slots][:, None], **options)
+    place = {"initial_state": pool, "inplace_final_state": True, "ssm_state_indices": slots}
+    y, last, kept = ema_scan(**flat, **place, **options)
+    assert last is pool and torch.equal(y, want[0][:, :, 0])
+    assert torch.equal(pool[slots], want[1][:, 0]) and torch.equal(kept, want[2][:, :, 0])
+
+
+@impls
 def test_a_probability_of_one(impl, device):
     """The gate of a boundary predictor, as the docstring writes it: no NaN, and the gradients."""
     generator = torch.Generator(device).manual_seed(0)
