@@ -15,6 +15,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from linattn_edu.kernels.gluon.names import barrier
+
 
 # -- products ------------------------------------------------------------------------------------
 @gluon.jit
@@ -106,6 +108,36 @@ def own_sums(x):
 def own_dot(x, y, mma: gl.constexpr):
     """own_sums of x * y, both in shared memory."""
     return own_sums(x.load(mma).to(gl.float32) * y.load(mma).to(gl.float32))
+
+
+@gluon.jit
+def add(x, y):
+    """Of gl.associative_scan."""
+    return x + y
+
+
+@gluon.jit
+def sum_backwards(x_s, first_s, sums_s):
+    """dg in the place of dgc [64, 64]: a thread has one channel of half of the tokens.  first_s:
+    the first token's gate.  sums_s: [128], to work in.
+    """
+    layout: gl.constexpr = gl.BlockedLayout([1, 32, 1], [1, 1, 32], [2, 1, 2], [2, 1, 0])
+    ends: gl.constexpr = gl.SliceLayout(1, layout)
+    flat: gl.constexpr = gl.BlockedLayout([32, 1], [1, 32], [2, 2], [1, 0])
+    x = gl.convert_layout(gl.reshape(x_s.load(flat), [2, 32, 64]), layout, assert_trivial=True)
+    # eq:delta-dg   dg = reverse cumsum(dgc); asked for it, the compiler would turn the tile over
+    b_sum = gl.sum(x, 1)[:, None, :]
+    x = (b_sum - gl.associative_scan(x, 1, add)) + x
+    i = gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
+    part = gl.arange(0, 2, gl.SliceLayout(1, ends))[:, None]
+    sums_s.reshape([2, 64]).store(gl.sum(gl.where(i == 0, x, 0.0), 1))
+    barrier()
+    rest = sums_s.slice(64, 64).load(gl.SliceLayout(0, ends))[None, :]
+    x += gl.where(part == 0, rest, 0.0)[:, None, :]
+    # where gate_cumsum held g at its floor, of 2^-150: of near channels only the first can be there
+    shut = (first_s.load(gl.SliceLayout(0, ends))[None, :] < -149.0) & (part == 0)
+    x = gl.where((i == 0) & shut[:, None, :], 0.0, x)
+    x_s.store(gl.convert_layout(gl.reshape(x, [64, 64]), flat, assert_trivial=True))
 
 
 # -- on the host ---------------------------------------------------------------------------------

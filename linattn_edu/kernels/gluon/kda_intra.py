@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from linattn_edu.kernels.delta.kda_intra import NEAR
-from linattn_edu.kernels.gluon.blocks import CHUNK, numbers, product
+from linattn_edu.kernels.gluon.blocks import CHUNK, add, numbers, product
 from linattn_edu.kernels.gluon.gdn_intra import store_matrix
 from linattn_edu.kernels.gluon.gdn_solve import (
     MMA,
@@ -47,11 +47,6 @@ class Out:
     qg_ptr: object
     stride: object  # from token to token
     n_t: object
-
-
-@gluon.jit
-def add(x, y):
-    return x + y
 
 
 @gluon.jit

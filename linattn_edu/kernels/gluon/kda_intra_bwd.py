@@ -28,6 +28,7 @@ from linattn_edu.kernels.gluon.blocks import (
     own_dot,
     product,
     ring,
+    sum_backwards,
 )
 from linattn_edu.kernels.gluon.names import async_load, async_store, barrier, record
 from linattn_edu.kernels.gluon.support import attempt
@@ -229,34 +230,6 @@ def strength_of(m, c, mma: gl.constexpr):
         return m.betas.load(gl.SliceLayout(0, mma))[None, :]
     else:
         return m.bs.index(c).permute((1, 0)).load(mma).to(gl.float32)
-
-
-@gluon.jit
-def add(x, y):
-    return x + y
-
-
-@gluon.jit
-def sum_backwards(x_s, first_s, sums_s):
-    """dg in the place of dgc: a thread has one channel of half of the tokens.  first_s: the first
-    token's gate.
-    """
-    layout: gl.constexpr = gl.BlockedLayout([1, 32, 1], [1, 1, 32], [2, 1, 2], [2, 1, 0])
-    ends: gl.constexpr = gl.SliceLayout(1, layout)
-    flat: gl.constexpr = gl.BlockedLayout([32, 1], [1, 32], [2, 2], [1, 0])
-    x = gl.convert_layout(gl.reshape(x_s.load(flat), [2, 32, 64]), layout, assert_trivial=True)
-    # eq:delta-dg   dg = reverse cumsum(dgc)
-    x = gl.associative_scan(x, 1, add, reverse=True)
-    i = gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
-    part = gl.arange(0, 2, gl.SliceLayout(1, ends))[:, None]
-    sums_s.reshape([2, 64]).store(gl.sum(gl.where(i == 0, x, 0.0), 1))
-    barrier()
-    rest = sums_s.slice(64, 64).load(gl.SliceLayout(0, ends))[None, :]
-    x += gl.where(part == 0, rest, 0.0)[:, None, :]
-    # where gate_cumsum held g at its floor, of 2^-150: of near channels only the first can be there
-    shut = (first_s.load(gl.SliceLayout(0, ends))[None, :] < -149.0) & (part == 0)
-    x = gl.where((i == 0) & shut[:, None, :], 0.0, x)
-    x_s.store(gl.convert_layout(gl.reshape(x, [64, 64]), flat, assert_trivial=True))
 
 
 # over 80 lines: the order of its products, waits and arithmetic is what it is about
