@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 from book.layout import CHAPTERS, ROOT
+from forks import python
 from grids import FULL
 from puzzle_mistakes import PLANTED
 
@@ -391,11 +392,8 @@ def test_without_the_folder_it_says_where_to_get_it(tmp_path, capsys, monkeypatc
 
 def test_the_command_turns_the_interpreter_on():
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "linattn_edu", "puzzle"]
-    done = subprocess.run(
-        [*command, "05", "--path", "puzzles/05_state_solved.py"],
-        cwd=ROOT, env=env, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+    command = "-m linattn_edu puzzle 05 --path puzzles/05_state_solved.py"
+    done = python(*command.split(), env=env)
     assert done.returncode == 0 and done.stdout.count(": right\n") == 2, done.stdout + done.stderr
 
 
