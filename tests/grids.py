@@ -98,5 +98,9 @@ def parametrize(times=2, **axes):
 
 
 def name(value):
-    """A value in a test's id: `float16` of torch.float16."""
-    return str(value).removeprefix("torch.")
+    """A value in a test's id, the same in every process: `float16` of torch.float16, a function's
+    name.
+    """
+    if isinstance(value, tuple):
+        return "(" + ", ".join(map(name, value)) + ")"
+    return getattr(value, "__name__", str(value)).removeprefix("torch.")

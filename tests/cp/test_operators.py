@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 from cp.cp_checks import OPERATORS, TOLERANCES, check, compare, draw, on_one, on_rank
-from grids import parametrize
+from grids import FULL, parametrize
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
@@ -66,7 +66,7 @@ def test_without_states(operator):
     check(operator, [0, 50, 90], 3, states=False)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60 if FULL else 20, deadline=None)
 @given(
     operator=st.sampled_from(list(OPERATORS)),
     layout=st.sampled_from(LAYOUTS),
