@@ -40,12 +40,12 @@ SOME = few(torch.float32, torch.bfloat16, more=(torch.float16,))
 # -- bits and causality
 
 
-# in the interpreter every dtype of those with anchors; of others one, another for each form
+# in the interpreter of most the last dtype, of 16 bit where there is one
 CAUSAL = [
     (f, C, d)
-    for i, f in enumerate(FORMS)
+    for f in FORMS
     for C in f.cuts
-    for d in (f.dtypes if FULL or GPU or f in (kda, safe) else f.dtypes[i % len(f.dtypes) :][:1])
+    for d in (f.dtypes if FULL or GPU or f in (kda, safe, ema) else f.dtypes[-1:])
 ]
 
 
