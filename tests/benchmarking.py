@@ -1,13 +1,12 @@
 """What the tests of the benchmarks share."""
 
-import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from forks import python
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -35,39 +34,8 @@ def modules(commands: list[tuple[str, ...]]) -> dict[tuple[str, ...], tuple[int,
     """Run modules as a user does, (name, *arguments), each in a fork of a process that has loaded
     torch; return of each its exit code and what it wrote to stdout and stderr."""
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", FORKS, json.dumps(commands)],
-        cwd=ROOT, env=env, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return dict(zip(commands, map(tuple, json.loads(done.stdout)), strict=True))
-
-
-FORKS = """
-import json, os, runpy, sys, tempfile, torch
-
-def run(name, *args):
-    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-        if not (child := os.fork()):
-            os.dup2(out.fileno(), 1)
-            os.dup2(err.fileno(), 2)
-            sys.argv = [name, *args]
-            try:
-                runpy.run_module(name, run_name="__main__", alter_sys=True)
-            except SystemExit as end:
-                sys.stdout.flush()
-                os._exit(end.code or 0)  # a code or nothing; leaving torch takes half a second
-        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        said = []
-        for file in (out, err):
-            file.seek(0)
-            said.append(file.read())
-        return code, *said
-
-sys.path.insert(0, "")
-results = [run(*command) for command in json.loads(sys.argv[1])]
-print(json.dumps(results))
-"""
+    ends = (python("-m", *command, env=env) for command in commands)
+    return {c: (x.returncode, x.stdout, x.stderr) for c, x in zip(commands, ends, strict=True)}
 
 
 def stop_the_clock(monkeypatch) -> None:

@@ -1,4 +1,4 @@
-"""How much of a grid runs: all of it in the full suite, else every pair of values."""
+"""How much of a grid runs: all of it in the full suite, on a GPU every pair of values."""
 
 import itertools
 import os
@@ -6,9 +6,11 @@ from collections import Counter
 
 import numpy as np
 import pytest
+import torch
 
 # set by `make test-full`; `LINATTN_EDU_FULL=1 make gpu-test` does it on a GPU
 FULL = os.environ.get("LINATTN_EDU_FULL", "") not in ("", "0")
+GPU = torch.cuda.is_available()
 
 # Whether sums of a product of NumPy or PyTorch on this CPU have one order, whatever the shapes:
 # where there is no AVX-512, OpenBLAS and MKL take other kernels for other sizes.
@@ -26,7 +28,20 @@ def pairs(**axes):
     Returns:
         tuples of values, in the order of the axes.
     """
+    return _rows([list(v) for v in axes.values()])
+
+
+def spread(times=2, **axes):
+    """Fewer: every value of the longest axis so many times, the others as often as may be, each
+    time beside values that it has not met. Arguments and order as in `pairs`.
+    """
     values = [list(v) for v in axes.values()]
+    longest = max(range(len(values)), key=lambda axis: len(values[axis]))
+    return _rows(values, [(longest, n) for n in range(len(values[longest]))] * times)
+
+
+def _rows(values, starts=()):
+    """The combinations of `pairs`, or those that begin at these places (axis, number)."""
     if len(values) == 1:
         return [(v,) for v in values[0]]
     missing = {  # a dictionary keeps its order
@@ -37,21 +52,32 @@ def pairs(**axes):
             ((other, b) for b in range(len(values[other]))),
         )
     }
-    used, found = Counter(), []
+    used, found = Counter(), {}
 
     def gain(place):
         new = sum(frozenset((place, other)) in missing for other in chosen.items())
         return new, -used[place]
 
-    while missing:
-        chosen = dict(next(iter(missing.values())))
+    for first in ([place] for place in starts) if starts else _while(missing):
+        chosen = dict(first)
         for axis in sorted(set(range(len(values))) - set(chosen), key=lambda x: -len(values[x])):
             chosen[axis] = max(((axis, n) for n in range(len(values[axis]))), key=gain)[1]
         for pair in itertools.combinations(chosen.items(), 2):
             missing.pop(frozenset(pair), None)
         used.update(chosen.items())
-        found.append(tuple(values[axis][chosen[axis]] for axis in range(len(values))))
-    return found
+        found[tuple(chosen[axis] for axis in range(len(values)))] = None
+    return [tuple(v[n] for v, n in zip(values, row, strict=True)) for row in found]
+
+
+def _while(missing):
+    """The first pair that is missing, until none is."""
+    while missing:
+        yield next(iter(missing.values()))
+
+
+def usual(times=2, **axes):
+    """What a push takes: every pair where kernels are compiled, in the interpreter `spread`."""
+    return pairs(**axes) if GPU else spread(times, **axes)
 
 
 def few(*values, more=()):
@@ -61,16 +87,20 @@ def few(*values, more=()):
     return (*values, *more) if FULL else values
 
 
-def combinations(**axes):
-    """Every combination where `FULL` says so, else `pairs`."""
-    return list(itertools.product(*axes.values())) if FULL else pairs(**axes)
+def combinations(times=2, **axes):
+    """Every combination where `FULL` says so, else `usual`."""
+    return list(itertools.product(*axes.values())) if FULL else usual(times, **axes)
 
 
-def parametrize(**axes):
+def parametrize(times=2, **axes):
     """A mark that runs a test with `combinations` of its arguments."""
-    return pytest.mark.parametrize(tuple(axes), combinations(**axes), ids=name)
+    return pytest.mark.parametrize(tuple(axes), combinations(times, **axes), ids=name)
 
 
 def name(value):
-    """A value in a test's id: `float16` of torch.float16."""
-    return str(value).removeprefix("torch.")
+    """A value in a test's id, the same in every process: `float16` of torch.float16, a function's
+    name.
+    """
+    if isinstance(value, tuple):
+        return "(" + ", ".join(map(name, value)) + ")"
+    return getattr(value, "__name__", str(value)).removeprefix("torch.")

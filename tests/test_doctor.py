@@ -2,11 +2,11 @@
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from forks import python
 
 from linattn_edu import doctor
 from linattn_edu.doctor import Assembler, Machine, notes, unavailable
@@ -156,9 +156,7 @@ def test_an_attempt_reports_the_error_of_its_process(monkeypatch):
 
 def run(*command: str) -> subprocess.CompletedProcess:
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    return subprocess.run(
-        [sys.executable, *command], cwd=ROOT, env=env, capture_output=True, text=True, timeout=300
-    )
+    return python(*command, env=env)
 
 
 @pytest.mark.long

@@ -3,12 +3,11 @@
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from forks import python
 
 import linattn_edu
 from benchmarks.results import of_operators
@@ -28,10 +27,7 @@ PYTHON = [
 @pytest.mark.parametrize(("name", "i", "code"), PYTHON, ids=[f"{n}-{i}" for n, i, _ in PYTHON])
 def test_python_examples_run(name, i, code):
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=ROOT, env=env, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+    done = python("-c", code, env=env)
     assert done.returncode == 0, done.stderr
     for said in re.findall(r"print\(.*# (.*)$", code, re.M):
         shapes = re.findall(r"\[[\d, ]+\]", said)

@@ -7,13 +7,15 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from grids import pairs
+from grids import pairs, spread
 
-
-@pytest.mark.parametrize(
+SIZES = pytest.mark.parametrize(
     "sizes",
     [(1,), (4,), (2, 2), (7, 5), (3, 4, 2, 2, 2), (7, 5, 3, 3, 5), (2, 2, 2, 2, 2, 2), (1, 3, 1)],
 )
+
+
+@SIZES
 def test_every_pair_of_values_occurs(sizes):
     axes = {f"axis{i}": [f"{i}:{n}" for n in range(size)] for i, size in enumerate(sizes)}
     found = pairs(**axes)
@@ -26,6 +28,15 @@ def test_every_pair_of_values_occurs(sizes):
     two = sorted(sizes)[-2:]
     assert len(found) <= 2 * two[0] * two[-1]
     assert pairs(**axes) == found
+
+
+@SIZES
+@pytest.mark.parametrize("times", [1, 2])
+def test_every_value_occurs(times, sizes):
+    """At most so many times on the longest axis."""
+    found = spread(times, **{f"axis{i}": range(size) for i, size in enumerate(sizes)})
+    assert len(set(found)) == len(found) <= times * max(sizes)
+    assert all({row[i] for row in found} == {*range(size)} for i, size in enumerate(sizes))
 
 
 SPY = """

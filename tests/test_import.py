@@ -1,20 +1,17 @@
 """Importing the package: quick, without Triton, without a look at any device."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from forks import python
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
 def run(code: str, **variables: str) -> str:
     env = os.environ | variables
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, timeout=120
-    )
+    done = python("-c", code, env=env)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 

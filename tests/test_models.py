@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from grids import few
 
 from linattn_edu.cp import build_cp_context, simulate
 from linattn_edu.models import MIXERS, Attention, Config, LanguageModel
@@ -377,7 +378,7 @@ def test_recall_that_cannot_be_asked(sizes, says):
         Recall(*sizes)
 
 
-@pytest.mark.parametrize("mixer", ["gdn", "rwkv7"])
+@pytest.mark.parametrize("mixer", few("gdn", more=("rwkv7",)))
 def test_a_small_model_learns_to_recall(mixer):
     task = Recall(2, 8, 16)
     model, losses = small_model(mixer, 8, 16, seed=0, impl="reference"), []

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from forks import python
 
 from linattn_edu import pages, pipeline, teaching
 from linattn_edu.sources import MARK
@@ -20,14 +21,7 @@ STAGES = ("recurrent", *pipeline.STAGES)
 
 def run(code: str, **env: str) -> subprocess.CompletedProcess:
     keep = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        env={**keep, **env},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    return python("-c", code, env=keep | env)
 
 
 # ---- setup
@@ -458,7 +452,9 @@ svg.enabled = True  # a terminal's shell leaves it off
 text = svg(fig)
 print("<dc:date>" in text, hashlib.sha256(text.encode()).hexdigest())
 """
-    first, second = (run(code, MPLBACKEND="agg").stdout.strip() for _ in range(2))
+    command, env = [sys.executable, "-c", code], os.environ | {"MPLBACKEND": "agg"}
+    first, second = (subprocess.check_output(command, env=env, cwd=ROOT, text=True).strip()
+                     for _ in range(2))  # fmt: skip
     assert first.startswith("False ") and first == second
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from grids import parametrize
 
 from benchmarks import forms, ladders
 from benchmarks.ladders import LADDERS, Size, differences
@@ -56,8 +57,7 @@ def by_reference(monkeypatch):
     monkeypatch.setattr(ladders, "_module", strict)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("chapter", LADDERS)
+@parametrize(chapter=LADDERS, dtype=TOLERANCE)
 def test_every_rung_runs_in_every_dtype(chapter, dtype, by_reference, tmp_path):
     made = LADDERS[chapter].rungs(Size("tiny", getattr(torch, dtype), "cpu"), tmp_path)
     for name, rung in made.items():

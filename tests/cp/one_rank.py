@@ -53,7 +53,9 @@ def check(device: torch.device, rank: int, world: int) -> None:
                 compare(on_cpu(on_one(drawn, BOUNDS)), parts, drawn[2], TOLERANCES[dtype])
     if world > 2 and device.type == "cpu":
         return  # what follows is the same for every world, and takes its time
-    for bounds, B, layout in ((BOUNDS, 1, "zigzag"), ([0, 24 * world], 2, "contiguous")):
+    whole = FULL or device.type == "cuda"
+    packed, batch = (BOUNDS, 1, "zigzag"), ([0, 24 * world], 2, "contiguous")
+    for bounds, B, layout in (packed, batch) if whole else (packed,):
         f, *drawn = draw("gdn", bounds, B, dtype=dtypes[0], device=device)
         compiled = torch.compile(f, fullgraph=True, backend="aot_eager")
         found = [on_rank((g, *drawn), bounds, group, B, layout)[3] for g in (f, compiled)]
@@ -63,7 +65,7 @@ def check(device: torch.device, rank: int, world: int) -> None:
     two_each = [0, *range(24, 48 * world, 48), 48 * world]  # which go on in another rank
     cuts = [([0, 48 * world], "contiguous"), ([0, 48 * world], "zigzag"), (two_each, "contiguous")]
     for i, (operator, declared) in enumerate((("gdn", gdn), ("kda", kda), ("ssd", ssd))):
-        for bounds, layout in cuts if FULL or device.type == "cuda" else cuts[:i] + cuts[i + 1 :]:
+        for bounds, layout in cuts if whole else cuts[i : i + 1]:
             written_down(operator, declared, bounds, layout, device)
     with forced(SSD_PIECE=128):  # two pieces, the second one shorter
         written_down("ssd", ssd, [0, 136 * world], "contiguous", device)

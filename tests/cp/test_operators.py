@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 from cp.cp_checks import OPERATORS, TOLERANCES, check, compare, draw, on_one, on_rank
-from grids import parametrize
+from grids import FULL, few, parametrize
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
@@ -66,7 +66,7 @@ def test_without_states(operator):
     check(operator, [0, 50, 90], 3, states=False)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60 if FULL else 20, deadline=None)
 @given(
     operator=st.sampled_from(list(OPERATORS)),
     layout=st.sampled_from(LAYOUTS),
@@ -81,8 +81,7 @@ def test_drawn_documents(operator, layout, world, states, lengths):
     check(operator, bounds, world, layout=layout, states=states)
 
 
-@operators
-@pytest.mark.parametrize("layout", LAYOUTS)
+@parametrize(1, operator=OPERATORS, layout=LAYOUTS)
 def test_kernels(operator, layout, device):
     world = 3 if layout == "contiguous" else 2
     options = {"impl": "triton", "dtype": torch.float32, "device": device}
@@ -93,10 +92,15 @@ def test_fused_kernels_of_mamba_2(device):
     check("ssd", [0, 10, 80], 3, impl="triton", dtype=torch.bfloat16, device=device)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+DOCUMENTS = [0, 100, 700, 700, 800]
+
+
 @pytest.mark.parametrize(
-    ("bounds", "B"), [([0, 512], 1), ([0, 600], 2), ([0, 100, 700, 700, 800], 1)], ids=str
-)
+    ("bounds", "B", "layout"),
+    few(([0, 512], 1, "zigzag"), ([0, 600], 2, "contiguous"), (DOCUMENTS, 1, "contiguous"),
+        more=(([0, 512], 1, "contiguous"), ([0, 600], 2, "zigzag"), (DOCUMENTS, 1, "zigzag"))),
+    ids=str,
+)  # fmt: skip
 def test_pieces_of_mamba_2(bounds, B, layout, device, force):
     """Parts of several pieces: one sequence and whole pieces, a batch and a rest, documents."""
     force(SSD_PIECE=128)

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from grids import few
 from processes import run_ranks
 
 SCRIPT = Path(__file__).with_name("one_rank.py")
@@ -16,7 +17,7 @@ gloo = pytest.mark.skipif(
 
 @pytest.mark.long
 @gloo
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", few(2, more=(4,)))
 def test_processes_are_one(world, tmp_path):
     run_ranks(SCRIPT, "gloo", world, tmp_path)
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from grids import FULL, name, pairs
+from grids import FULL, name, usual
 from torch.overrides import TorchFunctionMode
 
 from linattn_edu.packing import pack
@@ -33,9 +33,9 @@ WIDE = (
 
 
 def _grid():
-    """Every T, K and dtype, on a GPU with two V each; or `grids.pairs`, of V and C too."""
+    """Every T, K and dtype, on a GPU with two V each; or `grids.usual`, of V and C too."""
     if not FULL:
-        return pairs(T=TOKENS, K=DIMS, V=DIMS, C=CHUNKS, dtype=DTYPES)
+        return usual(T=TOKENS, K=DIMS, V=DIMS, C=CHUNKS, dtype=DTYPES)
     cases = itertools.product(enumerate(TOKENS), enumerate(DIMS), DTYPES, (0, 2))
     return [
         (T, K, DIMS[(a + b + c) % len(DIMS)], CHUNKS[(a + 2 * b + c) % len(CHUNKS)], dtype)

@@ -249,7 +249,7 @@ def test_64_clients(whole, serve):
     """
     _, port = serve(slots=8, waiting=24)
     bodies = [
-        {"prompt": prompt, "max_tokens": 8 + i * 5 % 41 if i % 3 else 300}
+        {"prompt": prompt, "max_tokens": 8 + i * 5 % 17 if i % 3 else 300}
         for i, prompt in enumerate(prompts(64))
     ]
     refused, answers = [], [None] * 64

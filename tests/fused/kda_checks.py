@@ -8,7 +8,7 @@ import torch
 from delta import stage_checks
 from delta.stage_checks import CHUNKS, DIMS, DTYPES, SIZES, TOKENS, WIDE, inputs
 from gdn_checks import without_gluon
-from grids import FULL, name, parametrize
+from grids import FULL, name, parametrize, spread
 
 from linattn_edu.reference.delta.gate_cumsum import gate_cumsum
 from linattn_edu.reference.delta.kda_bwd import kda_output_bwd, kda_wy_bwd
@@ -22,28 +22,17 @@ GATES = ("mixed", "shut", "bounded", "open")
 SCALE = 0.3
 
 
-def _brief_grid():
-    """Two dtypes for each T up to two chunks, two T or more for each K."""
-    return [
-        (
-            T,
-            DIMS[(a + 3 * d) % len(DIMS)],
-            DIMS[(2 * a + d + 1) % len(DIMS)],
-            CHUNKS[(a + d) % len(CHUNKS)],
-            DTYPES[d % len(DTYPES)],
-        )
-        for a, T in enumerate(TOKENS[:-1])
-        for d in (a, a + 1)
-    ]
+def _brief(times):
+    """The whole grid where it runs; the interpreter takes longer for kernels of blocks of 16: so
+    each number of tokens up to two chunks comes so many times.
+    """
+    axes = {"T": TOKENS[:-1], "K": DIMS, "V": DIMS, "C": CHUNKS, "dtype": DTYPES}
+    return stage_checks.grid if FULL else pytest.mark.parametrize(
+        SIZES, [*spread(times, **axes), *WIDE], ids=name
+    )  # fmt: skip
 
 
-def _brief(cases):
-    """The whole grid where it runs; the interpreter takes longer for kernels of blocks of 16."""
-    return stage_checks.grid if FULL else pytest.mark.parametrize(SIZES, [*cases, *WIDE], ids=name)
-
-
-grid = _brief(_brief_grid())
-once = _brief(_brief_grid()[::2])  # one dtype for each T
+grid, once = _brief(2), _brief(1)
 gates = parametrize(gate=GATES, C=CHUNKS, dtype=DTYPES)
 
 

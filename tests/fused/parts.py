@@ -7,7 +7,7 @@ import torch
 from delta.stage_checks import inputs
 from fused.kda_checks import SCALE, kda_stage_inputs
 from gdn_checks import holds
-from grids import FULL, name, pairs
+from grids import FULL, name, pairs, usual
 from ssd import ssd_checks
 
 from linattn_edu.reference.delta.gate_cumsum import gate_cumsum
@@ -27,7 +27,9 @@ AXES = {
     "given": ssd_checks.GIVEN,
     "dtype": (torch.float16, torch.bfloat16),
 }
-CASES = pairs(**AXES) + ([c[::-1] for c in pairs(**dict(reversed(AXES.items())))] if FULL else [])
+CASES = usual(**AXES)
+if FULL:
+    CASES = pairs(**AXES) + [c[::-1] for c in pairs(**dict(reversed(AXES.items())))]
 ssd_grid = pytest.mark.parametrize(tuple(AXES), CASES, ids=name)
 
 

@@ -8,7 +8,7 @@ import pytest
 import stages
 import torch
 from fused.parts import AXES
-from grids import name, pairs
+from grids import name, usual
 from ssd.ssd_checks import check_stage, parts
 
 from linattn_edu.kernels.delta.cp_merge import cp_join
@@ -123,7 +123,7 @@ def test_ends_of_packed_sequences(back, rows, device, force):
         assert torch.equal(kept[0, own], want[1][0, of]), n
 
 
-@pytest.mark.parametrize(tuple(AXES), pairs(**AXES | {"P": (33, 64, 128)}), ids=name)
+@pytest.mark.parametrize(tuple(AXES), usual(**AXES | {"P": (33, 64, 128)}), ids=name)
 def test_the_scans_without_a_correction(T, N, P, C, heads, given, dtype, device):
     r = parts(T, N, P, C, given, dtype, device, *heads)
     args = (r.B, None, r.x, r.gc, r.h0, r.gs, r.seq_idx)

@@ -3,7 +3,6 @@
 import copy
 import os
 import pickle
-import subprocess
 import sys
 import warnings
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from types import ModuleType
 import pytest
 import torch
 import transformers
+from forks import python
 from integrations import models
 from torch import Tensor
 
@@ -444,9 +444,7 @@ def run(code: str, **variables: str) -> str:
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
     env = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"} | variables
     env.pop("TRITON_INTERPRET", None)
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300
-    )
+    done = python("-c", code, env=env)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -44,7 +44,7 @@ def cut(force, monkeypatch):
     monkeypatch.setattr(warm_up, "REACH", 32)
 
 
-@parametrize(shape=SHAPES, given=(False, True), processors=(1, 132))
+@parametrize(1, shape=SHAPES, given=(False, True), processors=(1, 132))
 def test_scans(shape, given, processors, cut, force, device):
     q, k, v, beta, gc, h0, dht, own = drawn(shape, device)
     h0, dht = (h0, dht) if given else (None, None)

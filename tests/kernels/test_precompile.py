@@ -1,11 +1,11 @@
 """Kernels compiled before they are launched: those that are launched, with nothing done."""
 
-import subprocess
 import sys
 
 import gdn_checks
 import pytest
 import torch
+from forks import python
 from gdn_checks import same_bits
 from kernels.test_plan import CASES, drawn, everywhere, passes
 from kernels.workers import lines_of
@@ -141,7 +141,5 @@ programs = [p for each in plan._all for p in each.values()]
 print(any(map(callable, programs)), "torch._dynamo" in sys.modules)
 """
     variables = {"TRITON_INTERPRET": "1", "PYTHONPATH": ":".join(p for p in sys.path if p)}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=variables, capture_output=True, text=True, check=True
-    )
-    assert done.stdout.split() == ["True", "False"]
+    done = python("-c", code, env=variables)
+    assert done.stdout.split() == ["True", "False"], done.stderr

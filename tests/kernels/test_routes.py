@@ -4,12 +4,11 @@ import ast
 import inspect
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from forks import python
 
 pytest.importorskip("triton")
 
@@ -563,9 +562,7 @@ def test_the_reference_says_why():
 def run(*args):
     env = {n: x for n, x in os.environ.items() if n != "TRITON_INTERPRET"}
     env |= {"CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [sys.executable, *args], capture_output=True, text=True, env=env, cwd=PACKAGE.parent
-    )
+    done = python(*args, env=env)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

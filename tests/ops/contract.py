@@ -8,6 +8,7 @@ with the reason.
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
+from zlib import crc32
 
 import gdn_checks
 import kda_checks
@@ -15,7 +16,7 @@ import pytest
 import torch
 from dplr import dplr_checks
 from gdn_checks import DTYPES
-from grids import combinations, few, name
+from grids import FULL, combinations, few, name, pairs
 from ops.conv import conv_cases
 from ops.ema import ema_cases
 from ops.ssd import ssd_cases
@@ -449,13 +450,24 @@ DELTA = (gdn, kda, safe, recurrent_gdn, recurrent_kda, *BY_CHANNEL)
 
 
 def forms(property: str, *among: Form, dtypes=DTYPES, **axes):
-    """A mark: `property` for each form that has it, with `grids.combinations` of dtypes and axes;
-    a form that has not a dtype takes the last one that it has instead.
+    """A mark: `property` for each form that has it, with dtypes and axes; a form that has not a
+    dtype takes the last one that it has instead.
+
+    On a GPU every pair, in the full suite every combination. In the interpreter each form once:
+    every pair of the other values meets in some form, and where they begin is another place for
+    each property. Two of three run the kernels.
     """
     having = [f for f in among or FORMS if property not in f.lacks]
     having = [f for f in having if any(d in f.dtypes for d in dtypes)]
+    if FULL or GPU:
+        found = combinations(form=having, dtype=dtypes, **axes)
+    else:
+        kernels = {"impl": (*IMPLS[1:], *IMPLS)} if axes.get("impl") == IMPLS else {}
+        rest, turn = pairs(dtype=dtypes, **axes | kernels), crc32(property.encode())
+        count = max(len(having), len(rest))
+        found = [(having[i % len(having)], *rest[(i + turn) % len(rest)]) for i in range(count)]
     rows = {}
-    for form, dtype, *rest in combinations(form=having, dtype=dtypes, **axes):
+    for form, dtype, *rest in found:
         own = [d for d in dtypes if d in form.dtypes]
         rows[(form, dtype if dtype in own else own[-1], *rest)] = None
     return pytest.mark.parametrize(("form", "dtype", *axes), list(rows), ids=name)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from gdn_checks import inputs
+from grids import parametrize
 from ops.calls import CALLS, call
 from recurrent_cases import TOLERANCE, case, check_all, cotangents, double, oracle, run
 
@@ -104,11 +105,10 @@ def test_the_default_values_of_fla_are_taken(f):
     same(f(**x, **given), f(**x))
 
 
-@pytest.mark.parametrize(
-    "shapes", [((1, 1, 2), (2, 6)), ((2, 1), (1, 1, 12)), ((1, 1, 2, 1), (12,)), ((2,), (3, 2, 2))]
-)
-@impls
-@forms
+SHAPES = ((1, 1, 2), (2, 6)), ((2, 1), (1, 1, 12)), ((1, 1, 2, 1), (12,)), ((2,), (3, 2, 2))
+
+
+@parametrize(f=FORMS, impl=IMPLS, shapes=SHAPES)
 def test_parameters_of_a_gate_in_any_shape(f, impl, shapes):
     """Results and gradients have the bits, and each gradient the shape of what was given."""
     x = arguments(f, raw=True)
@@ -204,10 +204,10 @@ WIDE = [(f, sizes) for f in FORMS for sizes in ((6, 300), (6, 512), (256, 20))]
 WIDE += [(f, (512, 20)) for f in (GDN[1], KDA[1])]
 
 
-@pytest.mark.parametrize(("f", "sizes"), WIDE, ids=lambda x: getattr(x, "__name__", str(x)))
-@impls
-def test_wide_heads(f, sizes, impl, device):
+@parametrize(1, case=WIDE, impl=IMPLS)
+def test_wide_heads(case, impl, device):
     """fla's GatedDeltaNet and its models default to head_dim 256 and expand_v 2."""
+    f, sizes = case
     x = arguments(f, 3, 1, 1, *sizes, device=device)
     tensors = {"gk" if f in KDA and n == "g" else n: t for n, t in x.items()}
     want = run(oracle, double(tensors))

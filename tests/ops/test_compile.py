@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 from gdn_checks import log_decay
+from grids import FULL, few
 from kda_checks import spacing
 from ops import contract
 from recurrent_cases import (
@@ -110,10 +111,19 @@ FUNCTIONS = {
     "kda, packed": (packed(kda), (), 3, (17, 20)),
     "recurrent kda, flags": (with_flags(recurrent_kda), ALL, 1, (3, 4)),
 }
-# the interpreter is slow, and so is tracing
-MOST = [n for n in FUNCTIONS if CUDA or n not in ("chunk", "recurrent", "kda")]
+# the interpreter is slow, and so is tracing: one with flags and one packed of each kind; of every
+# form test_contract_packed has a graph, packed, and test_operators what is traced of an operator
+MOST = (
+    "chunk, flags",
+    "recurrent, packed",
+    "mamba",
+    "helpers",
+    "kda, packed",
+    "recurrent kda, flags",
+)
+MOST = tuple(FUNCTIONS) if CUDA or FULL else MOST
 # test_contract_packed compiles every form without a gradient
-FEW = tuple(FUNCTIONS) if CUDA else ("chunk, flags", "helpers")
+FEW = tuple(FUNCTIONS) if CUDA or FULL else ("helpers",)
 
 
 def arguments(name, T, device, dtype=torch.float32):
@@ -189,7 +199,7 @@ def test_inductor(device):
 
 
 @pytest.mark.parametrize(
-    "name", ["chunk", "recurrent", "mamba", "helpers", "kda, flags", "kda, packed"]
+    "name", few("chunk", "mamba", "kda, packed", more=("recurrent", "helpers", "kda, flags"))
 )
 def test_fullgraph_in_float64(name, device):
     """The implementation is chosen while the graph is traced: float64 is the reference's."""

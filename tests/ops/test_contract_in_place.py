@@ -158,6 +158,7 @@ STEPS = (
 )  # fmt: skip
 steps = pytest.mark.parametrize("step", STEPS, ids=str)
 impls = pytest.mark.parametrize("impl", IMPLS)
+each = parametrize(step=STEPS, pool=(False, True), impl=IMPLS)
 pools = pytest.mark.parametrize("pool", [False, True], ids=["states", "pool"])
 
 
@@ -168,10 +169,7 @@ def same(got, want, near=0.0):
         assert_close(name, a, b, near)
 
 
-@impls
-@pools
-@steps
-@pytest.mark.parametrize("shift", [0, 1])
+@parametrize(shift=(0, 1), step=STEPS, pool=(False, True), impl=IMPLS)
 def test_at_any_address(shift, step, pool, impl, device):
     """What lies around the states is left as it is."""
     states, x, rows = step.drawn(pool, device)
@@ -185,10 +183,7 @@ def test_at_any_address(shift, step, pool, impl, device):
     assert (buffer[: inner.start] == 7).all() and (buffer[inner.stop :] == 7).all()
 
 
-@impls
-@pools
-@steps
-@pytest.mark.parametrize("gap", [32, 21])
+@parametrize(gap=(32, 21), step=STEPS, pool=(False, True), impl=IMPLS)
 def test_states_lie_apart(gap, step, pool, impl, device):
     """As in the pages of a cache, or beside those of other layers."""
     if not pool and not step.apart:
@@ -201,9 +196,7 @@ def test_states_lie_apart(gap, step, pool, impl, device):
     assert (pages[:, -gap:] == 7).all()
 
 
-@impls
-@pools
-@steps
+@each
 def test_autograd_sees_that_they_are_written(step, pool, impl, device):
     """A gradient that needs the states as they were is not computed from the new ones."""
     states, x, rows = step.drawn(pool, device)
@@ -214,9 +207,7 @@ def test_autograd_sees_that_they_are_written(step, pool, impl, device):
         y.backward()
 
 
-@impls
-@pools
-@steps
+@each
 def test_inference_mode(step, pool, impl, device):
     """States made there, which have no version, are written there, and outside of it."""
     states, x, rows = step.drawn(pool, device)
@@ -228,9 +219,7 @@ def test_inference_mode(step, pool, impl, device):
     same((step.call(again, x, rows, impl=impl), again), (want, states))
 
 
-@impls
-@pools
-@steps
+@each
 def test_where_no_gradient_is_recorded(step, pool, impl, device):
     """Every tensor may ask for one, as parameters do; without torch.no_grad() it is refused, or, of
     a step that has none, an error once a backward pass comes to it.
@@ -266,9 +255,7 @@ def test_where_no_gradient_is_recorded(step, pool, impl, device):
             made.sum().backward()
 
 
-@impls
-@pools
-@steps
+@each
 def test_an_argument_in_the_memory_of_the_states_is_refused(step, pool, impl, device):
     """It would be overwritten while it is read; beside the states it is none of its business."""
     start, x, rows = step.drawn(pool, device)
@@ -357,9 +344,7 @@ def test_many_sequences_in_any_order(step, device, monkeypatch):
         same((out[n : n + 1], pool[rows[n] : rows[n] + 1]), (alone, state))
 
 
-@impls
-@steps
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+@parametrize(dtype=(torch.int32, torch.int64), step=STEPS, impl=IMPLS)
 def test_slots_of_a_pool(dtype, step, impl, device, monkeypatch):
     """Each sequence as in a call of its own; padding gives zeros and touches nothing."""
     by_value(monkeypatch)
@@ -378,7 +363,7 @@ def test_slots_of_a_pool(dtype, step, impl, device, monkeypatch):
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.gpu)])
-@parametrize(step=STEPS, pool=(False, True), impl=IMPLS)
+@parametrize(1, step=STEPS, pool=(False, True), impl=IMPLS)
 def test_fullgraph(step, pool, impl, backend, device):
     """The graph writes the states. It does not know the slots while it is traced: it refuses wrong
     ones when it runs, writes nothing then, and serves again.

@@ -34,7 +34,6 @@ pytestmark = [
 F32 = (torch.float32,)
 SOME = few(torch.float32, torch.bfloat16, more=(torch.float16,))
 WHOLE = [f for f in FORMS if f.name != "ema, in pieces"]
-KNOWN = [f for f in FORMS if "cu_seqlens_cpu" in f.known]
 
 
 @pytest.fixture(autouse=True)
@@ -197,7 +196,10 @@ def test_tokens_behind_the_last_sequence(form, dtype, impl, raw, end, device):
 
 
 @forms(
-    "test_tokens_behind_the_last_sequence", *WHOLE, dtypes=F32, impl=few("triton", more=IMPLS[:1])
+    "test_tokens_behind_the_last_sequence",
+    *few(*WHOLE[::2], more=WHOLE[1::2]),
+    dtypes=F32,
+    impl=few("triton", more=IMPLS[:1]),
 )
 def test_tokens_behind_the_last_sequence_compiled(form, dtype, impl, device):
     """Of the kernels, which leave unwritten what is behind: what a graph does around them."""
@@ -231,20 +233,12 @@ def check_behind(form, f, dtype, impl, raw, end, device):
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")
-@forms("test_a_graph_keeps_no_boundaries", dtypes=F32)
-def test_a_graph_keeps_no_boundaries(form, dtype, device):
-    """Compiled once, it serves others of as many sequences; also those that end before T."""
-    check_graph(form, dtype, False, device)
-
-
-@pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")
-@forms("test_a_graph_keeps_no_boundaries", *KNOWN, dtypes=F32)
-def test_a_graph_keeps_no_boundaries_that_the_host_knows(form, dtype, device):
-    check_graph(form, dtype, True, device)
-
-
-def check_graph(form, dtype, host, device):
-    """One graph, four pairs of sequences; host: it is given their boundaries too."""
+@forms("test_a_graph_keeps_no_boundaries", dtypes=F32, host=(False, True))
+def test_a_graph_keeps_no_boundaries(form, dtype, host, device):
+    """Compiled once, it serves four pairs of sequences, also those that end before T; host: it is
+    given their boundaries too, where the form takes them.
+    """
+    host = host and "cu_seqlens_cpu" in form.known
     x, options = form.draw(1, 20, dtype, device, N=2)
     options |= {"impl": "reference"} if device.type == "cpu" else {}
     torch._dynamo.reset()

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from grids import parametrize
 
 from linattn_edu import (
     chunk_gated_delta_rule,
@@ -35,10 +36,7 @@ def tokens(name, T, device, seed=0):
     return x
 
 
-@both
-@halves
-@pytest.mark.parametrize("pool", [None, 1, 3])
-@pytest.mark.parametrize("name", FORMS)
+@parametrize(name=FORMS, pool=(None, 1, 3), dtype=HALVES, impl=("triton", "reference"))
 @torch.no_grad()
 def test_a_call_is_that_in_float32(name, pool, dtype, impl, device):
     """Alone, in slots, and with a slot for each token."""

@@ -6,8 +6,8 @@ import importlib
 
 import numpy as np
 import onnx
-import pytest
 import torch
+from grids import parametrize
 from onnx.backend.test.case import node as onnx_cases
 from onnx.reference.ops.op_linear_attention import LinearAttention
 
@@ -38,8 +38,8 @@ def cases(module, op_type):
 
 ATTENTION = cases("linear_attention", "LinearAttention")
 CONVOLUTION = cases("causal_conv_with_state", "CausalConvWithState")
-impls = pytest.mark.parametrize("impl", ["reference", "triton"])
-forms = pytest.mark.parametrize("form", ["chunk", "fused_recurrent"])
+IMPLS, FORMS = ("reference", "triton"), ("chunk", "fused_recurrent")
+CONVOLUTIONS = ("causal_conv1d", "causal_conv1d_fn", "causal_conv1d_update")
 
 
 def test_no_case_is_missing():
@@ -109,18 +109,13 @@ def compare(got, want):
             assert_close(name, x.cpu().float(), y.float(), TOLERANCE[y.dtype])
 
 
-@impls
-@forms
-@pytest.mark.parametrize("name", ATTENTION)
+@parametrize(name=ATTENTION, form=FORMS, impl=IMPLS)
 def test_linear_attention(name, form, impl, device):
     attributes, inputs, want = ATTENTION[name]
     compare(attention(form, impl, attributes, inputs, device), want)
 
 
-@impls
-@forms
-@pytest.mark.parametrize("decay", [None, "head", "channel"])
-@pytest.mark.parametrize("delta", [False, True])
+@parametrize(delta=(False, True), decay=(None, "head", "channel"), form=FORMS, impl=IMPLS)
 def test_over_chunks_with_shared_heads(delta, decay, form, impl, device):
     """40 tokens with a state before them, keys alike, gates weak and shut, beside onnx's NumPy."""
     draw = np.random.default_rng(0)
@@ -169,9 +164,7 @@ def convolved(form, impl, attributes, inputs, device):
     return y, state[..., 1:]
 
 
-@impls
-@pytest.mark.parametrize("form", ["causal_conv1d", "causal_conv1d_fn", "causal_conv1d_update"])
-@pytest.mark.parametrize("name", CONVOLUTION)
+@parametrize(name=CONVOLUTION, form=CONVOLUTIONS, impl=IMPLS)
 def test_causal_conv(name, form, impl, device):
     attributes, inputs, want = CONVOLUTION[name]
     compare(convolved(form, impl, attributes, inputs, device), want)

@@ -1,13 +1,12 @@
 """The operators registered with torch.library: schema, shapes for tracing, gradient, dispatch."""
 
 import os
-import subprocess
-import sys
 
 import gdn_checks
 import pytest
 import torch
 from dplr import dplr_checks
+from forks import python
 from recurrent_cases import case
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
@@ -570,8 +569,5 @@ fused_recurrent_kda(x, x, x, -x, x[..., 0], **options)[0].sum().backward()
 assert x.grad.isfinite().all()
 print("torch._dynamo" in sys.modules)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True,
-        env=os.environ | {"TRITON_INTERPRET": "0"},
-    )  # fmt: skip
-    assert done.stdout.strip() == "False"
+    done = python("-c", program, env=os.environ | {"TRITON_INTERPRET": "0"})
+    assert done.stdout.strip() == "False", done.stderr

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from gdn_checks import by_value
+from grids import parametrize
 from ops.replay_cases import SHARED, STEPS, tokens
 from refusals import refuses
 
@@ -77,11 +78,10 @@ def rounds_of(N, T, m):
     return rounds
 
 
-@impls
-@steps
-@pytest.mark.parametrize("length, m", [(8, 1), (16, 3), (8, 4), (5, 2), (1, 1)])
-def test_the_recurrence(length, m, step, impl, device):
+@parametrize(sizes=((8, 1), (16, 3), (8, 4), (5, 2), (1, 1)), step=STEPS, impl=IMPLS)
+def test_the_recurrence(sizes, step, impl, device):
     """44 tokens of three sequences, guesses taken back, counts that differ, over many folds."""
+    length, m = sizes
     N, T = 3, 44 if impl == "reference" or CUDA else 20
     x, states = step.drawn(T, N, device, slots=5)
     slots = ints([4, 0, 2], device)
@@ -200,8 +200,7 @@ def test_float64_runs_in_the_reference(step, device):
     assert_close("o", o, want, 1e-12)
 
 
-@impls
-@steps
+@parametrize(1, step=STEPS, impl=IMPLS)
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")
 def test_fullgraph(step, impl, device):
     x, states = step.drawn(6, 2, device)

@@ -2,10 +2,10 @@
 
 import dataclasses
 import inspect
-import subprocess
-import sys
+import os
 
 import pytest
+from forks import python
 
 from linattn_edu.ops import (
     causal_conv1d,
@@ -88,5 +88,5 @@ print(any(m.split(".")[0] == "triton" or "edu.kernels" in m for m in sys.modules
 gdn.stages("triton")
 print("triton" in sys.modules, "linattn_edu.kernels.delta.wy" in sys.modules)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = python("-c", code, env=dict(os.environ))
     assert done.stdout.split() == ["False", "True", "True"], done.stderr

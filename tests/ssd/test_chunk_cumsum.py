@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from grids import name, pairs
+from grids import name, usual
 from ssd import ssd_checks
 
 from linattn_edu.kernels.ssd.chunk_cumsum import chunk_cumsum as kernel
@@ -25,7 +25,7 @@ AXES = {
 }
 
 
-@pytest.mark.parametrize(tuple(AXES), pairs(**AXES), ids=name)
+@pytest.mark.parametrize(tuple(AXES), usual(**AXES), ids=name)
 def test_kernel(T, H, C, softplus, limit, decay, dtype, device):
     x = ssd_inputs(2, T, H, 1, 16, 16, dtype=dtype, device=device, decay=decay)
     bias = x.dt_bias if T % 2 else None

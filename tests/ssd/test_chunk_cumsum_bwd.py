@@ -49,6 +49,9 @@ def test_kernel(T, H, C, softplus, limit, decay, dtype, device):
             assert y.dtype == ref.dtype and y.shape == ref.shape
             # a sum of terms of either sign has the rounding of its terms
             tol = 5e-6 if name == "ddt" else 3e-5
+            over = ref.isinf()  # behind closed gates, what float16 does not hold
+            assert torch.equal(y.isinf(), over) and (ref.dtype == torch.float16 or not over.any())
+            y, ref = (z.masked_fill(over, 0) for z in (y, ref))
             assert_close(name, y, ref, max(tol, torch.finfo(y.dtype).eps / 2))
 
 

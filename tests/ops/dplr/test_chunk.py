@@ -7,7 +7,8 @@ import pytest
 import torch
 from dplr.dplr_checks import exact, inputs, tolerance
 from gdn_checks import DTYPES, check, cotangents, launches, run
-from ops.dplr.test_recurrent import ENDS, impls, of_rwkv7, valid
+from grids import parametrize
+from ops.dplr.test_recurrent import ENDS, IMPLS, impls, of_rwkv7, valid
 from ops.test_transforms import operations
 from refusals import refuses
 
@@ -20,8 +21,7 @@ pytestmark = pytest.mark.usefixtures("poison")
 KINDS = ({}, {"strong": True}, {"alike": 5.0})
 
 
-@pytest.mark.parametrize("T", [1, 15, 16, 17, 37])
-@pytest.mark.parametrize("kind", KINDS, ids=str)
+@parametrize(T=(1, 15, 16, 17, 37), kind=KINDS)
 def test_reference_is_the_rule_and_its_gradient(T, kind):
     x = inputs(2, T, 2, 5, 6, torch.float64, seed=T, **kind)
     do, dht = cotangents(x)
@@ -31,9 +31,7 @@ def test_reference_is_the_rule_and_its_gradient(T, kind):
         assert_close(name, y, want[name], 1e-12 if "strong" in kind else 1e-13)
 
 
-@impls
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kind", KINDS, ids=str)
+@parametrize(kind=KINDS, dtype=DTYPES, impl=IMPLS)
 def test_it_is_the_rule(kind, dtype, impl, device):
     """Outputs and all gradients, over several chunks, the last not full."""
     x = inputs(2, 37, 2, 16, 12, dtype, device, **kind)

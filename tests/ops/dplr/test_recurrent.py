@@ -7,6 +7,7 @@ import pytest
 import torch
 from dplr.dplr_checks import NAMES, exact, inputs, tolerance
 from gdn_checks import DTYPES, check, cotangents, run
+from grids import parametrize
 from refusals import refuses
 
 from linattn_edu import (
@@ -28,9 +29,7 @@ def of_rwkv7(x):
     return {{"q": "r", "gk": "w"}.get(n, n): t for n, t in x.items()}
 
 
-@impls
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kind", [{}, {"strong": True}, {"alike": 5.0}], ids=str)
+@parametrize(kind=({}, {"strong": True}, {"alike": 5.0}), dtype=DTYPES, impl=IMPLS)
 def test_it_is_the_rule(kind, dtype, impl, device):
     """Outputs and all gradients; with gates that are shut, and with removal keys alike."""
     x = inputs(2, 9, 2, 16, 12, dtype, device, **kind)

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from gdn_checks import DTYPES, cotangents, exact, gated, run, same_bits
+from grids import parametrize
 from kda_checks import check, inputs, tolerance
 from ops.test_compile import compiled
 
@@ -80,9 +81,7 @@ def test_equal_gates_are_kimi_delta_attention(f, dtype, impl, device):
     check(got, want, dtype, dbeta=at_least)
 
 
-@pytest.mark.parametrize("gate", [0.0, -0.01, -1.0, "shut"], ids=str)
-@pytest.mark.parametrize("keys", ["apart", "alike", "one"])
-@dtypes
+@parametrize(dtype=DTYPES, keys=("apart", "alike", "one"), gate=(0.0, -0.01, -1.0, "shut"))
 def test_keys_alike_and_gates_strong_or_weak(dtype, keys, gate, device):
     """Fresh keys, of cosine .97, and one key for all; erase gates up to 2, of which 16 bit is
     told.

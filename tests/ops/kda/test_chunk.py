@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from gdn_checks import DTYPES, boundaries, cotangents, exact, run, same_bits
+from grids import few
 from kda_checks import check, inputs, spacing, tolerance, triton
 from ops.contract import kda
 from ops.test_compile import compiled
@@ -292,7 +293,7 @@ def test_spacing_is_of_floored_gates():
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")
 @pytest.mark.parametrize("packed", [True, False] if GPU else [True])
-@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("keep", few(True, more=(False,)))
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.gpu)])
 def test_fullgraph_with_states_of_chunks(backend, keep, packed, device):
     """How many chunks packed sequences have is not known while the graph is traced."""

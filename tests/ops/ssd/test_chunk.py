@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+from grids import parametrize
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ops.ssd.ssd_cases import (
@@ -59,8 +60,7 @@ def layer(H, P, N, G, dtype, device, B=1, T=70):
     return x, randn(B, H, P, N)
 
 
-@pytest.mark.parametrize("dtype", DTYPES[::2], ids=str)
-@pytest.mark.parametrize("model", CALLERS)
+@parametrize(1, model=CALLERS, dtype=DTYPES[::2])
 def test_calls_of_transformers(model, dtype, device):
     """Keyword for keyword; the prompt from a cache's states too, and rows of several documents."""
     *sizes, chunk_size = CALLERS[model]

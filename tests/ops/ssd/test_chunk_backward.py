@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from grids import name, pairs
+from grids import name, usual
 from ops.ssd.ssd_cases import (
     DTYPES,
     GIVEN,
@@ -39,7 +39,7 @@ AXES = {
 }
 
 
-@pytest.mark.parametrize(tuple(AXES), pairs(**AXES), ids=name)
+@pytest.mark.parametrize(tuple(AXES), usual(**AXES), ids=name)
 def test_both_passes(T, size, given, dtype, C, heads, impl, device):
     """Short sequences come in a batch: a sum of a handful of numbers may cancel."""
     x, options = inputs(max(1, 4 // T), T, *heads, *size, dtype, device, given)
@@ -50,7 +50,7 @@ def test_both_passes(T, size, given, dtype, C, heads, impl, device):
 
 @pytest.mark.parametrize(
     ("T", "given", "C", "heads", "decay"),
-    pairs(T=(1, 64, 65, 130), given=tuple(GIVEN), C=(16, 64, 256), heads=HEADS, decay=DECAYS),
+    usual(T=(1, 64, 65, 130), given=tuple(GIVEN), C=(16, 64, 256), heads=HEADS, decay=DECAYS),
     ids=name,
 )
 def test_reference_in_float64(T, given, C, heads, decay):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from gdn_checks import launches, no_wait
-from grids import few
+from grids import few, parametrize
 from refusals import refuses
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -120,20 +120,18 @@ def check(state, x, impl, want=None):
 # -- the callers
 
 
-@pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize(
-    ("dtype", "cache"),
-    [
-        (torch.float32, torch.float32),
-        (torch.bfloat16, torch.bfloat16),
-        (torch.bfloat16, torch.float32),
-        (torch.float16, torch.float16),
-    ],
-    ids=str,
+KINDS = (
+    (torch.float32,) * 2,
+    (torch.bfloat16,) * 2,
+    (torch.bfloat16, torch.float32),
+    (torch.float16,) * 2,
 )
-@pytest.mark.parametrize("name", CALLERS)
-def test_calls_of_transformers(name, dtype, cache, impl, device):
+
+
+@parametrize(name=CALLERS, kinds=KINDS, impl=IMPLS)
+def test_calls_of_transformers(name, kinds, impl, device):
     """By position as there, with what is expanded, sliced, and in the dtypes of model and cache."""
+    dtype, cache = kinds
     state, x = case(*CALLERS[name][:4], gated=CALLERS[name][4], dtype=dtype, state=cache, B=2,
                     slots=2, device=device)  # fmt: skip
     want, last = oracle(state, **x)
