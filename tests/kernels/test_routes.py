@@ -216,8 +216,8 @@ def test_calls(call, more, forward, backward, monkeypatch):
 def test_a_triton_with_other_bits_has_no_ring_of_shared_heads(shared, monkeypatch):
     monkeypatch.setattr(by_load.support, "THIS", (3, 9))
     found = asked(f"gdn 8 4096 {8 if shared else 16} 16 128 128")
-    (step,) = (s for s in found.forward if "intra_chunk" in s.kernel)
-    assert step.kernel == f"intra_chunk_{'' if shared else 'ring_'}gluon_kernel"
+    (step,) = (s for s in found.forward if "intra_chunk" in s.kernel or "chunk_fwd" in s.kernel)
+    assert step.kernel == f"{'intra_chunk' if shared else 'chunk_fwd'}_gluon_kernel"
     assert any("a Triton with which the last bits would be others" in x for x in step.why) == shared
 
 
@@ -329,7 +329,9 @@ def test_the_forward_pass_in_one_kernel(monkeypatch):
         assert not takes(**other), other
     assert not takes(7) and not takes(9) and takes(15)  # 112, 144 and 240 heads
     assert not takes(13, **narrow) and takes(15, **narrow)
-    monkeypatch.setattr(by_load.support, "THIS", (3, 7))
+    monkeypatch.setattr(by_load.support, "THIS", (3, 9))
+    assert takes() and not takes(H=4) and takes(16, H=4, **narrow)
+    monkeypatch.setattr(by_load.support, "THIS", (3, 10))
     assert not takes()
 
 
@@ -343,7 +345,7 @@ def test_one_kernel_takes_whole_heads_that_fill_a_gpu(monkeypatch):
         assert not takes(**other), other
     assert not takes(waits=True)
     assert not takes(7) and not takes(9) and takes(15)  # 112, 144 and 240 heads
-    monkeypatch.setattr(by_load.support, "THIS", (3, 7))
+    monkeypatch.setattr(by_load.support, "THIS", (3, 10))
     assert not takes()
 
 

@@ -223,6 +223,15 @@ def gathers(value):
     return isinstance(value, ast.Tuple) or of in ("map", "chunks_of") or of[:1].isupper()
 
 
+def targets(node):
+    """(name, value) of an assignment of several values to as many names."""
+    left, right = node.targets[0], node.value
+    if not (isinstance(left, ast.Tuple) and isinstance(right, ast.Tuple)):
+        return []
+    pairs = zip(left.elts, right.elts, strict=True)
+    return [(t, x) for t, x in pairs if isinstance(t, ast.Name)]
+
+
 def paths(file, f, name, letter, before=()):
     """Every way of the argument `name` of f to a load: the (module, function) it goes through."""
     here = (*before, (file.module, f.name))
@@ -233,6 +242,7 @@ def paths(file, f, name, letter, before=()):
             if gathers(node.value) and carries(node.value, names):
                 names.add(node.targets[0].id)
         elif isinstance(node, ast.Assign) and carries(node.value, names):
+            names |= {t.id for t, x in targets(node) if gathers(x) and carries(x, names)}
             names |= {t.id for t in ast.walk(node.targets[0])
                       if isinstance(t, ast.Name) and t.id == letter}  # fmt: skip
         elif isinstance(node, ast.comprehension) and carries(node.iter, names):
@@ -292,6 +302,7 @@ def floor(module):
                 "intra_chunk_kernel",
                 "intra_chunk_gluon_kernel",
                 "intra_chunk_ring_gluon_kernel",
+                "chunk_fwd_gluon_kernel",
                 "scan_kernel",
                 "scan_transposed_kernel",
                 "scan_gluon_kernel",
@@ -302,13 +313,13 @@ def floor(module):
             f"{OPS}.kda.chunk.chunk_kda",
             "q",
             {"ops.l2norm", "kernels.delta.kda_intra", "kernels.delta.wy"},
-            {"l2norm_kernel", "kda_scores_kernel", "wy_kernel"},
+            {"l2norm_kernel", "kda_scores_kernel", "kda_prepare_gluon_kernel", "wy_kernel"},
         ),
         (
             f"{OPS}.gdn2.chunk.chunk_gdn2",
             "q",
             {"ops.kda.chunk", "ops.l2norm", "kernels.delta.kda_intra", "kernels.delta.wy"},
-            {"l2norm_kernel", "kda_scores_kernel", "wy_kernel"},
+            {"l2norm_kernel", "kda_scores_kernel", "kda_prepare_gluon_kernel", "wy_kernel"},
         ),
         (
             f"{OPS}.gdn2.recurrent.fused_recurrent_gdn2",

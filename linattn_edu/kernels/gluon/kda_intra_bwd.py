@@ -20,6 +20,7 @@ from linattn_edu.kernels.delta.kda_intra_bwd import NEAR
 from linattn_edu.kernels.gluon.blocks import (
     CHUNK,
     bar,
+    bars,
     descriptor,
     half,
     item_at,
@@ -436,8 +437,10 @@ def kda_intra_bwd_gluon_kernel(
         numbers([2, 2 * BT]), numbers([BT]),
         numbers([4, BT]) if beta else None,
     )  # fmt: skip
+    states, chunks = bars(2, 1), bars(2, 1)  # each by itself would take a place of 16 bytes
     b = Bars(
-        bar(1), bar(1), bar(1), bar(1), bar(1), bar(2 if beta else 3), bar(2), bar(2), bar(2)
+        bar(1), states.index(0), states.index(1), chunks.index(0), chunks.index(1),
+        bar(2 if beta else 3), bar(2), bar(2), bar(2),
     )  # fmt: skip
     out = Out(dq_desc, dk_desc, dgc_desc, derase_desc, dP_ptr, dL_ptr, dgl_ptr, dbeta_ptr, scale)
     source = Source(

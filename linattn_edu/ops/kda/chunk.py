@@ -148,7 +148,8 @@ def chunk_kda(
     of q's dtype; more with the flags named in :func:`chunk_gated_delta_rule`.
 
     Speed depends on the gates in bfloat16 on Hopper: the backward pass is faster where no channel
-    of a group of 64 fades by more than 2^60 up to the middle of a chunk or from there (chapter 11).
+    of a group of 64 fades by more than 2^60 up to the middle of a chunk or from there (chapter 11),
+    the forward pass in chunks of which none fades by more than 2^80 in a block of 16 tokens.
 
     The forward pass runs in fused stages (chapter 24) in 16 bit on Hopper and later, for K and V up
     to 128; the backward pass too in Gluon on Hopper, in bfloat16, for K and V of 128, as
