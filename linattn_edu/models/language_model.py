@@ -242,11 +242,8 @@ class LanguageModel(nn.Module):
             generator: Of the draws, on the model's device.
             attention_mask: ``[B, T]``, 0 for padding; each row ends with a token.
             device, dtype: Of the cache, as in :meth:`make_cache`.
-            draft: A model that guesses tokens, a smaller one, or None. This one looks at a few in a
-                call, and those after the first wrong one are taken back
-                (:meth:`~linattn_edu.layers.Cache.take_back`): the tokens are its own, as without a
-                draft where rounding does not decide. Of a batch all rows go on where the first has
-                a wrong one. Neither model may have "ema", "rwkv7" layers.
+            draft: A smaller model that guesses tokens, or None; what is wrong is taken back. Of a
+                batch all rows go on where the first errs. Neither may have "ema", "rwkv7" layers.
             guesses: How many in a call, 1 to 63.
         Raises:
             TypeError, ValueError: an argument does not fit; the message says what was expected.
