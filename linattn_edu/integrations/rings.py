@@ -145,14 +145,15 @@ class RingedLayer:
                 self.conv_states[i] = F.pad(x, (more, 0))
 
     def crop(self, tokens_to_remove: int) -> None:
-        if -tokens_to_remove > min([GUESSES, *self.entries.values()]):
+        if not any(self.has_previous_state.values()):
+            return  # before 5.23 a layer without attention, moe or mlp, has such a place too
+        states = [i for i, there in self.is_recurrent_states_initialized.items() if there]
+        if -tokens_to_remove > min([GUESSES, *(self.entries.get(i, 0) for i in states)]):
             raise ValueError(
                 f"at most {GUESSES} tokens can be taken back, got {-tokens_to_remove}: let "
                 f"num_assistant_tokens, or prompt_lookup_num_tokens, be at most {GUESSES}, and "
                 f"num_assistant_tokens_schedule 'constant'"
             )
-        if not any(self.has_previous_state.values()):
-            return  # before 5.23 a layer without attention, moe or mlp, has such a place too
         super().crop(tokens_to_remove)
         self._keep_inputs()
         for i, ring in self.rings.items() if tokens_to_remove else ():

@@ -127,6 +127,8 @@ def test_as_many_as_may_be_are_taken_back(name):
 @pytest.mark.parametrize("name", (*FEW, "mamba2"))
 def test_steps_that_do_not_write_their_states(name, monkeypatch):
     """As on a GPU, in batches with padding, among beams, and after a cache of the user's."""
+    if name == "falcon_h1" and transformers.__version__ < "5.23":
+        pytest.skip("its gated norm mixes the rows of a batch in steps of one token before 5.23")
     monkeypatch.setattr(rings, "pays", lambda cache, model: True)
     steps, take = [], rings.RingedLayer.take
     monkeypatch.setattr(rings.RingedLayer, "take", lambda *x: steps.append(x[2]) or take(*x))
@@ -196,6 +198,8 @@ def test_a_model_that_reads_states_beside_their_rings(name):
         model(IDS[:, :9], past_key_values=cache)
         rings.give_rings(cache, "reference")
         cache.activate_past_recording()
+        with pytest.raises(ValueError, match="at most 24 tokens can be taken back, got 1: "):
+            cache.crop(-1)  # of a prompt that is in the states
         cache.get_recurrent_state = lambda i, state_idx: cache.layers[i].recurrent_states[state_idx]
         with pytest.raises(ValueError, match=r"a model must get .* got a Tensor computed beside"):
             model(IDS[:, 9:14], past_key_values=cache)
