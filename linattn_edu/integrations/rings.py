@@ -114,6 +114,12 @@ class RingedLayer:
 
     def update_recurrent_state(self, recurrent_states: Any, state_idx: int = 0, **kwargs: Any):
         if not isinstance(recurrent_states, State):  # else our functions have done it
+            if self.record_past or state_idx in self.rings:  # crop would not take this one back
+                raise ValueError(
+                    "a model must get the states that have rings from cache.get_recurrent_state "
+                    f"and give them back, got a {type(recurrent_states).__name__} computed beside "
+                    f"the ring"
+                )
             super().update_recurrent_state(recurrent_states, state_idx, **kwargs)
         return recurrent_states
 
@@ -139,7 +145,10 @@ class RingedLayer:
                 self.conv_states[i] = F.pad(x, (more, 0))
 
     def crop(self, tokens_to_remove: int) -> None:
-        if -tokens_to_remove > min([GUESSES, *self.entries.values()]):
+        if not any(self.has_previous_state.values()):
+            return  # before 5.23 a layer without attention, moe or mlp, has such a place too
+        states = [i for i, there in self.is_recurrent_states_initialized.items() if there]
+        if -tokens_to_remove > min([GUESSES, *(self.entries.get(i, 0) for i in states)]):
             raise ValueError(
                 f"at most {GUESSES} tokens can be taken back, got {-tokens_to_remove}: let "
                 f"num_assistant_tokens, or prompt_lookup_num_tokens, be at most {GUESSES}, and "
@@ -197,17 +206,33 @@ def get_recurrent_state(cache: Any, layer_idx: int, state_idx: int = 0) -> Any:
 def places(model: nn.Module, impl: str) -> Iterator[tuple[nn.Module, str, Any, str]]:
     """What to replace of a model, that its caches of generate have rings: owner, name, ours, label.
 
-    They need a transformers whose layers take back the inputs of convolutions.
+    They need a transformers whose layers take back the inputs of convolutions, and whose models
+    get the states from a method of the cache; with another its refusal says so.
     """
     file = sys.modules.get("transformers.cache_utils")
     layer = getattr(file, "LinearAttentionCacheLayerMixin", None)
-    if not hasattr(layer, "activate_past_recording"):
-        return
+    able = hasattr(layer, "activate_past_recording") and hasattr(file.Cache, "get_recurrent_state")
     for one in model.modules():
-        if getattr(type(one), "_is_stateful", False) and hasattr(one, PREPARE):
+        if not (getattr(type(one), "_is_stateful", False) and hasattr(one, PREPARE)):
+            continue
+        found = "mamba" not in type(one).__name__.lower()  # its cache _assisted_decoding misses
+        if able:
             yield one, PREPARE, functools.partial(prepare_cache, one, impl), "prepare_cache"
-            if "mamba" not in type(one).__name__.lower():  # whose cache _assisted_decoding misses
+            if found:
                 yield one, "_is_stateful", False, "False"
+        elif found and hasattr(one, VALIDATE):
+            yield one, VALIDATE, functools.partial(refuse_assisted, one), "refuse_assisted"
+
+
+def refuse_assisted(model: nn.Module, mode: str, *more: Any) -> None:
+    """A model's _validate_generation_mode, in a transformers that rings cannot serve."""
+    if mode == "assisted_generation":
+        raise ValueError(
+            f"assisted generation of {type(model).__name__} needs transformers 5.21 or later, "
+            f"whose models get the states from Cache.get_recurrent_state: in this one wrong "
+            f"guesses would stay in the states"
+        )
+    getattr(type(model), VALIDATE)(model, mode, *more)
 
 
 def prepare_cache(
@@ -232,7 +257,8 @@ def pays(cache: Any, model: nn.Module) -> bool:
     return plain and model.device.type == "cuda"
 
 
-PREPARE, NAMES = "_prepare_cache_for_generation", ("past_key_values", "cache_params")
+PREPARE, VALIDATE = "_prepare_cache_for_generation", "_validate_generation_mode"
+NAMES = ("past_key_values", "cache_params")
 
 
 def _say(ring: Ring, count: int) -> None:

@@ -106,12 +106,13 @@ def use(model: nn.Module, *, impl: str = "auto") -> "InUse":
     (:func:`linattn_edu.make_ring`, chapter 26b), from which wrong guesses are dropped: no state is
     copied or computed again. Up to 24 can be dropped at once (transformers guesses 20), more are a
     ValueError. An assistant with such layers shall be in use too, or its wrong guesses stay in its
-    own states, and the next get worse. transformers itself has to have caches that keep the past of
-    convolutions (5.23 has them); it takes a batch of one, and models with a layer of softmax
+    own states, and the next get worse. It needs transformers 5.21 or later (Python 3.11), whose
+    models get the states from ``Cache.get_recurrent_state``; with an older one it stays refused, a
+    ValueError that says so. transformers takes a batch of one, and models with a layer of softmax
     attention, which counts the tokens; of mamba2, whose cache has another name, it takes none. A
     cache that it returns goes on in use alone; a copy.deepcopy of it has whole states and no rings.
-    On a GPU plain generation leaves the writes of states to rings of 8 tokens too, in caches that
-    it makes and does not return.
+    On a GPU plain generation, from 5.21 on, leaves the writes of states to rings of 8 tokens too,
+    in caches that it makes and does not return.
 
     What is replaced: from transformers 5.15 on, functions of the model's file, which serve every
     model of that file while they are in use; before, attributes of this model's layers (GDN) or
