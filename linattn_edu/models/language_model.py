@@ -262,12 +262,8 @@ class LanguageModel(nn.Module):
         draw = partial(drawn, temperature=temperature, generator=generator)
         if draft is not None:
             check_draft(self, draft, guesses)
-            models = [
-                (m, m.make_cache(len(prompt), device, dtype, ring=max(RING, guesses + 1),
-                                 guesses=guesses))
-                for m in (self, draft)
-            ]  # fmt: skip
-            return assisted(*models, prompt, new_tokens, attention_mask, guesses, draw)
+            where = {"device": device, "dtype": dtype}
+            return assisted(self, draft, prompt, new_tokens, attention_mask, guesses, draw, where)
         ring = RING if prompt.is_cuda else None
         cache, tokens, step = self.make_cache(len(prompt), device, dtype, ring=ring), prompt, prompt
         after = self.make_step(cache) if new_tokens > WORTH else partial(self, cache=cache)
@@ -307,16 +303,18 @@ def check_draft(model: LanguageModel, draft: object, guesses: object) -> None:
 
 
 def assisted(
-    own: tuple[LanguageModel, list],
-    other: tuple[LanguageModel, list],
+    model: LanguageModel,
+    draft: LanguageModel,
     prompt: Tensor,
     new_tokens: int,
     mask: Tensor | None,
     guesses: int,
     draw: Callable[[Tensor], Tensor],
+    where: dict,
 ) -> Tensor:
-    """:meth:`LanguageModel.generate` with the guesses of another model, each with its cache."""
-    (model, cache), (draft, memory) = own, other
+    """:meth:`LanguageModel.generate` with the guesses of another model; where: of the caches."""
+    kept = {"ring": max(RING, guesses + 1), "guesses": guesses, **where}
+    cache, memory = (m.make_cache(len(prompt), **kept) for m in (model, draft))
     tokens, seen, end = prompt, prompt.shape[1], prompt.shape[1] + new_tokens
     step = draft.make_step(memory) if new_tokens > WORTH else partial(draft, cache=memory)
     if new_tokens:
