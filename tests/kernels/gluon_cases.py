@@ -125,6 +125,14 @@ CASES = {
         "kda_gate_prepare", "kda_fused", "kda_prepare", {"kda_gate_prepare": "gluon"}, 150,
         kinds={"g": far_rows(150)},
     ),
+    "kda_intra, gates of 16 bit": Case(
+        "kda_gate_prepare", "kda_fused", "kda_prepare", {"kda_gate_prepare": "gluon"}, 100,
+        kinds={"g": far_rows(150)[:, :100].bfloat16()},
+    ),
+    "kda_intra, promised": Case(
+        "kda_gate_prepare", "kda_fused", "kda_prepare", {"kda_gate_prepare": "gluon"}, 100,
+        kinds={"g": torch.full((1, 100, 2, HEAD), -4.9)}, more={"safe_bound": -5.0},
+    ),
     "kda_intra, gated": Case(
         "kda_gate_prepare", "gdn2_fused", "kda_prepare", {"kda_gate_prepare": "gluon"}, 150,
         kinds={"g": far_rows(150)},

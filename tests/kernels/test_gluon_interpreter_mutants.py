@@ -240,7 +240,7 @@ MISTAKES = {
     ],
     ("kda_intra", "kda_intra"): [
         (Wrong, "output 1", "b_x = (b_a[None, :] - b_before)", " - ", " + "),
-        (Wrong, "output 1", "b_x = gl.exp2(gl.minimum(b_x, NEAR)) * b_k", "gl.minimum(b_x, NEAR)",
+        (Wrong, "output 1", "b_x = gl.exp2(gl.minimum(b_x, MOST)) * b_k", "gl.minimum(b_x, MOST)",
          "b_x"),
         (Wrong, "output 1", "row_of(b_g, i, (2 * p + 1) << s)", " + 1", ""),
         (Wrong, "output 1", "        leave_squares(x_s, squares_s, N)", "squares_s", "own_s"),
@@ -251,6 +251,9 @@ MISTAKES = {
         (Race, "x_s[",
          "async_copy.wait_group(0)\n            barrier()\n            b_P, b_L = halve",
          "async_copy.wait_group(0)\n            barrier()", LEFT_OUT),
+    ],
+    ("kda_intra, promised", "kda_intra"): [
+        (Wrong, "output 1", "PROMISED if NEAR_ALL else NEAR", "PROMISED if NEAR_ALL else ", ""),
     ],
     ("kda_intra, gated", "kda_intra"): [
         (Wrong, "output 3", "write_tile(out.kd_ptr + c * 64, b_e * erased(b_k, erase_s), out)",

@@ -29,6 +29,7 @@ from linattn_edu.kernels.rows import chunk_args
 from linattn_edu.kernels.tiles import LOG2E, chunk_of
 from linattn_edu.packing import Packing
 
+PROMISED = gl.constexpr(110.0)  # what routes.by_kind.kda_halved leaves where no row is far
 # 64 channels of a chunk, and the same numbers as [4, 16, 64]: a warp has a block of 16 tokens, a
 # thread two channels of it
 TILE = gl.constexpr(gl.BlockedLayout([16, 2], [1, 32], [4, 1], [1, 0]))
@@ -130,6 +131,8 @@ def gate_rows(q_s, k_s, given_s, g_s, erase_s, sums_s, firsts_s, out, c):
     b_g = in_cube(given_s) * LOG2E
     b_g = gl.associative_scan(gl.where(b_g < -150.0, -150.0, b_g), 1, add)
     b_first, b_sum = row_of(b_g, i, 0), row_of(b_g, i, 15)
+    if given_s.dtype != gl.float32:
+        barrier()  # two numbers lie where one is stored
     g_s.store(in_tile(b_g, gl.float32))
     sums_s.reshape([4, 64]).store(b_sum)
     firsts_s.reshape([4, 64]).store(b_first)
@@ -165,16 +168,17 @@ def of_block(x_s, b: gl.constexpr):
 
 
 @gluon.jit
-def add_scores(b_P, b_L, q_s, k_s, F_s, b_k, b_g, b_before, sums_s, firsts_s):
+def add_scores(b_P, b_L, q_s, k_s, F_s, b_k, b_g, b_before, sums_s, firsts_s, MOST: gl.constexpr):
     """b_P and b_L, and what 64 channels add to them.
 
     The factor 2^(gc_i - gc_j) is 2^(gc_i - gc_a) 2^(gc_a - gc_j): each block of rows has its first
-    as the anchor a, and the columns' factors are made anew for each.
+    as the anchor a, and the columns' factors are made anew for each. MOST: of its exponent, where a
+    row beyond is far, or behind the block, so that 0 times it is 0.
     """
     for b in gl.static_range(4):
         b_a = before(sums_s, b) + firsts_s.slice(64 * b, 64).load(CHANNELS)
         b_x = (b_a[None, :] - b_before)[:, None, :] - b_g
-        b_x = gl.exp2(gl.minimum(b_x, NEAR)) * b_k
+        b_x = gl.exp2(gl.minimum(b_x, MOST)) * b_k
         F = F_s.index(b % 2)
         F.store(in_tile(b_x, F.dtype))
         fence_async_shared()
@@ -272,7 +276,7 @@ def kda_prepare_gluon_kernel(
 ):  # fmt: skip
     """One program: one chunk of one head.  Grid (NT * HV).
 
-    Reference: linattn_edu.reference.fused.kda_fwd.kda_prepare.
+    Reference: linattn_edu.reference.fused.kda_fwd.kda_gate_prepare.
     """
     dtype: gl.constexpr = k_ptr.dtype.element_ty
     N: gl.constexpr = K // 64
@@ -319,7 +323,10 @@ def kda_prepare_gluon_kernel(
             q_s, k_s, given_s.index(size * c), g_s.index(c), erase_s, sums_s, firsts_s, out, c
         )  # fmt: skip
         b_fade = gl.minimum(b_fade, b_x)
-        b_P, b_L = add_scores(b_P, b_L, q_s, k_s, F_s, b_k, b_g, b_before, sums_s, firsts_s)
+        b_P, b_L = add_scores(
+            b_P, b_L, q_s, k_s, F_s, b_k, b_g, b_before, sums_s, firsts_s,
+            PROMISED if NEAR_ALL else NEAR,
+        )  # fmt: skip
     if not NEAR_ALL:  # noqa: SIM102  (one is known when it is compiled)
         if gl.min(gl.min(b_fade, 1), 0) < -NEAR:
             barrier()
