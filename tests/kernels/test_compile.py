@@ -43,9 +43,10 @@ STACK = {
 }
 # kernels without a matrix product, or with small ones only
 SCALAR = (
-    "gate_", "recurrent", "cumsum", "l2norm", "solve_tril", "chunk_cumsum", "state_passing",
-    "selective_state_update", "ema_piece", "total", "causal_conv1d", "reach", "rms_norm_gated",
-    "bound_kernel", "warm_up", "kda_gates", "replay", "ssd_replay", "commit", "dplr_recurrent",
+    "gate_", "layer_gate_", "recurrent", "cumsum", "l2norm", "solve_tril", "chunk_cumsum",
+    "state_passing", "selective_state_update", "ema_piece", "total", "causal_conv1d", "reach",
+    "rms_norm_gated", "bound_kernel", "warm_up", "kda_gates", "replay", "ssd_replay", "commit",
+    "dplr_recurrent",
 )  # fmt: skip
 # of one block, where nothing is left to merge; of numbers
 SMALL = re.compile(r"^(kda_inverse.*\bBT=16\b|merge.*\bNUMBERS=True\b|join)")

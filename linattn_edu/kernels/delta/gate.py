@@ -93,12 +93,38 @@ def store_sums(sums_ptr, b_dA, b_da, i_c, o_d, D: tl.constexpr):
 
 @triton.jit(do_not_specialize=["n"])
 def gate_kernel(
-    dy_ptr,  # [n, D] or None.  D = HV * PER
+    g_ptr,  # [n, D], the raw gate.  D = HV * PER
+    A_log_ptr,  # [HV] or None
+    bias_ptr,  # [D] or None
+    y_ptr,  # [n, D] out: natural log
+    bound,  # lower bound of the gate, or None
+    n,
+    D: tl.constexpr,
+    PER: tl.constexpr,  # gates of a head
+    BT: tl.constexpr,
+    BD: tl.constexpr,
+):
+    """One program: BT tokens of BD gates.  Grid (n / BT * D / BD).
+
+    Reference: linattn_edu.reference.delta.gate.
+    """
+    ND: tl.constexpr = (D + BD - 1) // BD
+    i_d, _, first, n_t = chunk_of(tl.program_id(0), None, None, n, ND, BT)
+    o_t = tl.arange(0, BT)
+    o_d = i_d * BD + tl.arange(0, BD)
+    b_a = load_tile(g_ptr + first * D, o_t, o_d, D, n_t, D).to(tl.float32)  # [BT, BD]
+    b_g, _, _ = gate_tile(b_a, A_log_ptr, bias_ptr, bound, o_d, D, PER)
+    store_tile(y_ptr + first * D, b_g, o_t, o_d, D, n_t, D)
+
+
+@triton.jit(do_not_specialize=["n"])
+def layer_gate_bwd_kernel(
+    dy_ptr,  # [n, D].  D = HV * PER
     g_ptr,  # [n, D], the raw gate
     A_log_ptr,  # [HV] or None
     bias_ptr,  # [D] or None
-    y_ptr,  # [n, D] out: the gate, natural log; with dy the gradient of the raw gate
-    sums_ptr,  # [NT, 2, D] out, with dy: of dA_log, and of da, over BT tokens
+    dg_ptr,  # [n, D] out
+    sums_ptr,  # [NT, 2, D] out: of dA_log, and of da, over BT tokens
     bound,  # lower bound of the gate, or None
     n,
     D: tl.constexpr,
@@ -114,15 +140,13 @@ def gate_kernel(
     i_d, i_c, first, n_t = chunk_of(tl.program_id(0), None, None, n, ND, BT)
     o_t = tl.arange(0, BT)
     o_d = i_d * BD + tl.arange(0, BD)
-    if dy_ptr is not None:
-        b_dy = load_tile(dy_ptr + first * D, o_t, o_d, D, n_t, D).to(tl.float32)  # [BT, BD]
+    b_dy = load_tile(dy_ptr + first * D, o_t, o_d, D, n_t, D).to(tl.float32)  # [BT, BD]
     b_a = load_tile(g_ptr + first * D, o_t, o_d, D, n_t, D).to(tl.float32)  # [BT, BD]
-    b_y, b_slope, b_a = gate_tile(b_a, A_log_ptr, bias_ptr, bound, o_d, D, PER)
-    if dy_ptr is not None:
-        b_dy = tl.where(b_y == -float("inf"), 0.0, b_dy)
-        b_y, b_dA = gate_sums(b_dy, b_y, b_slope, b_a, (o_t < n_t)[:, None], bound)
-        store_sums(sums_ptr, b_dA, b_y, i_c, o_d, D)
-    store_tile(y_ptr + first * D, b_y, o_t, o_d, D, n_t, D)
+    b_g, b_slope, b_a = gate_tile(b_a, A_log_ptr, bias_ptr, bound, o_d, D, PER)
+    b_dy = tl.where(b_g == -float("inf"), 0.0, b_dy)
+    b_da, b_dA = gate_sums(b_dy, b_g, b_slope, b_a, (o_t < n_t)[:, None], bound)
+    store_sums(sums_ptr, b_dA, b_da, i_c, o_d, D)
+    store_tile(dg_ptr + first * D, b_da, o_t, o_d, D, n_t, D)
 
 
 def columns(g: Tensor) -> tuple[int, int, int]:
@@ -141,21 +165,6 @@ def parameter_gradients(
     return dA_log, ddt_bias
 
 
-def _launch(
-    dy: Tensor | None, g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, bound: float | None
-) -> tuple[Tensor, Tensor | None]:
-    """Launch gate_kernel; return the gate, or with dy the gradient of g and the partial sums."""
-    n, (D, PER, width) = g.shape[0] * g.shape[1], columns(g)
-    y, sums = torch.empty_like(g, dtype=torch.float32 if dy is None else None), None
-    if dy is not None:
-        sums = g.new_empty(cdiv(n, TOKENS), 2, D, dtype=torch.float32)
-    with torch.cuda.device_of(g):
-        gate_kernel[(cdiv(n, TOKENS) * cdiv(D, width),)](
-            dy, g, A_log, dt_bias, y, sums, bound, n, D, PER, BT=TOKENS, BD=width, num_warps=4
-        )
-    return y, sums
-
-
 def gate(
     g: Tensor,
     A_log: Tensor | None,
@@ -164,7 +173,13 @@ def gate(
     lower_bound: float | None = None,
 ) -> Tensor:
     """Launch gate_kernel; arguments and result as in the reference."""
-    return _launch(None, g, A_log, dt_bias, lower_bound)[0]
+    n, (D, PER, width) = g.shape[0] * g.shape[1], columns(g)
+    y = torch.empty_like(g, dtype=torch.float32)
+    with torch.cuda.device_of(g):
+        gate_kernel[(cdiv(n, TOKENS) * cdiv(D, width),)](
+            g, A_log, dt_bias, y, lower_bound, n, D, PER, BT=TOKENS, BD=width, num_warps=4
+        )
+    return y
 
 
 def layer_gate_bwd(
@@ -175,6 +190,13 @@ def layer_gate_bwd(
     *,
     lower_bound: float | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Launch gate_kernel, back; arguments and result as in the reference."""
-    dg, sums = _launch(dy, g, A_log, dt_bias, lower_bound)
+    """Launch layer_gate_bwd_kernel; arguments and result as in the reference."""
+    n, (D, PER, width) = g.shape[0] * g.shape[1], columns(g)
+    dg = torch.empty_like(g)
+    sums = g.new_empty(cdiv(n, TOKENS), 2, D, dtype=torch.float32)
+    with torch.cuda.device_of(g):
+        layer_gate_bwd_kernel[(cdiv(n, TOKENS) * cdiv(D, width),)](
+            dy, g, A_log, dt_bias, dg, sums, lower_bound, n, D, PER, BT=TOKENS, BD=width,
+            num_warps=4,
+        )  # fmt: skip
     return dg, *parameter_gradients(sums, A_log, dt_bias)
