@@ -1,5 +1,7 @@
 """The functions that fla's own tests compare with, in PyTorch: ours with impl="reference"."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -145,7 +147,10 @@ def chunk_gated_delta_product_ref(
     )  # fmt: skip
 
 
-# of tensors [B, H, T, ...], and with the scale K ** -0.5
+def _heads_first(operator: Callable, *tensors: Tensor, **options) -> tuple[Tensor, Tensor | None]:
+    """Of tensors [B, H, T, ...], with the scale K ** -0.5."""
+    o, state = operator(*(x.transpose(1, 2) for x in tensors), impl="reference", **options)
+    return o.transpose(1, 2), state
 
 
 def dplr_recurrence(
@@ -159,11 +164,8 @@ def dplr_recurrence(
     output_final_state: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
     """:func:`linattn_edu.fused_recurrent_dplr_delta_rule`, heads first."""
-    tensors = (x.transpose(1, 2) for x in (q, k, v, alpha, beta, gk))
-    o, state = fused_recurrent_dplr_delta_rule(
-        *tensors, None, initial_state, output_final_state, impl="reference"
-    )
-    return o.transpose(1, 2), state
+    states = {"initial_state": initial_state, "output_final_state": output_final_state}
+    return _heads_first(fused_recurrent_dplr_delta_rule, q, k, v, alpha, beta, gk, **states)
 
 
 def dplr_chunkwise(
@@ -178,11 +180,9 @@ def dplr_chunkwise(
     chunk_size: int = 32,
 ) -> tuple[Tensor, Tensor | None]:
     """:func:`linattn_edu.chunk_dplr_delta_rule`, heads first."""
-    tensors = (x.transpose(1, 2) for x in (q, k, v, alpha, beta, gk))
-    o, state = chunk_dplr_delta_rule(
-        *tensors, None, initial_state, output_final_state, chunk_size=chunk_size, impl="reference"
-    )
-    return o.transpose(1, 2), state
+    states = {"initial_state": initial_state, "output_final_state": output_final_state}
+    tensors = q, k, v, alpha, beta, gk
+    return _heads_first(chunk_dplr_delta_rule, *tensors, chunk_size=chunk_size, **states)
 
 
 def delta_rule_recurrence(
@@ -194,19 +194,13 @@ def delta_rule_recurrence(
     output_final_state: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
     """:func:`linattn_edu.fused_recurrent_delta_rule`, heads first."""
-    tensors = (x.transpose(1, 2) for x in (q, k, v, beta))
-    o, state = fused_recurrent_delta_rule(
-        *tensors, None, initial_state, output_final_state, impl="reference"
-    )
-    return o.transpose(1, 2), state
+    states = {"initial_state": initial_state, "output_final_state": output_final_state}
+    return _heads_first(fused_recurrent_delta_rule, q, k, v, beta, **states)
 
 
 def delta_rule_chunkwise(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor, chunk_size: int = 32
 ) -> tuple[Tensor, Tensor]:
     """:func:`linattn_edu.chunk_delta_rule`, heads first."""
-    tensors = (x.transpose(1, 2) for x in (q, k, v, beta))
-    o, state = chunk_delta_rule(
-        *tensors, output_final_state=True, chunk_size=chunk_size, impl="reference"
-    )
-    return o.transpose(1, 2), state
+    options = {"output_final_state": True, "chunk_size": chunk_size}
+    return _heads_first(chunk_delta_rule, q, k, v, beta, **options)
