@@ -115,10 +115,11 @@ def test_fused_equals_staged_in_float64(C, gate):
 @pytest.mark.parametrize("gate", [None, *GATES])
 @pytest.mark.parametrize("family", ["kda_fused", "gdn2_fused"])
 @pytest.mark.parametrize("T", [64, 1000])
-def test_gate_and_scores_in_one_kernel(T, family, gate, device):
+def test_gate_and_scores_in_one_kernel(T, family, gate, device, force):
     """Its results are the reference's, twice the same, and a later token changes no earlier row."""
     if why := without_gluon(device):
         pytest.skip(why)
+    force(kda_gate_prepare="gluon")
     kinds = {} if gate is None else {"gate": gate}
     sizes = ("kda_gate_prepare", family, T, 128, 64, 64, torch.bfloat16, device)
     with launches() as ran:

@@ -357,6 +357,12 @@ def test_the_ring_of_shared_keys_is_for_tritons_with_its_bits(monkeypatch):
             assert bool(by_load.intra_ring(load, 10_000, True).takes) == ring
 
 
+def test_kda_prepare_is_for_tritons_with_which_it_was_run(monkeypatch):
+    for version, taken in (((3, 6), "gluon"), ((3, 7), "gluon"), ((3, 8), "triton")):
+        monkeypatch.setattr(by_load.support, "THIS", version)
+        assert by_kind.kda_gate_prepare(GOOD).takes == taken
+
+
 def test_pieces():
     few = GOOD._replace(HV=4, T=8192)
     assert by_kind.pieces_by_maps(few).takes == 2048 and by_kind.pieces_by_warm_up(few).takes == 0

@@ -8,6 +8,7 @@ import math
 import torch
 
 from linattn_edu.choices import Choice
+from linattn_edu.kernels.gluon import support
 from linattn_edu.kernels.routes import limits
 from linattn_edu.kernels.routes.choosing import Kind, decision, first
 from linattn_edu.kernels.rows import of_generation
@@ -248,6 +249,8 @@ def kda_gate_prepare(kind: Kind, *gates: torch.dtype) -> Choice:
     """gate_cumsum and kda_prepare of Kimi Delta Attention: one kernel in "gluon", or "triton"."""
     if why := first(KDA_GATE_PREPARE, kind) or unlike(kind, gates):
         return Choice("triton", why)
+    if support.THIS > limits.KDA_FRONT:
+        return Choice("triton", "a Triton with which the one in Gluon was not run yet")
     return Choice("gluon", "Hopper, bfloat16, K={K}, chunks of {C}")
 
 
