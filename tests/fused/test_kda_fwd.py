@@ -125,11 +125,7 @@ def test_gate_and_scores_in_one_kernel(T, family, gate, device, force):
     with launches() as ran:
         registry.check(*sizes, **kinds)
     assert ran == [kernels.kda_intra.kda_prepare_gluon_kernel]
-    promised = kinds | {
-        "g": torch.full((1, T, 2, 128), -4.9, device=device),
-        "more": {"safe_bound": -5.0},
-    }
-    registry.check(*sizes, **promised)
+    registry.check(*sizes, **kinds, change=lambda r: r.g.fill_(-4.9), more={"safe_bound": -5.0})
     q, k, beta, g = registry.arguments(*sizes, **kinds)
     coarse = g.bfloat16()
     want = kernels.kda_gate_prepare(q, k, beta, coarse.float(), chunk_size=64)
