@@ -57,6 +57,16 @@ def without_gluon(device: str | torch.device) -> str | None:
     return first(by_kind.GLUON, kind)
 
 
+def some_forget(g: Tensor, gates: str) -> None:
+    """Gates [B, T, 4] of which the heads that are "slow" never forget; "mixed": the first forgets
+    in a chunk, the second at one place, the third never, the fourth in two chunks.
+    """
+    g.fill_(-0.01 if gates == "slow" else -3.0)
+    if gates == "mixed":
+        g[..., 1:] = torch.tensor([-0.01, -0.01, -0.25], device=g.device)
+        g[:, 500:510, 1] = -40.0
+
+
 def pretend(monkeypatch: pytest.MonkeyPatch, generation: str) -> None:
     """The kernels take the rows of this generation, for a GPU of one multiprocessor."""
     for operator in (gdn, kda):

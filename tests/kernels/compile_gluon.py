@@ -145,8 +145,8 @@ def intra_bwd_forms():
         constants = size | {"ROW": 4 * G, "H": 2, "HV": 2 * G}
         source = source_of(kernel, constants, dtype, columns, states=("h", "dh"))
         yield {"kernel": kernel.__name__, "dtype": dtype, "G": G}, source, gdn_intra_bwd.OPTIONS
-    kernel, absent = gdn_bwd.scan_intra_bwd_gluon_kernel, ("dht_ptr", "cu_ptr", "offsets_ptr")
-    for dtype in ("bf16", "fp16"):
+    kernel, ends = gdn_bwd.scan_intra_bwd_gluon_kernel, ("dht_ptr", "cu_ptr", "offsets_ptr")
+    for dtype, absent in (("bf16", (*ends, "warmup_ptr")), ("fp16", ends)):
         constants = size | {"ROW": 2, "H": 2, "HV": 2}
         source = source_of(kernel, constants, dtype, {"": CHUNK}, absent)
         yield {"kernel": kernel.__name__, "dtype": dtype, "G": 1}, source, gdn_bwd.OPTIONS
@@ -191,6 +191,7 @@ def fwd_forms():
             constants |= gdn_fwd.TILES[V]
             columns = {"": CHUNK, "q": V, "k": V, "v": V}
             absent = "cu_ptr", *(("h0_ptr", "ht_ptr") if kept else ("P_desc", "AG_desc"))
+            absent = *absent, *(("warmup_ptr",) if V == HEAD else ())
             source = source_of(
                 kernel, constants, "bf16", columns, absent, (), "*bf16", ("gc", "h0", "ht")
             )

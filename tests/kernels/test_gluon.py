@@ -87,8 +87,8 @@ SPILLED = {
     "intra_chunk_bwd_gluon_kernel": 128 if support.THIS < (3, 9) else 160,
     "kda_intra_bwd_gluon_kernel": 512,
     "kda_prepare_gluon_kernel": 0,
-    "scan_intra_bwd_gluon_kernel": 48,
-    "chunk_fwd_gluon_kernel": 520,  # with two programs a multiprocessor; else 272
+    "scan_intra_bwd_gluon_kernel": 52,
+    "chunk_fwd_gluon_kernel": 544,  # with two programs a multiprocessor; else 272
     "intra_chunk_gluon_kernel": 64,
     "intra_chunk_ring_gluon_kernel": 16,
 }
@@ -106,7 +106,7 @@ def test_compiled_for_hopper():
         known = support.THIS == (3, 8) and row["kernel"] == "kda_intra_bwd_gluon_kernel"
         # where they wait for one another in the scan, which has the time
         if row["kernel"] == "chunk_fwd_gluon_kernel":
-            known, most = row["K"] == 64 or row["kept"], 520 if row["K"] == 64 else 272
+            known, most = row["K"] == 64 or row["kept"], 544 if row["K"] == 64 else 272
         assert row["spilled"] <= most, row
         assert row["serialized"] == known, row
         assert 0 < row["shared"] + 1024 <= (228 << 10) // programs_of(row), row

@@ -109,6 +109,19 @@ def test_scans_in_pieces(by, force, monkeypatch):
         args = x.q, x.k, x.v, x.beta, gc, P, AG, torch.randn_like(x.v), h0, torch.randn_like(h0)
         check_stage(gdn_scans.scans, scans_reference.scans, args, **SCALED)
     assert len(ran) == 3
+    if by == "warm-up":
+        force(chunk_fwd="one", scan_intra_bwd="one")
+        with interpreted() as ran:
+            check_stage(
+                gdn_fwd.chunk_fwd, fwd_reference.chunk_fwd, (x.q, x.k, x.v, x.beta, gc, h0),
+                output_final_state=True, keep=True, **CHUNKS, **SCALED,
+            )  # fmt: skip
+        x.q, x.k = (t.repeat_interleave(2, 2) for t in (x.q, x.k))
+        with interpreted() as back:
+            args = x.q, x.k, *args[2:]
+            check_stage(gdn_bwd.chunk_bwd, bwd_reference.chunk_bwd, args, **SCALED)
+        names = [kernel.__name__.removesuffix("_gluon_kernel") for kernel in ran + back]
+        assert names == ["chunk_fwd", "scan_states", "scan_intra_bwd"]
     starts = {n for warmup in found for n in warmup.flatten().tolist()}
     assert starts == ({-1, 0, 1, 2} if by == "warm-up" else set())
 

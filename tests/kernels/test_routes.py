@@ -108,7 +108,10 @@ gdn 4 32768 4 4 128 128   |           | RING scan_map merge scan_gluon | MAPS PA
 gdn 1 8191 4 4 128 128    |           | ALONE scan | FUSED_ONE
 gdn 1 8192 4 4 128 128    |           | RING scan_map merge scan_gluon |
         MAPS scans_gluon intra_chunk_bwd_gluon gate_bwd
-gdn 1 32768 16 32 128 128 |           | RING bound warm_up scan_gluon | BOUNDS PART PART gate_bwd
+gdn 1 32768 16 32 128 128 |           | gate_cumsum bound warm_up chunk_fwd_gluon |
+        BOUNDS PART PART gate_bwd
+gdn 1 32768 32 32 128 128 |           | gate_cumsum bound warm_up chunk_fwd_gluon |
+        BOUNDS WHOLE gate_bwd
 gdn 1 32768 16 32 128 128 | gluon=off | TWO bound warm_up scan_transposed scan |
         APART scans intra_chunk_bwd intra_chunk_bwd gate_bwd
 gdn 32 4096 16 16 128 128 |           | JOINED | WHOLE WHOLE WHOLE WHOLE gate_bwd
@@ -315,6 +318,9 @@ def test_scans_in_gluon(name):
     assert takes(256, T=256) and not takes(256, T=192)
 
 
+MAPS = {"T": 8192, "H": 8, "HV": 8}  # pieces are entered by maps
+
+
 def test_the_forward_pass_in_one_kernel(monkeypatch):
     def takes(sequences=8, **other):
         load = Load(GOOD._replace(**other), sequences, 132)
@@ -322,8 +328,9 @@ def test_the_forward_pass_in_one_kernel(monkeypatch):
 
     narrow = {"K": 64, "V": 64}
     assert takes() and takes(16) and takes(H=4) and takes(16, **narrow)
+    assert takes(T=8192) and takes(1, T=32768) and not takes(1, T=16384)  # in 2, 8 and 4 pieces
     for other in (
-        *NOT_GLUON, *NOT_WHOLE, *NOT_BFLOAT16, {"K": 64}, {"V": 64}, {"V": 256}, {"T": 8192},
+        *NOT_GLUON, *NOT_WHOLE, *NOT_BFLOAT16, {"K": 64}, {"V": 64}, {"V": 256}, MAPS,
         {"aligned": False},
     ):  # fmt: skip
         assert not takes(**other), other
@@ -335,13 +342,14 @@ def test_the_forward_pass_in_one_kernel(monkeypatch):
     assert not takes()
 
 
-def test_one_kernel_takes_whole_heads_that_fill_a_gpu(monkeypatch):
+def test_the_backward_pass_in_one_kernel(monkeypatch):
     def takes(sequences=8, waits=False, **other):
         load = Load(GOOD._replace(**other), sequences, 132)
         return by_load.scan_intra_bwd(load, waits).takes == "one"
 
     assert takes() and takes(16) and takes(dtype=torch.float16)
-    for other in (*NOT_GLUON, *NOT_WHOLE, {"K": 64}, {"V": 64}, {"H": 8}, {"T": 8192}):
+    assert takes(T=8192) and takes(1, T=32768) and not takes(1, T=16384)  # in 2, 8 and 4 pieces
+    for other in (*NOT_GLUON, *NOT_WHOLE, {"K": 64}, {"V": 64}, {"H": 8}, MAPS):
         assert not takes(**other), other
     assert not takes(waits=True)
     assert not takes(7) and not takes(9) and takes(15)  # 112, 144 and 240 heads
@@ -358,7 +366,7 @@ def test_the_ring_of_shared_keys_is_for_tritons_with_its_bits(monkeypatch):
 
 
 def test_kda_prepare_is_for_tritons_with_which_it_was_run(monkeypatch):
-    for version, taken in (((3, 6), "gluon"), ((3, 7), "gluon"), ((3, 8), "triton")):
+    for version, taken in (((3, 6), "gluon"), ((3, 9), "gluon"), ((3, 10), "triton")):
         monkeypatch.setattr(by_load.support, "THIS", version)
         assert by_kind.kda_gate_prepare(GOOD).takes == taken
 
@@ -504,7 +512,7 @@ def test_a_route_is_printed_a_line_a_step():
         ("scan_gluon", "gdn 7 4096 16 16 128 128", "RING scan_gluon", "RING scan_transposed", 2),
         ("intra_gluon", "gdn 7 4096 16 16 128 128", "RING scan_gluon", "TWO scan_gluon", 1),
         ("", "gdn 7 4096 16 16 128 128", "RING scan_gluon", "TWO scan_transposed", 1),
-        ("scan_gluon", "gdn 1 32768 16 32 128 128", "RING bound warm_up scan_gluon",
+        ("scan_gluon", "gdn 1 49152 16 32 128 128", "RING bound warm_up scan_gluon",
          "RING bound warm_up scan_transposed", 4),
     ],
 )  # fmt: skip

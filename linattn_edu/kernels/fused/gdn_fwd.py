@@ -367,12 +367,16 @@ def chunk_fwd(
     K, (HV, V) = q.shape[3], v.shape[2:]
     load = load_of(kind_of(q, HV, V, chunk_size, packing, (q, k, v)), q, packing)
     if by_load.chunk_fwd(load).takes == "one":
-        pieces, o = whole_of(q, packing), torch.empty_like(v)
+        # R, by which scan is warmed up, has beta in this dtype
+        pieces, (warmup,) = warm_up(
+            k, beta.to(k.dtype), gc, V, chunk_size=chunk_size, choice=False, packing=packing
+        )
+        o, h0 = torch.empty_like(v), pieces.placed(initial_state)
         last = gc.new_empty(pieces.N, HV, K, V) if output_final_state else None
         kept = [q.new_empty(*gc.shape, chunk_size) if keep else None for _ in range(2)]
-        given, out = (q, k, v, beta, gc, initial_state), (o, last, *kept)
-        if gdn_fwd.chunk_fwd_gluon(given, out, scale, pieces):
-            return out
+        out = o, last, *kept
+        if gdn_fwd.chunk_fwd_gluon((q, k, v, beta, gc, h0), out, scale, warmup, pieces):
+            return o, pieces.last(last), *kept
     P, R, AG = intra_chunk(
         q, k, beta, gc, chunk_size=chunk_size, return_inverse=keep, gated=keep, packing=packing
     )

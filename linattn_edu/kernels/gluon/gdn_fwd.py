@@ -91,7 +91,7 @@ class BothGates:
 
 
 @gluon.jit
-def make_chunks(chunks, made, room, gcs, P_desc, A_desc, c_t):
+def make_chunks(chunks, made, room, gcs, P_desc, A_desc, c_t, skip):
     """The warps that make P and R: intra_chunk_gluon_kernel's sums. P and A * G are stored, too."""
     ks, _, qs = chunks.rings
     STAGES: gl.constexpr = chunks.STAGES
@@ -117,14 +117,15 @@ def make_chunks(chunks, made, room, gcs, P_desc, A_desc, c_t):
             A_s.store(inverse(b_A, b_G, n_s, w_s, True).to(dtype))
             fence_async_shared()
             barrier()
-            at = [chunks.first + i_t * BT, c_t]
-            async_store(P_desc, at, P_s)
-            async_store(A_desc, at, A_s)
+            if i_t >= skip:
+                at = [chunks.first + i_t * BT, c_t]
+                async_store(P_desc, at, P_s)
+                async_store(A_desc, at, A_s)
     tma.store_wait(0)
 
 
 @gluon.jit
-def scan_made(chunks, made, state, o_desc, out, scale, c_v):
+def scan_made(chunks, made, state, o_desc, out, scale, c_v, skip):
     """Warps that scan: scan_transposed_kernel's sums in its order; S^T in halves of 64 keys.
 
     Each product is waited for: what bounds the time is the making of P and R.
@@ -189,7 +190,8 @@ def scan_made(chunks, made, state, o_desc, out, scale, c_v):
         out.permute((1, 0)).store(b_o)
         fence_async_shared()
         barrier()
-        async_store(o_desc, [chunks.first + i_t * BT, c_v], out)
+        if i_t >= skip:
+            async_store(o_desc, [chunks.first + i_t * BT, c_v], out)
     tma.store_wait(0)
     if state.last_ptr is not None:
         ht_ptr = state.last_ptr + state.i_end.to(gl.int64) * K * V
@@ -201,12 +203,12 @@ def scan_made(chunks, made, state, o_desc, out, scale, c_v):
 @gluon.jit(do_not_specialize=["T", "N"])
 def chunk_fwd_gluon_kernel(
     q_desc, k_desc, v_desc, P_desc, AG_desc, o_desc, beta_ptr, gc_ptr, h0_ptr, ht_ptr, scale,
-    cu_ptr, T, N,
+    warmup_ptr, cu_ptr, T, N,
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
     BT: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr,
     REGISTERS: gl.constexpr,  # of a thread that scans
 ):  # fmt: skip
-    """One program: one head of one sequence, through all chunks.  Grid (N * HV).
+    """One program: one head of a sequence or piece, through all chunks.  Grid (N * HV).
 
     Arguments of intra_chunk_kernel and scan_kernel of kernels/fused, see `descriptor`; P and AG are
     written, or None both. Reference: linattn_edu.reference.fused.gdn_fwd.chunk_fwd.
@@ -220,8 +222,10 @@ def chunk_fwd_gluon_kernel(
     """
     WORKERS: gl.constexpr = V // BV
     piece = piece_of_program(
-        gl.program_id(0), None, cu_ptr, None, T, N, H, HV, V, BT, BV, WORKERS, False
+        gl.program_id(0), warmup_ptr, cu_ptr, None, T, N, H, HV, V, BT, BV, WORKERS, False
     )
+    if piece.NT == 0:  # an empty piece, or one that another program goes through
+        return
     c_k, c_v, c_t = piece.i_k * K, piece.i_h * V, piece.i_h * BT
     ks, qs, vs = ring(k_desc, STAGES), ring(q_desc, STAGES), ring(v_desc, STAGES)
     tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BT, BT], k_desc.dtype)
@@ -247,11 +251,11 @@ def chunk_fwd_gluon_kernel(
     )
     fence_async_shared()
     gl.warp_specialize(
-        [(make_chunks, (chunks, made, room, gcs, P_desc, AG_desc, c_t))]
+        [(make_chunks, (chunks, made, room, gcs, P_desc, AG_desc, c_t, piece.skip))]
         + [
             (scan_made, (
                 chunks, made, state_of(w, piece, h0_ptr, ht_ptr, K, V, BV), o_desc, out.index(w),
-                scale, c_v + w * BV,
+                scale, c_v + w * BV, piece.skip,
             ))
             for w in ((0, 1) if WORKERS == 2 else (0,))
         ]
@@ -271,12 +275,13 @@ REGISTERS = {(64, True): 96, (64, False): 96, (128, True): 168, (128, False): 17
 
 @attempt
 def chunk_fwd_gluon(
-    given: tuple[Tensor | None, ...], out: tuple[Tensor | None, ...], scale: float, pieces: Pieces
-) -> None:
-    """Launch the kernel on whole sequences.
+    given: tuple[Tensor | None, ...], out: tuple[Tensor | None, ...], scale: float,
+    warmup: Tensor | None, pieces: Pieces,
+) -> None:  # fmt: skip
+    """Launch the kernel on sequences or pieces.
 
     given: q, k, v, beta, gc and h0; out, which it writes: o, ht, P and A * G, the last three or
-    None.
+    None. warmup: as of scan_gluon.
     """
     q, k, v, beta, gc, h0 = given
     o, ht, P, AG = out
@@ -284,6 +289,6 @@ def chunk_fwd_gluon(
     inner = (x if x is None else descriptor(x, CHUNK) for x in (P, AG))
     chunk_fwd_gluon_kernel[(pieces.N * HV,)](
         descriptor(q, K), descriptor(k, K), descriptor(v, V), *inner, descriptor(o, BV),
-        beta, gc, h0, ht, scale, pieces.cu_seqlens, pieces.T, pieces.N, H, HV, K, V, **TILES[V],
-        REGISTERS=REGISTERS[V, AG is not None], **OPTIONS[V],
+        beta, gc, h0, ht, scale, warmup, pieces.cu_seqlens, pieces.T, pieces.N, H, HV, K, V,
+        **TILES[V], REGISTERS=REGISTERS[V, AG is not None], **OPTIONS[V],
     )  # fmt: skip

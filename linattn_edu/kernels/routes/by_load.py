@@ -46,6 +46,12 @@ def _scan(load: Load, wide: bool) -> Choice:
     return choice if choice.takes != "gluon" else pays(load) or choice
 
 
+def pieces_of(load: Load) -> int:
+    """How many sequences there are, or pieces of them."""
+    size = pieces_by_maps(load.kind).takes or pieces_by_warm_up(load.kind).takes
+    return load.sequences * (cdiv(load.kind.T, size) if size else 1)
+
+
 @decision
 def scan(load: Load) -> Choice:
     """The scan of Gated DeltaNet's forward pass, "gluon" or "triton"."""
@@ -115,9 +121,9 @@ def chunk_fwd(load: Load) -> Choice:
         return Choice("two", "a Triton with which one kernel was not seen to give the same bits")
     if kind.K == limits.HEAD and kind.H < kind.HV and support.THIS > limits.SHARED_RING:
         return Choice("two", "H={H}, HV={HV}: a Triton with which the last bits would be others")
-    if pieces_by_maps(kind).takes or pieces_by_warm_up(kind).takes:
-        return Choice("two", "T={T}: a sequence is cut, one kernel takes whole ones")
-    programs, places = load.sequences * kind.HV, limits.HEAD // kind.V * load.processors
+    if pieces_by_maps(kind).takes:
+        return Choice("two", "T={T}: a sequence is cut, and its pieces are entered by maps")
+    programs, places = pieces_of(load) * kind.HV, limits.HEAD // kind.V * load.processors
     if programs < limits.BUSY * cdiv(programs, places) * places:
         return Choice("two", f"{programs} heads would leave multiprocessors idle")
     return Choice("one", f"{programs} heads for {{processors}} multiprocessors")
@@ -173,9 +179,9 @@ def scan_intra_bwd(load: Load, waits: bool = False) -> Choice:
         return Choice("two", "the gradient of the last state is waited for")
     if kind.H < kind.HV:
         return Choice("two", "HV={HV}, H={H}: heads that share a key have sums in one program")
-    if pieces_by_maps(kind).takes or pieces_by_warm_up(kind).takes:
-        return Choice("two", "T={T}: a sequence is cut, one kernel takes whole ones")
-    programs = load.sequences * kind.HV
+    if pieces_by_maps(kind).takes:
+        return Choice("two", "T={T}: a sequence is cut, and its pieces are entered by maps")
+    programs = pieces_of(load) * kind.HV
     if programs < limits.BUSY * cdiv(programs, load.processors) * load.processors:
         return Choice("two", f"{programs} heads would leave multiprocessors idle")
     return Choice("one", f"{programs} heads for {{processors}} multiprocessors")
@@ -192,10 +198,8 @@ def head_groups(load: Load, one: bool) -> Choice:
         return Choice(1, "not all in Gluon")
     if not support.tried():
         return Choice(1, "groups are views, which plain Triton does not take where Gluon fails")
-    size = pieces_by_maps(kind).takes or pieces_by_warm_up(kind).takes
     B, T = load.sequences, kind.T
-    pieces = B if not size else B * T // size + (B if T % size else 0)
-    programs = pieces * kind.HV * (1 if one else cdiv(kind.V, limits.COLUMNS))
+    programs = pieces_of(load) * kind.HV * (1 if one else cdiv(kind.V, limits.COLUMNS))
 
     def rounds(groups: int) -> int:
         return groups * cdiv(programs // groups, load.processors)
