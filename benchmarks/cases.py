@@ -159,7 +159,7 @@ ADJOINT_STAGES = {
     "ssd": (
         "chunk_scan_bwd_dstates", "state_passing_bwd", "chunk_state_bwd_db", "chunk_scan_bwd_dc",
         "chunk_scan_chunk_state_bwd_dx", "chunk_scan_bwd_da_cs", "chunk_cumsum_bwd",
-        "state_bwd", "ssd_bwd_bc", "ssd_bwd_dx",
+        "state_bwd", "ssd_bwd_dc", "ssd_bwd_dx",
     ),
 }  # fmt: skip
 # of GDN, the adjoints fused: benchmarks.fusion times them
@@ -168,7 +168,7 @@ STAGES = {op: (*FORWARD_STAGES[op], *ADJOINT_STAGES[op]) for op in FORWARD_STAGE
 
 # of Mamba-2, in chunks twice as long as those of its other stages
 SSD_FUSED = (
-    "chunk_cumsum_log", "chunk_scores", "ssd_fwd", "state", "state_bwd", "ssd_bwd_bc", "ssd_bwd_dx",
+    "chunk_cumsum_log", "chunk_scores", "ssd_fwd", "state", "state_bwd", "ssd_bwd_dc", "ssd_bwd_dx",
 )  # fmt: skip
 
 # of KDA, with the promise that no log decay of a token is below the bound
@@ -366,8 +366,8 @@ def _ssd_bytes(c: Case, what: str, chunk: int) -> int:
     tokens, chunks = c.B * c.T, c.B * -(-c.T // chunk)
     x = dx = dy = out = tokens * c.HV * c.V * c.size
     B = C = dB = dC = tokens * c.H * c.K * c.size
-    dB_state = tokens * c.H * c.K * GATE_BYTES
-    dt = ddt = step = gs = gc = dgc = dstep = xdy = m = tokens * c.HV * GATE_BYTES
+    dB_state = inter = tokens * c.H * c.K * GATE_BYTES
+    dt = ddt = step = gs = gc = dgc = dstep = m = tokens * c.HV * GATE_BYTES
     A = dA = D = dD = c.HV * GATE_BYTES
     S = tokens * c.H * chunk * c.size
     dlast = chunks * c.HV * GATE_BYTES
@@ -398,8 +398,9 @@ def _ssd_bytes(c: Case, what: str, chunk: int) -> int:
         "chunk_scan_bwd_da_cs": C + B + x + step + gc + dy + dgc,
         "chunk_cumsum_bwd": dgc + dlast + dstep + dt + A + ddt + dA,
         "state_bwd": C + gc + dy + h + dh + dh0 + dlast,
-        "ssd_bwd_bc": C + B + x + gs + gc + h + dh + dy + dB + dC + dgc + xdy,
-        "ssd_bwd_dx": (C + B + x + gs + gc + dh + dy + xdy + dgc + D + dx + dstep + dgc + m + dD),
+        "ssd_bwd_dc": C + gc + h + dy + inter + dgc,
+        "ssd_bwd_dx": (C + B + x + gs + gc + dh + dy + inter + dgc + D)
+        + (dx + dB + dC + dstep + dgc + m + dD),
         "forward": forward,
         "forward_backward": forward + inputs + dy + inputs,  # the gradients are like the inputs
         **dict.fromkeys(CALLS["ssd_decode"], forward + 2 * state),
@@ -565,14 +566,13 @@ def _ssd_chunk_flops(c: Case, what: str, n: int) -> int:
         # the sum from behind, times A and added to dstep, times the step and summed
         "chunk_cumsum_bwd": 5 * n * c.HV,
         "state_bwd": state,
-        # C B^T; dY h^T, X ds^T; dY X^T; dscores B and dscores^T C
-        "ssd_bwd_bc": 2 * state + lower_v + 3 * scores,
-        # C B^T; B ds; (C B^T * G)^T dY
-        "ssd_bwd_dx": state + lower_v + scores,
+        "ssd_bwd_dc": state,  # dY h^T
+        # C B^T; B ds, X ds^T; (C B^T * G)^T dY, dY X^T; dscores B and dscores^T C
+        "ssd_bwd_dx": 2 * state + 2 * lower_v + 3 * scores,
     }
     stages["forward"] = scores + stages["ssd_fwd"]
     # of C B^T once
-    gradients = stages["ssd_bwd_bc"] + stages["ssd_bwd_dx"] - 2 * scores
+    gradients = stages["ssd_bwd_dc"] + stages["ssd_bwd_dx"] - scores
     stages[TRAINING] = stages["forward"] + stages["state_bwd"] + gradients
     return stages[what]
 

@@ -297,15 +297,14 @@ class SSDStageArguments(StageArguments):
             "scale": 1.0
         }
 
-    def _ssd_bwd_bc(self):
-        i, (h, *_), (dh, *_) = self.i, self.made("state"), self.made("state_bwd")
-        return (i.C, i.B, i.x, *self.made("chunk_cumsum_log"), h, dh, self.dy), self.longer
+    def _ssd_bwd_dc(self):
+        (_, gc), (h, *_) = self.made("chunk_cumsum_log"), self.made("state")
+        return (self.i.C, gc, h, self.dy), self.longer
 
     def _ssd_bwd_dx(self):
         i, (dh, *_) = self.i, self.made("state_bwd")
-        *_, dgc, xdy = self.made("ssd_bwd_bc")
         given = i.C, i.B, i.x, *self.made("chunk_cumsum_log")
-        return (*given, dh, self.dy, xdy, dgc, i.D), self.longer
+        return (*given, dh, self.dy, *self.made("ssd_bwd_dc"), i.D), self.longer
 
 
 def stage_arguments(i: GDNInputs | Scan, chunk_size: int, impl: str = "triton") -> StageArguments:

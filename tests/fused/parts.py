@@ -15,7 +15,7 @@ from linattn_edu.reference.fused.gdn_intra import intra_chunk
 from linattn_edu.reference.fused.gdn_scans import scans
 from linattn_edu.reference.fused.kda_fwd import kda_prepare
 from linattn_edu.reference.fused.kda_scans import kda_fused_scans
-from linattn_edu.reference.fused.ssd_bwd import ssd_bwd_bc
+from linattn_edu.reference.fused.ssd_bwd import ssd_bwd_dc
 from linattn_edu.reference.fused.ssd_fwd import chunk_scores
 
 AXES = {
@@ -78,6 +78,6 @@ def ssd(T, N, P, C, heads, given, dtype, device):
     r = ssd_checks.parts(T, N, P, C, given, dtype, device, *heads)
     r.h, r.dh = r.h.to(dtype), r.ds.to(dtype)
     r.scores = chunk_scores(r.C, r.B, r.seq_idx, chunk_size=C)
-    args = (r.C, r.B, r.x, r.gs, r.gc, r.h, r.dh, r.dy, r.seq_idx)
-    *_, r.dgc, r.xdy = ssd_bwd_bc(*args, chunk_size=C)
+    r.inter, r.dgc = ssd_bwd_dc(r.C, r.gc, r.h, r.dy, r.seq_idx, chunk_size=C)
+    r.inter, r.dgc = r.inter.float(), r.dgc.float()
     return r

@@ -63,7 +63,7 @@ PARTS = {
     "KDA_STAGED": "KDA_AGAIN kda_intra_bwd gate_bwd",
     "SSD_FUSED": "chunk_cumsum_log chunk_scores ssd_fwd",
     "SSD_PARTS": "chunk_cumsum_log chunk_scores ssd_ends ssd_fwd",
-    "SSD_END": "ssd_bwd_states ssd_bwd_da ssd_bwd_far ssd_bwd_sum ssd_bwd_dx chunk_cumsum_bwd",
+    "SSD_END": "ssd_bwd_dc ssd_bwd_db ssd_bwd_da ssd_bwd_far ssd_bwd_sum ssd_bwd_dx chunk_cumsum_bwd",
     "SSD": "chunk_cumsum chunk_state state_passing chunk_scan",
     "SSD_BWD": "chunk_cumsum chunk_state state_passing chunk_scan_bwd_dstates state_passing_bwd "
     "chunk_state_bwd_db chunk_scan_bwd_dc chunk_scan_chunk_state_bwd_dx chunk_scan_bwd_da_cs "

@@ -160,10 +160,8 @@ def ssd_bwd_dx_kernel(
 
 @triton.jit(do_not_specialize=["T", "tokens"])
 def ssd_bwd_da_kernel(
-    C_ptr, B_ptr, x_ptr, gs_ptr, gc_ptr,
-    h_ptr,  # [B, NT, H, N, P]
-    dy_ptr, seq_ptr,
-    sums_ptr,  # [2, H, B, T] out: dgc by what a token reads in its tile; x . dY
+    C_ptr, B_ptr, x_ptr, gs_ptr, gc_ptr, dy_ptr, dgc_ptr, seq_ptr,
+    sums_ptr,  # [2, H, B, T] out: dgc and what a token reads in its tile; x . dY
     dS_ptr,  # [SPLITS, B, T, G, BC] out: rows of dscores, on the diagonal
     cu_ptr, chunks_ptr, T, tokens,
     WHOLE: tl.constexpr,
@@ -171,13 +169,13 @@ def ssd_bwd_da_kernel(
     BC: tl.constexpr, SPLITS: tl.constexpr,
     BT: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr,
 ):  # fmt: skip
-    """One program: what a tile of BT tokens reads, by its decay, and by the scores of some heads.
+    """One program: what a tile of BT tokens reads of itself, by the scores of some heads.
 
     Grid (NT * G * SPLITS * BC / BT).
     Arguments without a shape as of ssd_bwd_dx_kernel.
     Reference: linattn_edu.reference.fused.ssd_bwd.
     """
-    start, i_g, i_split, i_h, n_heads, i_c, first, n_t = tile_of(
+    start, i_g, i_split, i_h, n_heads, _, first, n_t = tile_of(
         tl.program_id(0), cu_ptr, chunks_ptr, T, H, G, SPLITS, BC, BT, WHOLE
     )
     own, n_own = first + start, BT if WHOLE else n_t - start
@@ -187,7 +185,6 @@ def ssd_bwd_da_kernel(
     b_B = load_tile(B_ptr + i_B * N, o_t, o_n, G * N, n_own, N)  # [BT, BN]
     seen, same = o_t[:, None] >= o_t[None, :], o_t[:, None] == o_t[None, :]
     if seq_ptr is not None:
-        _id, before, _end = documents_of(seq_ptr, chunks_ptr, i_c, first, T, o_t, n_t)
         b_id = load_gate(seq_ptr + own, o_t, 1, n_own)
         seen &= b_id[:, None] == b_id[None, :]
     # eq:ssd-cb   S = C B^T
@@ -202,10 +199,7 @@ def ssd_bwd_da_kernel(
         i = own * H + i_h
         b_x = load_tile(x_ptr + i * P, o_t, o_p, H * P, n_own, P)  # [BT, BP]
         b_dy = load_tile(dy_ptr + i * P, o_t, o_p, H * P, n_own, P)  # [BT, BP]
-        b_h = load_tile(h_ptr + (i_c * H + i_h) * N * P, o_n, o_p, P, N, P)  # [BN, BP]
-        b_e = tl.exp2(b_gc)
-        if seq_ptr is not None:
-            b_e = tl.where(b_id == before, b_e, 0.0)
+        b_dgc = load_vector(dgc_ptr + i_gate, o_t, n_own)
         b_G = decay(b_gc, b_gs)
         # of the next head, one head ahead
         i_next = i_gate + tl.where(i_s + 1 < n_heads, tokens, 0)
@@ -215,11 +209,9 @@ def ssd_bwd_da_kernel(
         b_W = dot(b_dy, tl.trans(b_x))
         b_xdy = tl.sum(tl.where(same, b_W, 0.0), 1)
         b_dS += b_W * b_G
-        # eq:ssd-dgc-inter   dgc_i = C_i . inter_i = e_i dY_i . (C h)_i
-        b_y = dot(b_C, b_h) * b_e[:, None]
         # eq:ssd-dgc-rows   rowsum(W)_i = dY_i . (M X)_i, with M as dx rounds it
-        b_y = dot(cast(b_S * b_G, b_x.dtype), b_x, b_y)
-        b_dgc = tl.sum(b_dy.to(tl.float32) * b_y, 1)
+        b_y = dot(cast(b_S * b_G, b_x.dtype), b_x)
+        b_dgc += tl.sum(b_dy.to(tl.float32) * b_y, 1)
         store_sums(sums_ptr + i_gate, tl.join(b_dgc, b_xdy), o_t, plane, n_own, 2)
         i_h += 1
         i_gate = i_next
@@ -294,60 +286,96 @@ def ssd_bwd_far_kernel(
 
 
 @triton.jit(do_not_specialize=["T", "tokens"])
-def ssd_bwd_states_kernel(
-    x_ptr, dy_ptr, gs_ptr, gc_ptr,
-    h_ptr,  # [B, NT, H, N, P]
-    dh_ptr, seq_ptr,
-    parts_ptr,  # [SPLITS, 2, B, T, G, N] out: of dC and dB
+def ssd_bwd_db_kernel(
+    x_ptr, gs_ptr, gc_ptr, dh_ptr, seq_ptr,
+    parts_ptr,  # [SPLITS, B, T, G, N] out: of dB
     cu_ptr, chunks_ptr, T, tokens,
     WHOLE: tl.constexpr,
     G: tl.constexpr, H: tl.constexpr, N: tl.constexpr, P: tl.constexpr, SPLITS: tl.constexpr,
     BT: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr,
 ):  # fmt: skip
-    """One program: what some heads of a group give to dC, or to dB, through the states.
+    """One program: what some heads of a group give to dB through the states.
 
-    Grid (NT * G * SPLITS * 2).  Reference: linattn_edu.reference.fused.ssd_bwd.
+    Grid (NT * G * SPLITS).  Reference: linattn_edu.reference.fused.ssd_bwd.
     Arguments without a shape as of ssd_bwd_dx_kernel.
     """
-    to_B = tl.program_id(0) % 2
     _, i_g, i_split, i_h, n_heads, i_c, first, n_t = tile_of(
-        tl.program_id(0) // 2, cu_ptr, chunks_ptr, T, H, G, SPLITS, BT, BT, WHOLE
+        tl.program_id(0), cu_ptr, chunks_ptr, T, H, G, SPLITS, BT, BT, WHOLE
     )
-    if to_B == 1:
-        v_ptr = x_ptr
-        gate_ptr = gs_ptr
-        state_ptr = dh_ptr
-    else:
-        v_ptr = dy_ptr
-        gate_ptr = gc_ptr
-        state_ptr = h_ptr
     o_t, o_n, o_p = tl.arange(0, BT), tl.arange(0, BN), tl.arange(0, BP)
     if seq_ptr is not None:
-        b_id, before, end = documents_of(seq_ptr, chunks_ptr, i_c, first, T, o_t, n_t)
-        seen = tl.where(to_B == 1, end, before)
-    b_d = tl.zeros([BT, BN], dtype=tl.float32)
+        b_id, _before, end = documents_of(seq_ptr, chunks_ptr, i_c, first, T, o_t, n_t)
+    b_dB = tl.zeros([BT, BN], dtype=tl.float32)
     for i_s in range(n_heads):
         i = first * H + i_h + i_s
         i_gate = (i_h + i_s).to(tl.int64) * tokens + first
-        b_g = load_gate(gate_ptr + i_gate, o_t, 1, n_t)
         last = tl.load(gc_ptr + i_gate + tl.minimum(BT, n_t) - 1)
-        b_w = tl.exp2(tl.where(to_B == 1, last - b_g, b_g))
+        b_w = tl.exp2(last - load_step(gs_ptr + i_gate, o_t, n_t))
         if seq_ptr is not None:
-            b_w = tl.where(b_id == seen, b_w, 0.0)
-        b_v = load_tile(v_ptr + i * P, o_t, o_p, H * P, n_t, P)  # [BT, BP]
-        b_state = load_tile(state_ptr + (i_c * H + i_h + i_s) * N * P, o_n, o_p, P, N, P)
-        # eq:ssd-dc-inter   inter = diag(e) dY h^T
+            b_w = tl.where(b_id == end, b_w, 0.0)
+        b_x = load_tile(x_ptr + i * P, o_t, o_p, H * P, n_t, P)  # [BT, BP]
+        b_ds = load_tile(dh_ptr + (i_c * H + i_h + i_s) * N * P, o_n, o_p, P, N, P)
         # eq:ssd-db-state   dB_head = diag(r * step) X ds^T
-        b_v = cast(b_v.to(tl.float32) * b_w[:, None], b_v.dtype)
-        b_d = dot(b_v, tl.trans(b_state), b_d)
-    parts_ptr += ((i_split * 2 + to_B) * tokens * G + first * G + i_g) * N
-    store_tile(parts_ptr, b_d, o_t, o_n, G * N, n_t, N)
+        b_u = cast(b_x.to(tl.float32) * b_w[:, None], b_x.dtype)
+        b_dB = dot(b_u, tl.trans(b_ds), b_dB)
+    parts_ptr += (i_split * tokens * G + first * G + i_g) * N
+    store_tile(parts_ptr, b_dB, o_t, o_n, G * N, n_t, N)
+
+
+@triton.jit(do_not_specialize=["T", "tokens"])
+def ssd_bwd_dc_kernel(
+    C_ptr, gc_ptr,
+    h_ptr,  # [B, NT, H, N, P]
+    dy_ptr, seq_ptr,
+    parts_ptr,  # [SPLITS, B, T, G, N] out: of dC
+    dgc_ptr,  # [H, B, T] out: by what a token reads of the state
+    cu_ptr, chunks_ptr, T, tokens,
+    WHOLE: tl.constexpr,
+    G: tl.constexpr, H: tl.constexpr, N: tl.constexpr, P: tl.constexpr, SPLITS: tl.constexpr,
+    BT: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr,
+):  # fmt: skip
+    """One program: what a chunk reads of the state before it, of some heads of a group.
+
+    Grid (NT * G * SPLITS).  Reference: linattn_edu.reference.fused.ssd_bwd.
+    Arguments without a shape as of ssd_bwd_dx_kernel.
+    """
+    _, i_g, i_split, i_h, n_heads, i_c, first, n_t = tile_of(
+        tl.program_id(0), cu_ptr, chunks_ptr, T, H, G, SPLITS, BT, BT, WHOLE
+    )
+    o_t, o_n, o_p = tl.arange(0, BT), tl.arange(0, BN), tl.arange(0, BP)
+    if seq_ptr is not None:
+        b_id, before, _end = documents_of(seq_ptr, chunks_ptr, i_c, first, T, o_t, n_t)
+    i_C = first * G + i_g
+    b_C = load_tile(C_ptr + i_C * N, o_t, o_n, G * N, n_t, N)  # [BT, BN]
+    b_dC = tl.zeros([BT, BN], dtype=tl.float32)
+    i_gate = i_h.to(tl.int64) * tokens + first
+    b_gc = load_gate(gc_ptr + i_gate, o_t, 1, n_t)
+    for i_s in range(n_heads):
+        b_dy = load_tile(dy_ptr + (first * H + i_h) * P, o_t, o_p, H * P, n_t, P)  # [BT, BP]
+        b_h = load_tile(h_ptr + (i_c * H + i_h) * N * P, o_n, o_p, P, N, P)  # [BN, BP]
+        b_e = tl.exp2(b_gc)
+        if seq_ptr is not None:
+            b_e = tl.where(b_id == before, b_e, 0.0)
+        # of the next head, one head ahead
+        i_next = i_gate + tl.where(i_s + 1 < n_heads, tokens, 0)
+        b_gc = load_gate(gc_ptr + i_next, o_t, 1, n_t)
+        # eq:ssd-dc-inter   inter = diag(e) dY h^T
+        b_v = cast(b_dy.to(tl.float32) * b_e[:, None], b_dy.dtype)
+        b_dC = dot(b_v, tl.trans(b_h), b_dC)
+        # eq:ssd-dgc-inter   dgc_i = C_i . inter_i = e_i dY_i . (C h)_i
+        b_y = dot(b_C, b_h) * b_e[:, None]
+        b_dgc = tl.sum(b_dy.to(tl.float32) * b_y, 1)
+        tl.store(dgc_ptr + i_gate + o_t, b_dgc, mask=o_t < n_t)
+        i_h += 1
+        i_gate = i_next
+    store_tile(parts_ptr + (i_split * tokens * G + i_C) * N, b_dC, o_t, o_n, G * N, n_t, N)
 
 
 @triton.jit(do_not_specialize=["T", "tokens"])
 def ssd_bwd_sum_kernel(
     C_ptr, B_ptr,
-    parts_ptr,  # [SPLITS, 2, B, T, G, N]
+    inter_ptr,  # [B, T, G, N] in fp32: dC through the states
+    parts_ptr,  # [SPLITS, B, T, G, N]: dB through the states
     dS_ptr,  # [SPLITS, B, T, G, BT]
     dB_ptr,  # [B, T, G, N] out
     dC_ptr,  # [B, T, G, N] out
@@ -373,13 +401,16 @@ def ssd_bwd_sum_kernel(
         o_r, o_c = o_c, o_r
         far_ptr = C_ptr
         d_ptr = dB_ptr
+        part_ptr = parts_ptr
     else:
         far_ptr = B_ptr
         d_ptr = dC_ptr
+        part_ptr = inter_ptr
     o_S = o_r * G * BT + o_c
     for i_split in range(SPLITS):
-        part = parts_ptr + ((i_split * 2 + to_B) * tokens * G + i) * N
-        b_d += load_tile(part, o_t, o_n, G * N, n_t, N)
+        if (i_split == 0) | (to_B == 1):
+            part = part_ptr + (i_split * tokens * G + i) * N
+            b_d += load_tile(part, o_t, o_n, G * N, n_t, N)
         b_dS += tl.load(dS_ptr + (i_split * tokens * G + i) * BT + o_S, mask=o_r < n_t, other=0.0)
     # eq:ssd-dc   dC = inter + dscores B
     # eq:ssd-db   dB = dB_state + dscores^T C
@@ -389,7 +420,7 @@ def ssd_bwd_sum_kernel(
 
 
 # chunks of more than 64 tokens -> row: 8 warps share a tile of 128 tokens
-STATES = {False: row(4, 3), True: row(8, 3, 128)}
+DB = DC = {False: row(4, 3), True: row(8, 3, 128)}
 SUM = {False: row(4, 1), True: row(8, 1)}
 DX, DA, FAR = row(4, 2), row(4, 3), row(4, 3)
 
@@ -404,49 +435,28 @@ def ssd_ends_bwd(
     return ssd_ends(C, dy, None, gc, back=True, **which)
 
 
-def ssd_bwd_bc(
+def ssd_bwd_dc(
     C: Tensor,
-    B: Tensor,
-    x: Tensor,
-    gs: Tensor,
     gc: Tensor,
     h: Tensor,
-    dh: Tensor,
     dy: Tensor,
     seq_idx: Tensor | None = None,
     *,
     chunk_size: int,
     packing: Packing | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Launch ssd_bwd_bc's kernels; arguments and result as in the reference."""
-    n, T, H, P = x.shape
-    G, N = B.shape[2:]
-    gs, gc = by_head(gs), by_head(gc)
-    BC, (BN, BP) = chunk_size, _widths(N)
-    splits = by_kind.ssd_heads(kind_of(B, H, P, BC, packing), True).takes
-    NT, *chunks = chunk_args(x, BC, packing)
-    BT, sizes = min(BC, TOKENS), (*chunks, T, n * T, whole(x, BC, packing))
-    dB, dC, sums = torch.empty_like(B), torch.empty_like(C), gc.new_empty(2, H, n, T)
-    if packing is not None:  # of xdy ssd_bwd_dx sums all tokens, those behind the last end too
-        sums[1].zero_()
-    parts, dS = gc.new_empty(splits, 2, *B.shape), gc.new_empty(splits, n, T, G, BC)
-    ssd_bwd_states_kernel[(NT * G * splits * 2,)](
-        x, dy, gs, gc, h, dh, seq_idx, parts, *sizes, G, H, N, P, splits, BC, BN, BP,
-        **STATES[BC > 64].launch(),
+) -> tuple[Tensor, Tensor]:
+    """Launch ssd_bwd_dc_kernel; arguments and result as in the reference."""
+    n, T, H, P = dy.shape
+    G, N = C.shape[2:]
+    splits = by_kind.ssd_heads(kind_of(C, H, P, chunk_size, packing), True).takes
+    NT, *chunks = chunk_args(dy, chunk_size, packing)
+    parts, dgc = gc.new_empty(splits, *C.shape), gc.new_empty(H, n, T)
+    ssd_bwd_dc_kernel[(NT * G * splits,)](
+        C, by_head(gc), h, dy, seq_idx, parts, dgc, *chunks, T, n * T,
+        whole(dy, chunk_size, packing), G, H, N, P, splits, chunk_size, *_widths(N),
+        **DC[chunk_size > 64].launch(),
     )  # fmt: skip
-    ssd_bwd_da_kernel[(NT * G * splits * (BC // BT),)](
-        C, B, x, gs, gc, h, dy, seq_idx, sums, dS, *sizes, G, H, N, P, BC, splits, BT, BN, BP,
-        **DA.launch(),
-    )  # fmt: skip
-    if BC > BT:
-        ssd_bwd_far_kernel[(NT * G * splits,)](
-            C, B, x, gs, gc, dy, seq_idx, sums, dS, *sizes, G, H, N, P, splits, BT, BN, BP,
-            **FAR.launch(),
-        )  # fmt: skip
-    ssd_bwd_sum_kernel[(NT * G * 2,)](
-        C, B, parts, dS, dB, dC, *sizes, G, N, splits, BC, BN, **SUM[BC > 64].launch()
-    )  # fmt: skip
-    return dB, dC, *sums.permute(0, 2, 3, 1)
+    return parts[0] if splits == 1 else parts.sum(0), dgc.permute(1, 2, 0)
 
 
 def ssd_bwd_dx(
@@ -457,30 +467,53 @@ def ssd_bwd_dx(
     gc: Tensor,
     dh: Tensor,
     dy: Tensor,
-    xdy: Tensor,
+    dC: Tensor,
     dgc: Tensor,
     D: Tensor | None = None,
     seq_idx: Tensor | None = None,
     *,
     chunk_size: int,
     packing: Packing | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """Launch ssd_bwd_dx_kernel; arguments and result as in the reference."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """Launch ssd_bwd_dx's kernels; arguments and result as in the reference."""
     n, T, H, P = x.shape
     G, N = B.shape[2:]
-    gs, gc, xdy, dgc = (by_head(y) for y in (gs, gc, xdy, dgc))
-    BC, BT = chunk_size, min(chunk_size, TOKENS)
-    few = by_kind.ssd_heads(kind_of(B, H, P, BC, packing), False).takes
+    gs, gc, dgc = (by_head(y) for y in (gs, gc, dgc))
+    BC, (BN, BP) = chunk_size, _widths(N)
+    kind = kind_of(B, H, P, BC, packing)
+    splits, few = (by_kind.ssd_heads(kind, kept).takes for kept in (True, False))
     NT, *chunks = chunk_args(x, BC, packing)
-    sizes = *chunks, T, n * T, whole(x, BC, packing)
+    BT, sizes = min(BC, TOKENS), (*chunks, T, n * T, whole(x, BC, packing))
+    dB, read = torch.empty_like(B), gc.new_empty(2, H, n, T)
+    if packing is not None:  # of xdy all tokens are summed, those behind the last end too
+        read[1].zero_()
+    parts, dS = gc.new_empty(splits, *B.shape), gc.new_empty(splits, n, T, G, BC)
+    ssd_bwd_db_kernel[(NT * G * splits,)](
+        x, gs, gc, dh, seq_idx, parts, *sizes, G, H, N, P, splits, BC, BN, BP,
+        **DB[BC > 64].launch(),
+    )  # fmt: skip
+    ssd_bwd_da_kernel[(NT * G * splits * (BC // BT),)](
+        C, B, x, gs, gc, dy, dgc, seq_idx, read, dS, *sizes, G, H, N, P, BC, splits, BT, BN, BP,
+        **DA.launch(),
+    )  # fmt: skip
+    if BC > BT:
+        ssd_bwd_far_kernel[(NT * G * splits,)](
+            C, B, x, gs, gc, dy, seq_idx, read, dS, *sizes, G, H, N, P, splits, BT, BN, BP,
+            **FAR.launch(),
+        )  # fmt: skip
+    inter, dC = dC, torch.empty_like(C)
+    ssd_bwd_sum_kernel[(NT * G * 2,)](
+        C, B, inter, parts, dS, dB, dC, *sizes, G, N, splits, BC, BN, **SUM[BC > 64].launch()
+    )  # fmt: skip
+    dgc, xdy = read
     per = 1 if D is None else D.numel() // H
     dx, sums = torch.empty_like(x), gc.new_empty(3, H, n, T)
     dD = gc.new_empty(NT * (BC // BT), H, P) if per > 1 else None
     ssd_bwd_dx_kernel[(NT * G * few * (BC // BT),)](
         C, B, x, gs, gc, dh, dy, xdy, dgc, D, seq_idx, dx, sums, dD, *sizes, per, G, H,
-        N, P, BC, few, BT, *_widths(N), **DX.launch(),
+        N, P, BC, few, BT, BN, BP, **DX.launch(),
     )  # fmt: skip
     dgc, dstep, m = sums.permute(0, 2, 3, 1)
     if D is not None:
-        dD = (xdy.sum((0, 1)) if per == 1 else dD.sum(0)).view(D.shape)
-    return dx, dstep, dgc, m, dD
+        dD = (xdy.sum((1, 2)) if per == 1 else dD.sum(0)).view(D.shape)
+    return dx, dB, dC, dstep, dgc, m, dD

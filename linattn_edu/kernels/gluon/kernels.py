@@ -14,13 +14,14 @@ try:
         kda_intra_bwd,
         kda_scan,
         kda_scans,
+        ssd_bwd,
     )
 except Exception as error:  # a Triton whose Gluon has other names
     absent = support.left_out(error)
     gdn_bwd = gdn_fwd = gdn_intra = gdn_intra_bwd = gdn_scan = gdn_scans = absent
-    kda_intra = kda_intra_bwd = kda_scan = kda_scans = absent
+    kda_intra = kda_intra_bwd = kda_scan = kda_scans = ssd_bwd = absent
 
 __all__ = [
     "gdn_bwd", "gdn_fwd", "gdn_intra", "gdn_intra_bwd", "gdn_scan", "gdn_scans", "kda_intra",
-    "kda_intra_bwd", "kda_scan", "kda_scans",
+    "kda_intra_bwd", "kda_scan", "kda_scans", "ssd_bwd",
 ]  # fmt: skip

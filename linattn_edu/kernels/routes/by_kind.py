@@ -79,11 +79,12 @@ WHOLE_HEADS = (
     "K={K}, V={V}: heads of 128 are wanted",
     lambda k: (k.K, k.V) == (limits.HEAD, limits.HEAD),
 )
-# what every kernel in Gluon wants
+CHUNKS_OF_64 = ("chunks of {C}: Gluon kernels take 64", lambda k: k.C == limits.CHUNK)
+# what every kernel in Gluon wants, but Mamba-2's, which takes chunks of 128
 GLUON = (
     ("in Triton's interpreter, which knows no Gluon", lambda k: k.compiled),
     ("{generation} GPU: Gluon kernels are for Hopper", lambda k: k.generation == "hopper"),
-    ("chunks of {C}: Gluon kernels take 64", lambda k: k.C == limits.CHUNK),
+    CHUNKS_OF_64,
     ("Gluon is {gluon}", lambda k: not k.gluon),
 )
 WHOLE = (
@@ -138,6 +139,31 @@ def ssd_stages(kind: Kind, low: float = 0.0) -> Choice:
         return Choice("staged", "a step may be negative, and a memory grow")
     why = first(SSD, kind)
     return Choice("staged", why) if why else Choice("fused", "{generation}, {dtype}, N={K}, P={V}")
+
+
+# the kernel holds a chunk of two tiles of 64 tokens, and the whole state of a head
+SSD_DX = (
+    ("packed sequences", lambda k: not k.packed),
+    ("chunks of {C}: 128 are wanted", lambda k: k.C == limits.SSD_CHUNK),
+    ("T={T}: not whole chunks of 128", lambda k: k.T % limits.SSD_CHUNK == 0),
+    *(x for x in GLUON if x is not CHUNKS_OF_64), SIXTEEN,
+    ("N={K}, P={V}: states of 128 x 64 are wanted",
+     lambda k: (k.K, k.V) == (limits.SSD_STATES, limits.SSD_HEAD)),
+    ENOUGH, ALIGNED,
+)  # fmt: skip
+
+
+@decision
+def ssd_bwd_dx(kind: Kind, documents: bool, channels: bool) -> Choice:
+    """Of Mamba-2, "gluon" or "triton".  documents: whether there are any in a sequence; channels:
+    whether D has a number for each.
+    """
+    why = first(SSD_DX, kind)
+    if why is None and (documents or channels):
+        why = "documents in a sequence" if documents else "D of channels"
+    if why:
+        return Choice("triton", why)
+    return Choice("gluon", "Hopper, {dtype}, N={K}, P={V}, whole chunks of {C}")
 
 
 @decision

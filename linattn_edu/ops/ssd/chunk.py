@@ -319,7 +319,7 @@ class FusedStages:
     ssd_fwd: Callable = stage("fused.ssd_fwd")
     state: Callable = stage("delta.state")
     state_bwd: Callable = stage("delta.state_bwd")
-    ssd_bwd_bc: Callable = stage("fused.ssd_bwd")
+    ssd_bwd_dc: Callable = stage("fused.ssd_bwd")
     ssd_bwd_dx: Callable = stage("fused.ssd_bwd")
     chunk_cumsum_bwd: Callable = stage("ssd.chunk_cumsum_bwd")
     ssd_ends: Callable = stage("fused.ssd_fwd")
@@ -536,10 +536,10 @@ def backward(
         dh, _, dh0, dlast = stages.state_bwd(
             C, None, None, gc, dy, None, dht, seq_idx, h, scale=1.0, **options, **pieces
         )
-        dB, dC, dgc, xdy = stages.ssd_bwd_bc(C, B, x, gs, gc, h, dh, dy, seq_idx, **options)
+        dC, dgc = stages.ssd_bwd_dc(C, gc, h, dy, seq_idx, **options)
         del h  # before dx is made
-        dx, dstep, dgc, m, dD = stages.ssd_bwd_dx(
-            C, B, x, gs, gc, dh, dy, xdy, dgc, D, seq_idx, **options
+        dx, dB, dC, dstep, dgc, m, dD = stages.ssd_bwd_dx(
+            C, B, x, gs, gc, dh, dy, dC, dgc, D, seq_idx, **options
         )
     else:
         step, gc = stages.chunk_cumsum(dt, A, dt_bias, **steps)

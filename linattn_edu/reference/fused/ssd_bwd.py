@@ -36,56 +36,29 @@ def ssd_ends_bwd(
     return side_by_side(maps)
 
 
-def ssd_bwd_bc(
-    C: Tensor,
-    B: Tensor,
-    x: Tensor,
-    gs: Tensor,
-    gc: Tensor,
-    h: Tensor,
-    dh: Tensor,
-    dy: Tensor,
-    seq_idx: Tensor | None = None,
-    *,
-    chunk_size: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of B and C, and of the decay by what each token reads: of chapters 16 to 19.
+def ssd_bwd_dc(
+    C: Tensor, gc: Tensor, h: Tensor, dy: Tensor, seq_idx: Tensor | None = None, *, chunk_size: int
+) -> tuple[Tensor, Tensor]:
+    """The gradients of C and of the decay by what tokens read of the states: of chapters 17 and 19.
 
     Args:
-        C, B, x, gs, gc, seq_idx: as in ssd_fwd.  dy: [B, T, H, P], gradient of y.
-        h: [B, NT, H, N, P] of state.  dh: like h, of state_bwd.
+        C, gc, seq_idx: as in ssd_fwd.  h: [B, NT, H, N, P] of state.
+        dy: [B, T, H, P], gradient of y.
     Returns:
-        dB and dC [B, T, G, N] in the dtypes of B and C; dgc [B, T, H], which lacks what other
-        tokens read of the token; xdy [B, T, H], x . dY of each token; both in fp32 (fp64 for fp64
-        input).
-    Source: chapters 16, 17 and 19.
+        dC [B, T, G, N] and dgc [B, T, H], parts from which ssd_bwd_dx goes on; in fp32 (fp64 for
+        fp64 input).
+    Source: chapters 17 and 19.
     """
-    dtype = compute_dtype(C, B, x, gs, gc, h, dh, dy)
-    T, H = x.shape[1:3]
-    e, G, r, _ = decays(gc.to(dtype), seq_idx, chunk_size)
-    step = torch.exp2(gc.to(dtype) - gs)
-    C_, B_, X, dY, step = (
-        to_chunks(y.to(dtype), chunk_size)
-        for y in (repeat_heads(C, H), repeat_heads(B, H), x, dy, step[..., None])
-    )
-    h, ds = (y.to(dtype).transpose(1, 2) for y in (h, dh))
+    dtype = compute_dtype(C, gc, h, dy)
+    T, H = dy.shape[1:3]
+    e, *_ = decays(gc.to(dtype), seq_idx, chunk_size)
+    C_, dY = (to_chunks(y.to(dtype), chunk_size) for y in (repeat_heads(C, H), dy))
+    h = h.to(dtype).transpose(1, 2)
     # eq:ssd-dc-inter   inter = diag(e) dY h^T
-    # eq:ssd-db-state   dB_head = diag(r * step) X ds^T
-    inter, dB = e * (dY @ h.mT), r * step * (X @ ds.mT)
-    # eq:ssd-cb   S = C B^T
-    S = C_ @ B_.mT
-    # eq:ssd-dscores   dscores = sum over heads of dY X^T * G * step
-    dscores = (dY @ X.mT) * G * step.mT
+    inter = e * (dY @ h.mT)
     # eq:ssd-dgc-inter   dgc_i = C_i . inter_i = e_i dY_i . (C h)_i
     dgc = (e * dY * (C_ @ h)).sum(-1)
-    # eq:ssd-dgc-rows   rowsum(W)_i = dY_i . (M X)_i, M below the diagonal
-    dgc = dgc + (dY * ((S * G * step.mT).tril(-1) @ X)).sum(-1)
-    # eq:ssd-dc   dC = inter + dscores B
-    # eq:ssd-db   dB = dB_state + dscores^T C
-    dC, dB = inter + dscores @ B_, dB + dscores.mT @ C_
-    dB, dC = (sum_heads(from_chunks(y, T), B.shape[2]) for y in (dB, dC))
-    xdy = (X * dY).sum(-1)
-    return dB.to(B.dtype), dC.to(C.dtype), from_chunks(dgc, T), from_chunks(xdy, T)
+    return sum_heads(from_chunks(inter, T), C.shape[2]), from_chunks(dgc, T)
 
 
 def ssd_bwd_dx(
@@ -96,14 +69,14 @@ def ssd_bwd_dx(
     gc: Tensor,
     dh: Tensor,
     dy: Tensor,
-    xdy: Tensor,
+    dC: Tensor,
     dgc: Tensor,
     D: Tensor | None = None,
     seq_idx: Tensor | None = None,
     *,
     chunk_size: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """The gradients of x, step and D, and the rest of the decay's: of chapters 16, 18 and 19.
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """All gradients but those by the states that tokens read: of chapters 16 to 19.
 
     What other tokens read of token j, in its chunk, is the sum of a column of W. The product that
     gives dX has that sum, and with it that of the token itself:
@@ -111,21 +84,22 @@ def ssd_bwd_dx(
         colsum(W)_j + m_j = step_j (x_j . dXs_j - S_jj x_j . dY_j)
 
     Args:
-        C, B, x, gs, gc, dh, dy, seq_idx: as in ssd_bwd_bc, and its xdy and dgc.
-        D: as in chunk_scan.
+        C, B, x, gs, gc, seq_idx: as in ssd_fwd.  dh: [B, NT, H, N, P] of state_bwd.
+        dy: as in ssd_bwd_dc.  dC, dgc: of ssd_bwd_dc.  D: as in chunk_scan.
     Returns:
-        dx [B, T, H, P] in x.dtype; dstep [B, T, H], the gradient of the step where it multiplies
-        x; dgc, now whole, and m [B, T, H], from which chunk_cumsum_bwd goes on; dD of D's shape, or
-        None; all but dx in fp32 (fp64 for fp64 input).
-    Source: chapters 16, 18 and 19.
+        dx [B, T, H, P], dB and dC [B, T, G, N] in the dtypes of x, B and C; dstep [B, T, H], the
+        gradient of the step where it multiplies x; dgc, now whole, and m [B, T, H], from which
+        chunk_cumsum_bwd goes on; dD of D's shape, or None; the last four in fp32 (fp64 for fp64
+        input).
+    Source: chapters 16 to 19.
     """
     dtype = compute_dtype(C, B, x, gs, gc, dh, dy, D)
     T, H = x.shape[1:3]
     _, G, r, _ = decays(gc.to(dtype), seq_idx, chunk_size)
     step = torch.exp2(gc.to(dtype) - gs)
-    C_, B_, X, dY, step, xdy = (
+    C_, B_, X, dY, step = (
         to_chunks(y.to(dtype), chunk_size)
-        for y in (repeat_heads(C, H), repeat_heads(B, H), x, dy, step[..., None], xdy)
+        for y in (repeat_heads(C, H), repeat_heads(B, H), x, dy, step[..., None])
     )
     ds = dh.to(dtype).transpose(1, 2)
     # eq:ssd-cb   S = C B^T
@@ -133,12 +107,23 @@ def ssd_bwd_dx(
     # eq:ssd-dgc-state   dgc = -m, dlast = sum(m), m_j = B_j . dB_j = step_j r_j x_j . (B ds)_j
     dXs = r * (B_ @ ds)
     m = (step * X * dXs).sum(-1)
+    # eq:ssd-db-state   dB_head = diag(r * step) X ds^T
+    dB = r * step * (X @ ds.mT)
+    # eq:ssd-dscores   dscores = sum over heads of dY X^T * G * step
+    dscores = (dY @ X.mT) * G * step.mT
+    # eq:ssd-dgc-rows   rowsum(W)_i = dY_i . (M X)_i, M below the diagonal
+    rows = (dY * ((S * G * step.mT).tril(-1) @ X)).sum(-1)
     # eq:ssd-dxs   dXs = (C B^T * G)^T dY + diag(r) B ds
     dXs = dXs + (S * G).mT @ dY
     # eq:ssd-dstep   dstep_j = x_j . dXs_j
     dstep = (X * dXs).sum(-1)
     # eq:ssd-dgc-columns   colsum(W)_j + m_j = step_j (x_j . dXs_j - S_jj x_j . dY_j)
-    dgc = dgc - from_chunks(step[..., 0] * (dstep - S.diagonal(0, -2, -1) * xdy), T)
+    columns = step[..., 0] * (dstep - S.diagonal(0, -2, -1) * (X * dY).sum(-1))
+    dgc = dgc + from_chunks(rows - columns, T)
+    # eq:ssd-dc   dC = inter + dscores B
+    # eq:ssd-db   dB = dB_state + dscores^T C
+    dC = dC + sum_heads(from_chunks(dscores @ B_, T), C.shape[2])
+    dB = sum_heads(from_chunks(dB + dscores.mT @ C_, T), B.shape[2])
     # eq:ssd-dx   dX = diag(step) dXs + D dY
     dx, dD = from_chunks(step * dXs, T), None
     if D is not None:
@@ -146,4 +131,5 @@ def ssd_bwd_dx(
         # eq:ssd-dd   dD = sum over tokens of dY * X
         dD = (dy.to(dtype) * x.to(dtype)).sum((0, 1))
         dD = dD if D.shape == dD.shape else dD.sum(-1).view(D.shape)
-    return dx.to(x.dtype), from_chunks(dstep, T), dgc, from_chunks(m, T), dD
+    dstep, m = from_chunks(dstep, T), from_chunks(m, T)
+    return dx.to(x.dtype), dB.to(B.dtype), dC.to(C.dtype), dstep, dgc, m, dD

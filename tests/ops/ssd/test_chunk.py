@@ -141,7 +141,7 @@ def test_is_the_delta_rule_without_its_correction(rule, impl, device):
 def test_any_one_stage_can_be_swapped(fused, device):
     """A stage of the one implementation among those of the other, in both passes.
 
-    ssd_bwd_bc and ssd_bwd_dx go together: what they give to dgc cancels as far as both round alike.
+    ssd_bwd_dc and ssd_bwd_dx go together: what they give to dgc cancels as far as both round alike.
     """
     sets = ssd.fused_stages if fused else ssd.stages
     dtype = torch.bfloat16 if fused else torch.float32
@@ -153,7 +153,7 @@ def test_any_one_stage_can_be_swapped(fused, device):
     x["D"] = x["D"][:, None]
     names = ("x", "dt", "A", "B", "C", "D", "z", "dt_bias", "initial_states")
     singly = [(f.name,) for f in dataclasses.fields(sets("reference"))]
-    pair = ("ssd_bwd_bc", "ssd_bwd_dx")
+    pair = ("ssd_bwd_dc", "ssd_bwd_dx")
     for together in [s for s in singly if s[0] not in pair] + [pair] * fused:
         swapped = {stage: getattr(sets("triton"), stage) for stage in together}
         mixed = dataclasses.replace(sets("reference"), **swapped)

@@ -1,0 +1,382 @@
+"""ssd_bwd_dx of Mamba-2's fused backward pass in Gluon, for Hopper.
+
+A program takes one chunk and goes through the heads of a group, so that x, dy and the gradients of
+the states are read once, and what is summed over the heads stays in registers: the gradients of B
+through the states, and of the scores. One warp copies the next head's tiles. Two groups of four
+warps compute, each a tile of 64 tokens that are written: the first also what the second tile reads
+of it.
+"""
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma_wait,
+)
+
+from linattn_edu.kernels.gluon.blocks import (
+    CHUNK,
+    bar,
+    bar_pairs,
+    bars,
+    descriptor,
+    numbers,
+    operand,
+    product,
+    ring,
+)
+from linattn_edu.kernels.gluon.names import async_load, async_store, barrier, record
+from linattn_edu.kernels.gluon.support import attempt
+
+
+@record
+class Source:
+    """What is copied in, by tensor maps, and the numbers of each token."""
+
+    B_desc: object
+    C_desc: object
+    x_desc: object
+    dy_desc: object
+    dh_desc: object
+    gs_ptr: object
+    gc_ptr: object
+    dgc_ptr: object
+
+
+@record
+class Memory:
+    """Shared memory. Two places but of B, C, scores and rows: of the heads, in turn."""
+
+    Bs: object  # tiles of 64 tokens
+    Cs: object
+    xs: object  # of 128 tokens; dx leaves from there
+    dys: object
+    dss: object
+    vs: object  # dY of the second tile, by its decay since the first
+    scores: object  # in fp32, a tile's own, transposed
+    far: object  # those of the second tile with the first, transposed
+    gates: object  # gs, gc and dgc of 128 tokens
+    rows: object  # three sums over rows: each tile's own, and what the second has of the first
+
+
+@record
+class Bars:
+    """The mbarriers."""
+
+    full_in: object  # B and C have come
+    full: object  # two: x, dy, dh and gates have
+    empty_x: object  # two: x has been read, and dx has left
+    empty: object  # two: the others have been read
+    v_full: object  # two: v is there
+    far_full: object  # what the second tile's rows have of the first is
+
+
+@record
+class Out:
+    """Where the results go."""
+
+    dx_desc: object
+    sums_ptr: object  # [4, H, tokens]: dgc, dstep, m, xdy
+    parts_ptr: object  # [tokens, G, N] of this part of the heads
+    dS_ptr: object  # [tokens, G, 128]
+    D_ptr: object  # [H] or None
+
+
+@record
+class Place:
+    """What a program works on."""
+
+    row: object  # the chunk's first token
+    i_g: object  # group
+    i_h: object  # first head
+    i_S: object  # row of its state's gradient
+    heads: object
+    tokens: object
+    plane: object  # heads times tokens
+    G: object
+    N: object
+    P: object
+
+
+@gluon.jit
+def load_tiles(source, m, bars, at):
+    """The producer, a warp that loads."""
+    P: gl.constexpr = at.P
+    BYTES: gl.constexpr = (2 * 128 * P + at.N * P) * 2
+    o_t = gl.arange(0, 128, gl.BlockedLayout([4], [32], [1], [0]))
+    mbarrier.expect(bars.full_in, 4 * 64 * at.N * 2)
+    for c in gl.static_range(2):
+        where = [at.row + 64 * c, at.i_g * at.N]
+        async_load(source.B_desc, where, bars.full_in, m.Bs.index(c))
+        async_load(source.C_desc, where, bars.full_in, m.Cs.index(c))
+    o = at.i_h.to(gl.int64) * at.tokens + at.row
+    for n in range(at.heads):
+        i, turn = n % 2, (n // 2 & 1) ^ 1
+        full, i_h = bars.full.index(i), at.i_h + n
+        b_gs = gl.load(source.gs_ptr + o + o_t)
+        b_gc = gl.load(source.gc_ptr + o + o_t)
+        b_dgc = gl.load(source.dgc_ptr + o + o_t)
+        o += at.tokens
+        mbarrier.wait(bars.empty.index(i), turn)
+        mbarrier.expect(full, BYTES)
+        async_load(source.dy_desc, [at.row, i_h * P], full, m.dys.index(i))
+        async_load(source.dh_desc, [at.i_S + n * at.N, 0], full, m.dss.index(i))
+        mbarrier.wait(bars.empty_x.index(i), turn)
+        async_load(source.x_desc, [at.row, i_h * P], full, m.xs.index(i))
+        m.gates.index(3 * i).store(b_gs)
+        m.gates.index(3 * i + 1).store(b_gc)
+        m.gates.index(3 * i + 2).store(b_dgc)
+        barrier()
+        mbarrier.arrive(full, count=1)
+
+
+@gluon.jit
+def make_scores(c: gl.constexpr, m, bars, below, same, zero, mma: gl.constexpr):
+    """A tile's own scores below the diagonal, and far ones, into memory; returns the diagonal."""
+    mbarrier.wait(bars.full_in, 0)
+    # eq:ssd-cb   S = C B^T, transposed
+    b_S = product(m.Bs.index(c), m.Cs.index(c).permute((1, 0)), zero, False)
+    if c == 0:
+        b_far = product(m.Bs.index(0), m.Cs.index(1).permute((1, 0)), zero, False)
+        b_S, b_far = warpgroup_mma_wait(0, [b_S, b_far])
+        m.far.index(0).store(b_far.to(m.far.dtype))
+    else:
+        b_S = warpgroup_mma_wait(0, [b_S])
+    m.scores.index(c).store(gl.where(below, b_S, 0.0))
+    fence_async_shared()
+    barrier()
+    return gl.sum(gl.where(same, b_S, 0.0), 1)
+
+
+@gluon.jit
+def inside(b_W, b_dS, b_on, b_gw, gc, scores, sums, mma: gl.constexpr, dtype: gl.constexpr):
+    """Of b_W = X dY^T of a tile M^T, the scores' gradients with it, and the sums of W's rows."""
+    along: gl.constexpr = gl.SliceLayout(0, mma)
+    b_E = gl.exp2(gl.minimum(gc.load(along)[None, :] - b_gw[:, None], 100.0))
+    b_W *= b_on[:, None]
+    # eq:ssd-dscores   dscores = sum over heads of dY X^T * G * step
+    b_dS += b_W * b_E
+    b_M = (scores.load(mma) * b_E).to(dtype)
+    # eq:ssd-dgc-rows   rowsum(W)_i = dY_i . (M X)_i, with M as dx rounds it
+    sums.store(gl.sum(b_W * b_M.to(gl.float32), 0))
+    return b_M, b_dS
+
+
+@gluon.jit
+def write_v(m, i, b_gc, mid, mma: gl.constexpr):
+    """dY of the second tile by its decay since the first, for the first's products."""
+    dy, v = m.dys.index(i).slice(64, 64), m.vs.index(i)
+    b_e = gl.exp2(gl.minimum(b_gc - mid, 0.0))
+    v.store((dy.load(mma).to(gl.float32) * b_e[:, None]).to(v.dtype))
+    fence_async_shared()
+    barrier()
+
+
+@gluon.jit
+def store_vectors(out, at, n, c: gl.constexpr, b_dgc, b_dstep, b_m, b_xdy, rows: gl.constexpr):
+    """The numbers of a tile's tokens, of the n-th head."""
+    o = (at.i_h + n).to(gl.int64) * at.tokens + at.row + 64 * c
+    to = out.sums_ptr + o + gl.arange(0, 64, rows)
+    gl.store(to, b_dgc)
+    gl.store(to + at.plane, b_dstep)
+    gl.store(to + 2 * at.plane, b_m)
+    gl.store(to + 3 * at.plane, b_xdy)
+
+
+@gluon.jit
+def store_gradients(c: gl.constexpr, out, at, b_dB, b_dS, b_far, below, same,
+                    mma: gl.constexpr, wide: gl.constexpr):  # fmt: skip
+    """What was summed over the heads: dB through the states, and rows of the scores' gradients."""
+    o_t = gl.arange(0, 64, gl.SliceLayout(1, wide))[:, None] + at.row + 64 * c
+    o_n = gl.arange(0, at.N, gl.SliceLayout(0, wide))[None, :]
+    gl.store(out.parts_ptr + (o_t.to(gl.int64) * at.G + at.i_g) * at.N + o_n, b_dB)
+    o_j = gl.arange(0, 64, gl.SliceLayout(1, mma))[:, None] + 64 * c
+    o_i = gl.arange(0, 64, gl.SliceLayout(0, mma))[None, :] + at.row
+    own = out.dS_ptr + ((o_i + 64 * c).to(gl.int64) * at.G + at.i_g) * 128 + o_j
+    gl.store(own, gl.where(below | same, b_dS, 0.0))
+    if c == 0:
+        gl.store(out.dS_ptr + ((o_i + 64).to(gl.int64) * at.G + at.i_g) * 128 + o_j, b_far)
+    else:
+        gl.store(
+            out.dS_ptr + (o_i.to(gl.int64) * at.G + at.i_g) * 128 + o_j, gl.zeros_like(b_dS)
+        )
+
+
+# over 80 lines: the order of its products, waits and arithmetic is what it is about
+@gluon.jit
+def compute_tile(c: gl.constexpr, out, m, bars, at):
+    """Tile c of the chunk, by four warps: sums of ssd_bwd_dx's kernels."""
+    N: gl.constexpr = at.N
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
+    rows: gl.constexpr = gl.SliceLayout(1, mma)
+    dtype: gl.constexpr = m.xs.dtype
+    o_j, o_i = gl.arange(0, 64, rows)[:, None], gl.arange(0, 64, gl.SliceLayout(0, mma))[None, :]
+    below, same = o_j < o_i, o_j == o_i
+    zero = gl.full([64, 64], 0.0, gl.float32, mma)
+    b_same = make_scores(c, m, bars, below, same, zero, mma)
+    b_dB = gl.full([64, N], 0.0, gl.float32, wide)
+    b_dS, b_far = zero, zero
+    for n in range(at.heads):
+        i, turn = n % 2, n // 2 & 1
+        # 0, and the compiler cannot know: see gdn_intra_bwd
+        z = n >> 30
+        x, dy = m.xs.index(i).slice(64 * c, 64), m.dys.index(i).slice(64 * c, 64)
+        ds, v, far = m.dss.index(i), m.vs.index(i), m.far.index(z)
+        b_direct = b_same
+        if out.D_ptr is not None:
+            D = gl.load(out.D_ptr + at.i_h + n).to(gl.float32)
+        mbarrier.wait(bars.full.index(i), turn)
+        b_W = product(x, dy.permute((1, 0)), zero, False)
+        gs, gc = m.gates.index(3 * i).slice(64 * c, 64), m.gates.index(3 * i + 1)
+        last = gl.max(gc.slice(127, 1).load(rows), 0)
+        mid = gl.max(gc.slice(63, 1).load(rows), 0)
+        b_gs, b_gc = gs.load(rows), gc.slice(64 * c, 64).load(rows)
+        if c == 1:
+            write_v(m, i, b_gc, mid, mma)
+            mbarrier.arrive(bars.v_full.index(i), count=1)
+            b_dxs = product(m.Bs.index(c + z), ds, zero, False)
+        # of a token that writes nothing, weight 1 until the end: dstep is of its write
+        off = b_gs == float("inf")
+        b_gw, b_on = gl.where(off, b_gc, b_gs), gl.where(off, 0.0, 1.0)
+        if n > 0:  # dx of the head before has left
+            tma.store_wait(0)
+            barrier()
+            mbarrier.arrive(bars.empty_x.index((n - 1) % 2), count=1)
+        b_W = warpgroup_mma_wait(c, [b_W])
+        b_xdy = gl.sum(gl.where(same, b_W, 0.0), 1)
+        b_M, b_dS = inside(
+            b_W, b_dS, b_on, b_gw, gc.slice(64 * c, 64), m.scores.index(c + z), m.rows.index(c),
+            mma, dtype,
+        )  # fmt: skip
+        b_M = operand(b_M, dtype, mma)
+        if c == 0:
+            mbarrier.wait(bars.v_full.index(i), turn)
+            b_W = product(x, v.permute((1, 0)), zero, False)
+            b_dxs = product(m.Bs.index(c + z), ds, zero, False)
+            b_r = gl.exp2(mid - b_gw)
+            b_W = warpgroup_mma_wait(1, [b_W])
+            b_W *= (b_r * b_on)[:, None]
+            b_far += b_W
+            m.rows.index(2).store(gl.sum(b_W * far.load(mma).to(gl.float32), 0))
+            barrier()
+            mbarrier.arrive(bars.far_full, count=1)
+        else:
+            b_r = gl.exp2(last - b_gw)
+        # eq:ssd-db-state   dB_head = diag(r * step) X ds^T
+        b_x = x.load(mma).to(gl.float32)
+        b_u = operand(b_x * (gl.exp2(last - b_gw) * b_on)[:, None], dtype, wide)
+        b_dxs = warpgroup_mma_wait(0, [b_dxs])
+        b_dB = product(b_u, ds.permute((1, 0)), b_dB)
+        # eq:ssd-dgc-state   dgc = -m, dlast = sum(m), m_j = B_j . dB_j = step_j r_j x_j . (B ds)_j
+        b_m = b_on * gl.exp2(last - b_gw) * gl.sum(b_x * b_dxs, 1)
+        # eq:ssd-dxs   dXs = (C B^T * G)^T dY + diag(r) B ds
+        if c == 0:
+            b_dxs = product(far, v, b_dxs * gl.exp2(last - mid))
+            b_dxs, b_dB = warpgroup_mma_wait(0, [b_dxs, b_dB])
+        b_dxs = product(b_M, dy, b_dxs * b_r[:, None])
+        b_dy = dy.load(mma).to(gl.float32)
+        b_step = gl.exp2(b_gc - b_gs)
+        b_direct = b_same * b_step
+        if out.D_ptr is not None:
+            b_direct += D
+        b_dgc = m.gates.index(3 * i + 2).slice(64 * c, 64).load(rows) + m.rows.index(c).load(rows)
+        if c == 1:
+            mbarrier.wait(bars.far_full, n & 1)
+            b_dgc += m.rows.index(2).load(rows)
+        b_dxs, b_dB = warpgroup_mma_wait(0, [b_dxs, b_dB])
+        b_cols = gl.sum(x.load(mma).to(gl.float32) * b_dxs, 1)
+        # eq:ssd-dstep   dstep_j = x_j . dXs_j
+        b_dstep = b_cols / gl.exp2(b_gc - b_gw) + b_same * b_xdy
+        # eq:ssd-dgc-columns   colsum(W)_j + m_j = step_j (x_j . dXs_j - S_jj x_j . dY_j)
+        b_dgc -= b_on * b_cols
+        # eq:ssd-dx   dX = diag(step) dXs + D dY
+        b_dx = b_dxs * b_on[:, None] + b_dy * b_direct[:, None]
+        barrier()
+        mbarrier.arrive(bars.empty.index(i), count=1)
+        x.store(b_dx.to(dtype))
+        fence_async_shared()
+        barrier()
+        async_store(out.dx_desc, [at.row + 64 * c, (at.i_h + n) * at.P], x)
+        store_vectors(out, at, n, c, b_dgc, b_dstep, b_m, b_xdy, rows)
+    # eq:ssd-dc   dC = inter + dscores B
+    # eq:ssd-db   dB = dB_state + dscores^T C
+    store_gradients(c, out, at, b_dB, b_dS, b_far, below, same, mma, wide)
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["tokens"])
+def ssd_bwd_dx_gluon_kernel(
+    B_desc, C_desc, x_desc, dy_desc, dh_desc, dx_desc,
+    gs_ptr, gc_ptr, dgc_ptr, D_ptr, sums_ptr, parts_ptr, dS_ptr,
+    tokens,  # B * T
+    G: gl.constexpr, H: gl.constexpr, N: gl.constexpr, P: gl.constexpr, SPLITS: gl.constexpr,
+):  # fmt: skip
+    """One program: a chunk of 128 tokens, some heads of a group.  Grid (chunks * G * SPLITS).
+
+    Arguments of ssd_bwd_dx_kernel and of the others of kernels/fused/ssd_bwd.py, see `descriptor`.
+    Reference: linattn_edu.reference.fused.ssd_bwd.ssd_bwd_dx.
+
+    mbarriers, in the order of a head; two groups of four warps compute, c = 0 and 1::
+
+        full_in   B and C, once -> both groups: the scores
+        full      x, dy, dh and gates, a head ahead -> both: X dY^T; c = 1: v, B ds
+        v_full    c = 1: v is there -> c = 0: X v^T, B ds, S v
+        empty_x   both: x has been read, dx of the head before has left -> loading warp
+        far_full  c = 0: sums of the second tile's rows -> c = 1: dgc
+        empty     both: no product reads dy or dh any more -> loading warp
+
+    Two places of v and one of far sums need no more: c = 1 writes v after it had far sums of the
+    head before, and c = 0 writes those after it had v of its head.
+    """
+    HEADS: gl.constexpr = H // G
+    MOST: gl.constexpr = (HEADS + SPLITS - 1) // SPLITS
+    i_split, i_g = gl.program_id(0) % SPLITS, gl.program_id(0) // SPLITS % G
+    i_c = gl.program_id(0) // (SPLITS * G)
+    i_h = i_g * HEADS + i_split * MOST
+    heads = gl.minimum(MOST, HEADS - i_split * MOST)
+    at = Place(
+        i_c * 128, i_g, i_h, (i_c * H + i_h) * N, heads, tokens, tokens.to(gl.int64) * H, G, N, P
+    )  # fmt: skip
+    part = i_split * (tokens.to(gl.int64) * G)
+    swizzled: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+    m = Memory(
+        ring(B_desc, 2), ring(C_desc, 2), ring(x_desc, 2), ring(dy_desc, 2), ring(dh_desc, 2),
+        ring(dx_desc, 2), gl.allocate_shared_memory(gl.float32, [2, 64, 64], swizzled),
+        ring(dx_desc, 1), numbers([6, 128]), numbers([3, 64]),
+    )  # fmt: skip
+    full, empty_x = bar_pairs(2, 2, 2)
+    b = Bars(bar(1), full, empty_x, bars(2, 2), bars(2, 1), bar(1))
+    fence_async_shared()
+    out = Out(dx_desc, sums_ptr, parts_ptr + part * N, dS_ptr + part * 128, D_ptr)
+    source = Source(B_desc, C_desc, x_desc, dy_desc, dh_desc, gs_ptr, gc_ptr, dgc_ptr)
+    gl.warp_specialize([
+        (compute_tile, (0, out, m, b, at)),
+        (compute_tile, (1, out, m, b, at)),
+        (load_tiles, (source, m, b, at)),
+    ], [4, 1], [240, 24])  # fmt: skip
+
+
+# of the registers at the start the loading warp keeps 24 a thread, the others take the rest
+OPTIONS = {"num_warps": 4, "maxnreg": 168}
+
+
+@attempt
+def ssd_dx_gluon(given: tuple[Tensor | None, ...], out: tuple[Tensor, ...]) -> None:
+    """Launch ssd_bwd_dx_gluon_kernel on what ssd_bwd_dx is given: C, B, x, gs, gc, dh, dy, dgc and
+    D [H, 1] or None; it writes dx, sums [4, H, B, T], parts [SPLITS, B, T, G, N] and dS
+    [SPLITS, B, T, G, 128].
+    """
+    C, B, x, gs, gc, dh, dy, dgc, D = given
+    dx, sums, parts, dS = out
+    (n, T, H, P), (G, N) = x.shape, B.shape[2:]
+    descriptors = (
+        descriptor(B, N), descriptor(C, N), descriptor(x, P, 2 * CHUNK),
+        descriptor(dy, P, 2 * CHUNK), descriptor(dh, P, N), descriptor(dx, P),
+    )  # fmt: skip
+    ssd_bwd_dx_gluon_kernel[(n * T // (2 * CHUNK) * G * len(parts),)](
+        *descriptors, gs, gc, dgc, D, sums, parts, dS, n * T, G, H, N, P, len(parts), **OPTIONS
+    )
