@@ -16,6 +16,7 @@ from linattn_edu.kernels.fused.ssd_fwd import (
     store_sums,
     tile_of,
 )
+from linattn_edu.kernels.gluon.kernels import ssd_bwd
 from linattn_edu.kernels.routes import by_kind, kind_of
 from linattn_edu.kernels.rows import chunk_args, row, whole
 from linattn_edu.kernels.ssd.chunk_scan import past_state
@@ -479,41 +480,43 @@ def ssd_bwd_dx(
     n, T, H, P = x.shape
     G, N = B.shape[2:]
     gs, gc, dgc = (by_head(y) for y in (gs, gc, dgc))
-    BC, (BN, BP) = chunk_size, _widths(N)
-    kind = kind_of(B, H, P, BC, packing)
+    BC, BT, (BN, BP) = chunk_size, min(chunk_size, TOKENS), _widths(N)
+    kind = kind_of(B, H, P, BC, packing, (C, B, x, dh, dy))
     splits, few = (by_kind.ssd_heads(kind, kept).takes for kept in (True, False))
     NT, *chunks = chunk_args(x, BC, packing)
-    BT, sizes = min(BC, TOKENS), (*chunks, T, n * T, whole(x, BC, packing))
-    dB, read = torch.empty_like(B), gc.new_empty(2, H, n, T)
-    if packing is not None:  # of xdy all tokens are summed, those behind the last end too
-        read[1].zero_()
+    sizes, per = (*chunks, T, n * T, whole(x, BC, packing)), 1 if D is None else D.numel() // H
+    dB, dx, sums = torch.empty_like(B), torch.empty_like(x), gc.new_empty(4, H, n, T)
     parts, dS = gc.new_empty(splits, *B.shape), gc.new_empty(splits, n, T, G, BC)
-    ssd_bwd_db_kernel[(NT * G * splits,)](
-        x, gs, gc, dh, seq_idx, parts, *sizes, G, H, N, P, splits, BC, BN, BP,
-        **DB[BC > 64].launch(),
-    )  # fmt: skip
-    ssd_bwd_da_kernel[(NT * G * splits * (BC // BT),)](
-        C, B, x, gs, gc, dy, dgc, seq_idx, read, dS, *sizes, G, H, N, P, BC, splits, BT, BN, BP,
-        **DA.launch(),
-    )  # fmt: skip
-    if BC > BT:
-        ssd_bwd_far_kernel[(NT * G * splits,)](
-            C, B, x, gs, gc, dy, seq_idx, read, dS, *sizes, G, H, N, P, splits, BT, BN, BP,
-            **FAR.launch(),
+    inter, dC, dD, xdy = dC, torch.empty_like(C), None, sums[3]
+    given, out = (C, B, x, gs, gc, dh, dy, dgc, D), (dx, sums, parts, dS)
+    gluon = by_kind.ssd_bwd_dx(kind, seq_idx is not None, per > 1).takes == "gluon"
+    if not (gluon and ssd_bwd.ssd_dx_gluon(given, out)):
+        ssd_bwd_db_kernel[(NT * G * splits,)](
+            x, gs, gc, dh, seq_idx, parts, *sizes, G, H, N, P, splits, BC, BN, BP,
+            **DB[BC > 64].launch(),
         )  # fmt: skip
-    inter, dC = dC, torch.empty_like(C)
+        read = gc.new_empty(2, H, n, T)
+        xdy = read[1]
+        if packing is not None:  # of xdy all tokens are summed, those behind the last end too
+            xdy.zero_()
+        ssd_bwd_da_kernel[(NT * G * splits * (BC // BT),)](
+            C, B, x, gs, gc, dy, dgc, seq_idx, read, dS, *sizes, G, H, N, P, BC, splits, BT, BN,
+            BP, **DA.launch(),
+        )  # fmt: skip
+        if BC > BT:
+            ssd_bwd_far_kernel[(NT * G * splits,)](
+                C, B, x, gs, gc, dy, seq_idx, read, dS, *sizes, G, H, N, P, splits, BT, BN, BP,
+                **FAR.launch(),
+            )  # fmt: skip
+        dD = gc.new_empty(NT * (BC // BT), H, P) if per > 1 else None
+        ssd_bwd_dx_kernel[(NT * G * few * (BC // BT),)](
+            C, B, x, gs, gc, dh, dy, xdy, read[0], D, seq_idx, dx, sums, dD, *sizes, per, G, H,
+            N, P, BC, few, BT, BN, BP, **DX.launch(),
+        )  # fmt: skip
     ssd_bwd_sum_kernel[(NT * G * 2,)](
         C, B, inter, parts, dS, dB, dC, *sizes, G, N, splits, BC, BN, **SUM[BC > 64].launch()
     )  # fmt: skip
-    dgc, xdy = read
-    per = 1 if D is None else D.numel() // H
-    dx, sums = torch.empty_like(x), gc.new_empty(3, H, n, T)
-    dD = gc.new_empty(NT * (BC // BT), H, P) if per > 1 else None
-    ssd_bwd_dx_kernel[(NT * G * few * (BC // BT),)](
-        C, B, x, gs, gc, dh, dy, xdy, dgc, D, seq_idx, dx, sums, dD, *sizes, per, G, H,
-        N, P, BC, few, BT, BN, BP, **DX.launch(),
-    )  # fmt: skip
-    dgc, dstep, m = sums.permute(0, 2, 3, 1)
+    dgc, dstep, m = sums[:3].permute(0, 2, 3, 1)
     if D is not None:
-        dD = (xdy.sum((1, 2)) if per == 1 else dD.sum(0)).view(D.shape)
+        dD = (dD.sum(0) if per > 1 else xdy.sum((1, 2))).view(D.shape)
     return dx, dB, dC, dstep, dgc, m, dD
