@@ -15,7 +15,7 @@ from linattn_edu.reference.fused.gdn_intra import intra_chunk
 from linattn_edu.reference.fused.gdn_scans import scans
 from linattn_edu.reference.fused.kda_fwd import kda_prepare
 from linattn_edu.reference.fused.kda_scans import kda_fused_scans
-from linattn_edu.reference.fused.ssd_bwd import ssd_bwd_dc
+from linattn_edu.reference.fused.ssd_bwd_dc import ssd_bwd_dc
 from linattn_edu.reference.fused.ssd_fwd import chunk_scores
 
 AXES = {

@@ -139,7 +139,7 @@ def ssd_fused(N, P, dtype):
                 empty(1, T, 1, T, dtype=dtype),
             )
             r.dh, r.h0, r.ends, r.piece = r.h, None, False, 2 * T
-            r.xdy = r.dgc = r.step
+            r.inter, r.dgc = r.B.float(), r.step
             r.D = {"none": r.A, "all": r.rows}.get(given)
             r.seq_idx = None if given == "none" else r.ids
             found.append(r)

@@ -34,6 +34,7 @@ from linattn_edu.kernels.gluon import (
     kda_intra_bwd,
     kda_scan,
     kda_scans,
+    ssd_bwd,
 )
 from linattn_edu.kernels.gluon.blocks import CHUNK
 from linattn_edu.kernels.gluon.scan_frame import BV
@@ -213,6 +214,17 @@ def kda_front_forms():
         yield form, source, kda_intra.OPTIONS
 
 
+def ssd_forms():
+    """ssd_bwd_dx, with D and without."""
+    kernel = ssd_bwd.ssd_bwd_dx_gluon_kernel
+    for dtype, absent in (("bf16", ()), ("fp16", ("D_ptr",))):
+        source = source_of(
+            kernel, {"G": 1, "H": 80, "N": HEAD, "P": 64, "SPLITS": 1}, dtype,
+            {"": 64, "B": HEAD, "C": HEAD}, absent, ("dh",), rows={"x": 128, "dy": 128},
+        )  # fmt: skip
+        yield {"kernel": kernel.__name__, "dtype": dtype, "D": not absent}, source, ssd_bwd.OPTIONS
+
+
 def forms():
     """What each form is, its source and options."""
     yield from gdn_scan_forms()
@@ -222,6 +234,7 @@ def forms():
     yield from intra_forms()
     yield from fwd_forms()
     yield from kda_front_forms()
+    yield from ssd_forms()
 
 
 def results_of(compiled):

@@ -31,12 +31,14 @@ class Case(NamedTuple):
     kinds: dict = MappingProxyType({})  # of parts
     without: tuple = ()  # parts
     more: dict = MappingProxyType({})  # options of the stage
+    C: int = 64
+    between: tuple = ()  # what parts have before the dtype
 
     def check(self, device, **how) -> None:
         """The stage's results are its reference's; how: of `interpreted`."""
         torch.manual_seed(how.get("seed", 0))
         with forced(**PAYS, **self.forced), interpreted(**how) as ran:
-            sizes = self.T, self.K, self.V, 64, self.dtype, device
+            sizes = self.T, self.K, self.V, self.C, *self.between, self.dtype, device
             stages.check(
                 self.stage, self.family, *sizes, without=self.without, more=self.more, **self.kinds
             )
@@ -72,6 +74,7 @@ ENDS = ("h0", "dht")
 _INTRA = {"intra_chunk": "gluon"}
 _BOTH, _EACH = {"together": 1}, {"together": 0}
 _SCANS, _KDA = {"scans": "gluon"}, {"kda_fused_scans": "gluon"}
+_SSD = {"ssd_bwd_dx": "gluon"}
 CASES = {
     "gdn_intra": Case("intra_chunk", "gdn_fused", "intra_chunk", _INTRA, 150),
     "gdn_intra, K=64, gated": Case(
@@ -120,6 +123,14 @@ CASES = {
     "gdn_bwd, no states": Case(
         "chunk_bwd", "gdn_fused", "scan_states scan_intra_bwd",
         _SCANS | {"scan_intra_bwd": "one"}, 64, dtype=FP16, kinds={"own": True}, without=ENDS,
+    ),
+    "ssd_bwd": Case(
+        "ssd_bwd_dx", "ssd_fused", "ssd_bwd_dx", _SSD, 256, HEAD, 64, C=128,
+        between=((5, 1), "all"), without=("seq_idx",),
+    ),
+    "ssd_bwd, parts of a group, no D": Case(
+        "ssd_bwd_dx", "ssd_fused", "ssd_bwd_dx", _SSD | {"SSD_MANY": 2}, 128, HEAD, 64,
+        dtype=FP16, C=128, between=((6, 2), "none"),
     ),
     "kda_intra": Case(
         "kda_gate_prepare", "kda_fused", "kda_prepare", {"kda_gate_prepare": "gluon"}, 150,

@@ -63,7 +63,9 @@ PARTS = {
     "KDA_STAGED": "KDA_AGAIN kda_intra_bwd gate_bwd",
     "SSD_FUSED": "chunk_cumsum_log chunk_scores ssd_fwd",
     "SSD_PARTS": "chunk_cumsum_log chunk_scores ssd_ends ssd_fwd",
-    "SSD_END": "ssd_bwd_dc ssd_bwd_db ssd_bwd_da ssd_bwd_far ssd_bwd_sum ssd_bwd_dx chunk_cumsum_bwd",
+    "SSD_END": "ssd_bwd_dc ssd_bwd_db ssd_bwd_da ssd_bwd_far ssd_bwd_dx ssd_bwd_sum "
+    "chunk_cumsum_bwd",
+    "SSD_GLUON": "ssd_bwd_dc ssd_bwd_dx_gluon ssd_bwd_sum chunk_cumsum_bwd",
     "SSD": "chunk_cumsum chunk_state state_passing chunk_scan",
     "SSD_BWD": "chunk_cumsum chunk_state state_passing chunk_scan_bwd_dstates state_passing_bwd "
     "chunk_state_bwd_db chunk_scan_bwd_dc chunk_scan_chunk_state_bwd_dx chunk_scan_bwd_da_cs "
@@ -153,14 +155,14 @@ gdn2 8 4096 8 16 128 128  | packed    | KDA_FRONT kda_fused_scan_transposed | KD
 gdn2 1 32768 4 4 128 128  |           | KDA_FRONT KDA_MAP kda_scan_gluon |
         kda_gates KDA_MAP KDA_MAP_BWD kda_scans_gluon
         KDA_END
-ssd 8 4096 16 1 64 128    |           | SSD_FUSED | chunk_cumsum_log state state_bwd SSD_END
+ssd 8 4096 16 1 64 128    |           | SSD_FUSED | chunk_cumsum_log state state_bwd SSD_GLUON
 ssd 8 4096 16 1 64 128    | gpu=b200  | SSD_FUSED | chunk_cumsum_log state state_bwd SSD_END
 ssd 8 4096 16 1 64 128    | gpu=a100  | SSD | SSD_BWD
 ssd 8 4096 16 1 64 128    | dtype=fp32 | SSD | SSD_BWD
 ssd 8 4096 16 1 64 256    |           | SSD | SSD_BWD
 ssd 8 4096 16 1 128 128   |           | SSD | SSD_BWD
 ssd 2 8192 16 1 64 128    |           | SSD_PARTS |
-        chunk_cumsum_log piece_map merge state piece_map_bwd merge state_bwd SSD_END
+        chunk_cumsum_log piece_map merge state piece_map_bwd merge state_bwd SSD_GLUON
 ssd 2 4096 16 1 64 128    | packed    | SSD_PARTS | chunk_cumsum_log state state_bwd SSD_END
 ssd 8 4096 16 1 64 128    | step=-1   | SSD | SSD_BWD
 ema 2 4096 1 512          |           | gate_cumsum ema | ema_bwd total
@@ -442,7 +444,9 @@ def test_what_is_decided_by_kind_sees_no_batch():
         p for f in vars(by_kind).values() if hasattr(f, "__wrapped__")
         for p in [*inspect.signature(f).parameters][1:]
     }  # fmt: skip
-    assert more == {"ranks", "gates", "low", "kept", "lower_bound", "size"}
+    assert more == {
+        "ranks", "gates", "low", "kept", "lower_bound", "size", "documents", "channels",
+    }  # fmt: skip
     with choices.ask(GPUS["h100"], lambda *_: None):
         one, many = (torch.empty(B, 100, 2, 64, device="meta") for B in (1, 64))
         assert kind_of(one, 4, 32, 64, None) == kind_of(many, 4, 32, 64, None)

@@ -119,7 +119,7 @@ STAGES = [
     Stage("fused/ssd_bwd", "ssd_fused", call("C gc dy", "chunks", piece="piece"), "ssd_ends_bwd"),
     Stage("delta/cp_merge", "ssd_fused", call("B - x gc dht gs", "chunks"), "piece_map"),
     Stage("delta/cp_merge_bwd", "ssd_fused", call("C - - gc dy - dht", "scaled"), "piece_map_bwd"),
-    Stage("fused/ssd_bwd", "ssd_fused", call("C gc h dy seq_idx", "chunks"), "ssd_bwd_dc"),
+    Stage("fused/ssd_bwd_dc", "ssd_fused", call("C gc h dy seq_idx", "chunks")),
     Stage("fused/ssd_bwd", "ssd_fused", call("C B x gs gc dh dy inter dgc D seq_idx", "chunks"),
           "ssd_bwd_dx"),
 ]  # fmt: skip

@@ -324,55 +324,6 @@ def ssd_bwd_db_kernel(
 
 
 @triton.jit(do_not_specialize=["T", "tokens"])
-def ssd_bwd_dc_kernel(
-    C_ptr, gc_ptr,
-    h_ptr,  # [B, NT, H, N, P]
-    dy_ptr, seq_ptr,
-    parts_ptr,  # [SPLITS, B, T, G, N] out: of dC
-    dgc_ptr,  # [H, B, T] out: by what a token reads of the state
-    cu_ptr, chunks_ptr, T, tokens,
-    WHOLE: tl.constexpr,
-    G: tl.constexpr, H: tl.constexpr, N: tl.constexpr, P: tl.constexpr, SPLITS: tl.constexpr,
-    BT: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr,
-):  # fmt: skip
-    """One program: what a chunk reads of the state before it, of some heads of a group.
-
-    Grid (NT * G * SPLITS).  Reference: linattn_edu.reference.fused.ssd_bwd.
-    Arguments without a shape as of ssd_bwd_dx_kernel.
-    """
-    _, i_g, i_split, i_h, n_heads, i_c, first, n_t = tile_of(
-        tl.program_id(0), cu_ptr, chunks_ptr, T, H, G, SPLITS, BT, BT, WHOLE
-    )
-    o_t, o_n, o_p = tl.arange(0, BT), tl.arange(0, BN), tl.arange(0, BP)
-    if seq_ptr is not None:
-        b_id, before, _end = documents_of(seq_ptr, chunks_ptr, i_c, first, T, o_t, n_t)
-    i_C = first * G + i_g
-    b_C = load_tile(C_ptr + i_C * N, o_t, o_n, G * N, n_t, N)  # [BT, BN]
-    b_dC = tl.zeros([BT, BN], dtype=tl.float32)
-    i_gate = i_h.to(tl.int64) * tokens + first
-    b_gc = load_gate(gc_ptr + i_gate, o_t, 1, n_t)
-    for i_s in range(n_heads):
-        b_dy = load_tile(dy_ptr + (first * H + i_h) * P, o_t, o_p, H * P, n_t, P)  # [BT, BP]
-        b_h = load_tile(h_ptr + (i_c * H + i_h) * N * P, o_n, o_p, P, N, P)  # [BN, BP]
-        b_e = tl.exp2(b_gc)
-        if seq_ptr is not None:
-            b_e = tl.where(b_id == before, b_e, 0.0)
-        # of the next head, one head ahead
-        i_next = i_gate + tl.where(i_s + 1 < n_heads, tokens, 0)
-        b_gc = load_gate(gc_ptr + i_next, o_t, 1, n_t)
-        # eq:ssd-dc-inter   inter = diag(e) dY h^T
-        b_v = cast(b_dy.to(tl.float32) * b_e[:, None], b_dy.dtype)
-        b_dC = dot(b_v, tl.trans(b_h), b_dC)
-        # eq:ssd-dgc-inter   dgc_i = C_i . inter_i = e_i dY_i . (C h)_i
-        b_y = dot(b_C, b_h) * b_e[:, None]
-        b_dgc = tl.sum(b_dy.to(tl.float32) * b_y, 1)
-        tl.store(dgc_ptr + i_gate + o_t, b_dgc, mask=o_t < n_t)
-        i_h += 1
-        i_gate = i_next
-    store_tile(parts_ptr + (i_split * tokens * G + i_C) * N, b_dC, o_t, o_n, G * N, n_t, N)
-
-
-@triton.jit(do_not_specialize=["T", "tokens"])
 def ssd_bwd_sum_kernel(
     C_ptr, B_ptr,
     inter_ptr,  # [B, T, G, N] in fp32: dC through the states
@@ -421,7 +372,7 @@ def ssd_bwd_sum_kernel(
 
 
 # chunks of more than 64 tokens -> row: 8 warps share a tile of 128 tokens
-DB = DC = {False: row(4, 3), True: row(8, 3, 128)}
+DB = {False: row(4, 3), True: row(8, 3, 128)}
 SUM = {False: row(4, 1), True: row(8, 1)}
 DX, DA, FAR = row(4, 2), row(4, 3), row(4, 3)
 
@@ -434,30 +385,6 @@ def ssd_ends_bwd(
     which: of ssd_ends; rows: the sequences whose first piece is wanted.
     """
     return ssd_ends(C, dy, None, gc, back=True, **which)
-
-
-def ssd_bwd_dc(
-    C: Tensor,
-    gc: Tensor,
-    h: Tensor,
-    dy: Tensor,
-    seq_idx: Tensor | None = None,
-    *,
-    chunk_size: int,
-    packing: Packing | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Launch ssd_bwd_dc_kernel; arguments and result as in the reference."""
-    n, T, H, P = dy.shape
-    G, N = C.shape[2:]
-    splits = by_kind.ssd_heads(kind_of(C, H, P, chunk_size, packing), True).takes
-    NT, *chunks = chunk_args(dy, chunk_size, packing)
-    parts, dgc = gc.new_empty(splits, *C.shape), gc.new_empty(H, n, T)
-    ssd_bwd_dc_kernel[(NT * G * splits,)](
-        C, by_head(gc), h, dy, seq_idx, parts, dgc, *chunks, T, n * T,
-        whole(dy, chunk_size, packing), G, H, N, P, splits, chunk_size, *_widths(N),
-        **DC[chunk_size > 64].launch(),
-    )  # fmt: skip
-    return parts[0] if splits == 1 else parts.sum(0), dgc.permute(1, 2, 0)
 
 
 def ssd_bwd_dx(

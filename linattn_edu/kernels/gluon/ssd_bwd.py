@@ -200,9 +200,7 @@ def store_gradients(c: gl.constexpr, out, at, b_dB, b_dS, b_far, below, same,
     if c == 0:
         gl.store(out.dS_ptr + ((o_i + 64).to(gl.int64) * at.G + at.i_g) * 128 + o_j, b_far)
     else:
-        gl.store(
-            out.dS_ptr + (o_i.to(gl.int64) * at.G + at.i_g) * 128 + o_j, gl.zeros_like(b_dS)
-        )
+        gl.store(out.dS_ptr + (o_i.to(gl.int64) * at.G + at.i_g) * 128 + o_j, gl.zeros_like(b_dS))
 
 
 # over 80 lines: the order of its products, waits and arithmetic is what it is about

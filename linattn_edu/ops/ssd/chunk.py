@@ -319,7 +319,7 @@ class FusedStages:
     ssd_fwd: Callable = stage("fused.ssd_fwd")
     state: Callable = stage("delta.state")
     state_bwd: Callable = stage("delta.state_bwd")
-    ssd_bwd_dc: Callable = stage("fused.ssd_bwd")
+    ssd_bwd_dc: Callable = stage("fused.ssd_bwd_dc")
     ssd_bwd_dx: Callable = stage("fused.ssd_bwd")
     chunk_cumsum_bwd: Callable = stage("ssd.chunk_cumsum_bwd")
     ssd_ends: Callable = stage("fused.ssd_fwd")
