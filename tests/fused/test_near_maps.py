@@ -11,13 +11,11 @@ import triton
 import triton.language as tl
 from grids import FULL, few, name
 
-from linattn_edu.kernels.delta import cp_merge
 from linattn_edu.kernels.delta.cp_merge import FORGOTTEN, NEAR, store_map
 from linattn_edu.kernels.fused.gdn_fwd import scan_map
 from linattn_edu.kernels.fused.gdn_scans import scan_map_bwd
 from linattn_edu.kernels.fused.kda_fwd import kda_fused_scan_map
 from linattn_edu.kernels.fused.kda_scans import kda_fused_scan_map_bwd
-from linattn_edu.kernels.pieces import by_maps
 from linattn_edu.ops.gdn.chunk import fused_stages as gdn_stages
 from linattn_edu.ops.kda.chunk import fused_stages as kda_stages
 from linattn_edu.packing import pack
@@ -150,23 +148,6 @@ def test_packed_pieces(family, back, device):
     compare([x[:1] for x in found], [x[:1] for x in whole])
     compare([x[1:2] for x in found], [x[1:2] for x in whole])
     assert all(torch.equal(x[2:], y[2:]) for x, y in zip(found, whole, strict=True))
-
-
-@pytest.mark.parametrize(
-    ("family", "back"), few(("gdn", True), ("kda", False), more=(("gdn", False), ("kda", True)))
-)
-def test_pieces_on_one_device(family, back, device, force, monkeypatch):
-    """Four of the eight chunks of a piece are near; the last one has five."""
-    monkeypatch.setitem(globals(), "NEAR", cp_merge.PIECE_NEAR)
-    force(LENGTH=8 * C, LEAST=2, MULTIPROCESSORS=1)
-    cuts = [0, 8 * C, 16 * C, LONG]
-    make, args, options = PARTS[family](
-        [0, LONG], torch.float32, device, back, B=2, change=lambda x: gates(x.g, cuts, back)
-    )
-    pieces = by_maps(args[0], H, V, C, None)
-    found = make(*args, pieces=pieces, **options)
-    monkeypatch.setattr(cp_merge, "PIECE_NEAR", 8)
-    compare(found, make(*args, pieces=pieces, **options), (ALL, FIRST_NEAR))
 
 
 def decayed(back, left):

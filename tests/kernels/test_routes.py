@@ -45,11 +45,7 @@ PARTS = {
     "JOINED": "gate_cumsum chunk_fwd_gluon",
     "PART": "scan_states_gluon scan_bwd_gluon intra_chunk_bwd_gluon",
     "WHOLE": "scan_states_gluon scan_intra_bwd_gluon",
-    "MAP": "scan_map scan_map merge",
-    "MAP_BWD": "scan_map_bwd scan_map_bwd merge",
-    "MAPS": "MAP MAP_BWD",
-    "KDA_MAP": "kda_fused_scan_map kda_fused_scan_map merge",
-    "KDA_MAP_BWD": "kda_fused_scan_map_bwd kda_fused_scan_map_bwd merge",
+    "MAPS": "scan_map merge scan_map_bwd merge",
     "BOUNDS": "bound warm_up bound warm_up",
     "APART": "bound warm_up scan_states bound warm_up scan_bwd",
     "FUSED": "scan_states scan_bwd intra_chunk_bwd gate_bwd",
@@ -102,17 +98,17 @@ gdn 8 4096 16 16 256 128  |           | TWO scan | STAGED
 gdn 8 4096 16 16 96 128   |           | TWO scan_transposed | FUSED
 gdn 8 4096 16 16 33 128   |           | TWO scan | STAGED
 gdn 8 4096 16 16 128 96   |           | RING scan_transposed | FUSED
-gdn 1 32768 4 4 128 128   |           | RING MAP scan_gluon |
+gdn 1 32768 4 4 128 128   |           | RING scan_map merge scan_gluon |
         MAPS scans_gluon intra_chunk_bwd_gluon gate_bwd
-gdn 1 32768 4 4 128 128   | packed    | ALONE MAP scan |
-        MAP scan_states MAP_BWD scan_bwd intra_chunk_bwd gate_bwd
+gdn 1 32768 4 4 128 128   | packed    | ALONE scan_map merge scan |
+        scan_map merge scan_states scan_map_bwd merge scan_bwd intra_chunk_bwd gate_bwd
 gdn 1 32768 4 4 128 128   | gpu=t4    | TWO scan | STAGED
-gdn 1 32768 4 4 128 128   | gpu=a100  | TWO MAP scan |
+gdn 1 32768 4 4 128 128   | gpu=a100  | TWO scan_map merge scan |
         wy piece_map merge state output_bwd piece_map_bwd merge state_bwd wy_bwd gate_bwd
 gdn 1 32768 4 4 128 128   | gpu=l4    | TWO scan | STAGED
-gdn 4 32768 4 4 128 128   |           | RING MAP scan_gluon | MAPS PART PART gate_bwd
+gdn 4 32768 4 4 128 128   |           | RING scan_map merge scan_gluon | MAPS PART PART gate_bwd
 gdn 1 8191 4 4 128 128    |           | ALONE scan | FUSED_ONE
-gdn 1 8192 4 4 128 128    |           | RING MAP scan_gluon |
+gdn 1 8192 4 4 128 128    |           | RING scan_map merge scan_gluon |
         MAPS scans_gluon intra_chunk_bwd_gluon gate_bwd
 gdn 1 32768 16 32 128 128 |           | gate_cumsum bound warm_up chunk_fwd_gluon |
         BOUNDS PART PART gate_bwd
@@ -139,8 +135,8 @@ kda 8 4096 16 16 128 128  | packed    | KDA_FRONT kda_fused_scan_transposed | KD
 kda 8 4096 8 16 128 128   |           | KDA_FRONT kda_scan_gluon | KDA_NEAR
 kda 8 4096 16 16 64 64    |           | KDA kda_fused_scan | KDA_NEAR
 kda 1 512 16 16 128 128   |           | KDA_FRONT kda_fused_scan | KDA_NEAR
-kda 1 32768 4 4 128 128   |           | KDA_FRONT KDA_MAP kda_scan_gluon |
-        kda_gates KDA_MAP KDA_MAP_BWD kda_scans_gluon
+kda 1 32768 4 4 128 128   |           | KDA_FRONT kda_fused_scan_map merge kda_scan_gluon |
+        kda_gates kda_fused_scan_map merge kda_fused_scan_map_bwd merge kda_scans_gluon
         KDA_END
 kda 2 4096 32 32 128 128  |           | KDA_FRONT kda_scan_gluon | kda_gates kda_scans_gluon KDA_END
 kda 2 4096 16 16 128 128  |           | KDA_FRONT kda_scan_gluon | kda_gates kda_scans_gluon KDA_END
@@ -152,8 +148,8 @@ gdn2 8 4096 16 16 128 128 | gpu=b200  | KDA kda_fused_scan_transposed | KDA_NEAR
 gdn2 8 4096 16 16 128 128 | gpu=a100  | KDA wy kda_scan | KDA_STAGED
 gdn2 8 4096 16 16 128 128 | dtype=fp16 | KDA kda_scan_gluon | KDA_STAGED
 gdn2 8 4096 8 16 128 128  | packed    | KDA_FRONT kda_fused_scan_transposed | KDA_NEAR
-gdn2 1 32768 4 4 128 128  |           | KDA_FRONT KDA_MAP kda_scan_gluon |
-        kda_gates KDA_MAP KDA_MAP_BWD kda_scans_gluon
+gdn2 1 32768 4 4 128 128  |           | KDA_FRONT kda_fused_scan_map merge kda_scan_gluon |
+        kda_gates kda_fused_scan_map merge kda_fused_scan_map_bwd merge kda_scans_gluon
         KDA_END
 ssd 8 4096 16 1 64 128    |           | SSD_FUSED | chunk_cumsum_log state state_bwd SSD_GLUON
 ssd 8 4096 16 1 64 128    | gpu=b200  | SSD_FUSED | chunk_cumsum_log state state_bwd SSD_END

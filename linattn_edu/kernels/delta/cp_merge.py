@@ -22,9 +22,7 @@ from linattn_edu.kernels.tiles import (
 from linattn_edu.packing import Packing
 
 FORGOTTEN = tl.constexpr(2.0**-32)  # of a state: no sum in fp32 holds it
-# chunks from which a map is made first, where what was before them may be forgotten: over ranks,
-# and of a piece, which has few
-NEAR, PIECE_NEAR = 16, 4
+NEAR = 16  # chunks from which a map is made first, where what was before them may be forgotten
 
 
 @triton.jit
@@ -324,10 +322,9 @@ def launch_map(
 ) -> tuple[Tensor, Tensor | None]:
     """Launch a kernel that makes maps of pieces; return S_ext [NP, HV, K, V] and M [NP, HV, K, K].
 
-    Over ranks, where there is `out`, and for pieces on one device a kernel of a fused stage is
-    launched twice: for NEAR or PIECE_NEAR chunks at the end where the state leaves each, and for
-    all chunks of those heads whose transition through these is more than 2^-32. Of the others M is
-    that of these chunks.
+    Over ranks, where there is `out`, a kernel of a fused stage is launched twice: for NEAR chunks
+    of each piece at the end where the state leaves it, and for all chunks of those heads whose
+    transition through these is more than 2^-32. Of the others M is that of these chunks.
 
     Args:
         given: what the kernel reads, in its order. after: what comes after its outputs.
@@ -359,12 +356,12 @@ def launch_map(
         if maps.shape[-1] > W and not numbers:
             maps[..., V:] = 0  # which is read, and multiplied by zero
         launch(W, number)
-    elif out is None and pieces is None:
+    elif out is None:
         launch(W, None, NEAR=0, NW=1)
     else:
         tiles = cdiv(V + K, scan_launch(table, x, NP * HV, V + K)[1]["BV"])
         left = maps.new_empty(NP, HV, tiles)
-        launch(V + K, left, NEAR=NEAR if pieces is None else PIECE_NEAR, NW=tiles)
+        launch(V + K, left, NEAR=NEAR, NW=tiles)
         launch(W, left, NEAR=0, NW=tiles)
     return maps[..., :V], maps[..., V:] if maps.shape[-1] > V else number
 
