@@ -164,6 +164,17 @@ def dot_left(x, a, a_low, acc, FINE: tl.constexpr):
 
 
 @triton.jit
+def significand(x):
+    """x in fp32 as a number in [1, 2) and a power of two with the sign of x, or 0: their product.
+
+    A matrix times the first rounds to 16 bit as it does times x: the power of two is exact.
+    """
+    n = x.to(tl.int32, bitcast=True)
+    one = ((n & 0x7FFFFF) | 0x3F800000).to(tl.float32, bitcast=True)
+    return one, (n & -0x800000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def decay_matrix(b_gc, o_t):
     """G_ij = 2^(gc_i - gc_j) for i >= j, else 0; the mask comes first, so nothing overflows."""
     causal = o_t[:, None] >= o_t[None, :]

@@ -21,6 +21,7 @@ from linattn_edu.kernels.tiles import (
     load_gate,
     load_row,
     load_tile,
+    significand,
     store_tile,
 )
 from linattn_edu.packing import Packing
@@ -95,7 +96,10 @@ def intra_chunk_bwd_kernel(
     b_dM = tl.where(below, b_dM, 0.0)
     # eq:delta-dl   dL = -tril(Z v_new^T, -1) * G
     b_dL = tl.where(below, -dot_halves(b_Z, b_Z_low, b_vT, b_vT_low) * G, 0.0)
-    b_NT = tl.trans(b_beta[:, None] * b_dL)
+    # beta = one two: F and D both have one dL, rounded once, so that it cancels in dgc to the bit
+    b_one, b_two = significand(b_beta)
+    b_dL *= b_one[:, None]
+    b_NT = tl.trans(b_two[:, None] * b_dL)
     b_dM_low, b_MT_low, b_dL_low, b_NT_low = None, None, None, None
     if FINE:
         b_dM_low, b_dL_low = cut_off(b_dM, b_do.dtype), cut_off(b_dL, b_do.dtype)
@@ -126,8 +130,8 @@ def intra_chunk_bwd_kernel(
             store_tile(dq_ptr + i_qk, b_dq, o_t, o_k, H * K, n_t, K)
         else:
             store_tile(dq_sum_ptr + i_qk, b_dq, o_t, o_k, H * K, n_t, K)
-        # eq:fused-read   F = dL K - diag(2^gc) Z S^T
-        b_F = dot_halves(b_Z, b_Z_low, tl.trans(b_h), None) * -tl.exp2(b_gc)[:, None]
+        # eq:fused-read   F = dL K - diag(2^gc) Z S^T, here times one
+        b_F = dot_halves(b_Z, b_Z_low, tl.trans(b_h), None) * -(b_one * tl.exp2(b_gc))[:, None]
         b_F = dot_halves(b_dL, b_dL_low, b_k, None, b_F)
         # eq:fused-dbeta   dbeta = rowsum(Z * V) + rowsum(K * F)
         b_KF += tl.sum(b_k.to(tl.float32) * b_F, 1)
@@ -135,7 +139,7 @@ def intra_chunk_bwd_kernel(
         b_dk = dot_halves(b_v_new, b_v_low, tl.trans(b_dh), None)
         b_dk *= tl.exp2(b_last - b_gc)[:, None]
         b_t += tl.sum(b_k.to(tl.float32) * b_dk, 1)
-        b_dk += b_own[:, None] * b_q.to(tl.float32) + b_beta[:, None] * b_F
+        b_dk += b_own[:, None] * b_q.to(tl.float32) + b_two[:, None] * b_F
         # eq:fused-write   D = dK_state + dM^T Q + (diag(beta) dL)^T K
         b_D = dot_halves(tl.trans(b_dM), b_MT_low, b_q, None)
         b_D = dot_halves(b_NT, b_NT_low, b_k, None, b_D)
@@ -149,6 +153,7 @@ def intra_chunk_bwd_kernel(
             store_tile(dk_ptr + i_qk, b_dk, o_t, o_k, H * K, n_t, K)
         else:
             store_tile(dk_sum_ptr + i_qk, b_dk, o_t, o_k, H * K, n_t, K)
+    b_KF /= b_one
     if FINE:  # dbeta, without the rounding of the states that K F has
         large = b_beta > 0.5
         b_KF = tl.where(large, b_written / tl.where(large, b_beta, 1.0) - b_dbeta, b_KF)

@@ -42,6 +42,7 @@ from linattn_edu.kernels.gluon.scan_frame import (
 )
 from linattn_edu.kernels.gluon.support import attempt
 from linattn_edu.kernels.pieces import Pieces
+from linattn_edu.kernels.tiles import significand
 
 
 @record
@@ -292,8 +293,10 @@ def key_gradient(c, m, i, z, a_dL, b_F, b_W, b_own, mma: gl.constexpr):
     rows: gl.constexpr = gl.SliceLayout(1, mma)
     o_t = gl.arange(0, 64, rows)[:, None] + z
     k, q, gc = m.ks.index(2 * i + c), m.qs.index(c), m.gates.index(2 * i)
-    # eq:fused-read   F = dL K - diag(2^gc) Z S^T
-    b_F = product(a_dL, k, b_F * -gl.exp2(gc.load(rows))[:, None])
+    beta = m.gates.index(2 * i + 1)
+    # eq:fused-read   F = dL K - diag(2^gc) Z S^T, here times one of beta = one two
+    b_one, _ = significand(beta.load(rows)[:, None])
+    b_F = product(a_dL, k, b_F * -(b_one * gl.exp2(gc.load(rows))[:, None]))
     # eq:delta-dk-state   dK = diag(2^(gc_last - gc)) v_new dS^T
     b_W *= gl.exp2(gc.slice(63, 1).load(rows) - gc.load(rows))[:, None]
     b_k = k.load(mma).to(gl.float32)
@@ -306,8 +309,9 @@ def key_gradient(c, m, i, z, a_dL, b_F, b_W, b_own, mma: gl.constexpr):
     b_dk = product(m.inner.index(z).permute((1, 0)), q, b_dk)
     b_F = warpgroup_mma_wait(2, [b_F])
     b_k = k.load(mma).to(gl.float32)
-    b_KF = own_sums(b_k * b_F)
-    b_F *= m.gates.index(2 * i + 1).load(rows)[:, None]
+    b_one, b_two = significand(beta.load(rows)[:, None])
+    b_KF = own_sums(b_k * (b_F * (1.0 / b_one)))
+    b_F *= b_two
     b_KbF = own_sums(b_k * b_F)
     b_dk = warpgroup_mma_wait(0, [b_dk])
     b_KD = own_sums(k.load(mma).to(gl.float32) * b_dk)
@@ -393,9 +397,9 @@ def gradients(m, bars, out, piece):
         b_P = warpgroup_mma_wait(0, [times_transposed(m.Zs, z, m.news, z, zero)])
         # eq:delta-dl   dL = -tril(Z v_new^T, -1) * G
         b_P, diagonal, below = within(b_P, m.gates.index(2 * i), z, mma)
-        b_P = gl.where(below, -b_P, 0.0)
-        b_beta = m.gates.index(2 * i + 1).load(rows)[:, None]
-        m.inner.index(1 + z).store((b_beta * b_P).to(dtype))
+        b_one, b_two = significand(m.gates.index(2 * i + 1).load(rows)[:, None])
+        b_P = gl.where(below, -b_P, 0.0) * b_one
+        m.inner.index(1 + z).store((b_two * b_P).to(dtype))
         a_dL = operand(b_P, dtype, mma)
         fence_async_shared()
         barrier()

@@ -34,6 +34,7 @@ from linattn_edu.kernels.gluon.blocks import (
 from linattn_edu.kernels.gluon.names import async_load, async_store, barrier, record
 from linattn_edu.kernels.gluon.support import attempt
 from linattn_edu.kernels.rows import device_of
+from linattn_edu.kernels.tiles import significand
 
 
 @record
@@ -190,9 +191,10 @@ def inside(
         dM.store(gl.where(below, b_P, 0.0).to(dM.dtype))
     else:
         # eq:delta-dl   dL = -tril(Z v_new^T, -1) * G
-        b_P = gl.where(below, -b_P, 0.0)
+        b_one, b_two = significand(beta.load(rows))
+        b_P = gl.where(below, -b_P, 0.0) * b_one[:, None]
         dL.store(b_P.to(dL.dtype))
-        bL.store((beta.load(rows)[:, None] * b_P).to(bL.dtype))
+        bL.store((b_two[:, None] * b_P).to(bL.dtype))
 
 
 # over 80 lines: the order of its products, waits and arithmetic is what it is about
@@ -251,7 +253,8 @@ def compute_half(c: gl.constexpr, out, m, bars, N, ROW: gl.constexpr, H: gl.cons
         b_through += own_dot(half(S, 1), half(dS, 1), mma)
         b_through *= gl.exp2(b_last)
         b_dbeta = own_dot(half(Z, c), half(v, c), mma)
-        b_gc, b_beta = gc.load(rows)[:, None], beta.load(rows)[:, None]
+        b_gc = gc.load(rows)[:, None]
+        b_one, b_two = significand(beta.load(rows)[:, None])
         b_R, b_F, b_W = warpgroup_mma_wait(0, [b_R, b_F, b_W])
         barrier()
         mbarrier.arrive(bars.empty_h, count=1)
@@ -270,8 +273,8 @@ def compute_half(c: gl.constexpr, out, m, bars, N, ROW: gl.constexpr, H: gl.cons
         b_e = gl.exp2(b_gc)
         # eq:delta-dq   dQ = scale diag(2^gc) dO S^T + dM K
         b_dq = product(dM, k, b_dq + b_R * (b_e * out.scale))
-        # eq:fused-read   F = dL K - diag(2^gc) Z S^T
-        b_F = product(dL, k, b_F * -b_e)
+        # eq:fused-read   F = dL K - diag(2^gc) Z S^T, here times one of beta = one two
+        b_F = product(dL, k, b_F * -(b_one * b_e))
         # eq:delta-dk-state   dK = diag(2^(gc_last - gc)) v_new dS^T
         b_k = k.load(mma).to(gl.float32)
         b_W *= gl.exp2(b_last - b_gc)
@@ -287,8 +290,8 @@ def compute_half(c: gl.constexpr, out, m, bars, N, ROW: gl.constexpr, H: gl.cons
         b_k = k.load(mma).to(gl.float32)
         b_dq += b_own * b_k
         b_F = warpgroup_mma_wait(2, [b_F])
-        b_dbeta += own_sums(b_k * b_F)
-        b_F *= b_beta
+        b_dbeta += own_sums(b_k * (b_F * (1.0 / b_one)))
+        b_F *= b_two
         b_dgc += own_sums(b_k * b_F)
         b_dk = warpgroup_mma_wait(0, [b_dk])
         b_dgc -= own_sums(b_k * b_dk)
