@@ -35,6 +35,20 @@ def test_intra_bwd_kernel_with_a_head_each(device):
     registry.check("intra_chunk_bwd", *sizes, change=a_head_each)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_what_no_gate_has_made_leaves_dgc(dtype, device):
+    """Pairs of tokens of one chunk, by dL alone: what one gets another loses. A beta of 0 too."""
+    x = gdn_inputs(1, 64, 1, 1, 32, 32, dtype=dtype, device=device, seed=0)
+    x.beta[:, ::7], none = 0, torch.zeros(1, 1, 1, 32, 32, dtype=dtype, device=device)
+    gc, nothing = gate_cumsum(x.g, chunk_size=64), torch.zeros_like(x.v)
+    args = x.q, x.k, x.v, x.beta, gc, none, x.v, nothing, none, x.v.flip(1)
+    options = {"scale": 0.3, "chunk_size": 64}
+    dbeta, dgc = kernels.intra_chunk_bwd(*args, **options)[2:]
+    assert dgc.sum().abs() < 1e-5 * dgc.abs().sum()
+    want = references.intra_chunk_bwd(*args, **options)[2]
+    assert_close("dbeta", dbeta, want, 2 * torch.finfo(dtype).eps)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("HV", [4, 8, 16])
