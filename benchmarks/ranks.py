@@ -83,7 +83,7 @@ def jobs(args: argparse.Namespace) -> list[Job]:
     """The jobs of a run, without any twice; peers, which may have to tune themselves, at its end.
 
     A case of weak scaling or short parts has as many tokens as there are ranks for it, and also its
-    time on one.
+    time on one. Peers are not asked for short parts.
     """
     found, peers, seen = [], [], set()
     strong = args.tokens or TOKENS[args.device]["strong"]
@@ -94,7 +94,6 @@ def jobs(args: argparse.Namespace) -> list[Job]:
                 continue
             if case in ("strong", "none"):
                 lengths = {strong: args.ranks}
-                peers.append(Job(op, gate, strong, args.ranks, "fla"))
             else:
                 each = TOKENS[args.device][case]
                 lengths = {each * n: tuple(sorted({1, n})) for n in args.ranks}
@@ -102,6 +101,7 @@ def jobs(args: argparse.Namespace) -> list[Job]:
                 new = tuple(n for n in ranks if (op, gate, tokens, n) not in seen)
                 seen |= {(op, gate, tokens, n) for n in new}
                 found += [Job(op, gate, tokens, new)] if new else []
+                peers += [Job(op, gate, tokens, new, "fla")] if new and case != "short" else []
     return found + [job for job in peers if args.device != "cpu" and fla(job.op)]
 
 
@@ -220,9 +220,9 @@ def passes(f: Callable, tensors: dict, do: Tensor, **options) -> dict[str, Calla
         o = f(**x, **options)
         return o[0] if isinstance(o, tuple) else o
 
-    def forward() -> Tensor:
+    def forward() -> tuple[Tensor]:
         with torch.no_grad():
-            return output(tensors)
+            return (output(tensors),)
 
     def both() -> tuple[Tensor, ...]:
         o = output(leaves)
@@ -251,16 +251,20 @@ def rows_of(job: Job, team: Team, f: Callable, x: dict, do: Tensor, whole: tuple
         places = {"layout": layout, "gate": job.gate, "ranks": team.size, "tokens": job.tokens}
         return {"case": job.case, "library": job.library, "what": what} | places
 
-    def result(call: Callable) -> tuple[Tensor, ...] | None:
-        """Of a first call; a peer may fail."""
-        return call() if ours else team.attempt(f"{job.library} {job.case}, {team.size}", call)
+    def ran(calls: dict[str, Callable]) -> tuple[list[str], tuple[Tensor, ...]]:
+        """First calls: those that run, where a peer may fail in one, and what the last gives."""
+        names, got = [], ()
+        for what, call in calls.items():
+            name = f"{job.library} {job.case}, {team.size}, {what}"
+            if (result := call() if ours else team.attempt(name, call)) is not None:
+                names, got = [*names, what], result
+        return names, got
 
     if team.size == 1:
         calls = passes(f, x, do)
-        if result(calls["forward_backward"]) is not None:
-            for what, call in calls.items():
-                name = f"{job.library} {job.op} {what} on 1"
-                yield row(what, LAYOUTS[0]) | team.times(name, call)
+        for what in ran(calls)[0]:
+            name = f"{job.library} {job.op} {what} on 1"
+            yield row(what, LAYOUTS[0]) | team.times(name, calls[what])
         return
     cu_seqlens = torch.tensor([0, job.tokens], device=team.device)
     for layout in LAYOUTS if ours else LAYOUTS[:1]:
@@ -272,21 +276,21 @@ def rows_of(job: Job, team: Team, f: Callable, x: dict, do: Tensor, whole: tuple
 
         cut = {n: t if n in SHARED else mine(t) for n, t in x.items()}
         calls = passes(f, cut, mine(do), cp_context=own)
-        if (got := result(calls["forward_backward"])) is None:
-            continue
+        names, got = ran(calls)
         errors = []
-        for name, a, b in zip(("o", *x), got, whole, strict=True):
+        for name, a, b in zip(("o", *x), got, whole, strict=False):  # or o alone
             if name in SHARED:
                 a = a.double()
                 dist.all_reduce(a, group=team.group)
             errors.append(apart(a, b if name in SHARED else mine(b)))
-        del got, a, b
-        every = team.gathered(errors)
-        error = {"error": max(e[0] for e in every)}
-        error["error_gradients"] = max(max(e[1:]) for e in every)
-        for what, call in calls.items():
+        del got
+        every = [max(e) for e in zip(*team.gathered(errors), strict=True)]
+        error = (
+            {"error": every[0], "error_gradients": max(every[1:], default=None)} if names else {}
+        )
+        for what in names:
             name = f"{job.library} {job.op} {what} over {team.size}"
-            yield row(what, layout) | team.times(name, call) | error
+            yield row(what, layout) | team.times(name, calls[what]) | error
         if ours:
             sent = messages(calls["forward"])
             times = team.times(f"gather over {team.size}", partial(gather, sent, team))

@@ -68,10 +68,12 @@ def test_what_is_measured(monkeypatch):
         assert trained == wanted
         none = {(T, n) for o, gate, T, n in points if (o, gate) == (op, "none")}
         assert none == (set() if op == "ssd" else {(speedup.STRONG, n) for n in (1, 2, 4)})
-    peers = [(j.op, j.gate, j.case, j.ranks) for j in found if j.library == "fla"]
-    gates = [(op, gate) for gate in ("trained", "none") for op in ("gdn", "kda")]
-    assert peers == [(op, gate, f"{op}_64k", (1, 2, 4)) for op, gate in gates]
-    assert found[-len(peers) :] == [j for j in found if j.library == "fla"]
+    peers = [j for j in found if j.library == "fla"]
+    assert found[-len(peers) :] == peers
+    beside = {(j.op, j.gate, j.tokens, n) for j in peers for n in j.ranks}
+    longer = ranks.jobs(ranks.parsed(["--ops", "gdn,kda", "--cases", "strong,none,weak"]))
+    ours = (j for j in longer if j.library == "linattn_edu")
+    assert beside == {(j.op, j.gate, j.tokens, n) for j in ours for n in j.ranks}
     few = ranks.parsed(["--ranks", "3", "--ops", "ssd", "--cases", "none,weak"])
     assert [(j.case, j.ranks) for j in ranks.jobs(few)] == [("ssd_16k", (1,)), ("ssd_48k", (1, 3))]
 

@@ -1,6 +1,7 @@
 """Operators on several ranks against one: what is drawn, cut, run on ranks, and compared."""
 
 import functools
+from typing import NamedTuple
 
 import torch
 from dplr.dplr_checks import inputs
@@ -22,52 +23,65 @@ from linattn_edu.testing import assert_close, gdn_inputs, kda_inputs, ssd_inputs
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2}
 
 
-def _delta(make, f, raw, B, T, N, dtype):
-    tokens = make(B, T, 1, 2, 8, 6, dtype=dtype, seed=T).asdict()
+class Sizes(NamedTuple):
+    """Of a head, keys and values; P of Mamba-2; other channels; tokens of a chunk."""
+
+    K: int
+    V: int
+    P: int
+    D: int
+    C: int
+
+
+SMALL, LARGE = Sizes(8, 6, 6, 5, 16), Sizes(128, 128, 64, 64, 64)
+
+
+def _delta(make, f, raw, B, T, N, dtype, size):
+    tokens = make(B, T, 1, 2, size.K, size.V, dtype=dtype, seed=T).asdict()
     tokens = {n: tokens[n] for n in ("q", "k", "v", "g", "beta")}
-    shared, options = {}, {"chunk_size": 16}
+    shared, options = {}, {"chunk_size": size.C}
     if raw:
         shared = {"A_log": torch.randn(2, dtype=dtype), "dt_bias": torch.randn(2, dtype=dtype)}
         options["use_gate_in_kernel"] = True
-    state = torch.randn(N, 2, 8, 6, dtype=dtype)
+    state = torch.randn(N, 2, size.K, size.V, dtype=dtype)
     return functools.partial(f, output_final_state=True, **options), tokens, shared, state
 
 
-def _flags(B, T, N, dtype):
+def _flags(B, T, N, dtype, size):
     """chunk_kda with what is computed inside the call, states [V, K], and everything kept."""
-    _, tokens, _, state = _delta(kda_inputs, chunk_kda, False, B, T, N, dtype)
-    shared = {"A_log": torch.randn(2, dtype=dtype), "dt_bias": torch.randn(2, 8, dtype=dtype)}
+    _, tokens, _, state = _delta(kda_inputs, chunk_kda, False, B, T, N, dtype, size)
+    shared = {"A_log": torch.randn(2, dtype=dtype), "dt_bias": torch.randn(2, size.K, dtype=dtype)}
     names = (
         "use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel",
         "disable_recompute", "state_v_first", "output_final_state",
     )  # fmt: skip
-    f = functools.partial(chunk_kda, chunk_size=16, **dict.fromkeys(names, True))
+    f = functools.partial(chunk_kda, chunk_size=size.C, **dict.fromkeys(names, True))
     return f, tokens, shared, state.mT.contiguous()
 
 
-def _gdn2(B, T, N, dtype):
-    _, tokens, shared, state = _delta(kda_inputs, chunk_gdn2, False, B, T, N, dtype)
-    f = functools.partial(chunk_gdn2, chunk_size=16, output_final_state=True)
+def _gdn2(B, T, N, dtype, size):
+    _, tokens, shared, state = _delta(kda_inputs, chunk_gdn2, False, B, T, N, dtype, size)
+    f = functools.partial(chunk_gdn2, chunk_size=size.C, output_final_state=True)
     return f, gated(tokens), shared, state
 
 
-def _dplr(B, T, N, dtype):
-    tokens = inputs(B, T, 2, 8, 6, dtype, N=N, seed=T)
+def _dplr(B, T, N, dtype, size):
+    tokens = inputs(B, T, 2, size.K, size.V, dtype, N=N, seed=T)
     state = tokens.pop("initial_state").to(dtype)
-    f = functools.partial(chunk_dplr_delta_rule, chunk_size=16, output_final_state=True)
+    f = functools.partial(chunk_dplr_delta_rule, chunk_size=size.C, output_final_state=True)
     return f, tokens, {}, state
 
 
-def _ssd(B, T, N, dtype):
-    drawn = ssd_inputs(B, T, 2, 1, 6, 8, dtype=dtype, seed=T).asdict()
+def _ssd(B, T, N, dtype, size):
+    drawn = ssd_inputs(B, T, 2, 1, size.P, size.K, dtype=dtype, seed=T).asdict()
     tokens = {n: drawn[n] for n in ("x", "dt", "B", "C", "z")}
     shared = {n: drawn[n] for n in ("A", "D", "dt_bias")}
 
     def call(initial_state, **x):
         return f(**x, initial_states=initial_state)
 
-    f = functools.partial(_states, chunk_size=16, dt_softplus=True)
-    state = torch.randn(N, 2, 6, 8, dtype=dtype)
+    f = functools.partial(_states, chunk_size=size.C, dt_softplus=True)
+    state = torch.randn(N, 2, size.P, size.K, dtype=dtype)
     return call, tokens, shared, state
 
 
@@ -77,26 +91,29 @@ def _states(*args, cu_seqlens=None, **kwargs):
     return mamba_chunk_scan_combined(*args, cu_seqlens=cu_seqlens, **{which: True}, **kwargs)
 
 
-def _ema(B, T, N, dtype):
+def _ema(B, T, N, dtype, size):
     tokens = {
-        "x": torch.randn(B, T, 2, 5, dtype=dtype),
+        "x": torch.randn(B, T, 2, size.D, dtype=dtype),
         "g": -torch.rand(B, T, 2, dtype=dtype),
         "weight": torch.randn(B, T, 2, dtype=dtype),
     }
-    state = torch.randn(N, 2, 5, dtype=dtype)
-    f = functools.partial(ema_scan, output_final_state=True, chunk_size=16)
+    state = torch.randn(N, 2, size.D, dtype=dtype)
+    f = functools.partial(ema_scan, output_final_state=True, chunk_size=size.C)
     return f, tokens, {}, state
 
 
-def _conv(B, T, N, dtype):
-    tokens = {"x": torch.randn(B, T, 5, dtype=dtype), "residual": torch.randn(B, T, 5, dtype=dtype)}
-    shared = {"weight": torch.randn(5, 4, dtype=dtype), "bias": torch.randn(5, dtype=dtype)}
-    state = torch.randn(N, 5, 4, dtype=dtype)
+def _conv(B, T, N, dtype, size):
+    tokens = {n: torch.randn(B, T, size.D, dtype=dtype) for n in ("x", "residual")}
+    shared = {
+        "weight": torch.randn(size.D, 4, dtype=dtype), "bias": torch.randn(size.D, dtype=dtype)
+    }  # fmt: skip
+    state = torch.randn(N, size.D, 4, dtype=dtype)
     f = functools.partial(causal_conv1d, output_final_state=True, activation="silu")
     return f, tokens, shared, state
 
 
-# name -> (batch, tokens, states, dtype) -> the call, tensors of tokens, of all, the initial states
+# name -> (batch, tokens, states, dtype, sizes) -> the call, tensors of tokens, of all, the initial
+# states
 OPERATORS = {
     "gdn": functools.partial(_delta, gdn_inputs, chunk_gated_delta_rule, False),
     "gdn_raw": functools.partial(_delta, gdn_inputs, chunk_gated_delta_rule, True),
@@ -110,11 +127,11 @@ OPERATORS = {
 }
 
 
-def draw(operator, bounds, B=1, states=True, dtype=torch.float64, device="cpu"):
+def draw(operator, bounds, B=1, states=True, dtype=torch.float64, device="cpu", size=SMALL):
     """(call, tensors of tokens, of all, initial states or None, cotangents of o and the states)."""
     torch.manual_seed(sum(bounds))
     N = B * (len(bounds) - 1)
-    f, tokens, shared, state = OPERATORS[operator](B, bounds[-1], N, dtype)
+    f, tokens, shared, state = OPERATORS[operator](B, bounds[-1], N, dtype, size)
     like = tokens["v"] if "v" in tokens else tokens["x"]
     state, do, dht = (
         t.to(device) for t in (state, torch.randn_like(like), torch.randn_like(state))

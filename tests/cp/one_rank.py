@@ -6,6 +6,7 @@ against composed ones. "right" is written to FILE.RANK.
 
 import os
 import sys
+from functools import partial
 from pathlib import Path
 
 if sys.argv[1] == "gloo":
@@ -17,7 +18,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from cp.cp_checks import OPERATORS, TOLERANCES, compare, draw, on_one, on_rank
+from cp.cp_checks import LARGE, OPERATORS, SMALL, TOLERANCES, compare, draw, on_one, on_rank
 from grids import FULL
 from interpreter import quicken
 from processes import be_a_rank
@@ -30,6 +31,7 @@ from linattn_edu.ops.ssd.chunk import scan as ssd
 
 BOUNDS = [0, 30, 41, 90]
 DTYPES = {"cpu": (torch.float64,), "cuda": (torch.float32, torch.bfloat16)}
+LONG = ([0, 3000, 7000, 7001, 10240], [0, 8192])  # documents, and one sequence, in whole chunks
 
 
 def on_cpu(x):
@@ -41,16 +43,33 @@ def on_cpu(x):
     return type(x)(on_cpu(y) for y in x) if isinstance(x, (tuple, list)) else x
 
 
+def flat(found: tuple) -> torch.Tensor:
+    """The results of a rank, one after the other."""
+    o, final, gradients = found[3]
+    return torch.cat([x.flatten().double() for x in (o, final, *gradients.values())])
+
+
+def ranks_are_one(operator: str, bounds: list[int], dtype, device: torch.device, size) -> None:
+    """In both layouts; on a GPU to the bit what a second call gives, and a convolution's output."""
+    drawn, gpu = draw(operator, bounds, dtype=dtype, device=device, size=size), device.type != "cpu"
+    whole = on_cpu(on_one(drawn, bounds))
+    for layout in ("contiguous", "zigzag"):
+        run = partial(on_rank, drawn, bounds, dist.group.WORLD, layout=layout)
+        own, parts = on_cpu(run()), [None] * dist.get_world_size()
+        assert not gpu or torch.equal(flat(own), flat(on_cpu(run()))), (operator, layout)
+        dist.all_gather_object(parts, own)
+        compare(whole, parts, drawn[2], TOLERANCES[dtype])
+        if gpu and operator == "conv":
+            assert torch.equal(own[3][0], whole[0][:, own[0]]), layout
+
+
 def check(device: torch.device, rank: int, world: int) -> None:
-    group, dtypes = dist.group.WORLD, DTYPES[device.type]
-    for dtype in dtypes:
-        for layout in ("contiguous", "zigzag"):
-            for operator in OPERATORS:
-                drawn = draw(operator, BOUNDS, dtype=dtype, device=device)
-                parts = [None] * world
-                own = on_cpu(on_rank(drawn, BOUNDS, group, layout=layout))
-                dist.all_gather_object(parts, own)
-                compare(on_cpu(on_one(drawn, BOUNDS)), parts, drawn[2], TOLERANCES[dtype])
+    dtypes = DTYPES[device.type]
+    for operator in OPERATORS:
+        for dtype in dtypes:
+            ranks_are_one(operator, BOUNDS, dtype, device, SMALL)
+        for bounds in LONG if device.type == "cuda" else ():
+            ranks_are_one(operator, bounds, torch.bfloat16, device, LARGE)
     if world > 2 and device.type == "cpu":
         return  # what follows is the same for every world, and takes its time
     whole = FULL or device.type == "cuda"
@@ -58,7 +77,9 @@ def check(device: torch.device, rank: int, world: int) -> None:
     for bounds, B, layout in (packed, batch) if whole else (packed,):
         f, *drawn = draw("gdn", bounds, B, dtype=dtypes[0], device=device)
         compiled = torch.compile(f, fullgraph=True, backend="aot_eager")
-        found = [on_rank((g, *drawn), bounds, group, B, layout)[3] for g in (f, compiled)]
+        found = [
+            on_rank((g, *drawn), bounds, dist.group.WORLD, B, layout)[3] for g in (f, compiled)
+        ]
         plain, again = (torch.cat([x.flatten() for x in (o, s, *g.values())]) for o, s, g in found)
         assert torch.equal(plain, again), ("compiled", B)
     plan.DEVICES.add("cpu")

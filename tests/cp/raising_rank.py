@@ -3,6 +3,7 @@
 How: "input", it refuses its arguments before its first exchange, and ends; "stage", a stage raises
 between its exchanges, and it ends; "stays", as "input", but it lives on, and the others end by the
 group's timeout. Each that waits for it must get an error; then "right" is written to FILE.RANK.
+With NCCL it must be ended, as its host does not wait; "right" is written before.
 """
 
 import dataclasses
@@ -24,18 +25,18 @@ from linattn_edu.cp import build_cp_context
 from linattn_edu.ops.gdn.chunk import chunk
 from linattn_edu.testing import gdn_inputs
 
-TIMEOUT = 5  # seconds
+TIMEOUT = {"gloo": 5, "nccl": 12}  # seconds; a program for each rank begins at its own time
 
 
 def refuse(*args, **options):
     raise ArithmeticError("a stage of this rank")
 
 
-def call(group, raises: bool, how: str) -> None:
+def call(group, device: torch.device, raises: bool, how: str) -> None:
     """Both passes on this rank's tokens."""
     world = group.size()
-    context = build_cp_context(torch.tensor([0, 16 * world]), group)
-    x = gdn_inputs(1, 16, 1, 1, 8, 8)
+    context = build_cp_context(torch.tensor([0, 16 * world]).to(device), group)
+    x = gdn_inputs(1, 16, 1, 1, 8, 8, device=device)
     tokens = {n: getattr(x, n).requires_grad_() for n in ("q", "k", "v", "g", "beta")}
     if raises and how != "stage":
         tokens["g"] = tokens["g"][:, :3]
@@ -47,30 +48,37 @@ def call(group, raises: bool, how: str) -> None:
 
 
 def be_one(backend: str, rank: int, world: int, file: str) -> None:
-    how = sys.argv[5]
+    how, timeout = sys.argv[5], TIMEOUT[backend]
     torch.set_num_threads(1)
+    device = torch.device("cpu") if backend == "gloo" else torch.device("cuda", rank)
     dist.init_process_group(
         backend, init_method=f"file://{file}", rank=rank, world_size=world,
-        timeout=timedelta(seconds=TIMEOUT),
+        timeout=timedelta(seconds=timeout),
     )  # fmt: skip
+    if backend == "nccl":
+        torch.cuda.set_device(device)
+        dist.all_reduce(torch.zeros(1, device=device))  # they are connected
+        torch.cuda.synchronize()
     raises, begun = rank == world - 1, time.monotonic()
     try:
-        call(dist.group.WORLD, raises, how)
+        call(dist.group.WORLD, device, raises, how)
+        assert backend == "nccl", f"rank {rank} waited for nobody"
+        Path(f"{file}.{rank}").write_text("right")
+        time.sleep(6 * timeout)  # the watchdog ends this process
+        Path(f"{file}.{rank}").write_text("waits for ever")
     except Exception as error:
         kind = {True: ArithmeticError if how == "stage" else ValueError, False: RuntimeError}
         assert isinstance(error, kind[raises]), error
         took = time.monotonic() - begun
-        assert took < 4 * TIMEOUT, took
+        assert took < 4 * timeout, took
         if how == "stays" and raises:
             others = [Path(f"{file}.{i}") for i in range(world - 1)]
-            while not all(other.exists() for other in others) and took < 12 * TIMEOUT:
+            while not all(other.exists() for other in others) and took < 12 * timeout:
                 time.sleep(0.1)
                 took = time.monotonic() - begun
         elif how == "stays":
-            assert "imed out" in str(error) or took > 0.8 * TIMEOUT, error
-    else:
-        raise AssertionError(f"rank {rank} waited for nobody")
-    Path(f"{file}.{rank}").write_text("right")
+            assert "imed out" in str(error) or took > 0.8 * timeout, error
+        Path(f"{file}.{rank}").write_text("right")
     sys.stdout.flush()
     os._exit(0)  # as a program that an error ends: it does not leave the group
 
