@@ -40,6 +40,7 @@ from linattn_edu.kernels.host import plan
 from linattn_edu.testing import gdn_inputs, kda_inputs, ssd_inputs
 
 RANKS = (1, 2, 4)
+LIBRARIES = ("linattn_edu", "fla")
 CASES = ("strong", "none", "weak", "short")  # none: strong without gates, which forgets nothing
 # by case: tokens, of all ranks or of each
 TOKENS = {
@@ -102,7 +103,8 @@ def jobs(args: argparse.Namespace) -> list[Job]:
                 seen |= {(op, gate, tokens, n) for n in new}
                 found += [Job(op, gate, tokens, new)] if new else []
                 peers += [Job(op, gate, tokens, new, "fla")] if new and case != "short" else []
-    return found + [job for job in peers if args.device != "cpu" and fla(job.op)]
+    found += [job for job in peers if args.device != "cpu" and fla(job.op)]
+    return [job for job in found if job.library in args.libraries]
 
 
 def fla(op: str):
@@ -379,9 +381,10 @@ def parsed(argv: list[str]) -> argparse.Namespace:
     p.add_argument("--ranks", type=numbers, default=RANKS, help="GPUs (default 1,2,4)")
     p.add_argument("--ops", type=listed, default=every, help=f"(default {','.join(every)})")
     p.add_argument("--cases", type=listed, default=CASES, help=f"(default {','.join(CASES)})")
+    p.add_argument("--libraries", type=listed, default=LIBRARIES, help="(default both)")
     p.add_argument("--tokens", type=int, help="of all ranks, in strong and none (default 65536)")
     args = p.parse_args(argv)
-    for name, known in (("ops", every), ("cases", CASES)):
+    for name, known in (("ops", every), ("cases", CASES), ("libraries", LIBRARIES)):
         if unknown := [x for x in getattr(args, name) if x not in known]:
             p.error(f"--{name} must be of {', '.join(known)}, got {', '.join(unknown)}")
     if args.ranks[0] < 1:

@@ -174,8 +174,9 @@ class Ranks:
             if self._target(p) >= 0:
                 numbers = range(p.number + 1, p.end + 1) if self.back else range(p.begin, p.number)
                 S_ext, M = self._split(self._of(gathered, numbers))
-                # a copy: it is kept for the backward pass, without the other messages
-                found.append(S_ext[:, 0].clone() if self.alone else merge(S_ext, M)[1])
+                # of one piece nothing is merged; a copy: it is kept for the backward pass, without
+                # the other messages
+                found.append(S_ext[:, 0].clone() if len(numbers) == 1 else merge(S_ext, M)[1])
         if not found:
             return state
         self.crossing = (torch.cat(found) if found[1:] else found[0]).reshape(-1, *self.axes)
