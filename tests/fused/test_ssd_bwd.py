@@ -3,13 +3,17 @@
 import pytest
 import stages
 import torch
+from gdn_checks import launches, without_gluon
 
 from linattn_edu.kernels.delta.state import state
 from linattn_edu.kernels.delta.state_bwd import state_bwd
+from linattn_edu.kernels.fused import ssd_bwd as kernels
 from linattn_edu.kernels.fused.ssd_bwd import ssd_bwd_dx, ssd_ends_bwd
 from linattn_edu.kernels.ssd.chunk_cumsum import chunk_cumsum_log
+from linattn_edu.kernels.routes import forced
 from linattn_edu.packing import pack
-from linattn_edu.testing import assert_close
+from linattn_edu.reference.fused import ssd_bwd as references
+from linattn_edu.testing import assert_close, relative_rms
 
 
 @pytest.fixture
@@ -54,6 +58,33 @@ def test_tokens_behind_the_last_end_are_not_in_the_gradient_of_D(device):
     *_, dD = ssd_bwd_dx(*given, torch.ones(4, 1, device=device), chunk_size=128, packing=packing)
     want = (r.x.double() * r.dy.double())[:1, :60].sum((0, 1, 3))
     assert_close("dD", dD[:, 0], want, 1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("heads", [(6, 1), (8, 2)], ids=str)
+def test_dx_gluon(heads, dtype, device, force):
+    """No farther from float64 than the other kernels; twice, since a head is copied ahead of the
+    one before it.
+    """
+    if why := without_gluon(device):
+        pytest.skip(why)
+    r = stages.parts("ssd_fused", 2048, 128, 64, 128, heads, "all", dtype, device)
+    args = r.C, r.B, r.x, r.gs, r.gc, r.dh, r.dy, r.inter, r.dgc, r.D
+    exact = references.ssd_bwd_dx(*(t.double() for t in args), chunk_size=128)
+    with forced(ssd_bwd_dx="triton"):
+        plain = ssd_bwd_dx(*args, chunk_size=128)
+    force(ENOUGH=1)
+    with launches() as ran:
+        got, again = (ssd_bwd_dx(*args, chunk_size=128) for _ in range(2))
+    assert ran.count(kernels.ssd_bwd.ssd_bwd_dx_gluon_kernel) == 2
+    assert all(map(torch.equal, got, again))
+    names = "dx", "dB", "dC", "dstep", "dgc", "m", "dD"
+    for name, x, y, want in zip(names, got, plain, exact, strict=True):
+        assert (x.dtype, x.shape) == (y.dtype, y.shape), name
+        most = 1e-6 if name in ("m", "dD") else 1.01 * relative_rms(y, want)
+        assert relative_rms(x, want) <= most, name
 
 
 test_kernels = pytest.mark.usefixtures("many")(stages.matches("ssd_bwd_dx", "ssd_fused"))
