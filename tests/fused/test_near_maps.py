@@ -150,16 +150,16 @@ def test_packed_pieces(family, back, device):
     assert all(torch.equal(x[2:], y[2:]) for x, y in zip(found, whole, strict=True))
 
 
-def decayed(back, left):
+def decayed(back, left, device):
     """(kernel, arguments, options) where no key writes or reads in the near chunks, and head h of
     all leaves 2^left[h] there: M is that number, times I.
     """
-    x = gdn_inputs(1, LONG, H, H, K, V)
+    x = gdn_inputs(1, LONG, H, H, K, V, device=device)
     near = slice(0, NEAR * C) if back else slice(LONG - 15 * C - 5, LONG)
     x.k[:, near] = x.q[:, near] = x.g[:] = 0
     gc = torch.zeros_like(x.g)
     where = near.start + C
-    gc[:, where : where + C] = torch.tensor(left)
+    gc[:, where : where + C] = torch.tensor(left, device=device)
     P, R, AG = gdn_stages("reference").intra_chunk(
         x.q, x.k, x.beta, gc, chunk_size=C, return_inverse=True, gated=True
     )
@@ -169,11 +169,11 @@ def decayed(back, left):
 
 
 @ways
-def test_the_threshold_is_2_to_the_minus_32(back):
+def test_the_threshold_is_2_to_the_minus_32(back, device):
     """|M S| <= K max |M| |S|: a head is forgotten at 2^-32 / K, and not a step above it."""
     least = -32.0 - 4
-    make, args, options = decayed(back, [least, least + 0.001, least + 1, least - 1, 0.0])
-    whole, found = make(*args, **options), make(*args, out=place(1, "cpu"), **options)
+    make, args, options = decayed(back, [least, least + 0.001, least + 1, least - 1, 0.0], device)
+    whole, found = make(*args, **options), make(*args, out=place(1, device), **options)
     assert found[1][0, 0].abs().max() == THRESHOLD
     for h, forgotten in enumerate([True, False, False, True, False]):
         assert (found[0][:, h] == 0).all() == forgotten, h
