@@ -3,8 +3,12 @@
     python tools/minutes.py [NAME...]     a line a chapter
 
 170 words a minute, or 12 lines of shown code or of a listing; 30 seconds a displayed equation,
-20 seconds a figure; a formula inside a sentence is a word.  Off the main path: what is folded
-(hidden cells, drop-down boxes, solutions) and the sections of `OFF`.
+20 seconds a figure.  Words are those of paragraphs, lists, tables and captions, of what cells
+print, of tables that they show and of the quiz.  A formula inside a sentence has as many as it has
+letters, numbers, operators and relations; an index or an accent belongs to its letter.  A row of a
+display is an equation if it has a left side, else it goes on with the one before.  Off the main
+path: what is folded (hidden cells, drop-down boxes, solutions, the quiz's answers) and the sections
+of `OFF`.  Not counted: what is on no page, and alternative texts.
 """
 
 import itertools
@@ -14,6 +18,7 @@ import sys
 from pathlib import Path
 
 import nbformat
+import yaml
 from notebooks import CHAPTERS, toc_chapters, toc_parts
 
 WORDS, LINES = 170, 12  # a minute
@@ -29,6 +34,10 @@ PATHS = {
     "library": "I use the library",
 }
 STATED = re.compile(r"\*\*Time:\*\* (\d+) minutes for the main path, (\d+) with ")
+WORD = re.compile(r"\w+(?:['’.-]\w+)*")
+LISTING = re.compile(r"```python\n(.*?)\n```", re.S)
+DETAILS, TAG = re.compile(r"<details>.*?</details>", re.S), re.compile(r"</?\w[^>]*>")
+STYLE = r"\\(?:tilde|hat|bar|dot|vec|mathbf|mathbb|mathcal|left|right|[Bb]igg?[lr]?|quad|qquad)\b"
 DIRECTIVE = re.compile(r"^(`{3,}|:{3,})\{([\w-]+)\}")
 
 
@@ -78,13 +87,13 @@ def _parts(name: str):
     section, folded = "", []  # fences that are open, and whether each folds what it holds
     for cell in nbformat.read(CHAPTERS / f"{name}.ipynb", as_version=4).cells:
         if cell.cell_type == "code":
-            source, output = _cell(cell)
+            source, output, whole = _cell(cell)
             main = 0.0
             if not section.startswith(OFF) and not any(f for _, f in folded):
                 tags = set(cell.metadata.get("tags", ()))
                 main += 0 if tags & (HIDDEN | {"hide-input"}) else source
                 main += 0 if tags & (HIDDEN | {"hide-output", "remove-output"}) else output
-            yield section, main, source + output
+            yield section, main, source + whole
             continue
         for line, takes in _lines(cell.source):
             if heading := re.match(r"## +(.*)", line):
@@ -103,16 +112,55 @@ def _parts(name: str):
                 folded.pop()
             off = section.startswith(OFF) or any(f for _, f in folded)
             yield section, 0 if off else takes, takes
+    yield "Quiz", *_quiz(name)
 
 
-def _cell(cell) -> tuple[float, float]:
-    """Minutes of a code cell's source, and of the listings and figures that it shows."""
-    shown = [o["data"] for o in cell.outputs if "data" in o]
-    texts = [data.get("text/markdown", "") for data in shown]
-    listings = [x for text in texts for x in re.findall(r"```python\n(.*?)\n```", text, re.S)]
-    output = sum(map(_code, listings)) / LINES + FIGURE * sum(map(_is_figure, shown))
+def _cell(cell) -> tuple[float, float, float]:
+    """Minutes of a code cell's source, of what its outputs show, and of these with their folds."""
     removed = "remove-input" in cell.metadata.get("tags", ())  # on no page
-    return 0.0 if removed else _code(cell.source) / LINES, output
+    shown, whole = zip((0, 0), *map(_output, cell.outputs), strict=True)
+    return 0.0 if removed else _code(cell.source) / LINES, sum(shown), sum(whole)
+
+
+def _output(output) -> tuple[float, float]:
+    """Minutes of an output as it shows, and with what it folds."""
+    data = output.get("data", {})
+    if _is_figure(data):
+        return FIGURE, FIGURE
+    text = data.get("text/markdown") or data.get("text/html") or data.get("text/plain", "")
+    text = text or output.get("text", "")
+    listings = sum(map(_code, LISTING.findall(text))) / LINES
+    text = LISTING.sub("", text)
+    shown, whole = (_words(TAG.sub(" ", x)) for x in (DETAILS.sub("", text), text))
+    return listings + shown, listings + whole
+
+
+def _quiz(name: str) -> tuple[float, float]:
+    """Minutes of a chapter's questions with their options, and with all answers."""
+    file = CHAPTERS.parent / "book" / "quiz" / f"{name}.yml"
+    asked = answers = 0.0
+    for question in yaml.safe_load(file.read_text()) if file.exists() else ():
+        options = question["options"]
+        texts = [question["ask"], *(str(x.get("right", x.get("wrong"))) for x in options)]
+        asked += sum(map(_words, texts))
+        answers += sum(_words(x["why"]) for x in options)
+    return asked, asked + answers
+
+
+def _words(text: str) -> float:
+    """Minutes of running text."""
+    symbols = sum(map(_symbols, re.findall(r"\$([^$]*)\$", text)))
+    plain = re.sub(r"\$[^$]*\$", " ", text)
+    plain = re.sub(r"\{[\w:]+\}`[^`]*`|`[^`]*`|\]\([^)]*\)", " x ", plain)
+    return (symbols + len(WORD.findall(plain))) / WORDS
+
+
+def _symbols(formula: str) -> int:
+    """Letters, numbers, operators and relations of a formula."""
+    formula = re.sub(r"\\(?:operatorname|mathrm|text|mathtt)\*?\{[^{}]*\}", "a", formula)
+    formula = re.sub(r"[_^](?:\{[^{}]*\}|\\\w+|\w)", "", formula)
+    formula = re.sub(STYLE, "", formula)
+    return max(1, len(re.findall(r"\\[a-zA-Z]+|[a-zA-Z]|[\d.]+|[-=+<>/]", formula)))
 
 
 def _is_figure(data: dict) -> bool:
@@ -126,24 +174,39 @@ def _code(text: str) -> int:
 
 def _lines(text: str):
     """Each line of Markdown, and the minutes that it takes."""
-    equation = code = False
+    equation, code, display = False, False, ""
     for line in text.splitlines():
         if line.startswith("```") and not line.startswith("```{") and (code or line != "```"):
             code = not code and line != "```"
             yield line, 0
         elif line.startswith("$$"):
-            begins = not equation
-            equation ^= line.count("$$") == 1
-            yield line, EQUATION if begins else 0
+            if equation or line.count("$$") == 2:
+                yield line, EQUATION * max(1, _rows(display + line))
+                equation, display = False, ""
+            else:
+                equation, display = True, line
+                yield line, 0
         elif equation:
+            display += line
             yield line, 0
         elif code:
             yield line, bool(line.strip()) / LINES
         elif line.startswith((":", "```")):
             yield line, 0
         else:
-            plain = re.sub(r"\$[^$]*\$|\{[\w:]+\}`[^`]*`|`[^`]*`|\]\([^)]*\)", " x ", line)
-            yield line, len(re.findall(r"\w+(?:['’.-]\w+)*", plain)) / WORDS
+            yield line, _words(line)
+
+
+def _rows(display: str) -> int:
+    """Rows of a display that have a left side; those of a matrix are one."""
+    display = re.sub(r"\\begin\{(\w?matrix|array|cases)\}.*?\\end\{\1\}", "M", display)
+    display = re.sub(r"\\begin\{(?:aligned|split|gathered)\}|\\end\{\w+\}|\$\$", "", display)
+    rows = re.split(r"\\\\(?:\[[^]]*\])?", display)
+    return sum(
+        bool(re.search(r"=|\\(?:le|ge|leftarrow|approx|to)\b", row))
+        and not row.strip().startswith("&")
+        for row in rows
+    )
 
 
 if __name__ == "__main__":

@@ -37,7 +37,9 @@ def test_box_states_both_times(name):
         ("word " * 170, 1, 1),
         ("$$\n" + "a\n" * 12 + "$$ (eq:x)\n" + "$$ b $$", 1, 1),
         ("```text\n" + "a\n" * 12 + "```", 1, 1),
-        ("$a + b$ " * 170, 1, 1),
+        ("$$\n\\begin{aligned}\na &= b \\\\\n&= c \\\\\nd &= e\n\\end{aligned}\n$$", 1, 1),
+        ("$$ a = \\begin{pmatrix} b = 1 \\\\ c = 2 \\end{pmatrix} $$", 0.5, 0.5),
+        (r"$\tilde a_{ij} + b$ " * 170, 3, 3),
         ("```{admonition} x\n:class: dropdown\n" + "word " * 170 + "\n```\n" + "word " * 170, 1, 2),
         ("```{solution-start} a\n```\n" + "word " * 170 + "\n```{solution-end}\n```",
          0, 1),
@@ -61,7 +63,7 @@ def test_count_of_cells(tags, main, whole, tmp_path, monkeypatch):
         metadata={"tags": tags},
         outputs=[nbformat.v4.new_output("display_data", data=listing)],
     )
-    assert _count(tmp_path, monkeypatch, [cell]) == pytest.approx((main, whole))
+    assert _count(tmp_path, monkeypatch, [cell]) == pytest.approx((main, whole), abs=0.02)
 
 
 @pytest.mark.parametrize(
@@ -78,6 +80,30 @@ def test_count_of_figures(tags, main, tmp_path, monkeypatch):
     outputs = [nbformat.v4.new_output("display_data", data=data) for data in shown]
     cell = nbformat.v4.new_code_cell("", metadata={"tags": tags}, outputs=outputs)
     assert _count(tmp_path, monkeypatch, [cell]) == pytest.approx((main, 1))
+
+
+@pytest.mark.parametrize(
+    "output, main, whole",
+    [
+        (nbformat.v4.new_output("stream", text="word " * 170), 1, 1),
+        ({"text/html": "<td>word</td>" * 170, "text/plain": "x"}, 1, 1),
+        ({"text/html": "<details>" + "word " * 170 + "</details>" + "word " * 170}, 1, 2),
+    ],
+)
+def test_count_of_what_a_cell_prints(output, main, whole, tmp_path, monkeypatch):
+    if "output_type" not in output:
+        output = nbformat.v4.new_output("display_data", data=output)
+    cell = nbformat.v4.new_code_cell("", outputs=[output])
+    assert _count(tmp_path, monkeypatch, [cell]) == pytest.approx((main, whole), abs=0.02)
+
+
+def test_count_of_the_quiz(tmp_path, monkeypatch):
+    """Questions and options are on the main path, answers are not."""
+    (tmp_path / "book/quiz").mkdir(parents=True)
+    options = "  options: [{right: a b, why: c d}, {wrong: e, why: f}]\n"
+    (tmp_path / "book/quiz/one.yml").write_text("- ask: g h\n" + options)
+    (tmp_path / "chapters").mkdir()
+    assert _count(tmp_path / "chapters", monkeypatch, []) == pytest.approx((5 / 170, 8 / 170))
 
 
 def test_minutes_of_each_appendix(tmp_path, monkeypatch):
