@@ -38,7 +38,8 @@ WORD = re.compile(r"\w+(?:['’.-]\w+)*")
 LISTING = re.compile(r"```python\n(.*?)\n```", re.S)
 DETAILS, TAG = re.compile(r"<details>.*?</details>", re.S), re.compile(r"</?\w[^>]*>")
 STYLE = r"\\(?:tilde|hat|bar|dot|vec|mathbf|mathbb|mathcal|left|right|[Bb]igg?[lr]?|quad|qquad)\b"
-DIRECTIVE = re.compile(r"^(`{3,}|:{3,})\{([\w-]+)\}")
+LISTED = re.compile(r"```\w")  # begins a listing; ```` and ```{ are directives
+DIRECTIVE = re.compile(r"^(`{3,}|:{3,})\{([\w:-]+)\}")
 
 
 def minutes(name: str) -> tuple[float, float]:
@@ -176,9 +177,9 @@ def _lines(text: str):
     """Each line of Markdown, and the minutes that it takes."""
     equation, code, display = False, False, ""
     for line in text.splitlines():
-        if line.startswith("```") and not line.startswith("```{") and (code or line != "```"):
-            code = not code and line != "```"
-            yield line, 0
+        if code or LISTED.match(line):
+            yield line, 0 if line.startswith("```") else bool(line.strip()) / LINES
+            code = line != "```"
         elif line.startswith("$$"):
             if equation or line.count("$$") == 2:
                 yield line, EQUATION * max(1, _rows(display + line))
@@ -189,8 +190,6 @@ def _lines(text: str):
         elif equation:
             display += line
             yield line, 0
-        elif code:
-            yield line, bool(line.strip()) / LINES
         elif line.startswith((":", "```")):
             yield line, 0
         else:

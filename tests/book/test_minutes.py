@@ -43,6 +43,8 @@ def test_box_states_both_times(name):
         ("```{admonition} x\n:class: dropdown\n" + "word " * 170 + "\n```\n" + "word " * 170, 1, 2),
         ("```{solution-start} a\n```\n" + "word " * 170 + "\n```{solution-end}\n```",
          0, 1),
+        ("````{prf:proof}\nword\n````\n" + "word " * 168, 1, 1),
+        ("````{prf:proof}\n:class: dropdown\n" + "word " * 170 + "\n````", 0, 1),
         ("## Appendix: more\n" + "word " * 170, 0, 1),
     ],
 )  # fmt: skip
