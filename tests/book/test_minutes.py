@@ -66,7 +66,7 @@ def test_box_states_both_times(name):
         ("```{solution-start} a\n```\n" + "word " * 170 + "\n```{solution-end}\n```",
          0, 1),
         ("````{prf:proof}\nword\n````\n" + "word " * 168, 1, 1),
-        ("````{prf:proof}\n:class: dropdown\n" + "word " * 170 + "\n````", 0, 1),
+        ("````{admonition} Proof\n:class: dropdown\n" + "word " * 170 + "\n````", 0, 1),
         ("## Appendix: more\n" + "word " * 170, 0, 1),
     ],
 )  # fmt: skip
