@@ -9,8 +9,8 @@ from linattn_edu.kernels.delta.state import state
 from linattn_edu.kernels.delta.state_bwd import state_bwd
 from linattn_edu.kernels.fused import ssd_bwd as kernels
 from linattn_edu.kernels.fused.ssd_bwd import ssd_bwd_dx, ssd_ends_bwd
-from linattn_edu.kernels.ssd.chunk_cumsum import chunk_cumsum_log
 from linattn_edu.kernels.routes import forced
+from linattn_edu.kernels.ssd.chunk_cumsum import chunk_cumsum_log
 from linattn_edu.packing import pack
 from linattn_edu.reference.fused import ssd_bwd as references
 from linattn_edu.testing import assert_close, relative_rms

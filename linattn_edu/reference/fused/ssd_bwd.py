@@ -23,7 +23,7 @@ def ssd_ends_bwd(
         dS_in = M dS_out + dS_ext,   with M a number, as in piece_map_bwd
 
     Args:
-        C, gc, dy: as in ssd_bwd_bc.  piece: as in ssd_ends.
+        C, gc, dy: as in ssd_bwd_dc.  piece: as in ssd_ends.
     Returns:
         dS_ext [B, NP, H, N, P] and M [B, NP, H], 0 from 2^-32 down, in fp32 (fp64 for fp64 input);
         and the number of the first piece of each sequence, where they are packed.
@@ -77,17 +77,17 @@ def ssd_bwd_dx(
         for y in (repeat_heads(C, H), repeat_heads(B, H), x, dy, step[..., None])
     )
     ds = dh.to(dtype).transpose(1, 2)
-    # eq:ssd-cb   S = C B^T
-    S = C_ @ B_.mT
-    # eq:ssd-dgc-state   dgc = -m, dlast = sum(m), m_j = B_j . dB_j = step_j r_j x_j . (B ds)_j
-    dXs = r * (B_ @ ds)
-    m = (step * X * dXs).sum(-1)
     # eq:ssd-db-state   dB_head = diag(r * step) X ds^T
     dB = r * step * (X @ ds.mT)
+    # eq:ssd-cb   S = C B^T
+    S = C_ @ B_.mT
     # eq:ssd-dscores   dscores = sum over heads of dY X^T * G * step
     dscores = (dY @ X.mT) * G * step.mT
     # eq:ssd-dgc-rows   rowsum(W)_i = dY_i . (M X)_i, M below the diagonal
     rows = (dY * ((S * G * step.mT).tril(-1) @ X)).sum(-1)
+    # eq:ssd-dgc-state   dgc = -m, dlast = sum(m), m_j = B_j . dB_j = step_j r_j x_j . (B ds)_j
+    dXs = r * (B_ @ ds)
+    m = (step * X * dXs).sum(-1)
     # eq:ssd-dxs   dXs = (C B^T * G)^T dY + diag(r) B ds
     dXs = dXs + (S * G).mT @ dY
     # eq:ssd-dstep   dstep_j = x_j . dXs_j
@@ -95,10 +95,6 @@ def ssd_bwd_dx(
     # eq:ssd-dgc-columns   colsum(W)_j + m_j = step_j (x_j . dXs_j - S_jj x_j . dY_j)
     columns = step[..., 0] * (dstep - S.diagonal(0, -2, -1) * (X * dY).sum(-1))
     dgc = dgc + from_chunks(rows - columns, T)
-    # eq:ssd-dc   dC = inter + dscores B
-    # eq:ssd-db   dB = dB_state + dscores^T C
-    dC = dC + sum_heads(from_chunks(dscores @ B_, T), C.shape[2])
-    dB = sum_heads(from_chunks(dB + dscores.mT @ C_, T), B.shape[2])
     # eq:ssd-dx   dX = diag(step) dXs + D dY
     dx, dD = from_chunks(step * dXs, T), None
     if D is not None:
@@ -106,5 +102,9 @@ def ssd_bwd_dx(
         # eq:ssd-dd   dD = sum over tokens of dY * X
         dD = (dy.to(dtype) * x.to(dtype)).sum((0, 1))
         dD = dD if D.shape == dD.shape else dD.sum(-1).view(D.shape)
+    # eq:ssd-dc   dC = inter + dscores B
+    # eq:ssd-db   dB = dB_state + dscores^T C
+    dC = dC + sum_heads(from_chunks(dscores @ B_, T), C.shape[2])
+    dB = sum_heads(from_chunks(dB + dscores.mT @ C_, T), B.shape[2])
     dstep, m = from_chunks(dstep, T), from_chunks(m, T)
     return dx.to(x.dtype), dB.to(B.dtype), dC.to(C.dtype), dstep, dgc, m, dD
