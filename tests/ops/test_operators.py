@@ -109,14 +109,15 @@ def bounds(device):
     return torch.tensor([0, 2, 2, T], device=device)
 
 
-CHUNK = ({}, {"packed": True}, {"gate": True, "state": False}, {"dtype": torch.bfloat16})
+HALF = {"dtype": torch.bfloat16}  # beside a gate in float32
+CHUNK = ({}, {"packed": True, **HALF}, {"gate": True, "state": False}, HALF)
 
 
 @pytest.mark.parametrize(("impl", "options"), every(CHUNK), ids=str)
 def test_chunk(impl, options, device):
     tensors, packing = chunk_arguments(device, **options)
     wants_state = tensors[-1] is not None
-    halves = options.get("dtype") == torch.bfloat16
+    halves = options == HALF
     rest = (*packing, 0.5, wants_state, 16, halves, "", impl, "")
     saved = "gc P AG P_low AG_low" if halves else "gc A"
     check(gdn.chunk, *tensors, *rest, saved)
