@@ -89,7 +89,7 @@ SPILLED = {
     "intra_chunk_bwd_gluon_kernel": 128 if support.THIS < (3, 9) else 160,
     "kda_intra_bwd_gluon_kernel": 512,
     "kda_prepare_gluon_kernel": 0,
-    "scan_intra_bwd_gluon_kernel": 52,
+    "scan_intra_bwd_gluon_kernel": 56,
     "chunk_fwd_gluon_kernel": 544,  # with two programs a multiprocessor; else 272
     "ssd_bwd_dx_gluon_kernel": 240,
     "intra_chunk_gluon_kernel": 64,
