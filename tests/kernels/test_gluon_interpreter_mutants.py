@@ -176,7 +176,7 @@ MISTAKES = {
     ("gdn_bwd", "gdn_bwd"): [
         (Wrong, "output", "operand(-b_e * b_dv", "-", ""),
         (Wrong, "output", "b_P = gl.where(below, -b_P, 0.0)", "-", ""),
-        (Wrong, "output", "b_F * -gl.exp2", "-", ""),
+        (Wrong, "output", "b_F * -(b_one", "-", ""),
         (Wrong, "output", "b_KbF - b_KD", "-", "+"),
         (ByteCount, "b.full_h expects", "expect(bars.full_h, 4 ", "4", "2"),
         (ByteCount, "b.full_do[0] expects", "expect(full, 2 * 64 * 64 * 2)\n    row", "2 ", "4 "),
@@ -209,7 +209,7 @@ MISTAKES = {
     ],
     ("gdn_intra_bwd", "gdn_intra_bwd"): [
         (Wrong, "output", "b_P = gl.where(below, -b_P, 0.0)", "-", ""),
-        (Wrong, "output", "b_F * -b_e", "-", ""),
+        (Wrong, "output", "b_F * -(b_one", "-", ""),
         (Wrong, "output", "b_dgc -= own_sums(b_k * b_dk)", "-", "+"),
         (ByteCount, "b.full_Z expects", "expect(bars.full_Z, 2 * BT * V * 2)", "2 * ", ""),
         (ByteCount, "full_new[0] expects", "expect(full, 2 * BT * V * 2)", ", 2", ", 4"),

@@ -178,9 +178,7 @@ def times_transposed(x, o, y, i, zero):
 
 @gluon.jit
 def read_gradient(c: gl.constexpr, m, bars, i, z, turn, zero, scale, mma: gl.constexpr):
-    """Half c of dQ to the place of dO, by warps that scan. The others have left dM's diagonal in
-    the first of `parts`; the sums of Q * dQ go to the second or third.
-    """
+    """Half c of dQ to the place of dO; dM's diagonal is in `parts`, sums of Q * dQ go behind it."""
     rows: gl.constexpr = gl.SliceLayout(1, mma)
     k, q = m.ks.index(2 * i + c), m.qs.index(c + z)
     mbarrier.wait(bars.full_h, turn)
@@ -291,8 +289,9 @@ def key_gradient(c, m, i, z, a_dL, b_F, b_W, b_own, mma: gl.constexpr):
     rows: gl.constexpr = gl.SliceLayout(1, mma)
     o_t = gl.arange(0, 64, rows)[:, None] + z
     k, q, gc = m.ks.index(2 * i + c), m.qs.index(c), m.gates.index(2 * i)
+    beta = m.gates.index(2 * i + 1)
     # eq:fused-read   F = dL K - diag(2^gc) Z S^T, here times one of beta = one two
-    b_one, _ = significand(m.gates.index(2 * i + 1).load(rows)[:, None])
+    b_one, _ = significand(beta.load(rows)[:, None])
     b_F = product(a_dL, k, b_F * -(b_one * gl.exp2(gc.load(rows))[:, None]))
     # eq:delta-dk-state   dK = diag(2^(gc_last - gc)) v_new dS^T
     b_W *= gl.exp2(gc.slice(63, 1).load(rows) - gc.load(rows))[:, None]
@@ -306,7 +305,7 @@ def key_gradient(c, m, i, z, a_dL, b_F, b_W, b_own, mma: gl.constexpr):
     b_dk = product(m.inner.index(z).permute((1, 0)), q, b_dk)
     b_F = warpgroup_mma_wait(2, [b_F])
     b_k = k.load(mma).to(gl.float32)
-    b_one, b_two = significand(m.gates.index(2 * i + 1).load(rows)[:, None])
+    b_one, b_two = significand(beta.load(rows)[:, None])
     b_KF = own_sums(b_k * (b_F * (1.0 / b_one)))
     b_F *= b_two
     b_KbF = own_sums(b_k * b_F)
@@ -387,6 +386,7 @@ def gradients(m, bars, out, piece):
         # no decay acts on the diagonal: it must not be in the sums of dgc, where it would cancel
         b_own = gl.sum(gl.where(diagonal, b_P, 0.0), 1)
         m.parts.index(0).store(b_own)
+        b_own = b_own[:, None]
         m.inner.index(z).store(gl.where(below, b_P, 0.0).to(dtype))
         hand_over(bars.full_M)
         mbarrier.wait(bars.full_Z, turn)
@@ -404,7 +404,7 @@ def gradients(m, bars, out, piece):
         mbarrier.wait(bars.full_v, turn)
         b_dgc, b_dbeta, b_through = sums, sums, sums
         for c in range(2):
-            b_1, b_2, b_3 = half_of_keys(c, m, bars, i, turn, zero, a_dL, b_own[:, None], mma)
+            b_1, b_2, b_3 = half_of_keys(c, m, bars, i, turn, zero, a_dL, b_own, mma)
             b_dgc, b_dbeta, b_through = b_dgc + b_1, b_dbeta + b_2, b_through + b_3
         m.parts.index(0).store(b_dgc)
         m.parts.index(1).store(b_dbeta)
