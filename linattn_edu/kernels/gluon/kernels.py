@@ -19,7 +19,8 @@ try:
 except Exception as error:  # a Triton whose Gluon has other names
     absent = support.left_out(error)
     gdn_bwd = gdn_fwd = gdn_intra = gdn_intra_bwd = gdn_scan = gdn_scans = absent
-    kda_intra = kda_intra_bwd = kda_scan = kda_scans = ssd_bwd = absent
+    kda_intra = kda_intra_bwd = kda_scan = kda_scans = absent
+    ssd_bwd = absent
 
 __all__ = [
     "gdn_bwd", "gdn_fwd", "gdn_intra", "gdn_intra_bwd", "gdn_scan", "gdn_scans", "kda_intra",
