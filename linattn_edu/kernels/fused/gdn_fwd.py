@@ -16,7 +16,7 @@ from linattn_edu.kernels.delta.warm_up import warm_up, way_of
 from linattn_edu.kernels.fused.gdn_intra import intra_chunk
 from linattn_edu.kernels.gluon.kernels import gdn_fwd, gdn_scan
 from linattn_edu.kernels.pieces import Pieces, by_maps, here, whole_of
-from linattn_edu.kernels.routes import by_load, kind_of, load_of, scan_launch
+from linattn_edu.kernels.routes import by_kind, by_load, kind_of, load_of, scan_launch
 from linattn_edu.kernels.rows import row, scan_table
 from linattn_edu.kernels.tiles import (
     cast,
@@ -367,15 +367,16 @@ def chunk_fwd(
     K, (HV, V) = q.shape[3], v.shape[2:]
     load = load_of(kind_of(q, HV, V, chunk_size, packing, (q, k, v)), q, packing)
     if by_load.chunk_fwd(load).takes == "one":
-        # R, by which scan is warmed up, has beta in this dtype
+        # R, by which scan is warmed up, has beta in k's dtype
+        written = beta.to(k.dtype) if by_kind.pieces_by_warm_up(load.kind).takes else beta
         pieces, (warmup,) = warm_up(
-            k, beta.to(k.dtype), gc, V, chunk_size=chunk_size, choice=False, packing=packing
+            k, written, gc, V, chunk_size=chunk_size, choice=False, packing=packing
         )
         o, h0 = torch.empty_like(v), pieces.placed(initial_state)
         last = gc.new_empty(pieces.N, HV, K, V) if output_final_state else None
         kept = [q.new_empty(*gc.shape, chunk_size) if keep else None for _ in range(2)]
-        out = o, last, *kept
-        if gdn_fwd.chunk_fwd_gluon((q, k, v, beta, gc, h0), out, scale, warmup, pieces):
+        given, out = (q, k, v, beta, gc, h0), (o, last, *kept)
+        if gdn_fwd.chunk_fwd_gluon(given, out, scale, warmup, pieces):
             return o, pieces.last(last), *kept
     P, R, AG = intra_chunk(
         q, k, beta, gc, chunk_size=chunk_size, return_inverse=keep, gated=keep, packing=packing
