@@ -66,8 +66,8 @@ def bound(cc, row):
 LARGE = {
     f"{name}_kernel"
     for name in (
-        "chunk_cumsum_log", "chunk_scores", "ssd_ends", "ssd_fwd", "ssd_bwd_states", "ssd_bwd_da",
-        "ssd_bwd_far", "ssd_bwd_sum", "ssd_bwd_dx",
+        "chunk_cumsum_log", "chunk_scores", "ssd_ends", "ssd_fwd", "ssd_bwd_dc", "ssd_bwd_db",
+        "ssd_bwd_da", "ssd_bwd_far", "ssd_bwd_sum", "ssd_bwd_dx",
         "intra_chunk", "intra_chunk_bwd", "scan_bwd", "scan_map_bwd", "scan_states",
         "scan_transposed",
         "scans", "kda_fused_scan", "kda_fused_scan_transposed", "kda_fused_scan_map", "kda_gates",

@@ -91,7 +91,7 @@ SPILLED = {
     "kda_prepare_gluon_kernel": 0,
     "scan_intra_bwd_gluon_kernel": 56,
     "chunk_fwd_gluon_kernel": 544,  # with two programs a multiprocessor; else 272
-    "ssd_bwd_dx_gluon_kernel": 240,
+    "ssd_bwd_dx_gluon_kernel": 256,
     "intra_chunk_gluon_kernel": 64,
     "intra_chunk_ring_gluon_kernel": 16,
 }

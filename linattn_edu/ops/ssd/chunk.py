@@ -351,7 +351,7 @@ def _operations(s: dict) -> tuple[int, int]:
     """Operations of the matrix products of the fused kernels, for calls without a gate."""
     token, C, H, P, N = 2 * s["B"] * s["T"], s["C"], s["H"], s["P"], s["S"]
     scores, chunk, state = token * s["G"] * C * N, token * H * C * P, token * H * P * N
-    return scores + chunk + 2 * state, 4 * scores + 3 * chunk + 6 * state
+    return scores + chunk + 2 * state, 3 * (scores + chunk) + 6 * state
 
 
 scan = Operator(
