@@ -484,7 +484,7 @@ def test_links_and_paper_open_an_appendix(visit):
             tab.locator("article p a").first.click()
         tab.wait_for_function(f"() => ({OPEN})()[0]")
         assert 0 < tab.locator(f"#{link or heading}").bounding_box()["y"] < DESK["height"]
-        fold.locator("summary").press("Enter")
+        fold.locator(":scope > summary").press("Enter")
         assert tab.evaluate(OPEN) == [False]
 
     for event, opens in (("beforeprint", True), ("afterprint", False)):
