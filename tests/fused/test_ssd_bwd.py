@@ -75,7 +75,7 @@ def test_dx_gluon(heads, dtype, device, force):
     exact = references.ssd_bwd_dx(*(t.double() for t in args), chunk_size=128)
     with forced(ssd_bwd_dx="triton"):
         plain = ssd_bwd_dx(*args, chunk_size=128)
-    force(ENOUGH=1)
+    force(ssd_bwd_dx="gluon")
     with launches() as ran:
         got, again = (ssd_bwd_dx(*args, chunk_size=128) for _ in range(2))
     assert ran.count(kernels.ssd_bwd.ssd_bwd_dx_gluon_kernel) == 2

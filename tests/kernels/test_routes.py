@@ -200,7 +200,7 @@ def asked(call, more="", **options):
 def gluon(monkeypatch):
     """As if this Triton's Gluon were on, and of the table's version."""
     monkeypatch.setattr(choosing, "GLUON", "")
-    monkeypatch.setattr(by_load.support, "THIS", limits.SHARED_RING)
+    monkeypatch.setattr(by_load.support, "THIS", (3, 6))
 
 
 @pytest.mark.parametrize(("call", "more", "forward", "backward"), CALLS, ids=lambda x: x or "-")
@@ -367,10 +367,14 @@ def test_the_ring_of_shared_keys_is_for_tritons_with_its_bits(monkeypatch):
             assert bool(by_load.intra_ring(load, 10_000, True).takes) == ring
 
 
-def test_kda_prepare_is_for_tritons_with_which_it_was_run(monkeypatch):
+def test_kernels_are_for_tritons_with_which_they_were_run(monkeypatch):
     for version, taken in (((3, 6), "gluon"), ((3, 9), "gluon"), ((3, 10), "triton")):
         monkeypatch.setattr(by_load.support, "THIS", version)
         assert by_kind.kda_gate_prepare(GOOD).takes == taken
+    states = GOOD._replace(K=128, V=64, C=128)
+    for version, taken in (((3, 6), "gluon"), ((3, 7), "triton")):
+        monkeypatch.setattr(by_load.support, "THIS", version)
+        assert by_kind.ssd_bwd_dx(states, False, False).takes == taken
 
 
 def test_pieces():

@@ -161,6 +161,8 @@ def ssd_bwd_dx(kind: Kind, documents: bool, channels: bool) -> Choice:
     why = first(SSD_DX, kind)
     if why is None and (documents or channels):
         why = "documents in a sequence" if documents else "D of channels"
+    if why is None and support.THIS > limits.SSD_DX:
+        why = "a Triton with which the one in Gluon was not run yet"
     if why:
         return Choice("triton", why)
     return Choice("gluon", "Hopper, {dtype}, N={K}, P={V}, whole chunks of {C}")
