@@ -20,6 +20,11 @@ from linattn_edu.testing import assert_close, gdn_inputs
 pytestmark = pytest.mark.usefixtures("poison")
 
 
+def of_shared_keys(*sizes):
+    """Of heads of 128 that share keys, where one kernel takes them: else last bits are others."""
+    return sizes if support.THIS <= limits.SHARED_RING else ()
+
+
 test_scan_kernel_matches_reference = registry.matches("scan", "gdn_fused")
 test_chunk_fwd_kernels_match_reference = registry.matches("chunk_fwd", "gdn_fused")
 
@@ -100,15 +105,13 @@ def test_scan_gluon_gives_the_same_bits(B, T, HV, K, V, given, dtype, device, pl
 @pytest.mark.parametrize("given", [False, True], ids=["zero", "states"])
 @pytest.mark.parametrize(
     ("B", "T", "H", "HV", "D"),
-    [(3, 64, 1, 1, 128), (2, 448, 2, 6, 128), (10, 2048, 8, 16, 128), (1, 128, 2, 2, 64),
-     (9, 2048, 16, 32, 64)],
+    [(3, 64, 1, 1, 128), (1, 128, 2, 2, 64), (9, 2048, 16, 32, 64),
+     *of_shared_keys((2, 448, 2, 6, 128), (10, 2048, 8, 16, 128))],
 )  # fmt: skip
 def test_forward_in_one_kernel_gives_the_same_bits(B, T, H, HV, D, given, kept, device, force):
     """Twice: R and P stay in shared memory, where no chunk may overtake another."""
     if why := without_gluon(device):
         pytest.skip(why)
-    if H < HV and D == 128 and support.THIS > limits.SHARED_RING:
-        pytest.skip("a Triton with which the last bits are others: two kernels are taken")
     force(**PAYS)
     x = gdn_inputs(B, T, H, HV, D, D, dtype=torch.bfloat16, device=device, seed=0)
     gc = gate_cumsum_kernel(x.g, chunk_size=64)
@@ -129,13 +132,13 @@ def test_forward_in_one_kernel_gives_the_same_bits(B, T, H, HV, D, given, kept, 
 @pytest.mark.gpu
 @pytest.mark.parametrize("given", [False, True], ids=["zero", "states"])
 @pytest.mark.parametrize("gates", ["forgotten", "slow", "mixed"])
-@pytest.mark.parametrize(("T", "H", "D"), [(1024, 4, 128), (960, 2, 64), (960, 2, 128)])
+@pytest.mark.parametrize(
+    ("T", "H", "D"), [(1024, 4, 128), (960, 2, 64), *of_shared_keys((960, 2, 128))]
+)
 def test_forward_in_one_kernel_in_pieces(T, H, D, gates, given, device, force, monkeypatch):
     """Of 256 tokens, found forgotten in 128: the bits of two kernels."""
     if why := without_gluon(device):
         pytest.skip(why)
-    if H < 4 and D == 128 and support.THIS > limits.SHARED_RING:
-        pytest.skip("a Triton with which the last bits are others: two kernels are taken")
     force(**PAYS, PROGRAMS=0, PER_PROGRAM=256 // (4 * D // 64))
     monkeypatch.setattr(warm_up, "REACH", 128)
     x = gdn_inputs(2, T, H, 4, D, D, dtype=torch.bfloat16, device=device, seed=0)

@@ -145,19 +145,17 @@ def test_gate_and_scores_in_one_kernel(T, family, gate, device, force):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("given", [False, True], ids=["zero", "state"])
-@pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize(
-    ("B", "T", "HV", "V"),
-    [(1, 64, 1, 128), (2, 128, 4, 64), (1, 2048, 4, 128), (1, 1088, 2, 128), (2, 960, 2, 128)],
-)
+    ("B", "T", "HV", "V", "workers"),
+    [(2, 128, 4, 64, 1), *((*sizes, workers) for workers in (1, 2) for sizes in
+     ((1, 64, 1, 128), (1, 2048, 4, 128), (1, 1088, 2, 128), (2, 960, 2, 128)))],
+)  # fmt: skip
 def test_kda_scan_gluon_gives_the_same_bits(B, T, HV, V, workers, given, dtype, device, force):
     """For one tile of values or for two, of whole sequences and of pieces of 256 tokens, one of
     which is empty in the last case.
     """
     if why := without_gluon(device):
         pytest.skip(why)
-    if V == 64 and workers == 2:
-        pytest.skip("one tile of values")
     force(workers=workers, **PAYS)
     if T in (1088, 960):
         force(LENGTH=256, LEAST=2)
