@@ -186,7 +186,7 @@ def test_kda_gates_reference_is_gate_cumsum_and_kda_gated():
 
 @pytest.mark.gpu
 def test_the_operator_takes_them(device, hopper):
-    """Near the stages one by one; the same bits where a call is replayed."""
+    """Near the stages one by one; the same bits when run again, and with rows kept."""
     x = kda_inputs(1, 1024, 16, 16, 128, 128, dtype=torch.bfloat16, device=device, seed=0)
     do = torch.randn_like(x.v)
 
@@ -199,8 +199,10 @@ def test_the_operator_takes_them(device, hopper):
     with launches() as ran:
         first = run()
     assert kda_bwd.kda_intra_bwd_gluon.kda_intra_bwd_gluon_kernel in ran
-    for _ in range(4):
-        assert all(map(torch.equal, run(), first))
+    for keep in (False, True, False, True):
+        assert all(map(torch.equal, run(disable_recompute=keep), first))
     names = ("o", "dq", "dk", "dv", "dg", "dbeta")
-    for name, a, b in zip(names, first, run(disable_recompute=True), strict=True):
+    with forced(kda_forward_stages="staged", kda_backward_stages="staged"):
+        staged = run()
+    for name, a, b in zip(names, first, staged, strict=True):
         assert_close(name, a, b, 1e-2)

@@ -8,6 +8,7 @@ import pytest
 import stages
 import torch
 from fused.parts import AXES
+from gdn_checks import launches, without_gluon
 from grids import name, usual
 from ssd.ssd_checks import check_stage, parts
 
@@ -16,6 +17,8 @@ from linattn_edu.kernels.delta.state import state
 from linattn_edu.kernels.delta.state_bwd import state_bwd
 from linattn_edu.kernels.fused.ssd_bwd import ssd_ends_bwd
 from linattn_edu.kernels.fused.ssd_fwd import ssd_ends, ssd_fwd
+from linattn_edu.kernels.gluon.kernels import ssd_fwd as ssd_fwd_gluon
+from linattn_edu.kernels.routes import forced
 from linattn_edu.kernels.ssd.chunk_cumsum import chunk_cumsum_log
 from linattn_edu.packing import pack
 from linattn_edu.reference.delta.cp_merge import piece_map as piece_map_reference
@@ -23,6 +26,7 @@ from linattn_edu.reference.delta.state import state as state_reference
 from linattn_edu.reference.delta.state_bwd import state_bwd as state_bwd_reference
 from linattn_edu.reference.fused.ssd_fwd import FORGOTTEN
 from linattn_edu.reference.fused.ssd_fwd import ssd_fwd as ssd_fwd_reference
+from linattn_edu.testing import relative_rms
 
 pytestmark = pytest.mark.usefixtures("poison")
 
@@ -60,6 +64,27 @@ test_kernels = pytest.mark.usefixtures("piece")(stages.matches("ssd_fwd", "ssd_f
 
 
 test_ends = stages.matches("ssd_ends", "ssd_fused")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("heads", "C", "D"), [((6, 1), 128, "all"), ((8, 2), 64, "channels")])
+def test_gluon(heads, C, D, dtype, piece, device, force):
+    """No farther from float64 than plain Triton; twice, since tiles are copied ahead."""
+    if why := without_gluon(device):
+        pytest.skip(why)
+    r = stages.parts("ssd_fused", 2048, 128, 64, C, heads, D, dtype, device)
+    args = r.C, r.B, r.scores, r.x, r.gs, r.gc, r.h0, r.D
+    exact = ssd_fwd_reference(*(t.double() for t in args), **ENDS)
+    with forced(ssd_fwd="triton"):
+        plain = ssd_fwd(*args, **ENDS)
+    force(ssd_fwd="gluon")
+    with launches() as ran:
+        got, again = (ssd_fwd(*args, **ENDS) for _ in range(2))
+    assert ran.count(ssd_fwd_gluon.ssd_fwd_gluon_kernel) == 2
+    for x, twice, y, want in zip(got, again, plain, exact, strict=True):
+        assert torch.equal(x, twice)
+        assert relative_rms(x, want) <= 1.01 * relative_rms(y, want)
 
 
 @pytest.mark.parametrize("T", [5, 128, 300, 256])

@@ -35,6 +35,7 @@ from linattn_edu.kernels.gluon import (
     kda_scan,
     kda_scans,
     ssd_bwd,
+    ssd_fwd,
 )
 from linattn_edu.kernels.gluon.blocks import CHUNK
 from linattn_edu.kernels.gluon.scan_frame import BV
@@ -215,7 +216,7 @@ def kda_front_forms():
 
 
 def ssd_forms():
-    """ssd_bwd_dx, with D and without."""
+    """ssd_bwd_dx, with D and without; ssd_fwd, without states and with those of pieces."""
     kernel = ssd_bwd.ssd_bwd_dx_gluon_kernel
     for dtype, absent in (("bf16", ()), ("fp16", ("D_ptr",))):
         source = source_of(
@@ -223,6 +224,12 @@ def ssd_forms():
             {"": 64, "B": HEAD, "C": HEAD}, absent, ("dh",), rows={"x": 128, "dy": 128},
         )  # fmt: skip
         yield {"kernel": kernel.__name__, "dtype": dtype, "D": not absent}, source, ssd_bwd.OPTIONS
+    kernel, none = ssd_fwd.ssd_fwd_gluon_kernel, ("h0_ptr", "ends_ptr", "kept_ptr", "ht_ptr")
+    sizes = {"PER": 1, "G": 1, "H": 80, "N": HEAD, "P": 64, "BC": 128, "STAGES": ssd_fwd.STAGES}
+    for dtype, absent in (("bf16", none), ("fp16", ("D_ptr",))):
+        source = source_of(kernel, sizes, dtype, {"": 64, "B": HEAD, "C": HEAD, "x": 128}, absent)
+        form = {"kernel": kernel.__name__, "dtype": dtype, "pieces": absent != none}
+        yield form, source, ssd_fwd.OPTIONS
 
 
 def forms():

@@ -132,6 +132,19 @@ CASES = {
         "ssd_bwd_dx", "ssd_fused", "ssd_bwd_dx", _SSD | {"SSD_MANY": 2}, 128, HEAD, 64,
         dtype=FP16, C=128, between=((6, 2), "none"),
     ),
+    "ssd_fwd": Case(
+        "ssd_fwd", "ssd_fused", "ssd_fwd", {"ssd_fwd": "gluon"}, 256, HEAD, 64, C=128,
+        between=((4, 2), "channels"), without=("seq_idx", "z"), more={"output_final_state": True},
+    ),
+    "ssd_fwd, in pieces": Case(
+        "ssd_fwd", "ssd_fused", "ssd_fwd", {"ssd_fwd": "gluon", "SSD_PIECE": 128}, 384, HEAD, 64,
+        dtype=FP16, between=((4, 1), "none"), without=("seq_idx", "z"),
+        more={"output_final_state": True},
+    ),
+    "ssd_fwd, no states": Case(
+        "ssd_fwd", "ssd_fused", "ssd_fwd", {"ssd_fwd": "gluon"}, 192, HEAD, 64,
+        between=((2, 1), "all"), without=("seq_idx", "z", "h0"), more={"output_final_state": False},
+    ),
     "kda_intra": Case(
         "kda_gate_prepare", "kda_fused", "kda_prepare", {"kda_gate_prepare": "gluon"}, 150,
         kinds={"g": far_rows(150)},

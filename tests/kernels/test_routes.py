@@ -59,6 +59,8 @@ PARTS = {
     "KDA_STAGED": "KDA_AGAIN kda_intra_bwd gate_bwd",
     "SSD_FUSED": "chunk_cumsum_log chunk_scores ssd_fwd",
     "SSD_PARTS": "chunk_cumsum_log chunk_scores ssd_ends ssd_fwd",
+    "SSD_FORTH": "chunk_cumsum_log chunk_scores ssd_fwd_gluon",
+    "SSD_CUT": "chunk_cumsum_log chunk_scores ssd_ends ssd_fwd_gluon",
     "SSD_END": "ssd_bwd_dc ssd_bwd_db ssd_bwd_da ssd_bwd_far ssd_bwd_dx ssd_bwd_sum "
     "chunk_cumsum_bwd",
     "SSD_GLUON": "ssd_bwd_dc ssd_bwd_dx_gluon ssd_bwd_sum chunk_cumsum_bwd",
@@ -151,13 +153,13 @@ gdn2 8 4096 8 16 128 128  | packed    | KDA_FRONT kda_fused_scan_transposed | KD
 gdn2 1 32768 4 4 128 128  |           | KDA_FRONT kda_fused_scan_map merge kda_scan_gluon |
         kda_gates kda_fused_scan_map merge kda_fused_scan_map_bwd merge kda_scans_gluon
         KDA_END
-ssd 8 4096 16 1 64 128    |           | SSD_FUSED | chunk_cumsum_log state state_bwd SSD_GLUON
+ssd 8 4096 16 1 64 128    |           | SSD_FORTH | chunk_cumsum_log state state_bwd SSD_GLUON
 ssd 8 4096 16 1 64 128    | gpu=b200  | SSD_FUSED | chunk_cumsum_log state state_bwd SSD_END
 ssd 8 4096 16 1 64 128    | gpu=a100  | SSD | SSD_BWD
 ssd 8 4096 16 1 64 128    | dtype=fp32 | SSD | SSD_BWD
 ssd 8 4096 16 1 64 256    |           | SSD | SSD_BWD
 ssd 8 4096 16 1 128 128   |           | SSD | SSD_BWD
-ssd 2 8192 16 1 64 128    |           | SSD_PARTS |
+ssd 2 8192 16 1 64 128    |           | SSD_CUT |
         chunk_cumsum_log piece_map merge state piece_map_bwd merge state_bwd SSD_GLUON
 ssd 2 4096 16 1 64 128    | packed    | SSD_PARTS | chunk_cumsum_log state state_bwd SSD_END
 ssd 8 4096 16 1 64 128    | step=-1   | SSD | SSD_BWD
@@ -368,13 +370,21 @@ def test_the_ring_of_shared_keys_is_for_tritons_with_its_bits(monkeypatch):
 
 
 def test_kernels_are_for_tritons_with_which_they_were_run(monkeypatch):
+    states = GOOD._replace(H=1, K=128, V=64, C=128)
     for version, taken in (((3, 6), "gluon"), ((3, 9), "gluon"), ((3, 10), "triton")):
         monkeypatch.setattr(by_load.support, "THIS", version)
         assert by_kind.kda_gate_prepare(GOOD).takes == taken
-    states = GOOD._replace(K=128, V=64, C=128)
-    for version, taken in (((3, 6), "gluon"), ((3, 7), "triton")):
-        monkeypatch.setattr(by_load.support, "THIS", version)
+        assert by_kind.ssd_fwd(states, False, False).takes == taken
         assert by_kind.ssd_bwd_dx(states, False, False).takes == taken
+
+
+def test_the_scan_of_mamba_in_gluon_takes_pairs_of_heads_and_no_gate():
+    states = GOOD._replace(H=1, K=128, V=64, C=64)
+    assert by_kind.ssd_fwd(states, False, False).takes == "gluon"
+    for documents, gate in ((True, False), (False, True)):
+        assert by_kind.ssd_fwd(states, documents, gate).takes == "triton"
+    for other in ({"HV": 17}, {"T": 4100}, {"packed": True}, {"K": 64}, {"aligned": False}):
+        assert by_kind.ssd_fwd(states._replace(**other), False, False).takes == "triton", other
 
 
 def test_pieces():
@@ -446,6 +456,7 @@ def test_what_is_decided_by_kind_sees_no_batch():
     }  # fmt: skip
     assert more == {
         "ranks", "gates", "low", "kept", "lower_bound", "size", "documents", "channels",
+        "gate",
     }  # fmt: skip
     with choices.ask(GPUS["h100"], lambda *_: None):
         one, many = (torch.empty(B, 100, 2, 64, device="meta") for B in (1, 64))

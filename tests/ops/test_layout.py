@@ -373,7 +373,13 @@ def floor(module):
             f"{OPS}.ssd.chunk.mamba_chunk_scan_combined",
             "x",
             {"kernels.fused.ssd_fwd"},
-            {"ssd_ends_kernel", "ssd_fwd_kernel", "chunk_state_kernel", "chunk_scan_kernel"},
+            {
+                "ssd_ends_kernel",
+                "ssd_fwd_kernel",
+                "ssd_fwd_gluon_kernel",
+                "chunk_state_kernel",
+                "chunk_scan_kernel",
+            },
         ),
     ],
 )

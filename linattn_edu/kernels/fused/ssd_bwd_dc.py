@@ -25,47 +25,49 @@ def ssd_bwd_dc_kernel(
     T,
     tokens,  # B * T
     WHOLE: tl.constexpr,  # every chunk has as many tokens as it may
-    G: tl.constexpr, H: tl.constexpr, N: tl.constexpr, P: tl.constexpr, SPLITS: tl.constexpr,
+    G: tl.constexpr, H: tl.constexpr, N: tl.constexpr, P: tl.constexpr,
+    BC: tl.constexpr, SPLITS: tl.constexpr,
     BT: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr,
 ):  # fmt: skip
-    """One program: what a chunk reads of the state before it, of some heads of a group.
+    """One program: what a tile of BT tokens reads of the state before its chunk, of some heads.
 
-    Grid (NT * G * SPLITS).  Reference: linattn_edu.reference.fused.ssd_bwd_dc.
+    Grid (NT * G * SPLITS * BC / BT).  Reference: linattn_edu.reference.fused.ssd_bwd_dc.
     """
-    _, i_g, i_split, i_h, n_heads, i_c, first, n_t = tile_of(
-        tl.program_id(0), cu_ptr, chunks_ptr, T, H, G, SPLITS, BT, BT, WHOLE
+    start, i_g, i_split, i_h, n_heads, i_c, first, n_t = tile_of(
+        tl.program_id(0), cu_ptr, chunks_ptr, T, H, G, SPLITS, BC, BT, WHOLE
     )
+    own, n_own = first + start, BT if WHOLE else n_t - start
     o_t, o_n, o_p = tl.arange(0, BT), tl.arange(0, BN), tl.arange(0, BP)
     if seq_ptr is not None:
-        b_id, before, _end = documents_of(seq_ptr, chunks_ptr, i_c, first, T, o_t, n_t)
-    i_C = first * G + i_g
-    b_C = load_tile(C_ptr + i_C * N, o_t, o_n, G * N, n_t, N)  # [BT, BN]
+        _id, before, _end = documents_of(seq_ptr, chunks_ptr, i_c, first, T, o_t, n_t)
+        b_id = load_gate(seq_ptr + own, o_t, 1, n_own)
+    i_C = own * G + i_g
+    b_C = load_tile(C_ptr + i_C * N, o_t, o_n, G * N, n_own, N)  # [BT, BN]
     b_dC = tl.zeros([BT, BN], dtype=tl.float32)
-    i_gate = i_h.to(tl.int64) * tokens + first
-    b_gc = load_gate(gc_ptr + i_gate, o_t, 1, n_t)
+    i_gate = i_h.to(tl.int64) * tokens + own
+    b_gc = load_gate(gc_ptr + i_gate, o_t, 1, n_own)
     for i_s in range(n_heads):
-        b_dy = load_tile(dy_ptr + (first * H + i_h) * P, o_t, o_p, H * P, n_t, P)  # [BT, BP]
+        b_dy = load_tile(dy_ptr + (own * H + i_h) * P, o_t, o_p, H * P, n_own, P)  # [BT, BP]
         b_h = load_tile(h_ptr + (i_c * H + i_h) * N * P, o_n, o_p, P, N, P)  # [BN, BP]
         b_e = tl.exp2(b_gc)
         if seq_ptr is not None:
             b_e = tl.where(b_id == before, b_e, 0.0)
         # of the next head, one head ahead
         i_next = i_gate + tl.where(i_s + 1 < n_heads, tokens, 0)
-        b_gc = load_gate(gc_ptr + i_next, o_t, 1, n_t)
+        b_gc = load_gate(gc_ptr + i_next, o_t, 1, n_own)
         # eq:ssd-dc-inter   inter = diag(e) dY h^T
         b_v = cast(b_dy.to(tl.float32) * b_e[:, None], b_dy.dtype)
         b_dC = dot(b_v, tl.trans(b_h), b_dC)
         # eq:ssd-dgc-inter   dgc_i = C_i . inter_i = e_i dY_i . (C h)_i
         b_y = dot(b_C, b_h) * b_e[:, None]
         b_dgc = tl.sum(b_dy.to(tl.float32) * b_y, 1)
-        tl.store(dgc_ptr + i_gate + o_t, b_dgc, mask=o_t < n_t)
+        tl.store(dgc_ptr + i_gate + o_t, b_dgc, mask=o_t < n_own)
         i_h += 1
         i_gate = i_next
-    store_tile(parts_ptr + (i_split * tokens * G + i_C) * N, b_dC, o_t, o_n, G * N, n_t, N)
+    store_tile(parts_ptr + (i_split * tokens * G + i_C) * N, b_dC, o_t, o_n, G * N, n_own, N)
 
 
-# chunks of more than 64 tokens -> row: 8 warps share a tile of 128 tokens
-DC = {False: row(4, 3), True: row(8, 3, 128)}
+DC, TOKENS = row(4, 3), 64  # h is read for each tile, but from the cache
 
 
 def ssd_bwd_dc(
@@ -83,10 +85,11 @@ def ssd_bwd_dc(
     G, N = C.shape[2:]
     splits = by_kind.ssd_heads(kind_of(C, H, P, chunk_size, packing), True).takes
     NT, *chunks = chunk_args(dy, chunk_size, packing)
+    BT = min(chunk_size, TOKENS)
     parts, dgc = gc.new_empty(splits, *C.shape), gc.new_empty(H, n, T)
-    ssd_bwd_dc_kernel[(NT * G * splits,)](
+    ssd_bwd_dc_kernel[(NT * G * splits * (chunk_size // BT),)](
         C, by_head(gc), h, dy, seq_idx, parts, dgc, *chunks, T, n * T,
-        whole(dy, chunk_size, packing), G, H, N, P, splits, chunk_size, *_widths(N),
-        **DC[chunk_size > 64].launch(),
+        whole(dy, chunk_size, packing), G, H, N, P, chunk_size, splits, BT, *_widths(N),
+        **DC.launch(),
     )  # fmt: skip
     return parts[0] if splits == 1 else parts.sum(0), dgc.permute(1, 2, 0)

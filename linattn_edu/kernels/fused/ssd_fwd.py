@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from linattn_edu.kernels.delta.cp_merge import FORGOTTEN
+from linattn_edu.kernels.gluon.kernels import ssd_fwd as ssd_fwd_gluon
 from linattn_edu.kernels.routes import by_kind, kind_of, limits
 from linattn_edu.kernels.rows import chunk_args, row, whole
 from linattn_edu.kernels.ssd.chunk_scan import past_state
@@ -415,7 +416,7 @@ def ssd_fwd(
     G, N = B.shape[2:]
     gs, gc = by_head(gs), by_head(gc)
     BC, widths = S.shape[3], _widths(N)
-    kind = kind_of(B, H, P, BC, packing)
+    kind = kind_of(B, H, P, BC, packing, (C, B, S, x))
     piece = by_kind.ssd_piece(kind, maps is not None).takes
     NP, sequences = n * cdiv(T, piece), (None, None)
     if packing is not None:
@@ -437,6 +438,10 @@ def ssd_fwd(
             B, x, gs, gc, seq_idx, ends, kept, None, *sequences, T, gc.numel() // H, 0, piece,
             False, False, True, G, H, N, P, BC, BC, *widths, **ENDS.launch(),
         )  # fmt: skip
+    given = C, B, S, x, out, gs, gc, initial_state, ends, kept, D, last
+    gluon = by_kind.ssd_fwd(kind, seq_idx is not None, z is not None).takes == "gluon"
+    if gluon and ssd_fwd_gluon.ssd_fwd_gluon(given, piece):
+        return out, last
     ssd_fwd_kernel[(NP * H,)](
         C, B, S, x, gs, gc, initial_state, ends, kept, D, z, seq_idx, out, last, *sequences, T,
         gc.numel() // H, piece, whole(x, BC, packing), 1 if D is None else D.numel() // H,

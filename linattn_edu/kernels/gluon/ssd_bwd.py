@@ -2,9 +2,9 @@
 
 A program takes one chunk and goes through the heads of a group, so that x, dy and the gradients of
 the states are read once, and what is summed over the heads stays in registers: the gradients of B
-through the states, and of the scores. One warp copies the next head's tiles. Two groups of four
-warps compute, each a tile of 64 tokens that are written: the first also what the second tile reads
-of it.
+through the states, and of the scores. One warp copies the next head's tiles. Three groups of four
+warps compute: two of them a tile of 64 tokens that are written, the third what comes through the
+states and what the second tile reads of the first.
 """
 
 from torch import Tensor
@@ -59,7 +59,7 @@ class Memory:
     scores: object  # in fp32, a tile's own, transposed
     far: object  # those of the second tile with the first, transposed
     gates: object  # gs, gc and dgc of 128 tokens
-    rows: object  # three sums over rows: each tile's own, and what the second has of the first
+    rows: object  # two of three sums over rows, by warp: each tile's own, the second's of the first
 
 
 @record
@@ -71,7 +71,7 @@ class Bars:
     empty_x: object  # two: x has been read, and dx has left
     empty: object  # two: the others have been read
     v_full: object  # two: v is there
-    far_full: object  # what the second tile's rows have of the first is
+    shared_full: object  # two: sums of the second tile's rows are, and x has been read for them
 
 
 @record
@@ -134,21 +134,28 @@ def load_tiles(source, m, bars, at):
 
 
 @gluon.jit
-def make_scores(c: gl.constexpr, m, bars, below, same, zero, mma: gl.constexpr):
-    """A tile's own scores below the diagonal, and far ones, into memory; returns the diagonal."""
+def make_scores(c: gl.constexpr, m, bars, below, same, zero):
+    """A tile's own scores below the diagonal into memory; returns the diagonal."""
     mbarrier.wait(bars.full_in, 0)
     # eq:ssd-cb   S = C B^T, transposed
     b_S = product(m.Bs.index(c), m.Cs.index(c).permute((1, 0)), zero, False)
-    if c == 0:
-        b_far = product(m.Bs.index(0), m.Cs.index(1).permute((1, 0)), zero, False)
-        b_S, b_far = warpgroup_mma_wait(0, [b_S, b_far])
-        m.far.index(0).store(b_far.to(m.far.dtype))
-    else:
-        b_S = warpgroup_mma_wait(0, [b_S])
+    b_S = warpgroup_mma_wait(0, [b_S])
     m.scores.index(c).store(gl.where(below, b_S, 0.0))
-    fence_async_shared()
     barrier()
     return gl.sum(gl.where(same, b_S, 0.0), 1)
+
+
+@gluon.jit
+def leave_rows(sums, x):
+    """What each of the four warps sums of the columns of x [64, 64]: no warp waits for another."""
+    sums.reshape([4, 64]).store(gl.sum(gl.reshape(x, [4, 16, 64]), 1))
+
+
+@gluon.jit
+def rows_left(sums, rows: gl.constexpr):
+    """The sum of them."""
+    b_sum = sums.slice(0, 64).load(rows) + sums.slice(64, 64).load(rows)
+    return b_sum + sums.slice(128, 64).load(rows) + sums.slice(192, 64).load(rows)
 
 
 @gluon.jit
@@ -161,7 +168,7 @@ def inside(b_W, b_dS, b_on, b_gw, gc, scores, sums, mma: gl.constexpr, dtype: gl
     b_dS += b_W * b_E
     b_M = (scores.load(mma) * b_E).to(dtype)
     # eq:ssd-dgc-rows   rowsum(W)_i = dY_i . (M X)_i, with M as dx rounds it
-    sums.store(gl.sum(b_W * b_M.to(gl.float32), 0))
+    leave_rows(sums, b_W * b_M.to(gl.float32))
     return b_M, b_dS
 
 
@@ -187,112 +194,140 @@ def store_vectors(out, at, n, c: gl.constexpr, b_dgc, b_dstep, b_m, b_xdy, rows:
 
 
 @gluon.jit
-def store_gradients(c: gl.constexpr, out, at, b_dB, b_dS, b_far, below, same,
-                    mma: gl.constexpr, wide: gl.constexpr):  # fmt: skip
-    """What was summed over the heads: dB through the states, and rows of the scores' gradients."""
-    o_t = gl.arange(0, 64, gl.SliceLayout(1, wide))[:, None] + at.row + 64 * c
-    o_n = gl.arange(0, at.N, gl.SliceLayout(0, wide))[None, :]
-    gl.store(out.parts_ptr + (o_t.to(gl.int64) * at.G + at.i_g) * at.N + o_n, b_dB)
-    o_j = gl.arange(0, 64, gl.SliceLayout(1, mma))[:, None] + 64 * c
-    o_i = gl.arange(0, 64, gl.SliceLayout(0, mma))[None, :] + at.row
-    own = out.dS_ptr + ((o_i + 64 * c).to(gl.int64) * at.G + at.i_g) * 128 + o_j
-    gl.store(own, gl.where(below | same, b_dS, 0.0))
-    if c == 0:
-        gl.store(out.dS_ptr + ((o_i + 64).to(gl.int64) * at.G + at.i_g) * 128 + o_j, b_far)
-    else:
-        gl.store(out.dS_ptr + (o_i.to(gl.int64) * at.G + at.i_g) * 128 + o_j, gl.zeros_like(b_dS))
+def gates_of(m, i, c: gl.constexpr, rows: gl.constexpr):
+    """Of tile c: gc of its tokens; gs, with weight 1 for those that write nothing, and 0 for them
+    beside it; gc of the chunk's last token and of the first tile's.
+    """
+    gs, gc = m.gates.index(3 * i).slice(64 * c, 64), m.gates.index(3 * i + 1)
+    last = gl.max(gc.slice(127, 1).load(rows), 0)
+    mid = gl.max(gc.slice(63, 1).load(rows), 0)
+    b_gs, b_gc = gs.load(rows), gc.slice(64 * c, 64).load(rows)
+    off = b_gs == float("inf")
+    return b_gc, gl.where(off, b_gc, b_gs), gl.where(off, 0.0, 1.0), last, mid
 
 
-# over 80 lines: the order of its products, waits and arithmetic is what it is about
 @gluon.jit
-def compute_tile(c: gl.constexpr, out, m, bars, at):
-    """Tile c of the chunk, by four warps: sums of ssd_bwd_dx's kernels."""
+def weighted(m, i, c: gl.constexpr, b_r, dtype: gl.constexpr, mma: gl.constexpr,
+             wide: gl.constexpr):  # fmt: skip
+    """diag(r * step) X of tile c, as a product's first operand."""
+    b_x = m.xs.index(i).slice(64 * c, 64).load(mma).to(gl.float32)
+    return operand(b_x * b_r[:, None], dtype, wide)
+
+
+@gluon.jit
+def compute_shared(out, m, bars, at):
+    """What both tiles give to dB through the states, and what the second reads of the first."""
     N: gl.constexpr = at.N
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
     rows: gl.constexpr = gl.SliceLayout(1, mma)
     dtype: gl.constexpr = m.xs.dtype
+    zero = gl.full([64, 64], 0.0, gl.float32, mma)
+    mbarrier.wait(bars.full_in, 0)
+    b_far = product(m.Bs.index(0), m.Cs.index(1).permute((1, 0)), zero, False)
+    b_far = warpgroup_mma_wait(0, [b_far])
+    m.far.index(0).store(b_far.to(dtype))
+    fence_async_shared()
+    barrier()
+    b_dB = gl.full([64, N], 0.0, gl.float32, wide)
+    b_dB1, b_far = b_dB, zero
+    for n in range(at.heads):
+        i, turn, z = n % 2, n // 2 & 1, n >> 30
+        ds, v = m.dss.index(i).permute((1, 0)), m.vs.index(i)
+        mbarrier.wait(bars.full.index(i), turn)
+        b_gc, b_gw1, b_on1, last, mid = gates_of(m, i, 1, rows)
+        write_v(m, i, b_gc, mid, mma)
+        mbarrier.arrive(bars.v_full.index(i), count=1)
+        b_W = product(m.xs.index(i).slice(0, 64), v.permute((1, 0)), zero, False)
+        # eq:ssd-db-state   dB_head = diag(r * step) X ds^T
+        b_gc, b_gw, b_on, last, mid = gates_of(m, i, 0, rows)
+        b_u = weighted(m, i, 0, gl.exp2(last - b_gw) * b_on, dtype, mma, wide)
+        b_dB = product(b_u, ds, b_dB)
+        b_W = warpgroup_mma_wait(1, [b_W])
+        # eq:ssd-dscores   dscores = sum over heads of dY X^T * G * step
+        b_W *= (gl.exp2(mid - b_gw) * b_on)[:, None]
+        b_far += b_W
+        # eq:ssd-dgc-rows   rowsum(W)_i = dY_i . (M X)_i
+        b_W *= m.far.index(z).load(mma).to(gl.float32)
+        leave_rows(m.rows.index(3 * i + 2), b_W)
+        b_u = weighted(m, i, 1, gl.exp2(last - b_gw1) * b_on1, dtype, mma, wide)
+        barrier()
+        mbarrier.arrive(bars.shared_full.index(i), count=1)
+        b_dB1 = product(b_u, ds, b_dB1)
+        b_dB, b_dB1 = warpgroup_mma_wait(0, [b_dB, b_dB1])
+        barrier()
+        mbarrier.arrive(bars.empty.index(i), count=1)
+    o_t = gl.arange(0, 64, gl.SliceLayout(1, wide))[:, None] + at.row
+    to = (o_t.to(gl.int64) * at.G + at.i_g) * N + gl.arange(0, N, gl.SliceLayout(0, wide))[None, :]
+    gl.store(out.parts_ptr + to, b_dB)
+    gl.store(out.parts_ptr + to + 64 * at.G * N, b_dB1)
+    o_j, o_i = gl.arange(0, 64, rows)[:, None], gl.arange(0, 64, gl.SliceLayout(0, mma))[None, :]
+    row = out.dS_ptr + ((at.row + 64 + o_i).to(gl.int64) * at.G + at.i_g) * 128 + o_j
+    gl.store(row, b_far)
+    gl.store(row + (64 - 64 * at.G * 128), zero)
+
+
+@gluon.jit
+def compute_tile(c: gl.constexpr, out, m, bars, at):
+    """Tile c of the chunk, by four warps: dx, the scores' gradients, and the numbers."""
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    rows: gl.constexpr = gl.SliceLayout(1, mma)
+    dtype: gl.constexpr = m.xs.dtype
     o_j, o_i = gl.arange(0, 64, rows)[:, None], gl.arange(0, 64, gl.SliceLayout(0, mma))[None, :]
     below, same = o_j < o_i, o_j == o_i
     zero = gl.full([64, 64], 0.0, gl.float32, mma)
-    b_same = make_scores(c, m, bars, below, same, zero, mma)
-    b_dB = gl.full([64, N], 0.0, gl.float32, wide)
-    b_dS, b_far = zero, zero
+    b_same, b_dS = make_scores(c, m, bars, below, same, zero), zero
     for n in range(at.heads):
         i, turn = n % 2, n // 2 & 1
         # 0, and the compiler cannot know: see gdn_intra_bwd
         z = n >> 30
         x, dy = m.xs.index(i).slice(64 * c, 64), m.dys.index(i).slice(64 * c, 64)
-        ds, v, far = m.dss.index(i), m.vs.index(i), m.far.index(z)
-        b_direct = b_same
         if out.D_ptr is not None:
             D = gl.load(out.D_ptr + at.i_h + n).to(gl.float32)
         mbarrier.wait(bars.full.index(i), turn)
         b_W = product(x, dy.permute((1, 0)), zero, False)
-        gs, gc = m.gates.index(3 * i).slice(64 * c, 64), m.gates.index(3 * i + 1)
-        last = gl.max(gc.slice(127, 1).load(rows), 0)
-        mid = gl.max(gc.slice(63, 1).load(rows), 0)
-        b_gs, b_gc = gs.load(rows), gc.slice(64 * c, 64).load(rows)
-        if c == 1:
-            write_v(m, i, b_gc, mid, mma)
-            mbarrier.arrive(bars.v_full.index(i), count=1)
-            b_dxs = product(m.Bs.index(c + z), ds, zero, False)
+        b_dxs = product(m.Bs.index(c + z), m.dss.index(i), zero, False)
         # of a token that writes nothing, weight 1 until the end: dstep is of its write
-        off = b_gs == float("inf")
-        b_gw, b_on = gl.where(off, b_gc, b_gs), gl.where(off, 0.0, 1.0)
+        b_gc, b_gw, b_on, last, mid = gates_of(m, i, c, rows)
         if n > 0:  # dx of the head before has left
             tma.store_wait(0)
             barrier()
             mbarrier.arrive(bars.empty_x.index((n - 1) % 2), count=1)
-        b_W = warpgroup_mma_wait(c, [b_W])
+        b_W = warpgroup_mma_wait(1, [b_W])
         b_xdy = gl.sum(gl.where(same, b_W, 0.0), 1)
+        gc = m.gates.index(3 * i + 1).slice(64 * c, 64)
         b_M, b_dS = inside(
-            b_W, b_dS, b_on, b_gw, gc.slice(64 * c, 64), m.scores.index(c + z), m.rows.index(c),
-            mma, dtype,
-        )  # fmt: skip
+            b_W, b_dS, b_on, b_gw, gc, m.scores.index(c + z), m.rows.index(3 * i + c), mma, dtype
+        )
         b_M = operand(b_M, dtype, mma)
-        if c == 0:
-            mbarrier.wait(bars.v_full.index(i), turn)
-            b_W = product(x, v.permute((1, 0)), zero, False)
-            b_dxs = product(m.Bs.index(c + z), ds, zero, False)
-            b_r = gl.exp2(mid - b_gw)
-            b_W = warpgroup_mma_wait(1, [b_W])
-            b_W *= (b_r * b_on)[:, None]
-            b_far += b_W
-            m.rows.index(2).store(gl.sum(b_W * far.load(mma).to(gl.float32), 0))
-            barrier()
-            mbarrier.arrive(bars.far_full, count=1)
-        else:
-            b_r = gl.exp2(last - b_gw)
-        # eq:ssd-db-state   dB_head = diag(r * step) X ds^T
-        b_x = x.load(mma).to(gl.float32)
-        b_u = operand(b_x * (gl.exp2(last - b_gw) * b_on)[:, None], dtype, wide)
         b_dxs = warpgroup_mma_wait(0, [b_dxs])
-        b_dB = product(b_u, ds.permute((1, 0)), b_dB)
+        b_r = gl.exp2(last - b_gw)
         # eq:ssd-dgc-state   dgc = -m, dlast = sum(m), m_j = B_j . dB_j = step_j r_j x_j . (B ds)_j
-        b_m = b_on * gl.exp2(last - b_gw) * gl.sum(b_x * b_dxs, 1)
+        b_m = b_on * b_r * gl.sum(x.load(mma).to(gl.float32) * b_dxs, 1)
         # eq:ssd-dxs   dXs = (C B^T * G)^T dY + diag(r) B ds
         if c == 0:
-            b_dxs = product(far, v, b_dxs * gl.exp2(last - mid))
-            b_dxs, b_dB = warpgroup_mma_wait(0, [b_dxs, b_dB])
+            mbarrier.wait(bars.v_full.index(i), turn)
+            b_dxs = product(m.far.index(z), m.vs.index(i), b_dxs * gl.exp2(last - mid))
+            b_r = gl.exp2(mid - b_gw)
+            b_dxs = warpgroup_mma_wait(0, [b_dxs])
         b_dxs = product(b_M, dy, b_dxs * b_r[:, None])
-        b_dy = dy.load(mma).to(gl.float32)
-        b_step = gl.exp2(b_gc - b_gs)
-        b_direct = b_same * b_step
+        b_direct = b_same * b_on * gl.exp2(b_gc - b_gw)
         if out.D_ptr is not None:
             b_direct += D
-        b_dgc = m.gates.index(3 * i + 2).slice(64 * c, 64).load(rows) + m.rows.index(c).load(rows)
+        barrier()  # the sums over rows are there
+        b_dgc = m.gates.index(3 * i + 2).slice(64 * c, 64).load(rows)
+        b_dgc += rows_left(m.rows.index(3 * i + c), rows)
+        mbarrier.wait(bars.shared_full.index(i), turn)
         if c == 1:
-            mbarrier.wait(bars.far_full, n & 1)
-            b_dgc += m.rows.index(2).load(rows)
-        b_dxs, b_dB = warpgroup_mma_wait(0, [b_dxs, b_dB])
+            b_dgc += rows_left(m.rows.index(3 * i + 2), rows)
+        b_dxs = warpgroup_mma_wait(0, [b_dxs])
         b_cols = gl.sum(x.load(mma).to(gl.float32) * b_dxs, 1)
         # eq:ssd-dstep   dstep_j = x_j . dXs_j
         b_dstep = b_cols / gl.exp2(b_gc - b_gw) + b_same * b_xdy
         # eq:ssd-dgc-columns   colsum(W)_j + m_j = step_j (x_j . dXs_j - S_jj x_j . dY_j)
         b_dgc -= b_on * b_cols
         # eq:ssd-dx   dX = diag(step) dXs + D dY
-        b_dx = b_dxs * b_on[:, None] + b_dy * b_direct[:, None]
+        b_dx = b_dxs * b_on[:, None] + dy.load(mma).to(gl.float32) * b_direct[:, None]
         barrier()
         mbarrier.arrive(bars.empty.index(i), count=1)
         x.store(b_dx.to(dtype))
@@ -300,9 +335,8 @@ def compute_tile(c: gl.constexpr, out, m, bars, at):
         barrier()
         async_store(out.dx_desc, [at.row + 64 * c, (at.i_h + n) * at.P], x)
         store_vectors(out, at, n, c, b_dgc, b_dstep, b_m, b_xdy, rows)
-    # eq:ssd-dc   dC = inter + dscores B
-    # eq:ssd-db   dB = dB_state + dscores^T C
-    store_gradients(c, out, at, b_dB, b_dS, b_far, below, same, mma, wide)
+    row = out.dS_ptr + ((at.row + 64 * c + o_i).to(gl.int64) * at.G + at.i_g) * 128 + o_j
+    gl.store(row + 64 * c, gl.where(below | same, b_dS, 0.0))
     tma.store_wait(0)
 
 
@@ -318,17 +352,17 @@ def ssd_bwd_dx_gluon_kernel(
     Arguments of ssd_bwd_dx_kernel and of the others of kernels/fused/ssd_bwd.py, see `descriptor`.
     Reference: linattn_edu.reference.fused.ssd_bwd.ssd_bwd_dx.
 
-    mbarriers, in the order of a head; two groups of four warps compute, c = 0 and 1::
+    mbarriers, in the order of a head; compute_tile has tile c, compute_shared what is of both::
 
-        full_in   B and C, once -> both groups: the scores
-        full      x, dy, dh and gates, a head ahead -> both: X dY^T; c = 1: v, B ds
-        v_full    c = 1: v is there -> c = 0: X v^T, B ds, S v
-        empty_x   both: x has been read, dx of the head before has left -> loading warp
-        far_full  c = 0: sums of the second tile's rows -> c = 1: dgc
-        empty     both: no product reads dy or dh any more -> loading warp
+        full_in      B and C, once -> all three groups of warps: scores
+        full         x, dy, dh and gates, a head ahead -> all: X dY^T, B ds; v
+        v_full       compute_shared: v, and far scores -> tile 0: S v
+        shared_full  compute_shared: sums of the second tile's rows, and it reads x no more ->
+                     both tiles: dgc; dx takes the place of x
+        empty_x      both tiles: dx of the head before has left -> loading warp
+        empty        all: nothing else of the head is read any more -> loading warp
 
-    Two places of v and one of far sums need no more: c = 1 writes v after it had far sums of the
-    head before, and c = 0 writes those after it had v of its head.
+    The places of v and of sums are empty again where those of dy are: full says so.
     """
     HEADS: gl.constexpr = H // G
     MOST: gl.constexpr = (HEADS + SPLITS - 1) // SPLITS
@@ -344,22 +378,23 @@ def ssd_bwd_dx_gluon_kernel(
     m = Memory(
         ring(B_desc, 2), ring(C_desc, 2), ring(x_desc, 2), ring(dy_desc, 2), ring(dh_desc, 2),
         ring(dx_desc, 2), gl.allocate_shared_memory(gl.float32, [2, 64, 64], swizzled),
-        ring(dx_desc, 1), numbers([6, 128]), numbers([3, 64]),
+        ring(dx_desc, 1), numbers([6, 128]), numbers([6, 256]),
     )  # fmt: skip
     full, empty_x = bar_pairs(2, 2, 2)
-    b = Bars(bar(1), full, empty_x, bars(2, 2), bars(2, 1), bar(1))
+    b = Bars(bar(1), full, empty_x, bars(2, 3), bars(2, 1), bars(2, 1))
     fence_async_shared()
     out = Out(dx_desc, sums_ptr, parts_ptr + part * N, dS_ptr + part * 128, D_ptr)
     source = Source(B_desc, C_desc, x_desc, dy_desc, dh_desc, gs_ptr, gc_ptr, dgc_ptr)
     gl.warp_specialize([
+        (compute_shared, (out, m, b, at)),
         (compute_tile, (0, out, m, b, at)),
         (compute_tile, (1, out, m, b, at)),
         (load_tiles, (source, m, b, at)),
-    ], [4, 1], [240, 24])  # fmt: skip
+    ], [4, 4, 1], [136, 136, 24])  # fmt: skip
 
 
 # of the registers at the start the loading warp keeps 24 a thread, the others take the rest
-OPTIONS = {"num_warps": 4, "maxnreg": 168}
+OPTIONS = {"num_warps": 4, "maxnreg": 128}
 
 
 @attempt

@@ -141,31 +141,45 @@ def ssd_stages(kind: Kind, low: float = 0.0) -> Choice:
     return Choice("staged", why) if why else Choice("fused", "{generation}, {dtype}, N={K}, P={V}")
 
 
-# the kernel holds a chunk of two tiles of 64 tokens, and the whole state of a head
-SSD_DX = (
+# the kernels hold tiles of 64 tokens, and the whole state of a head
+SSD_TILES = (
     ("packed sequences", lambda k: not k.packed),
-    ("chunks of {C}: 128 are wanted", lambda k: k.C == limits.SSD_CHUNK),
-    ("T={T}: not whole chunks of 128", lambda k: k.T % limits.SSD_CHUNK == 0),
+    ("T={T}: not whole chunks of {C}", lambda k: k.T % k.C == 0),
     *(x for x in GLUON if x is not CHUNKS_OF_64), SIXTEEN,
     ("N={K}, P={V}: states of 128 x 64 are wanted",
      lambda k: (k.K, k.V) == (limits.SSD_STATES, limits.SSD_HEAD)),
     ENOUGH, ALIGNED,
 )  # fmt: skip
+CHUNKS_OF_128 = ("chunks of {C}: 128 are wanted", lambda k: k.C == limits.SSD_CHUNK)
+IN_PAIRS = ("H={HV}, G={H}: an odd number of heads a group", lambda k: k.HV // k.H % 2 == 0)
 
 
-@decision
-def ssd_bwd_dx(kind: Kind, documents: bool, channels: bool) -> Choice:
-    """Of Mamba-2, "gluon" or "triton".  documents: whether there are any in a sequence; channels:
-    whether D has a number for each.
-    """
-    why = first(SSD_DX, kind)
-    if why is None and (documents or channels):
-        why = "documents in a sequence" if documents else "D of channels"
-    if why is None and support.THIS > limits.SSD_DX:
+def _of_ssd(kind: Kind, conditions: tuple, documents: bool, other: str) -> Choice:
+    """Of Mamba-2, "gluon" or "triton".  other: what else that in Gluon does not take, or ""."""
+    why = first((*conditions, *SSD_TILES), kind)
+    if why is None and (documents or other):
+        why = "documents in a sequence" if documents else other
+    if why is None and support.THIS > limits.SSD_GLUON:
         why = "a Triton with which the one in Gluon was not run yet"
     if why:
         return Choice("triton", why)
     return Choice("gluon", "Hopper, {dtype}, N={K}, P={V}, whole chunks of {C}")
+
+
+@decision
+def ssd_fwd(kind: Kind, documents: bool, gate: bool) -> Choice:
+    """The scan of Mamba-2's forward pass, in Gluon or not.  documents: whether there are any in a
+    sequence; gate: whether z is given.
+    """
+    return _of_ssd(kind, (IN_PAIRS,), documents, "a gate z" if gate else "")
+
+
+@decision
+def ssd_bwd_dx(kind: Kind, documents: bool, channels: bool) -> Choice:
+    """Of Mamba-2's backward pass, in Gluon or not.  documents: whether there are any in a sequence;
+    channels: whether D has a number for each.
+    """
+    return _of_ssd(kind, (CHUNKS_OF_128,), documents, "D of channels" if channels else "")
 
 
 @decision

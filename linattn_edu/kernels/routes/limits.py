@@ -17,8 +17,8 @@ CROWDED, LONG = 1 << 18, 256  # and tokens of a sequence: a few chunks do not pa
 BUSY = 0.85
 ONE_KERNEL = (3, 9)  # and the newest Triton with which it was seen to give the bits of two
 
-# the newest Triton with which these kernels in Gluon were run: kda_prepare, Mamba-2's ssd_bwd_dx
-KDA_FRONT, SSD_DX = (3, 9), (3, 6)
+# the newest Triton with which these kernels in Gluon were run: kda_prepare, those of Mamba-2
+KDA_FRONT = SSD_GLUON = (3, 9)
 
 # the newest Triton with which both kernels of intra_chunk in Gluon give the same bits for 128 keys
 # of several value heads; with 3.9 they were seen not to

@@ -108,10 +108,11 @@ def chunk_kda(
             not finite.
         lower_bound: Least log decay, < 0: of the gate with use_gate_in_kernel, of g with
             safe_gate.
-        disable_recompute: Whether to keep what the backward pass would compute again: about four
-            times the memory of q, k and v between the passes for a quarter of the backward time of
-            the stages one by one. Fused stages (see below) keep nothing more and are faster yet;
-            with this they are not taken.
+        disable_recompute: Whether to keep what the backward pass would compute again. Where both
+            passes run in fused stages (see below), the gates and the rows with the gate in them:
+            five times the memory of k at HV heads, in 16 bit. Elsewhere the stages one by one keep
+            the states too: about four times the memory of q, k and v, for a quarter of the time of
+            their backward pass.
         return_intermediate_states: Whether to return the state entering each chunk too; no gradient
             flows through it.
         state_v_first: Whether states are ``[N, HV, V, K]``. Costs a copy of them.
@@ -155,8 +156,9 @@ def chunk_kda(
     to 128; the backward pass too in Gluon on Hopper, in bfloat16, for K and V of 128, as
     many q/k heads as value heads, chunks of 64 and sequences of whole chunks, of at least 2^14
     tokens times heads, unless cu_seqlens is given or cp_context cuts sequences of several lengths
-    for a rank. Neither does with disable_recompute or return_intermediate_states. Their last bits
-    are not those of the stages one by one.
+    for a rank. Neither does with return_intermediate_states, nor the forward pass with
+    disable_recompute where the backward pass does not. Their last bits are not those of the stages
+    one by one.
 
     Works under ``torch.compile(fullgraph=True)``, in CUDA graphs (with cu_seqlens only together
     with cu_seqlens_cpu or max_num_seqs), with activation checkpointing and under autocast, which
@@ -261,10 +263,14 @@ def prepared(
         q, k, v = in_float32(q, k, v)
     if normalise:
         q, k = unit(q, impl), unit(k, impl)
-    save = "P A gc w kg qg h v_new" if keep_all else "P A crossing" if place.group else "P A"
+    save = "P A crossing" if place.group else "P A"
     q, k, v, g, *strength = place.joined(q, k, v, g, *strength)
-    staged, packed = keep_all or return_states, place.bounds[0] is not None
-    fused = 0 if staged else _fused_passes(impl, q, v, chunk_size, packed, strength)
+    packed = place.bounds[0] is not None
+    fused = 0 if return_states else _fused_passes(impl, q, v, chunk_size, packed, strength)
+    if keep_all and fused == 2:
+        save += " gc kg qg kd"
+    elif keep_all:
+        save, fused = "P A gc w kg qg h v_new", 0
     given = (
         q, k, v, g, *strength, A_log, dt_bias, place.entering(initial_state),
         *place.bounds, scale, gate_bound, safe_bound, output_final_state or place.writes,
@@ -371,6 +377,7 @@ class Residuals(NamedTuple):
     w: Tensor | None = None
     kg: Tensor | None = None
     qg: Tensor | None = None
+    kd: Tensor | None = None
     h: Tensor | None = None
     v_new: Tensor | None = None
     crossing: Tensor | None = None  # states that come from other ranks
@@ -399,6 +406,7 @@ def declare(name: str, strength: dict[str, str], **more: object) -> Operator:
             "w": like("B T HV K", "q"),
             "kg": like("B T HV K", "q"),
             "qg": like("B T HV K", "q"),
+            "kd": like("B T HV K", "q"),
             "h": like("B NT HV K V", "q"),
             "v_new": like("B T HV V", "q"),
             "crossing": widened("X HV K V", "q"),
@@ -454,7 +462,7 @@ def forward(
     safe_bound: a promise that no log decay of a token is below it. cp: what other ranks send and
     are sent. keep: the residuals that are returned; the others are freed as soon as no stage reads
     them. Without h and v_new among them kda_scan takes the place of state and output. FusedStages
-    keep P, A and crossing alone.
+    have neither w, h nor v_new, and they alone kd.
     Returns o, the final state or None, and what the backward pass may read. Only the kernels take a
     packing.
 
@@ -483,7 +491,7 @@ def forward(
             qg, kg, w, u, gc, P, initial_state, output_final_state=output_final_state, **scaled
         )
     del u
-    kept = Residuals(P, A, gc, w, kg, qg, h, v_new, cp and cp.crossing)
+    kept = Residuals(P, A, gc, w, kg, qg, None, h, v_new, cp and cp.crossing)
     kept = Residuals(*(x if n in keep else None for n, x in kept._asdict().items()))
     if h is not None:
         del A, gc, w, kg
@@ -515,7 +523,7 @@ def _fused(
         cp.send(stages.kda_fused_scan_map, (kg, kd, v, beta, gc, A), initial_state, **packed)
         initial_state = cp.receive(stages.cp_merge, initial_state)
     o, final_state = stages.kda_fused_scan(qg, kg, kd, v, beta, gc, P, A, initial_state, **scan)
-    kept = {"P": P, "A": A, "crossing": cp and cp.crossing}
+    kept = {"P": P, "A": A, "gc": gc, "kg": kg, "qg": qg, "kd": kd, "crossing": cp and cp.crossing}
     return o, final_state, Residuals(**{n: x for n, x in kept.items() if n in keep})
 
 
@@ -544,7 +552,7 @@ def backward(
 
     Starts from the arguments of the forward pass and its P and A; where the other residuals are
     None they are computed again, so that no state is held between the two passes. FusedStages
-    compute them always.
+    compute the states always.
 
     Args:
         do: Gradient of o.  dht: Gradient of the final state, or None.  write, cp: as in the forward
@@ -555,14 +563,15 @@ def backward(
     Source: chapters 11, 12 and 24.
     """
     packed = {} if packing is None else {"packing": packing}
-    P, A, gc, w, kg, qg, h, v_new, crossing = residuals
+    P, A, gc, w, kg, qg, kd, h, v_new, crossing = residuals
     options = {"chunk_size": A.shape[-1], **packed}
     gate, again = {"lower_bound": lower_bound, **options}, gc is None
-    if again and cp is not None:
+    if h is None and cp is not None:
         initial_state = cp.entering(crossing, initial_state)
     if isinstance(stages, FusedStages):
         erase, strength = (None, beta) if write is None else (beta, write)
-        gc, kd, kg, qg = stages.kda_gates(q, k, g, A_log, dt_bias, erase, **gate)
+        if again:
+            gc, kd, kg, qg = stages.kda_gates(q, k, g, A_log, dt_bias, erase, **gate)
         if cp is not None:
             inputs = qg, kg, kd, strength, gc, P, A, do
             cp.send(stages.kda_fused_scan_map_bwd, inputs, dht, scale=scale, **packed)
