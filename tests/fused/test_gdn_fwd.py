@@ -136,10 +136,12 @@ def test_forward_in_one_kernel_gives_the_same_bits(B, T, H, HV, D, given, kept, 
     ("T", "H", "D"), [(1024, 4, 128), (960, 2, 64), *of_shared_keys((960, 2, 128))]
 )
 def test_forward_in_one_kernel_in_pieces(T, H, D, gates, given, device, force, monkeypatch):
-    """Of 256 tokens, found forgotten in 128: the bits of two kernels."""
+    """Of 256 tokens, found forgotten in 128: the bits of two kernels, which run if a head does not
+    forget.
+    """
     if why := without_gluon(device):
         pytest.skip(why)
-    force(**PAYS, PROGRAMS=0, PER_PROGRAM=256 // (4 * D // 64))
+    force(**PAYS, intra_ring=2, PROGRAMS=0, PER_PROGRAM=256 // (4 * D // 64))
     monkeypatch.setattr(warm_up, "REACH", 128)
     x = gdn_inputs(2, T, H, 4, D, D, dtype=torch.bfloat16, device=device, seed=0)
     some_forget(x.g, gates)
@@ -153,7 +155,11 @@ def test_forward_in_one_kernel_in_pieces(T, H, D, gates, given, device, force, m
     for _ in range(2):
         with launches() as ran:
             got = kernels.chunk_fwd(*args, **options)
-        assert ran[-1:] == [kernels.gdn_fwd.chunk_fwd_gluon_kernel]
+        assert ran[-3:] == [
+            kernels.gdn_fwd.chunk_fwd_gluon_kernel,
+            kernels.gdn_intra.intra_chunk_ring_gluon_kernel,
+            kernels.gdn_scan.scan_gluon_kernel,
+        ]
         for a, b in zip(got, want, strict=True):
             assert (a is b is None) or torch.equal(a, b)
 

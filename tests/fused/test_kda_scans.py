@@ -186,7 +186,7 @@ def test_kda_gates_reference_is_gate_cumsum_and_kda_gated():
 
 @pytest.mark.gpu
 def test_the_operator_takes_them(device, hopper):
-    """Near the stages one by one; the same bits when run again, and with rows kept."""
+    """Near the stages one by one; the same bits when run again."""
     x = kda_inputs(1, 1024, 16, 16, 128, 128, dtype=torch.bfloat16, device=device, seed=0)
     do = torch.randn_like(x.v)
 
@@ -199,10 +199,13 @@ def test_the_operator_takes_them(device, hopper):
     with launches() as ran:
         first = run()
     assert kda_bwd.kda_intra_bwd_gluon.kda_intra_bwd_gluon_kernel in ran
-    for keep in (False, True, False, True):
-        assert all(map(torch.equal, run(disable_recompute=keep), first))
+    kept = run(disable_recompute=True)
+    for keep, same in ((False, first), (True, kept), (False, first), (True, kept)):
+        assert all(map(torch.equal, run(disable_recompute=keep), same))
     names = ("o", "dq", "dk", "dv", "dg", "dbeta")
     with forced(kda_forward_stages="staged", kda_backward_stages="staged"):
         staged = run()
-    for name, a, b in zip(names, first, staged, strict=True):
-        assert_close(name, a, b, 1e-2)
+    for name, a, b, c in zip(names, first, kept, staged, strict=True):
+        # of rows that another kernel has made, in the forward pass
+        assert_close(name, b, a, 4e-3)
+        assert_close(name, a, c, 1e-2)

@@ -45,7 +45,7 @@ HEAD = 128
 DTYPES = {"bf16": gl.bfloat16, "fp16": gl.float16, "fp32": gl.float32}
 WHOLE = "warmup_ptr", "forth_ptr", "back_ptr", "cu_ptr", "offsets_ptr"  # None: whole sequences
 POINTERS = dict.fromkeys(("cu", "offsets", "chunks"), "*i64") | {"near": "*i8"}
-POINTERS |= dict.fromkeys(("warmup", "forth", "back"), "*i32")
+POINTERS |= dict.fromkeys(("warmup", "forth", "back", "go"), "*i32")
 SCALARS = {"scale": "fp32"}  # the others are numbers of tokens, sequences or chunks
 
 
@@ -147,8 +147,8 @@ def intra_bwd_forms():
         constants = size | {"ROW": 4 * G, "H": 2, "HV": 2 * G}
         source = source_of(kernel, constants, dtype, columns, states=("h", "dh"))
         yield {"kernel": kernel.__name__, "dtype": dtype, "G": G}, source, gdn_intra_bwd.OPTIONS
-    kernel, ends = gdn_bwd.scan_intra_bwd_gluon_kernel, ("dht_ptr", "cu_ptr", "offsets_ptr")
-    for dtype, absent in (("bf16", (*ends, "warmup_ptr")), ("fp16", ends)):
+    kernel, absent = gdn_bwd.scan_intra_bwd_gluon_kernel, ("dht_ptr", "cu_ptr", "offsets_ptr")
+    for dtype in ("bf16", "fp16"):
         constants = size | {"ROW": 2, "H": 2, "HV": 2}
         source = source_of(kernel, constants, dtype, {"": CHUNK}, absent)
         yield {"kernel": kernel.__name__, "dtype": dtype, "G": 1}, source, gdn_bwd.OPTIONS
@@ -180,7 +180,8 @@ def intra_forms():
     for K in limits.HEADS:
         yield form(one, K, 4, gdn_intra.OPTIONS, ("A_ptr", "cu_ptr", "chunks_ptr"))
         for H in (4, 2):
-            yield form(ring, K, H, gdn_intra.OPTIONS_CHUNKS[by_load.ring_programs(K, H, 4)])
+            absent = ("go_ptr",) if H == 4 else ()
+            yield form(ring, K, H, gdn_intra.OPTIONS_CHUNKS[by_load.ring_programs(K, H, 4)], absent)
     yield form(one, K, 2, gdn_intra.OPTIONS)
 
 

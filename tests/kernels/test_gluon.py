@@ -91,7 +91,7 @@ SPILLED = {
     "intra_chunk_bwd_gluon_kernel": 128 if support.THIS < (3, 9) else 160,
     "kda_intra_bwd_gluon_kernel": 512,
     "kda_prepare_gluon_kernel": 0,
-    "scan_intra_bwd_gluon_kernel": 56,
+    "scan_intra_bwd_gluon_kernel": 52,
     "chunk_fwd_gluon_kernel": 544,  # with two programs a multiprocessor; else 272
     "ssd_bwd_dx_gluon_kernel": 616,  # in fp16; 368 in bf16
     "ssd_fwd_gluon_kernel": 640,  # before the loop, of the states of pieces; else 12

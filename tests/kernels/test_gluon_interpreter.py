@@ -76,6 +76,20 @@ def test_intra_of_packed_sequences(force):
     assert len(ran) == 5
 
 
+@pytest.mark.parametrize("go", [-1, 0])
+def test_intra_with_the_ring_goes_home(go, force):
+    """Where it is told to, with nothing written."""
+    x = gdn_inputs(1, 192, 1, 2, 64, 16, dtype=BF16, device=CPU, seed=0)
+    force(**PAYS, intra_ring=2)
+    P, R, A = (torch.full((1, 192, 2, 64), torch.nan, dtype=BF16) for _ in range(3))
+    with interpreted() as ran:
+        given = x.q, x.k, x.beta, x.g.cumsum(1), P, R, A
+        gdn_intra.gdn_intra.intra_gluon(given, True, None, torch.tensor([go], dtype=torch.int32))
+    assert len(ran) == 1
+    for written in (P, R, A):
+        assert written.isnan().all() if go < 0 else written.isfinite().all()
+
+
 # pieces of 128 tokens, found forgotten in 128, or entered by their maps
 PIECES = {
     "warm-up": {"PROGRAMS": 0, "PER_PROGRAM": 32, "MULTIPROCESSORS": 1},
@@ -110,18 +124,16 @@ def test_scans_in_pieces(by, force, monkeypatch):
         check_stage(gdn_scans.scans, scans_reference.scans, args, **SCALED)
     assert len(ran) == 3
     if by == "warm-up":
-        force(chunk_fwd="one", scan_intra_bwd="one")
-        with interpreted() as ran:
-            check_stage(
-                gdn_fwd.chunk_fwd, fwd_reference.chunk_fwd, (x.q, x.k, x.v, x.beta, gc, h0),
-                output_final_state=True, keep=True, **CHUNKS, **SCALED,
-            )  # fmt: skip
-        x.q, x.k = (t.repeat_interleave(2, 2) for t in (x.q, x.k))
-        with interpreted() as back:
-            args = x.q, x.k, *args[2:]
-            check_stage(gdn_bwd.chunk_bwd, bwd_reference.chunk_bwd, args, **SCALED)
-        names = [kernel.__name__.removesuffix("_gluon_kernel") for kernel in ran + back]
-        assert names == ["chunk_fwd", "scan_states", "scan_intra_bwd"]
+        force(chunk_fwd="one", intra_ring=2)
+        for gates in (x.g, x.g - 3.0):  # with the second all forget, and one kernel does all
+            gc = gate_cumsum(gates, **CHUNKS)
+            with interpreted() as ran:
+                check_stage(
+                    gdn_fwd.chunk_fwd, fwd_reference.chunk_fwd, (x.q, x.k, x.v, x.beta, gc, h0),
+                    output_final_state=True, keep=True, **CHUNKS, **SCALED,
+                )  # fmt: skip
+            names = [kernel.__name__.removesuffix("_gluon_kernel") for kernel in ran]
+            assert names == ["chunk_fwd", "intra_chunk_ring", "scan"]
     starts = {n for warmup in found for n in warmup.flatten().tolist()}
     assert starts == ({-1, 0, 1, 2} if by == "warm-up" else set())
 

@@ -156,13 +156,13 @@ def warm_up(
     *,
     chunk_size: int,
     back: bool = False,
-    choice: bool = True,
+    choice: bool | str = True,
     packing: Packing | None = None,
 ) -> tuple[Pieces, list[Tensor | None]]:
     """Launch bound_kernel and warm_up_kernel, where heads of V values are enough for such pieces.
 
     beta: [B, T, HV], or R [B, T, HV, C], whose diagonal it is.
-    choice: whether the scan has tiles of several widths.
+    choice: whether the scan has tiles of several widths; "always": whether there is another kernel.
     Returns the pieces and, if there are several of a sequence, the tensor of the reference. With
     choice, where few whole sequences would leave a GPU half empty, it is two: if some head does not
     forget, the first sends all programs home, for a launch of wide tiles, and else the second, for
@@ -181,7 +181,7 @@ def warm_up(
         num_warps=4, num_stages=1,
     )  # fmt: skip
     load = load_of(kind_of(k, HV, V, chunk_size, packing), k, packing)
-    choice = choice and by_load.both_widths(load).takes == 1
+    choice = choice == "always" or (choice and by_load.both_widths(load).takes == 1)
     warmup = gc.new_empty(1 + choice, pieces.N, HV, dtype=torch.int32)
     warm_up_kernel[(1 if choice else cdiv(rows, ROWS),)](
         bound, warmup, pieces.cu_seqlens, pieces.sequence, pieces.T, pieces.N // pieces.batch, rows,

@@ -295,16 +295,14 @@ def _head_group(
 
 
 def _head_group_in_one(
-    own: Scans, out: tuple[Tensor, ...], ahead: Tensor | None, behind: Tensor | None, scale: float,
-    pieces: Pieces,
-) -> Tensor:  # fmt: skip
-    """The same with scan_bwd and intra_chunk_bwd in one kernel: neither dS nor Z is in memory. Of
-    whole sequences a program has read v_new of a chunk before it writes dq, which lies in its
-    place; of pieces another may still read it.
+    own: Scans, out: tuple[Tensor, ...], ahead: None, behind: None, scale: float, pieces: Pieces
+) -> Tensor:
+    """The same with scan_bwd and intra_chunk_bwd in one kernel: neither dS nor Z is in memory. A
+    program has read v_new of a chunk before it writes dq, which lies in its place.
     """
     dq, dk, *rest = out
-    x = own._replace(do=None, v_new=dq if behind is None else None).written(pieces, None)
+    x = own._replace(do=None, v_new=dq).written(pieces, None)
     gdn_scans.scan_states_gluon(x.forth, ahead, pieces)
-    given, dh0 = (*x[:7], x.h, x.v_new, own.do, own.dht), x.gc.new_empty(pieces.N, *x.h.shape[2:])
-    gdn_bwd.scan_intra_bwd_gluon(given, (dq, dk, own.dv, *rest, dh0), scale, behind, pieces)
+    given, dh0 = (*x[:7], x.h, dq, own.do, own.dht), x.gc.new_empty(pieces.N, *x.h.shape[2:])
+    gdn_bwd.scan_intra_bwd_gluon(given, (dq, dk, own.dv, *rest, dh0), scale, pieces)
     return dh0

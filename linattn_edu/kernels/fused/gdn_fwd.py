@@ -14,7 +14,7 @@ from torch import Tensor
 from linattn_edu.kernels.delta.cp_merge import cp_merge, launch_map, span_of, store_map
 from linattn_edu.kernels.delta.warm_up import warm_up, way_of
 from linattn_edu.kernels.fused.gdn_intra import intra_chunk
-from linattn_edu.kernels.gluon.kernels import gdn_fwd, gdn_scan
+from linattn_edu.kernels.gluon.kernels import gdn_fwd, gdn_intra, gdn_scan
 from linattn_edu.kernels.pieces import Pieces, by_maps, here, whole_of
 from linattn_edu.kernels.routes import by_kind, by_load, kind_of, load_of, scan_launch
 from linattn_edu.kernels.rows import row, scan_table
@@ -369,14 +369,19 @@ def chunk_fwd(
     if by_load.chunk_fwd(load).takes == "one":
         # R, by which scan is warmed up, has beta in k's dtype
         written = beta.to(k.dtype) if by_kind.pieces_by_warm_up(load.kind).takes else beta
-        pieces, (warmup,) = warm_up(
-            k, written, gc, V, chunk_size=chunk_size, choice=False, packing=packing
+        pieces, (warmup, *other) = warm_up(
+            k, written, gc, V, chunk_size=chunk_size, choice="always", packing=packing
         )
         o, h0 = torch.empty_like(v), pieces.placed(initial_state)
         last = gc.new_empty(pieces.N, HV, K, V) if output_final_state else None
         kept = [q.new_empty(*gc.shape, chunk_size) if keep else None for _ in range(2)]
         given, out = (q, k, v, beta, gc, h0), (o, last, *kept)
         if gdn_fwd.chunk_fwd_gluon(given, out, scale, warmup, pieces):
+            if other:  # if a head does not forget, its scan goes on alone behind what is of chunks
+                P, R = (q.new_empty(*gc.shape, chunk_size) for _ in range(2))
+                P = kept[0] if keep else P
+                gdn_intra.intra_gluon((q, k, beta, gc, P, R, kept[1]), True, None, *other)
+                gdn_scan.scan_gluon((q, k, v, gc, P, R, h0, o, last), scale, *other, pieces)
             return o, pieces.last(last), *kept
     P, R, AG = intra_chunk(
         q, k, beta, gc, chunk_size=chunk_size, return_inverse=keep, gated=keep, packing=packing

@@ -98,7 +98,6 @@ class Out:
     dgc_ptr: object
     scale: object
     ROW: object
-    skip: object  # chunks that come first and are not copied out
 
 
 @gluon.jit
@@ -253,8 +252,7 @@ def scan_back(w: gl.constexpr, m, bars, state, out, piece):
         fence_async_shared()
         barrier()
         row = piece.first + chunk_at(i_t, NT, True) * 64
-        if i_t >= out.skip:
-            async_store(out.dv_desc, [row, piece.i_h * 128 + w * 64], m.Ps.index(w + z))
+        async_store(out.dv_desc, [row, piece.i_h * 128 + w * 64], m.Ps.index(w + z))
         b_e = gl.exp2(gc.load(along))[None, :]  # made again: registers are scarce
         b_x = operand(-b_e * b_dv, dtype, mma)
         # with Triton 3.9 all would wait if these had not been waited for
@@ -266,8 +264,7 @@ def scan_back(w: gl.constexpr, m, bars, state, out, piece):
         barrier()  # dV has left
         mbarrier.arrive(bars.empty_P, count=1)
         read_gradient(w, m, bars, i, z, turn, zero, out.scale, mma)
-        if i_t >= out.skip:
-            async_store(out.dq_desc, [row, piece.i_k * 128 + w * 64], m.dos.index(2 * i + w))
+        async_store(out.dq_desc, [row, piece.i_k * 128 + w * 64], m.dos.index(2 * i + w))
     tma.store_wait(0)
     if state.i_end >= 0:
         store_state(state, b_S1, b_S2, mma)
@@ -412,22 +409,20 @@ def gradients(m, bars, out, piece):
         fence_async_shared()
         barrier()
         row, column = piece.first + chunk_at(i_t, NT, True) * 64, piece.i_k * 128
-        if i_t >= out.skip:
-            async_store(out.dk_desc, [row, column], m.ks.index(2 * i))
-            async_store(out.dk_desc, [row, column + 64], m.ks.index(2 * i + 1))
-            store_sums(m, out, row, piece.i_h)
+        async_store(out.dk_desc, [row, column], m.ks.index(2 * i))
+        async_store(out.dk_desc, [row, column + 64], m.ks.index(2 * i + 1))
+        store_sums(m, out, row, piece.i_h)
     tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["T", "N"])
 def scan_intra_bwd_gluon_kernel(
     q_desc, k_desc, v_desc, P_desc, AG_desc, h_desc, v_new_desc, do_desc, dq_desc, dk_desc, dv_desc,
-    beta_ptr, gc_ptr, dht_ptr, dh0_ptr, dbeta_ptr, dgc_ptr, scale, warmup_ptr, cu_ptr, offsets_ptr,
-    T, N,
+    beta_ptr, gc_ptr, dht_ptr, dh0_ptr, dbeta_ptr, dgc_ptr, scale, cu_ptr, offsets_ptr, T, N,
     ROW: gl.constexpr,  # numbers between tokens in beta and gc, and in their gradients
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
 ):  # fmt: skip
-    """One program: one head of a sequence or piece, back through all chunks.  Grid (N * HV).
+    """One program: one head of one sequence, back through all chunks.  Grid (N * HV).
 
     Arguments of scan_bwd_kernel and intra_chunk_bwd_kernel of kernels/fused, see `descriptor`.
     Reference: linattn_edu.reference.fused.gdn_bwd.chunk_bwd.
@@ -452,10 +447,8 @@ def scan_intra_bwd_gluon_kernel(
                   gradients, which leave dk in the place of k
     """
     piece = piece_of_program(
-        gl.program_id(0), warmup_ptr, cu_ptr, offsets_ptr, T, N, H, HV, V, 64, 64, 2, True
+        gl.program_id(0), None, cu_ptr, offsets_ptr, T, N, H, HV, V, 64, 64, 2, True
     )
-    if piece.NT == 0:  # one that another program goes through
-        return
     m = Memory(
         ring(q_desc, 2), ring(k_desc, 4), ring(v_desc, 2), ring(P_desc, 2), ring(h_desc, 4),
         ring(v_new_desc, 2), ring(do_desc, 4), ring(h_desc, 4), ring(do_desc, 2), ring(P_desc, 2),
@@ -467,28 +460,29 @@ def scan_intra_bwd_gluon_kernel(
     )  # fmt: skip
     fence_async_shared()
     descs = q_desc, k_desc, v_desc, P_desc, AG_desc, h_desc, v_new_desc, do_desc
-    out = Out(dq_desc, dk_desc, dv_desc, dbeta_ptr, dgc_ptr, scale, ROW, piece.skip)
+    out = Out(dq_desc, dk_desc, dv_desc, dbeta_ptr, dgc_ptr, scale, ROW)
+    given = gates_of(piece, gc_ptr, beta_ptr, ROW)
     gl.warp_specialize([
         (gradients, (m, b, out, piece)),
         (scan_back, (0, m, b, state_of(0, piece, dht_ptr, dh0_ptr, K, V, 64), out, piece)),
         (scan_back, (1, m, b, state_of(1, piece, dht_ptr, dh0_ptr, K, V, 64), out, piece)),
-        (load_back, (descs, piece, m, b, gates_of(piece, gc_ptr, beta_ptr, ROW), HV)),
+        (load_back, (descs, piece, m, b, given, HV)),
     ], [4, 4, 1], [160, 160, 24])  # fmt: skip
 
 
-# warps that load and scan keep the registers they ask for, the others take the rest, 168 a thread
+# of the registers at the start the warps that load and scan keep what they ask for, the others
+# take the rest, 168 a thread
 OPTIONS = {"num_warps": 4, "maxnreg": 128}
 
 
 @attempt
 def scan_intra_bwd_gluon(
-    given: tuple[Tensor | None, ...], out: tuple[Tensor, ...], scale: float,
-    warmup: Tensor | None, pieces: Pieces,
-) -> None:  # fmt: skip
-    """Launch the kernel on sequences or pieces.
+    given: tuple[Tensor | None, ...], out: tuple[Tensor, ...], scale: float, pieces: Pieces
+) -> None:
+    """Launch the kernel on whole sequences.
 
     given: q, k, v, beta, gc, P, AG, h, v_new, do and dht; out, which it writes: dq, dk, dv, dbeta,
-    dgc and dh0. Tensors [B, T, heads, ...] may be views of some heads. warmup: as of scan_gluon.
+    dgc and dh0. Tensors [B, T, heads, ...] may be views of some heads.
     """
     q, k, v, beta, gc, P, AG, h, v_new, do, dht = given
     dq, dk, dv, dbeta, dgc, dh0 = out
@@ -496,5 +490,5 @@ def scan_intra_bwd_gluon(
     tensors = q, k, v, P, AG, h, v_new, do, dq, dk, dv
     scan_intra_bwd_gluon_kernel[(pieces.N * HV,)](
         *(descriptor(x, CHUNK) for x in tensors), beta, gc, dht, dh0, dbeta, dgc, scale,
-        warmup, *pieces.places, pieces.N, gc.stride(1), H, HV, K, V, **OPTIONS,
+        *pieces.places, pieces.N, gc.stride(1), H, HV, K, V, **OPTIONS,
     )  # fmt: skip

@@ -199,6 +199,7 @@ def compute_items(P_desc, R_desc, A_desc, m, N, H: gl.constexpr, G: gl.constexpr
 @gluon.jit(do_not_specialize=["NT"])
 def intra_chunk_ring_gluon_kernel(
     q_desc, k_desc, P_desc, R_desc, A_desc, beta_ptr, gc_ptr,
+    go_ptr,  # a number, with a negative one nothing is done; or None
     NT,  # chunks of all sequences
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, BT: gl.constexpr, GATED: gl.constexpr,
 ):  # fmt: skip
@@ -215,7 +216,9 @@ def intra_chunk_ring_gluon_kernel(
         gates_full  loading warp, once an item -> computing warps
     """
     G: gl.constexpr = HV // H
-    N = gl.cdiv(NT * H - gl.program_id(0), gl.num_programs(0)) * G
+    if go_ptr is not None:
+        NT = gl.where(gl.load(go_ptr) < 0, 0, NT)
+    N = gl.maximum(gl.cdiv(NT * H - gl.program_id(0), gl.num_programs(0)), 0) * G
     cube: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
     m = Memory(
         ring(q_desc, 1), ring(k_desc, 1), ring(P_desc, 1),
@@ -237,9 +240,11 @@ OPTIONS_CHUNKS = {2: {"num_warps": 4, "maxnreg": 120}, 3: {"num_warps": 4, "maxn
 
 
 @attempt
-def intra_gluon(given: tuple[Tensor | None, ...], gated: bool, packing: Packing | None) -> None:
+def intra_gluon(
+    given: tuple[Tensor | None, ...], gated: bool, packing: Packing | None, go: Tensor | None = None
+) -> None:
     """Launch the kernel that suits the sequences: the same bits. given: the tensors of
-    intra_chunk_kernel, whose P, R and, if there is one, A it writes.
+    intra_chunk_kernel, whose P, R and, if there is one, A it writes. go: of the one with the ring.
     """
     q, k, beta, gc, P, R, A = given
     T, H, K = k.shape[1:]
@@ -250,7 +255,7 @@ def intra_gluon(given: tuple[Tensor | None, ...], gated: bool, packing: Packing 
     if programs:
         out = (x if x is None else descriptor(x, CHUNK) for x in (P, R, A))
         intra_chunk_ring_gluon_kernel[(programs * load.processors,)](
-            descriptor(q, K), descriptor(k, K), *out, beta, gc, NT, H, HV, K, CHUNK, gated,
+            descriptor(q, K), descriptor(k, K), *out, beta, gc, go, NT, H, HV, K, CHUNK, gated,
             **OPTIONS_CHUNKS[programs],
         )  # fmt: skip
         return

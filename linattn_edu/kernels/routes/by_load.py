@@ -179,9 +179,10 @@ def scan_intra_bwd(load: Load, waits: bool = False) -> Choice:
         return Choice("two", "the gradient of the last state is waited for")
     if kind.H < kind.HV:
         return Choice("two", "HV={HV}, H={H}: heads that share a key have sums in one program")
-    if pieces_by_maps(kind).takes:
-        return Choice("two", "T={T}: a sequence is cut, and its pieces are entered by maps")
-    programs = pieces_of(load) * kind.HV
+    if pieces_by_maps(kind).takes or pieces_by_warm_up(kind).takes:
+        # a head that does not forget is scanned whole: then all else is better not in its program
+        return Choice("two", "T={T}: a sequence is cut in pieces")
+    programs = load.sequences * kind.HV
     if programs < limits.BUSY * cdiv(programs, load.processors) * load.processors:
         return Choice("two", f"{programs} heads would leave multiprocessors idle")
     return Choice("one", f"{programs} heads for {{processors}} multiprocessors")

@@ -110,7 +110,8 @@ def chunk_kda(
             safe_gate.
         disable_recompute: Whether to keep what the backward pass would compute again. Where both
             passes run in fused stages (see below), the gates and the rows with the gate in them:
-            five times the memory of k at HV heads, in 16 bit. Elsewhere the stages one by one keep
+            five times the memory of k at HV heads, in 16 bit, for a fifth of the time of the
+            backward pass; last bits of gradients may differ. Elsewhere the stages one by one keep
             the states too: about four times the memory of q, k and v, for a quarter of the time of
             their backward pass.
         return_intermediate_states: Whether to return the state entering each chunk too; no gradient
