@@ -46,8 +46,8 @@ class Spy:
     def pytest_deselected(self, items):
         print(*(f"out {x.nodeid}" for x in items), sep="\\n")
 
-files = ["delta/test_state", "kernels/test_budgets", "layers/test_processes"]
-files = [f"tests/{file}.py" for file in files]
+files = ["delta", "kernels/test_budgets.py", "layers/test_processes.py"]
+files = [f"tests/{file}" for file in files]
 pytest.main(["--collect-only", "-q", "--quick", *files], plugins=[Spy()])
 """
 
