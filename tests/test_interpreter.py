@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from grids import few
+from grids import few, parametrize
 
 from linattn_edu import chunk_kda, mamba_chunk_scan_combined
 from linattn_edu.testing import kda_inputs, ssd_inputs
@@ -46,17 +46,15 @@ def ssd(x):
     return mamba_chunk_scan_combined(**x, **more, impl="triton")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(
-    "run, inputs",
-    [
-        (kda, lambda dtype: kda_inputs(1, 17, 1, 1, 20, 16, dtype=dtype, initial_state=True)),
-        (ssd, lambda dtype: ssd_inputs(1, 17, 2, 1, 20, 16, dtype=dtype)),
-    ],
-    ids=["kda", "ssd"],
-)
-def test_same_bits(run, inputs, dtype, undo):
-    x = inputs(dtype).asdict()
+INPUTS = {
+    kda: lambda dtype: kda_inputs(1, 17, 1, 1, 20, 16, dtype=dtype, initial_state=True),
+    ssd: lambda dtype: ssd_inputs(1, 17, 2, 1, 20, 16, dtype=dtype),
+}
+
+
+@parametrize(1, dtype=(torch.float32, torch.float16, torch.bfloat16), run=INPUTS)
+def test_same_bits(dtype, run, undo):
+    x = INPUTS[run](dtype).asdict()
     leaves = [t.requires_grad_() for t in x.values() if t.is_floating_point()]
 
     def both_passes():

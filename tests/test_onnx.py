@@ -6,6 +6,7 @@ import sys
 import onnx
 import pytest
 import torch
+from grids import few
 from layers.layer_checks import HIDDEN, KINDS
 from onnx.reference import ReferenceEvaluator
 from torch import nn
@@ -159,7 +160,7 @@ class Functions(nn.Module):
         return torch.cat([y, ends, *(o.flatten(2) for o in outputs)], -1)
 
 
-@pytest.mark.parametrize("impl", ["reference", "triton"])
+@pytest.mark.parametrize("impl", few("triton", more=("reference",)))
 def test_functions_inside_a_module(impl, device):
     torch.manual_seed(0)
     module = Functions(impl).to(device)
