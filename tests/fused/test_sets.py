@@ -4,20 +4,19 @@ import pytest
 import torch
 from delta.stage_checks import inputs
 from fused.kda_checks import GATES, kda_stage_inputs
-from grids import spread
+from grids import parametrize
 
 from linattn_edu.ops import gdn, kda
 from linattn_edu.testing import assert_close
 
-# what the two sets are told to keep between the passes
-KEPT = {gdn: ({"keep": ("gc", "P", "AG")}, {"keep": ("gc", "A")}), kda: ({}, {})}
+LEAST, MOST = ("P", "A"), ("P", "A", "gc", "kg", "qg", "kd")  # of what KDA's fused set keeps
 
 
-def check(operator, x, C, **write):
-    """In float64; of each set the residuals."""
+def check(operator, x, C, keeps, **write):
+    """In float64, each set told to keep this between the passes; the residuals of each."""
     results, kept = [], []
-    for used, keep in zip((operator.fused_stages, operator.stages), KEPT[operator], strict=True):
-        options = {"scale": 0.5, "output_final_state": True, "chunk_size": C, **keep, **write}
+    for used, keep in zip((operator.fused_stages, operator.stages), keeps, strict=True):
+        options = {"scale": 0.5, "output_final_state": True, "chunk_size": C, "keep": keep, **write}
         room = used("reference")
         o, last, residuals = operator.forward(room, **x.asdict(), **options)
         torch.manual_seed(0)
@@ -35,15 +34,13 @@ def check(operator, x, C, **write):
 
 @pytest.mark.parametrize("C", [16, 32, 64])
 def test_gated_deltanet(C):
-    check(gdn, inputs(130, 20, 12, torch.float64, "cpu"), C)
+    check(gdn, inputs(130, 20, 12, torch.float64, "cpu"), C, (("gc", "P", "AG"), ("gc", "A")))
 
 
-@pytest.mark.parametrize(
-    ("gate", "C", "gated"), spread(gate=GATES, C=(16, 32, 64), gated=(False, True)), ids=str
-)
-def test_kimi_delta_attention(gate, C, gated):
+@parametrize(gate=GATES, C=(16, 32, 64), gated=(False, True), keep=(LEAST, MOST))
+def test_kimi_delta_attention(gate, C, gated, keep):
     """And GDN-2, with a write gate."""
     x = kda_stage_inputs(130, 20, 12, torch.float64, "cpu", H=2, gate=gate, gated=gated)
-    less, kept = check(kda, x, C, write=x.write)
-    assert torch.equal(less.P, kept.P) and torch.equal(less.A, kept.A)
-    assert [n for n, y in less._asdict().items() if y is not None] == ["P", "A"]
+    fused, staged = check(kda, x, C, (keep, LEAST), write=x.write)
+    assert torch.equal(fused.P, staged.P) and torch.equal(fused.A, staged.A)
+    assert {n for n, y in fused._asdict().items() if y is not None} == {*keep}
