@@ -52,6 +52,7 @@ test-newest: ## the tests on what pip installs today without constraints, in .ve
 
 compile: $(STAMP) ## compile the rows of kernels that changed, keep the results (ARGS=--all: all rows)
 	$(BIN)/python tests/kernels/compile_rows.py --write $(ARGS)
+	$(BIN)/python tests/kernels/compile_gluon.py --write $(ARGS)
 
 compile-newest: $(STAMP) ## compile them with the newest Triton, in .venv/triton-newest: a sixtieth of the rows
 	$(BIN)/python tools/newest.py

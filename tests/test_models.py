@@ -136,7 +136,7 @@ def test_generate_draws_from_the_softmax():
     assert torch.equal(model.generate(x, 0), x)
 
 
-@pytest.mark.parametrize("guesses", [1, 4])
+@pytest.mark.parametrize("guesses", few(4, more=(1,)))
 def test_guesses_of_a_draft(guesses):
     """The same tokens, of rows with padding too; fewer calls where guesses are right."""
     mixers, x, calls = ("gdn", "kda", "mamba2", "attention"), tokens(2, 9), []

@@ -9,6 +9,7 @@ import xml.etree.ElementTree as ET
 
 import pytest
 import torch
+from grids import few
 
 from linattn_edu import data, train
 from linattn_edu.__main__ import main
@@ -58,7 +59,7 @@ def interrupt_at(monkeypatch, step):
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", clip_and_interrupt)
 
 
-@pytest.mark.parametrize("mixer", ["gdn", "hybrid"])
+@pytest.mark.parametrize("mixer", few("hybrid", more=("gdn",)))
 def test_interrupted_and_resumed_to_the_bit(mixer, tmp_path, text, monkeypatch, capsys):
     handler = signal.getsignal(signal.SIGINT)
     assert run(tmp_path / "whole", "--mixer", mixer, text=text) == 0

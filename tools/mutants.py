@@ -582,6 +582,14 @@ MUTANTS = [
         "tests/kernels/test_compile.py::test_rows",
         "bytes of shared memory, there are",
     ),
+    Mutant(
+        "a kernel in Gluon is another than the one whose results are kept",
+        f"{KERNELS}/gluon/gdn_scan.py",
+        "- b_e * b_W",
+        "+ b_e * b_W",
+        "tests/kernels/test_gluon.py -k hopper",
+        "compiles and keeps what changed",
+    ),
     # the book
     Mutant(
         "a reader's puzzle is written anew at each call",

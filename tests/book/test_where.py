@@ -1,5 +1,6 @@
 """The pages "Where everything is" and "What is tested where" hold all that there is, and say it."""
 
+import functools
 import json
 import re
 
@@ -12,7 +13,11 @@ from linattn_edu import layers
 
 @pytest.fixture(scope="module")
 def where():
-    return tool("where")
+    """The tool; what it makes of all sources it makes once."""
+    where = tool("where")
+    for name in ("kernel_table", "function_table"):
+        setattr(where, name, functools.cache(getattr(where, name)))
+    return where
 
 
 def rows(text):

@@ -8,6 +8,7 @@ import functools
 import pytest
 import torch
 from cp.cp_checks import check
+from grids import few
 
 from linattn_edu.kernels.delta import cp_merge
 
@@ -65,18 +66,18 @@ def test_ranks_are_one(operator, dtype, gates, device):
     ranks(operator, dtype, gates, device, states=gates != "all")
 
 
-@pytest.mark.parametrize(("operator", "gates"), [("gdn", "some"), ("kda", "slow")])
+@pytest.mark.parametrize(("operator", "gates"), few(("gdn", "some"), more=(("kda", "slow"),)))
 def test_zigzag(operator, gates, device):
     ranks(operator, torch.bfloat16, gates, device, 2, 4, layout="zigzag")
 
 
-@pytest.mark.parametrize(("operator", "gates"), [("gdn", "slow"), ("kda", "some")])
+@pytest.mark.parametrize(("operator", "gates"), few(("kda", "some"), more=(("gdn", "slow"),)))
 def test_a_batch(operator, gates, device):
     """Local sequences of one length, a part without a middle one."""
     ranks(operator, torch.bfloat16, gates, device, 2, 2, B=2)
 
 
-@pytest.mark.parametrize(("operator", "gates"), [("gdn", "some"), ("kda", "none")])
+@pytest.mark.parametrize(("operator", "gates"), few(("kda", "none"), more=(("gdn", "some"),)))
 def test_documents(operator, gates, device):
     """Some end soon after a cut, one has no tokens; what follows is longer than the near chunks."""
     bounds = [0, 20, PART + 5, PART + 5, 3 * PART]

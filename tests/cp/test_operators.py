@@ -133,17 +133,14 @@ ROUTED = {
 }
 
 
-@pytest.mark.parametrize(
-    ("dtype", "layout"), [(torch.bfloat16, "contiguous"), (torch.float32, "zigzag")]
-)
-@pytest.mark.parametrize("operator", ROUTED)
-def test_the_route_of_a_rank(operator, dtype, layout, monkeypatch):
+@parametrize(1, operator=ROUTED, kind=((torch.bfloat16, "contiguous"), (torch.float32, "zigzag")))
+def test_the_route_of_a_rank(operator, kind, monkeypatch):
     """The kernels that it launches, asked for by itself: without anything that others send."""
     if torch.cuda.is_available():
         pytest.skip("tensors on the CPU run no kernels here")
     from triton.runtime.interpreter import InterpretedFunction
 
-    bounds, world, ran = [0, 10, 10, 37, 100], 3, {}
+    bounds, world, ran, (dtype, layout) = [0, 10, 10, 37, 100], 3, {}, kind
     f, options = ROUTED[operator]
     _, tokens, shared, *_ = draw(operator, bounds, dtype=dtype)
     original = InterpretedFunction.run

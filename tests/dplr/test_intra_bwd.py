@@ -4,6 +4,7 @@ import pytest
 import stages
 import torch
 from delta.stage_checks import DTYPES
+from grids import parametrize
 
 KINDS = ({"strong": True}, {"steep": True}, {"alike": 5.0})
 NAMES = "dplr_intra dplr_scan dplr_states dplr_scan_bwd dplr_rows_bwd dplr_intra_bwd"
@@ -12,8 +13,7 @@ pytestmark = pytest.mark.usefixtures("poison")
 test_kernels_match_the_reference = stages.matches("dplr_rows_bwd dplr_intra_bwd", "dplr")
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kinds", KINDS, ids=str)
+@parametrize(1, kinds=KINDS, dtype=DTYPES)
 def test_gates_that_are_shut_or_steep_and_keys_alike(kinds, dtype, device):
     """Rows near their block's first one and far from it, in one block."""
     stages.check(NAMES, "dplr", 70, 40, 24, 32, dtype, device, **kinds)

@@ -186,8 +186,8 @@ def test_prefixes_and_guesses_change_no_token(whole, serve):
     for options in ({"prefixes": 2}, {"guesses": 0}):
         engine, port = serve(**options)
         for n in (EVERY, EVERY + 1, 2 * EVERY - 1, 2 * EVERY, 1, EVERY + 7, 2 * EVERY + 9):
-            tokens = ask(port, {"prompt": prompt[:n], "max_tokens": 40})[1]
-            assert tokens == alone(whole, prompt[:n], 40)
+            tokens = ask(port, {"prompt": prompt[:n], "max_tokens": 20})[1]
+            assert tokens == alone(whole, prompt[:n], 20)
         health = settled(port, 8)
         assert health["reused"] == EVERY * (0 + 1 + 1 + 1 + 0 + 1 + 2)
         assert (health["guessed"] > 0) == ("prefixes" in options)

@@ -3,7 +3,7 @@
 import pytest
 import stages as registry
 import torch
-from delta.stage_checks import check_stage, inputs
+from delta.stage_checks import check_stage
 from fused.parts import small
 from gdn_checks import PAYS, launches, without_gluon
 
@@ -12,7 +12,6 @@ from linattn_edu.kernels.fused import gdn_bwd as kernels
 from linattn_edu.kernels.fused.gdn_intra import intra_chunk as intra_chunk_kernel
 from linattn_edu.kernels.fused.gdn_scans import scan_bwd, scan_states
 from linattn_edu.kernels.routes import by_load, forced, kind_of, load_of
-from linattn_edu.ops.gdn import backward, forward, fused_stages, stages
 from linattn_edu.reference.delta.gate_cumsum import gate_cumsum
 from linattn_edu.reference.fused import gdn_bwd as references
 from linattn_edu.reference.fused.gdn_intra import intra_chunk
@@ -177,21 +176,3 @@ def test_head_groups_leave_no_more_idle():
         with ask(GPUS["h100"], lambda *_: None):
             load = load_of(kind_of(q, HV, 128, 64, None)._replace(gluon=""), q, None)
             assert by_load.head_groups(load, one).takes == want
-
-
-@pytest.mark.parametrize("C", [16, 32, 64])
-def test_fused_equals_staged_in_float64(C):
-    x = inputs(130, 20, 12, torch.float64, "cpu")
-    found = []
-    for used, keep in ((fused_stages, ("gc", "P", "AG")), (stages, ("gc", "A"))):
-        options = {"scale": 0.5, "output_final_state": True, "chunk_size": C, "keep": keep}
-        o, last, residuals = forward(used("reference"), **x.asdict(), **options)
-        torch.manual_seed(0)
-        found.append(backward(
-            used("reference"), x.q, x.k, x.v, x.g, x.beta, residuals, torch.randn_like(o),
-            torch.randn_like(last), scale=0.5, initial_state=x.initial_state,
-        ))  # fmt: skip
-    for i, (a, b) in enumerate(zip(*found, strict=True)):
-        assert (a is None) == (b is None)
-        if a is not None:
-            assert_close(f"gradient {i}", a, b, 1e-12)

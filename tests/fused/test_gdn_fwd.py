@@ -13,7 +13,6 @@ from linattn_edu.kernels.fused.gdn_intra import intra_chunk
 from linattn_edu.kernels.gluon import support
 from linattn_edu.kernels.routes import forced, limits
 from linattn_edu.kernels.rows import device_of
-from linattn_edu.ops.gdn import forward, fused_stages, stages
 from linattn_edu.packing import pack
 from linattn_edu.testing import assert_close, gdn_inputs
 
@@ -186,13 +185,3 @@ def test_scan_gluon_in_pieces(T, K, gates, given, device, plain_and_gluon, force
     starts = [{*torch.stack(warmup).amax(0).unique().tolist()} for _, warmup in found]
     want = {"forgotten": {0, 1}, "slow": {-1, 0}, "mixed": {-1, 0, 1, 2}, "maps": None}[gates]
     assert starts == ([] if want is None else [want] * 3)
-
-
-@pytest.mark.parametrize("C", [16, 32, 64])
-def test_fused_equals_staged_in_float64(C):
-    x = inputs(130, 20, 12, torch.float64, "cpu")
-    options = {"scale": 0.5, "output_final_state": True, "chunk_size": C}
-    *got, _ = forward(fused_stages("reference"), **x.asdict(), **options)
-    *want, _ = forward(stages("reference"), **x.asdict(), **options)
-    for name, a, b in zip(("o", "final_state"), got, want, strict=True):
-        assert_close(name, a, b, 1e-12)

@@ -22,7 +22,7 @@ from gdn_checks import launches
 from linattn_edu.kernels.fused import kda_bwd
 from linattn_edu.kernels.fused import kda_scans as kernels
 from linattn_edu.kernels.routes import forced
-from linattn_edu.ops.kda.chunk import backward, chunk_kda, forward, fused_stages, stages
+from linattn_edu.ops.kda.chunk import chunk_kda
 from linattn_edu.reference.delta.gate_cumsum import gate_cumsum
 from linattn_edu.reference.delta.kda_intra import kda_intra
 from linattn_edu.reference.fused import kda_scans as references
@@ -108,25 +108,6 @@ def test_the_map_takes_a_gradient_back_in_float64(family):
     args = registry.arguments("kda_fused_scans", *sizes, H=2)
     *_, dh0 = references.kda_fused_scans(*args, scale=SCALE)
     assert_close("dh0", ext + M @ dht, dh0, 1e-13)
-
-
-@pytest.mark.parametrize("gated", [False, True], ids=["kda", "gdn2"])
-@pytest.mark.parametrize("C", [16, 32, 64])
-def test_fused_equals_staged_in_float64(C, gated):
-    x = kda_stage_inputs(130, 20, 12, torch.float64, "cpu", gated=gated)
-    found = []
-    for used in (fused_stages, stages):
-        options = {"scale": 0.5, "output_final_state": True, "chunk_size": C, "keep": ("P", "A")}
-        o, last, residuals = forward(used("reference"), **x.asdict(), write=x.write, **options)
-        torch.manual_seed(0)
-        found.append(backward(
-            used("reference"), x.q, x.k, x.v, x.g, x.beta, residuals, torch.randn_like(o),
-            torch.randn_like(last), write=x.write, scale=0.5, initial_state=x.initial_state,
-        ))  # fmt: skip
-    for i, (a, b) in enumerate(zip(*found, strict=True)):
-        assert (a is None) == (b is None)
-        if a is not None:
-            assert_close(f"gradient {i}", a, b, 1e-12)
 
 
 @pytest.fixture

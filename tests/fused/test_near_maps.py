@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 from grids import FULL, few, name
 
-from linattn_edu.kernels.delta.cp_merge import FORGOTTEN, NEAR, store_map
+from linattn_edu.kernels.delta import cp_merge
+from linattn_edu.kernels.delta.cp_merge import FORGOTTEN, store_map
 from linattn_edu.kernels.fused.gdn_fwd import scan_map
 from linattn_edu.kernels.fused.gdn_scans import scan_map_bwd
 from linattn_edu.kernels.fused.kda_fwd import kda_fused_scan_map
@@ -21,21 +22,27 @@ from linattn_edu.ops.kda.chunk import fused_stages as kda_stages
 from linattn_edu.packing import pack
 from linattn_edu.testing import assert_close, gdn_inputs, kda_inputs
 
-pytestmark = pytest.mark.usefixtures("poison")
+pytestmark = pytest.mark.usefixtures("poison", "few_are_near")
 
 C, H, K, V = 16, 5, 16, 24
-LONG = 20 * C + 5  # more chunks than a near map has, the last one short
+NEAR = 5  # in place of 16, which take the interpreter three times as long
+LONG = (NEAR + 4) * C + 5  # more chunks than a near map has, the last one short
 # heads: forgets in no time; never; only in the last of the near chunks to be read; only in the
-# chunk beyond these; from token to token so little that 16 chunks forget and 12 would not
+# chunk beyond these; from token to token so little that 5 chunks forget and 4 would not
 ALL, NONE, FIRST_NEAR, LAST_FAR, SLOW = range(H)
 FORGET = (ALL, FIRST_NEAR, SLOW)
 THRESHOLD = FORGOTTEN.value / K
 
 
+@pytest.fixture
+def few_are_near(monkeypatch):
+    monkeypatch.setattr(cp_merge, "NEAR", NEAR)
+
+
 def gates(g, bounds, back):
     """Log decays as the heads are to have them, in each sequence."""
     g.copy_(torch.zeros(H).reshape(H, *[1] * (g.ndim - 3)).expand_as(g))
-    g[:, :, ALL], g[:, :, SLOW] = -2.0, -0.115
+    g[:, :, ALL], g[:, :, SLOW] = -2.0, -0.368
     for begin, end in pairwise(bounds):
         near = begin + max(0, -((begin - end) // C) - NEAR) * C  # the first token that is near
         if back:
@@ -155,7 +162,7 @@ def decayed(back, left, device):
     all leaves 2^left[h] there: M is that number, times I.
     """
     x = gdn_inputs(1, LONG, H, H, K, V, device=device)
-    near = slice(0, NEAR * C) if back else slice(LONG - 15 * C - 5, LONG)
+    near = slice(0, NEAR * C) if back else slice(LONG - (NEAR - 1) * C - 5, LONG)
     x.k[:, near] = x.q[:, near] = x.g[:] = 0
     gc = torch.zeros_like(x.g)
     where = near.start + C

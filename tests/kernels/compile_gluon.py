@@ -1,28 +1,34 @@
 """Compile the kernels in Gluon for Hopper, which need not be present, with the Triton that is here.
 
-    python tests/kernels/compile_gluon.py [WORD]    those whose names have the word
+    python tests/kernels/compile_gluon.py [WORD]     forms that are not kept, and two of the others
+    python tests/kernels/compile_gluon.py --all      all forms
+    python tests/kernels/compile_gluon.py --write    (`make compile`) and keep the results
 
-Prints a JSON line for each of their forms. A program, because a process that interprets kernels
-cannot compile them.
+Prints a JSON line for each form, of kernels whose names have the word. The two are others every
+day. A program, because a process that interprets kernels cannot compile them.
 """
 
+import argparse
+import datetime
+import hashlib
 import json
 import os
 import re
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 os.environ.pop("TRITON_INTERPRET", None)
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # as in conftest.py
 
+import kept
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
+from linattn_edu import sources
 from linattn_edu.kernels.gluon import (
     gdn_bwd,
     gdn_fwd,
@@ -189,17 +195,17 @@ def fwd_forms():
     """Gated DeltaNet's forward pass in one kernel, as training runs it and as prefill does."""
     kernel = gdn_fwd.chunk_fwd_gluon_kernel
     for V in limits.HEADS:
-        for kept in (True, False):
-            constants = {"H": 2, "HV": 2, "K": V, "V": V, "REGISTERS": gdn_fwd.REGISTERS[V, kept]}
+        for keep in (True, False):
+            constants = {"H": 2, "HV": 2, "K": V, "V": V, "REGISTERS": gdn_fwd.REGISTERS[V, keep]}
             constants |= gdn_fwd.TILES[V]
             columns = {"": CHUNK, "q": V, "k": V, "v": V}
-            absent = "cu_ptr", *(("h0_ptr", "ht_ptr") if kept else ("P_desc", "AG_desc"))
+            absent = "cu_ptr", *(("h0_ptr", "ht_ptr") if keep else ("P_desc", "AG_desc"))
             absent = *absent, *(("warmup_ptr",) if V == HEAD else ())
             source = source_of(
                 kernel, constants, "bf16", columns, absent, (), "*bf16", ("gc", "h0", "ht")
             )
             yield (
-                {"kernel": kernel.__name__, "dtype": "bf16", "K": V, "kept": kept}, source,
+                {"kernel": kernel.__name__, "dtype": "bf16", "K": V, "keep": keep}, source,
                 gdn_fwd.OPTIONS[V],
             )  # fmt: skip
 
@@ -245,31 +251,56 @@ def forms():
     yield from ssd_forms()
 
 
-def results_of(compiled):
+def row_of(source, options):
+    """What the results of a form are kept under: code, types, constants and options."""
+    name = source.fn.fn.__name__
+    code = sources.tree().digest(f"kernels.{name}")
+    parts = code, source.signature, source.constants, source.attrs, sorted(options.items())
+    return kept.Row(90, name, hashlib.sha256(repr(parts).encode()).hexdigest()[:16])
+
+
+def compile_form(source, options):
     """What ptxas says of a compiled kernel, and what is in it."""
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     ptx = compiled.asm["ptx"]
     with tempfile.TemporaryDirectory() as folder:
-        source, cubin = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
-        source.write_text(ptx)
+        text, cubin = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
+        text.write_text(ptx)
         said = subprocess.run(
-            [get_ptxas(90).path, "-v", "-arch=sm_90a", source, "-o", cubin],
+            [get_ptxas(90).path, "-v", "-arch=sm_90a", text, "-o", cubin],
             capture_output=True, text=True, check=True,
         ).stderr  # fmt: skip
-    return {
-        "registers": int(re.search(r"Used (\d+) registers", said)[1]),
-        "spilled": int(re.search(r"(\d+) bytes spill stores", said)[1]),
-        "serialized": "serialized" in said,
-        "shared": compiled.metadata.shared,
-        "products": ptx.count("wgmma.mma_async"),
-    }
+    return kept.GluonResult(
+        registers=int(re.search(r"Used (\d+) registers", said)[1]),
+        spilled=int(re.search(r"(\d+) bytes spill stores", said)[1]),
+        serialized="serialized" in said,
+        shared=compiled.metadata.shared,
+        products=ptx.count("wgmma.mma_async"),
+    )
 
 
 def main():
-    target = GPUTarget("cuda", 90, 32)
-    for form, source, options in forms():
-        if all(word in form["kernel"] for word in sys.argv[1:]):
-            compiled = triton.compile(source, target=target, options=options)
-            print(json.dumps(form | results_of(compiled)), flush=True)
+    parser = argparse.ArgumentParser(description="compile the kernels in Gluon")
+    parser.add_argument("words", nargs="*", help="of the names of kernels")
+    parser.add_argument("--all", action="store_true", help="also forms whose results are kept")
+    parser.add_argument("--write", action="store_true", help="keep the results")
+    args = parser.parse_args()
+    every = {row_of(*compiled): (form, compiled) for form, *compiled in forms()}
+    known = kept.read(triton.__version__, kept.GLUON, kept.GluonResult)
+    parts = len(every) // 2
+    today, found = datetime.date.today().toordinal() % parts, {}
+    for i, (row, (form, compiled)) in enumerate(every.items()):
+        if not all(word in row.kernel for word in args.words):
+            continue
+        again = args.all or i % parts == today  # whatever Triton's cache has
+        if again or row not in known:
+            triton.knobs.compilation.always_compile = again
+            found[row] = compile_form(*compiled)
+        results = [x and x._asdict() for x in (known.get(row), found.get(row))]
+        print(json.dumps(form | dict(zip(("kept", "compiled"), results, strict=True))), flush=True)
+    if args.write:
+        both = known | found
+        kept.write(triton.__version__, {r: both[r] for r in every if r in both}, kept.GLUON)
 
 
 if __name__ == "__main__":

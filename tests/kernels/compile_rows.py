@@ -6,7 +6,7 @@
     python tests/kernels/compile_rows.py --write     (`make compile`) and keep the results
     python tests/kernels/compile_rows.py --all --write FILE      every result, in a file of its own
 
-Prints a JSON line a row. The sample is another 240th of the rows every day, alone a sixtieth. A
+Prints a JSON line a row. The sample is another 960th of the rows every day, alone a sixtieth. A
 program, because a process that interprets kernels cannot compile them.
 """
 
@@ -43,7 +43,7 @@ from stages import STAGES
 
 CAPABILITIES = (75, 80, 89, 90, 100)
 # parts of the rows, of which a day's sample is one: beside kept results, and alone
-BESIDE, ALONE = 240, 60
+BESIDE, ALONE = 960, 60
 # head sizes; heads of odd size and fp16 take rows of their own on Hopper alone, or none
 SIZES = (
     (torch.bfloat16, (33, 64, 100, 128, 255, 256)),

@@ -1,4 +1,5 @@
-"""Results of compiling rows, kept in kept_results.txt so that only what changed is compiled again.
+"""Results of compiling rows, kept in kept_results.txt so that only what changed is compiled again;
+those of kernels in Gluon in kept_gluon.txt.
 
 A row's key follows from what is compiled: the source of the kernel and of all that it calls,
 without comments and docstrings, types, constants, options and target. (Triton's own key has the
@@ -17,6 +18,7 @@ from types import ModuleType
 from typing import NamedTuple
 
 FILE = Path(__file__).with_name("kept_results.txt")
+GLUON = FILE.with_name("kept_gluon.txt")
 TITLE = "triton "
 SILENT = (tokenize.COMMENT, tokenize.NL, tokenize.ENDMARKER)
 
@@ -39,20 +41,32 @@ class Result(NamedTuple):
     mma: bool
 
 
-def read(version: str, file: Path = FILE) -> dict[Row, Result]:
-    """The kept results; none if they are those of another Triton."""
+class GluonResult(NamedTuple):
+    """Registers of a thread, bytes that it spills; whether ptxas has products wait for one another;
+    bytes of shared memory of a program; products in it."""
+
+    registers: int
+    spilled: int
+    serialized: bool
+    shared: int
+    products: int
+
+
+def read(version: str, file: Path = FILE, kind: type[tuple] = Result) -> dict[Row, tuple]:
+    """The kept results of a kind; none if they are those of another Triton."""
     title, *lines = file.read_text().splitlines()
     if title != TITLE + version:
         return {}
     results = {}
     for line in lines:
         cc, kernel, key, *numbers = line.split()
-        registers, stack, shared, mma = map(int, numbers)
-        results[Row(int(cc), kernel, key)] = Result(registers, stack, shared, bool(mma))
+        types = kind.__annotations__.values()
+        values = (of(int(x)) for of, x in zip(types, numbers, strict=True))
+        results[Row(int(cc), kernel, key)] = kind(*values)
     return results
 
 
-def write(version: str, results: dict[Row, Result], file: Path = FILE) -> None:
+def write(version: str, results: dict[Row, tuple], file: Path = FILE) -> None:
     """Keep these results, one a line, in order."""
     lines = [" ".join(str(int(x)) if isinstance(x, bool) else str(x) for x in (*row, *result))
              for row, result in sorted(results.items())]  # fmt: skip

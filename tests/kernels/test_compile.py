@@ -1,6 +1,6 @@
 """Every kernel, every row its launcher picks, compiled for GPUs that are not here.
 
-The results are kept (kept.py): what has none is compiled, and every day another 240th of the rest.
+The results are kept (kept.py): what has none is compiled, and every day another 960th of the rest.
 With LINATTN_EDU_FULL set, and where the file is another Triton's, every row is compiled; but with
 LINATTN_EDU_SAMPLE (tools/newest.py), and on Python 3.10, whose Triton is older, that part alone.
 """

@@ -17,7 +17,7 @@ from linattn_edu.reference.ssd.state_passing import state_passing
 from linattn_edu.reference.ssd.state_passing_bwd import state_passing_bwd
 from linattn_edu.testing import ssd_inputs
 
-WIDE = [(70, 256, 256, 16, "all", torch.float32), (40, 16, 256, 32, "all", torch.bfloat16)]
+WIDE = [(20, 256, 256, 16, "all", torch.float32), (40, 16, 256, 32, "all", torch.bfloat16)]
 # what there is beside x, step, B and C
 GIVEN = ("all", "none", "documents", "channels")
 
