@@ -126,28 +126,25 @@ def test_local_sums_in_chunks_of_any_power_of_two(impl, C, packed, device):
 
 REFUSED = {
     "no tensor": ({"s": None}, TypeError, "s must be a torch.Tensor .*got NoneType"),
-    "rank": ({"s": torch.zeros(20, 2)}, ValueError, r"s must have 3 dimensions \[B, T, H\], got 2"),
+    "rank": ({"s": torch.zeros(20, 2)}, r"s must have 3 dimensions \[B, T, H\], got 2"),
     "dtype": ({"s": torch.zeros(1, 2, 2).int()}, TypeError, "s must be float.*int32"),
-    "empty": ({"s": torch.zeros(1, 4, 0)}, ValueError, "s must have no empty axis but T"),
+    "empty": ({"s": torch.zeros(1, 4, 0)}, "s must have no empty axis but T"),
     "reverse": ({"reverse": "yes"}, TypeError, "reverse must be True or False, got 'yes'"),
     "scale": ({"scale": "2"}, TypeError, "scale must be a number or None, got str"),
     "output_dtype": ({"output_dtype": torch.int8}, TypeError, "output_dtype must be a floating"),
-    "bounds": ({"cu_seqlens": torch.tensor([0, 29])}, ValueError, "must end at T=20 or before"),
+    "bounds": ({"cu_seqlens": torch.tensor([0, 29])}, "must end at T=20 or before"),
     "bounds dtype": ({"cu_seqlens": torch.zeros(2)}, TypeError, "cu_seqlens must be int32 or int"),
     "batch": (
         {"s": torch.zeros(2, 9, 1), "cu_seqlens": torch.tensor([0, 9])},
-        ValueError,
         "s must have B = 1 with cu_seqlens",
     ),
     "device": (
         {"cu_seqlens": torch.tensor([0, 20], device="meta")},
-        ValueError,
         "cu_seqlens must be on cpu like s, got meta",
     ),
-    "impl": ({"impl": "gpu"}, ValueError, "impl must be one of"),
+    "impl": ({"impl": "gpu"}, "impl must be one of"),
     "float64": (
         {"s": torch.zeros(1, 2, 2, device=DEVICE).double(), "impl": "triton"},
-        ValueError,
         "float64 was given",
     ),
     "misspelt": ({"head_first": False}, TypeError, "unexpected keyword argument"),

@@ -335,7 +335,6 @@ REFUSED = {
     "no state": ({"state": None}, TypeError, "state must be a torch.Tensor of shape"),
     "state of another size": (
         {"state": new(2, 2, 12, 16)},
-        ValueError,
         r"state must have shape \[slots=2, HV=2, K=16, V=12\]",
     ),
     "state of 64 bit": (
@@ -345,17 +344,14 @@ REFUSED = {
     ),
     "gaps in a state": (
         {"state": new(2, 2, 16, 24)[..., ::2]},
-        ValueError,
         "state must be contiguous in every slot",
     ),
     "slots without names": (
         {"state": new(3, 2, 16, 12), "ring": make_ring(new(3, 2, 16, 12), 1, dtype=torch.float32)},
-        ValueError,
         "state must have N=2 slots without ssm_state_indices, got 3",
     ),
     "ring of another pool": (
         {"state": new(3, 2, 16, 12)},
-        ValueError,
         r"ring.keys must have shape \[slots=3, H=1",
     ),
     "ring of other keys": (
@@ -365,32 +361,26 @@ REFUSED = {
     ),
     "ring with channels": (
         {"ring": changed(decays=new(2, 2, 6, 16))},
-        ValueError,
         "ring must be made with channels=False: ring.decays must have 1 gates, got 16",
     ),
     "ring of some gates": (
         {"ring": changed(decays=new(2, 2, 6, 3))},
-        ValueError,
         "ring.decays must have 1 or K=16 gates",
     ),
     "counts": (
         {"ring": changed(counts=new(2, 2, 2, 3, dtype=torch.int32))},
-        ValueError,
         r"ring.counts must be int32 of shape \(2, 2, 1, 3\), got torch.int32 \(2, 2, 2, 3\)",
     ),
     "gaps in a ring": (
         {"ring": changed(keys=new(2, 1, 6, 32)[..., ::2])},
-        ValueError,
         "ring.keys must be contiguous",
     ),
     "too many tokens": (
         {n: y.repeat_interleave(3, 1) for n, y in valid().items() if n in TOKENS},
-        ValueError,
         "q must have 1 to 2 tokens, as many as ring is made for, got T=3",
     ),
     "slots": (
         {"ssm_state_indices": torch.tensor([1])},
-        ValueError,
         r"ssm_state_indices must have shape \[N=2\], got \(1,\)",
     ),
     "slots that are no numbers": (
@@ -400,38 +390,26 @@ REFUSED = {
     ),
     "slot named twice": (
         {"ssm_state_indices": torch.tensor([1, 1])},
-        ValueError,
         "ssm_state_indices must name a slot for one sequence only, got 1 for 0 and 1",
     ),
     "slot beyond": (
         {"ssm_state_indices": torch.tensor([0, 2])},
-        ValueError,
         "below the 2 slots of state, got 2",
     ),
     "accepted": (
         {"num_accepted_tokens": torch.tensor([1, 1, 1])},
-        ValueError,
         r"num_accepted_tokens must have shape \[N=2\], got \(3,\)",
     ),
     "accepted beyond": (
         {"num_accepted_tokens": torch.tensor([1, 3])},
-        ValueError,
         "num_accepted_tokens must be 0 to 2, got 3 for sequence 1",
     ),
-    "accepted below": (
-        {"num_accepted_tokens": torch.tensor([-1, 0])},
-        ValueError,
-        "must be 0 to 2, got -1",
-    ),
-    "a gradient": (
-        {"v": new(2, 1, 2, 12, requires_grad=True)},
-        ValueError,
-        "call it under torch.no_grad",
-    ),
-    "scale": ({"scale": float("nan")}, ValueError, "scale must be finite"),
+    "accepted below": ({"num_accepted_tokens": torch.tensor([-1, 0])}, "must be 0 to 2, got -1"),
+    "a gradient": ({"v": new(2, 1, 2, 12, requires_grad=True)}, "call it under torch.no_grad"),
+    "scale": ({"scale": float("nan")}, "scale must be finite"),
     "flag": ({"use_gate_in_kernel": 2}, TypeError, "use_gate_in_kernel must be True or False"),
     "no gate": ({"g": None}, TypeError, "g must be a torch.Tensor"),
-    "growth": ({"g": torch.ones(2, 1, 2)}, ValueError, "g must be a log decay"),
+    "growth": ({"g": torch.ones(2, 1, 2)}, "g must be a log decay"),
 }
 test_refused_before_any_kernel = refuses(replay_gated_delta_rule, valid, REFUSED)
 
@@ -453,11 +431,11 @@ def test_kda_needs_a_ring_with_channels():
 
 
 RINGS = {
-    "state": ({"state": new(2, 2, 16)}, ValueError, "state must have 4 dimensions"),
-    "heads": ({"heads": 3}, ValueError, "heads must divide the HV=2 heads of state, got 3"),
-    "none": ({"heads": 0}, ValueError, "heads must be an integer >= 1"),
-    "length": ({"length": 65}, ValueError, "length must be at most 64, got 65"),
-    "tokens": ({"tokens": 9}, ValueError, "tokens must be at most 8, got 9"),
+    "state": ({"state": new(2, 2, 16)}, "state must have 4 dimensions"),
+    "heads": ({"heads": 3}, "heads must divide the HV=2 heads of state, got 3"),
+    "none": ({"heads": 0}, "heads must be an integer >= 1"),
+    "length": ({"length": 65}, "length must be at most 64, got 65"),
+    "tokens": ({"tokens": 9}, "tokens must be at most 8, got 9"),
     "dtype": ({"dtype": torch.int32}, TypeError, "dtype must be a floating-point dtype"),
     "writes": ({"writes_dtype": int}, TypeError, "writes_dtype must be a floating-point dtype"),
     "channels": ({"channels": 3}, TypeError, "channels must be True or False, got 3"),
