@@ -3,6 +3,7 @@
 import pytest
 import torch
 from gdn_checks import by_value, gated
+from grids import parametrize
 from recurrent_cases import case, kda_case, options
 from refusals import refuses
 
@@ -176,24 +177,6 @@ def test_float64_runs_in_the_reference(device):
     assert_close("S", pool[[2, 5]], S, 1e-14)
 
 
-@pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")
-def test_fullgraph(impl, device):
-    f, x, rest = kda(2, 2, device)
-    rest = rest | {"inplace_final_state": True, "impl": impl}
-    pools = [x["initial_state"].clone(), x["initial_state"].clone()]
-    rows, kept = ints([[3, 8], [0, 1]], device), ints([2, 1], device)
-    step = lambda pool, x: f(
-        **x, **rest, initial_state=pool, ssm_state_indices=rows, num_accepted_tokens=kept
-    )[0]
-    torch._dynamo.reset()
-    g = torch.compile(step, fullgraph=True, backend="aot_eager")
-    for _ in range(2):
-        with torch.no_grad():
-            got, want = g(pools[0], tokens(x)), step(pools[1], tokens(x))
-        assert torch.equal(got, want) and torch.equal(*pools)
-
-
 WRONG = {
     "slot named twice": ([[3, 8], [8, 1]], [1, 1], "must name a slot for one sequence only, got 8"),
     "slot beyond": (
@@ -208,8 +191,7 @@ WRONG = {
 
 
 @pytest.mark.skipif(CUDA, reason="there the numbers are taken on trust")
-@pytest.mark.parametrize("make", [kda, gdn, gdn2], ids=["kda", "gdn", "gdn2"])
-@pytest.mark.parametrize("impl", IMPLS)
+@parametrize(1, make=(kda, gdn, gdn2), impl=IMPLS)
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")
 def test_a_graph_refuses_wrong_numbers_when_it_runs(impl, make, device):
     """They are not known while it is traced; nothing is written then, and it serves again."""

@@ -534,19 +534,6 @@ def test_fake_tensors_have_no_numbers_to_check(name):
 
 
 @pytest.mark.parametrize("name", WATCHED)
-def test_function_transforms(name, device):
-    """torch.func.grad and vjp: the gradient of autograd."""
-    x = torch.randn(1, 5, 1, 16, device=device) / 4
-    leaf = x.clone().requires_grad_()
-    y = WATCHED[name](leaf)
-    dy = torch.randn_like(y)
-    (want,) = torch.autograd.grad(y, leaf, dy)
-    assert torch.equal(torch.func.grad(lambda z: (WATCHED[name](z) * dy).sum())(x), want)
-    got, pull = torch.func.vjp(WATCHED[name], x)
-    assert torch.equal(got, y) and torch.equal(pull(dy)[0], want)
-
-
-@pytest.mark.parametrize("name", WATCHED)
 @pytest.mark.parametrize("leaf", [False, True])
 def test_forward_mode_is_refused(leaf, name, device):
     """And no tangent is lost without a word."""

@@ -127,7 +127,8 @@ def valid():
 test_refused = refuses(
     fused_recurrent_dplr_delta_rule, valid,
     {
-        "heads of v": ({"v": torch.randn(1, 3, 4, 6)}, r"v must have shape \[B=1, T=3, H=2, V\], got \(1, 3, 4, 6\): H=2 is that"),
+        "heads of v": ({"v": torch.randn(1, 3, 4, 6)},
+                       r"v must have shape \[B=1, T=3, H=2, V\], got \(1, 3, 4, 6\): H=2 is that"),
         "wide": ({"a": torch.randn(1, 3, 2, 9)}, "a must have shape .*K=8"),
         "dtype": ({"b": torch.randn(1, 3, 2, 8).half()}, TypeError, "b must be torch.float32"),
         "a gate for the head": ({"gk": -torch.rand(1, 3, 2)}, "gk must have 4 dim"),
