@@ -8,7 +8,7 @@ from gdn_checks import DTYPES, boundaries, cotangents, exact, launches, refused,
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from kda_checks import check, inputs, run
-from ops.contract import GATE, GPU, NAMES, gdn, kda, recurrent_kda
+from ops.contract import GATE, GPU, NAMES, gdn, kda, recurrent_gdn, recurrent_kda
 from ops.test_contract_packed import indices
 from ops.test_contract_refused import cases, everything, other
 
@@ -204,6 +204,7 @@ def without_safe_gate(error, message, change):
 
 
 CASES = {gdn: OF_BOTH | OF_GDN, kda: OF_BOTH | OF_KDA}
+CASES[recurrent_gdn] = OF_GDN
 CASES[recurrent_kda] = {what: without_safe_gate(*CASES[kda][what]) for what in BY_TOKEN}
 OWN = [(form, what) for form, cases_of in CASES.items() for what in cases_of]
 

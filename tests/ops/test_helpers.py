@@ -27,20 +27,10 @@ def bounds(*numbers):
     return torch.tensor(numbers)
 
 
-def packed(*numbers, **changes):
-    """A call with cu_seqlens; its states are left out, so that nothing else is wrong."""
-    x = gdn_inputs(1, *SIZES[1:]).asdict()
-    return x | {"cu_seqlens": bounds(*numbers)} | changes
-
-
 DELTA = {
     "k shape": ({"k": new(2, 20, 2, 8)}, r"k must have shape \[B=2, T=20, H=2, K=16\]"),
     "g shape": ({"g": new(2, 20, 2)}, r"g must have shape \[B=2, T=20, HV=4\]"),
     "beta shape": ({"beta": new(2, 20, 5)}, r"beta must have shape .*HV=4"),
-    "state shape": (
-        {"initial_state": new(2, 4, 24, 16)},
-        r"initial_state must have shape \[N=2, HV=4, K=16, V=24\], got \(2, 4, 24, 16\)",
-    ),
     "v first": ({"state_v_first": True}, "initial_state must have shape .*V=24, K"),
     "head counts": (
         {"v": new(2, 20, 3, 24), "g": new(2, 20, 3), "beta": new(2, 20, 3), "initial_state": None},
@@ -58,21 +48,13 @@ RECURRENT = {
         {"gk": new(2, 20, 4, 24)},
         r"gk must have shape \[B=2, T=20, HV=4, K=16\], got \(2, 20, 4, 24\)",
     ),
-    "A_log alone": ({"A_log": new(4)}, "A_log is used with use_gate_in_kernel=True"),
-    "A_log missing": ({"use_gate_in_kernel": True}, "A_log must be given with use_gate"),
     "raw g missing": (RAW | {"g": None}, "g must be given with use_gate_in_kernel=True"),
-    "dt_bias shape": (RAW | {"dt_bias": new(2)}, r"dt_bias must have the elements of \[HV=4\]"),
     "no beta": (
         {"beta": None, "use_beta_sigmoid_in_kernel": True},
         "beta must be given with use_beta_sigmoid_in_kernel=True, got None",
     ),
-    "scale": ({"scale": float("inf")}, "scale must be finite, got inf"),
     "cp_context": ({"cp_context": 1}, "cp_context is not supported: .* got 1"),
     "K": (gdn_inputs(1, 1, 1, 1, 513, 2).asdict(), "q and k must have K <= 512, .*513"),
-    "states": (
-        packed(0, 5, 20, initial_state=new(1, 4, 16, 24)),
-        r"initial_state must have shape \[N=2, HV=4, K=16, V=24\], got \(1, 4, 16, 24\)",
-    ),
 }
 
 
