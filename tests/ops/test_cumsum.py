@@ -4,12 +4,14 @@ from itertools import pairwise
 
 import pytest
 import torch
+from grids import parametrize
 from refusals import refuses
 
 from linattn_edu import chunk_global_cumsum, chunk_local_cumsum
 from linattn_edu.testing import assert_close, poison
 
-impls = pytest.mark.parametrize("impl", ["reference", "triton"])
+IMPLS = ("reference", "triton")
+impls = pytest.mark.parametrize("impl", IMPLS)
 directions = pytest.mark.parametrize("reverse", [False, True])
 BOUNDS = {"alone": [0, 75], "packed": [0, 1, 1, 40, 75, 75]}
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -39,11 +41,7 @@ def sums(L, s):
     return torch.einsum("ij,bj...->bi...", L.to(s.device), s.double())
 
 
-@pytest.mark.parametrize("tail", [(3,), (2, 5)], ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("packed", BOUNDS)
-@directions
-@impls
+@parametrize(impl=IMPLS, reverse=(False, True), packed=BOUNDS, dtype=DTYPES, tail=((3,), (2, 5)))
 def test_value_and_gradients(impl, reverse, packed, dtype, tail, device):
     """The adjoint is the same sum the other way round, and so is its adjoint."""
     bounds, s = BOUNDS[packed], draw(75, tail, dtype, device).requires_grad_()
@@ -110,9 +108,7 @@ def test_a_strided_argument(impl, device):
     )
 
 
-@pytest.mark.parametrize("packed", BOUNDS)
-@pytest.mark.parametrize("C", [1, 2, 8, 128, 1024])
-@impls
+@parametrize(impl=IMPLS, C=(1, 2, 8, 128, 1024), packed=BOUNDS)
 def test_local_sums_in_chunks_of_any_power_of_two(impl, C, packed, device):
     bounds, g = BOUNDS[packed], draw(75, (3,), device=device).requires_grad_()
     known = {} if packed == "alone" else {"cu_seqlens": torch.tensor(bounds, device=device)}

@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 from gdn_checks import boundaries
+from grids import parametrize
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from recurrent_cases import (
@@ -104,10 +105,9 @@ def test_any_valid_call(f, data):
     check(f, got, want, x["q"].dtype)
 
 
-@pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize(("f", "gate"), MOST, ids=lambda x: getattr(x, "__name__", x))
-def test_everything_at_once(f, gate, dtype, impl, device):
+@parametrize(form=MOST, dtype=TOLERANCE, impl=IMPLS)
+def test_everything_at_once(form, dtype, impl, device):
+    f, gate = form
     shape = (200, (2, 6), 100, 72) if CUDA else (7, (1, 2), 20, 12)
     x, rest, exact = drawn(f, *shape, B=2, dtype=dtype, device=device, gate=gate, flags=ALL[f])
     want = run(exact, double(x))

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from gdn_checks import launches
+from grids import parametrize
 from recurrent_cases import case, check_all, cotangents, double, oracle, run
 from refusals import refuses
 
@@ -31,7 +32,8 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 IMPLS = ("reference", "triton")
 impls = pytest.mark.parametrize("impl", IMPLS)
-dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+DTYPES = (torch.float32, torch.bfloat16)
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
 def test_names_of_one_function():
@@ -204,10 +206,7 @@ def check_gate(f, formula, x, dtype, **options):
         assert_close(f"d{name}", dx, want[1][name], 5e-3 if dx.dtype == torch.bfloat16 else 1e-5)
 
 
-@impls
-@dtypes
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("shape", [(2, 7, 3), (3,), (2, 2, 3, 3)], ids=str)
+@parametrize(shape=((2, 7, 3), (3,), (2, 2, 3, 3)), bias=(True, False), dtype=DTYPES, impl=IMPLS)
 def test_fused_gdn_gate(shape, bias, dtype, impl, device):
     x = gate_inputs(shape, (3,), dtype, device)
     if not bias:
@@ -222,20 +221,16 @@ KDA_GATES = (
 )  # fmt: skip
 
 
-@impls
-@dtypes
-@pytest.mark.parametrize(("given", "bound"), KDA_GATES, ids=str)
-@pytest.mark.parametrize("shape", [(2, 7, 3, 4), (3, 4)], ids=str)
-def test_fused_kda_gate(shape, given, bound, dtype, impl, device):
+@parametrize(shape=((2, 7, 3, 4), (3, 4)), gate=KDA_GATES, dtype=DTYPES, impl=IMPLS)
+def test_fused_kda_gate(shape, gate, dtype, impl, device):
+    given, bound = gate
     x = gate_inputs(shape, (3, 4), dtype, device)
     x = {n: t for n, t in x.items() if n == "g" or n in given}
     formula = gate_formula(bound, channels=True)
     check_gate(fused_kda_gate, formula, x, dtype, lower_bound=bound, impl=impl)
 
 
-@impls
-@dtypes
-@pytest.mark.parametrize("bias", [True, False])
+@parametrize(bias=(True, False), dtype=DTYPES, impl=IMPLS)
 def test_fused_kda_gate_as_it_was_called(bias, dtype, impl, device):
     """Before fla-core 0.5: heads and channels in one axis, head_k_dim third, the sigmoid of b."""
     x = gate_inputs((2, 7, 12), (12,), dtype, device)

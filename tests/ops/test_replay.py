@@ -14,6 +14,7 @@ CUDA = torch.cuda.is_available()
 IMPLS = ("triton", "reference")
 steps = pytest.mark.parametrize("step", STEPS, ids=str)
 impls = pytest.mark.parametrize("impl", IMPLS)
+once = parametrize(1, step=STEPS, impl=IMPLS)
 
 
 def run(step, x, states, ring, **options):
@@ -95,8 +96,7 @@ def test_the_recurrence(sizes, step, impl, device):
     assert all(part[[1, 3]].isnan().all() for part in ring[:3])
 
 
-@impls
-@steps
+@once
 def test_what_is_refused_leaves_no_trace(step, impl, device, monkeypatch):
     """Wrong guesses, whatever they are: the same bits; so has a sequence alone."""
     by_value(monkeypatch)
@@ -141,8 +141,7 @@ def test_a_sequence_alone_has_the_bits_that_it_has_among_others(step, impl, devi
             assert torch.equal(now[others].nan_to_num(7), before[others].nan_to_num(7))
 
 
-@impls
-@steps
+@once
 def test_commit(step, impl, device):
     """The plain state, after which decoding goes on; what is padding keeps its bits."""
     x, states = step.drawn(6, 3, device)
@@ -160,8 +159,7 @@ def test_commit(step, impl, device):
     assert not commit_ring(states, ring, impl=impl).any() and torch.equal(states, after)
 
 
-@impls
-@steps
+@once
 def test_a_slot_of_a_new_sequence(step, impl, device):
     """counts[slot] = 0 forgets what was there, whatever is said of its last tokens."""
     x, states = step.drawn(6, 2, device)
@@ -200,7 +198,7 @@ def test_float64_runs_in_the_reference(step, device):
     assert_close("o", o, want, 1e-12)
 
 
-@parametrize(1, step=STEPS, impl=IMPLS)
+@once
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")
 def test_fullgraph(step, impl, device):
     x, states = step.drawn(6, 2, device)
@@ -223,8 +221,7 @@ def test_fullgraph(step, impl, device):
             assert torch.equal(states, other) and torch.equal(rings[0].counts, rings[1].counts)
 
 
-@impls
-@steps
+@once
 def test_inference_mode(step, impl, device):
     """A state and a ring made there are written there, and outside of it."""
     x, start = step.drawn(5, 2, device)
@@ -240,8 +237,7 @@ def test_inference_mode(step, impl, device):
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
-@impls
-@steps
+@once
 def test_autograd_sees_that_they_are_written(step, impl, device):
     x, states = step.drawn(2, 2, device)
     ring = step.empty(states, x)
@@ -253,8 +249,7 @@ def test_autograd_sees_that_they_are_written(step, impl, device):
             y.backward()
 
 
-@impls
-@steps
+@once
 def test_states_lie_apart_in_memory(step, impl, device):
     """As in the pages of a cache, at any address: what is between them is left as it is."""
     x, start = step.drawn(6, 2, device)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from grids import parametrize
 
 from linattn_edu import chunk_gated_delta_rule
 from linattn_edu.reference.delta.recurrent import recurrent
@@ -11,10 +12,10 @@ from linattn_edu.testing import assert_close, gdn_inputs, poison, relative_rms
 TOLERANCE = {torch.float32: 5e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 
 
-@pytest.mark.parametrize("state", [True, False])
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize(
-    "shape", [(2, 130, 2, 4, 24, 40), (1, 70, 1, 1, 256, 256), (3, 5, 3, 3, 2, 3)]
+@parametrize(
+    shape=((2, 130, 2, 4, 24, 40), (1, 70, 1, 1, 256, 256), (3, 5, 3, 3, 2, 3)),
+    dtype=TOLERANCE,
+    state=(True, False),
 )
 def test_kernels_match_the_recurrence(shape, dtype, state, device):
     x = gdn_inputs(*shape, dtype=dtype, device=device, initial_state=state)

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from gdn_checks import launches
+from grids import parametrize
 from recurrent_cases import TOLERANCE, close, cotangents, double, run
 from refusals import refuses
 
@@ -46,9 +47,7 @@ def recurrence(
     return torch.stack(outputs, 1), S
 
 
-@pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("chunked", [True, False])
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@parametrize(dtype=TOLERANCE, chunked=(True, False), impl=IMPLS)
 def test_outputs_and_gradients(dtype, chunked, impl, device):
     x = inputs(100 if CUDA else 9, device, dtype=dtype)
     want = run(recurrence, double(x))
@@ -62,10 +61,7 @@ def test_outputs_and_gradients(dtype, chunked, impl, device):
         close(f"d{name}", a, want[1][name], of_gates if name in ("beta", "decay") else of_gradients)
 
 
-@pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("T", [1, 17])
-@pytest.mark.parametrize("state", [True, False])
-@pytest.mark.parametrize("decay", [True, False])
+@parametrize(decay=(True, False), state=(True, False), T=(1, 17), impl=IMPLS)
 def test_what_may_be_left_out(decay, state, T, impl, device):
     """Both come back whatever is given: o in the dtype of the query, the state in float32."""
     H = 16 if T == 1 else 2  # of one token q k may cancel in any head
