@@ -6,15 +6,7 @@ import pytest
 import torch
 from grids import few, name
 from ops import contract
-from recurrent_cases import (
-    case,
-    check_all,
-    cotangents,
-    double,
-    options,
-    oracle,
-    run,
-)
+from recurrent_cases import case, check_all, cotangents, double, options, oracle, run
 from torch.utils.checkpoint import checkpoint
 
 from linattn_edu import (

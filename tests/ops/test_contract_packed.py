@@ -305,7 +305,6 @@ def test_no_room(form, wrong):
     assert not ran
 
 
-@pytest.mark.parametrize("lengths", [(15, 0, 20), (0, 0, 0), (1, 38, 1)], ids=str)
 @forms(
     "test_room_for_any_boundaries",
     gdn,
@@ -316,6 +315,7 @@ def test_no_room(form, wrong):
     *ssd,
     conv,
     dtypes=SOME,
+    lengths=((15, 0, 20), (0, 0, 0), (1, 38, 1)),
     read=(False, True),
 )
 def test_room_for_any_boundaries(form, dtype, lengths, read, device, monkeypatch):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from gdn_checks import boundaries, by_value, launches
+from gdn_checks import boundaries, launches
 from grids import FULL, few
 from ops.contract import (
     BY_CHANNEL,
@@ -17,17 +17,12 @@ from ops.contract import (
     ssd,
 )
 
-pytestmark = pytest.mark.usefixtures("poison")
+pytestmark = pytest.mark.usefixtures("poison", "numbers_by_value")
 
 SERVED = (gdn, kda, recurrent_gdn, recurrent_kda, *BY_CHANNEL, dplr_chunks, ema, *ssd)
 F32 = (torch.float32,)
 LENGTHS = (5, 0, 12)
 T = sum(LENGTHS) + 3
-
-
-@pytest.fixture(autouse=True)
-def numbers_by_value(monkeypatch):
-    by_value(monkeypatch)
 
 
 def state_out(form):

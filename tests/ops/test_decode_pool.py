@@ -7,11 +7,7 @@ from grids import parametrize
 from recurrent_cases import case, kda_case, options
 from refusals import refuses
 
-from linattn_edu import (
-    fused_recurrent_gated_delta_rule,
-    fused_recurrent_gdn2,
-    fused_recurrent_kda,
-)
+from linattn_edu import fused_recurrent_gated_delta_rule, fused_recurrent_gdn2, fused_recurrent_kda
 from linattn_edu.testing import assert_close, poison
 
 CUDA = torch.cuda.is_available()
@@ -179,11 +175,7 @@ def test_float64_runs_in_the_reference(device):
 
 WRONG = {
     "slot named twice": ([[3, 8], [8, 1]], [1, 1], "must name a slot for one sequence only, got 8"),
-    "slot beyond": (
-        [[3, 8], [0, SLOTS]],
-        [1, 1],
-        f"below the {SLOTS} slots .*, got {SLOTS}",
-    ),
+    "slot beyond": ([[3, 8], [0, SLOTS]], [1, 1], f"below the {SLOTS} slots .*, got {SLOTS}"),
     "count of 0": ([[3, 8], [0, 1]], [1, 0], "num_accepted_tokens must be 1 to S=2, got 0 for seq"),
     "count of -1": ([[3, 8], [0, 1]], [-1, 1], "num_accepted_tokens must be 1 to S=2, got -1"),
     "count beyond": ([[3, 8], [0, 1]], [1, 3], "num_accepted_tokens must be 1 to S=2, got 3"),
@@ -219,10 +211,7 @@ def test_a_graph_refuses_wrong_numbers_when_it_runs(impl, make, device):
     assert torch.equal(got, want) and torch.equal(pool, start)
 
 
-def new(*shape, **kwargs):
-    return torch.zeros(*shape, **kwargs)
-
-
+new = torch.zeros
 I64 = {"dtype": torch.int64}
 PAIRS = torch.tensor([[3, 1], [0, 2]])
 # beside what test_contract_in_place has of all steps

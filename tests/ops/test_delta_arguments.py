@@ -19,7 +19,7 @@ DEVICE = "cuda" if GPU else "cpu"
 LONGEST = 40 if GPU else 18  # tokens of a sequence
 UNIT = {torch.float32: 2**-24, torch.float16: 2**-11, torch.bfloat16: 2**-8}
 INTEGERS = (torch.int32, torch.int64)
-few = settings(max_examples=30 if GPU else 12, derandomize=not GPU, deadline=None)
+few = settings(max_examples=30 if GPU else 8, derandomize=not GPU, deadline=None)
 both = pytest.mark.parametrize("form", (gdn, kda), ids=str)
 # options that change no result but by rounding
 RUN_ONLY = (

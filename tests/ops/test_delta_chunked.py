@@ -24,7 +24,6 @@ pytestmark = [
 
 GPU = torch.cuda.is_available()
 CHECKS = {gdn: gdn_checks, kda: kda_checks}
-both = pytest.mark.parametrize("form", (gdn, kda), ids=str)
 # the rows of fla's test_chunk: B, T, H, HV, D, scale, norm of the gate, share of open gates,
 # l2norm; of KDA also gate of a layer, safe gate, disable_recompute, chunk_size
 GDN_ROWS = (

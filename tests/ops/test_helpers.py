@@ -19,8 +19,7 @@ SIZES = (2, 20, 2, 4, 16, 24)  # B, T, H, HV, K, V
 RAW = {"use_gate_in_kernel": True, "A_log": torch.zeros(4)}
 
 
-def new(*shape, **kwargs):
-    return torch.zeros(*shape, **kwargs)
+new = torch.zeros
 
 
 def bounds(*numbers):
@@ -40,9 +39,7 @@ DELTA = {
     "no value": (gdn_inputs(2, 20, 2, 2, 8, 0).asdict(), "v must have V >= 1, got V=0"),
     "V": (gdn_inputs(1, 1, 1, 1, 2, 513).asdict(), "v must have V <= 512, got V=513"),
 }
-CHUNKED = {
-    "K": (gdn_inputs(1, 1, 1, 1, 257, 2).asdict(), "must have K <= 256, got K=257"),
-}
+CHUNKED = {"K": (gdn_inputs(1, 1, 1, 1, 257, 2).asdict(), "must have K <= 256, got K=257")}
 RECURRENT = {
     "gk shape": (
         {"gk": new(2, 20, 4, 24)},

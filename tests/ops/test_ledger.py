@@ -9,7 +9,7 @@ from math import log
 
 import pytest
 import torch
-from gdn_checks import TOLERANCES, boundaries, by_value, exact, pretend, same_bits, tolerance
+from gdn_checks import TOLERANCES, boundaries, exact, pretend, same_bits, tolerance
 from grids import ONE_ORDER, few, name
 from ops.contract import (
     BY_CHANNEL,
@@ -195,11 +195,6 @@ def test_mamba_states_beyond_float16(dtype, device):
     assert_close("state, by token", h, last, 1e-4)
 
 
-@pytest.fixture
-def numbers_by_value(monkeypatch):
-    by_value(monkeypatch)
-
-
 EMPTY = (*[0] * 20, 3, *[0] * 30, 1, 17, *[0] * 21)  # 71 of them
 
 
@@ -293,7 +288,7 @@ def ends(form, N, impl, device, both=True):
         same_bits(some(got, a, b), want, *form.sums())
 
 
-@pytest.mark.parametrize("form", (recurrent_gdn, recurrent_kda, conv), ids=str)
+@pytest.mark.parametrize("form", few(recurrent_gdn, conv, more=(recurrent_kda,)), ids=str)
 def test_five_thousand_sequences(form, device, numbers_by_value):
     """A table of 4096 sequences ends before the last ones. The operators that pass over sequences
     quickly, without gradients: all others on a GPU.

@@ -367,8 +367,7 @@ test_gdn_gate_refuses = refuses(fused_gdn_gate, lambda: {"g": new(5, 2, 4)}, GDN
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")
-@pytest.mark.parametrize("dynamic", [None, True])
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+@parametrize(1, dynamic=(None, True), dtype=(torch.int32, torch.int64))
 def test_chunk_indices_in_a_graph_that_serves_all(dtype, dynamic):
     torch._dynamo.reset()
     compiled = torch.compile(

@@ -175,8 +175,7 @@ def test_a_slot_of_a_new_sequence(step, impl, device):
     assert_close("o", o[1:], new, 1e-5)
 
 
-@steps
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@parametrize(1, step=STEPS, dtype=(torch.float16, torch.bfloat16))
 def test_half_precision(dtype, step, device):
     x, states = step.drawn(12, 2, device, dtype=dtype)
     states = states.float()
@@ -321,10 +320,7 @@ def changed(**parts):
     return valid()["ring"]._replace(**parts)
 
 
-def new(*shape, **kinds):
-    return torch.zeros(*shape, **kinds)
-
-
+new = torch.zeros
 REFUSED = {
     "no ring": ({"ring": None}, TypeError, "ring must come from make_ring, got NoneType"),
     "no state": ({"state": None}, TypeError, "state must be a torch.Tensor of shape"),

@@ -98,15 +98,6 @@ def test_with_a_residual(dtype, other, residual_in_fp32, norm_before_gate, impl,
     assert torch.equal(rms_norm_gated(**x, **more), got["y"])
 
 
-@impls
-def test_a_row_alone(impl, device):
-    """Without axes before it, its gradients are not summed over any."""
-    x, dy = tensors((24,), device=device)
-    want = run({n: t.double() for n, t in x.items()}, dy.double(), plain, group_size=8)
-    for n, t in run(x, dy, group_size=8, impl=impl).items():
-        assert_close(n, t, want[n], 1e-6)
-
-
 @pytest.mark.parametrize("norm_before_gate", [True, False])
 def test_gradient_in_float64(norm_before_gate):
     x, _ = tensors((3, 8))

@@ -98,10 +98,7 @@ def test_documents_by_the_number_of_each_token(impl, device):
     assert all(map(torch.equal, got[2:], want[2:]))
 
 
-def new(*shape, **kwargs):
-    return torch.zeros(*shape, **kwargs)
-
-
+new = torch.zeros
 REFUSED = {
     "no channel": ({"x": new(2, 9, 0)}, "x must have D >= 1, got D=0"),
     "no row": ({"x": new(0, 9, 5)}, "x must have B >= 1, got B=0"),

@@ -138,10 +138,7 @@ def test_decay(dtype, device):
                  torch.full((2, 10, 4), 0.5).log(), 1e-6)  # fmt: skip
 
 
-def new(*shape, **kwargs):
-    return torch.zeros(*shape, **kwargs)
-
-
+new = torch.zeros
 REFUSED = {
     "query": ({"query": [1.0]}, TypeError, "query must be a torch.Tensor .*got list"),
     "key": ({"key": new(2, 5, 1, 20)}, r"key must have shape \[B=2, T=5, H=2, K=20\]"),

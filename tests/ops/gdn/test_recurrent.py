@@ -3,14 +3,10 @@
 import pytest
 import torch
 from gdn_checks import boundaries
-from recurrent_cases import (
-    case,
-    run,
-)
+from recurrent_cases import case, run
 
 from linattn_edu import fused_recurrent_gated_delta_rule
 
-CUDA = torch.cuda.is_available()
 IMPLS = ("triton", "reference")
 
 

@@ -20,7 +20,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:overflow encountered in exp"),  # of NumPy's, interpreted
 ]
 
-GPU = torch.cuda.is_available()
 IMPLS = ("reference", "triton")
 C16 = {"chunk_size": 16}
 in_16 = partial(chunk_gdn2, **C16)

@@ -159,10 +159,7 @@ def test_stages_of_an_unknown_implementation():
 
 in_16 = partial(chunk_kda, **C16)
 # with a gate a channel, and the same with one a head
-BOTH = (
-    (in_16, chunk_gated_delta_rule),
-    (fused_recurrent_kda, fused_recurrent_gated_delta_rule),
-)
+BOTH = ((in_16, chunk_gated_delta_rule), (fused_recurrent_kda, fused_recurrent_gated_delta_rule))
 forms = pytest.mark.parametrize(("f", "one_gate"), BOTH, ids=["in chunks", "by token"])
 
 

@@ -31,10 +31,7 @@ def test_gates_at_their_ends(raw, impl, device):
         assert_close("S", S, want, max(1e-6, min(abs(least), 100) * 2**-24))
 
 
-def new(*shape, **kwargs):
-    return torch.zeros(*shape, **kwargs)
-
-
+new = torch.zeros
 RAW = {"use_gate_in_kernel": True, "A_log": new(2), "dt_bias": new(32)}
 # beside what test_delta_arguments has of both forms
 REFUSED = {

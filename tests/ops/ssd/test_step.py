@@ -11,7 +11,6 @@ from linattn_edu import selective_state_update
 from linattn_edu.ops.ssd import step
 from linattn_edu.testing import assert_close, poison
 
-CUDA = torch.cuda.is_available()
 IMPLS = ("triton", "reference")
 REFERENCE_ON_CPU = True  # on a GPU the bits of its products depend on the batch
 HALF = 5e-3
@@ -333,7 +332,7 @@ def test_slots_that_are_not_there_on_a_gpu():
 @pytest.mark.parametrize("backend", few("inductor", more=("aot_eager",)))
 @pytest.mark.parametrize(
     ("pool", "impl"),
-    [(False, "triton"), (True, "reference"), *few(more=((False, "reference"), (True, "triton")))],
+    few((True, "triton"), more=[(pool, i) for i in IMPLS for pool in (False, True)][:3]),
 )
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")
 def test_fullgraph(pool, backend, impl, device):
@@ -410,10 +409,7 @@ def test_nothing_waits_for_the_gpu():
 # -- refusals
 
 
-def new(*shape, **kwargs):
-    return torch.zeros(*shape, **kwargs)
-
-
+new = torch.zeros
 H, P, N, G = 4, 20, 24, 2
 I64 = {"dtype": torch.int64}
 # beside what test_contract_in_place has of all steps
