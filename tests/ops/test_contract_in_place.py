@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from gdn_checks import by_value, gated, launches
-from grids import parametrize
+from grids import FULL, parametrize
 from ops import contract
 from ops.conv import test_causal_conv1d_update as conv_cases
 from ops.ssd import test_step as ssd_cases
@@ -364,7 +364,7 @@ def test_slots_of_a_pool(dtype, step, impl, device, monkeypatch):
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.gpu)])
-@once
+@parametrize(1, step=STEPS if FULL or CUDA else STEPS[::2], pool=(False, True), impl=IMPLS)
 def test_fullgraph(step, pool, impl, backend, device):
     """The graph writes the states. It does not know the slots while it is traced: it refuses wrong
     ones when it runs, writes nothing then, and serves again.

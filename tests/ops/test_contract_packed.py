@@ -236,7 +236,12 @@ def check_behind(form, f, dtype, impl, raw, end, device):
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")
-@forms("test_a_graph_keeps_no_boundaries", dtypes=F32, host=(False, True))
+@forms(
+    "test_a_graph_keeps_no_boundaries",
+    *(FORMS if FULL or GPU else FORMS[::2]),
+    dtypes=F32,
+    host=(False, True),
+)
 def test_a_graph_keeps_no_boundaries(form, dtype, host, device):
     """Compiled once, it serves four pairs of sequences, also those that end before T; host: it is
     given their boundaries too, where the form takes them.
