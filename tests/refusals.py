@@ -10,13 +10,14 @@ def refuses(f, valid, *tables):
     were.
 
     valid: nothing -> the arguments of a call, by name. tables: what is wrong -> the changes to
-    them, the error, its message.
+    them, the error if it is no ValueError, its message.
     """
     cases = {name: case for table in tables for name, case in table.items()}
 
     @pytest.mark.parametrize("name", cases)
     def test(name):
-        changes, error, message = cases[name]
+        changes, *other, message = cases[name]
+        (error,) = other or (ValueError,)
         given = valid() | changes
         kept = {n: t.detach().clone() for n, t in given.items() if is_plain(t)}
         with launches() as ran, pytest.raises(error, match=message):

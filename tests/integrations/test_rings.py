@@ -6,6 +6,7 @@ import pickle
 import pytest
 import torch
 import transformers
+from grids import few
 from integrations import models
 
 from linattn_edu.integrations import rings
@@ -57,7 +58,7 @@ def assert_equal(got, wanted):
 
 
 @served
-@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize("name", few(*FEW, more=[n for n in SERVED if n not in FEW]))
 def test_guesses_that_are_right_now_and_then(name, taken_back):
     """Logits and all: over folds of rings, with the prompt longer than what may be taken back."""
     model, guessing = models.build(name), assistant(name)
@@ -218,7 +219,7 @@ def test_a_step_whose_gradient_is_recorded_has_no_ring(name):
 
 
 @served
-@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize("name", few(*FEW[1:], more=FEW[:1]))
 def test_the_kernels(name, device, monkeypatch):
     """Of assisted and plain generation, which has rings on a GPU."""
     monkeypatch.setattr(rings, "pays", lambda cache, model: True)

@@ -5,14 +5,7 @@ import math
 import torch
 import torch.nn.functional as F
 
-from linattn_edu.layers import (
-    EMA,
-    RWKV7,
-    GatedDeltaNet,
-    GatedDeltaNet2,
-    KimiDeltaAttention,
-    Mamba2,
-)
+from linattn_edu.layers import EMA, RWKV7, GatedDeltaNet, GatedDeltaNet2, KimiDeltaAttention, Mamba2
 
 HIDDEN = 24
 KINDS = {

@@ -46,20 +46,6 @@ def test_plain_pytorch_is_the_layer(kind, device):
         assert_close(name, ours[name], want, 1e-10)
 
 
-@each_class
-def test_single_precision(kind, device):
-    layer, exact = make(kind, torch.float32, device), make(kind, device=device)
-    x, dy = (hidden(2, T, torch.float32, device, seed) for seed in (1, 2))
-    x.requires_grad_()
-    y = layer(x)
-    exact.load_state_dict(layer.state_dict())
-    wide = x.detach().double().requires_grad_()
-    want = plain(exact, wide)
-    assert_close("y", y, want, 1e-5)
-    dx = torch.autograd.grad(want, wide, dy.double())[0]
-    assert_close("dx", torch.autograd.grad(y, x, dy)[0], dx, 1e-5)
-
-
 @every_kind
 @dtypes
 def test_padded_rows_are_as_alone(kind, dtype, device):

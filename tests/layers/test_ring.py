@@ -4,16 +4,17 @@ import copy
 
 import pytest
 import torch
+from grids import parametrize
 from layers.layer_checks import hidden, make
 
 from linattn_edu.models import Config, LanguageModel
 from linattn_edu.testing import assert_close
 
 KINDS = ("gdn", "kda", "mamba2")
+each = parametrize(1, kind=KINDS, impl=("triton", "reference"))
 
 
-@pytest.mark.parametrize("impl", ["triton", "reference"])
-@pytest.mark.parametrize("kind", KINDS)
+@each
 @torch.no_grad()
 def test_steps_are_those_without_a_ring(kind, impl, device):
     """A prompt, tokens over a fold, more of a prompt, tokens, a reset, tokens."""
@@ -80,8 +81,7 @@ def test_training_goes_through_the_state(device):
     assert_close("y", y, want, 2e-5)
 
 
-@pytest.mark.parametrize("impl", ["triton", "reference"])
-@pytest.mark.parametrize("kind", KINDS)
+@each
 @torch.no_grad()
 def test_tokens_that_are_taken_back(kind, impl, device):
     """Of a prompt, of calls of some tokens over folds, and of calls of one: as if they had not been
@@ -129,8 +129,8 @@ def test_a_model(device):
     sizes = {"vocabulary": 64, "width": 32, "heads": 2, "key_dim": 8, "value_dim": 16, "hidden": 48}
     mixers = ("gdn", "kda", "mamba2", "ema", "attention")
     model = LanguageModel(Config(mixers=mixers, **sizes)).to(device)
-    tokens = torch.randint(64, (2, 9), device=device)
+    tokens = torch.randint(64, (2, 6), device=device)
     cache, other = model.make_cache(2, ring=4), model.make_cache(2)
-    for t in range(9):
+    for t in range(6):
         y, want = (model(tokens[:, t : t + 1], cache=c) for c in (cache, other))
         assert_close("logits", y, want, 2e-5)

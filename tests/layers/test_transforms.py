@@ -14,8 +14,11 @@ from linattn_edu.layers import EMA, Mamba2
 from linattn_edu.testing import assert_close, relative_rms
 
 each_class = pytest.mark.parametrize("kind", MAIN)
-# one of those that share their forward pass: a compiled mask takes seconds
-each_forward = pytest.mark.parametrize("kind", few("kda", "mamba2", "ema", more=("gdn",)))
+
+
+def some(*kinds):
+    """Classes that a push takes, since to compile one takes seconds: each of them in some test."""
+    return pytest.mark.parametrize("kind", few(*kinds, more=[k for k in MAIN if k not in kinds]))
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +31,7 @@ def both(f, x):
     return y, torch.autograd.grad(y.square().sum(), x)[0]
 
 
-@each_class
+@some("gdn2", "rwkv7", "mamba2")
 def test_compiled_training(kind):
     layer, x = make(kind), hidden(2, 20).requires_grad_()
     mask = torch.ones(2, 20)
@@ -41,7 +44,7 @@ def test_compiled_training(kind):
         assert_close("compiled", found, want, 1e-12)
 
 
-@each_forward
+@some("kda")
 def test_compiled_with_a_mask_that_is_no_left_padding(kind):
     """Its numbers are not known: what would be wrong is NaN, and nothing else is."""
     layer, x = make(kind), hidden(3, 12)
@@ -64,7 +67,7 @@ def test_compiled_with_a_mask_that_is_no_left_padding(kind):
         assert compiled(x[:, :1], late, cache).flatten(1).isnan().any(1).tolist() == [0, 0, 1]
 
 
-@each_forward
+@some("mamba2", "ema")
 def test_compiled_with_a_mask_of_ones_beside_boundaries(kind):
     layer, x, bounds = make(kind), hidden(1, 12), torch.tensor([0, 5, 9])
     compiled = torch.compile(layer, fullgraph=True, backend="eager")
@@ -76,7 +79,7 @@ def test_compiled_with_a_mask_of_ones_beside_boundaries(kind):
         assert_close("another", y[0, 5:], want[0, 5:], 1e-12)
 
 
-@each_class
+@some("gdn", "mamba2", "ema")
 def test_compiled_steps(kind):
     layer, x = make(kind), hidden(2, 12)
     compiled = torch.compile(layer, fullgraph=True, backend="eager")

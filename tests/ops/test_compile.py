@@ -4,31 +4,17 @@ from functools import partial
 
 import pytest
 import torch
-from gdn_checks import log_decay
-from grids import FULL, few
-from kda_checks import spacing
+from grids import few, name
 from ops import contract
-from recurrent_cases import (
-    case,
-    check_all,
-    cotangents,
-    double,
-    kda_case,
-    options,
-    oracle,
-    run,
-)
+from recurrent_cases import case, check_all, cotangents, double, options, oracle, run
 from torch.utils.checkpoint import checkpoint
 
 from linattn_edu import (
-    causal_conv1d,
     chunk_gated_delta_rule,
     chunk_kda,
     chunk_local_cumsum,
     fused_recurrent_gated_delta_rule,
-    fused_recurrent_kda,
     l2norm,
-    mamba_chunk_scan_combined,
     solve_tril,
 )
 from linattn_edu.testing import assert_close
@@ -41,48 +27,12 @@ BOUND = -5.0
 IMPLS = ("triton", "reference")
 
 
-def chunk(flags=(), **arguments):
-    return chunk_gated_delta_rule(**arguments, **options(flags), chunk_size=16)
+def chunk(**arguments):
+    return chunk_gated_delta_rule(**arguments, chunk_size=16, output_final_state=True)
 
 
 def recurrent(flags=(), **arguments):
     return fused_recurrent_gated_delta_rule(**arguments, **options(flags))
-
-
-def kda(flags=(), **arguments):
-    every = {"safe_gate": True, "disable_recompute": True, "lower_bound": BOUND} if flags else {}
-    return chunk_kda(**arguments, **options(flags), **every, chunk_size=16)
-
-
-def recurrent_kda(flags=(), **arguments):
-    return fused_recurrent_kda(**arguments, **options(flags), lower_bound=BOUND)
-
-
-def mamba(q, k, v, g, beta, initial_state, impl="auto", **bounds):
-    """Mamba-2 of these tensors, all of which it reads."""
-    ids = (torch.arange(q.shape[1], device=q.device) > 5).int()[None]
-    return mamba_chunk_scan_combined(
-        v, g, -beta[0, 0], k, q, 16, D=beta[0, 1], z=v, dt_bias=beta[0, 2], dt_softplus=True,
-        dt_limit=(1e-3, 1e3), initial_states=initial_state.mT, seq_idx=None if bounds else ids,
-        **{f"return_{'varlen' if bounds else 'final'}_states": True}, **bounds, impl=impl,
-    )  # fmt: skip
-
-
-def with_flags(f):
-    return lambda **arguments: f(ALL, **arguments)
-
-
-def packed(f):
-    """The first tokens as a sequence of their own, and one without tokens."""
-
-    def g(q, **arguments):
-        T = q.shape[1]
-        cu_seqlens = torch.tensor([0, 3, 3, T], device=q.device)
-        if f is not recurrent:
-            arguments["cu_seqlens_cpu"] = torch.tensor([0, 3, 3, T])
-        return f(q=q, **arguments, cu_seqlens=cu_seqlens)
-
-    return g
 
 
 def helpers(g, v, q, **_):
@@ -95,60 +45,18 @@ def helpers(g, v, q, **_):
     )
 
 
-# function, flags of its arguments, number of states, the two lengths it is traced for
-FUNCTIONS = {
-    "chunk": (chunk, (), 1, (17, 33)),
-    "chunk, flags": (with_flags(chunk), ALL, 1, (17, 33)),
-    "chunk, packed": (packed(chunk), (), 3, (17, 33)),
-    "recurrent": (recurrent, (), 1, (4, 6)),
-    "recurrent, flags": (with_flags(recurrent), ALL, 1, (4, 6)),
-    "recurrent, packed": (packed(recurrent), (), 3, (5, 7)),
-    "mamba": (mamba, (), 1, (17, 33)),
-    "mamba, packed": (packed(mamba), (), 3, (17, 33)),
-    "helpers": (helpers, (), 1, (17, 33)),
-    "kda": (kda, (), 1, (17, 20)),
-    "kda, flags": (with_flags(kda), ALL, 1, (17, 20)),
-    "kda, packed": (packed(kda), (), 3, (17, 20)),
-    "recurrent kda, flags": (with_flags(recurrent_kda), ALL, 1, (3, 4)),
-}
-# the interpreter is slow, and so is tracing: one with flags and one packed of each kind; of every
-# form test_contract_packed has a graph, packed, and test_operators what is traced of an operator
-MOST = (
-    "chunk, flags",
-    "recurrent, packed",
-    "mamba",
-    "helpers",
-    "kda, packed",
-    "recurrent kda, flags",
-)
-MOST = tuple(FUNCTIONS) if CUDA or FULL else MOST
-# test_contract_packed compiles every form without a gradient
-FEW = tuple(FUNCTIONS) if CUDA or FULL else ("helpers",)
-
-
-def arguments(name, T, device, dtype=torch.float32):
+def arguments(f, T, device, flags=()):
     """What the function reads, so that everything has a gradient."""
-    _, flags, N, _ = FUNCTIONS[name]
-    if "kda" in name:
-        kinds = {"gate": "bounded" if flags else "log", "flags": flags}
-        return kda_case(T, (1, 2), 8, 16, N=N, device=device, dtype=dtype, **kinds)[0]
-    gates = "g gk gv" if name.startswith("recurrent") else "g"
-    x = case(T, (1, 2), 8, 16, N=N, flags=flags, gates=gates, device=device, dtype=dtype)
-    if name == "helpers":
-        return {n: x[n] for n in ("g", "v", "q")}
-    return {n: t for n, t in x.items() if t is not None}
+    gates = "g gk gv" if f is recurrent else "g"
+    x = case(T, (1, 2), 8, 16, flags=flags, gates=gates, device=device)
+    names = ("g", "v", "q") if f is helpers else x
+    return {n: x[n] for n in names if x[n] is not None}
 
 
-def same(got, want, tol, of_gates=0.0):
-    """of_gates: what the tolerance of A_log's and dt_bias's gradients is at least."""
-    for a, b in zip(got[0], want[0], strict=True):
+def same(got, want, tol):
+    for a, b in zip(flat(got), flat(want), strict=True):
         assert a.dtype == b.dtype
-        assert_close("output", a, b, tol)
-    assert got[1].keys() == want[1].keys()
-    for name, a in got[1].items():
-        least = of_gates if name in ("A_log", "dt_bias") else 0
-        assert a.dtype == want[1][name].dtype
-        assert_close(f"d{name}", a, want[1][name], max(tol, least))
+        assert_close("value", a, b, tol)
 
 
 def flat(result):
@@ -162,54 +70,32 @@ def compiled(f, backend):
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("name", MOST)
-def test_fullgraph_forward_and_backward(name, backend, device):
-    """One graph for two lengths, and the values of eager mode."""
-    f, _, _, lengths = FUNCTIONS[name]
-    g = compiled(f, backend)
-    for T in lengths:
-        x = arguments(name, T, device)
-        with torch._dynamo.config.patch(error_on_recompile=lengths[0] != T):
-            got = run(g, x)
-        rounded = 0.0
-        # inductor's own sigmoid rounds the gates otherwise
-        if backend == "inductor" and name.endswith("kda, flags"):
-            rounded = spacing(log_decay(x, BOUND), 16)
-        same(got, run(f, x), max(1e-6, rounded), 3e-5 if rounded else 0)
-
-
-@pytest.mark.parametrize("name", FEW)
-def test_fullgraph_without_a_gradient(name, device):
-    f, _, _, lengths = FUNCTIONS[name]
-    g = compiled(f, "aot_eager")
-    for T in lengths:
-        x = arguments(name, T, device)
+def test_helpers_in_one_graph(backend, device):
+    """What test_contract has of the operators over sequences."""
+    g = compiled(helpers, backend)
+    for T in (17, 33):
+        x = arguments(helpers, T, device)
+        with torch._dynamo.config.patch(error_on_recompile=T == 33):
+            same(run(g, x), run(helpers, x), 1e-6)
         with torch.no_grad():
-            got, want = g(**x), f(**x)
-        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+            assert all(map(torch.equal, g(**x), helpers(**x)))
 
 
 @pytest.mark.long
 def test_inductor(device):
     """On the CPU too: what surrounds the operators is fused there as well."""
-    name = "recurrent, flags"
-    f, _, _, (T, _) = FUNCTIONS[name]
-    x = arguments(name, T, device)
+    f = partial(recurrent, ALL)
+    x = arguments(recurrent, 4, device, ALL)
     same(run(compiled(f, "inductor"), x), run(f, x), 2e-6)
 
 
-@pytest.mark.parametrize(
-    "name", few("chunk", "mamba", "kda, packed", more=("recurrent", "helpers", "kda, flags"))
-)
-def test_fullgraph_in_float64(name, device):
+def test_fullgraph_in_float64(device):
     """The implementation is chosen while the graph is traced: float64 is the reference's."""
-    f, _, _, (T, _) = FUNCTIONS[name]
-    x = arguments(name, T, device, torch.float64)
-    g = compiled(f, "aot_eager")
-    same(run(g, x), run(f, x), 1e-14)
-    if name in FEW or name == "chunk":  # another graph
-        with torch.no_grad():
-            assert all(torch.equal(a, b) for a, b in zip(g(**x), f(**x), strict=True))
+    x = double(arguments(chunk, 17, device))
+    g = compiled(chunk, "aot_eager")
+    same(run(g, x), run(chunk, x), 1e-14)
+    with torch.no_grad():  # another graph
+        assert all(map(torch.equal, g(**x), chunk(**x)))
 
 
 FLAGS = {"use_qk_l2norm_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
@@ -227,9 +113,9 @@ def kda_layer(q, k, v, g, x):
 
 @pytest.mark.parametrize(
     ("attention", "parts", "lengths"),
-    [(gdn_layer, 3, (17, 20, 33)), (kda_layer, 4, (17, 20, 33) if CUDA else (4, 5, 6))],
-    ids=["gdn", "kda"],
-)  # fmt: skip
+    few((kda_layer, 4, (17, 20, 33) if CUDA else (4, 5, 6)), more=[(gdn_layer, 3, (17, 20, 33))]),
+    ids=name,
+)
 def test_fullgraph_of_a_layer(attention, parts, lengths, device):
     """Between other operations, with lengths that the graph first takes to be fixed."""
 
@@ -256,7 +142,7 @@ def test_a_scale_that_changes(factor, backend, device):
 
     PyTorch keeps numbers apart only as factors of tensors: what an operator is given, it fixes.
     """
-    x = arguments("chunk", 5, device)
+    x = arguments(chunk, 5, device)
     options = {"impl": "auto" if CUDA else "reference"}
     inner, graphs = torch._dynamo.lookup_backend(backend), []
 
@@ -271,43 +157,28 @@ def test_a_scale_that_changes(factor, backend, device):
     torch._dynamo.reset()
     g = torch.compile(f, fullgraph=True, backend=counted)
     for n, scale in enumerate((0.5, 0.3, 0.7, 1.1)[: 4 if factor else 3]):
-        got, want = (run(partial(h, scale), x) for h in (g, f))
-        same(got, want, 1e-6)
+        with torch.no_grad():
+            ((got,), (want,)) = (h(scale, **x) for h in (g, f))
+        assert_close("o", got, want, 1e-6)
         assert len(graphs) == min(n + 1, 2) or not factor
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_fullgraph_in_place(backend, device):
-    def decode(state, **x):
-        return fused_recurrent_gated_delta_rule(
-            **x, **options(ALL), initial_state=state, inplace_final_state=True
-        )
-
-    g = compiled(decode, backend)
-    x = case(1, device=device, flags=ALL)
-    states = [x["initial_state"].clone(), x.pop("initial_state")]
-    for _ in range(3):
-        with torch.no_grad():
-            (o, S), (want, _) = g(states[0], **x), decode(states[1], **x)
-        assert S is states[0]
-        assert torch.equal(o, want) and torch.equal(*states)
+both = pytest.mark.parametrize(("f", "T"), [(chunk, 17), (recurrent, 4)])
 
 
-@pytest.mark.parametrize("name", ["chunk", "recurrent"])
-def test_one_tensor_as_q_and_k(name, device):
-    f, _, _, (T, _) = FUNCTIONS[name]
-    x = arguments(name, T, device)
+@both
+def test_one_tensor_as_q_and_k(f, T, device):
+    x = arguments(f, T, device)
     del x["q"]
     tied = lambda f: lambda k, **rest: f(q=k, k=k, **rest)
     want = run(tied(oracle), double(x))
     check_all(run(tied(f), x, cotangents(want[0])), want, torch.float32)
 
 
-@pytest.mark.parametrize("name", ["chunk", "recurrent"])
-def test_tensors_used_twice(name, device):
+@both
+def test_tensors_used_twice(f, T, device):
     """Two calls on the same tensors, the second reading what the first gave."""
-    f, _, _, (T, _) = FUNCTIONS[name]
-    x = arguments(name, T, device)
+    x = arguments(f, T, device)
 
     def twice(f):
         def g(v, initial_state, **rest):
@@ -328,7 +199,7 @@ def test_helpers_in_checkpoints_and_under_autocast(impl, device):
         sums, inverse = chunk_local_cumsum(g, 16, impl=impl), solve_tril(v, impl=impl)
         return sums, inverse, l2norm(q, impl=impl)
 
-    x = arguments("helpers", 17, device)
+    x = arguments(helpers, 17, device)
     want = run(f, x)
     got = run(lambda **leaves: checkpoint(lambda: f(**leaves), use_reentrant=False), x)
     assert all(torch.equal(a, b) for a, b in zip(flat(got), flat(want), strict=True))
@@ -337,20 +208,11 @@ def test_helpers_in_checkpoints_and_under_autocast(impl, device):
     same(got, want, 1e-6)
 
 
-SECOND = {
-    "chunk": lambda x: chunk_gated_delta_rule(x, x, x, -x[..., 0].abs(), x[..., 1].abs())[0],
-    "recurrent": lambda x: fused_recurrent_gated_delta_rule(x, x, x)[0],
-    "mamba": lambda x: mamba_chunk_scan_combined(x, x[..., 0], -x[0, 0, :, 0].abs(), x, x, 16),
-    "causal_conv1d": lambda x: causal_conv1d(x[:, :, 0], x[0, :, 0].mT, activation="silu")[0],
-    "l2norm": l2norm,
-    "solve_tril": solve_tril,
-}
-
-
-@pytest.mark.parametrize("name", SECOND)
-def test_gradient_of_a_gradient_is_refused(name, device):
+@pytest.mark.parametrize("f", [l2norm, solve_tril])
+def test_gradient_of_a_gradient_is_refused(f, device):
+    """What test_contract has of the operators over sequences."""
     x = (torch.randn(1, 3, 1, 16, device=device) / 4).requires_grad_()
-    (dx,) = torch.autograd.grad(SECOND[name](x).square().sum(), x, create_graph=True)
+    (dx,) = torch.autograd.grad(f(x).square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="cannot be differentiated again"):
         dx.sum().backward()
 

@@ -7,7 +7,7 @@ import gdn_checks
 import kda_checks
 import pytest
 import torch
-from gdn_checks import GENERATIONS, launches, pretend, same_bits
+from gdn_checks import GENERATIONS, by_value, launches, pretend, same_bits
 from grids import FULL, ONE_ORDER, few, name
 from ops.contract import (
     DELTA,
@@ -21,6 +21,7 @@ from ops.contract import (
     gdn,
     kda,
     recurrence,
+    recurrent_gdn,
     safe,
     ssd,
 )
@@ -175,36 +176,75 @@ def test_same_bits_every_run_and_in_any_batch(form, dtype, device):
             assert_close(n, alone[n], t.double(), 4 * torch.finfo(t.dtype).eps)
 
 
-@forms("test_unaligned_storage", dtypes=SOME)
-def test_unaligned_storage(form, dtype, device):
-    """Tensors that do not start at 16 bytes give the same bits as those that do."""
-    x, options = form.draw(1, form.T, dtype, device)
-    options["impl"] = "triton"
+def shown_as(show, f):
+    """f of what `show` makes of each tensor, so that gradients come by way of it."""
+    return lambda **given: f(
+        **{n: show(n, t) if torch.is_tensor(t) else t for n, t in given.items()}
+    )
 
-    def shifted(t):
-        storage = torch.empty(t.numel() + 1, dtype=t.dtype, device=device)
-        return storage[1:].view(t.shape).copy_(t)
 
-    odd = {n: shifted(t) for n, t in x.items()}
-    assert all(t.is_contiguous() and t.data_ptr() % 16 for t in odd.values())
-    got, want = (form(y, **options, output_final_state=True) for y in (odd, x))
-    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+@forms("test_unaligned_storage", dtypes=SOME, impl=IMPLS)
+def test_unaligned_storage(form, dtype, impl, device):
+    """Tensors and gradients that begin one element behind an aligned one: the same bits. Loads of
+    16 bytes, or an address without the offset of its storage, read the neighbour before.
+    """
+
+    def shift(n, t):
+        y = torch.cat([t.new_full((1,), 77), t.flatten()])[1:].view(t.shape)
+        assert y.is_contiguous() and y.data_ptr() % 16
+        return y
+
+    x, do, dht, options = form.short(dtype, device)
+    options["impl"] = impl
+    want = form.run(x, do, dht, **options)
+    odd = shift("do", do), shift("dht", dht)
+    same_bits(form.run(x, *odd, shown_as(shift, form.f), **options), want)
+
+
+GATES = ("g", "gk", "gv", "beta", "b", "w", "dt")
+
+
+def apart(n, t):
+    """Gates expanded over the heads (strides of 0), of the others every second number of a tensor
+    with NaN between.
+    """
+    if n in GATES:
+        return t[:, :, :1].expand(t.shape)
+    other = torch.full_like(t, torch.nan) if t.is_floating_point() else t
+    return torch.stack([t, other], -1)[..., 0]
+
+
+def turned(n, t):
+    """The first axes behind the others."""
+    return t.transpose(1, -1).contiguous().transpose(1, -1) if t.ndim > 1 else t
+
+
+def heads_first(n, t):
+    return t.transpose(1, 2).contiguous().transpose(1, 2) if t.ndim > 2 else t
 
 
 @forms("test_strides_and_what_is_left_alone", dtypes=F32, impl=IMPLS)
 def test_strides_and_what_is_left_alone(form, dtype, impl, device, monkeypatch):
-    """Arguments and gradients that are not contiguous give the same bits; none is changed."""
+    """Arguments and gradients that are not contiguous give the same bits; none is changed. A kernel
+    that takes a stride of a head or a channel for 1 reads another's gate, or the NaN between.
+    """
+    by_value(monkeypatch)
     x, do, dht, options = form.short(dtype, device, raw=True)
     do = torch.ones((), device=device).expand(do.shape)  # as sum().backward() gives it
+    x |= {n: t[:, :, :1].expand(t.shape).contiguous() for n, t in x.items() if n in GATES}
     options["impl"] = impl
     want = form.run(x, do.contiguous(), dht, **options)
-    apart = {n: torch.stack([t, t], -1)[..., 0] for n, t in x.items()}
-    assert not any(t.is_contiguous() for t in apart.values())
-    turned = {n: t.transpose(1, -1).contiguous().transpose(1, -1) if t.ndim > 1 else t
-              for n, t in x.items()}  # fmt: skip
-    for odd in (apart, turned):
+    for show in (apart, turned, heads_first):
+        odd = {n: show(n, t) for n, t in x.items()}
         kept = {n: t.clone() for n, t in (odd | {"dht": dht}).items()}
-        same_bits(form.run(odd, do, dht.mT.contiguous().mT, **options), want)
+        got = form.run(x, do, dht.mT.contiguous().mT, shown_as(show, form.f), **options)
+        for n in (n for n in x if n in GATES and show is apart):  # of which the first is read
+            total = want[f"d{n}"].sum(2, keepdim=True)
+            assert torch.equal(got[f"d{n}"][:, :, :1], total) and not got[f"d{n}"][:, :, 1:].any()
+            got[f"d{n}"] = want[f"d{n}"]
+        same_bits(got, want)
+        with torch.no_grad():
+            form(odd, **options)
         same_bits(odd | {"dht": dht}, kept)
 
 
@@ -267,10 +307,12 @@ def test_without_a_state(form, dtype, impl, device):
 
 @forms("test_one_tensor_alone_needs_a_gradient", dtypes=F32, impl=IMPLS)
 def test_one_tensor_alone_needs_a_gradient(form, dtype, impl, device):
-    """The same bits as when all do."""
+    """The same bits as when all do, which are right before the gate of a layer, too."""
     x, do, dht, options = form.short(dtype, device, raw=True)
+    exact = form.exact(x, do, dht, **options)
     options |= {"output_final_state": True, "impl": impl}
     want = form.run(x, do, dht, **options)
+    form.check(want, exact, dtype)
     for n in form.alone:
         if n in x:
             leaf = x[n].clone().requires_grad_()
@@ -336,27 +378,40 @@ def test_a_second_backward_pass(form, dtype, impl, device):
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.gpu)])
-@forms("test_fullgraph", ema, conv, dtypes=F32, packed=(True, False))
+@forms(
+    "test_fullgraph",
+    # of the others test_contract_packed has graphs: all of them go through one operator
+    *(FORMS if FULL or GPU else (kda, recurrent_gdn, ssd[-1], conv)),
+    dtypes=F32,
+    packed=(True, False),
+)
 def test_fullgraph(form, dtype, packed, backend, device):
-    """One graph for two lengths, and the bits of eager mode; test_compile has the other forms."""
+    """One graph for two lengths, before the gate of a layer, and the results of eager mode; without
+    a gradient those of test_contract_packed.
+    """
 
-    def f(x, **given):
+    def f(**given):
         bounds = {}
         if packed:
-            T = x.shape[1]
-            bounds["cu_seqlens"] = torch.tensor([0, 3, 3, T], device=x.device)
-            bounds["cu_seqlens_cpu"] = torch.tensor([0, 3, 3, T])
-        return form.f(x=x, **given, **bounds, **options, output_final_state=True)
+            T = given[form.tokens[0]].shape[1]
+            bounds["cu_seqlens"] = torch.tensor([0, 3, 3, T], device=device)
+            known = {"cu_seqlens_cpu": torch.tensor([0, 3, 3, T])}
+            bounds |= {n: t for n, t in known.items() if n in form.known}
+        return form.f(**given, **bounds, **options, output_final_state=True)
 
     torch._dynamo.reset()
     g = torch.compile(f, fullgraph=True, dynamic=True, backend=backend)
-    for T in (17, 33):
-        x, kinds = form.draw(1, T, dtype, device, N=3 if packed else None)
+    lengths = (4, 6) if form.chunk is None else (17, 20)
+    for T in lengths:
+        raw = backend != "inductor"  # whose own sigmoid rounds the gates otherwise
+        x, kinds = form.draw(1, T, dtype, device, N=3 if packed else None, raw=raw)
         options = form.options | kinds
         do, dht = form.cotangents(x, 3 if packed else 1)
-        with torch._dynamo.config.patch(error_on_recompile=T == 33):
+        with torch._dynamo.config.patch(error_on_recompile=lengths[0] != T):
             got = gdn_checks.run(x, do, dht, g)
-        same_bits(got, gdn_checks.run(x, do, dht, f))
+        for n, t in gdn_checks.run(x, do, dht, f).items():
+            assert got[n].dtype == t.dtype
+            assert_close(n, got[n], t, 1e-6)
 
 
 # -- values

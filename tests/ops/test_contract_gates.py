@@ -2,22 +2,17 @@
 
 import pytest
 import torch
-from gdn_checks import by_value, launches, same_bits
+from gdn_checks import launches, same_bits
 from grids import few
 from ops.contract import BY_TOKEN, DELTA, IMPLS, forms, gdn, kda, recurrent_gdn
 
 from linattn_edu import make_ring, replay_gated_delta_rule, replay_kda
 from linattn_edu.testing import assert_close
 
-pytestmark = pytest.mark.usefixtures("poison")
+pytestmark = pytest.mark.usefixtures("poison", "numbers_by_value")
 
 F32 = (torch.float32,)
 LINEAR = {"gate_domain": "linear"}
-
-
-@pytest.fixture(autouse=True)
-def numbers_by_value(monkeypatch):
-    by_value(monkeypatch)
 
 
 def factors(form, x, change=torch.exp):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from gdn_checks import by_value, gated, launches
-from grids import parametrize
+from grids import FULL, parametrize
 from ops import contract
 from ops.conv import test_causal_conv1d_update as conv_cases
 from ops.ssd import test_step as ssd_cases
@@ -159,6 +159,7 @@ STEPS = (
 steps = pytest.mark.parametrize("step", STEPS, ids=str)
 impls = pytest.mark.parametrize("impl", IMPLS)
 each = parametrize(step=STEPS, pool=(False, True), impl=IMPLS)
+once = parametrize(1, step=STEPS, pool=(False, True), impl=IMPLS)
 pools = pytest.mark.parametrize("pool", [False, True], ids=["states", "pool"])
 
 
@@ -196,7 +197,7 @@ def test_states_lie_apart(gap, step, pool, impl, device):
     assert (pages[:, -gap:] == 7).all()
 
 
-@each
+@once
 def test_autograd_sees_that_they_are_written(step, pool, impl, device):
     """A gradient that needs the states as they were is not computed from the new ones."""
     states, x, rows = step.drawn(pool, device)
@@ -207,7 +208,7 @@ def test_autograd_sees_that_they_are_written(step, pool, impl, device):
         y.backward()
 
 
-@each
+@once
 def test_inference_mode(step, pool, impl, device):
     """States made there, which have no version, are written there, and outside of it."""
     states, x, rows = step.drawn(pool, device)
@@ -363,7 +364,7 @@ def test_slots_of_a_pool(dtype, step, impl, device, monkeypatch):
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.gpu)])
-@parametrize(1, step=STEPS, pool=(False, True), impl=IMPLS)
+@parametrize(1, step=STEPS if FULL or CUDA else STEPS[::2], pool=(False, True), impl=IMPLS)
 def test_fullgraph(step, pool, impl, backend, device):
     """The graph writes the states. It does not know the slots while it is traced: it refuses wrong
     ones when it runs, writes nothing then, and serves again.

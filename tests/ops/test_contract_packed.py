@@ -9,6 +9,7 @@ from grids import FULL, few
 from ops.contract import (
     DELTA,
     FORMS,
+    GPU,
     IMPLS,
     conv,
     dplr_chunks,
@@ -18,6 +19,7 @@ from ops.contract import (
     gdn2,
     in_pieces,
     kda,
+    recurrent_kda,
     safe,
     ssd,
 )
@@ -197,7 +199,8 @@ def test_tokens_behind_the_last_sequence(form, dtype, impl, raw, end, device):
 
 @forms(
     "test_tokens_behind_the_last_sequence",
-    *few(*WHOLE[::2], more=WHOLE[1::2]),
+    # of the others test_contract has graphs: all of them go through one operator
+    *(WHOLE if FULL or GPU else (gdn, recurrent_kda, dplr_chunks, ema)),
     dtypes=F32,
     impl=few("triton", more=IMPLS[:1]),
 )
@@ -233,7 +236,12 @@ def check_behind(form, f, dtype, impl, raw, end, device):
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")
-@forms("test_a_graph_keeps_no_boundaries", dtypes=F32, host=(False, True))
+@forms(
+    "test_a_graph_keeps_no_boundaries",
+    *(FORMS if FULL or GPU else FORMS[::2]),
+    dtypes=F32,
+    host=(False, True),
+)
 def test_a_graph_keeps_no_boundaries(form, dtype, host, device):
     """Compiled once, it serves four pairs of sequences, also those that end before T; host: it is
     given their boundaries too, where the form takes them.
@@ -302,7 +310,6 @@ def test_no_room(form, wrong):
     assert not ran
 
 
-@pytest.mark.parametrize("lengths", [(15, 0, 20), (0, 0, 0), (1, 38, 1)], ids=str)
 @forms(
     "test_room_for_any_boundaries",
     gdn,
@@ -313,6 +320,7 @@ def test_no_room(form, wrong):
     *ssd,
     conv,
     dtypes=SOME,
+    lengths=((15, 0, 20), (0, 0, 0), (1, 38, 1)),
     read=(False, True),
 )
 def test_room_for_any_boundaries(form, dtype, lengths, read, device, monkeypatch):

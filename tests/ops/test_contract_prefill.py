@@ -2,25 +2,20 @@
 
 import pytest
 import torch
-from gdn_checks import boundaries, by_value, launches, same_bits
+from gdn_checks import boundaries, launches, same_bits
 from grids import few
 from ops.contract import IMPLS, dplr_chunks, ema, forms, gdn, gdn2, kda, ssd
 
 from linattn_edu.kernels import routes
 from linattn_edu.testing import assert_close
 
-pytestmark = pytest.mark.usefixtures("poison")
+pytestmark = pytest.mark.usefixtures("poison", "numbers_by_value")
 
 INVARIANT = (gdn, kda, gdn2, *ssd)
 CHUNKED = (*INVARIANT, dplr_chunks, ema)
 SOME = few(torch.float32, torch.bfloat16, more=(torch.float16,))
 F32 = (torch.float32,)
 N, LENGTHS = 16, (33, 0, 16, 5, 48)
-
-
-@pytest.fixture(autouse=True)
-def numbers_by_value(monkeypatch):
-    by_value(monkeypatch)
 
 
 def called(form, x, **options):

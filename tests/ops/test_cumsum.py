@@ -4,12 +4,14 @@ from itertools import pairwise
 
 import pytest
 import torch
+from grids import parametrize
 from refusals import refuses
 
 from linattn_edu import chunk_global_cumsum, chunk_local_cumsum
 from linattn_edu.testing import assert_close, poison
 
-impls = pytest.mark.parametrize("impl", ["reference", "triton"])
+IMPLS = ("reference", "triton")
+impls = pytest.mark.parametrize("impl", IMPLS)
 directions = pytest.mark.parametrize("reverse", [False, True])
 BOUNDS = {"alone": [0, 75], "packed": [0, 1, 1, 40, 75, 75]}
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -39,11 +41,7 @@ def sums(L, s):
     return torch.einsum("ij,bj...->bi...", L.to(s.device), s.double())
 
 
-@pytest.mark.parametrize("tail", [(3,), (2, 5)], ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("packed", BOUNDS)
-@directions
-@impls
+@parametrize(impl=IMPLS, reverse=(False, True), packed=BOUNDS, dtype=DTYPES, tail=((3,), (2, 5)))
 def test_value_and_gradients(impl, reverse, packed, dtype, tail, device):
     """The adjoint is the same sum the other way round, and so is its adjoint."""
     bounds, s = BOUNDS[packed], draw(75, tail, dtype, device).requires_grad_()
@@ -110,9 +108,7 @@ def test_a_strided_argument(impl, device):
     )
 
 
-@pytest.mark.parametrize("packed", BOUNDS)
-@pytest.mark.parametrize("C", [1, 2, 8, 128, 1024])
-@impls
+@parametrize(impl=IMPLS, C=(1, 2, 8, 128, 1024), packed=BOUNDS)
 def test_local_sums_in_chunks_of_any_power_of_two(impl, C, packed, device):
     bounds, g = BOUNDS[packed], draw(75, (3,), device=device).requires_grad_()
     known = {} if packed == "alone" else {"cu_seqlens": torch.tensor(bounds, device=device)}
@@ -126,28 +122,25 @@ def test_local_sums_in_chunks_of_any_power_of_two(impl, C, packed, device):
 
 REFUSED = {
     "no tensor": ({"s": None}, TypeError, "s must be a torch.Tensor .*got NoneType"),
-    "rank": ({"s": torch.zeros(20, 2)}, ValueError, r"s must have 3 dimensions \[B, T, H\], got 2"),
+    "rank": ({"s": torch.zeros(20, 2)}, r"s must have 3 dimensions \[B, T, H\], got 2"),
     "dtype": ({"s": torch.zeros(1, 2, 2).int()}, TypeError, "s must be float.*int32"),
-    "empty": ({"s": torch.zeros(1, 4, 0)}, ValueError, "s must have no empty axis but T"),
+    "empty": ({"s": torch.zeros(1, 4, 0)}, "s must have no empty axis but T"),
     "reverse": ({"reverse": "yes"}, TypeError, "reverse must be True or False, got 'yes'"),
     "scale": ({"scale": "2"}, TypeError, "scale must be a number or None, got str"),
     "output_dtype": ({"output_dtype": torch.int8}, TypeError, "output_dtype must be a floating"),
-    "bounds": ({"cu_seqlens": torch.tensor([0, 29])}, ValueError, "must end at T=20 or before"),
+    "bounds": ({"cu_seqlens": torch.tensor([0, 29])}, "must end at T=20 or before"),
     "bounds dtype": ({"cu_seqlens": torch.zeros(2)}, TypeError, "cu_seqlens must be int32 or int"),
     "batch": (
         {"s": torch.zeros(2, 9, 1), "cu_seqlens": torch.tensor([0, 9])},
-        ValueError,
         "s must have B = 1 with cu_seqlens",
     ),
     "device": (
         {"cu_seqlens": torch.tensor([0, 20], device="meta")},
-        ValueError,
         "cu_seqlens must be on cpu like s, got meta",
     ),
-    "impl": ({"impl": "gpu"}, ValueError, "impl must be one of"),
+    "impl": ({"impl": "gpu"}, "impl must be one of"),
     "float64": (
         {"s": torch.zeros(1, 2, 2, device=DEVICE).double(), "impl": "triton"},
-        ValueError,
         "float64 was given",
     ),
     "misspelt": ({"head_first": False}, TypeError, "unexpected keyword argument"),

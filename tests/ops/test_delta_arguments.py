@@ -8,7 +8,7 @@ from gdn_checks import DTYPES, boundaries, cotangents, exact, launches, refused,
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from kda_checks import check, inputs, run
-from ops.contract import GATE, GPU, NAMES, gdn, kda, recurrent_kda
+from ops.contract import GATE, GPU, NAMES, gdn, kda, recurrent_gdn, recurrent_kda
 from ops.test_contract_packed import indices
 from ops.test_contract_refused import cases, everything, other
 
@@ -19,7 +19,7 @@ DEVICE = "cuda" if GPU else "cpu"
 LONGEST = 40 if GPU else 18  # tokens of a sequence
 UNIT = {torch.float32: 2**-24, torch.float16: 2**-11, torch.bfloat16: 2**-8}
 INTEGERS = (torch.int32, torch.int64)
-few = settings(max_examples=30 if GPU else 12, derandomize=not GPU, deadline=None)
+few = settings(max_examples=30 if GPU else 8, derandomize=not GPU, deadline=None)
 both = pytest.mark.parametrize("form", (gdn, kda), ids=str)
 # options that change no result but by rounding
 RUN_ONLY = (
@@ -204,6 +204,7 @@ def without_safe_gate(error, message, change):
 
 
 CASES = {gdn: OF_BOTH | OF_GDN, kda: OF_BOTH | OF_KDA}
+CASES[recurrent_gdn] = OF_GDN
 CASES[recurrent_kda] = {what: without_safe_gate(*CASES[kda][what]) for what in BY_TOKEN}
 OWN = [(form, what) for form, cases_of in CASES.items() for what in cases_of]
 

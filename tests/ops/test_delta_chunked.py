@@ -9,7 +9,7 @@ import kda_checks
 import pytest
 import torch
 from gdn_checks import DTYPES, boundaries, cotangents, exact, recurrence_arguments
-from grids import parametrize
+from grids import FULL, parametrize
 from ops.contract import NAMES, RAW, gdn, kda
 
 from linattn_edu.ops import gdn as gdn_operator
@@ -24,7 +24,6 @@ pytestmark = [
 
 GPU = torch.cuda.is_available()
 CHECKS = {gdn: gdn_checks, kda: kda_checks}
-both = pytest.mark.parametrize("form", (gdn, kda), ids=str)
 # the rows of fla's test_chunk: B, T, H, HV, D, scale, norm of the gate, share of open gates,
 # l2norm; of KDA also gate of a layer, safe gate, disable_recompute, chunk_size
 GDN_ROWS = (
@@ -96,12 +95,15 @@ KDA_LAYERS = (
 
 
 def turns(of_gdn, of_kda):
-    """(form, case, dtype): every case with every dtype; of KDA, which takes longer, the interpreter
-    takes the dtypes in turns.
+    """(form, case, dtype): every case with every dtype; the interpreter takes the dtypes in turns,
+    but for GDN in the full suite: KDA takes longer.
     """
-    found = list(itertools.product([gdn], of_gdn, DTYPES))
-    for n, case in enumerate(of_kda):
-        found += [(kda, case, dtype) for dtype in (DTYPES if GPU else (DTYPES[n % len(DTYPES)],))]
+    found = []
+    for form, cases in ((gdn, of_gdn), (kda, of_kda)):
+        every = GPU or (FULL and form is gdn)
+        for n, case in enumerate(cases):
+            dtypes = DTYPES if every else (DTYPES[n % len(DTYPES)],)
+            found += [(form, case, dtype) for dtype in dtypes]
     return pytest.mark.parametrize(("form", "case", "dtype"), found, ids=str)
 
 

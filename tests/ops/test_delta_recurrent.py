@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 from gdn_checks import boundaries
+from grids import FULL, parametrize
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from recurrent_cases import (
@@ -87,33 +88,26 @@ def any_call(examples):
     )
 
 
-@any_call(16)
-def test_any_valid_arguments(f, data):
-    x, rest, exact, packed, impl = data.draw(calls(f))
-    want = exact(**double(x), **packed)
-    with poison(), torch.no_grad():
-        got = f(**x, **rest, **packed, impl=impl)
-    dtype = x["q"].dtype
-    assert [y.dtype for y in got] == [dtype, torch.float32]
-    for name, a, b in zip(("o", "final_state"), got, want, strict=True):
-        close(name, a, b, TOLERANCE[dtype][0])
-
-
 @pytest.mark.long
-@any_call(10)
-def test_any_valid_gradient(f, data):
+@any_call(12)
+def test_any_valid_call(f, data):
+    """With gradients, and without, which another kernel computes."""
     x, rest, exact, packed, impl = data.draw(calls(f))
     want = run(exact, double(x), **packed)
     with poison():
         got = run(f, x, cotangents(want[0]), **rest, **packed, impl=impl)
+        with torch.no_grad():
+            alone = f(**x, **rest, **packed, impl=impl)
+    assert [y.dtype for y in alone] == [x["q"].dtype, torch.float32]
+    for name, a, b in zip(("o", "final_state"), alone, want[0], strict=True):
+        close(name, a, b, TOLERANCE[x["q"].dtype][0])
     assert all(dx.dtype == x[n].dtype and dx.shape == x[n].shape for n, dx in got[1].items())
     check(f, got, want, x["q"].dtype)
 
 
-@pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize(("f", "gate"), MOST, ids=lambda x: getattr(x, "__name__", x))
-def test_everything_at_once(f, gate, dtype, impl, device):
+@parametrize(form=MOST, dtype=TOLERANCE, impl=IMPLS)
+def test_everything_at_once(form, dtype, impl, device):
+    f, gate = form
     shape = (200, (2, 6), 100, 72) if CUDA else (7, (1, 2), 20, 12)
     x, rest, exact = drawn(f, *shape, B=2, dtype=dtype, device=device, gate=gate, flags=ALL[f])
     want = run(exact, double(x))
@@ -124,7 +118,7 @@ def test_everything_at_once(f, gate, dtype, impl, device):
 def test_without_a_gradient_the_same_result(f, gate, device):
     """All in one kernel, or the norms, the gate and the sigmoid as operators of their own."""
     every = [(dtype, flags) for dtype in TOLERANCE for flags in (ALL[f], frozenset())]
-    for dtype, flags in every if f is gdn or CUDA else every[::2]:
+    for dtype, flags in every if CUDA or FULL else every[::2]:
         shape = (9 if f is gdn else 5, (1, 2), 16, 12)
         x, rest, _ = drawn(f, *shape, B=2, dtype=dtype, device=device, gate=gate, flags=flags)
         want, _ = run(f, x, **rest)
@@ -134,18 +128,3 @@ def test_without_a_gradient_the_same_result(f, gate, device):
             assert a.dtype == b.dtype
             # nothing of a state is rounded to 16 bit
             assert_close(name, a, b, TOLERANCE[dtype][0] if name == "o" else 5e-6)
-
-
-@pytest.mark.parametrize(("f", "gate"), EVERY, ids=lambda x: getattr(x, "__name__", x))
-def test_float64_runs_in_the_reference(f, gate, device):
-    kinds = {"B": 2, "dtype": torch.float64, "device": device, "flags": ALL[f]}
-    x, rest, exact = drawn(f, 5, (1, 2), 16, 12, gate=gate, **kinds)
-    want = run(exact, x)
-    got = run(f, x, cotangents(want[0]), **rest)
-    for results in (
-        zip(got[0], want[0], strict=True),
-        zip(got[1].values(), want[1].values(), strict=True),
-    ):
-        for a, b in results:
-            assert a.dtype == torch.float64
-            assert_close("value", a, b, 1e-12)

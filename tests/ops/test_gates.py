@@ -5,6 +5,7 @@ import kda_checks
 import pytest
 import torch
 from gdn_checks import cotangents, exact
+from grids import parametrize
 
 from linattn_edu import (
     chunk_gated_delta_rule,
@@ -13,6 +14,7 @@ from linattn_edu import (
     fused_recurrent_kda,
 )
 
+IMPLS = ("reference", "triton")
 FORMS = {
     "chunk_gdn": (chunk_gated_delta_rule, gdn_checks, None),
     "recurrent_gdn": (fused_recurrent_gated_delta_rule, gdn_checks, None),
@@ -26,9 +28,7 @@ LIMITS = {"no float32": 90.0, "infinite": torch.inf, "zero": -torch.inf}
 
 
 @pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # of NumPy
-@pytest.mark.parametrize("limit", LIMITS)
-@pytest.mark.parametrize("impl", ["reference", "triton"])
-@pytest.mark.parametrize("name", FORMS)
+@parametrize(name=FORMS, impl=IMPLS, limit=LIMITS)
 def test_rates_at_their_limits(name, impl, limit, device):
     """As with a rate so large, or so small, that float64 has the limit too."""
     f, checks, bound = FORMS[name]
@@ -44,9 +44,7 @@ def test_rates_at_their_limits(name, impl, limit, device):
 
 
 @pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
-@pytest.mark.parametrize("raw", [-torch.inf, torch.inf])
-@pytest.mark.parametrize("impl", ["reference", "triton"])
-@pytest.mark.parametrize("name", FORMS)
+@parametrize(name=FORMS, impl=IMPLS, raw=(-torch.inf, torch.inf))
 def test_raw_gates_at_their_limits(name, impl, raw, device):
     """Some tokens are shut for good, or open: as far as float64 is concerned, too."""
     f, checks, bound = FORMS[name]

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from gdn_checks import launches
+from grids import parametrize
 from recurrent_cases import case, check_all, cotangents, double, oracle, run
 from refusals import refuses
 
@@ -31,7 +32,8 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 IMPLS = ("reference", "triton")
 impls = pytest.mark.parametrize("impl", IMPLS)
-dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+DTYPES = (torch.float32, torch.bfloat16)
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
 def test_names_of_one_function():
@@ -204,10 +206,7 @@ def check_gate(f, formula, x, dtype, **options):
         assert_close(f"d{name}", dx, want[1][name], 5e-3 if dx.dtype == torch.bfloat16 else 1e-5)
 
 
-@impls
-@dtypes
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("shape", [(2, 7, 3), (3,), (2, 2, 3, 3)], ids=str)
+@parametrize(shape=((2, 7, 3), (3,), (2, 2, 3, 3)), bias=(True, False), dtype=DTYPES, impl=IMPLS)
 def test_fused_gdn_gate(shape, bias, dtype, impl, device):
     x = gate_inputs(shape, (3,), dtype, device)
     if not bias:
@@ -222,20 +221,16 @@ KDA_GATES = (
 )  # fmt: skip
 
 
-@impls
-@dtypes
-@pytest.mark.parametrize(("given", "bound"), KDA_GATES, ids=str)
-@pytest.mark.parametrize("shape", [(2, 7, 3, 4), (3, 4)], ids=str)
-def test_fused_kda_gate(shape, given, bound, dtype, impl, device):
+@parametrize(shape=((2, 7, 3, 4), (3, 4)), gate=KDA_GATES, dtype=DTYPES, impl=IMPLS)
+def test_fused_kda_gate(shape, gate, dtype, impl, device):
+    given, bound = gate
     x = gate_inputs(shape, (3, 4), dtype, device)
     x = {n: t for n, t in x.items() if n == "g" or n in given}
     formula = gate_formula(bound, channels=True)
     check_gate(fused_kda_gate, formula, x, dtype, lower_bound=bound, impl=impl)
 
 
-@impls
-@dtypes
-@pytest.mark.parametrize("bias", [True, False])
+@parametrize(bias=(True, False), dtype=DTYPES, impl=IMPLS)
 def test_fused_kda_gate_as_it_was_called(bias, dtype, impl, device):
     """Before fla-core 0.5: heads and channels in one axis, head_k_dim third, the sigmoid of b."""
     x = gate_inputs((2, 7, 12), (12,), dtype, device)
@@ -312,48 +307,42 @@ KDA_GATE = {
         {"A_log": new(2), "head_k_dim": "4"}, TypeError, "head_k_dim must be an integer, got '4'"
     ),
     "b": (
-        {"A_log": new(2), "b": new(5, 3)}, ValueError,
-        r"b must have shape \[..., HV\] = \(5, 2\), got \(5, 3\)",
+        {"A_log": new(2), "b": new(5, 3)}, r"b must have shape \[..., HV\] = \(5, 2\), got \(5, 3\)"
     ),
     "b elsewhere": (
-        {"A_log": new(2), "b": new(5, 2, device="meta")}, ValueError, "b must be on .* like g, got"
+        {"A_log": new(2), "b": new(5, 2, device="meta")}, "b must be on .* like g, got"
     ),
-    "g alone": ({}, ValueError, "A_log or lower_bound must be given"),
-    "bound": ({"lower_bound": 0.0}, ValueError, "lower_bound must be < 0"),
+    "g alone": ({}, "A_log or lower_bound must be given"),
+    "bound": ({"lower_bound": 0.0}, "lower_bound must be < 0"),
     "bound type": ({"lower_bound": "x"}, TypeError, "lower_bound must be a number"),
     "A_log": (
         {"A_log": new(3)},
-        ValueError,
-        r"A_log must have the elements of \[HV=2\], in any shape, got \(3,\)",
+        r"A_log must have the elements of \[HV=2\], in any shape, got \(3,\)"
     ),
     "dt_bias": (
         {"A_log": new(2), "dt_bias": new(2)},
-        ValueError,
-        r"dt_bias must have the elements of \[HV=2, K=4\], in any shape, got \(2,\)",
+        r"dt_bias must have the elements of \[HV=2, K=4\], in any shape, got \(2,\)"
     ),
     "device": (
-        {"A_log": new(2, device="meta")}, ValueError, "A_log must be on .* like g, got meta"
+        {"A_log": new(2, device="meta")}, "A_log must be on .* like g, got meta"
     ),
     "head_k_dim": (
         {"A_log": new(2), "head_k_dim": 3},
-        ValueError,
-        r"g must have shape \[..., HV \* K\] with K = head_k_dim = 3, got \(5, 2, 4\)",
+        r"g must have shape \[..., HV \* K\] with K = head_k_dim = 3, got \(5, 2, 4\)"
     ),
     "head_k_dim twice": (
-        {"A_log": new(2), "dt_bias": 4, "head_k_dim": 4}, ValueError, "head_k_dim is given twice"
+        {"A_log": new(2), "dt_bias": 4, "head_k_dim": 4}, "head_k_dim is given twice"
     ),
     "two biases": (
         {"A_log": new(2), "dt_bias": new(8), "g_bias": new(8)},
-        ValueError,
-        "dt_bias and g_bias are one argument",
+        "dt_bias and g_bias are one argument"
     ),
     "beta": (
-        {"A_log": new(2), "head_k_dim": 4, "beta": 2.0}, ValueError, "beta must be 1.0, got 2.0"
+        {"A_log": new(2), "head_k_dim": 4, "beta": 2.0}, "beta must be 1.0, got 2.0"
     ),
     "threshold": (
         {"A_log": new(2), "head_k_dim": 4, "threshold": 10.0},
-        ValueError,
-        "threshold must be 20.0, got 10.0",
+        "threshold must be 20.0, got 10.0"
     ),
     "output_dtype": (
         {"A_log": new(2), "output_dtype": torch.int8},
@@ -363,23 +352,22 @@ KDA_GATE = {
 }  # fmt: skip
 GDN_GATE = {
     "a number": (
-        {"g": new(1)[0], "A_log": new(1)}, ValueError, r"g must have shape \[..., HV\]"
+        {"g": new(1)[0], "A_log": new(1)}, r"g must have shape \[..., HV\]"
     ),
     "no A_log": ({"A_log": None}, TypeError, "A_log must be a torch.Tensor .*None"),
-    "A_log": ({"A_log": new(3)}, ValueError, r"A_log must have the elements of \[HV=4\]"),
+    "A_log": ({"A_log": new(3)}, r"A_log must have the elements of \[HV=4\]"),
     "dtype": ({"g": new(2).int(), "A_log": None}, TypeError, "g must be f"),
     "float64": (
-        {"A_log": new(4).double(), "impl": "triton"}, ValueError, "float64 was given"
+        {"A_log": new(4).double(), "impl": "triton"}, "float64 was given"
     ),
-    "impl": ({"A_log": new(4), "impl": "x"}, ValueError, "impl must be o"),
+    "impl": ({"A_log": new(4), "impl": "x"}, "impl must be o"),
 }  # fmt: skip
 test_kda_gate_refuses = refuses(fused_kda_gate, lambda: {"g": new(5, 2, 4)}, KDA_GATE)
 test_gdn_gate_refuses = refuses(fused_gdn_gate, lambda: {"g": new(5, 2, 4)}, GDN_GATE)
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")
-@pytest.mark.parametrize("dynamic", [None, True])
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+@parametrize(1, dynamic=(None, True), dtype=(torch.int32, torch.int64))
 def test_chunk_indices_in_a_graph_that_serves_all(dtype, dynamic):
     torch._dynamo.reset()
     compiled = torch.compile(

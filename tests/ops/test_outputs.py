@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from grids import parametrize
 from ops.calls import CALLS, IN_PLACE, call
 
 from linattn_edu import (
@@ -76,8 +77,7 @@ def gradients(f, x, impl, change):
     return torch.autograd.grad([y.square().sum() for y in changed], list(leaves.values()))
 
 
-@pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("name", OPERATORS)
+@parametrize(1, name=OPERATORS, impl=IMPLS)
 def test_an_output_may_be_changed_in_place(name, impl):
     """As `o.mul_(gate)` in a layer."""
     x, f = OPERATORS[name]

@@ -14,6 +14,7 @@ CUDA = torch.cuda.is_available()
 IMPLS = ("triton", "reference")
 steps = pytest.mark.parametrize("step", STEPS, ids=str)
 impls = pytest.mark.parametrize("impl", IMPLS)
+once = parametrize(1, step=STEPS, impl=IMPLS)
 
 
 def run(step, x, states, ring, **options):
@@ -95,8 +96,7 @@ def test_the_recurrence(sizes, step, impl, device):
     assert all(part[[1, 3]].isnan().all() for part in ring[:3])
 
 
-@impls
-@steps
+@once
 def test_what_is_refused_leaves_no_trace(step, impl, device, monkeypatch):
     """Wrong guesses, whatever they are: the same bits; so has a sequence alone."""
     by_value(monkeypatch)
@@ -141,8 +141,7 @@ def test_a_sequence_alone_has_the_bits_that_it_has_among_others(step, impl, devi
             assert torch.equal(now[others].nan_to_num(7), before[others].nan_to_num(7))
 
 
-@impls
-@steps
+@once
 def test_commit(step, impl, device):
     """The plain state, after which decoding goes on; what is padding keeps its bits."""
     x, states = step.drawn(6, 3, device)
@@ -160,8 +159,7 @@ def test_commit(step, impl, device):
     assert not commit_ring(states, ring, impl=impl).any() and torch.equal(states, after)
 
 
-@impls
-@steps
+@once
 def test_a_slot_of_a_new_sequence(step, impl, device):
     """counts[slot] = 0 forgets what was there, whatever is said of its last tokens."""
     x, states = step.drawn(6, 2, device)
@@ -177,8 +175,7 @@ def test_a_slot_of_a_new_sequence(step, impl, device):
     assert_close("o", o[1:], new, 1e-5)
 
 
-@steps
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@parametrize(1, step=STEPS, dtype=(torch.float16, torch.bfloat16))
 def test_half_precision(dtype, step, device):
     x, states = step.drawn(12, 2, device, dtype=dtype)
     states = states.float()
@@ -200,7 +197,7 @@ def test_float64_runs_in_the_reference(step, device):
     assert_close("o", o, want, 1e-12)
 
 
-@parametrize(1, step=STEPS, impl=IMPLS)
+@once
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")
 def test_fullgraph(step, impl, device):
     x, states = step.drawn(6, 2, device)
@@ -223,8 +220,7 @@ def test_fullgraph(step, impl, device):
             assert torch.equal(states, other) and torch.equal(rings[0].counts, rings[1].counts)
 
 
-@impls
-@steps
+@once
 def test_inference_mode(step, impl, device):
     """A state and a ring made there are written there, and outside of it."""
     x, start = step.drawn(5, 2, device)
@@ -240,8 +236,7 @@ def test_inference_mode(step, impl, device):
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
-@impls
-@steps
+@once
 def test_autograd_sees_that_they_are_written(step, impl, device):
     x, states = step.drawn(2, 2, device)
     ring = step.empty(states, x)
@@ -253,8 +248,7 @@ def test_autograd_sees_that_they_are_written(step, impl, device):
             y.backward()
 
 
-@impls
-@steps
+@once
 def test_states_lie_apart_in_memory(step, impl, device):
     """As in the pages of a cache, at any address: what is between them is left as it is."""
     x, start = step.drawn(6, 2, device)
@@ -326,16 +320,12 @@ def changed(**parts):
     return valid()["ring"]._replace(**parts)
 
 
-def new(*shape, **kinds):
-    return torch.zeros(*shape, **kinds)
-
-
+new = torch.zeros
 REFUSED = {
     "no ring": ({"ring": None}, TypeError, "ring must come from make_ring, got NoneType"),
     "no state": ({"state": None}, TypeError, "state must be a torch.Tensor of shape"),
     "state of another size": (
         {"state": new(2, 2, 12, 16)},
-        ValueError,
         r"state must have shape \[slots=2, HV=2, K=16, V=12\]",
     ),
     "state of 64 bit": (
@@ -345,17 +335,14 @@ REFUSED = {
     ),
     "gaps in a state": (
         {"state": new(2, 2, 16, 24)[..., ::2]},
-        ValueError,
         "state must be contiguous in every slot",
     ),
     "slots without names": (
         {"state": new(3, 2, 16, 12), "ring": make_ring(new(3, 2, 16, 12), 1, dtype=torch.float32)},
-        ValueError,
         "state must have N=2 slots without ssm_state_indices, got 3",
     ),
     "ring of another pool": (
         {"state": new(3, 2, 16, 12)},
-        ValueError,
         r"ring.keys must have shape \[slots=3, H=1",
     ),
     "ring of other keys": (
@@ -365,32 +352,26 @@ REFUSED = {
     ),
     "ring with channels": (
         {"ring": changed(decays=new(2, 2, 6, 16))},
-        ValueError,
         "ring must be made with channels=False: ring.decays must have 1 gates, got 16",
     ),
     "ring of some gates": (
         {"ring": changed(decays=new(2, 2, 6, 3))},
-        ValueError,
         "ring.decays must have 1 or K=16 gates",
     ),
     "counts": (
         {"ring": changed(counts=new(2, 2, 2, 3, dtype=torch.int32))},
-        ValueError,
         r"ring.counts must be int32 of shape \(2, 2, 1, 3\), got torch.int32 \(2, 2, 2, 3\)",
     ),
     "gaps in a ring": (
         {"ring": changed(keys=new(2, 1, 6, 32)[..., ::2])},
-        ValueError,
         "ring.keys must be contiguous",
     ),
     "too many tokens": (
         {n: y.repeat_interleave(3, 1) for n, y in valid().items() if n in TOKENS},
-        ValueError,
         "q must have 1 to 2 tokens, as many as ring is made for, got T=3",
     ),
     "slots": (
         {"ssm_state_indices": torch.tensor([1])},
-        ValueError,
         r"ssm_state_indices must have shape \[N=2\], got \(1,\)",
     ),
     "slots that are no numbers": (
@@ -400,38 +381,26 @@ REFUSED = {
     ),
     "slot named twice": (
         {"ssm_state_indices": torch.tensor([1, 1])},
-        ValueError,
         "ssm_state_indices must name a slot for one sequence only, got 1 for 0 and 1",
     ),
     "slot beyond": (
         {"ssm_state_indices": torch.tensor([0, 2])},
-        ValueError,
         "below the 2 slots of state, got 2",
     ),
     "accepted": (
         {"num_accepted_tokens": torch.tensor([1, 1, 1])},
-        ValueError,
         r"num_accepted_tokens must have shape \[N=2\], got \(3,\)",
     ),
     "accepted beyond": (
         {"num_accepted_tokens": torch.tensor([1, 3])},
-        ValueError,
         "num_accepted_tokens must be 0 to 2, got 3 for sequence 1",
     ),
-    "accepted below": (
-        {"num_accepted_tokens": torch.tensor([-1, 0])},
-        ValueError,
-        "must be 0 to 2, got -1",
-    ),
-    "a gradient": (
-        {"v": new(2, 1, 2, 12, requires_grad=True)},
-        ValueError,
-        "call it under torch.no_grad",
-    ),
-    "scale": ({"scale": float("nan")}, ValueError, "scale must be finite"),
+    "accepted below": ({"num_accepted_tokens": torch.tensor([-1, 0])}, "must be 0 to 2, got -1"),
+    "a gradient": ({"v": new(2, 1, 2, 12, requires_grad=True)}, "call it under torch.no_grad"),
+    "scale": ({"scale": float("nan")}, "scale must be finite"),
     "flag": ({"use_gate_in_kernel": 2}, TypeError, "use_gate_in_kernel must be True or False"),
     "no gate": ({"g": None}, TypeError, "g must be a torch.Tensor"),
-    "growth": ({"g": torch.ones(2, 1, 2)}, ValueError, "g must be a log decay"),
+    "growth": ({"g": torch.ones(2, 1, 2)}, "g must be a log decay"),
 }
 test_refused_before_any_kernel = refuses(replay_gated_delta_rule, valid, REFUSED)
 
@@ -453,11 +422,11 @@ def test_kda_needs_a_ring_with_channels():
 
 
 RINGS = {
-    "state": ({"state": new(2, 2, 16)}, ValueError, "state must have 4 dimensions"),
-    "heads": ({"heads": 3}, ValueError, "heads must divide the HV=2 heads of state, got 3"),
-    "none": ({"heads": 0}, ValueError, "heads must be an integer >= 1"),
-    "length": ({"length": 65}, ValueError, "length must be at most 64, got 65"),
-    "tokens": ({"tokens": 9}, ValueError, "tokens must be at most 8, got 9"),
+    "state": ({"state": new(2, 2, 16)}, "state must have 4 dimensions"),
+    "heads": ({"heads": 3}, "heads must divide the HV=2 heads of state, got 3"),
+    "none": ({"heads": 0}, "heads must be an integer >= 1"),
+    "length": ({"length": 65}, "length must be at most 64, got 65"),
+    "tokens": ({"tokens": 9}, "tokens must be at most 8, got 9"),
     "dtype": ({"dtype": torch.int32}, TypeError, "dtype must be a floating-point dtype"),
     "writes": ({"writes_dtype": int}, TypeError, "writes_dtype must be a floating-point dtype"),
     "channels": ({"channels": 3}, TypeError, "channels must be True or False, got 3"),

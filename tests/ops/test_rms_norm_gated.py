@@ -98,15 +98,6 @@ def test_with_a_residual(dtype, other, residual_in_fp32, norm_before_gate, impl,
     assert torch.equal(rms_norm_gated(**x, **more), got["y"])
 
 
-@impls
-def test_a_row_alone(impl, device):
-    """Without axes before it, its gradients are not summed over any."""
-    x, dy = tensors((24,), device=device)
-    want = run({n: t.double() for n, t in x.items()}, dy.double(), plain, group_size=8)
-    for n, t in run(x, dy, group_size=8, impl=impl).items():
-        assert_close(n, t, want[n], 1e-6)
-
-
 @pytest.mark.parametrize("norm_before_gate", [True, False])
 def test_gradient_in_float64(norm_before_gate):
     x, _ = tensors((3, 8))
@@ -180,21 +171,21 @@ def test_no_rows(shape, impl, device):
 new = torch.zeros
 REFUSED = {
     "x": ({"x": 1.0}, TypeError, "x must be a torch.Tensor of shape .*got float"),
-    "no axis": ({"x": new(())}, ValueError, r"x must have shape \[..., D\] with D >= 1, got \(\)"),
-    "weight": ({"weight": new(23)}, ValueError, r"weight must have shape \[D=24\], got \(23,\)"),
-    "bias": ({"bias": new(1, 24)}, ValueError, "bias must have 1 dimensions"),
-    "z": ({"z": new(5, 24)}, ValueError, r"z must have x's shape \(2, 5, 24\), got \(5, 24\)"),
+    "no axis": ({"x": new(())}, r"x must have shape \[..., D\] with D >= 1, got \(\)"),
+    "weight": ({"weight": new(23)}, r"weight must have shape \[D=24\], got \(23,\)"),
+    "bias": ({"bias": new(1, 24)}, "bias must have 1 dimensions"),
+    "z": ({"z": new(5, 24)}, r"z must have x's shape \(2, 5, 24\), got \(5, 24\)"),
     "z dtype": ({"z": new(2, 5, 24).int()}, TypeError, "z must be float64.*int32"),
-    "residual": ({"residual": new(24)}, ValueError, r"residual must have x's shape \(2, 5, 24\)"),
+    "residual": ({"residual": new(24)}, r"residual must have x's shape \(2, 5, 24\)"),
     "prenorm": ({"prenorm": 2}, TypeError, "prenorm must be True or False, got 2"),
-    "eps": ({"eps": -1.0}, ValueError, "eps must be >= 0, got -1.0"),
-    "group": ({"group_size": 7}, ValueError, "group_size must divide D=24, got 7"),
-    "no group": ({"group_size": 0}, ValueError, "group_size must divide D=24, got 0"),
+    "eps": ({"eps": -1.0}, "eps must be >= 0, got -1.0"),
+    "group": ({"group_size": 7}, "group_size must divide D=24, got 7"),
+    "no group": ({"group_size": 0}, "group_size must divide D=24, got 0"),
     "groups": ({"group_size": 8.0}, TypeError, "group_size must be an integer or None, got 8.0"),
     "flag": ({"norm_before_gate": 3}, TypeError, "norm_before_gate must be True or False"),
-    "activation": ({"activation": None}, ValueError, "activation must be 'silu', .*got None"),
-    "device": ({"z": new(2, 5, 24, device="meta")}, ValueError, "z must be on cpu like x"),
-    "impl": ({"impl": "cuda"}, ValueError, "impl must be one of"),
+    "activation": ({"activation": None}, "activation must be 'silu', .*got None"),
+    "device": ({"z": new(2, 5, 24, device="meta")}, "z must be on cpu like x"),
+    "impl": ({"impl": "cuda"}, "impl must be one of"),
     "unknown": ({"upcast": True}, TypeError, "unexpected keyword argument 'upcast'"),
 }
 

@@ -34,7 +34,6 @@ from linattn_edu.reference.delta.solve import unit_lower_inverse
 from linattn_edu.testing import assert_close, ssd_inputs
 
 B, T, H, HV, K, V = 2, 9, 1, 2, 6, 4
-IMPLS = ("reference", "triton")
 
 
 def delta(f, channels=False, gates=False, **options):
@@ -120,12 +119,13 @@ def one_by_one(f, *stacked):
 @pytest.mark.parametrize("name", [*FORMS, *OTHERS])
 def test_vmap(name, device):
     f = (FORMS | OTHERS)[name]
-    x = draw(3, B, T, 32, device=device)
-    assert_close("y", vmap(f)(x), one_by_one(f, x), 1e-6)
+    x = draw(2, B, T, 32, device=device)
+    want = one_by_one(f, x)
+    assert_close("y", vmap(f)(x), want, 1e-6)
     inner = x.movedim(0, 2)  # mapped along an axis within, and twice
-    assert_close("within", vmap(f, in_dims=2)(inner), one_by_one(f, x), 1e-6)
-    twice = vmap(vmap(f))(torch.stack([x, -x]))
-    assert_close("twice", twice[1], one_by_one(f, -x), 1e-6)
+    assert_close("within", vmap(f, in_dims=2)(inner), want, 1e-6)
+    twice = vmap(vmap(f))(torch.stack([x, x.flip(0)]))
+    assert_close("twice", twice, torch.stack([want, want.flip(0)]), 1e-6)
 
 
 ROWS = {
@@ -153,8 +153,8 @@ def test_vmap_of_a_single_row(name, device):
 def test_vmap_of_some_arguments(name, device):
     """States are mapped, tokens and the gate's parameters are not; and the reverse."""
     f = FORMS[name]
-    x, state = draw(B, T, 32, device=device), draw(3, B, HV, K, V, device=device)
-    A_log = draw(3, HV, device=device)
+    x, state = draw(B, T, 32, device=device), draw(2, B, HV, K, V, device=device)
+    A_log = draw(2, HV, device=device)
     got = vmap(lambda s: f(x, s))(state)
     assert_close("states", got, torch.stack([f(x, s) for s in state]), 1e-6)
     got = vmap(lambda a: f(x, state[0], a))(A_log)
@@ -183,11 +183,11 @@ def test_jacobians(name, device):
     """jacrev, and autograd with a batch of gradients."""
     f = (FORMS | OTHERS)[name]
     x = draw(1, T, 32, device=device).requires_grad_()
-    rows = f(x).flatten()[:3]
+    rows = f(x).flatten()[:2]
     want = torch.stack([torch.autograd.grad(y, x, retain_graph=True)[0] for y in rows])
-    got = jacrev(lambda x: f(x).flatten()[:3])(x.detach())
+    got = jacrev(lambda x: f(x).flatten()[:2])(x.detach())
     assert_close("jacrev", got, want, 3e-6)
-    (got,) = torch.autograd.grad(rows, x, torch.eye(3, device=device), is_grads_batched=True)
+    (got,) = torch.autograd.grad(rows, x, torch.eye(2, device=device), is_grads_batched=True)
     assert_close("batch of gradients", got, want, 3e-6)
 
 

@@ -126,24 +126,18 @@ def test_flops(device):
     assert [*both.values()] == [sum(staged.values()), sum(staged_backward.values())]
 
 
-def new(*shape, **kwargs):
-    return torch.zeros(*shape, **kwargs)
-
-
-BOUNDS = {"cu_seqlens": torch.tensor([0, 20])}
+new = torch.zeros
 REFUSED = {
-    "x rank": ({"x": new(2, 20)}, ValueError, "x must have 4 dimensions .*got 2"),
-    "no channel": ({"x": new(2, 20, 3, 0)}, ValueError, "x must have D >= 1, got D=0"),
-    "no head": ({"x": new(2, 20, 0, 5)}, ValueError, "x must have H >= 1, got H=0"),
+    "x rank": ({"x": new(2, 20)}, "x must have 4 dimensions .*got 2"),
+    "no channel": ({"x": new(2, 20, 3, 0)}, "x must have D >= 1, got D=0"),
+    "no head": ({"x": new(2, 20, 0, 5)}, "x must have H >= 1, got H=0"),
     "g of one head": (
         {"x": new(2, 20, 5), "initial_state": None, "weight": None},
-        ValueError,
         r"g must have 2 dimensions \[B, T\], got 3",
     ),
-    "weight": ({"weight": new(2, 20, 1)}, ValueError, r"weight must have shape \[B=2, T=20, H=3\]"),
+    "weight": ({"weight": new(2, 20, 1)}, r"weight must have shape \[B=2, T=20, H=3\]"),
     "state": (
         {"initial_state": new(2, 5, 3)},
-        ValueError,
         r"initial_state must have shape \[N=2, H=3, D=5\], got \(2, 5, 3\)",
     ),
 }

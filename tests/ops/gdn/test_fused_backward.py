@@ -119,9 +119,7 @@ def test_ranks(world, layout):
 
 
 @pytest.mark.parametrize(
-    ("world", "layout", "dtype"),
-    [(3, "contiguous", WHOLE), (2, "zigzag", torch.bfloat16)],
-    ids=str,
+    ("world", "layout", "dtype"), [(3, "contiguous", WHOLE), (2, "zigzag", torch.bfloat16)], ids=str
 )
 def test_ranks_with_kernels(world, layout, dtype, device):
     options = {"impl": "triton", "dtype": dtype, "device": device, "layout": layout}

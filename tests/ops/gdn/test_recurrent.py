@@ -3,32 +3,15 @@
 import pytest
 import torch
 from gdn_checks import boundaries
-from recurrent_cases import (
-    case,
-    check_all,
-    options,
-    run,
-)
+from recurrent_cases import case, run
 
-from linattn_edu import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
+from linattn_edu import fused_recurrent_gated_delta_rule
 
-CUDA = torch.cuda.is_available()
-ALL = frozenset(("norm", "gate", "sigmoid", "neg", "v_first"))
 IMPLS = ("triton", "reference")
 
 
 def rec(**arguments):
     return fused_recurrent_gated_delta_rule(**arguments)
-
-
-@pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("flags", [frozenset(), ALL - {"v_first"}, ALL], ids=len)
-def test_equals_the_chunked_form(flags, impl, device):
-    x = case(300 if CUDA else 20, (1, 2), 16, 12, device=device, flags=flags)
-    kept = {n: x.pop(n) for n in ("gk", "gv")}
-    assert set(kept.values()) == {None}
-    want = run(chunk_gated_delta_rule, x, **options(flags), impl=impl, chunk_size=16)
-    check_all(run(rec, x, **options(flags), impl=impl), want, torch.float32)
 
 
 @pytest.mark.parametrize("impl", IMPLS)

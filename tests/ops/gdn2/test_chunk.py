@@ -5,14 +5,12 @@ What every operator over sequences keeps is asked in test_contract*.py.
 
 from functools import partial
 
-import kda_checks
 import pytest
 import torch
 import torch.nn.functional as F
 from gdn_checks import DTYPES, cotangents, exact, gated, run, same_bits
 from grids import parametrize
 from kda_checks import check, inputs, tolerance
-from ops.test_compile import compiled
 
 from linattn_edu import chunk_gdn2, chunk_kda, fused_recurrent_gdn2, fused_recurrent_kda, route
 from linattn_edu.testing import assert_close, relative_rms
@@ -22,7 +20,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:overflow encountered in exp"),  # of NumPy's, interpreted
 ]
 
-GPU = torch.cuda.is_available()
 IMPLS = ("reference", "triton")
 C16 = {"chunk_size": 16}
 in_16 = partial(chunk_gdn2, **C16)
@@ -127,20 +124,6 @@ def test_gates_that_are_shut(f, impl, device):
     assert not o.any() and not S.any()
 
 
-@pytest.mark.parametrize("gates", [torch.bfloat16, torch.float32], ids=str)
-@impls
-def test_gates_of_either_dtype(impl, gates, device):
-    """Gradients of b and w have their dtype and shape."""
-    x = small(torch.bfloat16, device)
-    x |= {n: x[n].to(gates) for n in ("b", "w")}
-    do, dht = cotangents(x)
-    got = run(x, do, dht, in_16, output_final_state=True, impl=impl)
-    assert [(got[f"d{n}"].dtype, got[f"d{n}"].shape) for n in ("b", "w")] == [
-        (x[n].dtype, x[n].shape) for n in ("b", "w")
-    ]
-    check(got, exact(x, do, dht), torch.bfloat16)
-
-
 @impls
 @pytest.mark.parametrize("dtype", DTYPES[::2], ids=str)
 def test_what_is_kept_changes_no_bit(dtype, impl, device, force):
@@ -180,15 +163,6 @@ def test_what_may_be_beyond_one_is_told(dtype, device):
     assert relative_rms(o, want["o"]) < max(1e-5, torch.finfo(dtype).eps)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager"])
-def test_compiled(backend, device):
-    x = small(torch.float32, device)
-    do, dht = cotangents(x)
-    want = run(x, do, dht, in_16, output_final_state=True)
-    got = run(x, do, dht, compiled(in_16, backend), output_final_state=True)
-    same_bits(got, want)
-
-
 @pytest.mark.parametrize("gates", [torch.bfloat16, torch.float32], ids=str)
 def test_stages_on_a_gpu(gates):
     """The kernels in Gluon take gates of q's dtype."""
@@ -219,16 +193,3 @@ def test_gates_of_other_shapes_are_refused():
     refuse(lambda x: {"beta": x["w"][..., 0]}, "unexpected keyword argument 'beta'", TypeError)
     with pytest.raises(TypeError, match="missing 1 required positional argument: 'w'"):
         chunk_gdn2(**{n: t for n, t in small(torch.float32, "cpu").items() if n != "w"})
-
-
-@dtypes
-@pytest.mark.parametrize("bound", [None, -5.0])
-def test_token_by_token_is_the_same(bound, dtype, device):
-    """With the gate of a layer and keys before their norm; each has an error of its own."""
-    x = small(dtype, device, raw_qk=True, raw_gate=True)
-    options = {"use_qk_l2norm_in_kernel": True, "use_gate_in_kernel": True, "lower_bound": bound}
-    with torch.no_grad():
-        got = in_16(**x, **options, output_final_state=True, safe_gate=bound is not None)
-        want = fused_recurrent_gdn2(**x, **options, output_final_state=True)
-    for name, a, b in zip(("o", "ht"), got, want, strict=True):
-        assert_close(name, a, b, 2 * kda_checks.tolerance(name, dtype))

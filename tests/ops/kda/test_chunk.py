@@ -160,10 +160,7 @@ def test_stages_of_an_unknown_implementation():
 
 in_16 = partial(chunk_kda, **C16)
 # with a gate a channel, and the same with one a head
-BOTH = (
-    (in_16, chunk_gated_delta_rule),
-    (fused_recurrent_kda, fused_recurrent_gated_delta_rule),
-)
+BOTH = ((in_16, chunk_gated_delta_rule), (fused_recurrent_kda, fused_recurrent_gated_delta_rule))
 forms = pytest.mark.parametrize(("f", "one_gate"), BOTH, ids=["in chunks", "by token"])
 
 
@@ -180,47 +177,6 @@ def test_equal_channels_are_gated_deltanet(f, one_gate, impl, device):
     got = run(channels, do, dht, f, **options)
     got["dg"] = got["dg"].sum(-1)
     check(got, {n: t.double() for n, t in want.items()}, torch.float32)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_open_gates_are_the_delta_rule(dtype, device):
-    x = small(dtype, device, mask=1.0)
-    assert not x["g"].any()
-    do, dht = cotangents(x)
-    got = triton(x, do, dht, **C16)
-    del got["dg"], x["g"]
-    want = exact(x | {"g": x["beta"].new_zeros(1, 20, 2, 12)}, do, dht)
-    check(got, want, dtype)
-    rule = recurrent(x.pop("q").double(), g=None, **{n: t.double() for n, t in x.items()})
-    assert_close("o", got["o"], rule[0], tolerance("o", dtype))
-
-
-@pytest.mark.parametrize("impl", IMPLS)
-@forms
-def test_without_writes_the_state_decays(f, one_gate, impl, device):
-    x = small(torch.float32, device)
-    x["beta"].zero_()
-    o, S = f(**x, output_final_state=True, impl=impl)
-    decay = x["g"].double().cumsum(1).exp()
-    states = decay[..., None] * x["initial_state"].double()[:, None]
-    q = x["q"].double().expand(-1, -1, 2, -1) * 12**-0.5
-    assert_close("o", o, torch.einsum("bthk,bthkv->bthv", q, states), 2e-6)
-    assert_close("S", S, states[:, -1], 2e-6)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("bound", [None, -5.0])
-def test_token_by_token_is_the_same(bound, dtype, device):
-    """fused_recurrent_kda, with every flag that both take; each has an error of its own."""
-    x = small(dtype, device, raw_qk=True, raw_beta=True, raw_gate=True)
-    flags = ("qk_l2norm", "gate", "beta_sigmoid")
-    options = {f"use_{n}_in_kernel": True for n in flags} | {"lower_bound": bound}
-    options |= {"allow_neg_eigval": True, "output_final_state": True}
-    with torch.no_grad():
-        got = chunk_kda(**x, **options, safe_gate=bound is not None, **C16)
-        want = fused_recurrent_kda(**x, **options)
-    for name, a, b in zip(("o", "ht"), got, want, strict=True):
-        assert_close(name, a, b, 2 * tolerance(name, dtype))
 
 
 @pytest.mark.parametrize("cut", (1, 5, 16, 23, 33, 64, 96) if GPU else (16, 23))

@@ -82,26 +82,6 @@ def test_calls_of_transformers(model, dtype, device):
         assert_close("states", last, want[1], TOLERANCES[dtype][0])
 
 
-def test_the_output_alone_is_a_tensor(device):
-    x, options = of_form("float32", 20, device)
-    out = mamba_chunk_scan_combined(**x, chunk_size=64, **options)
-    assert torch.equal(out, scan(**x, **options)[0]) and out.is_contiguous()
-
-
-@forms
-@pytest.mark.parametrize("given", ["all", "channels"])
-def test_chunk_sizes_agree(given, form, device):
-    """In 64, 128 and 256 tokens: a kernel takes at most 128 of them, the reference all."""
-    x, options = of_form(form, 300, device, given)
-    dtype = x["x"].dtype
-    want = recurrence(**wide(x), **options)
-    for impl in ("triton", "reference"):
-        for C in (64, 128, 256):
-            got = scan(**x, **options, chunk_size=C, impl=impl)
-            for n, a, b in zip(("out", "states"), got, want, strict=True):
-                assert_close(f"{n}, {C}", a, b, TOLERANCES[dtype][0])
-
-
 @forms
 def test_steps_below_zero(form, device):
     """Where the limits let a step be negative the memory grows, which no kernel may hide."""

@@ -5,17 +5,7 @@ import torch
 from gdn_checks import boundaries, by_value, same_bits
 from grids import few
 from ops.contract import ssd
-from ops.ssd.ssd_cases import (
-    FORMS,
-    check,
-    cotangents,
-    exact,
-    forms,
-    impls,
-    inputs,
-    run,
-    tolerance,
-)
+from ops.ssd.ssd_cases import FORMS, check, cotangents, exact, forms, impls, inputs, run, tolerance
 from ops.test_contract_packed import each_by_itself
 
 from linattn_edu import mamba_chunk_scan_combined
@@ -23,10 +13,8 @@ from linattn_edu.testing import assert_close
 
 pytestmark = pytest.mark.usefixtures("poison")
 
-GPU = torch.cuda.is_available()
 # one form of the reference, whose chunks are any, and the three of the kernels
 RUNS = (("float32", "reference"), *((form, "triton") for form in FORMS))
-runs = pytest.mark.parametrize(("form", "impl"), RUNS)
 
 
 def packed(form, lengths, device, given="all", **kinds):

@@ -11,7 +11,6 @@ from linattn_edu import selective_state_update
 from linattn_edu.ops.ssd import step
 from linattn_edu.testing import assert_close, poison
 
-CUDA = torch.cuda.is_available()
 IMPLS = ("triton", "reference")
 REFERENCE_ON_CPU = True  # on a GPU the bits of its products depend on the batch
 HALF = 5e-3
@@ -216,19 +215,6 @@ def test_float64_runs_in_the_reference(device):
     assert not ran
 
 
-@pytest.mark.parametrize("impl", IMPLS)
-def test_many_tokens(impl, device):
-    """Token after token in one state: as the recurrence, and nothing drifts."""
-    state, _ = case(device=device)
-    last = state.clone()
-    for t in range(30):
-        _, x = case(device=device, seed=t)
-        want, last = oracle(last, **x)
-        out = update(state, x, impl)
-        assert_close("out", out, want, 2e-6)
-    assert_close("state", state, last, 2e-6)
-
-
 # -- nothing is expanded, nothing copied
 
 
@@ -346,7 +332,7 @@ def test_slots_that_are_not_there_on_a_gpu():
 @pytest.mark.parametrize("backend", few("inductor", more=("aot_eager",)))
 @pytest.mark.parametrize(
     ("pool", "impl"),
-    [(False, "triton"), (True, "reference"), *few(more=((False, "reference"), (True, "triton")))],
+    few((True, "triton"), more=[(pool, i) for i in IMPLS for pool in (False, True)][:3]),
 )
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")
 def test_fullgraph(pool, backend, impl, device):
@@ -423,10 +409,7 @@ def test_nothing_waits_for_the_gpu():
 # -- refusals
 
 
-def new(*shape, **kwargs):
-    return torch.zeros(*shape, **kwargs)
-
-
+new = torch.zeros
 H, P, N, G = 4, 20, 24, 2
 I64 = {"dtype": torch.int64}
 # beside what test_contract_in_place has of all steps
@@ -435,55 +418,48 @@ REFUSED = {
     "integers": ({"x": new(3, H, P, **I64)}, TypeError, "x must be float64, float32, float16 or"),
     "complex": ({"A": new(H, P, N).cfloat()}, TypeError, "A must be float64, .* got torch.c"),
     "x is missing": ({"x": None}, TypeError, "x must be a torch.Tensor"),
-    "rank": ({"dt": new(3, H)}, ValueError, r"dt must have 3 dimensions \[B, H, P\], got 2: \("),
-    "state": ({"state": new(3, H, P)}, ValueError, r"x must have shape \[B=3, H=1, P=4\]"),
-    "batch": ({"x": new(2, H, P)}, ValueError, r"x must have shape \[B=3, H=4, P=20\], got \(2, 4"),
-    "heads": ({"dt": new(3, 5, P)}, ValueError, r"dt must have shape \[B=3, H=4, P=20\]"),
-    "rows": ({"z": new(3, H, 21)}, ValueError, r"z must have shape \[B=3, H=4, P=20\]"),
-    "columns": ({"C": new(3, G, 23)}, ValueError, r"C must have shape \[B=3, G=2, N=24\]"),
-    "rate": ({"A": new(H)}, ValueError, r"A must have 3 dimensions \[H, P, N\], got 1"),
-    "weight": ({"D": new(H)}, ValueError, r"D must have 2 dimensions \[H, P\], got 1"),
-    "bias": ({"dt_bias": new(P, H)}, ValueError, r"dt_bias must have shape \[H=4, P=20\]"),
+    "rank": ({"dt": new(3, H)}, r"dt must have 3 dimensions \[B, H, P\], got 2: \("),
+    "state": ({"state": new(3, H, P)}, r"x must have shape \[B=3, H=1, P=4\]"),
+    "batch": ({"x": new(2, H, P)}, r"x must have shape \[B=3, H=4, P=20\], got \(2, 4"),
+    "heads": ({"dt": new(3, 5, P)}, r"dt must have shape \[B=3, H=4, P=20\]"),
+    "rows": ({"z": new(3, H, 21)}, r"z must have shape \[B=3, H=4, P=20\]"),
+    "columns": ({"C": new(3, G, 23)}, r"C must have shape \[B=3, G=2, N=24\]"),
+    "rate": ({"A": new(H)}, r"A must have 3 dimensions \[H, P, N\], got 1"),
+    "weight": ({"D": new(H)}, r"D must have 2 dimensions \[H, P\], got 1"),
+    "bias": ({"dt_bias": new(P, H)}, r"dt_bias must have shape \[H=4, P=20\]"),
     "groups": (
         {"B": new(3, 3, N), "C": new(3, 3, N)},
-        ValueError,
-        "B must have a number of groups G that divides H=4, got G=3",
+        "B must have a number of groups G that divides H=4, got G=3"
     ),
-    "unlike groups": ({"C": new(3, 4, N)}, ValueError, r"C must have shape \[B=3, G=2, N=24\]"),
+    "unlike groups": ({"C": new(3, 4, N)}, r"C must have shape \[B=3, G=2, N=24\]"),
     "no sequence": (
         {n: new(0, *s) for n, s in {"state": (H, P, N), "x": (H, P), "dt": (H, P), "B": (G, N),
                                     "C": (G, N), "z": (H, P)}.items()},
-        ValueError,
-        "x must have B >= 1, got B=0",
+        "x must have B >= 1, got B=0"
     ),
     "wide": (
         {"state": new(3, H, P, 257), "A": new(H, P, 257), "B": new(3, G, 257),
          "C": new(3, G, 257)},
-        ValueError,
-        "state must have N <= 256, got N=257",
+        "state must have N <= 256, got N=257"
     ),
-    "device": ({"D": new(H, P, device="meta")}, ValueError, "D must be on cpu like state, got"),
+    "device": ({"D": new(H, P, device="meta")}, "D must be on cpu like state, got"),
     "gaps": (
         {"state": new(3, H, N, P).mT},
-        ValueError,
-        r"state must be contiguous in every sequence or slot, .* got strides \(1920, 480, 1, 20\)",
+        r"state must be contiguous in every sequence or slot, .* got strides \(1920, 480, 1, 20\)"
     ),
     "one state for all": (
         {"state": new(1, H, P, N).expand(3, H, P, N)},
-        ValueError,
-        "they must not overlap, got strides",
+        "they must not overlap, got strides"
     ),
     "flag": ({"dt_softplus": "yes"}, TypeError, "dt_softplus must be True or False, got 'yes'"),
-    "impl": ({"impl": "cuda"}, ValueError, "impl must be one of"),
+    "impl": ({"impl": "cuda"}, "impl must be one of"),
     "float64": (
         {"x": new(3, H, P).double(), "impl": "triton"},
-        ValueError,
-        "impl='triton' cannot run here",
+        "impl='triton' cannot run here"
     ),
     "no slots": (
         {"state": new(0, H, P, N), "state_batch_indices": new(3, **I64)},
-        ValueError,
-        "state must have slots >= 1, got slots=0",
+        "state must have slots >= 1, got slots=0"
     ),
     "unknown": ({"out": new(3, H, P)}, TypeError, "unexpected keyword argument 'out'"),
 }  # fmt: skip
