@@ -26,7 +26,6 @@ from linattn_edu.reference.delta.state import state as state_reference
 from linattn_edu.reference.delta.state_bwd import state_bwd as state_bwd_reference
 from linattn_edu.reference.fused.ssd_fwd import FORGOTTEN
 from linattn_edu.reference.fused.ssd_fwd import ssd_fwd as ssd_fwd_reference
-from linattn_edu.testing import relative_rms
 
 pytestmark = pytest.mark.usefixtures("poison")
 
@@ -70,21 +69,19 @@ test_ends = stages.matches("ssd_ends", "ssd_fused")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("heads", "C", "D"), [((6, 1), 128, "all"), ((8, 2), 64, "channels")])
 def test_gluon(heads, C, D, dtype, piece, device, force):
-    """No farther from float64 than plain Triton; twice, since tiles are copied ahead."""
+    """The bits of plain Triton, which packed sequences have; twice: tiles are copied ahead."""
     if why := without_gluon(device):
         pytest.skip(why)
     r = stages.parts("ssd_fused", 2048, 128, 64, C, heads, D, dtype, device)
     args = r.C, r.B, r.scores, r.x, r.gs, r.gc, r.h0, r.D
-    exact = ssd_fwd_reference(*(t.double() for t in args), **ENDS)
     with forced(ssd_fwd="triton"):
         plain = ssd_fwd(*args, **ENDS)
     force(ssd_fwd="gluon")
     with launches() as ran:
         got, again = (ssd_fwd(*args, **ENDS) for _ in range(2))
     assert ran.count(ssd_fwd_gluon.ssd_fwd_gluon_kernel) == 2
-    for x, twice, y, want in zip(got, again, plain, exact, strict=True):
-        assert torch.equal(x, twice)
-        assert relative_rms(x, want) <= 1.01 * relative_rms(y, want)
+    for x, twice, y in zip(got, again, plain, strict=True):
+        assert torch.equal(x, twice) and torch.equal(x, y)
 
 
 @pytest.mark.parametrize("T", [5, 128, 300, 256])
