@@ -21,7 +21,6 @@ LONG = {
     "11_kda_intra_bwd": 108,
     "12_gate_bwd": 106,
     "13_ssd": 104,
-    "20_ema": 95,
     "22_cp_merge_bwd": 103,
     "23_cp_conv": 97,
     "24_fusion": 102,
