@@ -24,7 +24,6 @@ LONG = {
     "24_fusion": 102,
     "25_few_heads": 108,
     "26_decoding": 104,
-    "27_model_end_to_end": 98,
 }
 
 
