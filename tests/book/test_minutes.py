@@ -13,7 +13,6 @@ SHORT = {"00_ten_minutes": 11}
 LONG = {
     "03_solve": 106,
     "05_state": 101,
-    "06_output": 105,
     "07_kda_intra": 107,
     "08_output_bwd": 106,
     "09_state_bwd": 103,
