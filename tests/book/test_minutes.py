@@ -20,7 +20,6 @@ LONG = {
     "12_gate_bwd": 106,
     "13_ssd": 104,
     "22_cp_merge_bwd": 103,
-    "24_fusion": 102,
     "25_few_heads": 108,
     "26_decoding": 104,
 }
