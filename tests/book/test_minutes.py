@@ -21,7 +21,6 @@ LONG = {
     "13_ssd": 104,
     "22_cp_merge_bwd": 103,
     "25_few_heads": 108,
-    "26_decoding": 104,
 }
 
 
