@@ -11,7 +11,6 @@ SHORT = {"00_ten_minutes": 11}
 # wholes above the limit since formulas in sentences, printed lines, tables and quizzes count: they
 # may only shrink
 LONG = {
-    "03_solve": 106,
     "05_state": 101,
     "07_kda_intra": 107,
     "08_output_bwd": 106,
