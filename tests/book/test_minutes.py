@@ -13,7 +13,6 @@ SHORT = {"00_ten_minutes": 11}
 LONG = {
     "05_state": 101,
     "07_kda_intra": 107,
-    "08_output_bwd": 106,
     "09_state_bwd": 103,
     "11_kda_intra_bwd": 108,
     "12_gate_bwd": 106,
