@@ -16,7 +16,6 @@ LONG = {
     "09_state_bwd": 103,
     "11_kda_intra_bwd": 108,
     "12_gate_bwd": 106,
-    "13_ssd": 104,
     "22_cp_merge_bwd": 103,
     "25_few_heads": 108,
 }
