@@ -12,7 +12,6 @@ SHORT = {"00_ten_minutes": 11}
 # may only shrink
 LONG = {
     "09_state_bwd": 103,
-    "11_kda_intra_bwd": 108,
     "12_gate_bwd": 106,
     "22_cp_merge_bwd": 103,
     "25_few_heads": 108,
