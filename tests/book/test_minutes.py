@@ -14,7 +14,6 @@ LONG = {
     "09_state_bwd": 103,
     "12_gate_bwd": 106,
     "22_cp_merge_bwd": 103,
-    "25_few_heads": 108,
 }
 
 
