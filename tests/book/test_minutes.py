@@ -13,7 +13,6 @@ SHORT = {"00_ten_minutes": 11}
 LONG = {
     "09_state_bwd": 103,
     "12_gate_bwd": 106,
-    "22_cp_merge_bwd": 103,
 }
 
 
