@@ -11,7 +11,6 @@ SHORT = {"00_ten_minutes": 11}
 # wholes above the limit since formulas in sentences, printed lines, tables and quizzes count: they
 # may only shrink
 LONG = {
-    "12_gate_bwd": 106,
 }
 
 
