@@ -138,9 +138,9 @@ def kda_arguments(device, packed=False, dtype=torch.float32, gate=(), state=True
     return tuple(None if n in unused else x[n] for n in names), packing
 
 
-ALL_KEPT = " ".join(n for n in kda.Residuals._fields if n != "crossing")
+ALL_KEPT, ROWS_KEPT = "P A gc w kg qg h v_new", "P A gc kg qg kd"
 # what there is, the gate's lower bound and the one that is promised, what is saved and kept: with
-# P and A alone by the fused stages
+# P and A alone, or the gated rows too, by the fused stages
 KDA = (
     ({}, None, -5.0, "P A", "h"),
     ({"packed": True, "gate": ("A_log", "dt_bias")}, -5.0, -5.0, ALL_KEPT, ""),
@@ -148,6 +148,7 @@ KDA = (
     ({"gate": ("A_log",), "state": False, "dtype": torch.bfloat16}, None, None, "P A", ""),
     ({"packed": True, "dtype": torch.bfloat16}, None, -5.0, "P A", ""),
     ({"gate": ("dt_bias",), "dtype": torch.bfloat16}, -5.0, None, ALL_KEPT, ""),
+    ({"gate": ("A_log",), "dtype": torch.bfloat16}, None, None, ROWS_KEPT, ""),
 )
 
 
@@ -161,7 +162,7 @@ def test_chunk_kda(impl, options, gates, device):
     given, bound, safe, save, keep = options
     tensors, packing = kda_arguments(device, **given)
     wants_state = tensors[-1] is not None
-    chunk, fused = kda.chunk, 2 * ((save, keep) == ("P A", ""))
+    chunk, fused = kda.chunk, 2 * ((save, keep) in (("P A", ""), (ROWS_KEPT, "")))
     if gates:
         q, k, v, g, beta, *rest = tensors
         given = gdn_checks.gated({"q": q.expand(-1, -1, HV, -1), "v": v, "beta": beta})
