@@ -378,12 +378,15 @@ def test_kernels_are_for_tritons_with_which_they_were_run(monkeypatch):
         assert by_kind.ssd_bwd_dx(states, False, False).takes == taken
 
 
-def test_the_scan_of_mamba_in_gluon_takes_pairs_of_heads_and_no_gate():
+def test_the_scan_of_mamba_in_gluon_takes_whole_tiles_and_pairs_of_heads():
     states = GOOD._replace(H=1, K=128, V=64, C=64)
     assert by_kind.ssd_fwd(states, False, False).takes == "gluon"
     for documents, gate in ((True, False), (False, True)):
         assert by_kind.ssd_fwd(states, documents, gate).takes == "triton"
-    for other in ({"HV": 17}, {"T": 4100}, {"packed": True}, {"K": 64}, {"aligned": False}):
+    for other in (
+        {"HV": 17}, {"T": 4100}, {"packed": True}, {"K": 64}, {"aligned": False}, {"C": 16},
+        {"C": 32}, *NOT_GLUON,
+    ):  # fmt: skip
         assert by_kind.ssd_fwd(states._replace(**other), False, False).takes == "triton", other
 
 

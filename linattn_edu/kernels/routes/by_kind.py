@@ -150,6 +150,7 @@ SSD_TILES = (
      lambda k: (k.K, k.V) == (limits.SSD_STATES, limits.SSD_HEAD)),
     ENOUGH, ALIGNED,
 )  # fmt: skip
+TILES_OF_64 = ("chunks of {C}: not whole tiles of 64", lambda k: k.C % limits.CHUNK == 0)
 CHUNKS_OF_128 = ("chunks of {C}: 128 are wanted", lambda k: k.C == limits.SSD_CHUNK)
 IN_PAIRS = ("H={HV}, G={H}: an odd number of heads a group", lambda k: k.HV // k.H % 2 == 0)
 
@@ -171,7 +172,7 @@ def ssd_fwd(kind: Kind, documents: bool, gate: bool) -> Choice:
     """The scan of Mamba-2's forward pass, in Gluon or not.  documents: whether there are any in a
     sequence; gate: whether z is given.
     """
-    return _of_ssd(kind, (IN_PAIRS,), documents, "a gate z" if gate else "")
+    return _of_ssd(kind, (TILES_OF_64, IN_PAIRS), documents, "a gate z" if gate else "")
 
 
 @decision
