@@ -88,8 +88,10 @@ def test_kernels(operator, layout, device):
     check(operator, [0, 10, 80], world, layout=layout, **options)
 
 
-def test_fused_kernels_of_mamba_2(device):
-    check("ssd", [0, 10, 80], 3, impl="triton", dtype=torch.bfloat16, device=device)
+@pytest.mark.parametrize("operator", ["ssd", "kda_flags"])
+def test_fused_kernels(operator, device):
+    """Those of Mamba-2; of Kimi Delta Attention with the gated rows kept between the passes."""
+    check(operator, [0, 10, 80], 3, impl="triton", dtype=torch.bfloat16, device=device)
 
 
 DOCUMENTS = [0, 100, 700, 700, 800]
