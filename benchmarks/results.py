@@ -133,7 +133,7 @@ def _key(row: dict) -> tuple:
 
 def _order(row: dict) -> tuple:
     cases = [*CASES, SCALING]
-    stages = STAGES[CASES[row["case"]].operator] if row["case"] in CASES else ()
+    stages = STAGES.get(CASES[row["case"]].operator, ()) if row["case"] in CASES else ()
     whats = [*ALL_CALLS, *(f"stage:{name}" for name in stages), *SCALING_FORMS]
 
     def place(names, name):

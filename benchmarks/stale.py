@@ -9,6 +9,8 @@ from linattn_edu import sources
 COMMANDS = {
     **{op: f"python -m benchmarks {op}{more} --all" for op, more in
        (("gdn", ""), ("kda", ""), ("ssd", " ema"))},
+    **{op: f"python -m benchmarks {op}{more} --calls" for op, more in
+       (("gdn2", ""), ("dplr", " rwkv7"))},
     **{name: f"python -m benchmarks.{name}" for name in
        ("rungs", "fusion", "pieces", "decoding", "blocks", "host", "steps", "replay")},
     "losses": "python -m benchmarks.losses --out FILE",

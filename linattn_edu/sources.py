@@ -263,7 +263,7 @@ class Tree:
         Raises:
             LookupError: there is no such thing.
         """
-        if found := re.fullmatch(r"(\d\d_\w+)\.(\w+)", entry):
+        if found := re.fullmatch(r"(\d\d[a-z]?_\w+)\.(\w+)", entry):
             start = self._of_chapter(found[1]).defined.get(found[2], [])
         elif found := re.fullmatch(r"puzzle (\d\d)", entry):
             files = sorted((self.root / "puzzles").rglob(f"{found[1]}_*.py"))
@@ -286,10 +286,13 @@ class Tree:
         return start
 
     def _of_chapter(self, chapter: str) -> Module:
+        """Its functions and imports: of the cells no more goes into a rung, see ladders.source."""
         path = self.root / "chapters" / f"{chapter}.md"
         if not path.is_file():
             raise LookupError(f"there is no chapter {chapter!r}")
-        return Module(chapter, self, [n for code in cells(path) for n in ast.parse(code).body])
+        body = (n for code in cells(path) for n in ast.parse(code).body)
+        taken = ast.Import | ast.ImportFrom | ast.FunctionDef
+        return Module(chapter, self, [n for n in body if isinstance(n, taken)])
 
     def counted(self, entry: str) -> set[Definition]:
         """The definitions whose hashes make that of an entry."""

@@ -497,6 +497,8 @@ def test_merge_keeps_what_was_not_measured_again():
         assert both == results.merge(some(rows[:1]), some(rows[1:]))["rows"]
         assert both == [{**timed, "first_call_s": 7.0}]
         assert list(both[0])[-1] == "first_call_s"
+    every = [some_row(case) for case in CASES]
+    assert [r["case"] for r in results.merge(None, some(every[::-1]))["rows"]] == [*CASES]
     lengths = [some_row("gdn_scaling", "linattn_edu", "chunked", T=T) for T in (512, 256)]
     assert [r["T"] for r in results.merge(None, some(lengths))["rows"]] == [256, 512]
 
@@ -692,7 +694,7 @@ def test_a_number_that_is_taken_out_is_noticed(path, tmp_path):
     data = results.load(copy)
     calls = [r for r in data["rows"] if r["case"] in CASES and r["what"] in ALL_CALLS]
     calls = [r for r in calls if "refused" not in r]
-    assert len(calls) > 10
+    assert len(calls) > 3
     for row in calls:
         results.save(copy, data | {"rows": [r for r in data["rows"] if r is not row]})
         key, cut = (row["case"], row["what"], row["library"]), results.load(copy)

@@ -83,6 +83,11 @@ def package(tmp_path):
         def digest(self, entry: str = "call") -> str:
             return sources.Tree(tmp_path).digest(entry)
 
+        def chapter(self, name: str, *cells: str) -> None:
+            (tmp_path / "chapters").mkdir(exist_ok=True)
+            text = "\n".join(f"```{{code-cell}} ipython3\n{cell}```\n" for cell in cells)
+            (tmp_path / "chapters" / f"{name}.md").write_text(text)
+
         def remove(self, name: str) -> None:
             (tmp_path / "linattn_edu" / f"{name}.py").unlink()
 
@@ -154,6 +159,19 @@ def test_what_is_not_there_is_an_error(package):
     for entry in ("nothing", "kernels.nothing", "layers.Nothing", "05_state.f", "puzzle 99"):
         with pytest.raises(LookupError, match="no"):
             package.digest(entry)
+
+
+def test_of_a_chapter_only_what_a_rung_runs_counts(package):
+    """Its functions and those they call; no other cell, and no assignment in one."""
+
+    def digest(*cells: str) -> str:
+        package.chapter("12e_one", *cells)
+        return package.digest("12e_one.rung")
+
+    rung = "def rung(x):\n    return helper(x, y)\n"
+    first = digest(rung, "def helper(x, y):\n    return x + y\n")
+    assert digest("y = rung(1)\n", rung, "def helper(x, y):\n    return x + y\n") == first
+    assert digest(rung, "def helper(x, y):\n    return x - y\n") != first
 
 
 # ---- this package
