@@ -20,7 +20,8 @@ import torch
 import triton
 from torch import Tensor
 
-from benchmarks.cases import SAFE_BOUND
+from benchmarks import dplr
+from benchmarks.cases import SAFE_BOUND, Case
 from benchmarks.forms import KDAStageArguments, SSDStageArguments, StageArguments, stage_function
 from benchmarks.mamba import Scan
 from benchmarks.measure import gradient
@@ -173,6 +174,13 @@ class Size:
         i = ssd_inputs(B, T, H, G, P, N, **self._options())
         step = torch.nn.functional.softplus(i.dt.float() + i.dt_bias)
         return SSDStageArguments(Scan(i.x, step, i.A, i.B, i.C, i.D), self.C)
+
+    def dplr(self, B: int, T: int, H: int) -> tuple[Tensor, ...]:
+        """q, k, a, b and gk of the general delta rule, as a layer of RWKV-7 has them."""
+        B, T, H, K = self._heads(B, T, H)
+        self.shape = {"B": B, "T": T, "H": H, "K": K, "C": self.C}
+        x = dplr.inputs(Case("", "dplr", B, T, H, H, K, K), **self._options())
+        return x.q, x.k, x.a, x.b, x.gk
 
     def randn(self, *shape: int) -> Tensor:
         generator = torch.Generator(device=self.device).manual_seed(3)
@@ -569,6 +577,34 @@ def _gate_bwd(z: Size, d: ModuleType) -> dict[str, Rung]:
         "gate_bwd without a raw gate": Rung(plain),
         "gate_bwd": Rung(layer),
     }
+
+
+@ladder(
+    "12e_dplr",
+    "1 scores_by_token, 2 scores_one_later, 3 scores_of_rows, 4 dplr_intra",
+    "scores_by_token scores_one_later scores_of_rows",
+)
+def _dplr_intra(z: Size, d: ModuleType) -> dict[str, Rung]:
+    q, k, a, b, gk = as_one(*z.dplr(128, 4096, 1))
+    (_, T, _, K), C = q.shape, z.C
+    given = q, k, a, b, stage_function("gate_cumsum", "triton")(gk, chunk_size=C)
+    stage = stage_function_of("dplr", "dplr_intra", "intra")
+    scores = [q.new_zeros(1, T, 1, C) for _ in range(4)]  # what is not written is 0
+    sizes = sizes_of(K=K, BT=C, BK=block(K))
+
+    def shipped():
+        _, ak, qb, qk, *_ = stage(*given, chunk_size=C)
+        return qk, qb, ak
+
+    rungs = {
+        "scores_by_token": (d.scores_by_token, (T,), ()),
+        "scores_one_later": (d.scores_one_later, (T,), (T,)),
+        "scores_of_rows": (d.scores_of_rows, (T // 16,), (T,)),
+    }
+    return {
+        name: launched(kernel, grid, (*given, *scores, *more), sizes, scores[:3], shipped)
+        for name, (kernel, grid, more) in rungs.items()
+    } | {"dplr_intra": Rung(shipped)}
 
 
 @ladder(

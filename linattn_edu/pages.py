@@ -299,8 +299,9 @@ def page_parts(figures: Path) -> dict[str, str]:
         "choose_gpu.html": steps_html(*roofline.figure(*results)) + "\n" if results else "",
         "gpus.md": roofline.table(),
         "performance.md": performance_page(figures=figures),
-        "performance_kda.md": performance_page("kda", figures, under=1),
-        "performance_ssd.md": performance_page("ssd", figures, under=1),
+    } | {
+        f"performance_{name}.md": performance_page(name, figures, under=1)
+        for name in ("kda", "gdn2", "dplr", "ssd")
     }
 
 

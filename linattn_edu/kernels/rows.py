@@ -113,18 +113,21 @@ def entry(table: dict, x: torch.Tensor):
 UNPIPELINED = row(2, 1, BV=16)
 
 
-def scan_table(ampere: dict[int, list[Config]], hopper: dict[int, list[Config]]) -> dict:
+def scan_table(
+    ampere: dict[int, list[Config]], hopper: dict[int, list[Config]], ahead: int = 1
+) -> dict:
     """The rows of a kernel that carries S [K, BV] through a sequence, for `by_load.scan_launch`.
 
     generation -> bytes of an element -> BK -> rows, widest BV first. ampere, hopper: those of 16
-    bit. The others are as wide as the registers allow, whatever else the kernel does.
+    bit. The others are as wide as the registers allow, whatever else the kernel does. ahead: the
+    stages of Hopper's 64 keys in 32 bit.
     """
-    narrow = [row(4, 1, BV=16)]
+    narrow, wide = [row(4, 1, BV=16)], lambda stages: [row(4, stages, BV=32), *narrow]
     turing = {128: narrow, 256: [row(8, 1, BV=16)]}
     return {
         "turing": {2: turing | {128: [row(8, 1, BV=16)]}, 4: turing},
         "ampere": {2: ampere, 4: {128: narrow, 256: narrow}},
-        "hopper": {2: hopper, 4: {128: [row(4, 1, BV=32), *narrow], 256: narrow}},
+        "hopper": {2: hopper, 4: {64: wide(ahead), 128: wide(1), 256: narrow}},
     }
 
 

@@ -106,6 +106,7 @@ MAP_CONFIGS = scan_table(
         128: [row(4, 3, BV=64), row(4, 3, BV=32), row(4, 3, BV=16)],
         256: [row(4, 2, BV=32), row(4, 2, BV=16)],
     },
+    ahead=3,
 )
 # with a gate for each channel, as in state_bwd
 MAP_CHANNEL_CONFIGS = scan_table(

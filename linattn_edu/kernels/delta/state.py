@@ -127,18 +127,15 @@ CONFIGS = scan_table(
         128: [row(4, 3, BV=64), row(4, 3, BV=32), row(4, 3, BV=16)],
         256: [row(4, 2, BV=32), row(4, 2, BV=16)],
     },
+    ahead=3,
 )
-
 
 # without w a program's chunks do not wait for each other but for one product: two programs on a
 # multiprocessor hide that, and where heads are few three chunks in flight. Narrower tiles were
 # slower: they read k again
 FREE = scan_table(
     ampere={128: [row(4, 2, BV=32)], 256: [row(4, 1, BV=32)]},
-    hopper={
-        128: [row(4, 3, BV=64)],
-        256: [row(4, 2, BV=32), row(4, 2, BV=16)],
-    },
+    hopper={128: [row(4, 3, BV=64)], 256: [row(4, 2, BV=32), row(4, 2, BV=16)]},
 )
 
 

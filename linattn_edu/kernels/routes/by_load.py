@@ -251,6 +251,7 @@ def scan_launch(table: dict | Config, k: Tensor, heads: int, V: int) -> tuple[tu
     if isinstance(table, Config):
         rows = (table,)
     elif scan_rows(generation, K * size).takes == "table":
-        rows = of_generation(table, generation)[size][max(128, block(K))]
+        by_keys = of_generation(table, generation)[size]
+        rows = by_keys.get(block(K)) or by_keys[max(128, block(K))]
     grid, config = widest_launch(rows, k, heads, V)
     return grid, {"BK": block(K), **config}
