@@ -191,6 +191,7 @@ def build_cp_context(
     group: ProcessGroup | None = None,
     conv1d_kernel_size: int | None = None,
     cu_seqlens_cpu: Tensor | None = None,
+    use_tf32x3_affine_chain: bool = True,
     layout: str = "contiguous",
 ) -> CPContext:
     """Cut packed sequences over the ranks of a group.
@@ -215,6 +216,8 @@ def build_cp_context(
             :attr:`CPContext.pre_num_conv_tokens`.
         cu_seqlens_cpu: The same numbers on the CPU. Without them a cu_seqlens on a GPU is read
             once, and the call waits for the device.
+        use_tf32x3_affine_chain: True, as in fla-core 0.6: what goes from rank to rank is never
+            rounded to tf32.
         layout: "contiguous" or "zigzag".
 
     Returns:
@@ -224,10 +227,12 @@ def build_cp_context(
     Raises:
         TypeError: an argument is not of a type listed above.
         ValueError: boundaries that do not fit; fewer tokens than parts; a group whose
-            torch.distributed is not initialised, or that this process is not in.
+            torch.distributed is not initialised, or that this process is not in;
+            use_tf32x3_affine_chain=False.
 
     Source: chapters 21 and 23; the arguments are those of fla-core.
     """
+    check.absent("use_tf32x3_affine_chain", use_tf32x3_affine_chain, True)
     return _context(cu_seqlens, group, conv1d_kernel_size, cu_seqlens_cpu, layout, None)
 
 
@@ -238,6 +243,7 @@ def get_cp_cu_seqlens(
     rank: int | None = None,
     group: ProcessGroup | None = None,
     conv1d_kernel_size: int | None = None,
+    use_tf32x3_affine_chain: bool = True,
     layout: str = "contiguous",
 ) -> CPContext:
     """:func:`build_cp_context` under fla-core's other name, or what any rank of a world would hold.
@@ -260,6 +266,7 @@ def get_cp_cu_seqlens(
         if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < world_size:
             raise ValueError(f"rank must be an integer from 0 to {world_size - 1}, got {rank!r}")
         place = rank, world_size
+    check.absent("use_tf32x3_affine_chain", use_tf32x3_affine_chain, True)
     return _context(cu_seqlens, group, conv1d_kernel_size, cu_seqlens_cpu, layout, place)
 
 

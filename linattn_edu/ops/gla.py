@@ -79,6 +79,7 @@ def fused_recurrent_simple_gla(
     state_v_first: bool = False,
     cu_seqlens: Tensor | None = None,
     *,
+    transpose_state_layout: bool | None = None,
     impl: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
     """:func:`chunk_simple_gla` one token after the other: decoding, and prefill of short prompts.
@@ -90,6 +91,7 @@ def fused_recurrent_simple_gla(
         q, k, v, g, g_gamma, state_v_first: As in :func:`chunk_simple_gla`.
         scale, initial_state, output_final_state, reverse, cu_seqlens, impl: As in
             :func:`fused_recurrent_dplr_delta_rule`.
+        transpose_state_layout: Deprecated name of state_v_first.
 
     Returns:
         ``(o, final_state)`` as of :func:`fused_recurrent_dplr_delta_rule`.
@@ -100,7 +102,7 @@ def fused_recurrent_simple_gla(
     Source: as :func:`chunk_simple_gla`; chapter 01.
     """
     g = _decay(q, k, v, g, g_gamma)
-    state_v_first = check.flag("state_v_first", state_v_first)
+    state_v_first = arguments.v_first(state_v_first, transpose_state_layout)
     if state_v_first and initial_state is not None:
         check.tensor("initial_state", initial_state, ("N", "H", "V", "K"), {})
     zero = torch.zeros_like(k)

@@ -112,6 +112,7 @@ def test_one_rank_needs_no_group():
         ({"cu_seqlens": torch.tensor([0, 1])}, ValueError, "a token for each of the 2 parts"),
         ({"layout": "zigzag", "cu_seqlens": torch.tensor([0, 3])}, ValueError, "of the 4 parts"),
         ({"layout": "ring"}, ValueError, "layout must be one of 'contiguous', 'zigzag'"),
+        ({"use_tf32x3_affine_chain": False}, ValueError, "leave it out, or give True, got False"),
         ({"group": 2}, TypeError, "group must be a ProcessGroup or None, got int"),
         ({"conv1d_kernel_size": 0}, ValueError, "conv1d_kernel_size must be an integer >= 1"),
         ({"cu_seqlens_cpu": torch.tensor([0, 5, 9])}, ValueError, "must have the shape of"),

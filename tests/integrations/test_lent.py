@@ -298,7 +298,7 @@ def test_what_any_rank_would_hold(layout):
     bounds = torch.tensor([0, 5, 5, 29])
     of_ranks = simulate(3, lambda group: build_cp_context(bounds, group, 4, layout=layout))
     for rank, want in enumerate(of_ranks):
-        got = get_cp_cu_seqlens(bounds, None, 3, rank, None, 4, layout)
+        got = get_cp_cu_seqlens(bounds, None, 3, rank, None, 4, True, layout)
         assert (got.parts, got.documents, got.first) == (want.parts, want.documents, want.first)
         assert torch.equal(got.cu_seqlens, want.cu_seqlens) and got.num_seqs == want.num_seqs
         assert got.pre_num_conv_tokens == want.pre_num_conv_tokens
@@ -308,5 +308,7 @@ def test_what_any_rank_would_hold(layout):
     for world, rank, match in ((3, None, "together"), (3, 3, "from 0 to 2"), (0, 0, "world_size")):
         with pytest.raises(ValueError, match=match):
             get_cp_cu_seqlens(bounds, None, world, rank)
+    with pytest.raises(ValueError, match="use_tf32x3_affine_chain is not supported"):
+        get_cp_cu_seqlens(bounds, None, 3, 0, use_tf32x3_affine_chain=False)
     with pytest.raises(ValueError, match="cu_seqlens_cpu must be cu_seqlens"):
         build_cp_context(bounds, cu_seqlens_cpu=torch.tensor([0, 6, 6, 29]))

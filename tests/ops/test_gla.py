@@ -80,6 +80,18 @@ def test_states_v_first(f, device):
     assert torch.equal(o, want[0]) and torch.equal(S.mT, want[1])
 
 
+def test_the_deprecated_name_of_state_v_first(device):
+    x = drawn(torch.float32, device)
+    x |= {"g": x.pop("gk"), "initial_state": x["initial_state"].mT.contiguous()}
+    want = fused_recurrent_simple_gla(**x, state_v_first=True, **ENDS)
+    with pytest.warns(DeprecationWarning, match="use state_v_first") as caught:
+        got = fused_recurrent_simple_gla(**x, transpose_state_layout=True, **ENDS)
+    assert [w.filename for w in caught] == [__file__]
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    with pytest.raises(ValueError, match="state_v_first and transpose_state_layout are one"):
+        fused_recurrent_simple_gla(**x, state_v_first=True, transpose_state_layout=False)
+
+
 def test_reverse(device):
     x = drawn(torch.float32, device)
     g = x.pop("gk")

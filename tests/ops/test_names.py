@@ -26,6 +26,7 @@ from linattn_edu import (
     naive_recurrent_kda,
     prepare_chunk_indices,
 )
+from linattn_edu.cp.context import get_cp_cu_seqlens
 from linattn_edu.testing import assert_close, gdn_inputs, kda_inputs
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -129,6 +130,10 @@ ORDER = {
     " head_first",
     linattn_edu.fused_recurrent_lightning_attn: f"q k v layer_idx num_layers {RECURRENCE} reverse"
     " cu_seqlens head_first",
+    linattn_edu.build_cp_context: "cu_seqlens group conv1d_kernel_size cu_seqlens_cpu"
+    " use_tf32x3_affine_chain layout",
+    get_cp_cu_seqlens: "cu_seqlens cu_seqlens_cpu world_size rank group conv1d_kernel_size"
+    " use_tf32x3_affine_chain layout",
     linattn_edu.causal_conv1d: "x weight bias residual initial_state output_final_state activation"
     " backend cu_seqlens cu_seqlens_cpu chunk_indices cp_context",
     linattn_edu.causal_conv1d_fn: "x weight bias seq_idx initial_states return_final_states"
