@@ -79,6 +79,7 @@ def opened(
     path = args.out or default_path("cpu" if device.type == "cpu" else measure.gpu_name(), name)
     table, old = Table(path, heading(device), key, device, ran), load(path)
     if old and not differences(old, table.top):
-        table.rows = {table.known(row): row for row in old["rows"]}
+        day = {"date": old["date"]}
+        table.rows = {table.known(row): day | row for row in old["rows"]}
         table.top |= {name: old.get(name) for name, value in table.top.items() if value is None}
     return table

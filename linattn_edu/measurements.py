@@ -45,6 +45,15 @@ def every(name: str) -> dict[str, dict]:
     return {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in files(name)}
 
 
+def last_of_chapter(name: str, chapter: str) -> str | None:
+    """Of the files by this name, the one whose rows of a chapter are the latest, or None."""
+    found = {}
+    for stem, data in every(name).items():
+        days = [r.get("date", data["date"]) for r in data["rows"] if r.get("chapter") == chapter]
+        found |= {stem: sorted(days)[len(days) // 2]} if days else {}
+    return max(found, key=found.get, default=None)
+
+
 def load(name: str) -> dict:
     """What the first of the files holds.
 

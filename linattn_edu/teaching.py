@@ -263,7 +263,7 @@ def measured_stage(stage: str, name: str | None = None) -> None:
 
 
 def measured_ladder(chapter: str, *whys: dict[str, str], name: str = LADDERS) -> None:
-    """Show what each rung of a chapter's kernel ladder takes, on the GPU that was measured last.
+    """Show what each rung of a chapter's kernel ladder takes, on the GPU that it was last timed on.
 
     Args:
         chapter: Its file's name.  whys: Of each rung, in a clause, why it is faster or slower; one
@@ -272,8 +272,7 @@ def measured_ladder(chapter: str, *whys: dict[str, str], name: str = LADDERS) ->
         name: Of the file of results, or without the card.
     """
     named = [rung for why in whys for rung in why]
-    every = measurements.every(name)
-    latest = max(every, key=lambda stem: every[stem]["date"], default=name)
+    latest = measurements.last_of_chapter(name, chapter) or name
     rows_of = lambda data: [
         row for row in data["rows"] if row.get("chapter") == chapter and row["rung"] in named
     ]

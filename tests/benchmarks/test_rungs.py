@@ -14,8 +14,9 @@ from benchmarks.ladders import LADDERS, ROOT, Rung, Size
 from linattn_edu import measurements
 
 CHAPTERS = sorted((ROOT / "chapters").glob("*.md"))
-LATEST = max(measurements.every("rungs").values(), key=lambda data: data["date"])
-MEASURED = LATEST["rows"]
+EVERY = measurements.every("rungs")
+SHOWN = {chapter: measurements.last_of_chapter("rungs", chapter) for chapter in LADDERS}
+MEASURED = [r for c, stem in SHOWN.items() for r in EVERY[stem]["rows"] if r["chapter"] == c]
 
 
 def ladder_of(text: str) -> str:
