@@ -2,6 +2,7 @@
 
     python tools/chapters.py                 chapters whose code, or a listing in them, changed
     python tools/chapters.py 05_state --all  this chapter, changed or not
+    python tools/chapters.py --measured      once more the cells that only show measurements
     python tools/chapters.py --check         say what is out of step, change nothing
     python tools/chapters.py --pin           write the version's cell for Colab into each .md
 
@@ -10,6 +11,7 @@ once and only after all of its cells have run, so a failing cell leaves the old 
 """
 
 import argparse
+import ast
 import copy
 import hashlib
 import os
@@ -237,10 +239,46 @@ def update(md: Path, always: bool) -> str:
     return done
 
 
+def shows_measurements(source: str) -> bool:
+    """Whether a cell is nothing but calls of teaching.measured_..., which read chapters/data/."""
+    try:
+        statements = ast.parse(source).body
+    except SyntaxError:  # a command of the shell
+        return False
+    names = {n.id for s in statements for n in ast.walk(s) if isinstance(n, ast.Name)}
+    called = (ast.unparse(s.value.func) for s in statements if _is_call(s))
+    return names == {"teaching"} and all(map(_is_call, statements)) and all(
+        name.startswith("teaching.measured_") for name in called
+    )  # fmt: skip
+
+
+def _is_call(statement: ast.stmt) -> bool:
+    return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call)
+
+
+def measure_again(md: Path) -> str:
+    """Run the cells of a notebook that only show measurements, and keep all others' outputs."""
+    path = md.with_suffix(".ipynb")
+    nb = nbformat.read(path, as_version=4)
+    cells = [c for c in code(nb) if shows_measurements(c.source)]
+    if not cells:
+        return "shows no measurements"
+    first = nbformat.v4.new_code_cell("from linattn_edu import teaching\n\nteaching.setup();")
+    few = nbformat.v4.new_notebook(cells=[first, *copy.deepcopy(cells)])
+    execute(few, md.stem, md.parent)
+    tidy(few)
+    changed = [c.outputs != new.outputs for c, new in zip(cells, few.cells[1:], strict=True)]
+    for cell, new in zip(cells, few.cells[1:], strict=True):
+        cell.outputs = new.outputs
+    write(nb, path)
+    return f"{sum(changed)} of {len(cells)} tables are new"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="sync and execute the chapters")
     parser.add_argument("names", nargs="*", help="chapters, such as 05_state; all if none")
     parser.add_argument("--all", action="store_true", help="execute even what did not change")
+    parser.add_argument("--measured", action="store_true", help="only what shows measurements")
     parser.add_argument("--check", action="store_true", help="change nothing; fail if out of step")
     parser.add_argument("--pin", action="store_true", help="write each first cell; then as without")
     args = parser.parse_args()
@@ -257,6 +295,9 @@ def main() -> int:
             failed += bool(found)
             continue
         try:
+            if args.measured:
+                print(measure_again(available[name]), flush=True)
+                continue
             if args.pin and pin(available[name]):
                 print("pinned,", end=" ")
             print(update(available[name], args.all), flush=True)
