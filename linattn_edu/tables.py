@@ -73,6 +73,33 @@ def ladder_cells(rows: list[dict], whys: Iterable[dict[str, str]]) -> Cells:
     return ["step", "kernel", *(f"{SHORT[name]} ms (gain)" for name in dtypes), "why"], lines
 
 
+def ladders_cells(every: Iterable[dict]) -> Cells:
+    """Heads and lines of all ladders, of files of several cards: a line a rung, a column a card and
+    dtype; empty where nothing was measured.
+    """
+    every = list(every)
+    columns = [(data, dtype) for data in every for dtype in SHORT]
+    times, places = {}, {}
+    for data in every:
+        for row in data["rows"]:
+            rung = row["chapter"], row["rung"]
+            places.setdefault(rung, (row["chapter"], row["step"], row["order"]))
+            if "ms" in row:
+                times[(data["gpu"], row["dtype"], *rung)] = marked(_three_digits(row["ms"]), row)
+    lines, named = [], set()
+    for chapter, name in sorted(places, key=places.get):
+        first = "" if chapter in named else f"{{doc}}`/chapters/{chapter}`"
+        named.add(chapter)
+        cells = (times.get((data["gpu"], dtype, chapter, name), "") for data, dtype in columns)
+        lines.append([first, name, *cells])
+    shown = [f"{data['gpu'].split()[1]} {SHORT[dtype]}" for data, dtype in columns]
+    used = [i for i in range(len(shown)) if any(line[2 + i] for line in lines)]
+    return (
+        ["chapter", "kernel", *(shown[i] for i in used)],
+        [[*line[:2], *(line[2 + i] for i in used)] for line in lines],
+    )
+
+
 def _ms(row: dict) -> str:
     return marked(f"{row['ms']:.3f}", row)
 
