@@ -43,7 +43,6 @@ def pytest_collection_finish():
     """What is loaded by now stays: the garbage collector need not go through it again and again."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(50_000, 20, 50)
 
 
 def pytest_unconfigure():

@@ -7,6 +7,7 @@ ever, and its path is written down beside the first. What depends on no argument
 what depends on no program once a launch.
 """
 
+import gc
 import inspect
 import re
 from collections import OrderedDict
@@ -52,12 +53,17 @@ class Path:
 
     def __init__(self, arguments):
         self.registers = [None] * (6 + len(arguments))
-        self.steps, self.constants, self.length, self.known = ([], [], []), {}, 0, False
+        self.steps, self.constants, self.length, self.once = ([], [], []), {}, 0, None
+        self.taken = 0  # how often, after the first time
         for i, x in enumerate(arguments):
             x.handle.place = self, 6 + i, LAUNCH
 
     def stop(self):
         self.steps = recording[0] = None
+
+    @property
+    def stopped(self):
+        return self.steps is self.once is None
 
     def place(self, handle):
         """(register, what it depends on), or None of a handle made in a way that is not known."""
@@ -128,7 +134,7 @@ class Path:
             steps.append(plain(kind, function, at, seen, new.get(out)))
         play([plain(*x) for x in self.steps[FIXED]], self.registers)
         self.once, self.each = [plain(*x) for x in self.steps[LAUNCH]], steps
-        self.steps, self.constants, self.known = None, None, True
+        self.steps = self.constants = None
 
 
 def plain(kind, function, inputs, seen, out):
@@ -261,6 +267,7 @@ def reduction(self, apply, inputs):
 
 def replay_programs(instead_of):
     """Put what writes down into the places of the interpreter's methods; returns what launches."""
+    gc.set_threshold(50_000, 20, 50)  # what is written down is much to go through, and no garbage
     for name, method in vars(Builder).copy().items():
         ends = name.startswith("create_") and method.__name__ != "<lambda>"
         if PURE.fullmatch(name) or (ends and name != "create_barrier"):  # of one thread: nothing
@@ -345,7 +352,7 @@ def launches():
         tensors = [x for x in args.values() if type(x) is core.tensor]
         grid = (*self.grid, 1, 1)[:3]
         builder.set_grid_dim(*grid)
-        paths, ready = paths_of(kernel, args), {}
+        (paths, met), ready, last = paths_of(kernel, args), {}, tuple(n - 1 for n in grid)
         numbers = [np.array([n], dtype=np.int32) for n in grid] + [x.handle.data for x in tensors]
         try:
             for idx in np.ndindex(grid):
@@ -353,7 +360,10 @@ def launches():
                 if not any(taken(path, ready, idx, numbers) for path in paths):
                     if not scopes:
                         scopes.append(interpreter._patch_lang(self.fn))
-                    run(self.fn, args, tensors, paths)
+                    if met or idx != last:
+                        run(self.fn, args, tensors, paths)
+                    else:
+                        self.fn(**args)
         except Exception as e:
             if interpreter.triton.knobs.compilation.front_end_debugging:
                 raise
@@ -374,20 +384,23 @@ def launches():
         return {name: given[name] for name in names}
 
     def paths_of(kernel, args):
+        """The paths of such a launch, and whether there was one before."""
         try:
             given = [x.type.name if type(x) is core.tensor else value(x, {}) for x in args.values()]
         except Unknown:
-            return []
+            return [], False
         key = kernel, tuple(given)
+        met = key in kept
         kept.setdefault(key, [])
         kept.move_to_end(key)
         while room[0] < 0 and len(kept) > 1:
             room[0] += sum(path.length for path in kept.popitem(last=False)[1])
-        return kept[key]
+        return kept[key], met
 
     def run(fn, args, tensors, paths):
-        """A program as ever; what it computes becomes one of the paths."""
-        if len(paths) == PATHS or (paths and not paths[-1].known):
+        """A program as ever; what it computes becomes one of the paths, if programs share paths."""
+        alone = len(paths) > 3 + sum(path.taken for path in paths)
+        if alone or len(paths) == PATHS or (paths and paths[-1].stopped):
             fn(**args)
             return
         path = recording[0] = Path(tensors)
@@ -395,8 +408,6 @@ def launches():
             fn(**args)
         finally:
             recording[0] = None
-        if path.steps:
-            path.finish()
         paths.append(path)
         room[0] -= path.length
 
@@ -406,8 +417,10 @@ def launches():
 def taken(path, ready, idx, numbers):
     """Whether a program takes this path; then it has run."""
     if path not in ready:
-        ready[path] = path.registers.copy() if path.known else None
-        if path.known:
+        if path.steps:
+            path.finish()
+        ready[path] = None if path.stopped else path.registers.copy()
+        if not path.stopped:
             ready[path][3 : 3 + len(numbers)] = numbers
             try:
                 play(path.once, ready[path])
@@ -424,4 +437,5 @@ def taken(path, ready, idx, numbers):
         for pointers, before, mask in reversed(_stored):
             c.store(pointers, before, mask)
         return False
+    path.taken += 1
     return True
