@@ -1,5 +1,6 @@
 """One suite for both: compiled kernels where there is a GPU, else Triton's interpreter."""
 
+import gc
 import importlib.util
 import os
 import sys
@@ -36,6 +37,16 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+
+
+def pytest_collection_finish():
+    """What is loaded by now stays: the garbage collector need not go through it again and again."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure():
+    gc.unfreeze()  # or Triton's bindings say at the end what is left
 
 
 def first_cases(items):
@@ -104,3 +115,18 @@ def poison():
     """Uninitialised memory reads as NaN: an output left unwritten fails."""
     with testing.poison():
         yield
+
+
+@pytest.fixture
+def undo(monkeypatch):
+    """undo(): from now on Triton's own interpreter, without what interpreter.py replaced."""
+    from interpreter import REPLACED
+    from triton.runtime import interpreter
+
+    def act():
+        for where, name in REPLACED:
+            monkeypatch.setattr(where, name, getattr(where, name).__wrapped__)
+        builder = interpreter.interpreter_builder
+        monkeypatch.setattr(builder, "options", interpreter.InterpreterOptions())
+
+    return act

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from interpreter_launches import remember_launches
 from interpreter_operators import straight_to_numpy
+from interpreter_replay import replay_programs
 from triton.language import core
 from triton.runtime import interpreter
 
@@ -58,12 +59,15 @@ def quicken():
         builder.options = replace(builder.options, sanitize_overflow=False)
     _remember_what_is_replaced()
     _remember_shapes()
-    remember_launches(instead_of)
     if not triton.__version__.startswith("3.9."):
+        remember_launches(instead_of)
         return  # operators took numbers in another way
     _fewer_calls()
+    launch = None
     if not builder.options.sanitize_overflow:
         straight_to_numpy(instead_of)
+        launch = replay_programs(instead_of)
+    remember_launches(instead_of, launch)
 
 
 def _remember_what_is_replaced():

@@ -55,6 +55,11 @@ def straight_to_numpy(instead_of):
             number = self.binary_op_type_checking_impl(beside, value)[1]
             if number.dtype is not dtype:
                 return None
+            number.handle.place = (
+                None,
+                None,
+                0,
+            )  # as of interpreter_replay.py: it depends on nothing
             constants[key] = number
         return constants[key]
 
@@ -158,9 +163,7 @@ def straight_to_numpy(instead_of):
             plain = mask.type.is_block() and mask.type.shape is type_.shape
             if plain and element in WHOLE and not (other is not None and other.type.is_block()):
                 if other is not None:
-                    number = self.cast(other, element).handle.data
-                    data = np.full(ptr.handle.data.shape, number, number.dtype)
-                    other = handle(data, element)
+                    other = builder.create_splat(type_, self.cast(other, element).handle)
                 read = builder.create_masked_load(ptr.handle, mask.handle, other, None, is_volatile)
                 return tensor(read, type_.with_element_ty(element))
         return load(self, ptr, mask, other, cache_policy, is_volatile)
@@ -190,8 +193,7 @@ def straight_to_numpy(instead_of):
         key = input.type.name, axis
         if self.builder is builder and type(axis) is int and key in expanded:
             type_, shape = expanded[key]
-            x = input.handle
-            return tensor(handle(x.data.reshape(shape), x.dtype.scalar), type_)
+            return tensor(builder.create_reshape(input.handle, shape, False), type_)
         result = expand(self, input, axis)
         if input.type.is_block() and type(input.dtype) is core.dtype:
             expanded[key] = result.type, tuple(result.type.shape)
@@ -223,10 +225,8 @@ def straight_to_numpy(instead_of):
             return None  # a pointer's name does not say all
         type_, shape = to.type, tuple(to.type.shape)
         if x.type.is_block():
-            make = lambda x: np.broadcast_to(x.data, shape)
-        else:
-            make = lambda x: np.full(shape, x.data, dtype=interpreter._get_np_dtype(x.dtype))
-        return lambda x: tensor(handle(make(x.handle), x.handle.dtype.scalar), type_)
+            return lambda x: tensor(builder.create_broadcast(x.handle, shape), type_)
+        return lambda x: tensor(builder.create_splat(type_, x.handle), type_)
 
     binary = interpreter.InterpreterBuilder.binary_op
 

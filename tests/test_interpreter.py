@@ -24,19 +24,6 @@ REPLACED = pytest.importorskip("interpreter").REPLACED
 pytestmark = pytest.mark.skipif(not REPLACED, reason="Triton's own interpreter, or none")
 
 
-@pytest.fixture
-def undo(monkeypatch):
-    """Back to Triton's own."""
-
-    def act():
-        for where, name in REPLACED:
-            monkeypatch.setattr(where, name, getattr(where, name).__wrapped__)
-        builder = interpreter.interpreter_builder
-        monkeypatch.setattr(builder, "options", interpreter.InterpreterOptions())
-
-    return act
-
-
 def kda(x):
     return chunk_kda(**x, impl="triton", output_final_state=True, chunk_size=16)
 
@@ -362,9 +349,9 @@ def test_a_launch_is_run_again_where_anything_that_it_reads_is_another(monkeypat
     of its module, what it calls; else it writes what it wrote.
     """
     ran = []
-    begin = interpreter.GridExecutor._init_args_hst
-    counted = lambda self, *args: ran.append(self) or begin(self, *args)
-    monkeypatch.setattr(interpreter.GridExecutor, "_init_args_hst", counted)
+    begin = interpreter.InterpreterBuilder.set_grid_dim
+    counted = lambda self, *grid: ran.append(self) or begin(self, *grid)
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "set_grid_dim", counted)
     numbers = torch.arange(9.0)
 
     def launch(x=numbers[:8], out=(0.0, 5.0), grid=(1,), n=8, **more):
