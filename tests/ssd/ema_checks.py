@@ -53,8 +53,11 @@ def draw(T, D, given, gate, dtype=torch.float32, device="cpu", B=None, H=3, seed
 def parts(T, D, C, given, gate, dtype, device, **sizes):
     """What the stages read, by the reference stages."""
     x, g, weight, h0 = draw(T, D, given, gate, dtype, device, **sizes)
-    r = SimpleNamespace(x=x, g=g, weight=weight, h0=h0, dy=torch.randn_like(x))
-    r.dht = None if h0 is None else torch.randn_like(h0)
+    r = SimpleNamespace(x=x, g=g, weight=weight, h0=h0)
+    generator = torch.Generator(device).manual_seed(T + D)
+    r.dy, r.dht = (
+        None if y is None else torch.empty_like(y).normal_(generator=generator) for y in (x, h0)
+    )
     r.gc = gate_cumsum(g, chunk_size=C)
     _, r.h, _ = ema(x, g, r.gc, weight, h0, chunk_size=C)
     return r
