@@ -310,7 +310,7 @@ def page_parts(figures: Path) -> dict[str, str]:
         }
         | {
             f"performance_{name}.md": performance_page(name, figures, under=1)
-            for name in ("kda", "gdn2", "ssd")
+            for name in ("kda", "ssd")
         }
         | {"performance_ladders.md": ladders_page()}
     )
