@@ -577,8 +577,8 @@ MUTANTS = [
     Mutant(
         "a row needs more shared memory than there is",
         f"{KERNELS}/delta/output.py",
-        "4: {64: row(4, 1, BK=32, BV=64), 128: row(4, 1, BK=32, BV=64)},\n    },\n}",
-        "4: {64: row(4, 1, BK=32, BV=64), 128: row(4, 4, BK=256, BV=128)},\n    },\n}",
+        "4: {64: row(4, 3, BK=32, BV=64), 128: row(4, 3, BK=32, BV=64)},\n    },\n}",
+        "4: {64: row(4, 3, BK=32, BV=64), 128: row(4, 4, BK=256, BV=128)},\n    },\n}",
         "tests/kernels/test_compile.py::test_rows",
         "bytes of shared memory, there are",
     ),

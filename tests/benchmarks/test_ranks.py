@@ -19,7 +19,9 @@ def test_some_ranks_of_one_start(tmp_path, monkeypatch):
     other = {"case": "gdn_96", "library": "fla", "what": "forward", "layout": "contiguous"}
     other |= {"gate": "trained", "ranks": 2, "tokens": 96, "ms": 1.0}
     again = other | {"library": "linattn_edu", "gate": "none", "ms": -1.0}
-    results.save(out, tables.heading(CPU) | {"fla": "0.0.1", "rows": [other, again]})
+    day = {"date": "2026-01-01"}
+    results.save(out, tables.heading(CPU) | day | {"fla": "0.0.1", "rows": [other, again]})
+    other |= day  # which a row keeps
     more = ["--ranks", "2,3", "--cases", "none,short"]
     assert ranks.main(["--device", "cpu", "--out", str(out), *more]) == 0
     data = json.loads(out.read_text())
