@@ -57,6 +57,11 @@ class RingedLayer:
     entries: dict[int, int]  # of the rings whose tokens may be taken back, on the host
     impl: str
 
+    @property
+    def is_croppable(self) -> bool:
+        """What transformers asks from 5.24 on, which says no for every recurrent state."""
+        return self.record_past
+
     def take(
         self,
         number: int,
@@ -258,7 +263,7 @@ def pays(cache: Any, model: nn.Module) -> bool:
 
 
 PREPARE, VALIDATE = "_prepare_cache_for_generation", "_validate_generation_mode"
-NAMES = ("past_key_values", "cache_params")
+NAMES = ("cache", "past_key_values", "cache_params")  # the first from transformers 5.24 on
 
 
 def _say(ring: Ring, count: int) -> None:
