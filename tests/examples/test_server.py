@@ -3,8 +3,8 @@
 import http.client
 import importlib.util
 import json
-import threading
 import sys
+import threading
 import time
 
 import pytest
