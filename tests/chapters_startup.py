@@ -15,7 +15,7 @@ def start(shell, tests):
             sys.path.append(tests)
             from interpreter import quicken
 
-            quicken()
+            quicken(replay=False)
             sys.path.remove(tests)
 
     shell.events.register("post_run_cell", quicken_the_interpreter)

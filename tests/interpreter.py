@@ -50,8 +50,10 @@ def instead_of(where, name):
     return put
 
 
-def quicken():
-    """Replace functions of the interpreter by ones that remember; the results are the same."""
+def quicken(replay=True):
+    """Replace functions of the interpreter by ones that remember; the results are the same. replay:
+    whether Python runs only the first of a kernel's programs; a chapter may watch them all.
+    """
     if not triton.__version__.startswith(("3.7.", "3.8.", "3.9.")):
         return
     builder = interpreter.interpreter_builder
@@ -66,7 +68,7 @@ def quicken():
     launch = None
     if not builder.options.sanitize_overflow:
         straight_to_numpy(instead_of)
-        launch = replay_programs(instead_of)
+        launch = replay_programs(instead_of) if replay else None
     remember_launches(instead_of, launch)
 
 
