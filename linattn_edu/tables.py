@@ -88,7 +88,8 @@ def ladders_cells(every: Iterable[dict]) -> Cells:
                 times[(data["gpu"], row["dtype"], *rung)] = marked(_three_digits(row["ms"]), row)
     lines, named = [], set()
     for chapter, name in sorted(places, key=places.get):
-        first = "" if chapter in named else f"{{doc}}`/chapters/{chapter}`"
+        number = chapter.split("_")[0].lstrip("0")
+        first = "" if chapter in named else f"{{doc}}`{number} </chapters/{chapter}>`"
         named.add(chapter)
         cells = (times.get((data["gpu"], dtype, chapter, name), "") for data, dtype in columns)
         lines.append([first, name, *cells])
