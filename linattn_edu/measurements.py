@@ -46,7 +46,9 @@ def every(name: str) -> dict[str, dict]:
 
 
 def last_of_chapter(name: str, chapter: str) -> str | None:
-    """Of the files by this name, the one whose rows of a chapter are the latest, or None."""
+    """Of the files by this name, the one whose rows of a chapter are the latest, or None: by the
+    day in the middle, since a few rows may be of another.
+    """
     found = {}
     for stem, data in every(name).items():
         days = [r.get("date", data["date"]) for r in data["rows"] if r.get("chapter") == chapter]

@@ -284,36 +284,32 @@ def page_parts(figures: Path) -> dict[str, str]:
     every = measurements.every(GDN).values()
     # of some cards the calls alone were measured
     results = [x for x in every if any(row["what"].startswith("stage:") for row in x["rows"])]
-    return (
-        {
-            "front.html": moving.front(),
-            "front.svg": moving.svg(paper=True) + "\n",
-            "front.md": front(),
-            "pipeline.svg": pipeline_svg() + "\n",
-            "pipeline_bwd.svg": backward_svg() + "\n",
-            "kda_pipeline.svg": kda_svg() + "\n",
-            "kda_pipeline_bwd.svg": kda_backward_svg() + "\n",
-            "ssd_pipeline.svg": ssd_svg() + "\n",
-            "ssd_pipeline_bwd.svg": ssd_backward_svg() + "\n",
-            "cp_pipeline.svg": cp_svg() + "\n",
-            "cp_pipeline_bwd.svg": cp_backward_svg() + "\n",
-            "composition.txt": inspect.getsource(gdn.forward),
-            "composition_bwd.txt": inspect.getsource(gdn.backward),
-            "kda_composition.txt": inspect.getsource(kda.forward),
-            "kda_composition_bwd.txt": inspect.getsource(kda.backward),
-            "ssd_composition.txt": inspect.getsource(ssd.forward),
-            "ssd_composition_bwd.txt": inspect.getsource(ssd.backward),
-            "whole_pass.html": steps_html(*whole_pass.figure()) + "\n",
-            "choose_gpu.html": steps_html(*roofline.figure(*results)) + "\n" if results else "",
-            "gpus.md": roofline.table(),
-            "performance.md": performance_page(figures=figures),
-        }
-        | {
-            f"performance_{name}.md": performance_page(name, figures, under=1)
-            for name in ("kda", "ssd")
-        }
-        | {"performance_ladders.md": ladders_page()}
-    )
+    return {
+        "front.html": moving.front(),
+        "front.svg": moving.svg(paper=True) + "\n",
+        "front.md": front(),
+        "pipeline.svg": pipeline_svg() + "\n",
+        "pipeline_bwd.svg": backward_svg() + "\n",
+        "kda_pipeline.svg": kda_svg() + "\n",
+        "kda_pipeline_bwd.svg": kda_backward_svg() + "\n",
+        "ssd_pipeline.svg": ssd_svg() + "\n",
+        "ssd_pipeline_bwd.svg": ssd_backward_svg() + "\n",
+        "cp_pipeline.svg": cp_svg() + "\n",
+        "cp_pipeline_bwd.svg": cp_backward_svg() + "\n",
+        "composition.txt": inspect.getsource(gdn.forward),
+        "composition_bwd.txt": inspect.getsource(gdn.backward),
+        "kda_composition.txt": inspect.getsource(kda.forward),
+        "kda_composition_bwd.txt": inspect.getsource(kda.backward),
+        "ssd_composition.txt": inspect.getsource(ssd.forward),
+        "ssd_composition_bwd.txt": inspect.getsource(ssd.backward),
+        "whole_pass.html": steps_html(*whole_pass.figure()) + "\n",
+        "choose_gpu.html": steps_html(*roofline.figure(*results)) + "\n" if results else "",
+        "gpus.md": roofline.table(),
+        "performance.md": performance_page(figures=figures),
+        "performance_kda.md": performance_page("kda", figures, under=1),
+        "performance_ssd.md": performance_page("ssd", figures, under=1),
+        "performance_ladders.md": ladders_page(),
+    }
 
 
 def write(root: Path) -> None:

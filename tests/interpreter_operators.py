@@ -55,11 +55,7 @@ def straight_to_numpy(instead_of):
             number = self.binary_op_type_checking_impl(beside, value)[1]
             if number.dtype is not dtype:
                 return None
-            number.handle.place = (
-                None,
-                None,
-                0,
-            )  # as of interpreter_replay.py: it depends on nothing
+            number.handle.place = None, None, 0  # of interpreter_replay.py: depends on nothing
             constants[key] = number
         return constants[key]
 

@@ -48,6 +48,21 @@ def test_a_chapter_from_first_run_to_failure(chapter):
     assert notebook.read_bytes() == before
 
 
+def test_tables_of_measurements_are_run_alone(chapter):
+    """Their outputs are new; of the other cells nothing changes, and nothing runs."""
+    chapters = tool("chapters")
+    cell = '\n```{code-cell} ipython3\nteaching.measured_ladder("no_such", {"a": "b"})\n```\n'
+    chapter.write_text(CHAPTER.replace("x = 6", "from linattn_edu import teaching\nx = 6") + cell)
+    chapters.update(chapter, always=False)
+    path = chapter.with_suffix(".ipynb")
+    before = path.read_text()
+    path.write_text(before.replace("42", "43").replace("Not measured yet", "Old"))
+    assert chapters.measure_again(chapter) in ("1 of 1 tables are new", "0 of 1 tables are new")
+    assert path.read_text() == before.replace("42", "43")
+    for source in ("data = teaching.measured()", "!ls", "teaching.setup()", ""):
+        assert not chapters.shows_measurements(source)
+
+
 def test_another_release_changes_the_set_up_cell_alone(chapter):
     chapters = tool("chapters")
     setup = chapters.setup_cell()

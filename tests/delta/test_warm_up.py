@@ -78,12 +78,15 @@ def test_what_is_left_out_is_below_the_threshold(back):
 
 @pytest.mark.parametrize("back", [False, True])
 @pytest.mark.parametrize("bounds", [None, [0, 128, 128, 160, 400]])
-@pytest.mark.parametrize(("diagonal", "choice"), [(False, False), (True, True)])
-def test_kernels_match_the_reference(back, bounds, diagonal, choice, force, monkeypatch, device):
+@pytest.mark.parametrize(("diagonal", "processors"), [(False, 1), (True, 132)])
+def test_kernels_match_the_reference(
+    back, bounds, diagonal, processors, force, monkeypatch, device
+):
     T = 208 if bounds is None else bounds[-1]
     force(PROGRAMS=0, PER_PROGRAM=16, MULTIPROCESSORS=1)  # four heads: pieces of 64 tokens
     monkeypatch.setattr(kernels, "REACH", 48)
     monkeypatch.setattr(kernels, "ROWS", 8)
+    force(both_widths=int(processors > 1))
     x, _ = drawn(T, torch.float32, device, length=1.5, beta=1.5, B=2 if bounds is None else 1)
     x.g[..., 0] -= 1  # forgets in no time
     x.g[..., 1] *= 0.01  # not at all
@@ -105,11 +108,11 @@ def test_kernels_match_the_reference(back, bounds, diagonal, choice, force, monk
             i = torch.arange(a, b, device=device)
             beta[:, i, :, (i - a) % C] = x.beta[:, i].transpose(0, 1)
     own |= {"chunk_size": C, "back": back}
-    found, (*wide, warmup) = kernels.warm_up(x.k, beta, gc, 20, choice=choice, **own)
+    found, (*wide, warmup) = kernels.warm_up(x.k, beta, gc, 20, **own)
     want = torch.cat([z.flatten(0, 1) for z in want])
     assert torch.equal(warmup[: len(want)], want)
-    assert len(wide) == choice and all((x < 0).all() for x in wide)
+    assert len(wide) == (processors > 1) and all((x < 0).all() for x in wide)
     if wide:
-        _, (one,) = kernels.warm_up(x.k, beta, gc, 20, **own)
+        _, (one,) = kernels.warm_up(x.k, beta, gc, 20, choice=False, **own)
         assert torch.equal(one, warmup)
     assert len(want) <= found.N and (want < 0).any() and (want > 1).any()

@@ -54,9 +54,7 @@ def test_scans(shape, given, processors, cut, force, device):
         q, k, beta, gc, chunk_size=16, return_inverse=True, gated=True, **own
     )
     force(both_widths=int(processors > 1))
-    _, (*wide, warmup) = warm_up.warm_up(
-        k, beta, gc, 24, chunk_size=16, choice=processors > 1, **own
-    )
+    _, (*wide, warmup) = warm_up.warm_up(k, beta, gc, 24, chunk_size=16, **own)
 
     def run():
         o = gdn_fwd.scan(q, k, v, gc, P, R, h0, scale=0.3, output_final_state=True, **own)

@@ -73,7 +73,7 @@ def output_kernel(
 
 
 # generation -> bytes of an element -> BV -> row: 8 warps share a wide tile, 4 a narrow one. Heads
-# narrower than a tile keep it, for the reason given in wy.
+# narrower than a tile keep it, for the reason given in wy. fp32 on Hopper: loads run ahead.
 CONFIGS = {
     "turing": {
         2: {64: row(4, 1, BK=64, BV=64), 128: row(4, 1, BK=64, BV=64)},

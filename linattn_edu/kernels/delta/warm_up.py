@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from linattn_edu.kernels.pieces import Pieces, by_warm_up
+from linattn_edu.kernels.routes import by_load, kind_of, load_of
 from linattn_edu.kernels.tiles import block, cdiv, columns_of, load_row, load_tile, sequence_of
 from linattn_edu.packing import Packing
 
@@ -155,16 +156,17 @@ def warm_up(
     *,
     chunk_size: int,
     back: bool = False,
-    choice: bool = False,
+    choice: bool = True,
+    always: bool = False,
     packing: Packing | None = None,
 ) -> tuple[Pieces, list[Tensor | None]]:
     """Launch bound_kernel and warm_up_kernel, where heads of V values are enough for such pieces.
 
     beta: [B, T, HV], or R [B, T, HV, C], whose diagonal it is.
-    choice: whether another launch is for heads that do not forget: of narrow tiles, or of kernels.
-    Returns the pieces and, if there are several of a sequence, the tensor of the reference. With
-    choice it is two: if some head does not forget, the first sends all programs home, and else the
-    second, for the other launch.
+    choice: whether the scan has tiles of several widths. always: whether there is another kernel.
+    Returns the pieces and, if there are several of a sequence, the tensor of the reference. Always,
+    or with choice where few whole sequences would leave a GPU half empty, it is two: if some head
+    does not forget, the first sends all programs home, and else the second, for the other launch.
     """
     H, K = k.shape[2:]
     HV = gc.shape[2]
@@ -178,6 +180,8 @@ def warm_up(
         BT=chunk_size, BK=min(128, block(K)), NR=NR, DIAGONAL=beta.ndim == 4, BACK=back,
         num_warps=4, num_stages=1,
     )  # fmt: skip
+    load = load_of(kind_of(k, HV, V, chunk_size, packing), k, packing)
+    choice = always or (choice and by_load.both_widths(load).takes == 1)
     warmup = gc.new_empty(1 + choice, pieces.N, HV, dtype=torch.int32)
     warm_up_kernel[(1 if choice else cdiv(rows, ROWS),)](
         bound, warmup, pieces.cu_seqlens, pieces.sequence, pieces.T, pieces.N // pieces.batch, rows,

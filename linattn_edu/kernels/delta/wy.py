@@ -104,7 +104,7 @@ def wy_kernel(
 CONFIGS = {
     "turing": {2: row(4, 1, BK=64, BV=64), 4: row(4, 1, BK=32, BV=32)},
     "ampere": {2: row(4, 1, BK=64, BV=64), 4: row(4, 1, BK=32, BV=32)},
-    "hopper": {2: row(4, 3, BK=64, BV=64), 4: row(4, 1, BK=32, BV=32)},
+    "hopper": {2: row(4, 3, BK=64, BV=64), 4: row(4, 1, BK=32, BV=32)},  # fp32: three fit
 }
 # with a gate for each channel, where it differs: every tile of the gate is read once
 CHANNEL_CONFIGS = {"hopper": {2: row(4, 2, BK=128, BV=128)}}

@@ -268,17 +268,14 @@ def entering(
 ) -> tuple[Pieces, list[Tensor | None], Tensor | None]:
     """The pieces of a scan, with how many chunks before each it begins, and the states that enter.
 
-    decays, back: k, beta, gc, V and an option of warm_up, where pieces are entered by a warm-up.
-    choice: whether the scan has tiles of several widths. merge, make, given, state, options: of
-    Pieces.entering, where they are by maps. A state that is on its way is waited for when all else
-    is done.
+    decays, choice, back: k, beta, gc, V and options of warm_up, where pieces are entered by a
+    warm-up. merge, make, given, state, options: of Pieces.entering, where they are by maps. A state
+    that is on its way is waited for when all else is done.
     """
     k, _, gc, V = decays
     pieces = by_maps(k, gc.shape[2], V, chunk_size, packing)
     if pieces.several:
         return pieces, [None], pieces.entering(merge, make, given, state, **options)
-    load = load_of(kind_of(k, gc.shape[2], V, chunk_size, packing), k, packing)
-    choice = choice and by_load.both_widths(load).takes == 1
     pieces, warmup = warm_up(
         *decays, chunk_size=chunk_size, back=back, choice=choice, packing=packing
     )
@@ -373,7 +370,7 @@ def chunk_fwd(
         # R, by which scan is warmed up, has beta in k's dtype
         written = beta.to(k.dtype) if by_kind.pieces_by_warm_up(load.kind).takes else beta
         pieces, (warmup, *other) = warm_up(
-            k, written, gc, V, chunk_size=chunk_size, choice=True, packing=packing
+            k, written, gc, V, chunk_size=chunk_size, always=True, packing=packing
         )
         o, h0 = torch.empty_like(v), pieces.placed(initial_state)
         last = gc.new_empty(pieces.N, HV, K, V) if output_final_state else None

@@ -90,7 +90,7 @@ def chunk_scan_chunk_state_bwd_dx_kernel(
 CONFIGS = {
     "turing": {2: row(4, 1, BN=32, BP=32), 4: row(4, 1, BN=32, BP=32)},
     "ampere": {2: row(4, 1, BN=64, BP=64), 4: row(4, 1, BN=32, BP=32)},
-    "hopper": {2: row(4, 1, BN=64, BP=64), 4: row(4, 2, BN=32, BP=64)},
+    "hopper": {2: row(4, 1, BN=64, BP=64), 4: row(4, 2, BN=32, BP=64)},  # fp32: loads ahead
 }
 
 
