@@ -11,7 +11,7 @@ import os
 import re
 import sys
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -79,31 +79,6 @@ def _offsets(B: int, T: int, device: torch.device) -> Tensor:
     return torch.arange(0, (B + 1) * T, T, dtype=torch.int32, device=device)
 
 
-def linattn_edu_decode() -> Adapter:
-    from linattn_edu import fused_recurrent_gated_delta_rule
-
-    return lambda i: fused_recurrent_gated_delta_rule(
-        i.q, i.k, i.v, g=i.g, beta=i.beta, initial_state=i.initial_state, output_final_state=True
-    )
-
-
-def linattn_edu_decode_inplace() -> Adapter:
-    from linattn_edu import fused_recurrent_gated_delta_rule
-
-    return lambda i: fused_recurrent_gated_delta_rule(
-        i.q, i.k, i.v, g=i.g, beta=i.beta, initial_state=i.initial_state, output_final_state=True,
-        inplace_final_state=True,
-    )  # fmt: skip
-
-
-def fla_decode() -> Adapter:
-    from fla.ops.gated_delta_rule import fused_recurrent_gated_delta_rule
-
-    return lambda i: fused_recurrent_gated_delta_rule(
-        i.q, i.k, i.v, g=i.g, beta=i.beta, initial_state=i.initial_state, output_final_state=True
-    )
-
-
 def linattn_edu_kda() -> Adapter:
     from linattn_edu import chunk_kda
 
@@ -162,29 +137,20 @@ def fla_gdn2() -> Adapter:
     return lambda i: chunk_gdn2(i.q, i.k, i.v, i.g, i.beta, i.write)[0]
 
 
-def linattn_edu_kda_decode() -> Adapter:
-    from linattn_edu import fused_recurrent_kda
+def decodes(module: str, name: str, **options) -> Callable[[], Adapter]:
+    """The maker of what a function of a token by token recurrence gives for one token."""
 
-    return lambda i: fused_recurrent_kda(
-        i.q, i.k, i.v, i.g, i.beta, initial_state=i.initial_state, output_final_state=True
-    )
+    def maker() -> Adapter:
+        f = getattr(import_module(module), name)
 
+        def call(i: GDNInputs) -> tuple[Tensor, Tensor]:
+            gates = {"b": i.beta, "w": i.write} if hasattr(i, "write") else {"beta": i.beta}
+            return f(i.q, i.k, i.v, g=i.g, **gates, initial_state=i.initial_state,
+                     output_final_state=True, **options)  # fmt: skip
 
-def linattn_edu_kda_decode_inplace() -> Adapter:
-    from linattn_edu import fused_recurrent_kda
+        return call
 
-    return lambda i: fused_recurrent_kda(
-        i.q, i.k, i.v, i.g, i.beta, initial_state=i.initial_state, output_final_state=True,
-        inplace_final_state=True,
-    )  # fmt: skip
-
-
-def fla_kda_decode() -> Adapter:
-    from fla.ops.kda import fused_recurrent_kda
-
-    return lambda i: fused_recurrent_kda(
-        i.q, i.k, i.v, i.g, i.beta, initial_state=i.initial_state, output_final_state=True
-    )
+    return maker
 
 
 def linattn_edu_dplr() -> Adapter:
@@ -310,6 +276,15 @@ def _mamba_ssm_folder() -> Path | None:
     return Path(spec.submodule_search_locations[0]) if spec is not None else None
 
 
+def _decoded(name: str, of_fla: str) -> dict[str, dict]:
+    """Of ADAPTERS: a token, the state returned or, by ours, written where it was."""
+    ours = partial(decodes, "linattn_edu", name)
+    return {
+        "decode": {"linattn_edu": ours(), "fla": decodes(of_fla, name)},
+        "decode_inplace": {"linattn_edu": ours(inplace_final_state=True)},
+    }
+
+
 SSD_CHUNK = 256  # as Mamba-2's layers call it; ours takes shorter ones
 
 _GDN = {"linattn_edu": linattn_edu, "fla": fla, "flash_qla": flash_qla, "attn_gym": attn_gym}
@@ -330,16 +305,11 @@ _EMA = {"linattn_edu": linattn_edu_ema, "mamba_ssm": mamba_ssm_ema}
 # op of a case -> call -> library -> maker of its adapter
 LIBRARIES: dict[str, dict[str, dict[str, Callable[[], Adapter]]]] = {
     "gdn": {"forward": {**_GDN, "flashinfer": flashinfer}, TRAINING: dict(_GDN)},
-    "gdn_decode": {
-        "decode": {"linattn_edu": linattn_edu_decode, "fla": fla_decode},
-        "decode_inplace": {"linattn_edu": linattn_edu_decode_inplace},
-    },
+    "gdn_decode": _decoded("fused_recurrent_gated_delta_rule", "fla.ops.gated_delta_rule"),
     "kda": {"forward": dict(_KDA), TRAINING: dict(_KDA)},
     "gdn2": {"forward": dict(_GDN2), TRAINING: dict(_GDN2)},
-    "kda_decode": {
-        "decode": {"linattn_edu": linattn_edu_kda_decode, "fla": fla_kda_decode},
-        "decode_inplace": {"linattn_edu": linattn_edu_kda_decode_inplace},
-    },
+    "kda_decode": _decoded("fused_recurrent_kda", "fla.ops.kda"),
+    "gdn2_decode": _decoded("fused_recurrent_gdn2", "fla.ops.gdn2"),
     "dplr": {"forward": dict(_DPLR), TRAINING: dict(_DPLR)},
     "rwkv7": {"forward": dict(_RWKV7), TRAINING: dict(_RWKV7)},
     "ssd": {"forward": dict(_SSD), TRAINING: dict(_SSD)},

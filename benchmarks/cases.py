@@ -88,6 +88,7 @@ CASES = {
         Case("kda_kimi", "kda", 1, 32768, 32, 32, 128, 128, note="long, the heads of Kimi Linear"),
         Case("kda_long", "kda", 1, 32768, 4, 4, 128, 128, note="long, few heads"),
         Case("gdn2_train", "gdn2", 8, 4096, 16, 16, 128, 128, note="the batch of kda_train"),
+        Case("gdn2_decode", "gdn2_decode", 128, 1, 32, 32, 128, 128, note="kda_decode's token"),
         Case("kda_decode", "kda_decode", 128, 1, 32, 32, 128, 128, note="the next token of many"),
         Case("dplr_train", "dplr", 8, 4096, 16, 16, 128, 128, note="a training batch"),
         Case("rwkv7_train", "rwkv7", 8, 4096, 32, 32, 64, 64, note="the heads of RWKV-7"),
@@ -108,6 +109,7 @@ CALLS = {
     "gdn_decode": ("decode", "decode_inplace"),
     "kda": ("forward", TRAINING),
     "gdn2": ("forward", TRAINING),
+    "gdn2_decode": ("decode", "decode_inplace"),
     "kda_decode": ("decode", "decode_inplace"),
     "dplr": ("forward", TRAINING),
     "rwkv7": ("forward", TRAINING),
@@ -123,6 +125,7 @@ FUNCTIONS = {
     "gdn_decode": "fused_recurrent_gated_delta_rule",
     "kda": "chunk_kda",
     "gdn2": "chunk_gdn2",
+    "gdn2_decode": "fused_recurrent_gdn2",
     "kda_decode": "fused_recurrent_kda",
     "dplr": "chunk_dplr_delta_rule",
     "rwkv7": "chunk_rwkv7",
@@ -302,7 +305,7 @@ def _kda_bytes(c: Case, what: str, chunk: int) -> int:
     g = gc = dg = dgc = tokens * c.HV * c.K * GATE_BYTES
     last = dgl = chunks * c.HV * c.K * GATE_BYTES  # gc of the last tokens
     beta, dbeta = tokens * c.HV * c.size, tokens * c.HV * GATE_BYTES
-    beta *= c.K + c.V if c.op == "gdn2" else 1  # b and w
+    beta *= c.K + c.V if c.operator == "gdn2" else 1  # b and w
     P = A = dP = dL = tokens * c.HV * chunk * c.size
     h = dh = chunks * c.HV * c.K * c.V * c.size
     state = dh0 = c.state_bytes

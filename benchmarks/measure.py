@@ -118,7 +118,7 @@ def drawn(case: Case, device: str, *, initial_state: bool) -> GDNInputs:
         return gdn_inputs(*case.shape, **options)
     i = kda_inputs(*case.shape, **options)
     i.g.clamp_(min=SAFE_BOUND)
-    if case.op == "gdn2":
+    if case.operator == "gdn2":
         b, w = (gradient(x.float()).sigmoid().to(i.v.dtype) for x in (i.g, i.v))
         return GatedInputs(**i.asdict() | {"beta": b, "write": w})
     return i

@@ -14,6 +14,7 @@ from benchmarking import (
     DECODE,
     DPLR_SMALL,
     EMA_SMALL,
+    GDN2_DECODE,
     KDA_DECODE,
     KDA_SMALL,
     RWKV7_SMALL,
@@ -74,6 +75,7 @@ def test_the_cases_are_those_that_the_peers_are_measured_on():
         "kda_kimi": (1, 32768, 32, 32, 128, 128),
         "kda_long": (1, 32768, 4, 4, 128, 128),
         "gdn2_train": (8, 4096, 16, 16, 128, 128),
+        "gdn2_decode": (128, 1, 32, 32, 128, 128),
         "kda_decode": (128, 1, 32, 32, 128, 128),
         "dplr_train": (8, 4096, 16, 16, 128, 128),
         "rwkv7_train": (8, 4096, 32, 32, 64, 64),
@@ -142,7 +144,7 @@ def test_bytes_of_both_passes_are_those_of_two_calls(case):
     assert work(case, "forward_backward").bytes == forward + backward
 
 
-@pytest.mark.parametrize("case", [DECODE, KDA_DECODE])
+@pytest.mark.parametrize("case", [DECODE, KDA_DECODE, GDN2_DECODE])
 @pytest.mark.parametrize("what", ["decode", "decode_inplace"])
 def test_bytes_of_a_decoded_token(case, what):
     i = measure.inputs(case, "cpu")

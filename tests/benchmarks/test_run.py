@@ -16,6 +16,7 @@ from benchmarking import (
     DEVICE,
     DPLR_SMALL,
     EMA_SMALL,
+    GDN2_DECODE,
     KDA_DECODE,
     KDA_SMALL,
     RATES,
@@ -323,9 +324,10 @@ def test_decode_rows(case, what, no_clock, stand_ins):
     assert torch.equal(inputs.initial_state, measure.inputs(case, DEVICE).initial_state)
 
 
+@pytest.mark.parametrize("case", [DECODE, KDA_DECODE, GDN2_DECODE])
 @pytest.mark.parametrize("what", ["decode", "decode_inplace"])
-def test_the_kernel_decodes_a_token_of_kda(what, no_clock):
-    ((row, _),) = rows.call_rows(KDA_DECODE, what, ["linattn_edu"], RATES, DEVICE)
+def test_the_kernel_decodes_a_token(case, what, no_clock):
+    ((row, _),) = rows.call_rows(case, what, ["linattn_edu"], RATES, DEVICE)
     assert row["error"] < 5e-3 and row["error_state"] < 1e-6
 
 

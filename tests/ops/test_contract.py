@@ -261,15 +261,15 @@ def test_a_nan_shows(form, dtype, impl, device):
 
 @forms(
     "test_splitting_a_sequence_equals_one_call",
-    dtypes=F32, impl=IMPLS, share=few(0.7, more=(0.01, 0.8)),
+    dtypes=F32, impl=IMPLS, share=few(0.7, more=(0.01, 0.8)), state=(True, False),
 )  # fmt: skip
-def test_splitting_a_sequence_equals_one_call(form, dtype, impl, share, device):
-    """The gradients too, through the state between the parts."""
-    x, do, dht, options = form.short(dtype, device)
+def test_splitting_a_sequence_equals_one_call(form, dtype, impl, share, state, device):
+    """The gradients too, through the state between the parts; begun with a state, or with none."""
+    x, do, dht, options = form.short(dtype, device, state=state)
     cut = max(1, int(share * form.T))
     options["impl"] = impl
 
-    def split(initial_state, **given):
+    def split(initial_state=None, **given):
         parts, state = [], initial_state
         for t in (slice(cut), slice(cut, None)):
             one = {n: y[:, t] if n in form.tokens else y for n, y in given.items()}

@@ -23,10 +23,10 @@ NORMALLY = tl.constexpr("")
 
 @triton.jit
 def load_state(x_ptr, o_k, o_v, K: tl.constexpr, V: tl.constexpr, V_FIRST: tl.constexpr,
-               EVICT: tl.constexpr = NORMALLY):  # fmt: skip
-    """A tile of a state [K, V], or [V, K] if V_FIRST, in fp32 and as [BK, BV]."""
+               EVICT: tl.constexpr = NORMALLY, rows=None):  # fmt: skip
+    """A tile of a state [K, V], or [V, K] if V_FIRST, in fp32 and as [BK, BV]; 0 from `rows` on."""
     o = o_k[:, None] + o_v[None, :] * K if V_FIRST else o_k[:, None] * V + o_v[None, :]
-    mask = (o_k[:, None] < K) & (o_v[None, :] < V)
+    mask = (o_k[:, None] < (K if rows is None else rows)) & (o_v[None, :] < V)
     return tl.load(x_ptr + o, mask=mask, other=0.0, eviction_policy=EVICT).to(tl.float32)
 
 
@@ -123,7 +123,7 @@ def column_sums(x, y):
         return tl.reduce((x, y), 0, add_pairs)
 
 
-@triton.jit(do_not_specialize=["T", "pool_slots"])
+@triton.jit(do_not_specialize=["T", "pool_slots", "rows"])
 def recurrent_kernel(
     q_ptr,  # [B, T, H, K]
     k_ptr,  # [B, T, H, K]
@@ -136,7 +136,8 @@ def recurrent_kernel(
     A_log_ptr,  # [HV] or None
     bias_ptr,  # [HV], of gk [HV, K], or None
     lower_bound,  # or None
-    h0_ptr,  # [N, HV, K, V] or None; with indices, the pool [slots, HV, K, V]
+    h0_ptr,  # [N, HV, K, V]; with indices, the pool [slots, HV, K, V]
+    rows,  # how many of a state of h0 are read: K, or none
     o_ptr,  # [B, T, HV, V] out
     ht_ptr,  # [N, HV, K, V] out, or None; may be h0
     indices_ptr,  # [N, SLOTS] or None
@@ -172,8 +173,8 @@ def recurrent_kernel(
             for t in range(n_seq):
                 tl.store(o_ptr + (i + t * HV) * V + o_v, tl.zeros([BV], tl.float32), mask=o_v < V)
             n_seq *= 0
-    elif h0_ptr is not None:
-        b_S += load_state(h0_ptr + i_nh * K * V, o_k, o_v, K, V, V_FIRST)
+    else:  # with a state and without, one program: another may sum in another order
+        b_S += load_state(h0_ptr + i_nh * K * V, o_k, o_v, K, V, V_FIRST, rows=rows)
 
     for t in range(n_seq):
         b_q, b_k = load(q_ptr, i_qk, o_k, K), load(k_ptr, i_qk, o_k, K)
@@ -186,8 +187,7 @@ def recurrent_kernel(
         b_q, b_k, b_v = b_q.to(tl.float32), b_k.to(tl.float32), b_v.to(tl.float32)
         if NORM:
             b_rq, b_rk = reciprocal_lengths(b_q, b_k)
-            b_q *= b_rq
-            b_k *= b_rk
+            b_q, b_k = b_q * b_rq, b_k * b_rk
         b_qk = tl.sum(b_q * b_k, 0)
         if beta_ptr is None:
             b_beta = 1.0
@@ -216,8 +216,7 @@ def recurrent_kernel(
         # eq:delta-read   o = scale q S,  with the S of before: scale (q S + (q k^T) beta e)
         b_o = scale * (b_qS + b_qk * b_e)
         tl.store(o_ptr + i * V + o_v, cast(b_o, o_ptr.dtype.element_ty), mask=o_v < V)
-        i_qk += H
-        i += HV
+        i_qk, i = i_qk + H, i + HV
         if indices_ptr is not None:
             keep(b_S, h0_ptr, slot_stride, pool_slots, indices_ptr, i_nh // HV, t, n_seq, o_k, o_v,
                  K, V, V_FIRST, SLOTS)  # fmt: skip
@@ -432,12 +431,12 @@ def recurrent(
         slots = indices.shape[1] if indices.ndim == 2 else 1
     final_state = initial_state if inplace and indices is None else None
     if output_final_state and not inplace:
-        shape = (V, K) if v_first else (K, V)
-        final_state = q.new_empty(N, HV, *shape, dtype=torch.float32)
-    width = min(block(V), BV)
+        final_state = q.new_empty(N, HV, *((V, K) if v_first else (K, V)), dtype=torch.float32)
+    width, none = min(block(V), BV), initial_state is None
+    h0, rows = (q.new_empty(1, dtype=torch.float32), 0) if none else (initial_state, K)
     with torch.cuda.device_of(q):
         recurrent_kernel[(N * HV * cdiv(V, width),)](
-            q, k, v, g, gk, gv, beta, write, A_log, dt_bias, lower_bound, initial_state, o,
+            q, k, v, g, gk, gv, beta, write, A_log, dt_bias, lower_bound, h0, rows, o,
             final_state, indices, accepted, stride, pool_slots, scale, cu_seqlens, T, H, HV, K, V,
             BK=block(K), BV=width, NORM=normalise, SIGMOID=sigmoid, V_FIRST=v_first, SLOTS=slots,
             num_warps=4,

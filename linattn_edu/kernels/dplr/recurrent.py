@@ -30,7 +30,7 @@ def token(first, i, n_seq, REVERSE: tl.constexpr):
     return first + (n_seq - 1 - i) if REVERSE else first + i
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["T", "rows"])
 def dplr_recurrent_kernel(
     q_ptr,  # [B, T, H, K]
     k_ptr,  # [B, T, H, K]
@@ -38,7 +38,8 @@ def dplr_recurrent_kernel(
     a_ptr,  # [B, T, H, K]
     b_ptr,  # [B, T, H, K]
     gk_ptr,  # [B, T, H, K] natural log
-    h0_ptr,  # [N, H, K, V] or None
+    h0_ptr,  # [N, H, K, V]
+    rows,  # how many of a state of h0 are read: K, or none
     o_ptr,  # [B, T, H, V] out
     ht_ptr,  # [N, H, K, V] out
     scale,
@@ -55,9 +56,7 @@ def dplr_recurrent_kernel(
     i_v, i_nh, i_h, first, n_seq, _ = columns_of(tl.program_id(0), cu_ptr, None, T, H, V, 1, BV)
     o_k = tl.arange(0, BK)
     o_v = i_v * BV + tl.arange(0, BV)
-    b_S = tl.zeros([BK, BV], dtype=tl.float32)
-    if h0_ptr is not None:
-        b_S += load_state(h0_ptr + i_nh * K * V, o_k, o_v, K, V, False)
+    b_S = load_state(h0_ptr + i_nh * K * V, o_k, o_v, K, V, False, rows=rows)
     for i_t in range(n_seq):
         i = token(first, i_t, n_seq, REVERSE) * H + i_h
         b_q, b_k, b_v = load(q_ptr, i, o_k, K), load(k_ptr, i, o_k, K), load(v_ptr, i, o_v, V)
@@ -90,7 +89,7 @@ def step(b_S, k_ptr, v_ptr, a_ptr, b_ptr, gk_ptr, i, o_k, o_v, K: tl.constexpr, 
 
 @triton.jit(do_not_specialize=["T", "total", "BLOCK"])
 def dplr_recurrent_bwd_kernel(
-    q_ptr, k_ptr, v_ptr, a_ptr, b_ptr, gk_ptr, h0_ptr,  # as of dplr_recurrent_kernel
+    q_ptr, k_ptr, v_ptr, a_ptr, b_ptr, gk_ptr, h0_ptr,  # h0 may be None
     do_ptr,  # [B, T, H, V]
     dht_ptr,  # [N, H, K, V] or None
     kept_ptr,  # [number of blocks, H, K, V]: the state before each block
@@ -202,9 +201,10 @@ def dplr_recurrent(
     N = B if cu_seqlens is None else len(cu_seqlens) - 1
     o, final_state = torch.empty_like(v), q.new_empty(N, H, K, V, dtype=torch.float32)
     width = min(block(V), BV)
+    h0, rows = (final_state, 0) if initial_state is None else (initial_state, K)
     with torch.cuda.device_of(q):
         dplr_recurrent_kernel[(N * H * cdiv(V, width),)](
-            q, k, v, a, b, gk, initial_state, o, final_state, scale, cu_seqlens, T, H, K, V,
+            q, k, v, a, b, gk, h0, rows, o, final_state, scale, cu_seqlens, T, H, K, V,
             BK=block(K), BV=width, REVERSE=reverse, num_warps=4,
         )  # fmt: skip
     return o, final_state

@@ -202,12 +202,13 @@ def faded(b_g, i, s: gl.constexpr):
 
 @gluon.jit
 def leave_squares(x_s, squares_s, N: gl.constexpr):
-    """The squared length of each key."""
-    b_x = gl.full([4, 16], 0.0, gl.float32, gl.SliceLayout(2, CUBE))
+    """The squared length of each key: four threads a row, or threads would meet for each row."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 16], [8, 4], [gl.num_warps(), 1], [1, 0])
+    b_x = gl.full([64], 0.0, gl.float32, gl.SliceLayout(1, layout))
     for c in range(N):
-        b_k = in_cube(x_s.index(2 * c + 1))
-        b_x += gl.sum(b_k * b_k, 2)
-    squares_s.reshape([4, 16]).store(b_x)
+        b_k = x_s.index(2 * c + 1).load(layout).to(gl.float32)
+        b_x += gl.sum(b_k * b_k, 1)
+    squares_s.store(b_x)
 
 
 @gluon.jit
