@@ -2,8 +2,8 @@
 
 A peer computes what one rung that ships does. Its function here gets that rung's `given`, imports
 the library, brings the inputs into its form, and returns the call that is timed. What the call
-returns is compared after `same`. Where no library has a stage, its ladder has no peer: of output_bwd,
-wy_bwd, kda_intra, dplr_intra and chunk_scan_bwd_dc the others cut the work in other places.
+returns is compared after `same`. Where no library has a stage, its ladder has no peer: around
+output_bwd, wy_bwd, kda_intra, dplr_intra and chunk_scan_bwd_dc others cut the work in other places.
 """
 
 import gc as garbage
@@ -155,8 +155,9 @@ def state_bwd(q, k, w, gc, do, dv_new, scale, C) -> Call:
 def kda_intra_bwd(q, k, beta, gc, dP, dL, dqg, dkb, dkg, dgl, dbeta) -> Call:
     from fla.ops.kda.chunk_intra import chunk_kda_bwd_intra as f
 
-    none = torch.zeros_like(gc)  # all that the ladder adds to is 0
-    return lambda: f(q, k, gc, beta, dP, dL, dqg, dkb, dbeta, none, chunk_size=dP.shape[-1])
+    # fp32, as its own pass makes them; all that the ladder adds to is 0
+    given = [x.float() for x in (dP, dL, dqg, dkb, dbeta, torch.zeros_like(gc))]
+    return lambda: f(q, k, gc, beta, *given, chunk_size=dP.shape[-1])
 
 
 @peer("12_gate_bwd", "fla", "gate_bwd without a raw gate", "chunk_local_cumsum")
@@ -284,10 +285,14 @@ def dx(C, B, x, step, gc, ds, dy, L) -> Call:
     return lambda: f(x, step, gc, B, scores(C, B, L, output_dtype=torch.float32), dy, ds)
 
 
+def differences(out: Tensor) -> list[Tensor]:
+    """dgc of its sums from each token to the end of the chunk."""
+    return [by_tokens(-out.diff(append=torch.zeros_like(out[..., :1])))]
+
+
 @peer(
     "19_chunk_scan_bwd_da_cs", "mamba_ssm", "chunk_scan_bwd_da_cs",
-    "_bmm_chunk_fwd, _chunk_scan_bwd_ddAcs_stable",
-    same=lambda out: [by_tokens(-out.diff(append=torch.zeros_like(out[..., :1])))],  # sums to the end
+    "_bmm_chunk_fwd, _chunk_scan_bwd_ddAcs_stable", same=differences,
 )  # fmt: skip
 def da_cs(C, B, x, step, gc, dy, L) -> Call:
     scores = mamba_ssm_module("ssd_bmm")._bmm_chunk_fwd
