@@ -200,7 +200,7 @@ def linattn_edu_ssd() -> Adapter:
 
 
 def mamba_ssm_ssd() -> Adapter:
-    scan = _mamba_ssm("ssd_combined").mamba_chunk_scan_combined
+    scan = mamba_ssm_module("ssd_combined").mamba_chunk_scan_combined
     return lambda i: scan(i.x, i.dt, i.A, i.B, i.C, SSD_CHUNK, D=i.D)
 
 
@@ -211,7 +211,7 @@ def linattn_edu_ssd_decode() -> Adapter:
 
 
 def mamba_ssm_decode() -> Adapter:
-    return _token(_mamba_ssm("selective_state_update").selective_state_update)
+    return _token(mamba_ssm_module("selective_state_update").selective_state_update)
 
 
 def _token(update: Callable) -> Adapter:
@@ -232,7 +232,7 @@ def linattn_edu_ema() -> Adapter:
 
 
 def mamba_ssm_ema() -> Adapter:
-    scan = _mamba_ssm("ssd_combined").mamba_chunk_scan_combined
+    scan = mamba_ssm_module("ssd_combined").mamba_chunk_scan_combined
     return lambda i: scan(*average_as_scan(i)).reshape(i.x.shape)
 
 
@@ -249,7 +249,7 @@ def average_as_scan(i: Average) -> tuple[Tensor, ...]:
     return x, dt.expand(-1, -1, heads), A, b, torch.ones_like(b), SSD_CHUNK
 
 
-def _mamba_ssm(name: str) -> ModuleType:
+def mamba_ssm_module(name: str) -> ModuleType:
     """A module of mamba_ssm.ops.triton.
 
     The root of the package imports a CUDA extension which these do not need: a module without

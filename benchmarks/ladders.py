@@ -23,6 +23,7 @@ from torch import Tensor
 from benchmarks import dplr
 from benchmarks.cases import SAFE_BOUND, Case
 from benchmarks.forms import KDAStageArguments, SSDStageArguments, StageArguments, stage_function
+from benchmarks.ladder_peers import Peer, here
 from benchmarks.mamba import Scan
 from benchmarks.measure import gradient
 from linattn_edu.kernels.tiles import block
@@ -201,7 +202,8 @@ class Rung:
 
     like: what the shipped kernels make of the same inputs, None for those themselves.  part: of the
     results, those that `like` returns, in its order and form.  first: the first call, where later
-    ones add to what the earlier have left.  shape: where it is not that of the other rungs.
+    ones add to what the earlier have left.  shape: where it is not that of the other rungs.  given:
+    of what ships, its arguments for the peers of its ladder.
     """
 
     call: Callable[[], object]
@@ -209,6 +211,7 @@ class Rung:
     part: Callable[[object], object] = lambda results: results
     first: Callable[[], object] | None = None
     shape: dict[str, int] | None = None
+    given: tuple = ()
 
 
 @dataclass(frozen=True)
@@ -229,15 +232,28 @@ class Ladder:
         """The chapter's kernels and functions that are rungs."""
         return tuple(n for n in (*kernels(self.chapter), *self.defined))
 
+    @property
+    def peers(self) -> dict[str, Peer]:
+        """What libraries that are installed have for its stage."""
+        return here(self.chapter)
+
     def names(self, dtype: str) -> list[str]:
         """The rungs that are timed in a dtype."""
         return [n for n in self.steps if dtype == "float32" or n not in self.single]
 
-    def rungs(self, size: Size, folder: Path) -> dict[str, Rung]:
-        """Every rung, on inputs of a size; folder: for the chapter's code."""
+    def rungs(self, size: Size, folder: Path, peers: Iterable[str] = ()) -> dict[str, Rung]:
+        """Every rung, on inputs of a size, then these peers; folder: for the chapter's code."""
         made = self.make(size, definitions(self.chapter, self.defined, folder))
         assert list(made) == list(self.steps), (list(made), list(self.steps))
-        return {n: made[n] for n in self.names(str(size.dtype).removeprefix("torch."))}
+        beside = {name: beside_rung(self.peers[name], made) for name in peers}
+        return {n: made[n] for n in self.names(str(size.dtype).removeprefix("torch."))} | beside
+
+
+def beside_rung(peer: Peer, made: dict[str, Rung]) -> Rung:
+    """A peer as a rung, that must return what the rung returns beside which it stands."""
+    rung = made[peer.of]
+    like = lambda: peer.like((rung.first or rung.call)(), rung.given)
+    return Rung(peer.call(rung.given), like, peer.same, shape=rung.shape)
 
 
 LADDERS: dict[str, Ladder] = {}
@@ -285,7 +301,7 @@ def _recurrent(z: Size, d: ModuleType) -> dict[str, Rung]:
         "naive_kernel": Rung(lambda: d.naive(*given), shipped),
         "tiled_kernel": Rung(lambda: d.tiled(*given), shipped),
         "one_pass_kernel": Rung(one_pass, shipped),
-        "recurrent": Rung(shipped),
+        "recurrent": Rung(shipped, given=given),
     }
 
 
@@ -301,7 +317,7 @@ def _gate_cumsum(z: Size, d: ModuleType) -> dict[str, Rung]:
     return {
         "naive_kernel": Rung(lambda: d.launch(d.naive_kernel, a.i.g, z.C), shipped),
         "scan_kernel": Rung(lambda: d.launch(d.scan_kernel, a.i.g, z.C), shipped),
-        "gate_cumsum": Rung(shipped),
+        "gate_cumsum": Rung(shipped, given=(a.i.g, z.C)),
     }
 
 
@@ -328,7 +344,7 @@ def _solve(z: Size, d: ModuleType) -> dict[str, Rung]:
         "solve_naive": Rung(lambda: d.naive(k, beta, chunk_size=z.C), whole),
         "solve_tiled (C = 32)": Rung(lambda: d.tiled(k, beta), short),
         "solve (C = 32)": Rung(short),
-        "solve": Rung(whole),
+        "solve": Rung(whole, given=(k, beta, z.C)),
     }
 
 
@@ -343,7 +359,7 @@ def _wy(z: Size, d: ModuleType) -> dict[str, Rung]:
     return {
         "wy_naive": launched(d.wy_naive, (T,), (*given, *outs), sizes, outs, shipped),
         "wy_tiled": launched(d.wy_tiled, (T // z.C,), (*given, *outs, T), sizes, outs, shipped),
-        "wy": Rung(shipped),
+        "wy": Rung(shipped, given=tuple(given)),
     }
 
 
@@ -376,7 +392,7 @@ def _state(z: Size, d: ModuleType) -> dict[str, Rung]:
         "state_tiled": launched(
             d.state_tiled, (K // BV, HV), args, sizes | {"BV": BV}, outs, shipped
         ),
-        "state": Rung(shipped),
+        "state": Rung(shipped, given=(k, w, u, gc, z.C)),
     }
 
 
@@ -397,7 +413,7 @@ def _output(z: Size, d: ModuleType) -> dict[str, Rung]:
     return {
         "output_by_token": launched(d.output_by_token, (T, H), args, sizes, outs, shipped),
         "output_by_chunk": launched(d.output_by_chunk, grid, (*args, T), sizes, outs, shipped),
-        "output": Rung(shipped),
+        "output": Rung(shipped, given=(*given, kwargs["scale"], z.C)),
     }
 
 
@@ -482,7 +498,7 @@ def _state_bwd(z: Size, d: ModuleType) -> dict[str, Rung]:
         "state_bwd_naive": launched(d.state_bwd_naive, (HV,), args, naive, outs, shipped),
         "state_bwd_tiled": launched(d.state_bwd_tiled, (K // BV, HV), args, tiled, outs, shipped),
         "puzzle 09": Rung(lambda: puzzle.state_bwd_triton(*given, dht, **kwargs)[:2], shipped),
-        "state_bwd": Rung(shipped),
+        "state_bwd": Rung(shipped, given=(*given, kwargs["scale"], z.C)),
     }
 
 
@@ -538,7 +554,7 @@ def _kda_intra_bwd(z: Size, d: ModuleType) -> dict[str, Rung]:
     return {
         "naive_pairs": launched(d.naive_pairs, (T,), args, sizes, outs, first),
         "tiled_pairs": launched(d.tiled_pairs, (T // z.C,), args, levels, outs, first),
-        "kda_intra_bwd": Rung(shipped, first=first),
+        "kda_intra_bwd": Rung(shipped, first=first, given=(*pairs, *rest)),
     }
 
 
@@ -574,8 +590,8 @@ def _gate_bwd(z: Size, d: ModuleType) -> dict[str, Rung]:
         "puzzle 12": Rung(
             lambda: puzzle.gate_bwd_triton(dgc, raw, A_log, bias, chunk_size=z.C), layer
         ),
-        "gate_bwd without a raw gate": Rung(plain),
-        "gate_bwd": Rung(layer),
+        "gate_bwd without a raw gate": Rung(plain, given=(dgc, z.C)),
+        "gate_bwd": Rung(layer, given=(dgc, raw, A_log, bias, z.C)),
     }
 
 
@@ -625,7 +641,7 @@ def _ssd(z: Size, d: ModuleType) -> dict[str, Rung]:
     return {
         "whole_chunk_scan": launched(d.whole_chunk_scan, grid, args, sizes, outs, shipped),
         "tiled_chunk_scan": launched(tiled, programs, args, tiles, outs, shipped),
-        "chunk_scan": Rung(shipped),
+        "chunk_scan": Rung(shipped, given=(C, B, x, step, gc, h, z.C)),
     }
 
 
@@ -647,7 +663,7 @@ def _dstates(z: Size, d: ModuleType) -> dict[str, Rung]:
     return {
         "dstates_naive": launched(d.dstates_naive, grid, args, whole, outs, shipped),
         "dstates_tiled": launched(d.dstates_tiled, (*grid, N // BN), args, tiles, outs, shipped),
-        "chunk_scan_bwd_dstates": Rung(shipped),
+        "chunk_scan_bwd_dstates": Rung(shipped, given=(C, gc, dy, z.C)),
     }
 
 
@@ -685,7 +701,7 @@ def _passing(z: Size, d: ModuleType) -> dict[str, Rung]:
         ),
         "passing_atomic": Rung(atomic, shipped),
         "passing_parts": Rung(in_parts, shipped),
-        "state_passing_bwd": Rung(shipped),
+        "state_passing_bwd": Rung(shipped, given=(dh, gc, h, dht, z.C)),
     }
 
 
@@ -717,7 +733,7 @@ def _db(z: Size, d: ModuleType) -> dict[str, Rung]:
     return {
         "db_naive": Rung(naive, shipped, negated),
         "db_grouped": launched(d.db_grouped, (NT, G), grouped, sizes, (whole, m), shipped, negated),
-        "chunk_state_bwd_db": Rung(shipped),
+        "chunk_state_bwd_db": Rung(shipped, given=(*given, z.C)),
     }
 
 
@@ -775,7 +791,7 @@ def _dx(z: Size, d: ModuleType) -> dict[str, Rung]:
             d.dx_naive, (T, H), (*given, dx, dstep, T), sizes | {"BP": P}, (dx, dstep), shipped
         ),
         "dx_tiled": Rung(tiled, shipped),
-        "chunk_scan_chunk_state_bwd_dx": Rung(shipped),
+        "chunk_scan_chunk_state_bwd_dx": Rung(shipped, given=(*given, z.C)),
     }
 
 
@@ -801,7 +817,7 @@ def _da(z: Size, d: ModuleType) -> dict[str, Rung]:
     return {
         "da_cs_naive": launched(d.da_cs_naive, grid, args, sizes, outs, shipped),
         "da_rectangle": launched(d.da_rectangle, grid, args, sizes, outs, from_end),
-        "chunk_scan_bwd_da_cs": Rung(shipped),
+        "chunk_scan_bwd_da_cs": Rung(shipped, given=(*given, z.C)),
     }
 
 
@@ -899,7 +915,7 @@ def _conv(z: Size, d: ModuleType) -> dict[str, Rung]:
         "conv_naive": launched(d.conv_naive, (T, D // BD), naive, single, outs, forward),
         "conv_tiles": launched(d.conv_tiles, grid, tiles, sizes, outs, forward),
         "conv_ahead": launched(d.conv_ahead, grid, ahead, sizes, outs, backward),
-        "causal_conv1d": Rung(forward),
+        "causal_conv1d": Rung(forward, given=(x, w, b)),
         "causal_conv1d_bwd": Rung(backward),
     }
 
@@ -927,7 +943,7 @@ def _decoding(z: Size, d: ModuleType) -> dict[str, Rung]:
 
         return Rung(lambda: f(S), like, first=first)
 
-    ships = in_place(shipped)
+    ships = replace(in_place(shipped), given=(*given, S0))
     return {
         "whole_kernel": in_place(lambda S: d.whole(*given, S), ships.first),
         "columns_kernel": in_place(lambda S: d.columns(*given, S), ships.first),
@@ -948,7 +964,7 @@ def _norm(z: Size, d: ModuleType) -> dict[str, Rung]:
     args = (x, gate, w, *outs, n, eps)
     return {
         "gated_rows": launched(d.gated_rows, (n // BR,), args, sizes, outs, shipped),
-        "rms_norm_gated": Rung(shipped),
+        "rms_norm_gated": Rung(shipped, given=(x, gate, w, eps)),
     }
 
 

@@ -4,6 +4,9 @@ The kernels are read from the chapters (benchmarks.ladders). Each ladder and dty
 its own. All compile side by side, on few tokens; then one after the other is timed: medians, L2
 emptied before each call. A result that is not that of the shipped kernel is refused, and so is a
 rung that Triton refuses; its row says why. Rows are saved as they come.
+
+Last come the stages of other libraries, where these are installed (benchmarks.ladder_peers); they
+compile slowly. --warm compiles them and times nothing, --peers then times them and what ships.
 """
 
 import multiprocessing
@@ -11,19 +14,21 @@ import os
 import sys
 import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
 
-from benchmarks import ladders, measure, tables
+from benchmarks import ladder_peers, ladders, measure, tables
 from benchmarks.ladders import LADDERS, Rung, Size, differences
 from benchmarks.progress import EXIT_USAGE, fail
 from benchmarks.rows import significant
 
 TOLERANCE = {"bfloat16": 2e-2, "float32": 1e-4}  # relative RMS, against the shipped kernel
 COMPILE_S, RUNG_S, INPUTS_S = 100.0, 30.0, 60.0  # what takes longer is given up
+WARM = 12  # processes that compile peers side by side
 SLOW_MS = 300.0  # of a call that is timed three times only
 Key = tuple[str, str]  # chapter and dtype
 
@@ -62,24 +67,28 @@ def time_ms(call, device: str) -> float:
 # ---- what a process does
 
 
-def work(key: Key, device: str, skip: set[str], line: Connection) -> None:
+def work(key: Key, device: str, skip: set[str], peers: list[str], line: Connection) -> None:
     """Compile the rungs of a ladder, say so, wait for leave, time them."""
     try:
         with torch.no_grad(), tempfile.TemporaryDirectory() as folder:
-            _work(key, device, skip, line, Path(folder))
+            _work(key, device, skip, peers, line, Path(folder))
     except BaseException as error:
         line.send(("lost", reason(error)))
         raise SystemExit(1) from None
 
 
-def _work(key: Key, device: str, skip: set[str], line: Connection, folder: Path) -> None:
+def _work(
+    key: Key, device: str, skip: set[str], peers: list[str], line: Connection, folder: Path
+) -> None:
     (chapter, name), dtype = key, getattr(torch, key[1])
     ladder, refused = LADDERS[chapter], dict.fromkeys(skip, "")
     kinds = ("few", "full") if device == "cuda" else ("tiny",)
+    if peers:
+        ladder_peers.tune(once=True)
 
     def each(size: Size):
         line.send(("begin", "inputs"))
-        for rung, made in ladder.rungs(size, folder).items():
+        for rung, made in ladder.rungs(size, folder, peers).items():
             if rung not in refused:
                 line.send(("begin", rung))
                 yield rung, made
@@ -97,6 +106,8 @@ def _work(key: Key, device: str, skip: set[str], line: Connection, folder: Path)
     line.recv()
     size = Size(kinds[-1], dtype, device)
     for rung, made in each(size):
+        if rung in peers:
+            ladder_peers.tune(once=device != "cuda")
         try:
             row = _measured(made, device, TOLERANCE[name])
         except Exception as error:
@@ -111,6 +122,42 @@ def _work(key: Key, device: str, skip: set[str], line: Connection, folder: Path)
 
 class Wrong(ArithmeticError):
     """A rung's results are not those of the shipped kernel."""
+
+
+def warm(key: Key, device: str) -> dict[str, str]:
+    """Compile the peers of a ladder; name -> seconds, or why not."""
+    ladder, dtype, said = LADDERS[key[0]], getattr(torch, key[1]), {}
+    ladder_peers.tune(once=True)
+    with torch.no_grad(), tempfile.TemporaryDirectory() as folder:
+        size = Size("few" if device == "cuda" else "tiny", dtype, device)
+        made = ladder.rungs(size, Path(folder), ladder.peers)
+        for name in ladder.peers:
+            begun = time.monotonic()
+            try:
+                made[name].call()
+                if device == "cuda":
+                    measure.synchronize()
+            except Exception as error:
+                said[name] = reason(error)
+            else:
+                said[name] = f"{time.monotonic() - begun:.1f} s"
+    return said
+
+
+def warm_all(keys: list[Key], device: str) -> int:
+    """Compile the peers of all ladders, in processes of their own; how many failed."""
+    context, failed = multiprocessing.get_context("forkserver"), 0
+    workers = min(WARM, len(keys))
+    with ProcessPoolExecutor(workers, context, max_tasks_per_child=1) as pool:
+        for (chapter, dtype), job in [(key, pool.submit(warm, key, device)) for key in keys]:
+            try:
+                said = job.result()
+            except Exception as error:
+                said = {"all": reason(error)}
+            for name, told in said.items():
+                print(f"{chapter} {dtype} {name}: {told}", flush=True)
+                failed += not told.endswith(" s")
+    return failed
 
 
 def _measured(rung: Rung, device: str, tolerance: float) -> dict:
@@ -153,14 +200,15 @@ class Run:
     """All processes of a run, and the table that they fill."""
 
     def __init__(self, table: tables.Table, device: str, limit: float):
-        self.table, self.device = table, device
+        self.table, self.device, self.added = table, device, set()
         self.ends = time.monotonic() + limit
         self.context = multiprocessing.get_context("forkserver")
         self.context.set_forkserver_preload(["benchmarks.ladders"])  # without a GPU's context
 
     def start(self, key: Key, skip: set[str]) -> Unit:
         ours, theirs = self.context.Pipe()
-        process = self.context.Process(target=work, args=(key, self.device, skip, theirs))
+        peers = list(LADDERS[key[0]].peers)
+        process = self.context.Process(target=work, args=(key, self.device, skip, peers, theirs))
         process.daemon = True
         process.start()
         theirs.close()
@@ -168,13 +216,19 @@ class Run:
 
     def add(self, key: Key, rung: str, **more) -> None:
         chapter, dtype = key
-        steps = LADDERS[chapter].steps
-        row = {"chapter": chapter, "step": steps[rung], "rung": rung, "dtype": dtype}
-        self.table.add(row | {"order": list(steps).index(rung), **more})
+        steps, peer = LADDERS[chapter].steps, LADDERS[chapter].peers.get(rung)
+        of, beside = (peer.of, peer.columns()) if peer else (rung, {})
+        row = {"chapter": chapter, "step": steps[of], "rung": rung, **beside, "dtype": dtype}
+        self.added.add((key, rung))
+        self.table.add(row | {"order": list(steps).index(of), **more})
 
     def known(self, key: Key) -> set[str]:
         """The rungs that have a row."""
-        return {r["rung"] for r in self.table.rows.values() if (r["chapter"], r["dtype"]) == key}
+        return {r["rung"] for r in self.table.rows.values() if _key(r) == key}
+
+    def told(self, key: Key) -> set[str]:
+        """The rungs that have a row of this run."""
+        return {rung for one, rung in self.added if one == key}
 
     def listen(self, unit: Unit, until: str, limit: dict[str, float]) -> None:
         """What a process says, until it is in the state `until` or is given up."""
@@ -198,7 +252,8 @@ class Run:
             unit.at = rest[0]
         elif what == "row":
             rung, row, shape = rest
-            ships = LADDERS[unit.key[0]].ships(rung)
+            ladder = LADDERS[unit.key[0]]
+            ships = rung not in ladder.peers and ladder.ships(rung)
             self.add(unit.key, rung, ships=ships, **row, shape=shape)
         elif what == "refused":
             rung, why = rest
@@ -221,10 +276,11 @@ class Run:
         if unit.state != "lost":
             return None
         print(f"{unit.key} was lost at {unit.at}: {unit.why}", flush=True)
-        if unit.at not in LADDERS[unit.key[0]].steps:
+        ladder = LADDERS[unit.key[0]]
+        if unit.at not in (*ladder.steps, *ladder.peers):
             return None if fresh else set()
         self.add(unit.key, unit.at, refused=unit.why)
-        return self.known(unit.key)
+        return self.told(unit.key)
 
     def all(self, keys: list[Key], skip: dict[Key, set[str]]) -> None:
         units = [self.start(key, skip.get(key, set())) for key in keys]
@@ -241,20 +297,24 @@ class Run:
                 again[unit.key] = left_out
         for key, left_out in again.items():
             while left_out is not None and time.monotonic() < self.ends:
-                if left_out >= set(LADDERS[key[0]].names(key[1])):
+                left_out |= skip.get(key, set())
+                if left_out >= {*LADDERS[key[0]].names(key[1]), *LADDERS[key[0]].peers}:
                     break
                 unit = self.start(key, left_out)
                 self.listen(unit, "ready", {"": RUNG_S, "import": INPUTS_S})
                 self.time(unit)
                 left_out = self.close(unit, left_out or {"inputs"})
         for key in keys:
-            for rung in set(LADDERS[key[0]].names(key[1])) - self.known(key):
+            left = set(LADDERS[key[0]].names(key[1])) - self.known(key)
+            for rung in left - skip.get(key, set()):
                 self.add(key, rung, refused="not measured: the run ended before")
 
 
 def ran(row: dict) -> tuple[str, ...]:
     """What a rung is the time of: the chapter's functions, a puzzle's solution or a stage."""
     chapter, rung = row["chapter"], row["rung"]
+    if "library" in row:
+        return ()
     if rung.startswith("puzzle"):
         return (rung,)
     ladder, words = LADDERS[chapter], rung.split()
@@ -266,7 +326,8 @@ def ran(row: dict) -> tuple[str, ...]:
 def summary(rows: list[dict]) -> str:
     """The rows as a short table."""
     lines = []
-    for row in sorted(rows, key=lambda r: (r["chapter"], r["dtype"], r["order"])):
+    place = lambda r: (r["chapter"], r["dtype"], r["order"], r.get("library", ""))
+    for row in sorted(rows, key=place):
         told = f"{row['ms']:10.4f} ms" if "ms" in row else f"-- {row['refused']}"
         error = f"  {row['error']:.0e}" if "error" in row else ""
         name = f"{row['chapter'][:2]} {row['step']} {row['rung']}"
@@ -278,6 +339,8 @@ def main(argv: list[str]) -> int:
     p = tables.parser("rungs", __doc__)
     p.add_argument("--chapters", nargs="+", default=[""], help="beginnings of their names")
     p.add_argument("--missing", action="store_true", help="only what has no time in the file")
+    p.add_argument("--peers", action="store_true", help="only other libraries and what ships")
+    p.add_argument("--warm", action="store_true", help="compile other libraries, time nothing")
     p.add_argument("--limit", type=float, default=240.0, help="seconds of the whole run")
     args = p.parse_args(argv)
     keys = [key for key in ladders.units() if key[0].startswith(tuple(args.chapters))]
@@ -286,16 +349,29 @@ def main(argv: list[str]) -> int:
     if args.device == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"
         keys = [key for key in keys if key[1] == "float32"]  # the interpreter's bf16 is wrong
+    if args.peers or args.warm:
+        keys = [key for key in keys if LADDERS[key[0]].peers]
+        if not keys:
+            return fail("no other library that has a stage of these ladders is installed")
+    if args.warm:
+        return min(1, warm_all(keys, args.device))
     if (table := tables.opened(args, "rungs", "chapter", "rung", "dtype", ran=ran)) is None:
         return EXIT_USAGE
-    named = {(c, r) for c, it in LADDERS.items() for r in it.steps}
+    every = ladder_peers.PEERS
+    named = {(c, r) for c, it in LADDERS.items() for r in (*it.steps, *every.get(c, ()))}
     table.rows = {k: r for k, r in table.rows.items() if k[:2] in named}
     skip, run = {}, Run(table, args.device, args.limit)
     if args.missing:
         rows = [r for r in table.rows.values() if "ms" in r]
         timed = {k: {r["rung"] for r in rows if _key(r) == k} for k in keys}
-        keys = [k for k in keys if timed[k] < set(LADDERS[k[0]].names(k[1]))]
+        wanted = {k: {*LADDERS[k[0]].names(k[1]), *LADDERS[k[0]].peers} for k in keys}
+        keys = [k for k in keys if wanted[k] - timed[k]]
         skip = {k: timed[k] for k in keys}
+    if args.peers:
+        ladder_of = lambda key: LADDERS[key[0]]
+        beside = {k: {p.of for p in ladder_of(k).peers.values()} for k in keys}
+        others = {k: set(ladder_of(k).steps) - beside[k] for k in keys}
+        skip = {k: skip.get(k, set()) | others[k] for k in keys}
     begun = time.monotonic()
     run.all(keys, skip)
     print(summary([r for r in table.rows.values() if _key(r) in keys]))

@@ -49,15 +49,22 @@ def ladder_cells(rows: list[dict], whys: Iterable[dict[str, str]]) -> Cells:
     """Heads and lines of a kernel ladder: a line a rung, a column a dtype.
 
     whys: Of each rung, in a clause, why it is faster or slower; several for a ladder of several
-    tasks. A time has its gain over the first rung of its task that has one.
+    tasks. A time has its gain over the first rung of its task that has one. Below a task's rungs
+    stands what other libraries have for one of them.
     """
     dtypes = [name for name in SHORT if any(row["dtype"] == name for row in rows)]
     found = {(row["rung"], row["dtype"]): row for row in rows}
     steps = {row["rung"]: str(row["step"]) for row in rows}
     old, lines = {row["rung"] for row in rows if changed(row)}, []
+    others = {row["rung"]: row for row in rows if "library" in row}
     for why in whys:
         firsts = {}
-        for rung, reason in why.items():
+        beside = {
+            rung: f"another library's {row['functions']}"
+            for rung, row in others.items()
+            if row["of"] in why
+        }
+        for rung, reason in (why | beside).items():
             times = []
             for dtype in dtypes:
                 row = found.get((rung, dtype))
@@ -69,8 +76,14 @@ def ladder_cells(rows: list[dict], whys: Iterable[dict[str, str]]) -> Cells:
                     times.append(f"{text} ({gain:.2g}\N{MULTIPLICATION SIGN})")
                 else:  # its code is not recorded, but that of its times in other dtypes is
                     times.append("refused" + (MARK if rung in old else ""))
-            lines.append([steps.get(rung, ""), rung, *times, reason])
+            first = ["", peer(others[rung])] if rung in others else [steps.get(rung, ""), rung]
+            lines.append([*first, *times, reason])
     return ["step", "kernel", *(f"{SHORT[name]} ms (gain)" for name in dtypes), "why"], lines
+
+
+def peer(row: dict) -> str:
+    """Another library and its version, as a table's name of its row; 2.3.2.post1 is 2.3.2."""
+    return f"{row['library']} {row['version'].split('.post')[0]}"
 
 
 def ladders_cells(every: Iterable[dict]) -> Cells:
@@ -79,11 +92,15 @@ def ladders_cells(every: Iterable[dict]) -> Cells:
     """
     every = list(every)
     columns = [(data, dtype) for data in every for dtype in SHORT]
-    times, places = {}, {}
+    times, places, names = {}, {}, {}
     for data in every:
         for row in data["rows"]:
             rung = row["chapter"], row["rung"]
-            places.setdefault(rung, (row["chapter"], row["step"], row["order"]))
+            if "library" in row:
+                names[rung] = peer(row)
+            if "ms" in row or rung not in names:
+                place = row["chapter"], row["step"], row["order"], row.get("library", "")
+                places.setdefault(rung, place)
             if "ms" in row:
                 times[(data["gpu"], row["dtype"], *rung)] = marked(_three_digits(row["ms"]), row)
     lines, named = [], set()
@@ -92,7 +109,7 @@ def ladders_cells(every: Iterable[dict]) -> Cells:
         first = "" if chapter in named else f"{{doc}}`{number} </chapters/{chapter}>`"
         named.add(chapter)
         cells = (times.get((data["gpu"], dtype, chapter, name), "") for data, dtype in columns)
-        lines.append([first, name, *cells])
+        lines.append([first, names.get((chapter, name), name), *cells])
     shown = [f"{data['gpu'].split()[1]} {SHORT[dtype]}" for data, dtype in columns]
     used = [i for i in range(len(shown)) if any(line[2 + i] for line in lines)]
     return (

@@ -274,18 +274,25 @@ def measured_ladder(chapter: str, *whys: dict[str, str], name: str = LADDERS) ->
     named = [rung for why in whys for rung in why]
     latest = measurements.last_of_chapter(name, chapter) or name
     rows_of = lambda data: [
-        row for row in data["rows"] if row.get("chapter") == chapter and row["rung"] in named
+        row
+        for row in data["rows"]
+        if row.get("chapter") == chapter and row.get("of", row["rung"]) in named
     ]
     notes = lambda rows: _ladder_notes(rows, named)
     _tables(latest, rows_of, lambda rows: tables.ladder_cells(rows, whys), notes)
 
 
 def _ladder_notes(rows: list[dict], shown: Iterable[str]) -> str:
-    """Sizes in words, those of each dtype or of its rungs; then why rungs were refused."""
-    sizes, rungs, reasons = {}, {}, {}
+    """Sizes in words, those of each dtype or of its rungs; then why rungs and other libraries were
+    refused."""
+    sizes, rungs, reasons, others = {}, {}, {}, []
     old = {row["rung"] for row in rows if sources.changed(row)}
     for row in sorted(rows, key=lambda row: (row["dtype"], row["order"])):
-        if "shape" in row:
+        if "library" in row:
+            if "refused" in row:
+                what = f"{tables.peer(row)} in {tables.SHORT[row['dtype']]}"
+                others.append(f"{what} is not timed: {row['refused'].split(': ', 1)[-1]}.")
+        elif "shape" in row:
             short, size = tables.SHORT[row["dtype"]], _sizes(row["shape"])
             sizes.setdefault(size, {})[short] = None
             rungs.setdefault(short, {}).setdefault(size, []).append(row["rung"])
@@ -302,6 +309,7 @@ def _ladder_notes(rows: list[dict], shown: Iterable[str]) -> str:
         for size, dtypes in sizes.items()
     ]
     notes += [f"Triton {verb} {', '.join(r)}: {why}." for (verb, why), r in reasons.items()]
+    notes += others
     missing = [rung for rung in shown if all(row["rung"] != rung for row in rows)]
     notes += [f"Not measured yet: {', '.join(missing)}."] if missing else []
     return " ".join(notes)

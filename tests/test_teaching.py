@@ -12,7 +12,7 @@ import pytest
 import torch
 from forks import python
 
-from linattn_edu import pages, pipeline, teaching
+from linattn_edu import pages, pipeline, tables, teaching
 from linattn_edu.sources import MARK
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -276,6 +276,28 @@ def test_a_ladder_of_two_tasks_and_of_a_rung_without_a_time(results, tmp_path, c
     _, _, tiled, new, caption = capsys.readouterr().out.splitlines()
     assert re.split("  +", tiled)[3] == "0.235 (1×)"
     assert new.split() == ["new", "next"] and "Not measured yet: new." in caption
+
+
+def test_another_library_stands_last_in_its_task(results, tmp_path, capsys):
+    peer = {"chapter": "05_state", "step": 2, "order": 1, "rung": "fla: tiled", "library": "fla",
+            "version": "0.6.0", "functions": "chunk_f, solve", "of": "tiled"}  # fmt: skip
+    refused = "Wrong: relative RMS 3.0e-04 from the shipped kernel"
+    peers = [{**peer, "dtype": "bfloat16", "ms": 246.92, "shape": {"T": 8}},
+             {**peer, "dtype": "float32", "refused": refused}]  # fmt: skip
+    rows = [*LADDER, *peers, {**LADDER[2], "rung": "merge", "order": 3}]
+    data = {**DATA, "rows": rows}
+    (tmp_path / "chapters" / "data" / "ladders.json").write_text(json.dumps(data))
+    teaching.measured_ladder("05_state", WHY, {"merge": "x"}, name="ladders")
+    _, naive, _, other, merge, caption = capsys.readouterr().out.splitlines()
+    told = ["fla 0.6.0", "247 (5×)", "refused", "another library's chunk_f, solve"]
+    assert re.split("  +", other.strip()) == told
+    assert "naive" in naive and "merge" in merge and "T = 8" not in caption
+    assert f"fla 0.6.0 in fp32 is not timed: {refused[7:]}." in caption
+    page = tables.ladders_cells([{**data, "gpu": "NVIDIA H200"}])[1]
+    place = [line[1] for line in page].index("fla 0.6.0")
+    assert page[place - 1][1] == "tiled" and page[place][2:] == ["247", ""]
+    page = tables.ladders_cells([{**data, "gpu": "NVIDIA H200", "rows": [*LADDER, peers[1]]}])[1]
+    assert not any("fla" in line[1] for line in page)
 
 
 def test_agreement_is_a_line_over_a_folded_table(capsys):

@@ -1,15 +1,20 @@
 """The rungs of the chapters' kernel ladders, and the command that times them, on the CPU."""
 
 import ast
+import contextlib
+import importlib
+import inspect
 import json
 import multiprocessing
 import re
-from types import SimpleNamespace
+import sys
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from triton.runtime.autotuner import Autotuner
 
-from benchmarks import ladders, rungs, tables
+from benchmarks import ladder_peers, ladders, rungs, tables
 from benchmarks.ladders import LADDERS, ROOT, Rung, Size
 from linattn_edu import measurements
 
@@ -41,7 +46,16 @@ def test_every_kernel_of_a_ladder_is_a_rung(path):
 def test_every_rung_has_a_time_or_a_reason():
     rows = {(row["chapter"], row["rung"], row["dtype"]): row for row in MEASURED}
     wanted = {(c, rung, d) for c, d in ladders.units() for rung in LADDERS[c].names(d)}
+    beside = {key: rows.pop(key) for key in set(rows) - wanted}
     assert set(rows) == wanted
+    for (chapter, name, _), row in beside.items():
+        peer = ladder_peers.PEERS[chapter][name]
+        assert (row["library"], row["of"], row["functions"], row["version"] > "") == (
+            peer.library, peer.of, peer.functions, True,
+        )  # fmt: skip
+        assert row["ms"] > 0 if "ms" in row else row["refused"], row
+        assert not re.search("not measured|process ended", row.get("refused", "")), row
+        assert row.get("error", 0) <= rungs.TOLERANCE[row["dtype"]] and not row.get("ships", False)
     for row in rows.values():
         assert row["ms"] > 0 if "ms" in row else row["refused"], row
         assert row["step"] == LADDERS[row["chapter"]].steps[row["rung"]]
@@ -63,6 +77,120 @@ def test_a_ladder_is_timed(tmp_path):
     assert all(r["ms"] > 0 and r["dtype"] == "float32" and r["shape"]["C"] == 16 for r in rows)
     assert all(r["ships"] or r["error"] < 1e-6 for r in rows)
     assert [r["rung"] for r in rows if r["ships"]] == ["gate_cumsum"]
+
+
+def test_each_peer_stands_beside_a_rung_that_ships(tmp_path):
+    for chapter, peers in ladder_peers.PEERS.items():
+        made = LADDERS[chapter].rungs(Size("tiny", torch.float32, "cpu"), tmp_path)
+        for name, peer in peers.items():
+            assert LADDERS[chapter].ships(peer.of) and name == f"{peer.library}: {peer.of}"
+            taken = peer.make.__code__.co_varnames[: peer.make.__code__.co_argcount]
+            assert len(made[peer.of].given) == len(taken), name
+
+
+@pytest.fixture
+def fla(monkeypatch):
+    """A library in fla's place, that sums a chunk's gates from its beginning or end."""
+    package = ModuleType("fla.ops.utils")
+
+    def chunk_local_cumsum(g, chunk_size, reverse=False, scale=1.0):
+        rows = g.unflatten(1, (-1, chunk_size)) * scale
+        return (rows.flip(2).cumsum(2).flip(2) if reverse else rows.cumsum(2)).flatten(1, 2)
+
+    package.chunk_local_cumsum = chunk_local_cumsum
+    for name in ("fla", "fla.ops", "fla.ops.utils"):
+        monkeypatch.setitem(sys.modules, name, package)
+    there = {"fla": "0.6.0"}
+    monkeypatch.setattr(ladder_peers, "version_of", there.get)
+    monkeypatch.setattr(Autotuner, "do_bench", Autotuner.do_bench)
+    return package
+
+
+def measured_here(key: tuple[str, str], skip: set[str]) -> dict[str, tuple]:
+    """What a process says of a ladder's rungs: of each the message."""
+    ours, theirs = multiprocessing.Pipe()
+    ours.send("go")
+    rungs.work(key, "cpu", skip, list(LADDERS[key[0]].peers), theirs)
+    theirs.close()
+    said = {}
+    with contextlib.suppress(EOFError):
+        while True:
+            what, *rest = ours.recv()
+            said |= {rest[0]: (what, *rest[1:])} if what in ("row", "refused") else {}
+    return said
+
+
+def test_a_peer_is_timed_and_a_wrong_one_refused(fla, monkeypatch):
+    key = "02_gate_cumsum", "float32"
+    said = measured_here(key, {"naive_kernel", "scan_kernel"})
+    assert list(said) == ["gate_cumsum", "fla: gate_cumsum"]
+    what, row, shape = said["fla: gate_cumsum"]
+    assert what == "row" and row["ms"] > 0 and row["error"] < 1e-6 and shape["C"] == 16
+    right = fla.chunk_local_cumsum
+    fla.chunk_local_cumsum = lambda g, C, scale: right(g, C)  # in other units
+    assert measured_here(key, set())["fla: gate_cumsum"][:1] == ("refused",)
+    monkeypatch.delattr(fla, "chunk_local_cumsum")
+    (what, why) = measured_here(key, set())["fla: gate_cumsum"]
+    assert what == "refused" and why.startswith("ImportError: cannot import name")
+
+
+def test_rows_of_peers(fla, spoken):
+    run, unit, theirs = spoken
+    unit.key = "12_gate_bwd", "float32"
+    for of, ms in (("gate_bwd without a raw gate", 1.0), ("gate_bwd", 2.0)):
+        theirs.send(("row", f"fla: {of}", {"ms": ms, "error": 1e-7}, {"T": 9}))
+    theirs.send(("done",))
+    run.listen(unit, "done", {"": 30.0})
+    one, two = run.table.rows.values()
+    assert (one["of"], two["of"]) == ("gate_bwd without a raw gate", "gate_bwd")
+    assert one["functions"] == "chunk_local_cumsum" and one["order"] == two["order"] - 1
+    for row in (one, two):
+        assert (row["library"], row["version"], row["step"]) == ("fla", "0.6.0", 4)
+        assert "sources" not in row and not row["ships"] and rungs.ran(row) == ()
+    assert "fla: gate_bwd" in rungs.summary([one, two])
+
+
+def test_peers_are_compiled_and_where_there_are_none_it_says_so(fla, monkeypatch, capsys):
+    assert list(rungs.warm(("12_gate_bwd", "float32"), "cpu")) == [
+        "fla: gate_bwd without a raw gate", "fla: gate_bwd",
+    ]  # fmt: skip
+    told = rungs.warm(("02_gate_cumsum", "float32"), "cpu")
+    assert told["fla: gate_cumsum"].endswith(" s")
+    monkeypatch.setattr(ladder_peers, "version_of", lambda library: None)
+    assert rungs.main(["--device", "cpu", "--warm"]) == 2
+    assert "no other library" in capsys.readouterr().err
+
+
+def test_only_peers_and_what_ships(fla, monkeypatch, tmp_path):
+    seen = {}
+    monkeypatch.setattr(rungs.Run, "all", lambda run, keys, skip: seen.update(skip))
+    out = ["--out", str(tmp_path / "rungs.json")]
+    assert rungs.main(["--device", "cpu", "--peers", *out]) == 0
+    assert seen["12_gate_bwd", "float32"] == {"from_the_end", "gate_bwd_scan", "puzzle 12"}
+    assert ("07_kda_intra", "float32") not in seen
+
+
+@pytest.mark.parametrize("library", ["fla", "mamba_ssm"])
+def test_what_a_peer_calls_is_there(library):
+    if not ladder_peers.version_of(library):
+        pytest.skip(f"{library} is not installed")
+    for peer in (p for peers in ladder_peers.PEERS.values() for p in peers.values()):
+        tree = ast.parse(inspect.getsource(peer.make))
+        found = set()
+        for node in ast.walk(tree) if peer.library == library else ():
+            if isinstance(node, ast.ImportFrom):
+                module, names = importlib.import_module(node.module), [x.name for x in node.names]
+            elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Call):
+                call = ast.unparse(node.value)
+                if not call.startswith("mamba_ssm_module("):
+                    continue
+                name = ast.literal_eval(node.value.args[0])
+                module, names = ladder_peers.mamba_ssm_module(name), [node.attr]
+            else:
+                continue
+            assert all(hasattr(module, name) for name in names), (peer.name, module)
+            found |= set(names)
+        assert not found or found == set(peer.functions.split(", ")), peer.name
 
 
 def test_a_wrong_rung_is_refused(tmp_path):
