@@ -307,6 +307,8 @@ def page_parts(figures: Path) -> dict[str, str]:
         "gpus.md": roofline.table(),
         "performance.md": performance_page(figures=figures),
         "performance_kda.md": performance_page("kda", figures, under=1),
+        "performance_gdn2.md": performance_page("gdn2", figures, under=1),
+        "performance_dplr.md": performance_page("dplr", figures, under=1),
         "performance_ssd.md": performance_page("ssd", figures, under=1),
         "performance_ladders.md": ladders_page(),
     }
