@@ -38,7 +38,16 @@ STEPS = {
         PAGES,
     ],
     # a notebook's cells share a kernel, so they stay on one worker
-    "nbval": [*PYTEST, *WORKERS, "--dist", "loadscope", "--nbval-lax", *NOTEBOOKS],
+    "nbval": [
+        *PYTEST,
+        *WORKERS,
+        "--dist",
+        "loadscope",
+        "-p",
+        "tests.chapters_forks",
+        "--nbval-lax",
+        *NOTEBOOKS,
+    ],
     "book": [sys.executable, "tools/book.py", "--no-execute"],
     # a page spends half of its time waiting: two browsers a core
     "pages": [*PYTEST, "-n", "4", "--dist", "worksteal", PAGES],

@@ -3,8 +3,11 @@
 import functools
 import re
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 from docutils import nodes
+from sphinx.addnodes import only, toctree
+from sphinx.builders import html
 from sphinx.environment.collectors.toctree import TocTreeCollector
 
 
@@ -39,6 +42,42 @@ def between_sections_and_figures(number):
         return count(self, env)
 
     TocTreeCollector.assign_figure_numbers = assign
+
+
+def titles_before_copies():
+    """Where a table of contents shows titles alone, have Sphinx copy no more of each page.
+
+    It copies the sections of all pages for the sidebar of each, and then drops them.
+    """
+    resolve, kept = html.global_toctree_for_doc, WeakKeyDictionary()
+
+    def titles(env):
+        """The tables of contents of `env.tocs`, without sections where no page hangs below one."""
+        found = {}
+        for page, toc in env.tocs.items():
+            if next(toc.findall(toctree), None) or next(toc.findall(only), None):
+                found[page] = toc
+                continue
+            found[page] = toc.copy()
+            for item in toc:
+                found[page] += item.copy()
+                found[page][-1] += item[0].deepcopy()
+        return found
+
+    @functools.wraps(resolve)
+    def quicker(env, docname, builder, collapse=False, titles_only=False, **options):
+        options |= {"collapse": collapse, "titles_only": titles_only}
+        if not titles_only:
+            return resolve(env, docname, builder, **options)
+        if env not in kept:
+            kept[env] = titles(env)
+        whole, env.tocs = env.tocs, kept[env]
+        try:
+            return resolve(env, docname, builder, **options)
+        finally:
+            env.tocs = whole
+
+    html.global_toctree_for_doc = quicker
 
 
 def edit_source(app, pagename, templatename, context, doctree):
@@ -104,6 +143,7 @@ def setup(app):
     """Register with Sphinx."""
     app.connect("config-inited", one_search_box)
     between_sections_and_figures(number_by_file)
+    titles_before_copies()
     # after pydata_sphinx_theme (500) sets the link; before sphinx_book_theme (501, listed later)
     app.connect("html-page-context", edit_source, priority=501)
     app.connect("html-page-context", docs_links)
