@@ -121,7 +121,7 @@ def grid(rows: list[dict], what: str) -> dict[str, dict[str, dict]]:
 
 def roofline(data: dict, plt, call: str, stages: dict[str, tuple[str, ...]]):
     """Operations a second against operations a byte: stages and the whole call under the roof."""
-    names = dict.fromkeys(name for op in _operators(data) for name in stages[op])
+    names = dict.fromkeys(name for op in _operators(data) for name in stages.get(op, ()))
     whats = {call: call, **{f"stage:{name}": name for name in names}}
     points = {}
     for row in data["rows"]:
