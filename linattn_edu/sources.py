@@ -47,9 +47,15 @@ class Definition:
     node: ast.stmt
 
     @functools.cached_property
+    def nodes(self) -> list[ast.AST]:
+        """All of the statement, outer ones first."""
+        return [*ast.walk(self.node)]
+
+    @functools.cached_property
     def imports(self) -> dict[str, Place]:
         """Of the package, inside the statement."""
-        return {k: p for n in ast.walk(self.node) for k, p in self.module.imported(n).items()}
+        taken = (n for n in self.nodes if isinstance(n, ast.Import | ast.ImportFrom))
+        return {k: p for n in taken for k, p in self.module.imported(n).items()}
 
     def resolved(self, node: ast.AST) -> Place | None:
         """What a name, or a module's attribute, is in the package."""
@@ -65,20 +71,22 @@ class Definition:
     @functools.cached_property
     def named(self) -> set[Place]:
         """All that the statement names of the package, and what it binds."""
-        found, left = {(self.module.name, name) for name in _bound(self.node)}, [self.node]
-        found |= set(_stages(self.node))
-        while left:
-            node = left.pop()
-            if (place := self.resolved(node)) is not None:
-                found.add(place)
-            else:  # a module whose attribute is named is not named itself
-                left += ast.iter_child_nodes(node)
+        found = {(self.module.name, name) for name in _bound(self.node)}
+        found |= set(_stages(self.nodes))
+        within = set()  # a module whose attribute is named is not named itself
+        for node in self.nodes:
+            if isinstance(node, ast.Name | ast.Attribute) and node not in within:
+                if (place := self.resolved(node)) is not None:
+                    found.add(place)
+                    while isinstance(node, ast.Attribute):
+                        node = node.value
+                        within.add(node)
         return found
 
     @functools.cached_property
     def composes(self) -> bool:
         """Whether a composition of stages stands in it: @operator.forward or .backward."""
-        functions = (n for n in ast.walk(self.node) if isinstance(n, ast.FunctionDef))
+        functions = (n for n in self.nodes if isinstance(n, ast.FunctionDef))
         marks = (d for f in functions for d in f.decorator_list)
         return any(isinstance(d, ast.Attribute) and d.attr in _PASSES for d in marks)
 
@@ -110,9 +118,9 @@ class Definition:
 _PASSES = ("forward", "backward")
 
 
-def _stages(node: ast.AST) -> Iterator[Place]:
+def _stages(nodes: Iterable[ast.AST]) -> Iterator[Place]:
     """The kernels' stages of a record: fields `name: Callable = stage("file")`."""
-    for field_ in (n for n in ast.walk(node) if isinstance(n, ast.AnnAssign)):
+    for field_ in (n for n in nodes if isinstance(n, ast.AnnAssign)):
         match field_:
             case ast.AnnAssign(
                 target=ast.Name(id=name),
@@ -206,7 +214,7 @@ class Tree:
     """The sources below a folder: the package, the chapters, the puzzles."""
 
     def __init__(self, root: Path):
-        self.root, self._modules, self._digests = root, {}, {}
+        self.root, self._modules, self._chapters, self._digests = root, {}, {}, {}
         paths = (root / PACKAGE).rglob("*.py")
         named = {".".join(p.relative_to(root).with_suffix("").parts): p for p in paths}
         self._files = {name.removesuffix(".__init__"): p for name, p in named.items()}
@@ -287,12 +295,15 @@ class Tree:
 
     def _of_chapter(self, chapter: str) -> Module:
         """Its functions and imports: of the cells no more goes into a rung, see ladders.source."""
-        path = self.root / "chapters" / f"{chapter}.md"
-        if not path.is_file():
-            raise LookupError(f"there is no chapter {chapter!r}")
-        body = (n for code in cells(path) for n in ast.parse(code).body)
-        taken = ast.Import | ast.ImportFrom | ast.FunctionDef
-        return Module(chapter, self, [n for n in body if isinstance(n, taken)])
+        if chapter not in self._chapters:
+            path = self.root / "chapters" / f"{chapter}.md"
+            if not path.is_file():
+                raise LookupError(f"there is no chapter {chapter!r}")
+            body = (n for code in cells(path) for n in ast.parse(code).body)
+            taken = ast.Import | ast.ImportFrom | ast.FunctionDef
+            found = Module(chapter, self, [n for n in body if isinstance(n, taken)])
+            self._chapters[chapter] = found
+        return self._chapters[chapter]
 
     def counted(self, entry: str) -> set[Definition]:
         """The definitions whose hashes make that of an entry."""
