@@ -75,12 +75,13 @@ class Definition:
         found |= set(_stages(self.nodes))
         within = set()  # a module whose attribute is named is not named itself
         for node in self.nodes:
-            if isinstance(node, ast.Name | ast.Attribute) and node not in within:
-                if (place := self.resolved(node)) is not None:
-                    found.add(place)
-                    while isinstance(node, ast.Attribute):
-                        node = node.value
-                        within.add(node)
+            named = isinstance(node, ast.Name | ast.Attribute) and node not in within
+            place = self.resolved(node) if named else None
+            if place is not None:
+                found.add(place)
+                while isinstance(node, ast.Attribute):
+                    node = node.value
+                    within.add(node)
         return found
 
     @functools.cached_property
