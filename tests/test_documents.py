@@ -72,9 +72,11 @@ def test_what_the_readme_says_about_speed_is_measured():
         for case, what, library in ms:
             peer = library.removesuffix("_safe")
             if peer in names:
-                ours = library.replace(peer, "linattn_edu")
-                ratio = ms[case, what, ours] / ms[case, what, library]
-                counts.setdefault(data["gpu"], {}).setdefault(peer, []).append(ratio)
+                promised = path.stem[:4] != "dplr"  # ours takes no promise, theirs may
+                ours = library.replace(peer, "linattn_edu") if promised else "linattn_edu"
+                call = case, what, ours
+                ratios = counts.setdefault(data["gpu"], {}).setdefault(peer, {})
+                ratios[call] = max(ratios.get(call, 0), ms[call] / ms[case, what, library])
     assert counts
     readme = (ROOT / "README.md").read_text()
     for gpu, peers in counts.items():
@@ -82,7 +84,7 @@ def test_what_the_readme_says_about_speed_is_measured():
         assert len(said) == len(peers)
         for peer, ratios in peers.items():
             (line,) = (x for x in said if f" {names[peer]} " in x)
-            slower = [x for x in ratios if x > 1]
+            slower = [x for x in ratios.values() if x > 1]
             many = f"{len(ratios) - len(slower)} of {len(ratios)}" if slower else "all"
             assert f"in {many} " in line and line.count("% longer") == len(slower)
             assert all(f"takes {100 * (x - 1):.0f} % longer" in line for x in slower)
