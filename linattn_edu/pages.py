@@ -77,7 +77,7 @@ def _fastest(gpu: str) -> str:
         (name, data)
         for name in COMPARED
         for data in measurements.every(name).values()
-        if data["gpu"] == gpu
+        if data["gpu"] == gpu and data["rows"]
     ]
     *others, last = (COMPARED[name] for name, _ in files)
     operators = f"{', '.join(others)} and {last}" if others else last

@@ -494,7 +494,8 @@ def test_the_front_says_in_how_many_calls_no_library_is_faster(tmp_path, monkeyp
         for library, ms in libraries.items()
     ]
     (folder / "gdn_h200.json").write_text(json.dumps({**DATA, "rows": rows}))
-    (folder / "kda_h200.json").write_text(json.dumps({**DATA, "rows": []}))
+    for name in ("kda", "gdn2", "dplr"):
+        (folder / f"{name}_h200.json").write_text(json.dumps({**DATA, "rows": []}))
     text = pages.front()
     assert text.startswith("**1 of 2 calls** of Gated DeltaNet that were")
     assert "measured on an NVIDIA H200," in text
