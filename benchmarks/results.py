@@ -79,8 +79,10 @@ def merge(old: dict | None, new: dict) -> dict:
         old = {"rows": []}
     elif differences(old, new):
         old = _of_absent(old, new)
-    rows = {}
-    for row in (*old["rows"], *new["rows"]):
+    rows, again = {}, {_key(row) for row in new["rows"]}
+    day = {"date": old["date"]} if "date" in old else {}  # of what is not measured again
+    kept = [row if _key(row) in again else day | row for row in old["rows"]]
+    for row in (*kept, *new["rows"]):
         before = {n: x for n, x in rows.get(_key(row), {}).items() if n != "refused"}
         both = {**(before if before.get("sources") == row.get("sources") else {}), **row}
         rows[_key(row)] = dict(sorted(both.items(), key=lambda item: item[0] == "first_call_s"))

@@ -82,16 +82,18 @@ def provenance(data: dict, rows: Iterable[dict] | None = None) -> str:
     """Where, with what and when it was measured, and whether of kernels that have changed since.
 
     Args:
-        rows: Those that are shown, if not all.
+        rows: Those that are shown, if not all; of them are the day and the libraries.
     """
+    rows = list(data["rows"] if rows is None else rows)
+    there = {row.get("library", "").removesuffix("_safe") for row in rows}
     versions = [f"torch {data['torch']}"]
     versions += [f"Triton {data['triton']}"] if data.get("triton") else []
-    versions += [f"{name} {data[key]}" for key, name in PEERS.items() if data.get(key)]
-    rows = list(data["rows"] if rows is None else rows)
-    parts = [f"{data['gpu']}, {', '.join(versions)}, {data['date']}."]
+    versions += [f"{name} {data[key]}" for key, name in PEERS.items() if key in there & set(data)]
+    last = max((row.get("date", data["date"]) for row in rows), default=data["date"])
+    parts = [f"{data['gpu']}, {', '.join(versions)}, {last}."]
     days = {}
     for row in rows:
-        if row.get("date", data["date"]) != data["date"]:
+        if row.get("date", data["date"]) != last:
             days.setdefault(row["date"], {})[row.get("library", "some rows")] = None
     earlier = [f"{', '.join(libraries)} of {day}" for day, libraries in sorted(days.items())]
     if earlier:

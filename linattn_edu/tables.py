@@ -59,11 +59,7 @@ def ladder_cells(rows: list[dict], whys: Iterable[dict[str, str]]) -> Cells:
     others = {row["rung"]: row for row in rows if "library" in row}
     for why in whys:
         firsts = {}
-        beside = {
-            rung: f"another library's {row['functions']}"
-            for rung, row in others.items()
-            if row["of"] in why
-        }
+        beside = {r: _functions(row) for r, row in others.items() if row["of"] in why}
         for rung, reason in (why | beside).items():
             times = []
             for dtype in dtypes:
@@ -84,6 +80,12 @@ def ladder_cells(rows: list[dict], whys: Iterable[dict[str, str]]) -> Cells:
 def peer(row: dict) -> str:
     """Another library and its version, as a table's name of its row; 2.3.2.post1 is 2.3.2."""
     return f"{row['library']} {row['version'].split('.post')[0]}"
+
+
+def _functions(row: dict) -> str:
+    """Those of another library; a name that is the rung's is not said twice."""
+    names = row["functions"].split(", ")
+    return ", ".join("of this name" if x.strip("_") == row["of"] else x for x in names)
 
 
 def ladders_cells(every: Iterable[dict]) -> Cells:

@@ -290,8 +290,11 @@ def _ladder_notes(rows: list[dict], shown: Iterable[str]) -> str:
     for row in sorted(rows, key=lambda row: (row["dtype"], row["order"])):
         if "library" in row:
             if "refused" in row:
-                what = f"{tables.peer(row)} in {tables.SHORT[row['dtype']]}"
-                others.append(f"{what} is not timed: {row['refused'].split(': ', 1)[-1]}.")
+                off = (
+                    row["refused"].removeprefix("Wrong: ").removesuffix(" from the shipped kernel")
+                )
+                short = tables.SHORT[row["dtype"]]
+                others.append(f"{tables.peer(row)} in {short}: {off}, refused.")
         elif "shape" in row:
             short, size = tables.SHORT[row["dtype"]], _sizes(row["shape"])
             sizes.setdefault(size, {})[short] = None
