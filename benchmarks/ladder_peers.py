@@ -182,6 +182,13 @@ def causal_conv1d(x, w, b) -> Call:
     return lambda: causal_conv1d_fwd(x, w, b, None, activation="silu")
 
 
+@peer("23_cp_conv", "fla", "causal_conv1d_bwd", "causal_conv1d_bwd", same=lambda out: list(out[:3]))
+def causal_conv1d_bwd(x, w, b, dy) -> Call:
+    from fla.modules.causal_conv1d import causal_conv1d_bwd as f
+
+    return lambda: f(x, dy, None, w, b, activation="silu")
+
+
 @peer("26_decoding", "fla", "recurrent", "fused_recurrent_gated_delta_rule")
 def decoding(q, k, v, g, beta, S) -> Call:
     """The state that it returns is another one: it does not write in place."""

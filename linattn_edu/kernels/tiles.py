@@ -49,6 +49,15 @@ def load_vector(x_ptr, o, n):
 
 
 @triton.jit
+def silu_derivative(x):
+    """sigmoid(x) (1 + x sigmoid(-x)), from one exponential."""
+    e = tl.exp(-tl.abs(x))
+    large = 1.0 / (1.0 + e)  # of x and -x, the sigmoid of that above 0
+    back = tl.where(x < 0, large, e * large)
+    return tl.where(x < 0, e * large, large) * (1.0 + x * back)
+
+
+@triton.jit
 def load_gate(gc_ptr, o_t, stride, n_t):
     """gc[o_t] of one chunk; a missing token repeats the last one's, as if it did not decay."""
     return tl.load(gc_ptr + tl.minimum(o_t, n_t - 1) * stride)

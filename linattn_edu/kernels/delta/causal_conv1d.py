@@ -1,7 +1,8 @@
 """The short convolution of every channel over the last W tokens, and its adjoint.
 
 A tile is a chunk of a sequence, or the chunk before its first token, of which the last W rows are
-the initial state: what a tile does for its tokens it does for these.
+the initial state: what a tile does for its tokens it does for these. It is cut into walks of ROWS
+tokens: a thread goes down all rows of one, and loads each token once for the W sums that it is in.
 """
 
 import torch
@@ -17,18 +18,22 @@ from linattn_edu.kernels.tiles import (
     load_tile,
     load_vector,
     sequence_of,
+    silu_derivative,
     store_tile,
 )
 from linattn_edu.packing import Packing
 
 
 @triton.jit
-def tile_of(i_c, NT, cu_ptr, chunks_ptr, T, BT: tl.constexpr):
-    """Tile i_c: the NT chunks of all sequences, then of each sequence the chunk before its first.
+def tile_of(NT, cu_ptr, chunks_ptr, T, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr):
+    """The program's tile: the NT chunks of all sequences, then of each the chunk before its first.
 
-    Returns the sequence, the tile's first token through all sequences and in its own, which is
-    negative before the first, and the tokens of the sequence.
+    Returns its number and its channels, the sequence, the tile's first token through all sequences
+    and in its own, which is negative before the first, and the tokens of the sequence.
     """
+    ND: tl.constexpr = (D + BD - 1) // BD
+    i_c = (tl.program_id(0) // ND).to(tl.int64)
+    o_d = tl.program_id(0) % ND * BD + tl.arange(0, BD)
     if cu_ptr is not None:
         i_n = tl.load(chunks_ptr + 2 * i_c, mask=i_c < NT, other=0)
         i_t = tl.load(chunks_ptr + 2 * i_c + 1, mask=i_c < NT, other=-1)
@@ -36,7 +41,7 @@ def tile_of(i_c, NT, cu_ptr, chunks_ptr, T, BT: tl.constexpr):
         i_n, i_t = i_c // tl.cdiv(T, BT), tl.where(i_c < NT, i_c % tl.cdiv(T, BT), -1)
     i_n = tl.where(i_c < NT, i_n, i_c - NT)
     first, n, _ = sequence_of(i_n, cu_ptr, None, T, BT)
-    return i_n, first + i_t * BT, (i_t * BT).to(tl.int32), n
+    return i_c, o_d, i_n, first + i_t * BT, (i_t * BT).to(tl.int32), n
 
 
 @triton.jit
@@ -85,34 +90,48 @@ def reach_kernel(seq_ptr, n_ptr, tokens, T, W: tl.constexpr, BT: tl.constexpr):
 
 
 @triton.jit
-def load_reach(n_ptr, o_t, t0, n):
-    """n_t of the rows o_t of a tile; before the first token the first one's."""
-    return tl.load(n_ptr + (tl.minimum(tl.maximum(t0 + o_t, 0), n - 1) - t0))
+def reaches(n_ptr, o_t, t0, n, W: tl.constexpr):
+    """How many tokens before those of the rows o_t of a tile are in their sums; -1: no token."""
+    there = (t0 + o_t >= 0) & (t0 + o_t < n)
+    return tl.where(there, W - 1, -1) if n_ptr is None else tl.load(n_ptr + o_t, there, other=-1)
 
 
 @triton.jit
-def preactivation(x_ptr, w_ptr, b_ptr, s_ptr, n_ptr, b_n, o_t, o_d, t0, n, D: tl.constexpr,
-                  W: tl.constexpr):  # fmt: skip
-    """p of the rows o_t of a tile.  The oldest tokens come first, wherever they stand: a sequence
+def own(b_x, b_n, i: tl.constexpr):
+    """b_x, 0 where the token i tokens before is not in a row's sum: 0 times an inf or NaN is NaN."""
+    return tl.where((b_n >= i)[:, None], b_x, 0.0)
+
+
+@triton.jit
+def load_walks(x_ptr, s_ptr, w_ptr, b_ptr, o_g, o_d, i_n, first, t0, n, D: tl.constexpr,
+               W: tl.constexpr, LAST: tl.constexpr):  # fmt: skip
+    """u of the rows 1 - W to LAST - 1 of the walks that begin with rows o_g of a tile, where tokens
+    of the state have negative numbers; the W weights of a sum, oldest first, and its bias, if any.
+    """
+    b_us, b_ws = (), ()
+    for i in tl.static_range(1 - W, LAST):
+        b_u = load_tokens(x_ptr + first * D, o_g + i, o_d, t0, n, D)
+        if s_ptr is not None and t0 <= 0:
+            b_u += load_state(s_ptr + i_n * D * W, W + t0 + o_g + i, o_d, D, W)
+        b_us = b_us + (b_u,)
+    for j in tl.static_range(W):
+        b_ws = b_ws + (load_row(w_ptr + j, o_d, W, D)[None, :],)
+    if b_ptr is not None:
+        b_ws = b_ws + (load_vector(b_ptr, o_d, D)[None, :],)
+    return b_us, b_ws
+
+
+@triton.jit
+def preactivation(b_us, b_ws, n_ptr, b_n, i: tl.constexpr, W: tl.constexpr):
+    """p of the rows i of the walk.  The oldest tokens come first, wherever they stand: a sequence
     that is split at any token gives the same bits.
     """
-    b_p = tl.zeros([o_t.shape[0], o_d.shape[0]], tl.float32)
     # eq:conv-pre   p_t = b + sum_j w_j u_(t-W+1+j)
-    if s_ptr is not None and t0 <= 0:
-        for j in tl.static_range(W):
-            o_s = 1 + j + t0 + o_t
-            if n_ptr is not None:
-                o_s = tl.where(b_n < W - 1 - j, -1, o_s)
-            b_s = load_state(s_ptr, o_s, o_d, D, W)
-            b_p += load_row(w_ptr + j, o_d, W, D)[None, :] * b_s
+    b_p = tl.zeros(b_us[i].shape, tl.float32)
     for j in tl.static_range(W):
-        o_u = o_t + (j + 1 - W)
-        if n_ptr is not None:
-            o_u = tl.where(b_n < W - 1 - j, n - t0, o_u)
-        b_x = load_tokens(x_ptr, o_u, o_d, t0, n, D)
-        b_p += load_row(w_ptr + j, o_d, W, D)[None, :] * b_x
-    if b_ptr is not None:
-        b_p += load_vector(b_ptr, o_d, D)[None, :]
+        b_p += b_ws[j] * (b_us[i + j] if n_ptr is None else own(b_us[i + j], b_n, W - 1 - j))
+    if len(b_ws) > W:
+        b_p += b_ws[W]
     return b_p
 
 
@@ -136,61 +155,44 @@ def causal_conv1d_kernel(
     NT,
     T,
     D: tl.constexpr, W: tl.constexpr,
-    BT: tl.constexpr, BD: tl.constexpr,
+    BT: tl.constexpr, BD: tl.constexpr, ROWS: tl.constexpr,
     SILU: tl.constexpr,
 ):  # fmt: skip
     """One program: BD channels of a tile.  Grid ((NT + N) * D / BD), without N if ht_ptr is None.
 
     Reference: linattn_edu.reference.delta.causal_conv1d.
     """
-    ND: tl.constexpr = (D + BD - 1) // BD
-    pid = tl.program_id(0)
-    i_d, i_c = pid % ND, (pid // ND).to(tl.int64)
-    i_n, first, t0, n = tile_of(i_c, NT, cu_ptr, chunks_ptr, T, BT)
-    o_t = tl.arange(0, BT)
-    o_d = i_d * BD + tl.arange(0, BD)
-    x_ptr += first * D
-    if s_ptr is not None:
-        s_ptr += i_n * D * W
-    b_n = 0
+    _, o_d, i_n, first, t0, n = tile_of(NT, cu_ptr, chunks_ptr, T, D, BT, BD)
+    o_g = tl.arange(0, BT // ROWS) * ROWS
     if n_ptr is not None:
         n_ptr += first
-        b_n = load_reach(n_ptr, o_t, t0, n)
-    b_p = preactivation(x_ptr, w_ptr, b_ptr, s_ptr, n_ptr, b_n, o_t, o_d, t0, n, D, W)  # [BT, BD]
-    if SILU:
-        # eq:conv-act   y = p sigmoid(p)
-        b_p *= tl.sigmoid(b_p)
-    if n_ptr is not None:
-        b_p = tl.where((b_n >= 0)[:, None], b_p, 0.0)
-    store_tile(y_ptr + first * D, b_p, rows_of(o_t, t0, n), o_d, D, n - t0, D)
-    if ht_ptr is not None and n - t0 < BT + W:
-        # eq:conv-state   s_i = u_(T-W+i)
-        b_u = load_tokens(x_ptr, o_t, o_d, t0, n, D)
-        if s_ptr is not None:
-            b_u += load_state(s_ptr, W + t0 + o_t, o_d, D, W)
+    b_us, b_ws = load_walks(x_ptr, s_ptr, w_ptr, b_ptr, o_g, o_d, i_n, first, t0, n, D, W, ROWS)
+    for i in tl.static_range(ROWS):
+        o_t = o_g + i
+        b_n = reaches(n_ptr, o_t, t0, n, W)
+        b_p = preactivation(b_us, b_ws, n_ptr, b_n, i, W)  # [BT / ROWS, BD]
+        if SILU:
+            # eq:conv-act   y = p sigmoid(p)
+            b_p *= tl.sigmoid(b_p)
         if n_ptr is not None:
-            b_u = tl.where(of_last(n_ptr, o_t, t0, n)[:, None], b_u, 0.0)
-        store_state(ht_ptr + i_n * D * W, b_u, t0 + o_t - n + W, o_d, D, W)
+            b_p = own(b_p, b_n, 0)
+        store_tile(y_ptr + first * D, b_p, rows_of(o_t, t0, n), o_d, D, n - t0, D)
+        if ht_ptr is not None and n - t0 < BT + W:
+            # eq:conv-state   s_i = u_(T-W+i)
+            b_u = b_us[i + W - 1]
+            if n_ptr is not None:
+                b_u = tl.where(of_last(n_ptr, o_t, t0, n)[:, None], b_u, 0.0)
+            store_state(ht_ptr + i_n * D * W, b_u, t0 + o_t - n + W, o_d, D, W)
 
 
 @triton.jit
-def dpreactivation(x_ptr, w_ptr, b_ptr, s_ptr, n_ptr, dy_ptr, i: tl.constexpr, o_t, o_d, t0, n,
-                   D: tl.constexpr, W: tl.constexpr, SILU: tl.constexpr):  # fmt: skip
-    """dp of the rows o_t of a tile; 0 where there is no token, or the token i before is not of its
-    sequence.
-    """
-    b_n, o_dy = 0, o_t
-    if n_ptr is not None:
-        b_n = load_reach(n_ptr, o_t, t0, n)
-        o_dy = tl.where(b_n < i, n - t0, o_t)
-    b_dp = load_tokens(dy_ptr, o_dy, o_d, t0, n, D)
-    if SILU:
-        b_p = preactivation(x_ptr, w_ptr, b_ptr, s_ptr, n_ptr, b_n, o_t, o_d, t0, n, D, W)
-        # eq:conv-dpre   dp = dy sigmoid(p) (1 + p (1 - sigmoid(p)))
-        b_dp *= tl.sigmoid(b_p) * (1.0 + b_p * tl.sigmoid(-b_p))
-        # no sum of theirs is an output: it may overflow, or hold the state's oldest, an inf or NaN
-        b_dp = tl.where(((t0 + o_t >= 0) & (t0 + o_t < n))[:, None], b_dp, 0.0)
-    return b_dp
+def added(b_dws, b_us, b_dp, b_n, i: tl.constexpr, W: tl.constexpr):
+    """The gradients of the W weights, and of the bias, with what the rows i of the walks add."""
+    b_sums = ()
+    for j in tl.static_range(W):
+        # eq:conv-dweight   dw_j = sum_t dp_t u_(t-W+1+j),   db = sum_t dp_t
+        b_sums = b_sums + (b_dws[j] + b_dp * own(b_us[i + j], b_n, W - 1 - j),)
+    return b_sums + (b_dws[W] + b_dp,)
 
 
 @triton.jit(do_not_specialize=["NT", "T"])
@@ -203,69 +205,63 @@ def causal_conv1d_bwd_kernel(
     dy_ptr,  # [B, T, D]
     dht_ptr,  # [N, D, W] or None
     dx_ptr,  # [B, T, D] out
-    dw_ptr,  # [NT + N, W, D] out: parts of dweight
-    db_ptr,  # [NT + N, D] out: parts of dbias, or None
+    dw_ptr,  # [NT + N, W + 1, D] out: parts of dweight, and of dbias
     dh0_ptr,  # [N, D, W] out, or None
     cu_ptr,  # [N + 1] or None
     chunks_ptr,  # [NT, 2] or None
     NT,
     T,
     D: tl.constexpr, W: tl.constexpr,
-    BT: tl.constexpr, BD: tl.constexpr,
+    BT: tl.constexpr, BD: tl.constexpr, ROWS: tl.constexpr,
     SILU: tl.constexpr,
 ):  # fmt: skip
     """One program: BD channels of a tile.  Grid ((NT + N) * D / BD), without N if s_ptr is None.
 
     Reference: linattn_edu.reference.delta.causal_conv1d.
     """
-    ND: tl.constexpr = (D + BD - 1) // BD
-    pid = tl.program_id(0)
-    i_d, i_c = pid % ND, (pid // ND).to(tl.int64)
-    i_n, first, t0, n = tile_of(i_c, NT, cu_ptr, chunks_ptr, T, BT)
-    o_t = tl.arange(0, BT)
-    o_d = i_d * BD + tl.arange(0, BD)
-    x_ptr += first * D
-    o_u = o_t
-    # what is in no sum reads as 0, for 0 times an inf or NaN is NaN
+    i_c, o_d, i_n, first, t0, n = tile_of(NT, cu_ptr, chunks_ptr, T, D, BT, BD)
+    o_g = tl.arange(0, BT // ROWS) * ROWS
     if n_ptr is not None:
         n_ptr += first
-        o_u = tl.where(load_reach(n_ptr, o_t, t0, n) < 0, n - t0, o_t)
-    b_u = load_tokens(x_ptr, o_u, o_d, t0, n, D)  # [BT, BD]
-    if s_ptr is not None:
-        s_ptr += i_n * D * W
-        if t0 < 0:
-            # the state's oldest token is in no sum either
-            o_s = tl.where(t0 + o_t > -W, W + t0 + o_t, -1)
-            if n_ptr is not None:
-                o_s = tl.where(load_reach(n_ptr, o_t, t0, n) < 0, -1, o_s)
-            b_u = load_state(s_ptr, o_s, o_d, D, W)
-    b_du = tl.zeros([BT, BD], tl.float32)
-    for i in tl.static_range(W):
-        b_dp = dpreactivation(x_ptr, w_ptr, b_ptr, s_ptr, n_ptr, dy_ptr + first * D, i, o_t + i,
-                              o_d, t0, n, D, W, SILU)  # fmt: skip
-        # eq:conv-dx   du_t = sum_j w_j dp_(t+W-1-j)
-        b_du += load_row(w_ptr + (W - 1 - i), o_d, W, D)[None, :] * b_dp
-        # eq:conv-dweight   dw_j = sum_t dp_t u_(t-W+1+j),   db = sum_t dp_t
-        i_w = i_c * W + (W - 1 - i)
-        tl.store(dw_ptr + i_w * D + o_d, tl.sum(b_dp * b_u, 0), mask=o_d < D)
-        if i == 0 and db_ptr is not None:
-            tl.store(db_ptr + i_c * D + o_d, tl.sum(b_dp, 0), mask=o_d < D)
-    if dht_ptr is not None and n - t0 < BT + W:
-        # eq:conv-dstate   du_t += ds_(t-T+W)
-        o_s = t0 + o_t - n + W
-        if n_ptr is not None:
-            o_s = tl.where(of_last(n_ptr, o_t, t0, n), o_s, -1)
-        b_du += load_state(dht_ptr + i_n * D * W, o_s, o_d, D, W)
-    store_tile(dx_ptr + first * D, b_du, rows_of(o_t, t0, n), o_d, D, n - t0, D)
-    if dh0_ptr is not None and t0 < 0:
-        store_state(dh0_ptr + i_n * D * W, b_du, W + t0 + o_t, o_d, D, W)
+    LAST: tl.constexpr = ROWS + W - 1
+    b_us, b_ws = load_walks(x_ptr, s_ptr, w_ptr, b_ptr, o_g, o_d, i_n, first, t0, n, D, W, LAST)
+    b_dys, b_dps, b_dws = (), (), (tl.zeros([BT // ROWS, BD], tl.float32),) * (W + 1)
+    for i in tl.static_range(LAST):
+        b_dys = b_dys + (load_tokens(dy_ptr + first * D, o_g + i, o_d, t0, n, D),)
+    for i in tl.static_range(LAST):
+        b_n, b_dp = reaches(n_ptr, o_g + i, t0, n, W), b_dys[i]
+        if SILU:
+            # eq:conv-dpre   dp = dy sigmoid(p) (1 + p (1 - sigmoid(p)))
+            b_dp *= silu_derivative(preactivation(b_us, b_ws, n_ptr, b_n, i, W))
+        b_dps = b_dps + (own(b_dp, b_n, 0),)  # [BT / ROWS, BD]
+        if i < ROWS:
+            b_dws = added(b_dws, b_us, b_dps[i], b_n, i, W)
+        if i >= W - 1:
+            o_t = o_g + (i - (W - 1))
+            # eq:conv-dx   du_t = sum_j w_j dp_(t+W-1-j)
+            b_du = b_ws[W - 1] * b_dps[i - (W - 1)]
+            for j in tl.static_range(1, W):
+                b_dp = b_dps[i - (W - 1) + j]
+                if n_ptr is not None:
+                    b_dp = own(b_dp, reaches(n_ptr, o_t + j, t0, n, W), j)
+                b_du += b_ws[W - 1 - j] * b_dp
+            if dht_ptr is not None and n - t0 < BT + W:
+                # eq:conv-dstate   du_t += ds_(t-T+W)
+                o_s = t0 + o_t - n + W
+                if n_ptr is not None:
+                    o_s = tl.where(of_last(n_ptr, o_t, t0, n), o_s, -1)
+                b_du += load_state(dht_ptr + i_n * D * W, o_s, o_d, D, W)
+            store_tile(dx_ptr + first * D, b_du, rows_of(o_t, t0, n), o_d, D, n - t0, D)
+            if dh0_ptr is not None and t0 < 0:
+                store_state(dh0_ptr + i_n * D * W, b_du, W + t0 + o_t, o_d, D, W)
+    for j in tl.static_range(W + 1):
+        tl.store(dw_ptr + (i_c * (W + 1) + j) * D + o_d, tl.sum(b_dws[j], 0), mask=o_d < D)
 
 
-# Both kernels are bound by memory: one row each for all GPUs; no bit of y or dx depends on it. 64
-# channels are a line of 128 bytes in 16 bits. The backward pass works on 2 W - 1 shifted tiles of x
-# and takes half as many channels, for with 64 its registers hold one program a multiprocessor.
-FORWARD = row(8, 1, BD=64)
-BACKWARD = row(8, 1, BD=32)
+# One row each for all GPUs; no bit of y or dx depends on it. 64 channels are a line of 128 bytes in
+# 16 bits. The backward pass, which holds W - 1 more rows of x and as many of dy, takes half of it.
+FORWARD = row(4, 1, BD=64, ROWS=16)
+BACKWARD = row(4, 1, BD=32, ROWS=8)
 BT = 64  # tokens of a tile, and of a chunk of the Packing
 TOKENS = 512  # of a program of reach_kernel
 
@@ -304,9 +300,8 @@ def causal_conv1d(
     (_, T, D), W = x.shape, weight.shape[1]
     n = reach(seq_idx, W)
     tiles, NT, *sequences = _grid(x, packing, output_final_state)
-    y, ht = torch.empty_like(x), None
-    if output_final_state:
-        ht = x.new_empty(tiles - NT, *weight.shape)
+    ht = x.new_empty(tiles - NT, *weight.shape) if output_final_state else None
+    y = torch.empty_like(x)
     config = FORWARD.launch()
     causal_conv1d_kernel[(tiles * cdiv(D, config["BD"]),)](
         x, weight, bias, initial_state, n, y, ht, *sequences, NT, T, D, W, BT,
@@ -335,13 +330,13 @@ def causal_conv1d_bwd(
     n = reach(seq_idx, W)
     tiles, NT, *sequences = _grid(x, packing, initial_state is not None)
     dx = torch.empty_like(x)
-    dw = x.new_empty(tiles, W, D, dtype=torch.float32)
-    db = None if bias is None else x.new_empty(tiles, D, dtype=torch.float32)
+    dw = x.new_empty(tiles, W + 1, D, dtype=torch.float32)
     dh0 = None if initial_state is None else torch.empty_like(initial_state)
     config = BACKWARD.launch()
     causal_conv1d_bwd_kernel[(tiles * cdiv(D, config["BD"]),)](
-        x, weight, bias, initial_state, n, dy, dht, dx, dw, db, dh0, *sequences, NT, T, D, W,
+        x, weight, bias, initial_state, n, dy, dht, dx, dw, dh0, *sequences, NT, T, D, W,
         BT, SILU=activation == "silu", **config,
     )  # fmt: skip
-    dw = dw.sum(0).T.to(weight.dtype).contiguous()
-    return dx, dw, db if db is None else db.sum(0).to(bias.dtype), dh0
+    *dw, db = dw.sum(0)
+    dw = torch.stack(dw, 1).to(weight.dtype)
+    return dx, dw, None if bias is None else db.to(bias.dtype), dh0

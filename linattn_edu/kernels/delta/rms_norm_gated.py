@@ -6,10 +6,16 @@ import triton.language as tl
 from torch import Tensor
 
 from linattn_edu.kernels.delta.l2norm import power
-from linattn_edu.kernels.tiles import cdiv, load_row, load_tile, load_vector, store_tile
+from linattn_edu.kernels.tiles import (
+    cdiv,
+    load_row,
+    load_tile,
+    load_vector,
+    silu_derivative,
+    store_tile,
+)
 
-ELEMENTS = 4096  # of a program's tile
-ELEMENTS_BWD = 2048  # of which it holds three times as many
+ELEMENTS = 2048  # of a program's tile; the backward pass holds three of them
 PARTS = 1024  # of the gradients of weight and bias, at most
 
 
@@ -22,20 +28,16 @@ def gate(b_z, SILU: tl.constexpr):
 @triton.jit
 def gate_derivative(b_z, SILU: tl.constexpr):
     """act'(z)."""
-    b_sigmoid = tl.sigmoid(b_z)
-    if SILU:
-        return b_sigmoid * (1.0 + b_z * tl.sigmoid(-b_z))
-    else:
-        return b_sigmoid * tl.sigmoid(-b_z)
+    return silu_derivative(b_z) if SILU else tl.sigmoid(b_z) * tl.sigmoid(-b_z)
 
 
 @triton.jit
-def affine(b_n, w_ptr, b_ptr, o_d, D: tl.constexpr):
-    """o = n w + b."""
+def affine(b_n, w_ptr, b_ptr, i_g, o_d, D: tl.constexpr):
+    """o = n w + b, of group i_g."""
     if w_ptr is not None:
-        b_n *= load_vector(w_ptr, o_d, D)[None, :]
+        b_n *= load_vector(w_ptr + i_g * D, o_d, D)[None, :]
     if b_ptr is not None:
-        b_n += load_vector(b_ptr, o_d, D)[None, :]
+        b_n += load_vector(b_ptr + i_g * D, o_d, D)[None, :]
     return b_n
 
 
@@ -71,12 +73,7 @@ def rms_norm_gated_kernel(
     b_s = power(tl.max(tl.abs(b_v), 1), eps)
     b_v *= b_s[:, None]
     b_rstd = tl.rsqrt(tl.sum(b_v * b_v, 1) / D + eps * b_s * b_s)
-    b_y = b_rstd[:, None] * b_v
-    if w_ptr is not None:
-        w_ptr += i_g * D
-    if b_ptr is not None:
-        b_ptr += i_g * D
-    b_y = affine(b_y, w_ptr, b_ptr, o_d, D)
+    b_y = affine(b_rstd[:, None] * b_v, w_ptr, b_ptr, i_g, o_d, D)
     if z_ptr is not None and not BEFORE:
         # eq:norm-gate-last   y = o act(z)
         b_y *= b_a
@@ -109,10 +106,6 @@ def rms_norm_gated_bwd_kernel(
     """
     i_g, i_part = tl.program_id(0) % G, (tl.program_id(0) // G).to(tl.int64)
     o_r, o_d = tl.arange(0, BR), tl.arange(0, BD)
-    if w_ptr is not None:
-        w_ptr += i_g * D
-    if b_ptr is not None:
-        b_ptr += i_g * D
     b_dw, b_db = tl.zeros([BR, BD], tl.float32), tl.zeros([BR, BD], tl.float32)
     for i in range(TILES):
         first = (i_part * TILES + i) * BR
@@ -130,7 +123,7 @@ def rms_norm_gated_bwd_kernel(
         b_n = b_rstd * b_v
         if z_ptr is not None and not BEFORE:
             # eq:norm-gate-last-bwd   do = dy act(z),   dz = dy o act'(z)
-            b_dz = b_do * affine(b_n, w_ptr, b_ptr, o_d, D) * b_da
+            b_dz = b_do * affine(b_n, w_ptr, b_ptr, i_g, o_d, D) * b_da
             b_do *= b_a
             store_tile(dz_ptr + i_x, b_dz, o_r, o_d, G * D, rows, D)
         # eq:norm-gated-dweight   dw = sum do n,   db = sum do
@@ -139,7 +132,7 @@ def rms_norm_gated_bwd_kernel(
         if db_ptr is not None:
             b_db += b_do
         # eq:norm-gated-bwd   dv = rstd (w do - n mean(n w do))
-        b_dn = affine(b_do, w_ptr, None, o_d, D)
+        b_dn = affine(b_do, w_ptr, None, i_g, o_d, D)
         b_dx = b_rstd * (b_dn - b_n * (tl.sum(b_n * b_dn, 1) / D)[:, None])
         if z_ptr is not None and BEFORE:
             # eq:norm-gate-first-bwd   dx = dv act(z),   dz = dv x act'(z)
@@ -153,11 +146,11 @@ def rms_norm_gated_bwd_kernel(
         tl.store(db_ptr + i_w, tl.sum(b_db, 0), mask=o_d < D)
 
 
-def _tiles(x: Tensor, elements: int) -> tuple[int, dict[str, int]]:
-    """Rows of x [..., G, D], and the tiles of a kernel that holds so many elements, or a row."""
+def _tiles(x: Tensor, warps: int) -> tuple[int, dict[str, int]]:
+    """Rows of x [..., G, D], and the tiles of a kernel in so many warps, more for a long row."""
     G, D = x.shape[-2:]
     BD = triton.next_power_of_2(D)
-    BR, warps = max(1, elements // BD), min(16, max(4, BD // 512))
+    BR, warps = max(1, ELEMENTS // BD), min(16, max(warps, BD // 512))
     return x.numel() // (G * D), {"G": G, "D": D, "BR": BR, "BD": BD, "num_warps": warps}
 
 
@@ -173,7 +166,7 @@ def rms_norm_gated(
 ) -> tuple[Tensor, Tensor]:
     """Launch rms_norm_gated_kernel; arguments and results as in the reference."""
     y, rstd = torch.empty_like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)
-    n, tiles = _tiles(x, ELEMENTS)
+    n, tiles = _tiles(x, 2)
     with torch.cuda.device_of(x):
         rms_norm_gated_kernel[(cdiv(n, tiles["BR"]) * tiles["G"],)](
             x, weight, bias, z, y, rstd, n, eps,
@@ -194,7 +187,7 @@ def rms_norm_gated_bwd(
     activation: str = "silu",
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Launch rms_norm_gated_bwd_kernel and add up its parts; the rest as in the reference."""
-    n, tiles = _tiles(x, ELEMENTS_BWD)
+    n, tiles = _tiles(x, 4)
     each = cdiv(cdiv(n, tiles["BR"]), PARTS)
     parts = cdiv(n, tiles["BR"] * each) if n else 0
     dx, dz = torch.empty_like(x), None if z is None else torch.empty_like(z)

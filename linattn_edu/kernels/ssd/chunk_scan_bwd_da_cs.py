@@ -59,7 +59,7 @@ def chunk_scan_bwd_da_cs_kernel(
 CONFIGS = {
     "turing": {2: row(4, 1, BN=32, BP=32), 4: row(4, 1, BN=32, BP=32)},
     "ampere": {2: row(4, 1, BN=64, BP=64), 4: row(4, 1, BN=32, BP=32)},
-    "hopper": {2: row(4, 1, BN=64, BP=64), 4: row(4, 1, BN=32, BP=32)},
+    "hopper": {2: row(4, 1, BN=128, BP=64), 4: row(4, 1, BN=32, BP=64)},
 }
 
 
