@@ -105,7 +105,9 @@ def check_symbolic(operator, arguments):
         if got is not None:
             assert got.ndim == want.ndim and got.dtype == want.dtype, (got, want)
             assert got.requires_grad == want.requires_grad
-            known = [(int(n), m) for n, m in zip(got.shape, want.shape, strict=True) if known_size(n)]
+            known = [
+                (int(n), m) for n, m in zip(got.shape, want.shape, strict=True) if known_size(n)
+            ]
             assert all(n == m for n, m in known), (got.shape, want.shape)
 
 
