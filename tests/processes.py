@@ -8,10 +8,9 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import forks
 import torch
 import torch.distributed as dist
-
-import forks
 
 SCRIPT = """
 import runpy, sys
