@@ -45,8 +45,11 @@ def pytest_collection_finish():
     gc.freeze()
 
 
-def pytest_unconfigure():
-    gc.unfreeze()  # or Triton's bindings say at the end what is left
+def pytest_configure(config):
+    """Or Triton's bindings say at the end what is left; after pytest's own collections, as the last
+    of what is cleaned up is what was added first.
+    """
+    config.add_cleanup(gc.unfreeze)
 
 
 def first_cases(items):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 SERVER = """
-import json, os, runpy, signal, sys, tempfile, traceback, types
+import contextlib, json, os, runpy, signal, sys, tempfile, traceback, types
 import torch
 
 def run(args, env, cwd):
@@ -40,6 +40,7 @@ def end_of(args, env, cwd):
 for line in sys.stdin:
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         if not (child := os.fork()):
+            os.setpgid(0, 0)
             signal.alarm(300)
             for file, at in ((open(os.devnull), 0), (out, 1), (err, 2)):
                 os.dup2(file.fileno(), at)
@@ -47,6 +48,8 @@ for line in sys.stdin:
             sys.stdout.flush(), sys.stderr.flush()
             os._exit(code)  # leaving torch takes half a second
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child, signal.SIGKILL)  # what it started and left
         said = [(file.seek(0), file.read())[1] for file in (out, err)]
     print(json.dumps([code, *said]), flush=True)
 """

@@ -8,8 +8,24 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import forks
 import torch
 import torch.distributed as dist
+
+SCRIPT = """
+import runpy, sys
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+FORKING = """
+import pickle, sys
+import torch.multiprocessing as mp
+
+def spawn(f, args, nprocs):
+    mp.start_processes(*pickle.loads(pickle.dumps((f, args))), nprocs, start_method="fork")
+
+mp.spawn = spawn
+"""
 
 
 def run_ranks(
@@ -19,16 +35,24 @@ def run_ranks(
 
     All ranks must end well, but for those that the watchdog of NCCL must have ended.
 
-    With gloo it is one program, whose children are the ranks: what it imports, it imports once.
-    A process of CUDA has no children, so with NCCL there is a program for each rank.
+    With gloo it is one program, a fork of what has loaded torch, whose children are the ranks: what
+    it imports, it imports once. A process of CUDA has no children, so with NCCL there is a program
+    for each rank.
     """
     file, ranks = folder / "meeting", [str(rank) for rank in range(world)]
+    if backend == "gloo":
+        given = (str(script), backend, ",".join(ranks), str(world), str(file), *more)
+        done = forks.python("-c", SCRIPT, *given, env=dict(os.environ))
+        said = [done.stdout + done.stderr]
+        assert done.returncode == 0, said[0]
+        assert all_right(file, ranks), said[0]
+        return said
     programs = [
         subprocess.Popen(
-            [sys.executable, str(script), backend, given, str(world), str(file), *more],
+            [sys.executable, str(script), backend, rank, str(world), str(file), *more],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
         )
-        for given in ([",".join(ranks)] if backend == "gloo" else ranks)
+        for rank in ranks
     ]  # fmt: skip
     try:
         said = [program.communicate(timeout=240)[0] for program in programs]
@@ -38,8 +62,22 @@ def run_ranks(
                 os.killpg(program.pid, signal.SIGKILL)
     wanted = [-signal.SIGABRT * (rank in ended) for rank in range(len(programs))]
     assert [program.returncode for program in programs] == wanted, "\n".join(said)
-    assert all((folder / f"meeting.{rank}").read_text() == "right" for rank in ranks)
+    assert all_right(file, ranks), "\n".join(said)
     return said
+
+
+def all_right(file: Path, ranks: list[str]) -> bool:
+    return all(Path(f"{file}.{rank}").read_text() == "right" for rank in ranks)
+
+
+def with_forks(program: str, *args: str, env: dict[str, str] | None = None) -> None:
+    """A program of Python in which torch.multiprocessing.spawn forks: what the processes need is
+    loaded once. They are given what goes through pickle, as when each begins anew.
+    """
+    done = forks.python(
+        "-c", FORKING + program, *args, env=dict(os.environ if env is None else env)
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def be_ranks(rank_of: Callable[[str, int, int, str], None]) -> None:

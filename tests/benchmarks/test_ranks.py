@@ -1,20 +1,26 @@
 """The benchmark of several ranks, with processes on the CPU."""
 
 import json
+import os
 from functools import partial
 
 import pytest
 import torch
+from processes import with_forks
 
 from benchmarks import ranks, results, tables
 from linattn_edu.figures import speedup
 
 CPU = torch.device("cpu")
+PROGRAM = """
+from benchmarks import ranks
+sys.exit(ranks.main(sys.argv[1:]))
+"""
 
 
 @pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this PyTorch has no gloo")
-def test_some_ranks_of_one_start(tmp_path, monkeypatch):
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # the reference: many calls
+def test_some_ranks_of_one_start(tmp_path):
+    env = {n: x for n, x in os.environ.items() if n != "TRITON_INTERPRET"}  # the reference
     out = tmp_path / "cp.json"
     other = {"case": "gdn_96", "library": "fla", "what": "forward", "layout": "contiguous"}
     other |= {"gate": "trained", "ranks": 2, "tokens": 96, "ms": 1.0}
@@ -23,7 +29,7 @@ def test_some_ranks_of_one_start(tmp_path, monkeypatch):
     results.save(out, tables.heading(CPU) | day | {"fla": "0.0.1", "rows": [other, again]})
     other |= day  # which a row keeps
     more = ["--ranks", "2,3", "--cases", "none,short"]
-    assert ranks.main(["--device", "cpu", "--out", str(out), *more]) == 0
+    with_forks(PROGRAM, "--device", "cpu", "--out", str(out), *more, env=env)
     data = json.loads(out.read_text())
     assert other in data["rows"] and data["fla"] == "0.0.1"  # of a run before
     rows = [row for row in data["rows"] if row != other]

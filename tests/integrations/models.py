@@ -78,8 +78,9 @@ MODELS = {
         "adapter_rank": 4,
     }),
 }  # fmt: skip
-NAMES = [name for name, (_, kind, _) in MODELS.items() if hasattr(transformers, kind)]
-WITH_HEAD = [name for name in NAMES if hasattr(getattr(transformers, MODELS[name][1]), "generate")]
+_THERE = {*dir(transformers)}  # asked for one by one, they would be loaded
+NAMES = [name for name, (_, kind, _) in MODELS.items() if kind in _THERE]
+WITH_HEAD = [name for name in NAMES if MODELS[name][1].endswith("ForCausalLM")]
 
 
 @functools.cache

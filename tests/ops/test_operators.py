@@ -11,7 +11,9 @@ from grids import FULL, parametrize
 from recurrent_cases import case
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
+from torch.fx.experimental.symbolic_shapes import ShapeEnv, has_free_unbacked_symbols
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 from linattn_edu import (
     causal_conv1d,
@@ -41,6 +43,7 @@ from linattn_edu.ops.dplr import recurrent
 from linattn_edu.ops.gdn import chunk as gdn
 from linattn_edu.ops.gdn2 import chunk as gdn2
 from linattn_edu.ops.kda import chunk as kda
+from linattn_edu.ops.operator.composing import several
 from linattn_edu.ops.ssd import chunk as ssd
 from linattn_edu.ops.ssd import replay as replay_ssd
 from linattn_edu.ops.ssd import step
@@ -65,10 +68,63 @@ def every(options):
     return [("triton", o) for o in options] + [("reference", options[1])]
 
 
-def check(operator, *arguments):
-    """The forward pass: schema, shapes for tracing, and the gradient if it has one."""
+def packed_one(impl, options, of):
+    """The case of `every` that is compiled too: the second, with the kernels."""
+    return impl == "triton" and options == of[1]
+
+
+SEEN_ALONE = ("test_schema", "test_autograd_registration", "test_faketensor")
+
+
+def check(operator, *arguments, compiled=True):
+    """The forward pass: schema, shapes for tracing, and the gradient if it has one.
+
+    Not compiled: without AOTAutograd, which takes most of the time. What it traces differs from
+    case to case in the shapes and in what has a gradient: `check_symbolic` asks for these.
+    """
     given = leaves(arguments) if operator.backward_names else arguments
-    torch.library.opcheck(operator.registered, given)
+    compiled = FULL or compiled
+    more = ("test_aot_dispatch_dynamic",) if compiled else ()
+    torch.library.opcheck(operator.registered, given, test_utils=(*SEEN_ALONE, *more))
+    if not compiled:
+        check_symbolic(operator, given)
+
+
+def check_symbolic(operator, arguments):
+    """Outputs and gradients of tensors whose sizes are symbols are like those of the tensors."""
+    with FakeTensorMode(shape_env=ShapeEnv()) as mode:
+        given = tree_map_only(torch.Tensor, mode.from_tensor, arguments)
+        found = passes(operator, given)
+    given = tree_map_only(torch.Tensor, lambda x: x.detach().clone(), arguments)
+    given = [
+        x.requires_grad_(y.requires_grad) if isinstance(x, torch.Tensor) else x
+        for x, y in zip(given, arguments, strict=True)
+    ]
+    for got, want in zip(found, passes(operator, given), strict=True):
+        assert (got is None) == (want is None)
+        if got is not None:
+            assert got.ndim == want.ndim and got.dtype == want.dtype, (got, want)
+            assert got.requires_grad == want.requires_grad
+            known = [
+                (int(n), m) for n, m in zip(got.shape, want.shape, strict=True) if known_size(n)
+            ]
+            assert all(n == m for n, m in known), (got.shape, want.shape)
+
+
+def known_size(n):
+    """Not so where it follows from numbers in a tensor, as that of the chunks of sequences does."""
+    return not has_free_unbacked_symbols(n)
+
+
+def passes(operator, arguments):
+    """The outputs of what is registered, and the gradients of all that asks for one."""
+    outputs = several(operator.registered(*arguments))
+    inputs = [x for x in arguments if isinstance(x, torch.Tensor) and x.requires_grad]
+    ends = [y for y in outputs if y.requires_grad]
+    if not ends:
+        return outputs
+    cotangents = [torch.ones_like(y) for y in ends]
+    return *outputs, *torch.autograd.grad(ends, inputs, cotangents, allow_unused=True)
 
 
 def check_shapes(operator, *arguments):
@@ -121,7 +177,7 @@ def test_chunk(impl, options, device):
     halves = options == HALF
     rest = (*packing, 0.5, wants_state, 16, halves, "", impl, "")
     saved = "gc P AG P_low AG_low" if halves else "gc A"
-    check(gdn.chunk, *tensors, *rest, saved)
+    check(gdn.chunk, *tensors, *rest, saved, compiled=packed_one(impl, options, CHUNK))
     check_shapes(gdn.chunk, *tensors, *packing, 0.5, not wants_state, 16, halves, "", impl, "", "")
     check_backward(gdn.chunk, *tensors, *rest, saved)
 
@@ -168,7 +224,8 @@ def test_chunk_kda(impl, options, gates, device):
         given = gdn_checks.gated({"q": q.expand(-1, -1, HV, -1), "v": v, "beta": beta})
         chunk, tensors = gdn2.chunk, (q, k, v, g, given["b"], given["w"], *rest)
     numbers, form = (*packing, 0.5, bound, safe), (16, fused, "", impl, keep)
-    check(chunk, *tensors, *numbers, wants_state, *form, save)
+    compiled = packed_one(impl, options, KDA)
+    check(chunk, *tensors, *numbers, wants_state, *form, save, compiled=compiled)
     check_shapes(chunk, *tensors, *numbers, not wants_state, *form, "")
     check_backward(chunk, *tensors, *numbers, wants_state, *form, save)
 
@@ -194,13 +251,14 @@ RECURRENT = (
 @pytest.mark.parametrize(("impl", "options"), every(RECURRENT), ids=str)
 def test_recurrent(impl, options, device):
     arguments = (*recurrent_arguments(device, **options), 0.5, impl)
-    check(recurrence.recurrence, *arguments)
+    compiled = packed_one(impl, options, RECURRENT)
+    check(recurrence.recurrence, *arguments, compiled=compiled)
     for without in ((), ("final_state",)):
         check_backward(recurrence.recurrence, *arguments, without=without)
     q, k, v, g, beta, *rest = arguments[:8]
     b, w = gates_of(v, beta)
     arguments = (q, k, v, g, b, *rest, w, *arguments[8:])
-    check(recurrence.gated, *arguments)
+    check(recurrence.gated, *arguments, compiled=compiled)
     check_backward(recurrence.gated, *arguments)
 
 
@@ -214,12 +272,13 @@ def test_dplr_recurrent(impl, options, device):
     tensors = [x.get(n) for n in (*dplr_checks.NAMES, "initial_state")]
     cu_seqlens = bounds(device) if "N" in options else None
     arguments = (*tensors, cu_seqlens, 0.5, True, impl)
-    check(recurrent.rank_one, *arguments)
+    compiled = packed_one(impl, options, DPLR)
+    check(recurrent.rank_one, *arguments, compiled=compiled)
     for without in ((), ("final_state",)):
         check_backward(recurrent.rank_one, *arguments, without=without)
     bounds_of = (cu_seqlens, cu_seqlens if cu_seqlens is None else cu_seqlens.cpu())
     arguments = (*tensors, *bounds_of, *(None,) * 3, 0.5, True, 16, "", impl, "", "")
-    check(rank_one.chunk, *arguments)
+    check(rank_one.chunk, *arguments, compiled=compiled)
     check_backward(rank_one.chunk, *arguments, without=("final_state",) * ("N" in options))
 
 
@@ -258,7 +317,8 @@ def test_steps_of_a_pool(lower_bound, of_channels, device):
     slots = (indices, torch.tensor([2, 1, 1], device=device))
     flags = (bounds(device), 0.5, True, 0, lower_bound)
     for state, where in ((pool[:3], (None, None)), (pool, slots)):
-        check(decode.steps_[of_channels], *tensors, state, *where, *flags, True, "triton")
+        given = (*tensors, state, *where, *flags, True, "triton")
+        check(decode.steps_[of_channels], *given, compiled=where is slots)
     check_shapes(step, *tensors, pool[:3], *flags, True, "triton")
     tensors = tensors[: 7 + of_channels]
     numbers = (bounds(device), 0.5, True, "reference")
@@ -276,10 +336,11 @@ def test_replay(channels, impl, device):
     tensors = [x.get(n) for n in replay.replay_.inputs[:8]]
     for where in ((pool[:2], None, None), (pool, slots, accepted)):
         parts = (part[: len(where[0])] for part in empty[:4])
-        options = 0.5, True, 0, None, False, 4
-        check(replay.replay_, *tensors, *parts, *where, *options, impl)
+        arguments = (*tensors, *parts, *where, 0.5, True, 0, None, False, 4, impl)
+        check(replay.replay_, *arguments, compiled=where[1] is slots)
     for last in (None, accepted):
-        check(ring.commit_, *empty[:4], pool, slots, last, False, impl)
+        compiled = last is not None
+        check(ring.commit_, *empty[:4], pool, slots, last, False, impl, compiled=compiled)
 
 
 def tokens_of_ssd(n, device):
@@ -297,8 +358,8 @@ def test_replay_of_ssd(impl, device):
     empty = make_ring(x.initial_states, 2, length=4, tokens=T, dtype=x.B.dtype, state_v_first=True)
     slots, accepted = torch.tensor([1, -1], device=device), torch.tensor([1, 0], device=device)
     for given, where in ((more, (None, None)), ((None, None, None), (slots, accepted))):
-        check(replay_ssd.replay_, *tensors, *given, *empty[:4], x.initial_states, *where, True, 4,
-              impl)  # fmt: skip
+        arguments = (*tensors, *given, *empty[:4], x.initial_states, *where, True, 4, impl)
+        check(replay_ssd.replay_, *arguments, compiled=(impl == "triton") == (given is more))
 
 
 @pytest.mark.parametrize("pool", [False, True])
@@ -308,7 +369,8 @@ def test_step_of_ssd(impl, pool, device):
     tokens, rest, states = tokens_of_ssd(2, device)
     indices = torch.tensor([-1, 1], device=device) if pool else None
     for given in (rest, (None, None, None)):
-        check(step.update, *tokens, *given, states, indices, True, impl)
+        compiled = impl == "triton" and pool == (given is rest)
+        check(step.update, *tokens, *given, states, indices, True, impl, compiled=compiled)
 
 
 @pytest.mark.parametrize("accepted", [False, True])
@@ -319,7 +381,8 @@ def test_drafts_of_ssd(impl, accepted, device):
     where = (indices, torch.tensor([2, 1], device=device) if accepted else None,
              torch.tensor([0, 3, 4], device=device))  # fmt: skip
     for given in (rest, (None, None, None)):
-        check(step.drafts, *tokens, *given, states, *where, True, impl)
+        compiled = impl == "triton" and accepted == (given is rest)
+        check(step.drafts, *tokens, *given, states, *where, True, impl, compiled=compiled)
 
 
 SSD = (
@@ -333,7 +396,7 @@ SSD = (
 @pytest.mark.parametrize(("impl", "options"), every(SSD), ids=str)
 def test_ssd(impl, options, device):
     """Kernels in stages for float32, fused for bfloat16."""
-    options = {"given": (), "packed": False, "dtype": torch.float32} | options
+    asked, options = options, {"given": (), "packed": False, "dtype": torch.float32} | options
     x, given = ssd_inputs(1, T, 4, 2, K, V, dtype=options["dtype"], device=device), options["given"]
     x.D, states = x.D[:, None], x.initial_states.mT.contiguous()
     if options["packed"]:
@@ -345,7 +408,10 @@ def test_ssd(impl, options, device):
     packing = packing_of(options["packed"], device)
     form = "fused" if impl == "triton" and x.x.element_size() == 2 else impl
     numbers = (True, 0.0, 1e9)
-    check(ssd.scan, *tensors, *packing, *numbers, wants_state, 16, "", form, "", "")
+    compiled = packed_one(impl, asked, SSD)
+    check(
+        ssd.scan, *tensors, *packing, *numbers, wants_state, 16, "", form, "", "", compiled=compiled
+    )
     check_shapes(ssd.scan, *tensors, *packing, *numbers, not wants_state, 16, "", form, "", "")
     check_backward(ssd.scan, *tensors, *packing, *numbers, wants_state, 16, "", form, "", "")
 
@@ -360,15 +426,17 @@ EMA = (
 
 @pytest.mark.parametrize(("impl", "options"), every(EMA), ids=str)
 def test_ema(impl, options, device):
+    compiled = packed_one(impl, options, EMA)
     options = {"weight": True, "state": True, "packed": False, "dtype": torch.float32} | options
     x = torch.randn(1, T, HV, V, device=device).to(options["dtype"])
     g, weight = -torch.rand(1, T, HV, device=device), torch.rand(1, T, HV, device=device)
     packing = packing_of(options["packed"], device)
     state = torch.randn(3 if options["packed"] else 1, HV, V, device=device)
     tensors = x, g, weight if options["weight"] else None, state if options["state"] else None
-    check(ema.scan, *tensors, *packing, options["state"], 16, "", impl, "", "gc h")
+    given = (*tensors, *packing, options["state"], 16, "", impl, "", "gc h")
+    check(ema.scan, *given, compiled=compiled)
     check_shapes(ema.scan, *tensors, *packing, not options["state"], 16, "", impl, "", "")
-    check_backward(ema.scan, *tensors, *packing, options["state"], 16, "", impl, "", "gc h")
+    check_backward(ema.scan, *given)
 
 
 CONV = [{}, {"packed": True}, {"dtype": torch.bfloat16, "bias": False, "state": False}]
@@ -377,6 +445,7 @@ CONV += [{"sequences": True}, {"sequences": True, "bias": False}]
 
 @pytest.mark.parametrize(("impl", "options"), every(CONV), ids=str)
 def test_convolution(impl, options, device):
+    compiled = packed_one(impl, options, CONV)
     options = {"bias": True, "state": True, "packed": False, "dtype": torch.float32} | options
     x = torch.randn(1, T, K, device=device).to(options["dtype"])
     numbers = torch.arange(T, device=device, dtype=torch.int32)[None] // 2
@@ -386,9 +455,10 @@ def test_convolution(impl, options, device):
     state = torch.randn(3 if options["packed"] else 1, K, 4, device=device)
     tensors = x, weight, bias if options["bias"] else None, state if options["state"] else None
     tensors = (*tensors, numbers, *packing)
-    check(conv.convolve, *tensors, options["state"], "silu", 64, "", impl, "", "")
+    given = (*tensors, options["state"], "silu", 64, "", impl, "", "")
+    check(conv.convolve, *given, compiled=compiled)
     check_shapes(conv.convolve, *tensors, not options["state"], None, 64, "", impl, "", "")
-    check_backward(conv.convolve, *tensors, options["state"], "silu", 64, "", impl, "", "")
+    check_backward(conv.convolve, *given)
 
 
 @pytest.mark.parametrize("ring", [False, True])
@@ -398,7 +468,8 @@ def test_convolution_in_place(impl, ring, device):
     weight, slots = torch.randn(K, 4, device=device), torch.tensor([3, 0], device=device)
     lengths = 2 * slots if ring else None
     tensors = x, weight, None if ring else weight[:, 0].contiguous(), state, lengths, slots
-    check(conv_update.update, *tensors, "silu" if ring else None, impl)
+    compiled = impl == "triton"
+    check(conv_update.update, *tensors, "silu" if ring else None, impl, compiled=compiled)
 
 
 @pytest.mark.parametrize("given", [True, False])
@@ -406,7 +477,7 @@ def test_convolution_in_place(impl, ring, device):
 def test_gated_norm(impl, given, device):
     x, z = torch.randn(2, 3, 2, 4, device=device), torch.randn(2, 3, 2, 4, device=device)
     tensors = x, *((z[0, 0], z[0, 1], z) if given else (None, None, None))
-    check(gated.norm, *tensors, 1e-6, given, "silu", impl)
+    check(gated.norm, *tensors, 1e-6, given, "silu", impl, compiled=impl == "triton")
     check_backward(gated.norm, *tensors, 1e-6, given, "silu", impl)
 
 
@@ -417,10 +488,11 @@ def test_gates(impl, channels, device):
     a, A_log = torch.randn(1, T, *shape, device=device), torch.zeros(HV, device=device)
     operator = gate.gates[a.ndim]
     for bias in (torch.randn(shape, device=device), None):
-        check(operator, a, A_log, bias, None, impl)
+        compiled = impl == "triton" and bias is not None
+        check(operator, a, A_log, bias, None, impl, compiled=compiled)
         check_backward(operator, a, A_log, bias, None, impl)
     if channels:
-        check(operator, a, None, None, -5.0, impl)
+        check(operator, a, None, None, -5.0, impl, compiled=False)
         check_backward(operator, a, None, None, -5.0, impl)
 
 
@@ -429,7 +501,7 @@ def test_gates(impl, channels, device):
 def test_l2norm(shape, dtype, device):
     x = torch.randn(shape, device=device, dtype=dtype)
     for impl in IMPLS[dtype == torch.float64 :]:
-        check(norm.norm, x, 1e-6, impl)
+        check(norm.norm, x, 1e-6, impl, compiled=impl == "triton" and dtype == torch.float32)
         check_backward(norm.norm, x, 1e-6, impl)
 
 
@@ -449,11 +521,12 @@ def helper_bounds(device, given):
 def test_cumsum_and_solve(impl, given, device):
     packing = helper_bounds(device, given)
     x = torch.randn(1, 20, 3, device=device)
-    check(cumsum.local, x, *packing, 2.0, True, 16, impl)
+    compiled = impl == "triton"
+    check(cumsum.local, x, *packing, 2.0, True, 16, impl, compiled=compiled)
     check_shapes(cumsum.local, x.bfloat16(), *packing, 1.0, False, 16, impl)
-    check(cumsum.whole, x, packing[0], 2.0, True, impl)
+    check(cumsum.whole, x, packing[0], 2.0, True, impl, compiled=compiled)
     A = torch.randn(1, 20, 1, 16, device=device) / 4
-    check(inverse.solve, A, *packing, impl)
+    check(inverse.solve, A, *packing, impl, compiled=compiled)
     check_backward(inverse.solve, A, *packing, impl)
 
 

@@ -2,12 +2,12 @@
 
 import json
 import traceback
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
-from processes import leave
+from processes import leave, with_forks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -230,13 +230,20 @@ def work(rank, folder):
     leave()
 
 
+PROGRAM = """
+sys.path.insert(0, sys.argv[1])
+from ops import test_sharding
+mp.spawn(test_sharding.work, (sys.argv[2],), nprocs=test_sharding.PROCESSES)
+"""
+
+
 @pytest.fixture(scope="module")
 def wrong(tmp_path_factory):
     """What went wrong in each process, by case."""
     if not dist.is_gloo_available():
         pytest.skip("PyTorch is built without gloo")
     folder = tmp_path_factory.mktemp("processes")
-    mp.spawn(work, (str(folder),), nprocs=PROCESSES)
+    with_forks(PROGRAM, str(Path(__file__).parents[1]), str(folder))
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(PROCESSES)]
 
 
