@@ -27,7 +27,7 @@ from benchmarks import measure
 from benchmarks.adapters import version_of
 from benchmarks.cases import FUNCTIONS
 from benchmarks.progress import fail
-from benchmarks.results import default_path, save, stamped
+from benchmarks.results import default_path, load, merge, save, stamped
 from linattn_edu.integrations.transformers import use
 from linattn_edu.testing import relative_rms
 
@@ -279,14 +279,15 @@ def main(argv: list[str]) -> int:
         return fail(refused)
     device = torch.device(args.device)
     name = "cpu" if args.device == "cpu" else measure.gpu_name()
-    rows = []
+    path, rows = args.out or default_path(name, "blocks"), []
+    old = load(path)
     for case in args.cases.split(","):
         if case not in PEERS:
             return fail(f"there is no case {case!r}: {', '.join(PEERS)}")
         for row in rows_of(case, device):
             print(json.dumps(row), flush=True)
             rows.append(stamped(row, RAN[case]))
-            save(args.out or default_path(name, "blocks"), {**heading(device), "rows": rows})
+            save(path, merge(old, {**heading(device), "rows": rows}))
     return 0
 
 

@@ -234,9 +234,23 @@ MUTANTS = [
     Mutant(
         "a state's oldest token is in a sum",
         f"{KERNELS}/delta/causal_conv1d.py",
-        "tl.where(t0 + o_t > -W, W + t0 + o_t, -1)",
-        "W + t0 + o_t",
+        "there = (t0 + o_t >= 0) & (t0 + o_t < n)",
+        "there = t0 + o_t < n",
         "tests/delta/test_causal_conv1d.py -k oldest",
+    ),
+    Mutant(
+        "rows of the next walk are in the sums of this one's weights too",
+        f"{KERNELS}/delta/causal_conv1d.py",
+        "if i < ROWS:",
+        "if i < LAST:",
+        "tests/delta/test_causal_conv1d.py -k match",
+    ),
+    Mutant(
+        "the derivative of SiLU is that of the other sign",
+        f"{KERNELS}/tiles.py",
+        "return tl.where(x < 0, e * large, large) * ",
+        "return tl.where(x > 0, e * large, large) * ",
+        "tests/delta/test_causal_conv1d.py -k match",
     ),
     Mutant(
         "a sequence goes on where its number comes again",

@@ -98,7 +98,7 @@ def reaches(n_ptr, o_t, t0, n, W: tl.constexpr):
 
 @triton.jit
 def own(b_x, b_n, i: tl.constexpr):
-    """b_x, 0 where the token i tokens before is not in a row's sum: 0 times an inf or NaN is NaN."""
+    """b_x, 0 where the token i tokens before is in no sum: 0 times an inf or NaN is NaN."""
     return tl.where((b_n >= i)[:, None], b_x, 0.0)
 
 
@@ -113,11 +113,11 @@ def load_walks(x_ptr, s_ptr, w_ptr, b_ptr, o_g, o_d, i_n, first, t0, n, D: tl.co
         b_u = load_tokens(x_ptr + first * D, o_g + i, o_d, t0, n, D)
         if s_ptr is not None and t0 <= 0:
             b_u += load_state(s_ptr + i_n * D * W, W + t0 + o_g + i, o_d, D, W)
-        b_us = b_us + (b_u,)
+        b_us = b_us + (b_u,)  # noqa: RUF005  (Triton has no starred tuples)
     for j in tl.static_range(W):
-        b_ws = b_ws + (load_row(w_ptr + j, o_d, W, D)[None, :],)
+        b_ws = b_ws + (load_row(w_ptr + j, o_d, W, D)[None, :],)  # noqa: RUF005
     if b_ptr is not None:
-        b_ws = b_ws + (load_vector(b_ptr, o_d, D)[None, :],)
+        b_ws = b_ws + (load_vector(b_ptr, o_d, D)[None, :],)  # noqa: RUF005
     return b_us, b_ws
 
 
@@ -191,8 +191,8 @@ def added(b_dws, b_us, b_dp, b_n, i: tl.constexpr, W: tl.constexpr):
     b_sums = ()
     for j in tl.static_range(W):
         # eq:conv-dweight   dw_j = sum_t dp_t u_(t-W+1+j),   db = sum_t dp_t
-        b_sums = b_sums + (b_dws[j] + b_dp * own(b_us[i + j], b_n, W - 1 - j),)
-    return b_sums + (b_dws[W] + b_dp,)
+        b_sums = b_sums + (b_dws[j] + b_dp * own(b_us[i + j], b_n, W - 1 - j),)  # noqa: RUF005
+    return b_sums + (b_dws[W] + b_dp,)  # noqa: RUF005
 
 
 @triton.jit(do_not_specialize=["NT", "T"])
@@ -227,13 +227,13 @@ def causal_conv1d_bwd_kernel(
     b_us, b_ws = load_walks(x_ptr, s_ptr, w_ptr, b_ptr, o_g, o_d, i_n, first, t0, n, D, W, LAST)
     b_dys, b_dps, b_dws = (), (), (tl.zeros([BT // ROWS, BD], tl.float32),) * (W + 1)
     for i in tl.static_range(LAST):
-        b_dys = b_dys + (load_tokens(dy_ptr + first * D, o_g + i, o_d, t0, n, D),)
+        b_dys = b_dys + (load_tokens(dy_ptr + first * D, o_g + i, o_d, t0, n, D),)  # noqa: RUF005
     for i in tl.static_range(LAST):
         b_n, b_dp = reaches(n_ptr, o_g + i, t0, n, W), b_dys[i]
         if SILU:
             # eq:conv-dpre   dp = dy sigmoid(p) (1 + p (1 - sigmoid(p)))
             b_dp *= silu_derivative(preactivation(b_us, b_ws, n_ptr, b_n, i, W))
-        b_dps = b_dps + (own(b_dp, b_n, 0),)  # [BT / ROWS, BD]
+        b_dps = b_dps + (own(b_dp, b_n, 0),)  # [BT / ROWS, BD]  # noqa: RUF005
         if i < ROWS:
             b_dws = added(b_dws, b_us, b_dps[i], b_n, i, W)
         if i >= W - 1:
