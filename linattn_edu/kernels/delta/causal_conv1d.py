@@ -231,8 +231,9 @@ def causal_conv1d_bwd_kernel(
     for i in tl.static_range(LAST):
         b_n, b_dp = reaches(n_ptr, o_g + i, t0, n, W), b_dys[i]
         if SILU:
+            b_p = preactivation(b_us, b_ws, n_ptr, b_n, i, W)
             # eq:conv-dpre   dp = dy sigmoid(p) (1 + p (1 - sigmoid(p)))
-            b_dp *= silu_derivative(preactivation(b_us, b_ws, n_ptr, b_n, i, W))
+            b_dp *= silu_derivative(b_p)
         b_dps = b_dps + (own(b_dp, b_n, 0),)  # [BT / ROWS, BD]  # noqa: RUF005
         if i < ROWS:
             b_dws = added(b_dws, b_us, b_dps[i], b_n, i, W)
@@ -339,4 +340,4 @@ def causal_conv1d_bwd(
     )  # fmt: skip
     *dw, db = dw.sum(0)
     dw = torch.stack(dw, 1).to(weight.dtype)
-    return dx, dw, None if bias is None else db.to(bias.dtype), dh0
+    return dx, dw, None if bias is None else db.to(bias.dtype, copy=True), dh0

@@ -73,14 +73,14 @@ def causal_conv1d_bwd(
         p = preactivation(u, weight, bias, n)
         # eq:conv-dpre   dp = dy sigmoid(p) (1 + p (1 - sigmoid(p)))
         dp = dp * sigmoid(p) * (1 + p * sigmoid(-p))
-    du, w = torch.zeros_like(u), weight.mT.to(dtype).contiguous()
-    for j in range(W):
-        # eq:conv-dx   du_t = sum_j w_j dp_(t+W-1-j)
-        du[:, 1 + j : 1 + j + T] += own(w[j] * dp, n, W - 1 - j)
     # eq:conv-dweight   dw_j = sum_t dp_t u_(t-W+1+j),   db = sum_t dp_t
     products = (own(dp * u[:, 1 + j : 1 + j + T], n, W - 1 - j) for j in range(W))
     dw = torch.stack([product.sum((0, 1)) for product in products], 1)
     db = None if bias is None else own(dp, n, 0).sum((0, 1)).to(bias.dtype)
+    du, w = torch.zeros_like(u), weight.mT.to(dtype).contiguous()
+    for j in range(W):
+        # eq:conv-dx   du_t = sum_j w_j dp_(t+W-1-j)
+        du[:, 1 + j : 1 + j + T] += own(w[j] * dp, n, W - 1 - j)
     if dht is not None:
         # eq:conv-dstate   du_t += ds_(t-T+W)
         du[:, T:] += of_last(dht.mT, n)
