@@ -280,14 +280,16 @@ def main(argv: list[str]) -> int:
     device = torch.device(args.device)
     name = "cpu" if args.device == "cpu" else measure.gpu_name()
     path, rows = args.out or default_path(name, "blocks"), []
-    old = load(path)
+    old, top = load(path), heading(device)
+    if old and old["transformers"] != top["transformers"]:
+        old = None  # other layers
     for case in args.cases.split(","):
         if case not in PEERS:
             return fail(f"there is no case {case!r}: {', '.join(PEERS)}")
         for row in rows_of(case, device):
             print(json.dumps(row), flush=True)
             rows.append(stamped(row, RAN[case]))
-            save(path, merge(old, {**heading(device), "rows": rows}))
+            save(path, merge(old, {**top, "rows": rows}))
     return 0
 
 

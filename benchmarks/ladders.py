@@ -906,7 +906,7 @@ def _conv(z: Size, d: ModuleType) -> dict[str, Rung]:
     conv = stage_function_of("delta", "causal_conv1d")
     conv_bwd = stage_function_of("delta", "causal_conv1d_bwd", "causal_conv1d")
     forward = lambda: [conv(x, w, b, activation="silu")[0]]
-    ahead_of = lambda: [conv_bwd(x, w, None, None, dp)[0]]
+    only_dx = lambda: [conv_bwd(x, w, None, None, dp)[0]]
     backward = lambda: list(conv_bwd(x, w, b, None, dp, activation="silu")[:3])
     outs, BT, BD = outputs(x), z.C, min(32, D)
     sizes, grid = sizes_of(D=D, W=W, BT=BT, BD=BD), (triton.cdiv(T, BT), D // BD)
@@ -915,7 +915,7 @@ def _conv(z: Size, d: ModuleType) -> dict[str, Rung]:
     return {
         "conv_naive": launched(d.conv_naive, (T, D // BD), naive, single, outs, forward),
         "conv_tiles": launched(d.conv_tiles, grid, tiles, sizes, outs, forward),
-        "conv_ahead": launched(d.conv_ahead, grid, ahead, sizes, outs, ahead_of),
+        "conv_ahead": launched(d.conv_ahead, grid, ahead, sizes, outs, only_dx),
         "causal_conv1d": Rung(forward, given=(x, w, b)),
         "causal_conv1d_bwd": Rung(backward, given=(x, w, b, dp)),
     }

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from linattn_edu.kernels.rows import chunk_args, row, sequence_args
 from linattn_edu.kernels.tiles import (
+    INTERPRETED,
     cast,
     cdiv,
     load_row,
@@ -261,8 +262,9 @@ def causal_conv1d_bwd_kernel(
 
 # One row each for all GPUs; no bit of y or dx depends on it. 64 channels are a line of 128 bytes in
 # 16 bits. The backward pass, which holds W - 1 more rows of x and as many of dy, takes half of it.
-FORWARD = row(4, 1, BD=64, ROWS=16)
-BACKWARD = row(4, 1, BD=32, ROWS=8)
+# The interpreter, where each operation takes as long for many walks as for few, goes down 4 rows.
+FORWARD = row(4, 1, BD=64, ROWS=4 if INTERPRETED else 16)
+BACKWARD = row(4, 1, BD=32, ROWS=4 if INTERPRETED else 8)
 BT = 64  # tokens of a tile, and of a chunk of the Packing
 TOKENS = 512  # of a program of reach_kernel
 
