@@ -80,8 +80,10 @@ IN_PLACE = (
 
 
 def call(name: str, device: torch.device | str = "cpu"):
-    """(function, its tensors, its other arguments)."""
-    given = {n: x.to(device) if isinstance(x, Tensor) else x for n, x in CALLS[name].items()}
+    """(function, its tensors, its other arguments). Tensors of their own: some are written to."""
+    given = {
+        n: x.to(device, copy=True) if isinstance(x, Tensor) else x for n, x in CALLS[name].items()
+    }
     tensors = {n: x for n, x in given.items() if isinstance(x, Tensor)}
     options = {n: x for n, x in given.items() if n not in tensors}
     return getattr(linattn_edu, name.split()[0]), tensors, options
