@@ -294,7 +294,7 @@ def _ladder_notes(rows: list[dict], shown: Iterable[str]) -> str:
                     row["refused"].removeprefix("Wrong: ").removesuffix(" from the shipped kernel")
                 )
                 short = tables.SHORT[row["dtype"]]
-                others.append(f"{tables.peer(row)} in {short}: {off}, refused.")
+                others.append(f"{tables.peer(row)} in {short}: {off} from ours, not timed.")
         elif "shape" in row:
             short, size = tables.SHORT[row["dtype"]], _sizes(row["shape"])
             sizes.setdefault(size, {})[short] = None
