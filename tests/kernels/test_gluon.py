@@ -64,7 +64,8 @@ def products_of(row):
         return 2 * 4 * ((2 + 2 + 4) + (2 + 1)) + 4 * (2 + 2) + 4 * (2 + 2 + 3)
     if name == "chunk_fwd_gluon_kernel":  # a group scans 64 values, another makes P and R
         halves = row["K"] // 64
-        return 2 * 4 * halves + 4 * 4 + halves * 4 * (3 * halves + 2)
+        first = 4 * (halves == 1)  # K K^T of the first chunk, ahead of the loop
+        return first + 2 * 4 * halves + 4 * 4 + halves * 4 * (3 * halves + 2)
     if name == "kda_prepare_gluon_kernel":  # a block of rows at a time; far ones; four of 64 terms
         return 4 * 4 * 2 + 4 * 2 * 4 * (not row["near"]) + 4 * 4
     if name == "ssd_bwd_dx_gluon_kernel":  # scores; of a head, by tile, and what is of both
@@ -95,7 +96,7 @@ SPILLED = {
     "kda_intra_bwd_gluon_kernel": 512,
     "kda_prepare_gluon_kernel": 0,
     "scan_intra_bwd_gluon_kernel": 52,
-    "chunk_fwd_gluon_kernel": 544,  # with two programs a multiprocessor; else 272
+    "chunk_fwd_gluon_kernel": 272,  # where states are given and returned; else 56, and 140 of 64
     "ssd_bwd_dx_gluon_kernel": 616,  # in fp16; 368 in bf16
     "ssd_fwd_gluon_kernel": 640,  # before the loop, of the states of pieces; else 12
     "intra_chunk_gluon_kernel": 64,
@@ -121,7 +122,7 @@ def test_compiled_for_hopper():
         known = support.THIS == (3, 8) and row["kernel"] == "kda_intra_bwd_gluon_kernel"
         # where they wait for one another in the scan, which has the time
         if row["kernel"] == "chunk_fwd_gluon_kernel":
-            known, most = row["K"] == 64 or row["keep"], 544 if row["K"] == 64 else 272
+            known, most = row["K"] == 64 or row["keep"], 140 if row["K"] == 64 else 272
         assert result["spilled"] <= most, row
         assert result["serialized"] == known, row
         assert 0 < result["shared"] + 1024 <= (228 << 10) // programs_of(row), row

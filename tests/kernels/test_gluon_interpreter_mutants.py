@@ -24,6 +24,7 @@ LEFT_OUT, LEFT = "pass", "pass\n"
 STORED = "    tma.store_wait(0)\n"
 # with what follows where a text alone is in a file twice
 WAIT_OTHERS, HAND_OVER = "mbarrier.wait(out.index(3), i_t & 1)\n", "hand_over(out.index(2))"
+BARRIER = "barrier()\n        "
 WAIT_FULL = "mbarrier.wait(chunks.full.index(i), i_t // STAGES & 1)\n        "
 FULL_H, USED = "mbarrier.wait(bars.full_h, turn)\n", "mbarrier.arrive(bars.used, count=1)\n"
 STORE_NEW = "        store_transposed(b_new.to(dtype), new)"
@@ -71,17 +72,17 @@ MISTAKES = {
         (Race, "ks[0] is", "mbarrier.wait(chunks.empty.index(i), (i_t // STAGES & 1) ^ 1)"),
         (Deadlock, "empty[0]", "mbarrier.wait(chunks.empty.index(i), (i_t // STAGES & 1) ^ 1)",
          " ^ 1", ""),
-        (Race, "gates[0] is", "        barrier()\n        mbarrier.arrive(bar, count=1)",
-         "barrier()\n        ", ""),
-        (Deadlock, "full[0]", "        barrier()\n        mbarrier.arrive(bar, count=1)",
-         "        mbarrier.arrive(bar, count=1)", ""),
+        (Race, "gates[0] is", BARRIER + "mbarrier.arrive(chunks.full.index(i), count=1)",
+         BARRIER, ""),
+        (Deadlock, "full[0]", BARRIER + "mbarrier.arrive(chunks.full.index(i), count=1)",
+         "mbarrier.arrive(chunks.full.index(i), count=1)", LEFT_OUT),
         (Deadlock, "full[0]", "bar_pairs(STAGES, 2, WORKERS)", "2", "3"),
         (Race, "gates[0] is", "bar_pairs(STAGES, 2, WORKERS)", "2", "1"),
     ],
     ("gdn_fwd", "gdn_fwd"): [
         (Wrong, "output 0", ".load(along)[None, :] * b_W", " * b_W", ""),
         (Wrong, "output 2", "i_t * BT, c_t]", "i_t", "i"),
-        (Race, "ks[0] is", WAIT_FULL + "b_S", WAIT_FULL, ""),
+        (Race, "ks[0] is", WAIT_FULL + "    b_S", WAIT_FULL, ""),
         (Race, "ks[0] is", WAIT_FULL + "b_h", WAIT_FULL, ""),
         (Race, "inner[0] is written", "mbarrier.wait(made.full.index(j), i_t // 2 & 1)"),
         (Race, "is written", "mbarrier.wait(made.empty.index(j), (i_t // 2 & 1) ^ 1)"),
@@ -95,6 +96,19 @@ MISTAKES = {
         (Race, "out", STORED + "        barrier()  # no", "tma.store_wait(0)\n        ", ""),
         (Race, "gcs[0] is", "self.gcs.index(i).store", "i)", "0)"),
         (OUTSIDE, "place 2", "ring(v_desc, STAGES)", "STAGES", "STAGES - 1"),
+    ],
+    ("gdn_fwd, V=64, no states", "gdn_fwd"): [
+        (Wrong, "output 0", "chunks.first + n * chunks.BT", "n *", "(n - 1) *"),
+        (Wrong, "output 0", "given.of(n + 1, chunks.NT", " + 1", ""),
+        (Race, "ks[0] is", "mbarrier.wait(chunks.empty.index(i), (n // STAGES & 1) ^ 1)"),
+        (Race, "ks[0] is", "mbarrier.wait(chunks.full.index(0), 0)"),
+        (Race, "gates[0] is", BARRIER + "    mbarrier.arrive(chunks.full.index(n", BARRIER + "    ",
+         ""),
+        (Deadlock, "full[0]", "mbarrier.arrive(chunks.full.index(n % STAGES), count=1)"),
+        (Deadlock, "full[0]", "mbarrier.arrive(chunks.full.index(i), count=1)"),
+        (Race, "ks[0] is", "(n // STAGES & 1) ^ 1)", " ^ 1", ""),
+        (Unfinished, "product", "            b_P = warpgroup_mma_wait(0, [b_P])\n", "0", "1"),
+        (Unfinished, "product", "            b_S = warpgroup_mma_wait(0, [b_S])\n", "0", "1"),
     ],
     ("gdn_scans, forth", "scan_frame"): [
         (Wrong, "output 0", "i + K // 2, made.c_S", " + K // 2", ""),

@@ -162,19 +162,19 @@ def recurrent_kernel(
     o_k = tl.arange(0, BK)
     o_v = i_v * BV + tl.arange(0, BV)
     i_qk, i = first * H + i_h // (HV // H), first * HV + i_h
-    b_S = tl.zeros([BK, BV], dtype=tl.float32)
+    # of a state, nothing is computed yet: that would wait, and the token's loads with it
     if indices_ptr is not None:
         h0_ptr += i_h * K * V
         before = 0 if accepted_ptr is None else tl.load(accepted_ptr + i_nh // HV) - 1
         slot = slot_of(indices_ptr, i_nh // HV, before, pool_slots, SLOTS)
-        if slot >= 0:
-            b_S += load_state(h0_ptr + slot * slot_stride, o_k, o_v, K, V, V_FIRST)
-        else:  # no sequence: zeros come out
+        b_S = load_state(h0_ptr + tl.maximum(slot, 0) * slot_stride, o_k, o_v, K, V, V_FIRST,
+                         rows=tl.where(slot < 0, 0, K))  # fmt: skip
+        if slot < 0:  # no sequence: zeros come out
             for t in range(n_seq):
                 tl.store(o_ptr + (i + t * HV) * V + o_v, tl.zeros([BV], tl.float32), mask=o_v < V)
             n_seq *= 0
     else:  # with a state and without, one program: another may sum in another order
-        b_S += load_state(h0_ptr + i_nh * K * V, o_k, o_v, K, V, V_FIRST, rows=rows)
+        b_S = load_state(h0_ptr + i_nh * K * V, o_k, o_v, K, V, V_FIRST, rows=rows)
 
     for t in range(n_seq):
         b_q, b_k = load(q_ptr, i_qk, o_k, K), load(k_ptr, i_qk, o_k, K)
@@ -188,7 +188,6 @@ def recurrent_kernel(
         if NORM:
             b_rq, b_rk = reciprocal_lengths(b_q, b_k)
             b_q, b_k = b_q * b_rq, b_k * b_rk
-        b_qk = tl.sum(b_q * b_k, 0)
         if beta_ptr is None:
             b_beta = 1.0
         else:
@@ -204,6 +203,7 @@ def recurrent_kernel(
         else:
             b_S *= layer_decay(b_gk, b_A_log, b_bias, lower_bound)[:, None]
             b_S = decay(b_S, None, None, gv_ptr, b_g, b_gk, b_gv)
+        b_qk = tl.sum(b_q * b_k, 0)
         # eq:delta-error   e = v - k S
         b_r = b_k if write_ptr is None else b_beta * b_k
         b_kS, b_qS = column_sums(b_r[:, None] * b_S, b_q[:, None] * b_S)

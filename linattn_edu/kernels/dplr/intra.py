@@ -97,19 +97,11 @@ def store_scores(qk_ptr, qb_ptr, ak_ptr, L_ptr, b_qk, b_qb, b_ak, b_ab, o_i, c, 
 
 @triton.jit(do_not_specialize=["T"])
 def dplr_scores_kernel(
-    q_ptr,  # [B, T, H, K]
-    k_ptr,  # [B, T, H, K]
-    a_ptr,  # [B, T, H, K]
-    b_ptr,  # [B, T, H, K]
+    q_ptr, k_ptr, a_ptr, b_ptr,  # [B, T, H, K]
     gc_ptr,  # [B, T, H, K] log2
     L_ptr,  # [B, T, H, BT] out, fp32: -ab
-    ak_ptr,  # [B, T, H, BT] out
-    qb_ptr,  # [B, T, H, BT] out
-    qk_ptr,  # [B, T, H, BT] out
-    qg_ptr,  # [B, T, H, K] out
-    kg_ptr,  # [B, T, H, K] out
-    ag_ptr,  # [B, T, H, K] out
-    bg_ptr,  # [B, T, H, K] out
+    ak_ptr, qb_ptr, qk_ptr,  # [B, T, H, BT] out
+    qg_ptr, kg_ptr, ag_ptr, bg_ptr,  # [B, T, H, K] out
     cu_ptr,  # [N + 1] or None
     chunks_ptr,  # [NT, 2] or None
     T,

@@ -24,20 +24,10 @@ from linattn_edu.packing import Packing
 
 @triton.jit(do_not_specialize=["T"])
 def dplr_rows_bwd_kernel(
-    v_ptr,  # [B, T, H, V]
-    e_ptr,  # [B, T, H, V]
-    do_ptr,  # [B, T, H, V]
-    dx_ptr,  # [B, T, H, V]
-    h_ptr,  # [B, NT, H, K, V]
-    dh_ptr,  # [B, NT, H, K, V]
-    dab_ptr,  # [B, T, H, BT] out
-    dak_ptr,  # [B, T, H, BT] out
-    dqb_ptr,  # [B, T, H, BT] out
-    dqk_ptr,  # [B, T, H, BT] out
-    dqg_ptr,  # [B, T, H, K] out
-    dkg_ptr,  # [B, T, H, K] out
-    dag_ptr,  # [B, T, H, K] out
-    dbg_ptr,  # [B, T, H, K] out
+    v_ptr, e_ptr, do_ptr, dx_ptr,  # [B, T, H, V]
+    h_ptr, dh_ptr,  # [B, NT, H, K, V]
+    dab_ptr, dak_ptr, dqb_ptr, dqk_ptr,  # [B, T, H, BT] out
+    dqg_ptr, dkg_ptr, dag_ptr, dbg_ptr,  # [B, T, H, K] out
     dgl_ptr,  # [B, NT, H, K] out, fp32
     scale,
     cu_ptr,  # [N + 1] or None
@@ -213,24 +203,12 @@ def through_last(k_ptr, b_ptr, gc_ptr, dkg_ptr, dbg_ptr, b_gl, o_k, n_t, stride,
 
 @triton.jit(do_not_specialize=["T"])
 def dplr_intra_bwd_kernel(
-    q_ptr,  # [B, T, H, K]
-    k_ptr,  # [B, T, H, K]
-    a_ptr,  # [B, T, H, K]
-    b_ptr,  # [B, T, H, K]
+    q_ptr, k_ptr, a_ptr, b_ptr,  # [B, T, H, K]
     gc_ptr,  # [B, T, H, K] log2
-    dab_ptr,  # [B, T, H, BT]
-    dak_ptr,  # [B, T, H, BT]
-    dqb_ptr,  # [B, T, H, BT]
-    dqk_ptr,  # [B, T, H, BT]
-    dqg_ptr,  # [B, T, H, K]
-    dkg_ptr,  # [B, T, H, K]
-    dag_ptr,  # [B, T, H, K]
-    dbg_ptr,  # [B, T, H, K]
+    dab_ptr, dak_ptr, dqb_ptr, dqk_ptr,  # [B, T, H, BT]
+    dqg_ptr, dkg_ptr, dag_ptr, dbg_ptr,  # [B, T, H, K]
     dgl_ptr,  # [B, NT, H, K]
-    dq_ptr,  # [B, T, H, K] out
-    dk_ptr,  # [B, T, H, K] out
-    da_ptr,  # [B, T, H, K] out
-    db_ptr,  # [B, T, H, K] out
+    dq_ptr, dk_ptr, da_ptr, db_ptr,  # [B, T, H, K] out
     dgc_ptr,  # [B, T, H, K] out, fp32
     cu_ptr,  # [N + 1] or None
     chunks_ptr,  # [NT, 2] or None

@@ -32,11 +32,9 @@ def token(first, i, n_seq, REVERSE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "rows"])
 def dplr_recurrent_kernel(
-    q_ptr,  # [B, T, H, K]
-    k_ptr,  # [B, T, H, K]
+    q_ptr, k_ptr,  # [B, T, H, K]
     v_ptr,  # [B, T, H, V]
-    a_ptr,  # [B, T, H, K]
-    b_ptr,  # [B, T, H, K]
+    a_ptr, b_ptr,  # [B, T, H, K]
     gk_ptr,  # [B, T, H, K] natural log
     h0_ptr,  # [N, H, K, V]
     rows,  # how many of a state of h0 are read: K, or none

@@ -23,13 +23,10 @@ from linattn_edu.packing import Packing
 @triton.jit(do_not_specialize=["T"])
 def dplr_scan_kernel(
     qg_ptr,  # [B, T, H, K]; not read without o
-    kg_ptr,  # [B, T, H, K]
-    ag_ptr,  # [B, T, H, K]
-    bg_ptr,  # [B, T, H, K]
+    kg_ptr, ag_ptr, bg_ptr,  # [B, T, H, K]
     v_ptr,  # [B, T, H, V]
     gc_ptr,  # [B, T, H, K] log2
-    M_ptr,  # [B, T, H, BT]
-    ak_ptr,  # [B, T, H, BT]
+    M_ptr, ak_ptr,  # [B, T, H, BT]
     qb_ptr,  # [B, T, H, BT]; not read without o
     qk_ptr,  # [B, T, H, BT]; not read without o
     h0_ptr,  # [N, H, K, V] or None

@@ -23,15 +23,9 @@ from linattn_edu.packing import Packing
 
 @triton.jit(do_not_specialize=["T"])
 def dplr_scan_bwd_kernel(
-    qg_ptr,  # [B, T, H, K]
-    kg_ptr,  # [B, T, H, K]
-    ag_ptr,  # [B, T, H, K]
-    bg_ptr,  # [B, T, H, K]
+    qg_ptr, kg_ptr, ag_ptr, bg_ptr,  # [B, T, H, K]
     gc_ptr,  # [B, T, H, K] log2
-    M_ptr,  # [B, T, H, BT]
-    ak_ptr,  # [B, T, H, BT]
-    qb_ptr,  # [B, T, H, BT]
-    qk_ptr,  # [B, T, H, BT]
+    M_ptr, ak_ptr, qb_ptr, qk_ptr,  # [B, T, H, BT]
     do_ptr,  # [B, T, H, V]
     dht_ptr,  # [N, H, K, V] or None
     dx_ptr,  # [B, T, H, V] out, with dh

@@ -29,24 +29,20 @@ from linattn_edu.packing import Packing
 
 @triton.jit(do_not_specialize=["T", "i_g"])
 def intra_chunk_bwd_kernel(
-    q_ptr,  # [B, T, H, K]
-    k_ptr,  # [B, T, H, K]
+    q_ptr, k_ptr,  # [B, T, H, K]
     v_ptr,  # [B, T, HV, V]
     beta_ptr,  # [B, T, HV]
     gc_ptr,  # [B, T, HV] log2
     h_ptr,  # [B, NT, HV, K, V]
-    v_new_ptr,  # [B, T, HV, V]
-    do_ptr,  # [B, T, HV, V]
+    v_new_ptr, do_ptr,  # [B, T, HV, V]
     dh_ptr,  # [B, NT, HV, K, V]
     Z_ptr,  # [B, T, HV, V]
     v_low_ptr,  # [B, T, HV, V] or None
     Z_low_ptr,  # [B, T, HV, V] or None
-    dq_ptr,  # [B, T, H, K] out
-    dk_ptr,  # [B, T, H, K] out
+    dq_ptr, dk_ptr,  # [B, T, H, K] out
     dq_sum_ptr,  # [B, T, H, K] fp32: of the value heads before; or None: there is one
     dk_sum_ptr,  # [B, T, H, K] fp32, or None
-    dbeta_ptr,  # [B, T, HV] out
-    dgc_ptr,  # [B, T, HV] out
+    dbeta_ptr, dgc_ptr,  # [B, T, HV] out
     scale,
     cu_ptr, chunks_ptr, T,  # of chunk_of
     i_g,  # which value head of a q/k head

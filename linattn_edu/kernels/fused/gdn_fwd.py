@@ -34,12 +34,10 @@ from linattn_edu.packing import Packing
 
 @triton.jit(do_not_specialize=["T", "N"])
 def scan_kernel(
-    q_ptr,  # [B, T, H, K]
-    k_ptr,  # [B, T, H, K]
+    q_ptr, k_ptr,  # [B, T, H, K]
     v_ptr,  # [B, T, HV, V]
     gc_ptr,  # [B, T, HV] log2
-    P_ptr,  # [B, T, HV, BT]
-    R_ptr,  # [B, T, HV, BT]
+    P_ptr, R_ptr,  # [B, T, HV, BT]
     h0_ptr,  # [N, HV, K, V] or None
     beta_ptr,  # [B, T, HV], with low halves: R is without it; or None
     P_low_ptr,  # [B, T, HV, BT] or None

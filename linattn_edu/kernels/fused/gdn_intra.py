@@ -125,12 +125,10 @@ def stack_tiles(M1, M2, M3, M4):
 
 @triton.jit(do_not_specialize=["T"])
 def intra_chunk_kernel(
-    q_ptr,  # [B, T, H, K]
-    k_ptr,  # [B, T, H, K]
+    q_ptr, k_ptr,  # [B, T, H, K]
     beta_ptr,  # [B, T, HV]
     gc_ptr,  # [B, T, HV] log2
-    P_ptr,  # [B, T, HV, BT] out
-    R_ptr,  # [B, T, HV, BT] out
+    P_ptr, R_ptr,  # [B, T, HV, BT] out
     A_ptr,  # [B, T, HV, BT] out, A * G with GATED; or None
     cu_ptr, chunks_ptr, T,  # of chunk_of
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,

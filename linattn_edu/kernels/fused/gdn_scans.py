@@ -177,21 +177,18 @@ def scan_bwd_kernel(
 
 @triton.jit(do_not_specialize=["T", "N"])
 def scans_kernel(
-    q_ptr,  # [B, T, H, K]
-    k_ptr,  # [B, T, H, K]
+    q_ptr, k_ptr,  # [B, T, H, K]
     v_ptr,  # [B, T, HV, V]
     beta_ptr,  # [B, T, HV]
     gc_ptr,  # [B, T, HV] log2
-    P_ptr,  # [B, T, HV, BT]
-    AG_ptr,  # [B, T, HV, BT]
+    P_ptr, AG_ptr,  # [B, T, HV, BT]
     do_ptr,  # [B, T, HV, V]
     h0_ptr,  # [N, HV, K, V] or None
     dht_ptr,  # [N, HV, K, V] or None
     h_ptr,  # [B, NT, HV, K, V] out: state entering each chunk
     v_new_ptr,  # [B, T, HV, V] out
     dh_ptr,  # [B, NT, HV, K, V] out: gradient of the state leaving each chunk
-    Z_ptr,  # [B, T, HV, V] out
-    dv_ptr,  # [B, T, HV, V] out
+    Z_ptr, dv_ptr,  # [B, T, HV, V] out
     dh0_ptr,  # [N, HV, K, V] out
     scale,
     forth_ptr,  # [N, HV] or None: warmup_ptr of the states

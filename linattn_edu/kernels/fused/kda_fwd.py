@@ -35,15 +35,12 @@ from linattn_edu.packing import Packing
 
 @triton.jit(do_not_specialize=["T"])
 def kda_fused_scan_kernel(
-    qg_ptr,  # [B, T, HV, K]
-    kg_ptr,  # [B, T, HV, K]
-    kd_ptr,  # [B, T, HV, K]
+    qg_ptr, kg_ptr, kd_ptr,  # [B, T, HV, K]
     v_ptr,  # [B, T, HV, V]
     beta_ptr,  # [B, T, HV], or None
     write_ptr,  # [B, T, HV, V] in the place of beta, whose erase gate kd has, or None
     gc_ptr,  # [B, T, HV, K] log2
-    P_ptr,  # [B, T, HV, BT]
-    A_ptr,  # [B, T, HV, BT]
+    P_ptr, A_ptr,  # [B, T, HV, BT]
     h0_ptr,  # [N, HV, K, V] or None
     o_ptr,  # [B, T, HV, V] out
     ht_ptr,  # [N, HV, K, V] out, or None

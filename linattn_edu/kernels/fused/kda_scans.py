@@ -36,16 +36,13 @@ from linattn_edu.packing import Packing
 
 @triton.jit(do_not_specialize=["T"])
 def kda_gates_kernel(
-    q_ptr,  # [B, T, H, K]
-    k_ptr,  # [B, T, H, K]
+    q_ptr, k_ptr,  # [B, T, H, K]
     g_ptr,  # [B, T, HV, K] natural log; with A_log or a bound, the raw gate
     A_log_ptr,  # [HV] or None
     bias_ptr,  # [HV * K] or None
     erase_ptr,  # [B, T, HV, K] or None
     gc_ptr,  # [B, T, HV, K] out: log2, cumulative within a chunk
-    kd_ptr,  # [B, T, HV, K] out
-    kg_ptr,  # [B, T, HV, K] out
-    qg_ptr,  # [B, T, HV, K] out
+    kd_ptr, kg_ptr, qg_ptr,  # [B, T, HV, K] out
     bound,  # lower bound of the gate, or None
     cu_ptr, chunks_ptr, T,  # of chunk_of
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
@@ -227,15 +224,12 @@ def kda_scan_bwd(
 
 @triton.jit(do_not_specialize=["T"])
 def kda_fused_scans_kernel(
-    qg_ptr,  # [B, T, HV, K]
-    kg_ptr,  # [B, T, HV, K]
-    kd_ptr,  # [B, T, HV, K]
+    qg_ptr, kg_ptr, kd_ptr,  # [B, T, HV, K]
     v_ptr,  # [B, T, HV, V]
     beta_ptr,  # [B, T, HV], or None
     write_ptr,  # [B, T, HV, V] in the place of beta, whose erase gate kd has, or None: then no dv
     gc_ptr,  # [B, T, HV, K] log2
-    P_ptr,  # [B, T, HV, BT]
-    A_ptr,  # [B, T, HV, BT]
+    P_ptr, A_ptr,  # [B, T, HV, BT]
     do_ptr,  # [B, T, HV, V]
     h0_ptr, dht_ptr, h_ptr, v_new_ptr, dh_ptr, Z_ptr, dv_ptr, dh0_ptr, scale, cu_ptr, offsets_ptr,
     T,  # as of gdn_scans.scans_kernel

@@ -34,15 +34,13 @@ from linattn_edu.packing import Packing
 
 @triton.jit(do_not_specialize=["T", "tokens"])
 def ssd_bwd_dx_kernel(
-    C_ptr,  # [B, T, G, N]
-    B_ptr,  # [B, T, G, N]
+    C_ptr, B_ptr,  # [B, T, G, N]
     x_ptr,  # [B, T, H, P]
     gs_ptr,  # [H, B, T] log2
     gc_ptr,  # [H, B, T] log2
     dh_ptr,  # [B, NT, H, N, P]
     dy_ptr,  # [B, T, H, P]
-    xdy_ptr,  # [H, B, T]
-    dgc_ptr,  # [H, B, T]
+    xdy_ptr, dgc_ptr,  # [H, B, T]
     D_ptr,  # [H, PER] or None
     seq_ptr,  # [B, T] or None
     dx_ptr,  # [B, T, H, P] out
@@ -329,8 +327,7 @@ def ssd_bwd_sum_kernel(
     inter_ptr,  # [B, T, G, N] in fp32: dC through the states
     parts_ptr,  # [SPLITS, B, T, G, N]: dB through the states
     dS_ptr,  # [SPLITS, B, T, G, BT]
-    dB_ptr,  # [B, T, G, N] out
-    dC_ptr,  # [B, T, G, N] out
+    dB_ptr, dC_ptr,  # [B, T, G, N] out
     cu_ptr, chunks_ptr, T, tokens,
     WHOLE: tl.constexpr,
     G: tl.constexpr, N: tl.constexpr, SPLITS: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,

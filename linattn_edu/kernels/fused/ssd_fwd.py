@@ -82,8 +82,7 @@ def documents_of(seq_ptr, chunks_ptr, i_c, first, T, o_t, n_t):
 
 @triton.jit(do_not_specialize=["T"])
 def chunk_scores_kernel(
-    C_ptr,  # [B, T, G, N]
-    B_ptr,  # [B, T, G, N]
+    C_ptr, B_ptr,  # [B, T, G, N]
     seq_ptr,  # [B, T] or None
     S_ptr,  # [B, T, G, BT] out
     cu_ptr,  # [NS + 1] or None
@@ -223,8 +222,7 @@ def ssd_ends_kernel(
 
 @triton.jit(do_not_specialize=["T", "tokens", "size"])
 def ssd_fwd_kernel(
-    C_ptr,  # [B, T, G, N]
-    B_ptr,  # [B, T, G, N]
+    C_ptr, B_ptr,  # [B, T, G, N]
     S_ptr,  # [B, T, G, BC]
     x_ptr,  # [B, T, H, P]
     gs_ptr,  # [H, B, T] log2

@@ -2,7 +2,8 @@
 
 For Hopper. A program goes through all chunks of a head. Four warps make P and R of a chunk, as
 intra_chunk does, while one or two groups of four, each for 64 of the values, scan the chunk before.
-So q and k are read once, and R is never in memory.
+So q and k are read once, and R is never in memory. One more warp loads, and takes the registers of
+four; with 64 values, where they are scarce, the warps that make P and R load themselves.
 """
 
 from torch import Tensor
@@ -29,6 +30,7 @@ from linattn_edu.kernels.gluon.gdn_solve import (
     inverse,
     invert_blocks,
     join_blocks,
+    pairs,
     resolvent,
     scores,
 )
@@ -40,7 +42,9 @@ from linattn_edu.kernels.gluon.scan_frame import (
     gates_of,
     hand_over,
     keys_times_state,
+    load_chunk,
     load_chunks,
+    next_place,
     piece_of_program,
     rows_of,
     state_of,
@@ -91,12 +95,42 @@ class BothGates:
 
 
 @gluon.jit
-def make_chunks(chunks, made, room, gcs, P_desc, A_desc, c_t, skip):
-    """The warps that make P and R: intra_chunk_gluon_kernel's sums. P and A * G are stored, too."""
+def load_later(chunks, given, i_t, gates):
+    """Load the chunk that comes last of those in the rings, once its place is empty.
+
+    Returns the gates of the next one, which are on their way.
+    """
+    STAGES: gl.constexpr = chunks.STAGES
+    n = i_t + (STAGES - 1)
+    if (i_t > 0) & (n < chunks.NT):
+        i = n % STAGES
+        mbarrier.wait(chunks.empty.index(i), (n // STAGES & 1) ^ 1)
+        load_chunk(chunks, i, chunks.first + n * chunks.BT, given, gates)
+        barrier()
+        mbarrier.arrive(chunks.full.index(i), count=1)
+    return given.of(n + 1, chunks.NT, chunks.BT, False)
+
+
+@gluon.jit
+def make_chunks(chunks, given, made, room, gcs, P_desc, A_desc, c_t, skip):
+    """The warps that make P and R: intra_chunk_gluon_kernel's sums. P and A * G are stored, too.
+
+    given: (gates,) if these warps load the chunks, too; then they begin K K^T a chunk ahead.
+    """
+    LOADS: gl.constexpr = len(given) == 1
     ks, _, qs = chunks.rings
     STAGES: gl.constexpr = chunks.STAGES
     BT: gl.constexpr = chunks.BT
     dtype: gl.constexpr = ks.dtype
+    if LOADS:
+        for n in range(gl.minimum(STAGES, chunks.NT)):
+            gates = given[0].of(n, chunks.NT, BT, False)
+            load_chunk(chunks, n % STAGES, chunks.first + n * BT, given[0], gates)
+            barrier()
+            mbarrier.arrive(chunks.full.index(n % STAGES), count=1)
+        gates = given[0].of(STAGES, chunks.NT, BT, False)
+        mbarrier.wait(chunks.full.index(0), 0)
+        b_S = warpgroup_mma_wait(0, [pairs(ks.index(0), ks.index(0))])
     for i_t in range(chunks.NT):
         i, j = i_t % STAGES, i_t % 2
         # 0, and the compiler cannot know, see gdn_intra
@@ -104,13 +138,22 @@ def make_chunks(chunks, made, room, gcs, P_desc, A_desc, c_t, skip):
         n_s, w_s, u_s = room.norms.index(z), room.norms.index(1 + z), room.norms.index(2 + z)
         X_s, N_s, A_s = room.Xs.index(z), room.Ns.index(z), room.As.index(z)
         L_s, P_s, gc_s = made.inner.index(j), made.Ps.index(j), gcs.index(i)
-        mbarrier.wait(chunks.full.index(i), i_t // STAGES & 1)
-        b_S, b_P = scores(qs.index(i), ks.index(i))
+        if LOADS:
+            b_P = pairs(qs.index(i), ks.index(i))
+        else:
+            mbarrier.wait(chunks.full.index(i), i_t // STAGES & 1)
+            b_S, b_P = scores(qs.index(i), ks.index(i))
         mbarrier.wait(made.empty.index(j), (i_t // 2 & 1) ^ 1)
         tma.store_wait(0)
         barrier()  # what was made before has left
         invert_blocks(b_S, chunks.gates.index(3 * i + 2), n_s, w_s, u_s, room.D_s, L_s, X_s, z)
+        if LOADS:
+            gates = load_later(chunks, given[0], i_t, gates)
+            b_P = warpgroup_mma_wait(0, [b_P])
         b_A, b_G = join_blocks(b_P, gc_s, P_s, L_s, X_s, N_s, z)
+        if LOADS:
+            k_s = ks.index(next_place(chunks, i_t))
+            b_S = pairs(k_s, k_s)
         made.Rs.index(j).store(resolvent(b_A, b_G, w_s, u_s).to(dtype))
         hand_over(made.full.index(j))
         if A_desc is not None:
@@ -121,7 +164,16 @@ def make_chunks(chunks, made, room, gcs, P_desc, A_desc, c_t, skip):
                 at = [chunks.first + i_t * BT, c_t]
                 async_store(P_desc, at, P_s)
                 async_store(A_desc, at, A_s)
+        if LOADS:
+            b_S = warpgroup_mma_wait(0, [b_S])
     tma.store_wait(0)
+
+
+@gluon.jit
+def read_and_written(b_new, gate_s, dtype: gl.constexpr, mma: gl.constexpr):
+    """v_new as P and as the state take it."""
+    b_w = b_new * gate_s.load(gl.SliceLayout(0, mma))[None, :]
+    return operand(b_new, dtype, mma), operand(b_w, dtype, mma)
 
 
 @gluon.jit
@@ -161,6 +213,8 @@ def scan_made(chunks, made, state, o_desc, out, scale, c_v, skip):
         mbarrier.wait(made.full.index(j), i_t // 2 & 1)
         b_new = product(operand(b_W, dtype, mma), made.Rs.index(j).permute((1, 0)), zero, False)
         b_new = warpgroup_mma_wait(0, [b_new])
+        if HALVES == 1:  # before b_o takes registers
+            b_16, b_new = read_and_written(b_new, gates.index(3 * i + 1), dtype, mma)
         # eq:delta-inter   diag(2^gc) Q S
         b_h1 = operand(again(b_S1, i_t), dtype, mma)
         b_o = product(b_h1, half(qs.index(i), 0).permute((1, 0)), zero, False)
@@ -168,8 +222,7 @@ def scan_made(chunks, made, state, o_desc, out, scale, c_v, skip):
             b_o = warpgroup_mma_wait(0, [b_o])
             b_h2 = operand(again(b_S2, i_t), dtype, mma)
             b_o = product(b_h2, half(qs.index(i), 1).permute((1, 0)), b_o)
-        b_16 = operand(b_new, dtype, mma)
-        b_new = operand(b_new * gates.index(3 * i + 1).load(along)[None, :], dtype, mma)
+            b_16, b_new = read_and_written(b_new, gates.index(3 * i + 1), dtype, mma)
         b_o = warpgroup_mma_wait(0, [b_o])
         # eq:delta-output   o = scale (inter + P v_new)
         b_o *= gates.index(3 * i).load(along)[None, :]
@@ -215,10 +268,10 @@ def chunk_fwd_gluon_kernel(
 
     mbarriers; i: place of a chunk in the rings, j: of what is made of it::
 
-        full[i]        the copies of q, k and v, and the loading warp with gates -> all
+        full[i]        the copies of q, k and v, and the gates, from the warps that load -> all
         made.full[j]   R and P are there -> warps that scan
         made.empty[j]  warps that scan have read them -> warps that make those of the next but one
-        empty[i]       warps that scan have read the chunk, of which all is made -> loading warp
+        empty[i]       warps that scan have read the chunk, of which all is made -> those that load
     """
     WORKERS: gl.constexpr = V // BV
     piece = piece_of_program(
@@ -250,8 +303,10 @@ def chunk_fwd_gluon_kernel(
         piece, (k_desc, v_desc, q_desc), (c_k, c_v, c_k), (ks, vs, qs), BT, STAGES, WORKERS, False
     )
     fence_async_shared()
+    gates = BothGates(gates_of(piece, gc_ptr, beta_ptr, HV), gcs)
+    given = () if WORKERS == 2 else (gates,)
     gl.warp_specialize(
-        [(make_chunks, (chunks, made, room, gcs, P_desc, AG_desc, c_t, piece.skip))]
+        [(make_chunks, (chunks, given, made, room, gcs, P_desc, AG_desc, c_t, piece.skip))]
         + [
             (scan_made, (
                 chunks, made, state_of(w, piece, h0_ptr, ht_ptr, K, V, BV), o_desc, out.index(w),
@@ -259,18 +314,18 @@ def chunk_fwd_gluon_kernel(
             ))
             for w in ((0, 1) if WORKERS == 2 else (0,))
         ]
-        + [(load_chunks, (chunks, BothGates(gates_of(piece, gc_ptr, beta_ptr, HV), gcs)))],
-        [4, 4, 1] if WORKERS == 2 else [4, 1],
-        [REGISTERS, REGISTERS, 24] if WORKERS == 2 else [REGISTERS, 24],
+        + ([(load_chunks, (chunks, gates))] if WORKERS == 2 else []),
+        [4, 4, 1] if WORKERS == 2 else [4],
+        [REGISTERS, REGISTERS, 24] if WORKERS == 2 else [REGISTERS],
     )  # fmt: skip
 
 
 # values -> tiles: three chunks in shared memory, or, so that a multiprocessor has two programs, two
 TILES = {64: {"BT": CHUNK, "BV": BV, "STAGES": 2}, 128: {"BT": CHUNK, "BV": BV, "STAGES": 3}}
-OPTIONS = {64: {"num_warps": 4, "maxnreg": 80}, 128: {"num_warps": 4, "maxnreg": 128}}
+OPTIONS = {64: {"num_warps": 4, "maxnreg": 128}, 128: {"num_warps": 4, "maxnreg": 128}}
 # values, whether P and A * G are kept -> registers of a thread that scans. Of those at the start
-# the loading warp keeps 24, the warps that make P and R take the rest
-REGISTERS = {(64, True): 96, (64, False): 96, (128, True): 168, (128, False): 176}
+# a warp that only loads keeps 24, the warps that make P and R take the rest
+REGISTERS = {(64, True): 112, (64, False): 112, (128, True): 168, (128, False): 176}
 
 
 @attempt

@@ -175,12 +175,15 @@ def decays(gc_s, z):
 
 
 @gluon.jit
+def pairs(q_s, k_s):
+    """Begin Q K^T, in fp32 as MMA."""
+    return product(q_s, k_s.permute((1, 0)), gl.full([64, 64], 0.0, gl.float32, MMA), False)
+
+
+@gluon.jit
 def scores(q_s, k_s):
     """K K^T and Q K^T, in fp32 as MMA."""
-    zero = gl.full([64, 64], 0.0, gl.float32, MMA)
-    b_S = product(k_s, k_s.permute((1, 0)), zero, False)
-    b_P = product(q_s, k_s.permute((1, 0)), zero, False)
-    return warpgroup_mma_wait(0, [b_S, b_P])
+    return warpgroup_mma_wait(0, [pairs(k_s, k_s), pairs(q_s, k_s)])
 
 
 @gluon.jit

@@ -331,6 +331,17 @@ def residual(chunks, N: gl.constexpr, i, W: gl.constexpr, b_W, mma: gl.constexpr
 
 
 @gluon.jit
+def load_chunk(chunks, i, begin, given, gates):
+    """Begin to copy the chunk at row `begin` to place i, which is empty, and leave its gates."""
+    bar = chunks.full.index(i)
+    mbarrier.expect(bar, chunks.BYTES)
+    for j in gl.static_range(len(chunks.rings)):
+        place = chunks.rings[j].index(i)
+        async_load(chunks.descs[j], [begin, chunks.columns[j]], bar, place)
+    given.leave(chunks.gates, i, *gates)
+
+
+@gluon.jit
 def load_chunks(chunks, given):
     """The producer: every chunk into the rings, as soon as its place is empty.
 
@@ -340,21 +351,16 @@ def load_chunks(chunks, given):
     BT: gl.constexpr = chunks.BT
     STAGES: gl.constexpr = chunks.STAGES
     BACK: gl.constexpr = chunks.BACK
-    b_1, b_2, b_3 = given.of(0, NT, BT, BACK)
+    gates = given.of(0, NT, BT, BACK)
     for i_t in range(NT):
         i = i_t % STAGES
         begin = chunks.first + chunk_at(i_t, NT, BACK) * BT
         mbarrier.wait(chunks.empty.index(i), (i_t // STAGES & 1) ^ 1)
-        bar = chunks.full.index(i)
-        mbarrier.expect(bar, chunks.BYTES)
-        for j in gl.static_range(len(chunks.rings)):
-            place = chunks.rings[j].index(i)
-            async_load(chunks.descs[j], [begin, chunks.columns[j]], bar, place)
-        given.leave(chunks.gates, i, b_1, b_2, b_3)
+        load_chunk(chunks, i, begin, given, gates)
         # those of the next chunk are on their way meanwhile
-        b_1, b_2, b_3 = given.of(i_t + 1, NT, BT, BACK)
+        gates = given.of(i_t + 1, NT, BT, BACK)
         barrier()
-        mbarrier.arrive(bar, count=1)
+        mbarrier.arrive(chunks.full.index(i), count=1)
 
 
 @gluon.jit
