@@ -96,7 +96,7 @@ SPILLED = {
     "kda_intra_bwd_gluon_kernel": 512,
     "kda_prepare_gluon_kernel": 0,
     "scan_intra_bwd_gluon_kernel": 52,
-    "chunk_fwd_gluon_kernel": 272,  # where states are given and returned; else 56, and 140 of 64
+    "chunk_fwd_gluon_kernel": 276,  # where states are given and returned; else 56, and 140 of 64
     "ssd_bwd_dx_gluon_kernel": 616,  # in fp16; 368 in bf16
     "ssd_fwd_gluon_kernel": 640,  # before the loop, of the states of pieces; else 12
     "intra_chunk_gluon_kernel": 64,
@@ -122,7 +122,7 @@ def test_compiled_for_hopper():
         known = support.THIS == (3, 8) and row["kernel"] == "kda_intra_bwd_gluon_kernel"
         # where they wait for one another in the scan, which has the time
         if row["kernel"] == "chunk_fwd_gluon_kernel":
-            known, most = row["K"] == 64 or row["keep"], 140 if row["K"] == 64 else 272
+            known, most = row["K"] == 64 or row["keep"], 140 if row["K"] == 64 else 276
         assert result["spilled"] <= most, row
         assert result["serialized"] == known, row
         assert 0 < result["shared"] + 1024 <= (228 << 10) // programs_of(row), row
