@@ -78,8 +78,7 @@ def halved(
 
 @triton.jit(do_not_specialize=["T"])
 def kda_scores_kernel(
-    q_ptr,  # [B, T, H, K]
-    k_ptr,  # [B, T, H, K]
+    q_ptr, k_ptr,  # [B, T, H, K]
     beta_ptr,  # [B, T, HV], or None
     erase_ptr,  # [B, T, HV, K] in the place of beta, or None
     gc_ptr,  # [B, T, HV, K] log2

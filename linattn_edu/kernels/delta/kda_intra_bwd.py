@@ -57,19 +57,14 @@ def are_near(gc_ptr, stride, n_t, K, BT: tl.constexpr, BN: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T"])
 def kda_intra_bwd_near_kernel(
-    q_ptr,  # [B, T, H, K]
-    k_ptr,  # [B, T, H, K]
+    q_ptr, k_ptr,  # [B, T, H, K]
     beta_ptr,  # [B, T, HV], or None
     erase_ptr,  # [B, T, HV, K] in the place of beta, or None
     gc_ptr,  # [B, T, HV, K] log2
-    dP_ptr,  # [B, T, HV, BT]
-    dL_ptr,  # [B, T, HV, BT]
-    dqg_ptr,  # [B, T, HV, K]
-    dkb_ptr,  # [B, T, HV, K]
-    dkg_ptr,  # [B, T, HV, K]
+    dP_ptr, dL_ptr,  # [B, T, HV, BT]
+    dqg_ptr, dkb_ptr, dkg_ptr,  # [B, T, HV, K]
     dgl_ptr,  # [B, NT, HV, K]
-    dq_ptr,  # [B, T, HV, K] out
-    dk_ptr,  # [B, T, HV, K] out
+    dq_ptr, dk_ptr,  # [B, T, HV, K] out
     dbeta_ptr,  # [B, T, HV] added to; with erase [B, T, HV, K] out
     dgc_ptr,  # [B, T, HV, K] out
     near_ptr,  # [B, NT, HV, NG] out: whether the channels of a group are near

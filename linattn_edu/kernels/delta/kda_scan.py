@@ -23,9 +23,7 @@ from linattn_edu.packing import Packing
 
 @triton.jit(do_not_specialize=["T"])
 def kda_scan_kernel(
-    qg_ptr,  # [B, T, HV, K]
-    kg_ptr,  # [B, T, HV, K]
-    w_ptr,  # [B, T, HV, K]
+    qg_ptr, kg_ptr, w_ptr,  # [B, T, HV, K]
     u_ptr,  # [B, T, HV, V]
     gc_ptr,  # [B, T, HV, K] log2
     P_ptr,  # [B, T, HV, BT]

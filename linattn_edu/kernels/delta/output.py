@@ -21,8 +21,7 @@ from linattn_edu.packing import Packing
 
 @triton.jit(do_not_specialize=["T"])
 def output_kernel(
-    q_ptr,  # [B, T, H, K]
-    k_ptr,  # [B, T, H, K]
+    q_ptr, k_ptr,  # [B, T, H, K]
     v_new_ptr,  # [B, T, HV, V]
     h_ptr,  # [B, NT, HV, K, V]
     gc_ptr,  # [B, T, HV] log2

@@ -21,14 +21,12 @@ from linattn_edu.packing import Packing
 
 @triton.jit(do_not_specialize=["T"])
 def output_bwd_kernel(
-    q_ptr,  # [B, T, H, K]
-    k_ptr,  # [B, T, H, K]
+    q_ptr, k_ptr,  # [B, T, H, K]
     v_new_ptr,  # [B, T, HV, V]
     h_ptr,  # [B, NT, HV, K, V]
     gc_ptr,  # [B, T, HV] log2
     do_ptr,  # [B, T, HV, V]
-    dq_ptr,  # [B, T, H, K] out
-    dk_ptr,  # [B, T, H, K] out
+    dq_ptr, dk_ptr,  # [B, T, H, K] out
     dv_ptr,  # [B, T, HV, V] out
     dgc_ptr,  # [B, T, HV] out
     scale,

@@ -125,8 +125,7 @@ def column_sums(x, y):
 
 @triton.jit(do_not_specialize=["T", "pool_slots", "rows"])
 def recurrent_kernel(
-    q_ptr,  # [B, T, H, K]
-    k_ptr,  # [B, T, H, K]
+    q_ptr, k_ptr,  # [B, T, H, K]
     v_ptr,  # [B, T, HV, V]
     g_ptr,  # [B, T, HV] natural log, or None; with A_log, the raw gate
     gk_ptr,  # [B, T, HV, K] natural log, or None; with A_log or lower_bound, but no g, raw
@@ -203,7 +202,7 @@ def recurrent_kernel(
         else:
             b_S *= layer_decay(b_gk, b_A_log, b_bias, lower_bound)[:, None]
             b_S = decay(b_S, None, None, gv_ptr, b_g, b_gk, b_gv)
-        b_qk = tl.sum(b_q * b_k, 0)
+        b_qk = tl.sum(b_q * b_k, 0)  # further up, ptxas would begin v's loads after it
         # eq:delta-error   e = v - k S
         b_r = b_k if write_ptr is None else b_beta * b_k
         b_kS, b_qS = column_sums(b_r[:, None] * b_S, b_q[:, None] * b_S)
@@ -265,8 +264,7 @@ def gates_bwd(b_dS, b_decayed, b_e, b_beta, b_k, b_de, v_ptr, write_ptr, dk_ptr,
 
 @triton.jit(do_not_specialize=["T", "total", "BLOCK"])
 def recurrent_bwd_kernel(
-    q_ptr,  # [B, T, H, K]
-    k_ptr,  # [B, T, H, K]
+    q_ptr, k_ptr,  # [B, T, H, K]
     v_ptr,  # [B, T, HV, V]
     g_ptr,  # [B, T, HV] natural log, or None
     gk_ptr,  # [B, T, HV, K] natural log, or None
@@ -278,8 +276,7 @@ def recurrent_bwd_kernel(
     dht_ptr,  # [N, HV, K, V] or None
     kept_ptr,  # [number of blocks, HV, K, V]: the state before each block
     inner_ptr,  # [N, HV, BLOCK, K, V]: the states of one block
-    dq_ptr,  # [NV, B, T, HV, K] out
-    dk_ptr,  # [NV, B, T, HV, K] out
+    dq_ptr, dk_ptr,  # [NV, B, T, HV, K] out
     dv_ptr,  # [B, T, HV, V] out
     dg_ptr,  # [NV, B, T, HV] out
     dbeta_ptr,  # [NV, B, T, HV] out; with write [NV, B, T, HV, K]

@@ -117,8 +117,7 @@ def load_token(q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, t, end, i_h, o_k, o_v, o_g,
 
 @triton.jit(do_not_specialize=["T", "pool_slots"])
 def replay_kernel(
-    q_ptr,  # [N, T, H, K]
-    k_ptr,  # [N, T, H, K]
+    q_ptr, k_ptr,  # [N, T, H, K]
     v_ptr,  # [N, T, HV, V]
     g_ptr,  # [N, T, HV, G] natural log; with A_log or lower_bound, the raw gate
     beta_ptr,  # [N, T, HV]

@@ -136,9 +136,7 @@ def state_bwd_kernel(
 
 @triton.jit(do_not_specialize=["T"])
 def kda_state_bwd_kernel(
-    qg_ptr,  # [B, T, HV, K]
-    kg_ptr,  # [B, T, HV, K]
-    w_ptr,  # [B, T, HV, K]
+    qg_ptr, kg_ptr, w_ptr,  # [B, T, HV, K]
     gc_ptr,  # [B, T, HV, K] log2
     do_ptr,  # [B, T, HV, V]
     P_ptr,  # [B, T, HV, BT]

@@ -260,17 +260,13 @@ def halve_far_rows(b_P, b_L, x_s, F_s, g_s, e_s, far_s, own_s, squares_s,
 
 @gluon.jit(do_not_specialize=["T"])
 def kda_prepare_gluon_kernel(
-    q_ptr,  # [B, T, H, K]
-    k_ptr,  # [B, T, H, K]
+    q_ptr, k_ptr,  # [B, T, H, K]
     g_ptr,  # [B, T, HV, K] natural log
     beta_ptr,  # [B, T, HV], or None
     erase_ptr,  # [B, T, HV, K] in the place of beta, or None
     gc_ptr,  # [B, T, HV, K] out: log2, cumulative within a chunk
-    P_ptr,  # [B, T, HV, BT] out
-    A_ptr,  # [B, T, HV, BT] out
-    kd_ptr,  # [B, T, HV, K] out
-    kg_ptr,  # [B, T, HV, K] out
-    qg_ptr,  # [B, T, HV, K] out
+    P_ptr, A_ptr,  # [B, T, HV, BT] out
+    kd_ptr, kg_ptr, qg_ptr,  # [B, T, HV, K] out
     cu_ptr, chunks_ptr, T,  # of chunk_of
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, BT: gl.constexpr,
     NEAR_ALL: gl.constexpr,  # a promise: no row is far

@@ -19,8 +19,7 @@ def past_state(D_ptr, i_h, o_p, P: tl.constexpr, PER: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T"])
 def chunk_scan_kernel(
-    C_ptr,  # [B, T, G, N]
-    B_ptr,  # [B, T, G, N]
+    C_ptr, B_ptr,  # [B, T, G, N]
     x_ptr,  # [B, T, H, P]
     step_ptr,  # [B, T, H]
     gc_ptr,  # [B, T, H] log2

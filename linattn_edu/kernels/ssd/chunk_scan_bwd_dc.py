@@ -14,8 +14,7 @@ from linattn_edu.packing import Packing
 
 @triton.jit(do_not_specialize=["T", "tokens"])
 def chunk_scan_bwd_dc_kernel(
-    C_ptr,  # [B, T, G, N]
-    B_ptr,  # [B, T, G, N]
+    C_ptr, B_ptr,  # [B, T, G, N]
     x_ptr,  # [B, T, H, P]
     step_ptr,  # [B, T, H]
     gc_ptr,  # [B, T, H] log2
@@ -23,8 +22,7 @@ def chunk_scan_bwd_dc_kernel(
     dy_ptr,  # [B, T, H, P]
     dB_state_ptr,  # [B, T, G, N]
     seq_ptr,  # [B, T] or None
-    dC_ptr,  # [B, T, G, N] out
-    dB_ptr,  # [B, T, G, N] out
+    dC_ptr, dB_ptr,  # [B, T, G, N] out
     dgc_ptr,  # [N / BN, B, T, H] out: natural units
     cu_ptr,  # [N + 1] or None
     chunks_ptr,  # [NT, 2] or None

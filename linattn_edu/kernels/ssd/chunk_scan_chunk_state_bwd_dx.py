@@ -14,8 +14,7 @@ from linattn_edu.packing import Packing
 
 @triton.jit(do_not_specialize=["T"])
 def chunk_scan_chunk_state_bwd_dx_kernel(
-    C_ptr,  # [B, T, G, N]
-    B_ptr,  # [B, T, G, N]
+    C_ptr, B_ptr,  # [B, T, G, N]
     x_ptr,  # [B, T, H, P]
     step_ptr,  # [B, T, H]
     gc_ptr,  # [B, T, H] log2

@@ -33,8 +33,7 @@ def ssd_replay_kernel(
     x_ptr,  # [N, T, H, P]
     dt_ptr,  # [N, T, H]
     A_ptr,  # [H]
-    B_ptr,  # [N, T, G, K]
-    C_ptr,  # [N, T, G, K]
+    B_ptr, C_ptr,  # [N, T, G, K]
     D_ptr,  # [H, P_D] or None
     z_ptr,  # [N, T, H, P] or None
     bias_ptr,  # [H] or None

@@ -73,8 +73,7 @@ def selective_state_update_kernel(
     x_ptr,  # [B, H, P]
     dt_ptr,  # [B, H, P_DT]
     A_ptr,  # [H, P_A, N_A]
-    B_ptr,  # [B, G, N]
-    C_ptr,  # [B, G, N]
+    B_ptr, C_ptr,  # [B, G, N]
     D_ptr,  # [H, P_D] or None
     z_ptr,  # [B, H, P] or None
     bias_ptr,  # [H, P_BIAS] or None
