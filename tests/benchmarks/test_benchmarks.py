@@ -696,6 +696,10 @@ def test_the_committed_results_leave_nothing_out(path):
         assert refusal(CASES[case], what, library), (case, what, library)
 
 
+def test_what_was_not_timed_is_not_there():
+    assert {x for path in COMMITTED for x in results.missing(results.load(path))} == UNTIMED
+
+
 @committed
 def test_a_number_that_is_taken_out_is_noticed(path, tmp_path):
     """Of each call of each library, one after the other, in a copy of the results."""
