@@ -96,10 +96,7 @@ class BothGates:
 
 @gluon.jit
 def load_later(chunks, given, i_t, gates):
-    """Load the chunk that comes last of those in the rings, once its place is empty.
-
-    Returns the gates of the next one, which are on their way.
-    """
+    """Load the last chunk that the rings take, once its place is empty; the next one's gates."""
     STAGES: gl.constexpr = chunks.STAGES
     n = i_t + (STAGES - 1)
     if (i_t > 0) & (n < chunks.NT):
