@@ -1,7 +1,8 @@
 """The processes that are the ranks of a group: see processes.run_ranks.
 
 Every operator, with and without the compiler, against one rank; calls that are written down
-against composed ones. "right" is written to FILE.RANK.
+against composed ones. With MORE, one operator, or "calls": what is not of one operator. "right" is
+written to FILE.RANK.
 """
 
 import os
@@ -18,7 +19,17 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from cp.cp_checks import LARGE, OPERATORS, SMALL, TOLERANCES, compare, draw, on_one, on_rank
+from cp.cp_checks import (
+    LARGE,
+    OPERATORS,
+    SMALL,
+    TOLERANCES,
+    compare,
+    draw,
+    exactly,
+    on_one,
+    on_rank,
+)
 from grids import FULL
 from interpreter import quicken
 from processes import be_a_rank
@@ -61,19 +72,23 @@ def ranks_are_one(
         own, parts = on_cpu(run()), [None] * dist.get_world_size()
         assert not gpu or torch.equal(flat(own), flat(on_cpu(run()))), (operator, layout)
         dist.all_gather_object(parts, own)
-        compare(whole, parts, drawn[2], TOLERANCES[dtype])
+        exact = None if dtype.itemsize > 2 else lambda: on_cpu(exactly(drawn, bounds))
+        compare(whole, parts, drawn[2], TOLERANCES[dtype], exact)
         if gpu and operator == "conv":
             assert torch.equal(own[3][0], whole[0][:, own[0]]), layout
 
 
 def check(device: torch.device, rank: int, world: int) -> None:
-    dtype, whole = DTYPES[device.type], FULL or device.type == "cuda"
+    which, whole = sys.argv[5:] or [*OPERATORS, "calls"], FULL or device.type == "cuda"
+    dtype = DTYPES[device.type]
     for i, operator in enumerate(OPERATORS):
+        if operator not in which:
+            continue
         layouts = LAYOUTS if whole else LAYOUTS[i % 2 :][:1]  # simulated ranks have both
         ranks_are_one(operator, BOUNDS, dtype, device, SMALL, layouts)
         for bounds in LONG if device.type == "cuda" else ():
             ranks_are_one(operator, bounds, torch.bfloat16, device, LARGE, LAYOUTS)
-    if world > 2 and device.type == "cpu":
+    if "calls" not in which or (world > 2 and device.type == "cpu"):
         return  # what follows is the same for every world, and takes its time
     packed, batch = (BOUNDS, 1, "zigzag"), ([0, 24 * world], 2, "contiguous")
     for bounds, B, layout in (packed, batch) if whole else (packed,):

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cp.cp_checks import OPERATORS
 from grids import few
 from processes import run_ranks
 
@@ -32,11 +33,12 @@ def test_no_rank_hangs_on_an_error_of_another(how, tmp_path):
 
 
 @gpus
+@pytest.mark.parametrize("which", [*OPERATORS, "calls"])
 @pytest.mark.parametrize("world", (2, 4))
-def test_gpus_are_one(world, tmp_path):
+def test_gpus_are_one(world, which, tmp_path):
     if torch.cuda.device_count() < world:
         pytest.skip(f"needs {world} GPUs")
-    run_ranks(SCRIPT, "nccl", world, tmp_path)
+    run_ranks(SCRIPT, "nccl", world, tmp_path, which)
 
 
 @gpus

@@ -96,6 +96,9 @@ CASES = {
         more={"output_final_state": False},
     ),
     "gdn_fwd": Case("chunk_fwd", "gdn_fused", "chunk_fwd", {"chunk_fwd": "one"}, 320),
+    "gdn_fwd, nothing kept": Case(
+        "chunk_fwd", "gdn_fused", "chunk_fwd", {"chunk_fwd": "one"}, 320, more={"keep": False}
+    ),
     "gdn_fwd, V=64, no states": Case(
         "chunk_fwd", "gdn_fused", "chunk_fwd", {"chunk_fwd": "one"}, 320, 64, 64,
         without=("h0",), more={"output_final_state": False, "keep": False},

@@ -97,6 +97,10 @@ MISTAKES = {
         (Race, "gcs[0] is", "self.gcs.index(i).store", "i)", "0)"),
         (OUTSIDE, "place 2", "ring(v_desc, STAGES)", "STAGES", "STAGES - 1"),
     ],
+    ("gdn_fwd, nothing kept", "gdn_fwd"): [
+        (Race, "ks[0] is", "mbarrier.wait(chunks.full.index(0), 0)"),
+        (Unfinished, "product", "            b_S = warpgroup_mma_wait(0, [b_S])\n", "0", "1"),
+    ],
     ("gdn_fwd, V=64, no states", "gdn_fwd"): [
         (Wrong, "output 0", "chunks.first + n * chunks.BT", "n *", "(n - 1) *"),
         (Wrong, "output 0", "given.of(n + 1, chunks.NT", " + 1", ""),

@@ -76,16 +76,13 @@ def load_entries(x_ptr, begin, count, o_r, o_x, n: tl.constexpr, R: tl.constexpr
 def decays_since(decays_ptr, begin, count, o_r, o_g, G: tl.constexpr, R: tl.constexpr):
     """e^(sum of the log decays) since the checkpoint [BG], and since each entry [BR, BG].
 
-    Sums of what came after, not differences of sums: a strong decay costs the others no bits.
+    Sums of what came after, not differences of sums: a strong decay costs the others no bits. One
+    thread adds each up: for a scan along the entries warps would wait for each other.
     """
-    b_first = tl.load(decays_ptr + begin * G + o_g, mask=mask_if(o_g < G, count > 0), other=0.0)
-    b_next = load_entries(decays_ptr, begin + 1, count - 1, o_r, o_g, G, R)
-    if G == 1:  # Triton 3.6 scans a column of one number wrongly
-        b_row = tl.load(decays_ptr + (begin + 1 + o_r) % R, mask=o_r < count - 1, other=0.0)
-        b_after = tl.sum(tl.where(o_r[:, None] <= o_r[None, :], b_row[None, :], 0.0), 1)[:, None]
-    else:
-        b_after = tl.cumsum(b_next, 0, reverse=True)
-    return tl.exp(b_first + tl.sum(b_next, 0)), tl.exp(b_after)
+    b_g = load_entries(decays_ptr, begin, count, o_r, o_g, G, R)
+    later = o_r[:, None] < o_r[None, :]
+    b_after = tl.sum(tl.where(later[:, :, None], b_g[None, :, :], 0.0), 1)
+    return tl.exp(tl.sum(b_g, 0)), tl.exp(b_after)
 
 
 @triton.jit

@@ -188,9 +188,9 @@ def dplr_scores_kernel(
         tl.store(L_ptr + tl.arange(0, BT), b_zero)
 
 
-# generation -> bytes of an element -> row: one warp, as in kda_intra
+# generation -> bytes of an element -> row: one warp, as in kda_intra, or two for a whole row
 ONE = dict.fromkeys((2, 4), row(1, 1, BK=32))
-CONFIGS = {"turing": ONE, "ampere": ONE, "hopper": ONE | {2: row(1, 2, BK=64)}}
+CONFIGS = {"turing": ONE, "ampere": ONE, "hopper": ONE | {2: row(2, 2, BK=128)}}
 
 
 def dplr_intra(

@@ -290,13 +290,13 @@ def dplr_intra_bwd_kernel(
 CONFIGS = {
     "turing": {2: row(4, 1, BK=32), 4: row(1, 1, BK=16)},
     "ampere": {2: row(2, 1, BK=32), 4: row(1, 1, BK=16)},
-    "hopper": {2: row(2, 1, BK=32), 4: row(1, 1, BK=16)},
+    "hopper": {2: row(2, 2, BK=32), 4: row(1, 1, BK=16)},
 }
 # and of dplr_rows_bwd
 ROWS = {
     "turing": {2: row(4, 1, BK=32, BV=32), 4: row(4, 1, BK=16, BV=32)},
     "ampere": {2: row(4, 1, BK=32, BV=32), 4: row(4, 1, BK=32, BV=32)},
-    "hopper": {2: row(4, 2, BK=64, BV=64), 4: row(4, 1, BK=32, BV=32)},
+    "hopper": {2: row(4, 4, BK=64, BV=32), 4: row(4, 1, BK=32, BV=32)},
 }
 
 

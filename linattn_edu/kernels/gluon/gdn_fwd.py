@@ -112,9 +112,10 @@ def load_later(chunks, given, i_t, gates):
 def make_chunks(chunks, given, made, room, gcs, P_desc, A_desc, c_t, skip):
     """The warps that make P and R: intra_chunk_gluon_kernel's sums. P and A * G are stored, too.
 
-    given: (gates,) if these warps load the chunks, too; then they begin K K^T a chunk ahead.
+    given: (gates,) if these warps load the chunks, too.
     """
     LOADS: gl.constexpr = len(given) == 1
+    AHEAD: gl.constexpr = LOADS or A_desc is None  # K K^T, unless A * G wants the registers
     ks, _, qs = chunks.rings
     STAGES: gl.constexpr = chunks.STAGES
     BT: gl.constexpr = chunks.BT
@@ -126,6 +127,7 @@ def make_chunks(chunks, given, made, room, gcs, P_desc, A_desc, c_t, skip):
             barrier()
             mbarrier.arrive(chunks.full.index(n % STAGES), count=1)
         gates = given[0].of(STAGES, chunks.NT, BT, False)
+    if AHEAD:
         mbarrier.wait(chunks.full.index(0), 0)
         b_S = warpgroup_mma_wait(0, [pairs(ks.index(0), ks.index(0))])
     for i_t in range(chunks.NT):
@@ -135,7 +137,7 @@ def make_chunks(chunks, given, made, room, gcs, P_desc, A_desc, c_t, skip):
         n_s, w_s, u_s = room.norms.index(z), room.norms.index(1 + z), room.norms.index(2 + z)
         X_s, N_s, A_s = room.Xs.index(z), room.Ns.index(z), room.As.index(z)
         L_s, P_s, gc_s = made.inner.index(j), made.Ps.index(j), gcs.index(i)
-        if LOADS:
+        if AHEAD:
             b_P = pairs(qs.index(i), ks.index(i))
         else:
             mbarrier.wait(chunks.full.index(i), i_t // STAGES & 1)
@@ -146,9 +148,10 @@ def make_chunks(chunks, given, made, room, gcs, P_desc, A_desc, c_t, skip):
         invert_blocks(b_S, chunks.gates.index(3 * i + 2), n_s, w_s, u_s, room.D_s, L_s, X_s, z)
         if LOADS:
             gates = load_later(chunks, given[0], i_t, gates)
+        if AHEAD:
             b_P = warpgroup_mma_wait(0, [b_P])
         b_A, b_G = join_blocks(b_P, gc_s, P_s, L_s, X_s, N_s, z)
-        if LOADS:
+        if AHEAD:
             k_s = ks.index(next_place(chunks, i_t))
             b_S = pairs(k_s, k_s)
         made.Rs.index(j).store(resolvent(b_A, b_G, w_s, u_s).to(dtype))
@@ -161,7 +164,7 @@ def make_chunks(chunks, given, made, room, gcs, P_desc, A_desc, c_t, skip):
                 at = [chunks.first + i_t * BT, c_t]
                 async_store(P_desc, at, P_s)
                 async_store(A_desc, at, A_s)
-        if LOADS:
+        if AHEAD:
             b_S = warpgroup_mma_wait(0, [b_S])
     tma.store_wait(0)
 

@@ -117,7 +117,7 @@ def chunk_fwd(load: Load) -> Choice:
         return Choice("two", "not all in Gluon")
     if kind.K != kind.V or kind.V not in limits.HEADS:
         return Choice("two", "K={K}, V={V}: one kernel takes heads of 64, or of 128")
-    if limits.ONE_FORWARD[kind.K] < support.THIS:
+    if limits.ONE_FORWARD < support.THIS:
         return Choice("two", "a Triton with which one kernel was not seen to give the same bits")
     if kind.K == limits.HEAD and kind.H < kind.HV and support.THIS > limits.SHARED_RING:
         return Choice("two", "H={H}, HV={HV}: a Triton with which the last bits would be others")

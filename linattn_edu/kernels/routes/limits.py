@@ -16,7 +16,7 @@ CROWDED, LONG = 1 << 18, 256  # and tokens of a sequence: a few chunks do not pa
 # multiprocessor: at least so much of them is to have work
 BUSY = 0.85
 ONE_KERNEL = (3, 9)  # and the newest Triton with which it was seen to give the bits of two
-ONE_FORWARD = {64: (3, 6), 128: (3, 9)}  # that of intra_chunk and scan, by the size of heads
+ONE_FORWARD = (3, 9)  # that of intra_chunk and scan
 
 # the newest Triton with which these kernels in Gluon were run: kda_prepare, those of Mamba-2
 KDA_FRONT = SSD_GLUON = (3, 9)
