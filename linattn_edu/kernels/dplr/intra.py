@@ -188,9 +188,17 @@ def dplr_scores_kernel(
         tl.store(L_ptr + tl.arange(0, BT), b_zero)
 
 
-# generation -> bytes of an element -> row: one warp, as in kda_intra, or two for a whole row
+# generation -> bytes of an element -> row, or one for keys up to 64 and one for more: one warp, as in
+# kda_intra, or two for rows of 128
 ONE = dict.fromkeys((2, 4), row(1, 1, BK=32))
-CONFIGS = {"turing": ONE, "ampere": ONE, "hopper": ONE | {2: row(2, 2, BK=128)}}
+HOPPER = {64: row(1, 2, BK=64), 128: row(2, 2, BK=128)}
+CONFIGS = {"turing": ONE, "ampere": ONE, "hopper": ONE | {2: HOPPER}}
+
+
+def launch_of(table: dict, x: Tensor) -> dict[str, int]:
+    """The row of such a table for x [.., K], as keyword arguments of a launch."""
+    found, K = entry(table, x), x.shape[-1]
+    return (found[64 if K <= 64 else 128] if isinstance(found, dict) else found).launch(K)
 
 
 def dplr_intra(
@@ -204,7 +212,7 @@ def dplr_intra(
     NT, *chunks = chunk_args(k, chunk_size, packing)
     dplr_scores_kernel[(NT * H * (chunk_size // 16),)](
         q, k, a, b, gc, L, *scores, *rows, *chunks, T, H, K, BT=chunk_size, HALVE=halving(k.dtype),
-        **entry(CONFIGS, k).launch(K),
+        **launch_of(CONFIGS, k),
     )  # fmt: skip
     # eq:dplr-inverse   M = (I - ab)^-1
     kda_inverse_kernel[(NT * H,)](

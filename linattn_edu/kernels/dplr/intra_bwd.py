@@ -7,7 +7,7 @@ from torch import Tensor
 
 from linattn_edu.kernels.delta.kda_intra import FAR, halves, halving, pairs
 from linattn_edu.kernels.delta.kda_intra_bwd import NEAR
-from linattn_edu.kernels.dplr.intra import load_readers, load_rows
+from linattn_edu.kernels.dplr.intra import launch_of, load_readers, load_rows
 from linattn_edu.kernels.rows import chunk_args, entry, row
 from linattn_edu.kernels.tiles import (
     cast,
@@ -286,13 +286,13 @@ def dplr_intra_bwd_kernel(
             tl.store(da_ptr + i + o_k, load_vector(dag_ptr, o_k, K), mask=o_k < K)
 
 
-# generation -> bytes of an element -> row of dplr_intra_bwd
+# of dplr_intra_bwd, see launch_of
 CONFIGS = {
     "turing": {2: row(4, 1, BK=32), 4: row(1, 1, BK=16)},
     "ampere": {2: row(2, 1, BK=32), 4: row(1, 1, BK=16)},
-    "hopper": {2: row(2, 2, BK=32), 4: row(1, 1, BK=16)},
+    "hopper": {2: {64: row(2, 2, BK=32), 128: row(4, 2, BK=128)}, 4: row(1, 1, BK=16)},
 }
-# and of dplr_rows_bwd
+# generation -> bytes of an element -> row of dplr_rows_bwd
 ROWS = {
     "turing": {2: row(4, 1, BK=32, BV=32), 4: row(4, 1, BK=16, BV=32)},
     "ampere": {2: row(4, 1, BK=32, BV=32), 4: row(4, 1, BK=32, BV=32)},
@@ -330,6 +330,6 @@ def dplr_intra_bwd(
     NT, *chunks = chunk_args(q, chunk_size, packing)
     dplr_intra_bwd_kernel[(NT * H * (chunk_size // 16),)](
         q, k, a, b, gc, dab, dak, dqb, dqk, dqg, dkg, dag, dbg, dgl, *grads, dgc, *chunks, T, H, K,
-        BT=chunk_size, HALVE=halving(q.dtype), **entry(CONFIGS, q).launch(K),
+        BT=chunk_size, HALVE=halving(q.dtype), **launch_of(CONFIGS, q),
     )  # fmt: skip
     return *grads, dgc

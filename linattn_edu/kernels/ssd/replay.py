@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from linattn_edu.kernels.delta.recurrent import load, load_number, slot_of
-from linattn_edu.kernels.delta.replay import decays_since, limits, load_entries, opened
+from linattn_edu.kernels.delta.replay import limits, load_entries, opened
 from linattn_edu.kernels.ssd.selective_state_update import step_of
 from linattn_edu.kernels.tiles import block, cast, cdiv, columns_of, mask_if
 
@@ -90,7 +90,10 @@ def ssd_replay_kernel(
                                    True)  # fmt: skip
         b_keys = load_entries(keys_ptr, begin, count, o_r, o_k, K, R)
         b_writes = load_entries(writes_ptr, begin, count, o_r, o_p, P, R).to(tl.float32)
-        b_a, b_w = decays_since(decays_ptr, begin, count, o_r, o_g, 1, R)
+        b_row = tl.load(decays_ptr + (begin + o_r) % R, mask=o_r < count, other=0.0)
+        b_a = tl.exp(tl.sum(b_row, 0))  # since the checkpoint, and since each entry [BR, 1]
+        b_w = tl.where(o_r[:, None] < o_r[None, :], b_row[None, :], 0.0)
+        b_w = tl.exp(tl.sum(b_w, 1))[:, None]
         for t in range(tokens):
             # eq:ssd-step   step = softplus(dt + dt_bias)
             b_step = step_of(b_dt, load_number(bias_ptr, i_h), bias_ptr, SOFTPLUS)
@@ -128,25 +131,12 @@ def ssd_replay_kernel(
 
 
 def replay(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None,
-    z: Tensor | None,
-    dt_bias: Tensor | None,
-    state: Tensor,
-    keys: Tensor,
-    writes: Tensor,
-    decays: Tensor,
-    counts: Tensor,
-    indices: Tensor | None = None,
-    accepted: Tensor | None = None,
-    *,
-    length: int,
-    softplus: bool = False,
-) -> Tensor:
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor,
+    D: Tensor | None, z: Tensor | None, dt_bias: Tensor | None,
+    state: Tensor, keys: Tensor, writes: Tensor, decays: Tensor, counts: Tensor,
+    indices: Tensor | None = None, accepted: Tensor | None = None,
+    *, length: int, softplus: bool = False,
+) -> Tensor:  # fmt: skip
     """Launch ssd_replay_kernel; arguments and result as in the reference.
 
     What is between the states, and between the rows x[i], dt[i], B[i], C[i], z[i], does not matter.
