@@ -188,8 +188,8 @@ def dplr_scores_kernel(
         tl.store(L_ptr + tl.arange(0, BT), b_zero)
 
 
-# generation -> bytes of an element -> row, or one for keys up to 64 and one for more: one warp, as in
-# kda_intra, or two for rows of 128
+# generation -> bytes of an element -> row, or one for keys up to 64 and one for more: one warp, as
+# in kda_intra, or two for rows of 128
 ONE = dict.fromkeys((2, 4), row(1, 1, BK=32))
 HOPPER = {64: row(1, 2, BK=64), 128: row(2, 2, BK=128)}
 CONFIGS = {"turing": ONE, "ampere": ONE, "hopper": ONE | {2: HOPPER}}
