@@ -649,17 +649,7 @@ def test_an_optional_library_that_was_there_leaves_nothing_out(shown_by):
 
 
 COMMITTED = results.of_operators()
-
-
 committed = pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.stem)
-UNTIMED = {("rwkv7_train", TRAINING, "fla_safe")}  # tuned for longer than its run was given
-
-
-def lacking(data: dict) -> list[tuple[str, str, str]]:
-    """results.missing, without UNTIMED."""
-    return [x for x in results.missing(data) if x not in UNTIMED]
-
-
 BESIDE = {"gdn": tables.BESIDE, "ssd": tables.BESIDE_SSD}  # the tables of the README
 
 
@@ -688,16 +678,12 @@ def without_a_number(data: dict) -> set[tuple[str, str, str]]:
 def test_the_committed_results_leave_nothing_out(path):
     """Every library has a number for every case that its adapter can run."""
     data = results.load(path)
-    assert not lacking(data)
+    assert not results.missing(data)
     # whether or not the file says that the library was there
-    assert not lacking({name: x for name, x in data.items() if name == "rows"})
+    assert not results.missing({name: x for name, x in data.items() if name == "rows"})
     told = {(r["case"], r["what"], r["library"]) for r in data["rows"] if r.get("refused")}
-    for case, what, library in without_a_number(data) - told - UNTIMED:
+    for case, what, library in without_a_number(data) - told:
         assert refusal(CASES[case], what, library), (case, what, library)
-
-
-def test_what_was_not_timed_is_not_there():
-    assert {x for path in COMMITTED for x in results.missing(results.load(path))} == UNTIMED
 
 
 @committed
@@ -712,7 +698,7 @@ def test_a_number_that_is_taken_out_is_noticed(path, tmp_path):
     for row in calls:
         results.save(copy, data | {"rows": [r for r in data["rows"] if r is not row]})
         key, cut = (row["case"], row["what"], row["library"]), results.load(copy)
-        assert lacking(cut) == [key]
+        assert results.missing(cut) == [key]
         beside = [r for r in calls if r["what"] == row["what"] and r is not row]
         if {row["case"], row["library"]} <= {r[n] for r in beside for n in ("case", "library")}:
             said = {x for x in without_a_number(cut) if not refusal(CASES[x[0]], *x[1:])}
