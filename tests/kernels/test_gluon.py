@@ -64,7 +64,8 @@ def products_of(row):
         return 2 * 4 * ((2 + 2 + 4) + (2 + 1)) + 4 * (2 + 2) + 4 * (2 + 2 + 3)
     if name == "chunk_fwd_gluon_kernel":  # a group scans 64 values, another makes P and R
         halves = row["K"] // 64
-        first = 4 * (halves == 1)  # K K^T of the first chunk, ahead of the loop
+        ahead = halves == 1 or not row["keep"]
+        first = 4 * halves * ahead  # K K^T of the first chunk, before the loop
         return first + 2 * 4 * halves + 4 * 4 + halves * 4 * (3 * halves + 2)
     if name == "kda_prepare_gluon_kernel":  # a block of rows at a time; far ones; four of 64 terms
         return 4 * 4 * 2 + 4 * 2 * 4 * (not row["near"]) + 4 * 4
