@@ -91,7 +91,7 @@ def ssd_replay_kernel(
         b_keys = load_entries(keys_ptr, begin, count, o_r, o_k, K, R)
         b_writes = load_entries(writes_ptr, begin, count, o_r, o_p, P, R).to(tl.float32)
         b_row = tl.load(decays_ptr + (begin + o_r) % R, mask=o_r < count, other=0.0)
-        b_a = tl.exp(tl.sum(b_row, 0))  # since the checkpoint, and since each entry [BR, 1]
+        b_a = tl.exp(tl.sum(b_row, 0))  # as decays_since, by a row: no load waits for its threads
         b_w = tl.where(o_r[:, None] < o_r[None, :], b_row[None, :], 0.0)
         b_w = tl.exp(tl.sum(b_w, 1))[:, None]
         for t in range(tokens):
