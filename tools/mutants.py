@@ -420,9 +420,16 @@ MUTANTS = [
     Mutant(
         "an entry of a ring fades by its own decay",
         f"{KERNELS}/delta/replay.py",
-        "b_next = load_entries(decays_ptr, begin + 1, count - 1, o_r, o_g, G, R)",
-        "b_next = load_entries(decays_ptr, begin, count, o_r, o_g, G, R)",
+        "later = o_r[:, None] < o_r[None, :]",
+        "later = o_r[:, None] <= o_r[None, :]",
         "tests/delta/test_replay.py -k matches",
+    ),
+    Mutant(
+        "an entry of Mamba-2's ring fades by its own decay",
+        f"{KERNELS}/ssd/replay.py",
+        "tl.where(o_r[:, None] < o_r[None, :], b_row",
+        "tl.where(o_r[:, None] <= o_r[None, :], b_row",
+        "tests/ssd/test_replay.py -k matches",
     ),
     Mutant(
         "a state's history ends at the piece that made it",
