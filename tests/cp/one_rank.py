@@ -19,17 +19,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from cp.cp_checks import (
-    LARGE,
-    OPERATORS,
-    SMALL,
-    TOLERANCES,
-    compare,
-    draw,
-    exactly,
-    on_one,
-    on_rank,
-)
+from cp.cp_checks import LARGE, OPERATORS, SMALL, TOLERANCES, compare, draw, on_one, on_rank
 from grids import FULL
 from interpreter import quicken
 from processes import be_a_rank
@@ -66,14 +56,15 @@ def ranks_are_one(
 ) -> None:
     """In these layouts; on a GPU to the bit what another call gives, and a convolution's output."""
     drawn, gpu = draw(operator, bounds, dtype=dtype, device=device, size=size), device.type != "cpu"
+    if dtype.itemsize == 2:  # the gradient of |o|^2 / 2: sums over all tokens do not cancel
+        drawn = (*drawn[:4], on_one(drawn, bounds)[0], drawn[5])
     whole = on_cpu(on_one(drawn, bounds))
     for layout in layouts:
         run = partial(on_rank, drawn, bounds, dist.group.WORLD, layout=layout)
         own, parts = on_cpu(run()), [None] * dist.get_world_size()
         assert not gpu or torch.equal(flat(own), flat(on_cpu(run()))), (operator, layout)
         dist.all_gather_object(parts, own)
-        exact = None if dtype.itemsize > 2 else lambda: on_cpu(exactly(drawn, bounds))
-        compare(whole, parts, drawn[2], TOLERANCES[dtype], exact)
+        compare(whole, parts, drawn[2], TOLERANCES[dtype])
         if gpu and operator == "conv":
             assert torch.equal(own[3][0], whole[0][:, own[0]]), layout
 
