@@ -19,13 +19,14 @@ from linattn_edu.reference.delta.kda_intra_bwd import kda_intra_bwd
 from linattn_edu.reference.delta.l2norm import l2norm
 from linattn_edu.reference.delta.output import output
 from linattn_edu.reference.delta.output_bwd import output_bwd
-from linattn_edu.reference.delta.recurrent import recurrent, recurrent_pool
+from linattn_edu.reference.delta.recurrent import recurrent, recurrent_bwd, recurrent_pool
 from linattn_edu.reference.delta.rms_norm_gated import rms_norm_gated, rms_norm_gated_bwd
 from linattn_edu.reference.delta.solve import solve
 from linattn_edu.reference.delta.state import state
 from linattn_edu.reference.delta.state_bwd import state_bwd
 from linattn_edu.reference.delta.wy import wy
 from linattn_edu.reference.delta.wy_bwd import wy_bwd
+from linattn_edu.reference.dplr.intra_bwd import dplr_intra_bwd, dplr_rows_bwd
 from linattn_edu.reference.fused.gdn_intra import intra_chunk
 from linattn_edu.reference.fused.gdn_scans import scan_bwd
 from linattn_edu.reference.ssd.chunk_cumsum import chunk_cumsum
@@ -93,13 +94,13 @@ class Puzzle:
 
     @property
     def number(self) -> str:
-        """The number of its chapter, two digits, or of a warm-up, such as w1."""
-        return self.chapter[:2]
+        """The number of its chapter, such as 05 or 12d, or of a warm-up, such as w1."""
+        return self.chapter.partition("_")[0]
 
     @property
     def stage(self) -> str:
         """The name of its stage."""
-        return self.chapter[3:]
+        return self.chapter.partition("_")[2]
 
 
 def decay(g: Tensor, *, chunk_size: int) -> tuple[Tensor, Tensor]:
@@ -114,6 +115,27 @@ def pairs_bwd(q: Tensor, k: Tensor, beta: Tensor, gc: Tensor, *pairs: Tensor) ->
     no_rows = [torch.zeros_like(gc)] * 3
     no_ends = gc.new_zeros(len(gc), NT, *gc.shape[2:])
     return kda_intra_bwd(q, k, beta, gc, *pairs, *no_rows, no_ends, torch.zeros_like(beta))
+
+
+def tokens_bwd(*tensors: Tensor, scale: float) -> tuple[Tensor, ...]:
+    """dk, dv, db, dw, dh0 of GDN-2 from q, k, v, g, b, w, the states h before tokens, do, dht."""
+    *tokens, dS = tensors
+    found = []
+    for t in reversed(range(tokens[0].shape[1])):
+        q, k, v, g, b, w, h, do = (x[:, t : t + 1] for x in tokens)
+        gates = {"gk": g, "write": w, "initial_state": h[:, 0]}
+        _, dk, dv, _, db, _, _, dS, dw = recurrent_bwd(
+            q, k, v, None, b, do, dS, **gates, scale=scale
+        )
+        found.append((dk, dv, db, dw))
+    return *(torch.cat(x[::-1], 1) for x in zip(*found, strict=True)), dS
+
+
+def rows_bwd(*tensors: Tensor, **options: float) -> tuple[Tensor, ...]:
+    """dplr_intra_bwd of q, k, a, b, gc after dplr_rows_bwd of the rest, with nothing of scores."""
+    *scores, dqg, dkg, dag, dbg, dgl = dplr_rows_bwd(*tensors[5:], **options)
+    no_scores = map(torch.zeros_like, scores)
+    return dplr_intra_bwd(*tensors[:5], *no_scores, dqg, dkg, dag, dbg, dgl)
 
 
 def map_and_state(*piece: Tensor, chunk_size: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -253,6 +275,39 @@ def drawn_kda(case: Case) -> dict[str, object]:
 
 
 @functools.cache
+def drawn_gdn2(case: Case) -> dict[str, object]:
+    """The same for GDN-2, with the state that enters each token, which may be any."""
+    i = testing.kda_inputs(case.B, case.T, case.H, case.HV, case.K, case.V, dtype=torch.float64)
+    random = torch.Generator().manual_seed(1)
+    b, w, do, dht, h = (
+        torch.randn(shape, generator=random, dtype=torch.float64)
+        for shape in (
+            i.g.shape, i.v.shape, i.v.shape,
+            (case.B, case.HV, case.K, case.V), (*i.g.shape, case.V),
+        )
+    )  # fmt: skip
+    gates = {"b": 2 * b.sigmoid(), "w": w.sigmoid()}
+    return {**i.asdict(), **gates, "do": do, "dht": dht, "h": h, "scale": case.K**-0.5}
+
+
+@functools.cache
+def drawn_dplr(case: Case) -> dict[str, object]:
+    """Rows of DPLR with HV heads and the gates of `drawn_kda`, and the states around each chunk."""
+    gc = drawn_kda(case)["gc"]
+    values = (*gc.shape[:3], case.V)
+    states = (case.B, -(-case.T // case.C), *gc.shape[2:], case.V)
+    shapes = dict.fromkeys("qkab", gc.shape) | dict.fromkeys(("v", "e", "do", "dx"), values)
+    shapes |= dict.fromkeys(("h", "dh"), states)
+    random = torch.Generator().manual_seed(1)
+    return {
+        **{n: torch.randn(s, generator=random, dtype=torch.float64) for n, s in shapes.items()},
+        "gc": gc,
+        "chunk_size": case.C,
+        "scale": case.K**-0.5,
+    }
+
+
+@functools.cache
 def drawn_conv(case: Case) -> dict[str, object]:
     """What a short convolution of V channels over K tokens is given, in pieces."""
     random = torch.Generator().manual_seed(1)
@@ -353,6 +408,8 @@ MAPS = "batch piece head row column"
 CHUNKED = ("chunk_size",)
 GDN = Family(drawn, "H HV K V")
 KDA = Family(drawn_kda, "H HV K V")
+GDN2 = Family(drawn_gdn2, "H HV K V", LAYERS)
+DPLR = Family(drawn_dplr, "- H K V")
 CUT = Family(drawn, "H HV K V", PIECES)
 CONV = Family(drawn_conv, "- - W D", WINDOWS)
 LAYER = Family(drawn_layer, "H HV K V", LAYERS)
@@ -448,6 +505,28 @@ STAGES = {
             ("dgc", "a", "A_log", "dt_bias"),
             CHUNKED,
             {"da": HEAD, "dA_log": "head", "ddt_bias": "head"},
+        ),
+        Puzzle(
+            GDN2,
+            "12d_gdn2",
+            tokens_bwd,
+            ("q", "k", "v", "g", "b", "w", "h", "do", "dht"),
+            ("scale",),
+            {
+                "dk": f"{HEAD} row",
+                "dv": f"{HEAD} column",
+                "db": f"{HEAD} row",
+                "dw": f"{HEAD} column",
+                "dh0": STATE,
+            },
+        ),
+        Puzzle(
+            DPLR,
+            "12e_dplr",
+            rows_bwd,
+            ("q", "k", "a", "b", "gc", "v", "e", "do", "dx", "h", "dh"),
+            ("scale", *CHUNKED),
+            dict.fromkeys(("dq", "dk", "da", "db", "dgc"), f"{HEAD} channel"),
         ),
         Puzzle(
             SSD,

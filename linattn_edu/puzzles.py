@@ -94,7 +94,7 @@ def text_of(path: Path) -> str:
 
 
 def find(name: str) -> Puzzle:
-    """The puzzle of a number ("05", "5", "w1") or of a stage ("state", "05_state")."""
+    """The puzzle of a number ("05", "5", "12d", "w1") or of a stage ("state", "05_state")."""
     for puzzle in PUZZLES.values():
         if name.zfill(2) == puzzle.number or name in (puzzle.stage, puzzle.chapter):
             return puzzle
@@ -402,7 +402,7 @@ def overview() -> int:
     solved = 0
     for puzzle in PUZZLES.values():
         said = progress(puzzle)
-        print(f"{puzzle.number}  {puzzle.stage:<31} {said}")
+        print(f"{puzzle.number:<3}  {puzzle.stage:<31} {said}")
         solved += said == SOLVED
     print(f"{solved} of {len(PUZZLES)} solved; python -m linattn_edu puzzle NUMBER checks one")
     return int(solved < len(PUZZLES))

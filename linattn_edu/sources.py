@@ -274,7 +274,7 @@ class Tree:
         """
         if found := re.fullmatch(r"(\d\d[a-z]?_\w+)\.(\w+)", entry):
             start = self._of_chapter(found[1]).defined.get(found[2], [])
-        elif found := re.fullmatch(r"puzzle (\d\d)", entry):
+        elif found := re.fullmatch(r"puzzle (\d\d[a-z]?)", entry):
             files = sorted((self.root / "puzzles").rglob(f"{found[1]}_*.py"))
             texts = [f.read_text(encoding="utf-8") for f in files]
             start = [

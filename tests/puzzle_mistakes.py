@@ -71,6 +71,19 @@ PLANTED = {
         ("(dg * -rate * F.softplus(x))", "(dg * -rate)", "PyTorch", "dA_log"),
         ("axis=0, reverse=True", "axis=0", "Triton", "da"),
     ],
+    "12d": [
+        ("(b_t * k_t).mT @ de", "k_t.mT @ (k_t @ (b_t.mT * dS))", "PyTorch", "dh0"),
+        ("e @ dS.mT + b_t * dr", "e @ dS.mT + dr", "PyTorch", "dk"),
+        ("(b_b * b_k)[:, None] * b_S", "b_k[:, None] * b_S", "Triton", "dk"),
+        ("(b_b * b_k)[:, None] * b_de[None, :]", "b_k[:, None] * b_de[None, :]", "Triton", "dh0"),
+    ],
+    "12e": [
+        ("torch.exp2(gp) * (dX", "torch.exp2(gc) * (dX", "PyTorch", "da"),
+        ("(A * dA)[..., 1:, :]", "(A * dA)[..., :-1, :]", "PyTorch", "dgc"),
+        ("torch.exp2(gc[..., -1, :]) * (h * dh)", "(h * dh)", "PyTorch", "dgc"),
+        ("b_a * tl.exp2(b_gc) * dot", "b_a * tl.exp2(b_gp) * dot", "Triton", "dgc"),
+        ("b_last[None, :] - b_gc)", "b_gc)", "Triton", "dk"),
+    ],
     "13": [
         ("step[..., None, :]", "step[..., None]", "PyTorch", "y"),
         (" * b_step[None, :]", "", "Triton", "y"),
