@@ -1,5 +1,7 @@
 """Stage cp_merge: a piece of a sequence as an affine map of the state, and a chain of such maps."""
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
@@ -319,6 +321,7 @@ def launch_map(
     rows: Tensor | None = None,
     out: Tensor | None = None,
     pieces: Pieces | None = None,
+    between: Callable = lambda left: None,
 ) -> tuple[Tensor, Tensor | None]:
     """Launch a kernel that makes maps of pieces; return S_ext [NP, HV, K, V] and M [NP, HV, K, K].
 
@@ -334,6 +337,7 @@ def launch_map(
         packing, rows: the pieces are all its sequences, or those of these numbers [NP].
         out: [NP, HV, K, V + K], into which both are written, side by side; or [NP, HV, K, V].
         pieces: or they are these.
+        between: what the second launch reads is made by it, from left of span_of.
     """
     K, (*H, HV, V) = x.shape[-1], sizes
     if pieces is None:
@@ -362,6 +366,7 @@ def launch_map(
         tiles = cdiv(V + K, scan_launch(table, x, NP * HV, V + K)[1]["BV"])
         left = maps.new_empty(NP, HV, tiles)
         launch(V + K, left, NEAR=NEAR, NW=tiles)
+        between(left)
         launch(W, left, NEAR=0, NW=tiles)
     return maps[..., :V], maps[..., V:] if maps.shape[-1] > V else number
 

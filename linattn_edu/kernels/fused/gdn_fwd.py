@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from linattn_edu.kernels.delta import cp_merge as maps
 from linattn_edu.kernels.delta.cp_merge import cp_merge, launch_map, span_of, store_map
 from linattn_edu.kernels.delta.warm_up import warm_up, way_of
 from linattn_edu.kernels.fused.gdn_intra import intra_chunk
@@ -345,6 +346,30 @@ def scan_map(
     )
 
 
+def near_map(
+    inner: tuple, v: Tensor, far: list, initial_state: Tensor | None = None, *, rows: Tensor,
+    **which,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """scan_map over ranks, of whole chunks: R is made of the near ones of sequences `rows`; of all,
+    with P and A * G, if some head does not forget in these.
+
+    inner: the tensors of intra_gluon.  far: a list that gets a number, negative if they are not.
+    """
+    q, k, beta, gc, P, R, _ = inner
+    (B, T, _, K), C = k.shape, R.shape[-1]
+    number = torch.arange(max(0, T // C - maps.NEAR), T // C, device=k.device)
+    chunks = torch.stack(torch.broadcast_tensors(rows[:, None], number), -1).flatten(0, 1)
+    bounds = torch.arange(0, (B + 1) * T, T, device=k.device)
+    near = Packing(bounds, chunks, bounds)  # no scan reads the last
+    gdn_intra.intra_gluon((q, k, beta, gc, P, R, None), False, near)
+
+    def others(left: Tensor) -> None:
+        far.append(left.amax() - maps.FORGOTTEN.value / K)
+        gdn_intra.intra_gluon(inner, True, None, *far)
+
+    return scan_map(k, v, gc, R, initial_state, rows=rows, between=others, **which)
+
+
 def chunk_fwd(
     q: Tensor,
     k: Tensor,
@@ -352,6 +377,7 @@ def chunk_fwd(
     beta: Tensor,
     gc: Tensor,
     initial_state: Tensor | None = None,
+    enter: Callable | None = None,
     *,
     scale: float,
     chunk_size: int,
@@ -365,25 +391,34 @@ def chunk_fwd(
     K, (HV, V) = q.shape[3], v.shape[2:]
     load = load_of(kind_of(q, HV, V, chunk_size, packing, (q, k, v)), q, packing)
     if by_load.chunk_fwd(load).takes == "one":
+        kept = [q.new_empty(*gc.shape, chunk_size) if keep else None for _ in range(2)]
+        cut, far = by_kind.pieces_by_warm_up(load.kind).takes, []
+        if cut or enter is not None:  # for heads that do not forget
+            R = q.new_empty(*gc.shape, chunk_size)
+            P = kept[0] if keep else torch.empty_like(R)
+            inner = q, k, beta, gc, P, R, kept[1]
+        if enter is not None:
+            initial_state = enter(near_map, (inner, v, far))
         # R, by which scan is warmed up, has beta in k's dtype
-        written = beta.to(k.dtype) if by_kind.pieces_by_warm_up(load.kind).takes else beta
+        written = beta.to(k.dtype) if cut else beta
         pieces, (warmup, *other) = warm_up(
             k, written, gc, V, chunk_size=chunk_size, always=True, packing=packing
         )
-        o, h0 = torch.empty_like(v), pieces.placed(initial_state)
+        o, h0 = torch.empty_like(v), pieces.placed(here(initial_state))
         last = gc.new_empty(pieces.N, HV, K, V) if output_final_state else None
-        kept = [q.new_empty(*gc.shape, chunk_size) if keep else None for _ in range(2)]
         given, out = (q, k, v, beta, gc, h0), (o, last, *kept)
         if gdn_fwd.chunk_fwd_gluon(given, out, scale, warmup, pieces):
-            if other:  # if a head does not forget, its scan goes on alone behind what is of chunks
-                R = q.new_empty(*gc.shape, chunk_size)
-                P = kept[0] if keep else torch.empty_like(R)
-                gdn_intra.intra_gluon((q, k, beta, gc, P, R, kept[1]), True, None, *other)
-                gdn_scan.scan_gluon((q, k, v, gc, P, R, h0, o, last), scale, *other, pieces)
+            for slow in other:  # if a head does not forget, its scan goes on alone behind what is
+                # of chunks, which over ranks may be there
+                go = slow.where(far[0] < 0, -1) if far else slow
+                gdn_intra.intra_gluon(inner, True, None, go)
+                gdn_scan.scan_gluon((q, k, v, gc, P, R, h0, o, last), scale, slow, pieces)
             return o, pieces.last(last), *kept
     P, R, AG = intra_chunk(
         q, k, beta, gc, chunk_size=chunk_size, return_inverse=keep, gated=keep, packing=packing
     )
+    if enter is not None:
+        initial_state = enter(scan_map, (k, v, gc, R))
     o, last = scan(
         q, k, v, gc, P, R, initial_state, scale=scale, output_final_state=output_final_state,
         packing=packing,

@@ -402,29 +402,29 @@ def forward(
     options = {"chunk_size": chunk_size, **packed}
     gc = stages.gate_cumsum(g, A_log, dt_bias, **options)
     A, P, AG, P_low, AG_low = (None,) * 5
+
+    def enter(make: Callable, given: tuple) -> Tensor | Callable | None:
+        """Send the maps of the pieces, which `make` makes; the state that enters this one."""
+        cp.send(make, given, initial_state, **packed)
+        return cp.promised(stages.cp_merge, initial_state)
+
     if isinstance(stages, FusedStages) and halves:
         P, AG, P_low, AG_low = stages.intra_halves(q, k, beta, gc, **options)
         o, final_state = stages.scan(
             q, k, v, gc, P, AG, initial_state, beta, (P_low, AG_low), scale=scale,
             output_final_state=output_final_state, **packed,
         )  # fmt: skip
-    elif isinstance(stages, FusedStages) and cp is None and "A" not in keep:
+    elif isinstance(stages, FusedStages) and "A" not in keep:
         o, final_state, P, AG = stages.chunk_fwd(
-            q, k, v, beta, gc, initial_state, scale=scale, output_final_state=output_final_state,
-            keep="AG" in keep, **options,
+            q, k, v, beta, gc, initial_state, None if cp is None else enter, scale=scale,
+            output_final_state=output_final_state, keep="AG" in keep, **options,
         )  # fmt: skip
     elif isinstance(stages, FusedStages):
-        gated = "AG" in keep
-        inverse = {"return_inverse": gated or "A" in keep, "gated": gated}
-        P, R, A = stages.intra_chunk(q, k, beta, gc, **inverse, **options)
-        A, AG = (None, A) if gated else (A, None)
-        if cp is not None:
-            cp.send(stages.scan_map, (k, v, gc, R), initial_state, **packed)
-            initial_state = cp.promised(stages.cp_merge, initial_state)
+        P, R, A = stages.intra_chunk(q, k, beta, gc, return_inverse=True, **options)
+        state = initial_state if cp is None else enter(stages.scan_map, (k, v, gc, R))
         o, final_state = stages.scan(
-            q, k, v, gc, P, R, initial_state, scale=scale, output_final_state=output_final_state,
-            **packed,
-        )  # fmt: skip
+            q, k, v, gc, P, R, state, scale=scale, output_final_state=output_final_state, **packed
+        )
     else:
         A = stages.solve(k, beta, **options)
         w, u = stages.wy(k, v, beta, gc, A, **packed)

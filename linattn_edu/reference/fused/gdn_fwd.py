@@ -1,5 +1,7 @@
 """The forward pass in two fused stages, all that needs no state, then all that does; and in one."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -120,6 +122,7 @@ def chunk_fwd(
     beta: Tensor,
     gc: Tensor,
     initial_state: Tensor | None = None,
+    enter: Callable | None = None,
     *,
     scale: float,
     chunk_size: int,
@@ -131,12 +134,16 @@ def chunk_fwd(
 
     Args:
         Those of intra_chunk and scan.
+        enter: Over ranks, what gives the state that enters, of a function that makes the map of the
+            piece and what that one reads.
         keep: Whether P and A * G are returned, from which the backward pass starts.
     Returns:
         o, the final state or None, and P and A * G [B, T, HV, C], or None both.
     Source: chapter 24.
     """
     P, R, AG = intra_chunk(q, k, beta, gc, chunk_size=chunk_size, return_inverse=keep, gated=keep)
+    if enter is not None:
+        initial_state = enter(scan_map, (k, v, gc, R))
     o, final_state = scan(
         q, k, v, gc, P, R, initial_state, scale=scale, output_final_state=output_final_state
     )
