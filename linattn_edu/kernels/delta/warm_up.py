@@ -93,7 +93,7 @@ def warm_up_kernel(
             found = (left <= -FORGOTTEN) & (i_r < n_t // BT) & (need < 0)
             need = tl.where(found, i_r + 1, need)
         need = tl.where(edge | (other == i_n), 0, need)
-        slow = tl.maximum(slow, tl.max(tl.where(need < 0, 1, 0), 0))
+        slow = tl.maximum(slow, tl.max(tl.where((need < 0) & (i_nh < rows), 1, 0), 0))
         tl.store(warmup_ptr + i_nh, need, mask=i_nh < rows)
     if CHOICE:
         for begin in range(0, rows, BR):
