@@ -12,6 +12,8 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 
+import torch
+
 from linattn_edu.gluon_interpreter.errors import ByteCount, Deadlock, KernelError, Race, Unfinished
 from linattn_edu.gluon_interpreter.memory import Access, Shared, race
 from linattn_edu.gluon_interpreter.values import Block
@@ -373,6 +375,7 @@ class Machine:
         for part in parts:
             merge(self.main.knows, part.knows | {part: part.time})
 
+    @torch.no_grad()  # which each thread has for itself
     def run(self, part: Part, function: Callable, args: tuple) -> None:
         """A part's thread."""
         self.go[part].acquire()

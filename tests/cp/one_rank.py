@@ -98,9 +98,15 @@ def check(device: torch.device, rank: int, world: int) -> None:
             written_down(operator, declared, bounds, layout, device)
     with forced(SSD_PIECE=128):  # two pieces, the second one shorter
         written_down("ssd", ssd, [0, 136 * world], "contiguous", device)
+    if device.type == "cuda":  # one kernel, behind the maps of parts that the ring makes
+        with forced(ENOUGH=0, CROWDED=0, LONG=0, chunk_fwd="one"):
+            for layout in LAYOUTS:
+                written_down("gdn", gdn, [0, 25_728 * world], layout, device, LARGE)
 
 
-def written_down(operator: str, declared, bounds: list[int], layout: str, device) -> None:
+def written_down(
+    operator: str, declared, bounds: list[int], layout: str, device, size=SMALL
+) -> None:
     """Calls of a kind, each with other numbers: composed, watched, and run as a program."""
 
     def run(drawn) -> list[torch.Tensor]:
@@ -109,7 +115,7 @@ def written_down(operator: str, declared, bounds: list[int], layout: str, device
 
     before = [len(each) for each in declared._programs or ((), ())]
     for seed in range(3):
-        f, *drawn = draw(operator, bounds, dtype=torch.bfloat16, device=device)
+        f, *drawn = draw(operator, bounds, dtype=torch.bfloat16, device=device, size=size)
         torch.manual_seed(seed)
         drawn[2:] = [x + 0.1 * torch.randn_like(x) for x in drawn[2:]]  # states, gradients
         found = run((f, *drawn))

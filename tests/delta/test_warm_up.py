@@ -116,3 +116,14 @@ def test_kernels_match_the_reference(
         _, (one,) = kernels.warm_up(x.k, beta, gc, 20, choice=False, **own)
         assert torch.equal(one, warmup)
     assert len(want) <= found.N and (want < 0).any() and (want > 1).any()
+
+
+@pytest.mark.parametrize("rows", [8, 128])
+def test_where_all_forget_the_first_launch_has_the_work(rows, force, monkeypatch, device):
+    """Also where pieces and heads are no multiple of what a program takes."""
+    force(PROGRAMS=0, PER_PROGRAM=16, MULTIPROCESSORS=1)
+    monkeypatch.setattr(kernels, "ROWS", rows)
+    x, _ = drawn(192, torch.float32, device)
+    gc = gate_cumsum(x.g - 3, chunk_size=C)
+    pieces, (first, second) = kernels.warm_up(x.k, x.beta, gc, 20, chunk_size=C, always=True)
+    assert pieces.N % rows and (first >= 0).all() and (second < 0).all()

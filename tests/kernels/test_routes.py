@@ -15,6 +15,7 @@ pytest.importorskip("triton")
 import linattn_edu
 from linattn_edu import choices, dry_run
 from linattn_edu.choices import GPUS
+from linattn_edu.cp import build_cp_context, simulate
 from linattn_edu.dry_run import DTYPES, OPERATORS, route
 from linattn_edu.kernels import rows as tables
 from linattn_edu.kernels.fused import gdn_intra, gdn_scans
@@ -225,6 +226,29 @@ def test_a_triton_with_other_bits_has_no_ring_of_shared_heads(shared, monkeypatc
     (step,) = (s for s in found.forward if "intra_chunk" in s.kernel or "chunk_fwd" in s.kernel)
     assert step.kernel == f"{'intra_chunk' if shared else 'chunk_fwd'}_gluon_kernel"
     assert any("a Triton with which the last bits would be others" in x for x in step.why) == shared
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_ranks_have_the_one_kernel(layout):
+    """With maps where a sequence goes on, before the state is waited for; but not for documents,
+    nor where it would not fill a GPU.
+    """
+
+    def forward(call, bounds, rank=0):
+        context = build_cp_context(torch.tensor(bounds), groups[rank], layout=layout)
+        return [s.kernel for s in asked(call, cp_context=context).forward]
+
+    groups, call = simulate(2, lambda group: group), "gdn 1 32768 32 32 128 128"
+    near = "intra_chunk_gluon scan_map intra_chunk_ring_gluon scan_map bound warm_up"
+    merge = "merge" * (layout == "zigzag")
+    apart = "chunk_fwd_gluon intra_chunk_ring_gluon scan_gluon"
+    names = expanded(f"gate_cumsum {near} {merge} {apart}")
+    assert forward(call, [0, 65536]) == names
+    if layout == "contiguous":  # what ends here is no map
+        assert forward(call, [0, 65536], 1) == expanded("EITHER")
+    for other, bounds in ((call, [0, 100, 65536]), ("gdn 1 4096 4 4 128 128", [0, 8192])):
+        assert "chunk_fwd_gluon_kernel" not in forward(other, bounds)
+        assert "scan_map_kernel" in forward(other, bounds)
 
 
 # -- each condition by itself turns a kernel away

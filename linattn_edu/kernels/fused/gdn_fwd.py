@@ -410,7 +410,7 @@ def chunk_fwd(
         if gdn_fwd.chunk_fwd_gluon(given, out, scale, warmup, pieces):
             for slow in other:  # if a head does not forget, its scan goes on alone behind what is
                 # of chunks, which over ranks may be there
-                go = slow.where(far[0] < 0, -1) if far else slow
+                go = slow.masked_fill(far[0] >= 0, -1) if far else slow
                 gdn_intra.intra_gluon(inner, True, None, go)
                 gdn_scan.scan_gluon((q, k, v, gc, P, R, h0, o, last), scale, slow, pieces)
             return o, pieces.last(last), *kept
