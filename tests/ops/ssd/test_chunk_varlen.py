@@ -4,6 +4,7 @@ import pytest
 import torch
 from gdn_checks import boundaries, by_value, same_bits
 from grids import few
+from kernels.gluon_cases import NO_GPU
 from ops.contract import ssd
 from ops.ssd.ssd_cases import FORMS, check, cotangents, exact, forms, impls, inputs, run, tolerance
 from ops.test_contract_packed import each_by_itself
@@ -32,6 +33,7 @@ def together(x, do, dht, lengths, **options):
     return run(x, do, dht, return_final_states=False, return_varlen_states=True, **options)
 
 
+@NO_GPU
 def test_the_gradient_of_a_gate_does_not_depend_on_where_it_stands():
     """With the CPU's own functions: the last numbers of a tensor fill no vector register."""
     lengths, generator = (30, 51, 17), torch.Generator().manual_seed(0)
