@@ -81,7 +81,7 @@ def each_stage(stages, calls: dict[str, Callable]) -> None:
     """In the calls of a pass, those of the stages that chunk_fwd or chunk_bwd runs in its place."""
     if "chunk_fwd" in calls:
         whole = calls.pop("chunk_fwd")
-        (q, k, v, beta, gc, h0), options = whole.args, dict(whole.keywords)
+        (q, k, v, beta, gc, h0, _), options = whole.args, dict(whole.keywords)  # without ranks
         chunks, keep = {"chunk_size": options.pop("chunk_size")}, options.pop("keep")
         chunks |= {"return_inverse": keep, "gated": keep}
         calls["intra_chunk"] = partial(stages.intra_chunk, q, k, beta, gc, **chunks)

@@ -29,6 +29,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from linattn_edu import sources
+from linattn_edu.kernels.delta.cp_merge import NEAR
 from linattn_edu.kernels.gluon import (
     gdn_bwd,
     gdn_fwd,
@@ -50,7 +51,7 @@ from linattn_edu.kernels.routes import by_load, limits
 HEAD = 128
 DTYPES = {"bf16": gl.bfloat16, "fp16": gl.float16, "fp32": gl.float32}
 WHOLE = "warmup_ptr", "forth_ptr", "back_ptr", "cu_ptr", "offsets_ptr"  # None: whole sequences
-POINTERS = dict.fromkeys(("cu", "offsets", "chunks"), "*i64") | {"near": "*i8"}
+POINTERS = dict.fromkeys(("cu", "offsets", "chunks"), "*i64") | {"near": "*i8", "done": "*fp32"}
 POINTERS |= dict.fromkeys(("warmup", "forth", "back", "go"), "*i32")
 SCALARS = {"scale": "fp32"}  # the others are numbers of tokens, sequences or chunks
 
@@ -173,11 +174,14 @@ def intra_bwd_forms():
 
 
 def intra_forms():
-    """intra_chunk: forward alone, and with all it writes; by chunks, for two G, with the ring."""
+    """intra_chunk: forward alone, and with all it writes; by chunks, of which some may be near the
+    end of a sequence, for two G, with the ring.
+    """
     one, ring = gdn_intra.intra_chunk_gluon_kernel, gdn_intra.intra_chunk_ring_gluon_kernel
 
-    def form(kernel, K, H, options, absent=()):
+    def form(kernel, K, H, options, absent=(), near=0):
         constants = {"H": H, "HV": 4, "K": K, "BT": CHUNK, "GATED": True}
+        constants |= {"NEAR": near} if kernel is one else {}
         columns = {"": CHUNK, "q": K, "k": K}
         source = source_of(kernel, constants, "bf16", columns, absent, (), "*bf16", ("gc",))
         about = {"kernel": kernel.__name__, "dtype": "bf16", "K": K, "G": 4 // H}
@@ -185,8 +189,9 @@ def intra_forms():
 
     for K in limits.HEADS:
         yield form(one, K, 4, gdn_intra.OPTIONS, ("A_ptr", "cu_ptr", "chunks_ptr"))
+        yield form(one, K, 4, gdn_intra.OPTIONS, ("A_ptr", "cu_ptr"), NEAR)
         for H in (4, 2):
-            absent = ("go_ptr",) if H == 4 else ()
+            absent = ("go_ptr", "done_ptr") if H == 4 else ()
             yield form(ring, K, H, gdn_intra.OPTIONS_CHUNKS[by_load.ring_programs(K, H, 4)], absent)
     yield form(one, K, 2, gdn_intra.OPTIONS)
 

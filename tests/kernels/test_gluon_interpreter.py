@@ -76,18 +76,21 @@ def test_intra_of_packed_sequences(force):
     assert len(ran) == 5
 
 
-@pytest.mark.parametrize("go", [-1, 0])
-def test_intra_with_the_ring_goes_home(go, force):
+@pytest.mark.parametrize(("go", "done"), [(-1, None), (0, None), (0, -1.0), (0, 0.0)])
+def test_intra_with_the_ring_goes_home(go, done, force):
     """Where it is told to, with nothing written."""
     x = gdn_inputs(1, 192, 1, 2, 64, 16, dtype=BF16, device=CPU, seed=0)
     force(**PAYS, intra_ring=2)
     P, R, A = (torch.full((1, 192, 2, 64), torch.nan, dtype=BF16) for _ in range(3))
     with interpreted() as ran:
         given = x.q, x.k, x.beta, x.g.cumsum(1), P, R, A
-        gdn_intra.gdn_intra.intra_gluon(given, True, None, torch.tensor([go], dtype=torch.int32))
+        done_at = None if done is None else torch.tensor([done])
+        both = torch.tensor([go], dtype=torch.int32), done_at
+        gdn_intra.gdn_intra.intra_gluon(given, True, None, both)
     assert len(ran) == 1
     for written in (P, R, A):
-        assert written.isnan().all() if go < 0 else written.isfinite().all()
+        home = go < 0 or done == 0.0
+        assert written.isnan().all() if home else written.isfinite().all()
 
 
 # pieces of 128 tokens, found forgotten in 128, or entered by their maps

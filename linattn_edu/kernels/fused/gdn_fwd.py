@@ -356,16 +356,12 @@ def near_map(
     inner: the tensors of intra_gluon.  far: a list that gets a number, negative if they are not.
     """
     q, k, beta, gc, P, R, _ = inner
-    (B, T, _, K), C = k.shape, R.shape[-1]
-    number = torch.arange(max(0, T // C - maps.NEAR), T // C, device=k.device)
-    chunks = torch.stack(torch.broadcast_tensors(rows[:, None], number), -1).flatten(0, 1)
-    bounds = torch.arange(0, (B + 1) * T, T, device=k.device)
-    near = Packing(bounds, chunks, bounds)  # no scan reads the last
-    gdn_intra.intra_gluon((q, k, beta, gc, P, R, None), False, near)
+    near = min(maps.NEAR, k.shape[1] // R.shape[-1])
+    gdn_intra.intra_gluon((q, k, beta, gc, P, R, None), False, None, (None, None), rows, near)
 
     def others(left: Tensor) -> None:
-        far.append(left.amax() - maps.FORGOTTEN.value / K)
-        gdn_intra.intra_gluon(inner, True, None, *far)
+        far.append(left.amax() - maps.FORGOTTEN.value / k.shape[-1])
+        gdn_intra.intra_gluon(inner, True, None, (far[0], None))
 
     return scan_map(k, v, gc, R, initial_state, rows=rows, between=others, **which)
 
@@ -410,8 +406,7 @@ def chunk_fwd(
         if gdn_fwd.chunk_fwd_gluon(given, out, scale, warmup, pieces):
             for slow in other:  # if a head does not forget, its scan goes on alone behind what is
                 # of chunks, which over ranks may be there
-                go = slow.masked_fill(far[0] >= 0, -1) if far else slow
-                gdn_intra.intra_gluon(inner, True, None, go)
+                gdn_intra.intra_gluon(inner, True, None, (slow, far[0] if far else None))
                 gdn_scan.scan_gluon((q, k, v, gc, P, R, h0, o, last), scale, slow, pieces)
             return o, pieces.last(last), *kept
     P, R, AG = intra_chunk(

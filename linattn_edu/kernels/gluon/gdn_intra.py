@@ -67,16 +67,23 @@ def store_matrix(x_ptr, x_s, stride, n_t, BT: gl.constexpr):
 def intra_chunk_gluon_kernel(
     q_ptr, k_ptr, beta_ptr, gc_ptr, P_ptr, R_ptr, A_ptr, cu_ptr, chunks_ptr, T,
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, BT: gl.constexpr, GATED: gl.constexpr,
+    NEAR: gl.constexpr,
 ):  # fmt: skip
     """One program: one chunk of one head.  Grid (NT * HV).
 
-    Arguments of intra_chunk_kernel of kernels/fused/gdn_intra.py.
+    Arguments of intra_chunk_kernel of kernels/fused/gdn_intra.py. With NEAR the chunks are so many
+    at the end of each sequence in chunks_ptr [n], of whole chunks.
     Reference: linattn_edu.reference.fused.gdn_intra.intra_chunk.
     """
     dtype: gl.constexpr = k_ptr.dtype.element_ty
     keys: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BT, K], dtype)
     tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BT, BT], dtype)
-    i_h, _, first, n_t = chunk_of(gl.program_id(0), cu_ptr, chunks_ptr, T, HV, BT)
+    if NEAR > 0:
+        i_h, i_c = gl.program_id(0) % HV, gl.program_id(0) // HV
+        first = (gl.load(chunks_ptr + i_c // NEAR) + 1) * T - (NEAR - i_c % NEAR) * BT
+        n_t = BT
+    else:
+        i_h, _, first, n_t = chunk_of(gl.program_id(0), cu_ptr, chunks_ptr, T, HV, BT)
     i = first * HV + i_h
     i_k = (first * H + i_h // (HV // H)) * K
     q_s = gl.allocate_shared_memory(dtype, [BT, K], keys)
@@ -199,7 +206,7 @@ def compute_items(P_desc, R_desc, A_desc, m, N, H: gl.constexpr, G: gl.constexpr
 @gluon.jit(do_not_specialize=["NT"])
 def intra_chunk_ring_gluon_kernel(
     q_desc, k_desc, P_desc, R_desc, A_desc, beta_ptr, gc_ptr,
-    go_ptr,  # a number, with a negative one nothing is done; or None
+    go_ptr, done_ptr,  # numbers: nothing is done if the one is negative, or the other not; or None
     NT,  # chunks of all sequences
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, BT: gl.constexpr, GATED: gl.constexpr,
 ):  # fmt: skip
@@ -218,6 +225,8 @@ def intra_chunk_ring_gluon_kernel(
     G: gl.constexpr = HV // H
     if go_ptr is not None:
         NT = gl.where(gl.load(go_ptr) < 0, 0, NT)
+    if done_ptr is not None:
+        NT = gl.where(gl.load(done_ptr) < 0, NT, 0)
     N = gl.maximum(gl.cdiv(NT * H - gl.program_id(0), gl.num_programs(0)), 0) * G
     cube: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
     m = Memory(
@@ -241,22 +250,27 @@ OPTIONS_CHUNKS = {2: {"num_warps": 4, "maxnreg": 120}, 3: {"num_warps": 4, "maxn
 
 @attempt
 def intra_gluon(
-    given: tuple[Tensor | None, ...], gated: bool, packing: Packing | None, go: Tensor | None = None
-) -> None:
+    given: tuple[Tensor | None, ...], gated: bool, packing: Packing | None,
+    go: tuple[Tensor | None, Tensor | None] = (None, None), rows: Tensor | None = None,
+    near: int = 0,
+) -> None:  # fmt: skip
     """Launch the kernel that suits the sequences: the same bits. given: the tensors of
-    intra_chunk_kernel, whose P, R and, if there is one, A it writes. go: of the one with the ring.
+    intra_chunk_kernel, whose P, R and, if there is one, A it writes. go: go and done of the one
+    with the ring. rows, near: only so many chunks at the ends of these sequences of whole chunks.
     """
     q, k, beta, gc, P, R, A = given
     T, H, K = k.shape[1:]
     HV = beta.shape[-1]
-    NT, *chunks = chunk_args(k, CHUNK, packing)
+    NT, *chunks = (len(rows) * near, None, rows) if near else chunk_args(k, CHUNK, packing)
     load = load_of(kind_of(k, HV, 0, CHUNK, packing), k, packing)
-    programs = by_load.intra_ring(load, NT, whole(k, CHUNK, packing)).takes
+    programs = by_load.intra_ring(load, NT, not near and whole(k, CHUNK, packing)).takes
     if programs:
         out = (x if x is None else descriptor(x, CHUNK) for x in (P, R, A))
         intra_chunk_ring_gluon_kernel[(programs * load.processors,)](
-            descriptor(q, K), descriptor(k, K), *out, beta, gc, go, NT, H, HV, K, CHUNK, gated,
+            descriptor(q, K), descriptor(k, K), *out, beta, gc, *go, NT, H, HV, K, CHUNK, gated,
             **OPTIONS_CHUNKS[programs],
         )  # fmt: skip
         return
-    intra_chunk_gluon_kernel[(NT * HV,)](*given, *chunks, T, H, HV, K, CHUNK, gated, **OPTIONS)
+    intra_chunk_gluon_kernel[(NT * HV,)](
+        *given, *chunks, T, H, HV, K, CHUNK, gated, near, **OPTIONS
+    )

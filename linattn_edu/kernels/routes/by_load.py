@@ -96,7 +96,7 @@ def intra_ring(load: Load, chunks: int, whole: bool) -> Choice:
     kind = load.kind
     programs = ring_programs(kind.K, kind.H, kind.HV)
     if not whole:
-        return Choice(0, "chunks by their numbers, or some of fewer than 64 tokens")
+        return Choice(0, "chunks near an end alone, or some of fewer than 64 tokens")
     if kind.K == limits.HEAD and kind.H < kind.HV and support.THIS > limits.SHARED_RING:
         return Choice(0, "H={H}, HV={HV}: a Triton with which the last bits would be others")
     if programs * load.processors >= chunks * kind.H:
