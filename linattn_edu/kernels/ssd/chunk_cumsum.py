@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from linattn_edu.kernels.delta.gate import BH, softplus
+from linattn_edu.kernels.delta.gate import softplus
 from linattn_edu.kernels.rows import chunk_args
 from linattn_edu.kernels.tiles import (
     LOG2E,
@@ -21,6 +21,7 @@ from linattn_edu.kernels.tiles import (
 )
 from linattn_edu.packing import Packing
 
+BH = 8  # heads a program: a chunk of 16 takes all registers
 LEAST = tl.constexpr(2.0**-100)  # a step that is written in an exponent, as the reference's
 
 
@@ -86,8 +87,7 @@ def chunk_cumsum_log_kernel(
     dt_ptr,  # [B, T, H]
     A_ptr,  # [H]
     bias_ptr,  # [H] or None
-    gs_ptr,  # [H, B, T] out: log2
-    gc_ptr,  # [H, B, T] out: log2, cumulative within a chunk
+    gates_ptr,  # [2, H, B, T] out: gs, and gc cumulative within a chunk, log2
     low,
     high,
     cu_ptr,  # [N + 1] or None
@@ -113,8 +113,9 @@ def chunk_cumsum_log_kernel(
     b_gs = tl.where(b_none, float("inf"), b_gc - tl.log2(tl.where(b_none, 1.0, b_step)))
     o = first + o_t[:, None] + o_h[None, :].to(tl.int64) * tokens
     mask = (o_t < n_t)[:, None] & (o_h < H)[None, :]
-    tl.store(gs_ptr + o, b_gs, mask=mask)
-    tl.store(gc_ptr + o, b_gc, mask=mask)
+    # as one store: of two, Triton 3.6 makes one's layout by summing a second time
+    o_2 = tl.arange(0, 2).to(tl.int64) * H * tokens
+    tl.store(gates_ptr + o[:, :, None] + o_2[None, None, :], tl.join(b_gs, b_gc), mask[:, :, None])
 
 
 @triton.jit
@@ -193,10 +194,10 @@ def chunk_cumsum_log(
     In memory the tokens of a head are side by side: a program of the fused stages reads one head.
     """
     B, T, H = dt.shape
-    gs, gc = dt.new_empty(2, H, B, T, dtype=torch.float32)
+    gates = dt.new_empty(2, H, B, T, dtype=torch.float32)
     NT, *chunks = chunk_args(dt, chunk_size, packing)
     chunk_cumsum_log_kernel[(NT * cdiv(H, BH),)](
-        dt, A, dt_bias, gs, gc, *limit, *chunks, T, B * T, H, softplus, BT=chunk_size, BH=BH,
+        dt, A, dt_bias, gates, *limit, *chunks, T, B * T, H, softplus, BT=chunk_size, BH=BH,
         num_warps=4,
     )  # fmt: skip
-    return gs.permute(1, 2, 0), gc.permute(1, 2, 0)
+    return tuple(gates.permute(0, 2, 3, 1))

@@ -5,9 +5,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from linattn_edu.kernels.delta.gate import BH, parameter_gradients, store_sums
+from linattn_edu.kernels.delta.gate import parameter_gradients, store_sums
 from linattn_edu.kernels.rows import chunk_args
-from linattn_edu.kernels.ssd.chunk_cumsum import step_tile
+from linattn_edu.kernels.ssd.chunk_cumsum import BH, step_tile
 from linattn_edu.kernels.tiles import LOG2E, cdiv, chunk_of, load_tile, load_vector, store_tile
 from linattn_edu.packing import Packing
 
