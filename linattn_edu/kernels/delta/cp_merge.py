@@ -358,7 +358,7 @@ def launch_map(
 
     if numbers is not None:
         if maps.shape[-1] > W and not numbers:
-            maps[..., V:] = 0  # which is read, and multiplied by zero
+            maps[..., V:].zero_()  # which is read, and multiplied by zero
         launch(W, number)
     elif out is None:
         launch(W, None, NEAR=0, NW=1)
