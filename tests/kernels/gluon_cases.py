@@ -13,7 +13,9 @@ from linattn_edu.kernels.routes import forced
 
 HEAD = 128
 # with a GPU the kernels in plain Triton around them are compiled, and take no tensors of the CPU
-NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="these run where kernels are not")
+NO_GPU = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="a GPU is here: kernels are interpreted where none is"
+)
 BF16, FP16 = torch.bfloat16, torch.float16
 
 
