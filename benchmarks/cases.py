@@ -400,8 +400,8 @@ def _ssd_bytes(c: Case, what: str, chunk: int) -> int:
         "chunk_scan_chunk_state_bwd_dx": C + B + x + step + gc + s + dy + D + dx + dstep + dD,
         "chunk_scan_bwd_da_cs": C + B + x + step + gc + dy + dgc,
         "chunk_cumsum_bwd": dgc + dlast + dstep + dt + A + ddt + dA,
-        "state_bwd": C + gc + dy + h + dh + dh0 + dlast,
-        "ssd_bwd_dc": C + gc + h + dy + inter + dgc,
+        "state_bwd": C + gc + dy + dh + dh0,
+        "ssd_bwd_dc": C + gc + h + dh + dy + inter + dgc + dlast,
         "ssd_bwd_dx": (C + B + x + gs + gc + dh + dy + inter + dgc + D)
         + (dx + dB + dC + dstep + dgc + m + dD),
         "forward": forward,

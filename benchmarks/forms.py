@@ -167,7 +167,7 @@ class KDAStageArguments(StageArguments):
     def _state_bwd(self):
         (P, _), (w, _, kg, qg) = self.made("kda_intra"), self.made("wy")
         gc = self.made("gate_cumsum")
-        return (qg, kg, w, gc, self.do, None, self.dht, None, None, P), self.scaled
+        return (qg, kg, w, gc, self.do, None, self.dht, None, P), self.scaled
 
     def _kda_output_bwd(self):
         h, v_new, _ = self.made("state")
@@ -292,19 +292,19 @@ class SSDStageArguments(StageArguments):
         ), {}
 
     def _state_bwd(self):
-        (_, gc), (h, *_) = self.made("chunk_cumsum_log"), self.made("state")
-        return (self.i.C, None, None, gc, self.dy, None, None, None, h), self.longer | {
-            "scale": 1.0
-        }
+        _, gc = self.made("chunk_cumsum_log")
+        return (self.i.C, None, None, gc, self.dy, None), self.longer | {"scale": 1.0}
 
     def _ssd_bwd_dc(self):
         (_, gc), (h, *_) = self.made("chunk_cumsum_log"), self.made("state")
-        return (self.i.C, gc, h, self.dy), self.longer
+        dh, *_ = self.made("state_bwd")
+        return (self.i.C, gc, h, dh, self.dy), self.longer
 
     def _ssd_bwd_dx(self):
         i, (dh, *_) = self.i, self.made("state_bwd")
         given = i.C, i.B, i.x, *self.made("chunk_cumsum_log")
-        return (*given, dh, self.dy, *self.made("ssd_bwd_dc"), i.D), self.longer
+        dC, dgc, _ = self.made("ssd_bwd_dc")
+        return (*given, dh, self.dy, dC, dgc, i.D), self.longer
 
 
 def stage_arguments(i: GDNInputs | Scan, chunk_size: int, impl: str = "triton") -> StageArguments:

@@ -78,6 +78,6 @@ def ssd(T, N, P, C, heads, given, dtype, device):
     r = ssd_checks.parts(T, N, P, C, given, dtype, device, *heads)
     r.h, r.dh = r.h.to(dtype), r.ds.to(dtype)
     r.scores = chunk_scores(r.C, r.B, r.seq_idx, chunk_size=C)
-    r.inter, r.dgc = ssd_bwd_dc(r.C, r.gc, r.h, r.dy, r.seq_idx, chunk_size=C)
+    r.inter, r.dgc, _ = ssd_bwd_dc(r.C, r.gc, r.h, r.dh, r.dy, r.seq_idx, chunk_size=C)
     r.inter, r.dgc = r.inter.float(), r.dgc.float()
     return r

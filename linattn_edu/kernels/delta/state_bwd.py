@@ -11,7 +11,6 @@ from linattn_edu.kernels.routes import scan_launch
 from linattn_edu.kernels.rows import row, scan_table, states, whole
 from linattn_edu.kernels.tiles import (
     cast,
-    cdiv,
     columns_of,
     documents,
     dot,
@@ -33,11 +32,9 @@ def state_bwd_kernel(
     dv_out_ptr,  # [B, T, HV, V]: the part of dv_new that output_bwd found; or None
     dht_ptr,  # [N, HV, K, V] or None
     seq_ptr,  # [B, T] or None
-    h_ptr,  # [B, NT, HV, K, V] of state, or None
     dh_ptr,  # [B, NT, HV, K, V] out: gradient of the state leaving each chunk
     dv_ptr,  # [B, T, HV, V] out, or None
     dh0_ptr,  # [N, HV, K, V] out
-    dlast_ptr,  # [B, NT, HV, V / BV, K] out: to be summed; or None
     scale,
     cu_ptr,  # [N + 1] or None
     offsets_ptr,  # [N + 1] or None
@@ -66,9 +63,6 @@ def state_bwd_kernel(
         dv_out_ptr += (first * HV + i_h) * V
     if seq_ptr is not None:
         seq_ptr += first
-    if h_ptr is not None:
-        h_ptr += ((i_c + NT - 1) * HV + i_h) * K * V
-        dlast_ptr += (((i_c + NT - 1) * HV + i_h) * ((V + BV - 1) // BV) + i_v) * K
     gc_ptr += first * stride_t + i_h * stride_h
     dh_ptr += ((i_c + NT - 1) * HV + i_h) * K * V
 
@@ -79,8 +73,6 @@ def state_bwd_kernel(
     if dht_ptr is not None:
         b_dS += load_tile(dht_ptr + i_nh * K * V, o_k, o_v, V, K, V).to(tl.float32)
 
-    if h_ptr is not None:  # the load runs one chunk ahead
-        b_S = load_tile(h_ptr, o_k, o_v, V, tl.where(n_seq > 0, K, 0), V)
     # the load of what a chunk decays by runs one chunk ahead, as in state
     o_last = (n_seq - (NT - 1) * BT - 1) * stride_t
     b_last = tl.load(gc_ptr + o_last, mask=n_seq > 0, other=0.0)
@@ -109,13 +101,6 @@ def state_bwd_kernel(
             b_a = tl.where(end == before, b_a, 0.0)
             seq_ptr -= BT
         b_do *= b_e[:, None]
-        # eq:ssd-dlast   dlast = a <h, dS>
-        if h_ptr is not None:
-            b_hS = b_S.to(tl.float32) * b_dS
-            tl.store(dlast_ptr + o_k, b_a * tl.sum(b_hS, 1), mask=o_k < K)
-            h_ptr -= HV * K * V
-            dlast_ptr -= HV * ((V + BV - 1) // BV) * K
-            b_S = load_tile(h_ptr, o_k, o_v, V, tl.where(i_t < NT - 1, K, 0), V)
         b_dS = dot(tl.trans(b_q), cast(b_do, b_q.dtype), b_dS * b_a)
         if w_ptr is not None:
             b_w = load_tile(w_ptr, o_t, o_k, HV * K, n_t, K)  # [BT, BK]
@@ -251,7 +236,6 @@ def state_bwd(
     dv_new: Tensor | None,
     dht: Tensor | None = None,
     seq_idx: Tensor | None = None,
-    h: Tensor | None = None,
     P: Tensor | None = None,
     *,
     scale: float,
@@ -284,10 +268,8 @@ def state_bwd(
             **config,
         )  # fmt: skip
         return dh, dv_new, pieces.first(dh0)
-    parts = None if h is None else gc.new_empty(*dh.shape[:3], cdiv(V, config["BV"]), K)
     state_bwd_kernel[grid](
-        q, k, w, gc, do, dv_out, dht, seq_idx, h, dh, dv_new, dh0, parts, scale, *places,
-        H, HV, K, V, BT=chunk_size, WHOLE=w is None and whole(q, chunk_size, packing), **config,
+        q, k, w, gc, do, dv_out, dht, seq_idx, dh, dv_new, dh0, scale, *places, H, HV, K, V,
+        BT=chunk_size, WHOLE=w is None and whole(q, chunk_size, packing), **config,
     )  # fmt: skip
-    dh0 = pieces.first(dh0)
-    return (dh, dv_new, dh0) if h is None else (dh, dv_new, dh0, parts.sum((-1, -2)))
+    return dh, dv_new, pieces.first(dh0)

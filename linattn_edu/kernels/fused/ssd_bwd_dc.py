@@ -1,4 +1,4 @@
-"""The backward pass of Mamba-2: what tokens read of the states, of all heads of a group at once."""
+"""The backward pass of Mamba-2: by the states before chunks, of all heads of a group at once."""
 
 import triton
 import triton.language as tl
@@ -15,11 +15,12 @@ from linattn_edu.packing import Packing
 def ssd_bwd_dc_kernel(
     C_ptr,  # [B, T, G, N]
     gc_ptr,  # [H, B, T] log2
-    h_ptr,  # [B, NT, H, N, P]
+    h_ptr, dh_ptr,  # [B, NT, H, N, P]
     dy_ptr,  # [B, T, H, P]
     seq_ptr,  # [B, T] or None
     parts_ptr,  # [SPLITS, B, T, G, N] out: of dC
     dgc_ptr,  # [H, B, T] out: by what a token reads of the state
+    dlast_ptr,  # [B, NT, H, BC / BT] out: to be summed
     cu_ptr,  # [NS + 1] or None
     chunks_ptr,  # [NT, 2] or None
     T,
@@ -29,7 +30,8 @@ def ssd_bwd_dc_kernel(
     BC: tl.constexpr, SPLITS: tl.constexpr,
     BT: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr,
 ):  # fmt: skip
-    """One program: what a tile of BT tokens reads of the state before its chunk, of some heads.
+    """One program: what a tile of BT tokens reads of the state before its chunk, of some heads;
+    and, of each of them, <h, dh> of as large a part of its rows.
 
     Grid (NT * G * SPLITS * BC / BT).  Reference: linattn_edu.reference.fused.ssd_bwd_dc.
     """
@@ -37,24 +39,30 @@ def ssd_bwd_dc_kernel(
         tl.program_id(0), cu_ptr, chunks_ptr, T, H, G, SPLITS, BC, BT, WHOLE
     )
     own, n_own = first + start, BT if WHOLE else n_t - start
+    TILES: tl.constexpr = BC // BT
     o_t, o_n, o_p = tl.arange(0, BT), tl.arange(0, BN), tl.arange(0, BP)
+    o_r = start // BT * (BN // TILES) + tl.arange(0, BN // TILES)
     if seq_ptr is not None:
-        _id, before, _end = documents_of(seq_ptr, chunks_ptr, i_c, first, T, o_t, n_t)
+        _id, before, end = documents_of(seq_ptr, chunks_ptr, i_c, first, T, tl.arange(0, BC), n_t)
         b_id = load_gate(seq_ptr + own, o_t, 1, n_own)
     i_C = own * G + i_g
     b_C = load_tile(C_ptr + i_C * N, o_t, o_n, G * N, n_own, N)  # [BT, BN]
     b_dC = tl.zeros([BT, BN], dtype=tl.float32)
     i_gate = i_h.to(tl.int64) * tokens + own
-    b_gc = load_gate(gc_ptr + i_gate, o_t, 1, n_own)
+    n_last = tl.minimum(n_t, BC) - 1 - start  # the chunk's last token, from the tile's first
+    b_gc, last = load_gate(gc_ptr + i_gate, o_t, 1, n_own), tl.load(gc_ptr + i_gate + n_last)
     for i_s in range(n_heads):
         b_dy = load_tile(dy_ptr + (own * H + i_h) * P, o_t, o_p, H * P, n_own, P)  # [BT, BP]
-        b_h = load_tile(h_ptr + (i_c * H + i_h) * N * P, o_n, o_p, P, N, P)  # [BN, BP]
-        b_e = tl.exp2(b_gc)
+        i_S = i_c * H + i_h
+        b_h = load_tile(h_ptr + i_S * N * P, o_n, o_p, P, N, P)  # [BN, BP]
+        b_r = load_tile(h_ptr + i_S * N * P, o_r, o_p, P, N, P).to(tl.float32)
+        b_ds = load_tile(dh_ptr + i_S * N * P, o_r, o_p, P, N, P).to(tl.float32)
+        b_e, a = tl.exp2(b_gc), tl.exp2(last)
         if seq_ptr is not None:
-            b_e = tl.where(b_id == before, b_e, 0.0)
+            b_e, a = tl.where(b_id == before, b_e, 0.0), tl.where(end == before, a, 0.0)
         # of the next head, one head ahead
         i_next = i_gate + tl.where(i_s + 1 < n_heads, tokens, 0)
-        b_gc = load_gate(gc_ptr + i_next, o_t, 1, n_own)
+        b_gc, last = load_gate(gc_ptr + i_next, o_t, 1, n_own), tl.load(gc_ptr + i_next + n_last)
         # eq:ssd-dc-inter   inter = diag(e) dY h^T
         b_v = cast(b_dy.to(tl.float32) * b_e[:, None], b_dy.dtype)
         b_dC = dot(b_v, tl.trans(b_h), b_dC)
@@ -62,6 +70,8 @@ def ssd_bwd_dc_kernel(
         b_y = dot(b_C, b_h) * b_e[:, None]
         b_dgc = tl.sum(b_dy.to(tl.float32) * b_y, 1)
         tl.store(dgc_ptr + i_gate + o_t, b_dgc, mask=o_t < n_own)
+        # eq:ssd-dlast   dlast = a <h, dh>
+        tl.store(dlast_ptr + i_S * TILES + start // BT, a * tl.sum(b_r * b_ds))
         i_h += 1
         i_gate = i_next
     store_tile(parts_ptr + (i_split * tokens * G + i_C) * N, b_dC, o_t, o_n, G * N, n_own, N)
@@ -74,12 +84,13 @@ def ssd_bwd_dc(
     C: Tensor,
     gc: Tensor,
     h: Tensor,
+    dh: Tensor,
     dy: Tensor,
     seq_idx: Tensor | None = None,
     *,
     chunk_size: int,
     packing: Packing | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Launch ssd_bwd_dc_kernel; arguments and result as in the reference."""
     n, T, H, P = dy.shape
     G, N = C.shape[2:]
@@ -87,9 +98,11 @@ def ssd_bwd_dc(
     NT, *chunks = chunk_args(dy, chunk_size, packing)
     BT = min(chunk_size, TOKENS)
     parts, dgc = gc.new_empty(splits, *C.shape), gc.new_empty(H, n, T)
+    dlast = gc.new_empty(*h.shape[:3], chunk_size // BT)
     ssd_bwd_dc_kernel[(NT * G * splits * (chunk_size // BT),)](
-        C, by_head(gc), h, dy, seq_idx, parts, dgc, *chunks, T, n * T,
+        C, by_head(gc), h, dh, dy, seq_idx, parts, dgc, dlast, *chunks, T, n * T,
         whole(dy, chunk_size, packing), G, H, N, P, chunk_size, splits, BT, *_widths(N),
         **DC.launch(),
     )  # fmt: skip
-    return parts[0] if splits == 1 else parts.sum(0), dgc.permute(1, 2, 0)
+    dC = parts[0] if splits == 1 else parts.sum(0)
+    return dC, dgc.permute(1, 2, 0), dlast[..., 0] if chunk_size == BT else dlast.sum(-1)

@@ -533,10 +533,10 @@ def backward(
         h, *_ = stages.state(B, None, x, gc, initial_state, gs, seq_idx, **options)
         if cp is not None:
             dht = cp.receive(stages.cp_merge_bwd, dht)
-        dh, _, dh0, dlast = stages.state_bwd(
-            C, None, None, gc, dy, None, dht, seq_idx, h, scale=1.0, **options, **pieces
+        dh, _, dh0 = stages.state_bwd(
+            C, None, None, gc, dy, None, dht, seq_idx, scale=1.0, **options, **pieces
         )
-        dC, dgc = stages.ssd_bwd_dc(C, gc, h, dy, seq_idx, **options)
+        dC, dgc, dlast = stages.ssd_bwd_dc(C, gc, h, dh, dy, seq_idx, **options)
         del h  # before dx is made
         dx, dB, dC, dstep, dgc, m, dD = stages.ssd_bwd_dx(
             C, B, x, gs, gc, dh, dy, dC, dgc, D, seq_idx, **options

@@ -22,7 +22,6 @@ def state_bwd(
     dv_new: Tensor | None,
     dht: Tensor | None = None,
     seq_idx: Tensor | None = None,
-    h: Tensor | None = None,
     P: Tensor | None = None,
     *,
     scale: float,
@@ -44,13 +43,11 @@ def state_bwd(
         dht: [B, HV, K, V], gradient of the final state, zero if None.
         seq_idx: [B, T], the document of each token, over whose end nothing is carried; with gc
             [B, T, HV] only.
-        h: [B, NT, HV, K, V] of state, where dlast is asked for; with gc [B, T, HV] only.
         P: [B, T, HV, C] of kda_intra, in place of dv_new with gc [B, T, HV, K].
     Returns:
         dh [B, NT, HV, K, V] in q.dtype, the gradient of the state leaving each chunk; the whole
-        gradient dv_new [B, T, HV, V] in q.dtype, None without k; dh0 [B, HV, K, V] in fp32 (fp64
-        for fp64 input), the gradient of the initial state; and with h dlast [B, NT, HV] in fp32
-        (fp64), that of gc_last where it decays the state (natural units).
+        gradient dv_new [B, T, HV, V] in q.dtype, None without k; and dh0 [B, HV, K, V] in fp32
+        (fp64 for fp64 input), the gradient of the initial state.
     Source: chapter 09.
     """
     dtype = compute_dtype(q, k, w, gc, do, dv_new, dht, P)
@@ -72,7 +69,7 @@ def state_bwd(
         # eq:kda-dv-out   dv_new = scale P^T dO
         dV = scale * P.mT @ dO
     dS = Q.new_zeros(B, HV, DK, do.shape[-1]) if dht is None else dht.to(dtype)
-    dh, dv_new, dlast = [], [], []
+    dh, dv_new = [], []
     for c in reversed(range(NT)):
         dh.append(dS)
         if k is not None:
@@ -83,12 +80,8 @@ def state_bwd(
             dv_new.append(dV[:, :, c] + written)
         # eq:delta-ds   dS <- 2^gc_last dS + scale (diag(2^gc) Q)^T dO - w^T dv_new
         read = scale * dO[:, :, c] if e is None else scale * e[:, :, c, :, None] * dO[:, :, c]
-        # eq:ssd-dlast   dlast = a <h, dS>
-        if h is not None:
-            dlast.append((a[:, :, c, :, None] * h[:, c].to(dtype) * dS).sum((-1, -2)))
         dS = (a[:, :, c].mT if e is None else a[:, :, c, :, None]) * dS + Q[:, :, c].mT @ read
         if k is not None:
             dS = dS - W[:, :, c].mT @ dv_new[-1]
     dv_new = None if k is None else from_chunks(torch.stack(dv_new[::-1], 2), T).to(q.dtype)
-    results = torch.stack(dh[::-1], 1).to(q.dtype), dv_new, dS
-    return results if h is None else (*results, torch.stack(dlast[::-1], 1))
+    return torch.stack(dh[::-1], 1).to(q.dtype), dv_new, dS
