@@ -42,6 +42,7 @@ from linattn_edu.kernels.gluon import (
     kda_scan,
     kda_scans,
     ssd_bwd,
+    ssd_bwd_dc,
     ssd_fwd,
 )
 from linattn_edu.kernels.gluon.blocks import CHUNK
@@ -228,7 +229,7 @@ def kda_front_forms():
 
 
 def ssd_forms():
-    """ssd_bwd_dx, with D and without; ssd_fwd, without states and with those of pieces."""
+    """ssd_bwd_dx, with D and without; ssd_bwd_dc; ssd_fwd, without states, and of pieces."""
     kernel = ssd_bwd.ssd_bwd_dx_gluon_kernel
     for dtype, absent in (("bf16", ()), ("fp16", ("D_ptr",))):
         source = source_of(
@@ -236,6 +237,13 @@ def ssd_forms():
             {"": 64, "B": HEAD, "C": HEAD}, absent, ("dh",), rows={"x": 128, "dy": 128},
         )  # fmt: skip
         yield {"kernel": kernel.__name__, "dtype": dtype, "D": not absent}, source, ssd_bwd.OPTIONS
+    kernel = ssd_bwd_dc.ssd_bwd_dc_gluon_kernel
+    sizes = {"G": 1, "H": 80, "N": HEAD, "P": 64, "SPLITS": 1, "STAGES": ssd_bwd_dc.STAGES}
+    for dtype in ("bf16", "fp16"):
+        source = source_of(
+            kernel, sizes, dtype, {"": 64, "C": HEAD}, (), ("h", "dh"), rows={"dy": 128}
+        )
+        yield {"kernel": kernel.__name__, "dtype": dtype}, source, ssd_bwd_dc.OPTIONS
     kernel, none = ssd_fwd.ssd_fwd_gluon_kernel, ("h0_ptr", "ends_ptr", "kept_ptr", "ht_ptr")
     sizes = {"PER": 1, "G": 1, "H": 80, "N": HEAD, "P": 64, "BC": 128, "STAGES": ssd_fwd.STAGES}
     for dtype, absent in (("bf16", none), ("fp16", ("D_ptr",))):

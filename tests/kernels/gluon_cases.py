@@ -76,7 +76,7 @@ ENDS = ("h0", "dht")
 _INTRA = {"intra_chunk": "gluon"}
 _BOTH, _EACH = {"together": 1}, {"together": 0}
 _SCANS, _KDA = {"scans": "gluon"}, {"kda_fused_scans": "gluon"}
-_SSD = {"ssd_bwd_dx": "gluon"}
+_SSD = {"ssd_bwd": "gluon"}
 CASES = {
     "gdn_intra": Case("intra_chunk", "gdn_fused", "intra_chunk", _INTRA, 150),
     "gdn_intra, K=64, gated": Case(
@@ -135,6 +135,14 @@ CASES = {
     ),
     "ssd_bwd, parts of a group, no D": Case(
         "ssd_bwd_dx", "ssd_fused", "ssd_bwd_dx", _SSD | {"SSD_MANY": 2}, 128, HEAD, 64,
+        dtype=FP16, C=128, between=((6, 2), "none"),
+    ),
+    "ssd_bwd_dc": Case(
+        "ssd_bwd_dc", "ssd_fused", "ssd_bwd_dc", _SSD, 256, HEAD, 64, C=128,
+        between=((9, 1), "all"), without=("seq_idx",),
+    ),
+    "ssd_bwd_dc, parts of a group": Case(
+        "ssd_bwd_dc", "ssd_fused", "ssd_bwd_dc", _SSD | {"SSD_MANY": 2}, 128, HEAD, 64,
         dtype=FP16, C=128, between=((6, 2), "none"),
     ),
     "ssd_fwd": Case(

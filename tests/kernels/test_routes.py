@@ -65,7 +65,7 @@ PARTS = {
     "SSD_CUT": "chunk_cumsum_log chunk_scores ssd_ends ssd_fwd_gluon",
     "SSD_END": "ssd_bwd_dc ssd_bwd_db ssd_bwd_da ssd_bwd_far ssd_bwd_dx ssd_bwd_sum "
     "chunk_cumsum_bwd",
-    "SSD_GLUON": "ssd_bwd_dc ssd_bwd_dx_gluon ssd_bwd_sum chunk_cumsum_bwd",
+    "SSD_GLUON": "ssd_bwd_dc_gluon ssd_bwd_dx_gluon ssd_bwd_sum chunk_cumsum_bwd",
     "SSD": "chunk_cumsum chunk_state state_passing chunk_scan",
     "SSD_BWD": "chunk_cumsum chunk_state state_passing chunk_scan_bwd_dstates state_passing_bwd "
     "chunk_state_bwd_db chunk_scan_bwd_dc chunk_scan_chunk_state_bwd_dx chunk_scan_bwd_da_cs "
@@ -401,7 +401,7 @@ def test_kernels_are_for_tritons_with_which_they_were_run(monkeypatch):
         monkeypatch.setattr(by_load.support, "THIS", version)
         assert by_kind.kda_gate_prepare(GOOD).takes == taken
         assert by_kind.ssd_fwd(states, False, False).takes == taken
-        assert by_kind.ssd_bwd_dx(states, False, False).takes == taken
+        assert by_kind.ssd_bwd(states, False, False).takes == taken
 
 
 def test_the_scan_of_mamba_in_gluon_takes_whole_tiles_and_pairs_of_heads():

@@ -223,7 +223,7 @@ CHANNEL_CONFIGS = scan_table(
 # without w, as in state
 FREE = scan_table(
     ampere={128: [row(4, 2, BV=32)], 256: [row(4, 1, BV=16)]},
-    hopper={128: [row(8, 2, BV=64), row(4, 3, BV=64)], 256: [row(4, 2, BV=32), row(4, 2, BV=16)]},
+    hopper={128: [row(8, 3, BV=64)], 256: [row(4, 2, BV=32), row(4, 2, BV=16)]},
 )
 
 

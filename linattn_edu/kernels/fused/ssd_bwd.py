@@ -345,9 +345,7 @@ def ssd_bwd_sum_kernel(
     o_t, o_n = tl.arange(0, BT), tl.arange(0, BN)
     b_d = tl.zeros([BT, BN], dtype=tl.float32)
     b_dS = tl.zeros([BT, BT], dtype=tl.float32)
-    o_r, o_c = o_t[:, None] + 0 * o_t[None, :], 0 * o_t[:, None] + o_t[None, :]
     if to_B == 1:
-        o_r, o_c = o_c, o_r
         far_ptr = C_ptr
         d_ptr = dB_ptr
         part_ptr = parts_ptr
@@ -355,16 +353,19 @@ def ssd_bwd_sum_kernel(
         far_ptr = B_ptr
         d_ptr = dC_ptr
         part_ptr = inter_ptr
-    o_S = o_r * G * BT + o_c
     for i_split in range(SPLITS):
         if (i_split == 0) | (to_B == 1):
             part = part_ptr + (i_split * tokens * G + i) * N
             b_d += load_tile(part, o_t, o_n, G * N, n_t, N)
-        b_dS += tl.load(dS_ptr + (i_split * tokens * G + i) * BT + o_S, mask=o_r < n_t, other=0.0)
+        b_dS += load_tile(dS_ptr + (i_split * tokens * G + i) * BT, o_t, o_t, G * BT, n_t, BT)
     # eq:ssd-dc   dC = inter + dscores B
     # eq:ssd-db   dB = dB_state + dscores^T C
     b_far = load_tile(far_ptr + i * N, o_t, o_n, G * N, n_t, N)  # [BT, BN]
-    b_d = dot(cast(b_dS, b_far.dtype), b_far, b_d)
+    b_dS16 = cast(b_dS, b_far.dtype)
+    if to_B == 1:
+        b_d = dot(tl.trans(b_dS16), b_far, b_d)
+    else:
+        b_d = dot(b_dS16, b_far, b_d)
     store_tile(d_ptr + i * N, b_d, o_t, o_n, G * N, n_t, N)
 
 
@@ -413,7 +414,7 @@ def ssd_bwd_dx(
     parts, dS = gc.new_empty(splits, *B.shape), gc.new_empty(splits, n, T, G, BC)
     inter, dC, dD, xdy = dC, torch.empty_like(C), None, sums[3]
     given, out = (C, B, x, gs, gc, dh, dy, dgc, D), (dx, sums, parts, dS)
-    gluon = by_kind.ssd_bwd_dx(kind, seq_idx is not None, per > 1).takes == "gluon"
+    gluon = by_kind.ssd_bwd(kind, seq_idx is not None, per > 1).takes == "gluon"
     if not (gluon and ssd_bwd.ssd_dx_gluon(given, out)):
         ssd_bwd_db_kernel[(NT * G * splits,)](
             x, gs, gc, dh, seq_idx, parts, *sizes, G, H, N, P, splits, BC, BN, BP,

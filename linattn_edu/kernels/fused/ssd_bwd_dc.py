@@ -5,6 +5,7 @@ import triton.language as tl
 from torch import Tensor
 
 from linattn_edu.kernels.fused.ssd_fwd import _widths, by_head, documents_of, tile_of
+from linattn_edu.kernels.gluon.kernels import ssd_bwd_dc as gluon
 from linattn_edu.kernels.routes import by_kind, kind_of
 from linattn_edu.kernels.rows import chunk_args, row, whole
 from linattn_edu.kernels.tiles import cast, dot, load_gate, load_tile, store_tile
@@ -91,18 +92,21 @@ def ssd_bwd_dc(
     chunk_size: int,
     packing: Packing | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Launch ssd_bwd_dc_kernel; arguments and result as in the reference."""
+    """Launch the kernel that is faster; arguments and result as in the reference."""
     n, T, H, P = dy.shape
     G, N = C.shape[2:]
-    splits = by_kind.ssd_heads(kind_of(C, H, P, chunk_size, packing), True).takes
+    kind = kind_of(C, H, P, chunk_size, packing, (C, h, dh, dy))
+    splits = by_kind.ssd_heads(kind, True).takes
     NT, *chunks = chunk_args(dy, chunk_size, packing)
     BT = min(chunk_size, TOKENS)
     parts, dgc = gc.new_empty(splits, *C.shape), gc.new_empty(H, n, T)
     dlast = gc.new_empty(*h.shape[:3], chunk_size // BT)
-    ssd_bwd_dc_kernel[(NT * G * splits * (chunk_size // BT),)](
-        C, by_head(gc), h, dh, dy, seq_idx, parts, dgc, dlast, *chunks, T, n * T,
-        whole(dy, chunk_size, packing), G, H, N, P, chunk_size, splits, BT, *_widths(N),
-        **DC.launch(),
-    )  # fmt: skip
+    given, out = (C, by_head(gc), h, dh, dy), (parts, dgc, dlast)
+    in_gluon = by_kind.ssd_bwd(kind, seq_idx is not None, False).takes == "gluon"
+    if not (in_gluon and gluon.ssd_dc_gluon(given, out)):
+        ssd_bwd_dc_kernel[(NT * G * splits * (chunk_size // BT),)](
+            *given, seq_idx, *out, *chunks, T, n * T, whole(dy, chunk_size, packing), G, H, N, P,
+            chunk_size, splits, BT, *_widths(N), **DC.launch(),
+        )  # fmt: skip
     dC = parts[0] if splits == 1 else parts.sum(0)
     return dC, dgc.permute(1, 2, 0), dlast[..., 0] if chunk_size == BT else dlast.sum(-1)

@@ -93,12 +93,29 @@ class Place:
     i_g: object  # group
     i_h: object  # first head
     i_S: object  # row of its state's gradient
+    i_split: object  # which part of the group's heads
     heads: object
     tokens: object
     plane: object  # heads times tokens
     G: object
     N: object
     P: object
+
+
+@gluon.jit
+def place_of(tokens, G: gl.constexpr, H: gl.constexpr, N: gl.constexpr, P: gl.constexpr,
+             SPLITS: gl.constexpr):  # fmt: skip
+    """What this program works on: a chunk of 128 tokens and some heads of a group."""
+    HEADS: gl.constexpr = H // G
+    MOST: gl.constexpr = (HEADS + SPLITS - 1) // SPLITS
+    i_split, i_g = gl.program_id(0) % SPLITS, gl.program_id(0) // SPLITS % G
+    i_c = gl.program_id(0) // (SPLITS * G)
+    i_h = i_g * HEADS + i_split * MOST
+    heads = gl.minimum(MOST, HEADS - i_split * MOST)
+    return Place(
+        i_c * 128, i_g, i_h, (i_c * H + i_h) * N, i_split, heads, tokens,
+        tokens.to(gl.int64) * H, G, N, P,
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -364,16 +381,8 @@ def ssd_bwd_dx_gluon_kernel(
 
     The places of v and of sums are empty again where those of dy are: full says so.
     """
-    HEADS: gl.constexpr = H // G
-    MOST: gl.constexpr = (HEADS + SPLITS - 1) // SPLITS
-    i_split, i_g = gl.program_id(0) % SPLITS, gl.program_id(0) // SPLITS % G
-    i_c = gl.program_id(0) // (SPLITS * G)
-    i_h = i_g * HEADS + i_split * MOST
-    heads = gl.minimum(MOST, HEADS - i_split * MOST)
-    at = Place(
-        i_c * 128, i_g, i_h, (i_c * H + i_h) * N, heads, tokens, tokens.to(gl.int64) * H, G, N, P
-    )  # fmt: skip
-    part = i_split * (tokens.to(gl.int64) * G)
+    at = place_of(tokens, G, H, N, P, SPLITS)
+    part = at.i_split * (tokens.to(gl.int64) * G)
     swizzled: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
     m = Memory(
         ring(B_desc, 2), ring(C_desc, 2), ring(x_desc, 2), ring(dy_desc, 2), ring(dh_desc, 2),

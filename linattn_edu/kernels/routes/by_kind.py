@@ -176,9 +176,9 @@ def ssd_fwd(kind: Kind, documents: bool, gate: bool) -> Choice:
 
 
 @decision
-def ssd_bwd_dx(kind: Kind, documents: bool, channels: bool) -> Choice:
-    """Of Mamba-2's backward pass, in Gluon or not.  documents: whether there are any in a sequence;
-    channels: whether D has a number for each.
+def ssd_bwd(kind: Kind, documents: bool, channels: bool) -> Choice:
+    """ssd_bwd_dc and ssd_bwd_dx of Mamba-2, each in Gluon or not.  documents: whether there are any
+    in a sequence; channels: whether D has a number for each, for ssd_bwd_dx.
     """
     return _of_ssd(kind, (CHUNKS_OF_128,), documents, "D of channels" if channels else "")
 

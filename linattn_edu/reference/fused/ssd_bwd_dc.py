@@ -43,5 +43,5 @@ def ssd_bwd_dc(
     # eq:ssd-dgc-inter   dgc_i = C_i . inter_i = e_i dY_i . (C h)_i
     dgc = (e * dY * (C_ @ h)).sum(-1)
     # eq:ssd-dlast   dlast = a <h, dh>
-    dlast = (a * h * dh).sum((-1, -2)).transpose(1, 2)
+    dlast = (a * h * dh).sum((-1, -2)).transpose(1, 2).contiguous()
     return sum_heads(from_chunks(inter, T), C.shape[2]), from_chunks(dgc, T), dlast
