@@ -44,6 +44,7 @@ from linattn_edu.kernels.gluon import (
     ssd_bwd,
     ssd_bwd_dc,
     ssd_fwd,
+    ssd_states,
 )
 from linattn_edu.kernels.gluon.blocks import CHUNK
 from linattn_edu.kernels.gluon.scan_frame import BV
@@ -229,7 +230,7 @@ def kda_front_forms():
 
 
 def ssd_forms():
-    """ssd_bwd_dx, with D and without; ssd_bwd_dc; ssd_fwd, without states, and of pieces."""
+    """ssd_bwd_dx, with D and without; ssd_bwd_dc; ssd_fwd, ssd_states without and with pieces."""
     kernel = ssd_bwd.ssd_bwd_dx_gluon_kernel
     for dtype, absent in (("bf16", ()), ("fp16", ("D_ptr",))):
         source = source_of(
@@ -250,6 +251,15 @@ def ssd_forms():
         source = source_of(kernel, sizes, dtype, {"": 64, "B": HEAD, "C": HEAD, "x": 128}, absent)
         form = {"kernel": kernel.__name__, "dtype": dtype, "pieces": absent != none}
         yield form, source, ssd_fwd.OPTIONS
+    kernel, sizes = ssd_states.ssd_states_gluon_kernel, {"G": 1, "H": 80, "N": HEAD, "P": 64}
+    forth, back = ("h0_ptr", "ends_ptr", "kept_ptr", "ht_ptr"), ("gs_ptr",)
+    for dtype, absent in (("bf16", forth), ("fp16", back)):
+        source = source_of(
+            kernel, sizes | {"STAGES": ssd_states.STAGES}, dtype,
+            {"": 64, "B": HEAD, "x": 128}, absent, ("h",),
+        )  # fmt: skip
+        form = {"kernel": kernel.__name__, "dtype": dtype, "back": absent == back}
+        yield form, source, ssd_states.OPTIONS
 
 
 def forms():

@@ -137,6 +137,22 @@ CASES = {
         "ssd_bwd_dx", "ssd_fused", "ssd_bwd_dx", _SSD | {"SSD_MANY": 2}, 128, HEAD, 64,
         dtype=FP16, C=128, between=((6, 2), "none"),
     ),
+    "ssd_states": Case(
+        "state", "ssd_fused", "ssd_states", {"ssd_states": "gluon"}, 256, HEAD, 64, C=128,
+        between=((4, 2), "all"), without=("seq_idx",), more={"output_final_state": False},
+    ),
+    "ssd_states, in pieces": Case(
+        "state", "ssd_fused", "ssd_states", {"ssd_states": "gluon", "SSD_PIECE": 128}, 384, HEAD,
+        64, dtype=FP16, C=128, between=((4, 1), "none"), more={"output_final_state": False},
+    ),
+    "ssd_states, back": Case(
+        "state_bwd", "ssd_fused", "ssd_states", {"ssd_states": "gluon"}, 256, HEAD, 64, C=128,
+        between=((4, 2), "all"), without=("seq_idx",), more={"scale": 1.0},
+    ),
+    "ssd_states, back in pieces": Case(
+        "state_bwd", "ssd_fused", "ssd_states", {"ssd_states": "gluon", "SSD_PIECE": 128}, 384,
+        HEAD, 64, dtype=FP16, C=128, between=((4, 1), "none"), more={"scale": 1.0},
+    ),
     "ssd_bwd_dc": Case(
         "ssd_bwd_dc", "ssd_fused", "ssd_bwd_dc", _SSD, 256, HEAD, 64, C=128,
         between=((9, 1), "all"), without=("seq_idx",),

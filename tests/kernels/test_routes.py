@@ -66,6 +66,7 @@ PARTS = {
     "SSD_END": "ssd_bwd_dc ssd_bwd_db ssd_bwd_da ssd_bwd_far ssd_bwd_dx ssd_bwd_sum "
     "chunk_cumsum_bwd",
     "SSD_GLUON": "ssd_bwd_dc_gluon ssd_bwd_dx_gluon ssd_bwd_sum chunk_cumsum_bwd",
+    "SSD_STATES": "chunk_cumsum_log ssd_states_gluon ssd_states_gluon",
     "SSD": "chunk_cumsum chunk_state state_passing chunk_scan",
     "SSD_BWD": "chunk_cumsum chunk_state state_passing chunk_scan_bwd_dstates state_passing_bwd "
     "chunk_state_bwd_db chunk_scan_bwd_dc chunk_scan_chunk_state_bwd_dx chunk_scan_bwd_da_cs "
@@ -153,14 +154,14 @@ gdn2 8 4096 8 16 128 128  | packed    | KDA_FRONT kda_fused_scan_transposed | KD
 gdn2 1 32768 4 4 128 128  |           | KDA_FRONT kda_fused_scan_map merge kda_scan_gluon |
         kda_gates kda_fused_scan_map merge kda_fused_scan_map_bwd merge kda_scans_gluon
         KDA_END
-ssd 8 4096 16 1 64 128    |           | SSD_FORTH | chunk_cumsum_log state state_bwd SSD_GLUON
+ssd 8 4096 16 1 64 128    |           | SSD_FORTH | SSD_STATES SSD_GLUON
 ssd 8 4096 16 1 64 128    | gpu=b200  | SSD_FUSED | chunk_cumsum_log state state_bwd SSD_END
 ssd 8 4096 16 1 64 128    | gpu=a100  | SSD | SSD_BWD
 ssd 8 4096 16 1 64 128    | dtype=fp32 | SSD | SSD_BWD
 ssd 8 4096 16 1 64 256    |           | SSD | SSD_BWD
 ssd 8 4096 16 1 128 128   |           | SSD | SSD_BWD
 ssd 2 8192 16 1 64 128    |           | SSD_CUT |
-        chunk_cumsum_log piece_map merge state piece_map_bwd merge state_bwd SSD_GLUON
+        chunk_cumsum_log ssd_ends ssd_states_gluon ssd_ends ssd_states_gluon SSD_GLUON
 ssd 2 4096 16 1 64 128    | packed    | SSD_PARTS | chunk_cumsum_log state state_bwd SSD_END
 ssd 8 4096 16 1 64 128    | step=-1   | SSD | SSD_BWD
 ema 2 4096 1 512          |           | gate_cumsum ema | ema_bwd total

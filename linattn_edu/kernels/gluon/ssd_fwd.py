@@ -151,15 +151,18 @@ def make_scores(t, m, at):
 
 
 @gluon.jit
-def entering(states, at, i_h, o_h, like):
-    """The state before the piece: back in time, until nothing is left of what was before."""
+def entering(states, at, i_h, o_h, like, STEP: gl.constexpr):
+    """The state before the piece: until nothing is left of what was before.
+
+    STEP: from the piece to the one before it; 1 where the scan goes back in time.
+    """
     b_h, kept = like, 1.0
     SIZE: gl.constexpr = at.N * at.P
     if states.ends_ptr is not None:
         left = at.before
         while left > 0:
             left -= 1
-            i_end = (at.i_piece - at.before + left) * at.H + i_h
+            i_end = (at.i_piece + STEP * (at.before - left)) * at.H + i_h
             b_h += gl.load(states.ends_ptr + i_end * SIZE + o_h) * kept
             kept *= gl.load(states.kept_ptr + i_end)
             kept = gl.where(kept > FORGOTTEN, kept, 0.0)
@@ -184,7 +187,7 @@ def scan_head(w: gl.constexpr, t, m, at, states, out_desc, out, D_ptr, PER: gl.c
     i_h = at.i_h + w
     o_n, o_p = gl.arange(0, N, gl.SliceLayout(0, wide)), gl.arange(0, P, gl.SliceLayout(1, wide))
     o_h = o_n[None, :] * P + o_p[:, None]
-    b_h = entering(states, at, i_h, o_h, gl.full([P, N], 0.0, gl.float32, wide))
+    b_h = entering(states, at, i_h, o_h, gl.full([P, N], 0.0, gl.float32, wide), -1)
     if D_ptr is not None:
         o_D = gl.arange(0, P, gl.SliceLayout(1, mma))
         b_D = gl.load(D_ptr + i_h * PER + (o_D if PER > 1 else 0 * o_D)).to(gl.float32)[:, None]

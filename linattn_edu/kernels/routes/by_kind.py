@@ -176,6 +176,14 @@ def ssd_fwd(kind: Kind, documents: bool, gate: bool) -> Choice:
 
 
 @decision
+def ssd_states(kind: Kind, documents: bool) -> Choice:
+    """The states between Mamba-2's chunks, and their gradients, for the backward pass, in Gluon or
+    not.  documents: whether there are any in a sequence.
+    """
+    return _of_ssd(kind, (CHUNKS_OF_128, IN_PAIRS), documents, "")
+
+
+@decision
 def ssd_bwd(kind: Kind, documents: bool, channels: bool) -> Choice:
     """ssd_bwd_dc and ssd_bwd_dx of Mamba-2, each in Gluon or not.  documents: whether there are any
     in a sequence; channels: whether D has a number for each, for ssd_bwd_dx.
