@@ -363,7 +363,7 @@ def ssd_ends(
     chunk_size: int,
     piece: int | None = None,
     packing: Packing | None = None,
-    rows: Tensor | None = None,
+    rows: Tensor | tuple[()] | None = None,
     back: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Launch ssd_ends_kernel, 64 tokens at a time; arguments and result as in the reference.
@@ -422,9 +422,8 @@ def ssd_states(
     choose = by_kind.ssd_piece if maps is None else by_kind.ssd_piece_bwd
     piece = choose(kind).takes
     if maps is None and piece < T:
-        none = torch.empty(0, dtype=torch.int64, device=x.device)
         options = {"chunk_size": chunk_size, "piece": piece, "back": gs is None}
-        maps = ssd_ends(B, x, gs, gc, rows=none, **options)[:2]
+        maps = ssd_ends(B, x, gs, gc, rows=(), **options)[:2]
     ends, kept = (None, None) if piece >= T else maps
     gates = gs if gs is None else by_head(gs), by_head(gc)
     return ssd_states_gluon.ssd_states_gluon((B, x, h, *gates, state, ends, kept, ht), piece)
