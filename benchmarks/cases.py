@@ -149,7 +149,7 @@ FORWARD_STAGES = {
     "gdn2": (),  # those of KDA
     "ssd": (
         "chunk_cumsum", "chunk_state", "state_passing", "chunk_scan",
-        "chunk_cumsum_log", "chunk_scores", "ssd_fwd", "state",
+        "chunk_cumsum_log", "chunk_scores", "ssd_fwd", "ssd_states",
     ),
 }  # fmt: skip
 ADJOINT_STAGES = {
@@ -162,7 +162,7 @@ ADJOINT_STAGES = {
     "ssd": (
         "chunk_scan_bwd_dstates", "state_passing_bwd", "chunk_state_bwd_db", "chunk_scan_bwd_dc",
         "chunk_scan_chunk_state_bwd_dx", "chunk_scan_bwd_da_cs", "chunk_cumsum_bwd",
-        "state_bwd", "ssd_bwd_dc", "ssd_bwd_dx",
+        "ssd_states_bwd", "ssd_bwd_dc", "ssd_bwd_dx",
     ),
 }  # fmt: skip
 # of GDN, the adjoints fused: benchmarks.fusion times them
@@ -171,7 +171,8 @@ STAGES = {op: (*FORWARD_STAGES[op], *ADJOINT_STAGES[op]) for op in FORWARD_STAGE
 
 # of Mamba-2, in chunks twice as long as those of its other stages
 SSD_FUSED = (
-    "chunk_cumsum_log", "chunk_scores", "ssd_fwd", "state", "state_bwd", "ssd_bwd_dc", "ssd_bwd_dx",
+    "chunk_cumsum_log", "chunk_scores", "ssd_fwd", "ssd_states", "ssd_states_bwd", "ssd_bwd_dc",
+    "ssd_bwd_dx",
 )  # fmt: skip
 
 # of KDA, with the promise that no log decay of a token is below the bound
@@ -391,7 +392,7 @@ def _ssd_bytes(c: Case, what: str, chunk: int) -> int:
         "state_passing": s + gc + s,
         "chunk_scan": C + B + x + step + gc + s + D + out,
         "chunk_scores": C + B + S,
-        "state": B + x + gs + dlast + h,  # gc of each chunk's last token
+        "ssd_states": B + x + gs + dlast + h,  # gc of each chunk's last token
         "ssd_fwd": C + B + S + x + gs + gc + D + out,
         "chunk_scan_bwd_dstates": C + gc + dy + s,
         "state_passing_bwd": s + gc + s + s + dlast + dh0,
@@ -400,7 +401,7 @@ def _ssd_bytes(c: Case, what: str, chunk: int) -> int:
         "chunk_scan_chunk_state_bwd_dx": C + B + x + step + gc + s + dy + D + dx + dstep + dD,
         "chunk_scan_bwd_da_cs": C + B + x + step + gc + dy + dgc,
         "chunk_cumsum_bwd": dgc + dlast + dstep + dt + A + ddt + dA,
-        "state_bwd": C + gc + dy + dh + dh0,
+        "ssd_states_bwd": C + gc + dy + dh + dh0,
         "ssd_bwd_dc": C + gc + h + dh + dy + inter + dgc + dlast,
         "ssd_bwd_dx": (C + B + x + gs + gc + dh + dy + inter + dgc + D)
         + (dx + dB + dC + dstep + dgc + m + dD),
@@ -555,7 +556,7 @@ def _ssd_chunk_flops(c: Case, what: str, n: int) -> int:
         "state_passing": 2 * elements,
         "chunk_scan": state + scores + lower_v,
         "chunk_scores": 2 * c.K * n * n * c.H,  # all of them
-        "state": state,
+        "ssd_states": state,
         "ssd_fwd": 2 * state + lower_v,
         "chunk_scan_bwd_dstates": state,
         # a dS + dh_out, <dS, a h>
@@ -568,7 +569,7 @@ def _ssd_chunk_flops(c: Case, what: str, n: int) -> int:
         "chunk_scan_bwd_da_cs": scores_below + below_v,
         # the sum from behind, times A and added to dstep, times the step and summed
         "chunk_cumsum_bwd": 5 * n * c.HV,
-        "state_bwd": state,
+        "ssd_states_bwd": state,
         "ssd_bwd_dc": state,  # dY h^T
         # C B^T; B ds, X ds^T; (C B^T * G)^T dY, dY X^T; dscores B and dscores^T C
         "ssd_bwd_dx": 2 * state + 2 * lower_v + 3 * scores,
@@ -576,7 +577,7 @@ def _ssd_chunk_flops(c: Case, what: str, n: int) -> int:
     stages["forward"] = scores + stages["ssd_fwd"]
     # of C B^T once
     gradients = stages["ssd_bwd_dc"] + stages["ssd_bwd_dx"] - scores
-    stages[TRAINING] = stages["forward"] + stages["state_bwd"] + gradients
+    stages[TRAINING] = stages["forward"] + stages["ssd_states_bwd"] + gradients
     return stages[what]
 
 

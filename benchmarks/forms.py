@@ -275,9 +275,8 @@ class SSDStageArguments(StageArguments):
     def _chunk_scores(self):
         return (self.i.C, self.i.B), self.longer
 
-    def _state(self):
-        gs, gc = self.made("chunk_cumsum_log")
-        return (self.i.B, None, self.i.x, gc, None, gs), self.longer
+    def _ssd_states(self):
+        return (self.i.B, self.i.x, *self.made("chunk_cumsum_log")), self.longer
 
     def _ssd_fwd(self):
         i = self.i
@@ -291,17 +290,17 @@ class SSDStageArguments(StageArguments):
             i.D,
         ), {}
 
-    def _state_bwd(self):
+    def _ssd_states_bwd(self):
         _, gc = self.made("chunk_cumsum_log")
-        return (self.i.C, None, None, gc, self.dy, None), self.longer | {"scale": 1.0}
+        return (self.i.C, gc, self.dy), self.longer
 
     def _ssd_bwd_dc(self):
-        (_, gc), (h, *_) = self.made("chunk_cumsum_log"), self.made("state")
-        dh, *_ = self.made("state_bwd")
+        (_, gc), h = self.made("chunk_cumsum_log"), self.made("ssd_states")
+        dh, _ = self.made("ssd_states_bwd")
         return (self.i.C, gc, h, dh, self.dy), self.longer
 
     def _ssd_bwd_dx(self):
-        i, (dh, *_) = self.i, self.made("state_bwd")
+        i, (dh, _) = self.i, self.made("ssd_states_bwd")
         given = i.C, i.B, i.x, *self.made("chunk_cumsum_log")
         dC, dgc, _ = self.made("ssd_bwd_dc")
         return (*given, dh, self.dy, dC, dgc, i.D), self.longer

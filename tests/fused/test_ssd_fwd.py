@@ -18,7 +18,6 @@ from linattn_edu.kernels.delta.state_bwd import state_bwd
 from linattn_edu.kernels.fused.ssd_bwd import ssd_ends_bwd
 from linattn_edu.kernels.fused.ssd_fwd import ssd_ends, ssd_fwd
 from linattn_edu.kernels.gluon.kernels import ssd_fwd as ssd_fwd_gluon
-from linattn_edu.kernels.gluon.kernels import ssd_states as states_gluon
 from linattn_edu.kernels.routes import forced
 from linattn_edu.kernels.ssd.chunk_cumsum import chunk_cumsum_log
 from linattn_edu.packing import pack
@@ -27,7 +26,6 @@ from linattn_edu.reference.delta.state import state as state_reference
 from linattn_edu.reference.delta.state_bwd import state_bwd as state_bwd_reference
 from linattn_edu.reference.fused.ssd_fwd import FORGOTTEN
 from linattn_edu.reference.fused.ssd_fwd import ssd_fwd as ssd_fwd_reference
-from linattn_edu.testing import relative_rms
 
 pytestmark = pytest.mark.usefixtures("poison")
 
@@ -84,35 +82,6 @@ def test_gluon(heads, C, D, dtype, piece, device, force):
     assert ran.count(ssd_fwd_gluon.ssd_fwd_gluon_kernel) == 2
     for x, twice, y in zip(got, again, plain, strict=True):
         assert torch.equal(x, twice) and torch.equal(x, y)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(("heads", "gates"), [((8, 2), "all"), ((2, 1), "none")])
-@pytest.mark.parametrize("cut", [False, True], ids=["whole", "in pieces"])
-def test_states_gluon(heads, gates, cut, dtype, device, force):
-    """The bits of plain Triton where a sequence is whole, both ways; in pieces as near to float64.
-    Twice: tiles are copied ahead.
-    """
-    if why := without_gluon(device):
-        pytest.skip(why)
-    r = stages.parts("ssd_fused", 2176, 128, 64, 128, heads, gates, dtype, device)
-    force(SSD_PIECE=512 if cut else 4096)
-    forth, back = (r.B, None, r.x, r.gc, r.h0, r.gs), (r.C, None, None, r.gc, r.dy, None, r.dht)
-    for f, reference, args, more in (
-        (state, state_reference, forth, {}), (state_bwd, state_bwd_reference, back, {"scale": 1.0})
-    ):  # fmt: skip
-        options = {"chunk_size": 128, **more}
-        with forced(ssd_states="triton"):
-            plain = f(*args, **options)
-        with launches() as ran:
-            got, again = (f(*args, **options) for _ in range(2))
-        assert ran.count(states_gluon.ssd_states_gluon_kernel) == 2
-        wide = [x if x is None else x.double() for x in args]
-        for x, twice, y, z in zip(got, again, plain, reference(*wide, **options), strict=True):
-            if x is not None:
-                assert torch.equal(x, twice) and (cut or torch.equal(x, y))
-                assert relative_rms(x, z) <= 1.01 * relative_rms(y, z) + 1e-7
 
 
 @pytest.mark.parametrize("T", [5, 128, 300, 256])

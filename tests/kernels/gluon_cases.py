@@ -76,7 +76,7 @@ ENDS = ("h0", "dht")
 _INTRA = {"intra_chunk": "gluon"}
 _BOTH, _EACH = {"together": 1}, {"together": 0}
 _SCANS, _KDA = {"scans": "gluon"}, {"kda_fused_scans": "gluon"}
-_SSD = {"ssd_bwd": "gluon"}
+_SSD, _STATES = {"ssd_bwd": "gluon"}, {"ssd_states": "gluon"}
 CASES = {
     "gdn_intra": Case("intra_chunk", "gdn_fused", "intra_chunk", _INTRA, 150),
     "gdn_intra, K=64, gated": Case(
@@ -138,20 +138,20 @@ CASES = {
         dtype=FP16, C=128, between=((6, 2), "none"),
     ),
     "ssd_states": Case(
-        "state", "ssd_fused", "ssd_states", {"ssd_states": "gluon"}, 256, HEAD, 64, C=128,
-        between=((4, 2), "all"), without=("seq_idx",), more={"output_final_state": False},
+        "ssd_states", "ssd_fused", "ssd_states", _STATES, 256, HEAD, 64, C=128,
+        between=((4, 2), "all"), without=("seq_idx",),
     ),
     "ssd_states, in pieces": Case(
-        "state", "ssd_fused", "ssd_states", {"ssd_states": "gluon", "SSD_PIECE": 128}, 384, HEAD,
-        64, dtype=FP16, C=128, between=((4, 1), "none"), more={"output_final_state": False},
+        "ssd_states", "ssd_fused", "ssd_states", _STATES | {"SSD_PIECE": 128}, 384, HEAD, 64,
+        dtype=FP16, C=128, between=((4, 1), "none"),
     ),
     "ssd_states, back": Case(
-        "state_bwd", "ssd_fused", "ssd_states", {"ssd_states": "gluon"}, 256, HEAD, 64, C=128,
-        between=((4, 2), "all"), without=("seq_idx",), more={"scale": 1.0},
+        "ssd_states_bwd", "ssd_fused", "ssd_states", _STATES, 256, HEAD, 64, C=128,
+        between=((4, 2), "all"), without=("seq_idx",),
     ),
     "ssd_states, back in pieces": Case(
-        "state_bwd", "ssd_fused", "ssd_states", {"ssd_states": "gluon", "SSD_PIECE": 128}, 384,
-        HEAD, 64, dtype=FP16, C=128, between=((4, 1), "none"), more={"scale": 1.0},
+        "ssd_states_bwd", "ssd_fused", "ssd_states", _STATES | {"SSD_PIECE": 128}, 384, HEAD, 64,
+        dtype=FP16, C=128, between=((4, 1), "none"),
     ),
     "ssd_bwd_dc": Case(
         "ssd_bwd_dc", "ssd_fused", "ssd_bwd_dc", _SSD, 256, HEAD, 64, C=128,

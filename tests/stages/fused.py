@@ -115,6 +115,8 @@ STAGES = [
     Stage("delta/state", "ssd_fused",
           call("B - x gc dht gs seq_idx", "chunks", output_final_state=True)),
     Stage("delta/state_bwd", "ssd_fused", call("C - - gc dy - dht seq_idx", "scaled")),
+    Stage("fused/ssd_states", "ssd_fused", call("B x gs gc h0 seq_idx", "chunks")),
+    Stage("fused/ssd_states", "ssd_fused", call("C gc dy dht seq_idx", "chunks"), "ssd_states_bwd"),
     Stage("fused/ssd_fwd", "ssd_fused", call("B x gs gc", "chunks", piece="piece"), "ssd_ends"),
     Stage("fused/ssd_bwd", "ssd_fused", call("C gc dy", "chunks", piece="piece"), "ssd_ends_bwd"),
     Stage("delta/cp_merge", "ssd_fused", call("B - x gc dht gs", "chunks"), "piece_map"),

@@ -6,7 +6,6 @@ import triton.language as tl
 from torch import Tensor
 
 from linattn_edu.kernels.delta.cp_merge import cp_merge, piece_map
-from linattn_edu.kernels.fused.ssd_fwd import ssd_states
 from linattn_edu.kernels.pieces import by_maps, whole_of
 from linattn_edu.kernels.routes import scan_launch
 from linattn_edu.kernels.rows import row, scan_table, states, whole
@@ -156,16 +155,12 @@ def state(
     """Launch state_kernel; arguments and result as in the reference."""
     H, K = k.shape[2:]
     HV, V = u.shape[2:]
-    h = k.new_empty(*states(k, chunk_size, packing), HV, K, V)
-    of_ssd = w is None and gs is not None and not output_final_state
-    options = {"seq_idx": seq_idx, "chunk_size": chunk_size, "packing": packing}
-    if of_ssd and ssd_states(k, u, gs, gc, initial_state, h, **options):
-        return h, None, None
     pieces = by_maps(k, HV, V, chunk_size, packing) if seq_idx is None else whole_of(k, packing)
     given = k, w, u, gc, None, gs
     initial_state = pieces.entering(
         cp_merge, piece_map, given, initial_state, chunk_size=chunk_size
     )
+    h = k.new_empty(*states(k, chunk_size, packing), HV, K, V)
     v_new = None if w is None else torch.empty_like(u)
     last = k.new_empty(pieces.N, HV, K, V, dtype=torch.float32) if output_final_state else None
     grid, config = scan_launch(CONFIGS if w is not None else FREE, k, pieces.N * HV, V)

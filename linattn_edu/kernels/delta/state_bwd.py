@@ -6,7 +6,6 @@ import triton.language as tl
 from torch import Tensor
 
 from linattn_edu.kernels.delta.cp_merge_bwd import cp_merge_bwd, piece_map_bwd
-from linattn_edu.kernels.fused.ssd_fwd import ssd_states
 from linattn_edu.kernels.pieces import by_maps, over_ranks, whole_of
 from linattn_edu.kernels.routes import scan_launch
 from linattn_edu.kernels.rows import row, scan_table, states, whole
@@ -250,12 +249,6 @@ def state_bwd(
     """
     H, K = q.shape[2:]
     HV, V = do.shape[2:]
-    dh = q.new_empty(*states(q, chunk_size, packing), HV, K, V)
-    if w is None and scale == 1:
-        dh0 = torch.empty(len(do), HV, K, V, dtype=torch.float32, device=do.device)
-        given, cut = (q, do, None, gc, dht, dh, dh0, seq_idx), {"packing": packing, "maps": maps}
-        if ssd_states(*given, chunk_size=chunk_size, **cut):
-            return dh, None, dh0
     given, options = (q, k, w, gc, do, dv_new, None, P), {"scale": scale, "chunk_size": chunk_size}
     if maps is not None:
         pieces = over_ranks(q, HV, V, chunk_size, packing)
@@ -263,6 +256,7 @@ def state_bwd(
     else:
         pieces = by_maps(q, HV, V, chunk_size, packing) if seq_idx is None else whole_of(q, packing)
         dht = pieces.entering(cp_merge_bwd, piece_map_bwd, given, dht, **options)
+    dh = q.new_empty(*states(q, chunk_size, packing), HV, K, V)
     dv_out, dv_new = dv_new, None if w is None else torch.empty_like(do)
     dh0 = q.new_empty(pieces.N, HV, K, V, dtype=torch.float32)
     table = FREE if w is None else CONFIGS if P is None else CHANNEL_CONFIGS

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from linattn_edu.kernels.delta.cp_merge import FORGOTTEN
 from linattn_edu.kernels.gluon.kernels import ssd_fwd as ssd_fwd_gluon
-from linattn_edu.kernels.gluon.kernels import ssd_states as ssd_states_gluon
 from linattn_edu.kernels.routes import by_kind, kind_of, limits
 from linattn_edu.kernels.rows import chunk_args, row, whole
 from linattn_edu.kernels.ssd.chunk_scan import past_state
@@ -389,44 +388,6 @@ def ssd_ends(
         min(chunk_size, TOKENS), *_widths(N), **ENDS.launch(),
     )  # fmt: skip
     return ends, kept, offsets
-
-
-def ssd_states(
-    B: Tensor,
-    x: Tensor,
-    gs: Tensor | None,
-    gc: Tensor,
-    state: Tensor | None,
-    h: Tensor,
-    ht: Tensor | None = None,
-    seq_idx: Tensor | None = None,
-    *,
-    chunk_size: int,
-    packing: Packing | None = None,
-    maps: tuple[Tensor, Tensor] | None = None,
-) -> bool:
-    """Launch ssd_ends_kernel, where a sequence has several pieces, and ssd_states_gluon_kernel.
-
-    Args:
-        B, x, gs, gc: of `state` without w; or C, dy, None and gc of `state_bwd`.
-        state: that enters, or the gradient that does. maps: of ssd_ends_bwd, where they are there.
-        h, ht: written: the states [B, NT, H, N, P] and the one after all [B, H, N, P], or None; or
-            their gradients.
-    Returns:
-        Whether this is what there are such kernels for: else nothing was done.
-    """
-    T, H, P = x.shape[1:]
-    kind = kind_of(B, H, P, chunk_size, packing, (B, x))
-    if by_kind.ssd_states(kind, seq_idx is not None).takes != "gluon":
-        return False
-    choose = by_kind.ssd_piece if maps is None else by_kind.ssd_piece_bwd
-    piece = choose(kind).takes
-    if maps is None and piece < T:
-        options = {"chunk_size": chunk_size, "piece": piece, "back": gs is None}
-        maps = ssd_ends(B, x, gs, gc, rows=(), **options)[:2]
-    ends, kept = (None, None) if piece >= T else maps
-    gates = gs if gs is None else by_head(gs), by_head(gc)
-    return ssd_states_gluon.ssd_states_gluon((B, x, h, *gates, state, ends, kept, ht), piece)
 
 
 def ssd_fwd(

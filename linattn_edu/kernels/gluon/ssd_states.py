@@ -130,9 +130,9 @@ def ssd_states_gluon_kernel(
 ):  # fmt: skip
     """One program: a piece of two heads of a group, chunks of 128 tokens.  Grid (NP * H / 2).
 
-    Arguments of state_kernel, or state_bwd_kernel, of kernels/delta, see `descriptor`: whole
-    chunks, without documents; and those of pieces, of ssd_ends_kernel.
-    Reference: linattn_edu.reference.delta.state and state_bwd.
+    Arguments of state_kernel, or of state_bwd_kernel, of kernels/delta, see `descriptor`, and those
+    of ssd_ends_kernel: whole chunks, without documents.
+    Reference: linattn_edu.reference.fused.ssd_states.
 
     mbarriers, of a tile of 64 tokens in place i of STAGES::
 

@@ -312,13 +312,13 @@ class Stages:
 
 @dataclass(frozen=True)
 class FusedStages:
-    """Both passes in fused stages, whose scans for the backward pass are the delta rule's."""
+    """Both passes in fused stages."""
 
     chunk_cumsum_log: Callable = stage("ssd.chunk_cumsum")
     chunk_scores: Callable = stage("fused.ssd_fwd")
     ssd_fwd: Callable = stage("fused.ssd_fwd")
-    state: Callable = stage("delta.state")
-    state_bwd: Callable = stage("delta.state_bwd")
+    ssd_states: Callable = stage("fused.ssd_states")
+    ssd_states_bwd: Callable = stage("fused.ssd_states")
     ssd_bwd_dc: Callable = stage("fused.ssd_bwd_dc")
     ssd_bwd_dx: Callable = stage("fused.ssd_bwd")
     chunk_cumsum_bwd: Callable = stage("ssd.chunk_cumsum_bwd")
@@ -530,12 +530,10 @@ def backward(
             cp.send_pieces(stages.cp_join_bwd, maps, dht, offsets=offsets)
             pieces = {"maps": maps}
         # while the maps are on their way
-        h, *_ = stages.state(B, None, x, gc, initial_state, gs, seq_idx, **options)
+        h = stages.ssd_states(B, x, gs, gc, initial_state, seq_idx, **options)
         if cp is not None:
             dht = cp.receive(stages.cp_merge_bwd, dht)
-        dh, _, dh0 = stages.state_bwd(
-            C, None, None, gc, dy, None, dht, seq_idx, scale=1.0, **options, **pieces
-        )
+        dh, dh0 = stages.ssd_states_bwd(C, gc, dy, dht, seq_idx, **options, **pieces)
         dC, dgc, dlast = stages.ssd_bwd_dc(C, gc, h, dh, dy, seq_idx, **options)
         del h  # before dx is made
         dx, dB, dC, dstep, dgc, m, dD = stages.ssd_bwd_dx(
