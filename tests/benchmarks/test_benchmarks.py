@@ -121,7 +121,7 @@ def test_bytes_of_a_stage_are_those_of_its_tensors(case, stage):
     if case is KDA_SMALL and stage in LAST_GATES:
         gc = next(x for x in args if x.shape == i.g.shape and x.dtype == i.g.dtype)
         moved += nbytes(gc[:, 15::16]) - nbytes(gc)  # of gc the last tokens only
-    if case is SSD_SMALL and stage == "state":
+    if case is SSD_SMALL and stage == "ssd_states":
         moved += nbytes(args[3][:, ::32]) - nbytes(args[3])  # of gc a token a chunk
     assert work(case, f"stage:{stage}", 16).bytes == moved
 
@@ -260,9 +260,9 @@ def test_flops_of_mamba_2_are_the_multiply_adds_of_the_scalar_form(shape):
         inner = n["dmx"] + 2 * n["dscores"]  # dscores from dY X^T, dscores B and dscores^T C
         if fused:
             expected = {
-                "stage:state": n["write"],
+                "stage:ssd_states": n["write"],
                 "stage:ssd_fwd": n["write"] + n["read"] + n["mx"],
-                "stage:state_bwd": n["dstates"],
+                "stage:ssd_states_bwd": n["dstates"],
                 "stage:ssd_bwd_dc": n["dc_state"],
                 "stage:ssd_bwd_dx": n["cb"] + n["db_state"] + n["dx_state"] + n["mtdy"] + inner,
             }

@@ -27,7 +27,7 @@ def test_gluon(cut, heads, given, dtype, device, force):
     if why := without_gluon(device):
         pytest.skip(why)
     r = stages.parts("ssd_fused", 2176, 128, 64, 128, heads, given, dtype, device)
-    force(SSD_PIECE=4096 if cut == "whole" else 512)
+    force(ssd_states="gluon", SSD_PIECE=4096 if cut == "whole" else 512)
     forth, back, maps = (r.B, r.x, r.gs, r.gc, r.h0), (r.C, r.gc, r.dy, r.dht), {}
     if cut == "over ranks":
         maps = {"maps": ssd_ends_bwd(r.C, r.gc, r.dy, chunk_size=128)[:2]}
