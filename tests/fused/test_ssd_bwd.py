@@ -71,9 +71,9 @@ def test_dx_gluon(heads, dtype, device, force):
     r = stages.parts("ssd_fused", 2048, 128, 64, 128, heads, "all", dtype, device)
     args = r.C, r.B, r.x, r.gs, r.gc, r.dh, r.dy, r.inter, r.dgc, r.D
     exact = references.ssd_bwd_dx(*(t.double() for t in args), chunk_size=128)
-    with forced(ssd_bwd="triton"):
+    with forced(ssd_bwd_dx="triton"):
         plain = ssd_bwd_dx(*args, chunk_size=128)
-    force(ssd_bwd="gluon")
+    force(ssd_bwd_dx="gluon")
     with launches() as ran:
         got, again = (ssd_bwd_dx(*args, chunk_size=128) for _ in range(2))
     assert ran.count(kernels.ssd_bwd.ssd_bwd_dx_gluon_kernel) == 2

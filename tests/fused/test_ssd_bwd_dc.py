@@ -50,9 +50,9 @@ def test_gluon(heads, dtype, device, force):
     r = stages.parts("ssd_fused", 2048, 128, 64, 128, heads, "none", dtype, device)
     args, options = (r.C, r.gc, r.h, r.dh, r.dy), {"chunk_size": 128}
     exact = references.ssd_bwd_dc(*(t.double() for t in args), **options)
-    with forced(ssd_bwd="triton"):
+    with forced(ssd_bwd_dc="triton"):
         plain = kernels.ssd_bwd_dc(*args, **options)
-    force(ssd_bwd="gluon")
+    force(ssd_bwd_dc="gluon")
     with launches() as ran:
         got, again = (kernels.ssd_bwd_dc(*args, **options) for _ in range(2))
     assert ran.count(kernels.gluon.ssd_bwd_dc_gluon_kernel) == 2

@@ -76,7 +76,8 @@ ENDS = ("h0", "dht")
 _INTRA = {"intra_chunk": "gluon"}
 _BOTH, _EACH = {"together": 1}, {"together": 0}
 _SCANS, _KDA = {"scans": "gluon"}, {"kda_fused_scans": "gluon"}
-_SSD, _STATES = {"ssd_bwd": "gluon"}, {"ssd_states": "gluon"}
+_SSD, _STATES = {"ssd_bwd_dx": "gluon"}, {"ssd_states": "gluon"}
+_SSD_DC = {"ssd_bwd_dc": "gluon"}
 CASES = {
     "gdn_intra": Case("intra_chunk", "gdn_fused", "intra_chunk", _INTRA, 150),
     "gdn_intra, K=64, gated": Case(
@@ -138,7 +139,7 @@ CASES = {
         dtype=FP16, C=128, between=((6, 2), "none"),
     ),
     "ssd_states": Case(
-        "ssd_states", "ssd_fused", "ssd_states", _STATES, 256, HEAD, 64, C=128,
+        "ssd_states", "ssd_fused", "ssd_states", _STATES, 384, HEAD, 64, C=128,
         between=((4, 2), "all"), without=("seq_idx",),
     ),
     "ssd_states, in pieces": Case(
@@ -154,11 +155,11 @@ CASES = {
         dtype=FP16, C=128, between=((4, 1), "none"),
     ),
     "ssd_bwd_dc": Case(
-        "ssd_bwd_dc", "ssd_fused", "ssd_bwd_dc", _SSD, 256, HEAD, 64, C=128,
+        "ssd_bwd_dc", "ssd_fused", "ssd_bwd_dc", _SSD_DC, 256, HEAD, 64, C=128,
         between=((9, 1), "all"), without=("seq_idx",),
     ),
     "ssd_bwd_dc, parts of a group": Case(
-        "ssd_bwd_dc", "ssd_fused", "ssd_bwd_dc", _SSD | {"SSD_MANY": 2}, 128, HEAD, 64,
+        "ssd_bwd_dc", "ssd_fused", "ssd_bwd_dc", _SSD_DC | {"SSD_MANY": 2}, 128, HEAD, 64,
         dtype=FP16, C=128, between=((6, 2), "none"),
     ),
     "ssd_fwd": Case(

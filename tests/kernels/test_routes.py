@@ -402,7 +402,11 @@ def test_kernels_are_for_tritons_with_which_they_were_run(monkeypatch):
         monkeypatch.setattr(by_load.support, "THIS", version)
         assert by_kind.kda_gate_prepare(GOOD).takes == taken
         assert by_kind.ssd_fwd(states, False, False).takes == taken
-        assert by_kind.ssd_bwd(states, False, False).takes == taken
+        assert by_kind.ssd_bwd_dx(states, False, False).takes == taken
+    for version, taken in (((3, 6), "gluon"), ((3, 7), "triton")):
+        monkeypatch.setattr(by_load.support, "THIS", version)
+        assert by_kind.ssd_states(states, False).takes == taken
+        assert by_kind.ssd_bwd_dc(states, False).takes == taken
 
 
 def test_the_scan_of_mamba_in_gluon_takes_whole_tiles_and_pairs_of_heads():

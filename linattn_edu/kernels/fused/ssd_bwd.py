@@ -414,7 +414,7 @@ def ssd_bwd_dx(
     parts, dS = gc.new_empty(splits, *B.shape), gc.new_empty(splits, n, T, G, BC)
     inter, dC, dD, xdy = dC, torch.empty_like(C), None, sums[3]
     given, out = (C, B, x, gs, gc, dh, dy, dgc, D), (dx, sums, parts, dS)
-    gluon = by_kind.ssd_bwd(kind, seq_idx is not None, per > 1).takes == "gluon"
+    gluon = by_kind.ssd_bwd_dx(kind, seq_idx is not None, per > 1).takes == "gluon"
     if not (gluon and ssd_bwd.ssd_dx_gluon(given, out)):
         ssd_bwd_db_kernel[(NT * G * splits,)](
             x, gs, gc, dh, seq_idx, parts, *sizes, G, H, N, P, splits, BC, BN, BP,

@@ -102,7 +102,7 @@ def ssd_bwd_dc(
     parts, dgc = gc.new_empty(splits, *C.shape), gc.new_empty(H, n, T)
     dlast = gc.new_empty(*h.shape[:3], chunk_size // BT)
     given, out = (C, by_head(gc), h, dh, dy), (parts, dgc, dlast)
-    in_gluon = by_kind.ssd_bwd(kind, seq_idx is not None, False).takes == "gluon"
+    in_gluon = by_kind.ssd_bwd_dc(kind, seq_idx is not None).takes == "gluon"
     if not (in_gluon and gluon.ssd_dc_gluon(given, out)):
         ssd_bwd_dc_kernel[(NT * G * splits * (chunk_size // BT),)](
             *given, seq_idx, *out, *chunks, T, n * T, whole(dy, chunk_size, packing), G, H, N, P,
