@@ -23,6 +23,7 @@ def ssd_states(
 ) -> Tensor:
     """Launch the kernels that are faster; arguments and result as in the reference."""
     options = {"seq_idx": seq_idx, "chunk_size": chunk_size, "packing": packing}
+    # eq:ssd-scan   h <- a h + (diag(r * step) B)^T X
     found = _in_gluon(B, x, gs, gc, initial_state, **options)
     return found[0] if found else state(B, None, x, gc, initial_state, gs, **options)[0]
 
@@ -40,6 +41,7 @@ def ssd_states_bwd(
 ) -> tuple[Tensor, Tensor]:
     """The same.  maps: of ssd_ends_bwd, of the pieces that are then scanned side by side."""
     options = {"seq_idx": seq_idx, "chunk_size": chunk_size, "packing": packing, "maps": maps}
+    # eq:delta-ds   dh <- a dh + (diag(e) C)^T dY
     found = _in_gluon(C, dy, None, gc, dht, **options)
     return found or state_bwd(C, None, None, gc, dy, None, dht, scale=1.0, **options)[::2]
 

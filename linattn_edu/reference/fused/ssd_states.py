@@ -24,7 +24,7 @@ def ssd_states(
         B, x, gs, gc, seq_idx: as in ssd_fwd.  initial_state: [B, H, N, P], zero if None.
     Returns:
         h [B, NT, H, N, P] in the dtype of B.
-    Source: chapters 05 and 13.
+    Source: chapters 15 and 13.
     """
     # eq:ssd-scan   h <- a h + (diag(r * step) B)^T X
     return state(B, None, x, gc, initial_state, gs, seq_idx, chunk_size=chunk_size)[0]
@@ -49,7 +49,7 @@ def ssd_states_bwd(
     Returns:
         dh [B, NT, H, N, P] in the dtype of C; and dh0 [B, H, N, P], that of the initial state, in
         fp32 (fp64 for fp64 input).
-    Source: chapters 09 and 15.
+    Source: chapters 15 and 09.
     """
     args, options = (C, None, None, gc, dy, None, dht, seq_idx), {"chunk_size": chunk_size}
     # eq:delta-ds   dh <- a dh + (diag(e) C)^T dY
