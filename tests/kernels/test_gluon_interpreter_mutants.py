@@ -423,10 +423,12 @@ MISTAKES = {
         (OUTSIDE, "place", "ring(x_desc, STAGES)", "STAGES", "2"),
         (Unfinished, "ends", "tma.store_wait(0)\n    if", "tma.store_wait(0)", LEFT_OUT),
     ],
+    ("ssd_states, back", "ssd_states"): [
+        (Wrong, "output 1", "at.tiles // 2 - 1 - n // 2", " - n // 2", ""),
+    ],
     ("ssd_states, back in pieces", "ssd_states"): [
         (OUTSIDE, "place", "1 if BACK else -1", "1 if BACK", "-1 if BACK"),
         (Wrong, "output 1", "before == NP - 1, G", "NP - 1", "0"),
-        (Wrong, "output 0", "at.tiles // 2 - 1 - n // 2", " - n // 2", ""),
     ],
     ("ssd_bwd_dc", "ssd_bwd_dc"): [
         (Wrong, "output 0", "b_dy * b_e[:, None]", " * b_e[:, None]", ""),
