@@ -3,15 +3,9 @@
 import gc
 import importlib.util
 import os
-import platform
 import sys
 from contextlib import ExitStack
 from pathlib import Path
-
-if platform.machine() in ("x86_64", "AMD64"):
-    # torch.exp2 in float32 rounds 8 or 16 numbers at once otherwise than what is left over: what a
-    # reference's number is among must not depend on the machine; before anything imports torch
-    os.environ.setdefault("ATEN_CPU_CAPABILITY", "avx2")
 
 import torch
 

@@ -27,13 +27,13 @@ def tokens(form, x, a, b):
     return {n: t[:, a:b] if n in form.tokens else t for n, t in x.items()}
 
 
-@forms("test_pieces_of_whole_chunks", *CHUNKED, dtypes=SOME, impl=IMPLS)
-def test_pieces_of_whole_chunks(form, dtype, impl, device):
+@forms("test_pieces_of_whole_chunks", *CHUNKED, dtypes=SOME)
+def test_pieces_of_whole_chunks(form, dtype, device):
     """Cut between chunks, a prompt has the bits of the whole; so it has with checkpoints, which are
-    the states of its pieces.
+    the states of its pieces. Of a reference PyTorch rounds a number by what is beside it.
     """
     x, options = form.draw(2, 3 * N + 7, dtype, device)
-    options["impl"] = impl
+    options["impl"] = "triton"
     whole, last = called(form, x, **options)
     o, final, kept = called(form, x, **options, checkpoint_every_n_tokens=N)
     assert torch.equal(o, whole) and torch.equal(final, last) and kept.shape[1] == 3
