@@ -493,6 +493,12 @@ def test_a_quiz_says_whether_an_answer_is_right_and_why(visit):
     assert v.errors == []
 
 
+IN_VIEW = """([id, height]) => {
+    const y = document.getElementById(id).getBoundingClientRect().y
+    return 0 < y && y < height
+}"""
+
+
 def test_links_and_paper_open_an_appendix(visit):
     """A key closes it; a link to its heading, or to a place in it, opens it; paper shows it."""
     heading, equation = "appendix-what-is-stored-on-the-way", "equation-eq-03-binomial"
@@ -505,7 +511,7 @@ def test_links_and_paper_open_an_appendix(visit):
             tab.evaluate(put, f"<a href='#{link}'>it</a>")
             tab.locator("article p a").first.click()
         tab.wait_for_function(f"() => ({OPEN})()[0]")
-        assert 0 < tab.locator(f"#{link or heading}").bounding_box()["y"] < DESK["height"]
+        tab.wait_for_function(IN_VIEW, arg=[link or heading, DESK["height"]])  # formulas come in
         fold.locator(":scope > summary").press("Enter")
         assert tab.evaluate(OPEN) == [False]
 
