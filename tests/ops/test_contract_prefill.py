@@ -7,7 +7,7 @@ from grids import few
 from ops.contract import IMPLS, dplr_chunks, ema, forms, gdn, gdn2, kda, ssd
 
 from linattn_edu.kernels import routes
-from linattn_edu.testing import assert_close
+from linattn_edu.testing import assert_close, relative_rms
 
 pytestmark = pytest.mark.usefixtures("poison", "numbers_by_value")
 
@@ -15,6 +15,7 @@ INVARIANT = (gdn, kda, gdn2, *ssd)
 CHUNKED = (*INVARIANT, dplr_chunks, ema)
 SOME = few(torch.float32, torch.bfloat16, more=(torch.float16,))
 F32 = (torch.float32,)
+EPS = {t: torch.finfo(t).eps for t in (*F32, torch.bfloat16, torch.float16)}
 N, LENGTHS = 16, (33, 0, 16, 5, 48)
 
 
@@ -27,22 +28,26 @@ def tokens(form, x, a, b):
     return {n: t[:, a:b] if n in form.tokens else t for n, t in x.items()}
 
 
-@forms("test_pieces_of_whole_chunks", *CHUNKED, dtypes=SOME)
-def test_pieces_of_whole_chunks(form, dtype, device):
+@forms("test_pieces_of_whole_chunks", *CHUNKED, dtypes=SOME, impl=IMPLS)
+def test_pieces_of_whole_chunks(form, dtype, impl, device):
     """Cut between chunks, a prompt has the bits of the whole; so it has with checkpoints, which are
-    the states of its pieces. Of a reference PyTorch rounds a number by what is beside it.
+    the states of its pieces. Of a reference PyTorch rounds a number by what is beside it: once.
     """
+
+    def same(x, y):
+        return torch.equal(x, y) if impl == "triton" else relative_rms(x, y) <= EPS[x.dtype]
+
     x, options = form.draw(2, 3 * N + 7, dtype, device)
-    options["impl"] = "triton"
+    options["impl"] = impl
     whole, last = called(form, x, **options)
     o, final, kept = called(form, x, **options, checkpoint_every_n_tokens=N)
-    assert torch.equal(o, whole) and torch.equal(final, last) and kept.shape[1] == 3
+    assert same(o, whole) and same(final, last) and kept.shape[1] == 3
     for c in range(3):
         _, before = called(form, tokens(form, x, 0, (c + 1) * N), **options)
-        assert torch.equal(kept[:, c], before)
+        assert same(kept[:, c], before)
         rest = tokens(form, x, (c + 1) * N, None) | {"initial_state": kept[:, c].contiguous()}
         after, end = called(form, rest, **options)
-        assert torch.equal(after, whole[:, (c + 1) * N :]) and torch.equal(end, last)
+        assert same(after, whole[:, (c + 1) * N :]) and same(end, last)
 
 
 @forms("test_pieces_of_any_length", *CHUNKED, dtypes=SOME, impl=IMPLS)

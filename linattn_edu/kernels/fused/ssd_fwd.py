@@ -368,7 +368,8 @@ def ssd_ends(
     """Launch ssd_ends_kernel, 64 tokens at a time; arguments and result as in the reference.
 
     piece: None: over ranks, by the sequences' kind. rows: the sequences [n] whose last piece is
-    wanted; None: all. What it is of others is not said. back: as ssd_ends_bwd, of C, dy and no gs.
+    wanted; None: all; (): none. What it is of others is not said. back: as ssd_ends_bwd, of C, dy
+    and no gs.
     """
     n, T, H, P = x.shape
     G, N = B.shape[2:]

@@ -59,7 +59,7 @@ def ssd_bwd_dx(
         colsum(W)_j + m_j = step_j (x_j . dXs_j - S_jj x_j . dY_j)
 
     Args:
-        C, B, x, gs, gc, seq_idx: as in ssd_fwd.  dh: [B, NT, H, N, P] of state_bwd.
+        C, B, x, gs, gc, seq_idx: as in ssd_fwd.  dh: [B, NT, H, N, P] of ssd_states_bwd.
         dy: as in ssd_bwd_dc.  dC, dgc: of ssd_bwd_dc.  D: as in chunk_scan.
     Returns:
         dx [B, T, H, P], dB and dC [B, T, G, N] in the dtypes of x, B and C; dstep [B, T, H], the

@@ -25,15 +25,15 @@ def ssd_bwd_dc(
     """The gradients by the states before the chunks: of chapters 15, 17 and 19.
 
     Args:
-        C, gc, seq_idx: as in ssd_fwd.  h: [B, NT, H, N, P] of state.
-        dh: the same of state_bwd.  dy: [B, T, H, P], gradient of y.
+        C, gc, seq_idx: as in ssd_fwd.  h: [B, NT, H, N, P] of ssd_states.
+        dh: the same of ssd_states_bwd.  dy: [B, T, H, P], gradient of y.
     Returns:
         dC [B, T, G, N] and dgc [B, T, H], parts from which ssd_bwd_dx goes on; dlast [B, NT, H],
         the gradient of a chunk's last log decay where it decays the state (natural units); in fp32
         (fp64 for fp64 input).
     Source: chapters 15, 17 and 19.
     """
-    dtype = compute_dtype(C, gc, h, dy)
+    dtype = compute_dtype(C, gc, h, dh, dy)
     T, H = dy.shape[1:3]
     e, _, _, a = decays(gc.to(dtype), seq_idx, chunk_size)
     C_, dY = (to_chunks(y.to(dtype), chunk_size) for y in (repeat_heads(C, H), dy))
