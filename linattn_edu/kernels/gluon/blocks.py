@@ -32,6 +32,22 @@ def operand(x, dtype: gl.constexpr, mma: gl.constexpr):
 
 
 @gluon.jit
+def rounded(x, dtype: gl.constexpr):
+    """x in 16 bit, where the result is used in fp32 too: two numbers an instruction.
+
+    The compiler would convert them one by one, a quarter as fast.
+    """
+    if dtype == gl.bfloat16:
+        return gl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], gl.bfloat16, is_pure=True, pack=2
+        )
+    else:
+        return gl.inline_asm_elementwise(
+            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [x], gl.float16, is_pure=True, pack=2
+        )
+
+
+@gluon.jit
 def half(x, i: gl.constexpr):
     """64 of 128 columns; of 64, all."""
     return x.slice(64 * i, 64, dim=1)

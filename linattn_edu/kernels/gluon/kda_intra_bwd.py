@@ -29,6 +29,7 @@ from linattn_edu.kernels.gluon.blocks import (
     own_dot,
     product,
     ring,
+    rounded,
     sum_backwards,
 )
 from linattn_edu.kernels.gluon.names import async_load, async_store, barrier, record
@@ -314,7 +315,7 @@ def compute_half(c: gl.constexpr, out, m, bars, N, HV: gl.constexpr, K: gl.const
             b_y *= -gl.exp2(b_ga)[:, None]
             b_r *= gl.exp2(b_gl - b_ga)[:, None]
             b_F = gl.exp2(b_ga[:, None] - gc.permute((1, 0)).load(mma))
-            b_kF = (k.permute((1, 0)).load(mma).to(gl.float32) * b_F).to(dtype)
+            b_kF = rounded(k.permute((1, 0)).load(mma).to(gl.float32) * b_F, dtype)
             # eq:kda-dgc-last   dgc_last += colsum(K * R) + 2^gc_last dgl
             b_u = gl.where(o_j[None, :] == BT - 1, 0.0, b_kF.to(gl.float32) * b_r)
             b_dgl = b_dgl * gl.exp2(b_gl) + gl.sum(b_u, 1)
@@ -341,15 +342,15 @@ def compute_half(c: gl.constexpr, out, m, bars, N, HV: gl.constexpr, K: gl.const
             b_F = gl.exp2(-b_g)
             # with the rounded operands, what i gains is what j loses, term by term; of the last
             # token R is all from outside the chunk, and would cancel
-            b_u = (b_k * b_F).to(dtype).to(gl.float32) * b_r
+            b_u = rounded(b_k * b_F, dtype).to(gl.float32) * b_r
             b_dgc = gl.where(o_j[None, :] == BT - 1, b_dgl[:, None], -b_u)
             b_r *= b_F
             b_E = gl.exp2(b_g)
             b_beta = strength_of(m, c + z, mma)
-            b_dgc += (b_k * b_E * b_beta).to(dtype).to(gl.float32) * b_y
+            b_dgc += rounded(b_k * b_E * b_beta, dtype).to(gl.float32) * b_y
             b_q = q.permute((1, 0)).load(mma).to(gl.float32)
             # eq:kda-dgc   dgc = Q * dQ + K * (diag(beta) Y - R)
-            b_dgc += (b_q * b_E).to(dtype).to(gl.float32) * b_x
+            b_dgc += rounded(b_q * b_E, dtype).to(gl.float32) * b_x
             gc.permute((1, 0)).store(b_dgc)
             # eq:kda-outer   dQ += 2^gc * dqg, Y += 2^gc * dkb, R += 2^(gc_last - gc) * dkg
             b_own = m.own.load(along)[None, :]

@@ -27,8 +27,9 @@ from linattn_edu.kernels.gluon.blocks import (
     operand,
     product,
     ring,
+    rounded,
 )
-from linattn_edu.kernels.gluon.names import async_load, async_store, barrier, record
+from linattn_edu.kernels.gluon.names import async_load, async_store, barrier, record, reinterpret
 from linattn_edu.kernels.gluon.support import attempt
 
 
@@ -56,7 +57,7 @@ class Memory:
     dys: object
     dss: object
     vs: object  # dY of the second tile, by its decay since the first
-    scores: object  # in fp32, a tile's own, transposed
+    scores: object  # in fp32, a tile's own, transposed: where its C was
     far: object  # those of the second tile with the first, transposed
     gates: object  # gs, gc and dgc of 128 tokens
     rows: object  # two of three sums over rows, by warp: each tile's own, the second's of the first
@@ -67,6 +68,7 @@ class Bars:
     """The mbarriers."""
 
     full_in: object  # B and C have come
+    far_made: object  # the second tile's C has been read for scores with the first
     full: object  # two: x, dy, dh and gates have
     empty_x: object  # two: x has been read, and dx has left
     empty: object  # two: the others have been read
@@ -157,6 +159,9 @@ def make_scores(c: gl.constexpr, m, bars, below, same, zero):
     # eq:ssd-cb   S = C B^T, transposed
     b_S = product(m.Bs.index(c), m.Cs.index(c).permute((1, 0)), zero, False)
     b_S = warpgroup_mma_wait(0, [b_S])
+    if c == 1:
+        mbarrier.wait(bars.far_made, 0)
+    barrier()
     m.scores.index(c).store(gl.where(below, b_S, 0.0))
     barrier()
     return gl.sum(gl.where(same, b_S, 0.0), 1)
@@ -165,7 +170,9 @@ def make_scores(c: gl.constexpr, m, bars, below, same, zero):
 @gluon.jit
 def leave_rows(sums, x):
     """What each of the four warps sums of the columns of x [64, 64]: no warp waits for another."""
-    sums.reshape([4, 64]).store(gl.sum(gl.reshape(x, [4, 16, 64]), 1))
+    lanes: gl.constexpr = gl.BlockedLayout([1, 8, 2], [1, 1, 32], [4, 1, 1], [2, 1, 0])
+    b_sum = gl.sum(gl.reshape(x, [4, 2, 8, 64]), 1)
+    sums.reshape([4, 64]).store(gl.sum(gl.convert_layout(b_sum, lanes), 1))
 
 
 @gluon.jit
@@ -183,7 +190,7 @@ def inside(b_W, b_dS, b_on, b_gw, gc, scores, sums, mma: gl.constexpr, dtype: gl
     b_W *= b_on[:, None]
     # eq:ssd-dscores   dscores = sum over heads of dY X^T * G * step
     b_dS += b_W * b_E
-    b_M = (scores.load(mma) * b_E).to(dtype)
+    b_M = rounded(scores.load(mma) * b_E, dtype)
     # eq:ssd-dgc-rows   rowsum(W)_i = dY_i . (M X)_i, with M as dx rounds it
     leave_rows(sums, b_W * b_M.to(gl.float32))
     return b_M, b_dS
@@ -246,6 +253,7 @@ def compute_shared(out, m, bars, at):
     m.far.index(0).store(b_far.to(dtype))
     fence_async_shared()
     barrier()
+    mbarrier.arrive(bars.far_made, count=1)
     b_dB = gl.full([64, N], 0.0, gl.float32, wide)
     b_dB1, b_far = b_dB, zero
     for n in range(at.heads):
@@ -256,17 +264,17 @@ def compute_shared(out, m, bars, at):
         write_v(m, i, b_gc, mid, mma)
         mbarrier.arrive(bars.v_full.index(i), count=1)
         b_W = product(m.xs.index(i).slice(0, 64), v.permute((1, 0)), zero, False)
-        # eq:ssd-db-state   dB_head = diag(r * step) X ds^T
         b_gc, b_gw, b_on, last, mid = gates_of(m, i, 0, rows)
-        b_u = weighted(m, i, 0, gl.exp2(last - b_gw) * b_on, dtype, mma, wide)
-        b_dB = product(b_u, ds, b_dB)
-        b_W = warpgroup_mma_wait(1, [b_W])
+        b_W = warpgroup_mma_wait(0, [b_W])
         # eq:ssd-dscores   dscores = sum over heads of dY X^T * G * step
         b_W *= (gl.exp2(mid - b_gw) * b_on)[:, None]
         b_far += b_W
         # eq:ssd-dgc-rows   rowsum(W)_i = dY_i . (M X)_i
         b_W *= m.far.index(z).load(mma).to(gl.float32)
         leave_rows(m.rows.index(3 * i + 2), b_W)
+        # eq:ssd-db-state   dB_head = diag(r * step) X ds^T
+        b_u = weighted(m, i, 0, gl.exp2(last - b_gw) * b_on, dtype, mma, wide)
+        b_dB = product(b_u, ds, b_dB)
         b_u = weighted(m, i, 1, gl.exp2(last - b_gw1) * b_on1, dtype, mma, wide)
         barrier()
         mbarrier.arrive(bars.shared_full.index(i), count=1)
@@ -303,19 +311,19 @@ def compute_tile(c: gl.constexpr, out, m, bars, at):
             D = gl.load(out.D_ptr + at.i_h + n).to(gl.float32)
         mbarrier.wait(bars.full.index(i), turn)
         b_W = product(x, dy.permute((1, 0)), zero, False)
-        b_dxs = product(m.Bs.index(c + z), m.dss.index(i), zero, False)
         # of a token that writes nothing, weight 1 until the end: dstep is of its write
         b_gc, b_gw, b_on, last, mid = gates_of(m, i, c, rows)
         if n > 0:  # dx of the head before has left
             tma.store_wait(0)
             barrier()
             mbarrier.arrive(bars.empty_x.index((n - 1) % 2), count=1)
-        b_W = warpgroup_mma_wait(1, [b_W])
+        b_W = warpgroup_mma_wait(0, [b_W])
         b_xdy = gl.sum(gl.where(same, b_W, 0.0), 1)
         gc = m.gates.index(3 * i + 1).slice(64 * c, 64)
         b_M, b_dS = inside(
             b_W, b_dS, b_on, b_gw, gc, m.scores.index(c + z), m.rows.index(3 * i + c), mma, dtype
         )
+        b_dxs = product(m.Bs.index(c + z), m.dss.index(i), zero, False)
         b_M = operand(b_M, dtype, mma)
         b_dxs = warpgroup_mma_wait(0, [b_dxs])
         b_r = gl.exp2(last - b_gw)
@@ -372,6 +380,7 @@ def ssd_bwd_dx_gluon_kernel(
     mbarriers, in the order of a head; compute_tile has tile c, compute_shared what is of both::
 
         full_in      B and C, once -> all three groups of warps: scores
+        far_made     compute_shared: it has read the second tile's C -> tile 1: scores in its place
         full         x, dy, dh and gates, a head ahead -> all: X dY^T, B ds; v
         v_full       compute_shared: v, and far scores -> tile 0: S v
         shared_full  compute_shared: sums of the second tile's rows, and it reads x no more ->
@@ -384,13 +393,14 @@ def ssd_bwd_dx_gluon_kernel(
     at = place_of(tokens, G, H, N, P, SPLITS)
     part = at.i_split * (tokens.to(gl.int64) * G)
     swizzled: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+    Cs = ring(C_desc, 2)
     m = Memory(
-        ring(B_desc, 2), ring(C_desc, 2), ring(x_desc, 2), ring(dy_desc, 2), ring(dh_desc, 2),
-        ring(dx_desc, 2), gl.allocate_shared_memory(gl.float32, [2, 64, 64], swizzled),
-        ring(dx_desc, 1), numbers([6, 128]), numbers([6, 256]),
+        ring(B_desc, 2), Cs, ring(x_desc, 2), ring(dy_desc, 2), ring(dh_desc, 2), ring(dx_desc, 2),
+        reinterpret(Cs, gl.float32, [2, 64, 64], swizzled), ring(dx_desc, 1),
+        numbers([6, 128]), numbers([6, 256]),
     )  # fmt: skip
     full, empty_x = bar_pairs(2, 2, 2)
-    b = Bars(bar(1), full, empty_x, bars(2, 3), bars(2, 1), bars(2, 1))
+    b = Bars(bar(1), bar(1), full, empty_x, bars(2, 3), bars(2, 1), bars(2, 1))
     fence_async_shared()
     out = Out(dx_desc, sums_ptr, parts_ptr + part * N, dS_ptr + part * 128, D_ptr)
     source = Source(B_desc, C_desc, x_desc, dy_desc, dh_desc, gs_ptr, gc_ptr, dgc_ptr)

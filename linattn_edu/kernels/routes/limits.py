@@ -20,7 +20,7 @@ ONE_FORWARD = (3, 9)  # that of intra_chunk and scan
 
 # the newest Triton with which these kernels in Gluon were run: kda_prepare, ssd_fwd and ssd_bwd_dx
 KDA_FRONT = SSD_GLUON = (3, 9)
-SSD_STATES_GLUON = (3, 6)  # ssd_states and ssd_bwd_dc
+SSD_STATES_GLUON = (3, 9)  # ssd_states and ssd_bwd_dc
 
 # the newest Triton with which both kernels of intra_chunk in Gluon give the same bits for 128 keys
 # of several value heads; with 3.9 they were seen not to
