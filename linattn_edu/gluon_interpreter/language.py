@@ -127,11 +127,16 @@ def convert_layout(x: Block, layout: object, assert_trivial: bool = False) -> Bl
 def inline_asm_elementwise(
     asm: str, constraints: str, args: list[Block], dtype: object, is_pure: bool, pack: int
 ) -> Block:
-    """The one instruction in PTX that kernels here have: two numbers rounded to 16 bit."""
-    name = {"bf16": "bf16", "fp16": "f16"}[dtype.name]
-    if asm != f"cvt.rn.{name}x2.f32 $0, $2, $1;" or (constraints, pack) != ("=r,r,r", 2):
-        raise NotImplementedError(f"inline PTX {asm!r}")
-    return args[0].to(dtype)
+    """The instructions in PTX that kernels here have, each on two numbers of 16 bit."""
+    if (constraints, pack) != ("=r,r,r", 2):
+        raise NotImplementedError(f"inline PTX with {constraints!r}, {pack} numbers at a time")
+    if asm == "and.b32 $0, $1, $2;":
+        x, y = (arg.data.view(torch.int16) for arg in args)
+        return Block((x & y).view(torch_dtype(dtype)))
+    for name, kind in {"bf16": torch.bfloat16, "f16": torch.float16}.items():
+        if asm == f"cvt.rn.{name}x2.f32 $0, $2, $1;":
+            return Block(args[0].data.to(kind).view(torch_dtype(dtype)))
+    raise NotImplementedError(f"inline PTX {asm!r}")
 
 
 def cdiv(x: int, y: int) -> Number:

@@ -16,6 +16,7 @@ DTYPES = {
     "fp32": torch.float32,
     "int1": torch.bool,
     "int8": torch.int8,
+    "int16": torch.int16,
     "int32": torch.int32,
     "int64": torch.int64,
 }
@@ -87,6 +88,10 @@ class Block:
     @property
     def dtype(self) -> tl.dtype:
         return _NAMED[self._data.dtype]
+
+    @property
+    def type(self) -> SimpleNamespace:
+        return SimpleNamespace(layout=None)
 
     def to(self, dtype: tl.dtype, bitcast: bool = False) -> "Block":
         """Rounded to the nearest, ties to even; or with bitcast the same bits."""

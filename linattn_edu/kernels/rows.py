@@ -113,6 +113,9 @@ def entry(table: dict, x: torch.Tensor):
 UNPIPELINED = row(2, 1, BV=16)
 
 
+THREE = [row(4, 3, BV=n) for n in (64, 32, 16)]  # of scans of up to 128 keys on Hopper
+
+
 def scan_table(
     ampere: dict[int, list[Config]], hopper: dict[int, list[Config]], ahead: int = 1
 ) -> dict:
@@ -129,6 +132,13 @@ def scan_table(
         "ampere": {2: ampere, 4: {128: narrow, 256: narrow}},
         "hopper": {2: hopper, 4: {64: wide(ahead), 128: wide(1), 256: narrow}},
     }
+
+
+# with a gate for each channel: P is in shared memory too, and 32 columns of 256 rows do not fit
+CHANNEL_CONFIGS = scan_table(
+    ampere={128: [row(4, 1, BV=32)], 256: [row(4, 1, BV=16)]},
+    hopper={128: THREE, 256: [row(4, 2, BV=16)]},
+)
 
 
 def value_table(whole: Config) -> dict:

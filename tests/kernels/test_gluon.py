@@ -99,10 +99,10 @@ def programs_of(row):
 SPILLED = {
     "intra_chunk_bwd_gluon_kernel": 128 if support.THIS < (3, 9) else 160,
     "kda_intra_bwd_gluon_kernel": 512,
-    "kda_prepare_gluon_kernel": 0,
-    "scan_intra_bwd_gluon_kernel": 52,
+    "kda_prepare_gluon_kernel": 16,
+    "scan_intra_bwd_gluon_kernel": 32,
     "chunk_fwd_gluon_kernel": 276,  # where states are given and returned; else 56, and 140 of 64
-    "ssd_bwd_dx_gluon_kernel": 616,  # in fp16; 368 in bf16
+    "ssd_bwd_dx_gluon_kernel": 276,
     "ssd_bwd_dc_gluon_kernel": 0,
     "ssd_states_gluon_kernel": 0,
     "ssd_fwd_gluon_kernel": 640,  # before the loop, of the states of pieces; else 12

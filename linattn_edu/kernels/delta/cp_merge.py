@@ -9,7 +9,7 @@ from torch import Tensor
 
 from linattn_edu.kernels.pieces import Pieces
 from linattn_edu.kernels.routes import scan_launch, widest_launch
-from linattn_edu.kernels.rows import Config, entry, row, scan_table, sequence_args
+from linattn_edu.kernels.rows import THREE, Config, entry, row, scan_table, sequence_args
 from linattn_edu.kernels.tiles import (
     block,
     cast,
@@ -266,10 +266,7 @@ def join_kernel(
 
 MAP_CONFIGS = scan_table(
     ampere={128: [row(4, 2, BV=32)], 256: [row(4, 1, BV=32)]},
-    hopper={
-        128: [row(4, 3, BV=64), row(4, 3, BV=32), row(4, 3, BV=16)],
-        256: [row(4, 2, BV=32), row(4, 2, BV=16)],
-    },
+    hopper={128: THREE, 256: [row(4, 2, BV=32), row(4, 2, BV=16)]},
 )
 # generation -> bytes of an element -> rows of M up to -> rows, widest BV first: fp32 whatever the
 # inputs. One stage where the state is read back: a load ahead of its time would read it before it

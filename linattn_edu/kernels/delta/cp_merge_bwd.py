@@ -5,7 +5,7 @@ import triton.language as tl
 from torch import Tensor
 
 from linattn_edu.kernels.delta.cp_merge import cp_join, launch_map, launch_merge, piece_of
-from linattn_edu.kernels.rows import row, scan_table
+from linattn_edu.kernels.rows import CHANNEL_CONFIGS, THREE, row, scan_table
 from linattn_edu.kernels.tiles import cast, dot, load_gate, load_tile, load_vector, store_tile
 
 
@@ -102,20 +102,10 @@ def piece_map_bwd_kernel(
 
 MAP_CONFIGS = scan_table(
     ampere={128: [row(4, 1, BV=32)], 256: [row(4, 1, BV=16)]},
-    hopper={
-        128: [row(4, 3, BV=64), row(4, 3, BV=32), row(4, 3, BV=16)],
-        256: [row(4, 2, BV=32), row(4, 2, BV=16)],
-    },
+    hopper={128: THREE, 256: [row(4, 2, BV=32), row(4, 2, BV=16)]},
     ahead=3,
 )
-# with a gate for each channel, as in state_bwd
-MAP_CHANNEL_CONFIGS = scan_table(
-    ampere={128: [row(4, 1, BV=32)], 256: [row(4, 1, BV=16)]},
-    hopper={
-        128: [row(4, 3, BV=64), row(4, 3, BV=32), row(4, 3, BV=16)],
-        256: [row(4, 2, BV=16)],
-    },
-)
+MAP_CHANNEL_CONFIGS = CHANNEL_CONFIGS
 
 
 def piece_map_bwd(

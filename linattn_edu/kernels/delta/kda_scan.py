@@ -8,7 +8,7 @@ from torch import Tensor
 from linattn_edu.kernels.delta.cp_merge import cp_merge, piece_map
 from linattn_edu.kernels.pieces import by_maps
 from linattn_edu.kernels.routes import scan_launch
-from linattn_edu.kernels.rows import row, scan_table
+from linattn_edu.kernels.rows import CHANNEL_CONFIGS as CONFIGS
 from linattn_edu.kernels.tiles import (
     cast,
     columns_of,
@@ -93,14 +93,6 @@ def kda_scan_kernel(
 # 64 columns: with 32 twice as many programs read qg, kg, w and P, and the GPU is full with either.
 # A third stage hides the loads, and fills a multiprocessor's shared memory: one program there, in
 # 4 warps, since the products of one chunk wait for each other and 8 have nothing more to do. 256
-# rows: as in state_bwd, which takes what registers and shared memory there are
-CONFIGS = scan_table(
-    ampere={128: [row(4, 1, BV=32)], 256: [row(4, 1, BV=16)]},
-    hopper={
-        128: [row(4, 3, BV=64), row(4, 3, BV=32), row(4, 3, BV=16)],
-        256: [row(4, 2, BV=16)],
-    },
-)
 
 
 def kda_scan(

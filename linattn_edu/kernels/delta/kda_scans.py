@@ -7,11 +7,11 @@ from torch import Tensor
 
 from linattn_edu.kernels.delta.cp_merge import cp_merge, piece_map
 from linattn_edu.kernels.delta.cp_merge_bwd import cp_merge_bwd, piece_map_bwd
-from linattn_edu.kernels.delta.kda_scan import CONFIGS
 from linattn_edu.kernels.delta.state import state_kernel
 from linattn_edu.kernels.delta.state_bwd import kda_state_bwd_kernel
 from linattn_edu.kernels.pieces import by_maps
 from linattn_edu.kernels.routes import scan_launch
+from linattn_edu.kernels.rows import CHANNEL_CONFIGS as CONFIGS
 from linattn_edu.kernels.rows import states
 from linattn_edu.packing import Packing
 

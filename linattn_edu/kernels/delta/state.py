@@ -8,7 +8,7 @@ from torch import Tensor
 from linattn_edu.kernels.delta.cp_merge import cp_merge, piece_map
 from linattn_edu.kernels.pieces import by_maps, whole_of
 from linattn_edu.kernels.routes import scan_launch
-from linattn_edu.kernels.rows import row, scan_table, states, whole
+from linattn_edu.kernels.rows import THREE, row, scan_table, states, whole
 from linattn_edu.kernels.tiles import (
     cast,
     columns_of,
@@ -123,10 +123,7 @@ def state_kernel(
 
 CONFIGS = scan_table(
     ampere={128: [row(4, 2, BV=32)], 256: [row(4, 1, BV=32)]},
-    hopper={
-        128: [row(4, 3, BV=64), row(4, 3, BV=32), row(4, 3, BV=16)],
-        256: [row(4, 2, BV=32), row(4, 2, BV=16)],
-    },
+    hopper={128: THREE, 256: [row(4, 2, BV=32), row(4, 2, BV=16)]},
     ahead=3,
 )
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from linattn_edu.kernels.delta.cp_merge_bwd import cp_merge_bwd, piece_map_bwd
 from linattn_edu.kernels.pieces import by_maps, over_ranks, whole_of
 from linattn_edu.kernels.routes import scan_launch
-from linattn_edu.kernels.rows import row, scan_table, states, whole
+from linattn_edu.kernels.rows import CHANNEL_CONFIGS, THREE, row, scan_table, states, whole
 from linattn_edu.kernels.tiles import (
     cast,
     columns_of,
@@ -202,21 +202,8 @@ def kda_state_bwd_kernel(
 
 CONFIGS = scan_table(
     ampere={128: [row(4, 1, BV=32)], 256: [row(4, 1, BV=16)]},
-    hopper={
-        128: [row(4, 3, BV=64), row(4, 3, BV=32), row(4, 3, BV=16)],
-        256: [row(4, 2, BV=32), row(4, 2, BV=16)],
-    },
+    hopper={128: THREE, 256: [row(4, 2, BV=32), row(4, 2, BV=16)]},
     ahead=2,
-)
-
-
-# with a gate for each channel P is in shared memory too, and 32 columns of 256 rows do not fit
-CHANNEL_CONFIGS = scan_table(
-    ampere={128: [row(4, 1, BV=32)], 256: [row(4, 1, BV=16)]},
-    hopper={
-        128: [row(4, 3, BV=64), row(4, 3, BV=32), row(4, 3, BV=16)],
-        256: [row(4, 2, BV=16)],
-    },
 )
 
 

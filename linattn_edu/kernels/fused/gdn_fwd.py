@@ -18,7 +18,7 @@ from linattn_edu.kernels.fused.gdn_intra import intra_chunk
 from linattn_edu.kernels.gluon.kernels import gdn_fwd, gdn_intra, gdn_scan
 from linattn_edu.kernels.pieces import Pieces, by_maps, here, whole_of
 from linattn_edu.kernels.routes import by_kind, by_load, kind_of, load_of, scan_launch
-from linattn_edu.kernels.rows import row, scan_table
+from linattn_edu.kernels.rows import THREE, row, scan_table
 from linattn_edu.kernels.tiles import (
     cast,
     cdiv,
@@ -231,10 +231,7 @@ def scan_map_kernel(
 SCAN_CONFIGS = scan_table(
     ampere={128: [row(4, 1, BV=32)], 256: [row(4, 1, BV=16)]},
     # never 1 stage in 16 bit with BV < 64: miscompiled by ptxas 12.8, see rows.UNPIPELINED
-    hopper={
-        128: [row(4, 3, BV=64), row(4, 3, BV=32), row(4, 3, BV=16)],
-        256: [row(4, 2, BV=64), row(4, 2, BV=32), row(4, 2, BV=16)],
-    },
+    hopper={128: THREE, 256: [row(4, 2, BV=64), row(4, 2, BV=32), row(4, 2, BV=16)]},
 )
 
 

@@ -37,14 +37,20 @@ def rounded(x, dtype: gl.constexpr):
 
     The compiler would convert them one by one, a quarter as fast.
     """
-    if dtype == gl.bfloat16:
-        return gl.inline_asm_elementwise(
-            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], gl.bfloat16, is_pure=True, pack=2
-        )
-    else:
-        return gl.inline_asm_elementwise(
-            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [x], gl.float16, is_pure=True, pack=2
-        )
+    name: gl.constexpr = "bf16" if dtype == gl.bfloat16 else "f16"
+    asm: gl.constexpr = "cvt.rn." + name + "x2.f32 $0, $2, $1;"
+    bits = gl.inline_asm_elementwise(asm, "=r,r,r", [x], gl.int16, is_pure=True, pack=2)
+    return bits.to(dtype, bitcast=True)
+
+
+@gluon.jit
+def kept(x, own):
+    """x of 16 bit where `own` holds, else 0: two numbers an instruction."""
+    zero = gl.full(x.shape, 0, gl.int16, x.type.layout)
+    bits = gl.where(own, zero - 1, zero)
+    return gl.inline_asm_elementwise(
+        "and.b32 $0, $1, $2;", "=r,r,r", [x, bits], x.dtype, is_pure=True, pack=2
+    )
 
 
 @gluon.jit
@@ -118,6 +124,19 @@ def own_sums(x):
     """What each thread sums of a row by itself: [64, 4] of x [64, 64] in a product's layout."""
     x = gl.reshape(x, [x.shape[0], 8, 4, 2])
     return gl.sum(gl.sum(x, 1), 2)
+
+
+@gluon.jit
+def beside(x_s, sums):
+    """A number a row from shared memory, for own_sums."""
+    return x_s.load(gl.SliceLayout(1, sums.type.layout))[:, None]
+
+
+@gluon.jit
+def without_last(sums):
+    """own_sums, and 0 for the last row."""
+    o_t = gl.arange(0, sums.shape[0], gl.SliceLayout(1, sums.type.layout))[:, None]
+    return gl.where(o_t == sums.shape[0] - 1, 0.0, sums)
 
 
 @gluon.jit

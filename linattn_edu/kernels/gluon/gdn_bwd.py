@@ -20,6 +20,7 @@ from linattn_edu.kernels.gluon.blocks import (
     CHUNK,
     bar,
     bars,
+    beside,
     descriptor,
     numbers,
     operand,
@@ -27,6 +28,7 @@ from linattn_edu.kernels.gluon.blocks import (
     own_sums,
     product,
     ring,
+    without_last,
 )
 from linattn_edu.kernels.gluon.names import async_load, async_store, barrier, record
 from linattn_edu.kernels.gluon.scan_frame import (
@@ -272,19 +274,19 @@ def scan_back(w: gl.constexpr, m, bars, state, out, piece):
 
 @gluon.jit
 def within(b_P, gc, z, mma: gl.constexpr):
-    """b_P times the decay from column to row, its diagonal, and what is below that."""
+    """b_P times the decay from column to row, its diagonal, and what is below that; above it b_P
+    may be anything.
+    """
     o_i = gl.arange(0, 64, gl.SliceLayout(1, mma))[:, None] + z
     o_j = gl.arange(0, 64, gl.SliceLayout(0, mma))[None, :]
     b_d = gc.load(gl.SliceLayout(1, mma))[:, None] - gc.load(gl.SliceLayout(0, mma))[None, :]
-    b_P *= gl.exp2(gl.where(o_i > o_j, b_d, 0.0))
-    return b_P, o_i == o_j, o_i > o_j
+    return b_P * gl.exp2(b_d), o_i == o_j, o_i > o_j
 
 
 @gluon.jit
-def key_gradient(c, m, i, z, a_dL, b_F, b_W, b_own, mma: gl.constexpr):
+def key_gradient(c, m, i, z, a_dL, b_F, b_W, b_own, b_dbeta, mma: gl.constexpr):
     """Half c of dK and three sums for dgc; b_F: Z S^T, b_W: v_new dS^T."""
     rows: gl.constexpr = gl.SliceLayout(1, mma)
-    o_t = gl.arange(0, 64, rows)[:, None] + z
     k, q, gc = m.ks.index(2 * i + c), m.qs.index(c), m.gates.index(2 * i)
     beta = m.gates.index(2 * i + 1)
     # eq:fused-read   F = dL K - diag(2^gc) Z S^T, here times one of beta = one two
@@ -293,22 +295,25 @@ def key_gradient(c, m, i, z, a_dL, b_F, b_W, b_own, mma: gl.constexpr):
     # eq:delta-dk-state   dK = diag(2^(gc_last - gc)) v_new dS^T
     b_W *= gl.exp2(gc.slice(63, 1).load(rows) - gc.load(rows))[:, None]
     b_k = k.load(mma).to(gl.float32)
-    b_t = own_sums(gl.where(o_t == 63, 0.0, b_k * b_W))
+    b_t = without_last(own_sums(b_k * b_W))
     # eq:fused-dk   dK = diag(beta) F + D
     b_dk = b_W + b_own * q.load(mma).to(gl.float32)
-    b_before = own_sums(b_k * b_dk) - b_t
+    b_dgc = own_sums(b_k * b_dk) - b_t
     # eq:fused-write   D = dK_state + dM^T Q + (diag(beta) dL)^T K
     b_dk = product(m.inner.index(1 + z).permute((1, 0)), k, b_dk)
     b_dk = product(m.inner.index(z).permute((1, 0)), q, b_dk)
     b_F = warpgroup_mma_wait(2, [b_F])
     b_k = k.load(mma).to(gl.float32)
-    b_one, b_two = significand(beta.load(rows)[:, None])
-    b_KF = own_sums(b_k * (b_F * (1.0 / b_one)))
+    _, b_two = significand(beta.load(rows)[:, None])
+    b_KF = own_sums(b_k * b_F)
     b_F *= b_two
-    b_KbF = own_sums(b_k * b_F)
+    # rounded once with the sum, as in intra_chunk_bwd: in one block of code with it
+    b_one, b_two = significand(beside(beta, b_KF))
+    b_dbeta += b_KF * (1.0 / b_one)
+    b_dgc += b_KF * b_two
     b_dk = warpgroup_mma_wait(0, [b_dk])
-    b_KD = own_sums(k.load(mma).to(gl.float32) * b_dk)
-    return b_dk + b_F, b_before, b_KF, b_KbF, b_KD, b_t
+    b_KD = own_sums(b_k * b_dk)
+    return b_dk + b_F, b_dgc - b_KD, b_dbeta, b_t
 
 
 @gluon.jit
@@ -324,18 +329,17 @@ def half_of_keys(c, m, bars, i, turn, zero, a_dL, b_own, mma: gl.constexpr):
     decay = gl.exp2(gl.max(b_last, 0))
     b_dbeta = own_dot(m.Zs.index(c), m.vs.index(c), mma)
     b_F, b_W = warpgroup_mma_wait(0, [b_F, b_W])
-    b_dk, b_dgc, b_KF, b_KbF, b_KD, b_t = key_gradient(c, m, i, z, a_dL, b_F, b_W, b_own, mma)
+    b_dk, b_dgc, b_dbeta, b_t = key_gradient(c, m, i, z, a_dL, b_F, b_W, b_own, b_dbeta, mma)
     if c == 1:
         barrier()  # no warp reads v_new, S, Z, dS or v any more
         mbarrier.arrive(bars.used, count=1)
     mbarrier.wait(bars.updated, turn)
     barrier()  # no warp reads the half of k any more
     m.ks.index(2 * i + c).store(b_dk.to(m.ks.dtype))
-    b_dgc = b_dgc + b_KbF - b_KD
     rows: gl.constexpr = gl.SliceLayout(1, mma)
     return (
         gl.convert_layout(gl.sum(b_dgc, 1), rows) + m.parts.index(1 + c).load(rows),
-        gl.convert_layout(gl.sum(b_dbeta + b_KF, 1), rows),
+        gl.convert_layout(gl.sum(b_dbeta, 1), rows),
         gl.convert_layout(gl.sum(b_through * decay + b_t, 1), rows),
     )
 

@@ -21,6 +21,7 @@ from linattn_edu.kernels.gluon.blocks import (
     CHUNK,
     bar,
     bar_pairs,
+    beside,
     descriptor,
     gates_of_item,
     half,
@@ -30,6 +31,7 @@ from linattn_edu.kernels.gluon.blocks import (
     own_sums,
     product,
     ring,
+    without_last,
 )
 from linattn_edu.kernels.gluon.names import async_load, async_store, barrier, record
 from linattn_edu.kernels.gluon.support import attempt
@@ -182,7 +184,7 @@ def inside(
     o_i, o_j = gl.arange(0, BT, rows), gl.arange(0, BT, along)
     below = o_i[:, None] > o_j[None, :]
     b_d = gc.load(rows)[:, None] - gc.load(along)[None, :]
-    b_P *= gl.exp2(gl.where(below, b_d, 0.0))
+    b_P *= gl.exp2(b_d)  # above the diagonal anything
     if c == 0:
         # eq:delta-dm   dM = scale (dO v_new^T) * G
         b_P *= scale
@@ -205,7 +207,6 @@ def compute_half(c: gl.constexpr, out, m, bars, N, ROW: gl.constexpr, H: gl.cons
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     rows: gl.constexpr = gl.SliceLayout(1, mma)
     zero = gl.full([BT, BT], 0.0, gl.float32, mma)
-    o_t = gl.arange(0, BT, rows)[:, None]
     b_dq, b_dk = zero, zero
     for n in range(N):
         i = n % 2
@@ -255,6 +256,7 @@ def compute_half(c: gl.constexpr, out, m, bars, N, ROW: gl.constexpr, H: gl.cons
         b_dbeta = own_dot(half(Z, c), half(v, c), mma)
         b_gc = gc.load(rows)[:, None]
         b_one, b_two = significand(beta.load(rows)[:, None])
+        b_ones, b_twos = significand(beside(beta, b_dbeta))  # the same, for own_sums
         b_R, b_F, b_W = warpgroup_mma_wait(0, [b_R, b_F, b_W])
         barrier()
         mbarrier.arrive(bars.empty_h, count=1)
@@ -278,7 +280,7 @@ def compute_half(c: gl.constexpr, out, m, bars, N, ROW: gl.constexpr, H: gl.cons
         # eq:delta-dk-state   dK = diag(2^(gc_last - gc)) v_new dS^T
         b_k = k.load(mma).to(gl.float32)
         b_W *= gl.exp2(b_last - b_gc)
-        b_t = own_sums(gl.where(o_t == BT - 1, 0.0, b_k * b_W))
+        b_t = without_last(own_sums(b_k * b_W))
         # eq:fused-dk   dK = diag(beta) F + D
         b_dk += b_W + b_own * q.load(mma).to(gl.float32)
         b_dgc = own_sums(b_k * b_dk) - b_t
@@ -290,9 +292,10 @@ def compute_half(c: gl.constexpr, out, m, bars, N, ROW: gl.constexpr, H: gl.cons
         b_k = k.load(mma).to(gl.float32)
         b_dq += b_own * b_k
         b_F = warpgroup_mma_wait(2, [b_F])
-        b_dbeta += own_sums(b_k * (b_F * (1.0 / b_one)))
+        b_KF = own_sums(b_k * b_F)
+        b_dbeta += b_KF * (1.0 / b_ones)
+        b_dgc += b_KF * b_twos
         b_F *= b_two
-        b_dgc += own_sums(b_k * b_F)
         b_dk = warpgroup_mma_wait(0, [b_dk])
         b_dgc -= own_sums(b_k * b_dk)
         b_dk += b_F

@@ -238,14 +238,13 @@ def resolvent(b_A, G, w_s, u_s):
     """R = (A * G) diag(beta) from what `join_blocks` returns."""
     # eq:delta-resolvent   R = (A * G) diag(beta)
     b_w = w_s.load(gl.SliceLayout(1, MMA))[:, None]
-    return b_A * G * u_s.load(gl.SliceLayout(0, MMA))[None, :] * b_w
+    return b_A * G * b_w * u_s.load(gl.SliceLayout(0, MMA))[None, :]
 
 
 @gluon.jit
 def inverse(b_A, G, n_s, w_s, GATED: gl.constexpr):
     """A, or with GATED A * G, from what `join_blocks` returns."""
     b_w = w_s.load(gl.SliceLayout(1, MMA))[:, None]
-    b_A = b_A * n_s.load(gl.SliceLayout(0, MMA))[None, :] * b_w
     if GATED:
-        b_A *= G
-    return b_A
+        b_A *= G  # the product with b_w is that of `resolvent`
+    return b_A * b_w * n_s.load(gl.SliceLayout(0, MMA))[None, :]

@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from linattn_edu.kernels.delta.kda_intra import NEAR
-from linattn_edu.kernels.gluon.blocks import CHUNK, add, numbers, product
+from linattn_edu.kernels.gluon.blocks import CHUNK, add, kept, numbers, product
 from linattn_edu.kernels.gluon.gdn_intra import store_matrix
 from linattn_edu.kernels.gluon.gdn_solve import (
     MMA,
@@ -48,6 +48,15 @@ class Out:
     qg_ptr: object
     stride: object  # from token to token
     n_t: object
+
+
+@gluon.jit
+def two_tiles(dtype: gl.constexpr, tile: gl.constexpr):
+    """Apart: between stores to one allocation the compiler puts a barrier."""
+    return (
+        gl.allocate_shared_memory(dtype, [64, 64], tile),
+        gl.allocate_shared_memory(dtype, [64, 64], tile),
+    )
 
 
 @gluon.jit
@@ -164,7 +173,7 @@ def of_block(x_s, b: gl.constexpr):
     """A product's first operand: the rows of block b, 0 beside them."""
     layout: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     own = gl.arange(0, 64, gl.SliceLayout(1, layout))[:, None] // 16 == b
-    return gl.where(own, x_s.load(layout), gl.full([64, 64], 0.0, x_s.dtype, layout))
+    return kept(x_s.load(layout), own)
 
 
 @gluon.jit
@@ -175,19 +184,23 @@ def add_scores(b_P, b_L, q_s, k_s, F_s, b_k, b_g, b_before, sums_s, firsts_s, MO
     as the anchor a, and the columns' factors are made anew for each. MOST: of its exponent, where a
     row beyond is far, or behind the block, so that 0 times it is 0.
     """
-    for b in gl.static_range(4):
-        b_a = before(sums_s, b) + firsts_s.slice(64 * b, 64).load(CHANNELS)
-        b_x = (b_a[None, :] - b_before)[:, None, :] - b_g
-        b_x = gl.exp2(gl.minimum(b_x, MOST)) * b_k
-        F = F_s.index(b % 2)
-        F.store(in_tile(b_x, F.dtype))
+    PLACES: gl.constexpr = len(F_s)
+    for first in gl.static_range(0, 4, PLACES):
+        for i in gl.static_range(PLACES):
+            b_a = before(sums_s, first + i)
+            b_a += firsts_s.slice(64 * (first + i), 64).load(CHANNELS)
+            b_x = (b_a[None, :] - b_before)[:, None, :] - b_g
+            F_s[i].store(in_tile(gl.exp2(gl.minimum(b_x, MOST)) * b_k, q_s.dtype))
         fence_async_shared()
         barrier()
-        # eq:kda-scores   P_ij = sum_d q_id k_jd 2^(gc_id - gc_jd), i >= j
-        b_P = product(of_block(q_s, b), F.permute((1, 0)), b_P)
-        # eq:kda-kk   L_ij = beta_i sum_d k_id k_jd 2^(gc_id - gc_jd), i > j
-        b_L = product(of_block(k_s, b), F.permute((1, 0)), b_L)
+        for i in gl.static_range(PLACES):
+            F = F_s[i].permute((1, 0))
+            # eq:kda-scores   P_ij = sum_d q_id k_jd 2^(gc_id - gc_jd), i >= j
+            b_P = product(of_block(q_s, first + i), F, b_P)
+            # eq:kda-kk   L_ij = beta_i sum_d k_id k_jd 2^(gc_id - gc_jd), i > j
+            b_L = product(of_block(k_s, first + i), F, b_L)
         b_P, b_L = warpgroup_mma_wait(0, [b_P, b_L])
+        barrier()  # no warp reads F any more
     return b_P, b_L
 
 
@@ -245,14 +258,14 @@ def halve_far_rows(b_P, b_L, x_s, F_s, g_s, e_s, far_s, own_s, squares_s,
             # the second block reads, the first wrote
             if e_s is not None:
                 b_k = gl.where((i >> s) & 1 == 1, b_k * in_cube(e_s.index(c)), b_k)
-            F_s.index(0).store(in_tile(b_q * b_E, F_s.dtype))
-            F_s.index(1).store(in_tile(b_k * b_E, F_s.dtype))
+            F_s[0].store(in_tile(b_q * b_E, x_s.dtype))
+            F_s[1].store(in_tile(b_k * b_E, x_s.dtype))
             fence_async_shared()
             barrier()
             m = far & (((o_i ^ o_j) >> s) == 1)  # of one pair; above the diagonal nothing is read
-            b_x = product(F_s.index(0), F_s.index(1).permute((1, 0)), zero, False)
+            b_x = product(F_s[0], F_s[1].permute((1, 0)), zero, False)
             b_P += gl.where(m, warpgroup_mma_wait(0, [b_x]), 0.0)
-            b_x = product(F_s.index(1), F_s.index(1).permute((1, 0)), zero, False)
+            b_x = product(F_s[1], F_s[1].permute((1, 0)), zero, False)
             b_L += gl.where(m, warpgroup_mma_wait(0, [b_x]), 0.0)
             barrier()
     return b_P, b_L
@@ -283,7 +296,9 @@ def kda_prepare_gluon_kernel(
     i_h, _, first, n_t = chunk_of(gl.program_id(0), cu_ptr, chunks_ptr, T, HV, BT)
     i, i_k = first * HV + i_h, (first * H + i_h // (HV // H)) * K
     x_s = gl.allocate_shared_memory(dtype, [2 * N, BT, 64], tile)
-    F_s = gl.allocate_shared_memory(dtype, [2, BT, 64], tile)
+    F_s = two_tiles(dtype, tile)
+    if erase_ptr is None:  # else a multiprocessor would not hold two programs
+        F_s += two_tiles(dtype, tile)
     g_s = gl.allocate_shared_memory(gl.float32, [N, BT, 64], rows)
     size: gl.constexpr = 32 // g_ptr.dtype.element_ty.primitive_bitwidth
     given_s = reinterpret(g_s, g_ptr.dtype.element_ty, [size * N, BT, 64], rows)
@@ -336,10 +351,10 @@ def kda_prepare_gluon_kernel(
         o_j = gl.arange(0, BT, gl.SliceLayout(0, MMA))[None, :]
         b_L = gl.where(o_i == o_j, u_s.load(gl.SliceLayout(1, MMA))[:, None], b_L)
     barrier()
-    inner = reinterpret(F_s, gl.float16, [2, BT, 64], tile)
-    L_s, X_s = inner.index(0), inner.index(1)
+    L_s = reinterpret(F_s[0], gl.float16, [BT, 64], tile)
+    X_s = reinterpret(F_s[1], gl.float16, [BT, 64], tile)
     N_s = reinterpret(x_s, gl.float16, [2 * N, BT, 64], tile).index(0)
-    P_s, A_s = x_s.index(1), F_s.index(1)
+    P_s, A_s = x_s.index(1), F_s[1]
     invert_blocks(b_L, beta_s, n_s, w_s, u_s, D_s, L_s, X_s, 0)
     b_A, G = join_blocks(b_P, zero_s, P_s, L_s, X_s, N_s, 0)
     # eq:kda-inverse   A = (I + L)^-1

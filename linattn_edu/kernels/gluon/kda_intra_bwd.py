@@ -314,7 +314,8 @@ def compute_half(c: gl.constexpr, out, m, bars, N, HV: gl.constexpr, K: gl.const
             b_x *= (gl.exp2(b_ga) * out.scale)[:, None]
             b_y *= -gl.exp2(b_ga)[:, None]
             b_r *= gl.exp2(b_gl - b_ga)[:, None]
-            b_F = gl.exp2(b_ga[:, None] - gc.permute((1, 0)).load(mma))
+            b_g = gc.permute((1, 0)).load(mma) - b_ga[:, None]
+            b_F = gl.exp2(-b_g)
             b_kF = rounded(k.permute((1, 0)).load(mma).to(gl.float32) * b_F, dtype)
             # eq:kda-dgc-last   dgc_last += colsum(K * R) + 2^gc_last dgl
             b_u = gl.where(o_j[None, :] == BT - 1, 0.0, b_kF.to(gl.float32) * b_r)
@@ -327,7 +328,7 @@ def compute_half(c: gl.constexpr, out, m, bars, N, HV: gl.constexpr, K: gl.const
             # eq:kda-y   Y_i += sum over j < i of dL_ij k_j 2^(gc_i - gc_j)
             b_y = product(operand(b_kF, dtype, mma), dL.permute((1, 0)), b_y)
             # eq:kda-r   R_j += sum over i > j of (dP_ij q_i + beta_i dL_ij k_i) 2^(gc_i - gc_j)
-            b_E = gl.exp2(gc.permute((1, 0)).load(mma) - b_ga[:, None])
+            b_E = gl.exp2(b_g)
             b_qE = (q.permute((1, 0)).load(mma).to(gl.float32) * b_E).to(dtype)
             b_r = product(operand(b_qE, dtype, mma), dP, b_r)
             b_E *= strength_of(m, c + z, mma)
@@ -335,7 +336,6 @@ def compute_half(c: gl.constexpr, out, m, bars, N, HV: gl.constexpr, K: gl.const
             b_r = product(operand(b_kE, dtype, mma), dL, b_r)
             b_x, b_y, b_r = warpgroup_mma_wait(0, [b_x, b_y, b_r])
             barrier()
-            b_g = gc.permute((1, 0)).load(mma) - b_ga[:, None]
             b_u = gl.where(o_j[None, :] == 0, b_g, 0.0)
             m.middles.slice(c * BT, BT).store(gl.sum(b_u, 1) + b_ga)  # gc of the first token
             b_k = k.permute((1, 0)).load(mma).to(gl.float32)
