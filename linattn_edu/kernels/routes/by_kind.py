@@ -155,15 +155,12 @@ CHUNKS_OF_128 = ("chunks of {C}: 128 are wanted", lambda k: k.C == limits.SSD_CH
 IN_PAIRS = ("H={HV}, G={H}: an odd number of heads a group", lambda k: k.HV // k.H % 2 == 0)
 
 
-def _of_ssd(
-    kind: Kind, conditions: tuple, documents: bool, other: str = "", newest: tuple | None = None
-) -> Choice:
+def _of_ssd(kind: Kind, conditions: tuple, documents: bool, other: str = "") -> Choice:
     """Of Mamba-2, "gluon" or "triton".  other: what else that in Gluon does not take, or ""."""
     why = first((*conditions, *SSD_TILES), kind)
     if why is None and (documents or other):
         why = "documents in a sequence" if documents else other
-    newest = newest or limits.SSD_GLUON
-    if why is None and newest < support.THIS:
+    if why is None and limits.SSD_GLUON < support.THIS:
         why = "a Triton with which the one in Gluon was not run yet"
     if why:
         return Choice("triton", why)
@@ -183,13 +180,13 @@ def ssd_states(kind: Kind, documents: bool) -> Choice:
     """The states between Mamba-2's chunks, and their gradients, for the backward pass, in Gluon or
     not.  documents: whether there are any in a sequence.
     """
-    return _of_ssd(kind, (CHUNKS_OF_128, IN_PAIRS), documents, newest=limits.SSD_STATES_GLUON)
+    return _of_ssd(kind, (CHUNKS_OF_128, IN_PAIRS), documents)
 
 
 @decision
 def ssd_bwd_dc(kind: Kind, documents: bool) -> Choice:
     """Of Mamba-2's backward pass, in Gluon or not.  documents: as in ssd_states."""
-    return _of_ssd(kind, (CHUNKS_OF_128,), documents, newest=limits.SSD_STATES_GLUON)
+    return _of_ssd(kind, (CHUNKS_OF_128,), documents)
 
 
 @decision

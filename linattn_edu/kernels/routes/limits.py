@@ -18,9 +18,8 @@ BUSY = 0.85
 ONE_KERNEL = (3, 9)  # and the newest Triton with which it was seen to give the bits of two
 ONE_FORWARD = (3, 9)  # that of intra_chunk and scan
 
-# the newest Triton with which these kernels in Gluon were run: kda_prepare, ssd_fwd and ssd_bwd_dx
+# the newest Triton with which these kernels in Gluon were run: kda_prepare, and Mamba-2's
 KDA_FRONT = SSD_GLUON = (3, 9)
-SSD_STATES_GLUON = (3, 9)  # ssd_states and ssd_bwd_dc
 
 # the newest Triton with which both kernels of intra_chunk in Gluon give the same bits for 128 keys
 # of several value heads; with 3.9 they were seen not to
