@@ -91,6 +91,7 @@ class Block:
 
     @property
     def type(self) -> SimpleNamespace:
+        """As a tensor's in a kernel: its layout, which is none here."""
         return SimpleNamespace(layout=None)
 
     def to(self, dtype: tl.dtype, bitcast: bool = False) -> "Block":

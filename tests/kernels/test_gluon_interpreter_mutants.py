@@ -466,7 +466,7 @@ MISTAKES = {
         (Race, "m.", "mbarrier.wait(bars.empty.index(i), turn)"),
         (Race, "m.xs[", "mbarrier.wait(bars.empty_x.index(i), turn)"),
         (Race, "Cs[1] is", "mbarrier.wait(bars.far_made, 0)"),
-        (Race, "Cs[", "far_made, 0)\n    barrier()\n", "barrier()", "pass"),
+        (Race, "Cs[", "far_made, 0)\n    barrier()  # no warp", "barrier()", "pass"),
         (Race, "m.far[0]", "mbarrier.wait(bars.v_full.index(i), turn)"),
         (Race, "m.", "mbarrier.wait(bars.shared_full.index(i), turn)"),
         (Deadlock, "empty_x[0]", "mbarrier.arrive(bars.empty_x.index((n - 1) % 2), count=1)"),

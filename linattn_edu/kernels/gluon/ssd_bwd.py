@@ -161,7 +161,7 @@ def make_scores(c: gl.constexpr, m, bars, below, same, zero):
     b_S = warpgroup_mma_wait(0, [b_S])
     if c == 1:
         mbarrier.wait(bars.far_made, 0)
-    barrier()
+    barrier()  # no warp reads C any more
     m.scores.index(c).store(gl.where(below, b_S, 0.0))
     barrier()
     return gl.sum(gl.where(same, b_S, 0.0), 1)
@@ -172,6 +172,7 @@ def leave_rows(sums, x):
     """What each of the four warps sums of the columns of x [64, 64]: no warp waits for another."""
     lanes: gl.constexpr = gl.BlockedLayout([1, 8, 2], [1, 1, 32], [4, 1, 1], [2, 1, 0])
     b_sum = gl.sum(gl.reshape(x, [4, 2, 8, 64]), 1)
+    # by shared memory: a sum from lane to lane moves every column three times
     sums.reshape([4, 64]).store(gl.sum(gl.convert_layout(b_sum, lanes), 1))
 
 
