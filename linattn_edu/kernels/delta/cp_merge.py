@@ -275,10 +275,7 @@ MERGE_CONFIGS = {
     "turing": {4: {256: [row(4, 1, BJ=16, BV=16)]}},
     "ampere": {4: {256: [row(4, 1, BJ=32, BV=16)]}},
     "hopper": {
-        4: {
-            128: [row(8, 3, BJ=128, BV=BV) for BV in (32, 16, 8)],
-            256: [row(8, 1, BJ=32, BV=16)],
-        }
+        4: {128: [row(8, 3, BJ=128, BV=BV) for BV in (32, 16, 8)], 256: [row(8, 1, BJ=32, BV=16)]}
     },
 }
 JOIN = row(4, 3, BV=16)
@@ -410,12 +407,7 @@ def cp_join(
 
 
 def launch_merge(
-    S_ext: Tensor,
-    M: Tensor,
-    initial_state: Tensor | None,
-    offsets: Tensor | None,
-    *,
-    reverse: bool,
+    S_ext: Tensor, M: Tensor, initial_state: Tensor | None, offsets: Tensor | None, *, reverse: bool
 ) -> tuple[Tensor, Tensor]:
     """Launch merge_kernel, from the first piece of a sequence or from the last."""
     B, NP, H, K, V = S_ext.shape

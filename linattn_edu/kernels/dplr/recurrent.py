@@ -5,14 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from linattn_edu.kernels.delta.recurrent import (
-    BV,
-    BV_BWD,
-    column_sums,
-    load,
-    load_state,
-    store,
-)
+from linattn_edu.kernels.delta.recurrent import BV, BV_BWD, column_sums, load, load_state, store
 from linattn_edu.kernels.tiles import (
     block,
     blocks_of,

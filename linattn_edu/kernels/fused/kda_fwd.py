@@ -229,17 +229,11 @@ def kda_fused_scan_map_kernel(
 
 CONFIGS = scan_table(
     ampere={128: [row(4, 1, BV=32)], 256: [row(4, 1, BV=16)]},
-    hopper={
-        128: [row(4, 2, BV=64), row(4, 3, BV=32), row(4, 3, BV=16)],
-        256: [row(4, 1, BV=16)],
-    },
+    hopper={128: [row(4, 2, BV=64), row(4, 3, BV=32), row(4, 3, BV=16)], 256: [row(4, 1, BV=16)]},
 )
 MAP_CONFIGS = scan_table(
     ampere={128: [row(4, 1, BV=32)], 256: [row(4, 1, BV=16)]},
-    hopper={
-        128: [row(4, 2, BV=64), row(4, 2, BV=32), row(4, 2, BV=16)],
-        256: [row(4, 2, BV=16)],
-    },
+    hopper={128: [row(4, 2, BV=64), row(4, 2, BV=32), row(4, 2, BV=16)], 256: [row(4, 2, BV=16)]},
 )
 
 

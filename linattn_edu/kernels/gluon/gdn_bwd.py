@@ -285,7 +285,7 @@ def within(b_P, gc, z, mma: gl.constexpr):
 
 @gluon.jit
 def key_gradient(c, m, i, z, a_dL, b_F, b_W, b_own, b_dbeta, mma: gl.constexpr):
-    """Half c of dK and three sums for dgc; b_F: Z S^T, b_W: v_new dS^T."""
+    """Half c of dK; parts of dgc, dbeta and dgc's last row.  b_F: Z S^T, b_W: v_new dS^T."""
     rows: gl.constexpr = gl.SliceLayout(1, mma)
     k, q, gc = m.ks.index(2 * i + c), m.qs.index(c), m.gates.index(2 * i)
     beta = m.gates.index(2 * i + 1)

@@ -16,13 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from linattn_edu.kernels.delta.kda_intra import NEAR
 from linattn_edu.kernels.gluon.blocks import CHUNK, add, kept, numbers, product
 from linattn_edu.kernels.gluon.gdn_intra import store_matrix
-from linattn_edu.kernels.gluon.gdn_solve import (
-    MMA,
-    inverse,
-    invert_blocks,
-    join_blocks,
-    nothing,
-)
+from linattn_edu.kernels.gluon.gdn_solve import MMA, inverse, invert_blocks, join_blocks, nothing
 from linattn_edu.kernels.gluon.names import async_read, barrier, record, reinterpret
 from linattn_edu.kernels.gluon.support import attempt
 from linattn_edu.kernels.rows import chunk_args

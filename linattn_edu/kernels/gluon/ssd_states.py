@@ -15,14 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from linattn_edu.kernels.gluon.blocks import (
-    bar_pairs,
-    descriptor,
-    half,
-    operand,
-    product,
-    ring,
-)
+from linattn_edu.kernels.gluon.blocks import bar_pairs, descriptor, half, operand, product, ring
 from linattn_edu.kernels.gluon.names import async_load, async_store, barrier, record
 from linattn_edu.kernels.gluon.ssd_fwd import Place, States, entering
 from linattn_edu.kernels.gluon.support import attempt
