@@ -121,12 +121,13 @@ def dot(a, b, acc=None, precision: tl.constexpr = TF32X3):
 
 
 @triton.jit
-def as_factor(x, dtype: tl.constexpr):
-    """x in fp32, but rounded as a product in dtype reads it.
+def as_factor(x, dtype: tl.constexpr, FINE: tl.constexpr = False):
+    """x in fp32, but rounded as a product in dtype reads it; with FINE in two halves.
 
     A sum has x times v and x times S: where v and S cancel, both x must be the same.
     """
-    return cast(x, dtype).to(tl.float32)
+    b_read = cast(x, dtype).to(tl.float32)
+    return b_read + cut_off(x, dtype).to(tl.float32) if FINE else b_read
 
 
 @triton.jit

@@ -169,7 +169,7 @@ def intra_bwd_forms():
         absent = ["beta_ptr", "dbeta_ptr"] if write else ["erase_desc", "derase_desc", *of_values]
         source = source_of(
             kernel, size | {"HV": 4}, "bf16", columns, absent, ("h", "dh"), "*bf16", gates,
-            dict.fromkeys(("v", "write", "dv", "dwrite") if write else (), CHUNK // 2),
+            dict.fromkeys(("v", "write", "dv", "dwrite") if write else (), CHUNK // 4),
         )  # fmt: skip
         form = {"kernel": kernel.__name__, "dtype": "bf16", "G": 1, "write": write}
         yield form, source, kda_intra_bwd.OPTIONS

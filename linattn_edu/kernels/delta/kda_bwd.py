@@ -163,7 +163,8 @@ def kda_output_bwd(
     """Launch kda_output_bwd_kernel; arguments and result as in the reference."""
     B, T, HV, V = v_new.shape
     K = h.shape[3]
-    dqg, dP = v_new.new_empty(B, T, HV, K), v_new.new_empty(B, T, HV, chunk_size)
+    dqg = v_new.new_empty(B, T, HV, K)
+    dP = v_new.new_empty(B, T, HV, chunk_size, dtype=torch.float32)
     NT, *chunks = chunk_args(v_new, chunk_size, packing)
     kda_output_bwd_kernel[(NT * HV,)](
         v_new, h, do, dqg, dP, scale, *chunks, T, HV, K, V, BT=chunk_size,

@@ -17,11 +17,16 @@ from linattn_edu.kernels.rows import (
     strength,
 )
 from linattn_edu.kernels.tiles import (
+    as_factor,
     block,
     cast,
     cdiv,
     chunk_of,
+    cut_off,
     dot,
+    dot_halves,
+    dot_left,
+    dot_right,
     gated,
     load_gates,
     load_row,
@@ -61,7 +66,8 @@ def kda_intra_bwd_near_kernel(
     beta_ptr,  # [B, T, HV], or None
     erase_ptr,  # [B, T, HV, K] in the place of beta, or None
     gc_ptr,  # [B, T, HV, K] log2
-    dP_ptr, dL_ptr,  # [B, T, HV, BT]
+    dP_ptr,  # [B, T, HV, BT] fp32
+    dL_ptr,  # [B, T, HV, BT]
     dqg_ptr, dkb_ptr, dkg_ptr,  # [B, T, HV, K]
     dgl_ptr,  # [B, NT, HV, K]
     dq_ptr, dk_ptr,  # [B, T, HV, K] out
@@ -103,6 +109,7 @@ def kda_intra_bwd_near_kernel(
     b_dP_ii = load_row(dP_ptr + i * BT, o_t, HV * BT + 1, n_t)[:, None]
     b_dP = load_tile(dP_ptr + i * BT, o_t, o_t, HV * BT, n_t, BT)  # [BT, BT]
     b_dP = tl.where(o_t[:, None] > o_t[None, :], b_dP, 0.0)
+    b_dP, b_low = cast(b_dP, dtype), cut_off(b_dP, dtype)
     b_dL = load_tile(dL_ptr + i * BT, o_t, o_t, HV * BT, n_t, BT)  # [BT, BT]
     for j in range(tl.cdiv(K, BK)):
         o_k = j * BK + tl.arange(0, BK)
@@ -121,18 +128,19 @@ def kda_intra_bwd_near_kernel(
         b_k, b_q = b_k.to(tl.float32), b_q.to(tl.float32)
         b_E = tl.exp2(b_g)
         b_F = tl.exp2(-b_g)
-        b_kF = cast(b_k * b_F, dtype)
+        b_kF, b_kF_low = cast(b_k * b_F, dtype), cut_off(b_k * b_F, dtype)
         b_qE = cast(b_q * b_E, dtype)
         b_kE = cast(b_k * b_E * b_beta, dtype)
         # eq:kda-r   R_j += sum over i > j of (dP_ij q_i + beta_i dL_ij k_i) 2^(gc_i - gc_j)
-        b_r = dot(tl.trans(b_dL), b_kE, dot(tl.trans(b_dP), b_qE))
+        b_r = dot_halves(tl.trans(b_dP), tl.trans(b_low), b_qE, None)
+        b_r = dot(tl.trans(b_dL), b_kE, b_r)
         # eq:kda-dq   dQ_i += sum over j < i of dP_ij k_j 2^(gc_i - gc_j)
-        b_x = dot(b_dP, b_kF)
+        b_x = dot_halves(b_dP, b_low, b_kF, b_kF_low)
         # eq:kda-y   Y_i += sum over j < i of dL_ij k_j 2^(gc_i - gc_j)
-        b_y = dot(b_dL, b_kF)
-        # with the rounded operands, what i gains is what j loses, term by term
+        b_y = dot_halves(b_dL, None, b_kF, b_kF_low)
+        # with the operands as they were rounded, what i gains is what j loses, term by term
         b_dgc = b_qE.to(tl.float32) * b_x + b_kE.to(tl.float32) * b_y
-        b_dgc -= b_kF.to(tl.float32) * b_r
+        b_dgc -= as_factor(b_k * b_F, dtype, True) * b_r
 
         # eq:kda-outer   dQ += 2^gc * dqg, Y += 2^gc * dkb, R += 2^(gc_last - gc) * dkg
         b_e = b_E * tl.exp2(b_ga)[None, :]
@@ -206,6 +214,7 @@ def kda_intra_bwd_kernel(
     o_i = b * 16 + o
     last = tl.minimum(BT, n_t) - 1
     dtype: tl.constexpr = k_ptr.dtype.element_ty
+    FINE: tl.constexpr = dP_ptr.dtype.element_ty != dtype  # products with dP in halves
     if erase_ptr is None:
         b_beta = load_row(beta_ptr, o_i, HV, n_t)[:, None]
     b_dP_ii = load_row(dP_ptr, o_i, HV * PW + 1, n_t)[:, None]
@@ -237,10 +246,10 @@ def kda_intra_bwd_kernel(
             # eq:kda-r   R_j += sum over i > j of (dP_ij q_i + beta_i dL_ij k_i) 2^(gc_i - gc_j)
             b_dP = load_tile(dP_ptr + b * 16, o_c, o, HV * PW, n_t, 16)
             b_dL = load_tile(dL_ptr + b * 16, o_c, o, HV * PW, n_t, 16)
-            b_x = dot(tl.trans(b_dL), b_kE, dot(tl.trans(b_dP), b_qE))
+            b_x = dot(tl.trans(b_dL), b_kE, dot_left(tl.trans(b_dP), b_qE, None, None, FINE))
             b_F = tl.exp2(b_ga - b_g)
             b_R += b_F * b_x
-            b_dgc -= cast(b_k * b_F, dtype).to(tl.float32) * b_x
+            b_dgc -= as_factor(b_k * b_F, dtype, FINE) * b_x
 
         # the blocks to the left, which these rows read: anchored at the first of these
         b_ga = load_vector(gc_ptr + b * 16 * HV * K, o_k, K)[None, :]
@@ -249,11 +258,13 @@ def kda_intra_bwd_kernel(
         for c in range(b):
             o_j = c * 16 + o
             b_F = tl.exp2(b_ga - load_gates(gc_ptr, o_j, o_k, HV * K, n_t, K))
-            b_kF = cast(load_tile(k_ptr, o_j, o_k, H * K, n_t, K).to(tl.float32) * b_F, dtype)
+            b_kF = load_tile(k_ptr, o_j, o_k, H * K, n_t, K).to(tl.float32) * b_F
             # eq:kda-dq   dQ_i += sum over j < i of dP_ij k_j 2^(gc_i - gc_j)
-            b_x = dot(load_tile(dP_ptr + c * 16, o_i, o, HV * PW, n_t, 16), b_kF, b_x)
+            b_dP = load_tile(dP_ptr + c * 16, o_i, o, HV * PW, n_t, 16)
+            b_x = dot_left(b_dP, cast(b_kF, dtype), cut_off(b_kF, dtype), b_x, FINE)
             # eq:kda-y   Y_i += sum over j < i of dL_ij k_j 2^(gc_i - gc_j)
-            b_y = dot(load_tile(dL_ptr + c * 16, o_i, o, HV * PW, n_t, 16), b_kF, b_y)
+            b_dL = load_tile(dL_ptr + c * 16, o_i, o, HV * PW, n_t, 16)
+            b_y = dot_right(b_dL, None, b_kF, b_y, FINE)
 
         # the block on the diagonal, with the same anchor where the rows are close to it
         b_q = load_tile(q_ptr, o_i, o_k, H * K, n_t, K).to(tl.float32)  # [16, BK]
@@ -270,13 +281,14 @@ def kda_intra_bwd_kernel(
             later = o[:, None] > o[None, :]
             b_dPn = tl.where(later, tl.where(b_far, 0.0, b_dP), 0.0)
             b_dLn = tl.where(later, tl.where(b_far, 0.0, b_dL), 0.0)
-            b_kF = cast(b_k * b_F, dtype)
-            b_x = dot(b_dPn, b_kF, b_x)
-            b_y = dot(b_dLn, b_kF, b_y)
-            b_r = dot(tl.trans(b_dLn), b_kE, dot(tl.trans(b_dPn), b_qE))
+            b_kF = b_k * b_F
+            b_x = dot_left(b_dPn, cast(b_kF, dtype), cut_off(b_kF, dtype), b_x, FINE)
+            b_y = dot_right(b_dLn, None, b_kF, b_y, FINE)
+            b_r = dot_left(tl.trans(b_dPn), b_qE, None, None, FINE)
+            b_r = dot(tl.trans(b_dLn), b_kE, b_r)
             b_R += b_F * b_r
-            # with the rounded operands, what i gains is what j loses, term by term
-            b_dgc -= b_kF.to(tl.float32) * b_r
+            # with the operands as they were rounded, what i gains is what j loses, term by term
+            b_dgc -= as_factor(b_kF, dtype, FINE) * b_r
         b_dgc += b_qE.to(tl.float32) * b_x
         b_dgc += b_kE.to(tl.float32) * b_y
         b_dq = b_E * b_x
@@ -296,12 +308,12 @@ def kda_intra_bwd_kernel(
             b_kE = cast(b_k * b_E * tl.where(second, b_beta, 1.0), dtype)
             b_dPs = tl.where(pairs(o, s), b_dP, 0.0)
             b_dLs = tl.where(pairs(o, s), b_dL, 0.0)
-            b_x = dot(b_dPs, b_kE)
+            b_x = dot_left(b_dPs, b_kE, None, None, FINE)
             b_dq += b_E * b_x
             b_dgc += b_qE.to(tl.float32) * b_x
             b_x = dot(b_dLs, b_kE)
             b_x = dot(tl.trans(b_dLs), b_kE, b_x)
-            b_x = dot(tl.trans(b_dPs), b_qE, b_x)
+            b_x = dot_left(tl.trans(b_dPs), b_qE, None, b_x, FINE)
             b_dgc += b_kE.to(tl.float32) * tl.where(second, b_x, -b_x)
             b_x *= b_E
             b_Y += tl.where(second, b_x, 0.0)

@@ -14,11 +14,14 @@ from linattn_edu.kernels.gluon.kernels import kda_intra_bwd as kda_intra_bwd_glu
 from linattn_edu.kernels.routes import by_kind, kind_of
 from linattn_edu.kernels.rows import chunk_args, shared_dtype, strength
 from linattn_edu.kernels.tiles import (
+    as_factor,
     block,
     cast,
     cdiv,
     chunk_of,
+    cut_off,
     dot,
+    dot_halves,
     gated,
     load_gates,
     load_row,
@@ -100,7 +103,8 @@ def kda_fused_intra_bwd_kernel(
         b_x = tl.where(o_t[:, None] >= o_t[None, :], b_dP, 0.0)
         store_tile(dP_ptr + i * PW, b_x, o_t, o_t, HV * PW, n_t, BT)
         store_tile(dL_ptr + i * PW, tl.where(below, b_dL, 0.0), o_t, o_t, HV * PW, n_t, BT)
-    b_dP = cast(tl.where(below, b_dP, 0.0), dtype)
+    b_dP = tl.where(below, b_dP, 0.0)
+    b_dP, b_low = cast(b_dP, dtype), cut_off(b_dP, dtype)
     b_dL = cast(tl.where(below, b_dL, 0.0), dtype)
     for j in range(tl.cdiv(K, BK)):
         o_k = j * BK + tl.arange(0, BK)
@@ -124,18 +128,19 @@ def kda_fused_intra_bwd_kernel(
         b_dgl = tl.sum(b_dh.to(tl.float32) * b_h.to(tl.float32), 1)
         b_E = tl.exp2(b_g)
         b_F = tl.exp2(-b_g)
-        b_kF = cast(b_k * b_F, dtype)
+        b_kF, b_kF_low = cast(b_k * b_F, dtype), cut_off(b_k * b_F, dtype)
         b_qE = cast(b_q * b_E, dtype)
         b_kE = cast(b_k * b_E * b_beta, dtype)
         # eq:kda-r   R_j += sum over i > j of (dP_ij q_i + beta_i dL_ij k_i) 2^(gc_i - gc_j)
-        b_r = dot(tl.trans(b_dL), b_kE, dot(tl.trans(b_dP), b_qE))
+        b_r = dot_halves(tl.trans(b_dP), tl.trans(b_low), b_qE, None)
+        b_r = dot(tl.trans(b_dL), b_kE, b_r)
         # eq:kda-dq   dQ_i += sum over j < i of dP_ij k_j 2^(gc_i - gc_j)
-        b_x = dot(b_dP, b_kF)
+        b_x = dot_halves(b_dP, b_low, b_kF, b_kF_low)
         # eq:kda-y   Y_i += sum over j < i of dL_ij k_j 2^(gc_i - gc_j)
-        b_y = dot(b_dL, b_kF)
-        # with the rounded operands, what i gains is what j loses, term by term
+        b_y = dot_halves(b_dL, None, b_kF, b_kF_low)
+        # with the operands as they were rounded, what i gains is what j loses, term by term
         b_dgc = b_qE.to(tl.float32) * b_x + b_kE.to(tl.float32) * b_y
-        b_dgc -= b_kF.to(tl.float32) * b_r
+        b_dgc -= as_factor(b_k * b_F, dtype, True) * b_r
 
         # eq:kda-outer   dQ += 2^gc * dqg, Y += 2^gc * dkb, R += 2^(gc_last - gc) * dkg
         b_e = b_E * tl.exp2(b_ga)[None, :]

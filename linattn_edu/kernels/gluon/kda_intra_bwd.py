@@ -70,7 +70,7 @@ class Memory:
     dos: object
     dhs: object
     Zs: object
-    inner: object  # dP and dL
+    inner: object  # dP, dL and the low half of dP
     betas: object
     middles: object  # gc of the middle token
     lasts: object  # gc of the last token
@@ -82,7 +82,7 @@ class Memory:
 
 @record
 class Values:
-    """What else is there of a write gate: half of the tokens of a chunk at a time."""
+    """What else is there of a write gate: a quarter of the tokens of a chunk at a time."""
 
     v_desc: object
     write_desc: object
@@ -199,18 +199,18 @@ def write_gradients(x, Zs, bars, N, HV: gl.constexpr, V: gl.constexpr, BT: gl.co
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     for n in range(N):
         i_c, i_h, _ = item_at(n, HV, 1)
-        for j in gl.static_range(2):
-            at = [i_c * BT + j * (BT // 2), i_h * V]
+        for j in gl.static_range(4):
+            at = [i_c * BT + j * (BT // 4), i_h * V]
             tma.store_wait(0)  # what was stored last left from these places
             barrier()
-            mbarrier.expect(x.full, BT * V * 2)
+            mbarrier.expect(x.full, BT * V)
             async_load(x.v_desc, at, x.full, x.v)
             async_load(x.write_desc, at, x.full, x.w)
             if j == 0:
                 mbarrier.wait(bars.full_new, n & 1)
-            mbarrier.wait(x.full, j)
-            Z_part = Zs.index(0).slice(j * (BT // 2), BT // 2)
-            for t in gl.static_range(BT // 16):
+            mbarrier.wait(x.full, j & 1)
+            Z_part = Zs.index(0).slice(j * (BT // 4), BT // 4)
+            for t in gl.static_range(BT // 32):
                 for c in gl.static_range(2):
                     Z, v, w = [half(y, c).slice(8 * t, 8) for y in (Z_part, x.v, x.w)]
                     b_Z = Z.load(layout).to(gl.float32)
@@ -252,7 +252,7 @@ def compute_half(c: gl.constexpr, out, m, bars, N, HV: gl.constexpr, K: gl.const
         k, q, gc = m.ks.index(c + z), m.qs.index(c + z), m.gcs.index(c + z)
         S, dS = m.hs.index(z).slice(c * BT, BT), m.dhs.index(z).slice(c * BT, BT)
         Z, do, new = m.Zs.index(z), m.dos.index(z), m.news.index(z)
-        dP, dL = m.inner.index(z), m.inner.index(1 + z)
+        dP, dL, low = m.inner.index(z), m.inner.index(1 + z), m.inner.index(2 + z)
         i_c, i_h, _ = item_at(n, HV, 1)
         mbarrier.wait(bars.full_new, n & 1)
         if c == 0:
@@ -284,7 +284,10 @@ def compute_half(c: gl.constexpr, out, m, bars, N, HV: gl.constexpr, K: gl.const
             # eq:kda-dp   dP = scale tril(dO v_new^T)
             b_P *= out.scale
             m.own.store(gl.sum(gl.where(o_i[:, None] == o_j[None, :], b_P, 0.0), 1))
-            dP.store(gl.where(below, b_P, 0.0).to(dtype))
+            b_u = gl.where(below, b_P, 0.0)
+            b_t = rounded(b_u, dtype)
+            dP.store(b_t)
+            low.store((b_u - b_t.to(gl.float32)).to(dtype))
             if both == 0.0:
                 b_P = gl.where(o_i[:, None] >= o_j[None, :], b_P, 0.0)
                 gl.store(out.dP_ptr + square(i_c, i_h, o_i, o_j, HV, V, BT), b_P.to(dtype))
@@ -316,33 +319,41 @@ def compute_half(c: gl.constexpr, out, m, bars, N, HV: gl.constexpr, K: gl.const
             b_r *= gl.exp2(b_gl - b_ga)[:, None]
             b_g = gc.permute((1, 0)).load(mma) - b_ga[:, None]
             b_F = gl.exp2(-b_g)
-            b_kF = rounded(k.permute((1, 0)).load(mma).to(gl.float32) * b_F, dtype)
+            b_u = k.permute((1, 0)).load(mma).to(gl.float32) * b_F
             # eq:kda-dgc-last   dgc_last += colsum(K * R) + 2^gc_last dgl
-            b_u = gl.where(o_j[None, :] == BT - 1, 0.0, b_kF.to(gl.float32) * b_r)
+            b_u = gl.where(o_j[None, :] == BT - 1, 0.0, b_u * b_r)
             b_dgl = b_dgl * gl.exp2(b_gl) + gl.sum(b_u, 1)
             mbarrier.wait(bars.ready, n & 1)
             if m.bs is None:
                 m.parts.index(2 * c).store(b_dbeta)
-            # eq:kda-dq   dQ_i += sum over j < i of dP_ij k_j 2^(gc_i - gc_j)
-            b_x = product(operand(b_kF, dtype, mma), dP.permute((1, 0)), b_x)
-            # eq:kda-y   Y_i += sum over j < i of dL_ij k_j 2^(gc_i - gc_j)
-            b_y = product(operand(b_kF, dtype, mma), dL.permute((1, 0)), b_y)
             # eq:kda-r   R_j += sum over i > j of (dP_ij q_i + beta_i dL_ij k_i) 2^(gc_i - gc_j)
             b_E = gl.exp2(b_g)
             b_qE = (q.permute((1, 0)).load(mma).to(gl.float32) * b_E).to(dtype)
             b_r = product(operand(b_qE, dtype, mma), dP, b_r)
+            b_r = product(operand(b_qE, dtype, mma), low, b_r)
             b_E *= strength_of(m, c + z, mma)
             b_kE = (k.permute((1, 0)).load(mma).to(gl.float32) * b_E).to(dtype)
             b_r = product(operand(b_kE, dtype, mma), dL, b_r)
-            b_x, b_y, b_r = warpgroup_mma_wait(0, [b_x, b_y, b_r])
+            b_r = warpgroup_mma_wait(0, [b_r])
+            b_u = k.permute((1, 0)).load(mma).to(gl.float32) * gl.exp2(-b_g)
+            b_kF = rounded(b_u, dtype)
+            b_low = (b_u - b_kF.to(gl.float32)).to(dtype)
+            # eq:kda-dq   dQ_i += sum over j < i of dP_ij k_j 2^(gc_i - gc_j)
+            b_x = product(operand(b_kF, dtype, mma), dP.permute((1, 0)), b_x)
+            b_x = product(operand(b_low, dtype, mma), dP.permute((1, 0)), b_x)
+            b_x = product(operand(b_kF, dtype, mma), low.permute((1, 0)), b_x)
+            # eq:kda-y   Y_i += sum over j < i of dL_ij k_j 2^(gc_i - gc_j)
+            b_y = product(operand(b_kF, dtype, mma), dL.permute((1, 0)), b_y)
+            b_y = product(operand(b_low, dtype, mma), dL.permute((1, 0)), b_y)
+            b_x, b_y = warpgroup_mma_wait(0, [b_x, b_y])
             barrier()
             b_u = gl.where(o_j[None, :] == 0, b_g, 0.0)
             m.middles.slice(c * BT, BT).store(gl.sum(b_u, 1) + b_ga)  # gc of the first token
             b_k = k.permute((1, 0)).load(mma).to(gl.float32)
             b_F = gl.exp2(-b_g)
-            # with the rounded operands, what i gains is what j loses, term by term; of the last
-            # token R is all from outside the chunk, and would cancel
-            b_u = rounded(b_k * b_F, dtype).to(gl.float32) * b_r
+            # with the operands as they were rounded, what i gains is what j loses, term by term; of
+            # the last token R is all from outside the chunk, and would cancel
+            b_u = b_k * b_F * b_r
             b_dgc = gl.where(o_j[None, :] == BT - 1, b_dgl[:, None], -b_u)
             b_r *= b_F
             b_E = gl.exp2(b_g)
@@ -433,7 +444,7 @@ def kda_intra_bwd_gluon_kernel(
     m = Memory(
         ring(q_desc, 2), ring(k_desc, 2), ring(gc_desc, 2), ring(v_desc, 1) if beta else None,
         None if beta else ring(erase_desc, 2), ring(h_desc, 1), ring(v_new_desc, 1),
-        ring(do_desc, 1), ring(dh_desc, 1), ring(Z_desc, 1), ring(dq_desc, 2),
+        ring(do_desc, 1), ring(dh_desc, 1), ring(Z_desc, 1), ring(dq_desc, 3),
         numbers([BT]) if beta else None, numbers([K]), numbers([K]), numbers([2]),
         numbers([2, 2 * BT]), numbers([BT]),
         numbers([4, BT]) if beta else None,
@@ -484,7 +495,7 @@ def kda_intra_bwd_gluon(
     dbeta, derase = (dbeta, None) if erase is None else (None, dbeta)
     B, T, HV, K = q.shape
     V, NT = v.shape[-1], B * T // CHUNK
-    keys, values, states, part = (K // 2,), (V,), (V, K), (V, CHUNK // 2)
+    keys, values, states, part = (K // 2,), (V,), (V, K), (V, CHUNK // 4)
     tensors = q, k, v, erase, write, gc, h, v_new, do, dh, Z, dq, dk, derase, dgc, dv, dwrite
     own = values if erase is None else part
     sizes = (

@@ -17,7 +17,8 @@ def kda_output_bwd(
     Args:
         v_new, h: as in the forward stages. do: [B, T, HV, V], gradient of o.
     Returns:
-        dqg [B, T, HV, K] and dP [B, T, HV, C] in v_new.dtype.
+        dqg [B, T, HV, K] in v_new.dtype; dP [B, T, HV, C], which sums over keys that are alike
+        multiply, in fp32 (fp64 for fp64 input).
     Source: chapter 11.
     """
     dtype = compute_dtype(v_new, h, do)
@@ -27,7 +28,7 @@ def kda_output_bwd(
     dP = scale * (dO @ V.mT).tril()
     # eq:kda-dqg   dqg = scale dO h^T
     dqg = scale * dO @ h.to(dtype).transpose(1, 2).mT
-    return tuple(from_chunks(x, T).to(v_new.dtype) for x in (dqg, dP))
+    return from_chunks(dqg, T).to(v_new.dtype), from_chunks(dP, T)
 
 
 def kda_wy_bwd(
