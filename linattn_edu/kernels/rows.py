@@ -141,6 +141,11 @@ CHANNEL_CONFIGS = scan_table(
 )
 
 
+def both(config: Config) -> dict[int, Config]:
+    """The row of tiles of 64 and of 128."""
+    return {64: config, 128: config}
+
+
 def value_table(whole: Config) -> dict:
     """The rows of a kernel that sums over the values of a chunk, for `by_width`.
 

@@ -152,10 +152,12 @@ def intra_bwd_forms():
     columns = {"": HEAD} | dict.fromkeys(("q", "k", "dq", "dk", "gc", "dgc"), HEAD // 2)
     size = {"K": HEAD, "V": HEAD, "BT": CHUNK}
     kernel = gdn_intra_bwd.intra_chunk_bwd_gluon_kernel
-    for dtype, G in (("bf16", 1), ("fp16", 4)):
-        constants = size | {"ROW": 4 * G, "H": 2, "HV": 2 * G}
-        source = source_of(kernel, constants, dtype, columns, states=("h", "dh"))
-        yield {"kernel": kernel.__name__, "dtype": dtype, "G": G}, source, gdn_intra_bwd.OPTIONS
+    for K, dtype, G in ((HEAD, "bf16", 1), (HEAD, "fp16", 4), (64, "bf16", 1), (64, "fp16", 4)):
+        constants = {"K": K, "V": K, "BT": CHUNK, "ROW": 4 * G, "H": 2, "HV": 2 * G}
+        tiles = columns | {"": K} if K == HEAD else {"": K}
+        source = source_of(kernel, constants, dtype, tiles, states=("h", "dh") if K == HEAD else ())
+        form = {"kernel": kernel.__name__, "dtype": dtype, "G": G} | ({} if K == HEAD else {"K": K})
+        yield form, source, gdn_intra_bwd.OPTIONS[K]
     kernel, absent = gdn_bwd.scan_intra_bwd_gluon_kernel, ("dht_ptr", "cu_ptr", "offsets_ptr")
     for dtype in ("bf16", "fp16"):
         constants = size | {"ROW": 2, "H": 2, "HV": 2}

@@ -118,6 +118,13 @@ CASES = {
     "gdn_intra_bwd, fp16": Case(
         "intra_chunk_bwd", "gdn_fused", "intra_chunk_bwd", {"intra_chunk_bwd": "gluon"}, dtype=FP16
     ),
+    "gdn_intra_bwd, K=64": Case(
+        "intra_chunk_bwd", "gdn_fused", "intra_chunk_bwd", {"intra_chunk_bwd": "gluon"}, 192, 64, 64
+    ),
+    "gdn_intra_bwd, K=64, a key head each": Case(
+        "intra_chunk_bwd", "gdn_fused", "intra_chunk_bwd", {"intra_chunk_bwd": "gluon"}, 192,
+        64, 64, kinds={"own": True},
+    ),
     "gdn_bwd": Case(
         "chunk_bwd", "gdn_fused", "scan_states scan_intra_bwd",
         _SCANS | {"scan_intra_bwd": "one"}, 320, kinds={"own": True},

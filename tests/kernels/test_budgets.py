@@ -19,6 +19,7 @@ LONGER = {
     "intra_chunk_bwd_kernel": "reads the states and their gradients once for nine steps",
     "ssd_bwd_dx_kernel": "the loads of the next head stand between the products of this one",
     "compute_half": "the order of its products, waits and arithmetic is what it is about",
+    "compute_keys": "the order of its products, waits and arithmetic is what it is about",
     "wy_bwd_kernel": "one pass through the values and one through the keys for five gradients",
 }
 

@@ -52,6 +52,7 @@ PARTS = {
     "APART": "bound warm_up scan_states bound warm_up scan_bwd",
     "FUSED": "scan_states scan_bwd intra_chunk_bwd gate_bwd",
     "FUSED_ONE": "scans intra_chunk_bwd gate_bwd",
+    "SMALL": "intra_chunk_bwd_gluon gate_bwd",
     "STAGED": "wy state output_bwd state_bwd wy_bwd gate_bwd",
     "KDA": "gate_cumsum kda_scores kda_inverse",
     "KDA_FRONT": "kda_prepare_gluon",
@@ -93,10 +94,10 @@ gdn 1 64 1 2 128 128      |           | ALONE scan |
 gdn 8 4096 8 16 128 128   |           | JOINED | PART PART gate_bwd
 gdn 8 4096 8 16 128 128   | gluon=off | TWO scan_transposed |
         scan_states scan_bwd intra_chunk_bwd intra_chunk_bwd gate_bwd
-gdn 8 4096 16 16 64 64    |           | RING scan_gluon | FUSED_ONE
+gdn 8 4096 16 16 64 64    |           | RING scan_gluon | scans SMALL
 gdn 8 4096 16 16 64 64    | packed    | ALONE scan | FUSED_ONE
-gdn 16 4096 16 16 64 64   |           | JOINED | FUSED
-gdn 8 2048 16 16 64 64    |           | RING scan_gluon | FUSED_ONE
+gdn 16 4096 16 16 64 64   |           | JOINED | scan_states scan_bwd SMALL
+gdn 8 2048 16 16 64 64    |           | RING scan_gluon | scans SMALL
 gdn 64 192 16 16 128 128  |           | RING scan_transposed | FUSED
 gdn 8 4096 16 16 128 256  |           | RING scan_gluon | STAGED
 gdn 8 4096 16 16 256 128  |           | TWO scan | STAGED
@@ -511,8 +512,9 @@ def test_a_kind_has_what_the_gpu_is():
 
 def test_kernels_in_gluon_are_chosen_for_what_they_take():
     assert (limits.CHUNK, limits.COLUMNS) == (gdn_scan.CHUNK, gdn_scan.BV)
-    assert limits.HEAD == gdn_intra_bwd.HEAD and gdn_scans.SCAN.launch()["BV"] == limits.COLUMNS
-    assert {*gdn_intra.INTRA_CONFIGS["hopper"][2]} == {*limits.HEADS}
+    assert gdn_scans.SCAN.launch()["BV"] == limits.COLUMNS
+    tables = gdn_intra_bwd.OPTIONS, gdn_intra.INTRA_CONFIGS["hopper"][2]
+    assert all({*x} == {*limits.HEADS} for x in tables)
 
 
 def test_nothing_else_chooses():

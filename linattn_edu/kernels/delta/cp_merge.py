@@ -45,15 +45,35 @@ def piece_of(pid, rows_ptr, cu_ptr, T, HV: tl.constexpr, W: tl.constexpr, BT: tl
 
 
 @triton.jit
-def span_of(pid, left_ptr, rows_ptr, cu_ptr, T, HV: tl.constexpr, K: tl.constexpr, W: tl.constexpr,
-            NEAR: tl.constexpr, NW: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr,
+def before_map(x_ptr, i_v, i_ph, n_k, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
+               BK: tl.constexpr, BV: tl.constexpr):  # fmt: skip
+    """The ranges of a tile, and the columns of [S_ext | M] before the first chunk, [BK, BV].
+
+    x_ptr: [NP, HV, K, V], the state before the piece, of which n_k rows are read; or None: zero.
+    """
+    o_t, o_k, o_v = tl.arange(0, BT), tl.arange(0, BK), i_v * BV + tl.arange(0, BV)
+    # eq:cp-ext   S_ext: the state after the piece, from zero; of a gradient that before the piece
+    # eq:cp-transition   M: the same without values, of a gradient without that of o, from I
+    b_S = tl.where(o_k[:, None] + V == o_v[None, :], 1.0, 0.0)
+    if x_ptr is not None:
+        b_S += load_tile(x_ptr + i_ph * K * V, o_k, o_v, V, n_k, V).to(tl.float32)
+    return o_t, o_k, o_v, b_S
+
+
+@triton.jit
+def span_of(x_ptr, left_ptr, rows_ptr, cu_ptr, T, HV: tl.constexpr, K: tl.constexpr,
+            V: tl.constexpr, W: tl.constexpr, NEAR: tl.constexpr, NW: tl.constexpr,
+            BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
             BACK: tl.constexpr):  # fmt: skip
     """As piece_of, of the chunks that the map of the piece is made of: with NEAR that many at its
     end, with BACK at its beginning; else all, or none where those left 2^-32 of a state or less.
 
+    x_ptr: the state that the map is applied to, [NP, HV, K, V], or None.
     left_ptr: [NP, HV, NW] of store_map, or None: all.
-    Returns also whether to store the map: 0 or 1, or 2, and the piece has more chunks.
+    Returns also whether to store the map: 0 or 1, or 2, and the piece has more chunks; the ranges
+    of a tile; and the columns of the map before the first chunk, [BK, BV], with BACK transposed.
     """
+    pid = tl.program_id(0)
     i_v, i_ph, i_h, first, n_seq = piece_of(pid, rows_ptr, cu_ptr, T, HV, W, BT, BV)
     made = 1
     if NEAR > 0:
@@ -71,7 +91,9 @@ def span_of(pid, left_ptr, rows_ptr, cu_ptr, T, HV: tl.constexpr, K: tl.constexp
         # |M S| <= K max |M| |S|
         made = tl.where(left * K > FORGOTTEN, 1, 0)
         n_seq *= made
-    return i_v, i_ph, i_h, first, n_seq, made
+    n_k = tl.where(made > 1, 0, K)
+    o_t, o_k, o_v, b_S = before_map(x_ptr, i_v, i_ph, n_k, K, V, BT, BK, BV)
+    return i_v, i_ph, i_h, first, n_seq, made, o_t, o_k, o_v, tl.trans(b_S) if BACK else b_S
 
 
 @triton.jit
@@ -123,14 +145,7 @@ def piece_map_kernel(
         gs_ptr += first * stride_t + i_h * stride_h
     gc_ptr += first * stride_t + i_h * stride_h
 
-    o_t = tl.arange(0, BT)
-    o_k = tl.arange(0, BK)
-    o_v = i_v * BV + tl.arange(0, BV)
-    # eq:cp-ext   S_ext: the state after the piece, from zero
-    # eq:cp-transition   M: the same with u = 0, from I
-    b_S = tl.where(o_k[:, None] + V == o_v[None, :], 1.0, 0.0)
-    if h0_ptr is not None:
-        b_S += load_tile(h0_ptr + i_ph * K * V, o_k, o_v, V, K, V).to(tl.float32)
+    o_t, o_k, o_v, b_S = before_map(h0_ptr, i_v, i_ph, K, K, V, BT, BK, BV)
     number = 1.0
     for i_t in range(tl.cdiv(n_seq, BT)):
         n_t = n_seq - i_t * BT

@@ -17,17 +17,14 @@ from linattn_edu.kernels.rows import (
     strength,
 )
 from linattn_edu.kernels.tiles import (
-    as_factor,
     block,
     cast,
     cdiv,
     chunk_of,
-    cut_off,
     dot,
     dot_halves,
-    dot_left,
-    dot_right,
     gated,
+    in_halves,
     load_gates,
     load_row,
     load_tile,
@@ -58,6 +55,46 @@ def are_near(gc_ptr, stride, n_t, K, BT: tl.constexpr, BN: tl.constexpr):
     b_after = b_ga - load_vector(gc_ptr + (tl.minimum(BT, n_t) - 1) * stride, o_k, K)
     b_most = tl.reshape(tl.maximum(b_before, b_after), (BN // GROUP, GROUP))
     return tl.max(b_most, 1) <= NEAR
+
+
+@triton.jit
+def near_gradients(b_q, b_k, b_g, b_beta, b_dP, b_low, b_dL, b_dqg, b_dkb, b_dkg, b_dgl, b_ga, b_gl,
+                   b_left, o_t, last, dtype: tl.constexpr):  # fmt: skip
+    """dQ, Y, R, dgc and what 2^gc_last gets, of channels that are near: those of b_g = gc - b_ga.
+
+    b_dP, b_low: both halves of dP where i > j.  b_left: 2^(gc_last - gc).
+    """
+    b_E = tl.exp2(b_g)
+    b_F = tl.exp2(-b_g)
+    b_kF, b_kF_low = in_halves(b_k * b_F, dtype)
+    b_qE = cast(b_q * b_E, dtype)
+    b_kE = cast(b_k * b_E * b_beta, dtype)
+    # eq:kda-r   R_j += sum over i > j of (dP_ij q_i + beta_i dL_ij k_i) 2^(gc_i - gc_j)
+    b_r = dot_halves(tl.trans(b_dP), tl.trans(b_low), b_qE, None)
+    b_r = dot(tl.trans(b_dL), b_kE, b_r)
+    # eq:kda-dq   dQ_i += sum over j < i of dP_ij k_j 2^(gc_i - gc_j)
+    b_x = dot_halves(b_dP, b_low, b_kF, b_kF_low)
+    # eq:kda-y   Y_i += sum over j < i of dL_ij k_j 2^(gc_i - gc_j)
+    b_y = dot_halves(b_dL, None, b_kF, b_kF_low)
+    # with the operands as they were rounded, what i gains is what j loses, term by term
+    b_dgc = b_qE.to(tl.float32) * b_x + b_kE.to(tl.float32) * b_y
+    b_dgc -= (b_kF.to(tl.float32) + b_kF_low.to(tl.float32)) * b_r
+
+    # eq:kda-outer   dQ += 2^gc * dqg, Y += 2^gc * dkb, R += 2^(gc_last - gc) * dkg
+    b_e = b_E * tl.exp2(b_ga)[None, :]
+    b_u = b_e * b_dqg
+    b_dq = b_E * b_x + b_u
+    b_dgc += b_q * b_u
+    b_u = b_e * b_dkb
+    b_Y = b_E * b_y + b_u
+    b_dgc += b_k * b_beta * b_u
+    b_u = b_left * b_dkg
+    b_R = b_F * b_r + b_u
+    # eq:kda-dgc-last   dgc_last += colsum(K * R) + 2^gc_last dgl
+    b_u = b_k * tl.where(o_t[:, None] == last, 0.0, b_u)
+    b_dgl = tl.exp2(b_gl) * b_dgl + tl.sum(b_u, 0)
+    b_dgc += tl.where(o_t[:, None] == last, b_dgl[None, :], 0.0) - b_u
+    return b_dq, b_Y, b_R, b_dgc, b_dgl
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -109,7 +146,7 @@ def kda_intra_bwd_near_kernel(
     b_dP_ii = load_row(dP_ptr + i * BT, o_t, HV * BT + 1, n_t)[:, None]
     b_dP = load_tile(dP_ptr + i * BT, o_t, o_t, HV * BT, n_t, BT)  # [BT, BT]
     b_dP = tl.where(o_t[:, None] > o_t[None, :], b_dP, 0.0)
-    b_dP, b_low = cast(b_dP, dtype), cut_off(b_dP, dtype)
+    b_dP, b_low = in_halves(b_dP, dtype)
     b_dL = load_tile(dL_ptr + i * BT, o_t, o_t, HV * BT, n_t, BT)  # [BT, BT]
     for j in range(tl.cdiv(K, BK)):
         o_k = j * BK + tl.arange(0, BK)
@@ -126,37 +163,13 @@ def kda_intra_bwd_near_kernel(
         if erase_ptr is not None:
             b_beta = load_tile(erase_ptr + i * K, o_t, o_k, HV * K, n_t, K).to(tl.float32)
         b_k, b_q = b_k.to(tl.float32), b_q.to(tl.float32)
-        b_E = tl.exp2(b_g)
-        b_F = tl.exp2(-b_g)
-        b_kF, b_kF_low = cast(b_k * b_F, dtype), cut_off(b_k * b_F, dtype)
-        b_qE = cast(b_q * b_E, dtype)
-        b_kE = cast(b_k * b_E * b_beta, dtype)
-        # eq:kda-r   R_j += sum over i > j of (dP_ij q_i + beta_i dL_ij k_i) 2^(gc_i - gc_j)
-        b_r = dot_halves(tl.trans(b_dP), tl.trans(b_low), b_qE, None)
-        b_r = dot(tl.trans(b_dL), b_kE, b_r)
-        # eq:kda-dq   dQ_i += sum over j < i of dP_ij k_j 2^(gc_i - gc_j)
-        b_x = dot_halves(b_dP, b_low, b_kF, b_kF_low)
-        # eq:kda-y   Y_i += sum over j < i of dL_ij k_j 2^(gc_i - gc_j)
-        b_y = dot_halves(b_dL, None, b_kF, b_kF_low)
-        # with the operands as they were rounded, what i gains is what j loses, term by term
-        b_dgc = b_qE.to(tl.float32) * b_x + b_kE.to(tl.float32) * b_y
-        b_dgc -= as_factor(b_k * b_F, dtype, True) * b_r
-
-        # eq:kda-outer   dQ += 2^gc * dqg, Y += 2^gc * dkb, R += 2^(gc_last - gc) * dkg
-        b_e = b_E * tl.exp2(b_ga)[None, :]
-        b_u = b_e * b_dqg.to(tl.float32)
-        b_dq = b_E * b_x + b_u
-        b_dgc += b_q * b_u
-        b_u = b_e * b_dkb.to(tl.float32)
-        b_Y = b_E * b_y + b_u
-        b_dgc += b_k * b_beta * b_u
-        b_u = b_F * tl.exp2(b_gl - b_ga)[None, :] * b_dkg.to(tl.float32)
-        b_R = b_F * b_r + b_u
-        # eq:kda-dgc-last   dgc_last += colsum(K * R) + 2^gc_last dgl
-        b_u = b_k * tl.where(o_t[:, None] == last, 0.0, b_u)
         b_dgl = load_vector(dgl_ptr + (i_c * HV + i_h) * K, o_k, K)
-        b_dgl = tl.exp2(b_gl) * b_dgl + tl.sum(b_u, 0)
-        b_dgc += tl.where(o_t[:, None] == last, b_dgl[None, :], 0.0) - b_u
+        b_left = tl.exp2(-b_g) * tl.exp2(b_gl - b_ga)[None, :]
+        b_dqg, b_dkb, b_dkg = b_dqg.to(tl.float32), b_dkb.to(tl.float32), b_dkg.to(tl.float32)
+        b_dq, b_Y, b_R, b_dgc, _ = near_gradients(
+            b_q, b_k, b_g, b_beta, b_dP, b_low, b_dL, b_dqg, b_dkb, b_dkg, b_dgl, b_ga, b_gl,
+            b_left, o_t, last, dtype,
+        )  # fmt: skip
         # eq:kda-dgc   dgc = Q * dQ + K * (diag(beta) Y - R)
         store_tile(dgc_ptr + i * K, b_dgc, o_t, o_k, HV * K, n_out, K)
         # eq:kda-dbeta   dbeta += rowsum(K * Y)
@@ -214,7 +227,6 @@ def kda_intra_bwd_kernel(
     o_i = b * 16 + o
     last = tl.minimum(BT, n_t) - 1
     dtype: tl.constexpr = k_ptr.dtype.element_ty
-    FINE: tl.constexpr = dP_ptr.dtype.element_ty != dtype  # products with dP in halves
     if erase_ptr is None:
         b_beta = load_row(beta_ptr, o_i, HV, n_t)[:, None]
     b_dP_ii = load_row(dP_ptr, o_i, HV * PW + 1, n_t)[:, None]
@@ -244,12 +256,12 @@ def kda_intra_bwd_kernel(
             else:
                 b_kE = cast(gated(b_kE, erase_ptr + i * K, o_c, o_k, HV * K, n_t, K), dtype)
             # eq:kda-r   R_j += sum over i > j of (dP_ij q_i + beta_i dL_ij k_i) 2^(gc_i - gc_j)
-            b_dP = load_tile(dP_ptr + b * 16, o_c, o, HV * PW, n_t, 16)
+            b_dP = cast(load_tile(dP_ptr + b * 16, o_c, o, HV * PW, n_t, 16), dtype)
             b_dL = load_tile(dL_ptr + b * 16, o_c, o, HV * PW, n_t, 16)
-            b_x = dot(tl.trans(b_dL), b_kE, dot_left(tl.trans(b_dP), b_qE, None, None, FINE))
+            b_x = dot(tl.trans(b_dL), b_kE, dot(tl.trans(b_dP), b_qE))
             b_F = tl.exp2(b_ga - b_g)
             b_R += b_F * b_x
-            b_dgc -= as_factor(b_k * b_F, dtype, FINE) * b_x
+            b_dgc -= cast(b_k * b_F, dtype).to(tl.float32) * b_x
 
         # the blocks to the left, which these rows read: anchored at the first of these
         b_ga = load_vector(gc_ptr + b * 16 * HV * K, o_k, K)[None, :]
@@ -258,17 +270,16 @@ def kda_intra_bwd_kernel(
         for c in range(b):
             o_j = c * 16 + o
             b_F = tl.exp2(b_ga - load_gates(gc_ptr, o_j, o_k, HV * K, n_t, K))
-            b_kF = load_tile(k_ptr, o_j, o_k, H * K, n_t, K).to(tl.float32) * b_F
+            b_kF = cast(load_tile(k_ptr, o_j, o_k, H * K, n_t, K).to(tl.float32) * b_F, dtype)
             # eq:kda-dq   dQ_i += sum over j < i of dP_ij k_j 2^(gc_i - gc_j)
-            b_dP = load_tile(dP_ptr + c * 16, o_i, o, HV * PW, n_t, 16)
-            b_x = dot_left(b_dP, cast(b_kF, dtype), cut_off(b_kF, dtype), b_x, FINE)
+            b_dP = cast(load_tile(dP_ptr + c * 16, o_i, o, HV * PW, n_t, 16), dtype)
+            b_x = dot(b_dP, b_kF, b_x)
             # eq:kda-y   Y_i += sum over j < i of dL_ij k_j 2^(gc_i - gc_j)
-            b_dL = load_tile(dL_ptr + c * 16, o_i, o, HV * PW, n_t, 16)
-            b_y = dot_right(b_dL, None, b_kF, b_y, FINE)
+            b_y = dot(load_tile(dL_ptr + c * 16, o_i, o, HV * PW, n_t, 16), b_kF, b_y)
 
         # the block on the diagonal, with the same anchor where the rows are close to it
         b_q = load_tile(q_ptr, o_i, o_k, H * K, n_t, K).to(tl.float32)  # [16, BK]
-        b_dP = load_tile(dP_ptr + b * 16, o_i, o, HV * PW, n_t, 16)
+        b_dP = cast(load_tile(dP_ptr + b * 16, o_i, o, HV * PW, n_t, 16), dtype)
         b_dL = load_tile(dL_ptr + b * 16, o_i, o, HV * PW, n_t, 16)
         b_up = b_g - b_ga
         b_far = tl.min(b_up, 1)[:, None] < -NEAR
@@ -281,14 +292,13 @@ def kda_intra_bwd_kernel(
             later = o[:, None] > o[None, :]
             b_dPn = tl.where(later, tl.where(b_far, 0.0, b_dP), 0.0)
             b_dLn = tl.where(later, tl.where(b_far, 0.0, b_dL), 0.0)
-            b_kF = b_k * b_F
-            b_x = dot_left(b_dPn, cast(b_kF, dtype), cut_off(b_kF, dtype), b_x, FINE)
-            b_y = dot_right(b_dLn, None, b_kF, b_y, FINE)
-            b_r = dot_left(tl.trans(b_dPn), b_qE, None, None, FINE)
-            b_r = dot(tl.trans(b_dLn), b_kE, b_r)
+            b_kF = cast(b_k * b_F, dtype)
+            b_x = dot(b_dPn, b_kF, b_x)
+            b_y = dot(b_dLn, b_kF, b_y)
+            b_r = dot(tl.trans(b_dLn), b_kE, dot(tl.trans(b_dPn), b_qE))
             b_R += b_F * b_r
-            # with the operands as they were rounded, what i gains is what j loses, term by term
-            b_dgc -= as_factor(b_kF, dtype, FINE) * b_r
+            # with the rounded operands, what i gains is what j loses, term by term
+            b_dgc -= b_kF.to(tl.float32) * b_r
         b_dgc += b_qE.to(tl.float32) * b_x
         b_dgc += b_kE.to(tl.float32) * b_y
         b_dq = b_E * b_x
@@ -308,12 +318,12 @@ def kda_intra_bwd_kernel(
             b_kE = cast(b_k * b_E * tl.where(second, b_beta, 1.0), dtype)
             b_dPs = tl.where(pairs(o, s), b_dP, 0.0)
             b_dLs = tl.where(pairs(o, s), b_dL, 0.0)
-            b_x = dot_left(b_dPs, b_kE, None, None, FINE)
+            b_x = dot(b_dPs, b_kE)
             b_dq += b_E * b_x
             b_dgc += b_qE.to(tl.float32) * b_x
             b_x = dot(b_dLs, b_kE)
             b_x = dot(tl.trans(b_dLs), b_kE, b_x)
-            b_x = dot_left(tl.trans(b_dPs), b_qE, None, b_x, FINE)
+            b_x = dot(tl.trans(b_dPs), b_qE, b_x)
             b_dgc += b_kE.to(tl.float32) * tl.where(second, b_x, -b_x)
             b_x *= b_E
             b_Y += tl.where(second, b_x, 0.0)

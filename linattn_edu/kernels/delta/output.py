@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from linattn_edu.kernels.rows import chunk_args, entry, row
+from linattn_edu.kernels.rows import both, chunk_args, entry, row
 from linattn_edu.kernels.tiles import (
     cast,
     cdiv,
@@ -74,17 +74,11 @@ def output_kernel(
 # generation -> bytes of an element -> BV -> row: 8 warps share a wide tile, 4 a narrow one. Heads
 # narrower than a tile keep it, for the reason given in wy. fp32 on Hopper: loads run ahead.
 CONFIGS = {
-    "turing": {
-        2: {64: row(4, 1, BK=64, BV=64), 128: row(4, 1, BK=64, BV=64)},
-        4: {64: row(4, 1, BK=32, BV=32), 128: row(4, 1, BK=32, BV=32)},
-    },
-    "ampere": {
-        2: {64: row(4, 2, BK=64, BV=64), 128: row(4, 2, BK=64, BV=64)},
-        4: {64: row(4, 1, BK=32, BV=32), 128: row(4, 1, BK=32, BV=32)},
-    },
+    "turing": {2: both(row(4, 1, BK=64, BV=64)), 4: both(row(4, 1, BK=32, BV=32))},
+    "ampere": {2: both(row(4, 2, BK=64, BV=64)), 4: both(row(4, 1, BK=32, BV=32))},
     "hopper": {
         2: {64: row(4, 1, BK=64, BV=64), 128: row(8, 3, BK=64, BV=128)},
-        4: {64: row(4, 3, BK=32, BV=64), 128: row(4, 3, BK=32, BV=64)},
+        4: both(row(4, 3, BK=32, BV=64)),
     },
 }
 

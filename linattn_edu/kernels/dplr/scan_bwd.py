@@ -117,14 +117,6 @@ def dplr_map_bwd(
     given = qg, kg, ag, bg, gc, M, ak, qb, qk, do, dht, None, None
     W = do.shape[-1] + kg.shape[-1] * transition
     return launch_map(
-        dplr_scan_bwd_kernel,
-        table_of(W),
-        given,
-        do.shape[2:],
-        x=kg,
-        after=(scale, None),
-        constants={"BT": M.shape[-1]},
-        numbers=False,
-        transition=transition,
-        **which,
-    )
+        dplr_scan_bwd_kernel, table_of(W), given, do.shape[2:], x=kg, after=(scale, None),
+        constants={"BT": M.shape[-1]}, numbers=False, transition=transition, **which,
+    )  # fmt: skip

@@ -14,10 +14,10 @@ from linattn_edu.kernels.tiles import (
     block,
     cast,
     chunk_of,
-    cut_off,
     decay_matrix,
     dot,
     dot_halves,
+    in_halves,
     load_gate,
     load_row,
     load_tile,
@@ -98,9 +98,12 @@ def intra_chunk_bwd_kernel(
     b_NT = tl.trans(b_two[:, None] * b_dL)
     b_dM_low, b_MT_low, b_dL_low, b_NT_low = None, None, None, None
     if FINE:
-        b_dM_low, b_dL_low = cut_off(b_dM, b_do.dtype), cut_off(b_dL, b_do.dtype)
-        b_MT_low, b_NT_low = tl.trans(b_dM_low), cut_off(b_NT, b_do.dtype)
-    b_dM, b_NT, b_dL = cast(b_dM, b_do.dtype), cast(b_NT, b_do.dtype), cast(b_dL, b_do.dtype)
+        b_dM, b_dM_low = in_halves(b_dM, b_do.dtype)
+        b_dL, b_dL_low = in_halves(b_dL, b_do.dtype)
+        b_NT, b_NT_low = in_halves(b_NT, b_do.dtype)
+        b_MT_low = tl.trans(b_dM_low)
+    else:
+        b_dM, b_NT, b_dL = cast(b_dM, b_do.dtype), cast(b_NT, b_do.dtype), cast(b_dL, b_do.dtype)
     b_dgc = tl.zeros([BT], dtype=tl.float32)
     b_KF = tl.zeros([BT], dtype=tl.float32)
     b_t = tl.zeros([BT], dtype=tl.float32)

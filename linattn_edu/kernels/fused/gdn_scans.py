@@ -19,10 +19,10 @@ from linattn_edu.kernels.rows import row, states
 from linattn_edu.kernels.tiles import (
     cast,
     cdiv,
-    cut_off,
     dot_left,
     dot_right,
     first_state,
+    in_halves,
     load_gate,
     load_row,
     load_tile,
@@ -165,8 +165,8 @@ def scan_bwd_kernel(
         )  # fmt: skip
         i, n_t = begin * HV + i_h, tl.where(i_t < skip, 0, n_t)
         if Z_low_ptr is not None:
-            b_low = tl.trans(cut_off(b_Z, Z_ptr.dtype.element_ty))
-            store_tile(Z_low_ptr + i * V, b_low, o_t, o_v, HV * V, n_t, V)
+            b_Z, b_low = in_halves(b_Z, Z_ptr.dtype.element_ty)
+            store_tile(Z_low_ptr + i * V, tl.trans(b_low), o_t, o_v, HV * V, n_t, V)
         b_Z = tl.trans(cast(b_Z, Z_ptr.dtype.element_ty))
         store_tile(Z_ptr + i * V, b_Z, o_t, o_v, HV * V, n_t, V)
         b_dv = tl.trans(cast(b_dv, dv_ptr.dtype.element_ty))
@@ -232,18 +232,9 @@ def scan_map_bwd_kernel(
 
     Grid (NP * HV * W / BV).  Reference: linattn_edu.reference.fused.gdn_scans.scan_map_bwd.
     """
-    i_v, i_ph, i_h, first, n_seq, made = span_of(
-        tl.program_id(0), left_ptr, rows_ptr, cu_ptr, T, HV, K, W, NEAR, NW, BT, BV, True
+    i_v, i_ph, i_h, first, n_seq, made, o_t, o_k, o_v, b_dS = span_of(
+        dht_ptr, left_ptr, rows_ptr, cu_ptr, T, HV, K, V, W, NEAR, NW, BT, BK, BV, True
     )
-    o_t = tl.arange(0, BT)
-    o_k = tl.arange(0, BK)
-    o_v = i_v * BV + tl.arange(0, BV)
-    # eq:cp-ext-bwd   dS_ext: the gradient before the piece, from zero
-    # eq:cp-transition-bwd   dM: the same with dO = 0, from I
-    b_dS = tl.where(o_k[None, :] + V == o_v[:, None], 1.0, 0.0)
-    if dht_ptr is not None:
-        n_k = tl.where(made > 1, 0, K)
-        b_dS += tl.trans(load_tile(dht_ptr + i_ph * K * V, o_k, o_v, V, n_k, V)).to(tl.float32)
     NT = tl.cdiv(n_seq, BT)
     for i_t in range(NT):
         i_b = NT - 1 - i_t

@@ -9,20 +9,24 @@ import triton.language as tl
 from torch import Tensor
 
 from linattn_edu.kernels.delta.gate_bwd import launch_gate_bwd
-from linattn_edu.kernels.delta.kda_intra_bwd import GROUP, are_near, launch_pairs, middle
+from linattn_edu.kernels.delta.kda_intra_bwd import (
+    GROUP,
+    are_near,
+    launch_pairs,
+    middle,
+    near_gradients,
+)
 from linattn_edu.kernels.gluon.kernels import kda_intra_bwd as kda_intra_bwd_gluon
 from linattn_edu.kernels.routes import by_kind, kind_of
 from linattn_edu.kernels.rows import chunk_args, shared_dtype, strength
 from linattn_edu.kernels.tiles import (
-    as_factor,
     block,
     cast,
     cdiv,
     chunk_of,
-    cut_off,
     dot,
-    dot_halves,
     gated,
+    in_halves,
     load_gates,
     load_row,
     load_tile,
@@ -104,7 +108,7 @@ def kda_fused_intra_bwd_kernel(
         store_tile(dP_ptr + i * PW, b_x, o_t, o_t, HV * PW, n_t, BT)
         store_tile(dL_ptr + i * PW, tl.where(below, b_dL, 0.0), o_t, o_t, HV * PW, n_t, BT)
     b_dP = tl.where(below, b_dP, 0.0)
-    b_dP, b_low = cast(b_dP, dtype), cut_off(b_dP, dtype)
+    b_dP, b_low = in_halves(b_dP, dtype)
     b_dL = cast(tl.where(below, b_dL, 0.0), dtype)
     for j in range(tl.cdiv(K, BK)):
         o_k = j * BK + tl.arange(0, BK)
@@ -126,38 +130,13 @@ def kda_fused_intra_bwd_kernel(
         b_dkg = dot(b_v_new, tl.trans(b_dh))
         # eq:kda-dgl   dgl = rowsum(dS * S)
         b_dgl = tl.sum(b_dh.to(tl.float32) * b_h.to(tl.float32), 1)
-        b_E = tl.exp2(b_g)
-        b_F = tl.exp2(-b_g)
-        b_kF, b_kF_low = cast(b_k * b_F, dtype), cut_off(b_k * b_F, dtype)
-        b_qE = cast(b_q * b_E, dtype)
-        b_kE = cast(b_k * b_E * b_beta, dtype)
-        # eq:kda-r   R_j += sum over i > j of (dP_ij q_i + beta_i dL_ij k_i) 2^(gc_i - gc_j)
-        b_r = dot_halves(tl.trans(b_dP), tl.trans(b_low), b_qE, None)
-        b_r = dot(tl.trans(b_dL), b_kE, b_r)
-        # eq:kda-dq   dQ_i += sum over j < i of dP_ij k_j 2^(gc_i - gc_j)
-        b_x = dot_halves(b_dP, b_low, b_kF, b_kF_low)
-        # eq:kda-y   Y_i += sum over j < i of dL_ij k_j 2^(gc_i - gc_j)
-        b_y = dot_halves(b_dL, None, b_kF, b_kF_low)
-        # with the operands as they were rounded, what i gains is what j loses, term by term
-        b_dgc = b_qE.to(tl.float32) * b_x + b_kE.to(tl.float32) * b_y
-        b_dgc -= as_factor(b_k * b_F, dtype, True) * b_r
-
-        # eq:kda-outer   dQ += 2^gc * dqg, Y += 2^gc * dkb, R += 2^(gc_last - gc) * dkg
-        b_e = b_E * tl.exp2(b_ga)[None, :]
-        b_u = b_e * b_dqg
-        b_dq = b_E * b_x + b_u
-        b_dgc += b_q * b_u
-        b_u = b_e * b_dkb
-        b_Y = b_E * b_y + b_u
-        b_dgc += b_k * b_beta * b_u
-        # not by b_F, so that it is right of channels that are not near, too
-        b_u = tl.exp2((b_gl - b_ga)[None, :] - b_g) * b_dkg
-        b_R = b_F * b_r + b_u
-        # eq:kda-dgc-last   dgc_last += colsum(K * R) + 2^gc_last dgl
-        b_u = b_k * tl.where(o_t[:, None] == last, 0.0, b_u)
-        b_dgl = tl.exp2(b_gl) * b_dgl + tl.sum(b_u, 0)
+        # not by 2^-b_g, so that it is right of channels that are not near, too
+        b_left = tl.exp2((b_gl - b_ga)[None, :] - b_g)
+        b_dq, b_Y, b_R, b_dgc, b_dgl = near_gradients(
+            b_q, b_k, b_g, b_beta, b_dP, b_low, b_dL, b_dqg, b_dkb, b_dkg, b_dgl, b_ga, b_gl,
+            b_left, o_t, last, dtype,
+        )  # fmt: skip
         tl.store(dgl_ptr + o_k, b_dgl, mask=o_k < K)
-        b_dgc += tl.where(o_t[:, None] == last, b_dgl[None, :], 0.0) - b_u
         # eq:kda-dgc   dgc = Q * dQ + K * (diag(beta) Y - R)
         b_dgc = tl.where(is_near, b_dgc, b_dkg)
         store_tile(dgc_ptr + i * K, b_dgc, o_t, o_k, HV * K, n_t, K)

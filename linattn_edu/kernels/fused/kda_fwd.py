@@ -190,18 +190,9 @@ def kda_fused_scan_map_kernel(
 
     Grid (NP * HV * W / BV).  Reference: linattn_edu.reference.fused.kda_fwd.kda_fused_scan_map.
     """
-    i_v, i_ph, i_h, first, n_seq, made = span_of(
-        tl.program_id(0), left_ptr, rows_ptr, cu_ptr, T, HV, K, W, NEAR, NW, BT, BV, False
+    i_v, i_ph, i_h, first, n_seq, made, o_t, o_k, o_v, b_S = span_of(
+        h0_ptr, left_ptr, rows_ptr, cu_ptr, T, HV, K, V, W, NEAR, NW, BT, BK, BV, False
     )
-    o_t = tl.arange(0, BT)
-    o_k = tl.arange(0, BK)
-    o_v = i_v * BV + tl.arange(0, BV)
-    # eq:cp-ext   S_ext: the state after the piece, from zero
-    # eq:cp-transition   M: the same with v = 0, from I
-    b_S = tl.where(o_k[:, None] + V == o_v[None, :], 1.0, 0.0)
-    if h0_ptr is not None:
-        n_k = tl.where(made > 1, 0, K)
-        b_S += load_tile(h0_ptr + i_ph * K * V, o_k, o_v, V, n_k, V).to(tl.float32)
     i = first * HV + i_h
     o_last = (tl.minimum(BT, n_seq) - 1) * HV * K
     b_last = load_vector(gc_ptr + i * K + o_last, o_k, tl.where(n_seq > 0, K, 0))

@@ -264,18 +264,9 @@ def kda_fused_scan_map_bwd_kernel(
     Grid (NP * HV * W / BV).  Reference:
     linattn_edu.reference.fused.kda_scans.kda_fused_scan_map_bwd.
     """
-    i_v, i_ph, i_h, first, n_seq, made = span_of(
-        tl.program_id(0), left_ptr, rows_ptr, cu_ptr, T, HV, K, W, NEAR, NW, BT, BV, True
+    i_v, i_ph, i_h, first, n_seq, made, o_t, o_k, o_v, b_dS = span_of(
+        dht_ptr, left_ptr, rows_ptr, cu_ptr, T, HV, K, V, W, NEAR, NW, BT, BK, BV, True
     )
-    o_t = tl.arange(0, BT)
-    o_k = tl.arange(0, BK)
-    o_v = i_v * BV + tl.arange(0, BV)
-    # eq:cp-ext-bwd   dS_ext: the gradient before the piece, from zero
-    # eq:cp-transition-bwd   dM: the same with dO = 0, from I
-    b_dS = tl.where(o_k[None, :] + V == o_v[:, None], 1.0, 0.0)
-    if dht_ptr is not None:
-        n_k = tl.where(made > 1, 0, K)
-        b_dS += tl.trans(load_tile(dht_ptr + i_ph * K * V, o_k, o_v, V, n_k, V)).to(tl.float32)
     NT = tl.cdiv(n_seq, BT)
     for i_t in range(NT):
         i_b = NT - 1 - i_t

@@ -44,6 +44,13 @@ def rounded(x, dtype: gl.constexpr):
 
 
 @gluon.jit
+def in_halves(x, dtype: gl.constexpr):
+    """x in fp32 as two numbers of 16 bit: x rounded, and what that cuts off."""
+    high = rounded(x, dtype)
+    return high, (x - high.to(gl.float32)).to(dtype)
+
+
+@gluon.jit
 def kept(x, own):
     """x of 16 bit where `own` holds, else 0: two numbers an instruction."""
     zero = gl.full(x.shape, 0, gl.int16, x.type.layout)

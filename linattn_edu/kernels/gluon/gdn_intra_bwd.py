@@ -1,10 +1,10 @@
 """intra_chunk_bwd of Gated DeltaNet's fused backward pass in Gluon, for Hopper.
 
 A program stays on its multiprocessor and takes one chunk after the other. One warp copies tiles
-ahead, each as soon as what lay in its place was read. Two groups of four warps compute, each half
-of the keys. A group makes one of the matrices dM and dL that both need, and while it rounds one,
-the tensor cores are with its other products, or with the other group's. The value heads of a q/k
-head follow one another, so their sums stay in registers.
+ahead, each as soon as what lay in its place was read. Groups of four warps compute, each 64 of the
+keys. Of two, a group makes one of the matrices dM and dL that both need; one alone makes both, and
+two such programs share a multiprocessor. While a matrix is rounded, the tensor cores are with other
+products. The value heads of a q/k head follow one another, so their sums stay in registers.
 """
 
 from torch import Tensor
@@ -57,10 +57,10 @@ class Source:
 
 @record
 class Memory:
-    """Shared memory. Places of two are used in turn; halves of the keys are two places."""
+    """Shared memory. Places of two are used in turn; each 64 of the keys are a place."""
 
-    qs: object  # halves; dq leaves from there
-    ks: object  # halves; dk leaves from there
+    qs: object  # 64 keys each; dq leaves from there
+    ks: object  # 64 keys each; dk leaves from there
     vs: object
     hs: object
     news: object  # two: v_new
@@ -70,7 +70,7 @@ class Memory:
     inner: object  # dM, dL, diag(beta) dL
     gates: object  # two: gc and beta
     own: object  # the diagonal of dM
-    parts: object  # three sums of each half
+    parts: object  # three sums of each group
 
 
 @record
@@ -133,8 +133,8 @@ def load_tiles(source, m, bars, N, ROW: gl.constexpr, H: gl.constexpr, G: gl.con
             i_c, i_h, _ = item_at(n - 1, H, G)
             mbarrier.wait(bars.empty_k, ((n - 1) // G & 1) ^ 1)
             mbarrier.expect(bars.full_k, 2 * BT * K * 2)
-            for c in gl.static_range(2):
-                at = [i_c * BT, i_h * K + c * (K // 2)]
+            for c in gl.static_range(K // 64):
+                at = [i_c * BT, i_h * K + c * 64]
                 async_load(source.k_desc, at, bars.full_k, m.ks.index(c))
                 async_load(source.q_desc, at, bars.full_k, m.qs.index(c))
         # those of the next one are on their way meanwhile
@@ -145,18 +145,25 @@ def load_tiles(source, m, bars, N, ROW: gl.constexpr, H: gl.constexpr, G: gl.con
 
 @gluon.jit
 def leave_sums(parts, c: gl.constexpr, b_dgc, b_read, b_dbeta, b_through, rows: gl.constexpr):
-    """A half's part of dgc, of dbeta, and of what dgc's last row gets; b_read: rowsum(Q * dQ)."""
+    """A group's part of dgc, of dbeta, and of what dgc's last row gets; b_read: rowsum(Q * dQ)."""
     parts.index(3 * c).store(gl.convert_layout(gl.sum(b_dgc, 1) + gl.sum(b_read, 1), rows))
     parts.index(3 * c + 1).store(gl.convert_layout(gl.sum(b_dbeta, 1), rows))
     parts.index(3 * c + 2).store(gl.convert_layout(gl.sum(b_through, 1), rows))
 
 
 @gluon.jit
+def whole(parts, i: gl.constexpr, GROUPS: gl.constexpr, vector: gl.constexpr):
+    """The i-th sum of all groups."""
+    x = parts.index(i).load(vector)
+    return x if GROUPS == 1 else x + parts.index(3 + i).load(vector)
+
+
+@gluon.jit
 def store_sums(
     parts, c: gl.constexpr, dbeta_ptr, dgc_ptr, n, ROW: gl.constexpr, H: gl.constexpr,
-    G: gl.constexpr, BT: gl.constexpr,
+    G: gl.constexpr, BT: gl.constexpr, GROUPS: gl.constexpr,
 ):  # fmt: skip
-    """Add what both halves left of the n-th item: one stores dgc, the other dbeta."""
+    """Add what the groups left of the n-th item: the first stores dgc, the last dbeta."""
     vector: gl.constexpr = gl.SliceLayout(
         0, gl.BlockedLayout([1, 2], [1, 32], [gl.num_warps(), 1], [1, 0])
     )
@@ -165,12 +172,12 @@ def store_sums(
     o = (i_c * BT + o_t).to(gl.int64) * ROW + i_hv
     if c == 0:
         # eq:fused-dgc   dgc = q dq + beta k f - k d; dgc_last += sum k dk + 2^gc_last <dS, S>
-        b_through = gl.sum(parts.index(2).load(vector) + parts.index(5).load(vector), 0)
-        b_dgc = parts.index(0).load(vector) + parts.index(3).load(vector)
+        b_through = gl.sum(whole(parts, 2, GROUPS, vector), 0)
+        b_dgc = whole(parts, 0, GROUPS, vector)
         gl.store(dgc_ptr + o, b_dgc + gl.where(o_t == BT - 1, b_through, 0.0))
-    else:
+    if c == GROUPS - 1:
         # eq:fused-dbeta   dbeta = rowsum(Z * V) + rowsum(K * F)
-        b_dbeta = parts.index(1).load(vector) + parts.index(4).load(vector)
+        b_dbeta = whole(parts, 1, GROUPS, vector)
         gl.store(dbeta_ptr + o, b_dbeta.to(dbeta_ptr.dtype.element_ty))
 
 
@@ -178,7 +185,7 @@ def store_sums(
 def inside(
     b_P, gc, beta, dM, dL, bL, own, c: gl.constexpr, scale, BT: gl.constexpr, mma: gl.constexpr
 ):
-    """Of b_P = dO v_new^T one half makes dM, its diagonal apart, of Z v_new^T the other dL."""
+    """Of b_P = dO v_new^T make dM, its diagonal apart, with c = 1 of Z v_new^T dL."""
     rows: gl.constexpr = gl.SliceLayout(1, mma)
     along: gl.constexpr = gl.SliceLayout(0, mma)
     o_i, o_j = gl.arange(0, BT, rows), gl.arange(0, BT, along)
@@ -201,9 +208,12 @@ def inside(
 
 # over 80 lines: the order of its products, waits and arithmetic is what it is about
 @gluon.jit
-def compute_half(c: gl.constexpr, out, m, bars, N, ROW: gl.constexpr, H: gl.constexpr,
+def compute_keys(c: gl.constexpr, out, m, bars, N, ROW: gl.constexpr, H: gl.constexpr,
                  G: gl.constexpr, K: gl.constexpr, BT: gl.constexpr):  # fmt: skip
-    """Half c of the keys, by four warps: intra_chunk_bwd_kernel's sums."""
+    """Of the keys the c-th 64, by four warps: intra_chunk_bwd_kernel's sums."""
+    GROUPS: gl.constexpr = K // 64
+    # products that begin before a group waits for its last of v_new
+    BEGUN: gl.constexpr = 3 if G == 1 else 2
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     rows: gl.constexpr = gl.SliceLayout(1, mma)
     zero = gl.full([BT, BT], 0.0, gl.float32, mma)
@@ -223,8 +233,8 @@ def compute_half(c: gl.constexpr, out, m, bars, N, ROW: gl.constexpr, H: gl.cons
         mbarrier.wait(bars.full_Z, n & 1)
         if c == 0:
             b_P = product(do, new.permute((1, 0)), zero, False)
-        else:
-            b_P = product(Z, new.permute((1, 0)), zero, False)
+        if c == GROUPS - 1:
+            b_L = product(Z, new.permute((1, 0)), zero, False)
         mbarrier.wait(bars.full_h, n & 1)
         b_R = product(do, S.permute((1, 0)), zero, False)
         b_F = product(Z, S.permute((1, 0)), zero, False)
@@ -238,12 +248,13 @@ def compute_half(c: gl.constexpr, out, m, bars, N, ROW: gl.constexpr, H: gl.cons
             mbarrier.arrive(bars.empty_k, count=1)
         mbarrier.wait(bars.used, (n & 1) ^ 1)
         if n > 0:
-            store_sums(m.parts, c, out.dbeta_ptr, out.dgc_ptr, n - 1, ROW, H, G, BT)
-        if G == 1:
-            b_P = warpgroup_mma_wait(3, [b_P])
-        else:
-            b_P = warpgroup_mma_wait(2, [b_P])
-        inside(b_P, gc, beta, dM, dL, bL, m.own, c, out.scale, BT, mma)
+            store_sums(m.parts, c, out.dbeta_ptr, out.dgc_ptr, n - 1, ROW, H, G, BT, GROUPS)
+        if c == 0:
+            b_P = warpgroup_mma_wait(BEGUN + 2 - GROUPS, [b_P])
+            inside(b_P, gc, beta, dM, dL, bL, m.own, 0, out.scale, BT, mma)
+        if c == GROUPS - 1:
+            b_L = warpgroup_mma_wait(BEGUN, [b_L])
+            inside(b_L, gc, beta, dM, dL, bL, m.own, 1, out.scale, BT, mma)
         if G > 1:
             b_W = product(new, dS.permute((1, 0)), zero, False)
         fence_async_shared()
@@ -251,7 +262,8 @@ def compute_half(c: gl.constexpr, out, m, bars, N, ROW: gl.constexpr, H: gl.cons
         mbarrier.arrive(bars.ready, count=1)
         b_last = gl.max(gc.slice(BT - 1, 1).load(rows), 0)
         b_through = own_dot(half(S, 0), half(dS, 0), mma)
-        b_through += own_dot(half(S, 1), half(dS, 1), mma)
+        if GROUPS == 2:  # V = K
+            b_through += own_dot(half(S, 1), half(dS, 1), mma)
         b_through *= gl.exp2(b_last)
         b_dbeta = own_dot(half(Z, c), half(v, c), mma)
         b_gc = gc.load(rows)[:, None]
@@ -311,7 +323,7 @@ def compute_half(c: gl.constexpr, out, m, bars, N, ROW: gl.constexpr, H: gl.cons
             async_store(out.dq_desc, [i_c * BT, i_h * K + c * BT], q)
             async_store(out.dk_desc, [i_c * BT, i_h * K + c * BT], k)
     mbarrier.wait(bars.used, (N & 1) ^ 1)
-    store_sums(m.parts, c, out.dbeta_ptr, out.dgc_ptr, N - 1, ROW, H, G, BT)
+    store_sums(m.parts, c, out.dbeta_ptr, out.dgc_ptr, N - 1, ROW, H, G, BT, GROUPS)
     tma.store_wait(0)
 
 
@@ -328,45 +340,53 @@ def intra_chunk_bwd_gluon_kernel(
     Arguments of intra_chunk_bwd_kernel of kernels/fused/gdn_bwd.py, see `descriptor`.
     Reference: linattn_edu.reference.fused.gdn_bwd.intra_chunk_bwd.
 
-    mbarriers, in the order of an item; two groups of four warps compute, c = 0 and 1::
+    mbarriers, in the order of an item; K / 64 groups of four warps compute::
 
-        full_new    do and v_new, an item ahead -> both groups: dO v_new^T, Z v_new^T
-        full_Z      Z and v -> both
-        full_h      h -> both: dO S^T, Z S^T
-        full_dh     dh -> both: v_new dS^T
-        gates_full  loading warp: gc and beta, an item ahead -> both
-        empty_k     both: the last dq and dk have left -> loading warp
-        used        both, at the end of the item before -> both: they write dM or dL, and sums
-        ready       both: dM and dL are there -> both, which multiply by them
-        empty_h     both: no product reads h, dh, Z or v any more -> loading warp
-        full_k      q and k, once a chunk and q/k head -> both
+        full_new    do and v_new, an item ahead -> groups: dO v_new^T, Z v_new^T
+        full_Z      Z and v -> groups
+        full_h      h -> groups: dO S^T, Z S^T
+        full_dh     dh -> groups: v_new dS^T
+        gates_full  loading warp: gc and beta, an item ahead -> groups
+        empty_k     groups: the last dq and dk have left -> loading warp
+        used        groups, at the end of the item before -> groups: they write dM or dL, and sums
+        ready       groups: dM and dL are there -> groups, which multiply by them
+        empty_h     groups: no product reads h, dh, Z or v any more -> loading warp
+        full_k      q and k, once a chunk and q/k head -> groups
     """
+    GROUPS: gl.constexpr = K // 64
     G: gl.constexpr = HV // H
     N = gl.cdiv(NT * H - gl.program_id(0), gl.num_programs(0)) * G
     m = Memory(
-        ring(q_desc, 2), ring(k_desc, 2), ring(v_desc, 1), ring(h_desc, 1), ring(v_new_desc, 2),
-        ring(do_desc, 2), ring(dh_desc, 1), ring(Z_desc, 1), ring(dq_desc, 3), numbers([4, BT]),
-        numbers([BT]), numbers([6, BT]),
+        ring(q_desc, GROUPS), ring(k_desc, GROUPS), ring(v_desc, 1), ring(h_desc, 1),
+        ring(v_new_desc, 2), ring(do_desc, 2), ring(dh_desc, 1), ring(Z_desc, 1), ring(dq_desc, 3),
+        numbers([4, BT]), numbers([BT]), numbers([3 * GROUPS, BT]),
     )  # fmt: skip
     full_new, gates_full = bar_pairs(2, 1, 1)
     b = Bars(
-        full_new, gates_full, bar(1), bar(1), bar(1), bar(1), bar(2), bar(2), bar(2), bar(2)
+        full_new, gates_full, bar(1), bar(1), bar(1), bar(1), bar(GROUPS), bar(GROUPS),
+        bar(GROUPS), bar(GROUPS),
     )  # fmt: skip
     fence_async_shared()
     out = Out(dq_desc, dk_desc, dbeta_ptr, dgc_ptr, scale)
     source = Source(
         q_desc, k_desc, v_desc, h_desc, v_new_desc, do_desc, dh_desc, Z_desc, gc_ptr, beta_ptr
     )  # fmt: skip
-    gl.warp_specialize([
-        (compute_half, (0, out, m, b, N, ROW, H, G, K, BT)),
-        (compute_half, (1, out, m, b, N, ROW, H, G, K, BT)),
-        (load_tiles, (source, m, b, N, ROW, H, G, K, V, BT)),
-    ], [4, 1], [240, 24])  # fmt: skip
+    if GROUPS == 2:
+        gl.warp_specialize([
+            (compute_keys, (0, out, m, b, N, ROW, H, G, K, BT)),
+            (compute_keys, (1, out, m, b, N, ROW, H, G, K, BT)),
+            (load_tiles, (source, m, b, N, ROW, H, G, K, V, BT)),
+        ], [4, 1], [240, 24])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (compute_keys, (0, out, m, b, N, ROW, H, G, K, BT)),
+            (load_tiles, (source, m, b, N, ROW, H, G, K, V, BT)),
+        ], [1], [24])  # fmt: skip
 
 
-HEAD = 128  # keys, and values
-# of the registers at the start the loading warp keeps 24 a thread, the others take the rest
-OPTIONS = {"num_warps": 4, "maxnreg": 168}
+# K -> options: of the registers at the start the loading warp keeps 24 a thread, the others take
+# the rest; with 64 keys for two programs a multiprocessor
+OPTIONS = {128: {"num_warps": 4, "maxnreg": 168}, 64: {"num_warps": 4, "maxnreg": 128}}
 
 
 @attempt
@@ -380,10 +400,11 @@ def intra_bwd_gluon(
     dq, dk, dbeta, dgc = out
     (B, T, H, K), (HV, V) = q.shape, v.shape[2:]
     NT = B * T // CHUNK
-    keys, values, states = (K // 2,), (V,), (V, K)
+    keys, values, states = (64,), (V,), (V, K)
     sizes = keys, keys, values, states, values, values, states, values, keys, keys
     tensors = q, k, v, h, v_new, do, dh, Z, dq, dk
     descriptors = (descriptor(x, *size) for x, size in zip(tensors, sizes, strict=True))
-    intra_chunk_bwd_gluon_kernel[(min(device_of(q)[1], NT * H),)](
-        *descriptors, beta, gc, dbeta, dgc, scale, NT, gc.stride(1), H, HV, K, V, CHUNK, **OPTIONS
-    )
+    intra_chunk_bwd_gluon_kernel[(min(device_of(q)[1] * (128 // K), NT * H),)](
+        *descriptors, beta, gc, dbeta, dgc, scale, NT, gc.stride(1), H, HV, K, V, CHUNK,
+        **OPTIONS[K],
+    )  # fmt: skip

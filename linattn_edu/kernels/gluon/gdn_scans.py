@@ -29,6 +29,21 @@ from linattn_edu.kernels.pieces import Pieces
 
 
 @gluon.jit
+def carry_on(ks, chunks, made, i_t, b_S1, b_S2, zero, mma: gl.constexpr):
+    """Begin K S of the next chunk, after the last one for nothing, and hand S over."""
+    n = next_place(chunks, i_t)
+    b_S1 = warpgroup_mma_wait(1, [b_S1])
+    b_h1 = operand(b_S1, ks.dtype, mma)
+    b_W = product(b_h1, half(ks.index(n), 0).permute((1, 0)), zero, False)
+    b_S2 = warpgroup_mma_wait(1, [b_S2])
+    b_h2 = operand(b_S2, ks.dtype, mma)
+    b_W = product(b_h2, half(ks.index(n), 1).permute((1, 0)), b_W)
+    mbarrier.wait(made.bars.index(1), i_t & 1)
+    hand_over_state(made, b_S1, b_S2, ks.dtype)
+    return b_S1, b_S2, b_W
+
+
+@gluon.jit
 def scan_forth(chunks, made, state):
     """The warps that compute: the sums of scan_states_kernel in its order."""
     ks, vs, AGs = chunks.rings
@@ -65,16 +80,7 @@ def scan_forth(chunks, made, state):
         mbarrier.wait(out.index(3), i_t & 1)
         store_transposed(b_new.to(dtype), new)
         hand_over(out.index(2))
-        # K S of the next chunk; after the last one for nothing
-        n = next_place(chunks, i_t)
-        b_S1 = warpgroup_mma_wait(1, [b_S1])
-        b_h1 = operand(b_S1, dtype, mma)
-        b_W = product(b_h1, half(ks.index(n), 0).permute((1, 0)), zero, False)
-        b_S2 = warpgroup_mma_wait(1, [b_S2])
-        b_h2 = operand(b_S2, dtype, mma)
-        b_W = product(b_h2, half(ks.index(n), 1).permute((1, 0)), b_W)
-        mbarrier.wait(out.index(1), i_t & 1)
-        hand_over_state(made, b_S1, b_S2, dtype)
+        b_S1, b_S2, b_W = carry_on(ks, chunks, made, i_t, b_S1, b_S2, zero, mma)
         mbarrier.arrive(empty.index(i), count=1)  # no warp reads the chunk any more
         b_W = warpgroup_mma_wait(0, [b_W])
 
@@ -125,16 +131,7 @@ def scan_back(chunks, made, state, scale):
         store_transposed(b_Z.to(dtype), Zs)
         store_transposed(b_dv.to(dtype), dvs)
         hand_over(out.index(2))
-        # K dS of the next chunk; after the last one for nothing
-        n = next_place(chunks, i_t)
-        b_S1 = warpgroup_mma_wait(1, [b_S1])
-        b_h1 = operand(b_S1, dtype, mma)
-        b_dv = product(b_h1, half(ks.index(n), 0).permute((1, 0)), zero, False)
-        b_S2 = warpgroup_mma_wait(1, [b_S2])
-        b_h2 = operand(b_S2, dtype, mma)
-        b_dv = product(b_h2, half(ks.index(n), 1).permute((1, 0)), b_dv)
-        mbarrier.wait(out.index(1), i_t & 1)
-        hand_over_state(made, b_S1, b_S2, dtype)
+        b_S1, b_S2, b_dv = carry_on(ks, chunks, made, i_t, b_S1, b_S2, zero, mma)
         mbarrier.arrive(empty.index(i), count=1)  # no warp reads the chunk any more
         b_dv = warpgroup_mma_wait(0, [b_dv])
     if state.i_end >= 0:

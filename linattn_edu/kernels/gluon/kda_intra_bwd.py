@@ -23,6 +23,7 @@ from linattn_edu.kernels.gluon.blocks import (
     bars,
     descriptor,
     half,
+    in_halves,
     item_at,
     numbers,
     operand,
@@ -188,12 +189,6 @@ def store_sums(parts, dbeta_ptr, n, HV: gl.constexpr, BT: gl.constexpr):
 
 
 @gluon.jit
-def square(i_c, i_h, o_i, o_j, HV: gl.constexpr, V: gl.constexpr, BT: gl.constexpr):
-    """Where dP and dL of a chunk are, in the rows of Z."""
-    return (i_c * BT + o_i).to(gl.int64)[:, None] * (HV * V) + (i_h * V + o_j)[None, :]
-
-
-@gluon.jit
 def write_gradients(x, Zs, bars, N, HV: gl.constexpr, V: gl.constexpr, BT: gl.constexpr):
     """Two warps beside: what v and the write gate of N items get."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
@@ -255,10 +250,7 @@ def compute_half(c: gl.constexpr, out, m, bars, N, HV: gl.constexpr, K: gl.const
         dP, dL, low = m.inner.index(z), m.inner.index(1 + z), m.inner.index(2 + z)
         i_c, i_h, _ = item_at(n, HV, 1)
         mbarrier.wait(bars.full_new, n & 1)
-        if c == 0:
-            b_P = product(do, new.permute((1, 0)), zero, False)
-        else:
-            b_P = product(Z, new.permute((1, 0)), zero, False)
+        b_P = product(do if c == 0 else Z, new.permute((1, 0)), zero, False)
         mbarrier.wait(bars.full_h, n & 1)
         # eq:kda-dqg   dqg = scale dO h^T
         b_x = product(S, do.permute((1, 0)), zero, False)
@@ -284,19 +276,20 @@ def compute_half(c: gl.constexpr, out, m, bars, N, HV: gl.constexpr, K: gl.const
             # eq:kda-dp   dP = scale tril(dO v_new^T)
             b_P *= out.scale
             m.own.store(gl.sum(gl.where(o_i[:, None] == o_j[None, :], b_P, 0.0), 1))
-            b_u = gl.where(below, b_P, 0.0)
-            b_t = rounded(b_u, dtype)
-            dP.store(b_t)
-            low.store((b_u - b_t.to(gl.float32)).to(dtype))
+            b_high, b_rest = in_halves(gl.where(below, b_P, 0.0), dtype)
+            dP.store(b_high)
+            low.store(b_rest)
             if both == 0.0:
                 b_P = gl.where(o_i[:, None] >= o_j[None, :], b_P, 0.0)
-                gl.store(out.dP_ptr + square(i_c, i_h, o_i, o_j, HV, V, BT), b_P.to(dtype))
+                o = (i_c * BT + o_i).to(gl.int64)[:, None] * (HV * V) + (i_h * V + o_j)[None, :]
+                gl.store(out.dP_ptr + o, b_P.to(dtype))
         else:
             # eq:kda-dl   dL = -tril(Z v_new^T, -1)
             b_P = gl.where(below, -b_P, 0.0)
             dL.store(b_P.to(dtype))
             if both == 0.0:
-                gl.store(out.dL_ptr + square(i_c, i_h, o_i, o_j, HV, V, BT), b_P.to(dtype))
+                o = (i_c * BT + o_i).to(gl.int64)[:, None] * (HV * V) + (i_h * V + o_j)[None, :]
+                gl.store(out.dL_ptr + o, b_P.to(dtype))
         fence_async_shared()
         barrier()
         mbarrier.arrive(bars.ready, count=1)
@@ -331,13 +324,12 @@ def compute_half(c: gl.constexpr, out, m, bars, N, HV: gl.constexpr, K: gl.const
             b_qE = (q.permute((1, 0)).load(mma).to(gl.float32) * b_E).to(dtype)
             b_r = product(operand(b_qE, dtype, mma), dP, b_r)
             b_r = product(operand(b_qE, dtype, mma), low, b_r)
-            b_E *= strength_of(m, c + z, mma)
-            b_kE = (k.permute((1, 0)).load(mma).to(gl.float32) * b_E).to(dtype)
+            b_k = k.permute((1, 0)).load(mma).to(gl.float32)
+            b_kE = (b_k * b_E * strength_of(m, c + z, mma)).to(dtype)
             b_r = product(operand(b_kE, dtype, mma), dL, b_r)
             b_r = warpgroup_mma_wait(0, [b_r])
-            b_u = k.permute((1, 0)).load(mma).to(gl.float32) * gl.exp2(-b_g)
-            b_kF = rounded(b_u, dtype)
-            b_low = (b_u - b_kF.to(gl.float32)).to(dtype)
+            b_F = gl.exp2(-b_g)
+            b_kF, b_low = in_halves(k.permute((1, 0)).load(mma).to(gl.float32) * b_F, dtype)
             # eq:kda-dq   dQ_i += sum over j < i of dP_ij k_j 2^(gc_i - gc_j)
             b_x = product(operand(b_kF, dtype, mma), dP.permute((1, 0)), b_x)
             b_x = product(operand(b_low, dtype, mma), dP.permute((1, 0)), b_x)
@@ -421,8 +413,7 @@ def kda_intra_bwd_gluon_kernel(
 ):  # fmt: skip
     """One program: every so many-th chunk of a head.  Any grid.
 
-    Arguments of kda_fused_intra_bwd_kernel of kernels/fused/kda_bwd.py, whose PW is V, see
-    `descriptor`.
+    Arguments of kda_fused_intra_bwd_kernel of kernels/fused, whose PW is V, see `descriptor`.
     Reference: linattn_edu.reference.fused.kda_bwd.kda_fused_intra_bwd.
 
     mbarriers, in the order of an item; two groups of four warps compute, c = 0 and 1::
@@ -446,8 +437,7 @@ def kda_intra_bwd_gluon_kernel(
         None if beta else ring(erase_desc, 2), ring(h_desc, 1), ring(v_new_desc, 1),
         ring(do_desc, 1), ring(dh_desc, 1), ring(Z_desc, 1), ring(dq_desc, 3),
         numbers([BT]) if beta else None, numbers([K]), numbers([K]), numbers([2]),
-        numbers([2, 2 * BT]), numbers([BT]),
-        numbers([4, BT]) if beta else None,
+        numbers([2, 2 * BT]), numbers([BT]), numbers([4, BT]) if beta else None,
     )  # fmt: skip
     states, chunks = bars(2, 1), bars(2, 1)  # each by itself would take a place of 16 bytes
     b = Bars(
@@ -497,10 +487,9 @@ def kda_intra_bwd_gluon(
     V, NT = v.shape[-1], B * T // CHUNK
     keys, values, states, part = (K // 2,), (V,), (V, K), (V, CHUNK // 4)
     tensors = q, k, v, erase, write, gc, h, v_new, do, dh, Z, dq, dk, derase, dgc, dv, dwrite
-    own = values if erase is None else part
     sizes = (
-        keys, keys, own, keys, part, keys, states, values, values, states, values, keys, keys, keys,
-        keys, part, part,
+        keys, keys, values if erase is None else part, keys, part, keys, states, values, values,
+        states, values, keys, keys, keys, keys, part, part,
     )  # fmt: skip
     descriptors = (
         x if x is None else descriptor(x, *size) for x, size in zip(tensors, sizes, strict=True)

@@ -10,6 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma_wait
 
 from linattn_edu.kernels.gluon.blocks import CHUNK, half, operand, product, ring
+from linattn_edu.kernels.gluon.gdn_scans import carry_on
 from linattn_edu.kernels.gluon.kda_scan import OPTIONS, described, workers_of
 from linattn_edu.kernels.gluon.scan_frame import (
     BV,
@@ -63,16 +64,7 @@ def kda_scan_forth(chunks, made, state):
         mbarrier.wait(out.index(3), i_t & 1)
         store_transposed(b_new.to(dtype), new)
         hand_over(out.index(2))
-        # kd S of the next chunk; after the last one for nothing
-        n = next_place(chunks, i_t)
-        b_S1 = warpgroup_mma_wait(1, [b_S1])
-        b_h1 = operand(b_S1, dtype, mma)
-        b_W = product(b_h1, half(kds.index(n), 0).permute((1, 0)), zero, False)
-        b_S2 = warpgroup_mma_wait(1, [b_S2])
-        b_h2 = operand(b_S2, dtype, mma)
-        b_W = product(b_h2, half(kds.index(n), 1).permute((1, 0)), b_W)
-        mbarrier.wait(out.index(1), i_t & 1)
-        hand_over_state(made, b_S1, b_S2, dtype)
+        b_S1, b_S2, b_W = carry_on(kds, chunks, made, i_t, b_S1, b_S2, zero, mma)
         mbarrier.arrive(empty.index(i), count=1)  # no warp reads the chunk any more
         b_W = warpgroup_mma_wait(0, [b_W])
 

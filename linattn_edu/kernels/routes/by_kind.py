@@ -257,7 +257,11 @@ def kda_fused_scans(kind: Kind, *gates: torch.dtype) -> Choice:
     return Choice("triton", why) if why else gluon_scan(kind, True)
 
 
-INTRA_BWD = (*WHOLE, *GLUON, SIXTEEN, WHOLE_HEADS, ENOUGH, ALIGNED)
+INTRA_BWD = (
+    *WHOLE, *GLUON, SIXTEEN,
+    ("K={K}, V={V}: heads of 64 or of 128 are wanted", lambda k: k.K == k.V in limits.HEADS),
+    ENOUGH, ALIGNED,
+)  # fmt: skip
 
 
 @decision

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from linattn_edu.kernels.rows import entry, row, sequence_args, states
+from linattn_edu.kernels.rows import both, entry, row, sequence_args, states
 from linattn_edu.kernels.tiles import (
     cast,
     cdiv,
@@ -94,13 +94,17 @@ def later_piece(i_w, N, T, offsets_ptr, chunks_ptr, BT: tl.constexpr, L: tl.cons
 
 
 @triton.jit
-def piece_of(i_s, N, T, offsets_ptr, chunks_ptr, BT: tl.constexpr, L: tl.constexpr):
-    """(sequence, number in it) of the i_s-th piece: first those at the head of the N sequences,
-    then `later_piece`.  Number -1: there is none.
+def piece_of(N, T, offsets_ptr, chunks_ptr, H: tl.constexpr, D: tl.constexpr, BT: tl.constexpr,
+             BD: tl.constexpr, L: tl.constexpr):  # fmt: skip
+    """Tile of channels, head, sequence and number in it of this program's piece: first those at the
+    head of the N sequences, then `later_piece`.  Number -1: there is none.
     """
+    ND: tl.constexpr = (D + BD - 1) // BD
+    pid = tl.program_id(0)
+    i_d, i_h, i_s = pid % ND, pid // ND % H, (pid // (ND * H)).to(tl.int64)
     i_n, i_l = later_piece(tl.maximum(i_s - N, 0), N, T, offsets_ptr, chunks_ptr, BT, L)
     i_l = tl.where(i_l > 0, i_l, -1)
-    return tl.where(i_s < N, i_s, i_n), tl.where(i_s < N, 0, i_l)
+    return i_d, i_h, tl.where(i_s < N, i_s, i_n), tl.where(i_s < N, 0, i_l)
 
 
 @triton.jit
@@ -197,15 +201,11 @@ def ema_kernel(
 
     Reference: linattn_edu.reference.ssd.ema.
     """
-    ND: tl.constexpr = (D + BD - 1) // BD
-    pid = tl.program_id(0)
-    i_d, i_h, i_n = pid % ND, pid // ND % H, (pid // (ND * H)).to(tl.int64)
-    i_n, i_l = piece_of(i_n, N, T, offsets_ptr, chunks_ptr, BT, L)
+    i_d, i_h, i_n, i_l = piece_of(N, T, offsets_ptr, chunks_ptr, H, D, BT, BD, L)
     if i_l < 0:
         return
     first, n_seq, i_c = sequence_of(i_n, cu_ptr, offsets_ptr, T, BT)
-    o_t = tl.arange(0, BT)
-    o_d = i_d * BD + tl.arange(0, BD)
+    o_t, o_d = tl.arange(0, BT), i_d * BD + tl.arange(0, BD)
     b_h = tl.zeros([BD], tl.float32)
     if h0_ptr is not None:
         b_h += load_vector(h0_ptr + (i_n * H + i_h) * D, o_d, D)
@@ -245,17 +245,11 @@ def ema_kernel(
 # where there are as many. Heads of fewer keep the tile, for the reason given in
 # kernels/delta/wy.py.
 CONFIGS = {
-    "turing": {
-        2: {64: row(8, 1, BD=32), 128: row(8, 1, BD=32)},
-        4: {64: row(8, 1, BD=32), 128: row(8, 1, BD=32)},
-    },
-    "ampere": {
-        2: {64: row(4, 2, BD=64), 128: row(4, 2, BD=64)},
-        4: {64: row(4, 1, BD=32), 128: row(4, 1, BD=32)},
-    },
+    "turing": {2: both(row(8, 1, BD=32)), 4: both(row(8, 1, BD=32))},
+    "ampere": {2: both(row(4, 2, BD=64)), 4: both(row(4, 1, BD=32))},
     "hopper": {
         2: {64: row(4, 3, BD=64), 128: row(4, 2, BD=128)},
-        4: {64: row(4, 1, BD=64), 128: row(4, 1, BD=64)},
+        4: both(row(4, 1, BD=64)),
     },
 }
 

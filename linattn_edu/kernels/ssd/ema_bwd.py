@@ -59,15 +59,11 @@ def ema_bwd_kernel(
 
     Reference: linattn_edu.reference.ssd.ema_bwd.
     """
-    ND: tl.constexpr = (D + BD - 1) // BD
-    pid = tl.program_id(0)
-    i_d, i_h, i_n = pid % ND, pid // ND % H, (pid // (ND * H)).to(tl.int64)
-    i_n, i_l = piece_of(i_n, N, T, offsets_ptr, chunks_ptr, BT, L)
+    i_d, i_h, i_n, i_l = piece_of(N, T, offsets_ptr, chunks_ptr, H, D, BT, BD, L)
     if i_l < 0:
         return
     first, n_seq, i_c = sequence_of(i_n, cu_ptr, offsets_ptr, T, BT)
-    o_t = tl.arange(0, BT)
-    o_d = i_d * BD + tl.arange(0, BD)
+    o_t, o_d = tl.arange(0, BT), i_d * BD + tl.arange(0, BD)
     b_dh = tl.zeros([BD], tl.float32)
     if dht_ptr is not None:
         b_dh += load_vector(dht_ptr + (i_n * H + i_h) * D, o_d, D)
