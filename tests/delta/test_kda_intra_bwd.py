@@ -83,7 +83,7 @@ def test_a_pair_gives_and_takes_the_same(dtype, device):
     r.gc = gate_cumsum(-torch.rand(1, 64, 1, 1, device=device) / 8, chunk_size=64)
     zeros = [torch.zeros_like(y) for y in (*others, dbeta[:, :, :1])]
     for i, j in ((1, 0), (17, 3), (63, 31)):
-        dP = torch.zeros_like(zeros[0])
+        dP = torch.zeros_like(zeros[0], dtype=torch.float32)
         dP[:, i, :, j] = 1
         *_, dgc = kernel(x.q, x.k, x.beta, r.gc, dP, *zeros)
         given, taken = dgc[:, i].clone(), -dgc[:, j]

@@ -48,7 +48,7 @@ def gated(K, V, dtype, C, channels=False, chunks=1):
     names = {
         "q k w qg kg kd dk_out dqg dkg": qk,
         "dkb": qk.float(), "v u v_new do dv_out dv_new Z": v,
-        "A P R AG dP dL": A,
+        "A P R AG dL": A, "dP": A.float(),
         "g gc dgc_out": g, "one": empty(1), "bias": empty(K), "rstd": beta, "dbeta": beta,
         "dgl": h[..., 0].float(), "S": S, "M": M, "number": M[..., 0, 0],
     }  # fmt: skip

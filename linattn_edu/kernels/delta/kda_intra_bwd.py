@@ -17,6 +17,7 @@ from linattn_edu.kernels.rows import (
     strength,
 )
 from linattn_edu.kernels.tiles import (
+    as_factor,
     block,
     cast,
     cdiv,
@@ -145,8 +146,7 @@ def kda_intra_bwd_near_kernel(
         b_dbeta = load_row(dbeta_ptr + i, o_t, HV, n_t)
     b_dP_ii = load_row(dP_ptr + i * BT, o_t, HV * BT + 1, n_t)[:, None]
     b_dP = load_tile(dP_ptr + i * BT, o_t, o_t, HV * BT, n_t, BT)  # [BT, BT]
-    b_dP = tl.where(o_t[:, None] > o_t[None, :], b_dP, 0.0)
-    b_dP, b_low = in_halves(b_dP, dtype)
+    b_dP, b_low = in_halves(tl.where(o_t[:, None] > o_t[None, :], b_dP, 0.0), dtype)
     b_dL = load_tile(dL_ptr + i * BT, o_t, o_t, HV * BT, n_t, BT)  # [BT, BT]
     for j in range(tl.cdiv(K, BK)):
         o_k = j * BK + tl.arange(0, BK)
@@ -229,7 +229,7 @@ def kda_intra_bwd_kernel(
     dtype: tl.constexpr = k_ptr.dtype.element_ty
     if erase_ptr is None:
         b_beta = load_row(beta_ptr, o_i, HV, n_t)[:, None]
-    b_dP_ii = load_row(dP_ptr, o_i, HV * PW + 1, n_t)[:, None]
+    b_dP_ii = as_factor(load_row(dP_ptr, o_i, HV * PW + 1, n_t), dtype)[:, None]
     if erase_ptr is None:
         b_dbeta = load_row(dbeta_ptr + i, o_i, HV, n_t)
     for j in range(tl.cdiv(K, BK)):
