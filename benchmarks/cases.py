@@ -307,7 +307,8 @@ def _kda_bytes(c: Case, what: str, chunk: int) -> int:
     last = dgl = chunks * c.HV * c.K * GATE_BYTES  # gc of the last tokens
     beta, dbeta = tokens * c.HV * c.size, tokens * c.HV * GATE_BYTES
     beta *= c.K + c.V if c.operator == "gdn2" else 1  # b and w
-    P = A = dP = dL = tokens * c.HV * chunk * c.size
+    P = A = dL = tokens * c.HV * chunk * c.size
+    dP = tokens * c.HV * chunk * 4
     h = dh = chunks * c.HV * c.K * c.V * c.size
     state = dh0 = c.state_bytes
     inputs = q + k + v + g + beta

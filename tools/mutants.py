@@ -598,7 +598,7 @@ MUTANTS = [
     Mutant(
         "a row needs more shared memory than there is",
         f"{KERNELS}/delta/output.py",
-        "4: {64: row(4, 3, BK=32, BV=64), 128: row(4, 3, BK=32, BV=64)},\n    },\n}",
+        "4: both(row(4, 3, BK=32, BV=64)),\n    },\n}",
         "4: {64: row(4, 3, BK=32, BV=64), 128: row(4, 4, BK=256, BV=128)},\n    },\n}",
         "tests/kernels/test_compile.py::test_rows",
         "bytes of shared memory, there are",
@@ -685,8 +685,9 @@ MUTANTS = [
     Mutant(
         "what a chunk writes is rounded before its low half is kept",
         f"{KERNELS}/tiles.py",
-        "b_low = cut_off(b_x, x_ptr.dtype.element_ty)",
-        "b_low = cut_off(cast(b_x, x_ptr.dtype.element_ty).to(tl.float32), x_ptr.dtype.element_ty)",
+        "b_x, b_low = in_halves(b_x, x_ptr.dtype.element_ty)",
+        "b_x = cast(b_x, x_ptr.dtype.element_ty).to(tl.float32)\n"
+        "        b_x, b_low = in_halves(b_x, x_ptr.dtype.element_ty)",
         "tests/ops/test_alike.py tests/fused/test_gdn_intra.py -k halves",
         "AssertionError",
     ),

@@ -45,15 +45,13 @@ def piece_of(pid, rows_ptr, cu_ptr, T, HV: tl.constexpr, W: tl.constexpr, BT: tl
 
 
 @triton.jit
-def before_map(x_ptr, i_v, i_ph, n_k, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
+def new_map(x_ptr, i_v, i_ph, n_k, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
                BK: tl.constexpr, BV: tl.constexpr):  # fmt: skip
     """The ranges of a tile, and the columns of [S_ext | M] before the first chunk, [BK, BV].
 
     x_ptr: [NP, HV, K, V], the state before the piece, of which n_k rows are read; or None: zero.
     """
     o_t, o_k, o_v = tl.arange(0, BT), tl.arange(0, BK), i_v * BV + tl.arange(0, BV)
-    # eq:cp-ext   S_ext: the state after the piece, from zero; of a gradient that before the piece
-    # eq:cp-transition   M: the same without values, of a gradient without that of o, from I
     b_S = tl.where(o_k[:, None] + V == o_v[None, :], 1.0, 0.0)
     if x_ptr is not None:
         b_S += load_tile(x_ptr + i_ph * K * V, o_k, o_v, V, n_k, V).to(tl.float32)
@@ -92,7 +90,7 @@ def span_of(x_ptr, left_ptr, rows_ptr, cu_ptr, T, HV: tl.constexpr, K: tl.conste
         made = tl.where(left * K > FORGOTTEN, 1, 0)
         n_seq *= made
     n_k = tl.where(made > 1, 0, K)
-    o_t, o_k, o_v, b_S = before_map(x_ptr, i_v, i_ph, n_k, K, V, BT, BK, BV)
+    o_t, o_k, o_v, b_S = new_map(x_ptr, i_v, i_ph, n_k, K, V, BT, BK, BV)
     return i_v, i_ph, i_h, first, n_seq, made, o_t, o_k, o_v, tl.trans(b_S) if BACK else b_S
 
 
@@ -145,7 +143,9 @@ def piece_map_kernel(
         gs_ptr += first * stride_t + i_h * stride_h
     gc_ptr += first * stride_t + i_h * stride_h
 
-    o_t, o_k, o_v, b_S = before_map(h0_ptr, i_v, i_ph, K, K, V, BT, BK, BV)
+    # eq:cp-ext   S_ext: the state after the piece, from zero
+    # eq:cp-transition   M: the same without values, from I
+    o_t, o_k, o_v, b_S = new_map(h0_ptr, i_v, i_ph, K, K, V, BT, BK, BV)
     number = 1.0
     for i_t in range(tl.cdiv(n_seq, BT)):
         n_t = n_seq - i_t * BT

@@ -4,13 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from linattn_edu.kernels.delta.cp_merge import (
-    before_map,
-    cp_join,
-    launch_map,
-    launch_merge,
-    piece_of,
-)
+from linattn_edu.kernels.delta.cp_merge import cp_join, launch_map, launch_merge, new_map, piece_of
 from linattn_edu.kernels.rows import CHANNEL_CONFIGS, THREE, row, scan_table
 from linattn_edu.kernels.tiles import cast, dot, load_gate, load_tile, load_vector, store_tile
 
@@ -56,7 +50,9 @@ def piece_map_bwd_kernel(
         dv_ptr += (first * HV + i_h) * V
     gc_ptr += first * stride_t + i_h * stride_h
 
-    o_t, o_k, o_v, b_dS = before_map(dht_ptr, i_v, i_ph, K, K, V, BT, BK, BV)
+    # eq:cp-ext-bwd   dS_ext: the gradient before the piece, from zero
+    # eq:cp-transition-bwd   dM: the same with dO = 0, from I
+    o_t, o_k, o_v, b_dS = new_map(dht_ptr, i_v, i_ph, K, K, V, BT, BK, BV)
     number = 1.0
     for i_t in range(NT):
         n_t = n_seq - (NT - 1 - i_t) * BT

@@ -59,7 +59,7 @@ def are_near(gc_ptr, stride, n_t, K, BT: tl.constexpr, BN: tl.constexpr):
 
 
 @triton.jit
-def near_gradients(b_q, b_k, b_g, b_beta, b_dP, b_low, b_dL, b_dqg, b_dkb, b_dkg, b_dgl, b_ga, b_gl,
+def near_sums(b_q, b_k, b_g, b_beta, b_dP, b_low, b_dL, b_dqg, b_dkb, b_dkg, b_dgl, b_ga, b_gl,
                    b_left, o_t, last, dtype: tl.constexpr):  # fmt: skip
     """dQ, Y, R, dgc and what 2^gc_last gets, of channels that are near: those of b_g = gc - b_ga.
 
@@ -166,7 +166,7 @@ def kda_intra_bwd_near_kernel(
         b_dgl = load_vector(dgl_ptr + (i_c * HV + i_h) * K, o_k, K)
         b_left = tl.exp2(-b_g) * tl.exp2(b_gl - b_ga)[None, :]
         b_dqg, b_dkb, b_dkg = b_dqg.to(tl.float32), b_dkb.to(tl.float32), b_dkg.to(tl.float32)
-        b_dq, b_Y, b_R, b_dgc, _ = near_gradients(
+        b_dq, b_Y, b_R, b_dgc, _ = near_sums(
             b_q, b_k, b_g, b_beta, b_dP, b_low, b_dL, b_dqg, b_dkb, b_dkg, b_dgl, b_ga, b_gl,
             b_left, o_t, last, dtype,
         )  # fmt: skip

@@ -232,6 +232,8 @@ def scan_map_bwd_kernel(
 
     Grid (NP * HV * W / BV).  Reference: linattn_edu.reference.fused.gdn_scans.scan_map_bwd.
     """
+    # eq:cp-ext-bwd   dS_ext: the gradient before the piece, from zero
+    # eq:cp-transition-bwd   dM: the same with dO = 0, from I
     i_v, i_ph, i_h, first, n_seq, made, o_t, o_k, o_v, b_dS = span_of(
         dht_ptr, left_ptr, rows_ptr, cu_ptr, T, HV, K, V, W, NEAR, NW, BT, BK, BV, True
     )

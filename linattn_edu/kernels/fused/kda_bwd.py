@@ -9,13 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from linattn_edu.kernels.delta.gate_bwd import launch_gate_bwd
-from linattn_edu.kernels.delta.kda_intra_bwd import (
-    GROUP,
-    are_near,
-    launch_pairs,
-    middle,
-    near_gradients,
-)
+from linattn_edu.kernels.delta.kda_intra_bwd import GROUP, are_near, launch_pairs, middle, near_sums
 from linattn_edu.kernels.gluon.kernels import kda_intra_bwd as kda_intra_bwd_gluon
 from linattn_edu.kernels.routes import by_kind, kind_of
 from linattn_edu.kernels.rows import chunk_args, shared_dtype, strength
@@ -132,7 +126,7 @@ def kda_fused_intra_bwd_kernel(
         b_dgl = tl.sum(b_dh.to(tl.float32) * b_h.to(tl.float32), 1)
         # not by 2^-b_g, so that it is right of channels that are not near, too
         b_left = tl.exp2((b_gl - b_ga)[None, :] - b_g)
-        b_dq, b_Y, b_R, b_dgc, b_dgl = near_gradients(
+        b_dq, b_Y, b_R, b_dgc, b_dgl = near_sums(
             b_q, b_k, b_g, b_beta, b_dP, b_low, b_dL, b_dqg, b_dkb, b_dkg, b_dgl, b_ga, b_gl,
             b_left, o_t, last, dtype,
         )  # fmt: skip

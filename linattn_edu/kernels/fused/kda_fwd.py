@@ -190,6 +190,8 @@ def kda_fused_scan_map_kernel(
 
     Grid (NP * HV * W / BV).  Reference: linattn_edu.reference.fused.kda_fwd.kda_fused_scan_map.
     """
+    # eq:cp-ext   S_ext: the state after the piece, from zero
+    # eq:cp-transition   M: the same without values, from I
     i_v, i_ph, i_h, first, n_seq, made, o_t, o_k, o_v, b_S = span_of(
         h0_ptr, left_ptr, rows_ptr, cu_ptr, T, HV, K, V, W, NEAR, NW, BT, BK, BV, False
     )
