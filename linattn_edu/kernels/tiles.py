@@ -135,8 +135,7 @@ def in_halves(x, dtype: tl.constexpr):
     if INTERPRETED:
         b_high = cast(x, dtype)
     else:
-        # two numbers an instruction: those that are used in fp32 again the compiler would convert
-        # one by one, a quarter as fast
+        # two an instruction: what fp32 needs again the compiler would round one by one, far slower
         name: tl.constexpr = "bf16" if dtype == tl.bfloat16 else "f16"
         asm: tl.constexpr = "cvt.rn." + name + "x2.f32 $0, $2, $1;"
         b_high = tl.inline_asm_elementwise(asm, "=r,r,r", [x], tl.int16, is_pure=True, pack=2)

@@ -424,9 +424,12 @@ def launch_pairs(
     q, k, beta, *others, dq, dk, dbeta, dgc = tensors
     (T, H, K), HV = k.shape[1:], dgc.shape[2]
     NT, *chunks = chunk_args(k, C, packing)
+    config = entry(CONFIGS, k).launch(K)
+    if K % 16 and beta.ndim == 4:  # rows that are not aligned take more registers
+        config["BK"] = min(config["BK"], 32)
     kda_intra_bwd_kernel[(NT * HV * (C // 16),)](
         q, k, *strength(beta), *others, dq, dk, dbeta, dgc, near, *chunks, T, H, HV, K, BT=C,
-        HALVE=halving(k.dtype), PW=width, SUMMED=summed, **entry(CONFIGS, k).launch(K),
+        HALVE=halving(k.dtype), PW=width, SUMMED=summed, **config,
     )  # fmt: skip
     if H < HV:
         dq, dk = (x.unflatten(2, (H, -1)).sum(3).to(q.dtype) for x in (dq, dk))
