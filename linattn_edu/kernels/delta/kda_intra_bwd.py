@@ -188,7 +188,7 @@ def kda_intra_bwd_near_kernel(
 @triton.jit(do_not_specialize=["T"])
 def kda_intra_bwd_kernel(
     q_ptr, k_ptr, beta_ptr, erase_ptr, gc_ptr, dP_ptr, dL_ptr, dqg_ptr, dkb_ptr, dkg_ptr, dgl_ptr,
-    dq_ptr, dk_ptr, dbeta_ptr, dgc_ptr,  # as of kda_intra_bwd_near_kernel
+    dq_ptr, dk_ptr, dbeta_ptr, dgc_ptr,  # as of kda_intra_bwd_near_kernel; dP in 16 bit too
     near_ptr,  # [B, NT, HV, NG], or None: nothing is done yet
     cu_ptr, chunks_ptr,
     T,
