@@ -46,7 +46,7 @@ def piece_of(pid, rows_ptr, cu_ptr, T, HV: tl.constexpr, W: tl.constexpr, BT: tl
 
 @triton.jit
 def new_map(x_ptr, i_v, i_ph, n_k, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
-               BK: tl.constexpr, BV: tl.constexpr):  # fmt: skip
+            BK: tl.constexpr, BV: tl.constexpr):  # fmt: skip
     """The ranges of a tile, and the columns of [S_ext | M] before the first chunk, [BK, BV].
 
     x_ptr: [NP, HV, K, V], the state before the piece, of which n_k rows are read; or None: zero.

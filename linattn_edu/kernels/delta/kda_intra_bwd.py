@@ -60,7 +60,7 @@ def are_near(gc_ptr, stride, n_t, K, BT: tl.constexpr, BN: tl.constexpr):
 
 @triton.jit
 def near_sums(b_q, b_k, b_g, b_beta, b_dP, b_low, b_dL, b_dqg, b_dkb, b_dkg, b_dgl, b_ga, b_gl,
-                   b_left, o_t, last, dtype: tl.constexpr):  # fmt: skip
+              b_left, o_t, last, dtype: tl.constexpr):  # fmt: skip
     """dQ, Y, R, dgc and what 2^gc_last gets, of channels that are near: those of b_g = gc - b_ga.
 
     b_dP, b_low: both halves of dP where i > j.  b_left: 2^(gc_last - gc).

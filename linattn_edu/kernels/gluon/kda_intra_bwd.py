@@ -327,7 +327,7 @@ def compute_half(c: gl.constexpr, out, m, bars, N, HV: gl.constexpr, K: gl.const
             b_k = k.permute((1, 0)).load(mma).to(gl.float32)
             b_kE = (b_k * b_E * strength_of(m, c + z, mma)).to(dtype)
             b_r = product(operand(b_kE, dtype, mma), dL, b_r)
-            b_r = warpgroup_mma_wait(0, [b_r])
+            b_r = warpgroup_mma_wait(0, [b_r])  # its operands leave their registers to the next
             b_F = gl.exp2(-b_g)
             b_kF, b_low = in_halves(k.permute((1, 0)).load(mma).to(gl.float32) * b_F, dtype)
             # eq:kda-dq   dQ_i += sum over j < i of dP_ij k_j 2^(gc_i - gc_j)
@@ -343,8 +343,8 @@ def compute_half(c: gl.constexpr, out, m, bars, N, HV: gl.constexpr, K: gl.const
             m.middles.slice(c * BT, BT).store(gl.sum(b_u, 1) + b_ga)  # gc of the first token
             b_k = k.permute((1, 0)).load(mma).to(gl.float32)
             b_F = gl.exp2(-b_g)
-            # with the operands as they were rounded, what i gains is what j loses, term by term; of
-            # the last token R is all from outside the chunk, and would cancel
+            # with the operands as products read them, halves to 2^-17, what i gains is what j loses,
+            # term by term; of the last token R is all from outside the chunk, and would cancel
             b_u = b_k * b_F * b_r
             b_dgc = gl.where(o_j[None, :] == BT - 1, b_dgl[:, None], -b_u)
             b_r *= b_F

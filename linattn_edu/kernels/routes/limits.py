@@ -3,7 +3,7 @@
 # -- the kernels in Gluon (on Hopper, for Triton from 3.6 on)
 CHUNK = 64  # tokens: theirs alone
 COLUMNS = 64  # values of a program: a product of fewer rows would leave tensor cores idle
-HEAD = 128  # keys, and values, of all but the first two
+HEAD = 128  # keys, and values, of all but these
 HEADS = (64, 128)  # keys of both stages of the forward pass and of intra_chunk_bwd
 # tokens times heads: with fewer a call waits for the host with either kernel, and a first call,
 # which has its descriptors to make, for longer with that in Gluon. Where the last bits are others,
