@@ -343,7 +343,7 @@ def compute_half(c: gl.constexpr, out, m, bars, N, HV: gl.constexpr, K: gl.const
             m.middles.slice(c * BT, BT).store(gl.sum(b_u, 1) + b_ga)  # gc of the first token
             b_k = k.permute((1, 0)).load(mma).to(gl.float32)
             b_F = gl.exp2(-b_g)
-            # with the operands as products read them, halves to 2^-17, what i gains is what j loses,
+            # with the operands as products read them, halves to 2^-17: what i gains is what j loses
             # term by term; of the last token R is all from outside the chunk, and would cancel
             b_u = b_k * b_F * b_r
             b_dgc = gl.where(o_j[None, :] == BT - 1, b_dgl[:, None], -b_u)
