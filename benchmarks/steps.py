@@ -1,12 +1,15 @@
 """python -m benchmarks.steps: a token of a layer and of a model, called and as a captured step.
 
 ms: of a token among TOKENS, by the host's clock until the GPU is done: a server waits for both.
-same_bits: whether the step gives what the call gives.
+guesses: the same where each call checks so many guesses, of which `right` stay and the others are
+taken back; without the time of who guesses. 0: none. same_bits: whether the step gives what the
+call gives.
 """
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -14,11 +17,13 @@ from torch import Tensor, nn
 from benchmarks import tables
 from benchmarks.cases import FUNCTIONS
 from benchmarks.progress import EXIT_USAGE
-from linattn_edu.layers import GatedDeltaNet, KimiDeltaAttention, Mamba2
+from linattn_edu.layers import Cache, GatedDeltaNet, KimiDeltaAttention, Mamba2
 from linattn_edu.models import Config, LanguageModel
+from linattn_edu.models.language_model import RING
 
 BATCHES = (1, 64)
 TOKENS = {"cuda": 50, "cpu": 2}
+GUESSED = ((0, 0), (4, 2))  # guesses of a call, and how many of them are right
 WIDTHS = {"cuda": (2048, 16, 128), "cpu": (32, 2, 16)}  # of hidden states; heads; keys of a head
 OF = {"gdn": "gdn_decode", "kda": "kda_decode", "mamba2": "ssd_decode", "model": "gdn_decode"}
 
@@ -50,22 +55,33 @@ def ms_of(f: Callable[[Tensor], Tensor], x: Tensor, tokens: int) -> float:
 
 
 @torch.no_grad()
-def rows_of(case: str, batch: int, device: torch.device) -> list[dict]:
+def rows_of(
+    case: str, batch: int, guesses: int, right: int, device: torch.device
+) -> Iterator[dict]:
     """A row for the call and one for the step."""
     torch.manual_seed(0)
-    module = built(case, device)
+    module, T = built(case, device), 1 + guesses
     if case == "model":
-        x = torch.randint(64, (batch, 1), device=device)
+        x = torch.randint(64, (batch, T), device=device)
     else:
-        x = torch.randn(batch, 1, WIDTHS[device.type][0], device=device, dtype=torch.bfloat16)
-    called, stepped = module.make_cache(batch), module.make_cache(batch)
-    step = module.make_step(stepped)
-    ways = {"call": lambda x: module(x, cache=called), "step": step}
-    found = {name: [f(x) for _ in range(3)] for name, f in ways.items()}
-    same = all(map(torch.equal, *found.values()))
+        x = torch.randn(batch, T, WIDTHS[device.type][0], device=device, dtype=torch.bfloat16)
+    kept = {"ring": RING, "guesses": guesses} if guesses else {}
+    caches = [module.make_cache(batch, **kept) for _ in range(2)]
+    ways = {"call": partial(module, cache=caches[0]), "step": module.make_step(caches[1])}
+
+    def turn(f: Callable[[Tensor], Tensor], cache: Cache | list[Cache], x: Tensor) -> Tensor:
+        y = f(x)
+        for part in [cache] if isinstance(cache, Cache) else cache:
+            part.take_back(guesses - right)
+        return y
+
+    turns = {n: partial(turn, ways[n], cache) for n, cache in zip(ways, caches, strict=True)}
+    found = [[f(x) for _ in range(3)] for f in turns.values()]
+    same = all(map(torch.equal, *found))
     about = {"case": case, "library": "linattn_edu", "batch": batch, "same_bits": same}
-    tokens = TOKENS[device.type]
-    return [{**about, "how": name, "ms": round(ms_of(f, x, tokens), 4)} for name, f in ways.items()]
+    for name, f in turns.items():
+        ms = round(ms_of(f, x, TOKENS[device.type]) / (1 + right), 4)
+        yield {**about, "guesses": guesses, "right": right, "how": name, "ms": ms}
 
 
 def main(argv: list[str]) -> int:
@@ -73,12 +89,14 @@ def main(argv: list[str]) -> int:
     p.add_argument("--cases", nargs="+", default=[*OF], choices=[*OF], help="default all")
     args = p.parse_args(argv)
     ran = lambda row: (FUNCTIONS[OF[row["case"]]], "causal_conv1d_update")
-    if (table := tables.opened(args, "steps", "case", "batch", "how", ran=ran)) is None:
+    key = "case", "batch", "guesses", "how"
+    if (table := tables.opened(args, "steps", *key, ran=ran)) is None:
         return EXIT_USAGE
     for case in args.cases:
         for batch in args.batches:
-            for row in rows_of(case, batch, table.device):
-                table.add(row)
+            for guessed in GUESSED:
+                for row in rows_of(case, batch, *guessed, table.device):
+                    table.add(row)
     return 0
 
 

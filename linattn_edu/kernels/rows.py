@@ -134,7 +134,9 @@ def scan_table(
     }
 
 
-# with a gate for each channel: P is in shared memory too, and 32 columns of 256 rows do not fit
+# with a gate for each channel: P is in shared memory too, and 32 columns of 256 rows do not fit.
+# THREE's third stage hides the loads, and leaves room for one program: in 4 warps, since the
+# products of a chunk wait for each other
 CHANNEL_CONFIGS = scan_table(
     ampere={128: [row(4, 1, BV=32)], 256: [row(4, 1, BV=16)]},
     hopper={128: THREE, 256: [row(4, 2, BV=16)]},

@@ -86,7 +86,7 @@ class Layer(nn.Module):
         return Cache(type(self).__name__, tuple(conv), state, kept, guesses)
 
     def make_step(self, cache: Cache) -> Step:
-        """A function of one token of each sequence, :class:`Step`: on a GPU from a CUDA graph."""
+        """:class:`Step`: a function of the next token of each sequence, on a GPU a CUDA graph."""
         return Step(self, cache)
 
     def forward(

@@ -1,4 +1,4 @@
-"""One token of each sequence, again and again, without the host's part of a call."""
+"""The next token of each sequence, again and again, without the host's part of a call."""
 
 from collections.abc import Sequence
 
@@ -12,13 +12,14 @@ WARM = 3  # calls before the capture: they compile kernels and find their progra
 
 
 class Step:
-    """``module(x, cache=cache)`` for one token of each sequence, replayed from a CUDA graph.
+    """``module(x, cache=cache)`` for the next token of each sequence, replayed from a CUDA graph.
 
     A token's kernels take less time than the host takes to launch them one by one; a graph is one
     launch. The first call, and one after the states, parameters or modules became others, captures:
     it runs the module some times and gives the states back their numbers in between. Elsewhere than
     on a GPU, with a cache of attention, which grows, and where a call cannot be captured, the
-    module is called each time, with the same bits.
+    module is called each time, with the same bits. With a cache that is made for guesses the calls
+    may have one token and as many guesses; a call of another number of tokens captures anew.
 
     Args:
         module: A layer or :class:`LanguageModel`. What is written to its parameters is seen, and so
@@ -40,7 +41,9 @@ class Step:
 
     @torch.no_grad()
     def __call__(self, x: Tensor) -> Tensor:
-        """What the module gives for x, ``[N, 1, ...]``, in a new tensor; no gradient is recorded.
+        """What the module gives for x, ``[N, T, ...]``, in a new tensor; no gradient is recorded.
+
+        T is 1, or with guesses in the cache 1 to 1 + guesses.
 
         Raises:
             TypeError, ValueError: as the module; the states are as before then.

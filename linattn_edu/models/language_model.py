@@ -212,7 +212,7 @@ class LanguageModel(nn.Module):
         return made
 
     def make_step(self, cache: list) -> Step:
-        """A function of one token of each sequence, :class:`Step`: on a GPU from a CUDA graph."""
+        """:class:`Step`: a function of the next token of each sequence, on a GPU a CUDA graph."""
         return Step(self, cache)
 
     @torch.no_grad()
@@ -244,6 +244,7 @@ class LanguageModel(nn.Module):
             device, dtype: Of the cache, as in :meth:`make_cache`.
             draft: A smaller model that guesses tokens, or None; what is wrong is taken back. Of a
                 batch all rows go on where the first errs. Neither may have "ema", "rwkv7" layers.
+                Guesses are checked by a :class:`Step` too, unless a layer is "attention".
             guesses: How many in a call, 1 to 63.
         Raises:
             TypeError, ValueError: an argument does not fit; the message says what was expected.
@@ -316,7 +317,10 @@ def assisted(
     kept = {"ring": max(RING, guesses + 1), "guesses": guesses, **where}
     cache, memory = (m.make_cache(len(prompt), **kept) for m in (model, draft))
     tokens, seen, end = prompt, prompt.shape[1], prompt.shape[1] + new_tokens
-    step = draft.make_step(memory) if new_tokens > WORTH else partial(draft, cache=memory)
+    after, step = (
+        m.make_step(c) if new_tokens > WORTH else partial(m, cache=c)
+        for m, c in ((model, cache), (draft, memory))
+    )
     if new_tokens:
         tokens = torch.cat([prompt, draw(model(prompt, mask, cache)[:, -1:])], 1)
         draft(prompt, mask, memory)
@@ -328,7 +332,9 @@ def assisted(
             new, seen = guessed[:, seen:], guessed.shape[1]
             logits = step(new) if new.shape[1] == 1 else draft(new, cache=memory)
             guessed = torch.cat([guessed, logits[:, -1:].argmax(-1)], 1)
-        found = draw(model(guessed[:, T - 1 :], cache=cache))
+        # a step is captured for one number of tokens, and there are fewer at the end
+        look = after if n == guesses else partial(model, cache=cache)
+        found = draw(look(guessed[:, T - 1 :]))
         right = int((found[:, :-1] == guessed[:, T:]).cumprod(1).sum(1).min())
         tokens = torch.cat([tokens, found[:, : right + 1]], 1)
         for part in cache:

@@ -57,6 +57,23 @@ def test_scans_are_one_launch_or_two(device, force):
         assert_close("either way", one, other.double(), 1e-6)
 
 
+def test_wide_and_narrow_tiles_of_halves(device, monkeypatch):
+    """The same bits, whichever the number of programs decides."""
+    args = stages.arguments("scan_bwd", "gdn_fused", 100, 32, 96, 32, small(device), device)
+    P, AG = args[4:6]
+    low = (1e-3 * P).to(P.dtype), (1e-3 * AG).to(AG.dtype)
+    wide, narrow = kernels.HALVES_BACK
+    assert wide.launch(V=96)["BV"] > narrow.launch(V=96)["BV"]
+    found = []
+    for rows in ((wide,), (narrow,)):
+        monkeypatch.setattr(kernels, "HALVES_BACK", rows)
+        found.append(kernels.scan_bwd(*args, low, scale=0.3))
+    if device.type == "cuda" or ONE_ORDER:
+        assert all(map(torch.equal, *found))
+    for one, other in zip(*found, strict=True):
+        assert_close("either way", one, other.double(), 1e-6)
+
+
 @pytest.fixture
 def plain_and_gluon(device, force):
     """The scans of what `gdn_inputs` gives, in plain Triton, then in Gluon, twice."""

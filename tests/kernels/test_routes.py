@@ -48,7 +48,7 @@ PARTS = {
     "PART": "scan_states_gluon scan_bwd_gluon intra_chunk_bwd_gluon",
     "WHOLE": "scan_states_gluon scan_intra_bwd_gluon",
     "MAPS": "scan_map merge scan_map_bwd merge",
-    "BOUNDS": "bound warm_up bound warm_up",
+    "CUT": "bound warm_up scan_states_gluon bound warm_up scan_bwd_gluon intra_chunk_bwd_gluon",
     "APART": "bound warm_up scan_states bound warm_up scan_bwd",
     "FUSED": "scan_states scan_bwd intra_chunk_bwd gate_bwd",
     "FUSED_ONE": "scans intra_chunk_bwd gate_bwd",
@@ -116,8 +116,8 @@ gdn 4 32768 4 4 128 128   |           | RING scan_map merge scan_gluon | MAPS PA
 gdn 1 8191 4 4 128 128    |           | ALONE scan | FUSED_ONE
 gdn 1 8192 4 4 128 128    |           | RING scan_map merge scan_gluon |
         MAPS scans_gluon intra_chunk_bwd_gluon gate_bwd
-gdn 1 32768 16 32 128 128 |           | EITHER | BOUNDS PART PART gate_bwd
-gdn 1 32768 32 32 128 128 |           | EITHER | BOUNDS PART PART gate_bwd
+gdn 1 32768 16 32 128 128 |           | EITHER | CUT gate_bwd
+gdn 1 32768 32 32 128 128 |           | EITHER | CUT gate_bwd
 gdn 1 32768 16 32 128 128 | gluon=off | TWO bound warm_up scan_transposed scan |
         APART scans intra_chunk_bwd intra_chunk_bwd gate_bwd
 gdn 32 4096 16 16 128 128 |           | JOINED | WHOLE WHOLE WHOLE WHOLE gate_bwd
@@ -449,7 +449,7 @@ def test_the_rows_of_a_scan():
             grid, row = scan_launch(table, k, heads, 128)
             assert (row["BV"], row["num_warps"]) == (BV, warps) and row["BK"] == block(K)
             assert grid == (heads * 128 // BV,)
-            assert scan_launch(rows[1], k, heads, 32)[0] == (heads,)
+            assert scan_launch((rows[1],), k, heads, 32)[0] == (heads,)
     found = asked("gdn 8 4096 16 16 33 128")
     assert ("scan_rows", "unpipelined") in [x[:2] for x in found.choices]
     assert "2 warps a program: keys of 66 bytes, no whole words" in str(found)
@@ -512,7 +512,7 @@ def test_a_kind_has_what_the_gpu_is():
 
 def test_kernels_in_gluon_are_chosen_for_what_they_take():
     assert (limits.CHUNK, limits.COLUMNS) == (gdn_scan.CHUNK, gdn_scan.BV)
-    assert gdn_scans.SCAN.launch()["BV"] == limits.COLUMNS
+    assert [x.launch()["BV"] for x in gdn_scans.SCAN] == [limits.COLUMNS]
     tables = gdn_intra_bwd.OPTIONS, gdn_intra.INTRA_CONFIGS["hopper"][2]
     assert all({*x} == {*limits.HEADS} for x in tables)
 

@@ -38,6 +38,22 @@ def test_a_step_is_the_call(kind, device):
     assert (step._graph is not None) == (device.type == "cuda")
 
 
+@pytest.mark.parametrize("kind", few("gdn", more=("kda", "mamba2")))
+@torch.no_grad()
+def test_a_step_of_guesses_is_the_call(kind, device):
+    """Some of which are taken back, and a call of fewer at the end."""
+    layer, x = make(kind, torch.float32, device), hidden(2, 24, torch.float32, device)
+    cache, other = (layer.make_cache(2, ring=8, guesses=4) for _ in range(2))
+    step = layer.make_step(cache)
+    for some, wrong in ((x[:, :5], 2), (x[:, 5:10], 0), (x[:, 10:15], 4), (x[:, 15:18], 1)):
+        look = step if some.shape[1] == 5 else lambda x: layer(x, cache=cache)
+        assert torch.equal(look(some), layer(some, cache=other))
+        for each in (cache, other):
+            each.take_back(wrong)
+        assert all(map(torch.equal, cache.memory, other.memory))
+    assert (step._graph is not None) == (device.type == "cuda")
+
+
 @torch.no_grad()
 def test_parameters_that_change(device):
     """In place, their memory, themselves, and the module that has them."""
@@ -137,6 +153,17 @@ def test_a_model(mixers, device):
     assert (step._graph is not None) == (device.type == "cuda" and "attention" not in mixers)
 
 
+@torch.no_grad()
+def test_guesses_of_a_draft_as_steps(device):
+    """The tokens of plain steps, where both models' calls are captured."""
+    torch.manual_seed(0)
+    model = LanguageModel(Config(("gdn", "mamba2"), **SIZES)).to(device)
+    draft, x = copy.deepcopy(model), torch.randint(64, (1, 5), device=device)
+    for p in draft.parameters():
+        p += 0.3 * p.std() * torch.randn_like(p)
+    assert torch.equal(model.generate(x, 24, draft=draft), model.generate(x, 24))
+
+
 def test_the_benchmark(tmp_path, device):
     out, cases = tmp_path / "steps.json", few("gdn", more=[c for c in steps.OF if c != "gdn"])
     assert (
@@ -146,4 +173,5 @@ def test_the_benchmark(tmp_path, device):
         == 0
     )
     rows = steps.tables.load(out)["rows"]
-    assert len(rows) == 2 * len(cases) and all(row["same_bits"] and row["ms"] > 0 for row in rows)
+    assert len(rows) == 2 * len(cases) * len(steps.GUESSED)
+    assert all(row["same_bits"] and row["ms"] > 0 for row in rows)

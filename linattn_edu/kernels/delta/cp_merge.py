@@ -9,7 +9,7 @@ from torch import Tensor
 
 from linattn_edu.kernels.pieces import Pieces
 from linattn_edu.kernels.routes import scan_launch, widest_launch
-from linattn_edu.kernels.rows import THREE, Config, entry, row, scan_table, sequence_args
+from linattn_edu.kernels.rows import THREE, entry, row, scan_table, sequence_args
 from linattn_edu.kernels.tiles import (
     block,
     cast,
@@ -317,7 +317,7 @@ def piece_map(
 
 def launch_map(
     kernel,
-    table: dict | Config,
+    table: dict | tuple,
     given: tuple,
     sizes: tuple[int, ...],
     *strides: int,

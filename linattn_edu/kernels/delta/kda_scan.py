@@ -89,12 +89,6 @@ def kda_scan_kernel(
         store_tile(ht_ptr + i_nh * K * V, b_S, o_k, o_v, V, K, V)
 
 
-# and of kda_scans
-# 64 columns: with 32 twice as many programs read qg, kg, w and P, and the GPU is full with either.
-# A third stage hides the loads, and fills a multiprocessor's shared memory: one program there, in
-# 4 warps, since the products of one chunk wait for each other and 8 have nothing more to do. 256
-
-
 def kda_scan(
     qg: Tensor,
     kg: Tensor,

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from linattn_edu.kernels.delta.cp_merge import launch_map, piece_of
 from linattn_edu.kernels.routes import by_kind, scan_launch
-from linattn_edu.kernels.rows import UNPIPELINED, Config, row, scan_table, sequence_args, states
+from linattn_edu.kernels.rows import UNPIPELINED, row, scan_table, sequence_args, states
 from linattn_edu.kernels.tiles import (
     cast,
     dot,
@@ -96,9 +96,9 @@ CONFIGS = scan_table(
 CONFIGS["ampere"][4] |= {256: [row(8, 1, BV=16)]}  # 4 warps would spill more than the state
 
 
-def table_of(W: int) -> dict | Config:
+def table_of(W: int) -> dict | tuple:
     """The rows of a scan of W columns."""
-    return CONFIGS if by_kind.dplr_scan_rows(W).takes == "table" else UNPIPELINED
+    return CONFIGS if by_kind.dplr_scan_rows(W).takes == "table" else (UNPIPELINED,)
 
 
 def dplr_scan(

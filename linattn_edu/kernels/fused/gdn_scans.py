@@ -248,7 +248,9 @@ def scan_map_bwd_kernel(
     store_map(map_ptr, left_ptr, tl.trans(b_dS), i_v, i_ph, o_k, o_v, made, K, V, W, ROW, NEAR, NW)
 
 
-SCAN = row(4, 2, BV=64)  # rows of dS^T: a product of fewer would leave tensor cores idle
+SCAN = (row(4, 2, BV=64),)  # rows of dS^T: a product of fewer would leave tensor cores idle
+# with halves a program fills a multiprocessor's shared memory: wide ones where there are enough
+HALVES_BACK = row(8, 2, BV=128), *SCAN
 
 
 class Scans(NamedTuple):
@@ -389,7 +391,8 @@ def _launch_back(x: Scans, gluon: bool, pieces: Pieces, warmup: Tensor | None, s
     if gluon and gdn_scans.scan_bwd_gluon(x.back, scale, warmup, pieces):
         return
     H, HV, K, V = x.sizes
-    grid, config = scan_launch(SCAN, x.q, pieces.N * HV, V)
+    rows = HALVES_BACK if low and V > 64 else SCAN
+    grid, config = scan_launch(rows, x.q, pieces.N * HV, V)
     scan_bwd_kernel[grid](
         *x.back, *(low or (None,) * 3), scale, warmup, *pieces.places, pieces.N, 1, H, HV, K, V,
         BT=x.AG.shape[-1], **config,

@@ -281,7 +281,7 @@ def kda_fused_scan_map_bwd_kernel(
 
 
 GATES_OPTIONS = {"BK": 64, "num_warps": 4}
-SCAN = row(4, 2, BV=64)  # rows of dS^T: a product of fewer would leave tensor cores idle
+SCAN = (row(4, 2, BV=64),)  # rows of dS^T: a product of fewer would leave tensor cores idle
 
 
 def kda_gates(

@@ -199,6 +199,8 @@ def head_groups(load: Load, one: bool) -> Choice:
         return Choice(1, "not all in Gluon")
     if not support.tried():
         return Choice(1, "groups are views, which plain Triton does not take where Gluon fails")
+    if pieces_by_warm_up(kind).takes:  # its scan takes as long with few heads as with all
+        return Choice(1, "T={T}: a sequence is cut, and a head that does not forget is not")
     B, T = load.sequences, kind.T
     programs = pieces_of(load) * kind.HV * (1 if one else cdiv(kind.V, limits.COLUMNS))
 
@@ -242,14 +244,12 @@ def widest_launch(rows: Sequence[Config], x: Tensor, heads: int, V: int) -> tupl
     return (programs[n],), launches[n]
 
 
-def scan_launch(table: dict | Config, k: Tensor, heads: int, V: int) -> tuple[tuple[int], dict]:
-    """(grid, BK and the row) of a kernel that carries S [K, BV]: of a `rows.scan_table`, or this
-    row.
-    """
+def scan_launch(table: dict | tuple, k: Tensor, heads: int, V: int) -> tuple[tuple[int], dict]:
+    """(grid, BK and the row) of a kernel that carries S [K, BV]: of a `scan_table`, or of rows."""
     K, size, generation = k.shape[-1], k.element_size(), device_of(k)[0]
     rows = (UNPIPELINED,)
-    if isinstance(table, Config):
-        rows = (table,)
+    if isinstance(table, tuple):
+        rows = table
     elif scan_rows(generation, K * size).takes == "table":
         by_keys = of_generation(table, generation)[size]
         rows = by_keys.get(block(K)) or by_keys[max(128, block(K))]
