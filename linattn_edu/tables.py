@@ -223,7 +223,7 @@ def decode_cells(rows: list[dict]) -> Cells:
 
 
 def step_cells(rows: list[dict]) -> Cells:
-    """Heads and lines of a token called and as a captured step."""
+    """Heads and lines of a token called and as a captured step, of calls of as many guesses."""
     found = {(row["case"], row["batch"], row["how"]): row for row in rows}
     lines = []
     for case, batch in dict.fromkeys(key[:2] for key in found):

@@ -373,13 +373,21 @@ def measured_decode(name: str = RESULTS) -> None:
     _tables(name, token, tables.decode_cells, "One token of each sequence.")
 
 
-def measured_steps(name: str = "steps") -> None:
+def measured_steps(name: str = "steps", guesses: bool = False) -> None:
     """Show what a token of a layer and of a model takes, called and as a captured step.
 
     Args:
-        name: Of the file of results, or without the card.
+        name: Of the file of results, or without the card.  guesses: Whether of calls with guesses.
     """
-    _tables(name, lambda data: data["rows"], tables.step_cells, "A token of each sequence.")
+
+    def rows_of(data: dict) -> list[dict]:
+        return [row for row in data["rows"] if (row["guesses"] > 0) == guesses]
+
+    def caption(rows: list[dict]) -> str:
+        each = f", {rows[0]['right']} of {rows[0]['guesses']} guesses right" if guesses else ""
+        return f"A token of each sequence{each}."
+
+    _tables(name, rows_of, tables.step_cells, caption)
 
 
 def _tables(name: str, rows_of: Callable, cells: Callable, caption: str | Callable) -> None:

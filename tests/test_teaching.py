@@ -222,13 +222,22 @@ def test_decode_table(results, capsys):
 
 def test_steps_table(results, tmp_path, capsys):
     row = {"case": "gdn", "library": "linattn_edu", "batch": 64, "sources": {}}
-    data = {**DATA, "rows": [{**row, "how": "call", "ms": 1.0}, {**row, "how": "step", "ms": 0.08}]}
-    (tmp_path / "chapters" / "data" / "calls.json").write_text(json.dumps(data))
+    rows = [
+        {**row, "guesses": n, "right": n // 2, "how": how, "ms": ms}
+        for n, both in ((0, (1.0, 0.08)), (4, (0.9, 0.03)))
+        for how, ms in zip(("call", "step"), both, strict=True)
+    ]
+    path = tmp_path / "chapters" / "data" / "calls.json"
+    path.write_text(json.dumps({**DATA, "rows": rows}))
     teaching.measured_steps("calls")
     heads, line, caption = capsys.readouterr().out.splitlines()
     assert heads.split() == ["layer", "sequences", "call", "ms", "step", "ms", "times"]
     assert line.split() == ["gdn", "64", "1.000", "0.080", "12.5"]
     assert caption.startswith("A token of each sequence. NVIDIA H200")
+    teaching.measured_steps("calls", guesses=True)
+    _, line, caption = capsys.readouterr().out.splitlines()
+    assert line.split() == ["gdn", "64", "0.900", "0.030", "30.0"]
+    assert caption.startswith("A token of each sequence, 2 of 4 guesses right. NVIDIA H200")
 
 
 LADDER = [
