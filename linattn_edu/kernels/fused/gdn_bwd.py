@@ -260,8 +260,8 @@ def _in_head_groups(groups: int, x: Scans, scale: float, one: bool) -> tuple[Ten
     """chunk_bwd in Gluon, on as many groups of heads: the same bits. one: scan_bwd and
     intra_chunk_bwd in one kernel.
     """
-    pieces, (ahead,), h0 = enter(x, True, None)
-    _, (behind,), dht = enter(x, True, None, scale)
+    (pieces, ahead, h0), (_, behind, dht) = enter(x, True, None), enter(x, True, None, scale)
+    assert ahead[0] is behind[0] is None  # by_load.head_groups: no piece has a warm-up here
     _, HV, K, V = x.sizes
     dh0 = x.gc.new_empty(pieces.N, HV, K, V)
     out = tuple(map(torch.empty_like, (x.q, x.k, x.v, x.beta, x.gc)))
@@ -269,39 +269,31 @@ def _in_head_groups(groups: int, x: Scans, scale: float, one: bool) -> tuple[Ten
         given, (dq, dk, dv, *rest) = (
             [t.chunk(groups, 2)[i] for t in tensors] for tensors in (x[:8], out)
         )
-        *ways, own_h0, own_dht = (
-            t if t is None else t.chunk(groups, 1)[i].contiguous() for t in (ahead, behind, h0, dht)
-        )
-        own = Scans(*given, own_h0, own_dht, dv=dv)
-        group = own, (dq, dk, *rest), *ways, scale, pieces
+        ends = (t if t is None else t.chunk(groups, 1)[i].contiguous() for t in (h0, dht))
+        group = Scans(*given, *ends, dv=dv), (dq, dk, *rest), scale, pieces
         dh0.chunk(groups, 1)[i].copy_((_head_group_in_one if one else _head_group)(*group))
     return *out, pieces.first(dh0)
 
 
-def _head_group(
-    own: Scans, out: tuple[Tensor, ...], ahead: Tensor | None, behind: Tensor | None, scale: float,
-    pieces: Pieces,
-) -> Tensor:  # fmt: skip
+def _head_group(own: Scans, out: tuple[Tensor, ...], scale: float, pieces: Pieces) -> Tensor:
     """One of the groups, views of its heads: writes dq, dk, dv, dbeta and dgc, returns dh0. A
     function, so that its states go before those of the next are made.
     """
     own = own.written(pieces, None)
-    gdn_scans.scan_states_gluon(own.forth, ahead, pieces)
-    gdn_scans.scan_bwd_gluon(own.back, scale, behind, pieces)
+    gdn_scans.scan_states_gluon(own.forth, None, pieces)
+    gdn_scans.scan_bwd_gluon(own.back, scale, None, pieces)
     read = *own[:5], own.h, own.v_new, own.do, own.dh, own.Z
     gdn_intra_bwd.intra_bwd_gluon(read, out, scale)
     return own.dh0
 
 
-def _head_group_in_one(
-    own: Scans, out: tuple[Tensor, ...], ahead: None, behind: None, scale: float, pieces: Pieces
-) -> Tensor:
+def _head_group_in_one(own: Scans, out: tuple[Tensor, ...], scale: float, pieces: Pieces) -> Tensor:
     """The same with scan_bwd and intra_chunk_bwd in one kernel: neither dS nor Z is in memory. A
     program has read v_new of a chunk before it writes dq, which lies in its place.
     """
     dq, dk, *rest = out
     x = own._replace(do=None, v_new=dq).written(pieces, None)
-    gdn_scans.scan_states_gluon(x.forth, ahead, pieces)
+    gdn_scans.scan_states_gluon(x.forth, None, pieces)
     given, dh0 = (*x[:7], x.h, dq, own.do, own.dht), x.gc.new_empty(pieces.N, *x.h.shape[2:])
     gdn_bwd.scan_intra_bwd_gluon(given, (dq, dk, own.dv, *rest, dh0), scale, pieces)
     return dh0

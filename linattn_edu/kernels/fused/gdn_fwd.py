@@ -228,13 +228,7 @@ SCAN_CONFIGS = scan_table(
 
 
 # with low halves: twice the matrices of a chunk, and products of two halves
-HALVES_CONFIGS = scan_table(
-    ampere={128: [row(4, 1, BV=32)], 256: [row(4, 1, BV=16)]},
-    hopper={
-        128: [row(4, 2, BV=64), row(4, 2, BV=32), row(4, 2, BV=16)],
-        256: [row(4, 2, BV=32), row(4, 2, BV=16)],
-    },
-)
+HALVES_CONFIGS = tuple(row(4, 2, BV=n) for n in (64, 32, 16))
 
 
 # with a third chunk in flight there would be no room for a second program

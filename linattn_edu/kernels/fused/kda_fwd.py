@@ -17,7 +17,7 @@ from linattn_edu.kernels.fused.gdn_fwd import TRANSPOSED
 from linattn_edu.kernels.gluon.kernels import kda_intra, kda_scan
 from linattn_edu.kernels.pieces import by_maps
 from linattn_edu.kernels.routes import by_kind, by_load, kind_of, load_of, scan_launch
-from linattn_edu.kernels.rows import row, scan_table, strength
+from linattn_edu.kernels.rows import row, strength
 from linattn_edu.kernels.tiles import (
     cast,
     columns_of,
@@ -220,14 +220,8 @@ def kda_fused_scan_map_kernel(
     store_map(map_ptr, left_ptr, b_S, i_v, i_ph, o_k, o_v, made, K, V, W, ROW, NEAR, NW)
 
 
-CONFIGS = scan_table(
-    ampere={128: [row(4, 1, BV=32)], 256: [row(4, 1, BV=16)]},
-    hopper={128: [row(4, 2, BV=64), row(4, 3, BV=32), row(4, 3, BV=16)], 256: [row(4, 1, BV=16)]},
-)
-MAP_CONFIGS = scan_table(
-    ampere={128: [row(4, 1, BV=32)], 256: [row(4, 1, BV=16)]},
-    hopper={128: [row(4, 2, BV=64), row(4, 2, BV=32), row(4, 2, BV=16)], 256: [row(4, 2, BV=16)]},
-)
+CONFIGS = row(4, 2, BV=64), row(4, 3, BV=32), row(4, 3, BV=16)
+MAP_CONFIGS = tuple(row(4, 2, BV=n) for n in (64, 32, 16))
 
 
 def kda_prepare(
