@@ -91,6 +91,59 @@ def test_what_the_readme_says_about_speed_is_measured():
         assert f"\nInputs in bfloat16; {gpu}, torch" in readme
 
 
+# a chapter, what it says of times or memory on an H200, where that is measured, and each case and
+# library with the least and the most that the library's number is of ours
+SHORT, LONG = ("gdn_train", "gdn_gva", "gdn_long"), ("kda_train", "kda_kimi", "kda_long")
+SAID = (
+    ("06_output", "three to five times as fast as fla's in all four cases", "gdn", "forward", "ms",
+     [(case, "fla", 3.0, 5.0) for case in (*SHORT, "gdn_d64")]),
+    ("06_output", "FlashQLA takes a third to a half longer than ours in its three", "gdn",
+     "forward", "ms", [(case, "flash_qla", 1.3, 1.55) for case in SHORT]),
+    ("06_output", "takes some percent less time than ours on `gdn_train`", "gdn", "forward", "ms",
+     [("gdn_train", "flashinfer", 0.9, 0.99)]),
+    ("06_output", "on `gdn_gva` and `gdn_long` ours is faster", "gdn", "forward", "ms",
+     [(case, "flashinfer", 1.02, 2.0) for case in SHORT[1:]]),
+    ("06_output", "a third of what fla's does or less", "gdn", "forward", "peak_mib",
+     [(case, "fla", 3.0, 9.0) for case in (*SHORT, "gdn_d64")]),
+    ("06_output", "it allocates less on `gdn_train`, and more on the other two", "gdn", "forward",
+     "peak_mib", [("gdn_train", "flash_qla", 1.1, 2.0),
+                  *((case, "flash_qla", 0.5, 0.95) for case in SHORT[1:])]),
+    ("12_gate_bwd", "ours takes about a third of fla's time or less", "gdn", "forward_backward",
+     "ms", [(case, "fla", 2.7, 4.5) for case in (*SHORT, "gdn_d64")]),
+    ("12_gate_bwd", "a tenth to an eighth less time than FlashQLA on `gdn_train` and `gdn_gva`",
+     "gdn", "forward_backward", "ms", [(case, "flash_qla", 1.1, 1.16) for case in SHORT[:2]]),
+    ("12_gate_bwd", "and little more than half on `gdn_long`", "gdn", "forward_backward", "ms",
+     [("gdn_long", "flash_qla", 1.7, 2.0)]),
+    ("12_gate_bwd", "half as much again on `gdn_gva` and `gdn_long`, an eighth more on `gdn_train`",
+     "gdn", "forward_backward", "peak_mib",
+     [("gdn_train", "flash_qla", 0.86, 0.91), *((c, "flash_qla", 0.62, 0.7) for c in SHORT[1:])]),
+    ("12b_kda_backward", "about a quarter of fla's time", "kda", "forward_backward", "ms",
+     [(case, "fla", 3.6, 4.4) for case in LONG]),
+    ("12b_kda_backward", "a third of what fla takes with the promise of a bound", "kda",
+     "forward_backward", "ms", [(case, "fla_safe", 2.8, 3.8) for case in LONG]),
+    ("12b_kda_backward", "less than half of fla's memory", "kda", "forward_backward", "peak_mib",
+     [(case, "fla", 2.0, 3.0) for case in LONG]),
+    ("12b_kda_backward", "cuDNN takes half as long again as ours on `kda_train`, more than twice",
+     "kda", "forward_backward", "ms",
+     [("kda_train", "cudnn", 1.4, 1.6), ("kda_kimi", "cudnn", 2.0, 2.6)]),
+    ("12b_kda_backward", "more than six times as long on `kda_long`", "kda", "forward_backward",
+     "ms", [("kda_long", "cudnn", 6.0, 8.0)]),
+    ("12b_kda_backward", "attention-gym takes between three and five times as long", "kda",
+     "forward_backward", "ms", [(case, "attn_gym", 3.0, 5.0) for case in LONG]),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("chapter", "said", "operator", "what", "column", "claims"), SAID)
+def test_what_chapters_say_of_other_libraries_is_measured(
+    chapter, said, operator, what, column, claims
+):
+    assert said in (ROOT / "chapters" / f"{chapter}.md").read_text()
+    rows = json.loads((ROOT / "chapters" / "data" / f"{operator}_h200.json").read_text())["rows"]
+    found = {(row["case"], row["library"]): row[column] for row in rows if row["what"] == what}
+    for case, library, least, most in claims:
+        assert least < found[case, library] / found[case, "linattn_edu"] < most, (case, library)
+
+
 def test_the_names_of_fla_that_the_readme_lists_are_there_and_the_others_not():
     names = re.compile(r"`([a-zA-Z_0-9]+)`")
     there, absent = paragraph("These names are there too").split("These are not")
