@@ -169,7 +169,7 @@ def intra_chunk_bwd_kernel(
 # 32: with 64 columns of K one program alone would fill a multiprocessor's shared memory. Two such
 # programs leave no room for L1: a register that spills is read back from L2
 INTRA_OPTIONS = {"BK": 32, "num_warps": 4}
-INTRA_STAGES = 2, 3  # of K > 64, and of narrower heads and low halves
+INTRA_STAGES = (2, 3), (3, 1)  # of K > 64, and of narrower heads; the same with low halves
 
 
 def intra_chunk_bwd(
@@ -217,7 +217,7 @@ def _launch_intra(
         intra_chunk_bwd_kernel[(NT * H,)](
             *given, *(low or (None, None)), dq, dk, *sums, dbeta, dgc, scale, *chunks, T, i_g,
             H, HV, K, V, BT=chunk_size, BS=block(K), BV=block(V), FIRST=i_g == 0,
-            LAST=i_g == HV // H - 1, num_stages=INTRA_STAGES[K <= 64 or low is not None],
+            LAST=i_g == HV // H - 1, num_stages=INTRA_STAGES[low is not None][K <= 64],
             **INTRA_OPTIONS,
         )  # fmt: skip
 
