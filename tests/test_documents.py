@@ -144,6 +144,22 @@ def test_what_chapters_say_of_other_libraries_is_measured(
         assert least < found[case, library] / found[case, "linattn_edu"] < most, (case, library)
 
 
+def test_what_chapter_26b_says_of_captured_rounds_is_measured():
+    text = (ROOT / "chapters" / "26b_replay.md").read_text()
+    rows = json.loads((ROOT / "chapters" / "data" / "steps_h200.json").read_text())["rows"]
+    ms = {(r["case"], r["batch"], r["guesses"], r["how"]): r["ms"] for r in rows}
+    assert "A model's captured round beats its plain step" in text
+    assert all(ms["model", n, 4, "step"] < ms["model", n, 0, "step"] for n in (1, 64))
+    assert "hardly gains, and Kimi Delta Attention's loses" in text
+    assert all(ms[x, 1, 4, "step"] > 0.9 * ms[x, 1, 0, "step"] for x in ("gdn", "mamba2"))
+    assert ms["kda", 1, 4, "step"] > ms["kda", 1, 0, "step"]
+    assert "Called, a round loses to a plain step that is captured, whatever is guessed" in text
+    best = {r["case"]: (1 + r["right"]) / (1 + r["guesses"]) for r in rows if r["guesses"]}
+    for case, n, guesses, how in ms:
+        if guesses and how == "call":  # a round of which all guesses are right
+            assert best[case] * ms[case, n, guesses, how] > ms[case, n, 0, "step"]
+
+
 def test_the_names_of_fla_that_the_readme_lists_are_there_and_the_others_not():
     names = re.compile(r"`([a-zA-Z_0-9]+)`")
     there, absent = paragraph("These names are there too").split("These are not")
